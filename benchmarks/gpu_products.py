@@ -117,14 +117,14 @@ def kernel_product(
 
         def scaled_product(x: jax.Array, w: ScaledOperand) -> jax.Array:
             assert pair.lhs is not None
-            left = ScaledOperand.of(_batch(mx_jax.quantize(x, pair.lhs)), left=True)
+            left = ScaledOperand.of(_batch(mx_jax.quantize(x, pair.lhs)))
             return kernels.multiply_scaled(left, w, jnp.bfloat16, architecture)[0]
 
         return lambda w: ScaledOperand.of(_batch(w)), scaled_product
 
     def product(x: jax.Array, w: Any) -> jax.Array:
         x = _cast(x, pair.lhs)
-        return kernels.multiply(x[None], w, jnp.bfloat16, architecture=architecture)[0]
+        return kernels.by_weights(x[None], w, jnp.bfloat16, architecture)[0]
 
     return lambda w: PackedWeights.of(_batch(w)), product
 

@@ -1,17 +1,14 @@
 """What is measured, the most useful first."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-
-from mx_jax.axes import Axes
 from mx_jax.backends.calls import (
     MatmulCall,
-    OperandType,
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
@@ -21,9 +18,7 @@ from mx_jax.backends.evidence import Kind, Work
 from mx_jax.backends.target import Backend, Target
 from mx_jax.formats import MX_FORMATS, NVFP4, block_format
 from mx_jax.reference.ragged import layout_length
-from mx_jax.testing.cases import MatmulCase, QuantizeCase
-
-AnyProduct = TypeVar("AnyProduct", MatmulCall, RaggedCall)
+from mx_jax.testing.cases import MatmulCase, QuantizeCase, RaggedCase
 
 FORMATS = tuple(format.name for format in (*MX_FORMATS, NVFP4))
 # Rows of activations, one of each bucket of `evidence.ROWS`; n and k of weights: the
@@ -63,7 +58,7 @@ class Case:
       groups: of the rows, each with a matrix of its own, or a sum; 0 where there are none.
       dtype: of operands in high precision and of the product; of what is cast.
       packed: whether the weights are packed before.
-      axes: that blocks of casts lie along, from the end.
+      axes: of the blocks of casts, from the end.
       k_first: whether the weights of a product without groups are `[k, n]`.
     """
 
@@ -80,58 +75,39 @@ class Case:
     @property
     def call(self) -> MatmulCall | RaggedCall | QuantizeCall | QuantizeBothCall:
         """What backends see of it."""
-        if self.kind == "product":
-            return self._product()
-        if self.kind == "ragged product":
-            return self._ragged_product()
-        if self.kind == "ragged sums":
-            return self._ragged_sums()
-        first, *others = (
-            QuantizeCase(format=block_format(name), shape=self.shape, axis=a, dtype=self.dtype).call
-            for name, a in zip(self.formats, self.axes, strict=True)
-        )
-        return QuantizeBothCall(first=first, second=others[0]) if others else first
-
-    def _product(self) -> MatmulCall:
-        lhs, rhs = (None if name is None else block_format(name) for name in self.formats)
-        m, n, k = self.shape
-        call = MatmulCase(
-            lhs=lhs,
-            rhs=rhs,
-            m=(m,),
-            n=(n,),
-            k=(k,),
-            dtype=self.dtype,
-            out_dtype=self.dtype,
-            rhs_k_first=self.k_first,
-        ).call
-        return self._as_packed(dataclasses.replace(call, precision=None))
-
-    def _ragged_product(self) -> RaggedCall:
-        lhs, rhs = (None if name is None else block_format(name) for name in self.formats)
-        (m, n, k), dtype = self.shape, np.dtype(self.dtype)
-        rows, matrices = Axes.ordered(), Axes.ordered(k_first=True).in_batch()
-        return self._as_packed(
-            RaggedCall(
-                lhs=OperandType(
-                    shape=(m, k), axes=rows, format=lhs, dtype=dtype if lhs is None else None
-                ),
-                rhs=OperandType(shape=(self.groups, k, n), axes=matrices, format=rhs),
-                num_groups=self.groups,
-                out_dtype=dtype,
+        formats = [None if name is None else block_format(name) for name in self.formats]
+        if self.kind in ("cast", "cast both ways"):
+            first, *others = (
+                QuantizeCase(format=format, shape=self.shape, axis=a, dtype=self.dtype).call
+                for format, a in zip(formats, self.axes, strict=True)
+                if format is not None
             )
-        )
-
-    def _ragged_sums(self) -> RaggedCall:
-        """The gradient of the groups' matrices: both operands in blocks along padded rows."""
-        (_, n, k), (lhs, rhs) = self.shape, (block_format(name or "") for name in self.formats)
-        rows, axes = self.layout_rows, Axes.ordered(k_first=True)
-        return RaggedCall(
-            lhs=OperandType(shape=(rows, k), axes=axes, format=lhs),
-            rhs=OperandType(shape=(rows, n), axes=axes, format=rhs),
-            num_groups=self.groups,
-            out_dtype=np.dtype(self.dtype),
-        )
+            return QuantizeBothCall(first=first, second=others[0]) if others else first
+        (lhs, rhs), (m, n, k) = formats, self.shape
+        if self.kind == "product":
+            case = MatmulCase(
+                lhs=lhs,
+                rhs=rhs,
+                m=(m,),
+                n=(n,),
+                k=(k,),
+                rhs_k_first=self.k_first,
+                dtype=self.dtype,
+                out_dtype=self.dtype,
+            )
+            call = dataclasses.replace(case.call, precision=None)
+        elif self.kind == "ragged product":
+            sizes = (0,) * self.groups
+            call = RaggedCase(
+                lhs=lhs, rhs=rhs, sizes=sizes, rows=m, k=k, n=n, out_dtype=self.dtype
+            ).call
+        else:
+            # The gradient of the groups' matrices: both operands in blocks along padded rows.
+            facts = {"rows": self.layout_rows, "k": k, "n": n, "out_dtype": self.dtype}
+            sizes = (0,) * self.groups
+            return RaggedCase(lhs=lhs, rhs=rhs, sizes=sizes, contracts_rows=True, **facts).call
+        packed_by = self.backend if self.packed else None
+        return dataclasses.replace(call, rhs=dataclasses.replace(call.rhs, packed_by=packed_by))
 
     @property
     def unit(self) -> int:
@@ -143,11 +119,6 @@ class Case:
     def layout_rows(self) -> int:
         """Rows in the layout whose groups begin with blocks."""
         return layout_length(self.shape[0], self.groups, self.unit)
-
-    def _as_packed(self, call: AnyProduct) -> AnyProduct:
-        """A product whose weights are packed if those of the case are."""
-        packed_by = self.backend if self.packed else None
-        return dataclasses.replace(call, rhs=dataclasses.replace(call.rhs, packed_by=packed_by))
 
     @property
     def packing(self) -> PackCall:
@@ -204,25 +175,25 @@ class Wanted:
 
 def all_cases(backend: Backend, wanted: Wanted = Wanted()) -> Iterator[Case]:
     """Everything that one backend may be asked, in no order."""
-    of = Case(backend=backend.name, kind="product", formats=(), shape=())
-    products = itertools.product(((0, *size) for size in wanted.sizes), wanted.rows)
+    of = functools.partial(Case, backend=backend.name)
     ragged = list(itertools.product(wanted.experts, wanted.ragged_rows))
-    for kind, sizes in (("product", products), ("ragged product", ragged)):
-        shapes = [(groups, (m, n, k)) for (groups, n, k), m in sizes]
-        for format, (groups, shape) in itertools.product(wanted.formats, shapes):
+    products: list[tuple[Kind, int, tuple[int, ...]]] = [
+        ("product", 0, (m, *nk)) for nk, m in itertools.product(wanted.sizes, wanted.rows)
+    ]
+    products.extend(("ragged product", groups, (m, n, k)) for (groups, n, k), m in ragged)
+    for format in wanted.formats:
+        for what, groups, shape in products:
             for lhs, packed in itertools.product((None, format), (True, False)):
                 if not packed or PackCall in backend.offers:
-                    what = {"kind": kind, "formats": (lhs, format), "packed": packed}
-                    yield dataclasses.replace(of, shape=shape, groups=groups, **what)
-    for format, ((groups, n, k), m) in itertools.product(wanted.formats, ragged):
-        what = {"kind": "ragged sums", "formats": (format, format), "groups": groups}
-        yield dataclasses.replace(of, shape=(m, n, k), **what)
-    dtypes = "bfloat16", "float32"
-    for format, size, dtype in itertools.product(wanted.formats, wanted.sizes, dtypes):
-        for axes in ((-1,), (-2,), (-1, -2)):
-            what = {"kind": "cast" if len(axes) == 1 else "cast both ways"}
-            what |= {"formats": (format,) * len(axes), "axes": axes}
-            yield dataclasses.replace(of, shape=size, dtype=dtype, **what)
+                    formats = lhs, format
+                    yield of(kind=what, formats=formats, shape=shape, groups=groups, packed=packed)
+        for (groups, n, k), m in ragged:
+            yield of(kind="ragged sums", formats=(format, format), shape=(m, n, k), groups=groups)
+        for size, dtype in itertools.product(wanted.sizes, ("bfloat16", "float32")):
+            for axes in ((-1,), (-2,), (-1, -2)):
+                kind: Kind = "cast" if len(axes) == 1 else "cast both ways"
+                formats = (format,) * len(axes)
+                yield of(kind=kind, formats=formats, shape=size, dtype=dtype, axes=axes)
 
 
 def rank(case: Case) -> int:

@@ -7,20 +7,18 @@ import dataclasses
 import datetime
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from mx_jax.backends import evidence
@@ -56,11 +54,13 @@ def add_to(commands: Any) -> None:
     )
     add = parser.add_argument
     add("--formats", nargs="+", type=_format, metavar="FORMAT", help="block formats, by name")
-    add("--sizes", nargs="+", type=_size, metavar="NxK", help="of weights, as 8192x8192")
-    add(
-        "--experts", nargs="+", type=_experts, metavar="GxNxK", help="of a mixture, as 8x14336x4096"
-    )
-    add("--rows", nargs="+", type=_rows, metavar="M", help="of activations")
+    for name, form, metavar, text in (
+        ("--sizes", "8192x8192", "NxK", "of weights"),
+        ("--experts", "8x14336x4096", "GxNxK", "of a mixture"),
+        ("--rows", "16", "M", "of activations"),
+    ):
+        help = f"{text}, as {form}"
+        add(name, nargs="+", type=_numbers(form), metavar=metavar, help=help)
     add("--minutes", type=float, default=10.0, help="after which no case is begun (default: 10)")
     add("--limit", type=float, default=120.0, help="seconds that a case may take (default: 120)")
     add(
@@ -84,24 +84,16 @@ def _format(text: str) -> str:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _size(text: str) -> tuple[int, ...]:
-    return _numbers(text, "NxK, as 8192x8192", 2)
+def _numbers(form: str) -> Callable[[str], tuple[int, ...]]:
+    """A parser of numbers with x between them, as an example has them."""
 
+    def parse(text: str) -> tuple[int, ...]:
+        parts = text.lower().split("x")
+        if len(parts) != len(form.split("x")) or not all(p.isdecimal() and int(p) for p in parts):
+            raise argparse.ArgumentTypeError(f"needs numbers as {form}, got {text!r}")
+        return tuple(map(int, parts))
 
-def _experts(text: str) -> tuple[int, ...]:
-    return _numbers(text, "GxNxK, as 8x14336x4096", 3)
-
-
-def _rows(text: str) -> int:
-    (rows,) = _numbers(text, "a number of rows", 1)
-    return rows
-
-
-def _numbers(text: str, form: str, count: int) -> tuple[int, ...]:
-    parts = text.lower().split("x")
-    if len(parts) != count or not all(part.isdecimal() and int(part) for part in parts):
-        raise argparse.ArgumentTypeError(f"needs {form}, got {text!r}")
-    return tuple(map(int, parts))
+    return parse
 
 
 def wanted_by(options: argparse.Namespace) -> Wanted:
@@ -111,32 +103,33 @@ def wanted_by(options: argparse.Namespace) -> Wanted:
         sizes, experts = options.sizes or (), options.experts or ()
         found = dataclasses.replace(found, sizes=sizes, experts=experts)
     if options.rows:
-        found = dataclasses.replace(found, rows=options.rows, ragged_rows=options.rows)
+        rows = [rows for (rows,) in options.rows]
+        found = dataclasses.replace(found, rows=rows, ragged_rows=rows)
     return dataclasses.replace(found, formats=options.formats or found.formats)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status.
 
     Raises:
       ValueError: there is no GPU here that a kernel runs on, or nowhere to write.
     """
-    if given.one is not None:
+    if options.one is not None:
         _end_with_parent()
-        return worker.answer(given.one, tuning=given.tune)
-    deadline = time.monotonic() + 60 * given.minutes
+        return worker.answer(options.one, tuning=options.tune)
+    deadline = time.monotonic() + 60 * options.minutes
     words = [sys.executable, "-m", "mx_jax", "gpu", "--one"]
     asleep = only_if_named()
     # Those behind the reference that say where their source is.
     backends = [own for own in known_backends() if own.name in asleep and own.source is not None]
     machine = _machine(words)
-    wanted = cases(backends, machine.target, wanted_by(given))
+    wanted = cases(backends, machine.target, wanted_by(options))
     if not wanted:
         raise ValueError(_what_is_missing(backends, machine.target))
     bench = Bench(
-        machine=machine, backends=backends, words=words, limit=given.limit, tuning=given.tune
+        machine=machine, backends=backends, words=words, limit=options.limit, tuning=options.tune
     )
-    return measure(bench, wanted, given.out or evidence.cache_path(), deadline, given.again)
+    return measure(bench, wanted, options.out or evidence.cache_path(), deadline, options.again)
 
 
 # Processes ----------------------------------------------------------------------------------------
@@ -178,7 +171,7 @@ class Bench:
     def row(self, case: Case, seconds_left: float) -> Row:
         """Measure a case in a process of its own: whatever that does, it costs one row."""
         tuning = f"{min(self.tuning, seconds_left):.1f}"
-        words = [*self.words, json.dumps(case.as_json()), "--tune", tuning]
+        words = [*self.words, json.dumps(dataclasses.asdict(case)), "--tune", tuning]
         found, why, _ = run_process(words, self.limit)
         return self.row_of(case, found or {"failed": why or "the process gave no answer"})
 
@@ -317,34 +310,29 @@ def measure(
       again: whether to measure also what has a row there.
     """
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    kept = _kept(out, console)
-    places = {} if again else {row.place: row for row in kept}
-    known = {case: places.get(bench.row_of(case, {}).place) for case in wanted}
-    rows = [row for row in known.values() if row is not None]
-    missing, left = [case for case in wanted if known[case] is None], 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("", total=len(missing))
-        for case in missing:
-            bar.update(task, description=str(case))
-            seconds = deadline - time.monotonic()
-            if seconds <= 0:
-                left += 1
-                continue
-            row = bench.row(case, seconds)
-            rows.append(row)
-            _write(out, kept, rows)
-            beside = row.over_bfloat16
-            more = "" if beside is None else f", {beside:.2g} of bfloat16's"
-            console.print(f"{case}: {str(row).partition(': ')[2]}{more}", markup=False)
-            bar.advance(task)
+    known = _known(out, console)
+    places = {} if again else {row.place: row for row in known}
+    measured = {case: places.get(bench.row_of(case, {}).place) for case in wanted}
+    rows = [row for row in measured.values() if row is not None]
+    missing, left = [case for case in wanted if measured[case] is None], 0
+    for i, case in enumerate(missing):
+        seconds = deadline - time.monotonic()
+        if seconds <= 0:
+            left = len(missing) - i
+            break
+        rows.append(row := bench.row(case, seconds))
+        _write(out, known, rows)
+        beside = row.over_bfloat16
+        more = "" if beside is None else f", {beside:.2g} of bfloat16's"
+        found = str(row).partition(": ")[2]
+        console.print(f"{i + 1}/{len(missing)} {case}: {found}{more}", markup=False)
     console.print(table(rows))
     for line in _closing(rows, out, left, len(wanted) - len(missing)):
         console.print(line, markup=False)
     return 0 if any(not row.failed for row in rows) else 1
 
 
-def _kept(out: Path, console: Console) -> tuple[Row, ...]:
+def _known(out: Path, console: Console) -> tuple[Row, ...]:
     """Rows that are there already; a damaged file is put aside."""
     if not out.exists():
         return ()
@@ -357,27 +345,25 @@ def _kept(out: Path, console: Console) -> tuple[Row, ...]:
         return ()
 
 
-def _write(out: Path, kept: Sequence[Row], rows: Sequence[Row]) -> None:
+def _write(out: Path, known: Sequence[Row], rows: Sequence[Row]) -> None:
     try:
-        evidence.write(out, evidence.merged(kept, rows))
+        evidence.write(out, evidence.merged(known, rows))
     except OSError as error:
         raise ValueError(
             f"gpu: cannot write rows, got out={str(out)!r}: {error}; name another file with --out"
         ) from None
 
 
-def _closing(rows: Sequence[Row], out: Path, left: int, known: int) -> list[str]:
-    lines = summary(rows)
-    found = ["Switched on by default:" if lines else "Nothing is switched on."]
-    found += [f"  {line}" for line in lines]
+def _closing(rows: Sequence[Row], out: Path, left: int, known: int) -> Iterator[str]:
+    on = sum(_switched_on(row, rows) for row in rows)
+    yield f"Switched on by default: {on} of {len(rows)} rows."
     if known:
-        found.append(f"{known} cases were measured before; --again measures them anew.")
+        yield f"{known} cases were measured before; --again measures them anew."
     if left:
-        found.append(f"{left} cases were not begun for lack of time; run it again, and it goes on.")
-    found.append(f"Rows are in {out}, from the next start of Python on.")
+        yield f"{left} cases were not begun for lack of time; run it again, and it goes on."
+    yield f"Rows are in {out}, from the next start of Python on."
     if os.environ.get(evidence.VARIABLE):
-        found.append(f"Now {evidence.VARIABLE}={os.environ[evidence.VARIABLE]} decides instead.")
-    return found
+        yield f"Now {evidence.VARIABLE}={os.environ[evidence.VARIABLE]} decides instead."
 
 
 def _switched_on(row: Row, rows: Iterable[Row]) -> bool:
@@ -415,20 +401,3 @@ def table(rows: Sequence[Row]) -> Table:
             verdict(row, rows),
         )
     return found
-
-
-def summary(rows: Sequence[Row]) -> list[str]:
-    """What was switched on, each kind of call once with its speed, or that nothing was."""
-    works = dict.fromkeys((row.backend, row.work) for row in rows if _switched_on(row, rows))
-    lines = []
-    for backend, work in works:
-        alike = (row for row in rows if (row.backend, row.work) == (backend, work))
-        speed = min(row.over_plain or 0.0 for row in alike)
-        most, least = work.rows, work.lowest_rows
-        size = "larger" if math.isinf(work.size) else f"up to 2^{math.log2(work.size):.0f} elements"
-        up_to = f"{least} rows and more" if math.isinf(most) else f"{least} to {most:g} rows"
-        up_to = "1 row" if most == 1 else up_to
-        lines.append(
-            f"{backend}: {work}, {size}, {up_to}: {speed:.2g} times the plain path's speed"
-        )
-    return lines

@@ -200,7 +200,7 @@ def _elsewhere(case: Case) -> Iterator[tuple[Case, jax.Array | None]]:
         return
     for end in sorted({case.work.lowest_rows, case.work.rows} - {rows, math.inf}):
         yield dataclasses.replace(case, shape=(int(end), n, k)), None
-    # Weights that lie either way.
+    # Weights of either order.
     for over, k_first in ((32, True), (40, False)):
         yield dataclasses.replace(case, shape=(rows, odd_n, odd_k + over), k_first=k_first), None
 
@@ -342,7 +342,7 @@ def _any_bits(call: AnyCast, backend: Backend) -> float:
 
 
 def same_bits(left: Any, right: Any) -> bool:
-    """Whether two pytrees of arrays have the same bits, decided where they lie."""
+    """Whether two pytrees of arrays have the same bits, compared on their device."""
     pairs = zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True)
     return all(bool(_same(a, b)) for a, b in pairs)
 

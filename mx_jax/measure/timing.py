@@ -20,7 +20,7 @@ _MAX_COPIES = 48
 
 
 def copies_beyond_cache(bits: float) -> int:
-    """How many copies of so many bits no GPU's cache holds together, or as many as are sensible."""
+    """How many copies of so many bits no GPU's cache holds together, within reason."""
     return min(_MAX_COPIES, max(2, math.ceil(_BEYOND_CACHE * 8 / bits)))
 
 

@@ -1,6 +1,7 @@
 """`python -m mx_jax plan`: its options, tables and JSON."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -18,12 +19,7 @@ from mx_jax.recipes import from_name, high_precision
 
 
 class Interconnect(NamedTuple):
-    """How fast bytes get from device to device.
-
-    Attributes:
-      rate: bytes a second that one device receives at most.
-      source: where the figure is from.
-    """
+    """Bytes a second that one device receives at most, and where the figure is from."""
 
     rate: float
     source: str
@@ -54,27 +50,14 @@ def parse_interconnect(text: str) -> Interconnect:
       >>> parse_interconnect("ndr").rate, parse_interconnect("2e11").rate
       (50000000000.0, 200000000000.0)
     """
-    found = INTERCONNECTS.get(text)
-    if found is not None:
-        return found
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = 0.0
-    if not 0 < rate < float("inf"):
-        raise ValueError(
-            f"plan: unknown interconnect={text!r}; known: {', '.join(INTERCONNECTS)}, or bytes a "
-            "second, as 2e11"
-        )
-    return Interconnect(rate, "as given")
-
-
-def seconds(rows: tuple[Traffic, ...], links: dict[str, Interconnect], efficiency: float) -> float:
-    """Time on the links of the mesh axes that have one, one collective after another."""
-    return sum(
-        row.bytes / (links[row.movement.axis].rate * efficiency)
-        for row in rows
-        if row.movement.axis in links
+    if text in INTERCONNECTS:
+        return INTERCONNECTS[text]
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < math.inf:
+            return Interconnect(float(text), "as given")
+    raise ValueError(
+        f"plan: unknown interconnect={text!r}; known: {', '.join(INTERCONNECTS)}, or bytes a "
+        "second, as 2e11"
     )
 
 
@@ -84,8 +67,8 @@ class Plan:
 
     Attributes:
       name: of the recipe, or of the dtype that it is compared with.
-      memory: what is kept.
-      traffic: what is received.
+      memory: bytes on the device.
+      traffic: bytes that it receives.
       seconds: on the interconnects that were named; None: none was.
     """
 
@@ -315,10 +298,14 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
+def _add(parser: Any, name: str, help: str, **facts: Any) -> None:
+    parser.add_argument(f"--{name}", help=help, **facts)
+
+
 def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
-    group.add_argument("--params", type=float, required=True, metavar="N", help="as 70e9")
-    group.add_argument("--layers", type=int, required=True, metavar="N", help="blocks")
+    _add(group, "params", "as 70e9", type=float, required=True, metavar="N")
+    _add(group, "layers", "blocks", type=int, required=True, metavar="N")
     for name, default, text in (
         ("width", None, "of the residual stream (default: a usual one)"),
         ("hidden", None, "of the gated MLP (default: what params leave)"),
@@ -327,47 +314,46 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         ("experts", 1, "gated MLPs of a block (default: 1)"),
         ("experts-per-token", 1, "that it goes through"),
     ):
-        group.add_argument(f"--{name}", type=int, default=default, metavar="N", help=text)
+        _add(group, name, text, type=int, default=default, metavar="N")
 
 
 def _add_mesh(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("mesh and step")
-    group.add_argument(
-        "--mesh", required=True, metavar="AXIS=N,...", help=f"sizes of {', '.join(AXES)}"
-    )
-    group.add_argument(
-        "--tokens", type=float, default=2.0**22, metavar="N", help="of a step (default: 4194304)"
-    )
-    group.add_argument(
-        "--gather",
-        default="fsdp,expert,model",
-        metavar="AXES",
-        help="axes along which operands move as codes: gathered, as products on a mesh do, or "
-        "sent by sharding.dispatch; none: as values (default: fsdp,expert,model)",
-    )
-    group.add_argument(
-        "--microbatches",
-        type=int,
-        default=1,
-        metavar="N",
-        help="that a step goes through the stages of a pipeline in (default: 1)",
-    )
-    group.add_argument(
-        "--schedule",
-        choices=list(SCHEDULES),
-        default="gpipe",
-        help="of a pipeline: gpipe keeps residuals of all microbatches, as jax.grad of a loop over "
-        "them does; 1f1b of as many as there are stages (default: gpipe)",
-    )
-    group.add_argument(
-        "--sequence-parallel",
-        action="store_true",
-        help="shard the tokens between linear layers along model",
-    )
-    group.add_argument("--remat", choices=list(REMATS), default="none", help="policy of each block")
-    group.add_argument("--dtype", choices=_DTYPES, default="bfloat16", help="what is computed in")
-    group.add_argument("--param-dtype", choices=_DTYPES, default="float32", help="what is stored")
-    group.add_argument("--optimizer", choices=list(_MOMENTS), default="adam")
+    for name, text, facts in (
+        ("mesh", f"sizes of {', '.join(AXES)}", {"required": True, "metavar": "AXIS=N,..."}),
+        (
+            "tokens",
+            "of a step (default: 4194304)",
+            {"type": float, "default": 2.0**22, "metavar": "N"},
+        ),
+        (
+            "gather",
+            "axes along which operands move as codes: gathered, as products on a mesh do, or sent "
+            "by sharding.dispatch; none: as values (default: fsdp,expert,model)",
+            {"default": "fsdp,expert,model", "metavar": "AXES"},
+        ),
+        (
+            "microbatches",
+            "that a step goes through the stages of a pipeline in (default: 1)",
+            {"type": int, "default": 1, "metavar": "N"},
+        ),
+        (
+            "schedule",
+            "of a pipeline: gpipe keeps residuals of all microbatches, as jax.grad of a loop over "
+            "them does; 1f1b of as many as there are stages (default: gpipe)",
+            {"choices": list(SCHEDULES), "default": "gpipe"},
+        ),
+        (
+            "sequence-parallel",
+            "shard the tokens between linear layers along model",
+            {"action": "store_true"},
+        ),
+        ("remat", "policy of each block", {"choices": list(REMATS), "default": "none"}),
+        ("dtype", "what is computed in", {"choices": _DTYPES, "default": "bfloat16"}),
+        ("param-dtype", "what is stored", {"choices": _DTYPES, "default": "float32"}),
+        ("optimizer", "whose moments are kept", {"choices": list(_MOMENTS), "default": "adam"}),
+    ):
+        _add(group, name, text, **facts)
 
 
 _COUNTS = (
@@ -401,8 +387,11 @@ def run(options: argparse.Namespace) -> int:
     setup.check(model)
     plans = []
     for name, recipe in wanted.items():
-        kept, rows = memory(model, setup, recipe), traffic(model, setup, recipe)
-        time = seconds(rows, links, options.efficiency) if links else None
+        rows = traffic(model, setup, recipe)
+        rates = {axis: link.rate * options.efficiency for axis, link in links.items()}
+        moved = [(row.bytes, row.movement.axis) for row in rows]
+        time = sum(size / rates[axis] for size, axis in moved if axis in rates) if links else None
+        kept = memory(model, setup, recipe)
         plans.append(Plan(name=name, memory=kept, traffic=rows, seconds=time))
     lines = [*as_values(plans, setup), *assumptions(model, setup, links, options.efficiency)]
     if options.json:

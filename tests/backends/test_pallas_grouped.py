@@ -14,7 +14,7 @@ import pytest
 import mx_jax
 from mx_jax import formats
 from mx_jax.backends.calls import OperandType, PackCall, RaggedCall
-from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for, grouped
+from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for, products
 from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights, factors_of
 from mx_jax.backends.pallas_gpu.products import pack_weights
@@ -68,7 +68,7 @@ def product(case: RaggedCase, tiles: Tiles) -> tuple[Any, Any]:
         packed = jax.jit(PackedWeights.of)(matrices)
         how = {"architecture": SM90, "tiles": tiles, "interpret": interpreter()}
         how["factors"] = factors
-        return grouped.multiply(x, packed, sizes, case.out_dtype, **how)
+        return products.multiply(x[None], packed, case.out_dtype, group_sizes=sizes, **how)[0]
 
     return run, expected
 
@@ -168,34 +168,17 @@ def test_packed_experts_and_a_tensor_scale_of_each(rng: np.random.Generator):
 
 @needs_newer_mosaic
 @pytest.mark.slow
-def test_nothing_of_a_group_reaches_another():
-    case = case_of(MXFP8_E4M3)
-    x, w, sizes = whole_numbers(case)
-    backend = backend_for(architecture=SM90, interpret=interpreter())
-    run = jax.jit(lambda x, w, sizes: backend.run(case.call, x, w, sizes))
-    expected = run(x, w, sizes)
-    # Group 2 has rows 1 to 7, and rows 21 to 23 are of none.
-    spoilt = dataclasses.replace(w, scales=w.scales.at[2].set(255))
-    with np.errstate(invalid="ignore"):
-        found = np.asarray(run(x.at[21:].set(jnp.nan), spoilt, sizes))
-    others = np.r_[0:1, 8:24]
-    assert_bitwise_equal(found[others], np.asarray(expected)[others], what="other groups")
-    assert np.isnan(found[1:8]).all()
+def test_rows_of_no_group_are_zeros_whatever_the_scales():
+    x, w, sizes = whole_numbers(case_of(sizes=(4,), rows=16))
+    how = {"architecture": SM90, "tiles": SMALL, "interpret": interpreter()}
+    packed, factors = PackedWeights.of(_transposed(w)), jnp.full(2, jnp.nan)
+    found = products.multiply(
+        x[None], packed, "float32", group_sizes=sizes, factors=factors, **how
+    )[0]
+    assert np.isnan(found[:4]).all() and not np.asarray(found[4:]).any()
 
 
 # What goes wrong is noticed -------------------------------------------------------------------
-
-
-@needs_newer_mosaic
-@pytest.mark.slow
-def test_a_missing_wait_is_a_race(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    from mx_jax.backends.pallas_gpu.device import plgpu
-
-    monkeypatch.setattr(plgpu, "barrier_wait", lambda *args, **kwargs: None)
-    run, _ = product(case_of(sizes=(24,)), SMALL)
-    assert race_of(run, capfd)
 
 
 @needs_newer_mosaic
@@ -207,7 +190,7 @@ def test_storing_rows_of_another_group_is_a_race(
         found = visits(*args).reshape(-1, FIELDS)
         return found.at[:, 2].set(found[:, 1]).reshape(-1)
 
-    monkeypatch.setattr(grouped, "visits", whole_chunks)
+    monkeypatch.setattr(products, "visits", whole_chunks)
     run, _ = product(case_of(sizes=(4, 4), rows=8), SMALL)
     assert race_of(run, capfd)
 
@@ -282,32 +265,8 @@ def test_rejects_jax_that_does_not_clip_copies():
 
 
 @needs_newer_mosaic
-@pytest.mark.filterwarnings("ignore:ragged_dot. weights are laid out for backend pallas_gpu")
-def test_is_asked_by_its_name_alone_and_explained(rng: np.random.Generator):
-    tokens = jnp.asarray(rng.standard_normal((16, 64)), jnp.bfloat16)
-    experts = mx_jax.quantize(jnp.ones((2, 64, 64)), "mxfp4", axis=1)
-    sizes = np.array([3, 13], np.int32)
-
-    def forward(x: jax.Array, w: MXArray) -> jax.Array:
-        return mx_jax.ragged_dot(x, w, sizes, recipe=mx_jax.recipes.weight_only("mxfp4"))
-
-    with mx_jax.testing.target("cuda", (9, 0)):
-        assert "-> xla_bfloat16" in mx_jax.inspect.explain_call(forward, tokens, experts)
-        with mx_jax.prefer_backends("pallas_gpu"):
-            told = mx_jax.inspect.explain_call(forward, tokens, experts)
-            text = (
-                jax.jit(forward)
-                .trace(tokens, experts)
-                .lower(lowering_platforms=("cuda",))
-                .as_text()
-            )
-    assert "mxfp4 [2, 64, 64], 2 groups, to float32 -> pallas_gpu" in told
-    assert "mx_jax_grouped_wgmma_mxfp4" in text and "ragged_dot" not in text
-
-
-@needs_newer_mosaic
 @pytest.mark.parametrize("differentiated", [False, True])
-def test_stored_experts_are_told_of_packing(differentiated: bool):
+def test_stored_experts_warn_of_packing(differentiated: bool):
     """Once; not of packed experts, nor of those that the product or its gradients quantize."""
     # Of other shapes, so that nothing was traced before.
     rows = 16 if differentiated else 8
@@ -349,14 +308,18 @@ def test_nothing_is_padded_gathered_or_masked_around_the_kernel():
     sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
 
     def run(x: Any, w: Any, sizes: Any) -> jax.Array:
-        return grouped.multiply(x, w, sizes, "bfloat16", architecture=SM90)
+        return products.multiply(x[None], w, "bfloat16", group_sizes=sizes, architecture=SM90)[0]
 
     text = jax.jit(run).trace(x, w, sizes).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)
-    assert "(tensor<64x512xbf16>, tensor<32x4x64x16xi32>, tensor<32x8x64xi32>" in call
-    assert "-> tensor<64x256xbf16>" in call
+    assert "(tensor<1x64x512xbf16>, tensor<32x4x64x16xi32>, tensor<32x8x64xi32>" in call
+    assert "-> tensor<1x64x256xbf16>" in call
     around = [line for line in text.splitlines() if "64x512xbf16" in line or "64x256xbf16" in line]
-    assert all(re.search(r"custom_call @mosaic_gpu|func\.func|return|call @", w) for w in around)
+    free = re.compile(
+        r"custom_call @mosaic_gpu|func\.func|return|call @|reshape|broadcast_in_dim|"
+        r"high = \[0, 0, 0\]"
+    )
+    assert all(free.search(line) for line in around)
 
 
 @needs_newer_mosaic

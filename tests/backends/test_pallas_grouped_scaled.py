@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mx_jax.backends.calls import PackCall
-from mx_jax.backends.pallas_gpu import grouped
+from mx_jax.backends.pallas_gpu import products
 from mx_jax.backends.pallas_gpu.architecture import SM100
 from mx_jax.backends.pallas_gpu.products import pack_weights
 from mx_jax.backends.pallas_gpu.rejections import rejects_groups
@@ -66,7 +66,7 @@ def of(format: Any, **facts: Any) -> RaggedCase:
 def test_is_the_reference_after_rounding(case: RaggedCase):
     lhs, rhs, sizes = operands(case)
     how = {"architecture": SM100, "interpret": interpreter()}
-    run = jax.jit(lambda lhs, rhs: grouped.multiply_groups(lhs, rhs, sizes, case.call, **how))
+    run = jax.jit(lambda lhs, rhs: products.ragged_dot(lhs, rhs, sizes, case.call, **how))
     assert "grouped_tcgen05" in str(run.trace(lhs, rhs).jaxpr)
     expected = scaled_ragged_dot(lhs, rhs, sizes, case.call.contracting, case.out_dtype)
     assert_bitwise_equal(run(lhs, rhs), expected, what="product")
@@ -80,7 +80,7 @@ def test_packed_once():
     lhs, rhs, sizes = operands(case)
     packed = pack_weights(rhs, PackCall(weights=case.call.rhs, blocks=rhs.blocks))
     how = {"architecture": SM100, "interpret": interpreter()}
-    run = jax.jit(lambda lhs, rhs: grouped.multiply_groups(lhs, rhs, sizes, case.call, **how))
+    run = jax.jit(lambda lhs, rhs: products.ragged_dot(lhs, rhs, sizes, case.call, **how))
     expected = scaled_ragged_dot(lhs, rhs, sizes, case.call.contracting, case.out_dtype)
     assert_bitwise_equal(run(lhs, packed), expected, what="product")
 
@@ -96,20 +96,24 @@ def test_a_planted_fault_is_a_race(
     """A store of a row that is another visit's; none who waits for a piece to be copied."""
     from jax.experimental.pallas import mosaic_gpu
 
-    from mx_jax.backends.pallas_gpu import tcgen05
+    from mx_jax.backends.pallas_gpu import device
 
     case = of(MXFP4, sizes=(4, 5, 0), rows=40, k=256)
     lhs, rhs, sizes = operands(case)
     if planted == "another group's row":
-        copy = tcgen05.copy_rows
-        monkeypatch.setattr(
-            tcgen05, "copy_rows", lambda *args: copy(*args[:-1], jnp.minimum(args[-1] + 1, 128))
-        )
+        copy = device.copy_rows
+
+        def one_more(tile: Any, out: Any, to: Any, begin: Any, end: Any) -> None:
+            copy(tile, out, to, begin, jnp.minimum(end + 1, 128))
+
+        monkeypatch.setattr(device, "copy_rows", one_more)
     else:
         monkeypatch.setattr(mosaic_gpu, "wait_smem_to_gmem", lambda *args, **kwargs: None)
-    monkeypatch.setattr(grouped, "_tiles", lambda *_: Tiles(m=128, n=128, k=256, stages=2))
+    monkeypatch.setattr(
+        products, "_tiles_of_groups", lambda *_: Tiles(m=128, n=128, k=256, stages=2)
+    )
     how = {"architecture": SM100, "interpret": interpreter()}
-    assert race_of(lambda: grouped.multiply_groups(lhs, rhs, sizes, case.call, **how), capfd)
+    assert race_of(lambda: products.ragged_dot(lhs, rhs, sizes, case.call, **how), capfd)
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
+from mx_jax.backends.calls import PackCall
 from mx_jax.backends.pallas_gpu import backend_for, products
 from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, SM100, Architecture
-from mx_jax.backends.pallas_gpu.layouts import PackedWeights, storage, words_of
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights, codes_in_group, slots_of, words_of
 from mx_jax.backends.pallas_gpu.tiles import Tiles
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, BlockFormat
 from mx_jax.mxarray import MXArray
@@ -97,20 +98,6 @@ def test_ampere_is_the_reference_after_rounding(
     test_is_the_reference_after_rounding(case, rng, how | {"architecture": SM80})
 
 
-@needs_newer_mosaic
-@pytest.mark.parametrize(("k", "splits"), [(384, 2), pytest.param(896, 4, marks=pytest.mark.slow)])
-def test_programs_that_share_a_tile_unevenly(
-    k: int, splits: int, rng: np.random.Generator, how: dict[str, Any]
-):
-    """Three steps for two programs; seven for four, of which one has less than the pipeline."""
-    x, w = whole_numbers(rng, case_of(MXFP4, m=(3,), n=(5,), k=(k,)))
-    tiles = Tiles(m=16, n=64, k=128, stages=2, splits=splits)
-    given = jnp.asarray(x)[None], PackedWeights.of(as_batch(w)), jnp.float32
-    found = products.multiply(*given, tiles=tiles, **how | {"architecture": SM80})
-    expected = scaled_matmul(x, w, case_of(MXFP4).call.dimension_numbers, jnp.float32)
-    assert_bitwise_equal(found[0], expected, what="product")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
@@ -141,25 +128,6 @@ def test_is_near_float64(case: MatmulCase, how: dict[str, Any]):
 
 
 @pytest.mark.parametrize(
-    ("tiles", "out_dtype"),
-    [
-        (Tiles(m=16, n=64, k=128, stages=2, splits=2), "float32"),
-        (Tiles(m=128, k=128, stages=2, splits=1), "bfloat16"),
-    ],
-    ids=str,
-)
-def test_tiles_do_not_matter(
-    tiles: Tiles, out_dtype: str, rng: np.random.Generator, how: dict[str, Any]
-):
-    case = case_of(MXFP4, m=(17,), n=(3,), k=(256,))
-    x, w = whole_numbers(rng, case)
-    packed = jax.jit(PackedWeights.of)(as_batch(w))
-    actual = products.multiply(x[None], packed, out_dtype, tiles=tiles, **how)
-    expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
-    assert_bitwise_equal(actual[0], expected, what="product")
-
-
-@pytest.mark.parametrize(
     ("dtype", "format", "out_dtype"),
     [
         ("bfloat16", formats.NVFP4, "bfloat16"),
@@ -182,10 +150,10 @@ def test_many_rows_are_left_to_xla(
     x, w = whole_numbers(rng, case)
     expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
 
-    how = {"architecture": sm90, "interpret": interpreter()}
-
     def packed(x: jax.Array, w: MXArray) -> jax.Array:
-        return products.multiply(x[None], PackedWeights.of(as_batch(w)), out_dtype, **how)[0]
+        packing = PackCall(weights=case.call.rhs, blocks=w.blocks)
+        stored = products.pack_weights(w, packing)
+        return products.scaled_matmul(x, stored, case.call, architecture=sm90)
 
     def whole(x: jax.Array, w: MXArray) -> jax.Array:
         return products.scaled_matmul(x, w, case.call, architecture=sm90)
@@ -265,7 +233,7 @@ def test_every_code_under_every_scale(format: formats.BlockFormat):
     exact = np.array([element.value(code) for code in range(1 << element.bits)])
     scales = np.array([format.scale.value(byte) for byte in range(256)])
     sides = np.stack([codes, np.roll(codes, 1)], axis=-1)
-    slots = storage(element).slots
+    slots = slots_of(element)
     # All slots of a word at once, each with codes of its own, so that none disturbs another.
     turned = [np.roll(sides, 5 * i, axis=0) for i in range(len(slots))]
     words = words_of([jnp.asarray(of_slot) for of_slot in turned], element)
@@ -283,44 +251,6 @@ def test_every_code_under_every_scale(format: formats.BlockFormat):
         assert decoded.dtype == jnp.bfloat16
         decoded, expected = (x.astype(np.float32)[:, finite] for x in (decoded, expected))
         np.testing.assert_array_equal(decoded, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", WEIGHTS, ids=lambda format: format.name)
-def test_the_interpreters_lift_is_the_same(format: formats.BlockFormat):
-    from mx_jax.backends.pallas_gpu.decode import Decoder, place
-
-    element = format.element
-    if element.kind == "int":
-        pytest.skip("an integer needs none")
-    codes = np.arange(1 << element.bits).astype(np.uint16)
-    slots = storage(element).slots
-    words = words_of([jnp.asarray(np.stack([codes, codes], -1))] * len(slots), element)
-    bits = np.asarray(place(words, slots[0], element)[0]).view(jnp.bfloat16)
-    with np.errstate(over="ignore", invalid="ignore"):
-        actual = Decoder(format=format, interpreted=True).lift(jnp.asarray(bits))
-        expected = np.asarray(Decoder(format=format).lift(bits))
-    finite = ~np.isnan([element.value(code) for code in range(len(codes))]).repeat(2)
-    np.testing.assert_array_equal(np.asarray(actual)[finite], expected[finite])
-
-
-@pytest.mark.parametrize("architecture", mostly_slow([SM80, SM90], SM90), ids=str)
-def test_a_missing_wait_is_a_race(
-    architecture: Architecture,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    rng: np.random.Generator,
-    how: dict[str, Any],
-):
-    from jax._src.pallas.mosaic_gpu import primitives
-    from jax.experimental.pallas import mosaic_gpu
-
-    case = case_of(MXFP4, m=(3,), n=(5,), k=(128,))
-    x, w = whole_numbers(rng, case)
-    for module in (primitives, mosaic_gpu):
-        monkeypatch.setattr(module, "barrier_wait", lambda *args, **kwargs: None)
-    here = how | {"architecture": architecture}
-    assert race_of(lambda: products.scaled_matmul(x, w, case.call, **here), capfd)
 
 
 # As they are: what a tile has beyond one row, or beyond k, is filled and clipped. More rows than 8:
@@ -342,8 +272,8 @@ def test_lowers_for_cuda_without_a_plugin(what: tuple[formats.BlockFormat, tuple
     run = jax.jit(lambda lhs, rhs: products.scaled_matmul(lhs, rhs, case.call, architecture=SM90))
     text = run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     (call,) = (line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)
-    stored, tiles, padded_k = storage(format.element), (n + -n % 128) // 64, k + -k % 128
-    words = f"{tiles}x{padded_k // stored.group * stored.planes}x64x{stored.words}xi32"
+    tiles, padded_k = (n + -n % 128) // 64, k + -k % 128
+    words = f"{tiles}x{padded_k // codes_in_group(format.element)}x64x16xi32"
     pairs = padded_k // (2 * Decoder(format=format).granularity)
     operands = f"1x{24 if m == 17 else m}x{k}xbf16", words, f"{tiles}x{pairs}x64xi32"
     assert f"({', '.join(f'tensor<{operand}>' for operand in operands)})" in call

@@ -8,9 +8,7 @@ import pytest
 
 import mx_jax
 from mx_jax.backends.calls import MatmulCall, QuantizeBothCall
-from mx_jax.backends.pallas_gpu import PALLAS_GPU, products
-from mx_jax.backends.pallas_gpu.architecture import SM90
-from mx_jax.backends.pallas_gpu.layouts import PackedWeights
+from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from tests.backends.mosaic import needs_newer_mosaic
@@ -27,12 +25,6 @@ def product(lhs: BlockFormat | None, rhs: BlockFormat, rows: int = 40) -> jax.Ar
     w = mx_jax.quantize(jnp.ones((N, K), jnp.bfloat16), rhs)
     x = jnp.ones((rows, K), jnp.bfloat16)
     return PALLAS_GPU.run(call, x if lhs is None else mx_jax.quantize(x, lhs), w)
-
-
-def decoding() -> jax.Array:
-    """Packed weights by so many rows that they are decoded first."""
-    w = PackedWeights.of(mx_jax.quantize(jnp.ones((1, N, K), jnp.bfloat16), MXFP4))
-    return products.multiply(jnp.ones((1, 2048, K), jnp.bfloat16), w, "bfloat16", architecture=SM90)
 
 
 def both_casts() -> tuple[mx_jax.MXArray, ...]:
@@ -52,7 +44,6 @@ def both_casts() -> tuple[mx_jax.MXArray, ...]:
         ((9, 0), lambda: product(None, MXFP4), "mx_jax_wgmma_mxfp4"),
         ((10, 0), lambda: product(None, MXFP4), "mx_jax_mma_mxfp4"),
         ((10, 0), lambda: product(MXFP8_E4M3, MXFP8_E4M3, M), "mx_jax_tcgen05_float8_e4m3fn"),
-        ((9, 0), decoding, "mx_jax_dequantize"),
         ((9, 0), both_casts, "mx_jax_quantize"),
     ],
 )

@@ -2,12 +2,10 @@
 
     MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm_90a mxfp4
     MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm_100a mxfp4 mxfp4
-    MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm_90a mxfp4 dequantize
 
-One format: weights to be decoded; two: operands that are taken as they are; "dequantize": weights
-that are decoded for XLA. A process of its own: the CUDA plugin stays loaded, and a failed compile
-may abort. Every entry of the tuning table is compiled, with both dtypes that the kernel writes. The
-files' names end in the count of compiles
+One format: weights to be decoded; two: operands that are taken as they are. A process of its own:
+the CUDA plugin stays loaded, and a failed compile may abort. Every entry of the tuning table is
+compiled, with both dtypes that the kernel writes. The files' names end in the count of compiles
 before.
 """
 
@@ -27,9 +25,8 @@ from jax.experimental import topologies
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.pallas_gpu import products
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
-from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand, storage
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand, stored_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +140,7 @@ def compile_weights(gpu: Gpu, name: str) -> None:
     """bfloat16 by weights of a format."""
     kernel = gpu.architecture.decoding
     weights = shapes(PackedWeights.of, (1, N, K), FORMATS[name])
-    for _, tiles in kernel.tuning_of(storage(FORMATS[name].element).bits).tiles:
+    for _, tiles in kernel.tuning_of(stored_bits(FORMATS[name].element)).tiles:
         for out_dtype in ("float32", "bfloat16"):
             x = jax.ShapeDtypeStruct((1, 2 * tiles.m, K), jnp.bfloat16)
             how = {"format": FORMATS[name], "tiles": tiles, "out_dtype": out_dtype}
@@ -151,25 +148,19 @@ def compile_weights(gpu: Gpu, name: str) -> None:
             compile_on(gpu, product, (x, weights.codes, weights.scales))
 
 
-def compile_dequantize(gpu: Gpu, name: str, _: str) -> None:
-    """Packed weights to bfloat16."""
-    weights = shapes(PackedWeights.of, (1, N, K), FORMATS[name])
-    compile_on(gpu, lambda w: products.decode(w, gpu.architecture, None), (weights,))
-
-
-def lay_out(x: mx_jax.MXArray, left: bool) -> ScaledOperand:
+def lay_out(x: mx_jax.MXArray) -> ScaledOperand:
     """An operand as tensor cores take it, its tensor scale left out."""
     batch = jax.tree.map(lambda array: array[None], x)
-    return ScaledOperand.of(dataclasses.replace(batch, tensor_scale=None), left=left)
+    return ScaledOperand.of(dataclasses.replace(batch, tensor_scale=None))
 
 
 def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
     """Two block-scaled operands: eight rows, or more than a tile has."""
-    weights = shapes(functools.partial(lay_out, left=False), (N, K), FORMATS[rhs])
+    weights = shapes(lay_out, (N, K), FORMATS[rhs])
     kernel = gpu.architecture.kernel(FORMATS[lhs], FORMATS[rhs])
     for limit, tiles in kernel.tuning_of(FORMATS[lhs].element.bits).tiles:
         rows = N if math.isinf(limit) else 8
-        x = shapes(functools.partial(lay_out, left=True), (rows, K), FORMATS[lhs])
+        x = shapes(lay_out, (rows, K), FORMATS[lhs])
         for out_dtype in ("float32", "bfloat16"):
 
             def product(left, right, tiles=tiles, out_dtype=out_dtype):
@@ -179,7 +170,7 @@ def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
                     left.scale_values,
                     right.scale_values,
                     block=FORMATS[lhs].block[1],
-                    batch=1,
+                    n=N,
                     tiles=tiles,
                     out_dtype=out_dtype,
                 )
@@ -187,12 +178,12 @@ def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
             sizes = compile_on(gpu, product, (x, weights)).memory_analysis()
             given = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((x, weights)))
             assert sizes.argument_size_in_bytes == given, f"{sizes} for {given} bytes"
-            assert sizes.temp_size_in_bytes == 0, f"bytes are not the kernel's own memory: {sizes}"
+            # Nothing but sums of programs that share tiles, which XLA adds.
+            sums = tiles.splits * rows * N * jnp.dtype(out_dtype).itemsize
+            allowed = sums if tiles.splits > 1 else 0
+            assert sizes.temp_size_in_bytes <= allowed, f"bytes are not the kernel's own: {sizes}"
 
 
 if __name__ == "__main__":
     target, *names = sys.argv[1:]
-    if names[-1] == "dequantize":
-        compile_dequantize(GPUS[target], *names)
-    else:
-        (compile_weights if len(names) == 1 else compile_scaled)(GPUS[target], *names)
+    (compile_weights if len(names) == 1 else compile_scaled)(GPUS[target], *names)

@@ -34,8 +34,8 @@ import jax.numpy as jnp
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.backends.pallas_gpu import grouped
-from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand, storage
+from mx_jax.backends.pallas_gpu import products
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand, stored_bits
 from mx_jax.backends.pallas_gpu.tiles import visits
 from tests.gpu.compile_for import (
     FORMATS,
@@ -62,22 +62,19 @@ def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
 def compile_groups(gpu: Gpu, name: str) -> None:
     """Rows in groups by packed weights of a format."""
     kernel, format = gpu.architecture.decoding, FORMATS[name]
-    assert kernel.load_groups is not None
     weights = shapes(PackedWeights.of, (GROUPS, N, K), format)
-    for _, tiles in kernel.tuning_of(storage(format.element).bits).tiles:
+    for _, tiles in kernel.tuning_of(stored_bits(format.element)).tiles:
         for out_dtype in DTYPES:
-            products = functools.partial(
-                kernel.load_groups(),
-                num_groups=GROUPS,
-                columns=N,
+            multiply = functools.partial(
+                kernel.load(),
+                n=N,
                 format=format,
                 tiles=tiles,
                 out_dtype=out_dtype,
             )
 
-            def product(x, codes, scales, factors, sizes, products=products, tiles=tiles):
-                flat = (each.reshape(-1, *each.shape[2:]) for each in (codes, scales))
-                return products(x, *flat, visits(sizes, ROWS, tiles.m), factors)
+            def product(x, codes, scales, factors, sizes, multiply=multiply, tiles=tiles):
+                return multiply(x[None], codes, scales, visits(sizes, ROWS, tiles.m), factors)
 
             sizes = array(GROUPS, dtype="int32")
             factors = array(2 * GROUPS, dtype="float32")
@@ -91,7 +88,7 @@ def compile_sums(gpu: Gpu) -> None:
     assert kernel.load_group_sums is not None
     rows, factors = array(2 * GROUPS, dtype="int32"), array(2, dtype="float32")
     for out_dtype in DTYPES:
-        tiles = grouped.sums_tiles(N, 2 * N)
+        tiles = products.sums_tiles(N, 2 * N)
         sums = functools.partial(kernel.load_group_sums(), tiles=tiles, out_dtype=out_dtype)
         compile_on(gpu, sums, (array(K, N), array(K, 2 * N), rows, factors))
 
@@ -99,7 +96,6 @@ def compile_sums(gpu: Gpu) -> None:
 def compile_scaled(gpu: Gpu, name: str) -> None:
     """Rows in groups by weights of the same format."""
     kernel, format = gpu.architecture.kernels[0], FORMATS[name]
-    assert kernel.load_groups is not None
     lay_out = functools.partial(mx_jax.quantize, format=format)
     x = jax.eval_shape(lay_out, array(ROWS, K))
     w = jax.eval_shape(lay_out, array(GROUPS, N, K))
@@ -110,7 +106,7 @@ def compile_scaled(gpu: Gpu, name: str) -> None:
         def product(x, w, sizes, tiles=tiles, out_dtype=out_dtype):
             weights = ScaledOperand.of(dataclasses.replace(w, tensor_scale=None))
             how = {"architecture": gpu.architecture, "tiles": tiles}
-            return grouped.multiply_scaled(x, weights, sizes, out_dtype, **how)
+            return products.multiply_scaled_groups(x, weights, sizes, out_dtype, **how)
 
         compile_on(gpu, product, (x, w, sizes))
 

@@ -1,6 +1,5 @@
 """`benchmarks.gpu` as far as a machine without a GPU goes: chains, tables, its refusal."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -8,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -19,18 +17,14 @@ from benchmarks.gpu_compare import Measured, chain_of
 from benchmarks.gpu_goals import GOALS
 from benchmarks.gpu_products import (
     BASELINE,
-    CUDNN,
     DEQUANTIZE,
     KERNEL,
     Pair,
     Timed,
     Way,
-    bound,
     products,
-    speed_bound,
 )
 from benchmarks.timing import Spread
-from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand
 from mx_jax.backends.target import Target
 from mx_jax.measure import timing
 from tests.backends.mosaic import needs_mosaic, with_any_jax
@@ -121,32 +115,6 @@ def run_chain(way: Way, n: int) -> Any:
     return chain_of("any", timed, 2).run()
 
 
-@pytest.mark.slow
-def test_cudnns_product_has_the_right_shape():
-    b200 = dataclasses.replace(H200, compute_capability=(10, 0))
-    way = products(Pair(lhs=gpu.NVFP4, rhs=gpu.NVFP4), 128, 128, b200)[CUDNN]
-    (weights,) = way.weights(128, 128, 1)
-    out = jax.eval_shape(way.product, jax.ShapeDtypeStruct((3, 128), jnp.bfloat16), weights)
-    assert (out.shape, out.dtype) == ((3, 128), jnp.bfloat16)
-    for lhs, layout in ((gpu.NVFP4, ScaledOperand), (None, PackedWeights)):
-        way = products(Pair(lhs=lhs, rhs=gpu.NVFP4), 128, 128, b200)[KERNEL]
-        (weights,) = way.weights(128, 128, 1)
-        assert isinstance(weights, layout)
-
-
-def test_the_kernels_chain_lowers_it_once():
-    way = products(Pair(rhs=gpu.MXFP4), 128, 64, H200)[KERNEL]
-    traced, weights = [], way.weights(128, 64, 3)
-
-    def product(x: jax.Array, w: Any) -> jax.Array:
-        traced.append(w)
-        return way.product(x, w)
-
-    chain: Any = timing.Way(one=product, x=X, copies=weights).chain()
-    text = chain.trace(X, weights).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == 1 and len(traced) == 1
-
-
 def row(m: int, bound: float | None) -> Measured:
     return Measured(
         what=Timed(pair=Pair(rhs=gpu.MXFP4), m=m, n=8192, k=8192),
@@ -168,11 +136,3 @@ def test_tables():
     assert f"1 x 8192 x 8192: {DEQUANTIZE} failed: ValueError: why" in times.markdown()
     assert f"{title}{KERNEL} | 2.00 | 2.10 | 3.76 |" in speeds.markdown()
     assert [line[-1] for line in speeds.rows] == ["3.76", "-"]
-
-
-def test_bounds():
-    few, many = (Timed(pair=Pair(rhs=gpu.MXFP4), m=m, n=8192, k=4096) for m in (1, 4096))
-    assert bound("NVIDIA V100", few, 16) is None and speed_bound("NVIDIA V100", few) is None
-    assert speed_bound("NVIDIA H200", few) == pytest.approx(16 / 4.25, rel=1e-2)
-    assert speed_bound("NVIDIA H200", many) == 1
-    assert bound("NVIDIA H200", many, 16) == 2 * 4096 * 8192 * 4096 / 989e12

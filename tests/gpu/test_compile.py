@@ -16,7 +16,7 @@ import pytest
 
 from mx_jax.backends.cudnn import PAIRS
 from mx_jax.backends.pallas_gpu.architecture import TCGEN05, WGMMA, architecture_of, capabilities
-from mx_jax.backends.pallas_gpu.layouts import storage
+from mx_jax.backends.pallas_gpu.layouts import stored_bits
 from mx_jax.formats import BLOCK_FORMATS
 from tests.gpu import tools
 from tests.gpu.sass import issued, main_loop
@@ -50,7 +50,7 @@ def environment(folder: Path) -> dict[str, str]:
 def bits_of(name: str) -> int:
     """Bits that a format's codes take in packed weights."""
     (format,) = (format for format in BLOCK_FORMATS if format.name == name)
-    return storage(format.element).bits
+    return stored_bits(format.element)
 
 
 def compile_for(folder: Path, *arguments: str) -> list[str]:
@@ -145,28 +145,6 @@ def test_ampere_and_what_decodes_like_it(target: str, name: str, limit: float, t
     first = tmp_path / f"mx_jax_mma_{name}_0.ptx"
     loop = main_loop(disassembly(first, target), "HMMA")
     assert len(loop) / (64 * table[0][1].k / 128) <= limit
-
-
-# Writing two bytes for each code takes longer than so many instructions.
-@pytest.mark.parametrize(
-    ("target", "name", "limit"),
-    [
-        ("sm_90a", "mxfp4", 4.5),
-        slow("sm_90a", "mxfp8_e5m2", 8.0),
-        slow("sm_80", "mxfp4", 4.5),
-        slow("sm_100a", "nvfp4", 4.5),
-    ],
-)
-def test_dequantize(target: str, name: str, limit: float, tmp_path: Path):
-    (report,) = compile_for(tmp_path, target, name, "dequantize")
-    assert f"for '{target}'" in report
-    (ptx,) = tmp_path.glob("*.ptx")
-    text = disassembly(ptx, target)
-    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+.*?;", text, re.MULTILINE)
-    stores = "UTMASTG" if target.endswith("a") else "ST.E"
-    assert any(stores in instruction for instruction in instructions)
-    # A thread of 128 has 512 columns of 64 rows.
-    assert len(instructions) / (64 * 512 / 128) <= limit
 
 
 @pytest.mark.parametrize(

@@ -12,18 +12,15 @@ import pytest
 import mx_jax
 from benchmarks import gpu, gpu_casts, gpu_steps
 from benchmarks.gpu_compare import Chain, Comparison, Measured, compare
-from benchmarks.gpu_goals import GOALS, Goal, cast_of, sheet, verdicts
+from benchmarks.gpu_goals import GOALS, cast_of, sheet, verdicts
 from benchmarks.gpu_products import BASELINE, KERNEL, Pair, Timed
 from benchmarks.gpu_steps import Step, compare_steps
 from benchmarks.timing import Spread
-from mx_jax.backends import evidence
 from mx_jax.backends.calls import QuantizeCall
-from mx_jax.backends.evidence import Row, source_of
-from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Target
-from mx_jax.formats import MXFP4, MXFP8_E4M3
+from mx_jax.formats import MXFP4
 from mx_jax.measure.cases import Case as Cast
 from mx_jax.measure.subjects import PLAIN
 from tests.backends.altered import altered
@@ -33,52 +30,9 @@ tables = pytest.mark.one_python(reason="only tables and arithmetic")
 DEVICES = {"H100": "NVIDIA H100 80GB HBM3", "H200": "NVIDIA H200"}
 TINY = Step(width=64, hidden=64, heads=2, kv_heads=1, sequences=1, length=32)
 
-# Of bfloat16 products, (n, k), by number of rows; then casts and steps.
-PRODUCTS = """
-| of               | GPU  | 1   | 16  | 64  | 256 | 4096 |
-| mxfp4 8192 8192  | H200 | 2.7 | 2.7 | 2.0 | 1.1 | 0.95 |
-| mxfp4 8192 8192  | H100 | 3.0 | 3.0 | 2.3 | 1.1 | 0.95 |
-| mxfp8 8192 8192  | any  | 1.7 | 1.7 | 1.6 | 1.0 | 0.95 |
-| mxfp4 5120 5120  | any  | 2.3 | 2.3 | 1.8 |     |      |
-| mxfp4 10240 8192 | any  | 2.3 | 2.3 | 1.8 |     |      |
-| mxfp4 2880 2880  | any  | 2.3 | 2.3 | 1.8 |     |      |
-"""
-
-
-def goals_of(what: Any, device: str = DEVICES["H200"]) -> list[Goal]:
-    return [goal for goal in GOALS if goal.what == what and goal.is_for(device)]
-
 
 def asked(device: str, arguments: str = "") -> list[Any]:
     return gpu.wanted(gpu.parse(arguments.split()), device, SM90)
-
-
-@tables
-def test_every_cell_of_the_table_is_one_goal():
-    lines = [
-        [cell.strip() for cell in re.split(r"\|", line)[1:-1]] for line in PRODUCTS.split("\n")
-    ]
-    (_, _, *rows), *products = [line for line in lines if line]
-    found = []
-    for title, device, *ratios in products:
-        name, n, k = title.split()
-        pair = Pair(rhs=MXFP8_E4M3 if name == "mxfp8" else MXFP4)
-        for m, ratio in zip(rows, ratios, strict=True):
-            if ratio:
-                what = Timed(pair=pair, m=int(m), n=int(n), k=int(k))
-                (goal,) = goals_of(what, DEVICES.get(device, "any GPU"))
-                assert (goal.ratio, goal.way) == (float(ratio), KERNEL)
-                assert goal.devices == (() if device == "any" else (device,))
-                assert goal.limit == (
-                    3.7 if (device, m) in (("H200", "1"), ("H200", "16")) else None
-                )
-                found.append(goal)
-    steps = [(goal.way, goal.ratio, goal.devices) for goal in goals_of(Step(recipe="mxfp8"))]
-    assert steps == [(PLAIN, 0.8, ()), (KERNEL, 0.95, ("H100", "H200"))]
-    casts = [(goal, goal.what) for goal in GOALS if isinstance(goal.what, Cast)]
-    assert {(goal.ratio, goal.way, goal.devices) for goal, _ in casts} == {(0.9, KERNEL, ())}
-    assert {(len(what.axes), what.dtype) for _, what in casts} == {(1, "bfloat16"), (2, "bfloat16")}
-    assert len(found) + len(steps) + len(casts) == len(GOALS) == len(set(GOALS))
 
 
 @needs_mosaic
@@ -104,29 +58,6 @@ def test_options_choose():
     assert {type(what) for what in named[1:]} == {Step, Cast}
     assert {type(what) for what in asked(device, "--parts casts")} == {Cast}
     assert asked(device, "--parts steps") == [Step(recipe="mxfp8")]
-
-
-@tables
-@pytest.mark.parametrize("device", DEVICES.values())
-def test_a_run_that_ends_early_has_every_kind(device: str):
-    """Kinds take turns until one is through; of each, goals come in the table's order."""
-    found = asked(device)
-    assert [type(what) for what in found[:8]] == [
-        Timed,
-        Step,
-        Cast,
-        Timed,
-        Cast,
-        Timed,
-        Cast,
-        Timed,
-    ]
-    goals = [goal.what for goal in GOALS if goal.is_for(device)]
-    for kind in (Timed, Step, Cast):
-        own = list(dict.fromkeys(what for what in goals if isinstance(what, kind)))
-        assert [what for what in found if isinstance(what, kind)][: len(own)] == own
-    assert set(goals) < set(found)
-    assert Timed(pair=Pair(rhs=MXFP4), m=16, n=4096, k=11008) in found
 
 
 def planted(what: Any, **changes: Any) -> Measured:
@@ -184,15 +115,6 @@ def test_speeds_over_a_baseline_and_what_they_are_worth():
     assert found.best_clock("other") is None and "no tiles" in found.failed["other"]
 
 
-@tables
-def test_bytes_of_casts():
-    """bfloat16 read; a byte for a code, and one for each scale."""
-    of_rows, both = cast_of(MXFP8_E4M3, (-1,)), cast_of(MXFP4, (-1, -2))
-    assert gpu_casts.bytes_moved(of_rows) == 8192**2 * (2 + 1 + 1 / 32)
-    assert gpu_casts.bytes_moved(both) == 8192**2 * (2 + 2 + 2 / 32)
-    assert gpu_casts.compare_casts(of_rows, 1).worth == (3 + 1 / 32) / 4
-
-
 def test_a_cast_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch):
     cast = dataclasses.replace(cast_of(MXFP4, (-1,)), backend="planted", shape=(8, 64))
 
@@ -228,43 +150,6 @@ def test_the_step_lowers_for_cuda():
     plain = lowered(step, step.on_plain_path())
     assert dots(plain) == {("bf16", "bf16", "f32")}
     assert "f8E4M3" in plain and "mosaic_gpu" not in plain
-
-
-@needs_mosaic
-def test_the_step_with_kernels_lowers_for_cuda():
-    step = Step()
-    text = lowered(step, step.with_kernels(KERNEL))
-    assert "custom_call @mosaic_gpu" in text
-
-
-@needs_mosaic
-def test_the_plain_step_stays_plain_where_kernels_were_faster():
-    kind, shape = DEVICES["H200"], (64, 64)
-    rows = [
-        Row(
-            backend=KERNEL,
-            kernel="cast",
-            work=Cast(
-                backend=KERNEL,
-                kind="cast both ways",
-                formats=("mxfp8_e4m3",) * 2,
-                shape=shape,
-                axes=axes,
-            ).work,
-            shape=shape,
-            device_kind=kind,
-            jax=jax.__version__,
-            source=source_of(PALLAS_GPU) or "",
-            error=0.1,
-            over_plain=2.0,
-            date="2026-11-20",
-        )
-        for axes in ((-1, -2), (-2, -1))
-    ]
-    with evidence.use(rows):
-        by_evidence = TINY._function(TINY._multiply)
-        assert "mosaic_gpu" in lowered(TINY, by_evidence, kind)
-        assert "mosaic_gpu" not in lowered(TINY, TINY.on_plain_path(), kind)
 
 
 @pytest.mark.slow

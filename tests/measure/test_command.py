@@ -43,7 +43,8 @@ def bench(program: str, limit: float = 30.0, **changes: Any) -> Bench:
     program = f"import json, os, sys, time\ncase = json.loads(sys.argv[1])['shape']\n{program}"
     words = [sys.executable, "-I", "-S", "-c", program]
     facts: dict[str, Any] = {"machine": MACHINE, "backends": [PLANTED], "words": words}
-    return Bench(**facts | {"limit": limit} | changes)
+    facts |= {"limit": limit, **changes}
+    return Bench(**facts)
 
 
 def run(out: Path, program: str, again: bool = False, seconds: float = 60.0, **facts: Any) -> int:
@@ -69,10 +70,8 @@ def test_a_hang_a_crash_and_a_refusal_cost_one_row_each(
     verdicts = [command.verdict(row, rows) for row in rows]
     assert verdicts == [f"off: failed: {hung.failed}", f"off: failed: {crashed.failed}", "on"]
     text = capsys.readouterr().out
-    assert "planted: bf16 x mxfp4, 16 x 64 x 64: failed: the process ended by signal SIG" in text
-    assert "Switched on by default:\n" in text
-    kind = "planted: bf16 x mxfp4, up to 2^20 elements, 33 to 64 rows"
-    assert f"  {kind}: 2 times the plain path's speed" in text
+    assert "2/3 planted: bf16 x mxfp4, 16 x 64 x 64: failed: the process ended by signal SI" in text
+    assert "Switched on by default: 1 of 3 rows." in text
     assert f"Now {evidence.VARIABLE}=shipped decides instead." in text
 
 
@@ -109,7 +108,7 @@ def test_run_again_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert run(out, SAY_RIGHT, machine=other) == 0 and len(read(out)) == 6
     write(out, rows)
     assert run(out, "sys.exit(1)", again=True) == 1
-    assert "Nothing is switched on." in capsys.readouterr().out
+    assert "Switched on by default: 0 of 3 rows." in capsys.readouterr().out
     assert {row.failed for row in read(out)} == {"the process ended by exit status 1"}
 
 
@@ -135,11 +134,6 @@ def test_every_size_of_a_kind_must_be_faster():
     assert command.verdict(row, [row, slow]) == "off: right and faster, but not at another size"
     assert command.verdict(slow, [row, slow]) == "off: right, not faster"
     assert command.verdict(wrong, [wrong]) == "off: wrong numbers"
-    assert command.summary([row, slow]) == []
-    (line,) = command.summary([row])
-    assert (
-        line == "planted: bf16 x mxfp4, up to 2^20 elements, 1 row: 2 times the plain path's speed"
-    )
     assert command.table([row, slow, wrong]).row_count == 3
 
 
@@ -196,10 +190,10 @@ def test_without_a_gpu(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--sizes", "8192"], "needs NxK, as 8192x8192, got '8192'"),
-        (["--sizes", "0x4"], "needs NxK"),
-        (["--experts", "8x4"], "needs GxNxK, as 8x14336x4096, got '8x4'"),
-        (["--rows", "-1"], "needs a number of rows, got '-1'"),
+        (["--sizes", "8192"], "needs numbers as 8192x8192, got '8192'"),
+        (["--sizes", "0x4"], "needs numbers as 8192x8192"),
+        (["--experts", "8x4"], "needs numbers as 8x14336x4096, got '8x4'"),
+        (["--rows", "-1"], "needs numbers as 16, got '-1'"),
         (["--formats", "mxfp5"], "mxfp5"),
     ],
 )
@@ -221,16 +215,6 @@ def test_sizes_of_one_kind_leave_out_the_other():
     assert chosen("--experts", "4x64x32") == Wanted(sizes=(), experts=[(4, 64, 32)])
     rows = chosen("--rows", "7", "--formats", "mxfp4")
     assert rows == Wanted(formats=["mxfp4"], rows=[7], ragged_rows=[7])
-
-
-def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        main(["gpu", "--help"])
-    text = capsys.readouterr().out
-    for option in ("--minutes", "--formats", "--sizes", "--limit", "--again", "--out"):
-        assert option in text
-    assert "--one" not in text and "MX_JAX_EVIDENCE=off" in " ".join(text.split())
-    assert "Check every kernel on this machine's GPU" in " ".join(text.split())
 
 
 def test_the_command_measures_with_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -13,7 +13,6 @@ import pytest
 import mx_jax
 from mx_jax.backends import evidence
 from mx_jax.backends.calls import RaggedCall
-from mx_jax.backends.evidence import Row, source_of
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.primitive import choose
@@ -44,15 +43,6 @@ def found(case: Case, backend: Backend, effort: Effort = EVERY) -> dict[str, Any
         worker.measure(case, backend, said.append, effort)
     json.dumps(said, allow_nan=False)
     return said[-1]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("format", ["mxfp4", "mxfp8_e5m2", "nvfp4"])
-def test_right_sums_are_timed_beside_the_plain_path_and_bfloat16(format: str):
-    answer = found(sums(format), PLANTED)
-    assert 0 < answer["error"] <= 1
-    assert answer["over_plain"] > 0 and answer["over_bfloat16"] > 0
-    assert set(answer["microseconds"]) == {"kernel", "plain path", "bfloat16"}
 
 
 def _right(lhs: Any, rhs: Any, sizes: jax.Array, call: RaggedCall) -> jax.Array:
@@ -92,27 +82,6 @@ def test_a_case_is_what_a_training_step_asks(recipe: str, monkeypatch: pytest.Mo
     case = sums(call.lhs.format.name, backend="pallas_gpu", shape=(100, 128, 64))
     assert case.call == dataclasses.replace(call, precision=None)
     assert case.work == evidence.Work.of(call, "pallas_gpu")
-
-
-@needs_newer_mosaic
-def test_a_row_switches_the_kernel_on():
-    case = sums(backend="pallas_gpu", shape=(4096, 5760, 2880), groups=32)
-    row = Row(
-        backend="pallas_gpu",
-        kernel="wgmma",
-        work=case.work,
-        shape=case.shape,
-        device_kind=str(H200.device_kind),
-        jax=jax.__version__,
-        source=source_of(PALLAS_GPU) or "",
-        error=0.1,
-        over_plain=1.5,
-        date="2026-11-23",
-    )
-    with use_target(H200):
-        for rows, name in ((), "xla_bfloat16"), ((row,), "pallas_gpu"):
-            with evidence.use(rows):
-                assert choose(case.call).backend.name == name
 
 
 @needs_newer_mosaic

@@ -21,7 +21,7 @@ from tests.backends.altered import altered
 
 PRODUCT = Case(backend="planted", kind="product", formats=(None, "mxfp4"), shape=(2, 64, 64))
 EVERY = dataclasses.replace(QUICK, others=9, checks=None)
-_told = jax.make_user_context(default_value=())
+_config = jax.make_user_context(default_value=())
 
 
 def _wait(x: np.ndarray) -> np.ndarray:
@@ -31,15 +31,15 @@ def _wait(x: np.ndarray) -> np.ndarray:
 
 def _multiply(lhs, rhs, call):
     """By itself it waits, as it does with what does not concern it."""
-    told = dict(_told.value)
+    config = dict(_config.value)
     out = REFERENCE.run(call, lhs, rhs)
-    if "refused" in told:
+    if "refused" in config:
         raise RuntimeError("needs fewer registers")
-    if "wrong" in told:
+    if "wrong" in config:
         return out.at[-1, -1].add(0.5)
-    if "wrong for more rows" in told:
+    if "wrong for more rows" in config:
         return out + (out.shape[0] == 8)
-    return out if "fast" in told else jax.pure_callback(_wait, out, out)
+    return out if "fast" in config else jax.pure_callback(_wait, out, out)
 
 
 def planted(*configs: Config) -> Backend:
@@ -48,7 +48,7 @@ def planted(*configs: Config) -> Backend:
         name="planted",
         source=lambda: (Path(__file__),),
         configs=lambda call, target: configs,
-        configured=lambda kernel, config: _told(config),
+        configured=lambda kernel, config: _config(config),
     )
     return altered(own, MatmulCall, _multiply)
 
@@ -109,6 +109,6 @@ def test_what_fails_later_leaves_what_was_found(
     monkeypatch.setattr(worker, "THOROUGH", QUICK)
     monkeypatch.setattr(worker, "_backend", lambda case: planted(FAST))
     lines: list[str] = []
-    assert worker.answer(json.dumps(PRODUCT.as_json()), lines.append) == 1
+    assert worker.answer(json.dumps(dataclasses.asdict(PRODUCT)), lines.append) == 1
     assert json.loads(lines[-1])["over_plain"] > 0
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in capsys.readouterr().err

@@ -19,7 +19,8 @@ from mx_jax.backends.calls import (
     RaggedCall,
     rejects_symbolic,
 )
-from mx_jax.backends.pallas_gpu import grouped, products, quantize, rejections, tuning
+from mx_jax.backends.pallas_gpu import architecture as gpus
+from mx_jax.backends.pallas_gpu import products, quantize, rejections
 from mx_jax.backends.pallas_gpu.architecture import (
     Architecture,
     architecture_of,
@@ -61,8 +62,6 @@ def _kernel(call: Call, target: Target, architecture: Architecture | None = None
 def backend_for(architecture: Architecture | None = None, interpret: Any = None) -> Backend:
     """Weights decoded on their way to the tensor cores; on Blackwell, two operands as they are.
 
-    The bound is wider than the reference's: tensor cores truncate where they add.
-
     Args:
       architecture: the GPU, for tests; None: that of the machine it is for.
       interpret: parameters of Mosaic's interpreter, for tests on a CPU; None compiles.
@@ -82,8 +81,8 @@ def backend_for(architecture: Architecture | None = None, interpret: Any = None)
             _offer(
                 RaggedCall,
                 rejections.rejects_groups,
-                how(grouped.multiply_groups),
-                lays_out=grouped.lays_out,
+                how(products.ragged_dot),
+                lays_out=products.lays_out_groups,
             ),
             _offer(QuantizeCall, quantize.rejects, how(quantize.quantize)),
             _offer(QuantizeBothCall, quantize.rejects, how(quantize.quantize_both)),
@@ -92,8 +91,8 @@ def backend_for(architecture: Architecture | None = None, interpret: Any = None)
         ),
         source=_source,
         kernel=functools.partial(_kernel, architecture=architecture),
-        configs=functools.partial(tuning.configs, architecture=architecture),
-        configured=tuning.configured,
+        configs=functools.partial(gpus.configs, architecture=architecture),
+        configured=gpus.configured,
     )
 
 

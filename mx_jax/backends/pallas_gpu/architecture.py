@@ -1,4 +1,4 @@
-"""GPUs and the kernels that multiply on their tensor cores: a row each.
+"""GPUs and the kernels that multiply on their tensor cores, a row each; tiles that products take.
 
 No entry of the kernels' tables has been measured on hardware: they follow from the sizes of shared
 memory and of the register file, and from the number of processors to fill. `python -m mx_jax gpu`
@@ -7,15 +7,18 @@ measures others on a GPU, and keeps the best in its rows.
 
 import dataclasses
 import importlib
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
-from mx_jax.backends.pallas_gpu.layouts import meet
+from mx_jax.backends.calls import Call, MatmulCall, RaggedCall
+from mx_jax.backends.pallas_gpu.layouts import PAD_K, PAD_N, meet, stored_bits
 from mx_jax.backends.pallas_gpu.tiles import Tiles, Tuning
-from mx_jax.backends.target import Target, current_target
+from mx_jax.backends.target import Config, Target, current_target
 from mx_jax.formats import BlockFormat
 
 Capability = tuple[int, int]
@@ -31,21 +34,17 @@ class Kernel:
 
     Attributes:
       name: the instruction that multiplies; its device code is `<name>.py`.
-      decodes: whether weights are decoded to bfloat16 on their way, and meet bfloat16. Otherwise
-        both operands are taken as they are.
-      takes: whether it multiplies operands of two formats, None for high precision, of those that
-        the backend does not reject.
-      load: gives its function, whose file says what it takes. Mosaic GPU is imported then, which
-        older versions of JAX lack.
-      load_groups: gives the one for rows in groups; None: it has none.
-      load_group_sums: likewise for sums over the rows of each group.
-      possible: whether it can be compiled with tiles for codes of so many bits, as they lie in
-        memory, shared memory aside.
+      decodes: whether weights are decoded to bfloat16; otherwise both operands are taken as is.
+      takes: whether it multiplies operands of two formats, None for high precision.
+      load: imports Mosaic GPU, which older versions of JAX lack, and gives its function.
+      groups: whether it takes rows in groups.
+      load_group_sums: gives the function for sums over the rows of each group; None: it has none.
+      possible: whether it can be compiled with tiles for codes of so many stored bits.
       shared_memory: bytes of it that the stages and a tile of the result take, barriers left out.
       resident: programs that one processor holds at a time, by their registers.
       min_rows: of a tile, for few rows of the left operand.
       widths: rows of the right operand that are worth measuring.
-      tuning: (bits of a code, as they lie in memory; tiles and crossover).
+      tuning: (stored bits of a code; tiles and crossover).
       clips: whether tiles may reach beyond the operands.
     """
 
@@ -59,7 +58,7 @@ class Kernel:
     min_rows: int
     widths: tuple[int, ...]
     tuning: tuple[tuple[int, Tuning], ...]
-    load_groups: Callable[[], Callable[..., jax.Array]] | None = None
+    groups: bool = False
     load_group_sums: Callable[[], Callable[..., jax.Array]] | None = None
     clips: bool = False
 
@@ -110,7 +109,7 @@ MMA = Kernel(
     resident=2,
     min_rows=8,
     widths=(64,),
-    tuning=tuple((bits, _FEW_ON_AMPERE) for bits in (4, 6, 8)),
+    tuning=tuple((bits, _FEW_ON_AMPERE) for bits in (4, 8)),
 )
 
 
@@ -129,11 +128,9 @@ def _possible_wgmma(code_bits: int, tiles: Tiles) -> bool:
 
 
 def _tuning_wgmma(k: int, few: tuple[int, int, int], many: int) -> Tuning:
-    """Stages for up to 8, 16 and 32 rows, in steps of k, and for 64: what memory has room for.
-
-    An H200 has about 36 KB on their way to each processor (4.8 TB/s in 1 us). At 32 rows, long
-    steps take more registers than there are.
-    """
+    """Stages for up to 8, 16 and 32 rows, in steps of k, and for 64: what memory has room for."""
+    # An H200 has about 36 KB on their way to each processor (4.8 TB/s in 1 us). At 32 rows, long
+    # steps take more registers than there are.
     rows = zip((8, 16, 32), (k, k, 128), few, strict=True)
     tiles = (
         *((m, Tiles(m=m, n=256, k=k, stages=stages, splits=16)) for m, k, stages in rows),
@@ -148,7 +145,7 @@ WGMMA = Kernel(
     decodes=True,
     takes=lambda lhs, rhs: True,
     load=_function("wgmma", "multiply"),
-    load_groups=_function("wgmma", "grouped_products"),
+    groups=True,
     load_group_sums=_function("wgmma", "group_sums"),
     possible=_possible_wgmma,
     shared_memory=lambda bits, tiles: _stages(tiles, 16, bits) + tiles.n * tiles.m * 4,
@@ -157,7 +154,6 @@ WGMMA = Kernel(
     widths=(128, 256),
     tuning=(
         (4, _tuning_wgmma(256, (4, 4, 6), 7)),
-        (6, _tuning_wgmma(128, (7, 6, 5), 6)),
         (8, _tuning_wgmma(128, (5, 5, 4), 5)),
     ),
     clips=True,
@@ -176,7 +172,7 @@ TCGEN05 = Kernel(
     decodes=False,
     takes=meet,
     load=_function("tcgen05", "multiply"),
-    load_groups=_function("tcgen05", "grouped_products"),
+    groups=True,
     possible=lambda bits, tiles: (
         tiles.m == 128 and tiles.n in (128, 256) and tiles.k * bits % 1024 == 0
     ),
@@ -215,10 +211,7 @@ class Architecture:
       min_jax: the first version of JAX for which the kernels have been compiled.
       num_sms: of the GPU whose processors tiles are to fill.
       shared_memory: bytes that a program may ask for, a KiB of it left for barriers.
-      copies_by_tma: whether kernels write through its tensor memory accelerator.
-      converts_float8: whether one instruction converts to float8, on all of these GPUs. Others have
-        so much less bandwidth that memory is the bound without; so too of the next.
-      compares_pairs: whether one instruction compares two 16-bit integers with two others.
+      converts_float8: whether one instruction converts to float8, on all of these GPUs.
       kernels: those that multiply, the preferred first. The last decodes weights, so it takes every
         product that a kernel takes.
 
@@ -231,9 +224,7 @@ class Architecture:
     min_jax: tuple[int, ...]
     num_sms: int
     shared_memory: int
-    copies_by_tma: bool
     converts_float8: bool
-    compares_pairs: bool
     kernels: tuple[Kernel, ...]
 
     def __post_init__(self):
@@ -271,9 +262,7 @@ SM80 = Architecture(
     min_jax=(0, 12, 0),
     num_sms=108,  # A100
     shared_memory=162 * _KIB,
-    copies_by_tma=False,
     converts_float8=False,
-    compares_pairs=False,
     kernels=(MMA,),
 )
 # 12.x has other instructions for block-scaled operands than 10.x, and the memory of 8.9.
@@ -290,9 +279,7 @@ SM90 = Architecture(
     min_jax=(0, 11, 2),
     num_sms=132,  # H100, H200
     shared_memory=226 * _KIB,
-    copies_by_tma=True,
     converts_float8=True,
-    compares_pairs=True,
     kernels=(WGMMA,),
 )
 SM100 = dataclasses.replace(
@@ -308,13 +295,7 @@ ARCHITECTURES: tuple[Architecture, ...] = (SM80, SM89, SM90, SM100)
 
 
 def register(row: Architecture) -> None:
-    """Let the kernels run on more GPUs, or on some of these by another row.
-
-    What was traced before is not traced again.
-
-    Args:
-      row: it serves its compute capabilities from now on, whatever served them before.
-    """
+    """Let a row serve its compute capabilities from now on; what was traced is not traced again."""
     global ARCHITECTURES
     ARCHITECTURES = (row, *ARCHITECTURES)
 
@@ -360,13 +341,162 @@ def rejects_machine(
 
 
 def rejects_devices(target: Target) -> str | None:
-    """Why there is no kernel for a call that `jit` may split between devices, or None.
-
-    XLA does not split a kernel: it would gather its operands, and each device do all of the work.
-    """
+    """Why there is no kernel for a call that `jit` may split between devices, or None."""
+    # XLA would gather a kernel's operands, and each device do all of the work.
     if target.num_devices == 1:
         return None
     return (
         "runs on one device or below jax.shard_map: jit does not split a kernel, got "
         f"num_devices={target.num_devices}; only_backend('pallas_gpu') insists"
     )
+
+
+# Which tiles a product takes, and which others are worth measuring --------------------------------
+
+# A pipeline shorter than this has no steady state.
+_MIN_STEPS = 4
+# Weights that are decoded for XLA's product: for no fewer rows than fill a tensor core's tile.
+_DECODE_FIRST: Config = (("crossover", 1),)
+_MIN_ROWS_DECODED = 64
+
+
+# (kernel's name, what a measurement chose for it), or None. In jit's cache key: what was traced for
+# some tiles is not reused for others.
+_measured = jax.make_user_context(default_value=None)
+
+
+def configured(kernel: str, config: Config) -> AbstractContextManager[None]:
+    """A context in which a kernel of this name takes these tiles, or this crossover alone."""
+    return _measured((kernel, config))
+
+
+def tuned(kernel: Kernel, code_bits: int) -> Tuning:
+    """Tiles of a kernel: what was measured for the product that is traced, else its own."""
+    own, chosen = kernel.tuning_of(code_bits), _measured.value
+    if chosen is None or chosen[0] != kernel.name:
+        return own
+    sizes: dict[str, Any] = dict(chosen[1])
+    crossover = sizes.pop("crossover", math.inf)
+    tiles = ((math.inf, Tiles(**sizes)),) if sizes else own.tiles
+    return Tuning(tiles=tiles, crossover=crossover)
+
+
+def choose(
+    architecture: Architecture,
+    kernel: Kernel,
+    code_bits: int,
+    *,
+    batch: int,
+    m: int,
+    n: int,
+    k: int,
+) -> Tiles:
+    """The table's tiles, shared by as many programs as still help.
+
+    The entry's splits are an upper bound: few programs are split until they fill the machine, none
+    into very few steps.
+
+    Raises:
+      ValueError: if none fit: the row's memory is smaller than its kernel can do with.
+    """
+    entry = next(tiles for limit, tiles in tuned(kernel, code_bits).tiles if m <= limit)
+    n, k = n + -n % PAD_N, k + -k % PAD_K
+
+    def fits(tiles: Tiles) -> bool:
+        whole = tiles.n <= n if kernel.clips else n % tiles.n == k % tiles.k == 0
+        return whole and architecture.possible(kernel, code_bits, tiles)
+
+    tiles = next(filter(fits, _smaller(entry)), None)
+    if tiles is None:
+        raise ValueError(
+            f"pallas_gpu: no tiles of {kernel} for {code_bits} bits fit {architecture}: n={n}, "
+            f"k={k}, shared_memory={architecture.shared_memory}, nor any smaller than {entry}"
+        )
+    programs = batch * -(-m // tiles.m) * -(-n // tiles.n)
+    idle, most = architecture.at_once(kernel) // programs, -(-k // tiles.k) // _MIN_STEPS
+    return dataclasses.replace(tiles, splits=max(1, min(tiles.splits, idle, most)))
+
+
+def _smaller(tiles: Tiles) -> Iterator[Tiles]:
+    """Tiles, and what stands in for them where they do not divide an operand or do not fit."""
+    shapes = [tiles, dataclasses.replace(tiles, n=128)]
+    for m, n in itertools.product((tiles.m, tiles.m // 2, tiles.m // 4, 16), (tiles.n, 128)):
+        stages = min(tiles.stages, 4)
+        shapes.append(dataclasses.replace(tiles, k=128, m=m, n=n, stages=stages))
+    for shape in shapes:
+        for stages in range(shape.stages, min(shape.stages, 2) - 1, -1):
+            yield dataclasses.replace(shape, stages=stages)
+
+
+# Others, to be measured -------------------------------------------------------------------------
+
+
+def candidates(
+    architecture: Architecture, kernel: Kernel, code_bits: int, rows: int
+) -> list[Tiles]:
+    """Tiles worth measuring for a number of rows: of each shape the deepest pipeline that fits.
+
+    Those of fewer rows only where memory has no room for as many.
+    """
+    m, found = min(128, max(kernel.min_rows, 1 << (rows - 1).bit_length())), []
+    while not found and m >= kernel.min_rows:
+        for n, k in itertools.product(kernel.widths, (128, 256, 512)):
+            depths = (Tiles(m=m, n=n, k=k, stages=depth) for depth in range(8, 1, -1))
+            fitting = (own for own in depths if architecture.possible(kernel, code_bits, own))
+            for tiles in itertools.islice(fitting, 1):
+                found += [dataclasses.replace(tiles, splits=splits) for splits in (1, 2, 4, 8, 16)]
+        m //= 2
+    return found
+
+
+def configs(
+    call: Call, target: Target, architecture: Architecture | None = None
+) -> Iterator[Config]:
+    """What else a product's kernel may do, the nearest to what the table says first."""
+    # Sums over the rows of groups have tiles of one shape.
+    row = architecture or architecture_of(target.compute_capability)
+    if not isinstance(call, MatmulCall | RaggedCall) or row is None:
+        return
+    if isinstance(call, RaggedCall) and call.contracts_rows:
+        return
+    kernel = row.kernel(call.lhs.format, call.rhs.format)
+    bits, sizes = _sizes(call, kernel)
+
+    def chosen(config: Config) -> Tiles:
+        with configured(kernel.name, config):
+            return choose(row, kernel, bits, **sizes)
+
+    own = chosen(())
+    # Of those that come to the same, one.
+    wanted = {chosen(_config_of(each)): each for each in candidates(row, kernel, bits, sizes["m"])}
+    wanted.pop(own, None)
+    nearest = sorted(wanted, key=lambda tiles: (_distance(tiles, own), dataclasses.astuple(tiles)))
+    others = [_config_of(wanted[tiles]) for tiles in nearest]
+    decodes = isinstance(call, MatmulCall) and kernel.decodes and sizes["m"] >= _MIN_ROWS_DECODED
+    yield from [*others[:1], *[_DECODE_FIRST] * decodes, *others[1:]]
+
+
+def _sizes(call: MatmulCall | RaggedCall, kernel: Kernel) -> tuple[int, dict[str, int]]:
+    """Bits of a code, and a product's sizes as tiles see them: of a group on average."""
+    activations, weights = call.lhs, call.rhs
+    if weights.format is None:
+        activations, weights = weights, activations
+    assert weights.format is not None
+    element = weights.format.element
+    groups = max(1, min(call.num_groups, call.lhs.rows)) if isinstance(call, RaggedCall) else 1
+    return stored_bits(element) if kernel.decodes else element.bits, {
+        "batch": groups,
+        "m": -(-activations.rows // groups),
+        "n": weights.rows,
+        "k": math.prod(weights.shape[axis] for axis in weights.axes.contracting),
+    }
+
+
+def _config_of(tiles: Tiles) -> Config:
+    return tuple(sorted(dataclasses.asdict(tiles).items()))
+
+
+def _distance(left: Tiles, right: Tiles) -> float:
+    """Sum of the ratios of their sizes, in octaves."""
+    pairs = zip(dataclasses.astuple(left), dataclasses.astuple(right), strict=True)
+    return sum(abs(math.log2(a / b)) for a, b in pairs)

@@ -1,23 +1,27 @@
-"""What the kernels have in common: steps that one warp copies ahead, loops, stores.
+"""What the kernels have in common: loops, stores, and the body of those whose warps specialize.
 
 Device code; imports Mosaic GPU, so only kernels import this file.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from mx_jax.backends.pallas_gpu.tiles import CHUNK_ROWS
+from mx_jax.backends.pallas_gpu.tiles import CHUNK_ROWS, FIELDS, Tiles
 
 # Its declared types differ between versions of JAX, and none fits its own use.
 plgpu: Any = mosaic_gpu
 
 # Bytes of a row of a tile in shared memory: 64 bfloat16, as wide as an operand in registers.
 SWIZZLE = 128
+# Bytes that a row in memory is a multiple of, for TMA.
+_LINE = 16
 
 
 def transforms(columns: int, swizzle: int = SWIZZLE) -> tuple[Any, ...]:
@@ -26,7 +30,7 @@ def transforms(columns: int, swizzle: int = SWIZZLE) -> tuple[Any, ...]:
 
 
 def store(ref: Any, value: Any) -> None:
-    """Write an array from where its layout has it, however many bytes of a thread lie together."""
+    """Write an array from where its layout has it, however many bytes of a thread are adjacent."""
     if hasattr(plgpu, "store"):
         plgpu.store(ref, value, optimized=False)
     else:
@@ -50,15 +54,177 @@ def staged_loop(count: Any, stages: int, body: Callable[[Any, Any], None]) -> No
 
 
 def share(split: Any, splits: int, steps: int) -> tuple[Any, Any]:
-    """The first of a program's steps, and how many it has: one more than others at most.
-
-    Static if all have as many.
-    """
+    """The first of a program's steps, and how many it has; static if all have as many."""
     count, rest = divmod(steps, splits)
     if not rest:
         return split * count, count
     begin, end = (lax.div(i * jnp.int32(steps), jnp.int32(splits)) for i in (split, split + 1))
     return begin, end - begin
+
+
+def copyable(size: int, tile: int, unit: int) -> int:
+    """What an axis is padded to for TMA, which fills and clips what a tile has beyond it."""
+    to = tile if size > tile else unit
+    return size + -size % to
+
+
+def copyable_columns(n: int, dtype: Any) -> int:
+    """Columns of a result that is copied in swizzled tiles."""
+    return copyable(n, SWIZZLE // dtype.itemsize, _LINE // dtype.itemsize)
+
+
+def copyable_rows(n: int, dtype: Any) -> int:
+    """Columns of a result of which any row is copied by itself."""
+    return copyable(n, _LINE // dtype.itemsize, _LINE // dtype.itemsize)
+
+
+def added(out: jax.Array, lead: int) -> jax.Array:
+    """`[splits * lead, ...]` summed over the splits, in a fixed order."""
+    return out if out.shape[0] == lead else out.reshape(-1, lead, *out.shape[1:]).sum(0)
+
+
+# Kernels of which one warp copies and others multiply ---------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """What one program computes.
+
+    Attributes:
+      matrix: which product of the batch, or which group's matrix.
+      lead: first index of the left operand; `out` of the result.
+      row: the tile's first row there.
+      tile: its number among all tiles of rows.
+      begin: first step along k.
+      steps: how many.
+      own: rows of the tile that are its own, from and up to; None: the whole tile.
+      factors: what sums are multiplied by, one after the other.
+    """
+
+    matrix: Any
+    lead: Any
+    out: Any
+    row: Any
+    tile: Any
+    begin: Any
+    steps: Any
+    own: tuple[Any, Any] | None = None
+    factors: tuple[Any, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A tile of a product, for a grid `(split, n, row)`; or `(split, n, visit)` for rows in groups.
+
+    One warp copies step after step along k into stages of shared memory; others multiply, and wait
+    for it at barriers, one pair for a stage. Kinds of programs say what is copied and how operands
+    reach the tensor cores: `launch`, `sources` and `multiply`.
+
+    Attributes:
+      tiles: sizes.
+      out_dtype: of the result.
+      batch: products, or groups.
+      num_m: tiles along m of one product, or visits.
+      num_n: tiles along n.
+      num_k: steps along k, all splits together.
+      in_groups: whether a list of visits says which rows are a program's own.
+    """
+
+    tiles: Tiles
+    out_dtype: Any
+    batch: int
+    num_m: int
+    num_n: int
+    num_k: int
+    in_groups: bool = False
+
+    def launch(self) -> dict[str, Any]:
+        """Threads of a program and what they share, `out_smem` for its result among it."""
+        raise NotImplementedError
+
+    def sources(self, operands: tuple[Any, ...], place: Place, step: Any) -> tuple[Any, ...]:
+        """What a step copies of the operands in memory."""
+        raise NotImplementedError
+
+    def multiply(self, *given: Any, **scratch: Any) -> None:
+        """Given a place, the sources of a step and `keep(sums, piece of shared memory, columns)`,
+        copy and multiply along k, and keep the sums."""
+        raise NotImplementedError
+
+    def staged(self, values: Any, piece: Any) -> tuple[Any, Any]:
+        """The result's numbers, and a view of shared memory that takes them so."""
+        return values, piece
+
+    def run(
+        self, name: str, operands: tuple[Any, ...], lists: tuple[Any, ...], columns: int, how: Any
+    ) -> jax.Array:
+        """`[splits * batch, m, columns]`, of rows in groups `[splits, rows, columns]`.
+
+        The left operand, `[batch, m, k]` or `[1, rows, k]`, comes first; `lists` are visits and
+        factors `[2 * groups]` of rows in groups.
+        """
+        lead, rows = operands[0].shape[:2]
+        out = jax.ShapeDtypeStruct((self.tiles.splits * lead, rows, columns), self.out_dtype)
+        visits = self.num_m if self.in_groups else self.batch * self.num_m
+
+        def body(*gmem: Any, **scratch: Any) -> None:
+            self._body(gmem[: len(operands)], gmem[len(operands) : -1], gmem[-1], **scratch)
+
+        semantics = plgpu.LoweringSemantics.Warpgroup
+        return plgpu.kernel(
+            body,
+            out_type=out,
+            grid=(self.tiles.splits, self.num_n, visits),
+            grid_names=("split", "n", "row"),
+            thread_name="warpgroup",
+            compiler_params=plgpu.CompilerParams(lowering_semantics=semantics),
+            kernel_name=name,
+            interpret=how,
+            **self.launch(),
+        )(*operands, *lists)
+
+    def _body(self, operands: Any, lists: Any, out_gmem: Any, **scratch: Any) -> None:
+        place = self._place(*lists)
+
+        def keep(sums: Any, piece: Any, columns: Any) -> None:
+            for factor in place.factors:
+                sums = sums * factor
+            if place.own is None:
+                values, target = self.staged(sums.astype(self.out_dtype), piece)
+                target[...] = values
+                plgpu.commit_smem()
+                to = out_gmem.at[place.out, pl.ds(place.row, self.tiles.m), columns]
+                plgpu.copy_smem_to_gmem(piece, to)
+            else:
+                summed = jnp.broadcast_to(place.steps > 0, sums.shape)
+                sums = jnp.where(summed, sums, jnp.zeros_like(sums))
+                values, target = self.staged(sums.astype(self.out_dtype), piece)
+                store(target, values)
+                plgpu.commit_smem()
+                copy_rows(piece, out_gmem, (place.out, place.row, columns), *place.own)
+
+        def sources(step: Any) -> tuple[Any, ...]:
+            return self.sources(operands, place, place.begin + step)
+
+        self.multiply(place, sources, keep, **scratch)
+
+    def _place(self, visits: Any = None, factors: Any = None) -> Place:
+        split, row = lax.axis_index("split"), lax.axis_index("row")
+        begin, steps = share(split, self.tiles.splits, self.num_k)
+        of_k: dict[str, Any] = {"tile": row, "begin": begin, "steps": steps}
+        if not self.in_groups:
+            matrix, m = (each(row, jnp.int32(self.num_m)) for each in (lax.div, lax.rem))
+            out, first = split * self.batch + matrix, m * self.tiles.m
+            return Place(matrix=matrix, lead=matrix, out=out, row=first, **of_k)
+        group, first, begin, end = (visits[row * FIELDS + i] for i in range(FIELDS))
+        first, matrix = pl.multiple_of(first, CHUNK_ROWS), jnp.minimum(group, self.batch - 1)
+        # Rows of no group take no step, and get zeros.
+        of_k["steps"] = jnp.where((group < self.batch) & (begin < end), steps, 0)
+        given = () if factors is None else (factors[matrix + i * self.batch] for i in range(2))
+        own = begin - first, end - first
+        return Place(
+            matrix=matrix, lead=0, out=split, row=first, own=own, factors=tuple(given), **of_k
+        )
 
 
 def copy_steps(
@@ -70,12 +236,8 @@ def copy_steps(
 ) -> None:
     """One warp's work: each step to a stage of shared memory, once those who read it are done.
 
-    Args:
-      steps: how many.
-      stages: the first `stages` steps wait for nobody.
-      copies: of a step, to a stage: from where, and to where.
-      full: barriers at which the copies of a stage arrive.
-      empty: barriers at which its readers arrive.
+    `copies` gives pairs of source and target of a step and a stage. They arrive at `full`; readers
+    arrive at `empty`, for which the first `stages` steps do not wait.
     """
 
     def copy(i: Any, stage: Any) -> None:
@@ -86,24 +248,19 @@ def copy_steps(
     staged_loop(steps, stages, copy)
 
 
-def copy_rows(tile: Any, out_gmem: Any, to: tuple[Any, Any], begin: Any, end: Any) -> None:
-    """Begin to copy rows from `begin` up to `end` of a tile, eight at a time where they can be.
+def copy_rows(tile: Any, out_gmem: Any, to: tuple[Any, Any, Any], begin: Any, end: Any) -> None:
+    """Begin to copy rows of a tile, from `begin` up to `end`, eight at a time where they can be.
 
-    Args:
-      tile: in shared memory, of which any row can be copied by itself.
-      out_gmem: the result.
-      to: where the tile's first row lies there, and its columns.
-      begin: the first row; the tile's first row is a multiple of eight there.
-      end: behind the last.
+    `to` is index, row of the tile's first, a multiple of eight, and columns in the result.
     """
-    first, columns = to
+    lead, first, columns = to
     whole = jnp.minimum(-(-begin // CHUNK_ROWS) * CHUNK_ROWS, end)
     rest = jnp.maximum(end // CHUNK_ROWS * CHUNK_ROWS, whole)
     chunks = lax.div(rest - whole, jnp.int32(CHUNK_ROWS))
 
     def copy(row: Any, rows: int) -> None:
-        from_, at = tile.at[pl.ds(row, rows)], out_gmem.at[pl.ds(first + row, rows), columns]
-        plgpu.copy_smem_to_gmem(from_, at)
+        at = out_gmem.at[lead, pl.ds(first + row, rows), columns]
+        plgpu.copy_smem_to_gmem(tile.at[pl.ds(row, rows)], at)
 
     loop(whole - begin, lambda i: copy(begin + i, 1))
     loop(chunks, lambda i: copy(whole + i * CHUNK_ROWS, CHUNK_ROWS))

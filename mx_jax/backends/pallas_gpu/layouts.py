@@ -1,4 +1,4 @@
-"""Where bits and scales lie in what kernels read: packed weights, and operands of tensor cores."""
+"""Memory layouts that kernels read: packed weights, and scaled operands of tensor cores."""
 
 import dataclasses
 import functools
@@ -28,116 +28,56 @@ from mx_jax.formats.element import known_element, known_scale
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Layout, PackedMXArray
 
-# Where each bit of a code lies in packed weights: data per width, from which all else follows -----
+# Bits of each code in packed weights: data per width, from which all else follows -----------------
 
 
-class Field(NamedTuple):
-    """Bits of a code in a 16-bit half of a word.
+class Slot(NamedTuple):
+    """Where a 16-bit half of a word has the lowest bit of a code's magnitude, and its sign."""
 
-    Attributes:
-      plane: which of the words that a thread loads for the code's place.
-      lowest: of the code's bits.
-      width: how many bits.
-      at: where the lowest lies in the half.
-    """
-
-    plane: int
-    lowest: int
-    width: int
-    at: int
+    magnitude: int
+    sign: int
 
 
-# Where each code of a half lies.
-Slot = tuple[Field, ...]
+# By bits that a code takes. Four: the first two codes are moved to where bfloat16 has them by one
+# shift for magnitude and sign, or none; found by trying all, no other order takes fewer
+# instructions. Other elements take eight.
+SLOTS = {4: (Slot(6, 15), Slot(3, 12), Slot(0, 13), Slot(9, 14)), 8: (Slot(8, 15), Slot(0, 7))}
+# Adjacent 32-bit words of one row: four for each of four threads.
+WORDS = 16
 
 
-def _whole(bits: int, magnitude: int, sign: int) -> Slot:
-    """A code in one plane: where its magnitude's lowest bit lies, and its sign."""
-    return Field(0, 0, bits - 1, magnitude), Field(0, bits - 1, 1, sign)
+def stored_bits(element: ElementFormat) -> int:
+    """Bits that a code takes in packed weights."""
+    return 4 if element.bits == 4 else 8
 
 
-def _split(*tops: tuple[int, int]) -> tuple[Slot, ...]:
-    """Six bits in three planes: where in the third each code has its highest magnitude bit, and its
-    sign; the first two hold four codes each, four bits of all."""
-    return tuple(
-        (Field(i // 4, 0, 4, 4 * (i % 4)), Field(2, 4, 1, top), Field(2, 5, 1, sign))
-        for i, (top, sign) in enumerate(tops)
-    )
+def slots_of(element: ElementFormat) -> tuple[Slot, ...]:
+    """Where a half has its codes."""
+    return SLOTS[stored_bits(element)]
 
 
-# By stored bits and mantissa bits of an element, None for any. Four bits: the first two codes are
-# moved to where bfloat16 has them by one shift for magnitude and sign, or none. Found by trying
-# all: no other order takes fewer instructions. Six bits: the two bits that lie apart from the other
-# four are as far from each other as in bfloat16, for as many codes as fit: one shift for both.
-SLOTS: dict[tuple[int, int | None], tuple[Slot, ...]] = {
-    (4, None): tuple(_whole(4, *at) for at in ((6, 15), (3, 12), (0, 13), (9, 14))),
-    (6, 3): _split((8, 15), (7, 14), (6, 13), (5, 12), (4, 11), (3, 10), (2, 9), (0, 1)),
-    (6, 2): _split((9, 15), (8, 14), (7, 13), (6, 12), (5, 11), (4, 10), (2, 3), (0, 1)),
-    (8, None): tuple(_whole(8, *at) for at in ((8, 15), (0, 7))),
-}
+def codes_in_group(element: ElementFormat) -> int:
+    """Adjacent codes of one row."""
+    return WORDS * 2 * len(slots_of(element))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Storage:
-    """How codes of an element lie in packed weights.
-
-    Attributes:
-      bits: that a code takes.
-      slots: where each code of a half lies.
-    """
-
-    bits: int
-    slots: tuple[Slot, ...]
-
-    @functools.cached_property
-    def planes(self) -> int:
-        """Words that hold the codes of one place."""
-        return 1 + max(field.plane for slot in self.slots for field in slot)
-
-    @functools.cached_property
-    def words(self) -> int:
-        """32-bit words of one row that lie together: as many for each of four threads."""
-        return 16 if self.planes == 1 else 8
-
-    @functools.cached_property
-    def group(self) -> int:
-        """Codes of one row that lie together."""
-        return self.words * 2 * len(self.slots)
+def words_of(codes: Sequence[jax.Array], element: ElementFormat) -> jax.Array:
+    """Words, int32, of the codes of each slot, uint16 `[..., lane]`."""
+    width, halves = element.bits - 1, jnp.zeros_like(codes[0])
+    for code, slot in zip(codes, slots_of(element), strict=True):
+        halves |= (code & (1 << width) - 1) << slot.magnitude | code >> width << slot.sign
+    return lax.bitcast_convert_type(halves, jnp.int32)
 
 
-@functools.cache
-def storage(element: ElementFormat) -> Storage:
-    """Of the narrowest kind that holds an element's codes."""
-    for bits, mantissa in SLOTS:
-        if bits == 8 or (bits == element.bits and mantissa in (None, element.mantissa_bits)):
-            slots = SLOTS[bits, mantissa]
-            if bits != element.bits:
-                slots = tuple(_whole(element.bits, low.at, sign.at) for low, sign in slots)
-            return Storage(bits=bits, slots=slots)
-    raise AssertionError(element)
-
-
-def words_of(codes: Sequence[jax.Array], element: ElementFormat) -> list[jax.Array]:
-    """A word of each plane, int32, of the codes of each slot, uint16 `[..., lane]`."""
-    stored = storage(element)
-    halves = [jnp.zeros_like(codes[0]) for _ in range(stored.planes)]
-    for of_slot, slot in zip(codes, stored.slots, strict=True):
-        for field in slot:
-            bits = of_slot >> field.lowest & (1 << field.width) - 1
-            halves[field.plane] |= bits << field.at
-    return [lax.bitcast_convert_type(half, jnp.int32) for half in halves]
-
-
-def codes_of(words: Sequence[jax.Array], element: ElementFormat) -> list[jax.Array]:
+def codes_of(words: jax.Array, element: ElementFormat) -> list[jax.Array]:
     """The inverse of `words_of`, as uint8."""
-    halves, codes = [lax.bitcast_convert_type(word, jnp.uint16) for word in words], []
-    for slot in storage(element).slots:
-        bits = (
-            (halves[field.plane] >> field.at & (1 << field.width) - 1) << field.lowest
-            for field in slot
+    width, halves = element.bits - 1, lax.bitcast_convert_type(words, jnp.uint16)
+    return [
+        (halves >> slot.magnitude & (1 << width) - 1 | (halves >> slot.sign & 1) << width).astype(
+            jnp.uint8
         )
-        codes.append(functools.reduce(lax.bitwise_or, bits).astype(jnp.uint8))
-    return codes
+        for slot in slots_of(element)
+    ]
 
 
 # Weights in the order in which the kernels read them, packed once for any number of products ------
@@ -172,22 +112,19 @@ class PackedWeights:
     Padded to multiples of 128, `n'` and `k'`, with codes and scales of zero.
 
       - `codes[b, tile, group, row]` are the 16 words of a row of a tile of 64 rows, for a group of
-        codes: 128 of FP4, 64 of any other element that takes a byte. Four threads share a row of an
-        operand. Thread c has words `4 c` to `4 c + 3`, and in each chunk of 64 codes those at
+        codes: 128 of FP4, 64 of any other element, which takes a byte. Four threads share a row of
+        an operand. Thread c has words `4 c` to `4 c + 3`, and in each chunk of 64 codes those at
         `8 t + 2 c + j`, for t in 0..7 and j in 0..1: what the tensor cores want of it. They follow
         each other in the order of t in the halves j (low and high) of its words, each half laid out
         as `SLOTS` says.
-      - FP6 has groups of 128 codes in three planes of 8 words a row, `codes[b, tile, 3 * group + p,
-        row]`: two with four bits of a code, one with the other two. Thread c has words `2 c` and
-        `2 c + 1` of each, which say together what one word says above.
       - `scales[b, tile, i, row]` holds two scales as bfloat16, of a row's blocks `2 i` (low half)
         and `2 i + 1`. A block is 16 or 32 codes here; a longer one repeats its scale. Blocks with a
         NaN among their codes have NaN for a scale: either makes the whole row's products NaN.
 
-    So what a kernel reads of one tile, step by step along k, lies in one piece.
+    So what a kernel reads of one tile, step by step along k, is contiguous.
 
     Attributes:
-      codes: int32 `[batch, n' / 64, planes * k' / group, 64, words]`, as `Storage` counts them.
+      codes: int32 `[batch, n' / 64, k' / group, 64, 16]`.
       scales: int32 `[batch, n' / 64, k' / (2 * granularity), 64]`.
       scale_bytes: uint8 `[batch, n, blocks]`, as they came: no kernel reads them.
       tensor_scale: float32 scalar, or `[batch, 1, 1]`, or None.
@@ -206,14 +143,7 @@ class PackedWeights:
 
     @classmethod
     def of(cls, weights: MXArray) -> "PackedWeights":
-        """Weights `[batch, n, k]` with blocks along k in the kernels' layout.
-
-        Args:
-          weights: blocks of a multiple of 16 codes along the last axis; scales of one byte.
-
-        Returns:
-          PackedWeights.
-        """
+        """Weights `[batch, n, k]`, with blocks along k and scales of one byte, laid out."""
         format, element = weights.format, weights.format.element
         batch, n, k = weights.shape
         _, block = format.block
@@ -226,11 +156,9 @@ class PackedWeights:
         width = padded_k // granularity(block) - scales.shape[2]
         scales = jnp.pad(scales, (*extra[:2], (0, width)))
         scales = scales.reshape(batch, -1, ROWS, scales.shape[2] // 2, 2)
-        planes = words_of(_to_threads(jnp.pad(weights.codes, extra), element), element)
-        words = jnp.stack(planes, axis=3)
         tensor_scale = weights.tensor_scale
         return cls(
-            codes=words.reshape(batch, words.shape[1], -1, *words.shape[4:]),
+            codes=words_of(_to_threads(jnp.pad(weights.codes, extra), element), element),
             scales=lax.bitcast_convert_type(scales, jnp.int32).swapaxes(2, 3),
             scale_bytes=weights.scales,
             tensor_scale=None if tensor_scale is None else tensor_scale.reshape(()),
@@ -269,8 +197,7 @@ class PackedWeights:
     @property
     def padded_k(self) -> int:
         """Contracted length, padded."""
-        stored = storage(self.format.element)
-        return self.codes.shape[2] // stored.planes * stored.group
+        return self.codes.shape[2] * codes_in_group(self.format.element)
 
     @property
     def nbytes(self) -> int:
@@ -281,10 +208,7 @@ class PackedWeights:
         """The weights as an MXArray `[batch, n, k]` with blocks along k."""
         _, n, k = self.shape
         element = self.format.element
-        batch, tiles, _, *row = self.codes.shape
-        planes = self.codes.reshape(batch, tiles, -1, storage(element).planes, *row)
-        slots = codes_of(tuple(jnp.moveaxis(planes, 3, 0)), element)
-        codes = _from_threads(jnp.stack(slots, axis=-1), self.padded_k)
+        codes = _from_threads(jnp.stack(codes_of(self.codes, element), axis=-1), self.padded_k)
         tensor_scale = self.tensor_scale
         return MXArray(
             codes=codes[:, :n, :k],
@@ -298,12 +222,11 @@ class PackedWeights:
 
 def _to_threads(codes: jax.Array, element: ElementFormat) -> list[jax.Array]:
     """Codes `[batch, n, k]` of each slot: uint16 `[batch, tile, group, 64, word, lane]`."""
-    (batch, n, k), stored = codes.shape, storage(element)
-    size, slots = stored.group, len(stored.slots)
+    (batch, n, k), size, slots = codes.shape, codes_in_group(element), len(slots_of(element))
     # k = (group, chunk, t, thread, lane); a thread's words hold (chunk, t) in this order.
     split = codes.reshape(batch, n // ROWS, ROWS, k // size, size // CHUNK, CHUNK // 8, 4, 2)
     split = split.transpose(0, 1, 3, 2, 6, 4, 5, 7)
-    split = split.reshape(*split.shape[:4], stored.words, slots, 2).astype(jnp.uint16)
+    split = split.reshape(*split.shape[:4], WORDS, slots, 2).astype(jnp.uint16)
     return [split[..., slot, :] for slot in range(slots)]
 
 
@@ -354,7 +277,7 @@ MATRICES = Layout(backend="pallas_gpu", batch=operator.attrgetter("stacked"), un
 
 # Block-scaled operands as Blackwell's tensor cores read them, and which formats meet there --------
 
-# Scales lie in tiles of 128 rows and 4 columns, as the tensor cores read them.
+# Scales are in tiles of 128 rows and 4 columns, as the tensor cores read them.
 SCALE_ROWS = 128
 SCALE_COLUMNS = 4
 # Elements that may meet, with the scales and blocks that they may have.
@@ -362,11 +285,9 @@ KINDS: tuple[tuple[tuple[ElementFormat, ...], tuple[tuple[ScaleFormat, int], ...
     ((E4M3, E5M2), ((E8M0, 32),)),
     ((E2M1,), ((E8M0, 32), (E8M0, 16), (E4M3_SCALE, 16))),
 )
-# What rows and k are padded to: a tile of scales, and 128 bytes of codes. A left operand of fewer
-# rows than a tile brings codes for a multiple of 8 alone.
-_PAD_ROWS = 128
-_PAD_FEW = 8
+# What k is padded to: 128 bytes of codes. Rows of codes are padded to what one copy takes alone.
 PAD_SCALED_K = 256
+_COPIED_ROWS = 8
 
 
 def meet(lhs: BlockFormat | None, rhs: BlockFormat | None) -> bool:
@@ -395,15 +316,14 @@ def _kind(format: BlockFormat) -> int | None:
 class ScaledOperand:
     """A batch of rows `[batch, rows, k]` as Blackwell's tensor cores read them.
 
-    Padded with zeros to multiples of 128 rows and 256 of k, `rows'` and `k'`; a left operand of
-    fewer than 128 rows has codes for a multiple of 8. Everything is bytes: what kernels take as FP4
-    or FP8 is the same memory under another name.
+    k is padded with zeros to a multiple of 256, rows of scales to a multiple of 128. Everything is
+    bytes: what kernels take as FP4 or FP8 is the same memory under another name.
 
     Attributes:
-      codes: uint8 `[batch * rows', bytes of k' codes]`; of two FP4 codes the first lies in the low
-        half of a byte.
-      scales: uint8 `[batch * rows' / 128, k' / (4 * block), 32, 16]`: of a tile of 128 rows and 4
-        columns, row `32 i + j` lies at `[j, 4 i]` to `[j, 4 i + 3]`.
+      codes: uint8 `[batch, rows', bytes of k' codes]`, rows' a multiple of 8 if more than 8; of two
+        FP4 codes the first is in the low half of a byte.
+      scales: uint8 `[batch * rows'' / 128, k' / (4 * block), 32, 16]`: of a tile of 128 rows and 4
+        columns, row `32 i + j` is at `[j, 4 i]` to `[j, 4 i + 3]`.
       tensor_scale: float32 scalar, or `[batch, 1, 1]`, or None.
       shape: `(batch, rows, k)`.
       format: the block format.
@@ -416,23 +336,18 @@ class ScaledOperand:
     format: BlockFormat
 
     @classmethod
-    def of(cls, x: MXArray, *, left: bool = False) -> "ScaledOperand":
-        """An MXArray `[batch, rows, k]`, with blocks along k, in this layout.
-
-        Args:
-          x: to be laid out.
-          left: whether as a left operand, of which few rows are read as they are.
-        """
+    def of(cls, x: MXArray) -> "ScaledOperand":
+        """An MXArray `[batch, rows, k]`, with blocks along k, in this layout."""
         batch, rows, k = x.shape
         block = x.format.block[1]
         assert isinstance(block, int)
-        padded_rows, padded_k = rows + -rows % _PAD_ROWS, k + -k % PAD_SCALED_K
-        unit = _PAD_FEW if left and rows < _PAD_ROWS else _PAD_ROWS
+        padded_k = k + -k % PAD_SCALED_K
+        unit = _COPIED_ROWS if rows > _COPIED_ROWS else 1
         codes = jnp.pad(x.codes, ((0, 0), (0, -rows % unit), (0, padded_k - k)))
         missing = padded_k // block - x.scales.shape[2]
-        scales = jnp.pad(x.scales, ((0, 0), (0, padded_rows - rows), (0, missing)))
+        scales = jnp.pad(x.scales, ((0, 0), (0, -rows % SCALE_ROWS), (0, missing)))
         return cls(
-            codes=packing.pack(codes.reshape(-1, padded_k), x.format.element.bits),
+            codes=packing.pack(codes, x.format.element.bits),
             scales=scale_tiles(scales.reshape(-1, scales.shape[2])),
             tensor_scale=x.tensor_scale,
             shape=(batch, rows, k),
@@ -442,13 +357,13 @@ class ScaledOperand:
     @property
     def padded_k(self) -> int:
         """Contracted length, padded."""
-        return self.codes.shape[1] * 8 // self.format.element.bits
+        return self.codes.shape[2] * 8 // self.format.element.bits
 
     @property
     def elements(self) -> jax.Array:
-        """The codes in the element's own dtype: `[batch * rows', k']`."""
+        """The codes in the element's own dtype: `[batch, rows', k']`."""
         native = lax.bitcast_convert_type(self.codes, self.format.element.dtype)
-        return native.reshape(-1, self.padded_k)
+        return native.reshape(*self.codes.shape[:2], self.padded_k)
 
     @property
     def scale_values(self) -> jax.Array:
@@ -464,12 +379,7 @@ def scale_tiles(scales: jax.Array) -> jax.Array:
 
 
 def factors_of(scales: tuple[jax.Array | None, ...], count: int) -> jax.Array | None:
-    """float32 `[len(scales) * count]`, or None if there are no scales.
-
-    Args:
-      scales: one number, or one for each product; None counts as ones.
-      count: of products, or of groups.
-    """
+    """float32 `[len(scales) * count]`, of scales of one number or `count`; None if all are None."""
     if all(scale is None for scale in scales):
         return None
     ones = jnp.ones(count, jnp.float32)

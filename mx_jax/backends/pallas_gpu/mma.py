@@ -33,15 +33,21 @@ def multiply(
     out_dtype: Any,
     interpret: Any = None,
 ) -> jax.Array:
-    """The product `[batch, m, n]`: arguments as of `wgmma.multiply`.
-
-    `tiles.n` is 64, a multiple of 8 rows of activations makes `tiles.m`, and `tiles.k` divides k'.
-    """
+    """The product `[batch, m, n]`: arguments as of `wgmma.multiply`; `tiles.k` divides k'."""
     decoder = Decoder(format=format, interpreted=interpret is not None)
     batch, m, k = x.shape
-    padded_k = codes.shape[2] // decoder.storage.planes * decoder.group
+    padded_k = codes.shape[2] * decoder.group
     x = jnp.pad(x, ((0, 0), (0, -m % tiles.m), (0, padded_k - k)))
-    program = MmaProgram.of(x, codes, n, decoder=decoder, tiles=tiles, out_dtype=out_dtype)
+    program = MmaProgram(
+        decoder=decoder,
+        tiles=tiles,
+        out_dtype=jnp.dtype(out_dtype),
+        batch=batch,
+        num_m=-(-m // tiles.m),
+        num_n=-(-n // tiles.n),
+        num_k=padded_k // tiles.k,
+        weight_tiles=codes.shape[1],
+    )
     rows, columns = batch * x.shape[1], program.num_n * tiles.n
     out = plgpu.kernel(
         program.body,
@@ -61,11 +67,7 @@ def multiply(
 
 
 class MmaProgram(DecodingProgram):
-    """One warpgroup copies, decodes and multiplies by turns.
-
-    The grid's last axis runs fastest, so that programs which share weights run together; it is also
-    the only one that CUDA lets be long.
-    """
+    """One warpgroup copies, decodes and multiplies by turns."""
 
     def body(self, x_gmem, codes_gmem, scales_gmem, out_gmem):
         """Copy, decode, multiply; then store the sums from registers."""
@@ -85,7 +87,7 @@ class MmaProgram(DecodingProgram):
         store(out_gmem.at[rows, columns], acc.astype(self.out_dtype))
 
     def _in_specs(self, begin: Any) -> list[Any]:
-        """Where the activations, codes and scales of each step from the first on lie."""
+        """Blocks of the activations, codes and scales of each step from the first on."""
         row = lax.axis_index("row")
         tile = lax.div(row, jnp.int32(self.num_m)) * self.weight_tiles + lax.axis_index("n")
         index_maps = (

@@ -1,4 +1,11 @@
-"""Products and packing by GPU kernels: how operands reach them, and which one computes."""
+"""Products and packing by GPU kernels: how operands reach them, and which one computes.
+
+Around rows in groups nothing is padded, gathered or masked where sizes are multiples of a few
+elements: each program reads which rows are its own, copies end with their arrays, and rows of no
+group are written as zeros by the kernel itself. (Tensor cores take scales in tiles of 128 rows, and
+groups begin anywhere: so of operands that they take as they are, the scales of each program's rows
+are gathered, a 16th or 32nd of the codes' bytes.)
+"""
 
 import dataclasses
 from typing import Any
@@ -9,16 +16,32 @@ import numpy as np
 from jax import lax
 
 from mx_jax.axes import Side
-from mx_jax.backends.calls import MatmulCall, Operand, PackCall
-from mx_jax.backends.pallas_gpu.architecture import Architecture, current_architecture
-from mx_jax.backends.pallas_gpu.layouts import MATRICES, PackedWeights, ScaledOperand, storage
+from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, PackCall, RaggedCall
+from mx_jax.backends.pallas_gpu.architecture import (
+    Architecture,
+    Kernel,
+    choose,
+    current_architecture,
+    tuned,
+)
+from mx_jax.backends.pallas_gpu.layouts import (
+    CHUNK,
+    MATRICES,
+    PackedWeights,
+    ScaledOperand,
+    factors_of,
+    scale_tiles,
+    stored_bits,
+)
 from mx_jax.backends.pallas_gpu.rejections import rejects_weights
-from mx_jax.backends.pallas_gpu.tiles import Tiles
-from mx_jax.backends.pallas_gpu.tuning import choose, tuned
+from mx_jax.backends.pallas_gpu.tiles import CHUNK_ROWS, FIELDS, Tiles, visits
 from mx_jax.backends.sums import as_matrices, without_tensor_scale
+from mx_jax.codecs import packing
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
+
+_FLOAT32 = np.dtype("float32")
 
 
 def pack_weights(x: MXArray, call: PackCall) -> PackedMXArray:
@@ -69,13 +92,6 @@ def scaled_matmul(
 
     Weights are packed to be decoded. Where tensor cores would take both operands as they are, few
     rows decode them all the same; for many, to lay them out anew is little beside the product.
-
-    Args:
-      lhs: left operand.
-      rhs: right operand, or weights that were packed for the product.
-      call: their description, which `rejects` takes.
-      architecture: the GPU; None: that of the machine it is for.
-      interpret: parameters of Mosaic's interpreter.
     """
     left, m = as_matrices(lhs, call.lhs.axes)
     if isinstance(rhs, PackedMXArray):
@@ -92,13 +108,13 @@ def scaled_matmul(
         right = right.unpack() if as_they_are else right
     if as_they_are:
         assert isinstance(left, MXArray) and isinstance(right, MXArray)
-        operands = ScaledOperand.of(left, left=True), ScaledOperand.of(right)
+        operands = ScaledOperand.of(left), ScaledOperand.of(right)
         out = multiply_scaled(*operands, call.out_dtype, architecture, interpret=interpret)
         return out.reshape(shape)
     swapped = rejects_weights(call.rhs.format) is not None
     activations, weights = (right, left) if swapped else (left, right)
     assert not isinstance(activations, PackedWeights) and not isinstance(weights, jax.Array)
-    out = _by_weights(activations, weights, call.out_dtype, architecture, interpret)
+    out = by_weights(activations, weights, call.out_dtype, architecture, interpret)
     return (out.swapaxes(1, 2) if swapped else out).reshape(shape)
 
 
@@ -130,10 +146,9 @@ def multiply_scaled(
     """`lhs[batch, m, k]` by `rhs[batch, n, k]`: `[batch, m, n]`, one rounding from float32 sums."""
     kernel = architecture.kernel(lhs.format, rhs.format)
     (batch, m, _), n, dtype = lhs.shape, rhs.shape[1], np.dtype(out_dtype)
-    rows, columns, k = lhs.codes.shape[0] // batch, rhs.codes.shape[0] // batch, lhs.padded_k
     if tiles is None:
-        bits = lhs.format.element.bits
-        tiles = choose(architecture, kernel, bits, batch=batch, m=rows, n=columns, k=k)
+        bits, k = lhs.format.element.bits, lhs.padded_k
+        tiles = choose(architecture, kernel, bits, batch=batch, m=m, n=n, k=k)
     factors = [x.tensor_scale for x in (lhs, rhs) if x.tensor_scale is not None]
     once = tiles.splits == 1 and dtype == jnp.bfloat16 and not factors
     sums = kernel.load()(
@@ -142,13 +157,12 @@ def multiply_scaled(
         lhs.scale_values,
         rhs.scale_values,
         block=lhs.format.block[1],
-        batch=batch,
+        n=n,
         tiles=tiles,
         out_dtype=jnp.bfloat16 if once else jnp.float32,
         interpret=interpret,
     )
-    out = sums.reshape(tiles.splits, batch, rows, columns)[:, :, :m, :n]
-    out = out[0] if tiles.splits == 1 else out.sum(0)
+    out = sums[:, :m]
     for factor in factors:
         out = out * factor
     return out.astype(dtype)
@@ -157,19 +171,19 @@ def multiply_scaled(
 # Weights that a kernel decodes on their way, or that XLA multiplies once decoded ------------------
 
 
-def _by_weights(
+def by_weights(
     activations: Operand,
     weights: MXArray | PackedWeights,
     out_dtype: jax.typing.DTypeLike,
     architecture: Architecture,
-    interpret: Any,
+    interpret: Any = None,
 ) -> jax.Array:
-    """Decode or keep the activations, then multiply by weights that are decoded on their way."""
-    activations, factor = in_high_precision(activations)
+    """Few rows by a kernel that decodes the weights; many by XLA, dequantized once."""
+    activations, factor = _in_high_precision(activations)
     between = out_dtype if factor is None else jnp.float32
-    many = activations.shape[1] >= crossover(architecture, weights.format)
-    if isinstance(weights, MXArray) and many:
-        values = without_tensor_scale(weights).dequantize(jnp.bfloat16)
+    if activations.shape[1] >= crossover(architecture, weights.format):
+        unpacked = weights if isinstance(weights, MXArray) else weights.unpack()
+        values = without_tensor_scale(unpacked).dequantize(jnp.bfloat16)
         out = _dequantize_dot(activations, values, weights.tensor_scale, between)
     else:
         packed = PackedWeights.of(weights) if isinstance(weights, MXArray) else weights
@@ -177,7 +191,7 @@ def _by_weights(
     return out if factor is None else (out * factor).astype(out_dtype)
 
 
-def in_high_precision(activations: Operand) -> tuple[jax.Array, jax.Array | None]:
+def _in_high_precision(activations: Operand) -> tuple[jax.Array, jax.Array | None]:
     """Activations in bfloat16 or as they are, and a factor of the product."""
     if not isinstance(activations, MXArray):
         return activations, None
@@ -188,7 +202,11 @@ def in_high_precision(activations: Operand) -> tuple[jax.Array, jax.Array | None
 
 def crossover(architecture: Architecture, format: BlockFormat) -> float:
     """Rows from which weights are dequantized once and XLA multiplies."""
-    return tuned(architecture.decoding, storage(format.element).bits).crossover
+    return tuned(architecture.decoding, _stored(format)).crossover
+
+
+def _stored(format: BlockFormat) -> int:
+    return stored_bits(format.element)
 
 
 def _dequantize_dot(
@@ -203,84 +221,55 @@ def _dequantize_dot(
     return (out if factor is None else out * factor).astype(out_dtype)
 
 
-def decode(weights: PackedWeights, architecture: Architecture, interpret: Any) -> jax.Array:
-    """Packed weights in bfloat16, `[batch, n', k']`, their tensor scale left out."""
-    # Mosaic GPU is missing from older versions of JAX, which are rejected before.
-    from mx_jax.backends.pallas_gpu.decode import dequantize
-
-    values = dequantize(
-        weights.codes.reshape(-1, *weights.codes.shape[2:]),
-        weights.scales.reshape(-1, *weights.scales.shape[2:]),
-        format=weights.format,
-        accelerated=architecture.copies_by_tma,
-        interpret=interpret,
-    )
-    return values.reshape(weights.shape[0], weights.padded_n, weights.padded_k)
-
-
 def multiply(
     x: jax.Array,
     weights: PackedWeights,
     out_dtype: jax.typing.DTypeLike,
     *,
+    group_sizes: jax.Array | None = None,
+    factors: jax.Array | None = None,
     architecture: Architecture | None = None,
     tiles: Tiles | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """`x[batch, m, k]` by packed `weights[batch, n, k]`: `[batch, m, n]`.
+    """`x[batch, m, k]` by packed `weights[batch, n, k]`: `[batch, m, n]`, rounded once.
 
     Args:
-      x: bfloat16 or float16; no axis empty.
-      weights: packed.
+      x: bfloat16 or float16; of rows in groups bfloat16 `[1, rows, k]`. No axis is empty.
+      weights: packed; in groups their tensor scale is left out.
       out_dtype: float32, bfloat16 or float16.
+      group_sizes: int32 `[g]`, which sum to at most all rows; None: no groups.
+      factors: of the groups' sums, as the kernel takes them.
       architecture: the GPU; None: that of the machine it is for.
-      tiles: instead of the table's; a kernel then multiplies any number of rows.
+      tiles: instead of the table's.
       interpret: parameters of Mosaic's interpreter.
-
-    Returns:
-      The product; one rounding from float32 sums.
     """
     architecture = architecture or current_architecture()
-    kernel = architecture.decoding
-    if tiles is None and x.shape[1] >= crossover(architecture, weights.format):
-        return _decoded_dot(x, weights, out_dtype, architecture, interpret)
-    batch, m, k = x.shape
-    n, dtype = weights.shape[1], np.dtype(out_dtype)
-    parts = _bfloat16_parts(x)
-    if tiles is None:
-        bits, rows = storage(weights.format.element).bits, parts.shape[1]
-        tiles = choose(architecture, kernel, bits, batch=batch, m=rows, n=n, k=k)
-    factor = weights.tensor_scale
-    once = tiles.splits == 1 and parts is x and dtype == jnp.bfloat16 and factor is None
+    kernel, parts, bits = architecture.decoding, _bfloat16_parts(x), _stored(weights.format)
+    (batch, m, k), n, dtype = x.shape, weights.shape[1], np.dtype(out_dtype)
+    lists, factor = (), weights.tensor_scale
+    if group_sizes is None:
+        sizes = {"batch": batch, "m": parts.shape[1], "n": n, "k": k}
+        tiles = tiles or choose(architecture, kernel, bits, **sizes)
+    else:
+        tiles = tiles or _tiles_of_groups(architecture, kernel, bits, m, weights)
+        lists, factor = (visits(group_sizes, m + -m % CHUNK_ROWS, tiles.m), factors), None
+    once = tiles.splits == 1 and parts is x and dtype != jnp.float16 and factor is None
     sums = kernel.load()(
         parts,
         weights.codes,
         weights.scales,
+        *lists,
         n=n,
         format=weights.format,
         tiles=tiles,
-        out_dtype=jnp.bfloat16 if once else jnp.float32,
+        out_dtype=dtype if once else _FLOAT32,
         interpret=interpret,
     )
     if once:
         return sums
     out = sums.reshape(batch, -1, m, n).sum(1)
     return (out if factor is None else out * factor).astype(dtype)
-
-
-def _decoded_dot(
-    x: jax.Array,
-    weights: PackedWeights,
-    out_dtype: jax.typing.DTypeLike,
-    architecture: Architecture,
-    interpret: Any,
-) -> jax.Array:
-    """`multiply` by XLA, of weights decoded once."""
-    # Zeros in x, not fewer columns of the weights, which would be copied.
-    widened = jnp.pad(x, ((0, 0), (0, 0), (0, weights.padded_k - x.shape[2])))
-    values = decode(weights, architecture, interpret)
-    out = _dequantize_dot(widened, values, weights.tensor_scale, out_dtype)
-    return out[..., : weights.shape[1]]
 
 
 def _bfloat16_parts(x: jax.Array) -> jax.Array:
@@ -301,3 +290,155 @@ def _bfloat16_parts(x: jax.Array) -> jax.Array:
     high = jnp.where(halved, 0.5 * exact, high)
     low = jnp.where(halved, high, exact - high)
     return jnp.concatenate([high, low], axis=1).astype(jnp.bfloat16)
+
+
+# Rows in groups -----------------------------------------------------------------------------------
+
+
+def ragged_dot(
+    lhs: Operand,
+    rhs: AnyOperand,
+    group_sizes: jax.Array,
+    call: RaggedCall,
+    *,
+    architecture: Architecture | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """The product `[p, n]` in `call.out_dtype`, zeros in rows of no group; or sums `[g, m, n]`.
+
+    The rows are `[p, k]`, or `[p, m]` if they are contracted; rhs has a matrix for each group,
+    packed or not, or is `[p, n]`.
+    """
+    how: dict[str, Any] = {
+        "architecture": architecture or current_architecture(),
+        "interpret": interpret,
+    }
+    if call.contracts_rows:
+        return _sum_groups(lhs, rhs, group_sizes, call, **how)
+    if 0 in (*call.lhs.shape, *call.rhs.shape):
+        return jnp.zeros((call.lhs.shape[0], call.rhs.rows), call.out_dtype)
+    if isinstance(rhs, PackedMXArray):
+        matrices = rhs.arrays.merged()
+        scale = matrices.tensor_scale
+    else:
+        assert isinstance(rhs, MXArray)
+        matrices, _ = as_matrices(dataclasses.replace(rhs, tensor_scale=None), call.rhs.axes)
+        scale = rhs.tensor_scale
+    assert not isinstance(matrices, jax.Array)
+    if not how["architecture"].kernel(call.lhs.format, call.rhs.format).decodes:
+        assert isinstance(lhs, MXArray)
+        # What is packed is laid out to be decoded.
+        unpacked = matrices if isinstance(matrices, MXArray) else matrices.unpack()
+        weights = dataclasses.replace(ScaledOperand.of(unpacked), tensor_scale=scale)
+        return multiply_scaled_groups(lhs, weights, group_sizes, call.out_dtype, **how)
+    weights = PackedWeights.of(matrices) if isinstance(matrices, MXArray) else matrices
+    x, factor = _in_high_precision(lhs)
+    factors = factors_of((scale, factor), call.num_groups)
+    of_groups = {"group_sizes": group_sizes, "factors": factors}
+    return multiply(x[None], weights, call.out_dtype, **of_groups, **how)[0]
+
+
+def lays_out_groups(call: RaggedCall) -> Side | None:
+    """The side that `ragged_dot` lays out: the groups' matrices, unless packed before."""
+    return None if call.contracts_rows or call.rhs.packed_by is not None else "rhs"
+
+
+def multiply_scaled_groups(
+    x: MXArray,
+    weights: ScaledOperand,
+    group_sizes: jax.Array,
+    out_dtype: jax.typing.DTypeLike,
+    *,
+    architecture: Architecture,
+    tiles: Tiles | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """`x[p, k]` in groups by `weights[g, n, k]` as they are: `[p, n]`, rounded once."""
+    kernel = architecture.kernel(x.format, weights.format)
+    (rows, k), (groups, n, _), block = x.shape, weights.shape, x.format.block[1]
+    assert isinstance(block, int)
+    bits = x.format.element.bits
+    tiles = tiles or _tiles_of_groups(architecture, kernel, bits, rows, weights)
+    tiles = dataclasses.replace(tiles, splits=1)
+    codes = jnp.pad(x.codes, ((0, -rows % CHUNK_ROWS), (0, weights.padded_k - k)))
+    elements = lax.bitcast_convert_type(packing.pack(codes, bits), x.format.element.dtype)
+    table = visits(group_sizes, codes.shape[0], tiles.m)
+    dtype = jnp.dtype(out_dtype)
+    written = _FLOAT32 if dtype == jnp.float16 else dtype
+    sums = kernel.load()(
+        elements.reshape(1, *codes.shape),
+        weights.elements,
+        _scales_of_visits(x, table, tiles.m, weights.padded_k // block),
+        weights.scale_values,
+        table,
+        factors_of((x.tensor_scale, weights.tensor_scale), groups),
+        block=block,
+        n=n,
+        tiles=tiles,
+        out_dtype=written,
+        interpret=interpret,
+    )
+    return sums[0, :rows, :n].astype(dtype)
+
+
+def _scales_of_visits(x: MXArray, table: jax.Array, tile_rows: int, columns: int) -> jax.Array:
+    """Tiles of the scales of each visit's rows, whosever they are."""
+    first = table.reshape(-1, FIELDS)[:, 1:2]
+    rows = (first + jnp.arange(tile_rows, dtype=jnp.int32)).reshape(-1)
+    taken = jnp.take(x.scales, rows, axis=0, mode="clip")
+    taken = jnp.pad(taken, ((0, 0), (0, columns - taken.shape[1])))
+    return lax.bitcast_convert_type(scale_tiles(taken), x.format.scale.dtype)
+
+
+def _tiles_of_groups(
+    architecture: Architecture,
+    kernel: Kernel,
+    bits: int,
+    rows: int,
+    weights: PackedWeights | ScaledOperand,
+) -> Tiles:
+    """The table's tiles for as many rows as a group has, wherever in its chunk it begins."""
+    (groups, n, _), padded_rows = weights.shape, rows + -rows % CHUNK_ROWS
+    groups = min(groups, rows)
+    m = min(-(-rows // groups) + CHUNK_ROWS - 1, padded_rows)
+    tiles = choose(architecture, kernel, bits, batch=groups, m=m, n=n, k=weights.padded_k)
+    return dataclasses.replace(tiles, m=min(tiles.m, padded_rows)) if kernel.decodes else tiles
+
+
+def _sum_groups(
+    lhs: Operand,
+    rhs: AnyOperand,
+    group_sizes: jax.Array,
+    call: RaggedCall,
+    architecture: Architecture,
+    interpret: Any,
+) -> jax.Array:
+    """`[g, m, n]`: of both operands in bfloat16, which loses nothing of them."""
+    m, n = call.lhs.shape[1], call.rhs.shape[1]
+    if 0 in (*call.lhs.shape, *call.rhs.shape, call.num_groups):
+        return jnp.zeros((call.num_groups, m, n), call.out_dtype)
+    assert not isinstance(rhs, PackedMXArray)
+    (left, left_scale), (right, right_scale) = map(_in_high_precision, (lhs, rhs))
+    # Up to what one copy takes: as they are, but for odd sizes.
+    left, right = (
+        jnp.pad(x, ((0, -x.shape[0] % CHUNK_ROWS), (0, -x.shape[1] % CHUNK))) for x in (left, right)
+    )
+    starts = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
+    load = architecture.decoding.load_group_sums
+    assert load is not None
+    factors = factors_of((left_scale, right_scale), 1)
+    sums = load()(
+        left,
+        right,
+        jnp.concatenate([starts, group_sizes]),
+        jnp.ones(2, jnp.float32) if factors is None else factors,
+        tiles=sums_tiles(left.shape[1], right.shape[1]),
+        out_dtype=_FLOAT32 if call.out_dtype == jnp.float16 else call.out_dtype,
+        interpret=interpret,
+    )
+    return sums[:, :m, :n].astype(call.out_dtype)
+
+
+def sums_tiles(m: int, n: int) -> Tiles:
+    """Two operands of 128 columns and 64 rows at a step, of which four are in flight."""
+    return Tiles(m=min(m, 128), n=min(n, 128), k=64, stages=4)

@@ -1,14 +1,12 @@
 """Casts by the GPU's quantizing kernel: which calls it takes, and how a tensor reaches it."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
+from jax.custom_batching import sequential_vmap
 
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu.architecture import (
@@ -96,16 +94,7 @@ def quantize(
     architecture: Architecture | None = None,
     interpret: Any = None,
 ) -> MXArray:
-    """x quantized along one axis.
-
-    Args:
-      x: the tensor.
-      random_bits: None: `rejects` takes no rounding that draws.
-      tensor_scale: float32 `[1, ..., 1]`, or None to compute one where the format has it.
-      call: its description, which `rejects` takes.
-      architecture: the GPU; None: that of the machine it is for.
-      interpret: parameters of Mosaic's interpreter.
-    """
+    """x quantized along one axis, by a tensor scale that is given or computed."""
     (out,) = _cast(x, (call,), tensor_scale, architecture, interpret)
     return out
 
@@ -137,8 +126,18 @@ def _cast(
         # One may lift x, and the other must not.
         return [_cast(x, (c,), tensor_scale, architecture, interpret)[0] for c in calls]
     factors = [_tensor_scale(x, call, tensor_scale) for call in calls]
-    given = [factor.reshape(()) for factor in factors if factor is not None]
-    arrays = _batchable(calls, architecture, interpret)(x, *given)
+    if factors[0] is None:
+        arrays = _run(x, None, calls, architecture, interpret)
+    else:
+        # Under vmap a loop: the kernel has one scale for all that it quantizes.
+        @sequential_vmap
+        def scaled(x: jax.Array, tensor_scale: jax.Array) -> tuple[jax.Array, ...]:
+            return divided(
+                x, tensor_scale, lambda x, scale: _run(x, scale, calls, architecture, interpret)
+            )
+
+        # Where there are two, both are of the same tensor.
+        arrays = scaled(x, factors[0].reshape(()))
     return [
         MXArray(
             codes=codes,
@@ -166,46 +165,10 @@ def _tensor_scale(
     return reference.tensor_scale_of(amax, call.scale_rule.largest_value(call.format), x.ndim)
 
 
-def _batchable(
-    calls: tuple[QuantizeCall, ...], architecture: Architecture, interpret: Any
-) -> Callable:
-    """The kernel on x and tensor scales, batched by one more leading axis of x."""
-
-    def plain(x: jax.Array, *tensor_scales: jax.Array) -> tuple[jax.Array, ...]:
-        if not tensor_scales:
-            return _run(x, calls, (), architecture, interpret)
-
-        def run(x: jax.Array, tensor_scale: jax.Array) -> tuple[jax.Array, ...]:
-            # Where there are two, both are of the same tensor.
-            same = (tensor_scale,) * len(tensor_scales)
-            return _run(x, calls, same, architecture, interpret)
-
-        return divided(x, tensor_scales[0], run)
-
-    function: Any = custom_vmap(plain)
-
-    def batch(size: int, in_batched: Sequence[bool], x: jax.Array, *tensor_scales: jax.Array):
-        if any(in_batched[1:]):
-            # A scale for each: the kernel has one for all that it quantizes.
-            xs = x if in_batched[0] else jnp.broadcast_to(x, (size, *x.shape))
-            scales = [
-                s if batched else jnp.broadcast_to(s, (size,))
-                for s, batched in zip(tensor_scales, in_batched[1:], strict=True)
-            ]
-            out = lax.map(lambda each: function(*each), (xs, *scales))
-        else:
-            wider = tuple(dataclasses.replace(call, shape=(size, *call.shape)) for call in calls)
-            out = _batchable(wider, architecture, interpret)(x, *tensor_scales)
-        return out, (True,) * len(out)
-
-    function.def_vmap(batch)
-    return function
-
-
 def _run(
     x: jax.Array,
+    tensor_scale: jax.Array | None,
     calls: tuple[QuantizeCall, ...],
-    tensor_scales: Sequence[jax.Array],
     architecture: Architecture,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
@@ -221,11 +184,9 @@ def _run(
     view = View.of(x.shape, tuple(call.blocks[0] for call in ordered))
     tile = view.tile(x.dtype.itemsize)
     encoders = tuple(_encoder(call, architecture, interpret is not None) for call in ordered)
-    factors = iter(tensor_scales)
-    given = {c: next(factors) if c.format.tensor_scale else jnp.float32(1) for c in calls}
     outs = quantize_kernel.quantize(
         padded(view.into(x), tile.padded(view.shape)),
-        jnp.stack([given[call] for call in ordered]) if tensor_scales else None,
+        None if tensor_scale is None else tensor_scale.reshape(1),
         tile=tile,
         encoders=encoders,
         interpret=interpret,
@@ -241,7 +202,7 @@ def _run(
 
 
 def _encoder(call: QuantizeCall, architecture: Architecture, interpreted: bool) -> Any:
-    from mx_jax.backends.pallas_gpu.encode import Encoder
+    from mx_jax.backends.pallas_gpu.quantize_kernel import Encoder
 
     rule, of = call.scale_rule, call.format.scale.element
     smallest = 0.0
@@ -253,6 +214,5 @@ def _encoder(call: QuantizeCall, architecture: Architecture, interpreted: bool) 
         threshold=rule.kernel_threshold(call.format.element),
         smallest_scale=smallest,
         converts=architecture.converts_float8,
-        packed=architecture.compares_pairs,
         interpreted=interpreted,
     )

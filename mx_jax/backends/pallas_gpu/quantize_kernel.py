@@ -1,16 +1,23 @@
 """The quantizing kernel: one read of a tensor, codes and scales along one axis or two.
 
-Device code only; `quantize.py` checks, pads and picks. A program of one warpgroup loads a tile from
-global memory into registers, 16 bytes a thread at a time, and stores what it becomes: nothing is
-staged in shared memory, and several programs on a processor hide each other's waits. A warp holds
-whole blocks, so a block's largest magnitude takes a few shuffles.
+A program of one warpgroup loads a tile from global memory into registers, 16 bytes a thread at a
+time, and stores what it becomes: nothing is staged in shared memory, and several programs on a
+processor hide each other's waits. A warp holds whole blocks, so a block's largest magnitude takes a
+few shuffles.
 
-Imports Mosaic GPU, so the adapter imports this file only when it takes a call.
+Magnitudes are compared as patterns, whose order is that of the values; a power-of-two scale comes
+from the pattern's exponent, by additions and shifts. Elements are multiplied by a power of two,
+which is exact, and rounded once: by the conversion instruction where the GPU has one, else by
+adding a number so large that float32's own rounding drops the right bits. All of it is plain array
+code, which the interpreter runs too.
+
+Device code; imports Mosaic GPU, so the adapter imports this file only when it takes a call.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,36 +27,41 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 
 from mx_jax.backends.pallas_gpu.device import plgpu, store
-from mx_jax.backends.pallas_gpu.encode import Encoder, Pairs
 from mx_jax.backends.pallas_gpu.views import Tile
-from mx_jax.codecs.scale import opaque_divide
+from mx_jax.codecs import float32
+from mx_jax.codecs.scale import E8M0_NAN, opaque_divide
+from mx_jax.formats import E4M3, E5M2, BlockFormat, ElementFormat
+from mx_jax.formats.element import known_element
+
+# E8M0's largest scale, 2^127.
+_LARGEST_STORED = 254
+_MANTISSA_BITS = 23
+# What `cvt.rn.satfinite` writes, from compute capability 8.9 on.
+_CONVERTED = (E4M3, E5M2)
 
 
 def quantize(
     x: jax.Array,
-    tensor_scales: jax.Array | None,
+    tensor_scale: jax.Array | None,
     *,
     tile: Tile,
-    encoders: tuple[Encoder, ...],
+    encoders: tuple["Encoder", ...],
     interpret: Any = None,
 ) -> list[jax.Array]:
-    """Codes and scales along each of the tile's axes, in turn.
+    """For each of the tile's axes, uint8 codes like x and uint8 scales, which lack the axis.
 
     Args:
       x: float32, bfloat16 or float16, seen as `tile` says, in whole tiles.
-      tensor_scales: float32, one for each axis, or None.
+      tensor_scale: float32 `[1]`, or None.
       tile: what one program quantizes.
       encoders: one for each axis.
       interpret: parameters of Mosaic's interpreter, None to compile.
-
-    Returns:
-      For each axis, uint8 codes in the shape of x and uint8 scales, which lack the axis.
     """
     shapes = []
     for axis in tile.axes:
         shapes += [x.shape, x.shape[:axis] + x.shape[axis + 1 :]]
     program = QuantizeProgram(tile=tile, encoders=encoders, counts=tile.counts(x.shape))
-    operands = (x,) if tensor_scales is None else (x, tensor_scales)
+    operands = (x,) if tensor_scale is None else (x, tensor_scale)
     return plgpu.kernel(
         program.body,
         out_type=[jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes],
@@ -67,43 +79,30 @@ def quantize(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeProgram:
-    """What each program runs.
-
-    Attributes:
-      tile: what it quantizes.
-      encoders: one for each axis.
-      counts: tiles along each axis.
-    """
+    """What each program runs; `counts` are tiles along each axis."""
 
     tile: Tile
-    encoders: tuple[Encoder, ...]
+    encoders: tuple["Encoder", ...]
     counts: tuple[int, ...]
 
     def body(self, x_gmem, *rest):
         """One tile: load, then quantize along each axis and store."""
         count = 2 * len(self.encoders)
         given, outs = rest[:-count], rest[-count:]
-        at = self._at()
-        pairs = Pairs(
-            shape=self.tile.shape,
-            numbers=_layout(self.tile),
-            words=_layout(self.tile.in_words()),
-            interpreted=self.encoders[0].interpreted,
-        )
-        x = plgpu.load(x_gmem.at[at], layout=pairs.numbers, optimized=False)
+        at, layout, shape = self._at(), _layout(self.tile), self.tile.shape
+        x = plgpu.load(x_gmem.at[at], layout=layout, optimized=False)
         for i, (axis, encoder) in enumerate(zip(self.tile.axes, self.encoders, strict=True)):
             codes_gmem, scales_gmem = outs[2 * i : 2 * i + 2]
-            tensor_scale = given[0][i] if encoder.format.tensor_scale else None
-            amax = jnp.max(encoder.magnitudes(x), axis=axis)
-            divide = opaque_divide if encoder.interpreted else _division(pairs, axis)
-            stored, factor = encoder.scales(amax, x.dtype, tensor_scale, divide)
-            spread = functools.partial(_spread, axis=axis, pairs=pairs)
-            codes = encoder.codes(x, stored, factor, spread, pairs)
-            store(codes_gmem.at[at], codes)
+            tensor_scale = given[0][0] if given else None
+            amax = jnp.max(magnitudes(x), axis=axis)
+            divide = opaque_divide if encoder.interpreted else _division(layout, shape, axis)
+            stored, factor = encoder.scales(amax, tensor_scale, divide)
+            spread = functools.partial(_spread, layout=layout, shape=shape, axis=axis)
+            store(codes_gmem.at[at], encoder.codes(x, stored, factor, spread))
             store(scales_gmem.at[at[:axis] + at[axis + 1 :]], stored.astype(jnp.uint8))
 
     def _at(self) -> tuple[Any, ...]:
-        """Where this program's tile lies; the last axis runs fastest."""
+        """Where this program's tile begins; the last axis runs fastest."""
         index, at = lax.axis_index("tile"), []
         for count, length in zip(self.counts[::-1], self.tile.shape[::-1], strict=True):
             at.append(pl.ds(lax.rem(index, jnp.int32(count)) * length, length))
@@ -111,10 +110,9 @@ class QuantizeProgram:
         return tuple(at[::-1])
 
 
-def _division(pairs: Pairs, axis: int) -> Any:
+def _division(layout: Any, shape: tuple[int, ...], axis: int) -> Any:
     """The quotient of blocks' numbers, rounded once: Mosaic's own may be off by two units."""
-    layout = pairs.numbers.reduce(axis)
-    shape = pairs.shape[:axis] + pairs.shape[axis + 1 :]
+    layout, shape = layout.reduce(axis), shape[:axis] + shape[axis + 1 :]
     out = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(layout, layout), return_type=out)
@@ -129,11 +127,10 @@ def _division(pairs: Pairs, axis: int) -> Any:
     return divided
 
 
-def _spread(blocks: Any, *, axis: int, pairs: Pairs) -> Any:
+def _spread(blocks: Any, *, layout: Any, shape: tuple[int, ...], axis: int) -> Any:
     """One number a block to one an element."""
-    kept = tuple(a for a in range(len(pairs.shape)) if a != axis)
-    wide = lax.broadcast_in_dim(blocks, pairs.shape, kept)
-    return plgpu.layout_cast(wide, pairs.numbers)
+    kept = tuple(a for a in range(len(shape)) if a != axis)
+    return plgpu.layout_cast(lax.broadcast_in_dim(blocks, shape, kept), layout)
 
 
 def _layout(tile: Tile) -> Any:
@@ -148,3 +145,185 @@ def _layout(tile: Tile) -> Any:
         _check_canonical=False,
     ).canonicalize()
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+# Values to codes and scales -----------------------------------------------------------------------
+
+
+def magnitudes(x: Any) -> Any:
+    """float32 patterns of |x|."""
+    if x.dtype == jnp.bfloat16:
+        bits = lax.bitcast_convert_type(x, jnp.int16).astype(jnp.int32) << 16
+    else:
+        bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    return bits & jnp.int32(float32.ABS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Encoder:
+    """From a tile of values to its codes and scales.
+
+    Attributes:
+      format: the block format.
+      threshold: of rules for power-of-two scales: see `ScaleRule`; None for scales in an element
+        format.
+      smallest_scale: the smallest scale in an element format that the rule gives.
+      converts: whether the GPU converts to float8.
+      interpreted: whether stand-ins replace what XLA on CPU would get wrong.
+    """
+
+    format: BlockFormat
+    threshold: int | None
+    smallest_scale: float = 0.0
+    converts: bool = True
+    interpreted: bool = False
+
+    def scales(
+        self, amax: Any, tensor_scale: Any, divide: Callable[[Any, Any], Any]
+    ) -> tuple[Any, Any]:
+        """Stored scales as int32, and what `codes` multiplies by, of blocks' largest `magnitudes`.
+
+        `divide` is given two arrays, or an array and a scalar, and rounds once.
+        """
+        if self.threshold is None:
+            return self._element_scales(amax, tensor_scale, divide)
+        stored = power_of_two_scale(amax, self.format.element, self.threshold)
+        return stored, stored if self.interpreted else reciprocal(stored)
+
+    def codes(self, x: Any, stored: Any, factor: Any, spread: Callable[[Any], Any]) -> Any:
+        """uint8 codes of x; blocks with a NaN or Inf get the format's NaN, or 0.
+
+        Args:
+          x: the values.
+          stored: stored scales of blocks, int32.
+          factor: what `scales` gave with them.
+          spread: from one number a block to one an element.
+        """
+        element = self.format.element
+        values = self._scaled(x, spread(factor))
+        if self.threshold is None:
+            # Where a tensor scale is so small that its reciprocal is infinite, zeros become NaN.
+            values = jnp.where(values == values, values, jnp.float32(0))
+        nan = stored == self._nan_scale
+        codes = self._rounded(values) & spread(jnp.where(nan, 0, 0xFF).astype(jnp.uint8))
+        if not element.nan_code:
+            return codes
+        return codes | spread(jnp.where(nan, element.nan_code, 0).astype(jnp.uint8))
+
+    @property
+    def _nan_scale(self) -> int:
+        of = self.format.scale.element
+        if of is None:
+            return E8M0_NAN
+        assert of.nan_code is not None
+        return of.nan_code
+
+    def _scaled(self, x: Any, factor: Any) -> Any:
+        """x over its scale, in float32."""
+        if self.threshold is None or not self.interpreted:
+            return x.astype(jnp.float32) * factor
+        # XLA on CPU flushes subnormals: exponents there are added, not multiplied.
+        return over_power_of_two(x, factor)
+
+    def _rounded(self, values: Any) -> Any:
+        """uint8 codes, of blocks that hold no NaN."""
+        element = self.format.element
+        if element.kind == "int":
+            return _integers(values, element)
+        if self.converts and known_element(element) in _CONVERTED:
+            if self.interpreted:
+                # XLA's conversion does not saturate.
+                values = jnp.clip(values, -element.max, element.max)
+            return lax.bitcast_convert_type(values.astype(element.dtype), jnp.uint8)
+        signs = lax.bitcast_convert_type(values, jnp.int32)
+        signs = lax.shift_right_logical(signs, jnp.full_like(signs, 32 - element.bits))
+        return (halves(values, element) | signs & element.sign_code).astype(jnp.uint8)
+
+    def _element_scales(
+        self, pattern: Any, tensor_scale: Any, divide: Callable[[Any, Any], Any]
+    ) -> tuple[Any, Any]:
+        """Scales in an element format, by NVFP4's own arithmetic: each step rounds in float32."""
+        of = self.format.scale.element
+        assert of is not None
+        finite = pattern < float32.INF
+        amax = lax.bitcast_convert_type(jnp.where(finite, pattern, 0), jnp.float32)
+        scale = divide(amax, jnp.float32(self.format.element.max))
+        if tensor_scale is not None:
+            scale = divide(scale, tensor_scale)
+        known = finite & (scale == scale)
+        scale = jnp.minimum(jnp.maximum(scale, self.smallest_scale), of.max)
+        stored = jnp.where(known, halves(scale, of), self._nan_scale)
+        factor = jnp.ones_like(amax)
+        if tensor_scale is not None:
+            factor = divide(factor, tensor_scale)
+        return stored, divide(factor, _decoded(stored, of))
+
+
+def power_of_two_scale(pattern: Any, element: ElementFormat, threshold: int) -> Any:
+    """E8M0 bytes, as int32, of float32 patterns of largest magnitudes.
+
+    `E - emax`, plus one where the mantissa reaches the threshold: adding what is missing to the
+    next power of two carries into the exponent. Only one octave of subnormals can matter, to
+    elements whose largest exponent is 0; doubling makes it normal.
+    """
+    missing = (1 << _MANTISSA_BITS) - threshold
+    subnormal = pattern < float32.HIDDEN
+    normal = jnp.where(subnormal, pattern + pattern, pattern) + missing
+    exponent = (normal >> _MANTISSA_BITS) - jnp.where(subnormal, 1, 0) - element.emax
+    stored = jnp.minimum(jnp.maximum(exponent, 0), _LARGEST_STORED)
+    return jnp.where(pattern >= float32.INF, E8M0_NAN, stored)
+
+
+def reciprocal(stored: Any) -> Any:
+    """One over an E8M0 scale, in float32: 2^-127 is a subnormal, but a number."""
+    exponent = jnp.maximum(_LARGEST_STORED - stored, 0) << _MANTISSA_BITS
+    return lax.bitcast_convert_type(jnp.maximum(exponent, 1 << _MANTISSA_BITS - 1), jnp.float32)
+
+
+def over_power_of_two(x: Any, stored: Any) -> Any:
+    """x over E8M0 scales in float32, without a multiplication; below 2^-126 it is a zero."""
+    bits = float32.to_bits(x)
+    magnitude = bits & float32.ABS
+    biased, mantissa = float32.normalize(magnitude)
+    exponent = biased + 127 - stored
+    pattern = jnp.where(exponent > 0, exponent << _MANTISSA_BITS | mantissa, 0)
+    pattern = jnp.where(magnitude == 0, 0, pattern)
+    return lax.bitcast_convert_type(pattern | bits & jnp.int32(float32.SIGN), jnp.float32)
+
+
+def halves(values: Any, element: ElementFormat) -> Any:
+    """Codes of |values| as int32, rounded to nearest even and saturated; NaN becomes some code.
+
+    With E the exponent, or emin if that is larger, |value| + 2^(E + 23 - mantissa_bits) is rounded
+    where the element ends. What the sum's pattern has grown by is the significand; the code is that
+    plus the exponent's offset.
+    """
+    dropped = _MANTISSA_BITS - element.mantissa_bits
+    magnitude = jnp.minimum(jnp.abs(values), jnp.float32(element.max))
+    smallest = (127 + element.emin) << _MANTISSA_BITS
+    bits = lax.bitcast_convert_type(magnitude, jnp.int32)
+    top = jnp.maximum(bits & jnp.int32(float32.INF), smallest)
+    large = top + (dropped << _MANTISSA_BITS)
+    sums = magnitude + lax.bitcast_convert_type(large, jnp.float32)
+    significand = lax.bitcast_convert_type(sums, jnp.int32) - large
+    return significand + ((top - smallest) >> dropped)
+
+
+def _integers(values: Any, element: ElementFormat) -> Any:
+    """Two's complement codes: the low bits of a sum whose last place is the element's quantum."""
+    quantum = element.smallest_subnormal
+    lowest = -(element.max + quantum * element.negative_extra)
+    clipped = jnp.minimum(jnp.maximum(values, jnp.float32(lowest)), jnp.float32(element.max))
+    sums = clipped + jnp.float32(1.5 * 2.0**_MANTISSA_BITS * quantum)
+    return lax.bitcast_convert_type(sums, jnp.int32).astype(jnp.uint8)
+
+
+def _decoded(codes: Any, element: ElementFormat) -> Any:
+    """Values of non-negative codes; the NaN code becomes NaN."""
+    smallest = element.smallest_subnormal
+    rebias = (127 - element.bias) << element.mantissa_bits
+    normal = (codes + rebias) << (_MANTISSA_BITS - element.mantissa_bits)
+    subnormal = lax.bitcast_convert_type(codes.astype(jnp.float32) * smallest, jnp.int32)
+    pattern = jnp.where(codes < (1 << element.mantissa_bits), subnormal, normal)
+    pattern = jnp.where(codes == element.nan_code, float32.NAN, pattern)
+    return lax.bitcast_convert_type(pattern, jnp.float32)

@@ -1,6 +1,7 @@
 """Which products and packings GPU kernels take, by descriptions of a call and a machine alone."""
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,10 @@ from mx_jax.backends.pallas_gpu.architecture import (
     architecture_of,
     rejects_machine,
 )
-from mx_jax.backends.pallas_gpu.layouts import MIN_BLOCK, ROWS, storage
+from mx_jax.backends.pallas_gpu.layouts import MIN_BLOCK, ROWS, stored_bits
 from mx_jax.backends.sums import rejects_parts_of_blocks, rejects_scale_axes
 from mx_jax.backends.target import Target
-from mx_jax.formats import BlockFormat, BlockSize
+from mx_jax.formats import BlockFormat
 
 _ACTIVATIONS = tuple(map(jnp.dtype, ("bfloat16", "float16")))
 _OUTPUTS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
@@ -25,7 +26,7 @@ _SIGNIFICANT = 8
 # Kernels count elements in 32 bits; a grid's second axis has 16, in tiles of at least 64 rows.
 _MAX_ELEMENTS = 2**31 - 1
 _MAX_ROWS = 65535 * ROWS
-# Copies fill with zeros and clip what lies outside an array, from this version of JAX on.
+# Copies fill with zeros and clip what is outside an array, from this version of JAX on.
 _MIN_JAX_GROUPS = (0, 12, 0)
 
 
@@ -85,11 +86,17 @@ def fits_bfloat16(format: BlockFormat) -> bool:
 
 def _rejects_sizes(call: MatmulCall) -> str | None:
     for side, own in call.sides:
-        if math.prod(own.shape) > _MAX_ELEMENTS:
-            return f"needs at most {_MAX_ELEMENTS} elements, got {side}_shape={own.shape}"
+        if reason := _rejects_elements(side, own):
+            return reason
         if own.rows > _MAX_ROWS:
             return f"needs at most {_MAX_ROWS} rows, got {side}_shape={own.shape}"
     return rejects_parts_of_blocks(call)
+
+
+def _rejects_elements(side: str, own: OperandType) -> str | None:
+    if math.prod(own.shape) > _MAX_ELEMENTS:
+        return f"needs at most {_MAX_ELEMENTS} elements, got {side}_shape={own.shape}"
+    return None
 
 
 def rejects_packing(
@@ -127,23 +134,18 @@ def rejects_groups(
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
     if call.contracts_rows:
         return _rejects_sums(call)
-    return _rejects_operands(call) or _rejects_group_sizes(call)
+    return _rejects_operands(call)
 
 
 def _rejects_sums(call: RaggedCall) -> str | None:
     """Why the rows of groups are not summed over: groups must begin where steps of a product do."""
-    blocks: list[BlockSize] = []
     sides: tuple[tuple[Side, OperandType], ...] = (("lhs", call.lhs), ("rhs", call.rhs))
     for side, own in sides:
-        reason = _rejects_values(side, own)
-        if reason is not None:
+        if reason := _rejects_values(side, own) or _rejects_elements(side, own):
             return reason
         if own.scale_axes:
             return f"needs one tensor scale at most, got {side} with axes={own.scale_axes}"
-        if math.prod(own.shape) > _MAX_ELEMENTS:
-            return f"needs at most {_MAX_ELEMENTS} elements, got {side}_shape={own.shape}"
-        if own.format is not None:
-            blocks.append(own.format.block[1])
+    blocks = [own.format.block[1] for _, own in sides if own.format is not None]
     if math.lcm(*(size for size in blocks if isinstance(size, int))) % MIN_BLOCK:
         return f"needs groups in blocks of a multiple of {MIN_BLOCK} rows, got blocks={blocks}"
     return None
@@ -161,16 +163,14 @@ def _rejects_values(side: Side, own: OperandType) -> str | None:
 def _rejects_kernel(call: RaggedCall, target: Target, jax_version: tuple[int, ...]) -> str | None:
     row = architecture_of(target.compute_capability)
     got = ".".join(map(str, target.compute_capability or ()))
-    if row is None or not any(map(_has_groups, row.kernels)):
-        able = (row for row in ARCHITECTURES if any(map(_has_groups, row.kernels)))
-        known = ", ".join(f"{a}.{b}" for row in able for a, b in row.capabilities)
+    if row is None or not any(kernel.groups for kernel in row.kernels):
+        known = _capabilities(lambda kernel: kernel.groups)
         return f"multiplies rows in groups on CUDA compute capability {known}, got {got}"
     if call.contracts_rows and row.decoding.load_group_sums is None:
-        able = (row for row in ARCHITECTURES if row.decoding.load_group_sums is not None)
-        known = ", ".join(f"{a}.{b}" for row in able for a, b in row.capabilities)
+        known = _capabilities(lambda kernel: kernel.load_group_sums is not None)
         return f"sums over rows of groups on CUDA compute capability {known}, got {got}"
     lhs, rhs = call.lhs.format, call.rhs.format
-    if not call.contracts_rows and not _has_groups(row.kernel(lhs, rhs)):
+    if not call.contracts_rows and not row.kernel(lhs, rhs).groups:
         names = (None if format is None else format.name for format in (lhs, rhs))
         return (
             f"multiplies rows in groups on CUDA compute capability {got} where formats meet, got "
@@ -182,33 +182,27 @@ def _rejects_kernel(call: RaggedCall, target: Target, jax_version: tuple[int, ..
     return None
 
 
-def _has_groups(kernel: Kernel) -> bool:
-    return kernel.load_groups is not None
+def _capabilities(able: Callable[[Kernel], bool]) -> str:
+    """Of the GPUs that have a kernel of a kind."""
+    rows = (row for row in ARCHITECTURES if any(map(able, row.kernels)))
+    return ", ".join(f"{major}.{minor}" for row in rows for major, minor in row.capabilities)
 
 
 def _rejects_operands(call: RaggedCall) -> str | None:
     lhs, rhs = call.lhs, call.rhs
-    reason = rejects_weights(rhs.format)
-    if reason is not None:
+    if reason := rejects_weights(rhs.format):
         return f"needs groups' matrices in a block format: rhs {reason}"
-    reason = _rejects_values("lhs", lhs)
-    if reason is not None:
+    if reason := _rejects_values("lhs", lhs):
         return reason
     if lhs.scale_axes or set(rhs.scale_axes) - set(rhs.axes.batch):
         return (
             "needs one tensor scale of all rows and one of each matrix at most, got one for each "
             f"position of axes={lhs.scale_axes} of lhs, axes={rhs.scale_axes} of rhs"
         )
-    return None
-
-
-def _rejects_group_sizes(call: RaggedCall) -> str | None:
-    assert call.rhs.format is not None
-    in_a_word = 32 // storage(call.rhs.format.element).bits
-    if math.prod(call.lhs.shape) > _MAX_ELEMENTS:
-        return f"needs at most {_MAX_ELEMENTS} elements, got lhs_shape={call.lhs.shape}"
-    if math.prod(call.rhs.shape) // in_a_word > _MAX_ELEMENTS:
-        return f"needs at most {_MAX_ELEMENTS} words of codes, got rhs_shape={call.rhs.shape}"
-    if call.rhs.rows > _MAX_ROWS:
-        return f"needs at most {_MAX_ROWS} columns of a matrix, got rhs_shape={call.rhs.shape}"
-    return None
+    assert rhs.format is not None
+    in_a_word = 32 // stored_bits(rhs.format.element)
+    if math.prod(rhs.shape) // in_a_word > _MAX_ELEMENTS:
+        return f"needs at most {_MAX_ELEMENTS} words of codes, got rhs_shape={rhs.shape}"
+    if rhs.rows > _MAX_ROWS:
+        return f"needs at most {_MAX_ROWS} columns of a matrix, got rhs_shape={rhs.shape}"
+    return _rejects_elements("lhs", lhs)

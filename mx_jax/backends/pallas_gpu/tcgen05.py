@@ -1,15 +1,13 @@
 """Blackwell's kernel: two block-scaled operands, multiplied as they are by tcgen05.
 
-Device code only; `products.py` and `grouped.py` lay out and pick. Of one warpgroup, one warp copies
-tiles of codes and scales into shared memory and another moves the scales on to tensor memory and
-starts the products, which tensor memory sums in float32; each waits for the other at barriers, one
-pair for a stage. The other warpgroup writes the sums out.
+Of one warpgroup, one warp copies tiles of codes and scales into shared memory and another moves the
+scales on to tensor memory and starts the products, which tensor memory sums in float32. The other
+warpgroup writes the sums out.
 
-Imports Mosaic GPU, so the adapters import this file only when they take a call.
+Device code; imports Mosaic GPU, so the adapter imports this file only when it takes a call.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,16 +17,18 @@ from jax.experimental import pallas as pl
 
 from mx_jax.backends.pallas_gpu.device import (
     SWIZZLE,
-    copy_rows,
+    Place,
+    Program,
+    added,
     copy_steps,
+    copyable_columns,
+    copyable_rows,
     plgpu,
-    share,
     staged_loop,
-    store,
     transforms,
 )
 from mx_jax.backends.pallas_gpu.layouts import SCALE_COLUMNS, SCALE_ROWS
-from mx_jax.backends.pallas_gpu.tiles import CHUNK_ROWS, FIELDS, Tiles
+from mx_jax.backends.pallas_gpu.tiles import FIELDS, Tiles
 
 # Codes and scales of both operands.
 _COPIES = 4
@@ -39,77 +39,67 @@ def multiply(
     rhs: jax.Array,
     lhs_scales: jax.Array,
     rhs_scales: jax.Array,
+    visits: jax.Array | None = None,
+    factors: jax.Array | None = None,
     *,
     block: int,
-    batch: int,
+    n: int,
     tiles: Tiles,
     out_dtype: Any,
     interpret: Any = None,
 ) -> jax.Array:
-    """Partial products of padded operands; summed over `tiles.splits` they are the product.
+    """The product `[batch, m, n]`, or `[1, rows, n]` of rows in groups, zeros in rows of no group.
 
     Args:
-      lhs: float8 or float4 `[batch * m, k]`; m a multiple of `tiles.m`, or fewer rows, a multiple
-        of 8: a tile's other rows are then neither read nor written.
-      rhs: likewise `[batch * n, k]`; n a multiple of `tiles.n`, k of `tiles.k`.
+      lhs: float8 or float4 `[batch, m, k]`; m at most 8 or a multiple of it, k of `tiles.k`. Of
+        rows in groups `[1, rows, k]`.
+      rhs: likewise `[batch, n, k]`, or `[groups, n, k]`.
       lhs_scales: `[batch * m' / 128, k / (4 * block), 32, 16]` in E8M0 or E4M3, of m' rows: m
-        padded to a multiple of 128.
+        padded to a multiple of 128. Of rows in groups those of each visit's rows.
       rhs_scales: likewise, of n.
+      visits: as `tiles.visits` gives them, of rows in groups; without splits.
+      factors: float32 `[2 * groups]`: what each group's sums are multiplied by first, and by which
+        then; None for none.
       block: codes that share a scale.
-      batch: number of independent products.
+      n: rows of the right operand, without what it is padded to.
       tiles: what one program computes, and how.
       out_dtype: bfloat16 or float32.
       interpret: parameters of Mosaic's interpreter, None to compile.
-
-    Returns:
-      `[splits * batch * m, n]`.
     """
-    (rows, k), columns = lhs.shape, rhs.shape[0] // batch
-    used = min(tiles.m, rows // batch)
+    batch, _, k = rhs.shape
+    dtype = jnp.dtype(out_dtype)
+    columns = copyable_columns(n, dtype) if visits is None else copyable_rows(n, dtype)
     program = Tcgen05Program(
         block=block,
         tiles=tiles,
-        used=used,
-        out_dtype=jnp.dtype(out_dtype),
-        num_m=rows // batch // used,
-        num_n=columns // tiles.n,
+        out_dtype=dtype,
+        batch=batch,
+        num_m=-(-lhs.shape[1] // tiles.m) if visits is None else visits.shape[0] // FIELDS,
+        num_n=-(-n // tiles.n),
         num_k=k // tiles.k,
+        in_groups=visits is not None,
+        dtypes=(lhs.dtype, rhs.dtype, lhs_scales.dtype, rhs_scales.dtype),
+        rhs_scale_tiles=rhs_scales.shape[0] // batch,
         interpreted=interpret is not None,
     )
-    arrays = (lhs, rhs, lhs_scales, rhs_scales)
-    return plgpu.kernel(
-        program.body,
-        out_type=jax.ShapeDtypeStruct((tiles.splits * rows, columns), out_dtype),
-        grid=(tiles.splits, program.num_n, rows // used),
-        grid_names=("split", "n", "row"),
-        kernel_name=f"mx_jax_tcgen05_{lhs.dtype}_{rhs.dtype}_{block}",
-        interpret=interpret,
-        **program.launch(*(array.dtype for array in arrays)),
-    )(*arrays)
+    grouped = "" if visits is None else "grouped_"
+    name = f"mx_jax_{grouped}tcgen05_{lhs.dtype}_{rhs.dtype}_{block}"
+    lists = tuple(each for each in (visits, factors) if each is not None)
+    out = program.run(name, (lhs, rhs, lhs_scales, rhs_scales), lists, columns, interpret)
+    return added(out, lhs.shape[0])[..., :n]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tcgen05Program:
-    """What both warpgroups of a program run, for a grid `(split, n, row)`.
+class Tcgen05Program(Program):
+    """A warpgroup that copies and multiplies, and one that writes the sums.
 
-    Attributes:
-      block: codes that share a scale.
-      tiles: sizes.
-      used: rows of a tile of the left operand that are read, and written of the product.
-      out_dtype: of the result.
-      num_m: tiles along m of one product.
-      num_n: tiles along n.
-      num_k: steps along k, all splits together.
-      interpreted: whether stand-ins replace what the interpreter lacks.
+    `dtypes` are those of both operands' codes, then of their scales; `rhs_scale_tiles` how many
+    tiles of 128 rows one matrix's scales lie in.
     """
 
     block: int
-    tiles: Tiles
-    used: int
-    out_dtype: Any
-    num_m: int
-    num_n: int
-    num_k: int
+    dtypes: tuple[Any, ...]
+    rhs_scale_tiles: int
     interpreted: bool
 
     @property
@@ -122,10 +112,13 @@ class Tcgen05Program:
         """Tiles of scales along one step of k."""
         return self.tiles.k // (self.block * SCALE_COLUMNS)
 
-    def launch(self, lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any) -> dict[str, Any]:
-        """Threads of a program, and what they share: shared memory, tensor memory, barriers."""
-        tiles, stages = self.tiles, self.tiles.stages
-        sides = (tiles.m, lhs, lhs_scale), (tiles.n, rhs, rhs_scale)
+    def launch(self) -> dict[str, Any]:
+        """Shared memory, tensor memory, barriers."""
+        tiles, stages, dtypes = self.tiles, self.tiles.stages, self.dtypes
+        sides = (tiles.m, dtypes[0], dtypes[2]), (tiles.n, dtypes[1], dtypes[3])
+        # Pieces of the result are copied as a whole, or any row by itself.
+        how = _tiles_of(self.out_dtype)
+        how = (plgpu.TilingTransform((1, self.columns)),) if self.in_groups else how
         scratch = {
             "codes": tuple(
                 plgpu.SMEM((stages, rows, tiles.k), dtype, transforms=_tiles_of(dtype))
@@ -142,7 +135,7 @@ class Tcgen05Program:
                 )
                 for rows, _, dtype in sides
             ),
-            "out_smem": self.result((2, tiles.m, self.columns)),
+            "out_smem": plgpu.SMEM((2, tiles.m, self.columns), self.out_dtype, transforms=how),
             "full": plgpu.Barrier(num_arrivals=_COPIES, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=1, num_barriers=stages, orders_tensor_core=True),
             "done": plgpu.Barrier(num_arrivals=1, orders_tensor_core=True),
@@ -151,46 +144,30 @@ class Tcgen05Program:
             scratch["values"] = tuple(
                 plgpu.SMEM((stages, rows, tiles.k), jnp.float32) for rows, _, _ in sides
             )
-        semantics = plgpu.LoweringSemantics.Warpgroup
-        return {
-            "num_threads": 2,
-            "thread_name": "warpgroup",
-            "compiler_params": plgpu.CompilerParams(lowering_semantics=semantics),
-            "scratch_types": scratch,
-        }
+        return {"num_threads": 2, "scratch_types": scratch}
 
-    def result(self, shape: tuple[int, ...]) -> Any:
-        """Shared memory for pieces of the result, each copied as a whole."""
-        return plgpu.SMEM(shape, self.out_dtype, transforms=_tiles_of(self.out_dtype))
-
-    def body(self, lhs, rhs, lhs_scales, rhs_scales, out_gmem, **scratch):
-        """Copy, multiply; then write the sums."""
-        split, row, n = (lax.axis_index(name) for name in ("split", "row", "n"))
-        first, steps = share(split, self.tiles.splits, self.num_k)
-        column = lax.div(row, jnp.int32(self.num_m)) * self.num_n + n
-        num_rows = out_gmem.shape[0] // self.tiles.splits // self.used
-        rows = pl.ds((split * num_rows + row) * self.used, self.used)
-
-        def keep(sums: Any, piece: Any, columns: Any) -> None:
-            piece[...] = sums.astype(self.out_dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(piece.at[pl.ds(0, self.used)], out_gmem.at[rows, columns])
-
-        gmem = (lhs, rhs, lhs_scales, rhs_scales)
-        self.multiply(gmem, row * self.used, row, column, first, steps, keep, **scratch)
+    def sources(self, operands: tuple[Any, ...], place: Place, step: Any) -> tuple[Any, ...]:
+        """Codes of both operands of a step, then their scales."""
+        lhs, rhs, lhs_scales, rhs_scales = operands
+        tiles, n, count = self.tiles, lax.axis_index("n"), self.tiles.n // SCALE_ROWS
+        along_k = pl.ds(step * tiles.k, tiles.k)
+        scales_along_k = pl.ds(step * self.scale_tiles, self.scale_tiles)
+        first = place.matrix * self.rhs_scale_tiles + n * count
+        return (
+            lhs.at[place.lead, pl.ds(place.row, tiles.m), along_k],
+            rhs.at[place.matrix, pl.ds(n * tiles.n, tiles.n), along_k],
+            lhs_scales.at[pl.ds(place.tile, 1), scales_along_k],
+            rhs_scales.at[pl.ds(first, count), scales_along_k],
+        )
 
     def multiply(
         self,
-        gmem: tuple[Any, ...],
-        row: Any,
-        scales_row: Any,
-        column: Any,
-        first: Any,
-        steps: Any,
-        keep: Callable[[Any, Any, Any], None],
+        place: Place,
+        sources: Any,
+        keep: Any,
         *,
-        codes: Any,
-        scales: Any,
+        codes: tuple[Any, ...],
+        scales: tuple[Any, ...],
         full: Any,
         empty: Any,
         done: Any,
@@ -198,40 +175,11 @@ class Tcgen05Program:
         out_smem: Any,
         **memory: Any,
     ) -> None:
-        """Copy and multiply along k; then store the sums.
-
-        Args:
-          gmem: both operands' codes, then both operands' scales.
-          row: the first of the tile, of the left operand.
-          scales_row: which tile of scales of the left operand it is.
-          column: tile of the right operand.
-          first: step along k.
-          steps: how many.
-          keep: given some columns of the sums, shared memory for them, and which columns they are.
-          codes: stages of both operands' codes.
-          scales: likewise of their scales.
-          full: barriers of filled stages.
-          empty: barriers of stages that were read.
-          done: barrier of the sums.
-          acc: the sums.
-          out_smem: two pieces of the result.
-          **memory: tensor memory for scales, or what stands in for it.
-        """
+        """One warp copies, one starts products, a warpgroup writes their sums."""
         tiles, warpgroup = self.tiles, lax.axis_index("warpgroup")
 
         def copies(i: Any, stage: Any) -> Any:
-            along_k = pl.ds((first + i) * tiles.k, tiles.k)
-            scales_along_k = pl.ds((first + i) * self.scale_tiles, self.scale_tiles)
-            sides = (
-                (row, scales_row, tiles.m, self.used),
-                (column * tiles.n, column, tiles.n, tiles.n),
-            )
-            for side, (start, tile, size, used) in enumerate(sides):
-                read = codes[side].at[stage, pl.ds(0, used)]
-                yield gmem[side].at[pl.ds(start, used), along_k], read
-                count = size // SCALE_ROWS
-                from_ = gmem[side + 2].at[pl.ds(tile * count, count), scales_along_k]
-                yield from_, scales[side].at[stage]
+            return zip(sources(i), (ref.at[stage] for ref in (*codes, *scales)), strict=True)
 
         def multiply(i: Any, stage: Any) -> None:
             plgpu.barrier_wait(full.at[stage])
@@ -243,19 +191,18 @@ class Tcgen05Program:
             def _(warp):
                 @pl.when(warp == 0)
                 def _():
-                    copy_steps(steps, tiles.stages, copies, full, empty)
+                    copy_steps(place.steps, tiles.stages, copies, full, empty)
 
                 @pl.when(warp == 1)
                 def _():
-                    staged_loop(steps, tiles.stages, multiply)
+                    staged_loop(place.steps, tiles.stages, multiply)
                     plgpu.tcgen05_commit_arrive(done)
 
         @pl.when(warpgroup == 1)
         def _():
             plgpu.barrier_wait(done)
             for part in range(tiles.n // self.columns):
-                columns = pl.ds(part * self.columns, self.columns)
-                sums = plgpu.async_load_tmem(acc.at[:, columns])
+                sums = plgpu.async_load_tmem(acc.at[:, pl.ds(part * self.columns, self.columns)])
                 at = lax.axis_index("n") * tiles.n + part * self.columns
                 keep(sums, out_smem.at[part % 2], pl.ds(at, self.columns))
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -280,114 +227,10 @@ class Tcgen05Program:
         plgpu.tcgen05_mma(acc, lhs, rhs.T, empty.at[stage], accumulate=accumulate, **scaled)
 
 
-# Rows in groups -----------------------------------------------------------------------------------
-
-
-def grouped_products(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    lhs_scales: jax.Array,
-    rhs_scales: jax.Array,
-    visits: jax.Array,
-    factors: jax.Array | None = None,
-    *,
-    block: int,
-    num_groups: int,
-    columns: int,
-    tiles: Tiles,
-    out_dtype: Any,
-    interpret: Any = None,
-) -> jax.Array:
-    """The product `[rows, columns]` of rows in groups, zeros in rows of no group.
-
-    Args:
-      lhs: float8 or float4 `[rows, k]`; rows a multiple of 8, k of `tiles.k`.
-      rhs: likewise `[g * n', k]`; n' a multiple of `tiles.n`.
-      lhs_scales: `[visits * tiles.m / 128, k / (4 * block), 32, 16]`, of each visit's rows.
-      rhs_scales: `[g * n' / 128, k / (4 * block), 32, 16]`.
-      visits: as `tiles.visits` gives them.
-      factors: float32 `[2 * g]`: what each group's sums are multiplied by first, and by which then;
-        None for none.
-      block: codes that share a scale.
-      num_groups: g.
-      columns: of the result, at most n'.
-      tiles: what one program computes; no splits.
-      out_dtype: bfloat16 or float32.
-      interpret: parameters of Mosaic's interpreter, None to compile.
-    """
-    arrays = (lhs, rhs, lhs_scales, rhs_scales)
-    program = GroupedProgram(
-        block=block,
-        tiles=tiles,
-        used=tiles.m,
-        out_dtype=jnp.dtype(out_dtype),
-        num_m=visits.shape[0] // FIELDS,
-        num_n=rhs.shape[0] // num_groups // tiles.n,
-        num_k=lhs.shape[1] // tiles.k,
-        num_groups=num_groups,
-        interpreted=interpret is not None,
-    )
-    return plgpu.kernel(
-        program.body,
-        out_type=jax.ShapeDtypeStruct((lhs.shape[0], columns), out_dtype),
-        grid=(program.num_n, program.num_m),
-        grid_names=("n", "visit"),
-        kernel_name=f"mx_jax_grouped_tcgen05_{lhs.dtype}_{rhs.dtype}_{block}",
-        interpret=interpret,
-        **program.launch(*(array.dtype for array in arrays)),
-    )(*arrays, visits, *(() if factors is None else (factors,)))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedProgram(Tcgen05Program):
-    """`Tcgen05Program` for a grid `(n, visit)`.
-
-    A program reads which rows of which group are its own, and stores those rows alone: what else
-    its tile holds is another program's.
-
-    Attributes:
-      num_groups: of rows, each with a matrix of its own.
-    """
-
-    num_groups: int
-
-    def result(self, shape: tuple[int, ...]) -> Any:
-        """Shared memory for pieces of the result, of which any row is copied by itself."""
-        how = (plgpu.TilingTransform((1, self.columns)),)
-        return plgpu.SMEM(shape, self.out_dtype, transforms=how)
-
-    def body(self, lhs, rhs, lhs_scales, rhs_scales, visits, *rest, **scratch):
-        """Read which rows of which group; copy, multiply; then write those rows."""
-        *factors_gmem, out_gmem = rest
-        n, visit = lax.axis_index("n"), lax.axis_index("visit")
-        group, first, begin, end = (visits[visit * FIELDS + i] for i in range(FIELDS))
-        first = pl.multiple_of(first, CHUNK_ROWS)
-        matrix = jnp.minimum(group, self.num_groups - 1)
-        factors = [gmem[matrix + i * self.num_groups] for gmem in factors_gmem for i in range(2)]
-        # Rows of no group take no step, and get zeros.
-        steps = jnp.where((group < self.num_groups) & (begin < end), self.num_k, 0)
-
-        def keep(sums: Any, piece: Any, columns: Any) -> None:
-            for factor in factors:
-                sums = sums * factor
-            summed = jnp.broadcast_to(steps > 0, sums.shape)
-            store(piece, jnp.where(summed, sums, jnp.zeros_like(sums)).astype(self.out_dtype))
-            plgpu.commit_smem()
-            copy_rows(piece, out_gmem, (first, columns), begin - first, end - first)
-
-        gmem = (lhs, rhs, lhs_scales, rhs_scales)
-        column = matrix * self.num_n + n
-        self.multiply(gmem, first, visit, column, 0, steps, keep, **scratch)
-
-
 def scaled_values(codes: Any, scales: Any, values: Any, block: int) -> Any:
     """For the interpreter, which lacks block-scaled products: an operand in float32.
 
-    Args:
-      codes: of a step, `[rows, k]`.
-      scales: its tiles, `[rows / 128, k / (4 * block), 32, 16]`.
-      values: shared memory `[rows, k]` that they are written to, and that is given back.
-      block: codes that share a scale.
+    Codes `[rows, k]` of a step times their tiles of scales, written to shared memory `values`.
     """
     tiles, along_k = scales.shape[:2]
     # (tile of rows, tile of columns, row % 32, row / 32, column).

@@ -17,11 +17,9 @@ def launch_registers(warpgroups: int) -> int:
 
 
 def multiplying_registers(warpgroups: int) -> int:
-    """What a thread of each multiplying warpgroup asks for, beside one warpgroup that copies.
-
-    All together at most what they were launched with: `setmaxnreg` waits for registers until there
-    are as many, so for more it would wait for ever.
-    """
+    """What a thread of each multiplying warpgroup asks for, beside one warpgroup that copies."""
+    # All together at most what they were launched with: `setmaxnreg` waits until there are as many
+    # registers, so for more it would wait for ever.
     all_registers = launch_registers(warpgroups + 1) * (warpgroups + 1)
     return min((all_registers - COPYING_REGISTERS) // warpgroups // 8 * 8, _MOST_REGISTERS)
 
@@ -51,9 +49,8 @@ class Tuning:
 
     Attributes:
       tiles: (largest number of rows, tiles), ascending; the last are for any number.
-      crossover: rows from which it is faster to dequantize the weights once and let XLA multiply in
-        bfloat16. At so many rows the tensor cores are the bound for either, and a kernel decodes
-        the same weights again for every tile of rows.
+      crossover: rows from which weights are dequantized once and XLA multiplies in bfloat16: a
+        kernel decodes the same weights again for every tile of rows.
     """
 
     tiles: tuple[tuple[float, Tiles], ...]

@@ -26,7 +26,7 @@ class Tile:
     Each size below divides the one before, axis by axis; the view has as many axes.
 
     Attributes:
-      axes: along each of these a block lies, whole.
+      axes: along each of these a tile has one whole block.
       shape: the tile.
       all_warps: what four warps hold in their first registers.
       warp: what a warp holds of that.
@@ -40,13 +40,6 @@ class Tile:
     warp: Shape
     lanes: Shape
     vector: Shape
-
-    def in_words(self) -> "Tile":
-        """The same tile where two elements are one word."""
-        names = ("shape", "all_warps", "warp", "lanes", "vector")
-        sizes = {name: getattr(self, name) for name in names}
-        halved = {name: (*size[:-1], size[-1] // 2) for name, size in sizes.items()}
-        return dataclasses.replace(self, **halved)
 
     def padded(self, shape: Shape) -> Shape:
         """The smallest view of whole tiles."""
@@ -110,7 +103,7 @@ def _along_both(shape: Shape, block: int, itemsize: int) -> Tile:
 
 
 def _share(lengths: tuple[int, int], sizes: tuple[int, int]) -> tuple[int, int]:
-    """How many warps lie down and across: the way that pads least, and the widest of those."""
+    """How many warps there are down and across: the way that pads least, the widest of those."""
 
     def area(way: tuple[int, int]) -> int:
         tiles = (size * warps for size, warps in zip(sizes, way, strict=True))
@@ -128,7 +121,7 @@ class View:
       split: the same as `[outer, length]`, `[outer, length, inner]` for blocks along another axis
         than the last, or `[outer, length, last]` for blocks along both.
       block: elements of a block.
-      both: whether blocks lie along the last axis too.
+      both: whether there are blocks along the last axis too.
     """
 
     original: tuple[int, ...]

@@ -1,16 +1,14 @@
 """Hopper's kernels: by weights that are decoded on their way to wgmma, and sums over groups' rows.
 
-Device code only; `products.py` and `grouped.py` pick. A program computes a tile of the transposed
-product `weights[n, k] x activations[m, k]`, because wgmma takes its left operand from registers:
-one warp copies into shared memory, step after step along k; warpgroups load codes and scales from
-there, decode them to bfloat16 and multiply, 64 rows of weights each.
+A program computes a tile of the transposed product `weights[n, k] x activations[m, k]`, because
+wgmma takes its left operand from registers: warpgroups load codes and scales from shared memory,
+decode them to bfloat16 and multiply, 64 rows of weights each.
 
-Imports Mosaic GPU, so the adapters import this file only when they take a call.
+Device code; imports Mosaic GPU, so the adapter imports this file only when it takes a call.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,12 +19,14 @@ from jax.experimental import pallas as pl
 from mx_jax.backends.pallas_gpu.decode import Decoder, DecodingProgram
 from mx_jax.backends.pallas_gpu.device import (
     SWIZZLE,
-    copy_rows,
+    Place,
+    added,
     copy_steps,
+    copyable,
+    copyable_columns,
+    copyable_rows,
     plgpu,
-    share,
     staged_loop,
-    store,
     transforms,
 )
 from mx_jax.backends.pallas_gpu.layouts import CHUNK, ROWS
@@ -39,8 +39,6 @@ from mx_jax.backends.pallas_gpu.tiles import (
 )
 from mx_jax.formats import BlockFormat
 
-# Bytes that a row in memory is a multiple of.
-_LINE = 16
 # Activations, codes and scales.
 _COPIES = 3
 # Rows of a step of wgmma, the least that a group has more than another where rows are summed.
@@ -51,6 +49,8 @@ def multiply(
     x: jax.Array,
     codes: jax.Array,
     scales: jax.Array,
+    visits: jax.Array | None = None,
+    factors: jax.Array | None = None,
     *,
     n: int,
     format: BlockFormat,
@@ -58,50 +58,52 @@ def multiply(
     out_dtype: Any,
     interpret: Any = None,
 ) -> jax.Array:
-    """The product `[batch, m, n]`, of weights without their tensor scale.
+    """The product `[batch, m, n]`, or `[1, rows, n]` of rows in groups; see `tcgen05.multiply`.
 
     Args:
-      x: bfloat16 `[batch, m, k]`; none of them is empty.
+      x: bfloat16 `[batch, m, k]`, or `[1, rows, k]`; no axis is empty.
       codes: int32 `[batch, n' / 64, k' / group, 64, 16]`, as `PackedWeights` has them.
       scales: int32 `[batch, n' / 64, k' / (2 * granularity), 64]`.
+      visits: as `tiles.visits` gives them, of rows in groups.
+      factors: float32 `[2 * groups]`: what each group's sums are multiplied by first, and by which
+        then; None for none.
       n: rows of weights, at most n'.
       format: of the weights; a tensor scale is left out.
       tiles: what one program computes, and how.
       out_dtype: bfloat16 or float32; float32 where programs share tiles.
       interpret: parameters of Mosaic's interpreter, None to compile.
     """
-    batch, m, k = x.shape
-    rows = _copyable(m, 8, 1)
-    x = jnp.pad(x, ((0, 0), (0, rows - m), (0, _copyable(k, CHUNK, _LINE // 2) - k)))
-    decoder = Decoder(format=format, interpreted=interpret is not None)
-    program = WgmmaProgram.of(x, codes, n, decoder=decoder, tiles=tiles, out_dtype=out_dtype)
-    itemsize = program.out_dtype.itemsize
-    columns = _copyable(n, SWIZZLE // itemsize, _LINE // itemsize)
-    out = plgpu.kernel(
-        program.body,
-        out_type=jax.ShapeDtypeStruct((tiles.splits * batch, rows, columns), out_dtype),
-        grid=(tiles.splits, program.num_n, batch * program.num_m),
-        grid_names=("split", "n", "row"),
-        kernel_name=f"mx_jax_wgmma_{format.name}",
-        interpret=interpret,
-        **program.launch(),
-    )(x, codes.reshape(-1, *codes.shape[2:]), scales.reshape(-1, *scales.shape[2:]))
-    out = out.reshape(tiles.splits, batch, rows, columns)[:, :, :m, :n]
-    return out[0] if tiles.splits == 1 else out.sum(0)
-
-
-def _copyable(size: int, tile: int, line: int) -> int:
-    """What an axis is padded to for TMA, which fills and clips what a tile has beyond it."""
-    to = tile if size > tile else line
-    return size + -size % to
+    (lead, m, k), dtype, in_groups = x.shape, jnp.dtype(out_dtype), visits is not None
+    rows = copyable(m, CHUNK_ROWS, CHUNK_ROWS if in_groups else 1)
+    x = jnp.pad(x, ((0, 0), (0, rows - m), (0, copyable(k, CHUNK, 8) - k)))
+    program = WgmmaProgram(
+        decoder=Decoder(format=format, interpreted=interpret is not None),
+        tiles=tiles,
+        out_dtype=dtype,
+        batch=codes.shape[0],
+        num_m=-(-m // tiles.m) if visits is None else visits.shape[0] // FIELDS,
+        num_n=-(-n // tiles.n),
+        num_k=-(-k // tiles.k),
+        in_groups=in_groups,
+        weight_tiles=codes.shape[1],
+    )
+    columns = copyable_rows(n, dtype) if in_groups else copyable_columns(n, dtype)
+    operands = (x, codes.reshape(-1, *codes.shape[2:]), scales.reshape(-1, *scales.shape[2:]))
+    lists = tuple(each for each in (visits, factors) if each is not None)
+    name = f"mx_jax_{'grouped_' * in_groups}wgmma_{format.name}"
+    out = program.run(name, operands, lists, columns, interpret)
+    return added(out, lead)[:, :m, :n]
 
 
 class WgmmaProgram(DecodingProgram):
-    """One warp copies, warpgroups decode and multiply: for a grid `(split, n, row)`."""
+    """Warpgroups that decode and multiply 64 rows of weights each, and one that copies."""
 
     def launch(self) -> dict[str, Any]:
-        """Threads of a program, and what they share: stages, barriers, a stand-in's operand."""
-        stages = self.tiles.stages
+        """Stages, barriers, the result of each warpgroup, a stand-in's operand."""
+        stages, shape = self.tiles.stages, (self.row_tiles, self.tiles.m, ROWS)
+        # Whole tiles are copied, or any row by itself.
+        how = transforms(SWIZZLE // self.out_dtype.itemsize)
+        how = (plgpu.TilingTransform((1, ROWS)),) if self.in_groups else how
         scratch = {
             "smem": tuple(
                 plgpu.SMEM((stages, *shape), dtype, transforms=how)
@@ -109,68 +111,38 @@ class WgmmaProgram(DecodingProgram):
             ),
             "full": plgpu.Barrier(num_arrivals=_COPIES, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=self.row_tiles, num_barriers=stages),
-            "out_smem": self.result((self.row_tiles, self.tiles.m, ROWS)),
+            "out_smem": plgpu.SMEM(shape, self.out_dtype, transforms=how),
         }
         if self.decoder.interpreted:
             scratch["operand"] = plgpu.SMEM((self.row_tiles, ROWS, CHUNK), jnp.bfloat16)
-        semantics = plgpu.LoweringSemantics.Warpgroup
-        return {
-            "num_threads": self.row_tiles + 1,
-            "thread_name": "warpgroup",
-            "compiler_params": plgpu.CompilerParams(lowering_semantics=semantics),
-            "scratch_types": scratch,
-        }
+        return {"num_threads": self.row_tiles + 1, "scratch_types": scratch}
 
-    def result(self, shape: tuple[int, ...]) -> Any:
-        """Shared memory for the result, of which whole tiles are copied."""
-        how = transforms(SWIZZLE // self.out_dtype.itemsize)
-        return plgpu.SMEM(shape, self.out_dtype, transforms=how)
+    def sources(self, operands: tuple[Any, ...], place: Place, step: Any) -> tuple[Any, ...]:
+        """Activations, codes and scales of a step."""
+        x, codes, scales = operands
+        rows, along_k = pl.ds(place.row, self.tiles.m), pl.ds(step * self.tiles.k, self.tiles.k)
+        n = lax.axis_index("n")
+        weights = self.weights_at(codes, scales, place.matrix, n, step)
+        return x.at[place.lead, rows, along_k], *weights
 
-    def body(self, x_gmem, codes_gmem, scales_gmem, out_gmem, *, out_smem, **scratch):
-        """Copy, decode, multiply; then one copy of each tile of the result."""
-        sizes = self.tiles
-        split, n, row = (lax.axis_index(name) for name in ("split", "n", "row"))
-        matrix, m = (each(row, jnp.int32(self.num_m)) for each in (lax.div, lax.rem))
-        rows = pl.ds(m * sizes.m, sizes.m)
-        first, steps = share(split, sizes.splits, self.num_k)
-
-        def at(i: Any) -> tuple[Any, ...]:
-            x = x_gmem.at[matrix, rows, pl.ds((first + i) * sizes.k, sizes.k)]
-            return x, *self.weights_at(codes_gmem, scales_gmem, matrix, n, first + i)
-
-        def keep(sums: Any, row_tile: Any) -> None:
-            out_smem.at[row_tile].T[...] = self.transposed(sums)
-            plgpu.commit_smem()
-            columns = pl.ds(n * sizes.n + row_tile * ROWS, ROWS)
-            to = out_gmem.at[split * self.batch + matrix, rows, columns]
-            plgpu.copy_smem_to_gmem(out_smem.at[row_tile], to)
-            plgpu.wait_smem_to_gmem(0)
-
-        self.multiply(steps, at, keep, **scratch)
+    def staged(self, values: Any, piece: Any) -> tuple[Any, Any]:
+        """Transposed once more, as shared memory takes them."""
+        return plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED), piece.T
 
     def multiply(
         self,
-        steps: Any,
-        at: Callable[[Any], tuple[Any, ...]],
-        keep: Callable[[Any, Any], None],
+        place: Place,
+        sources: Any,
+        keep: Any,
         *,
         smem: tuple[Any, ...],
         full: Any,
         empty: Any,
+        out_smem: Any,
         operand: Any = None,
     ) -> None:
-        """Copy, decode and multiply along k; then store the sums.
-
-        Args:
-          steps: along k.
-          at: of a step, activations, codes and scales in memory.
-          keep: given transposed sums `[64, m]`, and which 64 of the tile's rows they are.
-          smem: stages of the same three.
-          full: barriers of filled stages.
-          empty: barriers of stages that were read.
-          operand: a stand-in's.
-        """
-        warpgroup = lax.axis_index("warpgroup")
+        """A warp of the last warpgroup copies, each of the others sums up its rows of weights."""
+        warpgroup, stages = lax.axis_index("warpgroup"), self.tiles.stages
 
         @pl.when(warpgroup == self.row_tiles)
         def _():
@@ -181,9 +153,9 @@ class WgmmaProgram(DecodingProgram):
                 @pl.when(warp == 0)
                 def _():
                     def copies(i: Any, stage: Any) -> Any:
-                        return zip(at(i), (ref.at[stage] for ref in smem), strict=True)
+                        return zip(sources(i), (ref.at[stage] for ref in smem), strict=True)
 
-                    copy_steps(steps, self.tiles.stages, copies, full, empty)
+                    copy_steps(place.steps, stages, copies, full, empty)
 
         @pl.when(warpgroup < self.row_tiles)
         def _():
@@ -191,11 +163,13 @@ class WgmmaProgram(DecodingProgram):
 
             def sum_up(acc: Any) -> Any:
                 step = functools.partial(self._step, acc, smem, full, empty, operand)
-                staged_loop(steps, self.tiles.stages, lambda _, stage: step(stage))
+                staged_loop(place.steps, stages, lambda _, stage: step(stage))
                 return acc[...]
 
-            accumulator = plgpu.ACC((ROWS, self.tiles.m), jnp.float32)
-            keep(pl.run_scoped(sum_up, accumulator), warpgroup)
+            sums = pl.run_scoped(sum_up, plgpu.ACC((ROWS, self.tiles.m), jnp.float32))
+            columns = lax.axis_index("n") * self.tiles.n + warpgroup * ROWS
+            keep(sums, out_smem.at[warpgroup], pl.ds(columns, ROWS))
+            plgpu.wait_smem_to_gmem(0)
 
     def _step(
         self, acc: Any, smem: Any, full: Any, empty: Any, operand_smem: Any, stage: Any
@@ -214,119 +188,6 @@ class WgmmaProgram(DecodingProgram):
             plgpu.wgmma(acc, operand, x_smem.at[stage, :, columns].T)
         plgpu.wgmma_wait(0)
         plgpu.barrier_arrive(empty.at[stage])
-
-    def transposed(self, sums: Any) -> Any:
-        """The result's numbers, so that shared memory takes them transposed once more."""
-        return plgpu.layout_cast(sums.astype(self.out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-
-
-# Rows in groups -----------------------------------------------------------------------------------
-
-
-def grouped_products(
-    x: jax.Array,
-    codes: jax.Array,
-    scales: jax.Array,
-    visits: jax.Array,
-    factors: jax.Array | None = None,
-    *,
-    num_groups: int,
-    columns: int,
-    format: BlockFormat,
-    tiles: Tiles,
-    out_dtype: Any,
-    interpret: Any = None,
-) -> jax.Array:
-    """Partial products of rows in groups; summed over `tiles.splits` they are the product.
-
-    Args:
-      x: bfloat16 `[rows, k]`; rows a multiple of 8, k of 64. What lies beyond counts as zeros.
-      codes: int32 `[g * n' / 64, k' / group, 64, 16]`, as `PackedWeights` has them; n' at least
-        `columns`.
-      scales: int32 `[g * n' / 64, k' / (2 * granularity), 64]`.
-      visits: as `tiles.visits` gives them.
-      factors: float32 `[2 * g]`: what each group's sums are multiplied by first, and by which then;
-        None for none.
-      num_groups: g.
-      columns: of the result, at most n'.
-      format: of the weights; a tensor scale is left out.
-      tiles: what one program computes, and how.
-      out_dtype: bfloat16 or float32.
-      interpret: parameters of Mosaic's interpreter, None to compile.
-
-    Returns:
-      `[splits * rows, columns]`.
-    """
-    operands = (x, codes, scales, visits, *(() if factors is None else (factors,)))
-    program = GroupedProgram(
-        decoder=Decoder(format=format, interpreted=interpret is not None),
-        tiles=tiles,
-        out_dtype=jnp.dtype(out_dtype),
-        batch=num_groups,
-        num_m=visits.shape[0] // FIELDS,
-        num_n=-(-columns // tiles.n),
-        num_k=-(-x.shape[1] // tiles.k),
-        weight_tiles=codes.shape[0] // num_groups,
-        rows=x.shape[0],
-    )
-    return plgpu.kernel(
-        program.body,
-        out_type=jax.ShapeDtypeStruct((tiles.splits * x.shape[0], columns), out_dtype),
-        grid=(tiles.splits, program.num_n, program.num_m),
-        grid_names=("split", "n", "visit"),
-        kernel_name=f"mx_jax_grouped_wgmma_{format.name}",
-        interpret=interpret,
-        **program.launch(),
-    )(*operands)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupedProgram(WgmmaProgram):
-    """`WgmmaProgram` for a grid `(split, n, visit)`, whose batch are the groups.
-
-    A program reads which rows of which group are its own, and stores those rows alone: what else
-    its tile holds is another program's.
-
-    Attributes:
-      rows: of the activations, and of each split's result.
-    """
-
-    rows: int
-
-    def result(self, shape: tuple[int, ...]) -> Any:
-        """Shared memory for the result, of which any row is copied by itself."""
-        return plgpu.SMEM(shape, self.out_dtype, transforms=(plgpu.TilingTransform((1, ROWS)),))
-
-    def body(self, x_gmem, codes_gmem, scales_gmem, visits_gmem, *rest, out_smem, **scratch):
-        """Read which rows of which group; copy, decode, multiply; then copy those rows."""
-        *factors_gmem, out_gmem = rest
-        sizes = self.tiles
-        split, n, visit = (lax.axis_index(name) for name in ("split", "n", "visit"))
-        group, first, begin, end = (visits_gmem[visit * FIELDS + i] for i in range(FIELDS))
-        first = pl.multiple_of(first, CHUNK_ROWS)
-        matrix = jnp.minimum(group, self.batch - 1)
-        factors = [gmem[matrix + i * self.batch] for gmem in factors_gmem for i in range(2)]
-        begin_k, steps = share(split, sizes.splits, self.num_k)
-
-        def at(i: Any) -> tuple[Any, ...]:
-            x = x_gmem.at[pl.ds(first, sizes.m), pl.ds((begin_k + i) * sizes.k, sizes.k)]
-            return x, *self.weights_at(codes_gmem, scales_gmem, matrix, n, begin_k + i)
-
-        def keep(sums: Any, row_tile: Any) -> None:
-            tile = out_smem.at[row_tile]
-            for factor in factors:
-                sums = sums * factor
-            store(tile.T, self.transposed(sums))
-            plgpu.commit_smem()
-            columns = pl.ds(n * sizes.n + row_tile * ROWS, ROWS)
-            copy_rows(
-                tile, out_gmem, (split * self.rows + first, columns), begin - first, end - first
-            )
-            plgpu.wait_smem_to_gmem(0)
-
-        # Rows of no group take no step, and get the zeros that sums begin with.
-        steps = jnp.where((group < self.batch) & (begin < end), steps, 0)
-        self.multiply(steps, at, keep, **scratch)
 
 
 # Sums over the rows of each group -----------------------------------------------------------------
@@ -357,9 +218,6 @@ def group_sums(
       tiles: m and n of a tile, k rows a step, steps in flight.
       out_dtype: bfloat16 or float32.
       interpret: parameters of Mosaic's interpreter, None to compile.
-
-    Returns:
-      `[g, m, n]`.
     """
     groups = rows.shape[0] // 2
     program = SumsProgram(tiles=tiles, out_dtype=jnp.dtype(out_dtype), num_groups=groups)
@@ -377,13 +235,7 @@ def group_sums(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SumsProgram:
-    """What each program of a grid `(group, n, m)` runs.
-
-    Attributes:
-      tiles: sizes.
-      out_dtype: of the result.
-      num_groups: how many.
-    """
+    """What each program of a grid `(group, n, m)` runs."""
 
     tiles: Tiles
     out_dtype: Any
@@ -431,7 +283,7 @@ class SumsProgram:
             in_specs=[spec(tiles.m, "m"), spec(tiles.n, "n")],
             max_concurrent_steps=stages,
         )(*(gmem.at[pl.ds(begin, gmem.shape[0])] for gmem in operands))
-        # What comes next writes where the last steps' operands lie.
+        # What comes next overwrites the last steps' operands.
         plgpu.wgmma_wait(0)
 
     def _store(self, sums: Any, out_gmem: Any) -> None:

@@ -1,4 +1,4 @@
-"""Who passes stored weights to GPU kernels is told to pack them once, and nobody else is."""
+"""Who passes stored weights to GPU kernels is warned once, and nobody else."""
 
 import dataclasses
 import warnings
@@ -16,8 +16,8 @@ from tests.backends.mosaic import needs_mosaic
 pytestmark = needs_mosaic
 
 
-@pytest.mark.parametrize(("rows", "told"), [(4, True), (1024, False)])
-def test_stored_weights_are_told_of_packing(rows: int, told: bool):
+@pytest.mark.parametrize(("rows", "warns"), [(4, True), (1024, False)])
+def test_stored_weights_warn_of_packing(rows: int, warns: bool):
     """Once; not where XLA multiplies, nor of packed weights, nor of what the product quantizes."""
     recipe = mx_jax.recipes.weight_only("mxfp4")
     x, w = jnp.ones((rows, 256), jnp.bfloat16), jnp.ones((256, 128))
@@ -40,11 +40,11 @@ def test_stored_weights_are_told_of_packing(rows: int, told: bool):
         "than a product of few rows: shape=(256, 128), format=mxfp4; lay them out once with "
         "mx_jax.pack_weights"
     )
-    assert messages == [expected] * told
+    assert messages == [expected] * warns
 
 
-@pytest.mark.parametrize(("rows", "told"), [(4, True), (1024, False)])
-def test_stored_weights_on_the_left_belong_on_the_right(rows: int, told: bool):
+@pytest.mark.parametrize(("rows", "warns"), [(4, True), (1024, False)])
+def test_stored_weights_on_the_left_belong_on_the_right(rows: int, warns: bool):
     """Nothing packs them there, so every call lays them out."""
     recipe = recipes.high_precision()
     stored = mx_jax.quantize(jnp.ones((128, 256)), "mxfp4", axis=1)
@@ -61,7 +61,7 @@ def test_stored_weights_on_the_left_belong_on_the_right(rows: int, told: bool):
         "longer than a product of few rows: shape=(128, 256), format=mxfp4; put the weights on the "
         "right and pack them once with mx_jax.pack_weights"
     )
-    assert [str(warning.message) for warning in caught] == [expected] * told
+    assert [str(warning.message) for warning in caught] == [expected] * warns
 
 
 def _left_alone() -> recipes.Recipe:
