@@ -22,10 +22,9 @@ from benchmarks import environment, report
 from benchmarks.language_model_formats import PAGES, cut, judge, log_probabilities, text_of
 from mx_jax import calibrate, checkpoint, recipes
 from mx_jax.generate.config import LlamaConfig, config_from_gguf
-from mx_jax.generate.load import find_model, manual
+from mx_jax.generate.load import find_model, manual, params_from_gguf
 from mx_jax.generate.model import Llama
 from mx_jax.generate.tokenizer import tokenizer_of_gguf
-from mx_jax.generate.weights import params_from_gguf
 
 FORMATS = ("mxfp4", "nvfp4")
 # From a weight, the axis that a product contracts, and the moment of its inputs.

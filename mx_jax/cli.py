@@ -1,29 +1,23 @@
 """Command line: `python -m mx_jax`."""
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mx_jax.commands import convert, dequantize, diff, env, formats, inspect, quantize
-from mx_jax.generate import command as generate
-from mx_jax.measure import command as measure
-from mx_jax.plan import command as plan
-
-# In the order in which --help lists them.
-COMMANDS = (
-    formats,
-    env,
-    quantize,
-    dequantize,
-    convert,
-    inspect,
-    diff,
-    generate,
-    measure,
-    plan,
-)
+# By name, the module that has `add_to`, in the order in which --help lists them. It is imported when
+# the command is asked for: together they take half a second.
+COMMANDS = {
+    **{
+        name: f"mx_jax.commands.{name}"
+        for name in ("formats", "env", "quantize", "dequantize", "convert", "inspect", "diff")
+    },
+    "generate": "mx_jax.generate.command",
+    "gpu": "mx_jax.measure.command",
+    "plan": "mx_jax.plan.command",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,8 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Closed when Python started, as a daemon's are; a file that is opened would take their number.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
-    parser = command_parser()
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = command_parser(words[0] if words else None)
+    options = parser.parse_args(words)
     if options.command is None:
         parser.print_help()
         return 0
@@ -56,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def command_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; what it gives has the command's `run`."""
+def command_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of a command, or without one of all; what it gives has the command's `run`."""
     made = argparse.ArgumentParser(
         prog="python -m mx_jax", description="Microscaling (MX) and float8 formats for JAX."
     )
     commands = made.add_subparsers(dest="command", metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_to(commands)
+    for name in [command] if command in COMMANDS else COMMANDS:
+        importlib.import_module(COMMANDS[name]).add_to(commands)
     return made

@@ -9,7 +9,6 @@ from typing import Any
 
 import flax.linen as flax_nn
 import jax
-from flax import nnx
 from flax.errors import ScopeParamShapeError
 
 from mx_jax.packed import Quantized
@@ -103,6 +102,9 @@ def trainable(path: Any, value: Any) -> bool:
       >>> sorted(gradients)
       ['bias', 'lora']
     """
+    # Late: programs of flax.linen alone need not wait for it.
+    from flax import nnx
+
     return nnx.OfType(nnx.Param)(path, value) and quantized_in(value) is None
 
 

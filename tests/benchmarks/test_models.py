@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 import mx_jax
 from benchmarks import calibration, decode, gradient_bias, language_model_formats
 from benchmarks import sentence_embeddings as sentences
-from mx_jax.generate.weights import params_from_gguf
+from mx_jax.generate.load import params_from_gguf
 from tests.examples import bert
 from tests.generate.tiny import CONFIG, tensors
 

@@ -9,8 +9,8 @@ import pytest
 
 from mx_jax import only_backend, recipes
 from mx_jax.generate.config import LlamaConfig, config_from_gguf, rope_divisors
+from mx_jax.generate.load import formats_of, params_from_gguf, quantized
 from mx_jax.generate.model import Llama, rotations
-from mx_jax.generate.weights import params_from_gguf, quantize_params
 from mx_jax.nn import KVCache
 from mx_jax.packed import PackedMXArray, Quantized
 from tests.generate import tiny
@@ -66,9 +66,9 @@ def test_last_gives_the_last_tokens_logits(params):
 @pytest.mark.slow
 @needs_library
 def test_packed_weights_give_what_their_values_give(params):
-    recipe = recipes.weight_only("mxfp4")
+    recipe, formats = recipes.weight_only("mxfp4"), formats_of("mxfp4")
     with only_backend("cpu_ffi"):
-        packed = quantize_params(params, recipe)
+        packed = params_from_gguf(tiny.tensors(), tiny.CONFIG, quantized(formats, recipe))
     values = jax.tree.map(
         lambda leaf: leaf.dequantize() if isinstance(leaf, Quantized) else leaf,
         packed,

@@ -9,9 +9,9 @@ import pytest
 
 from mx_jax import checkpoint, recipes
 from mx_jax.generate.config import config_from_gguf
+from mx_jax.generate.load import params_from_gguf
 from mx_jax.generate.model import Llama
 from mx_jax.generate.tokenizer import tokenizer_of_gguf
-from mx_jax.generate.weights import params_from_gguf
 from tests.generate import smollm2
 from tests.generate.test_peers import logits_of_transformers
 
