@@ -35,7 +35,8 @@ def time_of_parts(generator: Generator, tokens: int) -> dict[str, float]:
     program = step.lower(*held, generator.params, token, caches, np.int32(0), key).compile()
 
     def steps() -> None:
-        following, rows = token, caches
+        following: Any = token
+        rows = caches
         for index in range(_STEPS):
             following, rows = program(
                 generator.params, following, rows, np.int32(first + index), key

@@ -19,13 +19,13 @@ from benchmarks import environment, report
 from mx_jax.calibrate import SearchedScales
 from mx_jax.checkpoint.foreign import read
 from mx_jax.formats import block_format
-from mx_jax.generate.config import LlamaConfig, config_from_gguf
+from mx_jax.generate.config import GGUF, LlamaConfig, config_from_gguf
 from mx_jax.generate.decode import Generator
 from mx_jax.generate.load import (
     DEFAULT,
     find_model,
     formats_of,
-    params_from_gguf,
+    params_of,
     quantized,
     stored_again,
 )
@@ -146,7 +146,7 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     """One row a format of weights, and one a format of the cache."""
     file = read(find_model(options.model))
     config = config_from_gguf(file.metadata, file)
-    params = params_from_gguf(file, config)
+    params = params_of(file, config, GGUF)
     model = Llama(config, high_precision())
     tokenizer, length = tokenizer_of_gguf(file.metadata), options.length
     sequences = cut(tokenizer.encode(text_of(PAGES)), options.sequences, length)

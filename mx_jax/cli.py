@@ -7,8 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# By name, the module that has `add_to`, in the order in which --help lists them. It is imported when
-# the command is asked for: together they take half a second.
+# By name, the module that has `add_to`, in the order in which --help lists them; imported when its
+# command is asked for: together they take half a second.
 COMMANDS = {
     **{
         name: f"mx_jax.commands.{name}"

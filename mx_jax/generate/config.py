@@ -25,8 +25,9 @@ class Kind:
 
 def _is_number(value: Any) -> bool:
     """A finite one above 0; booleans are none, although Python counts them in."""
-    number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    return number and math.isfinite(value) and value > 0
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    return 0 < float(value) < math.inf
 
 
 WHOLE = Kind("a whole number of at least 1", lambda x: _is_number(x) and x == int(x))

@@ -158,15 +158,10 @@ def advance_many(
     *,
     count: int,
 ) -> tuple[jax.Array, Caches]:
-    """Several steps in one dispatch, which costs as much as a tenth of a small model's step.
+    """Tokens `[batch, count]` of so many calls of `advance`, and the caches, in one dispatch.
 
-    The blocks are not scanned: XLA would copy the weights of each before its products read them,
-    which takes as long as the products.
-
-    Args are those of `advance`, `tokens` int32 `[batch, 1]`, and the number of steps.
-
-    Returns:
-      Tokens int32 `[batch, count]`, those that as many calls of `advance` give, and the caches.
+    Blocks are not scanned: XLA would copy each one's weights before products read them, which takes
+    as long as the products.
     """
 
     def step(carry: Any, _: None) -> tuple[Any, jax.Array]:

@@ -169,11 +169,6 @@ def formats_of(given: str) -> dict[str, BlockFormat]:
 Store = Callable[[str, Any], Any]
 
 
-def as_arrays(name: str, w: Any) -> Any:
-    """Weights as they are, arrays on the device."""
-    return jax.tree.map(jnp.asarray, w)
-
-
 @functools.partial(jax.jit, static_argnames=("format", "recipe"))
 def _rounded(w: jax.Array, format: BlockFormat, recipe: Recipe) -> Any:
     spec = weight_only(format).fwd.rhs
@@ -199,7 +194,7 @@ def quantized(
         part = name.rpartition("/")[2]
         form = formats.get(parts.get(part, part))
         if isinstance(w, MXArray):
-            return pack_weights(as_arrays(name, w), recipe=recipe)
+            return pack_weights(w, recipe=recipe)
         if form is None:
             return jnp.asarray(w)
         if by is None:
@@ -210,18 +205,11 @@ def quantized(
     return store
 
 
-def params_from_gguf(
-    tensors: Mapping[str, Any], config: LlamaConfig, store: Store = as_arrays
-) -> dict[str, Any]:
-    """`params_of` of tensors by llama.cpp's names."""
-    return params_of(tensors, config, GGUF, store)
-
-
 def params_of(
     tensors: Mapping[str, Any],
     config: LlamaConfig,
     names: Names,
-    store: Store = as_arrays,
+    store: Store = lambda name, w: jax.tree.map(jnp.asarray, w),
     *,
     stored: bool = False,
     dtype: Any = np.float32,
@@ -348,6 +336,10 @@ def load(
     """
     # Before anything is read.
     cached = None if cache is None or cache in _DTYPES else row_format(cache)
+    if scales not in (None, SEARCHED, GPTQ):
+        raise ValueError(f"generate: scales must be {SEARCHED} or {GPTQ}, got scales={scales!r}")
+    if texts and scales != GPTQ:
+        raise ValueError(f"generate: texts are for scales={GPTQ}, got scales={scales}")
     if weights in _DTYPES and activations is not None:
         raise ValueError(
             "generate: activations are quantized beside quantized weights, got "
@@ -364,21 +356,25 @@ def load(
             f"generate: scales={scales} is for weights that are quantized here, got weights="
             f"{weights or 'as they are stored'}; say which format"
         )
-    _warn_of(formats, scales)
+    poor = [part for part, format in formats.items() if format == MXFP4]
+    if poor and scales is None:
+        warnings.warn(
+            f"generate: MXFP4 by rounding of {', '.join(poor)}: small models repeat themselves "
+            "without sense; nvfp4 or mxfp6 loses less, and so does mxfp4 with scales='gptq'",
+            stacklevel=2,
+        )
     recipe, tokenizer = recipe_for(activations, formats), source.tokenizer()
+    by: Way | None = SearchedScales() if scales == SEARCHED else None
     total = sum(one.nbytes for one in source.weights.stored.values())
     with progress_bar("load", total, sys.stderr.isatty()) as step:
-        read: Any = functools.partial(
-            params_of, _Watched(source.weights, step), source.config, source.names
-        )
+        given = _Counted(source.weights, step), source.config, source.names
         if scales == GPTQ:
-            # Its texts run through the whole model first.
-            params = read()
-            by = way_named(scales, params, source.config, tokenizer, texts)
+            params = params_of(*given)
+            by = Gptq(model_moments(params, source.config, tokenizer, texts))
             params = stored_again(params, quantized(formats, recipe, by))
         else:
-            by = way_named(scales, None, source.config, tokenizer, texts)
-            params = read(quantized(formats, recipe, by), stored=stored, dtype=dtype)
+            store = quantized(formats, recipe, by)
+            params = params_of(*given, store, stored=stored, dtype=dtype)
     generator = Generator(
         model=Llama(source.config, recipe, dtype),
         params=params,
@@ -389,19 +385,8 @@ def load(
     return generator, tokenizer
 
 
-def _warn_of(formats: Mapping[str, BlockFormat], scales: str | None) -> None:
-    """Say which of the formats are known to lose too much."""
-    poor = [part for part, format in formats.items() if format == MXFP4]
-    if poor and scales is None:
-        warnings.warn(
-            f"generate: MXFP4 by rounding of {', '.join(poor)}: small models repeat themselves "
-            "without sense; nvfp4 or mxfp6 loses less, and so does mxfp4 with scales='gptq'",
-            stacklevel=3,
-        )
-
-
-class _Watched(dict[str, Any]):
-    """Tensors of a checkpoint, each read when it is asked for and then counted."""
+class _Counted(dict[str, Any]):
+    """Tensors of a checkpoint, read as they are asked for, with their bytes for a bar."""
 
     def __init__(self, weights: Weights, step: Callable[[str, int], None]) -> None:
         super().__init__(weights.stored)
@@ -440,36 +425,6 @@ def tensor_moments(path: Path, texts: Sequence[Path] = ()) -> dict[str, Any]:
 TOKENS, LENGTH = 20480, 512
 
 
-def way_named(
-    scales: str | None,
-    params: Any,
-    config: LlamaConfig,
-    tokenizer: Tokenizer,
-    texts: Sequence[Path],
-) -> Way | None:
-    """How weights get their codes, by the command line's name for it.
-
-    Args:
-      scales: `"mse"`, `"gptq"` or None, as a cast gives them.
-      params: of the model, as `params_of` gives them; read by GPTQ, and so is all that follows.
-      config: sizes of the model.
-      tokenizer: the model's.
-      texts: files to calibrate with; none: Python's own manual.
-
-    Raises:
-      ValueError: texts for what reads none, or as `model_moments` does.
-    """
-    if texts and scales != GPTQ:
-        raise ValueError(f"generate: texts are for scales={GPTQ}, got scales={scales}")
-    if scales is None:
-        return None
-    if scales == SEARCHED:
-        return SearchedScales()
-    if scales != GPTQ:
-        raise ValueError(f"generate: scales must be {SEARCHED} or {GPTQ}, got scales={scales!r}")
-    return Gptq(model_moments(params, config, tokenizer, texts))
-
-
 def model_moments(
     params: Any, config: LlamaConfig, tokenizer: Tokenizer, texts: Sequence[Path] = ()
 ) -> Moments:
@@ -493,8 +448,14 @@ def model_moments(
             "give more, or leave it out for Python's own manual"
         )
     sequences = np.array(tokens[: count * length], np.int32).reshape(count, 1, length)
-    model = Llama(config, high_precision())
-    return moments(model, _watched(sequences), variables={"params": params})
+
+    def watched() -> Iterator[np.ndarray]:
+        with progress_bar("calibrate", count, sys.stderr.isatty()) as step:
+            for sequence in sequences:
+                yield sequence
+                step("", 1)
+
+    return moments(Llama(config, high_precision()), watched(), variables={"params": params})
 
 
 def by_tensors(found: Moments, names: Names, config: LlamaConfig) -> dict[str, Any]:
@@ -528,11 +489,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"generate: {path} is no text in UTF-8: {error}") from None
-
-
-def _watched(sequences: np.ndarray) -> Iterator[np.ndarray]:
-    """The sequences, with a bar on a terminal."""
-    with progress_bar("calibrate", len(sequences), sys.stderr.isatty()) as step:
-        for sequence in sequences:
-            yield sequence
-            step("", 1)

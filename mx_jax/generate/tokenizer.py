@@ -47,17 +47,20 @@ class Tokenizer:
         """The text that asks the model to answer a message, by the model's own template.
 
         Raises:
-          ValueError: it has none, it refuses or is damaged, or the library `jinja2` is missing.
+          ValueError: it has none, it refuses or is damaged.
         """
         if not self.template:
             raise ValueError(f"generate: {self.where} has no chat template; leave --chat out")
-        sandbox = library_named("jinja2.sandbox").ImmutableSandboxedEnvironment()
+        # Late: most prompts are no chats.
+        import jinja2.sandbox
+
+        sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment()
         sandbox.globals["raise_exception"] = _refuse
         messages = [{"role": "user", "content": message}]
         try:
             template = sandbox.from_string(self.template)
             return template.render(messages=messages, add_generation_prompt=True, **self.words)
-        except (library_named("jinja2").TemplateError, *_OF_PROGRAMS) as error:
+        except (jinja2.TemplateError, *_OF_PROGRAMS) as error:
             raise ValueError(
                 f"generate: {self.where}: its chat template fails: {error}; leave --chat out"
             ) from error
@@ -72,18 +75,13 @@ def _refuse(message: str) -> None:
     raise ValueError(f"it refuses: {message}")
 
 
-def library_named(name: str) -> Any:
-    """An optional library.
-
-    Raises:
-      ValueError: it is not installed.
-    """
+def _library() -> Any:
+    """The library `tokenizers`, which is optional."""
     try:
-        return importlib.import_module(name)
+        return importlib.import_module("tokenizers")
     except ImportError:
-        package = name.partition(".")[0]
         raise ValueError(
-            f"generate: needs the package {package}; pip install 'mx_jax[generate]'"
+            "generate: needs the package tokenizers; pip install 'mx_jax[generate]'"
         ) from None
 
 
@@ -124,7 +122,7 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
       ValueError: a kind of tokenizer that is not known, fields that are missing or of another type,
         or the library `tokenizers` is missing.
     """
-    library = library_named("tokenizers")
+    library = _library()
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     # Fields of a damaged file may be arrays, which are neither compared nor looked up.
     if not (isinstance(kind, str) and isinstance(pre, str)) or kind != "gpt2" or pre not in _PRE:
@@ -193,7 +191,7 @@ def tokenizer_of_folder(folder: Path) -> Tokenizer:
     Raises:
       ValueError: there is none, it is damaged, or the library `tokenizers` is missing.
     """
-    library, path = library_named("tokenizers"), folder / "tokenizer.json"
+    library, path = _library(), folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"generate: there is no tokenizer.json in {folder}")
     try:

@@ -93,9 +93,10 @@ def test_what_is_said_before_an_interruption_ends_a_line(
 
 def test_blocks_share_a_program(folder: Path):
     generator, _ = load(folder, weights="float32")
-    decode._attend_and_feed.clear_cache()
+    program: Any = decode._attend_and_feed
+    program.clear_cache()
     next(generator.stream([1, 2, 3], 1))
-    assert decode._attend_and_feed._cache_size() == 1
+    assert program._cache_size() == 1
 
 
 def test_the_default_has_a_format_for_each_part(folder: Path):
@@ -110,14 +111,14 @@ def test_the_default_has_a_format_for_each_part(folder: Path):
 def test_no_twin_in_float32_of_all_weights(folder: Path, monkeypatch: pytest.MonkeyPatch):
     """A block's matrices are gone from memory when the next block is read."""
     held: list[int] = []
-    read = loading._Watched.__getitem__
+    read = loading._Counted.__getitem__
 
     def watched(self: Any, name: str) -> Any:
         arrays = [x for x in jax.live_arrays() if x.dtype == jnp.float32 and x.ndim == 2]
         held.append(sum(x.nbytes for x in arrays))
         return read(self, name)
 
-    monkeypatch.setattr(loading._Watched, "__getitem__", watched)
+    monkeypatch.setattr(loading._Counted, "__getitem__", watched)
     load(folder, weights="mxfp6")
     largest = max(x.nbytes for x in tiny.hub_tensors().values())
     assert len(held) == 20 and max(held) - held[0] <= 4 * largest
@@ -160,7 +161,7 @@ def test_programs_of_equal_shapes_and_other_formats_are_kept_apart(programs: Pat
     assert len({parts[0].tobytes() for parts in expected.values()}) == 3
     assert len({str(jax.tree.map(np.shape, parts)) for parts in expected.values()}) == 1
     hits: list[str] = []
-    jax.monitoring.register_event_listener(lambda name, **_: hits.append(name))
+    jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
     keep_programs(programs)
     for again in (False, True):
         jax.clear_caches()

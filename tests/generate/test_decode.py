@@ -14,8 +14,9 @@ from benchmarks.language_model_formats import calibrated_scales, empty_caches
 from mx_jax import recipes
 from mx_jax.formats import MXFP8_E4M3, block_format
 from mx_jax.generate.command import pieces, settle
+from mx_jax.generate.config import GGUF
 from mx_jax.generate.decode import Generator, Sampling
-from mx_jax.generate.load import find_model, formats_of, load, params_from_gguf, recipe_for
+from mx_jax.generate.load import find_model, formats_of, load, params_of, recipe_for
 from mx_jax.generate.model import Llama
 from tests.generate import tiny
 from tests.quick import quick
@@ -23,7 +24,7 @@ from tests.quick import quick
 
 @pytest.fixture(scope="module")
 def generator():
-    params = params_from_gguf(tiny.tensors(), tiny.CONFIG)
+    params = params_of(tiny.tensors(), tiny.CONFIG, GGUF)
     return Generator(model=Llama(tiny.CONFIG, recipes.high_precision()), params=params)
 
 

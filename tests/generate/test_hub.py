@@ -11,11 +11,10 @@ import safetensors.numpy
 import mx_jax
 from mx_jax import checkpoint, only_backend, recipes
 from mx_jax.cli import main
-from mx_jax.generate.config import config_from_json
+from mx_jax.generate.config import GGUF, config_from_json
 from mx_jax.generate.load import (
     joined,
     open_model,
-    params_from_gguf,
     params_of,
     quantized,
     recipe_for,
@@ -54,7 +53,7 @@ def test_a_folder_is_the_model_of_its_gguf_file(folder: Path):
     source = open_model(folder)
     assert source.config == tiny.CONFIG
     params = params_of(source.weights, source.config, source.names)
-    expected = params_from_gguf(tiny.tensors(), tiny.CONFIG)
+    expected = params_of(tiny.tensors(), tiny.CONFIG, GGUF)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
