@@ -18,17 +18,14 @@ from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall, result_of
+from mx_jax.backends.calls import QuantizeCall, result_of
 from mx_jax.backends.partition import Compute, name_of, without_mesh
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.mxarray import MXArray
 from mx_jax.reference.quantize import tensor_scale_of
 from mx_jax.sharding.movement import Part, block_maxima, spec_of, with_maxima, without_maxima
 from mx_jax.sharding.partition import fine_mesh, stored_parts
-
-CastCall = QuantizeCall | QuantizeBothCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,26 +39,20 @@ class Split:
     """
 
     compute: Compute
-    call: CastCall
+    call: QuantizeCall
     tree: Any
-
-    @property
-    def singles(self) -> tuple[QuantizeCall, ...]:
-        """The cast, or both."""
-        return _singles(self.call)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the values."""
-        return self.singles[0].shape
+        return self.call.shape
 
     @functools.cached_property
     def block_of(self) -> Mapping[int, int]:
         """For each blocked axis the positions of a block."""
         return {
             axis % len(self.shape): block_shapes.block_extent(size, self.shape[axis])
-            for single in self.singles
-            for axis, size in single.blocks
+            for axis, size in self.call.blocks
         }
 
     def run(self, *leaves: jax.Array) -> list[jax.Array]:
@@ -69,23 +60,15 @@ class Split:
         return jax.tree.leaves(self.compute(self.call, *jax.tree.unflatten(self.tree, leaves)))
 
 
-def _singles(call: CastCall) -> tuple[QuantizeCall, ...]:
-    return (call.first, call.second) if isinstance(call, QuantizeBothCall) else (call,)
-
-
 def can_split(call: Any) -> bool:
     """Whether the compiler can be told how a cast is split: of constant sizes, under one tensor
-    scale, and with one size of blocks along each axis."""
-    if not isinstance(call, CastCall):
+    scale."""
+    if not isinstance(call, QuantizeCall):
         return False
-    singles = _singles(call)
-    shape, blocks = singles[0].shape, [pair for single in singles for pair in single.blocks]
-    constant = all(isinstance(size, int) and size > 0 for size in shape)
-    alike = len(dict(blocks)) == len(set(blocks))
-    return constant and alike and not any(single.scale_axes for single in singles)
+    return not call.scale_axes and all(isinstance(size, int) and size > 0 for size in call.shape)
 
 
-def quantize(compute: Compute, call: CastCall, *operands: Any) -> Any:
+def quantize(compute: Compute, call: QuantizeCall, *operands: Any) -> Any:
     """A cast that the compiler splits between devices.
 
     Args:
@@ -145,9 +128,8 @@ def _sharding_rule(split: Split, shapes: Sequence[Any]) -> tuple[str, dict[str, 
 
 def _results(split: Split) -> list[Any]:
     """Shapes of the results' leaves."""
-    x, singles = jax.ShapeDtypeStruct(split.shape, np.float32), split.singles
-    made = [result_of(single, x, None, None) for single in singles]
-    return jax.tree.leaves(made)
+    x = jax.ShapeDtypeStruct(split.shape, np.float32)
+    return jax.tree.leaves(result_of(split.call, x, None, None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +166,7 @@ class Share:
 def _share(split: Split, mesh: Any, lies: tuple[Part, ...]) -> Share:
     """What each device casts of values that lie so; an axis that cuts blocks unevenly is whole."""
     count = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
-    by_amax = not any(single.scale_rule.reads_values for single in split.singles)
+    by_amax = not split.call.scale_rule.reads_values
     parts, whole = [], []
     for axis, part in enumerate(lies):
         length, size = split.shape[axis], split.block_of.get(axis, 1)
@@ -228,34 +210,19 @@ def _local(split: Split, each: Share, name: Any, *leaves: jax.Array) -> list[jax
     """One device's part."""
     del name
     x, bits, scale = jax.tree.unflatten(split.tree, leaves)
-    singles = split.singles
-    if scale is None and singles[0].format.tensor_scale:
-        largest = singles[0].scale_rule.largest_value(singles[0].format)
-        scale = agreed_scale(x, singles[0].blocks, largest, each.names)
-    if not any(each.shared(single.blocks) for single in singles):
-        own = [dataclasses.replace(single, shape=x.shape) for single in singles]
-        call = own[0] if len(own) == 1 else QuantizeBothCall(first=own[0], second=own[1])
-        return jax.tree.leaves(split.compute(call, x, bits, scale))
-    drawn = bits if len(singles) > 1 else (bits,)
-    found = [
-        _with_neighbours(split.compute, single, each.shared(single.blocks), x, own, scale)
-        for single, own in zip(singles, drawn, strict=True)
-    ]
-    return jax.tree.leaves(found)
-
-
-def _with_neighbours(
-    compute: Compute, call: QuantizeCall, shared: Mapping[int, Part], x: Any, bits: Any, scale: Any
-) -> MXArray:
-    """A part whose blocks other devices share, under the maxima of all."""
+    call, shared = split.call, each.shared(split.call.blocks)
+    if scale is None and call.format.tensor_scale:
+        scale = agreed_scale(x, call.blocks, call.scale_rule.largest_value(call.format), each.names)
     if not shared:
-        return compute(dataclasses.replace(call, shape=x.shape), x, bits, scale)
+        own = dataclasses.replace(call, shape=x.shape)
+        return jax.tree.leaves(split.compute(own, x, bits, scale))
+    # Under the maxima of all devices that share a block.
     axis, names = next(iter(shared)), [name for part in shared.values() for name in part]
     if bits is not None and not call.scale_rule.rounding.random_bits:
         bits = jnp.concatenate([bits, lax.slice_in_dim(bits, 0, 1, axis=axis % x.ndim)], axis)
     x = with_maxima(x, call.blocks, axis, names)
     own = dataclasses.replace(call, shape=x.shape)
-    return without_maxima(compute(own, x, bits, scale), axis)
+    return jax.tree.leaves(without_maxima(split.compute(own, x, bits, scale), axis))
 
 
 def agreed_scale(x: jax.Array, blocks: Blocks, largest: float, names: Sequence[str]) -> jax.Array:

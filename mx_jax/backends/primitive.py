@@ -18,6 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 from mx_jax.backends import partition, partition_casts
+from mx_jax.backends import target as machine
 from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
@@ -46,7 +47,7 @@ from mx_jax.backends.select import (
     select,
 )
 from mx_jax.backends.target import PLATFORMS, Target, machine_of, on_one_device, use_target
-from mx_jax.codecs.explicit_axes import has_explicit_axes, vary_alike
+from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.packed import PackedMXArray, unpacked
 
 # What codes and integers are the results of: no derivative reaches through them.
@@ -63,11 +64,14 @@ def bind(call: Call, *operands: Any) -> Any:
     Raises:
       ValueError: as `choose`.
     """
-    target = current_target()
     # A trace for a CPU has no kernels in place, unless somebody adds or names them.
     is_told = active.value is not None or only_named.value is not None or added_backends.value
+    target = machine.current_target()
     if target.platform != "cpu" or is_told or preferred_names.value:
-        return choose(call).offer.run(*operands, call)
+        choice = choose_if_any(call)
+        if choice is None and isinstance(call, QuantizeBothCall):
+            return _each(bind, call, *operands)
+        return (select(call) if choice is None else choice).offer.run(*operands, call)
     return Bound(Asked.here(target))(*operands, call)
 
 
@@ -124,7 +128,8 @@ def _record(call: Call, target: Target, choice: Choice | None) -> None:
     how = "" if choice is None else choice.offer.how
     # Devices that share a product or a cast each compute their part by the same backend.
     of_matmul = isinstance(call, MatmulCall) and partition.can_split(call)
-    by_parts = of_matmul or partition_casts.can_split(call)
+    casts = (call.first, call.second) if isinstance(call, QuantizeBothCall) else (call,)
+    by_parts = of_matmul or all(map(partition_casts.can_split, casts))
     if choice is not None and not target.counted and not isinstance(call, PackCall):
         shared = dataclasses.replace(target, program_devices=target.num_devices, counted=True)
         if by_parts and not choice.offer.inline:
@@ -210,11 +215,12 @@ class Bound:
     def __call__(self, *operands: Any) -> Any:
         """What a call asks for: the operands, the call last."""
         *arrays, call = operands
-        if has_explicit_axes():
+        mesh = jax.sharding.get_abstract_mesh()
+        if AxisType.Explicit in mesh.axis_types:
             # Types would have to say where results lie: plain JAX's do.
             return _compute(call, current_target(), *arrays)
         leaves, tree = jax.tree.flatten(tuple(arrays))
-        if jax.sharding.get_abstract_mesh().manual_axes:
+        if mesh.manual_axes:
             leaves = vary_alike(leaves)
         shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, leaves))
         types, result = _result(call, tree, shapes)
@@ -254,15 +260,20 @@ class Work:
         return compute(*leaves)
 
 
+def _each(compute: Callable[..., Any], call: QuantizeBothCall, *operands: Any) -> Any:
+    """Two casts, one after the other."""
+    x, (first, second), tensor_scale = operands
+    return (
+        compute(call.first, x, first, tensor_scale),
+        compute(call.second, x, second, tensor_scale),
+    )
+
+
 def _compute(call: Call, target: Target, *operands: Any) -> Any:
     """What a call asks for, by the backend that takes it on a machine."""
     choice = find(call, target)
     if choice is None and isinstance(call, QuantizeBothCall):
-        x, (first, second), tensor_scale = operands
-        return (
-            _compute(call.first, target, x, first, tensor_scale),
-            _compute(call.second, target, x, second, tensor_scale),
-        )
+        return _each(lambda single, *own: _compute(single, target, *own), call, *operands)
     choice = select(call, target) if choice is None else choice
     if isinstance(call, MatmulCall | RaggedCall):
         lhs, rhs, *rest = operands
@@ -295,11 +306,7 @@ class OnOneDevice:
 def _plain(call: Call, *operands: Any) -> Any:
     """The same in plain JAX, which can be differentiated."""
     if isinstance(call, QuantizeBothCall):
-        x, (first, second), tensor_scale = operands
-        return (
-            _plain(call.first, x, first, tensor_scale),
-            _plain(call.second, x, second, tensor_scale),
-        )
+        return _each(_plain, call, *operands)
     return REFERENCE.run(call, *map(unpacked, operands))
 
 
@@ -412,10 +419,13 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
 
     def how(call: Call, *operands: Any) -> Any:
         is_split = known is not None and target.num_devices > 1
+        if is_split and isinstance(call, QuantizeBothCall):
+            # Each cast may be split along other axes, as its product is.
+            return _each(how, call, *operands)
         if is_split and isinstance(call, MatmulCall) and partition.can_split(call):
             return partition.multiply(OnOneDevice(asked, target), call, *operands)
         by_parts = is_split and not work.batches and _casts_by_parts(call, target)
-        if by_parts and isinstance(call, QuantizeCall | QuantizeBothCall):
+        if by_parts and isinstance(call, QuantizeCall):
             return partition_casts.quantize(OnOneDevice(asked, target), call, *operands)
         return _compute(call, target, *operands)
 

@@ -20,10 +20,17 @@ from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import encode_scaled, true_divide
 from mx_jax.formats import F32, WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.canonical import canonicalize
 from mx_jax.ops.dense import HIGH_PRECISION, DenseProduct, multiply
+from mx_jax.ops.dot_general import canonicalize
 from mx_jax.ops.operands import SIDES
-from mx_jax.ops.product import Bar, Given, differentiable, max_like, no_derivative, note_cast
+from mx_jax.ops.product import (
+    CotangentAval,
+    Primal,
+    differentiable,
+    max_like,
+    no_derivative,
+    note_cast,
+)
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.tags import GRADIENT, Free, watching
 from mx_jax.ops.watched import watched
@@ -126,7 +133,7 @@ def chained_dot_general(
     )
     with follow(left, right):
         multiply = watched if watching.value else differentiable
-        found: Any = multiply(product, Given.of(left), Given.of(right), states)
+        found: Any = multiply(product, Primal.of(left), Primal.of(right), states)
     result, states = found
     return lax.squeeze(result, empty), states
 
@@ -234,17 +241,19 @@ class DelayedProduct:
         news = (saved.lhs, saved.rhs, new_g)
         return (codes, codes), DelayedStates(*map(_next_bar, news, later, states))
 
-    def gradient(self, side: Side, g: MXArray, other: Any, bar: Bar, saved: _Saved) -> jax.Array:
+    def gradient(
+        self, side: Side, g: MXArray, other: Any, aval: CotangentAval, saved: _Saved
+    ) -> jax.Array:
         """The forward's codes serve both gradients."""
         del saved
         axes, g_is_lhs = self.axes.cotangent(side)
         left, right = (g, other) if g_is_lhs else (other, g)
-        return multiply(left, right, axes, bar.dtype, out_sharding=bar.out_sharding)
+        return multiply(left, right, axes, aval.dtype, out_sharding=aval.out_sharding)
 
-    def masked(self, side: Side, bar: jax.Array, own: Any, saved: _Saved) -> jax.Array:
+    def masked(self, side: Side, cotangent: jax.Array, own: Any, saved: _Saved) -> jax.Array:
         """The cotangent as it is: what the next step's scale is for is not masked."""
         del side, own, saved
-        return bar
+        return cotangent
 
     def in_high_precision(self) -> DenseProduct:
         """The same product of values as they are, in float32."""

@@ -30,8 +30,8 @@ from mx_jax.ops.operands import (
     unscaled,
 )
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
-from mx_jax.ops.product import Bar, Kept, note_cast, noted, one_program
-from mx_jax.ops.quantize import OperandCast, quantize_operand_both, reads_once
+from mx_jax.ops.product import CotangentAval, Residual, note_cast, noted, one_program
+from mx_jax.ops.quantize import OperandCast, quantize_operand_both
 from mx_jax.ops.sharded_operands import twice
 from mx_jax.ops.tags import GRADIENT, Free
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
@@ -137,7 +137,7 @@ class DenseProduct:
     def forward(self, lhs: Any, rhs: Any, extra: Key, stored: tuple[Side, ...] = ()) -> jax.Array:
         """The product."""
         spec = self.recipe.fwd
-        if isinstance(lhs, Kept) or isinstance(rhs, Kept):
+        if isinstance(lhs, Residual) or isinstance(rhs, Residual):
             lhs, rhs, spec = as_taken(lhs, rhs, spec)
         key = product_key(self.recipe, "fwd", extra)
         with jax.named_scope("output"):
@@ -178,7 +178,7 @@ class DenseProduct:
 
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: Key
-    ) -> tuple[AnyOperand | Kept, AnyOperand | Kept, Key]:
+    ) -> tuple[AnyOperand | Residual, AnyOperand | Residual, Key]:
         """The operands as they came, or as the product took them, and the key."""
         if self.recipe.residuals is Residuals.QUANTIZED:
             # The same key gives the same codes as without a gradient.
@@ -203,8 +203,6 @@ class DenseProduct:
         if lhs_cast is None or rhs_cast is None:
             return g, g
         (left, left_key), (right, right_key) = lhs_cast, rhs_cast
-        if not reads_once(g, (left, right)):
-            return g, g
         with jax.named_scope("grad_both"):
             pair = quantize_operand_both(g, (left, right), (left_key, right_key))
         if noted.get() is None:
@@ -225,11 +223,13 @@ class DenseProduct:
         cast = OperandCast(own, place.blocks(own.format))
         return cast, drawn if own.random_bits else None
 
-    @one_program("self", "side", "bar")
-    def gradient(self, side: Side, g: Any, other: AnyOperand, bar: Bar, saved: Key) -> jax.Array:
+    @one_program("self", "side", "aval")
+    def gradient(
+        self, side: Side, g: Any, other: AnyOperand, aval: CotangentAval, saved: Key
+    ) -> jax.Array:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
         with jax.named_scope(GRADIENT[side]):
-            back = self._operands_back(side, g, other, bar)
+            back = self._operands_back(side, g, other, aval)
             key = product_key(self.recipe, GRADIENTS[side], saved)
             left, right = prepare_operands(
                 back.lhs, back.rhs, back.spec, back.axes, key, back.moves, back.sides
@@ -240,7 +240,7 @@ class DenseProduct:
                 right,
                 back.axes,
                 # Devices of shard_map add up what this returns.
-                bar.dtype if asked is None or not manual_axes() else reduced_in(bar.dtype, asked),
+                aval.dtype if asked is None or not manual_axes() else reduced_in(aval.dtype, asked),
                 precision=self.precision,
                 fast_accumulation=back.spec.fast_accumulation,
                 split=self.recipe.gather is None,
@@ -249,19 +249,19 @@ class DenseProduct:
             product = unscaled(product, back.lhs, back.rhs, back.spec)
             return product if own is None else own.move_back(product)
 
-    def _operands_back(self, side: Side, g: Any, other: AnyOperand, bar: Bar) -> "_Back":
+    def _operands_back(self, side: Side, g: Any, other: AnyOperand, aval: CotangentAval) -> "_Back":
         """Both operands of a gradient's product, in its order."""
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
-        other = other.operand if isinstance(other, Kept) else other
+        other = other.operand if isinstance(other, Residual) else other
         own, move = self.moves if side == "lhs" else self.moves[::-1]
         other, move = reuse_moved(other, move, spec, axes.rhs if g_is_lhs else axes.lhs)
         if g_is_lhs:
             return _Back(g, other, spec, axes, (None, move), own, SIDES)
         return _Back(other, g, spec.swapped(), axes, (move, None), own, SWAPPED)
 
-    def masked(self, side: Side, bar: jax.Array, own: Any, saved: Key) -> jax.Array:
+    def masked(self, side: Side, cotangent: jax.Array, own: Any, saved: Key) -> jax.Array:
         """The cotangent without what the product clipped, as the operand lay before."""
-        return mask_clipped(self.recipe, side, self.axes, bar, own, saved)
+        return mask_clipped(self.recipe, side, self.axes, cotangent, own, saved)
 
 
 class _Back(NamedTuple):

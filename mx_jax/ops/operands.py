@@ -22,7 +22,7 @@ from mx_jax.codecs import packing
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key, product_key
-from mx_jax.ops.product import Kept, note_cast, noted
+from mx_jax.ops.product import Residual, note_cast, noted
 from mx_jax.ops.quantize import cast_operand, dequantize_operand, quantize_operand
 from mx_jax.ops.random import draw_signs, split_key
 from mx_jax.ops.remat import QUANTIZED
@@ -251,7 +251,7 @@ def reuse_moved(
 
 def keep(
     recipe: MatmulRecipe, given: AnyOperand, turned: Any, taken: AnyOperand, axes: Axes
-) -> AnyOperand | Kept:
+) -> AnyOperand | Residual:
     """What is kept of one operand: its codes alone, if they say it all.
 
     Args:
@@ -269,7 +269,7 @@ def keep(
         assert isinstance(taken, MXArray)
         bits = packing.pack(beyond(turned, taken).astype(jnp.uint8), 1)
         clipped = checkpoint_name(bits, QUANTIZED)
-    return Kept(operand=taken, clipped=clipped, length=given.shape[axes.block_axis])
+    return Residual(operand=taken, clipped=clipped, length=given.shape[axes.block_axis])
 
 
 def keep_both(
@@ -279,7 +279,7 @@ def keep_both(
     axes: ProductAxes,
     key: Key,
     moves: Moves,
-) -> tuple[AnyOperand | Kept, AnyOperand | Kept]:
+) -> tuple[AnyOperand | Residual, AnyOperand | Residual]:
     """Both operands of a dense product as it takes them."""
     spec = recipe.fwd
     check_whole_groups(recipe, lhs, axes.lhs, moves[0])
@@ -331,7 +331,7 @@ def beyond(values: jax.Array, quantized: MXArray) -> jax.Array:
 def as_taken(lhs: Any, rhs: Any, spec: MatmulSpec) -> tuple[Any, Any, MatmulSpec]:
     """Operands of which some are kept, as the product took them, and what is left to do to them:
     those that are kept are transformed."""
-    lhs, rhs = (x.operand if isinstance(x, Kept) else x for x in (lhs, rhs))
+    lhs, rhs = (x.operand if isinstance(x, Residual) else x for x in (lhs, rhs))
     return lhs, rhs, dataclasses.replace(spec, transform=None)
 
 
@@ -339,8 +339,8 @@ def mask_clipped(
     recipe: MatmulRecipe,
     side: Side,
     axes: ProductAxes,
-    bar: jax.Array,
-    operand: AnyOperand | Kept,
+    cotangent: jax.Array,
+    operand: AnyOperand | Residual,
     key: Key,
 ) -> jax.Array:
     """An operand's cotangent without what the forward product clipped, if the recipe says so.
@@ -351,14 +351,14 @@ def mask_clipped(
       recipe: of the product.
       side: which operand.
       axes: of the forward product.
-      bar: the cotangent.
+      cotangent: the cotangent.
       operand: as it came to the forward product, or as it was kept; codes have nothing clipped.
       key: of the product.
     """
-    kept = isinstance(operand, Kept)
+    kept = isinstance(operand, Residual)
     if not kept and (not recipe.mask_clipped or isinstance(operand, Quantized)):
-        return bar
-    return _masked(recipe, side, axes, bar, operand, key)
+        return cotangent
+    return _masked(recipe, side, axes, cotangent, operand, key)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -366,8 +366,8 @@ def _masked(
     recipe: MatmulRecipe,
     side: Side,
     axes: ProductAxes,
-    bar: jax.Array,
-    operand: AnyOperand | Kept,
+    cotangent: jax.Array,
+    operand: AnyOperand | Residual,
     key: Key,
 ) -> jax.Array:
     fwd = recipe.fwd
@@ -375,10 +375,10 @@ def _masked(
     signs = None
     if fwd.transform is not None:
         signs = draw_signs(fwd.transform, operand_keys(product_key(recipe, "fwd", key))[2])
-    if isinstance(operand, Kept):
-        return _turned_back(bar, operand.clips(), signs, operand.length, own.block_axis)
+    if isinstance(operand, Residual):
+        return _turned_back(cotangent, operand.clips(), signs, operand.length, own.block_axis)
     assert not isinstance(operand, Quantized), "codes have nothing clipped"
-    return bar if spec is None else _without_clipped(bar, operand, spec, own, signs)
+    return cotangent if spec is None else _without_clipped(cotangent, operand, spec, own, signs)
 
 
 def _turned_back(

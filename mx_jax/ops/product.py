@@ -31,7 +31,7 @@ from mx_jax.packed import Quantized, unpacked
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bar:
+class CotangentAval:
     """What the cotangent of a value has to be.
 
     Attributes:
@@ -45,7 +45,7 @@ class Bar:
     varying: frozenset[str]
 
     @classmethod
-    def of(cls, value: jax.Array) -> "Bar":
+    def of(cls, value: jax.Array) -> "CotangentAval":
         """The cotangent of a value."""
         return cls(
             dtype=np.dtype(value.dtype),
@@ -82,7 +82,9 @@ class Product(Protocol):
         """
         ...
 
-    def gradient(self, side: Side, g: Any, other: Any, bar: Bar, saved: Any) -> jax.Array:
+    def gradient(
+        self, side: Side, g: Any, other: Any, aval: CotangentAval, saved: Any
+    ) -> jax.Array:
         """The cotangent of one operand: the product of g and the other operand."""
         ...
 
@@ -95,7 +97,7 @@ class Product(Protocol):
         which parts of it can be computed; g is the first operand of a cotangent."""
         ...
 
-    def masked(self, side: Side, bar: jax.Array, own: Any, saved: Any) -> jax.Array:
+    def masked(self, side: Side, cotangent: jax.Array, own: Any, saved: Any) -> jax.Array:
         """An operand's cotangent without what the forward product clipped of it."""
         ...
 
@@ -151,7 +153,7 @@ noted = contextvars.ContextVar("casts", default=None)
 _computed: contextvars.ContextVar[Name] = contextvars.ContextVar("product", default="output")
 
 
-class Given(NamedTuple):
+class Primal(NamedTuple):
     """An operand as it enters a product.
 
     Attributes:
@@ -163,7 +165,7 @@ class Given(NamedTuple):
     codes: Quantized | None
 
     @classmethod
-    def of(cls, operand: AnyOperand) -> "Given":
+    def of(cls, operand: AnyOperand) -> "Primal":
         """An MXArray that was quantized in the same trace hands its cotangent to what it was made
         of; any other has none."""
         if isinstance(operand, Quantized):
@@ -187,7 +189,7 @@ class Given(NamedTuple):
     jax.tree_util.register_dataclass, data_fields=("operand", "clipped"), meta_fields=("length",)
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kept:
+class Residual:
     """What the forward product took of an operand.
 
     Attributes:
@@ -200,7 +202,7 @@ class Kept:
     clipped: jax.Array | None
     length: int
 
-    def unmasked(self) -> "Kept":
+    def unmasked(self) -> "Residual":
         """The same, as if nothing had been clipped."""
         return dataclasses.replace(self, clipped=None)
 
@@ -237,14 +239,14 @@ def one_program(*static: str) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def stored_sides(lhs: Given, rhs: Given) -> tuple[Side, ...]:
+def stored_sides(lhs: Primal, rhs: Primal) -> tuple[Side, ...]:
     """Which operands came quantized; on the left not what this trace quantized: activations."""
     left: tuple[Side, ...] = ("lhs",) if lhs.codes is not None and lhs.value is None else ()
     return (*left, "rhs") if rhs.codes is not None else left
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def differentiable(product: Product, lhs: Given, rhs: Given, extra: Any) -> Any:
+def differentiable(product: Product, lhs: Primal, rhs: Primal, extra: Any) -> Any:
     """What `product.forward` gives, with the product's own gradient.
 
     Derivatives of the gradient are those of the product in float32, its casts being identities.
@@ -253,10 +255,12 @@ def differentiable(product: Product, lhs: Given, rhs: Given, extra: Any) -> Any:
     return product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
 
 
-def product_fwd(product: Product, lhs: Given, rhs: Given, extra: Any) -> tuple[Any, Any]:
-    """The product, and what its gradient needs: operands, their bars, what was saved."""
+def product_fwd(product: Product, lhs: Primal, rhs: Primal, extra: Any) -> tuple[Any, Any]:
+    """The product, and what its gradient needs: operands, avals of cotangents, what was saved."""
     left, right, saved = product.keep(lhs.operand, rhs.operand, extra)
-    bars = tuple(None if given.value is None else Bar.of(given.value) for given in (lhs, rhs))
+    avals = tuple(
+        None if given.value is None else CotangentAval.of(given.value) for given in (lhs, rhs)
+    )
     result = product.forward(left, right, extra, stored_sides(lhs, rhs))
     exact = ExactForward(product, np.dtype(only(result).dtype))
     operands = (
@@ -266,7 +270,7 @@ def product_fwd(product: Product, lhs: Given, rhs: Given, extra: Any) -> tuple[A
     )
     value = with_derivative(only(result), exact, *operands, extra)
     result = (value, *result[1:]) if isinstance(result, tuple) else value
-    return result, (left, right, bars, saved)
+    return result, (left, right, avals, saved)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,36 +286,36 @@ class ExactForward:
         return exact.forward(values(lhs), values(rhs), extra).astype(self.dtype)
 
 
-def product_bwd(product: Product, residuals: Any, g: Any) -> tuple[Given, Given, Any]:
+def product_bwd(product: Product, residuals: Any, g: Any) -> tuple[Primal, Primal, Any]:
     """The cotangents of what `differentiable` is given."""
-    lhs, rhs, bars, saved = residuals
-    (g_lhs, g_rhs), extra_bar = product.cotangents(g, saved, None not in bars)
-    lhs_bar = _cotangent(product, "lhs", g_lhs, lhs, rhs, bars[0], saved)
-    rhs_bar = _cotangent(product, "rhs", g_rhs, rhs, lhs, bars[1], saved)
-    exact = ExactBackward(product, bars)
-    lhs_bar, rhs_bar = with_derivative((lhs_bar, rhs_bar), exact, lhs, rhs, only(g), saved)
-    if extra_bar is None:
-        extra_bar = zero_bars(saved)
-    return Given(lhs_bar, None), Given(rhs_bar, None), extra_bar
+    lhs, rhs, avals, saved = residuals
+    (g_lhs, g_rhs), extra_ct = product.cotangents(g, saved, None not in avals)
+    lhs_ct = _cotangent(product, "lhs", g_lhs, lhs, rhs, avals[0], saved)
+    rhs_ct = _cotangent(product, "rhs", g_rhs, rhs, lhs, avals[1], saved)
+    exact = ExactBackward(product, avals)
+    lhs_ct, rhs_ct = with_derivative((lhs_ct, rhs_ct), exact, lhs, rhs, only(g), saved)
+    if extra_ct is None:
+        extra_ct = zero_cotangents(saved)
+    return Primal(lhs_ct, None), Primal(rhs_ct, None), extra_ct
 
 
 differentiable.defvjp(product_fwd, product_bwd)
 
 
-def _cotangent(product, side, g, own, other, bar, saved):
-    if bar is None:
+def _cotangent(product, side, g, own, other, aval, saved):
+    if aval is None:
         return None
     before = _computed.set(GRADIENT[side])
     try:
-        value = product.gradient(side, g, other, bar, saved)
+        value = product.gradient(side, g, other, aval, saved)
     finally:
         _computed.reset(before)
-    value = sum_over(value, bar.varying).astype(bar.dtype)
+    value = sum_over(value, aval.varying).astype(aval.dtype)
     value = product.masked(side, value, own, saved)
-    if bar.out_sharding is None or explicit_sharding(value) == bar.out_sharding:
+    if aval.out_sharding is None or explicit_sharding(value) == aval.out_sharding:
         return value
     # Turned back where groups of a transform lie on one device.
-    return jax.sharding.reshard(value, bar.out_sharding)
+    return jax.sharding.reshard(value, aval.out_sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,7 +323,7 @@ class ExactBackward:
     """The cotangents in float32: `product_bwd` is differentiated as this."""
 
     product: Product
-    bars: tuple[Bar | None, Bar | None]
+    avals: tuple[CotangentAval | None, CotangentAval | None]
 
     def __call__(self, lhs: Any, rhs: Any, g: jax.Array, saved: Any) -> tuple[Any, Any]:
         """The cotangents in the values' own dtypes."""
@@ -327,17 +331,17 @@ class ExactBackward:
         return self._bar("lhs", g, lhs, right, saved), self._bar("rhs", g, rhs, left, saved)
 
     def _bar(self, side: Side, g: jax.Array, own: Any, other: jax.Array, saved: Any) -> Any:
-        bar = self.bars[side == "rhs"]
-        if bar is None:
+        aval = self.avals[side == "rhs"]
+        if aval is None:
             return None
-        wide = dataclasses.replace(bar, dtype=np.dtype(np.float32))
+        wide = dataclasses.replace(aval, dtype=np.dtype(np.float32))
         value = self.product.in_high_precision().gradient(side, g, other, wide, saved)
         own = jax.lax.stop_gradient(own)  # of which the clipped are to be found
-        value = self.product.masked(side, sum_over(value, bar.varying), own, saved)
-        return value.astype(bar.dtype)
+        value = self.product.masked(side, sum_over(value, aval.varying), own, saved)
+        return value.astype(aval.dtype)
 
 
-def zero_bars(tree: Any) -> Any:
+def zero_cotangents(tree: Any) -> Any:
     """The cotangent of integers and keys."""
     return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), tree)
 
@@ -348,12 +352,12 @@ def only(result: Any) -> jax.Array:
 
 
 def _in_codes(kept: Any) -> bool:
-    return isinstance(kept.operand if isinstance(kept, Kept) else kept, Quantized)
+    return isinstance(kept.operand if isinstance(kept, Residual) else kept, Quantized)
 
 
 def values(operand: Any) -> jax.Array:
     """What an operand stands for, in float32 if it is quantized."""
-    operand = operand.operand if isinstance(operand, Kept) else operand
+    operand = operand.operand if isinstance(operand, Residual) else operand
     if not isinstance(operand, Quantized):
         return operand
     operand = unpacked(operand)
@@ -361,15 +365,15 @@ def values(operand: Any) -> jax.Array:
     return decode(operand, np.dtype(np.float32), saturates=True)
 
 
-def sum_over(bar: jax.Array, own: frozenset[str]) -> jax.Array:
+def sum_over(cotangent: jax.Array, own: frozenset[str]) -> jax.Array:
     """A cotangent summed over the shard_map axes along which its value did not vary.
 
     Args:
-      bar: the cotangent, of one shard's share.
+      cotangent: the cotangent, of one shard's share.
       own: the axes along which the value varies.
     """
-    extra = varying(bar) - own
-    return lax.psum(bar, tuple(sorted(extra))) if extra else bar
+    extra = varying(cotangent) - own
+    return lax.psum(cotangent, tuple(sorted(extra))) if extra else cotangent
 
 
 def max_like(value: jax.Array, state: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ from mx_jax.backends.calls import (
     QuantizeBothCall,
     QuantizeCall,
 )
-from mx_jax.backends.primitive import bind, choose, choose_if_any
+from mx_jax.backends.primitive import bind
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks, check_parts, varying_axes
 from mx_jax.codecs.rounding import Rounding
@@ -28,7 +28,7 @@ from mx_jax.ops.arguments import (
     check_key,
     check_tensor_scale,
 )
-from mx_jax.ops.product import one_program, zero_bars
+from mx_jax.ops.product import one_program, zero_cotangents
 from mx_jax.ops.random import draw_bits, split_key
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import PackedMXArray, unpacked
@@ -226,7 +226,7 @@ def cast_cotangent(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.
         return y
 
     def backward(key, cotangent):
-        return cast(cotangent, format, **(options | {"key": key})), zero_bars(key)
+        return cast(cotangent, format, **(options | {"key": key})), zero_cotangents(key)
 
     identity.defvjp(lambda y, key: (y, key), backward)
     return identity(array, options.get("key"))
@@ -349,29 +349,15 @@ def both_call(
     return QuantizeBothCall(first=first, second=second)
 
 
-def reads_once(
-    x: jax.Array, casts: tuple[OperandCast, OperandCast], tensor_scale: jax.Array | None = None
-) -> bool:
-    """Whether a backend makes one call of two casts."""
-    return choose_if_any(both_call(x, casts, tensor_scale)) is not None
-
-
 def quantize_operand_both(
     x: jax.Array,
     casts: tuple[OperandCast, OperandCast],
     keys: tuple[Key, Key],
     tensor_scale: jax.Array | None = None,
 ) -> tuple[MXArray, MXArray]:
-    """Quantize a checked array twice: in one call if a backend takes both, else in two."""
+    """Quantize a checked array twice: in one call where a backend takes both, else in two."""
     with follow(x):
-        once = reads_once(x, casts)
-        if once:
-            return _quantize_both(x, keys, tensor_scale, casts=casts)
-        first, second = (
-            quantize_operand(x, *cast, key, tensor_scale)
-            for cast, key in zip(casts, keys, strict=True)
-        )
-        return first, second
+        return _quantize_both(x, keys, tensor_scale, casts=casts)
 
 
 @one_program("casts")
@@ -383,10 +369,8 @@ def _quantize_both(
     casts: tuple[OperandCast, OperandCast],
 ) -> tuple[MXArray, MXArray]:
     call = both_call(x, casts, tensor_scale)
-    choice = choose(call)
     first, second = (
         None if key is None else draw_bits(key, single.random_shape, single.random_bits)
         for single, key in zip((call.first, call.second), keys, strict=True)
     )
-    pair = choice.offer.run(x, (first, second), tensor_scale, call)
-    return checkpoint_name(pair, QUANTIZED)
+    return checkpoint_name(bind(call, x, (first, second), tensor_scale), QUANTIZED)

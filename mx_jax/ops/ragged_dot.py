@@ -28,11 +28,11 @@ from mx_jax.ops.arguments import (
     goes_to_lax,
     product_key,
 )
-from mx_jax.ops.canonical import check_blocks
 from mx_jax.ops.dense import HIGH_PRECISION
+from mx_jax.ops.dot_general import check_blocks
 from mx_jax.ops.operands import as_taken, mask_clipped, operand_keys, unscaled
 from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
-from mx_jax.ops.product import Bar, Given, Kept, differentiable, one_program
+from mx_jax.ops.product import CotangentAval, Primal, Residual, differentiable, one_program
 from mx_jax.ops.quantize import quantize_operand, with_primal
 from mx_jax.ops.ragged_operands import (
     LAST,
@@ -142,13 +142,13 @@ def ragged_dot(
             check_blocks(operand, 1, side, "ragged_dot")
     sizes = ragged_rows(sizes, lhs.shape[0], unit=1).sizes
 
-    def multiply(lhs: Given, rhs: Given, extra: _Extra, recipe: MatmulRecipe) -> jax.Array:
+    def multiply(lhs: Primal, rhs: Primal, extra: _Extra, recipe: MatmulRecipe) -> jax.Array:
         move = experts_move(recipe, lhs.operand, rhs.operand)
         product = RaggedProduct(recipe=recipe, out_dtype=out_dtype, precision=precision, move=move)
         return (watched if watching.value else differentiable)(product, lhs, rhs, extra)
 
     with follow(lhs, rhs):
-        given = Given.of(lhs), Given.of(rhs), _Extra(sizes, key)
+        given = Primal.of(lhs), Primal.of(rhs), _Extra(sizes, key)
         return on_automatic_axes(multiply, *given, recipe)
 
 
@@ -181,7 +181,7 @@ class RaggedProduct:
     ) -> jax.Array:
         """The product."""
         spec = self.recipe.fwd
-        if isinstance(lhs, Kept) or isinstance(rhs, Kept):
+        if isinstance(lhs, Residual) or isinstance(rhs, Residual):
             lhs, rhs, spec = as_taken(lhs, rhs, spec)
         key = product_key(self.recipe, "fwd", extra.key)
         with jax.named_scope("output"):
@@ -204,26 +204,28 @@ class RaggedProduct:
         del both
         return (g, g), None
 
-    @one_program("self", "side", "bar")
-    def gradient(self, side: Side, g: jax.Array, other: Any, bar: Bar, saved: _Extra) -> jax.Array:
+    @one_program("self", "side", "aval")
+    def gradient(
+        self, side: Side, g: jax.Array, other: Any, aval: CotangentAval, saved: _Extra
+    ) -> jax.Array:
         """`[m, n]` by `[g, k, n]` to `[m, k]`, or `[m, k]` by `[m, n]` to `[g, k, n]`."""
         key = product_key(self.recipe, GRADIENTS[side], saved.key)
-        other = other.operand if isinstance(other, Kept) else other
+        other = other.operand if isinstance(other, Residual) else other
         with jax.named_scope(GRADIENT[side]):
             # Devices of shard_map add up what this returns.
             asked = self.recipe.reduce_dtype if manual_axes() else None
-            wide = dataclasses.replace(self, out_dtype=reduced_in(bar.dtype, asked))
+            wide = dataclasses.replace(self, out_dtype=reduced_in(aval.dtype, asked))
             if side == "rhs":
                 return wide._grad_weight(g, other, saved.sizes, key)
             spec = self.recipe.dlhs
             experts = matrices_back(other, self.move, spec)
             return wide._multiply(_GRAD_LHS, spec, g, experts, saved.sizes, key)
 
-    def masked(self, side: Side, bar: jax.Array, own: Any, saved: _Extra) -> jax.Array:
+    def masked(self, side: Side, cotangent: jax.Array, own: Any, saved: _Extra) -> jax.Array:
         """The cotangent without what the product clipped, as the operand lay before."""
-        if side == "lhs" and not isinstance(own, Kept):
+        if side == "lhs" and not isinstance(own, Residual):
             own = without_unused(own, saved.sizes)
-        return mask_clipped(self.recipe, side, _FORWARD, bar, own, saved.key)
+        return mask_clipped(self.recipe, side, _FORWARD, cotangent, own, saved.key)
 
     def _multiply(
         self,

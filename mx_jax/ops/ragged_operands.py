@@ -28,7 +28,7 @@ from mx_jax.ops.operands import (
     reuse_moved,
     transform_operands,
 )
-from mx_jax.ops.product import Given, note_cast
+from mx_jax.ops.product import Primal, note_cast
 from mx_jax.ops.quantize import dequantize_operand, quantize_operand
 from mx_jax.ops.random import draw_bits
 from mx_jax.ops.remat import QUANTIZED
@@ -294,7 +294,7 @@ def matrices_back(
 
 
 def on_automatic_axes(
-    multiply: Callable[..., jax.Array], lhs: Given, rhs: Given, extra: Any, recipe: MatmulRecipe
+    multiply: Callable[..., jax.Array], lhs: Primal, rhs: Primal, extra: Any, recipe: MatmulRecipe
 ) -> jax.Array:
     """A ragged product, on explicit mesh axes as on automatic ones.
 

@@ -211,9 +211,9 @@ def _gathered_fwd(move, x):
     return _gathered(move, x), None
 
 
-def _gathered_bwd(move, residuals, bar):
+def _gathered_bwd(move, residuals, cotangent):
     del residuals
-    return (move.move_back(bar),)
+    return (move.move_back(cotangent),)
 
 
 _gathered.defvjp(_gathered_fwd, _gathered_bwd)

@@ -17,9 +17,9 @@ from mx_jax.axes import Side
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.product import (
     Cast,
-    Given,
-    Kept,
+    Primal,
     Product,
+    Residual,
     noted_casts,
     only,
     product_bwd,
@@ -27,7 +27,7 @@ from mx_jax.ops.product import (
     stored_sides,
     sum_over,
     values,
-    zero_bars,
+    zero_cotangents,
 )
 from mx_jax.ops.tags import (
     GRADIENT,
@@ -212,13 +212,13 @@ def tap_here() -> Tap:
     return Tap(watchers, path, call, (*here.loops, next(numbers)))
 
 
-def watched(product: Product, lhs: Given, rhs: Given, extra: Any) -> Any:
+def watched(product: Product, lhs: Primal, rhs: Primal, extra: Any) -> Any:
     """`differentiable`, told to whoever watches."""
     return _watched(product, tap_here(), lhs, rhs, extra, moment())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _watched(product: Product, tap: Tap, lhs: Given, rhs: Given, extra: Any, now: Moment) -> Any:
+def _watched(product: Product, tap: Tap, lhs: Primal, rhs: Primal, extra: Any, now: Moment) -> Any:
     with noted_casts() as casts:
         result = product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
     look = _forward_look(product, tap, lhs, rhs, extra, result, casts)
@@ -238,11 +238,11 @@ def _watched_fwd(product, tap, lhs, rhs, extra, now):
 def _watched_bwd(product, tap, residuals, g):
     kept, seen, now = residuals
     with noted_casts() as casts:
-        bars = product_bwd(product, kept, g)
-    looks = tuple(_backward_looks(product, tap, kept, g, bars[:2], casts))
+        cotangents = product_bwd(product, kept, g)
+    looks = tuple(_backward_looks(product, tap, kept, g, cotangents[:2], casts))
     for watcher, own in zip(tap.watchers, seen, strict=True):
         watcher.tell(own, looks, tap, now)
-    return *bars, zero_bars(now)
+    return *cotangents, zero_cotangents(now)
 
 
 _watched.defvjp(_watched_fwd, _watched_bwd)
@@ -260,28 +260,28 @@ def _forward_look(product, tap, lhs, rhs, extra, result, casts) -> Look:
 
 
 def _backward_looks(
-    product: Product, tap: Tap, kept: Any, g: Any, found: Sequence[Given], casts: Any
+    product: Product, tap: Tap, kept: Any, g: Any, found: Sequence[Primal], casts: Any
 ) -> Iterator[Look]:
     """Of both gradients, those that there are."""
-    lhs, rhs, bars, saved = kept
+    lhs, rhs, avals, saved = kept
     sides: tuple[Side, Side] = ("lhs", "rhs")
-    for side, own, other, bar, given in zip(
-        sides, (lhs, rhs), (rhs, lhs), bars, found, strict=True
+    for side, own, other, aval, given in zip(
+        sides, (lhs, rhs), (rhs, lhs), avals, found, strict=True
     ):
-        if bar is None:
+        if aval is None:
             continue
 
         def errors(
-            whole: bool, side: Side = side, own=own, other=other, bar=bar, given=given
+            whole: bool, side: Side = side, own=own, other=other, aval=aval, given=given
         ) -> Errors:
-            wide = dataclasses.replace(bar, dtype=np.dtype(np.float32))
+            wide = dataclasses.replace(aval, dtype=np.dtype(np.float32))
             exact, actual = product.in_high_precision(), given.value
             assert actual is not None
             operands = only(g), values(other)
             sample = Sample.of(() if whole else _free(exact, side, own), operands, actual)
             left, right = map(sample.operand, operands, (0, 1))
-            value = sum_over(exact.gradient(side, left, right, wide, saved), bar.varying)
-            if isinstance(own, Kept):
+            value = sum_over(exact.gradient(side, left, right, wide, saved), aval.varying)
+            if isinstance(own, Residual):
                 value = product.masked(side, value, own.unmasked(), saved)
             return Errors(value, sample.product(actual), actual)
 
@@ -292,4 +292,4 @@ def _free(product: Product, side: Side, own: Any) -> tuple[Free, ...]:
     """Along which axes a gradient can be compared in part: what turned the kept operand takes all
     that the other one gives."""
     free = product.free(side)
-    return tuple(axis for axis in free if not axis.operand) if isinstance(own, Kept) else free
+    return tuple(axis for axis in free if not axis.operand) if isinstance(own, Residual) else free

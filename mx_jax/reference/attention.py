@@ -32,6 +32,8 @@ def attend(
     seen = jnp.arange(keys.shape[1]) <= jnp.tile(last, shared.shape[1] // tokens)[:, None]
     scores = jnp.where(seen, scores * shared.shape[-1] ** -0.5, -jnp.inf)
     weights = jax.nn.softmax(scores, -1).astype(values.dtype)
+    # Whatever rows behind the last token hold, NaN too, they take part in nothing.
+    values = jnp.where((jnp.arange(keys.shape[1]) <= last[-1])[:, None], values, 0)
     return jnp.einsum("hqk,hkd->hqd", weights, values)
 
 

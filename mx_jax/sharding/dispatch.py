@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -275,11 +276,26 @@ def dispatch(
         raise ValueError(f"dispatch: room for a row is needed, got capacity={capacity}")
     most = max(num_rows, 1)
     room = most if capacity is None else min(capacity, most)
+    if capacity is None and devices > 1 and jax.default_backend() == "cpu":
+        _warn_of_room(rows, devices)
     to = route(_as_int32(sizes, num_rows), num_rows, axis_name, room)
     way = _Way(axis_name, num_rows)
     arrived = way.coded(rows, to, same_scale) if isinstance(rows, MXArray) else way.go(rows, to)
     return Dispatched(
         rows=arrived, group_sizes=to.sizes, route=to, axis_name=axis_name, num_rows=num_rows
+    )
+
+
+def _warn_of_room(rows: Any, devices: int) -> None:
+    carried = rows.size * rows.dtype.itemsize
+    if isinstance(rows, MXArray):
+        carried = dataclasses.replace(rows, primal=None).packed_nbytes
+    warnings.warn(
+        f"dispatch: on CPUs each of {devices} devices sends every other one room for all its rows, "
+        f"up to {(devices - 1) * carried} bytes to carry {carried}; "
+        f"capacity= bounds it, e.g. capacity={2 * -(-rows.shape[0] // devices)}. Other platforms "
+        "send the rows that there are",
+        stacklevel=3,
     )
 
 

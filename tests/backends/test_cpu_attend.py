@@ -55,11 +55,13 @@ def test_values(length: int, features: int):
         )
 
 
-def test_what_is_masked_is_not_read():
+@pytest.mark.parametrize("backend", ["cpu_ffi", "reference"])
+def test_what_is_masked_counts_for_nothing(backend: str):
     query, keys, values = drawn(2, 40, 32)
-    expected = attend(query, keys, values, 20)
-    keys[:, 21:], values[:, 21:] = np.nan, np.inf
-    np.testing.assert_array_equal(attend(query, keys, values, 20), expected)
+    with only_backend(backend):
+        expected = attend(query, keys, values, 20)
+        keys[:, 21:], values[:, 21:] = np.nan, np.inf
+        np.testing.assert_array_equal(attend(query, keys, values, 20), expected)
 
 
 def test_nan_and_largest_scores_spread_as_in_the_reference():

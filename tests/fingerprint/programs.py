@@ -484,7 +484,9 @@ def _shard_map(name: str) -> Program:
 @row("mesh, shard_map, experts dispatched: mxfp4")
 def _experts() -> Program:
     mesh = mesh_of(shape=(2, 1))
-    multiply = functools.partial(mx_jax.expert_ragged_dot, axis_name="a", recipe="mxfp4")
+    multiply = functools.partial(
+        mx_jax.expert_ragged_dot, axis_name="a", recipe="mxfp4", capacity=32
+    )
     run = jax.shard_map(
         step(multiply), mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False
     )

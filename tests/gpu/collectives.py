@@ -104,7 +104,10 @@ def _compiled(function: Any, operands: Any, mesh: Mesh, devices: Any) -> str:
 def _experts(case: Case, mesh: Mesh) -> tuple[Any, Any, Mesh]:
     """Rows dispatched to two experts a device, multiplied and sent back, with gradients."""
     multiply = functools.partial(
-        mx_jax.expert_ragged_dot, axis_name="x", recipe=recipes.from_name(case.recipe)
+        mx_jax.expert_ragged_dot,
+        axis_name="x",
+        recipe=recipes.from_name(case.recipe),
+        capacity=TOKENS // DEVICES,
     )
 
     def step(x: jax.Array, w: jax.Array, g: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:

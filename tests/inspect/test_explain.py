@@ -117,11 +117,11 @@ def test_every_cast_and_product_of_a_call():
         f"cast float32 [8, 32] to {E4M3} -1; with it cast float32 [8, 32] to {E4M3} -2 "
         "-> two casts",
         f"cast float32 [8, 32] to {E4M3} -1 -> reference",
+        f"cast float32 [8, 32] to {E4M3} -2 -> reference",
         f"cast float32 [64, 32] to {E4M3} -1 -> reference",
         "product mxfp8_e4m3 [8, 32] x mxfp8_e4m3 [64, 32] over axes [1] and [1], to float32 "
         f"-> {PLAIN}",
         f"cast float32 [8, 64] to {E4M3} -2 -> reference",
-        f"cast float32 [8, 32] to {E4M3} -2 -> reference",
         "product mxfp8_e4m3 [8, 64] x mxfp8_e4m3 [8, 32] over axes [0] and [0], to float32 "
         f"-> {PLAIN}",
     ]

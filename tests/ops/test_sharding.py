@@ -167,6 +167,10 @@ def test_out_sharding(arrays):
             assert product.sharding.spec == P("data", "model")
             product = mx_jax.einsum("mk,kn->nm", x, w, recipe=recipe, out_sharding=P("model"))
             assert product.sharding.spec == P("model", None)
+            product = mx_jax.matmul(x, w, recipe=recipe, out_sharding=P(None, "model"))
+            assert product.sharding.spec == P(None, "model")
+            row = mx_jax.matmul(x[0], w[None], recipe=recipe, out_sharding=P(None, "data"))
+            assert row.shape == (1, w.shape[1]) and row.sharding.spec == P(None, "data")
 
 
 @pytest.mark.by_default("model")

@@ -20,6 +20,8 @@ from mx_jax.testing.draw import draw_few_octaves
 from tests.quick import quick
 from tests.sharding.collectives import collectives
 
+pytestmark = pytest.mark.filterwarnings("ignore:dispatch. on CPUs:UserWarning")
+
 P = PartitionSpec
 DEVICES, EXPERTS, ROWS, FEATURES, UNITS = 4, 8, 24, 64, 32
 # Rows of each device for each expert: none, most, all; the last device uses 21 of its 24 rows.
@@ -227,3 +229,18 @@ def test_what_cannot_be_sent(mesh: Mesh):
     jax.eval_shape(
         jax.shard_map(run, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")), x, sizes
     )
+
+
+def test_room_for_all_rows_is_not_taken_in_silence(mesh: Mesh):
+    def run(x: jax.Array, sizes: jax.Array) -> jax.Array:
+        sent = dispatch(mx_jax.quantize(x, "mxfp4"), sizes, "expert")
+        return sent.send_back(sent.rows.dequantize())
+
+    shapes = (
+        jax.ShapeDtypeStruct((DEVICES * ROWS, FEATURES), jnp.float32),
+        jax.ShapeDtypeStruct((DEVICES * EXPERTS,), jnp.int32),
+    )
+    moved = ROWS * (FEATURES // 2 + FEATURES // 32)
+    message = f"up to {3 * moved} bytes to carry {moved}; capacity= bounds it, e.g. capacity=12"
+    with pytest.warns(UserWarning, match=message):
+        on_devices(mesh, run).trace(*shapes)
