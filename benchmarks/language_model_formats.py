@@ -39,9 +39,10 @@ COMMAND = "language_model_formats"
 # As `generate --format` takes them, and whether their scales are searched.
 SEARCHED = " searched"
 WEIGHTS = (
-    *("mxint8", "mxfp8", "mxfp6_e2m3", "mxfp6_e2m3,head=mxint8", DEFAULT),
-    *(f"{DEFAULT},qkv=nvfp4", f"{DEFAULT},attention_out=nvfp4", "nvfp4,head=mxint8"),
-    *(f"nvfp4,head=mxint8{SEARCHED}", "nvfp4", f"nvfp4{SEARCHED}", "mxfp4,head=mxint8", "mxfp4"),
+    *("mxint8", "mxfp8", "mxfp6_e2m3", "mxfp6_e2m3,head=mxint8"),
+    *("mxfp6_e2m3,gate_up=nvfp4,head=mxint8", DEFAULT, f"{DEFAULT},qkv=nvfp4"),
+    *("nvfp4,head=mxint8", f"nvfp4,head=mxint8{SEARCHED}", "nvfp4", f"nvfp4{SEARCHED}"),
+    *("mxfp4,head=mxint8", "mxfp4"),
 )
 # A cache's format, and how it gets its tensor scales, if not one for each token and head.
 FIXED = " fixed"

@@ -46,7 +46,7 @@ GGUF_FIELDS = "gguf.json"
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 # The fewest bits at which a model of 135 million parameters loses less than 2 % on a text: see
 # docs/generate.md. Embedding and head take most of the loss, and few of the bits.
-DEFAULT = "mxfp6_e2m3,gate_up=nvfp4,head=mxint8"
+DEFAULT = "mxfp6_e2m3,attention_out=nvfp4,gate_up=nvfp4,head=mxint8"
 
 
 def find_model(given: str) -> Path:

@@ -19,7 +19,8 @@ from mx_jax.generate import decode
 from mx_jax.generate import load as loading
 from mx_jax.generate.command import keep_programs
 from mx_jax.generate.decode import Generator
-from mx_jax.generate.load import DEFAULT, load
+from mx_jax.generate.load import DEFAULT, formats_of, load
+from mx_jax.generate.model import PRODUCTS
 from mx_jax.generate.tokenizer import Tokenizer
 from mx_jax.packed import unpacked
 from tests.generate import tiny
@@ -102,10 +103,14 @@ def test_blocks_share_a_program(folder: Path):
 def test_the_default_has_a_format_for_each_part(folder: Path):
     generator, _ = load(folder)
     layer = generator.params["layers_1"]
-    names = [unpacked(layer[own]["kernel"]).format.name for own in ("qkv", "gate_up", "down")]
-    assert names == ["mxfp6_e2m3", "nvfp4", "mxfp6_e2m3"]
+    names = {own: unpacked(layer[own]["kernel"]).format.name for own in PRODUCTS}
+    few = dict.fromkeys(("attention_out", "gate_up"), "nvfp4")
+    assert names == dict.fromkeys(("qkv", "down"), "mxfp6_e2m3") | few
     assert unpacked(generator.params["embedding"]).format.name == "mxint8"
-    assert DEFAULT == "mxfp6_e2m3,gate_up=nvfp4,head=mxint8"
+    names = {part: format.name for part, format in formats_of(DEFAULT).items()}
+    for part, format in names.items():
+        own = generator.params["embedding"] if part == "head" else layer[part]["kernel"]
+        assert unpacked(own).format.name == format
 
 
 def test_no_twin_in_float32_of_all_weights(folder: Path, monkeypatch: pytest.MonkeyPatch):
