@@ -50,7 +50,7 @@ CACHES = ("bfloat16", "mxfp8", "mxint8", "mxfp6_e2m3", "nvfp4", f"nvfp4{FIXED}",
 PAGES = ("index", "training", "numerics", "convert", "sharding", "planning")
 # NVFP4's largest element times its largest block scale.
 NVFP4_MAX = 6.0 * 448.0
-CALIBRATION = ("quantize", "recipes", "matmul", "debug")
+CALIBRATION = ("quantize", "recipes", "choosing", "migrate")
 
 
 def text_of(pages: Sequence[str]) -> str:

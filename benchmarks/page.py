@@ -12,7 +12,7 @@ from benchmarks import page_tables
 from benchmarks.page_bias import gradient_bias
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES = (DOCS / "benchmarks.md", DOCS / "training.md")
+PAGES = (DOCS / "benchmarks.md", DOCS / "accuracy.md")
 TABLES = {**page_tables.TABLES, "gradient_bias": gradient_bias}
 _TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

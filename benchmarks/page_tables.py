@@ -1,4 +1,4 @@
-"""The tables of docs/benchmarks.md from committed results. A new table is a row of `TABLES`."""
+"""The tables of pages of docs/ from committed results. A new table is a row of `TABLES`."""
 
 import json
 import statistics
@@ -66,8 +66,8 @@ def training() -> Table:
     rows = [_trained(recipe, own, runs["float32"]) for recipe, own in runs.items()]
     # By gap: recipes of other seeds have another mean loss for that alone.
     rows.sort(key=lambda row: float(row[3].split()[0]) if row[3] else -100)
-    heads = ("recipe", "seeds", "loss", "gap to float32 (%)", "gap of each seed (%)")
-    return (*heads, "training gap (%)", "averaged gap (%)"), rows
+    heads = ("recipe", "seeds", "loss", "gap to float32 (%)", "training gap (%)")
+    return (*heads, "averaged gap (%)"), rows
 
 
 def _trained(recipe: str, own: dict[int, Any], exact: dict[int, Any]) -> tuple[str, ...]:
@@ -77,16 +77,13 @@ def _trained(recipe: str, own: dict[int, Any], exact: dict[int, Any]) -> tuple[s
     loss = statistics.mean(run["final_validation_loss"] for run in own.values())
     gaps = over(lambda run: run["final_validation_loss"])
     late = over(lambda run: run["late_train_loss"])
-    cells: tuple[str, ...] = ("", "", "", "")
+    cells: tuple[str, ...] = ("", "", "")
     if own is not exact:
-        each = ", ".join(f"{gap:+.2f}" for gap in gaps)
         averaged = _averaged_gaps(own, exact)
         fewer = f" (n = {len(averaged)})" if 0 < len(averaged) < len(own) else ""
-        late_cell = intervals.text(late, "+.2f")
         cells = (
             intervals.text(gaps, "+.2f"),
-            each,
-            late_cell,
+            intervals.text(late, "+.2f"),
             intervals.text(averaged, "+.2f") + fewer,
         )
     return recipe, str(len(own)), f"{loss:.4f}", *cells
@@ -198,6 +195,33 @@ def cpu_goals() -> Table:
     return ("", "of", "over", "goal", "Zen 5", "Zen 4"), rows
 
 
+def cpu_goals_intel() -> Table:
+    rows = [
+        (*(row[name] for name in ("group", "what", "over")), f"{row['ratio_to_reach']:g}", text)
+        for row in result("cpu/goals_intel")["rows"]
+        if (text := _reached(row)) != "not measured"
+    ]
+    return ("", "of", "over", "goal", "Intel, Emerald Rapids"), rows
+
+
+def exchanged() -> Table:
+    """MXFP8's and MXFP4's bytes over plain JAX's."""
+    names = ("layout", "dtype", "way", "recipe")
+    found = {tuple(row[n] for n in names): row["total"] for row in result("collectives")["rows"]}
+    ways = [(d, w) for d in ("float32", "bfloat16") for w in ("set_mesh", "shard_map")]
+    rows = []
+    for layout in dict.fromkeys(key[0] for key in found):
+        cells = (
+            ", ".join(
+                f"{found[layout, *way, recipe] / found[layout, *way, 'jax']:.2f}"
+                for recipe in ("mxfp8", "mxfp4")
+            )
+            for way in ways
+        )
+        rows.append((layout, *cells))
+    return ("layout", *(f"{d}, {w.replace('set_mesh', 'jit')}" for d, w in ways)), rows
+
+
 def _reached(row: Mapping[str, Any]) -> str:
     """What was measured, its limit if one is known, and whether it is the goal."""
     if row["ratio"] is None:
@@ -290,6 +314,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         casts,
         products,
         cpu_goals,
+        cpu_goals_intel,
+        exchanged,
         data,
         packed_layers,
         ragged,

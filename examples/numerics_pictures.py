@@ -1,4 +1,4 @@
-"""The pictures of docs/numerics.md: number lines, scale rules on a block, error by amplitude.
+"""Pictures of the docs: blocks bit by bit, number lines, scale rules, errors, a training step.
 
     python examples/numerics_pictures.py
 
@@ -21,6 +21,8 @@ from mx_jax.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, ElementFormat
 
 FOLDER = Path(__file__).parents[1] / "docs" / "images" / "numerics"
 ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2, INT8)
+GATHERED = ("mxfp4", "mxfp8_e4m3")
+PRODUCTS = {"fwd": "y = x W", "dlhs": "dx = g Wᵀ", "drhs": "dW = xᵀ g"}
 RULES = ("floor", "ceil", "even", "rceil")
 FORMATS = ("mxfp4", "nvfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8_e5m2", "mxfp8_e4m3", "mxint8")
 # Powers of two below the block's largest value, in quarters.
@@ -71,8 +73,49 @@ def error_by_amplitude(format: str) -> list[float]:
     return [round(float(value), 5) for value in np.sqrt(error.mean(axis=(1, 2)))]
 
 
+def bit_fields(format: str) -> dict[str, Any]:
+    """Bits of a scale, and of the fields of one element."""
+    own = mx_jax.formats.block_format(format)
+    # An integer has a sign and digits.
+    exponent = own.element.exponent_bits if own.element.kind == "float" else 0
+    return {
+        "block": own.block[1],
+        "scale": own.scale.bits,
+        "sign": 1,
+        "exponent": exponent,
+        "mantissa": own.element.bits - 1 - exponent,
+        "each": own.bits_per_element,
+    }
+
+
+def bits_and_error(format: str) -> tuple[float, float]:
+    """Bits of a value, and SQNR of normal values under the rule that recipes take."""
+    x = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
+    spec = mx_jax.recipes.operand(format)
+    values = np.asarray(mx_jax.cast(x, format, scale_rule=spec.scale_rule), np.float64)
+    sqnr = 10 * np.log10(np.square(x).sum() / np.square(x - values).sum())
+    return mx_jax.formats.block_format(format).bits_per_element, round(float(sqnr), 1)
+
+
+def operands(product: str) -> list[tuple[str, str, str, str]]:
+    """Name, rows, columns and contracted axis of both operands of a product."""
+    if product == "fwd":
+        return [("x", "M", "K", "K"), ("W", "K", "N", "K")]
+    if product == "dlhs":
+        return [("g", "M", "N", "N"), ("Wᵀ", "N", "K", "N")]
+    return [("xᵀ", "K", "M", "M"), ("g", "M", "N", "M")]
+
+
 def numbers(name: str) -> Any:
     """What a picture shows."""
+    if name == "blocks":
+        return {format: bit_fields(format) for format in FORMATS}
+    if name == "bits_and_error":
+        return {format: bits_and_error(format) for format in FORMATS}
+    if name == "gathered":
+        return {name: mx_jax.formats.block_format(name).bits_per_element for name in GATHERED}
+    if name == "training_step":
+        return {product: operands(product) for product in PRODUCTS}
     if name == "number_lines":
         return {element.name: positive_values(element) for element in ELEMENTS}
     if name == "scale_rules":
@@ -116,14 +159,121 @@ def amplitude(axes: Any) -> None:
     axes.legend(frameon=False, fontsize=7)
 
 
-PICTURES = {"number_lines": number_lines, "scale_rules": scale_rules, "amplitude": amplitude}
+def blocks(axes: Any) -> None:
+    """32 values of each format; a field is as long as its bits."""
+    colors = {"scale": "0.25", "sign": "C3", "exponent": "C0", "mantissa": "C9"}
+    for row, found in enumerate(numbers("blocks").values()):
+        at = 0
+        for position in range(32):
+            fields = ["sign", "exponent", "mantissa"]
+            if position % found["block"] == 0:
+                fields.insert(0, "scale")
+            for field in fields:
+                bits = found[field]
+                axes.barh(row, bits, left=at, height=0.6, color=colors[field], linewidth=0)
+                at += bits
+            axes.vlines(at, row - 0.3, row + 0.3, colors="white", linewidth=0.6)
+        axes.text(at + 4, row, f"{found['each']:g} bits a value", va="center", fontsize=8)
+    for field, color in colors.items():
+        axes.barh(0, 0, color=color, label={"mantissa": "mantissa or digits"}.get(field, field))
+    axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    axes.set_yticks(range(len(FORMATS)), FORMATS)
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 350), xlabel="bits of 32 values and their scales")
+
+
+def bits_and_error_of_formats(axes: Any) -> None:
+    for name, (bits, sqnr) in numbers("bits_and_error").items():
+        axes.plot(bits, sqnr, "o", color="C0")
+        right = name not in ("mxfp8_e5m2", "mxint8", "mxfp8_e4m3")
+        axes.annotate(
+            name,
+            (bits, sqnr),
+            xytext=(7 if right else -7, 0),
+            textcoords="offset points",
+            ha="left" if right else "right",
+            va="center",
+            fontsize=8,
+        )
+    axes.set(xlim=(4, 8.6), xlabel="bits a value", ylabel="SQNR (dB)")
+    axes.grid(color="0.9")
+    axes.set_axisbelow(True)
+
+
+def training_step(axes: Any) -> None:
+    """Six casts: stripes are blocks, which run along the contracted axis."""
+    sizes = {"M": 4, "K": 3, "N": 2}
+    left = 0.0
+    for product, pair in numbers("training_step").items():
+        axes.text(left + 3.2, 5.4, PRODUCTS[product], ha="center", fontsize=11)
+        for color, (name, rows, columns, contracted) in zip(("C0", "C1"), pair, strict=True):
+            height, width = sizes[rows], sizes[columns]
+            low = 2 - height / 2
+            for stripe in range(2 * (height if contracted == columns else width)):
+                place = {"alpha": 0.75 if stripe % 2 else 0.4, "color": color, "linewidth": 0}
+                if contracted == columns:
+                    axes.barh(low + stripe / 2 + 0.25, width, left=left, height=0.5, **place)
+                else:
+                    axes.bar(left + stripe / 2 + 0.25, height, bottom=low, width=0.5, **place)
+            axes.text(left + width / 2, 2, name, ha="center", va="center", fontsize=12)
+            axes.text(left + width / 2, low - 0.5, columns, ha="center", fontsize=8)
+            axes.text(left - 0.25, 2, rows, ha="center", va="center", fontsize=8)
+            left += width + 0.8
+        left += 1.2
+    axes.set(xlim=(-0.6, left - 1.5), ylim=(-0.8, 5.8), aspect="equal")
+    axes.figure.set_size_inches(6.4, 2)
+    axes.set_axis_off()
+
+
+def gathered(axes: Any) -> None:
+    """FSDP on four devices: what each stores, casts, sends and multiplies by."""
+    bits = " or ".join(f"{value:g}" for value in numbers("gathered").values())
+    heads = {
+        0.0: "stores a quarter of W\n32 bits a value",
+        2.6: f"casts it\n{bits} bits",
+        5.2: "gathers the codes of all\nno values move",
+        8.6: "multiplies its tokens\nby all of W",
+    }
+    for left, head in heads.items():
+        axes.text(left, 4.05, head, va="bottom", fontsize=8)
+    for device in range(4):
+        low = 3.2 - device
+        axes.text(-0.2, low + 0.3, f"device {device}", ha="right", va="center", fontsize=8)
+        axes.bar(0.7, 0.6, bottom=low, width=1.4, color=f"C{device}", alpha=0.45)
+        axes.bar(2.8, 0.6, bottom=low, width=0.4, color=f"C{device}")
+        for other in range(4):
+            axes.bar(5.4 + 0.4 * other, 0.6, bottom=low, width=0.4, color=f"C{other}")
+            if other != device:
+                place = {"color": f"C{device}", "alpha": 0.5, "linewidth": 0.9}
+                axes.plot([3.05, 5.15], [low + 0.3, 3.5 - other], **place)
+        axes.text(8.6, low + 0.3, "x Q(W)", va="center", fontsize=9)
+        axes.annotate(
+            "", (8.4, low + 0.3), (7.0, low + 0.3), arrowprops={"arrowstyle": "->", "color": "0.4"}
+        )
+        axes.annotate(
+            "", (2.5, low + 0.3), (1.5, low + 0.3), arrowprops={"arrowstyle": "->", "color": "0.4"}
+        )
+    axes.set(xlim=(-1.6, 11.2), ylim=(0, 5.1))
+    axes.set_axis_off()
+
+
+# The page of each, and what draws it.
+PICTURES = {
+    "number_lines": ("numerics", number_lines),
+    "scale_rules": ("numerics", scale_rules),
+    "amplitude": ("numerics", amplitude),
+    "blocks": ("quantize", blocks),
+    "bits_and_error": ("choosing", bits_and_error_of_formats),
+    "training_step": ("recipes", training_step),
+    "gathered": ("sharding", gathered),
+}
 
 
 def main() -> None:
     sys.path.append(str(Path(__file__).parent / "findings"))
     from findings_figure import save
 
-    for name, draw in PICTURES.items():
+    for name, (_, draw) in PICTURES.items():
         save(name, draw, FOLDER, description=digest(name))
 
 

@@ -21,6 +21,7 @@ Batch, Token, Embed, Mlp, Class, Block = hax.make_axes(
 )
 
 
+# --8<-- [start:lines]
 class MxDotGeneral(eqx.Module):
     """A recipe as levanter's optimizers want a `DotGeneralOp`: a module of Equinox."""
 
@@ -42,6 +43,9 @@ def quantized(model: Any, recipe: mx_jax.recipes.Recipe, keep: tuple[str, ...] =
     return jax.tree_util.tree_map_with_path(
         replace, model, is_leaf=lambda leaf: isinstance(leaf, hnn.Linear)
     )
+
+
+# --8<-- [end:lines]
 
 
 class Layer(eqx.Module):

@@ -29,6 +29,7 @@ from shared import Report, report, show
 import mx_jax
 
 
+# --8<-- [start:lines]
 @LmConfig.register_subclass("mx_llama")
 @dataclasses.dataclass(frozen=True)
 class MxLlamaConfig(LlamaConfig):
@@ -42,6 +43,7 @@ class MxLlamaConfig(LlamaConfig):
 
 
 Batch, Vocab = hax.make_axes(batch=8, vocab=32)
+# --8<-- [end:lines]
 
 
 def batches(config: LlamaConfig, steps: int) -> list[LmExample]:

@@ -25,6 +25,7 @@ import mx_jax
 from mx_jax.nn.linen import DotGeneral, EinsumOp
 
 
+# --8<-- [start:lines]
 @dataclasses.dataclass(unsafe_hash=True)
 class MxQuantization(quantizations.Quantization):
     """Dense layers and einsums by a recipe."""
@@ -91,6 +92,9 @@ def ragged_products(recipe, key=None):
 
     with mock.patch("jax.lax.ragged_dot", ragged_dot), mock.patch.object(megablox, "gmm", gmm):
         yield
+
+
+# --8<-- [end:lines]
 
 
 class Model(nnx.Module):

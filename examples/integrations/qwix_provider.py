@@ -18,6 +18,7 @@ from shared import CLASSES, FEATURES, Report, cross_entropy, data, report, show,
 import mx_jax
 
 
+# --8<-- [start:lines]
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MxRule(qwix.QtRule):
     """A rule of Qwix that gives products a recipe."""
@@ -44,6 +45,9 @@ class MxProvider(qwix.QtProvider):
 
     def ragged_dot(self, lhs, rhs, group_sizes, **options):
         return self._multiply("ragged_dot", lhs, rhs, group_sizes, **options)
+
+
+# --8<-- [end:lines]
 
 
 RULES = [

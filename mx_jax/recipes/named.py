@@ -248,7 +248,7 @@ def mxfp4_stochastic() -> Recipe:
     grad_weight goes through a block Hadamard transform of 32 with random signs. RCEIL never clips,
     so stochastic gradients are unbiased; square blocks give both products the same weight, so the
     gradient belongs to the function that was computed. Unbiased is not better everywhere: in the
-    small runs of docs/training.md plain `mxfp4` ends no higher. Needs a key.
+    small runs of docs/accuracy.md plain `mxfp4` ends no higher. Needs a key.
 
     Examples:
       >>> from mx_jax import recipes

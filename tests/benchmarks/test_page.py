@@ -22,6 +22,29 @@ def test_the_pages_are_what_the_script_writes():
     assert len(rules) == 1, "all but the table of commands are written by the script"
 
 
+def test_pages_quote_the_results():
+    """What README and the page of formats say of training and of one row."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    choosing = (ROOT / "docs" / "choosing.md").read_text(encoding="utf-8")
+    gaps = {}
+    for row in page_tables.training()[1]:
+        if row[3]:
+            mean, half = map(float, row[3].split(" ± "))
+            gaps[row[0]] = f"{mean:+.1f} ± {half:.1f}"
+    formats = dict.fromkeys(("mxint8", "mxfp6_e2m3", "nvfp4", "mxfp4")) | {"mxfp8_e4m3": "mxfp8"}
+    for name, recipe in formats.items():
+        (line,) = re.findall(rf"^\| `{name}` \|.*", choosing, re.MULTILINE)
+        assert gaps[recipe or name] in line
+    assert gaps["mxfp8"] in readme and gaps["mxfp4"] in readme
+    for file, machine in (("cpu/goals_zen4", "Zen 4"), ("cpu/goals", "Zen 5")):
+        (row,) = (
+            row
+            for row in page_tables.result(file)["rows"]
+            if (row["group"], row["what"]) == ("1 row", "float32 x mxfp4, packed")
+        )
+        assert re.search(rf"{row['ratio']['median']:.1f} (times )?\({machine}\)", readme)
+
+
 def test_results_hold_what_tables_show(tmp_path, monkeypatch):
     """No raw numbers in git, and what is slim already stays as it is."""
     for path in slim.RESULTS.rglob("*.json"):

@@ -4,14 +4,18 @@ import doctest
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
+from markdown.extensions.toc import slugify
 
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "mx_jax"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# Tabs indent what they show.
+BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
 def build(site: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
@@ -37,10 +41,57 @@ def test_docs_build(tmp_path: Path):
         # An example under a heading that the builder does not know is run into a quotation.
         html = reference.read_text()
         assert "<blockquote>" not in html and "&gt;&gt;&gt; " in html, reference
+    # What the theme's button copies is what site.css does not hide meanwhile.
+    scripts = (tmp_path / "site" / "assets" / "javascripts").glob("bundle.*.js")
+    assert "data-md-copying" in next(scripts).read_text()
+    assert "[data-md-copying] .gp" in (tmp_path / "site" / "site.css").read_text()
     for page in (tmp_path / "site").rglob("index.html"):
+        prompts = page.read_text().replace('<span class="gp">&gt;&gt;&gt; </span>', "")
+        assert "&gt;&gt;&gt; " not in prompts, page
         # An anchor that a heading names is no part of what one reads.
         headings = re.findall(r"<h[1-4][^>]*>(.*?)<", page.read_text())
         assert not [text for text in headings if "{" in text], page
+
+
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
+# What MkDocs does not look at.
+OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "custom_calls/README.md")
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links to files that are not there, and to headings that these do not have."""
+    found = []
+    for path, anchor in LINK.findall(page.read_text()):
+        target = (page.parent / path).resolve() if path else page
+        if target.is_file() and target.suffix == ".md":
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)
+            anchors = {slugify(heading, "-") for heading in headings}
+        else:
+            anchors = set()
+        if not target.exists() or (anchor and anchor not in anchors):
+            found.append(f"{path}#{anchor}")
+    return found
+
+
+@reads_sources
+@pytest.mark.parametrize("page", OUTSIDE)
+def test_links_outside_of_docs(page: str):
+    assert not broken_links(ROOT / page)
+
+
+@reads_sources
+def test_files_of_the_architecture_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", text))
+    assert len(named) > 5
+    assert [path for path in named if not any((at / path).exists() for at in (ROOT, PACKAGE))] == []
+
+
+def test_broken_links_are_found(tmp_path: Path):
+    (tmp_path / "there.md").write_text("## A heading\n")
+    page = tmp_path / "page.md"
+    page.write_text("[a](there.md#a-heading) [b](there.md#no) [c](none.md) [d](https://e.org)")
+    assert broken_links(page) == ["there.md#no", "none.md#"]
 
 
 def run_examples(page: Path) -> list[str]:
@@ -49,15 +100,13 @@ def run_examples(page: Path) -> list[str]:
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     runner = doctest.DocTestRunner(verbose=False, optionflags=options)
     for block in BLOCK.finditer(text):
-        line = text.count("\n", 0, block.start(1))
-        if ">>>" in block[1]:
-            test = doctest.DocTestParser().get_doctest(
-                block[1], namespace, page.name, str(page), line
-            )
+        line, code = text.count("\n", 0, block.start(2)), textwrap.dedent(block[2])
+        if ">>>" in code:
+            test = doctest.DocTestParser().get_doctest(code, namespace, page.name, str(page), line)
             runner.run(test, out=complaints.append, clear_globs=False)
             namespace.update(test.globs)
         else:
-            exec(compile("\n" * line + block[1], page, "exec"), namespace)
+            exec(compile("\n" * line + code, page, "exec"), namespace)
     return complaints
 
 

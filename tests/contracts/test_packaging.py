@@ -30,6 +30,7 @@ TESTS = (
 
 def test_version():
     assert PROJECT["version"] == mx_jax.__version__
+    assert f"\nversion: {mx_jax.__version__}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## [{mx_jax.__version__}]" in (ROOT / "CHANGELOG.md").read_text()
 
 
@@ -79,4 +80,6 @@ def test_a_build_without_the_library_says_so(tmp_path: Path):
     assert "python -m mx_jax env" in output
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.partition("-py3-")[2] == "none-any.whl"
-    assert "mx_jax/inspect/report_page.html" in zipfile.ZipFile(wheel).namelist()
+    assert {"mx_jax/inspect/report_page.html", "mx_jax/py.typed"} <= set(
+        zipfile.ZipFile(wheel).namelist()
+    )

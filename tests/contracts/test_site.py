@@ -1,6 +1,14 @@
 """The site by day and by night: what docs/site.css changes can be read."""
 
+import contextlib
+import functools
+import html
+import http.server
+import json
 import re
+import subprocess
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import matplotlib.image
@@ -8,7 +16,7 @@ import numpy as np
 import pytest
 
 from tests.contracts.test_docs import build
-from tests.inspect.test_report_browser import BROWSER, browser
+from tests.inspect.test_report_browser import BROWSER
 
 ROOT = Path(__file__).parents[2]
 # What dark pages are drawn with, by the variables of the style sheet.
@@ -39,26 +47,84 @@ def test_dark_text_stands_out(ground: str):
     assert contrast(colors["faint"], colors[ground]) > 4.5
 
 
+@contextlib.contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The address of a folder: pages of files may not run what chooses their theme."""
+    handler = functools.partial(Quiet, directory=folder)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+def browser(address: str, *options: str) -> str:
+    assert BROWSER is not None
+    always = "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=5000"
+    command = [BROWSER, *always, *options, address]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pages") / "site"
+    assert build(folder).returncode == 0
+    return folder
+
+
+in_a_browser = pytest.mark.skipif(
+    BROWSER is None, reason="no chromium found, e.g. `apt install chromium`"
+)
+
+
 @pytest.mark.slow
 @one_python
-@pytest.mark.skipif(BROWSER is None, reason="no chromium found, e.g. `apt install chromium`")
-def test_pages_are_drawn_light_and_dark(tmp_path: Path):
-    site = tmp_path / "site"
-    assert build(site).returncode == 0
-    # Tables, code and drawings.
-    for page in ("numerics", "debug"):
-        shots = {}
+@in_a_browser
+# Tables, code and drawings.
+@pytest.mark.parametrize("page", ["numerics", "training"])
+def test_pages_are_drawn_light_and_dark(page: str, site: Path, tmp_path: Path):
+    shots = {}
+    with served(site) as address:
         # Blink's numbers for them.
         for name, scheme in (("dark", 0), ("light", 1)):
             shot = tmp_path / f"{name}.png"
             browser(
-                site / page / "index.html",
+                f"{address}/{page}/",
                 f"--blink-settings=preferredColorScheme={scheme}",
                 "--window-size=1300,3000",
                 f"--screenshot={shot}",
             )
-            # Right of the menu, which is dark by day too.
-            shots[name] = np.asarray(matplotlib.image.imread(shot))[:, 320:1240, :3]
-        assert shots["light"].mean() > 0.85 and shots["dark"].mean() < 0.25
-        # Nothing is left white, or a reader is dazzled.
-        assert (shots["dark"].min(axis=-1) > 0.9).mean() < 0.001
+            # Below the header, which is dark by day too.
+            shots[name] = np.asarray(matplotlib.image.imread(shot))[150:, 320:1240, :3]
+    assert shots["light"].mean() > 0.85 and shots["dark"].mean() < 0.25
+    # Nothing is left white, or a reader is dazzled.
+    assert (shots["dark"].min(axis=-1) > 0.9).mean() < 0.001
+
+
+# What the theme's button does before it reads the text of a block.
+COPY = """<script>
+const code = document.querySelector(".highlight code");
+code.setAttribute("data-md-copying", "");
+document.title = JSON.stringify(code.innerText);
+</script></body>"""
+
+
+@pytest.mark.slow
+@one_python
+@in_a_browser
+def test_copies_leave_out_prompts_and_output(site: Path):
+    page = site / "index.html"
+    shown = re.findall(r"<code>(.*?)</code>", page.read_text(), re.DOTALL)[0]
+    assert "&gt;&gt;&gt;" in shown and "((64,), (2,))" in re.sub("<[^>]*>", "", shown)
+    (site / "copied.html").write_text(page.read_text().replace("</body>", COPY))
+    with served(site) as address:
+        (title,) = re.findall(
+            r"<title>(.*?)</title>", browser(f"{address}/copied.html", "--dump-dom")
+        )
+    copied = json.loads(html.unescape(title))
+    assert "quantize(x" in copied and ">>>" not in copied and "((64,), (2,))" not in copied
+    compile(copied, "copied", "exec")

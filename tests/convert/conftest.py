@@ -6,7 +6,7 @@ from mx_jax.convert import kinds
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "peers: models of other packages; docs/convert.md says how")
+    config.addinivalue_line("markers", "peers: models of other packages; docs/accuracy.md says how")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

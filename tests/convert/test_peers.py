@@ -1,6 +1,6 @@
 """Models that this project did not write: converted, and run forward and backward.
 
-They need packages that the other tests do not; docs/convert.md names them and the command. With
+They need packages that the other tests do not; docs/accuracy.md names them and the command. With
 `-s`, the reports are printed.
 """
 

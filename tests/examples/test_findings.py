@@ -118,7 +118,7 @@ def test_head_in_fp4(finding: Any):
 
 @pytest.mark.one_python(reason="names of files, and what the page says of them")
 def test_each_is_on_the_page():
-    page = (ROOT / "docs" / "findings.md").read_text()
+    page = (ROOT / "docs" / "accuracy.md").read_text()
     for name in NAMES:
         assert f"images/findings/{name}.svg" in page and f"{name}.py" in page
         assert (ROOT / "docs" / "images" / "findings" / f"{name}.svg").exists()

@@ -19,12 +19,26 @@ def test_the_committed_picture_is_the_scripts(name: str):
     text = (pictures.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
     (told,) = re.findall(r"<dc:description>(\w+)</dc:description>", text)
     assert told == pictures.digest(name), "run examples/numerics_pictures.py"
-    assert f"images/numerics/{name}.svg" in (ROOT / "docs" / "numerics.md").read_text()
+    page, _ = pictures.PICTURES[name]
+    assert f"images/numerics/{name}.svg" in (ROOT / "docs" / f"{page}.md").read_text()
 
 
 def test_rules_take_the_scales_that_the_page_says():
     scales = {rule: pictures.by_rule(rule)["scale"] for rule in pictures.RULES}
     assert scales == {"floor": 1, "ceil": 2, "even": 1, "rceil": 2}
+
+
+def test_fields_add_up_to_the_bits_of_a_value():
+    for name, own in pictures.numbers("blocks").items():
+        element = own["sign"] + own["exponent"] + own["mantissa"]
+        # NVFP4's tensor scale is one for all blocks.
+        assert element + own["scale"] / own["block"] == own["each"], name
+
+
+def test_both_operands_contract_the_axis_that_they_share():
+    for pair in pictures.numbers("training_step").values():
+        (_, rows, inner, one), (_, other, columns, two) = pair
+        assert inner == other == one == two and len({rows, inner, columns}) == 3
 
 
 def test_lines_have_all_positive_values():

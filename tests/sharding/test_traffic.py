@@ -1,6 +1,6 @@
 """Bytes that devices receive, beside plain JAX's in the dtype of the operands, in every way.
 
-The programs are those of `python -m benchmarks.collectives`, whose table docs/sharding.md quotes.
+The programs are those of `python -m benchmarks.collectives`, whose table docs/benchmarks.md shows.
 """
 
 import functools
