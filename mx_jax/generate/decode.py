@@ -117,10 +117,10 @@ def advance(
     position: jax.typing.ArrayLike,
     key: jax.Array,
 ) -> tuple[jax.Array, Caches]:
-    """One step: the token after `tokens`, and the caches with them.
+    """One step: the token after `tokens`, int32 `[batch, 1]`, and the caches with them.
 
-    Outside `jit`, three small programs: one for a block, which all blocks run, compiles much
-    sooner than one for all of them, and a prompt is worth more than a dispatch a block.
+    Outside `jit`, three small programs: one for a block, which all blocks run, compiles much sooner
+    than one for all of them, and a prompt is worth a dispatch a block.
 
     Args:
       model: what computes logits.
@@ -130,9 +130,6 @@ def advance(
       caches: what came before them; donated.
       position: of the first of them, int32.
       key: PRNG key; each position draws from its own.
-
-    Returns:
-      Tokens int32 `[batch, 1]`, and the caches.
     """
     layers = [f"layers_{index}" for index in range(len(caches))]
     ends = {name: leaf for name, leaf in params.items() if name not in layers}
