@@ -259,6 +259,12 @@ class _Cursor:
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.where}: {what} is no UTF-8: {error}") from error
 
+    def texts(self, count: int, what: str) -> tuple[str, ...]:
+        """Strings that may be any bytes, a vocabulary's for one: no message is made for each."""
+        length, before = struct.Struct("<Q").unpack, f"the length of {what}"
+        each = (self.take(length(self.take(8, before))[0], what) for _ in range(count))
+        return tuple(str(stored, "utf-8", "backslashreplace") for stored in each)
+
 
 def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
@@ -291,6 +297,8 @@ def _value(cursor: _Cursor, kind: int, what: str, depth: int) -> Any:
                 f"{cursor.where}: {what} has arrays in arrays, {cursor.nested} of them so far, and "
                 f"at most {_MOST_NESTED} are read"
             )
+    if inner == _STRING:
+        return cursor.texts(count, what)
     if inner not in _SCALARS:
         return tuple(_value(cursor, inner, what, depth - 1) for _ in range(count))
     dtype = np.dtype(_SCALARS[inner])
