@@ -15,7 +15,7 @@ from mx_jax.checkpoint.folder import progress_bar
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import console, watched
 from mx_jax.commands.stream import add_command, stored_bytes
-from mx_jax.inspect.tensor_facts import values_of
+from mx_jax.inspect.report_checkpoint import values_of
 from mx_jax.mxarray import MXArray
 
 _DESCRIPTION = """

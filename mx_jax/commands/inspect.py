@@ -14,8 +14,7 @@ from mx_jax.checkpoint.safetensors_file import replacing
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import check_replaceable, console, say, watched
 from mx_jax.commands.stream import add_command
-from mx_jax.inspect.report_checkpoint import checkpoint_page
-from mx_jax.inspect.tensor_facts import TensorFacts, facts_of, size
+from mx_jax.inspect.report_checkpoint import TensorFacts, checkpoint_page, facts_of, size
 
 _DESCRIPTION = """
 Look at the tensors of a checkpoint: how each is stored, its bits, its largest value, the shares of
@@ -108,5 +107,5 @@ def _print(found: Sequence[TensorFacts], compared: bool) -> None:
         table.add_row(*row, *([sqnr] if compared else []))
     console().print(table)
     for facts in found:
-        for warning in facts.look.warnings:
+        for warning in facts.plausibility.warnings:
             print(f"{facts.name}: {warning}")

@@ -31,7 +31,7 @@ from mx_jax.convert.nnx_layers import (
 )
 from mx_jax.convert.report import Report, recorded
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
-from mx_jax.inspect.abstract import of_arrays
+from mx_jax.inspect.explanation import of_arrays
 from mx_jax.nn.layers import nnx_spec, recipe_of
 from mx_jax.nn.nnx import RNG_STREAM
 from mx_jax.ops.tags import LayerName

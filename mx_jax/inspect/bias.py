@@ -1,4 +1,18 @@
-"""Whether quantization bends gradients: the bias of their mean, beside the error of one batch."""
+"""Whether quantization biases gradients: the bias of their mean, beside the error of one batch.
+
+Of n independent draws e_i of a vector with mean b, the squared length of their mean is too large:
+
+    E |mean_i e_i|^2 = |b|^2 + tr Cov(e) / n
+
+so without any bias it is still `noise / sqrt(n)`. Products of different draws have no such term,
+since draws are independent: `E e_i . e_j = |b|^2` for i != j. So
+
+    |b|^2 ~ sum_{i != j} e_i . e_j / (n (n - 1)) = |mean_i e_i|^2 - s^2 / n
+
+is right on average (s^2: the variance of the draws, with n - 1), and so is the mean of products of
+the draws of two vectors. All that is needed are the inner products of draws, and those of parts of
+a vector add up to those of the whole. Source: U-statistics, Hoeffding 1948.
+"""
 
 import dataclasses
 import functools
@@ -9,10 +23,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
-from mx_jax.inspect.bias_estimate import Estimate, estimate, inner_products
-from mx_jax.inspect.tables import aligned, rich_table
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes import MatmulSpec, Recipe, Residuals, high_precision
 
@@ -23,8 +36,35 @@ _FEWEST = 3
 _CLEAR = 2.0
 _COLUMNS = ("bias", "interval", "one batch", "slope")
 
-
 Loss = Callable[..., jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """What n draws say of the bias of a vector.
+
+    Attributes:
+      bias: `|E e| / |E g|`, both without what noise adds; 0 where the noise explains all there is,
+        NaN where the exact mean itself cannot be told from 0, or a draw is not finite.
+      low: lower end of its confidence interval.
+      high: upper end.
+      uncorrected: `|mean e| / |mean g|`, as it is when nobody takes the noise out.
+      slope: `E q . E g / |E g|^2` of `q = g + e`: below 1 the mean is too short.
+      one: `sqrt(mean |e|^2 / mean |g|^2)`: relative error of a single draw; NaN where one is not
+        finite.
+      draws: n.
+      signal: the exact mean over its own noise, from draw to draw. Below 2 shares of that mean say
+        little.
+    """
+
+    bias: float
+    low: float
+    high: float
+    uncorrected: float
+    slope: float
+    one: float
+    draws: int
+    signal: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -220,7 +260,7 @@ def gradient_bias(
     training tells apart with dozens of seeds.
 
     The mean over n batches still has `1 / n` of the noise's square in it; here it is taken out
-    (`inspect.bias_estimate` has the derivation), and an interval comes from leaving out one batch
+    (the source has the derivation), and an interval comes from leaving out one batch
     after the other. It is about other batches at these parameters, not about other seeds or steps.
 
     Args:
@@ -280,7 +320,7 @@ def gradient_bias(
         for name, recipe in chosen.items():
             losses, draws = draw(recipe)
             parts = {
-                parameter: inner_products(own, _errors(draws[parameter], own))
+                parameter: inner_products(own, draws[parameter])
                 for parameter, own in exact_draws.items()
             }
             whole = estimate(np.sum([*parts.values()], axis=0), confidence)
@@ -367,14 +407,89 @@ def _parts(gradient: Any, scanned: str | None) -> Iterable[tuple[str, np.ndarray
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """A path in a pytree as names joined by `/`, as conversion has them.
-
-    Boxes of Flax, nnx's variables among them, end in an attribute `value`, which is not in names.
-    """
+    """A path in a pytree as names joined by `/`; boxes of Flax end in `value`, which is none."""
     names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
     boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
     return "/".join(names[:-1] if boxed else names)
 
 
-def _errors(draws: Sequence[np.ndarray], exact: Sequence[np.ndarray]) -> list[np.ndarray]:
-    return [np.subtract(q, g, dtype=np.float64) for q, g in zip(draws, exact, strict=True)]
+def inner_products(
+    exact: Sequence[Any] | np.ndarray, quantized: Sequence[Any] | np.ndarray
+) -> np.ndarray:
+    """Of n draws of a vector g and of `q = g + e`: `g_i . g_j`, `e_i . e_j` and `e_i . g_j`.
+
+    Float64 `[3, n, n]`; those of parts of a vector add up to those of the whole.
+    """
+    both = exact, quantized
+    g, q = (np.stack([np.ravel(np.asarray(x, np.float64)) for x in own]) for own in both)
+    # Inf times 0 is no news: `estimate` looks at what comes of it.
+    with np.errstate(invalid="ignore"):
+        e = q - g
+        return np.stack([g @ g.T, e @ e.T, e @ g.T])
+
+
+def estimate(products: np.ndarray, confidence: float) -> Estimate:
+    """Bias, with an interval from leaving out one draw after the other.
+
+    The squared ratio `|E e|^2 / |E g|^2` is estimated, and its deviation by the jackknife with
+    Student's quantile for n - 1 degrees of freedom; then the root is taken. Without a bias the
+    jackknife's deviation is too large rather than too small, so the interval then holds 0 more
+    often than it says.
+    """
+    from scipy.special import stdtrit  # takes longer to import than all of this module's work
+
+    n, nan = products.shape[-1], math.nan
+    if not np.isfinite(products).all():
+        # `max(0.0, nan)` is 0: without this, what diverged would have no bias at all.
+        return Estimate(bias=nan, low=nan, high=nan, uncorrected=nan, slope=nan, one=nan, draws=n)
+    of_exact, of_error, _ = products
+    (exact, exacts), (error, errors), (mixed, _) = map(_squared_mean, products)
+    uncorrected = math.sqrt(_ratio(float(of_error.sum()), float(of_exact.sum())))
+    one = math.sqrt(_ratio(float(np.trace(of_error)), float(np.trace(of_exact))))
+    if not of_error.any():
+        return Estimate(bias=0, low=0, high=0, uncorrected=0, slope=1, one=0, draws=n)
+    # What is left of the spread of single draws in the mean of n.
+    noise = max(0.0, float(np.trace(of_exact)) / n - exact) / n
+    signal = math.sqrt(_ratio(max(0.0, exact), noise))
+    known = functools.partial(Estimate, uncorrected=uncorrected, one=one, draws=n, signal=signal)
+    if exact <= 0 or (exacts <= 0).any():
+        return known(bias=nan, low=nan, high=nan, slope=nan)
+    ratio, ratios = error / exact, errors / exacts
+    deviation = math.sqrt((n - 1) / n * float(np.sum((ratios - ratios.mean()) ** 2)))
+    half = float(stdtrit(n - 1, (1 + confidence) / 2)) * deviation
+    bias, low, high = (math.sqrt(max(0.0, x)) for x in (ratio, ratio - half, ratio + half))
+    return known(bias=bias, low=low, high=high, slope=1 + mixed / exact)
+
+
+def _squared_mean(products: np.ndarray) -> tuple[float, np.ndarray]:
+    """Mean inner product of two different draws: of all, and with each one left out, `[n]`."""
+    n, diagonal = len(products), np.diagonal(products)
+    different = products.sum() - diagonal.sum()
+    of_one = products.sum(0) + products.sum(1) - 2 * diagonal
+    without = (different - of_one) / ((n - 1) * (n - 2))
+    return float(different) / (n * (n - 1)), without
+
+
+def _ratio(value: float, unit: float) -> float:
+    """A quotient; 0 / 0 is 0: nothing is wrong with nothing."""
+    if unit > 0:
+        return value / unit
+    return 0.0 if value == 0 else math.inf
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Lines of text whose columns are aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def rich_table(
+    title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str
+) -> Table:
+    """A table for rich: the first column on the left, numbers on the right."""
+    table = Table(title=escape(title), caption=escape(caption))
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table

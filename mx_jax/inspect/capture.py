@@ -4,6 +4,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 import re
 import threading
 import warnings
@@ -19,12 +20,11 @@ from jax.custom_batching import custom_vmap
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.inspect import statistics
 from mx_jax.inspect.flax_modules import counted_scans, module_paths
-from mx_jax.inspect.records import Record, Scalar, pack, program_order, unpack
-from mx_jax.inspect.sinks import Memory, Sink
+from mx_jax.inspect.records import Memory, Record, Scalar, Sink
 from mx_jax.inspect.statistics import STATISTICS, Raw
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.tags import Moment, Tag, at_step, moment, watching
-from mx_jax.ops.watched import Look, Sight, Tap, values
+from mx_jax.ops.tags import Counters, Tag, at_step, counters, watching
+from mx_jax.ops.watched import CallSite, Observation, ObservedProduct, values
 
 Filter = Callable[[Tag], bool]
 _ARRAYS = "arrays"
@@ -85,11 +85,10 @@ def capture(
       head output rhs mxfp4 even axis -2
     """
     names = frozenset((stats,) if isinstance(stats, str) else stats)
-    unknown = names - {*STATISTICS, _ARRAYS}
-    if unknown:
+    known = (*(row.name for row in statistics.TABLE), _ARRAYS)
+    if unknown := names - {*known}:
         raise ValueError(
-            f"capture: stats must be some of {', '.join((*STATISTICS, _ARRAYS))}, got "
-            f"stats={sorted(unknown)}"
+            f"capture: stats must be some of {', '.join(known)}, got stats={sorted(unknown)}"
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"capture: every must be an integer of at least 1, got every={every!r}")
@@ -123,7 +122,7 @@ def scalar(name: str, value: Any) -> None:
     if jnp.shape(value) != ():
         raise ValueError(f"scalar: {name!r} must be a scalar, got shape={jnp.shape(value)}")
     for watcher in watching.value:
-        watcher.send_scalar(name, lax.stop_gradient(jnp.asarray(value)), moment())
+        watcher.send_scalar(name, lax.stop_gradient(jnp.asarray(value)), counters())
 
 
 @functools.partial(
@@ -131,22 +130,17 @@ def scalar(name: str, value: Any) -> None:
 )
 @dataclasses.dataclass(frozen=True)
 class _Observed:
-    """Statistics on their way from a forward product to where they are sent to the host."""
+    """Statistics of one product, before they are sent to the host."""
 
     statistics: list[Raw]
     tags: tuple[Tag, ...]
 
 
 class Capture:
-    """What `capture` returns: a context, which may be entered again.
+    """What `capture` returns: a context. Entered again, it compiles no program anew.
 
-    Entered again, a program that was compiled for it is not compiled anew.
-
-    Args:
-      filter: as `capture` takes it, as all others.
+    Args are as `capture` takes them, and `operation` and `missing` for errors and warnings.
     """
-
-    operation, missing = "capture", "there is no record"
 
     def __init__(
         self,
@@ -156,8 +150,11 @@ class Capture:
         every: int = 1,
         step: Any = None,
         sinks: Sequence[Sink],
+        operation: str = "capture",
+        missing: str = "there is no record",
     ):
-        self.given, self.filter = filter, _as_filter(filter, self.operation)
+        self.operation, self.missing = operation, missing
+        self.pattern, self.filter = filter, _as_filter(filter, operation)
         self.stats, self.every, self.step = stats, every, step
         self.sinks = tuple(sinks)
         self.uses: dict[str, tuple[Any, int]] = {}
@@ -189,8 +186,8 @@ class Capture:
             hint = "; a regular expression must match a whole path"
             warnings.warn(
                 f"{self.operation}: the filter matched none of {len(self._refused)} paths, so "
-                f"{self.missing}; got filter={self.given!r} and paths {paths}"
-                f"{hint if isinstance(self.given, str) else ''}",
+                f"{self.missing}; got filter={self.pattern!r} and paths {paths}"
+                f"{hint if isinstance(self.pattern, str) else ''}",
                 stacklevel=2,
             )
 
@@ -201,39 +198,43 @@ class Capture:
         for sink in self.sinks:
             sink.close()
 
-    def looks_at(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether a step counts."""
         return step % self.every == 0
 
     @contextlib.contextmanager
-    def told(self, step: int) -> Iterator[None]:
-        """A context of a step that counts and is in no program."""
+    def at_host_step(self, step: int) -> Iterator[None]:
+        """A context of a step that counts and is known on the host."""
         before, self._host_step = self._host_step, step
         try:
             yield
         finally:
             self._host_step = before
+        for sink in self.sinks:
+            if isinstance(sink, _FirstNonFinite):
+                sink.check()
 
-    def look(self, look: Look, now: Moment) -> _Observed:
+    def observe(self, product: ObservedProduct, now: Counters) -> _Observed:
         """Statistics of a product, or zeros where its step does not count."""
-        tags: list[Tag] = []
-        raws = self._if_due(now, functools.partial(self._compute, look, tags))
-        return _Observed(raws, tuple(tags))
+        return self._if_due(now, lambda: self._compute(product))
 
-    def tell(self, seen: _Observed | None, looks: Sequence[Look], tap: Tap, now: Moment) -> None:
+    def record(
+        self,
+        forward: _Observed | None,
+        products: Sequence[ObservedProduct],
+        site: CallSite,
+        now: Counters,
+    ) -> None:
         """Send statistics to the host, and those of more products, if their step counts."""
 
         def send() -> jax.Array:
-            raws, tags = ([], []) if seen is None else (list(seen.statistics), list(seen.tags))
-            for look in looks:
-                own: list[Tag] = []
-                raws += self._compute(look, own)
-                tags += own
-            return self._send(raws, tuple(tags), tap, now)
+            found = [*([] if forward is None else [forward]), *map(self._compute, products)]
+            tags = tuple(tag for own in found for tag in own.tags)
+            return self._send([raw for own in found for raw in own.statistics], tags, site, now)
 
         self._if_due(now, send)
 
-    def send_scalar(self, name: str, value: jax.Array, now: Moment) -> None:
+    def send_scalar(self, name: str, value: jax.Array, now: Counters) -> None:
         """Send a number to the host, if its step counts."""
 
         def receive(value: Any, now: Any) -> None:
@@ -247,13 +248,13 @@ class Capture:
         # One step has one number, which devices of shard_map agree on.
         self._if_due(now, lambda: _on_first(_device(), send))
 
-    def _if_due(self, now: Moment, run: Callable[[], Any]) -> Any:
+    def _if_due(self, now: Counters, run: Callable[[], Any]) -> Any:
         """What a function returns, or zeros where the step does not count."""
-        if self.every == 1 or now.told:
+        if self.every == 1 or now.on_host:
             return run()
         if now.step is None:
             raise ValueError(
-                f"capture: every={self.every} needs the step, which nothing told; write `with "
+                f"capture: every={self.every} needs the step, and none is known; write `with "
                 "inspect.at_step(step):` around each step, or give step="
             )
         axes: list[tuple[str, ...]] = []
@@ -275,15 +276,15 @@ class Capture:
 
         return lax.cond(now.step % self.every == 0, run, zeros)
 
-    def _compute(self, look: Look, tags: list[Tag]) -> list[Raw]:
-        """Statistics of what is wanted, whose tags are put into a list."""
-        tags.clear()
+    def _compute(self, product: ObservedProduct) -> _Observed:
+        """Statistics of what is wanted."""
+        tags: list[Tag] = []
         raws: list[Raw] = []
-        for tag, sight in look.sights(_ARRAYS in self.stats):
+        for tag, observe in product.observations(_ARRAYS in self.stats):
             if self._wants(tag):
                 tags.append(tag)
-                raws.append(statistics.of_shards(self._raw(sight())))
-        return raws
+                raws.append(statistics.of_shards(self._raw(tag, observe())))
+        return _Observed(raws, tuple(tags))
 
     def _wants(self, tag: Tag) -> bool:
         if tag.side is None and not self.stats & {"error", _ARRAYS}:
@@ -294,22 +295,21 @@ class Capture:
             self._refused[tag.path] = None
         return wanted
 
-    def _raw(self, sight: Sight) -> Raw:
-        before, after, axis = sight.before, sight.after, sight.tag.axis
+    def _raw(self, tag: Tag, own: Observation) -> Raw:
+        before, after = own.before, own.after
         if not isinstance(after, MXArray):
-            assert before is not None and sight.compared is not None
-            raw = statistics.of_product(before, sight.compared, after)
-        elif before is None:
-            assert axis is not None
-            raw = statistics.of_stored(after, axis, self.stats)
+            assert before is not None and own.compared is not None
+            raw = statistics.of_product(before, own.compared, after)
         else:
-            assert axis is not None
-            raw = statistics.of_cast(before, after, axis, self.stats)
+            assert tag.axis is not None
+            raw = statistics.of_cast(before, after, tag.axis, self.stats)
         if _ARRAYS in self.stats:
             raw |= {"after": values(after)} | ({} if before is None else {"before": before})
         return raw
 
-    def _send(self, raws: list[Raw], tags: tuple[Tag, ...], tap: Tap, now: Moment) -> jax.Array:
+    def _send(
+        self, raws: list[Raw], tags: tuple[Tag, ...], site: CallSite, now: Counters
+    ) -> jax.Array:
         """Call the host: once, below vmap and shard_map too, or once a device if arrays go."""
         if not tags:
             return jnp.zeros(())
@@ -318,16 +318,16 @@ class Capture:
         shard = device if _ARRAYS in self.stats else {}
 
         @custom_vmap
-        def send(raws: list[Raw], now: Moment, shard: dict[str, jax.Array]) -> jax.Array:
+        def send(raws: list[Raw], now: Counters, shard: dict[str, jax.Array]) -> jax.Array:
             arrays = [{k: x for k, x in raw.items() if k in statistics.ARRAYS} for raw in raws]
             rest = [{k: x for k, x in raw.items() if k not in statistics.ARRAYS} for raw in raws]
-            words, layout = pack(([statistics.shortened(raw) for raw in rest], now, shard))
-            receive = functools.partial(self._receive, tags, tap, layout)
+            words, layout = pack((rest, now, shard))
+            receive = functools.partial(self._receive, tags, site, layout)
             jax.debug.callback(receive, words, arrays)
             return jnp.zeros(())
 
         @send.def_vmap
-        def _(lanes: int, batched: Any, raws: list[Raw], now: Moment, shard: Any) -> Any:
+        def _(lanes: int, batched: Any, raws: list[Raw], now: Counters, shard: Any) -> Any:
             theirs, own, _ = batched
             if any(jax.tree.leaves(own)):
                 # Lanes with an index of their own are layers.
@@ -344,7 +344,9 @@ class Capture:
             return send(raws, now, shard)
         return _on_first(device, lambda: send(raws, now, shard))
 
-    def _receive(self, tags: tuple[Tag, ...], tap: Tap, layout: Any, words: Any, all: Any) -> None:
+    def _receive(
+        self, tags: tuple[Tag, ...], site: CallSite, layout: Any, words: Any, all: Any
+    ) -> None:
         """On the host."""
         raws, now, shard = unpack(words, layout)
         index = tuple(now.index)
@@ -355,7 +357,7 @@ class Capture:
                     step=self._step((tag, index, *shard.values()), now),
                     index=index,
                     shard=shard,
-                    order=program_order(tag, tap, index),
+                    order=program_order(tag, site, index),
                     stats=statistics.numbers(raw, self.stats),
                     **{name: np.asarray(x) for name, x in arrays.items()},
                 )
@@ -365,9 +367,9 @@ class Capture:
         for sink in self.sinks:
             sink.write(record)
 
-    def _step(self, counted: Any, now: Moment) -> int:
+    def _step(self, counted: Any, now: Counters) -> int:
         """The step that is known, or how many records of this kind came before."""
-        step = self._host_step if now.told else now.step
+        step = self._host_step if now.on_host else now.step
         if step is not None:
             return int(step)
         self._counts[counted] += 1
@@ -375,12 +377,7 @@ class Capture:
 
 
 def _as_filter(filter: str | Filter | None, operation: str) -> Filter:
-    """A function of a tag.
-
-    Raises:
-      ValueError: no regular expression.
-      TypeError: a filter that is none.
-    """
+    """A filter as a function of a tag."""
     if filter is None:
         return lambda tag: True
     if isinstance(filter, str):
@@ -416,6 +413,46 @@ def _on_first(device: dict[str, jax.Array], run: Callable[[], jax.Array]) -> jax
 
 def _lane(tree: Any, batched: Any, lane: int) -> Any:
     return jax.tree.map(lambda x, own: x[lane] if own else x, tree, tuple(batched))
+
+
+def program_order(tag: Tag, site: CallSite, index: tuple[int, ...]) -> tuple[int, ...]:
+    """Where in its step: loops by their index, and gradients backwards, after all outputs."""
+    *loops, own = site.order
+    path = [number for pair in zip(loops, index, strict=False) for number in pair]
+    if tag.product == "output":
+        return (0, *path, own)
+    return (1, *(-number for number in (*path, own)))
+
+
+def pack(content: Any) -> tuple[jax.Array, Any]:
+    """A pytree of arrays of 32 bits as one, since a callback costs for each array that it is given.
+
+    Returns:
+      Words, uint32, scalars first; how `unpack` reads them.
+    """
+    leaves, tree = jax.tree.flatten(content)
+    words = [jnp.ravel(lax.bitcast_convert_type(x, jnp.uint32)) for x in leaves]
+    order = sorted(range(len(leaves)), key=lambda place: leaves[place].ndim > 0)
+    layout = tree, [(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
+    return jnp.concatenate([words[place] for place in order]), layout
+
+
+def unpack(words: Any, layout: Any) -> Any:
+    """What was packed: NumPy arrays, and numbers of Python, which NumPy reads together."""
+    tree, leaves = layout
+    words = np.asarray(words)
+    start, place = sum(not shape for shape, _ in leaves), 0
+    scalars = {dtype: words[:start].view(dtype).tolist() for _, dtype in leaves}
+    found = []
+    for shape, dtype in leaves:
+        if not shape:
+            found.append(scalars[dtype][place])
+            place += 1
+        else:
+            end = start + math.prod(shape)
+            found.append(words[start:end].view(dtype).reshape(shape))
+            start = end
+    return jax.tree.unflatten(tree, found)
 
 
 class NonFiniteError(FloatingPointError):
@@ -472,21 +509,6 @@ class _FirstNonFinite:
             raise NonFiniteError(self.first) from cause
 
 
-class _Guard(Capture):
-    """A capture that raises as soon as a bad step is over, where `at_step` is around it."""
-
-    operation, missing = "guard", "nothing was guarded"
-
-    @contextlib.contextmanager
-    def told(self, step: int) -> Iterator[None]:
-        """A context of a step; its callbacks have run at its end."""
-        with super().told(step):
-            yield
-        for sink in self.sinks:
-            assert isinstance(sink, _FirstNonFinite)
-            sink.check()
-
-
 @contextlib.contextmanager
 def guard(filter: str | Filter | None = None, *, step: Any = None) -> Iterator[None]:
     """A context that raises at the first block with Inf or NaN in it that is to be quantized.
@@ -513,7 +535,14 @@ def guard(filter: str | Filter | None = None, *, step: Any = None) -> Iterator[N
     """
     sink = _FirstNonFinite()
     try:
-        with _Guard(filter, stats=frozenset({"nonfinite"}), step=step, sinks=(sink,)):
+        with Capture(
+            filter,
+            stats=frozenset({"nonfinite"}),
+            step=step,
+            sinks=(sink,),
+            operation="guard",
+            missing="nothing was guarded",
+        ):
             yield
     except NonFiniteError:
         raise

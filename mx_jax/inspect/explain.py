@@ -10,12 +10,18 @@ import jax.numpy as jnp
 from jax import export
 
 from mx_jax.backends.calls import MatmulCall
+from mx_jax.backends.evidence import Row, in_force
 from mx_jax.backends.select import Selection, recording
 from mx_jax.backends.target import Target, use_target
-from mx_jax.inspect.abstract import of_arrays
-from mx_jax.inspect.calls_in_words import machine_text, work_text
-from mx_jax.inspect.explanation import Explanation
-from mx_jax.inspect.explanation_of import callable_model, explanation_of
+from mx_jax.inspect.explanation import (
+    Explanation,
+    callable_model,
+    explanation_of,
+    machine_text,
+    of_arrays,
+    reasons,
+    work_text,
+)
 from mx_jax.ops.arguments import as_recipe, makes_recipe
 from mx_jax.ops.dot_general import matmul
 from mx_jax.specs import MatmulRecipe
@@ -50,7 +56,7 @@ def explain(
 def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: Any) -> Any:
     """Say how the products of a recipe, or all casts and products of a function, are computed.
 
-    The first form tells of the three products of `[m, k] @ [k, n]` with a recipe. The second one
+    The first form explains the three products of `[m, k] @ [k, n]` with a recipe. The second one
     traces a function, as `jit` would, without computing: who casts and multiplies what, where, how
     often and at what cost, and which products stay in high precision, and why.
 
@@ -111,12 +117,7 @@ def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: An
 def _with_sizes(
     recipe: MatmulRecipe, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """What `_of_recipe` takes beside a recipe, by name.
-
-    Raises:
-      ValueError: a size below 0.
-      TypeError: no three whole sizes, or something else.
-    """
+    """What `_of_recipe` takes beside a recipe, by name; checked."""
     found = dict(zip(_SIZES, args, strict=False)) | kwargs
     once = len(found) == len(args) + len(kwargs)
     sizes: list[Any] = [found.get(name) for name in _SIZES]
@@ -153,9 +154,14 @@ def _of_recipe(
     recipe: MatmulRecipe, m: int, k: int, n: int, *, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> str:
     """What `explain` says of a recipe."""
-    lhs, rhs = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((m, k), (k, n)))
+    key = jax.random.key(0) if recipe.is_stochastic else None
+
+    def gradients(lhs: jax.Array, rhs: jax.Array) -> Any:
+        product, pullback = jax.vjp(lambda x, y: matmul(x, y, recipe=recipe, key=key), lhs, rhs)
+        return pullback(product)
+
     with recording() as recorder:
-        jax.eval_shape(lambda lhs, rhs: _with_gradients(recipe, lhs, rhs), lhs, rhs)
+        jax.eval_shape(gradients, *(jax.ShapeDtypeStruct(x, dtype) for x in ((m, k), (k, n))))
     # In the order of the products; what is in high precision is JAX's own, and no backend is asked.
     selections = iter([x for x in recorder.selections if isinstance(x.call, MatmulCall)])
     lines: list[str] = []
@@ -172,17 +178,11 @@ def _of_recipe(
     return "\n".join(lines)
 
 
-def _with_gradients(recipe: MatmulRecipe, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, ...]:
-    key = jax.random.key(0) if recipe.is_stochastic else None
-    product, pullback = jax.vjp(lambda x, y: matmul(x, y, recipe=recipe, key=key), lhs, rhs)
-    return pullback(product)
-
-
 def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     """Say how each cast and each quantized product of a call will be computed.
 
     The function is traced as `jit` would, without computing; take a `jax.grad` for the backward
-    products. Told is what a backend is asked for; whatever stays in high precision is JAX's own.
+    products. What stays in high precision is JAX's own, and is not listed.
 
     Args:
       function: what is called, of any kind: a model's `apply`, a train step.
@@ -223,11 +223,38 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str
 
 def _answer(title: str, selection: Selection) -> list[str]:
     """What takes a call, and why others do not."""
-    rejected = [f"  not {name}: {reason}" for name, reason in selection.rejections]
-    named = [
-        f"  {name} takes it if named, by prefer_backends({name!r}): {why}"
-        for name, why in selection.on_request
-    ]
     how = f" ({selection.how})" if selection.how else ""
-    proof = [] if selection.evidence is None else [f"  {selection.backend}: {selection.evidence}"]
-    return [f"{title} -> {selection.backend or 'two casts'}{how}", *proof, *rejected, *named]
+    answer = f"{title} -> {selection.backend or 'two casts'}{how}"
+    return [answer, *(f"  {reason}" for reason in reasons(selection))]
+
+
+def evidence_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Row, ...]:
+    """The measured rows by which kernels take parts of a call: what to record beside its results.
+
+    The function is traced as `jit` would, without computing; where no row counts, not even that.
+    Another program, or the same one where other rows count, may round otherwise. A file of the
+    rows, which `mx_jax.backends.evidence.write` makes, gives the same choices back:
+    `MX_JAX_EVIDENCE` names it.
+
+    Args:
+      function: what is called, of any kind: a model's `apply`, a train step.
+      *args: its arguments; arrays may be `jax.ShapeDtypeStruct`.
+      **kwargs: likewise.
+
+    Returns:
+      Each row once, in the order of use; none where no kernel was asked for a measurement's sake.
+
+    Raises:
+      ValueError: whatever the call itself raises.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> mx_jax.inspect.evidence_of(mx_jax.quantize, jnp.ones((8, 64)), "mxfp4")
+      ()
+    """
+    if not in_force():
+        return ()
+    with recording() as recorder:
+        jax.eval_shape(*of_arrays(function, *args, **kwargs))
+    rows = (selection.evidence for selection in recorder.selections)
+    return tuple(dict.fromkeys(row for row in rows if row is not None))

@@ -1,17 +1,23 @@
-"""Records of a capture, which files hold as JSON, and how statistics get to the host."""
+"""Records of a capture and its sinks, which have `write(record)` and `close()`."""
 
+import collections
+import csv
 import dataclasses
+import json
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from rich.box import SIMPLE_HEAD
+from rich.console import Console as RichConsole
+from rich.table import Table
 
+from mx_jax.inspect.statistics import columns, decibel, headed, nonfinite
 from mx_jax.ops.tags import Tag
-from mx_jax.ops.watched import Tap
+
+_TAG = ("path", "call", "product", "side", "axis", "format", "rule")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,11 +93,7 @@ class Scalar:
 
 
 def from_json(fields: Mapping[str, Any]) -> Record | Scalar:
-    """What a line of JSON holds.
-
-    Raises:
-      ValueError: it is no record.
-    """
+    """The record of a line of JSON; ValueError if it is none."""
     try:
         if "scalar" in fields:
             return Scalar(
@@ -123,41 +125,284 @@ def _read(value: Any) -> Any:
     return float(value) if isinstance(value, str) else value
 
 
-def program_order(tag: Tag, tap: Tap, index: tuple[int, ...]) -> tuple[int, ...]:
-    """Where in its step: loops by their index, and gradients backwards, after all outputs."""
-    *loops, own = tap.order
-    path = [number for pair in zip(loops, index, strict=False) for number in pair]
-    if tag.product == "output":
-        return (0, *path, own)
-    return (1, *(-number for number in (*path, own)))
+class Sink(Protocol):
+    """Takes the records of a capture.
 
-
-def pack(content: Any) -> tuple[jax.Array, Any]:
-    """A pytree of arrays of 32 bits as one, since a callback costs for each array that it is given.
-
-    Returns:
-      Words, uint32, scalars first; how `unpack` reads them.
+    Examples:
+      >>> import mx_jax
+      >>> class Largest:
+      ...     def __init__(self):
+      ...         self.found = float("-inf")
+      ...     def write(self, record):
+      ...         self.found = max(self.found, getattr(record, "value", self.found))
+      ...     def close(self):
+      ...         print("largest:", self.found)
+      >>> with mx_jax.inspect.capture(sink=Largest()):
+      ...     for loss in (4.0, 9.5, 3.0):
+      ...         mx_jax.inspect.scalar("loss", loss)
+      largest: 9.5
     """
-    leaves, tree = jax.tree.flatten(content)
-    words = [jnp.ravel(lax.bitcast_convert_type(x, jnp.uint32)) for x in leaves]
-    order = sorted(range(len(leaves)), key=lambda place: leaves[place].ndim > 0)
-    layout = tree, [(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
-    return jnp.concatenate([words[place] for place in order]), layout
+
+    def write(self, record: Record | Scalar) -> None:
+        """Take a record; called from the thread that runs callbacks, one at a time."""
+        ...
+
+    def close(self) -> None:
+        """The capture ends; it may begin again."""
+        ...
 
 
-def unpack(words: Any, layout: Any) -> Any:
-    """What was packed: NumPy arrays, and numbers of Python, which NumPy reads together."""
-    tree, leaves = layout
-    words = np.asarray(words)
-    start, place = sum(not shape for shape, _ in leaves), 0
-    scalars = {dtype: words[:start].view(dtype).tolist() for _, dtype in leaves}
-    found = []
-    for shape, dtype in leaves:
-        if not shape:
-            found.append(scalars[dtype][place])
-            place += 1
+class Memory(Mapping[Tag, Sequence[Record]]):
+    """Records in memory: a mapping from each tag to its records, as they came.
+
+    Attributes:
+      scalars: numbers by name.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> layer = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
+      >>> with mx_jax.inspect.capture() as records:
+      ...     _ = layer(jnp.ones((4, 64)), jnp.ones((64, 8)))
+      >>> print(*(tag.tensor for tag in records))
+      input weight product
+    """
+
+    def __init__(self):
+        self._records: dict[Tag, list[Record]] = {}
+        self.scalars: dict[str, list[Scalar]] = collections.defaultdict(list)
+
+    def __getitem__(self, tag: Tag) -> list[Record]:
+        return self._records[tag]
+
+    def __iter__(self) -> Iterator[Tag]:
+        return iter(self._records)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def __repr__(self) -> str:
+        steps = {record.step for own in self._records.values() for record in own}
+        span = f", steps {min(steps)} to {max(steps)}" if steps else ""
+        records = sum(map(len, self._records.values()))
+        numbers = f"; numbers: {', '.join(self.scalars)}" if self.scalars else ""
+        return f"<Memory: {records} records of {len(self)} tags{span}{numbers}>"
+
+    def all(self) -> list[Record]:
+        """All records: steps in order, and within a step the order of the program."""
+        records = (record for own in self._records.values() for record in own)
+        return sorted(records, key=lambda record: (record.step, record.order))
+
+    def write(self, record: Record | Scalar) -> None:
+        """Keep it."""
+        if isinstance(record, Scalar):
+            self.scalars[record.name].append(record)
         else:
-            end = start + math.prod(shape)
-            found.append(words[start:end].view(dtype).reshape(shape))
-            start = end
-    return jax.tree.unflatten(tree, found)
+            self._records.setdefault(record.tag, []).append(record)
+
+    def close(self) -> None:
+        """Nothing ends."""
+
+
+class _Numbers:
+    """A sink without arrays: below `shard_map` one record has the numbers of all devices."""
+
+    def write(self, record: Record | Scalar) -> None:
+        """Take a record, unless it is of another device than the first."""
+        if isinstance(record, Scalar) or not any(record.shard.values()):
+            self._write(record)
+
+    def _write(self, record: Record | Scalar) -> None:
+        raise NotImplementedError
+
+
+class _File(_Numbers):
+    """A file that is appended to, and written as records come."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._file: Any = None
+
+    def _open(self) -> Any:
+        if self._file is None:
+            self._file = self.path.open("a", encoding="utf-8", newline="")
+        return self._file
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class Jsonl(_File):
+    """A file with a line of JSON for each record: what `report` reads. Written as it comes.
+
+    Args:
+      path: of the file; what it holds stays, so that a run that is resumed goes on.
+
+    Examples:
+      >>> import pathlib, tempfile, mx_jax
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "run.jsonl")
+      >>> with mx_jax.inspect.capture(sink=mx_jax.inspect.Jsonl(path)):
+      ...     mx_jax.inspect.scalar("loss", 2.5)
+      >>> print(path.read_text().strip())
+      {"step": 0, "scalar": "loss", "value": 2.5}
+    """
+
+    def _write(self, record: Record | Scalar) -> None:
+        file = self._open()
+        file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
+        file.flush()
+
+
+class Csv(_File):
+    """A table with a row for each record, without histograms and channels; numbers besides.
+
+    Args:
+      path: of the file; a file that is there is continued.
+
+    Examples:
+      >>> import csv, pathlib, tempfile, mx_jax
+      >>> path = pathlib.Path(tempfile.mkdtemp(), "run.csv")
+      >>> with mx_jax.inspect.capture(sink=mx_jax.inspect.Csv(path)):
+      ...     mx_jax.inspect.scalar("loss", 2.5)
+      >>> rows = csv.DictReader(path.read_text().splitlines())
+      >>> [(row["step"], row["path"], row["value"]) for row in rows]
+      [('0', 'loss', '2.5')]
+    """
+
+    def _write(self, record: Record | Scalar) -> None:
+        file = self._open()
+        rows = csv.DictWriter(file, ("step", "index", *_TAG, *columns(), "value"), restval="")
+        if not file.tell():
+            rows.writeheader()
+        if isinstance(record, Scalar):
+            rows.writerow({"step": record.step, "path": record.name, "value": record.value})
+        else:
+            row: dict[str, Any] = {name: getattr(record.tag, name) for name in _TAG}
+            row |= {name: record.stats[name] for name in columns() if name in record.stats}
+            index = "/".join(map(str, record.index))
+            rows.writerow({"step": record.step, "index": index, **row})
+        file.flush()
+
+
+class TensorBoard(_Numbers):
+    """Numbers for TensorBoard.
+
+    Args:
+      writer: a folder, which tensorboardX writes (`pip install "mx_jax[tensorboard]"`); or whatever
+        has `add_scalar(name, value, step)`, as tensorboardX's `SummaryWriter` and torch's do, or
+        `write_scalars(step, {name: value})`, as clu's writers do.
+
+    Raises:
+      ImportError: a folder, and no tensorboardX.
+      TypeError: a writer that has neither.
+
+    Examples:
+      >>> import mx_jax
+      >>> class Writer:
+      ...     def add_scalar(self, name, value, step):
+      ...         print(f"step {step}: {name} {value}")
+      >>> with mx_jax.inspect.capture(sink=mx_jax.inspect.TensorBoard(Writer())):
+      ...     mx_jax.inspect.scalar("loss", 2.5)
+      step 0: loss 2.5
+    """
+
+    def __init__(self, writer: Any):
+        if isinstance(writer, str | Path):
+            writer = _summary_writer(writer)
+        if not hasattr(writer, "add_scalar") and not hasattr(writer, "write_scalars"):
+            raise TypeError(
+                "TensorBoard: needs a folder, or a writer with add_scalar (tensorboardX) or "
+                f"write_scalars (clu), got writer of type {type(writer).__name__}"
+            )
+        self._writer = writer
+
+    def _write(self, record: Record | Scalar) -> None:
+        if isinstance(record, Scalar):
+            numbers = {record.name: record.value}
+        else:
+            own = f"{record.path}/{record.tag.product}/{record.tag.tensor}"
+            own += f"/{record.tag.call}" if record.tag.call else ""
+            # An operand without an error has an SQNR of Inf: no news, and no point in a plot.
+            numbers = {
+                f"{own}/{name}": record.stats[name]
+                for name in columns()
+                if name in record.stats and math.isfinite(record.stats[name])
+            }
+        if hasattr(self._writer, "write_scalars"):
+            self._writer.write_scalars(record.step, numbers)
+            return
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, record.step)
+
+    def close(self) -> None:
+        """Hand on what the writer holds back."""
+        if hasattr(self._writer, "flush"):
+            self._writer.flush()
+
+
+class Console(_Numbers):
+    """A table for each step, printed when the next begins, and at the end. It fits a terminal of
+    80 columns.
+
+    Args:
+      console: where to; default: standard output.
+      worst: how many rows: those with Inf or NaN first, then those with the lowest SQNR. That of a
+        product is against the same product in float32.
+
+    Examples:
+      >>> import mx_jax
+      >>> with mx_jax.inspect.capture(sink=mx_jax.inspect.Console(worst=5)):
+      ...     mx_jax.inspect.scalar("loss", 2.5)
+      step 0: loss = 2.5
+    """
+
+    def __init__(self, console: RichConsole | None = None, worst: int = 10):
+        self._console = RichConsole() if console is None else console
+        self._worst, self._step = worst, 0
+        self._records: list[Record] = []
+
+    def _write(self, record: Record | Scalar) -> None:
+        if isinstance(record, Scalar):
+            self._console.print(f"step {record.step}: {record.name} = {record.value:.6g}")
+            return
+        if record.step != self._step:
+            self.close()
+            self._step = record.step
+        self._records.append(record)
+
+    def close(self) -> None:
+        """Print the last step."""
+        records, self._records = self._records, []
+        if records:
+            title = f"step {self._step}: {len(records)} records, the worst first"
+            self._console.print(_table(title, records, self._worst))
+
+
+def _table(title: str, records: Sequence[Record], rows: int) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for index, heading in enumerate(("operand", "format", *(own.heading for own in headed()))):
+        table.add_column(heading, justify="right" if index > 1 else "left", overflow="fold")
+
+    def worst(record: Record) -> tuple[float, float]:
+        return -nonfinite(record.stats), decibel(record.stats)
+
+    for record in sorted(records, key=worst)[:rows]:
+        table.add_row(
+            f"{record.path} {record.tag.product} {record.tag.tensor}",
+            record.tag.format,
+            *(column.text(record.stats) for column in headed()),
+        )
+    return table
+
+
+def _summary_writer(folder: str | Path) -> Any:
+    try:
+        from tensorboardX import SummaryWriter  # pyright: ignore
+    except ImportError as error:
+        raise ImportError(
+            f"TensorBoard: writing into folder={str(folder)!r} needs tensorboardX, which is not "
+            'installed; pip install "mx_jax[tensorboard]", or give a writer that you have'
+        ) from error
+    return SummaryWriter(str(folder))

@@ -11,16 +11,25 @@ from typing import Any
 from mx_jax.checkpoint.foreign import read as read_weights
 from mx_jax.checkpoint.safetensors_file import check_apart, replacing
 from mx_jax.checkpoint.weights import Weights
-from mx_jax.inspect.records import Record, Scalar, from_json
-from mx_jax.inspect.report_checkpoint import checkpoint_page
-from mx_jax.inspect.report_page import Bad, Histogram, Lines, Sentences, Share, Table, page
-from mx_jax.inspect.sinks import Memory
-from mx_jax.inspect.statistics import HEADED, TABLE, Plot
-from mx_jax.inspect.tensor_facts import facts_of
+from mx_jax.inspect import statistics
+from mx_jax.inspect.records import Memory, Record, Scalar, from_json
+from mx_jax.inspect.report_checkpoint import checkpoint_page, facts_of
+from mx_jax.inspect.report_page import (
+    COLUMNS,
+    LINES,
+    ROWS,
+    Bad,
+    Histogram,
+    Lines,
+    Sentences,
+    Table,
+    page,
+    share_map,
+    worst_lines,
+)
+from mx_jax.inspect.statistics import Plot, headed
 
 FilePath = str | os.PathLike[str]
-# Lines, rows and steps that a reader can tell apart.
-_LINES, _ROWS, _STEPS = 12, 30, 12
 # Layers of a scan that a sentence names; of more it says how many.
 _NAMED = 6
 
@@ -119,11 +128,7 @@ def _named(reference: Mapping[str, Any] | FilePath) -> str:
 
 
 def read(path: FilePath) -> Memory:
-    """What a file of `Jsonl` holds.
-
-    Raises:
-      ValueError: a line that is no record.
-    """
+    """The records of a file of `Jsonl`; ValueError of a line that is none."""
     memory = Memory()
     for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
         try:
@@ -134,18 +139,13 @@ def read(path: FilePath) -> Memory:
 
 
 def run_page(title: str, memory: Memory) -> str:
-    """The page of a run as text: what is out of the ordinary, losses, statistics by layer.
-
-    Raises:
-      ValueError: nothing was captured.
-    """
+    """The page of a run as text; ValueError if nothing was captured."""
     found = memory.all()
     if not found and not memory.scalars:
         raise ValueError(f"report: needs records, got none in records={memory!r}")
-    sentences = findings(found, memory.scalars)
-    plots = [row.plot for row in TABLE if row.plot is not None]
+    plots = [row.plot for row in statistics.TABLE if row.plot is not None]
     sections = {
-        "Out of the ordinary": [Sentences(sentences) if sentences else "nothing"],
+        "Out of the ordinary": [Sentences(findings(found, memory.scalars))],
         "Numbers": _numbers(memory),
         **{plot.heading: _over_time(found, plot) for plot in plots},
         "Worst layers": [_worst(found)],
@@ -172,7 +172,7 @@ def findings(records: Sequence[Record], scalars: Mapping[str, Sequence[Scalar]])
             if isinstance(value, int | float) and math.isfinite(value):
                 before.setdefault(number, value)
         what = f"{record.path}: the {tag.tensor} of {tag.product} ({tag.format})"
-        for row in TABLE:
+        for row in statistics.TABLE:
             known = row.columns and row.columns[0].number in stats
             if known and (text := row.finding(stats, before)):
                 group = row.name, tag.path
@@ -248,13 +248,8 @@ def _over_time(records: Sequence[Record], plot: Plot) -> list[Any]:
             series[_name(record)].append((record.step, record.stats[plot.number]))
     if not series:
         return ["not captured"]
-
-    def worst(name: str) -> float:
-        return min((plot.sign * v for _, v in series[name] if math.isfinite(v)), default=math.inf)
-
-    shown = sorted(series, key=worst)[:_LINES]
-    drawn = Lines({name: series[name] for name in shown}, plot.unit)
-    return [f"the {len(shown)} worst of {len(series)}", drawn]
+    lines = worst_lines(series, plot.unit, sign=plot.sign)
+    return [f"the {min(len(series), LINES)} worst of {len(series)}", lines]
 
 
 def _worst(records: Sequence[Record]) -> Table:
@@ -266,18 +261,18 @@ def _worst(records: Sequence[Record]) -> Table:
             known = lowest.get(_name(record))
             if known is None or sqnr < known.stats["sqnr_db"]:
                 lowest[_name(record)] = record
-    ranked = sorted(lowest.items(), key=lambda pair: pair[1].stats["sqnr_db"])[:_ROWS]
+    ranked = sorted(lowest.items(), key=lambda pair: pair[1].stats["sqnr_db"])[:ROWS]
     rows = [
         (
             name,
             f"{record.tag.format} ({record.tag.rule})",
             str(record.step),
-            *(column.text(record.stats, 4) for column in HEADED),
+            *(column.text(record.stats, 4) for column in headed()),
             ", ".join(f"{i}: {amax:.3g}" for i, amax in record.stats.get("channels", [])[:3]),
         )
         for name, record in ranked
     ]
-    heads = ("operand", "format", "step", *(column.heading for column in HEADED))
+    heads = ("operand", "format", "step", *(column.heading for column in headed()))
     return Table((*heads, "largest channels"), rows)
 
 
@@ -290,14 +285,9 @@ def _saturation(records: Sequence[Record]) -> list[Any]:
     if not found:
         return ["not captured"]
     steps = sorted({step for own in found.values() for step in own})
-    steps = sorted({steps[round(i * (len(steps) - 1) / (_STEPS - 1))] for i in range(_STEPS)})
-    ranked = sorted(found, key=lambda name: -max(found[name].values()))[:_ROWS]
-    rows = [
-        (name, *(Share(found[name][s]) if s in found[name] else "" for s in steps))
-        for name in ranked
-    ]
-    table = Table(("operand", *map(str, steps)), rows, left=1)
-    return ["% of values, by step", table]
+    shown = {steps[round(i * (len(steps) - 1) / (COLUMNS - 1))] for i in range(COLUMNS)}
+    columns = {step: str(step) for step in sorted(shown)}
+    return ["% of values, by step", share_map("operand", found, columns, numbers=True)]
 
 
 def _scales(records: Sequence[Record]) -> list[Any]:
@@ -306,5 +296,5 @@ def _scales(records: Sequence[Record]) -> list[Any]:
         (name, record.tag.format, Histogram(record.stats["scales"]))
         for name, record in sorted(last.items())
         if record.stats.get("scales")
-    ][: 3 * _ROWS]
+    ][: 3 * ROWS]
     return ["at the last step", Table(("operand", "format", "exponents"), rows)]

@@ -1,22 +1,25 @@
 """Pages of reports, filled into `report_page.html`: one file, light and dark, nothing fetched.
 
 A page is sections of blocks: a `str` is a note, and the classes here are all others. The template
-draws them by their `kind`, and escapes all texts.
+draws them by their class's name, and escapes all texts.
 """
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+Series = Mapping[str, Sequence[tuple[int, float]]]
+
+# Lines, rows and columns that a reader can tell apart.
+LINES, ROWS, COLUMNS = 12, 30, 12
 # Exponents of scales that say nothing of how large values are.
 _ENDS = {-127: "at 2^-127, as zeros are", 128: "with NaN"}
 # Of the bars of a histogram, in pixels.
 _BAR, _BAR_HEIGHT, _WIDEST = 10, 36, 400
-# Tells twelve lines apart on light pages and on dark ones; neighbours are far from each other.
-_COLORS = [f"hsl({(210 + 150 * number) % 360}, 60%, 50%)" for number in range(12)]
 
 
 def page(title: str, lead: str, sections: Mapping[str, Sequence[Any]]) -> str:
@@ -35,9 +38,8 @@ def _template() -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Sentences:
-    """A numbered list."""
+    """A numbered list; a note where there is nothing."""
 
-    kind: ClassVar = "sentences"
     sentences: Sequence[str]
 
 
@@ -45,7 +47,6 @@ class Sentences:
 class Bad:
     """A text that is out of the ordinary: a block or a cell."""
 
-    kind: ClassVar = "bad"
     text: str
 
 
@@ -54,7 +55,6 @@ class Table:
     """A table: cells are texts, `Bad`, `Share` or `Histogram`; so many columns are aligned to the
     left, and narrow ones are no wider than they must be."""
 
-    kind: ClassVar = "table"
     heads: Sequence[str]
     rows: Sequence[Sequence[Any]]
     left: int = 2
@@ -66,7 +66,6 @@ class Share:
     """A cell of a map, darker where a share is larger: 0 to 1, on a scale of roots. The per cents
     are in it, or only beneath the pointer."""
 
-    kind: ClassVar = "share"
     value: float
     numbers: bool = True
 
@@ -82,23 +81,33 @@ class Share:
         return "" if not self.numbers else f"{number:.2g}" if number < 10 else f"{number:.0f}"
 
 
+def share_map(
+    head: str, shares: Mapping[str, Mapping[int, float]], columns: Mapping[int, str], numbers: bool
+) -> Table:
+    """Shares by name and column, those names first that have most."""
+    ranked = sorted(shares, key=lambda name: -max(shares[name].values()))[:ROWS]
+    rows = [
+        (name, *(Share(own[at], numbers) if at in own else "" for at in columns))
+        for name in ranked
+        for own in (shares[name],)
+    ]
+    return Table((head, *columns.values()), rows, left=1, narrow=not numbers)
+
+
 class Histogram:
     """A cell: bars from the smallest power of two to the largest, and in words what is no power of
     two: blocks of zeros, which have the least scale, and blocks with NaN."""
 
-    kind: ClassVar = "histogram"
-
     def __init__(self, counts: Mapping[int, int]):
-        own = sorted(counts.items())
-        inside = [(e, n) for e, n in own if e not in _ENDS]
-        self.ends = ", ".join(f"{n} {_ENDS[e]}" for e, n in own if e in _ENDS)
+        inside = {e: n for e, n in sorted(counts.items()) if e not in _ENDS}
+        self.ends = ", ".join(f"{counts[e]} {text}" for e, text in _ENDS.items() if e in counts)
         self.bars: list[dict[str, Any]] = []
         if inside:
-            first, span = inside[0][0], inside[-1][0] - inside[0][0] + 1
-            most = max(n for _, n in inside)
+            first, span = min(inside), max(inside) - min(inside) + 1
+            most = max(inside.values())
             self.step = min(_BAR, max(2, _WIDEST // span))
             self.width = max(span * self.step, 70)
-            for e, n in inside:
+            for e, n in inside.items():
                 height = max(1.0, n / most * _BAR_HEIGHT)
                 bar = {"exponent": e, "count": n, "x": (e - first) * self.step, "height": height}
                 self.bars.append(bar)
@@ -111,54 +120,49 @@ class Lines:
     smallest.
     """
 
-    kind: ClassVar = "lines"
     WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 234, 64, 712, 22, 210
 
-    def __init__(
-        self, series: Mapping[str, Sequence[tuple[int, float]]], unit: str, along: str = "step"
-    ):
-        self.unit, self.along = unit, along
-        self.named = list(series) != [unit]
+    def __init__(self, series: Series, unit: str, along: str = "step"):
+        self.unit, self.along, self.named = unit, along, list(series) != [unit]
         self.drawn: list[tuple[str, str, list[Any]]] = []
         points = [point for own in series.values() for point in own if math.isfinite(point[1])]
         if not points:
             return
-        self.first, self.last = min(step for step, _ in points), max(step for step, _ in points)
-        low, high = min(value for _, value in points), max(value for _, value in points)
-        self._logarithmic = low > 0 and high > 100 * low
+        steps, values = zip(*points, strict=True)
+        self.first, self.last, low, high = min(steps), max(steps), min(values), max(values)
+        logarithmic = low > 0 and high > 100 * low
         if low == high:
             # One value has an axis around it, in its own size.
             around = abs(low) / 2 or 1.0
             low, high = low - around, high + around
-        self._low, self._high = self._scaled(low), self._scaled(high)
-        self.drawn = [
-            (name, _COLORS[number % len(_COLORS)], self._runs(own))
-            for number, (name, own) in enumerate(series.items())
-        ]
+        scaled = math.log10 if logarithmic else float
+        bottom, top = scaled(low), scaled(high)
 
-    @property
-    def ticks(self) -> list[tuple[float, float]]:
-        """Five lines across, with their values."""
-        found = []
+        def placed(step: int, value: float) -> tuple[float, float, int, float]:
+            right = (step - self.first) / max(self.last - self.first, 1)
+            down = (top - scaled(value)) / (top - bottom)
+            x = self.LEFT + right * (self.RIGHT - self.LEFT)
+            return x, self.TOP + down * (self.BOTTOM - self.TOP), step, value
+
+        # Five lines across, with their values.
+        self.ticks = []
         for share in (0, 0.25, 0.5, 0.75, 1):
-            value = self._high + share * (self._low - self._high)
+            value = top + share * (bottom - top)
             y = self.TOP + share * (self.BOTTOM - self.TOP)
-            found.append((y, 10.0**value if self._logarithmic else value))
-        return found
+            self.ticks.append((y, 10.0**value if logarithmic else value))
+        for number, (name, own) in enumerate(series.items()):
+            # Tells twelve lines apart on light pages and on dark ones: neighbours' hues are far.
+            color = f"hsl({(210 + 150 * number) % 360}, 60%, 50%)"
+            runs = itertools.groupby(own, key=lambda point: math.isfinite(point[1]))
+            drawn = [[placed(*point) for point in run] for finite, run in runs if finite]
+            self.drawn.append((name, color, drawn))
 
-    def _scaled(self, value: float) -> float:
-        return math.log10(value) if self._logarithmic else value
 
-    def _runs(self, points: Sequence[tuple[int, float]]) -> list[list[Any]]:
-        """Points in a row that are finite: places, step and value."""
-        runs: list[list[Any]] = [[]]
-        for step, value in points:
-            if math.isfinite(value):
-                right = (step - self.first) / max(self.last - self.first, 1)
-                down = (self._high - self._scaled(value)) / (self._high - self._low)
-                x = self.LEFT + right * (self.RIGHT - self.LEFT)
-                y = self.TOP + down * (self.BOTTOM - self.TOP)
-                runs[-1].append((x, y, step, value))
-            else:
-                runs.append([])
-        return [run for run in runs if run]
+def worst_lines(series: Series, unit: str, along: str = "step", sign: int = 1) -> Lines:
+    """The lines that are worst at their worst; the sign is 1 if low is bad, -1 if high is."""
+
+    def worst(name: str) -> float:
+        return min((sign * v for _, v in series[name] if math.isfinite(v)), default=math.inf)
+
+    shown = sorted(series, key=worst)[:LINES]
+    return Lines({name: series[name] for name in shown}, unit, along)

@@ -16,8 +16,7 @@ import numpy as np
 from rich.table import Table
 
 from mx_jax.formats import BlockFormat, block_format
-from mx_jax.inspect.bias import path_name
-from mx_jax.inspect.tables import aligned, rich_table
+from mx_jax.inspect.bias import aligned, path_name, rich_table
 from mx_jax.ops.quantize import cast
 from mx_jax.recipes import weight_only
 
@@ -399,20 +398,8 @@ def _choose(
 def best_choice(costs: Any, sizes: Any, limit: float) -> list[int] | None:
     """One option for each item, of the least summed cost, whose sizes add up to the limit at most.
 
-    The multiple-choice knapsack problem, as a linear program in whole numbers.
-
-    Args:
-      costs: of each item's options, `[items, options]`; Inf: not to be chosen.
-      sizes: likewise, in whatever unit.
-      limit: of the sum of sizes.
-
-    Returns:
-      The index of each item's option; None where even the smallest do not fit.
-
-    Examples:
-      >>> from mx_jax.inspect.sensitivities import best_choice
-      >>> best_choice([[5, 0], [1, 0]], [[1, 3], [1, 3]], 4)
-      [1, 0]
+    The multiple-choice knapsack problem, as a linear program in whole numbers. Costs and sizes are
+    `[items, options]`; a cost of Inf is never chosen. None where even the smallest do not fit.
     """
     from scipy import optimize, sparse  # takes half a second to import
 

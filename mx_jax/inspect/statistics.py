@@ -6,6 +6,7 @@ one's power of two: gradients of 1e-25 have an SQNR too.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -27,8 +28,6 @@ from mx_jax.reference.statistics import Raw, count, exponent, power, relative, t
 Stats = Mapping[str, Any]
 
 NUM_CHANNELS = 8
-# Channels that the host sorts.
-_FEW = 2**13
 # What float32's exponent field says of 1.
 _ONE = 127
 # Beyond these a report has a sentence: shares of values, a ratio of amaxes, dB below the first.
@@ -66,25 +65,26 @@ class Statistic:
 
     Attributes:
       name: as `capture` takes it.
-      joins: arrays that it needs, from `of_cast` or `of_product`, and how those of lanes and shards
-        join: "max", "sum", or "squares", sums of squares of what was divided by amax's power of 2.
-      of: numbers for `Record.stats`, of these arrays on the host.
+      joins: arrays that it needs, and how those of lanes and shards join: "max", "sum", or
+        "squares", sums of squares of what was divided by amax's power of 2.
+      of: numbers for `Record.stats`, of these arrays and `size` on the host.
+      arrays: computes them of a cast: of the values, of what they became, and the channels' axis.
+        None: `reference.statistics` has them, and kernels may, or `of_product`.
       columns: those of the numbers that tables hold.
       finding: what a report says of a record with the first of them, if anything; of its numbers,
         and of the first finite ones that the same operand had.
       plot: a section of a report.
       needs_before: whether it compares with the values before the cast.
-      shorten: makes less of large arrays before they go to the host.
     """
 
     name: str
     joins: Mapping[str, str]
     of: Callable[[Stats], dict[str, Any]]
+    arrays: Callable[[jax.Array, MXArray, int], Raw] | None = None
     columns: tuple[Column, ...] = ()
     finding: Callable[[Stats, Stats], str | bool] = lambda stats, first: False
     plot: Plot | None = None
     needs_before: bool = False
-    shorten: Callable[[Raw], Raw] = lambda raw: raw
 
 
 def nonfinite(stats: Stats) -> int:
@@ -125,35 +125,20 @@ def _sqnr(raw: Stats) -> dict[str, Any]:
     return {"sqnr_db": 10 * math.log10(ratio) if ratio > 0 else ratio and -math.inf}
 
 
-def _shorten_channels(raw: Raw) -> Raw:
-    """Of many channels only the largest, and the one in the middle. The host sorts few of them
-    itself, which is a tenth of the work."""
-    amaxes = raw["channel_amax"]
-    if amaxes.size <= _FEW:
-        return raw
-    largest, where = lax.top_k(amaxes, NUM_CHANNELS)
-    return raw | {"channel_amax": largest, "channel": where, "median": jnp.median(amaxes)}
-
-
 def _channels(raw: Stats) -> dict[str, Any]:
     """The largest channels, of equal ones the first; the largest over the one in the middle."""
-    largest = raw["channel_amax"]
-    if "channel" in raw:
-        where, median = raw["channel"], raw["median"]
-    else:
-        # One partition finds the middle and the least of the largest without sorting the others.
-        size, few = largest.size, min(NUM_CHANNELS, largest.size)
-        low, high = (size - 1) // 2, size // 2
-        parted = np.partition(largest, (low, high, size - few))
-        median = parted[low] if low == high else (parted[low] + parted[high]) / 2
-        least = parted[size - few]
-        where = (largest >= least).nonzero()[0]
-        where = where[(-largest[where]).argsort(kind="stable")[:few]]
-        largest = largest[where]
-    pairs = zip(where.tolist(), largest.tolist(), strict=True)
+    amaxes = raw["channel_amax"]
+    # One partition finds the middle and the least of the largest without sorting the others.
+    size, few = amaxes.size, min(NUM_CHANNELS, amaxes.size)
+    low, high = (size - 1) // 2, size // 2
+    parted = np.partition(amaxes, (low, high, size - few))
+    where = (amaxes >= parted[size - few]).nonzero()[0]
+    where = where[(-amaxes[where]).argsort(kind="stable")[:few]]
+    median = parted[low] if low == high else (parted[low] + parted[high]) / 2
+    pairs = zip(where.tolist(), amaxes[where].tolist(), strict=True)
     return {
         "channels": [[index, amax] for index, amax in pairs],
-        "outlier_ratio": _ratio(float(largest[0]), float(median)),
+        "outlier_ratio": _ratio(float(amaxes[where[0]]), float(median)),
     }
 
 
@@ -231,7 +216,6 @@ TABLE = (
             and f"has an outlier: channel {stats['channels'][0][0]} is "
             f"{stats['outlier_ratio']:.0f} times the median"
         ),
-        shorten=_shorten_channels,
     ),
     Statistic(
         name="error",
@@ -255,31 +239,42 @@ STATISTICS = tuple(row.name for row in TABLE)
 - `"scales"`: how many scales have which exponent;
 - `"underflow"`, `"saturation"`: shares of values that became zero, or the largest code though they
   are larger;
-- `"nonfinite"`: blocks with Inf or NaN, and blocks in all;
-- `"sqnr"`: signal to quantization noise, in dB;
-- `"channels"`: the largest amaxes along the axis of the blocks, and the first over the median;
-- `"error"`, of products: `|exact - actual| / |exact|` and their cosine, where exact is the product
-  of the same operands in float32; of gradients too. A large product is compared in a fixed sample
-  of its entries, `compared` of `entries`: the rows and columns at an odd distance, at most 128 of
-  each, so that one of 128 by 128 is compared as a whole;
+- `"nonfinite"`: blocks with Inf or NaN, and blocks in all, `nonfinite_blocks` and `blocks`;
+- `"sqnr"`: signal to quantization noise, in dB, `sqnr_db`;
+- `"channels"`: the largest amaxes along the axis of the blocks, pairs of index and amax, and the
+  first over the median, `outlier_ratio`;
+- `"error"`, of products: `|exact - actual| / |exact|` and their `cosine`, where exact is the
+  product of the same operands in float32; of gradients too. A large product is compared in a fixed
+  sample of its entries, `compared` of `entries`: the rows and columns at an odd distance, at most
+  128 of each, so that one of 128 by 128 is compared as a whole;
 - `"arrays"`, only if named: the values before and after, whole on one device, even where they are
   sharded. Below `shard_map` each device gives a record with its part, and `Record.shard` says
   which. Products are then compared as a whole.
 """
-COLUMNS = tuple(column.number for row in TABLE for column in row.columns)
-"""Numbers that a row of a table holds."""
-HEADED = sorted((c for row in TABLE for c in row.columns if c.heading), key=lambda c: c[1] != "dB")
-"""Columns of tables for people: what they are sorted by, the SQNR, first."""
 ARRAYS = frozenset({"before", "after"})
 """What raw statistics may hold besides: arrays of the user, which do not join."""
 
-_JOINS: dict[str, str] = {"size": "sum"}
-for _row in TABLE:
-    _JOINS |= _row.joins
+
+def columns() -> tuple[str, ...]:
+    """Numbers that a row of a table holds."""
+    return tuple(column.number for row in TABLE for column in row.columns)
 
 
-def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
-    """What the wanted statistics of a cast need, by the fastest kernel; channels along an axis."""
+def headed() -> list[Column]:
+    """Columns of tables for people: what they are sorted by, the SQNR, first."""
+    found = [column for row in TABLE for column in row.columns if column.heading]
+    return sorted(found, key=lambda column: column.heading != "dB")
+
+
+def of_cast(before: jax.Array | None, after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
+    """What the wanted statistics of a cast need, by the fastest kernel; channels along an axis.
+
+    Of an operand that came quantized, whose values before are None, nothing of what the cast lost.
+    """
+    rows = [row for row in TABLE if row.name in wanted and row.name != "error"]
+    if before is None:
+        rows = [row for row in rows if not row.needs_before]
+        before = plain.finite_values(after, dequantize)
     after = dataclasses.replace(after, primal=None)
     call = CastStatisticsCall(
         shape=after.shape,
@@ -289,24 +284,20 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
         axis=axis % before.ndim - before.ndim,
         scale_axes=varying_axes(after.tensor_scale),
     )
-    rows = [row for row in TABLE if row.name in wanted and row.name != "error"]
-    choice = choose_if_any(call)
     raw: Raw = {}
+    for row in rows:
+        raw |= {} if row.arrays is None else row.arrays(before, after, axis)
+    rows = [row for row in rows if row.arrays is None]
+    choice = choose_if_any(call)
     if choice is not None and not choice.offer.is_plain:
         needed = {"amax", "size"}.union(*(row.joins for row in rows))
-        raw = choice.offer.run(before, after, call)
-        raw = {name: value for name, value in raw.items() if name in needed}
+        found = choice.offer.run(before, after, call)
+        raw |= {name: value for name, value in found.items() if name in needed}
         rows = [row for row in rows if not row.joins.keys() <= raw.keys()]
         if not rows:
             return raw
     # Only what is wanted and no kernel has, of values that a kernel may decode.
     return raw | plain.of_cast(before, after, axis, {row.name for row in rows}, dequantize)
-
-
-def of_stored(after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
-    """What is known of an operand that came quantized: nothing of what the cast lost."""
-    known = {row.name for row in TABLE if row.name in wanted and not row.needs_before}
-    return of_cast(plain.finite_values(after, dequantize), after, axis, known)
 
 
 def of_product(exact: jax.Array, compared: jax.Array, actual: jax.Array) -> Raw:
@@ -369,37 +360,92 @@ def _joined(raw: Raw, maximum: Any, summed: Any) -> Raw:
     """Each array as its row says; arrays of the user as they are."""
     amax = maximum(raw["amax"])
     share = jnp.square(power(exponent(raw["amax"]) - exponent(amax)))
+    joins = {"size": "sum"} | {name: how for row in TABLE for name, how in row.joins.items()}
     joined = {}
     for name, value in raw.items():
         if name in ARRAYS:
             joined[name] = value
-        elif _JOINS[name] == "max":
+        elif joins[name] == "max":
             joined[name] = maximum(value)
         else:
-            joined[name] = summed(value * share if _JOINS[name] == "squares" else value)
+            joined[name] = summed(value * share if joins[name] == "squares" else value)
     return joined
 
 
-def shortened(raw: Raw) -> Raw:
-    """What the host gets."""
-    for row in TABLE:
-        if row.joins.keys() <= raw.keys():
-            raw = row.shorten(raw)
-    return raw
-
-
 def numbers(raw: Stats, wanted: Collection[str]) -> dict[str, Any]:
-    """`Record.stats` of raw statistics, on the host; the error of a product comes with arrays too.
-
-    Returns:
-      `amax`; `underflow` and `saturation` as shares; `nonfinite_blocks` and `blocks`; `sqnr_db`;
-      `scales`, how many have which exponent; `channels`, pairs of index and amax, the largest
-      first, and `outlier_ratio`, the largest over the middle one; of a product `error`,
-      `|exact - actual| / |exact|`, and `cosine`, of `compared` of its `entries`, and how many of
-      these are `nonfinite`.
-    """
+    """`Record.stats` of raw statistics, on the host; arrays of a product come with its error."""
     found: dict[str, Any] = {}
     for row in TABLE:
         if row.joins.keys() <= raw.keys() and row.name in {*wanted, "error"}:
             found |= row.of(raw)
     return found
+
+
+def sqnr_db(exact: jax.typing.ArrayLike, approximate: jax.typing.ArrayLike) -> float:
+    """Signal to quantization noise: `10 log10(sum exact^2 / sum (exact - approximate)^2)`, in dB.
+
+    Args:
+      exact: reference values.
+      approximate: values of the same shape.
+
+    Returns:
+      A float; inf if nothing differs.
+
+    Raises:
+      ValueError: if the shapes differ.
+
+    Examples:
+      >>> import jax, mx_jax
+      >>> x = jax.random.normal(jax.random.key(0), (256, 256))
+      >>> round(mx_jax.inspect.sqnr_db(x, mx_jax.cast(x, "mxfp8_e4m3", scale_rule="rceil")))
+      32
+    """
+    # In float64: squares of float32 values leave float32's range long before the values do.
+    exact, approximate = np.asarray(exact, np.float64), np.asarray(approximate, np.float64)
+    if exact.shape != approximate.shape:
+        raise ValueError(
+            "sqnr_db: shapes must agree, got "
+            f"exact.shape={exact.shape}, approximate.shape={approximate.shape}"
+        )
+    noise = np.sum(np.square(exact - approximate))
+    if noise == 0:
+        return math.inf
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(10.0 * np.log10(np.sum(np.square(exact)) / noise))
+
+
+def saturated_fraction(x: jax.typing.ArrayLike, quantized: MXArray) -> float:
+    """The share of x whose magnitude is above what its block can represent, 0 to 1.
+
+    Args:
+      x: what was quantized.
+      quantized: `quantize(x, ...)`.
+
+    Returns:
+      A float.
+
+    Raises:
+      ValueError: if the shapes differ.
+      TypeError: if quantized is not an MXArray.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> x = jnp.array([7.9, 1.0, 2.0, 3.0])
+      >>> mx_jax.inspect.saturated_fraction(x, mx_jax.quantize(x, "mxfp4"))
+      0.25
+    """
+    if not isinstance(quantized, MXArray):
+        raise TypeError(
+            "saturated_fraction: needs an MXArray, got quantized of type "
+            f"{type(quantized).__name__}; quantize x first"
+        )
+    if np.shape(x) != quantized.shape:
+        raise ValueError(
+            "saturated_fraction: shapes must agree, got "
+            f"x.shape={np.shape(x)}, quantized.shape={quantized.shape}; pass what was quantized"
+        )
+    raw = _saturated(jnp.asarray(x), quantized)
+    return float(raw["saturated"]) / max(1, quantized.size)
+
+
+_saturated = jax.jit(functools.partial(plain.of_cast, axis=-1, wanted=("saturation",)))

@@ -1,6 +1,6 @@
 """What a quantized operand is called and where in a model it is.
 
-While nobody watches, all of this is names in the program: no operation, no part of jit's key.
+While no capture runs, all of this is names in the program: no operation, no part of jit's key.
 """
 
 import contextlib
@@ -116,7 +116,7 @@ place: Any = jax.make_user_context(default_value=Place())
 def tag(name: str, *, index: Any = None) -> Iterator[None]:
     """A context that names products: a part of their path, and of the program's names.
 
-    Modules of Flax are named without it. While nobody watches, it is `jax.named_scope(name)`.
+    Modules of Flax are named without it. While no capture runs, it is `jax.named_scope(name)`.
 
     Args:
       name: a part of the path, below those in context.
@@ -152,7 +152,7 @@ def tag(name: str, *, index: Any = None) -> Iterator[None]:
 @contextlib.contextmanager
 def _indexed(here: Place, index: Any) -> Iterator[Place]:
     """A context in which a place has one index more, or a user's for the one that was counted."""
-    value, now, outer = jnp.asarray(index, jnp.int32), moment(), len(here.loops) - here.counted
+    value, now, outer = jnp.asarray(index, jnp.int32), counters(), len(here.loops) - here.counted
     loops = (*here.loops[:outer], next(numbers))
     with at(dataclasses.replace(now, index=(*now.index[:outer], value)), value):
         yield dataclasses.replace(here, loops=loops, counted=False)
@@ -160,7 +160,7 @@ def _indexed(here: Place, index: Any) -> Iterator[Place]:
 
 @contextlib.contextmanager
 def iteration(index: Any) -> Iterator[None]:
-    """A context around the body of a scan, which is told its index without the user's doing.
+    """A context around the body of a scan whose index the loop counts itself.
 
     However often the body is traced, its products are the same ones.
 
@@ -215,36 +215,39 @@ def within(module: tuple[str, ...]) -> AbstractContextManager[Any]:
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("step", "index"), meta_fields=("told",)
+    jax.tree_util.register_dataclass, data_fields=("step", "index"), meta_fields=("on_host",)
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class Moment:
-    """What is known only while the program runs.
+class Counters:
+    """The step of training and the indices of loops, known only while the program runs.
 
     Attributes:
       step: of training, int32, or None.
       index: of the layer, int32, for each loop in context, outermost first.
-      told: whether the step is told outside the program, to those whom it concerns.
+      on_host: whether the step is a Python number, known outside the program.
     """
 
     step: jax.Array | None = None
     index: tuple[jax.Array, ...] = ()
-    told: bool = False
+    on_host: bool = False
 
 
-# All in jit's cache key: what was traced unwatched, elsewhere or for other watchers is not reused.
+# The captures in context. In jit's cache key: what was traced without one, elsewhere or for other
+# captures is not reused.
 watching: Any = jax.make_user_context(default_value=())
 # Traced values cannot be in a key: a number stands for them.
-_moment_key: Any = jax.make_user_context(default_value=None)
-_moment: contextvars.ContextVar[Moment | None] = contextvars.ContextVar("moment", default=None)
+_counters_key: Any = jax.make_user_context(default_value=None)
+_counters: contextvars.ContextVar[Counters | None] = contextvars.ContextVar(
+    "counters", default=None
+)
 _EAGER = get_opaque_trace_state()
 # The order of what traces meet.
 numbers = itertools.count()
 
 
-def moment() -> Moment:
+def counters() -> Counters:
     """Step and index in context."""
-    return _moment.get() or Moment()
+    return _counters.get() or Counters()
 
 
 def eager() -> bool:
@@ -253,27 +256,27 @@ def eager() -> bool:
 
 
 @contextlib.contextmanager
-def at(new: Moment, value: Any) -> Iterator[None]:
-    """A context with another moment, of which a value is new: a number, or what stands for it."""
+def at(new: Counters, value: Any) -> Iterator[None]:
+    """A context with other counters, of which a value is new: a number, or what stands for it."""
     traced = isinstance(value, Tracer)
     key = next(numbers) if traced else value if isinstance(value, str) else int(value)
-    token = _moment.set(new)
+    token = _counters.set(new)
     try:
-        with _moment_key((_moment_key.value, key)):
+        with _counters_key((_counters_key.value, key)):
             yield
     finally:
-        _moment.reset(token)
+        _counters.reset(token)
 
 
 @contextlib.contextmanager
 def at_step(step: Any) -> Iterator[None]:
-    """A context whose products belong to a step of training: what `capture` tells the step by.
+    """A context whose products belong to a step of training: how `capture` knows the step.
 
-    While nobody watches, it does nothing, so it may stay where it is written:
+    While no capture runs, it does nothing, so it may stay where it is written:
 
     - around the call of the function that `jit` compiles, if the step is known there. A step that
-      nobody looks at runs the program that runs while nobody watches, and costs what that costs;
-      one that is looked at is waited for. Both are compiled once.
+      is not due runs the program without a capture, and costs what that costs; one that is due is
+      waited for. Both are compiled once.
     - inside that function, with a step that is traced: one program for all steps, with a condition
       for each product. A number that is not traced becomes a part of the program there, which is
       compiled again for the next.
@@ -298,25 +301,27 @@ def at_step(step: Any) -> Iterator[None]:
     if not watching.value:
         yield
     elif eager() and not isinstance(step, Tracer):
-        with _told(int(step)):
+        with _host_step(int(step)):
             yield
     else:
         value = jnp.asarray(step, jnp.int32)
-        with at(dataclasses.replace(moment(), step=value, told=False), value):
+        with at(dataclasses.replace(counters(), step=value, on_host=False), value):
             yield
 
 
 @contextlib.contextmanager
-def _told(step: int) -> Iterator[None]:
-    """A context of a step that is told to those whom it concerns; others do not watch in it."""
-    watchers = tuple(watcher for watcher in watching.value if watcher.looks_at(step))
+def _host_step(step: int) -> Iterator[None]:
+    """A context of a step known on the host, in which only captures that it is due for run."""
+    watchers = tuple(watcher for watcher in watching.value if watcher.is_due(step))
     with watching(watchers), contextlib.ExitStack() as stack:
         for watcher in watchers:
-            stack.enter_context(watcher.told(step))
+            stack.enter_context(watcher.at_host_step(step))
         if watchers:
-            # The step is in no key: programs are the same for all that are looked at.
-            stack.enter_context(at(dataclasses.replace(moment(), step=None, told=True), "told"))
-            # What still runs tells it before the next step begins.
+            # The step is in no key: programs are the same for all that are due.
+            stack.enter_context(
+                at(dataclasses.replace(counters(), step=None, on_host=True), "on_host")
+            )
+            # Callbacks that still run come before the next step.
             stack.callback(jax.effects_barrier)
         yield
 
@@ -334,8 +339,8 @@ def check_scalar(value: Any, operation: str, what: str) -> None:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class LayerName:
-    """A layer's path, where equal layers are to share a trace: equal to any other while nobody
-    watches. What jit compiled for one of them then keeps that one's name.
+    """A layer's path, where equal layers are to share a trace: equal to any other while no capture
+    runs. What jit compiled for one of them then keeps that one's name.
 
     Attributes:
       path: parts parted by `/`.

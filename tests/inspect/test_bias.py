@@ -15,8 +15,7 @@ from rich.console import Console
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.inspect import GradientBias, gradient_bias, passes
-from mx_jax.inspect.bias import Row
-from mx_jax.inspect.bias_estimate import Estimate, estimate, inner_products
+from mx_jax.inspect.bias import Estimate, Row, estimate, inner_products
 from mx_jax.recipes import Residuals
 from tests.quick import quick
 
@@ -72,7 +71,9 @@ def test_gradients_that_are_not_finite():
     params = np.ones(128, np.float32)
     found = gradient_bias(loss, params, batches(), {"bad": np.inf, "good": 1.0}, exact=1.0)
     bad, good = found.whole
-    assert math.isnan(bad.bias) and math.isnan(bad.one_batch) and good.bias == 0
+    names = ("bias", "low", "high", "uncorrected", "slope", "one")
+    assert np.isnan([getattr(bad.estimate, name) for name in names]).all()
+    assert good.bias == 0
     assert ["Inf or NaN" in line for line in str(found).splitlines()] == [False, True, False, False]
     with pytest.raises(ValueError, match="must be finite, got Inf or NaN in batch=0, loss=inf"):
         gradient_bias(loss, params, batches(), {"good": 1.0}, exact=np.inf)
@@ -211,7 +212,7 @@ def draws(bias: float, n: int, seed: int, size: int = 200) -> tuple[np.ndarray, 
 
 
 def estimated(exact: np.ndarray, error: np.ndarray) -> Estimate:
-    return estimate(inner_products(exact, error), 0.95)
+    return estimate(inner_products(exact, exact + error), 0.95)
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.1, 0.5])
@@ -241,30 +242,16 @@ def test_against_the_formula():
     assert found.one == pytest.approx(np.sqrt(np.sum(e**2) / np.sum(g**2)))
     mixed = (squared(e + g) - squared(e) - squared(g)) / 2
     assert found.slope == pytest.approx(1 + mixed / squared(g))
-
-
-def test_how_far_the_mean_is_from_its_noise():
-    g, e = draws(0.1, 64, 3)
     spread = np.sqrt(np.sum(g.var(0, ddof=1)) / len(g))
-    mean = np.sqrt(np.sum(g.mean(0) ** 2) - spread**2)
-    assert estimated(g, e).signal == pytest.approx(mean / spread, rel=1e-6)
+    assert found.signal == pytest.approx(np.sqrt(squared(g)) / spread)
     assert estimated(np.ones_like(g), e).signal > 1e6
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_what_is_not_finite_has_no_bias_to_tell(value: float):
-    """`max(0.0, nan)` is 0: a gradient that diverged would be the best of all."""
-    g, e = draws(0.2, 5, 1)
-    e[3, 7] = value
-    found = estimated(g, e)
-    for name in ("bias", "low", "high", "uncorrected", "slope", "one"):
-        assert np.isnan(getattr(found, name)), name
 
 
 def test_what_estimates_say_without_an_error_and_without_a_mean():
     g, e = draws(0.2, 5, 1)
-    parts = inner_products(g[:, :70], e[:, :70]) + inner_products(g[:, 70:], e[:, 70:])
-    np.testing.assert_allclose(parts, inner_products(g, e), err_msg="parts add up")
+    q = g + e
+    parts = inner_products(g[:, :70], q[:, :70]) + inner_products(g[:, 70:], q[:, 70:])
+    np.testing.assert_allclose(parts, inner_products(g, q), err_msg="parts add up")
     none = estimated(g, 0 * g)
     assert (none.bias, none.low, none.high, none.slope, none.one) == (0, 0, 0, 1, 0)
     shorter = estimated(g, -0.02 * g)

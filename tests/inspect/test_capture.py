@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import inspect
-from tests.inspect.kit import W, X, both, by_layer, captured, layer, of, same_numbers
+from tests.inspect.kit import W, X, both, by_layer, captured, layer, of
 from tests.needs import needs_library
 from tests.quick import quick
 
@@ -125,62 +123,12 @@ def test_remat_records_nothing_twice(policy):
     assert each_once(captured(both(loss), X, W, stats=ERRORS), "layer")
 
 
-@pytest.mark.slow
-def test_lanes_of_vmap_are_one_operand():
-    def loss(x, w):
-        return jax.vmap(layer, (0, None))(x, w).sum()
-
-    xs = np.stack([X, 1e-3 * X, np.zeros_like(X)])
-    lanes = captured(both(loss), xs, W)
-    assert each_once(lanes, "layer")
-    same_input(lanes, captured(quick(layer), xs.reshape(-1, 64), W))
-
-
-def same_input(actual: inspect.Memory, expected: inspect.Memory) -> None:
-    ((own,), (other,)) = (of(found, "input") for found in (actual, expected))
-    same_numbers(own, other)
-
-
 def test_lanes_with_an_index_are_layers():
     lanes = quick(jax.vmap(lambda w, number: layer(X, w, "expert", number)))
     found = of(captured(lanes, np.stack([W, 3 * W]), np.arange(2), stats="amax"), "weight")
     largest = np.abs(W).max()
     weights = {record.path: record.stats["amax"] for record in found}
     assert weights == {"expert[0]": largest, "expert[1]": 3 * largest}
-
-
-def grads(x, w, step):
-    with inspect.at_step(step):
-        return jax.grad(lambda x, w: layer(x, w).sum(), argnums=(0, 1))(x, w)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_sharded_inputs_record_what_whole_ones_do(kind):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
-    whole = captured(quick(grads), X, W, 2, every=2)
-    with jax.set_mesh(mesh):
-        x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
-        w = jax.device_put(W, NamedSharding(mesh, P(None, None)))
-        parts = captured(quick(grads), x, w, 2, every=2)
-    assert set(parts) == set(whole)
-    for tag, (expected,) in whole.items():
-        (own,) = parts[tag]
-        same_numbers(own, expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check", [True, False], ids=["vma", "no vma"])
-def test_shards_of_shard_map_are_one_operand(check):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    sharded = jax.shard_map(
-        lambda x, w: lax.psum(layer(x, w).sum(), "data"),
-        mesh=mesh,
-        in_specs=(P("data"), P()),
-        out_specs=P(),
-        check_vma=check,
-    )
-    same_input(captured(quick(sharded), X, W), captured(quick(layer), X, W))
 
 
 def test_nested_captures_record_each_its_own():

@@ -1,5 +1,6 @@
-"""explain: which backend takes which product, and why the others do not."""
+"""explain: each cast and product, how often, where, who takes it and why no other backend does."""
 
+import io
 from typing import Any
 
 import flax.linen as nn
@@ -7,12 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from rich.console import Console
 
 import mx_jax
+import mx_jax.nn.linen as mx
 from mx_jax import convert, recipes
 from mx_jax.backends.calls import MatmulCall
-from mx_jax.backends.select import current_target, only_backend, recording
+from mx_jax.backends.select import MARK, current_target, only_backend, recording
 from mx_jax.backends.target import Target
+from mx_jax.inspect import Explanation
 from tests.backends.mosaic import with_any_jax
 from tests.needs import needs_library
 
@@ -29,9 +34,8 @@ def titles(text: str) -> list[str]:
 def test_shapes_and_specs_of_the_three_products():
     """Every backend that comes before the reference says why it does not take the call."""
     text = explain(recipes.mxfp8_hybrid(), 8, 64, 32, target=CPU)
-    products = [line for line in text.splitlines() if not line.startswith("  ")]
     e4m3, e5m2 = "mxfp8_e4m3 (rceil, nearest)", "mxfp8_e5m2 (rceil, nearest)"
-    assert products == [
+    assert titles(text) == [
         f"output [8, 64] x [32, 64]: {e4m3} x {e4m3} -> reference",
         f"grad_input [8, 32] x [64, 32]: {e5m2} x {e4m3} -> reference",
         f"grad_weight [32, 8] x [64, 8]: {e5m2} x {e4m3} -> reference",
@@ -46,25 +50,15 @@ def test_the_target_decides():
     assert explain(recipe, 8, 64, 32, target=CPU).count("-> reference") == 3
     text = explain(recipe, 8, 64, 32, target=H200)
     assert text.count("-> xla") == 3 and "not " not in text
+    assert explain(recipe, 8, 64, 32) == explain(recipe, 8, 64, 32, target=current_target())
 
 
 def test_high_precision_products_are_jax():
-    text = explain(recipes.weight_only("mxfp4"), 8, 64, 32, target=CPU)
-    assert text.splitlines()[0].startswith("output [8, 64] x [32, 64]: high precision x mxfp4")
-    assert text.count("-> jax.lax.dot_general") == 2
-    assert explain(recipes.high_precision(), 8, 64, 32).count("-> jax.lax.dot_general") == 3
-
-
-def test_the_default_target_is_this_machine():
-    recipe = recipes.mxfp4()
-    current = current_target()
-    assert explain(recipe, 8, 64, 32) == explain(recipe, 8, 64, 32, target=current)
-
-
-def test_the_dtype_is_that_of_the_product():
-    recipe = recipes.mxfp4()
     for dtype in (jnp.float32, jnp.bfloat16, "float16"):
-        assert explain(recipe, 8, 64, 32, dtype=dtype, target=CPU).count("-> reference") == 3
+        text = explain(recipes.weight_only("mxfp4"), 8, 64, 32, dtype=dtype, target=CPU)
+        assert text.startswith("output [8, 64] x [32, 64]: high precision x mxfp4")
+        assert text.count("-> jax.lax.dot_general") == 2
+    assert explain(recipes.high_precision(), 8, 64, 32).count("-> jax.lax.dot_general") == 3
 
 
 def test_what_waits_for_its_name(monkeypatch: pytest.MonkeyPatch):
@@ -234,7 +228,7 @@ def test_what_stays_as_it_is_is_not_told():
         explain_call(mx_jax.matmul, X, X, recipe="mxfp8")
 
 
-ROWS = jax.ShapeDtypeStruct((4, 64), "float32")
+FEW = jax.ShapeDtypeStruct((4, 64), "float32")
 
 
 @pytest.mark.parametrize(
@@ -248,7 +242,7 @@ ROWS = jax.ShapeDtypeStruct((4, 64), "float32")
         ((16, True, 32), {}, "(16, True, 32)"),
         ((16, 64, 32), {"backward": True}, "(16, 64, 32, backward=True)"),
         # As of a function: its arguments.
-        ((ROWS, ROWS), {}, "(ShapeDtypeStruct [4, 64], ShapeDtypeStruct [4, 64])"),
+        ((FEW, FEW), {}, "(ShapeDtypeStruct [4, 64], ShapeDtypeStruct [4, 64])"),
     ],
 )
 def test_a_recipe_needs_its_sizes(args: tuple[Any, ...], kwargs: dict[str, Any], got: str):
@@ -259,6 +253,11 @@ def test_a_recipe_needs_its_sizes(args: tuple[Any, ...], kwargs: dict[str, Any],
         f"got recipe='mxfp8' with {got}; give them, as in explain('mxfp8', 16, 4096, 4096), or "
         "explain a function that multiplies with the recipe, and its arguments"
     )
+
+
+def test_what_cannot_be_explained():
+    with pytest.raises(TypeError, match="explain: recipe must be a Recipe"):
+        explain(None, 8, 64, 32)
 
 
 @pytest.mark.parametrize("sizes", [(-1, 64, 32), (16, -64, 32), (16, 64, -1)])
@@ -274,3 +273,148 @@ def test_sizes_by_name_and_open_ones():
     wide: Any = np.int64(64)
     assert explain("mxfp8", n=32, m=8, k=wide) == explain("mxfp8", 8, 64, 32)
     assert titles(explain("mxfp8", m, 64, 32))[0].startswith("output [m, 64] x [32, 64]: ")
+
+
+ROWS, SQUARE = (jax.ShapeDtypeStruct((n, 64), "float32") for n in (16, 64))
+
+
+def kinds(found: Explanation) -> list[tuple[str, int]]:
+    return [(row.kind, row.times) for row in found.rows]
+
+
+def test_casts_products_and_what_stays():
+    def function(x: jax.Array, w: jax.Array) -> Any:
+        y = mx_jax.matmul(x, w, recipe="mxfp4")
+        return y @ w, mx_jax.matmul(x, w, recipe=recipes.high_precision())
+
+    with mx_jax.testing.target("tpu"):
+        found = explain(function, ROWS, SQUARE)
+    assert kinds(found) == [("cast", 1), ("cast", 1), ("product", 1)] + 2 * [("high precision", 1)]
+    cast, _, product, own, kept = found.rows
+    assert product.flops == own.flops == 2 * 16 * 64 * 64
+    assert found.quantized_share == pytest.approx(1 / 3)
+    # Four bits and a byte for 32 of them; results are float32.
+    assert product.bytes == (16 * 64 + 64 * 64) * 4.25 / 8 + 16 * 64 * 4
+    assert cast.bytes == 16 * 64 * (4 + 4.25 / 8)
+    assert own.bytes == (16 * 64 + 64 * 64 + 16 * 64) * 4
+    assert own.why.startswith("no recipe reaches it: test_explain.py:")
+    assert own.why.endswith("(test_casts_products_and_what_stays.<locals>.function)")
+    assert kept.why == "its recipe keeps both operands in high precision"
+    assert any(reason.startswith("not cpu_ffi: runs on platform=cpu") for reason in cast.reasons)
+    assert found.machine.startswith("on platform=tpu")
+
+
+def test_gradients():
+    found = explain(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"), ROWS, SQUARE, backward=True)
+    products = [row for row in found.rows if row.kind == "product"]
+    assert [[place.backward for place in row.places] for row in products] == [
+        [False],
+        [True],
+        [True],
+    ]
+    assert found.quantized_share == 1 and not found.high
+
+
+def test_equal_calls_are_counted():
+    """Calls that share a trace, and every step of a scan."""
+
+    @jax.jit
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return mx_jax.matmul(x, w, recipe="mxfp8")
+
+    def deep(x: jax.Array, w: jax.Array) -> jax.Array:
+        x = layer(layer(x, w), w)
+        return jax.lax.scan(lambda x, _: (layer(x, w) + x @ w, None), x, None, length=3)[0]
+
+    found = explain(deep, ROWS, SQUARE)
+    assert kinds(found) == [("cast", 5), ("cast", 5), ("product", 5), ("high precision", 3)]
+    assert found.quantized_share == pytest.approx(5 / 8)
+    assert kinds(explain(lambda x, w: x @ w @ w, ROWS, SQUARE)) == [("high precision", 2)]
+
+
+def test_what_is_computed_again_is_counted_again():
+    layer = jax.checkpoint(lambda x, w: jnp.sin(mx_jax.matmul(x, w, recipe="mxfp8")))
+    again = explain(layer, ROWS, SQUARE, backward=True)
+    products = [row.times for row in again.rows if row.kind == "product"]
+    assert sum(products) == 4
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = mx.Dense(64, recipe="mxfp8", name="up")(x)
+        return nn.Dense(8, name="head")(x)
+
+
+def test_a_linen_module_and_its_layers():
+    found = explain(Net(), ROWS)
+    places = {row.kind: row.places[0].path for row in found.rows}
+    assert "up" in places["product"] and "up" in places["cast"]
+    assert places["high precision"].endswith("head")
+    assert "no recipe reaches it: test_explain.py:" in found.high[0].why
+    gradients = explain(Net(), ROWS, backward=True)
+    # Of the head's weights and of its input, which the layer below needs.
+    assert sum(row.times for row in gradients.high) == 3
+
+
+def test_an_nnx_model_with_a_layer_that_no_rule_converts():
+    layers = (nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 8, rngs=nnx.Rngs(1)))
+    model = convert.nnx(nnx.Sequential(*layers), convert.Rule("layers/0", "mxfp8"))
+    found = explain(model, ROWS, backward=True)
+    assert [row.times for row in found.rows if row.kind == "product"] == [1, 1, 1]
+    assert {row.why for row in found.high} == {"no rule converts its layer"}
+    assert {place.path for row in found.high for place in row.places} == {"layers/1"}
+    assert sum(row.times for row in found.high) == 3
+
+
+def test_reasons_of_what_stays_high():
+    def function(x: jax.Array, image: jax.Array) -> Any:
+        convolved = jax.lax.conv(image, jnp.ones((4, 3, 3, 3)), (1, 1), "SAME")
+        nothing = mx_jax.einsum("bk,bk->bk", x, x, recipe="mxfp8")
+        integers = jnp.ones((4, 4), jnp.int32) @ jnp.ones((4, 4), jnp.int32)
+        return convolved, nothing, integers
+
+    found = explain(function, ROWS, jax.ShapeDtypeStruct((1, 3, 8, 8), "float32"))
+    convolution = next(row for row in found.high if row.work.startswith("conv"))
+    assert convolution.flops == 2 * (4 * 8 * 8) * (3 * 3 * 3)
+    assert not any("int32" in row.work for row in found.rows)
+    key = jax.random.key(0)
+    recipe = recipes.nvfp4_pretraining()
+    turned = explain(
+        lambda x, w: mx_jax.matmul(x, w, recipe=recipe, key=key), ROWS, SQUARE, backward=True
+    )
+    assert not turned.high
+    transforms = [row for row in turned.rows if row.kind == "transform"]
+    assert [(row.work, row.times) for row in transforms] == [
+        (f"Hadamard transform of float32 {list(ROWS.shape)}", 2)
+    ]
+
+
+def test_nothing_is_left_behind():
+    """Who is not explaining has a program without marks, from the same caches."""
+
+    @jax.jit
+    def layer(x: jax.Array) -> jax.Array:
+        return mx_jax.matmul(x, x.T, recipe="mxfp8")
+
+    x = jnp.ones((16, 64))
+    before = layer.lower(x).as_text(debug_info=True)
+    explain(layer, x)
+    with recording():
+        assert MARK not in layer.lower(x).as_text(debug_info=True)
+    assert layer.lower(x).as_text(debug_info=True) == before
+    with recording(marks=True):
+        assert MARK in layer.lower(x).as_text(debug_info=True)
+
+
+def test_printed():
+    found = explain(Net(), ROWS)
+    text = str(found)
+    assert "1 x product mxfp8_e4m3 [16, 64] x mxfp8_e4m3 [64, 64]" in text
+    assert text.endswith(found.summary) and "% of the flops are quantized" in found.summary
+    console = Console(width=150, record=True, file=io.StringIO())
+    console.print(found)
+    table = console.export_text()
+    assert "Casts and products" in table
+    assert table.count("quantizes nothing: XLA fuses") == 1, "a reason that rows share is told once"
+    assert found.summary in table

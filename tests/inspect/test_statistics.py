@@ -1,8 +1,12 @@
-"""Arrays of a capture are those of the program, and statistics equal NumPy's over them."""
+"""Arrays of a capture are those of the program, and statistics equal NumPy's over them.
+
+The error of large products comes from a fixed sample of their entries.
+"""
 
 import dataclasses
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -14,13 +18,20 @@ from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import inspect, recipes
-from mx_jax.formats import E8M0
-from mx_jax.inspect.records import pack, unpack
-from mx_jax.inspect.statistics import numbers, shortened
+from mx_jax.formats import E4M3, E5M2, E8M0
+from mx_jax.inspect import saturated_fraction, sqnr_db
+from mx_jax.inspect.capture import pack, unpack
+from mx_jax.inspect.statistics import numbers
+from mx_jax.ops import tags
+from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_dot_general
+from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.reference import statistics
-from tests.inspect.kit import W, X, both, captured, of
+from mx_jax.reference.hadamard import Hadamard
+from tests.inspect.kit import W, X, both, captured, of, same_numbers
 from tests.quick import quick
 
+RNG = np.random.default_rng(0)
+EVERYTHING = ("arrays", *inspect.STATISTICS)
 RECIPES = [
     recipes.mxfp4(),
     *(
@@ -45,7 +56,7 @@ def drawn(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> np.ndarray:
     return (values * scale).astype(np.float32)
 
 
-def step_of(recipe, stats=("arrays", *inspect.STATISTICS), scale=1.0) -> inspect.Memory:
+def step_of(recipe, stats=EVERYTHING, scale=1.0) -> inspect.Memory:
     """Records of a product and its gradients."""
     key = jax.random.key(0) if recipe.is_stochastic else None
 
@@ -188,7 +199,7 @@ def test_what_came_quantized_has_statistics_but_none_of_its_loss(recipe):
     w[5] = 0
     stored = mx_jax.quantize(w, "mxfp4", axis=0)
     run = functools.partial(mx_jax.matmul, recipe=recipe)
-    records = captured(run, x, stored, stats=("arrays", *inspect.STATISTICS))
+    records = captured(run, x, stored, stats=EVERYTHING)
     ((record,), (product,)) = (of(records, tensor) for tensor in ("weight", "product"))
     assert (record.tag.rule, record.tag.format, record.tag.axis) == ("stored", "mxfp4", -2)
     after = np.asarray(mx_jax.dequantize(stored))
@@ -215,18 +226,16 @@ def test_what_came_quantized_is_recorded_once_below_a_gradient_and_guarded():
 def test_the_largest_channels_are_those_that_numpy_finds(size):
     amaxes = np.abs(np.random.default_rng(size).normal(size=size)).astype(np.float32)
     amaxes[-1] = amaxes[2]
-    raw = shortened({"channel_amax": jnp.asarray(amaxes)})
-    size_of_all = {"size": np.uint32(size), "amax": amaxes.max()}
-    found = numbers({name: np.asarray(x) for name, x in raw.items()} | size_of_all, ("channels",))
+    raw = {"channel_amax": amaxes, "size": np.uint32(size), "amax": amaxes.max()}
+    found = numbers(raw, ("channels",))
     order = np.argsort(-amaxes, kind="stable")[:8]
     assert found["channels"] == [[int(i), float(amaxes[i])] for i in order]
     assert found["outlier_ratio"] == pytest.approx(amaxes.max() / np.median(amaxes))
-    assert (len(raw) == 1) == (size <= 2**13)
 
 
 def by_tensor(run: Any, *operands: Any) -> dict[str, list[Any]]:
     """Records of the forward product, of one device after the other."""
-    found = captured(run, *operands, stats=("arrays", "sqnr"))
+    found = captured(run, *operands, stats=EVERYTHING)
     return {
         name: sorted(of(found, name), key=lambda record: [*record.shard.values()])
         for name in ("input", "weight", "product")
@@ -240,13 +249,26 @@ def whole():
     return {name: own[0] for name, own in found.items()}
 
 
-def test_sharded_operands_come_whole(whole):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
-    found = by_tensor(quick(matmul), x, jax.device_put(W, NamedSharding(mesh, P())))
-    for name, (record,) in found.items():
-        np.testing.assert_allclose(record.before, whole[name].before, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(record.after, whole[name].after, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize(
+    "kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)], ids=str
+)
+def test_sharded_operands_are_recorded_as_whole_ones_are(kind):
+    def run(x, w, step):
+        with inspect.at_step(step):
+            return jax.grad(lambda x, w: matmul(x, w).sum(), argnums=(0, 1))(x, w)
+
+    expected = captured(quick(run), X, W, 2, stats=EVERYTHING, every=2)
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
+        w = jax.device_put(W, NamedSharding(mesh, P(None, None)))
+        found = captured(quick(run), x, w, 2, stats=EVERYTHING, every=2)
+    assert set(found) == set(expected) and len(found) == 9
+    for tag, (other,) in expected.items():
+        (own,) = found[tag]
+        same_numbers(own, other)
+        np.testing.assert_allclose(own.before, other.before, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(own.after, other.after, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -260,7 +282,7 @@ def test_below_shard_map_each_device_gives_its_part(whole, check, tmp_path):
     }
     run = quick(jax.shard_map(matmul, mesh=mesh, check_vma=check, **specs))
     lines = inspect.Jsonl(tmp_path / "run.jsonl")
-    captured(run, X, W, stats=("arrays", "sqnr"), sink=lines)
+    captured(run, X, W, stats=EVERYTHING, sink=lines)
     found = by_tensor(run, X, W)
     for name, parts in found.items():
         assert [part.shard for part in parts] == [
@@ -273,17 +295,20 @@ def test_below_shard_map_each_device_gives_its_part(whole, check, tmp_path):
             for own, other in ((part.before, whole[name].before), (part.after, whole[name].after)):
                 part_of = np.split(np.split(other, rows)[i % rows], columns, axis=1)[j % columns]
                 np.testing.assert_allclose(own, part_of, rtol=1e-5, atol=1e-5)
-    sqnr = {part.stats["sqnr_db"] for part in found["input"]}
-    assert len(sqnr) == 1, "statistics are of all devices"
-    assert sqnr.pop() == pytest.approx(whole["input"].stats["sqnr_db"], rel=1e-5)
+            # Statistics are of all devices; without types nothing says what is a replica.
+            if check or name == "product":
+                same_numbers(part, whole[name])
     written = (tmp_path / "run.jsonl").read_text().splitlines()
     assert len(written) == len(found), "numbers are written once"
 
 
-def test_lanes_of_vmap_lie_along_an_axis_in_front(whole):
-    xs = np.stack([X, 2 * X, 3 * X])
-    found = by_tensor(quick(jax.vmap(matmul, (0, None))), xs, W)
-    ((weight,), (given,), (result,)) = (found[name] for name in ("weight", "input", "product"))
+def test_lanes_of_vmap_are_one_operand_along_an_axis_in_front(whole):
+    xs = np.stack([X, 2 * X, np.zeros_like(X)])
+    run = both(lambda x, w: jax.vmap(matmul, (0, None))(x, w).sum())
+    records = captured(run, xs, W, stats=EVERYTHING)
+    assert len(records) == len(records.all()) == 9
+    ((weight,), (given,), (result,)) = (of(records, x) for x in ("weight", "input", "product"))
+    same_numbers(given, *of(captured(quick(matmul), xs.reshape(-1, 64), W), "input"))
     np.testing.assert_array_equal(given.before, xs)
     np.testing.assert_array_equal(weight.after, whole["weight"].after)
     np.testing.assert_array_equal(given.after[0], whole["input"].after)
@@ -305,3 +330,161 @@ def test_below_shard_map_with_steps_that_do_not_count():
         for number in range(3):
             run(X, W, number)
     assert [record.step for record in of(records, "input")] == [0] * 4 + [2] * 4
+
+
+OPERANDS = [RNG.normal(size=shape).astype(np.float32) for shape in ((48, 64), (64, 40))]
+
+
+@pytest.mark.parametrize(
+    "sizes", [[1], [128], [129], [1024], [4096], [50257], [512, 128], [64, 3, 96]]
+)
+def test_positions_are_few_at_odd_distances_and_reach_the_end(sizes):
+    found = tags.strides(sizes)
+    counts = [len(range(0, size, step)) for size, step in zip(sizes, found, strict=True)]
+    assert math.prod(counts) <= tags.POSITIONS and all(step % 2 for step in found)
+    assert math.prod(sizes) > tags.POSITIONS or found == [1] * len(sizes)
+    if len(sizes) == 1:
+        assert counts[0] >= min(sizes[0], tags.POSITIONS) // 3
+
+
+def products(function: Any, *operands: Any, stats: Any = "error") -> dict[str, Any]:
+    """Records of the three products."""
+    step = both(lambda *own: (function(*own) ** 2).sum())
+    records = captured(step, *operands, stats=stats)
+    return {record.tag.product: record for record in records.all() if record.tag.side is None}
+
+
+def test_the_error_is_that_of_the_sampled_entries(monkeypatch):
+    whole = products(matmul, *OPERANDS, stats=("arrays", "error"))
+    monkeypatch.setattr(tags, "POSITIONS", 16)
+    part = products(matmul, *OPERANDS)
+    # Rows of one operand and columns of the other: 48, 40 and 64 positions at these distances.
+    steps = {"output": (3, 3), "grad_input": (3, 5), "grad_weight": (5, 3)}
+    for name, (rows, columns) in steps.items():
+        exact, actual = (x[::rows, ::columns] for x in (whole[name].before, whole[name].after))
+        stats = part[name].stats
+        expected = np.linalg.norm(exact - actual) / np.linalg.norm(exact)
+        assert stats["error"] == pytest.approx(expected, rel=1e-4)
+        assert (stats["compared"], stats["entries"]) == (exact.size, whole[name].before.size)
+        assert whole[name].stats["compared"] == whole[name].stats["entries"]
+        assert stats["error"] == pytest.approx(whole[name].stats["error"], rel=0.2)
+
+
+def einsum(axes: str) -> Any:
+    return functools.partial(mx_jax.einsum, axes, recipe="mxfp4")
+
+
+def turned_and_kept(x, w):
+    turned = recipes.mxfp4().with_(fwd={"transform": Hadamard(size=32, signs=(1,) * 32)})
+    recipe = dataclasses.replace(turned, residuals=recipes.Residuals.QUANTIZED)
+    return mx_jax.matmul(x, w, recipe=recipe)
+
+
+@pytest.mark.parametrize(
+    ("function", "left", "right"),
+    [
+        (einsum("bmk,bkn->bmn"), (2, 32, 64), (2, 64, 40)),
+        pytest.param(einsum("bmk,kn->bmn"), (3, 32, 64), (64, 40), marks=pytest.mark.slow),
+        pytest.param(einsum("km,nk->mn"), (64, 48), (40, 64), marks=pytest.mark.slow),
+        (
+            lambda x, w: ragged_dot(x, w, jnp.array([10, 0, 30]), recipe="mxfp4"),
+            (48, 64),
+            (3, 64, 40),
+        ),
+        pytest.param(turned_and_kept, (48, 64), (64, 40), marks=pytest.mark.slow),
+    ],
+    ids=["batch", "rows", "transposed", "ragged", "turned and kept"],
+)
+def test_samples_of_any_product(function, left, right, monkeypatch):
+    """Sampled errors are near the whole ones; noise of other entries would not be."""
+    x, w = (RNG.normal(size=shape).astype(np.float32) for shape in (left, right))
+    whole = products(function, x, w)
+    monkeypatch.setattr(tags, "POSITIONS", 16)
+    for name, record in products(function, x, w).items():
+        assert record.stats["compared"] < record.stats["entries"]
+        assert record.stats["error"] == pytest.approx(whole[name].stats["error"], rel=0.3)
+
+
+def on_explicit_axes(function: Any) -> Any:
+    """What a function returns of operands of which the first one's type says that it is sharded."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        specs = P("data", None), P(None, None)
+        places = [NamedSharding(mesh, spec) for spec in specs]
+        return function(*map(jax.device_put, OPERANDS, places))
+
+
+@pytest.mark.slow
+def test_products_on_explicit_axes_have_the_same_sample(monkeypatch):
+    """They are computed on automatic axes, along which anything can be sliced."""
+    monkeypatch.setattr(tags, "POSITIONS", 16)
+    expected = products(matmul, *OPERANDS)
+    found = on_explicit_axes(lambda x, w: products(matmul, x, w))
+    assert found["output"].stats["compared"] == len(range(0, 48, 3)) * len(range(0, 40, 3))
+    for name, record in found.items():
+        assert record.stats == pytest.approx(expected[name].stats, rel=1e-3)
+
+
+def test_axes_that_are_sharded_by_their_type_count_whole(monkeypatch):
+    """Of products with delayed scales, which stay on explicit axes: JAX slices no sharded axis."""
+    monkeypatch.setattr(tags, "POSITIONS", 16)
+    states = DelayedStates(*(DelayedState(jnp.float32(1 / 64), jnp.zeros(2)) for _ in range(3)))
+    elements = Elements(E4M3, E4M3, E5M2)
+
+    def delayed(x, w):
+        dimensions = (((1,), (0,)), ((), ()))
+        return delayed_dot_general(x, w, dimensions, states, elements, jnp.float32)
+
+    def run(x, w):
+        return of(captured(quick(delayed), x, w, stats="error"), "product")
+
+    (record,) = on_explicit_axes(run)
+    assert record.stats["compared"] == 48 * len(range(0, 40, 3))
+
+
+def test_sqnr_is_its_formula(rng: np.random.Generator):
+    exact = rng.standard_normal((50, 70))
+    noisy = exact + 0.01 * rng.standard_normal((50, 70))
+    expected = 10 * math.log10(np.sum(exact**2) / np.sum((exact - noisy) ** 2))
+    measured = sqnr_db(exact.astype(np.float32), noisy.astype(np.float32))
+    assert isinstance(measured, float)
+    assert measured == pytest.approx(expected, abs=1e-2)
+
+
+@pytest.mark.parametrize("size", [4.0, 2.0**100, 2.0**-100], ids=["1", "large", "small"])
+@pytest.mark.parametrize(("factor", "decibels"), [(0.9, 20.0), (0.99, 40.0), (1.5, 6.0206)])
+def test_sqnr_of_known_noise(factor: float, decibels: float, size: float):
+    """Near the ends of float32's range too, where squares leave it: the ratio is what counts."""
+    x = np.full(100, size, np.float32)
+    assert sqnr_db(x, x * np.float32(factor)) == pytest.approx(decibels, abs=1e-2)
+
+
+def test_sqnr_of_equal_arrays_is_infinite():
+    assert sqnr_db(np.ones(3), np.ones(3)) == sqnr_db(np.zeros(3), np.zeros(3)) == math.inf
+    assert math.isnan(sqnr_db(np.full(3, np.nan), np.full(3, np.nan)))
+
+
+def test_sqnr_takes_any_float_and_mxarrays_of_one_shape(rng: np.random.Generator):
+    x = rng.standard_normal((4, 64)).astype(np.float32)
+    quantized = mx_jax.quantize(x, "mxfp8_e4m3")
+    expected = sqnr_db(x, quantized.dequantize())
+    assert sqnr_db(x, quantized) == expected
+    assert 25 < sqnr_db(jnp.asarray(x, jnp.bfloat16), quantized) < expected + 1
+    message = "sqnr_db: shapes must agree, got exact.shape=(3,), approximate.shape=(1, 3)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sqnr_db(np.ones(3), np.ones((1, 3)))
+
+
+@pytest.mark.parametrize(("rule", "fraction"), [("floor", 3 / 32), ("rceil", 0.0)])
+def test_saturated_fraction_counts_what_is_clipped(rule: str, fraction: float):
+    """FLOOR of amax=7.9 has scale 1: of 6, -6, 6.1, 7 and 7.9 the last three do not fit."""
+    x = np.zeros(32, np.float32)
+    x[:5] = [6, -6, 6.1, -7, 7.9]
+    assert saturated_fraction(x, mx_jax.quantize(x, "mxfp4", scale_rule=rule)) == fraction
+
+
+def test_saturated_fraction_of_int8():
+    """Code -127 is as much at the limit as 127 is."""
+    x = np.array([[127, 127.4, 127.9, -127.9, -127]], np.float32) / 64
+    quantized = mx_jax.quantize(x, "mxint8", block_size=8, scale_rule="floor")
+    assert saturated_fraction(x, quantized) == pytest.approx(3 / 5)
