@@ -9,6 +9,9 @@ from mx_jax.convert.linen_model import linen as linen
 from mx_jax.convert.model import original as original
 from mx_jax.convert.model import report as report
 from mx_jax.convert.nnx_model import nnx as nnx
+from mx_jax.convert.operations import Conv as Conv
+from mx_jax.convert.operations import DotGeneral as DotGeneral
+from mx_jax.convert.operations import RaggedDot as RaggedDot
 from mx_jax.convert.report import Report as Report
 from mx_jax.convert.report import UnusedRuleWarning as UnusedRuleWarning
 from mx_jax.convert.rules import AutoFilter as AutoFilter
@@ -18,9 +21,6 @@ from mx_jax.convert.rules import Rule as Rule
 from mx_jax.convert.rules import every as every
 from mx_jax.convert.rules import gains as gains
 from mx_jax.convert.rules import numbered as numbered
-from mx_jax.convert.traced_products import Conv as Conv
-from mx_jax.convert.traced_products import DotGeneral as DotGeneral
-from mx_jax.convert.traced_products import RaggedDot as RaggedDot
 from mx_jax.convert.trees import tree as tree
 from mx_jax.convert.weights import weights as weights
 from mx_jax.convert.weights import weights_report as weights_report

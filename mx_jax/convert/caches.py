@@ -109,55 +109,22 @@ def as_array(rows: CacheRows, batch: tuple[int, ...], heads: int) -> jax.Array:
     return values.reshape(*batch, heads, *values.shape[1:]).swapaxes(-3, -2)
 
 
-def _append(
-    cache: KVCache, query: jax.Array, keys: jax.Array, values: jax.Array, position: jax.Array
-) -> KVCache:
-    """The cache with new tokens, `[*batch, tokens, heads, features]`.
-
-    Raises:
-      ValueError: tokens of other sequences, heads or features than the cache's, or more than it
-        holds; a query of others than the keys.
-    """
-    if query.shape[:-2] != keys.shape[:-2]:
-        raise ValueError(
-            "convert: queries, keys and values that are decoded must be of the same sequences and "
-            f"tokens, got query.shape={query.shape}, keys.shape={keys.shape}"
-        )
-    *batch, tokens, heads, features = keys.shape
-    matrices, length = cache.keys.codes.shape[:2]
-    expected = (matrices, cache.keys.features, cache.values.features)
-    if (math.prod(batch) * heads, features, values.shape[-1]) != expected or tokens > length:
-        raise ValueError(
-            "convert: the cache holds "
-            f"batch*heads={matrices}, length={length}, features={cache.keys.features}, got "
-            f"keys.shape={keys.shape}; make it for inputs of this batch and the longest text"
-        )
-    return cache.append(one_batch(keys), one_batch(values), position)
-
-
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class CachedAttention:
     """What an attention calls in place of its attention function while it decodes.
 
     Flax's own call runs as if it did not decode, so that it makes queries, keys and values of the
-    new tokens alone. They are kept here, and attended to with all before them.
-
-    Attributes:
-      format: of the cache.
-      attention_fn: the layer's own.
-      get: from the new keys to what the layer keeps of keys and of values, and the position of its
-        next token; None where the cache has only just been made.
-      set: takes all three.
-      is_plain: from options to whether attention over codes gives what they ask for.
-      options: in place of those that the call gives.
+    new tokens alone. They are cached here, and attended to with all before them.
     """
 
     format: CacheFormat
     attention_fn: Callable[..., jax.Array]
+    # From the new keys to cached keys and values, and the position of the next token; None where
+    # the cache has only just been made.
     get: Callable[[jax.Array], tuple[Any, Any, jax.Array] | None]
     set: Callable[[CacheRows, CacheRows, jax.Array], None]
+    # Whether attention over codes gives what these options ask for.
     is_plain: Callable[[dict[str, Any]], bool]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -167,18 +134,28 @@ class CachedAttention:
     def __call__(
         self, query: jax.Array, keys: jax.Array, values: jax.Array, **options: Any
     ) -> jax.Array:
-        """Keep the keys and values of new tokens, and attend over all so far."""
-        kept = self.get(keys)
-        if kept is None:
+        """Cache the keys and values of new tokens, and attend over all so far.
+
+        Raises:
+          ValueError: a query of other sequences or tokens than the keys, and what `KVCache` says.
+        """
+        cached = self.get(keys)
+        if cached is None:
             # As in Flax, these are the longest text there will be, not its tokens.
             return self.attention_fn(query, keys, values, **options)
-        *rows, position = kept
-        cache = _append(self.format.of_rows(*rows), query, keys, values, position)
+        if query.shape[:-2] != keys.shape[:-2]:
+            raise ValueError(
+                "convert: queries, keys and values that are decoded must be of the same sequences "
+                f"and tokens, got query.shape={query.shape}, keys.shape={keys.shape}"
+            )
+        *rows, position = cached
+        cache = self.format.of_rows(*rows)
+        cache = cache.append(one_batch(keys), one_batch(values), position)
         self.set(cache.keys, cache.values, position + keys.shape[-3])
         if self.is_plain(options):
             return cache.attend(one_batch(query), position).reshape(query.shape)
         mask = options.pop("mask", None)
-        attention = functools.partial(self.attention_fn, **options | dict(self.options))
+        attention = functools.partial(self.attention_fn, **options)
         return _over_values(cache, query, keys.shape[-2], position, attention, mask)
 
 

@@ -19,7 +19,7 @@ from mx_jax.convert.jaxpr import (
 )
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Rule, as_rules
-from mx_jax.nn.randomness import RNG_STREAM
+from mx_jax.nn.layers import RNG_STREAM
 from mx_jax.recipes import Recipe
 
 P = ParamSpec("P")
@@ -100,14 +100,7 @@ def function(
 
 @dataclasses.dataclass(frozen=True)
 class ConvertedFunction(Generic[P, R]):
-    """What `convert.function` gives; equal ones are equal to jit.
-
-    Attributes:
-      function: the one that was converted.
-      rules: that its products follow.
-      weights: positions and names of the arguments that hold weights.
-      strict: whether a rule that matched nothing is an error.
-    """
+    """What `convert.function` gives, with its arguments; equal ones are equal to jit."""
 
     function: Callable[P, R]
     rules: tuple[Rule, ...]
@@ -151,7 +144,7 @@ class ConvertedFunction(Generic[P, R]):
             traced = _traced(self.function, self.rules, static, arrays)
             result = Report(rules=self.rules, decisions=traced.decisions)
             result.check("convert.function", self.strict, self._used)
-            self._used.update(set(range(len(self.rules))) - set(result.unused))
+            self._used.update(result.used)
             _check_key(key, recipes_of(traced.plan), _name_of(self.function))
             return traced.run(arrays, key)
 
@@ -196,16 +189,7 @@ def call_by_recipe(
 ) -> R:
     """The result of a call whose products are made by one recipe, whatever they are called.
 
-    The kernel is the operand that no argument goes into.
-
-    Args:
-      function: of arrays and of values that stay what they are, such as subscripts.
-      args: its arguments by position.
-      kwargs: by name.
-      recipe: what to quantize.
-      name: for errors.
-      key: PRNG key; None if nothing draws.
-      dot_general: from the recipe to what multiplies.
+    The kernel is the operand that no argument goes into. Errors call the function by the name.
 
     Raises:
       ValueError: there is no product that can be quantized.
@@ -228,26 +212,26 @@ def call_of_model(
     *,
     rules: tuple[Rule, ...],
     modules: Mapping[str, Module],
+    record: Callable[[tuple[Decision, ...]], None],
     key: jax.Array | None = None,
-    tell: Callable[[tuple[Decision, ...]], None] = lambda decisions: None,
     runs: bool = True,
 ) -> Any:
     """The result of a model's call, with those products made anew that no layer has for itself.
 
     Args:
-      function: of the state that holds the weights, and of other arguments; pure.
-      args: its arguments by position, the state first.
+      function: pure.
+      args: its arguments by position, the state that holds the weights first.
       kwargs: by name.
       rules: the first that matches a product decides.
       modules: by path; calls may add theirs.
+      record: takes what the rules say.
       key: where products draw from, or None.
-      tell: is told what the rules say.
       runs: whether the result is wanted.
     """
     static, arrays = _split(function, (0,), args, kwargs)
     with tracing(rules):
         traced = _traced(function, rules, static, arrays, modules)
-    tell(traced.decisions)
+    record(traced.decisions)
     if not runs:
         return None
     _check_key(key, recipes_of(traced.plan), "apply")
@@ -256,18 +240,12 @@ def call_of_model(
 
 @dataclasses.dataclass(frozen=True)
 class _Traced(Generic[R]):
-    """A call as a jaxpr.
-
-    Attributes:
-      program: from the arrays of the call to those of its result.
-      plan: what becomes of it.
-      decisions: about each of its products.
-      result: from these arrays to the result.
-    """
+    """A call as a jaxpr, the decision about each of its products, and what becomes of it."""
 
     program: Any
     plan: Plan
     decisions: tuple[Decision, ...]
+    # From the arrays of the result to what the function gives back.
     result: Callable[[Sequence[Any]], R]
 
     def run(self, arrays: Sequence[Any], key: jax.Array | None, **options: Any) -> R:
@@ -304,7 +282,7 @@ def _is_array(leaf: Any) -> bool:
 
 def _check_key(key: jax.Array | None, recipes: Sequence[Recipe], name: str) -> None:
     for recipe in recipes:
-        # Gradients tell themselves that they need a key.
+        # Gradients raise an error of their own.
         if key is None and recipe.fwd.is_stochastic:
             raise ValueError(
                 f"convert.function: recipe {recipe.name!r} draws random bits and needs the "
@@ -332,16 +310,12 @@ class _Constant:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """All of a call but its arrays.
+    """All of a call but its arrays."""
 
-    Attributes:
-      structure: of `(args, kwargs)`.
-      constants: each leaf that is no array, None for one.
-      data: for each array, whether it is data, or in an argument that holds weights.
-    """
-
+    # Of `(args, kwargs)`, and each leaf that is no array, None for one.
     structure: Any
     constants: tuple[_Constant | None, ...]
+    # For each array, whether it is data, or in an argument that holds weights.
     data: tuple[bool, ...]
 
     def call(self, function: Callable[..., R], arrays: Sequence[Any]) -> R:
@@ -356,39 +330,34 @@ def _split(
     function: Callable[..., Any], weights: Arguments, args: Any, kwargs: dict[str, Any]
 ) -> tuple[_Static, list[Any]]:
     """All of a call but its arrays, and these."""
-    leaves, structure = jax.tree.flatten((args, kwargs))
-    constants = [
-        None
-        if _is_array(leaf)
-        else _Constant(leaf, type(leaf), repr(leaf) if isinstance(leaf, float | complex) else "")
-        for leaf in leaves
-    ]
-    data = jax.tree.leaves(_data(function, weights, args, kwargs))
-    kept = [own for own, constant in zip(data, constants, strict=True) if constant is None]
-    arrays = [leaf for leaf, own in zip(leaves, constants, strict=True) if own is None]
-    return _Static(structure, tuple(constants), tuple(kept)), arrays
-
-
-def _data(function: Callable[..., Any], weights: Arguments, args: Any, kwargs: Any) -> Any:
-    """The arguments with True in the place of each leaf that is data, else False."""
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [own.name for own in _parameters(function) if own.kind in by_position]
-    called = [
-        *((i, {i, names[i]} if i < len(names) else {i}) for i in range(len(args))),
-        *((name, {name, *([names.index(name)] if name in names else [])}) for name in kwargs),
-    ]
-    unknown = set(weights) - set[int | str]().union(*(known for _, known in called))
+    # Position and name of each argument, by what it was called with.
+    called: dict[int | str, set[int | str]] = {
+        i: {i, *names[i : i + 1]} for i in range(len(args))
+    } | {name: {name, *([names.index(name)] if name in names else [])} for name in kwargs}
+    unknown = set(weights) - set[int | str]().union(*called.values())
     if unknown:
         raise ValueError(
             f"convert.function: weights={weights!r} names arguments that {_name_of(function)} was "
             f"not called with: {', '.join(map(repr, unknown))}; it was called with {len(args)} "
             f"positional arguments and {sorted(kwargs)}"
         )
-    isdata = {where: known.isdisjoint(weights) for where, known in called}
-    marked = [jax.tree.map(lambda _, i=i: isdata[i], arg) for i, arg in enumerate(args)]
-    return tuple(marked), {
-        name: jax.tree.map(lambda _, name=name: isdata[name], arg) for name, arg in kwargs.items()
-    }
+    leaves, structure = jax.tree.flatten_with_path((tuple(args), kwargs))
+    constants, data, arrays = [], [], []
+    for (_, argument, *_), leaf in leaves:
+        if _is_array(leaf):
+            constants.append(None)
+            arrays.append(leaf)
+            data.append(
+                called[
+                    argument.key if isinstance(argument, jax.tree_util.DictKey) else argument.idx
+                ].isdisjoint(weights)
+            )
+        else:
+            text = repr(leaf) if isinstance(leaf, float | complex) else ""
+            constants.append(_Constant(leaf, type(leaf), text))
+    return _Static(structure, tuple(constants), tuple(data)), arrays
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -36,8 +36,8 @@ from jax.extend.core.primitives import (
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from mx_jax.codecs.explicit_axes import varying
+from mx_jax.convert.operations import traced_products
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
-from mx_jax.convert.traced_products import TracedProduct, traced_products
 from mx_jax.ops.tags import LayerName, iteration, place, tag, watching
 from mx_jax.recipes import Recipe
 
@@ -78,13 +78,7 @@ def decided(path: str = "") -> AbstractContextManager[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """What rules know of a module whose call is traced.
-
-    Attributes:
-      type: its class.
-      aliases: other paths of a module that the model holds in several places.
-      named_only: whether only a rule that names the type converts its products.
-    """
+    """What rules know of a module whose call is traced: its class, and fields of `Layer`."""
 
     type: type
     aliases: tuple[str, ...] = ()
@@ -93,19 +87,12 @@ class Module:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Product:
-    """A product of a jaxpr.
-
-    Attributes:
-      scope: names of the `jax.named_scope`s around it, joined by `/`.
-      row: how its primitive is judged and made anew.
-      facts: fields of `Layer`.
-      turned: whether the left operand is the kernel.
-      where: as in a `Plan`.
-    """
+    """A product of a jaxpr: its scopes joined by `/`, and where it is, as in a `Plan`."""
 
     scope: str
-    row: TracedProduct
+    type: type
     facts: dict[str, Any]
+    # Whether the left operand is the kernel.
     turned: bool
     where: tuple[int, ...]
 
@@ -131,7 +118,7 @@ def planned(
     decisions = []
     for product, key in zip(found, scopes, strict=True):
         module, scope = key
-        name = _name(product.row.type)
+        name = _name(product.type)
         names = [scope, f"{scope}/{name}_{seen[key]}"]
         seen[key] += 1
         outer, _, last = scope.rpartition("/")
@@ -143,13 +130,13 @@ def planned(
             names.append(outer)
         if modules is not None and of_module[module] == 1:
             names.insert(0, "")
-        known = (modules or {}).get(module, Module(product.row.type))
+        known = (modules or {}).get(module, Module(product.type))
         path, *aliases = (
             "/".join(part for part in (base, own.lstrip("/")) if part)
             for base in (module, *known.aliases)
             for own in names
         )
-        facts: dict[str, Any] = product.facts | {"type": known.type, "product": product.row.type}
+        facts: dict[str, Any] = product.facts | {"type": known.type, "product": product.type}
         # Where nobody says which arguments are weights, any may be.
         facts["of_activations"] = product.facts["of_activations"] and not all(data)
         if known.named_only:
@@ -245,22 +232,14 @@ def _product(
         operands = [left, right]
     facts = row.facts(*operands, params) | {"input": tuple(operands[0].shape)}
     facts |= {"obstacle": obstacle or facts["obstacle"], "of_activations": all(data[:2])}
-    return _Product(scope=scope, row=row, facts=facts, turned=turns, where=where)
+    return _Product(scope=scope, type=row.type, facts=facts, turned=turns, where=where)
 
 
 def _flows(
     program: ClosedJaxpr, data: Sequence[bool]
 ) -> tuple[list[tuple[list[bool], list[list[bool]]]], list[bool]]:
-    """Where data go in a jaxpr.
-
-    Args:
-      program: the jaxpr.
-      data: whether each operand is data; literals and constants are none.
-
-    Returns:
-      For each equation which of its operands are data, and of a region those of each body; and
-      which results data go into.
-    """
+    """For each equation which of its operands are data, and of a region those of each body; and
+    which results data go into. Literals and constants are none."""
     known: dict[Any, bool] = dict(zip(program.jaxpr.invars, data, strict=True))
 
     def among(atoms: Sequence[Any]) -> list[bool]:
@@ -290,28 +269,19 @@ class PlannedBody:
 
     Equations that nothing changes are run as JAX runs them. Every equation that draws has a key of
     its own, folded with its index, in loops with that of the iteration too.
-
-    Attributes:
-      program: the jaxpr, with its constants.
-      plan: for the jaxpr.
-      dot_general: what products of each recipe are made by.
-      tagged: whether the scope of a product is a part of its name for captures.
-      traced_before: what was traced in this run, so that equal calls stay one function.
     """
 
     program: ClosedJaxpr
     plan: Plan
+    # What products of each recipe are made by.
     dot_general: DotGeneral = lambda recipe: recipe.dot_general
+    # Whether the scope of a product is a part of its name for captures.
     tagged: bool = True
+    # What was traced in this run, so that equal calls stay one function.
     traced_before: dict[Any, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(self, values: Sequence[Any], key: Key) -> Values:
-        """The results.
-
-        Args:
-          values: of the operands.
-          key: where products draw from; None where none has to.
-        """
+        """The results; the key is None where no product draws."""
         jaxpr = self.program.jaxpr
         known: dict[Any, Any] = dict(zip(jaxpr.constvars, self.program.consts, strict=True))
         known |= zip(jaxpr.invars, values, strict=True)
@@ -401,16 +371,12 @@ def _of_shard(key: Key, operands: Values) -> Key:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """How equations of one primitive run their bodies.
+    """How equations of one primitive run their bodies."""
 
-    Attributes:
-      bodies: from the parameters to the jaxprs.
-      flow: from parameters, which operands come from data, and the flow through a jaxpr, to which
-        operands of each body do, and which results.
-      run: from parameters, operands, bodies and key to the results.
-    """
-
+    # From the parameters to the jaxprs.
     bodies: Callable[[dict[str, Any]], tuple[Any, ...]]
+    # From parameters, which operands come from data, and the flow through a jaxpr, to which
+    # operands of each body do, and which results.
     flow: Callable[[dict[str, Any], list[bool], Flow], tuple[list[list[bool]], list[bool]]]
     run: Callable[[dict[str, Any], Values, Sequence[PlannedBody], Key], Values]
 

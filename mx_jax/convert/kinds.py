@@ -1,7 +1,7 @@
 """Kinds of layers: the one table of what they multiply with, and what conversion puts there.
 
 Where a layer's product is an attribute, its row says all: conversion puts another product there, in
-linen for the length of a call (`linen_layers.py`), in nnx in a copy (`nnx_layers.py`). What linen
+linen for the length of a call (`linen_model.py`), in nnx in a copy (`nnx_model.py`). What linen
 calls by name is answered in its place. All other products show in a trace (`jaxpr.py`).
 """
 
@@ -74,8 +74,19 @@ class Slot:
         return f"has its own {self.attribute}"
 
 
+def _by_axes(axes: Axes | None, kernel: tuple[int, ...]) -> Shape:
+    """The shape that filters see; None if nothing is contracted: nothing to lay blocks along."""
+    if axes is None:
+        return None
+    _, kept, contracting = axes.sizes(kernel)
+    return (*contracting, math.prod(kept))
+
+
+def _in_out(layer: Any, kernel: tuple[int, ...], *call: Any) -> Axes | None:
+    return Axes.ordered(k_first=True) if len(kernel) == 2 else None
+
+
 def _as_stored(layer: Any, kernel: tuple[int, ...], *call: Any) -> Shape:
-    """A kernel `[in, out]`."""
     return kernel
 
 
@@ -92,10 +103,10 @@ class Kind:
         takes the place of `jax.lax.dot_general`, with the kernel on the right.
       products: names of the products, if there are several.
       shape: from the layer, the shape of its kernel and, in linen, what its product is called with
-        after the operands, to the kernel as filters see it; None if nothing is contracted. None in
-        its place: there is no kernel.
+        after the operands, to the kernel as filters see it; None if nothing is contracted. Left
+        out: `[in, out]`, or as `axes` say. None in its place: there is no kernel.
       axes: the same to the kernel's axes in the product; None where they are not known, so that
-        no kernel is stored quantized. None in its place: `[in, out]`, if `shape` is so too.
+        no kernel is stored quantized. Left out: `[in, out]`, if `shape` is so too.
       kernel: the parameter whose leading axes tell a stack of nnx layers, or of nodes.
       kernel_ndim: how many axes it has in a single layer.
       named_only: whether only a rule that names the type converts it.
@@ -103,7 +114,7 @@ class Kind:
       reads_stored: whether a quantized kernel is multiplied as it is where no rule decides, or by
         its values.
       rhs_is_kernel: whether the right operand is the kernel as it is stored, so that metadata say
-        where it lies.
+        how it is sharded.
 
     Examples:
       >>> import flax.linen as nn, jax
@@ -140,49 +151,32 @@ class Kind:
         if self.shape is None:
             own = {"named_only": self.named_only, "obstacle": self.obstacle(layer)}
             return own | {"of_activations": True}
-        shape = self.shape(layer, kernel, *call)
-        obstacle = self.obstacle(layer) if shape else "contracts no axis"
+        if self.shape is not _as_stored:
+            axes = None if self.axes is None else self.axes(layer, kernel, *call)
+            shape = self.shape(layer, kernel, *call)
+        elif self.axes is not None:
+            axes = self.axes(layer, kernel, *call)
+            shape = _by_axes(axes, kernel)
+        else:
+            axes, shape = _in_out(layer, kernel), kernel
         return {
             "kernel": kernel,
             "shape": shape,
             "named_only": self.named_only,
-            "obstacle": obstacle,
-            "axes": self._axes(layer, kernel, *call),
+            "obstacle": self.obstacle(layer) if shape else "contracts no axis",
+            "axes": axes,
         }
-
-    def _axes(self, layer: Any, kernel: tuple[int, ...], *call: Any) -> Axes | None:
-        if self.axes is not None:
-            return self.axes(layer, kernel, *call)
-        plain = self.shape is _as_stored and len(kernel) == 2
-        return Axes.ordered(k_first=True) if plain else None
-
-
-def einsum_shape(subscripts: str, kernel: tuple[int, ...]) -> Shape:
-    """The shape that filters see, `(*contracting, kept)`, of a kernel in an einsum with inputs.
-
-    None if the einsum contracts no axis of the kernel: then there is nothing to lay blocks along.
-    """
-    inputs, _, out = subscripts.replace(" ", "").partition("->")
-    left, _, right = inputs.partition(",")
-    letters = right.replace("...", "")
-    # An ellipsis stands for axes that nothing contracts: they are kept, or batch axes.
-    split = right.find("...") if "..." in right else len(letters)
-    tail = len(letters) - split
-    sizes = dict(zip(letters[:split], kernel, strict=False))
-    sizes |= dict(zip(letters[split:], kernel[len(kernel) - tail :], strict=False))
-    # Blocks lie along the last contracted letter in the input's order.
-    contracting = [sizes[letter] for letter in left if letter in sizes and letter not in out]
-    kept = 1
-    for letter, size in sizes.items():
-        kept *= size if letter in out and letter not in left else 1
-    return (*contracting, kept) if contracting else None
 
 
 def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes | None:
-    """A kernel's axes in an einsum of inputs and kernel; None below an ellipsis of its own."""
+    """A kernel's axes in an einsum of inputs and kernel; None if it contracts none of them."""
     inputs, _, out = subscripts.replace(" ", "").partition("->")
     left, _, letters = inputs.partition(",")
-    if "..." in letters or len(letters) != len(kernel):
+    # An ellipsis stands for axes that nothing contracts, in all operands that have it.
+    ellipsis = len(kernel) - len(letters.replace("...", ""))
+    letters = letters.replace("...", "." * ellipsis)
+    left = left.replace("...", "." if "." in letters else "")
+    if len(letters) != len(kernel):
         return None
     batch = tuple(i for i, c in enumerate(letters) if c in left and c in out)
     kept = tuple(i for i, c in enumerate(letters) if c not in left and c in out)
@@ -209,20 +203,10 @@ def _dense_axes(
     return Axes(tuple(batch), tuple(kept), tuple(contracting)) if contracting else None
 
 
-def _dense_shape(layer: Any, kernel: tuple[int, ...], *call: Any) -> Shape:
-    axes = _dense_axes(layer, kernel, *call)
-    if axes is None:
-        return None
-    _, kept, contracting = axes.sizes(kernel)
-    return (*contracting, math.prod(kept))
-
-
 # In linen, whatever module has the attribute.
 DENSE = Kind(
     linen=(Slot(nn.Module, "dot_general", (None, lax.dot_general)),),
     nnx=Slot((nnx.Linear, nnx.LinearGeneral), "dot_general", (None, lax.dot_general)),
-    operation=lambda recipe: recipe.dot_general,
-    shape=_dense_shape,
     axes=_dense_axes,
     kernel_ndim=lambda layer: sum(_dense_counts(layer)),
     reads_stored=True,
@@ -231,9 +215,6 @@ DENSE = Kind(
 EINSUM = Kind(
     nnx=Slot(nnx.Einsum, "einsum_op", (jnp.einsum,)),
     operation=lambda recipe: RecipeEinsum(recipe=recipe),
-    shape=lambda layer, kernel, subscripts=None: einsum_shape(
-        subscripts or layer.einsum_str, kernel
-    ),
     axes=lambda layer, kernel, subscripts=None: einsum_axes(subscripts or layer.einsum_str, kernel),
     kernel_ndim=lambda layer: len(layer.kernel_shape),
     rhs_is_kernel=True,
@@ -251,7 +232,6 @@ CONV = Kind(
 EMBED = Kind(
     nnx=Slot(nnx.Embed, "promote_dtype", (promote_dtype,)),
     operation=lambda recipe: TablePromotion(recipe=recipe, promote=promote_dtype),
-    shape=lambda layer, kernel: kernel[::-1],
     axes=lambda layer, kernel: Axes.ordered(),
     kernel=lambda layer: layer.embedding,
     named_only=True,

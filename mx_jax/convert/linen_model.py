@@ -1,24 +1,42 @@
-"""flax.linen: an unmodified module as one whose layers follow rules."""
+"""flax.linen: an unmodified module as one whose layers follow rules.
+
+A layer that takes its product as an attribute (`kinds.py` has the table) is given another one for
+the length of a call: what runs is a clone that Flax bound for it, so nobody else sees the change.
+Layers of Flax that call jax.numpy by name are answered in their place. Others show in a trace.
+"""
 
 import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import inspect
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import flax.linen as nn
 import jax
-from flax.core import lift
+import jax.numpy as jnp
+from flax.core import Scope, freeze, lift
+from flax.linen.dtypes import promote_dtype
+from flax.linen.module import InterceptorContext, merge_param
 from flax.linen.transforms import lift_direct_transform
 
+from mx_jax.convert.caches import CachedAttention, CacheFormat, is_plain
 from mx_jax.convert.functions import call_of_model
-from mx_jax.convert.jaxpr import Module, decided
-from mx_jax.convert.linen_layers import Interceptor
-from mx_jax.convert.report import Report, recorded, recorders_of
-from mx_jax.convert.rules import Decision, Rule, as_rules
+from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
+from mx_jax.convert.kinds import ATTENTION, EINSUM, EMBED, Kind, kind_of
+from mx_jax.convert.operations import cast_table
+from mx_jax.convert.report import Report, record, recorded, recorders_of
+from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
+from mx_jax.nn import linen as mx_linen
+from mx_jax.nn.layers import layer_key, linen_recipe, named_in_errors, recipe_of
 from mx_jax.nn.linen import RNG_STREAM
-from mx_jax.nn.randomness import layer_key
+from mx_jax.nn.stored import quantized_in, stored_param
+from mx_jax.ops.tags import tag
+from mx_jax.packed import Quantized, rows_of
+from mx_jax.recipes import Recipe, high_precision
 
 # Conversions that are under way: (rules, path of the root).
 _active: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("active", default=())
@@ -77,8 +95,7 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
             f"{'/'.join(module.path)!r}; convert the whole model before init and apply, with rules "
             "for the part"
         )
-    module = original(module)
-    return _converted(module, as_rules(rules, "convert.linen"), strict)
+    return _converted(original(module), as_rules(rules, "convert.linen"), strict)
 
 
 def refuse_wrapper(model: Any, operation: str) -> None:
@@ -170,8 +187,9 @@ def _under_rules(name: str):
                 return _traced(self, *_with_weights(run, *args, **kwargs), key)
             # What init computes is thrown away; what rules say of it is asked where it matters.
             result = run(*args, **kwargs)
-            (record, *_) = recorders_of(self._mx_rules)
-            if {*Report(rules=record.rules, decisions=record.decisions).unused} - _known(self).used:
+            (recorder, *_) = recorders_of(self._mx_rules)
+            found = Report(rules=self._mx_rules, decisions=recorder.decisions)
+            if len(found.used | _known(self).used) < len(self._mx_rules):
                 _traced(self, run, args, kwargs, runs=False)
             return result
 
@@ -199,12 +217,6 @@ def _traced(
     rules = self._mx_rules
     if not any(rule.quantizes for rule in rules) and runs:
         return run(*args, **kwargs)
-
-    def tell(decisions: tuple[Decision, ...]) -> None:
-        for record in recorders_of(rules):
-            for decision in decisions:
-                record.add(decision)
-
     return call_of_model(
         run,
         args,
@@ -212,7 +224,7 @@ def _traced(
         rules=rules,
         modules=_known(self).modules,
         key=key,
-        tell=tell,
+        record=lambda decisions: record(rules, *decisions),
         runs=runs,
     )
 
@@ -259,31 +271,26 @@ def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[
     if conversion in active:
         yield False
         return
-    reported = any(record.reports for record in recorders_of(rules))
+    reported = any(recorder.reports for recorder in recorders_of(rules))
     token = _active.set((*active, conversion))
     try:
         meeting = Interceptor(rules, root, module.name, _known(module).modules)
         intercepting = nn.intercept_methods(meeting)
-        with recorded(rules, reports=False) as record, intercepting:
+        with recorded(rules, reports=False) as recorder, intercepting:
             yield True
     finally:
         _active.reset(token)
-    # Not after an exception; and a report tells of its rules itself.
+    # Not after an exception; and a report checks its rules itself.
     used = _known(module).used
-    result = Report(rules=rules, decisions=record.decisions)
+    result = Report(rules=rules, decisions=recorder.decisions)
     if whole and not reported:
         result.check("convert.linen", module._mx_strict, used)
-    used |= set(range(len(rules))) - set(result.unused)
+    used |= result.used
 
 
 @dataclasses.dataclass(frozen=True)
 class _Known:
-    """What is known of a model from earlier calls: nn.jit keeps what it traced.
-
-    Attributes:
-      used: rules that matched; a mode has layers of its own.
-      modules: by path.
-    """
+    """Of earlier calls, since nn.jit keeps what it traced: rules that matched, modules by path."""
 
     used: set[int] = dataclasses.field(default_factory=set[int])
     modules: dict[str, Module] = dataclasses.field(default_factory=dict[str, Module])
@@ -309,9 +316,422 @@ def decisions(
     converted: Any = linen(module, rules)
     if rngs is None:
         rngs = {name: jax.random.key(0) for name in ("params", "dropout", RNG_STREAM)}
-    with recorded(rules, reports=True) as record:
+    with recorded(rules, reports=True) as recorder:
         # The parameters that init makes come of its keys alone.
         run = functools.partial(converted._mx_base.init_with_output, converted)
         with _converting(converted, (), whole=True):
             _traced(converted, run, (rngs, *args), kwargs, runs=False)
-    return record.decisions
+    return recorder.decisions
+
+
+# Layers ------------------------------------------------------------------------------------------
+
+# As an attention_fn takes them, whose attributes end in `_cls`.
+_EINSUMS = tuple(slot.attribute.removesuffix("_cls") for slot in ATTENTION.linen)
+_ATTENTION_CALL = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
+
+
+@contextlib.contextmanager
+def overriding(layer: Any, overrides: dict[str, Any]) -> Iterator[None]:
+    """Override a layer's attributes for one call, past Flax's checks: no other thread has it."""
+    own = vars(layer)
+    before = {name: own[name] for name in overrides if name in own}
+    for name, value in overrides.items():
+        object.__setattr__(layer, name, value)
+    try:
+        yield
+    finally:
+        for name in overrides:
+            if name in before:
+                object.__setattr__(layer, name, before[name])
+            else:
+                # A method of the class, which the override hid.
+                object.__delattr__(layer, name)
+
+
+class BoundLayer:
+    """One layer in one call: its path, and the rules to ask.
+
+    Equal if rules and path are, so that a jit inside the layer finds what it compiled; with a
+    stochastic recipe never equal, because each call draws from its own scope.
+    """
+
+    def __init__(self, rules: tuple[Rule, ...], layer: nn.Module, path: str):
+        self.rules, self.layer, self.path = rules, layer, path
+        stochastic = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
+        self._identity = (rules, path, id(self) if stochastic else 0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BoundLayer) and self._identity == other._identity
+
+    def __hash__(self) -> int:
+        return hash(self._identity)
+
+    def decide(self, product: str | None = None, **facts: Any) -> Decision:
+        """The rules' decision about the layer, or one product of it; facts are `Layer`'s fields."""
+        path = self.path if product is None else "/".join(filter(None, (self.path, product)))
+        decision = decide(self.rules, Layer(path=path, type=type(self.layer), **facts))
+        record(self.rules, decision)
+        return decision
+
+    def note(self, obstacle: str) -> None:
+        """Tell the report why no rule reaches the layer, in case nothing else is said of it."""
+        for recorder in recorders_of(self.rules):
+            recorder.add_bare(Layer(path=self.path, type=type(self.layer), obstacle=obstacle))
+
+    def key(self, recipe: Recipe) -> jax.Array | None:
+        """A key from the layer's stream, if the recipe draws random bits."""
+        return layer_key(self.layer, recipe, name=self.path or None)
+
+
+def naming(decision: Decision) -> AbstractContextManager[None]:
+    """Say in an error which layer and rule it comes from."""
+    layer = decision.layer
+    return named_in_errors(
+        f"{layer.path!r} ({layer.type.__name__}), converted by rule {decision.rule}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What a layer multiplies with in place of its own product, the default."""
+
+    bound: BoundLayer
+    kind: Kind
+    default: Callable[..., Any]
+
+    def __call__(self, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
+        """Ask the rules, then multiply with their recipe, or as the layer would have."""
+        facts = self.kind.facts(self.bound.layer, tuple(rhs.shape), *args)
+        decision = self.bound.decide(**facts)
+        recipe = decision.recipe
+        if recipe is None and isinstance(rhs, Quantized):
+            # A stored kernel is what it is, and only the input is as it was.
+            if self.kind.reads_stored:
+                recipe = high_precision()
+            else:
+                rhs = rhs.dequantize()
+        if recipe is None:
+            with decided():
+                return self.default(lhs, rhs, *args, **options)
+        with naming(decision), decided():
+            key = self.bound.key(recipe)
+            kernel = self.kind.rhs_is_kernel
+            recipe = linen_recipe(self.bound.layer, recipe) if kernel else recipe_of(recipe, None)
+            return self.kind.operation(recipe)(lhs, rhs, *args, **options, key=key)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionEinsum:
+    """One of the two products inside an attention: `query key` or `weights value`.
+
+    Flax calls what `*_cls` attributes hold to make the product: without operands it gives itself.
+    """
+
+    bound: BoundLayer
+    product: str | None
+    precision: Any
+
+    def decide(self) -> Decision:
+        """The rules' decision about the product."""
+        return self.bound.decide(self.product, **ATTENTION.facts(self.bound.layer, ()))
+
+    def __call__(self, *operands: Any) -> Any:
+        """Ask the rules, then multiply with their recipe, or as the layer would have."""
+        if not operands:
+            return self
+        decision = self.decide()
+        if decision.recipe is None:
+            with decided():
+                return jnp.einsum(*operands, precision=self.precision)
+        name = self.product
+        with naming(decision), decided(), contextlib.nullcontext() if name is None else tag(name):
+            recipe = recipe_of(decision.recipe, None)
+            key, multiply = self.bound.key(recipe), EINSUM.operation(recipe)
+            return multiply(*operands, precision=self.precision, key=key)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutPrecision:
+    """An attention function that takes no precision: Flax refuses it beside an einsum.
+
+    The einsums carry the precision instead.
+    """
+
+    attention_fn: Callable[..., jax.Array]
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.attention_fn)
+        parameters = [p for p in signature.parameters.values() if p.name != "precision"]
+        return signature.replace(parameters=parameters)
+
+    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+        """The attention function's own answer."""
+        return self.attention_fn(*args, **options)
+
+
+def _answer_einsum(
+    bound: BoundLayer,
+    call: Callable[..., Any],
+    inputs: jax.Array,
+    einsum_str: str | None = None,
+) -> jax.Array:
+    """flax.linen.Einsum: with a recipe, its twin of mx_jax.nn.linen runs in its scope."""
+    layer: Any = bound.layer
+    subscripts = merge_param("einsum_str", layer.einsum_str, einsum_str)
+    facts = EINSUM.facts(layer, tuple(layer.shape), subscripts)
+    decision = bound.decide(**facts)
+    recipe = decision.recipe
+    kernel = quantized_in(layer.get_variable("params", "kernel"))
+    if recipe is None and facts["shape"] is not None and kernel is not None:
+        # A stored kernel is what it is; only the input stays in high precision.
+        recipe = high_precision()
+    if recipe is None:
+        return call(inputs, einsum_str)
+    fields = {
+        field.name: getattr(layer, field.name)
+        for field in dataclasses.fields(nn.Einsum)
+        if field.init and field.name != "parent"
+    }
+    if layer.promote_dtype is promote_dtype:
+        fields["promote_dtype"] = mx_linen.promote_operands
+    twin = mx_linen.Einsum(**fields, recipe=recipe, parent=layer.scope)
+    with naming(decision):
+        return twin(inputs, einsum_str)
+
+
+def _answer_lookup(bound: BoundLayer, call: Callable[..., Any], inputs: jax.Array) -> jax.Array:
+    """flax.linen.Embed: rows of the quantized table."""
+    recipe = _decide_embed(bound).recipe
+    layer: Any = bound.layer
+    table = quantized_in(layer.get_variable("params", "embedding"))
+    if table is not None:
+        # Only the rows that are asked for are decoded.
+        dtype = layer.dtype or table.dtype
+        return rows_of(table, jnp.asarray(inputs)).dequantize(dtype)
+    if recipe is None:
+        return call(inputs)
+    key = bound.key(recipe)
+
+    def promote(table: Any, **options: Any) -> list[Any]:
+        return [cast_table(entry, recipe, key) for entry in layer_promote(table, **options)]
+
+    layer_promote = layer.promote_dtype
+    with overriding(layer, {"promote_dtype": promote}):
+        return call(inputs)
+
+
+def _answer_attend(bound: BoundLayer, call: Callable[..., Any], query: jax.Array) -> jax.Array:
+    """flax.linen.Embed.attend: the query times the table, both along the features."""
+    decision = _decide_embed(bound)
+    recipe = decision.recipe
+    layer: Any = bound.layer
+    promote = layer.promote_dtype
+    if quantized_in(layer.get_variable("params", "embedding")) is not None:
+        recipe, promote = recipe or high_precision(), mx_linen.promote_operands
+    if recipe is None:
+        return call(query)
+    query, table = promote(query, layer.embedding, dtype=layer.dtype)
+    dimensions = (((query.ndim - 1,), (1,)), ((), ()))
+    with naming(decision):
+        key = bound.key(recipe)
+        recipe = linen_recipe(layer, recipe, "embedding")
+        return recipe.dot_general(query, table, dimensions, key=key)
+
+
+def _decide_embed(bound: BoundLayer):
+    layer: Any = bound.layer
+    return bound.decide(**EMBED.facts(layer, (layer.num_embeddings, layer.features)))
+
+
+# By the functions themselves, below Flax's wrappers: what an interceptor gets to see.
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    inspect.unwrap(nn.Einsum.__call__): _answer_einsum,
+    inspect.unwrap(nn.Embed.__call__): _answer_lookup,
+    inspect.unwrap(nn.Embed.attend): _answer_attend,
+}
+
+
+def _cache_overrides(bound: BoundLayer, method: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+    """What else to set on an attention while it decodes, by a rule with a cache."""
+    layer: Any = bound.layer
+    if method is not _ATTENTION_CALL or all(rule.cache is None for rule in bound.rules):
+        return {}
+    attention_fn = overrides.get("attention_fn", layer.attention_fn)
+    obstacle = None
+    if not layer.decode:
+        obstacle = "decode=False"
+    elif "mask" not in inspect.signature(attention_fn).parameters:
+        obstacle = "its attention_fn takes no mask"
+    format = bound.decide("cache", is_cache=True, obstacle=obstacle).cache
+    if format is None:
+        return {}
+    return {"decode": False, "attention_fn": _cached_attention(layer, format, attention_fn)}
+
+
+def _cached_attention(layer: nn.Module, format: CacheFormat, own: Any) -> CachedAttention:
+    """Keeps keys and values in the variables that Flax's attention would."""
+
+    def get(keys: jax.Array) -> tuple[Any, Any, jax.Array] | None:
+        started = layer.has_variable("cache", "cached_key")
+        empty = functools.partial(format.empty, keys.shape, keys.dtype)
+        kept = (
+            layer.variable("cache", "cached_key", lambda: empty().keys),
+            layer.variable("cache", "cached_value", lambda: empty().values),
+            layer.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32)),
+        )
+        return (kept[0].value, kept[1].value, kept[2].value) if started else None
+
+    def put(keys: Any, values: Any, index: jax.Array) -> None:
+        layer.put_variable("cache", "cached_key", keys)
+        layer.put_variable("cache", "cached_value", values)
+        layer.put_variable("cache", "cache_index", index)
+
+    def plain(options: dict[str, Any]) -> bool:
+        quantized = [
+            not isinstance(einsum, AttentionEinsum) or einsum.decide().recipe is not None
+            for einsum in map(options.get, _EINSUMS)
+            if einsum is not None
+        ]
+        return own is nn.dot_product_attention and not any(quantized) and is_plain(options)
+
+    return CachedAttention(format=format, attention_fn=own, get=get, set=put, is_plain=plain)
+
+
+@dataclasses.dataclass(frozen=True)
+class Interceptor:
+    """For `flax.linen.intercept_methods`: rules for the layers below a root."""
+
+    rules: tuple[Rule, ...]
+    # Path and name of the converted module.
+    root: tuple[str, ...]
+    name: str | None
+    # Gets every module that is met, by its path.
+    modules: dict[str, Module]
+
+    def __call__(
+        self, call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext
+    ) -> Any:
+        """Run a method of a module, with what the rules say of it."""
+        layer, scope = context.module, context.module.scope
+        path = None if scope is None else self._path(layer)
+        if scope is None or path is None:
+            return call(*args, **kwargs)
+        _mark(scope, hash(self.rules))
+        self.modules[path] = Module(getattr(type(layer), "_mx_base", type(layer)))
+        marked = tracing.value == self.rules
+        with (
+            overriding(layer, _param_override(layer)),
+            in_module(path) if marked else contextlib.nullcontext(),
+        ):
+            return self._run(call, args, kwargs, context, path)
+
+    def _run(
+        self,
+        call: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        context: InterceptorContext,
+        path: str,
+    ) -> Any:
+        layer = context.module
+        if context.method_name == "setup":
+            return call(*args, **kwargs)
+        bound = BoundLayer(self.rules, layer, path)
+        method = getattr(context.orig_method, "func", None)
+        answer = ANSWERS.get(method)
+        if answer is not None:
+            with decided():
+                return answer(bound, call, *args, **kwargs)
+        overrides = _overrides(bound)
+        own = overrides or {}
+        with (
+            overriding(layer, own | _cache_overrides(bound, method, own)),
+            decided() if overrides == {} else contextlib.nullcontext(),
+        ):
+            return call(*args, **kwargs)
+
+    def _path(self, layer: nn.Module) -> str | None:
+        """Path below the root; None if it is not there."""
+        names = layer.path
+        if names[: len(self.root)] != self.root:
+            return None
+        names = names[len(self.root) :]
+        if not names and layer.name != self.name:
+            # A submodule that the model applies to parameters of its own making has no path.
+            return layer.name or ""
+        return "/".join(names)
+
+
+def _mark(scope: Scope, rules: int) -> None:
+    """Tell nn.jit that a scope and those below it are not like any other.
+
+    It compiles once for equal modules, wherever they are, but rules go by path. Its key has the
+    scope's flags in it, and a module below nn.jit is seen by interceptors only while it is traced:
+    so a scope marks the scopes that it makes.
+    """
+    scope.flags = freeze({**scope.flags, "mx_jax": (rules, *scope.path)})
+    # A strong reference would be a cycle, which keeps a model's variables until it is collected.
+    reference = weakref.ref(scope)
+
+    def push(*args: Any, **kwargs: Any) -> Scope:
+        parent = reference()
+        assert parent is not None
+        child = Scope.push(parent, *args, **kwargs)
+        _mark(child, rules)
+        return child
+
+    vars(scope)["push"] = push
+
+
+def _param_override(layer: nn.Module) -> dict[str, Any]:
+    """A `param` that takes quantized weights, for whatever module is not ours."""
+    if isinstance(layer, mx_linen.StoredParams):
+        return {}
+    own = functools.partial(type(layer).param, layer)
+    return {"param": functools.partial(stored_param, layer, own)}
+
+
+def _overrides(bound: BoundLayer) -> dict[str, Any] | None:
+    """What to set on a layer while it runs; nothing if its products are its own affair.
+
+    None if it has no attribute for a product.
+    """
+    layer: Any = bound.layer
+    if isinstance(layer, mx_linen.Operation):
+        # Part of the layer that holds it, which is noted.
+        return {}
+    if isinstance(getattr(layer, "recipe", None), Recipe):
+        bound.note("has its own recipe")
+        return {}
+    kind = kind_of(layer)
+    if kind is None:
+        return None
+    if kind is ATTENTION:
+        return _attention_overrides(bound)
+    (slot,) = kind.linen
+    obstacle = slot.obstacle(layer, Product)
+    if obstacle is not None:
+        bound.note(obstacle)
+        return {}
+    overrides: dict[str, Any] = {slot.attribute: Product(bound, kind, slot.defaults[-1])}
+    if getattr(layer, "promote_dtype", None) is promote_dtype:
+        # Past Flax's own a stored kernel goes as it is.
+        overrides["promote_dtype"] = mx_linen.promote_operands
+    return overrides
+
+
+def _attention_overrides(bound: BoundLayer) -> dict[str, Any] | None:
+    layer: Any = bound.layer
+    if any(slot.obstacle(layer, AttentionEinsum) for slot in ATTENTION.linen):
+        return None
+    if not {*_EINSUMS} <= inspect.signature(layer.attention_fn).parameters.keys():
+        return None
+    overrides: dict[str, Any] = {
+        slot.attribute: AttentionEinsum(bound, name, layer.precision)
+        for slot, name in zip(ATTENTION.linen, ATTENTION.products, strict=True)
+    }
+    if layer.precision is not None and not isinstance(layer.attention_fn, WithoutPrecision):
+        overrides["attention_fn"] = WithoutPrecision(layer.attention_fn)
+    return overrides

@@ -1,43 +1,40 @@
-"""flax.nnx: an unmodified model as a copy whose layers follow rules."""
+"""flax.nnx: an unmodified model as a copy whose layers follow rules.
 
+A layer that Flax gives an attribute for its product gets another one there. Other modules, and an
+attention that keeps a cache in a format, become of a subclass with another call.
+"""
+
+import copy
+import copyreg
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx as flax_nnx
+from flax.nnx.nn.dtypes import promote_dtype
 from jax.sharding import PartitionSpec
 
-from mx_jax.convert.jaxpr import Module
-from mx_jax.convert.kinds import EMBED, Kind
-from mx_jax.convert.nnx_layers import (
-    ADAPTERS,
-    Call,
-    Conversion,
-    Injected,
-    KeyedInjected,
-    cache_obstacle,
-    class_of,
-    judged,
-    keeps_cache,
-    matrix_of,
-    multiplies_itself,
-    put,
-    put_cache,
-    put_call,
-    replaced,
-    stack,
-    take_back,
-)
-from mx_jax.convert.report import Report, recorded
+from mx_jax.convert.caches import CachedAttention, CacheFormat, as_array, is_plain
+from mx_jax.convert.functions import call_of_model
+from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
+from mx_jax.convert.kinds import ATTENTION, EMBED, Kind, kind_of
+from mx_jax.convert.report import Report, record, recorded, recorders_of
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.inspect.explanation import of_arrays
-from mx_jax.nn.layers import nnx_spec, recipe_of
-from mx_jax.nn.nnx import RNG_STREAM
+from mx_jax.nn.layers import named_in_errors, nnx_spec, recipe_of
+from mx_jax.nn.nnx import RNG_STREAM, missing_stream, next_key, promote_operands
+from mx_jax.nn.stored import quantized_in
+from mx_jax.ops.dot_general import dot_general
 from mx_jax.ops.tags import LayerName
+from mx_jax.packed import rows_of
+from mx_jax.recipes import Recipe, high_precision
 
 M = TypeVar("M", bound=flax_nnx.Module)
-Path = tuple[Any, ...]
 UNSEEN = "its products show in a call: give the report example arguments"
 
 
@@ -59,8 +56,9 @@ def nnx(
 
     Layers that Flax gives an attribute for their product get another one there. The call of the
     model is traced, and what else it multiplies is made anew in its jaxpr, as `convert.function`
-    does it: `convert.report` with example arguments lists both. Rules that match nothing are told
-    of when the model is first called, or at once if all of its products are attributes.
+    does it: `convert.report` with example arguments lists both. A warning of
+    rules that match nothing comes when the model is first called, or at once if all of its products
+    are attributes.
 
     Only stochastic recipes add state: a stream `"quantize"` in each layer that has one, and one in
     the model. In a stack made by nnx.vmap it has a key for each layer, along the parameters'
@@ -116,36 +114,10 @@ def converted(
         if plan.converts:
             _inject(plan, rngs)
         if plan.cache is not None and plan.cache.cache is not None:
-            put_cache(plan.layer, plan.cache.cache)
+            _put_cache(plan.layer, plan.cache.cache)
     if traced:
         _trace_calls(plans, rules, strict, rngs)
     return copy, Report(rules=rules, decisions=_decisions(plans))
-
-
-def _trace_calls(
-    plans: Sequence["_Plan"],
-    rules: tuple[Rule, ...],
-    strict: bool | None,
-    rngs: flax_nnx.Rngs | None,
-) -> None:
-    """Have the calls traced of all modules but those that got another product."""
-    calls = [plan for plan in plans if multiplies_itself(plan.layer, plan.kind, plan.converts)]
-    if all(plan.is_decided for plan in calls):
-        return
-    # The whole model's call tells of rules that matched nothing.
-    calls += [plan for plan in plans if not plan.paths[0] and plan not in calls]
-    modules = {
-        plan.paths[0]: Module(type(plan.layer), plan.paths[1:], isinstance(plan.layer, ADAPTERS))
-        for plan in calls
-    }
-    model = Conversion(rules, strict, modules, _decisions(plans))
-    draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
-    for plan in calls:
-        # That of the outermost call is all products': inside a stack there might be many.
-        stream = None
-        if draws and not plan.paths[0] and rngs and {RNG_STREAM, "default"} & {*rngs}:
-            stream = _stream(rngs[RNG_STREAM]())
-        put_call(plan.layer, Call(model, plan.paths[0], plan.is_decided), stream)
 
 
 def original(model: M) -> M:
@@ -161,7 +133,7 @@ def original(model: M) -> M:
         )
     copy = flax_nnx.clone(model, variables=False)
     for _, layer in list(flax_nnx.iter_modules(copy)):
-        take_back(layer)
+        _take_back(layer)
     return copy
 
 
@@ -184,16 +156,14 @@ def decisions(
     )
 
 
+# Layers -------------------------------------------------------------------------------------------
+
+
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What rules say of a module.
+    """What rules say of a module: of each product that it has an attribute for, and of its cache.
 
-    Attributes:
-      layer: the module.
-      paths: that lead to it.
-      kind: None if it has no attribute for a product.
-      decisions: one for each product.
-      cache: about its cache.
+    Its kind is None if it has no such attribute.
     """
 
     layer: Any
@@ -223,10 +193,8 @@ class _Plan:
         matrix = matrix_of(self.layer)
         if matrix is None:
             return ()
-        layer = _judging(
-            self.paths, self.layer, {"kernel": tuple(matrix.shape), "obstacle": UNSEEN}
-        )
-        return (decide((), layer),)
+        facts = {"kernel": tuple(matrix.shape), "obstacle": UNSEEN}
+        return (decide((), as_layer(self.paths, self.layer, facts)),)
 
 
 def _decisions(plans: Iterable[_Plan]) -> tuple[Decision, ...]:
@@ -234,67 +202,152 @@ def _decisions(plans: Iterable[_Plan]) -> tuple[Decision, ...]:
 
 
 def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
-    """Every module, and what the rules say of the products that it has an attribute for."""
     for paths, layer in layers_of(model):
         kind, facts = judged(layer) or (None, {})
         decisions = tuple(
-            decide(rules, _judging(_below(paths, product), layer, facts))
+            decide(rules, as_layer(paths, layer, facts, product))
             for product in (() if kind is None else kind.products)
         )
         cache = None
-        if keeps_cache(layer) and any(rule.cache for rule in rules):
-            about = {"is_cache": True, "obstacle": cache_obstacle(layer)}
-            cache = decide(rules, _judging(_below(paths, "cache"), layer, about))
+        if isinstance(layer, flax_nnx.MultiHeadAttention) and any(rule.cache for rule in rules):
+            about = {"is_cache": True, "obstacle": _cache_obstacle(layer)}
+            cache = decide(rules, as_layer(paths, layer, about, "cache"))
         yield _Plan(layer, paths, kind, decisions, cache)
 
 
-def _below(paths: tuple[str, ...], name: str | None) -> tuple[str, ...]:
-    return paths if name is None else tuple(f"{path}/{name}".lstrip("/") for path in paths)
-
-
-def _judging(paths: tuple[str, ...], layer: Any, facts: dict[str, Any]) -> Layer:
-    """A layer, or a product or the cache of it, as rules judge it."""
+def as_layer(
+    paths: tuple[str, ...], layer: Any, facts: dict[str, Any], product: str | None = None
+) -> Layer:
+    """A layer, or a product or the cache of it, as rules judge it; facts are `Layer`'s fields."""
+    if product is not None:
+        paths = tuple(f"{path}/{product}".lstrip("/") for path in paths)
     return Layer(path=paths[0], aliases=paths[1:], type=class_of(layer), **facts)
 
 
 def layers_of(model: flax_nnx.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Every module of a model, once, with the paths that lead to it."""
     places = flax_nnx.find_duplicates(model)
-    for parts, layer in list(flax_nnx.iter_modules(model)):
-        yield tuple("/".join(map(str, path)) for path in (parts, *_aliases(parts, places))), layer
+    for path, layer in list(flax_nnx.iter_modules(model)):
+        # Those too where it, or something above it, is shared.
+        others = (
+            (*other, *path[len(place) :])
+            for group in places
+            for place in group
+            if path[: len(place)] == place
+            for other in group
+            if other != place
+        )
+        yield tuple("/".join(map(str, own)) for own in (path, *others)), layer
 
 
-def _aliases(path: Path, places: Sequence[Sequence[Path]]) -> list[Path]:
-    """The other paths of what lies at a path, where it or something above it is shared."""
-    return [
-        (*other, *path[len(place) :])
-        for group in places
-        for place in group
-        if path[: len(place)] == place
-        for other in group
-        if other != place
-    ]
+def judged(layer: Any) -> tuple[Kind, dict[str, Any]] | None:
+    """The kind of a layer, and the fields of `Layer` that rules judge it by.
+
+    None: it has no attribute for a product, or an attention of its own there.
+    """
+    kind = kind_of(layer)
+    if kind is None:
+        return None
+    obstacle = _obstacle(layer, kind)
+    if kind is ATTENTION and obstacle == "has its own attention_fn":
+        # A trace of the call shows its products.
+        return None
+    stored = tuple(kind.kernel(layer).shape)
+    facts = kind.facts(layer, stored[len(stack(layer, kind)) :])
+    if "kernel" in facts:
+        # With the axes of a stack.
+        facts["kernel"] = stored
+    return kind, facts | {"obstacle": facts["obstacle"] or obstacle}
+
+
+def _obstacle(layer: Any, kind: Kind) -> str | None:
+    # First: a property of our own layers draws a key when it is read.
+    if isinstance(getattr(layer, "recipe", None), Recipe):
+        return "has its own recipe"
+    return kind.nnx and kind.nnx.obstacle(layer, (Injected, KeyedInjected))
+
+
+def stack(layer: Any, kind: Kind) -> tuple[int, ...]:
+    """The leading axes of a stack of layers made by nnx.vmap; () for a single one."""
+    shape = kind.kernel(layer).shape
+    return tuple(shape[: len(shape) - kind.kernel_ndim(layer)])
+
+
+def class_of(layer: Any) -> type:
+    """The class that a module had before conversion."""
+    cls: Any = type(layer)
+    while hasattr(cls, "_mx_base"):
+        cls = cls._mx_base
+    return cls
+
+
+def matrix_of(layer: Any) -> flax_nnx.Param | None:
+    """The first parameter of two axes or more that a module has beside known layers."""
+    if kind_of(layer) is not None or isinstance(layer, _WITHOUT_PRODUCT):
+        return None
+    own = (value for value in vars(layer).values() if isinstance(value, flax_nnx.Param))
+    return next((value for value in own if len(getattr(value, "shape", ())) >= 2), None)
+
+
+# Attributes ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Injected:
+    """A product in the place of a layer's own; static, so equal models have equal graphs."""
+
+    operation: Callable[..., Any]
+    replaced: Any
+    # For errors: not its path, by which equal layers would differ. By its name they do not.
+    layer: str
+    name: LayerName
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """The operation's result."""
+        with named_in_errors(self.layer), decided(), self.name.context():
+            return self.operation(*args, **options)
+
+
+class KeyedInjected(flax_nnx.Module):
+    """`Injected`, with a stream that gives each use a fresh key; in a stack, one for each layer."""
+
+    def __init__(self, injected: Injected, stream: flax_nnx.RngStream):
+        self.injected = flax_nnx.static(injected)
+        self.stream = stream
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """The operation's result."""
+        return self.injected(*args, **options, key=next_key(self.stream, "convert.nnx"))
 
 
 def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
+    """Make a layer multiply by its rules."""
     layer, kind, where = plan.layer, plan.kind, None
-    assert kind is not None
+    assert kind is not None and kind.nnx is not None
     if kind.rhs_is_kernel and (spec := nnx_spec(kind.kernel(layer))) is not None:
         where = PartitionSpec(*spec[len(stack(layer, kind)) :])
     recipes = tuple(
         None if decision.recipe is None else recipe_of(decision.recipe, where)
         for decision in plan.decisions
     )
-    product: Injected | KeyedInjected = Injected(
+    product = Injected(
         operation=kind.operation(*recipes),
-        replaced=replaced(layer, kind),
+        replaced=getattr(layer, kind.nnx.attribute),
         layer=f"{type(layer).__name__}, converted by convert.nnx",
         name=LayerName(plan.paths[0] or "model"),
     )
-    if any(recipe is not None and recipe.is_stochastic for recipe in recipes):
-        key = _key(plan, rngs)
-        product = product if key is None else KeyedInjected(product, _stream(key))
-    put(layer, kind, product)
+    draws = any(recipe is not None and recipe.is_stochastic for recipe in recipes)
+    key = _key(plan, rngs) if draws else None
+    # Static values are a part of the graph definition; a stream is data.
+    wrapped = (
+        flax_nnx.static(product)
+        if key is None
+        else flax_nnx.data(KeyedInjected(product, _stream(key)))
+    )
+    setattr(layer, kind.nnx.attribute, wrapped)
+    if getattr(layer, "promote_dtype", None) is promote_dtype:
+        # A kernel may be an MXArray, which is then used as it is.
+        layer.promote_dtype = flax_nnx.static(promote_operands)
 
 
 def _key(plan: _Plan, rngs: flax_nnx.Rngs | None) -> jax.Array | None:
@@ -303,15 +356,10 @@ def _key(plan: _Plan, rngs: flax_nnx.Rngs | None) -> jax.Array | None:
     Raises:
       ValueError: no rngs, or none with the stream, and a forward product draws.
     """
-    names = () if rngs is None else tuple(rngs)
-    if rngs is None or not {RNG_STREAM, "default"} & set(names):
-        for decision in plan.decisions:
-            if decision.recipe is not None and decision.recipe.fwd.is_stochastic:
-                but = "" if rngs is None else f", but rngs has only {', '.join(map(repr, names))}"
-                raise ValueError(
-                    f"convert.nnx: {decision.layer.path!r} gets recipe {decision.recipe.name!r}, "
-                    f"which draws random bits{but}; pass rngs=nnx.Rngs({RNG_STREAM}=seed)"
-                )
+    if rngs is None or not {RNG_STREAM, "default"} & {*rngs}:
+        for own in plan.decisions:
+            if own.recipe is not None and own.recipe.fwd.is_stochastic:
+                raise missing_stream(f"convert.nnx: {own.layer.path!r}", own.recipe, rngs)
         return None
     assert plan.kind is not None
     key, sizes = rngs[RNG_STREAM](), stack(plan.layer, plan.kind)
@@ -320,3 +368,349 @@ def _key(plan: _Plan, rngs: flax_nnx.Rngs | None) -> jax.Array | None:
 
 def _stream(key: jax.Array) -> flax_nnx.RngStream:
     return flax_nnx.RngStream(key, tag=RNG_STREAM)
+
+
+def _take_back(layer: Any) -> None:
+    """Undo what conversion did to a module."""
+    while hasattr(type(layer), "_mx_base"):
+        if "mx_cache" in vars(layer):
+            _take_back_cache(layer)
+        for name in ("mx_cache", "mx_call", "mx_stream"):
+            if name in vars(layer):
+                delattr(layer, name)
+        object.__setattr__(layer, "__class__", type(layer)._mx_base)
+    kind = kind_of(layer)
+    if kind is None or kind.nnx is None or _obstacle(layer, kind) is not None:
+        return
+    value = getattr(layer, kind.nnx.attribute)
+    value = value.injected if isinstance(value, KeyedInjected) else value
+    if isinstance(value, Injected):
+        setattr(layer, kind.nnx.attribute, flax_nnx.static(value.replaced))
+        if getattr(layer, "promote_dtype", None) is promote_operands:
+            layer.promote_dtype = flax_nnx.static(promote_dtype)
+
+
+class StoredEmbed(flax_nnx.Embed):
+    """An Embed whose table is an MXArray, packed or not; `convert.weights` makes it of Flax's.
+
+    Only the rows that are asked for are decoded. `attend` multiplies by the codes, and leaves its
+    query in high precision, as a converted Embed does.
+    """
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """Rows of the table, `[*inputs, features]`."""
+        table = quantized_in(self.embedding[...])
+        if table is None:
+            return super().__call__(inputs, out_sharding)
+        if not jnp.issubdtype(inputs.dtype, jnp.integer):
+            raise ValueError(f"Embed: needs integers, got inputs.dtype={inputs.dtype}")
+        values = rows_of(table, jnp.asarray(inputs)).dequantize(self.dtype or table.dtype)
+        return values if out_sharding is None else jax.sharding.reshard(values, out_sharding)
+
+    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """The query times the table, along the features."""
+        table = quantized_in(self.embedding[...])
+        if table is None:
+            return super().attend(query, out_sharding)
+        query, table = promote_operands((query, table), dtype=self.dtype)
+        multiply = functools.partial(
+            dot_general, recipe=high_precision(), out_sharding=out_sharding
+        )
+        if isinstance(self.promote_dtype, Injected):
+            multiply = dataclasses.replace(self.promote_dtype, operation=multiply)
+        return multiply(query, table, (((query.ndim - 1,), (1,)), ((), ())))
+
+
+def read_stored(layer: Any) -> None:
+    """Make Flax's own embedding one that looks rows up in a stored table."""
+    if class_of(layer) is flax_nnx.Embed:
+        object.__setattr__(layer, "__class__", StoredEmbed)
+        if "mx_call" in vars(layer):
+            _become(layer, _traced_methods)
+
+
+# Calls ------------------------------------------------------------------------------------------
+
+_TAG = "mx_jax"
+# Adapters are trained beside what rules quantize.
+_ADAPTERS = (flax_nnx.LoRA,)
+# They multiply nothing, or elementwise.
+_WITHOUT_PRODUCT = (
+    flax_nnx.BatchNorm,
+    flax_nnx.Dropout,
+    flax_nnx.GroupNorm,
+    flax_nnx.LayerNorm,
+    flax_nnx.RMSNorm,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Conversion:
+    """What a converted model knows of itself; static, and equal for equal models."""
+
+    rules: tuple[Rule, ...]
+    # Whether a rule that matches nothing is an error; None: there is no warning either.
+    strict: bool | None
+    # Modules whose products a trace shows, by path, and the decisions about the other layers.
+    modules: Mapping[str, Module] = dataclasses.field(hash=False)
+    decisions: tuple[Decision, ...] = dataclasses.field(compare=False)
+    # Rules that matched something so far.
+    used: set[int] = dataclasses.field(compare=False, default_factory=set[int])
+
+    def record(self, path: str, decisions: tuple[Decision, ...]) -> None:
+        """Record decisions; if they are those of the whole model, warn of rules without any."""
+        record(self.rules, *decisions)
+        result = Report(rules=self.rules, decisions=(*self.decisions, *decisions))
+        if not path and not recorders_of(self.rules) and self.strict is not None:
+            result.check("convert.nnx", self.strict, self.used)
+        self.used.update(result.used)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What a module of a converted model knows when it is called."""
+
+    model: _Conversion
+    path: str
+    is_decided: bool
+
+
+def _multiplies_itself(layer: Any, kind: Kind | None, converts: bool) -> bool:
+    """Whether a trace of a module's call shows products, besides those that it got others for."""
+    flaxs = class_of(layer).__module__.startswith("flax.")
+    if isinstance(layer, _WITHOUT_PRODUCT) or (flaxs and not callable(layer)):
+        return False
+    # An embedding multiplies past its attribute.
+    return not (converts and flaxs) or kind is EMBED
+
+
+def _trace_calls(
+    plans: Sequence[_Plan],
+    rules: tuple[Rule, ...],
+    strict: bool | None,
+    rngs: flax_nnx.Rngs | None,
+) -> None:
+    """Have the calls traced of all modules but those that got another product."""
+    calls = [plan for plan in plans if _multiplies_itself(plan.layer, plan.kind, plan.converts)]
+    if all(plan.is_decided for plan in calls):
+        return
+    # The whole model's call warns of rules that matched nothing.
+    calls += [plan for plan in plans if not plan.paths[0] and plan not in calls]
+    modules = {
+        plan.paths[0]: Module(type(plan.layer), plan.paths[1:], isinstance(plan.layer, _ADAPTERS))
+        for plan in calls
+    }
+    model = _Conversion(rules, strict, modules, _decisions(plans))
+    draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
+    for plan in calls:
+        plan.layer.mx_call = flax_nnx.static(_Call(model, plan.paths[0], plan.is_decided))
+        # That of the outermost call is all products': inside a stack there might be many.
+        if draws and not plan.paths[0] and rngs and {RNG_STREAM, "default"} & {*rngs}:
+            plan.layer.mx_stream = _stream(rngs[RNG_STREAM]())
+        _become(plan.layer, _traced_methods)
+
+
+def _traced_methods(base: type) -> dict[str, Any]:
+    return {name: _in_call(name, method) for name, method in _methods(base).items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _methods(base: type) -> dict[str, Callable[..., Any]]:
+    """The methods that a class does not have of flax.nnx, private ones apart."""
+    inherited = {*dir(flax_nnx.Module)} - {"__call__"}
+    found = {name: inspect.getattr_static(base, name) for name in {*dir(base)} - inherited}
+    return {
+        name: member
+        for name, member in found.items()
+        # nnx.jit makes objects of them.
+        if callable(member) and hasattr(member, "__get__") and not isinstance(member, type)
+        if not isinstance(member, staticmethod | classmethod)
+        if name == "__call__" or name[0] != "_"
+    }
+
+
+def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method whose products are its module's; the outermost call is traced."""
+
+    @functools.wraps(method)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        here: _Call = self.mx_call
+        if tracing.value == here.model.rules:
+            with (decided if here.is_decided else in_module)(here.path):
+                return method(self, *args, **kwargs)
+        if name != "__call__" or here.is_decided:
+            return method(self, *args, **kwargs)
+        with decided():
+            return _traced(self, here.model, here.path, args, kwargs)
+
+    return run
+
+
+def _traced(self: Any, model: _Conversion, path: str, args: Any, kwargs: Any) -> Any:
+    """A call as a function of the state of all that takes part, which changes where it did."""
+    key = self.mx_stream() if "mx_stream" in vars(self) else None
+    nodes = (self, args, kwargs)
+    before = flax_nnx.graphdef(nodes)
+    with flax_nnx.update_context(_TAG):
+        with flax_nnx.split_context(_TAG) as context:
+            graph, params, rest = context.split(nodes, flax_nnx.Param, ...)
+
+        def call(params: Any, rest: Any) -> Any:
+            with flax_nnx.merge_context(_TAG, True) as context:
+                inner = context.merge(graph, params, rest)
+            result = type(self).__call__(inner[0], *inner[1], **inner[2])
+            same = flax_nnx.graphdef(inner) == before
+            with flax_nnx.split_context(_TAG) as context:
+                after, state = context.split(inner)
+            return result, state, None if same else _Graph(after)
+
+        result, state, after = call_of_model(
+            call,
+            (params, rest),
+            {},
+            rules=model.rules,
+            modules=model.modules,
+            key=key,
+            record=functools.partial(model.record, path),
+        )
+        if after is not None:
+            with flax_nnx.merge_context(_TAG, False) as context:
+                context.merge(after.graph, state)
+            return result
+    given = dict(flax_nnx.to_flat_state(flax_nnx.merge_state(params, rest)))
+    changed = [(at, new) for at, new in flax_nnx.to_flat_state(state) if not _same(new, given[at])]
+    if changed:
+        flax_nnx.update(nodes, flax_nnx.from_flat_state(changed))
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class _Graph:
+    """A graph definition as a result of a trace."""
+
+    graph: Any
+
+
+def _same(new: Any, old: Any) -> bool:
+    """Whether what a Variable holds is what it held."""
+    return all(x is y for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
+
+
+def _become(layer: Any, own: Callable[[type], dict[str, Any]]) -> None:
+    object.__setattr__(layer, "__class__", _subclass(type(layer), own))
+
+
+@functools.lru_cache(maxsize=1024)
+def _subclass(base: type, own: Callable[[type], dict[str, Any]]) -> type:
+    """One for each class, so that equal models have equal graphs; it looks like its base."""
+    looks = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    body = looks | own(base) | {"_mx_base": base, "_mx_own": staticmethod(own)}
+    return _metaclass(type(base))(base.__name__, (base,), body)
+
+
+@functools.cache
+def _metaclass(base: type) -> type:
+    """One whose classes are pickled by what they are made of: no module has them by name."""
+    made = base if base.__name__ == "_Made" else type("_Made", (base,), {})
+    copyreg.pickle(made, lambda cls: (_subclass, (cls._mx_base, cls._mx_own)))
+    return made
+
+
+# Caches -------------------------------------------------------------------------------------------
+
+
+def _cache_obstacle(layer: flax_nnx.MultiHeadAttention) -> str | None:
+    """Why the cache of a layer stays as it is, or None."""
+    if type(layer).__call__ is not flax_nnx.MultiHeadAttention.__call__:
+        return "has a call of its own"
+    if layer.query.kernel.ndim > 3 and layer.cached_key is not None:
+        return "is a stack with a cache already: convert it before init_cache"
+    taken = inspect.signature(layer.attention_fn).parameters
+    takes_any = any(own.kind is inspect.Parameter.VAR_KEYWORD for own in taken.values())
+    if "mask" not in taken and not takes_any:
+        return "its attention_fn takes no mask"
+    return None
+
+
+def _put_cache(layer: Any, format: CacheFormat) -> None:
+    """Make a layer keep its cache in a format, the one that it has included."""
+    if layer.cached_key is not None:
+        cache = format.holding(layer.cached_key[...], layer.cached_value[...])
+        _set_cache(layer, cache.keys, cache.values, layer.cache_index[...])
+    layer.mx_cache = flax_nnx.static(format)
+    _become(layer, _caching)
+
+
+def _take_back_cache(layer: Any) -> None:
+    """What the cache holds is decoded, for one axis of sequences."""
+    if layer.cached_key is None:
+        return
+    keys, values = (kept.get_value() for kept in (layer.cached_key, layer.cached_value))
+    if keys.codes.ndim == 3:
+        heads = layer.num_kv_heads
+        batch = (keys.codes.shape[0] // heads,)
+        keys, values = (as_array(rows, batch, heads) for rows in (keys, values))
+        _set_cache(layer, keys, values, layer.cache_index[...])
+        return
+    warnings.warn(
+        "convert: the cache of a stack is dropped when its layers are converted anew; call "
+        "init_cache again",
+        stacklevel=2,
+    )
+    layer.cached_key = layer.cached_value = flax_nnx.data(None)
+
+
+def _set_cache(layer: Any, keys: Any, values: Any, index: jax.Array) -> None:
+    """New Variables: the model that was converted goes on with its own."""
+    layer.cached_key, layer.cached_value = flax_nnx.Cache(keys), flax_nnx.Cache(values)
+    layer.cache_index = flax_nnx.Cache(index)
+
+
+def _caching(base: type) -> dict[str, Any]:
+    """What an attention does otherwise, whose cache is in a format."""
+    flaxs: Any = base
+
+    def init_cache(self: Any, *args: Any, **options: Any) -> None:
+        """As the class does it: the arrays that it makes are gone when their rows are there."""
+        flaxs.init_cache(self, *args, **options)
+        arrays = self.cached_key[...]
+        cache = self.mx_cache.empty(arrays.shape, arrays.dtype)
+        _set_cache(self, cache.keys, cache.values, self.cache_index[...])
+
+    def call(self: Any, *args: Any, decode: bool | None = None, **options: Any) -> Any:
+        decodes = self.decode if decode is None else decode
+        if not decodes or self.cached_key is None:
+            return flaxs.__call__(self, *args, decode=decode, **options)
+        # Of the call alone: threads may share the layer. Its Variables are the layer's.
+        inner = copy.copy(self)
+        vars(inner)["attention_fn"] = _cached_attention(self)
+        return flaxs.__call__(inner, *args, decode=False, **options)
+
+    return {"__call__": call, "init_cache": init_cache}
+
+
+def _cached_attention(layer: Any) -> CachedAttention:
+    own = layer.attention_fn
+
+    def get(keys: jax.Array) -> tuple[Any, Any, jax.Array]:
+        kept = (layer.cached_key, layer.cached_value, layer.cache_index)
+        return tuple(variable.get_value() for variable in kept)
+
+    def put(keys: Any, values: Any, index: jax.Array) -> None:
+        layer.cached_key.set_value(keys)
+        layer.cached_value.set_value(values)
+        layer.cache_index[...] = index
+
+    def attention_fn(*args: Any, module: Any = None, **options: Any) -> jax.Array:
+        # Weights are sown into the layer, not into its copy.
+        sown = {} if module is None else {"module": layer}
+        # The rows up to a token's own are what causal attention sees.
+        return own(*args, **options | sown | {"is_causal": False})
+
+    return CachedAttention(
+        format=layer.mx_cache,
+        attention_fn=attention_fn,
+        get=get,
+        set=put,
+        is_plain=lambda options: own is flax_nnx.dot_product_attention and is_plain(options),
+    )

@@ -53,10 +53,14 @@ class Report:
     decisions: tuple[Decision, ...]
 
     @property
+    def used(self) -> set[int]:
+        """Indices of the rules that decided about some layer."""
+        return {own.rule for own in self.decisions if own.rule is not None}
+
+    @property
     def unused(self) -> tuple[int, ...]:
         """Indices of the rules that decided about no layer."""
-        used = {decision.rule for decision in self.decisions}
-        return tuple(index for index in range(len(self.rules)) if index not in used)
+        return tuple(sorted({*range(len(self.rules))} - self.used))
 
     @property
     def num_converted(self) -> int:
@@ -140,12 +144,7 @@ class Report:
 
 
 class Recorder:
-    """Decisions in the order in which a trace meets them, and layers that no rule could reach.
-
-    Attributes:
-      rules: whose decisions are kept.
-      reports: whether every layer counts, not only those that some rule could convert.
-    """
+    """Decisions in the order in which a trace meets them, and layers that no rule could reach."""
 
     def __init__(self, rules: tuple[Rule, ...], *, reports: bool):
         self.rules, self.reports = rules, reports
@@ -177,17 +176,24 @@ _recorders: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVa
 @contextlib.contextmanager
 def recorded(rules: tuple[Rule, ...], *, reports: bool) -> Iterator[Recorder]:
     """A recorder of what these rules decide meanwhile."""
-    record = Recorder(rules, reports=reports)
-    token = _recorders.set((*_recorders.get(), record))
+    recorder = Recorder(rules, reports=reports)
+    token = _recorders.set((*_recorders.get(), recorder))
     try:
-        yield record
+        yield recorder
     finally:
         _recorders.reset(token)
 
 
 def recorders_of(rules: tuple[Rule, ...]) -> list[Recorder]:
     """The recorders that keep these rules' decisions now."""
-    return [record for record in _recorders.get() if record.rules == rules]
+    return [recorder for recorder in _recorders.get() if recorder.rules == rules]
+
+
+def record(rules: tuple[Rule, ...], *decisions: Decision) -> None:
+    """Record decisions wherever those of these rules are kept now."""
+    for recorder in recorders_of(rules):
+        for decision in decisions:
+            recorder.add(decision)
 
 
 def warn_or_raise(text: str, strict: bool) -> None:

@@ -177,8 +177,8 @@ class Decision:
     """
 
     layer: Layer
-    rule: int | None
-    recipe: Recipe | None
+    rule: int | None = None
+    recipe: Recipe | None = None
     reason: str = ""
     cache: CacheFormat | None = None
 
@@ -211,7 +211,7 @@ def as_rules(rules: Rule | Sequence[Rule], operation: str) -> tuple[Rule, ...]:
 def decide(rules: tuple[Rule, ...], layer: Layer) -> Decision:
     """The first rule that matches, with the reasons of those that handed the layer on."""
     if layer.obstacle is not None:
-        return Decision(layer=layer, rule=None, recipe=None, reason=layer.obstacle)
+        return Decision(layer=layer, reason=layer.obstacle)
     notes: list[str] = []
     for index, rule in enumerate(rules):
         if not any(re.fullmatch(rule.pattern, path) for path in (layer.path, *layer.aliases)):
@@ -219,16 +219,14 @@ def decide(rules: tuple[Rule, ...], layer: Layer) -> Decision:
         note = _handed_on(rule, layer)
         if note is None:
             if layer.is_cache and rule.cache is not None:
-                return Decision(layer=layer, rule=index, recipe=None, cache=rule.cache_format)
+                return Decision(layer=layer, rule=index, cache=rule.cache_format)
             if layer.is_cache or rule.quantizes is None:
                 # The layer's own product then, to the bit, whatever order it multiplies in.
-                return Decision(layer=layer, rule=index, recipe=None, reason="kept by its rule")
+                return Decision(layer=layer, rule=index, reason="kept by its rule")
             return Decision(layer=layer, rule=index, recipe=rule.quantizes)
         if note:
             notes.append(f"rule {index}: {note}")
-    return Decision(
-        layer=layer, rule=None, recipe=None, reason="; ".join(notes) or "no rule matches"
-    )
+    return Decision(layer=layer, reason="; ".join(notes) or "no rule matches")
 
 
 def _handed_on(rule: Rule, layer: Layer) -> str | None:
@@ -264,14 +262,11 @@ def _named_by(layer: Layer) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Limits:
-    """When a product of `[m, k]` and `[k, n]` is too small to gain.
+    """When a product of `[m, k]` and `[k, n]` is too small to gain."""
 
-    Attributes:
-      multiple: k and n must be multiples of it.
-      too_small: pairs (k, n); no gain where both sizes are at most these. None: any size.
-    """
-
+    # k and n must be multiples of it.
     multiple: int
+    # Pairs (k, n): no gain where both sizes are at most these. None: any size.
     too_small: tuple[tuple[int | None, int | None], ...]
 
 
@@ -380,16 +375,12 @@ def _too_small(shape: tuple[int, ...], recipe: Recipe) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Numbered:
-    """A filter by the number in a layer's path; build it with `numbered` or `every`.
-
-    Attributes:
-      indices: numbers that pass.
-      of: regular expression with one group, the number; the first place it is found counts.
-      text: how the report calls the numbers.
-    """
+    """A filter by the number in a layer's path; build it with `numbered` or `every`."""
 
     indices: range | frozenset[int]
+    # With one group, the number; the first place it is found counts.
     of: str
+    # How the report calls the numbers.
     text: str
 
     def __call__(self, path: str, shape: Shape, recipe: Recipe | None) -> bool:

@@ -138,10 +138,9 @@ class ConvertedLayer:
         """The layer's call, with its products made anew."""
         # Not by its path, by which equal layers would differ.
         name, (recipe, operation) = type(self.mx_layer).__name__, self.mx_static
-        key = options.get("key")
-        call = type(self.mx_layer).__call__
-        if "key" in options and not _takes_key(call):
-            options = {name: value for name, value in options.items() if name != "key"}
+        key, call = options.get("key"), type(self.mx_layer).__call__
+        if not _takes_key(call):
+            options.pop("key", None)
         if key is None and recipe.fwd.is_stochastic:
             raise ValueError(
                 f"convert.tree: {name} gets recipe {recipe.name!r}, which draws random bits; pass "
@@ -256,13 +255,7 @@ def deferred(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     A product with a recipe of its own gradients would otherwise be made for each example: the
     gradient of a kernel `[k, n]` as one for each example, `[batch, k, n]`, in blocks of one row. As
     a primitive of its own it first becomes the product of the batch, as `jax.lax.dot_general` does,
-    and is differentiated then.
-
-    Args:
-      product: called like `jax.lax.dot_general`, and with `key`; hashable.
-
-    Returns:
-      A function of the same arguments, `out_sharding` apart.
+    and is differentiated then. The product is called like that, and with `key`; it is hashable.
     """
 
     def multiply(
@@ -275,21 +268,15 @@ def deferred(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         out_sharding: Any = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
+        dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype))
+        options = {"precision": precision, "preferred_element_type": dtype}
         if out_sharding is not None:
             # On axes of an explicit mesh JAX asks for the product's sharding at once.
-            options = {"out_sharding": out_sharding, "key": key}
-            return product(
-                lhs, rhs, dimension_numbers, precision, preferred_element_type, **options
-            )
-        dtype = preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype)
+            options |= {"out_sharding": out_sharding, "key": key}
+            return product(lhs, rhs, dimension_numbers, **options)
+        operands = (lhs, rhs) if key is None else (lhs, rhs, key)
         return _product_p.bind(
-            lhs,
-            rhs,
-            *([] if key is None else [key]),
-            dimension_numbers=dimension_numbers,
-            precision=precision,
-            preferred_element_type=jnp.dtype(dtype),
-            product=product,
+            *operands, dimension_numbers=dimension_numbers, product=product, **options
         )
 
     return multiply

@@ -16,8 +16,17 @@ from mx_jax.axes import Axes
 from mx_jax.calibrate.ways import Way
 from mx_jax.convert import linen_model
 from mx_jax.convert.kinds import EMBED
-from mx_jax.convert.nnx_layers import StoredEmbed, class_of, judged, matrix_of, read_stored, stack
-from mx_jax.convert.nnx_model import converted, layers_of
+from mx_jax.convert.nnx_model import (
+    StoredEmbed,
+    as_layer,
+    class_of,
+    converted,
+    judged,
+    layers_of,
+    matrix_of,
+    read_stored,
+    stack,
+)
 from mx_jax.convert.report import Report, warn_or_raise
 from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, as_rules, decide
 from mx_jax.mxarray import MXArray
@@ -35,23 +44,18 @@ _DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kernel:
-    """A parameter that a rule may quantize.
-
-    Attributes:
-      decision: what the rules say of it.
-      num_stacked: how many of its leading axes count layers.
-      looked_up: whether rows are looked up in it: packed only where the layout gives them one by
-        one.
-    """
+    """A parameter that a rule may quantize."""
 
     decision: Decision
+    # How many of its leading axes count layers.
     num_stacked: int
-    looked_up: bool = False
+    # Whether rows are looked up in it: packed only where the layout gives them one by one.
+    looked_up: bool
 
     @classmethod
     def judge(cls, rules: tuple[Rule, ...], layer: Layer, value: Any) -> "_Kernel":
         """Ask the rules about a parameter of a layer: its shape and dtype count."""
-        stacked = value.ndim - (value.ndim if layer.kernel is None else len(layer.kernel))
+        stacked = 0 if layer.kernel is None else value.ndim - len(layer.kernel)
         obstacle = layer.obstacle or _obstacle(layer, value)
         whole = dataclasses.replace(layer, kernel=tuple(value.shape), obstacle=obstacle)
         decision = decide(rules, whole)
@@ -175,13 +179,13 @@ def weights(
         )
         found = _report(rules, kernels)
     found.check("convert.weights", strict, caches=False)
-    _tell_unstored(found, strict)
+    _warn_of_unstored(found, strict)
     return result
 
 
-def _tell_unstored(found: Report, strict: bool) -> None:
+def _warn_of_unstored(found: Report, strict: bool) -> None:
     """Warn of rules by which weights were to be quantized, and all stay as they were."""
-    for index in sorted({own.rule for own in found.decisions if own.rule is not None}):
+    for index in sorted(found.used):
         recipe = found.rules[index].quantizes
         # One that leaves weights in high precision has nothing to store.
         if recipe is None or recipe.fwd.rhs is None or not (reason := why_not_stored(recipe)):
@@ -224,7 +228,7 @@ def weights_report(
     rules = as_rules(rules, "convert.weights_report")
     if isinstance(params, nnx.Module):
         _check_arguments(params, model, args)
-        found = _report(rules, [own.kernel for own in _found(params, rules)])
+        found = _report(rules, [kernel for *_, kernel in _found(params, rules)])
     else:
         found = _report(rules, _kernels(_flat(params)[0], rules, _layers(model, args)))
     found.check("convert.weights_report", strict, caches=False)
@@ -339,28 +343,20 @@ def _weights_of_model(
     found = list(_found(copy, rules))
     # A Variable that several layers hold stays one.
     stored: dict[int, Any] = {}
-    for each in found:
-        if each.kernel.decision.recipe is None:
+    for layer, name, kernel in found:
+        if kernel.decision.recipe is None:
             continue
-        variable = getattr(each.layer, each.name)
+        variable = getattr(layer, name)
         if id(variable) not in stored:
-            stored[id(variable)] = variable.replace(each.kernel.store(variable[...], pack, by))
-        setattr(each.layer, each.name, stored[id(variable)])
+            stored[id(variable)] = variable.replace(kernel.store(variable[...], pack, by))
+        setattr(layer, name, stored[id(variable)])
         # One that is no longer Flax's does as it was written.
-        read_stored(each.layer)
-    return copy, _report(rules, [each.kernel for each in found])
+        read_stored(layer)
+    return copy, _report(rules, [kernel for *_, kernel in found])
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Found:
-    """A layer, the attribute that holds its kernel, and what the rules say of that."""
-
-    layer: Any
-    name: str
-    kernel: _Kernel
-
-
-def _found(model: nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Found]:
+def _found(model: nnx.Module, rules: tuple[Rule, ...]) -> Iterator[tuple[Any, str, _Kernel]]:
+    """Layers, the attributes that hold their kernels, and what the rules say of those."""
     for paths, layer in layers_of(model):
         kind, facts = judged(layer) or (None, {})
         kernel: Any = matrix_of(layer) if kind is None else None
@@ -376,6 +372,5 @@ def _found(model: nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Found]:
             facts["obstacle"] = None
         stacked = () if kind is None else stack(layer, kind)
         facts["kernel"] = tuple(kernel.shape)[len(stacked) :]
-        judging = Layer(path=paths[0], aliases=paths[1:], type=class_of(layer), **facts)
-        name = own[id(kernel)]
-        yield _Found(layer=layer, name=name, kernel=_Kernel.judge(rules, judging, kernel[...]))
+        judged_as = _Kernel.judge(rules, as_layer(paths, layer, facts), kernel[...])
+        yield layer, own[id(kernel)], judged_as

@@ -114,8 +114,8 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
         attended = reshape_along(attended, by_head, attended).swapaxes(1, 2)
     else:
         attended = reshape_along(attended, query.shape, attended)
-    if (lies := explicit_sharding(query)) is not None:
-        attended = jax.sharding.reshard(attended, lies)
+    if (sharding := explicit_sharding(query)) is not None:
+        attended = jax.sharding.reshard(attended, sharding)
     return attended.astype(query.dtype)
 
 

@@ -1,20 +1,35 @@
-"""What layers of flax.linen and flax.nnx share: their recipes, operands and errors."""
+"""What layers of flax.linen and flax.nnx share: their recipes, operands, random keys and errors."""
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import flax.linen
 import jax
+import jax.numpy as jnp
 from flax.core import meta, spmd
 from jax.sharding import PartitionSpec
 
 from mx_jax.ops.arguments import as_recipe
+from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 from mx_jax.sharding.movement import GatherLike
 from mx_jax.specs import MatmulRecipe
 
+# Flax's name of the stream that stochastic recipes draw from.
+RNG_STREAM = "quantize"
+
 AnyRecipe = TypeVar("AnyRecipe", bound=MatmulRecipe)
+
+
+def promoted(promote: Callable[[Any], Any], args: Sequence[Any]) -> list[Any]:
+    """Operands in the dtype that Flax gives them; MXArrays stay codes, to be read in it."""
+    plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, Quantized) else arg for arg in args)
+    return [
+        with_dtype(arg, value.dtype) if isinstance(arg, Quantized) else value
+        for arg, value in zip(args, promote(plain), strict=True)
+    ]
 
 
 def layer_recipe(given: Any, gather: GatherLike, layer: str) -> Recipe:
@@ -24,10 +39,10 @@ def layer_recipe(given: Any, gather: GatherLike, layer: str) -> Recipe:
 
 
 def recipe_of(recipe: AnyRecipe, spec: PartitionSpec | None) -> AnyRecipe:
-    """A layer's recipe, which knows where the layer's kernel lies.
+    """A layer's recipe, which knows how the layer's kernel is sharded.
 
     What a `Gather` says itself stays. A kernel without metadata is not sharded, and not gathered,
-    except on a mesh with explicit axes, where its type says where it lies.
+    except on a mesh with explicit axes, where its type has its sharding.
     """
     gather = recipe.gather
     if gather is None or gather.rhs is not None:
@@ -37,20 +52,14 @@ def recipe_of(recipe: AnyRecipe, spec: PartitionSpec | None) -> AnyRecipe:
 
 
 def linen_recipe(layer: Any, recipe: AnyRecipe, name: str = "kernel") -> AnyRecipe:
-    """The recipe of a bound flax.linen layer, which knows where its kernel lies."""
+    """The recipe of a bound flax.linen layer, which knows how its kernel is sharded."""
     if recipe.gather is None or recipe.gather.rhs is not None:
         return recipe
     return recipe_of(recipe, linen_spec(layer, name))
 
 
-def ungathered(layer: Any, recipe: AnyRecipe) -> AnyRecipe:
-    """The recipe of a product whose right operand is no kernel, or not as it is stored."""
-    del layer
-    return recipe_of(recipe, None)
-
-
 def linen_spec(layer: Any, name: str) -> PartitionSpec | None:
-    """Where a parameter of a bound flax.linen layer lies: by its box, else by its initializer's.
+    """Sharding of a parameter of a bound flax.linen layer: by its box, else by its initializer's.
 
     Training states often hold unboxed parameters; what `nn.with_partitioning` made of the
     initializer still knows.
@@ -68,7 +77,7 @@ def linen_spec(layer: Any, name: str) -> PartitionSpec | None:
 
 
 def nnx_spec(variable: Any) -> PartitionSpec | None:
-    """Where an nnx variable lies, by its sharding metadata."""
+    """Sharding of an nnx variable, by its metadata."""
     get = getattr(variable, "get_metadata", None)
     if get is None:
         return None
@@ -91,13 +100,43 @@ def _known(part: Any, names: tuple[str, ...]) -> bool:
     return all(name in names for name in (part if isinstance(part, tuple) else (part,)))
 
 
+def layer_key(
+    layer: flax.linen.Module,
+    recipe: MatmulRecipe,
+    stream: str = RNG_STREAM,
+    *,
+    name: str | None = None,
+) -> jax.Array | None:
+    """A key from a bound flax.linen module's stream, if the recipe draws random bits.
+
+    As everywhere in Flax, `"params"` stands in for a stream that is not there: nn.scan and nn.vmap
+    pass on only the streams that they list, and every model lists that one. Without either it is
+    None, where only the gradients draw: they raise an error when they are taken. Errors call the
+    layer by the name, else by its type.
+    """
+    if not recipe.is_stochastic:
+        return None
+    if layer.has_rng(stream):
+        return layer.make_rng(stream)
+    if layer.is_initializing():
+        # The values that init computes are thrown away. Drawing from "params" here would change
+        # what the next parameter is drawn from.
+        return jax.random.key(0)
+    if layer.has_rng("params"):
+        return layer.make_rng("params")
+    if not recipe.fwd.is_stochastic:
+        return None
+    raise ValueError(
+        f"{name or type(layer).__name__}: recipe {recipe.name!r} draws random bits and needs the "
+        f"{stream!r} stream; call apply(..., rngs={{{stream!r}: key}}). Below nn.scan or nn.vmap, "
+        f"list {stream!r} in split_rngs, or pass the key as 'params', a stream that they list "
+        "already"
+    )
+
+
 @contextlib.contextmanager
 def named_in_errors(layer: str) -> Iterator[None]:
-    """Add a note to the errors of a product: a kernel that its recipe cannot use, a missing key.
-
-    Args:
-      layer: what the layer is called.
-    """
+    """Add a note to the errors of a product: a kernel that its recipe cannot use, a missing key."""
     try:
         yield
     except (TypeError, ValueError) as error:

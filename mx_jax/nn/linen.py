@@ -5,6 +5,7 @@ blocked along its contracting axis, or what `pack_weights` makes of it, and is u
 """
 
 import dataclasses
+import types
 from typing import Any, Literal
 
 import flax.linen as flax_nn
@@ -16,9 +17,8 @@ from flax.linen.dtypes import promote_dtype
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from mx_jax.formats import E4M3, E5M2, ElementFormat
-from mx_jax.nn.layers import layer_recipe, linen_recipe, named_in_errors
-from mx_jax.nn.randomness import RNG_STREAM as RNG_STREAM
-from mx_jax.nn.randomness import layer_key
+from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
+from mx_jax.nn.layers import layer_key, layer_recipe, linen_recipe, named_in_errors, promoted
 from mx_jax.nn.stored import StoredParams as StoredParams
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.ops.delayed import (
@@ -30,18 +30,12 @@ from mx_jax.ops.delayed import (
 )
 from mx_jax.ops.dot_general import RecipeDotGeneral, dot_general
 from mx_jax.ops.einsum import einsum
-from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 
 
 def promote_operands(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
-    """Flax's `promote_dtype`, which only tells MXArrays what they are to be read as."""
-    plain = [jnp.zeros((), arg.dtype) if isinstance(arg, Quantized) else arg for arg in args]
-    promoted = promote_dtype(*plain, dtype=dtype, inexact=inexact)
-    return [
-        with_dtype(arg, value.dtype) if isinstance(arg, Quantized) else value
-        for arg, value in zip(args, promoted, strict=True)
-    ]
+    """Flax's `promote_dtype`, which leaves MXArrays codes, to be read in the dtype."""
+    return promoted(lambda plain: promote_dtype(*plain, dtype=dtype, inexact=inexact), args)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,22 +58,25 @@ def _name(layer: flax_nn.Module) -> str:
     return f"{'/'.join(layer.path)!r} ({type(layer).__name__})"
 
 
-def _inject(layer: Any) -> None:
-    """Set the recipe as the layer's dot_general, unless the user chose another.
+class _WithRecipe(StoredParams, flax_nn.Module):
+    """What these layers have beside the fields of Flax's."""
 
-    A name gives way to its recipe, so that equal layers have equal fields.
+    promote_dtype: Any = promote_operands
+    recipe: Recipe | str = dataclasses.field(kw_only=True)
+    gather: Any = dataclasses.field(default=None, kw_only=True)
 
-    Flax clones a layer, attributes and all, when it binds it: a clone's callable must draw from
-    the clone.
-    """
-    layer.recipe = layer_recipe(layer.recipe, layer.gather, type(layer).__name__)
-    if layer.dot_general_cls is not None:
-        return
-    if layer.dot_general is None or isinstance(layer.dot_general, _LayerDotGeneral):
-        layer.dot_general = _LayerDotGeneral(recipe=layer.recipe, layer=layer)
+    def __post_init__(self):
+        # A name gives way to its recipe, so that equal layers have equal fields.
+        self.recipe = layer_recipe(self.recipe, self.gather, type(self).__name__)
+        chosen = getattr(self, "dot_general", self), getattr(self, "dot_general_cls", None)
+        # Not past a user's own. Flax clones a layer, attributes and all, when it binds it: a
+        # clone's callable must draw from the clone.
+        if chosen[1] is None and isinstance(chosen[0], _LayerDotGeneral | types.NoneType):
+            self.dot_general = _LayerDotGeneral(recipe=self.recipe, layer=self)
+        super().__post_init__()
 
 
-class Dense(StoredParams, flax_nn.Dense):
+class Dense(_WithRecipe, flax_nn.Dense):
     """`flax.linen.Dense` with a recipe.
 
     Attributes:
@@ -94,16 +91,8 @@ class Dense(StoredParams, flax_nn.Dense):
       {'params': {'bias': (8,), 'kernel': (64, 8)}}
     """
 
-    promote_dtype: Any = promote_operands
-    recipe: Recipe | str = dataclasses.field(kw_only=True)
-    gather: Any = dataclasses.field(default=None, kw_only=True)
 
-    def __post_init__(self):
-        _inject(self)
-        super().__post_init__()
-
-
-class DenseGeneral(StoredParams, flax_nn.DenseGeneral):
+class DenseGeneral(_WithRecipe, flax_nn.DenseGeneral):
     """`flax.linen.DenseGeneral` with a recipe; blocks lie along the last of its `axis`.
 
     Attributes:
@@ -118,16 +107,8 @@ class DenseGeneral(StoredParams, flax_nn.DenseGeneral):
       {'params': {'bias': (4, 8), 'kernel': (64, 4, 8)}}
     """
 
-    promote_dtype: Any = promote_operands
-    recipe: Recipe | str = dataclasses.field(kw_only=True)
-    gather: Any = dataclasses.field(default=None, kw_only=True)
 
-    def __post_init__(self):
-        _inject(self)
-        super().__post_init__()
-
-
-class Einsum(StoredParams, flax_nn.Einsum):
+class Einsum(_WithRecipe, flax_nn.Einsum):
     """`flax.linen.Einsum` with a recipe.
 
     Attributes:
@@ -141,14 +122,6 @@ class Einsum(StoredParams, flax_nn.Einsum):
       >>> y.shape
       (2, 4, 8)
     """
-
-    promote_dtype: Any = promote_operands
-    recipe: Recipe | str = dataclasses.field(kw_only=True)
-    gather: Any = dataclasses.field(default=None, kw_only=True)
-
-    def __post_init__(self):
-        self.recipe = layer_recipe(self.recipe, self.gather, type(self).__name__)
-        super().__post_init__()
 
     @flax_nn.compact
     def __call__(self, inputs: jax.Array, einsum_str: str | None = None) -> jax.Array:

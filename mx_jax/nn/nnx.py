@@ -16,25 +16,45 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from mx_jax.nn.layers import layer_recipe, named_in_errors, nnx_spec, recipe_of
-from mx_jax.nn.randomness import RNG_STREAM as RNG_STREAM
+from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
+from mx_jax.nn.layers import layer_recipe, named_in_errors, nnx_spec, promoted, recipe_of
 from mx_jax.nn.stored import trainable as trainable
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.tags import LayerName
-from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
 
 
 def promote_operands(args: Sequence[Any], /, *, dtype: Any = None, inexact: bool = True) -> Any:
-    """Flax's `promote_dtype`, which only tells MXArrays what they are to be read as."""
-    plain = tuple(jnp.zeros((), arg.dtype) if isinstance(arg, Quantized) else arg for arg in args)
-    promoted = promote_dtype(plain, dtype=dtype, inexact=inexact)
-    return tuple(
-        with_dtype(arg, value.dtype) if isinstance(arg, Quantized) else value
-        for arg, value in zip(args, promoted, strict=True)
+    """Flax's `promote_dtype`, which leaves MXArrays codes, to be read in the dtype."""
+    return tuple(promoted(lambda plain: promote_dtype(plain, dtype=dtype, inexact=inexact), args))
+
+
+def missing_stream(layer: str, recipe: Recipe, rngs: nnx.Rngs | None) -> ValueError:
+    """The error of a stochastic recipe whose layer has no stream."""
+    streams = (
+        "no rngs" if rngs is None else f"rngs with {', '.join(map(repr, rngs)) or 'no stream'}"
     )
+    return ValueError(
+        f"{layer}: recipe {recipe.name!r} draws random bits and needs the {RNG_STREAM!r} stream, "
+        f"got {streams}; pass rngs=nnx.Rngs(..., {RNG_STREAM}=seed)"
+    )
+
+
+def next_key(stream: nnx.RngStream, layer: str) -> jax.Array:
+    """A layer's next key.
+
+    Raises:
+      ValueError: a layer of a stack whose streams were not mapped with it.
+    """
+    if stacked := stream.key.shape:
+        raise ValueError(
+            f"{layer}: a layer of a stack got the streams {RNG_STREAM!r} of all its layers, of "
+            f"shape={stacked}; where the stack is run, map them with the parameters, e.g. "
+            "StateAxes({(nnx.Param, nnx.RngState): 0, ...: None})"
+        )
+    return stream()
 
 
 # Parts what is drawn for rounding from what the same stream gives its other users.
@@ -62,11 +82,7 @@ def stream_of_layer(rngs: nnx.Rngs, layer: str, recipe: Recipe) -> nnx.RngStream
     elif not recipe.fwd.is_stochastic:
         return None
     else:
-        raise ValueError(
-            f"{layer}: recipe {recipe.name!r} draws random bits and needs the {RNG_STREAM!r} "
-            f"stream, got rngs with {', '.join(map(repr, rngs)) or 'no stream'}; pass "
-            f"nnx.Rngs(..., {RNG_STREAM}=seed)"
-        )
+        raise missing_stream(layer, recipe, rngs)
     salt = jax.random.bits(_next_key(rngs["params"]), (), jnp.uint32)
     return nnx.RngStream(jax.random.fold_in(key, salt), tag=RNG_STREAM)
 
@@ -279,34 +295,17 @@ class Operation(nnx.Module):
         Raises:
           ValueError: the recipe draws random bits, and there is no such stream.
         """
-        name = type(self).__name__
+        name, stream = type(self).__name__, None
         self.recipe: Any = nnx.static(as_recipe(recipe, name, Recipe))
-        self.stream = nnx.data(_own_stream(rngs, name, self.recipe))
+        if self.recipe.is_stochastic:
+            # Nothing else draws from it: a default stream would give two operations one key.
+            if rngs is None or RNG_STREAM not in rngs:
+                raise missing_stream(name, self.recipe, rngs)
+            stream = nnx.RngStream(rngs[RNG_STREAM](), tag=RNG_STREAM)
+        self.stream = nnx.data(stream)
 
     def _key(self) -> jax.Array | None:
-        if self.stream is None:
-            return None
-        stacked = self.stream.key.shape
-        if stacked:
-            raise ValueError(
-                f"{type(self).__name__}: a layer of a stack got the streams {RNG_STREAM!r} of all "
-                f"its layers, of shape={stacked}; where the stack is run, map them with the "
-                "parameters, e.g. StateAxes({(nnx.Param, nnx.RngState): 0, ...: None})"
-            )
-        return self.stream()
-
-
-def _own_stream(rngs: nnx.Rngs | None, name: str, recipe: Recipe) -> nnx.RngStream | None:
-    """A stream that nothing else draws from: default streams would give two operations one key."""
-    if not recipe.is_stochastic:
-        return None
-    if rngs is None or RNG_STREAM not in rngs:
-        streams = "no rngs" if rngs is None else f"rngs with {', '.join(map(repr, rngs))}"
-        raise ValueError(
-            f"{name}: recipe {recipe.name!r} draws random bits and needs the {RNG_STREAM!r} "
-            f"stream, got {streams}; pass rngs=nnx.Rngs(..., {RNG_STREAM}=seed)"
-        )
-    return nnx.RngStream(rngs[RNG_STREAM](), tag=RNG_STREAM)
+        return None if self.stream is None else next_key(self.stream, type(self).__name__)
 
 
 class DotGeneral(Operation):

@@ -26,14 +26,13 @@ from mx_jax.ops.operands import SIDES
 from mx_jax.ops.product import (
     CotangentAval,
     Primal,
-    differentiable,
     max_like,
     no_derivative,
     note_cast,
 )
 from mx_jax.ops.remat import QUANTIZED
-from mx_jax.ops.tags import GRADIENT, Free, watching
-from mx_jax.ops.watched import watched
+from mx_jax.ops.tags import GRADIENT, Free
+from mx_jax.ops.watched import run_product
 
 
 class DelayedState(NamedTuple):
@@ -132,8 +131,7 @@ def chained_dot_general(
         elements=elements, scaling=scaling, axes=axes, out_dtype=np.dtype(out_dtype)
     )
     with follow(left, right):
-        multiply = watched if watching.value else differentiable
-        found: Any = multiply(product, Primal.of(left), Primal.of(right), states)
+        found: Any = run_product(product, Primal.of(left), Primal.of(right), states)
     result, states = found
     return lax.squeeze(result, empty), states
 

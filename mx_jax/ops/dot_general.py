@@ -30,10 +30,9 @@ from mx_jax.ops.arguments import (
 )
 from mx_jax.ops.dense import DenseProduct
 from mx_jax.ops.packing import packed_for
-from mx_jax.ops.product import Primal, differentiable
+from mx_jax.ops.product import Primal
 from mx_jax.ops.sharded_operands import gathered_once, gathering, given_moves, product_spec
-from mx_jax.ops.tags import watching
-from mx_jax.ops.watched import watched
+from mx_jax.ops.watched import run_product
 from mx_jax.packed import Quantized, unpacked
 from mx_jax.sharding.movement import STAY, Movement, Moves, as_gathered
 from mx_jax.specs import MatmulRecipe
@@ -124,9 +123,8 @@ def dot_general(
         recipe=recipe, axes=axes, out_dtype=dtype, precision=precision, moves=moves
     )
     with follow(lhs, rhs):
-        run = watched if watching.value else differentiable
-        value = lax.squeeze(run(product, Primal.of(lhs), Primal.of(rhs), key), empty)
-    return constrain(value, out_sharding)
+        value = run_product(product, Primal.of(lhs), Primal.of(rhs), key)
+    return constrain(lax.squeeze(value, empty) if empty else value, out_sharding)
 
 
 def _values(operand: AnyOperand) -> jax.Array:

@@ -32,7 +32,7 @@ from mx_jax.ops.dense import HIGH_PRECISION
 from mx_jax.ops.dot_general import check_blocks
 from mx_jax.ops.operands import as_taken, mask_clipped, operand_keys, unscaled
 from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
-from mx_jax.ops.product import CotangentAval, Primal, Residual, differentiable, one_program
+from mx_jax.ops.product import CotangentAval, Primal, Residual, one_program
 from mx_jax.ops.quantize import quantize_operand, with_primal
 from mx_jax.ops.ragged_operands import (
     LAST,
@@ -50,8 +50,8 @@ from mx_jax.ops.ragged_operands import (
     without_unused,
 )
 from mx_jax.ops.sharded_operands import agreed_scale
-from mx_jax.ops.tags import GRADIENT, Free, watching
-from mx_jax.ops.watched import watched
+from mx_jax.ops.tags import GRADIENT, Free
+from mx_jax.ops.watched import run_product
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import ragged_rows
@@ -142,14 +142,14 @@ def ragged_dot(
             check_blocks(operand, 1, side, "ragged_dot")
     sizes = ragged_rows(sizes, lhs.shape[0], unit=1).sizes
 
-    def multiply(lhs: Primal, rhs: Primal, extra: _Extra, recipe: MatmulRecipe) -> jax.Array:
+    def run(lhs: Primal, rhs: Primal, extra: _Extra, recipe: MatmulRecipe) -> jax.Array:
         move = experts_move(recipe, lhs.operand, rhs.operand)
         product = RaggedProduct(recipe=recipe, out_dtype=out_dtype, precision=precision, move=move)
-        return (watched if watching.value else differentiable)(product, lhs, rhs, extra)
+        return run_product(product, lhs, rhs, extra)
 
     with follow(lhs, rhs):
         given = Primal.of(lhs), Primal.of(rhs), _Extra(sizes, key)
-        return on_automatic_axes(multiply, *given, recipe)
+        return on_automatic_axes(run, *given, recipe)
 
 
 class _Extra(NamedTuple):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from mx_jax.axes import Side
 from mx_jax.mxarray import MXArray
@@ -20,6 +21,7 @@ from mx_jax.ops.product import (
     Primal,
     Product,
     Residual,
+    differentiable,
     noted_casts,
     only,
     product_bwd,
@@ -192,9 +194,14 @@ def call_site() -> CallSite:
     return CallSite(watchers, path, call, (*here.loops, next(numbers)))
 
 
-def watched(product: Product, lhs: Primal, rhs: Primal, extra: Any) -> Any:
-    """`differentiable`, reported to the captures in context."""
-    return _watched(product, call_site(), lhs, rhs, extra, counters())
+def run_product(product: Product, lhs: Primal, rhs: Primal, extra: Any) -> Any:
+    """A product with its own gradient; while a capture is active, it is observed."""
+    if watching.value:
+        return _watched(product, call_site(), lhs, rhs, extra, counters())
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((lhs, rhs, extra))):
+        return differentiable(product, lhs, rhs, extra)
+    # Nothing differentiates concrete operands: `custom_vjp` would take longer than the product.
+    return product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

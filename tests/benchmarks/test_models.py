@@ -154,13 +154,14 @@ def test_tables_of_speed():
 
 @text_alone
 def test_table_of_loss():
-    base = {"of": "weights and cache", "format": "float32", "bits": 32}
+    base = {"of": "weights and cache", "format": "float32", "bits": 32, "speed": 20.4}
     rows = [
         {**base, "loss": 3.0, "kl": 0.0, "same": 1.0},
         {"of": "cache", "format": "mxfp4", "bits": 4.25, "loss": 3.25, "kl": 0.125, "same": 0.5},
     ]
     (sheet,) = language_model_formats.sheets({"rows": rows, "sequences": 1, "length": 2})
-    assert sheet.rows[1] == ["mxfp4", "cache", "4.25", "3.2500", "+0.2500", "0.12500", "50.0%"]
+    cells = ["3.2500", "+8.33%", "0.12500", "50.0%", ""]
+    assert sheet.rows[0][-1] == "20" and sheet.rows[1] == ["mxfp4", "cache", "4.25", *cells]
 
 
 @pytest.mark.one_python(reason="names of formats and rules")

@@ -20,6 +20,8 @@ from mx_jax.convert.operations import ConvOfDotGeneral
 from tests.needs import needs_library
 from tests.quick import quick
 
+from .helpers import recipe_names
+
 MXFP8 = recipes.mxfp8()
 CASES = {
     "1x1": dict(kernel_size=(1, 1)),
@@ -94,11 +96,6 @@ def test_equals_the_convolution(name: str):
     jax.tree.map(np.testing.assert_array_equal, products(ours), products(conv))
 
 
-def test_outside_jit():
-    conv, ours, variables, x = both("3x3 valid, strides")
-    np.testing.assert_array_equal(ours.apply(variables, x), conv.apply(variables, x))
-
-
 def test_patches_that_do_not_overlap_are_not_copied():
     x, kernel = jnp.ones((1, 8, 8, 4)), jnp.ones((4, 4, 4, 5))
     conv = ConvOfDotGeneral(dot_general=lax.dot_general)
@@ -170,24 +167,23 @@ def test_what_is_no_product(options: dict[str, Any], reason: str):
     np.testing.assert_array_equal(output, quick(linen.apply)(variables, x))
 
 
-def test_own_convolutions_stay():
-    own = nn.Conv(6, (1, 1), conv_general_dilated=lambda *args, **_: args[0])
-    with pytest.warns(convert.UnusedRuleWarning):
-        report = convert.report(own, Rule(".*", MXFP8, types=nn.Conv), jnp.ones((1, 3, 3, 6)))
-    assert report.decisions[0].reason == "has its own conv_general_dilated"
-
-
 @pytest.mark.slow
-def test_transposed_and_local_convolutions_stay():
-    x, models = jnp.ones((1, 4, 4, 8)), (nn.ConvTranspose(4, (2, 2)), nn.ConvLocal(4, (2, 2)))
+def test_transposed_and_local_convolutions():
+    """What is no product of patches and kernel stays; what else a layer multiplies does not."""
+    x, strides = jnp.ones((1, 4, 4, 8)), {"strides": (2, 2)}
+    models: list[Any] = [
+        nn.ConvTranspose(4, (2, 2), **strides),
+        nnx.ConvTranspose(8, 4, (2, 2), **strides, rngs=nnx.Rngs(0)),
+        nn.ConvLocal(4, (2, 2)),
+    ]
+    rule = Rule(".*", MXFP8, types=tuple(map(type, models)))
     with pytest.warns(convert.UnusedRuleWarning):
-        reports = [
-            convert.report(model, Rule(".*", MXFP8, types=type(model)), x) for model in models
-        ]
-        model = nnx.ConvTranspose(8, 4, (2, 2), rngs=nnx.Rngs(0))
-        reports.append(convert.report(model, Rule(".*", MXFP8, types=nnx.ConvTranspose)))
-    reasons = {report.decisions[0].reason for report in reports}
-    assert reasons == {"no product of patches and kernel"}
+        *transposed, local = (recipe_names(model, rule, x) for model in models)
+    assert transposed == [{"": "input_dilation=(2, 2): a transposed convolution"}] * 2
+    assert local["conv_0"].startswith("feature_group_count=8: each group")
+    assert local["dot_general_1"] == "mxfp8"
+    # Without strides it is a convolution as any other.
+    assert recipe_names(nn.ConvTranspose(4, (2, 2)), rule, x) == {"": "mxfp8"}
 
 
 @pytest.mark.by_default("packed")

@@ -25,7 +25,7 @@ from mx_jax import convert, recipes
 from mx_jax.convert import Report, Rule, UnusedRuleWarning
 from tests.quick import quick
 
-from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, recipe_names
+from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, TreeLinear, recipe_names
 from .linen_models import FLAX, WIDTH, Compact
 
 ALL = Rule(".*", MXFP8)
@@ -239,17 +239,6 @@ class Nnx(Way):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class TreeLinear:
-    """As Equinox has it: of one example, a kernel `[out, in]`, and a key that it may be given."""
-
-    weight: Any
-
-    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
-        return self.weight @ x
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
 class TreeModel:
     up: Any
     down: Any
@@ -307,16 +296,7 @@ WAYS = {"linen": Linen(), "nnx": Nnx(), "tree": Tree(), "function": Function()}
 OWN_LAYERS = [name for name, way in WAYS.items() if way.foreign]
 
 
-@pytest.fixture(autouse=True)
-def registered(unregistered: None) -> None:
-    """The layer of the tree, as its author registers it."""
-    convert.register(
-        convert.Kind(
-            tree=TreeLinear,
-            shape=lambda layer, kernel: kernel[::-1],
-            kernel=lambda layer: layer.weight,
-        )
-    )
+pytestmark = pytest.mark.usefixtures("registered_linear")
 
 
 @pytest.fixture

@@ -176,38 +176,6 @@ def test_streams_of_the_model_reach_it(way: str):
     assert np.any(run(0, 0) != run(1, 0)) and np.mean(run(0, 0) == run(0, 1)) < 0.1
 
 
-class Recurrent(nn.Module):
-    recipe: Any = None
-
-    @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        cell = nn.scan(
-            nn.OptimizedLSTMCell, variable_broadcast="params", split_rngs={"params": False}
-        )
-        cell = cell(32, name="cell")
-        carry = cell.initialize_carry(jax.random.key(0), x.shape[1:])
-        return cell(carry, x)[1]
-
-
-def test_cells_in_a_scan():
-    model = Recurrent()
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 32), np.float32))
-    variables = quick(model.init)(jax.random.key(0), x)
-    rules = Rule(".*", RECIPE)
-    report = convert.report(model.apply, rules, variables, x, weights=0)
-    products = [(own.layer.input, own.layer.kernel) for own in report.decisions]
-    assert products == [((2, 32), (32, 128)), ((2, 32), (32, 128))]
-    assert report.num_converted == 2
-    report = convert.report(model, rules, x)
-    assert [own.layer.path for own in report.decisions] == [f"cell/dot_general_{i}" for i in (0, 1)]
-    assert report.num_converted == 2
-    run = quick(convert.function(model.apply, rules, weights=0))
-    plain, ours = quick(model.apply)(variables, x), run(variables, x)
-    np.testing.assert_array_equal(quick(convert.linen(model, rules).apply)(variables, x), ours)
-    error = np.linalg.norm(ours - plain) / np.linalg.norm(plain)
-    assert 1e-3 < error < 0.1
-
-
 class PreTrained:
     """As transformers' `FlaxPreTrainedModel` holds its module."""
 

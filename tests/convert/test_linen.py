@@ -187,11 +187,6 @@ class TestLayers:
                 kernel = self.param("w", nn.initializers.ones, (WIDTH, 3))
                 return self.dot_general(x, kernel, (((2,), (0,)), ((), ())))
 
-        class Bare(nn.Module):
-            @nn.compact
-            def __call__(self, x):
-                return x @ self.param("w", nn.initializers.ones, (WIDTH, 3))
-
         x = example_input()
         scaled = Scaled((WIDTH, 6), "btk,kn->btn")
         model = nn.Sequential([scaled])
@@ -202,7 +197,6 @@ class TestLayers:
         once = plain.apply({"params": variables["params"]["layers_0"]}, x)
         np.testing.assert_array_equal(twice, 2 * once)
         assert recipe_names(Foreign(), Rule(".*", MXFP8), x) == {"": "mxfp8"}
-        assert recipe_names(Bare(), Rule(".*", MXFP8), x) == {"": "mxfp8"}
 
     def test_a_module_that_hands_dot_general_on(self):
         class Hands(nn.Module):
@@ -228,14 +222,6 @@ class TestLayers:
 
         tokens = jnp.ones((2, 3), jnp.int32)
         assert recipe_names(Tied(), Rule("decoder", MXFP8), tokens)["decoder"] == "mxfp8"
-
-    def test_an_MXArray_as_a_kernel(self):
-        x, dense = example_input(), nn.Dense(4)
-        variables = quick(dense.init)(jax.random.key(0), x)
-        kernel = mx_jax.quantize(variables["params"]["kernel"], "mxfp4", axis=0, scale_rule="even")
-        stored = {"params": variables["params"] | {"kernel": kernel}}
-        converted = convert.linen(dense, Rule(".*", WEIGHT_ONLY))
-        np.testing.assert_array_equal(converted.apply(stored, x), converted.apply(variables, x))
 
 
 def test_errors():

@@ -4,15 +4,13 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax import convert, recipes
+from mx_jax import convert
 from mx_jax.convert import Rule
 from mx_jax.nn.linen import RNG_STREAM
-from mx_jax.recipes import MatmulSpec
 from tests.quick import quick
 
 from .helpers import STOCHASTIC
@@ -115,25 +113,6 @@ class TestScan:
             assert np.any(one[0] != one[1]), "both layers rounded alike"
             assert np.any(one != other)
             np.testing.assert_array_equal(one, apply(variables, x, {given: KEYS[0]}))
-
-
-def test_gradients_repeat_with_the_key():
-    recipe = recipes.mxfp8().with_(drhs=MatmulSpec(lhs=STOCHASTIC.fwd.rhs, rhs=None))
-    module, x = Block(FLAX), example_input()
-    variables = quick(module.init)(jax.random.key(0), x)
-    converted = convert.linen(module, Rule(".*", recipe))
-
-    @quick
-    def gradient(variables, key):
-        def loss(variables):
-            return jnp.sum(converted.apply(variables, x, rngs={RNG_STREAM: key}) ** 2)
-
-        return jax.grad(loss)(variables)["params"]["Dense_0"]["kernel"]
-
-    first, again, other = (gradient(variables, key) for key in (KEYS[0], KEYS[0], KEYS[1]))
-    np.testing.assert_array_equal(first, again)
-    assert np.any(first != other)
-    assert np.all(np.isfinite(first))
 
 
 def test_below_nn_jit_steps_draw_anew():

@@ -107,12 +107,6 @@ class TestModel:
         assert nnx.graphdef(model) == before, "the model itself is as it was"
         assert state_paths(converted) == paths
 
-    def test_training_the_copy_trains_the_model(self):
-        model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)))
-        converted = convert.nnx(model, Rule(".*", WEIGHT_ONLY))
-        converted.layers[0].kernel[...] = jnp.ones((4, 3))
-        np.testing.assert_array_equal(model.layers[0].kernel[...], 1.0)
-
     def test_original(self):
         model = abstract()
         rules = [Rule("shared", STOCHASTIC), Rule(".*", MXFP8)]
@@ -190,9 +184,8 @@ class TestAttention:
 
     @pytest.mark.slow
     def test_high_precision_products_are_flaxs(self):
-        # One product has a recipe that changes nothing: the other code path, the same numbers.
         attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
-        converted = convert.nnx(attention, Rule("qk", recipes.weight_only("mxfp8_e4m3")))
+        converted = convert.nnx(attention, Rule("qk", MXFP8))
         operation = converted.attention_fn.operation
         x = draw(2, 5, 2, 4)
         mask = nnx.make_causal_mask(x[..., 0, 0])
@@ -250,16 +243,6 @@ class TestStacks:
         assert report.decisions[0].layer.shape == (WIDTH, WIDTH)
 
     @pytest.mark.slow
-    def test_vmap_equals_by_hand(self):
-        layers = self.stack(lambda rngs: nnx.LinearGeneral(WIDTH, (2, 3), rngs=rngs))
-        by_hand = self.stack(
-            lambda rngs: mx_jax.nn.nnx.LinearGeneral(WIDTH, (2, 3), recipe=MXFP8, rngs=rngs)
-        )
-        run = nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))
-        x, converted = example_input(), convert.nnx(layers, Rule(".*", MXFP8))
-        np.testing.assert_array_equal(run(converted, x), run(by_hand, x))
-
-    @pytest.mark.slow
     def test_stochastic_layers_draw_their_own_keys(self):
         def make(rngs):
             ones = nnx.initializers.constant(0.3)
@@ -283,33 +266,12 @@ class TestStacks:
 
 
 class TestRandomness:
-    def test_equals_by_hand_and_draws_anew(self):
-        linear = nnx.Linear(WIDTH, 5, rngs=nnx.Rngs(0))
-        converted = convert.nnx(linear, Rule(".*", STOCHASTIC), rngs=nnx.Rngs(quantize=3))
-        by_hand = mx_jax.nn.nnx.Linear(
-            WIDTH, 5, recipe=STOCHASTIC, rngs=nnx.Rngs(params=0, quantize=3)
-        )
-        by_hand.kernel, by_hand.bias = linear.kernel, linear.bias
-        x, run = example_input(), nnx.jit(lambda model, x: model(x))
-        first, second = run(converted, x), run(converted, x)
-        assert np.any(first != second)
-        assert first.shape == by_hand(x).shape
-        again = convert.nnx(linear, Rule(".*", STOCHASTIC), rngs=nnx.Rngs(quantize=3))
-        np.testing.assert_array_equal(run(again, x), first)
-
     @pytest.mark.parametrize("streams", [{"default": 0}, {"params": 0, "quantize": 1}], ids=str)
     def test_every_layer_has_a_stream_of_its_own(self, streams: dict[str, int]):
         model = nnx.List([nnx.Linear(8, 4, rngs=nnx.Rngs(0)) for _ in range(3)])
         converted = convert.nnx(model, Rule(".*", STOCHASTIC), rngs=nnx.Rngs(**streams))
         keys = jax.tree.leaves(nnx.state(converted, nnx.RngKey))
         assert len({jax.random.key_data(key).tobytes() for key in keys}) == 3
-
-    def test_a_missing_stream_is_named(self):
-        message = r"convert.nnx: '' gets recipe 'stochastic weight', .* but rngs has only 'params'"
-        with pytest.raises(ValueError, match=message):
-            convert.nnx(
-                nnx.Linear(8, 4, rngs=nnx.Rngs(0)), Rule(".*", STOCHASTIC), rngs=nnx.Rngs(params=0)
-            )
 
     def test_only_streams_are_added(self):
         model = abstract()
@@ -326,7 +288,9 @@ class TestRandomness:
         attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
         embed = nnx.Embed(9, 33, rngs=nnx.Rngs(0))
         x = draw(1, 5, 8)
-        converted = convert.nnx(attention, Rule("qk", STOCHASTIC), rngs=nnx.Rngs(0))
+        # Of weights alone it would leave the two products of an attention.
+        rule = Rule("qk", recipes.mxfp8().with_(weights={"rounding": "stochastic"}))
+        converted = convert.nnx(attention, rule, rngs=nnx.Rngs(0))
         assert np.any(converted(x) != converted(x))
         rule = Rule(".*", STOCHASTIC, types=nnx.Embed)
         table = convert.nnx(embed, rule, rngs=nnx.Rngs(0))
@@ -335,9 +299,10 @@ class TestRandomness:
 
 def test_errors():
     linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    message = r"convert.nnx: '' gets recipe 'stochastic weight', which draws .* pass rngs=nnx.Rngs"
-    with pytest.raises(ValueError, match=message):
-        convert.nnx(linear, Rule(".*", STOCHASTIC))
+    for rngs, found in ((None, "no rngs"), (nnx.Rngs(params=0), "rngs with 'params'")):
+        message = rf"convert.nnx: '': recipe 'stochastic weight' .* got {found}; pass rngs=nnx.Rngs"
+        with pytest.raises(ValueError, match=message):
+            convert.nnx(linear, Rule(".*", STOCHASTIC), rngs=rngs)
     with pytest.raises(TypeError, match=r"needs a flax.nnx module, got str"):
         convert.report("model", Rule(".*", None))
     with pytest.raises(TypeError, match=r"needs a flax.nnx module, got str"):

@@ -18,24 +18,12 @@ from mx_jax.convert import Rule
 from mx_jax.convert.trees import deferred
 from tests.quick import quick
 
-from .helpers import STOCHASTIC
+from .helpers import STOCHASTIC, TreeLinear
 
 RECIPE = recipes.mxfp8()
 ALL = Rule(".*", RECIPE)
 _rng = np.random.default_rng(0)
 X = jnp.asarray(_rng.standard_normal((4, 32), np.float32))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Linear:
-    weight: Any
-    bias: Any = None
-    name: str = dataclasses.field(default="", metadata={"static": True})
-
-    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
-        x = self.weight @ x
-        return x if self.bias is None else x + self.bias
 
 
 @jax.tree_util.register_dataclass
@@ -65,25 +53,13 @@ def model() -> Model:
     def weight(*shape: int) -> jax.Array:
         return jnp.asarray(_rng.standard_normal(shape, np.float32) / 6)
 
-    layers = [Linear(weight(32, 32), weight(32)), Linear(weight(64, 32), name="second")]
+    layers = [TreeLinear(weight(32, 32), weight(32)), TreeLinear(weight(64, 32), name="second")]
     return Model(
         layers, {"experts": Experts(weight(2, 8, 64)), "scale": weight(3, 3), "none": None}
     )
 
 
-@pytest.fixture
-def registered(unregistered: None) -> None:
-    """One row, as its author writes it."""
-    convert.register(
-        convert.Kind(
-            tree=Linear,
-            shape=lambda layer, kernel: kernel[::-1],
-            kernel=lambda layer: layer.weight,
-        )
-    )
-
-
-@pytest.mark.usefixtures("registered")
+@pytest.mark.usefixtures("registered_linear")
 def test_layers_of_the_batch():
     plain = model()
     converted = convert.tree(plain, ALL)
@@ -95,22 +71,23 @@ def test_layers_of_the_batch():
     assert "f32[4,32,32]" not in str(jax.make_jaxpr(jax.grad(loss))(converted))
 
 
-@pytest.mark.usefixtures("registered")
+@pytest.mark.usefixtures("registered_linear")
 def test_report_and_tree():
     """Paths are the nodes'; leaves and types stay, at their places; the way back is the model."""
     plain = model()
     report = convert.report(plain, ALL)
     assert str(report).splitlines() == [
-        "layer         type     kernel  rule  recipe",
-        "layers/0      Linear   32x32   0     mxfp8",
-        "layers/1      Linear   64x32   0     mxfp8",
-        "rest/experts  Experts  2x8x64  -     (rule 0: only a rule with types=Experts converts it)",
+        "layer         type        kernel  rule  recipe",
+        "layers/0      TreeLinear  32x32   0     mxfp8",
+        "layers/1      TreeLinear  64x32   0     mxfp8",
+        "rest/experts  Experts     2x8x64  -     (rule 0: only a rule with types=Experts converts "
+        "it)",
         "2 of 3 layers converted",
     ]
     assert [own.layer.shape for own in report.decisions] == [(32, 32), (32, 64), None]
     converted = convert.tree(plain, ALL)
     assert jax.tree.leaves_with_path(converted) == jax.tree.leaves_with_path(plain)
-    assert isinstance(converted.layers[0], Linear) and converted.layers[1].name == "second"
+    assert isinstance(converted.layers[0], TreeLinear) and converted.layers[1].name == "second"
     assert converted.rest is plain.rest and repr(converted.layers[0]).endswith(" by mxfp8")
     stacked = jax.tree.map(lambda *own: jnp.stack(own), *[converted.layers[0]] * 3)
     assert convert.report({"a": stacked}, ALL).decisions[0].layer.kernel == (3, 32, 32)
@@ -121,7 +98,7 @@ def test_a_layer_that_a_rule_names():
     plain = model()
     with pytest.warns(convert.UnusedRuleWarning, match="no layer is converted"):
         assert convert.tree(plain, ALL).layers[0] is plain.layers[0]
-    named = Rule(".*", RECIPE, types=(Linear, Experts))
+    named = Rule(".*", RECIPE, types=(TreeLinear, Experts))
     assert convert.report(plain, named, strict=True).num_converted == 3
     ours = convert.tree(plain, named).rest["experts"](X[0].repeat(2))
     theirs = plain.rest["experts"](X[0].repeat(2))
@@ -129,7 +106,7 @@ def test_a_layer_that_a_rule_names():
     assert 1e-3 < error < 0.1
 
 
-@pytest.mark.usefixtures("registered")
+@pytest.mark.usefixtures("registered_linear")
 def test_random_bits_from_the_call():
     layer = convert.tree([model().layers[0]], Rule(".*", STOCHASTIC))[0]
     keys = jax.random.split(jax.random.key(0), 2)
@@ -137,7 +114,7 @@ def test_random_bits_from_the_call():
     assert np.any(both[0] != both[1])
 
 
-@pytest.mark.usefixtures("registered")
+@pytest.mark.usefixtures("registered_linear")
 def test_parts_of_a_model():
     """What Equinox's partition leaves has None in the place of arrays: no layer."""
     parts = jax.tree.map(lambda _: None, model())
@@ -175,7 +152,7 @@ def test_a_deferred_product_is_mapped_as_dot_general_is(mapped: str):
     )
 
 
-@pytest.mark.usefixtures("registered")
+@pytest.mark.usefixtures("registered_linear")
 def test_below_shard_map_scan_and_remat():
     layer = convert.tree([model().layers[0]], ALL)[0]
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))

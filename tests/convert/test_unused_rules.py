@@ -9,7 +9,6 @@ import flax.linen as nn
 import jax
 import numpy as np
 import pytest
-from flax import nnx
 
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule, UnusedRuleWarning
@@ -109,18 +108,3 @@ def test_a_part_of_another_model():
     inner = convert.linen(Model(), Rule("head", MXFP8), strict=True)
     outer = convert.linen(Outer(inner), Rule("Dense_0", MXFP8), strict=True)
     outer.init(KEY, X)
-
-
-def test_a_foreign_layer_counts_where_a_rule_names_it():
-    class Foreign(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return x @ self.param("kernel", nn.initializers.ones, (32, 4))
-
-    model = convert.linen(nn.Sequential([Foreign()]), Rule(".*", MXFP8, types=Foreign), strict=True)
-    model.apply(model.init(KEY, X), X)
-
-
-def test_nothing_is_converted():
-    with pytest.warns(UnusedRuleWarning, match="the model has no layer that a rule reaches"):
-        convert.nnx(nnx.LayerNorm(32, rngs=nnx.Rngs(0)), Rule(".*", MXFP8))

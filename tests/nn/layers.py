@@ -1,33 +1,15 @@
 """What tests of linen and of nnx layers share."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mx_jax import recipes
 from mx_jax.recipes import Recipe
 from mx_jax.testing.compare import assert_bitwise_equal
-from mx_jax.testing.draw import draw_few_octaves
 
 HIGH, MXFP4 = recipes.high_precision(), recipes.mxfp4()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """A layer by its name in both libraries, and the product that it should be."""
-
-    layer: str
-    arguments: tuple[Any, ...]
-    options: tuple[tuple[str, Any], ...] = ()
-    input: tuple[int, ...]
-    contracting: tuple[tuple[int, ...], tuple[int, ...]]
-    batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-
-    def x(self, seed: int = 0) -> np.ndarray:
-        return draw_few_octaves(np.random.default_rng(seed), self.input)
 
 
 def assert_trees_equal(actual: Any, expected: Any) -> None:

@@ -1,10 +1,9 @@
-"""recipe.dot_general in Flax's own layers, and a tiny model that learns with each recipe."""
+"""recipe.dot_general in Flax's own layers."""
 
 import functools
 
 import flax.linen as flax_nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -99,71 +98,3 @@ def test_an_injected_recipe_is_not_retraced(x: np.ndarray):
         recipe = recipes.weight_only("mxfp8_e4m3")
         apply(flax_nn.Dense(8, dot_general=recipe.dot_general), variables, x)
     assert len(traces) == 1
-
-
-class Net(flax_nn.Module):
-    recipe: Recipe
-
-    @flax_nn.compact
-    def __call__(self, x):
-        x = flax_nn.relu(linen.Dense(64, recipe=self.recipe)(x))
-        return linen.Dense(4, recipe=self.recipe)(x)
-
-
-def data() -> tuple[np.ndarray, np.ndarray]:
-    """Four overlapping clouds of points."""
-    rng = np.random.default_rng(0)
-    labels = rng.integers(0, 4, 128)
-    centers = rng.standard_normal((4, 32))
-    points = centers[labels] + 0.5 * rng.standard_normal((128, 32))
-    return points.astype(np.float32), labels
-
-
-def losses(step, num_steps: int = 30) -> list[float]:
-    return [float(step()) for _ in range(num_steps)]
-
-
-def cross_entropy(logits, labels):
-    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], axis=1))
-
-
-def test_a_linen_model_learns():
-    model = Net(recipe=MXFP4)
-    points, labels = data()
-    params = quick(Net(recipe=HIGH).init)(KEY, points)
-
-    @quick
-    def update(params):
-        loss, gradients = jax.value_and_grad(
-            lambda params: cross_entropy(model.apply(params, points), labels)
-        )(params)
-        return jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients), loss
-
-    def step():
-        nonlocal params
-        params, loss = update(params)
-        return loss
-
-    history = losses(step)
-    assert history[0] > 1.0 and history[-1] < 0.2 * history[0], history
-
-
-@pytest.mark.slow
-def test_an_nnx_model_learns():
-    points, labels = data()
-    rngs = nnx.Rngs(0)
-    model = nnx.Sequential(
-        ours.Linear(32, 64, recipe=recipes.mxfp8(), rngs=rngs),
-        nnx.relu,
-        ours.Linear(64, 4, recipe=recipes.mxfp8(), rngs=rngs),
-    )
-
-    @nnx.jit
-    def step(model):
-        loss, gradients = nnx.value_and_grad(lambda m: cross_entropy(m(points), labels))(model)
-        params = nnx.state(model, nnx.Param)
-        nnx.update(model, jax.tree.map(lambda p, g: p - 0.5 * g, params, gradients))
-        return loss
-
-    history = losses(lambda: step(model))
-    assert history[0] > 1.0 and history[-1] < 0.2 * history[0], history

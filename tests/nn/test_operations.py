@@ -1,6 +1,7 @@
-"""linen.DotGeneral and linen.EinsumOp: recipes in Flax's own layers, with a stream of their own."""
+"""DotGeneral and EinsumOp: recipes in Flax's own layers, with a stream of their own."""
 
 import functools
+import re
 from typing import Any
 
 import flax.linen as flax_nn
@@ -8,19 +9,49 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import nnx as flax_nnx
 
 import mx_jax
 from mx_jax import convert, recipes
-from mx_jax.nn import linen
+from mx_jax.nn import linen, nnx
 from mx_jax.nn.linen import DotGeneral, EinsumOp
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.nn.layers import MXFP4, stochastic
+from mx_jax.testing.draw import draw_few_octaves
+from tests.nn.layers import MXFP4, assert_trees_equal, stochastic, weighted_sum
 from tests.quick import quick
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).standard_normal((2, 5, 32), np.float32)
 KERNEL = flax_nn.initializers.constant(0.3)
+
+
+@pytest.mark.parametrize("name", ["DotGeneral", "EinsumOp"])
+def test_errors(name: str):
+    in_linen, in_nnx = getattr(linen, name), getattr(nnx, name)
+    for operation in (in_linen, in_nnx):
+        with pytest.raises(TypeError, match=f"^{name}: recipe must be a Recipe .* got recipe=None"):
+            operation(None)
+    missing = f"^{name}: recipe 'stochastic' draws random bits and needs the 'quantize' stream"
+    with pytest.raises(ValueError, match=missing):
+        in_linen(stochastic()).apply({}, X, X)
+    for rngs, found in ((None, "no rngs"), (flax_nnx.Rngs(0), "rngs with 'default'")):
+        with pytest.raises(ValueError, match=f"{missing}, got {re.escape(found)}"):
+            in_nnx(stochastic(), rngs=rngs)
+    assert in_nnx("mxfp8").stream is None
+
+
+def test_conversion_leaves_them_alone():
+    for layer, args, reason in (
+        (flax_nn.Dense(8, dot_general_cls=DotGeneral(MXFP4)), (X,), "has its own dot_general_cls"),
+        (make("Linear", MXFP4), (), "has its own dot_general"),
+    ):
+        with pytest.warns(convert.UnusedRuleWarning):
+            report = convert.report(layer, convert.Rule(".*", recipes.mxfp8()), *args)
+        assert {own.layer.path: own.reason for own in report.decisions} == {"": reason}
+
+
+# linen --------------------------------------------------------------------------------------------
+
 # The module itself, and the class with its recipe bound.
 FORMS = {
     "module": lambda recipe: DotGeneral(recipe),
@@ -53,7 +84,7 @@ class Twins(flax_nn.Module):
 
 
 @forms
-def test_parameters_are_those_of_the_layer_without_it(form: Any):
+def test_linen_parameters_are_those_of_the_layer_without_it(form: Any):
     layer = flax_nn.DenseGeneral((2, 4), dot_general_cls=form(stochastic()))
     expected = jax.eval_shape(flax_nn.DenseGeneral((2, 4)).init, KEY, X)
     assert jax.eval_shape(layer.init, KEY, X) == expected
@@ -79,7 +110,7 @@ def test_the_product_is_the_recipes(form: Any):
     assert_bitwise_equal(layer.apply(variables, X), expected)
 
 
-def test_a_rebuilt_model_is_not_retraced():
+def test_a_rebuilt_linen_model_is_not_retraced():
     traces = []
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -91,20 +122,6 @@ def test_a_rebuilt_model_is_not_retraced():
     for recipe in ("mxfp4", recipes.mxfp4(), MXFP4):
         apply(Twins(DotGeneral(recipe)), variables)
     assert len(traces) == 1
-
-
-@pytest.mark.slow
-@forms
-def test_attention_projections(form: Any):
-    attention = flax_nn.MultiHeadDotProductAttention(
-        num_heads=2, qkv_dot_general_cls=form(stochastic()), out_dot_general_cls=form(stochastic())
-    )
-    variables = init(attention)
-    flaxs = init(flax_nn.MultiHeadDotProductAttention(num_heads=2))
-    left, right = (tree["params"]["query"]["kernel"] for tree in (variables, flaxs))
-    assert_bitwise_equal(left, right)
-    one, other = (apply(attention, variables, X, key) for key in jax.random.split(KEY))
-    assert np.any(one != other)
 
 
 @pytest.mark.by_default("class")
@@ -131,8 +148,8 @@ def test_attention_products(as_class: bool):
 @pytest.mark.by_default("class")
 @forms
 def test_through_the_bridge_to_nnx(form: Any):
-    rngs = nnx.Rngs(0, quantize=1)
-    model = nnx.bridge.ToNNX(flax_nn.Dense(8, dot_general_cls=form(stochastic())), rngs=rngs)
+    rngs = flax_nnx.Rngs(0, quantize=1)
+    model = flax_nnx.bridge.ToNNX(flax_nn.Dense(8, dot_general_cls=form(stochastic())), rngs=rngs)
     model.lazy_init(X)
     first, second = model(X), model(X)
     assert first.shape == (2, 5, 8)
@@ -171,17 +188,6 @@ def test_below_scan_each_layer_draws_its_own_bits():
     assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradients))
 
 
-@pytest.mark.parametrize("operation", [DotGeneral, EinsumOp])
-def test_errors(operation: Any):
-    name = operation.__name__
-    with pytest.raises(TypeError, match=f"^{name}: recipe must be a Recipe .* got recipe=None"):
-        operation(None)
-    with pytest.raises(
-        ValueError, match=f"{name}: recipe 'stochastic' draws .* the 'quantize' str"
-    ):
-        operation(stochastic()).apply({}, X, X)
-
-
 def test_another_stream_can_be_named():
     """A stack that hands its modules no stream of our name may have one of its own."""
     layer = flax_nn.Dense(8, dot_general_cls=DotGeneral(stochastic(), stream="noise"))
@@ -197,9 +203,123 @@ def test_another_stream_can_be_named():
         layer.apply(variables, X, rngs={"quantize": KEY})
 
 
-def test_conversion_leaves_it_alone():
-    layer = flax_nn.Dense(8, dot_general_cls=DotGeneral(MXFP4))
-    with pytest.warns(convert.UnusedRuleWarning):
-        report = convert.report(layer, convert.Rule(".*", recipes.mxfp8()), X)
-    reasons = {decision.layer.path: decision.reason for decision in report.decisions}
-    assert reasons == {"": "has its own dot_general_cls"}
+# nnx ----------------------------------------------------------------------------------------------
+
+EXACT = draw_few_octaves(np.random.default_rng(0), (2, 5, 32))
+PLAIN = {
+    "Linear": functools.partial(flax_nnx.Linear, 32, 8),
+    "LinearGeneral": functools.partial(flax_nnx.LinearGeneral, 32, (2, 4)),
+    "Einsum": functools.partial(flax_nnx.Einsum, "btd,dhk->bthk", (32, 2, 4), (2, 4)),
+}
+kinds = pytest.mark.parametrize("kind", PLAIN)
+
+
+def make(kind: str, recipe: Any, **streams: int) -> Any:
+    rngs = flax_nnx.Rngs(0, **streams)
+    if kind == "Einsum":
+        return PLAIN[kind](einsum_op=nnx.EinsumOp(recipe, rngs=rngs), rngs=rngs)
+    return PLAIN[kind](dot_general=nnx.DotGeneral(recipe, rngs=rngs), rngs=rngs)
+
+
+def product(layer: Any) -> Any:
+    return layer.einsum_op if isinstance(layer, flax_nnx.Einsum) else layer.dot_general
+
+
+@kinds
+def test_nnx_parameters_are_those_of_the_layer_without_it(kind: str):
+    actual, expected = make(kind, stochastic(), quantize=1), PLAIN[kind](rngs=flax_nnx.Rngs(0))
+    assert_trees_equal(
+        *(
+            flax_nnx.to_pure_dict(flax_nnx.state(layer, flax_nnx.Param))
+            for layer in (actual, expected)
+        )
+    )
+
+
+@pytest.mark.by_default("Linear$")
+@pytest.mark.parametrize(
+    "kind", ["Linear", "Einsum", pytest.param("LinearGeneral", marks=pytest.mark.slow)]
+)
+def test_nnx_products_are_the_recipes_with_the_streams_key(kind: str):
+    layer = make(kind, stochastic(), quantize=1)
+    graph, params, rest = flax_nnx.split(layer, flax_nnx.Param, ...)
+    keys = flax_nnx.clone(product(layer).stream)
+    axes = {"Linear": "btd,df->btf"}.get(kind, "btd,dhk->bthk")
+
+    def hooked(params, x, rest):
+        layer = flax_nnx.merge(graph, params, rest, copy=True)
+        y = layer(x)
+        return weighted_sum(y), (y, product(layer).stream.count[...])
+
+    def by_hand(params, x, key):
+        y = mx_jax.einsum(axes, x, params["kernel"][...], recipe=stochastic(), key=key)
+        y = y + params["bias"][...]
+        return weighted_sum(y), y
+
+    gradients, (y, count) = quick(jax.grad(hooked, argnums=(0, 1), has_aux=True))(
+        params, EXACT, rest
+    )
+    expected, z = quick(jax.grad(by_hand, argnums=(0, 1), has_aux=True))(params, EXACT, keys())
+    assert_bitwise_equal(y, z)
+    assert_trees_equal(gradients, expected)
+    assert count == 1
+
+
+@pytest.mark.slow
+def test_a_shared_stream_gives_each_use_its_own_key():
+    rngs = flax_nnx.Rngs(0, quantize=1)
+    shared: Any = nnx.DotGeneral(stochastic(), rngs=rngs)
+    layer = flax_nnx.Linear(32, 8, dot_general=shared, rngs=rngs)
+    twin = flax_nnx.Linear(32, 8, dot_general=shared, rngs=flax_nnx.Rngs(0))
+    model = flax_nnx.Sequential(layer, twin)
+
+    @flax_nnx.jit
+    def run(model, x):
+        layer, twin = model.layers
+        return layer(x), twin(x), layer(x)
+
+    first, second, third = run(model, EXACT + 0.01)
+    assert np.any(first != second) and np.any(first != third) and np.any(second != third)
+    assert shared.stream.count[...] == 3
+
+
+def test_operations_made_one_after_the_other_differ():
+    rngs = flax_nnx.Rngs(0, quantize=1)
+    pair: Any = [nnx.DotGeneral(stochastic(), rngs=rngs) for _ in range(2)]
+    first, second = (operation.stream.key[...] for operation in pair)
+    assert first != second
+
+
+def test_a_rebuilt_nnx_model_is_not_retraced():
+    traces = []
+
+    @flax_nnx.jit
+    def run(layer, x):
+        traces.append(layer)
+        return layer(x)
+
+    for recipe in ("mxfp4", recipes.mxfp4(), MXFP4):
+        run(make("Linear", recipe), EXACT)
+    assert len(traces) == 1
+
+
+@flax_nnx.split_rngs(splits=2)
+@functools.partial(flax_nnx.vmap, in_axes=0)
+def stack(rngs: flax_nnx.Rngs) -> flax_nnx.Linear:
+    return flax_nnx.Linear(32, 32, dot_general=nnx.DotGeneral(stochastic(), rngs=rngs), rngs=rngs)
+
+
+@pytest.mark.slow
+def test_layers_of_a_stack_draw_their_own_bits():
+    layers = stack(flax_nnx.Rngs(0, quantize=1))
+    layers.kernel[...] = layers.kernel[...].at[1].set(layers.kernel[0])
+
+    @flax_nnx.jit
+    @flax_nnx.vmap(in_axes=(0, None))
+    def run(layer, x):
+        return layer(x)
+
+    first, second = run(layers, EXACT + 0.01)
+    assert np.any(first != second)
+    with pytest.raises(ValueError, match=r"^DotGeneral: a layer of a stack .* shape=\(2,\)"):
+        product(layers)(EXACT, layers.kernel[0], (((2,), (0,)), ((), ())))

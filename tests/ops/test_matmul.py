@@ -10,6 +10,7 @@ import pytest
 
 import mx_jax
 from mx_jax import recipes
+from mx_jax.ops import watched
 from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
@@ -133,3 +134,16 @@ def test_an_mxarray_is_not_broadcast():
     message = "an MXArray is not broadcast, got batch=(1,) where the product has batch=(4,)"
     with pytest.raises(ValueError, match=re.escape(message)):
         mx_jax.matmul(np.ones((4, 2, 40), np.float32), w, recipe=recipes.mxfp8())
+
+
+def test_concrete_operands_are_one_program(monkeypatch: pytest.MonkeyPatch):
+    """Without `custom_vjp`, which takes longer than a small product; a gradient still has it."""
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("differentiated")
+
+    monkeypatch.setattr(watched, "differentiable", refuse)
+    x, w = jnp.ones((4, 64)), jnp.ones((64, 8))
+    assert (mx_jax.matmul(x, w, recipe="mxfp8") == 64).all()
+    with pytest.raises(AssertionError, match="differentiated"):
+        jax.grad(lambda w: mx_jax.matmul(x, w, recipe="mxfp8").sum())(w)
