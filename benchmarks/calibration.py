@@ -21,11 +21,10 @@ import mx_jax
 from benchmarks import environment, report
 from benchmarks.language_model_formats import PAGES, cut, judge, log_probabilities, text_of
 from mx_jax import calibrate, checkpoint, recipes
-from mx_jax.generate.config import LlamaConfig, config_from_gguf
-from mx_jax.generate.load import find_model, manual
+from mx_jax.generate.config import GGUF, LlamaConfig, config_from_gguf
+from mx_jax.generate.load import find_model, manual, params_of
 from mx_jax.generate.model import Llama
 from mx_jax.generate.tokenizer import tokenizer_of_gguf
-from mx_jax.generate.weights import params_from_gguf
 
 FORMATS = ("mxfp4", "nvfp4")
 # From a weight, the axis that a product contracts, and the moment of its inputs.
@@ -141,7 +140,7 @@ def rows(
     for folder in stored:
         step(str(folder))
         weights = checkpoint.read(folder)
-        values = params_from_gguf(weights, config)
+        values = params_of(weights, config, GGUF)
         found = judge(model, {**values, "head": values["embedding"]}, held, exact)
         # Norms are plain; all others are of one format.
         first = weights[next(iter(weights.quantized))]
@@ -219,7 +218,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cut(tokenizer.encode(text_of(PAGES)), options.sequences, options.length),
     )
     count = 2 + len(options.stored) + sum(len(ways(name)) for name in options.formats)
-    params = params_from_gguf(file, config)
+    params = params_of(file, config, GGUF)
     with report.progress(count) as step:
         found = list(rows(config, params, texts, options.formats, step, options.stored))
     # Where folders lie is of no interest, what they hold is in their rows.

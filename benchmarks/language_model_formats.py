@@ -2,10 +2,12 @@
 
 Text: the pages of docs/, cut into sequences. Loss is in nats a token; KL is the mean over tokens of
 the divergence of a format's distribution from that of float32 weights and cache. Tensor scales of
-the cache that are fixed were found on other pages.
+the cache that are fixed were found on other pages. Speed is that of single sequences, in tokens a
+second of CPU time, of the fastest dispatch: other programs on the machine slow down all the others.
 """
 
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,19 +16,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import environment, report
+from mx_jax.calibrate import SearchedScales
 from mx_jax.checkpoint.foreign import read
 from mx_jax.formats import block_format
-from mx_jax.generate.config import LlamaConfig, config_from_gguf
-from mx_jax.generate.load import find_model
+from mx_jax.generate.config import GGUF, LlamaConfig, config_from_gguf
+from mx_jax.generate.decode import Generator
+from mx_jax.generate.load import (
+    DEFAULT,
+    find_model,
+    formats_of,
+    params_of,
+    quantized,
+    stored_again,
+)
 from mx_jax.generate.model import Llama
 from mx_jax.generate.tokenizer import tokenizer_of_gguf
-from mx_jax.generate.weights import params_from_gguf, quantize_params
 from mx_jax.nn import KVCache
 from mx_jax.packed import Quantized
-from mx_jax.recipes import high_precision, weight_only
+from mx_jax.recipes import high_precision
 
 COMMAND = "language_model_formats"
-WEIGHTS = ("mxfp8", "mxint8", "mxfp6_e2m3", "nvfp4", "mxfp4")
+# As `generate --format` takes them, and whether their scales are searched.
+SEARCHED = " searched"
+WEIGHTS = (
+    *("mxint8", "mxfp8", "mxfp6_e2m3", "mxfp6_e2m3,head=mxint8"),
+    *("mxfp6_e2m3,gate_up=nvfp4,head=mxint8", DEFAULT, f"{DEFAULT},qkv=nvfp4"),
+    *("nvfp4,head=mxint8", f"nvfp4,head=mxint8{SEARCHED}", "nvfp4", f"nvfp4{SEARCHED}"),
+    *("mxfp4,head=mxint8", "mxfp4"),
+)
 # A cache's format, and how it gets its tensor scales, if not one for each token and head.
 FIXED = " fixed"
 CACHES = ("bfloat16", "mxfp8", "mxint8", "mxfp6_e2m3", "nvfp4", f"nvfp4{FIXED}", "mxfp4")
@@ -106,11 +123,31 @@ def judge(
     }
 
 
+def bits_of(params: Any) -> float:
+    """Bits a weight of the matrices that are quantized."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    each = [(x.format.bits_per_element, x.size) for x in leaves if isinstance(x, Quantized)]
+    return sum(bits * size for bits, size in each) / sum(size for _, size in each)
+
+
+def speed(model: Llama, params: Any, dispatches: int = 12) -> float:
+    """Tokens a second of CPU time, in the fastest of some dispatches."""
+    generator, spent = Generator(model=model, params=params), []
+    caches, key = generator.caches(dispatches * generator.stride), jax.random.key(0)
+    tokens: Any = np.ones((1, 1), np.int32)
+    for dispatch in range(dispatches):
+        started = time.process_time()
+        found, caches = generator.steps(tokens, caches, dispatch * generator.stride, key)
+        tokens = np.asarray(found[:, -1:])
+        spent.append(time.process_time() - started)
+    return generator.stride / min(spent)
+
+
 def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     """One row a format of weights, and one a format of the cache."""
     file = read(find_model(options.model))
     config = config_from_gguf(file.metadata, file)
-    params = params_from_gguf(file, config)
+    params = params_of(file, config, GGUF)
     model = Llama(config, high_precision())
     tokenizer, length = tokenizer_of_gguf(file.metadata), options.length
     sequences = cut(tokenizer.encode(text_of(PAGES)), options.sequences, length)
@@ -122,16 +159,19 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
         return {"of": kind, "format": name, "bits": bits, **found}
 
     found = [row("weights and cache", "float32", 32, params, None)]
+    found[0]["speed"] = speed(model, params)
     for name in options.weights:
         step(f"weights {name}")
-        form = block_format(name)
+        by = SearchedScales() if name.endswith(SEARCHED) else None
+        packed = stored_again(params, quantized(formats_of(name.removesuffix(SEARCHED)), by=by))
         # The values that packed weights stand for: one program serves all formats.
         values = jax.tree.map(
             lambda leaf: leaf.dequantize() if isinstance(leaf, Quantized) else leaf,
-            quantize_params(params, weight_only(form)),
+            packed,
             is_leaf=lambda leaf: isinstance(leaf, Quantized),
         )
-        found.append(row("weights", form.name, form.bits_per_element, values, None))
+        one = row("weights", name, round(bits_of(packed), 2), values, None)
+        found.append(one | {"speed": speed(model, packed)})
     for name in options.caches:
         step(f"cache {name}")
         plain = name == "bfloat16"
@@ -156,11 +196,13 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
     """One table."""
     columns = ["format", "of", "bits a value", "loss", "over float32", "KL", "same first choice"]
+    columns = [*columns, "tokens a CPU second"]
     sheet = report.Sheet("Loss in nats a token, KL to float32", columns)
     base = result["rows"][0]["loss"]
     for row in result["rows"]:
-        numbers = [f"{row['loss']:.4f}", f"{row['loss'] - base:+.4f}", f"{row['kl']:.5f}"]
+        numbers = [f"{row['loss']:.4f}", f"{row['loss'] / base - 1:+.2%}", f"{row['kl']:.5f}"]
         cells = [row["format"], row["of"], f"{row['bits']:g}", *numbers, f"{row['same']:.1%}"]
+        cells.append(f"{row['speed']:.0f}" if "speed" in row else "")
         sheet.rows.append(cells)
     sheet.notes = [
         f"{result['sequences']} sequences of {result['length']} tokens of docs/. The other side of "

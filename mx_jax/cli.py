@@ -1,18 +1,26 @@
 """Command line: `python -m mx_jax`."""
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mx_jax.commands import convert, diff, env, formats, inspect, quantize
-from mx_jax.generate import command as generate
-from mx_jax.measure import command as measure
-from mx_jax.plan import command as plan
-
-# In the order in which --help lists them.
-COMMANDS = (formats, env, quantize, convert, inspect, diff, generate, measure, plan)
+# By name, the module that has `add_to`, in the order in which --help lists them; imported when its
+# command is asked for: together they take half a second.
+COMMANDS = {
+    "formats": "mx_jax.commands.formats",
+    "env": "mx_jax.commands.env",
+    "quantize": "mx_jax.commands.quantize",
+    "dequantize": "mx_jax.commands.quantize",
+    "convert": "mx_jax.commands.convert",
+    "inspect": "mx_jax.commands.inspect",
+    "diff": "mx_jax.commands.diff",
+    "generate": "mx_jax.generate.command",
+    "gpu": "mx_jax.measure.command",
+    "plan": "mx_jax.plan.command",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,8 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Closed when Python started, as a daemon's are; a file that is opened would take their number.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
-    parser = command_parser()
-    options = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    parser = command_parser(words[0] if words else None)
+    options = parser.parse_args(words)
     if options.command is None:
         parser.print_help()
         return 0
@@ -45,12 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
-def command_parser() -> argparse.ArgumentParser:
-    """The parser of all commands; what it gives has the command's `run`."""
+def command_parser(command: str | None = None) -> argparse.ArgumentParser:
+    """The parser of a command, or without one of all; what it gives has the command's `run`."""
     made = argparse.ArgumentParser(
         prog="python -m mx_jax", description="Microscaling (MX) and float8 formats for JAX."
     )
     commands = made.add_subparsers(dest="command", metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_to(commands)
+    modules = [COMMANDS[command]] if command in COMMANDS else dict.fromkeys(COMMANDS.values())
+    for module in modules:
+        importlib.import_module(module).add_to(commands)
     return made

@@ -3,16 +3,18 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from flax.traverse_util import flatten_dict
 from jax import lax
 
 from mx_jax.calibrate.scales import contracted
+
+if TYPE_CHECKING:
+    from flax import nnx
 
 Moments = dict[str, jax.Array]
 """By path of the layer, float32 `[k, k]`: the sum of `x x^T` over its inputs."""
@@ -24,7 +26,7 @@ _SOWN = "calibrate_inputs"
 
 
 def moments(
-    model: nn.Module | nnx.Module, batches: Iterable[Any], *, variables: Any = None
+    model: "nn.Module | nnx.Module", batches: Iterable[Any], *, variables: Any = None
 ) -> Moments:
     """Sum of `x x^T` over the inputs x of every dense layer of a model, and of every head.
 
@@ -102,6 +104,9 @@ def _observer(model: Any, variables: Any) -> Callable[..., Moments]:
                 f"variables={type(variables).__name__}"
             )
         return functools.partial(jax.jit(functools.partial(_linen, model)), variables)
+    # Late: programs of flax.linen alone need not wait for it.
+    from flax import nnx
+
     if isinstance(model, nnx.Module):
         if variables is not None:
             raise TypeError("calibrate.moments: a flax.nnx model has its own; drop variables=")
@@ -145,6 +150,8 @@ def _linen(model: nn.Module, variables: Any, *args: Any) -> Moments:
 
 
 def _nnx(graph: Any, state: Any, *args: Any) -> Moments:
+    from flax import nnx
+
     found: Moments = {}
     model = nnx.merge(graph, state)
     for path, layer in nnx.iter_graph(model):

@@ -16,6 +16,31 @@ from mx_jax.checkpoint.files import read_table
 
 
 @dataclasses.dataclass(frozen=True)
+class Kind:
+    """What a field has to hold: for errors, and as a test."""
+
+    needed: str
+    holds: Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    """A finite one above 0; booleans are none, although Python counts them in."""
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        return False
+    return 0 < float(value) < math.inf
+
+
+WHOLE = Kind("a whole number of at least 1", lambda x: _is_number(x) and x == int(x))
+NUMBER = Kind("a finite number above 0", _is_number)
+TABLE = Kind("a table", lambda x: isinstance(x, Mapping))
+# One that UTF-8 can hold: JSON's escapes may spell one that it cannot.
+TEXT = Kind("a text", lambda x: isinstance(x, str) and x == x.encode(errors="replace").decode())
+TEXTS = Kind(
+    "texts", lambda x: isinstance(x, list | tuple) and all(isinstance(each, str) for each in x)
+)
+
+
+@dataclasses.dataclass(frozen=True)
 class Fields:
     """What a file says, by name.
 
@@ -29,57 +54,19 @@ class Fields:
     where: str
     prefix: str = ""
 
-    def whole(self, name: str, default: int | None = None) -> int:
-        """A whole number of at least 1."""
-        value = self._value(name, default)
-        if not _is_number(value) or not math.isfinite(value) or value != int(value) or value < 1:
-            raise self.refused(name, "a whole number of at least 1", value)
-        return int(value)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A finite number above 0."""
-        value = self._value(name, default)
-        if not _is_number(value) or not math.isfinite(value) or value <= 0:
-            raise self.refused(name, "a finite number above 0", value)
-        return float(value)
-
-    def table(self, *names: str) -> dict[str, Any]:
-        """The first of these fields that says something; an empty table where none does."""
-        for name in names:
-            if value := self.get(name):
-                if not isinstance(value, Mapping):
-                    raise self.refused(name, "a table", value)
-                return dict(value)
-        return {}
-
-    def text(self, name: str, default: str | None = None) -> str:
-        """A text that UTF-8 can hold: JSON's escapes may spell one that it cannot."""
-        value = self._value(name, default)
-        if not isinstance(value, str) or value != value.encode(errors="replace").decode():
-            raise self.refused(name, "a text", value)
-        return value
-
-    def texts(self, name: str) -> list[str]:
-        """A row of texts."""
-        value = self._value(name, None)
-        if not isinstance(value, list | tuple) or not all(isinstance(each, str) for each in value):
-            raise self.refused(name, "texts", value)
-        return list(value)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """What the field says, of whatever type."""
-        return self.said.get(self.prefix + name, default)
-
-    def has(self, name: str) -> bool:
-        """Whether the field says something."""
-        return self.get(name) is not None
-
-    def _value(self, name: str, default: Any) -> Any:
+    def __call__(self, name: str, kind: Kind, default: Any = None) -> Any:
+        """A field's value; ValueError if it is missing, or of another kind."""
         value = self.get(name)
         value = default if value is None else value
         if value is None:
             raise ValueError(f"generate: {self.where} lacks the field {self.prefix}{name}")
+        if not kind.holds(value):
+            raise self.refused(name, kind.needed, value)
         return value
+
+    def get(self, name: str) -> Any:
+        """What the field says, of whatever type."""
+        return self.said.get(self.prefix + name)
 
     def refused(self, name: str, needed: str, value: Any) -> ValueError:
         """The error of a field that is something else than what is needed."""
@@ -87,11 +74,6 @@ class Fields:
             f"generate: {self.where}: needs {needed} as {self.prefix}{name}, "
             f"got {self.prefix}{name}={value!r:.80}"
         )
-
-
-def _is_number(value: Any) -> bool:
-    """Booleans are none, although Python counts them in."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +184,29 @@ class LlamaConfig:
         return tuple(sizes[axis] for axis in TENSORS[field][2])
 
 
-# `model_type`s whose layers are those of `Llama`.
-FAMILIES = ("llama", "mistral", "smollm")
+# `model_type`s whose layers are those of `Llama`, and llama.cpp's name for all of them.
+FAMILIES, ARCHITECTURE = ("llama", "mistral", "smollm"), "llama"
+# Sizes of `LlamaConfig`: their names in config.json, and in a GGUF file.
+_SIZES = {
+    "width": ("hidden_size", "embedding_length"),
+    "layers": ("num_hidden_layers", "block_count"),
+    "heads": ("num_attention_heads", "attention.head_count"),
+    "kv_heads": ("num_key_value_heads", "attention.head_count_kv"),
+    "head_width": ("head_dim", "rope.dimension_count"),
+    "hidden": ("intermediate_size", "feed_forward_length"),
+    "context": ("max_position_embeddings", "context_length"),
+}
+
+
+def _sizes(fields: Fields, column: int) -> dict[str, int]:
+    """The sizes that a file states, by the column of its names in `_SIZES`."""
+    found: dict[str, int] = {}
+    for size, names in _SIZES.items():
+        default = {"kv_heads": found.get("heads"), "context": 2048}.get(size)
+        if size == "head_width":
+            default = found["width"] // found["heads"]
+        found[size] = int(fields(names[column], WHOLE, default))
+    return found
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -235,58 +238,41 @@ def config_from_json(
             f"generate: reads models of the families {', '.join(FAMILIES)}, got "
             f"model_type={family!r}"
         )
-
     fields = Fields(config, where)
-    heads, width = fields.whole("num_attention_heads"), fields.whole("hidden_size")
-    head_width = fields.whole("head_dim", width // heads)
-    rope = fields.table("rope_parameters", "rope_scaling")
-    theta = Fields(rope, where).number("rope_theta", fields.number("rope_theta", 10000.0))
-    _check(fields)
-    return LlamaConfig(
-        vocabulary=fields.whole("vocab_size"),
-        width=width,
-        layers=fields.whole("num_hidden_layers"),
-        heads=heads,
-        kv_heads=fields.whole("num_key_value_heads", heads),
-        head_width=head_width,
-        hidden=fields.whole("intermediate_size"),
-        rope_theta=theta,
-        rope_divisors=rope_divisors(rope, theta, head_width, where),
-        epsilon=fields.number("rms_norm_eps", 1e-6),
-        context=fields.whole("max_position_embeddings", 2048),
-        tied=HUB.of("head") not in names,
-    )
-
-
-def _check(fields: Fields) -> None:
-    """Raise where the model computes something else than `Llama`."""
-    config, window = fields.said, None
-    if fields.has("sliding_window"):
-        window = fields.whole("sliding_window")
-        context = fields.whole("max_position_embeddings", 2048)
-        window = None if window >= context else window
+    sizes = _sizes(fields, 0)
+    rope = fields("rope_parameters", TABLE, {}) or fields("rope_scaling", TABLE, {})
+    theta = Fields(rope, where)("rope_theta", NUMBER, fields("rope_theta", NUMBER, 10000.0))
+    window = fields("sliding_window", WHOLE, sizes["context"])
     facts = {
         "hidden_act": (config.get("hidden_act", "silu"), "silu"),
         "attention_bias": (bool(config.get("attention_bias")), False),
         "mlp_bias": (bool(config.get("mlp_bias")), False),
-        "sliding_window": (window, None),
+        "sliding_window": (window if window < sizes["context"] else None, None),
     }
     for name, (found, needed) in facts.items():
         if found != needed:
-            raise ValueError(f"generate: needs {name}={needed!r} in {fields.where}, got {found!r}")
+            raise ValueError(f"generate: needs {name}={needed!r} in {where}, got {found!r}")
+    return LlamaConfig(
+        **sizes,
+        vocabulary=int(fields("vocab_size", WHOLE)),
+        rope_theta=float(theta),
+        rope_divisors=rope_divisors(rope, theta, sizes["head_width"], where),
+        epsilon=float(fields("rms_norm_eps", NUMBER, 1e-6)),
+        tied=HUB.of("head") not in names,
+    )
 
 
 def _linear(said: Fields, theta: float, head_width: int) -> tuple[float, ...]:
     """All frequencies lower by one factor."""
-    return (said.number("factor"),) * (head_width // 2)
+    return (said("factor", NUMBER),) * (head_width // 2)
 
 
 def _llama3(said: Fields, theta: float, head_width: int) -> tuple[float, ...]:
     """Frequencies whose waves are long lower by a factor, short ones as they are."""
     factor, low, high = (
-        said.number(name) for name in ("factor", "low_freq_factor", "high_freq_factor")
+        said(name, NUMBER) for name in ("factor", "low_freq_factor", "high_freq_factor")
     )
-    original = said.number("original_max_position_embeddings")
+    original = said("original_max_position_embeddings", NUMBER)
 
     def divisor(pair: int) -> float:
         wavelength = 2 * math.pi * theta ** (2 * pair / head_width)
@@ -339,9 +325,6 @@ def rope_divisors(
     return divisors
 
 
-ARCHITECTURE = "llama"
-
-
 # What llama.cpp divides rotary frequencies by.
 _ROPE_FREQUENCIES = "rope_freqs.weight"
 
@@ -371,36 +354,21 @@ def config_from_gguf(
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, Sequence):
         raise ValueError(f"generate: {where} lacks the field tokenizer.ggml.tokens")
-    heads, width = fields.whole("attention.head_count"), fields.whole("embedding_length")
-    head_width = fields.whole("rope.dimension_count", width // heads)
+    sizes = _sizes(fields, 1)
+    # A factor for all rotary frequencies, and a tensor of one for each.
+    kind = fields.get("rope.scaling.type")
+    said = {"type": None if kind == "none" else kind, "factor": fields.get("rope.scaling.factor")}
+    said["factor"] = 1.0 if said["factor"] is None else said["factor"]
+    divisors = rope_divisors(said, 1.0, sizes["head_width"], where)
+    if _ROPE_FREQUENCIES in tensors:
+        each = np.asarray(tensors[_ROPE_FREQUENCIES], np.float32).ravel()
+        factor = np.float32(1.0 if divisors is None else divisors[0])
+        divisors = tuple(float(x) for x in each * factor)
     return LlamaConfig(
+        **sizes,
         vocabulary=len(tokens),
-        width=width,
-        layers=fields.whole("block_count"),
-        heads=heads,
-        kv_heads=fields.whole("attention.head_count_kv", heads),
-        head_width=head_width,
-        hidden=fields.whole("feed_forward_length"),
-        rope_theta=fields.number("rope.freq_base", 10000.0),
-        rope_divisors=_divisors(metadata, tensors, head_width, where),
-        epsilon=fields.number("attention.layer_norm_rms_epsilon", 1e-5),
-        context=fields.whole("context_length", 2048),
+        rope_theta=float(fields("rope.freq_base", NUMBER, 10000.0)),
+        rope_divisors=divisors,
+        epsilon=float(fields("attention.layer_norm_rms_epsilon", NUMBER, 1e-5)),
         tied=GGUF.of("head") not in tensors,
     )
-
-
-def _divisors(
-    metadata: Mapping[str, Any], tensors: Mapping[str, Any], head_width: int, where: str
-) -> tuple[float, ...] | None:
-    """Of rotary frequencies: a tensor of the file, and a factor for all of them."""
-    said = {
-        "type": metadata.get(f"{ARCHITECTURE}.rope.scaling.type"),
-        "factor": metadata.get(f"{ARCHITECTURE}.rope.scaling.factor", 1.0),
-    }
-    if said["type"] == "none":
-        said["type"] = None
-    scaled = rope_divisors(said, 1.0, head_width, where)
-    if _ROPE_FREQUENCIES not in tensors:
-        return scaled
-    each = np.asarray(tensors[_ROPE_FREQUENCIES], np.float32).ravel()
-    return tuple(float(x) for x in each * np.float32(1.0 if scaled is None else scaled[0]))

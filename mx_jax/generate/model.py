@@ -23,8 +23,14 @@ from mx_jax.recipes import Recipe
 
 Turn = tuple[jax.Array, jax.Array]
 Caches = tuple[KVCache, ...]
-# Products that read the same input and are one, unless the parameters have them in parts.
-PARTS = {"qkv": ("query", "key", "value"), "gate_up": ("gate", "up")}
+# Products by the tensors of their kernels. Several that read the same input are one product, unless
+# the parameters have them in parts.
+PRODUCTS = {
+    "qkv": ("query", "key", "value"),
+    "attention_out": ("out",),
+    "gate_up": ("gate", "up"),
+    "down": ("down",),
+}
 
 
 def rotations(config: LlamaConfig, tokens: int, position: jax.typing.ArrayLike) -> Turn:
@@ -69,7 +75,20 @@ class Llama(StoredParams, nn.Module):
     recipe: Recipe
     dtype: Any = jnp.float32
 
-    @nn.compact
+    def setup(self):
+        config, init = self.config, nn.initializers.normal(0.02)
+        shape = (config.vocabulary, config.width)
+        self.embedding: Any = self.param("embedding", init, shape)
+        self.layers = [self.block.clone() for _ in range(config.layers)]
+        self.norm = nn.RMSNorm(config.epsilon, dtype=self.dtype)
+        if not config.tied:
+            self.head: Any = self.param("head", init, shape)
+
+    @property
+    def block(self) -> "Block":
+        """What each of the blocks is, without parameters."""
+        return Block(self.config, self.recipe, self.dtype, parent=None)
+
     def __call__(
         self,
         tokens: jax.Array,
@@ -92,34 +111,34 @@ class Llama(StoredParams, nn.Module):
           float32 logits `[batch, tokens, vocabulary]`, with `last` `[batch, 1, vocabulary]`, and
           the caches with these tokens.
         """
-        config = self.config
-        embedding: Any = self.param(
-            "embedding", nn.initializers.normal(0.02), (config.vocabulary, config.width)
-        )
-        with jax.named_scope("embedding"):
-            x = look_up(embedding, tokens).astype(self.dtype)
-        with jax.named_scope("rotary"):
-            turn = rotations(config, tokens.shape[1], position)
+        x, turn = self.embed(tokens, position)
         new = []
-        for index in range(config.layers):
-            block = Block(config, self.recipe, self.dtype, name=f"layers_{index}")
-            cache = None if caches is None else caches[index]
-            x, cache = block(x, turn, cache, position, length)
+        for index, block in enumerate(self.layers):
+            x, cache = block(x, turn, None if caches is None else caches[index], position, length)
             new.append(cache)
-        x = nn.RMSNorm(config.epsilon, dtype=self.dtype, name="norm")(x[:, -1:] if last else x)
-        head = embedding
-        tell_input(self, "embedding" if config.tied else "head", x)
-        if not config.tied:
-            shape = (config.vocabulary, config.width)
-            head = self.param("head", nn.initializers.normal(0.02), shape)
+        return self.logits(x[:, -1:] if last else x), None if caches is None else tuple(new)
+
+    def embed(
+        self, tokens: jax.Array, position: jax.typing.ArrayLike = 0
+    ) -> tuple[jax.Array, Turn]:
+        """What the first block reads: `[batch, tokens, width]`, and the rotation of each token."""
+        with jax.named_scope("embedding"):
+            x = look_up(self.embedding, tokens).astype(self.dtype)
+        with jax.named_scope("rotary"):
+            return x, rotations(self.config, tokens.shape[1], position)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """float32 `[batch, tokens, vocabulary]` of what the last block gives."""
+        x, name = self.norm(x), "embedding" if self.config.tied else "head"
+        tell_input(self, name, x)
+        head: Any = getattr(self, name)
         if not isinstance(head, Quantized):
             head = head.astype(self.dtype)
         contracting = (((2,), (1,)), ((), ()))
         with jax.named_scope("head"):
-            logits = dot_general(
+            return dot_general(
                 x, head, contracting, recipe=self.recipe, preferred_element_type=jnp.float32
             )
-        return logits, None if caches is None else tuple(new)
 
 
 class Block(nn.Module):
@@ -173,10 +192,10 @@ class Block(nn.Module):
 
     def _together(self, name: str, features: Sequence[int], y: jax.Array) -> jax.Array:
         """Products that read the same input, by one kernel, or by those that there are."""
-        if not self.has_variable("params", PARTS[name][0]):
+        if not self.has_variable("params", PRODUCTS[name][0]):
             return self._dense(name, sum(features))(y)
         with jax.named_scope(name):
-            parts = zip(PARTS[name], features, strict=True)
+            parts = zip(PRODUCTS[name], features, strict=True)
             return jnp.concatenate([self._dense(part, out)(y) for part, out in parts], -1)
 
     def _dense(self, name: str, features: int) -> Dense:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mx_jax.generate.config import Fields, read_json
+from mx_jax.generate.config import TEXT, TEXTS, Fields, Kind, read_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,17 +47,20 @@ class Tokenizer:
         """The text that asks the model to answer a message, by the model's own template.
 
         Raises:
-          ValueError: it has none, it refuses or is damaged, or the library `jinja2` is missing.
+          ValueError: it has none, it refuses or is damaged.
         """
         if not self.template:
             raise ValueError(f"generate: {self.where} has no chat template; leave --chat out")
-        sandbox = library_named("jinja2.sandbox").ImmutableSandboxedEnvironment()
+        # Late: most prompts are no chats.
+        import jinja2.sandbox
+
+        sandbox = jinja2.sandbox.ImmutableSandboxedEnvironment()
         sandbox.globals["raise_exception"] = _refuse
         messages = [{"role": "user", "content": message}]
         try:
             template = sandbox.from_string(self.template)
             return template.render(messages=messages, add_generation_prompt=True, **self.words)
-        except (library_named("jinja2").TemplateError, *_OF_PROGRAMS) as error:
+        except (jinja2.TemplateError, *_OF_PROGRAMS) as error:
             raise ValueError(
                 f"generate: {self.where}: its chat template fails: {error}; leave --chat out"
             ) from error
@@ -72,18 +75,13 @@ def _refuse(message: str) -> None:
     raise ValueError(f"it refuses: {message}")
 
 
-def library_named(name: str) -> Any:
-    """An optional library.
-
-    Raises:
-      ValueError: it is not installed.
-    """
+def _library() -> Any:
+    """The library `tokenizers`, which is optional."""
     try:
-        return importlib.import_module(name)
+        return importlib.import_module("tokenizers")
     except ImportError:
-        package = name.partition(".")[0]
         raise ValueError(
-            f"generate: needs the package {package}; pip install 'mx_jax[generate]'"
+            "generate: needs the package tokenizers; pip install 'mx_jax[generate]'"
         ) from None
 
 
@@ -105,6 +103,8 @@ _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_FLAG = Kind("true or false", lambda x: isinstance(x, bool))
+_ROW = Kind("a number for each token", lambda x: np.ndim(x) == 1)
 # llama.cpp's types of tokens that are never made by merging.
 _CONTROL, _USER_DEFINED = 3, 4
 # Tokens with a role: what a text begins with, and what ends one.
@@ -122,7 +122,7 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
       ValueError: a kind of tokenizer that is not known, fields that are missing or of another type,
         or the library `tokenizers` is missing.
     """
-    library = library_named("tokenizers")
+    library = _library()
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     # Fields of a damaged file may be arrays, which are neither compared nor looked up.
     if not (isinstance(kind, str) and isinstance(pre, str)) or kind != "gpt2" or pre not in _PRE:
@@ -132,7 +132,7 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
             f"tokenizer.ggml.pre={pre!r:.80}"
         )
     fields = Fields(metadata, where, "tokenizer.ggml.")
-    tokens, merges = fields.texts("tokens"), fields.texts("merges")
+    tokens, merges = fields("tokens", TEXTS), fields("merges", TEXTS)
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
@@ -146,15 +146,13 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
     encoder.decoder = library.decoders.ByteLevel()
     encoder.add_tokens(_special(library, tokens, fields))
     numbers = _numbers(fields, len(tokens))
-    begins = fields.get("add_bos_token", False)
-    if not isinstance(begins, bool):
-        raise fields.refused("add_bos_token", "true or false", begins)
+    begins = fields("add_bos_token", _FLAG, False)
     said = Fields(metadata, where, "tokenizer.")
     return Tokenizer(
         encoder=encoder,
         first=numbers.get("bos") if begins else None,
         stop=frozenset(number for name, number in numbers.items() if name != "bos"),
-        template=said.text("chat_template") if said.has("chat_template") else None,
+        template=_text(said, "chat_template"),
         words={f"{name}_token": tokens[number] for name, number in numbers.items()},
         where=where,
     )
@@ -162,9 +160,7 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
 
 def _special(library: Any, tokens: list[str], fields: Fields) -> list[Any]:
     """The tokens that no merging makes."""
-    kinds = fields.get("token_type", ())
-    if np.ndim(kinds) != 1:
-        raise fields.refused("token_type", "a number for each token", kinds)
+    kinds = fields("token_type", _ROW, ())
     return [
         library.AddedToken(token, special=kind == _CONTROL, normalized=False)
         for token, kind in zip(tokens, kinds, strict=False)
@@ -186,9 +182,6 @@ def _numbers(fields: Fields, count: int) -> dict[str, int]:
     return found
 
 
-STATED = "tokenizer_config.json"
-
-
 def tokenizer_of_folder(folder: Path) -> Tokenizer:
     """The tokenizer of tokenizer.json, and what the files beside it say.
 
@@ -198,15 +191,17 @@ def tokenizer_of_folder(folder: Path) -> Tokenizer:
     Raises:
       ValueError: there is none, it is damaged, or the library `tokenizers` is missing.
     """
-    library, path = library_named("tokenizers"), folder / "tokenizer.json"
+    library, path = _library(), folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"generate: there is no tokenizer.json in {folder}")
     try:
         encoder = library.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"generate: {path} is no tokenizer: {error}") from None
-    said = Fields(read_json(folder / STATED), str(folder / STATED))
-    words = {name: _text(said, name) for name in ("bos_token", "eos_token") if said.said.get(name)}
+    stated = folder / "tokenizer_config.json"
+    said = Fields(read_json(stated), str(stated))
+    texts = {name: _text(said, name) for name in ("bos_token", "eos_token")}
+    words = {name: text for name, text in texts.items() if text is not None}
     # What the tokenizer puts before every text, if it does.
     added = encoder.encode("", add_special_tokens=True).ids
     bos = encoder.token_to_id(words["bos_token"]) if "bos_token" in words else None
@@ -220,12 +215,11 @@ def tokenizer_of_folder(folder: Path) -> Tokenizer:
     )
 
 
-def _text(said: Fields, name: str) -> str:
-    """A token's text, which may stand with options of it."""
-    token = said.said[name]
-    if isinstance(token, dict):
-        return Fields(token, f"{said.where}, {name}").text("content")
-    return said.text(name)
+def _text(said: Fields, name: str) -> str | None:
+    """A text that may be missing; of a token it may stand with options of it."""
+    if isinstance(said.get(name), dict):
+        return Fields(said.get(name), f"{said.where}, {name}")("content", TEXT)
+    return said(name, TEXT, "") or None
 
 
 def _stop(folder: Path, encoder: Any, words: dict[str, str]) -> frozenset[int]:
@@ -254,4 +248,4 @@ def _template(folder: Path, said: Fields) -> str | None:
     if isinstance(found, list) and all(isinstance(each, dict) for each in found):
         found = next((each for each in found if each.get("name") == "default"), {})
         said = Fields({"chat_template": found.get("template")}, said.where)
-    return said.text("chat_template") if said.has("chat_template") else None
+    return _text(said, "chat_template")

@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 import mx_jax
 from benchmarks import calibration, gradient_bias
 from benchmarks import sentence_embeddings as sentences
-from mx_jax.generate.weights import params_from_gguf
+from mx_jax.generate.config import GGUF
+from mx_jax.generate.load import params_of
 from tests.examples import bert
 from tests.generate.tiny import CONFIG, tensors
 
@@ -21,7 +22,7 @@ OPTIONS = argparse.Namespace(sequences=3, length=9, calibration=3)
 
 @pytest.mark.slow
 def test_calibration_of_a_tiny_model(rng: np.random.Generator):
-    params = params_from_gguf(tensors(), CONFIG)
+    params = params_of(tensors(), CONFIG, GGUF)
     known, held = rng.integers(0, CONFIG.vocabulary, (2, 3, 1, 9), np.int32)
     steps: list[str] = []
     rows = list(calibration.rows(CONFIG, params, (known, held), ["mxfp4"], steps.append))
@@ -48,7 +49,7 @@ def test_calibration_of_a_tiny_model(rng: np.random.Generator):
 
 @pytest.mark.slow
 def test_the_head_s_moment_is_that_of_what_it_multiplies(rng: np.random.Generator):
-    params = params_from_gguf(tensors(), CONFIG)
+    params = params_of(tensors(), CONFIG, GGUF)
     params["head"] = params["embedding"]
     model = calibration.Llama(
         dataclasses.replace(CONFIG, tied=False), mx_jax.recipes.high_precision()

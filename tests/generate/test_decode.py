@@ -2,27 +2,29 @@
 
 import dataclasses
 import gc
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks.decode_worker import OTHER, operations, part_of, time_of_parts
 from benchmarks.language_model_formats import calibrated_scales, empty_caches
 from mx_jax import recipes
 from mx_jax.formats import MXFP8_E4M3, block_format
-from mx_jax.generate.command import OTHER, operations, part_of, pieces, settle, time_of_parts
+from mx_jax.generate.command import pieces, settle
+from mx_jax.generate.config import GGUF
 from mx_jax.generate.decode import Generator, Sampling
-from mx_jax.generate.load import find_model, recipe_for
+from mx_jax.generate.load import find_model, formats_of, load, params_of, recipe_for
 from mx_jax.generate.model import Llama
-from mx_jax.generate.weights import params_from_gguf
 from tests.generate import tiny
 from tests.quick import quick
 
 
 @pytest.fixture(scope="module")
 def generator():
-    params = params_from_gguf(tiny.tensors(), tiny.CONFIG)
+    params = params_of(tiny.tensors(), tiny.CONFIG, GGUF)
     return Generator(model=Llama(tiny.CONFIG, recipes.high_precision()), params=params)
 
 
@@ -151,6 +153,11 @@ def test_sampling():
         (Sampling(temperature=0.5), [0.01 / 0.46, 0.36 / 0.46, 0.09 / 0.46]),
         (Sampling(temperature=1.0, top_k=2), [0, 2 / 3, 1 / 3]),
         (Sampling(temperature=1.0, top_k=9), [0.1, 0.6, 0.3]),
+        # The likeliest alone has not 0.7 of it; both have, and the third is left out.
+        (Sampling(temperature=1.0, top_p=0.7), [0, 2 / 3, 1 / 3]),
+        (Sampling(temperature=1.0, top_p=0.6), [0, 1, 0]),
+        # Of the two likeliest the first has two thirds.
+        (Sampling(temperature=1.0, top_k=2, top_p=0.65), [0, 1, 0]),
     ]:
         shares = np.bincount(sampling.choose(many, key), minlength=3) / len(many)
         np.testing.assert_allclose(shares, expected, atol=0.03)
@@ -162,8 +169,10 @@ def test_sampling():
         ({"temperature": -1.0}, "got temperature=-1.0"),
         ({"temperature": float("nan")}, "got temperature=nan"),
         ({"top_k": 0}, "got top_k=0"),
+        ({"top_p": 0.0}, "got top_p=0.0"),
+        ({"top_p": 1.5}, "got top_p=1.5"),
     ],
-    ids=["negative", "nan", "none"],
+    ids=["negative", "nan", "none", "no share", "more than all"],
 )
 def test_sampling_that_cannot_be(options, message):
     with pytest.raises(ValueError, match=message):
@@ -190,12 +199,23 @@ def test_pieces_are_whole_characters_up_to_the_end():
 
 def test_formats_by_name():
     assert block_format("mxfp8") == block_format("mxfp8_e4m3") == MXFP8_E4M3
-    recipe = recipe_for("mxfp4", "mxint8")
-    assert recipe.fwd.lhs.format.name == "mxint8" and recipe.fwd.rhs.format.name == "mxfp4"
-    assert recipe_for("mxfp4").fwd.lhs is None
-    assert recipe_for("bfloat16") == recipes.high_precision()
+    found = formats_of("mxfp8,gate_up=nvfp4,head=mxint8")
+    names = {part: format.name for part, format in found.items()}
+    assert names == {
+        **dict.fromkeys(("qkv", "attention_out", "down"), "mxfp8_e4m3"),
+        "gate_up": "nvfp4",
+        "head": "mxint8",
+    }
+    for given in ("mxfp4,tail=mxint8", "mxfp4,head", "mxfp4,"):
+        with pytest.raises(ValueError, match=f"of qkv, attention_out, .*format='{given}'|unknown"):
+            formats_of(given)
+    recipe = recipe_for("mxint8", formats_of("mxfp4"))
+    assert recipe.fwd.lhs.format.name == "mxint8" and recipe.fwd.rhs is None
+    assert recipe_for() == recipes.high_precision()
+    with pytest.raises(ValueError, match="float8_tensorwise"):
+        recipe_for("mxint8", formats_of("mxfp4,head=float8_tensorwise_e4m3"))
     with pytest.raises(ValueError, match="got format=float32, activations=mxint8"):
-        recipe_for("float32", "mxint8")
+        load(Path("none"), weights="float32", activations="mxint8")
 
 
 def test_a_model_that_is_not_there(tmp_path, monkeypatch):

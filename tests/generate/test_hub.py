@@ -11,11 +11,16 @@ import safetensors.numpy
 import mx_jax
 from mx_jax import checkpoint, only_backend, recipes
 from mx_jax.cli import main
-from mx_jax.generate.config import config_from_json
-from mx_jax.generate.load import open_model, recipe_for
+from mx_jax.generate.config import GGUF, config_from_json
+from mx_jax.generate.load import (
+    joined,
+    open_model,
+    params_of,
+    quantized,
+    recipe_for,
+)
 from mx_jax.generate.model import Llama
 from mx_jax.generate.tokenizer import tokenizer_of_folder
-from mx_jax.generate.weights import joined, params_from_gguf, params_of, quantize_params
 from mx_jax.mxarray import MXArray
 from tests.generate import tiny
 from tests.quick import quick
@@ -38,8 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def logits(source, recipe, *, stored: bool = False):
     with only_backend("reference"):
-        params = params_of(source.weights, source.config, source.names, stored=stored)
-        params = quantize_params(params, recipe)
+        given = source.weights, source.config, source.names
+        params = params_of(*given, quantized({}, recipe), stored=stored)
         apply = quick(Llama(source.config, recipe).apply)
         return params, apply({"params": params}, tiny.TOKENS)[0]
 
@@ -48,7 +53,7 @@ def test_a_folder_is_the_model_of_its_gguf_file(folder: Path):
     source = open_model(folder)
     assert source.config == tiny.CONFIG
     params = params_of(source.weights, source.config, source.names)
-    expected = params_from_gguf(tiny.tensors(), tiny.CONFIG)
+    expected = params_of(tiny.tensors(), tiny.CONFIG, GGUF)
     jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
@@ -103,9 +108,8 @@ def test_matrices_are_joined_under_a_tensor_scale_that_they_share():
 
 
 def test_activations_beside_what_is_stored():
-    fwd = recipe_for(None, "mxint8").fwd
+    fwd = recipe_for("mxint8").fwd
     assert fwd == recipes.MatmulSpec(lhs="mxint8", rhs=None)  # pyright: ignore[reportArgumentType]
-    assert recipe_for("mxfp4", "mxint8").fwd.rhs is not None
 
 
 def test_a_folder_is_not_written_over_unasked(

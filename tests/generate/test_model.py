@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from mx_jax import only_backend, recipes
-from mx_jax.generate.config import LlamaConfig, config_from_gguf, rope_divisors
+from mx_jax.generate.config import GGUF, LlamaConfig, config_from_gguf, rope_divisors
+from mx_jax.generate.load import formats_of, params_of, quantized
 from mx_jax.generate.model import Llama, rotations
-from mx_jax.generate.weights import params_from_gguf, quantize_params
 from mx_jax.nn import KVCache
 from mx_jax.packed import PackedMXArray, Quantized
 from tests.generate import tiny
@@ -22,7 +22,7 @@ HIGH = recipes.high_precision()
 
 @pytest.fixture(scope="module")
 def params():
-    return params_from_gguf(tiny.tensors(), tiny.CONFIG)
+    return params_of(tiny.tensors(), tiny.CONFIG, GGUF)
 
 
 def caches(format=None, length=16):
@@ -66,9 +66,9 @@ def test_last_gives_the_last_tokens_logits(params):
 @pytest.mark.slow
 @needs_library
 def test_packed_weights_give_what_their_values_give(params):
-    recipe = recipes.weight_only("mxfp4")
+    recipe, formats = recipes.weight_only("mxfp4"), formats_of("mxfp4")
     with only_backend("cpu_ffi"):
-        packed = quantize_params(params, recipe)
+        packed = params_of(tiny.tensors(), tiny.CONFIG, GGUF, quantized(formats, recipe))
     values = jax.tree.map(
         lambda leaf: leaf.dequantize() if isinstance(leaf, Quantized) else leaf,
         packed,
@@ -90,7 +90,7 @@ def leaves(params):
 def test_head_of_its_own():
     config = LlamaConfig(**{**vars(tiny.CONFIG), "tied": False, "layers": 1})
     tensors = tiny.tensors(config)
-    params = params_from_gguf(tensors, config)
+    params = params_of(tensors, config, GGUF)
     logits, _ = quick(Llama(config, HIGH).apply)({"params": params}, tiny.TOKENS)
     halved = params | {"head": params["head"] / 2}
     half, _ = quick(Llama(config, HIGH).apply)({"params": halved}, tiny.TOKENS)
@@ -177,7 +177,7 @@ def test_tensors_that_do_not_fit():
     tensors = tiny.tensors()
     missing = {name: each for name, each in tensors.items() if name != "blk.1.attn_q.weight"}
     with pytest.raises(ValueError, match=r"lacks the tensor 'blk.1.attn_q.weight'"):
-        params_from_gguf(missing, tiny.CONFIG)
+        params_of(missing, tiny.CONFIG, GGUF)
     turned = tensors | {"blk.0.ffn_up.weight": tensors["blk.0.ffn_up.weight"].T}
     with pytest.raises(ValueError, match=r"shape=\(96, 64\), got shape=\(64, 96\)"):
-        params_from_gguf(turned, tiny.CONFIG)
+        params_of(turned, tiny.CONFIG, GGUF)

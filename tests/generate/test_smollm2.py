@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from mx_jax import checkpoint, recipes
-from mx_jax.generate.config import config_from_gguf
+from mx_jax.generate.config import GGUF, config_from_gguf
+from mx_jax.generate.load import params_of
 from mx_jax.generate.model import Llama
 from mx_jax.generate.tokenizer import tokenizer_of_gguf
-from mx_jax.generate.weights import params_from_gguf
 from tests.generate import smollm2
 from tests.generate.test_peers import logits_of_transformers
 
@@ -27,7 +27,7 @@ def file():
 @pytest.mark.slow
 def test_logits_are_those_of_transformers(file):
     config = config_from_gguf(file.metadata, file)
-    params, model = params_from_gguf(file, config), Llama(config, recipes.high_precision())
+    params, model = params_of(file, config, GGUF), Llama(config, recipes.high_precision())
     tokens = np.array([COMMITTED["tokens"]], np.int32)
     logits, _ = jax.jit(model.apply)({"params": params}, tokens)
     # Every 997th of each token's; they reach 34.
