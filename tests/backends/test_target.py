@@ -5,6 +5,7 @@ import itertools
 import re
 import subprocess
 import sys
+import types
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mx_jax
+from mx_jax.backends import primitive
 from mx_jax.backends.select import current_target
 from mx_jax.backends.target import Target
 from mx_jax.testing import target
@@ -49,8 +51,8 @@ def _seen(monkeypatch: pytest.MonkeyPatch):
         targets.append(current_target(num_devices))
         return targets[-1]
 
-    for module in ("select", "primitive"):
-        monkeypatch.setattr(f"mx_jax.backends.{module}.current_target", watched)
+    monkeypatch.setattr(primitive, "current_target", watched)
+    monkeypatch.setattr(primitive, "machine", types.SimpleNamespace(current_target=watched))
     return targets
 
 
