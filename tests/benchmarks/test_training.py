@@ -102,7 +102,7 @@ def test_tables_are_written_anew_without_training(tmp_path):
     ablation.main(["--report", "--out", str(out)])
     assert out.read_text() == committed.read_text()
     assert out.with_suffix(".md").read_text() == committed.with_suffix(".md").read_text()
-    docs = (ROOT / "docs" / "training.md").read_text()
+    docs = (ROOT / "docs" / "accuracy.md").read_text()
     for row in json.loads(out.read_text())["rows"]:
         gap = language_model.intervals.text(row["training_gaps_percent"], "+.2f")
         if row["name"] != "float32" and len(row["seeds"]) > 1:
