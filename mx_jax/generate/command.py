@@ -3,6 +3,7 @@
 import argparse
 import gc
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -165,6 +166,8 @@ def keep_programs(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:  # no home to write to
+        return
+    if not os.access(folder, os.W_OK):
         return
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
