@@ -233,7 +233,7 @@ def test_errors():
 
 
 def test_an_error_inside_names_layer_and_rule():
-    model = nn.Sequential([nn.Dense(3, dtype=jnp.float8_e4m3fn)])
+    model = nn.Sequential([nn.Dense(3, dtype=jnp.complex64)])
     with pytest.raises(TypeError, match=r"must be float32") as caught:
         convert.report(model, Rule(".*", MXFP8), jnp.ones((2, 4)))
     assert "in layer 'layers_0' (Dense), converted by rule 0" in caught.value.__notes__
