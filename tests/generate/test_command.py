@@ -172,8 +172,10 @@ def test_programs_of_equal_shapes_and_other_formats_are_kept_apart(programs: Pat
         jax.clear_caches()
         for format in formats:
             jax.tree.map(np.testing.assert_array_equal, run(format), expected[format])
-        # Small programs may be equal for several formats: some hits are right the first time too.
-        assert not again or sum("cache_hits" in name for name in hits) >= 6, hits
+        kept = len([*programs.glob("*-cache")])
+        found = sum("cache_hits" in name for name in hits)
+        # Small programs, such as a transpose, may be the same for several formats.
+        assert found >= 6 if again else kept >= 6, (found, kept)
         hits.clear()
 
 
