@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import matplotlib
 
-from benchmarks import environment, report
+from benchmarks import environment, page_pictures, report
 from benchmarks.fp4_rows import check_settings, differences, joined, rows_of, when
 from benchmarks.fp4_variants import BASELINE, Variant, variants
 from benchmarks.language_model import (
@@ -124,36 +123,6 @@ def _cells(row: dict[str, Any], other: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def save_plot(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Gaps as bars, each seed a point; what lies far outside is cut, with its number."""
-    # Drawn without a display.
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    shown = [row for row in rows if row["gaps_percent"] and row["name"] != BASELINE]
-    groups = list(dict.fromkeys(row["group"] for row in shown))
-    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = plt.subplots(figsize=(8, 0.27 * len(shown) + 1.2), layout="constrained")
-        limit = 1.3 * sorted(max(row["gaps_percent"]) for row in shown)[int(0.9 * len(shown))]
-        for place, row in enumerate(shown):
-            colour = f"C{groups.index(row['group'])}"
-            mean = statistics.mean(row["gaps_percent"])
-            axes.barh(place, mean, color=colour, alpha=0.5)
-            points = [gap for gap in row["gaps_percent"] if gap < limit]
-            axes.plot(points, [place] * len(points), "o", color=colour, markersize=3)
-            if mean > limit:
-                axes.annotate(f"{mean:+.0f} %", (limit, place), ha="right", va="center")
-        axes.set_yticks(range(len(shown)), [row["name"] for row in shown])
-        axes.invert_yaxis()
-        axes.set_xlim(right=limit)
-        axes.axvline(0, color="black", linewidth=1)
-        axes.axvline(1, color="black", linewidth=0.5, linestyle="--")
-        axes.set_xlabel(f"validation loss above {BASELINE} of the same seed (%)")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-        plt.close(figure)
-
-
 def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Settings]:
     """Options and the settings they make."""
     parser = report.parser("fp4_ablation", __doc__)
@@ -203,7 +172,10 @@ def publish(options: argparse.Namespace, result: dict[str, Any], settings: Setti
     """Write results, tables and picture."""
     every = variants(settings.layers)
     report.publish("fp4_ablation", options, result, sheets(result["rows"], settings, every))
-    save_plot(options.out.with_suffix(".png"), result["rows"])
+    found = page_pictures.ablation_gaps(result["rows"])
+    page_pictures.save(
+        options.out.stem, lambda axes: page_pictures.gaps(axes, found), options.out.parent
+    )
 
 
 def _earlier(options: argparse.Namespace, option: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Write the tables of two pages of docs/ from committed results: `python -m benchmarks.page`.
+"""Write tables and drawings of docs/ from committed results: `python -m benchmarks.page`.
 
 A table stands between `<!-- table: NAME -->` and `<!-- end -->`. What is around it is written by
 hand, and stays.
@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from benchmarks import page_tables
+from benchmarks import page_pictures, page_tables
 from benchmarks.page_bias import gradient_bias
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -38,6 +38,7 @@ def main() -> None:
     for page in PAGES:
         page.write_text(written(page.read_text(encoding="utf-8")), encoding="utf-8")
         print(page)
+    page_pictures.draw()
 
 
 if __name__ == "__main__":

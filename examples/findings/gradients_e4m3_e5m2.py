@@ -48,7 +48,7 @@ def draw(axes: Any) -> None:
         xlabel="spread of values (standard deviation of their exponents)",
         ylabel="median relative error (%)",
     )
-    axes.legend(frameon=False)
+    axes.legend()
 
 
 if __name__ == "__main__":

@@ -47,10 +47,10 @@ def sqnr(size: int, outlier: float) -> float:
 def draw(axes: Any) -> None:
     for outlier in (1.0, 10.0, 100.0):
         values = [sqnr(size, outlier) for size in SIZES]
-        axes.plot(range(len(SIZES)), values, "o-", label=f"outliers x {outlier:g}")
+        axes.plot(range(len(SIZES)), values, marker="o", label=f"outliers x {outlier:g}")
     axes.set_xticks(range(len(SIZES)), ["none", *map(str, SIZES[1:])])
     axes.set(xlabel="size of the Hadamard transform", ylabel="SQNR of the product (dB)")
-    axes.legend(frameon=False)
+    axes.legend()
 
 
 if __name__ == "__main__":

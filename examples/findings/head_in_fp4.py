@@ -49,7 +49,7 @@ def draw(axes: Any) -> None:
     axes.set(
         xlabel="deviation of the logits", ylabel="sum of small gradients kept (%)", ylim=(0, None)
     )
-    axes.legend(frameon=False)
+    axes.legend()
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def draw(axes: Any) -> None:
         errors = [100 * measure(gains(mean, size=256), rule)["error"] for mean in means]
         axes.plot(means, errors, label=rule.upper())
     axes.set(xlabel="mean of the gains", ylabel="relative error (%)")
-    axes.legend(frameon=False)
+    axes.legend()
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ def draw(axes: Any) -> None:
     axes.hist(found[found < 1], bins=np.linspace(0.93, 1, 36), label="clipped")
     axes.hist(found[found >= 1], bins=np.linspace(1, 1.07, 36), label="not")
     axes.set(xlabel="6 x scale / largest value of the block", ylabel="blocks")
-    axes.legend(frameon=False)
+    axes.legend()
 
 
 if __name__ == "__main__":

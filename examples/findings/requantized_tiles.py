@@ -42,7 +42,7 @@ def draw(axes: Any) -> None:
     axes.bar(places + 0.2, [own["twice"] for own in found], 0.4, label="from kept codes")
     axes.set_xticks(places, FORMATS)
     axes.set(ylabel="SQNR (dB)", ylim=(0, 42))
-    axes.legend(frameon=False, ncols=2)
+    axes.legend(ncols=2)
 
 
 if __name__ == "__main__":

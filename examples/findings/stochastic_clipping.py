@@ -62,7 +62,7 @@ def draw(axes: Any) -> None:
         means = [100 * (mean_of_largest(way, float(size)) - 1) for size in sizes]
         axes.plot(sizes, means, label=way)
     axes.set(xlabel="largest value of a block", ylabel="its bias after the cast (%)")
-    axes.legend(frameon=False)
+    axes.legend()
 
 
 if __name__ == "__main__":

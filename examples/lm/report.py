@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -25,46 +26,9 @@ from .storage import Run
 
 BASELINE = "float32"
 
-# Okabe and Ito's palette, told apart with any colour vision: the plain recipes in solid lines,
-# those of publications dashed, float8 dotted.
-COLOURS = {
-    "float32": "#000000",
-    "bf16": "#999999",
-    "mxfp8": "#0072B2",
-    "mxfp8_hybrid": "#56B4E9",
-    "mxfp6": "#009E73",
-    "mxfp6_e2m3": "#005F45",
-    "mxfp4": "#D55E00",
-    "mxint8": "#CC79A7",
-    "nvfp4": "#E69F00",
-}
-DASHED = {
-    "mxfp4_backward": "#999999",
-    "mxfp4_stochastic": "#D55E00",
-    "quartet": "#CC79A7",
-    "quartet_ii": "#F0E442",
-    "mxfp4_hadamard": "#56B4E9",
-    "nvfp4_unbiased": "#000000",
-    "nvfp4_pretraining": "#E69F00",
-    "nvfp4_four_over_six": "#009E73",
-    "deepseek_v3": "#0072B2",
-    "deepseek_v3_1": "#882255",
-}
-DOTTED = {
-    "float8_tensorwise": "#D55E00",
-    "float8_rowwise": "#0072B2",
-    "float8_rowwise_with_gw_hp": "#009E73",
-}
-
-
-def style(recipe: str) -> dict[str, str]:
-    """Colour and dashes of a recipe's curves."""
-    if recipe.endswith(ENDS):
-        return {"color": style(recipe.removesuffix(ENDS))["color"], "linestyle": "-."}
-    for colours, dashes in ((DASHED, "--"), (DOTTED, ":")):
-        if recipe in colours:
-            return {"color": colours[recipe], "linestyle": dashes}
-    return {"color": COLOURS[recipe], "linestyle": "-"}
+# Of Okabe and Ito's palette, told apart with any colour vision.
+BLUE, GREY = "#0072B2", "#C0C0C0"
+COLUMNS = 4
 
 
 def by_recipe(runs: Iterable[Run]) -> dict[str, list[Run]]:
@@ -162,32 +126,44 @@ def print_sample(console: Console, recipe: str, prompt: str, text: str) -> None:
 
 
 def save_plot(path: Path, runs: Collection[Run], settings: Settings) -> None:
-    """Loss curves above, the gap to float32 below: means over seeds, their range shaded."""
+    """A panel for each recipe: its gap to float32, mean and range over seeds, others' in grey.
+
+    float32's own panel is its loss, and so is every panel where no run is in float32.
+    """
     groups = by_recipe(runs)
-    firsts = [run.validation[0][1] for run in runs if run.validation]
-    if not firsts:
+    if not any(run.validation for run in runs):
         return
-    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False}):
-        figure, (losses, differences) = plt.subplots(
-            2, 1, figsize=(8, 7.5), height_ratios=(3, 2), sharex=True, layout="constrained"
-        )
-        for recipe, group in groups.items():
-            look = style(recipe)
-            _plot_train(losses, group, look["color"], settings)
-            curves = [run.validation for run in group]
-            _plot_points(losses, curves, look, label=_legend(recipe, group, groups))
-            if recipe != BASELINE:
-                _plot_points(differences, gaps(group, groups.get(BASELINE, [])), look)
-        # Without the fall from guessing, which would flatten all that follows.
-        losses.set_ylim(top=1.15 * max(firsts))
-        _label(losses, differences, settings)
+    above = {name: gaps(group, groups.get(BASELINE, [])) for name, group in groups.items()}
+    above = {name: own for name, own in above.items() if name != BASELINE and any(own)}
+    values = [value for own in above.values() for curve in own for _, value in curve]
+    columns = min(COLUMNS, len(groups))
+    rows = math.ceil(len(groups) / columns)
+    with plt.rc_context({"axes.spines.top": False, "axes.spines.right": False, "font.size": 8}):
+        size = max(2.4 * columns, 5), 2 * rows + 0.6
+        figure, places = plt.subplots(*(rows, columns), figsize=size, layout="constrained")
+        for place, (recipe, group) in zip(np.ravel(places), groups.items(), strict=False):
+            place.set_title(_title(recipe, group, groups), loc="left", fontsize=8)
+            place.set_xlim(0, settings.steps * 1.02)
+            place.grid(alpha=0.25)
+            if recipe in above:
+                for other in above.values():
+                    _plot_points(place, other, GREY, with_range=False)
+                place.axhline(0, color="black", linewidth=0.8)
+                place.set_ylim(min(values) - 0.2, max(values) + 0.2)
+                _plot_points(place, above[recipe], BLUE)
+            else:
+                _plot_train(place, group, settings)
+                _plot_points(place, [run.validation for run in group], BLUE)
+        for place in np.ravel(places)[len(groups) :]:
+            place.remove()
+        figure.supxlabel(f"optimizer step; loss in nats per character, else % above {BASELINE}")
         try:
             replace("the plot", path, lambda file: figure.savefig(file, format="png", dpi=150))
         finally:
             plt.close(figure)
 
 
-def _legend(recipe: str, group: list[Run], groups: dict[str, list[Run]]) -> str:
+def _title(recipe: str, group: list[Run], groups: dict[str, list[Run]]) -> str:
     """A recipe with its last validation loss and gap."""
     if any(run.diverged_at is not None for run in group):
         return f"{recipe}: diverged"
@@ -197,10 +173,10 @@ def _legend(recipe: str, group: list[Run], groups: dict[str, list[Run]]) -> str:
     differences = [points[-1][1] for points in gaps(group, groups.get(BASELINE, [])) if points]
     if recipe == BASELINE or not differences:
         return f"{recipe}: {loss:.3f}"
-    return f"{recipe}: {loss:.3f} ({statistics.mean(differences):+.2f} %)"
+    return f"{recipe}: {statistics.mean(differences):+.2f} %"
 
 
-def _plot_train(axes: Axes, group: list[Run], colour: str, settings: Settings) -> None:
+def _plot_train(axes: Axes, group: list[Run], settings: Settings) -> None:
     """Training loss, averaged over seeds and over a fortieth of the steps."""
     group = [run for run in group if run.step]
     if not group:
@@ -212,38 +188,24 @@ def _plot_train(axes: Axes, group: list[Run], colour: str, settings: Settings) -
         smooth = np.convolve(loss, np.full(window, 1 / window), mode="valid")
         # Each mean stands at the middle of its window.
         steps = np.arange(len(smooth)) + (window + 1) / 2
-        axes.plot(steps, smooth, color=colour, linewidth=1, alpha=0.45)
+        axes.plot(steps, smooth, color=BLUE, linewidth=0.8, alpha=0.45)
 
 
 def _plot_points(
-    axes: Axes,
-    curves: list[list[tuple[int, float]]],
-    look: dict[str, str],
-    label: str | None = None,
+    axes: Axes, curves: list[list[tuple[int, float]]], colour: str, with_range: bool = True
 ) -> None:
     """Mean and range of curves, as far as all of those go that have begun."""
     curves = [curve for curve in curves if curve]
     if not curves:
-        axes.plot([], [], marker="o", **look, label=label)
         return
     length = min(map(len, curves))
     steps = [step for step, _ in curves[0][:length]]
     values = np.array([[value for _, value in curve[:length]] for curve in curves])
-    axes.plot(steps, values.mean(0), marker="o", **look, markersize=4, linewidth=1.5, label=label)
+    if not with_range:
+        axes.plot(steps, values.mean(0), color=colour, linewidth=0.7)
+        return
+    axes.plot(steps, values.mean(0), marker="o", color=colour, markersize=3, linewidth=1.4)
     if len(curves) > 1:
         axes.fill_between(
-            steps, values.min(0), values.max(0), color=look["color"], alpha=0.15, linewidth=0
+            steps, values.min(0), values.max(0), color=colour, alpha=0.15, linewidth=0
         )
-
-
-def _label(losses: Axes, differences: Axes, settings: Settings) -> None:
-    losses.set_title("Validation loss (points) and smoothed training loss (thin)", loc="left")
-    losses.set_ylabel("loss (nats per character)")
-    losses.legend(frameon=False, title="validation loss at the last step", alignment="left")
-    differences.set_title(f"Validation loss above {BASELINE}, same seed and data", loc="left")
-    differences.set_ylabel("gap (%)")
-    differences.set_xlabel("optimizer step")
-    differences.axhline(0, color=COLOURS[BASELINE], linewidth=1)
-    differences.set_xlim(0, settings.steps * 1.01)
-    for axes in (losses, differences):
-        axes.grid(alpha=0.25)

@@ -4,9 +4,10 @@ import json
 import re
 from pathlib import Path
 
+import matplotlib.figure
 import pytest
 
-from benchmarks import page, page_tables, slim
+from benchmarks import page, page_pictures, page_tables, slim
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.one_python(reason="text from files")
@@ -20,6 +21,27 @@ def test_the_pages_are_what_the_script_writes():
         assert "".join(texts).count(f"<!-- table: {name} -->\n\n| ") == 1
     rules = [line for line in by_hand(texts[0]).splitlines() if line.startswith("|---")]
     assert len(rules) == 1, "all but the table of commands are written by the script"
+
+
+def test_drawings_are_those_of_the_results():
+    own = page_pictures.description()
+    for name, (text, _) in page_pictures.PICTURES.items():
+        drawing = (page_pictures.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
+        assert own in drawing, "run python -m benchmarks.page"
+        path = ROOT / "docs" / f"{text}.md"
+        assert f"images/results/{name}.svg" in path.read_text(encoding="utf-8")
+    assert {path.stem for path in page_pictures.FOLDER.iterdir()} == set(page_pictures.PICTURES)
+
+
+def test_bars_show_means_and_intervals():
+    axes = matplotlib.figure.Figure().subplots()
+    page_pictures.gaps(axes, [("one", [1.0, 3.0]), ("far", [50.0, 54.0]), ("alone", [2.0])])
+    assert [bar.get_width() for bar in axes.patches] == [2, 2]
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["one", "alone"]
+    assert axes.get_title() == "not shown: far +52 %"
+    (interval,) = axes.containers[1].lines[2][0].get_segments()
+    # Student's t of two values: 12.7 standard errors, of 1.
+    assert interval[:, 0] == pytest.approx([2 - 12.706, 2 + 12.706], abs=0.001)
 
 
 def test_pages_quote_the_results():

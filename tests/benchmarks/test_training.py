@@ -75,7 +75,7 @@ def test_fp4_ablation(tmp_path):
     # Both blocks are ends here: nothing is left to quantize.
     assert rows["mxfp4, ends"]["losses"][0] == pytest.approx(base, rel=1e-4)
     assert rows["mxfp4_floor"]["losses"][0] != pytest.approx(base, rel=1e-5)
-    assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert "</svg>" in out.with_suffix(".svg").read_text()
     # Everything is done already: the second time only reports.
     ablation.main(command)
     assert json.loads(out.read_text())["rows"] == result["rows"]

@@ -187,8 +187,32 @@ def test_every_named_recipe_is_known_once(example):
     assert recipe_list("rowwise,float8_rowwise,high_precision") == ["float8_rowwise", "float32"]
     assert recipe_list("mxfp4+ends,rowwise+ends") == ["mxfp4+ends", "float8_rowwise+ends"]
     assert len({settings.precision(name) for name in known}) == len(known)
-    styles = [tuple(example("lm.report").style(name).values()) for name in known]
-    assert len(set(styles)) == len(known)
+
+
+def test_each_recipe_has_a_panel(example, tiny, tmp_path, monkeypatch):
+    report, run_of = example("lm.report"), example("lm.storage").Run
+    names = ("float32", "mxfp8", "mxfp4", "mxfp4+ends", "nvfp4", "quartet")
+    runs = [
+        run_of(
+            recipe=name,
+            seed=seed,
+            train_loss=[2 - 0.1 * step for step in range(6)],
+            validation=[(3, 2.0 + 0.1 * place), (6, 1.0 + 0.1 * place + 0.01 * seed)],
+            finished=True,
+        )
+        for place, name in enumerate(names)
+        for seed in (0, 1)
+    ]
+    figures = []
+    monkeypatch.setattr(report.plt, "close", figures.append)
+    report.save_plot(tmp_path / "loss.png", runs, tiny[0])
+    panels = figures[0].axes
+    titles = [panel.get_title(loc="left") for panel in panels]
+    assert titles[:2] == ["float32: 1.005", "mxfp8: +9.95 %"]
+    assert [title.partition(":")[0] for title in titles] == list(names)
+    # Its own curve with the range of its seeds, over those of all.
+    assert [len(panel.collections) for panel in panels] == [1] * len(names)
+    assert len(panels[2].lines) == len(names) + 1
 
 
 def test_high_ends_are_the_first_and_the_last_block(example, tiny):

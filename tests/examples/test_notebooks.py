@@ -1,0 +1,77 @@
+"""Notebooks run from the first cell to the last, and show what is committed."""
+
+import copy
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.examples import notebooks
+
+pytest.importorskip("sklearn")
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", notebooks.NAMES)
+def test_outputs_are_the_committed_ones(name: str):
+    cells = notebooks.code_cells(notebooks.read(name))
+    results = notebooks.executed(notebooks.read(name))
+    compared = 0
+    for cell, outputs in zip(cells, results, strict=True):
+        assert len(outputs) == len(cell["outputs"]), cell["source"]
+        if notebooks.VARIES in cell["metadata"].get("tags", ()):
+            continue
+        for old, new in zip(cell["outputs"], outputs, strict=True):
+            assert notebooks.difference(old, new) is None, "python -m tests.examples.notebooks"
+            compared += 1
+    assert compared >= 3
+
+
+def test_differences_are_found():
+    old = {"output_type": "stream", "text": ["loss 0.61, SQNR 31 dB, +1.2e-04\n"]}
+    for text, is_equal in (
+        ("loss 0.62, SQNR 30 dB, +1.3e-04\n", True),
+        ("loss 0.64, SQNR 31 dB, +1.2e-04\n", False),
+        ("loss 0.61, SQNR 33 dB, +1.2e-04\n", False),
+        ("loss 0.61, SQNR 31 dB, +1.5e-04\n", False),
+        ("loss 0.61, SQNR 31 dB\n", False),
+    ):
+        assert (notebooks.difference(old, {**old, "text": [text]}) is None) == is_equal
+    shown = {"data": {"text/html": ["<td>1</td>"], "text/plain": ["x"]}}
+    other = copy.deepcopy(shown)
+    other["data"]["text/html"] = ["<td>5</td>"]
+    assert notebooks.difference(shown, shown) is None
+    assert notebooks.difference(shown, other)
+
+
+@pytest.mark.parametrize("name", notebooks.NAMES)
+def test_each_is_short_linked_and_has_been_run(name: str):
+    notebook = notebooks.read(name)
+    assert 8 <= len(notebook["cells"]) <= 15
+    counts = [cell["execution_count"] for cell in notebooks.code_cells(notebook)]
+    assert counts == list(range(1, len(counts) + 1))
+    for page in ("README.md", "docs/index.md"):
+        assert f"{name}.ipynb" in (ROOT / page).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("plugins", [(), ("jax_cuda12_plugin",), ("jax_cuda13_plugin",)])
+def test_the_install_cell(plugins: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
+    """Of a machine without mx_jax: the clone, and JAX's plugin for GPUs if one is there."""
+    sources = {
+        "".join(notebooks.code_cells(notebooks.read(name))[0]["source"]) for name in notebooks.NAMES
+    }
+    (source,) = sources
+    commands: list[Any] = []
+    monkeypatch.chdir(ROOT / "examples")
+    monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
+    exec(source, {})
+    assert not commands, "mx_jax is there"
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in plugins else None)
+    exec(source, {})
+    extras = [name.replace("jax_", "jax[").replace("_plugin", "]") for name in plugins]
+    pip = [sys.executable, "-m", "pip", "install", "-q"]
+    assert commands == [[*pip, f"{ROOT}[examples]", *extras]]
