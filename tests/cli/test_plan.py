@@ -13,7 +13,7 @@ from mx_jax.plan.command import INTERCONNECTS
 SMALL = ["--params", "1e9", "--layers", "16", "--width", "2048", "--mesh", "data=2,fsdp=4,model=2"]
 
 
-PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
 
 
 def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -134,10 +134,15 @@ def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]):
     page = PAGE.read_text()
     commands = re.findall(r"```bash\n(python -m mx_jax plan .*?)```", page, re.DOTALL)
     blocks = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
-    assert len(commands) == 3
-    for command, block in zip(commands, blocks, strict=True):
+    assert (len(commands), len(blocks)) == (3, 1)
+    printed = []
+    for command in commands:
         assert main(command.replace("\\\n", " ").split()[3:]) == 0
-        printed = capsys.readouterr().out
-        assert [line.rstrip() for line in block.splitlines()] == [
-            line.rstrip() for line in printed.splitlines()
-        ]
+        printed.append(capsys.readouterr().out)
+    assert [line.rstrip() for line in blocks[0].splitlines()] == [
+        line.rstrip() for line in printed[0].splitlines()
+    ]
+    # What the page says of the other two.
+    for text, quoted in ((printed[1], ("1,081.7 ms", "672.8 ms")), (printed[2], ("419 GB",))):
+        assert all(number in text for number in quoted)
+    assert "idle in 7 of 23 steps" in printed[2] and "537 MB" in printed[2]

@@ -58,10 +58,10 @@ LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)")
 OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "custom_calls/README.md")
 
 
-def broken_links(page: Path) -> list[str]:
+def broken_links(page: Path, text: str | None = None) -> list[str]:
     """Links to files that are not there, and to headings that these do not have."""
     found = []
-    for path, anchor in LINK.findall(page.read_text()):
+    for path, anchor in LINK.findall(page.read_text() if text is None else text):
         target = (page.parent / path).resolve() if path else page
         if target.is_file() and target.suffix == ".md":
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE)

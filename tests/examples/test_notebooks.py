@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.contracts.test_docs import broken_links
 from tests.examples import notebooks
 
 pytest.importorskip("sklearn")
@@ -51,6 +52,8 @@ def test_differences_are_found():
 @pytest.mark.parametrize("name", notebooks.NAMES)
 def test_each_is_short_linked_and_has_been_run(name: str):
     notebook = notebooks.read(name)
+    text = "".join("".join(cell["source"]) for cell in notebook["cells"])
+    assert "docs/" in text and not broken_links(ROOT / "examples" / f"{name}.ipynb", text)
     assert 8 <= len(notebook["cells"]) <= 15
     counts = [cell["execution_count"] for cell in notebooks.code_cells(notebook)]
     assert counts == list(range(1, len(counts) + 1))
