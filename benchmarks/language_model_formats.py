@@ -47,7 +47,7 @@ WEIGHTS = (
 # A cache's format, and how it gets its tensor scales, if not one for each token and head.
 FIXED = " fixed"
 CACHES = ("bfloat16", "mxfp8", "mxint8", "mxfp6_e2m3", "nvfp4", f"nvfp4{FIXED}", "mxfp4")
-PAGES = ("index", "training", "numerics", "convert", "sharding", "planning")
+PAGES = ("index", "training", "numerics", "convert", "sharding", "checkpoint")
 # NVFP4's largest element times its largest block scale.
 NVFP4_MAX = 6.0 * 448.0
 CALIBRATION = ("quantize", "recipes", "choosing", "migrate")
