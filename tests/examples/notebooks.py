@@ -83,14 +83,14 @@ def _lines(text: str) -> list[str]:
 
 
 def difference(old: dict[str, Any], new: dict[str, Any]) -> str | None:
-    """Where the texts of two outputs differ; numbers may by one in their last digit."""
+    """Where the texts of two outputs differ; numbers may by one in the last digit, or by 2 %."""
     for name in ("text", "text/plain", "text/html"):
         one, other = ("".join({**own, **own.get("data", {})}.get(name, "")) for own in (old, new))
         if NUMBER.sub("0", _spaced(one)) != NUMBER.sub("0", _spaced(other)):
             return f"{one!r} is now {other!r}"
         for a, b in zip(NUMBER.finditer(one), NUMBER.finditer(other), strict=True):
-            digits, power = len(a[1] or ""), int(a[2] or 0)
-            if abs(float(a[0]) - float(b[0])) > 1.01 * 10.0 ** (power - digits):
+            last = 10.0 ** (int(a[2] or 0) - len(a[1] or ""))
+            if abs(float(a[0]) - float(b[0])) > max(1.01 * last, 0.02 * float(a[0])):
                 return f"{a[0]} is now {b[0]}, in {one!r}"
     return None
 
@@ -101,7 +101,7 @@ def _spaced(text: str) -> str:
 
 
 def main() -> None:
-    for name in NAMES:
+    for name in sys.argv[1:] or NAMES:
         notebook = read(name)
         for number, (cell, outputs) in enumerate(
             zip(code_cells(notebook), executed(notebook), strict=True), start=1

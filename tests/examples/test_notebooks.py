@@ -54,7 +54,7 @@ def test_each_is_short_linked_and_has_been_run(name: str):
     notebook = notebooks.read(name)
     text = "".join("".join(cell["source"]) for cell in notebook["cells"])
     assert "docs/" in text and not broken_links(ROOT / "examples" / f"{name}.ipynb", text)
-    assert 8 <= len(notebook["cells"]) <= 15
+    assert 8 <= len(notebook["cells"]) <= 14
     counts = [cell["execution_count"] for cell in notebooks.code_cells(notebook)]
     assert counts == list(range(1, len(counts) + 1))
     for page in ("README.md", "docs/index.md"):
