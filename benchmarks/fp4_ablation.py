@@ -172,10 +172,7 @@ def publish(options: argparse.Namespace, result: dict[str, Any], settings: Setti
     """Write results, tables and picture."""
     every = variants(settings.layers)
     report.publish("fp4_ablation", options, result, sheets(result["rows"], settings, every))
-    found = page_pictures.ablation_gaps(result["rows"])
-    page_pictures.save(
-        options.out.stem, lambda axes: page_pictures.gaps(axes, found), options.out.parent
-    )
+    page_pictures.save_gaps(options.out, page_pictures.ablation_gaps(result["rows"]))
 
 
 def _earlier(options: argparse.Namespace, option: str) -> dict[str, Any]:

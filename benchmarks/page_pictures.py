@@ -54,6 +54,12 @@ def gaps(axes: Any, found: Sequence[tuple[str, list[float]]]) -> None:
 _FAR = 20
 
 
+def save_gaps(beside: Path, found: Sequence[tuple[str, list[float]]]) -> None:
+    """`gaps` as a drawing beside a file of results."""
+    described = digest(Path(__file__), numbers=found)
+    save(beside.stem, lambda axes: gaps(axes, found), beside.parent, description=described)
+
+
 def _half(values: list[float]) -> float | None:
     found = intervals.interval(values)
     return None if found is None else found.half_width
