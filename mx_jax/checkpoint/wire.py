@@ -22,15 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.files import (
-    Entry,
-    Reader,
-    Resume,
-    check_sizes,
-    progress_bar,
-    readers_of,
-    write_files,
-)
+from mx_jax.checkpoint import files
 from mx_jax.checkpoint.weights import Stored, Weights, built, stored_plain
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks, check_parts
@@ -275,14 +267,16 @@ def _is_wire(node: Any) -> bool:
     return isinstance(node, Mapping) and {DESCRIPTION, CODES, SCALES} <= set(node)
 
 
-def _parts(x: MXArray) -> dict[str, Entry]:
+def _parts(x: MXArray) -> dict[str, files.Entry]:
     """An MXArray's arrays as they are stored, by name; each is fetched when its turn comes."""
     check_parts(x, "to_wire")
     bits = x.format.element.bits if x.ndim else 8
     shape, byte = _stored_shape(x.shape, bits), np.dtype("uint8")
-    codes = Entry(shape, byte, lambda: packing.pack(np.asarray(x.codes), bits))
-    found = {CODES: codes, SCALES: Entry.of(x.scales)}
-    return found if x.tensor_scale is None else found | {TENSOR_SCALE: Entry.of(x.tensor_scale)}
+    codes = files.Entry(shape, byte, lambda: packing.pack(np.asarray(x.codes), bits))
+    found = {CODES: codes, SCALES: files.Entry.of(x.scales)}
+    return (
+        found if x.tensor_scale is None else found | {TENSOR_SCALE: files.Entry.of(x.tensor_scale)}
+    )
 
 
 def _stored_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
@@ -313,7 +307,7 @@ def save(
     tree: Mapping[Any, Any],
     *,
     max_shard_size: int | None = None,
-    resume: Resume = False,
+    resume: files.Resume = False,
     progress: bool = False,
 ) -> None:
     """Write nested dicts of arrays and MXArrays to a safetensors file, or to several.
@@ -354,8 +348,8 @@ def save(
       >>> checkpoint.load(path)["kernel"].format.name
       'mxfp4'
     """
-    check_sizes(max_shard_size, resume, "checkpoint.save")
-    entries: dict[str, Entry] = {}
+    files.check_sizes(max_shard_size, resume, "checkpoint.save")
+    entries: dict[str, files.Entry] = {}
     # The tensor of each entry, and the description of each tensor.
     owner: dict[str, str] = {}
     described: dict[str, dict[str, Any]] = {}
@@ -369,7 +363,7 @@ def save(
         for key, entry in found.items():
             if key in entries:
                 raise ValueError(f"checkpoint.save: two tensors would be named {key!r}; rename one")
-            entries[key], owner[key] = Entry.of(entry), name
+            entries[key], owner[key] = files.Entry.of(entry), name
 
     def metadata(names: Collection[str]) -> dict[str, str]:
         own = dict.fromkeys(owner[name] for name in names)
@@ -377,7 +371,7 @@ def save(
         return {"format": DESCRIPTION, DESCRIPTION: json.dumps(said)}
 
     sizes: Any = {"max_shard_size": max_shard_size, "resume": resume, "progress": progress}
-    write_files(Path(path), entries, metadata, group=owner.__getitem__, **sizes)
+    files.write_files(Path(path), entries, metadata, group=owner.__getitem__, **sizes)
 
 
 def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, Any]:
@@ -406,22 +400,22 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
       ((64, 8), ((-2, 32),), True)
     """
     where = f"checkpoint.load: {os.fspath(path)}"
-    weights = own_weights(Path(path), readers_of(Path(path), where)[0], where)
+    weights = own_weights(Path(path), files.readers_of(Path(path), where)[0], where)
     tree: dict[Any, Any] = {}
     total = sum(one.nbytes for one in weights.stored.values())
-    with progress_bar("read", total, progress) as step:
+    with files.progress_bar("read", total, progress) as step:
         for name, one in weights.stored.items():
             put(tree, weights.metadata["paths"][name], one.fetch(), where)
             step(name, one.nbytes)
     return tree
 
 
-def is_own(readers: Sequence[Reader]) -> bool:
+def is_own(readers: Sequence[files.Reader]) -> bool:
     """Whether `save` wrote one of a checkpoint's files."""
     return any(DESCRIPTION in reader.metadata for reader in readers)
 
 
-def own_weights(path: Path, readers: Sequence[Reader], where: str) -> Weights:
+def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weights:
     """What `save` wrote, each tensor read when it is asked for.
 
     Names are the tree's keys joined by `/`, and `metadata["paths"]` has the keys of each.
@@ -451,14 +445,14 @@ def own_weights(path: Path, readers: Sequence[Reader], where: str) -> Weights:
     return Weights(path, stored, {"paths": paths})
 
 
-def _tensors_of(reader: Reader, name: str) -> list[str]:
+def _tensors_of(reader: files.Reader, name: str) -> list[str]:
     """Tensors of an MXArray; what is not there is an error, but for the tensor scale."""
     own = [CODES, SCALES]
     own += [TENSOR_SCALE] * (f"{name}/{TENSOR_SCALE}" in reader.tensors)
     return [f"{name}/{part}" for part in own]
 
 
-def _fetch(reader: Reader, name: str, described: Described, where: str) -> MXArray:
+def _fetch(reader: files.Reader, name: str, described: Described, where: str) -> MXArray:
     arrays = {each.rpartition("/")[2]: reader.read(each) for each in _tensors_of(reader, name)}
     return _assemble(described, arrays, where)
 
@@ -472,7 +466,7 @@ def _leaves(node: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
                     f"{_joined(keys) or 'the top'}"
                 )
             yield from _leaves(value, (*keys, key))
-    elif isinstance(node, Quantized | jax.Array | np.ndarray | Entry) and keys:
+    elif isinstance(node, Quantized | jax.Array | np.ndarray | files.Entry) and keys:
         if not isinstance(node, Quantized) and jnp.issubdtype(node.dtype, jax.dtypes.prng_key):
             raise TypeError(
                 f"checkpoint.save: {_joined(keys)} is a PRNG key; save jax.random.key_data of it"
@@ -490,7 +484,7 @@ def _joined(keys: Keys) -> str:
     return "/".join(map(str, keys))
 
 
-def _listed(reader: Reader, where: str) -> list[tuple[Keys, Any]]:
+def _listed(reader: files.Reader, where: str) -> list[tuple[Keys, Any]]:
     """Paths of the tensors, with the description of those that are MXArrays."""
     text = reader.metadata.get(DESCRIPTION)
     if text is None:

@@ -8,15 +8,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
-from mx_jax.convert.jaxpr import (
-    DotGeneral,
-    Module,
-    Plan,
-    PlannedBody,
-    planned,
-    recipes_of,
-    tracing,
-)
+from mx_jax.convert import jaxpr
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Rule, as_rules
 from mx_jax.nn.layers import RNG_STREAM
@@ -145,7 +137,7 @@ class ConvertedFunction(Generic[P, R]):
             result = Report(rules=self.rules, decisions=traced.decisions)
             result.check("convert.function", self.strict, self._used)
             self._used.update(result.used)
-            _check_key(key, recipes_of(traced.plan), _name_of(self.function))
+            _check_key(key, jaxpr.recipes_of(traced.plan), _name_of(self.function))
             return traced.run(arrays, key)
 
         run.__name__ = run.__qualname__ = _name_of(self.function)
@@ -185,7 +177,7 @@ def call_by_recipe(
     recipe: Recipe,
     name: str,
     key: jax.Array | None,
-    dot_general: DotGeneral,
+    dot_general: jaxpr.DotGeneral,
 ) -> R:
     """The result of a call whose products are made by one recipe, whatever they are called.
 
@@ -211,7 +203,7 @@ def call_of_model(
     kwargs: dict[str, Any],
     *,
     rules: tuple[Rule, ...],
-    modules: Mapping[str, Module],
+    modules: Mapping[str, jaxpr.Module],
     record: Callable[[tuple[Decision, ...]], None],
     key: jax.Array | None = None,
     runs: bool = True,
@@ -229,12 +221,12 @@ def call_of_model(
       runs: whether the result is wanted.
     """
     static, arrays = _split(function, (0,), args, kwargs)
-    with tracing(rules):
+    with jaxpr.tracing(rules):
         traced = _traced(function, rules, static, arrays, modules)
     record(traced.decisions)
     if not runs:
         return None
-    _check_key(key, recipes_of(traced.plan), "apply")
+    _check_key(key, jaxpr.recipes_of(traced.plan), "apply")
     return traced.run(arrays, key)
 
 
@@ -243,14 +235,14 @@ class _Traced(Generic[R]):
     """A call as a jaxpr, the decision about each of its products, and what becomes of it."""
 
     program: Any
-    plan: Plan
+    plan: jaxpr.Plan
     decisions: tuple[Decision, ...]
     # From the arrays of the result to what the function gives back.
     result: Callable[[Sequence[Any]], R]
 
     def run(self, arrays: Sequence[Any], key: jax.Array | None, **options: Any) -> R:
         """The result of a call with other arrays; options are those of `PlannedBody`."""
-        return self.result(PlannedBody(self.program, self.plan, **options)(arrays, key))
+        return self.result(jaxpr.PlannedBody(self.program, self.plan, **options)(arrays, key))
 
 
 def _traced(
@@ -258,7 +250,7 @@ def _traced(
     rules: tuple[Rule, ...],
     static: "_Static",
     arrays: Sequence[Any],
-    modules: Mapping[str, Module] | None = None,
+    modules: Mapping[str, jaxpr.Module] | None = None,
 ) -> _Traced[R]:
     """A call as a jaxpr, and what the rules say of it. What it gives back may be no array too."""
     found: list[tuple[Any, list[Any]]] = []
@@ -273,7 +265,7 @@ def _traced(
         return jax.tree.unflatten(structure, [next(given) if x is None else x for x in leaves])
 
     program = jax.make_jaxpr(call)(arrays)
-    return _Traced(program, *planned(program, static.data, rules, modules), result)
+    return _Traced(program, *jaxpr.planned(program, static.data, rules, modules), result)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -19,12 +19,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 
 from mx_jax.axes import Axes
-from mx_jax.convert.operations import (
-    Attention,
-    ConvOfDotGeneral,
-    TablePromotion,
-    conv_obstacle,
-)
+from mx_jax.convert import operations
 from mx_jax.convert.rules import Shape
 from mx_jax.nn.nnx import RecipeEinsum
 
@@ -222,16 +217,18 @@ EINSUM = Kind(
 CONV = Kind(
     linen=(Slot(nn.Conv, "conv_general_dilated", (None, lax.conv_general_dilated)),),
     nnx=Slot(nnx.Conv, "conv_general_dilated", (lax.conv_general_dilated,)),
-    operation=lambda recipe: ConvOfDotGeneral(dot_general=recipe.dot_general),
+    operation=lambda recipe: operations.ConvOfDotGeneral(dot_general=recipe.dot_general),
     shape=lambda layer, kernel, *call: (math.prod(kernel[:-2]), *kernel[-2:]),
     axes=lambda layer, kernel, *call: Axes.ordered(contracting=len(kernel) - 1, k_first=True),
     kernel_ndim=lambda layer: len(layer.kernel_shape),
     named_only=True,
-    obstacle=lambda layer: conv_obstacle(layer.feature_group_count, layer.input_dilation),
+    obstacle=lambda layer: operations.conv_obstacle(
+        layer.feature_group_count, layer.input_dilation
+    ),
 )
 EMBED = Kind(
     nnx=Slot(nnx.Embed, "promote_dtype", (promote_dtype,)),
-    operation=lambda recipe: TablePromotion(recipe=recipe, promote=promote_dtype),
+    operation=lambda recipe: operations.TablePromotion(recipe=recipe, promote=promote_dtype),
     axes=lambda layer, kernel: Axes.ordered(),
     kernel=lambda layer: layer.embedding,
     named_only=True,
@@ -242,7 +239,7 @@ ATTENTION = Kind(
         for name in ("qk_attn_weights_einsum", "attn_weights_value_einsum")
     ),
     nnx=Slot(nnx.MultiHeadAttention, "attention_fn", (nnx.dot_product_attention,)),
-    operation=lambda qk, av: Attention(qk=qk, av=av),
+    operation=lambda qk, av: operations.Attention(qk=qk, av=av),
     products=("qk", "av"),
     shape=None,
     kernel=lambda layer: layer.query.kernel,

@@ -14,19 +14,8 @@ from flax.core import meta
 
 from mx_jax.axes import Axes
 from mx_jax.calibrate.ways import Way
-from mx_jax.convert import linen_model
+from mx_jax.convert import linen_model, nnx_model
 from mx_jax.convert.kinds import EMBED
-from mx_jax.convert.nnx_model import (
-    StoredEmbed,
-    as_layer,
-    class_of,
-    converted,
-    judged,
-    layers_of,
-    matrix_of,
-    read_stored,
-    stack,
-)
 from mx_jax.convert.report import Report, warn_or_raise
 from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, as_rules, decide
 from mx_jax.mxarray import MXArray
@@ -339,7 +328,7 @@ def _weights_of_model(
     model: nnx.Module, rules: tuple[Rule, ...], pack: bool, by: Way | None, rngs: nnx.Rngs | None
 ) -> tuple[nnx.Module, Report]:
     """A converted copy whose quantized kernels are new Variables; all others are the model's."""
-    copy, _ = converted(model, rules, rngs)
+    copy, _ = nnx_model.converted(model, rules, rngs)
     found = list(_found(copy, rules))
     # A Variable that several layers hold stays one.
     stored: dict[int, Any] = {}
@@ -351,26 +340,26 @@ def _weights_of_model(
             stored[id(variable)] = variable.replace(kernel.store(variable[...], pack, by))
         setattr(layer, name, stored[id(variable)])
         # One that is no longer Flax's does as it was written.
-        read_stored(layer)
+        nnx_model.read_stored(layer)
     return copy, _report(rules, [kernel for *_, kernel in found])
 
 
 def _found(model: nnx.Module, rules: tuple[Rule, ...]) -> Iterator[tuple[Any, str, _Kernel]]:
     """Layers, the attributes that hold their kernels, and what the rules say of those."""
-    for paths, layer in layers_of(model):
-        kind, facts = judged(layer) or (None, {})
-        kernel: Any = matrix_of(layer) if kind is None else None
+    for paths, layer in nnx_model.layers_of(model):
+        kind, facts = nnx_model.judged(layer) or (None, {})
+        kernel: Any = nnx_model.matrix_of(layer) if kind is None else None
         if kind is not None and facts.get("kernel"):
             kernel = kind.kernel(layer)
         own = {id(v): name for name, v in vars(layer).items() if isinstance(v, nnx.Variable)}
         if id(kernel) not in own:
             continue
-        if kind is EMBED and class_of(layer) not in (nnx.Embed, StoredEmbed):
+        if kind is EMBED and nnx_model.class_of(layer) not in (nnx.Embed, nnx_model.StoredEmbed):
             facts["obstacle"] = "a class of its own may look rows up in an array"
         if isinstance(getattr(layer, "recipe", None), Recipe):
             # A layer of ours reads what is stored, whatever its recipe.
             facts["obstacle"] = None
-        stacked = () if kind is None else stack(layer, kind)
+        stacked = () if kind is None else nnx_model.stack(layer, kind)
         facts["kernel"] = tuple(kernel.shape)[len(stacked) :]
-        judged_as = _Kernel.judge(rules, as_layer(paths, layer, facts), kernel[...])
+        judged_as = _Kernel.judge(rules, nnx_model.as_layer(paths, layer, facts), kernel[...])
         yield layer, own[id(kernel)], judged_as

@@ -14,15 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from mx_jax import recipes
-from mx_jax.backends import calls, evidence
+from mx_jax.backends import calls, evidence, select
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.select import (
-    Selection,
-    current_target,
-    known_backends,
-    only_if_named,
-    recording,
-)
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.ops.dot_general import matmul
 from mx_jax.ops.packing import pack_weights
@@ -64,7 +57,7 @@ def describe() -> dict[str, Any]:
     except RuntimeError as error:
         return found | {"error": f"JAX finds no device: {error}"}
     numbers = Counter((device.platform, device.device_kind) for device in devices)
-    target, selections = current_target(), _selections()
+    target, selections = select.current_target(), _selections()
     return found | {
         "devices": [{"platform": p, "kind": k, "number": n} for (p, k), n in numbers.items()],
         "target": {
@@ -85,9 +78,9 @@ def _cpu_library() -> dict[str, str | None]:
     return dict(zip(names, (str(loaded.path), loaded.isa, loaded.detected_isa, None), strict=True))
 
 
-def _backends(selections: dict[str, Selection]) -> list[dict[str, Any]]:
-    found, named = [], only_if_named()
-    for backend in known_backends():
+def _backends(selections: dict[str, select.Selection]) -> list[dict[str, Any]]:
+    found, named = [], select.only_if_named()
+    for backend in select.known_backends():
         reasons = {name: backend.rejects(s.call, s.target) for name, s in selections.items()}
         own = {
             "name": backend.name,
@@ -99,12 +92,12 @@ def _backends(selections: dict[str, Selection]) -> list[dict[str, Any]]:
     return found
 
 
-def _selections() -> dict[str, Selection]:
+def _selections() -> dict[str, select.Selection]:
     """What is selected for one call of each kind that matters, of common sizes."""
     x = jax.ShapeDtypeStruct((_SIZE, _SIZE), np.dtype("bfloat16"))
     found = {}
     for name, (kind, function) in _EXAMPLES.items():
-        with recording() as recorder:
+        with select.recording() as recorder:
             jax.eval_shape(function, x)
         found[name] = next(s for s in recorder.selections if isinstance(s.call, kind))
     return found

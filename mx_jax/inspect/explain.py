@@ -13,15 +13,7 @@ from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.evidence import Row, in_force
 from mx_jax.backends.select import Selection, recording
 from mx_jax.backends.target import Target, use_target
-from mx_jax.inspect.explanation import (
-    Explanation,
-    callable_model,
-    explanation_of,
-    machine_text,
-    of_arrays,
-    reasons,
-    work_text,
-)
+from mx_jax.inspect import explanation
 from mx_jax.ops.arguments import as_recipe, makes_recipe
 from mx_jax.ops.dot_general import matmul
 from mx_jax.specs import MatmulRecipe
@@ -50,7 +42,7 @@ def explain(
     backward: bool = False,
     target: Target | None = None,
     **kwargs: Any,
-) -> Explanation: ...
+) -> explanation.Explanation: ...
 
 
 def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: Any) -> Any:
@@ -108,10 +100,10 @@ def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: An
     machine = contextlib.nullcontext() if target is None else use_target(target)
     with machine:
         of_recipe = isinstance(what, str | MatmulRecipe) or makes_recipe(what)
-        if of_recipe or not callable_model(what):
+        if of_recipe or not explanation.callable_model(what):
             recipe = as_recipe(what, "explain")
             return _of_recipe(recipe, **_with_sizes(recipe, args, kwargs))
-        return explanation_of(what, *args, **kwargs)
+        return explanation.explanation_of(what, *args, **kwargs)
 
 
 def _with_sizes(
@@ -208,7 +200,7 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str
         not xla_bfloat16: quantizes nothing: XLA fuses the reference's own code
     """
     with recording() as recorder:
-        jax.eval_shape(*of_arrays(function, *args, **kwargs))
+        jax.eval_shape(*explanation.of_arrays(function, *args, **kwargs))
     lines, target = [], None
     for entry in dict.fromkeys(recorder.entries):
         if isinstance(entry, str):
@@ -216,8 +208,8 @@ def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str
             continue
         if entry.target != target:
             target = entry.target
-            lines.append(machine_text(target))
-        lines += _answer(work_text(entry.call), entry)
+            lines.append(explanation.machine_text(target))
+        lines += _answer(explanation.work_text(entry.call), entry)
     return "\n".join(lines)
 
 
@@ -225,7 +217,7 @@ def _answer(title: str, selection: Selection) -> list[str]:
     """What takes a call, and why others do not."""
     how = f" ({selection.how})" if selection.how else ""
     answer = f"{title} -> {selection.backend or 'two casts'}{how}"
-    return [answer, *(f"  {reason}" for reason in reasons(selection))]
+    return [answer, *(f"  {reason}" for reason in explanation.reasons(selection))]
 
 
 def evidence_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Row, ...]:
@@ -255,6 +247,6 @@ def evidence_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tupl
     if not in_force():
         return ()
     with recording() as recorder:
-        jax.eval_shape(*of_arrays(function, *args, **kwargs))
+        jax.eval_shape(*explanation.of_arrays(function, *args, **kwargs))
     rows = (selection.evidence for selection in recorder.selections)
     return tuple(dict.fromkeys(row for row in rows if row is not None))

@@ -20,14 +20,8 @@ from mx_jax.formats import E4M3, E5M2, ElementFormat
 from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.layers import layer_key, layer_recipe, linen_recipe, named_in_errors, promoted
 from mx_jax.nn.stored import StoredParams as StoredParams
+from mx_jax.ops import delayed
 from mx_jax.ops.arguments import as_recipe
-from mx_jax.ops.delayed import (
-    DelayedState,
-    DelayedStates,
-    Elements,
-    Scaling,
-    chained_dot_general,
-)
 from mx_jax.ops.dot_general import RecipeDotGeneral, dot_general
 from mx_jax.ops.einsum import einsum
 from mx_jax.recipes import Recipe
@@ -310,18 +304,20 @@ class DelayedDotGeneral(flax_nn.Module):
     ) -> jax.Array:
         """The product; see `jax.lax.dot_general`."""
         out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)
-        elements = Elements(self.forward_element, self.forward_element, self.gradient_element)
-        scaling = Scaling(self.margin, self.amax_compute_algo == "most_recent")
-        states = DelayedStates(
+        elements = delayed.Elements(
+            self.forward_element, self.forward_element, self.gradient_element
+        )
+        scaling = delayed.Scaling(self.margin, self.amax_compute_algo == "most_recent")
+        states = delayed.DelayedStates(
             *(self._scale_state(name) for name in ("input", "kernel", "output_grad"))
         )
         chain = self._chain(states)
-        product, chain[-1] = chained_dot_general(
+        product, chain[-1] = delayed.chained_dot_general(
             lhs, rhs, dimension_numbers, chain[-1], elements, out_dtype, scaling
         )
         return product
 
-    def _chain(self, states: DelayedStates) -> list[DelayedStates]:
+    def _chain(self, states: delayed.DelayedStates) -> list[delayed.DelayedStates]:
         """States as the variables hold them, then as the module's latest product left them.
 
         The second only within one trace: what another trace made must not be used.
@@ -336,9 +332,9 @@ class DelayedDotGeneral(flax_nn.Module):
             chains[self.path] = (trace, chain)
         return chain
 
-    def _scale_state(self, name: str) -> DelayedState:
+    def _scale_state(self, name: str) -> delayed.DelayedState:
         scale = self.variable(OVERWRITE_WITH_GRADIENT, f"{name}_scale", jnp.ones, (1,))
         history = self.variable(
             OVERWRITE_WITH_GRADIENT, f"{name}_amax_history", jnp.zeros, (self.history_length,)
         )
-        return DelayedState(scale.value, history.value)
+        return delayed.DelayedState(scale.value, history.value)

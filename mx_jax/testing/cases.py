@@ -15,28 +15,14 @@ from jax import lax
 
 from mx_jax import formats
 from mx_jax.axes import Axes
-from mx_jax.backends.calls import (
-    AttendCall,
-    DequantizeCall,
-    MatmulCall,
-    Operand,
-    OperandType,
-    QuantizeBothCall,
-    QuantizeCall,
-    RaggedCall,
-)
+from mx_jax.backends import calls
 from mx_jax.formats import MXFP8_E4M3, WHOLE, BlockFormat, BlockSize
 from mx_jax.ops.arguments import blocks_along
 from mx_jax.packed import PackedRows, Rows
 from mx_jax.reference.scale_rules import SCALE_RULES
 from mx_jax.specs import operand
+from mx_jax.testing import draw
 from mx_jax.testing.compare import exact_values
-from mx_jax.testing.draw import (
-    Shape,
-    draw_mxarray,
-    in_pairs,
-    with_signs,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,7 +40,7 @@ class QuantizeCase:
     """
 
     format: BlockFormat
-    shape: Shape
+    shape: draw.Shape
     axis: int = -1
     block_size: BlockSize | None = None
     scale_rule: str | None = None
@@ -62,13 +48,13 @@ class QuantizeCase:
     dtype: str = "float32"
 
     @property
-    def call(self) -> QuantizeCall:
+    def call(self) -> calls.QuantizeCall:
         """What backends see of it."""
         format = self.format
         if self.block_size is not None:
             format = format.with_block(self.block_size)
         spec = operand(format, scale_rule=self.scale_rule, rounding=self.rounding)
-        return QuantizeCall(
+        return calls.QuantizeCall(
             shape=self.shape,
             dtype=jnp.dtype(self.dtype),
             format=format,
@@ -88,16 +74,16 @@ class QuantizeCase:
 
 def _type(
     format: BlockFormat | None, shape: tuple[int, ...], axes: Axes, dtype: str
-) -> OperandType:
+) -> calls.OperandType:
     known = jnp.dtype(dtype) if format is None else None
-    return OperandType(shape=shape, axes=axes, format=format, dtype=known)
+    return calls.OperandType(shape=shape, axes=axes, format=format, dtype=known)
 
 
-def _drawn(rng: np.random.Generator, own: OperandType, octaves: int) -> Operand:
+def _drawn(rng: np.random.Generator, own: calls.OperandType, octaves: int) -> calls.Operand:
     if own.format is None:
-        values = with_signs(rng, 2.0 ** rng.uniform(-octaves, octaves, own.shape))
+        values = draw.with_signs(rng, 2.0 ** rng.uniform(-octaves, octaves, own.shape))
         return jnp.asarray(values.astype(own.dtype))
-    return draw_mxarray(rng, own.shape, own.format, own.axes.blocks(own.format), octaves)
+    return draw.draw_mxarray(rng, own.shape, own.format, own.axes.blocks(own.format), octaves)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,19 +105,19 @@ class MatmulCase:
 
     lhs: BlockFormat | None
     rhs: BlockFormat | None
-    batch: Shape = ()
-    m: Shape = (5,)
-    n: Shape = (7,)
-    k: Shape = (96,)
+    batch: draw.Shape = ()
+    m: draw.Shape = (5,)
+    n: draw.Shape = (7,)
+    k: draw.Shape = (96,)
     lhs_k_first: bool = False
     rhs_k_first: bool = False
     dtype: str = "float32"
     out_dtype: str = "float32"
 
     @property
-    def call(self) -> MatmulCall:
+    def call(self) -> calls.MatmulCall:
         """What backends see of it."""
-        return MatmulCall(
+        return calls.MatmulCall(
             lhs=self._type(self.lhs, self.m, self.lhs_k_first),
             rhs=self._type(self.rhs, self.n, self.rhs_k_first),
             out_dtype=jnp.dtype(self.out_dtype),
@@ -143,20 +129,24 @@ class MatmulCase:
         """How many products one entry of the result sums."""
         return math.prod(self.k)
 
-    def operands(self, rng: np.random.Generator, octaves: int = 4) -> tuple[Operand, Operand]:
+    def operands(
+        self, rng: np.random.Generator, octaves: int = 4
+    ) -> tuple[calls.Operand, calls.Operand]:
         """Two operands: codes of every kind under scales that spread over `2 * octaves` octaves."""
         return (
             _drawn(rng, self.call.lhs, octaves),
             _drawn(rng, self.call.rhs, octaves),
         )
 
-    def cancelling_operands(self, rng: np.random.Generator) -> tuple[Operand, Operand]:
+    def cancelling_operands(self, rng: np.random.Generator) -> tuple[calls.Operand, calls.Operand]:
         """Operands whose products cancel in pairs, except the first two and a last odd one."""
         lhs, rhs = self.operands(rng)
         left, right = (own.axes.contracting[-1] for _, own in self.call.sides)
-        return in_pairs(lhs, left, negated=False), in_pairs(rhs, right, negated=True)
+        return draw.in_pairs(lhs, left, negated=False), draw.in_pairs(rhs, right, negated=True)
 
-    def _type(self, format: BlockFormat | None, kept: Shape, k_first: bool) -> OperandType:
+    def _type(
+        self, format: BlockFormat | None, kept: draw.Shape, k_first: bool
+    ) -> calls.OperandType:
         axes = Axes.ordered(
             batch=len(self.batch), kept=len(kept), contracting=len(self.k), k_first=k_first
         )
@@ -276,16 +266,16 @@ class QuantizeBothCase:
     second: QuantizeCase
 
     @property
-    def call(self) -> QuantizeBothCall:
+    def call(self) -> calls.QuantizeBothCall:
         """What backends see of it."""
-        return QuantizeBothCall(first=self.first.call, second=self.second.call)
+        return calls.QuantizeBothCall(first=self.first.call, second=self.second.call)
 
     def __str__(self) -> str:
         return f"{self.first}-and-{self.second}"
 
 
 def _both(
-    format: BlockFormat, shape: Shape, axes: tuple[int, int] = (-1, -2), **options: Any
+    format: BlockFormat, shape: draw.Shape, axes: tuple[int, int] = (-1, -2), **options: Any
 ) -> QuantizeBothCase:
     first, second = (
         QuantizeCase(format=format, shape=shape, axis=axis, **options) for axis in axes
@@ -331,10 +321,10 @@ DEQUANTIZE_CASES: tuple[QuantizeCase, ...] = (
 )
 
 
-def dequantize_call(case: QuantizeCase) -> DequantizeCall:
+def dequantize_call(case: QuantizeCase) -> calls.DequantizeCall:
     """The way back from a case, to the dtype it came from."""
     call = case.call
-    return DequantizeCall(
+    return calls.DequantizeCall(
         shape=call.shape, dtype=call.dtype, format=call.format, blocks=call.blocks
     )
 
@@ -369,7 +359,7 @@ class RaggedCase:
     out_dtype: str = "float32"
 
     @property
-    def call(self) -> RaggedCall:
+    def call(self) -> calls.RaggedCall:
         """What backends see of it."""
         if self.contracts_rows:
             axes = (Axes.ordered(k_first=True),) * 2
@@ -378,14 +368,14 @@ class RaggedCase:
             axes = Axes.ordered(), Axes.ordered(k_first=self.rhs_k_first).in_batch()
             matrix = (self.k, self.n) if self.rhs_k_first else (self.n, self.k)
             right = len(self.sizes), *matrix
-        return RaggedCall(
+        return calls.RaggedCall(
             lhs=_type(self.lhs, (self.rows, self.k), axes[0], "bfloat16"),
             rhs=_type(self.rhs, right, axes[1], "bfloat16"),
             num_groups=len(self.sizes),
             out_dtype=jnp.dtype(self.out_dtype),
         )
 
-    def operands(self, rng: np.random.Generator) -> tuple[Operand, Operand, jax.Array]:
+    def operands(self, rng: np.random.Generator) -> tuple[calls.Operand, calls.Operand, jax.Array]:
         """Both operands and the sizes; rows of no group are as large as any."""
         call = self.call
         lhs, rhs = (_drawn(rng, own, 4) for own in (call.lhs, call.rhs))
@@ -452,9 +442,9 @@ class AttendCase:
     dtype: str = "float32"
 
     @property
-    def call(self) -> AttendCall:
+    def call(self) -> calls.AttendCall:
         """What backends see of it."""
-        return AttendCall(
+        return calls.AttendCall(
             queries=(self.matrices, self.heads * self.tokens, self.features),
             keys=(self.matrices, self.length, self.features),
             dtypes=(jnp.dtype(self.dtype),) * 3,
@@ -468,7 +458,7 @@ class AttendCase:
         if self.format is None:
             drawn = jnp.asarray(rng.standard_normal(shape), self.dtype)
             return drawn, np.asarray(drawn, np.float64)
-        x = draw_mxarray(rng, shape, self.format, ((-1, self.format.block[1]),), 3)
+        x = draw.draw_mxarray(rng, shape, self.format, ((-1, self.format.block[1]),), 3)
         packed = PackedRows(
             codes=x.packed_codes,
             scales=x.scales,
