@@ -190,11 +190,7 @@ def _tiles(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def torchao_parts(name: str, value: MXArray | Any) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors that a weight is stored as, and its entry in the file's metadata.
-
-    Raises:
-      ValueError: an MXArray that is none of MXTensor, NVFP4Tensor and Float8Tensor.
-    """
+    """The tensors that a weight is stored as, and its entry in the file's metadata."""
     if not isinstance(value, MXArray):
         return {name: Entry.of(value)}, {name: json.dumps({"_type": PLAIN})}
     kind, data = _class_and_attributes(name, value)

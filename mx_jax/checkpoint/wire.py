@@ -73,11 +73,7 @@ class Described:
 
     @classmethod
     def read(cls, facts: Any, where: str) -> "Described":
-        """Check and read what `json.loads` gave.
-
-        Raises:
-          ValueError: another version, or facts that are missing, unknown or impossible.
-        """
+        """Check and read what `json.loads` gave."""
         try:
             if facts["version"] != VERSION:
                 version = facts["version"]
@@ -419,10 +415,6 @@ def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weig
     """What `save` wrote, each tensor read when it is asked for.
 
     Names are the tree's keys joined by `/`, and `metadata["paths"]` has the keys of each.
-
-    Raises:
-      ValueError: their metadata are damaged, of a newer version, or name what is not there; or
-        some of the files are not what `save` wrote.
     """
     stored, paths = {}, {}
     for reader in readers:

@@ -64,28 +64,17 @@ class How(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What becomes of one tensor.
-
-    Attributes:
-      name: of the tensor.
-      source: its block format, or its dtype.
-      target: likewise, of what is written.
-      tensor: what is written; nothing is read before.
-      how: it comes there.
-      blocks: of a tensor that is not merely copied, how many the layout has for it.
-      unfit: how many of them cannot hold its values.
-      reason: why the codes cannot stay, where no count tells.
-      tensor_scale: of a tensor whose codes stay, where the layout has one for all of it.
-    """
+    """What becomes of one tensor."""
 
     name: str
-    source: str
-    target: str
-    tensor: Any
+    source: str  # its block format, or its dtype
+    target: str  # likewise, of what is written
+    tensor: Any  # what is written; nothing is read before
     how: How
-    blocks: int = 0
-    unfit: int = 0
-    reason: str | None = None
+    blocks: int = 0  # of a tensor that is not merely copied, how many the layout has for it
+    unfit: int = 0  # how many of them cannot hold its values
+    reason: str | None = None  # why the codes cannot stay, where no count tells
+    # Of a tensor whose codes stay, where the layout has one for all of it.
     tensor_scale: float | None = None
 
 

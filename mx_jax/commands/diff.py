@@ -33,27 +33,20 @@ _COLUMNS = ("tensor", "A", "B", "", "SQNR dB", "max error", "values", "codes", "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far a tensor of B is from that of A.
-
-    Attributes:
-      name: of the tensor.
-      formats: of both: of blocks, or dtypes; None where it is missing.
-      result: `"same"`, `"same values"`, `"differs"`, `"other shape"`, `"only in A"`, `"only in B"`.
-      sqnr_db: of B with A as what is exact; None where nothing can be compared, or nothing differs.
-      max_error: the largest absolute difference.
-      values: how many values differ.
-      codes: how many codes do, where both have the same format and blocks; else None.
-      scales: how many block scales do, likewise.
-    """
+    """How far a tensor of B is from that of A."""
 
     name: str
+    # Of both: of blocks, or dtypes; None where it is missing.
     formats: tuple[str | None, str | None]
+    # `"same"`, `"same values"`, `"differs"`, `"other shape"`, `"only in A"`, `"only in B"`.
     result: str
+    # Of B with A as what is exact; None where nothing can be compared, or nothing differs.
     sqnr_db: float | None = None
-    max_error: float | None = None
-    values: int | None = None
+    max_error: float | None = None  # the largest absolute difference
+    values: int | None = None  # how many values differ
+    # How many codes do, where both have the same format and blocks; else None.
     codes: int | None = None
-    scales: int | None = None
+    scales: int | None = None  # how many block scales do, likewise
 
     @property
     def equal(self) -> bool:

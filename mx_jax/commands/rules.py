@@ -35,17 +35,12 @@ _DECIDING = ("format", "recipe", "skip")
 
 @dataclasses.dataclass(frozen=True)
 class FileRule:
-    """A rule, and along which axis the tensors that it matches have their blocks.
+    """A rule, and along which axis the tensors that it matches have their blocks."""
 
-    Attributes:
-      rule: conversion's own; its recipe's weight says format and scale rule.
-      axis: of the tensor; None: the one that its name tells.
-      scales: how scales and codes are chosen in place of the recipe's scale rule: `"mse"`, each
-        block's scale by squared error; `"gptq"`, codes by what they are multiplied with as well.
-    """
-
-    rule: Rule
-    axis: int | None = None
+    rule: Rule  # conversion's own; its recipe's weight says format and scale rule
+    axis: int | None = None  # of the tensor; None: the one that its name tells
+    # In place of the recipe's scale rule: `"mse"`, each block's scale by squared error;
+    # `"gptq"`, codes by what they are multiplied with as well.
     scales: str | None = None
 
 
@@ -70,11 +65,7 @@ def format_rule(
     axis: int | None = None,
     scales: str | None = None,
 ) -> FileRule:
-    """A rule that stores weights in a format, by the scale rule that loses least for it.
-
-    Raises:
-      ValueError: unknown names, or a format whose scales cannot be searched.
-    """
+    """A rule that stores weights in a format, by the scale rule that loses least for it."""
     if scales not in (None, *SCALES):
         raise ValueError(f"scales must be one of {', '.join(SCALES)}, got scales={scales!r}")
     if scales is not None:
@@ -116,18 +107,12 @@ _DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judged:
-    """What becomes of a tensor.
+    """What becomes of a tensor."""
 
-    Attributes:
-      decision: of the rules; None of what has fewer than two axes.
-      axes: of one matrix in its product.
-      num_stacked: leading axes that count matrices.
-      scales: how scales and codes are chosen besides the recipe's rule: `"mse"` or `"gptq"`.
-    """
-
-    decision: Decision | None = None
-    axes: Axes | None = None
-    num_stacked: int = 0
+    decision: Decision | None = None  # of the rules; None of what has fewer than two axes
+    axes: Axes | None = None  # of one matrix in its product
+    num_stacked: int = 0  # leading axes that count matrices
+    # How scales and codes are chosen besides the recipe's rule: `"mse"` or `"gptq"`.
     scales: str | None = None
 
     @property
@@ -149,13 +134,7 @@ class Judged:
         return self.quantizes and self.num_stacked == 0 and self.spec.format.tensor_scale
 
     def quantize(self, value: Any, moment: Any = None, tensor_scale: Any = None) -> MXArray:
-        """The tensor's codes and scales.
-
-        Args:
-          value: of the tensor.
-          moment: of what it is multiplied with, for GPTQ; without one, scales are searched.
-          tensor_scale: of a matrix that has to have another's; None: its own.
-        """
+        """The tensor's codes and scales, by GPTQ if the second moment of its inputs is given."""
         assert self.decision is not None and self.decision.recipe is not None and self.axes
         recipe, stacked, spec = self.decision.recipe, self.num_stacked, self.spec
         (axis,) = self.axes.contracting

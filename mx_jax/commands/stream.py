@@ -136,12 +136,7 @@ def read(options: argparse.Namespace) -> Weights:
 
 
 def as_it_is(one: Stored, value: Any = None) -> Any:
-    """A tensor to be written as it was read; it is read now where no header has its dtype.
-
-    Args:
-      one: the tensor.
-      value: of it, where it is at hand.
-    """
+    """A tensor to be written as it was read; it is read now where no header has its dtype."""
     if one.host is not None and one.dtype is not None:
         return Entry(one.shape, one.dtype, one.host)
     return deferred(one.fetch, one.fetch() if value is None else value)
@@ -294,17 +289,9 @@ def write_out(
     layout: str | None = None,
     to: str | None = None,
 ) -> str:
-    """Write tensors one at a time; the file or folder appears when it is complete.
+    """Write tensors one at a time, and say what bytes they took and take.
 
-    Args:
-      options: of the command: where to, and in files of what size.
-      weights: what they were made of: a tree that mx_jax wrote stays one.
-      tensors: by name, what `as_it_is` and `deferred` give.
-      layout: `"mx_jax"`, a layout of others, or None for arrays that any reader reads.
-      to: what the user asked for: the layout, or a program that uses it.
-
-    Returns:
-      The bytes that tensors took and take, for people.
+    The file or folder appears when it is complete; a tree that mx_jax wrote stays one.
     """
     out, largest, stated = options.out.resolve(), options.max_shard_size, None
     if layout in {row.name for row in LAYOUTS}:

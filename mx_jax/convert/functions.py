@@ -182,9 +182,6 @@ def call_by_recipe(
     """The result of a call whose products are made by one recipe, whatever they are called.
 
     The kernel is the operand that no argument goes into. Errors call the function by the name.
-
-    Raises:
-      ValueError: there is no product that can be quantized.
     """
     static, arrays = _split(function, (), args, kwargs)
     traced = _traced(function, (Rule(".*", recipe),), static, arrays)
@@ -208,17 +205,9 @@ def call_of_model(
     key: jax.Array | None = None,
     runs: bool = True,
 ) -> Any:
-    """The result of a model's call, with those products made anew that no layer has for itself.
+    """The result of a pure call of a model, with those products made anew that no layer has.
 
-    Args:
-      function: pure.
-      args: its arguments by position, the state that holds the weights first.
-      kwargs: by name.
-      rules: the first that matches a product decides.
-      modules: by path; calls may add theirs.
-      record: takes what the rules say.
-      key: where products draw from, or None.
-      runs: whether the result is wanted.
+    Its first argument is the state that holds the weights; `record` takes what the rules say.
     """
     static, arrays = _split(function, (0,), args, kwargs)
     with jaxpr.tracing(rules):

@@ -105,11 +105,8 @@ def planned(
 ) -> tuple[Plan, tuple[Decision, ...]]:
     """The plan for a jaxpr, and the decision about each of its products.
 
-    Args:
-      program: the jaxpr, with its constants.
-      data: whether each operand is data; what data go into is no kernel.
-      rules: the first that matches decides.
-      modules: of a model, by path; None: a plain function, whose paths are scopes alone.
+    What goes into data, of which each operand has a flag, is no kernel. Without modules, which a
+    model has, paths are scopes alone.
     """
     found = [own for own in _products(program, data, "", (), None) if not _is_decided(own.scope)]
     scopes = [_scopes(own.scope, modules) for own in found]

@@ -121,11 +121,7 @@ def converted(
 
 
 def original(model: M) -> M:
-    """A copy of a model, converted or not, with the products that its layers had.
-
-    Raises:
-      TypeError: not a flax.nnx module.
-    """
+    """A copy of a model, converted or not, with the products that its layers had."""
     if not isinstance(model, flax_nnx.Module):
         raise TypeError(
             f"convert.nnx: needs a flax.nnx module, got {type(model).__name__}; "
@@ -351,11 +347,7 @@ def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
 
 
 def _key(plan: _Plan, rngs: flax_nnx.Rngs | None) -> jax.Array | None:
-    """A key for one layer, or for each of a stack; None without rngs, for forward passes only.
-
-    Raises:
-      ValueError: no rngs, or none with the stream, and a forward product draws.
-    """
+    """A key for one layer, or for each of a stack; None without rngs, for forward passes only."""
     if rngs is None or not {RNG_STREAM, "default"} & {*rngs}:
         for own in plan.decisions:
             if own.recipe is not None and own.recipe.fwd.is_stochastic:

@@ -189,11 +189,7 @@ class Decision:
 
 
 def as_rules(rules: Rule | Sequence[Rule], operation: str) -> tuple[Rule, ...]:
-    """The rules as a tuple.
-
-    Raises:
-      TypeError: anything that is not a Rule.
-    """
+    """The rules as a tuple."""
     # A name is a sequence too, but one thing that is no rule.
     if isinstance(rules, str) or not isinstance(rules, Iterable):
         entries: tuple[Any, ...] = (rules,)

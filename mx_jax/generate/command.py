@@ -184,13 +184,7 @@ def settle() -> None:
 
 
 def pieces(stream: Iterator[int], tokenizer: Tokenizer, times: list[float]) -> Iterator[str]:
-    """Text as tokens come, up to one that ends it; whole characters only.
-
-    Args:
-      stream: of tokens.
-      tokenizer: theirs.
-      times: takes the time of each token.
-    """
+    """Text as tokens come, up to one that ends it; whole characters only."""
     tokens: list[int] = []
     shown = ""
     for token in stream:

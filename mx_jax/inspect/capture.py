@@ -425,11 +425,7 @@ def program_order(tag: Tag, site: CallSite, index: tuple[int, ...]) -> tuple[int
 
 
 def pack(content: Any) -> tuple[jax.Array, Any]:
-    """A pytree of arrays of 32 bits as one, since a callback costs for each array that it is given.
-
-    Returns:
-      Words, uint32, scalars first; how `unpack` reads them.
-    """
+    """Arrays of 32 bits as one of words, scalars first: each array costs a callback time."""
     leaves, tree = jax.tree.flatten(content)
     words = [jnp.ravel(lax.bitcast_convert_type(x, jnp.uint32)) for x in leaves]
     order = sorted(range(len(leaves)), key=lambda place: leaves[place].ndim > 0)

@@ -37,12 +37,7 @@ _SIZE = 1024
 
 
 def describe() -> dict[str, Any]:
-    """Versions, devices, the C++ library, backends in order, and variables, as JSON takes them.
-
-    Returns:
-      A dict with the keys `versions`, `system`, `cpu_library`, `variables`, and with `devices`,
-      `target`, `backends`, `calls`, or `error` instead where JAX has no device.
-    """
+    """Versions, devices, the C++ library, backends in order, and variables, as JSON takes them."""
     # The checkout that runs, which need not be what is installed.
     own = sys.modules[__name__.partition(".")[0]].__version__
     versions = {"mx_jax": own, "Python": platform.python_version()}

@@ -30,29 +30,18 @@ _HEADS = ("tensor", "format", "shape", "size", "bits", "amax", "zeros %", "at li
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorFacts:
-    """Facts of one tensor, plain values that JSON holds.
-
-    Attributes:
-      name: of the tensor.
-      stored: layout of a quantized weight, else None.
-      format: of its blocks, or its dtype.
-      shape: of the tensor.
-      nbytes: in the file.
-      plausibility: its values, and what is out of the ordinary.
-      scales: how many blocks have a scale in `[2^e, 2^(e+1))`, by e; None of plain arrays.
-      zero_scales: how many blocks have the scale zero.
-      sqnr_db: against the reference, in dB; None without one.
-    """
+    """Facts of one tensor, plain values that JSON holds."""
 
     name: str
-    stored: str | None
-    format: str
+    stored: str | None  # layout of a quantized weight, else None
+    format: str  # of its blocks, or its dtype
     shape: tuple[int, ...]
-    nbytes: int
-    plausibility: Plausibility
+    nbytes: int  # in the file
+    plausibility: Plausibility  # its values, and what is out of the ordinary
+    # How many blocks have a scale in `[2^e, 2^(e+1))`, by e; None of plain arrays.
     scales: dict[int, int] | None
-    zero_scales: int
-    sqnr_db: float | None
+    zero_scales: int  # how many blocks have the scale zero
+    sqnr_db: float | None  # against the reference, in dB; None without one
 
     @property
     def bits(self) -> float:

@@ -40,16 +40,7 @@ INTERCONNECTS = {
 
 
 def parse_interconnect(text: str) -> Interconnect:
-    """A named link, or one of so many bytes a second.
-
-    Raises:
-      ValueError: neither.
-
-    Examples:
-      >>> from mx_jax.plan.command import parse_interconnect
-      >>> parse_interconnect("ndr").rate, parse_interconnect("2e11").rate
-      (50000000000.0, 200000000000.0)
-    """
+    """A named link, or one of so many bytes a second."""
     if text in INTERCONNECTS:
         return INTERCONNECTS[text]
     with contextlib.suppress(ValueError):
@@ -63,19 +54,12 @@ def parse_interconnect(text: str) -> Interconnect:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One recipe's numbers, of one device and one step.
+    """One recipe's numbers, of one device and one step."""
 
-    Attributes:
-      name: of the recipe, or of the dtype that it is compared with.
-      memory: bytes on the device.
-      traffic: bytes that it receives.
-      seconds: on the interconnects that were named; None: none was.
-    """
-
-    name: str
-    memory: Memory
-    traffic: tuple[Traffic, ...]
-    seconds: float | None
+    name: str  # of the recipe, or of the dtype that it is compared with
+    memory: Memory  # bytes on the device
+    traffic: tuple[Traffic, ...]  # bytes that it receives
+    seconds: float | None  # on the interconnects that were named; None: none was
 
     @property
     def received(self) -> float:
@@ -84,13 +68,7 @@ class Plan:
 
 
 def readable(size: float) -> str:
-    """Bytes in decimal units.
-
-    Examples:
-      >>> from mx_jax.plan.command import readable
-      >>> readable(270_336)
-      '270 kB'
-    """
+    """Bytes in decimal units."""
     units = ["B", "kB", "MB", "GB", "TB"]
     while size >= 999.5 and len(units) > 1:
         size, units = size / 1000, units[1:]
@@ -363,11 +341,7 @@ _COUNTS = (
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status.
-
-    Raises:
-      ValueError: options that do not fit together.
-    """
+    """Run the command; returns the exit status."""
     for name in _COUNTS:
         value = getattr(options, name)
         if value is not None and not 1 <= value < math.inf:

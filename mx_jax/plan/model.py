@@ -13,27 +13,19 @@ Split = Literal["column", "row"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear:
-    """A linear layer `[tokens, k] -> [tokens, n]`.
+    """A linear layer `[tokens, k] -> [tokens, n]`."""
 
-    Attributes:
-      name: what tables call it.
-      k: features that go in.
-      n: features that come out.
-      split: which axis of its weight the mesh axis `model` shards: `"column"` n, `"row"` k; `fsdp`
-        shards the other.
-      recomputed: whether a block that is rematerialized computes it again: not what only the
-        residual stream reads.
-      experts: how many such layers there are, of which a token goes through some.
-      experts_per_token: how many.
-    """
-
-    name: str
-    k: int
-    n: int
+    name: str  # what tables call it
+    k: int  # features that go in
+    n: int  # features that come out
+    # Which axis of its weight the mesh axis `model` shards: `"column"` n, `"row"` k; `fsdp`
+    # shards the other.
     split: Split
+    # Whether a block that is rematerialized computes it again: not what only the residual
+    # stream reads.
     recomputed: bool = True
-    experts: int = 1
-    experts_per_token: int = 1
+    experts: int = 1  # how many such layers there are, of which a token goes through some
+    experts_per_token: int = 1  # how many
 
     @property
     def is_routed(self) -> bool:
@@ -53,21 +45,13 @@ class Linear:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Model:
-    """A transformer.
+    """A transformer."""
 
-    Attributes:
-      params: of all of it.
-      layers: number of blocks.
-      width: features of the residual stream.
-      linears: the linear layers of one block, all of which follow the recipe.
-      assumed: what was not said, in words.
-    """
-
-    params: int
-    layers: int
-    width: int
-    linears: tuple[Linear, ...]
-    assumed: tuple[str, ...] = ()
+    params: int  # of all of it
+    layers: int  # number of blocks
+    width: int  # features of the residual stream
+    linears: tuple[Linear, ...]  # the linear layers of one block, all of which follow the recipe
+    assumed: tuple[str, ...] = ()  # what was not said, in words
 
     def __post_init__(self):
         if self.other_params < 0:
@@ -101,23 +85,8 @@ def transformer(
 ) -> Model:
     """A decoder with a gated MLP, or a mixture of such experts: `qkv`, `out`, `gate_up` and `down`.
 
-    Args:
-      params: of the whole model.
-      layers: number of blocks.
-      width: of the residual stream; None: such that a block with `hidden = 8/3 width` has its share
-        of the parameters, `width = sqrt(params / (12 layers))`.
-      hidden: features between `gate_up` and `down`; None: what the parameters leave.
-      kv_width: features of the keys, heads times their width; None: `width`.
-      vocabulary: rows of embedding and head, which are not tied; 0: neither is counted.
-      experts: gated MLPs of each block; 1: it has one, which every token goes through.
-      experts_per_token: how many of them a token goes through.
-      multiple: what a width that is derived is rounded to.
-
-    Returns:
-      A `Model`, which says what it assumed.
-
-    Raises:
-      ValueError: numbers that are not positive, or leave nothing for the MLP.
+    Without a width it is `sqrt(params / (12 layers))`, without `hidden` what the parameters leave
+    for it, both rounded to a `multiple`; the rows of a vocabulary count twice, for the head too.
 
     Examples:
       >>> from mx_jax.plan.model import transformer
@@ -189,39 +158,25 @@ _BFLOAT16, _FLOAT32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A mesh, and what every recipe shares on it.
+    """A mesh, and what every recipe shares on it."""
 
-    Attributes:
-      data: devices along the axis that only shards tokens.
-      fsdp: devices along the axis that shards tokens, weights and the optimizer's state.
-      expert: devices along the axis that shards tokens and experts, but no other weights.
-      model: devices along the axis that shards features.
-      pipe: stages of a pipeline, each with its part of the blocks.
-      microbatches: that a step's tokens go through the stages in.
-      schedule: a row of `SCHEDULES`.
-      tokens: of one step, of all devices together.
-      dtype: of activations, of values that are gathered and of sums between devices.
-      param_dtype: in which parameters are stored.
-      moments: how many float32 numbers the optimizer keeps a parameter.
-      codes: mesh axes along which operands move as codes; along others, as values.
-      sequence: whether the tokens between two linear layers are sharded along `model` too.
-      remat: a row of `memory.REMATS`.
-    """
-
-    data: int = 1
-    fsdp: int = 1
-    expert: int = 1
-    model: int = 1
-    pipe: int = 1
-    microbatches: int = 1
-    schedule: str = "gpipe"
-    tokens: int
+    data: int = 1  # devices along the axis that only shards tokens
+    fsdp: int = 1  # devices along the axis that shards tokens, weights and the optimizer's state
+    expert: int = 1  # devices along the axis that shards tokens and experts, but no other weights
+    model: int = 1  # devices along the axis that shards features
+    pipe: int = 1  # stages of a pipeline, each with its part of the blocks
+    microbatches: int = 1  # that a step's tokens go through the stages in
+    schedule: str = "gpipe"  # a row of `SCHEDULES`
+    tokens: int  # of one step, of all devices together
+    # Of activations, of values that are gathered and of sums between devices.
     dtype: np.dtype = _BFLOAT16
-    param_dtype: np.dtype = _FLOAT32
-    moments: int = 2
+    param_dtype: np.dtype = _FLOAT32  # in which parameters are stored
+    moments: int = 2  # how many float32 numbers the optimizer keeps a parameter
+    # Mesh axes along which operands move as codes; along others, as values.
     codes: frozenset[str] = frozenset({"fsdp", "expert", "model"})
+    # Whether the tokens between two linear layers are sharded along `model` too.
     sequence: bool = False
-    remat: str = "none"
+    remat: str = "none"  # a row of `memory.REMATS`
 
     def __post_init__(self):
         for name in AXES:
@@ -302,16 +257,7 @@ class Setup:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """`"data=4,fsdp=8"` as sizes.
-
-    Raises:
-      ValueError: another axis, one given twice, or no positive number.
-
-    Examples:
-      >>> from mx_jax.plan.model import parse_mesh
-      >>> parse_mesh("data=4,fsdp=8")
-      {'data': 4, 'fsdp': 8}
-    """
+    """`"data=4,fsdp=8"` as sizes."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = part.strip().partition("=")

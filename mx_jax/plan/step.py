@@ -22,28 +22,20 @@ COLLECTIVES = {
 
 @dataclasses.dataclass(frozen=True)
 class Movement:
-    """One collective of every linear layer.
+    """One collective of every linear layer."""
 
-    Attributes:
-      axis: the mesh axis.
-      collective: a row of `COLLECTIVES`.
-      tensor: what moves.
-      during: the pass; what is forward happens again in a rematerialized block.
-      operands: the operands of products that it gathers, as (product, side) of a recipe: one
-        collective each where they move as codes, one for all as values. Sums have none.
-      split: the layers that need it; None: all.
-      routed: whether layers of experts need it, or others; None: all.
-      each: how often it happens in a step: for each block; for each block and microbatch; or for
-        each stage of a pipeline.
-    """
-
-    axis: str
-    collective: str
-    tensor: str
+    axis: str  # the mesh axis
+    collective: str  # a row of `COLLECTIVES`
+    tensor: str  # what moves
+    # The pass; what is forward happens again in a rematerialized block.
     during: Literal["forward", "backward"]
+    # The operands of products that it gathers, as (product, side) of a recipe: one
+    # collective each where they move as codes, one for all as values. Sums have none.
     operands: tuple[tuple[str, Side], ...] = ()
-    split: Split | None = None
-    routed: bool | None = None
+    split: Split | None = None  # the layers that need it; None: all
+    routed: bool | None = None  # whether layers of experts need it, or others; None: all
+    # How often it happens in a step: for each block; for each block and microbatch; or for
+    # each stage of a pipeline.
     each: Literal["block", "microbatch", "stage"] = "block"
 
     def is_of(self, linear: Linear) -> bool:
@@ -104,19 +96,12 @@ def received(own: Movement, devices: int) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that one device receives in a step by one kind of movement.
+    """Bytes that one device receives in a step by one kind of movement."""
 
-    Attributes:
-      movement: which.
-      bytes: of all layers.
-      as_codes: layers of a block whose operands move as codes.
-      as_values: those whose operands move as values.
-    """
-
-    movement: Movement
-    bytes: float
-    as_codes: tuple[str, ...]
-    as_values: tuple[str, ...]
+    movement: Movement  # which
+    bytes: float  # of all layers
+    as_codes: tuple[str, ...]  # layers of a block whose operands move as codes
+    as_values: tuple[str, ...]  # those whose operands move as values
 
 
 def traffic(model: Model, setup: Setup, recipe: MatmulRecipe) -> tuple[Traffic, ...]:
@@ -261,17 +246,11 @@ def _whole_blocks(
 
 
 class Remat(NamedTuple):
-    """What `jax.checkpoint` around each block keeps.
+    """What `jax.checkpoint` around each block keeps."""
 
-    Attributes:
-      operands: the operands of products, as a program without it does.
-      quantized: codes and scales that the forward products take.
-      inputs: what goes into the block.
-    """
-
-    operands: bool
-    quantized: bool
-    inputs: bool
+    operands: bool  # the operands of products, as a program without it does
+    quantized: bool  # codes and scales that the forward products take
+    inputs: bool  # what goes into the block
 
 
 REMATS = {
@@ -283,19 +262,12 @@ REMATS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device.
+    """Bytes on one device."""
 
-    Attributes:
-      parameters: as stored.
-      gradients: of one step, in the parameters' dtype.
-      optimizer: its moments.
-      residuals: what linear layers keep between the passes, or rematerialized blocks do.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    residuals: float
+    parameters: float  # as stored
+    gradients: float  # of one step, in the parameters' dtype
+    optimizer: float  # its moments
+    residuals: float  # what linear layers keep between the passes, or rematerialized blocks do
 
     @property
     def total(self) -> float:

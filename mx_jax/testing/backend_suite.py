@@ -249,19 +249,12 @@ def assert_near(product: jax.Array, exact: np.ndarray, allowed: np.ndarray) -> N
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExtremeCase:
-    """A product whose rhs is quantized from values at one end of float32.
+    """A product whose rhs is quantized from values at one end of float32."""
 
-    Attributes:
-      rhs: block format, of E8M0 scales.
-      quantized_lhs: whether lhs has the same format; else it is float32.
-      scale_rule: name.
-      exponent: rhs is about this power of two, and lhs about its inverse, up to 2^100.
-    """
-
-    rhs: formats.BlockFormat
-    quantized_lhs: bool
+    rhs: formats.BlockFormat  # of E8M0 scales
+    quantized_lhs: bool  # whether lhs has the same format; else it is float32
     scale_rule: str
-    exponent: int
+    exponent: int  # rhs is about this power of two, and lhs about its inverse, up to 2^100
 
     @property
     def call(self) -> MatmulCall:

@@ -27,23 +27,13 @@ from mx_jax.testing.compare import exact_values
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeCase:
-    """A cast of one array.
-
-    Attributes:
-      format: block format, whose block size the case may change.
-      shape: shape of the array.
-      axis: the axis that blocks lie along.
-      block_size: instead of the format's own.
-      scale_rule: name, or None for the format's default.
-      rounding: name.
-      dtype: name of the array's dtype.
-    """
+    """A cast of one array."""
 
     format: BlockFormat
     shape: draw.Shape
-    axis: int = -1
-    block_size: BlockSize | None = None
-    scale_rule: str | None = None
+    axis: int = -1  # the axis that blocks lie along
+    block_size: BlockSize | None = None  # instead of the format's own
+    scale_rule: str | None = None  # name, or None for the format's default
     rounding: str = "nearest"
     dtype: str = "float32"
 
@@ -88,31 +78,18 @@ def _drawn(rng: np.random.Generator, own: calls.OperandType, octaves: int) -> ca
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulCase:
-    """A product `[*batch, *m, *k]` by `[*batch, *n, *k]`, or either with k before the kept axes.
+    """A product `[*batch, *m, *k]` by `[*batch, *n, *k]`, or either with k before the kept axes."""
 
-    Attributes:
-      lhs: block format of the left operand; None for high precision.
-      rhs: block format of the right operand; None for high precision.
-      batch: lengths of the batch axes.
-      m: lengths of the left operand's kept axes.
-      n: lengths of the right operand's kept axes.
-      k: lengths of the contracted axes; blocks lie along the last.
-      lhs_k_first: whether lhs is `[*batch, *k, *m]`.
-      rhs_k_first: whether rhs is `[*batch, *k, *n]`.
-      dtype: name of the dtype of a high-precision operand.
-      out_dtype: name of the product's dtype.
-    """
-
-    lhs: BlockFormat | None
-    rhs: BlockFormat | None
-    batch: draw.Shape = ()
-    m: draw.Shape = (5,)
-    n: draw.Shape = (7,)
-    k: draw.Shape = (96,)
-    lhs_k_first: bool = False
-    rhs_k_first: bool = False
-    dtype: str = "float32"
-    out_dtype: str = "float32"
+    lhs: BlockFormat | None  # block format of the left operand; None for high precision
+    rhs: BlockFormat | None  # block format of the right operand; None for high precision
+    batch: draw.Shape = ()  # lengths of the batch axes
+    m: draw.Shape = (5,)  # lengths of the left operand's kept axes
+    n: draw.Shape = (7,)  # lengths of the right operand's kept axes
+    k: draw.Shape = (96,)  # lengths of the contracted axes; blocks lie along the last
+    lhs_k_first: bool = False  # whether lhs is `[*batch, *k, *m]`
+    rhs_k_first: bool = False  # whether rhs is `[*batch, *k, *n]`
+    dtype: str = "float32"  # name of the dtype of a high-precision operand
+    out_dtype: str = "float32"  # name of the product's dtype
 
     @property
     def call(self) -> calls.MatmulCall:
@@ -255,15 +232,10 @@ LARGE_MATMUL_CASES: tuple[MatmulCase, ...] = tuple(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeBothCase:
-    """Two casts of one array.
+    """Two casts of one array."""
 
-    Attributes:
-      first: one cast.
-      second: the other, of the same shape and dtype.
-    """
-
-    first: QuantizeCase
-    second: QuantizeCase
+    first: QuantizeCase  # one cast
+    second: QuantizeCase  # the other, of the same shape and dtype
 
     @property
     def call(self) -> calls.QuantizeBothCall:
@@ -334,29 +306,18 @@ STAGNATING_CASE = MatmulCase(lhs=MXFP8_E4M3, rhs=MXFP8_E4M3, m=(16,), n=(16,), k
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedCase:
-    """A product of rows in groups.
+    """A product of rows in groups."""
 
-    Attributes:
-      lhs: block format of the rows; None for bfloat16.
-      rhs: block format of the matrices, or of the right operand; None for bfloat16.
-      sizes: rows of each group; whole blocks of them if the rows are contracted.
-      rows: of all groups, and behind them.
-      k: columns of lhs.
-      n: columns of rhs.
-      contracts_rows: whether each group has a sum, `[g, k, n]`.
-      rhs_k_first: whether rhs is `[g, k, n]`, else `[g, n, k]`.
-      out_dtype: name of the product's dtype.
-    """
-
-    lhs: BlockFormat | None
+    lhs: BlockFormat | None  # block format of the rows; None for bfloat16
+    # Block format of the matrices, or of the right operand; None for bfloat16.
     rhs: BlockFormat | None
-    sizes: tuple[int, ...]
-    rows: int
-    k: int = 96
-    n: int = 24
-    contracts_rows: bool = False
-    rhs_k_first: bool = True
-    out_dtype: str = "float32"
+    sizes: tuple[int, ...]  # rows of each group; whole blocks of them if the rows are contracted
+    rows: int  # of all groups, and behind them
+    k: int = 96  # columns of lhs
+    n: int = 24  # columns of rhs
+    contracts_rows: bool = False  # whether each group has a sum, `[g, k, n]`
+    rhs_k_first: bool = True  # whether rhs is `[g, k, n]`, else `[g, n, k]`
+    out_dtype: str = "float32"  # name of the product's dtype
 
     @property
     def call(self) -> calls.RaggedCall:
@@ -419,27 +380,16 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttendCase:
-    """Attention of tokens that follow each other.
+    """Attention of tokens that follow each other."""
 
-    Attributes:
-      format: block format of keys and values; None for high precision.
-      matrices: of keys.
-      heads: of queries that share one.
-      length: rows of each.
-      features: of a row.
-      tokens: how many.
-      position: row of the first.
-      dtype: name of the dtype of keys and values without a format, and of queries.
-    """
-
-    format: BlockFormat | None = None
-    matrices: int = 2
-    heads: int = 3
-    length: int = 40
-    features: int = 64
-    tokens: int = 1
-    position: int = 25
-    dtype: str = "float32"
+    format: BlockFormat | None = None  # block format of keys and values; None for high precision
+    matrices: int = 2  # of keys
+    heads: int = 3  # of queries that share one
+    length: int = 40  # rows of each
+    features: int = 64  # of a row
+    tokens: int = 1  # how many
+    position: int = 25  # row of the first
+    dtype: str = "float32"  # name of the dtype of keys and values without a format, and of queries
 
     @property
     def call(self) -> calls.AttendCall:
