@@ -26,8 +26,7 @@ from flax.linen.transforms import lift_direct_transform
 from mx_jax.convert.caches import CachedAttention, CacheFormat, is_plain
 from mx_jax.convert.functions import call_of_model
 from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
-from mx_jax.convert.kinds import ATTENTION, EINSUM, EMBED, Kind, kind_of
-from mx_jax.convert.operations import cast_table
+from mx_jax.convert.kinds import ATTENTION, EINSUM, EMBED, Kind, cast_table, kind_of
 from mx_jax.convert.report import Report, record, recorded, recorders_of
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.nn import linen as mx_linen

@@ -25,7 +25,7 @@ from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
 from mx_jax.convert.kinds import ATTENTION, EMBED, Kind, kind_of
 from mx_jax.convert.report import Report, record, recorded, recorders_of
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
-from mx_jax.inspect.explanation import of_arrays
+from mx_jax.inspect.explain import of_arrays
 from mx_jax.nn.layers import named_in_errors, nnx_spec, recipe_of
 from mx_jax.nn.nnx import RNG_STREAM, missing_stream, next_key, promote_operands
 from mx_jax.nn.stored import quantized_in

@@ -13,8 +13,20 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mx_jax.plan.model import AXES, SCHEDULES, Linear, Model, Setup, parse_mesh, transformer
-from mx_jax.plan.step import REMATS, Memory, Traffic, memory, traffic
+from mx_jax.plan.step import (
+    AXES,
+    REMATS,
+    SCHEDULES,
+    Linear,
+    Memory,
+    Model,
+    Setup,
+    Traffic,
+    memory,
+    parse_mesh,
+    traffic,
+    transformer,
+)
 from mx_jax.recipes import from_name, high_precision
 
 
