@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -72,7 +71,10 @@ def run(options: argparse.Namespace) -> int:
         rows = [dataclasses.asdict(each) for each in found]
         print(json.dumps({"equal": not differing, "tensors": rows}, indent=1))
     else:
-        _print(found if options.all else differing, len(found))
+        if shown := found if options.all else differing:
+            print_table(_COLUMNS, map(_row, shown), left=_COLUMNS[:4])
+        many = f" tensors, {len(differing)} of them differ" if differing else " the same"
+        print(f"{len(found)}{many}")
     return 1 if differing else 0
 
 
@@ -152,13 +154,6 @@ def _format(x: Any) -> str | None:
     if x is None:
         return None
     return x.format.name if isinstance(x, MXArray) else x.dtype.name
-
-
-def _print(found: Sequence[Difference], total: int) -> None:
-    if found:
-        print_table(_COLUMNS, map(_row, found), left=_COLUMNS[:4])
-    differing = sum(not each.equal for each in found)
-    print(f"{total} tensors, {differing} of them differ" if differing else f"{total} the same")
 
 
 def _row(each: Difference) -> tuple[str, ...]:

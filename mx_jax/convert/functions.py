@@ -281,28 +281,20 @@ def _check_streams(rngs: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Constant:
-    """What is no array, equal to what nothing can tell from it: True is not 1, 0.0 not -0.0."""
-
-    value: Any
-    kind: type
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
 class _Static:
     """All of a call but its arrays."""
 
-    # Of `(args, kwargs)`, and each leaf that is no array, None for one.
+    # Of `(args, kwargs)`, and each leaf that is no array, None for one. With its type, and a float
+    # with its text, it is equal to what nothing can tell from it: True is not 1, 0.0 not -0.0.
     structure: Any
-    constants: tuple[_Constant | None, ...]
+    constants: tuple[tuple[Any, type, str] | None, ...]
     # For each array, whether it is data, or in an argument that holds weights.
     data: tuple[bool, ...]
 
     def call(self, function: Callable[..., R], arrays: Sequence[Any]) -> R:
         """The function's result, of other arrays in the places of the call's own."""
         given = iter(arrays)
-        leaves = [next(given) if own is None else own.value for own in self.constants]
+        leaves = [next(given) if own is None else own[0] for own in self.constants]
         args, kwargs = jax.tree.unflatten(self.structure, leaves)
         return function(*args, **kwargs)
 
@@ -337,7 +329,7 @@ def _split(
             )
         else:
             text = repr(leaf) if isinstance(leaf, float | complex) else ""
-            constants.append(_Constant(leaf, type(leaf), text))
+            constants.append((leaf, type(leaf), text))
     return _Static(structure, tuple(constants), tuple(data)), arrays
 
 

@@ -57,6 +57,7 @@ _MARK = re.compile(r"\[([^][]*)\]")
 # What JAX writes around the names of what it has transformed, and what of it rules see.
 _TRANSFORMED = re.compile(r"\b(vmap|jvp|transpose)\(([^()]*)\)")
 _GRADIENTS = {"jvp", "transpose"}
+_DERIVATIVES = {custom_vjp_call_p: "custom_vjp", custom_jvp_call_p: "custom_jvp"}
 
 
 # The rules of the model whose call is being traced, or None. In jit's key: such a trace has marks.
@@ -108,14 +109,19 @@ def planned(
     What goes into data, of which each operand has a flag, is no kernel. Without modules, which a
     model has, paths are scopes alone.
     """
-    found = [own for own in _products(program, data, "", (), None) if not _is_decided(own.scope)]
+    found = []
+    for product in _products(program, data, "", (), None):
+        marks = _MARK.findall(product.scope)
+        if not marks or not marks[-1].endswith("="):
+            found.append(product)
     scopes = [_scopes(own.scope, modules) for own in found]
     counts, of_module = collections.Counter(scopes), collections.Counter(own for own, _ in scopes)
     seen: collections.Counter[tuple[str, str]] = collections.Counter()
     decisions = []
     for product, key in zip(found, scopes, strict=True):
         module, scope = key
-        name = _name(product.type)
+        # As lax calls it: DotGeneral is dot_general.
+        name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", product.type.__name__).lower()
         names = [scope, f"{scope}/{name}_{seen[key]}"]
         seen[key] += 1
         outer, _, last = scope.rpartition("/")
@@ -147,11 +153,6 @@ def planned(
     return plan, tuple(decisions)
 
 
-def _is_decided(scope: str) -> bool:
-    marks = _MARK.findall(scope)
-    return bool(marks) and marks[-1].endswith("=")
-
-
 def _scopes(scope: str, modules: Mapping[str, Module] | None) -> tuple[str, str]:
     """The path of the innermost module, and the scopes in it; of a function, all of them."""
     marks = [] if modules is None else list(_MARK.finditer(scope))
@@ -167,11 +168,6 @@ def recipes_of(plan: Plan) -> list[Recipe]:
 def _below(plan: Plan, index: int) -> Plan:
     """What a plan says of one body, or of the bodies of one equation."""
     return tuple((where[1:], entry) for where, entry in plan if where[0] == index)
-
-
-def _name(kind: type) -> str:
-    """As lax calls it: DotGeneral is dot_general."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def _products(
@@ -194,16 +190,12 @@ def _products(
         else:
             bodies = tuple(map(closed, jaxprs_in_params(eqn.params)))
             flags = [[True] * len(body.jaxpr.invars) for body in bodies]
-            kept = kept or _closed_to_rules(eqn.primitive)
+            stays = f"inside {eqn.primitive.name}, whose body stays as it is"
+            if eqn.primitive in _DERIVATIVES:
+                stays = f"inside a {_DERIVATIVES[eqn.primitive]}, whose gradient is its own"
+            kept = kept or stays
         for i, (body, own) in enumerate(zip(bodies, flags, strict=True)):
             yield from _products(body, own, inside, (*where, index, i), kept)
-
-
-def _closed_to_rules(primitive: Any) -> str:
-    if primitive in (custom_vjp_call_p, custom_jvp_call_p):
-        kind = "custom_vjp" if primitive is custom_vjp_call_p else "custom_jvp"
-        return f"inside a {kind}, whose gradient is its own"
-    return f"inside {primitive.name}, whose body stays as it is"
 
 
 def _scope(outer: str, eqn: Any) -> tuple[str, str | None]:
@@ -451,10 +443,6 @@ def _scan(
     return [*carry, *stacked]
 
 
-def _while_bodies(params: dict[str, Any]) -> tuple[Any, ...]:
-    return params["cond_jaxpr"], params["body_jaxpr"]
-
-
 def _while_split(params: dict[str, Any], values: list[Any]) -> tuple[Any, Any, Any]:
     """Constants of the condition, those of the body, and what goes round."""
     first = params["cond_nconsts"]
@@ -558,7 +546,7 @@ def regions() -> dict[Any, Region]:
         jit_p: Region(_only_body, _straight, _jit),
         remat_p: Region(_only_body, _straight, _remat),
         scan_p: Region(_only_body, _scan_flow, _scan),
-        while_p: Region(_while_bodies, _while_flow, _while),
+        while_p: Region(lambda own: (own["cond_jaxpr"], own["body_jaxpr"]), _while_flow, _while),
         cond_p: Region(lambda params: params["branches"], _cond_flow, _cond),
         _shard_map_primitive(): Region(_only_body, _straight, _shard_map),
     }

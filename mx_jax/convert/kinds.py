@@ -481,18 +481,6 @@ class Slot:
         return f"has its own {self.attribute}"
 
 
-def _by_axes(axes: Axes | None, kernel: tuple[int, ...]) -> Shape:
-    """The shape that filters see; None if nothing is contracted: nothing to lay blocks along."""
-    if axes is None:
-        return None
-    _, kept, contracting = axes.sizes(kernel)
-    return (*contracting, math.prod(kept))
-
-
-def _in_out(layer: Any, kernel: tuple[int, ...], *call: Any) -> Axes | None:
-    return Axes.ordered(k_first=True) if len(kernel) == 2 else None
-
-
 def _as_stored(layer: Any, kernel: tuple[int, ...], *call: Any) -> Shape:
     return kernel
 
@@ -558,14 +546,15 @@ class Kind:
         if self.shape is None:
             own = {"named_only": self.named_only, "obstacle": self.obstacle(layer)}
             return own | {"of_activations": True}
-        if self.shape is not _as_stored:
-            axes = None if self.axes is None else self.axes(layer, kernel, *call)
-            shape = self.shape(layer, kernel, *call)
-        elif self.axes is not None:
+        axes, shape = None, self.shape(layer, kernel, *call)
+        if self.axes is not None:
             axes = self.axes(layer, kernel, *call)
-            shape = _by_axes(axes, kernel)
-        else:
-            axes, shape = _in_out(layer, kernel), kernel
+        elif self.shape is _as_stored and len(kernel) == 2:
+            axes = Axes.ordered(k_first=True)
+        if self.axes is not None and self.shape is _as_stored:
+            # None if nothing is contracted: nothing to lay blocks along.
+            _, kept, contracting = ((), (), ()) if axes is None else axes.sizes(kernel)
+            shape = None if axes is None else (*contracting, math.prod(kept))
         return {
             "kernel": kernel,
             "shape": shape,

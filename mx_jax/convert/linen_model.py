@@ -619,9 +619,13 @@ class Interceptor:
             return call(*args, **kwargs)
         _mark(scope, hash(self.rules))
         self.modules[path] = Module(getattr(type(layer), "_mx_base", type(layer)))
-        marked = tracing.value == self.rules
+        marked, own = tracing.value == self.rules, functools.partial(type(layer).param, layer)
+        # A `param` that takes quantized weights, for whatever module is not ours.
+        ours = isinstance(layer, mx_linen.StoredParams)
         with (
-            overriding(layer, _param_override(layer)),
+            overriding(
+                layer, {} if ours else {"param": functools.partial(stored_param, layer, own)}
+            ),
             in_module(path) if marked else contextlib.nullcontext(),
         ):
             return self._run(call, args, kwargs, context, path)
@@ -682,14 +686,6 @@ def _mark(scope: Scope, rules: int) -> None:
         return child
 
     vars(scope)["push"] = push
-
-
-def _param_override(layer: nn.Module) -> dict[str, Any]:
-    """A `param` that takes quantized weights, for whatever module is not ours."""
-    if isinstance(layer, mx_linen.StoredParams):
-        return {}
-    own = functools.partial(type(layer).param, layer)
-    return {"param": functools.partial(stored_param, layer, own)}
 
 
 def _overrides(bound: BoundLayer) -> dict[str, Any] | None:

@@ -570,7 +570,12 @@ def _traced(self: Any, model: _Conversion, path: str, args: Any, kwargs: Any) ->
                 context.merge(after.graph, state)
             return result
     given = dict(flax_nnx.to_flat_state(flax_nnx.merge_state(params, rest)))
-    changed = [(at, new) for at, new in flax_nnx.to_flat_state(state) if not _same(new, given[at])]
+    # Whether what a Variable holds is what it held.
+    changed = [
+        (at, new)
+        for at, new in flax_nnx.to_flat_state(state)
+        if any(x is not y for x, y in zip(*map(jax.tree.leaves, (new, given[at])), strict=True))
+    ]
     if changed:
         flax_nnx.update(nodes, flax_nnx.from_flat_state(changed))
     return result
@@ -581,11 +586,6 @@ class _Graph:
     """A graph definition as a result of a trace."""
 
     graph: Any
-
-
-def _same(new: Any, old: Any) -> bool:
-    """Whether what a Variable holds is what it held."""
-    return all(x is y for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
 
 
 def _become(layer: Any, own: Callable[[type], dict[str, Any]]) -> None:

@@ -229,7 +229,9 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
     """Why a rule whose pattern matches hands a layer on, "" for no reason; None: it decides."""
     types: Any = rule.types
     if types is None and layer.named_only:
-        return f"only a rule with types={_named_by(layer)} converts it"
+        of_trace = layer.product is not None
+        named = f"convert.{layer.product.__name__}" if of_trace else layer.type.__name__
+        return f"only a rule with types={named} converts it"
     if types is not None and layer.type is Unknown:
         return "parameters alone do not tell types: give the model"
     if types is not None and not any(
@@ -246,11 +248,6 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
     if why_not is not None:
         return why_not(layer.path, layer.shape, recipe)
     return f"{getattr(rule.filter, '__name__', rule.filter)} says no"
-
-
-def _named_by(layer: Layer) -> str:
-    """The type that a rule has to name."""
-    return layer.type.__name__ if layer.product is None else f"convert.{layer.product.__name__}"
 
 
 # Filters -----------------------------------------------------------------------------------------

@@ -139,7 +139,8 @@ class ConvertedLayer:
         # Not by its path, by which equal layers would differ.
         name, (recipe, operation) = type(self.mx_layer).__name__, self.mx_static
         key, call = options.get("key"), type(self.mx_layer).__call__
-        if not _takes_key(call):
+        parameters = inspect.signature(call).parameters.values()
+        if not any(own.name == "key" or own.kind is own.VAR_KEYWORD for own in parameters):
             options.pop("key", None)
         if key is None and recipe.fwd.is_stochastic:
             raise ValueError(
@@ -169,11 +170,6 @@ def _unflatten(static: Any, children: Iterable[Any]) -> ConvertedLayer:
 
 
 jax.tree_util.register_pytree_with_keys(ConvertedLayer, _flatten, _unflatten)
-
-
-def _takes_key(call: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(call).parameters.values()
-    return any(own.name == "key" or own.kind is own.VAR_KEYWORD for own in parameters)
 
 
 def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:

@@ -232,10 +232,6 @@ def _check_arguments(params: Any, model: Any, args: Any) -> None:
         )
 
 
-def _is_leaf(node: Any) -> bool:
-    return isinstance(node, Quantized | meta.AxisMetadata | nnx.Variable)
-
-
 def _flat(params: Any) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
     """Parameters with the names that lead to them, and how to put them together."""
     if not isinstance(params, Mapping | nnx.State):
@@ -243,12 +239,11 @@ def _flat(params: Any) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
             "convert.weights: needs a flax.nnx model or state, or flax.linen's parameters, got "
             f"{type(params).__name__}; of a flax.linen module pass what init gave"
         )
-    found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_leaf)
-    return [(tuple(_name(key) for key in path), leaf) for path, leaf in found], structure
-
-
-def _name(key: Any) -> str:
-    return jax.tree_util.keystr((key,), simple=True)
+    found, structure = jax.tree.flatten_with_path(
+        params, is_leaf=lambda node: isinstance(node, Quantized | meta.AxisMetadata | nnx.Variable)
+    )
+    name = functools.partial(jax.tree_util.keystr, simple=True)
+    return [(tuple(name((key,)) for key in path), leaf) for path, leaf in found], structure
 
 
 def _value(leaf: Any) -> Any:

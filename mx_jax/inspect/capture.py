@@ -170,7 +170,11 @@ class Capture:
 
     def __enter__(self) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.callback(self._end)
+            # In reverse: callbacks that still run come before the sinks are closed.
+            for sink in reversed(self.sinks):
+                stack.callback(sink.close)
+            stack.callback(self.uses.clear)
+            stack.callback(jax.effects_barrier)
             stack.enter_context(watching((*watching.value, self)))
             stack.enter_context(module_paths())
             stack.enter_context(counted_scans())
@@ -190,13 +194,6 @@ class Capture:
                 f"{hint if isinstance(self.pattern, str) else ''}",
                 stacklevel=2,
             )
-
-    def _end(self) -> None:
-        # Callbacks that still run come before the sinks are closed.
-        jax.effects_barrier()
-        self.uses.clear()
-        for sink in self.sinks:
-            sink.close()
 
     def is_due(self, step: int) -> bool:
         """Whether a step counts."""
@@ -332,7 +329,8 @@ class Capture:
             if any(jax.tree.leaves(own)):
                 # Lanes with an index of their own are layers.
                 for lane in range(lanes):
-                    send(*_lane((raws, now, shard), batched, lane))
+                    of_lane = lambda x, own, lane=lane: x[lane] if own else x  # noqa: E731
+                    send(*jax.tree.map(of_lane, (raws, now, shard), tuple(batched)))
                 return jnp.zeros(()), False
             joined = [
                 statistics.of_lanes(raw, each, lanes)
@@ -409,10 +407,6 @@ def _on_first(device: dict[str, jax.Array], run: Callable[[], jax.Array]) -> jax
         return run()
     first = functools.reduce(jnp.logical_and, [index == 0 for index in device.values()])
     return lax.cond(first, run, lambda: jnp.zeros(()))
-
-
-def _lane(tree: Any, batched: Any, lane: int) -> Any:
-    return jax.tree.map(lambda x, own: x[lane] if own else x, tree, tuple(batched))
 
 
 def program_order(tag: Tag, site: CallSite, index: tuple[int, ...]) -> tuple[int, ...]:

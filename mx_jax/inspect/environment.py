@@ -41,10 +41,14 @@ def describe() -> dict[str, Any]:
     # The checkout that runs, which need not be what is installed.
     own = sys.modules[__name__.partition(".")[0]].__version__
     versions = {"mx_jax": own, "Python": platform.python_version()}
+    native, loaded = (None, None, None, library.load()), library.load()
+    if not isinstance(loaded, str):
+        native = (str(loaded.path), loaded.isa, loaded.detected_isa, None)
+    facts = ("path", "instruction_set", "best_instruction_set", "missing")
     found: dict[str, Any] = {
         "versions": versions | {name: importlib.metadata.version(name) for name in _PACKAGES},
         "system": platform.platform(),
-        "cpu_library": _cpu_library(),
+        "cpu_library": dict(zip(facts, native, strict=True)),
         "variables": {name: os.environ.get(name) for name in _VARIABLES},
     }
     try:
@@ -63,14 +67,6 @@ def describe() -> dict[str, Any]:
         "backends": _backends(selections),
         "calls": {name: s.backend or "two casts" for name, s in selections.items()},
     }
-
-
-def _cpu_library() -> dict[str, str | None]:
-    loaded = library.load()
-    names = ("path", "instruction_set", "best_instruction_set", "missing")
-    if isinstance(loaded, str):
-        return dict(zip(names, (None, None, None, loaded), strict=True))
-    return dict(zip(names, (str(loaded.path), loaded.isa, loaded.detected_isa, None), strict=True))
 
 
 def _backends(selections: dict[str, select.Selection]) -> list[dict[str, Any]]:

@@ -640,7 +640,8 @@ def _rows(
             here.setdefault(index, stack)
         inside = marked or bool(marks)
         if eqn.primitive.name in _PRODUCTS:
-            if not inside and _is_float(eqn):
+            types = (x.aval.dtype for x in (*eqn.invars[:2], *eqn.outvars))
+            if not inside and all(jnp.issubdtype(dtype, jnp.floating) for dtype in types):
                 yield math.inf, _high(eqn, times, stack)
         # Kernels of Pallas are a backend's own.
         elif eqn.primitive.name != "pallas_call":
@@ -671,10 +672,6 @@ def _place(stack: str) -> Place:
     # `convert` writes the path of a module in brackets.
     names = [name for part in plain.split("/") if (name := part.strip("[=]")) not in _NOISE]
     return Place(path="/".join(dict.fromkeys(names)), backward="transpose(" in stack)
-
-
-def _is_float(eqn: Any) -> bool:
-    return all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in (*eqn.invars[:2], *eqn.outvars))
 
 
 def _high(eqn: Any, times: int, stack: str) -> Row:

@@ -310,7 +310,15 @@ class TensorBoard(_Numbers):
 
     def __init__(self, writer: Any):
         if isinstance(writer, str | Path):
-            writer = _summary_writer(writer)
+            try:
+                from tensorboardX import SummaryWriter  # pyright: ignore
+            except ImportError as error:
+                raise ImportError(
+                    f"TensorBoard: writing into folder={str(writer)!r} needs tensorboardX, which "
+                    'is not installed; pip install "mx_jax[tensorboard]", or give a writer that '
+                    "you have"
+                ) from error
+            writer = SummaryWriter(str(writer))
         if not hasattr(writer, "add_scalar") and not hasattr(writer, "write_scalars"):
             raise TypeError(
                 "TensorBoard: needs a folder, or a writer with add_scalar (tensorboardX) or "
@@ -395,14 +403,3 @@ def _table(title: str, records: Sequence[Record], rows: int) -> Table:
             *(column.text(record.stats) for column in headed()),
         )
     return table
-
-
-def _summary_writer(folder: str | Path) -> Any:
-    try:
-        from tensorboardX import SummaryWriter  # pyright: ignore
-    except ImportError as error:
-        raise ImportError(
-            f"TensorBoard: writing into folder={str(folder)!r} needs tensorboardX, which is not "
-            'installed; pip install "mx_jax[tensorboard]", or give a writer that you have'
-        ) from error
-    return SummaryWriter(str(folder))

@@ -132,7 +132,7 @@ def run_page(title: str, memory: Memory) -> str:
         raise ValueError(f"report: needs records, got none in records={memory!r}")
     plots = [row.plot for row in statistics.TABLE if row.plot is not None]
     sections = {
-        "Out of the ordinary": [report_page.Sentences(findings(found, memory.scalars))],
+        "Out of the ordinary": [findings(found, memory.scalars)],
         "Numbers": _numbers(memory),
         **{plot.heading: _over_time(found, plot) for plot in plots},
         "Worst layers": [_worst(found)],

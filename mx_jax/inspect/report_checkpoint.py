@@ -71,7 +71,8 @@ class TensorFacts:
         """For `json.dumps`: no number that JSON does not have."""
         facts: dict[str, Any] = dataclasses.asdict(self) | {"bits": self.bits}
         facts |= facts.pop("plausibility")
-        return {key: _finite(value) for key, value in facts.items()}
+        known = {k: not isinstance(x, float) or math.isfinite(x) for k, x in facts.items()}
+        return {key: value if known[key] else None for key, value in facts.items()}
 
 
 def facts_of(
@@ -151,10 +152,6 @@ def _exponents(x: MXArray) -> tuple[dict[int, int], int]:
     return found, int((scales == 0).sum())
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def checkpoint_page(title: str, found: Sequence[TensorFacts], reference: str | None = None) -> str:
     """The page of tensors as text, and what they were compared with, if anything."""
     plural = "tensor" if len(found) == 1 else "tensors"
@@ -167,7 +164,7 @@ def checkpoint_page(title: str, found: Sequence[TensorFacts], reference: str | N
     error = ["no reference was given: reference= of weights in high precision gives it"]
     worst = ["no reference was given"]
     sections = {
-        "Out of the ordinary": [report_page.Sentences(_findings(found, quantized))],
+        "Out of the ordinary": [_findings(found, quantized)],
         "Formats": [_formats(found)],
         "Error by tensor": error if reference is None else _errors(found),
         "Worst tensors": worst if reference is None else _worst(found),

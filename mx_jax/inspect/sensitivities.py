@@ -213,13 +213,13 @@ class Sensitivity:
             # By NaN nothing can be sorted, and a layer whose loss is NaN minds most.
             increases = (row.increase for row in rows)
             worst = max((x if math.isfinite(x) else math.inf for x in increases), default=0.0)
-            lines.append((worst, (own.layer, shape, *map(_shown, rows), own.name)))
+            texts = (
+                f"{row.increase:+.2g}"
+                + ("" if row.deviation is None else f" ± {row.deviation:.1g}")
+                for row in rows
+            )
+            lines.append((worst, (own.layer, shape, *texts, own.name)))
         return [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
-
-
-def _shown(row: Candidate) -> str:
-    deviation = "" if row.deviation is None else f" ± {row.deviation:.1g}"
-    return f"{row.increase:+.2g}{deviation}"
 
 
 def sensitivity(

@@ -103,10 +103,6 @@ def _percent(number: str) -> Callable[[Stats], float | None]:
     return lambda stats: 100 * stats[number] if number in stats else None
 
 
-def _saturates(share: float, usual: float) -> bool:
-    return share > _SATURATED or share > max(_MORE_SATURATED, _GROWN * usual)
-
-
 def _scales(raw: Stats) -> dict[str, Any]:
     counts = raw["exponents"]
     present = counts.nonzero()[0]
@@ -171,7 +167,8 @@ TABLE = (
         of=lambda raw: {"saturation": float(raw["saturated"]) / float(raw["size"])},
         columns=(Column("saturation", "sat. %", _percent("saturation")),),
         finding=lambda stats, first: (
-            _saturates(stats["saturation"], first.get("saturation", 0))
+            stats["saturation"]
+            > min(_SATURATED, max(_MORE_SATURATED, _GROWN * first.get("saturation", 0)))
             and f"saturates in {stats['saturation']:.1%} of its values"
         ),
         needs_before=True,

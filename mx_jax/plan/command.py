@@ -17,7 +17,6 @@ from mx_jax.plan.step import (
     AXES,
     REMATS,
     SCHEDULES,
-    Linear,
     Memory,
     Model,
     Setup,
@@ -144,7 +143,11 @@ def assumptions(
     model: Model, setup: Setup, links: dict[str, Interconnect], efficiency: float
 ) -> list[str]:
     """What the numbers rest on, a line each."""
-    linears = ", ".join(_in_words(own) for own in model.linears)
+    linears = ", ".join(
+        f"{own.name} {own.k:,} x {own.n:,}"
+        + f" ({own.experts} experts, {own.experts_per_token} a token)" * own.is_routed
+        for own in model.linears
+    )
     sizes = {name: getattr(setup, name) for name in AXES}
     # A model without experts has nothing to say of their axis.
     used = {name: n for name, n in sizes.items() if name not in ("expert", "pipe") or n > 1}
@@ -201,11 +204,6 @@ def _of_the_pipeline(setup: Setup) -> list[str]:
     return lines
 
 
-def _in_words(linear: Linear) -> str:
-    routed = f" ({linear.experts} experts, {linear.experts_per_token} a token)"
-    return f"{linear.name} {linear.k:,} x {linear.n:,}{routed * linear.is_routed}"
-
-
 def as_json(plans: Sequence[Plan], lines: Sequence[str]) -> dict[str, Any]:
     """The same for programs: bytes and seconds, not rounded."""
     return {
@@ -253,69 +251,22 @@ _MOMENTS = {"adam": 2, "lion": 1, "momentum": 1, "sgd": 0}
 _DTYPES = ("bfloat16", "float32")
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "plan",
-        help="count the bytes of a training step on a mesh, for several recipes",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_model(parser)
-    _add_mesh(parser)
-    parser.add_argument(
-        "--recipe",
-        default="mxfp8,nvfp4,mxfp4",
-        metavar="NAMES",
-        help="recipes to compare, by name (default: mxfp8,nvfp4,mxfp4)",
-    )
-    parser.add_argument(
-        "--interconnect",
-        action="append",
-        default=[],
-        metavar="AXIS=LINK",
-        help=f"print a time too; LINK is bytes a second, or one of {', '.join(INTERCONNECTS)}",
-    )
-    parser.add_argument(
-        "--efficiency",
-        type=float,
-        default=0.8,
-        metavar="PART",
-        help="of an interconnect's rate that a collective reaches (default: 0.8)",
-    )
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
-    parser.set_defaults(run=run)
-
-
-def _add(parser: Any, name: str, help: str, **facts: Any) -> None:
-    parser.add_argument(f"--{name}", help=help, **facts)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    _add(group, "params", "as 70e9", type=float, required=True, metavar="N")
-    _add(group, "layers", "blocks", type=int, required=True, metavar="N")
-    for name, default, text in (
-        ("width", None, "of the residual stream (default: a usual one)"),
-        ("hidden", None, "of the gated MLP (default: what params leave)"),
-        ("kv-width", None, "key heads times their width (default: width)"),
-        ("vocabulary", 0, "rows of embedding and head"),
-        ("experts", 1, "gated MLPs of a block (default: 1)"),
-        ("experts-per-token", 1, "that it goes through"),
-    ):
-        _add(group, name, text, type=int, default=default, metavar="N")
-
-
-def _add_mesh(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("mesh and step")
-    for name, text, facts in (
+_N = {"type": int, "metavar": "N"}
+# By group: an option, what it is, and what else argparse needs to know of it.
+_OPTIONS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
+    "model": (
+        ("params", "as 70e9", {"type": float, "required": True, "metavar": "N"}),
+        ("layers", "blocks", _N | {"required": True}),
+        ("width", "of the residual stream (default: a usual one)", _N),
+        ("hidden", "of the gated MLP (default: what params leave)", _N),
+        ("kv-width", "key heads times their width (default: width)", _N),
+        ("vocabulary", "rows of embedding and head", _N | {"default": 0}),
+        ("experts", "gated MLPs of a block (default: 1)", _N | {"default": 1}),
+        ("experts-per-token", "that it goes through", _N | {"default": 1}),
+    ),
+    "mesh and step": (
         ("mesh", f"sizes of {', '.join(AXES)}", {"required": True, "metavar": "AXIS=N,..."}),
-        (
-            "tokens",
-            "of a step (default: 4194304)",
-            {"type": float, "default": 2.0**22, "metavar": "N"},
-        ),
+        ("tokens", "of a step (default: 4194304)", _N | {"type": float, "default": 2.0**22}),
         (
             "gather",
             "axes along which operands move as codes: gathered, as products on a mesh do, or sent "
@@ -325,7 +276,7 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         (
             "microbatches",
             "that a step goes through the stages of a pipeline in (default: 1)",
-            {"type": int, "default": 1, "metavar": "N"},
+            _N | {"default": 1},
         ),
         (
             "schedule",
@@ -342,19 +293,48 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         ("dtype", "what is computed in", {"choices": _DTYPES, "default": "bfloat16"}),
         ("param-dtype", "what is stored", {"choices": _DTYPES, "default": "float32"}),
         ("optimizer", "whose moments are kept", {"choices": list(_MOMENTS), "default": "adam"}),
-    ):
-        _add(group, name, text, **facts)
+    ),
+    "": (
+        (
+            "recipe",
+            "recipes to compare, by name (default: mxfp8,nvfp4,mxfp4)",
+            {"default": "mxfp8,nvfp4,mxfp4", "metavar": "NAMES"},
+        ),
+        (
+            "interconnect",
+            f"print a time too; LINK is bytes a second, or one of {', '.join(INTERCONNECTS)}",
+            {"action": "append", "default": [], "metavar": "AXIS=LINK"},
+        ),
+        (
+            "efficiency",
+            "of an interconnect's rate that a collective reaches (default: 0.8)",
+            {"type": float, "default": 0.8, "metavar": "PART"},
+        ),
+        ("json", "print it as JSON", {"action": "store_true"}),
+    ),
+}
 
 
-_COUNTS = (
-    *("params", "layers", "width", "hidden", "kv_width", "experts", "experts_per_token"),
-    *("tokens", "microbatches"),
-)
+def add_to(commands: Any) -> None:
+    """Add the command to a parser's subparsers."""
+    parser = commands.add_parser(
+        "plan",
+        help="count the bytes of a training step on a mesh, for several recipes",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for title, rows in _OPTIONS.items():
+        group = parser.add_argument_group(title) if title else parser
+        for name, text, facts in rows:
+            group.add_argument(f"--{name}", help=text, **facts)
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    for name in _COUNTS:
+    sizes = ("width", "hidden", "kv_width", "experts", "experts_per_token")
+    for name in ("params", "layers", *sizes, "tokens", "microbatches"):
         value = getattr(options, name)
         if value is not None and not 1 <= value < math.inf:
             raise ValueError(
@@ -362,9 +342,8 @@ def run(options: argparse.Namespace) -> int:
             )
     if options.vocabulary < 0:
         raise ValueError(f"plan: --vocabulary must be at least 0, got {options.vocabulary}")
-    names = ("width", "hidden", "kv_width", "vocabulary", "experts", "experts_per_token")
-    sizes = {name: getattr(options, name) for name in names}
-    model = transformer(options.params, options.layers, **sizes)
+    given = {name: getattr(options, name) for name in (*sizes, "vocabulary")}
+    model = transformer(options.params, options.layers, **given)
     setup, links = _setup(options), _links(options.interconnect)
     if not 0 < options.efficiency <= 1:
         raise ValueError(f"plan: efficiency must be in (0, 1], got {options.efficiency}")

@@ -370,10 +370,6 @@ def check_attend(backend: Backend, case: AttendCase) -> None:
 Promise = Callable[[Call, Target], bool]
 
 
-def _every_single_call(call: Call, target: Target) -> bool:
-    return not isinstance(call, QuantizeBothCall)
-
-
 def _whole_axis_float8_on_gpu(call: Call, target: Target) -> bool:
     capability = target.compute_capability
     if target.platform != "rocm" and (capability is None or capability < (8, 9)):
@@ -447,7 +443,7 @@ PROMISES: Mapping[str, Promise] = {
     "cpu_ffi": _what_the_handlers_compute,
     "xla_scaled": _mxfp8_on_one_gpu_from_ada_on,
     "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
-    "reference": _every_single_call,
+    "reference": lambda call, target: not isinstance(call, QuantizeBothCall),
     "pallas_gpu": _casts_and_few_bit_weights_from_ampere_on,
     "cudnn": _mxfp8_and_nvfp4_on_blackwell,
 }
