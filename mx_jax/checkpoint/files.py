@@ -81,7 +81,7 @@ class Entry:
     fetch: Callable[[], Any]
 
     @classmethod
-    def of(cls, array: Any) -> "Entry":
+    def of(cls, array: "np.ndarray | jax.Array | Entry") -> "Entry":
         """Of an array, on whatever device, or of what is one already."""
         if isinstance(array, Entry):
             return array
@@ -92,11 +92,11 @@ class Entry:
         """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.fetch(), dtype=dtype)
 
 
-def deferred(make: Callable[[], Any], like: Any) -> Any:
+def deferred(make: Callable[[], Any], like: object) -> Any:
     """`like` with an Entry for each array: `make` gives them when the first one is written.
 
     Each array is handed out once; asked for again, it is made again.

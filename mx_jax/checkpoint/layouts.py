@@ -366,7 +366,7 @@ def _ignored(weights: Mapping[str, Any], row: Layout) -> list[str]:
     return [*_modules(weights, row, quantized=False), *([_HEAD] if tied else [])]
 
 
-def _group(weights: Mapping[str, Any], row: Layout, **scheme: Any) -> dict[str, Any]:
+def _group(weights: Mapping[str, Any], row: Layout, **scheme: object) -> dict[str, Any]:
     """The one group of layers that are quantized, and how their weights are."""
     embeddings = filter(_EMBEDDING.fullmatch, _modules(weights, row, quantized=True))
     bits, size = row.format.element.bits, _group_size(row.format)

@@ -7,6 +7,7 @@ A QArray is elements in a dtype of their own and float scales, one for each tile
 import importlib
 from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -89,7 +90,7 @@ def from_qarray(array: Any, *, format: formats.BlockFormat | str | None = None) 
     )
 
 
-def to_qarray(x: MXArray, *, dtype: Any = None) -> Any:
+def to_qarray(x: MXArray, *, dtype: jax.typing.DTypeLike | None = None) -> Any:
     """An MXArray as a `qwix.QArray` of the same values.
 
     Args:

@@ -8,7 +8,7 @@ in the tiles of tensor cores. Source: torchao 0.18, prototype/safetensors.
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -155,11 +155,11 @@ def base(name: str) -> str:
     return f"{module}._{leaf}_" if module else f"_{leaf}_"
 
 
-def _plain_name(named: Any) -> str:
+def _plain_name(named: str | dict[str, str]) -> str:
     return named if isinstance(named, str) else named["_data"]
 
 
-def _dtype(named: Any) -> np.dtype:
+def _dtype(named: str | dict[str, str]) -> np.dtype:
     name = _plain_name(named)
     if name not in _DTYPES:
         raise ValueError(f"dtype={name!r}, known: {', '.join(_DTYPES)}")
@@ -167,7 +167,7 @@ def _dtype(named: Any) -> np.dtype:
 
 
 def _float8(
-    dtype: np.dtype, shape: tuple[int, ...], sizes: Any
+    dtype: np.dtype, shape: tuple[int, ...], sizes: Sequence[Any]
 ) -> tuple[formats.BlockFormat, Blocks]:
     """The format of float8 codes under float32 scales, from the extent of a block."""
     if len(sizes) != len(shape) or any(size != 1 for size in sizes[:-2]):

@@ -160,7 +160,7 @@ def built(
     tensor_scale: np.ndarray | jax.Array | None,
     format: BlockFormat,
     blocks: Blocks,
-    dtype: Any,
+    dtype: jax.typing.DTypeLike,
     where: str,
 ) -> MXArray:
     """An MXArray on the device, if its parts fit together; `where` begins the error."""

@@ -56,7 +56,7 @@ def describe(x: MXArray) -> dict[str, Any]:
     return json.loads(json.dumps(facts, default=lambda size: size.value))
 
 
-def description(x: MXArray, **more: Any) -> np.ndarray:
+def description(x: MXArray, **more: object) -> np.ndarray:
     """The JSON of `describe`, and of `more`, as bytes."""
     return np.frombuffer(json.dumps(describe(x) | more).encode(), np.uint8)
 
@@ -192,7 +192,7 @@ def from_packed(
     return built(codes, scales, tensor_scale, format, blocks, dtype, "from_packed")
 
 
-def to_wire(tree: Any) -> Any:
+def to_wire(tree: object) -> Any:
     """A tree with each MXArray as a dict of plain arrays, for whatever saves trees of arrays.
 
     Codes lie on the host at their real width: MXFP4 takes 4.25 bits an element. Weights that were
@@ -215,7 +215,7 @@ def to_wire(tree: Any) -> Any:
       'mxfp4'
     """
 
-    def go(leaf: Any) -> Any:
+    def go(leaf: object) -> Any:
         if not isinstance(leaf, Quantized):
             return leaf
         stored = unpacked(leaf)
@@ -259,7 +259,7 @@ def from_wire(tree: Any) -> Any:
     return jax.tree.map_with_path(go, tree, is_leaf=_is_wire)
 
 
-def _is_wire(node: Any) -> bool:
+def _is_wire(node: object) -> bool:
     return isinstance(node, Mapping) and {DESCRIPTION, CODES, SCALES} <= set(node)
 
 
@@ -449,7 +449,7 @@ def _fetch(reader: files.Reader, name: str, described: Described, where: str) ->
     return _assemble(described, arrays, where)
 
 
-def _leaves(node: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
+def _leaves(node: object, keys: Keys) -> Iterator[tuple[Keys, Any]]:
     if isinstance(node, Mapping):
         for key, value in node.items():
             if not isinstance(key, str | int) or isinstance(key, bool):
@@ -504,7 +504,7 @@ def _listed(reader: files.Reader, where: str) -> list[tuple[Keys, Any]]:
     return paths
 
 
-def put(tree: dict[Any, Any], keys: Keys, leaf: Any, where: str) -> None:
+def put(tree: dict[Any, Any], keys: Keys, leaf: object, where: str) -> None:
     """Enter a tensor at its path."""
     *outer, last = keys
     for key in outer:

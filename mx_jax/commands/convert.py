@@ -78,7 +78,7 @@ class Conversion:
     tensor_scale: float | None = None
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to a parser's subparsers."""
     written = [OWN, *(row.name for row in LAYOUTS if row.rotation is None), TORCHAO]
     help = "store quantized weights as another program does"

@@ -13,8 +13,8 @@ import argparse
 import dataclasses
 import json
 import math
-from typing import Any
 
+import jax
 import numpy as np
 
 from mx_jax import checkpoint
@@ -25,6 +25,7 @@ from mx_jax.commands.stream import add_command, stored_bytes
 from mx_jax.inspect.report_checkpoint import values_of
 from mx_jax.mxarray import MXArray
 
+Tensor = MXArray | jax.Array | np.ndarray
 # Values that are compared at once.
 _CHUNK = 1 << 18
 _COLUMNS = ("tensor", "A", "B", "", "SQNR dB", "max error", "values", "codes", "scales")
@@ -53,7 +54,7 @@ class Difference:
         return self.result in ("same", "same values")
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to a parser's subparsers."""
     help = "compare two checkpoints tensor by tensor"
     parser = add_command(commands, run, "diff", "a", "b", help=help, text=__doc__)
@@ -94,7 +95,7 @@ def _compare(a: Weights, b: Weights) -> list[Difference]:
     return found
 
 
-def difference(name: str, a: Any, b: Any) -> Difference:
+def difference(name: str, a: Tensor, b: Tensor) -> Difference:
     """Compare two tensors, arrays or MXArrays; NaN is the same as NaN."""
     formats = (_format(a), _format(b))
     if tuple(a.shape) != tuple(b.shape):
@@ -137,7 +138,7 @@ def _apart(x: np.ndarray, y: np.ndarray) -> tuple[int, float, float]:
         return values, float(largest), float(10 * np.log10(signal / noise))
 
 
-def _parts(a: Any, b: Any) -> tuple[int | None, int | None]:
+def _parts(a: object, b: object) -> tuple[int | None, int | None]:
     """How many codes and how many scales differ, where they can be compared."""
     if not (isinstance(a, MXArray) and isinstance(b, MXArray)):
         return None, None
@@ -150,7 +151,7 @@ def _parts(a: Any, b: Any) -> tuple[int | None, int | None]:
     return codes, int((np.asarray(a.scales) != np.asarray(b.scales)).sum()) + whole
 
 
-def _format(x: Any) -> str | None:
+def _format(x: Tensor | None) -> str | None:
     if x is None:
         return None
     return x.format.name if isinstance(x, MXArray) else x.dtype.name

@@ -86,7 +86,7 @@ examples:
 KEPT = r"(.*[./])?(\w*embed\w*|token_embd|wte|wpe|lm_head|output|head|tokens)"
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add both commands to a parser's subparsers."""
     help = "quantize a checkpoint's weights, by a format or by rules"
     parser = stream.add_command(

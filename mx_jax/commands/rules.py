@@ -19,12 +19,13 @@ from mx_jax.calibrate.ways import GPTQ, SEARCHED
 from mx_jax.checkpoint.weights import Weights, on_device
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, decide
-from mx_jax.formats import block_format
+from mx_jax.convert.weights import unstorable
+from mx_jax.formats import BlockFormat, block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.packing import store_weights, why_not_stored
 from mx_jax.ops.quantize import quantize
-from mx_jax.packed import Quantized
 from mx_jax.recipes import weight_only
+from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import OperandSpec
 
 _KEYS = {"pattern", "format", "recipe", "scale_rule", "scales", "axis", "skip"}
@@ -60,8 +61,8 @@ def read_rules(path: Path) -> tuple[FileRule, ...]:
 
 def format_rule(
     pattern: str,
-    format: Any,
-    scale_rule: Any = None,
+    format: BlockFormat | str,
+    scale_rule: ScaleRule | str | None = None,
     axis: int | None = None,
     scales: str | None = None,
 ) -> FileRule:
@@ -73,7 +74,7 @@ def format_rule(
     return FileRule(Rule(pattern, weight_only(format, scale_rule)), axis, scales)
 
 
-def _rule(row: Any, where: str) -> FileRule:
+def _rule(row: object, where: str) -> FileRule:
     if not isinstance(row, dict) or not isinstance(row.get("pattern"), str):
         raise ValueError(f"{where}: needs a pattern, a regular expression, got {row!r}")
     unknown = sorted(set(row) - _KEYS)
@@ -102,7 +103,6 @@ def _rule(row: Any, where: str) -> FileRule:
 
 # What a tensor is called below its layer, and the axis of its matrix that a product contracts.
 CONTRACTED = {"weight": -1, "kernel": 0, "embedding": -1}
-_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,12 @@ class Judged:
         """Whether it is quantized under one tensor scale for all of it."""
         return self.quantizes and self.num_stacked == 0 and self.spec.format.tensor_scale
 
-    def quantize(self, value: Any, moment: Any = None, tensor_scale: Any = None) -> MXArray:
+    def quantize(
+        self,
+        value: Any,
+        moment: np.ndarray | jax.Array | None = None,
+        tensor_scale: object = None,
+    ) -> MXArray:
         """The tensor's codes and scales, by GPTQ if the second moment of its inputs is given."""
         assert self.decision is not None and self.decision.recipe is not None and self.axes
         recipe, stacked, spec = self.decision.recipe, self.num_stacked, self.spec
@@ -166,7 +171,7 @@ def judge(rules: tuple[FileRule, ...], name: str, tensor: Any) -> Judged:
     layer, last = _split(name)
     path, *aliases = dict.fromkeys((layer, name, layer.replace(".", "/"), name.replace(".", "/")))
     judging = Layer(
-        path=path, aliases=tuple(aliases), type=Unknown, kernel=shape, obstacle=_obstacle(tensor)
+        path=path, aliases=tuple(aliases), type=Unknown, kernel=shape, obstacle=unstorable(tensor)
     )
     decision = decide(tuple(each.rule for each in rules), judging)
     if decision.recipe is None or decision.rule is None:
@@ -208,14 +213,6 @@ def _split(name: str) -> tuple[str, str]:
         if layer and last in CONTRACTED:
             return layer, last
     return name, name
-
-
-def _obstacle(tensor: Any) -> str | None:
-    if isinstance(tensor, Quantized):
-        return f"is {tensor.format.name} already"
-    if np.dtype(tensor.dtype) not in _DTYPES:
-        return f"is {tensor.dtype}; float32, bfloat16 and float16 can be quantized"
-    return None
 
 
 def _axes(axis: int, ndim: int) -> tuple[Axes, int]:

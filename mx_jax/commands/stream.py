@@ -51,7 +51,7 @@ _REPLACED = ("*.safetensors", *_OF_TENSORS, GGUF_FIELDS, RECORD)
 
 
 def add_command(
-    commands: Any,
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
     run: Callable[[argparse.Namespace], int],
     name: str,
     *inputs: str,
@@ -135,7 +135,7 @@ def read(options: argparse.Namespace) -> Weights:
     return checkpoint.read(vars(options)["in"], layout=options.layout)
 
 
-def as_it_is(one: Stored, value: Any = None) -> Any:
+def as_it_is(one: Stored, value: object = None) -> Any:
     """A tensor to be written as it was read; it is read now where no header has its dtype."""
     if one.host is not None and one.dtype is not None:
         return Entry(one.shape, one.dtype, one.host)
@@ -262,7 +262,7 @@ def _digests(options: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _facts(value: Any) -> Iterator[Any]:
+def _facts(value: object) -> Iterator[Any]:
     """What identifies an option's value: of files their sizes and times, of others the text."""
     if isinstance(value, list | tuple):
         for each in value:
@@ -380,7 +380,7 @@ def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> No
     write_json(out / path.name, kept)
 
 
-def _json(field: Any) -> Any:
+def _json(field: object) -> Any:
     """A field of a GGUF file for JSON."""
     if isinstance(field, tuple):
         return [_json(each) for each in field]

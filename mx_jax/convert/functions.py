@@ -117,7 +117,7 @@ class ConvertedFunction(Generic[P, R]):
     def __reduce__(self):
         return type(self), (self.function, self.rules, self.weights, self.strict)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> R:
+    def __call__(self, *args: object, **kwargs: object) -> R:
         """The function's result, with its products made as the rules say."""
         rngs = kwargs.get("rngs")
         key = rngs.get(RNG_STREAM) if isinstance(rngs, Mapping) else None
@@ -147,9 +147,9 @@ class ConvertedFunction(Generic[P, R]):
 def decisions(
     fn: Callable[..., Any],
     rules: tuple[Rule, ...],
-    *args: Any,
+    *args: object,
     weights: int | str | Sequence[int | str] = (),
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Decision, ...]:
     """What rules say of a function's products, from an abstract trace of a call."""
     fn = original(fn)
@@ -171,7 +171,7 @@ def _as_arguments(weights: int | str | Sequence[int | str]) -> Arguments:
 
 def call_by_recipe(
     function: Callable[..., R],
-    args: Any,
+    args: Sequence[Any],
     kwargs: dict[str, Any],
     *,
     recipe: Recipe,
@@ -257,7 +257,7 @@ def _traced(
     return _Traced(program, *jaxpr.planned(program, static.data, rules, modules), result)
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
@@ -271,7 +271,7 @@ def _check_key(key: jax.Array | None, recipes: Sequence[Recipe], name: str) -> N
             )
 
 
-def _check_streams(rngs: Any) -> None:
+def _check_streams(rngs: object) -> None:
     if rngs is None or (isinstance(rngs, Mapping) and set(rngs) == {RNG_STREAM}):
         return
     raise TypeError(
@@ -300,7 +300,7 @@ class _Static:
 
 
 def _split(
-    function: Callable[..., Any], weights: Arguments, args: Any, kwargs: dict[str, Any]
+    function: Callable[..., Any], weights: Arguments, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[_Static, list[Any]]:
     """All of a call but its arrays, and these."""
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

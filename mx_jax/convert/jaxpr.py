@@ -20,6 +20,8 @@ from jax import lax
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     DropVar,
+    Jaxpr,
+    JaxprEqn,
     Literal,
     jaxpr_as_fun,
     jaxprs_in_params,
@@ -198,7 +200,7 @@ def _products(
             yield from _products(body, own, inside, (*where, index, i), kept)
 
 
-def _scope(outer: str, eqn: Any) -> tuple[str, str | None]:
+def _scope(outer: str, eqn: JaxprEqn) -> tuple[str, str | None]:
     """The path of an equation, and why products there are not converted, or None."""
     name, transforms = str(eqn.source_info.name_stack), set[str]()
     while found := _TRANSFORMED.search(name):
@@ -211,10 +213,11 @@ def _scope(outer: str, eqn: Any) -> tuple[str, str | None]:
 
 
 def _product(
-    eqn: Any, data: list[bool], scope: str, where: tuple[int, ...], obstacle: str | None
+    eqn: JaxprEqn, data: list[bool], scope: str, where: tuple[int, ...], obstacle: str | None
 ) -> _Product:
     row = traced_products()[eqn.primitive]
-    operands, params = [atom.aval for atom in eqn.invars], eqn.params
+    operands: list[Any] = [atom.aval for atom in eqn.invars]
+    params = eqn.params
     turns = data == [False, True] and row.turned is not None
     if row.turned is not None and turns:
         left, right, params, _ = row.turned(*operands, params)
@@ -301,7 +304,7 @@ class PlannedBody:
             self.traced_before[called] = jax.make_jaxpr(self)(values, key)
         return self.traced_before[called]
 
-    def _region(self, eqn: Any, operands: Values, plan: Plan, key: Key) -> Values:
+    def _region(self, eqn: JaxprEqn, operands: Values, plan: Plan, key: Key) -> Values:
         region = regions()[eqn.primitive]
         bodies = [
             dataclasses.replace(self, program=body, plan=_below(plan, i))
@@ -310,7 +313,9 @@ class PlannedBody:
         draws = any(recipe.is_stochastic for recipe in recipes_of(plan))
         return region.run(eqn.params, operands, bodies, key if draws else None)
 
-    def _product(self, eqn: Any, operands: Values, recipe: Recipe, turns: bool, key: Key) -> Any:
+    def _product(
+        self, eqn: JaxprEqn, operands: Values, recipe: Recipe, turns: bool, key: Key
+    ) -> Any:
         row, params = traced_products()[eqn.primitive], eqn.params
         back = None
         if turns:
@@ -324,17 +329,17 @@ class PlannedBody:
             return product if back is None else back(product)
 
 
-def _in_layer(eqn: Any) -> AbstractContextManager[None]:
+def _in_layer(eqn: JaxprEqn) -> AbstractContextManager[None]:
     """A context of the module that an equation is of, if its names tell one."""
     marks = _MARK.findall(str(eqn.source_info.name_stack))
     return LayerName(marks[-1] or "model").context() if marks else contextlib.nullcontext()
 
 
-def _read(atom: Any, known: dict[Any, Any]) -> Any:
+def _read(atom: object, known: dict[Any, Any]) -> Any:
     return atom.val if isinstance(atom, Literal) else known[atom]
 
 
-def _run_unchanged(jaxpr: Any, eqns: list[Any], known: dict[Any, Any]) -> None:
+def _run_unchanged(jaxpr: Jaxpr, eqns: list[Any], known: dict[Any, Any]) -> None:
     """Run equations that follow each other as a jaxpr of their own; its results become known."""
     if not eqns:
         return
@@ -375,7 +380,7 @@ def closed(jaxpr: Any) -> ClosedJaxpr:
     return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
 
 
-def folded(key: Key, number: Any) -> Key:
+def folded(key: Key, number: int | jax.Array) -> Key:
     """A key of its own for a number; None stays None."""
     return None if key is None else jax.random.fold_in(key, number)
 
@@ -392,7 +397,7 @@ def _straight(
     return [data], flow(body, data)
 
 
-def _settled(body: Any, data: list[bool], carry: slice, flow: Flow) -> tuple[list[bool], Any]:
+def _settled(body: object, data: list[bool], carry: slice, flow: Flow) -> tuple[list[bool], Any]:
     """A loop's operands once what comes from data has gone round; its results in that round."""
     data = list(data)
     while True:
@@ -542,23 +547,17 @@ def _shard_map(
 @functools.cache
 def regions() -> dict[Any, Region]:
     """The rows, by primitive."""
+    # `jax.extend` does not give what `jax.shard_map` traces to.
+    mesh, spec = AbstractMesh((1,), ("x",)), PartitionSpec()
+    identity = jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)
+    # Whatever mesh the caller has set.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        (call,) = jax.make_jaxpr(identity)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
     return {
         jit_p: Region(_only_body, _straight, _jit),
         remat_p: Region(_only_body, _straight, _remat),
         scan_p: Region(_only_body, _scan_flow, _scan),
         while_p: Region(lambda own: (own["cond_jaxpr"], own["body_jaxpr"]), _while_flow, _while),
         cond_p: Region(lambda params: params["branches"], _cond_flow, _cond),
-        _shard_map_primitive(): Region(_only_body, _straight, _shard_map),
+        call.primitive: Region(_only_body, _straight, _shard_map),
     }
-
-
-def _shard_map_primitive() -> Any:
-    """What `jax.shard_map` traces to: `jax.extend` does not give it."""
-    mesh = AbstractMesh((1,), ("x",))
-    identity = jax.shard_map(
-        lambda x: x, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
-    )
-    # Whatever mesh the caller has set.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        (call,) = jax.make_jaxpr(identity)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
-    return call.primitive

@@ -11,6 +11,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import flax.linen as nn
@@ -20,6 +21,7 @@ import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -51,11 +53,11 @@ class ConvOfDotGeneral:
         lhs: jax.Array,
         rhs: jax.Array | Quantized,
         window_strides: Sequence[int],
-        padding: Any,
+        padding: str | Sequence[tuple[int, int]],
         *,
         rhs_dilation: Sequence[int],
-        precision: Any = None,
-        **options: Any,
+        precision: object = None,
+        **options: object,
     ) -> jax.Array:
         """`[batch, *space, in]` by `[*taps, in, out]` to `[batch, *space, out]`.
 
@@ -80,7 +82,9 @@ class ConvOfDotGeneral:
         return self.dot_general(patches, kernel, (contracting, ((), ())), precision, **taken)
 
 
-def conv_obstacle(feature_group_count: int, input_dilation: Any) -> str | None:
+def conv_obstacle(
+    feature_group_count: int, input_dilation: int | Sequence[int] | None
+) -> str | None:
     """Why a convolution is no product of patches and kernel, or None."""
     if feature_group_count != 1:
         return f"feature_group_count={feature_group_count}: each group contracts other features"
@@ -94,7 +98,7 @@ def _patches(
     x: jax.Array,
     window: Sequence[int],
     strides: Sequence[int],
-    padding: Any,
+    padding: str | Sequence[tuple[int, int]],
     dilation: Sequence[int],
 ) -> jax.Array:
     """`[batch, *space, features]` as `[batch, *out_space, taps, features]`."""
@@ -138,7 +142,7 @@ def _tiles(x: jax.Array, window: Sequence[int]) -> jax.Array:
     return x.transpose(order).reshape(batch, *counts, math.prod(window), features)
 
 
-def cast_table(table: Any, recipe: Recipe, key: jax.Array | None) -> Any:
+def cast_table(table: jax.Array | Quantized, recipe: Recipe, key: jax.Array | None) -> Any:
     """An embedding's table `[entries, features]` as the recipe's products see a weight.
 
     Blocks lie along the features, so that what is looked up and what is attended to have the same
@@ -165,7 +169,7 @@ class TablePromotion:
     recipe: Recipe
     promote: Callable[..., Any]
 
-    def __call__(self, args: Any, /, *, key: jax.Array | None = None, **options: Any) -> Any:
+    def __call__(self, args: object, /, *, key: jax.Array | None = None, **options: object) -> Any:
         """The promoted operands."""
         *others, table = self.promote(args, **options)
         return (*others, cast_table(table, self.recipe, key))
@@ -191,8 +195,8 @@ class Attention:
         bias: jax.Array | None = None,
         mask: jax.Array | None = None,
         *,
-        dtype: Any = None,
-        precision: Any = None,
+        dtype: object = None,
+        precision: lax.PrecisionLike = None,
         module: nnx.Module | None = None,
         is_causal: bool = False,
         key: jax.Array | None = None,
@@ -222,7 +226,7 @@ class Attention:
 
 
 def _einsum(
-    name: str, recipe: Recipe | None, precision: Any, key: jax.Array | None
+    name: str, recipe: Recipe | None, precision: lax.PrecisionLike, key: jax.Array | None
 ) -> Callable[..., jax.Array]:
     def product(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         if recipe is None:
@@ -294,6 +298,12 @@ class Conv:
     """
 
 
+Key = jax.Array | None
+Values = Sequence[jax.Array]
+Params = dict[str, Any]
+DotGeneralFn = Callable[..., jax.Array]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TracedProduct:
     """How equations of one primitive are judged and made anew; operands have the kernel right."""
@@ -321,7 +331,7 @@ def _unfit(dtypes: tuple[Any, ...], params: dict[str, Any]) -> str | None:
     return None
 
 
-def _dot_facts(lhs: Any, rhs: Any, params: dict[str, Any]) -> dict[str, Any]:
+def _dot_facts(lhs: ShapedArray, rhs: ShapedArray, params: dict[str, Any]) -> dict[str, Any]:
     (_, contracting), (_, batch) = params["dimension_numbers"]
     kept = [n for axis, n in enumerate(rhs.shape) if axis not in (*contracting, *batch)]
     shape = (*(rhs.shape[axis] for axis in contracting), math.prod(kept))
@@ -333,15 +343,9 @@ def _dot_facts(lhs: Any, rhs: Any, params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _dot(
-    recipe: Recipe, dot_general: Any, values: Any, params: dict[str, Any], key: Any
-) -> jax.Array:
-    del recipe
-    options = dict(params)
-    return dot_general(*values, options.pop("dimension_numbers"), **options, key=key)
-
-
-def turned(lhs: Any, rhs: Any, params: dict[str, Any]) -> tuple[Any, Any, dict[str, Any], Any]:
+def turned(
+    lhs: jax.Array | ShapedArray, rhs: jax.Array | ShapedArray, params: dict[str, Any]
+) -> tuple[Any, Any, dict[str, Any], Any]:
     """A dot_general with its operands in the other order, and what brings its result back."""
     contracting, batch = params["dimension_numbers"]
     start, rank = len(batch[0]), lhs.ndim + rhs.ndim - len(batch[0]) - 2 * len(contracting[0])
@@ -358,7 +362,9 @@ def turned(lhs: Any, rhs: Any, params: dict[str, Any]) -> tuple[Any, Any, dict[s
     return rhs, lhs, params, lambda product: lax.transpose(product, order)
 
 
-def _ragged_facts(lhs: Any, rhs: Any, sizes: Any, params: dict[str, Any]) -> dict[str, Any]:
+def _ragged_facts(
+    lhs: ShapedArray, rhs: ShapedArray, sizes: object, params: dict[str, Any]
+) -> dict[str, Any]:
     plain = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((1,), (1,)), ((), ())),
         lhs_ragged_dimensions=(0,),
@@ -372,16 +378,7 @@ def _ragged_facts(lhs: Any, rhs: Any, sizes: Any, params: dict[str, Any]) -> dic
     return {"kernel": shape, "shape": shape[1:], "obstacle": obstacle}
 
 
-def _ragged(
-    recipe: Recipe, dot_general: Any, values: Any, params: dict[str, Any], key: Any
-) -> jax.Array:
-    del dot_general
-    lhs, rhs, sizes = values
-    options = {name: params[name] for name in ("precision", "preferred_element_type")}
-    return ragged_dot(lhs, rhs, sizes, recipe=recipe, **options, key=key)
-
-
-def _conv_facts(lhs: Any, rhs: Any, params: dict[str, Any]) -> dict[str, Any]:
+def _conv_facts(lhs: ShapedArray, rhs: ShapedArray, params: dict[str, Any]) -> dict[str, Any]:
     out, into, *space = params["dimension_numbers"].rhs_spec
     taps = math.prod(rhs.shape[axis] for axis in space)
     obstacle = conv_obstacle(params["feature_group_count"], params["lhs_dilation"])
@@ -395,11 +392,8 @@ def _conv_facts(lhs: Any, rhs: Any, params: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _conv(
-    recipe: Recipe, dot_general: Any, values: Any, params: dict[str, Any], key: Any
-) -> jax.Array:
+def _conv(_: Recipe, dot_general: DotGeneralFn, values: Values, params: Params, key: Key) -> Any:
     """The product of patches and kernel; channels go last, and back."""
-    del recipe
     lhs, rhs = values
     (batch, features, *space), (out, into, *taps), to = params["dimension_numbers"]
     product = ConvOfDotGeneral(dot_general=dot_general)(
@@ -420,20 +414,26 @@ def _conv(
 @functools.cache
 def traced_products() -> dict[Any, TracedProduct]:
     """The rows, by primitive."""
-    return {
-        dot_general_p: TracedProduct(
-            type=DotGeneral, facts=_dot_facts, multiply=_dot, turned=turned
-        ),
-        conv_general_dilated_p: TracedProduct(type=Conv, facts=_conv_facts, multiply=_conv),
-        _ragged_primitive(): TracedProduct(type=RaggedDot, facts=_ragged_facts, multiply=_ragged),
-    }
-
-
-def _ragged_primitive() -> Any:
-    """What `jax.lax.ragged_dot` traces to: `jax.extend` does not give it."""
+    # `jax.extend` does not give what `jax.lax.ragged_dot` traces to.
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 1), (1, 1, 1))]
     sizes = jax.ShapeDtypeStruct((1,), jnp.int32)
-    return jax.make_jaxpr(lax.ragged_dot)(*shapes, sizes).eqns[-1].primitive
+    ragged_dot_p = jax.make_jaxpr(lax.ragged_dot)(*shapes, sizes).eqns[-1].primitive
+
+    def dot(_: Recipe, dot_general: DotGeneralFn, values: Values, params: Params, key: Key) -> Any:
+        options = dict(params)
+        return dot_general(*values, options.pop("dimension_numbers"), **options, key=key)
+
+    def ragged(recipe: Recipe, _: object, values: Values, params: Params, key: Key) -> Any:
+        options = {name: params[name] for name in ("precision", "preferred_element_type")}
+        return ragged_dot(*values, recipe=recipe, **options, key=key)
+
+    return {
+        dot_general_p: TracedProduct(
+            type=DotGeneral, facts=_dot_facts, multiply=dot, turned=turned
+        ),
+        conv_general_dilated_p: TracedProduct(type=Conv, facts=_conv_facts, multiply=_conv),
+        ragged_dot_p: TracedProduct(type=RaggedDot, facts=_ragged_facts, multiply=ragged),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -460,13 +460,13 @@ class Slot:
     attribute: str
     defaults: tuple[Any, ...]
 
-    def holds(self, layer: Any) -> bool:
+    def holds(self, layer: object) -> bool:
         """Whether a layer has the slot; for a linen module, whether it is one of its fields."""
         if not isinstance(layer, self.types):
             return False
         return not isinstance(layer, nn.Module) or self.attribute in layer.__dataclass_fields__
 
-    def obstacle(self, layer: Any, ours: type | tuple[type, ...]) -> str | None:
+    def obstacle(self, layer: object, ours: type | tuple[type, ...]) -> str | None:
         """Why the slot of a layer is not to be filled, or None.
 
         Args:
@@ -481,7 +481,7 @@ class Slot:
         return f"has its own {self.attribute}"
 
 
-def _as_stored(layer: Any, kernel: tuple[int, ...], *call: Any) -> Shape:
+def _as_stored(layer: object, kernel: tuple[int, ...], *call: object) -> Shape:
     return kernel
 
 
@@ -535,7 +535,7 @@ class Kind:
     reads_stored: bool = False
     rhs_is_kernel: bool = False
 
-    def facts(self, layer: Any, kernel: tuple[int, ...], *call: Any) -> dict[str, Any]:
+    def facts(self, layer: object, kernel: tuple[int, ...], *call: object) -> dict[str, Any]:
         """Fields of `Layer` that rules judge by.
 
         Args:
@@ -581,7 +581,7 @@ def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes | None:
     return Axes(batch, kept, contracting) if contracting else None
 
 
-def _dense_counts(layer: Any) -> tuple[int, int, int]:
+def _dense_counts(layer: nnx.Linear | nnx.LinearGeneral) -> tuple[int, int, int]:
     """How many batch, contracting and kept axes the kernel of an nnx layer has."""
     sizes = (getattr(layer, "batch_axis", ()), layer.in_features, layer.out_features)
     batch, contracting, kept = (1 if isinstance(x, int) else len(x) for x in sizes)
@@ -589,7 +589,7 @@ def _dense_counts(layer: Any) -> tuple[int, int, int]:
 
 
 def _dense_axes(
-    layer: Any, kernel: tuple[int, ...], dimensions: Any = None, *_: Any
+    layer: nnx.Linear | nnx.LinearGeneral, kernel: tuple[int, ...], dimensions: Any = None, *_: Any
 ) -> Axes | None:
     if dimensions is None:
         num_batch, num_contracting, _kept = _dense_counts(layer)
@@ -687,7 +687,7 @@ def _of_equinox() -> tuple[Kind, ...]:
 
 
 @functools.cache
-def _rows_of_equinox(layers: Any) -> tuple[Kind, ...]:
+def _rows_of_equinox(layers: ModuleType) -> tuple[Kind, ...]:
     row = functools.partial(Kind, shape=lambda layer, kernel: kernel[::-1])
     return (
         row(tree=layers.Linear, kernel=lambda layer: layer.weight),
@@ -695,7 +695,7 @@ def _rows_of_equinox(layers: Any) -> tuple[Kind, ...]:
     )
 
 
-def kind_of(layer: Any) -> Kind | None:
+def kind_of(layer: object) -> Kind | None:
     """The kind of a layer that holds its products in attributes, or is a known node of a tree."""
     for kind in (*_KINDS, *_of_equinox()):
         if kind.tree and isinstance(layer, kind.tree):

@@ -37,6 +37,9 @@ from mx_jax.ops.tags import tag
 from mx_jax.packed import Quantized, rows_of
 from mx_jax.recipes import Recipe, high_precision
 
+Call = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 # Conversions that are under way: (rules, path of the root).
 _active: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("active", default=())
 
@@ -97,7 +100,7 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
     return _converted(original(module), as_rules(rules, "convert.linen"), strict)
 
 
-def refuse_wrapper(model: Any, operation: str) -> None:
+def refuse_wrapper(model: object, operation: str) -> None:
     """Raise TypeError for what holds a flax.linen module, and say what to convert.
 
     As transformers' `FlaxPreTrainedModel`, which reads `module` and stores `_module`.
@@ -158,7 +161,7 @@ def _reduce(self: Any) -> tuple[Any, ...]:
     return _converted, (original(self), self._mx_rules, self._mx_strict)
 
 
-def _call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
+def _call_wrapped_method(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
     """Flax's way into every method: also where the module is a part of another."""
     run = functools.partial(self._mx_base._call_wrapped_method, self, fun, args, kwargs)
     if self.scope is None:
@@ -197,20 +200,27 @@ def _under_rules(name: str):
 
 
 def _with_weights(
-    run: Any, variables: Any, *args: Any, **kwargs: Any
+    run: Call, variables: Mapping[str, Any], *args: Any, **kwargs: Any
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """An `apply` whose first argument are the parameters alone, and its arguments."""
     others = dict(variables)
     params = {"params": others.pop("params")} if "params" in others else {}
 
-    def call(params: Any, others: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(
+        params: Mapping[str, Any], others: Mapping[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         return run({**params, **others}, *args, **kwargs)
 
     return call, (params, others, *args), kwargs
 
 
 def _traced(
-    self: Any, run: Any, args: Any, kwargs: Any, key: jax.Array | None = None, runs: bool = True
+    self: Any,
+    run: Call,
+    args: Args,
+    kwargs: Kwargs,
+    key: jax.Array | None = None,
+    runs: bool = True,
 ) -> Any:
     """A call of the module whose products are made anew, those of its layers apart."""
     rules = self._mx_rules
@@ -228,15 +238,15 @@ def _traced(
     )
 
 
-def _traced_part(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
+def _traced_part(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
     """As `_traced`, of a module in another, which is bound: its scope becomes an argument."""
     key = None
     draws = [own for rule in self._mx_rules if (own := rule.quantizes) and own.is_stochastic]
     if draws and (self.has_rng(RNG_STREAM) or self.has_rng("params")):
         key = layer_key(self, draws[0])
 
-    def lifted(method: Any, scope: Any, *given: Any) -> Any:
-        def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *given: Any) -> Any:
+    def lifted(method: Call, scope: Scope, *given: Any) -> Any:
+        def run(scope_of: Call, repack: Call, variables: Any, rngs: Any, *given: Any) -> Any:
             def call(variables: Any, rngs: Any, *given: Any) -> Any:
                 scope = scope_of(variables, rngs)
                 return method(scope, *given), repack(scope)
@@ -245,13 +255,13 @@ def _traced_part(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
 
         return lift.pack(run, (True,), (True,), (True,))(scope, *given)
 
-    def method(module: Any, args: Any, kwargs: Any) -> Any:
+    def method(module: Any, args: Args, kwargs: Kwargs) -> Any:
         return module._call_wrapped_method(fun, args, kwargs)
 
     return lift_direct_transform(lifted, (method,), self, args, kwargs)
 
 
-def _bind(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _bind(self: object, *args: object, **kwargs: object) -> Any:
     raise ValueError(
         f"convert.linen: {type(self).__name__}.bind would leave layers that are called past the "
         "module's own methods in high precision; use apply(variables, ..., method=lambda module, "
@@ -304,12 +314,12 @@ def _known(module: Any) -> _Known:
 
 
 @functools.lru_cache(maxsize=256)
-def _known_of(model: Any) -> _Known:
+def _known_of(model: object) -> _Known:
     return _Known()
 
 
 def decisions(
-    module: nn.Module, rules: tuple[Rule, ...], *args: Any, rngs: Any = None, **kwargs: Any
+    module: nn.Module, rules: tuple[Rule, ...], *args: object, rngs: object = None, **kwargs: object
 ) -> tuple[Decision, ...]:
     """What rules say of a module's layers, from an abstract trace of its init."""
     converted: Any = linen(module, rules)
@@ -331,7 +341,7 @@ _ATTENTION_CALL = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
 
 
 @contextlib.contextmanager
-def overriding(layer: Any, overrides: dict[str, Any]) -> Iterator[None]:
+def overriding(layer: object, overrides: dict[str, Any]) -> Iterator[None]:
     """Override a layer's attributes for one call, past Flax's checks: no other thread has it."""
     own = vars(layer)
     before = {name: own[name] for name in overrides if name in own}
@@ -348,6 +358,7 @@ def overriding(layer: Any, overrides: dict[str, Any]) -> Iterator[None]:
                 object.__delattr__(layer, name)
 
 
+@dataclasses.dataclass(frozen=True)
 class BoundLayer:
     """One layer in one call: its path, and the rules to ask.
 
@@ -355,16 +366,10 @@ class BoundLayer:
     stochastic recipe never equal, because each call draws from its own scope.
     """
 
-    def __init__(self, rules: tuple[Rule, ...], layer: nn.Module, path: str):
-        self.rules, self.layer, self.path = rules, layer, path
-        stochastic = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
-        self._identity = (rules, path, id(self) if stochastic else 0)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BoundLayer) and self._identity == other._identity
-
-    def __hash__(self) -> int:
-        return hash(self._identity)
+    rules: tuple[Rule, ...]
+    path: str
+    call: object  # a fresh one with a stochastic recipe, else None
+    layer: nn.Module = dataclasses.field(compare=False)
 
     def decide(self, product: str | None = None, **facts: Any) -> Decision:
         """The rules' decision about the layer, or one product of it; facts are `Layer`'s fields."""
@@ -397,9 +402,9 @@ class Product:
 
     bound: BoundLayer
     kind: Kind
-    default: Callable[..., Any]
+    default: Call
 
-    def __call__(self, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
+    def __call__(self, lhs: object, rhs: Any, *args: Any, **options: object) -> Any:
         """Ask the rules, then multiply with their recipe, or as the layer would have."""
         facts = self.kind.facts(self.bound.layer, tuple(rhs.shape), *args)
         decision = self.bound.decide(**facts)
@@ -435,7 +440,7 @@ class AttentionEinsum:
         """The rules' decision about the product."""
         return self.bound.decide(self.product, **ATTENTION.facts(self.bound.layer, ()))
 
-    def __call__(self, *operands: Any) -> Any:
+    def __call__(self, *operands: object) -> Any:
         """Ask the rules, then multiply with their recipe, or as the layer would have."""
         if not operands:
             return self
@@ -465,16 +470,13 @@ class WithoutPrecision:
         parameters = [p for p in signature.parameters.values() if p.name != "precision"]
         return signature.replace(parameters=parameters)
 
-    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+    def __call__(self, *args: object, **options: object) -> jax.Array:
         """The attention function's own answer."""
         return self.attention_fn(*args, **options)
 
 
 def _answer_einsum(
-    bound: BoundLayer,
-    call: Callable[..., Any],
-    inputs: jax.Array,
-    einsum_str: str | None = None,
+    bound: BoundLayer, call: Call, inputs: jax.Array, einsum_str: str | None = None
 ) -> jax.Array:
     """flax.linen.Einsum: with a recipe, its twin of mx_jax.nn.linen runs in its scope."""
     layer: Any = bound.layer
@@ -500,7 +502,7 @@ def _answer_einsum(
         return twin(inputs, einsum_str)
 
 
-def _answer_lookup(bound: BoundLayer, call: Callable[..., Any], inputs: jax.Array) -> jax.Array:
+def _answer_lookup(bound: BoundLayer, call: Call, inputs: jax.Array) -> jax.Array:
     """flax.linen.Embed: rows of the quantized table."""
     recipe = _decide_embed(bound).recipe
     layer: Any = bound.layer
@@ -513,7 +515,7 @@ def _answer_lookup(bound: BoundLayer, call: Callable[..., Any], inputs: jax.Arra
         return call(inputs)
     key = bound.key(recipe)
 
-    def promote(table: Any, **options: Any) -> list[Any]:
+    def promote(table: object, **options: object) -> list[Any]:
         return [cast_table(entry, recipe, key) for entry in layer_promote(table, **options)]
 
     layer_promote = layer.promote_dtype
@@ -521,7 +523,7 @@ def _answer_lookup(bound: BoundLayer, call: Callable[..., Any], inputs: jax.Arra
         return call(inputs)
 
 
-def _answer_attend(bound: BoundLayer, call: Callable[..., Any], query: jax.Array) -> jax.Array:
+def _answer_attend(bound: BoundLayer, call: Call, query: jax.Array) -> jax.Array:
     """flax.linen.Embed.attend: the query times the table, both along the features."""
     decision = _decide_embed(bound)
     recipe = decision.recipe
@@ -545,14 +547,16 @@ def _decide_embed(bound: BoundLayer):
 
 
 # By the functions themselves, below Flax's wrappers: what an interceptor gets to see.
-ANSWERS: dict[Any, Callable[..., Any]] = {
+ANSWERS: dict[Any, Call] = {
     inspect.unwrap(nn.Einsum.__call__): _answer_einsum,
     inspect.unwrap(nn.Embed.__call__): _answer_lookup,
     inspect.unwrap(nn.Embed.attend): _answer_attend,
 }
 
 
-def _cache_overrides(bound: BoundLayer, method: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+def _cache_overrides(
+    bound: BoundLayer, method: object, overrides: dict[str, Any]
+) -> dict[str, Any]:
     """What else to set on an attention while it decodes, by a rule with a cache."""
     layer: Any = bound.layer
     if method is not _ATTENTION_CALL or all(rule.cache is None for rule in bound.rules):
@@ -569,7 +573,7 @@ def _cache_overrides(bound: BoundLayer, method: Any, overrides: dict[str, Any]) 
     return {"decode": False, "attention_fn": _cached_attention(layer, format, attention_fn)}
 
 
-def _cached_attention(layer: nn.Module, format: CacheFormat, own: Any) -> CachedAttention:
+def _cached_attention(layer: nn.Module, format: CacheFormat, own: Call) -> CachedAttention:
     """Keeps keys and values in the variables that Flax's attention would."""
 
     def get(keys: jax.Array) -> tuple[Any, Any, jax.Array] | None:
@@ -582,7 +586,7 @@ def _cached_attention(layer: nn.Module, format: CacheFormat, own: Any) -> Cached
         )
         return (kept[0].value, kept[1].value, kept[2].value) if started else None
 
-    def put(keys: Any, values: Any, index: jax.Array) -> None:
+    def put(keys: object, values: object, index: jax.Array) -> None:
         layer.put_variable("cache", "cached_key", keys)
         layer.put_variable("cache", "cached_value", values)
         layer.put_variable("cache", "cache_index", index)
@@ -609,9 +613,7 @@ class Interceptor:
     # Gets every module that is met, by its path.
     modules: dict[str, Module]
 
-    def __call__(
-        self, call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext
-    ) -> Any:
+    def __call__(self, call: Call, args: Args, kwargs: Kwargs, context: InterceptorContext) -> Any:
         """Run a method of a module, with what the rules say of it."""
         layer, scope = context.module, context.module.scope
         path = None if scope is None else self._path(layer)
@@ -631,17 +633,13 @@ class Interceptor:
             return self._run(call, args, kwargs, context, path)
 
     def _run(
-        self,
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        context: InterceptorContext,
-        path: str,
+        self, call: Call, args: Args, kwargs: Kwargs, context: InterceptorContext, path: str
     ) -> Any:
         layer = context.module
         if context.method_name == "setup":
             return call(*args, **kwargs)
-        bound = BoundLayer(self.rules, layer, path)
+        draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in self.rules)
+        bound = BoundLayer(self.rules, path, object() if draws else None, layer)
         method = getattr(context.orig_method, "func", None)
         answer = ANSWERS.get(method)
         if answer is not None:

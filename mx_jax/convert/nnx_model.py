@@ -26,6 +26,7 @@ from mx_jax.convert.kinds import ATTENTION, EMBED, Kind, kind_of
 from mx_jax.convert.report import Report, record, recorded, recorders_of
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.inspect.explain import of_arrays
+from mx_jax.nn.cache import CacheRows
 from mx_jax.nn.layers import named_in_errors, nnx_spec, recipe_of
 from mx_jax.nn.nnx import RNG_STREAM, missing_stream, next_key, promote_operands
 from mx_jax.nn.stored import quantized_in
@@ -134,14 +135,14 @@ def original(model: M) -> M:
 
 
 def decisions(
-    model: Any, rules: tuple[Rule, ...], *args: Any, **kwargs: Any
+    model: Any, rules: tuple[Rule, ...], *args: object, **kwargs: object
 ) -> tuple[Decision, ...]:
     """What rules say of a model's layers, and of products that an abstract call shows."""
     copy, found = converted(model, rules, flax_nnx.Rngs(0))
     if args or kwargs:
         graph, state = flax_nnx.split(copy)
 
-        def call(state: Any, *args: Any, **kwargs: Any) -> None:
+        def call(state: object, *args: object, **kwargs: object) -> None:
             flax_nnx.merge(graph, state)(*args, **kwargs)
 
         with recorded(rules, reports=True) as record:
@@ -212,7 +213,7 @@ def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
 
 
 def as_layer(
-    paths: tuple[str, ...], layer: Any, facts: dict[str, Any], product: str | None = None
+    paths: tuple[str, ...], layer: object, facts: dict[str, Any], product: str | None = None
 ) -> Layer:
     """A layer, or a product or the cache of it, as rules judge it; facts are `Layer`'s fields."""
     if product is not None:
@@ -236,7 +237,7 @@ def layers_of(model: flax_nnx.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
         yield tuple("/".join(map(str, own)) for own in (path, *others)), layer
 
 
-def judged(layer: Any) -> tuple[Kind, dict[str, Any]] | None:
+def judged(layer: object) -> tuple[Kind, dict[str, Any]] | None:
     """The kind of a layer, and the fields of `Layer` that rules judge it by.
 
     None: it has no attribute for a product, or an attention of its own there.
@@ -256,20 +257,20 @@ def judged(layer: Any) -> tuple[Kind, dict[str, Any]] | None:
     return kind, facts | {"obstacle": facts["obstacle"] or obstacle}
 
 
-def _obstacle(layer: Any, kind: Kind) -> str | None:
+def _obstacle(layer: object, kind: Kind) -> str | None:
     # First: a property of our own layers draws a key when it is read.
     if isinstance(getattr(layer, "recipe", None), Recipe):
         return "has its own recipe"
     return kind.nnx and kind.nnx.obstacle(layer, (Injected, KeyedInjected))
 
 
-def stack(layer: Any, kind: Kind) -> tuple[int, ...]:
+def stack(layer: object, kind: Kind) -> tuple[int, ...]:
     """The leading axes of a stack of layers made by nnx.vmap; () for a single one."""
     shape = kind.kernel(layer).shape
     return tuple(shape[: len(shape) - kind.kernel_ndim(layer)])
 
 
-def class_of(layer: Any) -> type:
+def class_of(layer: object) -> type:
     """The class that a module had before conversion."""
     cls: Any = type(layer)
     while hasattr(cls, "_mx_base"):
@@ -277,7 +278,7 @@ def class_of(layer: Any) -> type:
     return cls
 
 
-def matrix_of(layer: Any) -> flax_nnx.Param | None:
+def matrix_of(layer: object) -> flax_nnx.Param | None:
     """The first parameter of two axes or more that a module has beside known layers."""
     if kind_of(layer) is not None or isinstance(layer, _WITHOUT_PRODUCT):
         return None
@@ -298,7 +299,7 @@ class Injected:
     layer: str
     name: LayerName
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: object, **options: object) -> Any:
         """The operation's result."""
         with named_in_errors(self.layer), decided(), self.name.context():
             return self.operation(*args, **options)
@@ -311,7 +312,7 @@ class KeyedInjected(flax_nnx.Module):
         self.injected = flax_nnx.static(injected)
         self.stream = stream
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: object, **options: object) -> Any:
         """The operation's result."""
         return self.injected(*args, **options, key=next_key(self.stream, "convert.nnx"))
 
@@ -389,7 +390,7 @@ class StoredEmbed(flax_nnx.Embed):
     query in high precision, as a converted Embed does.
     """
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, inputs: jax.Array, out_sharding: object = None) -> jax.Array:
         """Rows of the table, `[*inputs, features]`."""
         table = quantized_in(self.embedding[...])
         if table is None:
@@ -399,7 +400,7 @@ class StoredEmbed(flax_nnx.Embed):
         values = rows_of(table, jnp.asarray(inputs)).dequantize(self.dtype or table.dtype)
         return values if out_sharding is None else jax.sharding.reshard(values, out_sharding)
 
-    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def attend(self, query: jax.Array, out_sharding: object = None) -> jax.Array:
         """The query times the table, along the features."""
         table = quantized_in(self.embedding[...])
         if table is None:
@@ -413,7 +414,7 @@ class StoredEmbed(flax_nnx.Embed):
         return multiply(query, table, (((query.ndim - 1,), (1,)), ((), ())))
 
 
-def read_stored(layer: Any) -> None:
+def read_stored(layer: object) -> None:
     """Make Flax's own embedding one that looks rows up in a stored table."""
     if class_of(layer) is flax_nnx.Embed:
         object.__setattr__(layer, "__class__", StoredEmbed)
@@ -467,7 +468,7 @@ class _Call:
     is_decided: bool
 
 
-def _multiplies_itself(layer: Any, kind: Kind | None, converts: bool) -> bool:
+def _multiplies_itself(layer: object, kind: Kind | None, converts: bool) -> bool:
     """Whether a trace of a module's call shows products, besides those that it got others for."""
     flaxs = class_of(layer).__module__.startswith("flax.")
     if isinstance(layer, _WITHOUT_PRODUCT) or (flaxs and not callable(layer)):
@@ -525,7 +526,7 @@ def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """A method whose products are its module's; the outermost call is traced."""
 
     @functools.wraps(method)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Any, *args: object, **kwargs: object) -> Any:
         here: _Call = self.mx_call
         if tracing.value == here.model.rules:
             with (decided if here.is_decided else in_module)(here.path):
@@ -538,7 +539,9 @@ def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _traced(self: Any, model: _Conversion, path: str, args: Any, kwargs: Any) -> Any:
+def _traced(
+    self: Any, model: _Conversion, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A call as a function of the state of all that takes part, which changes where it did."""
     key = self.mx_stream() if "mx_stream" in vars(self) else None
     nodes = (self, args, kwargs)
@@ -588,7 +591,7 @@ class _Graph:
     graph: Any
 
 
-def _become(layer: Any, own: Callable[[type], dict[str, Any]]) -> None:
+def _become(layer: object, own: Callable[[type], dict[str, Any]]) -> None:
     object.__setattr__(layer, "__class__", _subclass(type(layer), own))
 
 
@@ -652,7 +655,12 @@ def _take_back_cache(layer: Any) -> None:
     layer.cached_key = layer.cached_value = flax_nnx.data(None)
 
 
-def _set_cache(layer: Any, keys: Any, values: Any, index: jax.Array) -> None:
+def _set_cache(
+    layer: Any,
+    keys: jax.Array | CacheRows,
+    values: jax.Array | CacheRows,
+    index: jax.Array,
+) -> None:
     """New Variables: the model that was converted goes on with its own."""
     layer.cached_key, layer.cached_value = flax_nnx.Cache(keys), flax_nnx.Cache(values)
     layer.cache_index = flax_nnx.Cache(index)
@@ -662,14 +670,14 @@ def _caching(base: type) -> dict[str, Any]:
     """What an attention does otherwise, whose cache is in a format."""
     flaxs: Any = base
 
-    def init_cache(self: Any, *args: Any, **options: Any) -> None:
+    def init_cache(self: Any, *args: object, **options: object) -> None:
         """As the class does it: the arrays that it makes are gone when their rows are there."""
         flaxs.init_cache(self, *args, **options)
         arrays = self.cached_key[...]
         cache = self.mx_cache.empty(arrays.shape, arrays.dtype)
         _set_cache(self, cache.keys, cache.values, self.cache_index[...])
 
-    def call(self: Any, *args: Any, decode: bool | None = None, **options: Any) -> Any:
+    def call(self: Any, *args: object, decode: bool | None = None, **options: object) -> Any:
         decodes = self.decode if decode is None else decode
         if not decodes or self.cached_key is None:
             return flaxs.__call__(self, *args, decode=decode, **options)
@@ -688,12 +696,12 @@ def _cached_attention(layer: Any) -> CachedAttention:
         kept = (layer.cached_key, layer.cached_value, layer.cache_index)
         return tuple(variable.get_value() for variable in kept)
 
-    def put(keys: Any, values: Any, index: jax.Array) -> None:
+    def put(keys: CacheRows, values: CacheRows, index: jax.Array) -> None:
         layer.cached_key.set_value(keys)
         layer.cached_value.set_value(values)
         layer.cache_index[...] = index
 
-    def attention_fn(*args: Any, module: Any = None, **options: Any) -> jax.Array:
+    def attention_fn(*args: object, module: object = None, **options: object) -> jax.Array:
         # Weights are sown into the layer, not into its copy.
         sown = {} if module is None else {"module": layer}
         # The rows up to a token's own are what causal attention sees.

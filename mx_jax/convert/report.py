@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
+from mx_jax.inspect.bias import aligned
 
 COLUMNS = ("layer", "type", "kernel", "rule", "recipe")
 
@@ -127,10 +128,7 @@ class Report:
         return ", ".join(f"{index} ({self.rules[index]})" for index in indices)
 
     def __str__(self) -> str:
-        rows = [COLUMNS, *map(_row, self.decisions)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, self.summary])
+        return f"{aligned([COLUMNS, *map(_row, self.decisions)])}\n{self.summary}"
 
     def __rich__(self) -> Table:
         table = Table(*COLUMNS, caption=self.summary)

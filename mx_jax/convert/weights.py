@@ -45,7 +45,9 @@ class _Kernel:
     def judge(cls, rules: tuple[Rule, ...], layer: Layer, value: Any) -> "_Kernel":
         """Ask the rules about a parameter of a layer: its shape and dtype count."""
         stacked = 0 if layer.kernel is None else value.ndim - len(layer.kernel)
-        obstacle = layer.obstacle or _obstacle(layer, value)
+        obstacle = layer.obstacle or unstorable(value)
+        if obstacle is None and layer.axes is None:
+            obstacle = "which of its axes a product contracts is not known"
         whole = dataclasses.replace(layer, kernel=tuple(value.shape), obstacle=obstacle)
         decision = decide(rules, whole)
         reason = decision.recipe and why_not_stored(decision.recipe)
@@ -54,7 +56,7 @@ class _Kernel:
         looked_up = issubclass(layer.type, (flax.linen.Embed, nnx.Embed))
         return cls(decision=decision, num_stacked=stacked, looked_up=looked_up)
 
-    def store(self, value: Any, pack: bool, by: Way | None) -> Any:
+    def store(self, value: object, pack: bool, by: Way | None) -> Any:
         """The parameter as it is to be stored; without a recipe, as it is."""
         layer, recipe = self.decision.layer, self.decision.recipe
         if recipe is None or layer.axes is None:
@@ -87,18 +89,17 @@ class _Kernel:
         )
 
 
-def _obstacle(layer: Layer, value: Any) -> str | None:
+def unstorable(value: Any) -> str | None:
+    """Why an array cannot be stored in a block format, or None."""
     if isinstance(value, Quantized):
         return f"is {value.format.name} already"
-    if value.dtype not in _DTYPES:
+    if np.dtype(value.dtype) not in _DTYPES:
         return f"is {value.dtype}; float32, bfloat16 and float16 can be quantized"
-    if layer.axes is None:
-        return "which of its axes a product contracts is not known"
     return None
 
 
 def weights(
-    params: Any,
+    params: object,
     rules: Rule | Sequence[Rule],
     *,
     model: flax.linen.Module | None = None,
@@ -188,7 +189,7 @@ def _warn_of_unstored(found: Report, strict: bool) -> None:
 
 
 def weights_report(
-    params: Any,
+    params: object,
     rules: Rule | Sequence[Rule],
     *,
     model: flax.linen.Module | None = None,
@@ -224,7 +225,7 @@ def weights_report(
     return found
 
 
-def _check_arguments(params: Any, model: Any, args: Any) -> None:
+def _check_arguments(params: object, model: object, args: object) -> None:
     if model is not None or args:
         raise TypeError(
             f"convert.weights: {type(params).__name__} is itself a model; model= and args= are "
@@ -232,7 +233,7 @@ def _check_arguments(params: Any, model: Any, args: Any) -> None:
         )
 
 
-def _flat(params: Any) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
+def _flat(params: object) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
     """Parameters with the names that lead to them, and how to put them together."""
     if not isinstance(params, Mapping | nnx.State):
         raise TypeError(
@@ -246,11 +247,11 @@ def _flat(params: Any) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
     return [(tuple(name((key,)) for key in path), leaf) for path, leaf in found], structure
 
 
-def _value(leaf: Any) -> Any:
+def _value(leaf: object) -> Any:
     return leaf[...] if isinstance(leaf, nnx.Variable) else meta.unbox(leaf)
 
 
-def _with(leaf: Any, value: Any) -> Any:
+def _with(leaf: object, value: object) -> Any:
     """A parameter with another value, boxed as it was."""
     if isinstance(leaf, nnx.Variable):
         return leaf.replace(value)

@@ -23,7 +23,7 @@ class Kind:
     holds: Callable[[Any], bool]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """A finite one above 0; booleans are none, although Python counts them in."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
@@ -48,7 +48,7 @@ class Fields:
     where: str  # the file's path, for errors
     prefix: str = ""  # of the names, as the file has them
 
-    def __call__(self, name: str, kind: Kind, default: Any = None) -> Any:
+    def __call__(self, name: str, kind: Kind, default: object = None) -> Any:
         """A field's value; ValueError if it is missing, or of another kind."""
         value = self.get(name)
         value = default if value is None else value
@@ -62,7 +62,7 @@ class Fields:
         """What the field says, of whatever type."""
         return self.said.get(self.prefix + name)
 
-    def refused(self, name: str, needed: str, value: Any) -> ValueError:
+    def refused(self, name: str, needed: str, value: object) -> ValueError:
         """The error of a field that is something else than what is needed."""
         return ValueError(
             f"generate: {self.where}: needs {needed} as {self.prefix}{name}, "

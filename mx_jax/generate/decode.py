@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +12,8 @@ import numpy as np
 
 from mx_jax.generate.model import Block, Caches, Llama, Turn
 from mx_jax.nn.cache import KVCache
+
+Params = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -75,14 +77,21 @@ _ROWS = 64
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _embed(model: Llama, params: Any, tokens: jax.Array, position: Any) -> tuple[jax.Array, Turn]:
+def _embed(
+    model: Llama, params: Params, tokens: jax.Array, position: jax.typing.ArrayLike
+) -> tuple[jax.Array, Turn]:
     found: Any = model.apply({"params": params}, tokens, position, method="embed")
     return found
 
 
 @functools.partial(jax.jit, static_argnames="block", donate_argnames="cache")
 def _attend_and_feed(
-    block: Block, params: Any, x: jax.Array, turn: Turn, cache: KVCache, position: Any
+    block: Block,
+    params: Params,
+    x: jax.Array,
+    turn: Turn,
+    cache: KVCache,
+    position: jax.typing.ArrayLike,
 ) -> tuple[jax.Array, KVCache]:
     """One program for all blocks of a model: they have equal shapes."""
     found: Any = block.apply({"params": params}, x, turn, cache, position, None)
@@ -91,7 +100,12 @@ def _attend_and_feed(
 
 @functools.partial(jax.jit, static_argnames=("model", "sampling"))
 def _choose(
-    model: Llama, sampling: Sampling, params: Any, x: jax.Array, position: Any, key: jax.Array
+    model: Llama,
+    sampling: Sampling,
+    params: Params,
+    x: jax.Array,
+    position: jax.typing.ArrayLike,
+    key: jax.Array,
 ) -> jax.Array:
     """The token after the last of `x`, `[batch, 1]`, at this position."""
     logits: Any = model.apply({"params": params}, x[:, -1:], method="logits")
@@ -102,8 +116,8 @@ def _choose(
 def advance(
     model: Llama,
     sampling: Sampling,
-    params: Any,
-    tokens: jax.Array,
+    params: Params,
+    tokens: np.ndarray | jax.Array,
     caches: Caches,
     position: jax.typing.ArrayLike,
     key: jax.Array,
@@ -130,7 +144,7 @@ def advance(
 def advance_many(
     model: Llama,
     sampling: Sampling,
-    params: Any,
+    params: Params,
     tokens: jax.Array,
     caches: Caches,
     position: jax.Array,
@@ -144,7 +158,7 @@ def advance_many(
     as long as the products.
     """
 
-    def step(carry: Any, _: None) -> tuple[Any, jax.Array]:
+    def step(carry: tuple[jax.Array, Caches, jax.Array], _: None) -> tuple[Any, jax.Array]:
         before, held, at = carry
         following, held = advance(model, sampling, params, before, held, at, key)
         return (following, held, at + 1), following[:, 0]
@@ -172,14 +186,14 @@ class Generator:
         return tuple(empty(*shape) for _ in range(config.layers))
 
     def step(
-        self, tokens: Any, caches: Caches, position: int, key: jax.Array
+        self, tokens: np.ndarray | jax.Array, caches: Caches, position: int, key: jax.Array
     ) -> tuple[jax.Array, Caches]:
         """See `advance`."""
         at = np.int32(position)
         return advance(self.model, self.sampling, self.params, tokens, caches, at, key)
 
     def steps(
-        self, tokens: Any, caches: Caches, position: int, key: jax.Array
+        self, tokens: object, caches: Caches, position: int, key: jax.Array
     ) -> tuple[jax.Array, Caches]:
         """`stride` steps: see `advance_many`."""
         held, at = (self.model, self.sampling, self.params), np.int32(position)

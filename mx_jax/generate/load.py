@@ -160,7 +160,7 @@ def quantized(
     parts = {part: whole for whole, several in PRODUCTS.items() for part in several}
     parts["embedding"] = "head"
 
-    def store(name: str, w: Any) -> Any:
+    def store(name: str, w: object) -> Any:
         part = name.rpartition("/")[2]
         form = formats.get(parts.get(part, part))
         if isinstance(w, MXArray):
@@ -182,7 +182,7 @@ def params_of(
     store: Store = lambda name, w: jax.tree.map(jnp.asarray, w),
     *,
     stored: bool = False,
-    dtype: Any = np.float32,
+    dtype: jax.typing.DTypeLike = np.float32,
 ) -> dict[str, Any]:
     """The model's parameters from a checkpoint's tensors.
 
@@ -237,7 +237,7 @@ def params_of(
 def stored_again(params: Mapping[str, Any], store: Store) -> dict[str, Any]:
     """Parameters that `params_of` gave as arrays, stored in another way; norms stay."""
 
-    def again(path: Any, leaf: Any) -> Any:
+    def again(path: tuple[Any, ...], leaf: Any) -> Any:
         *layer, last = (key.key for key in path)
         if last == "scale":
             return leaf
@@ -268,7 +268,7 @@ def joined(parts: Sequence[Any]) -> Any:
     )
 
 
-def _halves(weights: Any, head_width: int) -> Any:
+def _halves(weights: np.ndarray | MXArray, head_width: int) -> Any:
     """Rows of heads whose turned pairs lie next to each other, as llama.cpp has them, put apart."""
     pairs = weights.reshape(-1, head_width // 2, 2, weights.shape[-1])
     return pairs.transpose(0, 2, 1, 3).reshape(weights.shape)
@@ -381,7 +381,7 @@ TOKENS, LENGTH = 20480, 512
 
 
 def model_moments(
-    params: Any, config: LlamaConfig, tokenizer: Tokenizer, texts: Sequence[Path] = ()
+    params: object, config: LlamaConfig, tokenizer: Tokenizer, texts: Sequence[Path] = ()
 ) -> Moments:
     """`calibrate.moments` of a model, its head's among them, by paths of its parameters."""
     length = min(LENGTH, config.context)

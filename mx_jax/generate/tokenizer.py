@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -136,7 +137,7 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
     )
 
 
-def _special(library: Any, tokens: list[str], fields: Fields) -> list[Any]:
+def _special(library: ModuleType, tokens: list[str], fields: Fields) -> list[Any]:
     """The tokens that no merging makes."""
     kinds = fields("token_type", _ROW, ())
     return [

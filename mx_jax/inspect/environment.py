@@ -41,7 +41,8 @@ def describe() -> dict[str, Any]:
     # The checkout that runs, which need not be what is installed.
     own = sys.modules[__name__.partition(".")[0]].__version__
     versions = {"mx_jax": own, "Python": platform.python_version()}
-    native, loaded = (None, None, None, library.load()), library.load()
+    loaded = library.load()
+    native: Any = (None, None, None, loaded)
     if not isinstance(loaded, str):
         native = (str(loaded.path), loaded.isa, loaded.detected_isa, None)
     facts = ("path", "instruction_set", "best_instruction_set", "missing")
@@ -113,32 +114,25 @@ _EXAMPLES: dict[str, tuple[type[calls.Call], Callable[[jax.Array], Any]]] = {
 def tables(found: dict[str, Any]) -> list[Table]:
     """What `describe` found, for people: one table for each kind of facts."""
     variables = {name: value or "-" for name, value in found["variables"].items()}
+    path, used, best, missing = found["cpu_library"].values()
+    library_rows = {"path": "-", "not used, because": f"{missing}"}
+    if path is not None:
+        more = "" if best == used else f", where the machine has {best}"
+        library_rows = {"path": path, "instruction set": used + more}
     known = [
         _pairs("Versions", found["versions"] | {"system": found["system"]}),
-        _pairs("C++ library", _library_rows(found["cpu_library"])),
+        _pairs("C++ library", library_rows),
         _pairs("Variables", variables),
     ]
     if "error" in found:
         return known
-    by_call = _pairs("Who computes what by default", found["calls"], "call", "backend")
-    return [*known, _pairs("Devices", _device_rows(found)), by_call, _backend_table(found)]
-
-
-def _library_rows(native: dict[str, str | None]) -> dict[str, str]:
-    path, used, best = (native[x] for x in ("path", "instruction_set", "best_instruction_set"))
-    if path is None or used is None:
-        return {"path": "-", "not used, because": f"{native['missing']}"}
-    more = "" if best == used else f", where the machine has {best}"
-    return {"path": path, "instruction set": used + more}
-
-
-def _device_rows(found: dict[str, Any]) -> dict[str, str]:
     target, rows = found["target"], found["devices"]
-    capability = target["compute_capability"]
-    shown = "" if capability is None else f" {'.'.join(map(str, capability))}"
-    return {f"{row['number']} x {row['kind']}": row["platform"] for row in rows} | {
-        "calls are for": f"{target['platform']}{shown}, num_devices={target['num_devices']}"
-    }
+    capability = ".".join(map(str, target["compute_capability"] or ()))
+    machine = f"{target['platform']} {capability}".strip()
+    devices = {f"{row['number']} x {row['kind']}": row["platform"] for row in rows}
+    devices["calls are for"] = f"{machine}, num_devices={target['num_devices']}"
+    by_call = _pairs("Who computes what by default", found["calls"], "call", "backend")
+    return [*known, _pairs("Devices", devices), by_call, _backend_table(found)]
 
 
 def _pairs(title: str, rows: dict[str, str], what: str = "what", value: str = "value") -> Table:

@@ -18,16 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.extend.core import Jaxpr, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters import partial_eval
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from mx_jax.backends import calls
+from mx_jax.backends import calls, evidence
 from mx_jax.backends.calls import Call, MatmulCall, OperandType
-from mx_jax.backends.evidence import Row, in_force
 from mx_jax.backends.select import MARK, Selection, recording
 from mx_jax.backends.target import Target, current_target, use_target
 from mx_jax.formats import BlockFormat
@@ -149,7 +148,7 @@ def _with_sizes(
     )
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
     """A whole number; Python counts True and False among them."""
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
@@ -187,7 +186,7 @@ def _of_recipe(
     return "\n".join(lines)
 
 
-def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+def explain_call(function: Callable[..., Any], *args: object, **kwargs: object) -> str:
     """Say how each cast and each quantized product of a call will be computed.
 
     The function is traced as `jit` would, without computing; take a `jax.grad` for the backward
@@ -237,7 +236,9 @@ def _answer(title: str, selection: Selection) -> list[str]:
     return [answer, *(f"  {reason}" for reason in reasons(selection))]
 
 
-def evidence_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Row, ...]:
+def evidence_of(
+    function: Callable[..., Any], *args: object, **kwargs: object
+) -> tuple[evidence.Row, ...]:
     """The measured rows by which kernels take parts of a call: what to record beside its results.
 
     The function is traced as `jit` would, without computing; where no row counts, not even that.
@@ -261,7 +262,7 @@ def evidence_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tupl
       >>> mx_jax.inspect.evidence_of(mx_jax.quantize, jnp.ones((8, 64)), "mxfp4")
       ()
     """
-    if not in_force():
+    if not evidence.in_force():
         return ()
     with recording() as recorder:
         jax.eval_shape(*of_arrays(function, *args, **kwargs))
@@ -530,7 +531,7 @@ def _bytes(
 
 
 def of_arrays(
-    function: Callable[..., Any], *args: Any, **kwargs: Any
+    function: Callable[..., Any], *args: object, **kwargs: object
 ) -> tuple[Callable[..., Any], list[Any]]:
     """A call as a function of the list of its arrays alone, and that list.
 
@@ -550,12 +551,14 @@ def of_arrays(
     return call, [leaves[place] for place in places]
 
 
-def callable_model(what: Any) -> bool:
+def callable_model(what: object) -> bool:
     """Whether it can be traced: a function or a model."""
     return callable(what) or _is_linen(what)
 
 
-def explanation_of(function: Any, *args: Any, backward: bool = False, **kwargs: Any) -> Explanation:
+def explanation_of(
+    function: object, *args: object, backward: bool = False, **kwargs: object
+) -> Explanation:
     """Trace a call and explain each cast and product: see `explain`."""
     function, args = _with_parameters(function, args, kwargs)
     call, arrays = of_arrays(function, *args, **kwargs)
@@ -572,7 +575,7 @@ def explanation_of(function: Any, *args: Any, backward: bool = False, **kwargs: 
     )
 
 
-def _is_linen(what: Any) -> bool:
+def _is_linen(what: object) -> bool:
     """By what it offers: only the layers of models import Flax."""
     return callable(getattr(what, "init", None)) and callable(getattr(what, "apply", None))
 
@@ -601,7 +604,7 @@ def _with_parameters(
 def _with_gradients(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A call and its gradients by every float, of cotangents of ones."""
 
-    def cotangent(x: Any) -> Any:
+    def cotangent(x: jax.Array) -> Any:
         is_float = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
         return jnp.ones_like(x) if is_float else np.zeros(jnp.shape(x), jax.dtypes.float0)
 
@@ -640,8 +643,8 @@ def _rows(
             here.setdefault(index, stack)
         inside = marked or bool(marks)
         if eqn.primitive.name in _PRODUCTS:
-            types = (x.aval.dtype for x in (*eqn.invars[:2], *eqn.outvars))
-            if not inside and all(jnp.issubdtype(dtype, jnp.floating) for dtype in types):
+            avals: list[Any] = [x.aval for x in (*eqn.invars[:2], *eqn.outvars)]
+            if not inside and all(jnp.issubdtype(x.dtype, jnp.floating) for x in avals):
                 yield math.inf, _high(eqn, times, stack)
         # Kernels of Pallas are a backend's own.
         elif eqn.primitive.name != "pallas_call":
@@ -702,7 +705,7 @@ def _contracted(eqn: Any) -> int:
     return lhs[-1]
 
 
-def _why(eqn: Any, contracted: int) -> str:
+def _why(eqn: JaxprEqn, contracted: int) -> str:
     """Who asked for a product in high precision: a recipe, a rule, or code that has none."""
     frame = _caller(eqn)
     if frame is None:
@@ -716,7 +719,7 @@ def _why(eqn: Any, contracted: int) -> str:
     return _DECIDED.get(folder, f"mx_jax's own, not of a recipe: {where}")
 
 
-def _caller(eqn: Any) -> Any:
+def _caller(eqn: JaxprEqn) -> Any:
     """The innermost frame that is no library's, or None if JAX has none."""
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():

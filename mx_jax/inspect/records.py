@@ -113,12 +113,12 @@ def from_json(fields: Mapping[str, Any]) -> Record | Scalar:
         raise ValueError(f"no record of a capture: {error!r} in {dict(fields)}") from error
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     """JSON has no Inf and no NaN."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read(value: Any) -> Any:
+def _read(value: object) -> Any:
     """Numbers that JSON has as strings; its keys always are."""
     if isinstance(value, dict):
         return {int(key): own for key, own in value.items()}

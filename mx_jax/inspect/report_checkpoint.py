@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mx_jax.checkpoint.files import progress_bar
@@ -104,7 +105,9 @@ def facts_of(
     return found
 
 
-def _facts(name: str, stored: Stored, value: Any, reference: Any) -> TensorFacts:
+def _facts(
+    name: str, stored: Stored, value: MXArray | jax.Array | np.ndarray, reference: object
+) -> TensorFacts:
     exponents, zero_scales = _exponents(value) if isinstance(value, MXArray) else (None, 0)
     sqnr = None
     if reference is not None and (values := values_of(value)).dtype.kind == "f":
@@ -122,7 +125,7 @@ def _facts(name: str, stored: Stored, value: Any, reference: Any) -> TensorFacts
     )
 
 
-def values_of(value: Any) -> np.ndarray:
+def values_of(value: object) -> np.ndarray:
     """Values on the host: floats in float32 or wider, integers as they are."""
     if isinstance(value, MXArray):
         return np.asarray(value.dequantize(np.float32))

@@ -346,7 +346,9 @@ def of_shards(raw: Raw) -> Raw:
     return _joined(raw, lambda value: lax.pmax(value, names), lambda value: lax.psum(value, names))
 
 
-def _joined(raw: Raw, maximum: Any, summed: Any) -> Raw:
+def _joined(
+    raw: Raw, maximum: Callable[[jax.Array], jax.Array], summed: Callable[[jax.Array], jax.Array]
+) -> Raw:
     """Each array as its row says; arrays of the user as they are."""
     amax = maximum(raw["amax"])
     share = jnp.square(power(exponent(raw["amax"]) - exponent(amax)))

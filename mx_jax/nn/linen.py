@@ -27,7 +27,7 @@ from mx_jax.ops.einsum import einsum
 from mx_jax.recipes import Recipe
 
 
-def promote_operands(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
+def promote_operands(*args: object, dtype: object = None, inexact: bool = True) -> list[Any]:
     """Flax's `promote_dtype`, which leaves MXArrays codes, to be read in the dtype."""
     return promoted(lambda plain: promote_dtype(*plain, dtype=dtype, inexact=inexact), args)
 
@@ -297,9 +297,9 @@ class DelayedDotGeneral(flax_nn.Module):
         self,
         lhs: jax.Array,
         rhs: jax.Array,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
         **options: Any,
     ) -> jax.Array:
         """The product; see `jax.lax.dot_general`."""

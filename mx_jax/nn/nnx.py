@@ -23,10 +23,11 @@ from mx_jax.ops.arguments import as_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.tags import LayerName
+from mx_jax.packed import Quantized
 from mx_jax.recipes import Recipe
 
 
-def promote_operands(args: Sequence[Any], /, *, dtype: Any = None, inexact: bool = True) -> Any:
+def promote_operands(args: Sequence[Any], /, *, dtype: object = None, inexact: bool = True) -> Any:
     """Flax's `promote_dtype`, which leaves MXArrays codes, to be read in the dtype."""
     return tuple(promoted(lambda plain: promote_dtype(plain, dtype=dtype, inexact=inexact), args))
 
@@ -143,7 +144,7 @@ class _Keyed:
             own = stream_of_layer(rngs, type(self).__name__, self.recipe)
         self.rngs = nnx.data(own)
 
-    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+    def __call__(self, *args: object, **options: object) -> jax.Array:
         """See Flax's layer of the same name."""
         flax_layer: Any = super()
         with named_in_errors(type(self).__name__), named_layer(self.layer_name):
@@ -164,13 +165,13 @@ class _KeyedDotGeneral(_Keyed):
 
     def __init__(
         self,
-        in_features: Any,
-        out_features: Any,
+        in_features: object,
+        out_features: object,
         *,
         recipe: Recipe | str,
-        gather: Any = None,
+        gather: object = None,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: object,
     ):
         """Make the layer.
 
@@ -195,7 +196,7 @@ class _KeyedDotGeneral(_Keyed):
         return self._with_key(self._dot_general)
 
     @dot_general.setter
-    def dot_general(self, value: Any) -> None:
+    def dot_general(self, value: object) -> None:
         self._dot_general = value
 
 
@@ -238,11 +239,11 @@ class Einsum(_Keyed, nnx.Einsum):
     def __init__(
         self,
         einsum_str: str,
-        kernel_shape: Any,
-        bias_shape: Any = None,
+        kernel_shape: Sequence[int],
+        bias_shape: Sequence[int] | None = None,
         *,
         recipe: Recipe | str,
-        gather: Any = None,
+        gather: object = None,
         rngs: nnx.Rngs,
         **options: Any,
     ):
@@ -270,7 +271,7 @@ class Einsum(_Keyed, nnx.Einsum):
         return self._with_key(self._einsum_op)
 
     @einsum_op.setter
-    def einsum_op(self, value: Any) -> None:
+    def einsum_op(self, value: object) -> None:
         self._einsum_op = value
 
 
@@ -364,6 +365,12 @@ class RecipeEinsum:
     def __post_init__(self):
         object.__setattr__(self, "recipe", as_recipe(self.recipe, "RecipeEinsum", Recipe))
 
-    def __call__(self, subscripts: str, lhs: Any, rhs: Any, **options: Any) -> jax.Array:
+    def __call__(
+        self,
+        subscripts: str,
+        lhs: jax.typing.ArrayLike | Quantized,
+        rhs: jax.typing.ArrayLike | Quantized,
+        **options: Any,
+    ) -> jax.Array:
         """See `mx_jax.einsum`."""
         return einsum(subscripts, lhs, rhs, recipe=self.recipe, **options)

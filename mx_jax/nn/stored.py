@@ -18,13 +18,13 @@ from mx_jax.nn.cache import CacheRows, KVCache
 from mx_jax.packed import Quantized
 
 
-def quantized_in(value: Any) -> Quantized | None:
+def quantized_in(value: object) -> Quantized | None:
     """The quantized weights that a parameter is, within Flax's boxes or without; else None."""
     leaves = jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, Quantized))
     return leaves[0] if len(leaves) == 1 and isinstance(leaves[0], Quantized) else None
 
 
-def split_stored(params: Any) -> tuple[Any, Any]:
+def split_stored(params: object) -> tuple[Any, Any]:
     """Parameters as two trees of their structure: arrays to train, and quantized weights.
 
     Args:
@@ -63,7 +63,7 @@ def split_stored(params: Any) -> tuple[Any, Any]:
     return trained, stored
 
 
-def join_stored(trained: Any, stored: Any) -> Any:
+def join_stored(trained: object, stored: object) -> Any:
     """The parameters of which `split_stored` made two trees.
 
     Raises:
@@ -79,7 +79,7 @@ def join_stored(trained: Any, stored: Any) -> Any:
       (True, 1.0)
     """
 
-    def is_leaf(x: Any) -> bool:
+    def is_leaf(x: object) -> bool:
         return x is None or _is_stored(x)
 
     places, other = (jax.tree.structure(tree, is_leaf=is_leaf) for tree in (trained, stored))
@@ -112,7 +112,7 @@ def trainable(path: Any, value: Any) -> bool:
     return nnx.OfType(nnx.Param)(path, value) and quantized_in(value) is None
 
 
-def _is_stored(x: Any) -> bool:
+def _is_stored(x: object) -> bool:
     return isinstance(x, Quantized)
 
 
@@ -121,8 +121,8 @@ def stored_param(
     param: Callable[..., Any],
     name: str,
     init_fn: Callable[..., Any],
-    *init_args: Any,
-    **options: Any,
+    *init_args: object,
+    **options: object,
 ) -> Any:
     """`Module.param`, as Flax has it, whose value may be an MXArray or PackedMXArray.
 
@@ -168,7 +168,9 @@ class StoredParams:
     """
 
     @flax_nn.nowrap
-    def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **options: Any) -> Any:
+    def param(
+        self, name: str, init_fn: Callable[..., Any], *init_args: object, **options: object
+    ) -> Any:
         """See `flax.linen.Module.param`."""
         layer: Any = self
         return stored_param(layer, super().param, name, init_fn, *init_args, **options)  # pyright: ignore[reportAttributeAccessIssue]
@@ -213,7 +215,7 @@ def _restored(target: MXArray, state: Any) -> MXArray:
     return found
 
 
-def _arrays(x: Any) -> dict[str, Any]:
+def _arrays(x: object) -> dict[str, Any]:
     """The state dict of a cache, or of its rows: what of it is arrays."""
     children, _ = jax.tree_util.default_registry.flatten_one_level_with_keys(x)
     return {

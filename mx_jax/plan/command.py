@@ -173,7 +173,20 @@ def assumptions(
             "Each device has as many rows of tokens for every expert, and room for as many as "
             "arrive. Codes arrive once, and stay codes until the backward pass."
         )
-    lines += _of_the_pipeline(setup)
+    if setup.pipe > 1:
+        steps = setup.microbatches + setup.pipe - 1
+        kept = setup.in_flight.tokens * setup.microbatches // setup.tokens
+        lines += [
+            f"{setup.pipe} stages, {setup.microbatches} microbatches of "
+            f"{setup.local_tokens // setup.microbatches:,} tokens: idle in {setup.pipe - 1} of "
+            f"{steps} steps; residuals of {kept} microbatches ({setup.schedule}). Bytes are of a "
+            "stage amid others, without what empty steps move.",
+            "Weights are gathered, and their gradients scattered, for each microbatch; what is "
+            "summed along other axes is summed once a step. Embedding and head are sharded along "
+            "pipe too.",
+        ]
+        if "pipe" in setup.codes:
+            lines.append("Block inputs are quantized to be sent, which no recipe does by itself.")
     for axis, link in links.items():
         lines.append(f"{axis}: {link.rate / 1e9:g} GB/s ({link.source}).")
     if links:
@@ -182,25 +195,6 @@ def assumptions(
             f"Time: {efficiency:.0%} of these rates, one collective after another, none hidden "
             "behind arithmetic, no latency" + (f"; not along {', '.join(left)}." if left else ".")
         )
-    return lines
-
-
-def _of_the_pipeline(setup: Setup) -> list[str]:
-    """What a pipeline assumes, if there is one."""
-    if setup.pipe == 1:
-        return []
-    steps = setup.microbatches + setup.pipe - 1
-    kept = setup.in_flight.tokens * setup.microbatches // setup.tokens
-    lines = [
-        f"{setup.pipe} stages, {setup.microbatches} microbatches of "
-        f"{setup.local_tokens // setup.microbatches:,} tokens: idle in {setup.pipe - 1} of {steps} "
-        f"steps; residuals of {kept} microbatches ({setup.schedule}). Bytes are of a stage amid "
-        "others, without what empty steps move.",
-        "Weights are gathered, and their gradients scattered, for each microbatch; what is summed "
-        "along other axes is summed once a step. Embedding and head are sharded along pipe too.",
-    ]
-    if "pipe" in setup.codes:
-        lines.append("Block inputs are quantized to be sent, which no recipe does by itself.")
     return lines
 
 
@@ -315,7 +309,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
 }
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to a parser's subparsers."""
     parser = commands.add_parser(
         "plan",

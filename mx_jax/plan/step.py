@@ -99,8 +99,16 @@ def transformer(
       >>> [(own.name, own.k, own.n) for own in llama.linears][2:]
       [('gate_up', 8192, 57344), ('down', 28672, 8192)]
     """
+    routed: dict[str, Any] = {"experts": experts, "experts_per_token": experts_per_token}
     given = {"params": params, "layers": layers, "width": width, "hidden": hidden}
-    _check(given | {"kv_width": kv_width}, experts, experts_per_token)
+    for name, value in (given | {"kv_width": kv_width} | routed).items():
+        if value is not None and not value > 0:
+            raise ValueError(f"plan: {name} must be positive, got {name}={value}")
+    if experts_per_token > experts:
+        raise ValueError(
+            f"plan: a token goes through some of the experts, got experts_per_token="
+            f"{experts_per_token}, experts={experts}; pass --experts"
+        )
     assumed = []
     if width is None:
         width = max(1, round(math.sqrt(params / (12 * layers)) / multiple)) * multiple
@@ -118,37 +126,17 @@ def transformer(
             )
         whose = "a gated MLP" if experts == 1 else f"{experts} gated MLPs"
         assumed.append(f"hidden={hidden:,}, what the parameters leave for {whose}")
-    linears = _linears(width, hidden, kv_width, experts, experts_per_token)
-    # A width that was rounded may need a little more than was given.
-    most = max(round(params), layers * sum(linear.params for linear in linears))
-    params = most if most < 1.02 * params else round(params)
-    return Model(params=params, layers=layers, width=width, linears=linears, assumed=tuple(assumed))
-
-
-def _check(given: dict[str, Any], experts: int, experts_per_token: int) -> None:
-    given = given | {"experts": experts, "experts_per_token": experts_per_token}
-    for name, value in given.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"plan: {name} must be positive, got {name}={value}")
-    if experts_per_token > experts:
-        raise ValueError(
-            f"plan: a token goes through some of the experts, got experts_per_token="
-            f"{experts_per_token}, experts={experts}; pass --experts"
-        )
-
-
-def _linears(
-    width: int, hidden: int, kv_width: int, experts: int, experts_per_token: int
-) -> tuple[Linear, ...]:
-    """The layers of a block."""
-    routed: dict[str, Any] = {"experts": experts, "experts_per_token": experts_per_token}
-    return (
+    linears = (
         Linear(name="qkv", k=width, n=width + 2 * kv_width, split="column"),
         Linear(name="out", k=width, n=width, split="row"),
         Linear(name="gate_up", k=width, n=2 * hidden, split="column", **routed),
         # The weights that a router gives experts have a gradient, which reads what experts give.
         Linear(name="down", k=hidden, n=width, split="row", recomputed=experts > 1, **routed),
     )
+    # A width that was rounded may need a little more than was given.
+    most = max(round(params), layers * sum(linear.params for linear in linears))
+    params = most if most < 1.02 * params else round(params)
+    return Model(params=params, layers=layers, width=width, linears=linears, assumed=tuple(assumed))
 
 
 # What each axis does; any of them may be missing.
@@ -560,61 +548,42 @@ def block_residuals(model: Model, setup: Setup, recipe: MatmulRecipe) -> float:
     if remat.inputs:
         tokens = setup.local_tokens / (setup.model if setup.sequence else 1)
         total += tokens * model.width * itemsize
+    # What says which elements were clipped, where codes are kept: a bit each.
+    is_primal, clips = recipe.residuals is Residuals.PRIMAL, recipe.mask_clipped
+    mask = 1 / 8 if clips and not is_primal else 0.0
+    lhs, rhs = recipe.fwd.lhs, recipe.fwd.rhs
     for linear in model.linears:
-        shape = input_shape(linear, setup)
+        elements = _input_elements(linear, setup)
         # What arrives as codes is kept as codes.
         sent = setup.sends_codes(linear) and goes_by_row(recipe.fwd)
-        primal = recipe.residuals is Residuals.PRIMAL and not sent
-        if remat.operands and sent and recipe.residuals is Residuals.PRIMAL:
-            assert recipe.fwd.lhs is not None
-            total += stored_bytes(recipe.fwd.lhs, shape[0] * shape[1])
-        elif remat.operands and primal:
+        if remat.operands and is_primal:
             # Weights are parameters: they are there anyway.
-            total += shape[0] * shape[1] * itemsize
-        elif remat.operands or (remat.quantized and (linear.recomputed or not primal)):
-            total += _kept(linear, setup, recipe, shape, primal=remat.operands)
+            assert lhs is not None or not sent
+            total += stored_bytes(lhs, elements) if lhs and sent else elements * itemsize
+            continue
+        if not remat.operands:
+            again = linear.recomputed or sent or not is_primal
+            if not (remat.quantized and again):
+                continue
+        # Codes of both forward operands; the input may stay as it came.
+        weight = linear.k * linear.n * setup.matrices(linear) / (setup.fsdp * setup.model)
+        if lhs is not None:
+            total += stored_bytes(lhs, elements) + mask * elements
+        elif remat.operands:
+            total += elements * itemsize
+        if rhs is not None:
+            total += stored_bytes(rhs, weight) + mask * weight
     return total
 
 
-def _kept(
-    linear: Linear,
-    setup: Setup,
-    recipe: MatmulRecipe,
-    shape: tuple[float, float],
-    primal: bool,
-) -> float:
-    """Codes of both forward operands; with `primal` also the input, if it stays as it came."""
-    lhs, rhs = recipe.fwd.lhs, recipe.fwd.rhs
-    weight = linear.k * linear.n * setup.matrices(linear) / (setup.fsdp * setup.model)
-    total = 0.0
-    if lhs is not None:
-        total += stored_bytes(lhs, shape[0] * shape[1]) + _mask_bytes(recipe, shape[0] * shape[1])
-    elif primal:
-        total += shape[0] * shape[1] * setup.dtype.itemsize
-    if rhs is not None:
-        total += stored_bytes(rhs, weight) + _mask_bytes(recipe, weight)
-    return total
-
-
-def _mask_bytes(recipe: MatmulRecipe, elements: float) -> float:
-    """What says which elements were clipped, where codes are kept: a bit each."""
-    kept = recipe.mask_clipped and recipe.residuals is Residuals.QUANTIZED
-    return elements / 8 if kept else 0.0
-
-
-def input_shape(linear: Linear, setup: Setup) -> tuple[float, float]:
-    """Tokens and features of a layer's input that lie on one device."""
+def _input_elements(linear: Linear, setup: Setup) -> float:
+    """Elements of a layer's input that lie on one device."""
     tokens = setup.rows(linear)
     if linear.split == "row":
-        return tokens, linear.k / setup.model
-    return tokens / (setup.model if setup.sequence else 1), linear.k
+        return tokens * linear.k / setup.model
+    return tokens / (setup.model if setup.sequence else 1) * linear.k
 
 
 def stored_bytes(spec: OperandSpec, elements: float) -> float:
-    """Codes in memory, a byte each however few their bits, and scales."""
-    return elements * (1 + scale_share(spec.format))
-
-
-def scale_share(format: BlockFormat) -> float:
-    """Bytes of scales for each element; those of whole axes are too few to count."""
-    return (format.bits_per_element - format.element.bits) / 8
+    """Codes in memory, a byte each however few their bits, and scales but those of whole axes."""
+    return elements * (1 + (spec.format.bits_per_element - spec.format.element.bits) / 8)

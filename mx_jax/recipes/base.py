@@ -154,7 +154,7 @@ def _product(recipe: MatmulRecipe, product: str, given: dict[str, Any]) -> Matmu
 
 
 def _operand(
-    before: OperandSpec | None, change: Any, word: str, given: dict[str, Any]
+    before: OperandSpec | None, change: object, word: str, given: dict[str, Any]
 ) -> OperandSpec | None:
     """One operand: a format brings its rule, and everything that is not named stays."""
     if change is None or isinstance(change, OperandSpec):
