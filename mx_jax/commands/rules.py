@@ -16,6 +16,7 @@ from mx_jax.axes import Axes
 from mx_jax.calibrate import gptq, search_scales
 from mx_jax.calibrate.scales import search_for
 from mx_jax.calibrate.ways import GPTQ, SEARCHED
+from mx_jax.checkpoint.files import Entry
 from mx_jax.checkpoint.weights import Weights, on_device
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, decide
@@ -159,7 +160,7 @@ class Judged:
         return found
 
 
-def judge(rules: tuple[FileRule, ...], name: str, tensor: Any) -> Judged:
+def judge(rules: tuple[FileRule, ...], name: str, tensor: Entry | jax.ShapeDtypeStruct) -> Judged:
     """What the first rule that matches makes of a tensor, of which shape and dtype are known.
 
     Patterns match its name whole, or without its last part (`.weight`), with `.` or with `/`
@@ -200,7 +201,7 @@ def report(rules: tuple[FileRule, ...], judged: dict[str, Judged]) -> Report:
     return Report(rules=tuple(each.rule for each in rules), decisions=tuple(decisions))
 
 
-def quantized_like(judged: Judged, tensor: Any) -> Any:
+def quantized_like(judged: Judged, tensor: Entry | jax.ShapeDtypeStruct) -> Any:
     """What `quantize` gives, with shapes and dtypes for arrays."""
     struct = jax.ShapeDtypeStruct(tuple(tensor.shape), tensor.dtype)
     return jax.eval_shape(judged.quantize, struct)

@@ -38,6 +38,7 @@ from mx_jax.packed import Quantized, rows_of
 from mx_jax.recipes import Recipe, high_precision
 
 Call = Callable[..., Any]
+Variables = Mapping[str, Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 # Conversions that are under way: (rules, path of the root).
@@ -200,15 +201,13 @@ def _under_rules(name: str):
 
 
 def _with_weights(
-    run: Call, variables: Mapping[str, Any], *args: Any, **kwargs: Any
+    run: Call, variables: Variables, *args: Any, **kwargs: Any
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """An `apply` whose first argument are the parameters alone, and its arguments."""
     others = dict(variables)
     params = {"params": others.pop("params")} if "params" in others else {}
 
-    def call(
-        params: Mapping[str, Any], others: Mapping[str, Any], *args: Any, **kwargs: Any
-    ) -> Any:
+    def call(params: Variables, others: Variables, *args: Any, **kwargs: Any) -> Any:
         return run({**params, **others}, *args, **kwargs)
 
     return call, (params, others, *args), kwargs
@@ -246,9 +245,9 @@ def _traced_part(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
         key = layer_key(self, draws[0])
 
     def lifted(method: Call, scope: Scope, *given: Any) -> Any:
-        def run(scope_of: Call, repack: Call, variables: Any, rngs: Any, *given: Any) -> Any:
-            def call(variables: Any, rngs: Any, *given: Any) -> Any:
-                scope = scope_of(variables, rngs)
+        def run(of: Call, repack: Call, variables: Variables, rngs: Variables, *given: Any) -> Any:
+            def call(variables: Variables, rngs: Variables, *given: Any) -> Any:
+                scope = of(variables, rngs)
                 return method(scope, *given), repack(scope)
 
             return _traced(self, call, (variables, rngs, *given), {}, key)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -116,9 +116,10 @@ def converted(
             _inject(plan, rngs)
         if plan.cache is not None and plan.cache.cache is not None:
             _put_cache(plan.layer, plan.cache.cache)
+    found = tuple(decision for plan in plans for decision in plan.judged)
     if traced:
-        _trace_calls(plans, rules, strict, rngs)
-    return copy, Report(rules=rules, decisions=_decisions(plans))
+        _trace_calls(plans, _Conversion(rules, strict, {}, found), rngs)
+    return copy, Report(rules=rules, decisions=found)
 
 
 def original(model: M) -> M:
@@ -192,10 +193,6 @@ class _Plan:
             return ()
         facts = {"kernel": tuple(matrix.shape), "obstacle": UNSEEN}
         return (decide((), as_layer(self.paths, self.layer, facts)),)
-
-
-def _decisions(plans: Iterable[_Plan]) -> tuple[Decision, ...]:
-    return tuple(decision for plan in plans for decision in plan.judged)
 
 
 def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
@@ -339,7 +336,7 @@ def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
     wrapped = (
         flax_nnx.static(product)
         if key is None
-        else flax_nnx.data(KeyedInjected(product, _stream(key)))
+        else flax_nnx.data(KeyedInjected(product, flax_nnx.RngStream(key, tag=RNG_STREAM)))
     )
     setattr(layer, kind.nnx.attribute, wrapped)
     if getattr(layer, "promote_dtype", None) is promote_dtype:
@@ -357,10 +354,6 @@ def _key(plan: _Plan, rngs: flax_nnx.Rngs | None) -> jax.Array | None:
     assert plan.kind is not None
     key, sizes = rngs[RNG_STREAM](), stack(plan.layer, plan.kind)
     return jax.random.split(key, sizes) if sizes else key
-
-
-def _stream(key: jax.Array) -> flax_nnx.RngStream:
-    return flax_nnx.RngStream(key, tag=RNG_STREAM)
 
 
 def _take_back(layer: Any) -> None:
@@ -445,7 +438,7 @@ class _Conversion:
     # Whether a rule that matches nothing is an error; None: there is no warning either.
     strict: bool | None
     # Modules whose products a trace shows, by path, and the decisions about the other layers.
-    modules: Mapping[str, Module] = dataclasses.field(hash=False)
+    modules: dict[str, Module] = dataclasses.field(hash=False)
     decisions: tuple[Decision, ...] = dataclasses.field(compare=False)
     # Rules that matched something so far.
     used: set[int] = dataclasses.field(compare=False, default_factory=set[int])
@@ -477,29 +470,23 @@ def _multiplies_itself(layer: object, kind: Kind | None, converts: bool) -> bool
     return not (converts and flaxs) or kind is EMBED
 
 
-def _trace_calls(
-    plans: Sequence[_Plan],
-    rules: tuple[Rule, ...],
-    strict: bool | None,
-    rngs: flax_nnx.Rngs | None,
-) -> None:
+def _trace_calls(plans: Sequence[_Plan], model: _Conversion, rngs: flax_nnx.Rngs | None) -> None:
     """Have the calls traced of all modules but those that got another product."""
     calls = [plan for plan in plans if _multiplies_itself(plan.layer, plan.kind, plan.converts)]
     if all(plan.is_decided for plan in calls):
         return
     # The whole model's call warns of rules that matched nothing.
     calls += [plan for plan in plans if not plan.paths[0] and plan not in calls]
-    modules = {
-        plan.paths[0]: Module(type(plan.layer), plan.paths[1:], isinstance(plan.layer, _ADAPTERS))
-        for plan in calls
-    }
-    model = _Conversion(rules, strict, modules, _decisions(plans))
-    draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
+    draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in model.rules)
+    for plan in calls:
+        path, *aliases = plan.paths
+        adapts = isinstance(plan.layer, _ADAPTERS)
+        model.modules[path] = Module(type(plan.layer), tuple(aliases), adapts)
     for plan in calls:
         plan.layer.mx_call = flax_nnx.static(_Call(model, plan.paths[0], plan.is_decided))
         # That of the outermost call is all products': inside a stack there might be many.
         if draws and not plan.paths[0] and rngs and {RNG_STREAM, "default"} & {*rngs}:
-            plan.layer.mx_stream = _stream(rngs[RNG_STREAM]())
+            plan.layer.mx_stream = flax_nnx.RngStream(rngs[RNG_STREAM](), tag=RNG_STREAM)
         _become(plan.layer, _traced_methods)
 
 

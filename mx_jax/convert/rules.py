@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mx_jax.axes import Axes
@@ -321,13 +321,11 @@ class AutoFilter:
 gains = AutoFilter()
 
 
-def _formats(spec: MatmulSpec) -> list[BlockFormat]:
-    return [operand.format for operand in (spec.lhs, spec.rhs) if operand is not None]
-
-
-def _limits(format: BlockFormat) -> Limits:
-    kept, contracting = (isinstance(size, Whole) for size in format.block)
-    return LIMITS[kept, contracting]
+def _limits(spec: MatmulSpec) -> Iterator[tuple[BlockFormat, Limits]]:
+    """The format of each operand that has one, and when products by it are too small."""
+    for operand in filter(None, (spec.lhs, spec.rhs)):
+        kept, contracting = (isinstance(size, Whole) for size in operand.format.block)
+        yield operand.format, LIMITS[kept, contracting]
 
 
 def _misaligned(shape: tuple[int, ...], recipe: Recipe) -> str | None:
@@ -335,13 +333,12 @@ def _misaligned(shape: tuple[int, ...], recipe: Recipe) -> str | None:
     # Blocks lie along the last contracting axis alone.
     k, n = ("k", shape[-2]), ("n", shape[-1])
     for spec, (contracting, kept) in ((recipe.fwd, (k, n)), (recipe.dlhs, (n, k))):
-        for format in _formats(spec):
-            multiple = _limits(format).multiple
+        for format, limits in _limits(spec):
             # Only the right operand is the kernel: its kept blocks lie along the other axis.
             kernel = spec.rhs is not None and format == spec.rhs.format
             kept_block = format.block[0] if kernel else 1
             for (name, size), block in ((contracting, format.block[1]), (kept, kept_block)):
-                divisor = multiple if isinstance(block, Whole) else math.lcm(multiple, block)
+                divisor = math.lcm(limits.multiple, 1 if isinstance(block, Whole) else block)
                 if size % divisor:
                     return f"{name}={size} is no multiple of {divisor} ({format.name})"
     return None
@@ -353,16 +350,16 @@ def _too_small(shape: tuple[int, ...], recipe: Recipe) -> str | None:
         # One operand alone in low precision saves memory, not time: sizes say nothing then.
         if spec.lhs is None or spec.rhs is None:
             continue
-        for format in _formats(spec):
-            for k_limit, n_limit in _limits(format).too_small:
+        for format, limits in _limits(spec):
+            for k_limit, n_limit in limits.too_small:
                 small_k = k_limit is None or k <= k_limit
                 if small_k and (n_limit is None or n <= n_limit):
-                    limits = [
+                    texts = [
                         f"{name}={size} <= {limit}"
                         for name, size, limit in (("k", k, k_limit), ("n", n, n_limit))
                         if limit is not None
                     ]
-                    return f"too small to gain: {', '.join(limits)} ({format.name})"
+                    return f"too small to gain: {', '.join(texts)} ({format.name})"
     return None
 
 
@@ -408,7 +405,7 @@ def numbered(indices: Iterable[int], *, of: str = r"(\d+)") -> Numbered:
     """
     entries = indices if isinstance(indices, range) else frozenset(indices)
     text = f"in {entries if isinstance(entries, range) else sorted(entries)}"
-    return Numbered(entries, _with_group(of, "numbered"), text)
+    return _by_number("numbered", entries, of, text)
 
 
 def every(n: int, *, start: int = 0, of: str = r"(\d+)") -> Numbered:
@@ -431,14 +428,13 @@ def every(n: int, *, start: int = 0, of: str = r"(\d+)") -> Numbered:
     if n < 1:
         raise ValueError(f"every: n must be at least 1, got n={n}")
     text = f"one of {start}, {start + n}, {start + 2 * n}, ..."
-    return Numbered(range(start, sys.maxsize, n), _with_group(of, "every"), text)
+    return _by_number("every", range(start, sys.maxsize, n), of, text)
 
 
-def _with_group(of: str, operation: str) -> str:
-    groups = re.compile(of).groups
-    if groups != 1:
+def _by_number(operation: str, indices: range | frozenset[int], of: str, text: str) -> Numbered:
+    if (groups := re.compile(of).groups) != 1:
         raise ValueError(
             f"{operation}: of needs one group around the number, got of={of!r} with {groups}; "
             r"e.g. of=r'block_(\d+)'"
         )
-    return of
+    return Numbered(indices, of, text)

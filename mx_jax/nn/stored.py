@@ -5,7 +5,7 @@ split, and the gradient is taken of the part of floating-point arrays.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
@@ -195,7 +195,7 @@ def _state(x: MXArray) -> dict[str, Any]:
     return state if x.tensor_scale is None else state | {wire.TENSOR_SCALE: x.tensor_scale}
 
 
-def _restored(target: MXArray, state: Any) -> MXArray:
+def _restored(target: MXArray, state: Mapping[str, Any]) -> MXArray:
     """What was saved; its shape must be the target's, its format may be another."""
     from mx_jax.checkpoint import wire
 
@@ -223,7 +223,7 @@ def _arrays(x: object) -> dict[str, Any]:
     }
 
 
-def _with_arrays(target: Any, state: Any) -> Any:
+def _with_arrays(target: Any, state: Mapping[str, Any]) -> Any:
     """What was saved; the target's own fields say what it is."""
     own = _arrays(target)
     if own.keys() != state.keys():
