@@ -488,9 +488,10 @@ def read_table(path: Path, where: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, table: Mapping[str, Any]) -> None:
-    """Write a JSON file atomically."""
+    """Write a JSON file atomically; arrays as lists."""
     with replacing(path) as file:
-        file.write(json.dumps(table, indent=2).encode() + b"\n")
+        text = json.dumps(table, indent=2, default=lambda array: array.tolist())
+        file.write(text.encode() + b"\n")
 
 
 @contextlib.contextmanager

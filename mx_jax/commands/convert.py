@@ -133,16 +133,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _print(planned: list[Conversion]) -> None:
     columns = ("tensor", "from", "to", "how", "blocks", "do not fit")
-    rows = [
-        (
-            *(one.name, one.source, one.target, one.how.value),
-            str(one.blocks or ""),
-            str(one.unfit or ""),
-        )
-        for one in planned
-    ]
-    if rows:
-        print_table(columns, rows, left=columns, box=None)
+    facts = ((x.name, x.source, x.target, x.how.value, x.blocks, x.unfit) for x in planned)
+    if planned:
+        print_table(columns, [[str(x or "") for x in row] for row in facts], columns, box=None)
 
 
 def _plan(weights: Weights, row: Layout | None) -> list[Conversion]:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mx_jax import checkpoint
 from mx_jax.checkpoint.files import (
     NUMBERED,
@@ -86,7 +84,23 @@ def add_command(
         help="read this layout and no other; for files that fit several",
     )
     if writes:
-        _add_output(parser)
+        parser.add_argument(
+            "out",
+            metavar="OUT",
+            type=_output,
+            help="the file to write, if its name ends with .safetensors; else a folder, to which a "
+            "folder's config.json, tokenizer and the like come too, or what a GGUF file says",
+        )
+        parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+        parser.add_argument(
+            "--max-shard-size",
+            "--shard-size",
+            metavar="SIZE",
+            help="write files of at most that, as 5GB, and their index, to the folder OUT",
+        )
+        parser.add_argument(
+            "--resume", action="store_true", help="keep whole files that an earlier run left in OUT"
+        )
     parser.set_defaults(run=run)
     return parser
 
@@ -99,26 +113,6 @@ def _model(text: str) -> Path:
         return find_model(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "out",
-        metavar="OUT",
-        type=_output,
-        help="the file to write, if its name ends with .safetensors; else a folder, to which a "
-        "folder's config.json, tokenizer and the like come too, or what a GGUF file says",
-    )
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
-    parser.add_argument(
-        "--max-shard-size",
-        "--shard-size",
-        metavar="SIZE",
-        help="write files of at most that, as 5GB, and their index, to the folder OUT",
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="keep whole files that an earlier run left in OUT"
-    )
 
 
 def _output(text: str) -> Path:
@@ -366,7 +360,7 @@ def _write_beside(
             write_json(made / "hf_quant_config.json", hf_quant_config(stated))
     elif is_gguf(weights.path):
         # With it, `generate` reads the folder.
-        write_json(made / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
+        write_json(made / GGUF_FIELDS, weights.metadata)
     if (out / "config.json").is_file() and not (made / "config.json").is_file():
         # It stays, and may not speak of tensors that are gone.
         _write_config(out / "config.json", made, stated)
@@ -378,13 +372,6 @@ def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> No
     kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
     kept |= {} if stated is None else {"quantization_config": dict(stated)}
     write_json(out / path.name, kept)
-
-
-def _json(field: object) -> Any:
-    """A field of a GGUF file for JSON."""
-    if isinstance(field, tuple):
-        return [_json(each) for each in field]
-    return field.tolist() if isinstance(field, np.ndarray) else field
 
 
 def _nbytes(text: str) -> int:

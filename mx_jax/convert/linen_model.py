@@ -13,7 +13,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -296,12 +296,11 @@ def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[
     used |= result.used
 
 
-@dataclasses.dataclass(frozen=True)
-class _Known:
+class _Known(NamedTuple):
     """Of earlier calls, since nn.jit keeps what it traced: rules that matched, modules by path."""
 
-    used: set[int] = dataclasses.field(default_factory=set[int])
-    modules: dict[str, Module] = dataclasses.field(default_factory=dict[str, Module])
+    used: set[int]
+    modules: dict[str, Module]
 
 
 def _known(module: Any) -> _Known:
@@ -314,7 +313,7 @@ def _known(module: Any) -> _Known:
 
 @functools.lru_cache(maxsize=256)
 def _known_of(model: object) -> _Known:
-    return _Known()
+    return _Known(set(), {})
 
 
 def decisions(
@@ -380,7 +379,8 @@ class BoundLayer:
     def note(self, obstacle: str) -> None:
         """Tell the report why no rule reaches the layer, in case nothing else is said of it."""
         for recorder in recorders_of(self.rules):
-            recorder.add_bare(Layer(path=self.path, type=type(self.layer), obstacle=obstacle))
+            layer = Layer(path=self.path, type=type(self.layer), obstacle=obstacle)
+            recorder.bare.setdefault(self.path, layer)
 
     def key(self, recipe: Recipe) -> jax.Array | None:
         """A key from the layer's stream, if the recipe draws random bits."""

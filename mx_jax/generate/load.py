@@ -80,7 +80,7 @@ def recipe_for(
     return high_precision().with_(fwd={"lhs": form, "rhs": None}, name=f"{activations} x stored")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Source:
     """A checkpoint that was opened."""
 
@@ -99,23 +99,15 @@ def open_model(path: Path) -> Source:
     else:
         said = read_json(folder / "config.json")
         fields, where = read_json(folder / GGUF_FIELDS), str(folder / GGUF_FIELDS)
-    if not said and fields:
-        return Source(
-            weights=weights,
-            config=config_from_gguf(fields, weights, where),
-            names=GGUF,
-            tokenizer=functools.partial(tokenizer_of_gguf, fields, where),
-        )
-    if not said:
-        raise ValueError(
-            f"generate: there is no config.json in {folder}; `python -m mx_jax quantize MODEL "
-            "OUT/`, of a folder or a GGUF file to a folder, brings along what it says"
-        )
-    return Source(
-        weights=weights,
-        config=config_from_json(said, weights, str(folder / "config.json")),
-        names=HUB,
-        tokenizer=functools.partial(tokenizer_of_folder, folder),
+    if said:
+        config = config_from_json(said, weights, str(folder / "config.json"))
+        return Source(weights, config, HUB, functools.partial(tokenizer_of_folder, folder))
+    if fields:
+        config = config_from_gguf(fields, weights, where)
+        return Source(weights, config, GGUF, functools.partial(tokenizer_of_gguf, fields, where))
+    raise ValueError(
+        f"generate: there is no config.json in {folder}; `python -m mx_jax quantize MODEL "
+        "OUT/`, of a folder or a GGUF file to a folder, brings along what it says"
     )
 
 

@@ -174,12 +174,10 @@ def findings(records: Sequence[Record], scalars: Mapping[str, Sequence[Scalar]])
 
 def _others(indices: Sequence[tuple[int, ...]]) -> str:
     """The layers of the same scan that a sentence holds for too."""
-    if not indices:
-        return ""
-    if len(indices) > _NAMED:
-        return f"; so do {len(indices)} other layers of its scan"
     names = ", ".join("".join(f"[{number}]" for number in index) for index in sorted(indices))
-    return f"; so do {names}" if len(indices) > 1 else f"; so does {names}"
+    if len(indices) > _NAMED:
+        names = f"{len(indices)} other layers of its scan"
+    return f"; so {'do' if len(indices) > 1 else 'does'} {names}" if indices else ""
 
 
 def _of_numbers(name: str, own: Sequence[Scalar]) -> list[tuple[int, str]]:
@@ -241,14 +239,10 @@ def _over_time(records: Sequence[Record], plot: Plot) -> list[Any]:
 
 def _worst(records: Sequence[Record]) -> report_page.Table:
     """Operands by the lowest SQNR that they had."""
+    known = (x for x in records if x.tag.side and not math.isnan(x.stats.get("sqnr_db", math.nan)))
     lowest: dict[str, Record] = {}
-    for record in records:
-        sqnr = record.stats.get("sqnr_db", math.nan)
-        if not math.isnan(sqnr) and record.tag.side is not None:
-            known = lowest.get(_name(record))
-            if known is None or sqnr < known.stats["sqnr_db"]:
-                lowest[_name(record)] = record
-    ranked = sorted(lowest.items(), key=lambda pair: pair[1].stats["sqnr_db"])[: report_page.ROWS]
+    for record in sorted(known, key=lambda record: record.stats["sqnr_db"]):
+        lowest.setdefault(_name(record), record)
     rows = [
         (
             name,
@@ -257,7 +251,7 @@ def _worst(records: Sequence[Record]) -> report_page.Table:
             *(column.text(record.stats, 4) for column in headed()),
             ", ".join(f"{i}: {amax:.3g}" for i, amax in record.stats.get("channels", [])[:3]),
         )
-        for name, record in ranked
+        for name, record in [*lowest.items()][: report_page.ROWS]
     ]
     heads = ("operand", "format", "step", *(column.heading for column in headed()))
     return report_page.Table((*heads, "largest channels"), rows)
