@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -223,7 +223,7 @@ def _judged(node: object) -> tuple[Kind | None, dict[str, Any]] | None:
         return None
     children, _ = _children(node)
     kernels = [tuple(child.shape) for _, child in children if len(getattr(child, "shape", ())) >= 2]
-    inner = [str(key) for key, child in children if any(_layers(child))]
+    inner = [str(key) for key, child in children if _has_layer(child)]
     if not kernels:
         return None
     obstacle = f"has layers of its own: {', '.join(inner)}" if inner else None
@@ -231,13 +231,10 @@ def _judged(node: object) -> tuple[Kind | None, dict[str, Any]] | None:
     return None, {"kernel": kernels[0], "named_only": True, "obstacle": obstacle}
 
 
-def _layers(node: object) -> Iterator[Any]:
-    """Nodes at and below a node that have a product."""
-    if has_nodes(node):
-        if _judged(node) is not None:
-            yield node
-        for _, child in _children(node)[0]:
-            yield from _layers(child)
+def _has_layer(node: object) -> bool:
+    """Whether a node, or one below it, has a product."""
+    below = (child for _, child in _children(node)[0]) if has_nodes(node) else ()
+    return has_nodes(node) and (_judged(node) is not None or any(map(_has_layer, below)))
 
 
 # Products that wait for vmap ---------------------------------------------------------------------

@@ -10,7 +10,7 @@ import math
 import numbers
 import re
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -116,7 +116,7 @@ def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: An
     machine = contextlib.nullcontext() if target is None else use_target(target)
     with machine:
         of_recipe = isinstance(what, str | MatmulRecipe) or makes_recipe(what)
-        if of_recipe or not callable_model(what):
+        if of_recipe or not (callable(what) or _is_linen(what)):
             recipe = as_recipe(what, "explain")
             return _of_recipe(recipe, **_with_sizes(recipe, args, kwargs))
         return explanation_of(what, *args, **kwargs)
@@ -337,6 +337,12 @@ class Row:
     selection: Selection | None = None
 
     @property
+    def where(self) -> str:
+        """Its places, in words."""
+        names = [f"{x.path or 'the function'}{' (gradient)' * x.backward}" for x in self.places]
+        return ", ".join(dict.fromkeys(names))
+
+    @property
     def reasons(self) -> tuple[str, ...]:
         """Why no other backend computes it, what it rests on, and which would take it if named."""
         return (self.why,) if self.selection is None else reasons(self.selection)
@@ -386,7 +392,7 @@ class Explanation:
             how = f" ({row.how})" if row.how else ""
             flops = f"{row.flops / 1e6:.4g} Mflop, " if row.flops else ""
             lines.append(f"{row.times} x {row.work} -> {row.backend}{how}")
-            lines.append(f"  {flops}{row.bytes / 1e3:.4g} kB; in {_places(row)}")
+            lines.append(f"  {flops}{row.bytes / 1e3:.4g} kB; in {row.where}")
             lines += [f"  {reason}" for reason in row.reasons]
         return "\n".join([*lines, *self.remarks, self.summary])
 
@@ -400,7 +406,7 @@ class Explanation:
         for row in self.rows:
             texts = (*filter(None, (row.how,)), *row.reasons)
             table.add_row(
-                escape(_places(row)),
+                escape(row.where),
                 escape(row.work),
                 str(row.times),
                 row.backend,
@@ -411,13 +417,6 @@ class Explanation:
             )
         lines = (*(f"{number}: {text}" for text, number in notes.items()), *self.remarks)
         return Group(table, *map(escape, lines), escape(self.summary))
-
-
-def _places(row: Row) -> str:
-    texts = (
-        f"{place.path or 'the function'}{' (gradient)' * place.backward}" for place in row.places
-    )
-    return ", ".join(dict.fromkeys(texts))
 
 
 def reasons(selection: Selection) -> tuple[str, ...]:
@@ -495,7 +494,8 @@ def _kind_and_cost(call: Call) -> tuple[str, float, float]:
             moved = _bytes(call.shape, dtype=call.dtype) + _bytes(call.shape, call.format)
             return kinds.get(type(call), "statistics"), 0.0, moved
         case calls.PackCall():
-            return "pack", 0.0, 2 * _stored(call.weights)
+            own = call.weights
+            return "pack", 0.0, 2 * _bytes(own.shape, own.format, own.dtype)
         case calls.TransformCall():
             return "transform", 0.0, math.prod(call.shape) * (call.dtype.itemsize + 4.0)
         case calls.AttendCall():
@@ -512,13 +512,9 @@ def _product(
     call: calls.MatmulCall | calls.RaggedCall, columns: int, times: int
 ) -> tuple[float, float]:
     """Flops, and bytes of both operands and of so many results."""
-    out = times * call.lhs.rows * columns * call.out_dtype.itemsize
-    flops = 2.0 * math.prod(call.lhs.shape) * columns
-    return flops, _stored(call.lhs) + _stored(call.rhs) + out
-
-
-def _stored(operand: OperandType) -> float:
-    return _bytes(operand.shape, operand.format, operand.dtype)
+    size = float(times * call.lhs.rows * columns * call.out_dtype.itemsize)
+    size += sum(_bytes(own.shape, own.format, own.dtype) for own in (call.lhs, call.rhs))
+    return 2.0 * math.prod(call.lhs.shape) * columns, size
 
 
 def _bytes(
@@ -551,11 +547,6 @@ def of_arrays(
     return call, [leaves[place] for place in places]
 
 
-def callable_model(what: object) -> bool:
-    """Whether it can be traced: a function or a model."""
-    return callable(what) or _is_linen(what)
-
-
 def explanation_of(
     function: object, *args: object, backward: bool = False, **kwargs: object
 ) -> Explanation:
@@ -568,8 +559,15 @@ def explanation_of(
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     found = sorted(_rows(jaxpr, recorder.entries, 1, "", marked=False), key=lambda pair: pair[0])
     selections = recorder.selections
+    # Rows of the same work are one.
+    rows: dict[Row, Row] = {}
+    for _, row in found:
+        key = dataclasses.replace(row, times=0, places=())
+        known = rows.get(key, key)
+        places = tuple(dict.fromkeys((*known.places, *row.places)))
+        rows[key] = dataclasses.replace(known, times=known.times + row.times, places=places)
     return Explanation(
-        rows=_joined(row for _, row in found),
+        rows=tuple(rows.values()),
         remarks=tuple(dict.fromkeys(own for own in recorder.entries if isinstance(own, str))),
         machine=machine_text(selections[0].target if selections else current_target()),
     )
@@ -614,17 +612,6 @@ def _with_gradients(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return results, [own for own in gradients if own.dtype != jax.dtypes.float0]
 
     return run
-
-
-def _joined(rows: Iterable[Row]) -> tuple[Row, ...]:
-    """Rows of the same work as one."""
-    found: dict[Row, Row] = {}
-    for row in rows:
-        key = dataclasses.replace(row, times=0, places=())
-        known = found.get(key, key)
-        places = tuple(dict.fromkeys((*known.places, *row.places)))
-        found[key] = dataclasses.replace(known, times=known.times + row.times, places=places)
-    return tuple(found.values())
 
 
 def _rows(
