@@ -93,11 +93,8 @@ def _on_mesh(names: Any, rules: Any) -> PartitionSpec:
     if mesh.empty:
         return PartitionSpec(*spec)
     # A logical name without a rule shards nothing.
-    return PartitionSpec(*(part if _known(part, mesh.axis_names) else None for part in spec))
-
-
-def _known(part: object, names: tuple[str, ...]) -> bool:
-    return all(name in names for name in (part if isinstance(part, tuple) else (part,)))
+    axes = ((part, part if isinstance(part, tuple) else (part,)) for part in spec)
+    return PartitionSpec(*(part if {*own} <= {*mesh.axis_names} else None for part, own in axes))
 
 
 def layer_key(

@@ -198,16 +198,6 @@ def _parts(change: Mapping[str, Any], known: tuple[str, ...], word: str) -> dict
     return dict(change)
 
 
-def _residuals(given: object, operation: str) -> Residuals:
-    try:
-        return Residuals(given)
-    except ValueError:
-        names = " or ".join(repr(one.value) for one in Residuals)
-        raise ValueError(
-            f"{operation}: residuals must be {names}, got residuals={given!r}"
-        ) from None
-
-
 def _text(word: str, value: Any) -> str:
     """A change as names of recipes show it, the same however it was given: `weights=mxfp4`."""
     if isinstance(value, Mapping):
@@ -321,7 +311,13 @@ class Recipe(MatmulRecipe):
         own = ("mask_clipped", "gather", "reduce_dtype")
         parts = {word: given[word] for word in own if word in given}
         if "residuals" in given:
-            given["residuals"] = parts["residuals"] = _residuals(given["residuals"], operation)
+            try:
+                given["residuals"] = parts["residuals"] = Residuals(residuals)
+            except ValueError:
+                names = " or ".join(repr(one.value) for one in Residuals)
+                raise ValueError(
+                    f"{operation}: residuals must be {names}, got residuals={residuals!r}"
+                ) from None
         _check_all_reach(self, given, operation)
         for product, words_of in TENSORS.items():
             try:
