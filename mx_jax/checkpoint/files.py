@@ -1,6 +1,6 @@
 """safetensors files, one or several with an index, written and read one tensor at a time.
 
-The package of that name checks what is read. It writes only what lies in memory whole, so writing
+The package of that name checks what is read. It writes only what is in memory whole, so writing
 is done here: a length, a header in JSON, and the tensors in a row, as its format description says.
 
 Readers of several files go by the index. Files of tensors get names that the earlier index does not

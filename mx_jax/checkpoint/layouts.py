@@ -37,7 +37,7 @@ class Layout:
     """The tensors that a quantized weight is stored as.
 
     A weight called `<base><weight>` is the tensors `<base><codes>`, `<base><scales>` and, if there
-    is one, `<base><tensor_scale>`. Blocks lie along its last axis, the one that is contracted:
+    is one, `<base><tensor_scale>`. Blocks run along its last axis, the one that is contracted:
     these are weights `[out, in]`.
 
     Attributes:

@@ -54,7 +54,7 @@ def read_torchao(readers: Mapping[str, Reader], where: str) -> dict[str, Stored]
     """The tensors of files that torchao wrote; ValueError for classes and metadata not known."""
     stored: dict[str, Stored] = {}
     taken: set[str] = set()
-    for name, text in _said(readers, where).items():
+    for name, text in _descriptions(readers, where).items():
         at = f"{where}: {name}"
         try:
             facts = json.loads(text)
@@ -72,7 +72,7 @@ def read_torchao(readers: Mapping[str, Reader], where: str) -> dict[str, Stored]
     return stored
 
 
-def _said(readers: Mapping[str, Reader], where: str) -> dict[str, str]:
+def _descriptions(readers: Mapping[str, Reader], where: str) -> dict[str, str]:
     """Of each tensor the JSON that describes it."""
     found: dict[str, str] = {}
     for reader in {id(reader): reader for reader in readers.values()}.values():

@@ -33,7 +33,7 @@ class Stored:
         last axis, before they meet this weight; None where nothing is asked of them.
       fetch: reads it.
       host: of a plain array that is stored as it is, reads it without a copy; else None.
-      dtype: of such an array; None: reading it tells.
+      dtype: of such an array; None: known once it is read.
 
     Examples:
       >>> import os, tempfile, jax.numpy as jnp, mx_jax

@@ -164,7 +164,7 @@ def from_packed(
       scales: one a block: uint8 (E8M0, biased by 127, or E4M3), or float32 where the format says.
       format: of the blocks, or its name; blocks of one position along the kept axes.
       length: of the last axis, in codes.
-      axis: along which the blocks lie.
+      axis: along which the blocks run.
       tensor_scale: float32 with an axis of length one for each of codes (NVFP4), else None.
       dtype: what `dequantize()` gives.
 
@@ -195,7 +195,7 @@ def from_packed(
 def to_wire(tree: object) -> Any:
     """A tree with each MXArray as a dict of plain arrays, for whatever saves trees of arrays.
 
-    Codes lie on the host at their real width: MXFP4 takes 4.25 bits an element. Weights that were
+    Codes are on the host at their real width: MXFP4 takes 4.25 bits an element. Weights that were
     packed for this machine go as the MXArray that they hold.
 
     Args:

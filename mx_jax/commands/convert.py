@@ -73,7 +73,7 @@ class Conversion:
     how: How
     blocks: int = 0  # of a tensor that is not merely copied, how many the layout has for it
     unfit: int = 0  # how many of them cannot hold its values
-    reason: str | None = None  # why the codes cannot stay, where no count tells
+    reason: str | None = None  # why the codes cannot stay, where no count says
     # Of a tensor whose codes stay, where the layout has one for all of it.
     tensor_scale: float | None = None
 

@@ -1,6 +1,6 @@
 """Quantize the weights of a checkpoint, one tensor at a time.
 
-Blocks lie along the axis that a product contracts: the last of a matrix called .weight, the first
+Blocks run along the axis that a product contracts: the last of a matrix called .weight, the first
 of one called kernel. What already is quantized stays as it is, and so do tensors of fewer than two
 axes.
 

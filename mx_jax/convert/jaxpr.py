@@ -330,7 +330,7 @@ class PlannedBody:
 
 
 def _in_layer(eqn: JaxprEqn) -> AbstractContextManager[None]:
-    """A context of the module that an equation is of, if its names tell one."""
+    """A context of the module that an equation is of, if its names have one."""
     marks = _MARK.findall(str(eqn.source_info.name_stack))
     return LayerName(marks[-1] or "model").context() if marks else contextlib.nullcontext()
 

@@ -41,7 +41,7 @@ from mx_jax.recipes import OperandSpec, Recipe
 class ConvOfDotGeneral:
     """A drop-in for `jax.lax.conv_general_dilated` as Flax's Conv calls it.
 
-    Patches of the input times the kernel as a matrix: blocks lie along the input features of one
+    Patches of the input times the kernel as a matrix: blocks run along the input features of one
     tap, and all three products follow the recipe. A convolution whose strides are its kernel size
     (patch embeddings, 1 x 1) only rearranges its input; any other repeats it, up to once a tap.
     """
@@ -145,7 +145,7 @@ def _tiles(x: jax.Array, window: Sequence[int]) -> jax.Array:
 def cast_table(table: jax.Array | Quantized, recipe: Recipe, key: jax.Array | None) -> Any:
     """An embedding's table `[entries, features]` as the recipe's products see a weight.
 
-    Blocks lie along the features, so that what is looked up and what is attended to have the same
+    Blocks run along the features, so that what is looked up and what is attended to have the same
     values. The gradient is the identity.
     """
     spec: OperandSpec | None = recipe.fwd.rhs
@@ -502,7 +502,7 @@ class Kind:
         out: `[in, out]`, or as `axes` say. None in its place: there is no kernel.
       axes: the same to the kernel's axes in the product; None where they are not known, so that
         no kernel is stored quantized. Left out: `[in, out]`, if `shape` is so too.
-      kernel: the parameter whose leading axes tell a stack of nnx layers, or of nodes.
+      kernel: the parameter whose leading axes show a stack of nnx layers, or of nodes.
       kernel_ndim: how many axes it has in a single layer.
       named_only: whether only a rule that names the type converts it.
       obstacle: why this layer cannot be converted, or None.
@@ -576,7 +576,7 @@ def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes | None:
         return None
     batch = tuple(i for i, c in enumerate(letters) if c in left and c in out)
     kept = tuple(i for i, c in enumerate(letters) if c not in left and c in out)
-    # Blocks lie along the last contracted letter in the input's order.
+    # Blocks run along the last contracted letter in the input's order.
     contracting = tuple(letters.index(c) for c in left if c in letters and c not in out)
     return Axes(batch, kept, contracting) if contracting else None
 
@@ -649,7 +649,7 @@ _KINDS: list[Kind] = [DENSE, EINSUM, CONV, EMBED, ATTENTION]
 
 
 def register(kind: Kind) -> None:
-    """Tell conversion how layers of a kind multiply, Flax's or anybody's.
+    """Register how layers of a kind multiply, Flax's or anybody's.
 
     What is registered last is asked first. Without it, the products of a layer of somebody's own
     are found by tracing the model's call, and cannot read stored weights.

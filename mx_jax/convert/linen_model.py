@@ -377,7 +377,7 @@ class BoundLayer:
         return decision
 
     def note(self, obstacle: str) -> None:
-        """Tell the report why no rule reaches the layer, in case nothing else is said of it."""
+        """Record why no rule reaches the layer, in case nothing else is recorded of it."""
         for recorder in recorders_of(self.rules):
             layer = Layer(path=self.path, type=type(self.layer), obstacle=obstacle)
             recorder.bare.setdefault(self.path, layer)
@@ -665,7 +665,7 @@ class Interceptor:
 
 
 def _mark(scope: Scope, rules: int) -> None:
-    """Tell nn.jit that a scope and those below it are not like any other.
+    """Mark a scope and those below it for nn.jit as unlike any other.
 
     It compiles once for equal modules, wherever they are, but rules go by path. Its key has the
     scope's flags in it, and a module below nn.jit is seen by interceptors only while it is traced:

@@ -38,7 +38,7 @@ class Rule:
         method `why_not` with the same arguments, whose text the report quotes. Use a function
         defined once, or a frozen value: a fresh lambda is a new rule and retraces.
       gather: mesh axes along which kernels are gathered as codes, in place of the recipe's own:
-        see `mx_jax.sharding.Gather`. Flax's metadata say where the kernels lie.
+        see `mx_jax.sharding.Gather`. Flax's metadata say how the kernels are sharded.
       cache: format of the keys and values that an attention keeps when it decodes, whose path ends
         in `/cache`: a block format, its name, or a `CacheFormat`; None leaves them as they are.
 
@@ -121,7 +121,7 @@ class Layer:
       named_only: whether only a rule that names its type converts it.
       obstacle: why it cannot be converted whatever the rules say, or None.
       axes: of the kernel as stored, in the product; None where they are not known.
-      input: shape of the other operand, where a trace tells it.
+      input: shape of the other operand, where a trace shows it.
       is_cache: whether it is no product, but what an attention keeps when it decodes.
       of_activations: whether neither operand is a weight, as far as that is known.
       product: its type `DotGeneral`, `RaggedDot` or `Conv`, where a trace shows it.
@@ -330,11 +330,11 @@ def _limits(spec: MatmulSpec) -> Iterator[tuple[BlockFormat, Limits]]:
 
 def _misaligned(shape: tuple[int, ...], recipe: Recipe) -> str | None:
     """The product contracts k, the gradient of the input contracts n; the rows are not known."""
-    # Blocks lie along the last contracting axis alone.
+    # Blocks run along the last contracting axis alone.
     k, n = ("k", shape[-2]), ("n", shape[-1])
     for spec, (contracting, kept) in ((recipe.fwd, (k, n)), (recipe.dlhs, (n, k))):
         for format, limits in _limits(spec):
-            # Only the right operand is the kernel: its kept blocks lie along the other axis.
+            # Only the right operand is the kernel: its kept blocks run along the other axis.
             kernel = spec.rhs is not None and format == spec.rhs.format
             kept_block = format.block[0] if kernel else 1
             for (name, size), block in ((contracting, format.block[1]), (kept, kept_block)):

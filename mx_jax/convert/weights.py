@@ -117,7 +117,7 @@ def weights(
     same rules gives the same numbers from these weights, and reads 4.25 bits a parameter in MXFP4
     where it read 32. Kernels carry no gradient then.
 
-    A tree of parameters alone does not tell which axes a product contracts: there, kernels
+    A tree of parameters alone does not say which axes a product contracts: there, kernels
     `[in, out]` are quantized, and others with `model`.
 
     Args:
@@ -127,7 +127,7 @@ def weights(
         in `convert.linen`; of parameters alone also the parameter's own, `".*/up/kernel"`.
       model: the flax.linen module whose parameters they are, converted or not.
       args: example arguments of the module, arrays or `jax.ShapeDtypeStruct`; not run.
-      pack: whether to `pack_weights` for the machine they lie on, where its kernels have a layout
+      pack: whether to `pack_weights` for the machine they are on, where its kernels have a layout
         of their own; False: MXArrays, which `checkpoint.save` takes as well.
       by: how codes are chosen, if not as the product would: `calibrate.SearchedScales()`, or
         `calibrate.Gptq(moments)`.
@@ -293,7 +293,7 @@ def _kernels(
 
 
 def _layer(names: tuple[str, ...], value: Any, known: Layer | None) -> Layer:
-    """What rules judge a parameter by: its layer as the model has it, or what its name tells."""
+    """What rules judge a parameter by: its layer as the model has it, or what its name implies."""
     own, path, shape = "/".join(names), "/".join(names[:-1]), tuple(value.shape)
     if names[-1] not in _KERNELS and not (known and known.kernel):
         return Layer(path=own, type=Unknown, kernel=shape)

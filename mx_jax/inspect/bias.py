@@ -45,7 +45,7 @@ class Estimate:
 
     Attributes:
       bias: `|E e| / |E g|`, both without what noise adds; 0 where the noise explains all there is,
-        NaN where the exact mean itself cannot be told from 0, or a draw is not finite.
+        NaN where the exact mean itself cannot be distinguished from 0, or a draw is not finite.
       low: lower end of its confidence interval.
       high: upper end.
       uncorrected: `|mean e| / |mean g|`, as it is when nobody takes the noise out.
@@ -110,7 +110,7 @@ class Row:
     @property
     def near_zero(self) -> bool:
         """Whether the exact mean is so close to 0, beside its noise, that shares of it say little:
-        near a minimum. Tables tell how close instead."""
+        near a minimum. Tables show how close instead."""
         return not math.isnan(self.bias) and self.estimate.signal < _CLEAR
 
 

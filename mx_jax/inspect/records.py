@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -222,10 +222,14 @@ class _File(_Numbers):
         self.path = Path(path)
         self._file: Any = None
 
-    def _open(self) -> Any:
+    def _write(self, record: Record | Scalar) -> None:
         if self._file is None:
             self._file = self.path.open("a", encoding="utf-8", newline="")
-        return self._file
+        self._append(self._file, record)
+        self._file.flush()
+
+    def _append(self, file: TextIO, record: Record | Scalar) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close the file."""
@@ -249,10 +253,8 @@ class Jsonl(_File):
       {"step": 0, "scalar": "loss", "value": 2.5}
     """
 
-    def _write(self, record: Record | Scalar) -> None:
-        file = self._open()
+    def _append(self, file: TextIO, record: Record | Scalar) -> None:
         file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
-        file.flush()
 
 
 class Csv(_File):
@@ -271,8 +273,7 @@ class Csv(_File):
       [('0', 'loss', '2.5')]
     """
 
-    def _write(self, record: Record | Scalar) -> None:
-        file = self._open()
+    def _append(self, file: TextIO, record: Record | Scalar) -> None:
         rows = csv.DictWriter(file, ("step", "index", *_TAG, *columns(), "value"), restval="")
         if not file.tell():
             rows.writeheader()
@@ -283,7 +284,6 @@ class Csv(_File):
             row |= {name: record.stats[name] for name in columns() if name in record.stats}
             index = "/".join(map(str, record.index))
             rows.writerow({"step": record.step, "index": index, **row})
-        file.flush()
 
 
 class TensorBoard(_Numbers):

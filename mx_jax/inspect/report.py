@@ -36,7 +36,7 @@ def report(
     lowest SQNR; where values saturate; and which exponents scales have.
 
     Of a checkpoint it has what is out of the ordinary; the SQNR against a reference, layer by
-    layer, and the tensors with the lowest; how many codes lie at their format's limit and how many
+    layer, and the tensors with the lowest; how many codes are at their format's limit and how many
     values are zero; the exponents of scales; and a table of all tensors.
 
     Args:

@@ -246,7 +246,7 @@ def sensitivity(
     Args:
       loss: `loss(params, batch)`, a scalar; it is jitted.
       params: any pytree: linen's params or variables, or nnx's state.
-      batches: one or more of equal shape; several tell how sure an increase is.
+      batches: one or more of equal shape; several show how sure an increase is.
       formats: block formats, or names of them; each with the scale rule that loses least for it.
         One with which the loss of a layer is Inf or NaN is not chosen for it.
       budget: of bytes, bits a parameter, or loss.

@@ -87,7 +87,7 @@ class Dense(_WithRecipe, flax_nn.Dense):
 
 
 class DenseGeneral(_WithRecipe, flax_nn.DenseGeneral):
-    """`flax.linen.DenseGeneral` with a recipe; blocks lie along the last of its `axis`.
+    """`flax.linen.DenseGeneral` with a recipe; blocks run along the last of its `axis`.
 
     Attributes:
       recipe: what to quantize in the product and in its two gradients, or a recipe's name.

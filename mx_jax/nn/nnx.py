@@ -68,7 +68,7 @@ def stream_of_layer(rngs: nnx.Rngs, layer: str, recipe: Recipe) -> nnx.RngStream
     What the model's other layers are initialized with must not depend on the recipe: only the
     stream `"quantize"`, which nothing else reads, is drawn from. The parameters' stream is looked
     at, not drawn from: each layer has moved it on, and each layer of a stack has its own, so that
-    it tells layers apart where the other stream is shared or stands still.
+    it distinguishes layers where the other stream is shared or stands still.
 
     Returns:
       The stream; None if rngs has none and only gradients would need it.
@@ -103,7 +103,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def name_layers(model: M) -> M:
-    """Tell the layers of this module in a model their paths, for captures, profiles and HLO.
+    """Give the layers of this module in a model their paths, for captures, profiles and HLO.
 
     A module of nnx does not know where it is. Names are static and change no program, and equal
     layers still share what jit compiled. `convert.nnx` names the layers that it converts.
@@ -213,7 +213,7 @@ class Linear(_KeyedDotGeneral, nnx.Linear):
 
 
 class LinearGeneral(_KeyedDotGeneral, nnx.LinearGeneral):
-    """`flax.nnx.LinearGeneral` with a recipe; blocks lie along the last of its `axis`.
+    """`flax.nnx.LinearGeneral` with a recipe; blocks run along the last of its `axis`.
 
     Examples:
       >>> import jax.numpy as jnp, mx_jax

@@ -180,7 +180,7 @@ class StoredParams:
 #
 # State dicts hold the arrays of MXArrays and caches, and of MXArrays what they are: a cache needs a
 # target. Linen takes every attribute of a module apart and puts it together again this way, also
-# while it is traced: so nothing is computed here, and codes lie one in a byte.
+# while it is traced: so nothing is computed here, and codes are one in a byte.
 
 
 def _state(x: MXArray) -> dict[str, Any]:
@@ -239,7 +239,7 @@ def _with_arrays(target: Any, state: Mapping[str, Any]) -> Any:
 
 
 def register_serialization() -> None:
-    """Tell `flax.serialization` of MXArrays, and of key-value caches."""
+    """Register MXArrays and key-value caches with `flax.serialization`."""
     serialization.register_serialization_state(MXArray, _state, _restored, override=True)
     for own in (CacheRows, KVCache):
         serialization.register_serialization_state(own, _arrays, _with_arrays, override=True)

@@ -219,7 +219,7 @@ class Setup:
         return self.expert > 1 and linear.is_input_of_experts and "expert" in self.codes
 
     def check(self, model: Model) -> None:
-        """Raise ValueError for blocks or experts that do not lie so on the mesh."""
+        """Raise ValueError for blocks or experts that the mesh does not divide."""
         if model.layers % self.pipe:
             raise ValueError(
                 f"plan: each stage of a pipeline has as many blocks, got layers={model.layers} for "
@@ -378,7 +378,7 @@ def _traffic(own: Movement, model: Model, setup: Setup, recipe: MatmulRecipe) ->
         (as_codes if coded else as_values).append(linear.name)
     if own.tensor.startswith("weight"):
         # Embedding and head are gathered and summed like weights, always as values, and once: they
-        # lie before and behind the pipeline.
+        # are before and behind the pipeline.
         shards = setup.model * setup.pipe * (1 if own.axis == "fsdp" else setup.fsdp)
         total += model.other_params / shards * setup.dtype.itemsize
     return Traffic(
@@ -577,7 +577,7 @@ def block_residuals(model: Model, setup: Setup, recipe: MatmulRecipe) -> float:
 
 
 def _input_elements(linear: Linear, setup: Setup) -> float:
-    """Elements of a layer's input that lie on one device."""
+    """Elements of a layer's input on one device."""
     tokens = setup.rows(linear)
     if linear.split == "row":
         return tokens * linear.k / setup.model

@@ -31,7 +31,7 @@ class QuantizeCase:
 
     format: BlockFormat
     shape: draw.Shape
-    axis: int = -1  # the axis that blocks lie along
+    axis: int = -1  # the axis that blocks run along
     block_size: BlockSize | None = None  # instead of the format's own
     scale_rule: str | None = None  # name, or None for the format's default
     rounding: str = "nearest"
@@ -85,7 +85,7 @@ class MatmulCase:
     batch: draw.Shape = ()  # lengths of the batch axes
     m: draw.Shape = (5,)  # lengths of the left operand's kept axes
     n: draw.Shape = (7,)  # lengths of the right operand's kept axes
-    k: draw.Shape = (96,)  # lengths of the contracted axes; blocks lie along the last
+    k: draw.Shape = (96,)  # lengths of the contracted axes; blocks run along the last
     lhs_k_first: bool = False  # whether lhs is `[*batch, *k, *m]`
     rhs_k_first: bool = False  # whether rhs is `[*batch, *k, *n]`
     dtype: str = "float32"  # name of the dtype of a high-precision operand
@@ -110,10 +110,7 @@ class MatmulCase:
         self, rng: np.random.Generator, octaves: int = 4
     ) -> tuple[calls.Operand, calls.Operand]:
         """Two operands: codes of every kind under scales that spread over `2 * octaves` octaves."""
-        return (
-            _drawn(rng, self.call.lhs, octaves),
-            _drawn(rng, self.call.rhs, octaves),
-        )
+        return _drawn(rng, self.call.lhs, octaves), _drawn(rng, self.call.rhs, octaves)
 
     def cancelling_operands(self, rng: np.random.Generator) -> tuple[calls.Operand, calls.Operand]:
         """Operands whose products cancel in pairs, except the first two and a last odd one."""
