@@ -67,7 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log)
 
 
-# What these folders ask is no question of rounding, of speed or of XLA's programs: as tests/quick.py.
+# Of what tests/quick.py is not for, these folders ask nothing.
 QUICK_FOLDERS = {"benchmarks", "calibrate", "cli", "convert", "examples", "generate", "nn"}
 
 

@@ -31,7 +31,6 @@ from tests.backends.mosaic import (
     few_octaves,
     interpreter,
     needs_newer_mosaic,
-    race_of,
 )
 from tests.quick import quick
 
@@ -179,20 +178,6 @@ def test_rows_of_no_group_are_zeros_whatever_the_scales():
 
 
 # What goes wrong is noticed -------------------------------------------------------------------
-
-
-@needs_newer_mosaic
-@pytest.mark.slow
-def test_storing_rows_of_another_group_is_a_race(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    def whole_chunks(*args: Any) -> jax.Array:
-        found = visits(*args).reshape(-1, FIELDS)
-        return found.at[:, 2].set(found[:, 1]).reshape(-1)
-
-    monkeypatch.setattr(products, "visits", whole_chunks)
-    run, _ = product(case_of(sizes=(4, 4), rows=8), SMALL)
-    assert race_of(run, capfd)
 
 
 # What is taken, and what is lowered -----------------------------------------------------------
