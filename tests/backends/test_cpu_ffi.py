@@ -91,6 +91,7 @@ def test_without_a_library_everything_works(tmp_path: Path):
         MX_JAX_CPU_LIBRARY="none",
     )
     assert result.stdout.splitlines() == ["left out: MX_JAX_CPU_LIBRARY=none", "[6]"]
+    assert result.stderr == "", "asked for, it is nothing to warn of"
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
     result = run_python(REJECTS, MX_JAX_CPU_LIBRARY=str(broken))
