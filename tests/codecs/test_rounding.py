@@ -46,26 +46,6 @@ def test_deterministic_modes(mode: Rounding):
         np.testing.assert_array_equal(actual, wanted, err_msg=f"shift {shift}")
 
 
-@pytest.mark.one_python(reason="a mean over draws: test_element.py rounds by given bits everywhere")
-@pytest.mark.parametrize("num_bits", [1, 16, 17])
-def test_stochastic_rounds_up_as_often_as_its_fraction_says(num_bits: int):
-    """Over all values of the random bits, exactly floor(frac 2^n) of them round up."""
-    every = jnp.arange(1 << num_bits, dtype=jnp.int32)
-    mode = stochastic(num_bits)
-    assert mode.random_bits == num_bits
-    for significand, shift in (
-        ((3 << 22) + 12345, 20),
-        ((1 << 23) + 1, 24),
-        (1 << 23, 20),
-        (0, 20),
-    ):
-        value = Fraction(significand, 1 << shift)
-        floor = math.floor(value)
-        rounded = np.asarray(mode.apply(jnp.full_like(every, significand), jnp.int32(shift), every))
-        assert set(rounded.tolist()) <= {floor, floor + 1}
-        assert int((rounded - floor).sum()) == math.floor((value - floor) * 2**num_bits)
-
-
 def test_names():
     assert [mode.name for mode in ROUNDINGS] == ["nearest", "away", "toward_zero", "stochastic"]
     for mode in ROUNDINGS:

@@ -22,7 +22,6 @@ from mx_jax.formats import (
     FLOAT8_ROWWISE_E4M3,
     MX_FORMATS,
     MXFP4,
-    MXFP6_E3M2,
     MXFP8_E4M3,
     MXFP8_E5M2,
     MXINT8,
@@ -279,12 +278,7 @@ def past_every_mantissa(element: ElementFormat) -> int:
 
 @pytest.mark.parametrize(
     "threshold",
-    [
-        always,
-        past_every_mantissa,
-        functions.never,
-        functions.above_max,
-    ],
+    [always, past_every_mantissa],
 )
 def test_every_exponent(threshold):
     significand, exponent = np.frexp(PATTERNS.view(np.float32).astype(np.float64))
@@ -356,46 +350,6 @@ def test_not_finite_is_byte_255():
     for rule in RULES:
         scales = mx_jax.quantize(x, MXFP4, block_size=1, scale_rule=rule).scales
         assert np.asarray(scales).tolist() == [[255]] * 4
-
-
-# Scale exponents worked out by hand: amax, then floor, ceil, even, rceil of each format.
-BY_HAND = [
-    # 448 is E4M3's largest; 449 is above it; 480 = 1.875 * 2^8 rounds up to 512 from 3 bits on.
-    (MXFP8_E4M3, 448.0, (0, 1, 0, 0)),
-    (MXFP8_E4M3, 449.0, (0, 1, 0, 1)),
-    (MXFP8_E4M3, 495.0, (0, 1, 0, 1)),
-    (MXFP8_E4M3, 496.0, (0, 1, 1, 1)),  # 1.9375 * 2^8: the tie between 1.875 and 2, away
-    (MXFP8_E4M3, 512.0, (1, 1, 1, 1)),
-    (MXFP8_E5M2, 57344.0, (0, 1, 0, 0)),
-    (MXFP8_E5M2, 61440.0, (0, 1, 1, 1)),  # 1.875 * 2^15: the tie between 1.75 and 2
-    (MXFP6_E3M2, 28.0, (0, 1, 0, 0)),
-    (MXFP6_E3M2, 30.0, (0, 1, 1, 1)),
-    (MXFP4, 6.0, (0, 1, 0, 0)),
-    (MXFP4, 6.5, (0, 1, 0, 1)),
-    (MXFP4, 7.0, (0, 1, 1, 1)),  # 1.75 * 4: the tie between 1.5 and 2
-    (MXFP4, 4.0, (0, 0, 0, 0)),
-    (MXINT8, 1.984375, (0, 1, 0, 0)),
-    (MXINT8, 1.9921875, (0, 1, 1, 1)),  # half a step above 127/64
-    (MXINT8, 1.0, (0, 0, 0, 0)),
-]
-
-
-def test_by_hand():
-    @jax.jit
-    def all_scales():
-        return [
-            [
-                mx_jax.quantize(jnp.full(1, amax), format, block_size=1, scale_rule=rule).scales[0]
-                for rule in RULES
-            ]
-            for format, amax, _ in BY_HAND
-        ]
-
-    actual = [
-        (format.name, amax, tuple(int(byte) - 127 for byte in scales))
-        for (format, amax, _), scales in zip(BY_HAND, all_scales(), strict=True)
-    ]
-    assert actual == [(format.name, amax, exponents) for format, amax, exponents in BY_HAND]
 
 
 def test_rules_by_name_and_object():
