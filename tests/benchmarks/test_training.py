@@ -1,6 +1,7 @@
 """The benchmarks that train or differentiate the language model, in tiny sizes."""
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -40,7 +41,15 @@ def test_bytes_of_linear_layers():
 
 
 @pytest.mark.slow
-def test_residuals(tmp_path):
+def test_residuals(tmp_path, monkeypatch):
+    """The model's own in float32 alone: one program to trace less for each row."""
+    model_bytes = residuals.model_bytes
+    of_float32 = functools.cache(lambda *given: model_bytes(given[0], jnp.float32, given[1]))
+    monkeypatch.setattr(
+        residuals,
+        "model_bytes",
+        lambda recipe, dtype, settings: of_float32(recipe, settings),
+    )
     out = tmp_path / "results.json"
     options = "--d-model 32 --layers 2 --batch 2 --context 32 --recipes mxfp8".split()
     residuals.main([*options, "--size", "64x64x64", "--out", str(out)])
