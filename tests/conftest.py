@@ -87,6 +87,15 @@ def _quick_programs(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def insist() -> Iterator[None]:
+    """The library is asked, which nobody else would do where tests have several devices."""
+    from mx_jax.backends.select import only_backend
+
+    with only_backend("cpu_ffi"):
+        yield
+
+
+@pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator of its own for each test, seeded by the test's name."""
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))

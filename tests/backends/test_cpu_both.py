@@ -12,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax.backends.cpu_ffi import CPU_FFI, casts, library
-from mx_jax.backends.select import only_backend
 from mx_jax.backends.target import Target
 from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4, MXFP8_E4M3, NVFP4
 from mx_jax.ops import dense
@@ -27,13 +26,6 @@ pytestmark = [
 CPU = Target(platform="cpu")
 F32, U8 = jnp.float32, jnp.uint8
 X = jnp.ones((40, 64), F32)
-
-
-@pytest.fixture
-def insist():
-    """The tests see eight devices, where nobody else would choose the handlers."""
-    with only_backend("cpu_ffi"):
-        yield
 
 
 def pair(*cases: QuantizeCase):

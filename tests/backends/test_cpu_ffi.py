@@ -235,13 +235,6 @@ def test_wrong_dequantize_calls(name: str):
 # Transformations ----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def insist():
-    """The tests see eight devices, where nobody else would choose the handlers."""
-    with only_backend("cpu_ffi"):
-        yield
-
-
 def cast(x, axis=-1, name="mxfp8_e4m3"):
     q = mx_jax.quantize(x, name, axis=axis)
     return q.codes, q.scales, mx_jax.dequantize(q)

@@ -18,7 +18,8 @@ from mx_jax.recipes import operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.extending.fp5 import MXFP5
 from tests.extending.least_error import LEAST_ERROR
-from tests.extending.test_products import everywhere, multiples
+from tests.extending.test_products import multiples
+from tests.recipes.uniform import uniform
 
 
 def lost(block: np.ndarray, exponent: int, format: BlockFormat) -> Fraction:
@@ -88,7 +89,7 @@ def test_everywhere_a_rule_goes(rng: np.random.Generator):
 def test_it_is_asked_what_it_reads():
     """Rows of a ragged group share a scale only by rules of amax."""
     rows = dataclasses.replace(MXFP4, block=(1, WHOLE))
-    recipe = everywhere(operand(rows, scale_rule=LEAST_ERROR))
+    recipe = uniform(operand(rows, scale_rule=LEAST_ERROR))
     with pytest.raises(ValueError, match="scale_rule='least_error' cannot fill"):
         mx_jax.ragged_dot(jnp.ones((4, 64)), jnp.ones((1, 64, 8)), [4], recipe=recipe)
 

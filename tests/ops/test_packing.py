@@ -25,13 +25,6 @@ FORMATS = (*formats.MX_FORMATS, formats.NVFP4)
 MXFP4 = recipes.weight_only("mxfp4")
 
 
-@pytest.fixture
-def insist():
-    """Tests run with several simulated devices, where the library is not asked by itself."""
-    with only_backend("cpu_ffi"):
-        yield
-
-
 def draw(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
 

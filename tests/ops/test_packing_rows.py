@@ -19,15 +19,8 @@ from mx_jax.recipes import weight_only
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
 
-pytestmark = needs_library
+pytestmark = [needs_library, pytest.mark.usefixtures("insist")]
 ROWS, TENSOR = "float8_rowwise_e4m3", "float8_tensorwise_e5m2"
-
-
-@pytest.fixture(autouse=True)
-def insist():
-    """Tests run with several simulated devices, where the library is not asked by itself."""
-    with only_backend("cpu_ffi"):
-        yield
 
 
 def draw(*shape: int, seed: int = 0) -> jax.Array:
