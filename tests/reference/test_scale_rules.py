@@ -1,7 +1,6 @@
 """Scale rules: every exponent against formulas, what a rule says of itself, and rules by name."""
 
 import dataclasses
-import pickle
 import re
 from typing import Any
 
@@ -34,17 +33,13 @@ from mx_jax.reference import scale_rules as functions
 from mx_jax.reference.scale_rules import (
     AMAX,
     AMAX_HEADROOM,
-    CEIL,
     EVEN,
     FLOAT8,
     FLOOR,
-    FOUR_OVER_SIX,
-    GAUSSIAN,
     MS_EDEN,
     RCEIL,
     SCALE_RULES,
     BlockData,
-    FromAmax,
     PowerOfTwo,
     ScaleRule,
     power_of_two,
@@ -54,9 +49,6 @@ from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quantize import oracle
 
 F = np.float32
-
-
-TINY = F(2.0**-126)
 
 
 # Normal numbers beside every guard, among them 2^-100 and 1e-12 times the largest elements.
@@ -200,28 +192,6 @@ def test_room_for_scales_that_round_to_nearest():
     assert AMAX_HEADROOM.largest_element is not None and MS_EDEN.largest_element is not None
     assert 17 / 16 * AMAX_HEADROOM.largest_element == E2M1.max
     assert 17 / 16 * 0.93 * MS_EDEN.largest_element == pytest.approx(E2M1.max, rel=1e-15)
-
-
-def test_who_reads_values():
-    names = {rule.name for rule in SCALE_RULES if rule.reads_values}
-    assert names == {"gaussian", "four_over_six", "ms_eden"}
-    # Codes are values of the block, whatever the scales were made of.
-    assert dataclasses.replace(FLOOR, correction=MS_EDEN.correction).reads_values
-    mine = ScaleRule(name="mine", kinds=("exponent",), scales=lambda data: data.amax)
-    assert mine.reads_values
-    unseen = FromAmax(lambda data: data.values)
-    assert unseen(functions.BlockData(1, (), 2, MXFP4, None)) is None  # pyright: ignore
-
-
-def test_rules_survive_pickling():
-    own = power_of_two("mine", seven)
-    called_floor = dataclasses.replace(own, name="floor", largest_scale=3.0)
-    for rule in (*SCALE_RULES, own, called_floor):
-        again = pickle.loads(pickle.dumps(rule))
-        assert again == rule and again.largest_scale == rule.largest_scale
-    assert pickle.loads(pickle.dumps(GAUSSIAN)) is GAUSSIAN
-    assert FOUR_OVER_SIX.largest_scale == 256
-    assert FLOOR.scales == PowerOfTwo(functions.never) != CEIL.scales
 
 
 def test_the_rule_that_is_meant():
