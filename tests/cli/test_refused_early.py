@@ -119,8 +119,10 @@ def test_a_stopped_command_says_one_line_at_most(name: str, status: int, said: s
     assert (result.returncode, result.stderr) == (status, said)
 
 
-def test_a_table_whose_reader_has_gone():
-    words = [sys.executable, "-m", "mx_jax", "plan", "--params", "7e9", "--layers", "32"]
+@pytest.mark.parametrize("more", [[], pytest.param(["--json"], marks=pytest.mark.slow)])
+def test_a_reader_that_has_gone(more: list[str]):
+    """Of a table, which rich writes, and of lines that wait until the end."""
+    words = [sys.executable, "-m", "mx_jax", "plan", "--params", "7e9", "--layers", "32", *more]
     reading, writing = os.pipe()
     os.close(reading)
     result = subprocess.run(
