@@ -119,14 +119,14 @@ def test_a_stopped_command_says_one_line_at_most(name: str, status: int, said: s
     assert (result.returncode, result.stderr) == (status, said)
 
 
-@pytest.mark.parametrize("more", [[], pytest.param(["--json"], marks=pytest.mark.slow)])
-def test_a_reader_that_has_gone(more: list[str]):
-    """Of a table, which rich writes, and of lines that wait until the end."""
-    words = [sys.executable, "-m", "mx_jax", "plan", "--params", "7e9", "--layers", "32", *more]
+@pytest.mark.parametrize("json", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_reader_that_has_gone(json: bool, file: Path):
+    """Of a table, which rich writes, and of few lines, which wait until the end."""
+    table = ["plan", "--params", "7e9", "--layers", "32", "--mesh", "fsdp=8"]
+    words = ["inspect", str(file), "--json"] if json else table
     reading, writing = os.pipe()
     os.close(reading)
-    result = subprocess.run(
-        [*words, "--mesh", "fsdp=8"], stdout=writing, stderr=subprocess.PIPE, cwd=ROOT, check=False
-    )
+    command = [sys.executable, "-m", "mx_jax", *words]
+    result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, cwd=ROOT, check=False)
     os.close(writing)
     assert (result.returncode, result.stderr) == (0, b"")
