@@ -127,6 +127,13 @@ def test_a_reader_that_has_gone(json: bool, file: Path):
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, "-m", "mx_jax", *words]
-    result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, cwd=ROOT, check=False)
+    result = subprocess.run(
+        command,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONUNBUFFERED": ""},
+        check=False,
+    )
     os.close(writing)
     assert (result.returncode, result.stderr) == (0, b"")
