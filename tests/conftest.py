@@ -5,6 +5,7 @@ import os
 import re
 import tempfile
 import zlib
+from collections.abc import Iterator
 from typing import Any
 
 NUM_CPU_DEVICES = 8
@@ -64,6 +65,34 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
+
+
+# Of what tests/quick.py is not for, these folders ask nothing.
+QUICK_FOLDERS = {"benchmarks", "calibrate", "cli", "convert", "examples", "generate", "nn"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quick_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Programs are optimized less, those of processes that a test starts too."""
+    if QUICK_FOLDERS.isdisjoint(request.path.parts):
+        yield
+        return
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+    del os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"]
+
+
+@pytest.fixture
+def insist() -> Iterator[None]:
+    """The library is asked, which nobody else would do where tests have several devices."""
+    from mx_jax.backends.select import only_backend
+
+    with only_backend("cpu_ffi"):
+        yield
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ from mx_jax.backends.calls import (
     TransformCall,
 )
 from mx_jax.backends.cpu_ffi import library
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import BACKENDS, current_target
 from mx_jax.backends.target import Backend, Target
 from mx_jax.codecs.blocks import scales_shape
@@ -84,20 +85,18 @@ def _compare_quantize(
     num_bits = call.random_bits
     drawn = rng.integers(0, 1 << num_bits, call.random_shape, dtype=np.int32) if num_bits else None
 
-    @jax.jit
-    def both(x: jax.Array, bits: jax.Array | None, tensor_scale: jax.Array | None):
-        expected = quantize(
-            x,
-            call.format,
-            call.blocks,
-            call.scale_rule,
-            rounding=call.rounding,
-            random_bits=bits,
-            tensor_scale=tensor_scale,
-        )
-        return backend.run(call, x, bits, tensor_scale), expected
+    given = x, drawn, tensor_scale
+    assert_same(_compiled(backend, call)(*given), _compiled(REFERENCE, call)(*given))
 
-    assert_same(*both(x, drawn, tensor_scale))
+
+def _compiled(backend: Backend, call: Call) -> Callable[..., Any]:
+    """By itself, so that a cache of programs has the reference's for every backend."""
+
+    @jax.jit
+    def run(*operands: Any) -> Any:
+        return backend.run(call, *operands)
+
+    return run
 
 
 def check_quantize_both(backend: Backend, case: QuantizeBothCase) -> None:
@@ -109,16 +108,9 @@ def check_quantize_both(backend: Backend, case: QuantizeBothCase) -> None:
     sizes = [(1 << single.random_bits, single.random_shape) for single in calls]
     bits = [rng.integers(0, n, shape, dtype=np.int32) if n > 1 else None for n, shape in sizes]
 
-    @jax.jit
-    def run(x: jax.Array, bits: list[jax.Array | None]):
-        expected = [
-            quantize(x, c.format, c.blocks, c.scale_rule, rounding=c.rounding, random_bits=drawn)
-            for c, drawn in zip(calls, bits, strict=True)
-        ]
-        return backend.run(call, x, tuple(bits), None), expected
-
-    for actual, expected in zip(*run(x, bits), strict=True):
-        assert_same(actual, expected)
+    found = _compiled(backend, call)(x, tuple(bits), None)
+    for actual, single, drawn in zip(found, calls, bits, strict=True):
+        assert_same(actual, _compiled(REFERENCE, single)(x, drawn, None))
 
 
 def assert_same(actual: MXArray, expected: MXArray) -> None:
@@ -136,7 +128,7 @@ def check_dequantize(backend: Backend, case: QuantizeCase) -> None:
     """Compare values with the reference's: every code, under every kind of scale."""
     call = dequantize_call(case)
     x = draw_any_codes(np.random.default_rng(0), call)
-    actual, expected = jax.jit(lambda x: (backend.run(call, x), x.dequantize(call.dtype)))(x)
+    actual, expected = (_compiled(own, call)(x) for own in (backend, REFERENCE))
     assert_bitwise_equal(actual, expected, what="values")
 
 

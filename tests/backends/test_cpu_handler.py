@@ -10,7 +10,6 @@ import mx_jax
 from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import handler
 from mx_jax.backends.cpu_ffi.handler import Geometry
-from mx_jax.backends.select import only_backend
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
 
@@ -93,13 +92,6 @@ def test_the_rule_for_devices_follows(axes, shapes, expected, whole, sizes):
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
     return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-
-
-@pytest.fixture
-def insist():
-    """The tests see eight devices, where nobody else would choose the handlers."""
-    with only_backend("cpu_ffi"):
-        yield
 
 
 def place(array: jax.Array, mesh: Mesh, *parts: object) -> jax.Array:

@@ -29,12 +29,12 @@ from mx_jax.formats import (
     NVFP4,
     WHOLE,
 )
-from mx_jax.formats.element import known_element
-from mx_jax.recipes import MatmulSpec, Recipe, Residuals, operand
+from mx_jax.recipes import operand
 from mx_jax.reference.scale_rules import (
     AMAX,
     FLOOR,
     GAUSSIAN,
+    MS_EDEN,
     SCALE_RULES,
     FromAmax,
     PowerOfTwo,
@@ -44,6 +44,7 @@ from mx_jax.reference.scale_rules import (
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
 from tests.quick import quick
+from tests.recipes.uniform import uniform
 
 X = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
 BIASED = dataclasses.replace(E2M1, bias=2)
@@ -240,13 +241,6 @@ def test_another_name_is_no_other_value(format: formats.BlockFormat):
     assert_bitwise_equal(product, same)
 
 
-def test_known_elements():
-    for element in formats.ELEMENT_FORMATS:
-        assert known_element(element) is element
-        assert known_element(dataclasses.replace(element, name="mine")) is element
-    assert known_element(BIASED) is None
-
-
 def towards_zero(sig, shift, bits):
     return TOWARD_ZERO.apply(sig, shift, bits)
 
@@ -294,6 +288,8 @@ def test_the_library_s_own_are_pickled_by_name():
 def test_reads_values():
     names = {rule.name for rule in SCALE_RULES if rule.reads_values}
     assert names == {"gaussian", "four_over_six", "ms_eden"}
+    # Codes are values of the block, whatever the scales were made of.
+    assert dataclasses.replace(FLOOR, correction=MS_EDEN.correction).reads_values
     # Nobody knows what a function of one's own looks at, unless it cannot.
     assert ScaleRule(name="amax", kinds=("element",), scales=smallest).reads_values
     assert not ScaleRule(name="mine", kinds=("element",), scales=FromAmax(smallest)).reads_values
@@ -316,8 +312,7 @@ def test_a_function_of_amax_sees_no_values():
 @pytest.mark.parametrize("rule", [dataclasses.replace(GAUSSIAN, name="mine"), RULES["floor"][1]])
 def test_ragged_dot_asks_what_a_rule_reads(rule: ScaleRule):
     spec = operand(dataclasses.replace(MXFP4, block=(1, WHOLE)), scale_rule=rule)
-    both = MatmulSpec(lhs=spec, rhs=spec)
-    recipe = Recipe(name="mine", fwd=both, dlhs=both, drhs=both, residuals=Residuals.PRIMAL)
+    recipe = uniform(spec)
     with pytest.raises(ValueError, match=rf"scale_rule={rule.name!r} cannot fill.*FromAmax"):
         mx_jax.ragged_dot(X, np.ones((1, 64, 8), np.float32), [4], recipe=recipe)
 
@@ -328,8 +323,7 @@ def test_ragged_dot_takes_a_rule_of_amax_of_ones_own():
         dataclasses.replace(MXFP8_E4M3, block=(1, WHOLE)),
         scale_rule=power_of_two("mine", one_third_up),
     )
-    both = MatmulSpec(lhs=spec, rhs=spec)
-    recipe = Recipe(name="mine", fwd=both, dlhs=both, drhs=both, residuals=Residuals.PRIMAL)
+    recipe = uniform(spec)
     w = np.random.default_rng(1).standard_normal((64, 8)).astype(np.float32)
     ours = quick(jax.grad(lambda w: mx_jax.ragged_dot(X, w[None], [4], recipe=recipe).sum()))(w)
     expected = quick(jax.grad(lambda w: mx_jax.matmul(X, w, recipe=recipe).sum()))(w)

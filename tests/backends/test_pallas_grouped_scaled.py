@@ -13,14 +13,13 @@ from mx_jax.backends.pallas_gpu import products
 from mx_jax.backends.pallas_gpu.architecture import SM100
 from mx_jax.backends.pallas_gpu.products import pack_weights
 from mx_jax.backends.pallas_gpu.rejections import rejects_groups
-from mx_jax.backends.pallas_gpu.tiles import Tiles
 from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.ragged import scaled_ragged_dot
 from mx_jax.testing.cases import RaggedCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.backends.mosaic import few_octaves, interpreter, needs_newer_mosaic, race_of
+from tests.backends.mosaic import few_octaves, interpreter, needs_newer_mosaic
 
 B200 = Target(platform="cuda", compute_capability=(10, 0))
 NEW = (0, 12, 0)
@@ -83,37 +82,6 @@ def test_packed_once():
     run = jax.jit(lambda lhs, rhs: products.ragged_dot(lhs, rhs, sizes, case.call, **how))
     expected = scaled_ragged_dot(lhs, rhs, sizes, case.call.contracting, case.out_dtype)
     assert_bitwise_equal(run(lhs, packed), expected, what="product")
-
-
-@needs_newer_mosaic
-@pytest.mark.parametrize(
-    "planted",
-    ["another group's row", pytest.param("a piece too early", marks=pytest.mark.slow)],
-)
-def test_a_planted_fault_is_a_race(
-    planted: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    """A store of a row that is another visit's; none who waits for a piece to be copied."""
-    from jax.experimental.pallas import mosaic_gpu
-
-    from mx_jax.backends.pallas_gpu import device
-
-    case = of(MXFP4, sizes=(4, 5, 0), rows=40, k=256)
-    lhs, rhs, sizes = operands(case)
-    if planted == "another group's row":
-        copy = device.copy_rows
-
-        def one_more(tile: Any, out: Any, to: Any, begin: Any, end: Any) -> None:
-            copy(tile, out, to, begin, jnp.minimum(end + 1, 128))
-
-        monkeypatch.setattr(device, "copy_rows", one_more)
-    else:
-        monkeypatch.setattr(mosaic_gpu, "wait_smem_to_gmem", lambda *args, **kwargs: None)
-    monkeypatch.setattr(
-        products, "_tiles_of_groups", lambda *_: Tiles(m=128, n=128, k=256, stages=2)
-    )
-    how = {"architecture": SM100, "interpret": interpreter()}
-    assert race_of(lambda: products.ragged_dot(lhs, rhs, sizes, case.call, **how), capfd)
 
 
 @pytest.mark.parametrize(

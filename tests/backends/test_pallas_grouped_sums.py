@@ -23,7 +23,7 @@ from mx_jax.ops import ragged_dot as ops
 from mx_jax.testing.backend_suite import check_ragged
 from mx_jax.testing.cases import RAGGED_CASES, RaggedCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.backends.mosaic import interpreter, needs_newer_mosaic, race_of
+from tests.backends.mosaic import interpreter, needs_newer_mosaic
 from tests.backends.test_pallas_grouped import H200, NEW
 
 SUMS = tuple(case for case in RAGGED_CASES if case.contracts_rows)
@@ -73,18 +73,6 @@ def test_is_exact(sizes: tuple[int, ...], tiles: Tiles, out_dtype: str):
 def test_is_near_float64(case: RaggedCase):
     assert rejects_groups(case.call, H200, NEW) is None
     check_ragged(backend_for(architecture=SM90, interpret=interpreter()), case)
-
-
-@needs_newer_mosaic
-@pytest.mark.slow
-def test_a_missing_wait_is_a_race(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    from jax._src.pallas.mosaic_gpu import primitives
-
-    monkeypatch.setattr(primitives, "barrier_wait", lambda *args, **kwargs: None)
-    run, _ = group_sums((256,), Tiles(m=64, n=64, k=64, stages=2))
-    assert race_of(run, capfd)
 
 
 def sums_of(

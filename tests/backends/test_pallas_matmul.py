@@ -57,9 +57,6 @@ CASES = [
     case_of(MXFP8_E5M2, m=(2, 3), n=(4, 2), k=(2, 512), rhs_k_first=True),
     case_of(MXFP4, "float16", out_dtype="float16"),
     case_of(formats.MXFP6_E2M3, n=(70,), k=(150,)),
-    pytest.param(
-        case_of(formats.MXFP6_E3M2, k=(32,), out_dtype="bfloat16"), marks=pytest.mark.slow
-    ),
     case_of(formats.MXINT8, k=(64,)),
     case_of(formats.NVFP4, n=(130,), k=(40,)),
     pytest.param(case_of(MXFP4.with_block(64), k=(200,)), marks=pytest.mark.slow),

@@ -23,7 +23,7 @@ from mx_jax.reference.scale_rules import CEIL, EVEN, FLOOR, RCEIL
 from mx_jax.testing.backend_suite import assert_same, check_quantize, check_quantize_both
 from mx_jax.testing.cases import QuantizeBothCase, QuantizeCase
 from mx_jax.testing.draw import draw_any_bits
-from tests.backends.mosaic import interpreter, mostly_slow, needs_mosaic, race_of
+from tests.backends.mosaic import interpreter, mostly_slow, needs_mosaic
 
 pytestmark = needs_mosaic
 RULES = tuple(rule.name for rule in (FLOOR, CEIL, EVEN, RCEIL))
@@ -37,21 +37,8 @@ def case_of(format: formats.BlockFormat = MXFP8_E4M3, **facts: Any) -> QuantizeC
     return QuantizeCase(**{"format": format, "shape": (64, 64), "dtype": "bfloat16"} | facts)
 
 
-# Every format under every rule, by each way to encode: conversion, and addition.
-FORMATS = [
-    *(case_of(format, scale_rule=rule) for format in MX_FORMATS for rule in RULES),
-    *(case_of(format, dtype="float32", scale_rule="rceil") for format in MX_FORMATS),
-    *(case_of(NVFP4, scale_rule=rule, shape=(4, 256)) for rule in ("amax", "amax_subnormal")),
-    case_of(formats.NVFP4_ONE_LEVEL, dtype="float32", shape=(4, 256)),
-]
-
-
-@pytest.mark.parametrize("case", mostly_slow(FORMATS, FORMATS[0], FORMATS[18]), ids=str)
-def test_formats_and_rules(case: QuantizeCase):
-    check_quantize(backend(), case)
-
-
-# One row, partial blocks and tiles, other dtypes, blocks and axes, batches; nothing at all.
+# One row, partial blocks and tiles, other dtypes, blocks and axes, batches; rules of float scales;
+# nothing at all.
 SHAPES = [
     case_of(MXFP4, shape=(1, 40), dtype="float16"),
     case_of(MXFP4, shape=(70, 3), axis=0),
@@ -61,12 +48,14 @@ SHAPES = [
     case_of(MXFP4, shape=(70,)),
     case_of(NVFP4, shape=(3, 48, 5), axis=-2, dtype="float32"),
     case_of(formats.MXINT8, shape=(40, 1, 1), axis=0, dtype="float16"),
+    *(case_of(NVFP4, scale_rule=rule, shape=(4, 256)) for rule in ("amax", "amax_subnormal")),
+    case_of(formats.NVFP4_ONE_LEVEL, dtype="float32", shape=(4, 256)),
     case_of(MXFP4, shape=(0, 64)),
     case_of(NVFP4, shape=(3, 0)),
 ]
 
 
-@pytest.mark.parametrize("case", mostly_slow(SHAPES, *SHAPES[:2], *SHAPES[-2:]), ids=str)
+@pytest.mark.parametrize("case", mostly_slow(SHAPES, *SHAPES[:2], *SHAPES[-3:]), ids=str)
 def test_shapes(case: QuantizeCase):
     check_quantize(backend(), case)
 
@@ -125,25 +114,26 @@ def check(backend: Backend, x: jax.Array, call: QuantizeCall, *given: jax.Array)
 
 def edges(rng: np.random.Generator, threshold: int) -> np.ndarray:
     """float32 `[n, 32]`: in each block an amax at every exponent, at the mantissas where a rule
-    changes its mind, over values of all magnitudes below it, ties among them."""
+    changes its mind, over values of all magnitudes below it, ties among them; and any bits."""
     mantissas = sorted({0, threshold - 1, threshold & (1 << 23) - 1})
     tops = np.array([e << 23 | m for e in range(256) for m in mantissas], np.int64)
     below = tops[:, None] - rng.integers(0, 12 << 23, (tops.size, 31))
     few_bits = np.where(rng.random(below.shape) < 0.5, 0x7F000000 | 0xFC0000, 0x7FFFFFFF)
     patterns = np.concatenate([tops[:, None], np.maximum(below, 0) & few_bits], axis=1)
     signs = rng.integers(0, 2, patterns.shape) << 31
-    return (patterns | signs).astype(np.uint32).view(np.float32)
+    any_bits = rng.integers(0, 1 << 32, (64, 32))
+    return np.concatenate([patterns | signs, any_bits]).astype(np.uint32).view(np.float32)
 
 
+# Every format under every rule, in turn by each way to encode: conversion, and addition.
 EXPONENTS = [
-    case_of(format, dtype=dtype, scale_rule=rule)
-    for format in MX_FORMATS
-    for dtype in ("float32", "bfloat16")
-    for rule in RULES
+    case_of(format, dtype=("float32", "bfloat16")[(i + j) % 2], scale_rule=rule)
+    for i, format in enumerate(MX_FORMATS)
+    for j, rule in enumerate(RULES)
 ]
 
 
-@pytest.mark.parametrize("case", mostly_slow(EXPONENTS, case_of(MXFP4, scale_rule="even")), ids=str)
+@pytest.mark.parametrize("case", mostly_slow(EXPONENTS, EXPONENTS[0]), ids=str)
 def test_every_exponent(case: QuantizeCase, rng: np.random.Generator):
     rule = case.call.scale_rule
     assert rule.threshold is not None
@@ -214,44 +204,6 @@ def test_vmap(format: formats.BlockFormat, rng: np.random.Generator):
         return jax.jit(jax.vmap(mapped))(x)
 
     assert_same(twice(backend()), twice(REFERENCE))
-
-
-def test_tiles_that_overlap_are_a_race(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
-    from mx_jax.backends.pallas_gpu.quantize_kernel import QuantizeProgram
-
-    call = case_of(shape=(8, 1024)).call
-    x = jnp.ones(call.shape, jnp.bfloat16)
-    at = QuantizeProgram._at
-
-    def shifted(self: QuantizeProgram) -> Any:
-        (rows, columns) = at(self)
-        return dataclasses.replace(rows, start=rows.start // 2), columns
-
-    assert not race_of(lambda: backend().run(call, x, None, None).codes, capfd)
-    monkeypatch.setattr(QuantizeProgram, "_at", shifted)
-    assert race_of(lambda: backend().run(call, x, None, None).codes, capfd)
-
-
-# What to break, and a case that must notice.
-MUTANTS = [
-    ("_LARGEST_STORED", 252, case_of(formats.MXINT8, scale_rule="ceil")),
-    ("_MANTISSA_BITS", 22, case_of(MXFP4, dtype="float32")),
-    ("halves", lambda values, element: jnp.zeros_like(values, jnp.int32), case_of(MXFP4)),
-]
-
-
-@pytest.mark.parametrize("mutant", mostly_slow(MUTANTS, MUTANTS[1]), ids=lambda m: m[0])
-def test_a_wrong_shift_is_noticed(
-    mutant: tuple[str, Any, QuantizeCase], monkeypatch: pytest.MonkeyPatch
-):
-    from mx_jax.backends.pallas_gpu import quantize_kernel
-
-    name, replacement, case = mutant
-    monkeypatch.setattr(quantize_kernel, name, replacement)
-    with pytest.raises(AssertionError):
-        check_quantize(backend(), case)
 
 
 @pytest.mark.parametrize("axis", [-1, -2])

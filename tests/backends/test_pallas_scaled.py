@@ -44,7 +44,7 @@ CASES = [
         marks=pytest.mark.slow,
     ),
     pytest.param(
-        MatmulCase(lhs=MXFP8_E5M2, rhs=MXFP8_E5M2, m=(2, 150), n=(300,), k=(768,)),
+        MatmulCase(lhs=MXFP8_E5M2, rhs=MXFP8_E5M2, m=(2, 70), n=(140,), k=(512,)),
         marks=pytest.mark.slow,
     ),
     pytest.param(
@@ -68,22 +68,12 @@ def test_is_the_reference_after_rounding(
 
 @needs_newer_mosaic
 @pytest.mark.slow
-@pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP4, NVFP4], ids=lambda format: format.name)
-def test_is_near_float64(format: formats.BlockFormat, how: dict[str, Any]):
-    check_matmul(backend_for(**how), MatmulCase(lhs=format, rhs=format, k=(90,)))
+def test_is_near_float64(how: dict[str, Any]):
+    check_matmul(backend_for(**how), MatmulCase(lhs=NVFP4, rhs=NVFP4, k=(90,)))
 
 
 @needs_newer_mosaic
-@pytest.mark.parametrize(
-    "dropped",
-    [
-        pytest.param("free stages", marks=pytest.mark.slow),
-        "copied tiles",
-        pytest.param("the sums", marks=pytest.mark.slow),
-    ],
-)
 def test_a_missing_wait_is_a_race(
-    dropped: str,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     rng: np.random.Generator,
@@ -99,7 +89,7 @@ def test_a_missing_wait_is_a_race(
 
     def some(*args: Any, **kwargs: Any) -> None:
         traced.append(next(waits))
-        if traced[-1] != dropped:
+        if traced[-1] != "copied tiles":
             wait(*args, **kwargs)
 
     monkeypatch.setattr(mosaic_gpu, "barrier_wait", some)

@@ -1,6 +1,7 @@
 """XLA's scaled dot: what it takes, and where; what it is handed, which runs anywhere."""
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -21,6 +22,7 @@ from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 from mx_jax.testing.backend_suite import EXTREME_CASES, ExtremeCase, check_extremes, check_matmul
 from mx_jax.testing.cases import MatmulCase
+from tests.quick import quick
 
 H200 = Target(platform="cuda", compute_capability=(9, 0))
 B200 = Target(platform="cuda", compute_capability=(10, 0))
@@ -49,6 +51,7 @@ EXTREMES = tuple(
     and not isinstance(xla_scaled.kind_of(case.rhs), str)
     and any(xla_scaled.kind_of(case.rhs) in pair for row in NATIVE for pair in row.pairs)
 )
+run = jax.jit(XLA_SCALED.run, static_argnums=0)
 from_0_12 = pytest.mark.skipif(
     jax.__version_info__ < (0, 12, 0), reason="XLA compiles FP4 from JAX 0.12 on"
 )
@@ -131,7 +134,7 @@ def test_sums_are_moved_back(name: str):
         y = jnp.full((3, 32), 2.0 ** -max(exponent, -120))
         lhs, rhs = (mx_jax.quantize(a, name) for a in (x, y))
         case = MatmulCase(lhs=lhs.format, rhs=rhs.format, m=(2,), n=(3,), k=(32,))
-        product = XLA_SCALED.run(case.call, lhs, rhs)
+        product = run(case.call, lhs, rhs)
         np.testing.assert_array_equal(product, 32 * 2.0 ** min(exponent + 120, 0))
 
 
@@ -245,9 +248,6 @@ def test_vmap(case: MatmulCase, axes: tuple[int | None, int | None]):
     given = [case.operands(np.random.default_rng(seed)) for seed in range(4)]
     lhs, rhs = zip(*given, strict=True)
 
-    def run(lhs: Any, rhs: Any) -> jax.Array:
-        return XLA_SCALED.run(case.call, lhs, rhs)
-
     def stacked(operands: Any, axis: int | None) -> Any:
         # Both halves of a batch of 2 x 2, for one vmap in the other.
         if axis is None:
@@ -257,10 +257,11 @@ def test_vmap(case: MatmulCase, axes: tuple[int | None, int | None]):
         )
 
     x, y = stacked(lhs, axes[0]), stacked(rhs, axes[1])
-    results = jax.jit(jax.vmap(jax.vmap(run, axes), axes))(x, y)
+    one = functools.partial(run, case.call)
+    results = jax.jit(jax.vmap(jax.vmap(one, axes), axes))(x, y)
     for i in range(4):
         left, right = (v[0 if a is None else i] for v, a in zip((lhs, rhs), axes, strict=True))
-        np.testing.assert_array_equal(results[i // 2, i % 2], run(left, right))
+        np.testing.assert_array_equal(results[i // 2, i % 2], one(left, right))
 
 
 # Packed weights -----------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ def test_vmap(case: MatmulCase, axes: tuple[int | None, int | None]):
 
 def packed(w: MXArray, target: Target = H200, **how: Any) -> PackedMXArray:
     with mx_jax.testing.target("cuda", target.compute_capability):
-        found = mx_jax.pack_weights(w, **how)
+        found = quick(functools.partial(mx_jax.pack_weights, **how))(w)
     assert isinstance(found, PackedMXArray) and found.backend == "xla_scaled"
     return found
 
@@ -287,12 +288,12 @@ def test_packed_weights_are_the_weights(format: formats.BlockFormat, axis: int):
     w = weights(format, (64, 96), axis)
     p = packed(w)
     assert p.arrays.codes.nbytes == 64 * 96 * format.element.bits // 8
-    for given, again in zip(jax.tree.leaves(w), jax.tree.leaves(p.unpack()), strict=True):
+    unpacked = quick(lambda p: p.unpack())(p)
+    for given, again in zip(jax.tree.leaves(w), jax.tree.leaves(unpacked), strict=True):
         np.testing.assert_array_equal(given, again)
     if axis == 1:
-        np.testing.assert_array_equal(
-            p.take(jnp.array([3, 60])).dequantize(), w.dequantize()[jnp.array([3, 60])]
-        )
+        rows = quick(lambda p: p.take(jnp.array([3, 60])).dequantize())(p)
+        np.testing.assert_array_equal(rows, np.asarray(w.dequantize())[[3, 60]])
 
 
 @pytest.mark.parametrize("format", FEW_BITS, ids=str)
@@ -303,19 +304,19 @@ def test_products_of_packed_weights(format: formats.BlockFormat):
     assert isinstance(x, jax.Array)
     w = weights(format, (64, 96), 1)
     p = packed(w)
-    expected = XLA_SCALED.run(case.call, x, w)
+    expected = run(case.call, x, w)
     call = dataclasses.replace(
         case.call, rhs=dataclasses.replace(case.call.rhs, packed_by=p.backend)
     )
-    np.testing.assert_array_equal(XLA_SCALED.run(call, x, p), expected)
+    np.testing.assert_array_equal(run(call, x, p), expected)
     stack = packed(weights(format, (3, 64, 96), 2), contracting=2, num_batch=1)
-    _, found = jax.lax.scan(lambda c, p: (c, XLA_SCALED.run(call, x, p)), None, stack)
+    _, found = jax.lax.scan(lambda c, p: (c, run(call, x, p)), None, stack)
     for i in range(3):
         one = jax.tree.map(lambda a, i=i: a[i], stack)
-        np.testing.assert_array_equal(found[i], XLA_SCALED.run(call, x, one))
+        np.testing.assert_array_equal(found[i], run(call, x, one))
     whole = MatmulCase(lhs=None, rhs=format, dtype="bfloat16", batch=(3,), n=(64,), k=(96,))
     xs = jnp.broadcast_to(x, (3, *x.shape))
-    np.testing.assert_allclose(XLA_SCALED.run(whole.call, xs, stack), found, rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(run(whole.call, xs, stack), found, rtol=1e-6, atol=1e-5)
 
 
 def test_packing_writes_codes_that_multiply_to_nan_and_zeros_that_count_as_zeros():

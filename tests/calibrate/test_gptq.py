@@ -16,7 +16,8 @@ from mx_jax.formats import MXFP4, NVFP4, BlockFormat
 from tests.calibrate.tables import values_under
 from tests.quick import quick
 
-K, N = BATCH + 32, 5
+# One size for most tests: each other one is compiled anew.
+K, N = BATCH + 32, 8
 
 
 def inputs(rng: np.random.Generator, k: int = K, rows: int = 400) -> np.ndarray:
@@ -82,7 +83,7 @@ def test_several_axes(rng):
 @pytest.mark.by_default("mxfp4")
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 def test_products_lose_less(format: BlockFormat, rng):
-    w, x = rng.standard_normal((128, 32)).astype(np.float32), inputs(rng, 128)
+    w, x = rng.standard_normal((K, N)).astype(np.float32), inputs(rng)
     moment = x.T @ x
     importance = np.diag(moment)
     ways = [
@@ -100,20 +101,20 @@ def test_products_lose_less(format: BlockFormat, rng):
 
 @pytest.mark.slow
 def test_inputs_that_are_independent_leave_the_nearest_codes(rng):
-    w = rng.standard_normal((70, 6)).astype(np.float32)
-    found = calibrate.gptq(w, "mxfp4", np.eye(70))
+    w = rng.standard_normal((K, N)).astype(np.float32)
+    found = calibrate.gptq(w, "mxfp4", np.eye(K))
     np.testing.assert_array_equal(found.codes, calibrate.search_scales(w, "mxfp4").codes)
 
 
 @pytest.mark.slow
 def test_any_axis_and_features_that_were_never_there(rng):
-    w, x = rng.standard_normal((3, 70, 4)).astype(np.float32), inputs(rng, 70)
+    w, x = rng.standard_normal((2, K, N // 2)).astype(np.float32), inputs(rng)
     x[:, 10] = 0
     found = calibrate.gptq(w, "nvfp4", x.T @ x, axis=1)
     assert found.shape == w.shape and np.isfinite(np.asarray(found.dequantize())).all()
-    front = np.moveaxis(w, 1, 0).reshape(70, -1)
+    front = np.moveaxis(w, 1, 0).reshape(K, N)
     flat = calibrate.gptq(front, "nvfp4", x.T @ x)
-    codes = np.moveaxis(np.asarray(found.codes), 1, 0).reshape(70, -1)
+    codes = np.moveaxis(np.asarray(found.codes), 1, 0).reshape(K, N)
     np.testing.assert_array_equal(codes, flat.codes)
 
 
@@ -134,7 +135,7 @@ def test_wrong_calls(moment: Any, damping: float, complaint: str):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_weight_that_is_no_number_harms_its_block_alone(bad: float, rng):
-    w, x = rng.standard_normal((64, 4)).astype(np.float32), rng.standard_normal((128, 64))
+    w, x = rng.standard_normal((K, N)).astype(np.float32), rng.standard_normal((128, K))
     w[5, 1] = bad
     found = np.asarray(calibrate.gptq(w, "mxfp4", x.T @ x).dequantize())
     lost = np.isnan(found)
@@ -307,13 +308,13 @@ def test_weights_of_an_nnx_model_and_of_a_stack(rng):
     x = rng.standard_normal((20, 8)).astype(np.float32)
     model = Nnx(nnx.Rngs(0))
     moments = calibrate.moments(model, [x])
-    by, table = calibrate.Gptq(moments), convert.Rule("table", "nvfp4", types=nnx.Embed)
-    rules = [table, convert.Rule(".*up|out", recipes.weight_only("nvfp4"))]
+    by, table = calibrate.Gptq(moments), convert.Rule("table", "mxfp4", types=nnx.Embed)
+    rules = [table, convert.Rule(".*up|out", recipes.weight_only("mxfp4"))]
     stored = convert.weights(model, rules, by=by, pack=False)
     ways = [("up", "kernel", 0), ("out", "kernel", (0, 1)), ("table", "embedding", 1)]
     for layer, name, axis in ways:
         kernel, codes = (getattr(getattr(m, layer), name)[...] for m in (model, stored))
-        want = calibrate.gptq(kernel, "nvfp4", moments[layer], axis=axis)
+        want = calibrate.gptq(kernel, "mxfp4", moments[layer], axis=axis)
         np.testing.assert_array_equal(codes.codes, want.codes)
 
     class Stack(nn.Module):
@@ -325,11 +326,11 @@ def test_weights_of_an_nnx_model_and_of_a_stack(rng):
                 split_rngs={"params": True},
                 length=3,
             )
-            return layers(nn.Dense(64, name="up"), x, None)[0]
+            return layers(nn.Dense(32, name="up"), x, None)[0]
 
-    x = rng.standard_normal((2, 64)).astype(np.float32)
+    x = rng.standard_normal((2, 32)).astype(np.float32)
     params = quick(Stack().init)(jax.random.key(0), x)["params"]
-    assert params["up"]["kernel"].shape == (3, 64, 64)
+    assert params["up"]["kernel"].shape == (3, 32, 32)
     options = {"model": Stack(), "args": (x,), "pack": False}
     rules = convert.Rule(".*", recipes.weight_only("nvfp4"))
     found = convert.weights(params, rules, by=calibrate.SearchedScales(), **options)

@@ -217,13 +217,6 @@ def test_written(fixture: Fixture, tmp_path: Path):
     assert taken_apart(tmp_path / "ours.safetensors") == dict(fixture.tensors)
 
 
-def test_the_first_bytes():
-    """The fixture itself: low nibble first, sign on top."""
-    first = [0, 0, 0.5, 0.5, 1, 1, 1.5, 1.5, 2, 2, 3, 3, 4, 4, 6, 6]
-    assert nibbles(FP4, (2, 64))[0, :16].tolist() == first
-    assert nibbles(FP4, (2, 64))[1, :4].tolist() == [0.5, 1, -6, -0.0]
-
-
 def test_a_model_of_two_layouts(tmp_path: Path):
     """DeepSeek-V4: experts in FP4, the rest in float8 blocks, norms as they are, in one folder."""
     trunk, experts = FIXTURES[3], FIXTURES[4]

@@ -306,7 +306,7 @@ def test_our_own_files(weights: dict[str, Any], tmp_path: Path):
 
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
-    """A file of 24 tensors, 16 MiB of codes each, is read and written where 384 MiB
+    """A file of 24 tensors, 8 MiB of codes each, is read and written where 192 MiB
     more would be refused by the system."""
     program = textwrap.dedent(
         """
@@ -317,7 +317,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
 
         folder = Path(sys.argv[1])
         block = b"\\x7e" + bytes(range(16))
-        one = gguf({"w": Tensor(39, (4096, 4096), block * (4096 * 128))})
+        one = gguf({"w": Tensor(39, (4096, 2048), block * (4096 * 64))})
         (folder / "one.gguf").write_bytes(one)
         del one
 
@@ -328,10 +328,10 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
         fetch = checkpoint.read(folder / "one.gguf").stored["w"].fetch
         weights = Lazily({f"{i}.weight": fetch for i in range(24)})
         few = Lazily({f"{i}.weight": fetch for i in range(2)})
-        write = dict(layout="mxfp4-pack-quantized", max_shard_size=20 << 20)
+        write = dict(layout="mxfp4-pack-quantized", max_shard_size=10 << 20)
         checkpoint.write(folder / "few", few, **write)
         data = 1024 * int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1])
-        limit = data + (192 << 20)
+        limit = data + (96 << 20)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
         checkpoint.write(folder / "many", weights, **write)
         print(len(checkpoint.read(folder / "many")))

@@ -9,10 +9,8 @@ from mx_jax.codecs.indexing import (
     index_blocks,
     index_tensor_scale,
     reshape_blocks,
-    transpose,
 )
-from mx_jax.formats import MXFP4, WHOLE
-from mx_jax.mxarray import MXArray
+from mx_jax.formats import WHOLE
 
 SHAPE = (3, 4, 80)
 
@@ -69,63 +67,10 @@ def test_tensor_scales():
             assert found.shape == expected.shape and (found == expected).all()
 
 
-@pytest.mark.parametrize("axes", [(-3, -1, -2), (0, 2, 1), (0, -1, 1)])
-def test_axes_may_be_counted_from_the_end(axes: tuple[int, ...]):
-    x = MXArray(
-        codes=np.arange(6 * 32, dtype=np.uint8).reshape(2, 3, 32),  # pyright: ignore
-        scales=np.arange(6, dtype=np.uint8).reshape(2, 3, 1),  # pyright: ignore
-        tensor_scale=None,
-        format=MXFP4,
-        blocks=B,
-        dtype=np.dtype("float32"),
-    )
-    turned = transpose(x, axes)
-    assert (turned.shape, turned.scales.shape, turned.blocks) == (
-        (2, 32, 3),
-        (2, 1, 3),
-        ((-2, 32),),
-    )
-    np.testing.assert_array_equal(turned.codes, x.codes.transpose(0, 2, 1))
-    for wrong in ((0, 1, 3), (-4, 1, 2), (0, 0, 1), (0, 1)):
-        with pytest.raises(ValueError, match="do not permute ndim=3"):
-            transpose(x, wrong)
-
-
 BOTH = ((-2, 32), (-1, 32))
 
 
 ROWS = ((-1, WHOLE),)
-
-
-ALL = ((-2, WHOLE), (-1, WHOLE))
-
-
-@pytest.mark.parametrize(
-    ("shape", "blocks", "wanted", "new", "scales", "new_blocks"),
-    [
-        ((4, 64), B, (2, 2, 64), (2, 2, 64), (2, 2, 2), B),
-        ((4, 64), B, ((4, 2, 32),), (4, 2, 32), (4, 2, 1), B),
-        ((4, 64), B, (-1,), (256,), (8,), B),
-        ((4, 64), B, (2, -1, 32), (2, 4, 32), (2, 4, 1), B),
-        ((4, 40), B, (2, 1, 2, 40), (2, 1, 2, 40), (2, 1, 2, 2), B),
-        ((4, 40), B, (4, 40), (4, 40), (4, 2), B),
-        ((1, 32), B, (32,), (32,), (1,), B),
-        ((4, 1), B, (4, 1), (4, 1), (4, 1), B),
-        ((64, 2, 3), ((-3, 32),), (64, 6), (64, 6), (2, 6), ((-2, 32),)),
-        ((64, 32), BOTH, (2, 32, 32), (2, 32, 32), (2, 1, 1), BOTH),
-        ((64, 32), BOTH, (64, 1, 32), (64, 1, 32), (2, 1, 1), ((-3, 32), (-1, 32))),
-        ((4, 40), ROWS, (2, 2, 1, 40), (2, 2, 1, 40), (2, 2, 1, 1), ROWS),
-        ((4, 6), ALL, (3, 8), (3, 8), (1, 1), ALL),
-        ((4, 6), ALL, (24,), (24,), (1,), ROWS),
-        ((4, 6), ALL, (1, 24), (1, 24), (1, 1), ALL),
-        ((4, 6), (), (2, 12), (2, 12), (2, 12), ()),
-        ((0, 64), B, (0, 64), (0, 64), (0, 2), B),
-    ],
-)
-def test_reshape(shape, blocks, wanted, new, scales, new_blocks):
-    found = reshape_blocks(wanted, shape, blocks, None)
-    assert (found.codes, found.scales, found.blocks) == (new, scales, new_blocks)
-    assert found.spread == (1,) * len(shape) and found.tensor_scale == (1,) * len(new)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mx_jax.codecs.packing import (
-    codes_per_group,
     from_blocked_scales,
     pack,
     packed_length,
@@ -52,25 +51,6 @@ def test_no_rows(bits: int):
     packed = quick(lambda codes: pack(codes, bits))(jnp.zeros((0, 6), jnp.uint8))
     assert packed.shape == (0, packed_length(6, bits))
     assert quick(lambda packed: unpack(packed, bits, 6))(packed).shape == (0, 6)
-
-
-def test_every_pair_of_nibbles():
-    low, high = np.meshgrid(np.arange(16), np.arange(16))
-    pairs = np.stack([low, high], -1).reshape(-1, 2).astype(np.uint8)
-    packed = np.asarray(pack(jnp.asarray(pairs), 4))[:, 0]
-    # The first element is the low nibble.
-    np.testing.assert_array_equal(packed, pairs[:, 0] + 16 * pairs[:, 1])
-
-
-def test_six_bits_known_by_heart():
-    # 000001 000010 000011 111111 from the low end: 10_000001, 0011_0000, 111111_00.
-    packed = pack(jnp.uint8([1, 2, 3, 63]), 6)
-    assert np.asarray(packed).tolist() == [0b10_000001, 0b0011_0000, 0b111111_00]
-
-
-def test_groups():
-    assert [codes_per_group(bits) for bits in (4, 6, 8)] == [2, 4, 1]
-    assert [packed_length(5, bits) for bits in (4, 6, 8)] == [3, 6, 5]
 
 
 @pytest.mark.parametrize(("bits", "length", "given"), [(4, 5, 2), (4, 3, 3), (6, 4, 4), (8, 2, 3)])

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-import pickle
 from fractions import Fraction
 
 import jax.numpy as jnp
@@ -46,26 +45,6 @@ def test_deterministic_modes(mode: Rounding):
         np.testing.assert_array_equal(actual, wanted, err_msg=f"shift {shift}")
 
 
-@pytest.mark.one_python(reason="a mean over draws: test_element.py rounds by given bits everywhere")
-@pytest.mark.parametrize("num_bits", [1, 16, 17])
-def test_stochastic_rounds_up_as_often_as_its_fraction_says(num_bits: int):
-    """Over all values of the random bits, exactly floor(frac 2^n) of them round up."""
-    every = jnp.arange(1 << num_bits, dtype=jnp.int32)
-    mode = stochastic(num_bits)
-    assert mode.random_bits == num_bits
-    for significand, shift in (
-        ((3 << 22) + 12345, 20),
-        ((1 << 23) + 1, 24),
-        (1 << 23, 20),
-        (0, 20),
-    ):
-        value = Fraction(significand, 1 << shift)
-        floor = math.floor(value)
-        rounded = np.asarray(mode.apply(jnp.full_like(every, significand), jnp.int32(shift), every))
-        assert set(rounded.tolist()) <= {floor, floor + 1}
-        assert int((rounded - floor).sum()) == math.floor((value - floor) * 2**num_bits)
-
-
 def test_names():
     assert [mode.name for mode in ROUNDINGS] == ["nearest", "away", "toward_zero", "stochastic"]
     for mode in ROUNDINGS:
@@ -79,6 +58,8 @@ def test_names():
         == [0, 0, 0, 16]
         == [0, 0, 0, STOCHASTIC.random_bits]
     )
+    drawn = [mode.is_stochastic for mode in (*ROUNDINGS, stochastic(1), stochastic(17))]
+    assert drawn == [False, False, False, True, True, True]
 
 
 @pytest.mark.parametrize("rounding", ["up", "", None, 3])
@@ -100,16 +81,6 @@ def test_stochastic_modes_are_equal_by_width_alone():
     assert apart.apply is not STOCHASTIC.apply
     assert apart == STOCHASTIC and hash(apart) == hash(STOCHASTIC) and apart.is_stochastic
     assert stochastic(7) != dataclasses.replace(stochastic(7), apply=STOCHASTIC.apply)
-
-
-def test_modes_survive_pickling():
-    own = dataclasses.replace(AWAY, apply=TOWARD_ZERO.apply)
-    for mode in (*ROUNDINGS, stochastic(7), own, dataclasses.replace(own, random_bits=3)):
-        assert pickle.loads(pickle.dumps(mode)) == mode
-    assert pickle.loads(pickle.dumps(AWAY)) is AWAY
-    assert pickle.loads(pickle.dumps(stochastic(7))).is_stochastic
-    assert not any(mode.is_stochastic for mode in (*ROUNDINGS[:3], own))
-    assert stochastic(1).is_stochastic and stochastic(17).is_stochastic
 
 
 def test_a_mode_is_built_by_names():

@@ -70,17 +70,3 @@ def test_plain_call(source: Source):
     cases, x = golden.sources()[source], golden.load(source)
     results = golden.reproduce(cases, x)
     assert golden.check(cases, results, x.shape[0]) == num_outputs(source)
-
-
-def test_a_wrong_bit_is_noticed():
-    """The comparison itself: one code or scale off by one, one value of the other sign."""
-    source = ("blocks_f32.npz", "in_A16")
-    case = golden.sources()[source][0]
-    for what in ("codes", "scales", "values"):
-        stored = golden.arrays(case.file)[case.outputs[what]]
-        right = stored.view(np.float32) if what == "values" else stored
-        case.check(what, right)
-        wrong = stored.copy()
-        wrong.flat[7] ^= np.uint8(1) if what != "values" else np.uint32(1 << 31)
-        with pytest.raises(AssertionError, match=rf"{case.outputs[what]}: 1 of \d+ elements"):
-            case.check(what, wrong.view(right.dtype))

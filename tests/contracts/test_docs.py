@@ -87,13 +87,6 @@ def test_files_of_the_architecture_exist():
     assert [path for path in named if not any((at / path).exists() for at in (ROOT, PACKAGE))] == []
 
 
-def test_broken_links_are_found(tmp_path: Path):
-    (tmp_path / "there.md").write_text("## A heading\n")
-    page = tmp_path / "page.md"
-    page.write_text("[a](there.md#a-heading) [b](there.md#no) [c](none.md) [d](https://e.org)")
-    assert broken_links(page) == ["there.md#no", "none.md#"]
-
-
 def run_examples(page: Path) -> list[str]:
     """Run the python blocks of a page in one namespace, and collect what went wrong."""
     text, complaints, namespace = page.read_text(), [], dict[str, Any](__name__="__main__")

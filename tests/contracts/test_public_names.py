@@ -11,226 +11,62 @@ import pytest
 import mx_jax
 
 ROOT = Path(__file__).parents[2]
-NAMESPACES = {
-    "calibrate",
-    "checkpoint",
-    "convert",
-    "formats",
-    "inspect",
-    "nn",
-    "recipes",
-    "sharding",
-    "testing",
-}
+NAMESPACES = set("calibrate checkpoint convert formats inspect nn recipes sharding testing".split())
 PUBLIC = {
-    "mx_jax": NAMESPACES
-    | {
-        "MXArray",
-        "PackedMXArray",
-        "cast",
-        "cast_cotangent",
-        "dequantize",
-        "dot_general",
-        "einsum",
-        "expert_ragged_dot",
-        "export_targets",
-        "matmul",
-        "only_backend",
-        "pack_weights",
-        "prefer_backends",
-        "quantize",
-        "quantize_both",
-        "ragged_dot",
-        "save_products",
-        "save_quantized",
-    },
-    "mx_jax.calibrate": {
-        "Gptq",
-        "Moments",
-        "SearchedScales",
-        "UncalibratedWarning",
-        "Way",
-        "gptq",
-        "moments",
-        "output_error",
-        "search_scales",
-        "tell_input",
-    },
-    "mx_jax.checkpoint": {
-        "Certificate",
-        "LAYOUTS",
-        "Layout",
-        "Plausibility",
-        "Stored",
-        "Weights",
-        "from_packed",
-        "from_qarray",
-        "from_wire",
-        "load",
-        "plausibility",
-        "quantization_config",
-        "read",
-        "save",
-        "to_qarray",
-        "to_wire",
-        "transcode",
-        "write",
-    },
-    "mx_jax.convert": {
-        "AutoFilter",
-        "CacheFormat",
-        "Conv",
-        "Decision",
-        "DotGeneral",
-        "Kind",
-        "Layer",
-        "RaggedDot",
-        "Report",
-        "Rule",
-        "Slot",
-        "UnusedRuleWarning",
-        "every",
-        "function",
-        "gains",
-        "linen",
-        "nnx",
-        "numbered",
-        "original",
-        "register",
-        "report",
-        "tree",
-        "weights",
-        "weights_report",
-    },
-    "mx_jax.formats": {
-        "BLOCK_FORMATS",
-        "BlockFormat",
-        "BlockSize",
-        "E2M1",
-        "E2M3",
-        "E3M2",
-        "E4M3",
-        "E4M3FNUZ",
-        "E4M3_SCALE",
-        "E5M2",
-        "E5M2FNUZ",
-        "E8M0",
-        "ELEMENT_FORMATS",
-        "ElementFormat",
-        "F32",
-        "F32_DIVISOR",
-        "FLOAT8_BLOCKWISE_2D_E4M3",
-        "FLOAT8_BLOCKWISE_2D_E8M0",
-        "FLOAT8_BLOCKWISE_E4M3",
-        "FLOAT8_BLOCKWISE_E8M0",
-        "FLOAT8_ROWWISE_E4M3",
-        "FLOAT8_ROWWISE_E5M2",
-        "FLOAT8_TENSORWISE_E4M3",
-        "FLOAT8_TENSORWISE_E5M2",
-        "INT8",
-        "INT8_FULL",
-        "MXFP4",
-        "MXFP4_2D",
-        "MXFP6_E2M3",
-        "MXFP6_E3M2",
-        "MXFP8_E4M3",
-        "MXFP8_E5M2",
-        "MXINT8",
-        "MX_FORMATS",
-        "NVFP4",
-        "NVFP4_2D",
-        "NVFP4_ONE_LEVEL",
-        "SCALE_FORMATS",
-        "ScaleFormat",
-        "WHOLE",
-        "Whole",
-        "any_format",
-        "block_format",
-        "check_block_size",
-    },
-    "mx_jax.recipes": {
-        "AXISWISE",
-        "Cast",
-        "DISABLED",
-        "Float8Config",
-        "Hadamard",
-        "MatmulSpec",
-        "OperandSpec",
-        "Recipe",
-        "Residuals",
-        "Schedule",
-        "deepseek_v3",
-        "deepseek_v3_1",
-        "float8_rowwise",
-        "float8_rowwise_with_gw_hp",
-        "float8_tensorwise",
-        "from_name",
-        "heal",
-        "high_precision",
-        "mxfp4",
-        "mxfp4_backward",
-        "mxfp4_hadamard",
-        "mxfp4_stochastic",
-        "mxfp6",
-        "mxfp6_e2m3",
-        "mxfp8",
-        "mxfp8_hybrid",
-        "mxint8",
-        "names",
-        "nvfp4",
-        "nvfp4_four_over_six",
-        "nvfp4_pretraining",
-        "nvfp4_unbiased",
-        "operand",
-        "qat",
-        "quartet",
-        "quartet_ii",
-        "weight_only",
-    },
-    "mx_jax.nn": {"KVCache", "join_stored", "linen", "nnx", "split_stored"},
-    "mx_jax.inspect": {
-        "Budget",
-        "Explanation",
-        "GradientBias",
-        "Sensitivity",
-        "Console",
-        "Csv",
-        "Jsonl",
-        "Memory",
-        "NonFiniteError",
-        "Record",
-        "STATISTICS",
-        "Scalar",
-        "Sink",
-        "Tag",
-        "TensorBoard",
-        "at_step",
-        "capture",
-        "guard",
-        "report",
-        "scalar",
-        "tag",
-        "evidence_of",
-        "explain",
-        "explain_call",
-        "gradient_bias",
-        "passes",
-        "saturated_fraction",
-        "sensitivity",
-        "sqnr_db",
-    },
-    "mx_jax.sharding": {
-        "Dispatched",
-        "Gather",
-        "Specs",
-        "all_to_all",
-        "device_put",
-        "dispatch",
-        "ppermute",
-        "spec_for",
-    },
-    "mx_jax.testing": {"target"},
+    "mx_jax": """
+        MXArray PackedMXArray cast cast_cotangent dequantize dot_general einsum
+        expert_ragged_dot export_targets matmul only_backend pack_weights prefer_backends
+        quantize quantize_both ragged_dot save_products save_quantized
+    """,
+    "mx_jax.calibrate": """
+        Gptq Moments SearchedScales UncalibratedWarning Way gptq moments output_error
+        search_scales tell_input
+    """,
+    "mx_jax.checkpoint": """
+        Certificate LAYOUTS Layout Plausibility Stored Weights from_packed from_qarray
+        from_wire load plausibility quantization_config read save to_qarray to_wire transcode
+        write
+    """,
+    "mx_jax.convert": """
+        AutoFilter CacheFormat Conv Decision DotGeneral Kind Layer RaggedDot Report Rule Slot
+        UnusedRuleWarning every function gains linen nnx numbered original register report
+        tree weights weights_report
+    """,
+    "mx_jax.formats": """
+        BLOCK_FORMATS BlockFormat BlockSize E2M1 E2M3 E3M2 E4M3 E4M3FNUZ E4M3_SCALE E5M2
+        E5M2FNUZ E8M0 ELEMENT_FORMATS ElementFormat F32 F32_DIVISOR FLOAT8_BLOCKWISE_2D_E4M3
+        FLOAT8_BLOCKWISE_2D_E8M0 FLOAT8_BLOCKWISE_E4M3 FLOAT8_BLOCKWISE_E8M0
+        FLOAT8_ROWWISE_E4M3 FLOAT8_ROWWISE_E5M2 FLOAT8_TENSORWISE_E4M3 FLOAT8_TENSORWISE_E5M2
+        INT8 INT8_FULL MXFP4 MXFP4_2D MXFP6_E2M3 MXFP6_E3M2 MXFP8_E4M3 MXFP8_E5M2 MXINT8
+        MX_FORMATS NVFP4 NVFP4_2D NVFP4_ONE_LEVEL SCALE_FORMATS ScaleFormat WHOLE Whole
+        any_format block_format check_block_size
+    """,
+    "mx_jax.recipes": """
+        AXISWISE Cast DISABLED Float8Config Hadamard MatmulSpec OperandSpec Recipe Residuals
+        Schedule deepseek_v3 deepseek_v3_1 float8_rowwise float8_rowwise_with_gw_hp
+        float8_tensorwise from_name heal high_precision mxfp4 mxfp4_backward mxfp4_hadamard
+        mxfp4_stochastic mxfp6 mxfp6_e2m3 mxfp8 mxfp8_hybrid mxint8 names nvfp4
+        nvfp4_four_over_six nvfp4_pretraining nvfp4_unbiased operand qat quartet quartet_ii
+        weight_only
+    """,
+    "mx_jax.nn": """
+        KVCache join_stored linen nnx split_stored
+    """,
+    "mx_jax.inspect": """
+        Budget Console Csv Explanation GradientBias Jsonl Memory NonFiniteError Record
+        STATISTICS Scalar Sensitivity Sink Tag TensorBoard at_step capture evidence_of
+        explain explain_call gradient_bias guard passes report saturated_fraction scalar
+        sensitivity sqnr_db tag
+    """,
+    "mx_jax.sharding": """
+        Dispatched Gather Specs all_to_all device_put dispatch ppermute spec_for
+    """,
+    "mx_jax.testing": """
+        target
+    """,
 }
+PUBLIC = {module: set(names.split()) for module, names in PUBLIC.items()}
+PUBLIC["mx_jax"] |= NAMESPACES
 
 
 def public_names(source: str | ast.Module) -> set[str]:

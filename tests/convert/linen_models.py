@@ -90,20 +90,19 @@ class Setup(nn.Module):
         return jnp.concatenate([self.heads["left"](x), self.heads["right"](x)], -1)
 
 
-def scanned(layers: Layers, remat: bool) -> nn.Module:
+def scanned(layers: Layers) -> nn.Module:
     class Scanned(nn.Module):
         layers: Layers
 
         @nn.compact
         def __call__(self, x):
-            block = nn.remat(Block) if remat else Block
             stack = nn.scan(
                 lambda block, x, _: (block(x), None),
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
                 length=2,
             )
-            return stack(block(self.layers, name="blocks"), x, None)[0]
+            return stack(nn.remat(Block)(self.layers, name="blocks"), x, None)[0]
 
     return Scanned(layers)
 
@@ -175,14 +174,11 @@ class Jitted(nn.Module):
 MODELS: dict[str, tuple[Callable[[Layers], nn.Module], int]] = {
     "compact": (Compact, 10),
     "setup": (Setup, 5),
-    "scan": (lambda layers: scanned(layers, remat=False), 1),
-    "scan of remat": (lambda layers: scanned(layers, remat=True), 1),
+    "scan of remat": (scanned, 1),
     "vmap": (Ensemble, 1),
     "remat method, module as attribute": (lambda layers: RematMethod(layers, Block(layers)), 2),
     "recurrent": (Recurrent, 2),
     "jit": (Jitted, 2),
-    "one layer": (lambda layers: layers.Dense(7), 1),
-    "sequential": (lambda layers: nn.Sequential([layers.Dense(9), nn.relu, layers.Dense(3)]), 2),
     "lifted class": (lambda layers: nn.remat(Block)(layers), 1),
 }
 

@@ -145,7 +145,6 @@ def test_blocks_lie_along_the_input_features():
     ("options", "reason"),
     [
         (dict(feature_group_count=2), "feature_group_count=2: each group contracts other features"),
-        (dict(input_dilation=2, padding=((1, 1), (1, 1))), "input_dilation="),
         (dict(input_dilation=(1, 2), padding=((1, 1), (1, 1))), "input_dilation="),
     ],
 )

@@ -76,7 +76,7 @@ class TestScan:
     """nn.scan passes on only the streams that it lists."""
 
     def test_stream_that_the_model_does_not_list(self):
-        variables, x, converted, _ = setup_model(scanned(FLAX, remat=True))
+        variables, x, converted, _ = setup_model(scanned(FLAX))
         with pytest.raises(ValueError, match="list 'quantize' in split_rngs"):
             converted.apply(variables, x, rngs={RNG_STREAM: KEYS[0]})
 

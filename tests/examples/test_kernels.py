@@ -81,13 +81,13 @@ def test_checkpoints_hold_the_rows(
 
     monkeypatch.setattr(inspect, "evidence_of", found)
     at_step(4, lambda: signal.raise_signal(signal.SIGINT))
-    assert call("--recipes", "mxfp4") == 130
+    assert call("--recipes", "float32") == 130
     (run,) = results()["runs"]
     assert run["evidence"] == [as_json(ROW)] and steps == [0]
     capsys.readouterr()
     monkeypatch.setattr(inspect, "evidence_of", lambda *_: ())
-    assert call("--recipes", "mxfp4", "--resume") == 0
-    path = tmp_path / "out" / "checkpoints" / "mxfp4-seed0.evidence.json"
+    assert call("--recipes", "float32", "--resume") == 0
+    path = tmp_path / "out" / "checkpoints" / "float32-seed0.evidence.json"
     assert f"MX_JAX_EVIDENCE={path}, on NVIDIA H200" in capsys.readouterr().err
     assert read(path) == (ROW,)
     assert results()["runs"][0]["evidence"] == []

@@ -10,18 +10,13 @@ import pytest
 
 import mx_jax
 from mx_jax.formats import MXFP4
-from mx_jax.recipes import MatmulSpec, OperandSpec, Recipe, Residuals, operand
+from mx_jax.recipes import operand
 from tests.extending.fp5 import FP5, MXFP5
 from tests.extending.least_error import LEAST_ERROR
+from tests.recipes.uniform import uniform
 
 # A format, and the name or value of a rule.
 ADDED = {"format": (MXFP5, "even"), "rule": (MXFP4, LEAST_ERROR)}
-
-
-def everywhere(spec: OperandSpec) -> Recipe:
-    """A recipe of one kind of operand."""
-    both = MatmulSpec(lhs=spec, rhs=spec)
-    return Recipe(name="mine", fwd=both, dlhs=both, drhs=both, residuals=Residuals.PRIMAL)
 
 
 def multiples(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
@@ -32,7 +27,7 @@ def multiples(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
 @pytest.mark.parametrize("added", ADDED)
 def test_products_and_their_gradients(added: str, rng: np.random.Generator):
     format, rule = ADDED[added]
-    recipe = everywhere(operand(format, scale_rule=rule))
+    recipe = uniform(operand(format, scale_rule=rule))
     name = getattr(rule, "name", rule)
     assert f"{format.name} ({name}, nearest)" in str(recipe)
     # Square and outside jit: every cast along an axis is compiled once.

@@ -3,22 +3,19 @@
 Places to touch: one, its function in that file (before: 8 to 9, for a rule of the library's own).
 """
 
-import dataclasses
 import pickle
 from fractions import Fraction
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax.formats import MXFP4, MXFP4_2D, WHOLE, BlockFormat
-from mx_jax.recipes import operand
+from mx_jax.formats import MXFP4, MXFP4_2D, BlockFormat
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.extending.fp5 import MXFP5
 from tests.extending.least_error import LEAST_ERROR
-from tests.extending.test_products import everywhere, multiples
+from tests.extending.test_products import multiples
 
 
 def lost(block: np.ndarray, exponent: int, format: BlockFormat) -> Fraction:
@@ -83,14 +80,6 @@ def test_everywhere_a_rule_goes(rng: np.random.Generator):
     assert_bitwise_equal(cast(x).scales, rows.scales)
     square = mx_jax.quantize(x, MXFP4_2D, scale_rule=LEAST_ERROR)
     assert np.asarray(square.scales).tolist() == [[byte(x, MXFP4)]]
-
-
-def test_it_is_asked_what_it_reads():
-    """Rows of a ragged group share a scale only by rules of amax."""
-    rows = dataclasses.replace(MXFP4, block=(1, WHOLE))
-    recipe = everywhere(operand(rows, scale_rule=LEAST_ERROR))
-    with pytest.raises(ValueError, match="scale_rule='least_error' cannot fill"):
-        mx_jax.ragged_dot(jnp.ones((4, 64)), jnp.ones((1, 64, 8)), [4], recipe=recipe)
 
 
 def test_a_copy_is_the_same_rule():

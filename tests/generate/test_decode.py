@@ -233,13 +233,3 @@ def test_a_model_that_is_not_there(tmp_path, monkeypatch):
     (package / "__init__.py").touch()
     (package / "model.gguf").touch()
     assert find_model("smollm2") == package / "model.gguf"
-
-
-def test_temperature_decides_among_the_likeliest():
-    """Drawn from the two likeliest with the odds of the softmax at that temperature."""
-    logits = jnp.tile(jnp.array([0.0, 2.0, 1.0, -1.0]), (4000, 1))
-    for temperature in (0.5, 2.0):
-        drawn = Sampling(temperature=temperature, top_k=2).choose(logits, jax.random.key(0))
-        assert set(np.unique(drawn)) == {1, 2}
-        expected = 1 / (1 + np.exp(-1 / temperature))
-        assert abs(np.mean(np.asarray(drawn) == 1) - expected) < 0.03

@@ -9,7 +9,7 @@ import pytest
 import safetensors.numpy
 
 import mx_jax
-from mx_jax import checkpoint, only_backend, recipes
+from mx_jax import only_backend, recipes
 from mx_jax.cli import main
 from mx_jax.generate.config import GGUF, config_from_json
 from mx_jax.generate.load import (
@@ -110,21 +110,6 @@ def test_matrices_are_joined_under_a_tensor_scale_that_they_share():
 def test_activations_beside_what_is_stored():
     fwd = recipe_for("mxint8").fwd
     assert fwd == recipes.MatmulSpec(lhs="mxint8", rhs=None)  # pyright: ignore[reportArgumentType]
-
-
-def test_a_folder_is_not_written_over_unasked(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    words = ["quantize", str(folder), str(tmp_path / "out"), "--format", "mxfp4"]
-    assert main(words) == 0
-    capsys.readouterr()
-    assert main(words) == 2
-    assert "out is there already; replace it with --force" in capsys.readouterr().err
-    assert main([*words, "--force"]) == 0
-    capsys.readouterr()
-    assert main(["quantize", str(folder), str(folder), "--format", "mxfp4", "--force"]) == 2
-    assert "is what is read; write to another place" in capsys.readouterr().err
-    assert checkpoint.read(folder).quantized == {}
 
 
 @pytest.mark.parametrize(

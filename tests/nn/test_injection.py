@@ -1,16 +1,12 @@
 """recipe.dot_general in Flax's own layers."""
 
-import functools
-
 import flax.linen as flax_nn
 import jax
 import numpy as np
 import pytest
 from flax import nnx
-from jax import lax
 
 import mx_jax
-from mx_jax import recipes
 from mx_jax.nn import linen
 from mx_jax.nn import nnx as ours
 from mx_jax.recipes import Recipe
@@ -58,43 +54,3 @@ def test_linen_attention(x: np.ndarray):
     )
     assert_bitwise_equal(high, plain)
     assert 5 < mx_jax.inspect.sqnr_db(plain, quantized) < 25
-
-
-@pytest.mark.slow
-def test_nnx_attention(x: np.ndarray):
-    calls = []
-
-    def attention(inject):
-        return nnx.MultiHeadAttention(
-            num_heads=2,
-            in_features=40,
-            qkv_dot_general=inject,
-            out_dot_general=inject,
-            decode=False,
-            rngs=nnx.Rngs(0),
-        )
-
-    def counted(*args, **options):
-        calls.append(args)
-        return HIGH.dot_general(*args, **options)
-
-    call = nnx.jit(lambda layer, x: layer(x))
-    plain = call(attention(lax.dot_general), x)
-    assert_bitwise_equal(call(attention(counted), x), plain)
-    assert len(calls) == 4
-    assert 5 < mx_jax.inspect.sqnr_db(plain, call(attention(MXFP4.dot_general), x)) < 25
-
-
-def test_an_injected_recipe_is_not_retraced(x: np.ndarray):
-    traces = []
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def apply(layer, variables, x):
-        traces.append(layer)
-        return layer.apply(variables, x)
-
-    variables = quick(flax_nn.Dense(8).init)(KEY, x)
-    for _ in range(3):
-        recipe = recipes.weight_only("mxfp8_e4m3")
-        apply(flax_nn.Dense(8, dot_general=recipe.dot_general), variables, x)
-    assert len(traces) == 1

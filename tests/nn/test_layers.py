@@ -27,7 +27,6 @@ from tests.nn.layers import HIGH, MXFP4, assert_trees_equal, stochastic, weighte
 from tests.quick import quick
 
 KEY = jax.random.key(0)
-WEIGHT_ONLY = functools.partial(recipes.weight_only, "mxfp8_e4m3")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,16 +91,6 @@ class Linen:
     def run(self, layer: Any) -> Callable[[Any, Any], jax.Array]:
         return lambda params, x: layer.apply({"params": params}, x)
 
-    def jitted(self, traces: list[Any]) -> Callable[[Any, Any], Any]:
-        """A call of layers that are static, which keeps each trace of it."""
-
-        @functools.partial(jax.jit, static_argnums=0)
-        def apply(layer: Any, params: Any, x: Any) -> Any:
-            traces.append(layer)
-            return layer.apply({"params": params}, x)
-
-        return lambda layer, x: apply(layer, self.params(self.build(DENSE), x), x)
-
     def promotes(self, *args: Any, **_: Any) -> Any:
         return [None if arg is None else jnp.asarray(arg, jnp.float16) for arg in args]
 
@@ -129,14 +118,6 @@ class Nnx(Linen):
             return model(x)
 
         return call
-
-    def jitted(self, traces: list[Any]) -> Callable[[Any, Any], Any]:
-        @flax_nnx.jit
-        def apply(layer: Any, x: Any) -> Any:
-            traces.append(layer)
-            return layer(x)
-
-        return apply
 
     def promotes(self, args: Any, /, **options: Any) -> Any:
         return tuple(super().promotes(*args, **options))
@@ -306,18 +287,6 @@ def test_a_promote_dtype_of_the_users_own_is_respected(flaxs: Linen, case: Case)
 
 
 @both
-def test_a_rebuilt_layer_is_not_retraced(flaxs: Linen):
-    """It compares and hashes by its recipe."""
-    traces: list[Any] = []
-    run = flaxs.jitted(traces)
-    for _ in range(3):
-        run(flaxs.build(DENSE, WEIGHT_ONLY()), DENSE.drawn())
-    assert len(traces) == 1
-    run(flaxs.build(DENSE, HIGH), DENSE.drawn())
-    assert len(traces) == 2
-
-
-@both
 @cases
 def test_the_recipe_is_required(flaxs: Linen, case: Case):
     name, *arguments = case.nnx if isinstance(flaxs, Nnx) else case.linen
@@ -360,16 +329,6 @@ class Stack(flax_nn.Module):
             flax_nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
         )
         return scanned(layer=self.layer)(x, None)[0]
-
-
-def test_scan_and_remat():
-    ours = Stack(layer=functools.partial(linen.Dense, recipe=HIGH))
-    plain = Stack(layer=flax_nn.Dense)
-    x = np.random.default_rng(0).standard_normal((3, 40), np.float32)
-    params = quick(plain.init)(KEY, x)
-    assert_trees_equal(quick(ours.init)(KEY, x), params)
-    actual, expected = (value_and_grads(model.apply, params, x) for model in (ours, plain))
-    assert_trees_equal(actual, expected)
 
 
 def test_scan_over_layers_is_the_layers_one_by_one():
@@ -499,20 +458,6 @@ def test_every_layer_has_a_stream_of_its_own(streams: dict[str, int]):
     for layer, use_bias in zip(layers()[:2], (True, False), strict=True):
         flax = flax_nnx.Linear(8, 4, use_bias=use_bias, rngs=plain)
         assert_bitwise_equal(layer.kernel[...], flax.kernel[...])
-
-
-@pytest.mark.slow
-def test_errors_of_two_layers_do_not_correlate():
-    """Equal kernels and inputs: only the drawn bits tell the layers' errors apart."""
-    rngs = flax_nnx.Rngs(params=0, quantize=1)
-    ones = flax_nnx.initializers.constant(0.3)
-    x = np.random.default_rng(0).standard_normal((16, 64), np.float32)
-
-    def error() -> np.ndarray:
-        layer = nnx.Linear(64, 64, recipe=stochastic(), kernel_init=ones, rngs=rngs)
-        return np.asarray(layer(x) - x @ np.full((64, 64), 0.3, np.float32)).ravel()
-
-    assert abs(np.corrcoef(error(), error())[0, 1]) < 0.5
 
 
 @pytest.mark.by_default("params")

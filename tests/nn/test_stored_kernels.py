@@ -19,7 +19,6 @@ from flax import nnx as flax_nnx
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.backends.cpu_ffi import rejections
-from mx_jax.backends.select import only_backend
 from mx_jax.mxarray import MXArray
 from mx_jax.nn import linen, nnx
 from mx_jax.packed import PackedMXArray
@@ -32,13 +31,7 @@ from tests.quick import quick
 STORED = "mxfp8_e4m3"
 RECIPE = recipes.weight_only("mxfp4")
 RULE = convert.Rule(".*", RECIPE)
-
-
-@pytest.fixture(autouse=True)
-def insist():
-    """Tests run with several simulated devices, where the library is not asked by itself."""
-    with only_backend("cpu_ffi"):
-        yield
+pytestmark = pytest.mark.usefixtures("insist")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -128,12 +128,3 @@ def test_ragged_rows_with_drawn_bits():
     product = functools.partial(mx_jax.ragged_dot, recipe=recipe)
     dx = quick(jax.grad(lambda x, w, key: product(x, w, [2], key=key).sum()))(x, w, key)
     assert np.array_equal(dx, x != 7)
-
-
-@pytest.mark.parametrize("length", [64, 50])
-def test_a_transform_is_undone_by_its_own_signs(length: int):
-    x = np.random.default_rng(0).standard_normal((3, length)).astype(np.float32)
-    signs = jnp.float32(hadamard.seeded(16, seed=1).signs)
-    assert set(np.asarray(signs)) == {1.0, -1.0}
-    back = hadamard.invert(hadamard.apply(x, signs), signs, length)
-    np.testing.assert_allclose(back, x, atol=1e-5)

@@ -94,12 +94,6 @@ def test_what_is_no_key_is_refused_all_the_same(call):
         call(X, W, recipe=NEAREST, key=3)
 
 
-def test_quantize_refuses_a_key_that_it_would_not_use():
-    """There the key says that stochastic rounding was meant, and the rounding is an argument."""
-    with pytest.raises(ValueError, match="drop the key or use rounding='stochastic'"):
-        mx_jax.quantize(X, "mxfp4", key=KEY)
-
-
 def test_each_product_has_a_stream_of_its_own():
     """Numbered for good: another number gives other bits to everybody's seeds."""
     recipe = drawing(fwd=BOTH, dlhs=BOTH, drhs=BOTH)

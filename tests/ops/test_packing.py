@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import mx_jax
 from mx_jax import formats, recipes
@@ -24,13 +23,6 @@ from tests.quick import quick
 
 FORMATS = (*formats.MX_FORMATS, formats.NVFP4)
 MXFP4 = recipes.weight_only("mxfp4")
-
-
-@pytest.fixture
-def insist():
-    """Tests run with several simulated devices, where the library is not asked by itself."""
-    with only_backend("cpu_ffi"):
-        yield
 
 
 def draw(*shape: int, seed: int = 0) -> jax.Array:
@@ -296,18 +288,6 @@ def test_scan_over_layers():
         return jax.lax.scan(layer, x, w)[0]
 
     assert_bitwise_equal(run(draw(3, 64), stacked), run(draw(3, 64), kernels), what="product")
-
-
-@needs_library
-@pytest.mark.usefixtures("insist")
-def test_a_kernel_of_an_nnx_layer():
-    x, kernel = draw(3, 64), mx_jax.quantize(draw(64, 40, seed=1), "mxfp8_e4m3", axis=0)
-    layer = mx_jax.nn.nnx.Linear(64, 40, recipe=recipes.weight_only("mxfp8_e4m3"), rngs=nnx.Rngs(0))
-    found = []
-    for k in (pack(kernel), kernel):
-        layer.kernel = nnx.Param(k)
-        found.append(layer(x))
-    assert_bitwise_equal(*found, what="product")
 
 
 # Where nothing is packed --------------------------------------------------------------------------

@@ -2,15 +2,13 @@
 
 from typing import Any
 
-import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx as flax_nnx
 
 import mx_jax
-from mx_jax import convert, recipes
+from mx_jax import recipes
 from mx_jax.axes import Axes
 from mx_jax.backends.cpu_ffi import rejections
 from mx_jax.backends.select import only_backend
@@ -20,17 +18,9 @@ from mx_jax.packed import PackedMXArray
 from mx_jax.recipes import weight_only
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
-from tests.quick import quick
 
-pytestmark = needs_library
+pytestmark = [needs_library, pytest.mark.usefixtures("insist")]
 ROWS, TENSOR = "float8_rowwise_e4m3", "float8_tensorwise_e5m2"
-
-
-@pytest.fixture(autouse=True)
-def insist():
-    """Tests run with several simulated devices, where the library is not asked by itself."""
-    with only_backend("cpu_ffi"):
-        yield
 
 
 def draw(*shape: int, seed: int = 0) -> jax.Array:
@@ -127,36 +117,6 @@ def test_special_values():
     found = np.asarray(mx_jax.matmul(x, pack(kernel.T), recipe=recipe))[0]
     np.testing.assert_allclose(found[[0, 2]], [64e-4, 64e36], rtol=1e-6)
     assert np.isnan(found[1])
-
-
-@pytest.mark.parametrize("recipe", [weight_only(ROWS), recipes.float8_rowwise()])
-def test_layers_of_converted_models(recipe: recipes.Recipe):
-    """linen and nnx: kernels packed by `convert.weights`, one call a layer; gradients to inputs."""
-    rules = convert.Rule(".*", recipe)
-    x = draw(3, 64, seed=1)
-    model = flax_nn.Sequential([flax_nn.Dense(40), flax_nn.relu, flax_nn.Dense(8)])
-    variables = quick(model.init)(jax.random.key(0), x)
-    served, plain = (convert.weights(variables, rules, pack=p) for p in (True, False))
-    kernel = served["params"]["layers_0"]["kernel"]
-    assert isinstance(kernel, PackedMXArray)
-    low = convert.linen(model, rules)
-    apply = jax.jit(low.apply)
-    assert apply.lower(served, x).as_text().count(f"@{rejections.PACKED_MATMUL}(") == 2
-    with only_backend("reference"):
-        expected = quick(low.apply)(plain, x)
-    np.testing.assert_allclose(apply(served, x), expected, atol=1e-5)
-
-    linear = flax_nnx.Linear(64, 40, rngs=flax_nnx.Rngs(0))
-    linear.kernel[...] = variables["params"]["layers_0"]["kernel"]
-    stored_linear = convert.weights(linear, rules)
-    assert isinstance(stored_linear.kernel[...], PackedMXArray)
-    graph, state = flax_nnx.split(stored_linear)
-    call = jax.jit(lambda state, x: flax_nnx.merge(graph, state)(x))
-    assert call.lower(state, x).as_text().count(f"@{rejections.PACKED_MATMUL}(") == 1
-    first = convert.linen(flax_nn.Dense(40), rules).apply(
-        {"params": served["params"]["layers_0"]}, x
-    )
-    np.testing.assert_allclose(call(state, x), first, atol=1e-6)
 
 
 def test_rows_are_looked_up_one_by_one():

@@ -4,7 +4,6 @@ Floors are the issue's where it states one, else what was measured, less half a 
 """
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -61,15 +60,3 @@ def measure(recipe: Recipe) -> tuple[float, float, float]:
 def test_floors(recipe: Recipe, floors: tuple[float, float, float]):
     measured = measure(recipe)
     assert all(np.greater_equal(measured, floors)), measured
-
-
-@pytest.mark.slow
-def test_order():
-    """More bits are better, and so is NVFP4's finer block.
-
-    E2M3 has E4M3's mantissa and none of its range, so with scales that clip nothing it comes
-    second: 27.97 against 28.50 dB.
-    """
-    order = (recipes.mxfp4(), recipes.nvfp4(), MXFP6_E2M3, recipes.mxfp8(), recipes.mxint8())
-    for worse, better in itertools.pairwise(order):
-        assert all(np.less(measure(worse), measure(better))), (worse.name, better.name)

@@ -11,17 +11,12 @@ from jax.extend.core import jaxprs_in_params
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.recipes import MatmulSpec, Recipe, Residuals, operand
+from mx_jax.recipes import MatmulSpec, Residuals, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
+from tests.recipes.uniform import uniform
 
 HIGH = MatmulSpec(lhs=None, rhs=None)
-
-
-def uniform(spec, **fields) -> Recipe:
-    both = MatmulSpec(lhs=spec, rhs=spec)
-    given = {"fwd": both, "dlhs": both, "drhs": both, "residuals": Residuals.PRIMAL}
-    return Recipe(name="uniform", **(given | fields))
 
 
 # Prescales ----------------------------------------------------------------------------------------

@@ -268,7 +268,7 @@ def test_square_blocks_are_the_same_from_both_sides(rng: np.random.Generator):
                 outputs(mx_jax.quantize(x, f, axis=0)),
                 outputs(mx_jax.quantize(x.T, f)),
             )
-            for f in (MXFP4_2D, NVFP4_2D)
+            for f in (MXFP4_2D, NVFP4_2D, FLOAT8_BLOCKWISE_2D_E4M3)
         }
     )
     for name, (last, first, turned) in both(x).items():

@@ -243,6 +243,9 @@ def test_transposing(format, rng: np.random.Generator):
         assert (array.shape[axis], size) == (40, 16)
     with pytest.raises(ValueError, match="do not permute ndim=1"):
         _ = mx_jax.quantize(jnp.zeros(32), format).mT
+    for wrong in ((0, 1, 2, 4), (-5, 1, 2, 3), (0, 0, 1, 2), (0, 1)):
+        with pytest.raises(ValueError, match="do not permute ndim=4"):
+            whole.transpose(wrong)
     values = jax.jit(lambda w: (w.dequantize(), w.mT.dequantize()))(whole)
     assert_bitwise_equal(values[1], np.swapaxes(values[0], -1, -2))
 

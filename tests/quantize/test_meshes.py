@@ -13,7 +13,6 @@ from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.ops import quantize
 from mx_jax.reference import hadamard
 
 X = (64, 256)
@@ -68,33 +67,6 @@ def signs(x: jax.Array, key: jax.Array) -> jax.Array:
 @pytest.mark.parametrize("function", [rounded, signs])
 def test_the_same_bits_on_any_mesh(x: jax.Array, function: Any, shape: Any, spec: P):
     assert not any(differences(function, x, shape, spec))
-
-
-@pytest.mark.by_default("device")
-@pytest.mark.parametrize("fault", ["device's own bits", "key of the mesh"])
-def test_bits_by_device_would_be_noticed(x: jax.Array, fault: str, monkeypatch: pytest.MonkeyPatch):
-    """The test above on faults: each device draws for its own block, or from a key of its mesh."""
-    draw = quantize.draw_bits
-
-    def planted(key: jax.Array, shape: tuple[int, ...], width: int) -> jax.Array:
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty:
-            return draw(key, shape, width)
-        if fault == "key of the mesh":
-            return draw(jax.random.fold_in(key, mesh.size), shape, width)
-
-        def own(key: jax.Array) -> jax.Array:
-            key = jax.random.fold_in(key, jax.lax.axis_index("a"))
-            return draw(key, (shape[0] // mesh.shape["a"], *shape[1:]), width)
-
-        return jax.shard_map(own, in_specs=P(), out_specs=P("a"))(key)
-
-    monkeypatch.setattr(quantize, "draw_bits", planted)
-    # Another shape, since a trace of the last one may be there still.
-    rows = lambda x, key: rounded(x, key)[0].codes  # noqa: E731
-    with mx_jax.only_backend("reference"):
-        (count,) = differences(rows, x[:24, : 96 if fault[0] == "k" else 160], (2, 4), P("a"))
-    assert count > 32
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import re
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -77,17 +76,6 @@ def test_gradients_pass_straight_through_both(x: jax.Array):
 
     for function in (loss, jax.checkpoint(loss)):
         assert_bitwise_equal(jax.jit(jax.grad(function))(x), weights[0] + weights[1])
-
-
-@pytest.mark.by_default("cpu")
-def test_sharded_input(x: jax.Array):
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    wide = jnp.concatenate([x, x], axis=1)[:, :64, :64]
-    sharded = jax.device_put(wide, NamedSharding(mesh, PartitionSpec(None, "a", "b")))
-    check_same(
-        jax.jit(lambda x: mx_jax.quantize_both(x, "mxfp8_e4m3"))(sharded),
-        singly(wide, format="mxfp8_e4m3"),
-    )
 
 
 @pytest.mark.parametrize(

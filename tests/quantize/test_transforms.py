@@ -160,19 +160,6 @@ def test_vmap_over_an_mxarray(x: np.ndarray):
     assert seen == [((40,), ((-1, 32),))]
 
 
-def test_an_mxarray_made_under_vmap(x: np.ndarray):
-    """vmap stacks MXArrays: one tensor scale for each, where the format has one."""
-    stacked = jax.jit(jax.vmap(lambda row: mx_jax.quantize(row, NVFP4)))(x)
-    assert stacked.shape == (3, 40)
-    assert stacked.tensor_scale is not None and stacked.tensor_scale.shape == (3, 1)
-    assert stacked.blocks == ((-1, 16),)
-    whole = np.asarray(stacked.dequantize())
-    for index in range(3):
-        alone = mx_jax.quantize(x[index], NVFP4)
-        assert_bitwise_equal(whole[index], alone.dequantize())
-        assert_bitwise_equal(stacked[index].dequantize(), alone.dequantize())
-
-
 def test_scan_over_layers(rng: np.random.Generator):
     """Stacked weights as scanned input: each step gets one layer's MXArray."""
     stack = rng.normal(size=(4, 32, 8)).astype(np.float32)

@@ -10,20 +10,15 @@ import pytest
 import mx_jax
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4, WHOLE
 from mx_jax.ops.ragged_dot import ragged_dot
-from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, Residuals, operand
+from mx_jax.recipes import Hadamard, MatmulSpec, operand
+from tests.recipes.uniform import uniform
 
 M, K, N, GROUPS = 12, 16, 8, 3
 SPEC = operand(MXFP4.with_block(8), scale_rule="even")
 
 
-def recipe_of(spec, **fields) -> Recipe:
-    both = MatmulSpec(lhs=spec, rhs=spec)
-    given = {"fwd": both, "dlhs": both, "drhs": both, "residuals": Residuals.PRIMAL}
-    return Recipe(name="uniform", **(given | fields))
-
-
-RECIPE = recipe_of(SPEC)
-STOCHASTIC = recipe_of(operand(MXFP4, scale_rule="rceil", rounding="stochastic"))
+RECIPE = uniform(SPEC)
+STOCHASTIC = uniform(operand(MXFP4, scale_rule="rceil", rounding="stochastic"))
 X, W, SIZES = np.ones((M, K), np.float32), np.ones((GROUPS, K, N), np.float32), [4, 4, 4]
 BAD_ARGUMENTS = {
     "rank of lhs": ((X[None], W, SIZES), ValueError, r"lhs \[m, k\].*lhs.shape=\(1, 12, 16\)"),
@@ -71,19 +66,19 @@ BAD_RECIPES = {
     "no key": (STOCHASTIC, None, ValueError, "'uniform' rounds stochastically and needs a key"),
     "key that is none": (STOCHASTIC, 0, TypeError, "key must be one PRNG key"),
     "rule of values": (
-        recipe_of(FOUR_OVER_SIX),
+        uniform(FOUR_OVER_SIX),
         None,
         ValueError,
         r"drhs.lhs of recipe 'uniform'.*block=\(1, WHOLE\) of format=nvfp4.*'four_over_six'",
     ),
     "rule of values over rows": (
-        recipe_of(operand(dataclasses.replace(MXFP4, block=(WHOLE, 8)), scale_rule="gaussian")),
+        uniform(operand(dataclasses.replace(MXFP4, block=(WHOLE, 8)), scale_rule="gaussian")),
         None,
         ValueError,
         r"fwd.lhs of recipe 'uniform'.*block=\(WHOLE, 8\) of format=mxfp4.*'gaussian'",
     ),
     "mask over rows": (
-        recipe_of(operand(TALL), mask_clipped=True),
+        uniform(operand(TALL), mask_clipped=True),
         None,
         ValueError,
         r"mask_clipped=True of recipe 'uniform' needs.*block=\(8, 8\) of format=mxfp8_e4m3",
@@ -101,6 +96,6 @@ def test_a_transform_does_not_take_an_mxarray():
     hadamard = Hadamard(size=4, signs=(1, 1, 1, 1))
     fwd = MatmulSpec(lhs=SPEC, rhs=SPEC, transform=hadamard)
     weights = jax.eval_shape(lambda w: mx_jax.quantize(w, SPEC.format, axis=1), W)
-    run = functools.partial(ragged_dot, recipe=recipe_of(SPEC, fwd=fwd))
+    run = functools.partial(ragged_dot, recipe=uniform(SPEC, fwd=fwd))
     with pytest.raises(ValueError, match=r"an MXArray no longer allows, got format=mxfp4"):
         jax.eval_shape(run, X, weights, SIZES)

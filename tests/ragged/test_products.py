@@ -235,14 +235,6 @@ def test_any_group_sizes_in_one_program(mxfp4_products, group_sizes, rng: np.ran
     assert products._cache_size() == 1
 
 
-def test_group_sizes_beyond_the_rows_are_cut_off(mxfp4_products, rng: np.random.Generator):
-    _, products = mxfp4_products
-    lhs, rhs, g = draw(rng, (8, 20, 2), m=30, k=20, n=12)
-    cut, beyond = (products(lhs, rhs, np.int32(s), g) for s in ((8, 20, 2), (8, 20, 50)))
-    for left, right in zip(cut, beyond, strict=True):
-        np.testing.assert_array_equal(left, right)
-
-
 def test_saved_codes_are_quantized_anew(rng: np.random.Generator):
     square = operand(block(MXFP4, 8, 8), scale_rule="rceil")
     line = operand(MXFP4.with_block(8), scale_rule="even")

@@ -12,23 +12,17 @@ import mx_jax
 from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.ops.ragged_operands import as_group_sizes, at_most
-from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, Residuals, operand
-from mx_jax.reference import ragged
+from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, operand
 from mx_jax.reference.ragged import ragged_rows
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
+from tests.recipes.uniform import uniform
 
 M, K, N, GROUPS = 12, 16, 8, 3
 SPEC = operand(MXFP4.with_block(8), scale_rule="even")
 
 
-def recipe_of(spec, name="uniform", **fields) -> Recipe:
-    both = MatmulSpec(lhs=spec, rhs=spec)
-    given = {"fwd": both, "dlhs": both, "drhs": both, "residuals": Residuals.PRIMAL}
-    return Recipe(name=name, **(given | fields))
-
-
-RECIPE = recipe_of(SPEC)
+RECIPE = uniform(SPEC)
 HIGH = mx_jax.recipes.high_precision()
 
 
@@ -151,7 +145,7 @@ def test_nothing_to_multiply(shape):
 def test_narrow_group_sizes_do_not_overflow(rng: np.random.Generator):
     lhs = rng.standard_normal((300, 8), np.float32)
     rhs = rng.standard_normal((2, 8, 1), np.float32)
-    dot = quick(functools.partial(ragged_dot, recipe=recipe_of(None)))
+    dot = quick(functools.partial(ragged_dot, recipe=uniform(None)))
     narrow, wide = (dot(lhs, rhs, np.array([200, 100], t)) for t in (np.uint8, np.int32))
     assert_bitwise_equal(narrow, wide)
     assert (narrow != 0).all()
@@ -214,7 +208,7 @@ def test_dtypes(rng: np.random.Generator):
 
 
 def stochastic(format, rule) -> Recipe:
-    return recipe_of(operand(format, scale_rule=rule, rounding="stochastic"))
+    return uniform(operand(format, scale_rule=rule, rounding="stochastic"))
 
 
 STOCHASTIC = stochastic(MXFP4.with_block(8), "rceil")
@@ -294,7 +288,7 @@ def test_signs_are_drawn_from_the_key_and_cancel(rng: np.random.Generator):
     # INT8 keeps 7 bits of values that share an octave or two: transforms that do not cancel show.
     spec = operand("mxint8")
     both = MatmulSpec(lhs=spec, rhs=spec, transform=Hadamard(size=8, signs=None))
-    recipe = recipe_of(spec, fwd=both, dlhs=both, drhs=both)
+    recipe = uniform(spec, fwd=both, dlhs=both, drhs=both)
     lhs, rhs, _, g = draw(rng)
     rounded = quick(functools.partial(rounded_products, recipe))
     once, again, other = (rounded(lhs, rhs, g, jax.random.key(seed)) for seed in (0, 0, 1))
@@ -338,21 +332,13 @@ def test_wide_sizes_with_x64():
         assert ragged_rows(cut, M, unit=1).sizes.tolist() == [5, 7, 0]
 
 
-@pytest.mark.slow
-def test_sums_of_many_large_groups():
-    """g * m beyond int32: sums are cut as they are made."""
-    sizes = jnp.full((8,), 2**29, jnp.int32)
-    ends = ragged._sums_up_to(2**30, sizes)
-    assert ends.tolist() == [2**29, *[2**30] * 7]
-
-
 # Keys ----------------------------------------------------------------------------------------
 
 
 def test_one_group_draws_as_matmul_does(rng: np.random.Generator):
     """Each of the three products has its own stream, and matmul's: the bits agree, so codes do."""
     spec = operand(MXFP4, scale_rule="rceil", rounding="stochastic")
-    recipe, key = recipe_of(spec), jax.random.key(7)
+    recipe, key = uniform(spec), jax.random.key(7)
     lhs, rhs, g = (rng.standard_normal(s, np.float32) for s in ((64, 32), (32, 32), (64, 32)))
 
     def three(operation):

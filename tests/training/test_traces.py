@@ -13,7 +13,6 @@ from mx_jax import recipes
 from mx_jax.nn import linen
 from mx_jax.nn import nnx as ours
 from mx_jax.recipes import Recipe
-from tests.quick import quick
 
 X = jnp.ones((8, 64))
 NAMES = tuple(dict.fromkeys(recipes.from_name(name).name for name in recipes.names()))
@@ -87,20 +86,3 @@ def test_one_trace_for_rebuilt_models_and_repeated_steps(name: str, steps: Any):
     for _ in range(3):
         take()
     assert len(traces) == 1
-
-
-def test_a_real_step_compiles_once():
-    traces: list[Any] = []
-
-    def step(model, params, x):
-        traces.append(model)
-        return jax.tree.map(lambda p: p * 0.5, params), model.apply(params, x)
-
-    compiled = jax.jit(step, static_argnums=0)
-    params = quick(Model(recipe=recipes.mxfp4()).init)(jax.random.key(0), X)
-    for _ in range(3):
-        params, _ = compiled(Model(recipe=recipes.mxfp4()), params, X)
-    assert len(traces) == 1
-    assert compiled._cache_size() == 1
-    compiled(Model(recipe=recipes.mxfp8()), params, X)
-    assert (len(traces), compiled._cache_size()) == (2, 2)

@@ -1,9 +1,10 @@
-"""Random casts by the compiled handlers against the reference: `fuzz_cpu_casts.py [cases [seed]]`.
+"""Random casts and products by the compiled handlers: `handlers_process.py [cases [seed]]`.
 
 A program of its own, since MX_JAX_CPU_ISA is read once a process. Prints what it compared.
 """
 
 import dataclasses
+import hashlib
 import sys
 
 import jax
@@ -16,8 +17,8 @@ from mx_jax.backends.cpu_ffi import CPU_FFI, library
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Target
 from mx_jax.reference.scale_rules import SCALE_RULES
-from mx_jax.testing.backend_suite import draw_any_codes
-from mx_jax.testing.cases import QuantizeCase
+from mx_jax.testing.backend_suite import check_matmul, draw_any_codes
+from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_any_bits
 
@@ -109,6 +110,27 @@ def check_both(rng: np.random.Generator, case: QuantizeCase, x: jax.Array) -> in
     return 2 * x.size
 
 
+def products() -> str:
+    """Compare products with float64's; a hash of those of integers, which no set may change."""
+    digest = hashlib.sha256()
+    shapes: list[dict] = [
+        dict(m=(1,), n=(33,), k=(100,)),
+        dict(m=(70,), n=(40,), k=(530,), lhs_k_first=True, rhs_k_first=True),
+    ]
+    pairs = [(f, f) for f in (*formats.MX_FORMATS, formats.NVFP4)]
+    pairs += [(None, formats.MXFP4), (None, formats.MXFP8_E5M2)]
+    pairs += [(formats.MXFP8_E4M3, formats.MXFP4), (formats.MXINT8, formats.MXFP6_E3M2)]
+    for index, (lhs, rhs) in enumerate(pairs):
+        for shape in shapes if index % 3 == 0 else shapes[1:]:
+            case = MatmulCase(lhs=lhs, rhs=rhs, **shape)
+            check_matmul(HANDLERS, case)
+            if lhs is None or "e4m3" in lhs.name or "e5m2" in lhs.name:
+                continue
+            left, right = case.operands(np.random.default_rng(0))
+            digest.update(np.asarray(HANDLERS.run(case.call, left, right)).tobytes())
+    return digest.hexdigest()
+
+
 def main() -> None:
     """Run the command."""
     cases, seed = (int(text) for text in (*sys.argv[1:], *("40", "0")[len(sys.argv) - 1 :]))
@@ -118,6 +140,7 @@ def main() -> None:
     rng = np.random.default_rng(seed)
     compared = [check(rng) for _ in range(cases)]
     print(f"{loaded.isa}: {sum(map(bool, compared))} casts, {sum(compared)} elements")
+    print(products())
 
 
 if __name__ == "__main__":
