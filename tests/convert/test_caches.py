@@ -1,6 +1,7 @@
 """Flax's own attention, decoding with its cache in a block format by a rule."""
 
 import functools
+import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -402,6 +403,14 @@ def test_flax_serialization(format: str | None):
     other = KVCache.zeros(2, 8, 2, 64, format="mxfp4" if format is None else None)
     with pytest.raises(ValueError, match="take a target of the same format"):
         flax.serialization.from_bytes(other, flax.serialization.to_bytes(cache))
+
+
+def test_a_layer_with_its_cache_is_pickled():
+    layer = in_nnx()
+    layer(LONG[:, :3])
+    again = pickle.loads(pickle.dumps(layer))
+    assert again.cache_index[...] == 3 and again.cached_key.get_value().format.name == "mxfp4"
+    np.testing.assert_array_equal(again(LONG[:, 3:4]), layer(LONG[:, 3:4]))
 
 
 def test_threads_share_a_layer():
