@@ -58,9 +58,7 @@ def broadcast_like(x: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, like.shape, out_sharding=explicit_sharding(like))
 
 
-def reshape_along(
-    x: jax.Array, shape: Sequence[int], like: jax.Array, axes: int = 1
-) -> jax.Array:
+def reshape_along(x: jax.Array, shape: Sequence[int], like: jax.Array, axes: int = 1) -> jax.Array:
     """x reshaped, its first axes sharded as the first of `like`, the others not at all."""
     sharding = explicit_sharding(like)
     if sharding is None:

@@ -91,7 +91,9 @@ class CacheFormat:
             # The rule's, whatever became of the variables: they are often made anew as zeros.
             keys, values = (
                 dataclasses.replace(
-                    rows, tensor_scale=jnp.full((1, 1, 1, 1), scale, jnp.float32), scale_is_fixed=True
+                    rows,
+                    tensor_scale=jnp.full((1, 1, 1, 1), scale, jnp.float32),
+                    scale_is_fixed=True,
                 )
                 for rows, scale in zip((keys, values), self.tensor_scales, strict=True)
             )

@@ -116,6 +116,7 @@ def dot_general(
                     preferred_element_type=dtype,
                     key=key,
                 ),
+                axes=mesh.explicit_axes,
                 out_sharding=out,
             )
             return run(Primal.of(lhs), Primal.of(rhs), key)

@@ -240,8 +240,10 @@ _watched.defvjp(_watched_fwd, _watched_bwd, symbolic_zeros=True)
 
 
 def _instantiated(g: Any) -> Any:
-    is_zero = isinstance(g, jax.custom_derivatives.SymbolicZero)
-    return jnp.zeros(g.aval.shape, g.aval.dtype) if is_zero else g
+    if not isinstance(g, jax.custom_derivatives.SymbolicZero):
+        return g
+    aval: Any = g.aval
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _forward(product, site, lhs, rhs, extra, result, casts) -> ObservedProduct:

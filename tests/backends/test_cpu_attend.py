@@ -33,10 +33,7 @@ def exact(query, keys, values, position: int) -> np.ndarray:
     found = np.zeros(query.shape)
     for entry, head in np.ndindex(batch, heads):
         own = entry, head // (heads // SHARED), slice(0, position + 1)
-        q, k, v = (
-            x.astype(np.float64)
-            for x in (query[entry, 0, head], keys[own], values[own])
-        )
+        q, k, v = (x.astype(np.float64) for x in (query[entry, 0, head], keys[own], values[own]))
         scores = k @ q / np.sqrt(features)
         weights = np.exp(scores - scores.max())
         found[entry, 0, head] = weights @ v / weights.sum()

@@ -32,8 +32,8 @@ SCALES = {"mxfp8": (1.0, 1.016), "mxfp4": (1.0, 1.0), "float8_rowwise": (1.004, 
 FSDP = {"mxfp8": (1.016, 0.68), "mxfp4": (0.766, 0.511), "float8_rowwise": (1.014, 0.68)}
 
 
-# The programs that are compiled: every layout in every way, recipes and dtypes taking turns, so that
-# any two of the four meet. Of the others the committed figures are held alone.
+# The programs that are compiled: every layout in every way, recipes and dtypes taking turns, so
+# that any two of the four meet. Of the others the committed figures are held alone.
 COMPILED = [
     Case(layout, way, RECIPES[(row + column) % 3], DTYPES[(row + column) % 2])
     for row, layout in enumerate(LAYOUTS)
