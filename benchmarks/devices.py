@@ -33,7 +33,8 @@ def _work(options: argparse.Namespace) -> None:
     runs: dict[str, Any] = {}
     for line in sys.stdin:
         if line not in runs:
-            runs[line] = _run(*json.loads(line), mesh, options)
+            layout, recipe = json.loads(line)
+            runs[line] = _run(layout, recipe, mesh, options)
             jax.block_until_ready(runs[line]())
         start = time.perf_counter()
         for _ in range(options.repeats):
