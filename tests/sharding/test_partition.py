@@ -331,5 +331,7 @@ def test_shard_map_over_a_part_of_the_axes(kind: AxisType, arrays: Any):
         )
         found.append(compiled(run, mesh, arrays, specs, (specs[2], *specs[:2])))
     (text, actual), (theirs, _) = found
-    assert total(text) <= total(theirs)
+    # On explicit axes JAX 0.10 moves an array of the input's size once more.
+    is_older = jax.__version_info__ < (0, 11) and kind is AxisType.Explicit
+    assert total(text) <= total(theirs) + is_older * 4 * FEATURES * TOKENS // 4
     check(actual, quick(step(MXFP4))(*arrays))
