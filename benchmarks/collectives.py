@@ -107,7 +107,7 @@ def program(case: Case) -> str:
         jax.ShapeDtypeStruct(shape, case.dtype, sharding=NamedSharding(mesh, spec))
         for shape, spec in zip(((TOKENS, FEATURES), kernels, (TOKENS, units)), given, strict=True)
     ]
-    function: Any = _step(case, layout)
+    function: Any = step(case, layout)
     if case.way == "shard_map":
         function = jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=results)
     places = tuple(NamedSharding(mesh, spec) for spec in results)
@@ -116,7 +116,7 @@ def program(case: Case) -> str:
         return partitioned(jax.jit(function, out_shardings=places).lower(*operands))
 
 
-def _step(case: Case, layout: Layout) -> Any:
+def step(case: Case, layout: Layout) -> Any:
     """A product, or layers of them, and its gradients."""
     multiply, options, inside = lax.dot_general, dict[str, Any](), case.way == "shard_map"
     if case.way == "explicit":

@@ -26,6 +26,16 @@ def has_explicit_axes() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
+def explicit_mesh(*operands: Any) -> Any:
+    """The mesh in use, or where none is that of an operand, if it has axes of `AxisType.Explicit`;
+    else None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands))
+        mesh = next((own for own in meshes if not own.empty), mesh)
+    return mesh if AxisType.Explicit in mesh.axis_types else None
+
+
 def explicit_sharding(x: jax.Array | np.ndarray) -> NamedSharding | None:
     """The sharding in an array's aval; None of NumPy's, and on meshes without explicit axes."""
     return jax.typeof(x).sharding if has_explicit_axes() and not isinstance(x, np.ndarray) else None
@@ -48,13 +58,13 @@ def broadcast_like(x: jax.Array, like: jax.Array) -> jax.Array:
     return jnp.broadcast_to(x, like.shape, out_sharding=explicit_sharding(like))
 
 
-def reshape_along(x: jax.Array, shape: Sequence[int], like: jax.Array) -> jax.Array:
-    """x reshaped, its first axis sharded as the first of `like`, the others not at all."""
+def reshape_along(x: jax.Array, shape: Sequence[int], like: jax.Array, axes: int = 1) -> jax.Array:
+    """x reshaped, its first axes sharded as the first of `like`, the others not at all."""
     sharding = explicit_sharding(like)
     if sharding is None:
         return x.reshape(shape)
-    first, *_ = partitions(sharding, like.ndim)
-    place = with_partitions(sharding, [first, *[None] * (len(shape) - 1)])
+    first = partitions(sharding, like.ndim)[:axes]
+    place = with_partitions(sharding, [*first, *[None] * (len(shape) - axes)])
     return lax.reshape(x, tuple(shape), out_sharding=place)
 
 

@@ -91,7 +91,9 @@ class CacheFormat:
             # The rule's, whatever became of the variables: they are often made anew as zeros.
             keys, values = (
                 dataclasses.replace(
-                    rows, tensor_scale=jnp.full((1, 1, 1), scale, jnp.float32), scale_is_fixed=True
+                    rows,
+                    tensor_scale=jnp.full((1, 1, 1, 1), scale, jnp.float32),
+                    scale_is_fixed=True,
                 )
                 for rows, scale in zip((keys, values), self.tensor_scales, strict=True)
             )
@@ -103,10 +105,9 @@ def one_batch(x: jax.Array) -> jax.Array:
     return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
 
-def as_array(rows: CacheRows, batch: tuple[int, ...], heads: int) -> jax.Array:
-    """The values of rows as Flax keeps them, `[*batch, length, heads, features]`."""
-    values = rows.read()
-    return values.reshape(*batch, heads, *values.shape[1:]).swapaxes(-3, -2)
+def as_array(rows: CacheRows) -> jax.Array:
+    """The values of rows as Flax keeps them, `[batch, length, heads, features]`."""
+    return rows.read().swapaxes(1, 2)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -156,20 +157,20 @@ class CachedAttention:
             return cache.attend(one_batch(query), position).reshape(query.shape)
         mask = options.pop("mask", None)
         attention = functools.partial(self.attention_fn, **options)
-        return _over_values(cache, query, keys.shape[-2], position, attention, mask)
+        return _over_values(cache, query, position, attention, mask)
 
 
 def _over_values(
     cache: KVCache,
     query: jax.Array,
-    heads: int,
     position: jax.Array,
     attention: Callable[..., jax.Array],
     mask: jax.Array | None,
 ) -> jax.Array:
     """Attention of new tokens over the decoded rows, later ones masked."""
     batch, tokens = query.shape[:-3], query.shape[-3]
-    keys, values = (as_array(rows, batch, heads) for rows in (cache.keys, cache.values))
+    keys, values = map(as_array, (cache.keys, cache.values))
+    keys, values = (x.reshape(*batch, *x.shape[1:]) for x in (keys, values))
     seen = jnp.arange(cache.length) <= position + jnp.arange(tokens)[:, None]
     seen = jnp.broadcast_to(seen, (*batch, 1, tokens, cache.length))
     if mask is not None and (mask.ndim != seen.ndim or mask.shape[-1] not in (1, cache.length)):

@@ -628,11 +628,8 @@ def _take_back_cache(layer: Any) -> None:
     if layer.cached_key is None:
         return
     keys, values = (kept.get_value() for kept in (layer.cached_key, layer.cached_value))
-    if keys.codes.ndim == 3:
-        heads = layer.num_kv_heads
-        batch = (keys.codes.shape[0] // heads,)
-        keys, values = (as_array(rows, batch, heads) for rows in (keys, values))
-        _set_cache(layer, keys, values, layer.cache_index[...])
+    if keys.codes.ndim == 4:
+        _set_cache(layer, as_array(keys), as_array(values), layer.cache_index[...])
         return
     warnings.warn(
         "convert: the cache of a stack is dropped when its layers are converted anew; call "

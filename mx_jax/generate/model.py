@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from mx_jax.calibrate.moments import tell_input
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.mxarray import MXArray
-from mx_jax.nn.attention import attend, merge_heads
+from mx_jax.nn.attention import attend
 from mx_jax.nn.cache import KVCache
 from mx_jax.nn.linen import Dense, StoredParams
 from mx_jax.ops.dot_general import dot_general
@@ -156,7 +156,7 @@ class Block(nn.Module):
             turned, values = rotate(y[:, :, : heads + shared], turn), y[:, :, heads + shared :]
         query, keys = jnp.split(turned, [heads], 2)
         if cache is None:
-            attended = attend(query, merge_heads(keys), merge_heads(values), 0)
+            attended = attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), 0)
         else:
             with jax.named_scope("cache"):
                 cache = cache.append(keys, values, position)

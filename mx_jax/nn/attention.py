@@ -9,19 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mx_jax.codecs.explicit_axes import explicit_sharding, reshape_along
+from mx_jax.codecs.explicit_axes import (
+    explicit_sharding,
+    partitions,
+    reshape_along,
+    with_partitions,
+)
 from mx_jax.ops.attention import attend_matrices
 from mx_jax.packed import PackedRows, Rows
-
-
-def merge_heads(x: jax.Array, like: jax.Array | None = None) -> jax.Array:
-    """`[batch, tokens, heads, features]` as matrices `[batch * heads, tokens, features]`.
-
-    On explicit axes they lie where the matrices of `like` do; without it, where the batch does.
-    """
-    batch, tokens, heads, features = x.shape
-    shape = (batch * heads, tokens, features)
-    return reshape_along(x.swapaxes(1, 2), shape, x if like is None else like)
 
 
 def needs_four_axes(operation: str, **given: jax.Array) -> None:
@@ -34,10 +29,8 @@ def needs_four_axes(operation: str, **given: jax.Array) -> None:
             )
 
 
-def position_of_matrices(
-    position: jax.typing.ArrayLike, batch: int, heads: int
-) -> jax.typing.ArrayLike:
-    """A position for all sequences as it is, one for each of them as one for each matrix.
+def checked_position(position: jax.typing.ArrayLike, batch: int) -> jax.typing.ArrayLike:
+    """A position for all sequences, or one for each of them.
 
     Raises:
       ValueError: no integers, another shape, or a known position below zero.
@@ -52,7 +45,7 @@ def position_of_matrices(
         )
     if not isinstance(position, Tracer) and np.min(position) < 0:
         raise ValueError(f"KVCache: positions count from 0, got position={position}")
-    return jnp.repeat(jnp.asarray(position), heads) if shape else position
+    return jnp.asarray(position) if shape else position
 
 
 def must_see(length: int, position: jax.typing.ArrayLike, tokens: int) -> None:
@@ -70,10 +63,10 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
 
     Args:
       query: `[batch, tokens, query heads, features]`.
-      keys: `[batch * heads, length, features]`, as values or as codes; a head serves as many query
+      keys: `[batch, heads, length, features]`, as values or as codes; a head serves as many query
         heads as there are for each.
       values: likewise.
-      position: row of the first query's own token, one for all or int `[batch * heads]`.
+      position: row of the first query's own token, one for all or int `[batch]`.
 
     Returns:
       Like query.
@@ -84,8 +77,8 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
     """
     needs_four_axes("attend", query=query)
     batch, tokens, num_queries, features = query.shape
-    matrices = keys.shape[0]
-    if batch * num_queries == 0 or (batch * num_queries) % matrices or matrices % batch:
+    sequences, heads, *_ = keys.shape
+    if batch * num_queries == 0 or sequences != batch or num_queries % heads:
         raise ValueError(
             "attend: heads of keys must divide heads of queries, got "
             f"query.shape={query.shape}, keys.shape={keys.shape}"
@@ -97,21 +90,18 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
         )
     if not tokens:
         return query
-    # One token's heads lie as matrices of keys take them.
-    place = keys.codes if isinstance(keys, PackedRows) else keys
+    # One token's heads are in the order that the keys' take them.
     shared = query if tokens == 1 else query.swapaxes(1, 2)
-    together = batch * num_queries // matrices * tokens
-    shared = reshape_along(shared, (matrices, together, features), place)
-    if jnp.ndim(position) == 0:
-        attended = attend_matrices(tokens, shared, keys, values, position)
-    else:
-        axes = 0, _matrix_axes(keys), _matrix_axes(values), 0
-        attended = jax.vmap(functools.partial(_attend_one, tokens), axes)(
-            shared, keys, values, jnp.asarray(position)
-        )
+    place = keys.codes if isinstance(keys, PackedRows) else keys
+    shape = (batch, heads, num_queries // heads * tokens, features)
+    shared = reshape_along(jnp.asarray(shared), shape, place, axes=2)
+    axes = 0, *map(_sequence_axes, (keys, values)), 0 if jnp.ndim(position) else None
+    run = jax.vmap(functools.partial(attend_matrices, tokens), axes)
+    rows = jax.tree.map(jnp.asarray, tuple(map(_without_sequences, (keys, values))))
+    attended = run(shared, *rows, along_sequences(position, place))
     if tokens > 1:
-        by_head = (batch, num_queries, tokens, features)
-        attended = reshape_along(attended, by_head, attended).swapaxes(1, 2)
+        shape = (batch, num_queries, tokens, features)
+        attended = reshape_along(attended, shape, attended, axes=2).swapaxes(1, 2)
     else:
         attended = reshape_along(attended, query.shape, attended)
     if (sharding := explicit_sharding(query)) is not None:
@@ -119,19 +109,33 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
     return attended.astype(query.dtype)
 
 
-def _matrix_axes(rows: Rows) -> Any:
-    """Which axes of rows `vmap` takes matrices from; one tensor scale is for all."""
+def along_sequences(position: jax.typing.ArrayLike, place: jax.Array) -> jax.typing.ArrayLike:
+    """A position for each sequence, on explicit axes sharded as the first axis of `place`; one
+    position for all as it is."""
+    sharding = explicit_sharding(place)
+    if sharding is None or not jnp.ndim(position):
+        return position
+    first, *_ = partitions(sharding, place.ndim)
+    return jax.sharding.reshard(jnp.asarray(position), with_partitions(sharding, [first]))
+
+
+def _is_shared(rows: Rows) -> bool:
+    """Whether one tensor scale is for all sequences."""
+    scale = rows.tensor_scale if isinstance(rows, PackedRows) else None
+    return scale is not None and scale.shape[0] != rows.shape[0]
+
+
+def _sequence_axes(rows: Rows) -> Any:
+    """The axes along which `vmap` takes sequences."""
     if not isinstance(rows, PackedRows):
         return 0
-    scale = rows.tensor_scale
-    of_each = scale is not None and scale.shape[0] == rows.shape[0]
-    axes: dict[str, Any] = dict(codes=0, scales=0, tensor_scale=0 if of_each else None)
+    axes: dict[str, Any] = dict(codes=0, scales=0, tensor_scale=None if _is_shared(rows) else 0)
     return dataclasses.replace(rows, **axes)
 
 
-def _attend_one(
-    tokens: int, shared: jax.Array, keys: Rows, values: Rows, position: jax.Array
-) -> jax.Array:
-    """Of one matrix of keys."""
-    keys, values = (jax.tree.map(lambda x: x.reshape(1, *x.shape[-2:]), x) for x in (keys, values))
-    return attend_matrices(tokens, shared[None], keys, values, position)[0]
+def _without_sequences(rows: Rows) -> Rows:
+    """A tensor scale that is for all of them without the axis that counts them."""
+    if not isinstance(rows, PackedRows) or not _is_shared(rows):
+        return rows
+    assert rows.tensor_scale is not None
+    return dataclasses.replace(rows, tensor_scale=rows.tensor_scale[0])

@@ -10,15 +10,15 @@ import numpy as np
 from jax import lax
 
 from mx_jax.codecs import packing
-from mx_jax.codecs.explicit_axes import reshape_along
+from mx_jax.codecs.explicit_axes import explicit_sharding, partitions, with_partitions
 from mx_jax.formats import BlockFormat, Whole, block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.nn.attention import (
+    along_sequences,
     attend,
-    merge_heads,
+    checked_position,
     must_see,
     needs_four_axes,
-    position_of_matrices,
 )
 from mx_jax.ops.quantize import dequantize, quantize_operand
 from mx_jax.packed import PackedRows, Rows
@@ -35,14 +35,14 @@ class CacheRows:
     """Rows of keys or of values, each with its blocks along the features.
 
     A row is quantized when it is written, and never touched again: what is written later changes
-    neither its codes nor its scales. Batch and heads are one axis, as products of matrices take
-    them: where XLA has to merge them it writes a row twice, and copies the whole cache for each.
+    neither its codes nor its scales. Heads come before tokens, as attention reads them; devices may
+    share sequences, heads, or both.
 
     Attributes:
-      codes: uint8 `[batch * heads, length, bytes of a row]`, FP4 two codes a byte; without a
+      codes: uint8 `[batch, heads, length, bytes of a row]`, FP4 two codes a byte; without a
         format the values themselves.
-      scales: `[batch * heads, length, blocks of a row]`, or None.
-      tensor_scale: float32 `[1, 1, 1]`, fixed, or `[batch * heads, length, 1]`, one for each
+      scales: `[batch, heads, length, blocks of a row]`, or None.
+      tensor_scale: float32 `[1, 1, 1, 1]`, fixed, or `[batch, heads, length, 1]`, one for each
         token and head; None where the format has none.
       format: the block format, or None.
       features: values of a row.
@@ -60,17 +60,22 @@ class CacheRows:
     scale_is_fixed: bool = False
 
     def write(self, rows: jax.Array, position: jax.typing.ArrayLike) -> "CacheRows":
-        """The same with `rows`, `[batch * heads, tokens, features]`, from a position on: one for
-        all, or `[batch * heads]`."""
-        matrices, length, _ = self.codes.shape
-        given, tokens, features = rows.shape
+        """The same with `rows`, `[batch, tokens, heads, features]`, from a position on: one for
+        all, or `[batch]`."""
+        batch, heads, length, _ = self.codes.shape
+        given, tokens, own, features = rows.shape
         # What is smaller would be written into a part, and the rest be read as it was.
-        if (given, features) != (matrices, self.features) or tokens > length:
+        if (given, own, features) != (batch, heads, self.features) or tokens > length:
             raise ValueError(
                 "KVCache: keys and values must have the cache's batch, heads and features, and no "
-                f"more tokens than it holds, got batch * heads={given}, tokens={tokens}, features="
-                f"{features}; the cache has {matrices}, {length} and {self.features}"
+                f"more tokens than it holds, got batch={given}, tokens={tokens}, heads={own}, "
+                f"features={features}; the cache has {batch}, {length}, {heads} and {self.features}"
             )
+        rows = rows.swapaxes(1, 2)
+        if (sharding := explicit_sharding(self.codes)) is not None:
+            place = [*partitions(sharding, 4)[:2], None, None]
+            rows = jax.sharding.reshard(rows, with_partitions(sharding, place))
+        position = along_sequences(position, self.codes)
         if self.format is None:
             return dataclasses.replace(
                 self, codes=_put(self.codes, rows.astype(self.dtype), position)
@@ -90,16 +95,16 @@ class CacheRows:
 
     def held(self, length: int | None = None) -> Rows:
         """The first rows as they are held, all of them without a length."""
-        codes = self.codes[:, :length]
+        codes = self.codes[:, :, :length]
         if self.format is None:
             return codes
         assert self.scales is not None
         tensor_scale = self.tensor_scale
         if tensor_scale is not None and not self.scale_is_fixed:
-            tensor_scale = tensor_scale[:, :length]
+            tensor_scale = tensor_scale[:, :, :length]
         return PackedRows(
             codes=codes,
-            scales=self.scales[:, :length],
+            scales=self.scales[:, :, :length],
             tensor_scale=tensor_scale,
             format=self.format,
             features=self.features,
@@ -107,15 +112,16 @@ class CacheRows:
         )
 
     def read(self, length: int | None = None) -> jax.Array:
-        """The values of the first rows, `[batch * heads, length, features]`."""
+        """The values of the first rows, `[batch, heads, length, features]`."""
         rows = self.held(length)
         return dequantize(rows.unpacked()) if isinstance(rows, PackedRows) else rows
 
 
 def _put(whole: jax.Array, rows: jax.Array, position: jax.typing.ArrayLike) -> jax.Array:
+    """Rows written into all of them from a position on, in place where the whole is donated."""
     if jnp.ndim(position) == 0:
-        return lax.dynamic_update_slice_in_dim(whole, rows, position, 1)
-    return jax.vmap(functools.partial(lax.dynamic_update_slice_in_dim, axis=0))(
+        return lax.dynamic_update_slice_in_dim(whole, rows, position, 2)
+    return jax.vmap(functools.partial(lax.dynamic_update_slice_in_dim, axis=1))(
         whole, rows, jnp.asarray(position)
     )
 
@@ -143,19 +149,14 @@ def _quantize(
     rows = _no_gradient(rows)
     if not each:
         return quantize_operand(rows, spec, blocks, None, tensor_scale)
-    matrices, tokens, features = rows.shape
-    flat = reshape_along(rows, (matrices * tokens, features), rows)
-    quantized = jax.vmap(lambda row: quantize_operand(row, spec, blocks))(flat)
-    return jax.tree.map(
-        lambda part: reshape_along(part, (matrices, tokens, part.size // len(flat)), rows),
-        quantized,
-    )
+    of_row = lambda row: quantize_operand(row, spec, blocks)  # noqa: E731
+    return jax.vmap(jax.vmap(jax.vmap(of_row)))(rows)
 
 
 def empty_rows(
     shape: tuple[int, ...], form: BlockFormat | None, dtype: np.dtype, tensor_scale: float | None
 ) -> CacheRows:
-    """Rows `[batch * heads, length, features]` with nothing in them."""
+    """Rows `[batch, heads, length, features]` with nothing in them."""
     *rows, features = shape
     if form is None:
         codes, scales, own = jnp.zeros(shape, dtype), None, None
@@ -167,7 +168,7 @@ def empty_rows(
         scales = jnp.zeros((*rows, -(-features // size)), form.scale.storage_dtype)
         own = None
         if tensor_scale is not None:
-            own = jnp.full((1, 1, 1), tensor_scale, jnp.float32)
+            own = jnp.full((1, 1, 1, 1), tensor_scale, jnp.float32)
         elif form.tensor_scale:
             own = jnp.ones((*rows, 1), jnp.float32)
     return CacheRows(
@@ -242,7 +243,7 @@ class KVCache:
             )
         form = None if format is None else row_format(format)
         check_tensor_scales(tensor_scales, form)
-        shape = (batch * heads, length, features)
+        shape = (batch, heads, length, features)
         keys, values = tensor_scales or (None, None)
         return cls(
             keys=empty_rows(shape, form, np.dtype(dtype), keys),
@@ -252,7 +253,7 @@ class KVCache:
     @property
     def length(self) -> int:
         """Most tokens that it holds."""
-        return self.keys.codes.shape[1]
+        return self.keys.codes.shape[2]
 
     @property
     def nbytes(self) -> int:
@@ -276,10 +277,9 @@ class KVCache:
             tokens than the cache holds.
         """
         needs_four_axes("KVCache", keys=keys, values=values)
-        position = position_of_matrices(position, keys.shape[0], keys.shape[2])
+        position = checked_position(position, len(keys))
         return KVCache(
-            keys=self.keys.write(merge_heads(keys, self.keys.codes), position),
-            values=self.values.write(merge_heads(values, self.values.codes), position),
+            keys=self.keys.write(keys, position), values=self.values.write(values, position)
         )
 
     def attend(
@@ -307,8 +307,7 @@ class KVCache:
             own token, if the position is known.
         """
         needs_four_axes("KVCache", query=query)
-        matrices = self.keys.codes.shape[0]
-        positions = position_of_matrices(position, len(query), matrices // max(len(query), 1))
+        positions = checked_position(position, len(query))
         if length is not None:
             must_see(length, position, query.shape[1])
         return attend(query, self.keys.held(length), self.values.held(length), positions)

@@ -18,7 +18,7 @@ from jax import lax
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.target import follow
-from mx_jax.codecs.explicit_axes import has_explicit_axes, partitions, with_partitions
+from mx_jax.codecs.explicit_axes import explicit_mesh, partitions, with_partitions
 from mx_jax.ops.arguments import (
     as_operand,
     as_recipe,
@@ -100,24 +100,26 @@ def dot_general(
         )
     key, rhs = check_matmul_key(key, recipe), packed_for(rhs, dimension_numbers)
     dtype = dtype_of_product(preferred_element_type, lhs, rhs, "dot_general")
-    if has_explicit_axes():
+    if (mesh := explicit_mesh(lhs, rhs)) is not None:
         # Types say where operands, cotangents and the product lie, and the compiler what moves.
         dimension_numbers = check_dimension_numbers(lhs, rhs, dimension_numbers)
-        out = product_spec(lhs, rhs, dimension_numbers, out_sharding, recipe)
-        own = gathering(recipe, lhs, rhs, dimension_numbers, out)
-        run: Any = jax.sharding.auto_axes(
-            lambda lhs, rhs, key: dot_general(
-                lhs.whole,
-                rhs.whole,
-                dimension_numbers,
-                recipe=own,
-                precision=precision,
-                preferred_element_type=dtype,
-                key=key,
-            ),
-            out_sharding=out,
-        )
-        return run(Primal.of(lhs), Primal.of(rhs), key)
+        with jax.sharding.use_abstract_mesh(mesh):
+            out = product_spec(lhs, rhs, dimension_numbers, out_sharding, recipe)
+            own = gathering(recipe, lhs, rhs, dimension_numbers, out)
+            run: Any = jax.sharding.auto_axes(
+                lambda lhs, rhs, key: dot_general(
+                    lhs.whole,
+                    rhs.whole,
+                    dimension_numbers,
+                    recipe=own,
+                    precision=precision,
+                    preferred_element_type=dtype,
+                    key=key,
+                ),
+                axes=mesh.explicit_axes,
+                out_sharding=out,
+            )
+            return run(Primal.of(lhs), Primal.of(rhs), key)
     lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs)
     lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
     product = DenseProduct(

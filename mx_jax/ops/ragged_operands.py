@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import Operand
-from mx_jax.codecs.explicit_axes import has_explicit_axes
+from mx_jax.codecs.explicit_axes import explicit_mesh
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
@@ -301,8 +301,15 @@ def on_automatic_axes(
     JAX infers no types of ragged products. Types say where operands lie, and the product's rows
     lie as those of lhs do, its columns as those of rhs that are not gathered.
     """
-    if not has_explicit_axes():
+    if (mesh := explicit_mesh(lhs, rhs)) is None:
         return multiply(lhs, rhs, extra, recipe)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return _on_explicit_axes(mesh, multiply, lhs, rhs, extra, recipe)
+
+
+def _on_explicit_axes(
+    mesh: Any, multiply: Any, lhs: Primal, rhs: Primal, extra: Any, recipe: MatmulRecipe
+) -> jax.Array:
     rows, lies = stored(lhs.operand)[0], stored(rhs.operand)
     gathered = frozenset[str]()
     if recipe.gather is not None:
@@ -312,6 +319,7 @@ def on_automatic_axes(
     columns = tuple(name for name in lies[2] if name not in {*gathered, *rows})
     run: Any = jax.sharding.auto_axes(
         lambda *operands: multiply(*operands, recipe),
+        axes=mesh.explicit_axes,
         out_sharding=PartitionSpec(rows or None, columns or None),
     )
     return run(lhs, rhs, extra)

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.axes import Side
@@ -209,9 +210,16 @@ def _watched(
     return result
 
 
-def _watched_fwd(product, site, lhs, rhs, extra, now):
+def _watched_fwd(product, site, *primals):
+    lhs, rhs, extra, now = jax.tree.map(lambda x: x.value, primals)
     with noted_casts() as casts:
-        result, residuals = product_fwd(product, lhs, rhs, extra)
+        result, (*kept, avals, saved) = product_fwd(product, lhs, rhs, extra)
+    # A gradient that nobody asked for is no part of the program that is watched.
+    avals = tuple(
+        aval if any(leaf.perturbed for leaf in jax.tree.leaves(given.value)) else None
+        for aval, given in zip(avals, primals, strict=False)
+    )
+    residuals = (*kept, avals, saved)
     forward = _forward(product, site, lhs, rhs, extra, result, casts)
     seen = tuple(watcher.observe(forward, now) for watcher in site.watchers)
     return result, (residuals, seen, now)
@@ -219,6 +227,7 @@ def _watched_fwd(product, site, lhs, rhs, extra, now):
 
 def _watched_bwd(product, site, saved, g):
     residuals, seen, now = saved
+    g = jax.tree.map(_instantiated, g)
     with noted_casts() as casts:
         cotangents = product_bwd(product, residuals, g)
     products = tuple(_backward(product, site, residuals, g, cotangents[:2], casts))
@@ -227,7 +236,14 @@ def _watched_bwd(product, site, saved, g):
     return *cotangents, zero_cotangents(now)
 
 
-_watched.defvjp(_watched_fwd, _watched_bwd)
+_watched.defvjp(_watched_fwd, _watched_bwd, symbolic_zeros=True)
+
+
+def _instantiated(g: Any) -> Any:
+    if not isinstance(g, jax.custom_derivatives.SymbolicZero):
+        return g
+    aval: Any = g.aval
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _forward(product, site, lhs, rhs, extra, result, casts) -> ObservedProduct:

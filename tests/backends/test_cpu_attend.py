@@ -22,7 +22,7 @@ HEADS, SHARED = 6, 2
 def drawn(seed: int, length: int, features: int, batch: int = 1) -> Any:
     """Queries of one token, keys and values; scores up to some tens."""
     rng = np.random.default_rng(seed)
-    shapes = (batch, 1, HEADS, features), *((batch * SHARED, length, features),) * 2
+    shapes = (batch, 1, HEADS, features), *((batch, SHARED, length, features),) * 2
     query, keys, values = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
     return 4 * query, keys, values
 
@@ -32,12 +32,8 @@ def exact(query, keys, values, position: int) -> np.ndarray:
     batch, _, heads, features = query.shape
     found = np.zeros(query.shape)
     for entry, head in np.ndindex(batch, heads):
-        matrix = entry * SHARED + head // (heads // SHARED)
-        rows = slice(0, position + 1)
-        q, k, v = (
-            x.astype(np.float64)
-            for x in (query[entry, 0, head], keys[matrix, rows], values[matrix, rows])
-        )
+        own = entry, head // (heads // SHARED), slice(0, position + 1)
+        q, k, v = (x.astype(np.float64) for x in (query[entry, 0, head], keys[own], values[own]))
         scores = k @ q / np.sqrt(features)
         weights = np.exp(scores - scores.max())
         found[entry, 0, head] = weights @ v / weights.sum()
@@ -60,14 +56,14 @@ def test_what_is_masked_counts_for_nothing(backend: str):
     query, keys, values = drawn(2, 40, 32)
     with only_backend(backend):
         expected = attend(query, keys, values, 20)
-        keys[:, 21:], values[:, 21:] = np.nan, np.inf
+        keys[:, :, 21:], values[:, :, 21:] = np.nan, np.inf
         np.testing.assert_array_equal(attend(query, keys, values, 20), expected)
 
 
 def test_nan_and_largest_scores_spread_as_in_the_reference():
     query, keys, values = drawn(3, 20, 32)
-    keys[0, 7, 3] = np.nan
-    keys[1] *= 1e4
+    keys[0, 0, 7, 3] = np.nan
+    keys[0, 1] *= 1e4
     found = attend(query, keys, values, 19)
     with only_backend("reference"):
         expected = attend(query, keys, values, 19)
@@ -128,9 +124,8 @@ def held(seed: int, length: int, features: int, name: str, batch: int = 1) -> An
     format, _, fixed = name.partition("-")
     scales = (0.002, 0.004) if fixed else None
     cache = KVCache.zeros(batch, length, SHARED, features, format=format, tensor_scales=scales)
-    keys[:, 3], values[:, -1, ::2] = 0, 1e-30
-    shape = (batch, SHARED, length, features)
-    rows = (np.swapaxes(x.reshape(shape), 1, 2) for x in (keys, values))
+    keys[:, :, 3], values[:, :, -1, ::2] = 0, 1e-30
+    rows = (np.swapaxes(x, 1, 2) for x in (keys, values))
     return query, quick(KVCache.append)(cache, *rows, 0)
 
 
@@ -175,7 +170,7 @@ def test_codes_under_transforms(name: str):
 def test_devices_share_the_heads_of_codes():
     query, cache = held(5, 24, 32, "mxfp8_e4m3")
     mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = NamedSharding(mesh, PartitionSpec("heads"))
+    rows = NamedSharding(mesh, PartitionSpec(None, "heads"))
     run = jax.jit(KVCache.attend)
     with only_backend("cpu_ffi"), jax.set_mesh(mesh):
         program = run.lower(jax.device_put(cache, rows), query, 11).compile()

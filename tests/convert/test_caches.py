@@ -1,6 +1,7 @@
 """Flax's own attention, decoding with its cache in a block format by a rule."""
 
 import functools
+import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -148,12 +149,12 @@ def test_old_rows_stay_as_they_are(format, bits):
     _, after = decoded(model, before, 1e3 * X[:, 2:])
     for old, new in zip(jax.tree.leaves(held), jax.tree.leaves(rows(after)), strict=True):
         # A fixed tensor scale has no rows.
-        np.testing.assert_array_equal(old[:, :2], new[:, :2])
-        assert old.shape[1] == 1 or (old[:, 2:] != new[:, 2:]).any()
+        np.testing.assert_array_equal(old[:, :, :2], new[:, :, :2])
+        assert old.shape[2] == 1 or (old[:, :, 2:] != new[:, :, 2:]).any()
 
 
 def values_of(rows):
-    return rows.read().reshape(BATCH, HEADS, LENGTH, FEATURES).swapaxes(1, 2)
+    return rows.read().swapaxes(1, 2)
 
 
 def test_a_mask_and_sown_weights_are_flaxs_over_the_decoded_rows():
@@ -181,8 +182,8 @@ def test_a_cache_that_an_unconverted_model_began_is_cast():
     _, new = quick(functools.partial(model.apply, mutable=["cache"]))(variables, X[:, 3:])
     kept = rows(new["cache"])[0]
     expected = convert.CacheFormat("mxfp8_e4m3").holding(*[floats["attention_0"][k] for k in KEPT])
-    np.testing.assert_array_equal(kept.codes[:, :3], expected.keys.codes[:, :3])
-    assert (kept.codes[:, 3] != 0).any()
+    np.testing.assert_array_equal(kept.codes[:, :, :3], expected.keys.codes[:, :, :3])
+    assert (kept.codes[:, :, 3] != 0).any()
     assert int(new["cache"]["attention_0"]["cache_index"]) == LENGTH
 
 
@@ -237,7 +238,7 @@ def test_errors():
         convert.CacheFormat("mxfp4", tensor_scales=(1.0, 1.0))
     model = convert.linen(Decoder(), rule("mxfp8_e4m3"))
     variables = {"params": params(), "cache": started(model)}
-    with pytest.raises(ValueError, match=r"got batch \* heads=2, .* the cache has 4, 4 and 32"):
+    with pytest.raises(ValueError, match=r"got batch=1, .* the cache has 2, 4, 2 and 32"):
         model.apply(variables, X[:1, :1], mutable=["cache"])
     other = convert.linen(Decoder(), rule("mxfp4"))
     with pytest.raises(ValueError, match="format=mxfp8_e4m3, and its rule asks for format=mxfp4"):
@@ -402,6 +403,14 @@ def test_flax_serialization(format: str | None):
         flax.serialization.from_bytes(other, flax.serialization.to_bytes(cache))
 
 
+def test_a_layer_with_its_cache_is_pickled():
+    layer = in_nnx()
+    layer(LONG[:, :3])
+    again = pickle.loads(pickle.dumps(layer))
+    assert again.cache_index[...] == 3 and again.cached_key.get_value().format.name == "mxfp4"
+    np.testing.assert_array_equal(again(LONG[:, 3:4]), layer(LONG[:, 3:4]))
+
+
 def test_threads_share_a_layer():
     layer = in_nnx()
     expected = layer(LONG, decode=False)
@@ -428,7 +437,7 @@ class Counting(nnx.MultiHeadAttention):
 
 def test_an_init_cache_of_ones_own_is_called():
     layer = in_nnx(Counting)
-    assert layer.calls[...] == 0 and layer.cached_key.get_value().codes.shape == (4, 8, 16)
+    assert layer.calls[...] == 0 and layer.cached_key.get_value().codes.shape == (2, 2, 8, 16)
 
 
 def test_a_function_that_takes_any_option():

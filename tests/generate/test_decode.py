@@ -39,7 +39,7 @@ def test_calibrated_scales_are_each_layers_own():
     assert scales == tuple(((3.0 + i) / 2688, (0.5 + i) / 2688) for i in range(config.layers))
     fixed = empty_caches(config, 8, scales, format="nvfp4")
     for index, cache in enumerate(fixed):
-        assert cache.keys.tensor_scale is not None and cache.keys.tensor_scale.shape == (1, 1, 1)
+        assert cache.keys.tensor_scale is not None and cache.keys.tensor_scale.shape == (1, 1, 1, 1)
         # Twice as large is cut off.
         kept = cache.append(jnp.full(shape, -3.0 - index), jnp.full(shape, 1.0 + 2 * index), 0)
         np.testing.assert_allclose(kept.keys.read(3), -3.0 - index, rtol=1e-6)

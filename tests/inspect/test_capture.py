@@ -44,6 +44,17 @@ def test_every_operand_and_product_forward_and_backward():
     assert order == ["first"] * 3 + ["second"] * 9 + ["first"] * 6, "the order of the program"
 
 
+@needs_library
+def test_a_gradient_that_nobody_asks_for_is_not_computed():
+    """By the kernel alone: two products of three, in the program and in what is recorded."""
+    step = jax.jit(jax.grad(lambda w: layer(jnp.asarray(X), w).sum()))
+    with inspect.capture(stats=ERRORS) as records:
+        assert step.lower(W).as_text().count("@mx_jax_cpu_matmul") == 2
+        step(W)
+    wanted = sorted(own for own in LAYER if own[0] != "grad_input")
+    assert sorted(by_layer(records)["layer"]) == wanted
+
+
 def test_a_cached_jit_does_not_miss_it_and_is_not_recompiled():
     traces = []
 

@@ -15,8 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax.nn import KVCache
-from mx_jax.nn.attention import attend, merge_heads
+from mx_jax.nn.attention import attend
 from tests.quick import quick
+from tests.sharding.collectives import collectives
 
 BATCH, LENGTH, HEADS, FEATURES = 2, 6, 2, 32
 CAST = functools.partial(mx_jax.cast, format="nvfp4")
@@ -60,9 +61,9 @@ def test_rows_are_those_of_quantize(format):
     for rows, given, index in ((cache.keys, keys, 0), (cache.values, values, 1)):
         scale = {"tensor_scale": scales["tensor_scales"][index]} if scales else {}
         rule = mx_jax.recipes.weight_only(format).fwd.rhs.scale_rule
-        expected = merge_heads(mx_jax.cast(given, format, scale_rule=rule, **scale))
-        np.testing.assert_array_equal(rows.read()[:, 2:5], expected)
-        np.testing.assert_array_equal(rows.read(4)[:, 2:], expected[:, :2])
+        expected = mx_jax.cast(given, format, scale_rule=rule, **scale).swapaxes(1, 2)
+        np.testing.assert_array_equal(rows.read()[:, :, 2:5], expected)
+        np.testing.assert_array_equal(rows.read(4)[:, :, 2:], expected[:, :, :2])
 
 
 def test_a_tensor_scale_for_each_token_and_head():
@@ -72,7 +73,7 @@ def test_a_tensor_scale_for_each_token_and_head():
     keys[0, 1, 0] = 0
     cache = quick(KVCache.append)(empty(format="nvfp4"), keys, keys, 0)
     found = np.asarray(cache.keys.read(3)).reshape(-1, FEATURES)
-    alone = quick(jax.lax.map, static_argnums=0)(CAST, merge_heads(keys).reshape(-1, FEATURES))
+    alone = quick(jax.lax.map, static_argnums=0)(CAST, keys.swapaxes(1, 2).reshape(-1, FEATURES))
     np.testing.assert_array_equal(found, alone)
     assert np.abs(found).max(-1).min() == 0 and (found != 0).any(-1).sum() == len(found) - 1
 
@@ -84,8 +85,8 @@ def test_old_rows_stay_as_they_are(format):
     first = append(empty(format=format), drawn(2), drawn(2, seed=1), 0)
     later = append(first, 100 * drawn(1, seed=2), 100 * drawn(1, seed=3), 2)
     for old, new in zip(jax.tree.leaves(first), jax.tree.leaves(later), strict=True):
-        np.testing.assert_array_equal(old[:, :2], new[:, :2])
-        assert not np.array_equal(old[:, 2], new[:, 2])
+        np.testing.assert_array_equal(old[:, :, :2], new[:, :, :2])
+        assert not np.array_equal(old[:, :, 2], new[:, :, 2])
 
 
 @pytest.mark.parametrize("format", [None, "mxfp4"])
@@ -121,9 +122,7 @@ def test_attention_over_what_it_holds(format):
     keys, values, query = drawn(5), drawn(5, seed=1), drawn(2, heads=3 * HEADS, seed=2)
     cache = quick(KVCache.append)(empty(format=format), keys, values, 0)
     found = quick(KVCache.attend)(cache, query, 3)
-    split = (BATCH, HEADS, LENGTH, FEATURES)
-    held = [rows.read().reshape(split).swapaxes(1, 2) for rows in (cache.keys, cache.values)]
-    held = [np.asarray(rows) for rows in held]
+    held = [np.asarray(rows.read().swapaxes(1, 2)) for rows in (cache.keys, cache.values)]
     np.testing.assert_allclose(found, plain_attention(query, *held, 3), atol=1e-5)
 
 
@@ -167,7 +166,7 @@ def test_in_linen_and_in_nnx(format):
     query, keys, values = (jnp.einsum("btw,whf->bthf", x, params[name]["kernel"]) for name in NAMES)
     if format is not None:
         keys, values = (mx_jax.cast(rows, format, scale_rule="rceil") for rows in (keys, values))
-    exact = attend(query, merge_heads(keys), merge_heads(values), 0)
+    exact = attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), 0)
     apply = quick(lambda variables, x, at: layer.apply(variables, x, at, mutable="cache"))
     variables = {"params": params, "cache": {"kv": empty(format=format)}}
     model = NnxAttention(format, params)
@@ -207,9 +206,9 @@ def test_one_row_has_a_scale_of_its_own(batch, size):
     cache = KVCache.zeros(batch, 1, 1, FEATURES, format="nvfp4")
     keys = size * drawn(1, heads=1)[:batch]
     cache = quick(KVCache.append)(cache, keys, keys, 0)
-    np.testing.assert_allclose(cache.keys.read(), keys[:, 0], atol=0.4 * size)
+    np.testing.assert_allclose(cache.keys.read()[:, 0], keys[:, 0], atol=0.4 * size)
     found = quick(KVCache.attend)(cache, drawn(1, heads=1)[:batch], 0)
-    np.testing.assert_array_equal(found[:, 0, 0], cache.values.read()[:, 0])
+    np.testing.assert_array_equal(found[:, 0, 0], cache.values.read()[:, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -227,8 +226,7 @@ def test_a_position_for_each_sequence(options, tokens):
     for sequence, position in enumerate((1, 4)):
         own, expected = run(empty(**options).append(*before, 0), position)
         np.testing.assert_allclose(found[sequence], expected[sequence], atol=1e-6)
-        rows = slice(HEADS * sequence, HEADS * (sequence + 1))
-        np.testing.assert_array_equal(cache.keys.read()[rows], own.keys.read()[rows])
+        np.testing.assert_array_equal(cache.keys.read()[sequence], own.keys.read()[sequence])
 
 
 @pytest.mark.parametrize(
@@ -256,6 +254,14 @@ def test_sizes_of_zero(axis):
         KVCache.zeros(*sizes)
 
 
+def test_keys_and_values_have_tensor_scales_of_their_own():
+    keys, scales = drawn(1), (0.002, 0.0005)
+    cache = quick(KVCache.append)(empty(format="nvfp4", tensor_scales=scales), keys, keys, 0)
+    for rows, scale in zip((cache.keys, cache.values), scales, strict=True):
+        wanted = mx_jax.cast(keys.swapaxes(1, 2), "nvfp4", tensor_scale=scale)
+        np.testing.assert_array_equal(rows.read(1), wanted)
+
+
 def test_every_sequence_sees_its_own_token():
     cache = empty().append(drawn(5), drawn(5), 0)
     with pytest.raises(ValueError, match=r"its own token, got length=4, position=\[0 4\]"):
@@ -265,7 +271,7 @@ def test_every_sequence_sees_its_own_token():
 def test_no_tokens_no_sequences_and_a_list_of_positions():
     cache, none = empty(format="mxfp4").append(drawn(2), drawn(2), [1, 3]), drawn(0)
     assert cache.attend(none, 0).shape == none.shape
-    rows = np.abs(np.asarray(cache.keys.read())).reshape(BATCH, HEADS, LENGTH, FEATURES).sum((1, 3))
+    rows = np.abs(np.asarray(cache.keys.read())).sum((1, 3))
     np.testing.assert_array_equal(rows != 0, [[0, 1, 1, 0, 0, 0], [0, 0, 0, 1, 1, 0]])
     with pytest.raises(ValueError, match=r"got query.shape=\(0, 1, 2, 32\)"):
         cache.attend(drawn(1)[:0], 0)
@@ -283,8 +289,8 @@ def test_keys_of_another_shape_are_refused(format: str | None):
     ):
         keys = jnp.ones((batch, tokens, heads, features))
         text = (
-            rf"got batch \* heads={batch * heads}, tokens={tokens}, features={features}; the cache "
-            "has 4, 4 and 64"
+            rf"got batch={batch}, tokens={tokens}, heads={heads}, features={features}; the cache "
+            "has 2, 4, 2 and 64"
         )
         with pytest.raises(ValueError, match=text):
             cache.append(keys, keys, 0)
@@ -293,7 +299,7 @@ def test_keys_of_another_shape_are_refused(format: str | None):
 def test_queries_that_cannot_be_answered():
     cache, query = KVCache.zeros(2, 4, 2, 64, format="mxfp4"), jnp.ones((2, 1, 4, 64))
     for given, options, text in (
-        (query[..., :32], {}, r"query.shape=\(2, 1, 4, 32\).*keys.shape=\(4, 4, 64\)"),
+        (query[..., :32], {}, r"query.shape=\(2, 1, 4, 32\).*keys.shape=\(2, 2, 4, 64\)"),
         (query.astype(jnp.int32), {}, "query.dtype=int32"),
         (query[0], {}, r"as \[batch, tokens, heads, features\], got query.shape=\(1, 4, 64\)"),
         (query, {"length": 2}, "got length=2, position=2, tokens=1; leave length out"),
@@ -314,10 +320,16 @@ def two_steps(cache, keys, values, query):
 
 
 @pytest.mark.parametrize(
-    ("format", "heads_along"), [(None, None), ("mxfp4", "model"), ("nvfp4", None)]
+    ("format", "held_along", "heads_along"),
+    [
+        (None, P("data"), None),
+        ("mxfp4", P("data"), "model"),
+        ("mxfp4", P("data", "model"), "model"),
+        ("nvfp4", P("data", "model"), None),
+    ],
 )
-def test_explicit_axes(format: str | None, heads_along: str | None):
-    """The cache lies by its batch, its queries where they lay; its bits are those of one device."""
+def test_explicit_axes(format: str | None, held_along: P, heads_along: str | None):
+    """The cache stays where it is, queries where they are; its bits are those of one device."""
     rng, heads = np.random.default_rng(0), (2, 2, 4)
     given = [rng.standard_normal((4, 4, each, 64)).astype(np.float32) for each in heads]
     cache = KVCache.zeros(4, 8, 2, 64, format=format)
@@ -325,10 +337,34 @@ def test_explicit_axes(format: str | None, heads_along: str | None):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         along = NamedSharding(mesh, P("data", None, heads_along, None))
-        rows = NamedSharding(mesh, P("data", None, None))
+        rows = NamedSharding(mesh, P(*held_along, *[None] * (4 - len(held_along))))
         placed = [jax.device_put(x, along) for x in given]
         held, found = jax.jit(two_steps)(jax.device_put(cache, rows), *placed)
         assert jax.typeof(found).sharding.spec == along.spec
         assert jax.typeof(held.keys.codes).sharding.spec == rows.spec
     jax.tree.map(np.testing.assert_array_equal, held, alone)
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("format", [None, "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("each", [False, True])
+def test_devices_that_share_sequences_and_heads_exchange_nothing(format: str | None, each: bool):
+    """On automatic axes, with a position for all sequences or for each."""
+    rng, specs = np.random.default_rng(0), (P("data", None, "model"),) * 3
+    given = [rng.standard_normal((4, 1, heads, 64)).astype(np.float32) for heads in (2, 2, 4)]
+    position = np.array([3, 0, 5, 7]) if each else 3
+    step = jax.jit(lambda cache, k, v, q, at: (c := cache.append(k, v, at), c.attend(q, at)))
+    cache = KVCache.zeros(4, 8, 2, 64, format=format)
+    expected = step(cache, *given, position)
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    held = jax.device_put(cache, NamedSharding(mesh, P("data", "model")))
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)
+    ]
+    program = step.lower(held, *placed, position).compile()
+    assert not collectives(program.as_text())
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+        program(held, *placed, position),
+        expected,
+    )

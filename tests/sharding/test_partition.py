@@ -284,3 +284,54 @@ def test_stored_parts(spec: PartitionSpec):
         for part in (*spec, *(None,) * (2 - len(spec)))
     ]
     assert stored_parts(sharding, (16, 16), fine) == tuple(wanted)
+
+
+EXPLICIT = {
+    "tensor, column": (P(), P(None, "model"), P(None, "model")),
+    "FSDP": (P("fsdp"), P("fsdp"), P("fsdp")),
+}
+
+
+@pytest.mark.parametrize("layout", EXPLICIT)
+def test_an_explicit_mesh_that_is_not_in_context(layout: str, arrays: Any):
+    """Operands' types say where the product and its gradients are, as they do of lax's."""
+    mesh = jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(AxisType.Explicit,) * 2)
+    places = [NamedSharding(mesh, spec) for spec in EXPLICIT[layout]]
+    operands = [jax.device_put(a, place) for a, place in zip(arrays, places, strict=True)]
+
+    def run(multiply: Any) -> Any:
+        def step(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+            product = lambda x, w: multiply(x, w, DIMENSIONS, out_sharding=places[2])  # noqa: E731
+            y, pullback = jax.vjp(product, x, w)
+            return y, *pullback(g)
+
+        compiled = jax.jit(step, compiler_options=OPTIONS).lower(*operands).compile()
+        return compiled.as_text(), compiled(*operands)
+
+    text, actual = run(lambda *given, **named: mx_jax.dot_general(*given, recipe=MXFP4, **named))
+    theirs, expected = run(lax.dot_general)
+    assert [x.sharding.spec for x in actual] == [x.sharding.spec for x in expected]
+    assert total(text) <= total(theirs)
+    check(actual, quick(step(MXFP4))(*arrays))
+    product = mx_jax.matmul(*operands[:2], recipe=MXFP4, out_sharding=places[2])
+    assert product.sharding.is_equivalent_to(places[2], 2)
+    check([product], actual[:1])
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_shard_map_over_a_part_of_the_axes(kind: AxisType, arrays: Any):
+    """Axes that are not in `axis_names` stay the compiler's, or types': it moves no more there."""
+    mesh = jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(kind,) * 2)
+    specs = P("fsdp"), P(None, "model"), P("fsdp", "model")
+    outer = P("fsdp"), P(), P("fsdp")
+    found = []
+    for recipe in (MXFP4, None):
+        run = jax.shard_map(
+            step(recipe), in_specs=outer, out_specs=(outer[2], *outer[:2]), axis_names={"fsdp"}
+        )
+        found.append(compiled(run, mesh, arrays, specs, (specs[2], *specs[:2])))
+    (text, actual), (theirs, _) = found
+    # On explicit axes JAX 0.10 moves an array of the input's size once more.
+    is_older = jax.__version_info__ < (0, 11) and kind is AxisType.Explicit
+    assert total(text) <= total(theirs) + is_older * 4 * FEATURES * TOKENS // 4
+    check(actual, quick(step(MXFP4))(*arrays))

@@ -146,3 +146,14 @@ def test_rows_are_not_gathered(arrays: Any):
         pytest.raises(ValueError, match=r"not rows together.*got lhs=P.*'fsdp'.*lhs.shape=\(128,"),
     ):
         mx_jax.ragged_dot(x, w, SIZES, recipe=recipe)
+
+
+def test_an_explicit_mesh_that_is_not_in_context(arrays: Any):
+    """Types say where rows are: JAX's own product asks for `out_sharding` there."""
+    x, w, _ = arrays
+    mesh = mesh_of(EXPLICIT)
+    rows, whole = NamedSharding(mesh, P("fsdp", None)), NamedSharding(mesh, P(None, None, None))
+    product = jax.jit(lambda x, w: mx_jax.ragged_dot(x, w, SIZES, recipe=MXFP4))
+    actual = product(jax.device_put(x, rows), jax.device_put(w, whole))
+    assert actual.sharding.is_equivalent_to(rows, 2)
+    assert_bitwise_equal(np.asarray(actual) + 0.0, np.asarray(quick(product)(x, w)) + 0.0)
