@@ -449,9 +449,7 @@ def candidates(
     return found
 
 
-def own_tiles(
-    call: Call, target: Target, architecture: Architecture | None = None
-) -> Tiles | None:
+def own_tiles(call: Call, target: Target, architecture: Architecture | None = None) -> Tiles | None:
     """Tiles that a product's kernel takes by the table; None of what has no tiles to choose."""
     row = architecture or architecture_of(target.compute_capability)
     # Sums over the rows of groups have tiles of one shape.
