@@ -234,7 +234,9 @@ class Row:
       config: what the kernel is told, such as its tiles; none for its own.
       error: the largest, over what is allowed; None if it failed.
       failed: why there are no numbers: it crashed, hung or was refused.
-      over_plain: time of the plain path, which takes MXArrays, over the kernel's.
+      over_plain: time of the plain path over the kernel's: of what computes the call without any
+        row, by XLA's scaled dot where there is one, from weights that are packed for that.
+      plain: name of the backend that this is; empty of the plain path itself.
       over_unpacking: the same where the weights are packed, and the plain path unpacks them first.
       over_bfloat16: time of XLA's bfloat16 product, or of a copy beside casts, over the kernel's.
       driver: version of NVIDIA's driver.
@@ -253,6 +255,7 @@ class Row:
     error: float | None = None
     failed: str = ""
     over_plain: float | None = None
+    plain: str = ""
     over_unpacking: float | None = None
     over_bfloat16: float | None = None
     driver: str | None = None
@@ -271,8 +274,18 @@ class Row:
 
     @property
     def switches_on(self) -> bool:
-        """Whether the kernel is to take such calls."""
-        return self.is_right and self.speed > 1
+        """Whether the kernel is to take such calls; a product faster than bfloat16's too."""
+        return self.is_right and self.speed > 1 and not self.is_slower_than_bfloat16
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether a copy stands beside it, not a product in bfloat16."""
+        return self.work.kind.startswith("cast")
+
+    @property
+    def is_slower_than_bfloat16(self) -> bool:
+        """Of a product, whether it is, or was not timed beside it."""
+        return not self.is_cast and (self.over_bfloat16 or 0.0) <= 1
 
     @property
     def switches_packing_on(self) -> bool:
@@ -300,6 +313,8 @@ class Row:
         more = "" if unpacks is None else f" ({unpacks:.2g} where that unpacks weights first)"
         told = ", ".join(f"{name}={at}" for name, at in self.config)
         more += f", with {told}" if told else ""
+        if self.is_slower_than_bfloat16 and self.over_bfloat16 is not None:
+            more += f", slower than bfloat16 ({self.over_bfloat16:.2g} of its speed)"
         return f"{where}: {self.over_plain or 0.0:.2g} times the plain path's speed{more}"
 
 
@@ -377,6 +392,7 @@ def from_json(facts: dict[str, Any]) -> Row:
 _TEXT, _NUMBER = (str,), (int, float, type(None))
 _KINDS = {
     **dict.fromkeys(("backend", "kernel", "device_kind", "jax", "source", "failed", "date"), _TEXT),
+    "plain": _TEXT,
     **dict.fromkeys(("error", "over_plain", "over_unpacking", "over_bfloat16"), _NUMBER),
     "driver": (str, type(None)),
     "shape": (tuple,),

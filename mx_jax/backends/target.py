@@ -278,6 +278,7 @@ class Backend:
       source: files that decide what its kernels compute: what was measured of others does not
         count. None: nothing is measured of it.
       kernel: name of the kernel that takes a call on a machine, where it has several.
+      tiles: those that this kernel takes for a call, comparable; None where it chooses none.
       configs: what else that kernel may be told for a call, the most promising first.
       configured: a context in which a kernel, by its name, computes as it is told; it enters jit's
         cache key.
@@ -288,6 +289,7 @@ class Backend:
     table: tuple[Offer, ...]
     source: Callable[[], Iterable[Path]] | None = None
     kernel: Callable[[Call, Target], str] = lambda call, target: ""
+    tiles: Callable[[Call, Target], Any] = lambda call, target: None
     configs: Callable[[Call, Target], Iterable[Config]] = lambda call, target: ()
     configured: Callable[[str, Config], AbstractContextManager[None]] = lambda kernel, config: (
         contextlib.nullcontext()

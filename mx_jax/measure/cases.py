@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from mx_jax.backends import evidence
 from mx_jax.backends.calls import (
     MatmulCall,
     PackCall,
@@ -15,6 +16,8 @@ from mx_jax.backends.calls import (
     RaggedCall,
 )
 from mx_jax.backends.evidence import Kind, Work
+from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.select import find
 from mx_jax.backends.target import Backend, Target
 from mx_jax.formats import MX_FORMATS, NVFP4, block_format
 from mx_jax.reference.ragged import layout_length
@@ -210,16 +213,42 @@ def rank(case: Case) -> int:
     return found + _ROWS_RANK.get(rows[0], _LATE) + both + 3 * (not case.packed)
 
 
+def takes(backend: Backend, case: Case, target: Target) -> bool:
+    """Whether a backend computes a case on a machine, from weights that it packed if it says so."""
+    if case.packed and backend.rejects(case.packing, target) is not None:
+        return False
+    return backend.rejects(case.call, target) is None
+
+
 def cases(backends: Sequence[Backend], target: Target, wanted: Wanted = Wanted()) -> list[Case]:
     """What these backends take on a machine, the most useful first."""
-    found = [
-        case
-        for backend in backends
-        for case in all_cases(backend, wanted)
-        if backend.rejects(case.call, target) is None
-        and not (case.packed and backend.rejects(case.packing, target))
-    ]
-    return sorted(found, key=rank)
+    asked = ((own, case) for own in backends for case in all_cases(own, wanted))
+    return sorted((case for own, case in asked if takes(own, case, target)), key=rank)
+
+
+def default_path(target: Target, wanted: Wanted = Wanted()) -> list[Case]:
+    """One case of each family that is computed without any row, by what computes it then."""
+    asked = sorted((case for case in all_cases(REFERENCE, wanted) if not case.packed), key=rank)
+    found: list[Case] = []
+    with evidence.use(()):
+        for case in asked:
+            if (choice := find(case.call, target)) is not None:
+                own = dataclasses.replace(case, backend=choice.backend.name)
+                packed = dataclasses.replace(own, packed=True)
+                # Weights as `pack_weights` lays them out for activations in high precision.
+                lays_out = PackCall in choice.backend.offers and choice.backend != REFERENCE
+                if lays_out and case.formats[0] is None and takes(choice.backend, packed, target):
+                    own = packed
+                found.append(own)
+    return one_of_each(found)
+
+
+def one_of_each(cases: Iterable[Case]) -> list[Case]:
+    """The first of each family: of one backend, kind of call, and one or two quantized operands."""
+    found: dict[Any, Case] = {}
+    for case in cases:
+        found.setdefault((case.backend, case.kind, case.formats[0] is None), case)
+    return list(found.values())
 
 
 def copy_bits(case: Case) -> float:

@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -13,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,17 +28,23 @@ from mx_jax.backends.select import known_backends, only_if_named
 from mx_jax.backends.target import Backend, Target
 from mx_jax.formats import block_format
 from mx_jax.measure import worker
-from mx_jax.measure.cases import Case, Wanted, all_cases, cases
+from mx_jax.measure.cases import Case, Wanted, all_cases, cases, default_path, one_of_each
+from mx_jax.measure.steps import STEPS
 
 _DESCRIPTION = """
 Check every kernel on this machine's GPU, time it beside what computes without it and beside
 bfloat16, and write what was found into your cache. From the next start of Python on, what is
-right and faster is used by default; mx_jax.inspect.explain quotes the measurement. Each case
-runs in a process of its own with a time limit, so that one that hangs or crashes costs one row.
-Run again, it measures what has no row yet. MX_JAX_EVIDENCE=off switches all of it off.
+right and faster than both is used by default; mx_jax.inspect.explain quotes the measurement.
+First every family of kernels is tried once, and what computes by default, then each kernel and
+size is measured, then steps in tokens a second. Each case runs in a process of its own with a
+time limit, so that one that hangs or crashes costs one row; cases of the same kernel and tiles
+then come last. Run again, it measures what has no row yet. MX_JAX_EVIDENCE=off switches all of
+it off.
 """
-# Seconds for a process to say what machine this is.
-_TO_START = 180.0
+# Seconds for a process to say what machine this is; for one case of each family, and for all.
+_TO_START, _TO_TOUCH, _TOUCHING = 180.0, 30.0, 180.0
+# Last words of the reason where a process did not end by itself.
+_HANGS = "it hangs?"
 _PACKAGES = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
 # Of Linux's prctl: the signal that a process gets when the one that started it ends.
 _PR_SET_PDEATHSIG = 1
@@ -74,6 +81,7 @@ def add_to(commands: Any) -> None:
     add("--again", action="store_true", help="measure also what was measured here")
     add("--out", type=Path, metavar="FILE.json", help="instead of your cache")
     add("--one", metavar="CASE", help=argparse.SUPPRESS)
+    add("--touch", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -116,38 +124,23 @@ def run(options: argparse.Namespace) -> int:
     """
     if options.one is not None:
         _end_with_parent()
-        return worker.answer(options.one, tuning=options.tune)
+        return worker.answer(options.one, tuning=options.tune, touch=options.touch)
     deadline = time.monotonic() + 60 * options.minutes
-    words = [sys.executable, "-m", "mx_jax", "gpu", "--one"]
+    words = [sys.executable, "-m", "mx_jax", "gpu"]
     asleep = only_if_named()
     # Those behind the reference that say where their source is.
     backends = [own for own in known_backends() if own.name in asleep and own.source is not None]
-    machine = _machine(words)
-    wanted = cases(backends, machine.target, wanted_by(options))
+    facts, asked = _machine(words), wanted_by(options)
+    wanted = cases(backends, facts["target"], asked)
     if not wanted:
-        raise ValueError(_what_is_missing(backends, machine.target))
-    bench = Bench(
-        machine=machine, backends=backends, words=words, limit=options.limit, tuning=options.tune
-    )
-    return measure(bench, wanted, options.out or evidence.cache_path(), deadline, options.again)
+        raise ValueError(_what_is_missing(backends, facts["target"]))
+    bench = Bench(words=words, limit=options.limit, tuning=options.tune, **facts)
+    first = [*default_path(bench.target, asked), *one_of_each(wanted)]
+    out = options.out or evidence.cache_path()
+    return measure(bench, wanted, out, deadline, options.again, first)
 
 
 # Processes ----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What is measured on.
-
-    Attributes:
-      target: as selection sees it.
-      driver: version of NVIDIA's driver.
-      versions: (package, version) of what is there.
-    """
-
-    target: Target
-    driver: str | None
-    versions: tuple[tuple[str, str], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,51 +148,69 @@ class Bench:
     """What measures cases.
 
     Attributes:
-      machine: on which.
-      backends: whose kernels.
-      words: of the command that measures one case, whose JSON comes last.
+      target: the machine, as selection sees it.
+      driver: version of NVIDIA's driver.
+      versions: (package, version) of what is there.
+      words: of the command, which options and the case follow.
       limit: seconds that a case may take.
       tuning: seconds that a case may spend on other tiles of its kernel.
     """
 
-    machine: Machine
-    backends: Sequence[Backend]
+    target: Target
+    driver: str | None
+    versions: tuple[tuple[str, str], ...]
     words: Sequence[str]
     limit: float
     tuning: float = 0.0
 
-    def row(self, case: Case, seconds_left: float) -> Row:
+    def row(self, case: Case, seconds_left: float, *, touch: bool = False) -> Row:
         """Measure a case in a process of its own: whatever that does, it costs one row."""
         tuning = f"{min(self.tuning, seconds_left):.1f}"
-        words = [*self.words, json.dumps(dataclasses.asdict(case)), "--tune", tuning]
-        found, why, _ = run_process(words, self.limit)
-        return self.row_of(case, found or {"failed": why or "the process gave no answer"})
+        options = ["--tune", tuning, *["--touch"] * touch]
+        limit = min(self.limit, _TO_TOUCH) if touch else self.limit
+        return self.row_of(case, self.answer(case.as_json(), options, limit))
+
+    def answer(
+        self, question: Any, options: Sequence[str], limit: float, rows: Path | str = "off"
+    ) -> dict[str, Any]:
+        """What a process says of a question last; else why it said nothing, as `failed`."""
+        words = [*self.words, *options, "--one", json.dumps(question)]
+        found, why, last = run_process(words, limit, {evidence.VARIABLE: str(rows)})
+        return found or {"failed": f"{why}: {last}" if why else "the process gave no answer"}
 
     def row_of(self, case: Case, found: dict[str, Any]) -> Row:
         """What was found, as evidence."""
-        machine = self.machine
-        assert machine.target.device_kind is not None, machine
-        backend = next(own for own in self.backends if own.name == case.backend)
+        backend, kind = self._backend(case), self.target.device_kind
+        assert kind is not None, self.target
         numbers = ("error", "over_plain", "over_unpacking", "over_bfloat16")
         return Row(
             backend=case.backend,
-            kernel=found.get("kernel") or backend.kernel(case.call, machine.target),
+            kernel=found.get("kernel") or backend.kernel(case.call, self.target),
             work=case.work,
             shape=case.shape,
-            device_kind=machine.target.device_kind,
+            device_kind=kind,
             jax=jax.__version__,
             source=evidence.source_of(backend) or "",
             config=tuple(sorted(found.get("config", {}).items())),
             failed=found.get("failed", ""),
-            driver=machine.driver,
-            versions=machine.versions,
+            plain=found.get("plain", ""),
+            driver=self.driver,
+            versions=self.versions,
             date=datetime.date.today().isoformat(),
             **{name: found.get(name) for name in numbers},
         )
 
+    def program(self, case: Case) -> tuple[Any, ...]:
+        """Kernel and tiles: of one that hangs, the next one would hang too."""
+        backend, call = self._backend(case), case.call
+        return case.backend, backend.kernel(call, self.target), backend.tiles(call, self.target)
+
+    def _backend(self, case: Case) -> Backend:
+        return next(own for own in known_backends() if own.name == case.backend)
+
 
 def run_process(
-    words: Sequence[str], seconds: float
+    words: Sequence[str], seconds: float, environment: Mapping[str, str] = {}
 ) -> tuple[dict[str, Any] | None, str | None, str]:
     """Run a command for at most so long; then it and what it started are killed.
 
@@ -213,7 +224,7 @@ def run_process(
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env=_environment(),
+        env={**_environment(), **environment},
         start_new_session=True,
     )
     why = None
@@ -225,7 +236,7 @@ def run_process(
     except subprocess.TimeoutExpired:
         _kill(process)
         out, err = process.communicate()
-        why = f"no answer after {seconds:g} s: it hangs?"
+        why = f"no answer after {seconds:g} s, {_HANGS}"
     except BaseException:
         _kill(process)
         raise
@@ -263,22 +274,19 @@ def _last_answer(text: str) -> dict[str, Any] | None:
     return None
 
 
-def _machine(words: Sequence[str]) -> Machine:
-    """What a process of its own finds: this one leaves the GPU alone."""
-    found, why, last = run_process([*words, json.dumps("machine")], _TO_START)
-    if found is None:
-        raise ValueError(f"gpu: needs a JAX that finds a device; asking it failed, {why}: {last}")
-    capability = found["compute_capability"]
-    target = Target(
-        platform=found["platform"],
-        compute_capability=None if capability is None else tuple(capability),
-        device_kind=found["device_kind"],
-    )
+def _machine(words: Sequence[str]) -> dict[str, Any]:
+    """What a process of its own finds, as a `Bench` has it: this one leaves the GPU alone."""
+    found, why, last = run_process([*words, "--one", json.dumps("machine")], _TO_START)
+    if found is None or "failed" in found:
+        why = found["failed"] if found else f"{why}: {last}"
+        raise ValueError(f"gpu: needs a JAX that finds a device; asking it failed, {why}")
+    capability = found.pop("compute_capability")
+    target = Target(compute_capability=capability and tuple(capability), **found)
     versions = [("Python", platform.python_version())]
     for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append((name, importlib.metadata.version(name)))
-    return Machine(target=target, driver=evidence.driver(), versions=tuple(versions))
+    return {"target": target, "driver": evidence.driver(), "versions": tuple(versions)}
 
 
 def _what_is_missing(backends: Sequence[Backend], target: Target) -> str:
@@ -298,7 +306,12 @@ def _what_is_missing(backends: Sequence[Backend], target: Target) -> str:
 
 
 def measure(
-    bench: Bench, wanted: Sequence[Case], out: Path, deadline: float, again: bool = False
+    bench: Bench,
+    wanted: Sequence[Case],
+    out: Path,
+    deadline: float,
+    again: bool = False,
+    first: Sequence[Case] = (),
 ) -> int:
     """Measure cases, write rows as they come, print what was found; returns the exit status.
 
@@ -308,28 +321,56 @@ def measure(
       out: file of rows, which keeps those of other places.
       deadline: of `time.monotonic()`.
       again: whether to measure also what has a row there.
+      first: cases that are tried before, within three minutes: of what computes by default rows
+        are written, of kernels what is said.
     """
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     known = _known(out, console)
     places = {} if again else {row.place: row for row in known}
-    measured = {case: places.get(bench.row_of(case, {}).place) for case in wanted}
+    measured = {case: places.get(bench.row_of(case, {}).place) for case in (*first, *wanted)}
     rows = [row for row in measured.values() if row is not None]
-    missing, left = [case for case in wanted if measured[case] is None], 0
-    for i, case in enumerate(missing):
-        seconds = deadline - time.monotonic()
-        if seconds <= 0:
-            left = len(missing) - i
-            break
-        rows.append(row := bench.row(case, seconds))
+    hung = {bench.program(case) for case, row in measured.items() if row and _hangs(row)}
+
+    def run(queue: list[Case], deadline: float, touch: bool = False) -> Iterator[tuple[Case, Row]]:
+        for done in itertools.count(1):
+            seconds = deadline - time.monotonic()
+            if not queue or seconds <= 0:
+                return
+            case = next((case for case in queue if bench.program(case) not in hung), queue[0])
+            queue.remove(case)
+            row = bench.row(case, seconds, touch=touch)
+            if _hangs(row):
+                hung.add(bench.program(case))
+            beside = row.over_bfloat16
+            found = str(row).partition(": ")[2]
+            found += "" if beside is None else f", {beside:.2g} of bfloat16's"
+            place = f"first {done}" if touch else f"{done}/{done + len(queue)}"
+            console.print(f"{place} {case}: {found}", markup=False)
+            yield case, row
+
+    missing = {case: None for case in (*first, *wanted) if measured[case] is None}
+    until, kernels = min(deadline, time.monotonic() + _TOUCHING), set(wanted)
+    for case, row in run([case for case in first if case in missing], until, touch=True):
+        if case not in kernels:
+            rows.append(row)
+            _write(out, known, rows)
+    left = [case for case in wanted if case in missing]
+    for _, row in run(left, deadline):
+        rows.append(row)
         _write(out, known, rows)
-        beside = row.over_bfloat16
-        more = "" if beside is None else f", {beside:.2g} of bfloat16's"
-        found = str(row).partition(": ")[2]
-        console.print(f"{i + 1}/{len(missing)} {case}: {found}{more}", markup=False)
     console.print(table(rows))
-    for line in _closing(rows, out, left, len(wanted) - len(missing)):
+    for line in (*_closing(rows, out), *_steps(bench, out)):
         console.print(line, markup=False)
+    if there := sum(measured[case] is not None for case in wanted):
+        console.print(f"{there} cases were measured before; --again measures them anew.")
+    if left:
+        said = "cases were not begun for lack of time; run it again, and it goes on."
+        console.print(f"{len(left)} {said}")
     return 0 if any(not row.failed for row in rows) else 1
+
+
+def _hangs(row: Row) -> bool:
+    return _HANGS in row.failed
 
 
 def _known(out: Path, console: Console) -> tuple[Row, ...]:
@@ -354,16 +395,41 @@ def _write(out: Path, known: Sequence[Row], rows: Sequence[Row]) -> None:
         ) from None
 
 
-def _closing(rows: Sequence[Row], out: Path, left: int, known: int) -> Iterator[str]:
+def _closing(rows: Sequence[Row], out: Path) -> Iterator[str]:
     on = sum(_switched_on(row, rows) for row in rows)
     yield f"Switched on by default: {on} of {len(rows)} rows."
-    if known:
-        yield f"{known} cases were measured before; --again measures them anew."
-    if left:
-        yield f"{left} cases were not begun for lack of time; run it again, and it goes on."
+    yield from slower_than_bfloat16(rows)
     yield f"Rows are in {out}, from the next start of Python on."
     if os.environ.get(evidence.VARIABLE):
         yield f"Now {evidence.VARIABLE}={os.environ[evidence.VARIABLE]} decides instead."
+
+
+def _steps(bench: Bench, out: Path) -> Iterator[str]:
+    """Tokens a second of whole steps, as the rows that were written let them compute."""
+    for name in STEPS:
+        found = bench.answer(name, (), bench.limit, out if out.exists() else "off")
+        if "failed" in found:
+            yield f"The {name} step failed: {found['failed']}"
+            continue
+        ours, base = found["tokens_a_second"], found["in_bfloat16"]
+        yield f"{found['step']}: {ours:,.0f} tokens a second, {ours / base:.2f} of bfloat16's"
+
+
+def slower_than_bfloat16(rows: Iterable[Row]) -> Iterator[str]:
+    """A line for each product that nothing computes as fast as bfloat16: by kernel or without."""
+    best: dict[Any, tuple[float, str, Row]] = {}
+    for row in rows:
+        if row.is_cast or row.over_bfloat16 is None:
+            continue
+        key = dataclasses.replace(row.work, packed=False), row.shape
+        speeds = [(row.over_bfloat16, row.backend, row)] if row.is_right else []
+        if row.over_plain:
+            speeds.append((row.over_bfloat16 / row.over_plain, row.plain or "the plain path", row))
+        best[key] = max([*speeds, *([best[key]] if key in best else [])], key=lambda own: own[0])
+    for speed, by, row in best.values():
+        if speed < 1:
+            what = f"{row.work}, {' x '.join(map(str, row.shape))}"
+            yield f"Still slower than bfloat16: {what}: {speed:.2g} of its speed at best, by {by}."
 
 
 def _switched_on(row: Row, rows: Iterable[Row]) -> bool:
@@ -373,14 +439,21 @@ def _switched_on(row: Row, rows: Iterable[Row]) -> bool:
 
 
 def verdict(row: Row, rows: Iterable[Row]) -> str:
-    """On or off, and why."""
+    """On or off, and why; what computes by default is on anyway, right or wrong."""
+    on, off = "on", "off"
+    if row.backend not in only_if_named():
+        on = off = "default"
     if row.failed:
-        return f"off: failed: {row.failed}"
+        return f"{off}: failed: {row.failed}"
     if not row.is_right:
-        return "off: wrong numbers"
-    if not row.switches_on:
-        return "off: right, not faster"
-    return "on" if _switched_on(row, rows) else "off: right and faster, but not at another size"
+        return f"{off}: wrong numbers"
+    if on == off:
+        return "default, slower than bfloat16" if row.is_slower_than_bfloat16 else "default"
+    if row.switches_on:
+        alike = _switched_on(row, rows)
+        return on if alike else "off: right and faster, but not at another size"
+    slow = "not faster" if row.speed <= 1 else "slower than bfloat16"
+    return f"off: right, {slow}"
 
 
 def table(rows: Sequence[Row]) -> Table:
@@ -393,11 +466,10 @@ def table(rows: Sequence[Row]) -> Table:
     found.add_column("verdict")
     for row in rows:
         numbers = (row.error, row.over_plain, row.over_unpacking, row.over_bfloat16)
-        found.add_row(
-            f"{row.backend} {row.kernel}".strip(),
-            str(row.work),
-            " x ".join(map(str, row.shape)),
-            *("-" if value is None else f"{value:.3g}" for value in numbers),
-            verdict(row, rows),
-        )
+        shown = ["-" if value is None else f"{value:.3g}" for value in numbers]
+        if row.plain and row.over_plain is not None:
+            shown[1] += f" {row.plain}"
+        shape = " x ".join(map(str, row.shape))
+        named = f"{row.backend} {row.kernel}".strip()
+        found.add_row(named, str(row.work), shape, *shown, verdict(row, rows))
     return found

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,14 @@ from jax import lax
 from mx_jax.backends import evidence
 from mx_jax.backends.calls import Call, MatmulCall, QuantizeBothCall, QuantizeCall, RaggedCall
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.select import Choice, current_target, find
+from mx_jax.backends.select import Choice, current_target, find, select
 from mx_jax.backends.target import Backend
 from mx_jax.formats import block_format
-from mx_jax.measure.cases import Case
+from mx_jax.measure.cases import Case, takes
 from mx_jax.measure.timing import Way
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.quantize import quantize
+from mx_jax.packed import PackedMXArray
 from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.reference.ragged import grouped_dot, ragged_rows, scaled_ragged_dot
 from mx_jax.reference.scale_rules import SCALE_RULES
@@ -34,15 +35,18 @@ class Subject:
     """All that a case needs, once its arrays are made.
 
     Attributes:
-      ways: to compute the same; `KERNEL` and `PLAIN` are among them.
+      ways: to compute the same; `KERNEL` and `BFLOAT16` are among them, and `PLAIN` unless that is
+        the kernel itself.
       error: the largest error of what the timed kernel gave, a list of one for each copy, over what
         is allowed; infinity where only the same bits are right, and they are not.
       elsewhere: checks of what else the row stands for, each an error over what is allowed.
+      plain: name of the backend that the plain path is; empty where it takes several.
     """
 
     ways: Mapping[str, Way]
     error: Callable[[list[Any]], float]
     elsewhere: Sequence[Callable[[], float]] = ()
+    plain: str = ""
 
 
 def subject(case: Case, backend: Backend, copies: int) -> Subject:
@@ -53,9 +57,8 @@ def subject(case: Case, backend: Backend, copies: int) -> Subject:
       backend: whose kernel it is.
       copies: of weights, of gradients whose rows are summed, or of what is cast.
     """
-    if case.kind in ("cast", "cast both ways"):
-        return _cast_subject(case, backend, copies)
-    return _product_subject(case, backend, copies)
+    is_cast = case.kind in ("cast", "cast both ways")
+    return (_cast_subject if is_cast else _product_subject)(case, backend, copies)
 
 
 def kernel_of(backend: Backend, call: Call) -> Callable[..., Any]:
@@ -71,69 +74,64 @@ def kernel_of(backend: Backend, call: Call) -> Callable[..., Any]:
     return backend.offers[type(call)].run
 
 
-def _plain_path(call: Call) -> Choice | None:
-    """What computes a call without any evidence."""
+def _plain_path(call: Call) -> Choice:
+    """What computes a call without any row."""
     with evidence.use(()):
-        return find(call, current_target(1))
+        return select(call, current_target(1))
 
 
 # Products -----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Operands:
+class _Operands(NamedTuple):
     """The arrays of a product.
 
     Attributes:
       x: what every copy meets: rows and, where they are in groups, the sizes of those.
       weights: quantized, one of each copy; gradients, where rows are summed.
       given: the same as the kernel reads them: packed, if the case says so.
-      in_bfloat16: x and the copies, for XLA's own product.
+      dense_x: as x, for XLA's own product in bfloat16.
+      dense: the copies for that.
     """
 
     x: tuple[Any, ...]
     weights: list[MXArray]
     given: list[Any]
-    in_bfloat16: tuple[tuple[Any, ...], list[jax.Array]]
-
-    @classmethod
-    def of(cls, case: Case, backend: Backend, copies: int, sizes: Any = None) -> "_Operands":
-        m, n, k = case.shape
-        sums = case.kind == "ragged sums"
-        dtype, lhs, rhs = jnp.dtype(case.dtype), *map(_format, case.formats)
-        shape = (m, n) if sums else (case.groups, k, n) if case.groups else (n, k)
-        shape = (k, n) if case.k_first else shape
-        axis = -2 if case.groups or case.k_first else -1
-        sizes = uneven(case) if sizes is None else sizes
-        rows = jax.random.normal(jax.random.key(1), (m, k), dtype)
-        draw = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
-        dense = [draw(key) for key in jax.random.split(jax.random.key(0), copies)]
-        if sums:
-            # Along the rows, in a layout whose groups begin with blocks, as a training step casts.
-            layout = ragged_rows(sizes, m, case.unit)
-            cast = jax.jit(lambda x: quantize(layout.place(x), rhs, axis=-2))
-            x, taken = cast(rows), layout.sizes
-        else:
-            cast = jax.jit(lambda w: quantize(w, rhs, axis=axis))
-            x = rows if lhs is None else jax.jit(lambda x: quantize(x, lhs))(rows)
-            taken = sizes
-        weights = given = [cast(w) for w in dense]
-        if case.packed:
-            pack = kernel_of(backend, case.packing)
-            lay_out = jax.jit(lambda w: pack(w, case.packing))
-            given = [lay_out(w) for w in weights]
-        in_groups = bool(case.groups)
-        plain = rows.astype(jnp.bfloat16), [w.astype(jnp.bfloat16) for w in dense]
-        return cls(
-            x=(x, taken) if in_groups else (x,),
-            weights=weights,
-            given=given,
-            in_bfloat16=((plain[0], sizes) if in_groups else plain[:1], plain[1]),
-        )
+    dense_x: tuple[Any, ...]
+    dense: list[jax.Array]
 
 
-def _format(name: str | None) -> Any:
-    return None if name is None else block_format(name)
+def _operands(case: Case, backend: Backend, copies: int, sizes: Any = None) -> _Operands:
+    m, n, k = case.shape
+    sums = case.kind == "ragged sums"
+    dtype = jnp.dtype(case.dtype)
+    lhs, rhs = (None if name is None else block_format(name) for name in case.formats)
+    shape = (m, n) if sums else (case.groups, k, n) if case.groups else (n, k)
+    shape = (k, n) if case.k_first else shape
+    axis = -2 if case.groups or case.k_first else -1
+    sizes = uneven(case) if sizes is None else sizes
+    rows = jax.random.normal(jax.random.key(1), (m, k), dtype)
+    draw = jax.jit(lambda key: jax.random.normal(key, shape, dtype))
+    dense = [draw(key) for key in jax.random.split(jax.random.key(0), copies)]
+    x, taken, cast = rows, sizes, jax.jit(lambda w: quantize(w, rhs, axis=axis))
+    if sums:
+        # Along the rows, in a layout whose groups begin with blocks, as a training step casts.
+        layout = ragged_rows(sizes, m, case.unit)
+        cast = jax.jit(lambda x: quantize(layout.place(x), rhs, axis=-2))
+        x, taken = cast(rows), layout.sizes
+    elif lhs is not None:
+        x = jax.jit(lambda x: quantize(x, lhs))(rows)
+    weights = given = [cast(w) for w in dense]
+    if case.packed:
+        given = _packed(weights, kernel_of(backend, case.packing), case)
+    plain = rows.astype(jnp.bfloat16), [w.astype(jnp.bfloat16) for w in dense]
+    of_groups = (lambda x, sizes: (x, sizes)) if case.groups else (lambda x, sizes: (x,))
+    return _Operands(of_groups(x, taken), weights, given, of_groups(plain[0], sizes), plain[1])
+
+
+def _packed(weights: list[MXArray], pack: Callable[..., Any], case: Case) -> list[Any]:
+    lay_out = jax.jit(lambda w: pack(w, case.packing))
+    return [lay_out(w) for w in weights]
 
 
 def uneven(case: Case) -> jax.Array:
@@ -144,36 +142,45 @@ def uneven(case: Case) -> jax.Array:
 
 
 def _product_subject(case: Case, backend: Backend, copies: int) -> Subject:
-    operands = _Operands.of(case, backend, copies)
-    call = case.call
-    unpacked = dataclasses.replace(case, packed=False).call
-    run, plain = kernel_of(backend, call), _plain_path(unpacked)
-    assert plain is not None, "the reference takes every product"
+    operands = _operands(case, backend, copies)
+    call, unpacked = case.call, dataclasses.replace(case, packed=False).call
 
-    def by(run: Callable[..., Any], call: Call, take: Callable = lambda w: w) -> Callable:
-        return lambda x, w: run(x[0], take(w), *x[1:], call)
+    def way(run: Callable[..., Any], call: Call, copies: list[Any], take: Any = lambda w: w) -> Way:
+        def one(x: Any, w: Any) -> jax.Array:
+            return run(x[0], take(w), *x[1:], call)
 
-    x, (dense_x, dense) = operands.x, operands.in_bfloat16
+        return Way(one=one, x=operands.x, copies=copies)
+
+    in_bfloat16 = functools.partial(_in_bfloat16, case)
     ways = {
-        KERNEL: Way(one=by(run, call), x=x, copies=operands.given),
-        PLAIN: Way(one=by(plain.offer.run, unpacked), x=x, copies=operands.weights),
-        BFLOAT16: Way(one=functools.partial(_in_bfloat16, case), x=dense_x, copies=dense),
+        KERNEL: way(kernel_of(backend, call), call, operands.given),
+        BFLOAT16: Way(one=in_bfloat16, x=operands.dense_x, copies=operands.dense),
     }
+    assert isinstance(unpacked, MatmulCall | RaggedCall), unpacked
+    plain_call, laid_out = unpacked, operands.weights
     if case.packed:
-        unpacking = by(plain.offer.run, unpacked, lambda w: w.unpack())
-        ways[UNPACKING] = Way(one=unpacking, x=x, copies=operands.given)
+        run = _plain_path(unpacked).offer.run
+        ways[UNPACKING] = way(run, unpacked, operands.given, lambda w: w.unpack())
+        # Without the kernel `pack_weights` lays out for the plain path, where that has a layout.
+        packing = _plain_path(case.packing)
+        laid_out = _packed(laid_out, packing.offer.run, case)
+        if isinstance(laid_out[0], PackedMXArray):
+            rhs = dataclasses.replace(unpacked.rhs, packed_by=packing.backend.name)
+            plain_call = dataclasses.replace(unpacked, rhs=rhs)
+    plain = _plain_path(plain_call)
+    if plain.backend != backend:
+        ways[PLAIN] = way(plain.offer.run, plain_call, laid_out)
 
     def error(outs: list[Any]) -> float:
         pairs = zip(outs, operands.weights, strict=True)
-        return max(_error(out, x, w, unpacked, backend) for out, w in pairs)
+        return max(_error(out, operands.x, w, unpacked, backend) for out, w in pairs)
 
-    checks = (
+    checks = [
         functools.partial(_error_elsewhere, other, backend, sizes)
         for other, sizes in _elsewhere(case)
-        if backend.rejects(other.call, current_target(1)) is None
-        and not (other.packed and backend.rejects(other.packing, current_target(1)))
-    )
-    return Subject(ways=ways, error=error, elsewhere=list(checks))
+        if takes(backend, other, current_target(1))
+    ]
+    return Subject(ways=ways, error=error, elsewhere=checks, plain=plain.backend.name)
 
 
 def _in_bfloat16(case: Case, x: tuple[Any, ...], w: jax.Array) -> jax.Array:
@@ -207,7 +214,7 @@ def _elsewhere(case: Case) -> Iterator[tuple[Case, jax.Array | None]]:
 
 def _error_elsewhere(case: Case, backend: Backend, sizes: jax.Array | None) -> float:
     """The error of a product of fresh operands."""
-    operands, call = _Operands.of(case, backend, 1, sizes), case.call
+    operands, call = _operands(case, backend, 1, sizes), case.call
     run, (given,), (w,) = kernel_of(backend, call), operands.given, operands.weights
     out = jax.jit(lambda x, w: run(x[0], w, *x[1:], call))(operands.x, given)
     return _error(out, operands.x, w, dataclasses.replace(case, packed=False).call, backend)
@@ -263,10 +270,11 @@ def _cast_subject(case: Case, backend: Backend, copies: int) -> Subject:
     run, plain, nothing = _cast(kernel_of(backend, call), call), _plain_cast(call), jnp.int32(0)
     ways = {
         KERNEL: Way(one=lambda _, x: run(x), x=nothing, copies=arrays),
-        PLAIN: Way(one=lambda _, x: plain(x), x=nothing, copies=arrays),
         # A copy; not x + 0, which XLA knows to be x.
         BFLOAT16: Way(one=lambda _, x: -x, x=nothing, copies=arrays),
     }
+    if backend != REFERENCE:
+        ways[PLAIN] = Way(one=lambda _, x: plain(x), x=nothing, copies=arrays)
     once = jax.jit(plain)
 
     def error(outs: list[Any]) -> float:
@@ -287,11 +295,12 @@ def _singles(call: AnyCast) -> tuple[QuantizeCall, ...]:
 
 
 def _plain_cast(call: AnyCast) -> Callable[[jax.Array], Any]:
-    """One call if something takes it without evidence, else one cast after the other."""
-    choice = _plain_path(call)
-    if choice is not None:
-        return _cast(choice.offer.run, call)
-    runs = [_plain_cast(single) for single in _singles(call)]
+    """One call if something takes it without a row, else one cast after the other."""
+    with evidence.use(()):
+        choice = find(call, current_target(1))
+        if choice is not None:
+            return _cast(choice.offer.run, call)
+        runs = [_plain_cast(single) for single in _singles(call)]
     return lambda x: tuple(run(x) for run in runs)
 
 

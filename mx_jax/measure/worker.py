@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from mx_jax.backends import evidence
 from mx_jax.backends.select import current_target, known_backends
 from mx_jax.backends.target import Backend
+from mx_jax.measure import steps
 from mx_jax.measure.cases import Case, copy_bits
 from mx_jax.measure.subjects import (
     BFLOAT16,
@@ -70,6 +71,8 @@ class Effort:
 
 
 THOROUGH = Effort()
+# Whether it runs at all, is right and how fast: nothing that a row could rest on.
+TOUCH = Effort(repeats=1, checks=0, seconds=0.5, others=0)
 QUICK = Effort(copies=2, repeats=1, checks=1, seconds=0.0, rounds=2, others=1)
 
 
@@ -78,10 +81,17 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
-def answer(text: str, write: Callable[[str], None] = _print, tuning: float = 20.0) -> int:
+def answer(
+    text: str,
+    write: Callable[[str], None] = _print,
+    *,
+    tuning: float = THOROUGH.tuning,
+    touch: bool = False,
+) -> int:
     """Measure the case that a JSON text describes, in lines of JSON; returns the exit status.
 
-    `"machine"` asks what machine this is. What fails after something was found goes to stderr.
+    `"machine"` asks what machine this is, a name in `steps.STEPS` for that step. What fails after
+    something was found goes to stderr.
     """
     reported: list[Found] = []
 
@@ -89,22 +99,26 @@ def answer(text: str, write: Callable[[str], None] = _print, tuning: float = 20.
         reported.append(found)
         write(json.dumps(found))
 
-    with evidence.use(()):
-        facts = json.loads(text)
+    facts = json.loads(text)
+    try:
         if facts == "machine":
             target = current_target(1)
             names = "platform", "compute_capability", "device_kind"
             report({name: getattr(target, name) for name in names})
-            return 0
-        try:
-            case = Case.from_json(facts)
-            measure(case, _backend(case), report, dataclasses.replace(THOROUGH, tuning=tuning))
-        except Exception as error:
-            if reported:
-                traceback.print_exc()
-                return 1
-            last = "".join(traceback.format_exception_only(error)).strip()
-            report({"failed": last[:500], "traceback": traceback.format_exc()})
+        elif isinstance(facts, str):
+            # With the rows that count here, as a program has them.
+            report(steps.tokens_a_second(facts))
+        else:
+            effort = TOUCH if touch else dataclasses.replace(THOROUGH, tuning=tuning)
+            with evidence.use(()):
+                case = Case.from_json(facts)
+                measure(case, _backend(case), report, effort)
+    except Exception as error:
+        if reported:
+            traceback.print_exc()
+            return 1
+        last = "".join(traceback.format_exception_only(error)).strip()
+        report({"failed": last[:500], "traceback": traceback.format_exc()})
     return 0
 
 
@@ -127,7 +141,7 @@ def measure(
     chains = {name: way.chain() for name, way in compared.ways.items()}
     error = _error(compared, chains[KERNEL], effort)
     kernel = backend.kernel(case.call, current_target(1))
-    found: Found = {"error": min(error, _LARGEST), "kernel": kernel}
+    found: Found = {"error": min(error, _LARGEST), "kernel": kernel, "plain": compared.plain}
     if not error <= 1:
         report(found)
         return

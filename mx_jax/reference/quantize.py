@@ -17,8 +17,9 @@ from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.scale_rules import BlockData, ScaleRule
 
-# A thread of a GPU has registers for so many elements of a block.
-_SHORT = 64
+# A thread of a GPU has registers for so many elements of a block, and takes so many of a longer
+# one.
+_SHORT, _PART = 64, 32
 
 
 def quantize(
@@ -99,19 +100,28 @@ def _largest(magnitudes: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     def reduced(magnitudes: jax.Array) -> jax.Array:
         return lax.expand_dims(lax.reduce_max(magnitudes, inside), inside)
 
-    if not _has_many_short_blocks(magnitudes, inside) or has_explicit_axes():
+    if len(inside) != 1 or has_explicit_axes():
         return reduced(magnitudes)
-    halved = functools.partial(_largest_by_halves, axis=inside[0])
-    return lax.platform_dependent(magnitudes, cuda=halved, rocm=halved, default=reduced)
-
-
-def _has_many_short_blocks(pieces: jax.Array, inside: tuple[int, ...]) -> bool:
-    if len(inside) != 1:
-        return False
-    blocks, length = pieces.shape[inside[0] - 1], pieces.shape[inside[0]]
+    axis, on_gpu = inside[0], None
+    blocks, length = magnitudes.shape[axis - 1], magnitudes.shape[axis]
     # Nothing is known of a symbolic length. Symbolic blocks are many.
-    short = isinstance(length, int) and length <= _SHORT
-    return short and not (isinstance(blocks, int) and blocks == 1)
+    many = not (isinstance(blocks, int) and blocks == 1)
+    if many and isinstance(length, int) and length <= _SHORT:
+        on_gpu = functools.partial(_largest_by_halves, axis=axis)
+    elif not many and isinstance(length, int) and length > _SHORT and length % _PART == 0:
+        on_gpu = functools.partial(_largest_of_parts, axis=axis)
+    if on_gpu is None:
+        return reduced(magnitudes)
+    return lax.platform_dependent(magnitudes, cuda=on_gpu, rocm=on_gpu, default=reduced)
+
+
+def _largest_of_parts(magnitudes: jax.Array, axis: int) -> jax.Array:
+    """The largest along a whole axis, by halves of its parts: so those along both axes of a matrix
+    cost one reading of it too."""
+    shape = magnitudes.shape
+    parts = magnitudes.reshape(*shape[:axis], -1, _PART, *shape[axis + 1 :])
+    largest = lax.squeeze(_largest_by_halves(parts, axis + 1), (axis + 1,))
+    return lax.expand_dims(lax.reduce_max(largest, (axis,)), (axis,))
 
 
 def _largest_by_halves(magnitudes: jax.Array, axis: int) -> jax.Array:

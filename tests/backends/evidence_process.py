@@ -86,6 +86,7 @@ def row() -> Row:
         source=source_of(PLANTED) or "",
         error=0.0,
         over_plain=2.0,
+        over_bfloat16=2.0,
         driver=driver(),
         date="2026-11-20",
     )

@@ -251,6 +251,7 @@ def row_of(call: MatmulCall, config: Config) -> Row:
         config=config,
         error=0.1,
         over_plain=2.0,
+        over_bfloat16=2.0,
         date="2026-11-20",
     )
 

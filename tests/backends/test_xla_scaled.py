@@ -178,6 +178,12 @@ def test_one_before_the_plain_way():
             "blocks along the contracted axis alone, got mxfp4_2d",
         ),
         (MatmulCase(lhs=E4M3, rhs=E4M3, k=(90,)), H200, None, "whole blocks of 32 .*k=90"),
+        (
+            MatmulCase(lhs=None, rhs=E4M3, dtype="bfloat16", k=(30, 96)),
+            H200,
+            None,
+            "needs k % 128 == 0 or less by bfloat16, got k=2880",
+        ),
         (MatmulCase(lhs=E4M3, rhs=E4M3, m=(0,)), H200, None, "have elements, got lhs_shape"),
         (MatmulCase(lhs=None, rhs=E4M3), H200, None, "in bfloat16, got lhs_dtype=float32"),
     ],
@@ -189,6 +195,18 @@ def test_rejections(case: MatmulCase, target: Target, version: Any, reason: str)
         found = row_of(case.call, target, version)
     pattern = reason.replace("(", r"\(").replace(")", r"\)")
     assert isinstance(found, str) and re.search(pattern, found), found
+
+
+def test_any_number_of_blocks_of_two_quantized_operands():
+    """Where 128 does not divide k XLA crashes by bfloat16 alone; such weights are not packed."""
+    two, one = ({"lhs": lhs, "rhs": E4M3, "dtype": "bfloat16"} for lhs in (E4M3, None))
+    assert XLA_SCALED.rejects(MatmulCase(**two, k=(2880,)).call, H200) is None
+    for k in (96, 128, 2944):
+        assert XLA_SCALED.rejects(MatmulCase(**one, k=(k,)).call, H200) is None
+    with mx_jax.testing.target("cuda", (9, 0)):
+        w = mx_jax.quantize(jnp.ones((2880, 32), jnp.bfloat16), E4M3, axis=0)
+        assert mx_jax.pack_weights(w) is w
+        assert isinstance(mx_jax.pack_weights(w, recipe=recipes.mxfp8()), PackedMXArray)
 
 
 def test_a_format_of_other_facts_is_no_row():

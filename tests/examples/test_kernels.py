@@ -25,6 +25,7 @@ ROW = Row(
     source="0123456789abcdef",
     error=0.25,
     over_plain=2.0,
+    over_bfloat16=2.0,
     driver="580.95.05",
     date="2026-11-20",
 )

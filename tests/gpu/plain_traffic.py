@@ -115,8 +115,28 @@ def bfloat16_weights(gpu: Gpu, rows: int) -> dict[str, Any]:
     return {"what": "weight-only product", "rows": rows, "by": "bfloat16", **found}
 
 
+def whole_axes(gpu: Gpu, name: str) -> Iterator[dict[str, Any]]:
+    """A product of 4096 x 8192 by 8192 x 8192, whose casts have one scale a row; with gradients."""
+    recipe = getattr(recipes, name)()
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        return mx_jax.matmul(x, w, recipe=recipe)
+
+    def step(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        y, pullback = jax.vjp(product, x, w)
+        return y, *pullback(g)
+
+    operands = array(4096, SIDE), array(SIDE, SIDE), array(4096, SIDE)
+    yield {"what": "whole axes", "by": name, **moved(gpu, product, *operands[:2])}
+    yield {"what": "whole axes, with gradients", "by": name, **moved(gpu, step, *operands)}
+
+
 def lines(gpu: Gpu) -> Iterator[dict[str, Any]]:
     """Every case, each with its ratio to what it is compared with."""
+    baselines = whole_axes(gpu, "high_precision")
+    for baseline, line in zip(baselines, whole_axes(gpu, "float8_rowwise"), strict=True):
+        yield baseline
+        yield line | {"ratio": round(line["MiB"] / baseline["MiB"], 3)}
     for dtype in ("bfloat16", "float32"):
         for count in (training_step, apart):
             steps = [count(gpu, name, dtype) for name in RECIPES]

@@ -35,6 +35,13 @@ def test_recorded_ratios():
     assert all(line["ratio"] <= 0.57 for line in plain if line["by"] == "mxfp8_e4m3")
 
 
+def test_whole_axes():
+    """Of float8_rowwise: each tensor is read twice, for one cast as for both of them."""
+    moved = {(line["what"], line["by"]): line["MiB"] for line in recorded()}
+    assert moved["whole axes", "float8_rowwise"] <= 650
+    assert moved["whole axes, with gradients", "float8_rowwise"] <= 1300
+
+
 @pytest.mark.slow
 def test_traffic(tmp_path: Path):
     """The same on the version of JAX that it was recorded with; on others, as much at most."""

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +17,27 @@ import jax
 import pytest
 
 from mx_jax.backends import evidence
+from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.evidence import Row, read, write
 from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.select import BACKENDS
 from mx_jax.backends.target import Target
 from mx_jax.cli import main
 from mx_jax.measure import command
 from mx_jax.measure.cases import Case, Wanted
-from mx_jax.measure.command import Bench, Machine, run_process
+from mx_jax.measure.command import Bench, run_process, slower_than_bfloat16, verdict
 
-PLANTED = dataclasses.replace(REFERENCE, name="planted", source=lambda: (Path(__file__),))
-MACHINE = Machine(
-    target=Target(platform="cuda", compute_capability=(9, 0), device_kind="planted"),
-    driver="580.95.05",
-    versions=(("jaxlib", "0.12.0"),),
+PLANTED = dataclasses.replace(
+    REFERENCE,
+    name="planted",
+    source=lambda: (Path(__file__),),
+    tiles=lambda call, target: isinstance(call, MatmulCall) and call.lhs.rows > 8,
 )
+MACHINE: dict[str, Any] = {
+    "target": Target(platform="cuda", compute_capability=(9, 0), device_kind="planted"),
+    "driver": "580.95.05",
+    "versions": (("jaxlib", "0.12.0"),),
+}
 CASES = [
     Case(backend="planted", kind="product", formats=(None, "mxfp4"), shape=(m, 64, 64))
     for m in (1, 16, 64)
@@ -38,18 +46,33 @@ RIGHT = {"error": 0.5, "kernel": "k", "over_plain": 2.0, "over_bfloat16": 3.0}
 SAY_RIGHT = f"print({json.dumps(json.dumps(RIGHT))}, flush=True)"
 
 
+@pytest.fixture(autouse=True)
+def planted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backend that is asked only by name or where rows say so, and the table's."""
+    monkeypatch.setattr(command, "known_backends", lambda: [PLANTED, *BACKENDS])
+    monkeypatch.setattr(command, "only_if_named", lambda: {"planted"})
+    monkeypatch.setattr(command, "STEPS", ())
+
+
 def bench(program: str, limit: float = 30.0, **changes: Any) -> Bench:
-    """What measures by a program: `case` is the shape that it is asked for."""
-    program = f"import json, os, sys, time\ncase = json.loads(sys.argv[1])['shape']\n{program}"
-    words = [sys.executable, "-I", "-S", "-c", program]
-    facts: dict[str, Any] = {"machine": MACHINE, "backends": [PLANTED], "words": words}
-    facts |= {"limit": limit, **changes}
-    return Bench(**facts)
+    """What measures by a program: `case` is the shape that it is asked for, `step` such a name."""
+    start = "import json, os, sys, time\nasked = json.loads(sys.argv[-1])\n"
+    start += "step, case = (asked, [0]) if isinstance(asked, str) else ('', asked['shape'])\n"
+    words = [sys.executable, "-I", "-S", "-c", start + program]
+    return Bench(**{**MACHINE, "words": words, "limit": limit, **changes})
 
 
-def run(out: Path, program: str, again: bool = False, seconds: float = 60.0, **facts: Any) -> int:
+def run(
+    out: Path,
+    program: str,
+    again: bool = False,
+    seconds: float = 60.0,
+    wanted: Sequence[Case] = CASES,
+    first: Sequence[Case] = (),
+    **facts: Any,
+) -> int:
     deadline = time.monotonic() + seconds
-    return command.measure(bench(program, **facts), CASES, out, deadline, again)
+    return command.measure(bench(program, **facts), wanted, out, deadline, again, first)
 
 
 def test_a_hang_a_crash_and_a_refusal_cost_one_row_each(
@@ -62,11 +85,11 @@ def test_a_hang_a_crash_and_a_refusal_cost_one_row_each(
     assert run(out, hangs + crashes + SAY_RIGHT, limit=3.0) == 0
     assert time.monotonic() - started < 20
     hung, crashed, right = rows = read(out)
-    assert hung.failed == "no answer after 3 s: it hangs?"
-    assert crashed.failed == "the process ended by signal SIGABRT"
+    assert hung.failed == "no answer after 3 s, it hangs?: it said nothing"
+    assert crashed.failed == "the process ended by signal SIGABRT: it said nothing"
     assert [row.switches_on for row in rows] == [False, False, True]
     assert (right.error, right.over_plain, right.kernel) == (0.5, 2.0, "k")
-    assert right.work == CASES[2].work and right.driver == MACHINE.driver
+    assert right.work == CASES[2].work and right.driver == MACHINE["driver"]
     verdicts = [command.verdict(row, rows) for row in rows]
     assert verdicts == [f"off: failed: {hung.failed}", f"off: failed: {crashed.failed}", "on"]
     text = capsys.readouterr().out
@@ -81,7 +104,7 @@ def test_a_hang_a_crash_and_a_refusal_cost_one_row_each(
         # The GPU's own clock comes last, and may take the process with it.
         (f"{SAY_RIGHT}\nos.abort()", ""),
         ("print('hello')", "the process gave no answer"),
-        ("sys.exit(3)", "the process ended by exit status 3"),
+        ("sys.exit('why')", "the process ended by exit status 1: why"),
         # Of several lines the last whole one counts.
         (f"print('noise')\n{SAY_RIGHT}\nprint('I0000 cuda: warning')\nprint('{{\"err')", ""),
     ],
@@ -104,12 +127,13 @@ def test_run_again_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "3 cases were measured before; --again measures them anew." in capsys.readouterr().out
     assert read(out) == rows
     # Of another driver, nothing is known; rows of the first one stay.
-    other = dataclasses.replace(MACHINE, driver=None)
-    assert run(out, SAY_RIGHT, machine=other) == 0 and len(read(out)) == 6
+    assert run(out, SAY_RIGHT, driver=None) == 0 and len(read(out)) == 6
     write(out, rows)
     assert run(out, "sys.exit(1)", again=True) == 1
     assert "Switched on by default: 0 of 3 rows." in capsys.readouterr().out
-    assert {row.failed for row in read(out)} == {"the process ended by exit status 1"}
+    assert {row.failed for row in read(out)} == {
+        "the process ended by exit status 1: it said nothing"
+    }
 
 
 def test_damaged_files_go_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -132,9 +156,95 @@ def test_every_size_of_a_kind_must_be_faster():
     slow = dataclasses.replace(row, shape=(1, 32, 64), over_plain=0.9)
     wrong = dataclasses.replace(row, shape=(1, 32, 32), error=3.0)
     assert command.verdict(row, [row, slow]) == "off: right and faster, but not at another size"
-    assert command.verdict(slow, [row, slow]) == "off: right, not faster"
-    assert command.verdict(wrong, [wrong]) == "off: wrong numbers"
+    assert verdict(slow, [row, slow]) == "off: right, not faster"
+    assert verdict(wrong, [wrong]) == "off: wrong numbers"
     assert command.table([row, slow, wrong]).row_count == 3
+
+
+def test_it_must_be_faster_than_bfloat16_too():
+    row: Row = bench("").row_of(CASES[0], RIGHT | {"over_bfloat16": 0.8, "plain": "xla_scaled"})
+    assert not row.switches_on and verdict(row, [row]) == "off: right, slower than bfloat16"
+    assert str(row).endswith("the plain path's speed, slower than bfloat16 (0.8 of its speed)")
+    assert not dataclasses.replace(row, over_bfloat16=None).switches_on
+    said = "Still slower than bfloat16: bf16 x mxfp4, 1 x 64 x 64: 0.8 of its speed at best, by "
+    assert list(slower_than_bfloat16([row])) == [said + "planted."]
+    # The plain path is the best where the kernel is slower, or wrong.
+    slower = dataclasses.replace(row, over_plain=0.9)
+    assert list(slower_than_bfloat16([slower])) == [
+        said[:-20].replace("0.8", "0.89") + said[-20:] + "xla_scaled."
+    ]
+    # Packed or not, one of them is fast.
+    work = dataclasses.replace(row.work, packed=True)
+    packed = dataclasses.replace(row, work=work, over_bfloat16=1.5)
+    assert not list(slower_than_bfloat16([row, packed]))
+    default = dataclasses.replace(row, backend="xla_scaled", over_plain=None, plain="xla_scaled")
+    assert verdict(default, [default]) == "default, slower than bfloat16"
+    assert list(slower_than_bfloat16([default])) == [said + "xla_scaled."]
+    wrong = dataclasses.replace(default, error=2.0)
+    assert verdict(wrong, [wrong]) == "default: wrong numbers"
+
+
+def test_cases_of_the_tiles_that_hang_come_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """One, eight and four rows have the same tiles; others do not wait for them."""
+    wanted = [*CASES, *(dataclasses.replace(CASES[0], shape=(m, 64, 64)) for m in (8, 4))]
+    asked = tmp_path / "asked"
+    notes = f"open({str(asked)!r}, 'a').write(f'{{case[0]}} ')\n"
+    hangs = "if case[0] == 1: time.sleep(60)\n"
+    order = [wanted[i] for i in (0, 3, 1, 4, 2)]
+    run(tmp_path / "rows.json", notes + hangs + SAY_RIGHT, wanted=order, limit=1.0)
+    assert asked.read_text().split()[:5] == ["1", "16", "64", "8", "4"]
+    # Also those of a hang that an earlier run met, or a first try of each family.
+    asked.unlink()
+    missing = [row for row in read(tmp_path / "rows.json") if row.shape[0] in (1, 64)]
+    write(tmp_path / "rows.json", missing)
+    run(tmp_path / "rows.json", notes + SAY_RIGHT, wanted=order)
+    assert asked.read_text().split()[:3] == ["16", "8", "4"]
+    asked.unlink()
+    run(tmp_path / "new.json", notes + hangs + SAY_RIGHT, wanted=order, first=order[:1], limit=1.0)
+    assert asked.read_text().split()[:6] == ["1", "16", "64", "1", "8", "4"]
+    assert "first 1 planted: bf16 x mxfp4, 1 x 64 x 64: failed" in capsys.readouterr().out
+
+
+def test_first_tries_write_rows_of_the_default_path_alone(tmp_path: Path):
+    out = tmp_path / "rows.json"
+    default = dataclasses.replace(CASES[0], backend="xla_bfloat16")
+    touched = f"touched = '--touch' in sys.argv\nassert touched or not case[0]\n{SAY_RIGHT}"
+    assert run(out, touched, wanted=CASES[:1], first=[default, CASES[0]]) == 0
+    first, failed = read(out)
+    assert (first.backend, first.source, first.failed) == ("xla_bfloat16", "", "")
+    assert failed.backend == "planted" and "AssertionError" in failed.failed
+    # Of what has rows nothing is asked again.
+    assert run(out, "sys.exit(1)", wanted=CASES[:1], first=[default, CASES[0]]) == 0
+
+
+def test_a_worker_that_is_wrong_or_out_of_memory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    out = tmp_path / "rows.json"
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
+    full = f"{limit}if case[0] == 1: x = bytearray(1 << 40)\n"
+    wrong = "if case[0] == 16: print(json.dumps({'error': 7.0})); sys.exit()\n"
+    assert run(out, full + wrong + SAY_RIGHT) == 0
+    rows = read(out)
+    assert rows[0].failed == "the process ended by exit status 1: MemoryError"
+    assert [row.error for row in rows] == [None, 7.0, 0.5]
+    assert [verdict(row, rows) for row in rows[1:]] == ["off: wrong numbers", "on"]
+
+
+def test_steps_end_it_with_the_rows_that_were_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(command, "STEPS", ("training", "decoding"))
+    out = tmp_path / "rows.json"
+    found = {"step": "a step", "tokens_a_second": 2400.0, "in_bfloat16": 1600.0}
+    rows = f"os.environ['{evidence.VARIABLE}']"
+    program = f"assert {rows} == ({str(out)!r} if step else 'off')\n"
+    program += f"if step == 'training': print(json.dumps({found}))\n"
+    program += f"elif step: sys.exit('no room')\nelse: {SAY_RIGHT}"
+    assert run(out, program) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "a step: 2,400 tokens a second, 1.50 of bfloat16's" in lines
+    assert "The decoding step failed: the process ended by exit status 1: no room" in lines
 
 
 # Processes ----------------------------------------------------------------------------------------
@@ -145,7 +255,7 @@ def test_what_a_process_started_ends_with_it(tmp_path: Path):
     child = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     _, why, _ = run_process([sys.executable, "-c", program], 0.7)
-    assert why == "no answer after 0.7 s: it hangs?"
+    assert why == "no answer after 0.7 s, it hangs?"
     time.sleep(1.5)
     assert not mark.exists()
 
@@ -177,7 +287,8 @@ def test_a_case_ends_with_the_command(tmp_path: Path, how: signal.Signals):
 # As it is typed -----------------------------------------------------------------------------------
 
 
-def test_without_a_gpu(capsys: pytest.CaptureFixture[str]):
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
     assert main(["gpu"]) == 2
     text = capsys.readouterr().err
     assert text.startswith(
@@ -219,10 +330,10 @@ def test_sizes_of_one_kind_leave_out_the_other():
 
 def test_the_command_measures_with_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """From its words to rows: the process of a case is the command's own."""
-    monkeypatch.setattr(command, "known_backends", lambda: [PLANTED])
-    monkeypatch.setattr(command, "only_if_named", lambda: {"planted"})
     monkeypatch.setattr(command, "_machine", lambda words: MACHINE)
-    words = "--formats mxfp4 --sizes 64x64 --rows 1 --tune 0 --out"
+    monkeypatch.setattr(command, "default_path", lambda target, wanted: [])
+    monkeypatch.setattr(command, "cases", lambda backends, target, wanted: CASES[:1])
+    words = "--tune 0 --out"
     assert main(["gpu", *words.split(), str(tmp_path / "rows.json")]) == 1
     rows = read(tmp_path / "rows.json")
     assert rows and {row.jax for row in rows} == {jax.__version__}

@@ -20,7 +20,7 @@ from mx_jax.measure.worker import QUICK, Effort
 from tests.backends.altered import altered
 
 PRODUCT = Case(backend="planted", kind="product", formats=(None, "mxfp4"), shape=(2, 64, 64))
-EVERY = dataclasses.replace(QUICK, others=9, checks=None)
+EVERY = dataclasses.replace(QUICK, others=9, checks=None, tuning=600.0)
 _config = jax.make_user_context(default_value=())
 
 

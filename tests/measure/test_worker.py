@@ -1,6 +1,7 @@
 """What one case's process does, on a CPU: wrong kernels are caught, right ones are timed."""
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -21,8 +22,9 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.target import Backend, Target
-from mx_jax.measure import worker
+from mx_jax.backends.target import Backend, Target, use_target
+from mx_jax.backends.xla_scaled import XLA_SCALED
+from mx_jax.measure import steps, worker
 from mx_jax.measure.cases import (
     FORMATS,
     ROWS,
@@ -32,9 +34,11 @@ from mx_jax.measure.cases import (
     all_cases,
     cases,
     copy_bits,
+    default_path,
+    one_of_each,
     rank,
 )
-from mx_jax.measure.subjects import uneven
+from mx_jax.measure.subjects import subject, uneven
 from mx_jax.measure.timing import Way, copies_beyond_cache, ratios
 from mx_jax.measure.worker import QUICK, Effort
 from tests.backends.altered import altered
@@ -240,6 +244,79 @@ def test_the_most_useful_comes_first(monkeypatch: pytest.MonkeyPatch):
     assert {*kinds} == {"product", "cast", "cast both ways"}
     places = {(case.work, case.shape) for case in found}
     assert len(places) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("capability", "packs"), [((9, 0), True), ((7, 5), False)], ids=["Hopper", "Turing"]
+)
+def test_the_default_path_has_a_case_of_each_family(capability: tuple[int, int], packs: bool):
+    target = Target(platform="cuda", compute_capability=capability, device_kind="planted")
+    found = default_path(target, Wanted(formats=["mxfp8_e4m3"], sizes=[(4096, 4096)]))
+    products = {case.formats[0] is None: case for case in found if case.kind == "product"}
+    by = "xla_scaled" if packs else "xla_bfloat16"
+    assert {case.backend for case in products.values()} == {by}
+    # Weights of a decoder as `pack_weights` lays them out, of a training step as they come.
+    assert (products[True].packed, products[False].packed) == (packs, False)
+    others = {(case.kind, case.backend) for case in found if case.kind != "product"}
+    ragged = {("ragged product", "xla_bfloat16"), ("ragged sums", "xla_bfloat16")}
+    assert others == ragged | {("cast", "reference")}
+    assert one_of_each([*found, *found]) == found and len(found) == 6
+
+
+def test_the_plain_path_packs_weights_for_the_composite(monkeypatch: pytest.MonkeyPatch):
+    """XLA's scaled dot of weights in its own layout is what a kernel's packed weights must beat."""
+    with_any_jax(monkeypatch)
+    target = Target(platform="cuda", compute_capability=(9, 0), device_kind="NVIDIA H200")
+    facts = {"formats": (None, "mxfp8_e4m3"), "packed": True, "backend": "pallas_gpu"}
+    case = dataclasses.replace(PRODUCT, **facts)
+    with use_target(target):
+        made = subject(case, PALLAS_GPU, 1)
+        plain, unpacking = made.ways["plain path"], made.ways["unpacking first"]
+        assert made.plain == plain.copies[0].layout.backend == "xla_scaled"
+        assert unpacking.copies[0].layout.backend == "pallas_gpu"
+        outs = [jax.jit(way.one)(way.x, way.copies[0]) for way in (plain, unpacking)]
+        assert made.error(outs[:1]) <= 1 and made.error(outs[1:]) <= 1
+        # Of the plain path itself nothing else computes the same.
+        own = subject(dataclasses.replace(case, backend="xla_scaled"), XLA_SCALED, 1)
+        assert set(own.ways) == {"kernel", "unpacking first", "bfloat16"}
+
+
+def test_a_first_try_checks_less_and_tunes_nothing(monkeypatch: pytest.MonkeyPatch):
+    asked: list[Effort] = []
+    monkeypatch.setattr(worker, "measure", lambda case, backend, report, own: asked.append(own))
+    text = json.dumps(dataclasses.replace(PRODUCT, backend="reference").as_json())
+    worker.answer(text, touch=True)
+    worker.answer(text, tuning=3.0)
+    assert asked == [worker.TOUCH, dataclasses.replace(worker.THOROUGH, tuning=3.0)]
+    assert (worker.TOUCH.others, worker.TOUCH.checks) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("step", "tokens"),
+    [
+        (functools.partial(steps.training, 8, 64, 32), 8),
+        (functools.partial(steps.decoding, 2, 64), 1),
+    ],
+    ids=["training", "decoding"],
+)
+def test_steps(step: Any, tokens: int, monkeypatch: pytest.MonkeyPatch):
+    """Tokens over the seconds of a run; both compute about the same."""
+    outs: dict[str, Any] = {}
+
+    def seconds(runs: dict[str, Any]) -> dict[str, float]:
+        outs.update({name: run() for name, run in runs.items()})
+        return {"tokens_a_second": 0.5, "in_bfloat16": 0.25}
+
+    monkeypatch.setattr(steps, "median_seconds", seconds)
+    monkeypatch.setitem(steps.STEPS, "planted", step)
+    said: list[str] = []
+    assert worker.answer('"planted"', said.append) == 0
+    found = json.loads(said[0])
+    assert found["tokens_a_second"] == 2 * tokens and found["in_bfloat16"] == 4 * tokens
+    ours, base = (jax.tree.leaves(outs[name]) for name in ("tokens_a_second", "in_bfloat16"))
+    for a, b in zip(ours, base, strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        assert 0 < np.linalg.norm(a - b) < 0.5 * np.linalg.norm(b)
 
 
 def test_cases_are_what_backends_are_asked():

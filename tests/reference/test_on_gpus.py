@@ -33,6 +33,15 @@ def random_bits(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray
 
 
 @pytest.mark.one_python(reason="slices and maxima alone")
+@pytest.mark.parametrize("axis", [1, 2])
+def test_the_largest_of_parts(axis: int):
+    shape = (3, 96, 5) if axis == 1 else (3, 5, 96)
+    numbers = random_bits(shape, "int16") & 0x7FFF
+    found = quick(lambda x: reference._largest_of_parts(x, axis))(numbers)
+    assert np.array_equal(found, numbers.max(axis, keepdims=True))
+
+
+@pytest.mark.one_python(reason="slices and maxima alone")
 def test_the_largest_by_halves():
     for length in (1, 2, 5, 31, 32):
         numbers = random_bits((3, length, 4), "int16") & 0x7FFF
@@ -88,17 +97,23 @@ def test_casts_give_the_same_bits(name: str, axis: int, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("blocks", "reductions"), [(((-1, 32),), 0), (((-1, formats.WHOLE),), 1), (((-1, 128),), 1)]
+    ("blocks", "reductions", "halved"),
+    [
+        (((-1, 32),), 0, True),
+        (((-1, formats.WHOLE),), 1, True),
+        (((-2, formats.WHOLE),), 1, False),
+        (((-1, 128),), 1, False),
+    ],
 )
-def test_short_blocks_are_not_reduced(blocks: Any, reductions: int):
-    """Lowered for a GPU; on a CPU nothing changes."""
+def test_short_blocks_are_not_reduced(blocks: Any, reductions: int, halved: bool):
+    """Lowered for a GPU, of a whole axis parts of it; on a CPU nothing changes."""
     spec = operand("mxfp8_e4m3")
 
     def cast(x: jax.Array) -> jax.Array:
         return reference.quantize(x, spec.format, blocks, spec.scale_rule).codes
 
     traced = jax.jit(cast).trace(jax.ShapeDtypeStruct((4, 256), jnp.bfloat16))
-    for platform, number in (("cuda", reductions), ("cpu", 1)):
+    for platform, number, slices in (("cuda", reductions, halved), ("cpu", 1, False)):
         text = traced.lower(lowering_platforms=(platform,)).as_text()
         assert text.count("stablehlo.reduce(") == number
-        assert ("stablehlo.slice" in text) == (number == 0)
+        assert ("stablehlo.slice" in text) == slices

@@ -449,16 +449,28 @@ def candidates(
     return found
 
 
+def own_tiles(call: Call, target: Target, architecture: Architecture | None = None) -> Tiles | None:
+    """Tiles that a product's kernel takes by the table; None of what has no tiles to choose."""
+    row = architecture or architecture_of(target.compute_capability)
+    # Sums over the rows of groups have tiles of one shape.
+    if not isinstance(call, MatmulCall | RaggedCall) or row is None:
+        return None
+    if isinstance(call, RaggedCall) and call.contracts_rows:
+        return None
+    kernel = row.kernel(call.lhs.format, call.rhs.format)
+    bits, sizes = _sizes(call, kernel)
+    return choose(row, kernel, bits, **sizes)
+
+
 def configs(
     call: Call, target: Target, architecture: Architecture | None = None
 ) -> Iterator[Config]:
     """What else a product's kernel may do, the nearest to what the table says first."""
-    # Sums over the rows of groups have tiles of one shape.
     row = architecture or architecture_of(target.compute_capability)
-    if not isinstance(call, MatmulCall | RaggedCall) or row is None:
+    own = own_tiles(call, target, row)
+    if own is None or row is None:
         return
-    if isinstance(call, RaggedCall) and call.contracts_rows:
-        return
+    assert isinstance(call, MatmulCall | RaggedCall)
     kernel = row.kernel(call.lhs.format, call.rhs.format)
     bits, sizes = _sizes(call, kernel)
 
@@ -466,7 +478,6 @@ def configs(
         with configured(kernel.name, config):
             return choose(row, kernel, bits, **sizes)
 
-    own = chosen(())
     # Of those that come to the same, one.
     wanted = {chosen(_config_of(each)): each for each in candidates(row, kernel, bits, sizes["m"])}
     wanted.pop(own, None)
