@@ -31,6 +31,7 @@ import json
 import random
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ from mx_jax.recipes import Recipe
 # Embedding, norms, attention's products and the head stay in float32.
 PRODUCTS = "blocks/(qkv|attention_out|gate_up|down)"
 WAYS = ("float32", "mxfp8", "nvfp4", "qat:mxfp4", "lora:mxfp4")
-# What a run may not change when it is resumed.
+# What a run may not change when it is taken up again.
 FIXED = ("model", "text", "layers", "steps", "batch", "context", "windows", "lr", "rank", "seed")
 
 
@@ -70,8 +71,13 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--out", type=Path, default=Path("finetuned"), metavar="FOLDER", help="(default: finetuned)"
     )
-    add("--resume", action="store_true", help="go on in OUT, with the options that it began with")
-    add("--evaluate", nargs="+", type=Path, metavar="MODEL", help="train nothing: add their losses")
+    add("--resume", action="store_true", help="go on in OUT, by the options that it began with")
+    add(
+        "--evaluate",
+        nargs="+",
+        metavar="MODEL",
+        help="train nothing: add the losses of these to OUT's, on the same windows",
+    )
     add("--layers", type=int, metavar="N", help="take the first N blocks (default: all)")
     numbers = {
         "steps": (30, "optimizer steps"),
@@ -90,6 +96,43 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The options, whose defaults are those that a run began with if it is taken up again.
+
+    Raises:
+      ValueError: options that make no sense, or that the run did not begin with.
+    """
+    options = parser().parse_args(argv)
+    path = options.out / "results.json"
+    earlier = json.loads(path.read_text()) if path.exists() else None
+    if earlier and (options.resume or options.evaluate):
+        began = parser()
+        began.set_defaults(**earlier["options"])
+        options = began.parse_args(argv)
+        changed = {
+            name: value
+            for name, value in fixed(options).items()
+            if value != earlier["options"][name]
+        }
+        if changed:
+            was = ", ".join(f"--{name} {earlier['options'][name]}" for name in changed)
+            raise ValueError(f"{options.out} was begun with {was}; leave it out, or another --out")
+    elif earlier:
+        raise ValueError(f"{options.out} holds earlier runs; go on with --resume, or another --out")
+    elif options.evaluate:
+        raise ValueError(f"--evaluate adds to what was trained, and {options.out} holds nothing")
+    check(options)
+    options.ways = options.ways.split(",")
+    options.runs = earlier["runs"] if earlier else {}
+    return options
+
+
+def fixed(options: argparse.Namespace) -> dict[str, Any]:
+    """What a run may not change when it is taken up again."""
+    found = {name: getattr(options, name) for name in FIXED}
+    return found | {"text": options.text and str(options.text)}
+
+
 def check(options: argparse.Namespace) -> None:
     """Refuse options that make no sense before anything is read.
 
@@ -102,7 +145,7 @@ def check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name} must be at least {1 + (name == 'windows')}, got {value}")
     if not options.lr > 0:
         raise ValueError(f"--lr must be above 0, got {options.lr}")
-    for way in options.ways:
+    for way in options.ways.split(","):
         recipe_of(way)
 
 
@@ -112,7 +155,10 @@ def check(options: argparse.Namespace) -> None:
 def read_text(path: Path | None) -> str:
     """A file, or the topics of Python's manual in an order in which the last are like the first."""
     if path is not None:
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is no text in UTF-8: {error}") from None
     from pydoc_data.topics import topics
 
     found = [topics[name] for name in sorted(topics)]
@@ -241,13 +287,18 @@ def train(
             run = found["run"]
             nnx.update(model, found["state"]["model"])
             nnx.update(optimizer, found["state"]["optimizer"])
+        seconds = []
         for step in range(len(run["train"]), options.steps):
+            started = time.perf_counter()
             loss = float(train_step(model, optimizer, data.batch(options, step)))
+            seconds.append(time.perf_counter() - started)
             run["train"].append(loss)
             step_done(step + 1, loss)
             if (step + 1) % options.every == 0 and step + 1 < options.steps:
-                save = {"state": ocp.args.StandardSave(state()), "run": ocp.args.JsonSave(run)}
-                checkpoints.save(step + 1, args=ocp.args.Composite(**save))
+                items = {"state": ocp.args.StandardSave(state()), "run": ocp.args.JsonSave(run)}
+                checkpoints.save(step + 1, args=ocp.args.Composite(**items))
+    # Of the steps since it began or was taken up, but for the first, which compiles.
+    run["step_seconds"] = float(np.median(seconds[1:])) if seconds[1:] else None
     run["after"] = validate(model, data, options.batch)
     write_llama(model, folder, options.path)
     shutil.rmtree(folder / "checkpoints")
@@ -257,29 +308,13 @@ def train(
 # The program -------------------------------------------------------------------------------------
 
 
-class Results:
-    """`results.json` in OUT: what a run may not change, and the losses of every way that ended."""
-
-    def __init__(self, options: argparse.Namespace):
-        self.path = options.out / "results.json"
-        self.fixed = {name: str(getattr(options, name)) for name in FIXED}
-        self.runs: dict[str, Any] = {}
-        if not self.path.exists():
-            return
-        if not (options.resume or options.evaluate):
-            raise ValueError(f"{options.out} has earlier runs: --resume, or another --out")
-        found = json.loads(self.path.read_text())
-        unlike = [name for name in FIXED if found["fixed"][name] != self.fixed[name]]
-        if unlike:
-            was = ", ".join(f"--{name} {found['fixed'][name]}" for name in unlike)
-            raise ValueError(f"{options.out} was begun with {was}: give the same, or another --out")
-        self.runs = found["runs"]
-
-    def save(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps({"fixed": self.fixed, "runs": self.runs}, indent=1))
-        partial.replace(self.path)
+def save(options: argparse.Namespace) -> None:
+    """Write `results.json` in OUT: the options, and the losses of every way that has ended."""
+    options.out.mkdir(parents=True, exist_ok=True)
+    partial = options.out / "results.partial"
+    said = fixed(options) | {"ways": ",".join(options.ways)}
+    partial.write_text(json.dumps({"options": said, "runs": options.runs}, indent=1))
+    partial.replace(options.out / "results.json")
 
 
 def interval(values: Sequence[float], pattern: str = ".3f") -> str:
@@ -290,50 +325,58 @@ def interval(values: Sequence[float], pattern: str = ".3f") -> str:
 
 def table(runs: dict[str, Any]) -> Table:
     """Losses by way, beside those of the first."""
-    (first, base), *_ = runs.items()
-    found = Table("way", "before", "after", f"over {first}", "n", box=None, padding=(0, 1))
+    first = next(iter(runs))
+    columns = ("way", "before", "after", f"over {first}", "n", "s/step")
+    found = Table(*columns, box=None, padding=(0, 1))
     for way, run in runs.items():
-        before = interval(run["before"]) if "before" in run else ""
-        over = np.subtract(run["after"], base["after"])
-        over = "" if way == first else interval(over, "+.3f")
-        found.add_row(way, before, interval(run["after"]), over, str(len(run["after"])))
+        over = np.subtract(run["after"], runs[first]["after"])
+        found.add_row(
+            way,
+            interval(run["before"]) if "before" in run else "",
+            interval(run["after"]),
+            "" if way == first else interval(over, "+.3f"),
+            str(len(over)),
+            f"{run['step_seconds']:.2f}" if run.get("step_seconds") else "",
+        )
     return found
 
 
 def run(options: argparse.Namespace, console: Console) -> None:
     """Everything behind the options."""
-    check(options)
     options.path = find_model(options.model)
-    results, data = Results(options), Data(options)
-    results.save()
+    data = Data(options)
+    save(options)
     (options.out / "train.txt").write_text(data.text, encoding="utf-8")
-    for path in options.evaluate or ():
-        model = read_llama(path, layers=options.layers, rngs=nnx.Rngs(0))
-        results.runs[str(path)] = {"after": validate(model, data, options.batch)}
-        results.save()
-    texts = ("{task.description}", "loss {task.fields[loss]:.3f}")
-    name, loss = (TextColumn(text) for text in texts)
+    for name in options.evaluate or ():
+        model = read_llama(find_model(name), layers=options.layers, rngs=nnx.Rngs(0))
+        options.runs[name] = {"after": validate(model, data, options.batch)}
+    name, loss = (TextColumn(text) for text in ("{task.description}", "loss {task.fields[loss]}"))
     columns = (name, BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn())
-    ways = [way for way in options.ways if way not in results.runs and not options.evaluate]
-    with Progress(*columns, console=console) as bar:
-        for way in ways:
-            task = bar.add_task(way, total=options.steps, loss=float("nan"))
-            results.runs[way] = train(
-                way,
-                options,
-                data,
-                lambda step, loss, task=task: bar.update(task, completed=step, loss=loss),
-            )
-            results.save()
-    console.print(table(results.runs))
+    with Progress(*columns, console=console, transient=True) as bar:
+        for way in () if options.evaluate else options.ways:
+            if way in options.runs:
+                console.print(f"{way}: done before")
+                continue
+            task = bar.add_task(way, total=options.steps, loss="")
+
+            def step_done(step: int, loss: float, task: Any = task) -> None:
+                bar.update(task, completed=step, loss=f"{loss:.3f}")
+
+            options.runs[way] = run = train(way, options, data, step_done)
+            save(options)
+            before, after = (interval(run[when]) for when in ("before", "after"))
+            console.print(f"{way}: {before} before, {after} after {options.steps} steps")
+    save(options)
+    console.print(table(options.runs))
+    console.print(
+        f"models: {', '.join(str(path.parent) for path in options.out.glob('*/config.json'))}"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the program and returns its exit status."""
-    options, console = parser().parse_args(argv), Console(markup=False, highlight=False)
-    options.ways = options.ways.split(",")
     try:
-        run(options, console)
+        run(parsed(argv), Console(markup=False, highlight=False))
     except (ValueError, OSError) as error:
         print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr)
         return 2
