@@ -27,6 +27,9 @@ from mx_jax.generate.model import PRODUCTS, rotate, rotations
 from mx_jax.generate.tokenizer import Tokenizer
 from mx_jax.packed import Quantized
 
+# Weights come from a file: random ones would take longer than reading it.
+ZEROS = nnx.initializers.zeros
+
 
 class Block(nnx.Module):
     """Attention and a gated layer, each added to what it reads."""
@@ -35,7 +38,7 @@ class Block(nnx.Module):
         layer = nnx.Linear
         if rank is not None:
             layer = functools.partial(nnx.LoRALinear, lora_rank=rank)
-        linear = functools.partial(layer, use_bias=False, rngs=rngs)
+        linear = functools.partial(layer, use_bias=False, kernel_init=ZEROS, rngs=rngs)
         norm = functools.partial(nnx.RMSNorm, config.width, epsilon=config.epsilon, rngs=rngs)
         queries, keys = config.heads * config.head_width, config.kv_heads * config.head_width
         self.config = config
@@ -68,7 +71,8 @@ class Llama(nnx.Module):
         def blocks(rngs: nnx.Rngs) -> Block:
             return Block(config, rank, rngs=rngs)
 
-        embed = functools.partial(nnx.Embed, config.vocabulary, config.width, rngs=rngs)
+        sizes = config.vocabulary, config.width
+        embed = functools.partial(nnx.Embed, *sizes, embedding_init=ZEROS, rngs=rngs)
         self.config = config
         self.embedding = embed()
         self.blocks = blocks(rngs)
@@ -189,7 +193,7 @@ def hub_tensors(model: Llama) -> dict[str, np.ndarray]:
     }
     tensors[HUB.of("norm")] = np.asarray(model.norm.scale[...])
     tensors[HUB.of("embedding")] = np.asarray(model.embedding.embedding[...])
-    if model.head is not None:
+    if model.head is not None:  # not tied
         tensors[HUB.of("head")] = np.asarray(model.head.embedding[...])
     return tensors
 
