@@ -65,12 +65,11 @@ def parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = result.add_argument
+    n: dict[str, Any] = {"type": int, "metavar": "N"}
     add("--model", default="smollm2", help="a GGUF file, a folder, or smollm2 (default)")
     add("--text", type=Path, metavar="FILE", help="UTF-8 (default: Python's own manual)")
     add("--ways", default=",".join(WAYS), metavar="WAY,...", help="(default: %(default)s)")
-    add(
-        "--out", type=Path, default=Path("finetuned"), metavar="FOLDER", help="(default: finetuned)"
-    )
+    add("--out", type=Path, default=Path("finetuned"), metavar="FOLDER", help="(finetuned)")
     add("--resume", action="store_true", help="go on in OUT, by the options that it began with")
     add(
         "--evaluate",
@@ -78,20 +77,18 @@ def parser() -> argparse.ArgumentParser:
         metavar="MODEL",
         help="train nothing: add the losses of these to OUT's, on the same windows",
     )
-    add("--layers", type=int, metavar="N", help="take the first N blocks (default: all)")
+    add("--layers", **n, help="take the first N blocks (default: all)")
     numbers = {
-        "steps": (30, "optimizer steps"),
-        "batch": (4, "sequences a step"),
+        "steps": (16, "optimizer steps"),
+        "batch": (2, "sequences a step"),
         "context": (128, "tokens a sequence"),
-        "windows": (16, "held-out sequences that losses are of"),
+        "windows": (12, "held-out sequences that losses are of"),
         "rank": (8, "of adapters"),
         "every": (10, "steps from one checkpoint to the next"),
         "seed": (0, "of the batches, of adapters and of stochastic rounding"),
     }
     for name, (default, help) in numbers.items():
-        add(
-            f"--{name}", type=int, default=default, metavar="N", help=f"{help} (default: {default})"
-        )
+        add(f"--{name}", **n, default=default, help=f"{help} (default: {default})")
     add("--lr", type=float, default=1e-4, help="of weights; of adapters ten times as much (1e-4)")
     return result
 
@@ -102,20 +99,17 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     Raises:
       ValueError: options that make no sense, or that the run did not begin with.
     """
-    options = parser().parse_args(argv)
+    command_line = parser()
+    options = command_line.parse_args(argv)
     path = options.out / "results.json"
     earlier = json.loads(path.read_text()) if path.exists() else None
     if earlier and (options.resume or options.evaluate):
-        began = parser()
-        began.set_defaults(**earlier["options"])
-        options = began.parse_args(argv)
-        changed = {
-            name: value
-            for name, value in fixed(options).items()
-            if value != earlier["options"][name]
-        }
+        began = earlier["options"]
+        command_line.set_defaults(**began)
+        options = command_line.parse_args(argv)
+        changed = [name for name, value in fixed(options).items() if value != began[name]]
         if changed:
-            was = ", ".join(f"--{name} {earlier['options'][name]}" for name in changed)
+            was = ", ".join(f"--{name} {began[name]}" for name in changed)
             raise ValueError(f"{options.out} was begun with {was}; leave it out, or another --out")
     elif earlier:
         raise ValueError(f"{options.out} holds earlier runs; go on with --resume, or another --out")
