@@ -306,7 +306,7 @@ def save(options: argparse.Namespace) -> None:
     """Write `results.json` in OUT: the options, and the losses of every way that has ended."""
     options.out.mkdir(parents=True, exist_ok=True)
     partial = options.out / "results.partial"
-    said = fixed(options) | {"ways": ",".join(options.ways)}
+    said = fixed(options) | {"ways": ",".join(options.ways), "every": options.every}
     partial.write_text(json.dumps({"options": said, "runs": options.runs}, indent=1))
     partial.replace(options.out / "results.json")
 
