@@ -27,6 +27,7 @@ Exit status: 0 if all is well, 2 for wrong options or files, 130 after Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import shutil
@@ -240,14 +241,11 @@ def validate(model: Llama, data: Data, batch: int) -> list[float]:
     return np.concatenate([evaluate(model, part) for part in parts]).tolist()
 
 
-def optimizer_of(options: argparse.Namespace, model: Llama, trained: Any) -> nnx.Optimizer:
-    """AdamW, warmed up and decayed to a tenth; adapters learn ten times as fast."""
-    peak = options.lr * (10 if trained is nnx.LoRAParam else 1)
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0, peak, options.steps // 10, options.steps, end_value=peak / 10
-    )
-    steps = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
-    return nnx.Optimizer(model, steps, wrt=trained)
+@functools.cache
+def adamw(peak: float, steps: int) -> optax.GradientTransformation:
+    """Warmed up and decayed to a tenth. Cached: one step that is equal is traced once."""
+    rate = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 10, steps, end_value=peak / 10)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, weight_decay=0.01))
 
 
 def train(
@@ -262,7 +260,9 @@ def train(
       step_done: called with the number of steps and the last loss, for a bar.
     """
     model, trained = prepare(way, options)
-    optimizer = optimizer_of(options, model, trained)
+    # Adapters learn ten times as fast.
+    peak = options.lr * (10 if trained is nnx.LoRAParam else 1)
+    optimizer = nnx.Optimizer(model, adamw(peak, options.steps), wrt=trained)
     # What steps change: stored codes come from the model's file again.
     changing = (trained, nnx.RngCount)
     folder = options.out.resolve() / way.replace(":", "-")
