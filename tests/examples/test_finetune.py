@@ -1,0 +1,279 @@
+"""A Llama fine-tuned by each way, quantized by the command, and made to write."""
+
+import importlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from flax import nnx
+
+from mx_jax import convert, recipes
+from mx_jax.cli import main
+from mx_jax.generate import load as loading
+from mx_jax.generate.load import open_model, params_of
+from mx_jax.generate.model import Llama
+from mx_jax.generate.tokenizer import Tokenizer, tokenizer_of_folder
+from tests.examples.conftest import EXAMPLES
+from tests.generate import smollm2, tiny
+from tests.generate.test_command import Letters
+from tests.quick import quick
+
+for package in ("optax", "orbax.checkpoint", "rich"):
+    pytest.importorskip(package)
+
+FOLDER = EXAMPLES / "finetune"
+STEPS = 4
+SMALL = f"--steps {STEPS} --batch 2 --context 16 --windows 4 --every 2 --lr 3e-3 --rank 4".split()
+TO_SERVE = ["--format", "mxfp4", "--to", "compressed-tensors"]
+
+
+def module(name: str) -> ModuleType:
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    return importlib.import_module(name)
+
+
+def save_model(folder: Path, **config: Any) -> Path:
+    folder.mkdir()
+    safetensors.numpy.save_file(tiny.hub_tensors(), folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(tiny.HUB_CONFIG | config))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where one is, with a tiny model and a text; a token is a letter."""
+
+    def tokenizer(folder: Path) -> Tokenizer:
+        return Tokenizer(encoder=Letters(), first=None, stop=frozenset(), template=None, words={})
+
+    monkeypatch.setattr(loading, "tokenizer_of_folder", tokenizer)
+    save_model(tmp_path / "model")
+    text = " ".join(f"{n} times {n} is {n * n};" for n in range(200))
+    (tmp_path / "text.txt").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def call(here: Path) -> Callable[..., int]:
+    def run(*options: str) -> int:
+        return module("train").main(["--model", "model", "--text", "text.txt", *SMALL, *options])
+
+    return run
+
+
+def runs(out: str = "finetuned") -> dict[str, Any]:
+    return json.loads(Path(out, "results.json").read_text())["runs"]
+
+
+def losses(out: str, way: str) -> dict[str, Any]:
+    return {name: runs(out)[way][name] for name in ("before", "train", "after")}
+
+
+def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C, once, before a step."""
+    train = module("train")
+    whole, calls = train.train_step, []
+
+    def interrupted(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == step:
+            raise KeyboardInterrupt
+        return whole(*args)
+
+    monkeypatch.setattr(train, "train_step", interrupted)
+
+
+@pytest.fixture
+def llama() -> ModuleType:
+    return module("llama")
+
+
+def logits_of(model: nnx.Module) -> np.ndarray:
+    graph, state = nnx.split(model)
+
+    def call(state: Any, tokens: Any) -> Any:
+        model: Any = nnx.merge(graph, state)
+        return model(tokens)
+
+    return np.asarray(quick(call)(state, tiny.TOKENS))
+
+
+def test_trained_in_codes_stopped_resumed_served(call, monkeypatch, capsys):
+    """From a folder to a text; what multiplied last in training is what is served."""
+    way = ("--ways", "qat:mxfp4")
+    assert call(*way, "--out", "whole") == 0
+    stop_at(STEPS, monkeypatch)
+    assert call(*way) == 130
+    assert not runs() and "--resume goes on" in capsys.readouterr().err
+    assert call(*way) == 2
+    assert "finetuned holds earlier runs; go on with --resume" in capsys.readouterr().err
+    assert module("train").main(["--resume"]) == 0
+    assert losses("finetuned", "qat:mxfp4") == losses("whole", "qat:mxfp4")
+    stored, resumed = (open_model(Path(out, "qat-mxfp4")).weights for out in ("whole", "finetuned"))
+    for name in stored:
+        np.testing.assert_array_equal(stored[name], resumed[name])
+    found = losses("whole", "qat:mxfp4")
+    assert len(found["train"]) == STEPS and len(found["after"]) == 4
+    assert np.mean(found["after"]) < np.mean(found["before"]) - 0.1
+
+    assert main(["quantize", "finetuned/qat-mxfp4", "small", *TO_SERVE]) == 0
+    assert len(open_model(Path("small")).weights.quantized) == 2 * 7
+    assert module("train").main(["--evaluate", "small"]) == 0
+    np.testing.assert_allclose(runs()["small"]["after"], found["after"], rtol=1e-5)
+    capsys.readouterr()
+    assert main(["generate", "small", "--prompt", "9 times", "--max-tokens", "1"]) == 0
+    assert capsys.readouterr().out.startswith("9 times")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_are_those_that_generate_computes(llama, tmp_path: Path, tied: bool):
+    folder = save_model(tmp_path / "model")
+    if not tied:
+        tensors = tiny.hub_tensors()
+        tensors["lm_head.weight"] = 0.5 * tensors["model.embed_tokens.weight"][::-1]
+        safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    model, source = llama.read_llama(folder, rngs=nnx.Rngs(0)), open_model(folder)
+    assert (model.head is None) is tied
+    theirs = Llama(source.config, recipes.high_precision())
+    params = params_of(source.weights, source.config, source.names)
+    expected = quick(theirs.apply)({"params": params}, tiny.TOKENS)[0]
+    np.testing.assert_allclose(logits_of(model), expected, atol=2e-5)
+
+    llama.write_llama(model, tmp_path / "again", folder)
+    again = open_model(tmp_path / "again")
+    assert again.config == source.config and again.weights.keys() == source.weights.keys()
+    for name in again.weights:
+        np.testing.assert_array_equal(again.weights[name], source.weights[name])
+
+
+@pytest.mark.slow
+def test_adapters_over_codes_are_written_as_one_matrix(llama, tmp_path: Path):
+    folder = save_model(tmp_path / "model")
+    model = llama.read_llama(folder, rank=4, rngs=nnx.Rngs(0))
+    rule = convert.Rule("blocks/.*", recipes.weight_only("mxfp4"))
+    model = convert.weights(model, rule)
+    plain = logits_of(model)
+    adapters = nnx.state(model, nnx.LoRAParam)
+    nnx.update(model, jax.tree.map(lambda x: x + 0.1, adapters))
+    found = logits_of(model)
+    assert np.abs(found - plain).max() > 0.1
+    llama.write_llama(model, tmp_path / "merged", folder)
+    merged = llama.read_llama(tmp_path / "merged", rngs=nnx.Rngs(0))
+    np.testing.assert_allclose(logits_of(merged), found, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["float32", "mxfp8", "nvfp4", "mxfp4_stochastic", "lora:mxfp4"])
+def test_every_way_learns_and_resumes(way: str, call, monkeypatch, capsys):
+    assert call("--ways", way, "--out", "whole") == 0
+    stop_at(STEPS, monkeypatch)
+    assert call("--ways", way) == 130
+    assert call("--resume") == 0
+    found = losses("whole", way)
+    assert losses("finetuned", way) == found
+    assert np.mean(found["after"]) < np.mean(found["before"]) - 0.1
+    # Done before, and shown beside what is added.
+    capsys.readouterr()
+    assert call("--resume", "--ways", f"{way},qat:nvfp4") == 0
+    assert f"{way}: done before" in capsys.readouterr().out
+    assert runs().keys() == {way, "qat:nvfp4"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--ways", "mxfp5"), "mxfp5"),
+        (("--ways", "ptq:mxfp4"), "a way is RECIPE, qat:FORMAT or lora:FORMAT, got 'ptq:mxfp4'"),
+        (("--ways", "qat:mxfp5"), "mxfp5"),
+        (("--steps", "0"), "--steps must be at least 1, got 0"),
+        (("--windows", "1"), "--windows must be at least 2, got 1"),
+        (("--lr", "0"), "--lr must be above 0, got 0.0"),
+        (("--context", "400"), "the last tenth has 444 tokens, and --windows 4 of --context 400"),
+        (("--text", "none.txt"), "none.txt"),
+        (("--text", "model/model.safetensors"), "model/model.safetensors is no text in UTF-8"),
+        (("--model", "nowhere"), "'nowhere' is neither a file nor a folder"),
+        (("--evaluate", "small"), "finetuned holds nothing"),
+    ],
+    ids=lambda x: "=".join(x).strip("-").replace("/", "-") if isinstance(x, tuple) else "",
+)
+def test_options_that_make_no_sense(options, message: str, call, capsys):
+    assert call(*options) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_goes_on_by_what_it_began_with(here: Path, call, capsys):
+    began = module("train").parsed(["--model", "model", "--text", "text.txt", *SMALL])
+    began.runs = {}
+    module("train").save(began)
+    resumed = module("train").parsed(["--resume"])
+    assert vars(resumed) == vars(began) | {"resume": True}
+    assert call("--resume", "--batch", "3", "--seed", "1") == 2
+    assert "finetuned was begun with --batch 2, --seed 0" in capsys.readouterr().err
+    assert call() == 2
+    assert "finetuned holds earlier runs; go on with --resume" in capsys.readouterr().err
+
+
+def test_batches_are_of_seed_and_step_alone(here: Path):
+    train = module("train")
+    options = train.parsed(["--model", "model", "--text", "text.txt", *SMALL])
+    options.path = Path("model")
+    data = train.Data(options)
+    first, again, other = (data.batch(options, step) for step in (3, 3, 4))
+    np.testing.assert_array_equal(first, again)
+    assert first.shape == (2, 17) and (first != other).any()
+    # Held out: nothing of it is trained on.
+    spoken = "".join(chr(32 + token) for token in data.windows[0])
+    assert spoken in Path("text.txt").read_text() and spoken not in data.text
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(here: Path):
+    """As if the power failed: no handler runs."""
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {chr(32 + number): number for number in range(96)}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=" "))
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    library.save("model/tokenizer.json")
+    many = ["--model", "model", "--text", "text.txt", *SMALL, "--steps", "40", "--ways", "mxfp8"]
+    program = [sys.executable, str(EXAMPLES / "finetune" / "train.py")]
+    subprocess.run([*program, *many, "--out", "whole"], check=True)
+    with subprocess.Popen([*program, *many]) as killed:
+        saved = Path("finetuned", "mxfp8", "checkpoints", "2")
+        while not saved.exists() and killed.poll() is None:
+            time.sleep(0.01)
+        killed.send_signal(signal.SIGKILL)
+    assert killed.returncode == -signal.SIGKILL
+    subprocess.run([*program, "--resume"], check=True)
+    assert losses("finetuned", "mxfp8") == losses("whole", "mxfp8")
+
+
+@pytest.mark.slow
+def test_smollm2_from_its_package_to_a_text(tmp_path: Path, monkeypatch, capsys):
+    pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    path = smollm2.path()
+    few = "--layers 2 --steps 2 --batch 1 --context 16 --windows 2 --ways lora:nvfp4".split()
+    assert module("train").main(["--model", str(path), *few]) == 0
+    ours, theirs = tokenizer_of_folder(Path("finetuned/lora-nvfp4")), open_model(path).tokenizer()
+    text = "def f(x):\n    return 'naïve' # 123"
+    assert ours.encode(text) == theirs.encode(text) and ours.decode(ours.encode(text)) == text
+    assert ours.chat("Why?") == theirs.chat("Why?")
+    assert (ours.first, ours.stop) == (theirs.first, theirs.stop)
+    words = ["quantize", "finetuned/lora-nvfp4", "small", "--format", "nvfp4"]
+    assert main([*words, "--to", "compressed-tensors"]) == 0
+    capsys.readouterr()
+    assert main(["generate", "small", "--prompt", "Once", "--max-tokens", "2"]) == 0
+    assert capsys.readouterr().out.startswith("Once")
