@@ -40,6 +40,7 @@ PUBLIC = {
         "prefer_backends",
         "quantize",
         "quantize_both",
+        "quantize_state",
         "ragged_dot",
         "save_products",
         "save_quantized",
