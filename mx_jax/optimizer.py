@@ -16,8 +16,6 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.codecs.float32 import ABS, INF, MANTISSA, from_bits, to_bits
-from mx_jax.formats import MXFP8_E4M3
-from mx_jax.mxarray import MXArray
 
 T = TypeVar("T")
 
@@ -30,13 +28,18 @@ _SMALLEST_NORMAL, _LARGEST = 2.0**-6, 448.0
 class QuantizedState(NamedTuple):
     """What `quantize_state` keeps between two steps.
 
+    All of it are arrays, in trees of the optimizer's own structure: whatever goes by that, as
+    `optax.tree_map_params`, `nnx.Optimizer` and orbax do, finds what it knows.
+
     Attributes:
       key: uint32 data of the PRNG key that the next step draws from.
-      state: the optimizer's own state, with an `MXArray` for each large moment; of squares as `nu`
-        it holds their roots.
+      scales: E8M0 bytes of the blocks, uint8; 0 of what is not quantized.
+      state: the optimizer's state, with E4M3 codes, uint8, in place of large moments; those of
+        squares, as `nu`, are codes of their roots.
     """
 
     key: jax.Array
+    scales: Any
     state: Any
 
 
@@ -80,9 +83,9 @@ def quantize_state(
       >>> params = {"kernel": jnp.ones((64, 64)), "bias": jnp.zeros(64)}
       >>> state = optimizer.init(params)
       >>> updates, state = optimizer.update(params, state, params)
-      >>> mu = state.state[0].mu
-      >>> mu["kernel"].format.name, mu["kernel"].nbytes, mu["bias"].dtype
-      ('mxfp8_e4m3', 4224, dtype('float32'))
+      >>> mu, scales = state.state[0].mu, state.scales[0].mu
+      >>> mu["kernel"].dtype, scales["kernel"].shape, mu["bias"].dtype
+      (dtype('uint8'), (64, 2), dtype('float32'))
     """
     own: Any = optimizer
     if not all(callable(getattr(own, name, None)) for name in ("init", "update", "_replace")):
@@ -102,48 +105,50 @@ def quantize_state(
         if any(large) and all(is_square is None for is_square in roots):
             raise ValueError(
                 "quantize_state: needs a state with fields of these names, got "
-                f"values={tuple(values)}, squares={tuple(squares)}, and none of them in "
-                f"{jax.tree.unflatten(tree, [jax.typeof(leaf) for _, leaf in paths])}; name the "
+                f"values={tuple(values)}, squares={tuple(squares)}, and none of them among "
+                f"{sorted({name for path, _ in paths for name in _fields_of(path)})}; name the "
                 "optimizer's own"
             )
         words = jnp.zeros(2, jnp.uint32)
-        leaves = [
+        parts = [
             # Behind a barrier: XLA would fold the cast of zeros, element by element.
-            _encode(lax.optimization_barrier(leaf), words, _blocks(leaf.shape), root)
+            _encode(lax.optimization_barrier(leaf), words, root)
             if root is not None and quantizes
-            else leaf
+            else (leaf, jnp.uint8(0))
             for (_, leaf), quantizes, root in zip(paths, large, roots, strict=True)
         ]
+        codes, scales = (jax.tree.unflatten(tree, [part[i] for part in parts]) for i in (0, 1))
         # A copy: a step may donate the state, the caller's key it may not.
-        data = jnp.array(jax.random.key_data(start))
-        return QuantizedState(data, jax.tree.unflatten(tree, leaves))
+        return QuantizedState(jnp.array(jax.random.key_data(start)), scales, codes)
 
     def update(
         updates: Any, state: QuantizedState, params: Any = None, **extra: Any
     ) -> tuple[Any, QuantizedState]:
-        paths, tree = jax.tree.flatten_with_path(state.state, is_leaf=_is_stored)
-        roots = [_squares(path, fields) if _is_stored(leaf) else None for path, leaf in paths]
+        paths, tree = jax.tree.flatten_with_path(state.state)
+        scales = tree.flatten_up_to(state.scales)
+        roots = [
+            _squares(path, fields) if scale.ndim else None
+            for (path, _), scale in zip(paths, scales, strict=True)
+        ]
+        # The dtypes of moments, which codes do not have.
+        like = jax.tree.leaves(jax.eval_shape(own.init, updates if params is None else params))
         before = [
-            leaf if root is None else _decode(leaf, root)
-            for (_, leaf), root in zip(paths, roots, strict=True)
+            leaf if root is None else _decode(leaf, scale, root, moment.dtype)
+            for (_, leaf), scale, root, moment in zip(paths, scales, roots, like, strict=True)
         ]
         updates, after = own.update(updates, jax.tree.unflatten(tree, before), params, **extra)
         first, second = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
         words = jax.random.bits(first, (len(paths), 2), jnp.uint32)
-        leaves = [
-            leaf if root is None else _encode(leaf, words[number], stored.blocks, root)
-            for number, ((_, stored), leaf, root) in enumerate(
-                zip(paths, tree.flatten_up_to(after), roots, strict=True)
+        parts = [
+            (leaf, scale) if root is None else _encode(leaf, words[number], root)
+            for number, (leaf, scale, root) in enumerate(
+                zip(tree.flatten_up_to(after), scales, roots, strict=True)
             )
         ]
-        state = QuantizedState(jax.random.key_data(second), jax.tree.unflatten(tree, leaves))
-        return updates, state
+        codes, scales = (jax.tree.unflatten(tree, [part[i] for part in parts]) for i in (0, 1))
+        return updates, QuantizedState(jax.random.key_data(second), scales, codes)
 
     return own._replace(init=init, update=update)
-
-
-def _is_stored(leaf: Any) -> bool:
-    return isinstance(leaf, MXArray)
 
 
 def _is_large(leaf: Any, min_size: int) -> bool:
@@ -157,8 +162,11 @@ def _squares(path: Any, fields: dict[str, bool]) -> bool | None:
 
     The outermost counts: names further in are those of the parameters.
     """
-    names = (key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey))
-    return next((fields[name] for name in names if name in fields), None)
+    return next((fields[name] for name in _fields_of(path) if name in fields), None)
+
+
+def _fields_of(path: Any) -> list[str]:
+    return [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
 
 
 def _blocks(shape: tuple[int, ...]) -> Blocks:
@@ -172,26 +180,28 @@ def _blocks(shape: tuple[int, ...]) -> Blocks:
 # numbers below 2^-126, and the last bits of odds of 2^-16.
 
 
-@functools.partial(jax.jit, static_argnames="root", inline=True)
-def _decode(x: MXArray, root: bool) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("root", "dtype"), inline=True)
+def _decode(codes: jax.Array, scales: jax.Array, root: bool, dtype: np.dtype) -> jax.Array:
     """The values, or the squares of roots; as `dequantize`, but numbers below 2^-126 are 0."""
-    codes, inside = block_shapes.split(x.codes, x.blocks)
+    shape = codes.shape
+    codes, inside = block_shapes.split(codes, _blocks(shape))
     codes = codes.astype(jnp.int32)
-    exponents = block_shapes.spread(x.scales, inside).astype(jnp.int32)
-    scales = from_bits(jnp.where(exponents == 255, INF | 1, exponents << 23))
+    exponents = block_shapes.spread(scales, inside).astype(jnp.int32)
+    factors = from_bits(jnp.where(exponents == 255, INF | 1, exponents << 23))
     if root:
-        values = jnp.square(from_bits((codes + _BIAS) << _SHIFT) * scales)
+        values = jnp.square(from_bits((codes + _BIAS) << _SHIFT) * factors)
     else:
         normal = from_bits(((codes & 0x7F) + _BIAS) << _SHIFT)
         # Subnormal codes have no hidden bit, and twice the step.
-        magnitudes = (normal - _positive(_SMALLEST_NORMAL - normal)) * scales
+        magnitudes = (normal - _positive(_SMALLEST_NORMAL - normal)) * factors
         values = from_bits(to_bits(magnitudes) | ((codes >> 7) << 31))
-    return block_shapes.merge(values, x.shape, inside).astype(x.dtype)
+    return block_shapes.merge(values, shape, inside).astype(dtype)
 
 
-@functools.partial(jax.jit, static_argnames=("blocks", "root"), inline=True)
-def _encode(x: jax.Array, words: jax.Array, blocks: Blocks, root: bool) -> MXArray:
-    """x in MXFP8, or its root, rounded stochastically by two random words."""
+@functools.partial(jax.jit, static_argnames="root", inline=True)
+def _encode(x: jax.Array, words: jax.Array, root: bool) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of x, or of its root, rounded stochastically by two random words."""
+    blocks = _blocks(x.shape)
     pieces, inside = block_shapes.split(x.astype(jnp.float32), blocks)
     random, _ = block_shapes.split(_random_bits(x, words), blocks)
     patterns = to_bits(pieces)
@@ -210,13 +220,8 @@ def _encode(x: jax.Array, words: jax.Array, blocks: Blocks, root: bool) -> MXArr
     else:
         codes = _codes_of_values(from_bits(magnitudes) * factors, random)
         codes |= (patterns >> 24) & 0x80
-    return MXArray(
-        codes=block_shapes.merge(codes.astype(jnp.uint8), x.shape, inside),
-        scales=lax.squeeze(exponents, inside).astype(jnp.uint8),
-        format=MXFP8_E4M3,
-        blocks=blocks,
-        dtype=np.dtype(x.dtype),
-    )
+    codes = block_shapes.merge(codes.astype(jnp.uint8), x.shape, inside)
+    return codes, lax.squeeze(exponents, inside).astype(jnp.uint8)
 
 
 def _codes_of_values(magnitudes: jax.Array, random: jax.Array) -> jax.Array:
