@@ -5,7 +5,7 @@ moves it by a thousandth, far less than a code of E4M3: rounded to nearest it st
 rounding moves it, but squares lie many octaves apart, and those below the smallest code of their
 block become zero, by whose root Adam divides. Roots lie half as many octaves apart; but where a
 root rounds stochastically, its square is too large on average. So: store the root, and round it up
-with the odds that make its square right. `mx_jax.quantize_state` does so to optax's optimizers.
+with the odds that make its square right. `mx_jax.quantize_state` does so, with normal codes alone.
 
     python examples/findings/adam_moments.py
 """

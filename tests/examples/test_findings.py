@@ -70,7 +70,6 @@ def test_adam_moments(finding: Any):
     assert ours[-20:].mean() < 0.1 * exact[0]
 
 
-
 @of_values
 @pytest.mark.slow
 def test_nvfp4_clipping(finding: Any):

@@ -155,7 +155,11 @@ def test_dtypes_are_those_of_optax():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params_of())
     adam = optax.adamw(1e-3)
     for optimizer in (adam, optax.apply_if_finite(mx_jax.quantize_state(adam), 2)):
-        updates, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
+        state = jax.eval_shape(optimizer.init, params)
+        updates, after = jax.eval_shape(optimizer.update, params, state, params)
+        assert [x.dtype for x in jax.tree.leaves(after)] == [
+            x.dtype for x in jax.tree.leaves(state)
+        ]
         assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
 
 
