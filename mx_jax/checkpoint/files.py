@@ -1,6 +1,6 @@
 """safetensors files, one or several with an index, written and read one tensor at a time.
 
-The package of that name checks what is read. It writes only what lies in memory whole, so writing
+The package of that name checks what is read. It writes only what is in memory whole, so writing
 is done here: a length, a header in JSON, and the tensors in a row, as its format description says.
 
 Readers of several files go by the index. Files of tensors get names that the earlier index does not
@@ -81,7 +81,7 @@ class Entry:
     fetch: Callable[[], Any]
 
     @classmethod
-    def of(cls, array: Any) -> "Entry":
+    def of(cls, array: "np.ndarray | jax.Array | Entry") -> "Entry":
         """Of an array, on whatever device, or of what is one already."""
         if isinstance(array, Entry):
             return array
@@ -92,11 +92,11 @@ class Entry:
         """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.fetch(), dtype=dtype)
 
 
-def deferred(make: Callable[[], Any], like: Any) -> Any:
+def deferred(make: Callable[[], Any], like: object) -> Any:
     """`like` with an Entry for each array: `make` gives them when the first one is written.
 
     Each array is handed out once; asked for again, it is made again.
@@ -127,11 +127,7 @@ def deferred(make: Callable[[], Any], like: Any) -> Any:
 def write(
     path: Path, entries: Mapping[str, Entry], metadata: Mapping[str, str], step: Step
 ) -> None:
-    """Write a file atomically: it appears under its name when it is complete.
-
-    Raises:
-      ValueError: a dtype that the format does not have, or a tensor other than announced.
-    """
+    """Write a file atomically: it appears under its name when it is complete."""
     text = _header(entries, metadata)
     with replacing(path) as file:
         file.write(text)
@@ -230,28 +226,17 @@ def _identities(path: Path) -> set[tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A file whose header has been checked.
-
-    Attributes:
-      path: of the file.
-      metadata: of the header.
-      tensors: names, each with dtype, shape and first byte.
-      content: the file, mapped.
-    """
+    """A file whose header has been checked."""
 
     path: Path
     metadata: Mapping[str, str]
+    # Names, each with dtype, shape and first byte.
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...], int]]
-    content: np.ndarray
+    content: np.ndarray  # the file, mapped
 
     @classmethod
     def open(cls, path: Path) -> "Reader":
-        """Check a file; nothing of its tensors is read.
-
-        Raises:
-          FileNotFoundError: there is none.
-          ValueError: it is damaged or cut short, no safetensors file, or has a dtype unknown here.
-        """
+        """Check a file; nothing of its tensors is read."""
         if not path.is_file():
             raise FileNotFoundError(f"checkpoint: no file at {path}")
         try:
@@ -322,20 +307,8 @@ def write_files(
     """Write a file, or files of up to `max_shard_size` bytes of tensors and an index of them.
 
     Each file appears when it is whole, the index when all are. Until then an earlier checkpoint in
-    the folder is read as it was; then its files `model.safetensors` and `model-...` go.
-
-    Args:
-      path: of the file; of the folder, which is made if it is not there.
-      entries: tensors by name; one at a time is in memory.
-      metadata: of a file's header, by the names of its tensors.
-      max_shard_size: a larger tensor has a file of its own. None: one file.
-      resume: whether to keep files that an earlier call left, if they have the same tensors of the
-        same values; of what is vouched for, only a file's first is fetched and compared.
-      progress: whether to show a bar.
-      group: from a tensor's name to what it belongs to: neighbours of one group share a file.
-
-    Raises:
-      ValueError: as `write` does; or `model.safetensors` beside an index of other files.
+    the folder is read as it was; then its files `model.safetensors` and `model-...` go. Neighbours
+    of one `group` share a file.
     """
     if max_shard_size is None and path.name == WHOLE and _named(path.parent) - {WHOLE}:
         raise ValueError(
@@ -515,9 +488,10 @@ def read_table(path: Path, where: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, table: Mapping[str, Any]) -> None:
-    """Write a JSON file atomically."""
+    """Write a JSON file atomically; arrays as lists."""
     with replacing(path) as file:
-        file.write(json.dumps(table, indent=2).encode() + b"\n")
+        text = json.dumps(table, indent=2, default=lambda array: array.tolist())
+        file.write(text.encode() + b"\n")
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from mx_jax.checkpoint.files import (
     Reader,
     Resume,
     check_sizes,
+    deferred,
     readers_of,
     write_files,
 )
@@ -341,34 +342,24 @@ def write(
 def _entries(
     weights: Mapping[str, Any], row: Layout | None
 ) -> tuple[dict[str, Entry], dict[str, str]]:
-    """All tensors and the file's metadata; none is held, each is fetched when its turn comes."""
-    # Of the weight asked for last: its tensors come one after the other.
-    held: dict[str, tuple[dict[str, Entry], dict[str, str]]] = {}
+    """All tensors and the file's metadata; a weight is fetched again when its turn comes."""
 
     def parts_of(name: str) -> tuple[dict[str, Entry], dict[str, str]]:
-        if name not in held:
-            held.clear()
-            x = unpacked(weights[name])
-            if row is None:
-                held[name] = torchao_parts(name, x)
-            else:
-                is_quantized = isinstance(x, MXArray)
-                held[name] = (_stored(name, x, row) if is_quantized else {name: Entry.of(x)}), {}
-        return held[name]
-
-    def fetch(name: str, key: str) -> Any:
-        return parts_of(name)[0][key].fetch()
+        x = unpacked(weights[name])
+        if row is None:
+            return torchao_parts(name, x)
+        return (_stored(name, x, row) if isinstance(x, MXArray) else {name: Entry.of(x)}), {}
 
     entries: dict[str, Entry] = {}
     metadata: dict[str, str] = {}
     for name in weights:
         parts, said = parts_of(name)
-        for key, entry in parts.items():
+        later = deferred(lambda name=name: parts_of(name)[0], parts)
+        for key in parts:
             if key in entries:
                 raise ValueError(f"checkpoint.write: two tensors would be named {key!r}")
-            entries[key] = dataclasses.replace(entry, fetch=functools.partial(fetch, name, key))
+            entries[key] = later[key]
         metadata |= said
-    held.clear()
     return entries, metadata
 
 

@@ -45,22 +45,15 @@ _MOST_AXES = 4
 
 @dataclasses.dataclass(frozen=True)
 class GgufType:
-    """One of ggml's types; blocks are along the last axis.
-
-    Attributes:
-      name: ggml's.
-      nbytes: of a block.
-      block: elements of a block.
-      decode: from blocks, uint8 `[rows, blocks, nbytes]`, to their values, or to codes and scales
-        as `format` has them; None: the package `gguf` gives the values.
-      format: of the MXArrays that hold it; None if none does.
-    """
+    """One of ggml's types; blocks are along the last axis."""
 
     name: str
-    nbytes: int
-    block: int = 1
+    nbytes: int  # of a block
+    block: int = 1  # elements of a block
+    # From blocks, uint8 `[rows, blocks, nbytes]`, to their values, or to codes and scales
+    # as `format` has them; None: the package `gguf` gives the values.
     decode: Callable[[Any], Any] | None = None
-    format: BlockFormat | None = None
+    format: BlockFormat | None = None  # of the MXArrays that hold it; None if none does
 
     @property
     def quantized(self) -> bool:
@@ -253,9 +246,16 @@ class _Cursor:
 
     def texts(self, count: int, what: str) -> tuple[str, ...]:
         """Strings that may be any bytes, a vocabulary's for one: no message is made for each."""
-        length, before = struct.Struct("<Q").unpack, f"the length of {what}"
-        each = (self.take(length(self.take(8, before))[0], what) for _ in range(count))
-        return tuple(str(stored, "utf-8", "backslashreplace") for stored in each)
+        length, found = struct.Struct("<Q").unpack_from, list[str]()
+        for _ in range(count):
+            start = self.at + 8
+            # `take` says what is missing of a file that is cut short.
+            end = start + length(self.content, self.at)[0] if start <= len(self.content) else start
+            if end > len(self.content):
+                self.take(length(self.take(8, f"the length of {what}"))[0], what)
+            found.append(str(self.content[start:end], "utf-8", "backslashreplace"))
+            self.at = end
+        return tuple(found)
 
 
 def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
@@ -363,10 +363,6 @@ def read_gguf(path: Path, where: str) -> Weights:
     MXFP4 and NVFP4 become MXArrays, all other quantized types float32 values: no MXArray holds
     blocks of integers with a float16 scale. A tensor scale beside NVFP4 is taken with it. What such
     an MXArray gives when dequantized is float32, as in ggml.
-
-    Raises:
-      FileNotFoundError: there is none.
-      ValueError: damaged, or with types that are not read, or not without the package `gguf`.
     """
     metadata, tensors = _open(path)
     scales = {

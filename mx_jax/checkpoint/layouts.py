@@ -37,7 +37,7 @@ class Layout:
     """The tensors that a quantized weight is stored as.
 
     A weight called `<base><weight>` is the tensors `<base><codes>`, `<base><scales>` and, if there
-    is one, `<base><tensor_scale>`. Blocks lie along its last axis, the one that is contracted:
+    is one, `<base><tensor_scale>`. Blocks run along its last axis, the one that is contracted:
     these are weights `[out, in]`.
 
     Attributes:
@@ -366,7 +366,7 @@ def _ignored(weights: Mapping[str, Any], row: Layout) -> list[str]:
     return [*_modules(weights, row, quantized=False), *([_HEAD] if tied else [])]
 
 
-def _group(weights: Mapping[str, Any], row: Layout, **scheme: Any) -> dict[str, Any]:
+def _group(weights: Mapping[str, Any], row: Layout, **scheme: object) -> dict[str, Any]:
     """The one group of layers that are quantized, and how their weights are."""
     embeddings = filter(_EMBEDDING.fullmatch, _modules(weights, row, quantized=True))
     bits, size = row.format.element.bits, _group_size(row.format)

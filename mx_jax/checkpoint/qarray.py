@@ -7,35 +7,25 @@ A QArray is elements in a dtype of their own and float scales, one for each tile
 import importlib
 from typing import Any, NoReturn
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mx_jax import formats
 from mx_jax.checkpoint.scales import effective_scales, encoded_scales, float32_blocks
 from mx_jax.codecs.blocks import Blocks, block_extent
-from mx_jax.formats import (
-    E2M1,
-    E4M3,
-    E5M2,
-    INT8,
-    MXFP4,
-    MXFP8_E4M3,
-    NVFP4_ONE_LEVEL,
-    WHOLE,
-    BlockFormat,
-    BlockSize,
-    ElementFormat,
-    block_format,
-)
 from mx_jax.formats.block import known_block
 from mx_jax.mxarray import MXArray
 
 # What Qwix calls formats of blocks by their name. All others it calls by the dtype of the elements.
-_NAMED = {"mxfp8": MXFP8_E4M3, "mxfp4": MXFP4, "nvfp4": NVFP4_ONE_LEVEL}
-_ELEMENTS = {element.dtype: element for element in (E4M3, E5M2, E2M1, INT8)}
+_NAMED = {"mxfp8": formats.MXFP8_E4M3, "mxfp4": formats.MXFP4, "nvfp4": formats.NVFP4_ONE_LEVEL}
+_ELEMENTS = {
+    element.dtype: element for element in (formats.E4M3, formats.E5M2, formats.E2M1, formats.INT8)
+}
 _DTYPES = tuple(jnp.dtype(name) for name in ("float32", "bfloat16", "float16"))
 
 
-def from_qarray(array: Any, *, format: BlockFormat | str | None = None) -> MXArray:
+def from_qarray(array: Any, *, format: formats.BlockFormat | str | None = None) -> MXArray:
     """A `qwix.QArray` as an MXArray of the same values.
 
     Args:
@@ -72,13 +62,13 @@ def from_qarray(array: Any, *, format: BlockFormat | str | None = None) -> MXArr
     odd = ~np.isfinite(values) | (values < 0)
     if odd.any():
         _refuse(f"scales must be finite and not negative, got scale={values[odd][:4]}")
-    if element is INT8:
+    if element is formats.INT8:
         # MX's INT8 has six bits behind its point, Qwix's none.
         values = values * 64
     tiles = _tiles(shape, scale.shape)
     if format is None and isinstance(array.qtype, str):
         format = _NAMED.get(array.qtype)
-    made = _with_float32(element, tiles) if format is None else block_format(format)
+    made = _with_float32(element, tiles) if format is None else formats.block_format(format)
     if made.element != element or made.tensor_scale:
         _refuse(f"format={made.name} has other elements, or a tensor scale; got {element.name}")
     blocks = _blocks(tiles, made)
@@ -100,7 +90,7 @@ def from_qarray(array: Any, *, format: BlockFormat | str | None = None) -> MXArr
     )
 
 
-def to_qarray(x: MXArray, *, dtype: Any = None) -> Any:
+def to_qarray(x: MXArray, *, dtype: jax.typing.DTypeLike | None = None) -> Any:
     """An MXArray as a `qwix.QArray` of the same values.
 
     Args:
@@ -170,9 +160,13 @@ def _tiles(shape: tuple[int, ...], scales: tuple[int, ...]) -> dict[int, tuple[i
     }
 
 
-def _with_float32(element: ElementFormat, tiles: dict[int, tuple[int, int]]) -> BlockFormat:
+def _with_float32(
+    element: formats.ElementFormat, tiles: dict[int, tuple[int, int]]
+) -> formats.BlockFormat:
     """The format with float32 scales and these tiles; a tile that fills its axis is WHOLE."""
-    sizes: list[BlockSize] = [WHOLE if count == 1 else size for size, count in tiles.values()]
+    sizes: list[formats.BlockSize] = [
+        formats.WHOLE if count == 1 else size for size, count in tiles.values()
+    ]
     distinct = list(dict.fromkeys(sizes))
     if len(distinct) > 2:
         _refuse(f"at most two sizes of tiles, got {distinct}")
@@ -180,20 +174,20 @@ def _with_float32(element: ElementFormat, tiles: dict[int, tuple[int, int]]) -> 
     return float32_blocks("qwix", element, (first, last))
 
 
-def _blocks(tiles: dict[int, tuple[int, int]], format: BlockFormat) -> Blocks:
+def _blocks(tiles: dict[int, tuple[int, int]], format: formats.BlockFormat) -> Blocks:
     """Axes with the format's sizes; ValueError if the tiles are not the format's."""
     left = [size for size in format.block if size != 1]
-    blocks: list[tuple[int, BlockSize]] = []
+    blocks: list[tuple[int, formats.BlockSize]] = []
     for axis, (size, count) in tiles.items():
-        fits = [own for own in left if own == size or (own is WHOLE and count == 1)]
+        fits = [own for own in left if own == size or (own is formats.WHOLE and count == 1)]
         if not fits and count == 1 and 1 in format.block:
             continue
         if not fits:
             _refuse(f"format={format.name} has blocks of {format.block}, got tiles={tiles}")
-        if fits[0] is not WHOLE:
+        if fits[0] is not formats.WHOLE:
             # The scale of a whole tensor spans any number of axes, others one each.
             left.remove(fits[0])
         blocks.append((axis, fits[0]))
-    if any(size is not WHOLE for size in left):
+    if any(size is not formats.WHOLE for size in left):
         _refuse(f"format={format.name} has blocks of {format.block}, got tiles={tiles}")
     return tuple(blocks)

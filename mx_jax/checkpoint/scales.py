@@ -95,11 +95,7 @@ def block_scales(stored: np.ndarray, format: BlockFormat, where: str) -> np.ndar
 def tensor_scale(
     stored: np.ndarray, shape: tuple[int, ...], *, divides: bool, layout: str, where: str
 ) -> np.ndarray:
-    """What codes are multiplied by: float32 `[1, ..., 1]`, or `[experts, 1, 1]` of three axes.
-
-    Raises:
-      ValueError: another count, no positive number, or one that is stored the other way around.
-    """
+    """What codes are multiplied by: float32 `[1, ..., 1]`, or `[experts, 1, 1]` of three axes."""
     values = stored.astype(np.float32).reshape(-1)
     each = len(shape) == 3 and values.size == shape[0]
     if not (values.size == 1 or each) or not (np.isfinite(values) & (values > 0)).all():

@@ -8,13 +8,14 @@ in the tiles of tensor cores. Source: torchao 0.18, prototype/safetensors.
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from mx_jax import formats
 from mx_jax.checkpoint.files import Entry, Reader
 from mx_jax.checkpoint.scales import (
     block_scales,
@@ -26,21 +27,6 @@ from mx_jax.checkpoint.scales import (
 from mx_jax.checkpoint.weights import Stored, built, stored_plain
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks, scales_shape
-from mx_jax.formats import (
-    E4M3,
-    E5M2,
-    F32,
-    MXFP4,
-    MXFP6_E2M3,
-    MXFP6_E3M2,
-    MXFP8_E4M3,
-    MXFP8_E5M2,
-    NVFP4,
-    WHOLE,
-    BlockFormat,
-    BlockSize,
-    Whole,
-)
 from mx_jax.mxarray import MXArray
 
 # What users and messages call it.
@@ -51,13 +37,16 @@ ROLES = (QDATA, SCALE, TENSOR_SCALE)
 PLAIN, MX, NVFP4_TENSOR, FLOAT8 = "Tensor", "MXTensor", "NVFP4Tensor", "Float8Tensor"
 # Of MXTensor, by what it calls its elements. FP4 is two in a byte, FP6 one.
 ELEMENTS = {
-    "float8_e4m3fn": MXFP8_E4M3,
-    "float8_e5m2": MXFP8_E5M2,
-    "float4_e2m1fn_x2": MXFP4,
-    "fp6_e2m3": MXFP6_E2M3,
-    "fp6_e3m2": MXFP6_E3M2,
+    "float8_e4m3fn": formats.MXFP8_E4M3,
+    "float8_e5m2": formats.MXFP8_E5M2,
+    "float4_e2m1fn_x2": formats.MXFP4,
+    "fp6_e2m3": formats.MXFP6_E2M3,
+    "fp6_e3m2": formats.MXFP6_E3M2,
 }
-FLOAT8_ELEMENTS = {np.dtype(ml_dtypes.float8_e4m3fn): E4M3, np.dtype(ml_dtypes.float8_e5m2): E5M2}
+FLOAT8_ELEMENTS = {
+    np.dtype(ml_dtypes.float8_e4m3fn): formats.E4M3,
+    np.dtype(ml_dtypes.float8_e5m2): formats.E5M2,
+}
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -65,7 +54,7 @@ def read_torchao(readers: Mapping[str, Reader], where: str) -> dict[str, Stored]
     """The tensors of files that torchao wrote; ValueError for classes and metadata not known."""
     stored: dict[str, Stored] = {}
     taken: set[str] = set()
-    for name, text in _said(readers, where).items():
+    for name, text in _descriptions(readers, where).items():
         at = f"{where}: {name}"
         try:
             facts = json.loads(text)
@@ -83,7 +72,7 @@ def read_torchao(readers: Mapping[str, Reader], where: str) -> dict[str, Stored]
     return stored
 
 
-def _said(readers: Mapping[str, Reader], where: str) -> dict[str, str]:
+def _descriptions(readers: Mapping[str, Reader], where: str) -> dict[str, str]:
     """Of each tensor the JSON that describes it."""
     found: dict[str, str] = {}
     for reader in {id(reader): reader for reader in readers.values()}.values():
@@ -118,7 +107,9 @@ def _stored(kind: str, data: Mapping[str, Any], files: _Files, where: str) -> St
     if kind == FLOAT8:
         format, blocks = _float8(codes_dtype, given, data["block_size"])
     elif kind in (MX, NVFP4_TENSOR):
-        format = NVFP4 if kind == NVFP4_TENSOR else ELEMENTS[_plain_name(data["elem_dtype"])]
+        format = (
+            formats.NVFP4 if kind == NVFP4_TENSOR else ELEMENTS[_plain_name(data["elem_dtype"])]
+        )
         blocks = ((-1, format.block[1]),)
         if data["block_size"] != format.block[1]:
             raise ValueError(f"{format.name} with block_size={data['block_size']!r}")
@@ -164,28 +155,30 @@ def base(name: str) -> str:
     return f"{module}._{leaf}_" if module else f"_{leaf}_"
 
 
-def _plain_name(named: Any) -> str:
+def _plain_name(named: str | dict[str, str]) -> str:
     return named if isinstance(named, str) else named["_data"]
 
 
-def _dtype(named: Any) -> np.dtype:
+def _dtype(named: str | dict[str, str]) -> np.dtype:
     name = _plain_name(named)
     if name not in _DTYPES:
         raise ValueError(f"dtype={name!r}, known: {', '.join(_DTYPES)}")
     return jnp.dtype(name)
 
 
-def _float8(dtype: np.dtype, shape: tuple[int, ...], sizes: Any) -> tuple[BlockFormat, Blocks]:
+def _float8(
+    dtype: np.dtype, shape: tuple[int, ...], sizes: Sequence[Any]
+) -> tuple[formats.BlockFormat, Blocks]:
     """The format of float8 codes under float32 scales, from the extent of a block."""
     if len(sizes) != len(shape) or any(size != 1 for size in sizes[:-2]):
         raise ValueError(f"block_size={sizes} for shape={shape}, not along the last two axes")
-    block: list[BlockSize] = [1, 1]
+    block: list[formats.BlockSize] = [1, 1]
     for axis in (-2, -1)[-len(shape) :]:
         size, length = sizes[axis], shape[axis]
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"block_size={sizes}")
         # A size that spans the axis is the whole of it, however long.
-        block[axis] = size if size in (1, 128) else WHOLE if size == length else size
+        block[axis] = size if size in (1, 128) else formats.WHOLE if size == length else size
     element = FLOAT8_ELEMENTS[dtype]
     blocks = tuple((axis, size) for axis, size in zip((-2, -1), block, strict=True) if size != 1)
     return float32_blocks("float8", element, (block[0], block[1])), blocks
@@ -197,11 +190,7 @@ def _tiles(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def torchao_parts(name: str, value: MXArray | Any) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The tensors that a weight is stored as, and its entry in the file's metadata.
-
-    Raises:
-      ValueError: an MXArray that is none of MXTensor, NVFP4Tensor and Float8Tensor.
-    """
+    """The tensors that a weight is stored as, and its entry in the file's metadata."""
     if not isinstance(value, MXArray):
         return {name: Entry.of(value)}, {name: json.dumps({"_type": PLAIN})}
     kind, data = _class_and_attributes(name, value)
@@ -217,7 +206,7 @@ def _class_and_attributes(name: str, x: MXArray) -> tuple[str, dict[str, Any]]:
     unset = {"act_quant_kwargs": None}
     rows = unset | {"is_swizzled_scales": False, "orig_dtype": dtype, "block_size": 32}
     if x.blocks == ((-1, x.format.block[1]),):
-        if _alike(x.format, NVFP4):
+        if _alike(x.format, formats.NVFP4):
             return NVFP4_TENSOR, rows | {"block_size": 16, "use_triton_kernel": False}
         for element, row in ELEMENTS.items():
             if _alike(x.format, row):
@@ -225,12 +214,12 @@ def _class_and_attributes(name: str, x: MXArray) -> tuple[str, dict[str, Any]]:
                 typed = {"_type": "torch.dtype", "_data": element}
                 named = {"elem_dtype": element if element.startswith("fp6") else typed}
                 return MX, rows | named | _kernels("EMULATED")
-    is_float8 = x.format.scale == F32 and not x.format.tensor_scale
+    is_float8 = x.format.scale == formats.F32 and not x.format.tensor_scale
     if is_float8 and x.format.element in FLOAT8_ELEMENTS.values():
         sizes = dict(x.blocks)
         blocks = [sizes.get(axis - x.ndim, 1) for axis in range(x.ndim)]
         pairs = zip(blocks, x.shape, strict=True)
-        block = [length if isinstance(size, Whole) else size for size, length in pairs]
+        block = [length if isinstance(size, formats.Whole) else size for size, length in pairs]
         said = {"block_size": block, "mm_config": None, "dtype": dtype}
         return FLOAT8, unset | said | _kernels("AUTO")
     raise ValueError(
@@ -244,7 +233,7 @@ def _kernels(preference: str) -> dict[str, Any]:
     return {"kernel_preference": {"_type": "KernelPreference", "_data": preference}}
 
 
-def _alike(one: BlockFormat, other: BlockFormat) -> bool:
+def _alike(one: formats.BlockFormat, other: formats.BlockFormat) -> bool:
     return dataclasses.replace(one, name=other.name) == other
 
 

@@ -92,11 +92,7 @@ def transcode(
 def under_scales_of(
     given: MXArray, target: BlockFormat | str, tensor_scale: float | None = None
 ) -> tuple[MXArray, np.ndarray]:
-    """What `transcode` makes, and which of its blocks are not what they should be.
-
-    Raises:
-      ValueError: elements or axes of another kind, or a tensor scale that cannot be.
-    """
+    """What `transcode` makes, and which of its blocks are not what they should be."""
     check_parts(given, "transcode")
     row = next((row for row in LAYOUTS if row.name == target), None)
     format = row.format if row is not None else block_format(target)

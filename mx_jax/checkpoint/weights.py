@@ -33,7 +33,7 @@ class Stored:
         last axis, before they meet this weight; None where nothing is asked of them.
       fetch: reads it.
       host: of a plain array that is stored as it is, reads it without a copy; else None.
-      dtype: of such an array; None: reading it tells.
+      dtype: of such an array; None: known once it is read.
 
     Examples:
       >>> import os, tempfile, jax.numpy as jnp, mx_jax
@@ -160,7 +160,7 @@ def built(
     tensor_scale: np.ndarray | jax.Array | None,
     format: BlockFormat,
     blocks: Blocks,
-    dtype: Any,
+    dtype: jax.typing.DTypeLike,
     where: str,
 ) -> MXArray:
     """An MXArray on the device, if its parts fit together; `where` begins the error."""

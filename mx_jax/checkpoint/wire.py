@@ -22,15 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.files import (
-    Entry,
-    Reader,
-    Resume,
-    check_sizes,
-    progress_bar,
-    readers_of,
-    write_files,
-)
+from mx_jax.checkpoint import files
 from mx_jax.checkpoint.weights import Stored, Weights, built, stored_plain
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks, check_parts
@@ -64,7 +56,7 @@ def describe(x: MXArray) -> dict[str, Any]:
     return json.loads(json.dumps(facts, default=lambda size: size.value))
 
 
-def description(x: MXArray, **more: Any) -> np.ndarray:
+def description(x: MXArray, **more: object) -> np.ndarray:
     """The JSON of `describe`, and of `more`, as bytes."""
     return np.frombuffer(json.dumps(describe(x) | more).encode(), np.uint8)
 
@@ -81,11 +73,7 @@ class Described:
 
     @classmethod
     def read(cls, facts: Any, where: str) -> "Described":
-        """Check and read what `json.loads` gave.
-
-        Raises:
-          ValueError: another version, or facts that are missing, unknown or impossible.
-        """
+        """Check and read what `json.loads` gave."""
         try:
             if facts["version"] != VERSION:
                 version = facts["version"]
@@ -176,7 +164,7 @@ def from_packed(
       scales: one a block: uint8 (E8M0, biased by 127, or E4M3), or float32 where the format says.
       format: of the blocks, or its name; blocks of one position along the kept axes.
       length: of the last axis, in codes.
-      axis: along which the blocks lie.
+      axis: along which the blocks run.
       tensor_scale: float32 with an axis of length one for each of codes (NVFP4), else None.
       dtype: what `dequantize()` gives.
 
@@ -204,10 +192,10 @@ def from_packed(
     return built(codes, scales, tensor_scale, format, blocks, dtype, "from_packed")
 
 
-def to_wire(tree: Any) -> Any:
+def to_wire(tree: object) -> Any:
     """A tree with each MXArray as a dict of plain arrays, for whatever saves trees of arrays.
 
-    Codes lie on the host at their real width: MXFP4 takes 4.25 bits an element. Weights that were
+    Codes are on the host at their real width: MXFP4 takes 4.25 bits an element. Weights that were
     packed for this machine go as the MXArray that they hold.
 
     Args:
@@ -227,7 +215,7 @@ def to_wire(tree: Any) -> Any:
       'mxfp4'
     """
 
-    def go(leaf: Any) -> Any:
+    def go(leaf: object) -> Any:
         if not isinstance(leaf, Quantized):
             return leaf
         stored = unpacked(leaf)
@@ -271,18 +259,20 @@ def from_wire(tree: Any) -> Any:
     return jax.tree.map_with_path(go, tree, is_leaf=_is_wire)
 
 
-def _is_wire(node: Any) -> bool:
+def _is_wire(node: object) -> bool:
     return isinstance(node, Mapping) and {DESCRIPTION, CODES, SCALES} <= set(node)
 
 
-def _parts(x: MXArray) -> dict[str, Entry]:
+def _parts(x: MXArray) -> dict[str, files.Entry]:
     """An MXArray's arrays as they are stored, by name; each is fetched when its turn comes."""
     check_parts(x, "to_wire")
     bits = x.format.element.bits if x.ndim else 8
     shape, byte = _stored_shape(x.shape, bits), np.dtype("uint8")
-    codes = Entry(shape, byte, lambda: packing.pack(np.asarray(x.codes), bits))
-    found = {CODES: codes, SCALES: Entry.of(x.scales)}
-    return found if x.tensor_scale is None else found | {TENSOR_SCALE: Entry.of(x.tensor_scale)}
+    codes = files.Entry(shape, byte, lambda: packing.pack(np.asarray(x.codes), bits))
+    found = {CODES: codes, SCALES: files.Entry.of(x.scales)}
+    return (
+        found if x.tensor_scale is None else found | {TENSOR_SCALE: files.Entry.of(x.tensor_scale)}
+    )
 
 
 def _stored_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
@@ -313,7 +303,7 @@ def save(
     tree: Mapping[Any, Any],
     *,
     max_shard_size: int | None = None,
-    resume: Resume = False,
+    resume: files.Resume = False,
     progress: bool = False,
 ) -> None:
     """Write nested dicts of arrays and MXArrays to a safetensors file, or to several.
@@ -354,8 +344,8 @@ def save(
       >>> checkpoint.load(path)["kernel"].format.name
       'mxfp4'
     """
-    check_sizes(max_shard_size, resume, "checkpoint.save")
-    entries: dict[str, Entry] = {}
+    files.check_sizes(max_shard_size, resume, "checkpoint.save")
+    entries: dict[str, files.Entry] = {}
     # The tensor of each entry, and the description of each tensor.
     owner: dict[str, str] = {}
     described: dict[str, dict[str, Any]] = {}
@@ -369,7 +359,7 @@ def save(
         for key, entry in found.items():
             if key in entries:
                 raise ValueError(f"checkpoint.save: two tensors would be named {key!r}; rename one")
-            entries[key], owner[key] = Entry.of(entry), name
+            entries[key], owner[key] = files.Entry.of(entry), name
 
     def metadata(names: Collection[str]) -> dict[str, str]:
         own = dict.fromkeys(owner[name] for name in names)
@@ -377,7 +367,7 @@ def save(
         return {"format": DESCRIPTION, DESCRIPTION: json.dumps(said)}
 
     sizes: Any = {"max_shard_size": max_shard_size, "resume": resume, "progress": progress}
-    write_files(Path(path), entries, metadata, group=owner.__getitem__, **sizes)
+    files.write_files(Path(path), entries, metadata, group=owner.__getitem__, **sizes)
 
 
 def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, Any]:
@@ -406,29 +396,25 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
       ((64, 8), ((-2, 32),), True)
     """
     where = f"checkpoint.load: {os.fspath(path)}"
-    weights = own_weights(Path(path), readers_of(Path(path), where)[0], where)
+    weights = own_weights(Path(path), files.readers_of(Path(path), where)[0], where)
     tree: dict[Any, Any] = {}
     total = sum(one.nbytes for one in weights.stored.values())
-    with progress_bar("read", total, progress) as step:
+    with files.progress_bar("read", total, progress) as step:
         for name, one in weights.stored.items():
             put(tree, weights.metadata["paths"][name], one.fetch(), where)
             step(name, one.nbytes)
     return tree
 
 
-def is_own(readers: Sequence[Reader]) -> bool:
+def is_own(readers: Sequence[files.Reader]) -> bool:
     """Whether `save` wrote one of a checkpoint's files."""
     return any(DESCRIPTION in reader.metadata for reader in readers)
 
 
-def own_weights(path: Path, readers: Sequence[Reader], where: str) -> Weights:
+def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weights:
     """What `save` wrote, each tensor read when it is asked for.
 
     Names are the tree's keys joined by `/`, and `metadata["paths"]` has the keys of each.
-
-    Raises:
-      ValueError: their metadata are damaged, of a newer version, or name what is not there; or
-        some of the files are not what `save` wrote.
     """
     stored, paths = {}, {}
     for reader in readers:
@@ -451,19 +437,19 @@ def own_weights(path: Path, readers: Sequence[Reader], where: str) -> Weights:
     return Weights(path, stored, {"paths": paths})
 
 
-def _tensors_of(reader: Reader, name: str) -> list[str]:
+def _tensors_of(reader: files.Reader, name: str) -> list[str]:
     """Tensors of an MXArray; what is not there is an error, but for the tensor scale."""
     own = [CODES, SCALES]
     own += [TENSOR_SCALE] * (f"{name}/{TENSOR_SCALE}" in reader.tensors)
     return [f"{name}/{part}" for part in own]
 
 
-def _fetch(reader: Reader, name: str, described: Described, where: str) -> MXArray:
+def _fetch(reader: files.Reader, name: str, described: Described, where: str) -> MXArray:
     arrays = {each.rpartition("/")[2]: reader.read(each) for each in _tensors_of(reader, name)}
     return _assemble(described, arrays, where)
 
 
-def _leaves(node: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
+def _leaves(node: object, keys: Keys) -> Iterator[tuple[Keys, Any]]:
     if isinstance(node, Mapping):
         for key, value in node.items():
             if not isinstance(key, str | int) or isinstance(key, bool):
@@ -472,7 +458,7 @@ def _leaves(node: Any, keys: Keys) -> Iterator[tuple[Keys, Any]]:
                     f"{_joined(keys) or 'the top'}"
                 )
             yield from _leaves(value, (*keys, key))
-    elif isinstance(node, Quantized | jax.Array | np.ndarray | Entry) and keys:
+    elif isinstance(node, Quantized | jax.Array | np.ndarray | files.Entry) and keys:
         if not isinstance(node, Quantized) and jnp.issubdtype(node.dtype, jax.dtypes.prng_key):
             raise TypeError(
                 f"checkpoint.save: {_joined(keys)} is a PRNG key; save jax.random.key_data of it"
@@ -490,7 +476,7 @@ def _joined(keys: Keys) -> str:
     return "/".join(map(str, keys))
 
 
-def _listed(reader: Reader, where: str) -> list[tuple[Keys, Any]]:
+def _listed(reader: files.Reader, where: str) -> list[tuple[Keys, Any]]:
     """Paths of the tensors, with the description of those that are MXArrays."""
     text = reader.metadata.get(DESCRIPTION)
     if text is None:
@@ -518,7 +504,7 @@ def _listed(reader: Reader, where: str) -> list[tuple[Keys, Any]]:
     return paths
 
 
-def put(tree: dict[Any, Any], keys: Keys, leaf: Any, where: str) -> None:
+def put(tree: dict[Any, Any], keys: Keys, leaf: object, where: str) -> None:
     """Enter a tensor at its path."""
     *outer, last = keys
     for key in outer:

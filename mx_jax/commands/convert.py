@@ -64,32 +64,21 @@ class How(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What becomes of one tensor.
-
-    Attributes:
-      name: of the tensor.
-      source: its block format, or its dtype.
-      target: likewise, of what is written.
-      tensor: what is written; nothing is read before.
-      how: it comes there.
-      blocks: of a tensor that is not merely copied, how many the layout has for it.
-      unfit: how many of them cannot hold its values.
-      reason: why the codes cannot stay, where no count tells.
-      tensor_scale: of a tensor whose codes stay, where the layout has one for all of it.
-    """
+    """What becomes of one tensor."""
 
     name: str
-    source: str
-    target: str
-    tensor: Any
+    source: str  # its block format, or its dtype
+    target: str  # likewise, of what is written
+    tensor: Any  # what is written; nothing is read before
     how: How
-    blocks: int = 0
-    unfit: int = 0
-    reason: str | None = None
+    blocks: int = 0  # of a tensor that is not merely copied, how many the layout has for it
+    unfit: int = 0  # how many of them cannot hold its values
+    reason: str | None = None  # why the codes cannot stay, where no count says
+    # Of a tensor whose codes stay, where the layout has one for all of it.
     tensor_scale: float | None = None
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to a parser's subparsers."""
     written = [OWN, *(row.name for row in LAYOUTS if row.rotation is None), TORCHAO]
     help = "store quantized weights as another program does"
@@ -144,16 +133,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _print(planned: list[Conversion]) -> None:
     columns = ("tensor", "from", "to", "how", "blocks", "do not fit")
-    rows = [
-        (
-            *(one.name, one.source, one.target, one.how.value),
-            str(one.blocks or ""),
-            str(one.unfit or ""),
-        )
-        for one in planned
-    ]
-    if rows:
-        print_table(columns, rows, left=columns, box=None)
+    facts = ((x.name, x.source, x.target, x.how.value, x.blocks, x.unfit) for x in planned)
+    if planned:
+        print_table(columns, [[str(x or "") for x in row] for row in facts], columns, box=None)
 
 
 def _plan(weights: Weights, row: Layout | None) -> list[Conversion]:

@@ -13,9 +13,8 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
-from typing import Any
 
+import jax
 import numpy as np
 
 from mx_jax import checkpoint
@@ -26,6 +25,7 @@ from mx_jax.commands.stream import add_command, stored_bytes
 from mx_jax.inspect.report_checkpoint import values_of
 from mx_jax.mxarray import MXArray
 
+Tensor = MXArray | jax.Array | np.ndarray
 # Values that are compared at once.
 _CHUNK = 1 << 18
 _COLUMNS = ("tensor", "A", "B", "", "SQNR dB", "max error", "values", "codes", "scales")
@@ -33,27 +33,20 @@ _COLUMNS = ("tensor", "A", "B", "", "SQNR dB", "max error", "values", "codes", "
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far a tensor of B is from that of A.
-
-    Attributes:
-      name: of the tensor.
-      formats: of both: of blocks, or dtypes; None where it is missing.
-      result: `"same"`, `"same values"`, `"differs"`, `"other shape"`, `"only in A"`, `"only in B"`.
-      sqnr_db: of B with A as what is exact; None where nothing can be compared, or nothing differs.
-      max_error: the largest absolute difference.
-      values: how many values differ.
-      codes: how many codes do, where both have the same format and blocks; else None.
-      scales: how many block scales do, likewise.
-    """
+    """How far a tensor of B is from that of A."""
 
     name: str
+    # Of both: of blocks, or dtypes; None where it is missing.
     formats: tuple[str | None, str | None]
+    # `"same"`, `"same values"`, `"differs"`, `"other shape"`, `"only in A"`, `"only in B"`.
     result: str
+    # Of B with A as what is exact; None where nothing can be compared, or nothing differs.
     sqnr_db: float | None = None
-    max_error: float | None = None
-    values: int | None = None
+    max_error: float | None = None  # the largest absolute difference
+    values: int | None = None  # how many values differ
+    # How many codes do, where both have the same format and blocks; else None.
     codes: int | None = None
-    scales: int | None = None
+    scales: int | None = None  # how many block scales do, likewise
 
     @property
     def equal(self) -> bool:
@@ -61,7 +54,7 @@ class Difference:
         return self.result in ("same", "same values")
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to a parser's subparsers."""
     help = "compare two checkpoints tensor by tensor"
     parser = add_command(commands, run, "diff", "a", "b", help=help, text=__doc__)
@@ -79,7 +72,10 @@ def run(options: argparse.Namespace) -> int:
         rows = [dataclasses.asdict(each) for each in found]
         print(json.dumps({"equal": not differing, "tensors": rows}, indent=1))
     else:
-        _print(found if options.all else differing, len(found))
+        if shown := found if options.all else differing:
+            print_table(_COLUMNS, map(_row, shown), left=_COLUMNS[:4])
+        many = f" tensors, {len(differing)} of them differ" if differing else " the same"
+        print(f"{len(found)}{many}")
     return 1 if differing else 0
 
 
@@ -99,7 +95,7 @@ def _compare(a: Weights, b: Weights) -> list[Difference]:
     return found
 
 
-def difference(name: str, a: Any, b: Any) -> Difference:
+def difference(name: str, a: Tensor, b: Tensor) -> Difference:
     """Compare two tensors, arrays or MXArrays; NaN is the same as NaN."""
     formats = (_format(a), _format(b))
     if tuple(a.shape) != tuple(b.shape):
@@ -142,7 +138,7 @@ def _apart(x: np.ndarray, y: np.ndarray) -> tuple[int, float, float]:
         return values, float(largest), float(10 * np.log10(signal / noise))
 
 
-def _parts(a: Any, b: Any) -> tuple[int | None, int | None]:
+def _parts(a: object, b: object) -> tuple[int | None, int | None]:
     """How many codes and how many scales differ, where they can be compared."""
     if not (isinstance(a, MXArray) and isinstance(b, MXArray)):
         return None, None
@@ -155,17 +151,10 @@ def _parts(a: Any, b: Any) -> tuple[int | None, int | None]:
     return codes, int((np.asarray(a.scales) != np.asarray(b.scales)).sum()) + whole
 
 
-def _format(x: Any) -> str | None:
+def _format(x: Tensor | None) -> str | None:
     if x is None:
         return None
     return x.format.name if isinstance(x, MXArray) else x.dtype.name
-
-
-def _print(found: Sequence[Difference], total: int) -> None:
-    if found:
-        print_table(_COLUMNS, map(_row, found), left=_COLUMNS[:4])
-    differing = sum(not each.equal for each in found)
-    print(f"{total} tensors, {differing} of them differ" if differing else f"{total} the same")
 
 
 def _row(each: Difference) -> tuple[str, ...]:

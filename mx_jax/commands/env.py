@@ -3,13 +3,12 @@
 import argparse
 import json
 import logging
-from typing import Any
 
 from mx_jax.commands.output import console
 from mx_jax.inspect import environment
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to a parser's subparsers."""
     env = commands.add_parser(
         "env",

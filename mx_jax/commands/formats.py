@@ -20,7 +20,7 @@ AnyFormat = BlockFormat | ElementFormat | ScaleFormat
 F = TypeVar("F", ElementFormat, ScaleFormat)
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to a parser's subparsers."""
     formats = commands.add_parser(
         "formats",

@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mx_jax import checkpoint
 from mx_jax.checkpoint.files import replacing
@@ -28,7 +27,7 @@ from mx_jax.inspect.report_checkpoint import TensorFacts, checkpoint_page, facts
 _COLUMNS = ("tensor", "format", "shape", "size", "bits", "amax", "zeros %", "at limit %", "scales")
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to a parser's subparsers."""
     help = "print what the tensors of a checkpoint are"
     parser = add_command(commands, run, "inspect", "file", help=help, text=__doc__)

@@ -1,6 +1,6 @@
 """Quantize the weights of a checkpoint, one tensor at a time.
 
-Blocks lie along the axis that a product contracts: the last of a matrix called .weight, the first
+Blocks run along the axis that a product contracts: the last of a matrix called .weight, the first
 of one called kernel. What already is quantized stays as it is, and so do tensors of fewer than two
 axes.
 
@@ -55,6 +55,7 @@ from mx_jax.calibrate.ways import GPTQ
 from mx_jax.checkpoint.files import Entry, deferred
 from mx_jax.checkpoint.scales import effective_scales
 from mx_jax.checkpoint.weights import Stored
+from mx_jax.commands import stream
 from mx_jax.commands.output import console, say
 from mx_jax.commands.rules import (
     SCALES,
@@ -66,16 +67,6 @@ from mx_jax.commands.rules import (
     read_rules,
     report,
     shared_scales,
-)
-from mx_jax.commands.stream import (
-    OWN,
-    add_command,
-    as_it_is,
-    check_output,
-    layout_for,
-    read,
-    report_dequantized,
-    write_out,
 )
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Rule
@@ -95,10 +86,12 @@ examples:
 KEPT = r"(.*[./])?(\w*embed\w*|token_embd|wte|wpe|lm_head|output|head|tokens)"
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add both commands to a parser's subparsers."""
     help = "quantize a checkpoint's weights, by a format or by rules"
-    parser = add_command(commands, run, "quantize", "in", help=help, text=__doc__, writes=True)
+    parser = stream.add_command(
+        commands, run, "quantize", "in", help=help, text=__doc__, writes=True
+    )
     parser.add_argument(
         "--format",
         metavar="FORMAT",
@@ -130,7 +123,10 @@ def add_to(commands: Any) -> None:
         "head)",
     )
     parser.add_argument(
-        "--to", metavar="LAYOUT", default=OWN, help=f"how to store it (default: {OWN}, our own)"
+        "--to",
+        metavar="LAYOUT",
+        default=stream.OWN,
+        help=f"how to store it (default: {stream.OWN}, our own)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print what would become of each")
     parser.add_argument(
@@ -138,7 +134,7 @@ def add_to(commands: Any) -> None:
     )
     help = "write the values that quantized weights stand for"
     how = {"help": help, "text": _DEQUANTIZE, "writes": True}
-    parser = add_command(commands, run_dequantize, "dequantize", "in", **how)
+    parser = stream.add_command(commands, run_dequantize, "dequantize", "in", **how)
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
@@ -150,9 +146,9 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     rules = _rules(options)
     if not options.dry_run:
-        check_output(options)
-    weights = read(options)
-    tensors = {name: as_it_is(one) for name, one in weights.stored.items()}
+        stream.check_output(options)
+    weights = stream.read(options)
+    tensors = {name: stream.as_it_is(one) for name, one in weights.stored.items()}
     judged = {name: judge(rules, name, tensor) for name, tensor in tensors.items()}
     found = report(rules, judged)
     _check_used(options, rules, found)
@@ -168,7 +164,7 @@ def run(options: argparse.Namespace) -> int:
         one, each = weights.stored[name], judged[name]
         made = each.quantize((one.host or one.fetch)(), moments.get(name), scales.get(name))
         if bad := int((~np.isfinite(effective_scales(made))).sum()):
-            if options.to != OWN:
+            if options.to != stream.OWN:
                 raise ValueError(
                     f"quantize: {weights.path}: {name} holds NaN or infinite values, which makes "
                     f"{bad} blocks NaN, and {options.to} is read by programs that expect none; "
@@ -181,12 +177,12 @@ def run(options: argparse.Namespace) -> int:
         if each.quantizes:
             like = quantized_like(each, tensors[name])
             tensors[name] = deferred(functools.partial(quantized, name), like)
-    report_dequantized(weights, (name for name in weights if not judged[name].quantizes))
-    layout = layout_for(options.to, tensors, weights.path)
-    if layout != OWN:
+    stream.report_dequantized(weights, (name for name in weights if not judged[name].quantizes))
+    layout = stream.layout_for(options.to, tensors, weights.path)
+    if layout != stream.OWN:
         # Nothing is quantized before it is written.
         scales |= shared_scales(weights, judged)
-    sizes = write_out(options, weights, tensors, layout, options.to)
+    sizes = stream.write_out(options, weights, tensors, layout, options.to)
     if spoilt:
         first = next(iter(spoilt))
         say(
@@ -250,17 +246,17 @@ def _moments(options: argparse.Namespace, judged: Mapping[str, Judged]) -> dict[
 
 def run_dequantize(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    check_output(options)
-    weights = read(options)
+    stream.check_output(options)
+    weights = stream.read(options)
     tensors = {name: _values(one, options.dtype) for name, one in weights.stored.items()}
-    sizes = write_out(options, weights, tensors)
+    sizes = stream.write_out(options, weights, tensors)
     say(f"{options.out}: {len(weights.quantized)} tensors dequantized, {sizes}")
     return 0
 
 
 def _values(one: Stored, dtype: str | None) -> Any:
     """A tensor's values, of a dtype or that of what was quantized."""
-    tensor = as_it_is(one)
+    tensor = stream.as_it_is(one)
     if one.layout is None:
         return tensor
     wanted = np.dtype(jnp.dtype(tensor.dtype if dtype is None else dtype))

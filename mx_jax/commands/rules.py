@@ -16,15 +16,17 @@ from mx_jax.axes import Axes
 from mx_jax.calibrate import gptq, search_scales
 from mx_jax.calibrate.scales import search_for
 from mx_jax.calibrate.ways import GPTQ, SEARCHED
+from mx_jax.checkpoint.files import Entry
 from mx_jax.checkpoint.weights import Weights, on_device
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, decide
-from mx_jax.formats import block_format
+from mx_jax.convert.weights import unstorable
+from mx_jax.formats import BlockFormat, block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.packing import store_weights, why_not_stored
 from mx_jax.ops.quantize import quantize
-from mx_jax.packed import Quantized
 from mx_jax.recipes import weight_only
+from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import OperandSpec
 
 _KEYS = {"pattern", "format", "recipe", "scale_rule", "scales", "axis", "skip"}
@@ -35,17 +37,12 @@ _DECIDING = ("format", "recipe", "skip")
 
 @dataclasses.dataclass(frozen=True)
 class FileRule:
-    """A rule, and along which axis the tensors that it matches have their blocks.
+    """A rule, and along which axis the tensors that it matches have their blocks."""
 
-    Attributes:
-      rule: conversion's own; its recipe's weight says format and scale rule.
-      axis: of the tensor; None: the one that its name tells.
-      scales: how scales and codes are chosen in place of the recipe's scale rule: `"mse"`, each
-        block's scale by squared error; `"gptq"`, codes by what they are multiplied with as well.
-    """
-
-    rule: Rule
-    axis: int | None = None
+    rule: Rule  # conversion's own; its recipe's weight says format and scale rule
+    axis: int | None = None  # of the tensor; None: the one that its name implies
+    # In place of the recipe's scale rule: `"mse"`, each block's scale by squared error;
+    # `"gptq"`, codes by what they are multiplied with as well.
     scales: str | None = None
 
 
@@ -65,16 +62,12 @@ def read_rules(path: Path) -> tuple[FileRule, ...]:
 
 def format_rule(
     pattern: str,
-    format: Any,
-    scale_rule: Any = None,
+    format: BlockFormat | str,
+    scale_rule: ScaleRule | str | None = None,
     axis: int | None = None,
     scales: str | None = None,
 ) -> FileRule:
-    """A rule that stores weights in a format, by the scale rule that loses least for it.
-
-    Raises:
-      ValueError: unknown names, or a format whose scales cannot be searched.
-    """
+    """A rule that stores weights in a format, by the scale rule that loses least for it."""
     if scales not in (None, *SCALES):
         raise ValueError(f"scales must be one of {', '.join(SCALES)}, got scales={scales!r}")
     if scales is not None:
@@ -82,7 +75,7 @@ def format_rule(
     return FileRule(Rule(pattern, weight_only(format, scale_rule)), axis, scales)
 
 
-def _rule(row: Any, where: str) -> FileRule:
+def _rule(row: object, where: str) -> FileRule:
     if not isinstance(row, dict) or not isinstance(row.get("pattern"), str):
         raise ValueError(f"{where}: needs a pattern, a regular expression, got {row!r}")
     unknown = sorted(set(row) - _KEYS)
@@ -111,23 +104,16 @@ def _rule(row: Any, where: str) -> FileRule:
 
 # What a tensor is called below its layer, and the axis of its matrix that a product contracts.
 CONTRACTED = {"weight": -1, "kernel": 0, "embedding": -1}
-_DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Judged:
-    """What becomes of a tensor.
+    """What becomes of a tensor."""
 
-    Attributes:
-      decision: of the rules; None of what has fewer than two axes.
-      axes: of one matrix in its product.
-      num_stacked: leading axes that count matrices.
-      scales: how scales and codes are chosen besides the recipe's rule: `"mse"` or `"gptq"`.
-    """
-
-    decision: Decision | None = None
-    axes: Axes | None = None
-    num_stacked: int = 0
+    decision: Decision | None = None  # of the rules; None of what has fewer than two axes
+    axes: Axes | None = None  # of one matrix in its product
+    num_stacked: int = 0  # leading axes that count matrices
+    # How scales and codes are chosen besides the recipe's rule: `"mse"` or `"gptq"`.
     scales: str | None = None
 
     @property
@@ -148,14 +134,13 @@ class Judged:
         """Whether it is quantized under one tensor scale for all of it."""
         return self.quantizes and self.num_stacked == 0 and self.spec.format.tensor_scale
 
-    def quantize(self, value: Any, moment: Any = None, tensor_scale: Any = None) -> MXArray:
-        """The tensor's codes and scales.
-
-        Args:
-          value: of the tensor.
-          moment: of what it is multiplied with, for GPTQ; without one, scales are searched.
-          tensor_scale: of a matrix that has to have another's; None: its own.
-        """
+    def quantize(
+        self,
+        value: Any,
+        moment: np.ndarray | jax.Array | None = None,
+        tensor_scale: object = None,
+    ) -> MXArray:
+        """The tensor's codes and scales, by GPTQ if the second moment of its inputs is given."""
         assert self.decision is not None and self.decision.recipe is not None and self.axes
         recipe, stacked, spec = self.decision.recipe, self.num_stacked, self.spec
         (axis,) = self.axes.contracting
@@ -175,7 +160,7 @@ class Judged:
         return found
 
 
-def judge(rules: tuple[FileRule, ...], name: str, tensor: Any) -> Judged:
+def judge(rules: tuple[FileRule, ...], name: str, tensor: Entry | jax.ShapeDtypeStruct) -> Judged:
     """What the first rule that matches makes of a tensor, of which shape and dtype are known.
 
     Patterns match its name whole, or without its last part (`.weight`), with `.` or with `/`
@@ -187,7 +172,7 @@ def judge(rules: tuple[FileRule, ...], name: str, tensor: Any) -> Judged:
     layer, last = _split(name)
     path, *aliases = dict.fromkeys((layer, name, layer.replace(".", "/"), name.replace(".", "/")))
     judging = Layer(
-        path=path, aliases=tuple(aliases), type=Unknown, kernel=shape, obstacle=_obstacle(tensor)
+        path=path, aliases=tuple(aliases), type=Unknown, kernel=shape, obstacle=unstorable(tensor)
     )
     decision = decide(tuple(each.rule for each in rules), judging)
     if decision.recipe is None or decision.rule is None:
@@ -216,7 +201,7 @@ def report(rules: tuple[FileRule, ...], judged: dict[str, Judged]) -> Report:
     return Report(rules=tuple(each.rule for each in rules), decisions=tuple(decisions))
 
 
-def quantized_like(judged: Judged, tensor: Any) -> Any:
+def quantized_like(judged: Judged, tensor: Entry | jax.ShapeDtypeStruct) -> Any:
     """What `quantize` gives, with shapes and dtypes for arrays."""
     struct = jax.ShapeDtypeStruct(tuple(tensor.shape), tensor.dtype)
     return jax.eval_shape(judged.quantize, struct)
@@ -229,14 +214,6 @@ def _split(name: str) -> tuple[str, str]:
         if layer and last in CONTRACTED:
             return layer, last
     return name, name
-
-
-def _obstacle(tensor: Any) -> str | None:
-    if isinstance(tensor, Quantized):
-        return f"is {tensor.format.name} already"
-    if np.dtype(tensor.dtype) not in _DTYPES:
-        return f"is {tensor.dtype}; float32, bfloat16 and float16 can be quantized"
-    return None
 
 
 def _axes(axis: int, ndim: int) -> tuple[Axes, int]:

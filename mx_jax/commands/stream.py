@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mx_jax import checkpoint
 from mx_jax.checkpoint.files import (
     NUMBERED,
@@ -51,7 +49,7 @@ _REPLACED = ("*.safetensors", *_OF_TENSORS, GGUF_FIELDS, RECORD)
 
 
 def add_command(
-    commands: Any,
+    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
     run: Callable[[argparse.Namespace], int],
     name: str,
     *inputs: str,
@@ -86,7 +84,23 @@ def add_command(
         help="read this layout and no other; for files that fit several",
     )
     if writes:
-        _add_output(parser)
+        parser.add_argument(
+            "out",
+            metavar="OUT",
+            type=_output,
+            help="the file to write, if its name ends with .safetensors; else a folder, to which a "
+            "folder's config.json, tokenizer and the like come too, or what a GGUF file says",
+        )
+        parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
+        parser.add_argument(
+            "--max-shard-size",
+            "--shard-size",
+            metavar="SIZE",
+            help="write files of at most that, as 5GB, and their index, to the folder OUT",
+        )
+        parser.add_argument(
+            "--resume", action="store_true", help="keep whole files that an earlier run left in OUT"
+        )
     parser.set_defaults(run=run)
     return parser
 
@@ -99,26 +113,6 @@ def _model(text: str) -> Path:
         return find_model(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _add_output(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "out",
-        metavar="OUT",
-        type=_output,
-        help="the file to write, if its name ends with .safetensors; else a folder, to which a "
-        "folder's config.json, tokenizer and the like come too, or what a GGUF file says",
-    )
-    parser.add_argument("--force", action="store_true", help="replace OUT if it is there")
-    parser.add_argument(
-        "--max-shard-size",
-        "--shard-size",
-        metavar="SIZE",
-        help="write files of at most that, as 5GB, and their index, to the folder OUT",
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="keep whole files that an earlier run left in OUT"
-    )
 
 
 def _output(text: str) -> Path:
@@ -135,13 +129,8 @@ def read(options: argparse.Namespace) -> Weights:
     return checkpoint.read(vars(options)["in"], layout=options.layout)
 
 
-def as_it_is(one: Stored, value: Any = None) -> Any:
-    """A tensor to be written as it was read; it is read now where no header has its dtype.
-
-    Args:
-      one: the tensor.
-      value: of it, where it is at hand.
-    """
+def as_it_is(one: Stored, value: object = None) -> Any:
+    """A tensor to be written as it was read; it is read now where no header has its dtype."""
     if one.host is not None and one.dtype is not None:
         return Entry(one.shape, one.dtype, one.host)
     return deferred(one.fetch, one.fetch() if value is None else value)
@@ -267,7 +256,7 @@ def _digests(options: argparse.Namespace) -> dict[str, str]:
     }
 
 
-def _facts(value: Any) -> Iterator[Any]:
+def _facts(value: object) -> Iterator[Any]:
     """What identifies an option's value: of files their sizes and times, of others the text."""
     if isinstance(value, list | tuple):
         for each in value:
@@ -294,17 +283,9 @@ def write_out(
     layout: str | None = None,
     to: str | None = None,
 ) -> str:
-    """Write tensors one at a time; the file or folder appears when it is complete.
+    """Write tensors one at a time, and say what bytes they took and take.
 
-    Args:
-      options: of the command: where to, and in files of what size.
-      weights: what they were made of: a tree that mx_jax wrote stays one.
-      tensors: by name, what `as_it_is` and `deferred` give.
-      layout: `"mx_jax"`, a layout of others, or None for arrays that any reader reads.
-      to: what the user asked for: the layout, or a program that uses it.
-
-    Returns:
-      The bytes that tensors took and take, for people.
+    The file or folder appears when it is complete; a tree that mx_jax wrote stays one.
     """
     out, largest, stated = options.out.resolve(), options.max_shard_size, None
     if layout in {row.name for row in LAYOUTS}:
@@ -379,7 +360,7 @@ def _write_beside(
             write_json(made / "hf_quant_config.json", hf_quant_config(stated))
     elif is_gguf(weights.path):
         # With it, `generate` reads the folder.
-        write_json(made / GGUF_FIELDS, {key: _json(v) for key, v in weights.metadata.items()})
+        write_json(made / GGUF_FIELDS, weights.metadata)
     if (out / "config.json").is_file() and not (made / "config.json").is_file():
         # It stays, and may not speak of tensors that are gone.
         _write_config(out / "config.json", made, stated)
@@ -391,13 +372,6 @@ def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> No
     kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
     kept |= {} if stated is None else {"quantization_config": dict(stated)}
     write_json(out / path.name, kept)
-
-
-def _json(field: Any) -> Any:
-    """A field of a GGUF file for JSON."""
-    if isinstance(field, tuple):
-        return [_json(each) for each in field]
-    return field.tolist() if isinstance(field, np.ndarray) else field
 
 
 def _nbytes(text: str) -> int:

@@ -8,15 +8,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 
-from mx_jax.convert.jaxpr import (
-    DotGeneral,
-    Module,
-    Plan,
-    PlannedBody,
-    planned,
-    recipes_of,
-    tracing,
-)
+from mx_jax.convert import jaxpr
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Rule, as_rules
 from mx_jax.nn.layers import RNG_STREAM
@@ -125,7 +117,7 @@ class ConvertedFunction(Generic[P, R]):
     def __reduce__(self):
         return type(self), (self.function, self.rules, self.weights, self.strict)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> R:
+    def __call__(self, *args: object, **kwargs: object) -> R:
         """The function's result, with its products made as the rules say."""
         rngs = kwargs.get("rngs")
         key = rngs.get(RNG_STREAM) if isinstance(rngs, Mapping) else None
@@ -145,7 +137,7 @@ class ConvertedFunction(Generic[P, R]):
             result = Report(rules=self.rules, decisions=traced.decisions)
             result.check("convert.function", self.strict, self._used)
             self._used.update(result.used)
-            _check_key(key, recipes_of(traced.plan), _name_of(self.function))
+            _check_key(key, jaxpr.recipes_of(traced.plan), _name_of(self.function))
             return traced.run(arrays, key)
 
         run.__name__ = run.__qualname__ = _name_of(self.function)
@@ -155,9 +147,9 @@ class ConvertedFunction(Generic[P, R]):
 def decisions(
     fn: Callable[..., Any],
     rules: tuple[Rule, ...],
-    *args: Any,
+    *args: object,
     weights: int | str | Sequence[int | str] = (),
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Decision, ...]:
     """What rules say of a function's products, from an abstract trace of a call."""
     fn = original(fn)
@@ -179,20 +171,17 @@ def _as_arguments(weights: int | str | Sequence[int | str]) -> Arguments:
 
 def call_by_recipe(
     function: Callable[..., R],
-    args: Any,
+    args: Sequence[Any],
     kwargs: dict[str, Any],
     *,
     recipe: Recipe,
     name: str,
     key: jax.Array | None,
-    dot_general: DotGeneral,
+    dot_general: jaxpr.DotGeneral,
 ) -> R:
     """The result of a call whose products are made by one recipe, whatever they are called.
 
     The kernel is the operand that no argument goes into. Errors call the function by the name.
-
-    Raises:
-      ValueError: there is no product that can be quantized.
     """
     static, arrays = _split(function, (), args, kwargs)
     traced = _traced(function, (Rule(".*", recipe),), static, arrays)
@@ -211,30 +200,22 @@ def call_of_model(
     kwargs: dict[str, Any],
     *,
     rules: tuple[Rule, ...],
-    modules: Mapping[str, Module],
+    modules: Mapping[str, jaxpr.Module],
     record: Callable[[tuple[Decision, ...]], None],
     key: jax.Array | None = None,
     runs: bool = True,
 ) -> Any:
-    """The result of a model's call, with those products made anew that no layer has for itself.
+    """The result of a pure call of a model, with those products made anew that no layer has.
 
-    Args:
-      function: pure.
-      args: its arguments by position, the state that holds the weights first.
-      kwargs: by name.
-      rules: the first that matches a product decides.
-      modules: by path; calls may add theirs.
-      record: takes what the rules say.
-      key: where products draw from, or None.
-      runs: whether the result is wanted.
+    Its first argument is the state that holds the weights; `record` takes what the rules say.
     """
     static, arrays = _split(function, (0,), args, kwargs)
-    with tracing(rules):
+    with jaxpr.tracing(rules):
         traced = _traced(function, rules, static, arrays, modules)
     record(traced.decisions)
     if not runs:
         return None
-    _check_key(key, recipes_of(traced.plan), "apply")
+    _check_key(key, jaxpr.recipes_of(traced.plan), "apply")
     return traced.run(arrays, key)
 
 
@@ -243,14 +224,14 @@ class _Traced(Generic[R]):
     """A call as a jaxpr, the decision about each of its products, and what becomes of it."""
 
     program: Any
-    plan: Plan
+    plan: jaxpr.Plan
     decisions: tuple[Decision, ...]
     # From the arrays of the result to what the function gives back.
     result: Callable[[Sequence[Any]], R]
 
     def run(self, arrays: Sequence[Any], key: jax.Array | None, **options: Any) -> R:
         """The result of a call with other arrays; options are those of `PlannedBody`."""
-        return self.result(PlannedBody(self.program, self.plan, **options)(arrays, key))
+        return self.result(jaxpr.PlannedBody(self.program, self.plan, **options)(arrays, key))
 
 
 def _traced(
@@ -258,7 +239,7 @@ def _traced(
     rules: tuple[Rule, ...],
     static: "_Static",
     arrays: Sequence[Any],
-    modules: Mapping[str, Module] | None = None,
+    modules: Mapping[str, jaxpr.Module] | None = None,
 ) -> _Traced[R]:
     """A call as a jaxpr, and what the rules say of it. What it gives back may be no array too."""
     found: list[tuple[Any, list[Any]]] = []
@@ -273,10 +254,10 @@ def _traced(
         return jax.tree.unflatten(structure, [next(given) if x is None else x for x in leaves])
 
     program = jax.make_jaxpr(call)(arrays)
-    return _Traced(program, *planned(program, static.data, rules, modules), result)
+    return _Traced(program, *jaxpr.planned(program, static.data, rules, modules), result)
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
@@ -290,7 +271,7 @@ def _check_key(key: jax.Array | None, recipes: Sequence[Recipe], name: str) -> N
             )
 
 
-def _check_streams(rngs: Any) -> None:
+def _check_streams(rngs: object) -> None:
     if rngs is None or (isinstance(rngs, Mapping) and set(rngs) == {RNG_STREAM}):
         return
     raise TypeError(
@@ -300,34 +281,26 @@ def _check_streams(rngs: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Constant:
-    """What is no array, equal to what nothing can tell from it: True is not 1, 0.0 not -0.0."""
-
-    value: Any
-    kind: type
-    text: str
-
-
-@dataclasses.dataclass(frozen=True)
 class _Static:
     """All of a call but its arrays."""
 
-    # Of `(args, kwargs)`, and each leaf that is no array, None for one.
+    # Of `(args, kwargs)`, and each leaf that is no array, None for one. With its type, and a float
+    # with its text, it is equal to what nothing can tell from it: True is not 1, 0.0 not -0.0.
     structure: Any
-    constants: tuple[_Constant | None, ...]
+    constants: tuple[tuple[Any, type, str] | None, ...]
     # For each array, whether it is data, or in an argument that holds weights.
     data: tuple[bool, ...]
 
     def call(self, function: Callable[..., R], arrays: Sequence[Any]) -> R:
         """The function's result, of other arrays in the places of the call's own."""
         given = iter(arrays)
-        leaves = [next(given) if own is None else own.value for own in self.constants]
+        leaves = [next(given) if own is None else own[0] for own in self.constants]
         args, kwargs = jax.tree.unflatten(self.structure, leaves)
         return function(*args, **kwargs)
 
 
 def _split(
-    function: Callable[..., Any], weights: Arguments, args: Any, kwargs: dict[str, Any]
+    function: Callable[..., Any], weights: Arguments, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[_Static, list[Any]]:
     """All of a call but its arrays, and these."""
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -356,7 +329,7 @@ def _split(
             )
         else:
             text = repr(leaf) if isinstance(leaf, float | complex) else ""
-            constants.append(_Constant(leaf, type(leaf), text))
+            constants.append((leaf, type(leaf), text))
     return _Static(structure, tuple(constants), tuple(data)), arrays
 
 

@@ -20,6 +20,8 @@ from jax import lax
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     DropVar,
+    Jaxpr,
+    JaxprEqn,
     Literal,
     jaxpr_as_fun,
     jaxprs_in_params,
@@ -36,7 +38,7 @@ from jax.extend.core.primitives import (
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from mx_jax.codecs.explicit_axes import varying
-from mx_jax.convert.operations import traced_products
+from mx_jax.convert.kinds import traced_products
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.ops.tags import LayerName, iteration, place, tag, watching
 from mx_jax.recipes import Recipe
@@ -57,6 +59,7 @@ _MARK = re.compile(r"\[([^][]*)\]")
 # What JAX writes around the names of what it has transformed, and what of it rules see.
 _TRANSFORMED = re.compile(r"\b(vmap|jvp|transpose)\(([^()]*)\)")
 _GRADIENTS = {"jvp", "transpose"}
+_DERIVATIVES = {custom_vjp_call_p: "custom_vjp", custom_jvp_call_p: "custom_jvp"}
 
 
 # The rules of the model whose call is being traced, or None. In jit's key: such a trace has marks.
@@ -105,20 +108,22 @@ def planned(
 ) -> tuple[Plan, tuple[Decision, ...]]:
     """The plan for a jaxpr, and the decision about each of its products.
 
-    Args:
-      program: the jaxpr, with its constants.
-      data: whether each operand is data; what data go into is no kernel.
-      rules: the first that matches decides.
-      modules: of a model, by path; None: a plain function, whose paths are scopes alone.
+    What goes into data, of which each operand has a flag, is no kernel. Without modules, which a
+    model has, paths are scopes alone.
     """
-    found = [own for own in _products(program, data, "", (), None) if not _is_decided(own.scope)]
+    found = []
+    for product in _products(program, data, "", (), None):
+        marks = _MARK.findall(product.scope)
+        if not marks or not marks[-1].endswith("="):
+            found.append(product)
     scopes = [_scopes(own.scope, modules) for own in found]
     counts, of_module = collections.Counter(scopes), collections.Counter(own for own, _ in scopes)
     seen: collections.Counter[tuple[str, str]] = collections.Counter()
     decisions = []
     for product, key in zip(found, scopes, strict=True):
         module, scope = key
-        name = _name(product.type)
+        # As lax calls it: DotGeneral is dot_general.
+        name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", product.type.__name__).lower()
         names = [scope, f"{scope}/{name}_{seen[key]}"]
         seen[key] += 1
         outer, _, last = scope.rpartition("/")
@@ -150,11 +155,6 @@ def planned(
     return plan, tuple(decisions)
 
 
-def _is_decided(scope: str) -> bool:
-    marks = _MARK.findall(scope)
-    return bool(marks) and marks[-1].endswith("=")
-
-
 def _scopes(scope: str, modules: Mapping[str, Module] | None) -> tuple[str, str]:
     """The path of the innermost module, and the scopes in it; of a function, all of them."""
     marks = [] if modules is None else list(_MARK.finditer(scope))
@@ -170,11 +170,6 @@ def recipes_of(plan: Plan) -> list[Recipe]:
 def _below(plan: Plan, index: int) -> Plan:
     """What a plan says of one body, or of the bodies of one equation."""
     return tuple((where[1:], entry) for where, entry in plan if where[0] == index)
-
-
-def _name(kind: type) -> str:
-    """As lax calls it: DotGeneral is dot_general."""
-    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def _products(
@@ -197,19 +192,15 @@ def _products(
         else:
             bodies = tuple(map(closed, jaxprs_in_params(eqn.params)))
             flags = [[True] * len(body.jaxpr.invars) for body in bodies]
-            kept = kept or _closed_to_rules(eqn.primitive)
+            stays = f"inside {eqn.primitive.name}, whose body stays as it is"
+            if eqn.primitive in _DERIVATIVES:
+                stays = f"inside a {_DERIVATIVES[eqn.primitive]}, whose gradient is its own"
+            kept = kept or stays
         for i, (body, own) in enumerate(zip(bodies, flags, strict=True)):
             yield from _products(body, own, inside, (*where, index, i), kept)
 
 
-def _closed_to_rules(primitive: Any) -> str:
-    if primitive in (custom_vjp_call_p, custom_jvp_call_p):
-        kind = "custom_vjp" if primitive is custom_vjp_call_p else "custom_jvp"
-        return f"inside a {kind}, whose gradient is its own"
-    return f"inside {primitive.name}, whose body stays as it is"
-
-
-def _scope(outer: str, eqn: Any) -> tuple[str, str | None]:
+def _scope(outer: str, eqn: JaxprEqn) -> tuple[str, str | None]:
     """The path of an equation, and why products there are not converted, or None."""
     name, transforms = str(eqn.source_info.name_stack), set[str]()
     while found := _TRANSFORMED.search(name):
@@ -222,10 +213,11 @@ def _scope(outer: str, eqn: Any) -> tuple[str, str | None]:
 
 
 def _product(
-    eqn: Any, data: list[bool], scope: str, where: tuple[int, ...], obstacle: str | None
+    eqn: JaxprEqn, data: list[bool], scope: str, where: tuple[int, ...], obstacle: str | None
 ) -> _Product:
     row = traced_products()[eqn.primitive]
-    operands, params = [atom.aval for atom in eqn.invars], eqn.params
+    operands: list[Any] = [atom.aval for atom in eqn.invars]
+    params = eqn.params
     turns = data == [False, True] and row.turned is not None
     if row.turned is not None and turns:
         left, right, params, _ = row.turned(*operands, params)
@@ -312,7 +304,7 @@ class PlannedBody:
             self.traced_before[called] = jax.make_jaxpr(self)(values, key)
         return self.traced_before[called]
 
-    def _region(self, eqn: Any, operands: Values, plan: Plan, key: Key) -> Values:
+    def _region(self, eqn: JaxprEqn, operands: Values, plan: Plan, key: Key) -> Values:
         region = regions()[eqn.primitive]
         bodies = [
             dataclasses.replace(self, program=body, plan=_below(plan, i))
@@ -321,7 +313,9 @@ class PlannedBody:
         draws = any(recipe.is_stochastic for recipe in recipes_of(plan))
         return region.run(eqn.params, operands, bodies, key if draws else None)
 
-    def _product(self, eqn: Any, operands: Values, recipe: Recipe, turns: bool, key: Key) -> Any:
+    def _product(
+        self, eqn: JaxprEqn, operands: Values, recipe: Recipe, turns: bool, key: Key
+    ) -> Any:
         row, params = traced_products()[eqn.primitive], eqn.params
         back = None
         if turns:
@@ -335,17 +329,17 @@ class PlannedBody:
             return product if back is None else back(product)
 
 
-def _in_layer(eqn: Any) -> AbstractContextManager[None]:
-    """A context of the module that an equation is of, if its names tell one."""
+def _in_layer(eqn: JaxprEqn) -> AbstractContextManager[None]:
+    """A context of the module that an equation is of, if its names have one."""
     marks = _MARK.findall(str(eqn.source_info.name_stack))
     return LayerName(marks[-1] or "model").context() if marks else contextlib.nullcontext()
 
 
-def _read(atom: Any, known: dict[Any, Any]) -> Any:
+def _read(atom: object, known: dict[Any, Any]) -> Any:
     return atom.val if isinstance(atom, Literal) else known[atom]
 
 
-def _run_unchanged(jaxpr: Any, eqns: list[Any], known: dict[Any, Any]) -> None:
+def _run_unchanged(jaxpr: Jaxpr, eqns: list[Any], known: dict[Any, Any]) -> None:
     """Run equations that follow each other as a jaxpr of their own; its results become known."""
     if not eqns:
         return
@@ -386,7 +380,7 @@ def closed(jaxpr: Any) -> ClosedJaxpr:
     return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
 
 
-def folded(key: Key, number: Any) -> Key:
+def folded(key: Key, number: int | jax.Array) -> Key:
     """A key of its own for a number; None stays None."""
     return None if key is None else jax.random.fold_in(key, number)
 
@@ -403,7 +397,7 @@ def _straight(
     return [data], flow(body, data)
 
 
-def _settled(body: Any, data: list[bool], carry: slice, flow: Flow) -> tuple[list[bool], Any]:
+def _settled(body: object, data: list[bool], carry: slice, flow: Flow) -> tuple[list[bool], Any]:
     """A loop's operands once what comes from data has gone round; its results in that round."""
     data = list(data)
     while True:
@@ -452,10 +446,6 @@ def _scan(
         unroll=params["unroll"],
     )
     return [*carry, *stacked]
-
-
-def _while_bodies(params: dict[str, Any]) -> tuple[Any, ...]:
-    return params["cond_jaxpr"], params["body_jaxpr"]
 
 
 def _while_split(params: dict[str, Any], values: list[Any]) -> tuple[Any, Any, Any]:
@@ -557,23 +547,17 @@ def _shard_map(
 @functools.cache
 def regions() -> dict[Any, Region]:
     """The rows, by primitive."""
+    # `jax.extend` does not give what `jax.shard_map` traces to.
+    mesh, spec = AbstractMesh((1,), ("x",)), PartitionSpec()
+    identity = jax.shard_map(lambda x: x, mesh=mesh, in_specs=spec, out_specs=spec)
+    # Whatever mesh the caller has set.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        (call,) = jax.make_jaxpr(identity)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
     return {
         jit_p: Region(_only_body, _straight, _jit),
         remat_p: Region(_only_body, _straight, _remat),
         scan_p: Region(_only_body, _scan_flow, _scan),
-        while_p: Region(_while_bodies, _while_flow, _while),
+        while_p: Region(lambda own: (own["cond_jaxpr"], own["body_jaxpr"]), _while_flow, _while),
         cond_p: Region(lambda params: params["branches"], _cond_flow, _cond),
-        _shard_map_primitive(): Region(_only_body, _straight, _shard_map),
+        call.primitive: Region(_only_body, _straight, _shard_map),
     }
-
-
-def _shard_map_primitive() -> Any:
-    """What `jax.shard_map` traces to: `jax.extend` does not give it."""
-    mesh = AbstractMesh((1,), ("x",))
-    identity = jax.shard_map(
-        lambda x: x, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec()
-    )
-    # Whatever mesh the caller has set.
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-        (call,) = jax.make_jaxpr(identity)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
-    return call.primitive

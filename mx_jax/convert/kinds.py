@@ -1,32 +1,439 @@
-"""Kinds of layers: the one table of what they multiply with, and what conversion puts there.
+"""Products that conversion makes, and the one table of layers in whose attributes they are put.
 
-Where a layer's product is an attribute, its row says all: conversion puts another product there, in
-linen for the length of a call (`linen_model.py`), in nnx in a copy (`nnx_model.py`). What linen
-calls by name is answered in its place. All other products show in a trace (`jaxpr.py`).
+Where a layer's product is an attribute, a row of the table says all: conversion puts another there,
+in linen for the length of a call (`linen_model.py`), in nnx in a copy (`nnx_model.py`). What linen
+calls by name is answered in its place. All other products show in a trace (`jaxpr.py`): a row for
+each primitive says what rules judge its equations by, and how they are made anew.
 """
 
 import dataclasses
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
+from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.axes import Axes
-from mx_jax.convert.operations import (
-    Attention,
-    ConvOfDotGeneral,
-    TablePromotion,
-    conv_obstacle,
-)
 from mx_jax.convert.rules import Shape
 from mx_jax.nn.nnx import RecipeEinsum
+from mx_jax.ops.arguments import QUANTIZABLE
+from mx_jax.ops.einsum import einsum
+from mx_jax.ops.quantize import cast
+from mx_jax.ops.ragged_dot import ragged_dot
+from mx_jax.ops.tags import tag
+from mx_jax.packed import Quantized
+from mx_jax.recipes import OperandSpec, Recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvOfDotGeneral:
+    """A drop-in for `jax.lax.conv_general_dilated` as Flax's Conv calls it.
+
+    Patches of the input times the kernel as a matrix: blocks run along the input features of one
+    tap, and all three products follow the recipe. A convolution whose strides are its kernel size
+    (patch embeddings, 1 x 1) only rearranges its input; any other repeats it, up to once a tap.
+    """
+
+    dot_general: Callable[..., jax.Array]
+
+    def __call__(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array | Quantized,
+        window_strides: Sequence[int],
+        padding: str | Sequence[tuple[int, int]],
+        *,
+        rhs_dilation: Sequence[int],
+        precision: object = None,
+        **options: object,
+    ) -> jax.Array:
+        """`[batch, *space, in]` by `[*taps, in, out]` to `[batch, *space, out]`.
+
+        A stored kernel has its blocks along the input features. The caller has checked groups,
+        dilation of the input and dimension numbers.
+        """
+        window = rhs.shape[:-2]
+        patches = _patches(lhs, window, window_strides, padding, rhs_dilation)
+        kernel, num_contracted = rhs, rhs.ndim - 1
+        if isinstance(rhs, Quantized):
+            # What is stored keeps its layout, packed for all of its taps.
+            patches = patches.reshape(*patches.shape[:-2], *window, patches.shape[-1])
+        else:
+            kernel, num_contracted = rhs.reshape(-1, *rhs.shape[-2:]), 2
+        last = tuple(range(patches.ndim - num_contracted, patches.ndim))
+        contracting = (last, tuple(range(num_contracted)))
+        taken = {
+            name: options[name]
+            for name in ("preferred_element_type", "out_sharding", "key")
+            if options.get(name) is not None
+        }
+        return self.dot_general(patches, kernel, (contracting, ((), ())), precision, **taken)
+
+
+def conv_obstacle(
+    feature_group_count: int, input_dilation: int | Sequence[int] | None
+) -> str | None:
+    """Why a convolution is no product of patches and kernel, or None."""
+    if feature_group_count != 1:
+        return f"feature_group_count={feature_group_count}: each group contracts other features"
+    dilation = (input_dilation,) if isinstance(input_dilation, int) else input_dilation or ()
+    if any(step != 1 for step in dilation):
+        return f"input_dilation={input_dilation}: a transposed convolution"
+    return None
+
+
+def _patches(
+    x: jax.Array,
+    window: Sequence[int],
+    strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    dilation: Sequence[int],
+) -> jax.Array:
+    """`[batch, *space, features]` as `[batch, *out_space, taps, features]`."""
+    space = x.shape[1:-1]
+    spans = [(size - 1) * step + 1 for size, step in zip(window, dilation, strict=True)]
+    if isinstance(padding, str):
+        padding = lax.padtype_to_pads(space, spans, strides, padding)
+    # lax takes negative padding, which cuts.
+    edges = ((0, 0, 0), *((int(low), int(high), 0) for low, high in padding), (0, 0, 0))
+    x = lax.pad(x, jnp.zeros((), x.dtype), edges)
+    if tuple(window) == tuple(strides) and tuple(spans) == tuple(window):
+        return _tiles(x, window)
+    sizes = [
+        max((size - span) // stride + 1, 0)
+        for size, span, stride in zip(x.shape[1:-1], spans, strides, strict=True)
+    ]
+    if 0 in sizes:  # cut below the kernel: no patch at all
+        return jnp.zeros((x.shape[0], *sizes, math.prod(window), x.shape[-1]), x.dtype)
+    taps = []
+    for tap in np.ndindex(*window):
+        starts = [index * step for index, step in zip(tap, dilation, strict=True)]
+        cuts = [
+            slice(start, start + (size - 1) * stride + 1, stride)
+            for start, size, stride in zip(starts, sizes, strides, strict=True)
+        ]
+        taps.append(x[:, *cuts])
+    return jnp.stack(taps, axis=-2)
+
+
+def _tiles(x: jax.Array, window: Sequence[int]) -> jax.Array:
+    """Patches that do not overlap: a reshape and a transpose instead of copies."""
+    batch, *space, features = x.shape
+    counts = [size // step for size, step in zip(space, window, strict=True)]
+    # A remainder that no window covers is not read.
+    whole = [count * step for count, step in zip(counts, window, strict=True)]
+    x = x[(slice(None), *(slice(size) for size in whole))]
+    split = [size for pair in zip(counts, window, strict=True) for size in pair]
+    x = x.reshape(batch, *split, features)
+    n = len(window)
+    order = (0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2), 2 * n + 1)
+    return x.transpose(order).reshape(batch, *counts, math.prod(window), features)
+
+
+def cast_table(table: jax.Array | Quantized, recipe: Recipe, key: jax.Array | None) -> Any:
+    """An embedding's table `[entries, features]` as the recipe's products see a weight.
+
+    Blocks run along the features, so that what is looked up and what is attended to have the same
+    values. The gradient is the identity.
+    """
+    spec: OperandSpec | None = recipe.fwd.rhs
+    if spec is None or isinstance(table, Quantized):
+        return table
+    values = cast(
+        table if spec.prescale == 1.0 else table * spec.prescale,
+        spec.format,
+        axis=-1,
+        scale_rule=spec.scale_rule,
+        rounding=spec.rounding,
+        key=key if spec.random_bits else None,
+    )
+    return values if spec.prescale == 1.0 else values / spec.prescale
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TablePromotion:
+    """Flax's promote_dtype of an Embed that also casts the table, its last operand."""
+
+    recipe: Recipe
+    promote: Callable[..., Any]
+
+    def __call__(self, args: object, /, *, key: jax.Array | None = None, **options: object) -> Any:
+        """The promoted operands."""
+        *others, table = self.promote(args, **options)
+        return (*others, cast_table(table, self.recipe, key))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Attention:
+    """A drop-in for `flax.nnx.dot_product_attention`, one recipe for each of its two products.
+
+    Flax's own takes no einsum; flax.linen's does, and is the same otherwise. The softmax is in
+    float32, as in the fused attention that Flax's own calls where it can.
+    """
+
+    qk: Recipe | None
+    av: Recipe | None
+
+    def __call__(
+        self,
+        query: jax.Array,
+        keys: jax.Array,
+        values: jax.Array,
+        /,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        *,
+        dtype: object = None,
+        precision: lax.PrecisionLike = None,
+        module: nnx.Module | None = None,
+        is_causal: bool = False,
+        key: jax.Array | None = None,
+        **options: Any,
+    ) -> jax.Array:
+        """`[..., time, heads, depth]` operands; fewer key heads than query heads are repeated."""
+        repeats = query.shape[-2] // keys.shape[-2]
+        if repeats > 1:
+            keys, values = (jnp.repeat(operand, repeats, axis=-2) for operand in (keys, values))
+        if is_causal:
+            causal = jnp.tril(jnp.ones((query.shape[-3], keys.shape[-3]), bool))
+            mask = causal if mask is None else jnp.logical_and(mask, causal)
+        qk_key, av_key = (None, None) if key is None else jax.random.split(key)
+        weights = nn.attention.dot_product_attention_weights(
+            query,
+            keys,
+            bias,
+            mask,
+            dtype=dtype,
+            module=None if module is None else _Sows(module),  # pyright: ignore
+            force_fp32_for_softmax=True,
+            einsum=_einsum("qk", self.qk, precision, qk_key),
+            **options,
+        )
+        values = values.astype(weights.dtype)
+        return _einsum("av", self.av, precision, av_key)("...hqk,...khd->...qhd", weights, values)
+
+
+def _einsum(
+    name: str, recipe: Recipe | None, precision: lax.PrecisionLike, key: jax.Array | None
+) -> Callable[..., jax.Array]:
+    def product(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        if recipe is None:
+            return jnp.einsum(subscripts, lhs, rhs, precision=precision)
+        own_key = key if recipe.is_stochastic else None
+        with tag(name):
+            return einsum(subscripts, lhs, rhs, recipe=recipe, precision=precision, key=own_key)
+
+    return product
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sows:
+    """An nnx module as flax.linen's attention knows modules."""
+
+    module: nnx.Module
+
+    def sow(self, collection: str, name: str, value: jax.Array) -> None:
+        del collection
+        self.module.sow(nnx.Intermediate, name, value)
+
+
+# Equations ---------------------------------------------------------------------------------------
+
+
+class DotGeneral:
+    """The type that rules see of a `jax.lax.dot_general`: matmul, einsum, `@`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> layer = lambda w, x: jnp.tanh(x @ w)
+      >>> rule = convert.Rule(".*", "mxfp8", types=convert.DotGeneral)
+      >>> print(convert.report(layer, rule, jnp.ones((64, 8)), jnp.ones((2, 64))))
+      layer  type        kernel        rule  recipe
+      .      DotGeneral  2x64 by 64x8  0     mxfp8
+      1 of 1 layers converted
+    """
+
+
+class RaggedDot:
+    """The type that rules see of a `jax.lax.ragged_dot`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> def experts(w, x):
+      ...     return jax.lax.ragged_dot(x, w, jnp.array([1, 3]))
+      >>> w, x = jnp.ones((2, 64, 8)), jnp.ones((4, 64))
+      >>> print(convert.report(experts, convert.Rule(".*", "mxfp4", types=convert.RaggedDot), w, x))
+      layer  type       kernel          rule  recipe
+      .      RaggedDot  4x64 by 2x64x8  0     mxfp4
+      1 of 1 layers converted
+    """
+
+
+class Conv:
+    """The type that rules see of a `jax.lax.conv_general_dilated`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> layer = lambda kernel, x: jax.lax.conv(x, kernel, (1,), "SAME")
+      >>> kernel, x = jnp.ones((8, 32, 3)), jnp.ones((1, 32, 10))
+      >>> print(convert.report(layer, convert.Rule(".*", "mxfp8", types=convert.Conv), kernel, x))
+      layer  type  kernel             rule  recipe
+      .      Conv  1x32x10 by 8x32x3  0     mxfp8
+      1 of 1 layers converted
+    """
+
+
+Key = jax.Array | None
+Values = Sequence[jax.Array]
+Params = dict[str, Any]
+DotGeneralFn = Callable[..., jax.Array]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TracedProduct:
+    """How equations of one primitive are judged and made anew; operands have the kernel right."""
+
+    # What rules know them as.
+    type: type
+    # From operands and parameters to fields of `Layer`.
+    facts: Callable[..., dict[str, Any]]
+    # From recipe, what multiplies by it as `jax.lax.dot_general` does, operands, parameters and a
+    # key or None to the product.
+    multiply: Callable[..., jax.Array]
+    # From operands and parameters to those of the same product with its operands in the other
+    # order, and what brings its result back; None where the right operand is the kernel.
+    turned: Callable[..., Any] | None = None
+
+
+def _unfit(dtypes: tuple[Any, ...], params: dict[str, Any]) -> str | None:
+    """Why what is multiplied, or the product, has no low precision; None if it has."""
+    for dtype in dtypes:
+        if jnp.dtype(dtype).name not in QUANTIZABLE:
+            return f"operands of dtype={jnp.dtype(dtype).name} are not quantized"
+    out = params["preferred_element_type"]
+    if out is not None and not jnp.issubdtype(out, jnp.floating):
+        return f"a product of dtype={jnp.dtype(out).name} is not quantized"
+    return None
+
+
+def _dot_facts(lhs: ShapedArray, rhs: ShapedArray, params: dict[str, Any]) -> dict[str, Any]:
+    (_, contracting), (_, batch) = params["dimension_numbers"]
+    kept = [n for axis, n in enumerate(rhs.shape) if axis not in (*contracting, *batch)]
+    shape = (*(rhs.shape[axis] for axis in contracting), math.prod(kept))
+    unfit = _unfit((lhs.dtype, rhs.dtype), params)
+    return {
+        "kernel": tuple(rhs.shape),
+        "shape": shape if contracting else None,
+        "obstacle": unfit if contracting else "contracts no axis",
+    }
+
+
+def turned(
+    lhs: jax.Array | ShapedArray, rhs: jax.Array | ShapedArray, params: dict[str, Any]
+) -> tuple[Any, Any, dict[str, Any], Any]:
+    """A dot_general with its operands in the other order, and what brings its result back."""
+    contracting, batch = params["dimension_numbers"]
+    start, rank = len(batch[0]), lhs.ndim + rhs.ndim - len(batch[0]) - 2 * len(contracting[0])
+    kept_right = rhs.ndim - len(batch[1]) - len(contracting[1])
+    # [batch, kept of rhs, kept of lhs] to [batch, kept of lhs, kept of rhs].
+    front = range(start, start + kept_right)
+    order = (*range(start), *(axis for axis in range(start, rank) if axis not in front), *front)
+    params = params | {"dimension_numbers": (contracting[::-1], batch[::-1])}
+    out = params.get("out_sharding")
+    if isinstance(out, NamedSharding):
+        parts = [*out.spec, *[None] * (rank - len(out.spec))]
+        spec = [parts[order.index(axis)] for axis in range(rank)]
+        params["out_sharding"] = NamedSharding(out.mesh, PartitionSpec(*spec))
+    return rhs, lhs, params, lambda product: lax.transpose(product, order)
+
+
+def _ragged_facts(
+    lhs: ShapedArray, rhs: ShapedArray, sizes: object, params: dict[str, Any]
+) -> dict[str, Any]:
+    plain = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((1,), (1,)), ((), ())),
+        lhs_ragged_dimensions=(0,),
+        rhs_group_dimensions=(0,),
+    )
+    numbers = params["ragged_dot_dimension_numbers"]
+    obstacle = _unfit((lhs.dtype, rhs.dtype), params)
+    if numbers != plain or params["group_offset"] is not None:
+        obstacle = "no product of rows in groups, as jax.lax.ragged_dot makes it"
+    shape = tuple(rhs.shape)
+    return {"kernel": shape, "shape": shape[1:], "obstacle": obstacle}
+
+
+def _conv_facts(lhs: ShapedArray, rhs: ShapedArray, params: dict[str, Any]) -> dict[str, Any]:
+    out, into, *space = params["dimension_numbers"].rhs_spec
+    taps = math.prod(rhs.shape[axis] for axis in space)
+    obstacle = conv_obstacle(params["feature_group_count"], params["lhs_dilation"])
+    if params["batch_group_count"] != 1:
+        obstacle = f"batch_group_count={params['batch_group_count']}: a gradient of a convolution"
+    return {
+        "kernel": tuple(rhs.shape),
+        "shape": (taps, rhs.shape[into], rhs.shape[out]),
+        "named_only": True,
+        "obstacle": obstacle or _unfit((lhs.dtype, rhs.dtype), params),
+    }
+
+
+def _conv(_: Recipe, dot_general: DotGeneralFn, values: Values, params: Params, key: Key) -> Any:
+    """The product of patches and kernel; channels go last, and back."""
+    lhs, rhs = values
+    (batch, features, *space), (out, into, *taps), to = params["dimension_numbers"]
+    product = ConvOfDotGeneral(dot_general=dot_general)(
+        lax.transpose(lhs, (batch, *space, features)),
+        lax.transpose(rhs, (*taps, into, out)),
+        params["window_strides"],
+        params["padding"],
+        rhs_dilation=params["rhs_dilation"],
+        precision=params["precision"],
+        preferred_element_type=params["preferred_element_type"],
+        key=key,
+    )
+    # `to` has the axes of batch, features and space in the result.
+    axes = (to[0], *to[2:], to[1])
+    return lax.transpose(product, [axes.index(axis) for axis in range(len(axes))])
+
+
+@functools.cache
+def traced_products() -> dict[Any, TracedProduct]:
+    """The rows, by primitive."""
+    # `jax.extend` does not give what `jax.lax.ragged_dot` traces to.
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 1), (1, 1, 1))]
+    sizes = jax.ShapeDtypeStruct((1,), jnp.int32)
+    ragged_dot_p = jax.make_jaxpr(lax.ragged_dot)(*shapes, sizes).eqns[-1].primitive
+
+    def dot(_: Recipe, dot_general: DotGeneralFn, values: Values, params: Params, key: Key) -> Any:
+        options = dict(params)
+        return dot_general(*values, options.pop("dimension_numbers"), **options, key=key)
+
+    def ragged(recipe: Recipe, _: object, values: Values, params: Params, key: Key) -> Any:
+        options = {name: params[name] for name in ("precision", "preferred_element_type")}
+        return ragged_dot(*values, recipe=recipe, **options, key=key)
+
+    return {
+        dot_general_p: TracedProduct(
+            type=DotGeneral, facts=_dot_facts, multiply=dot, turned=turned
+        ),
+        conv_general_dilated_p: TracedProduct(type=Conv, facts=_conv_facts, multiply=_conv),
+        ragged_dot_p: TracedProduct(type=RaggedDot, facts=_ragged_facts, multiply=ragged),
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +460,13 @@ class Slot:
     attribute: str
     defaults: tuple[Any, ...]
 
-    def holds(self, layer: Any) -> bool:
+    def holds(self, layer: object) -> bool:
         """Whether a layer has the slot; for a linen module, whether it is one of its fields."""
         if not isinstance(layer, self.types):
             return False
         return not isinstance(layer, nn.Module) or self.attribute in layer.__dataclass_fields__
 
-    def obstacle(self, layer: Any, ours: type | tuple[type, ...]) -> str | None:
+    def obstacle(self, layer: object, ours: type | tuple[type, ...]) -> str | None:
         """Why the slot of a layer is not to be filled, or None.
 
         Args:
@@ -74,19 +481,7 @@ class Slot:
         return f"has its own {self.attribute}"
 
 
-def _by_axes(axes: Axes | None, kernel: tuple[int, ...]) -> Shape:
-    """The shape that filters see; None if nothing is contracted: nothing to lay blocks along."""
-    if axes is None:
-        return None
-    _, kept, contracting = axes.sizes(kernel)
-    return (*contracting, math.prod(kept))
-
-
-def _in_out(layer: Any, kernel: tuple[int, ...], *call: Any) -> Axes | None:
-    return Axes.ordered(k_first=True) if len(kernel) == 2 else None
-
-
-def _as_stored(layer: Any, kernel: tuple[int, ...], *call: Any) -> Shape:
+def _as_stored(layer: object, kernel: tuple[int, ...], *call: object) -> Shape:
     return kernel
 
 
@@ -107,7 +502,7 @@ class Kind:
         out: `[in, out]`, or as `axes` say. None in its place: there is no kernel.
       axes: the same to the kernel's axes in the product; None where they are not known, so that
         no kernel is stored quantized. Left out: `[in, out]`, if `shape` is so too.
-      kernel: the parameter whose leading axes tell a stack of nnx layers, or of nodes.
+      kernel: the parameter whose leading axes show a stack of nnx layers, or of nodes.
       kernel_ndim: how many axes it has in a single layer.
       named_only: whether only a rule that names the type converts it.
       obstacle: why this layer cannot be converted, or None.
@@ -140,7 +535,7 @@ class Kind:
     reads_stored: bool = False
     rhs_is_kernel: bool = False
 
-    def facts(self, layer: Any, kernel: tuple[int, ...], *call: Any) -> dict[str, Any]:
+    def facts(self, layer: object, kernel: tuple[int, ...], *call: object) -> dict[str, Any]:
         """Fields of `Layer` that rules judge by.
 
         Args:
@@ -151,14 +546,15 @@ class Kind:
         if self.shape is None:
             own = {"named_only": self.named_only, "obstacle": self.obstacle(layer)}
             return own | {"of_activations": True}
-        if self.shape is not _as_stored:
-            axes = None if self.axes is None else self.axes(layer, kernel, *call)
-            shape = self.shape(layer, kernel, *call)
-        elif self.axes is not None:
+        axes, shape = None, self.shape(layer, kernel, *call)
+        if self.axes is not None:
             axes = self.axes(layer, kernel, *call)
-            shape = _by_axes(axes, kernel)
-        else:
-            axes, shape = _in_out(layer, kernel), kernel
+        elif self.shape is _as_stored and len(kernel) == 2:
+            axes = Axes.ordered(k_first=True)
+        if self.axes is not None and self.shape is _as_stored:
+            # None if nothing is contracted: nothing to lay blocks along.
+            _, kept, contracting = ((), (), ()) if axes is None else axes.sizes(kernel)
+            shape = None if axes is None else (*contracting, math.prod(kept))
         return {
             "kernel": kernel,
             "shape": shape,
@@ -180,12 +576,12 @@ def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes | None:
         return None
     batch = tuple(i for i, c in enumerate(letters) if c in left and c in out)
     kept = tuple(i for i, c in enumerate(letters) if c not in left and c in out)
-    # Blocks lie along the last contracted letter in the input's order.
+    # Blocks run along the last contracted letter in the input's order.
     contracting = tuple(letters.index(c) for c in left if c in letters and c not in out)
     return Axes(batch, kept, contracting) if contracting else None
 
 
-def _dense_counts(layer: Any) -> tuple[int, int, int]:
+def _dense_counts(layer: nnx.Linear | nnx.LinearGeneral) -> tuple[int, int, int]:
     """How many batch, contracting and kept axes the kernel of an nnx layer has."""
     sizes = (getattr(layer, "batch_axis", ()), layer.in_features, layer.out_features)
     batch, contracting, kept = (1 if isinstance(x, int) else len(x) for x in sizes)
@@ -193,7 +589,7 @@ def _dense_counts(layer: Any) -> tuple[int, int, int]:
 
 
 def _dense_axes(
-    layer: Any, kernel: tuple[int, ...], dimensions: Any = None, *_: Any
+    layer: nnx.Linear | nnx.LinearGeneral, kernel: tuple[int, ...], dimensions: Any = None, *_: Any
 ) -> Axes | None:
     if dimensions is None:
         num_batch, num_contracting, _kept = _dense_counts(layer)
@@ -253,7 +649,7 @@ _KINDS: list[Kind] = [DENSE, EINSUM, CONV, EMBED, ATTENTION]
 
 
 def register(kind: Kind) -> None:
-    """Tell conversion how layers of a kind multiply, Flax's or anybody's.
+    """Register how layers of a kind multiply, Flax's or anybody's.
 
     What is registered last is asked first. Without it, the products of a layer of somebody's own
     are found by tracing the model's call, and cannot read stored weights.
@@ -291,7 +687,7 @@ def _of_equinox() -> tuple[Kind, ...]:
 
 
 @functools.cache
-def _rows_of_equinox(layers: Any) -> tuple[Kind, ...]:
+def _rows_of_equinox(layers: ModuleType) -> tuple[Kind, ...]:
     row = functools.partial(Kind, shape=lambda layer, kernel: kernel[::-1])
     return (
         row(tree=layers.Linear, kernel=lambda layer: layer.weight),
@@ -299,7 +695,7 @@ def _rows_of_equinox(layers: Any) -> tuple[Kind, ...]:
     )
 
 
-def kind_of(layer: Any) -> Kind | None:
+def kind_of(layer: object) -> Kind | None:
     """The kind of a layer that holds its products in attributes, or is a known node of a tree."""
     for kind in (*_KINDS, *_of_equinox()):
         if kind.tree and isinstance(layer, kind.tree):

@@ -13,7 +13,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -26,8 +26,7 @@ from flax.linen.transforms import lift_direct_transform
 from mx_jax.convert.caches import CachedAttention, CacheFormat, is_plain
 from mx_jax.convert.functions import call_of_model
 from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
-from mx_jax.convert.kinds import ATTENTION, EINSUM, EMBED, Kind, kind_of
-from mx_jax.convert.operations import cast_table
+from mx_jax.convert.kinds import ATTENTION, EINSUM, EMBED, Kind, cast_table, kind_of
 from mx_jax.convert.report import Report, record, recorded, recorders_of
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.nn import linen as mx_linen
@@ -38,6 +37,10 @@ from mx_jax.ops.tags import tag
 from mx_jax.packed import Quantized, rows_of
 from mx_jax.recipes import Recipe, high_precision
 
+Call = Callable[..., Any]
+Variables = Mapping[str, Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 # Conversions that are under way: (rules, path of the root).
 _active: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("active", default=())
 
@@ -98,7 +101,7 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
     return _converted(original(module), as_rules(rules, "convert.linen"), strict)
 
 
-def refuse_wrapper(model: Any, operation: str) -> None:
+def refuse_wrapper(model: object, operation: str) -> None:
     """Raise TypeError for what holds a flax.linen module, and say what to convert.
 
     As transformers' `FlaxPreTrainedModel`, which reads `module` and stores `_module`.
@@ -159,7 +162,7 @@ def _reduce(self: Any) -> tuple[Any, ...]:
     return _converted, (original(self), self._mx_rules, self._mx_strict)
 
 
-def _call_wrapped_method(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
+def _call_wrapped_method(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
     """Flax's way into every method: also where the module is a part of another."""
     run = functools.partial(self._mx_base._call_wrapped_method, self, fun, args, kwargs)
     if self.scope is None:
@@ -198,20 +201,25 @@ def _under_rules(name: str):
 
 
 def _with_weights(
-    run: Any, variables: Any, *args: Any, **kwargs: Any
+    run: Call, variables: Variables, *args: Any, **kwargs: Any
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """An `apply` whose first argument are the parameters alone, and its arguments."""
     others = dict(variables)
     params = {"params": others.pop("params")} if "params" in others else {}
 
-    def call(params: Any, others: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(params: Variables, others: Variables, *args: Any, **kwargs: Any) -> Any:
         return run({**params, **others}, *args, **kwargs)
 
     return call, (params, others, *args), kwargs
 
 
 def _traced(
-    self: Any, run: Any, args: Any, kwargs: Any, key: jax.Array | None = None, runs: bool = True
+    self: Any,
+    run: Call,
+    args: Args,
+    kwargs: Kwargs,
+    key: jax.Array | None = None,
+    runs: bool = True,
 ) -> Any:
     """A call of the module whose products are made anew, those of its layers apart."""
     rules = self._mx_rules
@@ -229,30 +237,30 @@ def _traced(
     )
 
 
-def _traced_part(self: Any, fun: Any, args: Any, kwargs: Any) -> Any:
+def _traced_part(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
     """As `_traced`, of a module in another, which is bound: its scope becomes an argument."""
     key = None
     draws = [own for rule in self._mx_rules if (own := rule.quantizes) and own.is_stochastic]
     if draws and (self.has_rng(RNG_STREAM) or self.has_rng("params")):
         key = layer_key(self, draws[0])
 
-    def lifted(method: Any, scope: Any, *given: Any) -> Any:
-        def run(scope_of: Any, repack: Any, variables: Any, rngs: Any, *given: Any) -> Any:
-            def call(variables: Any, rngs: Any, *given: Any) -> Any:
-                scope = scope_of(variables, rngs)
+    def lifted(method: Call, scope: Scope, *given: Any) -> Any:
+        def run(of: Call, repack: Call, variables: Variables, rngs: Variables, *given: Any) -> Any:
+            def call(variables: Variables, rngs: Variables, *given: Any) -> Any:
+                scope = of(variables, rngs)
                 return method(scope, *given), repack(scope)
 
             return _traced(self, call, (variables, rngs, *given), {}, key)
 
         return lift.pack(run, (True,), (True,), (True,))(scope, *given)
 
-    def method(module: Any, args: Any, kwargs: Any) -> Any:
+    def method(module: Any, args: Args, kwargs: Kwargs) -> Any:
         return module._call_wrapped_method(fun, args, kwargs)
 
     return lift_direct_transform(lifted, (method,), self, args, kwargs)
 
 
-def _bind(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _bind(self: object, *args: object, **kwargs: object) -> Any:
     raise ValueError(
         f"convert.linen: {type(self).__name__}.bind would leave layers that are called past the "
         "module's own methods in high precision; use apply(variables, ..., method=lambda module, "
@@ -288,12 +296,11 @@ def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[
     used |= result.used
 
 
-@dataclasses.dataclass(frozen=True)
-class _Known:
+class _Known(NamedTuple):
     """Of earlier calls, since nn.jit keeps what it traced: rules that matched, modules by path."""
 
-    used: set[int] = dataclasses.field(default_factory=set[int])
-    modules: dict[str, Module] = dataclasses.field(default_factory=dict[str, Module])
+    used: set[int]
+    modules: dict[str, Module]
 
 
 def _known(module: Any) -> _Known:
@@ -305,12 +312,12 @@ def _known(module: Any) -> _Known:
 
 
 @functools.lru_cache(maxsize=256)
-def _known_of(model: Any) -> _Known:
-    return _Known()
+def _known_of(model: object) -> _Known:
+    return _Known(set(), {})
 
 
 def decisions(
-    module: nn.Module, rules: tuple[Rule, ...], *args: Any, rngs: Any = None, **kwargs: Any
+    module: nn.Module, rules: tuple[Rule, ...], *args: object, rngs: object = None, **kwargs: object
 ) -> tuple[Decision, ...]:
     """What rules say of a module's layers, from an abstract trace of its init."""
     converted: Any = linen(module, rules)
@@ -332,7 +339,7 @@ _ATTENTION_CALL = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
 
 
 @contextlib.contextmanager
-def overriding(layer: Any, overrides: dict[str, Any]) -> Iterator[None]:
+def overriding(layer: object, overrides: dict[str, Any]) -> Iterator[None]:
     """Override a layer's attributes for one call, past Flax's checks: no other thread has it."""
     own = vars(layer)
     before = {name: own[name] for name in overrides if name in own}
@@ -349,6 +356,7 @@ def overriding(layer: Any, overrides: dict[str, Any]) -> Iterator[None]:
                 object.__delattr__(layer, name)
 
 
+@dataclasses.dataclass(frozen=True)
 class BoundLayer:
     """One layer in one call: its path, and the rules to ask.
 
@@ -356,16 +364,10 @@ class BoundLayer:
     stochastic recipe never equal, because each call draws from its own scope.
     """
 
-    def __init__(self, rules: tuple[Rule, ...], layer: nn.Module, path: str):
-        self.rules, self.layer, self.path = rules, layer, path
-        stochastic = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
-        self._identity = (rules, path, id(self) if stochastic else 0)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, BoundLayer) and self._identity == other._identity
-
-    def __hash__(self) -> int:
-        return hash(self._identity)
+    rules: tuple[Rule, ...]
+    path: str
+    call: object  # a fresh one with a stochastic recipe, else None
+    layer: nn.Module = dataclasses.field(compare=False)
 
     def decide(self, product: str | None = None, **facts: Any) -> Decision:
         """The rules' decision about the layer, or one product of it; facts are `Layer`'s fields."""
@@ -375,9 +377,10 @@ class BoundLayer:
         return decision
 
     def note(self, obstacle: str) -> None:
-        """Tell the report why no rule reaches the layer, in case nothing else is said of it."""
+        """Record why no rule reaches the layer, in case nothing else is recorded of it."""
         for recorder in recorders_of(self.rules):
-            recorder.add_bare(Layer(path=self.path, type=type(self.layer), obstacle=obstacle))
+            layer = Layer(path=self.path, type=type(self.layer), obstacle=obstacle)
+            recorder.bare.setdefault(self.path, layer)
 
     def key(self, recipe: Recipe) -> jax.Array | None:
         """A key from the layer's stream, if the recipe draws random bits."""
@@ -398,9 +401,9 @@ class Product:
 
     bound: BoundLayer
     kind: Kind
-    default: Callable[..., Any]
+    default: Call
 
-    def __call__(self, lhs: Any, rhs: Any, *args: Any, **options: Any) -> Any:
+    def __call__(self, lhs: object, rhs: Any, *args: Any, **options: object) -> Any:
         """Ask the rules, then multiply with their recipe, or as the layer would have."""
         facts = self.kind.facts(self.bound.layer, tuple(rhs.shape), *args)
         decision = self.bound.decide(**facts)
@@ -436,7 +439,7 @@ class AttentionEinsum:
         """The rules' decision about the product."""
         return self.bound.decide(self.product, **ATTENTION.facts(self.bound.layer, ()))
 
-    def __call__(self, *operands: Any) -> Any:
+    def __call__(self, *operands: object) -> Any:
         """Ask the rules, then multiply with their recipe, or as the layer would have."""
         if not operands:
             return self
@@ -466,16 +469,13 @@ class WithoutPrecision:
         parameters = [p for p in signature.parameters.values() if p.name != "precision"]
         return signature.replace(parameters=parameters)
 
-    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+    def __call__(self, *args: object, **options: object) -> jax.Array:
         """The attention function's own answer."""
         return self.attention_fn(*args, **options)
 
 
 def _answer_einsum(
-    bound: BoundLayer,
-    call: Callable[..., Any],
-    inputs: jax.Array,
-    einsum_str: str | None = None,
+    bound: BoundLayer, call: Call, inputs: jax.Array, einsum_str: str | None = None
 ) -> jax.Array:
     """flax.linen.Einsum: with a recipe, its twin of mx_jax.nn.linen runs in its scope."""
     layer: Any = bound.layer
@@ -501,7 +501,7 @@ def _answer_einsum(
         return twin(inputs, einsum_str)
 
 
-def _answer_lookup(bound: BoundLayer, call: Callable[..., Any], inputs: jax.Array) -> jax.Array:
+def _answer_lookup(bound: BoundLayer, call: Call, inputs: jax.Array) -> jax.Array:
     """flax.linen.Embed: rows of the quantized table."""
     recipe = _decide_embed(bound).recipe
     layer: Any = bound.layer
@@ -514,7 +514,7 @@ def _answer_lookup(bound: BoundLayer, call: Callable[..., Any], inputs: jax.Arra
         return call(inputs)
     key = bound.key(recipe)
 
-    def promote(table: Any, **options: Any) -> list[Any]:
+    def promote(table: object, **options: object) -> list[Any]:
         return [cast_table(entry, recipe, key) for entry in layer_promote(table, **options)]
 
     layer_promote = layer.promote_dtype
@@ -522,7 +522,7 @@ def _answer_lookup(bound: BoundLayer, call: Callable[..., Any], inputs: jax.Arra
         return call(inputs)
 
 
-def _answer_attend(bound: BoundLayer, call: Callable[..., Any], query: jax.Array) -> jax.Array:
+def _answer_attend(bound: BoundLayer, call: Call, query: jax.Array) -> jax.Array:
     """flax.linen.Embed.attend: the query times the table, both along the features."""
     decision = _decide_embed(bound)
     recipe = decision.recipe
@@ -546,14 +546,16 @@ def _decide_embed(bound: BoundLayer):
 
 
 # By the functions themselves, below Flax's wrappers: what an interceptor gets to see.
-ANSWERS: dict[Any, Callable[..., Any]] = {
+ANSWERS: dict[Any, Call] = {
     inspect.unwrap(nn.Einsum.__call__): _answer_einsum,
     inspect.unwrap(nn.Embed.__call__): _answer_lookup,
     inspect.unwrap(nn.Embed.attend): _answer_attend,
 }
 
 
-def _cache_overrides(bound: BoundLayer, method: Any, overrides: dict[str, Any]) -> dict[str, Any]:
+def _cache_overrides(
+    bound: BoundLayer, method: object, overrides: dict[str, Any]
+) -> dict[str, Any]:
     """What else to set on an attention while it decodes, by a rule with a cache."""
     layer: Any = bound.layer
     if method is not _ATTENTION_CALL or all(rule.cache is None for rule in bound.rules):
@@ -570,7 +572,7 @@ def _cache_overrides(bound: BoundLayer, method: Any, overrides: dict[str, Any]) 
     return {"decode": False, "attention_fn": _cached_attention(layer, format, attention_fn)}
 
 
-def _cached_attention(layer: nn.Module, format: CacheFormat, own: Any) -> CachedAttention:
+def _cached_attention(layer: nn.Module, format: CacheFormat, own: Call) -> CachedAttention:
     """Keeps keys and values in the variables that Flax's attention would."""
 
     def get(keys: jax.Array) -> tuple[Any, Any, jax.Array] | None:
@@ -583,7 +585,7 @@ def _cached_attention(layer: nn.Module, format: CacheFormat, own: Any) -> Cached
         )
         return (kept[0].value, kept[1].value, kept[2].value) if started else None
 
-    def put(keys: Any, values: Any, index: jax.Array) -> None:
+    def put(keys: object, values: object, index: jax.Array) -> None:
         layer.put_variable("cache", "cached_key", keys)
         layer.put_variable("cache", "cached_value", values)
         layer.put_variable("cache", "cache_index", index)
@@ -610,9 +612,7 @@ class Interceptor:
     # Gets every module that is met, by its path.
     modules: dict[str, Module]
 
-    def __call__(
-        self, call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext
-    ) -> Any:
+    def __call__(self, call: Call, args: Args, kwargs: Kwargs, context: InterceptorContext) -> Any:
         """Run a method of a module, with what the rules say of it."""
         layer, scope = context.module, context.module.scope
         path = None if scope is None else self._path(layer)
@@ -620,25 +620,25 @@ class Interceptor:
             return call(*args, **kwargs)
         _mark(scope, hash(self.rules))
         self.modules[path] = Module(getattr(type(layer), "_mx_base", type(layer)))
-        marked = tracing.value == self.rules
+        marked, own = tracing.value == self.rules, functools.partial(type(layer).param, layer)
+        # A `param` that takes quantized weights, for whatever module is not ours.
+        ours = isinstance(layer, mx_linen.StoredParams)
         with (
-            overriding(layer, _param_override(layer)),
+            overriding(
+                layer, {} if ours else {"param": functools.partial(stored_param, layer, own)}
+            ),
             in_module(path) if marked else contextlib.nullcontext(),
         ):
             return self._run(call, args, kwargs, context, path)
 
     def _run(
-        self,
-        call: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        context: InterceptorContext,
-        path: str,
+        self, call: Call, args: Args, kwargs: Kwargs, context: InterceptorContext, path: str
     ) -> Any:
         layer = context.module
         if context.method_name == "setup":
             return call(*args, **kwargs)
-        bound = BoundLayer(self.rules, layer, path)
+        draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in self.rules)
+        bound = BoundLayer(self.rules, path, object() if draws else None, layer)
         method = getattr(context.orig_method, "func", None)
         answer = ANSWERS.get(method)
         if answer is not None:
@@ -665,7 +665,7 @@ class Interceptor:
 
 
 def _mark(scope: Scope, rules: int) -> None:
-    """Tell nn.jit that a scope and those below it are not like any other.
+    """Mark a scope and those below it for nn.jit as unlike any other.
 
     It compiles once for equal modules, wherever they are, but rules go by path. Its key has the
     scope's flags in it, and a module below nn.jit is seen by interceptors only while it is traced:
@@ -683,14 +683,6 @@ def _mark(scope: Scope, rules: int) -> None:
         return child
 
     vars(scope)["push"] = push
-
-
-def _param_override(layer: nn.Module) -> dict[str, Any]:
-    """A `param` that takes quantized weights, for whatever module is not ours."""
-    if isinstance(layer, mx_linen.StoredParams):
-        return {}
-    own = functools.partial(type(layer).param, layer)
-    return {"param": functools.partial(stored_param, layer, own)}
 
 
 def _overrides(bound: BoundLayer) -> dict[str, Any] | None:

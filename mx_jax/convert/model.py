@@ -15,7 +15,11 @@ M = TypeVar("M")
 
 
 def report(
-    model: Any, rules: Rule | Sequence[Rule], *args: Any, strict: bool = False, **options: Any
+    model: object,
+    rules: Rule | Sequence[Rule],
+    *args: object,
+    strict: bool = False,
+    **options: object,
 ) -> Report:
     """Every layer's decision, as a table to print, and the rules that matched nothing.
 
@@ -66,7 +70,7 @@ def report(
 
 
 def _decisions(
-    model: Any, rules: tuple[Rule, ...], args: Any, options: dict[str, Any]
+    model: Any, rules: tuple[Rule, ...], args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Decision, ...]:
     if isinstance(model, flax.linen.Module):
         return linen_model.decisions(model, rules, *args, **options)

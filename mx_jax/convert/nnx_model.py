@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -25,7 +25,8 @@ from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
 from mx_jax.convert.kinds import ATTENTION, EMBED, Kind, kind_of
 from mx_jax.convert.report import Report, record, recorded, recorders_of
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
-from mx_jax.inspect.explanation import of_arrays
+from mx_jax.inspect.explain import of_arrays
+from mx_jax.nn.cache import CacheRows
 from mx_jax.nn.layers import named_in_errors, nnx_spec, recipe_of
 from mx_jax.nn.nnx import RNG_STREAM, missing_stream, next_key, promote_operands
 from mx_jax.nn.stored import quantized_in
@@ -115,17 +116,14 @@ def converted(
             _inject(plan, rngs)
         if plan.cache is not None and plan.cache.cache is not None:
             _put_cache(plan.layer, plan.cache.cache)
+    found = tuple(decision for plan in plans for decision in plan.judged)
     if traced:
-        _trace_calls(plans, rules, strict, rngs)
-    return copy, Report(rules=rules, decisions=_decisions(plans))
+        _trace_calls(plans, _Conversion(rules, strict, {}, found), rngs)
+    return copy, Report(rules=rules, decisions=found)
 
 
 def original(model: M) -> M:
-    """A copy of a model, converted or not, with the products that its layers had.
-
-    Raises:
-      TypeError: not a flax.nnx module.
-    """
+    """A copy of a model, converted or not, with the products that its layers had."""
     if not isinstance(model, flax_nnx.Module):
         raise TypeError(
             f"convert.nnx: needs a flax.nnx module, got {type(model).__name__}; "
@@ -138,14 +136,14 @@ def original(model: M) -> M:
 
 
 def decisions(
-    model: Any, rules: tuple[Rule, ...], *args: Any, **kwargs: Any
+    model: Any, rules: tuple[Rule, ...], *args: object, **kwargs: object
 ) -> tuple[Decision, ...]:
     """What rules say of a model's layers, and of products that an abstract call shows."""
     copy, found = converted(model, rules, flax_nnx.Rngs(0))
     if args or kwargs:
         graph, state = flax_nnx.split(copy)
 
-        def call(state: Any, *args: Any, **kwargs: Any) -> None:
+        def call(state: object, *args: object, **kwargs: object) -> None:
             flax_nnx.merge(graph, state)(*args, **kwargs)
 
         with recorded(rules, reports=True) as record:
@@ -197,10 +195,6 @@ class _Plan:
         return (decide((), as_layer(self.paths, self.layer, facts)),)
 
 
-def _decisions(plans: Iterable[_Plan]) -> tuple[Decision, ...]:
-    return tuple(decision for plan in plans for decision in plan.judged)
-
-
 def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
     for paths, layer in layers_of(model):
         kind, facts = judged(layer) or (None, {})
@@ -216,7 +210,7 @@ def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
 
 
 def as_layer(
-    paths: tuple[str, ...], layer: Any, facts: dict[str, Any], product: str | None = None
+    paths: tuple[str, ...], layer: object, facts: dict[str, Any], product: str | None = None
 ) -> Layer:
     """A layer, or a product or the cache of it, as rules judge it; facts are `Layer`'s fields."""
     if product is not None:
@@ -240,7 +234,7 @@ def layers_of(model: flax_nnx.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
         yield tuple("/".join(map(str, own)) for own in (path, *others)), layer
 
 
-def judged(layer: Any) -> tuple[Kind, dict[str, Any]] | None:
+def judged(layer: object) -> tuple[Kind, dict[str, Any]] | None:
     """The kind of a layer, and the fields of `Layer` that rules judge it by.
 
     None: it has no attribute for a product, or an attention of its own there.
@@ -260,20 +254,20 @@ def judged(layer: Any) -> tuple[Kind, dict[str, Any]] | None:
     return kind, facts | {"obstacle": facts["obstacle"] or obstacle}
 
 
-def _obstacle(layer: Any, kind: Kind) -> str | None:
+def _obstacle(layer: object, kind: Kind) -> str | None:
     # First: a property of our own layers draws a key when it is read.
     if isinstance(getattr(layer, "recipe", None), Recipe):
         return "has its own recipe"
     return kind.nnx and kind.nnx.obstacle(layer, (Injected, KeyedInjected))
 
 
-def stack(layer: Any, kind: Kind) -> tuple[int, ...]:
+def stack(layer: object, kind: Kind) -> tuple[int, ...]:
     """The leading axes of a stack of layers made by nnx.vmap; () for a single one."""
     shape = kind.kernel(layer).shape
     return tuple(shape[: len(shape) - kind.kernel_ndim(layer)])
 
 
-def class_of(layer: Any) -> type:
+def class_of(layer: object) -> type:
     """The class that a module had before conversion."""
     cls: Any = type(layer)
     while hasattr(cls, "_mx_base"):
@@ -281,7 +275,7 @@ def class_of(layer: Any) -> type:
     return cls
 
 
-def matrix_of(layer: Any) -> flax_nnx.Param | None:
+def matrix_of(layer: object) -> flax_nnx.Param | None:
     """The first parameter of two axes or more that a module has beside known layers."""
     if kind_of(layer) is not None or isinstance(layer, _WITHOUT_PRODUCT):
         return None
@@ -302,7 +296,7 @@ class Injected:
     layer: str
     name: LayerName
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: object, **options: object) -> Any:
         """The operation's result."""
         with named_in_errors(self.layer), decided(), self.name.context():
             return self.operation(*args, **options)
@@ -315,7 +309,7 @@ class KeyedInjected(flax_nnx.Module):
         self.injected = flax_nnx.static(injected)
         self.stream = stream
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: object, **options: object) -> Any:
         """The operation's result."""
         return self.injected(*args, **options, key=next_key(self.stream, "convert.nnx"))
 
@@ -342,7 +336,7 @@ def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
     wrapped = (
         flax_nnx.static(product)
         if key is None
-        else flax_nnx.data(KeyedInjected(product, _stream(key)))
+        else flax_nnx.data(KeyedInjected(product, flax_nnx.RngStream(key, tag=RNG_STREAM)))
     )
     setattr(layer, kind.nnx.attribute, wrapped)
     if getattr(layer, "promote_dtype", None) is promote_dtype:
@@ -351,11 +345,7 @@ def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
 
 
 def _key(plan: _Plan, rngs: flax_nnx.Rngs | None) -> jax.Array | None:
-    """A key for one layer, or for each of a stack; None without rngs, for forward passes only.
-
-    Raises:
-      ValueError: no rngs, or none with the stream, and a forward product draws.
-    """
+    """A key for one layer, or for each of a stack; None without rngs, for forward passes only."""
     if rngs is None or not {RNG_STREAM, "default"} & {*rngs}:
         for own in plan.decisions:
             if own.recipe is not None and own.recipe.fwd.is_stochastic:
@@ -364,10 +354,6 @@ def _key(plan: _Plan, rngs: flax_nnx.Rngs | None) -> jax.Array | None:
     assert plan.kind is not None
     key, sizes = rngs[RNG_STREAM](), stack(plan.layer, plan.kind)
     return jax.random.split(key, sizes) if sizes else key
-
-
-def _stream(key: jax.Array) -> flax_nnx.RngStream:
-    return flax_nnx.RngStream(key, tag=RNG_STREAM)
 
 
 def _take_back(layer: Any) -> None:
@@ -397,7 +383,7 @@ class StoredEmbed(flax_nnx.Embed):
     query in high precision, as a converted Embed does.
     """
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(self, inputs: jax.Array, out_sharding: object = None) -> jax.Array:
         """Rows of the table, `[*inputs, features]`."""
         table = quantized_in(self.embedding[...])
         if table is None:
@@ -407,7 +393,7 @@ class StoredEmbed(flax_nnx.Embed):
         values = rows_of(table, jnp.asarray(inputs)).dequantize(self.dtype or table.dtype)
         return values if out_sharding is None else jax.sharding.reshard(values, out_sharding)
 
-    def attend(self, query: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def attend(self, query: jax.Array, out_sharding: object = None) -> jax.Array:
         """The query times the table, along the features."""
         table = quantized_in(self.embedding[...])
         if table is None:
@@ -421,7 +407,7 @@ class StoredEmbed(flax_nnx.Embed):
         return multiply(query, table, (((query.ndim - 1,), (1,)), ((), ())))
 
 
-def read_stored(layer: Any) -> None:
+def read_stored(layer: object) -> None:
     """Make Flax's own embedding one that looks rows up in a stored table."""
     if class_of(layer) is flax_nnx.Embed:
         object.__setattr__(layer, "__class__", StoredEmbed)
@@ -452,7 +438,7 @@ class _Conversion:
     # Whether a rule that matches nothing is an error; None: there is no warning either.
     strict: bool | None
     # Modules whose products a trace shows, by path, and the decisions about the other layers.
-    modules: Mapping[str, Module] = dataclasses.field(hash=False)
+    modules: dict[str, Module] = dataclasses.field(hash=False)
     decisions: tuple[Decision, ...] = dataclasses.field(compare=False)
     # Rules that matched something so far.
     used: set[int] = dataclasses.field(compare=False, default_factory=set[int])
@@ -475,7 +461,7 @@ class _Call:
     is_decided: bool
 
 
-def _multiplies_itself(layer: Any, kind: Kind | None, converts: bool) -> bool:
+def _multiplies_itself(layer: object, kind: Kind | None, converts: bool) -> bool:
     """Whether a trace of a module's call shows products, besides those that it got others for."""
     flaxs = class_of(layer).__module__.startswith("flax.")
     if isinstance(layer, _WITHOUT_PRODUCT) or (flaxs and not callable(layer)):
@@ -484,29 +470,23 @@ def _multiplies_itself(layer: Any, kind: Kind | None, converts: bool) -> bool:
     return not (converts and flaxs) or kind is EMBED
 
 
-def _trace_calls(
-    plans: Sequence[_Plan],
-    rules: tuple[Rule, ...],
-    strict: bool | None,
-    rngs: flax_nnx.Rngs | None,
-) -> None:
+def _trace_calls(plans: Sequence[_Plan], model: _Conversion, rngs: flax_nnx.Rngs | None) -> None:
     """Have the calls traced of all modules but those that got another product."""
     calls = [plan for plan in plans if _multiplies_itself(plan.layer, plan.kind, plan.converts)]
     if all(plan.is_decided for plan in calls):
         return
     # The whole model's call warns of rules that matched nothing.
     calls += [plan for plan in plans if not plan.paths[0] and plan not in calls]
-    modules = {
-        plan.paths[0]: Module(type(plan.layer), plan.paths[1:], isinstance(plan.layer, _ADAPTERS))
-        for plan in calls
-    }
-    model = _Conversion(rules, strict, modules, _decisions(plans))
-    draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
+    draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in model.rules)
+    for plan in calls:
+        path, *aliases = plan.paths
+        adapts = isinstance(plan.layer, _ADAPTERS)
+        model.modules[path] = Module(type(plan.layer), tuple(aliases), adapts)
     for plan in calls:
         plan.layer.mx_call = flax_nnx.static(_Call(model, plan.paths[0], plan.is_decided))
         # That of the outermost call is all products': inside a stack there might be many.
         if draws and not plan.paths[0] and rngs and {RNG_STREAM, "default"} & {*rngs}:
-            plan.layer.mx_stream = _stream(rngs[RNG_STREAM]())
+            plan.layer.mx_stream = flax_nnx.RngStream(rngs[RNG_STREAM](), tag=RNG_STREAM)
         _become(plan.layer, _traced_methods)
 
 
@@ -533,7 +513,7 @@ def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """A method whose products are its module's; the outermost call is traced."""
 
     @functools.wraps(method)
-    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def run(self: Any, *args: object, **kwargs: object) -> Any:
         here: _Call = self.mx_call
         if tracing.value == here.model.rules:
             with (decided if here.is_decided else in_module)(here.path):
@@ -546,7 +526,9 @@ def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _traced(self: Any, model: _Conversion, path: str, args: Any, kwargs: Any) -> Any:
+def _traced(
+    self: Any, model: _Conversion, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """A call as a function of the state of all that takes part, which changes where it did."""
     key = self.mx_stream() if "mx_stream" in vars(self) else None
     nodes = (self, args, kwargs)
@@ -578,7 +560,12 @@ def _traced(self: Any, model: _Conversion, path: str, args: Any, kwargs: Any) ->
                 context.merge(after.graph, state)
             return result
     given = dict(flax_nnx.to_flat_state(flax_nnx.merge_state(params, rest)))
-    changed = [(at, new) for at, new in flax_nnx.to_flat_state(state) if not _same(new, given[at])]
+    # Whether what a Variable holds is what it held.
+    changed = [
+        (at, new)
+        for at, new in flax_nnx.to_flat_state(state)
+        if any(x is not y for x, y in zip(*map(jax.tree.leaves, (new, given[at])), strict=True))
+    ]
     if changed:
         flax_nnx.update(nodes, flax_nnx.from_flat_state(changed))
     return result
@@ -591,12 +578,7 @@ class _Graph:
     graph: Any
 
 
-def _same(new: Any, old: Any) -> bool:
-    """Whether what a Variable holds is what it held."""
-    return all(x is y for x, y in zip(jax.tree.leaves(new), jax.tree.leaves(old), strict=True))
-
-
-def _become(layer: Any, own: Callable[[type], dict[str, Any]]) -> None:
+def _become(layer: object, own: Callable[[type], dict[str, Any]]) -> None:
     object.__setattr__(layer, "__class__", _subclass(type(layer), own))
 
 
@@ -660,7 +642,12 @@ def _take_back_cache(layer: Any) -> None:
     layer.cached_key = layer.cached_value = flax_nnx.data(None)
 
 
-def _set_cache(layer: Any, keys: Any, values: Any, index: jax.Array) -> None:
+def _set_cache(
+    layer: Any,
+    keys: jax.Array | CacheRows,
+    values: jax.Array | CacheRows,
+    index: jax.Array,
+) -> None:
     """New Variables: the model that was converted goes on with its own."""
     layer.cached_key, layer.cached_value = flax_nnx.Cache(keys), flax_nnx.Cache(values)
     layer.cache_index = flax_nnx.Cache(index)
@@ -670,14 +657,14 @@ def _caching(base: type) -> dict[str, Any]:
     """What an attention does otherwise, whose cache is in a format."""
     flaxs: Any = base
 
-    def init_cache(self: Any, *args: Any, **options: Any) -> None:
+    def init_cache(self: Any, *args: object, **options: object) -> None:
         """As the class does it: the arrays that it makes are gone when their rows are there."""
         flaxs.init_cache(self, *args, **options)
         arrays = self.cached_key[...]
         cache = self.mx_cache.empty(arrays.shape, arrays.dtype)
         _set_cache(self, cache.keys, cache.values, self.cache_index[...])
 
-    def call(self: Any, *args: Any, decode: bool | None = None, **options: Any) -> Any:
+    def call(self: Any, *args: object, decode: bool | None = None, **options: object) -> Any:
         decodes = self.decode if decode is None else decode
         if not decodes or self.cached_key is None:
             return flaxs.__call__(self, *args, decode=decode, **options)
@@ -696,12 +683,12 @@ def _cached_attention(layer: Any) -> CachedAttention:
         kept = (layer.cached_key, layer.cached_value, layer.cache_index)
         return tuple(variable.get_value() for variable in kept)
 
-    def put(keys: Any, values: Any, index: jax.Array) -> None:
+    def put(keys: CacheRows, values: CacheRows, index: jax.Array) -> None:
         layer.cached_key.set_value(keys)
         layer.cached_value.set_value(values)
         layer.cache_index[...] = index
 
-    def attention_fn(*args: Any, module: Any = None, **options: Any) -> jax.Array:
+    def attention_fn(*args: object, module: object = None, **options: object) -> jax.Array:
         # Weights are sown into the layer, not into its copy.
         sown = {} if module is None else {"module": layer}
         # The rows up to a token's own are what causal attention sees.

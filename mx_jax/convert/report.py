@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
+from mx_jax.inspect.bias import aligned
 
 COLUMNS = ("layer", "type", "kernel", "rule", "recipe")
 
@@ -127,10 +128,7 @@ class Report:
         return ", ".join(f"{index} ({self.rules[index]})" for index in indices)
 
     def __str__(self) -> str:
-        rows = [COLUMNS, *map(_row, self.decisions)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, self.summary])
+        return f"{aligned([COLUMNS, *map(_row, self.decisions)])}\n{self.summary}"
 
     def __rich__(self) -> Table:
         table = Table(*COLUMNS, caption=self.summary)
@@ -144,27 +142,23 @@ class Report:
 
 
 class Recorder:
-    """Decisions in the order in which a trace meets them, and layers that no rule could reach."""
+    """Decisions in the order in which a trace meets them, and layers that no rule could reach.
+
+    A layer called again, or traced again, adds nothing.
+    """
 
     def __init__(self, rules: tuple[Rule, ...], *, reports: bool):
         self.rules, self.reports = rules, reports
-        self._decisions: dict[tuple[str, tuple[int, ...] | None], Decision] = {}
-        self._bare: dict[str, Layer] = {}
-
-    def add(self, decision: Decision) -> None:
-        """Keep a decision; a layer called again, or traced again, adds nothing."""
-        self._decisions.setdefault((decision.layer.path, decision.layer.kernel), decision)
-
-    def add_bare(self, layer: Layer) -> None:
-        """Keep a layer with an obstacle, in case nothing else is said of it."""
-        self._bare.setdefault(layer.path, layer)
+        self.decided: dict[tuple[str, tuple[int, ...] | None], Decision] = {}
+        # With an obstacle, in case nothing else is said of them.
+        self.bare: dict[str, Layer] = {}
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
         """All of them; layers out of reach come last."""
-        known = {path for path, _ in self._decisions}
-        bare = [layer for path, layer in self._bare.items() if path not in known]
-        return (*self._decisions.values(), *(decide((), layer) for layer in bare))
+        known = {path for path, _ in self.decided}
+        bare = [layer for path, layer in self.bare.items() if path not in known]
+        return (*self.decided.values(), *(decide((), layer) for layer in bare))
 
 
 # Where decisions go while models run.
@@ -193,7 +187,8 @@ def record(rules: tuple[Rule, ...], *decisions: Decision) -> None:
     """Record decisions wherever those of these rules are kept now."""
     for recorder in recorders_of(rules):
         for decision in decisions:
-            recorder.add(decision)
+            key = decision.layer.path, decision.layer.kernel
+            recorder.decided.setdefault(key, decision)
 
 
 def warn_or_raise(text: str, strict: bool) -> None:

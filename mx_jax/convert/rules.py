@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from mx_jax.axes import Axes
@@ -38,7 +38,7 @@ class Rule:
         method `why_not` with the same arguments, whose text the report quotes. Use a function
         defined once, or a frozen value: a fresh lambda is a new rule and retraces.
       gather: mesh axes along which kernels are gathered as codes, in place of the recipe's own:
-        see `mx_jax.sharding.Gather`. Flax's metadata say where the kernels lie.
+        see `mx_jax.sharding.Gather`. Flax's metadata say how the kernels are sharded.
       cache: format of the keys and values that an attention keeps when it decodes, whose path ends
         in `/cache`: a block format, its name, or a `CacheFormat`; None leaves them as they are.
 
@@ -121,7 +121,7 @@ class Layer:
       named_only: whether only a rule that names its type converts it.
       obstacle: why it cannot be converted whatever the rules say, or None.
       axes: of the kernel as stored, in the product; None where they are not known.
-      input: shape of the other operand, where a trace tells it.
+      input: shape of the other operand, where a trace shows it.
       is_cache: whether it is no product, but what an attention keeps when it decodes.
       of_activations: whether neither operand is a weight, as far as that is known.
       product: its type `DotGeneral`, `RaggedDot` or `Conv`, where a trace shows it.
@@ -189,11 +189,7 @@ class Decision:
 
 
 def as_rules(rules: Rule | Sequence[Rule], operation: str) -> tuple[Rule, ...]:
-    """The rules as a tuple.
-
-    Raises:
-      TypeError: anything that is not a Rule.
-    """
+    """The rules as a tuple."""
     # A name is a sequence too, but one thing that is no rule.
     if isinstance(rules, str) or not isinstance(rules, Iterable):
         entries: tuple[Any, ...] = (rules,)
@@ -233,7 +229,9 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
     """Why a rule whose pattern matches hands a layer on, "" for no reason; None: it decides."""
     types: Any = rule.types
     if types is None and layer.named_only:
-        return f"only a rule with types={_named_by(layer)} converts it"
+        of_trace = layer.product is not None
+        named = f"convert.{layer.product.__name__}" if of_trace else layer.type.__name__
+        return f"only a rule with types={named} converts it"
     if types is not None and layer.type is Unknown:
         return "parameters alone do not tell types: give the model"
     if types is not None and not any(
@@ -250,11 +248,6 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
     if why_not is not None:
         return why_not(layer.path, layer.shape, recipe)
     return f"{getattr(rule.filter, '__name__', rule.filter)} says no"
-
-
-def _named_by(layer: Layer) -> str:
-    """The type that a rule has to name."""
-    return layer.type.__name__ if layer.product is None else f"convert.{layer.product.__name__}"
 
 
 # Filters -----------------------------------------------------------------------------------------
@@ -328,27 +321,24 @@ class AutoFilter:
 gains = AutoFilter()
 
 
-def _formats(spec: MatmulSpec) -> list[BlockFormat]:
-    return [operand.format for operand in (spec.lhs, spec.rhs) if operand is not None]
-
-
-def _limits(format: BlockFormat) -> Limits:
-    kept, contracting = (isinstance(size, Whole) for size in format.block)
-    return LIMITS[kept, contracting]
+def _limits(spec: MatmulSpec) -> Iterator[tuple[BlockFormat, Limits]]:
+    """The format of each operand that has one, and when products by it are too small."""
+    for operand in filter(None, (spec.lhs, spec.rhs)):
+        kept, contracting = (isinstance(size, Whole) for size in operand.format.block)
+        yield operand.format, LIMITS[kept, contracting]
 
 
 def _misaligned(shape: tuple[int, ...], recipe: Recipe) -> str | None:
     """The product contracts k, the gradient of the input contracts n; the rows are not known."""
-    # Blocks lie along the last contracting axis alone.
+    # Blocks run along the last contracting axis alone.
     k, n = ("k", shape[-2]), ("n", shape[-1])
     for spec, (contracting, kept) in ((recipe.fwd, (k, n)), (recipe.dlhs, (n, k))):
-        for format in _formats(spec):
-            multiple = _limits(format).multiple
-            # Only the right operand is the kernel: its kept blocks lie along the other axis.
+        for format, limits in _limits(spec):
+            # Only the right operand is the kernel: its kept blocks run along the other axis.
             kernel = spec.rhs is not None and format == spec.rhs.format
             kept_block = format.block[0] if kernel else 1
             for (name, size), block in ((contracting, format.block[1]), (kept, kept_block)):
-                divisor = multiple if isinstance(block, Whole) else math.lcm(multiple, block)
+                divisor = math.lcm(limits.multiple, 1 if isinstance(block, Whole) else block)
                 if size % divisor:
                     return f"{name}={size} is no multiple of {divisor} ({format.name})"
     return None
@@ -360,16 +350,16 @@ def _too_small(shape: tuple[int, ...], recipe: Recipe) -> str | None:
         # One operand alone in low precision saves memory, not time: sizes say nothing then.
         if spec.lhs is None or spec.rhs is None:
             continue
-        for format in _formats(spec):
-            for k_limit, n_limit in _limits(format).too_small:
+        for format, limits in _limits(spec):
+            for k_limit, n_limit in limits.too_small:
                 small_k = k_limit is None or k <= k_limit
                 if small_k and (n_limit is None or n <= n_limit):
-                    limits = [
+                    texts = [
                         f"{name}={size} <= {limit}"
                         for name, size, limit in (("k", k, k_limit), ("n", n, n_limit))
                         if limit is not None
                     ]
-                    return f"too small to gain: {', '.join(limits)} ({format.name})"
+                    return f"too small to gain: {', '.join(texts)} ({format.name})"
     return None
 
 
@@ -415,7 +405,7 @@ def numbered(indices: Iterable[int], *, of: str = r"(\d+)") -> Numbered:
     """
     entries = indices if isinstance(indices, range) else frozenset(indices)
     text = f"in {entries if isinstance(entries, range) else sorted(entries)}"
-    return Numbered(entries, _with_group(of, "numbered"), text)
+    return _by_number("numbered", entries, of, text)
 
 
 def every(n: int, *, start: int = 0, of: str = r"(\d+)") -> Numbered:
@@ -438,14 +428,13 @@ def every(n: int, *, start: int = 0, of: str = r"(\d+)") -> Numbered:
     if n < 1:
         raise ValueError(f"every: n must be at least 1, got n={n}")
     text = f"one of {start}, {start + n}, {start + 2 * n}, ..."
-    return Numbered(range(start, sys.maxsize, n), _with_group(of, "every"), text)
+    return _by_number("every", range(start, sys.maxsize, n), of, text)
 
 
-def _with_group(of: str, operation: str) -> str:
-    groups = re.compile(of).groups
-    if groups != 1:
+def _by_number(operation: str, indices: range | frozenset[int], of: str, text: str) -> Numbered:
+    if (groups := re.compile(of).groups) != 1:
         raise ValueError(
             f"{operation}: of needs one group around the number, got of={of!r} with {groups}; "
             r"e.g. of=r'block_(\d+)'"
         )
-    return of
+    return Numbered(indices, of, text)

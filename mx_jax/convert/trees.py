@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -72,7 +72,7 @@ def tree(model: T, rules: Rule | Sequence[Rule], *, strict: bool = False) -> T:
     return converted
 
 
-def decisions(model: Any, rules: tuple[Rule, ...]) -> tuple[Decision, ...]:
+def decisions(model: object, rules: tuple[Rule, ...]) -> tuple[Decision, ...]:
     """What rules say of the layers of a pytree."""
     return _tree(model, rules, "convert.report")[1]
 
@@ -90,7 +90,7 @@ def _tree(model: T, rules: tuple[Rule, ...], operation: str) -> tuple[T, tuple[D
 def original(model: T) -> T:
     """A pytree with the layers that it had before conversion."""
 
-    def is_ours(node: Any) -> bool:
+    def is_ours(node: object) -> bool:
         return type(node) is ConvertedLayer
 
     def layer_of(node: Any) -> Any:
@@ -101,7 +101,7 @@ def original(model: T) -> T:
     return jax.tree.map(layer_of, model, is_leaf=is_ours)
 
 
-def has_nodes(model: Any) -> bool:
+def has_nodes(model: object) -> bool:
     """Whether a value is a pytree with a node, and no leaf."""
     return not jax.tree_util.all_leaves([model])
 
@@ -113,7 +113,7 @@ class ConvertedLayer:
     with is static, and compares by value.
     """
 
-    def __init__(self, layer: Any, recipe: Recipe, operation: Callable[..., Any]):
+    def __init__(self, layer: object, recipe: Recipe, operation: Callable[..., Any]):
         """A layer, its recipe, and what its products are made by."""
         # Not by setattr: attributes are the layer's.
         vars(self).update(mx_layer=layer, mx_static=(recipe, operation))
@@ -139,7 +139,8 @@ class ConvertedLayer:
         # Not by its path, by which equal layers would differ.
         name, (recipe, operation) = type(self.mx_layer).__name__, self.mx_static
         key, call = options.get("key"), type(self.mx_layer).__call__
-        if not _takes_key(call):
+        parameters = inspect.signature(call).parameters.values()
+        if not any(own.name == "key" or own.kind is own.VAR_KEYWORD for own in parameters):
             options.pop("key", None)
         if key is None and recipe.fwd.is_stochastic:
             raise ValueError(
@@ -171,12 +172,7 @@ def _unflatten(static: Any, children: Iterable[Any]) -> ConvertedLayer:
 jax.tree_util.register_pytree_with_keys(ConvertedLayer, _flatten, _unflatten)
 
 
-def _takes_key(call: Callable[..., Any]) -> bool:
-    parameters = inspect.signature(call).parameters.values()
-    return any(own.name == "key" or own.kind is own.VAR_KEYWORD for own in parameters)
-
-
-def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
+def _children(node: object) -> tuple[list[tuple[Any, Any]], Any]:
     """A node's children with their keys, and its structure; for a leaf, itself under no key."""
     found, structure = jax.tree_util.tree_flatten_with_path(
         node, is_leaf=lambda inner: inner is not node
@@ -185,7 +181,7 @@ def _children(node: Any) -> tuple[list[tuple[Any, Any]], Any]:
 
 
 def _converted(
-    node: Any, rules: tuple[Rule, ...], path: tuple[Any, ...], found: list[Decision]
+    node: object, rules: tuple[Rule, ...], path: tuple[Any, ...], found: list[Decision]
 ) -> Any:
     """A node with its layers replaced; what was decided goes to the list, in the tree's order."""
     judged = _judged(node)
@@ -209,7 +205,7 @@ def _converted(
     return jax.tree.unflatten(structure, after)
 
 
-def _judged(node: Any) -> tuple[Kind | None, dict[str, Any]] | None:
+def _judged(node: object) -> tuple[Kind | None, dict[str, Any]] | None:
     """The kind of a node if it is known, and the fields of `Layer` that rules judge it by.
 
     None: no product.
@@ -227,7 +223,7 @@ def _judged(node: Any) -> tuple[Kind | None, dict[str, Any]] | None:
         return None
     children, _ = _children(node)
     kernels = [tuple(child.shape) for _, child in children if len(getattr(child, "shape", ())) >= 2]
-    inner = [str(key) for key, child in children if any(_layers(child))]
+    inner = [str(key) for key, child in children if _has_layer(child)]
     if not kernels:
         return None
     obstacle = f"has layers of its own: {', '.join(inner)}" if inner else None
@@ -235,13 +231,10 @@ def _judged(node: Any) -> tuple[Kind | None, dict[str, Any]] | None:
     return None, {"kernel": kernels[0], "named_only": True, "obstacle": obstacle}
 
 
-def _layers(node: Any) -> Iterator[Any]:
-    """Nodes at and below a node that have a product."""
-    if has_nodes(node):
-        if _judged(node) is not None:
-            yield node
-        for _, child in _children(node)[0]:
-            yield from _layers(child)
+def _has_layer(node: object) -> bool:
+    """Whether a node, or one below it, has a product."""
+    below = (child for _, child in _children(node)[0]) if has_nodes(node) else ()
+    return has_nodes(node) and (_judged(node) is not None or any(map(_has_layer, below)))
 
 
 # Products that wait for vmap ---------------------------------------------------------------------
@@ -262,10 +255,10 @@ def deferred(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         lhs: jax.Array,
         rhs: jax.Array,
         dimension_numbers: lax.DotDimensionNumbers,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        precision: object = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
         *,
-        out_sharding: Any = None,
+        out_sharding: object = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
         dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype))
@@ -286,14 +279,14 @@ def _make(
     lhs: jax.Array,
     rhs: jax.Array,
     *key: jax.Array,
-    dimension_numbers: Any,
+    dimension_numbers: object,
     product: Callable[..., jax.Array],
-    **options: Any,
+    **options: object,
 ) -> jax.Array:
     return product(lhs, rhs, dimension_numbers, **options, key=key[0] if key else None)
 
 
-def _run(*operands: Any, **params: Any) -> jax.Array:
+def _run(*operands: object, **params: object) -> jax.Array:
     return _compiled(tuple(params.items()))(*operands)
 
 
@@ -302,7 +295,9 @@ def _compiled(params: tuple[tuple[str, Any], ...]) -> Callable[..., jax.Array]:
     return jax.jit(functools.partial(_make, **dict(params)))
 
 
-def _shaped(lhs: Any, rhs: Any, *key: Any, product: Callable[..., jax.Array], **params: Any) -> Any:
+def _shaped(
+    lhs: object, rhs: object, *key: object, product: Callable[..., jax.Array], **params: object
+) -> Any:
     shaped, _ = dot_general_p.abstract_eval(lhs, rhs, out_sharding=None, **params)
     return shaped
 

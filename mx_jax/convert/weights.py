@@ -14,19 +14,8 @@ from flax.core import meta
 
 from mx_jax.axes import Axes
 from mx_jax.calibrate.ways import Way
-from mx_jax.convert import linen_model
+from mx_jax.convert import linen_model, nnx_model
 from mx_jax.convert.kinds import EMBED
-from mx_jax.convert.nnx_model import (
-    StoredEmbed,
-    as_layer,
-    class_of,
-    converted,
-    judged,
-    layers_of,
-    matrix_of,
-    read_stored,
-    stack,
-)
 from mx_jax.convert.report import Report, warn_or_raise
 from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, as_rules, decide
 from mx_jax.mxarray import MXArray
@@ -56,7 +45,9 @@ class _Kernel:
     def judge(cls, rules: tuple[Rule, ...], layer: Layer, value: Any) -> "_Kernel":
         """Ask the rules about a parameter of a layer: its shape and dtype count."""
         stacked = 0 if layer.kernel is None else value.ndim - len(layer.kernel)
-        obstacle = layer.obstacle or _obstacle(layer, value)
+        obstacle = layer.obstacle or unstorable(value)
+        if obstacle is None and layer.axes is None:
+            obstacle = "which of its axes a product contracts is not known"
         whole = dataclasses.replace(layer, kernel=tuple(value.shape), obstacle=obstacle)
         decision = decide(rules, whole)
         reason = decision.recipe and why_not_stored(decision.recipe)
@@ -65,7 +56,7 @@ class _Kernel:
         looked_up = issubclass(layer.type, (flax.linen.Embed, nnx.Embed))
         return cls(decision=decision, num_stacked=stacked, looked_up=looked_up)
 
-    def store(self, value: Any, pack: bool, by: Way | None) -> Any:
+    def store(self, value: object, pack: bool, by: Way | None) -> Any:
         """The parameter as it is to be stored; without a recipe, as it is."""
         layer, recipe = self.decision.layer, self.decision.recipe
         if recipe is None or layer.axes is None:
@@ -98,18 +89,17 @@ class _Kernel:
         )
 
 
-def _obstacle(layer: Layer, value: Any) -> str | None:
+def unstorable(value: Any) -> str | None:
+    """Why an array cannot be stored in a block format, or None."""
     if isinstance(value, Quantized):
         return f"is {value.format.name} already"
-    if value.dtype not in _DTYPES:
+    if np.dtype(value.dtype) not in _DTYPES:
         return f"is {value.dtype}; float32, bfloat16 and float16 can be quantized"
-    if layer.axes is None:
-        return "which of its axes a product contracts is not known"
     return None
 
 
 def weights(
-    params: Any,
+    params: object,
     rules: Rule | Sequence[Rule],
     *,
     model: flax.linen.Module | None = None,
@@ -127,7 +117,7 @@ def weights(
     same rules gives the same numbers from these weights, and reads 4.25 bits a parameter in MXFP4
     where it read 32. Kernels carry no gradient then.
 
-    A tree of parameters alone does not tell which axes a product contracts: there, kernels
+    A tree of parameters alone does not say which axes a product contracts: there, kernels
     `[in, out]` are quantized, and others with `model`.
 
     Args:
@@ -137,7 +127,7 @@ def weights(
         in `convert.linen`; of parameters alone also the parameter's own, `".*/up/kernel"`.
       model: the flax.linen module whose parameters they are, converted or not.
       args: example arguments of the module, arrays or `jax.ShapeDtypeStruct`; not run.
-      pack: whether to `pack_weights` for the machine they lie on, where its kernels have a layout
+      pack: whether to `pack_weights` for the machine they are on, where its kernels have a layout
         of their own; False: MXArrays, which `checkpoint.save` takes as well.
       by: how codes are chosen, if not as the product would: `calibrate.SearchedScales()`, or
         `calibrate.Gptq(moments)`.
@@ -199,7 +189,7 @@ def _warn_of_unstored(found: Report, strict: bool) -> None:
 
 
 def weights_report(
-    params: Any,
+    params: object,
     rules: Rule | Sequence[Rule],
     *,
     model: flax.linen.Module | None = None,
@@ -235,7 +225,7 @@ def weights_report(
     return found
 
 
-def _check_arguments(params: Any, model: Any, args: Any) -> None:
+def _check_arguments(params: object, model: object, args: object) -> None:
     if model is not None or args:
         raise TypeError(
             f"convert.weights: {type(params).__name__} is itself a model; model= and args= are "
@@ -243,30 +233,25 @@ def _check_arguments(params: Any, model: Any, args: Any) -> None:
         )
 
 
-def _is_leaf(node: Any) -> bool:
-    return isinstance(node, Quantized | meta.AxisMetadata | nnx.Variable)
-
-
-def _flat(params: Any) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
+def _flat(params: object) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
     """Parameters with the names that lead to them, and how to put them together."""
     if not isinstance(params, Mapping | nnx.State):
         raise TypeError(
             "convert.weights: needs a flax.nnx model or state, or flax.linen's parameters, got "
             f"{type(params).__name__}; of a flax.linen module pass what init gave"
         )
-    found, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_leaf)
-    return [(tuple(_name(key) for key in path), leaf) for path, leaf in found], structure
+    found, structure = jax.tree.flatten_with_path(
+        params, is_leaf=lambda node: isinstance(node, Quantized | meta.AxisMetadata | nnx.Variable)
+    )
+    name = functools.partial(jax.tree_util.keystr, simple=True)
+    return [(tuple(name((key,)) for key in path), leaf) for path, leaf in found], structure
 
 
-def _name(key: Any) -> str:
-    return jax.tree_util.keystr((key,), simple=True)
-
-
-def _value(leaf: Any) -> Any:
+def _value(leaf: object) -> Any:
     return leaf[...] if isinstance(leaf, nnx.Variable) else meta.unbox(leaf)
 
 
-def _with(leaf: Any, value: Any) -> Any:
+def _with(leaf: object, value: object) -> Any:
     """A parameter with another value, boxed as it was."""
     if isinstance(leaf, nnx.Variable):
         return leaf.replace(value)
@@ -308,7 +293,7 @@ def _kernels(
 
 
 def _layer(names: tuple[str, ...], value: Any, known: Layer | None) -> Layer:
-    """What rules judge a parameter by: its layer as the model has it, or what its name tells."""
+    """What rules judge a parameter by: its layer as the model has it, or what its name implies."""
     own, path, shape = "/".join(names), "/".join(names[:-1]), tuple(value.shape)
     if names[-1] not in _KERNELS and not (known and known.kernel):
         return Layer(path=own, type=Unknown, kernel=shape)
@@ -339,7 +324,7 @@ def _weights_of_model(
     model: nnx.Module, rules: tuple[Rule, ...], pack: bool, by: Way | None, rngs: nnx.Rngs | None
 ) -> tuple[nnx.Module, Report]:
     """A converted copy whose quantized kernels are new Variables; all others are the model's."""
-    copy, _ = converted(model, rules, rngs)
+    copy, _ = nnx_model.converted(model, rules, rngs)
     found = list(_found(copy, rules))
     # A Variable that several layers hold stays one.
     stored: dict[int, Any] = {}
@@ -351,26 +336,26 @@ def _weights_of_model(
             stored[id(variable)] = variable.replace(kernel.store(variable[...], pack, by))
         setattr(layer, name, stored[id(variable)])
         # One that is no longer Flax's does as it was written.
-        read_stored(layer)
+        nnx_model.read_stored(layer)
     return copy, _report(rules, [kernel for *_, kernel in found])
 
 
 def _found(model: nnx.Module, rules: tuple[Rule, ...]) -> Iterator[tuple[Any, str, _Kernel]]:
     """Layers, the attributes that hold their kernels, and what the rules say of those."""
-    for paths, layer in layers_of(model):
-        kind, facts = judged(layer) or (None, {})
-        kernel: Any = matrix_of(layer) if kind is None else None
+    for paths, layer in nnx_model.layers_of(model):
+        kind, facts = nnx_model.judged(layer) or (None, {})
+        kernel: Any = nnx_model.matrix_of(layer) if kind is None else None
         if kind is not None and facts.get("kernel"):
             kernel = kind.kernel(layer)
         own = {id(v): name for name, v in vars(layer).items() if isinstance(v, nnx.Variable)}
         if id(kernel) not in own:
             continue
-        if kind is EMBED and class_of(layer) not in (nnx.Embed, StoredEmbed):
+        if kind is EMBED and nnx_model.class_of(layer) not in (nnx.Embed, nnx_model.StoredEmbed):
             facts["obstacle"] = "a class of its own may look rows up in an array"
         if isinstance(getattr(layer, "recipe", None), Recipe):
             # A layer of ours reads what is stored, whatever its recipe.
             facts["obstacle"] = None
-        stacked = () if kind is None else stack(layer, kind)
+        stacked = () if kind is None else nnx_model.stack(layer, kind)
         facts["kernel"] = tuple(kernel.shape)[len(stacked) :]
-        judged_as = _Kernel.judge(rules, as_layer(paths, layer, facts), kernel[...])
+        judged_as = _Kernel.judge(rules, nnx_model.as_layer(paths, layer, facts), kernel[...])
         yield layer, own[id(kernel)], judged_as

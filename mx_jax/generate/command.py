@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -45,7 +44,7 @@ examples:
 _CACHE_BYTES = 256 << 20
 
 
-def add_to(commands: Any) -> None:
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to a parser's subparsers."""
     parser = commands.add_parser(
         "generate",
@@ -184,13 +183,7 @@ def settle() -> None:
 
 
 def pieces(stream: Iterator[int], tokenizer: Tokenizer, times: list[float]) -> Iterator[str]:
-    """Text as tokens come, up to one that ends it; whole characters only.
-
-    Args:
-      stream: of tokens.
-      tokenizer: theirs.
-      times: takes the time of each token.
-    """
+    """Text as tokens come, up to one that ends it; whole characters only."""
     tokens: list[int] = []
     shown = ""
     for token in stream:

@@ -23,7 +23,7 @@ class Kind:
     holds: Callable[[Any], bool]
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     """A finite one above 0; booleans are none, although Python counts them in."""
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         return False
@@ -42,19 +42,13 @@ TEXTS = Kind(
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """What a file says, by name.
+    """What a file says, by name."""
 
-    Attributes:
-      said: the fields; one that is None is as if it were missing.
-      where: the file's path, for errors.
-      prefix: of the names, as the file has them.
-    """
+    said: Mapping[str, Any]  # the fields; one that is None is as if it were missing
+    where: str  # the file's path, for errors
+    prefix: str = ""  # of the names, as the file has them
 
-    said: Mapping[str, Any]
-    where: str
-    prefix: str = ""
-
-    def __call__(self, name: str, kind: Kind, default: Any = None) -> Any:
+    def __call__(self, name: str, kind: Kind, default: object = None) -> Any:
         """A field's value; ValueError if it is missing, or of another kind."""
         value = self.get(name)
         value = default if value is None else value
@@ -68,7 +62,7 @@ class Fields:
         """What the field says, of whatever type."""
         return self.said.get(self.prefix + name)
 
-    def refused(self, name: str, needed: str, value: Any) -> ValueError:
+    def refused(self, name: str, needed: str, value: object) -> ValueError:
         """The error of a field that is something else than what is needed."""
         return ValueError(
             f"generate: {self.where}: needs {needed} as {self.prefix}{name}, "
@@ -78,16 +72,13 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class Names:
-    """What a checkpoint calls the tensors of a Llama.
+    """What a checkpoint calls the tensors of a Llama."""
 
-    Attributes:
-      tensors: names by field, those of a block with its number in braces; a head is absent where
-        the embedding is its matrix.
-      adjacent: whether the pairs of features that are turned lie next to each other in the rows of
-        a head's queries and keys, instead of half a head apart.
-    """
-
+    # Names by field, those of a block with its number in braces; a head is absent where the
+    # embedding is its matrix.
     tensors: Mapping[str, str]
+    # Whether the pairs of features that are turned lie next to each other in the rows of a
+    # head's queries and keys, instead of half a head apart.
     adjacent: bool
 
     def of(self, field: str, index: int | None = None) -> str:
@@ -120,39 +111,22 @@ HUB = Names({field: f"{own}.weight" for field, (_, own, _) in TENSORS.items()}, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """The sizes of a model of the Llama family.
+    """The sizes of a model of the Llama family."""
 
-    Attributes:
-      vocabulary: number of tokens.
-      width: features of the residual stream.
-      layers: number of blocks.
-      heads: heads of the queries.
-      kv_heads: heads of keys and values, each shared by `heads / kv_heads` queries.
-      head_width: features of a head, even.
-      hidden: features of the feed-forward layer.
-      rope_theta: base of the rotary embedding's wavelengths.
-      rope_divisors: what the frequency of each pair of a head's features is divided by, for models
-        that reach beyond their first context; None: nothing.
-      epsilon: of the norms.
-      context: most tokens that the model was trained for.
-      tied: whether the head multiplies by the embedding.
-
-    Raises:
-      ValueError: kv_heads does not divide heads, head_width is odd, or divisors are not one a pair.
-    """
-
-    vocabulary: int
-    width: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_width: int
-    hidden: int
-    rope_theta: float = 10000.0
+    vocabulary: int  # number of tokens
+    width: int  # features of the residual stream
+    layers: int  # number of blocks
+    heads: int  # heads of the queries
+    kv_heads: int  # heads of keys and values, each shared by `heads / kv_heads` queries
+    head_width: int  # features of a head, even
+    hidden: int  # features of the feed-forward layer
+    rope_theta: float = 10000.0  # base of the rotary embedding's wavelengths
+    # What the frequency of each pair of a head's features is divided by, for models that
+    # reach beyond their first context; None: nothing.
     rope_divisors: tuple[float, ...] | None = None
-    epsilon: float = 1e-5
-    context: int = 2048
-    tied: bool = True
+    epsilon: float = 1e-5  # of the norms
+    context: int = 2048  # most tokens that the model was trained for
+    tied: bool = True  # whether the head multiplies by the embedding
 
     def __post_init__(self):
         if self.heads % self.kv_heads:
@@ -210,28 +184,14 @@ def _sizes(fields: Fields, column: int) -> dict[str, int]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A table of a file; an empty one where there is no file.
-
-    Raises:
-      ValueError: it is no JSON, or no table.
-    """
+    """A table of a file; an empty one where there is no file."""
     return read_table(path, "generate") if path.is_file() else {}
 
 
 def config_from_json(
     config: Mapping[str, Any], names: Container[str], where: str = "config.json"
 ) -> LlamaConfig:
-    """The sizes that a config.json states.
-
-    Args:
-      config: its fields.
-      names: those of the checkpoint's tensors.
-      where: the file's path, for errors.
-
-    Raises:
-      ValueError: a model of another family, one that differs from it, or a field that is missing
-        or of another type.
-    """
+    """The sizes that a config.json states."""
     family = config.get("model_type")
     if family not in FAMILIES:
         raise ValueError(
@@ -294,20 +254,7 @@ _SCALINGS: dict[str, Callable[[Fields, float, int], tuple[float, ...] | None]] =
 def rope_divisors(
     said: Mapping[str, Any], theta: float, head_width: int, where: str = "config.json"
 ) -> tuple[float, ...] | None:
-    """What each pair's frequency is divided by.
-
-    Args:
-      said: `rope_scaling` or `rope_parameters` of a config.json.
-      theta: base of the wavelengths.
-      head_width: features of a head.
-      where: the path of the file that says it, for errors.
-
-    Returns:
-      A number for each pair; None: nothing is divided.
-
-    Raises:
-      ValueError: a way that is not known, or one whose numbers are missing or make no sense.
-    """
+    """What each pair's frequency is divided by."""
     kind = said.get("rope_type", said.get("type")) or "default"
     if not isinstance(kind, str) or kind not in _SCALINGS:
         raise ValueError(
@@ -332,17 +279,7 @@ _ROPE_FREQUENCIES = "rope_freqs.weight"
 def config_from_gguf(
     metadata: Mapping[str, Any], tensors: Mapping[str, Any], where: str = "the file"
 ) -> LlamaConfig:
-    """The sizes that a GGUF file states.
-
-    Args:
-      metadata: its fields by name.
-      tensors: its tensors, of which rope_freqs.weight is read.
-      where: the file's path, for errors.
-
-    Raises:
-      ValueError: a model of another family, or a field that is missing or of another type, such as
-        a number for each layer where `Llama` has one for all.
-    """
+    """The sizes that a GGUF file states."""
     family = metadata.get("general.architecture")
     if family != ARCHITECTURE:
         raise ValueError(

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,23 +13,16 @@ import numpy as np
 from mx_jax.generate.model import Block, Caches, Llama, Turn
 from mx_jax.nn.cache import KVCache
 
+Params = Mapping[str, Any]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How the next token is chosen.
+    """How the next token is chosen."""
 
-    Attributes:
-      temperature: what logits are divided by; 0 takes the most likely token.
-      top_k: how many of the likeliest are drawn from; None: all.
-      top_p: of these, the likeliest that together have at least this probability are drawn from.
-
-    Raises:
-      ValueError: a temperature that is negative or not finite, top_k below 1, or top_p that is not
-        above 0 and at most 1.
-    """
-
-    temperature: float = 0.0
-    top_k: int | None = None
+    temperature: float = 0.0  # what logits are divided by; 0 takes the most likely token
+    top_k: int | None = None  # how many of the likeliest are drawn from; None: all
+    # Of these, the likeliest that together have at least this probability are drawn from.
     top_p: float = 1.0
 
     def __post_init__(self):
@@ -84,14 +77,21 @@ _ROWS = 64
 
 
 @functools.partial(jax.jit, static_argnames="model")
-def _embed(model: Llama, params: Any, tokens: jax.Array, position: Any) -> tuple[jax.Array, Turn]:
+def _embed(
+    model: Llama, params: Params, tokens: jax.Array, position: jax.typing.ArrayLike
+) -> tuple[jax.Array, Turn]:
     found: Any = model.apply({"params": params}, tokens, position, method="embed")
     return found
 
 
 @functools.partial(jax.jit, static_argnames="block", donate_argnames="cache")
 def _attend_and_feed(
-    block: Block, params: Any, x: jax.Array, turn: Turn, cache: KVCache, position: Any
+    block: Block,
+    params: Params,
+    x: jax.Array,
+    turn: Turn,
+    cache: KVCache,
+    position: jax.typing.ArrayLike,
 ) -> tuple[jax.Array, KVCache]:
     """One program for all blocks of a model: they have equal shapes."""
     found: Any = block.apply({"params": params}, x, turn, cache, position, None)
@@ -100,7 +100,12 @@ def _attend_and_feed(
 
 @functools.partial(jax.jit, static_argnames=("model", "sampling"))
 def _choose(
-    model: Llama, sampling: Sampling, params: Any, x: jax.Array, position: Any, key: jax.Array
+    model: Llama,
+    sampling: Sampling,
+    params: Params,
+    x: jax.Array,
+    position: jax.typing.ArrayLike,
+    key: jax.Array,
 ) -> jax.Array:
     """The token after the last of `x`, `[batch, 1]`, at this position."""
     logits: Any = model.apply({"params": params}, x[:, -1:], method="logits")
@@ -111,8 +116,8 @@ def _choose(
 def advance(
     model: Llama,
     sampling: Sampling,
-    params: Any,
-    tokens: jax.Array,
+    params: Params,
+    tokens: np.ndarray | jax.Array,
     caches: Caches,
     position: jax.typing.ArrayLike,
     key: jax.Array,
@@ -120,16 +125,8 @@ def advance(
     """One step: the token after `tokens`, int32 `[batch, 1]`, and the caches with them.
 
     Outside `jit`, three small programs: one for a block, which all blocks run, compiles much sooner
-    than one for all of them, and a prompt is worth a dispatch a block.
-
-    Args:
-      model: what computes logits.
-      sampling: what chooses among them.
-      params: the model's.
-      tokens: int32 `[batch, tokens]`, the whole prompt or the one token before.
-      caches: what came before them; donated.
-      position: of the first of them, int32.
-      key: PRNG key; each position draws from its own.
+    than one for all of them, and a prompt is worth a dispatch a block. Caches are donated; each
+    position draws from a key of its own.
     """
     layers = [f"layers_{index}" for index in range(len(caches))]
     ends = {name: leaf for name, leaf in params.items() if name not in layers}
@@ -147,7 +144,7 @@ def advance(
 def advance_many(
     model: Llama,
     sampling: Sampling,
-    params: Any,
+    params: Params,
     tokens: jax.Array,
     caches: Caches,
     position: jax.Array,
@@ -161,7 +158,7 @@ def advance_many(
     as long as the products.
     """
 
-    def step(carry: Any, _: None) -> tuple[Any, jax.Array]:
+    def step(carry: tuple[jax.Array, Caches, jax.Array], _: None) -> tuple[Any, jax.Array]:
         before, held, at = carry
         following, held = advance(model, sampling, params, before, held, at, key)
         return (following, held, at + 1), following[:, 0]
@@ -172,23 +169,14 @@ def advance_many(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Generator:
-    """A model with its weights, ready to continue texts.
+    """A model with its weights, ready to continue texts."""
 
-    Attributes:
-      model: what computes logits.
-      params: its parameters, quantized or not.
-      cache: block format of the caches, or None.
-      cache_dtype: of caches without a format.
-      sampling: how tokens are chosen.
-      stride: tokens that are computed in one dispatch, after the first.
-    """
-
-    model: Llama
-    params: Any
-    cache: Any = None
-    cache_dtype: Any = jnp.float32
-    sampling: Sampling = GREEDY
-    stride: int = 8
+    model: Llama  # what computes logits
+    params: Any  # its parameters, quantized or not
+    cache: Any = None  # block format of the caches, or None
+    cache_dtype: Any = jnp.float32  # of caches without a format
+    sampling: Sampling = GREEDY  # how tokens are chosen
+    stride: int = 8  # tokens that are computed in one dispatch, after the first
 
     def caches(self, tokens: int) -> Caches:
         """Empty caches for so many tokens at least."""
@@ -198,31 +186,21 @@ class Generator:
         return tuple(empty(*shape) for _ in range(config.layers))
 
     def step(
-        self, tokens: Any, caches: Caches, position: int, key: jax.Array
+        self, tokens: np.ndarray | jax.Array, caches: Caches, position: int, key: jax.Array
     ) -> tuple[jax.Array, Caches]:
         """See `advance`."""
         at = np.int32(position)
         return advance(self.model, self.sampling, self.params, tokens, caches, at, key)
 
     def steps(
-        self, tokens: Any, caches: Caches, position: int, key: jax.Array
+        self, tokens: object, caches: Caches, position: int, key: jax.Array
     ) -> tuple[jax.Array, Caches]:
         """`stride` steps: see `advance_many`."""
         held, at = (self.model, self.sampling, self.params), np.int32(position)
         return advance_many(*held, tokens, caches, at, key, count=self.stride)
 
     def stream(self, prompt: Sequence[int], max_tokens: int, seed: int = 0) -> Iterator[int]:
-        """Tokens that follow a prompt: the first as soon as it is there, then `stride` at a time.
-
-        Args:
-          prompt: numbers of its tokens, at least one.
-          max_tokens: how many to give; the model's context may end earlier.
-          seed: of what is drawn: the same seed gives the same text.
-
-        Raises:
-          ValueError: an empty prompt, one with a token that the model does not know, or one that
-            fills the context; fewer tokens than none.
-        """
+        """Tokens after a prompt: the first as soon as it is there, then `stride` at a time."""
         config, length = self.model.config, len(prompt)
         if not 0 < length < config.context:
             raise ValueError(

@@ -50,11 +50,7 @@ DEFAULT = "mxfp6_e2m3,attention_out=nvfp4,gate_up=nvfp4,head=mxint8"
 
 
 def find_model(given: str) -> Path:
-    """The file or folder that is meant: a path, or a model installed as a package, by its name.
-
-    Raises:
-      ValueError: there is none; the message says how to get one.
-    """
+    """The file or folder that is meant: a path, or a model installed as a package, by its name."""
     package = PACKAGES.get(given)
     if package is not None:
         spec = importlib.util.find_spec(package)
@@ -75,15 +71,7 @@ def find_model(given: str) -> Path:
 def recipe_for(
     activations: str | None = None, formats: Mapping[str, BlockFormat] = types.MappingProxyType({})
 ) -> Recipe:
-    """The recipe of every product by weights, which are as they are stored.
-
-    Args:
-      activations: a block format's name; None: as they are.
-      formats: of the weights.
-
-    Raises:
-      ValueError: formats that do not meet in a product.
-    """
+    """The recipe of every product by weights, which are as they are stored."""
     if activations is None:
         return high_precision()
     form = block_format(activations)
@@ -92,52 +80,34 @@ def recipe_for(
     return high_precision().with_(fwd={"lhs": form, "rhs": None}, name=f"{activations} x stored")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Source:
-    """A checkpoint that was opened.
-
-    Attributes:
-      weights: its tensors.
-      config: sizes of the model.
-      names: what its tensors are called.
-      tokenizer: makes the model's own; it needs a library that weights do not.
-    """
+    """A checkpoint that was opened."""
 
     weights: Weights
     config: LlamaConfig
     names: Names
+    # Makes the model's own; it needs a library that weights do not.
     tokenizer: Callable[[], Tokenizer]
 
 
 def open_model(path: Path) -> Source:
-    """What there is of a model in a GGUF file, a safetensors file or a folder.
-
-    Raises:
-      ValueError: a model of another family, or fields that are missing.
-    """
+    """What there is of a model in a GGUF file, a safetensors file or a folder."""
     weights, folder, said = read(path), path if path.is_dir() else path.parent, {}
     if gguf_in(path) is not None:
         fields, where = weights.metadata, str(path)
     else:
         said = read_json(folder / "config.json")
         fields, where = read_json(folder / GGUF_FIELDS), str(folder / GGUF_FIELDS)
-    if not said and fields:
-        return Source(
-            weights=weights,
-            config=config_from_gguf(fields, weights, where),
-            names=GGUF,
-            tokenizer=functools.partial(tokenizer_of_gguf, fields, where),
-        )
-    if not said:
-        raise ValueError(
-            f"generate: there is no config.json in {folder}; `python -m mx_jax quantize MODEL "
-            "OUT/`, of a folder or a GGUF file to a folder, brings along what it says"
-        )
-    return Source(
-        weights=weights,
-        config=config_from_json(said, weights, str(folder / "config.json")),
-        names=HUB,
-        tokenizer=functools.partial(tokenizer_of_folder, folder),
+    if said:
+        config = config_from_json(said, weights, str(folder / "config.json"))
+        return Source(weights, config, HUB, functools.partial(tokenizer_of_folder, folder))
+    if fields:
+        config = config_from_gguf(fields, weights, where)
+        return Source(weights, config, GGUF, functools.partial(tokenizer_of_gguf, fields, where))
+    raise ValueError(
+        f"generate: there is no config.json in {folder}; `python -m mx_jax quantize MODEL "
+        "OUT/`, of a folder or a GGUF file to a folder, brings along what it says"
     )
 
 
@@ -147,11 +117,7 @@ FORMAT_PARTS = (*PRODUCTS, "head")
 
 
 def formats_of(given: str) -> dict[str, BlockFormat]:
-    """The block format of each part of a model, from a text such as `mxfp6_e2m3,head=mxint8`.
-
-    Raises:
-      ValueError: a format or a part that is not known, or none for the rest.
-    """
+    """The block format of each part of a model, from a text such as `mxfp6_e2m3,head=mxint8`."""
     first, *others = given.split(",")
     found = dict.fromkeys(FORMAT_PARTS, block_format(first))
     for each in others:
@@ -181,16 +147,12 @@ def quantized(
 ) -> Store:
     """How weights are stored: each quantized as soon as it is read, and packed.
 
-    Args:
-      formats: by part, as `formats_of` gives them; of a part that has none weights stay as they
-        are, and are packed if they are codes.
-      recipe: of the products, which may decide how they are packed.
-      by: how codes are chosen, if not as a cast does: see `mx_jax.calibrate`.
+    Of a part without a format they stay as they are, and are packed if they are codes.
     """
     parts = {part: whole for whole, several in PRODUCTS.items() for part in several}
     parts["embedding"] = "head"
 
-    def store(name: str, w: Any) -> Any:
+    def store(name: str, w: object) -> Any:
         part = name.rpartition("/")[2]
         form = formats.get(parts.get(part, part))
         if isinstance(w, MXArray):
@@ -212,9 +174,12 @@ def params_of(
     store: Store = lambda name, w: jax.tree.map(jnp.asarray, w),
     *,
     stored: bool = False,
-    dtype: Any = np.float32,
+    dtype: jax.typing.DTypeLike = np.float32,
 ) -> dict[str, Any]:
     """The model's parameters from a checkpoint's tensors.
+
+    Kernels that read the same input are one where their codes can be: not where each has a tensor
+    scale of its own, or another format.
 
     Args:
       tensors: values `[out, in]`, arrays, MXArrays or what becomes an array.
@@ -223,13 +188,6 @@ def params_of(
       store: what becomes of each matrix; no other is read before.
       stored: whether MXArrays stay what they are; else all become arrays.
       dtype: of arrays.
-
-    Returns:
-      Parameters of `Llama`. Kernels that read the same input are one where their codes can be: not
-      where each has a tensor scale of its own, or another format.
-
-    Raises:
-      ValueError: a tensor that is missing or of another shape.
     """
 
     def values(field: str, index: int | None = None) -> Any:
@@ -271,7 +229,7 @@ def params_of(
 def stored_again(params: Mapping[str, Any], store: Store) -> dict[str, Any]:
     """Parameters that `params_of` gave as arrays, stored in another way; norms stay."""
 
-    def again(path: Any, leaf: Any) -> Any:
+    def again(path: tuple[Any, ...], leaf: Any) -> Any:
         *layer, last = (key.key for key in path)
         if last == "scale":
             return leaf
@@ -302,7 +260,7 @@ def joined(parts: Sequence[Any]) -> Any:
     )
 
 
-def _halves(weights: Any, head_width: int) -> Any:
+def _halves(weights: np.ndarray | MXArray, head_width: int) -> Any:
     """Rows of heads whose turned pairs lie next to each other, as llama.cpp has them, put apart."""
     pairs = weights.reshape(-1, head_width // 2, 2, weights.shape[-1])
     return pairs.transpose(0, 2, 1, 3).reshape(weights.shape)
@@ -330,9 +288,6 @@ def load(
       scales: how weights get scales and codes: `"mse"`, `"gptq"`, or None, as a cast gives them.
       texts: files that GPTQ calibrates with; none: Python's own manual.
       sampling: how tokens are chosen.
-
-    Raises:
-      ValueError: a model that is not read, or formats that it cannot have.
     """
     # Before anything is read.
     cached = None if cache is None or cache in _DTYPES else row_format(cache)
@@ -400,15 +355,7 @@ class _Counted(dict[str, Any]):
 
 
 def tensor_moments(path: Path, texts: Sequence[Path] = ()) -> dict[str, Any]:
-    """Second moments of what a checkpoint's matrices are multiplied with, by names of its tensors.
-
-    Args:
-      path: of the file or the folder, with the model's sizes and its tokenizer.
-      texts: files to calibrate with; none: Python's own manual.
-
-    Raises:
-      ValueError: a model that `generate` does not read, or as `model_moments` does.
-    """
+    """Second moments of the inputs of a checkpoint's matrices, by the names of its tensors."""
     try:
         source = open_model(path)
     except ValueError as error:
@@ -426,19 +373,9 @@ TOKENS, LENGTH = 20480, 512
 
 
 def model_moments(
-    params: Any, config: LlamaConfig, tokenizer: Tokenizer, texts: Sequence[Path] = ()
+    params: object, config: LlamaConfig, tokenizer: Tokenizer, texts: Sequence[Path] = ()
 ) -> Moments:
-    """`calibrate.moments` of a model, its head's among them, by paths of its parameters.
-
-    Args:
-      params: of the model in high precision.
-      config: its sizes.
-      tokenizer: its own.
-      texts: files; none: the manual that comes with Python, in English.
-
-    Raises:
-      ValueError: fewer tokens than one sequence has, or a file that is no text in UTF-8.
-    """
+    """`calibrate.moments` of a model, its head's among them, by paths of its parameters."""
     length = min(LENGTH, config.context)
     tokens = tokenizer.encode("\n".join(map(_read, texts)) if texts else manual())[:TOKENS]
     count = len(tokens) // length
@@ -459,13 +396,7 @@ def model_moments(
 
 
 def by_tensors(found: Moments, names: Names, config: LlamaConfig) -> dict[str, Any]:
-    """Moments by the names of a checkpoint's tensors, whose products may be parts of the model's.
-
-    Args:
-      found: as `model_moments` gives them.
-      names: of the tensors.
-      config: sizes of the model.
-    """
+    """Moments by the names of a checkpoint's tensors; the model joins some of their products."""
     field_of = {part: whole for whole, parts in PRODUCTS.items() for part in parts}
     by_name = {
         names.of(field, index): found[f"layers_{index}/{path}"]

@@ -64,15 +64,10 @@ def look_up(embedding: jax.Array | Quantized, tokens: jax.Array) -> jax.Array:
 
 
 class Llama(StoredParams, nn.Module):
-    """A causal language model; weights are arrays, MXArrays or packed.
-
-    Attributes:
-      config: its sizes.
-      recipe: of every product by weights, the head's included.
-    """
+    """A causal language model; weights are arrays, MXArrays or packed."""
 
     config: LlamaConfig
-    recipe: Recipe
+    recipe: Recipe  # of every product by weights, the head's included
     dtype: Any = jnp.float32
 
     def setup(self):
@@ -98,18 +93,10 @@ class Llama(StoredParams, nn.Module):
         length: int | None = None,
         last: bool = False,
     ) -> tuple[jax.Array, Caches | None]:
-        """Logits for tokens that follow what the caches hold.
+        """Logits for tokens that follow what the caches hold, and the caches with them.
 
-        Args:
-          tokens: int32 `[batch, tokens]`.
-          caches: one a layer, with the tokens before; None: these tokens are all.
-          position: of the first of them.
-          length: how many rows of the caches to look at, at least position + tokens.
-          last: whether only the last token's logits are wanted.
-
-        Returns:
-          float32 logits `[batch, tokens, vocabulary]`, with `last` `[batch, 1, vocabulary]`, and
-          the caches with these tokens.
+        Of int32 `[batch, tokens]` float32 `[batch, tokens, vocabulary]`, with `last` of the last
+        token alone. Only `length` rows of the caches are read, at least position + tokens.
         """
         x, turn = self.embed(tokens, position)
         new = []
@@ -142,13 +129,7 @@ class Llama(StoredParams, nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a gated layer, each added to what it reads.
-
-    Attributes:
-      config: sizes of the model.
-      recipe: of every product by weights.
-      dtype: of activations.
-    """
+    """Attention and a gated layer, each added to what it reads."""
 
     config: LlamaConfig
     recipe: Recipe

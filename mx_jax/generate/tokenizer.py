@@ -4,6 +4,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,23 +14,14 @@ from mx_jax.generate.config import TEXT, TEXTS, Fields, Kind, read_json
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """What turns text into tokens and back.
+    """What turns text into tokens and back."""
 
-    Attributes:
-      encoder: of the library `tokenizers`.
-      first: the token that every text begins with, or None.
-      stop: tokens that end a text.
-      template: of chats, in jinja2; None: the model has none.
-      words: what a template may call by name, as `bos_token`.
-      where: the file, for errors.
-    """
-
-    encoder: Any
-    first: int | None
-    stop: frozenset[int]
-    template: str | None
-    words: Mapping[str, str]
-    where: str = "the model"
+    encoder: Any  # of the library `tokenizers`
+    first: int | None  # the token that every text begins with, or None
+    stop: frozenset[int]  # tokens that end a text
+    template: str | None  # of chats, in jinja2; None: the model has none
+    words: Mapping[str, str]  # what a template may call by name, as `bos_token`
+    where: str = "the model"  # the file, for errors
 
     def encode(self, text: str) -> list[int]:
         """Numbers of the text's tokens; special ones are written as they are called."""
@@ -44,11 +36,7 @@ class Tokenizer:
         return self.encoder.decode(list(tokens), skip_special_tokens=True)
 
     def chat(self, message: str) -> str:
-        """The text that asks the model to answer a message, by the model's own template.
-
-        Raises:
-          ValueError: it has none, it refuses or is damaged.
-        """
+        """The text that asks the model to answer a message, by the model's own template."""
         if not self.template:
             raise ValueError(f"generate: {self.where} has no chat template; leave --chat out")
         # Late: most prompts are no chats.
@@ -112,16 +100,7 @@ _ENDS = ("bos", "eos", "eot")
 
 
 def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> Tokenizer:
-    """A byte-level BPE tokenizer of a GGUF file's metadata.
-
-    Args:
-      metadata: fields by name.
-      where: the file's path, for errors.
-
-    Raises:
-      ValueError: a kind of tokenizer that is not known, fields that are missing or of another type,
-        or the library `tokenizers` is missing.
-    """
+    """A byte-level BPE tokenizer of a GGUF file's metadata."""
     library = _library()
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     # Fields of a damaged file may be arrays, which are neither compared nor looked up.
@@ -158,7 +137,7 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
     )
 
 
-def _special(library: Any, tokens: list[str], fields: Fields) -> list[Any]:
+def _special(library: ModuleType, tokens: list[str], fields: Fields) -> list[Any]:
     """The tokens that no merging makes."""
     kinds = fields("token_type", _ROW, ())
     return [
@@ -183,14 +162,7 @@ def _numbers(fields: Fields, count: int) -> dict[str, int]:
 
 
 def tokenizer_of_folder(folder: Path) -> Tokenizer:
-    """The tokenizer of tokenizer.json, and what the files beside it say.
-
-    Args:
-      folder: of the model.
-
-    Raises:
-      ValueError: there is none, it is damaged, or the library `tokenizers` is missing.
-    """
+    """The tokenizer of tokenizer.json, and what the files beside it say."""
     library, path = _library(), folder / "tokenizer.json"
     if not path.is_file():
         raise ValueError(f"generate: there is no tokenizer.json in {folder}")

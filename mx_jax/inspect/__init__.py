@@ -7,10 +7,10 @@ from mx_jax.inspect.capture import NonFiniteError as NonFiniteError
 from mx_jax.inspect.capture import capture as capture
 from mx_jax.inspect.capture import guard as guard
 from mx_jax.inspect.capture import scalar as scalar
+from mx_jax.inspect.explain import Explanation as Explanation
 from mx_jax.inspect.explain import evidence_of as evidence_of
 from mx_jax.inspect.explain import explain as explain
 from mx_jax.inspect.explain import explain_call as explain_call
-from mx_jax.inspect.explanation import Explanation as Explanation
 from mx_jax.inspect.records import Console as Console
 from mx_jax.inspect.records import Csv as Csv
 from mx_jax.inspect.records import Jsonl as Jsonl

@@ -45,7 +45,7 @@ class Estimate:
 
     Attributes:
       bias: `|E e| / |E g|`, both without what noise adds; 0 where the noise explains all there is,
-        NaN where the exact mean itself cannot be told from 0, or a draw is not finite.
+        NaN where the exact mean itself cannot be distinguished from 0, or a draw is not finite.
       low: lower end of its confidence interval.
       high: upper end.
       uncorrected: `|mean e| / |mean g|`, as it is when nobody takes the noise out.
@@ -110,7 +110,7 @@ class Row:
     @property
     def near_zero(self) -> bool:
         """Whether the exact mean is so close to 0, beside its noise, that shares of it say little:
-        near a minimum. Tables tell how close instead."""
+        near a minimum. Tables show how close instead."""
         return not math.isnan(self.bias) and self.estimate.signal < _CLEAR
 
 
@@ -243,11 +243,11 @@ def passes(recipe: Recipe | str) -> dict[str, Recipe]:
 
 def gradient_bias(
     loss: Loss,
-    params: Any,
+    params: object,
     batches: Iterable[Any],
-    recipes: Any,
+    recipes: object,
     *,
-    exact: Any = None,
+    exact: object = None,
     key: jax.Array | None = None,
     scanned: str | None = None,
     confidence: float = 0.95,
@@ -347,7 +347,7 @@ def _check_finite(losses: np.ndarray, draws: dict[str, list[np.ndarray]]) -> Non
                 )
 
 
-def _choices(recipes: Any) -> dict[str, Any]:
+def _choices(recipes: object) -> dict[str, Any]:
     """Recipes by name."""
     if isinstance(recipes, list | tuple):
         raise TypeError(
@@ -367,18 +367,18 @@ def _choices(recipes: Any) -> dict[str, Any]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _loss_and_gradient(
-    loss: Loss, recipe: Any, params: Any, batch: Any, keys: tuple[jax.Array, ...]
+    loss: Loss, recipe: object, params: object, batch: object, keys: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, Any]:
     return jax.value_and_grad(lambda params: loss(params, batch, recipe, *keys))(params)
 
 
 def _draws(
     loss: Loss,
-    params: Any,
+    params: object,
     batches: Sequence[Any],
     key: jax.Array | None,
     scanned: str | None,
-    recipe: Any,
+    recipe: object,
 ) -> tuple[np.ndarray, dict[str, list[np.ndarray]]]:
     """The loss of each batch, and the gradients of each parameter, one a batch."""
     losses, found = [], {}
@@ -391,7 +391,7 @@ def _draws(
     return np.array(losses), found
 
 
-def _parts(gradient: Any, scanned: str | None) -> Iterable[tuple[str, np.ndarray]]:
+def _parts(gradient: object, scanned: str | None) -> Iterable[tuple[str, np.ndarray]]:
     """Parameters by their paths; those of scanned layers one by one."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
         name, leaf = path_name(path), np.asarray(leaf)

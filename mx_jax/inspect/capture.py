@@ -36,7 +36,7 @@ def capture(
     *,
     stats: str | Collection[str] = STATISTICS,
     every: int = 1,
-    step: Any = None,
+    step: object = None,
     sink: Sink | Sequence[Sink] | None = None,
 ) -> "Capture":
     """A context that records what quantization does to the operands of products.
@@ -101,7 +101,7 @@ def capture(
     return Capture(filter, stats=names, every=every, step=step, sinks=sinks)
 
 
-def scalar(name: str, value: Any) -> None:
+def scalar(name: str, value: jax.typing.ArrayLike) -> None:
     """Record a number of a step, such as the loss, in the captures in context.
 
     Args:
@@ -148,7 +148,7 @@ class Capture:
         *,
         stats: frozenset[str],
         every: int = 1,
-        step: Any = None,
+        step: object = None,
         sinks: Sequence[Sink],
         operation: str = "capture",
         missing: str = "there is no record",
@@ -170,7 +170,11 @@ class Capture:
 
     def __enter__(self) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.callback(self._end)
+            # In reverse: callbacks that still run come before the sinks are closed.
+            for sink in reversed(self.sinks):
+                stack.callback(sink.close)
+            stack.callback(self.uses.clear)
+            stack.callback(jax.effects_barrier)
             stack.enter_context(watching((*watching.value, self)))
             stack.enter_context(module_paths())
             stack.enter_context(counted_scans())
@@ -190,13 +194,6 @@ class Capture:
                 f"{hint if isinstance(self.pattern, str) else ''}",
                 stacklevel=2,
             )
-
-    def _end(self) -> None:
-        # Callbacks that still run come before the sinks are closed.
-        jax.effects_barrier()
-        self.uses.clear()
-        for sink in self.sinks:
-            sink.close()
 
     def is_due(self, step: int) -> bool:
         """Whether a step counts."""
@@ -237,7 +234,7 @@ class Capture:
     def send_scalar(self, name: str, value: jax.Array, now: Counters) -> None:
         """Send a number to the host, if its step counts."""
 
-        def receive(value: Any, now: Any) -> None:
+        def receive(value: np.ndarray, now: Counters) -> None:
             with self._lock:
                 self._write(Scalar(name=name, step=self._step(name, now), value=float(value)))
 
@@ -327,12 +324,13 @@ class Capture:
             return jnp.zeros(())
 
         @send.def_vmap
-        def _(lanes: int, batched: Any, raws: list[Raw], now: Counters, shard: Any) -> Any:
+        def _(lanes: int, batched: Any, raws: list[Raw], now: Counters, shard: object) -> Any:
             theirs, own, _ = batched
             if any(jax.tree.leaves(own)):
                 # Lanes with an index of their own are layers.
                 for lane in range(lanes):
-                    send(*_lane((raws, now, shard), batched, lane))
+                    of_lane = lambda x, own, lane=lane: x[lane] if own else x  # noqa: E731
+                    send(*jax.tree.map(of_lane, (raws, now, shard), tuple(batched)))
                 return jnp.zeros(()), False
             joined = [
                 statistics.of_lanes(raw, each, lanes)
@@ -345,7 +343,12 @@ class Capture:
         return _on_first(device, lambda: send(raws, now, shard))
 
     def _receive(
-        self, tags: tuple[Tag, ...], site: CallSite, layout: Any, words: Any, all: Any
+        self,
+        tags: tuple[Tag, ...],
+        site: CallSite,
+        layout: object,
+        words: object,
+        all: Sequence[dict[str, np.ndarray]],
     ) -> None:
         """On the host."""
         raws, now, shard = unpack(words, layout)
@@ -367,7 +370,7 @@ class Capture:
         for sink in self.sinks:
             sink.write(record)
 
-    def _step(self, counted: Any, now: Counters) -> int:
+    def _step(self, counted: object, now: Counters) -> int:
         """The step that is known, or how many records of this kind came before."""
         step = self._host_step if now.on_host else now.step
         if step is not None:
@@ -411,10 +414,6 @@ def _on_first(device: dict[str, jax.Array], run: Callable[[], jax.Array]) -> jax
     return lax.cond(first, run, lambda: jnp.zeros(()))
 
 
-def _lane(tree: Any, batched: Any, lane: int) -> Any:
-    return jax.tree.map(lambda x, own: x[lane] if own else x, tree, tuple(batched))
-
-
 def program_order(tag: Tag, site: CallSite, index: tuple[int, ...]) -> tuple[int, ...]:
     """Where in its step: loops by their index, and gradients backwards, after all outputs."""
     *loops, own = site.order
@@ -424,12 +423,8 @@ def program_order(tag: Tag, site: CallSite, index: tuple[int, ...]) -> tuple[int
     return (1, *(-number for number in (*path, own)))
 
 
-def pack(content: Any) -> tuple[jax.Array, Any]:
-    """A pytree of arrays of 32 bits as one, since a callback costs for each array that it is given.
-
-    Returns:
-      Words, uint32, scalars first; how `unpack` reads them.
-    """
+def pack(content: object) -> tuple[jax.Array, Any]:
+    """Arrays of 32 bits as one of words, scalars first: each array costs a callback time."""
     leaves, tree = jax.tree.flatten(content)
     words = [jnp.ravel(lax.bitcast_convert_type(x, jnp.uint32)) for x in leaves]
     order = sorted(range(len(leaves)), key=lambda place: leaves[place].ndim > 0)
@@ -437,7 +432,7 @@ def pack(content: Any) -> tuple[jax.Array, Any]:
     return jnp.concatenate([words[place] for place in order]), layout
 
 
-def unpack(words: Any, layout: Any) -> Any:
+def unpack(words: object, layout: Any) -> Any:
     """What was packed: NumPy arrays, and numbers of Python, which NumPy reads together."""
     tree, leaves = layout
     words = np.asarray(words)
@@ -510,7 +505,7 @@ class _FirstNonFinite:
 
 
 @contextlib.contextmanager
-def guard(filter: str | Filter | None = None, *, step: Any = None) -> Iterator[None]:
+def guard(filter: str | Filter | None = None, *, step: object = None) -> Iterator[None]:
     """A context that raises at the first block with Inf or NaN in it that is to be quantized.
 
     Forward products come before their gradients, and the step is over before it raises: so what is

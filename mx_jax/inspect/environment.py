@@ -14,15 +14,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from mx_jax import recipes
-from mx_jax.backends import calls, evidence
+from mx_jax.backends import calls, evidence, select
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.select import (
-    Selection,
-    current_target,
-    known_backends,
-    only_if_named,
-    recording,
-)
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.ops.dot_general import matmul
 from mx_jax.ops.packing import pack_weights
@@ -44,19 +37,19 @@ _SIZE = 1024
 
 
 def describe() -> dict[str, Any]:
-    """Versions, devices, the C++ library, backends in order, and variables, as JSON takes them.
-
-    Returns:
-      A dict with the keys `versions`, `system`, `cpu_library`, `variables`, and with `devices`,
-      `target`, `backends`, `calls`, or `error` instead where JAX has no device.
-    """
+    """Versions, devices, the C++ library, backends in order, and variables, as JSON takes them."""
     # The checkout that runs, which need not be what is installed.
     own = sys.modules[__name__.partition(".")[0]].__version__
     versions = {"mx_jax": own, "Python": platform.python_version()}
+    loaded = library.load()
+    native: Any = (None, None, None, loaded)
+    if not isinstance(loaded, str):
+        native = (str(loaded.path), loaded.isa, loaded.detected_isa, None)
+    facts = ("path", "instruction_set", "best_instruction_set", "missing")
     found: dict[str, Any] = {
         "versions": versions | {name: importlib.metadata.version(name) for name in _PACKAGES},
         "system": platform.platform(),
-        "cpu_library": _cpu_library(),
+        "cpu_library": dict(zip(facts, native, strict=True)),
         "variables": {name: os.environ.get(name) for name in _VARIABLES},
     }
     try:
@@ -64,7 +57,7 @@ def describe() -> dict[str, Any]:
     except RuntimeError as error:
         return found | {"error": f"JAX finds no device: {error}"}
     numbers = Counter((device.platform, device.device_kind) for device in devices)
-    target, selections = current_target(), _selections()
+    target, selections = select.current_target(), _selections()
     return found | {
         "devices": [{"platform": p, "kind": k, "number": n} for (p, k), n in numbers.items()],
         "target": {
@@ -77,17 +70,9 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _cpu_library() -> dict[str, str | None]:
-    loaded = library.load()
-    names = ("path", "instruction_set", "best_instruction_set", "missing")
-    if isinstance(loaded, str):
-        return dict(zip(names, (None, None, None, loaded), strict=True))
-    return dict(zip(names, (str(loaded.path), loaded.isa, loaded.detected_isa, None), strict=True))
-
-
-def _backends(selections: dict[str, Selection]) -> list[dict[str, Any]]:
-    found, named = [], only_if_named()
-    for backend in known_backends():
+def _backends(selections: dict[str, select.Selection]) -> list[dict[str, Any]]:
+    found, named = [], select.only_if_named()
+    for backend in select.known_backends():
         reasons = {name: backend.rejects(s.call, s.target) for name, s in selections.items()}
         own = {
             "name": backend.name,
@@ -99,12 +84,12 @@ def _backends(selections: dict[str, Selection]) -> list[dict[str, Any]]:
     return found
 
 
-def _selections() -> dict[str, Selection]:
+def _selections() -> dict[str, select.Selection]:
     """What is selected for one call of each kind that matters, of common sizes."""
     x = jax.ShapeDtypeStruct((_SIZE, _SIZE), np.dtype("bfloat16"))
     found = {}
     for name, (kind, function) in _EXAMPLES.items():
-        with recording() as recorder:
+        with select.recording() as recorder:
             jax.eval_shape(function, x)
         found[name] = next(s for s in recorder.selections if isinstance(s.call, kind))
     return found
@@ -129,32 +114,25 @@ _EXAMPLES: dict[str, tuple[type[calls.Call], Callable[[jax.Array], Any]]] = {
 def tables(found: dict[str, Any]) -> list[Table]:
     """What `describe` found, for people: one table for each kind of facts."""
     variables = {name: value or "-" for name, value in found["variables"].items()}
+    path, used, best, missing = found["cpu_library"].values()
+    library_rows = {"path": "-", "not used, because": f"{missing}"}
+    if path is not None:
+        more = "" if best == used else f", where the machine has {best}"
+        library_rows = {"path": path, "instruction set": used + more}
     known = [
         _pairs("Versions", found["versions"] | {"system": found["system"]}),
-        _pairs("C++ library", _library_rows(found["cpu_library"])),
+        _pairs("C++ library", library_rows),
         _pairs("Variables", variables),
     ]
     if "error" in found:
         return known
-    by_call = _pairs("Who computes what by default", found["calls"], "call", "backend")
-    return [*known, _pairs("Devices", _device_rows(found)), by_call, _backend_table(found)]
-
-
-def _library_rows(native: dict[str, str | None]) -> dict[str, str]:
-    path, used, best = (native[x] for x in ("path", "instruction_set", "best_instruction_set"))
-    if path is None or used is None:
-        return {"path": "-", "not used, because": f"{native['missing']}"}
-    more = "" if best == used else f", where the machine has {best}"
-    return {"path": path, "instruction set": used + more}
-
-
-def _device_rows(found: dict[str, Any]) -> dict[str, str]:
     target, rows = found["target"], found["devices"]
-    capability = target["compute_capability"]
-    shown = "" if capability is None else f" {'.'.join(map(str, capability))}"
-    return {f"{row['number']} x {row['kind']}": row["platform"] for row in rows} | {
-        "calls are for": f"{target['platform']}{shown}, num_devices={target['num_devices']}"
-    }
+    capability = ".".join(map(str, target["compute_capability"] or ()))
+    machine = f"{target['platform']} {capability}".strip()
+    devices = {f"{row['number']} x {row['kind']}": row["platform"] for row in rows}
+    devices["calls are for"] = f"{machine}, num_devices={target['num_devices']}"
+    by_call = _pairs("Who computes what by default", found["calls"], "call", "backend")
+    return [*known, _pairs("Devices", devices), by_call, _backend_table(found)]
 
 
 def _pairs(title: str, rows: dict[str, str], what: str = "what", value: str = "value") -> Table:

@@ -1,27 +1,35 @@
-"""Which backend takes what, and why the others do not: from records of what selection decided."""
+"""What `explain` and its like say of a call: which backend takes each cast and product, and why.
+
+A function is traced as `jit` would. The jaxpr says what is computed, where and how often; a
+recorder, what selection decided meanwhile.
+"""
 
 import contextlib
+import dataclasses
+import math
 import numbers
-from collections.abc import Callable
+import re
+import sysconfig
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import export
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
+from jax.interpreters import partial_eval
+from rich.box import SIMPLE_HEAD
+from rich.console import Group
+from rich.markup import escape
+from rich.table import Table
 
-from mx_jax.backends.calls import MatmulCall
-from mx_jax.backends.evidence import Row, in_force
-from mx_jax.backends.select import Selection, recording
-from mx_jax.backends.target import Target, use_target
-from mx_jax.inspect.explanation import (
-    Explanation,
-    callable_model,
-    explanation_of,
-    machine_text,
-    of_arrays,
-    reasons,
-    work_text,
-)
+from mx_jax.backends import calls, evidence
+from mx_jax.backends.calls import Call, MatmulCall, OperandType
+from mx_jax.backends.select import MARK, Selection, recording
+from mx_jax.backends.target import Target, current_target, use_target
+from mx_jax.formats import BlockFormat
 from mx_jax.ops.arguments import as_recipe, makes_recipe
 from mx_jax.ops.dot_general import matmul
 from mx_jax.specs import MatmulRecipe
@@ -50,7 +58,7 @@ def explain(
     backward: bool = False,
     target: Target | None = None,
     **kwargs: Any,
-) -> Explanation: ...
+) -> "Explanation": ...
 
 
 def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: Any) -> Any:
@@ -108,7 +116,7 @@ def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: An
     machine = contextlib.nullcontext() if target is None else use_target(target)
     with machine:
         of_recipe = isinstance(what, str | MatmulRecipe) or makes_recipe(what)
-        if of_recipe or not callable_model(what):
+        if of_recipe or not (callable(what) or _is_linen(what)):
             recipe = as_recipe(what, "explain")
             return _of_recipe(recipe, **_with_sizes(recipe, args, kwargs))
         return explanation_of(what, *args, **kwargs)
@@ -140,7 +148,7 @@ def _with_sizes(
     )
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
     """A whole number; Python counts True and False among them."""
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
@@ -178,7 +186,7 @@ def _of_recipe(
     return "\n".join(lines)
 
 
-def explain_call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+def explain_call(function: Callable[..., Any], *args: object, **kwargs: object) -> str:
     """Say how each cast and each quantized product of a call will be computed.
 
     The function is traced as `jit` would, without computing; take a `jax.grad` for the backward
@@ -228,7 +236,9 @@ def _answer(title: str, selection: Selection) -> list[str]:
     return [answer, *(f"  {reason}" for reason in reasons(selection))]
 
 
-def evidence_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Row, ...]:
+def evidence_of(
+    function: Callable[..., Any], *args: object, **kwargs: object
+) -> tuple[evidence.Row, ...]:
     """The measured rows by which kernels take parts of a call: what to record beside its results.
 
     The function is traced as `jit` would, without computing; where no row counts, not even that.
@@ -252,9 +262,460 @@ def evidence_of(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tupl
       >>> mx_jax.inspect.evidence_of(mx_jax.quantize, jnp.ones((8, 64)), "mxfp4")
       ()
     """
-    if not in_force():
+    if not evidence.in_force():
         return ()
     with recording() as recorder:
         jax.eval_shape(*of_arrays(function, *args, **kwargs))
     rows = (selection.evidence for selection in recorder.selections)
     return tuple(dict.fromkeys(row for row in rows if row is not None))
+
+
+# Streams that layers draw from; a module takes those that it has.
+_STREAMS = ("params", "dropout", "quantize")
+_MARK = re.compile(rf"{re.escape(MARK)}(\d+)")
+# What transformations and calls add to names of scopes.
+_WRAPPERS = re.compile(r"\b(jvp|vmap|transpose|jit|pjit|checkpoint|remat\w*)\(|[()]")
+_NOISE = {"", "checkpoint", "rematted_computation", "while", "body", "cond", "scan", "remat"}
+_PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"}
+_PACKAGE = str(Path(__file__).parents[1])
+# The caller of the explained function: beyond it no frame asks for a product.
+_EXPLAINER = str(Path(__file__).parent)
+# Not the user's own code.
+_LIBRARIES = re.compile(r"[/\\](jax|jaxlib|flax)[/\\]")
+_STDLIB = sysconfig.get_paths()["stdlib"]
+# Who decided on a product that mx_jax itself leaves to JAX, by the folder that asks for it.
+_DECIDED = {
+    "ops": "its recipe keeps both operands in high precision",
+    "convert": "no rule converts its layer",
+    "nn": "its layer keeps it in high precision",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where in a function something is computed.
+
+    Attributes:
+      path: scopes joined by `/`, layers of Flax among them; `""` outside of all.
+      backward: whether a gradient asks for it.
+    """
+
+    path: str
+    backward: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """Equal casts or products of a function.
+
+    Attributes:
+      kind: "product", "ragged product", "cast", "dequantize", "pack", or "high precision" of a
+        product that no backend was asked for.
+      work: what is computed, in words, with the shapes and axes of the arrays; below `jax.vmap` of
+        something jitted those of one lane.
+      backend: who computes it; "jax.lax" in high precision.
+      times: how often, each step of a scan counted: as the jaxpr has it. XLA may drop some; of
+        `flax.linen.scan`, which traces its body once more, gradients show one too many.
+      places: where: scopes joined by `/`, such as Flax's layers, and whether for a gradient.
+      flops: of one; 0 of casts.
+      bytes: read and written by one: codes and scales as stored in bits, values by their dtype.
+      why: of high precision: why.
+      how: how the backend computes it, where its name does not say.
+      selection: the decision: why other backends do not take it, which would if they were named,
+        and the measurement it rests on; None in high precision.
+    """
+
+    kind: str
+    work: str
+    backend: str
+    times: int
+    places: tuple[Place, ...]
+    flops: float
+    bytes: float
+    why: str = ""
+    how: str = ""
+    selection: Selection | None = None
+
+    @property
+    def where(self) -> str:
+        """Its places, in words."""
+        names = [f"{x.path or 'the function'}{' (gradient)' * x.backward}" for x in self.places]
+        return ", ".join(dict.fromkeys(names))
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why no other backend computes it, what it rests on, and which would take it if named."""
+        return (self.why,) if self.selection is None else reasons(self.selection)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Each cast and product of a function: who computes it, why, and what it costs. Print it.
+
+    Attributes:
+      rows: in the order of the trace; products in high precision last.
+      remarks: what is done besides, such as weights that are unpacked at every call.
+      machine: what selection was asked for.
+
+    Examples:
+      >>> import jax, mx_jax
+      >>> x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 64), (64, 64)))
+      >>> found = mx_jax.inspect.explain(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8") @ w, x, w)
+      >>> [row.kind for row in found.rows], len(found.high), found.quantized_share
+      (['cast', 'cast', 'product', 'high precision'], 1, 0.5)
+    """
+
+    rows: tuple[Row, ...]
+    remarks: tuple[str, ...]
+    machine: str
+
+    @property
+    def high(self) -> tuple[Row, ...]:
+        """The products that stayed in high precision."""
+        return tuple(row for row in self.rows if row.selection is None)
+
+    @property
+    def quantized_share(self) -> float:
+        """The share of all flops of products that is quantized, 0 to 1."""
+        flops = sum(row.times * row.flops for row in self.rows)
+        high = sum(row.times * row.flops for row in self.high)
+        return 1 - high / flops if flops else 0.0
+
+    @property
+    def summary(self) -> str:
+        """The machine, and how much is quantized."""
+        return f"{self.machine}; {100 * self.quantized_share:.3g} % of the flops are quantized"
+
+    def __str__(self) -> str:
+        lines = []
+        for row in self.rows:
+            how = f" ({row.how})" if row.how else ""
+            flops = f"{row.flops / 1e6:.4g} Mflop, " if row.flops else ""
+            lines.append(f"{row.times} x {row.work} -> {row.backend}{how}")
+            lines.append(f"  {flops}{row.bytes / 1e3:.4g} kB; in {row.where}")
+            lines += [f"  {reason}" for reason in row.reasons]
+        return "\n".join([*lines, *self.remarks, self.summary])
+
+    def __rich__(self) -> Group:
+        """A table, and below it the reasons, each once: most rows share theirs."""
+        table = Table(title="Casts and products", title_justify="left", box=SIMPLE_HEAD)
+        for name in ("where", "what", "times", "backend", "Mflop", "kB", "why"):
+            numbers = name in ("times", "Mflop", "kB")
+            table.add_column(name, justify="right" if numbers else "left", overflow="fold")
+        notes: dict[str, int] = {}
+        for row in self.rows:
+            texts = (*filter(None, (row.how,)), *row.reasons)
+            table.add_row(
+                escape(row.where),
+                escape(row.work),
+                str(row.times),
+                row.backend,
+                f"{row.flops / 1e6:.4g}" if row.flops else "",
+                f"{row.bytes / 1e3:.4g}",
+                ", ".join(str(notes.setdefault(text, len(notes) + 1)) for text in texts),
+                style=None if row.selection else "dim",
+            )
+        lines = (*(f"{number}: {text}" for text, number in notes.items()), *self.remarks)
+        return Group(table, *map(escape, lines), escape(self.summary))
+
+
+def reasons(selection: Selection) -> tuple[str, ...]:
+    """What a selection rests on, why other backends do not take the call, and which would."""
+    own = selection.evidence
+    proof = () if own is None else (f"{selection.backend}: {own}",)
+    rejected = (f"not {name}: {reason}" for name, reason in selection.rejections)
+    named = (
+        f"{name} takes it if named, by prefer_backends({name!r}): {why}"
+        for name, why in selection.on_request
+    )
+    return (*proof, *rejected, *named)
+
+
+def machine_text(target: Target) -> str:
+    """A machine as selection sees it."""
+    capability = target.compute_capability
+    shown = "" if capability is None else f", compute_capability={capability}"
+    number = target.num_devices if target.counted else f"1 to {target.num_devices}"
+    return f"on platform={target.platform}{shown}, num_devices={number}"
+
+
+def work_text(call: Call) -> str:
+    """A call in words, with the shapes and axes of its arrays."""
+    match call:
+        case calls.MatmulCall():
+            lhs, rhs = (_operand(own) for _, own in call.sides)
+            left, right = (list(own.axes.contracting) for _, own in call.sides)
+            return f"product {lhs} x {rhs} over axes {left} and {right}, to {call.out_dtype}"
+        case calls.RaggedCall():
+            lhs, rhs = _operand(call.lhs), _operand(call.rhs)
+            return f"ragged product {lhs} x {rhs}, {call.num_groups} groups, to {call.out_dtype}"
+        case calls.QuantizeCall():
+            how = f"{call.format.name} ({call.scale_rule.name}, {call.rounding.name})"
+            blocks = " and ".join(f"{size} along axis {axis}" for axis, size in call.blocks)
+            return f"cast {call.dtype} {list(call.shape)} to {how} in blocks of {blocks}"
+        case calls.QuantizeBothCall():
+            return f"{work_text(call.first)}; with it {work_text(call.second)}"
+        case calls.DequantizeCall():
+            return f"dequantize {call.format.name} {list(call.shape)} to {call.dtype}"
+        case calls.PackCall():
+            return f"pack {_operand(call.weights)} for axes {list(call.weights.axes.contracting)}"
+        case calls.CastStatisticsCall():
+            return f"statistics of a cast of {list(call.shape)} to {call.format.name}"
+        case calls.RandomBitsCall():
+            return f"random bits {list(call.shape)}, {call.text}"
+        case calls.TransformCall():
+            what = "Hadamard transform" if call.length is None else "inverse Hadamard transform"
+            return f"{what} of {call.dtype} {list(call.shape)}"
+        case calls.AttendCall():
+            dtype = call.dtypes[1] if call.format is None else call.format.name
+            return f"attention of {list(call.queries)} over {list(call.keys)}, {dtype}"
+
+
+def _operand(own: OperandType) -> str:
+    return f"{own.text} {list(own.shape)}"
+
+
+def _kind_and_cost(call: Call) -> tuple[str, float, float]:
+    """What a call is, in a word or two, its flops, and the bytes that it reads and writes."""
+    match call:
+        case calls.MatmulCall():
+            batch = math.prod(call.lhs.shape[axis] for axis in call.lhs.axes.batch)
+            return "product", *_product(call, call.rhs.rows, batch)
+        case calls.RaggedCall():
+            columns = call.rhs.shape[-1] if call.contracts_rows else call.rhs.rows
+            groups = call.num_groups if call.contracts_rows else 1
+            return "ragged product", *_product(call, columns, groups)
+        case calls.QuantizeBothCall():
+            first, second = call.first, call.second
+            both = _bytes(first.shape, first.format) + _bytes(second.shape, second.format)
+            return "cast", 0.0, both + _bytes(first.shape, dtype=first.dtype)
+        case calls.QuantizeCall() | calls.DequantizeCall() | calls.CastStatisticsCall():
+            kinds = {calls.QuantizeCall: "cast", calls.DequantizeCall: "dequantize"}
+            moved = _bytes(call.shape, dtype=call.dtype) + _bytes(call.shape, call.format)
+            return kinds.get(type(call), "statistics"), 0.0, moved
+        case calls.PackCall():
+            own = call.weights
+            return "pack", 0.0, 2 * _bytes(own.shape, own.format, own.dtype)
+        case calls.TransformCall():
+            return "transform", 0.0, math.prod(call.shape) * (call.dtype.itemsize + 4.0)
+        case calls.AttendCall():
+            matrices, length, features = call.keys
+            queries = matrices * call.queries[1] * features
+            moved = _bytes((queries,), dtype=call.dtypes[1])
+            moved += _bytes(call.keys, call.format, call.dtypes[1])
+            return "attention", 4.0 * queries * length, 2 * moved
+        case calls.RandomBitsCall():
+            return "random bits", 0.0, 4.0 * math.prod(call.shape)
+
+
+def _product(
+    call: calls.MatmulCall | calls.RaggedCall, columns: int, times: int
+) -> tuple[float, float]:
+    """Flops, and bytes of both operands and of so many results."""
+    size = float(times * call.lhs.rows * columns * call.out_dtype.itemsize)
+    size += sum(_bytes(own.shape, own.format, own.dtype) for own in (call.lhs, call.rhs))
+    return 2.0 * math.prod(call.lhs.shape) * columns, size
+
+
+def _bytes(
+    shape: Sequence[int], format: BlockFormat | None = None, dtype: np.dtype | None = None
+) -> float:
+    """Of codes and their scales, or of values."""
+    if format is not None:
+        return math.prod(shape) * format.bits_per_element / 8
+    return 0.0 if dtype is None else float(math.prod(shape) * dtype.itemsize)
+
+
+def of_arrays(
+    function: Callable[..., Any], *args: object, **kwargs: object
+) -> tuple[Callable[..., Any], list[Any]]:
+    """A call as a function of the list of its arrays alone, and that list.
+
+    Flags such as `train=True` have to stay Python values under a trace; so do strings and
+    functions. Arrays may be `jax.ShapeDtypeStruct`.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
+
+    def call(arrays: list[Any]) -> Any:
+        merged = leaves.copy()
+        for place, array in zip(places, arrays, strict=True):
+            merged[place] = array
+        own_args, own_kwargs = jax.tree.unflatten(tree, merged)
+        return function(*own_args, **own_kwargs)
+
+    return call, [leaves[place] for place in places]
+
+
+def explanation_of(
+    function: object, *args: object, backward: bool = False, **kwargs: object
+) -> Explanation:
+    """Trace a call and explain each cast and product: see `explain`."""
+    function, args = _with_parameters(function, args, kwargs)
+    call, arrays = of_arrays(function, *args, **kwargs)
+    with recording(marks=True) as recorder:
+        closed = jax.make_jaxpr(_with_gradients(call) if backward else call)(arrays)
+    # XLA computes nothing that is not used. Flax, for one, traces the body of a scan twice.
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
+    found = sorted(_rows(jaxpr, recorder.entries, 1, "", marked=False), key=lambda pair: pair[0])
+    selections = recorder.selections
+    # Rows of the same work are one.
+    rows: dict[Row, Row] = {}
+    for _, row in found:
+        key = dataclasses.replace(row, times=0, places=())
+        known = rows.get(key, key)
+        places = tuple(dict.fromkeys((*known.places, *row.places)))
+        rows[key] = dataclasses.replace(known, times=known.times + row.times, places=places)
+    return Explanation(
+        rows=tuple(rows.values()),
+        remarks=tuple(dict.fromkeys(own for own in recorder.entries if isinstance(own, str))),
+        machine=machine_text(selections[0].target if selections else current_target()),
+    )
+
+
+def _is_linen(what: object) -> bool:
+    """By what it offers: only the layers of models import Flax."""
+    return callable(getattr(what, "init", None)) and callable(getattr(what, "apply", None))
+
+
+def _with_parameters(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A model as a function of its parameters: so they are no constants, and have gradients."""
+    if _is_linen(function):
+        rngs = {name: jax.random.key(0) for name in _STREAMS}
+        init, arrays = of_arrays(
+            lambda *own, **named: function.init(rngs, *own, **named), *args, **kwargs
+        )
+        variables = jax.eval_shape(init, arrays)
+
+        def apply(variables: Any, *own: Any, **named: Any) -> Any:
+            return function.apply(variables, *own, rngs=rngs, mutable=True, **named)[0]
+
+        return apply, (variables, *args)
+    if jax.tree.leaves(function) != [function]:
+        # A model that is a pytree, as those of flax.nnx are.
+        return lambda model, *own, **named: model(*own, **named), (function, *args)
+    return function, args
+
+
+def _with_gradients(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A call and its gradients by every float, of cotangents of ones."""
+
+    def cotangent(x: jax.Array) -> Any:
+        is_float = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+        return jnp.ones_like(x) if is_float else np.zeros(jnp.shape(x), jax.dtypes.float0)
+
+    def run(arrays: list[Any]) -> Any:
+        results, pullback = jax.vjp(call, arrays)
+        (gradients,) = pullback(jax.tree.map(cotangent, results))
+        return results, [own for own in gradients if own.dtype != jax.dtypes.float0]
+
+    return run
+
+
+def _rows(
+    jaxpr: Jaxpr, entries: list[Selection | str], times: int, scopes: str, *, marked: bool
+) -> Iterator[tuple[float, Row]]:
+    """What a jaxpr computes, scans and calls included, each with the index of its entry.
+
+    It runs so many times, below these scopes; `marked` if an entry stands for all of it.
+    """
+    here: dict[int, str] = {}
+    for eqn in jaxpr.eqns:
+        own = str(eqn.source_info.name_stack)
+        stack = f"{scopes}/{own}" if own else scopes
+        marks = [int(index) for index in _MARK.findall(own)]
+        for index in marks:
+            here.setdefault(index, stack)
+        inside = marked or bool(marks)
+        if eqn.primitive.name in _PRODUCTS:
+            avals: list[Any] = [x.aval for x in (*eqn.invars[:2], *eqn.outvars)]
+            if not inside and all(jnp.issubdtype(x.dtype, jnp.floating) for x in avals):
+                yield math.inf, _high(eqn, times, stack)
+        # Kernels of Pallas are a backend's own.
+        elif eqn.primitive.name != "pallas_call":
+            again = int(eqn.params.get("length", 1)) if eqn.primitive.name == "scan" else 1
+            for inner in jaxprs_in_params(eqn.params):
+                yield from _rows(inner, entries, times * again, stack, marked=inside)
+    for index, stack in here.items():
+        if isinstance(selection := entries[index], Selection):
+            kind, flops, size = _kind_and_cost(selection.call)
+            yield (
+                index,
+                Row(
+                    kind=kind,
+                    work=work_text(selection.call),
+                    backend=selection.backend or "",
+                    times=times,
+                    places=(_place(stack),),
+                    flops=flops,
+                    bytes=size,
+                    how=selection.how,
+                    selection=selection,
+                ),
+            )
+
+
+def _place(stack: str) -> Place:
+    plain = _WRAPPERS.sub("", _MARK.sub("", stack))
+    # `convert` writes the path of a module in brackets.
+    names = [name for part in plain.split("/") if (name := part.strip("[=]")) not in _NOISE]
+    return Place(path="/".join(dict.fromkeys(names)), backward="transpose(" in stack)
+
+
+def _high(eqn: Any, times: int, stack: str) -> Row:
+    """A product that no backend was asked for."""
+    lhs, rhs, out = (x.aval for x in (*eqn.invars[:2], eqn.outvars[0]))
+    left, right = (f"{x.dtype} {list(x.shape)}" for x in (lhs, rhs))
+    contracted = _contracted(eqn)
+    return Row(
+        kind="high precision",
+        work=f"{eqn.primitive.name} {left} x {right}, to {out.dtype}",
+        backend="jax.lax",
+        times=times,
+        places=(_place(stack),),
+        flops=2.0 * math.prod(out.shape) * contracted,
+        bytes=sum(_bytes(x.shape, dtype=x.dtype) for x in (lhs, rhs, out)),
+        why=_why(eqn, contracted),
+    )
+
+
+def _contracted(eqn: Any) -> int:
+    """How many products each element of the result sums."""
+    numbers = eqn.params.get("dimension_numbers")
+    lhs, rhs = (x.aval.shape for x in eqn.invars[:2])
+    if eqn.primitive.name == "dot_general":
+        return math.prod(lhs[axis] for axis in numbers[0][0])
+    if eqn.primitive.name == "conv_general_dilated":
+        return math.prod(rhs) // rhs[numbers.rhs_spec[0]]
+    return lhs[-1]
+
+
+def _why(eqn: JaxprEqn, contracted: int) -> str:
+    """Who asked for a product in high precision: a recipe, a rule, or code that has none."""
+    frame = _caller(eqn)
+    if frame is None:
+        return "no recipe reaches it"
+    where = f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name})"
+    if not frame.file_name.startswith(_PACKAGE):
+        return f"no recipe reaches it: {where}"
+    if contracted == 1:
+        return "it contracts nothing: there is nothing to quantize along"
+    folder = Path(frame.file_name).relative_to(_PACKAGE).parts[0]
+    return _DECIDED.get(folder, f"mx_jax's own, not of a recipe: {where}")
+
+
+def _caller(eqn: JaxprEqn) -> Any:
+    """The innermost frame that is no library's, or None if JAX has none."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        name = frame.file_name
+        if name.startswith(_EXPLAINER):
+            return None
+        if name.startswith(_PACKAGE):
+            return frame
+        is_stdlib = name.startswith(_STDLIB) and "site-packages" not in name
+        if not is_stdlib and not _LIBRARIES.search(name) and not name.startswith("<frozen"):
+            return frame
+    return None

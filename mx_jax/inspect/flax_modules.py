@@ -28,7 +28,12 @@ def module_paths() -> AbstractContextManager[Any]:
     return nn.intercept_methods(_named)
 
 
-def _named(call: Callable[..., Any], args: Any, kwargs: Any, context: InterceptorContext) -> Any:
+def _named(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: InterceptorContext,
+) -> Any:
     if not watching.value or context.module.scope is None or context.method_name == "setup":
         return call(*args, **kwargs)
     with within(context.module.path):
@@ -38,7 +43,7 @@ def _named(call: Callable[..., Any], args: Any, kwargs: Any, context: Intercepto
 class _Instead:
     """A module with other values for some of its names."""
 
-    def __init__(self, module: Any, **values: Any):
+    def __init__(self, module: object, **values: object):
         self._module = module
         vars(self).update(values)
 
@@ -46,7 +51,9 @@ class _Instead:
         return getattr(self._module, name)
 
 
-def _scan(f: Any, init: Any, xs: Any = None, length: int | None = None, **options: Any) -> Any:
+def _scan(
+    f: Callable[..., Any], init: Any, xs: Any = None, length: int | None = None, **options: Any
+) -> Any:
     """`jax.lax.scan`, whose body knows its index."""
     if not watching.value:
         return lax.scan(f, init, xs, length, **options)
@@ -60,7 +67,7 @@ def _scan(f: Any, init: Any, xs: Any = None, length: int | None = None, **option
     return lax.scan(body, init, (xs, jnp.arange(count)), length, **options)
 
 
-def _uncaptured(function: Any) -> Any:
+def _uncaptured(function: Callable[..., Any]) -> Any:
     """A function in which no capture runs."""
 
     def run(*args: Any, **kwargs: Any) -> Any:

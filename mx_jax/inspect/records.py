@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
@@ -113,12 +113,12 @@ def from_json(fields: Mapping[str, Any]) -> Record | Scalar:
         raise ValueError(f"no record of a capture: {error!r} in {dict(fields)}") from error
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     """JSON has no Inf and no NaN."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _read(value: Any) -> Any:
+def _read(value: object) -> Any:
     """Numbers that JSON has as strings; its keys always are."""
     if isinstance(value, dict):
         return {int(key): own for key, own in value.items()}
@@ -222,10 +222,14 @@ class _File(_Numbers):
         self.path = Path(path)
         self._file: Any = None
 
-    def _open(self) -> Any:
+    def _write(self, record: Record | Scalar) -> None:
         if self._file is None:
             self._file = self.path.open("a", encoding="utf-8", newline="")
-        return self._file
+        self._append(self._file, record)
+        self._file.flush()
+
+    def _append(self, file: TextIO, record: Record | Scalar) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close the file."""
@@ -249,10 +253,8 @@ class Jsonl(_File):
       {"step": 0, "scalar": "loss", "value": 2.5}
     """
 
-    def _write(self, record: Record | Scalar) -> None:
-        file = self._open()
+    def _append(self, file: TextIO, record: Record | Scalar) -> None:
         file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
-        file.flush()
 
 
 class Csv(_File):
@@ -271,8 +273,7 @@ class Csv(_File):
       [('0', 'loss', '2.5')]
     """
 
-    def _write(self, record: Record | Scalar) -> None:
-        file = self._open()
+    def _append(self, file: TextIO, record: Record | Scalar) -> None:
         rows = csv.DictWriter(file, ("step", "index", *_TAG, *columns(), "value"), restval="")
         if not file.tell():
             rows.writeheader()
@@ -283,7 +284,6 @@ class Csv(_File):
             row |= {name: record.stats[name] for name in columns() if name in record.stats}
             index = "/".join(map(str, record.index))
             rows.writerow({"step": record.step, "index": index, **row})
-        file.flush()
 
 
 class TensorBoard(_Numbers):
@@ -310,7 +310,15 @@ class TensorBoard(_Numbers):
 
     def __init__(self, writer: Any):
         if isinstance(writer, str | Path):
-            writer = _summary_writer(writer)
+            try:
+                from tensorboardX import SummaryWriter  # pyright: ignore
+            except ImportError as error:
+                raise ImportError(
+                    f"TensorBoard: writing into folder={str(writer)!r} needs tensorboardX, which "
+                    'is not installed; pip install "mx_jax[tensorboard]", or give a writer that '
+                    "you have"
+                ) from error
+            writer = SummaryWriter(str(writer))
         if not hasattr(writer, "add_scalar") and not hasattr(writer, "write_scalars"):
             raise TypeError(
                 "TensorBoard: needs a folder, or a writer with add_scalar (tensorboardX) or "
@@ -395,14 +403,3 @@ def _table(title: str, records: Sequence[Record], rows: int) -> Table:
             *(column.text(record.stats) for column in headed()),
         )
     return table
-
-
-def _summary_writer(folder: str | Path) -> Any:
-    try:
-        from tensorboardX import SummaryWriter  # pyright: ignore
-    except ImportError as error:
-        raise ImportError(
-            f"TensorBoard: writing into folder={str(folder)!r} needs tensorboardX, which is not "
-            'installed; pip install "mx_jax[tensorboard]", or give a writer that you have'
-        ) from error
-    return SummaryWriter(str(folder))

@@ -11,22 +11,9 @@ from typing import Any
 from mx_jax.checkpoint.files import check_apart, replacing
 from mx_jax.checkpoint.foreign import read as read_weights
 from mx_jax.checkpoint.weights import Weights
-from mx_jax.inspect import statistics
+from mx_jax.inspect import report_page, statistics
 from mx_jax.inspect.records import Memory, Record, Scalar, from_json
 from mx_jax.inspect.report_checkpoint import checkpoint_page, facts_of
-from mx_jax.inspect.report_page import (
-    COLUMNS,
-    LINES,
-    ROWS,
-    Bad,
-    Histogram,
-    Lines,
-    Sentences,
-    Table,
-    page,
-    share_map,
-    worst_lines,
-)
 from mx_jax.inspect.statistics import Plot, headed
 
 FilePath = str | os.PathLike[str]
@@ -49,7 +36,7 @@ def report(
     lowest SQNR; where values saturate; and which exponents scales have.
 
     Of a checkpoint it has what is out of the ordinary; the SQNR against a reference, layer by
-    layer, and the tensors with the lowest; how many codes lie at their format's limit and how many
+    layer, and the tensors with the lowest; how many codes are at their format's limit and how many
     values are zero; the exponents of scales; and a table of all tensors.
 
     Args:
@@ -145,14 +132,14 @@ def run_page(title: str, memory: Memory) -> str:
         raise ValueError(f"report: needs records, got none in records={memory!r}")
     plots = [row.plot for row in statistics.TABLE if row.plot is not None]
     sections = {
-        "Out of the ordinary": [Sentences(findings(found, memory.scalars))],
+        "Out of the ordinary": [findings(found, memory.scalars)],
         "Numbers": _numbers(memory),
         **{plot.heading: _over_time(found, plot) for plot in plots},
         "Worst layers": [_worst(found)],
         "Saturation": _saturation(found),
         "Scales": _scales(found),
     }
-    return page(title, _lead(memory, found), sections)
+    return report_page.page(title, _lead(memory, found), sections)
 
 
 def findings(records: Sequence[Record], scalars: Mapping[str, Sequence[Scalar]]) -> list[str]:
@@ -187,12 +174,10 @@ def findings(records: Sequence[Record], scalars: Mapping[str, Sequence[Scalar]])
 
 def _others(indices: Sequence[tuple[int, ...]]) -> str:
     """The layers of the same scan that a sentence holds for too."""
-    if not indices:
-        return ""
-    if len(indices) > _NAMED:
-        return f"; so do {len(indices)} other layers of its scan"
     names = ", ".join("".join(f"[{number}]" for number in index) for index in sorted(indices))
-    return f"; so do {names}" if len(indices) > 1 else f"; so does {names}"
+    if len(indices) > _NAMED:
+        names = f"{len(indices)} other layers of its scan"
+    return f"; so {'do' if len(indices) > 1 else 'does'} {names}" if indices else ""
 
 
 def _of_numbers(name: str, own: Sequence[Scalar]) -> list[tuple[int, str]]:
@@ -228,10 +213,10 @@ def _numbers(memory: Memory) -> list[Any]:
     blocks: list[Any] = []
     for name, own in memory.scalars.items():
         points = sorted((number.step, number.value) for number in own)
-        blocks.append(Lines({name: points}, name))
+        blocks.append(report_page.Lines({name: points}, name))
         broken = sum(not math.isfinite(number.value) for number in own)
         if broken:
-            blocks.append(Bad(f"{name}: {broken} of {len(own)} are not finite"))
+            blocks.append(report_page.Bad(f"{name}: {broken} of {len(own)} are not finite"))
     return blocks or ["none; inspect.scalar records them"]
 
 
@@ -248,20 +233,16 @@ def _over_time(records: Sequence[Record], plot: Plot) -> list[Any]:
             series[_name(record)].append((record.step, record.stats[plot.number]))
     if not series:
         return ["not captured"]
-    lines = worst_lines(series, plot.unit, sign=plot.sign)
-    return [f"the {min(len(series), LINES)} worst of {len(series)}", lines]
+    lines = report_page.worst_lines(series, plot.unit, sign=plot.sign)
+    return [f"the {min(len(series), report_page.LINES)} worst of {len(series)}", lines]
 
 
-def _worst(records: Sequence[Record]) -> Table:
+def _worst(records: Sequence[Record]) -> report_page.Table:
     """Operands by the lowest SQNR that they had."""
+    known = (x for x in records if x.tag.side and not math.isnan(x.stats.get("sqnr_db", math.nan)))
     lowest: dict[str, Record] = {}
-    for record in records:
-        sqnr = record.stats.get("sqnr_db", math.nan)
-        if not math.isnan(sqnr) and record.tag.side is not None:
-            known = lowest.get(_name(record))
-            if known is None or sqnr < known.stats["sqnr_db"]:
-                lowest[_name(record)] = record
-    ranked = sorted(lowest.items(), key=lambda pair: pair[1].stats["sqnr_db"])[:ROWS]
+    for record in sorted(known, key=lambda record: record.stats["sqnr_db"]):
+        lowest.setdefault(_name(record), record)
     rows = [
         (
             name,
@@ -270,10 +251,10 @@ def _worst(records: Sequence[Record]) -> Table:
             *(column.text(record.stats, 4) for column in headed()),
             ", ".join(f"{i}: {amax:.3g}" for i, amax in record.stats.get("channels", [])[:3]),
         )
-        for name, record in ranked
+        for name, record in [*lowest.items()][: report_page.ROWS]
     ]
     heads = ("operand", "format", "step", *(column.heading for column in headed()))
-    return Table((*heads, "largest channels"), rows)
+    return report_page.Table((*heads, "largest channels"), rows)
 
 
 def _saturation(records: Sequence[Record]) -> list[Any]:
@@ -285,16 +266,19 @@ def _saturation(records: Sequence[Record]) -> list[Any]:
     if not found:
         return ["not captured"]
     steps = sorted({step for own in found.values() for step in own})
-    shown = {steps[round(i * (len(steps) - 1) / (COLUMNS - 1))] for i in range(COLUMNS)}
+    shown = {
+        steps[round(i * (len(steps) - 1) / (report_page.COLUMNS - 1))]
+        for i in range(report_page.COLUMNS)
+    }
     columns = {step: str(step) for step in sorted(shown)}
-    return ["% of values, by step", share_map("operand", found, columns, numbers=True)]
+    return ["% of values, by step", report_page.share_map("operand", found, columns, numbers=True)]
 
 
 def _scales(records: Sequence[Record]) -> list[Any]:
     last = {_name(record): record for record in records if record.tag.side is not None}
     rows = [
-        (name, record.tag.format, Histogram(record.stats["scales"]))
+        (name, record.tag.format, report_page.Histogram(record.stats["scales"]))
         for name, record in sorted(last.items())
         if record.stats.get("scales")
-    ][: 3 * ROWS]
-    return ["at the last step", Table(("operand", "format", "exponents"), rows)]
+    ][: 3 * report_page.ROWS]
+    return ["at the last step", report_page.Table(("operand", "format", "exponents"), rows)]

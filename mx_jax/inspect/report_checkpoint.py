@@ -8,22 +8,13 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from mx_jax.checkpoint.files import progress_bar
 from mx_jax.checkpoint.scales import Plausibility, effective_scales, plausibility
 from mx_jax.checkpoint.weights import Stored, Weights
-from mx_jax.inspect.report_page import (
-    COLUMNS,
-    ROWS,
-    Bad,
-    Histogram,
-    Sentences,
-    Table,
-    page,
-    share_map,
-    worst_lines,
-)
+from mx_jax.inspect import report_page
 from mx_jax.inspect.statistics import sqnr_db
 from mx_jax.mxarray import MXArray
 
@@ -40,29 +31,18 @@ _HEADS = ("tensor", "format", "shape", "size", "bits", "amax", "zeros %", "at li
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorFacts:
-    """Facts of one tensor, plain values that JSON holds.
-
-    Attributes:
-      name: of the tensor.
-      stored: layout of a quantized weight, else None.
-      format: of its blocks, or its dtype.
-      shape: of the tensor.
-      nbytes: in the file.
-      plausibility: its values, and what is out of the ordinary.
-      scales: how many blocks have a scale in `[2^e, 2^(e+1))`, by e; None of plain arrays.
-      zero_scales: how many blocks have the scale zero.
-      sqnr_db: against the reference, in dB; None without one.
-    """
+    """Facts of one tensor, plain values that JSON holds."""
 
     name: str
-    stored: str | None
-    format: str
+    stored: str | None  # layout of a quantized weight, else None
+    format: str  # of its blocks, or its dtype
     shape: tuple[int, ...]
-    nbytes: int
-    plausibility: Plausibility
+    nbytes: int  # in the file
+    plausibility: Plausibility  # its values, and what is out of the ordinary
+    # How many blocks have a scale in `[2^e, 2^(e+1))`, by e; None of plain arrays.
     scales: dict[int, int] | None
-    zero_scales: int
-    sqnr_db: float | None
+    zero_scales: int  # how many blocks have the scale zero
+    sqnr_db: float | None  # against the reference, in dB; None without one
 
     @property
     def bits(self) -> float:
@@ -92,7 +72,8 @@ class TensorFacts:
         """For `json.dumps`: no number that JSON does not have."""
         facts: dict[str, Any] = dataclasses.asdict(self) | {"bits": self.bits}
         facts |= facts.pop("plausibility")
-        return {key: _finite(value) for key, value in facts.items()}
+        known = {k: not isinstance(x, float) or math.isfinite(x) for k, x in facts.items()}
+        return {key: value if known[key] else None for key, value in facts.items()}
 
 
 def facts_of(
@@ -124,7 +105,9 @@ def facts_of(
     return found
 
 
-def _facts(name: str, stored: Stored, value: Any, reference: Any) -> TensorFacts:
+def _facts(
+    name: str, stored: Stored, value: MXArray | jax.Array | np.ndarray, reference: object
+) -> TensorFacts:
     exponents, zero_scales = _exponents(value) if isinstance(value, MXArray) else (None, 0)
     sqnr = None
     if reference is not None and (values := values_of(value)).dtype.kind == "f":
@@ -142,7 +125,7 @@ def _facts(name: str, stored: Stored, value: Any, reference: Any) -> TensorFacts
     )
 
 
-def values_of(value: Any) -> np.ndarray:
+def values_of(value: object) -> np.ndarray:
     """Values on the host: floats in float32 or wider, integers as they are."""
     if isinstance(value, MXArray):
         return np.asarray(value.dequantize(np.float32))
@@ -172,10 +155,6 @@ def _exponents(x: MXArray) -> tuple[dict[int, int], int]:
     return found, int((scales == 0).sum())
 
 
-def _finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def checkpoint_page(title: str, found: Sequence[TensorFacts], reference: str | None = None) -> str:
     """The page of tensors as text, and what they were compared with, if anything."""
     plural = "tensor" if len(found) == 1 else "tensors"
@@ -188,7 +167,7 @@ def checkpoint_page(title: str, found: Sequence[TensorFacts], reference: str | N
     error = ["no reference was given: reference= of weights in high precision gives it"]
     worst = ["no reference was given"]
     sections = {
-        "Out of the ordinary": [Sentences(_findings(found, quantized))],
+        "Out of the ordinary": [_findings(found, quantized)],
         "Formats": [_formats(found)],
         "Error by tensor": error if reference is None else _errors(found),
         "Worst tensors": worst if reference is None else _worst(found),
@@ -197,7 +176,7 @@ def checkpoint_page(title: str, found: Sequence[TensorFacts], reference: str | N
         "Scales": _scales(quantized),
         "Tensors": [_tensors(found)],
     }
-    return page(title, lead, sections)
+    return report_page.page(title, lead, sections)
 
 
 def place_of(name: str) -> tuple[str, int | None]:
@@ -256,7 +235,7 @@ def _medians(
     return {stored_as: statistics.median(own) for stored_as, own in values.items()}
 
 
-def _formats(found: Sequence[TensorFacts]) -> Table:
+def _formats(found: Sequence[TensorFacts]) -> report_page.Table:
     usual, rows = _medians(found, _sqnr), []
     for stored_as, group in _grouped(found, lambda facts: facts.stored_as).items():
         nbytes = sum(facts.nbytes for facts in group)
@@ -264,7 +243,9 @@ def _formats(found: Sequence[TensorFacts]) -> Table:
         bits = f"{nbytes * 8 / max(1, elements):.4g}"
         median = f"{usual[stored_as]:.2f}" if stored_as in usual else ""
         rows.append((stored_as, len(group), f"{elements:,}", size(nbytes), bits, median))
-    return Table(("format", "tensors", "values", "size", "bits", "median SQNR dB"), rows, left=1)
+    return report_page.Table(
+        ("format", "tensors", "values", "size", "bits", "median SQNR dB"), rows, left=1
+    )
 
 
 def _errors(found: Sequence[TensorFacts]) -> list[Any]:
@@ -279,7 +260,9 @@ def _errors(found: Sequence[TensorFacts]) -> list[Any]:
     unchanged = [f"{same} of {len(found)} tensors are equal to the reference"] if same else []
     if not series:
         return ["no tensor with an error has a layer's number in its name", *unchanged]
-    plot = worst_lines({kind: sorted(own.items()) for kind, own in series.items()}, "dB", "layer")
+    plot = report_page.worst_lines(
+        {kind: sorted(own.items()) for kind, own in series.items()}, "dB", "layer"
+    )
     shown = f"{len(plot.drawn)} of {len(series)}"
     return [f"SQNR by layer; {shown} kinds of tensors, the worst first", plot, *unchanged]
 
@@ -287,11 +270,11 @@ def _errors(found: Sequence[TensorFacts]) -> list[Any]:
 def _worst(found: Sequence[TensorFacts]) -> list[Any]:
     """Tensors by the lowest SQNR."""
     lost = [(sqnr, f) for f in found if (sqnr := f.sqnr_db) is not None and sqnr < math.inf]
-    ranked = sorted(lost, key=lambda pair: pair[0])[:ROWS]
+    ranked = sorted(lost, key=lambda pair: pair[0])[: report_page.ROWS]
     if not ranked:
         return ["nothing was compared, or nothing differs"]
     note = f"the lowest SQNR; {len(ranked)} of {len(lost)} that differ"
-    return [note, Table(_HEADS, [facts.texts("") for _, facts in ranked], left=3)]
+    return [note, report_page.Table(_HEADS, [facts.texts("") for _, facts in ranked], left=3)]
 
 
 def _map(
@@ -307,7 +290,9 @@ def _map(
         return ["nothing is quantized"]
     layers = sorted({layer for own in shares.values() for layer in own})
     columns = {layer: "-" if layer == _NO_LAYER else str(layer) for layer in layers}
-    table = share_map("kind", shares, columns, numbers=len(layers) <= COLUMNS)
+    table = report_page.share_map(
+        "kind", shares, columns, numbers=len(layers) <= report_page.COLUMNS
+    )
     kinds = f"{len(table.rows)} of {len(shares)} kinds of tensors"
     return [f"% of {what}, by layer; {kinds}", table]
 
@@ -318,21 +303,21 @@ def _scales(found: Sequence[TensorFacts]) -> list[Any]:
     if not kinds:
         return ["nothing is quantized"]
     rows = []
-    for (kind, stored_as), group in list(kinds.items())[: 3 * ROWS]:
+    for (kind, stored_as), group in list(kinds.items())[: 3 * report_page.ROWS]:
         counts = sum((collections.Counter(facts.scales) for facts in group), collections.Counter())
-        rows.append((kind, stored_as, len(group), Histogram(counts)))
+        rows.append((kind, stored_as, len(group), report_page.Histogram(counts)))
     note = f"blocks by the power of two of their scale; {len(rows)} of {len(kinds)} kinds"
-    return [note, Table(("kind", "format", "tensors", "exponents"), rows)]
+    return [note, report_page.Table(("kind", "format", "tensors", "exponents"), rows)]
 
 
-def _tensors(found: Sequence[TensorFacts]) -> Table:
+def _tensors(found: Sequence[TensorFacts]) -> report_page.Table:
     rows = [
         (
             *facts.texts(""),
-            Histogram(facts.scales) if facts.scales else "",
-            Bad("; ".join(warnings)) if warnings else "",
+            report_page.Histogram(facts.scales) if facts.scales else "",
+            report_page.Bad("; ".join(warnings)) if warnings else "",
         )
         for facts in found
         for warnings in (facts.plausibility.warnings,)
     ]
-    return Table((*_HEADS, "scales", "out of the ordinary"), rows, left=3)
+    return report_page.Table((*_HEADS, "scales", "out of the ordinary"), rows, left=3)

@@ -1,6 +1,7 @@
 """Pages of reports, filled into `report_page.html`: one file, light and dark, nothing fetched.
 
-A page is sections of blocks: a `str` is a note, and the classes here are all others. The template
+A page is sections of blocks: a `str` is a note, a list is numbered, and the classes here are all
+others. The template
 draws them by their class's name, and escapes all texts.
 """
 
@@ -36,18 +37,8 @@ def _template() -> Any:
     return environment.from_string(text)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sentences:
-    """A numbered list; a note where there is nothing."""
-
-    sentences: Sequence[str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Bad:
+class Bad(str):
     """A text that is out of the ordinary: a block or a cell."""
-
-    text: str
 
 
 @dataclasses.dataclass(frozen=True)

@@ -213,18 +213,18 @@ class Sensitivity:
             # By NaN nothing can be sorted, and a layer whose loss is NaN minds most.
             increases = (row.increase for row in rows)
             worst = max((x if math.isfinite(x) else math.inf for x in increases), default=0.0)
-            lines.append((worst, (own.layer, shape, *map(_shown, rows), own.name)))
+            texts = (
+                f"{row.increase:+.2g}"
+                + ("" if row.deviation is None else f" ± {row.deviation:.1g}")
+                for row in rows
+            )
+            lines.append((worst, (own.layer, shape, *texts, own.name)))
         return [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
-
-
-def _shown(row: Candidate) -> str:
-    deviation = "" if row.deviation is None else f" ± {row.deviation:.1g}"
-    return f"{row.increase:+.2g}{deviation}"
 
 
 def sensitivity(
     loss: Callable[[Any, Any], jax.Array],
-    params: Any,
+    params: object,
     batches: Iterable[Any],
     formats: str | Sequence[Any] = ("mxfp4", "mxfp6_e2m3", "mxfp8_e4m3"),
     *,
@@ -246,7 +246,7 @@ def sensitivity(
     Args:
       loss: `loss(params, batch)`, a scalar; it is jitted.
       params: any pytree: linen's params or variables, or nnx's state.
-      batches: one or more of equal shape; several tell how sure an increase is.
+      batches: one or more of equal shape; several show how sure an increase is.
       formats: block formats, or names of them; each with the scale rule that loses least for it.
         One with which the loss of a layer is Inf or NaN is not chosen for it.
       budget: of bytes, bits a parameter, or loss.
@@ -326,7 +326,7 @@ def sensitivity(
     )
 
 
-def _weights(params: Any, layers: str, axis: int, scanned: str | None) -> dict[str, jax.Array]:
+def _weights(params: object, layers: str, axis: int, scanned: str | None) -> dict[str, jax.Array]:
     """The parameters to choose for, by name."""
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -350,7 +350,7 @@ def _weights(params: Any, layers: str, axis: int, scanned: str | None) -> dict[s
     return found
 
 
-def _as_held(leaf: jax.Array, format: Any, axis: int) -> jax.Array:
+def _as_held(leaf: jax.Array, format: BlockFormat, axis: int) -> jax.Array:
     """Weights as a format holds them, by the scale rule that conversion takes."""
     spec = weight_only(format).fwd.rhs
     assert spec is not None
@@ -395,7 +395,11 @@ def _choose(
     return measured([-1] * len(rows))
 
 
-def best_choice(costs: Any, sizes: Any, limit: float) -> list[int] | None:
+def best_choice(
+    costs: Sequence[Sequence[float]] | np.ndarray,
+    sizes: Sequence[Sequence[float]] | np.ndarray,
+    limit: float,
+) -> list[int] | None:
     """One option for each item, of the least summed cost, whose sizes add up to the limit at most.
 
     The multiple-choice knapsack problem, as a linear program in whole numbers. Costs and sizes are
@@ -404,7 +408,7 @@ def best_choice(costs: Any, sizes: Any, limit: float) -> list[int] | None:
     from scipy import optimize, sparse  # takes half a second to import
 
     costs, sizes = np.asarray(costs, float), np.asarray(sizes, float)
-    allowed = np.isfinite(costs) & np.isfinite(sizes)
+    allowed: Any = np.isfinite(costs) & np.isfinite(sizes)
     if np.where(allowed, sizes, np.inf).min(axis=1).sum() > limit:
         return None
     costs, sizes = (np.where(allowed, own, 0) for own in (costs, sizes))

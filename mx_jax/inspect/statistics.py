@@ -61,30 +61,23 @@ class Plot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistic:
-    """One statistic.
+    """One statistic."""
 
-    Attributes:
-      name: as `capture` takes it.
-      joins: arrays that it needs, and how those of lanes and shards join: "max", "sum", or
-        "squares", sums of squares of what was divided by amax's power of 2.
-      of: numbers for `Record.stats`, of these arrays and `size` on the host.
-      arrays: computes them of a cast: of the values, of what they became, and the channels' axis.
-        None: `reference.statistics` has them, and kernels may, or `of_product`.
-      columns: those of the numbers that tables hold.
-      finding: what a report says of a record with the first of them, if anything; of its numbers,
-        and of the first finite ones that the same operand had.
-      plot: a section of a report.
-      needs_before: whether it compares with the values before the cast.
-    """
-
-    name: str
+    name: str  # as `capture` takes it
+    # Arrays that it needs, and how those of lanes and shards join: "max", "sum", or
+    # "squares", sums of squares of what was divided by amax's power of 2.
     joins: Mapping[str, str]
+    # Numbers for `Record.stats`, of these arrays and `size` on the host.
     of: Callable[[Stats], dict[str, Any]]
+    # Computes them of a cast: of the values, of what they became, and the channels' axis.
+    # None: `reference.statistics` has them, and kernels may, or `of_product`.
     arrays: Callable[[jax.Array, MXArray, int], Raw] | None = None
-    columns: tuple[Column, ...] = ()
+    columns: tuple[Column, ...] = ()  # those of the numbers that tables hold
+    # What a report says of a record with the first of them, if anything; of its numbers,
+    # and of the first finite ones that the same operand had.
     finding: Callable[[Stats, Stats], str | bool] = lambda stats, first: False
-    plot: Plot | None = None
-    needs_before: bool = False
+    plot: Plot | None = None  # a section of a report
+    needs_before: bool = False  # whether it compares with the values before the cast
 
 
 def nonfinite(stats: Stats) -> int:
@@ -108,10 +101,6 @@ def _ratio(over: float, under: float) -> float:
 
 def _percent(number: str) -> Callable[[Stats], float | None]:
     return lambda stats: 100 * stats[number] if number in stats else None
-
-
-def _saturates(share: float, usual: float) -> bool:
-    return share > _SATURATED or share > max(_MORE_SATURATED, _GROWN * usual)
 
 
 def _scales(raw: Stats) -> dict[str, Any]:
@@ -178,7 +167,8 @@ TABLE = (
         of=lambda raw: {"saturation": float(raw["saturated"]) / float(raw["size"])},
         columns=(Column("saturation", "sat. %", _percent("saturation")),),
         finding=lambda stats, first: (
-            _saturates(stats["saturation"], first.get("saturation", 0))
+            stats["saturation"]
+            > min(_SATURATED, max(_MORE_SATURATED, _GROWN * first.get("saturation", 0)))
             and f"saturates in {stats['saturation']:.1%} of its values"
         ),
         needs_before=True,
@@ -356,7 +346,9 @@ def of_shards(raw: Raw) -> Raw:
     return _joined(raw, lambda value: lax.pmax(value, names), lambda value: lax.psum(value, names))
 
 
-def _joined(raw: Raw, maximum: Any, summed: Any) -> Raw:
+def _joined(
+    raw: Raw, maximum: Callable[[jax.Array], jax.Array], summed: Callable[[jax.Array], jax.Array]
+) -> Raw:
     """Each array as its row says; arrays of the user as they are."""
     amax = maximum(raw["amax"])
     share = jnp.square(power(exponent(raw["amax"]) - exponent(amax)))

@@ -32,7 +32,7 @@ def promoted(promote: Callable[[Any], Any], args: Sequence[Any]) -> list[Any]:
     ]
 
 
-def layer_recipe(given: Any, gather: GatherLike, layer: str) -> Recipe:
+def layer_recipe(given: object, gather: GatherLike, layer: str) -> Recipe:
     """A layer's recipe by what its fields say; a `gather` of None leaves the recipe's own."""
     recipe = as_recipe(given, layer, Recipe)
     return recipe if gather is None else dataclasses.replace(recipe, gather=gather)
@@ -51,14 +51,14 @@ def recipe_of(recipe: AnyRecipe, spec: PartitionSpec | None) -> AnyRecipe:
     return dataclasses.replace(recipe, gather=where)
 
 
-def linen_recipe(layer: Any, recipe: AnyRecipe, name: str = "kernel") -> AnyRecipe:
+def linen_recipe(layer: flax.linen.Module, recipe: AnyRecipe, name: str = "kernel") -> AnyRecipe:
     """The recipe of a bound flax.linen layer, which knows how its kernel is sharded."""
     if recipe.gather is None or recipe.gather.rhs is not None:
         return recipe
     return recipe_of(recipe, linen_spec(layer, name))
 
 
-def linen_spec(layer: Any, name: str) -> PartitionSpec | None:
+def linen_spec(layer: flax.linen.Module, name: str) -> PartitionSpec | None:
     """Sharding of a parameter of a bound flax.linen layer: by its box, else by its initializer's.
 
     Training states often hold unboxed parameters; what `nn.with_partitioning` made of the
@@ -76,7 +76,7 @@ def linen_spec(layer: Any, name: str) -> PartitionSpec | None:
     return None if spec is None else _on_mesh(spec(), getattr(box, "rules", None))
 
 
-def nnx_spec(variable: Any) -> PartitionSpec | None:
+def nnx_spec(variable: object) -> PartitionSpec | None:
     """Sharding of an nnx variable, by its metadata."""
     get = getattr(variable, "get_metadata", None)
     if get is None:
@@ -93,11 +93,8 @@ def _on_mesh(names: Any, rules: Any) -> PartitionSpec:
     if mesh.empty:
         return PartitionSpec(*spec)
     # A logical name without a rule shards nothing.
-    return PartitionSpec(*(part if _known(part, mesh.axis_names) else None for part in spec))
-
-
-def _known(part: Any, names: tuple[str, ...]) -> bool:
-    return all(name in names for name in (part if isinstance(part, tuple) else (part,)))
+    axes = ((part, part if isinstance(part, tuple) else (part,)) for part in spec)
+    return PartitionSpec(*(part if {*own} <= {*mesh.axis_names} else None for part, own in axes))
 
 
 def layer_key(

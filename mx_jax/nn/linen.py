@@ -20,20 +20,14 @@ from mx_jax.formats import E4M3, E5M2, ElementFormat
 from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.layers import layer_key, layer_recipe, linen_recipe, named_in_errors, promoted
 from mx_jax.nn.stored import StoredParams as StoredParams
+from mx_jax.ops import delayed
 from mx_jax.ops.arguments import as_recipe
-from mx_jax.ops.delayed import (
-    DelayedState,
-    DelayedStates,
-    Elements,
-    Scaling,
-    chained_dot_general,
-)
 from mx_jax.ops.dot_general import RecipeDotGeneral, dot_general
 from mx_jax.ops.einsum import einsum
 from mx_jax.recipes import Recipe
 
 
-def promote_operands(*args: Any, dtype: Any = None, inexact: bool = True) -> list[Any]:
+def promote_operands(*args: object, dtype: object = None, inexact: bool = True) -> list[Any]:
     """Flax's `promote_dtype`, which leaves MXArrays codes, to be read in the dtype."""
     return promoted(lambda plain: promote_dtype(*plain, dtype=dtype, inexact=inexact), args)
 
@@ -93,7 +87,7 @@ class Dense(_WithRecipe, flax_nn.Dense):
 
 
 class DenseGeneral(_WithRecipe, flax_nn.DenseGeneral):
-    """`flax.linen.DenseGeneral` with a recipe; blocks lie along the last of its `axis`.
+    """`flax.linen.DenseGeneral` with a recipe; blocks run along the last of its `axis`.
 
     Attributes:
       recipe: what to quantize in the product and in its two gradients, or a recipe's name.
@@ -303,25 +297,27 @@ class DelayedDotGeneral(flax_nn.Module):
         self,
         lhs: jax.Array,
         rhs: jax.Array,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
         **options: Any,
     ) -> jax.Array:
         """The product; see `jax.lax.dot_general`."""
         out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)
-        elements = Elements(self.forward_element, self.forward_element, self.gradient_element)
-        scaling = Scaling(self.margin, self.amax_compute_algo == "most_recent")
-        states = DelayedStates(
+        elements = delayed.Elements(
+            self.forward_element, self.forward_element, self.gradient_element
+        )
+        scaling = delayed.Scaling(self.margin, self.amax_compute_algo == "most_recent")
+        states = delayed.DelayedStates(
             *(self._scale_state(name) for name in ("input", "kernel", "output_grad"))
         )
         chain = self._chain(states)
-        product, chain[-1] = chained_dot_general(
+        product, chain[-1] = delayed.chained_dot_general(
             lhs, rhs, dimension_numbers, chain[-1], elements, out_dtype, scaling
         )
         return product
 
-    def _chain(self, states: DelayedStates) -> list[DelayedStates]:
+    def _chain(self, states: delayed.DelayedStates) -> list[delayed.DelayedStates]:
         """States as the variables hold them, then as the module's latest product left them.
 
         The second only within one trace: what another trace made must not be used.
@@ -336,9 +332,9 @@ class DelayedDotGeneral(flax_nn.Module):
             chains[self.path] = (trace, chain)
         return chain
 
-    def _scale_state(self, name: str) -> DelayedState:
+    def _scale_state(self, name: str) -> delayed.DelayedState:
         scale = self.variable(OVERWRITE_WITH_GRADIENT, f"{name}_scale", jnp.ones, (1,))
         history = self.variable(
             OVERWRITE_WITH_GRADIENT, f"{name}_amax_history", jnp.zeros, (self.history_length,)
         )
-        return DelayedState(scale.value, history.value)
+        return delayed.DelayedState(scale.value, history.value)

@@ -23,10 +23,11 @@ from mx_jax.ops.arguments import as_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.tags import LayerName
+from mx_jax.packed import Quantized
 from mx_jax.recipes import Recipe
 
 
-def promote_operands(args: Sequence[Any], /, *, dtype: Any = None, inexact: bool = True) -> Any:
+def promote_operands(args: Sequence[Any], /, *, dtype: object = None, inexact: bool = True) -> Any:
     """Flax's `promote_dtype`, which leaves MXArrays codes, to be read in the dtype."""
     return tuple(promoted(lambda plain: promote_dtype(plain, dtype=dtype, inexact=inexact), args))
 
@@ -67,7 +68,7 @@ def stream_of_layer(rngs: nnx.Rngs, layer: str, recipe: Recipe) -> nnx.RngStream
     What the model's other layers are initialized with must not depend on the recipe: only the
     stream `"quantize"`, which nothing else reads, is drawn from. The parameters' stream is looked
     at, not drawn from: each layer has moved it on, and each layer of a stack has its own, so that
-    it tells layers apart where the other stream is shared or stands still.
+    it distinguishes layers where the other stream is shared or stands still.
 
     Returns:
       The stream; None if rngs has none and only gradients would need it.
@@ -102,7 +103,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 def name_layers(model: M) -> M:
-    """Tell the layers of this module in a model their paths, for captures, profiles and HLO.
+    """Give the layers of this module in a model their paths, for captures, profiles and HLO.
 
     A module of nnx does not know where it is. Names are static and change no program, and equal
     layers still share what jit compiled. `convert.nnx` names the layers that it converts.
@@ -143,7 +144,7 @@ class _Keyed:
             own = stream_of_layer(rngs, type(self).__name__, self.recipe)
         self.rngs = nnx.data(own)
 
-    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+    def __call__(self, *args: object, **options: object) -> jax.Array:
         """See Flax's layer of the same name."""
         flax_layer: Any = super()
         with named_in_errors(type(self).__name__), named_layer(self.layer_name):
@@ -164,13 +165,13 @@ class _KeyedDotGeneral(_Keyed):
 
     def __init__(
         self,
-        in_features: Any,
-        out_features: Any,
+        in_features: object,
+        out_features: object,
         *,
         recipe: Recipe | str,
-        gather: Any = None,
+        gather: object = None,
         rngs: nnx.Rngs,
-        **options: Any,
+        **options: object,
     ):
         """Make the layer.
 
@@ -195,7 +196,7 @@ class _KeyedDotGeneral(_Keyed):
         return self._with_key(self._dot_general)
 
     @dot_general.setter
-    def dot_general(self, value: Any) -> None:
+    def dot_general(self, value: object) -> None:
         self._dot_general = value
 
 
@@ -212,7 +213,7 @@ class Linear(_KeyedDotGeneral, nnx.Linear):
 
 
 class LinearGeneral(_KeyedDotGeneral, nnx.LinearGeneral):
-    """`flax.nnx.LinearGeneral` with a recipe; blocks lie along the last of its `axis`.
+    """`flax.nnx.LinearGeneral` with a recipe; blocks run along the last of its `axis`.
 
     Examples:
       >>> import jax.numpy as jnp, mx_jax
@@ -238,11 +239,11 @@ class Einsum(_Keyed, nnx.Einsum):
     def __init__(
         self,
         einsum_str: str,
-        kernel_shape: Any,
-        bias_shape: Any = None,
+        kernel_shape: Sequence[int],
+        bias_shape: Sequence[int] | None = None,
         *,
         recipe: Recipe | str,
-        gather: Any = None,
+        gather: object = None,
         rngs: nnx.Rngs,
         **options: Any,
     ):
@@ -270,7 +271,7 @@ class Einsum(_Keyed, nnx.Einsum):
         return self._with_key(self._einsum_op)
 
     @einsum_op.setter
-    def einsum_op(self, value: Any) -> None:
+    def einsum_op(self, value: object) -> None:
         self._einsum_op = value
 
 
@@ -364,6 +365,12 @@ class RecipeEinsum:
     def __post_init__(self):
         object.__setattr__(self, "recipe", as_recipe(self.recipe, "RecipeEinsum", Recipe))
 
-    def __call__(self, subscripts: str, lhs: Any, rhs: Any, **options: Any) -> jax.Array:
+    def __call__(
+        self,
+        subscripts: str,
+        lhs: jax.typing.ArrayLike | Quantized,
+        rhs: jax.typing.ArrayLike | Quantized,
+        **options: Any,
+    ) -> jax.Array:
         """See `mx_jax.einsum`."""
         return einsum(subscripts, lhs, rhs, recipe=self.recipe, **options)

@@ -5,7 +5,7 @@ split, and the gradient is taken of the part of floating-point arrays.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as flax_nn
@@ -18,13 +18,13 @@ from mx_jax.nn.cache import CacheRows, KVCache
 from mx_jax.packed import Quantized
 
 
-def quantized_in(value: Any) -> Quantized | None:
+def quantized_in(value: object) -> Quantized | None:
     """The quantized weights that a parameter is, within Flax's boxes or without; else None."""
     leaves = jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, Quantized))
     return leaves[0] if len(leaves) == 1 and isinstance(leaves[0], Quantized) else None
 
 
-def split_stored(params: Any) -> tuple[Any, Any]:
+def split_stored(params: object) -> tuple[Any, Any]:
     """Parameters as two trees of their structure: arrays to train, and quantized weights.
 
     Args:
@@ -63,7 +63,7 @@ def split_stored(params: Any) -> tuple[Any, Any]:
     return trained, stored
 
 
-def join_stored(trained: Any, stored: Any) -> Any:
+def join_stored(trained: object, stored: object) -> Any:
     """The parameters of which `split_stored` made two trees.
 
     Raises:
@@ -79,7 +79,7 @@ def join_stored(trained: Any, stored: Any) -> Any:
       (True, 1.0)
     """
 
-    def is_leaf(x: Any) -> bool:
+    def is_leaf(x: object) -> bool:
         return x is None or _is_stored(x)
 
     places, other = (jax.tree.structure(tree, is_leaf=is_leaf) for tree in (trained, stored))
@@ -112,7 +112,7 @@ def trainable(path: Any, value: Any) -> bool:
     return nnx.OfType(nnx.Param)(path, value) and quantized_in(value) is None
 
 
-def _is_stored(x: Any) -> bool:
+def _is_stored(x: object) -> bool:
     return isinstance(x, Quantized)
 
 
@@ -121,8 +121,8 @@ def stored_param(
     param: Callable[..., Any],
     name: str,
     init_fn: Callable[..., Any],
-    *init_args: Any,
-    **options: Any,
+    *init_args: object,
+    **options: object,
 ) -> Any:
     """`Module.param`, as Flax has it, whose value may be an MXArray or PackedMXArray.
 
@@ -168,7 +168,9 @@ class StoredParams:
     """
 
     @flax_nn.nowrap
-    def param(self, name: str, init_fn: Callable[..., Any], *init_args: Any, **options: Any) -> Any:
+    def param(
+        self, name: str, init_fn: Callable[..., Any], *init_args: object, **options: object
+    ) -> Any:
         """See `flax.linen.Module.param`."""
         layer: Any = self
         return stored_param(layer, super().param, name, init_fn, *init_args, **options)  # pyright: ignore[reportAttributeAccessIssue]
@@ -178,7 +180,7 @@ class StoredParams:
 #
 # State dicts hold the arrays of MXArrays and caches, and of MXArrays what they are: a cache needs a
 # target. Linen takes every attribute of a module apart and puts it together again this way, also
-# while it is traced: so nothing is computed here, and codes lie one in a byte.
+# while it is traced: so nothing is computed here, and codes are one in a byte.
 
 
 def _state(x: MXArray) -> dict[str, Any]:
@@ -193,7 +195,7 @@ def _state(x: MXArray) -> dict[str, Any]:
     return state if x.tensor_scale is None else state | {wire.TENSOR_SCALE: x.tensor_scale}
 
 
-def _restored(target: MXArray, state: Any) -> MXArray:
+def _restored(target: MXArray, state: Mapping[str, Any]) -> MXArray:
     """What was saved; its shape must be the target's, its format may be another."""
     from mx_jax.checkpoint import wire
 
@@ -213,7 +215,7 @@ def _restored(target: MXArray, state: Any) -> MXArray:
     return found
 
 
-def _arrays(x: Any) -> dict[str, Any]:
+def _arrays(x: object) -> dict[str, Any]:
     """The state dict of a cache, or of its rows: what of it is arrays."""
     children, _ = jax.tree_util.default_registry.flatten_one_level_with_keys(x)
     return {
@@ -221,7 +223,7 @@ def _arrays(x: Any) -> dict[str, Any]:
     }
 
 
-def _with_arrays(target: Any, state: Any) -> Any:
+def _with_arrays(target: Any, state: Mapping[str, Any]) -> Any:
     """What was saved; the target's own fields say what it is."""
     own = _arrays(target)
     if own.keys() != state.keys():
@@ -237,7 +239,7 @@ def _with_arrays(target: Any, state: Any) -> Any:
 
 
 def register_serialization() -> None:
-    """Tell `flax.serialization` of MXArrays, and of key-value caches."""
+    """Register MXArrays and key-value caches with `flax.serialization`."""
     serialization.register_serialization_state(MXArray, _state, _restored, override=True)
     for own in (CacheRows, KVCache):
         serialization.register_serialization_state(own, _arrays, _with_arrays, override=True)

@@ -13,8 +13,19 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mx_jax.plan.model import AXES, SCHEDULES, Linear, Model, Setup, parse_mesh, transformer
-from mx_jax.plan.step import REMATS, Memory, Traffic, memory, traffic
+from mx_jax.plan.step import (
+    AXES,
+    REMATS,
+    SCHEDULES,
+    Memory,
+    Model,
+    Setup,
+    Traffic,
+    memory,
+    parse_mesh,
+    traffic,
+    transformer,
+)
 from mx_jax.recipes import from_name, high_precision
 
 
@@ -40,16 +51,7 @@ INTERCONNECTS = {
 
 
 def parse_interconnect(text: str) -> Interconnect:
-    """A named link, or one of so many bytes a second.
-
-    Raises:
-      ValueError: neither.
-
-    Examples:
-      >>> from mx_jax.plan.command import parse_interconnect
-      >>> parse_interconnect("ndr").rate, parse_interconnect("2e11").rate
-      (50000000000.0, 200000000000.0)
-    """
+    """A named link, or one of so many bytes a second."""
     if text in INTERCONNECTS:
         return INTERCONNECTS[text]
     with contextlib.suppress(ValueError):
@@ -63,19 +65,12 @@ def parse_interconnect(text: str) -> Interconnect:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One recipe's numbers, of one device and one step.
+    """One recipe's numbers, of one device and one step."""
 
-    Attributes:
-      name: of the recipe, or of the dtype that it is compared with.
-      memory: bytes on the device.
-      traffic: bytes that it receives.
-      seconds: on the interconnects that were named; None: none was.
-    """
-
-    name: str
-    memory: Memory
-    traffic: tuple[Traffic, ...]
-    seconds: float | None
+    name: str  # of the recipe, or of the dtype that it is compared with
+    memory: Memory  # bytes on the device
+    traffic: tuple[Traffic, ...]  # bytes that it receives
+    seconds: float | None  # on the interconnects that were named; None: none was
 
     @property
     def received(self) -> float:
@@ -84,13 +79,7 @@ class Plan:
 
 
 def readable(size: float) -> str:
-    """Bytes in decimal units.
-
-    Examples:
-      >>> from mx_jax.plan.command import readable
-      >>> readable(270_336)
-      '270 kB'
-    """
+    """Bytes in decimal units."""
     units = ["B", "kB", "MB", "GB", "TB"]
     while size >= 999.5 and len(units) > 1:
         size, units = size / 1000, units[1:]
@@ -154,7 +143,11 @@ def assumptions(
     model: Model, setup: Setup, links: dict[str, Interconnect], efficiency: float
 ) -> list[str]:
     """What the numbers rest on, a line each."""
-    linears = ", ".join(_in_words(own) for own in model.linears)
+    linears = ", ".join(
+        f"{own.name} {own.k:,} x {own.n:,}"
+        + f" ({own.experts} experts, {own.experts_per_token} a token)" * own.is_routed
+        for own in model.linears
+    )
     sizes = {name: getattr(setup, name) for name in AXES}
     # A model without experts has nothing to say of their axis.
     used = {name: n for name, n in sizes.items() if name not in ("expert", "pipe") or n > 1}
@@ -180,7 +173,20 @@ def assumptions(
             "Each device has as many rows of tokens for every expert, and room for as many as "
             "arrive. Codes arrive once, and stay codes until the backward pass."
         )
-    lines += _of_the_pipeline(setup)
+    if setup.pipe > 1:
+        steps = setup.microbatches + setup.pipe - 1
+        kept = setup.in_flight.tokens * setup.microbatches // setup.tokens
+        lines += [
+            f"{setup.pipe} stages, {setup.microbatches} microbatches of "
+            f"{setup.local_tokens // setup.microbatches:,} tokens: idle in {setup.pipe - 1} of "
+            f"{steps} steps; residuals of {kept} microbatches ({setup.schedule}). Bytes are of a "
+            "stage amid others, without what empty steps move.",
+            "Weights are gathered, and their gradients scattered, for each microbatch; what is "
+            "summed along other axes is summed once a step. Embedding and head are sharded along "
+            "pipe too.",
+        ]
+        if "pipe" in setup.codes:
+            lines.append("Block inputs are quantized to be sent, which no recipe does by itself.")
     for axis, link in links.items():
         lines.append(f"{axis}: {link.rate / 1e9:g} GB/s ({link.source}).")
     if links:
@@ -190,30 +196,6 @@ def assumptions(
             "behind arithmetic, no latency" + (f"; not along {', '.join(left)}." if left else ".")
         )
     return lines
-
-
-def _of_the_pipeline(setup: Setup) -> list[str]:
-    """What a pipeline assumes, if there is one."""
-    if setup.pipe == 1:
-        return []
-    steps = setup.microbatches + setup.pipe - 1
-    kept = setup.in_flight.tokens * setup.microbatches // setup.tokens
-    lines = [
-        f"{setup.pipe} stages, {setup.microbatches} microbatches of "
-        f"{setup.local_tokens // setup.microbatches:,} tokens: idle in {setup.pipe - 1} of {steps} "
-        f"steps; residuals of {kept} microbatches ({setup.schedule}). Bytes are of a stage amid "
-        "others, without what empty steps move.",
-        "Weights are gathered, and their gradients scattered, for each microbatch; what is summed "
-        "along other axes is summed once a step. Embedding and head are sharded along pipe too.",
-    ]
-    if "pipe" in setup.codes:
-        lines.append("Block inputs are quantized to be sent, which no recipe does by itself.")
-    return lines
-
-
-def _in_words(linear: Linear) -> str:
-    routed = f" ({linear.experts} experts, {linear.experts_per_token} a token)"
-    return f"{linear.name} {linear.k:,} x {linear.n:,}{routed * linear.is_routed}"
 
 
 def as_json(plans: Sequence[Plan], lines: Sequence[str]) -> dict[str, Any]:
@@ -263,69 +245,22 @@ _MOMENTS = {"adam": 2, "lion": 1, "momentum": 1, "sgd": 0}
 _DTYPES = ("bfloat16", "float32")
 
 
-def add_to(commands: Any) -> None:
-    """Add the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "plan",
-        help="count the bytes of a training step on a mesh, for several recipes",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    _add_model(parser)
-    _add_mesh(parser)
-    parser.add_argument(
-        "--recipe",
-        default="mxfp8,nvfp4,mxfp4",
-        metavar="NAMES",
-        help="recipes to compare, by name (default: mxfp8,nvfp4,mxfp4)",
-    )
-    parser.add_argument(
-        "--interconnect",
-        action="append",
-        default=[],
-        metavar="AXIS=LINK",
-        help=f"print a time too; LINK is bytes a second, or one of {', '.join(INTERCONNECTS)}",
-    )
-    parser.add_argument(
-        "--efficiency",
-        type=float,
-        default=0.8,
-        metavar="PART",
-        help="of an interconnect's rate that a collective reaches (default: 0.8)",
-    )
-    parser.add_argument("--json", action="store_true", help="print it as JSON")
-    parser.set_defaults(run=run)
-
-
-def _add(parser: Any, name: str, help: str, **facts: Any) -> None:
-    parser.add_argument(f"--{name}", help=help, **facts)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    _add(group, "params", "as 70e9", type=float, required=True, metavar="N")
-    _add(group, "layers", "blocks", type=int, required=True, metavar="N")
-    for name, default, text in (
-        ("width", None, "of the residual stream (default: a usual one)"),
-        ("hidden", None, "of the gated MLP (default: what params leave)"),
-        ("kv-width", None, "key heads times their width (default: width)"),
-        ("vocabulary", 0, "rows of embedding and head"),
-        ("experts", 1, "gated MLPs of a block (default: 1)"),
-        ("experts-per-token", 1, "that it goes through"),
-    ):
-        _add(group, name, text, type=int, default=default, metavar="N")
-
-
-def _add_mesh(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("mesh and step")
-    for name, text, facts in (
+_N = {"type": int, "metavar": "N"}
+# By group: an option, what it is, and what else argparse needs to know of it.
+_OPTIONS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
+    "model": (
+        ("params", "as 70e9", {"type": float, "required": True, "metavar": "N"}),
+        ("layers", "blocks", _N | {"required": True}),
+        ("width", "of the residual stream (default: a usual one)", _N),
+        ("hidden", "of the gated MLP (default: what params leave)", _N),
+        ("kv-width", "key heads times their width (default: width)", _N),
+        ("vocabulary", "rows of embedding and head", _N | {"default": 0}),
+        ("experts", "gated MLPs of a block (default: 1)", _N | {"default": 1}),
+        ("experts-per-token", "that it goes through", _N | {"default": 1}),
+    ),
+    "mesh and step": (
         ("mesh", f"sizes of {', '.join(AXES)}", {"required": True, "metavar": "AXIS=N,..."}),
-        (
-            "tokens",
-            "of a step (default: 4194304)",
-            {"type": float, "default": 2.0**22, "metavar": "N"},
-        ),
+        ("tokens", "of a step (default: 4194304)", _N | {"type": float, "default": 2.0**22}),
         (
             "gather",
             "axes along which operands move as codes: gathered, as products on a mesh do, or sent "
@@ -335,7 +270,7 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         (
             "microbatches",
             "that a step goes through the stages of a pipeline in (default: 1)",
-            {"type": int, "default": 1, "metavar": "N"},
+            _N | {"default": 1},
         ),
         (
             "schedule",
@@ -352,23 +287,48 @@ def _add_mesh(parser: argparse.ArgumentParser) -> None:
         ("dtype", "what is computed in", {"choices": _DTYPES, "default": "bfloat16"}),
         ("param-dtype", "what is stored", {"choices": _DTYPES, "default": "float32"}),
         ("optimizer", "whose moments are kept", {"choices": list(_MOMENTS), "default": "adam"}),
-    ):
-        _add(group, name, text, **facts)
+    ),
+    "": (
+        (
+            "recipe",
+            "recipes to compare, by name (default: mxfp8,nvfp4,mxfp4)",
+            {"default": "mxfp8,nvfp4,mxfp4", "metavar": "NAMES"},
+        ),
+        (
+            "interconnect",
+            f"print a time too; LINK is bytes a second, or one of {', '.join(INTERCONNECTS)}",
+            {"action": "append", "default": [], "metavar": "AXIS=LINK"},
+        ),
+        (
+            "efficiency",
+            "of an interconnect's rate that a collective reaches (default: 0.8)",
+            {"type": float, "default": 0.8, "metavar": "PART"},
+        ),
+        ("json", "print it as JSON", {"action": "store_true"}),
+    ),
+}
 
 
-_COUNTS = (
-    *("params", "layers", "width", "hidden", "kv_width", "experts", "experts_per_token"),
-    *("tokens", "microbatches"),
-)
+def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the command to a parser's subparsers."""
+    parser = commands.add_parser(
+        "plan",
+        help="count the bytes of a training step on a mesh, for several recipes",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    for title, rows in _OPTIONS.items():
+        group = parser.add_argument_group(title) if title else parser
+        for name, text, facts in rows:
+            group.add_argument(f"--{name}", help=text, **facts)
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the command; returns the exit status.
-
-    Raises:
-      ValueError: options that do not fit together.
-    """
-    for name in _COUNTS:
+    """Run the command; returns the exit status."""
+    sizes = ("width", "hidden", "kv_width", "experts", "experts_per_token")
+    for name in ("params", "layers", *sizes, "tokens", "microbatches"):
         value = getattr(options, name)
         if value is not None and not 1 <= value < math.inf:
             raise ValueError(
@@ -376,9 +336,8 @@ def run(options: argparse.Namespace) -> int:
             )
     if options.vocabulary < 0:
         raise ValueError(f"plan: --vocabulary must be at least 0, got {options.vocabulary}")
-    names = ("width", "hidden", "kv_width", "vocabulary", "experts", "experts_per_token")
-    sizes = {name: getattr(options, name) for name in names}
-    model = transformer(options.params, options.layers, **sizes)
+    given = {name: getattr(options, name) for name in (*sizes, "vocabulary")}
+    model = transformer(options.params, options.layers, **given)
     setup, links = _setup(options), _links(options.interconnect)
     if not 0 < options.efficiency <= 1:
         raise ValueError(f"plan: efficiency must be in (0, 1], got {options.efficiency}")

@@ -1,14 +1,267 @@
-"""Bytes of a training step: what a device receives, movement by movement, and what it keeps."""
+"""A training step: the model's linear layers, the mesh, and the bytes that move and are kept."""
 
 import dataclasses
 import math
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
 
 from mx_jax.axes import Side
 from mx_jax.formats import BlockFormat
 from mx_jax.ops.ragged_dot import goes_by_row
-from mx_jax.plan.model import Linear, Model, Setup, Split
 from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
+
+Split = Literal["column", "row"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Linear:
+    """A linear layer `[tokens, k] -> [tokens, n]`."""
+
+    name: str  # what tables call it
+    k: int  # features that go in
+    n: int  # features that come out
+    # Which axis of its weight the mesh axis `model` shards: `"column"` n, `"row"` k; `fsdp`
+    # shards the other.
+    split: Split
+    # Whether a block that is rematerialized computes it again: not what only the residual
+    # stream reads.
+    recomputed: bool = True
+    experts: int = 1  # how many such layers there are, of which a token goes through some
+    experts_per_token: int = 1  # how many
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether it is one of experts."""
+        return self.experts > 1
+
+    @property
+    def is_input_of_experts(self) -> bool:
+        """Whether rows come to it from other devices."""
+        return self.is_routed and self.split == "column"
+
+    @property
+    def params(self) -> int:
+        """Elements of its weights."""
+        return self.k * self.n * self.experts
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Model:
+    """A transformer."""
+
+    params: int  # of all of it
+    layers: int  # number of blocks
+    width: int  # features of the residual stream
+    linears: tuple[Linear, ...]  # the linear layers of one block, all of which follow the recipe
+    assumed: tuple[str, ...] = ()  # what was not said, in words
+
+    def __post_init__(self):
+        if self.other_params < 0:
+            raise ValueError(
+                f"plan: the linear layers have {self.linear_params:,} parameters, more than "
+                f"params={self.params:,}; check --params, --layers, --width and --hidden"
+            )
+
+    @property
+    def linear_params(self) -> int:
+        """Parameters of the linear layers in all blocks."""
+        return self.layers * sum(linear.params for linear in self.linears)
+
+    @property
+    def other_params(self) -> int:
+        """Embedding, head, norms: what no recipe quantizes."""
+        return self.params - self.linear_params
+
+
+def transformer(
+    params: float,
+    layers: int,
+    *,
+    width: int | None = None,
+    hidden: int | None = None,
+    kv_width: int | None = None,
+    vocabulary: int = 0,
+    experts: int = 1,
+    experts_per_token: int = 1,
+    multiple: int = 256,
+) -> Model:
+    """A decoder with a gated MLP, or a mixture of such experts: `qkv`, `out`, `gate_up` and `down`.
+
+    Without a width it is `sqrt(params / (12 layers))`, without `hidden` what the parameters leave
+    for it, both rounded to a `multiple`; the rows of a vocabulary count twice, for the head too.
+
+    Examples:
+      >>> from mx_jax.plan.step import transformer
+      >>> llama = transformer(70.6e9, 80, width=8192, kv_width=1024, vocabulary=128256)
+      >>> [(own.name, own.k, own.n) for own in llama.linears][2:]
+      [('gate_up', 8192, 57344), ('down', 28672, 8192)]
+    """
+    routed: dict[str, Any] = {"experts": experts, "experts_per_token": experts_per_token}
+    given = {"params": params, "layers": layers, "width": width, "hidden": hidden}
+    for name, value in (given | {"kv_width": kv_width} | routed).items():
+        if value is not None and not value > 0:
+            raise ValueError(f"plan: {name} must be positive, got {name}={value}")
+    if experts_per_token > experts:
+        raise ValueError(
+            f"plan: a token goes through some of the experts, got experts_per_token="
+            f"{experts_per_token}, experts={experts}; pass --experts"
+        )
+    assumed = []
+    if width is None:
+        width = max(1, round(math.sqrt(params / (12 * layers)) / multiple)) * multiple
+        assumed.append(f"width={width:,}, such that a block has its share of the parameters")
+    if kv_width is None:
+        kv_width = width
+        assumed.append(f"kv_width={kv_width:,}, as many heads of keys as of queries")
+    if hidden is None:
+        left = (params - 2 * vocabulary * width) / layers - 2 * width * (width + kv_width)
+        hidden = round(left / (3 * width * experts) / multiple) * multiple
+        if hidden <= 0:
+            raise ValueError(
+                f"plan: nothing is left for the MLP, got params={params:,.0f}, layers={layers}, "
+                f"width={width}, kv_width={kv_width}, vocabulary={vocabulary}; pass another width"
+            )
+        whose = "a gated MLP" if experts == 1 else f"{experts} gated MLPs"
+        assumed.append(f"hidden={hidden:,}, what the parameters leave for {whose}")
+    linears = (
+        Linear(name="qkv", k=width, n=width + 2 * kv_width, split="column"),
+        Linear(name="out", k=width, n=width, split="row"),
+        Linear(name="gate_up", k=width, n=2 * hidden, split="column", **routed),
+        # The weights that a router gives experts have a gradient, which reads what experts give.
+        Linear(name="down", k=hidden, n=width, split="row", recomputed=experts > 1, **routed),
+    )
+    # A width that was rounded may need a little more than was given.
+    most = max(round(params), layers * sum(linear.params for linear in linears))
+    params = most if most < 1.02 * params else round(params)
+    return Model(params=params, layers=layers, width=width, linears=linears, assumed=tuple(assumed))
+
+
+# What each axis does; any of them may be missing.
+AXES = ("data", "fsdp", "expert", "model", "pipe")
+# How many microbatches a stage keeps residuals of, of its stages and of all of them.
+SCHEDULES: dict[str, Callable[[int, int], int]] = {
+    "gpipe": lambda stages, microbatches: microbatches,
+    "1f1b": min,
+}
+_BFLOAT16, _FLOAT32 = np.dtype(jnp.bfloat16), np.dtype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A mesh, and what every recipe shares on it."""
+
+    data: int = 1  # devices along the axis that only shards tokens
+    fsdp: int = 1  # devices along the axis that shards tokens, weights and the optimizer's state
+    expert: int = 1  # devices along the axis that shards tokens and experts, but no other weights
+    model: int = 1  # devices along the axis that shards features
+    pipe: int = 1  # stages of a pipeline, each with its part of the blocks
+    microbatches: int = 1  # that a step's tokens go through the stages in
+    schedule: str = "gpipe"  # a row of `SCHEDULES`
+    tokens: int  # of one step, of all devices together
+    # Of activations, of values that are gathered and of sums between devices.
+    dtype: np.dtype = _BFLOAT16
+    param_dtype: np.dtype = _FLOAT32  # in which parameters are stored
+    moments: int = 2  # how many float32 numbers the optimizer keeps a parameter
+    # Mesh axes along which operands move as codes; along others, as values.
+    codes: frozenset[str] = frozenset({"fsdp", "expert", "model"})
+    # Whether the tokens between two linear layers are sharded along `model` too.
+    sequence: bool = False
+    remat: str = "none"  # a row of `memory.REMATS`
+
+    def __post_init__(self):
+        for name in AXES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"plan: axes need a device, got {name}={getattr(self, name)}")
+        if self.microbatches < 1 or (self.microbatches > 1 and self.pipe == 1):
+            raise ValueError(
+                f"plan: microbatches go through the stages of a pipeline, got microbatches="
+                f"{self.microbatches} with pipe={self.pipe}; name pipe in --mesh, or leave them out"
+            )
+        groups = self.data * self.fsdp * self.expert * self.microbatches
+        if self.tokens % groups:
+            raise ValueError(
+                f"plan: tokens are sharded along data, fsdp and expert, got tokens={self.tokens:,} "
+                f"for data={self.data}, fsdp={self.fsdp}, expert={self.expert} and microbatches="
+                f"{self.microbatches}; pass a multiple of {groups}"
+            )
+
+    @property
+    def devices(self) -> int:
+        """All of them."""
+        return math.prod(getattr(self, name) for name in AXES)
+
+    @property
+    def local_tokens(self) -> int:
+        """Tokens that one device, or those along `model` together, work on."""
+        return self.tokens // (self.data * self.fsdp * self.expert)
+
+    @property
+    def in_flight(self) -> "Setup":
+        """The same with the tokens that a stage keeps residuals of."""
+        kept = SCHEDULES[self.schedule](self.pipe, self.microbatches)
+        return dataclasses.replace(
+            self, tokens=self.tokens * kept // self.microbatches, microbatches=1
+        )
+
+    def rows(self, linear: Linear) -> int:
+        """Rows that a layer multiplies there: each token as often as it has experts."""
+        return self.local_tokens * linear.experts_per_token
+
+    def matrices(self, linear: Linear) -> int:
+        """Experts of a layer that devices along `expert` have each; 1 for other layers."""
+        return linear.experts // self.expert if linear.is_routed else 1
+
+    def sends_codes(self, linear: Linear) -> bool:
+        """Whether a layer of experts gets its input as codes."""
+        return self.expert > 1 and linear.is_input_of_experts and "expert" in self.codes
+
+    def check(self, model: Model) -> None:
+        """Raise ValueError for blocks or experts that the mesh does not divide."""
+        if model.layers % self.pipe:
+            raise ValueError(
+                f"plan: each stage of a pipeline has as many blocks, got layers={model.layers} for "
+                f"pipe={self.pipe}; pass a number of stages that divides them"
+            )
+        routed = [linear for linear in model.linears if linear.is_routed]
+        if self.expert > 1 and not routed:
+            raise ValueError(
+                f"plan: the axis expert shards experts, of which the model has none, got expert="
+                f"{self.expert}; pass --experts, or use fsdp"
+            )
+        for linear in routed:
+            if linear.experts % self.expert:
+                raise ValueError(
+                    f"plan: devices along expert have an equal part of the experts, got experts="
+                    f"{linear.experts} with expert={self.expert}; pass a size that divides them"
+                )
+            if self.sequence and self.model > 1:
+                raise ValueError(
+                    "plan: rows that lie by expert are not gathered, whose groups would be torn "
+                    f"apart, got --sequence-parallel with experts={linear.experts}, model="
+                    f"{self.model}; leave it out, so that devices along model have the same tokens"
+                )
+
+    def weight_shards(self, linear: Linear) -> tuple[int, int]:
+        """In how many parts the axes k and n of a weight are stored."""
+        return (self.fsdp, self.model) if linear.split == "column" else (self.model, self.fsdp)
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """`"data=4,fsdp=8"` as sizes."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = part.strip().partition("=")
+        if name not in AXES or name in sizes or not size.isdecimal() or not int(size):
+            raise ValueError(
+                f"plan: mesh must name axes of {', '.join(AXES)} once with their sizes, got "
+                f"mesh={text!r}; e.g. data=4,fsdp=64,model=8"
+            )
+        sizes[name] = int(size)
+    return sizes
+
 
 # Bytes that a device receives, in parts of the whole tensor, of n devices in a ring.
 COLLECTIVES = {
@@ -22,28 +275,20 @@ COLLECTIVES = {
 
 @dataclasses.dataclass(frozen=True)
 class Movement:
-    """One collective of every linear layer.
+    """One collective of every linear layer."""
 
-    Attributes:
-      axis: the mesh axis.
-      collective: a row of `COLLECTIVES`.
-      tensor: what moves.
-      during: the pass; what is forward happens again in a rematerialized block.
-      operands: the operands of products that it gathers, as (product, side) of a recipe: one
-        collective each where they move as codes, one for all as values. Sums have none.
-      split: the layers that need it; None: all.
-      routed: whether layers of experts need it, or others; None: all.
-      each: how often it happens in a step: for each block; for each block and microbatch; or for
-        each stage of a pipeline.
-    """
-
-    axis: str
-    collective: str
-    tensor: str
+    axis: str  # the mesh axis
+    collective: str  # a row of `COLLECTIVES`
+    tensor: str  # what moves
+    # The pass; what is forward happens again in a rematerialized block.
     during: Literal["forward", "backward"]
+    # The operands of products that it gathers, as (product, side) of a recipe: one
+    # collective each where they move as codes, one for all as values. Sums have none.
     operands: tuple[tuple[str, Side], ...] = ()
-    split: Split | None = None
-    routed: bool | None = None
+    split: Split | None = None  # the layers that need it; None: all
+    routed: bool | None = None  # whether layers of experts need it, or others; None: all
+    # How often it happens in a step: for each block; for each block and microbatch; or for
+    # each stage of a pipeline.
     each: Literal["block", "microbatch", "stage"] = "block"
 
     def is_of(self, linear: Linear) -> bool:
@@ -104,19 +349,12 @@ def received(own: Movement, devices: int) -> float:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that one device receives in a step by one kind of movement.
+    """Bytes that one device receives in a step by one kind of movement."""
 
-    Attributes:
-      movement: which.
-      bytes: of all layers.
-      as_codes: layers of a block whose operands move as codes.
-      as_values: those whose operands move as values.
-    """
-
-    movement: Movement
-    bytes: float
-    as_codes: tuple[str, ...]
-    as_values: tuple[str, ...]
+    movement: Movement  # which
+    bytes: float  # of all layers
+    as_codes: tuple[str, ...]  # layers of a block whose operands move as codes
+    as_values: tuple[str, ...]  # those whose operands move as values
 
 
 def traffic(model: Model, setup: Setup, recipe: MatmulRecipe) -> tuple[Traffic, ...]:
@@ -140,7 +378,7 @@ def _traffic(own: Movement, model: Model, setup: Setup, recipe: MatmulRecipe) ->
         (as_codes if coded else as_values).append(linear.name)
     if own.tensor.startswith("weight"):
         # Embedding and head are gathered and summed like weights, always as values, and once: they
-        # lie before and behind the pipeline.
+        # are before and behind the pipeline.
         shards = setup.model * setup.pipe * (1 if own.axis == "fsdp" else setup.fsdp)
         total += model.other_params / shards * setup.dtype.itemsize
     return Traffic(
@@ -261,17 +499,11 @@ def _whole_blocks(
 
 
 class Remat(NamedTuple):
-    """What `jax.checkpoint` around each block keeps.
+    """What `jax.checkpoint` around each block keeps."""
 
-    Attributes:
-      operands: the operands of products, as a program without it does.
-      quantized: codes and scales that the forward products take.
-      inputs: what goes into the block.
-    """
-
-    operands: bool
-    quantized: bool
-    inputs: bool
+    operands: bool  # the operands of products, as a program without it does
+    quantized: bool  # codes and scales that the forward products take
+    inputs: bool  # what goes into the block
 
 
 REMATS = {
@@ -283,19 +515,12 @@ REMATS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on one device.
+    """Bytes on one device."""
 
-    Attributes:
-      parameters: as stored.
-      gradients: of one step, in the parameters' dtype.
-      optimizer: its moments.
-      residuals: what linear layers keep between the passes, or rematerialized blocks do.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    residuals: float
+    parameters: float  # as stored
+    gradients: float  # of one step, in the parameters' dtype
+    optimizer: float  # its moments
+    residuals: float  # what linear layers keep between the passes, or rematerialized blocks do
 
     @property
     def total(self) -> float:
@@ -323,61 +548,42 @@ def block_residuals(model: Model, setup: Setup, recipe: MatmulRecipe) -> float:
     if remat.inputs:
         tokens = setup.local_tokens / (setup.model if setup.sequence else 1)
         total += tokens * model.width * itemsize
+    # What says which elements were clipped, where codes are kept: a bit each.
+    is_primal, clips = recipe.residuals is Residuals.PRIMAL, recipe.mask_clipped
+    mask = 1 / 8 if clips and not is_primal else 0.0
+    lhs, rhs = recipe.fwd.lhs, recipe.fwd.rhs
     for linear in model.linears:
-        shape = input_shape(linear, setup)
+        elements = _input_elements(linear, setup)
         # What arrives as codes is kept as codes.
         sent = setup.sends_codes(linear) and goes_by_row(recipe.fwd)
-        primal = recipe.residuals is Residuals.PRIMAL and not sent
-        if remat.operands and sent and recipe.residuals is Residuals.PRIMAL:
-            assert recipe.fwd.lhs is not None
-            total += stored_bytes(recipe.fwd.lhs, shape[0] * shape[1])
-        elif remat.operands and primal:
+        if remat.operands and is_primal:
             # Weights are parameters: they are there anyway.
-            total += shape[0] * shape[1] * itemsize
-        elif remat.operands or (remat.quantized and (linear.recomputed or not primal)):
-            total += _kept(linear, setup, recipe, shape, primal=remat.operands)
+            assert lhs is not None or not sent
+            total += stored_bytes(lhs, elements) if lhs and sent else elements * itemsize
+            continue
+        if not remat.operands:
+            again = linear.recomputed or sent or not is_primal
+            if not (remat.quantized and again):
+                continue
+        # Codes of both forward operands; the input may stay as it came.
+        weight = linear.k * linear.n * setup.matrices(linear) / (setup.fsdp * setup.model)
+        if lhs is not None:
+            total += stored_bytes(lhs, elements) + mask * elements
+        elif remat.operands:
+            total += elements * itemsize
+        if rhs is not None:
+            total += stored_bytes(rhs, weight) + mask * weight
     return total
 
 
-def _kept(
-    linear: Linear,
-    setup: Setup,
-    recipe: MatmulRecipe,
-    shape: tuple[float, float],
-    primal: bool,
-) -> float:
-    """Codes of both forward operands; with `primal` also the input, if it stays as it came."""
-    lhs, rhs = recipe.fwd.lhs, recipe.fwd.rhs
-    weight = linear.k * linear.n * setup.matrices(linear) / (setup.fsdp * setup.model)
-    total = 0.0
-    if lhs is not None:
-        total += stored_bytes(lhs, shape[0] * shape[1]) + _mask_bytes(recipe, shape[0] * shape[1])
-    elif primal:
-        total += shape[0] * shape[1] * setup.dtype.itemsize
-    if rhs is not None:
-        total += stored_bytes(rhs, weight) + _mask_bytes(recipe, weight)
-    return total
-
-
-def _mask_bytes(recipe: MatmulRecipe, elements: float) -> float:
-    """What says which elements were clipped, where codes are kept: a bit each."""
-    kept = recipe.mask_clipped and recipe.residuals is Residuals.QUANTIZED
-    return elements / 8 if kept else 0.0
-
-
-def input_shape(linear: Linear, setup: Setup) -> tuple[float, float]:
-    """Tokens and features of a layer's input that lie on one device."""
+def _input_elements(linear: Linear, setup: Setup) -> float:
+    """Elements of a layer's input on one device."""
     tokens = setup.rows(linear)
     if linear.split == "row":
-        return tokens, linear.k / setup.model
-    return tokens / (setup.model if setup.sequence else 1), linear.k
+        return tokens * linear.k / setup.model
+    return tokens / (setup.model if setup.sequence else 1) * linear.k
 
 
 def stored_bytes(spec: OperandSpec, elements: float) -> float:
-    """Codes in memory, a byte each however few their bits, and scales."""
-    return elements * (1 + scale_share(spec.format))
-
-
-def scale_share(format: BlockFormat) -> float:
-    """Bytes of scales for each element; those of whole axes are too few to count."""
-    return (format.bits_per_element - format.element.bits) / 8
+    """Codes in memory, a byte each however few their bits, and scales but those of whole axes."""
+    return elements * (1 + (spec.format.bits_per_element - spec.format.element.bits) / 8)

@@ -9,33 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mx_jax import formats
 from mx_jax.codecs.rounding import NEAREST, Rounding, rounding_mode
-from mx_jax.formats import (
-    MXFP4,
-    MXFP6_E2M3,
-    MXFP6_E3M2,
-    MXFP8_E4M3,
-    MXFP8_E5M2,
-    MXINT8,
-    NVFP4,
-    BlockFormat,
-    block_format,
-)
 from mx_jax.formats.block import FormatLike, known_block
 from mx_jax.mxarray import html_table
 from mx_jax.ops.arguments import named_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
+from mx_jax.reference import scale_rules
 from mx_jax.reference.hadamard import Hadamard
-from mx_jax.reference.scale_rules import (
-    AMAX,
-    AMAX_HEADROOM,
-    EVEN,
-    FLOOR,
-    RCEIL,
-    SCALE_RULES,
-    ScaleRule,
-    scale_rule_for,
-)
 from mx_jax.sharding.movement import Gather
 from mx_jax.specs import (
     MatmulRecipe,
@@ -48,20 +29,20 @@ from mx_jax.specs import (
 
 # The rule that loses least, by measurement: FLOOR, the specification's, clips 2.4 % of normally
 # distributed values in E2M1. Others take their scale kind's default.
-MEASURED_RULES: dict[BlockFormat, ScaleRule] = {
-    MXFP8_E4M3: RCEIL,
-    MXFP8_E5M2: RCEIL,
-    MXFP6_E2M3: EVEN,
-    MXFP6_E3M2: EVEN,
-    MXFP4: EVEN,
-    MXINT8: FLOOR,
-    NVFP4: AMAX,
+MEASURED_RULES: dict[formats.BlockFormat, scale_rules.ScaleRule] = {
+    formats.MXFP8_E4M3: scale_rules.RCEIL,
+    formats.MXFP8_E5M2: scale_rules.RCEIL,
+    formats.MXFP6_E2M3: scale_rules.EVEN,
+    formats.MXFP6_E3M2: scale_rules.EVEN,
+    formats.MXFP4: scale_rules.EVEN,
+    formats.MXINT8: scale_rules.FLOOR,
+    formats.NVFP4: scale_rules.AMAX,
 }
 # Rules of other scales clip nothing: amax becomes the largest element.
-UNCLIPPED: tuple[ScaleRule, ...] = (RCEIL, AMAX_HEADROOM)
+UNCLIPPED: tuple[scale_rules.ScaleRule, ...] = (scale_rules.RCEIL, scale_rules.AMAX_HEADROOM)
 
 
-def clips(rule: ScaleRule, format: BlockFormat) -> bool:
+def clips(rule: scale_rules.ScaleRule, format: formats.BlockFormat) -> bool:
     """Whether one of the library's own rules leaves values of a block above its largest code.
 
     Nothing is known of other rules, unless a threshold defines them: see `PowerOfTwo`.
@@ -69,11 +50,11 @@ def clips(rule: ScaleRule, format: BlockFormat) -> bool:
     if rule in UNCLIPPED or rule.correction is not None:
         return False
     if rule.threshold is not None:
-        never = RCEIL.threshold
+        never = scale_rules.RCEIL.threshold
         assert never is not None
         return rule.threshold(format.element) > never(format.element)
     # Float32 scales are amax itself; narrower ones are rounded, also down.
-    return rule in SCALE_RULES and not format.scale.is_float32
+    return rule in scale_rules.SCALE_RULES and not format.scale.is_float32
 
 
 def measured_operand(format: FormatLike, rounding: Rounding | str = "nearest") -> OperandSpec:
@@ -82,7 +63,7 @@ def measured_operand(format: FormatLike, rounding: Rounding | str = "nearest") -
     Stochastic rounding is right on average only where nothing clips: with it, power-of-two scales
     are RCEIL's, and those of NVFP4 leave headroom for their own rounding.
     """
-    format, rounding = block_format(format), rounding_mode(rounding)
+    format, rounding = formats.block_format(format), rounding_mode(rounding)
     known = known_block(format)
     rule = known and MEASURED_RULES.get(known)
     if rounding.random_bits:
@@ -173,7 +154,7 @@ def _product(recipe: MatmulRecipe, product: str, given: dict[str, Any]) -> Matmu
 
 
 def _operand(
-    before: OperandSpec | None, change: Any, word: str, given: dict[str, Any]
+    before: OperandSpec | None, change: object, word: str, given: dict[str, Any]
 ) -> OperandSpec | None:
     """One operand: a format brings its rule, and everything that is not named stays."""
     if change is None or isinstance(change, OperandSpec):
@@ -190,7 +171,7 @@ def _operand(
             f"{word} are in high precision here, got {_text(word, own)}; name their format too, "
             f"as {word}={{'format': 'mxfp4', ...}}"
         )
-    format = block_format(own.get("format", before and before.format))
+    format = formats.block_format(own.get("format", before and before.format))
     rounding = before.rounding if before else NEAREST
     rounding = rounding_mode(own.get("rounding", given.get("rounding", rounding)))
     rule = own.get("scale_rule", given.get("scale_rule", ...))
@@ -201,7 +182,7 @@ def _operand(
     prescale = own.get("prescale", before.prescale if before else 1.0)
     return OperandSpec(
         format=format,
-        scale_rule=scale_rule_for(rule, format),
+        scale_rule=scale_rules.scale_rule_for(rule, format),
         rounding=rounding,
         prescale=prescale,
     )
@@ -217,16 +198,6 @@ def _parts(change: Mapping[str, Any], known: tuple[str, ...], word: str) -> dict
     return dict(change)
 
 
-def _residuals(given: object, operation: str) -> Residuals:
-    try:
-        return Residuals(given)
-    except ValueError:
-        names = " or ".join(repr(one.value) for one in Residuals)
-        raise ValueError(
-            f"{operation}: residuals must be {names}, got residuals={given!r}"
-        ) from None
-
-
 def _text(word: str, value: Any) -> str:
     """A change as names of recipes show it, the same however it was given: `weights=mxfp4`."""
     if isinstance(value, Mapping):
@@ -236,7 +207,7 @@ def _text(word: str, value: Any) -> str:
     if word in (*TENSORS, *_OF_TENSORS, "lhs", "rhs") and value is None:
         return f"{word}=high precision"
     if word in (*_OF_TENSORS, "lhs", "rhs", "format") and not isinstance(value, OperandSpec):
-        value = block_format(value)
+        value = formats.block_format(value)
     if word == "reduce_dtype" and value is not None:
         dtype: Any = value
         value = jnp.dtype(dtype)
@@ -245,7 +216,7 @@ def _text(word: str, value: Any) -> str:
 
 
 # What a word of `with_` takes for a tensor and for a product; `...`: as it is.
-_Tensor = BlockFormat | str | OperandSpec | Mapping[str, Any] | EllipsisType | None
+_Tensor = formats.BlockFormat | str | OperandSpec | Mapping[str, Any] | EllipsisType | None
 _Product = MatmulSpec | Mapping[str, Any] | EllipsisType | None
 
 
@@ -276,7 +247,7 @@ class Recipe(MatmulRecipe):
         weights: _Tensor = ...,
         activations: _Tensor = ...,
         gradients: _Tensor = ...,
-        scale_rule: ScaleRule | str | EllipsisType | None = ...,
+        scale_rule: scale_rules.ScaleRule | str | EllipsisType | None = ...,
         rounding: Rounding | str | EllipsisType = ...,
         transform: Hadamard | EllipsisType | None = ...,
         fwd: _Product = ...,
@@ -340,7 +311,13 @@ class Recipe(MatmulRecipe):
         own = ("mask_clipped", "gather", "reduce_dtype")
         parts = {word: given[word] for word in own if word in given}
         if "residuals" in given:
-            given["residuals"] = parts["residuals"] = _residuals(given["residuals"], operation)
+            try:
+                given["residuals"] = parts["residuals"] = Residuals(residuals)
+            except ValueError:
+                names = " or ".join(repr(one.value) for one in Residuals)
+                raise ValueError(
+                    f"{operation}: residuals must be {names}, got residuals={residuals!r}"
+                ) from None
         _check_all_reach(self, given, operation)
         for product, words_of in TENSORS.items():
             try:

@@ -8,16 +8,7 @@ by both scales.
 import dataclasses
 from typing import Literal
 
-from mx_jax.formats import (
-    E4M3,
-    E4M3FNUZ,
-    E5M2,
-    E5M2FNUZ,
-    F32_DIVISOR,
-    WHOLE,
-    BlockFormat,
-    ElementFormat,
-)
+from mx_jax import formats
 from mx_jax.ops import current_target
 from mx_jax.recipes.base import Recipe
 from mx_jax.reference.scale_rules import FLOAT8, FLOAT8_POWER_OF_TWO
@@ -25,7 +16,7 @@ from mx_jax.specs import MatmulSpec, OperandSpec, Residuals, operand
 
 Granularity = Literal["tensorwise", "axiswise"]
 # The word for it in names of formats, and the block's size along the kept axis.
-_GRANULARITIES = {"tensorwise": ("tensorwise", WHOLE), "axiswise": ("rowwise", 1)}
+_GRANULARITIES = {"tensorwise": ("tensorwise", formats.WHOLE), "axiswise": ("rowwise", 1)}
 # The pair that a platform multiplies natively, largest first: other platforms use the OCP pair.
 _FNUZ_PLATFORMS = ("rocm",)
 
@@ -57,7 +48,7 @@ class Cast:
 
     scaling: Literal["dynamic", "disabled"] = "dynamic"
     granularity: Granularity = "tensorwise"
-    element: ElementFormat | None = None
+    element: formats.ElementFormat | None = None
 
     def __post_init__(self):
         if self.scaling not in ("dynamic", "disabled"):
@@ -74,7 +65,7 @@ class Cast:
                 "float8 Cast: a disabled cast has no granularity, got scaling='disabled' with "
                 "granularity='axiswise'; leave granularity out"
             )
-        if self.element is not None and not isinstance(self.element, ElementFormat):
+        if self.element is not None and not isinstance(self.element, formats.ElementFormat):
             raise TypeError(
                 "float8 Cast: element must be an ElementFormat or None, got "
                 f"element={self.element!r}; use mx_jax.formats.E4M3 or E5M2"
@@ -147,7 +138,7 @@ class Float8Config:
     residuals: Residuals = Residuals.PRIMAL
 
     def __post_init__(self):
-        elements: dict[str, ElementFormat] = {}
+        elements: dict[str, formats.ElementFormat] = {}
         for product, operands in self._casts().items():
             (lhs_name, lhs), (rhs_name, rhs) = operands
             if lhs.is_disabled != rhs.is_disabled:
@@ -210,18 +201,20 @@ class Float8Config:
             return None
         element = _element(cast, tensor)
         if platform in _FNUZ_PLATFORMS:
-            element = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}.get(element, element)
+            element = {formats.E4M3: formats.E4M3FNUZ, formats.E5M2: formats.E5M2FNUZ}.get(
+                element, element
+            )
         word, kept = _GRANULARITIES[cast.granularity]
-        format = BlockFormat(
+        format = formats.BlockFormat(
             name=f"float8_{word}_{element.name}",
             element=element,
-            scale=F32_DIVISOR,
-            block=(kept, WHOLE),
+            scale=formats.F32_DIVISOR,
+            block=(kept, formats.WHOLE),
         )
         rule = FLOAT8_POWER_OF_TWO if self.round_scales_to_power_of_2 else FLOAT8
         return operand(format, scale_rule=rule)
 
 
-def _element(cast: Cast, tensor: str) -> ElementFormat:
+def _element(cast: Cast, tensor: str) -> formats.ElementFormat:
     """The cast's own element format, or its role's: gradients need range, the rest precision."""
-    return cast.element or (E5M2 if tensor.startswith("grad_output") else E4M3)
+    return cast.element or (formats.E5M2 if tensor.startswith("grad_output") else formats.E4M3)

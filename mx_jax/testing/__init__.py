@@ -24,7 +24,7 @@ def target(
       num_devices: between how many devices `jit` may split a call.
       device_kind: jax's name of the device, e.g. `"NVIDIA H200"`, by which measurements of kernels
         are found; None: none are.
-      counted: False: `num_devices` exist, and only lowering tells how many a program has, as where
+      counted: False: `num_devices` exist, and only lowering knows how many a program has, as where
         no mesh is in context.
 
     Returns:

@@ -249,19 +249,12 @@ def assert_near(product: jax.Array, exact: np.ndarray, allowed: np.ndarray) -> N
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExtremeCase:
-    """A product whose rhs is quantized from values at one end of float32.
+    """A product whose rhs is quantized from values at one end of float32."""
 
-    Attributes:
-      rhs: block format, of E8M0 scales.
-      quantized_lhs: whether lhs has the same format; else it is float32.
-      scale_rule: name.
-      exponent: rhs is about this power of two, and lhs about its inverse, up to 2^100.
-    """
-
-    rhs: formats.BlockFormat
-    quantized_lhs: bool
+    rhs: formats.BlockFormat  # of E8M0 scales
+    quantized_lhs: bool  # whether lhs has the same format; else it is float32
     scale_rule: str
-    exponent: int
+    exponent: int  # rhs is about this power of two, and lhs about its inverse, up to 2^100
 
     @property
     def call(self) -> MatmulCall:
@@ -377,10 +370,6 @@ def check_attend(backend: Backend, case: AttendCase) -> None:
 Promise = Callable[[Call, Target], bool]
 
 
-def _every_single_call(call: Call, target: Target) -> bool:
-    return not isinstance(call, QuantizeBothCall)
-
-
 def _whole_axis_float8_on_gpu(call: Call, target: Target) -> bool:
     capability = target.compute_capability
     if target.platform != "rocm" and (capability is None or capability < (8, 9)):
@@ -454,7 +443,7 @@ PROMISES: Mapping[str, Promise] = {
     "cpu_ffi": _what_the_handlers_compute,
     "xla_scaled": _mxfp8_on_one_gpu_from_ada_on,
     "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
-    "reference": _every_single_call,
+    "reference": lambda call, target: not isinstance(call, QuantizeBothCall),
     "pallas_gpu": _casts_and_few_bit_weights_from_ampere_on,
     "cudnn": _mxfp8_and_nvfp4_on_blackwell,
 }

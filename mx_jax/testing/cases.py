@@ -15,60 +15,36 @@ from jax import lax
 
 from mx_jax import formats
 from mx_jax.axes import Axes
-from mx_jax.backends.calls import (
-    AttendCall,
-    DequantizeCall,
-    MatmulCall,
-    Operand,
-    OperandType,
-    QuantizeBothCall,
-    QuantizeCall,
-    RaggedCall,
-)
+from mx_jax.backends import calls
 from mx_jax.formats import MXFP8_E4M3, WHOLE, BlockFormat, BlockSize
 from mx_jax.ops.arguments import blocks_along
 from mx_jax.packed import PackedRows, Rows
 from mx_jax.reference.scale_rules import SCALE_RULES
 from mx_jax.specs import operand
+from mx_jax.testing import draw
 from mx_jax.testing.compare import exact_values
-from mx_jax.testing.draw import (
-    Shape,
-    draw_mxarray,
-    in_pairs,
-    with_signs,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeCase:
-    """A cast of one array.
-
-    Attributes:
-      format: block format, whose block size the case may change.
-      shape: shape of the array.
-      axis: the axis that blocks lie along.
-      block_size: instead of the format's own.
-      scale_rule: name, or None for the format's default.
-      rounding: name.
-      dtype: name of the array's dtype.
-    """
+    """A cast of one array."""
 
     format: BlockFormat
-    shape: Shape
-    axis: int = -1
-    block_size: BlockSize | None = None
-    scale_rule: str | None = None
+    shape: draw.Shape
+    axis: int = -1  # the axis that blocks run along
+    block_size: BlockSize | None = None  # instead of the format's own
+    scale_rule: str | None = None  # name, or None for the format's default
     rounding: str = "nearest"
     dtype: str = "float32"
 
     @property
-    def call(self) -> QuantizeCall:
+    def call(self) -> calls.QuantizeCall:
         """What backends see of it."""
         format = self.format
         if self.block_size is not None:
             format = format.with_block(self.block_size)
         spec = operand(format, scale_rule=self.scale_rule, rounding=self.rounding)
-        return QuantizeCall(
+        return calls.QuantizeCall(
             shape=self.shape,
             dtype=jnp.dtype(self.dtype),
             format=format,
@@ -88,50 +64,37 @@ class QuantizeCase:
 
 def _type(
     format: BlockFormat | None, shape: tuple[int, ...], axes: Axes, dtype: str
-) -> OperandType:
+) -> calls.OperandType:
     known = jnp.dtype(dtype) if format is None else None
-    return OperandType(shape=shape, axes=axes, format=format, dtype=known)
+    return calls.OperandType(shape=shape, axes=axes, format=format, dtype=known)
 
 
-def _drawn(rng: np.random.Generator, own: OperandType, octaves: int) -> Operand:
+def _drawn(rng: np.random.Generator, own: calls.OperandType, octaves: int) -> calls.Operand:
     if own.format is None:
-        values = with_signs(rng, 2.0 ** rng.uniform(-octaves, octaves, own.shape))
+        values = draw.with_signs(rng, 2.0 ** rng.uniform(-octaves, octaves, own.shape))
         return jnp.asarray(values.astype(own.dtype))
-    return draw_mxarray(rng, own.shape, own.format, own.axes.blocks(own.format), octaves)
+    return draw.draw_mxarray(rng, own.shape, own.format, own.axes.blocks(own.format), octaves)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MatmulCase:
-    """A product `[*batch, *m, *k]` by `[*batch, *n, *k]`, or either with k before the kept axes.
+    """A product `[*batch, *m, *k]` by `[*batch, *n, *k]`, or either with k before the kept axes."""
 
-    Attributes:
-      lhs: block format of the left operand; None for high precision.
-      rhs: block format of the right operand; None for high precision.
-      batch: lengths of the batch axes.
-      m: lengths of the left operand's kept axes.
-      n: lengths of the right operand's kept axes.
-      k: lengths of the contracted axes; blocks lie along the last.
-      lhs_k_first: whether lhs is `[*batch, *k, *m]`.
-      rhs_k_first: whether rhs is `[*batch, *k, *n]`.
-      dtype: name of the dtype of a high-precision operand.
-      out_dtype: name of the product's dtype.
-    """
-
-    lhs: BlockFormat | None
-    rhs: BlockFormat | None
-    batch: Shape = ()
-    m: Shape = (5,)
-    n: Shape = (7,)
-    k: Shape = (96,)
-    lhs_k_first: bool = False
-    rhs_k_first: bool = False
-    dtype: str = "float32"
-    out_dtype: str = "float32"
+    lhs: BlockFormat | None  # block format of the left operand; None for high precision
+    rhs: BlockFormat | None  # block format of the right operand; None for high precision
+    batch: draw.Shape = ()  # lengths of the batch axes
+    m: draw.Shape = (5,)  # lengths of the left operand's kept axes
+    n: draw.Shape = (7,)  # lengths of the right operand's kept axes
+    k: draw.Shape = (96,)  # lengths of the contracted axes; blocks run along the last
+    lhs_k_first: bool = False  # whether lhs is `[*batch, *k, *m]`
+    rhs_k_first: bool = False  # whether rhs is `[*batch, *k, *n]`
+    dtype: str = "float32"  # name of the dtype of a high-precision operand
+    out_dtype: str = "float32"  # name of the product's dtype
 
     @property
-    def call(self) -> MatmulCall:
+    def call(self) -> calls.MatmulCall:
         """What backends see of it."""
-        return MatmulCall(
+        return calls.MatmulCall(
             lhs=self._type(self.lhs, self.m, self.lhs_k_first),
             rhs=self._type(self.rhs, self.n, self.rhs_k_first),
             out_dtype=jnp.dtype(self.out_dtype),
@@ -143,20 +106,21 @@ class MatmulCase:
         """How many products one entry of the result sums."""
         return math.prod(self.k)
 
-    def operands(self, rng: np.random.Generator, octaves: int = 4) -> tuple[Operand, Operand]:
+    def operands(
+        self, rng: np.random.Generator, octaves: int = 4
+    ) -> tuple[calls.Operand, calls.Operand]:
         """Two operands: codes of every kind under scales that spread over `2 * octaves` octaves."""
-        return (
-            _drawn(rng, self.call.lhs, octaves),
-            _drawn(rng, self.call.rhs, octaves),
-        )
+        return _drawn(rng, self.call.lhs, octaves), _drawn(rng, self.call.rhs, octaves)
 
-    def cancelling_operands(self, rng: np.random.Generator) -> tuple[Operand, Operand]:
+    def cancelling_operands(self, rng: np.random.Generator) -> tuple[calls.Operand, calls.Operand]:
         """Operands whose products cancel in pairs, except the first two and a last odd one."""
         lhs, rhs = self.operands(rng)
         left, right = (own.axes.contracting[-1] for _, own in self.call.sides)
-        return in_pairs(lhs, left, negated=False), in_pairs(rhs, right, negated=True)
+        return draw.in_pairs(lhs, left, negated=False), draw.in_pairs(rhs, right, negated=True)
 
-    def _type(self, format: BlockFormat | None, kept: Shape, k_first: bool) -> OperandType:
+    def _type(
+        self, format: BlockFormat | None, kept: draw.Shape, k_first: bool
+    ) -> calls.OperandType:
         axes = Axes.ordered(
             batch=len(self.batch), kept=len(kept), contracting=len(self.k), k_first=k_first
         )
@@ -265,27 +229,22 @@ LARGE_MATMUL_CASES: tuple[MatmulCase, ...] = tuple(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeBothCase:
-    """Two casts of one array.
+    """Two casts of one array."""
 
-    Attributes:
-      first: one cast.
-      second: the other, of the same shape and dtype.
-    """
-
-    first: QuantizeCase
-    second: QuantizeCase
+    first: QuantizeCase  # one cast
+    second: QuantizeCase  # the other, of the same shape and dtype
 
     @property
-    def call(self) -> QuantizeBothCall:
+    def call(self) -> calls.QuantizeBothCall:
         """What backends see of it."""
-        return QuantizeBothCall(first=self.first.call, second=self.second.call)
+        return calls.QuantizeBothCall(first=self.first.call, second=self.second.call)
 
     def __str__(self) -> str:
         return f"{self.first}-and-{self.second}"
 
 
 def _both(
-    format: BlockFormat, shape: Shape, axes: tuple[int, int] = (-1, -2), **options: Any
+    format: BlockFormat, shape: draw.Shape, axes: tuple[int, int] = (-1, -2), **options: Any
 ) -> QuantizeBothCase:
     first, second = (
         QuantizeCase(format=format, shape=shape, axis=axis, **options) for axis in axes
@@ -331,10 +290,10 @@ DEQUANTIZE_CASES: tuple[QuantizeCase, ...] = (
 )
 
 
-def dequantize_call(case: QuantizeCase) -> DequantizeCall:
+def dequantize_call(case: QuantizeCase) -> calls.DequantizeCall:
     """The way back from a case, to the dtype it came from."""
     call = case.call
-    return DequantizeCall(
+    return calls.DequantizeCall(
         shape=call.shape, dtype=call.dtype, format=call.format, blocks=call.blocks
     )
 
@@ -344,32 +303,21 @@ STAGNATING_CASE = MatmulCase(lhs=MXFP8_E4M3, rhs=MXFP8_E4M3, m=(16,), n=(16,), k
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedCase:
-    """A product of rows in groups.
+    """A product of rows in groups."""
 
-    Attributes:
-      lhs: block format of the rows; None for bfloat16.
-      rhs: block format of the matrices, or of the right operand; None for bfloat16.
-      sizes: rows of each group; whole blocks of them if the rows are contracted.
-      rows: of all groups, and behind them.
-      k: columns of lhs.
-      n: columns of rhs.
-      contracts_rows: whether each group has a sum, `[g, k, n]`.
-      rhs_k_first: whether rhs is `[g, k, n]`, else `[g, n, k]`.
-      out_dtype: name of the product's dtype.
-    """
-
-    lhs: BlockFormat | None
+    lhs: BlockFormat | None  # block format of the rows; None for bfloat16
+    # Block format of the matrices, or of the right operand; None for bfloat16.
     rhs: BlockFormat | None
-    sizes: tuple[int, ...]
-    rows: int
-    k: int = 96
-    n: int = 24
-    contracts_rows: bool = False
-    rhs_k_first: bool = True
-    out_dtype: str = "float32"
+    sizes: tuple[int, ...]  # rows of each group; whole blocks of them if the rows are contracted
+    rows: int  # of all groups, and behind them
+    k: int = 96  # columns of lhs
+    n: int = 24  # columns of rhs
+    contracts_rows: bool = False  # whether each group has a sum, `[g, k, n]`
+    rhs_k_first: bool = True  # whether rhs is `[g, k, n]`, else `[g, n, k]`
+    out_dtype: str = "float32"  # name of the product's dtype
 
     @property
-    def call(self) -> RaggedCall:
+    def call(self) -> calls.RaggedCall:
         """What backends see of it."""
         if self.contracts_rows:
             axes = (Axes.ordered(k_first=True),) * 2
@@ -378,14 +326,14 @@ class RaggedCase:
             axes = Axes.ordered(), Axes.ordered(k_first=self.rhs_k_first).in_batch()
             matrix = (self.k, self.n) if self.rhs_k_first else (self.n, self.k)
             right = len(self.sizes), *matrix
-        return RaggedCall(
+        return calls.RaggedCall(
             lhs=_type(self.lhs, (self.rows, self.k), axes[0], "bfloat16"),
             rhs=_type(self.rhs, right, axes[1], "bfloat16"),
             num_groups=len(self.sizes),
             out_dtype=jnp.dtype(self.out_dtype),
         )
 
-    def operands(self, rng: np.random.Generator) -> tuple[Operand, Operand, jax.Array]:
+    def operands(self, rng: np.random.Generator) -> tuple[calls.Operand, calls.Operand, jax.Array]:
         """Both operands and the sizes; rows of no group are as large as any."""
         call = self.call
         lhs, rhs = (_drawn(rng, own, 4) for own in (call.lhs, call.rhs))
@@ -429,32 +377,21 @@ RAGGED_CASES: tuple[RaggedCase, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttendCase:
-    """Attention of tokens that follow each other.
+    """Attention of tokens that follow each other."""
 
-    Attributes:
-      format: block format of keys and values; None for high precision.
-      matrices: of keys.
-      heads: of queries that share one.
-      length: rows of each.
-      features: of a row.
-      tokens: how many.
-      position: row of the first.
-      dtype: name of the dtype of keys and values without a format, and of queries.
-    """
-
-    format: BlockFormat | None = None
-    matrices: int = 2
-    heads: int = 3
-    length: int = 40
-    features: int = 64
-    tokens: int = 1
-    position: int = 25
-    dtype: str = "float32"
+    format: BlockFormat | None = None  # block format of keys and values; None for high precision
+    matrices: int = 2  # of keys
+    heads: int = 3  # of queries that share one
+    length: int = 40  # rows of each
+    features: int = 64  # of a row
+    tokens: int = 1  # how many
+    position: int = 25  # row of the first
+    dtype: str = "float32"  # name of the dtype of keys and values without a format, and of queries
 
     @property
-    def call(self) -> AttendCall:
+    def call(self) -> calls.AttendCall:
         """What backends see of it."""
-        return AttendCall(
+        return calls.AttendCall(
             queries=(self.matrices, self.heads * self.tokens, self.features),
             keys=(self.matrices, self.length, self.features),
             dtypes=(jnp.dtype(self.dtype),) * 3,
@@ -468,7 +405,7 @@ class AttendCase:
         if self.format is None:
             drawn = jnp.asarray(rng.standard_normal(shape), self.dtype)
             return drawn, np.asarray(drawn, np.float64)
-        x = draw_mxarray(rng, shape, self.format, ((-1, self.format.block[1]),), 3)
+        x = draw.draw_mxarray(rng, shape, self.format, ((-1, self.format.block[1]),), 3)
         packed = PackedRows(
             codes=x.packed_codes,
             scales=x.scales,

@@ -16,15 +16,6 @@ _PATTERNS = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}
 def bit_patterns(array: ArrayLike) -> np.ndarray:
     """The bits of an array's elements, as unsigned integers of the same width.
 
-    Args:
-      array: a NumPy or jax array of any real dtype, ml_dtypes' included.
-
-    Returns:
-      uint8, uint16, uint32 or uint64, shape of `array`.
-
-    Raises:
-      TypeError: the elements are no numbers of 1, 2, 4 or 8 bytes.
-
     Examples:
       >>> import numpy as np
       >>> from mx_jax.testing.compare import bit_patterns
@@ -50,16 +41,6 @@ def assert_bitwise_equal(
     """Raise unless both arrays have the same dtype, shape and bits.
 
     0.0 and -0.0 differ, and so do two NaNs with different payloads, unless `any_nan`.
-
-    Args:
-      actual: NumPy or jax array.
-      expected: NumPy or jax array.
-      what: name of the array in the message.
-      any_nan: count every NaN as equal to every other.
-
-    Raises:
-      AssertionError: dtypes, shapes or bits differ. For bits, the message names the first element
-        that differs, its coordinates and both patterns, and says how many differ.
 
     Examples:
       >>> import numpy as np

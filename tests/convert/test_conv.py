@@ -16,7 +16,7 @@ from mx_jax import convert, recipes
 from mx_jax.backends.cpu_ffi import rejections
 from mx_jax.backends.select import only_backend
 from mx_jax.convert import Rule
-from mx_jax.convert.operations import ConvOfDotGeneral
+from mx_jax.convert.kinds import ConvOfDotGeneral
 from tests.needs import needs_library
 from tests.quick import quick
 

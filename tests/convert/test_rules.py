@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mx_jax import convert, recipes
 from mx_jax.convert import AutoFilter, Report, Rule, every, gains, numbered
-from mx_jax.convert.kinds import _by_axes, einsum_axes
+from mx_jax.convert.kinds import EINSUM
 from mx_jax.convert.rules import Layer, as_rules, decide
 
 MXFP8 = recipes.mxfp8()
@@ -249,4 +249,4 @@ class TestReport:
     ],
 )
 def test_shape_of_a_kernel_in_an_einsum(subscripts: str, kernel: tuple[int, ...], shape: Any):
-    assert _by_axes(einsum_axes(subscripts, kernel), kernel) == shape
+    assert EINSUM.facts(nn.Einsum(kernel, subscripts), kernel, subscripts)["shape"] == shape

@@ -12,8 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.plan.model import Model, Setup, transformer
-from mx_jax.plan.step import block_residuals, memory
+from mx_jax.plan.step import Model, Setup, block_residuals, memory, transformer
 from mx_jax.recipes import Recipe
 from tests.plan.test_traffic import (
     DOWN,

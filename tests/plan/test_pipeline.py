@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.plan.model import Model, Setup
-from mx_jax.plan.step import memory, traffic
+from mx_jax.plan.step import Model, Setup, memory, traffic
 from mx_jax.sharding import Gather, ppermute
 from tests.plan.test_traffic import FLOAT32, MODEL, TOKENS, UP, WIDTH, exchanged, spec
 from tests.quick import quick

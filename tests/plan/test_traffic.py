@@ -15,8 +15,17 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax import recipes
 from mx_jax.formats import MXFP4_2D, NVFP4
-from mx_jax.plan.model import AXES, Linear, Model, Setup
-from mx_jax.plan.step import COLLECTIVES, is_repeated, moved_bytes, movements, traffic
+from mx_jax.plan.step import (
+    AXES,
+    COLLECTIVES,
+    Linear,
+    Model,
+    Setup,
+    is_repeated,
+    moved_bytes,
+    movements,
+    traffic,
+)
 from mx_jax.recipes import high_precision
 from mx_jax.sharding import Gather, dispatch
 from tests.quick import quick
