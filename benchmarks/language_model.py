@@ -9,6 +9,7 @@ from lm import intervals as intervals
 from lm.data import Corpus as Corpus
 from lm.data import file_text as file_text
 from lm.data import standard_library_text as standard_library_text
+from lm.settings import STATES as STATES
 from lm.settings import Precision as Precision
 from lm.settings import Settings as Settings
 from lm.settings import precision as precision

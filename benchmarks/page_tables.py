@@ -124,6 +124,22 @@ def learning_rates() -> Table:
     return ("peak learning rate", "float32's loss", *(f"{n}'s gap (%)" for n in _SWEPT)), rows
 
 
+def optimizer_states() -> Table:
+    found = result("optimizer_states")
+    exact = {run["seed"]: run for run in found["losses"][0]["runs"]}
+    rows = []
+    for row in found["losses"]:
+        own = {run["seed"]: run for run in row["runs"]}
+        gaps = (
+            intervals.text([100 * (own[s][what] / exact[s][what] - 1) for s in sorted(own)], "+.2f")
+            for what in ("loss", "late_train_loss")
+        )
+        loss = statistics.mean(run["loss"] for run in own.values())
+        cells = ("", "") if own == exact else tuple(gaps)
+        rows.append((row["states"], str(len(own)), f"{loss:.4f}", *cells))
+    return ("states", "seeds", "loss", "gap to float32 (%)", "training gap (%)"), rows
+
+
 def sqnr() -> Table:
     rows = {row["recipe"]: row for row in result("sqnr")["layer"]}
     heads = ("recipe", "output (dB)", "input gradient (dB)", "weight gradient (dB)")
@@ -321,6 +337,7 @@ TABLES: dict[str, Callable[[], Table]] = {
     for function in (
         training,
         learning_rates,
+        optimizer_states,
         sqnr,
         rounding,
         quantize,

@@ -6,6 +6,7 @@
     python examples/train_lm.py --resume --recipes nvfp4,quartet --seeds 0,1,2   # adds runs
     python examples/train_lm.py --resume --recipes all        # adds every named recipe
     python examples/train_lm.py --heal 0.1 --out healed       # last tenth in high precision
+    python examples/train_lm.py --states mxfp8 --out states   # Adam's moments in 8 bits
     python examples/train_lm.py --data book.txt --out book    # on your own text
     python examples/train_lm.py --mesh data=2,fsdp=2,model=2  # on 8 devices, virtual ones on a CPU
     python examples/train_lm.py --mesh data=2,fsdp=2,model=2 --processes 4      # in 4 processes

@@ -30,6 +30,7 @@ from mx_jax.ops.ragged_dot import expert_ragged_dot as expert_ragged_dot
 from mx_jax.ops.ragged_dot import ragged_dot as ragged_dot
 from mx_jax.ops.remat import save_products as save_products
 from mx_jax.ops.remat import save_quantized as save_quantized
+from mx_jax.optimizer import quantize_state as quantize_state
 from mx_jax.packed import PackedMXArray as PackedMXArray
 
 if _TYPE_CHECKING:

@@ -5,7 +5,7 @@ moves it by a thousandth, far less than a code of E4M3: rounded to nearest it st
 rounding moves it, but squares lie many octaves apart, and those below the smallest code of their
 block become zero, by whose root Adam divides. Roots lie half as many octaves apart; but where a
 root rounds stochastically, its square is too large on average. So: store the root, and round it up
-with the odds that make its square right.
+with the odds that make its square right. `mx_jax.quantize_state` does so, with normal codes alone.
 
     python examples/findings/adam_moments.py
 """
@@ -13,7 +13,7 @@ with the odds that make its square right.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +24,6 @@ from findings_figure import save
 import mx_jax
 
 FORMAT = mx_jax.formats.MXFP8_E4M3
-# RCEIL never clips, so that stochastic rounding is right on average.
-STOCHASTIC = {"scale_rule": "rceil", "rounding": "stochastic"}
-
-
-def first_moment(m: jax.Array, key: jax.Array) -> Any:
-    """m in MXFP8, right on average."""
-    return mx_jax.quantize(m, FORMAT, **STOCHASTIC, key=key)
 
 
 def second_moment(v: jax.Array, key: jax.Array) -> Any:
@@ -66,76 +59,6 @@ def _with_codes(q: Any, codes: jax.Array) -> Any:
 def from_root(q: Any) -> jax.Array:
     """What `second_moment` stored."""
     return jnp.square(q.dequantize())
-
-
-class Stored(NamedTuple):
-    """The state of an optimizer with Adam's moments in MXFP8, and where random bits come from."""
-
-    state: Any
-    key: jax.Array
-
-
-def stored_moments(
-    optimizer: optax.GradientTransformation, key: jax.Array
-) -> optax.GradientTransformation:
-    """An optimizer that is given its moments back from MXFP8 in each step, as `optax.adamw`.
-
-    Args:
-      optimizer: any that holds `optax.ScaleByAdamState`, in a chain too. Scalars stay as they are.
-      key: for stochastic rounding.
-    """
-
-    def init(params: Any) -> Stored:
-        return Stored(_packed(optimizer.init(params), key), key)
-
-    def update(gradients: Any, stored: Stored, params: Any = None) -> Any:
-        own, after = jax.random.split(stored.key)
-        updates, state = optimizer.update(gradients, _unpacked(stored.state), params)
-        return updates, Stored(_packed(state, own), after)
-
-    return optax.GradientTransformation(init, update)
-
-
-def _is_adam(node: Any) -> bool:
-    return isinstance(node, optax.ScaleByAdamState)
-
-
-def _packed(state: Any, key: jax.Array) -> Any:
-    def pack(node: Any) -> Any:
-        if not _is_adam(node):
-            return node
-        first, second = jax.random.split(key)
-        mu, nu = _each(first_moment, node.mu, first), _each(second_moment, node.nu, second)
-        return node._replace(mu=mu, nu=nu)
-
-    return jax.tree.map(pack, state, is_leaf=_is_adam)
-
-
-def _each(store: Callable[..., Any], tree: Any, key: jax.Array) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    keys = jax.random.split(key, len(leaves))
-    stored = [
-        store(leaf, own) if leaf.ndim else leaf for leaf, own in zip(leaves, keys, strict=True)
-    ]
-    return jax.tree.unflatten(structure, stored)
-
-
-def _unpacked(state: Any) -> Any:
-    def is_stored(leaf: Any) -> bool:
-        return isinstance(leaf, mx_jax.MXArray)
-
-    def given_back(tree: Any, read: Callable[[Any], jax.Array]) -> Any:
-        return jax.tree.map(
-            lambda leaf: read(leaf) if is_stored(leaf) else leaf, tree, is_leaf=is_stored
-        )
-
-    def unpack(node: Any) -> Any:
-        if not _is_adam(node):
-            return node
-        mu = given_back(node.mu, lambda q: q.dequantize())
-        return node._replace(mu=mu, nu=given_back(node.nu, from_root))
-
-    return jax.tree.map(unpack, state, is_leaf=_is_adam)
 
 
 def _plain(**options: Any) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -216,6 +139,6 @@ if __name__ == "__main__":
         found = run(way)
         print(f"{way:22} mean {found['mean'][-1]:8.3f}  zeros {100 * found['zeros'][-1]:5.1f} %")
     adam = optax.adamw(1e-2)
-    for name, own in ("float32", adam), ("MXFP8", stored_moments(adam, jax.random.key(1))):
+    for name, own in ("float32", adam), ("MXFP8", mx_jax.quantize_state(adam)):
         print(f"{name:7} loss of the last 50 batches {losses(own)[-50:].mean():.4f}")
     save("adam_moments", draw)

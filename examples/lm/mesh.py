@@ -86,7 +86,8 @@ def place_state(state: Any) -> Any:
     def place(path: Any, leaf: jax.Array) -> jax.Array:
         names = [getattr(entry, "key", None) for entry in path]
         specs = [WEIGHTS[name] for name in names if name in WEIGHTS]
-        return _pinned(leaf, specs[0] if specs else P())
+        # Scales of what quantize_state leaves as it is are numbers.
+        return _pinned(leaf, specs[0] if specs and leaf.ndim else P())
 
     return jax.tree_util.tree_map_with_path(place, state)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -39,6 +40,13 @@ def _setting(text: str, **default: Any) -> Any:
     return field(metadata={"help": text}, **default)
 
 
+# How an optimizer's states are stored: what is done to the optimizer.
+STATES: dict[str, Callable[[Any], Any]] = {
+    "float32": lambda optimizer: optimizer,
+    "mxfp8": mx_jax.quantize_state,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Every number that changes a result; two runs with equal settings are equal bit by bit."""
@@ -54,10 +62,17 @@ class Settings:
     grad_clip: float = _setting("largest global norm of the gradients")
     eval_every: int = _setting("steps between validations")
     eval_tokens: int = _setting("characters read in each validation")
+    states: str = _setting(
+        "optimizer states: float32, or mxfp8 by mx_jax.quantize_state", default="float32"
+    )
     heal: float = _setting("last part of the steps in high precision, as 0.1", default=0.0)
 
     def __post_init__(self) -> None:
+        if self.states not in STATES:
+            raise ValueError(f"states must be one of {', '.join(STATES)}, got states={self.states}")
         for name, value in vars(self).items():
+            if name == "states":
+                continue
             if not value > 0 and not (name in ("weight_decay", "heal") and value == 0):
                 raise ValueError(f"{name} must be positive, got {name}={value}")
         if self.heal > 1:

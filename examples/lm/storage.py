@@ -266,8 +266,8 @@ class Output:
             ) from None
 
     def _check_same(self, earlier: dict[str, Any]) -> None:
-        # What was written before healing was a setting did none.
-        earlier = {"heal": 0.0, **earlier}
+        # What was written before these were settings had them so.
+        earlier = {"heal": 0.0, "states": "float32", **earlier}
         changes = [
             f"{key}: {earlier.get(key)} then, {value} now"
             for key, value in self._config().items()

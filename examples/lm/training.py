@@ -24,7 +24,7 @@ from .data import Corpus
 from .kernels import settle_evidence
 from .mesh import place_batch, place_state, together
 from .model import Transformer, predict
-from .settings import Precision, Settings, precision
+from .settings import STATES, Precision, Settings, precision
 from .storage import Checkpoints, Run
 
 
@@ -76,10 +76,11 @@ def build_optimizer(settings: Settings) -> optax.GradientTransformation:
         # By name: the scan over blocks gives their norm scales a second axis.
         return jax.tree_util.tree_map_with_path(lambda path, _: path[-1].key != "scale", params)
 
-    return optax.chain(
+    optimizer = optax.chain(
         optax.clip_by_global_norm(settings.grad_clip),
         optax.adamw(schedule, b2=0.95, weight_decay=settings.weight_decay, mask=is_matrix),
     )
+    return STATES[settings.states](optimizer)
 
 
 @partial(jax.jit, static_argnames=("settings", "vocabulary"))

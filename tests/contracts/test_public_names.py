@@ -16,7 +16,7 @@ PUBLIC = {
     "mx_jax": """
         MXArray PackedMXArray cast cast_cotangent dequantize dot_general einsum
         expert_ragged_dot export_targets matmul only_backend pack_weights prefer_backends
-        quantize quantize_both ragged_dot save_products save_quantized
+        quantize quantize_both quantize_state ragged_dot save_products save_quantized
     """,
     "mx_jax.calibrate": """
         Gptq Moments SearchedScales UncalibratedWarning Way gptq moments output_error

@@ -168,6 +168,7 @@ def test_a_run_is_healed_by_its_last_steps(call, results, example, monkeypatch, 
         (["--steps", "0"], "steps must be positive, got steps=0"),
         (["--heads", "3"], "multiple of 2 * heads (rotary positions turn pairs), got d_model=32"),
         (["--heal", "10"], "heal is a part of the steps, as 0.1, got heal=10.0"),
+        (["--states", "fp4"], "states must be one of float32, mxfp8, got states=fp4"),
         (["--data", "missing.txt"], "no such file: missing.txt"),
     ],
 )

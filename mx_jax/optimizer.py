@@ -1,0 +1,273 @@
+"""Optimizer states in 8 bits: the moments of optax's optimizers in MXFP8, right on average."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.explicit_axes import explicit_sharding
+from mx_jax.codecs.float32 import ABS, INF, MANTISSA, from_bits, to_bits
+
+T = TypeVar("T")
+
+_BLOCK = 32
+# E4M3 as float32 patterns: a code shifted by _SHIFT, its exponent counted from _BIAS.
+_SHIFT, _BIAS = 20, (127 - 7) << 3
+_SMALLEST_NORMAL, _LARGEST = 2.0**-6, 448.0
+
+
+class QuantizedState(NamedTuple):
+    """What `quantize_state` keeps between two steps.
+
+    All of it are arrays, in trees of the optimizer's own structure: whatever goes by that, as
+    `optax.tree_map_params`, `nnx.Optimizer` and orbax do, finds what it knows.
+
+    Attributes:
+      key: uint32 data of the PRNG key that the next step draws from.
+      scales: E8M0 bytes of the blocks, uint8; 0 of what is not quantized.
+      state: the optimizer's state, with E4M3 codes, uint8, in place of large moments; those of
+        squares, as `nu`, are codes of their roots.
+    """
+
+    key: jax.Array
+    scales: Any
+    state: Any
+
+
+def quantize_state(
+    optimizer: T,
+    *,
+    key: jax.Array | None = None,
+    values: Sequence[str] = ("mu", "trace"),
+    squares: Sequence[str] = ("nu",),
+    min_size: int = 4096,
+) -> T:
+    """An optimizer that keeps its moments in MXFP8: 2.06 bytes a parameter where Adam has 8.
+
+    Each step dequantizes the moments, updates them in float32, and quantizes them again, blocks of
+    32 (E4M3, scales rounded up). A running mean moves by less than a code a step, so both round
+    stochastically: `mu` as it is; of `nu` its root, which has half the octaves, up with odds
+    `(nu - low^2) / (high^2 - low^2)` between the codes low and high, which keep its square right
+    on average. A root below the smallest normal code of its block is stored as that, never as 0.
+
+    Blocks lie along the last axis that 32 divides. The state is sharded as the parameters, and
+    takes their PartitionSpecs; where devices hold whole blocks, nothing more is communicated.
+
+    Args:
+      optimizer: an `optax.GradientTransformation`, as `optax.adamw(3e-4)`, chained or not.
+      key: the PRNG key of the first step; default: `jax.random.key(0)`.
+      values: fields of optax's states that hold means of gradients.
+      squares: fields that hold means of squares; never negative. Where an optimizer subtracts
+        moments, as centered RMSProp does, leave them out.
+      min_size: arrays of fewer elements stay as they are.
+
+    Returns:
+      A transformation of the same type, with `QuantizedState` as its state.
+
+    Raises:
+      TypeError: the optimizer is no GradientTransformation.
+      ValueError: from its `init`, if its state has large arrays, and none in such a field.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax, optax
+      >>> optimizer = mx_jax.quantize_state(optax.adamw(3e-4))
+      >>> params = {"kernel": jnp.ones((64, 64)), "bias": jnp.zeros(64)}
+      >>> state = optimizer.init(params)
+      >>> updates, state = optimizer.update(params, state, params)
+      >>> mu, scales = state.state[0].mu, state.scales[0].mu
+      >>> mu["kernel"].dtype, scales["kernel"].shape, mu["bias"].dtype
+      (dtype('uint8'), (64, 2), dtype('float32'))
+    """
+    own: Any = optimizer
+    if not all(callable(getattr(own, name, None)) for name in ("init", "update", "_replace")):
+        raise TypeError(
+            "quantize_state: needs an optax.GradientTransformation, got optimizer of type "
+            f"{type(optimizer).__name__}; of optax.MultiSteps pass what its "
+            "gradient_transformation() returns, or the optimizer inside it"
+        )
+    implementation = jax.random.key_impl(jax.random.key(0) if key is None else key)
+    fields = {**dict.fromkeys(values, False), **dict.fromkeys(squares, True)}
+
+    def init(params: Any) -> QuantizedState:
+        start = jax.random.key(0) if key is None else key
+        paths, tree = jax.tree.flatten_with_path(own.init(params))
+        large = [_is_large(leaf, min_size) for _, leaf in paths]
+        roots = [_squares(path, fields) for path, _ in paths]
+        if any(large) and all(is_square is None for is_square in roots):
+            raise ValueError(
+                "quantize_state: needs a state with fields of these names, got "
+                f"values={tuple(values)}, squares={tuple(squares)}, and none of them among "
+                f"{sorted({name for path, _ in paths for name in _fields_of(path)})}; name the "
+                "optimizer's own"
+            )
+        words = jnp.zeros(2, jnp.uint32)
+        parts = [
+            # Behind a barrier: XLA would fold the cast of zeros, element by element.
+            _encode(lax.optimization_barrier(leaf), words, root)
+            if root is not None and quantizes
+            else (leaf, jnp.uint8(0))
+            for (_, leaf), quantizes, root in zip(paths, large, roots, strict=True)
+        ]
+        codes, scales = (jax.tree.unflatten(tree, [part[i] for part in parts]) for i in (0, 1))
+        # A copy: a step may donate the state, the caller's key it may not.
+        return QuantizedState(jnp.array(jax.random.key_data(start)), scales, codes)
+
+    def update(
+        updates: Any, state: QuantizedState, params: Any = None, **extra: Any
+    ) -> tuple[Any, QuantizedState]:
+        paths, tree = jax.tree.flatten_with_path(state.state)
+        scales = tree.flatten_up_to(state.scales)
+        roots = [
+            _squares(path, fields) if scale.ndim else None
+            for (path, _), scale in zip(paths, scales, strict=True)
+        ]
+        # The dtypes of moments, which codes do not have.
+        like = jax.tree.leaves(jax.eval_shape(own.init, updates if params is None else params))
+        before = [
+            leaf if root is None else _decode(leaf, scale, root, moment.dtype)
+            for (_, leaf), scale, root, moment in zip(paths, scales, roots, like, strict=True)
+        ]
+        updates, after = own.update(updates, jax.tree.unflatten(tree, before), params, **extra)
+        first, second = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
+        words = jax.random.bits(first, (len(paths), 2), jnp.uint32)
+        parts = [
+            (leaf, scale) if root is None else _encode(leaf, words[number], root)
+            for number, (leaf, scale, root) in enumerate(
+                zip(tree.flatten_up_to(after), scales, roots, strict=True)
+            )
+        ]
+        codes, scales = (jax.tree.unflatten(tree, [part[i] for part in parts]) for i in (0, 1))
+        return updates, QuantizedState(jax.random.key_data(second), scales, codes)
+
+    return own._replace(init=init, update=update)
+
+
+def _is_large(leaf: Any, min_size: int) -> bool:
+    dtype = getattr(leaf, "dtype", None)
+    floats = (jnp.float32, jnp.bfloat16, jnp.float16)
+    return dtype in floats and leaf.ndim > 0 and leaf.size >= min_size
+
+
+def _squares(path: Any, fields: dict[str, bool]) -> bool | None:
+    """Whether a leaf is of squares; None if it is in none of the fields.
+
+    The outermost counts: names further in are those of the parameters.
+    """
+    return next((fields[name] for name in _fields_of(path) if name in fields), None)
+
+
+def _fields_of(path: Any) -> list[str]:
+    return [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+
+
+def _blocks(shape: tuple[int, ...]) -> Blocks:
+    whole = [axis for axis in range(-len(shape), 0) if shape[axis] % _BLOCK == 0]
+    return (((whole or [-1])[-1], _BLOCK),)
+
+
+# Casts of their own: as the library's, they would take half of a step. XLA makes them a part of the
+# kernels that compute the moments, which are never written as float32; and on floats these are half
+# the operations of the exact ones on integers. What they give up is what Adam has no use for:
+# numbers below 2^-126, and the last bits of odds of 2^-16.
+
+
+@functools.partial(jax.jit, static_argnames=("root", "dtype"), inline=True)
+def _decode(codes: jax.Array, scales: jax.Array, root: bool, dtype: np.dtype) -> jax.Array:
+    """The values, or the squares of roots; as `dequantize`, but numbers below 2^-126 are 0."""
+    shape = codes.shape
+    codes, inside = block_shapes.split(codes, _blocks(shape))
+    codes = codes.astype(jnp.int32)
+    exponents = block_shapes.spread(scales, inside).astype(jnp.int32)
+    factors = from_bits(jnp.where(exponents == 255, INF | 1, exponents << 23))
+    if root:
+        values = jnp.square(from_bits((codes + _BIAS) << _SHIFT) * factors)
+    else:
+        normal = from_bits(((codes & 0x7F) + _BIAS) << _SHIFT)
+        # Subnormal codes have no hidden bit, and twice the step.
+        magnitudes = (normal - _positive(_SMALLEST_NORMAL - normal)) * factors
+        values = from_bits(to_bits(magnitudes) | ((codes >> 7) << 31))
+    return block_shapes.merge(values, shape, inside).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="root", inline=True)
+def _encode(x: jax.Array, words: jax.Array, root: bool) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of x, or of its root, rounded stochastically by two random words."""
+    blocks = _blocks(x.shape)
+    pieces, inside = block_shapes.split(x.astype(jnp.float32), blocks)
+    random, _ = block_shapes.split(_random_bits(x, words), blocks)
+    patterns = to_bits(pieces)
+    # As unsigned: a negative number is larger than NaN. So of squares it is an error, as NaN is.
+    magnitudes = lax.bitcast_convert_type(patterns, jnp.uint32) if root else patterns & ABS
+    amax = lax.expand_dims(lax.reduce_max(magnitudes, inside), inside)
+    amax = jnp.minimum(amax, INF).astype(jnp.int32)
+    if root:
+        amax = to_bits(jnp.sqrt(from_bits(amax)))
+    # RCEIL: the smallest power of two that brings the largest to at most 448 = 1.75 * 2^8.
+    exponents = jnp.maximum(((amax + (MANTISSA - 0x600000)) >> 23) - 8, 1)
+    factors = from_bits((254 - exponents) << 23)
+    exponents = jnp.where(amax >= INF, 255, exponents)
+    if root:
+        codes = _codes_of_roots(jnp.sqrt(pieces) * factors, random)
+    else:
+        codes = _codes_of_values(from_bits(magnitudes) * factors, random)
+        codes |= (patterns >> 24) & 0x80
+    codes = block_shapes.merge(codes.astype(jnp.uint8), x.shape, inside)
+    return codes, lax.squeeze(exponents, inside).astype(jnp.uint8)
+
+
+def _codes_of_values(magnitudes: jax.Array, random: jax.Array) -> jax.Array:
+    """E4M3 codes of magnitudes up to 448: up with the odds of what is dropped."""
+    # Halfway to the smallest normal number the step halves too: subnormal codes count on.
+    even = magnitudes + 0.5 * _positive(_SMALLEST_NORMAL - magnitudes)
+    pattern = jnp.minimum(to_bits(even), _pattern(_LARGEST))
+    return ((pattern + (random << (_SHIFT - 16))) >> _SHIFT) - _BIAS
+
+
+def _codes_of_roots(roots: jax.Array, random: jax.Array) -> jax.Array:
+    """Normal E4M3 codes of roots up to 448: up with the odds that keep the square right.
+
+    In steps of the code a root is m + f, m from 8 to 15: `up` has the odds
+    `((m + f)^2 - m^2) / ((m + 1)^2 - m^2)`.
+    """
+    pattern = jnp.clip(to_bits(roots), _pattern(_SMALLEST_NORMAL), _pattern(_LARGEST))
+    eight = (pattern & MANTISSA) | _pattern(8.0)
+    root, m = from_bits(eight), from_bits(eight & -(1 << _SHIFT))
+    odds = (random.astype(jnp.float32) + 0.5) * 2.0**-16
+    up = (root - m) * (root + m) > odds * (m + m + 1)
+    return (pattern >> _SHIFT) - _BIAS + up.astype(jnp.int32)
+
+
+def _pattern(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
+def _positive(x: jax.Array) -> jax.Array:
+    """`max(x, 0)`, in one instruction: `jnp.maximum` takes three, for NaN."""
+    return from_bits(jnp.maximum(to_bits(x), 0))
+
+
+def _random_bits(x: jax.Array, words: jax.Array) -> jax.Array:
+    """16 random bits an element of x, int32: a hash of its position and two random words.
+
+    Fused into what reads it and sharded as x, whatever the mesh; threefry takes as long as the
+    step.
+    """
+    strides = [math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim)]
+    position = sum(
+        lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=explicit_sharding(x))
+        * jnp.uint32(stride % 2**32)
+        for axis, stride in enumerate(strides)
+    )
+    mixed = position * jnp.uint32(0x9E3779B1) + words[0]
+    mixed = (mixed ^ (mixed >> 16)) * (words[1] | 1)
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x735A2D97)
+    return (mixed >> 16).astype(jnp.int32)

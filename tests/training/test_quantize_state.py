@@ -1,0 +1,346 @@
+"""quantize_state: moments in MXFP8, right on average, wherever optax's own states may be."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import mx_jax
+from mx_jax import optimizer as of
+from mx_jax.codecs.rounding import STOCHASTIC
+from mx_jax.formats import MXFP8_E4M3
+from mx_jax.reference.quantize import quantize as reference_quantize
+from mx_jax.reference.scale_rules import RCEIL
+from tests.sharding.collectives import collectives
+
+WORDS = jnp.array([0x1234567, 0x89ABCDE], jnp.uint32)
+BLOCKS = ((-1, 32),)
+
+
+def encoded(x: jax.Array, root: bool, words: jax.Array = WORDS) -> mx_jax.MXArray:
+    """What a step stores, as the array that it stands for."""
+    x = jnp.asarray(x)
+    codes, scales = of._encode(x, words, root)
+    blocks = of._blocks(x.shape)
+    return mx_jax.MXArray(
+        codes=codes, scales=scales, format=MXFP8_E4M3, blocks=blocks, dtype=np.dtype(x.dtype)
+    )
+
+
+def decoded(stored: mx_jax.MXArray, root: bool) -> jax.Array:
+    return of._decode(stored.codes, stored.scales, root, stored.dtype)
+
+
+def nbytes(state: Any, name: str) -> int:
+    """Of a moment: codes and scales."""
+    return sum(own[0].mu[name].nbytes for own in (state.state, state.scales))
+
+
+def params_of(seed: int = 0) -> dict[str, jax.Array]:
+    kernel = 0.1 * jax.random.normal(jax.random.key(seed), (64, 128))
+    return {"kernel": kernel, "bias": jnp.zeros(128)}
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean(jnp.square(jnp.tanh(x @ params["kernel"] + params["bias"]) - x[:, :1]))
+
+
+def step_of(optimizer: Any) -> Any:
+    """`step((params, state), number)` as scan takes it."""
+
+    def step(carry: Any, number: jax.Array) -> Any:
+        params, state = carry
+        x = jax.random.normal(jax.random.fold_in(jax.random.key(7), number), (16, 64))
+        gradients = jax.grad(loss)(params, x)
+        updates, state = optimizer.update(gradients, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    return step
+
+
+def run(optimizer: Any, steps: int = 6) -> Any:
+    start = params_of()
+    state = optimizer.init(start)
+    return jax.jit(lambda c: jax.lax.scan(step_of(optimizer), c, jnp.arange(steps))[0])(
+        (start, state)
+    )
+
+
+def assert_same(left: Any, right: Any) -> None:
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for ours, theirs in zip(jax.tree.leaves(left), jax.tree.leaves(right), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+
+
+def spread(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Numbers whose sizes within a block differ by four decades."""
+    sizes = 10.0 ** np.resize(np.linspace(-4, 0, 32), shape)
+    return (rng.standard_normal(shape) * sizes).astype(np.float32)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_values_are_rounded_as_quantize_rounds_by_the_same_bits(dtype, rng):
+    x = jnp.asarray(spread(rng, (64, 96))).astype(dtype)
+    ours = encoded(x, root=False)
+    bits = of._random_bits(x, WORDS)
+    theirs = reference_quantize(x, MXFP8_E4M3, BLOCKS, RCEIL, STOCHASTIC, bits)
+    np.testing.assert_array_equal(ours.scales, theirs.scales)
+    # Odds of 2^-16 may differ in their last bit.
+    apart = np.asarray(ours.codes).astype(int) - np.asarray(theirs.codes).astype(int)
+    assert np.count_nonzero(apart) <= 2 and np.abs(apart).max() <= 1
+    np.testing.assert_array_equal(decoded(ours, root=False), ours.dequantize())
+
+
+def test_roots_are_read_back_as_their_squares(rng):
+    x = jnp.square(jnp.asarray(spread(rng, (64, 96))))
+    stored = encoded(x, root=True)
+    codes = np.asarray(stored.codes)
+    assert codes.min() >= 8 and codes.max() <= 126  # normal, positive, finite
+    squares = np.square(np.asarray(stored.dequantize()))
+    np.testing.assert_array_equal(decoded(stored, root=True), squares)
+
+
+@pytest.mark.parametrize("root", [False, True], ids=["values", "squares"])
+def test_both_are_right_on_average(root, rng):
+    x = spread(rng, (4, 32))
+    x = np.square(np.where(abs(x) < 2e-4, 2e-4, x)) if root else x
+    words = jax.random.bits(jax.random.key(3), (8192, 2), jnp.uint32)
+    draw = jax.jit(jax.vmap(lambda own: decoded(encoded(x, root, own), root)))
+    found = np.asarray(draw(words), np.float64)
+    error = np.abs(found.mean(axis=0) - x) / (found.std(axis=0) / 8192**0.5 + 1e-5 * np.abs(x))
+    assert error.max() < 5
+    # Every one lies between neighbouring codes, and not all are the same.
+    assert all(len(np.unique(column)) <= 2 for column in found.reshape(8192, -1).T)
+    assert found.std(axis=0).max() > 0
+
+
+def test_random_bits_are_uniform_and_independent():
+    x = jnp.zeros((64, 1024))
+    words = jax.random.bits(jax.random.key(1), (64, 2), jnp.uint32)
+    bits = np.asarray(jax.vmap(lambda own: of._random_bits(x, own))(words)).reshape(64, -1)
+    assert bits.min() >= 0 and bits.max() < 2**16
+    centred = (bits + 0.5) / 2**16 - 0.5
+    limit = 5 / (12 * centred.shape[1] ** 0.5)
+    assert np.abs(centred.mean(axis=1)).max() < limit * 12**0.5
+    for lag in (1, 32, 1024):
+        together = (centred[:, lag:] * centred[:, :-lag]).mean(axis=1)
+        assert np.abs(together).max() < limit
+    assert np.abs((centred[1:] * centred[:-1]).mean(axis=1)).max() < limit
+
+
+def test_bytes_and_what_stays():
+    params = params_of() | {"tall": jnp.ones((4096, 3, 3)), "odd": jnp.ones((70, 70))}
+    state = mx_jax.quantize_state(optax.adamw(1e-3)).init(params)
+    assert nbytes(state, "kernel") == 64 * 128 * 33 // 32
+    assert nbytes(state, "tall") == 4096 * 9 * 33 // 32  # blocks along the only axis of whole ones
+    assert nbytes(state, "odd") == 70 * 70 + 70 * 3  # a last partial block
+    for moments in (state.state[0].mu, state.state[0].nu):
+        assert moments["kernel"].dtype == jnp.uint8 and moments["kernel"].shape == (64, 128)
+        assert moments["bias"].dtype == jnp.float32 and moments["bias"].shape == (128,)
+    least = mx_jax.quantize_state(optax.adamw(1e-3), min_size=128).init(params)
+    assert least.state[0].mu["bias"].dtype == jnp.uint8
+
+
+def test_dtypes_are_those_of_optax():
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params_of())
+    adam = optax.adamw(1e-3)
+    for optimizer in (adam, optax.apply_if_finite(mx_jax.quantize_state(adam), 2)):
+        state = jax.eval_shape(optimizer.init, params)
+        updates, after = jax.eval_shape(optimizer.update, params, state, params)
+        assert [x.dtype for x in jax.tree.leaves(after)] == [
+            x.dtype for x in jax.tree.leaves(state)
+        ]
+        assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_specs_of_parameters_reach_codes_and_scales():
+    optimizer = mx_jax.quantize_state(optax.adamw(1e-3))
+    state = optimizer.init(params_of())
+    specs = {"kernel": "of kernel", "bias": "of bias"}
+    found = optax.tree_map_params(
+        optimizer, lambda leaf, spec: spec, state, specs, transform_non_params=lambda leaf: None
+    )
+    assert found.state[0].nu == found.scales[0].nu == specs
+
+
+@pytest.mark.parametrize("root", [False, True], ids=["values", "squares"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, "negative"])
+def test_what_is_no_number_makes_its_block_nan(root, bad):
+    x = np.ones((2, 64), np.float32)
+    x[0, 3] = -1.0 if bad == "negative" else bad
+    stored = encoded(x, root)
+    found = np.asarray(decoded(stored, root))
+    if bad == "negative" and not root:
+        np.testing.assert_array_equal(found, x)
+    else:
+        assert np.isnan(found[0, :32]).all()
+        np.testing.assert_array_equal(found[:, 32:], 1)
+        np.testing.assert_array_equal(np.isnan(stored.dequantize()), np.isnan(found))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-4, 448.0, 1e30])
+def test_sizes_far_from_one(size):
+    x = jnp.full((1, 32), size, jnp.float32)
+    for root, step in ((False, 1 + 1 / 8), (True, (1 + 1 / 8) ** 2)):
+        found = decoded(encoded(x, root), root)
+        assert (found < step * x).all() and (found > x / step).all()
+
+
+def test_follows_float32():
+    adam = optax.adamw(1e-2)
+    (exact, _), (ours, _) = run(adam, 60), run(mx_jax.quantize_state(adam), 60)
+    x = jax.random.normal(jax.random.key(9), (256, 64))
+    before, after, own = (float(loss(p, x)) for p in (params_of(), exact, ours))
+    assert after < 0.7 * before
+    assert own == pytest.approx(after, rel=0.03)
+
+
+def test_scan_and_donated_steps_give_the_same_bits():
+    optimizer = mx_jax.quantize_state(optax.adamw(1e-2), key=jax.random.key(5))
+    step = jax.jit(lambda carry, number: step_of(optimizer)(carry, number)[0], donate_argnums=0)
+    carry = params_of(), optimizer.init(params_of())
+    for number in range(6):
+        carry = step(carry, jnp.asarray(number))
+    assert_same(carry, run(optimizer))
+    other = run(mx_jax.quantize_state(optax.adamw(1e-2), key=jax.random.key(6)))
+    assert (other[1].state[0].mu["kernel"] != carry[1].state[0].mu["kernel"]).any()
+
+
+def test_the_callers_key_survives_donation():
+    key = jax.random.PRNGKey(0)  # raw words, which the state could be handed as they are
+    optimizer = mx_jax.quantize_state(optax.sgd(1e-2, momentum=0.9), key=key)
+    step = jax.jit(lambda carry: step_of(optimizer)(carry, 0)[0], donate_argnums=0)
+    step((params_of(), optimizer.init(params_of())))
+    optimizer.init(params_of())
+    np.testing.assert_array_equal(key, jax.random.PRNGKey(0))
+
+
+def test_a_step_holds_no_moment_in_float32():
+    """XLA computes moments where it reads and rounds them."""
+    optimizer = mx_jax.quantize_state(optax.adamw(1e-2))
+    kernel = {"kernel": jnp.ones((512, 1024))}
+    state = optimizer.init(kernel)
+    program = jax.jit(optimizer.update).lower(kernel, state, kernel).compile()
+    assert program.memory_analysis().temp_size_in_bytes < kernel["kernel"].nbytes
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda: optax.MultiSteps(mx_jax.quantize_state(optax.adamw(1e-2)), 2),
+        lambda: mx_jax.quantize_state(
+            optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation()
+        ),
+        lambda: optax.inject_hyperparams(
+            lambda rate: mx_jax.quantize_state(optax.adamw(rate)),
+        )(rate=optax.linear_schedule(0.0, 1e-2, 4)),
+        lambda: mx_jax.quantize_state(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2)),
+        lambda: optax.apply_if_finite(mx_jax.quantize_state(optax.adamw(1e-2)), 3),
+        lambda: mx_jax.quantize_state(
+            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2, momentum=0.9))
+        ),
+        lambda: optax.masked(
+            mx_jax.quantize_state(optax.lion(1e-3)), {"kernel": True, "bias": False}
+        ),
+        lambda: mx_jax.quantize_state(optax.contrib.schedule_free_adamw(1e-2)),
+    ],
+    ids="multi_steps of_multi_steps inject of_inject if_finite chain masked schedule_free".split(),
+)
+def test_composes(wrapped):
+    optimizer = wrapped()
+    params, state = run(optimizer)
+    assert any(x.dtype == jnp.uint8 and x.shape == (64, 128) for x in jax.tree.leaves(state))
+    assert jax.tree.structure(state) == jax.tree.structure(optimizer.init(params))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(params))
+    assert (params["kernel"] != params_of()["kernel"]).any()
+
+
+def test_arguments_beyond_parameters_reach_the_optimizer():
+    optimizer = mx_jax.quantize_state(
+        optax.chain(optax.adamw(1e-2), optax.contrib.reduce_on_plateau(patience=1))
+    )
+    params = params_of()
+    state = jax.eval_shape(optimizer.init, params)
+    with pytest.raises(TypeError, match="value"):
+        jax.eval_shape(optimizer.update, params, state, params)
+    found = jax.eval_shape(functools.partial(optimizer.update, value=3.0), params, state, params)
+    assert jax.tree.structure(found[1]) == jax.tree.structure(state)
+
+
+def test_nnx_optimizer():
+    model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, mx_jax.quantize_state(optax.adamw(1e-2)), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        gradients = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, gradients)
+
+    before = model.kernel[...].copy()
+    step(model, optimizer, jnp.ones((4, 64)))
+    step(model, optimizer, jnp.ones((4, 64)))
+    assert (model.kernel[...] != before).any()
+
+
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_sharded_as_its_parameters_without_a_collective(types):
+    mesh = jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(types, types))
+    place = {"kernel": NamedSharding(mesh, P("fsdp", "model")), "bias": NamedSharding(mesh, P())}
+    gradients = params_of(1)
+    single = mx_jax.quantize_state(optax.adamw(1e-2))
+    expected = single.update(gradients, single.init(params_of()), params_of())
+    with jax.set_mesh(mesh):
+        params, own = (jax.device_put(tree, place) for tree in (params_of(), gradients))
+        state = single.init(params)
+        program = jax.jit(single.update).lower(own, state, params).compile()
+        found = program(own, state, params)
+    assert not collectives(program.as_text())
+    for after in (state, found[1]):
+        for tree in (after.state[0], after.scales[0]):
+            for moments in (tree.mu, tree.nu):
+                assert moments["kernel"].sharding.is_equivalent_to(place["kernel"], 2)
+    assert_same(found[1], expected[1])
+    np.testing.assert_allclose(found[0]["kernel"], expected[0]["kernel"], rtol=1e-6)
+
+
+def test_orbax_saves_and_resumes_bit_for_bit(tmp_path: Path):
+    optimizer = mx_jax.quantize_state(optax.adamw(1e-2))
+    step = jax.jit(lambda carry, number: step_of(optimizer)(carry, number)[0])
+    carry = params_of(), optimizer.init(params_of())
+    for number in range(3):
+        carry = step(carry, jnp.asarray(number))
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(3, args=ocp.args.StandardSave(carry))
+        manager.wait_until_finished()
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        like = jax.eval_shape(lambda: (params_of(), optimizer.init(params_of())))
+        like = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here), like
+        )
+        restored = manager.restore(3, args=ocp.args.StandardRestore(like))
+    assert_same(restored, carry)
+    for number in range(3, 6):
+        carry, restored = (step(c, jnp.asarray(number)) for c in (carry, restored))
+    assert_same(restored, carry)
+
+
+def test_errors_name_the_remedy():
+    with pytest.raises(TypeError, match=r"got optimizer of type MultiSteps; .*gradient_transform"):
+        mx_jax.quantize_state(optax.MultiSteps(optax.adam(1e-3), 2))
+    with pytest.raises(ValueError, match=r"got values=\('mu', 'trace'\), squares=\('nu',\)"):
+        mx_jax.quantize_state(optax.adagrad(1e-3)).init(params_of())
+    # Nothing large: nothing to quantize, and nothing to say. No moments: likewise.
+    mx_jax.quantize_state(optax.adagrad(1e-3)).init({"bias": jnp.zeros(64)})
+    mx_jax.quantize_state(optax.sgd(1e-3)).init(params_of())
+    named = mx_jax.quantize_state(optax.adagrad(1e-3), squares=("sum_of_squares",))
+    assert named.init(params_of()).state[0].sum_of_squares["kernel"].dtype == jnp.uint8
