@@ -41,12 +41,19 @@ const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,     
                                      Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr,
                                      16, true};
 const MatmulKernels kMatmul = {{nullptr, nullptr, nullptr, &kFloat32Panels}, PackCodes, Store};
+#elif MX_RANK == MX_RANK_avx2
+namespace {
+const PanelKernels kInt8Panels = {PackLhs<kInt8>,  PackRhs<kInt8>,       PackFew<kInt8>,
+                                  Multiply<kInt8>, MultiplyCodes<kInt8>, nullptr};
+const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,       PackFew<kFloat32>,
+                                     Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr};
+}  // namespace
+const MatmulKernels kMatmul = {
+    {&kInt8Panels, nullptr, nullptr, &kFloat32Panels}, PackCodesPortable, Store};
 #else
 namespace {
-#if MX_RANK < MX_RANK_avx2
-constexpr void (*MultiplyCodes)(const CodesProduct& product) = nullptr;
-#endif
-const PanelKernels kFloat32Panels = {PackLhs, PackRhs, PackFew, Multiply, MultiplyCodes, nullptr};
+const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>, PackFew<kFloat32>,
+                                     Multiply<kFloat32>, nullptr,           nullptr};
 }  // namespace
 const MatmulKernels kMatmul = {
     {nullptr, nullptr, nullptr, &kFloat32Panels}, PackCodesPortable, Store};
