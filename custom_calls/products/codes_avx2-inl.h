@@ -38,16 +38,20 @@ MX_INLINE __m256i Sixteen(const int8_t* bytes) {
 // What look-ups need of a format.
 template <Element kElement>
 struct CodeTable {
-  __m256i low, high;  // integers of codes below 16, and from 16 to 31
-  __m256i lifts;      // of subnormal floats of 8 bits
-  __m256 small;       // float32 of codes below 8
+  __m256i low, high;     // integers of codes below 16, and from 16 to 31
+  __m256i lower, upper;  // bytes of the bf16 values of codes below 16
+  __m256i lifts;         // of subnormal floats of 8 bits
   const float* values;
 
   CodeTable() {
     const ElementTables& tables = TablesOf(kElement);
     values = tables.float32;
-    small = _mm256_loadu_ps(values);
     low = Sixteen(tables.int8), high = Sixteen(tables.int8 + 16);
+    int8_t bytes[2][16];
+    for (int i = 0; i < 16; ++i) {
+      bytes[0][i] = (int8_t)tables.bf16[i], bytes[1][i] = (int8_t)(tables.bf16[i] >> 8);
+    }
+    lower = Sixteen(bytes[0]), upper = Sixteen(bytes[1]);
     const int8_t e4m3[16] = {0, 7, 14, 17, 20, 21, 22, 23}, e5m2[16] = {0, 3, 6, 7};
     lifts = Sixteen(kElement == kE4M3 ? e4m3 : e5m2);
   }
@@ -69,11 +73,20 @@ MX_INLINE __m256i Integers(const CodeTable<kElement>& table, __m256i codes) {
 
 // ------------------------------------------------------------------------------ by float32 rows
 
-// Floats of 8 bits as bf16 words of the even and the odd bytes, but for a power of two. kLifted: where
-// some are subnormal, they become normal numbers; see codes_avx512-inl.h.
+// bf16 words of the even and the odd bytes of codes. Floats of 8 bits lack a power of two. kLifted:
+// where some of them are subnormal, they become normal numbers; see codes_avx512-inl.h.
 template <Element kElement, bool kLifted>
 MX_INLINE void FloatWords(const CodeTable<kElement>& table, __m256i codes, __m256i* even,
                           __m256i* odd) {
+  if (kElement == kE2M1) {
+    const __m256i index = _mm256_and_si256(codes, _mm256_set1_epi8(15));
+    const __m256i lower = _mm256_shuffle_epi8(table.lower, index);
+    const __m256i upper = _mm256_shuffle_epi8(table.upper, index);
+    const __m256i mask = _mm256_set1_epi16(255);
+    *even = _mm256_or_si256(_mm256_slli_epi16(upper, 8), _mm256_and_si256(mask, lower));
+    *odd = _mm256_or_si256(_mm256_andnot_si256(mask, upper), _mm256_srli_epi16(lower, 8));
+    return;
+  }
   constexpr bool kE4 = kElement == kE4M3;
   if (!kLifted) {
     constexpr int kShift = kE4 ? 4 : 3;
@@ -102,14 +115,18 @@ MX_INLINE void FloatWords(const CodeTable<kElement>& table, __m256i codes, __m25
 // codes of 4 bits.
 template <Element kElement, bool kLifted>
 MX_INLINE void Decode(const CodeTable<kElement>& table, __m256i word, int half, __m256* values) {
-  if (kElement == kE2M1) {
+  if (kElement == kE2M1 || kElement == kE4M3 || kElement == kE5M2) {
+    __m256i words[2];
+    FloatWords<kElement, kLifted>(table, half ? _mm256_srli_epi16(word, 4) : word, &words[0],
+                                  &words[1]);
+    const __m256 factor = _mm256_set1_ps(kElement == kE4M3 ? (kLifted ? 0x1p117f : 0x1p120f)
+                                                           : (kLifted ? 0x1p110f : 0x1p112f));
     for (int i = 0; i < 4; ++i) {
-      // The look-up minds 3 bits of each lane, and the next one is the sign.
-      const __m256i code = _mm256_srli_epi32(word, 8 * i + 4 * half);
-      const __m256i sign = _mm256_and_si256(_mm256_slli_epi32(word, 28 - 8 * i - 4 * half),
-                                            _mm256_set1_epi32((int)0x80000000));
-      values[i] =
-          _mm256_xor_ps(_mm256_permutevar8x32_ps(table.small, code), _mm256_castsi256_ps(sign));
+      const __m256i bits = i < 2 ? _mm256_slli_epi32(words[i], 16)
+                                 : _mm256_and_si256(words[i % 2],
+                                                    _mm256_set1_epi32((int)0xffff0000));
+      values[i] = _mm256_castsi256_ps(bits);
+      if (kElement != kE2M1) values[i] = _mm256_mul_ps(values[i], factor);
     }
   } else if (kElement == kE2M3 || kElement == kElementInt8) {
     const __m256 unit = _mm256_set1_ps(kElement == kE2M3 ? 0x1p-3f : 0x1p-6f);
@@ -117,17 +134,6 @@ MX_INLINE void Decode(const CodeTable<kElement>& table, __m256i word, int half, 
     for (int i = 0; i < 4; ++i) {
       const __m256i wide = _mm256_srai_epi32(_mm256_slli_epi32(integers, 24 - 8 * i), 24);
       values[i] = _mm256_mul_ps(_mm256_cvtepi32_ps(wide), unit);
-    }
-  } else if (kElement == kE4M3 || kElement == kE5M2) {
-    __m256i words[2];
-    FloatWords<kElement, kLifted>(table, word, &words[0], &words[1]);
-    const __m256 factor = _mm256_set1_ps(kElement == kE4M3 ? (kLifted ? 0x1p117f : 0x1p120f)
-                                                           : (kLifted ? 0x1p110f : 0x1p112f));
-    for (int i = 0; i < 4; ++i) {
-      const __m256i bits = i < 2 ? _mm256_slli_epi32(words[i], 16)
-                                 : _mm256_and_si256(words[i % 2],
-                                                    _mm256_set1_epi32((int)0xffff0000));
-      values[i] = _mm256_mul_ps(_mm256_castsi256_ps(bits), factor);
     }
   } else {
     for (int i = 0; i < 4; ++i) {
@@ -138,14 +144,17 @@ MX_INLINE void Decode(const CodeTable<kElement>& table, __m256i word, int half, 
   }
 }
 
-// Columns at a time, in registers of 8: as many as there are registers for their sums.
-MX_INLINE constexpr int GroupsOf(int rows) { return rows > 2 ? 1 : rows > 1 ? 2 : 4; }
+// Columns at a time, in registers of 8: as many as there are registers for their sums, of which
+// integers have two.
+constexpr int GroupsOf(PanelType type, int rows) {
+  return rows > 4 ? 1 : type == kInt8 ? 4 / rows : rows > 2 ? 2 : 4;
+}
 
 // Sums of a block by kRows rows: `values` are the block's, of kRows rows each.
 template <Element kElement, int kBlocks, int kRows, bool kLifted>
 MX_INLINE void SumFloats(const CodeTable<kElement>& table, const uint8_t* codes, int block,
-                         const float* values, __m256 (&sum)[kRows][GroupsOf(kRows)]) {
-  constexpr int kGroups = GroupsOf(kRows), kHalves = kElement == kE2M1 ? 2 : 1;
+                         const float* values, __m256 (&sum)[kRows][GroupsOf(kFloat32, kRows)]) {
+  constexpr int kGroups = GroupsOf(kFloat32, kRows), kHalves = kElement == kE2M1 ? 2 : 1;
   constexpr int kWords = kChunk / kBlocks / (4 * kHalves);
   for (int i = 0; i < kRows; ++i) {
     for (int j = 0; j < kGroups; ++j) sum[i][j] = _mm256_setzero_ps();
@@ -179,8 +188,8 @@ MX_INLINE constexpr int OffsetOf(Element element) {
 template <Element kElement, int kBlocks, int kRows>
 MX_INLINE void SumIntegers(const CodeTable<kElement>& table, const uint8_t* codes, int block,
                            const int32_t* corrections, const int32_t* values,
-                           __m256 (&sum)[kRows][GroupsOf(kRows)]) {
-  constexpr int kGroups = GroupsOf(kRows), kHalves = kElement == kE2M1 ? 2 : 1;
+                           __m256 (&sum)[kRows][GroupsOf(kInt8, kRows)]) {
+  constexpr int kGroups = GroupsOf(kInt8, kRows), kHalves = kElement == kE2M1 ? 2 : 1;
   constexpr int kWords = kChunk / kBlocks / (4 * kHalves), kOffset = OffsetOf(kElement);
   const __m256i ones = _mm256_set1_epi16(1), offset = _mm256_set1_epi8(kOffset);
   CodeTable<kElement> moved = table;
@@ -261,7 +270,7 @@ MX_INLINE __m256 TameScales(ScaleKind kind, const uint8_t* bytes, float unit) {
 template <PanelType kType, Element kElement, int kBlocks, int kRows, bool kLifted>
 MX_INLINE void AddChunk(const CodesProduct& p, const CodeTable<kElement>& table,
                         const uint8_t* codes, const uint8_t* scales, const char* left, float unit) {
-  constexpr int kGroups = GroupsOf(kRows), kBlock = kChunk / kBlocks;
+  constexpr int kGroups = GroupsOf(kType, kRows), kBlock = kChunk / kBlocks;
   const float* mine = (const float*)left;
   for (int block = 0; block < kBlocks; ++block) {
     for (int column = 0; column < kTileColumns; column += kLanes * kGroups) {

@@ -5,6 +5,7 @@
 
 #include <arm_neon.h>
 #include <stdint.h>
+#include <string.h>
 
 #include "products/kernels.h"
 #include "products/weights.h"

@@ -1,4 +1,4 @@
-// The kernels of kernels.h in plain C++, with AVX2 where there is that: float32 panels, and int8 ones.
+// The kernels of kernels.h in plain C++, with AVX2 where there is that: float32 panels and int8 ones.
 // Sums of a block of integers stay below 2^24, so they are exact in float32 too.
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_PLAIN_INL_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_PLAIN_INL_H_
@@ -230,7 +230,11 @@ MX_INLINE void MultiplyBlock(int32_t block, const float* MX_RESTRICT lhs,
   }
   for (int k = 0; k < block; ++k) {
     for (int i = 0; i < R; ++i) {
+#if defined(__aarch64__)
+      for (int j = 0; j < kColumns; ++j) sum[i][j] = __builtin_fmaf(lhs[i], rhs[j], sum[i][j]);
+#else
       for (int j = 0; j < kColumns; ++j) sum[i][j] += lhs[i] * rhs[j];
+#endif
     }
     lhs += R;
     rhs += C;

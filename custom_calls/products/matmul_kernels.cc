@@ -10,6 +10,8 @@
 #endif
 #if MX_RANK == MX_RANK_avx2
 #include "products/codes_avx2-inl.h"
+#elif defined(__aarch64__)
+#include "products/codes_neon-inl.h"
 #elif MX_RANK == MX_RANK_avx512
 #include "products/pack_codes_avx512-inl.h"
 #include "products/store_avx512-inl.h"
@@ -41,7 +43,7 @@ const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,     
                                      Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr,
                                      16, true};
 const MatmulKernels kMatmul = {{nullptr, nullptr, nullptr, &kFloat32Panels}, PackCodes, Store};
-#elif MX_RANK == MX_RANK_avx2
+#elif MX_RANK == MX_RANK_avx2 || defined(__aarch64__)
 namespace {
 const PanelKernels kInt8Panels = {PackLhs<kInt8>,  PackRhs<kInt8>,       PackFew<kInt8>,
                                   Multiply<kInt8>, MultiplyCodes<kInt8>, nullptr};
