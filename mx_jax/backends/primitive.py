@@ -7,8 +7,7 @@ equation carries the call, what contexts ask of selection, and what is known of 
 import contextlib
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -46,7 +45,15 @@ from mx_jax.backends.select import (
     rejections_of,
     select,
 )
-from mx_jax.backends.target import PLATFORMS, Target, machine_of, on_one_device, use_target
+from mx_jax.backends.target import (
+    PLATFORMS,
+    Target,
+    devices_sharing,
+    machine_of,
+    on_one_device,
+    show_devices,
+    use_target,
+)
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.packed import PackedMXArray, unpacked
 
@@ -404,21 +411,15 @@ def _jvp(p: Any, primals: Any, tangents: Any, *, work: Work) -> Any:
 def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
     module = ctx.module_context
     context = module.axis_context
-    devices = num_devices(context)
+    devices = devices_sharing(context)
     asked = work.asked.for_platform(platform)
     # Below shard_map each device has calls of its own; the mesh tells how many there are.
     program_devices = getattr(getattr(context, "mesh", None), "size", devices)
     target = asked.machine(platform, devices, program_devices)
-    exported = module.lowering_parameters.for_export
-    known = None if devices == 1 or exported else _devices_of(context, platform)
-    if known is not None:
-        # Custom partitioning wants to see devices, and JAX shows them to its own primitives alone.
-        # By their position: any that are as many will do.
-        context = dataclasses.replace(context, device_assignment=known)
-        ctx = ctx.replace(module_context=module.replace(axis_context=context))
+    shown = None if devices == 1 else show_devices(ctx, platform)
 
     def how(call: Call, *operands: Any) -> Any:
-        is_split = known is not None and target.num_devices > 1
+        is_split = shown is not None and target.num_devices > 1
         if is_split and isinstance(call, QuantizeBothCall):
             # Each cast may be split along other axes, as its product is.
             return _each(how, call, *operands)
@@ -431,7 +432,7 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
 
     with on_one_device(devices == 1), asked.on(target):
         compute = functools.partial(work.compute, how)
-        return mlir.lower_fun(compute, multiple_results=True)(ctx, *values)
+        return mlir.lower_fun(compute, multiple_results=True)(shown or ctx, *values)
 
 
 def _casts_by_parts(call: Call, target: Target) -> bool:
@@ -440,35 +441,3 @@ def _casts_by_parts(call: Call, target: Target) -> bool:
         return False
     choice = find(call, dataclasses.replace(target, num_devices=1, device_kind=None))
     return choice is not None and not choice.offer.inline and choice.backend != REFERENCE
-
-
-def num_devices(context: Any) -> int:
-    """Between how many devices the compiler may split what is lowered."""
-    if (number := getattr(context, "num_devices", None)) is not None:
-        return number
-    # Inside shard_map; a context without a mesh is pmap's, whose devices are by themselves.
-    mesh = getattr(context, "mesh", None)
-    sizes = {} if mesh is None else mesh.shape
-    return math.prod(size for name, size in sizes.items() if name not in context.manual_axes)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Absent:
-    """A device of a machine that is not there, as far as custom partitioning asks: its place."""
-
-    id: int
-    platform: str
-    process_index: int = 0
-    device_kind: str = "absent"
-    client: Any = None
-
-
-def _devices_of(context: Any, platform: str) -> Sequence[Any] | None:
-    number = getattr(context, "num_devices", None)
-    if number is None or context.device_assignment:
-        return None
-    try:
-        found = tuple(jax.devices(platform)[:number])
-    except RuntimeError:  # lowered for a machine that is not there
-        found = ()
-    return found if len(found) == number else tuple(_Absent(id, platform) for id in range(number))

@@ -314,3 +314,46 @@ class Backend:
     def run(self, call: Call, *operands: Any) -> Any:
         """What a call that is not rejected asks for: see `Offer.run`."""
         return self.offers[type(call)].run(*operands, call)
+
+
+def devices_sharing(context: Any) -> int:
+    """Between how many devices the compiler may split what is lowered."""
+    if (number := getattr(context, "num_devices", None)) is not None:
+        return number
+    # Inside shard_map; a context without a mesh is pmap's, whose devices are by themselves.
+    mesh = getattr(context, "mesh", None)
+    sizes = {} if mesh is None else mesh.shape
+    return math.prod(size for name, size in sizes.items() if name not in context.manual_axes)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Absent:
+    """A device of a machine that is not there, as far as custom partitioning asks: its place."""
+
+    id: int
+    platform: str
+    process_index: int = 0
+    device_kind: str = "absent"
+    client: Any = None
+
+
+def show_devices(ctx: Any, platform: str) -> Any:
+    """A lowering rule's context with the devices of the program in it; None if that knows none.
+
+    Custom partitioning wants to see them, and JAX shows them to its own primitives alone. By their
+    position: any that are as many will do.
+    """
+    module = ctx.module_context
+    number = getattr(module.axis_context, "num_devices", None)
+    if number is None or module.lowering_parameters.for_export:
+        return None
+    if module.axis_context.device_assignment:
+        return None
+    try:
+        found = tuple(jax.devices(platform)[:number])
+    except RuntimeError:  # lowered for a machine that is not there
+        found = ()
+    if len(found) != number:
+        found = tuple(_Absent(id, platform) for id in range(number))
+    context = dataclasses.replace(module.axis_context, device_assignment=found)
+    return ctx.replace(module_context=module.replace(axis_context=context))

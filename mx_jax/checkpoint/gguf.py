@@ -253,9 +253,16 @@ class _Cursor:
 
     def texts(self, count: int, what: str) -> tuple[str, ...]:
         """Strings that may be any bytes, a vocabulary's for one: no message is made for each."""
-        length, before = struct.Struct("<Q").unpack, f"the length of {what}"
-        each = (self.take(length(self.take(8, before))[0], what) for _ in range(count))
-        return tuple(str(stored, "utf-8", "backslashreplace") for stored in each)
+        length, found = struct.Struct("<Q").unpack_from, list[str]()
+        for _ in range(count):
+            start = self.at + 8
+            # `take` says what is missing of a file that is cut short.
+            end = start + length(self.content, self.at)[0] if start <= len(self.content) else start
+            if end > len(self.content):
+                self.take(length(self.take(8, f"the length of {what}"))[0], what)
+            found.append(str(self.content[start:end], "utf-8", "backslashreplace"))
+            self.at = end
+        return tuple(found)
 
 
 def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:

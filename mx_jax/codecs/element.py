@@ -56,46 +56,50 @@ def encode(
       Array([ 0,  2, 14,  7], dtype=uint8)
     """
     bits = float32.to_bits(x)
-    magnitude = bits & float32.ABS
+    magnitude = lax.bitwise_and(bits, float32.ABS)
     biased, mantissa = float32.normalize(magnitude)
     # Unbiased exponent of the quotient above the smallest normal's; negative means subnormal.
     above = biased - (exponent + (127 + element.emin))
     fewest = 23 - element.mantissa_bits
-    shift = jnp.maximum(fewest - above, fewest)
+    shift = lax.max(lax.sub(fewest, above), fewest)
     # The leading bit, but for zero.
-    significand = mantissa | (jnp.minimum(magnitude, 1) << 23)
+    significand = lax.bitwise_or(mantissa, lax.shift_left(lax.min(magnitude, 1), 23))
     kept = rounding.apply(significand, shift, random_bits)
-    half = kept + (float32.clip(above, 0, 1 << 9) << element.mantissa_bits)
+    half = lax.add(kept, lax.shift_left(float32.clip(above, 0, 1 << 9), element.mantissa_bits))
     return _with_sign(_limit(half, bits, element, saturate), bits, magnitude, element)
 
 
 def _limit(half: jax.Array, bits: jax.Array, element: ElementFormat, saturate: bool) -> jax.Array:
     """Keep codes of the non-negative half in range."""
     if not saturate and element.overflow_code != element.max_code:
-        return float32.select(half > element.max_code, element.overflow_code, half)
+        return float32.select(lax.gt(half, element.max_code), element.overflow_code, half)
     # Two's complement reaches one step further down than up; only INT8_FULL goes there.
     if element.negative_extra:
-        return jnp.minimum(half, element.max_code + (bits < 0).astype(jnp.int32))
-    return jnp.minimum(half, element.max_code)
+        negative = lax.convert_element_type(lax.lt(bits, 0), jnp.int32)
+        return lax.min(half, lax.add(negative, element.max_code))
+    return lax.min(half, element.max_code)
 
 
 def _with_sign(
     half: jax.Array, bits: jax.Array, magnitude: jax.Array, element: ElementFormat
 ) -> jax.Array:
     """Whole codes from the half's codes and x's patterns; NaN gets its code here."""
-    nan = magnitude > float32.INF
+    nan = lax.gt(magnitude, float32.INF)
     half = float32.select(nan, element.nan_code or 0, half)
-    if element.kind == "int":
-        negative = (bits < 0) & ~nan
-        code = float32.select(negative, -half, half) & ((element.sign_code << 1) - 1)
-    elif not element.has_negative_zero:
-        # fnuz: the sign bit alone is NaN, so neither zero nor NaN takes a sign.
-        code = float32.select((bits < 0) & (half > 0), half | element.sign_code, half)
-    elif element.nan_code is None:
-        code = float32.select((bits < 0) & ~nan, half | element.sign_code, half)
+    is_float = element.kind == "float"
+    if is_float and element.has_negative_zero and element.nan_code is not None:
+        sign = lax.bitwise_and(lax.shift_right_arithmetic(bits, 31), element.sign_code)
+        return lax.convert_element_type(lax.bitwise_or(half, sign), jnp.uint8)
+    # fnuz: the sign bit alone is NaN, so neither zero nor NaN takes a sign.
+    fnuz = is_float and not element.has_negative_zero
+    signed = lax.gt(half, 0) if fnuz else lax.bitwise_not(nan)
+    negative = lax.bitwise_and(lax.lt(bits, 0), signed)
+    if not is_float:
+        code = float32.select(negative, lax.neg(half), half)
+        code = lax.bitwise_and(code, (element.sign_code << 1) - 1)
     else:
-        code = half | ((bits >> 31) & element.sign_code)
-    return code.astype(jnp.uint8)
+        code = float32.select(negative, lax.bitwise_or(half, element.sign_code), half)
+    return lax.convert_element_type(code, jnp.uint8)
 
 
 def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
@@ -117,33 +121,36 @@ def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
 
 def _decode_by_conversion(codes: jax.Array, element: ElementFormat) -> jax.Array:
     native = lax.bitcast_convert_type(codes.astype(jnp.uint8), element.dtype)
-    pattern = lax.bitcast_convert_type(native.astype(jnp.float32), jnp.int32)
-    return float32.select((pattern & float32.ABS) > float32.INF, float32.NAN, pattern)
+    pattern = float32.to_bits(native)
+    nan = lax.gt(lax.bitwise_and(pattern, float32.ABS), float32.INF)
+    return float32.select(nan, float32.NAN, pattern)
 
 
 def _decode_in_integers(codes: jax.Array, element: ElementFormat) -> jax.Array:
-    codes = codes.astype(jnp.int32) & ((element.sign_code << 1) - 1)
-    negative = codes >= element.sign_code
+    wide = lax.convert_element_type(codes, jnp.int32)
+    codes = lax.bitwise_and(wide, (element.sign_code << 1) - 1)
+    negative = lax.ge(codes, element.sign_code)
     if element.kind == "int":
-        half = float32.select(negative, 2 * element.sign_code - codes, codes)
+        half = float32.select(negative, lax.sub(2 * element.sign_code, codes), codes)
         return _signed(_integer_bits(half, element), negative)
-    half = codes & (element.sign_code - 1)
+    half = lax.bitwise_and(codes, element.sign_code - 1)
     p, rebias = element.mantissa_bits, 127 - element.bias
-    normal = (half << (23 - p)) + (rebias << 23)
-    subnormal = _integer_bits(half & ((1 << p) - 1), element)
-    pattern = float32.select(half < (1 << p), subnormal, normal)
+    normal = lax.add(lax.shift_left(half, 23 - p), rebias << 23)
+    subnormal = _integer_bits(lax.bitwise_and(half, (1 << p) - 1), element)
+    pattern = float32.select(lax.lt(half, 1 << p), subnormal, normal)
     return _special(_signed(pattern, negative), codes, half, element)
 
 
 def _integer_bits(half: jax.Array, element: ElementFormat) -> jax.Array:
     """Patterns of `half * smallest_subnormal`: an exact integer, its exponent moved."""
-    pattern = lax.bitcast_convert_type(half.astype(jnp.float32), jnp.int32)
-    moved = pattern + ((element.emin - element.mantissa_bits) << 23)
-    return float32.select(half == 0, 0, moved)
+    pattern = float32.to_bits(lax.convert_element_type(half, jnp.float32))
+    moved = lax.add(pattern, (element.emin - element.mantissa_bits) << 23)
+    return float32.select(lax.eq(half, 0), 0, moved)
 
 
 def _signed(pattern: jax.Array, negative: jax.Array) -> jax.Array:
-    return pattern | (negative.astype(jnp.int32) << 31)
+    sign = lax.shift_left(lax.convert_element_type(negative, jnp.int32), 31)
+    return lax.bitwise_or(pattern, sign)
 
 
 def _special(
@@ -151,14 +158,14 @@ def _special(
 ) -> jax.Array:
     """Put NaN and Inf where the format reserves codes for them."""
     if not element.has_negative_zero:
-        return float32.select(codes == element.nan_code, float32.NAN, pattern)
+        return float32.select(lax.eq(codes, element.sign_code), float32.NAN, pattern)
     if not element.num_reserved_codes:
         return pattern
-    special = float32.select(half > element.max_code, float32.NAN, pattern)
+    special = float32.select(lax.gt(half, element.max_code), float32.NAN, pattern)
     if element.inf_code is None:
         return special
-    infinity = (pattern & jnp.int32(float32.SIGN)) | float32.INF
-    return float32.select(half == element.inf_code, infinity, special)
+    infinity = lax.bitwise_or(lax.bitwise_and(pattern, float32.SIGN), float32.INF)
+    return float32.select(lax.eq(half, element.inf_code), infinity, special)
 
 
 def decode(

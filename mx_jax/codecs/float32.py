@@ -1,7 +1,8 @@
 """Float32 bit patterns: exact widening, narrowing and normalizing, without float arithmetic.
 
 XLA on CPU flushes subnormals on input, output and comparison; bit casts preserve them. So every
-function here works on int32 patterns.
+function here works on int32 patterns. What every cast traces is written in lax, not in operators:
+each of those is a jnp function under a `jit` of its own, which takes five times as long to trace.
 """
 
 import jax
@@ -35,9 +36,10 @@ def clip(x: jax.Array, low: int, high: int) -> jax.Array:
 def to_bits(x: jax.Array) -> jax.Array:
     """Int32 patterns of the float32 values equal to x; float32, bfloat16 or float16 input."""
     if x.dtype == jnp.bfloat16:
-        return lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.int32) << 16
+        high = lax.bitcast_convert_type(x, jnp.uint16)
+        return lax.shift_left(lax.convert_element_type(high, jnp.int32), 16)
     # float16's subnormals are normal in float32, so its conversion has nothing to flush.
-    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+    return lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.int32)
 
 
 def from_bits(bits: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
@@ -47,14 +49,15 @@ def from_bits(bits: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> jax
         return lax.bitcast_convert_type(_bfloat16_bits(bits), jnp.bfloat16)
     if dtype == jnp.float16:
         return _float16(bits)
-    return lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
+    return lax.convert_element_type(lax.bitcast_convert_type(bits, jnp.float32), dtype)
 
 
 def _bfloat16_bits(bits: jax.Array) -> jax.Array:
-    nan = (bits & ABS) > INF
-    rounded = bits + 0x7FFF + ((bits >> 16) & 1)
-    high = (select(nan, NAN, rounded) >> 16) & 0xFFFF
-    return high.astype(jnp.uint16)
+    nan = lax.gt(lax.bitwise_and(bits, ABS), INF)
+    odd = lax.bitwise_and(lax.shift_right_arithmetic(bits, 16), 1)
+    rounded = lax.add(lax.add(bits, 0x7FFF), odd)
+    high = lax.shift_right_arithmetic(select(nan, NAN, rounded), 16)
+    return lax.convert_element_type(lax.bitwise_and(high, 0xFFFF), jnp.uint16)
 
 
 def _float16(bits: jax.Array) -> jax.Array:
@@ -64,7 +67,7 @@ def _float16(bits: jax.Array) -> jax.Array:
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
     """`2^exponent` of int32 exponents from -126 to 127."""
-    return from_bits((exponent + 127) << 23)
+    return from_bits(lax.shift_left(lax.add(exponent, 127), 23))
 
 
 def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -81,6 +84,6 @@ def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
       `(biased_exponent, mantissa)`, int32.
     """
     # A subnormal is its integer pattern times 2^-149, and integers convert to float32 exactly.
-    as_float = lax.bitcast_convert_type(magnitude.astype(jnp.float32), jnp.int32)
-    pattern = select(magnitude < HIDDEN, as_float - (149 << 23), magnitude)
-    return pattern >> 23, pattern & MANTISSA
+    as_float = to_bits(lax.convert_element_type(magnitude, jnp.float32))
+    pattern = select(lax.lt(magnitude, HIDDEN), lax.sub(as_float, 149 << 23), magnitude)
+    return lax.shift_right_arithmetic(pattern, 23), lax.bitwise_and(pattern, MANTISSA)

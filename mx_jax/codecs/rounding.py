@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.codecs.float32 import clip
@@ -59,18 +58,20 @@ class Rounding:
 def _nearest(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
     # Adding just under half, plus the bit that decides ties, makes truncation round to even.
     # Past 25 dropped bits every 24-bit significand is below half: the result is 0 there too.
-    shift = jnp.minimum(shift, 25)
-    odd = (sig >> shift) & 1
-    return (sig + (lax.shift_left(jnp.int32(1), shift - 1) - 1) + odd) >> shift
+    shift = lax.min(shift, 25)
+    odd = lax.bitwise_and(lax.shift_right_arithmetic(sig, shift), 1)
+    below_half = lax.sub(lax.shift_left(1, lax.sub(shift, 1)), 1)
+    return lax.shift_right_arithmetic(lax.add(lax.add(sig, below_half), odd), shift)
 
 
 def _away(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
-    shift = jnp.minimum(shift, 25)
-    return (sig + lax.shift_left(jnp.int32(1), shift - 1)) >> shift
+    shift = lax.min(shift, 25)
+    half = lax.shift_left(1, lax.sub(shift, 1))
+    return lax.shift_right_arithmetic(lax.add(sig, half), shift)
 
 
 def _toward_zero(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
-    return sig >> jnp.minimum(shift, _MAX_SHIFT)
+    return lax.shift_right_arithmetic(sig, lax.min(shift, _MAX_SHIFT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +83,14 @@ class _Stochastic:
     def __call__(self, sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
         # Up iff floor(frac 2^n) + r >= 2^n. Every shift is at least 17 >= n, so the fraction's
         # leading n bits are what remains of the dropped part after dropping shift - n bits.
-        most = jnp.minimum(shift, _MAX_SHIFT)
-        kept = sig >> most
-        dropped = sig - (kept << most)
-        leading = dropped >> clip(shift - self.num_bits, 0, _MAX_SHIFT)
+        most = lax.min(shift, _MAX_SHIFT)
+        kept = lax.shift_right_arithmetic(sig, most)
+        dropped = lax.sub(sig, lax.shift_left(kept, most))
+        rest = clip(lax.sub(shift, self.num_bits), 0, _MAX_SHIFT)
+        leading = lax.shift_right_arithmetic(dropped, rest)
         assert bits is not None, "stochastic rounding without random bits"
-        return kept + ((leading + bits) >> self.num_bits)
+        up = lax.shift_right_arithmetic(lax.add(leading, bits), self.num_bits)
+        return lax.add(kept, up)
 
 
 def stochastic(num_bits: int) -> Rounding:

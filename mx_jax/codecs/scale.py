@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -32,20 +33,23 @@ E8M0_NAN = 255
 def true_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.Array:
     """IEEE division, wherever numbers and quotient are normal, hidden from XLA's rewrites.
 
-    On GPUs XLA's own division may be off by two units in the last place: there it is made exact.
+    On GPUs XLA's own division may be off by two units in the last place: there float64 divides.
     """
     denominator = jnp.asarray(denominator, jnp.float32)
     return lax.platform_dependent(
-        numerator, denominator, cuda=_corrected, rocm=_corrected, default=opaque_divide
+        numerator, denominator, cuda=by_float64, rocm=by_float64, default=opaque_divide
     )
 
 
-def _corrected(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    """What XLA makes of a division, corrected: no barrier, which would cut its kernels in pieces.
+def by_float64(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """Divided in float64, and rounded to float32: the same as rounded once.
 
-    A reciprocal that is two units off, times the numerator, is less than five off.
+    No quotient of two float32 lies within 2^-49 of the middle between two others, so a float64
+    that is a few units off rounds like the exact one.
     """
-    return nearest_quotient(numerator / denominator, numerator, denominator)
+    with jax.enable_x64(True):
+        quotient = numerator.astype(jnp.float64) / denominator.astype(jnp.float64)
+        return quotient.astype(jnp.float32)
 
 
 def opaque_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.Array:
@@ -66,52 +70,19 @@ def opaque_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.A
     return lax.optimization_barrier(numerator / lax.optimization_barrier(full))
 
 
-def nearest_quotient(near: jax.Array, numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    """The float32 nearest to a quotient, from one that is at most five units away.
-
-    What `numerator - near * denominator` leaves is a few of the denominator's significands, so 32
-    bits hold it exactly, whatever overflows on the way; it says how many units to go. No quotient
-    of two float32 lies half-way between two others. Where one of the three is not normal, nothing
-    changes.
-    """
-    top, bottom, result = (float32.to_bits(x) for x in (numerator, denominator, near))
-    (top_exponent, top_digits), (bottom_exponent, bottom_digits) = map(_parts, (top, bottom))
-    apart = top_exponent - bottom_exponent + (127 + 23)
-    given = (top_exponent > 0) & (top_exponent < 255) & (bottom_exponent > 0)
-    given &= bottom_exponent < 255
-    thrice, minus, minus_thrice = 3 * bottom_digits, -bottom_digits, -3 * bottom_digits
-    # A step may cross a power of two, where units change: the next step goes by the new ones.
-    for _ in range(3):
-        exponent, digits = _parts(result)
-        shift = apart - exponent
-        twice = 2 * ((top_digits << clip(shift, 0, 31)) - bottom_digits * digits)
-        # Below a power of two, units are half as large.
-        below = twice << (digits == float32.HIDDEN).astype(jnp.int32)
-        steps = (twice > bottom_digits).astype(jnp.int32) + (twice > thrice).astype(jnp.int32)
-        steps -= (below < minus).astype(jnp.int32) + (below < minus_thrice).astype(jnp.int32)
-        normal = given & (shift > 20) & (shift < 27) & (exponent > 1) & (exponent < 254)
-        result = select(normal, result + steps, result)
-    return float32.from_bits(result)
-
-
-def _parts(pattern: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Biased exponents and significands with their leading bit, of normal numbers."""
-    exponent = (pattern & float32.ABS) >> 23
-    return exponent, pattern & float32.MANTISSA | float32.HIDDEN
-
-
 def exponent_to_e8m0(exponent: jax.Array) -> jax.Array:
     """E8M0 bytes of unbiased exponents, clamped to -127..127 (byte 254 is the largest scale)."""
-    return (clip(exponent, -E8M0_BIAS, E8M0_BIAS) + E8M0_BIAS).astype(jnp.uint8)
+    biased = lax.add(clip(exponent, -E8M0_BIAS, E8M0_BIAS), E8M0_BIAS)
+    return lax.convert_element_type(biased, jnp.uint8)
 
 
 def scale_to_float32(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
     """Float32 values of stored scales (E8M0's 2^-127 is a subnormal: do no arithmetic with it)."""
     if scale.kind == "exponent":
-        exponent = scales.astype(jnp.int32)
+        exponent = lax.convert_element_type(scales, jnp.int32)
         # 2^-127 is half of the smallest normal.
-        pattern = jnp.maximum(exponent << 23, float32.HIDDEN >> 1)
-        return float32.from_bits(select(exponent == E8M0_NAN, float32.NAN, pattern))
+        pattern = lax.max(lax.shift_left(exponent, 23), float32.HIDDEN >> 1)
+        return float32.from_bits(select(lax.eq(exponent, E8M0_NAN), float32.NAN, pattern))
     if scale.element is not None:
         return element_codec.decode(scales, scale.element)
     return scales
@@ -120,11 +91,12 @@ def scale_to_float32(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
 def is_nan_scale(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
     """Where the shared scale says that the whole block is NaN (MX v1.0, 5.4.1)."""
     if scale.kind == "exponent":
-        return scales == E8M0_NAN
+        return lax.eq(scales, np.uint8(E8M0_NAN))
     element = scale.element
     if element is not None and element.has_negative_zero and element.num_reserved_codes == 1:
         # Either sign of the one code: by itself, so that kernels need not hand it to each other.
-        return scales & jnp.uint8(element.sign_code - 1) == element.nan_code
+        half = lax.bitwise_and(scales, np.uint8(element.sign_code - 1))
+        return lax.eq(half, np.uint8(element.nan_code or 0))
     return jnp.isnan(scale_to_float32(scales, scale))
 
 
@@ -153,7 +125,7 @@ def encode_scaled(
     element = format.element
     how = {"rounding": rounding, "random_bits": random_bits}
     if format.scale.kind == "exponent":
-        exponent = scales.astype(jnp.int32) - E8M0_BIAS
+        exponent = lax.sub(lax.convert_element_type(scales, jnp.int32), E8M0_BIAS)
         codes = element_codec.encode(x, element, exponent=exponent, **how)
     else:
         values = float32.from_bits(float32.to_bits(x))
@@ -192,7 +164,7 @@ def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) 
         return divide(divide(jnp.ones_like(values), tensor_scale), values)
 
     def looked_up(scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
-        table = divided(jnp.arange(256, dtype=jnp.uint8), tensor_scale.reshape(1), _corrected)
+        table = divided(jnp.arange(256, dtype=jnp.uint8), tensor_scale.reshape(1), by_float64)
         index = scales.astype(jnp.int32)
         return table.at[index].get(mode="promise_in_bounds")
 
@@ -247,16 +219,17 @@ def decode_scaled(
 
 def _times_power_of_two(pattern: jax.Array, exponent: jax.Array) -> jax.Array:
     """`value * 2^exponent` on patterns of element values, which are normal, zero, Inf or NaN."""
-    magnitude = pattern & float32.ABS
-    sign = pattern & jnp.int32(float32.SIGN)
-    biased = (magnitude >> 23) + exponent
-    significand = (magnitude & float32.MANTISSA) | float32.HIDDEN
+    magnitude = lax.bitwise_and(pattern, float32.ABS)
+    sign = lax.bitwise_and(pattern, float32.SIGN)
+    biased = lax.shift_right_arithmetic(magnitude, 23) + exponent
+    significand = lax.bitwise_or(lax.bitwise_and(magnitude, float32.MANTISSA), float32.HIDDEN)
     # At most 7 significant bits, none below 2^-143: the shift into the subnormals drops zeros.
-    subnormal = significand >> clip(1 - biased, 0, 31)
-    moved = select(biased > 0, magnitude + (exponent << 23), subnormal)
-    moved = select(biased > 254, float32.INF, moved)
-    fixed = (magnitude == 0) | (magnitude >= float32.INF)
-    return sign | select(fixed, magnitude, moved)
+    subnormal = lax.shift_right_arithmetic(significand, clip(lax.sub(1, biased), 0, 31))
+    moved = magnitude + lax.shift_left(exponent, 23)
+    moved = select(lax.gt(biased, 0), moved, subnormal)
+    moved = select(lax.gt(biased, 254), float32.INF, moved)
+    fixed = lax.bitwise_or(lax.eq(magnitude, 0), lax.ge(magnitude, float32.INF))
+    return lax.bitwise_or(sign, select(fixed, magnitude, moved))
 
 
 # Exponent of the power of two that lifts.
@@ -267,7 +240,7 @@ _TINY = (127 - 100) << 23
 
 def is_tiny(tensor_scale: jax.Array) -> jax.Array:
     """Where a tensor scale, which is positive, is below 2^-100."""
-    return float32.to_bits(tensor_scale) < _TINY
+    return lax.lt(float32.to_bits(tensor_scale), _TINY)
 
 
 def lift(x: jax.Array, where: jax.Array) -> jax.Array:
@@ -278,11 +251,13 @@ def lift(x: jax.Array, where: jax.Array) -> jax.Array:
       where: bool, broadcastable to x.
     """
     bits = float32.to_bits(x)
-    values, magnitude = float32.from_bits(bits), bits & float32.ABS
+    values, magnitude = float32.from_bits(bits), lax.bitwise_and(bits, float32.ABS)
     # A subnormal is its pattern times 2^-149, and integers below 2^24 convert exactly.
-    small = float32.to_bits(magnitude.astype(jnp.float32) * jnp.float32(2.0 ** (LIFT - 149)))
-    small = float32.from_bits(small | bits ^ magnitude)
-    lifted = select(magnitude < float32.HIDDEN, small, values * jnp.float32(2.0**LIFT))
+    number = lax.convert_element_type(magnitude, jnp.float32)
+    small = float32.to_bits(lax.mul(number, 2.0 ** (LIFT - 149)))
+    small = float32.from_bits(lax.bitwise_or(small, lax.bitwise_xor(bits, magnitude)))
+    is_small = lax.lt(magnitude, float32.HIDDEN)
+    lifted = select(is_small, small, lax.mul(values, 2.0**LIFT))
     return jnp.where(where, lifted, values)
 
 
@@ -293,15 +268,15 @@ def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
       bits: int32 patterns of normal numbers, zeros, Inf or NaN.
       where: bool, broadcastable to bits.
     """
-    magnitude = bits & float32.ABS
+    magnitude = lax.bitwise_and(bits, float32.ABS)
     # Beside 2^-62, which is subnormals' end times 2^64, the sum's last bit is their unit: addition
     # rounds, to nearest and ties to even, and what it adds to the pattern is the result's pattern.
-    beside = float32.from_bits(magnitude) + jnp.float32(2.0**-62)
-    subnormal = float32.to_bits(beside) - ((127 - 62) << 23)
-    lowered = magnitude - (LIFT << 23)
-    lowered = select(magnitude < (127 - 62) << 23, subnormal, lowered)
-    fixed = (magnitude >= float32.INF) | ~where
-    return jnp.where(fixed, magnitude, lowered) | bits ^ magnitude
+    beside = lax.add(float32.from_bits(magnitude), 2.0**-62)
+    subnormal = lax.sub(float32.to_bits(beside), (127 - 62) << 23)
+    lowered = lax.sub(magnitude, LIFT << 23)
+    lowered = select(lax.lt(magnitude, (127 - 62) << 23), subnormal, lowered)
+    fixed = lax.ge(magnitude, float32.INF) | ~where
+    return lax.bitwise_or(jnp.where(fixed, magnitude, lowered), lax.bitwise_xor(bits, magnitude))
 
 
 def divided(x: jax.Array, tensor_scale: jax.Array, by: Callable[..., Any]) -> Any:

@@ -88,8 +88,9 @@ def _block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     """
     narrow = pieces.dtype == jnp.bfloat16
     bits = lax.bitcast_convert_type(pieces, jnp.int16) if narrow else float32.to_bits(pieces)
-    amax = _largest(bits & jnp.iinfo(bits.dtype).max, inside)
-    return amax.astype(jnp.int32) << 16 if narrow else amax
+    magnitudes = lax.bitwise_and(bits, bits.dtype.type(jnp.iinfo(bits.dtype).max))
+    amax = _largest(magnitudes, inside)
+    return lax.shift_left(lax.convert_element_type(amax, jnp.int32), 16) if narrow else amax
 
 
 def _largest(magnitudes: jax.Array, inside: tuple[int, ...]) -> jax.Array:

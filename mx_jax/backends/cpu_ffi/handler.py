@@ -8,20 +8,21 @@ are a quarter of their values.
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mx_jax.backends.target import on_one_device
+from mx_jax.backends.target import on_one_device, show_devices
 from mx_jax.codecs.blocks import num_blocks
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.formats import WHOLE, BlockSize, Whole
@@ -74,7 +75,7 @@ def _parse_array(array: str) -> Array:
                     for (name, _, _), block in zip(parts, blocks, strict=True)
                 )
             )
-    return Array(batch=batch, groups=tuple(groups), axes=tuple(itertools.chain(*groups)))
+    return Array(batch=batch, groups=tuple(groups), axes=tuple(chain(*groups)))
 
 
 class Geometry:
@@ -146,8 +147,16 @@ class Geometry:
                 for group in array.groups
             ]
             batch = self.batches[array.batch]
-            shapes.append(((*batch, *map(math.prod, groups)), (*batch, *itertools.chain(*groups))))
+            shapes.append(((*batch, *map(math.prod, groups)), (*batch, *chain(*groups))))
         return shapes
+
+    def is_merged(self) -> bool:
+        """Whether operands and results are as the handler takes them, of sizes that are known."""
+        arrays = (*self.operands, *self.results)
+        known = all(
+            isinstance(n, int) for n in (*self.sizes.values(), *chain(*self.batches.values()))
+        )
+        return known and all(len(group) == 1 for array in arrays for group in array.groups)
 
     def factors(self, array: Array) -> list[tuple[str | None, Axis | None]]:
         """What devices split of each axis, by one name for all that have it; None: they do not.
@@ -198,6 +207,14 @@ class Handler:
     attributes: tuple[tuple[str, Any], ...]
     sizes: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The attributes as the handler takes them."""
+        return {
+            name: np.array(value[1:], value[0]) if isinstance(value, tuple) else value
+            for name, value in self.attributes
+        }
+
     def geometry(self, shapes: Shapes) -> Geometry:
         """The axes of a call with operands of these shapes."""
         return Geometry(self.axes, shapes, dict(self.sizes))
@@ -205,8 +222,7 @@ class Handler:
     def __call__(self, *operands: jax.Array) -> Arrays:
         if jax.sharding.get_abstract_mesh().manual_axes:
             operands = vary_alike(operands)
-        shapes = tuple(operand.shape for operand in operands)
-        return _function(self, shapes, not on_one_device.value)(*operands)
+        return tuple(_HANDLER.bind(*operands, handler=self, is_split=not on_one_device.value))
 
 
 def hashable(attributes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -217,65 +233,92 @@ def hashable(attributes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     )
 
 
-@functools.lru_cache(maxsize=4096)
-def _function(handler: Handler, shapes: Shapes, is_split: bool) -> Any:
-    """The call for operands of these shapes, with its rules for devices and batches."""
-    call: Any = functools.partial(_call, handler)
-    if is_split:
-        partitioned: Any = custom_partitioning(call)
-        partitioned.def_partition(
-            partition=functools.partial(_partition, handler, shapes),
-            # A reshape may have cut a mesh axis, which no NamedSharding can say.
-            decode_shardings=False,
-            sharding_rule=lambda mesh, given, wanted: _sharding_rule(handler.geometry(shapes)),
-        )
-        call = partitioned
-    batched: Any = custom_vmap(call)
-    batched.def_vmap(functools.partial(_batch, handler))
-    return batched
+# The primitive ------------------------------------------------------------------------------------
+
+_HANDLER: Any = Primitive("mx_cpu_ffi")
+_HANDLER.multiple_results = True
+_HANDLER.is_high = lambda *types, **params: False
 
 
-def _call(handler: Handler, *operands: jax.Array) -> Arrays:
-    """The handler on whole or local arrays: axes in parentheses become one."""
-    geometry = handler.geometry(tuple(operand.shape for operand in operands))
-    attributes = {
-        name: np.array(value[1:], value[0]) if isinstance(value, tuple) else value
-        for name, value in handler.attributes
-    }
-    # Made from an operand's own type, results vary along the same axes of a shard_map.
-    like: Any = jax.typeof(operands[0])
-    shapes = geometry.result_shapes()
-    types = tuple(
+@_HANDLER.def_impl
+def _eager(*operands: jax.Array, **params: Any) -> Any:
+    return jax.jit(functools.partial(_HANDLER.bind, **params))(*operands)
+
+
+@_HANDLER.def_abstract_eval
+def _types(*types: Any, handler: Handler, is_split: bool) -> tuple[Any, ...]:
+    del is_split
+    geometry = handler.geometry(tuple(x.shape for x in types))
+    shapes = [shape for _, shape in geometry.result_shapes()]
+    return _like(types[0], shapes, handler.dtypes)
+
+
+def _like(like: Any, shapes: Sequence[Shape], dtypes: Sequence[np.dtype]) -> tuple[Any, ...]:
+    """Types made from an operand's: results vary along the same axes of a shard_map."""
+    return tuple(
         like.update(
             shape=shape,
             dtype=dtype,
             weak_type=False,
             sharding=like.sharding.update(spec=PartitionSpec(*(None for _ in shape))),
         )
-        for (shape, _), dtype in zip(shapes, handler.dtypes, strict=True)
+        for shape, dtype in zip(shapes, dtypes, strict=True)
     )
-    found = jax.ffi.ffi_call(handler.target, types)(*geometry.merge(operands), **attributes)
+
+
+def _lower(ctx: Any, *values: Any, handler: Handler, is_split: bool) -> Any:
+    shapes = tuple(x.shape for x in ctx.avals_in)
+    if not is_split and handler.geometry(shapes).is_merged():
+        return jax.ffi.ffi_lowering(handler.target)(ctx, *values, **handler.arguments)
+    call: Any = functools.partial(_call, handler)
+    if is_split:
+        ctx = show_devices(ctx, "cpu") or ctx
+        call = custom_partitioning(call)
+        call.def_partition(
+            partition=functools.partial(_partition, handler, shapes),
+            # A reshape may have cut a mesh axis, which no NamedSharding can say.
+            decode_shardings=False,
+            sharding_rule=lambda mesh, given, wanted: _sharding_rule(handler.geometry(shapes)),
+        )
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *values)
+
+
+mlir.register_lowering(_HANDLER, _lower)
+
+
+def _call(handler: Handler, *operands: jax.Array) -> Arrays:
+    """The handler on whole or local arrays: axes in parentheses become one."""
+    geometry = handler.geometry(tuple(operand.shape for operand in operands))
+    shapes = geometry.result_shapes()
+    types = _like(jax.typeof(operands[0]), [merged for merged, _ in shapes], handler.dtypes)
+    found = jax.ffi.ffi_call(handler.target, types)(*geometry.merge(operands), **handler.arguments)
     return tuple(
         result if shape == merged else result.reshape(shape)
         for (merged, shape), result in zip(shapes, found, strict=True)
     )
 
 
-def _batch(handler: Handler, size: int, in_batched: Sequence[bool], *operands: jax.Array) -> Any:
+def _batch(operands: Any, axes: Any, *, handler: Handler, is_split: bool) -> Any:
     """One more batch axis in front; a batch that has none gets one of length one."""
+    (size, *_) = [x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None]
     arrays, results = parse(handler.axes)
-    wide = {array.batch for array, batched in zip(arrays, in_batched, strict=True) if batched}
+    wide = {array.batch for array, axis in zip(arrays, axes, strict=True) if axis is not None}
     for result in results:
         if wide.isdisjoint(result.batch):
             wide.add(result.batch[0])
     lifted = []
-    for array, batched, operand in zip(arrays, in_batched, operands, strict=True):
-        if array.batch and not batched:
+    for array, axis, operand in zip(arrays, axes, operands, strict=True):
+        if axis is not None:
+            operand = jnp.moveaxis(operand, axis, 0)
+        elif array.batch:
             # What two batches give together is as long as the results.
             length = size if array.batch in wide or len(array.batch) > 1 else 1
             operand = jnp.broadcast_to(operand, (length, *operand.shape))
         lifted.append(operand)
-    return handler(*lifted), (True,) * len(results)
+    return _HANDLER.bind(*lifted, handler=handler, is_split=is_split), (0,) * len(results)
+
+
+batching.primitive_batchers[_HANDLER] = _batch
 
 
 # Devices ------------------------------------------------------------------------------------------
