@@ -1,5 +1,5 @@
-// The kernels of kernels.h in plain C++, with AVX2 where there is that: float32 panels alone. Sums
-// of a block of integers stay below 2^24, so they are exact there too.
+// The kernels of kernels.h in plain C++, with AVX2 where there is that: float32 panels and int8 ones.
+// Sums of a block of integers stay below 2^24, so they are exact in float32 too.
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_PLAIN_INL_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_PLAIN_INL_H_
 
@@ -53,22 +53,35 @@ MX_INLINE uint16_t ToBf16(float value) {
 
 // -------------------------------------------------------------------------------------- packing
 
-MX_INLINE float Value(const Source& source, const float* table, int64_t at) {
+template <PanelType kType>
+struct Numbers {
+  using Type = float;
+  static const float* Of(Element element) { return TablesOf(element).float32; }
+};
+template <>
+struct Numbers<kInt8> {
+  using Type = int8_t;
+  static const int8_t* Of(Element element) { return TablesOf(element).int8; }
+};
+
+template <class Number>
+MX_INLINE Number Value(const Source& source, const Number* table, int64_t at) {
   switch (source.element) {
     case kElementFloat32:
-      return ((const float*)source.elements)[at];
+      return (Number)((const float*)source.elements)[at];
     case kElementBf16:
-      return FloatOf((uint32_t)((const uint16_t*)source.elements)[at] << 16);
+      return (Number)FloatOf((uint32_t)((const uint16_t*)source.elements)[at] << 16);
     case kElementF16:
-      return FromHalf(((const uint16_t*)source.elements)[at]);
+      return (Number)FromHalf(((const uint16_t*)source.elements)[at]);
     default:
       return table[((const uint8_t*)source.elements)[at]];
   }
 }
 
 // Values at position k of a chunk, of the first `rows` rows of a panel.
-MX_INLINE void PanelValues(Layout layout, const uint8_t* codes, const float* table, int64_t k,
-                           int rows, float* values) {
+template <class Number>
+MX_INLINE void PanelValues(Layout layout, const uint8_t* codes, const Number* table, int64_t k,
+                           int rows, Number* values) {
   constexpr int kWord = C * 4;  // bytes of one word of each row
   if (layout == kPanels6) {
     const uint8_t* from = codes + k / 16 * 3 * kWord + k % 4;
@@ -96,21 +109,25 @@ MX_INLINE int ScaleByte(const Source& source, int64_t row, int64_t block) {
 }
 
 // Zero blocks have byte 0, 2^-127. Any scale does for them, and an ordinary one costs nothing.
-MX_INLINE bool IsZeroBlock(const Source& source, const float* table, int64_t row, int64_t block) {
+template <class Number>
+MX_INLINE bool IsZeroBlock(const Source& source, const Number* table, int64_t row, int64_t block) {
   if (source.layout != kStrided || source.scale_kind != kScaleE8M0) return false;
   int64_t end = (block + 1) * source.block;
   if (end > source.k) end = source.k;
   for (int64_t k = block * source.block; k < end; ++k) {
-    if (Value(source, table, row * source.row_stride + k * source.k_stride) != 0.0f) return false;
+    if (Value(source, table, row * source.row_stride + k * source.k_stride) != 0) return false;
   }
   return true;
 }
 
 // One panel of kRows rows.
-template <int kRows>
+template <PanelType kType, int kRows, bool kLhs>
 MX_INLINE void PackPanel(const Source& source, int64_t first_row, char* out, ScaleRange* range) {
-  const float* table = source.element <= kElementInt8 ? TablesOf(source.element).float32 : nullptr;
-  const float* scale_table = ScaleTable(source.scale_kind, source.element, kFloat32);
+  using Number = typename Numbers<kType>::Type;
+  constexpr int kWord = kType == kInt8 ? 4 : 1;  // elements that lie together
+  const Number* table =
+      source.element <= kElementInt8 ? Numbers<kType>::Of(source.element) : nullptr;
+  const float* scale_table = ScaleTable(source.scale_kind, source.element, kType);
   const int64_t num_chunks = (source.k + kChunk - 1) / kChunk;
   const int64_t num_blocks = (source.k + source.block - 1) / source.block;
   const int per_chunk = kChunk / source.block;
@@ -118,8 +135,9 @@ MX_INLINE void PackPanel(const Source& source, int64_t first_row, char* out, Sca
   const int rows = left < 0 ? 0 : left < kRows ? (int)left : kRows;
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
     float* scales = (float*)out;
-    float* values = scales + per_chunk * kRows;
-    out = (char*)(values + kChunk * kRows);
+    int32_t* corrections = (int32_t*)(scales + per_chunk * kRows);
+    Number* elements = (Number*)(corrections + (kType == kInt8 && kLhs ? per_chunk * kRows : 0));
+    out = (char*)(elements + kChunk * kRows);
     for (int s = 0; s < per_chunk; ++s) {
       const int64_t block = chunk * per_chunk + s;
       for (int i = 0; i < kRows; ++i) {
@@ -133,40 +151,51 @@ MX_INLINE void PackPanel(const Source& source, int64_t first_row, char* out, Sca
           if (high > range->high) range->high = high;
         }
         scales[s * kRows + i] = scale;
+        if (kType == kInt8 && kLhs) corrections[s * kRows + i] = 0;
       }
     }
     for (int k = 0; k < kChunk; ++k) {
       const int64_t at = (chunk * kChunk + k) * source.k_stride + first_row * source.row_stride;
       const int count = chunk * kChunk + k < source.k ? rows : 0;
+      Number values[kRows];
       if (source.layout != kStrided) {
-        PanelValues(source.layout, CodesAt(source, first_row, chunk), table, k, count,
-                    values + k * kRows);
+        PanelValues(source.layout, CodesAt(source, first_row, chunk), table, k, count, values);
       } else {
         for (int i = 0; i < count; ++i) {
-          values[k * kRows + i] = Value(source, table, at + i * source.row_stride);
+          values[i] = Value(source, table, at + i * source.row_stride);
         }
       }
-      for (int i = count; i < kRows; ++i) values[k * kRows + i] = 0.0f;
+      for (int i = count; i < kRows; ++i) values[i] = 0;
+      Number* to = elements + k / kWord * kWord * kRows + k % kWord;
+      for (int i = 0; i < kRows; ++i) {
+        to[i * kWord] = (Number)(kType == kInt8 && !kLhs ? (int)values[i] + 128 : values[i]);
+        if (kType == kInt8 && kLhs) {
+          corrections[k / source.block * kRows + i] -= 128 * (int)values[i];
+        }
+      }
     }
   }
 }
 
+template <PanelType kType>
 void PackLhs(const Source& source, int64_t first_row, char* out, int64_t stride,
              ScaleRange* range) {
   for (int panel = 0; panel < kLhsPanelsPerGroup; ++panel) {
-    PackPanel<R>(source, first_row + panel * R, out + panel * stride, range);
+    PackPanel<kType, R, true>(source, first_row + panel * R, out + panel * stride, range);
   }
 }
 
+template <PanelType kType>
 void PackFew(const Source& source, int64_t first_row, int rows, char* out, ScaleRange* range) {
-  if (rows == 1) return PackPanel<1>(source, first_row, out, range);
-  if (rows == 2) return PackPanel<2>(source, first_row, out, range);
-  if (rows == 4) return PackPanel<4>(source, first_row, out, range);
-  PackPanel<8>(source, first_row, out, range);
+  if (rows == 1) return PackPanel<kType, 1, true>(source, first_row, out, range);
+  if (rows == 2) return PackPanel<kType, 2, true>(source, first_row, out, range);
+  if (rows == 4) return PackPanel<kType, 4, true>(source, first_row, out, range);
+  PackPanel<kType, 8, true>(source, first_row, out, range);
 }
 
+template <PanelType kType>
 void PackRhs(const Source& source, int64_t first_row, char* out, ScaleRange* range) {
-  PackPanel<C>(source, first_row, out, range);
+  PackPanel<kType, C, false>(source, first_row, out, range);
 }
 
 // ---------------------------------------------------------------------------------- multiplying
@@ -201,7 +230,11 @@ MX_INLINE void MultiplyBlock(int32_t block, const float* MX_RESTRICT lhs,
   }
   for (int k = 0; k < block; ++k) {
     for (int i = 0; i < R; ++i) {
+#if defined(__aarch64__)
+      for (int j = 0; j < kColumns; ++j) sum[i][j] = __builtin_fmaf(lhs[i], rhs[j], sum[i][j]);
+#else
       for (int j = 0; j < kColumns; ++j) sum[i][j] += lhs[i] * rhs[j];
+#endif
     }
     lhs += R;
     rhs += C;
@@ -212,19 +245,73 @@ MX_INLINE void MultiplyBlock(int32_t block, const float* MX_RESTRICT lhs,
 #endif
 }
 
+// The same of int8 panels, which has no rounding: words of 4 elements, 128 added to those of rhs.
+MX_INLINE void MultiplyBlock(int32_t block, const int32_t* MX_RESTRICT corrections,
+                             const int8_t* MX_RESTRICT lhs, const uint8_t* MX_RESTRICT rhs,
+                             float* MX_RESTRICT sums) {
+#if MX_RANK >= MX_RANK_avx2
+  __m256i sum[R][2];
+  for (int i = 0; i < R; ++i) sum[i][0] = sum[i][1] = _mm256_set1_epi32(corrections[i]);
+  const __m256i low = _mm256_set1_epi16(255);
+  for (int word = 0; word < block / 4; ++word, lhs += 4 * R, rhs += 4 * C) {
+    __m256i even[2], odd[2];
+    for (int j = 0; j < 2; ++j) {
+      const __m256i bytes = _mm256_loadu_si256((const __m256i*)(rhs + 32 * j));
+      even[j] = _mm256_and_si256(bytes, low);
+      odd[j] = _mm256_srli_epi16(bytes, 8);
+    }
+    for (int i = 0; i < R; ++i) {
+      const __m256i factors = _mm256_set1_epi32(((const int32_t*)lhs)[i]);
+      const __m256i even_factors = _mm256_srai_epi16(_mm256_slli_epi16(factors, 8), 8);
+      const __m256i odd_factors = _mm256_srai_epi16(factors, 8);
+      for (int j = 0; j < 2; ++j) {
+        sum[i][j] = _mm256_add_epi32(sum[i][j], _mm256_madd_epi16(even[j], even_factors));
+        sum[i][j] = _mm256_add_epi32(sum[i][j], _mm256_madd_epi16(odd[j], odd_factors));
+      }
+    }
+  }
+  for (int i = 0; i < R; ++i) {
+    _mm256_storeu_ps(sums + i * kColumns, _mm256_cvtepi32_ps(sum[i][0]));
+    _mm256_storeu_ps(sums + i * kColumns + 8, _mm256_cvtepi32_ps(sum[i][1]));
+  }
+#else
+  int32_t sum[R][kColumns];
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < kColumns; ++j) sum[i][j] = corrections[i];
+  }
+  for (int word = 0; word < block / 4; ++word, lhs += 4 * R, rhs += 4 * C) {
+    for (int i = 0; i < R; ++i) {
+      for (int j = 0; j < kColumns; ++j) {
+        for (int byte = 0; byte < 4; ++byte) sum[i][j] += lhs[4 * i + byte] * rhs[4 * j + byte];
+      }
+    }
+  }
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < kColumns; ++j) sums[i * kColumns + j] = (float)sum[i][j];
+  }
+#endif
+}
+
+template <PanelType kType>
 void Multiply(int, int32_t block, Scaling scaling, int64_t num_chunks, const char* lhs,
               const char* rhs, float* tile, bool clear) {
+  using Number = typename Numbers<kType>::Type;
   const int per_chunk = kChunk / block;
   if (clear) memset(tile, 0, sizeof(float) * R * C);
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    const float* left = (const float*)lhs;
+    const float* right = (const float*)rhs;
+    const int32_t* corrections = (const int32_t*)(left + per_chunk * R);
+    const Number* rows = (const Number*)(corrections + (kType == kInt8 ? per_chunk * R : 0));
+    const Number* columns = (const Number*)(right + per_chunk * C);
     for (int s = 0; s < per_chunk; ++s) {
-      const float* left = (const float*)lhs + s * R;
-      const float* right = (const float*)rhs + s * C;
-      const float* rows = (const float*)lhs + (per_chunk + s * block) * R;
-      const float* columns = (const float*)rhs + (per_chunk + s * block) * C;
       for (int from = 0; from < C; from += kColumns) {
         float sums[R * kColumns];
-        MultiplyBlock(block, rows, columns + from, sums);
+        if constexpr (kType == kInt8) {
+          MultiplyBlock(block, corrections, rows, (const uint8_t*)columns + 4 * from, sums);
+        } else {
+          MultiplyBlock(block, rows, columns + from, sums);
+        }
         for (int i = 0; i < R; ++i) {
           float* total = tile + i * C + from;
           for (int j = 0; j < kColumns; ++j) {
@@ -238,9 +325,11 @@ void Multiply(int, int32_t block, Scaling scaling, int64_t num_chunks, const cha
           }
         }
       }
+      left += R, right += C, corrections += R;
+      rows += block * R, columns += block * C;
     }
-    lhs += ChunkBytes(kFloat32, block, R, true);
-    rhs += ChunkBytes(kFloat32, block, C, false);
+    lhs += ChunkBytes(kType, block, R, true);
+    rhs += ChunkBytes(kType, block, C, false);
   }
 }
 

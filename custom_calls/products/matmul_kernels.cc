@@ -10,6 +10,8 @@
 #endif
 #if MX_RANK == MX_RANK_avx2
 #include "products/codes_avx2-inl.h"
+#elif defined(__aarch64__)
+#include "products/codes_neon-inl.h"
 #elif MX_RANK == MX_RANK_avx512
 #include "products/pack_codes_avx512-inl.h"
 #include "products/store_avx512-inl.h"
@@ -41,12 +43,19 @@ const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,     
                                      Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr,
                                      16, true};
 const MatmulKernels kMatmul = {{nullptr, nullptr, nullptr, &kFloat32Panels}, PackCodes, Store};
+#elif MX_RANK == MX_RANK_avx2 || defined(__aarch64__)
+namespace {
+const PanelKernels kInt8Panels = {PackLhs<kInt8>,  PackRhs<kInt8>,       PackFew<kInt8>,
+                                  Multiply<kInt8>, MultiplyCodes<kInt8>, nullptr};
+const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,       PackFew<kFloat32>,
+                                     Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr};
+}  // namespace
+const MatmulKernels kMatmul = {
+    {&kInt8Panels, nullptr, nullptr, &kFloat32Panels}, PackCodesPortable, Store};
 #else
 namespace {
-#if MX_RANK < MX_RANK_avx2
-constexpr void (*MultiplyCodes)(const CodesProduct& product) = nullptr;
-#endif
-const PanelKernels kFloat32Panels = {PackLhs, PackRhs, PackFew, Multiply, MultiplyCodes, nullptr};
+const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>, PackFew<kFloat32>,
+                                     Multiply<kFloat32>, nullptr,           nullptr};
 }  // namespace
 const MatmulKernels kMatmul = {
     {nullptr, nullptr, nullptr, &kFloat32Panels}, PackCodesPortable, Store};

@@ -20,7 +20,7 @@
 
 namespace mx {
 
-MX_INLINE Layout LayoutOf(Element element) {
+constexpr Layout LayoutOf(Element element) {
   if (element == kE2M1) return kPanels4;
   return element == kE2M3 || element == kE3M2 ? kPanels6 : kPanels8;
 }

@@ -1,0 +1,226 @@
+// Panels of codes (weights.h) by one to eight rows, decoded on their way, with what every AArch64
+// processor has. Adds in the order in which an unpacked panel is added, so the bits are the same.
+#ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_NEON_INL_H_
+#define MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_NEON_INL_H_
+
+#include <arm_neon.h>
+#include <stdint.h>
+#include <string.h>
+
+#include "products/kernels.h"
+#include "products/weights.h"
+
+namespace mx::MX_TARGET {
+namespace {
+
+// Word `word` of a chunk, of 4 rows: its codes are in the bits that the format has, above those is
+// anything.
+template <Layout kLayout>
+MX_INLINE uint8x16_t LoadWord(const uint8_t* codes, int word) {
+  constexpr int kStep = kTileColumns * 4;
+  if (kLayout != kPanels6) return vld1q_u8(codes + word * kStep);
+  const uint8_t* first = codes + word / 4 * 3 * kStep;
+  if (word % 4 < 3) return vld1q_u8(first + word % 4 * kStep);
+  const uint8x16_t low = vshrq_n_u8(vld1q_u8(first), 6);
+  const uint8x16_t middle = vsliq_n_u8(low, vshrq_n_u8(vld1q_u8(first + kStep), 6), 2);
+  return vsliq_n_u8(middle, vshrq_n_u8(vld1q_u8(first + 2 * kStep), 6), 4);
+}
+
+// Formats whose values are integers of a byte, times a power of two.
+constexpr bool AreIntegers(Element element) {
+  return element == kE2M1 || element == kE2M3 || element == kElementInt8;
+}
+
+// Words of 4 codes of a chunk's block, of 4 rows.
+template <Element kElement>
+MX_INLINE uint8x16_t LoadCodes(const uint8_t* codes, int word) {
+  if (kElement != kE2M1) return LoadWord<LayoutOf(kElement)>(codes, word);
+  const uint8x16_t both = LoadWord<kPanels4>(codes, word / 2);
+  return word % 2 ? vshrq_n_u8(both, 4) : vandq_u8(both, vdupq_n_u8(15));
+}
+
+template <Element kElement>
+MX_INLINE int8x16_t Integers(const int8_t* table, uint8x16_t codes) {
+  if (kElement == kElementInt8) return vreinterpretq_s8_u8(codes);
+  if (kElement == kE2M1) return vqtbl1q_s8(vld1q_s8(table), codes);
+  const int8x16x4_t all = {{vld1q_s8(table), vld1q_s8(table + 16), vld1q_s8(table + 32),
+                            vld1q_s8(table + 48)}};
+  return vqtbl4q_s8(all, vandq_u8(codes, vdupq_n_u8(63)));
+}
+
+// Where a look-up of 16 bytes finds byte `byte` of 4 words, as the upper bytes of words of `size`
+// bytes; what it does not find is 0.
+MX_INLINE uint8x16_t PlacesOf(int byte, int size) {
+  uint8_t places[16];
+  for (int i = 0; i < 16; ++i) {
+    places[i] = i % size == size - 1 && i / size < 4 ? (uint8_t)(4 * (i / size) + byte) : 255;
+  }
+  return vld1q_u8(places);
+}
+
+// Values of a word's 4 codes, of 4 rows, as float32.
+template <Element kElement>
+MX_INLINE void Decode(const int8_t* table, uint8x16_t codes, float32x4_t* values) {
+  if constexpr (AreIntegers(kElement)) {
+    constexpr int kFraction = 24 + (kElement == kE2M1 ? 1 : kElement == kE2M3 ? 3 : 6);
+    const int8x16_t integers = Integers<kElement>(table, codes);
+    for (int i = 0; i < 4; ++i) {
+      const int32x4_t top = vreinterpretq_s32_s8(vqtbl1q_s8(integers, PlacesOf(i, 4)));
+      values[i] = vcvtq_n_f32_s32(top, kFraction);
+    }
+  } else {
+    // As halves, which are these floats, subnormal or not, but for a power of two.
+    constexpr float kFactor = kElement == kE4M3 ? 0x1p8f : kElement == kE3M2 ? 0x1p12f : 1.0f;
+    uint8x16_t upper = codes, lower = vdupq_n_u8(0);
+    if (kElement == kE3M2) {
+      upper = vbslq_u8(vdupq_n_u8(0x80), vshlq_n_u8(codes, 2), vandq_u8(codes, vdupq_n_u8(31)));
+    } else if (kElement == kE4M3) {
+      const uint8x16_t magnitude = vandq_u8(codes, vdupq_n_u8(0x7f));
+      upper = vbslq_u8(vdupq_n_u8(0x80), codes, vshrq_n_u8(magnitude, 1));
+      lower = vshlq_n_u8(codes, 7);
+    }
+    for (int i = 0; i < 4; ++i) {
+      uint16x8_t halves = vreinterpretq_u16_u8(vqtbl1q_u8(upper, PlacesOf(i, 2)));
+      if (kElement == kE4M3) {
+        const uint16x8_t rest = vreinterpretq_u16_u8(vqtbl1q_u8(lower, PlacesOf(i, 2)));
+        halves = vorrq_u16(halves, vshrq_n_u16(rest, 8));
+      }
+      values[i] = vcvt_f32_f16(vreinterpret_f16_u16(vget_low_u16(halves)));
+      if (kElement != kE5M2) values[i] = vmulq_n_f32(values[i], kFactor);
+    }
+  }
+}
+
+// Sums of a block of kWords words by kRows rows, of 4 columns. `values`: kRows of each position.
+template <Element kElement, int kWords, int kRows>
+MX_INLINE void SumFloats(const int8_t* table, const uint8_t* codes, int first,
+                         const float* values, float32x4_t* sum) {
+  for (int i = 0; i < kRows; ++i) sum[i] = vdupq_n_f32(0);
+  for (int w = 0; w < kWords; ++w, values += 4 * kRows) {
+    float32x4_t decoded[4];
+    Decode<kElement>(table, LoadCodes<kElement>(codes, first + w), decoded);
+    for (int c = 0; c < 4; ++c) {
+      for (int i = 0; i < kRows; ++i) {
+        sum[i] = vfmaq_n_f32(sum[i], decoded[c], values[c * kRows + i]);
+      }
+    }
+  }
+}
+
+// The same of integers, exact. `values`: words of 4 elements of kRows rows.
+template <Element kElement, int kWords, int kRows>
+MX_INLINE void SumIntegers(const int8_t* table, const uint8_t* codes, int first,
+                           const int32_t* values, float32x4_t* sum) {
+  // Sums of so many products are an int16.
+  constexpr int kMost = kElement == kE2M1 ? 8 : kElement == kE2M3 ? 4 : 1;
+  int8x16_t integers[kWords];
+  for (int w = 0; w < kWords; ++w) {
+    integers[w] = Integers<kElement>(table, LoadCodes<kElement>(codes, first + w));
+  }
+  for (int i = 0; i < kRows; ++i) {
+    int32x4_t low = vdupq_n_s32(0), high = low;
+    int16x8_t left, right;
+    for (int w = 0; w < kWords; ++w) {
+      const int8x16_t row = vreinterpretq_s8_s32(vdupq_n_s32(values[w * kRows + i]));
+      if (w % kMost == 0) {
+        left = vmull_s8(vget_low_s8(integers[w]), vget_low_s8(row));
+        right = vmull_high_s8(integers[w], row);
+      } else {
+        left = vmlal_s8(left, vget_low_s8(integers[w]), vget_low_s8(row));
+        right = vmlal_high_s8(right, integers[w], row);
+      }
+      if (w % kMost == kMost - 1 || w == kWords - 1) {
+        low = vpadalq_s16(low, left);
+        high = vpadalq_s16(high, right);
+      }
+    }
+    sum[i] = vcvtq_f32_s32(vpaddq_s32(low, high));
+  }
+}
+
+// 4 tame scales times the elements' own factor, from a table of 256.
+MX_INLINE float32x4_t TameScales(ScaleKind kind, const uint8_t* bytes, float unit) {
+  uint32_t four;
+  memcpy(&four, bytes, sizeof four);
+  const uint8x8_t eight = vreinterpret_u8_u32(vdup_n_u32(four));
+  const uint16x8_t wide = vmovl_u8(eight);
+  if (kind == kScaleE8M0) {
+    const uint32x4_t bits = vshlq_n_u32(vmovl_u16(vget_low_u16(wide)), 23);
+    return vmulq_n_f32(vreinterpretq_f32_u32(bits), unit);
+  }
+  const uint16x4_t halves = vget_low_u16(vshlq_n_u16(wide, 7));
+  return vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(halves)), 0x1p8f * unit);
+}
+
+template <PanelType kType, Element kElement, int kBlocks, int kRows>
+void MultiplyCodesOf(const CodesProduct& p) {
+  constexpr Layout kLayout = LayoutOf(kElement);
+  constexpr int kBlock = kChunk / kBlocks, kWords = kBlock / 4;
+  constexpr int kBehind = kType == kInt8 ? 2 * kBlocks * kRows : kBlocks * kRows;  // scales
+  const int8_t* table = TablesOf(kElement).int8;
+  const float unit =
+      ScaleTable(p.scale_kind, kElement, kType)[p.scale_kind == kScaleE8M0 ? 127 : 0x38];
+  for (int i = 0; p.clear && i < kRows * kTileColumns; ++i) p.tile[i] = 0.0f;
+  for (int64_t chunk = 0; chunk < p.num_chunks; ++chunk) {
+    const uint8_t* record =
+        (const uint8_t*)p.records + chunk / kRecordChunks * RecordBytes(kLayout, kBlock);
+    const int64_t part = chunk % kRecordChunks;
+    const uint8_t* codes = record + RecordScaleBytes(kBlock) + part * PanelChunkBytes(kLayout);
+    const uint8_t* scales = record + part * kBlocks * kTileColumns;
+    const float* mine = (const float*)(p.lhs + chunk * ChunkBytes(kType, kBlock, kRows, true));
+    for (int64_t line = 0; line < PanelChunkBytes(kLayout); line += 64) {
+      __builtin_prefetch(codes + 2048 + line);
+    }
+    for (int block = 0; block < kBlocks; ++block) {
+      for (int column = 0; column < kTileColumns; column += 4) {
+        float32x4_t sum[kRows];
+        if constexpr (kType == kInt8) {
+          SumIntegers<kElement, kWords, kRows>(
+              table, codes + 4 * column, block * kWords,
+              (const int32_t*)mine + kBehind + block * kWords * kRows, sum);
+        } else {
+          SumFloats<kElement, kWords, kRows>(table, codes + 4 * column, block * kWords,
+                                             mine + kBehind + block * kBlock * kRows, sum);
+        }
+        const float32x4_t right =
+            TameScales(p.scale_kind, scales + block * kTileColumns + column, unit);
+        for (int i = 0; i < kRows; ++i) {
+          float* total = p.tile + i * kTileColumns + column;
+          const float32x4_t factor = vmulq_n_f32(right, mine[block * kRows + i]);
+          vst1q_f32(total, vaddq_f32(vld1q_f32(total), vmulq_f32(sum[i], factor)));
+        }
+      }
+    }
+  }
+}
+
+template <PanelType kType, Element kElement, int kBlocks>
+MX_INLINE void MultiplyCodesRows(const CodesProduct& p) {
+  if (p.rows == 1) return MultiplyCodesOf<kType, kElement, kBlocks, 1>(p);
+  if (p.rows == 2) return MultiplyCodesOf<kType, kElement, kBlocks, 2>(p);
+  if (p.rows == 4) return MultiplyCodesOf<kType, kElement, kBlocks, 4>(p);
+  MultiplyCodesOf<kType, kElement, kBlocks, 8>(p);
+}
+
+template <PanelType kType, Element kElement>
+MX_INLINE void MultiplyCodesAs(const CodesProduct& p) {
+  if (p.block == kChunk) return MultiplyCodesRows<kType, kElement, 1>(p);
+  MultiplyCodesRows<kType, kElement, 2>(p);
+}
+
+template <PanelType kType>
+void MultiplyCodes(const CodesProduct& p) {
+  if (p.element == kE2M1) return MultiplyCodesAs<kType, kE2M1>(p);
+  if (p.element == kElementInt8) return MultiplyCodesAs<kType, kElementInt8>(p);
+  if (p.element == kE2M3) return MultiplyCodesAs<kType, kE2M3>(p);
+  if constexpr (kType != kInt8) {
+    if (p.element == kE3M2) return MultiplyCodesAs<kType, kE3M2>(p);
+    if (p.element == kE4M3) return MultiplyCodesAs<kType, kE4M3>(p);
+    MultiplyCodesAs<kType, kE5M2>(p);
+  }
+}
+
+}  // namespace
+}  // namespace mx::MX_TARGET
+
+#endif  // MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_NEON_INL_H_
