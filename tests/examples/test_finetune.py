@@ -111,6 +111,7 @@ def logits_of(model: nnx.Module) -> np.ndarray:
     return np.asarray(quick(call)(state, tiny.TOKENS))
 
 
+@pytest.mark.slow
 def test_trained_in_codes_stopped_resumed_served(call, monkeypatch, capsys):
     """From a folder to a text; what multiplied last in training is what is served."""
     way = ("--ways", "qat:mxfp4")
