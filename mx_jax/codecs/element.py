@@ -58,55 +58,57 @@ def encode(
       Array([ 0,  2, 14,  7], dtype=uint8)
     """
     bits = float32.to_bits(x)
-    magnitude = lax.bitwise_and(bits, float32.ABS)
+    magnitude = float32.bitwise_and(bits, float32.ABS)
     if rounding == NEAREST and isinstance(exponent, int) and element.emin + exponent > _FAR:
         # A subnormal is far below half of the smallest code, whatever its leading bit: in fewer
         # operations, of which XLA makes one kernel even where it transposes too.
-        biased = lax.shift_right_arithmetic(magnitude, 23)
-        mantissa = lax.bitwise_and(magnitude, float32.MANTISSA)
+        biased = float32.shift_right(magnitude, 23)
+        mantissa = float32.bitwise_and(magnitude, float32.MANTISSA)
     else:
         biased, mantissa = float32.normalize(magnitude)
     # Unbiased exponent of the quotient above the smallest normal's; negative means subnormal.
     above = biased - (exponent + (127 + element.emin))
     fewest = 23 - element.mantissa_bits
-    shift = lax.max(lax.sub(fewest, above), fewest)
+    shift = float32.max(float32.sub(fewest, above), fewest)
     # The leading bit, but for zero.
-    significand = lax.bitwise_or(mantissa, lax.shift_left(lax.min(magnitude, 1), 23))
+    significand = float32.bitwise_or(mantissa, float32.shift_left(float32.min(magnitude, 1), 23))
     kept = rounding.apply(significand, shift, random_bits)
-    half = lax.add(kept, lax.shift_left(float32.clip(above, 0, 1 << 9), element.mantissa_bits))
+    half = float32.add(
+        kept, float32.shift_left(float32.clip(above, 0, 1 << 9), element.mantissa_bits)
+    )
     return _with_sign(_limit(half, bits, element, saturate), bits, magnitude, element)
 
 
 def _limit(half: jax.Array, bits: jax.Array, element: ElementFormat, saturate: bool) -> jax.Array:
     """Keep codes of the non-negative half in range."""
     if not saturate and element.overflow_code != element.max_code:
-        return float32.select(lax.gt(half, element.max_code), element.overflow_code, half)
+        return float32.select(float32.gt(half, element.max_code), element.overflow_code, half)
     # Two's complement reaches one step further down than up; only INT8_FULL goes there.
     if element.negative_extra:
-        negative = lax.convert_element_type(lax.lt(bits, 0), jnp.int32)
-        return lax.min(half, lax.add(negative, element.max_code))
-    return lax.min(half, element.max_code)
+        negative = lax.convert_element_type(float32.lt(bits, 0), jnp.int32)
+        return float32.min(half, float32.add(negative, element.max_code))
+    return float32.min(half, element.max_code)
 
 
 def _with_sign(
     half: jax.Array, bits: jax.Array, magnitude: jax.Array, element: ElementFormat
 ) -> jax.Array:
     """Whole codes from the half's codes and x's patterns; NaN gets its code here."""
-    nan = lax.gt(magnitude, float32.INF)
+    nan = float32.gt(magnitude, float32.INF)
     half = float32.select(nan, element.nan_code or 0, half)
     is_float = element.kind == "float"
     if is_float and element.has_negative_zero and element.nan_code is not None:
-        sign = lax.bitwise_and(lax.shift_right_arithmetic(bits, 31), element.sign_code)
-        return lax.convert_element_type(lax.bitwise_or(half, sign), jnp.uint8)
+        sign = float32.bitwise_and(float32.shift_right(bits, 31), element.sign_code)
+        return lax.convert_element_type(float32.bitwise_or(half, sign), jnp.uint8)
     # fnuz: the sign bit alone is NaN, so neither zero nor NaN takes a sign.
     fnuz = is_float and not element.has_negative_zero
-    signed = lax.gt(half, 0) if fnuz else lax.bitwise_not(nan)
-    negative = lax.bitwise_and(lax.lt(bits, 0), signed)
+    signed = float32.gt(half, 0) if fnuz else lax.bitwise_not(nan)
+    negative = float32.bitwise_and(float32.lt(bits, 0), signed)
     if not is_float:
         code = float32.select(negative, lax.neg(half), half)
-        code = lax.bitwise_and(code, (element.sign_code << 1) - 1)
+        code = float32.bitwise_and(code, (element.sign_code << 1) - 1)
     else:
-        code = float32.select(negative, lax.bitwise_or(half, element.sign_code), half)
+        code = float32.select(negative, float32.bitwise_or(half, element.sign_code), half)
     return lax.convert_element_type(code, jnp.uint8)
 
 
@@ -130,35 +132,35 @@ def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
 def _decode_by_conversion(codes: jax.Array, element: ElementFormat) -> jax.Array:
     native = lax.bitcast_convert_type(codes.astype(jnp.uint8), element.dtype)
     pattern = float32.to_bits(native)
-    nan = lax.gt(lax.bitwise_and(pattern, float32.ABS), float32.INF)
+    nan = float32.gt(float32.bitwise_and(pattern, float32.ABS), float32.INF)
     return float32.select(nan, float32.NAN, pattern)
 
 
 def _decode_in_integers(codes: jax.Array, element: ElementFormat) -> jax.Array:
     wide = lax.convert_element_type(codes, jnp.int32)
-    codes = lax.bitwise_and(wide, (element.sign_code << 1) - 1)
-    negative = lax.ge(codes, element.sign_code)
+    codes = float32.bitwise_and(wide, (element.sign_code << 1) - 1)
+    negative = float32.ge(codes, element.sign_code)
     if element.kind == "int":
-        half = float32.select(negative, lax.sub(2 * element.sign_code, codes), codes)
+        half = float32.select(negative, float32.sub(2 * element.sign_code, codes), codes)
         return _signed(_integer_bits(half, element), negative)
-    half = lax.bitwise_and(codes, element.sign_code - 1)
+    half = float32.bitwise_and(codes, element.sign_code - 1)
     p, rebias = element.mantissa_bits, 127 - element.bias
-    normal = lax.add(lax.shift_left(half, 23 - p), rebias << 23)
-    subnormal = _integer_bits(lax.bitwise_and(half, (1 << p) - 1), element)
-    pattern = float32.select(lax.lt(half, 1 << p), subnormal, normal)
+    normal = float32.add(float32.shift_left(half, 23 - p), rebias << 23)
+    subnormal = _integer_bits(float32.bitwise_and(half, (1 << p) - 1), element)
+    pattern = float32.select(float32.lt(half, 1 << p), subnormal, normal)
     return _special(_signed(pattern, negative), codes, half, element)
 
 
 def _integer_bits(half: jax.Array, element: ElementFormat) -> jax.Array:
     """Patterns of `half * smallest_subnormal`: an exact integer, its exponent moved."""
     pattern = float32.to_bits(lax.convert_element_type(half, jnp.float32))
-    moved = lax.add(pattern, (element.emin - element.mantissa_bits) << 23)
-    return float32.select(lax.eq(half, 0), 0, moved)
+    moved = float32.add(pattern, (element.emin - element.mantissa_bits) << 23)
+    return float32.select(float32.eq(half, 0), 0, moved)
 
 
 def _signed(pattern: jax.Array, negative: jax.Array) -> jax.Array:
-    sign = lax.shift_left(lax.convert_element_type(negative, jnp.int32), 31)
-    return lax.bitwise_or(pattern, sign)
+    sign = float32.shift_left(lax.convert_element_type(negative, jnp.int32), 31)
+    return float32.bitwise_or(pattern, sign)
 
 
 def _special(
@@ -166,14 +168,14 @@ def _special(
 ) -> jax.Array:
     """Put NaN and Inf where the format reserves codes for them."""
     if not element.has_negative_zero:
-        return float32.select(lax.eq(codes, element.sign_code), float32.NAN, pattern)
+        return float32.select(float32.eq(codes, element.sign_code), float32.NAN, pattern)
     if not element.num_reserved_codes:
         return pattern
-    special = float32.select(lax.gt(half, element.max_code), float32.NAN, pattern)
+    special = float32.select(float32.gt(half, element.max_code), float32.NAN, pattern)
     if element.inf_code is None:
         return special
-    infinity = lax.bitwise_or(lax.bitwise_and(pattern, float32.SIGN), float32.INF)
-    return float32.select(lax.eq(half, element.inf_code), infinity, special)
+    infinity = float32.bitwise_or(float32.bitwise_and(pattern, float32.SIGN), float32.INF)
+    return float32.select(float32.eq(half, element.inf_code), infinity, special)
 
 
 def decode(

@@ -1,13 +1,20 @@
 """Float32 bit patterns: exact widening, narrowing and normalizing, without float arithmetic.
 
 XLA on CPU flushes subnormals on input, output and comparison; bit casts preserve them. So every
-function here works on int32 patterns. What every cast traces is written in lax, not in operators:
-each of those is a jnp function under a `jit` of its own, which takes five times as long to trace.
+function here works on int32 patterns.
+
+By lax's operations, where a Python number has the dtype of the array beside it: for lax itself it
+is 64 bits wide under `jax_enable_x64`. Operators of arrays are each a jnp function under a `jit` of
+its own, which takes five times as long to trace.
 """
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 SIGN = -(1 << 31)
 ABS = 0x7FFFFFFF
@@ -15,6 +22,34 @@ INF = 0x7F800000
 NAN = 0x7FC00000
 MANTISSA = 0x007FFFFF
 HIDDEN = 0x00800000
+
+
+def _typed(operation: Callable[..., jax.Array]) -> Callable[[ArrayLike, ArrayLike], jax.Array]:
+    @functools.wraps(operation)
+    def apply(left: ArrayLike, right: ArrayLike) -> jax.Array:
+        if isinstance(right, int | float):
+            right = left.dtype.type(right)  # pyright: ignore
+        elif isinstance(left, int | float):
+            left = right.dtype.type(left)  # pyright: ignore
+        return operation(left, right)
+
+    return apply
+
+
+add = _typed(lax.add)
+sub = _typed(lax.sub)
+mul = _typed(lax.mul)
+min = _typed(lax.min)
+max = _typed(lax.max)
+bitwise_and = _typed(lax.bitwise_and)
+bitwise_or = _typed(lax.bitwise_or)
+bitwise_xor = _typed(lax.bitwise_xor)
+shift_left = _typed(lax.shift_left)
+shift_right = _typed(lax.shift_right_arithmetic)
+eq = _typed(lax.eq)
+lt = _typed(lax.lt)
+gt = _typed(lax.gt)
+ge = _typed(lax.ge)
 
 
 def select(which: jax.Array, on_true: jax.Array | float, on_false: jax.Array | float) -> jax.Array:
@@ -37,7 +72,7 @@ def to_bits(x: jax.Array) -> jax.Array:
     """Int32 patterns of the float32 values equal to x; float32, bfloat16 or float16 input."""
     if x.dtype == jnp.bfloat16:
         high = lax.bitcast_convert_type(x, jnp.uint16)
-        return lax.shift_left(lax.convert_element_type(high, jnp.int32), 16)
+        return shift_left(lax.convert_element_type(high, jnp.int32), 16)
     # float16's subnormals are normal in float32, so its conversion has nothing to flush.
     return lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.int32)
 
@@ -53,11 +88,11 @@ def from_bits(bits: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> jax
 
 
 def _bfloat16_bits(bits: jax.Array) -> jax.Array:
-    nan = lax.gt(lax.bitwise_and(bits, ABS), INF)
-    odd = lax.bitwise_and(lax.shift_right_arithmetic(bits, 16), 1)
-    rounded = lax.add(lax.add(bits, 0x7FFF), odd)
-    high = lax.shift_right_arithmetic(select(nan, NAN, rounded), 16)
-    return lax.convert_element_type(lax.bitwise_and(high, 0xFFFF), jnp.uint16)
+    nan = gt(bitwise_and(bits, ABS), INF)
+    odd = bitwise_and(shift_right(bits, 16), 1)
+    rounded = add(add(bits, 0x7FFF), odd)
+    high = shift_right(select(nan, NAN, rounded), 16)
+    return lax.convert_element_type(bitwise_and(high, 0xFFFF), jnp.uint16)
 
 
 def _float16(bits: jax.Array) -> jax.Array:
@@ -67,7 +102,7 @@ def _float16(bits: jax.Array) -> jax.Array:
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
     """`2^exponent` of int32 exponents from -126 to 127."""
-    return from_bits(lax.shift_left(lax.add(exponent, 127), 23))
+    return from_bits(shift_left(add(exponent, 127), 23))
 
 
 def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -85,5 +120,5 @@ def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     # A subnormal is its integer pattern times 2^-149, and integers convert to float32 exactly.
     as_float = to_bits(lax.convert_element_type(magnitude, jnp.float32))
-    pattern = select(lax.lt(magnitude, HIDDEN), lax.sub(as_float, 149 << 23), magnitude)
-    return lax.shift_right_arithmetic(pattern, 23), lax.bitwise_and(pattern, MANTISSA)
+    pattern = select(lt(magnitude, HIDDEN), sub(as_float, 149 << 23), magnitude)
+    return shift_right(pattern, 23), bitwise_and(pattern, MANTISSA)

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 
+from mx_jax.codecs import float32
 from mx_jax.codecs.float32 import clip
 from mx_jax.formats.element import unknown_name
 
@@ -58,20 +58,20 @@ class Rounding:
 def _nearest(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
     # Adding just under half, plus the bit that decides ties, makes truncation round to even.
     # Past 25 dropped bits every 24-bit significand is below half: the result is 0 there too.
-    shift = lax.min(shift, 25)
-    odd = lax.bitwise_and(lax.shift_right_arithmetic(sig, shift), 1)
-    below_half = lax.sub(lax.shift_left(1, lax.sub(shift, 1)), 1)
-    return lax.shift_right_arithmetic(lax.add(lax.add(sig, below_half), odd), shift)
+    shift = float32.min(shift, 25)
+    odd = float32.bitwise_and(float32.shift_right(sig, shift), 1)
+    below_half = float32.sub(float32.shift_left(1, float32.sub(shift, 1)), 1)
+    return float32.shift_right(float32.add(float32.add(sig, below_half), odd), shift)
 
 
 def _away(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
-    shift = lax.min(shift, 25)
-    half = lax.shift_left(1, lax.sub(shift, 1))
-    return lax.shift_right_arithmetic(lax.add(sig, half), shift)
+    shift = float32.min(shift, 25)
+    half = float32.shift_left(1, float32.sub(shift, 1))
+    return float32.shift_right(float32.add(sig, half), shift)
 
 
 def _toward_zero(sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
-    return lax.shift_right_arithmetic(sig, lax.min(shift, _MAX_SHIFT))
+    return float32.shift_right(sig, float32.min(shift, _MAX_SHIFT))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +83,14 @@ class _Stochastic:
     def __call__(self, sig: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
         # Up iff floor(frac 2^n) + r >= 2^n. Every shift is at least 17 >= n, so the fraction's
         # leading n bits are what remains of the dropped part after dropping shift - n bits.
-        most = lax.min(shift, _MAX_SHIFT)
-        kept = lax.shift_right_arithmetic(sig, most)
-        dropped = lax.sub(sig, lax.shift_left(kept, most))
-        rest = clip(lax.sub(shift, self.num_bits), 0, _MAX_SHIFT)
-        leading = lax.shift_right_arithmetic(dropped, rest)
+        most = float32.min(shift, _MAX_SHIFT)
+        kept = float32.shift_right(sig, most)
+        dropped = float32.sub(sig, float32.shift_left(kept, most))
+        rest = clip(float32.sub(shift, self.num_bits), 0, _MAX_SHIFT)
+        leading = float32.shift_right(dropped, rest)
         assert bits is not None, "stochastic rounding without random bits"
-        up = lax.shift_right_arithmetic(lax.add(leading, bits), self.num_bits)
-        return lax.add(kept, up)
+        up = float32.shift_right(float32.add(leading, bits), self.num_bits)
+        return float32.add(kept, up)
 
 
 def stochastic(num_bits: int) -> Rounding:

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
@@ -33,7 +32,8 @@ E8M0_NAN = 255
 def true_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.Array:
     """IEEE division, wherever numbers and quotient are normal, hidden from XLA's rewrites.
 
-    On GPUs XLA's own division may be off by two units in the last place: there float64 divides.
+    On GPUs XLA's own division may be off by two units in the last place: there float64 divides, for
+    one number a block.
     """
     denominator = jnp.asarray(denominator, jnp.float32)
     return lax.platform_dependent(
@@ -50,6 +50,19 @@ def by_float64(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
     with jax.enable_x64(True):
         quotient = numerator.astype(jnp.float64) / denominator.astype(jnp.float64)
         return quotient.astype(jnp.float32)
+
+
+def divide_elements(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """The same of every element: in integers on GPUs, many of which have little float64."""
+
+    def corrected(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+        # A reciprocal that is two units off, times the numerator, is less than five off. No barrier
+        # makes it exact, which would cut XLA's kernels in pieces.
+        return nearest_quotient(numerator / denominator, numerator, denominator)
+
+    return lax.platform_dependent(
+        numerator, denominator, cuda=corrected, rocm=corrected, default=opaque_divide
+    )
 
 
 def opaque_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.Array:
@@ -70,9 +83,43 @@ def opaque_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.A
     return lax.optimization_barrier(numerator / lax.optimization_barrier(full))
 
 
+def nearest_quotient(near: jax.Array, numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    """The float32 nearest to a quotient, from one that is at most five units away.
+
+    What `numerator - near * denominator` leaves is a few of the denominator's significands, so 32
+    bits hold it exactly, whatever overflows on the way; it says how many units to go. No quotient
+    of two float32 lies half-way between two others. Where one of the three is not normal, nothing
+    changes.
+    """
+    top, bottom, result = (float32.to_bits(x) for x in (numerator, denominator, near))
+    (top_exponent, top_digits), (bottom_exponent, bottom_digits) = map(_parts, (top, bottom))
+    apart = top_exponent - bottom_exponent + (127 + 23)
+    given = (top_exponent > 0) & (top_exponent < 255) & (bottom_exponent > 0)
+    given &= bottom_exponent < 255
+    thrice, minus, minus_thrice = 3 * bottom_digits, -bottom_digits, -3 * bottom_digits
+    # A step may cross a power of two, where units change: the next step goes by the new ones.
+    for _ in range(3):
+        exponent, digits = _parts(result)
+        shift = apart - exponent
+        twice = 2 * ((top_digits << clip(shift, 0, 31)) - bottom_digits * digits)
+        # Below a power of two, units are half as large.
+        below = twice << (digits == float32.HIDDEN).astype(jnp.int32)
+        steps = (twice > bottom_digits).astype(jnp.int32) + (twice > thrice).astype(jnp.int32)
+        steps -= (below < minus).astype(jnp.int32) + (below < minus_thrice).astype(jnp.int32)
+        normal = given & (shift > 20) & (shift < 27) & (exponent > 1) & (exponent < 254)
+        result = select(normal, result + steps, result)
+    return float32.from_bits(result)
+
+
+def _parts(pattern: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Biased exponents and significands with their leading bit, of normal numbers."""
+    exponent = (pattern & float32.ABS) >> 23
+    return exponent, pattern & float32.MANTISSA | float32.HIDDEN
+
+
 def exponent_to_e8m0(exponent: jax.Array) -> jax.Array:
     """E8M0 bytes of unbiased exponents, clamped to -127..127 (byte 254 is the largest scale)."""
-    biased = lax.add(clip(exponent, -E8M0_BIAS, E8M0_BIAS), E8M0_BIAS)
+    biased = float32.add(clip(exponent, -E8M0_BIAS, E8M0_BIAS), E8M0_BIAS)
     return lax.convert_element_type(biased, jnp.uint8)
 
 
@@ -81,8 +128,8 @@ def scale_to_float32(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
     if scale.kind == "exponent":
         exponent = lax.convert_element_type(scales, jnp.int32)
         # 2^-127 is half of the smallest normal.
-        pattern = lax.max(lax.shift_left(exponent, 23), float32.HIDDEN >> 1)
-        return float32.from_bits(select(lax.eq(exponent, E8M0_NAN), float32.NAN, pattern))
+        pattern = float32.max(float32.shift_left(exponent, 23), float32.HIDDEN >> 1)
+        return float32.from_bits(select(float32.eq(exponent, E8M0_NAN), float32.NAN, pattern))
     if scale.element is not None:
         return element_codec.decode(scales, scale.element)
     return scales
@@ -91,12 +138,12 @@ def scale_to_float32(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
 def is_nan_scale(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
     """Where the shared scale says that the whole block is NaN (MX v1.0, 5.4.1)."""
     if scale.kind == "exponent":
-        return lax.eq(scales, np.uint8(E8M0_NAN))
+        return float32.eq(scales, E8M0_NAN)
     element = scale.element
     if element is not None and element.has_negative_zero and element.num_reserved_codes == 1:
         # Either sign of the one code: by itself, so that kernels need not hand it to each other.
-        half = lax.bitwise_and(scales, np.uint8(element.sign_code - 1))
-        return lax.eq(half, np.uint8(element.nan_code or 0))
+        half = float32.bitwise_and(scales, element.sign_code - 1)
+        return float32.eq(half, element.nan_code or 0)
     return jnp.isnan(scale_to_float32(scales, scale))
 
 
@@ -125,7 +172,7 @@ def encode_scaled(
     element = format.element
     how = {"rounding": rounding, "random_bits": random_bits}
     if format.scale.kind == "exponent":
-        exponent = lax.sub(lax.convert_element_type(scales, jnp.int32), E8M0_BIAS)
+        exponent = float32.sub(lax.convert_element_type(scales, jnp.int32), E8M0_BIAS)
         codes = element_codec.encode(x, element, exponent=exponent, **how)
     else:
         values = float32.from_bits(float32.to_bits(x))
@@ -143,7 +190,7 @@ def over_float_scale(
     if format.scale.kind == "divisor":
         return values * scale
     if format.scale.kind == "multiplier":
-        return true_divide(values, scale)
+        return divide_elements(values, scale)
     if tensor_scale is None:
         return values * true_divide(jnp.ones_like(scale), scale)
     small = is_tiny(tensor_scale)
@@ -213,23 +260,23 @@ def decode_scaled(
         scale = lift(tensor_scale, small) * scale
         return lower(float32.to_bits(values * scale), small)
     divides = format.scale.kind == "divisor"
-    product = true_divide(values, scale) if divides else values * scale
+    product = divide_elements(values, scale) if divides else values * scale
     return float32.to_bits(product)
 
 
 def _times_power_of_two(pattern: jax.Array, exponent: jax.Array) -> jax.Array:
     """`value * 2^exponent` on patterns of element values, which are normal, zero, Inf or NaN."""
-    magnitude = lax.bitwise_and(pattern, float32.ABS)
-    sign = lax.bitwise_and(pattern, float32.SIGN)
-    biased = lax.shift_right_arithmetic(magnitude, 23) + exponent
-    significand = lax.bitwise_or(lax.bitwise_and(magnitude, float32.MANTISSA), float32.HIDDEN)
+    magnitude = float32.bitwise_and(pattern, float32.ABS)
+    sign = float32.bitwise_and(pattern, float32.SIGN)
+    biased = float32.shift_right(magnitude, 23) + exponent
+    significand = magnitude & float32.MANTISSA | float32.HIDDEN
     # At most 7 significant bits, none below 2^-143: the shift into the subnormals drops zeros.
-    subnormal = lax.shift_right_arithmetic(significand, clip(lax.sub(1, biased), 0, 31))
-    moved = magnitude + lax.shift_left(exponent, 23)
-    moved = select(lax.gt(biased, 0), moved, subnormal)
-    moved = select(lax.gt(biased, 254), float32.INF, moved)
-    fixed = lax.bitwise_or(lax.eq(magnitude, 0), lax.ge(magnitude, float32.INF))
-    return lax.bitwise_or(sign, select(fixed, magnitude, moved))
+    subnormal = float32.shift_right(significand, clip(float32.sub(1, biased), 0, 31))
+    moved = magnitude + float32.shift_left(exponent, 23)
+    moved = select(float32.gt(biased, 0), moved, subnormal)
+    moved = select(float32.gt(biased, 254), float32.INF, moved)
+    fixed = float32.bitwise_or(float32.eq(magnitude, 0), float32.ge(magnitude, float32.INF))
+    return float32.bitwise_or(sign, select(fixed, magnitude, moved))
 
 
 # Exponent of the power of two that lifts.
@@ -240,7 +287,7 @@ _TINY = (127 - 100) << 23
 
 def is_tiny(tensor_scale: jax.Array) -> jax.Array:
     """Where a tensor scale, which is positive, is below 2^-100."""
-    return lax.lt(float32.to_bits(tensor_scale), _TINY)
+    return float32.lt(float32.to_bits(tensor_scale), _TINY)
 
 
 def lift(x: jax.Array, where: jax.Array) -> jax.Array:
@@ -251,13 +298,13 @@ def lift(x: jax.Array, where: jax.Array) -> jax.Array:
       where: bool, broadcastable to x.
     """
     bits = float32.to_bits(x)
-    values, magnitude = float32.from_bits(bits), lax.bitwise_and(bits, float32.ABS)
+    values, magnitude = float32.from_bits(bits), float32.bitwise_and(bits, float32.ABS)
     # A subnormal is its pattern times 2^-149, and integers below 2^24 convert exactly.
     number = lax.convert_element_type(magnitude, jnp.float32)
-    small = float32.to_bits(lax.mul(number, 2.0 ** (LIFT - 149)))
-    small = float32.from_bits(lax.bitwise_or(small, lax.bitwise_xor(bits, magnitude)))
-    is_small = lax.lt(magnitude, float32.HIDDEN)
-    lifted = select(is_small, small, lax.mul(values, 2.0**LIFT))
+    small = float32.to_bits(float32.mul(number, 2.0 ** (LIFT - 149)))
+    small = float32.from_bits(float32.bitwise_or(small, float32.bitwise_xor(bits, magnitude)))
+    is_small = float32.lt(magnitude, float32.HIDDEN)
+    lifted = select(is_small, small, float32.mul(values, 2.0**LIFT))
     return jnp.where(where, lifted, values)
 
 
@@ -268,15 +315,16 @@ def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
       bits: int32 patterns of normal numbers, zeros, Inf or NaN.
       where: bool, broadcastable to bits.
     """
-    magnitude = lax.bitwise_and(bits, float32.ABS)
+    magnitude = float32.bitwise_and(bits, float32.ABS)
     # Beside 2^-62, which is subnormals' end times 2^64, the sum's last bit is their unit: addition
     # rounds, to nearest and ties to even, and what it adds to the pattern is the result's pattern.
-    beside = lax.add(float32.from_bits(magnitude), 2.0**-62)
-    subnormal = lax.sub(float32.to_bits(beside), (127 - 62) << 23)
-    lowered = lax.sub(magnitude, LIFT << 23)
-    lowered = select(lax.lt(magnitude, (127 - 62) << 23), subnormal, lowered)
-    fixed = lax.ge(magnitude, float32.INF) | ~where
-    return lax.bitwise_or(jnp.where(fixed, magnitude, lowered), lax.bitwise_xor(bits, magnitude))
+    beside = float32.add(float32.from_bits(magnitude), 2.0**-62)
+    subnormal = float32.sub(float32.to_bits(beside), (127 - 62) << 23)
+    lowered = float32.sub(magnitude, LIFT << 23)
+    lowered = select(float32.lt(magnitude, (127 - 62) << 23), subnormal, lowered)
+    fixed = float32.ge(magnitude, float32.INF) | ~where
+    sign = float32.bitwise_xor(bits, magnitude)
+    return float32.bitwise_or(jnp.where(fixed, magnitude, lowered), sign)
 
 
 def divided(x: jax.Array, tensor_scale: jax.Array, by: Callable[..., Any]) -> Any:

@@ -89,9 +89,9 @@ def _block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     """
     narrow = pieces.dtype == jnp.bfloat16
     bits = lax.bitcast_convert_type(pieces, jnp.int16) if narrow else float32.to_bits(pieces)
-    magnitudes = lax.bitwise_and(bits, bits.dtype.type(jnp.iinfo(bits.dtype).max))
+    magnitudes = float32.bitwise_and(bits, bits.dtype.type(jnp.iinfo(bits.dtype).max))
     amax = _largest(magnitudes, inside)
-    return lax.shift_left(lax.convert_element_type(amax, jnp.int32), 16) if narrow else amax
+    return float32.shift_left(lax.convert_element_type(amax, jnp.int32), 16) if narrow else amax
 
 
 def _largest(magnitudes: jax.Array, inside: tuple[int, ...]) -> jax.Array:
@@ -135,7 +135,7 @@ def _largest_by_halves(magnitudes: jax.Array, axis: int) -> jax.Array:
         # Those in the middle of an odd number count twice.
         low = lax.slice_in_dim(magnitudes, 0, half, axis=axis)
         high = lax.slice_in_dim(magnitudes, length - half, length, axis=axis)
-        magnitudes = lax.max(low, high)
+        magnitudes = float32.max(low, high)
     return magnitudes
 
 

@@ -71,13 +71,13 @@ class PowerOfTwo:
         element, amax = data.format.element, data.amax
         if element.emax < 1:
             biased, mantissa = float32.normalize(amax)
-            amax = lax.add(lax.shift_left(biased, 23), mantissa)
+            amax = float32.add(float32.shift_left(biased, 23), mantissa)
         # Elsewhere a subnormal amax has the smallest scale, whatever its exponent. From the
         # threshold on, what is added carries into the exponent.
         carry = (1 << 23) - min(self.threshold(element), 1 << 23)
-        biased = lax.sub(lax.shift_right_arithmetic(lax.add(amax, carry), 23), element.emax)
+        biased = float32.sub(float32.shift_right(float32.add(amax, carry), 23), element.emax)
         stored = lax.convert_element_type(clip(biased, 0, 2 * E8M0_BIAS), jnp.uint8)
-        return select(lax.ge(data.amax, float32.INF), E8M0_NAN, stored)
+        return select(float32.ge(data.amax, float32.INF), E8M0_NAN, stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _scale_element(scale: ScaleFormat) -> ElementFormat:
 def _element_scale(data: BlockData, target: float, smallest: float) -> jax.Array:
     """Codes of `amax / target` over the tensor scale, clipped; NaN where amax is not finite."""
     of = _scale_element(data.format.scale)
-    finite = lax.lt(data.amax, float32.INF)
+    finite = float32.lt(data.amax, float32.INF)
     largest = float32.from_bits(select(finite, data.amax, 0))
     if data.tensor_scale is None:
         scale = true_divide(largest, target)
@@ -145,7 +145,7 @@ def _element_scale(data: BlockData, target: float, smallest: float) -> jax.Array
         small = is_tiny(data.tensor_scale)
         scale = true_divide(lift(largest, small), target)
         scale = true_divide(scale, lift(data.tensor_scale, small))
-    codes = element_codec.encode(lax.min(lax.max(scale, smallest), of.max), of)
+    codes = element_codec.encode(float32.min(float32.max(scale, smallest), of.max), of)
     return select(finite, codes, of.nan_code or 0)
 
 

