@@ -6,6 +6,7 @@ by both scales.
 """
 
 import dataclasses
+import re
 from typing import Literal
 
 from mx_jax import formats
@@ -17,8 +18,8 @@ from mx_jax.specs import MatmulSpec, OperandSpec, Residuals, operand
 Granularity = Literal["tensorwise", "axiswise"]
 # The word for it in names of formats, and the block's size along the kept axis.
 _GRANULARITIES = {"tensorwise": ("tensorwise", formats.WHOLE), "axiswise": ("rowwise", 1)}
-# The pair that a platform multiplies natively, largest first: other platforms use the OCP pair.
-_FNUZ_PLATFORMS = ("rocm",)
+# AMD's GPUs that multiply OCP's float8, as others do: gfx942, MI300, has the fnuz formats alone.
+_OCP_ON_ROCM = re.compile("gfx95|gfx12|MI35")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -177,10 +178,12 @@ class Float8Config:
 
         Args:
           name: what tables and errors call it.
-          platform: `"rocm"` takes the fnuz element formats; default: that of the machine which a
+          platform: `"rocm"` takes the fnuz element formats; default: what the machine has which a
             product would be for, where this is called.
         """
-        platform = current_target().platform if platform is None else platform
+        here = current_target()
+        kind = (here.device_kind if platform is None else None) or ""
+        is_fnuz = (platform or here.platform) == "rocm" and not _OCP_ON_ROCM.search(kind)
         fast = (
             self.fast_accumulation_output,
             self.fast_accumulation_grad_input,
@@ -188,19 +191,19 @@ class Float8Config:
         )
         fwd, dlhs, drhs = (
             MatmulSpec(
-                lhs=self._spec(*lhs, platform),
-                rhs=self._spec(*rhs, platform),
+                lhs=self._spec(*lhs, is_fnuz),
+                rhs=self._spec(*rhs, is_fnuz),
                 fast_accumulation=may and not lhs[1].is_disabled,
             )
             for may, (lhs, rhs) in zip(fast, self._casts().values(), strict=True)
         )
         return Recipe(name=name, fwd=fwd, dlhs=dlhs, drhs=drhs, residuals=self.residuals)
 
-    def _spec(self, tensor: str, cast: Cast, platform: str) -> OperandSpec | None:
+    def _spec(self, tensor: str, cast: Cast, is_fnuz: bool) -> OperandSpec | None:
         if cast.is_disabled:
             return None
         element = _element(cast, tensor)
-        if platform in _FNUZ_PLATFORMS:
+        if is_fnuz:
             element = {formats.E4M3: formats.E4M3FNUZ, formats.E5M2: formats.E5M2FNUZ}.get(
                 element, element
             )
