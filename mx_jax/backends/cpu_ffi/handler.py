@@ -22,7 +22,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from mx_jax.backends.target import on_one_device, show_devices
+from mx_jax.backends.target import devices_sharing, on_one_device, show_devices
 from mx_jax.codecs.blocks import num_blocks
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.formats import WHOLE, BlockSize, Whole
@@ -267,7 +267,10 @@ def _like(like: Any, shapes: Sequence[Shape], dtypes: Sequence[np.dtype]) -> tup
 
 
 def _lower(ctx: Any, *values: Any, handler: Handler, is_split: bool) -> Any:
-    shapes = tuple(x.shape for x in ctx.avals_in)
+    shapes, module = tuple(x.shape for x in ctx.avals_in), ctx.module_context
+    # Exported programs hold no partitioning.
+    is_split &= devices_sharing(module.axis_context) > 1
+    is_split &= not module.lowering_parameters.for_export
     if not is_split and handler.geometry(shapes).is_merged():
         return jax.ffi.ffi_lowering(handler.target)(ctx, *values, **handler.arguments)
     call: Any = functools.partial(_call, handler)
