@@ -32,8 +32,7 @@ E8M0_NAN = 255
 def true_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.Array:
     """IEEE division, wherever numbers and quotient are normal, hidden from XLA's rewrites.
 
-    On GPUs XLA's own division may be off by two units in the last place: there float64 divides, for
-    one number a block.
+    On GPUs XLA's own division may be two units off: there float64 divides, for one number a block.
     """
     denominator = jnp.asarray(denominator, jnp.float32)
     return lax.platform_dependent(

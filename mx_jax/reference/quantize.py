@@ -17,8 +17,7 @@ from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.scale_rules import BlockData, ScaleRule
 
-# A thread of a GPU has registers for so many elements of a block, and takes so many of a longer
-# one.
+# A thread of a GPU has registers for so many elements of a block; longer ones have such parts.
 _SHORT, _PART = 64, 32
 
 
