@@ -347,9 +347,8 @@ def show_devices(ctx: Any, platform: str) -> Any:
     """
     module = ctx.module_context
     number = getattr(module.axis_context, "num_devices", None)
-    if number is None or module.lowering_parameters.for_export:
-        return None
-    if module.axis_context.device_assignment:
+    exported = module.lowering_parameters.for_export
+    if number is None or exported or module.axis_context.device_assignment:
         return None
     try:
         found = tuple(jax.devices(platform)[:number])

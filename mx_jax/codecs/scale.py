@@ -55,8 +55,7 @@ def divide_elements(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
     """The same of every element: in integers on GPUs, many of which have little float64."""
 
     def corrected(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-        # A reciprocal that is two units off, times the numerator, is less than five off. No barrier
-        # makes it exact, which would cut XLA's kernels in pieces.
+        # Less than five units off: a barrier would make it nearer, and cut XLA's kernels in pieces.
         return nearest_quotient(numerator / denominator, numerator, denominator)
 
     return lax.platform_dependent(

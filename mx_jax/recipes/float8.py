@@ -204,9 +204,8 @@ class Float8Config:
             return None
         element = _element(cast, tensor)
         if is_fnuz:
-            element = {formats.E4M3: formats.E4M3FNUZ, formats.E5M2: formats.E5M2FNUZ}.get(
-                element, element
-            )
+            fnuz = {formats.E4M3: formats.E4M3FNUZ, formats.E5M2: formats.E5M2FNUZ}
+            element = fnuz.get(element, element)
         word, kept = _GRANULARITIES[cast.granularity]
         format = formats.BlockFormat(
             name=f"float8_{word}_{element.name}",

@@ -187,3 +187,14 @@ def test_shards_that_cut_blocks_are_gathered(mesh: Mesh):
     out = NamedSharding(mesh, P(None, "a"))
     cast = jax.jit(lambda x: mx_jax.quantize(x, "mxfp4").codes, out_shardings=out)
     assert_bitwise_equal(cast(place(x, mesh, None, "a")), expected.codes, what="codes")
+
+
+@needs_library
+def test_eager_calls_are_compiled_once_and_without_jit_too():
+    w = draw(64, 8)
+    pack = lambda: mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))  # noqa: E731
+    expected, compiled = pack(), handler._jitted.cache_info().misses
+    with jax.disable_jit():
+        found = pack()
+    assert compiled and handler._jitted.cache_info().misses == compiled
+    jax.tree.map(np.testing.assert_array_equal, found, expected)

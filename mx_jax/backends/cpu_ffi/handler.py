@@ -153,9 +153,8 @@ class Geometry:
     def is_merged(self) -> bool:
         """Whether operands and results are as the handler takes them, of sizes that are known."""
         arrays = (*self.operands, *self.results)
-        known = all(
-            isinstance(n, int) for n in (*self.sizes.values(), *chain(*self.batches.values()))
-        )
+        lengths = (*self.sizes.values(), *chain(*self.batches.values()))
+        known = all(isinstance(n, int) for n in lengths)
         return known and all(len(group) == 1 for array in arrays for group in array.groups)
 
     def factors(self, array: Array) -> list[tuple[str | None, Axis | None]]:
@@ -240,17 +239,21 @@ _HANDLER.multiple_results = True
 _HANDLER.is_high = lambda *types, **params: False
 
 
+@functools.lru_cache(maxsize=4096)
+def _jitted(handler: Handler, is_split: bool) -> Any:
+    return jax.jit(functools.partial(_HANDLER.bind, handler=handler, is_split=is_split))
+
+
 @_HANDLER.def_impl
-def _eager(*operands: jax.Array, **params: Any) -> Any:
-    return jax.jit(functools.partial(_HANDLER.bind, **params))(*operands)
+def _eager(*operands: jax.Array, handler: Handler, is_split: bool) -> Any:
+    with jax.disable_jit(False):  # else jit would come back here
+        return _jitted(handler, is_split)(*operands)
 
 
 @_HANDLER.def_abstract_eval
-def _types(*types: Any, handler: Handler, is_split: bool) -> tuple[Any, ...]:
-    del is_split
-    geometry = handler.geometry(tuple(x.shape for x in types))
-    shapes = [shape for _, shape in geometry.result_shapes()]
-    return _like(types[0], shapes, handler.dtypes)
+def _types(*types: Any, handler: Handler, **_: Any) -> tuple[Any, ...]:
+    shapes = handler.geometry(tuple(x.shape for x in types)).result_shapes()
+    return _like(types[0], [shape for _, shape in shapes], handler.dtypes)
 
 
 def _like(like: Any, shapes: Sequence[Shape], dtypes: Sequence[np.dtype]) -> tuple[Any, ...]:
