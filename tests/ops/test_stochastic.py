@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -116,36 +115,3 @@ def test_a_mixed_recipe_draws_only_where_it_says(square: np.ndarray):
 
 
 X = np.ones((2, 32), np.float32)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "key", "error", "message"),
-    [
-        (
-            RECIPE,
-            None,
-            ValueError,
-            "dot_general: recipe 'stochastic' rounds stochastically and needs a key, got key=None; "
-            "pass key=jax.random.key(seed)",
-        ),
-        (
-            RECIPE,
-            jax.random.split(KEY),
-            TypeError,
-            "dot_general: key must be one PRNG key from jax.random.key or jax.random.PRNGKey, got "
-            "dtype=key<fry>, shape=(2,)",
-        ),
-        (RECIPE, 3, TypeError, "jax.random.PRNGKey, got 3"),
-        (RECIPE, np.float32([1, 2]), TypeError, "got dtype=float32, shape=(2,)"),
-        (RECIPE, np.uint32(1), TypeError, "got dtype=uint32, shape=()"),
-    ],
-    ids=["missing", "two", "seed", "floats", "number"],
-)
-def test_key_errors(recipe: Recipe, key, error, message: str):
-    for call in (
-        lambda: mx_jax.matmul(X, X.T, recipe=recipe, key=key),
-        lambda: mx_jax.einsum("mk,nk->mn", X, X, recipe=recipe, key=key),
-        lambda: recipe.dot_general(X, X, (((1,), (1,)), ((), ())), key=key),
-    ):
-        with pytest.raises(error, match=re.escape(message)):
-            call()
