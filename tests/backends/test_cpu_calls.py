@@ -259,6 +259,7 @@ DISTANT = (4, 5, 40)
             MatmulCase(lhs=MXFP4.with_block(64), rhs=MXFP4.with_block(64)).call,
             "needs blocks of 16 or 32 along k",
         ),
+        (MatmulCase(lhs=MXFP4, rhs=NVFP4).call, "needs one block size, got lhs="),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -4,7 +4,6 @@ import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -85,22 +84,6 @@ def test_vmap_over_keys(square: np.ndarray):
 def test_raw_keys_are_keys(square: np.ndarray):
     raw = jax.random.PRNGKey(3)
     assert same(run(square, square, square, raw), run(square, square, square, KEY))
-
-
-@pytest.mark.slow
-@pytest.mark.one_python(reason="a mean over draws: tests/codecs rounds by given bits everywhere")
-def test_the_mean_is_the_product(square: np.ndarray):
-    """E[Q(x) Q(w)] = x w, which nearest rounding misses."""
-    keys = jax.random.split(KEY, 4096)
-    mean = quick(
-        lambda x: jnp.mean(
-            jax.vmap(lambda key: mx_jax.matmul(x, x, recipe=RECIPE, key=key))(keys), axis=0
-        )
-    )(square)
-    exact = square.astype(np.float64) @ square
-    nearest = mx_jax.matmul(square, square, recipe=NEAREST)
-    error = np.sqrt(np.mean((mean - exact) ** 2))
-    assert error < 0.1 * np.sqrt(np.mean((nearest - exact) ** 2))
 
 
 def test_a_mixed_recipe_draws_only_where_it_says(square: np.ndarray):
