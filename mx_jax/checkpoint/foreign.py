@@ -325,6 +325,13 @@ def write(
       (8, 32)
     """
     check_sizes(max_shard_size, resume, "checkpoint.write")
+    entries, metadata = entries_of(weights, layout)
+    sizes: Any = {"max_shard_size": max_shard_size, "resume": resume, "progress": progress}
+    write_files(Path(path), entries, lambda _: metadata, **sizes)
+
+
+def entries_of(weights: Mapping[str, Any], layout: str) -> tuple[dict[str, Entry], dict[str, str]]:
+    """What `write` writes, tensors and metadata; ValueError where the layout cannot hold it."""
     row = None if layout == TORCHAO else named(layout)
     if row is not None and row.rotation is not None:
         raise ValueError(
@@ -333,10 +340,7 @@ def write(
         )
     entries, metadata = _entries(weights, row)
     metadata = {"format": "pt"} | metadata
-    if row is None:
-        metadata[NAMES] = json.dumps(list(weights))
-    sizes: Any = {"max_shard_size": max_shard_size, "resume": resume, "progress": progress}
-    write_files(Path(path), entries, lambda _: metadata, **sizes)
+    return entries, metadata | ({NAMES: json.dumps(list(weights))} if row is None else {})
 
 
 def _entries(

@@ -19,13 +19,16 @@ from mx_jax.checkpoint.files import (
     Entry,
     check_apart,
     deferred,
+    only_writer,
     read_table,
     replacing,
     write_files,
     write_json,
 )
+from mx_jax.checkpoint.foreign import entries_of
 from mx_jax.checkpoint.gguf import is_gguf
-from mx_jax.checkpoint.layouts import LAYOUTS, Layout, hf_quant_config
+from mx_jax.checkpoint.layouts import LAYOUTS, Layout, hf_quant_config, named
+from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.checkpoint.wire import put
 from mx_jax.commands.output import say, watched
@@ -140,6 +143,9 @@ def check_output(options: argparse.Namespace) -> None:
     """ValueError, before anything is read, for an OUT that is there unasked or has no folder."""
     out, source = options.out, vars(options)["in"]
     check_replaceable(out, source)
+    if (made := partial_folder(out)).is_dir():
+        with only_writer(made):
+            pass
     if options.resume and options.max_shard_size is None:
         raise ValueError(
             "--resume is for several files; give --max-shard-size as well, or leave --resume out"
@@ -163,8 +169,8 @@ def check_output(options: argparse.Namespace) -> None:
 
 def partial_folder(out: Path) -> Path:
     """Where a folder is made: beside its place, which a link may name."""
-    out = out.resolve()
-    return out.with_name(f".{out.name}.partial")
+    out = Path(os.path.realpath(out))
+    return out.with_name(f".{out.name}.mx_jax-partial")
 
 
 def check_replaceable(out: Path, source: Path) -> None:
@@ -175,6 +181,8 @@ def check_replaceable(out: Path, source: Path) -> None:
             f"{out} is a mount point or the folder that you are in, and a new one cannot take its "
             "place; write to a folder in it"
         )
+    if out.is_dir() and not os.access(out, os.W_OK):
+        raise ValueError(f"{out} is read-only; write to another place")
     for path in out.iterdir() if out.is_dir() else ():
         if path.is_dir():
             raise ValueError(f"{out} holds a folder, {path.name}; write to another place")
@@ -182,11 +190,13 @@ def check_replaceable(out: Path, source: Path) -> None:
             raise ValueError(f"{out} holds other tensors, in {path.name}; write to another place")
 
 
-def move_into_place(made: Path, out: Path) -> None:
+def move_into_place(made: Path, out: Path, force: bool) -> None:
     """Replace a folder by a complete one, in one step where the system can exchange folders.
 
     Files of the old folder that are no tensors, and that the new one lacks, are linked into it.
     """
+    if not force and out.exists():
+        out.rmdir()  # OSError where another process has filled it meanwhile
     if not out.exists():
         made.rename(out)
         return
@@ -197,8 +207,9 @@ def move_into_place(made: Path, out: Path) -> None:
                 os.link(path, made / path.name)
             except OSError:  # no hard links there
                 shutil.copy2(path, made / path.name)
-    _exchange(made, out)
-    shutil.rmtree(made)
+    with only_writer(out, wait=True):  # It is removed under the name that others would take up.
+        _exchange(made, out)
+        shutil.rmtree(made)
 
 
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
@@ -215,7 +226,12 @@ def _exchange(one: Path, other: Path) -> None:
         pass
     apart = one.with_name(f"{one.name}.before")
     other.rename(apart)
-    one.rename(other)
+    try:
+        one.rename(other)
+    except BaseException:
+        if not other.exists():
+            apart.rename(other)
+        raise
     apart.rename(one)
 
 
@@ -276,6 +292,12 @@ def is_file_name(out: Path) -> bool:
     return out.suffix == ".safetensors" and not out.is_dir()
 
 
+def check_layout(tensors: Mapping[str, Any], layout: str) -> None:
+    """ValueError for tensors that `write_out` would refuse; nothing is read."""
+    if layout != OWN:
+        entries_of(tensors, layout)
+
+
 def write_out(
     options: argparse.Namespace,
     weights: Weights,
@@ -287,7 +309,7 @@ def write_out(
 
     The file or folder appears when it is complete; a tree that mx_jax wrote stays one.
     """
-    out, largest, stated = options.out.resolve(), options.max_shard_size, None
+    out, largest, stated = Path(os.path.realpath(options.out)), options.max_shard_size, None
     if layout in {row.name for row in LAYOUTS}:
         program = to if to in programs() else None
         stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
@@ -295,21 +317,22 @@ def write_out(
         _write_tensors(options, out, weights, tensors, layout)
     else:
         made = partial_folder(out)
-        if made.exists() and not options.resume:
-            shutil.rmtree(made)
         made.mkdir(exist_ok=True)
-        try:
-            if largest is not None:
-                record_options(options, made)
-            path = made / WHOLE if largest is None else made
-            _write_tensors(options, path, weights, tensors, layout)
-            _write_beside(weights, made, out, stated)
-            move_into_place(made, out)
-            (out / RECORD).unlink(missing_ok=True)  # complete: nothing to resume
-        except BaseException:
-            if largest is None:  # nothing of it could be taken up
-                shutil.rmtree(made, ignore_errors=True)
-            raise
+        with only_writer(made):
+            try:
+                for left in () if options.resume else made.iterdir():
+                    left.unlink()
+                if largest is not None:
+                    record_options(options, made)
+                path = made / WHOLE if largest is None else made
+                _write_tensors(options, path, weights, tensors, layout)
+                _write_beside(weights, made, out, stated)
+                move_into_place(made, out, options.force)
+                (out / RECORD).unlink(missing_ok=True)  # complete: nothing to resume
+            except BaseException:
+                if largest is None:  # nothing of it could be taken up
+                    shutil.rmtree(made, ignore_errors=True)
+                raise
     files = options.out.glob("*.safetensors") if options.out.is_dir() else [options.out]
     after = sum(file.stat().st_size for file in files)
     return f"{size(stored_bytes(weights))} -> {size(after)}"
@@ -397,8 +420,8 @@ def report_dequantized(weights: Weights, names: Iterable[str]) -> None:
 def layout_for(to: str, tensors: Mapping[str, Any], where: Path) -> str:
     """The layout of that name, or the one of a program's that holds the tensors' formats."""
     known = programs()
-    if to == OWN or to not in known:
-        return to
+    if to not in known:
+        return to if to in (OWN, TORCHAO) else named(to).name
     held = {name: x.format for name, x in tensors.items() if isinstance(x, MXArray)}
     fitting = [
         row.name

@@ -1,0 +1,93 @@
+"""What other processes, signals and links may do to an output while a command writes it."""
+
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mx_jax import checkpoint
+from mx_jax.commands import stream
+from tests.cli.conftest import Cli
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    up = np.ones((8, 33), np.float32)  # rows of no whole bytes in FP4
+    checkpoint.write(folder / "model.safetensors", {"up.weight": up}, layout="torchao")
+    return folder
+
+
+@pytest.fixture
+def locked(tmp_path: Path) -> Iterator[Path]:
+    """The folder `out` is made in, as another process has it while it writes there."""
+    made = stream.partial_folder(tmp_path / "out")
+    made.mkdir()
+    (made / "model.safetensors").write_text("theirs")
+    handle = os.open(made, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    yield made
+    os.close(handle)
+
+
+@pytest.mark.parametrize("more", [(), ("--force",), ("--max-shard-size", "1kB", "--force")])
+def test_a_folder_that_another_process_writes(
+    more: tuple[str, ...], model: Path, locked: Path, tmp_path: Path, cli: Cli
+):
+    said = cli.error("quantize", model, tmp_path / "out", "--format", "mxfp4", *more)
+    assert "another process is writing to" in said
+    assert (locked / "model.safetensors").read_text() == "theirs"
+
+
+def test_a_folder_that_another_process_filled_meanwhile(
+    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+):
+    out, write_beside = tmp_path / "out", stream._write_beside
+
+    def filled(*rest: object) -> None:
+        write_beside(*rest)
+        out.mkdir()
+        (out / "theirs.txt").write_text("theirs")
+
+    monkeypatch.setattr(stream, "_write_beside", filled)
+    assert "not empty" in cli.error("quantize", model, out, "--format", "mxfp4")
+    assert os.listdir(out) == ["theirs.txt"] and not stream.partial_folder(out).exists()
+
+
+def test_save_waits_for_another_process(tmp_path: Path):
+    tree = {f"{index}": np.full((8, 64), index, np.float32) for index in range(3)}
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    sizes = {"max_shard_size": 3000}
+    saving = threading.Thread(target=checkpoint.save, args=(tmp_path, tree), kwargs=sizes)
+    saving.start()
+    saving.join(0.2)
+    assert saving.is_alive() and not os.listdir(tmp_path)
+    os.close(handle)
+    saving.join()
+    assert len(checkpoint.load(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("name", ["out", "out.safetensors"])
+def test_a_link_to_itself(name: str, model: Path, tmp_path: Path, cli: Cli):
+    (tmp_path / name).symlink_to(name)
+    cli("quantize", model, tmp_path / name, "--format", "mxfp4", status=2 if name == "out" else 0)
+
+
+def test_what_may_not_be_read_or_replaced(
+    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as for all but root
+    words = ("quantize", model, out, "--format", "mxfp4", "--force")
+    assert "read-only" in cli.error(*words)
+    monkeypatch.undo()
+    (model / "model.safetensors").chmod(0)
+    if os.geteuid():
+        assert "Permission denied" in cli.error(*words)
