@@ -42,6 +42,7 @@ from mx_jax.commands.stream import (
     OWN,
     add_command,
     as_it_is,
+    check_layout,
     check_output,
     layout_for,
     programs,
@@ -110,8 +111,10 @@ def run(options: argparse.Namespace) -> int:
     planned = _plan(weights, row)
     changed = [each for each in planned if each.how is not How.COPIED]
     inexact = [each for each in changed if each.how is not How.TRANSCODED]
+    tensors = {each.name: each.tensor for each in planned}
     if options.dry_run:
         _print(changed or planned)
+        check_layout(tensors, layout)
         return 0
     if inexact and not options.inexact:
         first = inexact[0]
@@ -122,7 +125,6 @@ def run(options: argparse.Namespace) -> int:
             "--dry-run lists them, --inexact changes their values"
         )
     report_dequantized(weights, weights)
-    tensors = {each.name: each.tensor for each in planned}
     sizes = write_out(options, weights, tensors, layout, options.to)
     _print(changed)
     say(f"{options.out}: {layout}, {len(weights)} tensors, {sizes}")

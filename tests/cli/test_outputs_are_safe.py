@@ -79,6 +79,14 @@ def test_a_link_to_itself(name: str, model: Path, tmp_path: Path, cli: Cli):
     cli("quantize", model, tmp_path / name, "--format", "mxfp4", status=2 if name == "out" else 0)
 
 
+@pytest.mark.parametrize("to", ["compressed-tensors", "torchao", "mxfp4-pack-quantized", "none"])
+def test_a_dry_run_refuses_what_the_run_refuses(to: str, model: Path, tmp_path: Path, cli: Cli):
+    words = ("quantize", model, tmp_path / "out", "--format", "mxfp4", "--to", to)
+    dry, run = (cli(*words, *more, status=2)[1] for more in (("--dry-run",), ()))
+    assert dry == run
+    assert to == "none" or ("up.weight" in dry and "by --keep or a rule with skip" in dry)
+
+
 def test_what_may_not_be_read_or_replaced(
     model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ):
