@@ -229,16 +229,14 @@ def only_writer(folder: Path, *, wait: bool = False) -> Iterator[None]:
     facts = os.fstat(handle)
     own = {(facts.st_dev, facts.st_ino)} - _LOCKED
     try:
-        busy = False
         try:
             if own:
                 fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            busy = True
-        except OSError:  # no locks on that disk
-            pass
-        # Before it was locked, another process may have moved it into its place.
-        if busy or not (wait or own <= _identities(folder)):
+            # Before that another process may have moved it into its place.
+            busy = not (wait or own <= _identities(folder))
+        except OSError as error:  # others: no locks on that disk
+            busy = isinstance(error, BlockingIOError)
+        if busy:
             raise ValueError(f"another process is writing to {folder}; try again when it has ended")
         _LOCKED.update(own)
         yield

@@ -13,18 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint.files import (
-    NUMBERED,
-    WHOLE,
-    Entry,
-    check_apart,
-    deferred,
-    only_writer,
-    read_table,
-    replacing,
-    write_files,
-    write_json,
-)
+from mx_jax.checkpoint import files
 from mx_jax.checkpoint.foreign import entries_of
 from mx_jax.checkpoint.gguf import is_gguf
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout, hf_quant_config, named
@@ -135,8 +124,8 @@ def read(options: argparse.Namespace) -> Weights:
 def as_it_is(one: Stored, value: object = None) -> Any:
     """A tensor to be written as it was read; it is read now where no header has its dtype."""
     if one.host is not None and one.dtype is not None:
-        return Entry(one.shape, one.dtype, one.host)
-    return deferred(one.fetch, one.fetch() if value is None else value)
+        return files.Entry(one.shape, one.dtype, one.host)
+    return files.deferred(one.fetch, one.fetch() if value is None else value)
 
 
 def check_output(options: argparse.Namespace) -> None:
@@ -144,7 +133,7 @@ def check_output(options: argparse.Namespace) -> None:
     out, source = options.out, vars(options)["in"]
     check_replaceable(out, source)
     if (made := partial_folder(out)).is_dir():
-        with only_writer(made):
+        with files.only_writer(made):
             pass
     if options.resume and options.max_shard_size is None:
         raise ValueError(
@@ -175,7 +164,7 @@ def partial_folder(out: Path) -> Path:
 
 def check_replaceable(out: Path, source: Path) -> None:
     """ValueError for an output that is part of the input, or a folder whose files would be lost."""
-    check_apart(out, source, "")
+    files.check_apart(out, source, "")
     if out.is_dir() and (os.path.ismount(out) or out.samefile(Path.cwd())):
         raise ValueError(
             f"{out} is a mount point or the folder that you are in, and a new one cannot take its "
@@ -186,7 +175,11 @@ def check_replaceable(out: Path, source: Path) -> None:
     for path in out.iterdir() if out.is_dir() else ():
         if path.is_dir():
             raise ValueError(f"{out} holds a folder, {path.name}; write to another place")
-        if path.suffix == ".safetensors" and path.name != WHOLE and not NUMBERED.match(path.name):
+        if (
+            path.suffix == ".safetensors"
+            and path.name != files.WHOLE
+            and not files.NUMBERED.match(path.name)
+        ):
             raise ValueError(f"{out} holds other tensors, in {path.name}; write to another place")
 
 
@@ -207,7 +200,7 @@ def move_into_place(made: Path, out: Path, force: bool) -> None:
                 os.link(path, made / path.name)
             except OSError:  # no hard links there
                 shutil.copy2(path, made / path.name)
-    with only_writer(out, wait=True):  # It is removed under the name that others would take up.
+    with files.only_writer(out, wait=True):  # Removed under a name that others would take up.
         _exchange(made, out)
         shutil.rmtree(made)
 
@@ -247,7 +240,7 @@ def check_resumable(options: argparse.Namespace) -> None:
             f"{made} has no {RECORD}, which tells how its files were made; begin anew with "
             "--force, without --resume"
         )
-    before, now = read_table(made / RECORD, "resume"), _digests(options)
+    before, now = files.read_table(made / RECORD, "resume"), _digests(options)
     unlike = [name for name in now | before if before.get(name) != now.get(name)]
     if unlike:
         raise ValueError(
@@ -260,7 +253,7 @@ def record_options(options: argparse.Namespace, made: Path) -> None:
     """Write what is asked to the folder that is being made; clear what a killed run left half."""
     for file in made.glob(".model*"):
         file.unlink()
-    write_json(made / RECORD, _digests(options))
+    files.write_json(made / RECORD, _digests(options))
 
 
 def _digests(options: argparse.Namespace) -> dict[str, str]:
@@ -279,8 +272,7 @@ def _facts(value: object) -> Iterator[Any]:
             yield from _facts(each)
     elif isinstance(value, Path):
         yield str(value.resolve())
-        files = sorted(value.glob("*.safetensors")) if value.is_dir() else [value]
-        for file in files:
+        for file in sorted(value.glob("*.safetensors")) if value.is_dir() else [value]:
             if file.is_file():
                 yield file.name, file.stat().st_size, file.stat().st_mtime_ns
     else:
@@ -318,13 +310,13 @@ def write_out(
     else:
         made = partial_folder(out)
         made.mkdir(exist_ok=True)
-        with only_writer(made):
+        with files.only_writer(made):
             try:
                 for left in () if options.resume else made.iterdir():
                     left.unlink()
                 if largest is not None:
                     record_options(options, made)
-                path = made / WHOLE if largest is None else made
+                path = made / files.WHOLE if largest is None else made
                 _write_tensors(options, path, weights, tensors, layout)
                 _write_beside(weights, made, out, stated)
                 move_into_place(made, out, options.force)
@@ -333,8 +325,8 @@ def write_out(
                 if largest is None:  # nothing of it could be taken up
                     shutil.rmtree(made, ignore_errors=True)
                 raise
-    files = options.out.glob("*.safetensors") if options.out.is_dir() else [options.out]
-    after = sum(file.stat().st_size for file in files)
+    written = options.out.glob("*.safetensors") if options.out.is_dir() else [options.out]
+    after = sum(file.stat().st_size for file in written)
     return f"{size(stored_bytes(weights))} -> {size(after)}"
 
 
@@ -361,8 +353,8 @@ def _write_tensors(
     elif layout is not None:
         checkpoint.write(path, tensors, layout=layout, **how)
     else:  # arrays that any reader reads
-        entries = {name: Entry.of(tensor) for name, tensor in tensors.items()}
-        write_files(path, entries, lambda _: {"format": "pt"}, **how)
+        entries = {name: files.Entry.of(tensor) for name, tensor in tensors.items()}
+        files.write_files(path, entries, lambda _: {"format": "pt"}, **how)
 
 
 def _write_beside(
@@ -376,14 +368,14 @@ def _write_beside(
             if path.name == "config.json":
                 _write_config(path, made, stated)
             else:
-                with replacing(made / path.name) as file:
+                with files.replacing(made / path.name) as file:
                     file.write(path.read_bytes())
         # ModelOpt's loaders read a file of its own as well.
         if stated is not None and "quant_algo" in stated:
-            write_json(made / "hf_quant_config.json", hf_quant_config(stated))
+            files.write_json(made / "hf_quant_config.json", hf_quant_config(stated))
     elif is_gguf(weights.path):
         # With it, `generate` reads the folder.
-        write_json(made / GGUF_FIELDS, weights.metadata)
+        files.write_json(made / GGUF_FIELDS, weights.metadata)
     if (out / "config.json").is_file() and not (made / "config.json").is_file():
         # It stays, and may not speak of tensors that are gone.
         _write_config(out / "config.json", made, stated)
@@ -391,10 +383,10 @@ def _write_beside(
 
 def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
     """Copy config.json with its `quantization_config` replaced."""
-    config = read_table(path, "checkpoint.read")
+    config = files.read_table(path, "checkpoint.read")
     kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
     kept |= {} if stated is None else {"quantization_config": dict(stated)}
-    write_json(out / path.name, kept)
+    files.write_json(out / path.name, kept)
 
 
 def _nbytes(text: str) -> int:

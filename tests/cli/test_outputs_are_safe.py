@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -55,7 +56,7 @@ def test_a_folder_that_another_process_filled_meanwhile(
 ):
     out, write_beside = tmp_path / "out", stream._write_beside
 
-    def filled(*rest: object) -> None:
+    def filled(*rest: Any) -> None:
         write_beside(*rest)
         out.mkdir()
         (out / "theirs.txt").write_text("theirs")
