@@ -146,6 +146,9 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     end = 0
     for name, entry in entries.items():
+        check_name(name, "checkpoint")
+        if name == _METADATA:
+            raise ValueError(f"checkpoint: a tensor is called {name!r}, as metadata are; rename it")
         if entry.dtype not in DTYPE_NAMES:
             raise ValueError(
                 f"checkpoint: {name} has dtype={entry.dtype}, which safetensors cannot hold; "

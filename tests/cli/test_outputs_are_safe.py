@@ -132,3 +132,12 @@ def test_interrupted_while_it_is_imported(tmp_path: Path):
     command.send_signal(signal.SIGINT)
     _, said = command.communicate(timeout=30)
     assert (command.returncode, said) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "up\n", "\ud800", "\x1b[31m"])
+def test_a_name_that_no_reader_takes_replaces_nothing(name: str, tmp_path: Path):
+    path, up = tmp_path / "model.safetensors", np.ones(3, np.float32)
+    checkpoint.save(path, {"up": up})
+    with pytest.raises(ValueError, match="a tensor is called"):
+        checkpoint.save(path, {name: up})
+    assert checkpoint.load(path).keys() == {"up"}
