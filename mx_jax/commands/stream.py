@@ -390,7 +390,7 @@ def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> No
 
 
 def _nbytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", text)
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?([kMGT]?)B?", text)
     size = 0 if found is None else int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
     if found is None or size < 1:
         raise ValueError(f"--max-shard-size needs a size as 5GB, got {text!r}")
