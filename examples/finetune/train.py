@@ -46,7 +46,7 @@ from flax import nnx
 from llama import Llama, read_llama, write_llama
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from scipy import stats
 
 from mx_jax import convert, quantize_state, recipes
@@ -331,7 +331,7 @@ def interval(values: Sequence[float], pattern: str = ".3f") -> str:
 def table(runs: dict[str, Any]) -> Table:
     """Losses by way, beside those of the first."""
     first = next(iter(runs))
-    columns = ("way", "before", "after", f"over {first}", "n", "s/step")
+    columns = (Column("way", overflow="fold"), "before", "after", f"over {first}", "n", "s/step")
     found = Table(*columns, box=None, padding=(0, 1))
     for way, run in runs.items():
         over = np.subtract(run["after"], runs[first]["after"])
