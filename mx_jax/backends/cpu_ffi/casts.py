@@ -528,11 +528,12 @@ def transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array:
     """`reference.hadamard.apply`, or `invert`, by the handler."""
     names = [f"e{axis}" for axis in range(len(call.shape))]
     before, after = " ".join(names[: call.axis]), " ".join(names[call.axis + 1 :])
+    num_inner = np.int32(len(call.shape) - 1 - call.axis)
     handler = Handler(
         target=TRANSFORM,
-        axes=f"*b ({before}) k ({after}), *b size -> *b ({before}) turned ({after})",
+        axes=f"*b {before} k {after}, *b size -> *b {before} turned {after}",
         dtypes=(np.dtype("float32"),),
-        attributes=hashable({"is_inverse": call.length is not None}),
+        attributes=hashable({"is_inverse": call.length is not None, "num_inner": num_inner}),
         sizes=(("turned", call.result_length),),
     )
     (turned,) = handler(x, signs)
@@ -564,7 +565,7 @@ def random_bits(data: jax.Array, call: RandomBitsCall) -> jax.Array:
     indices = np.array([index for index, _ in call.derivations], np.int64)
     handler = Handler(
         target=RANDOM_BITS,
-        axes=f"*b 2 -> *b ({' '.join(names)})",
+        axes=f"*b 2 -> *b {' '.join(names)}",
         dtypes=(np.dtype("int32"),),
         attributes=hashable({"width": np.int32(call.width), "derivations": indices}),
         sizes=tuple(zip(names, call.shape, strict=True)),

@@ -147,43 +147,42 @@ class _Side:
 def _side(operand: Operand, axes: Axes, which: Literal["lhs", "rhs"]) -> _Side:
     """One operand of a product."""
     format = operand.format if isinstance(operand, MXArray) else None
+    block_rows = 1 if format is None else format.block[0]
     batch, letter = ("*l", "m") if which == "lhs" else ("*r", "n")
-    kept = f"({' '.join(f'{letter}{index}' for index in range(len(axes.kept)))})"
+    kept = " ".join(f"{letter}{index}" for index in range(len(axes.kept)))
     k = " ".join(f"k{index}" for index in range(len(axes.contracting)))
 
-    def in_order(k: str) -> str:
-        return f"{batch} ({k}) {kept}" if axes.k_first else f"{batch} {kept} ({k})"
+    def in_order(k: str, kept: str) -> str:
+        return f"{batch} ({k}) ({kept})" if axes.k_first else f"{batch} ({kept}) ({k})"
 
-    scales = "0" if format is None else in_order(f"{k}/{block_size(format)}")
+    scales = "0"
+    if format is not None:
+        rows = f"{kept}/{block_rows}" if kept and block_rows != 1 else kept
+        scales = in_order(f"{k}/{block_size(format)}", rows)
     # A batch of its own: one matrix's scale may stand for all.
     own = ("*s" if which == "lhs" else "*t") + " 1" * (operand.ndim - len(axes.batch))
     given = operand.tensor_scale if isinstance(operand, MXArray) else None
     tensor_scale, own = _tensor_scale(given, own)
     element, scale = names(format)
     return _Side(
-        arrays=(*_arrays(operand, axes.contracting[-1]), tensor_scale),
-        axes=f"{in_order(k)}, {scales}, {own}",
-        kept=kept,
+        arrays=(*_arrays(operand), tensor_scale),
+        axes=f"{in_order(k, kept)}, {scales}, {own}",
+        kept=f"({kept})",
         attributes={
             f"{which}_element": element,
             f"{which}_scale": scale,
             f"{which}_k_first": axes.k_first,
+            f"{which}_block_rows": np.int32(block_rows),
         },
     )
 
 
-def _arrays(operand: Operand, contracting: int) -> tuple[jax.Array, jax.Array]:
-    """Elements and scales; blocks that span rows too get a scale for each row."""
+def _arrays(operand: Operand) -> tuple[jax.Array, jax.Array]:
+    """Elements and scales."""
     if not isinstance(operand, MXArray):
         known = operand.dtype in DTYPES
         return operand if known else operand.astype(jnp.float32), jnp.zeros((0,), jnp.uint8)
-    scales = operand.scales
-    for axis, size in operand.blocks:
-        if axis % operand.ndim != contracting:
-            assert isinstance(size, int), operand.blocks
-            repeated = jnp.repeat(scales, size, axis)
-            scales = lax.slice_in_dim(repeated, 0, operand.shape[axis], axis=axis)
-    return operand.codes, scales
+    return operand.codes, operand.scales
 
 
 # Rows of a tile: about as many as a group has, within what keeps a matrix's decoding worth while

@@ -50,6 +50,10 @@ def rejects(call: MatmulCall) -> str | None:
         reason = rejects_format(format)
         if reason is not None:
             return reason
+    for side, own in call.sides:
+        rows = 1 if own.format is None else own.format.block[0]
+        if isinstance(rows, int) and len(own.axes.kept) > 1 and own.shape[own.axes.kept[-1]] % rows:
+            return f"needs whole blocks of the last of several kept axes, got {side}={own}"
     blocks = {format.block[1] for format in formats}
     if len(blocks) > 1:
         return f"needs one block size, got lhs={call.lhs.format}, rhs={call.rhs.format}"
