@@ -163,7 +163,7 @@ def call_quantize(x, codes=None, scales=None, *rest, **changed):
         codes or jax.ShapeDtypeStruct((4, 64), U8),
         scales or jax.ShapeDtypeStruct((4, 2), U8),
     )
-    attributes = casts.quantize_attributes(CALL) | {"has_tensor_scale": False} | changed
+    attributes = casts.quantize_attributes(CALL, False) | changed
     return jax.block_until_ready(jax.ffi.ffi_call(casts.QUANTIZE, results)(x, *rest, **attributes))
 
 

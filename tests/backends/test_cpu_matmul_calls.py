@@ -35,6 +35,8 @@ def call_handler(**changes: Any) -> jax.Array:
         "block": np.int32(32),
         "lhs_k_first": False,
         "rhs_k_first": False,
+        "lhs_block_rows": np.int32(1),
+        "rhs_block_rows": np.int32(1),
     }
     shape = changes.pop("shape", (5, 7))
     dtype = changes.pop("dtype", jnp.float32)
@@ -53,6 +55,8 @@ def call_handler(**changes: Any) -> jax.Array:
         ({"rhs_scale": "f32"}, "unknown rhs_scale='f32'"),
         ({"lhs_element": "none"}, "lhs_element='none' needs float32, bfloat16 or float16"),
         ({"lhs_scales": jnp.zeros((5, 3), jnp.uint8)}, r"lhs_scales must have shape \(5, 2\)"),
+        ({"lhs_block_rows": np.int32(4)}, r"lhs_scales must have .* \(2, 2\) .*block_rows=4, got"),
+        ({"rhs_block_rows": np.int32(0)}, "rhs_block_rows must be above 0, got rhs_block_rows=0"),
         ({"rhs": jnp.zeros((7, 64), jnp.int8)}, "codes and scales must be uint8"),
         ({"rhs": jnp.zeros((64,), jnp.uint8)}, r"rhs must be \[\*batch, rows, k\]"),
         (
@@ -82,6 +86,25 @@ def test_a_right_call_is_not():
     assert call_handler().shape == (5, 7)
 
 
+def test_rows_share_the_scales_of_square_blocks():
+    rng = np.random.default_rng(1)
+    lhs, rhs = (jnp.asarray(rng.integers(120, 134, (2, 2)), jnp.uint8) for _ in range(2))
+    codes = jnp.asarray(rng.integers(0, 120, (64, 7)), jnp.uint8)
+    k_first = {"rhs": codes, "rhs_k_first": True}
+    found = call_handler(
+        lhs_scales=lhs,
+        lhs_block_rows=np.int32(4),
+        rhs_scales=rhs,
+        rhs_block_rows=np.int32(4),
+        **k_first,
+    )
+    expected = call_handler(
+        lhs_scales=jnp.repeat(lhs, 4, 0)[:5], rhs_scales=jnp.repeat(rhs, 4, 1)[:, :7], **k_first
+    )
+    np.testing.assert_array_equal(found, expected)
+    assert np.unique(np.asarray(found)).size > 30
+
+
 @pytest.mark.parametrize(
     ("case", "complaint"),
     [
@@ -92,6 +115,10 @@ def test_a_right_call_is_not():
         (
             MatmulCase(lhs=formats.MXFP4.with_block(64), rhs=formats.MXFP4.with_block(64)),
             "needs blocks of 16 or 32 along k",
+        ),
+        (
+            MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4_2D, n=(2, 40)),
+            "needs whole blocks of the last of several kept axes, got rhs=",
         ),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""The handlers find the reference's tensor scale, and a program computes nothing else for it."""
+"""Casts find the reference's tensor scale, and a program computes nothing else for it."""
 
 import collections
 import re
@@ -11,7 +11,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mx_jax
+from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.cpu_ffi import casts, library
+from mx_jax.backends.target import on_one_device
 from mx_jax.formats import NVFP4, NVFP4_2D, BlockFormat
 from mx_jax.reference.quantize import quantize
 from mx_jax.testing.cases import QuantizeCase
@@ -21,6 +23,14 @@ from tests.needs import needs_library
 LOADED = library.load()
 
 pytestmark = needs_library
+
+
+def found(x: jax.Array, call: QuantizeCall) -> jax.Array:
+    """The tensor scale that the handler finds."""
+    with on_one_device(True):
+        scale = casts.quantize(x, None, None, call).tensor_scale
+    assert scale is not None
+    return scale
 
 
 @pytest.mark.sweep(reason="compares a C++ library with what tests/reference checks")
@@ -43,7 +53,7 @@ def test_the_reference_s_scale(shape: tuple[int, ...], axis: int, dtype: str, fo
     @jax.jit
     def both(x):
         scale = quantize(x, call.format, call.blocks, call.scale_rule).tensor_scale
-        return casts.tensor_scale_of(x, call), scale
+        return found(x, call), scale
 
     rng = np.random.default_rng(0)
     x = rng.standard_normal(shape).astype(np.float32)
@@ -58,57 +68,45 @@ def test_the_reference_s_scale(shape: tuple[int, ...], axis: int, dtype: str, fo
 @pytest.mark.parametrize("axis", [0, 1])
 def test_an_empty_tensor_has_scale_one(shape: tuple[int, ...], axis: int):
     call = QuantizeCase(format=NVFP4, shape=shape, axis=axis).call
-    assert casts.tensor_scale_of(jnp.zeros(shape), call).tolist() == [[1.0]]
+    assert found(jnp.zeros(shape), call).tolist() == [[1.0]]
 
 
 def test_batches_have_a_scale_each():
     call = QuantizeCase(format=NVFP4, shape=(8, 48)).call
     x = jax.random.normal(jax.random.key(0), (3, 8, 48)) * jnp.arange(1.0, 4.0)[:, None, None]
-    many = jax.jit(jax.vmap(lambda x: casts.tensor_scale_of(x, call)))
-    assert many.lower(x).as_text().count("@mx_jax_cpu_amax") == 1
-    each = jnp.stack([casts.tensor_scale_of(matrix, call) for matrix in x])
+    many = jax.jit(jax.vmap(lambda x: found(x, call)))
+    assert many.lower(x).as_text().count("@mx_jax_cpu_quantize") == 1
+    each = jnp.stack([found(matrix, call) for matrix in x])
     assert_bitwise_equal(many(x), each)
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "blocks", "message"),
+    ("shape", "changed", "message"),
     [
+        ((8, 2), {}, r"last axes, .* reduced to 1, got tensor_scale.shape=\(8, 2\) for x.shape"),
+        ((1, 32), {}, "reduced to 1"),
+        ((1,), {}, "reduced to 1"),
+        ((8, 1), {"blocks": np.array([-2, 16])}, "all blocked ones among them, reduced to 1"),
+        (None, {}, "needs 1 results after scales: a tensor scale where .*, got 0"),
+        ((1, 1), {"largest_value": np.float32(0)}, "needs 0 results after scales"),
+        ((1, 1), {"largest_value": np.float32(-1)}, "largest_value must be above 0"),
         (
-            (8, 2),
-            "int32",
-            (-1, 16),
-            r"amax must be int32 of shape \(8, 1\), got amax.shape=\(8, 2\)",
+            (1, 1),
+            {"has_tensor_scale": True},
+            "largest_value must be above 0 .*, has_tensor_scale=1",
         ),
-        ((8, 1), "float32", (-1, 16), "amax must be int32"),
-        ((8, 1), "int32", (-2, 4), r"amax must be int32 of shape \(2, 1\)"),
-        ((8, 1), "int32", (0, 4), "blocks need axes in -2..-1"),
-        ((2, 2), "int32", (-2, 4, -1, 16), r"amax must be int32 of shape \(2, 1\)"),
     ],
 )
-def test_wrong_calls(shape: tuple[int, ...], dtype: str, blocks: tuple[int, ...], message: str):
-    result = jax.ShapeDtypeStruct(shape, dtype)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax amax: .*{message}"):
+def test_wrong_calls(shape: tuple[int, ...] | None, changed: dict[str, object], message: str):
+    call = QuantizeCase(format=NVFP4, shape=(8, 32)).call
+    rows, byte = (1, 32) if "blocks" in changed else (8, 2), np.dtype("uint8")
+    results = [jax.ShapeDtypeStruct((8, 32), byte), jax.ShapeDtypeStruct(rows, byte)]
+    if shape is not None:
+        results.append(jax.ShapeDtypeStruct(shape, "float32"))
+    attributes = casts.quantize_attributes(call, False) | changed
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax quantize: .*{message}"):
         jax.block_until_ready(
-            jax.ffi.ffi_call(casts.LARGEST, result)(
-                jnp.ones((8, 32)), blocks=np.array(blocks, np.int64)
-            )
-        )
-
-
-@pytest.mark.parametrize(
-    ("shape", "largest_value", "message"),
-    [
-        ((4, 2), 2688.0, r"reduced to 1, got scales.shape=\(4, 2\) for amax.shape=\(4, 3\)"),
-        ((1, 3), 2688.0, "reduced to 1"),
-        ((1,), 2688.0, "reduced to 1"),
-        ((1, 1), 0.0, "needs largest_value > 0, got largest_value=0"),
-    ],
-)
-def test_wrong_patterns(shape: tuple[int, ...], largest_value: float, message: str):
-    call = jax.ffi.ffi_call(casts.TENSOR_SCALE, jax.ShapeDtypeStruct(shape, "float32"))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax tensor_scale: .*{message}"):
-        jax.block_until_ready(
-            call(jnp.ones((4, 3), jnp.int32), largest_value=np.float32(largest_value))
+            jax.ffi.ffi_call(casts.QUANTIZE, results)(jnp.ones((8, 32)), **attributes)
         )
 
 
@@ -128,7 +126,7 @@ def test_a_program_has_calls_alone(batch: tuple[int, ...]):
         lowered = jax.jit(product).lower(jnp.ones((*batch, 8, 64)), jnp.ones((*batch, 64, 32)))
     text = lowered.as_text("hlo")
     kinds = collections.Counter(re.findall(r"^ .* = .*?[\])}] ([a-z-]+)\(", text, re.MULTILINE))
-    assert kinds.pop("custom-call") == 2 * 3 + 1
+    assert kinds.pop("custom-call") == 2 + 1
     assert not set(kinds) - {"parameter", "constant", "call", "tuple", "get-tuple-element"}
 
 
