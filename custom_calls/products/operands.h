@@ -64,11 +64,13 @@ inline void SpreadScales(Operand& operand, int64_t blocks) {
   const int64_t slices = static_cast<int64_t>(operand.scales.element_count()) / (squares * inner);
   const uint8_t* from = static_cast<const uint8_t*>(operand.scales.untyped_data());
   operand.spread.resize(slices * rows * inner);
-  for (int64_t slice = 0; slice < slices; ++slice) {
-    for (int64_t row = 0; row < rows; ++row) {
-      std::copy_n(from + (slice * squares + row / operand.block_rows) * inner, inner,
-                  operand.spread.data() + (slice * rows + row) * inner);
-    }
+  uint8_t* to = operand.spread.data();
+  for (int64_t index = 0; index < slices * squares; ++index, from += inner) {
+    const int64_t first = index % squares * operand.block_rows;
+    const int64_t count = std::min<int64_t>(operand.block_rows, rows - first);
+    if (inner == 1) std::fill_n(to, count, *from);
+    for (int64_t row = 0; inner != 1 && row < count; ++row) std::copy_n(from, inner, to + row * inner);
+    to += count * inner;
   }
 }
 
