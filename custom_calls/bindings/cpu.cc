@@ -6,7 +6,6 @@
 #include "xla/ffi/api/c_api.h"
 #include "xla/ffi/api/ffi.h"
 
-XLA_FFI_DECLARE_HANDLER_SYMBOL(MxAmax);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxAttend);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxAttendCodes);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxCastStatistics);
@@ -17,13 +16,11 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(MxPackWeights);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxQuantize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxQuantizeBoth);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxRandomBits);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(MxTensorScale);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxTransform);
 
 namespace {
 
 const mx::Target kTargets[] = {
-    {"mx_jax_cpu_amax", reinterpret_cast<void*>(MxAmax)},
     {"mx_jax_cpu_attend", reinterpret_cast<void*>(MxAttend)},
     {"mx_jax_cpu_attend_codes", reinterpret_cast<void*>(MxAttendCodes)},
     {"mx_jax_cpu_cast_statistics", reinterpret_cast<void*>(MxCastStatistics)},
@@ -34,7 +31,6 @@ const mx::Target kTargets[] = {
     {"mx_jax_cpu_quantize", reinterpret_cast<void*>(MxQuantize)},
     {"mx_jax_cpu_quantize_both", reinterpret_cast<void*>(MxQuantizeBoth)},
     {"mx_jax_cpu_random_bits", reinterpret_cast<void*>(MxRandomBits)},
-    {"mx_jax_cpu_tensor_scale", reinterpret_cast<void*>(MxTensorScale)},
     {"mx_jax_cpu_transform", reinterpret_cast<void*>(MxTransform)},
 };
 

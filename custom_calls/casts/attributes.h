@@ -121,6 +121,7 @@ struct CastAttributes {
   int32_t threshold;
   float target;
   bool has_tensor_scale;
+  float largest_value;  // of a tensor over the tensor scale that is to be found; 0: none is
 };
 
 inline xla::ffi::Error ParseCast(const CastAttributes& attributes, QuantizePlan* plan) {

@@ -1,8 +1,9 @@
 // Blocks along another axis than the last with AVX-512: a column is a lane, and a tile is
-// kColumnTile of them.
+// kColumnTile of them. Squares are columns some of which share a scale.
 #ifndef MX_JAX_CUSTOM_CALLS_CASTS_COLUMNS_AVX512_INL_H_
 #define MX_JAX_CUSTOM_CALLS_CASTS_COLUMNS_AVX512_INL_H_
 
+#include "casts/quantize_squares-inl.h"
 #include "casts/vectors_avx512-inl.h"
 
 namespace mx::MX_TARGET {
@@ -143,20 +144,33 @@ MX_INLINE void EncodeColumnTile(const Tile<T>& tile, const GroupScales* scales,
   }
 }
 
+// The largest magnitudes of columns that share a scale, `width` side by side, in each of their lanes.
+MX_INLINE void ShareAmax(int64_t width, __m512i (&amax)[kParts]) {
+  const int64_t parts = width / kLanes;
+  for (int64_t first = 0; first < kParts; first += parts) {
+    __m512i all = amax[first];
+    for (int64_t v = first + 1; v < first + parts; ++v) all = _mm512_max_epi32(all, amax[v]);
+    const __m512i largest = Set(_mm512_reduce_max_epi32(all));
+    for (int64_t v = first; v < first + parts; ++v) amax[v] = largest;
+  }
+}
+
+// A tile, whose rows lie `stride` apart: a scale for each column, or for each square of `width`
+// columns if that is not 1. False where a block needs care.
 template <class T, Way kWay>
-void Avx512ColumnBlock(const QuantizePlan& plan, const Encoder& encoder, const Magic& magic,
-                       int64_t index, float* scratch) {
-  const ColumnPlace place = PlaceOf(plan, index);
+MX_INLINE bool EncodeTile(const QuantizePlan& plan, const Encoder& encoder,
+                          const ColumnPlace& place, int64_t stride, int64_t width) {
   Tile<T> tile;
   tile.x = static_cast<const T*>(plan.x) + place.start;
   tile.rows = place.rows;
-  tile.stride = plan.inner;
+  tile.stride = stride;
   tile.all = place.columns == 64 ? ~0ull : (1ull << place.columns) - 1;
   tile.stream = place.columns == kColumnTile && Streams(plan);
   for (int v = 0; v < kParts; ++v) tile.valid[v] = static_cast<__mmask16>(tile.all >> (v * kLanes));
 
   __m512i amax[kParts];
   ColumnAmax(tile, amax);
+  if (width != 1) ShareAmax(width, amax);
   GroupScales scales[kParts];
   bool usual = true;
   for (int v = 0; v < kParts; ++v) {
@@ -167,17 +181,18 @@ void Avx512ColumnBlock(const QuantizePlan& plan, const Encoder& encoder, const M
       usual = usual && AreFinite(scales[v], kGroup);
     }
   }
-  if (MX_UNLIKELY(!usual)) return ColumnBlock<T>(plan, magic, index, scratch);
-  for (int v = 0; v < kParts; ++v) {
-    const int64_t left = place.columns - v * kLanes;
-    if (left > 0) {
-      StoreScales(plan, scales[v], place.scale + v * kLanes, left < kGroup ? left : kGroup);
-    }
+  if (MX_UNLIKELY(!usual)) return false;
+  const int64_t step = width == 1 ? kLanes : width;
+  for (int64_t column = 0; column < place.columns; column += step) {
+    const int64_t left = place.columns - column, count = left < kGroup ? left : kGroup;
+    StoreScales(plan, scales[column / kLanes], place.scale + column / width,
+                width == 1 ? count : 1);
   }
   const bool rounded = kWay == Way::kFloatRounded || kWay == Way::kIntegerRounded;
   const int32_t* random =
       rounded && plan.random_bits != nullptr ? plan.random_bits + place.start : nullptr;
   EncodeColumnTile<kWay>(tile, scales, encoder, plan.element, random, plan.codes + place.start);
+  return true;
 }
 
 template <class T, Way kWay>
@@ -186,7 +201,29 @@ void Avx512ColumnBlocks(const QuantizePlan& plan, int64_t begin, int64_t end) {
   const Encoder encoder = EncoderOf(plan);
   const Magic magic = MagicOf(plan.element);
   for (int64_t index = begin; index < end; ++index) {
-    Avx512ColumnBlock<T, kWay>(plan, encoder, magic, index, scratch);
+    if (EncodeTile<T, kWay>(plan, encoder, PlaceOf(plan, index), plan.inner, 1)) continue;
+    ColumnBlock<T>(plan, magic, index, scratch);
+  }
+  if (Streams(plan)) _mm_sfence();
+}
+
+// As many squares side by side as a tile has columns for.
+template <class T, Way kWay>
+void Avx512SquareBlocks(const QuantizePlan& plan, int64_t begin, int64_t end) {
+  const Encoder encoder = EncoderOf(plan);
+  while (begin < end) {
+    const Square square = SquareOf(plan, begin);
+    const int64_t block = begin % plan.blocks_per_row, column = block * plan.block;
+    int64_t count = kColumnTile / plan.block;
+    count = count < end - begin ? count : end - begin;
+    count = count < plan.blocks_per_row - block ? count : plan.blocks_per_row - block;
+    const int64_t left = plan.length - column, columns = count * plan.block;
+    const ColumnPlace place = {square.slice, square.start, begin, square.rows,
+                               columns < left ? columns : left};
+    if (!EncodeTile<T, kWay>(plan, encoder, place, plan.length, plan.block)) {
+      QuantizeSquares<T>(plan, begin, begin + count);
+    }
+    begin += count;
   }
   if (Streams(plan)) _mm_sfence();
 }
@@ -196,6 +233,16 @@ void Avx512Columns(const QuantizePlan& plan, int64_t begin, int64_t end) {
   ByType(plan.type, [&](auto x) {
     ByWay(plan, [&](auto way) {
       Avx512ColumnBlocks<decltype(x), way.value>(plan, begin, end);
+    });
+  });
+}
+
+void Avx512Squares(const QuantizePlan& plan, int64_t begin, int64_t end) {
+  const bool fits = plan.block == 16 || plan.block == 32 || plan.block == 64;
+  if (!fits || !SuitsVectors(plan)) return Squares(plan, begin, end);
+  ByType(plan.type, [&](auto x) {
+    ByWay(plan, [&](auto way) {
+      Avx512SquareBlocks<decltype(x), way.value>(plan, begin, end);
     });
   });
 }

@@ -48,6 +48,13 @@ inline xla::ffi::Error ReadCast(const xla::ffi::Dictionary& all, const std::stri
   MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "target", &given.target));
   MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "has_tensor_scale",
                                    &given.has_tensor_scale));
+  MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "largest_value",
+                                   &given.largest_value));
+  if (!(given.largest_value >= 0) || (given.has_tensor_scale && given.largest_value != 0)) {
+    return InvalidArgument("mx_jax quantize: largest_value must be above 0 where a tensor scale is ",
+                           "to be found, else 0, got largest_value=", given.largest_value,
+                           ", has_tensor_scale=", given.has_tensor_scale);
+  }
   MX_RETURN_IF_ERROR(ParseCast(given, &cast->plan));
   MX_RETURN_IF_ERROR(ParseFloatType("quantize", x, &cast->plan.type));
   MX_RETURN_IF_ERROR(FindGeometry("quantize", x.dimensions(), cast->blocks, &cast->geometry));
@@ -60,11 +67,21 @@ inline size_t NumOperands(const CastAttributes& attributes) {
   return (attributes.has_tensor_scale ? 1 : 0) + (attributes.random_bits != 0 ? 1 : 0);
 }
 
-inline xla::ffi::Error CheckCount(const xla::ffi::RemainingArgs& rest, size_t expected) {
-  if (rest.size() == expected) return xla::ffi::Error::Success();
-  return InvalidArgument("mx_jax quantize: needs ", expected, " operands after x: a tensor scale ",
-                         "where has_tensor_scale says so, and random bits for stochastic ",
-                         "rounding, got ", rest.size());
+// And how many results follow codes and scales.
+inline size_t NumResults(const CastAttributes& attributes) {
+  return attributes.largest_value != 0 ? 1 : 0;
+}
+
+inline xla::ffi::Error CheckCount(const xla::ffi::RemainingArgs& rest, size_t expected,
+                                  const xla::ffi::RemainingRets& found, size_t wanted) {
+  if (rest.size() != expected) {
+    return InvalidArgument("mx_jax quantize: needs ", expected, " operands after x: a tensor scale ",
+                           "where has_tensor_scale says so, and random bits for stochastic ",
+                           "rounding, got ", rest.size());
+  }
+  if (found.size() == wanted) return xla::ffi::Error::Success();
+  return InvalidArgument("mx_jax quantize: needs ", wanted, " results after scales: a tensor scale ",
+                         "where largest_value is not 0, got ", found.size());
 }
 
 // From `first` on: `[tensor_scale]` and then `[random_bits]`, each where the attributes ask for it.

@@ -7,6 +7,7 @@
 #include "casts/lift.h"
 #include "casts/operands.h"
 #include "casts/share.h"
+#include "casts/tensor_scale.h"
 #include "common/checks.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -44,7 +45,8 @@ ffi::Error AlignRows(const Geometry& columns, int64_t rank, Cast* rows) {
 ffi::Error QuantizeBoth(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs rest,
                         ffi::Result<ffi::AnyBuffer> codes, ffi::Result<ffi::AnyBuffer> scales,
                         ffi::Result<ffi::AnyBuffer> other_codes,
-                        ffi::Result<ffi::AnyBuffer> other_scales, ffi::Dictionary attributes) {
+                        ffi::Result<ffi::AnyBuffer> other_scales, ffi::RemainingRets found,
+                        ffi::Dictionary attributes) {
   Cast last, other;
   MX_RETURN_IF_ERROR(ReadCast(attributes, "last_", x, &last));
   MX_RETURN_IF_ERROR(ReadCast(attributes, "other_", x, &other));
@@ -53,9 +55,15 @@ ffi::Error QuantizeBoth(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingAr
   MX_RETURN_IF_ERROR(TakeResults(x, last.geometry, *codes, *scales, &last.plan));
   MX_RETURN_IF_ERROR(TakeResults(x, other.geometry, *other_codes, *other_scales, &other.plan));
   const size_t first = NumOperands(last.attributes);
-  MX_RETURN_IF_ERROR(CheckCount(rest, first + NumOperands(other.attributes)));
+  const size_t second = NumResults(last.attributes);
+  MX_RETURN_IF_ERROR(CheckCount(rest, first + NumOperands(other.attributes), found,
+                                second + NumResults(other.attributes)));
   MX_RETURN_IF_ERROR(TakeOperands(rest, 0, x, last.attributes, &last.plan));
   MX_RETURN_IF_ERROR(TakeOperands(rest, first, x, other.attributes, &other.plan));
+  MX_RETURN_IF_ERROR(
+      FindTensorScales(pool, x, found, 0, last.attributes.largest_value, &last.plan));
+  MX_RETURN_IF_ERROR(
+      FindTensorScales(pool, x, found, second, other.attributes.largest_value, &other.plan));
   const int64_t size = static_cast<int64_t>(x.element_count());
   const Lifted first_lifted = LiftTiny(pool, size, &last.plan);
   const Lifted second_lifted = LiftTiny(pool, size, &other.plan);
@@ -77,4 +85,5 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MxQuantizeBoth, mx::QuantizeBoth,
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::AnyBuffer>()
+                                  .RemainingRets()
                                   .Attrs());

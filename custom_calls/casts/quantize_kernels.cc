@@ -18,7 +18,7 @@ namespace mx::MX_TARGET {
 namespace {
 
 #if MX_RANK >= MX_RANK_avx512_vbmi
-void Avx512Squares(const QuantizePlan& plan, int64_t begin, int64_t end) {
+void VbmiSquares(const QuantizePlan& plan, int64_t begin, int64_t end) {
   avx512::kQuantize.squares(plan, begin, end);
 }
 
@@ -39,9 +39,9 @@ void Avx512Both(const QuantizePlan& rows, const QuantizePlan& columns, int64_t b
 }  // namespace
 
 #if MX_RANK >= MX_RANK_avx512_vbmi
-const QuantizeKernels kQuantize = {VbmiRows, VbmiColumns, Avx512Squares, VbmiBoth, Avx512Amax};
+const QuantizeKernels kQuantize = {VbmiRows, VbmiColumns, VbmiSquares, VbmiBoth, Avx512Amax};
 #elif MX_RANK >= MX_RANK_avx512
-const QuantizeKernels kQuantize = {Avx512Rows, Avx512Columns, Squares, Avx512Both, Amax};
+const QuantizeKernels kQuantize = {Avx512Rows, Avx512Columns, Avx512Squares, Avx512Both, Amax};
 #else
 const QuantizeKernels kQuantize = {Rows, Columns, Squares, Both<Rows, Columns>, Amax};
 #endif

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <numeric>
 
 #include "casts/threefry.h"
 #include "common/checks.h"
@@ -24,22 +26,24 @@ const RandomBitsKernels& ChosenRandomBitsKernels() {
   return Pick(kKernels);
 }
 
-// `bits`: for each key of `[*batch, 2]` its own `[*batch, places]`. First the key becomes the one that
+// `bits`: for each key of `[*batch, 2]` its own `[*batch, *places]`. First the key becomes the one that
 // `split` has at an index, or `fold_in` makes of it: the same function, once for each of `derivations`.
 ffi::Error RandomBits(ffi::ThreadPool pool, ffi::Buffer<ffi::U32> keys,
                       ffi::Result<ffi::Buffer<ffi::S32>> bits, int32_t width,
                       ffi::Span<const int64_t> derivations) {
   const auto given = keys.dimensions(), wanted = bits->dimensions();
-  const bool fits = given.size() >= 1 && given.size() == wanted.size() && given.back() == 2 &&
+  const bool fits = given.size() >= 1 && given.size() <= wanted.size() && given.back() == 2 &&
                     std::equal(given.begin(), given.end() - 1, wanted.begin());
   if (!fits) {
-    return InvalidArgument("mx_jax random_bits: needs keys [*batch, 2] and bits [*batch, places], ",
+    return InvalidArgument("mx_jax random_bits: needs keys [*batch, 2] and bits [*batch, *places], ",
                            "got keys.shape=", Shape(given), ", bits.shape=", Shape(wanted));
   }
   if (width < 1 || width > 32) {
     return InvalidArgument("mx_jax random_bits: needs a width of 1 to 32, got width=", width);
   }
-  const int64_t places = wanted.back();
+  const int64_t places =
+      std::accumulate(wanted.begin() + (given.size() - 1), wanted.end(), int64_t{1},
+                      std::multiplies<int64_t>());
   const int64_t parts = (places + kPart - 1) / kPart;
   const int64_t num_keys = static_cast<int64_t>(keys.element_count()) / 2;
   const uint32_t* from = keys.typed_data();

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <numeric>
 
 #include "casts/attributes.h"
 #include "common/checks.h"
@@ -22,22 +24,23 @@ const TransformKernels& ChosenTransformKernels() {
   return Pick(kKernels);
 }
 
-// `x` `[*batch, outer, length, inner]` and `signs` `[*batch, size]` to `[*batch, outer, out_length,
-// inner]`; out_length is length in whole groups, or less of an inverse.
-ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F32> signs,
-                     ffi::Result<ffi::Buffer<ffi::F32>> out, bool is_inverse) {
+// `x` `[*batch, *outer, length, *inner]` and int32 `signs` `[*batch, size]`, of which negative ones
+// stand for -1, to `[*batch, *outer, out_length, *inner]`; out_length is length in whole groups, or
+// less of an inverse. `num_inner` axes are inner ones.
+ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> signs,
+                     ffi::Result<ffi::Buffer<ffi::F32>> out, bool is_inverse, int32_t num_inner) {
   const auto given = x.dimensions(), signed_by = signs.dimensions(), wanted = out->dimensions();
-  const size_t batch = signed_by.size() == 0 ? 0 : signed_by.size() - 1;
-  const bool fits = signed_by.size() >= 1 && given.size() == batch + 3 &&
-                    wanted.size() == batch + 3 &&
-                    std::equal(given.begin(), given.begin() + batch + 1, wanted.begin()) &&
+  const int64_t rank = static_cast<int64_t>(given.size());
+  const int64_t batch = static_cast<int64_t>(signed_by.size()) - 1, axis = rank - 1 - num_inner;
+  const bool fits = batch >= 0 && num_inner >= 0 && axis >= batch && wanted.size() == given.size() &&
+                    std::equal(given.begin(), given.begin() + axis, wanted.begin()) &&
                     std::equal(given.begin(), given.begin() + batch, signed_by.begin()) &&
-                    given.back() == wanted.back();
+                    std::equal(given.begin() + axis + 1, given.end(), wanted.begin() + axis + 1);
   if (!fits) {
     return InvalidArgument(
-        "mx_jax transform: needs x [*batch, outer, length, inner], signs [*batch, size] and out ",
-        "[*batch, outer, out_length, inner], got x.shape=", Shape(given), ", signs.shape=",
-        Shape(signed_by), ", out.shape=", Shape(wanted));
+        "mx_jax transform: needs x [*batch, *outer, length, *inner], signs [*batch, size] and out ",
+        "[*batch, *outer, out_length, *inner], got x.shape=", Shape(given), ", signs.shape=",
+        Shape(signed_by), ", out.shape=", Shape(wanted), ", num_inner=", num_inner);
   }
   TransformPlan plan;
   plan.size = signed_by.back();
@@ -46,9 +49,13 @@ ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F3
                            ", got size=", plan.size);
   }
   MX_RETURN_IF_ERROR(ParseFloatType("transform", x, &plan.type));
-  plan.length = given[batch + 1];
-  plan.out_length = wanted[batch + 1];
-  plan.inner = given.back();
+  plan.length = given[axis];
+  plan.out_length = wanted[axis];
+  const auto product = [&](int64_t first, int64_t last) {
+    return std::accumulate(given.begin() + first, given.begin() + last, int64_t{1},
+                           std::multiplies<int64_t>());
+  };
+  plan.inner = product(axis + 1, rank);
   plan.is_inverse = is_inverse;
   const int64_t groups = (plan.length + plan.size - 1) / plan.size;
   const bool whole = is_inverse ? plan.length % plan.size == 0 &&
@@ -58,10 +65,8 @@ ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::F3
     return InvalidArgument("mx_jax transform: lengths must be of whole groups, got length=",
                            plan.length, ", out_length=", plan.out_length, ", size=", plan.size);
   }
-  const int64_t outer = given[batch], in_stride = plan.length * plan.inner;
-  const int64_t out_stride = plan.out_length * plan.inner;
-  int64_t slices = outer;
-  for (size_t axis = 0; axis < batch; ++axis) slices *= given[axis];
+  const int64_t outer = product(batch, axis), in_stride = plan.length * plan.inner;
+  const int64_t out_stride = plan.out_length * plan.inner, slices = product(0, axis);
   if (slices == 0 || groups == 0 || plan.inner == 0) return ffi::Error::Success();
   const int64_t width = plan.type == FloatType::kF32 ? 4 : 2;
   const char* from = static_cast<const char*>(x.untyped_data());
@@ -93,6 +98,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MxTransform, mx::Transform,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Attr<bool>("is_inverse"));
+                                  .Attr<bool>("is_inverse")
+                                  .Attr<int32_t>("num_inner"));

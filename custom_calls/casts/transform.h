@@ -15,7 +15,7 @@ constexpr int64_t kMaxTransform = 1024;  // values of a group
 struct TransformPlan {
   const void* x;
   FloatType type;
-  const float* signs;  // [size]
+  const int32_t* signs;  // [size], by which of them are negative
   float* out;
   int64_t size;        // a power of two
   int64_t length;      // values of x along the axis: what the last group has no more is zero

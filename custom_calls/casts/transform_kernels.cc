@@ -20,6 +20,10 @@ float Factor(int64_t size) {
   return size == 2 ? factor * 0.70710678118654752f : factor;
 }
 
+MX_INLINE float SignOf(const TransformPlan& plan, int64_t i) {
+  return plan.signs[i] < 0 ? -1.0f : 1.0f;
+}
+
 // Sums and differences of the values kDistance apart, of 16 in a row.
 template <int kDistance>
 MX_INLINE void StageOfLanes(float* MX_RESTRICT v) {
@@ -82,8 +86,9 @@ void Rows(const TransformPlan& plan, const T* x, int64_t first, int64_t last) {
   const float factor = Factor(size);
   alignas(64) float v[kMaxTransform], before[kMaxTransform], after[kMaxTransform];
   for (int64_t i = 0; i < size; ++i) {
-    before[i] = plan.is_inverse ? factor : plan.signs[i] * factor;
-    after[i] = plan.is_inverse ? plan.signs[i] : 1.0f;
+    const float sign = SignOf(plan, i);
+    before[i] = plan.is_inverse ? factor : sign * factor;
+    after[i] = plan.is_inverse ? sign : 1.0f;
   }
   for (int64_t group = first; group < last; ++group) {
     const int64_t at = group * size;
@@ -117,7 +122,7 @@ void Columns(const TransformPlan& plan, const T* x, int64_t first, int64_t last)
       for (int64_t row = 0; row < plan.size; ++row) {
         float* MX_RESTRICT to = v + row * width;
         const T* from = x + (at + row) * plan.inner + column;
-        const float by = plan.is_inverse ? factor : plan.signs[row] * factor;
+        const float by = plan.is_inverse ? factor : SignOf(plan, row) * factor;
         if (row < given) {
           for (int64_t i = 0; i < width; ++i) to[i] = Widen(from[i]) * by;
         } else {
@@ -128,7 +133,7 @@ void Columns(const TransformPlan& plan, const T* x, int64_t first, int64_t last)
       for (int64_t row = 0; row < wanted; ++row) {
         const float* MX_RESTRICT from = v + row * width;
         float* MX_RESTRICT to = plan.out + (at + row) * plan.inner + column;
-        const float by = plan.is_inverse ? plan.signs[row] : 1.0f;
+        const float by = plan.is_inverse ? SignOf(plan, row) : 1.0f;
         for (int64_t i = 0; i < width; ++i) to[i] = from[i] * by;
       }
     }

@@ -110,12 +110,10 @@ MX_INLINE __m512i RoundedCodes(__m512 y, const Encoder& encoder, const int32_t* 
   __m512i half;
   if (encoder.rounding == Rounding::kStochastic) {
     const __m512i drawn = _mm512_maskz_loadu_epi32(valid, random);
-    half = _mm512_srlv_epi32(significand, shift);
-    const __m512i rest = _mm512_sub_epi32(significand, _mm512_sllv_epi32(half, shift));
+    // As many bits below the code's last as are drawn: no format drops fewer.
     const __m512i leading =
-        _mm512_srlv_epi32(rest, _mm512_sub_epi32(shift, encoder.random_counts));
-    half = _mm512_add_epi32(
-        half, _mm512_srlv_epi32(_mm512_add_epi32(leading, drawn), encoder.random_counts));
+        _mm512_srlv_epi32(significand, _mm512_sub_epi32(shift, encoder.random_counts));
+    half = _mm512_srlv_epi32(_mm512_add_epi32(leading, drawn), encoder.random_counts);
   } else if (encoder.rounding == Rounding::kAway) {
     const __m512i quantum = _mm512_sllv_epi32(Set(1), _mm512_sub_epi32(shift, Set(1)));
     half = _mm512_srlv_epi32(_mm512_add_epi32(significand, quantum), shift);

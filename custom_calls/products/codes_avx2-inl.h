@@ -1,5 +1,4 @@
-// Panels of codes (weights.h) by one to eight rows, decoded on their way, with AVX2. Adds in the order
-// in which an unpacked panel is added, so the bits are the same.
+// What codes_rows-inl.h takes of AVX2.
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_AVX2_INL_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_AVX2_INL_H_
 
@@ -299,69 +298,13 @@ MX_INLINE void AddChunk(const CodesProduct& p, const CodeTable<kElement>& table,
   }
 }
 
-MX_INLINE bool HasSubnormals(const PanelSummary& summary, int64_t chunk, int shift) {
-  return summary.subnormal[(chunk >> shift) / 8] >> (chunk >> shift) % 8 & 1;
-}
+// Where some floats of 8 bits are subnormal, they are decoded in another way.
+constexpr bool kLifts = true;
 
-// Bytes ahead that are fetched: into the second level of the cache, as the hardware's prefetchers stop
-// at pages, and into the first.
-constexpr int64_t kFarAhead = 12 << 10, kNearAhead = 1 << 10;
-
-template <PanelType kType, Element kElement, int kBlocks, int kRows>
-void MultiplyCodesOf(const CodesProduct& p) {
-  constexpr Layout kLayout = LayoutOf(kElement);
-  constexpr bool kMayLift = kType == kFloat32 && (kElement == kE4M3 || kElement == kE5M2);
-  constexpr int64_t kBytes = RecordBytes(kLayout, kChunk / kBlocks) / kRecordChunks;
-  constexpr int64_t kLhsChunk = ChunkBytes(kType, kChunk / kBlocks, kRows, true);
-  const CodeTable<kElement> table;
-  const float unit =
-      ScaleTable(p.scale_kind, kElement, kType)[p.scale_kind == kScaleE8M0 ? 127 : 0x38];
-  const int shift = kMayLift ? SummaryShift(p.num_chunks) : 0;
-  for (int i = 0; p.clear && i < kRows * kTileColumns; ++i) p.tile[i] = 0.0f;
-  for (int64_t chunk = 0; chunk < p.num_chunks; ++chunk) {
-    const uint8_t* record =
-        (const uint8_t*)p.records + chunk / kRecordChunks * (kRecordChunks * kBytes);
-    const int64_t part = chunk % kRecordChunks;
-    const uint8_t* codes =
-        record + RecordScaleBytes(kChunk / kBlocks) + part * PanelChunkBytes(kLayout);
-    const uint8_t* scales = record + part * kBlocks * kTileColumns;
-    for (int64_t line = part * kBytes; line < (part + 1) * kBytes; line += 64) {
-      _mm_prefetch((const char*)record + kFarAhead + line, _MM_HINT_T1);
-      _mm_prefetch((const char*)record + kNearAhead + line, _MM_HINT_T0);
-    }
-    const char* left = p.lhs + chunk * kLhsChunk;
-    if (kMayLift && HasSubnormals(*p.summary, chunk, shift)) {
-      AddChunk<kType, kElement, kBlocks, kRows, kMayLift>(p, table, codes, scales, left, unit);
-    } else {
-      AddChunk<kType, kElement, kBlocks, kRows, false>(p, table, codes, scales, left, unit);
-    }
-  }
-}
-
-template <PanelType kType, Element kElement, int kBlocks>
-MX_INLINE void MultiplyCodesRows(const CodesProduct& p) {
-  if (p.rows == 1) return MultiplyCodesOf<kType, kElement, kBlocks, 1>(p);
-  if (p.rows == 2) return MultiplyCodesOf<kType, kElement, kBlocks, 2>(p);
-  if (p.rows == 4) return MultiplyCodesOf<kType, kElement, kBlocks, 4>(p);
-  MultiplyCodesOf<kType, kElement, kBlocks, 8>(p);
-}
-
-template <PanelType kType, Element kElement>
-MX_INLINE void MultiplyCodesAs(const CodesProduct& p) {
-  if (p.block == kChunk) return MultiplyCodesRows<kType, kElement, 1>(p);
-  MultiplyCodesRows<kType, kElement, 2>(p);
-}
-
-template <PanelType kType>
-void MultiplyCodes(const CodesProduct& p) {
-  if (p.element == kE2M1) return MultiplyCodesAs<kType, kE2M1>(p);
-  if (p.element == kElementInt8) return MultiplyCodesAs<kType, kElementInt8>(p);
-  if (p.element == kE2M3) return MultiplyCodesAs<kType, kE2M3>(p);
-  if constexpr (kType != kInt8) {
-    if (p.element == kE3M2) return MultiplyCodesAs<kType, kE3M2>(p);
-    if (p.element == kE4M3) return MultiplyCodesAs<kType, kE4M3>(p);
-    MultiplyCodesAs<kType, kE5M2>(p);
-  }
+// Into the second level of the cache, as the hardware's prefetchers stop at pages, and into the first.
+MX_INLINE void PrefetchAhead(const uint8_t* line) {
+  _mm_prefetch((const char*)line + (12 << 10), _MM_HINT_T1);
+  _mm_prefetch((const char*)line + (1 << 10), _MM_HINT_T0);
 }
 
 }  // namespace

@@ -1,5 +1,4 @@
-// Panels of codes (weights.h) by one to eight rows, decoded on their way, with what every AArch64
-// processor has. Adds in the order in which an unpacked panel is added, so the bits are the same.
+// What codes_rows-inl.h takes of every AArch64 processor.
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_NEON_INL_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_CODES_NEON_INL_H_
 
@@ -152,73 +151,43 @@ MX_INLINE float32x4_t TameScales(ScaleKind kind, const uint8_t* bytes, float uni
   return vmulq_n_f32(vcvt_f32_f16(vreinterpret_f16_u16(halves)), 0x1p8f * unit);
 }
 
-template <PanelType kType, Element kElement, int kBlocks, int kRows>
-void MultiplyCodesOf(const CodesProduct& p) {
-  constexpr Layout kLayout = LayoutOf(kElement);
+template <Element kElement>
+struct CodeTable {
+  const int8_t* integers = TablesOf(kElement).int8;
+};
+
+template <PanelType kType, Element kElement, int kBlocks, int kRows, bool kLifted>
+MX_INLINE void AddChunk(const CodesProduct& p, const CodeTable<kElement>& table,
+                        const uint8_t* codes, const uint8_t* scales, const char* left, float unit) {
   constexpr int kBlock = kChunk / kBlocks, kWords = kBlock / 4;
   constexpr int kBehind = kType == kInt8 ? 2 * kBlocks * kRows : kBlocks * kRows;  // scales
-  const int8_t* table = TablesOf(kElement).int8;
-  const float unit =
-      ScaleTable(p.scale_kind, kElement, kType)[p.scale_kind == kScaleE8M0 ? 127 : 0x38];
-  for (int i = 0; p.clear && i < kRows * kTileColumns; ++i) p.tile[i] = 0.0f;
-  for (int64_t chunk = 0; chunk < p.num_chunks; ++chunk) {
-    const uint8_t* record =
-        (const uint8_t*)p.records + chunk / kRecordChunks * RecordBytes(kLayout, kBlock);
-    const int64_t part = chunk % kRecordChunks;
-    const uint8_t* codes = record + RecordScaleBytes(kBlock) + part * PanelChunkBytes(kLayout);
-    const uint8_t* scales = record + part * kBlocks * kTileColumns;
-    const float* mine = (const float*)(p.lhs + chunk * ChunkBytes(kType, kBlock, kRows, true));
-    for (int64_t line = 0; line < PanelChunkBytes(kLayout); line += 64) {
-      __builtin_prefetch(codes + 2048 + line);
-    }
-    for (int block = 0; block < kBlocks; ++block) {
-      for (int column = 0; column < kTileColumns; column += 4) {
-        float32x4_t sum[kRows];
-        if constexpr (kType == kInt8) {
-          SumIntegers<kElement, kWords, kRows>(
-              table, codes + 4 * column, block * kWords,
-              (const int32_t*)mine + kBehind + block * kWords * kRows, sum);
-        } else {
-          SumFloats<kElement, kWords, kRows>(table, codes + 4 * column, block * kWords,
-                                             mine + kBehind + block * kBlock * kRows, sum);
-        }
-        const float32x4_t right =
-            TameScales(p.scale_kind, scales + block * kTileColumns + column, unit);
-        for (int i = 0; i < kRows; ++i) {
-          float* total = p.tile + i * kTileColumns + column;
-          const float32x4_t factor = vmulq_n_f32(right, mine[block * kRows + i]);
-          vst1q_f32(total, vaddq_f32(vld1q_f32(total), vmulq_f32(sum[i], factor)));
-        }
+  const float* mine = (const float*)left;
+  for (int block = 0; block < kBlocks; ++block) {
+    for (int column = 0; column < kTileColumns; column += 4) {
+      float32x4_t sum[kRows];
+      if constexpr (kType == kInt8) {
+        SumIntegers<kElement, kWords, kRows>(
+            table.integers, codes + 4 * column, block * kWords,
+            (const int32_t*)mine + kBehind + block * kWords * kRows, sum);
+      } else {
+        SumFloats<kElement, kWords, kRows>(table.integers, codes + 4 * column, block * kWords,
+                                           mine + kBehind + block * kBlock * kRows, sum);
+      }
+      const float32x4_t right =
+          TameScales(p.scale_kind, scales + block * kTileColumns + column, unit);
+      for (int i = 0; i < kRows; ++i) {
+        float* total = p.tile + i * kTileColumns + column;
+        const float32x4_t factor = vmulq_n_f32(right, mine[block * kRows + i]);
+        vst1q_f32(total, vaddq_f32(vld1q_f32(total), vmulq_f32(sum[i], factor)));
       }
     }
   }
 }
 
-template <PanelType kType, Element kElement, int kBlocks>
-MX_INLINE void MultiplyCodesRows(const CodesProduct& p) {
-  if (p.rows == 1) return MultiplyCodesOf<kType, kElement, kBlocks, 1>(p);
-  if (p.rows == 2) return MultiplyCodesOf<kType, kElement, kBlocks, 2>(p);
-  if (p.rows == 4) return MultiplyCodesOf<kType, kElement, kBlocks, 4>(p);
-  MultiplyCodesOf<kType, kElement, kBlocks, 8>(p);
-}
+// Halves hold subnormal floats of 8 bits too.
+constexpr bool kLifts = false;
 
-template <PanelType kType, Element kElement>
-MX_INLINE void MultiplyCodesAs(const CodesProduct& p) {
-  if (p.block == kChunk) return MultiplyCodesRows<kType, kElement, 1>(p);
-  MultiplyCodesRows<kType, kElement, 2>(p);
-}
-
-template <PanelType kType>
-void MultiplyCodes(const CodesProduct& p) {
-  if (p.element == kE2M1) return MultiplyCodesAs<kType, kE2M1>(p);
-  if (p.element == kElementInt8) return MultiplyCodesAs<kType, kElementInt8>(p);
-  if (p.element == kE2M3) return MultiplyCodesAs<kType, kE2M3>(p);
-  if constexpr (kType != kInt8) {
-    if (p.element == kE3M2) return MultiplyCodesAs<kType, kE3M2>(p);
-    if (p.element == kE4M3) return MultiplyCodesAs<kType, kE4M3>(p);
-    MultiplyCodesAs<kType, kE5M2>(p);
-  }
-}
+MX_INLINE void PrefetchAhead(const uint8_t* line) { __builtin_prefetch(line + 2048); }
 
 }  // namespace
 }  // namespace mx::MX_TARGET

@@ -20,9 +20,9 @@ ffi::Error MatmulPacked(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer
                         TensorScales rhs_tensor_scale, ffi::Result<ffi::AnyBuffer> out,
                         std::string_view lhs_element, std::string_view rhs_element,
                         std::string_view lhs_scale, std::string_view rhs_scale, int32_t block,
-                        bool lhs_k_first) {
+                        bool lhs_k_first, int32_t lhs_block_rows) {
   MX_RETURN_IF_ERROR(CheckBlock(block));
-  const Operand left{"lhs", lhs, lhs_scales, lhs_element, lhs_scale, lhs_k_first};
+  Operand left{"lhs", lhs, lhs_scales, lhs_element, lhs_scale, lhs_k_first, lhs_block_rows};
   MatmulProblem problem{};
   MX_RETURN_IF_ERROR(ParseOperand(left, block, &problem.lhs));
   const Dimensions shape = out->dimensions();
@@ -49,7 +49,7 @@ ffi::Error PackWeightsOf(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuf
                          ffi::Result<ffi::AnyBuffer> out, std::string_view element,
                          std::string_view scale, int32_t block, bool k_first) {
   MX_RETURN_IF_ERROR(CheckBlock(block));
-  const Operand operand{"rhs", codes, scales, element, scale, k_first};
+  Operand operand{"rhs", codes, scales, element, scale, k_first};
   Source source{};
   MX_RETURN_IF_ERROR(ParseOperand(operand, block, &source));
   Source packed{};
@@ -82,10 +82,11 @@ ffi::Error Matmul(ffi::ThreadPool pool, ffi::AnyBuffer lhs, ffi::AnyBuffer lhs_s
                   TensorScales rhs_tensor_scale, ffi::Result<ffi::AnyBuffer> out,
                   std::string_view lhs_element, std::string_view rhs_element,
                   std::string_view lhs_scale, std::string_view rhs_scale, int32_t block,
-                  bool lhs_k_first, bool rhs_k_first) {
+                  bool lhs_k_first, bool rhs_k_first, int32_t lhs_block_rows,
+                  int32_t rhs_block_rows) {
   MX_RETURN_IF_ERROR(CheckBlock(block));
-  const Operand left{"lhs", lhs, lhs_scales, lhs_element, lhs_scale, lhs_k_first};
-  const Operand right{"rhs", rhs, rhs_scales, rhs_element, rhs_scale, rhs_k_first};
+  Operand left{"lhs", lhs, lhs_scales, lhs_element, lhs_scale, lhs_k_first, lhs_block_rows};
+  Operand right{"rhs", rhs, rhs_scales, rhs_element, rhs_scale, rhs_k_first, rhs_block_rows};
   MatmulProblem problem{};
   MX_RETURN_IF_ERROR(ParseOperand(left, block, &problem.lhs));
   MX_RETURN_IF_ERROR(ParseOperand(right, block, &problem.rhs));
@@ -128,7 +129,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MxMatmul, mx::Matmul,
                                   .Attr<std::string_view>("rhs_scale")
                                   .Attr<int32_t>("block")
                                   .Attr<bool>("lhs_k_first")
-                                  .Attr<bool>("rhs_k_first"));
+                                  .Attr<bool>("rhs_k_first")
+                                  .Attr<int32_t>("lhs_block_rows")
+                                  .Attr<int32_t>("rhs_block_rows"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MxMatmulPacked, mx::MatmulPacked,
                               xla::ffi::Ffi::Bind()
@@ -144,7 +147,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MxMatmulPacked, mx::MatmulPacked,
                                   .Attr<std::string_view>("lhs_scale")
                                   .Attr<std::string_view>("rhs_scale")
                                   .Attr<int32_t>("block")
-                                  .Attr<bool>("lhs_k_first"));
+                                  .Attr<bool>("lhs_k_first")
+                                  .Attr<int32_t>("lhs_block_rows"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(MxPackWeights, mx::PackWeightsOf,
                               xla::ffi::Ffi::Bind()

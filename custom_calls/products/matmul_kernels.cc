@@ -8,10 +8,8 @@
 #else
 #include "products/kernels_plain-inl.h"
 #endif
-#if MX_RANK == MX_RANK_avx2
-#include "products/codes_avx2-inl.h"
-#elif defined(__aarch64__)
-#include "products/codes_neon-inl.h"
+#if MX_RANK == MX_RANK_avx2 || defined(__aarch64__)
+#include "products/codes_rows-inl.h"
 #elif MX_RANK == MX_RANK_avx512
 #include "products/pack_codes_avx512-inl.h"
 #include "products/store_avx512-inl.h"

@@ -20,12 +20,15 @@ namespace ffi = xla::ffi;
 
 constexpr const char* kElementNames[] = {"e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"};
 
-// One operand as it came: `[*batch, rows, k]`, or `[*batch, k, rows]` if k_first.
+// One operand as it came: `[*batch, rows, k]`, or `[*batch, k, rows]` if k_first. Of two-dimensional
+// blocks, `block_rows` rows share their scales, which `spread` has for each row.
 struct Operand {
   const char* side;
   ffi::AnyBuffer elements, scales;
   std::string_view element, scale;
   bool k_first;
+  int32_t block_rows = 1;
+  std::vector<uint8_t> spread{};
 
   int64_t rank() const { return static_cast<int64_t>(elements.dimensions().size()); }
   int64_t rows() const { return elements.dimensions()[rank() - (k_first ? 1 : 2)]; }
@@ -53,7 +56,25 @@ inline ffi::Error ParseHighPrecision(const Operand& operand, Source* source) {
   return ffi::Error::Success();
 }
 
-inline ffi::Error ParseCodes(const Operand& operand, Source* source) {
+// Scales of two-dimensional blocks once for each row.
+inline void SpreadScales(Operand& operand, int64_t blocks) {
+  const int64_t rows = operand.rows(), inner = operand.k_first ? 1 : blocks;
+  const int64_t squares = (rows + operand.block_rows - 1) / operand.block_rows;
+  if (squares * inner == 0) return;
+  const int64_t slices = static_cast<int64_t>(operand.scales.element_count()) / (squares * inner);
+  const uint8_t* from = static_cast<const uint8_t*>(operand.scales.untyped_data());
+  operand.spread.resize(slices * rows * inner);
+  uint8_t* to = operand.spread.data();
+  for (int64_t index = 0; index < slices * squares; ++index, from += inner) {
+    const int64_t first = index % squares * operand.block_rows;
+    const int64_t count = std::min<int64_t>(operand.block_rows, rows - first);
+    if (inner == 1) std::fill_n(to, count, *from);
+    for (int64_t row = 0; inner != 1 && row < count; ++row) std::copy_n(from, inner, to + row * inner);
+    to += count * inner;
+  }
+}
+
+inline ffi::Error ParseCodes(Operand& operand, Source* source) {
   const auto* name = std::find(std::begin(kElementNames), std::end(kElementNames), operand.element);
   if (name == std::end(kElementNames)) {
     return InvalidArgument("mx_jax matmul: unknown ", operand.side, "_element='", operand.element,
@@ -70,23 +91,33 @@ inline ffi::Error ParseCodes(const Operand& operand, Source* source) {
   std::vector<int64_t> expected(shape.begin(), shape.end());
   int64_t& along = expected[operand.rank() - (operand.k_first ? 2 : 1)];
   along = (along + source->block - 1) / source->block;
+  int64_t& across = expected[operand.rank() - (operand.k_first ? 1 : 2)];
+  across = (across + operand.block_rows - 1) / operand.block_rows;
   if (!SameShape(operand.scales.dimensions(), expected)) {
     return InvalidArgument("mx_jax matmul: ", operand.side, "_scales must have shape ",
                            Shape(expected), " for codes of shape ", Shape(shape),
-                           " and block=", source->block, ", got ",
+                           " and block=", source->block, ", block_rows=", operand.block_rows, ", got ",
                            Shape(operand.scales.dimensions()));
   }
   source->element = static_cast<Element>(name - std::begin(kElementNames));
   source->scale_kind = operand.scale == "e8m0" ? kScaleE8M0 : kScaleE4M3;
   source->scales = static_cast<const uint8_t*>(operand.scales.untyped_data());
+  if (operand.block_rows != 1) {
+    SpreadScales(operand, along);
+    source->scales = operand.spread.data();
+  }
   return ffi::Error::Success();
 }
 
-inline ffi::Error ParseOperand(const Operand& operand, int32_t block, Source* source) {
+inline ffi::Error ParseOperand(Operand& operand, int32_t block, Source* source) {
   if (operand.rank() < 2) {
     return InvalidArgument("mx_jax matmul: ", operand.side,
                            " must be [*batch, rows, k], got shape ",
                            Shape(operand.elements.dimensions()));
+  }
+  if (operand.block_rows < 1) {
+    return InvalidArgument("mx_jax matmul: ", operand.side, "_block_rows must be above 0, got ",
+                           operand.side, "_block_rows=", operand.block_rows);
   }
   source->block = block;
   source->elements = operand.elements.untyped_data();

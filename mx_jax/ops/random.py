@@ -54,13 +54,15 @@ def draw_bits(key: jax.Array | DerivedKey, shape: tuple[int, ...], width: int) -
 
 
 def draw_signs(transform: Hadamard, key: jax.Array | DerivedKey | None) -> jax.Array:
-    """`reference.hadamard.draw_signs`: a transform's signs, from the key if it draws them."""
+    """A transform's signs as int32, of which negative ones stand for -1.
+
+    They are those of `reference.hadamard.draw_signs`: it draws a float32 below 0.5 where the first
+    bit is 0.
+    """
     if transform.signs is not None:
-        return jnp.asarray(transform.signs, jnp.float32)
+        return jnp.asarray(transform.signs, jnp.int32)
     assert key is not None, "random signs without a key"
-    # A float32 below 0.5 is drawn where the first bit is 0.
-    drawn = draw_bits(key, (transform.size,), 17)
-    return 1 - 2 * (drawn >> 16).astype(jnp.float32)
+    return draw_bits(key, (transform.size,), 32)
 
 
 def split_key(key: jax.Array | DerivedKey, number: int = 2) -> tuple[DerivedKey, ...]:

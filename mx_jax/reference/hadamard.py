@@ -120,7 +120,7 @@ def apply(
 
     Args:
       x: values, length k along the axis.
-      signs: `[g]`.
+      signs: `[g]`, of which negative ones stand for -1.
       axis: the axis.
       in_bfloat16: whether to multiply bfloat16 values by 1 and -1, which is exact, and divide the
         float32 sums by sqrt(g): the same but for rounding, on units that are faster.
@@ -160,6 +160,7 @@ def _in_groups(
     size = signs.shape[0]
     axis %= x.ndim
     groups, (within,) = block_shapes.split(x, ((axis - x.ndim, size),), fill=True)
+    signs = jnp.where(signs < 0, jnp.float32(-1), jnp.float32(1))
     signs = jnp.expand_dims(signs, [at for at in range(groups.ndim) if at != within])
     turned = turn(groups, signs, within)
     length = groups.shape[axis] * size if length is None else length

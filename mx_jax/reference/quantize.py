@@ -139,6 +139,12 @@ def _largest_by_halves(magnitudes: jax.Array, axis: int) -> jax.Array:
     return magnitudes
 
 
+def find_tensor_scale(x: jax.Array, blocks: Blocks, largest_value: float) -> jax.Array:
+    """`tensor_scale_of` of values in blocks."""
+    pieces, inside = block_shapes.split(x, blocks)
+    return tensor_scale_of(_block_amax(pieces, inside), largest_value, x.ndim)
+
+
 def tensor_scale_of(amax: jax.Array, largest_value: float, ndim: int) -> jax.Array:
     """`amax / (largest block scale * largest element)`, float32 of shape [1] * ndim.
 

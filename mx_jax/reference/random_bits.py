@@ -12,7 +12,7 @@ def draw_bits(key: jax.Array, shape: tuple[int, ...], width: int) -> jax.Array:
     Args:
       key: a PRNG key.
       shape: of the result.
-      width: 1 to 31; up to 16 they are drawn as uint16.
+      width: 1 to 32; up to 16 they are drawn as uint16.
     """
     if width > 16:
         return (jax.random.bits(key, shape, jnp.uint32) >> (32 - width)).astype(jnp.int32)

@@ -51,7 +51,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     casts.QUANTIZE: (
         {"x": zeros(4, 64, dtype=np.float32)},
         {"codes": u8(4, 64), "scales": u8(4, 2)},
-        casts.quantize_attributes(CALL) | PLAIN,
+        casts.quantize_attributes(CALL, False),
     ),
     casts.DEQUANTIZE: (
         {"codes": zeros(4, 64), "scales": zeros(4, 2)},
@@ -67,16 +67,6 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "other_scales": u8(2, 64),
         },
         casts._both_attributes((BOTH.first, BOTH.second), False),
-    ),
-    casts.LARGEST: (
-        {"x": zeros(8, 32, dtype=np.float32)},
-        {"amax": i32(8, 1)},
-        {"blocks": np.array((-1, 16))},
-    ),
-    casts.TENSOR_SCALE: (
-        {"amax": zeros(4, 3, dtype=np.int32)},
-        {"scales": f32(1, 1)},
-        {"largest_value": np.float32(2688)},
     ),
     rejections.MATMUL: (
         {
@@ -96,18 +86,22 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "block": np.int32(32),
             "lhs_k_first": False,
             "rhs_k_first": False,
+            "lhs_block_rows": np.int32(1),
+            "rhs_block_rows": np.int32(1),
         },
     ),
 }
 
 
-def call(target: str, **changes: Any) -> None:
+def call(target: str, **changes: Any) -> Any:
     operands, results, attributes = RIGHT[target]
+    if "tensor_scale" in changes:
+        results = results | {"tensor_scale": None}
     given = operands | results | attributes | changes
     outputs = [given.pop(name) for name in results]
     inputs = [given.pop(name) for name in operands]
     found = jax.ffi.ffi_call(target, outputs if outputs[1:] else outputs[0])(*inputs, **given)
-    jax.block_until_ready(found)
+    return jax.block_until_ready(found)
 
 
 def blocks(*pairs: int) -> dict[str, Any]:
@@ -115,6 +109,7 @@ def blocks(*pairs: int) -> dict[str, Any]:
 
 
 DRAWS = {"rounding": "stochastic", "random_bits": np.int32(16)}
+FOUND = {"largest_value": np.float32(2688)}
 DTYPES = "needs float32, bfloat16 or float16"
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
     casts.QUANTIZE: [
@@ -139,6 +134,20 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"threshold": np.int32(0)}, "needs 1 <= threshold"),
         ({"has_tensor_scale": True}, "needs 1 operands after x"),
         (DRAWS, "needs 1 operands"),
+        (FOUND | {"tensor_scale": f32(4, 2)}, r"last axes, .*reduced to 1, got tensor_scale.shape"),
+        (FOUND | {"tensor_scale": f32(1, 64)}, "reduced to 1"),
+        (FOUND | {"tensor_scale": f32(1)}, "reduced to 1"),
+        (
+            FOUND | {"tensor_scale": f32(4, 1), "scales": u8(1, 64)} | blocks(-2, 16),
+            "all blocked ones among them, reduced to 1",
+        ),
+        (FOUND, "needs 1 results after scales: a tensor scale where .*, got 0"),
+        ({"tensor_scale": f32(1, 1)}, "needs 0 results after scales"),
+        (FOUND | {"largest_value": np.float32(-1)}, "largest_value must be above 0"),
+        (
+            FOUND | {"has_tensor_scale": True},
+            "largest_value must be above 0 .*, has_tensor_scale=1",
+        ),
     ],
     casts.DEQUANTIZE: [
         ({"codes": zeros(4, 63)}, r"codes must be uint8 of shape \(4, 64\)"),
@@ -171,25 +180,14 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             "need whole blocks along the last",
         ),
     ],
-    casts.LARGEST: [
-        ({"amax": i32(8, 2)}, r"amax must be int32 of shape \(8, 1\), got amax.shape=\(8, 2\)"),
-        ({"amax": f32(8, 1)}, "amax must be int32"),
-        (blocks(-2, 4), r"amax must be int32 of shape \(2, 1\)"),
-        (blocks(0, 4), "blocks need axes in -2..-1"),
-        ({"amax": i32(2, 2)} | blocks(-2, 4, -1, 16), r"amax must be int32 of shape \(2, 1\)"),
-    ],
-    casts.TENSOR_SCALE: [
-        ({"scales": f32(4, 2)}, r"reduced to 1, got scales.shape=\(4, 2\) for amax.shape=\(4, 3\)"),
-        ({"scales": f32(1, 3)}, "reduced to 1"),
-        ({"scales": f32(1)}, "reduced to 1"),
-        ({"largest_value": np.float32(0)}, "needs largest_value > 0, got largest_value=0"),
-    ],
     rejections.MATMUL: [
         ({"block": np.int32(8)}, "block must be 16 or 32, got block=8"),
         ({"lhs_element": "e9m9"}, "unknown lhs_element='e9m9'"),
         ({"rhs_scale": "f32"}, "unknown rhs_scale='f32'"),
         ({"lhs_element": "none"}, f"lhs_element='none' {DTYPES}"),
         ({"lhs_scales": zeros(5, 3)}, r"lhs_scales must have shape \(5, 2\)"),
+        ({"lhs_block_rows": np.int32(4)}, r"lhs_scales must have .* \(2, 2\) .*block_rows=4, got"),
+        ({"rhs_block_rows": np.int32(0)}, "rhs_block_rows must be above 0, got rhs_block_rows=0"),
         ({"rhs": zeros(7, 64, dtype=np.int8)}, "codes and scales must be uint8"),
         ({"rhs": zeros(64)}, r"rhs must be \[\*batch, rows, k\]"),
         (
@@ -231,6 +229,20 @@ def test_wrong_calls(target: str, changes: dict[str, Any], message: str):
         call(target, **changes)
 
 
+@needs_library
+def test_rows_share_the_scales_of_square_blocks():
+    rng = np.random.default_rng(1)
+    lhs, rhs = (jnp.asarray(rng.integers(120, 134, (2, 2)), jnp.uint8) for _ in range(2))
+    codes = {"rhs": jnp.asarray(rng.integers(0, 120, (64, 7)), jnp.uint8), "rhs_k_first": True}
+    codes |= {"lhs": jnp.asarray(rng.integers(0, 16, (5, 64)), jnp.uint8)}
+    rows = {"lhs_block_rows": np.int32(4), "rhs_block_rows": np.int32(4)}
+    found = call(rejections.MATMUL, lhs_scales=lhs, rhs_scales=rhs, **codes, **rows)
+    spread = jnp.repeat(lhs, 4, 0)[:5], jnp.repeat(rhs, 4, 1)[:, :7]
+    expected = call(rejections.MATMUL, lhs_scales=spread[0], rhs_scales=spread[1], **codes)
+    np.testing.assert_array_equal(found, expected)
+    assert np.unique(np.asarray(found)).size > 30
+
+
 DISTANT = (4, 5, 40)
 
 
@@ -260,6 +272,10 @@ DISTANT = (4, 5, 40)
             "needs blocks of 16 or 32 along k",
         ),
         (MatmulCase(lhs=MXFP4, rhs=NVFP4).call, "needs one block size, got lhs="),
+        (
+            MatmulCase(lhs=MXFP4, rhs=MXFP4_2D, n=(2, 40)).call,
+            "needs whole blocks of the last of several kept axes, got rhs=",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -18,7 +18,7 @@ RNG = np.random.default_rng(0)
 
 
 def drawn(shape: tuple[int, ...], dtype: str, size: int) -> tuple[jax.Array, jax.Array]:
-    signs = jnp.asarray(RNG.choice([-1, 1], size), jnp.float32)
+    signs = jnp.asarray(RNG.choice([-1, 1], size), jnp.int32)
     return jnp.asarray(RNG.normal(size=shape), dtype), signs
 
 

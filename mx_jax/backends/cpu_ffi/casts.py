@@ -1,7 +1,6 @@
 """Casts by the compiled handlers, with what they draw and transform: `custom_calls/casts/`."""
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -19,11 +18,13 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
+from mx_jax.backends.target import on_one_device
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks, block_extent
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
+from mx_jax.reference import quantize as reference
 from mx_jax.reference.scale_rules import (
     AMAX,
     AMAX_MULTIPLIER,
@@ -43,17 +44,19 @@ class CastAxes(NamedTuple):
     Attributes:
       elements: what has one entry for each element.
       tensor_scale: one entry for all, or for each position of some of the tensor's first axes.
+      found: a tensor scale for each of a batch, where all of the tensor's axes have names.
       scales: what has one entry for each block, for each kind of blocks.
     """
 
     elements: str
     tensor_scale: str
+    found: str
     scales: tuple[str, ...]
 
 
-def cast_axes(*kinds: Blocks) -> CastAxes:
-    """Axes of a tensor with these blocks: as far as blocks lie, each has a name."""
-    depth = max(-axis for blocks in kinds for axis, _ in blocks)
+def cast_axes(*kinds: Blocks, depth: int = 0) -> CastAxes:
+    """Axes of a tensor with these blocks: as far as blocks lie, and `depth`, each has a name."""
+    depth = max(depth, *(-axis for blocks in kinds for axis, _ in blocks))
     names = [f"a{place}" for place in reversed(range(depth))]
     scales = []
     for blocks in kinds:
@@ -61,7 +64,8 @@ def cast_axes(*kinds: Blocks) -> CastAxes:
         for axis, size in blocks:
             counted[axis] += f"/{names[axis] if size is WHOLE else size}"
         scales.append(" ".join(["*b", *counted]))
-    return CastAxes(" ".join(["*b", *names]), "*t" + " 1" * depth, tuple(scales))
+    ones = " 1" * depth
+    return CastAxes(" ".join(["*b", *names]), f"*t{ones}", f"*b{ones}", tuple(scales))
 
 
 def flat_blocks(blocks: Blocks) -> np.ndarray:
@@ -105,40 +109,13 @@ def facts(element: ElementFormat) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
-LARGEST = "mx_jax_cpu_amax"
-TENSOR_SCALE = "mx_jax_cpu_tensor_scale"
-
-
-def tensor_scale_of(x: jax.Array, call: QuantizeCall) -> jax.Array:
-    """The scale of the whole tensor, from its largest finite block: the reference's."""
-    largest_value = call.scale_rule.largest_value(call.format)
-    return _scale(x.ndim, largest_value)(*_amax(x.shape, call)(x))[0]
-
-
-def _amax(shape: tuple[int, ...], call: QuantizeCall) -> Handler:
-    """Patterns of the largest finite blocks: one a row, or one a row of blocks."""
-    blocks = sorted(call.blocks)
-    (axis, size), *more = blocks
-    single = not more and math.prod(shape[axis:][1:]) == 1
-    runs = ((axis, WHOLE if single else size), *((a, WHOLE) for a in range(axis + 1, 0)))
-    axes = cast_axes(runs)
-    return Handler(
-        target=LARGEST,
-        axes=f"{axes.elements} -> {axes.scales[0]}",
-        dtypes=(np.dtype("int32"),),
-        attributes=hashable({"blocks": flat_blocks(call.blocks)}),
-    )
-
-
-def _scale(ndim: int, largest_value: float) -> Handler:
-    """The scale of all patterns but for what vmap adds in front: no axis of theirs is a batch."""
-    names = " ".join(f"a{place}" for place in reversed(range(ndim)))
-    return Handler(
-        target=TENSOR_SCALE,
-        axes=f"*b {names} -> *b{' 1' * ndim}",
-        dtypes=(np.dtype("float32"),),
-        attributes=hashable({"largest_value": np.float32(largest_value)}),
-    )
+def _known_scale(
+    x: jax.Array, tensor_scale: jax.Array | None, call: QuantizeCall
+) -> jax.Array | None:
+    """The tensor scale, if it is given or several devices share it; else the handler finds it."""
+    if not call.format.tensor_scale or tensor_scale is not None or on_one_device.value:
+        return tensor_scale
+    return reference.find_tensor_scale(x, call.blocks, call.scale_rule.largest_value(call.format))
 
 
 QUANTIZE = "mx_jax_cpu_quantize"
@@ -226,8 +203,7 @@ def quantize(
 ) -> MXArray:
     """x quantized: elements by the handler, what some rules do besides by plain JAX."""
     x, rule = lax.stop_gradient(x), call.scale_rule
-    if call.format.tensor_scale and tensor_scale is None:
-        tensor_scale = tensor_scale_of(x, call)
+    tensor_scale = _known_scale(x, tensor_scale, call)
     how = _quantize
     if rule.correction is not None:
         how = _corrected
@@ -244,7 +220,7 @@ def _corrected(
     codes, _ = block_shapes.split(found.codes, call.blocks, fill=True)
     spread, scales, drawn = (
         None if own is None else block_shapes.spread(own, inside)
-        for own in (tensor_scale, found.scales, random_bits)
+        for own in (found.tensor_scale, found.scales, random_bits)
     )
     unseen: Any = None
     data = BlockData(pieces, inside, unseen, call.format, spread)
@@ -259,12 +235,11 @@ def _of_least_loss(
     """Of two casts, in each block that which loses less where it rounds to nearest."""
     assert isinstance(call.scale_rule.scales, LeastLoss)
     casts = [_by(call, function) for function in call.scale_rule.scales.rules]
-    nearest = [
-        _quantize(x, None, tensor_scale, dataclasses.replace(cast, rounding=NEAREST))
-        for cast in casts
-    ]
-    lost, other = (_lost(x, own, call) for own in nearest)
-    first, second = nearest
+    in_turn = [dataclasses.replace(cast, rounding=NEAREST) for cast in casts]
+    first = _quantize(x, None, tensor_scale, in_turn[0])
+    tensor_scale = first.tensor_scale
+    second = _quantize(x, None, tensor_scale, in_turn[1])
+    lost, other = (_lost(x, own, call) for own in (first, second))
     if call.rounding != NEAREST:
         first, second = (_quantize(x, random_bits, tensor_scale, own) for own in casts)
     better = other < lost
@@ -294,8 +269,9 @@ def _quantize(
     tensor_scale: jax.Array | None,
     call: QuantizeCall,
 ) -> MXArray:
-    """By a rule of amax, by the handler alone, which is given the tensor scale."""
-    axes, optional = cast_axes(call.blocks), {}
+    """By a rule of amax, by the handler alone."""
+    finds = call.format.tensor_scale and tensor_scale is None
+    axes, optional = cast_axes(call.blocks, depth=x.ndim if finds else 0), {}
     if tensor_scale is not None:
         optional["tensor_scale"] = axes.tensor_scale, tensor_scale
     if random_bits is not None:
@@ -303,14 +279,12 @@ def _quantize(
     given = ", ".join([axes.elements, *(own for own, _ in optional.values())])
     handler = Handler(
         target=QUANTIZE,
-        axes=f"{given} -> {axes.elements}, {axes.scales[0]}",
-        dtypes=result_dtypes(call),
-        attributes=hashable(
-            quantize_attributes(call) | {"has_tensor_scale": tensor_scale is not None}
-        ),
+        axes=f"{given} -> {axes.elements}, {axes.scales[0]}" + f", {axes.found}" * finds,
+        dtypes=result_dtypes(call) + (np.dtype("float32"),) * finds,
+        attributes=hashable(quantize_attributes(call, tensor_scale is not None)),
     )
-    codes, scales = handler(x, *(operand for _, operand in optional.values()))
-    return as_mxarray(codes, scales, tensor_scale, call)
+    codes, scales, *found = handler(x, *(operand for _, operand in optional.values()))
+    return as_mxarray(codes, scales, found[0] if found else tensor_scale, call)
 
 
 def result_dtypes(call: QuantizeCall) -> tuple[np.dtype, np.dtype]:
@@ -332,14 +306,18 @@ def as_mxarray(
     )
 
 
-def quantize_attributes(call: QuantizeCall) -> dict[str, object]:
+def quantize_attributes(call: QuantizeCall, has_tensor_scale: bool) -> dict[str, object]:
     """What the handler is told about a call, besides shapes and dtypes."""
+    finds = call.format.tensor_scale and not has_tensor_scale
+    largest_value = call.scale_rule.largest_value(call.format) if finds else 0
     rule, rounding = _rule(call), _rounding(call.rounding)
     assert rule is not None and rounding is not None, call
     scale_element = call.format.scale.element
     return {
         "blocks": flat_blocks(call.blocks),
         "element": facts(call.format.element),
+        "has_tensor_scale": has_tensor_scale,
+        "largest_value": np.float32(largest_value),
         "rounding": rounding,
         "random_bits": np.int32(call.rounding.random_bits),
         "rule": rule.name,
@@ -387,12 +365,11 @@ def quantize_both(
     swapped = last is not call.first
     first, second = random_bits
     bits = (second, first) if swapped else (first, second)
-    of_last, of_other = tensor_scale, tensor_scale
-    if call.first.format.tensor_scale and tensor_scale is None:
-        # One each: blocks with NaN or Inf count for neither, and they are other blocks.
-        of_last, of_other = tensor_scale_of(x, last), tensor_scale_of(x, other)
+    # One each: blocks with NaN or Inf count for neither, and they are other blocks.
+    of_last, of_other = (_known_scale(x, tensor_scale, own) for own in (last, other))
     parts = _by_handler((last, other), bits, x, (of_last, of_other))
-    codes, scales, other_codes, other_scales = parts
+    codes, scales, other_codes, other_scales, *found = parts
+    of_last, of_other = found or (of_last, of_other)
     along_last = as_mxarray(codes, scales, of_last, last)
     along_other = as_mxarray(other_codes, other_scales, of_other, other)
     return (along_other, along_last) if swapped else (along_last, along_other)
@@ -405,7 +382,9 @@ def _by_handler(
     tensor_scales: tuple[jax.Array | None, jax.Array | None],
 ) -> tuple[jax.Array, ...]:
     last, other = calls
-    axes, has_tensor_scale = cast_axes(last.blocks, other.blocks), tensor_scales[0] is not None
+    has_tensor_scale = tensor_scales[0] is not None
+    finds = last.format.tensor_scale and not has_tensor_scale
+    axes = cast_axes(last.blocks, other.blocks, depth=x.ndim if finds else 0)
     operands, given = [x], [axes.elements]
     for drawn, tensor_scale in zip(bits, tensor_scales, strict=True):
         if tensor_scale is not None:
@@ -414,11 +393,11 @@ def _by_handler(
         if drawn is not None:
             operands.append(drawn)
             given.append(axes.elements)
-    wanted = [f"{axes.elements}, {scales}" for scales in axes.scales]
+    wanted = [f"{axes.elements}, {scales}" for scales in axes.scales] + [axes.found] * 2 * finds
     handler = Handler(
         target=QUANTIZE_BOTH,
         axes=f"{', '.join(given)} -> {', '.join(wanted)}",
-        dtypes=result_dtypes(last) + result_dtypes(other),
+        dtypes=result_dtypes(last) + result_dtypes(other) + (np.dtype("float32"),) * 2 * finds,
         attributes=hashable(_both_attributes(calls, has_tensor_scale)),
     )
     return handler(*operands)
@@ -431,9 +410,7 @@ def _both_attributes(
     return {
         f"{prefix}_{name}": value
         for prefix, call in zip(("last", "other"), calls, strict=True)
-        for name, value in (
-            quantize_attributes(call) | {"has_tensor_scale": has_tensor_scale}
-        ).items()
+        for name, value in quantize_attributes(call, has_tensor_scale).items()
     }
 
 
@@ -528,11 +505,12 @@ def transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array:
     """`reference.hadamard.apply`, or `invert`, by the handler."""
     names = [f"e{axis}" for axis in range(len(call.shape))]
     before, after = " ".join(names[: call.axis]), " ".join(names[call.axis + 1 :])
+    num_inner = np.int32(len(call.shape) - 1 - call.axis)
     handler = Handler(
         target=TRANSFORM,
-        axes=f"*b ({before}) k ({after}), *b size -> *b ({before}) turned ({after})",
+        axes=f"*b {before} k {after}, *b size -> *b {before} turned {after}",
         dtypes=(np.dtype("float32"),),
-        attributes=hashable({"is_inverse": call.length is not None}),
+        attributes=hashable({"is_inverse": call.length is not None, "num_inner": num_inner}),
         sizes=(("turned", call.result_length),),
     )
     (turned,) = handler(x, signs)
@@ -564,7 +542,7 @@ def random_bits(data: jax.Array, call: RandomBitsCall) -> jax.Array:
     indices = np.array([index for index, _ in call.derivations], np.int64)
     handler = Handler(
         target=RANDOM_BITS,
-        axes=f"*b 2 -> *b ({' '.join(names)})",
+        axes=f"*b 2 -> *b {' '.join(names)}",
         dtypes=(np.dtype("int32"),),
         attributes=hashable({"width": np.int32(call.width), "derivations": indices}),
         sizes=tuple(zip(names, call.shape, strict=True)),

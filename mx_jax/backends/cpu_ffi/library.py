@@ -23,7 +23,7 @@ LIBRARY_VARIABLE = "MX_JAX_CPU_LIBRARY"
 ISA_VARIABLE = "MX_JAX_CPU_ISA"
 
 # What `custom_calls/common/library.h` calls kInterface: what handlers take and give.
-INTERFACE = 6
+INTERFACE = 7
 
 # What `custom_calls/common/dispatch.cc` calls them, from least to most: a machine that has one has
 # those before it.

@@ -26,7 +26,14 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.cpu_ffi import casts, rejections
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.rejections import DTYPES, MATMUL, PACKED_MATMUL, block_size, names
+from mx_jax.backends.cpu_ffi.rejections import (
+    DTYPES,
+    MATMUL,
+    PACKED_MATMUL,
+    block_rows,
+    block_size,
+    names,
+)
 from mx_jax.backends.cpu_ffi.weights import PANEL_ROWS, PANELS, ROWS, by_parts, by_rows
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.formats import BlockFormat
@@ -147,43 +154,36 @@ class _Side:
 def _side(operand: Operand, axes: Axes, which: Literal["lhs", "rhs"]) -> _Side:
     """One operand of a product."""
     format = operand.format if isinstance(operand, MXArray) else None
+    together = block_rows(format)
     batch, letter = ("*l", "m") if which == "lhs" else ("*r", "n")
-    kept = f"({' '.join(f'{letter}{index}' for index in range(len(axes.kept)))})"
+    kept = " ".join(f"{letter}{index}" for index in range(len(axes.kept)))
     k = " ".join(f"k{index}" for index in range(len(axes.contracting)))
 
-    def in_order(k: str) -> str:
-        return f"{batch} ({k}) {kept}" if axes.k_first else f"{batch} {kept} ({k})"
+    def in_order(k: str, kept: str) -> str:
+        return f"{batch} ({k}) ({kept})" if axes.k_first else f"{batch} ({kept}) ({k})"
 
-    scales = "0" if format is None else in_order(f"{k}/{block_size(format)}")
+    if isinstance(operand, MXArray):
+        elements, scales, given = operand.codes, operand.scales, operand.tensor_scale
+        rows = f"{kept}/{together}" if kept and together != 1 else kept
+        scale_axes = in_order(f"{k}/{block_size(operand.format)}", rows)
+    else:
+        elements = operand if operand.dtype in DTYPES else operand.astype(jnp.float32)
+        scales, given, scale_axes = jnp.zeros((0,), jnp.uint8), None, "0"
     # A batch of its own: one matrix's scale may stand for all.
     own = ("*s" if which == "lhs" else "*t") + " 1" * (operand.ndim - len(axes.batch))
-    given = operand.tensor_scale if isinstance(operand, MXArray) else None
     tensor_scale, own = _tensor_scale(given, own)
     element, scale = names(format)
     return _Side(
-        arrays=(*_arrays(operand, axes.contracting[-1]), tensor_scale),
-        axes=f"{in_order(k)}, {scales}, {own}",
-        kept=kept,
+        arrays=(elements, scales, tensor_scale),
+        axes=f"{in_order(k, kept)}, {scale_axes}, {own}",
+        kept=f"({kept})",
         attributes={
             f"{which}_element": element,
             f"{which}_scale": scale,
             f"{which}_k_first": axes.k_first,
+            f"{which}_block_rows": np.int32(together),
         },
     )
-
-
-def _arrays(operand: Operand, contracting: int) -> tuple[jax.Array, jax.Array]:
-    """Elements and scales; blocks that span rows too get a scale for each row."""
-    if not isinstance(operand, MXArray):
-        known = operand.dtype in DTYPES
-        return operand if known else operand.astype(jnp.float32), jnp.zeros((0,), jnp.uint8)
-    scales = operand.scales
-    for axis, size in operand.blocks:
-        if axis % operand.ndim != contracting:
-            assert isinstance(size, int), operand.blocks
-            repeated = jnp.repeat(scales, size, axis)
-            scales = lax.slice_in_dim(repeated, 0, operand.shape[axis], axis=axis)
-    return operand.codes, scales
 
 
 # Rows of a tile: about as many as a group has, within what keeps a matrix's decoding worth while

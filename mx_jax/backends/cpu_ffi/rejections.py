@@ -50,6 +50,11 @@ def rejects(call: MatmulCall) -> str | None:
         reason = rejects_format(format)
         if reason is not None:
             return reason
+    for side, own in call.sides:
+        rows = block_rows(own.format)
+        length = own.shape[own.axes.kept[-1]] if len(own.axes.kept) > 1 else 0
+        if rows != 1 and not (isinstance(length, int) and length % rows == 0):
+            return f"needs whole blocks of the last of several kept axes, got {side}={own}"
     blocks = {format.block[1] for format in formats}
     if len(blocks) > 1:
         return f"needs one block size, got lhs={call.lhs.format}, rhs={call.rhs.format}"
@@ -78,6 +83,13 @@ def block_size(format: BlockFormat) -> int:
     size = format.block[1]
     assert isinstance(size, int), format
     return size
+
+
+def block_rows(format: BlockFormat | None) -> int:
+    """Kept positions of one block, of a format that is taken."""
+    rows = 1 if format is None else format.block[0]
+    assert isinstance(rows, int), format
+    return rows
 
 
 def rejects_format(format: BlockFormat) -> str | None:
