@@ -146,7 +146,7 @@ def _blocks(shape: Shape, format: BlockFormat, blocks: Blocks) -> str | None:
 
 
 def _tensor_scale(
-    shape: Shape, tensor_scale: Any, format: BlockFormat, blocks: Blocks
+    shape: Shape, tensor_scale: jax.Array | None, format: BlockFormat, blocks: Blocks
 ) -> str | None:
     if tensor_scale is None:
         return "tensor_scale is missing, got tensor_scale=None" if format.tensor_scale else None

@@ -8,8 +8,9 @@ becomes NaN.
 import dataclasses
 import math
 import operator
+import types
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from mx_jax.codecs.scale import E8M0_NAN
 from mx_jax.formats import WHOLE, BlockSize, ScaleFormat, Whole
 
 Shape = tuple[int, ...]
+Index = int | slice | types.EllipsisType | None | jax.Array | np.ndarray | Sequence[int]
 
 _REMEDY = "dequantize() first, or index whole blocks"
 
@@ -35,7 +37,9 @@ class Indexed(NamedTuple):
     blocks: Blocks
 
 
-def index_blocks(index: Any, shape: tuple[int, ...], blocks: Blocks) -> Indexed:
+def index_blocks(
+    index: Index | tuple[Index, ...], shape: tuple[int, ...], blocks: Blocks
+) -> Indexed:
     """Translate `x[index]` to codes and scales.
 
     Axes without blocks take ints and any slice; the first axis also takes an integer array (a
@@ -124,7 +128,7 @@ def transpose_blocks(axes: tuple[int, ...], blocks: Blocks) -> Blocks:
     return tuple((axis, size) for axis, size in moved if size is not None)
 
 
-def _complete(index: Any, ndim: int) -> list[Any]:
+def _complete(index: Index | tuple[Index, ...], ndim: int) -> list[Any]:
     items = list(index) if isinstance(index, tuple) else [index]
     used = sum(item is not None and item is not Ellipsis for item in items)
     if used > ndim:
@@ -149,7 +153,10 @@ def _check_arrays(items: list[Any]) -> None:
 
 
 def _index_axis(
-    item: Any, axis: int, length: int, size: BlockSize | None
+    item: SupportsIndex | slice | jax.Array | np.ndarray | list[int],
+    axis: int,
+    length: int,
+    size: BlockSize | None,
 ) -> tuple[Any, Any, list[BlockSize | None]]:
     if isinstance(item, slice):
         if size is None:
@@ -200,7 +207,7 @@ class Reshaped(NamedTuple):
     blocks: Blocks
 
 
-def reshape(x: Any, shape: Any, options: dict[str, Any]) -> Any:
+def reshape(x: Any, shape: Sequence[int | Sequence[int]], options: dict[str, Any]) -> Any:
     """An MXArray in another shape; see `MXArray.reshape`."""
     if {name for name, value in options.items() if value is not None} != {"order"} or (
         options["order"] != "C"
@@ -224,7 +231,7 @@ def reshape(x: Any, shape: Any, options: dict[str, Any]) -> Any:
 
 
 def reshape_blocks(
-    wanted: Any, shape: Shape, blocks: Blocks, tensor_scale: Shape | None
+    wanted: Sequence[int | Sequence[int]], shape: Shape, blocks: Blocks, tensor_scale: Shape | None
 ) -> Reshaped:
     """What `x.reshape(wanted)` does to a blocked tensor.
 
@@ -350,7 +357,7 @@ class At:
 
     array: Any
 
-    def __getitem__(self, index: Any) -> "Region":
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> "Region":
         return Region(self.array, index)
 
 
@@ -419,7 +426,7 @@ def dynamic_update_slice(x: Any, update: Any, start_indices: Sequence[Any]) -> A
     )
 
 
-def _check_values(values: Any, x: Any, shape: Any, blocks: Any, operation: str) -> None:
+def _check_values(values: Any, x: Any, shape: Shape, blocks: Blocks, operation: str) -> None:
     """Raise unless values are an MXArray that may stand in that part of x."""
     if not isinstance(values, type(x)):
         raise TypeError(

@@ -19,6 +19,7 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.sharding import PartitionSpec
 
+from mx_jax.codecs.explicit_axes import Spec
 from mx_jax.convert.caches import CachedAttention, CacheFormat, as_array, is_plain
 from mx_jax.convert.functions import call_of_model
 from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
@@ -393,7 +394,7 @@ class StoredEmbed(flax_nnx.Embed):
         values = rows_of(table, jnp.asarray(inputs)).dequantize(self.dtype or table.dtype)
         return values if out_sharding is None else jax.sharding.reshard(values, out_sharding)
 
-    def attend(self, query: jax.Array, out_sharding: object = None) -> jax.Array:
+    def attend(self, query: jax.Array, out_sharding: Spec | None = None) -> jax.Array:
         """The query times the table, along the features."""
         table = quantized_in(self.embedding[...])
         if table is None:

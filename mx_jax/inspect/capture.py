@@ -23,7 +23,7 @@ from mx_jax.inspect.flax_modules import counted_scans, module_paths
 from mx_jax.inspect.records import Memory, Record, Scalar, Sink
 from mx_jax.inspect.statistics import STATISTICS, Raw
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.tags import Counters, Tag, at_step, counters, watching
+from mx_jax.ops.tags import Counters, IntScalar, Tag, at_step, counters, watching
 from mx_jax.ops.watched import CallSite, Observation, ObservedProduct, values
 
 Filter = Callable[[Tag], bool]
@@ -36,7 +36,7 @@ def capture(
     *,
     stats: str | Collection[str] = STATISTICS,
     every: int = 1,
-    step: object = None,
+    step: IntScalar | None = None,
     sink: Sink | Sequence[Sink] | None = None,
 ) -> "Capture":
     """A context that records what quantization does to the operands of products.
@@ -148,7 +148,7 @@ class Capture:
         *,
         stats: frozenset[str],
         every: int = 1,
-        step: object = None,
+        step: IntScalar | None = None,
         sinks: Sequence[Sink],
         operation: str = "capture",
         missing: str = "there is no record",
@@ -505,7 +505,7 @@ class _FirstNonFinite:
 
 
 @contextlib.contextmanager
-def guard(filter: str | Filter | None = None, *, step: object = None) -> Iterator[None]:
+def guard(filter: str | Filter | None = None, *, step: IntScalar | None = None) -> Iterator[None]:
     """A context that raises at the first block with Inf or NaN in it that is to be quantized.
 
     Forward products come before their gradients, and the step is over before it raises: so what is

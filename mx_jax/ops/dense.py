@@ -5,16 +5,17 @@
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 
 from mx_jax.axes import ProductAxes, Side
-from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
+from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, OperandType
 from mx_jax.backends.primitive import bind, choose, compiler_splits
 from mx_jax.backends.select import active
+from mx_jax.codecs.explicit_axes import Spec
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import GRADIENTS, Key, product_key
 from mx_jax.ops.operands import (
@@ -30,7 +31,14 @@ from mx_jax.ops.operands import (
     unscaled,
 )
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
-from mx_jax.ops.product import CotangentAval, Residual, note_cast, noted, one_program
+from mx_jax.ops.product import (
+    CotangentAval,
+    OperandOrResidual,
+    Residual,
+    note_cast,
+    noted,
+    one_program,
+)
 from mx_jax.ops.quantize import OperandCast, quantize_operand_both
 from mx_jax.ops.sharded_operands import twice
 from mx_jax.ops.tags import GRADIENT, Free
@@ -45,9 +53,9 @@ def multiply(
     axes: ProductAxes,
     out_dtype: np.dtype,
     *,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     fast_accumulation: bool = False,
-    out_sharding: Any = None,
+    out_sharding: Spec | None = None,
     stored: Collection[Side] = (),
     split: bool = True,
     reduce_dtype: np.dtype | None = None,
@@ -130,15 +138,19 @@ class DenseProduct:
     recipe: MatmulRecipe
     axes: ProductAxes
     out_dtype: np.dtype
-    precision: Any = None
+    precision: lax.PrecisionLike = None
     moves: Moves = STAY
 
     @one_program("self", "stored")
-    def forward(self, lhs: Any, rhs: Any, extra: Key, stored: tuple[Side, ...] = ()) -> jax.Array:
+    def forward(
+        self,
+        lhs: OperandOrResidual,
+        rhs: OperandOrResidual,
+        extra: Key,
+        stored: tuple[Side, ...] = (),
+    ) -> jax.Array:
         """The product."""
-        spec = self.recipe.fwd
-        if isinstance(lhs, Residual) or isinstance(rhs, Residual):
-            lhs, rhs, spec = as_taken(lhs, rhs, spec)
+        lhs, rhs, spec = as_taken(lhs, rhs, self.recipe.fwd)
         key = product_key(self.recipe, "fwd", extra)
         with jax.named_scope("output"):
             left, right = prepare_operands(lhs, rhs, spec, self.axes, key, self.moves)
@@ -178,7 +190,7 @@ class DenseProduct:
 
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: Key
-    ) -> tuple[AnyOperand | Residual, AnyOperand | Residual, Key]:
+    ) -> tuple[OperandOrResidual, OperandOrResidual, Key]:
         """The operands as they came, or as the product took them, and the key."""
         if self.recipe.residuals is Residuals.QUANTIZED:
             # The same key gives the same codes as without a gradient.
@@ -186,11 +198,15 @@ class DenseProduct:
         return lhs, rhs, extra
 
     @one_program("self")
-    def _taken(self, lhs: AnyOperand, rhs: AnyOperand, key: Key) -> Any:
+    def _taken(
+        self, lhs: AnyOperand, rhs: AnyOperand, key: Key
+    ) -> tuple[OperandOrResidual, OperandOrResidual]:
         fwd = product_key(self.recipe, "fwd", key)
         return keep_both(self.recipe, lhs, rhs, self.axes, fwd, self.moves)
 
-    def cotangents(self, g: jax.Array, saved: Key, both: bool) -> tuple[tuple[Any, Any], None]:
+    def cotangents(
+        self, g: jax.Array, saved: Key, both: bool
+    ) -> tuple[tuple[Operand, Operand], None]:
         """g for both gradients: quantized for both in one call, if a backend reads it once.
 
         Otherwise, or where a product changes it first, as it is: the products quantize it
@@ -198,7 +214,7 @@ class DenseProduct:
         """
         return self._quantized_cotangents(g, saved) if both else (g, g), None
 
-    def _quantized_cotangents(self, g: jax.Array, key: Key) -> tuple[Any, Any]:
+    def _quantized_cotangents(self, g: jax.Array, key: Key) -> tuple[Operand, Operand]:
         lhs_cast, rhs_cast = (self._cotangent_cast(side, key) for side in GRADIENTS)
         if lhs_cast is None or rhs_cast is None:
             return g, g
@@ -225,7 +241,7 @@ class DenseProduct:
 
     @one_program("self", "side", "aval")
     def gradient(
-        self, side: Side, g: Any, other: AnyOperand, aval: CotangentAval, saved: Key
+        self, side: Side, g: Operand, other: OperandOrResidual, aval: CotangentAval, saved: Key
     ) -> jax.Array:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
         with jax.named_scope(GRADIENT[side]):
@@ -249,7 +265,9 @@ class DenseProduct:
             product = unscaled(product, back.lhs, back.rhs, back.spec)
             return product if own is None else own.move_back(product)
 
-    def _operands_back(self, side: Side, g: Any, other: AnyOperand, aval: CotangentAval) -> "_Back":
+    def _operands_back(
+        self, side: Side, g: Operand, other: OperandOrResidual, aval: CotangentAval
+    ) -> "_Back":
         """Both operands of a gradient's product, in its order."""
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
         other = other.operand if isinstance(other, Residual) else other
@@ -259,7 +277,9 @@ class DenseProduct:
             return _Back(g, other, spec, axes, (None, move), own, SIDES)
         return _Back(other, g, spec.swapped(), axes, (move, None), own, SWAPPED)
 
-    def masked(self, side: Side, cotangent: jax.Array, own: Any, saved: Key) -> jax.Array:
+    def masked(
+        self, side: Side, cotangent: jax.Array, own: OperandOrResidual, saved: Key
+    ) -> jax.Array:
         """The cotangent without what the product clipped, as the operand lay before."""
         return mask_clipped(self.recipe, side, self.axes, cotangent, own, saved)
 

@@ -22,7 +22,7 @@ from mx_jax.codecs import packing
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key, product_key
-from mx_jax.ops.product import Residual, note_cast, noted
+from mx_jax.ops.product import OperandOrResidual, Residual, note_cast, noted
 from mx_jax.ops.quantize import cast_operand, dequantize_operand, quantize_operand
 from mx_jax.ops.random import draw_signs, split_key
 from mx_jax.ops.remat import QUANTIZED
@@ -154,7 +154,7 @@ def prepare(
     spec: OperandSpec | None,
     axes: Axes,
     key: Key,
-    tensor_scale: Any = None,
+    tensor_scale: jax.Array | None = None,
     side: Side = "lhs",
 ) -> Operand: ...
 
@@ -165,7 +165,7 @@ def prepare(
     spec: OperandSpec | None,
     axes: Axes,
     key: Key,
-    tensor_scale: Any = None,
+    tensor_scale: jax.Array | None = None,
     side: Side = "lhs",
 ) -> AnyOperand: ...
 
@@ -175,7 +175,7 @@ def prepare(
     spec: OperandSpec | None,
     axes: Axes,
     key: Key,
-    tensor_scale: Any = None,
+    tensor_scale: jax.Array | None = None,
     side: Side = "lhs",
 ) -> AnyOperand:
     """One operand, quantized by its spec unless it is or stays what it was.
@@ -250,8 +250,8 @@ def reuse_moved(
 
 
 def keep(
-    recipe: MatmulRecipe, given: AnyOperand, turned: Any, taken: AnyOperand, axes: Axes
-) -> AnyOperand | Residual:
+    recipe: MatmulRecipe, given: AnyOperand, turned: AnyOperand, taken: AnyOperand, axes: Axes
+) -> OperandOrResidual:
     """What is kept of one operand: its codes alone, if they say it all.
 
     Args:
@@ -266,7 +266,7 @@ def keep(
         return taken
     clipped = None
     if masks:
-        assert isinstance(taken, MXArray)
+        assert isinstance(taken, MXArray) and not isinstance(turned, Quantized)
         bits = packing.pack(beyond(turned, taken).astype(jnp.uint8), 1)
         clipped = checkpoint_name(bits, QUANTIZED)
     return Residual(operand=taken, clipped=clipped, length=given.shape[axes.block_axis])
@@ -279,7 +279,7 @@ def keep_both(
     axes: ProductAxes,
     key: Key,
     moves: Moves,
-) -> tuple[AnyOperand | Residual, AnyOperand | Residual]:
+) -> tuple[OperandOrResidual, OperandOrResidual]:
     """Both operands of a dense product as it takes them."""
     spec = recipe.fwd
     check_whole_groups(recipe, lhs, axes.lhs, moves[0])
@@ -328,11 +328,14 @@ def beyond(values: jax.Array, quantized: MXArray) -> jax.Array:
     return jnp.abs(values.astype(jnp.float32)) > jnp.abs(limit.dequantize(jnp.float32))
 
 
-def as_taken(lhs: Any, rhs: Any, spec: MatmulSpec) -> tuple[Any, Any, MatmulSpec]:
-    """Operands of which some are kept, as the product took them, and what is left to do to them:
-    those that are kept are transformed."""
-    lhs, rhs = (x.operand if isinstance(x, Residual) else x for x in (lhs, rhs))
-    return lhs, rhs, dataclasses.replace(spec, transform=None)
+def as_taken(
+    lhs: OperandOrResidual, rhs: OperandOrResidual, spec: MatmulSpec
+) -> tuple[AnyOperand, AnyOperand, MatmulSpec]:
+    """Operands as the product took them, and what is left to do: residuals are transformed."""
+    if not isinstance(lhs, Residual) and not isinstance(rhs, Residual):
+        return lhs, rhs, spec
+    left, right = (x.operand if isinstance(x, Residual) else x for x in (lhs, rhs))
+    return left, right, dataclasses.replace(spec, transform=None)
 
 
 def mask_clipped(
@@ -340,7 +343,7 @@ def mask_clipped(
     side: Side,
     axes: ProductAxes,
     cotangent: jax.Array,
-    operand: AnyOperand | Residual,
+    operand: OperandOrResidual,
     key: Key,
 ) -> jax.Array:
     """An operand's cotangent without what the forward product clipped, if the recipe says so.
@@ -367,7 +370,7 @@ def _masked(
     side: Side,
     axes: ProductAxes,
     cotangent: jax.Array,
-    operand: AnyOperand | Residual,
+    operand: OperandOrResidual,
     key: Key,
 ) -> jax.Array:
     fwd = recipe.fwd
@@ -382,7 +385,7 @@ def _masked(
 
 
 def _turned_back(
-    turned: jax.Array, clipped: jax.Array | None, signs: Any, length: int, axis: int
+    turned: jax.Array, clipped: jax.Array | None, signs: jax.Array | None, length: int, axis: int
 ) -> jax.Array:
     """`T^-1` of a cotangent without what belongs to clipped values, in the cotangent's dtype."""
     kept = turned if clipped is None else jnp.where(clipped, 0, turned)
@@ -392,7 +395,7 @@ def _turned_back(
 
 
 def _without_clipped(
-    cotangent: jax.Array, operand: jax.Array, spec: OperandSpec, axes: Axes, signs: Any
+    cotangent: jax.Array, operand: jax.Array, spec: OperandSpec, axes: Axes, signs: jax.Array | None
 ) -> jax.Array:
     """The operand's cotangent without what belongs to clipped values.
 

@@ -4,7 +4,6 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +111,7 @@ def packed_where_they_lie(
     return (put_packed(packed, sharding), None) if reason is None else (weights, reason)
 
 
-def _on_all_of(sharding: Any) -> AbstractContextManager[None]:
+def _on_all_of(sharding: jax.sharding.Sharding | None) -> AbstractContextManager[None]:
     """A context that knows on how many devices weights lie: their programs have as many."""
     devices = 1 if sharding is None else len(sharding.device_set)
     if devices == 1:
@@ -233,7 +232,7 @@ def _tell(text: str) -> None:
         recorder.entries.append(text)
 
 
-def _from_front(axes: Any, ndim: int) -> tuple[int, ...]:
+def _from_front(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
     return tuple(int(axis) % ndim for axis in axes)
 
 

@@ -7,7 +7,6 @@ row takes the scale of its group.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ class RaggedRows:
             return jnp.where((self.group < self.sizes.shape[0])[:, None], x, 0)
         return jnp.take(x, self.source, axis=0, mode="fill", fill_value=0)
 
-    def restore(self, x: Any) -> MXArray:
+    def restore(self, x: MXArray) -> MXArray:
         """`[p, c]` in blocks of `unit` rows as `[m, c]`, where every row has its block's scales."""
         return dataclasses.replace(
             x,

@@ -9,7 +9,7 @@ gives the codes of the whole block, and what moves are maxima.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,17 @@ from mx_jax.axes import Side
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, packing
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.explicit_axes import partitions
+from mx_jax.codecs.explicit_axes import Spec, partitions
 from mx_jax.formats import WHOLE
-from mx_jax.mxarray import MXArray
+from mx_jax.mxarray import ArrayOfCodes, MXArray
 
 # The mesh axes of one axis of an array, the slowest first; () where it is whole.
 Part = tuple[str, ...]
 
+X = TypeVar("X", bound=jax.Array | ArrayOfCodes)
 
-def parts_of(sharding: Any, ndim: int) -> tuple[Part, ...]:
+
+def parts_of(sharding: Spec, ndim: int) -> tuple[Part, ...]:
     """The mesh axes of each of an array's axes.
 
     Examples:
@@ -173,7 +175,7 @@ Moves = tuple[Movement | None, Movement | None]
 STAY: Moves = (None, None)
 
 
-def as_gathered(operand: Any, movement: Movement | None) -> Any:
+def as_gathered(operand: X, movement: Movement | None) -> X | jax.ShapeDtypeStruct:
     """What has the shape of an operand where a product multiplies it."""
     if movement is None:
         return operand

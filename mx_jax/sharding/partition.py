@@ -11,8 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from mx_jax.axes import ProductAxes
 from mx_jax.sharding.movement import Part, spec_of
@@ -97,7 +98,7 @@ class Share:
         return NamedSharding(self.mesh, spec_of(own))
 
 
-def fine_mesh(mesh: Mesh, x: Any) -> Mesh:
+def fine_mesh(mesh: Mesh, x: jax.ShapeDtypeStruct) -> Mesh:
     """The same devices in a mesh of prime axes: a reshape may have cut those of the caller's.
 
     Args:
@@ -124,7 +125,7 @@ def _primes(size: int) -> list[int]:
     return found
 
 
-def stored_parts(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> tuple[Part, ...]:
+def stored_parts(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> tuple[Part, ...]:
     """Along which axes of a fine mesh an array is split; an axis that is split unevenly is whole.
 
     Args:
