@@ -538,7 +538,7 @@ def _traced(
         with flax_nnx.split_context(_TAG) as context:
             graph, params, rest = context.split(nodes, flax_nnx.Param, ...)
 
-        def call(params: Any, rest: Any) -> Any:
+        def call(params: flax_nnx.State, rest: flax_nnx.State) -> Any:
             with flax_nnx.merge_context(_TAG, True) as context:
                 inner = context.merge(graph, params, rest)
             result = type(self).__call__(inner[0], *inner[1], **inner[2])
@@ -602,7 +602,7 @@ def _metaclass(base: type) -> type:
 # Caches -------------------------------------------------------------------------------------------
 
 
-def _cache_obstacle(layer: flax_nnx.MultiHeadAttention) -> str | None:
+def _cache_obstacle(layer: Any) -> str | None:
     """Why the cache of a layer stays as it is, or None."""
     if type(layer).__call__ is not flax_nnx.MultiHeadAttention.__call__:
         return "has a call of its own"

@@ -134,7 +134,7 @@ class ConvertedLayer:
     def __reduce__(self):
         return ConvertedLayer, (self.mx_layer, *self.mx_static)
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: object, **options: Any) -> Any:
         """The layer's call, with its products made anew."""
         # Not by its path, by which equal layers would differ.
         name, (recipe, operation) = type(self.mx_layer).__name__, self.mx_static
@@ -164,7 +164,7 @@ def _flatten(node: ConvertedLayer) -> Any:
     return children, (structure, node.mx_static)
 
 
-def _unflatten(static: Any, children: Iterable[Any]) -> ConvertedLayer:
+def _unflatten(static: tuple[Any, tuple[Any, ...]], children: Iterable[Any]) -> ConvertedLayer:
     structure, own = static
     return ConvertedLayer(jax.tree.unflatten(structure, list(children)), *own)
 

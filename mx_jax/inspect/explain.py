@@ -17,6 +17,7 @@ from typing import Any, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.typing import VariableDict
 from jax import export
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters import partial_eval
@@ -54,14 +55,14 @@ def explain(
 def explain(
     function: Callable[..., Any],
     /,
-    *args: Any,
+    *args: object,
     backward: bool = False,
     target: Target | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> "Explanation": ...
 
 
-def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: Any) -> Any:
+def explain(what: Any, /, *args: object, target: Target | None = None, **kwargs: Any) -> Any:
     """Say how the products of a recipe, or all casts and products of a function, are computed.
 
     The first form explains the three products of `[m, k] @ [k, n]` with a recipe. The second one
@@ -589,7 +590,7 @@ def _with_parameters(
         )
         variables = jax.eval_shape(init, arrays)
 
-        def apply(variables: Any, *own: Any, **named: Any) -> Any:
+        def apply(variables: VariableDict, *own: object, **named: object) -> Any:
             return function.apply(variables, *own, rngs=rngs, mutable=True, **named)[0]
 
         return apply, (variables, *args)

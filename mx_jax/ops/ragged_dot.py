@@ -232,7 +232,7 @@ class RaggedProduct:
         saved: _Extra,
     ) -> jax.Array:
         """`[m, n]` by `[g, k, n]` to `[m, k]`, or `[m, k]` by `[m, n]` to `[g, k, n]`."""
-        assert isinstance(g, jax.Array)
+        assert not isinstance(g, Quantized)
         key = product_key(self.recipe, GRADIENTS[side], saved.key)
         other = other.operand if isinstance(other, Residual) else other
         with jax.named_scope(GRADIENT[side]):
