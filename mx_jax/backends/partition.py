@@ -71,14 +71,7 @@ def can_split(call: MatmulCall) -> bool:
 
 
 def multiply(compute: Compute, call: MatmulCall, lhs: AnyOperand, rhs: AnyOperand) -> jax.Array:
-    """A product that the compiler splits between devices.
-
-    Args:
-      compute: as `Split` has it.
-      call: the whole product.
-      lhs: the left operand.
-      rhs: the right one; packed weights are cut where their layout says how, else unpacked.
-    """
+    """A product that the compiler splits between devices."""
     if isinstance(rhs, PackedMXArray) and rhs.layout.cut is None:
         rhs = unpacked(rhs)
         call = dataclasses.replace(call, rhs=OperandType.of(rhs, call.rhs.axes))
@@ -141,21 +134,9 @@ class _Batched(NamedTuple):
 
 
 def _batched(
-    tree: Any,
-    call: MatmulCall,
-    size: int,
-    in_batched: Sequence[bool],
-    leaves: Sequence[jax.Array],
+    tree: Any, call: MatmulCall, size: int, in_batched: Sequence[bool], leaves: Sequence[jax.Array]
 ) -> _Batched:
-    """The product whose batch both operands have, or which keeps the batch of one.
-
-    Args:
-      tree: of both operands.
-      call: of one product.
-      size: how many there are.
-      in_batched: which leaves have the batch in front.
-      leaves: of both operands.
-    """
+    """The product whose batch both operands have, or which keeps the batch of one."""
     lhs, rhs = jax.tree.unflatten(tree, leaves)
     of_lhs, of_rhs = map(jax.tree.leaves, jax.tree.unflatten(tree, in_batched))
     if any(of_rhs) and (any(of_lhs) or isinstance(rhs, PackedMXArray)):
@@ -257,14 +238,7 @@ def _sharding_rule(
 def _shared(
     split: Split, mesh: Mesh, leaves: Sequence[Any], wanted: jax.ShapeDtypeStruct | None
 ) -> Any:
-    """What each device computes, and where both operands lie now.
-
-    Args:
-      split: the product.
-      mesh: a fine one.
-      leaves: shapes and shardings of the operands' arrays.
-      wanted: those of the product; None: wherever it comes to lie.
-    """
+    """What each device computes, and where both operands lie now."""
     sizes, granules, stored = {}, {}, []
     for _, own, operand in _sides(split, leaves):
         if isinstance(operand, PackedMXArray):

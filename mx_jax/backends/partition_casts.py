@@ -69,13 +69,7 @@ def can_split(call: Call) -> bool:
 
 
 def quantize(compute: Compute, call: QuantizeCall, *operands: jax.Array | None) -> Any:
-    """A cast that the compiler splits between devices.
-
-    Args:
-      compute: as `Split` has it.
-      call: the whole cast.
-      operands: values, random bits and tensor scale, as calls have them.
-    """
+    """A cast that the compiler splits between devices."""
     leaves, tree = jax.tree.flatten(operands)
     split, result = Split(compute, call, tree), jax.tree.structure(result_of(call, *operands))
     shapes = tuple(leaf.shape for leaf in leaves)
@@ -238,14 +232,7 @@ def _local(split: Split, each: Share, name: jax.Array, *leaves: jax.Array) -> li
 
 
 def agreed_scale(x: jax.Array, blocks: Blocks, largest: float, names: Sequence[str]) -> jax.Array:
-    """The tensor scale of all devices' parts.
-
-    Args:
-      x: a device's part.
-      blocks: of the cast.
-      largest: what the largest magnitude becomes.
-      names: mesh axes that split the values.
-    """
+    """The tensor scale of all devices' parts."""
     amax = block_maxima(x, blocks)
     amax = jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0)
     return tensor_scale_of(lax.pmax(amax, tuple(names)) if names else amax, largest, x.ndim)

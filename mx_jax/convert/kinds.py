@@ -468,12 +468,7 @@ class Slot:
         return not isinstance(layer, nn.Module) or self.attribute in layer.__dataclass_fields__
 
     def obstacle(self, layer: object, ours: type | tuple[type, ...]) -> str | None:
-        """Why the slot of a layer is not to be filled, or None.
-
-        Args:
-          layer: a layer with the slot.
-          ours: classes of what conversion puts there.
-        """
+        """Why the slot of a layer is not to be filled, or None."""
         if getattr(layer, f"{self.attribute}_cls", None) is not None:
             return f"has its own {self.attribute}_cls"
         value = getattr(layer, self.attribute)

@@ -256,7 +256,7 @@ def _traced_part(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
 
         return lift.pack(run, (True,), (True,), (True,))(scope, *given)
 
-    def method(module: Any, args: Args, kwargs: Kwargs) -> Any:
+    def method(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         return module._call_wrapped_method(fun, args, kwargs)
 
     return lift_direct_transform(lifted, (method,), self, args, kwargs)
@@ -405,7 +405,9 @@ class Product:
     kind: Kind
     default: Call
 
-    def __call__(self, lhs: object, rhs: Any, *args: object, **options: object) -> Any:
+    def __call__(
+        self, lhs: object, rhs: jax.Array | Quantized, *args: object, **options: object
+    ) -> Any:
         """Ask the rules, then multiply with their recipe, or as the layer would have."""
         facts = self.kind.facts(self.bound.layer, tuple(rhs.shape), *args)
         decision = self.bound.decide(**facts)

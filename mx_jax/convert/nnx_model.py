@@ -11,7 +11,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -602,7 +602,18 @@ def _metaclass(base: type) -> type:
 # Caches -------------------------------------------------------------------------------------------
 
 
-def _cache_obstacle(layer: Any) -> str | None:
+class Caching(Protocol):
+    """A converted `MultiHeadAttention`: its cache holds `CacheRows`."""
+
+    attention_fn: Callable[..., jax.Array]
+    query: flax_nnx.LinearGeneral
+    cached_key: Any
+    cached_value: Any
+    cache_index: Any
+    mx_cache: Any
+
+
+def _cache_obstacle(layer: flax_nnx.MultiHeadAttention) -> str | None:
     """Why the cache of a layer stays as it is, or None."""
     if type(layer).__call__ is not flax_nnx.MultiHeadAttention.__call__:
         return "has a call of its own"
@@ -615,7 +626,7 @@ def _cache_obstacle(layer: Any) -> str | None:
     return None
 
 
-def _put_cache(layer: Any, format: CacheFormat) -> None:
+def _put_cache(layer: Caching, format: CacheFormat) -> None:
     """Make a layer keep its cache in a format, the one that it has included."""
     if layer.cached_key is not None:
         cache = format.holding(layer.cached_key[...], layer.cached_value[...])
@@ -624,7 +635,7 @@ def _put_cache(layer: Any, format: CacheFormat) -> None:
     _become(layer, _caching)
 
 
-def _take_back_cache(layer: Any) -> None:
+def _take_back_cache(layer: Caching) -> None:
     """What the cache holds is decoded, for one axis of sequences."""
     if layer.cached_key is None:
         return
@@ -641,7 +652,7 @@ def _take_back_cache(layer: Any) -> None:
 
 
 def _set_cache(
-    layer: Any,
+    layer: Caching,
     keys: jax.Array | CacheRows,
     values: jax.Array | CacheRows,
     index: jax.Array,
@@ -674,7 +685,7 @@ def _caching(base: type) -> dict[str, Any]:
     return {"__call__": call, "init_cache": init_cache}
 
 
-def _cached_attention(layer: Any) -> CachedAttention:
+def _cached_attention(layer: Caching) -> CachedAttention:
     own = layer.attention_fn
 
     def get(keys: jax.Array) -> tuple[Any, Any, jax.Array]:

@@ -93,12 +93,11 @@ def original(model: T) -> T:
     def is_ours(node: object) -> bool:
         return type(node) is ConvertedLayer
 
-    def layer_of(node: Any) -> Any:
-        return node.mx_layer if is_ours(node) else node
-
     if not any(map(is_ours, jax.tree.leaves(model, is_leaf=is_ours))):
         return model
-    return jax.tree.map(layer_of, model, is_leaf=is_ours)
+    return jax.tree.map(
+        lambda node: node.mx_layer if is_ours(node) else node, model, is_leaf=is_ours
+    )
 
 
 def has_nodes(model: object) -> bool:

@@ -172,11 +172,6 @@ def _meant(name: str) -> str:
 def as_recipe(recipe: object, operation: str, kind: type[R] = MatmulRecipe) -> R:
     """A recipe as it is, a name as the recipe that it stands for.
 
-    Args:
-      recipe: what a user passed.
-      operation: for the error.
-      kind: class of recipe that the operation needs.
-
     Raises:
       ValueError: unknown name; the message lists the known.
       TypeError: neither a recipe nor a name, `None` and a function that was not called among them.

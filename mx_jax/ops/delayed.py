@@ -26,8 +26,8 @@ from mx_jax.ops.dot_general import canonicalize
 from mx_jax.ops.operands import SIDES
 from mx_jax.ops.product import (
     AnyProduct,
+    AnyResidual,
     CotangentAval,
-    OperandOrResidual,
     Primal,
     Residual,
     max_like,
@@ -102,18 +102,6 @@ def delayed_dot_general(
     Each tensor is quantized tensor-wise with `scale = 2^margin * amax / element max`, where amax is
     the largest of its history, or the latest. The gradient with respect to `states` is their next
     value; below shard_map, amaxes are those of all shards.
-
-    Args:
-      lhs: values.
-      rhs: values.
-      dimension_numbers: as `jax.lax.dot_general` takes them.
-      states: of the operands and of the incoming cotangent.
-      elements: float8 formats of the same three.
-      out_dtype: dtype of the product.
-      scaling: how a history becomes a scale.
-
-    Returns:
-      The product.
     """
     return chained_dot_general(lhs, rhs, dimension_numbers, states, elements, out_dtype, scaling)[0]
 
@@ -222,8 +210,8 @@ class DelayedProduct:
 
     def forward(
         self,
-        lhs: OperandOrResidual,
-        rhs: OperandOrResidual,
+        lhs: AnyResidual,
+        rhs: AnyResidual,
         extra: DelayedStates,
         stored: tuple[Side, ...] = (),
     ) -> tuple[jax.Array, DelayedStates]:
@@ -233,7 +221,7 @@ class DelayedProduct:
         return multiply(lhs, rhs, self.axes, self.out_dtype), extra
 
     def keep(
-        self, lhs: OperandOrResidual, rhs: OperandOrResidual, extra: DelayedStates
+        self, lhs: AnyResidual, rhs: AnyResidual, extra: DelayedStates
     ) -> tuple[MXArray, MXArray, _Saved]:
         """Both operands quantized, and the states."""
         assert not isinstance(lhs, Quantized | Residual) and not isinstance(
@@ -258,7 +246,7 @@ class DelayedProduct:
         return (codes, codes), DelayedStates(*map(_next_bar, news, later, states))
 
     def gradient(
-        self, side: Side, g: Operand, other: OperandOrResidual, aval: CotangentAval, saved: _Saved
+        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: _Saved
     ) -> jax.Array:
         """The forward's codes serve both gradients."""
         assert not isinstance(other, Residual)
@@ -268,7 +256,7 @@ class DelayedProduct:
         return multiply(left, right, axes, aval.dtype, out_sharding=aval.out_sharding)
 
     def masked(
-        self, side: Side, cotangent: jax.Array, own: OperandOrResidual, saved: _Saved
+        self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: _Saved
     ) -> jax.Array:
         """The cotangent as it is: what the next step's scale is for is not masked."""
         del side, own, saved

@@ -32,8 +32,8 @@ from mx_jax.ops.operands import (
 )
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
 from mx_jax.ops.product import (
+    AnyResidual,
     CotangentAval,
-    OperandOrResidual,
     Residual,
     note_cast,
     noted,
@@ -60,23 +60,7 @@ def multiply(
     split: bool = True,
     reduce_dtype: np.dtype | None = None,
 ) -> jax.Array:
-    """Two canonical operands to `[*batch, *m, *n]`, as they are.
-
-    Args:
-      lhs: quantized, or values that stay in high precision.
-      rhs: likewise.
-      axes: of both operands, in canonical order.
-      out_dtype: dtype of the product.
-      precision: for high-precision operands.
-      fast_accumulation: whether a native kernel may add in lower precision.
-      out_sharding: of the product, on a mesh with explicit axes.
-      stored: which sides came quantized, so that weights could have come packed.
-      split: whether codes move where the compiler, on automatic mesh axes, has to move an operand.
-      reduce_dtype: in which devices add up what each has of the sums, if wider than `out_dtype`.
-
-    Returns:
-      `[*batch, *m, *n]`.
-    """
+    """Two canonical operands to `[*batch, *m, *n]`, as they are."""
     if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
         return lax.dot_general(
             lhs,
@@ -144,8 +128,8 @@ class DenseProduct:
     @one_program("self", "stored")
     def forward(
         self,
-        lhs: OperandOrResidual,
-        rhs: OperandOrResidual,
+        lhs: AnyResidual,
+        rhs: AnyResidual,
         extra: Key,
         stored: tuple[Side, ...] = (),
     ) -> jax.Array:
@@ -190,7 +174,7 @@ class DenseProduct:
 
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: Key
-    ) -> tuple[OperandOrResidual, OperandOrResidual, Key]:
+    ) -> tuple[AnyResidual, AnyResidual, Key]:
         """The operands as they came, or as the product took them, and the key."""
         if self.recipe.residuals is Residuals.QUANTIZED:
             # The same key gives the same codes as without a gradient.
@@ -198,9 +182,7 @@ class DenseProduct:
         return lhs, rhs, extra
 
     @one_program("self")
-    def _taken(
-        self, lhs: AnyOperand, rhs: AnyOperand, key: Key
-    ) -> tuple[OperandOrResidual, OperandOrResidual]:
+    def _taken(self, lhs: AnyOperand, rhs: AnyOperand, key: Key) -> tuple[AnyResidual, AnyResidual]:
         fwd = product_key(self.recipe, "fwd", key)
         return keep_both(self.recipe, lhs, rhs, self.axes, fwd, self.moves)
 
@@ -241,7 +223,7 @@ class DenseProduct:
 
     @one_program("self", "side", "aval")
     def gradient(
-        self, side: Side, g: Operand, other: OperandOrResidual, aval: CotangentAval, saved: Key
+        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: Key
     ) -> jax.Array:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
         with jax.named_scope(GRADIENT[side]):
@@ -266,7 +248,7 @@ class DenseProduct:
             return product if own is None else own.move_back(product)
 
     def _operands_back(
-        self, side: Side, g: Operand, other: OperandOrResidual, aval: CotangentAval
+        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval
     ) -> "_Back":
         """Both operands of a gradient's product, in its order."""
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
@@ -277,9 +259,7 @@ class DenseProduct:
             return _Back(g, other, spec, axes, (None, move), own, SIDES)
         return _Back(other, g, spec.swapped(), axes, (move, None), own, SWAPPED)
 
-    def masked(
-        self, side: Side, cotangent: jax.Array, own: OperandOrResidual, saved: Key
-    ) -> jax.Array:
+    def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Key) -> jax.Array:
         """The cotangent without what the product clipped, as the operand lay before."""
         return mask_clipped(self.recipe, side, self.axes, cotangent, own, saved)
 

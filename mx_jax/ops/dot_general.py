@@ -10,7 +10,7 @@ times what quantizing along the other axis does.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -253,6 +253,14 @@ def _with_batch(operand: AnyOperand, batch: tuple[int, ...]) -> AnyOperand:
     return jnp.broadcast_to(operand, (*batch, *tail))
 
 
+class ProductOptions(TypedDict, total=False):
+    """Keyword arguments of products, as `jax.lax.dot_general` has them."""
+
+    precision: lax.PrecisionLike
+    preferred_element_type: jax.typing.DTypeLike | None
+    out_sharding: Spec | None
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeDotGeneral:
@@ -310,12 +318,6 @@ def canonicalize(
 
     An operand without kept axes gets one of length one, so that every backward product has an axis
     to contract; it comes out of the product again.
-
-    Args:
-      lhs: values or MXArray.
-      rhs: values or MXArray.
-      dimension_numbers: as `jax.lax.dot_general` takes them; negative axes are allowed.
-      moves: how the operands get to the product.
 
     Returns:
       The operands in canonical order, their axes, the axes of the product that have length one

@@ -153,11 +153,6 @@ def packed_for(
     """A right operand; packed weights unpacked where their layout does not serve the product.
 
     Unpacking is slow and goes unseen, so it warns, unless the product is going to be refused.
-
-    Args:
-      rhs: any operand.
-      dimension_numbers: of the product.
-      operation: what the warning names.
     """
     if not isinstance(rhs, PackedMXArray):
         return rhs
@@ -179,13 +174,7 @@ def packed_for(
 
 
 def unpacked_for(rhs: PackedMXArray, choice: Choice, operation: str = "matmul") -> MXArray:
-    """Packed weights for a backend that does not read them; warns, for it is slow and goes unseen.
-
-    Args:
-      rhs: packed for another backend.
-      choice: the backend that takes the product, and why others do not.
-      operation: what the warning names.
-    """
+    """Packed weights for a backend that does not read them; warns, since unpacking is slow."""
     alike = rhs.backend == choice.backend.name
     why = "devices cannot share its layout" if alike else "it is not asked here"
     reason = dict(choice.rejections).get(rhs.backend, why)

@@ -90,10 +90,10 @@ Saved = TypeVar("Saved")
 Result = TypeVar("Result", bound=jax.Array | tuple[jax.Array, object])
 P = ParamSpec("P")
 R = TypeVar("R")
-OperandOrResidual = AnyOperand | Residual
+AnyResidual = AnyOperand | Residual
 Avals = tuple[CotangentAval | None, CotangentAval | None]
 # Of both operands, avals of both cotangents, and what `keep` saved.
-ProductResiduals = tuple[OperandOrResidual, OperandOrResidual, Avals, Saved]
+ProductResiduals = tuple[AnyResidual, AnyResidual, Avals, Saved]
 
 
 class Product(Protocol[Result, Extra, Saved]):
@@ -104,8 +104,8 @@ class Product(Protocol[Result, Extra, Saved]):
 
     def forward(
         self,
-        lhs: OperandOrResidual,
-        rhs: OperandOrResidual,
+        lhs: AnyResidual,
+        rhs: AnyResidual,
         extra: Extra,
         stored: tuple[Side, ...] = (),
     ) -> Result:
@@ -115,7 +115,7 @@ class Product(Protocol[Result, Extra, Saved]):
 
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: Extra
-    ) -> tuple[OperandOrResidual, OperandOrResidual, Saved]:
+    ) -> tuple[AnyResidual, AnyResidual, Saved]:
         """The operands as they are saved for the backward pass, and what is saved of `extra`."""
         ...
 
@@ -124,18 +124,13 @@ class Product(Protocol[Result, Extra, Saved]):
     ) -> tuple[tuple[Operand, Operand], Any]:
         """g as the products for lhs and for rhs take it, and the cotangent of `extra`.
 
-        Args:
-          g: cotangent of what `forward` gives.
-          saved: what `keep` saved.
-          both: whether both products are wanted.
-
         Returns:
           Both, and the cotangent of `extra`; None if that is integers and keys.
         """
         ...
 
     def gradient(
-        self, side: Side, g: Operand, other: OperandOrResidual, aval: CotangentAval, saved: Saved
+        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: Saved
     ) -> jax.Array:
         """The cotangent of one operand: the product of g and the other operand."""
         ...
@@ -149,9 +144,7 @@ class Product(Protocol[Result, Extra, Saved]):
         which parts of it can be computed; g is the first operand of a cotangent."""
         ...
 
-    def masked(
-        self, side: Side, cotangent: jax.Array, own: OperandOrResidual, saved: Saved
-    ) -> jax.Array:
+    def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Saved) -> jax.Array:
         """An operand's cotangent without what the forward product clipped of it."""
         ...
 
@@ -189,16 +182,7 @@ def noted_casts() -> Iterator[dict[tuple[Name, Side], Cast]]:
 def note_cast(
     side: Side, before: jax.Array, after: MXArray, rule: str, axis: int, of: Name | None = None
 ) -> None:
-    """Note an operand as it is quantized, if somebody watches.
-
-    Args:
-      side: as the recipe has it: of a gradient's product, lhs is the incoming gradient.
-      before: what the cast is given.
-      after: what it gives.
-      rule: name of the scale rule.
-      axis: that blocks lie along, from the end.
-      of: the product; None: the one that is computed.
-    """
+    """Note an operand as it is quantized, if somebody watches."""
     found = noted.get()
     if found is not None:
         found[of or _computed.get(), side] = Cast(before, after, rule, axis)
@@ -247,9 +231,6 @@ def one_program(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
     A trace gets its equations as they are: under a `jit` of their own they would lose their names
     (inlined), or take many lines of the jaxpr (not inlined).
-
-    Args:
-      static: names of static parameters.
     """
 
     def decorate(compute: Callable[P, R]) -> Callable[P, R]:
@@ -321,7 +302,7 @@ class ExactForward:
     product: AnyProduct
     dtype: np.dtype
 
-    def __call__(self, lhs: OperandOrResidual, rhs: OperandOrResidual, extra: object) -> jax.Array:
+    def __call__(self, lhs: AnyResidual, rhs: AnyResidual, extra: object) -> jax.Array:
         """The product in its own dtype."""
         exact = self.product.in_high_precision()
         return exact.forward(values(lhs), values(rhs), extra).astype(self.dtype)
@@ -349,8 +330,8 @@ def _cotangent(
     product: AnyProduct,
     side: Side,
     g: Operand,
-    own: OperandOrResidual,
-    other: OperandOrResidual,
+    own: AnyResidual,
+    other: AnyResidual,
     aval: CotangentAval | None,
     saved: object,
 ) -> jax.Array | None:
@@ -377,14 +358,14 @@ class ExactBackward:
     avals: Avals
 
     def __call__(
-        self, lhs: OperandOrResidual, rhs: OperandOrResidual, g: jax.Array, saved: object
+        self, lhs: AnyResidual, rhs: AnyResidual, g: jax.Array, saved: object
     ) -> tuple[Any, Any]:
         """The cotangents in the values' own dtypes."""
         left, right = values(lhs), values(rhs)
         return self._bar("lhs", g, lhs, right, saved), self._bar("rhs", g, rhs, left, saved)
 
     def _bar(
-        self, side: Side, g: jax.Array, own: OperandOrResidual, other: jax.Array, saved: object
+        self, side: Side, g: jax.Array, own: AnyResidual, other: jax.Array, saved: object
     ) -> Any:
         aval = self.avals[side == "rhs"]
         if aval is None:
@@ -406,11 +387,11 @@ def only(result: jax.Array | tuple[jax.Array, object]) -> jax.Array:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _in_codes(kept: OperandOrResidual) -> bool:
+def _in_codes(kept: AnyResidual) -> bool:
     return isinstance(kept.operand if isinstance(kept, Residual) else kept, Quantized)
 
 
-def values(operand: OperandOrResidual) -> jax.Array:
+def values(operand: AnyResidual) -> jax.Array:
     """What an operand stands for, in float32 if it is quantized."""
     operand = operand.operand if isinstance(operand, Residual) else operand
     if not isinstance(operand, Quantized):
@@ -421,12 +402,7 @@ def values(operand: OperandOrResidual) -> jax.Array:
 
 
 def sum_over(cotangent: jax.Array, own: frozenset[str]) -> jax.Array:
-    """A cotangent summed over the shard_map axes along which its value did not vary.
-
-    Args:
-      cotangent: the cotangent, of one shard's share.
-      own: the axes along which the value varies.
-    """
+    """A cotangent summed over the shard_map axes along which its value did not vary."""
     extra = varying(cotangent) - own
     return lax.psum(cotangent, tuple(sorted(extra))) if extra else cotangent
 
@@ -490,13 +466,7 @@ class _Derivative:
 
 
 def with_derivative(results: R, function: Function, *operands: object) -> R:
-    """`results`, whose derivative is that of `function(*operands)`; their own counts for nothing.
-
-    Args:
-      results: a pytree of arrays.
-      function: a hashable value; called where something differentiates, and nowhere else.
-      operands: pytrees that it takes.
-    """
+    """`results` with the derivative of `function(*operands)`, which runs where one is taken."""
     found, result_tree = jax.tree.flatten(results)
     leaves, tree = jax.tree.flatten(operands)
     of = _Derivative(function, tree, len(found))

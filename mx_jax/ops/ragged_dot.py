@@ -35,8 +35,8 @@ from mx_jax.ops.dot_general import check_blocks
 from mx_jax.ops.operands import as_taken, mask_clipped, operand_keys, unscaled
 from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
 from mx_jax.ops.product import (
+    AnyResidual,
     CotangentAval,
-    OperandOrResidual,
     Primal,
     Residual,
     one_program,
@@ -188,8 +188,8 @@ class RaggedProduct:
     @one_program("self", "stored")
     def forward(
         self,
-        lhs: OperandOrResidual,
-        rhs: OperandOrResidual,
+        lhs: AnyResidual,
+        rhs: AnyResidual,
         extra: _Extra,
         stored: tuple[Side, ...] = (),
     ) -> jax.Array:
@@ -202,7 +202,7 @@ class RaggedProduct:
 
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: _Extra
-    ) -> tuple[OperandOrResidual, OperandOrResidual, _Extra]:
+    ) -> tuple[AnyResidual, AnyResidual, _Extra]:
         """The operands as they came, or as the product took them."""
         if self.recipe.residuals is Residuals.QUANTIZED:
             return *self._taken(lhs, rhs, extra), extra
@@ -211,7 +211,7 @@ class RaggedProduct:
     @one_program("self")
     def _taken(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: _Extra
-    ) -> tuple[OperandOrResidual, OperandOrResidual]:
+    ) -> tuple[AnyResidual, AnyResidual]:
         key = product_key(self.recipe, "fwd", extra.key)
         return keep_both(self.recipe, lhs, rhs, _FORWARD, extra.sizes, key, self.move)
 
@@ -227,7 +227,7 @@ class RaggedProduct:
         self,
         side: Side,
         g: Operand,
-        other: OperandOrResidual,
+        other: AnyResidual,
         aval: CotangentAval,
         saved: _Extra,
     ) -> jax.Array:
@@ -246,7 +246,7 @@ class RaggedProduct:
             return wide._multiply(_GRAD_LHS, spec, g, experts, saved.sizes, key)
 
     def masked(
-        self, side: Side, cotangent: jax.Array, own: OperandOrResidual, saved: _Extra
+        self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: _Extra
     ) -> jax.Array:
         """The cotangent without what the product clipped, as the operand lay before."""
         if side == "lhs" and not isinstance(own, Residual):

@@ -28,7 +28,7 @@ from mx_jax.ops.operands import (
     reuse_moved,
     transform_operands,
 )
-from mx_jax.ops.product import OperandOrResidual, Primal, R, note_cast
+from mx_jax.ops.product import AnyResidual, Primal, R, note_cast
 from mx_jax.ops.quantize import dequantize_operand, quantize_operand
 from mx_jax.ops.random import draw_bits
 from mx_jax.ops.remat import QUANTIZED
@@ -90,7 +90,7 @@ def keep_both(
     sizes: jax.Array,
     key: Key,
     move: Movement | None,
-) -> tuple[OperandOrResidual, OperandOrResidual]:
+) -> tuple[AnyResidual, AnyResidual]:
     """Both operands as such a product takes them, where they lie, for its gradients."""
     check_whole_groups(recipe, rhs, axes.rhs, move)
     spec = recipe.fwd
@@ -159,16 +159,7 @@ class Contracted(NamedTuple):
 def contracted_operands(
     lhs: AnyOperand, g: jax.Array, sizes: jax.Array, spec: MatmulSpec, axes: ProductAxes, key: Key
 ) -> Contracted:
-    """Both operands of a product that sums over the rows of each group.
-
-    Args:
-      lhs: `[p, k]`, saved.
-      g: `[p, n]`.
-      sizes: rows of each group.
-      spec: lhs first.
-      axes: of both.
-      key: of the product.
-    """
+    """Both operands of a product that sums over the rows of each group."""
     rows = ragged_rows(sizes, g.shape[0], padding_unit(spec))
     given = rows.place(values_of(lhs, spec.lhs)), rows.place(g)
     left, right, (lhs_key, rhs_key) = transform_operands(*given, spec, axes, key)

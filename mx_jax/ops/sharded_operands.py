@@ -51,10 +51,6 @@ from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
 def permuted_sharding(out_sharding: Spec | None, order: Sequence[int]) -> Spec | None:
     """A product's sharding before its axes were permuted: axis i was to become `order[i]`.
 
-    Args:
-      out_sharding: NamedSharding or PartitionSpec after it, or None.
-      order: for each axis of the product, which axis of the result it becomes.
-
     Returns:
       The same for the product; None on meshes without explicit axes.
     """
@@ -112,13 +108,6 @@ def gathering(
 ) -> MatmulRecipe:
     """A recipe for a product of automatic axes that were explicit: there codes are what moves, so
     that it has to name axes of which values are wanted.
-
-    Args:
-      recipe: as it came.
-      lhs: the left operand.
-      rhs: the right one.
-      dimension_numbers: as in `jax.lax.dot_general`, no axis counted from the end.
-      out: where the product lies.
     """
     gather = recipe.gather
     if gather is None or any(type_of(name) is not AxisType.Explicit for name in gather.on_mesh()):

@@ -165,9 +165,6 @@ def iteration(index: IntScalar) -> Iterator[None]:
     """A context around the body of a scan whose index the loop counts itself.
 
     However often the body is traced, its products are the same ones.
-
-    Args:
-      index: int32 scalar, of the slice that the body gets.
     """
     here: Place = dataclasses.replace(place.value, counted=False)
     with contextlib.ExitStack() as stack:

@@ -19,10 +19,10 @@ from mx_jax.backends.calls import AnyOperand
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.product import (
     AnyProduct,
+    AnyResidual,
     Cast,
     CotangentAval,
     Extra,
-    OperandOrResidual,
     Primal,
     Product,
     ProductResiduals,
@@ -92,11 +92,7 @@ class ObservedProduct:
     operands: tuple[AnyOperand | None, AnyOperand | None] = (None, None)
 
     def observations(self, whole: bool) -> Iterator[tuple[Tag, Callable[[], Observation]]]:
-        """Tags, and functions that compute their observations.
-
-        Args:
-          whole: whether all entries of a product are compared, however many there are.
-        """
+        """Tags, and functions that compute their observations."""
         sides: tuple[Side, Side] = ("lhs", "rhs")
         found = [
             self.casts.get((self.name, side)) or _stored(operand)
@@ -313,8 +309,8 @@ def _backward(
         def errors(
             whole: bool,
             side: Side = side,
-            own: OperandOrResidual = own,
-            other: OperandOrResidual = other,
+            own: AnyResidual = own,
+            other: AnyResidual = other,
             aval: CotangentAval = aval,
             given: Primal = given,
         ) -> Observation:
@@ -332,7 +328,7 @@ def _backward(
         yield ObservedProduct(site, GRADIENT[side], casts, errors)
 
 
-def _free(product: AnyProduct, side: Side, own: OperandOrResidual) -> tuple[Free, ...]:
+def _free(product: AnyProduct, side: Side, own: AnyResidual) -> tuple[Free, ...]:
     """Along which axes a gradient can be compared in part: what turned the residual takes all
     that the other one gives."""
     free = product.free(side)

@@ -38,14 +38,7 @@ class Route(NamedTuple):
 
 
 def route(group_sizes: jax.Array, num_rows: int, axis_name: AxisNames, capacity: int) -> Route:
-    """The route of rows that lie by expert, an equal part of the experts on each device.
-
-    Args:
-      group_sizes: int32 `[experts]`, the device's own rows for each of all experts.
-      num_rows: of the device; what group sizes add up to beyond it is cut off.
-      axis_name: of the devices.
-      capacity: rows that a device sends to one device at most; those beyond it stay.
-    """
+    """The route of rows that lie by expert, an equal part of the experts on each device."""
     devices, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
     every = lax.all_gather(_at_most(group_sizes, num_rows), axis_name)
     # [sender, receiver, its experts]
@@ -75,12 +68,7 @@ def _at_most(sizes: jax.Array, most: int) -> jax.Array:
 
 
 def _slots(arriving: jax.Array, capacity: int) -> jax.Array:
-    """Where the rows of each expert, in the order of their senders, are among those by sender.
-
-    Args:
-      arriving: int32 `[sender, expert]`.
-      capacity: rows between the first rows of two senders.
-    """
+    """Where the rows of each expert, in the order of their senders, are among those by sender."""
     senders, experts = arriving.shape
     first = jnp.arange(senders, dtype=jnp.int32)[:, None] * capacity
     first = first + jnp.cumsum(arriving, axis=1) - arriving

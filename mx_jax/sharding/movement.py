@@ -347,14 +347,7 @@ def block_maxima(x: jax.Array, blocks: Blocks) -> jax.Array:
 
 
 def with_maxima(x: jax.Array, blocks: Blocks, axis: int, names: Sequence[str]) -> jax.Array:
-    """A device's part of an array, and behind it along an axis the maxima of its blocks.
-
-    Args:
-      x: the part, less than a block along the axis.
-      blocks: axes from the end with block sizes.
-      axis: a blocked one, from the end.
-      names: mesh axes of the devices that share blocks, whichever axis they cut.
-    """
+    """A device's part of an array, and behind it along an axis the maxima of its blocks."""
     maxima = float32.from_bits(lax.pmax(block_maxima(x, blocks), tuple(names)), x.dtype)
     for other, size in blocks:
         if other != axis:

@@ -84,13 +84,7 @@ class Share:
         return tuple((*self.parts[factor], *self.scattered.get(factor, ())) for factor in factors)
 
     def sharding(self, parts: tuple[Part, ...], shape: Sequence[int], whole: Sequence[int]) -> Any:
-        """The sharding of an array that has one entry along some axes where an operand is `whole`.
-
-        Args:
-          parts: of the operand.
-          shape: of the array.
-          whole: of the operand.
-        """
+        """The sharding of an array with one entry along some axes of an operand `whole`."""
         own = tuple(
             part if length > 1 or size == 1 else ()
             for part, length, size in zip(parts, shape, whole, strict=True)
@@ -126,13 +120,7 @@ def _primes(size: int) -> list[int]:
 
 
 def stored_parts(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> tuple[Part, ...]:
-    """Along which axes of a fine mesh an array is split; an axis that is split unevenly is whole.
-
-    Args:
-      sharding: as the compiler has it.
-      shape: of the array.
-      mesh: as `fine_mesh` gives it.
-    """
+    """Along which axes of a fine mesh an array is split; one that is split unevenly is whole."""
     try:
         indices = sharding.devices_indices_map(shape)
     except ValueError:
@@ -170,15 +158,7 @@ def share(
     sizes: Mapping[Factor, int],
     granules: Mapping[Factor, Sequence[int]],
 ) -> Share:
-    """What each device computes.
-
-    Args:
-      mesh: a fine one.
-      factors: of the product.
-      stored: where both operands lie, and where the product is to lie.
-      sizes: of the factors.
-      granules: lengths that a device has whole multiples of: those of blocks.
-    """
+    """What each device computes."""
     owners = [
         {name: factor for factor, part in zip(own, parts, strict=True) for name in part}
         for own, parts in zip((factors.lhs, factors.rhs, factors.out), stored, strict=True)
