@@ -22,6 +22,7 @@ from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes
 from mx_jax.codecs.float32 import clip, select
+from mx_jax.codecs.platform import platform_dependent
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat, ScaleFormat
 
@@ -35,7 +36,7 @@ def true_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.Arr
     On GPUs XLA's own division may be two units off: there float64 divides, for one number a block.
     """
     denominator = jnp.asarray(denominator, jnp.float32)
-    return lax.platform_dependent(
+    return platform_dependent(
         numerator, denominator, cuda=by_float64, rocm=by_float64, default=opaque_divide
     )
 
@@ -58,7 +59,7 @@ def divide_elements(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
         # Less than five units off: a barrier would make it nearer, and cut XLA's kernels in pieces.
         return nearest_quotient(numerator / denominator, numerator, denominator)
 
-    return lax.platform_dependent(
+    return platform_dependent(
         numerator, denominator, cuda=corrected, rocm=corrected, default=opaque_divide
     )
 
@@ -205,9 +206,7 @@ def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) 
         return divided(scales, tensor_scale, true_divide)
     # Exact divisions are long: on GPUs they are done once for each code that a scale may have, and
     # kernels hand each other codes, not float32 reciprocals.
-    return lax.platform_dependent(
-        scales, tensor_scale, cuda=looked_up, rocm=looked_up, default=divided
-    )
+    return platform_dependent(scales, tensor_scale, cuda=looked_up, rocm=looked_up, default=divided)
 
 
 def decode_scaled(

@@ -11,6 +11,7 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.codecs.float32 import select
+from mx_jax.codecs.platform import platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.codecs.scale import encode_scaled, lift, lower, true_divide
 from mx_jax.formats import BlockFormat
@@ -111,7 +112,7 @@ def _largest(magnitudes: jax.Array, inside: tuple[int, ...]) -> jax.Array:
         on_gpu = functools.partial(_largest_of_parts, axis=axis)
     if on_gpu is None:
         return reduced(magnitudes)
-    return lax.platform_dependent(magnitudes, cuda=on_gpu, rocm=on_gpu, default=reduced)
+    return platform_dependent(magnitudes, cuda=on_gpu, rocm=on_gpu, default=reduced)
 
 
 def _largest_of_parts(magnitudes: jax.Array, axis: int) -> jax.Array:
