@@ -652,10 +652,7 @@ def _take_back_cache(layer: Caching) -> None:
 
 
 def _set_cache(
-    layer: Caching,
-    keys: jax.Array | CacheRows,
-    values: jax.Array | CacheRows,
-    index: jax.Array,
+    layer: Caching, keys: jax.Array | CacheRows, values: jax.Array | CacheRows, index: jax.Array
 ) -> None:
     """New Variables: the model that was converted goes on with its own."""
     layer.cached_key, layer.cached_value = flax_nnx.Cache(keys), flax_nnx.Cache(values)

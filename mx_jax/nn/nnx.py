@@ -368,11 +368,7 @@ class RecipeEinsum:
         object.__setattr__(self, "recipe", as_recipe(self.recipe, "RecipeEinsum", Recipe))
 
     def __call__(
-        self,
-        subscripts: str,
-        lhs: OperandLike,
-        rhs: OperandLike,
-        **options: Any,
+        self, subscripts: str, lhs: OperandLike, rhs: OperandLike, **options: Any
     ) -> jax.Array:
         """See `mx_jax.einsum`."""
         return einsum(subscripts, lhs, rhs, recipe=self.recipe, **options)

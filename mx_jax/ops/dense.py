@@ -127,11 +127,7 @@ class DenseProduct:
 
     @one_program("self", "stored")
     def forward(
-        self,
-        lhs: AnyResidual,
-        rhs: AnyResidual,
-        extra: Key,
-        stored: tuple[Side, ...] = (),
+        self, lhs: AnyResidual, rhs: AnyResidual, extra: Key, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
         """The product."""
         lhs, rhs, spec = as_taken(lhs, rhs, self.recipe.fwd)

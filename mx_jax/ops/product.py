@@ -103,11 +103,7 @@ class Product(Protocol[Result, Extra, Saved]):
     """
 
     def forward(
-        self,
-        lhs: AnyResidual,
-        rhs: AnyResidual,
-        extra: Extra,
-        stored: tuple[Side, ...] = (),
+        self, lhs: AnyResidual, rhs: AnyResidual, extra: Extra, stored: tuple[Side, ...] = ()
     ) -> Result:
         """The product of operands as they came, or as `keep` gives them; `stored` names those that
         came quantized: weights could have come packed."""

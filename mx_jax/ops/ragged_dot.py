@@ -187,11 +187,7 @@ class RaggedProduct:
 
     @one_program("self", "stored")
     def forward(
-        self,
-        lhs: AnyResidual,
-        rhs: AnyResidual,
-        extra: _Extra,
-        stored: tuple[Side, ...] = (),
+        self, lhs: AnyResidual, rhs: AnyResidual, extra: _Extra, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
         """The product."""
         lhs, rhs, spec = as_taken(lhs, rhs, self.recipe.fwd)
@@ -224,12 +220,7 @@ class RaggedProduct:
 
     @one_program("self", "side", "aval")
     def gradient(
-        self,
-        side: Side,
-        g: Operand,
-        other: AnyResidual,
-        aval: CotangentAval,
-        saved: _Extra,
+        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: _Extra
     ) -> jax.Array:
         """`[m, n]` by `[g, k, n]` to `[m, k]`, or `[m, k]` by `[m, n]` to `[g, k, n]`."""
         assert not isinstance(g, Quantized)

@@ -167,11 +167,7 @@ class Watcher(Protocol):
         ...
 
     def record(
-        self,
-        forward: Any,
-        products: Sequence[ObservedProduct],
-        site: "CallSite",
-        now: Counters,
+        self, forward: Any, products: Sequence[ObservedProduct], site: "CallSite", now: Counters
     ) -> None:
         """Send to the host what `observe` gave, or None, and statistics of more products."""
         ...
