@@ -10,14 +10,13 @@ import math
 import numbers
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.typing import VariableDict
 from jax import export
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters import partial_eval
@@ -591,7 +590,7 @@ def _with_parameters(
         )
         variables = jax.eval_shape(init, arrays)
 
-        def apply(variables: VariableDict, *own: object, **named: object) -> Any:
+        def apply(variables: Mapping[str, Any], *own: object, **named: object) -> Any:
             return function.apply(variables, *own, rngs=rngs, mutable=True, **named)[0]
 
         return apply, (variables, *args)

@@ -130,7 +130,9 @@ class DenseProduct:
         self, lhs: AnyResidual, rhs: AnyResidual, extra: Key, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
         """The product."""
-        lhs, rhs, spec = as_taken(lhs, rhs, self.recipe.fwd)
+        spec = self.recipe.fwd
+        if isinstance(lhs, Residual) or isinstance(rhs, Residual):
+            lhs, rhs, spec = as_taken(lhs, rhs, spec)
         key = product_key(self.recipe, "fwd", extra)
         with jax.named_scope("output"):
             left, right = prepare_operands(lhs, rhs, spec, self.axes, key, self.moves)

@@ -298,8 +298,6 @@ def as_taken(
     lhs: AnyResidual, rhs: AnyResidual, spec: MatmulSpec
 ) -> tuple[AnyOperand, AnyOperand, MatmulSpec]:
     """Operands as the product took them, and what is left to do: residuals are transformed."""
-    if not isinstance(lhs, Residual) and not isinstance(rhs, Residual):
-        return lhs, rhs, spec
     left, right = (x.operand if isinstance(x, Residual) else x for x in (lhs, rhs))
     return left, right, dataclasses.replace(spec, transform=None)
 

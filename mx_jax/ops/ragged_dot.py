@@ -190,7 +190,9 @@ class RaggedProduct:
         self, lhs: AnyResidual, rhs: AnyResidual, extra: _Extra, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
         """The product."""
-        lhs, rhs, spec = as_taken(lhs, rhs, self.recipe.fwd)
+        spec = self.recipe.fwd
+        if isinstance(lhs, Residual) or isinstance(rhs, Residual):
+            lhs, rhs, spec = as_taken(lhs, rhs, spec)
         key = product_key(self.recipe, "fwd", extra.key)
         with jax.named_scope("output"):
             experts = rhs, self.move
