@@ -10,6 +10,7 @@ which leaves the quotients, hence codes and block scales, as they are. What is m
 lowered again, in integers.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -48,8 +49,8 @@ def by_float64(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
     that is a few units off rounds like the exact one.
     """
     with jax.enable_x64(True):
-        quotient = numerator.astype(jnp.float64) / denominator.astype(jnp.float64)
-        return quotient.astype(jnp.float32)
+        top, bottom = (lax.convert_element_type(x, jnp.float64) for x in (numerator, denominator))
+        return lax.convert_element_type(float32.div(top, bottom), jnp.float32)
 
 
 def divide_elements(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
@@ -143,7 +144,8 @@ def is_nan_scale(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
         # Either sign of the one code: by itself, so that kernels need not hand it to each other.
         half = float32.bitwise_and(scales, element.sign_code - 1)
         return float32.eq(half, element.nan_code or 0)
-    return jnp.isnan(scale_to_float32(scales, scale))
+    values = scale_to_float32(scales, scale)
+    return lax.ne(values, values)
 
 
 def encode_scaled(
@@ -175,15 +177,15 @@ def over_float_scale(
     """Float32 values over their float scales, which is what `encode_scaled` rounds."""
     scale = scale_to_float32(scales, format.scale)
     if format.scale.kind == "divisor":
-        return values * scale
+        return float32.mul(values, scale)
     if format.scale.kind == "multiplier":
         return divide_elements(values, scale)
     if tensor_scale is None:
-        return values * true_divide(jnp.ones_like(scale), scale)
+        return float32.mul(values, true_divide(lax.full_like(scale, 1), scale))
     small = is_tiny(tensor_scale)
     values, tensor_scale = lift(values, small), lift(tensor_scale, small)
     # x * ((1 / p) / s), in this order: NVFP4's own arithmetic, each step rounded.
-    return values * _reciprocal(scales, tensor_scale, format.scale)
+    return float32.mul(values, _reciprocal(scales, tensor_scale, format.scale))
 
 
 def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) -> jax.Array:
@@ -199,8 +201,7 @@ def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) 
 
     def looked_up(scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
         table = divided(jnp.arange(256, dtype=jnp.uint8), tensor_scale.reshape(1), by_float64)
-        index = scales.astype(jnp.int32)
-        return table.at[index].get(mode="promise_in_bounds")
+        return table.at[scales].get(mode="promise_in_bounds")
 
     if tensor_scale.size != 1 or has_explicit_axes():
         return divided(scales, tensor_scale, true_divide)
@@ -277,8 +278,33 @@ def is_tiny(tensor_scale: jax.Array) -> jax.Array:
 
 def lift(x: jax.Array, where: jax.Array) -> jax.Array:
     """Float32 values, times 2^64 where asked; subnormals are the numbers that they are."""
-    bits = float32.to_bits(x)
-    values, magnitude = float32.from_bits(bits), float32.bitwise_and(bits, float32.ABS)
+    values = float32.from_bits(float32.to_bits(x))
+    by_product = functools.partial(_times_factor, factor=2.0**LIFT)
+    return platform_dependent(
+        values, where, cuda=by_product, rocm=by_product, default=_lifted_by_parts
+    )
+
+
+def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
+    """Float32 patterns, divided by 2^64 where asked, rounded once where the result is subnormal."""
+
+    def by_product(bits: jax.Array, where: jax.Array) -> jax.Array:
+        return float32.to_bits(_times_factor(float32.from_bits(bits), where, 2.0**-LIFT))
+
+    return platform_dependent(
+        bits, where, cuda=by_product, rocm=by_product, default=_lowered_by_parts
+    )
+
+
+def _times_factor(values: jax.Array, where: jax.Array, factor: float) -> jax.Array:
+    """One product, where a platform has subnormals."""
+    factors = (lax.full_like(where, x, values.dtype) for x in (factor, 1))
+    return float32.mul(values, lax.select(where, *factors))
+
+
+def _lifted_by_parts(values: jax.Array, where: jax.Array) -> jax.Array:
+    bits = float32.to_bits(values)
+    magnitude = float32.bitwise_and(bits, float32.ABS)
     # A subnormal is its pattern times 2^-149, and integers below 2^24 convert exactly.
     number = lax.convert_element_type(magnitude, jnp.float32)
     small = float32.to_bits(float32.mul(number, 2.0 ** (LIFT - 149)))
@@ -288,8 +314,7 @@ def lift(x: jax.Array, where: jax.Array) -> jax.Array:
     return jnp.where(where, lifted, values)
 
 
-def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
-    """Float32 patterns, divided by 2^64 where asked, rounded once where the result is subnormal."""
+def _lowered_by_parts(bits: jax.Array, where: jax.Array) -> jax.Array:
     magnitude = float32.bitwise_and(bits, float32.ABS)
     # Beside 2^-62, which is subnormals' end times 2^64, the sum's last bit is their unit: addition
     # rounds, to nearest and ties to even, and what it adds to the pattern is the result's pattern.
@@ -303,7 +328,7 @@ def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def divided(x: jax.Array, tensor_scale: jax.Array, by: Callable[..., Any]) -> Any:
-    """`by(x, tensor_scale)`, or of both lifted; x is read for that only if a scale is tiny."""
+    """`by(x, tensor_scale)`, or the same of both lifted: only if a scale is tiny, x is read for it."""
     tiny = is_tiny(tensor_scale)
     return lax.cond(
         any_of(tiny),

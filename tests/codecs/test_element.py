@@ -3,7 +3,7 @@
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 
 import jax
@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from jax.extend.core import Literal
 
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs.element import decode, encode
@@ -27,6 +26,7 @@ from mx_jax.formats import (
 )
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.codecs import oracle
+from tests.codecs.by_numpy import by_numpy
 
 MODES = (NEAREST, AWAY, TOWARD_ZERO)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -256,42 +256,6 @@ def test_subnormals_round_to_zero_without_being_normalized(element: ElementForma
     found = codes[0](x)
     assert np.array_equal(found, encode(x, element, exponent=jnp.zeros(x.shape, jnp.int32)))
     assert not (np.asarray(found) & 127).any()
-
-
-NUMPY = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "min": np.minimum,
-    "max": np.maximum,
-    "and": np.bitwise_and,
-    "lt": np.less,
-    "gt": np.greater,
-    "shift_left": np.left_shift,
-    "shift_right_arithmetic": np.right_shift,
-    "select_n": lambda which, no, yes: np.where(which, yes, no),
-}
-NUMPY_TYPED = {
-    "bitcast_convert_type": np.ndarray.view,
-    "convert_element_type": np.ndarray.astype,
-}
-
-
-@np.errstate(all="ignore")
-def by_numpy(function: Callable[..., jax.Array], *operands: np.ndarray) -> np.ndarray:
-    """What a function computes where subnormals are numbers, as on GPUs: XLA on CPUs flushes."""
-    closed = jax.make_jaxpr(function)(*operands)
-    values = dict(zip(closed.jaxpr.invars, operands, strict=True))
-    for equation in closed.eqns:
-        given = [x.val if isinstance(x, Literal) else values[x] for x in equation.invars]
-        name, (result,) = equation.primitive.name, equation.outvars
-        if name in NUMPY_TYPED:
-            values[result] = NUMPY_TYPED[name](*given, equation.params["new_dtype"])
-        elif name == "broadcast_in_dim":
-            values[result] = np.broadcast_to(*given, equation.params["shape"])
-        else:
-            values[result] = NUMPY[name](*given)
-    return values[closed.jaxpr.outvars[0]]
 
 
 @pytest.mark.parametrize("saturate", [True, False])
