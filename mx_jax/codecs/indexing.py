@@ -200,7 +200,7 @@ class Reshaped(NamedTuple):
     blocks: Blocks
 
 
-def reshape(x: B, shape: Sequence[int | Sequence[int]], options: dict[str, Any]) -> Any:
+def reshape(x: B, shape: Sequence[int | Sequence[int]], options: dict[str, Any]) -> B:
     """An MXArray in another shape; see `MXArray.reshape`."""
     if {name for name, value in options.items() if value is not None} != {"order"} or (
         options["order"] != "C"
@@ -413,7 +413,7 @@ def dynamic_update_slice(x: B, update: B, start_indices: Sequence[Any]) -> B:
     )
 
 
-def _check_values(values: object, x: B, shape: Shape, blocks: Blocks, operation: str) -> None:
+def _check_values(values: object, x: Blocked, shape: Shape, blocks: Blocks, operation: str) -> None:
     """Raise unless values are an MXArray that may stand in that part of x."""
     if not isinstance(values, type(x)):
         raise TypeError(

@@ -328,7 +328,7 @@ def _lowered_by_parts(bits: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def divided(x: jax.Array, tensor_scale: jax.Array, by: Callable[..., Any]) -> Any:
-    """`by(x, tensor_scale)`, or the same of both lifted: only if a scale is tiny, x is read for it."""
+    """`by(x, tensor_scale)`, or of both lifted; x is read for that only if a scale is tiny."""
     tiny = is_tiny(tensor_scale)
     return lax.cond(
         any_of(tiny),
