@@ -262,7 +262,7 @@ class MXArray(ArrayOfCodes):
     def __jax_array__(self) -> jax.Array:
         return self.dequantize()
 
-    def __getitem__(self, index: Any) -> "MXArray":
+    def __getitem__(self, index: indexing.Index | tuple[indexing.Index, ...]) -> "MXArray":
         """Index between blocks; see `codecs.indexing.index_blocks` for what each axis takes."""
         check_parts(self, "MXArray index")
         indexed = indexing.index_blocks(index, self.shape, self.blocks)
@@ -293,7 +293,9 @@ class MXArray(ArrayOfCodes):
         """
         return indexing.transpose(self, axes)
 
-    def reshape(self, *shape: int | Sequence[int], order: str = "C", **options: Any) -> "MXArray":
+    def reshape(
+        self, *shape: int | Sequence[int], order: str = "C", **options: object
+    ) -> "MXArray":
         """Join and divide axes where every block stays whole; `jnp.reshape` comes here too.
 
         Args:

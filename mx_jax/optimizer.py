@@ -18,6 +18,7 @@ from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.codecs.float32 import ABS, INF, MANTISSA, from_bits, to_bits
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 _BLOCK = 32
 # E4M3 as float32 patterns: a code shifted by _SHIFT, its exponent counted from _BIAS.
@@ -97,7 +98,7 @@ def quantize_state(
     implementation = jax.random.key_impl(jax.random.key(0) if key is None else key)
     fields = {**dict.fromkeys(values, False), **dict.fromkeys(squares, True)}
 
-    def init(params: Any) -> QuantizedState:
+    def init(params: object) -> QuantizedState:
         start = jax.random.key(0) if key is None else key
         paths, tree = jax.tree.flatten_with_path(own.init(params))
         large = [_is_large(leaf, min_size) for _, leaf in paths]
@@ -122,8 +123,8 @@ def quantize_state(
         return QuantizedState(jnp.array(jax.random.key_data(start)), scales, codes)
 
     def update(
-        updates: Any, state: QuantizedState, params: Any = None, **extra: Any
-    ) -> tuple[Any, QuantizedState]:
+        updates: U, state: QuantizedState, params: object = None, **extra: object
+    ) -> tuple[U, QuantizedState]:
         paths, tree = jax.tree.flatten_with_path(state.state)
         scales = tree.flatten_up_to(state.scales)
         roots = [
@@ -151,13 +152,13 @@ def quantize_state(
     return own._replace(init=init, update=update)
 
 
-def _is_large(leaf: Any, min_size: int) -> bool:
+def _is_large(leaf: jax.Array, min_size: int) -> bool:
     dtype = getattr(leaf, "dtype", None)
     floats = (jnp.float32, jnp.bfloat16, jnp.float16)
     return dtype in floats and leaf.ndim > 0 and leaf.size >= min_size
 
 
-def _squares(path: Any, fields: dict[str, bool]) -> bool | None:
+def _squares(path: jax.tree_util.KeyPath, fields: dict[str, bool]) -> bool | None:
     """Whether a leaf is of squares; None if it is in none of the fields.
 
     The outermost counts: names further in are those of the parameters.
@@ -165,7 +166,7 @@ def _squares(path: Any, fields: dict[str, bool]) -> bool | None:
     return next((fields[name] for name in _fields_of(path) if name in fields), None)
 
 
-def _fields_of(path: Any) -> list[str]:
+def _fields_of(path: jax.tree_util.KeyPath) -> list[str]:
     return [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -14,8 +14,12 @@ from mx_jax.axes import Axes
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import has_explicit_axes, partitions
+from mx_jax.codecs.indexing import Index
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import ArrayOfCodes, MXArray
+
+T = TypeVar("T")
+Q = TypeVar("Q", bound="Quantized")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,7 +217,7 @@ class PackedMXArray(ArrayOfCodes):
         )
         return self.dequantize()
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
         # `x[...]` is how nnx reads a Variable: it must not cost an unpacking.
         return self if index is ... else self.unpack()[index]
 
@@ -245,6 +249,7 @@ def _untyped(packed: PackedMXArray) -> PackedMXArray:
 
 
 Quantized = MXArray | PackedMXArray
+OperandLike = jax.typing.ArrayLike | Quantized
 
 
 def gives_rows(x: Quantized) -> bool:
@@ -257,12 +262,12 @@ def rows_of(x: Quantized, indices: jax.Array) -> MXArray:
     return x.take(indices) if isinstance(x, PackedMXArray) else x[indices]
 
 
-def unpacked(x: Any) -> Any:
+def unpacked(x: T | PackedMXArray) -> T | MXArray:
     """The MXArray of a PackedMXArray; anything else as it is."""
     return x.unpack() if isinstance(x, PackedMXArray) else x
 
 
-def with_dtype(x: Any, dtype: jax.typing.DTypeLike) -> Any:
+def with_dtype(x: Q, dtype: jax.typing.DTypeLike) -> Q:
     """The same codes, packed or not, to be read as another dtype."""
     return dataclasses.replace(x, dtype=np.dtype(dtype))
 

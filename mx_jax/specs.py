@@ -33,7 +33,7 @@ def arguments_of(x: Any, names: Iterable[str] | None = None) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in zip(values, plain, strict=True))
 
 
-def _name_of(value: Any, named: Callable[[Any], Any]) -> Any:
+def _name_of(value: ScaleRule | BlockFormat | Rounding, named: Callable[[str], object]) -> Any:
     """The name that stands for a value, or the value, if its name stands for nothing or another."""
     try:
         return value.name if named(value.name) == value else value

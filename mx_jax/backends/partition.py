@@ -11,7 +11,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
@@ -28,6 +28,8 @@ from mx_jax.mxarray import MXArray
 from mx_jax.packed import Cut, PackedMXArray, unpacked
 from mx_jax.sharding.movement import Part, reduced_in, spec_of
 from mx_jax.sharding.partition import Factor, Factors, Share, fine_mesh, share, stored_parts
+
+T = TypeVar("T")
 
 # Computes a call of these operands on one device: `compute(call, lhs, rhs)`.
 Compute = Callable[..., Any]
@@ -69,14 +71,7 @@ def can_split(call: MatmulCall) -> bool:
 
 
 def multiply(compute: Compute, call: MatmulCall, lhs: AnyOperand, rhs: AnyOperand) -> jax.Array:
-    """A product that the compiler splits between devices.
-
-    Args:
-      compute: as `Split` has it.
-      call: the whole product.
-      lhs: the left operand.
-      rhs: the right one; packed weights are cut where their layout says how, else unpacked.
-    """
+    """A product that the compiler splits between devices."""
     if isinstance(rhs, PackedMXArray) and rhs.layout.cut is None:
         rhs = unpacked(rhs)
         call = dataclasses.replace(call, rhs=OperandType.of(rhs, call.rhs.axes))
@@ -111,7 +106,7 @@ def _function(split: Split, shapes: tuple[tuple[int, ...], ...]) -> Any:
     return batched
 
 
-def name_of(*what: Any) -> np.ndarray:
+def name_of(*what: object) -> np.ndarray:
     """An operand that nothing reads: it tells programs apart that differ in what they compute.
 
     The compiler sees shapes alone, and so does the key of a compilation cache.
@@ -141,15 +136,7 @@ class _Batched(NamedTuple):
 def _batched(
     tree: Any, call: MatmulCall, size: int, in_batched: Sequence[bool], leaves: Sequence[jax.Array]
 ) -> _Batched:
-    """The product whose batch both operands have, or which keeps the batch of one.
-
-    Args:
-      tree: of both operands.
-      call: of one product.
-      size: how many there are.
-      in_batched: which leaves have the batch in front.
-      leaves: of both operands.
-    """
+    """The product whose batch both operands have, or which keeps the batch of one."""
     lhs, rhs = jax.tree.unflatten(tree, leaves)
     of_lhs, of_rhs = map(jax.tree.leaves, jax.tree.unflatten(tree, in_batched))
     if any(of_rhs) and (any(of_lhs) or isinstance(rhs, PackedMXArray)):
@@ -171,7 +158,7 @@ def _typed(
     return dataclasses.replace(call, lhs=OperandType.of(lhs, left), rhs=OperandType.of(rhs, right))
 
 
-def _filled(operand: Any, in_batched: Sequence[bool], size: int) -> Any:
+def _filled(operand: T, in_batched: Sequence[bool], size: int) -> T:
     """An operand each of whose arrays has the batch; of a tensor scale that all share, once."""
     leaves, tree = jax.tree.flatten(operand)
     packed = isinstance(operand, PackedMXArray)
@@ -187,12 +174,12 @@ def _filled(operand: Any, in_batched: Sequence[bool], size: int) -> Any:
     return jax.tree.unflatten(tree, filled)
 
 
-def _kept(operand: Any, axes: Axes) -> tuple[Any, Axes]:
+def _kept(operand: AnyOperand, axes: Axes) -> tuple[AnyOperand, Axes]:
     """An operand that keeps its batch as the first of the axes that the product has from it."""
     first = min(axes.kept or axes.contracting)
     order = (*range(1, first + 1), 0, *range(first + 1, axes.ndim + 1))
     moved = operand.transpose(order)
-    if isinstance(operand, MXArray):
+    if isinstance(moved, MXArray):
         moved = dataclasses.replace(moved, primal=None)
     return moved, Axes.ordered(
         batch=len(axes.batch),
@@ -248,15 +235,10 @@ def _sharding_rule(
     return rule, tuple(summed), sizes
 
 
-def _shared(split: Split, mesh: Any, leaves: Sequence[Any], wanted: Any) -> Any:
-    """What each device computes, and where both operands lie now.
-
-    Args:
-      split: the product.
-      mesh: a fine one.
-      leaves: shapes and shardings of the operands' arrays.
-      wanted: those of the product; None: wherever it comes to lie.
-    """
+def _shared(
+    split: Split, mesh: Mesh, leaves: Sequence[Any], wanted: jax.ShapeDtypeStruct | None
+) -> Any:
+    """What each device computes, and where both operands lie now."""
     sizes, granules, stored = {}, {}, []
     for _, own, operand in _sides(split, leaves):
         if isinstance(operand, PackedMXArray):
@@ -276,14 +258,18 @@ def _shared(split: Split, mesh: Any, leaves: Sequence[Any], wanted: Any) -> Any:
     return share(mesh, split.factors, (*stored, out), sizes, granules), stored
 
 
-def _infer(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
+def _infer(
+    split: Split, mesh: Mesh, given: tuple[jax.ShapeDtypeStruct, ...], wanted: jax.ShapeDtypeStruct
+) -> NamedSharding:
     """Where the product comes to lie: the older partitioner's question; the newer has the rule."""
     mesh = fine_mesh(mesh, given[1])
     each, _ = _shared(split, mesh, given[1:], None)
     return NamedSharding(mesh, spec_of(each.product(split.factors.out)))
 
 
-def _partition(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
+def _partition(
+    split: Split, mesh: Mesh, given: tuple[jax.ShapeDtypeStruct, ...], wanted: jax.ShapeDtypeStruct
+) -> Any:
     """What each device computes, and where its operands have to be for it."""
     leaves, factors = given[1:], split.factors
     mesh = fine_mesh(mesh, wanted)
@@ -321,7 +307,9 @@ def _joined(used: tuple[Part, ...], moved: tuple[Part, ...]) -> tuple[Part, ...]
     return tuple((*part, *more) for part, more in zip(used, moved, strict=True))
 
 
-def _packed_moves(operand: Any, lies: tuple[Part, ...], used: tuple[Part, ...]) -> tuple[Part, ...]:
+def _packed_moves(
+    operand: AnyOperand, lies: tuple[Part, ...], used: tuple[Part, ...]
+) -> tuple[Part, ...]:
     """The mesh axes along which codes are gathered packed; XLA gathers whole bytes by itself."""
     none = ((),) * len(lies)
     if not isinstance(operand, MXArray) or operand.format.element.bits == 8:
@@ -334,7 +322,11 @@ def _packed_moves(operand: Any, lies: tuple[Part, ...], used: tuple[Part, ...]) 
 
 
 def _local(
-    split: Split, each: Share, moves: Sequence[tuple[Part, ...]], name: Any, *leaves: jax.Array
+    split: Split,
+    each: Share,
+    moves: Sequence[tuple[Part, ...]],
+    name: jax.Array,
+    *leaves: jax.Array,
 ) -> jax.Array:
     """One device's part: its codes gathered, its product, and its sums scattered or added up."""
     del name
@@ -409,7 +401,7 @@ def _rows(packed: PackedMXArray, cut: Cut) -> int:
     return cut.rows // math.gcd(cut.rows, math.prod(packed.kept[1:]))
 
 
-def _stored(packed: PackedMXArray, factors: Sequence[Factor], mesh: Any) -> tuple[Part, ...]:
+def _stored(packed: PackedMXArray, factors: Sequence[Factor], mesh: Mesh) -> tuple[Part, ...]:
     """Where the values lie, by the first packed array."""
     array, counts = jax.tree.leaves(packed)[0], _factors_of(packed)[0]
     parts = dict(zip(counts, stored_parts(array.sharding, array.shape, mesh), strict=True))

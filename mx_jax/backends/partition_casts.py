@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mx_jax.backends.calls import QuantizeCall, result_of
+from mx_jax.backends.calls import Call, QuantizeCall, result_of
 from mx_jax.backends.partition import Compute, name_of, without_mesh
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
@@ -60,7 +60,7 @@ class Split:
         return jax.tree.leaves(self.compute(self.call, *jax.tree.unflatten(self.tree, leaves)))
 
 
-def can_split(call: Any) -> bool:
+def can_split(call: Call) -> bool:
     """Whether the compiler can be told how a cast is split: of constant sizes, under one tensor
     scale."""
     if not isinstance(call, QuantizeCall):
@@ -68,14 +68,8 @@ def can_split(call: Any) -> bool:
     return not call.scale_axes and all(isinstance(size, int) and size > 0 for size in call.shape)
 
 
-def quantize(compute: Compute, call: QuantizeCall, *operands: Any) -> Any:
-    """A cast that the compiler splits between devices.
-
-    Args:
-      compute: as `Split` has it.
-      call: the whole cast.
-      operands: values, random bits and tensor scale, as calls have them.
-    """
+def quantize(compute: Compute, call: QuantizeCall, *operands: jax.Array | None) -> Any:
+    """A cast that the compiler splits between devices."""
     leaves, tree = jax.tree.flatten(operands)
     split, result = Split(compute, call, tree), jax.tree.structure(result_of(call, *operands))
     shapes = tuple(leaf.shape for leaf in leaves)
@@ -163,7 +157,7 @@ class Share:
         return spec_of(tuple(parts))
 
 
-def _share(split: Split, mesh: Any, lies: tuple[Part, ...]) -> Share:
+def _share(split: Split, mesh: Mesh, lies: tuple[Part, ...]) -> Share:
     """What each device casts of values that lie so; an axis that cuts blocks unevenly is whole."""
     count = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
     by_amax = not split.call.scale_rule.reads_values
@@ -181,7 +175,9 @@ def _share(split: Split, mesh: Any, lies: tuple[Part, ...]) -> Share:
     return Share(tuple(parts), tuple(whole))
 
 
-def _shared(split: Split, mesh: Any, leaves: Sequence[Any], wanted: Any) -> Share:
+def _shared(
+    split: Split, mesh: Mesh, leaves: Sequence[Any], wanted: Sequence[jax.ShapeDtypeStruct] | None
+) -> Share:
     """By where the values lie, or their codes have to if the values are everywhere."""
     lies = stored_parts(leaves[0].sharding, split.shape, mesh)
     if not any(lies) and wanted is not None:
@@ -189,14 +185,24 @@ def _shared(split: Split, mesh: Any, leaves: Sequence[Any], wanted: Any) -> Shar
     return _share(split, mesh, lies)
 
 
-def _infer(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
+def _infer(
+    split: Split,
+    mesh: Mesh,
+    given: tuple[jax.ShapeDtypeStruct, ...],
+    wanted: Sequence[jax.ShapeDtypeStruct],
+) -> list[NamedSharding]:
     """Where codes and scales come to lie: the older partitioner's question."""
     mesh = fine_mesh(mesh, given[1])
     each = _shared(split, mesh, given[1:], None)
     return [NamedSharding(mesh, each.place(r.shape, split.shape)) for r in _results(split)]
 
 
-def _partition(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
+def _partition(
+    split: Split,
+    mesh: Mesh,
+    given: tuple[jax.ShapeDtypeStruct, ...],
+    wanted: Sequence[jax.ShapeDtypeStruct],
+) -> Any:
     """What each device computes, and where its operands have to be for it."""
     mesh = fine_mesh(mesh, given[1])
     each = _shared(split, mesh, given[1:], wanted)
@@ -206,7 +212,7 @@ def _partition(split: Split, mesh: Any, given: Any, wanted: Any) -> Any:
     return mesh, local, results, (NamedSharding(mesh, PartitionSpec(None)), *places)
 
 
-def _local(split: Split, each: Share, name: Any, *leaves: jax.Array) -> list[jax.Array]:
+def _local(split: Split, each: Share, name: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
     """One device's part."""
     del name
     x, bits, scale = jax.tree.unflatten(split.tree, leaves)
@@ -226,14 +232,7 @@ def _local(split: Split, each: Share, name: Any, *leaves: jax.Array) -> list[jax
 
 
 def agreed_scale(x: jax.Array, blocks: Blocks, largest: float, names: Sequence[str]) -> jax.Array:
-    """The tensor scale of all devices' parts.
-
-    Args:
-      x: a device's part.
-      blocks: of the cast.
-      largest: what the largest magnitude becomes.
-      names: mesh axes that split the values.
-    """
+    """The tensor scale of all devices' parts."""
     amax = block_maxima(x, blocks)
     amax = jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0)
     return tensor_scale_of(lax.pmax(amax, tuple(names)) if names else amax, largest, x.ndim)

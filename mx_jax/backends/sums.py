@@ -104,11 +104,6 @@ _ONE = 127 << 23
 def as_matrices(operand: Operand, axes: Axes) -> tuple[Operand, tuple[int, ...]]:
     """An operand as `[batch, kept, k]`, and the lengths of its kept axes.
 
-    Args:
-      operand: values, or an MXArray with blocks along the last axis of k, whole ones if k has
-        several axes.
-      axes: its axes, in canonical order.
-
     Returns:
       The operand with blocks along its last axis, and a tensor scale of shape `(1, 1, 1)` if it had
       one.
@@ -153,12 +148,7 @@ def rejects_parts_of_blocks(call: MatmulCall) -> str | None:
 
 
 def rejects_scale_axes(call: MatmulCall | PackCall, *, batch: bool) -> str | None:
-    """Why tensor scales cannot leave the sums, or None.
-
-    Args:
-      call: a product, or weights for one.
-      batch: whether each matrix of a batch may have a tensor scale of its own.
-    """
+    """Why tensor scales cannot leave the sums, or None."""
     operands = (call.weights,) if isinstance(call, PackCall) else (call.lhs, call.rhs)
     for own in operands:
         if any(axis >= len(own.axes.batch) * batch for axis in own.scale_axes):
@@ -204,13 +194,6 @@ def blockwise_dot(
     """Float32 `[*batch, *m, *n]` of bfloat16 operands, one contracted axis each.
 
     As many blocks at a time as leave their sums smaller than the operands; then the next ones.
-
-    Args:
-      lhs: values without the scales.
-      rhs: likewise.
-      size: of the blocks along the contracted axes.
-      scales: of one operand or of both, in blocks of this size.
-      call: the product.
     """
     axis = {side: own.axes.contracting[0] for side, own in call.sides}
     operands = tuple(_blocks_first(x, axis[side], size) for x, side in ((lhs, "lhs"), (rhs, "rhs")))

@@ -178,9 +178,6 @@ def _rejects_groups(call: RaggedCall, target: Target) -> str | None:
 def block_values(operand: Operand) -> tuple[jax.Array, float]:
     """Bfloat16 values without tensor scale and float32 scales, and a factor of the sums.
 
-    Args:
-      operand: bfloat16 values, or an array of which `bfloat16_holds`.
-
     Returns:
       An array of the operand's shape, and a power of two.
     """

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.module import InterceptorContext
 from flax.traverse_util import flatten_dict
 from jax import lax
 
@@ -26,7 +27,10 @@ _SOWN = "calibrate_inputs"
 
 
 def moments(
-    model: "nn.Module | nnx.Module", batches: Iterable[Any], *, variables: Any = None
+    model: "nn.Module | nnx.Module",
+    batches: Iterable[Any],
+    *,
+    variables: Mapping[str, Any] | None = None,
 ) -> Moments:
     """Sum of `x x^T` over the inputs x of every dense layer of a model, and of every head.
 
@@ -96,7 +100,9 @@ def tell_input(layer: nn.Module, name: str, x: jax.Array) -> None:
         layer.sow(_SOWN, name, x)
 
 
-def _observer(model: Any, variables: Any) -> Callable[..., Moments]:
+def _observer(
+    model: "nn.Module | nnx.Module", variables: Mapping[str, Any] | None
+) -> Callable[..., Moments]:
     if isinstance(model, nn.Module):
         if not isinstance(variables, Mapping):
             raise TypeError(
@@ -127,10 +133,15 @@ def _add(into: Moments, path: str, x: jax.Array, axes: Sequence[int] = (-1,)) ->
     into[path] = into[path] + moment if path in into else moment
 
 
-def _linen(model: nn.Module, variables: Any, *args: Any) -> Moments:
+def _linen(model: nn.Module, variables: Mapping[str, Any], *args: object) -> Moments:
     found: Moments = {}
 
-    def intercept(call: Any, args: Any, options: Any, context: Any) -> Any:
+    def intercept(
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        options: dict[str, Any],
+        context: InterceptorContext,
+    ) -> Any:
         layer = context.module
         called = next((kind for kind in _LINEN if isinstance(layer, kind)), None)
         if called is not None and context.method_name == _LINEN[called]:
@@ -149,7 +160,7 @@ def _linen(model: nn.Module, variables: Any, *args: Any) -> Moments:
     return found
 
 
-def _nnx(graph: Any, state: Any, *args: Any) -> Moments:
+def _nnx(graph: "nnx.GraphDef", state: "nnx.State", *args: object) -> Moments:
     from flax import nnx
 
     found: Moments = {}
@@ -163,10 +174,12 @@ def _nnx(graph: Any, state: Any, *args: Any) -> Moments:
     return found
 
 
-def _observed(product: Any, found: Moments, path: Sequence[Any]) -> Any:
+def _observed(
+    product: Callable[..., jax.Array], found: Moments, path: Sequence[Any]
+) -> Callable[..., jax.Array]:
     """A `dot_general`, or an embedding's `attend`, whose first operand is added to the moments."""
 
-    def observed(lhs: jax.Array, *args: Any, **options: Any) -> Any:
+    def observed(lhs: jax.Array, *args: Any, **options: object) -> jax.Array:
         # A dot_general's dimension numbers come after both operands.
         axes = args[1][0][0] if len(args) > 1 else (-1,)
         _add(found, "/".join(map(str, path)), lhs, axes)

@@ -113,7 +113,7 @@ def from_json(kind: Any, facts: Any, name: str) -> Any:
     return kind(facts) if expected is not kind and origin is None else facts
 
 
-def _type_in_json(kind: Any) -> type:
+def _type_in_json(kind: type) -> type:
     if dataclasses.is_dataclass(kind):
         return dict
     if typing.get_origin(kind) is tuple:
@@ -225,7 +225,7 @@ def to_wire(tree: object) -> Any:
     return jax.tree.map(go, tree, is_leaf=lambda leaf: isinstance(leaf, Quantized))
 
 
-def from_wire(tree: Any) -> Any:
+def from_wire(tree: object) -> Any:
     """Undo `to_wire`.
 
     Args:
@@ -246,7 +246,7 @@ def from_wire(tree: Any) -> Any:
       (True, ((-2, 32),))
     """
 
-    def go(path: Any, leaf: Any) -> Any:
+    def go(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
         if not _is_wire(leaf):
             return leaf
         where = f"from_wire: {jax.tree_util.keystr(path, simple=True, separator='/') or 'the tree'}"

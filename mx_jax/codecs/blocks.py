@@ -6,7 +6,7 @@ are not named have blocks of one. Counting from the end keeps the pairs valid un
 blocked.
 """
 
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,25 @@ from mx_jax.formats import WHOLE, BlockFormat, BlockSize, Whole
 
 Blocks = tuple[tuple[int, BlockSize], ...]
 Shape = tuple[Any, ...]
+
+
+class Blocked(Protocol):
+    """What modules below `MXArray` read of one."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def codes(self) -> jax.Array: ...
+    @property
+    def scales(self) -> jax.Array: ...
+    @property
+    def tensor_scale(self) -> jax.Array | None: ...
+    @property
+    def format(self) -> BlockFormat: ...
+    @property
+    def blocks(self) -> Blocks: ...
+    @property
+    def primal(self) -> jax.Array | None: ...
 
 
 def block_extent(size: BlockSize, length: int) -> int:
@@ -89,7 +108,7 @@ def spread(scales: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     return jnp.expand_dims(scales, inside)
 
 
-def violation(x: Any) -> str | None:
+def violation(x: Blocked) -> str | None:
     """The first rule that the parts of an MXArray break, with what they are; None if they keep all.
 
     Static facts alone, so it costs no computing.
@@ -114,7 +133,7 @@ def violation(x: Any) -> str | None:
     return _tensor_scale(shape, x.tensor_scale, x.format, x.blocks)
 
 
-def check_parts(x: Any, operation: str) -> None:
+def check_parts(x: Blocked, operation: str) -> None:
     """Raise ValueError unless the parts of an MXArray fit together.
 
     The constructor cannot ask: transformations rebuild pytrees with anything for leaves. So every
@@ -146,7 +165,7 @@ def _blocks(shape: Shape, format: BlockFormat, blocks: Blocks) -> str | None:
 
 
 def _tensor_scale(
-    shape: Shape, tensor_scale: Any, format: BlockFormat, blocks: Blocks
+    shape: Shape, tensor_scale: jax.Array | None, format: BlockFormat, blocks: Blocks
 ) -> str | None:
     if tensor_scale is None:
         return "tensor_scale is missing, got tensor_scale=None" if format.tensor_scale else None

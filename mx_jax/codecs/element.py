@@ -176,15 +176,7 @@ def _with_sign(
 
 
 def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
-    """Float32 patterns of the values of uint8 codes; every element value is a normal or zero.
-
-    Args:
-      codes: uint8, one code a byte; bits above the format's width are ignored.
-      element: the element format.
-
-    Returns:
-      int32 patterns, shape of codes.
-    """
+    """Float32 patterns of the values of uint8 codes; every element value is a normal or zero."""
     spelled_out = functools.partial(_decode_in_integers, element=element)
     if known_element(element) not in _CONVERTED:
         return spelled_out(codes)

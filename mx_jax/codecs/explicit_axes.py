@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 Spec = NamedSharding | PartitionSpec
 Partition = str | tuple[str, ...] | None
+AxisNames = str | tuple[str, ...]
 
 A = TypeVar("A", jax.Array, np.ndarray)
 
@@ -26,7 +27,7 @@ def has_explicit_axes() -> bool:
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
 
 
-def explicit_mesh(*operands: Any) -> Any:
+def explicit_mesh(*operands: object) -> AbstractMesh | None:
     """The mesh in use, or where none is that of an operand, if it has axes of `AxisType.Explicit`;
     else None."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -47,7 +48,7 @@ def partitions(sharding: Spec, ndim: int) -> list[Any]:
     return spec + [None] * (ndim - len(spec))
 
 
-def with_partitions(sharding: Spec, parts: Sequence[Any]) -> Any:
+def with_partitions(sharding: Spec, parts: Sequence[Any]) -> Spec:
     """A sharding of the same kind and mesh with other mesh axes."""
     spec = PartitionSpec(*parts)
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec

@@ -120,12 +120,6 @@ def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
     Subnormals come out normalized, with biased exponents 0 to -22, so that the value is
     `(1 + mantissa / 2^23) * 2^(exponent - 127)` for every finite non-zero input. Zero comes out
     with exponent -149 and mantissa 0, below everything else.
-
-    Args:
-      magnitude: int32 patterns with a clear sign bit.
-
-    Returns:
-      `(biased_exponent, mantissa)`, int32.
     """
     # A subnormal is its integer pattern times 2^-149, and integers convert to float32 exactly.
     as_float = to_bits(lax.convert_element_type(magnitude, jnp.float32))

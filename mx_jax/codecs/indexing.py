@@ -8,8 +8,9 @@ becomes NaN.
 import dataclasses
 import math
 import operator
+import types
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, SupportsIndex, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +19,13 @@ from jax import lax
 from jax.core import Tracer
 
 from mx_jax.codecs import float32
-from mx_jax.codecs.blocks import Blocks, check_parts, num_blocks, scales_shape
+from mx_jax.codecs.blocks import Blocked, Blocks, check_parts, num_blocks, scales_shape
 from mx_jax.codecs.scale import E8M0_NAN
 from mx_jax.formats import WHOLE, BlockSize, ScaleFormat, Whole
 
 Shape = tuple[int, ...]
+Index = int | slice | types.EllipsisType | None | jax.Array | np.ndarray | Sequence[int]
+B = TypeVar("B", bound=Blocked)
 
 _REMEDY = "dequantize() first, or index whole blocks"
 
@@ -35,19 +38,13 @@ class Indexed(NamedTuple):
     blocks: Blocks
 
 
-def index_blocks(index: Any, shape: tuple[int, ...], blocks: Blocks) -> Indexed:
+def index_blocks(
+    index: Index | tuple[Index, ...], shape: tuple[int, ...], blocks: Blocks
+) -> Indexed:
     """Translate `x[index]` to codes and scales.
 
     Axes without blocks take ints and any slice; the first axis also takes an integer array (a
     gather of rows). A blocked axis takes slices that cut between blocks; a WHOLE one any slice.
-
-    Args:
-      index: what stands between the brackets.
-      shape: logical shape.
-      blocks: axes from the end with block sizes.
-
-    Returns:
-      An `Indexed`.
 
     Raises:
       IndexError: an index that would cut a block, or is of a kind that blocks do not allow.
@@ -94,14 +91,14 @@ def index_tensor_scale(tensor_scale: jax.Array, index: tuple[Any, ...]) -> jax.A
     return tensor_scale[tuple(items)]
 
 
-def transpose(x: Any, axes: tuple[Any, ...]) -> Any:
+def transpose(x: B, axes: tuple[Any, ...]) -> B:
     """An MXArray with its axes permuted; see `MXArray.transpose`."""
     order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
-    order = tuple(order) or tuple(range(x.ndim))[::-1]
-    in_range = all(-x.ndim <= axis < x.ndim for axis in order)
-    order = tuple(axis % x.ndim for axis in order) if in_range else order
-    if sorted(order) != list(range(x.ndim)):
-        raise ValueError(f"MXArray.transpose: axes={axes} do not permute ndim={x.ndim}")
+    order = tuple(order) or tuple(range(x.codes.ndim))[::-1]
+    in_range = all(-x.codes.ndim <= axis < x.codes.ndim for axis in order)
+    order = tuple(axis % x.codes.ndim for axis in order) if in_range else order
+    if sorted(order) != list(range(x.codes.ndim)):
+        raise ValueError(f"MXArray.transpose: axes={axes} do not permute ndim={x.codes.ndim}")
 
     def move(array: jax.Array | None) -> jax.Array | None:
         return None if array is None else array.transpose(order)
@@ -124,7 +121,7 @@ def transpose_blocks(axes: tuple[int, ...], blocks: Blocks) -> Blocks:
     return tuple((axis, size) for axis, size in moved if size is not None)
 
 
-def _complete(index: Any, ndim: int) -> list[Any]:
+def _complete(index: Index | tuple[Index, ...], ndim: int) -> list[Any]:
     items = list(index) if isinstance(index, tuple) else [index]
     used = sum(item is not None and item is not Ellipsis for item in items)
     if used > ndim:
@@ -149,7 +146,10 @@ def _check_arrays(items: list[Any]) -> None:
 
 
 def _index_axis(
-    item: Any, axis: int, length: int, size: BlockSize | None
+    item: SupportsIndex | slice | jax.Array | np.ndarray | list[int],
+    axis: int,
+    length: int,
+    size: BlockSize | None,
 ) -> tuple[Any, Any, list[BlockSize | None]]:
     if isinstance(item, slice):
         if size is None:
@@ -200,7 +200,7 @@ class Reshaped(NamedTuple):
     blocks: Blocks
 
 
-def reshape(x: Any, shape: Any, options: dict[str, Any]) -> Any:
+def reshape(x: B, shape: Sequence[int | Sequence[int]], options: dict[str, Any]) -> B:
     """An MXArray in another shape; see `MXArray.reshape`."""
     if {name for name, value in options.items() if value is not None} != {"order"} or (
         options["order"] != "C"
@@ -210,7 +210,7 @@ def reshape(x: Any, shape: Any, options: dict[str, Any]) -> Any:
         )
     tensor_scale = x.tensor_scale
     given = None if tensor_scale is None else tensor_scale.shape
-    to = reshape_blocks(shape, x.shape, x.blocks, given)
+    to = reshape_blocks(shape, x.codes.shape, x.blocks, given)
     if tensor_scale is not None:
         tensor_scale = jnp.broadcast_to(tensor_scale, to.spread).reshape(to.tensor_scale)
     return dataclasses.replace(
@@ -224,18 +224,12 @@ def reshape(x: Any, shape: Any, options: dict[str, Any]) -> Any:
 
 
 def reshape_blocks(
-    wanted: Any, shape: Shape, blocks: Blocks, tensor_scale: Shape | None
+    wanted: Sequence[int | Sequence[int]], shape: Shape, blocks: Blocks, tensor_scale: Shape | None
 ) -> Reshaped:
     """What `x.reshape(wanted)` does to a blocked tensor.
 
     Elements keep their row-major order. Axes that are joined or divided together form a group; in a
     group, blocks may only lie along the last axis, in whole blocks, before and after.
-
-    Args:
-      wanted: the new lengths; one of them may be -1.
-      shape: logical shape.
-      blocks: axes from the end with block sizes.
-      tensor_scale: shape of the tensor scale, or None.
 
     Raises:
       ValueError: sizes that differ, or blocks that would not stay whole.
@@ -341,21 +335,21 @@ def _cut(new: Shape, shape: Shape, blocks: Blocks) -> ValueError:
 
 
 @dataclasses.dataclass(frozen=True)
-class At:
+class At(Generic[B]):
     """`x.at`, to be indexed.
 
     Attributes:
       array: the MXArray.
     """
 
-    array: Any
+    array: B
 
-    def __getitem__(self, index: Any) -> "Region":
+    def __getitem__(self, index: Index | tuple[Index, ...]) -> "Region[B]":
         return Region(self.array, index)
 
 
 @dataclasses.dataclass(frozen=True)
-class Region:
+class Region(Generic[B]):
     """`x.at[index]`: whole blocks of an MXArray, to be set.
 
     Attributes:
@@ -363,13 +357,13 @@ class Region:
       index: as `x[index]` takes it.
     """
 
-    array: Any
-    index: Any
+    array: B
+    index: Index | tuple[Index, ...]
 
-    def set(self, values: Any) -> Any:
+    def set(self, values: B) -> B:
         """The MXArray with other blocks there: `values`, an MXArray of that shape."""
         x, operation = self.array, "MXArray.at[].set"
-        indexed = index_blocks(self.index, x.shape, x.blocks)
+        indexed = index_blocks(self.index, x.codes.shape, x.blocks)
         here = jax.eval_shape(lambda codes: codes[indexed.codes], x.codes)
         _check_values(values, x, here.shape, indexed.blocks, operation)
         tensor_scale = x.tensor_scale
@@ -384,24 +378,24 @@ class Region:
         )
 
 
-def dynamic_update_slice(x: Any, update: Any, start_indices: Sequence[Any]) -> Any:
+def dynamic_update_slice(x: B, update: B, start_indices: Sequence[Any]) -> B:
     """See `MXArray.dynamic_update_slice`."""
     operation = "MXArray.dynamic_update_slice"
-    if len(start_indices) != len(x.shape):
+    if len(start_indices) != len(x.codes.shape):
         raise ValueError(
             f"{operation}: needs a start for each axis, got {len(start_indices)} starts for "
-            f"shape={x.shape}"
+            f"shape={x.codes.shape}"
         )
-    _check_values(update, x, update.shape, x.blocks, operation)
+    _check_values(update, x, update.codes.shape, x.blocks, operation)
     starts = [jnp.asarray(start) for start in start_indices]
     code_starts, scale_starts, aligned = list(starts), list(starts), jnp.bool_(True)
     for axis, size in x.blocks:
-        length, taken = x.shape[axis], update.shape[axis]
+        length, taken = x.codes.shape[axis], update.codes.shape[axis]
         whole = taken == length
         if not whole and (isinstance(size, Whole) or taken % size or length % size):
             raise ValueError(
                 f"{operation}: axis={axis} has blocks of {size!r}, which are written whole, got "
-                f"shape={x.shape}, update.shape={update.shape}; write whole blocks"
+                f"shape={x.codes.shape}, update.shape={update.codes.shape}; write whole blocks"
             )
         if whole or isinstance(size, Whole):
             scale_starts[axis] = jnp.zeros_like(starts[axis])
@@ -419,7 +413,7 @@ def dynamic_update_slice(x: Any, update: Any, start_indices: Sequence[Any]) -> A
     )
 
 
-def _check_values(values: Any, x: Any, shape: Any, blocks: Any, operation: str) -> None:
+def _check_values(values: object, x: Blocked, shape: Shape, blocks: Blocks, operation: str) -> None:
     """Raise unless values are an MXArray that may stand in that part of x."""
     if not isinstance(values, type(x)):
         raise TypeError(
@@ -427,13 +421,13 @@ def _check_values(values: Any, x: Any, shape: Any, blocks: Any, operation: str) 
             f"them first, format={x.format.name}, with blocks={blocks}"
         )
     check_parts(values, operation)
-    found = (values.shape, values.format, sorted(values.blocks))
+    found = (values.codes.shape, values.format, sorted(values.blocks))
     if found != (shape, x.format, sorted(blocks)):
         raise ValueError(
             f"{operation}: values must have the format, the shape and the blocks of what they "
             f"replace, format={x.format.name}, shape={shape}, blocks={blocks}, got "
-            f"format={values.format.name}, shape={values.shape}, blocks={values.blocks}; quantize "
-            "them likewise"
+            f"format={values.format.name}, shape={values.codes.shape}, blocks={values.blocks}; "
+            "quantize them likewise"
         )
 
 
@@ -448,10 +442,11 @@ def _aligned(start: jax.Array, size: int, axis: int, operation: str) -> jax.Arra
     return aligned
 
 
-def _same_bits(tensor_scale: jax.Array | None, values: Any, operation: str) -> jax.Array:
+def _same_bits(tensor_scale: jax.Array | None, values: Blocked, operation: str) -> jax.Array:
     """Whether values are under that tensor scale; raises if they are known not to be."""
     if tensor_scale is None:
         return jnp.bool_(True)
+    assert values.tensor_scale is not None
     same = (float32.to_bits(tensor_scale) == float32.to_bits(values.tensor_scale)).all()
     if not isinstance(same, Tracer) and not bool(same):
         raise ValueError(
@@ -462,7 +457,7 @@ def _same_bits(tensor_scale: jax.Array | None, values: Any, operation: str) -> j
     return same
 
 
-def _valid_scales(values: Any, valid: jax.Array) -> jax.Array:
+def _valid_scales(values: Blocked, valid: jax.Array) -> jax.Array:
     """The scales of values, or NaN."""
     return jnp.where(valid, values.scales, _nan_of(values.format.scale))
 

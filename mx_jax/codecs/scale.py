@@ -157,19 +157,7 @@ def encode_scaled(
     rounding: Rounding,
     random_bits: jax.Array | None,
 ) -> jax.Array:
-    """Codes of x over its block's scale; blocks with a NaN scale get NaN codes, or 0.
-
-    Args:
-      x: float values with split axes.
-      scales: stored scales, broadcastable to x.
-      format: the block format.
-      tensor_scale: float32 scale of the whole tensor, broadcastable to x, or None.
-      rounding: how dropped bits decide.
-      random_bits: as `element.encode` takes them.
-
-    Returns:
-      uint8 codes, shape of x.
-    """
+    """Codes of x over its block's scale; blocks with a NaN scale get NaN codes, or 0."""
     element = format.element
     how = {"rounding": rounding, "random_bits": random_bits}
     if format.scale.kind == "exponent":
@@ -289,12 +277,7 @@ def is_tiny(tensor_scale: jax.Array) -> jax.Array:
 
 
 def lift(x: jax.Array, where: jax.Array) -> jax.Array:
-    """Float32 values, times 2^64 where asked; subnormals are the numbers that they are.
-
-    Args:
-      x: float32, bfloat16 or float16.
-      where: bool, broadcastable to x.
-    """
+    """Float32 values, times 2^64 where asked; subnormals are the numbers that they are."""
     values = float32.from_bits(float32.to_bits(x))
     by_product = functools.partial(_times_factor, factor=2.0**LIFT)
     return platform_dependent(
@@ -303,12 +286,7 @@ def lift(x: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
-    """Float32 patterns, divided by 2^64 where asked, rounded once where the result is subnormal.
-
-    Args:
-      bits: int32 patterns of normal numbers, zeros, Inf or NaN.
-      where: bool, broadcastable to bits.
-    """
+    """Float32 patterns, divided by 2^64 where asked, rounded once where the result is subnormal."""
 
     def by_product(bits: jax.Array, where: jax.Array) -> jax.Array:
         return float32.to_bits(_times_factor(float32.from_bits(bits), where, 2.0**-LIFT))
@@ -350,13 +328,7 @@ def _lowered_by_parts(bits: jax.Array, where: jax.Array) -> jax.Array:
 
 
 def divided(x: jax.Array, tensor_scale: jax.Array, by: Callable[..., Any]) -> Any:
-    """`by(x, tensor_scale)`, or the same of both lifted: only if a scale is tiny, x is read for it.
-
-    Args:
-      x: what the scale divides.
-      tensor_scale: float32, broadcastable to x.
-      by: gives the same for both multiplied by one number.
-    """
+    """`by(x, tensor_scale)`, or of both lifted; x is read for that only if a scale is tiny."""
     tiny = is_tiny(tensor_scale)
     return lax.cond(
         any_of(tiny),

@@ -2,8 +2,8 @@
 
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
 
+from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
 from rich.table import Table
 
@@ -16,10 +16,14 @@ def console() -> Console:
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], left: Collection[str], **options: Any
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    left: Collection[str],
+    title: str | None = None,
+    box: Box | None = HEAVY_HEAD,
 ) -> None:
     """Print rows of cells; `left`: the columns that begin at the left, as names do."""
-    table = Table(title_justify="left", **options)
+    table = Table(title_justify="left", title=title, box=box)
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")
     for row in rows:

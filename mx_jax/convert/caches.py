@@ -54,7 +54,7 @@ class CacheFormat:
         assert isinstance(self.format, BlockFormat)
         return self.format.name
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> KVCache:
+    def empty(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> KVCache:
         """A cache in place of two arrays `[*batch, length, heads, features]`."""
         *batch, length, heads, features = shape
         sizes = (math.prod(batch), length, heads, features)

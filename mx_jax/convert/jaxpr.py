@@ -375,7 +375,7 @@ class Region:
     run: Callable[[dict[str, Any], Values, Sequence[PlannedBody], Key], Values]
 
 
-def closed(jaxpr: Any) -> ClosedJaxpr:
+def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
     """A jaxpr with its constants: some equations hold one without."""
     return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
 

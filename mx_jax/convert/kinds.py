@@ -23,6 +23,7 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
+from jax.lax import DotDimensionNumbers
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.axes import Axes
@@ -467,12 +468,7 @@ class Slot:
         return not isinstance(layer, nn.Module) or self.attribute in layer.__dataclass_fields__
 
     def obstacle(self, layer: object, ours: type | tuple[type, ...]) -> str | None:
-        """Why the slot of a layer is not to be filled, or None.
-
-        Args:
-          layer: a layer with the slot.
-          ours: classes of what conversion puts there.
-        """
+        """Why the slot of a layer is not to be filled, or None."""
         if getattr(layer, f"{self.attribute}_cls", None) is not None:
             return f"has its own {self.attribute}_cls"
         value = getattr(layer, self.attribute)
@@ -589,12 +585,15 @@ def _dense_counts(layer: nnx.Linear | nnx.LinearGeneral) -> tuple[int, int, int]
 
 
 def _dense_axes(
-    layer: nnx.Linear | nnx.LinearGeneral, kernel: tuple[int, ...], dimensions: Any = None, *_: Any
+    layer: nnx.Linear | nnx.LinearGeneral,
+    kernel: tuple[int, ...],
+    dimensions: DotDimensionNumbers | None = None,
+    *_: object,
 ) -> Axes | None:
     if dimensions is None:
         num_batch, num_contracting, _kept = _dense_counts(layer)
         dimensions = ((), range(num_batch, num_batch + num_contracting)), ((), range(num_batch))
-    (_, contracting), (_, batch) = dimensions
+    contracting, batch = dimensions[0][1], dimensions[1][1]
     kept = (axis for axis in range(len(kernel)) if axis not in (*contracting, *batch))
     return Axes(tuple(batch), tuple(kept), tuple(contracting)) if contracting else None
 

@@ -201,13 +201,13 @@ def _under_rules(name: str):
 
 
 def _with_weights(
-    run: Call, variables: Variables, *args: Any, **kwargs: Any
+    run: Call, variables: Variables, *args: object, **kwargs: object
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """An `apply` whose first argument are the parameters alone, and its arguments."""
     others = dict(variables)
     params = {"params": others.pop("params")} if "params" in others else {}
 
-    def call(params: Variables, others: Variables, *args: Any, **kwargs: Any) -> Any:
+    def call(params: Variables, others: Variables, *args: object, **kwargs: object) -> Any:
         return run({**params, **others}, *args, **kwargs)
 
     return call, (params, others, *args), kwargs
@@ -244,9 +244,11 @@ def _traced_part(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
     if draws and (self.has_rng(RNG_STREAM) or self.has_rng("params")):
         key = layer_key(self, draws[0])
 
-    def lifted(method: Call, scope: Scope, *given: Any) -> Any:
-        def run(of: Call, repack: Call, variables: Variables, rngs: Variables, *given: Any) -> Any:
-            def call(variables: Variables, rngs: Variables, *given: Any) -> Any:
+    def lifted(method: Call, scope: Scope, *given: object) -> Any:
+        def run(
+            of: Call, repack: Call, variables: Variables, rngs: Variables, *given: object
+        ) -> Any:
+            def call(variables: Variables, rngs: Variables, *given: object) -> Any:
                 scope = of(variables, rngs)
                 return method(scope, *given), repack(scope)
 
@@ -254,7 +256,7 @@ def _traced_part(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
 
         return lift.pack(run, (True,), (True,), (True,))(scope, *given)
 
-    def method(module: Any, args: Args, kwargs: Kwargs) -> Any:
+    def method(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
         return module._call_wrapped_method(fun, args, kwargs)
 
     return lift_direct_transform(lifted, (method,), self, args, kwargs)
@@ -303,7 +305,7 @@ class _Known(NamedTuple):
     modules: dict[str, Module]
 
 
-def _known(module: Any) -> _Known:
+def _known(module: nn.Module) -> _Known:
     try:
         return _known_of(module if module.scope is None else type(module))
     except TypeError:
@@ -403,7 +405,9 @@ class Product:
     kind: Kind
     default: Call
 
-    def __call__(self, lhs: object, rhs: Any, *args: Any, **options: object) -> Any:
+    def __call__(
+        self, lhs: object, rhs: jax.Array | Quantized, *args: object, **options: object
+    ) -> Any:
         """Ask the rules, then multiply with their recipe, or as the layer would have."""
         facts = self.kind.facts(self.bound.layer, tuple(rhs.shape), *args)
         decision = self.bound.decide(**facts)

@@ -70,7 +70,7 @@ def report(
 
 
 def _decisions(
-    model: Any, rules: tuple[Rule, ...], args: tuple[Any, ...], options: dict[str, Any]
+    model: object, rules: tuple[Rule, ...], args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Decision, ...]:
     if isinstance(model, flax.linen.Module):
         return linen_model.decisions(model, rules, *args, **options)

@@ -11,7 +11,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from flax import nnx as flax_nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.sharding import PartitionSpec
 
+from mx_jax.codecs.explicit_axes import Spec
 from mx_jax.convert.caches import CachedAttention, CacheFormat, as_array, is_plain
 from mx_jax.convert.functions import call_of_model
 from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
@@ -393,7 +394,7 @@ class StoredEmbed(flax_nnx.Embed):
         values = rows_of(table, jnp.asarray(inputs)).dequantize(self.dtype or table.dtype)
         return values if out_sharding is None else jax.sharding.reshard(values, out_sharding)
 
-    def attend(self, query: jax.Array, out_sharding: object = None) -> jax.Array:
+    def attend(self, query: jax.Array, out_sharding: Spec | None = None) -> jax.Array:
         """The query times the table, along the features."""
         table = quantized_in(self.embedding[...])
         if table is None:
@@ -537,7 +538,7 @@ def _traced(
         with flax_nnx.split_context(_TAG) as context:
             graph, params, rest = context.split(nodes, flax_nnx.Param, ...)
 
-        def call(params: Any, rest: Any) -> Any:
+        def call(params: flax_nnx.State, rest: flax_nnx.State) -> Any:
             with flax_nnx.merge_context(_TAG, True) as context:
                 inner = context.merge(graph, params, rest)
             result = type(self).__call__(inner[0], *inner[1], **inner[2])
@@ -601,6 +602,17 @@ def _metaclass(base: type) -> type:
 # Caches -------------------------------------------------------------------------------------------
 
 
+class Caching(Protocol):
+    """A converted `MultiHeadAttention`: its cache holds `CacheRows`."""
+
+    attention_fn: Callable[..., jax.Array]
+    query: flax_nnx.LinearGeneral
+    cached_key: Any
+    cached_value: Any
+    cache_index: Any
+    mx_cache: Any
+
+
 def _cache_obstacle(layer: flax_nnx.MultiHeadAttention) -> str | None:
     """Why the cache of a layer stays as it is, or None."""
     if type(layer).__call__ is not flax_nnx.MultiHeadAttention.__call__:
@@ -614,7 +626,7 @@ def _cache_obstacle(layer: flax_nnx.MultiHeadAttention) -> str | None:
     return None
 
 
-def _put_cache(layer: Any, format: CacheFormat) -> None:
+def _put_cache(layer: Caching, format: CacheFormat) -> None:
     """Make a layer keep its cache in a format, the one that it has included."""
     if layer.cached_key is not None:
         cache = format.holding(layer.cached_key[...], layer.cached_value[...])
@@ -623,7 +635,7 @@ def _put_cache(layer: Any, format: CacheFormat) -> None:
     _become(layer, _caching)
 
 
-def _take_back_cache(layer: Any) -> None:
+def _take_back_cache(layer: Caching) -> None:
     """What the cache holds is decoded, for one axis of sequences."""
     if layer.cached_key is None:
         return
@@ -640,10 +652,7 @@ def _take_back_cache(layer: Any) -> None:
 
 
 def _set_cache(
-    layer: Any,
-    keys: jax.Array | CacheRows,
-    values: jax.Array | CacheRows,
-    index: jax.Array,
+    layer: Caching, keys: jax.Array | CacheRows, values: jax.Array | CacheRows, index: jax.Array
 ) -> None:
     """New Variables: the model that was converted goes on with its own."""
     layer.cached_key, layer.cached_value = flax_nnx.Cache(keys), flax_nnx.Cache(values)
@@ -673,7 +682,7 @@ def _caching(base: type) -> dict[str, Any]:
     return {"__call__": call, "init_cache": init_cache}
 
 
-def _cached_attention(layer: Any) -> CachedAttention:
+def _cached_attention(layer: Caching) -> CachedAttention:
     own = layer.attention_fn
 
     def get(keys: jax.Array) -> tuple[Any, Any, jax.Array]:

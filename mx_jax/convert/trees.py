@@ -93,12 +93,11 @@ def original(model: T) -> T:
     def is_ours(node: object) -> bool:
         return type(node) is ConvertedLayer
 
-    def layer_of(node: Any) -> Any:
-        return node.mx_layer if is_ours(node) else node
-
     if not any(map(is_ours, jax.tree.leaves(model, is_leaf=is_ours))):
         return model
-    return jax.tree.map(layer_of, model, is_leaf=is_ours)
+    return jax.tree.map(
+        lambda node: node.mx_layer if is_ours(node) else node, model, is_leaf=is_ours
+    )
 
 
 def has_nodes(model: object) -> bool:
@@ -134,7 +133,7 @@ class ConvertedLayer:
     def __reduce__(self):
         return ConvertedLayer, (self.mx_layer, *self.mx_static)
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: object, **options: Any) -> Any:
         """The layer's call, with its products made anew."""
         # Not by its path, by which equal layers would differ.
         name, (recipe, operation) = type(self.mx_layer).__name__, self.mx_static
@@ -164,7 +163,7 @@ def _flatten(node: ConvertedLayer) -> Any:
     return children, (structure, node.mx_static)
 
 
-def _unflatten(static: Any, children: Iterable[Any]) -> ConvertedLayer:
+def _unflatten(static: tuple[Any, tuple[Any, ...]], children: Iterable[Any]) -> ConvertedLayer:
     structure, own = static
     return ConvertedLayer(jax.tree.unflatten(structure, list(children)), *own)
 

@@ -42,7 +42,9 @@ class _Kernel:
     looked_up: bool
 
     @classmethod
-    def judge(cls, rules: tuple[Rule, ...], layer: Layer, value: Any) -> "_Kernel":
+    def judge(
+        cls, rules: tuple[Rule, ...], layer: Layer, value: jax.Array | np.ndarray | Quantized
+    ) -> "_Kernel":
         """Ask the rules about a parameter of a layer: its shape and dtype count."""
         stacked = 0 if layer.kernel is None else value.ndim - len(layer.kernel)
         obstacle = layer.obstacle or unstorable(value)
@@ -292,7 +294,9 @@ def _kernels(
     return found
 
 
-def _layer(names: tuple[str, ...], value: Any, known: Layer | None) -> Layer:
+def _layer(
+    names: tuple[str, ...], value: jax.Array | np.ndarray | Quantized, known: Layer | None
+) -> Layer:
     """What rules judge a parameter by: its layer as the model has it, or what its name implies."""
     own, path, shape = "/".join(names), "/".join(names[:-1]), tuple(value.shape)
     if names[-1] not in _KERNELS and not (known and known.kernel):

@@ -9,6 +9,7 @@ import re
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from types import TracebackType
 from typing import Any
 
 import jax
@@ -23,8 +24,11 @@ from mx_jax.inspect.flax_modules import counted_scans, module_paths
 from mx_jax.inspect.records import Memory, Record, Scalar, Sink
 from mx_jax.inspect.statistics import STATISTICS, Raw
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.tags import Counters, Tag, at_step, counters, watching
+from mx_jax.ops.tags import Counters, IntScalar, Tag, at_step, counters, watching
 from mx_jax.ops.watched import CallSite, Observation, ObservedProduct, values
+
+# Of a pytree packed as words: its tree, and the shape and dtype of each leaf.
+PackedLayout = tuple[Any, Sequence[tuple[tuple[int, ...], np.dtype]]]
 
 Filter = Callable[[Tag], bool]
 _ARRAYS = "arrays"
@@ -36,7 +40,7 @@ def capture(
     *,
     stats: str | Collection[str] = STATISTICS,
     every: int = 1,
-    step: object = None,
+    step: IntScalar | None = None,
     sink: Sink | Sequence[Sink] | None = None,
 ) -> "Capture":
     """A context that records what quantization does to the operands of products.
@@ -148,7 +152,7 @@ class Capture:
         *,
         stats: frozenset[str],
         every: int = 1,
-        step: object = None,
+        step: IntScalar | None = None,
         sinks: Sequence[Sink],
         operation: str = "capture",
         missing: str = "there is no record",
@@ -183,9 +187,14 @@ class Capture:
             self._entered.append(stack.pop_all())
         return self.sinks[0] if len(self.sinks) == 1 else self.sinks
 
-    def __exit__(self, *error: Any) -> None:
-        self._entered.pop().__exit__(*error)
-        if self._matched is False and error[0] is None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, trace)
+        if self._matched is False and error is None:
             paths = ", ".join(repr(path) for path in list(self._refused)[:_PATHS_IN_WARNING])
             hint = "; a regular expression must match a whole path"
             warnings.warn(
@@ -324,7 +333,9 @@ class Capture:
             return jnp.zeros(())
 
         @send.def_vmap
-        def _(lanes: int, batched: Any, raws: list[Raw], now: Counters, shard: object) -> Any:
+        def _(
+            lanes: int, batched: Sequence[Any], raws: list[Raw], now: Counters, shard: object
+        ) -> Any:
             theirs, own, _ = batched
             if any(jax.tree.leaves(own)):
                 # Lanes with an index of their own are layers.
@@ -346,7 +357,7 @@ class Capture:
         self,
         tags: tuple[Tag, ...],
         site: CallSite,
-        layout: object,
+        layout: PackedLayout,
         words: object,
         all: Sequence[dict[str, np.ndarray]],
     ) -> None:
@@ -423,7 +434,7 @@ def program_order(tag: Tag, site: CallSite, index: tuple[int, ...]) -> tuple[int
     return (1, *(-number for number in (*path, own)))
 
 
-def pack(content: object) -> tuple[jax.Array, Any]:
+def pack(content: object) -> tuple[jax.Array, PackedLayout]:
     """Arrays of 32 bits as one of words, scalars first: each array costs a callback time."""
     leaves, tree = jax.tree.flatten(content)
     words = [jnp.ravel(lax.bitcast_convert_type(x, jnp.uint32)) for x in leaves]
@@ -432,7 +443,7 @@ def pack(content: object) -> tuple[jax.Array, Any]:
     return jnp.concatenate([words[place] for place in order]), layout
 
 
-def unpack(words: object, layout: Any) -> Any:
+def unpack(words: object, layout: PackedLayout) -> Any:
     """What was packed: NumPy arrays, and numbers of Python, which NumPy reads together."""
     tree, leaves = layout
     words = np.asarray(words)
@@ -505,7 +516,7 @@ class _FirstNonFinite:
 
 
 @contextlib.contextmanager
-def guard(filter: str | Filter | None = None, *, step: object = None) -> Iterator[None]:
+def guard(filter: str | Filter | None = None, *, step: IntScalar | None = None) -> Iterator[None]:
     """A context that raises at the first block with Inf or NaN in it that is to be quantized.
 
     Forward products come before their gradients, and the step is over before it raises: so what is

@@ -10,7 +10,7 @@ import math
 import numbers
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -54,14 +54,14 @@ def explain(
 def explain(
     function: Callable[..., Any],
     /,
-    *args: Any,
+    *args: object,
     backward: bool = False,
     target: Target | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> "Explanation": ...
 
 
-def explain(what: Any, /, *args: Any, target: Target | None = None, **kwargs: Any) -> Any:
+def explain(what: object, /, *args: object, target: Target | None = None, **kwargs: Any) -> Any:
     """Say how the products of a recipe, or all casts and products of a function, are computed.
 
     The first form explains the three products of `[m, k] @ [k, n]` with a recipe. The second one
@@ -153,9 +153,10 @@ def _is_number(x: object) -> bool:
     return isinstance(x, numbers.Integral) and not isinstance(x, bool)
 
 
-def _in_words(x: Any) -> str:
+def _in_words(x: object) -> str:
     """An array by its shape."""
-    return f"{type(x).__name__} {list(x.shape)}" if hasattr(x, "shape") else repr(x)
+    shape = getattr(x, "shape", None)
+    return repr(x) if shape is None else f"{type(x).__name__} {list(shape)}"
 
 
 def _of_recipe(
@@ -589,7 +590,7 @@ def _with_parameters(
         )
         variables = jax.eval_shape(init, arrays)
 
-        def apply(variables: Any, *own: Any, **named: Any) -> Any:
+        def apply(variables: Mapping[str, Any], *own: object, **named: object) -> Any:
             return function.apply(variables, *own, rngs=rngs, mutable=True, **named)[0]
 
         return apply, (variables, *args)
@@ -664,9 +665,10 @@ def _place(stack: str) -> Place:
     return Place(path="/".join(dict.fromkeys(names)), backward="transpose(" in stack)
 
 
-def _high(eqn: Any, times: int, stack: str) -> Row:
+def _high(eqn: JaxprEqn, times: int, stack: str) -> Row:
     """A product that no backend was asked for."""
-    lhs, rhs, out = (x.aval for x in (*eqn.invars[:2], eqn.outvars[0]))
+    avals: list[Any] = [x.aval for x in (*eqn.invars[:2], eqn.outvars[0])]
+    lhs, rhs, out = avals
     left, right = (f"{x.dtype} {list(x.shape)}" for x in (lhs, rhs))
     contracted = _contracted(eqn)
     return Row(

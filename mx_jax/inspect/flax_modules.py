@@ -10,7 +10,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import flax.linen as nn
 import jax
@@ -21,6 +21,10 @@ from flax.nnx.transforms import iteration as nnx_iteration
 from jax import lax
 
 from mx_jax.ops.tags import iteration, watching, within
+
+C = TypeVar("C")
+R = TypeVar("R")
+P = ParamSpec("P")
 
 
 def module_paths() -> AbstractContextManager[Any]:
@@ -52,14 +56,18 @@ class _Instead:
 
 
 def _scan(
-    f: Callable[..., Any], init: Any, xs: Any = None, length: int | None = None, **options: Any
-) -> Any:
+    f: Callable[[C, Any], tuple[C, Any]],
+    init: C,
+    xs: object = None,
+    length: int | None = None,
+    **options: Any,
+) -> tuple[C, Any]:
     """`jax.lax.scan`, whose body knows its index."""
     if not watching.value:
         return lax.scan(f, init, xs, length, **options)
     count = jax.tree.leaves(xs)[0].shape[0] if length is None else length
 
-    def body(carry: Any, indexed: tuple[Any, jax.Array]) -> Any:
+    def body(carry: C, indexed: tuple[Any, jax.Array]) -> Any:
         own, index = indexed
         with iteration(index):
             return f(carry, own)
@@ -67,10 +75,10 @@ def _scan(
     return lax.scan(body, init, (xs, jnp.arange(count)), length, **options)
 
 
-def _uncaptured(function: Callable[..., Any]) -> Any:
+def _uncaptured(function: Callable[P, R]) -> Callable[P, R]:
     """A function in which no capture runs."""
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         with watching(()):
             return function(*args, **kwargs)
 

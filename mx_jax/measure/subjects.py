@@ -108,6 +108,7 @@ def _operands(case: Case, backend: Backend, copies: int, sizes: Any = None) -> _
     lhs, rhs = (None if name is None else block_format(name) for name in case.formats)
     shape = (m, n) if sums else (case.groups, k, n) if case.groups else (n, k)
     shape = (k, n) if case.k_first else shape
+    assert rhs is not None
     axis = -2 if case.groups or case.k_first else -1
     sizes = uneven(case) if sizes is None else sizes
     rows = jax.random.normal(jax.random.key(1), (m, k), dtype)

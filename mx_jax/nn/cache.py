@@ -12,6 +12,7 @@ from jax import lax
 from mx_jax.codecs import packing
 from mx_jax.codecs.explicit_axes import explicit_sharding, partitions, with_partitions
 from mx_jax.formats import BlockFormat, Whole, block_format
+from mx_jax.formats.block import FormatLike
 from mx_jax.mxarray import MXArray
 from mx_jax.nn.attention import (
     along_sequences,
@@ -133,7 +134,7 @@ def _no_gradient(rows: jax.Array) -> jax.Array:
 
 
 @_no_gradient.defjvp
-def _(primals: Any, tangents: Any) -> Any:
+def _(primals: tuple[jax.Array], tangents: object) -> Any:
     raise ValueError(
         "KVCache: rows that are kept as codes pass no gradient, got a derivative by keys or values "
         f"of shape={primals[0].shape}; take it through all tokens at once (decode=False), keep the "
@@ -216,7 +217,7 @@ class KVCache:
         heads: int,
         features: int,
         *,
-        format: Any = None,
+        format: FormatLike | None = None,
         dtype: jax.typing.DTypeLike = jnp.float32,
         tensor_scales: tuple[float, float] | None = None,
     ) -> "KVCache":
@@ -313,7 +314,7 @@ class KVCache:
         return attend(query, self.keys.held(length), self.values.held(length), positions)
 
 
-def row_format(format: Any) -> BlockFormat:
+def row_format(format: FormatLike) -> BlockFormat:
     """A block format, or its name, for rows of a cache.
 
     Raises:

@@ -9,6 +9,7 @@ import flax.linen
 import jax
 import jax.numpy as jnp
 from flax.core import meta, spmd
+from flax.typing import LogicalRules
 from jax.sharding import PartitionSpec
 
 from mx_jax.ops.arguments import as_recipe
@@ -86,7 +87,9 @@ def nnx_spec(variable: object) -> PartitionSpec | None:
     return None if not sharding else _on_mesh(sharding, metadata.get("sharding_rules"))
 
 
-def _on_mesh(names: Any, rules: Any) -> PartitionSpec:
+def _on_mesh(
+    names: PartitionSpec | Sequence[str | None], rules: LogicalRules | None
+) -> PartitionSpec:
     """Names of axes as mesh axes, by the rules of the variable and those in context."""
     spec = spmd.apply_rules(tuple(getattr(names, "spec", names)), rules)
     mesh = jax.sharding.get_abstract_mesh()

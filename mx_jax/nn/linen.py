@@ -6,7 +6,7 @@ blocked along its contracting axis, or what `pack_weights` makes of it, and is u
 
 import dataclasses
 import types
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import flax.linen as flax_nn
 import jax
@@ -22,8 +22,9 @@ from mx_jax.nn.layers import layer_key, layer_recipe, linen_recipe, named_in_err
 from mx_jax.nn.stored import StoredParams as StoredParams
 from mx_jax.ops import delayed
 from mx_jax.ops.arguments import as_recipe
-from mx_jax.ops.dot_general import RecipeDotGeneral, dot_general
+from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral, dot_general
 from mx_jax.ops.einsum import einsum
+from mx_jax.packed import OperandLike
 from mx_jax.recipes import Recipe
 
 
@@ -39,13 +40,19 @@ class _LayerDotGeneral:
     recipe: Recipe
     layer: Any = dataclasses.field(compare=False, repr=False)
 
-    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+    def __call__(
+        self,
+        lhs: OperandLike,
+        rhs: OperandLike,
+        dimension_numbers: jax.lax.DotDimensionNumbers,
+        **options: Unpack[ProductOptions],
+    ) -> jax.Array:
         with named_in_errors(_name(self.layer)):
             key = layer_key(self.layer, self.recipe)
             recipe = self.recipe
             if recipe.gather is not None:
                 recipe = linen_recipe(self.layer, recipe)
-            return dot_general(*args, **options, recipe=recipe, key=key)
+            return dot_general(lhs, rhs, dimension_numbers, **options, recipe=recipe, key=key)
 
 
 def _name(layer: flax_nn.Module) -> str:
@@ -229,7 +236,7 @@ class EinsumOp(Operation):
       (1, 5, 64)
     """
 
-    def __call__(self, *args: Any, **options: Any) -> Any:
+    def __call__(self, *args: Any, **options: Unpack[ProductOptions]) -> Any:
         """See `mx_jax.einsum`; without arguments, the module itself."""
         if not args and not options:
             return self
@@ -300,7 +307,7 @@ class DelayedDotGeneral(flax_nn.Module):
         dimension_numbers: jax.lax.DotDimensionNumbers,
         precision: jax.lax.PrecisionLike = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
-        **options: Any,
+        **options: object,
     ) -> jax.Array:
         """The product; see `jax.lax.dot_general`."""
         out_dtype = preferred_element_type or jnp.result_type(lhs, rhs)

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,10 @@ from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.layers import layer_recipe, named_in_errors, nnx_spec, promoted, recipe_of
 from mx_jax.nn.stored import trainable as trainable
 from mx_jax.ops.arguments import as_recipe
-from mx_jax.ops.dot_general import RecipeDotGeneral
+from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.tags import LayerName
-from mx_jax.packed import Quantized
+from mx_jax.packed import OperandLike
 from mx_jax.recipes import Recipe
 
 
@@ -350,9 +350,11 @@ class EinsumOp(Operation):
       (5, 2, 4)
     """
 
-    def __call__(self, *args: Any, **options: Any) -> jax.Array:
+    def __call__(
+        self, subscripts: str, lhs: OperandLike, rhs: OperandLike, **options: Unpack[ProductOptions]
+    ) -> jax.Array:
         """See `mx_jax.einsum`."""
-        return einsum(*args, **options, recipe=self.recipe, key=self._key())
+        return einsum(subscripts, lhs, rhs, **options, recipe=self.recipe, key=self._key())
 
 
 @jax.tree_util.register_static
@@ -366,11 +368,7 @@ class RecipeEinsum:
         object.__setattr__(self, "recipe", as_recipe(self.recipe, "RecipeEinsum", Recipe))
 
     def __call__(
-        self,
-        subscripts: str,
-        lhs: jax.typing.ArrayLike | Quantized,
-        rhs: jax.typing.ArrayLike | Quantized,
-        **options: Any,
+        self, subscripts: str, lhs: OperandLike, rhs: OperandLike, **options: Any
     ) -> jax.Array:
         """See `mx_jax.einsum`."""
         return einsum(subscripts, lhs, rhs, recipe=self.recipe, **options)

@@ -12,6 +12,7 @@ import flax.linen as flax_nn
 import jax
 from flax import serialization
 from flax.errors import ScopeParamShapeError
+from flax.typing import PathParts
 
 from mx_jax.mxarray import MXArray
 from mx_jax.nn.cache import CacheRows, KVCache
@@ -91,7 +92,7 @@ def join_stored(trained: object, stored: object) -> Any:
     return jax.tree.map(lambda x, y: y if x is None else x, trained, stored, is_leaf=is_leaf)
 
 
-def trainable(path: Any, value: Any) -> bool:
+def trainable(path: PathParts, value: object) -> bool:
     """A filter of nnx: parameters that have a gradient, so all but quantized weights.
 
     Examples:
@@ -223,7 +224,7 @@ def _arrays(x: object) -> dict[str, Any]:
     }
 
 
-def _with_arrays(target: Any, state: Mapping[str, Any]) -> Any:
+def _with_arrays(target: KVCache | CacheRows, state: Mapping[str, Any]) -> KVCache | CacheRows:
     """What was saved; the target's own fields say what it is."""
     own = _arrays(target)
     if own.keys() != state.keys():

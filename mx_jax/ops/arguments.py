@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,11 +18,13 @@ from mx_jax.formats import ELEMENT_FORMATS, BlockFormat, BlockSize, Whole, block
 from mx_jax.formats.element import unknown_name
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.random import DerivedKey, fold_in
-from mx_jax.packed import PackedMXArray, Quantized
+from mx_jax.packed import OperandLike, PackedMXArray, Quantized
 from mx_jax.specs import MatmulRecipe, OperandSpec
 
 
-def as_operand(x: Any, side: str, recipe: MatmulRecipe, operation: str = "matmul") -> AnyOperand:
+def as_operand(
+    x: OperandLike, side: str, recipe: MatmulRecipe, operation: str = "matmul"
+) -> AnyOperand:
     """An MXArray as it is, anything else as an array that the recipe can take.
 
     Packed weights of which shard_map handed on a part have the part's sizes.
@@ -49,7 +51,7 @@ def as_operand(x: Any, side: str, recipe: MatmulRecipe, operation: str = "matmul
     )
 
 
-def _as_array(x: Any, side: str, operation: str) -> jax.Array:
+def _as_array(x: jax.typing.ArrayLike, side: str, operation: str) -> jax.Array:
     if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
         raise TypeError(
             f"{operation}: {side} must have this machine's byte order, got dtype={x.dtype.str}, "
@@ -75,7 +77,7 @@ def goes_to_lax(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> bool:
     return recipe.is_high_precision and not any(isinstance(x, Quantized) for x in (lhs, rhs))
 
 
-def check_out_dtype(dtype: Any, operation: str) -> None:
+def check_out_dtype(dtype: jax.typing.DTypeLike | None, operation: str) -> None:
     """Raise TypeError unless a quantized product may have the dtype; None stands for a default."""
     if dtype is None or jnp.issubdtype(dtype, jnp.floating):
         return
@@ -86,13 +88,15 @@ def check_out_dtype(dtype: Any, operation: str) -> None:
     )
 
 
-def dtype_of_product(wanted: Any, lhs: Any, rhs: Any, operation: str) -> np.dtype:
+def dtype_of_product(
+    wanted: jax.typing.DTypeLike | None, lhs: AnyOperand, rhs: AnyOperand, operation: str
+) -> np.dtype:
     """The dtype of a quantized product: what is wanted, checked, or the operands' common dtype."""
     check_out_dtype(wanted, operation)
     return np.dtype(jnp.result_type(lhs.dtype, rhs.dtype) if wanted is None else wanted)
 
 
-def check_depth(dimension_numbers: Any) -> lax.DotDimensionNumbers:
+def check_depth(dimension_numbers: lax.DotDimensionNumbers) -> lax.DotDimensionNumbers:
     """Dimension numbers as tuples of ints.
 
     Raises:
@@ -134,7 +138,7 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(_NAMED)
 
 
-def makes_recipe(what: Any) -> bool:
+def makes_recipe(what: object) -> bool:
     """Whether it is the function of a named recipe, which somebody forgot to call."""
     return any(what is make for make in _NAMED.values())
 
@@ -165,13 +169,8 @@ def _meant(name: str) -> str:
     )
 
 
-def as_recipe(recipe: Any, operation: str, kind: type[R] = MatmulRecipe) -> R:
+def as_recipe(recipe: object, operation: str, kind: type[R] = MatmulRecipe) -> R:
     """A recipe as it is, a name as the recipe that it stands for.
-
-    Args:
-      recipe: what a user passed.
-      operation: for the error.
-      kind: class of recipe that the operation needs.
 
     Raises:
       ValueError: unknown name; the message lists the known.
@@ -195,12 +194,12 @@ QUANTIZABLE = ("float32", "bfloat16", "float16")
 _NARROW = {element.dtype for element in ELEMENT_FORMATS if element.kind == "float"}
 
 
-def _widened(x: Any) -> Any:
+def _widened(x: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     """Arrays of float8 and narrower floats as the same values in bfloat16, which holds them all."""
-    return x.astype(jnp.bfloat16) if getattr(x, "dtype", None) in _NARROW else x
+    return jnp.asarray(x, jnp.bfloat16) if getattr(x, "dtype", None) in _NARROW else x
 
 
-def as_quantizable(x: Any, operation: str) -> jax.Array:
+def as_quantizable(x: jax.typing.ArrayLike, operation: str) -> jax.Array:
     """x as an array of a dtype that can be quantized.
 
     Raises:
@@ -254,7 +253,7 @@ def _neighbour(axis: int, shape: tuple[int, ...], format: BlockFormat) -> int:
     return axis - 1 if axis > -len(shape) else axis + 1
 
 
-def check_key(key: Any, spec: OperandSpec, operation: str) -> None:
+def check_key(key: object, spec: OperandSpec, operation: str) -> None:
     """Raise unless a key is there exactly when a cast draws random bits."""
     if not spec.random_bits:
         if key is not None:
@@ -272,7 +271,7 @@ def check_key(key: Any, spec: OperandSpec, operation: str) -> None:
     check_is_key(key, operation)
 
 
-def check_is_key(key: Any, operation: str) -> None:
+def check_is_key(key: object, operation: str) -> None:
     """Raise TypeError unless key is one PRNG key, typed or raw."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     if dtype is not None:
@@ -287,7 +286,7 @@ def check_is_key(key: Any, operation: str) -> None:
     )
 
 
-def as_axis(axis: Any, operation: str, name: str = "axis") -> int:
+def as_axis(axis: object, operation: str, name: str = "axis") -> int:
     """An axis as an int.
 
     Raises:
@@ -301,7 +300,7 @@ def as_axis(axis: Any, operation: str, name: str = "axis") -> int:
     return int(axis)
 
 
-def as_axes(axes: Any, operation: str, name: str) -> tuple[int, ...]:
+def as_axes(axes: object, operation: str, name: str) -> tuple[int, ...]:
     """A sequence of axes as ints.
 
     Raises:
@@ -315,7 +314,10 @@ def as_axes(axes: Any, operation: str, name: str) -> tuple[int, ...]:
 
 
 def check_tensor_scale(
-    tensor_scale: Any, format: BlockFormat, shape: tuple[int, ...], blocks: Blocks
+    tensor_scale: jax.typing.ArrayLike | None,
+    format: BlockFormat,
+    shape: tuple[int, ...],
+    blocks: Blocks,
 ) -> jax.Array | None:
     """A given tensor scale as float32 with an axis for each of x's, or None.
 
@@ -369,7 +371,7 @@ GRADIENTS: dict[Side, Product] = {"lhs": "dlhs", "rhs": "drhs"}
 _STREAMS = {"fwd": (0, "output"), "dlhs": (1, "grad_input"), "drhs": (2, "grad_weight")}
 
 
-def check_matmul_key(key: Any, recipe: MatmulRecipe) -> jax.Array | None:
+def check_matmul_key(key: jax.Array | None, recipe: MatmulRecipe) -> jax.Array | None:
     """The key that a product takes: None if its recipe draws nothing, whatever was given.
 
     The gradients' own need is only known when they are taken: see `product_key`.

@@ -16,7 +16,7 @@ from mx_jax.reference import matmul
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attend_matrices(
-    tokens: int, shared: jax.Array, keys: Rows, values: Rows, position: Any
+    tokens: int, shared: jax.Array, keys: Rows, values: Rows, position: jax.typing.ArrayLike
 ) -> jax.Array:
     """`softmax(q k^T / sqrt(features)) v`: see `mx_jax.reference.matmul.attend`.
 
@@ -48,7 +48,11 @@ def _decoded(rows: Rows) -> jax.Array:
 
 
 @attend_matrices.defjvp
-def _(tokens: int, primals: Any, tangents: Any) -> Any:
+def _(
+    tokens: int,
+    primals: tuple[jax.Array, Rows, Rows, jax.Array],
+    tangents: tuple[jax.Array, Rows, Rows, jax.Array],
+) -> Any:
     """Kernels have no derivatives; plain JAX has."""
     plain = functools.partial(matmul.attend, tokens=tokens)
     return jax.jvp(plain, primals, tangents)

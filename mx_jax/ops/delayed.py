@@ -6,7 +6,7 @@ collection wants it: a training step writes it back instead of handing it to the
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mx_jax.axes import ProductAxes, Side
+from mx_jax.backends.calls import Operand
 from mx_jax.backends.target import follow
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import encode_scaled, true_divide
@@ -24,8 +25,11 @@ from mx_jax.ops.dense import HIGH_PRECISION, DenseProduct, multiply
 from mx_jax.ops.dot_general import canonicalize
 from mx_jax.ops.operands import SIDES
 from mx_jax.ops.product import (
+    AnyProduct,
+    AnyResidual,
     CotangentAval,
     Primal,
+    Residual,
     max_like,
     no_derivative,
     note_cast,
@@ -34,6 +38,7 @@ from mx_jax.ops.product import (
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.tags import GRADIENT, Free, watching
 from mx_jax.ops.watched import watched
+from mx_jax.packed import Quantized
 
 
 class DelayedState(NamedTuple):
@@ -97,18 +102,6 @@ def delayed_dot_general(
     Each tensor is quantized tensor-wise with `scale = 2^margin * amax / element max`, where amax is
     the largest of its history, or the latest. The gradient with respect to `states` is their next
     value; below shard_map, amaxes are those of all shards.
-
-    Args:
-      lhs: values.
-      rhs: values.
-      dimension_numbers: as `jax.lax.dot_general` takes them.
-      states: of the operands and of the incoming cotangent.
-      elements: float8 formats of the same three.
-      out_dtype: dtype of the product.
-      scaling: how a history becomes a scale.
-
-    Returns:
-      The product.
     """
     return chained_dot_general(lhs, rhs, dimension_numbers, states, elements, out_dtype, scaling)[0]
 
@@ -133,7 +126,7 @@ def chained_dot_general(
     )
     with follow(left, right):
         run = watched if watching.value else run_product
-        found: Any = run(product, Primal.of(left), Primal.of(right), states)
+        found = run(product, Primal.of(left), Primal.of(right), states)
     result, states = found
     return lax.squeeze(result, empty), states
 
@@ -216,46 +209,60 @@ class DelayedProduct:
     out_dtype: np.dtype
 
     def forward(
-        self, lhs: Any, rhs: Any, extra: DelayedStates, stored: tuple[Side, ...] = ()
-    ) -> tuple[Any, DelayedStates]:
+        self,
+        lhs: AnyResidual,
+        rhs: AnyResidual,
+        extra: DelayedStates,
+        stored: tuple[Side, ...] = (),
+    ) -> tuple[jax.Array, DelayedStates]:
         """The product, of operands quantized here unless `keep` did it."""
-        if not isinstance(lhs, MXArray):
+        if not isinstance(lhs, MXArray) or not isinstance(rhs, MXArray):
             lhs, rhs, _ = self.keep(lhs, rhs, extra)
         return multiply(lhs, rhs, self.axes, self.out_dtype), extra
 
-    def keep(self, lhs: Any, rhs: Any, extra: DelayedStates) -> tuple[MXArray, MXArray, _Saved]:
+    def keep(
+        self, lhs: AnyResidual, rhs: AnyResidual, extra: DelayedStates
+    ) -> tuple[MXArray, MXArray, _Saved]:
         """Both operands quantized, and the states."""
+        assert not isinstance(lhs, Quantized | Residual) and not isinstance(
+            rhs, Quantized | Residual
+        )
         left, new_lhs = self._quantize(lhs, extra.lhs, self.elements.lhs)
         right, new_rhs = self._quantize(rhs, extra.rhs, self.elements.rhs)
         note_cast("lhs", lhs, left, _RULE, self.axes.lhs.block_axis)
         note_cast("rhs", rhs, right, _RULE, self.axes.rhs.block_axis)
         return left, right, _Saved(extra, new_lhs, new_rhs)
 
-    def cotangents(self, g: Any, saved: _Saved, both: bool) -> tuple[Any, DelayedStates]:
+    def cotangents(
+        self, g: tuple[jax.Array, DelayedStates], saved: _Saved, both: bool
+    ) -> tuple[tuple[MXArray, MXArray], DelayedStates]:
         """g quantized once, for one scale a tensor holds along any axis; and the next states."""
         del both
-        (g, later), states = g, saved.states
-        codes, new_g = self._quantize(g, states.cotangent, self.elements.cotangent)
+        (own, later), states = g, saved.states
+        codes, new_g = self._quantize(own, states.cotangent, self.elements.cotangent)
         for side in SIDES:
-            note_cast("lhs", g, codes, _RULE, self.axes.of_g(side).block_axis, GRADIENT[side])
+            note_cast("lhs", own, codes, _RULE, self.axes.of_g(side).block_axis, GRADIENT[side])
         news = (saved.lhs, saved.rhs, new_g)
         return (codes, codes), DelayedStates(*map(_next_bar, news, later, states))
 
     def gradient(
-        self, side: Side, g: MXArray, other: Any, aval: CotangentAval, saved: _Saved
+        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: _Saved
     ) -> jax.Array:
         """The forward's codes serve both gradients."""
+        assert not isinstance(other, Residual)
         del saved
         axes, g_is_lhs = self.axes.cotangent(side)
         left, right = (g, other) if g_is_lhs else (other, g)
         return multiply(left, right, axes, aval.dtype, out_sharding=aval.out_sharding)
 
-    def masked(self, side: Side, cotangent: jax.Array, own: Any, saved: _Saved) -> jax.Array:
+    def masked(
+        self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: _Saved
+    ) -> jax.Array:
         """The cotangent as it is: what the next step's scale is for is not masked."""
         del side, own, saved
         return cotangent
 
-    def in_high_precision(self) -> DenseProduct:
+    def in_high_precision(self) -> AnyProduct:
         """The same product of values as they are, in float32."""
         return DenseProduct(
             recipe=HIGH_PRECISION,

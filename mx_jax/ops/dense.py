@@ -5,16 +5,17 @@
 
 import dataclasses
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 
 from mx_jax.axes import ProductAxes, Side
-from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
+from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, OperandType
 from mx_jax.backends.primitive import bind, choose, compiler_splits
 from mx_jax.backends.select import active
+from mx_jax.codecs.explicit_axes import Spec
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import GRADIENTS, Key, product_key
 from mx_jax.ops.operands import (
@@ -30,7 +31,14 @@ from mx_jax.ops.operands import (
     unscaled,
 )
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
-from mx_jax.ops.product import CotangentAval, Residual, note_cast, noted, one_program
+from mx_jax.ops.product import (
+    AnyResidual,
+    CotangentAval,
+    Residual,
+    note_cast,
+    noted,
+    one_program,
+)
 from mx_jax.ops.quantize import OperandCast, quantize_operand_both
 from mx_jax.ops.sharded_operands import twice
 from mx_jax.ops.tags import GRADIENT, Free
@@ -45,30 +53,14 @@ def multiply(
     axes: ProductAxes,
     out_dtype: np.dtype,
     *,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     fast_accumulation: bool = False,
-    out_sharding: Any = None,
+    out_sharding: Spec | None = None,
     stored: Collection[Side] = (),
     split: bool = True,
     reduce_dtype: np.dtype | None = None,
 ) -> jax.Array:
-    """Two canonical operands to `[*batch, *m, *n]`, as they are.
-
-    Args:
-      lhs: quantized, or values that stay in high precision.
-      rhs: likewise.
-      axes: of both operands, in canonical order.
-      out_dtype: dtype of the product.
-      precision: for high-precision operands.
-      fast_accumulation: whether a native kernel may add in lower precision.
-      out_sharding: of the product, on a mesh with explicit axes.
-      stored: which sides came quantized, so that weights could have come packed.
-      split: whether codes move where the compiler, on automatic mesh axes, has to move an operand.
-      reduce_dtype: in which devices add up what each has of the sums, if wider than `out_dtype`.
-
-    Returns:
-      `[*batch, *m, *n]`.
-    """
+    """Two canonical operands to `[*batch, *m, *n]`, as they are."""
     if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
         return lax.dot_general(
             lhs,
@@ -130,11 +122,13 @@ class DenseProduct:
     recipe: MatmulRecipe
     axes: ProductAxes
     out_dtype: np.dtype
-    precision: Any = None
+    precision: lax.PrecisionLike = None
     moves: Moves = STAY
 
     @one_program("self", "stored")
-    def forward(self, lhs: Any, rhs: Any, extra: Key, stored: tuple[Side, ...] = ()) -> jax.Array:
+    def forward(
+        self, lhs: AnyResidual, rhs: AnyResidual, extra: Key, stored: tuple[Side, ...] = ()
+    ) -> jax.Array:
         """The product."""
         spec = self.recipe.fwd
         if isinstance(lhs, Residual) or isinstance(rhs, Residual):
@@ -178,7 +172,7 @@ class DenseProduct:
 
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: Key
-    ) -> tuple[AnyOperand | Residual, AnyOperand | Residual, Key]:
+    ) -> tuple[AnyResidual, AnyResidual, Key]:
         """The operands as they came, or as the product took them, and the key."""
         if self.recipe.residuals is Residuals.QUANTIZED:
             # The same key gives the same codes as without a gradient.
@@ -186,11 +180,13 @@ class DenseProduct:
         return lhs, rhs, extra
 
     @one_program("self")
-    def _taken(self, lhs: AnyOperand, rhs: AnyOperand, key: Key) -> Any:
+    def _taken(self, lhs: AnyOperand, rhs: AnyOperand, key: Key) -> tuple[AnyResidual, AnyResidual]:
         fwd = product_key(self.recipe, "fwd", key)
         return keep_both(self.recipe, lhs, rhs, self.axes, fwd, self.moves)
 
-    def cotangents(self, g: jax.Array, saved: Key, both: bool) -> tuple[tuple[Any, Any], None]:
+    def cotangents(
+        self, g: jax.Array, saved: Key, both: bool
+    ) -> tuple[tuple[Operand, Operand], None]:
         """g for both gradients: quantized for both in one call, if a backend reads it once.
 
         Otherwise, or where a product changes it first, as it is: the products quantize it
@@ -198,7 +194,7 @@ class DenseProduct:
         """
         return self._quantized_cotangents(g, saved) if both else (g, g), None
 
-    def _quantized_cotangents(self, g: jax.Array, key: Key) -> tuple[Any, Any]:
+    def _quantized_cotangents(self, g: jax.Array, key: Key) -> tuple[Operand, Operand]:
         lhs_cast, rhs_cast = (self._cotangent_cast(side, key) for side in GRADIENTS)
         if lhs_cast is None or rhs_cast is None:
             return g, g
@@ -225,7 +221,7 @@ class DenseProduct:
 
     @one_program("self", "side", "aval")
     def gradient(
-        self, side: Side, g: Any, other: AnyOperand, aval: CotangentAval, saved: Key
+        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: Key
     ) -> jax.Array:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
         with jax.named_scope(GRADIENT[side]):
@@ -249,7 +245,9 @@ class DenseProduct:
             product = unscaled(product, back.lhs, back.rhs, back.spec)
             return product if own is None else own.move_back(product)
 
-    def _operands_back(self, side: Side, g: Any, other: AnyOperand, aval: CotangentAval) -> "_Back":
+    def _operands_back(
+        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval
+    ) -> "_Back":
         """Both operands of a gradient's product, in its order."""
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
         other = other.operand if isinstance(other, Residual) else other
@@ -259,7 +257,7 @@ class DenseProduct:
             return _Back(g, other, spec, axes, (None, move), own, SIDES)
         return _Back(other, g, spec.swapped(), axes, (move, None), own, SWAPPED)
 
-    def masked(self, side: Side, cotangent: jax.Array, own: Any, saved: Key) -> jax.Array:
+    def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Key) -> jax.Array:
         """The cotangent without what the product clipped, as the operand lay before."""
         return mask_clipped(self.recipe, side, self.axes, cotangent, own, saved)
 

@@ -9,7 +9,8 @@ times what quantizing along the other axis does.
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax import lax
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.target import follow
-from mx_jax.codecs.explicit_axes import explicit_mesh, partitions, with_partitions
+from mx_jax.codecs.explicit_axes import Spec, explicit_mesh, partitions, with_partitions
 from mx_jax.ops.arguments import (
     as_operand,
     as_recipe,
@@ -34,20 +35,23 @@ from mx_jax.ops.product import Primal, run_product
 from mx_jax.ops.sharded_operands import gathered_once, gathering, given_moves, product_spec
 from mx_jax.ops.tags import watching
 from mx_jax.ops.watched import watched
-from mx_jax.packed import Quantized, unpacked
+from mx_jax.packed import OperandLike, Quantized, unpacked
 from mx_jax.sharding.movement import STAY, Movement, Moves, as_gathered
 from mx_jax.specs import MatmulRecipe
 
+# Axes of lhs and of rhs.
+Pair = tuple[tuple[int, ...], tuple[int, ...]]
+
 
 def dot_general(
-    lhs: Any,
-    rhs: Any,
+    lhs: OperandLike,
+    rhs: OperandLike,
     dimension_numbers: lax.DotDimensionNumbers,
     *,
     recipe: MatmulRecipe | str,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    out_sharding: Any = None,
+    out_sharding: Spec | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """`jax.lax.dot_general` with quantized operands and quantized gradients.
@@ -135,7 +139,7 @@ def _values(operand: AnyOperand) -> jax.Array:
     return operand.dequantize() if isinstance(operand, Quantized) else operand
 
 
-def constrain(product: jax.Array, out_sharding: Any) -> jax.Array:
+def constrain(product: jax.Array, out_sharding: Spec | None) -> jax.Array:
     """The product where the caller wants it; meshes with explicit axes move it, others hint."""
     if out_sharding is None:
         return product
@@ -145,13 +149,13 @@ def constrain(product: jax.Array, out_sharding: Any) -> jax.Array:
 
 
 def matmul(
-    lhs: Any,
-    rhs: Any,
+    lhs: OperandLike,
+    rhs: OperandLike,
     *,
     recipe: MatmulRecipe | str,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    out_sharding: Any = None,
+    out_sharding: Spec | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """`jnp.matmul` with a recipe: `[..., m, k] @ [..., k, n]`, leading axes broadcast.
@@ -249,6 +253,14 @@ def _with_batch(operand: AnyOperand, batch: tuple[int, ...]) -> AnyOperand:
     return jnp.broadcast_to(operand, (*batch, *tail))
 
 
+class ProductOptions(TypedDict, total=False):
+    """Keyword arguments of products, as `jax.lax.dot_general` has them."""
+
+    precision: lax.PrecisionLike
+    preferred_element_type: jax.typing.DTypeLike | None
+    out_sharding: Spec | None
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecipeDotGeneral:
@@ -271,13 +283,13 @@ class RecipeDotGeneral:
 
     def __call__(
         self,
-        lhs: Any,
-        rhs: Any,
+        lhs: OperandLike,
+        rhs: OperandLike,
         dimension_numbers: lax.DotDimensionNumbers,
-        precision: Any = None,
+        precision: lax.PrecisionLike = None,
         preferred_element_type: jax.typing.DTypeLike | None = None,
         *,
-        out_sharding: Any = None,
+        out_sharding: Spec | None = None,
         key: jax.Array | None = None,
     ) -> jax.Array:
         """See `mx_jax.dot_general`."""
@@ -307,12 +319,6 @@ def canonicalize(
     An operand without kept axes gets one of length one, so that every backward product has an axis
     to contract; it comes out of the product again.
 
-    Args:
-      lhs: values or MXArray.
-      rhs: values or MXArray.
-      dimension_numbers: as `jax.lax.dot_general` takes them; negative axes are allowed.
-      moves: how the operands get to the product.
-
     Returns:
       The operands in canonical order, their axes, the axes of the product that have length one
       because an operand had no kept axes, which `jax.lax.squeeze` takes out, and how the operands
@@ -336,8 +342,10 @@ def canonicalize(
 
 
 def check_dimension_numbers(
-    lhs: Any, rhs: Any, dimension_numbers: lax.DotDimensionNumbers
-) -> tuple[Any, Any]:
+    lhs: AnyOperand | jax.ShapeDtypeStruct,
+    rhs: AnyOperand | jax.ShapeDtypeStruct,
+    dimension_numbers: lax.DotDimensionNumbers,
+) -> tuple[Pair, Pair]:
     """Dimension numbers with non-negative axes, checked against both shapes.
 
     Raises:
@@ -351,7 +359,9 @@ def check_dimension_numbers(
     return (lhs_k, rhs_k), (lhs_b, rhs_b)
 
 
-def _axes(axes: Any, operand: Any, side: str) -> tuple[int, ...]:
+def _axes(
+    axes: Sequence[int], operand: AnyOperand | jax.ShapeDtypeStruct, side: str
+) -> tuple[int, ...]:
     axes = tuple(int(axis) for axis in axes)
     for axis in axes:
         if not -operand.ndim <= axis < operand.ndim:
@@ -363,8 +373,8 @@ def _axes(axes: Any, operand: Any, side: str) -> tuple[int, ...]:
 
 def _check_pairs(
     what: str,
-    lhs: Any,
-    rhs: Any,
+    lhs: AnyOperand | jax.ShapeDtypeStruct,
+    rhs: AnyOperand | jax.ShapeDtypeStruct,
     lhs_axes: tuple[int, ...],
     rhs_axes: tuple[int, ...],
 ) -> None:

@@ -1,16 +1,16 @@
 """einsum of two operands, as one dot_general between a sum and a transpose."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from mx_jax.backends.calls import AnyOperand
+from mx_jax.codecs.explicit_axes import Spec
 from mx_jax.ops.arguments import as_operand, as_recipe, check_out_dtype, goes_to_lax
 from mx_jax.ops.dot_general import constrain, dot_general
 from mx_jax.ops.sharded_operands import permuted_sharding
-from mx_jax.packed import Quantized
+from mx_jax.packed import OperandLike, Quantized
 from mx_jax.specs import MatmulRecipe
 
 
@@ -25,13 +25,13 @@ class _Subscripts:
 
 def einsum(
     subscripts: str,
-    lhs: Any,
-    rhs: Any,
+    lhs: OperandLike,
+    rhs: OperandLike,
     *,
     recipe: MatmulRecipe | str,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    out_sharding: Any = None,
+    out_sharding: Spec | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """`jnp.einsum` of two operands with a recipe.

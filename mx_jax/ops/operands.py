@@ -7,7 +7,7 @@ after a transform its cotangent is transformed back; what the cast clipped is on
 import dataclasses
 import functools
 import math
-from typing import Any, overload
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from mx_jax.codecs import packing
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key, product_key
-from mx_jax.ops.product import Residual, note_cast, noted
+from mx_jax.ops.product import AnyResidual, Residual, note_cast, noted
 from mx_jax.ops.quantize import cast_operand, dequantize_operand, quantize_operand
 from mx_jax.ops.random import draw_signs, split_key
 from mx_jax.ops.remat import QUANTIZED
@@ -31,6 +31,7 @@ from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.sharding.movement import STAY, Movement, Moves
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
 
+X = TypeVar("X", bound=AnyOperand)
 Sides = tuple[Side, Side]
 SIDES: Sides = ("lhs", "rhs")
 SWAPPED: Sides = ("rhs", "lhs")
@@ -148,36 +149,14 @@ def _turn(x: jax.Array, signs: jax.Array, axis: int, length: int | None) -> jax.
     return bind(call, x, signs)
 
 
-@overload
 def prepare(
-    operand: Operand,
+    operand: X,
     spec: OperandSpec | None,
     axes: Axes,
     key: Key,
-    tensor_scale: Any = None,
+    tensor_scale: jax.Array | None = None,
     side: Side = "lhs",
-) -> Operand: ...
-
-
-@overload
-def prepare(
-    operand: AnyOperand,
-    spec: OperandSpec | None,
-    axes: Axes,
-    key: Key,
-    tensor_scale: Any = None,
-    side: Side = "lhs",
-) -> AnyOperand: ...
-
-
-def prepare(
-    operand: AnyOperand,
-    spec: OperandSpec | None,
-    axes: Axes,
-    key: Key,
-    tensor_scale: Any = None,
-    side: Side = "lhs",
-) -> AnyOperand:
+) -> X | MXArray:
     """One operand, quantized by its spec unless it is or stays what it was.
 
     The program's names call it by its side, format, scale rule and axis.
@@ -250,23 +229,15 @@ def reuse_moved(
 
 
 def keep(
-    recipe: MatmulRecipe, given: AnyOperand, turned: Any, taken: AnyOperand, axes: Axes
-) -> AnyOperand | Residual:
-    """What is kept of one operand: its codes alone, if they say it all.
-
-    Args:
-      recipe: of the product.
-      given: the operand as it came.
-      turned: the operand transformed.
-      taken: as the product takes it.
-      axes: of the operand.
-    """
+    recipe: MatmulRecipe, given: AnyOperand, turned: AnyOperand, taken: AnyOperand, axes: Axes
+) -> AnyResidual:
+    """What is kept of one operand: its codes alone, if they say it all."""
     masks = recipe.mask_clipped and isinstance(taken, MXArray)
     if isinstance(given, Quantized) or not (masks or recipe.fwd.transform):
         return taken
     clipped = None
     if masks:
-        assert isinstance(taken, MXArray)
+        assert isinstance(taken, MXArray) and not isinstance(turned, Quantized)
         bits = packing.pack(beyond(turned, taken).astype(jnp.uint8), 1)
         clipped = checkpoint_name(bits, QUANTIZED)
     return Residual(operand=taken, clipped=clipped, length=given.shape[axes.block_axis])
@@ -279,7 +250,7 @@ def keep_both(
     axes: ProductAxes,
     key: Key,
     moves: Moves,
-) -> tuple[AnyOperand | Residual, AnyOperand | Residual]:
+) -> tuple[AnyResidual, AnyResidual]:
     """Both operands of a dense product as it takes them."""
     spec = recipe.fwd
     check_whole_groups(recipe, lhs, axes.lhs, moves[0])
@@ -313,12 +284,7 @@ def check_whole_groups(
 
 
 def beyond(values: jax.Array, quantized: MXArray) -> jax.Array:
-    """Which values lie beyond the largest code of their block.
-
-    Args:
-      values: what was quantized.
-      quantized: its scales count, not its codes.
-    """
+    """Which values lie beyond the largest code of their block."""
     element = quantized.format.element
     # On each value's own side of zero, and where the codes lie.
     largest = jnp.full_like(quantized.codes, element.max_code)
@@ -328,11 +294,12 @@ def beyond(values: jax.Array, quantized: MXArray) -> jax.Array:
     return jnp.abs(values.astype(jnp.float32)) > jnp.abs(limit.dequantize(jnp.float32))
 
 
-def as_taken(lhs: Any, rhs: Any, spec: MatmulSpec) -> tuple[Any, Any, MatmulSpec]:
-    """Operands of which some are kept, as the product took them, and what is left to do to them:
-    those that are kept are transformed."""
-    lhs, rhs = (x.operand if isinstance(x, Residual) else x for x in (lhs, rhs))
-    return lhs, rhs, dataclasses.replace(spec, transform=None)
+def as_taken(
+    lhs: AnyResidual, rhs: AnyResidual, spec: MatmulSpec
+) -> tuple[AnyOperand, AnyOperand, MatmulSpec]:
+    """Operands as the product took them, and what is left to do: residuals are transformed."""
+    left, right = (x.operand if isinstance(x, Residual) else x for x in (lhs, rhs))
+    return left, right, dataclasses.replace(spec, transform=None)
 
 
 def mask_clipped(
@@ -340,20 +307,12 @@ def mask_clipped(
     side: Side,
     axes: ProductAxes,
     cotangent: jax.Array,
-    operand: AnyOperand | Residual,
+    operand: AnyResidual,
     key: Key,
 ) -> jax.Array:
     """An operand's cotangent without what the forward product clipped, if the recipe says so.
 
     The cotangent of a kept operand is turned back too.
-
-    Args:
-      recipe: of the product.
-      side: which operand.
-      axes: of the forward product.
-      cotangent: the cotangent.
-      operand: as it came to the forward product, or as it was kept; codes have nothing clipped.
-      key: of the product.
     """
     kept = isinstance(operand, Residual)
     if not kept and (not recipe.mask_clipped or isinstance(operand, Quantized)):
@@ -367,7 +326,7 @@ def _masked(
     side: Side,
     axes: ProductAxes,
     cotangent: jax.Array,
-    operand: AnyOperand | Residual,
+    operand: AnyResidual,
     key: Key,
 ) -> jax.Array:
     fwd = recipe.fwd
@@ -382,7 +341,7 @@ def _masked(
 
 
 def _turned_back(
-    turned: jax.Array, clipped: jax.Array | None, signs: Any, length: int, axis: int
+    turned: jax.Array, clipped: jax.Array | None, signs: jax.Array | None, length: int, axis: int
 ) -> jax.Array:
     """`T^-1` of a cotangent without what belongs to clipped values, in the cotangent's dtype."""
     kept = turned if clipped is None else jnp.where(clipped, 0, turned)
@@ -392,21 +351,11 @@ def _turned_back(
 
 
 def _without_clipped(
-    cotangent: jax.Array, operand: jax.Array, spec: OperandSpec, axes: Axes, signs: Any
+    cotangent: jax.Array, operand: jax.Array, spec: OperandSpec, axes: Axes, signs: jax.Array | None
 ) -> jax.Array:
     """The operand's cotangent without what belongs to clipped values.
 
     With T the forward's transform: `T^-1(T(cotangent) * [|T(operand)| is representable])`.
-
-    Args:
-      cotangent: of the operand, in its shape.
-      operand: as it came to the forward product.
-      spec: how the forward product quantized it.
-      axes: of the operand there: the transform and the blocks lie along its last contracted one.
-      signs: of the forward's transform, or None without one.
-
-    Returns:
-      A cotangent like the given one.
     """
     axis, blocks = axes.block_axis, axes.blocks(spec.format)
     values = operand if signs is None else transformed(operand, signs, axis)

@@ -4,7 +4,6 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +111,7 @@ def packed_where_they_lie(
     return (put_packed(packed, sharding), None) if reason is None else (weights, reason)
 
 
-def _on_all_of(sharding: Any) -> AbstractContextManager[None]:
+def _on_all_of(sharding: jax.sharding.Sharding | None) -> AbstractContextManager[None]:
     """A context that knows on how many devices weights lie: their programs have as many."""
     devices = 1 if sharding is None else len(sharding.device_set)
     if devices == 1:
@@ -154,11 +153,6 @@ def packed_for(
     """A right operand; packed weights unpacked where their layout does not serve the product.
 
     Unpacking is slow and goes unseen, so it warns, unless the product is going to be refused.
-
-    Args:
-      rhs: any operand.
-      dimension_numbers: of the product.
-      operation: what the warning names.
     """
     if not isinstance(rhs, PackedMXArray):
         return rhs
@@ -180,13 +174,7 @@ def packed_for(
 
 
 def unpacked_for(rhs: PackedMXArray, choice: Choice, operation: str = "matmul") -> MXArray:
-    """Packed weights for a backend that does not read them; warns, for it is slow and goes unseen.
-
-    Args:
-      rhs: packed for another backend.
-      choice: the backend that takes the product, and why others do not.
-      operation: what the warning names.
-    """
+    """Packed weights for a backend that does not read them; warns, since unpacking is slow."""
     alike = rhs.backend == choice.backend.name
     why = "devices cannot share its layout" if alike else "it is not asked here"
     reason = dict(choice.rejections).get(rhs.backend, why)
@@ -233,7 +221,7 @@ def _tell(text: str) -> None:
         recorder.entries.append(text)
 
 
-def _from_front(axes: Any, ndim: int) -> tuple[int, ...]:
+def _from_front(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
     return tuple(int(axis) % ndim for axis in axes)
 
 

@@ -8,8 +8,8 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,10 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding
 
 from mx_jax.axes import Side
-from mx_jax.backends.calls import AnyOperand
+from mx_jax.backends.calls import AnyOperand, Operand
 from mx_jax.codecs import packing
 from mx_jax.codecs.explicit_axes import explicit_sharding, varying
 from mx_jax.mxarray import MXArray, decode
@@ -41,12 +42,14 @@ class CotangentAval:
     """
 
     dtype: np.dtype
-    out_sharding: Any
+    out_sharding: NamedSharding | None
     varying: frozenset[str]
 
     @classmethod
-    def of(cls, value: jax.Array) -> "CotangentAval":
-        """The cotangent of a value."""
+    def of(cls, value: jax.Array | None) -> "CotangentAval | None":
+        """The cotangent of a value, if there is one."""
+        if value is None:
+            return None
         return cls(
             dtype=np.dtype(value.dtype),
             out_sharding=explicit_sharding(value),
@@ -54,28 +57,68 @@ class CotangentAval:
         )
 
 
-class Product(Protocol):
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("operand", "clipped"), meta_fields=("length",)
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Residual:
+    """What the forward product took of an operand.
+
+    Attributes:
+      operand: codes, or values in high precision, after the transform.
+      clipped: which values the cast clipped, eight a byte along the last axis; None: not asked.
+      length: of the contracted axis before the transform padded it.
+    """
+
+    operand: AnyOperand
+    clipped: jax.Array | None
+    length: int
+
+    def unmasked(self) -> "Residual":
+        """The same, as if nothing had been clipped."""
+        return dataclasses.replace(self, clipped=None)
+
+    def clips(self) -> jax.Array | None:
+        """Where the cast clipped, as booleans in the shape of the operand."""
+        if self.clipped is None:
+            return None
+        return packing.unpack(self.clipped, 1, self.operand.shape[-1]).astype(jnp.bool_)
+
+
+Extra = TypeVar("Extra", contravariant=True)
+Saved = TypeVar("Saved")
+Result = TypeVar("Result", bound=jax.Array | tuple[jax.Array, object])
+P = ParamSpec("P")
+R = TypeVar("R")
+AnyResidual = AnyOperand | Residual
+Avals = tuple[CotangentAval | None, CotangentAval | None]
+# Of both operands, avals of both cotangents, and what `keep` saved.
+ProductResiduals = tuple[AnyResidual, AnyResidual, Avals, Saved]
+
+
+class Product(Protocol[Result, Extra, Saved]):
     """One kind of product: a frozen value, static under `jit`.
 
     `extra` is whatever else it depends on: a key, group sizes, scale states.
     """
 
-    def forward(self, lhs: Any, rhs: Any, extra: Any, stored: tuple[Side, ...] = ()) -> Any:
+    def forward(
+        self, lhs: AnyResidual, rhs: AnyResidual, extra: Extra, stored: tuple[Side, ...] = ()
+    ) -> Result:
         """The product of operands as they came, or as `keep` gives them; `stored` names those that
         came quantized: weights could have come packed."""
         ...
 
-    def keep(self, lhs: Any, rhs: Any, extra: Any) -> tuple[Any, Any, Any]:
+    def keep(
+        self, lhs: AnyOperand, rhs: AnyOperand, extra: Extra
+    ) -> tuple[AnyResidual, AnyResidual, Saved]:
         """The operands as they are saved for the backward pass, and what is saved of `extra`."""
         ...
 
-    def cotangents(self, g: Any, saved: Any, both: bool) -> tuple[tuple[Any, Any], Any]:
+    def cotangents(
+        self, g: Result, saved: Saved, both: bool
+    ) -> tuple[tuple[Operand, Operand], Any]:
         """g as the products for lhs and for rhs take it, and the cotangent of `extra`.
-
-        Args:
-          g: cotangent of what `forward` gives.
-          saved: what `keep` saved.
-          both: whether both products are wanted.
 
         Returns:
           Both, and the cotangent of `extra`; None if that is integers and keys.
@@ -83,12 +126,12 @@ class Product(Protocol):
         ...
 
     def gradient(
-        self, side: Side, g: Any, other: Any, aval: CotangentAval, saved: Any
+        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: Saved
     ) -> jax.Array:
         """The cotangent of one operand: the product of g and the other operand."""
         ...
 
-    def in_high_precision(self) -> "Product":
+    def in_high_precision(self) -> "Product[jax.Array, Any, Any]":
         """The same product of values as they are, in float32."""
         ...
 
@@ -97,9 +140,12 @@ class Product(Protocol):
         which parts of it can be computed; g is the first operand of a cotangent."""
         ...
 
-    def masked(self, side: Side, cotangent: jax.Array, own: Any, saved: Any) -> jax.Array:
+    def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Saved) -> jax.Array:
         """An operand's cotangent without what the forward product clipped of it."""
         ...
+
+
+AnyProduct = Product[Any, Any, Any]
 
 
 class Cast(NamedTuple):
@@ -130,18 +176,9 @@ def noted_casts() -> Iterator[dict[tuple[Name, Side], Cast]]:
 
 
 def note_cast(
-    side: Side, before: Any, after: MXArray, rule: str, axis: int, of: Name | None = None
+    side: Side, before: jax.Array, after: MXArray, rule: str, axis: int, of: Name | None = None
 ) -> None:
-    """Note an operand as it is quantized, if somebody watches.
-
-    Args:
-      side: as the recipe has it: of a gradient's product, lhs is the incoming gradient.
-      before: what the cast is given.
-      after: what it gives.
-      rule: name of the scale rule.
-      axis: that blocks lie along, from the end.
-      of: the product; None: the one that is computed.
-    """
+    """Note an operand as it is quantized, if somebody watches."""
     found = noted.get()
     if found is not None:
         found[of or _computed.get(), side] = Cast(before, after, rule, axis)
@@ -185,49 +222,18 @@ class Primal(NamedTuple):
         return self.value if self.codes is None else self.codes
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("operand", "clipped"), meta_fields=("length",)
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Residual:
-    """What the forward product took of an operand.
-
-    Attributes:
-      operand: codes, or values in high precision, after the transform.
-      clipped: which values the cast clipped, eight a byte along the last axis; None: not asked.
-      length: of the contracted axis before the transform padded it.
-    """
-
-    operand: AnyOperand
-    clipped: jax.Array | None
-    length: int
-
-    def unmasked(self) -> "Residual":
-        """The same, as if nothing had been clipped."""
-        return dataclasses.replace(self, clipped=None)
-
-    def clips(self) -> jax.Array | None:
-        """Where the cast clipped, as booleans in the shape of the operand."""
-        if self.clipped is None:
-            return None
-        return packing.unpack(self.clipped, 1, self.operand.shape[-1]).astype(jnp.bool_)
-
-
-def one_program(*static: str) -> Callable[[Callable[..., Any]], Any]:
+def one_program(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorates what is computed by one `jit` of its own where nothing is traced.
 
     A trace gets its equations as they are: under a `jit` of their own they would lose their names
     (inlined), or take many lines of the jaxpr (not inlined).
-
-    Args:
-      static: names of static parameters.
     """
 
-    def decorate(compute: Callable[..., Any]) -> Any:
+    def decorate(compute: Callable[P, R]) -> Callable[P, R]:
         jitted = jax.jit(compute, static_argnames=static)
 
         @functools.wraps(compute)
-        def run(*given: Any, **named: Any) -> Any:
+        def run(*given: P.args, **named: P.kwargs) -> R:
             leaves = jax.tree.leaves((given, named))
             traced = any(isinstance(leaf, Tracer) for leaf in leaves)
             # What casts give is noted as it is, not as another trace has it.
@@ -246,7 +252,9 @@ def stored_sides(lhs: Primal, rhs: Primal) -> tuple[Side, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def differentiable(product: Product, lhs: Primal, rhs: Primal, extra: Any) -> Any:
+def differentiable(
+    product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
+) -> Result:
     """What `product.forward` gives, with the product's own gradient.
 
     Derivatives of the gradient are those of the product in float32, its casts being identities.
@@ -255,7 +263,9 @@ def differentiable(product: Product, lhs: Primal, rhs: Primal, extra: Any) -> An
     return product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
 
 
-def run_product(product: Product, lhs: Primal, rhs: Primal, extra: Any) -> Any:
+def run_product(
+    product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
+) -> Result:
     """`differentiable`, but of concrete operands, which nothing differentiates, `forward` alone:
     `custom_vjp` would take longer than a small product."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((lhs, rhs, extra))):
@@ -263,12 +273,12 @@ def run_product(product: Product, lhs: Primal, rhs: Primal, extra: Any) -> Any:
     return product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
 
 
-def product_fwd(product: Product, lhs: Primal, rhs: Primal, extra: Any) -> tuple[Any, Any]:
+def product_fwd(
+    product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
+) -> tuple[Any, ProductResiduals[Saved]]:
     """The product, and what its gradient needs: operands, avals of cotangents, what was saved."""
     left, right, saved = product.keep(lhs.operand, rhs.operand, extra)
-    avals = tuple(
-        None if given.value is None else CotangentAval.of(given.value) for given in (lhs, rhs)
-    )
+    avals = CotangentAval.of(lhs.value), CotangentAval.of(rhs.value)
     result = product.forward(left, right, extra, stored_sides(lhs, rhs))
     exact = ExactForward(product, np.dtype(only(result).dtype))
     operands = (
@@ -285,16 +295,18 @@ def product_fwd(product: Product, lhs: Primal, rhs: Primal, extra: Any) -> tuple
 class ExactForward:
     """The product in float32, of operands as they came: `product_fwd` is differentiated as this."""
 
-    product: Product
+    product: AnyProduct
     dtype: np.dtype
 
-    def __call__(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+    def __call__(self, lhs: AnyResidual, rhs: AnyResidual, extra: object) -> jax.Array:
         """The product in its own dtype."""
         exact = self.product.in_high_precision()
         return exact.forward(values(lhs), values(rhs), extra).astype(self.dtype)
 
 
-def product_bwd(product: Product, residuals: Any, g: Any) -> tuple[Primal, Primal, Any]:
+def product_bwd(
+    product: Product[Result, Extra, Saved], residuals: ProductResiduals[Saved], g: Result
+) -> tuple[Primal, Primal, Any]:
     """The cotangents of what `differentiable` is given."""
     lhs, rhs, avals, saved = residuals
     (g_lhs, g_rhs), extra_ct = product.cotangents(g, saved, None not in avals)
@@ -310,7 +322,15 @@ def product_bwd(product: Product, residuals: Any, g: Any) -> tuple[Primal, Prima
 differentiable.defvjp(product_fwd, product_bwd)
 
 
-def _cotangent(product, side, g, own, other, aval, saved):
+def _cotangent(
+    product: AnyProduct,
+    side: Side,
+    g: Operand,
+    own: AnyResidual,
+    other: AnyResidual,
+    aval: CotangentAval | None,
+    saved: object,
+) -> jax.Array | None:
     if aval is None:
         return None
     before = _computed.set(GRADIENT[side])
@@ -330,15 +350,19 @@ def _cotangent(product, side, g, own, other, aval, saved):
 class ExactBackward:
     """The cotangents in float32: `product_bwd` is differentiated as this."""
 
-    product: Product
-    avals: tuple[CotangentAval | None, CotangentAval | None]
+    product: AnyProduct
+    avals: Avals
 
-    def __call__(self, lhs: Any, rhs: Any, g: jax.Array, saved: Any) -> tuple[Any, Any]:
+    def __call__(
+        self, lhs: AnyResidual, rhs: AnyResidual, g: jax.Array, saved: object
+    ) -> tuple[Any, Any]:
         """The cotangents in the values' own dtypes."""
         left, right = values(lhs), values(rhs)
         return self._bar("lhs", g, lhs, right, saved), self._bar("rhs", g, rhs, left, saved)
 
-    def _bar(self, side: Side, g: jax.Array, own: Any, other: jax.Array, saved: Any) -> Any:
+    def _bar(
+        self, side: Side, g: jax.Array, own: AnyResidual, other: jax.Array, saved: object
+    ) -> Any:
         aval = self.avals[side == "rhs"]
         if aval is None:
             return None
@@ -349,21 +373,21 @@ class ExactBackward:
         return value.astype(aval.dtype)
 
 
-def zero_cotangents(tree: Any) -> Any:
+def zero_cotangents(tree: object) -> Any:
     """The cotangent of integers and keys."""
     return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), tree)
 
 
-def only(result: Any) -> jax.Array:
+def only(result: jax.Array | tuple[jax.Array, object]) -> jax.Array:
     """The product alone, of a kind that gives states too."""
     return result[0] if isinstance(result, tuple) else result
 
 
-def _in_codes(kept: Any) -> bool:
+def _in_codes(kept: AnyResidual) -> bool:
     return isinstance(kept.operand if isinstance(kept, Residual) else kept, Quantized)
 
 
-def values(operand: Any) -> jax.Array:
+def values(operand: AnyResidual) -> jax.Array:
     """What an operand stands for, in float32 if it is quantized."""
     operand = operand.operand if isinstance(operand, Residual) else operand
     if not isinstance(operand, Quantized):
@@ -374,12 +398,7 @@ def values(operand: Any) -> jax.Array:
 
 
 def sum_over(cotangent: jax.Array, own: frozenset[str]) -> jax.Array:
-    """A cotangent summed over the shard_map axes along which its value did not vary.
-
-    Args:
-      cotangent: the cotangent, of one shard's share.
-      own: the axes along which the value varies.
-    """
+    """A cotangent summed over the shard_map axes along which its value did not vary."""
     extra = varying(cotangent) - own
     return lax.psum(cotangent, tuple(sorted(extra))) if extra else cotangent
 
@@ -403,7 +422,9 @@ def _max_of_lanes(value: jax.Array, state: jax.Array) -> jax.Array:
 
 
 @_max_of_lanes.def_vmap
-def _max_of_lanes_vmap(axis_size, in_batched, value, state):
+def _max_of_lanes_vmap(
+    axis_size: int, in_batched: Sequence[bool], value: jax.Array, state: jax.Array
+) -> tuple[jax.Array, bool]:
     value_batched, state_batched = in_batched
     if state_batched:
         # Lanes with states of their own are from here on parts of one value.
@@ -440,32 +461,28 @@ class _Derivative:
         return compute(*leaves)
 
 
-def with_derivative(results: Any, function: Function, *operands: Any) -> Any:
-    """`results`, whose derivative is that of `function(*operands)`; their own counts for nothing.
-
-    Args:
-      results: a pytree of arrays.
-      function: a hashable value; called where something differentiates, and nowhere else.
-      operands: pytrees that it takes.
-    """
+def with_derivative(results: R, function: Function, *operands: object) -> R:
+    """`results` with the derivative of `function(*operands)`, which runs where one is taken."""
     found, result_tree = jax.tree.flatten(results)
     leaves, tree = jax.tree.flatten(operands)
     of = _Derivative(function, tree, len(found))
     return jax.tree.unflatten(result_tree, _linked.bind(*found, *leaves, of=of))
 
 
-def _first(*values: Any, of: _Derivative) -> list[Any]:
+def _first(*values: jax.Array, of: _Derivative) -> list[jax.Array]:
     return list(values[: of.number])
 
 
-def _jvp(primals: Any, tangents: Any, *, of: _Derivative) -> Any:
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array | ad.Zero], *, of: _Derivative
+) -> Any:
     leaves = primals[of.number :]
     slopes = map(ad.instantiate_zeros, tangents[of.number :])
     _, found = jax.jvp(of.compute, tuple(leaves), tuple(slopes))
     return _linked.bind(*primals, of=of), found
 
 
-def _batch(values: Any, axes: Any, *, of: _Derivative) -> Any:
+def _batch(values: Sequence[jax.Array], axes: Sequence[int | None], *, of: _Derivative) -> Any:
     size = next(x.shape[axis] for x, axis in zip(values, axes, strict=True) if axis is not None)
     results = [
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
@@ -477,7 +494,9 @@ def _batch(values: Any, axes: Any, *, of: _Derivative) -> Any:
     return found, [0] * of.number
 
 
-def _lower(ctx: Any, *values: Any, of: _Derivative) -> list[Any]:
+def _lower(
+    ctx: mlir.LoweringRuleContext, *values: mlir.ir.Value, of: _Derivative
+) -> list[mlir.ir.Value]:
     return list(values[: of.number])
 
 
@@ -491,12 +510,12 @@ batching.primitive_batchers[_linked] = _batch
 mlir.register_lowering(_linked, _lower)
 
 
-def no_derivative(x: Any) -> jax.Array:
+def no_derivative(x: jax.Array) -> jax.Array:
     """x, of which codes are made: a derivative by it is an error, for it would be zero."""
     return _without.bind(x)
 
 
-def _refuse(primals: Any, tangents: Any) -> Any:
+def _refuse(primals: Sequence[jax.Array], tangents: object) -> Any:
     (x,) = primals
     raise ValueError(
         f"quantize: codes have no derivative, got one by x of shape={x.shape}, dtype={x.dtype}; a "

@@ -1,7 +1,7 @@
 """The public casts: checks once, picks a backend, keeps gradients flowing."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks, check_parts, varying_axes
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockSize, Whole, check_block_size
+from mx_jax.formats.block import FormatLike
 from mx_jax.mxarray import MXArray, straight_through
 from mx_jax.ops.arguments import (
     Key,
@@ -38,7 +39,7 @@ from mx_jax.specs import OperandSpec, operand
 
 def quantize(
     x: jax.typing.ArrayLike,
-    format: Any,
+    format: FormatLike,
     *,
     axis: int = -1,
     block_size: BlockSize | None = None,
@@ -173,7 +174,18 @@ def dequantize_operand(x: MXArray, dtype: np.dtype, *, saturates: bool) -> jax.A
     return bind(call, dataclasses.replace(x, primal=None))
 
 
-def cast(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.Array:
+class CastOptions(TypedDict, total=False):
+    """`quantize`'s keyword arguments."""
+
+    axis: int
+    block_size: BlockSize | None
+    scale_rule: ScaleRule | str | None
+    rounding: Rounding | str
+    key: jax.Array | None
+    tensor_scale: jax.typing.ArrayLike | None
+
+
+def cast(x: jax.typing.ArrayLike, format: FormatLike, **options: Unpack[CastOptions]) -> jax.Array:
     """`quantize` and `dequantize` in one: x's values as the format represents them, x's dtype.
 
     The gradient is the identity.
@@ -198,7 +210,9 @@ def cast(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.Array:
     return straight_through(values, array)
 
 
-def cast_cotangent(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.Array:
+def cast_cotangent(
+    x: jax.typing.ArrayLike, format: FormatLike, **options: Unpack[CastOptions]
+) -> jax.Array:
     """The identity, whose gradient is `cast` to the format: for seeing what low-precision
     gradients alone do.
 
@@ -222,11 +236,11 @@ def cast_cotangent(x: jax.typing.ArrayLike, format: Any, **options: Any) -> jax.
     jax.eval_shape(lambda y: quantize(y, format, **options).codes, array)
 
     @jax.custom_vjp
-    def identity(y, key):
+    def identity(y: jax.Array, key: jax.Array | None) -> jax.Array:
         return y
 
-    def backward(key, cotangent):
-        return cast(cotangent, format, **(options | {"key": key})), zero_cotangents(key)
+    def backward(key: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, Any]:
+        return cast(cotangent, format, **{**options, "key": key}), zero_cotangents(key)
 
     identity.defvjp(lambda y, key: (y, key), backward)
     return identity(array, options.get("key"))
@@ -269,7 +283,7 @@ class OperandCast(NamedTuple):
 
 def quantize_both(
     x: jax.typing.ArrayLike,
-    format: Any,
+    format: FormatLike,
     *,
     axes: tuple[int, int] = (-1, -2),
     block_size: BlockSize | None = None,

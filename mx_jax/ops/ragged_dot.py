@@ -5,18 +5,20 @@ group (grad_weight). Nothing is transposed: blocks lie along whichever axis is c
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 
 from mx_jax.axes import ProductAxes, Side
-from mx_jax.backends.calls import Operand, OperandType, RaggedCall
+from mx_jax.backends.calls import AnyOperand, Operand, OperandType, RaggedCall
 from mx_jax.backends.primitive import choose
 from mx_jax.backends.select import active
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.explicit_axes import AxisNames
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import (
     GRADIENTS,
@@ -32,7 +34,14 @@ from mx_jax.ops.dense import HIGH_PRECISION
 from mx_jax.ops.dot_general import check_blocks
 from mx_jax.ops.operands import as_taken, mask_clipped, operand_keys, unscaled
 from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
-from mx_jax.ops.product import CotangentAval, Primal, Residual, one_program, run_product
+from mx_jax.ops.product import (
+    AnyResidual,
+    CotangentAval,
+    Primal,
+    Residual,
+    one_program,
+    run_product,
+)
 from mx_jax.ops.quantize import quantize_operand, with_primal
 from mx_jax.ops.ragged_operands import (
     LAST,
@@ -52,7 +61,7 @@ from mx_jax.ops.ragged_operands import (
 from mx_jax.ops.sharded_operands import agreed_scale
 from mx_jax.ops.tags import GRADIENT, Free, watching
 from mx_jax.ops.watched import watched
-from mx_jax.packed import PackedMXArray, Quantized, unpacked
+from mx_jax.packed import OperandLike, PackedMXArray, Quantized, unpacked
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import ragged_rows
 from mx_jax.sharding.dispatch import dispatch
@@ -72,12 +81,12 @@ _FREE: dict[Side | None, tuple[Free, ...]] = {
 
 
 def ragged_dot(
-    lhs: Any,
-    rhs: Any,
-    group_sizes: Any,
+    lhs: OperandLike,
+    rhs: OperandLike,
+    group_sizes: jax.typing.ArrayLike | Sequence[int],
     *,
     recipe: MatmulRecipe | str,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
@@ -132,6 +141,7 @@ def ragged_dot(
     sizes = at_most(sizes, lhs.shape[0])
     key = check_matmul_key(key, recipe)
     if to_lax:
+        assert not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized)
         return lax.ragged_dot(
             lhs, rhs, sizes, precision=precision, preferred_element_type=preferred_element_type
         )
@@ -172,12 +182,12 @@ class RaggedProduct:
 
     recipe: MatmulRecipe
     out_dtype: np.dtype
-    precision: Any
+    precision: lax.PrecisionLike
     move: Movement | None = None
 
     @one_program("self", "stored")
     def forward(
-        self, lhs: Any, rhs: Any, extra: _Extra, stored: tuple[Side, ...] = ()
+        self, lhs: AnyResidual, rhs: AnyResidual, extra: _Extra, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
         """The product."""
         spec = self.recipe.fwd
@@ -188,27 +198,34 @@ class RaggedProduct:
             experts = rhs, self.move
             return self._multiply(_FORWARD, spec, lhs, experts, extra.sizes, key, "rhs" in stored)
 
-    def keep(self, lhs: Operand, rhs: Operand, extra: _Extra) -> tuple[Any, Any, _Extra]:
+    def keep(
+        self, lhs: AnyOperand, rhs: AnyOperand, extra: _Extra
+    ) -> tuple[AnyResidual, AnyResidual, _Extra]:
         """The operands as they came, or as the product took them."""
         if self.recipe.residuals is Residuals.QUANTIZED:
             return *self._taken(lhs, rhs, extra), extra
         return lhs, rhs, extra
 
     @one_program("self")
-    def _taken(self, lhs: Operand, rhs: Operand, extra: _Extra) -> Any:
+    def _taken(
+        self, lhs: AnyOperand, rhs: AnyOperand, extra: _Extra
+    ) -> tuple[AnyResidual, AnyResidual]:
         key = product_key(self.recipe, "fwd", extra.key)
         return keep_both(self.recipe, lhs, rhs, _FORWARD, extra.sizes, key, self.move)
 
-    def cotangents(self, g: jax.Array, saved: _Extra, both: bool) -> tuple[Any, None]:
+    def cotangents(
+        self, g: jax.Array, saved: _Extra, both: bool
+    ) -> tuple[tuple[jax.Array, jax.Array], None]:
         """g for each gradient, which quantizes it itself."""
         del both
         return (g, g), None
 
     @one_program("self", "side", "aval")
     def gradient(
-        self, side: Side, g: jax.Array, other: Any, aval: CotangentAval, saved: _Extra
+        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: _Extra
     ) -> jax.Array:
         """`[m, n]` by `[g, k, n]` to `[m, k]`, or `[m, k]` by `[m, n]` to `[g, k, n]`."""
+        assert not isinstance(g, Quantized)
         key = product_key(self.recipe, GRADIENTS[side], saved.key)
         other = other.operand if isinstance(other, Residual) else other
         with jax.named_scope(GRADIENT[side]):
@@ -221,7 +238,9 @@ class RaggedProduct:
             experts = matrices_back(other, self.move, spec)
             return wide._multiply(_GRAD_LHS, spec, g, experts, saved.sizes, key)
 
-    def masked(self, side: Side, cotangent: jax.Array, own: Any, saved: _Extra) -> jax.Array:
+    def masked(
+        self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: _Extra
+    ) -> jax.Array:
         """The cotangent without what the product clipped, as the operand lay before."""
         if side == "lhs" and not isinstance(own, Residual):
             own = without_unused(own, saved.sizes)
@@ -231,20 +250,20 @@ class RaggedProduct:
         self,
         axes: ProductAxes,
         spec: MatmulSpec,
-        lhs: Operand,
-        rhs: Any,
-        sizes: Any,
+        lhs: AnyOperand,
+        rhs: tuple[AnyOperand, Movement | None],
+        sizes: jax.Array,
         key: Key,
         stored: bool = False,
     ) -> jax.Array:
         """A product that keeps the rows, by matrices, stored or not, and how they get to it."""
-        rhs, move = rhs
-        left, right = prepare_kept(lhs, rhs, axes, sizes, spec, key, move)
+        matrices, move = rhs
+        left, right = prepare_kept(lhs, matrices, axes, sizes, spec, key, move)
         in_groups = dataclasses.replace(axes, rhs=axes.rhs.in_batch())
         product = _scaled(self, left, right, sizes, in_groups, stored)
-        return unscaled(product, lhs, rhs, spec)
+        return unscaled(product, lhs, matrices, spec)
 
-    def _grad_weight(self, g: jax.Array, lhs: Operand, sizes: Any, key: Key) -> Any:
+    def _grad_weight(self, g: jax.Array, lhs: AnyOperand, sizes: jax.Array, key: Key) -> jax.Array:
         """`[p, k]` by `[p, n]`: p are the rows, those of each group padded to whole blocks."""
         spec, move = self.recipe.drhs.swapped(), self.move
         found = contracted_operands(lhs, g, sizes, spec, _GRAD_RHS, key)
@@ -263,7 +282,12 @@ class RaggedProduct:
 
 
 def _scaled(
-    how: RaggedProduct, lhs: Operand, rhs: Operand, sizes: Any, axes: ProductAxes, stored=False
+    how: RaggedProduct,
+    lhs: AnyOperand,
+    rhs: AnyOperand,
+    sizes: jax.Array,
+    axes: ProductAxes,
+    stored: bool = False,
 ) -> jax.Array:
     """A product of prepared operands, on the backend that takes it."""
     dtype, precision = how.out_dtype, how.precision
@@ -291,14 +315,14 @@ def _scaled(
 
 
 def expert_ragged_dot(
-    lhs: Any,
-    rhs: Any,
-    group_sizes: Any,
-    axis_name: Any,
+    lhs: OperandLike,
+    rhs: OperandLike,
+    group_sizes: jax.typing.ArrayLike | Sequence[int],
+    axis_name: AxisNames,
     *,
     recipe: MatmulRecipe | str,
     capacity: int | None = None,
-    precision: Any = None,
+    precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
@@ -343,7 +367,7 @@ def expert_ragged_dot(
       Array([64., 64., 64.,  0.], dtype=float32)
     """
     recipe = as_recipe(recipe, "expert_ragged_dot")
-    lhs = as_operand(unpacked(lhs), "lhs", recipe, "expert_ragged_dot")
+    lhs = unpacked(as_operand(lhs, "lhs", recipe, "expert_ragged_dot"))
     sizes = at_most(as_group_sizes(group_sizes), lhs.shape[0])
     key = check_matmul_key(key, recipe)
     if key is not None:
@@ -364,7 +388,7 @@ def expert_ragged_dot(
 
 
 def _quantized(
-    x: jax.Array, recipe: MatmulRecipe, sizes: jax.Array, axis_name: Any, key: Key
+    x: jax.Array, recipe: MatmulRecipe, sizes: jax.Array, axis_name: AxisNames, key: Key
 ) -> jax.Array | MXArray:
     """Rows as the product takes them, unless it takes rows together, or changes them first."""
     if not goes_by_row(recipe.fwd):

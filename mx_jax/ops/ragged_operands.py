@@ -2,17 +2,17 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import AbstractMesh, PartitionSpec
 
 from mx_jax.axes import Axes, ProductAxes, Side
-from mx_jax.backends.calls import Operand
+from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs.explicit_axes import explicit_mesh
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
@@ -28,11 +28,12 @@ from mx_jax.ops.operands import (
     reuse_moved,
     transform_operands,
 )
-from mx_jax.ops.product import Primal, note_cast
+from mx_jax.ops.product import AnyResidual, Primal, R, note_cast
 from mx_jax.ops.quantize import dequantize_operand, quantize_operand
 from mx_jax.ops.random import draw_bits
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.sharded_operands import Placed, given_moves, place, stored
+from mx_jax.packed import Quantized, unpacked
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import RaggedRows, ragged_rows
 from mx_jax.sharding.movement import Movement, spec_of
@@ -43,8 +44,9 @@ LAST = Axes.ordered()
 SECOND_LAST = Axes.ordered(k_first=True)
 
 
-def values_of(x: Operand, spec: OperandSpec | None) -> jax.Array:
+def values_of(x: AnyOperand, spec: OperandSpec | None) -> jax.Array:
     """A saved operand's values, to be quantized anew unless it is to stay in high precision."""
+    x = unpacked(x)
     if not isinstance(x, MXArray):
         return x
     dtype = x.dtype if spec is None else np.dtype(np.float32)
@@ -59,20 +61,20 @@ def padding_unit(spec: MatmulSpec) -> int:
     return math.lcm(transformed, *(size for size in sizes if isinstance(size, int)))
 
 
-def without_unused(x: Operand, sizes: jax.Array) -> Operand:
+def without_unused(x: AnyOperand, sizes: jax.Array) -> AnyOperand:
     """x with zeros in the rows of no group, which a tensor scale would count."""
-    return x if isinstance(x, MXArray) else ragged_rows(sizes, x.shape[0], unit=1).place(x)
+    return x if isinstance(x, Quantized) else ragged_rows(sizes, x.shape[0], unit=1).place(x)
 
 
 def prepare_kept(
-    lhs: Operand,
-    rhs: Operand,
+    lhs: AnyOperand,
+    rhs: AnyOperand,
     axes: ProductAxes,
     sizes: jax.Array,
     spec: MatmulSpec,
     key: Key,
     move: Movement | None = None,
-) -> tuple[Operand, Operand]:
+) -> tuple[AnyOperand, AnyOperand]:
     """Both operands as a product that keeps the rows takes them; rhs gets to it by `move`."""
     _, (rows, matrices), placed = _take_kept(lhs, rhs, axes, sizes, spec, key, move)
     if placed.move is not None and isinstance(matrices, MXArray):
@@ -82,13 +84,13 @@ def prepare_kept(
 
 def keep_both(
     recipe: MatmulRecipe,
-    lhs: Operand,
-    rhs: Operand,
+    lhs: AnyOperand,
+    rhs: AnyOperand,
     axes: ProductAxes,
     sizes: jax.Array,
     key: Key,
     move: Movement | None,
-) -> tuple[Any, Any]:
+) -> tuple[AnyResidual, AnyResidual]:
     """Both operands as such a product takes them, where they lie, for its gradients."""
     check_whole_groups(recipe, rhs, axes.rhs, move)
     spec = recipe.fwd
@@ -97,8 +99,8 @@ def keep_both(
 
 
 def _take_kept(
-    lhs: Operand,
-    rhs: Operand,
+    lhs: AnyOperand,
+    rhs: AnyOperand,
     axes: ProductAxes,
     sizes: jax.Array,
     spec: MatmulSpec,
@@ -118,15 +120,19 @@ def _take_kept(
     return (left, right), (rows, matrices), placed
 
 
-def _prepare_rows(sizes: jax.Array, x: Operand, spec: OperandSpec | None, key: Key) -> Operand:
+def _prepare_rows(
+    sizes: jax.Array, x: AnyOperand, spec: OperandSpec | None, key: Key
+) -> AnyOperand:
     """`[m, k]` quantized along k, in blocks that end with their group if they hold several rows."""
-    if spec is None or isinstance(x, MXArray) or spec.format.block[0] == 1:
+    if spec is None or isinstance(x, Quantized) or spec.format.block[0] == 1:
         return prepare(x, spec, LAST, key)
     height = spec.format.block[0]
     if isinstance(height, Whole):
         return _quantize_groups(ragged_rows(sizes, x.shape[0], unit=1), x, spec, LAST, key, "lhs")
     rows = ragged_rows(sizes, x.shape[0], unit=height)
-    quantized = rows.restore(prepare(rows.place(x), spec, LAST, key))
+    padded = prepare(rows.place(x), spec, LAST, key)
+    assert isinstance(padded, MXArray)
+    quantized = rows.restore(padded)
     # Instead of the padded rows.
     note_cast("lhs", prescaled(x, spec), quantized, spec.scale_rule.name, LAST.block_axis)
     return quantized
@@ -134,7 +140,7 @@ def _prepare_rows(sizes: jax.Array, x: Operand, spec: OperandSpec | None, key: K
 
 def prepare_contracted(
     rows: RaggedRows, x: jax.Array, spec: OperandSpec | None, key: Key, side: Side
-) -> Operand:
+) -> AnyOperand:
     """`[p, c]` quantized along p, where groups start with blocks."""
     if spec is None or not isinstance(spec.format.block[1], Whole):
         return prepare(x, spec, SECOND_LAST, key, side=side)
@@ -146,23 +152,14 @@ class Contracted(NamedTuple):
 
     rows: RaggedRows
     given: tuple[jax.Array, jax.Array]
-    lhs: Operand
-    rhs: Operand
+    lhs: AnyOperand
+    rhs: AnyOperand
 
 
 def contracted_operands(
-    lhs: Operand, g: jax.Array, sizes: jax.Array, spec: MatmulSpec, axes: ProductAxes, key: Key
+    lhs: AnyOperand, g: jax.Array, sizes: jax.Array, spec: MatmulSpec, axes: ProductAxes, key: Key
 ) -> Contracted:
-    """Both operands of a product that sums over the rows of each group.
-
-    Args:
-      lhs: `[p, k]`, saved.
-      g: `[p, n]`.
-      sizes: rows of each group.
-      spec: lhs first.
-      axes: of both.
-      key: of the product.
-    """
+    """Both operands of a product that sums over the rows of each group."""
     rows = ragged_rows(sizes, g.shape[0], padding_unit(spec))
     given = rows.place(values_of(lhs, spec.lhs)), rows.place(g)
     left, right, (lhs_key, rhs_key) = transform_operands(*given, spec, axes, key)
@@ -175,7 +172,7 @@ def contracted_operands(
 
 
 def _quantize_groups(
-    rows: RaggedRows, x: jax.Array, spec: OperandSpec, axes: Axes, key: Any, side: Side
+    rows: RaggedRows, x: jax.Array, spec: OperandSpec, axes: Axes, key: Key, side: Side
 ) -> MXArray:
     """`[p, c]` in blocks that hold all rows of a group: scales come from the groups' peaks."""
     x = prescaled(x, spec)
@@ -188,7 +185,7 @@ def _quantize_groups(
     return checkpoint_name(codes, QUANTIZED)
 
 
-def as_group_sizes(group_sizes: Any) -> jax.Array:
+def as_group_sizes(group_sizes: jax.typing.ArrayLike | Sequence[int]) -> jax.Array:
     """Group sizes as an array of integers.
 
     Raises:
@@ -230,7 +227,7 @@ def at_most(sizes: jax.Array, num_rows: int) -> jax.Array:
     return sizes.astype(jnp.int32)
 
 
-def check_shapes(lhs: Operand, rhs: Operand, sizes: jax.Array) -> None:
+def check_shapes(lhs: AnyOperand, rhs: AnyOperand | jax.ShapeDtypeStruct, sizes: jax.Array) -> None:
     """Raise ValueError unless the shapes are those of a ragged product."""
     if lhs.ndim != 2 or rhs.ndim != 3 or sizes.ndim != 1:
         rule = "needs lhs [m, k], rhs [g, k, n] and group_sizes [g] (jax.vmap adds a batch)"
@@ -271,7 +268,7 @@ def check_rows(recipe: MatmulRecipe) -> None:
         )
 
 
-def experts_move(recipe: MatmulRecipe, lhs: Any, rhs: Any) -> Movement | None:
+def experts_move(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Movement | None:
     """How the matrices get to their products: as their recipe gathers them; None: not at all.
 
     Raises:
@@ -287,14 +284,18 @@ def experts_move(recipe: MatmulRecipe, lhs: Any, rhs: Any) -> Movement | None:
 
 
 def matrices_back(
-    rhs: Operand, move: Movement | None, spec: MatmulSpec
-) -> tuple[Operand, Movement | None]:
+    rhs: AnyOperand, move: Movement | None, spec: MatmulSpec
+) -> tuple[AnyOperand, Movement | None]:
     """Saved matrices as the rows' gradient multiplies them, and how they get there."""
     return reuse_moved(rhs, move, spec, LAST)
 
 
 def on_automatic_axes(
-    multiply: Callable[..., jax.Array], lhs: Primal, rhs: Primal, extra: Any, recipe: MatmulRecipe
+    multiply: Callable[[Primal, Primal, R, MatmulRecipe], jax.Array],
+    lhs: Primal,
+    rhs: Primal,
+    extra: R,
+    recipe: MatmulRecipe,
 ) -> jax.Array:
     """A ragged product, on explicit mesh axes as on automatic ones.
 
@@ -308,7 +309,12 @@ def on_automatic_axes(
 
 
 def _on_explicit_axes(
-    mesh: Any, multiply: Any, lhs: Primal, rhs: Primal, extra: Any, recipe: MatmulRecipe
+    mesh: AbstractMesh,
+    multiply: Callable[[Primal, Primal, R, MatmulRecipe], jax.Array],
+    lhs: Primal,
+    rhs: Primal,
+    extra: R,
+    recipe: MatmulRecipe,
 ) -> jax.Array:
     rows, lies = stored(lhs.operand)[0], stored(rhs.operand)
     gathered = frozenset[str]()
@@ -318,7 +324,7 @@ def _on_explicit_axes(
         recipe = dataclasses.replace(recipe, gather=own)
     columns = tuple(name for name in lies[2] if name not in {*gathered, *rows})
     run: Any = jax.sharding.auto_axes(
-        lambda *operands: multiply(*operands, recipe),
+        lambda lhs, rhs, extra: multiply(lhs, rhs, extra, recipe),
         axes=mesh.explicit_axes,
         out_sharding=PartitionSpec(rows or None, columns or None),
     )

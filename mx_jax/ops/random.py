@@ -6,7 +6,6 @@ a compiled handler gives the same bits. So keys are derived where something is d
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,8 +36,9 @@ class DerivedKey:
         return random_bits.derive(self.root, self.derivations)
 
 
-def draw_bits(key: jax.Array | DerivedKey, shape: tuple[int, ...], width: int) -> jax.Array:
+def draw_bits(key: jax.Array | DerivedKey | None, shape: tuple[int, ...], width: int) -> jax.Array:
     """`reference.random_bits.draw_bits`: random integers of so many bits, by key and shape."""
+    assert key is not None, "random bits without a key"
     of = _lazily(key)
     root = of.root
     if not jnp.issubdtype(root.dtype, jax.dtypes.prng_key):
@@ -70,7 +70,7 @@ def split_key(key: jax.Array | DerivedKey, number: int = 2) -> tuple[DerivedKey,
     return tuple(_derived(key, index, number) for index in range(number))
 
 
-def fold_in(key: jax.Array | DerivedKey, place: Any) -> jax.Array | DerivedKey:
+def fold_in(key: jax.Array | DerivedKey, place: jax.typing.ArrayLike) -> jax.Array | DerivedKey:
     """`jax.random.fold_in` of a number, at once if it is traced."""
     if isinstance(place, int):
         return _derived(key, place, None)

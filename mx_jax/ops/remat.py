@@ -1,8 +1,8 @@
 """Names for `jax.checkpoint`: what is quantized can be kept, so that nothing is quantized twice."""
 
-from typing import Any
-
 import jax
+from jax.core import AbstractValue
+from jax.extend.core import Primitive
 
 # What every cast calls its codes and scales, by `jax.ad_checkpoint.checkpoint_name`. A name is no
 # operation: programs without `jax.checkpoint` are what they were.
@@ -28,7 +28,7 @@ Examples:
 """
 
 
-def save_products(primitive: Any, *types: Any, **params: Any) -> Any:
+def save_products(primitive: Primitive, *types: AbstractValue, **params: object) -> bool:
     """A policy for `jax.checkpoint`: keep products, quantized ones and JAX's own.
 
     JAX's `dots_saveable` compares with `lax.dot_general` and knows no other primitive, so a

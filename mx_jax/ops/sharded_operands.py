@@ -21,6 +21,7 @@ from mx_jax.backends.partition_casts import agreed_scale as agreed
 from mx_jax.backends.select import active
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import (
+    Spec,
     explicit_sharding,
     has_explicit_axes,
     partitions,
@@ -47,12 +48,8 @@ from mx_jax.sharding.movement import (
 from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
 
 
-def permuted_sharding(out_sharding: Any, order: Sequence[int]) -> Any:
+def permuted_sharding(out_sharding: Spec | None, order: Sequence[int]) -> Spec | None:
     """A product's sharding before its axes were permuted: axis i was to become `order[i]`.
-
-    Args:
-      out_sharding: NamedSharding or PartitionSpec after it, or None.
-      order: for each axis of the product, which axis of the result it becomes.
 
     Returns:
       The same for the product; None on meshes without explicit axes.
@@ -74,8 +71,8 @@ def stored(operand: AnyOperand) -> tuple[Part, ...]:
 def product_spec(
     lhs: AnyOperand,
     rhs: AnyOperand,
-    dimension_numbers: Any,
-    out_sharding: Any,
+    dimension_numbers: lax.DotDimensionNumbers,
+    out_sharding: Spec | None,
     recipe: MatmulRecipe,
 ) -> PartitionSpec:
     """Where `jax.lax.dot_general` would have a product lie, by what types say of its operands.
@@ -103,17 +100,14 @@ def product_spec(
 
 
 def gathering(
-    recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand, dimension_numbers: Any, out: Any
+    recipe: MatmulRecipe,
+    lhs: AnyOperand,
+    rhs: AnyOperand,
+    dimension_numbers: lax.DotDimensionNumbers,
+    out: PartitionSpec,
 ) -> MatmulRecipe:
     """A recipe for a product of automatic axes that were explicit: there codes are what moves, so
     that it has to name axes of which values are wanted.
-
-    Args:
-      recipe: as it came.
-      lhs: the left operand.
-      rhs: the right one.
-      dimension_numbers: as in `jax.lax.dot_general`, no axis counted from the end.
-      out: where the product lies.
     """
     gather = recipe.gather
     if gather is None or any(type_of(name) is not AxisType.Explicit for name in gather.on_mesh()):
@@ -125,7 +119,9 @@ def gathering(
     return dataclasses.replace(recipe, gather=own)
 
 
-def _of_values(lhs: Any, rhs: Any, dimension_numbers: Any, out: Any) -> Gather:
+def _of_values(
+    lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers, out: PartitionSpec
+) -> Gather:
     """Values move, once, where the product has a mesh axis from the other operand."""
     (lhs_contracting, _), batches = dimension_numbers
     first_n = lhs.ndim - len(lhs_contracting)
@@ -207,16 +203,9 @@ def _gathered(move: Movement, x: jax.Array) -> jax.Array:
     return move.move(x)
 
 
-def _gathered_fwd(move, x):
-    return _gathered(move, x), None
-
-
-def _gathered_bwd(move, residuals, cotangent):
-    del residuals
-    return (move.move_back(cotangent),)
-
-
-_gathered.defvjp(_gathered_fwd, _gathered_bwd)
+_gathered.defvjp(
+    lambda move, x: (_gathered(move, x), None), lambda move, _, g: (move.move_back(g),)
+)
 
 
 class Placed(NamedTuple):

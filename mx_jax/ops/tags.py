@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
@@ -22,6 +23,7 @@ from jax.extend.core import get_opaque_trace_state
 from mx_jax.axes import Side
 from mx_jax.codecs.explicit_axes import explicit_sharding, partitions
 
+IntScalar = int | np.integer | jax.Array
 Product = Literal["output", "grad_input", "grad_weight"]
 
 # The product that gives which operand's cotangent, as tags and the program's names call it.
@@ -113,7 +115,7 @@ place: Any = jax.make_user_context(default_value=Place())
 
 
 @contextlib.contextmanager
-def tag(name: str, *, index: Any = None) -> Iterator[None]:
+def tag(name: str, *, index: IntScalar | None = None) -> Iterator[None]:
     """A context that names products: a part of their path, and of the program's names.
 
     Modules of Flax are named without it. While no capture runs, it is `jax.named_scope(name)`.
@@ -150,7 +152,7 @@ def tag(name: str, *, index: Any = None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _indexed(here: Place, index: Any) -> Iterator[Place]:
+def _indexed(here: Place, index: IntScalar) -> Iterator[Place]:
     """A context in which a place has one index more, or a user's for the one that was counted."""
     value, now, outer = jnp.asarray(index, jnp.int32), counters(), len(here.loops) - here.counted
     loops = (*here.loops[:outer], next(numbers))
@@ -159,13 +161,10 @@ def _indexed(here: Place, index: Any) -> Iterator[Place]:
 
 
 @contextlib.contextmanager
-def iteration(index: Any) -> Iterator[None]:
+def iteration(index: IntScalar) -> Iterator[None]:
     """A context around the body of a scan whose index the loop counts itself.
 
     However often the body is traced, its products are the same ones.
-
-    Args:
-      index: int32 scalar, of the slice that the body gets.
     """
     here: Place = dataclasses.replace(place.value, counted=False)
     with contextlib.ExitStack() as stack:
@@ -256,7 +255,7 @@ def eager() -> bool:
 
 
 @contextlib.contextmanager
-def at(new: Counters, value: Any) -> Iterator[None]:
+def at(new: Counters, value: IntScalar | str) -> Iterator[None]:
     """A context with other counters, of which a value is new: a number, or what stands for it."""
     traced = isinstance(value, Tracer)
     key = next(numbers) if traced else value if isinstance(value, str) else int(value)
@@ -269,7 +268,7 @@ def at(new: Counters, value: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def at_step(step: Any) -> Iterator[None]:
+def at_step(step: IntScalar) -> Iterator[None]:
     """A context whose products belong to a step of training: how `capture` knows the step.
 
     While no capture runs, it does nothing, so it may stay where it is written:
@@ -326,7 +325,7 @@ def _host_step(step: int) -> Iterator[None]:
         yield
 
 
-def check_scalar(value: Any, operation: str, what: str) -> None:
+def check_scalar(value: jax.typing.ArrayLike, operation: str, what: str) -> None:
     """Raise TypeError if a value is no integer scalar."""
     shape, dtype = jnp.shape(value), jnp.result_type(value)
     if shape != () or not jnp.issubdtype(dtype, jnp.integer):

@@ -15,12 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.axes import Side
+from mx_jax.backends.calls import AnyOperand
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.product import (
+    AnyProduct,
+    AnyResidual,
     Cast,
+    CotangentAval,
+    Extra,
     Primal,
     Product,
+    ProductResiduals,
     Residual,
+    Result,
+    Saved,
     noted_casts,
     only,
     product_bwd,
@@ -45,6 +53,8 @@ from mx_jax.ops.tags import (
 )
 from mx_jax.ops.tags import Product as Name
 from mx_jax.packed import Quantized, unpacked
+
+Casts = Mapping[tuple[Name, Side], Cast]
 
 # The rule of operands that came quantized, as tags have it.
 STORED = "stored"
@@ -77,16 +87,12 @@ class ObservedProduct:
 
     site: "CallSite"
     name: Name
-    casts: Mapping[tuple[Name, Side], Cast]
+    casts: Casts
     errors: Callable[[bool], Observation]
-    operands: tuple[Any, Any] = (None, None)
+    operands: tuple[AnyOperand | None, AnyOperand | None] = (None, None)
 
     def observations(self, whole: bool) -> Iterator[tuple[Tag, Callable[[], Observation]]]:
-        """Tags, and functions that compute their observations.
-
-        Args:
-          whole: whether all entries of a product are compared, however many there are.
-        """
+        """Tags, and functions that compute their observations."""
         sides: tuple[Side, Side] = ("lhs", "rhs")
         found = [
             self.casts.get((self.name, side)) or _stored(operand)
@@ -101,7 +107,7 @@ class ObservedProduct:
             tag = self._tag(None, None, formats, self._both(found, lambda cast: cast.rule))
             yield tag, lambda: self.errors(whole)
 
-    def _tag(self, side: Any, axis: int | None, format: str, rule: str) -> Tag:
+    def _tag(self, side: Side | None, axis: int | None, format: str, rule: str) -> Tag:
         site = self.site
         return Tag(
             path=site.path,
@@ -113,7 +119,9 @@ class ObservedProduct:
             call=site.call,
         )
 
-    def _both(self, found: Sequence[Any], text: Callable[[Any], str]) -> str:
+    def _both(
+        self, found: Sequence["Cast | Stored | None"], text: Callable[["Cast | Stored"], str]
+    ) -> str:
         return " x ".join("high precision" if cast is None else text(cast) for cast in found)
 
 
@@ -126,7 +134,7 @@ class Stored(NamedTuple):
     rule: str = STORED
 
 
-def _stored(operand: Any) -> Stored | None:
+def _stored(operand: AnyOperand | None) -> Stored | None:
     if not isinstance(operand, Quantized):
         return None
     after = unpacked(operand)
@@ -193,15 +201,22 @@ def call_site() -> CallSite:
     return CallSite(watchers, path, call, (*here.loops, next(numbers)))
 
 
-def watched(product: Product, lhs: Primal, rhs: Primal, extra: Any) -> Any:
+def watched(
+    product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
+) -> Result:
     """`differentiable`, reported to the captures in context."""
     return _watched(product, call_site(), lhs, rhs, extra, counters())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _watched(
-    product: Product, site: CallSite, lhs: Primal, rhs: Primal, extra: Any, now: Counters
-) -> Any:
+    product: Product[Result, Extra, Saved],
+    site: CallSite,
+    lhs: Primal,
+    rhs: Primal,
+    extra: Extra,
+    now: Counters,
+) -> Result:
     with noted_casts() as casts:
         result = product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
     forward = _forward(product, site, lhs, rhs, extra, result, casts)
@@ -210,14 +225,14 @@ def _watched(
     return result
 
 
-def _watched_fwd(product, site, *primals):
-    lhs, rhs, extra, now = jax.tree.map(lambda x: x.value, primals)
+def _watched_fwd(product: AnyProduct, site: CallSite, left: Primal, right: Primal, *others: object):
+    lhs, rhs, extra, now = jax.tree.map(lambda x: x.value, (left, right, *others))
     with noted_casts() as casts:
         result, (*kept, avals, saved) = product_fwd(product, lhs, rhs, extra)
     # A gradient that nobody asked for is no part of the program that is watched.
     avals = tuple(
         aval if any(leaf.perturbed for leaf in jax.tree.leaves(given.value)) else None
-        for aval, given in zip(avals, primals, strict=False)
+        for aval, given in zip(avals, (left, right), strict=True)
     )
     residuals = (*kept, avals, saved)
     forward = _forward(product, site, lhs, rhs, extra, result, casts)
@@ -225,7 +240,12 @@ def _watched_fwd(product, site, *primals):
     return result, (residuals, seen, now)
 
 
-def _watched_bwd(product, site, saved, g):
+def _watched_bwd(
+    product: Product[Result, Extra, Saved],
+    site: CallSite,
+    saved: tuple[ProductResiduals[Saved], tuple[Any, ...], Counters],
+    g: Result,
+):
     residuals, seen, now = saved
     g = jax.tree.map(_instantiated, g)
     with noted_casts() as casts:
@@ -239,14 +259,22 @@ def _watched_bwd(product, site, saved, g):
 _watched.defvjp(_watched_fwd, _watched_bwd, symbolic_zeros=True)
 
 
-def _instantiated(g: Any) -> Any:
+def _instantiated(g: jax.Array | jax.custom_derivatives.SymbolicZero) -> jax.Array:
     if not isinstance(g, jax.custom_derivatives.SymbolicZero):
         return g
     aval: Any = g.aval
     return jnp.zeros(aval.shape, aval.dtype)
 
 
-def _forward(product, site, lhs, rhs, extra, result, casts) -> ObservedProduct:
+def _forward(
+    product: AnyProduct,
+    site: CallSite,
+    lhs: Primal,
+    rhs: Primal,
+    extra: object,
+    result: jax.Array | tuple[jax.Array, object],
+    casts: Casts,
+) -> ObservedProduct:
     def errors(whole: bool) -> Observation:
         exact, actual = product.in_high_precision(), only(result)
         operands = values(lhs.operand), values(rhs.operand)
@@ -258,7 +286,12 @@ def _forward(product, site, lhs, rhs, extra, result, casts) -> ObservedProduct:
 
 
 def _backward(
-    product: Product, site: CallSite, residuals: Any, g: Any, found: Sequence[Primal], casts: Any
+    product: Product,
+    site: CallSite,
+    residuals: ProductResiduals[Any],
+    g: jax.Array | tuple[jax.Array, object],
+    found: Sequence[Primal],
+    casts: Casts,
 ) -> Iterator[ObservedProduct]:
     """Of both gradients, those that there are."""
     lhs, rhs, avals, saved = residuals
@@ -270,7 +303,12 @@ def _backward(
             continue
 
         def errors(
-            whole: bool, side: Side = side, own=own, other=other, aval=aval, given=given
+            whole: bool,
+            side: Side = side,
+            own: AnyResidual = own,
+            other: AnyResidual = other,
+            aval: CotangentAval = aval,
+            given: Primal = given,
         ) -> Observation:
             wide = dataclasses.replace(aval, dtype=np.dtype(np.float32))
             exact, actual = product.in_high_precision(), given.value
@@ -286,7 +324,7 @@ def _backward(
         yield ObservedProduct(site, GRADIENT[side], casts, errors)
 
 
-def _free(product: Product, side: Side, own: Any) -> tuple[Free, ...]:
+def _free(product: AnyProduct, side: Side, own: AnyResidual) -> tuple[Free, ...]:
     """Along which axes a gradient can be compared in part: what turned the residual takes all
     that the other one gives."""
     free = product.free(side)

@@ -7,7 +7,6 @@ row takes the scale of its group.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ class RaggedRows:
             return jnp.where((self.group < self.sizes.shape[0])[:, None], x, 0)
         return jnp.take(x, self.source, axis=0, mode="fill", fill_value=0)
 
-    def restore(self, x: Any) -> MXArray:
+    def restore(self, x: MXArray) -> MXArray:
         """`[p, c]` in blocks of `unit` rows as `[m, c]`, where every row has its block's scales."""
         return dataclasses.replace(
             x,
@@ -137,18 +136,7 @@ def encode_by_group(
     rounding: Rounding,
     random_bits: jax.Array | None,
 ) -> MXArray:
-    """x under the scales that its groups' peaks were quantized with.
-
-    Args:
-      x: `[p, c]`, in the layout of `rows`.
-      rows: the group of each row.
-      peaks: `group_peaks`, `[g, 1, c]`, quantized in blocks that hold the whole axis -2.
-      rounding: how dropped bits decide.
-      random_bits: shape of x; stochastic rounding only.
-
-    Returns:
-      `[p, c]`, where every row has a copy of its group's scales.
-    """
+    """x under the scales that its groups' peaks were quantized with."""
     blocks = _without_rows(peaks.blocks)
     pieces, inside = block_shapes.split(x, blocks)
     # Rows of no group are zeros, under a scale of their own that keeps them so.

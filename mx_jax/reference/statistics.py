@@ -85,12 +85,7 @@ def of_cast(
 
 
 def finite_values(after: MXArray, dequantize: Dequantize = quantize.dequantize) -> jax.Array:
-    """What an operand stands for, in float32: finite codes stay finite.
-
-    Args:
-      after: the operand.
-      dequantize: gives the values of an MXArray without a primal in a dtype.
-    """
+    """What an operand stands for, in float32: finite codes stay finite."""
     element = after.format.element
     values = dequantize(dataclasses.replace(after, primal=None), jnp.float32)
     # One less than the pattern of Inf is the largest number; arithmetic would flush subnormals.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.codecs import packing
-from mx_jax.codecs.explicit_axes import vary_alike
+from mx_jax.codecs.explicit_axes import AxisNames, vary_alike
 from mx_jax.mxarray import MXArray
 
 
@@ -37,15 +37,8 @@ class Route(NamedTuple):
     sizes: jax.Array
 
 
-def route(group_sizes: jax.Array, num_rows: int, axis_name: Any, capacity: int) -> Route:
-    """The route of rows that lie by expert, an equal part of the experts on each device.
-
-    Args:
-      group_sizes: int32 `[experts]`, the device's own rows for each of all experts.
-      num_rows: of the device; what group sizes add up to beyond it is cut off.
-      axis_name: of the devices.
-      capacity: rows that a device sends to one device at most; those beyond it stay.
-    """
+def route(group_sizes: jax.Array, num_rows: int, axis_name: AxisNames, capacity: int) -> Route:
+    """The route of rows that lie by expert, an equal part of the experts on each device."""
     devices, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
     every = lax.all_gather(_at_most(group_sizes, num_rows), axis_name)
     # [sender, receiver, its experts]
@@ -75,12 +68,7 @@ def _at_most(sizes: jax.Array, most: int) -> jax.Array:
 
 
 def _slots(arriving: jax.Array, capacity: int) -> jax.Array:
-    """Where the rows of each expert, in the order of their senders, are among those by sender.
-
-    Args:
-      arriving: int32 `[sender, expert]`.
-      capacity: rows between the first rows of two senders.
-    """
+    """Where the rows of each expert, in the order of their senders, are among those by sender."""
     senders, experts = arriving.shape
     first = jnp.arange(senders, dtype=jnp.int32)[:, None] * capacity
     first = first + jnp.cumsum(arriving, axis=1) - arriving
@@ -94,7 +82,7 @@ def _slots(arriving: jax.Array, capacity: int) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def go(axis_name: Any, num_rows: int, x: jax.Array, to: Route) -> jax.Array:
+def go(axis_name: AxisNames, num_rows: int, x: jax.Array, to: Route) -> jax.Array:
     """A device's rows `[m, c]` to where their experts are: `[p, c]` by expert, zeros behind."""
     del num_rows
     arrived = lax.platform_dependent(
@@ -107,7 +95,7 @@ def go(axis_name: Any, num_rows: int, x: jax.Array, to: Route) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def come_back(axis_name: Any, num_rows: int, y: jax.Array, to: Route) -> jax.Array:
+def come_back(axis_name: AxisNames, num_rows: int, y: jax.Array, to: Route) -> jax.Array:
     """Undo `go`: `[p, c]` by expert to `[m, c]`, zeros in rows that stayed."""
     return lax.platform_dependent(
         _take(y, to.position),
@@ -125,20 +113,20 @@ def _capacity(to: Route) -> int:
     return to.slot.size // to.sent.size
 
 
-def _go_padded(axis_name: Any, x: jax.Array, to: Route) -> jax.Array:
+def _go_padded(axis_name: AxisNames, x: jax.Array, to: Route) -> jax.Array:
     """All of the room moves: XLA on CPU has no all-to-all of ragged arrays."""
     row = jnp.arange(_capacity(to), dtype=jnp.int32)
     source = jnp.where(row < to.sent[:, None], to.starts[:, None] + row, x.shape[0])
     return lax.all_to_all(_take(x, source.reshape(-1)), axis_name, 0, 0, tiled=True)
 
 
-def _go_ragged(axis_name: Any, x: jax.Array, to: Route) -> jax.Array:
+def _go_ragged(axis_name: AxisNames, x: jax.Array, to: Route) -> jax.Array:
     room = jnp.zeros((to.slot.size, x.shape[1]), x.dtype)
     mine = jnp.full_like(to.sent, lax.axis_index(axis_name) * _capacity(to))
     return _ragged(axis_name, x, room, to.starts, to.sent, mine, to.received)
 
 
-def _back_padded(axis_name: Any, num_rows: int, y: jax.Array, to: Route) -> jax.Array:
+def _back_padded(axis_name: AxisNames, num_rows: int, y: jax.Array, to: Route) -> jax.Array:
     capacity = _capacity(to)
     back = lax.all_to_all(y, axis_name, 0, 0, tiled=True)
     row = jnp.arange(num_rows, dtype=jnp.int32)
@@ -148,34 +136,25 @@ def _back_padded(axis_name: Any, num_rows: int, y: jax.Array, to: Route) -> jax.
     return _take(back, slot)
 
 
-def _back_ragged(axis_name: Any, num_rows: int, y: jax.Array, to: Route) -> jax.Array:
+def _back_ragged(axis_name: AxisNames, num_rows: int, y: jax.Array, to: Route) -> jax.Array:
     room = jnp.zeros((num_rows, y.shape[1]), y.dtype)
     senders = jnp.arange(to.sent.size, dtype=jnp.int32) * _capacity(to)
     return _ragged(axis_name, y, room, senders, to.received, to.returned, to.sent)
 
 
-def _ragged(axis_name: Any, x: jax.Array, room: jax.Array, *numbers: jax.Array) -> jax.Array:
+def _ragged(axis_name: AxisNames, x: jax.Array, room: jax.Array, *numbers: jax.Array) -> jax.Array:
     return lax.ragged_all_to_all(*vary_alike((x, room, *numbers)), axis_name=axis_name)
 
 
-def _go_fwd(axis_name, num_rows, x, to):
-    return go(axis_name, num_rows, x, to), to
-
-
-def _go_bwd(axis_name, num_rows, to, bar):
-    return come_back(axis_name, num_rows, bar, to), None
-
-
-def _back_fwd(axis_name, num_rows, y, to):
-    return come_back(axis_name, num_rows, y, to), to
-
-
-def _back_bwd(axis_name, num_rows, to, bar):
-    return go(axis_name, num_rows, bar, to), None
-
-
-go.defvjp(_go_fwd, _go_bwd)
-come_back.defvjp(_back_fwd, _back_bwd)
+# Each is the other's transpose.
+go.defvjp(
+    lambda axis, rows, x, to: (go(axis, rows, x, to), to),
+    lambda axis, rows, to, g: (come_back(axis, rows, g, to), None),
+)
+come_back.defvjp(
+    lambda axis, rows, y, to: (come_back(axis, rows, y, to), to),
+    lambda axis, rows, to, g: (go(axis, rows, g, to), None),
+)
 
 
 @functools.partial(
@@ -209,7 +188,7 @@ class Dispatched:
     rows: Any
     group_sizes: jax.Array
     route: Route
-    axis_name: Any
+    axis_name: AxisNames
     num_rows: int
 
     def send_back(self, y: jax.Array) -> jax.Array:
@@ -226,9 +205,9 @@ class Dispatched:
 
 
 def dispatch(
-    rows: Any,
+    rows: jax.Array | MXArray,
     group_sizes: jax.typing.ArrayLike,
-    axis_name: Any,
+    axis_name: AxisNames,
     *,
     capacity: int | None = None,
     same_scale: bool = False,
@@ -286,7 +265,7 @@ def dispatch(
     )
 
 
-def _warn_of_room(rows: Any, devices: int) -> None:
+def _warn_of_room(rows: jax.Array | MXArray, devices: int) -> None:
     carried = rows.size * rows.dtype.itemsize
     if isinstance(rows, MXArray):
         carried = dataclasses.replace(rows, primal=None).packed_nbytes
@@ -306,7 +285,7 @@ def _as_int32(sizes: jax.Array, most: int) -> jax.Array:
     return sizes.astype(jnp.int32)
 
 
-def _check(rows: Any, sizes: jax.Array, devices: int) -> None:
+def _check(rows: jax.Array | MXArray, sizes: jax.Array, devices: int) -> None:
     if rows.ndim != 2 or sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise ValueError(
             f"dispatch: needs rows [m, k] and integer group_sizes [experts], got rows.shape="
@@ -328,7 +307,7 @@ def _check(rows: Any, sizes: jax.Array, devices: int) -> None:
 class _Way:
     """How rows of one device go and come back; static."""
 
-    axis_name: Any
+    axis_name: AxisNames
     num_rows: int
 
     def go(self, x: jax.Array, to: Route) -> jax.Array:
@@ -382,12 +361,7 @@ def _linked(way: _Way, primal: jax.Array, arrived: MXArray, to: Route) -> jax.Ar
     return arrived.dequantize(primal.dtype)
 
 
-def _linked_fwd(way, primal, arrived, to):
-    return _linked(way, primal, arrived, to), to
-
-
-def _linked_bwd(way, to, bar):
-    return way.come_back(bar, to), None, None
-
-
-_linked.defvjp(_linked_fwd, _linked_bwd)
+_linked.defvjp(
+    lambda way, primal, arrived, to: (_linked(way, primal, arrived, to), to),
+    lambda way, to, g: (way.come_back(g, to), None, None),
+)

@@ -4,17 +4,17 @@ and what one stage of a pipeline hands to the next."""
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.codecs import packing
+from mx_jax.codecs.explicit_axes import AxisNames
 from mx_jax.mxarray import MXArray
 
 
-def all_to_all(x: MXArray, axis_name: Any, split_axis: int, concat_axis: int) -> MXArray:
+def all_to_all(x: MXArray, axis_name: AxisNames, split_axis: int, concat_axis: int) -> MXArray:
     """`jax.lax.all_to_all` of a quantized array, tiled: codes at their real width and scales move.
 
     For mixtures of experts inside `jax.shard_map`: tokens are quantized where they are, sent to the
@@ -60,7 +60,7 @@ def all_to_all(x: MXArray, axis_name: Any, split_axis: int, concat_axis: int) ->
     return _sent(x, move, back, taken=(split_axis, concat_axis))
 
 
-def ppermute(x: MXArray, axis_name: Any, perm: Iterable[tuple[int, int]]) -> MXArray:
+def ppermute(x: MXArray, axis_name: AxisNames, perm: Iterable[tuple[int, int]]) -> MXArray:
     """`jax.lax.ppermute` of a quantized array: codes at their real width and all scales move.
 
     For pipelines inside `jax.shard_map`: what a stage hands to the next is quantized where it is.
@@ -95,7 +95,7 @@ def ppermute(x: MXArray, axis_name: Any, perm: Iterable[tuple[int, int]]) -> MXA
     return _sent(x, move, functools.partial(move, perm=reverse))
 
 
-def _check_is_quantized(operation: str, x: Any) -> None:
+def _check_is_quantized(operation: str, x: object) -> None:
     if not isinstance(x, MXArray):
         raise TypeError(
             f"{operation}: needs an MXArray, got {type(x).__name__}; jax.lax.{operation} takes "
@@ -123,7 +123,12 @@ def _check(x: MXArray, devices: int, split_axis: int, concat_axis: int) -> None:
         )
 
 
-def _sent(x: MXArray, move: Any, back: Any, taken: tuple[int, ...] = ()) -> MXArray:
+def _sent(
+    x: MXArray,
+    move: Callable[..., jax.Array],
+    back: Callable[..., jax.Array],
+    taken: tuple[int, ...] = (),
+) -> MXArray:
     """Codes and all scales moved, along axes that are taken; gradients go back as values."""
     moved = dataclasses.replace(
         x,
@@ -137,7 +142,7 @@ def _sent(x: MXArray, move: Any, back: Any, taken: tuple[int, ...] = ()) -> MXAr
     return dataclasses.replace(moved, primal=_linked(back, x.primal, moved))
 
 
-def _moved_packed(x: MXArray, move: Any, taken: tuple[int, ...]) -> jax.Array:
+def _moved_packed(x: MXArray, move: Callable[..., jax.Array], taken: tuple[int, ...]) -> jax.Array:
     """Codes moved at their real width, if whole bytes of them lie along some axis that stays."""
     bits = x.format.element.bits
     group = packing.codes_per_group(bits)
@@ -157,13 +162,7 @@ def _linked(back: Callable[[jax.Array], jax.Array], primal: jax.Array, moved: MX
     return moved.dequantize(primal.dtype)
 
 
-def _linked_fwd(back, primal, moved):
-    return _linked(back, primal, moved), None
-
-
-def _linked_bwd(back, residuals, bar):
-    del residuals
-    return back(bar), None
-
-
-_linked.defvjp(_linked_fwd, _linked_bwd)
+_linked.defvjp(
+    lambda back, primal, moved: (_linked(back, primal, moved), None),
+    lambda back, _, g: (back(g), None),
+)

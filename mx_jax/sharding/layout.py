@@ -5,9 +5,10 @@ import math
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mx_jax.formats import Whole, block_format
+from mx_jax.formats.block import FormatLike
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Cut, PackedMXArray, Quantized
 from mx_jax.sharding.movement import Part, parts_of, spec_of
@@ -31,7 +32,7 @@ class Specs(NamedTuple):
 
 
 def spec_for(
-    array_spec: PartitionSpec, format: Any, *, axis: int = -1, num_batch: int = 0
+    array_spec: PartitionSpec, format: FormatLike, *, axis: int = -1, num_batch: int = 0
 ) -> Specs:
     """Where the parts of an MXArray lie whose values lie as a PartitionSpec says.
 
@@ -118,7 +119,7 @@ def device_put(x: Q, sharding: NamedSharding) -> Q:
     return moved
 
 
-def check_shards(x: MXArray, parts: tuple[Part, ...], mesh: Any) -> None:
+def check_shards(x: MXArray, parts: tuple[Part, ...], mesh: Mesh | AbstractMesh) -> None:
     """Raise ValueError if shards of an MXArray would have parts of blocks."""
     for axis, size in x.blocks:
         length, part = x.shape[axis], parts[axis]
@@ -183,7 +184,7 @@ def _spec(lies: dict[Any, Part], counts: tuple[Any, ...]) -> PartitionSpec:
     return spec_of(tuple(lies.get(count, ()) for count in counts))
 
 
-def _devices(mesh: Any, part: Part) -> int:
+def _devices(mesh: Mesh | AbstractMesh, part: Part) -> int:
     return math.prod(mesh.shape[name] for name in part)
 
 

@@ -9,7 +9,7 @@ gives the codes of the whole block, and what moves are maxima.
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,15 +21,17 @@ from mx_jax.axes import Side
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, packing
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.explicit_axes import partitions
+from mx_jax.codecs.explicit_axes import Spec, partitions
 from mx_jax.formats import WHOLE
-from mx_jax.mxarray import MXArray
+from mx_jax.mxarray import ArrayOfCodes, MXArray
 
 # The mesh axes of one axis of an array, the slowest first; () where it is whole.
 Part = tuple[str, ...]
 
+X = TypeVar("X", bound=jax.Array | ArrayOfCodes)
 
-def parts_of(sharding: Any, ndim: int) -> tuple[Part, ...]:
+
+def parts_of(sharding: Spec, ndim: int) -> tuple[Part, ...]:
     """The mesh axes of each of an array's axes.
 
     Examples:
@@ -173,7 +175,7 @@ Moves = tuple[Movement | None, Movement | None]
 STAY: Moves = (None, None)
 
 
-def as_gathered(operand: Any, movement: Movement | None) -> Any:
+def as_gathered(operand: X, movement: Movement | None) -> X | jax.ShapeDtypeStruct:
     """What has the shape of an operand where a product multiplies it."""
     if movement is None:
         return operand
@@ -345,14 +347,7 @@ def block_maxima(x: jax.Array, blocks: Blocks) -> jax.Array:
 
 
 def with_maxima(x: jax.Array, blocks: Blocks, axis: int, names: Sequence[str]) -> jax.Array:
-    """A device's part of an array, and behind it along an axis the maxima of its blocks.
-
-    Args:
-      x: the part, less than a block along the axis.
-      blocks: axes from the end with block sizes.
-      axis: a blocked one, from the end.
-      names: mesh axes of the devices that share blocks, whichever axis they cut.
-    """
+    """A device's part of an array, and behind it along an axis the maxima of its blocks."""
     maxima = float32.from_bits(lax.pmax(block_maxima(x, blocks), tuple(names)), x.dtype)
     for other, size in blocks:
         if other != axis:

@@ -11,8 +11,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 
 from mx_jax.axes import ProductAxes
 from mx_jax.sharding.movement import Part, spec_of
@@ -83,13 +84,7 @@ class Share:
         return tuple((*self.parts[factor], *self.scattered.get(factor, ())) for factor in factors)
 
     def sharding(self, parts: tuple[Part, ...], shape: Sequence[int], whole: Sequence[int]) -> Any:
-        """The sharding of an array that has one entry along some axes where an operand is `whole`.
-
-        Args:
-          parts: of the operand.
-          shape: of the array.
-          whole: of the operand.
-        """
+        """The sharding of an array with one entry along some axes of an operand `whole`."""
         own = tuple(
             part if length > 1 or size == 1 else ()
             for part, length, size in zip(parts, shape, whole, strict=True)
@@ -97,7 +92,7 @@ class Share:
         return NamedSharding(self.mesh, spec_of(own))
 
 
-def fine_mesh(mesh: Mesh, x: Any) -> Mesh:
+def fine_mesh(mesh: Mesh, x: jax.ShapeDtypeStruct) -> Mesh:
     """The same devices in a mesh of prime axes: a reshape may have cut those of the caller's.
 
     Args:
@@ -124,14 +119,8 @@ def _primes(size: int) -> list[int]:
     return found
 
 
-def stored_parts(sharding: Any, shape: tuple[int, ...], mesh: Mesh) -> tuple[Part, ...]:
-    """Along which axes of a fine mesh an array is split; an axis that is split unevenly is whole.
-
-    Args:
-      sharding: as the compiler has it.
-      shape: of the array.
-      mesh: as `fine_mesh` gives it.
-    """
+def stored_parts(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> tuple[Part, ...]:
+    """Along which axes of a fine mesh an array is split; one that is split unevenly is whole."""
     try:
         indices = sharding.devices_indices_map(shape)
     except ValueError:
@@ -169,15 +158,7 @@ def share(
     sizes: Mapping[Factor, int],
     granules: Mapping[Factor, Sequence[int]],
 ) -> Share:
-    """What each device computes.
-
-    Args:
-      mesh: a fine one.
-      factors: of the product.
-      stored: where both operands lie, and where the product is to lie.
-      sizes: of the factors.
-      granules: lengths that a device has whole multiples of: those of blocks.
-    """
+    """What each device computes."""
     owners = [
         {name: factor for factor, part in zip(own, parts, strict=True) for name in part}
         for own, parts in zip((factors.lhs, factors.rhs, factors.out), stored, strict=True)

@@ -93,7 +93,7 @@ def _compiled(backend: Backend, call: Call) -> Callable[..., Any]:
     """By itself, so that a cache of programs has the reference's for every backend."""
 
     @jax.jit
-    def run(*operands: Any) -> Any:
+    def run(*operands: object) -> Any:
         return backend.run(call, *operands)
 
     return run

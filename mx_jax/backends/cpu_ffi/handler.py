@@ -17,10 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mx_jax.backends.target import devices_sharing, on_one_device, show_devices
 from mx_jax.codecs.blocks import num_blocks
@@ -251,12 +252,14 @@ def _eager(*operands: jax.Array, handler: Handler, is_split: bool) -> Any:
 
 
 @_HANDLER.def_abstract_eval
-def _types(*types: Any, handler: Handler, **_: Any) -> tuple[Any, ...]:
+def _types(*types: ShapedArray, handler: Handler, **_: object) -> tuple[Any, ...]:
     shapes = handler.geometry(tuple(x.shape for x in types)).result_shapes()
     return _like(types[0], [shape for _, shape in shapes], handler.dtypes)
 
 
-def _like(like: Any, shapes: Sequence[Shape], dtypes: Sequence[np.dtype]) -> tuple[Any, ...]:
+def _like(
+    like: ShapedArray, shapes: Sequence[Shape], dtypes: Sequence[np.dtype]
+) -> tuple[Any, ...]:
     """Types made from an operand's: results vary along the same axes of a shard_map."""
     return tuple(
         like.update(
@@ -269,7 +272,7 @@ def _like(like: Any, shapes: Sequence[Shape], dtypes: Sequence[np.dtype]) -> tup
     )
 
 
-def _lower(ctx: Any, *values: Any, handler: Handler, is_split: bool) -> Any:
+def _lower(ctx: Any, *values: mlir.ir.Value, handler: Handler, is_split: bool) -> Any:
     shapes, module = tuple(x.shape for x in ctx.avals_in), ctx.module_context
     # Exported programs hold no partitioning.
     is_split &= devices_sharing(module.axis_context) > 1
@@ -304,7 +307,9 @@ def _call(handler: Handler, *operands: jax.Array) -> Arrays:
     )
 
 
-def _batch(operands: Any, axes: Any, *, handler: Handler, is_split: bool) -> Any:
+def _batch(
+    operands: Sequence[jax.Array], axes: Sequence[int | None], *, handler: Handler, is_split: bool
+) -> Any:
     """One more batch axis in front; a batch that has none gets one of length one."""
     (size, *_) = [x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None]
     arrays, results = parse(handler.axes)
@@ -366,7 +371,13 @@ def _sharding_rule(geometry: Geometry) -> tuple[str, dict[str, Any]]:
     return rule, {"need_replication_factors": tuple(f for f in ordered if f in whole), **sizes}
 
 
-def _partition(handler: Handler, shapes: Shapes, mesh: Any, given: Any, wanted: Any) -> Any:
+def _partition(
+    handler: Handler,
+    shapes: Shapes,
+    mesh: Mesh,
+    given: tuple[jax.ShapeDtypeStruct, ...],
+    wanted: Sequence[jax.ShapeDtypeStruct],
+) -> Any:
     """The same call on each device's shard, cut as the first result is wanted, between blocks."""
     geometry, result = handler.geometry(shapes), wanted[0]
     mesh = fine_mesh(mesh, result)
@@ -390,5 +401,5 @@ def _partition(handler: Handler, shapes: Shapes, mesh: Any, given: Any, wanted: 
     return mesh, local, results, operands
 
 
-def _num_devices(mesh: Any, part: Sequence[str]) -> int:
+def _num_devices(mesh: Mesh, part: Sequence[str]) -> int:
     return math.prod(mesh.shape[name] for name in part)

@@ -8,6 +8,7 @@ multiplies each tile of a group's rows by the one matrix that is its group's.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -278,7 +279,7 @@ def _by_tiles(call: RaggedCall, lhs: Operand, rhs: AnyOperand, group_sizes: jax.
 
 
 def _kept(
-    call: MatmulCall, tiles: _Tiles, lhs: Operand, rhs: Any, step: Any, out: jax.Array
+    call: MatmulCall, tiles: _Tiles, lhs: Operand, rhs: AnyOperand, step: jax.Array, out: jax.Array
 ) -> jax.Array:
     """One tile's rows of the product `[p, n]`."""
     group, first, counts = tiles.at(step)
@@ -291,7 +292,7 @@ def _kept(
 
 
 def _contracted(
-    call: MatmulCall, tiles: _Tiles, lhs: Operand, rhs: Any, step: Any, out: jax.Array
+    call: MatmulCall, tiles: _Tiles, lhs: Operand, rhs: Operand, step: jax.Array, out: jax.Array
 ) -> jax.Array:
     """One tile's part of a group's sum in `[g, m, n]`."""
     group, first, counts = tiles.at(step)
@@ -323,7 +324,7 @@ def _only(x: Operand, counts: jax.Array) -> Operand:
     )
 
 
-def _each(x: Any, change: Any) -> Any:
+def _each(x: AnyOperand, change: Callable[[jax.Array], jax.Array]) -> Any:
     """The same of codes and scales, or of values; one tensor scale stays, others are indexed."""
     if isinstance(x, PackedMXArray):
         return dataclasses.replace(x, arrays=jax.tree.map(change, x.arrays))
