@@ -24,7 +24,7 @@ import numpy as np
 
 from mx_jax.checkpoint.files import check_name
 from mx_jax.checkpoint.scales import block_scales, tensor_scale
-from mx_jax.checkpoint.weights import Stored, Weights, built, plain
+from mx_jax.checkpoint.weights import Encoded, Stored, Weights, built, plain
 from mx_jax.formats import MXFP4, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 
@@ -87,21 +87,18 @@ def _nvfp4(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 # By XLA, in one pass where NumPy makes four. Products of a float16 number and a code are exact, so
 # it is the same whether a sum of them is rounded with the product or after it.
-@jax.jit
 def _q4_0(blocks: jax.Array) -> jax.Array:
     """A float16 scale, and codes from -8 to 7 that are stored from 0 on."""
     codes = jnp.concatenate([blocks[..., 2:] & 0xF, blocks[..., 2:] >> 4], axis=-1)
     return _halves(blocks[..., :2]) * (codes.astype(jnp.float32) - 8)
 
 
-@jax.jit
 def _q4_1(blocks: jax.Array) -> jax.Array:
     """A float16 scale, a float16 minimum, and codes from 0 to 15."""
     codes = jnp.concatenate([blocks[..., 4:] & 0xF, blocks[..., 4:] >> 4], axis=-1)
     return _halves(blocks[..., :2]) * codes + _halves(blocks[..., 2:4])
 
 
-@jax.jit
 def _q8_0(blocks: jax.Array) -> jax.Array:
     """A float16 scale and signed bytes."""
     return _halves(blocks[..., :2]) * jax.lax.bitcast_convert_type(blocks[..., 2:], jnp.int8)
@@ -167,6 +164,11 @@ class GgufTensor:
         """The first byte after it."""
         return self.first + self.nbytes
 
+    def encoded(self, decode: Callable[[Any], Any]) -> Encoded:
+        """Its blocks, uint8 `[blocks, nbytes]`, and what decodes them."""
+        blocks = self.content[self.first : self.end].reshape(-1, self.type.nbytes)
+        return Encoded(blocks=blocks, decode=decode, shape=self.shape)
+
     def read(self) -> Any:
         """What its type decodes its bytes to."""
         row = self.type
@@ -177,8 +179,7 @@ class GgufTensor:
         # NaN and Inf in scales are reported where values are checked, not as warnings here.
         with np.errstate(all="ignore"):
             if row.quantized and row.format is None and row.decode is not None:
-                # Matrices of as many blocks share a program.
-                return row.decode(stored.reshape(-1, row.nbytes))
+                return self.encoded(row.decode).values()
             if row.decode is not None:
                 return row.decode(stored)
             quants: Any = importlib.import_module("gguf.quants")
@@ -378,12 +379,16 @@ def read_gguf(path: Path, where: str) -> Weights:
         if name in taken:
             continue
         row, scale = tensor.type, scales.get(name)
+        encoded = None
+        if row.quantized and row.format is None and row.decode is not None:
+            encoded = functools.partial(tensor.encoded, row.decode)
         stored[name] = Stored(
             shape=tensor.shape,
             nbytes=tensor.nbytes + (0 if scale is None else tensors[scale].nbytes),
             fetch=functools.partial(_fetch, tensors, name, scale, f"{where}: {name}"),
             layout=f"gguf-{row.name.lower()}" if row.quantized else None,
             dequantized=row.quantized and row.format is None,
+            encoded=encoded,
         )
     return Weights(path, stored, metadata)
 

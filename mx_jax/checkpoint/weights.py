@@ -19,6 +19,26 @@ from mx_jax.mxarray import MXArray
 _ALIGNMENT = 64
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("blocks",),
+    meta_fields=("decode", "shape", "dtype"),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Encoded:
+    """Blocks as a file has them, for programs that decode what they read."""
+
+    blocks: np.ndarray | jax.Array
+    decode: Callable[[Any], jax.Array]
+    shape: tuple[int, ...]
+    dtype: np.dtype = dataclasses.field(default=np.dtype(np.float32))
+
+    @jax.jit
+    def values(self) -> jax.Array:
+        """What the blocks stand for."""
+        return self.decode(self.blocks).reshape(self.shape).astype(self.dtype)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Stored:
     """How one tensor is stored in a checkpoint.
@@ -32,6 +52,7 @@ class Stored:
       rotation: the name of the matrix by which inputs have to be multiplied, in groups along their
         last axis, before they meet this weight; None where nothing is asked of them.
       fetch: reads it.
+      encoded: of one that is `dequantized`, reads its blocks; None where no program decodes them.
       host: of a plain array that is stored as it is, reads it without a copy; else None.
       dtype: of such an array; None: known once it is read.
 
@@ -52,6 +73,7 @@ class Stored:
     layout: str | None = None
     dequantized: bool = False
     rotation: str | None = None
+    encoded: Callable[[], Encoded] | None = None
     host: Callable[[], np.ndarray] | None = None
     dtype: np.dtype | None = None
 

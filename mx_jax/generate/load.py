@@ -19,7 +19,7 @@ from mx_jax.calibrate.ways import GPTQ, SEARCHED, Gptq, SearchedScales, Way
 from mx_jax.checkpoint.files import progress_bar
 from mx_jax.checkpoint.foreign import read
 from mx_jax.checkpoint.gguf import gguf_in
-from mx_jax.checkpoint.weights import Weights
+from mx_jax.checkpoint.weights import Encoded, Weights
 from mx_jax.formats import MXFP4, BlockFormat, block_format
 from mx_jax.generate.config import (
     GGUF,
@@ -131,15 +131,19 @@ def formats_of(given: str) -> dict[str, BlockFormat]:
     return found
 
 
-# From the path of a product's weights, and their values or codes `[out, in]`, to what is stored.
-Store = Callable[[str, Any], Any]
+# From the path of a product's weights, and values or codes `[out, in]` of which they consist, as
+# `joined` takes them, to what is stored.
+Store = Callable[..., Any]
 
 
-@functools.partial(jax.jit, static_argnames=("format", "recipe"))
-def _rounded(w: jax.Array, format: BlockFormat, recipe: Recipe) -> Any:
+@functools.partial(jax.jit, static_argnames=("widths", "format", "recipe"))
+def _rounded(
+    parts: Sequence[jax.Array], widths: tuple[int, ...], format: BlockFormat, recipe: Recipe
+) -> Any:
     spec = weight_only(format).fwd.rhs
     assert spec is not None
-    return pack_weights(quantize_operand(w, spec, ((-1, format.block[1]),)), recipe=recipe)
+    codes = quantize_operand(joined(parts, widths), spec, ((-1, format.block[1]),))
+    return pack_weights(codes, recipe=recipe)
 
 
 def quantized(
@@ -152,16 +156,16 @@ def quantized(
     parts = {part: whole for whole, several in PRODUCTS.items() for part in several}
     parts["embedding"] = "head"
 
-    def store(name: str, w: object) -> Any:
+    def store(name: str, weights: Sequence[Any], widths: tuple[int, ...] = ()) -> Any:
         part = name.rpartition("/")[2]
         form = formats.get(parts.get(part, part))
-        if isinstance(w, MXArray):
-            return pack_weights(w, recipe=recipe)
+        if isinstance(weights[0], MXArray):
+            return pack_weights(joined(weights, widths), recipe=recipe)
         if form is None:
-            return jnp.asarray(w)
+            return joined(weights, widths)
         if by is None:
-            return _rounded(w, form, recipe or high_precision())
-        codes = by((name,), jnp.asarray(w), form, -1, looked_up=name == "embedding")
+            return _rounded(tuple(weights), widths, form, recipe or high_precision())
+        codes = by((name,), joined(weights, widths), form, -1, looked_up=name == "embedding")
         return pack_weights(codes, recipe=recipe)
 
     return store
@@ -171,7 +175,7 @@ def params_of(
     tensors: Mapping[str, Any],
     config: LlamaConfig,
     names: Names,
-    store: Store = lambda name, w: jax.tree.map(jnp.asarray, w),
+    store: Store = lambda name, *given: joined(*given),
     *,
     stored: bool = False,
     dtype: jax.typing.DTypeLike = np.float32,
@@ -195,14 +199,15 @@ def params_of(
         if name not in tensors:
             raise ValueError(f"generate: the file lacks the tensor {name!r}")
         found = tensors[name]
-        if not (stored and isinstance(found, MXArray)):
+        if isinstance(found, Encoded):
+            found = dataclasses.replace(found, dtype=np.dtype(dtype))
+        elif not (stored and isinstance(found, MXArray)):
             found = np.asarray(found, dtype)
         if found.shape != (needed := config.shape(field)):
             raise ValueError(
                 f"generate: tensor {name!r} must have shape={needed}, got shape={found.shape}"
             )
-        turned = names.adjacent and field in ("query", "key")
-        return _halves(found, config.head_width) if turned else found
+        return found
 
     def block(index: int) -> dict[str, Any]:
         layer = f"layers_{index}"
@@ -211,18 +216,21 @@ def params_of(
             for name in ("attention_norm", "feed_forward_norm")
         }
         for name, parts in PRODUCTS.items():
-            kernels = {part: values(part, index) for part in parts}
-            whole = joined([*kernels.values()])
-            for own, w in (kernels if whole is None else {name: whole}).items():
-                params[own] = {"kernel": store(f"{layer}/{own}", w).T}
+            kernels = [values(part, index) for part in parts]
+            turned = [names.adjacent and part in ("query", "key") for part in parts]
+            widths = tuple(config.head_width * each for each in turned)
+            whole = _can_join(kernels)
+            each = [(name, kernels, widths)] if whole else zip(parts, zip(kernels), zip(widths))
+            for own, *given in each:
+                params[own] = {"kernel": store(f"{layer}/{own}", *given).T}
         return params
 
     params: dict[str, Any] = {
-        "embedding": store("embedding", values("embedding")),
+        "embedding": store("embedding", [values("embedding")]),
         "norm": {"scale": jnp.asarray(values("norm"))},
     }
     if not config.tied:
-        params["head"] = store("head", values("head"))
+        params["head"] = store("head", [values("head")])
     return params | {f"layers_{index}": block(index) for index in range(config.layers)}
 
 
@@ -233,35 +241,45 @@ def stored_again(params: Mapping[str, Any], store: Store) -> dict[str, Any]:
         *layer, last = (key.key for key in path)
         if last == "scale":
             return leaf
-        return store("/".join(layer), leaf.T).T if last == "kernel" else store(last, leaf)
+        return store("/".join(layer), [leaf.T]).T if last == "kernel" else store(last, [leaf])
 
     return jax.tree_util.tree_map_with_path(again, dict(params))
 
 
-def joined(parts: Sequence[Any]) -> Any:
-    """Matrices below each other; None of MXArrays whose tensor scales differ, or their formats."""
-    if len(parts) == 1:
-        return parts[0]
+def _can_join(parts: Sequence[Any]) -> bool:
+    """Whether matrices can be one: not MXArrays whose tensor scales differ, or their formats."""
     quantized = [part for part in parts if isinstance(part, MXArray)]
-    if not quantized:
-        return np.concatenate(parts)
     kinds = {(x.format, x.blocks, x.dtype) for x in quantized}
     axes = {axis % x.ndim for x in quantized for axis, _ in x.blocks}
     # One for the whole matrix, the same for all: the one that the joined codes keep.
     whole = {
         None if x.tensor_scale is None else np.asarray(x.tensor_scale).tobytes() for x in quantized
     }
-    if len(quantized) < len(parts) or len(kinds) > 1 or axes != {1} or len(whole) > 1:
-        return None
-    return dataclasses.replace(
-        quantized[0],
-        codes=jnp.concatenate([part.codes for part in quantized]),
-        scales=jnp.concatenate([part.scales for part in quantized]),
-    )
+    same = len(quantized) == len(parts) and len(kinds) == len(whole) == 1 and axes == {1}
+    return same or not quantized or len(parts) == 1
 
 
-def _halves(weights: np.ndarray | MXArray, head_width: int) -> Any:
-    """Rows of heads whose turned pairs lie next to each other, as llama.cpp has them, put apart."""
+@functools.partial(jax.jit, static_argnames="widths")
+def joined(parts: Sequence[Any], widths: tuple[int, ...] = ()) -> Any:
+    """Matrices below each other, of arrays or of MXArrays alike.
+
+    `widths` are of heads whose turned pairs lie next to each other, as llama.cpp has them, and are
+    put apart; 0: of none.
+    """
+    values = [w.values() if isinstance(w, Encoded) else w for w in parts]
+    turned = [
+        _halves(w, width) if width else w
+        for w, width in zip(values, widths or (0,) * len(parts), strict=True)
+    ]
+    if len(parts) == 1:
+        return turned[0]
+    if not isinstance(parts[0], MXArray):
+        return jnp.concatenate(turned)
+    codes, scales = (jnp.concatenate([getattr(w, of) for w in turned]) for of in ("codes", "scales"))
+    return dataclasses.replace(turned[0], codes=codes, scales=scales)
+
+
+def _halves(weights: jax.Array | MXArray, head_width: int) -> Any:
     pairs = weights.reshape(-1, head_width // 2, 2, weights.shape[-1])
     return pairs.transpose(0, 2, 1, 3).reshape(weights.shape)
 
@@ -349,7 +367,7 @@ class _Counted(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         one = super().__getitem__(name)
-        found = one.fetch()
+        found = (one.encoded or one.host or one.fetch)()
         self.step(name, one.nbytes)
         return found
 
