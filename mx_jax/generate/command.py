@@ -125,6 +125,7 @@ def run(options: argparse.Namespace) -> int:
     if not -(2**63) <= options.seed < 2**63:
         raise ValueError(f"generate: --seed must fit 64 bits, got {options.seed}")
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    settle()
     if not options.no_cache:
         keep_programs(Path(platformdirs.user_cache_dir("mx_jax", appauthor=False), "programs"))
     generator, tokenizer = load(

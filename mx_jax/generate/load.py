@@ -219,8 +219,9 @@ def params_of(
             kernels = [values(part, index) for part in parts]
             turned = [names.adjacent and part in ("query", "key") for part in parts]
             widths = tuple(config.head_width * each for each in turned)
-            whole = _can_join(kernels)
-            each = [(name, kernels, widths)] if whole else zip(parts, zip(kernels), zip(widths))
+            whole = can_join(kernels)
+            apart = zip(parts, kernels, widths, strict=True)
+            each = [(name, kernels, widths)] if whole else [(p, [w], (n,)) for p, w, n in apart]
             for own, *given in each:
                 params[own] = {"kernel": store(f"{layer}/{own}", *given).T}
         return params
@@ -246,7 +247,7 @@ def stored_again(params: Mapping[str, Any], store: Store) -> dict[str, Any]:
     return jax.tree_util.tree_map_with_path(again, dict(params))
 
 
-def _can_join(parts: Sequence[Any]) -> bool:
+def can_join(parts: Sequence[Any]) -> bool:
     """Whether matrices can be one: not MXArrays whose tensor scales differ, or their formats."""
     quantized = [part for part in parts if isinstance(part, MXArray)]
     kinds = {(x.format, x.blocks, x.dtype) for x in quantized}
@@ -275,8 +276,11 @@ def joined(parts: Sequence[Any], widths: tuple[int, ...] = ()) -> Any:
         return turned[0]
     if not isinstance(parts[0], MXArray):
         return jnp.concatenate(turned)
-    codes, scales = (jnp.concatenate([getattr(w, of) for w in turned]) for of in ("codes", "scales"))
-    return dataclasses.replace(turned[0], codes=codes, scales=scales)
+    return dataclasses.replace(
+        turned[0],
+        codes=jnp.concatenate([w.codes for w in turned]),
+        scales=jnp.concatenate([w.scales for w in turned]),
+    )
 
 
 def _halves(weights: jax.Array | MXArray, head_width: int) -> Any:
