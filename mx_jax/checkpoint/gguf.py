@@ -164,27 +164,31 @@ class GgufTensor:
         """The first byte after it."""
         return self.first + self.nbytes
 
-    def encoded(self, decode: Callable[[Any], Any]) -> Encoded:
-        """Its blocks, uint8 `[blocks, nbytes]`, and what decodes them."""
-        blocks = self.content[self.first : self.end].reshape(-1, self.type.nbytes)
-        return Encoded(blocks=blocks, decode=decode, shape=self.shape)
+    def blocks(self) -> np.ndarray:
+        """Its bytes, uint8 `[*rows, blocks, nbytes]`."""
+        *rows, last = self.shape or (1,)
+        stored = self.content[self.first : self.end]
+        return stored.reshape(*rows, last // self.type.block, self.type.nbytes)
+
+    def encoded(self) -> Encoded | None:
+        """Its blocks with what decodes them, of types whose values XLA decodes."""
+        row = self.type
+        if not row.quantized or row.format is not None or row.decode is None:
+            return None
+        return Encoded(blocks=self.blocks(), size=row.block, decode=row.decode)
 
     def read(self) -> Any:
         """What its type decodes its bytes to."""
-        row = self.type
-        # Not -1: of no rows that could be any number.
-        blocks = (self.shape[-1] if self.shape else 1) // row.block
-        stored = self.content[self.first : self.end]
-        stored = stored.reshape(math.prod(self.shape[:-1]), blocks, row.nbytes)
+        row, stored, encoded = self.type, self.blocks(), self.encoded()
         # NaN and Inf in scales are reported where values are checked, not as warnings here.
         with np.errstate(all="ignore"):
-            if row.quantized and row.format is None and row.decode is not None:
-                return self.encoded(row.decode).values()
+            if encoded is not None:
+                return encoded.values()
             if row.decode is not None:
                 return row.decode(stored)
             quants: Any = importlib.import_module("gguf.quants")
             kind = quants.GGMLQuantizationType[row.name]
-            return quants.dequantize(stored.reshape(len(stored), -1), kind)
+            return quants.dequantize(stored.reshape(math.prod(self.shape[:-1]), -1), kind)
 
 
 def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
@@ -379,16 +383,13 @@ def read_gguf(path: Path, where: str) -> Weights:
         if name in taken:
             continue
         row, scale = tensor.type, scales.get(name)
-        encoded = None
-        if row.quantized and row.format is None and row.decode is not None:
-            encoded = functools.partial(tensor.encoded, row.decode)
         stored[name] = Stored(
             shape=tensor.shape,
             nbytes=tensor.nbytes + (0 if scale is None else tensors[scale].nbytes),
             fetch=functools.partial(_fetch, tensors, name, scale, f"{where}: {name}"),
             layout=f"gguf-{row.name.lower()}" if row.quantized else None,
             dequantized=row.quantized and row.format is None,
-            encoded=encoded,
+            encoded=tensor.encoded,
         )
     return Weights(path, stored, metadata)
 

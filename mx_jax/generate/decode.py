@@ -235,13 +235,13 @@ class Generator:
         strides, position = -(-(count - 1) // self.stride), tokens.shape[1]
         caches = self.caches(position + strides * self.stride)
         ahead, caches = self.step(tokens, caches, 0, key)
-        # Before the program of a stride is compiled.
-        yield int(ahead[0, 0])
-        last, shown = ahead, ahead[0, :0]
+        # Before the program of a stride is compiled; an index of JAX's would be a program too.
+        yield int(np.asarray(ahead)[0, 0])
+        last, shown = ahead, np.zeros((1, 0), np.int32)
         for _ in range(strides):
             ahead, caches = self.steps(last, caches, position, key)
             position, last = position + self.stride, ahead[:, -1:]
             # Those before, while these are being computed.
-            yield from map(int, np.asarray(shown))
-            shown, count = ahead[0], count - self.stride
-        yield from map(int, np.asarray(shown)[: count + self.stride - 1])
+            yield from map(int, np.asarray(shown)[0])
+            shown, count = ahead, count - self.stride
+        yield from map(int, np.asarray(shown)[0, : count + self.stride - 1])

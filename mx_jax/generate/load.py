@@ -200,7 +200,7 @@ def params_of(
             raise ValueError(f"generate: the file lacks the tensor {name!r}")
         found = tensors[name]
         if isinstance(found, Encoded):
-            found = dataclasses.replace(found, dtype=np.dtype(dtype))
+            found = dataclasses.replace(found, dtype=dtype)
         elif not (stored and isinstance(found, MXArray)):
             found = np.asarray(found, dtype)
         if found.shape != (needed := config.shape(field)):
@@ -267,10 +267,18 @@ def joined(parts: Sequence[Any], widths: tuple[int, ...] = ()) -> Any:
     `widths` are of heads whose turned pairs lie next to each other, as llama.cpp has them, and are
     put apart; 0: of none.
     """
-    values = [w.values() if isinstance(w, Encoded) else w for w in parts]
+    encoded = [w for w in parts if isinstance(w, Encoded)]
+    if len(encoded) == len(parts) and len({(w.size, w.decode) for w in encoded}) == 1:
+        # Bytes are less to move than values.
+        blocks = _joined([w.blocks for w in encoded], widths)
+        return dataclasses.replace(encoded[0], blocks=blocks).values()
+    return _joined([w.values() if isinstance(w, Encoded) else w for w in parts], widths)
+
+
+def _joined(parts: Sequence[Any], widths: tuple[int, ...]) -> Any:
     turned = [
         _halves(w, width) if width else w
-        for w, width in zip(values, widths or (0,) * len(parts), strict=True)
+        for w, width in zip(parts, widths or (0,) * len(parts), strict=True)
     ]
     if len(parts) == 1:
         return turned[0]
@@ -283,9 +291,9 @@ def joined(parts: Sequence[Any], widths: tuple[int, ...] = ()) -> Any:
     )
 
 
-def _halves(weights: jax.Array | MXArray, head_width: int) -> Any:
-    pairs = weights.reshape(-1, head_width // 2, 2, weights.shape[-1])
-    return pairs.transpose(0, 2, 1, 3).reshape(weights.shape)
+def _halves(weights: Any, head_width: int) -> Any:
+    pairs = weights.reshape(-1, head_width // 2, 2, *weights.shape[1:])
+    return pairs.transpose(0, 2, 1, *range(3, pairs.ndim)).reshape(weights.shape)
 
 
 def load(
@@ -371,7 +379,8 @@ class _Counted(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         one = super().__getitem__(name)
-        found = (one.encoded or one.host or one.fetch)()
+        found = one.encoded()
+        found = one.look() if found is None else found
         self.step(name, one.nbytes)
         return found
 
