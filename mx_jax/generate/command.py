@@ -73,7 +73,22 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     parser.add_argument(
         "--cache", metavar="FORMAT", help="of keys and values (default: as activations are)"
     )
-    _add_scales(parser)
+    parser.add_argument(
+        "--scales",
+        choices=(SEARCHED, GPTQ),
+        help="with --format: mse searches each block's scale by squared error; gptq rounds weights "
+        "so that their errors on texts cancel, which takes minutes: `quantize --scales gptq` does "
+        "it once",
+    )
+    parser.add_argument(
+        "--texts",
+        metavar="FILE",
+        nargs="+",
+        type=Path,
+        default=(),
+        help="with --scales gptq: texts of the kind that it is to be good at (default: Python's "
+        "own manual)",
+    )
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="(default: 64)")
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)"
@@ -94,25 +109,6 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "--no-cache", action="store_true", help="compile anew, and keep no compiled programs"
     )
     parser.set_defaults(run=run)
-
-
-def _add_scales(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--scales",
-        choices=(SEARCHED, GPTQ),
-        help="with --format: mse searches each block's scale by squared error; gptq rounds weights "
-        "so that their errors on texts cancel, which takes minutes: `quantize --scales gptq` does "
-        "it once",
-    )
-    parser.add_argument(
-        "--texts",
-        metavar="FILE",
-        nargs="+",
-        type=Path,
-        default=(),
-        help="with --scales gptq: texts of the kind that it is to be good at (default: Python's "
-        "own manual)",
-    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.generate.model import Block, Caches, Llama, Turn, rotations
+from mx_jax.generate.model import Block, Caches, Llama, Turn, look_up, rotations
 from mx_jax.nn.cache import KVCache
 
 Params = Mapping[str, Any]
@@ -86,8 +86,8 @@ def _embed(
     position: jax.typing.ArrayLike,
     turn: Turn | None,
 ) -> tuple[jax.Array, Turn]:
-    x: Any = model.apply({"params": params}, tokens, method="embed")
-    return x, rotations(model.config, tokens.shape[1], position) if turn is None else turn
+    turn = rotations(model.config, tokens.shape[1], position) if turn is None else turn
+    return look_up(params["embedding"], tokens).astype(model.dtype), turn
 
 
 @functools.partial(jax.jit, static_argnames="block", donate_argnames="cache")
@@ -100,7 +100,7 @@ def _attend_and_feed(
     position: jax.typing.ArrayLike,
 ) -> tuple[jax.Array, KVCache]:
     """One program for all blocks of a model: they have equal shapes."""
-    found: Any = block.apply({"params": params}, x, turn, cache, position, None)
+    found: Any = block.apply({"params": params}, x, turn, cache, position)
     return found
 
 

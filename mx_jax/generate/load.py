@@ -235,29 +235,15 @@ def params_of(
     return params | {f"layers_{index}": block(index) for index in range(config.layers)}
 
 
-def stored_again(params: Mapping[str, Any], store: Store) -> dict[str, Any]:
-    """Parameters that `params_of` gave as arrays, stored in another way; norms stay."""
-
-    def again(path: tuple[Any, ...], leaf: Any) -> Any:
-        *layer, last = (key.key for key in path)
-        if last == "scale":
-            return leaf
-        return store("/".join(layer), [leaf.T]).T if last == "kernel" else store(last, [leaf])
-
-    return jax.tree_util.tree_map_with_path(again, dict(params))
-
-
 def can_join(parts: Sequence[Any]) -> bool:
     """Whether matrices can be one: not MXArrays whose tensor scales differ, or their formats."""
-    quantized = [part for part in parts if isinstance(part, MXArray)]
-    kinds = {(x.format, x.blocks, x.dtype) for x in quantized}
-    axes = {axis % x.ndim for x in quantized for axis, _ in x.blocks}
-    # One for the whole matrix, the same for all: the one that the joined codes keep.
-    whole = {
-        None if x.tensor_scale is None else np.asarray(x.tensor_scale).tobytes() for x in quantized
-    }
-    same = len(quantized) == len(parts) and len(kinds) == len(whole) == 1 and axes == {1}
-    return same or not quantized or len(parts) == 1
+    kinds = set[Any]()
+    for w in parts:
+        scale = w.tensor_scale if isinstance(w, MXArray) else None
+        whole = None if scale is None else np.asarray(scale).tobytes()
+        kinds.add((jax.tree.structure(w), whole) if isinstance(w, MXArray) else None)
+    axes = {axis % w.ndim for w in parts if isinstance(w, MXArray) for axis, _ in w.blocks}
+    return len(parts) == 1 or (len(kinds) == 1 and axes <= {1})
 
 
 @functools.partial(jax.jit, static_argnames="widths")
@@ -351,15 +337,11 @@ def load(
     recipe, tokenizer = recipe_for(activations, formats), source.tokenizer()
     by: Way | None = SearchedScales() if scales == SEARCHED else None
     total = sum(one.nbytes for one in source.weights.stored.values())
-    with progress_bar("load", total, sys.stderr.isatty()) as step:
+    with progress_bar("load", total * (1 + (scales == GPTQ)), sys.stderr.isatty()) as step:
         given = _Counted(source.weights, step), source.config, source.names
         if scales == GPTQ:
-            params = params_of(*given)
-            by = Gptq(model_moments(params, source.config, tokenizer, texts))
-            params = stored_again(params, quantized(formats, recipe, by))
-        else:
-            store = quantized(formats, recipe, by)
-            params = params_of(*given, store, stored=stored, dtype=dtype)
+            by = Gptq(model_moments(params_of(*given), source.config, tokenizer, texts))
+        params = params_of(*given, quantized(formats, recipe, by), stored=stored, dtype=dtype)
     generator = Generator(
         model=Llama(source.config, recipe, dtype),
         params=params,

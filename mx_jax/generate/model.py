@@ -60,10 +60,10 @@ def rotate(x: jax.Array, turn: Turn) -> jax.Array:
 
 def look_up(embedding: jax.Array | Quantized, tokens: jax.Array) -> jax.Array:
     """Rows of the embedding, `[*tokens, width]`, of which only those are decoded."""
-    if isinstance(embedding, PackedMXArray):
-        return embedding.take(tokens).dequantize()
-    rows = embedding[tokens]
-    return rows.dequantize() if isinstance(rows, MXArray) else rows
+    with jax.named_scope("embedding"):
+        packed = isinstance(embedding, PackedMXArray)
+        rows = embedding.take(tokens) if packed else embedding[tokens]
+        return rows.dequantize() if isinstance(rows, MXArray) else rows
 
 
 class Llama(StoredParams, nn.Module):
@@ -93,26 +93,21 @@ class Llama(StoredParams, nn.Module):
         caches: Caches | None = None,
         position: jax.typing.ArrayLike = 0,
         *,
-        length: int | None = None,
         last: bool = False,
     ) -> tuple[jax.Array, Caches | None]:
         """Logits for tokens that follow what the caches hold, and the caches with them.
 
         Of int32 `[batch, tokens]` float32 `[batch, tokens, vocabulary]`, with `last` of the last
-        token alone. Only `length` rows of the caches are read, at least position + tokens.
+        token alone.
         """
-        x, turn = self.embed(tokens), rotations(self.config, tokens.shape[1], position)
+        x = look_up(self.embedding, tokens).astype(self.dtype)
+        turn = rotations(self.config, tokens.shape[1], position)
         new = []
         for index in range(self.config.layers):
             block = self.block.clone(parent=self, name=f"layers_{index}")
-            x, cache = block(x, turn, None if caches is None else caches[index], position, length)
+            x, cache = block(x, turn, None if caches is None else caches[index], position)
             new.append(cache)
         return self.logits(x[:, -1:] if last else x), None if caches is None else tuple(new)
-
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """What the first block reads: `[batch, tokens, width]`."""
-        with jax.named_scope("embedding"):
-            return look_up(self.embedding, tokens).astype(self.dtype)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """float32 `[batch, tokens, vocabulary]` of what the last block gives."""
@@ -142,7 +137,6 @@ class Block(nn.Module):
         turn: Turn,
         cache: KVCache | None,
         position: jax.typing.ArrayLike,
-        length: int | None,
     ) -> tuple[jax.Array, KVCache | None]:
         """See `Llama`."""
         config = self.config
@@ -161,7 +155,7 @@ class Block(nn.Module):
             with jax.named_scope("cache"):
                 cache = cache.append(keys, values, position)
             with jax.named_scope("attention"):
-                attended = cache.attend(query, position, length=length)
+                attended = cache.attend(query, position)
         attended = attended.reshape(batch, tokens, heads * config.head_width)
         x = x + self._dense("attention_out", config.width)(attended)
         y = nn.RMSNorm(config.epsilon, dtype=self.dtype, name="feed_forward_norm")(x)
