@@ -171,11 +171,7 @@ def keep_programs(folder: Path) -> None:
 
 
 def settle() -> None:
-    """Leave what has been imported and loaded out of Python's searches for garbage.
-
-    Each dispatch makes some hundred objects, and with them every few lead to a search through all
-    that there are: a tenth of a small model's step.
-    """
+    """Leave what lives out of Python's searches for garbage: a tenth of a small model's step."""
     gc.freeze()
 
 

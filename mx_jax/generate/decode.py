@@ -41,8 +41,7 @@ class Sampling:
     def choose(self, logits: jax.Array, key: jax.Array | None) -> jax.Array:
         """Token numbers, int32 `[batch]`, from float32 logits `[batch, vocabulary]`.
 
-        A choice is drawn with probability `softmax(logits / temperature)`; without a temperature it
-        needs no key.
+        With a temperature, drawn by the key with probability `softmax(logits / temperature)`.
         """
         if self.temperature == 0:
             return first_largest(logits)
@@ -190,11 +189,9 @@ class Generator:
 
     def caches(self, tokens: int) -> Caches:
         """Empty caches for so many tokens at least."""
-        config, length = self.model.config, -(-tokens // _ROWS) * _ROWS
-        shape = (1, length, config.kv_heads, config.head_width)
-        empty = jax.jit(
-            functools.partial(KVCache.zeros, *shape, format=self.cache, dtype=self.cache_dtype)
-        )
+        config, options = self.model.config, dict(format=self.cache, dtype=self.cache_dtype)
+        shape = (1, -(-tokens // _ROWS) * _ROWS, config.kv_heads, config.head_width)
+        empty = jax.jit(functools.partial(KVCache.zeros, *shape, **options))
         return tuple(empty() for _ in range(config.layers))
 
     def step(

