@@ -27,7 +27,6 @@ from mx_jax.generate.load import (
     formats_of,
     params_of,
     quantized,
-    stored_again,
 )
 from mx_jax.generate.model import Llama
 from mx_jax.generate.tokenizer import tokenizer_of_gguf
@@ -163,7 +162,8 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     for name in options.weights:
         step(f"weights {name}")
         by = SearchedScales() if name.endswith(SEARCHED) else None
-        packed = stored_again(params, quantized(formats_of(name.removesuffix(SEARCHED)), by=by))
+        store = quantized(formats_of(name.removesuffix(SEARCHED)), by=by)
+        packed = params_of(file, config, GGUF, store)
         # The values that packed weights stand for: one program serves all formats.
         values = jax.tree.map(
             lambda leaf: leaf.dequantize() if isinstance(leaf, Quantized) else leaf,

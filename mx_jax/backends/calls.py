@@ -406,6 +406,8 @@ def result_of(call: Call, *operands: Any) -> Any:
             )
             batch = [b if a == 1 else a for a, b in zip(left, right, strict=True)]
             return jax.ShapeDtypeStruct((*batch, *m, *n), call.out_dtype)
+        case AttendCall():
+            return jax.ShapeDtypeStruct(call.queries, call.dtypes[-1])
         case QuantizeCall():
             x, _, tensor_scale = operands
             if tensor_scale is None and call.format.tensor_scale:

@@ -24,7 +24,7 @@ import numpy as np
 
 from mx_jax.checkpoint.files import check_name
 from mx_jax.checkpoint.scales import block_scales, tensor_scale
-from mx_jax.checkpoint.weights import Stored, Weights, built, plain
+from mx_jax.checkpoint.weights import Encoded, Stored, Weights, built, plain
 from mx_jax.formats import MXFP4, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 
@@ -87,21 +87,18 @@ def _nvfp4(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 # By XLA, in one pass where NumPy makes four. Products of a float16 number and a code are exact, so
 # it is the same whether a sum of them is rounded with the product or after it.
-@jax.jit
 def _q4_0(blocks: jax.Array) -> jax.Array:
     """A float16 scale, and codes from -8 to 7 that are stored from 0 on."""
     codes = jnp.concatenate([blocks[..., 2:] & 0xF, blocks[..., 2:] >> 4], axis=-1)
     return _halves(blocks[..., :2]) * (codes.astype(jnp.float32) - 8)
 
 
-@jax.jit
 def _q4_1(blocks: jax.Array) -> jax.Array:
     """A float16 scale, a float16 minimum, and codes from 0 to 15."""
     codes = jnp.concatenate([blocks[..., 4:] & 0xF, blocks[..., 4:] >> 4], axis=-1)
     return _halves(blocks[..., :2]) * codes + _halves(blocks[..., 2:4])
 
 
-@jax.jit
 def _q8_0(blocks: jax.Array) -> jax.Array:
     """A float16 scale and signed bytes."""
     return _halves(blocks[..., :2]) * jax.lax.bitcast_convert_type(blocks[..., 2:], jnp.int8)
@@ -167,23 +164,31 @@ class GgufTensor:
         """The first byte after it."""
         return self.first + self.nbytes
 
+    def blocks(self) -> np.ndarray:
+        """Its bytes, uint8 `[*rows, blocks, nbytes]`."""
+        *rows, last = self.shape or (1,)
+        stored = self.content[self.first : self.end]
+        return stored.reshape(*rows, last // self.type.block, self.type.nbytes)
+
+    def encoded(self) -> Encoded | None:
+        """Its blocks with what decodes them, of types whose values XLA decodes."""
+        row = self.type
+        if not row.quantized or row.format is not None or row.decode is None:
+            return None
+        return Encoded(blocks=self.blocks(), size=row.block, decode=row.decode)
+
     def read(self) -> Any:
         """What its type decodes its bytes to."""
-        row = self.type
-        # Not -1: of no rows that could be any number.
-        blocks = (self.shape[-1] if self.shape else 1) // row.block
-        stored = self.content[self.first : self.end]
-        stored = stored.reshape(math.prod(self.shape[:-1]), blocks, row.nbytes)
+        row, stored, encoded = self.type, self.blocks(), self.encoded()
         # NaN and Inf in scales are reported where values are checked, not as warnings here.
         with np.errstate(all="ignore"):
-            if row.quantized and row.format is None and row.decode is not None:
-                # Matrices of as many blocks share a program.
-                return row.decode(stored.reshape(-1, row.nbytes))
+            if encoded is not None:
+                return encoded.values()
             if row.decode is not None:
                 return row.decode(stored)
             quants: Any = importlib.import_module("gguf.quants")
             kind = quants.GGMLQuantizationType[row.name]
-            return quants.dequantize(stored.reshape(len(stored), -1), kind)
+            return quants.dequantize(stored.reshape(math.prod(self.shape[:-1]), -1), kind)
 
 
 def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
@@ -384,6 +389,7 @@ def read_gguf(path: Path, where: str) -> Weights:
             fetch=functools.partial(_fetch, tensors, name, scale, f"{where}: {name}"),
             layout=f"gguf-{row.name.lower()}" if row.quantized else None,
             dequantized=row.quantized and row.format is None,
+            encoded=tensor.encoded,
         )
     return Weights(path, stored, metadata)
 

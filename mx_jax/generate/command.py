@@ -73,7 +73,22 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     parser.add_argument(
         "--cache", metavar="FORMAT", help="of keys and values (default: as activations are)"
     )
-    _add_scales(parser)
+    parser.add_argument(
+        "--scales",
+        choices=(SEARCHED, GPTQ),
+        help="with --format: mse searches each block's scale by squared error; gptq rounds weights "
+        "so that their errors on texts cancel, which takes minutes: `quantize --scales gptq` does "
+        "it once",
+    )
+    parser.add_argument(
+        "--texts",
+        metavar="FILE",
+        nargs="+",
+        type=Path,
+        default=(),
+        help="with --scales gptq: texts of the kind that it is to be good at (default: Python's "
+        "own manual)",
+    )
     parser.add_argument("--max-tokens", type=int, default=64, metavar="N", help="(default: 64)")
     parser.add_argument(
         "--temperature", type=float, default=0.0, help="0 takes the likeliest token (default)"
@@ -96,25 +111,6 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     parser.set_defaults(run=run)
 
 
-def _add_scales(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--scales",
-        choices=(SEARCHED, GPTQ),
-        help="with --format: mse searches each block's scale by squared error; gptq rounds weights "
-        "so that their errors on texts cancel, which takes minutes: `quantize --scales gptq` does "
-        "it once",
-    )
-    parser.add_argument(
-        "--texts",
-        metavar="FILE",
-        nargs="+",
-        type=Path,
-        default=(),
-        help="with --scales gptq: texts of the kind that it is to be good at (default: Python's "
-        "own manual)",
-    )
-
-
 def run(options: argparse.Namespace) -> int:
     """Run the command."""
     prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
@@ -125,6 +121,7 @@ def run(options: argparse.Namespace) -> int:
     if not -(2**63) <= options.seed < 2**63:
         raise ValueError(f"generate: --seed must fit 64 bits, got {options.seed}")
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    settle()
     if not options.no_cache:
         keep_programs(Path(platformdirs.user_cache_dir("mx_jax", appauthor=False), "programs"))
     generator, tokenizer = load(
@@ -179,11 +176,7 @@ def keep_programs(folder: Path) -> None:
 
 
 def settle() -> None:
-    """Leave what has been imported and loaded out of Python's searches for garbage.
-
-    Each dispatch makes some hundred objects, and with them every few lead to a search through all
-    that there are: a tenth of a small model's step.
-    """
+    """Leave what lives out of Python's searches for garbage: a tenth of a small model's step."""
     gc.freeze()
 
 

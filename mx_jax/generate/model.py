@@ -36,31 +36,34 @@ PRODUCTS = {
 def rotations(config: LlamaConfig, tokens: int, position: jax.typing.ArrayLike) -> Turn:
     """Cosines and sines, float32 `[tokens, 1, head_width]`, of `position`, `position + 1`, ...
 
-    The angle of pair i is `position * theta^(-2i / head_width) / divisor_i`.
+    The angle of pair i is `position * theta^(-2i / head_width) / divisor_i`; the first half of the
+    sines is negative, as `rotate` takes them.
     """
     half = jnp.arange(config.head_width // 2, dtype=jnp.float32)
     frequencies = config.rope_theta ** (-2 * half / config.head_width)
     if config.rope_divisors is not None:
         frequencies = frequencies / jnp.array(config.rope_divisors, jnp.float32)
     places = (position + jnp.arange(tokens)).astype(jnp.float32)
-    angles = jnp.tile(places[:, None, None] * frequencies, 2)
-    return jnp.cos(angles), jnp.sin(angles)
+    angles = places[:, None, None] * frequencies
+    cosines, sines = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([cosines, cosines], -1), jnp.concatenate([-sines, sines], -1)
 
 
 def rotate(x: jax.Array, turn: Turn) -> jax.Array:
     """Turn heads `[..., tokens, heads, head_width]`, in float32, to x's dtype."""
     cosines, sines = turn
-    first, second = jnp.split(x.astype(jnp.float32), 2, -1)
-    turned = x * cosines + jnp.concatenate([-second, first], -1) * sines
-    return turned.astype(x.dtype)
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, -1)
+    # XLA fuses this with what reads it, which it does not do with a concatenation.
+    swapped = jax.lax.rev(halves, (x.ndim - 1,)).reshape(x.shape)
+    return (x * cosines + swapped * sines).astype(x.dtype)
 
 
 def look_up(embedding: jax.Array | Quantized, tokens: jax.Array) -> jax.Array:
     """Rows of the embedding, `[*tokens, width]`, of which only those are decoded."""
-    if isinstance(embedding, PackedMXArray):
-        return embedding.take(tokens).dequantize()
-    rows = embedding[tokens]
-    return rows.dequantize() if isinstance(rows, MXArray) else rows
+    with jax.named_scope("embedding"):
+        packed = isinstance(embedding, PackedMXArray)
+        rows = embedding.take(tokens) if packed else embedding[tokens]
+        return rows.dequantize() if isinstance(rows, MXArray) else rows
 
 
 class Llama(StoredParams, nn.Module):
@@ -74,7 +77,6 @@ class Llama(StoredParams, nn.Module):
         config, init = self.config, nn.initializers.normal(0.02)
         shape = (config.vocabulary, config.width)
         self.embedding: Any = self.param("embedding", init, shape)
-        self.layers = [self.block.clone() for _ in range(config.layers)]
         self.norm = nn.RMSNorm(config.epsilon, dtype=self.dtype)
         if not config.tied:
             self.head: Any = self.param("head", init, shape)
@@ -84,35 +86,28 @@ class Llama(StoredParams, nn.Module):
         """What each of the blocks is, without parameters."""
         return Block(self.config, self.recipe, self.dtype, parent=None)
 
+    @nn.compact
     def __call__(
         self,
         tokens: jax.Array,
         caches: Caches | None = None,
         position: jax.typing.ArrayLike = 0,
         *,
-        length: int | None = None,
         last: bool = False,
     ) -> tuple[jax.Array, Caches | None]:
         """Logits for tokens that follow what the caches hold, and the caches with them.
 
         Of int32 `[batch, tokens]` float32 `[batch, tokens, vocabulary]`, with `last` of the last
-        token alone. Only `length` rows of the caches are read, at least position + tokens.
+        token alone.
         """
-        x, turn = self.embed(tokens, position)
+        x = look_up(self.embedding, tokens).astype(self.dtype)
+        turn = rotations(self.config, tokens.shape[1], position)
         new = []
-        for index, block in enumerate(self.layers):
-            x, cache = block(x, turn, None if caches is None else caches[index], position, length)
+        for index in range(self.config.layers):
+            block = self.block.clone(parent=self, name=f"layers_{index}")
+            x, cache = block(x, turn, None if caches is None else caches[index], position)
             new.append(cache)
         return self.logits(x[:, -1:] if last else x), None if caches is None else tuple(new)
-
-    def embed(
-        self, tokens: jax.Array, position: jax.typing.ArrayLike = 0
-    ) -> tuple[jax.Array, Turn]:
-        """What the first block reads: `[batch, tokens, width]`, and the rotation of each token."""
-        with jax.named_scope("embedding"):
-            x = look_up(self.embedding, tokens).astype(self.dtype)
-        with jax.named_scope("rotary"):
-            return x, rotations(self.config, tokens.shape[1], position)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """float32 `[batch, tokens, vocabulary]` of what the last block gives."""
@@ -142,7 +137,6 @@ class Block(nn.Module):
         turn: Turn,
         cache: KVCache | None,
         position: jax.typing.ArrayLike,
-        length: int | None,
     ) -> tuple[jax.Array, KVCache | None]:
         """See `Llama`."""
         config = self.config
@@ -161,7 +155,7 @@ class Block(nn.Module):
             with jax.named_scope("cache"):
                 cache = cache.append(keys, values, position)
             with jax.named_scope("attention"):
-                attended = cache.attend(query, position, length=length)
+                attended = cache.attend(query, position)
         attended = attended.reshape(batch, tokens, heads * config.head_width)
         x = x + self._dense("attention_out", config.width)(attended)
         y = nn.RMSNorm(config.epsilon, dtype=self.dtype, name="feed_forward_norm")(x)

@@ -113,6 +113,10 @@ def trainable(path: PathParts, value: object) -> bool:
     return nnx.OfType(nnx.Param)(path, value) and quantized_in(value) is None
 
 
+# The module of JAX's own initializers.
+_OF_JAX = jax.nn.initializers.lecun_normal().__module__
+
+
 def _is_stored(x: object) -> bool:
     return isinstance(x, Quantized)
 
@@ -141,8 +145,12 @@ def stored_param(
     if scope is None or weights is None:
         return param(name, init_fn, *init_args, **options)
     unbox = options.pop("unbox", True)
-    declared = jax.eval_shape(lambda: init_fn(jax.random.key(0), *init_args, **options))
-    (shape,) = (leaf.shape for leaf in jax.tree.leaves(declared))
+    if init_args and getattr(init_fn, "__module__", None) == _OF_JAX:
+        # Those take it as it is; their random numbers take longer to trace than the layer.
+        shape = init_args[0]
+    else:
+        declared = jax.eval_shape(lambda: init_fn(jax.random.key(0), *init_args, **options))
+        (shape,) = (leaf.shape for leaf in jax.tree.leaves(declared))
     if weights.shape != shape:
         raise ScopeParamShapeError(name, scope.path_text, weights.shape, shape)
     return param(name, lambda key: value, unbox=unbox)

@@ -13,6 +13,7 @@ from mx_jax import only_backend, recipes
 from mx_jax.cli import main
 from mx_jax.generate.config import GGUF, config_from_json
 from mx_jax.generate.load import (
+    can_join,
     joined,
     open_model,
     params_of,
@@ -101,10 +102,11 @@ def test_quantized_by_the_command_and_run_as_stored(
 def test_matrices_are_joined_under_a_tensor_scale_that_they_share():
     x = np.random.default_rng(0).standard_normal((8, 32)).astype(np.float32)
     first, second = (mx_jax.quantize(part, "nvfp4", tensor_scale=0.01) for part in (x, 2 * x))
-    whole = joined([first, second])
-    np.testing.assert_array_equal(whole, np.concatenate([first, second]))
-    assert joined([first, mx_jax.quantize(x, "nvfp4", tensor_scale=0.02)]) is None
-    assert joined([first, mx_jax.quantize(x, "mxfp4")]) is None
+    assert can_join([first, second])
+    np.testing.assert_array_equal(joined([first, second]), np.concatenate([first, second]))
+    assert not can_join([first, mx_jax.quantize(x, "nvfp4", tensor_scale=0.02)])
+    assert not can_join([first, mx_jax.quantize(x, "mxfp4")])
+    assert not can_join([first, x])
 
 
 def test_activations_beside_what_is_stored():

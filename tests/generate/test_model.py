@@ -44,7 +44,7 @@ def test_token_by_token_is_all_at_once(params):
 
     @quick
     def step(params, tokens, caches, position):
-        return model.apply({"params": params}, tokens, caches, position, length=12)
+        return model.apply({"params": params}, tokens, caches, position)
 
     whole, _ = quick(model.apply)({"params": params}, tiny.TOKENS)
     held, found = caches(), []

@@ -83,14 +83,16 @@ def unpack_panels(packed: PackedMXArray) -> MXArray:
 def take(packed: PackedMXArray, indices: jax.Array) -> MXArray:
     """Rows of the weights `[n, k]`, each unpacked from its lane of its panel."""
     row = jnp.clip(indices.reshape(-1), 0, packed.kept[0] - 1)
+    # Not `//` and `%`, whose signs take longer to trace than all else here.
+    panel, lane = (of(row, np.asarray(PANEL_ROWS, row.dtype)) for of in (lax.div, lax.rem))
     scale = packed.arrays.tensor_scale
     # A batch of panels, each a matrix of its own.
     panels = Panels(
-        bytes=packed.arrays.bytes[row // PANEL_ROWS, None],
+        bytes=packed.arrays.bytes[panel, None],
         tensor_scale=None if scale is None else jnp.broadcast_to(scale, row.shape),
     )
     matrices = unpack_panels(dataclasses.replace(packed, arrays=panels, kept=(PANEL_ROWS,)))
-    rows = jax.vmap(lambda matrix, lane: matrix[lane])(matrices, row % PANEL_ROWS)
+    rows = jax.vmap(lambda matrix, lane: matrix[lane])(matrices, lane)
     return rows.reshape(*indices.shape, packed.k[0])
 
 
