@@ -2,11 +2,7 @@
 
 import fcntl
 import os
-import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,27 +107,6 @@ def test_what_may_not_be_read_or_replaced(
 def test_a_page_in_no_folder_is_refused_early(model: Path, tmp_path: Path, cli: Cli):
     page = tmp_path / "none" / "page.html"
     assert f"{page} must be a file in a folder" in cli.error("inspect", model, "--html", page)
-
-
-def test_interrupted_while_it_is_imported(tmp_path: Path):
-    (tmp_path / "jax").mkdir()
-    # In its place one that says when it is imported, and takes long.
-    (tmp_path / "jax" / "__init__.py").write_text(
-        "import pathlib, time\npathlib.Path(__file__).with_name('begun').touch()\ntime.sleep(60)\n"
-    )
-    command = subprocess.Popen(
-        [sys.executable, "-m", "mx_jax", "formats"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not (tmp_path / "jax" / "begun").exists():
-        assert command.poll() is None
-        time.sleep(0.01)
-    command.send_signal(signal.SIGINT)
-    _, said = command.communicate(timeout=30)
-    assert (command.returncode, said) == (-signal.SIGINT, "")
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "up\n", "\ud800", "\x1b[31m"])
