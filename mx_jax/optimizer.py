@@ -154,7 +154,7 @@ def quantize_state(
 
 def _is_large(leaf: jax.Array, min_size: int) -> bool:
     dtype = getattr(leaf, "dtype", None)
-    floats = (jnp.float32, jnp.bfloat16, jnp.float16)
+    floats = (jnp.float64, jnp.float32, jnp.bfloat16, jnp.float16)
     return dtype in floats and leaf.ndim > 0 and leaf.size >= min_size
 
 
