@@ -5,8 +5,8 @@
 For each pair of formats that a row of the table has in this version of JAX: how many scaled dots
 the optimized product holds, and how many dots and calls of libraries beside them. With `forms`, of
 two pairs: each order of axes, few rows, batches and `vmap` too, and rows in groups by every format.
-Last, of a product that four devices share, and of one below shard_map. A process of its own, as `compile_for.py` is: an error
-may abort.
+Last, of a product that four devices share, and of one below shard_map. A process of its own, as
+`compile_for.py` is: an error may abort.
 """
 
 import dataclasses

@@ -176,7 +176,7 @@ def lines(gpu: Gpu) -> Iterator[dict[str, Any]]:
         ]
         yield from beside_bfloat16(bfloat16_weights, few, gpu=gpu, rows=rows)
     for name in FORMATS[:2]:
-        facts = dict(rows=1, packed=True, side=2880)
+        facts: dict[str, Any] = dict(rows=1, packed=True, side=2880)
         yield few_bit_weights(gpu, name, **facts) | {"what": "weight-only product, k=2880"}
     for groups, rows in ((8, 64), (8, 4096), (128, 4)):
         count = functools.partial(experts, gpu, rows=rows, groups=groups)
