@@ -211,19 +211,7 @@ def _padded_k(k: int) -> int:
 _SMALL = E8M0_BIAS - 40
 
 
-class Centred(NamedTuple):
-    """Scales that bfloat16 has, as has every element under them.
-
-    Attributes:
-      scales: E8M0, uint8.
-      exponent: int32 `[]`: they are `2^exponent` times what they were.
-    """
-
-    scales: jax.Array
-    exponent: jax.Array
-
-
-def centred(scales: jax.Array, element: ElementFormat) -> Centred:
+def centred(scales: jax.Array, element: ElementFormat) -> tuple[jax.Array, jax.Array]:
     """An operand's scales, moved by one power of two where they lie at an end of float32.
 
     Elements under the largest scale stay below 2^128; those under the smallest become normal
@@ -233,6 +221,10 @@ def centred(scales: jax.Array, element: ElementFormat) -> Centred:
     Args:
       scales: E8M0, uint8, of any shape.
       element: what they scale.
+
+    Returns:
+      Scales that bfloat16 has, as has every element under them; and int32 `[]`: they are
+      `2^exponent` times what they were.
     """
     wide = scales.astype(jnp.int32)
     is_nan = wide == E8M0_NAN
@@ -241,7 +233,7 @@ def centred(scales: jax.Array, element: ElementFormat) -> Centred:
     up = 1 + element.mantissa_bits - element.emin
     exponent = jnp.minimum(most - top, jnp.clip(_SMALL - top, 0, up))
     moved = jnp.maximum(wide + exponent, 0)
-    return Centred(jnp.where(is_nan, E8M0_NAN, moved).astype(jnp.uint8), exponent)
+    return jnp.where(is_nan, E8M0_NAN, moved).astype(jnp.uint8), exponent
 
 
 # Operands -----------------------------------------------------------------------------------------

@@ -253,7 +253,9 @@ def _kill(process: subprocess.Popen[str]) -> None:
 
 def _machine(words: Sequence[str]) -> dict[str, Any]:
     """What a process of its own finds, as a `Bench` has it: this one leaves the GPU alone."""
-    found, why, last = run_process([*words, "--one", json.dumps("machine")], _TO_START)
+    found, why, last = run_process(
+        [*words, "--limit", f"{_TO_START:g}", "--one", json.dumps("machine")], _TO_START
+    )
     if found is None or "failed" in found:
         why = found["failed"] if found else f"{why}: {last}"
         raise ValueError(f"gpu: needs a JAX that finds a device; asking it failed, {why}")
@@ -306,7 +308,7 @@ def measure(
     places = {} if again else {row.place: row for row in known}
     measured = {case: places.get(bench.row_of(case, {}).place) for case in (*first, *wanted)}
     rows = [row for row in measured.values() if row is not None]
-    hung = {bench.program(case) for case, row in measured.items() if row and _hangs(row)}
+    hung = {bench.program(case) for case, row in measured.items() if row and _HANGS in row.failed}
 
     def run(queue: list[Case], deadline: float, touch: bool = False) -> Iterator[tuple[Case, Row]]:
         for done in itertools.count(1):
@@ -316,7 +318,7 @@ def measure(
             case = next((case for case in queue if bench.program(case) not in hung), queue[0])
             queue.remove(case)
             row = bench.row(case, seconds, touch=touch)
-            if _hangs(row):
+            if _HANGS in row.failed:
                 hung.add(bench.program(case))
             beside = row.over_bfloat16
             found = str(row).partition(": ")[2]
@@ -349,10 +351,6 @@ def measure(
         said = "cases were not begun for lack of time; run it again, and it goes on."
         console.print(f"{len(left)} {said}")
     return 0 if any(not row.failed for row in rows) else 1
-
-
-def _hangs(row: Row) -> bool:
-    return _HANGS in row.failed
 
 
 def _write(out: Path, known: Sequence[Row], rows: Sequence[Row]) -> None:

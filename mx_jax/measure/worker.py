@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,6 @@ from mx_jax.backends.target import Backend
 from mx_jax.formats import block_format
 from mx_jax.measure.cases import Case, copy_bits, takes
 from mx_jax.measure.timing import (
-    ROUNDS,
     Way,
     copies_beyond_cache,
     median_seconds,
@@ -52,6 +51,7 @@ from mx_jax.testing.draw import draw_any_bits, with_signs
 KERNEL, PLAIN, UNPACKING, BFLOAT16 = "kernel", "plain path", "unpacking first", "bfloat16"
 # How much faster than a kernel's own tiles others have to be, and the seconds that say so.
 _CLEARLY, _SECONDS = 1.02, 0.5
+_REPEATS = 5
 
 # A function of x and all copies that computes all products or casts; and what is reported.
 Chain = Callable[[Any, Any], list[Any]]
@@ -64,26 +64,22 @@ class Effort:
 
     Attributes:
       copies: of weights, or of what is cast; None: as many as are larger than a GPU's cache.
-      repeats: of what is timed: sums are added in a fixed order, so nothing may change.
       checks: of what else a row stands for, at most; None for all.
       seconds: to spend on timing.
-      rounds: of timing, at the least.
       others: configurations of the kernel that are tried besides its own, at most.
       tuning: seconds after which none of them is begun.
     """
 
     copies: int | None = None
-    repeats: int = 5
     checks: int | None = None
     seconds: float = 4.0
-    rounds: int = ROUNDS
     others: int = 8
     tuning: float = 20.0
 
 
 THOROUGH = Effort()
 # Whether it runs at all, is right and how fast: nothing that a row could rest on.
-TOUCH = Effort(repeats=1, checks=0, seconds=0.5, others=0)
+TOUCH = Effort(checks=0, seconds=0.5, others=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,7 +209,7 @@ def _tuned(
                 name: functools.partial(run, way.x, way.copies)
                 for name, run in (("own", own), (KERNEL, chain))
             }
-            samples = microseconds(both, _SECONDS, len(way.copies), effort.rounds)
+            samples = microseconds(both, _SECONDS, len(way.copies))
         except Exception as problem:
             print(f"{type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
             continue
@@ -241,7 +237,7 @@ def _by_the_clock(compared: Subject, chains: Mapping[str, Chain], effort: Effort
         name: functools.partial(chain, ways[name].x, ways[name].copies)
         for name, chain in chains.items()
     }
-    samples = microseconds(runs, effort.seconds, len(ways[KERNEL].copies), effort.rounds)
+    samples = microseconds(runs, effort.seconds, len(ways[KERNEL].copies))
     medians = {name: statistics.median(own) for name, own in samples.items()}
     return _speeds(ratios(samples, KERNEL)) | {"microseconds": medians, "clock": "wall"}
 
@@ -259,9 +255,9 @@ def _error(compared: Subject, chain: Chain, effort: Effort) -> float:
     del nonsense
     outs = jax.block_until_ready(chain(way.x, way.copies))
     error = compared.error(outs)
-    for _ in range(effort.repeats):
+    for _ in range(_REPEATS):
         if error <= 1 and not same_bits(outs, chain(way.x, way.copies)):
-            # A race shows as other bits.
+            # Sums are added in a fixed order: a race shows as other bits.
             return math.inf
     del outs
     for check in compared.elsewhere[: effort.checks]:
@@ -305,23 +301,11 @@ def _plain_path(call: Call) -> Choice:
         return select(call, current_target(1))
 
 
-class _Operands(NamedTuple):
-    """The arrays of a product.
-
-    Attributes:
-      x: what every copy meets: rows and, where they are in groups, the sizes of those.
-      weights: quantized, one of each copy; gradients, where rows are summed.
-      dense_x: as x, for XLA's own product in bfloat16.
-      dense: the copies for that.
-    """
-
-    x: tuple[Any, ...]
-    weights: list[MXArray]
-    dense_x: tuple[Any, ...]
-    dense: list[jax.Array]
-
-
-def _operands(case: Case, copies: int, sizes: Any = None) -> _Operands:
+def _operands(
+    case: Case, copies: int, sizes: Any = None
+) -> tuple[tuple[Any, ...], list[MXArray], tuple[Any, ...], list[jax.Array]]:
+    """What every copy meets: rows and, where they are in groups, the sizes of those; quantized
+    weights, or gradients where rows are summed; and both for XLA's own product in bfloat16."""
     m, n, k = case.shape
     sums, dtype = case.kind == "ragged sums", jnp.dtype(case.dtype)
     lhs, rhs = (None if name is None else block_format(name) for name in case.formats)
@@ -344,8 +328,8 @@ def _operands(case: Case, copies: int, sizes: Any = None) -> _Operands:
     weights = [cast(w) for w in dense]
     in_bfloat16 = rows.astype(jnp.bfloat16), [w.astype(jnp.bfloat16) for w in dense]
     if not case.groups:
-        return _Operands((x,), weights, in_bfloat16[:1], in_bfloat16[1])
-    return _Operands((x, taken), weights, (in_bfloat16[0], sizes), in_bfloat16[1])
+        return (x,), weights, in_bfloat16[:1], in_bfloat16[1]
+    return (x, taken), weights, (in_bfloat16[0], sizes), in_bfloat16[1]
 
 
 def _packed(weights: list[MXArray], pack: Callable[..., Any], case: Case) -> list[Any]:
@@ -366,23 +350,23 @@ def uneven(case: Case) -> jax.Array:
 
 
 def _product_subject(case: Case, backend: Backend, copies: int) -> Subject:
-    operands = _operands(case, copies)
+    x, weights, dense_x, dense = _operands(case, copies)
     call, unpacked = case.call, dataclasses.replace(case, packed=False).call
     assert isinstance(unpacked, MatmulCall | RaggedCall), unpacked
-    given = _given(operands.weights, backend, case)
+    given = _given(weights, backend, case)
 
     def way(run: Callable[..., Any], call: Call, copies: list[Any], take: Any = lambda w: w) -> Way:
         def one(x: Any, w: Any) -> jax.Array:
             return run(x[0], take(w), *x[1:], call)
 
-        return Way(one=one, x=operands.x, copies=copies)
+        return Way(one=one, x=x, copies=copies)
 
     in_bfloat16 = functools.partial(_in_bfloat16, case)
     ways = {
         KERNEL: way(_kernel_of(backend, call), call, given),
-        BFLOAT16: Way(one=in_bfloat16, x=operands.dense_x, copies=operands.dense),
+        BFLOAT16: Way(one=in_bfloat16, x=dense_x, copies=dense),
     }
-    plain_call, laid_out = unpacked, operands.weights
+    plain_call, laid_out = unpacked, weights
     if case.packed:
         run = _plain_path(unpacked).offer.run
         ways[UNPACKING] = way(run, unpacked, given, lambda w: w.unpack())
@@ -397,8 +381,8 @@ def _product_subject(case: Case, backend: Backend, copies: int) -> Subject:
         ways[PLAIN] = way(plain.offer.run, plain_call, laid_out)
 
     def error(outs: list[Any]) -> float:
-        pairs = zip(outs, operands.weights, strict=True)
-        return max(_product_error(out, operands.x, w, unpacked, backend) for out, w in pairs)
+        pairs = zip(outs, weights, strict=True)
+        return max(_product_error(out, x, w, unpacked, backend) for out, w in pairs)
 
     checks = [
         functools.partial(_error_elsewhere, other, backend, sizes)
@@ -439,12 +423,11 @@ def _elsewhere(case: Case) -> Iterator[tuple[Case, jax.Array | None]]:
 
 def _error_elsewhere(case: Case, backend: Backend, sizes: jax.Array | None) -> float:
     """The error of a product of fresh operands."""
-    operands, call = _operands(case, 1, sizes), case.call
-    (given,), (w,) = _given(operands.weights, backend, case), operands.weights
-    run = _kernel_of(backend, call)
-    out = jax.jit(lambda x, w: run(x[0], w, *x[1:], call))(operands.x, given)
+    (x, weights, *_), call = _operands(case, 1, sizes), case.call
+    (given,), run = _given(weights, backend, case), _kernel_of(backend, call)
+    out = jax.jit(lambda x, w: run(x[0], w, *x[1:], call))(x, given)
     unpacked = dataclasses.replace(case, packed=False).call
-    return _product_error(out, operands.x, w, unpacked, backend)
+    return _product_error(out, x, weights[0], unpacked, backend)
 
 
 def _product_error(out: jax.Array, x: Any, w: MXArray, call: Call, backend: Backend) -> float:
