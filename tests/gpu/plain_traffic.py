@@ -1,10 +1,11 @@
 """Bytes that whole products move on a GPU by default, beside bfloat16's.
 
-    python tests/gpu/plain_traffic.py sm_90a [FILE]
+    python tests/gpu/plain_traffic.py sm_90a [FILE | experts]
 
 A process of its own, as `compile_for` is. One line of JSON for each case; with a FILE, all of them
-as one list. Counted, not measured, as `traffic.py` counts: every kernel of the optimized module is
-taken to read each of its operands once and to write its results, and no cache to help.
+as one list; or of experts alone. Counted, not measured, as `traffic.py` counts: every kernel of the
+optimized module is taken to read each of its operands once and to write its results, and no cache
+to help.
 """
 
 import functools
@@ -176,12 +177,17 @@ def lines(gpu: Gpu) -> Iterator[dict[str, Any]]:
         ]
         yield from beside_bfloat16(bfloat16_weights, few, gpu=gpu, rows=rows)
     for name in FORMATS[:2]:
-        facts: dict[str, Any] = dict(rows=1, packed=True, side=2880)
-        yield few_bit_weights(gpu, name, **facts) | {"what": "weight-only product, k=2880"}
-    for groups, rows in ((8, 64), (8, 4096), (128, 4)):
-        count = functools.partial(experts, gpu, rows=rows, groups=groups)
-        few = [functools.partial(count, name) for name in FORMATS]
-        yield from beside_bfloat16(functools.partial(count, "bfloat16"), few)
+        line = few_bit_weights(gpu, name, 1, packed=True, side=2880)
+        yield line | {"what": "weight-only product, k=2880"}
+    yield from mixtures(gpu)
+
+
+def mixtures(gpu: Gpu) -> Iterator[dict[str, Any]]:
+    """Experts of gpt-oss's sizes in a decoding step and in a prefill."""
+    for rows in (64, 4096):
+        few = [functools.partial(experts, name=name) for name in FORMATS]
+        bfloat16 = functools.partial(experts, name="bfloat16")
+        yield from beside_bfloat16(bfloat16, few, gpu=gpu, rows=rows)
 
 
 def beside_bfloat16(
@@ -197,8 +203,9 @@ def beside_bfloat16(
 
 if __name__ == "__main__":
     found = []
-    for line in lines(GPUS[sys.argv[1]]):
+    only_experts = sys.argv[2:] == ["experts"]
+    for line in (mixtures if only_experts else lines)(GPUS[sys.argv[1]]):
         found.append(line)
         print(json.dumps(line), flush=True)
-    if len(sys.argv) > 2:
+    if len(sys.argv) > 2 and not only_experts:
         Path(sys.argv[2]).write_text(json.dumps(found, indent=1) + "\n")
