@@ -55,6 +55,7 @@ from mx_jax.backends.target import (
     use_target,
 )
 from mx_jax.codecs.explicit_axes import vary_alike
+from mx_jax.codecs.platform import lowered_for
 from mx_jax.packed import PackedMXArray, unpacked
 
 # What codes and integers are the results of: no derivative reaches through them.
@@ -302,7 +303,7 @@ class OnOneDevice:
         """What a call asks for, its operands behind it."""
         # Processes that share a program must select alike: no measurement of one of them counts.
         target = dataclasses.replace(self.target, num_devices=1, device_kind=None)
-        with on_one_device(True), self.asked.on(target):
+        with on_one_device(True), self.asked.on(target), lowered_for(target.platform):
             choice = find(call, target)
             if choice is not None and choice.offer.inline:
                 # No kernel of this kind has been seen inside a partitioned call.
@@ -430,7 +431,7 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
             return partition_casts.quantize(OnOneDevice(asked, target), call, *operands)
         return _compute(call, target, *operands)
 
-    with on_one_device(devices == 1), asked.on(target):
+    with on_one_device(devices == 1), asked.on(target), lowered_for(platform):
         compute = functools.partial(work.compute, how)
         return mlir.lower_fun(compute, multiple_results=True)(shown or ctx, *values)
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.codecs import float32
+from mx_jax.codecs.platform import platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.formats import E4M3, E5M2, ElementFormat
 from mx_jax.formats.element import known_element
@@ -18,8 +19,8 @@ from mx_jax.formats.element import known_element
 # is so long that XLA makes two kernels of dequantizing, with an int32 of every element between. On
 # CPUs XLA's conversion is the slower one, by half.
 _CONVERTED = (E4M3, E5M2)
-# Of elements whose smallest normal is above 2^-100 no float32 subnormal rounds to a code but zero.
-_FAR = -100
+# Of scales up to 2^64 or down to its inverse no float32 subnormal rounds to a code but zero.
+_NEAR = 64
 
 
 def encode(
@@ -59,13 +60,35 @@ def encode(
     """
     bits = float32.to_bits(x)
     magnitude = float32.bitwise_and(bits, float32.ABS)
-    if rounding == NEAREST and isinstance(exponent, int) and element.emin + exponent > _FAR:
-        # A subnormal is far below half of the smallest code, whatever its leading bit: in fewer
-        # operations, of which XLA makes one kernel even where it transposes too.
-        biased = float32.shift_right(magnitude, 23)
-        mantissa = float32.bitwise_and(magnitude, float32.MANTISSA)
+    if rounding != NEAREST:
+        half = _rounded(magnitude, bits, exponent, element, saturate, rounding, random_bits)
+    elif isinstance(exponent, int) and abs(exponent) < _NEAR:
+        half = _rounded_by_addition(magnitude, bits, exponent, element, saturate)
     else:
-        biased, mantissa = float32.normalize(magnitude)
+        how = {"element": element, "saturate": saturate}
+        by_product = functools.partial(_rounded_quotient, **how)
+        half = platform_dependent(
+            magnitude,
+            bits,
+            jnp.asarray(exponent, jnp.int32),
+            cuda=by_product,
+            rocm=by_product,
+            default=functools.partial(_rounded, rounding=rounding, **how),
+        )
+    return _with_sign(half, bits, magnitude, element)
+
+
+def _rounded(
+    magnitude: jax.Array,
+    bits: jax.Array,
+    exponent: jax.Array | int,
+    element: ElementFormat,
+    saturate: bool,
+    rounding: Rounding,
+    random_bits: jax.Array | None = None,
+) -> jax.Array:
+    """Codes of the non-negative half, in integers."""
+    biased, mantissa = float32.normalize(magnitude)
     # Unbiased exponent of the quotient above the smallest normal's; negative means subnormal.
     above = biased - (exponent + (127 + element.emin))
     fewest = 23 - element.mantissa_bits
@@ -73,10 +96,50 @@ def encode(
     # The leading bit, but for zero.
     significand = float32.bitwise_or(mantissa, float32.shift_left(float32.min(magnitude, 1), 23))
     kept = rounding.apply(significand, shift, random_bits)
-    half = float32.add(
-        kept, float32.shift_left(float32.clip(above, 0, 1 << 9), element.mantissa_bits)
-    )
-    return _with_sign(_limit(half, bits, element, saturate), bits, magnitude, element)
+    carry = float32.shift_left(float32.clip(above, 0, 1 << 9), element.mantissa_bits)
+    return _limit(float32.add(kept, carry), bits, element, saturate)
+
+
+def _rounded_by_addition(
+    magnitude: jax.Array,
+    bits: jax.Array,
+    exponent: int,
+    element: ElementFormat,
+    saturate: bool,
+) -> jax.Array:
+    """The same to nearest in half of the operations: float32's own addition rounds.
+
+    Beside `2^(23 - p)` times a number's power of two its p-th mantissa bit is the last. A subnormal
+    is far below half of the smallest code: it may be flushed.
+    """
+    shift = 23 - element.mantissa_bits
+    lowest = 127 + element.emin + exponent
+    top = (127 + element.emax + exponent) << 23
+    at_most_max = saturate and not element.negative_extra
+    # What overflows does so at the next power of two.
+    most = top + (element.max_mantissa << shift if at_most_max else 1 << 23)
+    capped = float32.min(magnitude, most)
+    field = float32.max(float32.bitwise_and(capped, float32.INF), lowest << 23)
+    beside = float32.from_bits(float32.add(field, shift << 23))
+    total = float32.to_bits(float32.add(float32.from_bits(capped), beside))
+    # The sum's digits beside those of `beside`, and the exponent's steps.
+    digits = float32.add(float32.sub(total, field), float32.shift_right(field, shift))
+    half = float32.sub(digits, (shift << 23) + (lowest << element.mantissa_bits))
+    return half if at_most_max else _limit(half, bits, element, saturate)
+
+
+def _rounded_quotient(
+    magnitude: jax.Array,
+    bits: jax.Array,
+    exponent: jax.Array,
+    element: ElementFormat,
+    saturate: bool,
+) -> jax.Array:
+    """The same of a quotient, by a product that is exact where a platform has subnormals."""
+    # 2^-127, for the largest scale, is half of the smallest normal.
+    pattern = float32.max(float32.shift_left(float32.sub(127, exponent), 23), float32.HIDDEN >> 1)
+    quotient = float32.mul(float32.from_bits(magnitude), float32.from_bits(pattern))
+    return _rounded_by_addition(float32.to_bits(quotient), bits, 0, element, saturate)
 
 
 def _limit(half: jax.Array, bits: jax.Array, element: ElementFormat, saturate: bool) -> jax.Array:
@@ -126,7 +189,7 @@ def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
     if known_element(element) not in _CONVERTED:
         return spelled_out(codes)
     converted = functools.partial(_decode_by_conversion, element=element)
-    return lax.platform_dependent(codes, cpu=spelled_out, default=converted)
+    return platform_dependent(codes, cpu=spelled_out, default=converted)
 
 
 def _decode_by_conversion(codes: jax.Array, element: ElementFormat) -> jax.Array:

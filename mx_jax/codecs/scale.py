@@ -10,6 +10,7 @@ which leaves the quotients, hence codes and block scales, as they are. What is m
 lowered again, in integers.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes
 from mx_jax.codecs.float32 import clip, select
+from mx_jax.codecs.platform import platform_dependent
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat, ScaleFormat
 
@@ -35,7 +37,7 @@ def true_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.Arr
     On GPUs XLA's own division may be two units off: there float64 divides, for one number a block.
     """
     denominator = jnp.asarray(denominator, jnp.float32)
-    return lax.platform_dependent(
+    return platform_dependent(
         numerator, denominator, cuda=by_float64, rocm=by_float64, default=opaque_divide
     )
 
@@ -58,7 +60,7 @@ def divide_elements(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
         # Less than five units off: a barrier would make it nearer, and cut XLA's kernels in pieces.
         return nearest_quotient(numerator / denominator, numerator, denominator)
 
-    return lax.platform_dependent(
+    return platform_dependent(
         numerator, denominator, cuda=corrected, rocm=corrected, default=opaque_divide
     )
 
@@ -210,16 +212,13 @@ def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) 
 
     def looked_up(scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
         table = divided(jnp.arange(256, dtype=jnp.uint8), tensor_scale.reshape(1), by_float64)
-        index = scales.astype(jnp.int32)
-        return table.at[index].get(mode="promise_in_bounds")
+        return table.at[scales].get(mode="promise_in_bounds")
 
     if tensor_scale.size != 1 or has_explicit_axes():
         return divided(scales, tensor_scale, true_divide)
     # Exact divisions are long: on GPUs they are done once for each code that a scale may have, and
     # kernels hand each other codes, not float32 reciprocals.
-    return lax.platform_dependent(
-        scales, tensor_scale, cuda=looked_up, rocm=looked_up, default=divided
-    )
+    return platform_dependent(scales, tensor_scale, cuda=looked_up, rocm=looked_up, default=divided)
 
 
 def decode_scaled(
@@ -295,15 +294,11 @@ def lift(x: jax.Array, where: jax.Array) -> jax.Array:
       x: float32, bfloat16 or float16.
       where: bool, broadcastable to x.
     """
-    bits = float32.to_bits(x)
-    values, magnitude = float32.from_bits(bits), float32.bitwise_and(bits, float32.ABS)
-    # A subnormal is its pattern times 2^-149, and integers below 2^24 convert exactly.
-    number = lax.convert_element_type(magnitude, jnp.float32)
-    small = float32.to_bits(float32.mul(number, 2.0 ** (LIFT - 149)))
-    small = float32.from_bits(float32.bitwise_or(small, float32.bitwise_xor(bits, magnitude)))
-    is_small = float32.lt(magnitude, float32.HIDDEN)
-    lifted = select(is_small, small, float32.mul(values, 2.0**LIFT))
-    return jnp.where(where, lifted, values)
+    values = float32.from_bits(float32.to_bits(x))
+    by_product = functools.partial(_times_factor, factor=2.0**LIFT)
+    return platform_dependent(
+        values, where, cuda=by_product, rocm=by_product, default=_lifted_by_parts
+    )
 
 
 def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
@@ -313,6 +308,33 @@ def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
       bits: int32 patterns of normal numbers, zeros, Inf or NaN.
       where: bool, broadcastable to bits.
     """
+
+    def by_product(bits: jax.Array, where: jax.Array) -> jax.Array:
+        return float32.to_bits(_times_factor(float32.from_bits(bits), where, 2.0**-LIFT))
+
+    return platform_dependent(
+        bits, where, cuda=by_product, rocm=by_product, default=_lowered_by_parts
+    )
+
+
+def _times_factor(values: jax.Array, where: jax.Array, factor: float) -> jax.Array:
+    """One product, where a platform has subnormals."""
+    return values * lax.select(where, *(lax.full_like(where, x, values.dtype) for x in (factor, 1)))
+
+
+def _lifted_by_parts(values: jax.Array, where: jax.Array) -> jax.Array:
+    bits = float32.to_bits(values)
+    magnitude = float32.bitwise_and(bits, float32.ABS)
+    # A subnormal is its pattern times 2^-149, and integers below 2^24 convert exactly.
+    number = lax.convert_element_type(magnitude, jnp.float32)
+    small = float32.to_bits(float32.mul(number, 2.0 ** (LIFT - 149)))
+    small = float32.from_bits(float32.bitwise_or(small, float32.bitwise_xor(bits, magnitude)))
+    is_small = float32.lt(magnitude, float32.HIDDEN)
+    lifted = select(is_small, small, float32.mul(values, 2.0**LIFT))
+    return jnp.where(where, lifted, values)
+
+
+def _lowered_by_parts(bits: jax.Array, where: jax.Array) -> jax.Array:
     magnitude = float32.bitwise_and(bits, float32.ABS)
     # Beside 2^-62, which is subnormals' end times 2^64, the sum's last bit is their unit: addition
     # rounds, to nearest and ties to even, and what it adds to the pattern is the result's pattern.

@@ -11,6 +11,7 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.codecs.float32 import select
+from mx_jax.codecs.platform import platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.codecs.scale import encode_scaled, lift, lower, true_divide
 from mx_jax.formats import BlockFormat
@@ -111,7 +112,7 @@ def _largest(magnitudes: jax.Array, inside: tuple[int, ...]) -> jax.Array:
         on_gpu = functools.partial(_largest_of_parts, axis=axis)
     if on_gpu is None:
         return reduced(magnitudes)
-    return lax.platform_dependent(magnitudes, cuda=on_gpu, rocm=on_gpu, default=reduced)
+    return platform_dependent(magnitudes, cuda=on_gpu, rocm=on_gpu, default=reduced)
 
 
 def _largest_of_parts(magnitudes: jax.Array, axis: int) -> jax.Array:
@@ -144,12 +145,13 @@ def tensor_scale_of(amax: jax.Array, largest_value: float, ndim: int) -> jax.Arr
     Blocks with NaN or Inf are left out, since they become NaN by themselves; a tensor of zeros has
     scale 1, and no other a smaller one than the smallest float32.
     """
-    largest = jnp.max(select(amax < float32.INF, amax, 0), initial=0).reshape((1,) * ndim)
+    finite = select(float32.lt(amax, float32.INF), amax, 0)
+    largest = jnp.max(finite, initial=0).reshape((1,) * ndim)
     # Above 2^-64 even the smallest scale is far from subnormals.
-    small = largest < (127 - 64) << 23
+    small = float32.lt(largest, (127 - 64) << 23)
     scale = true_divide(lift(float32.from_bits(largest), small), largest_value)
-    bits = jnp.maximum(lower(float32.to_bits(scale), small), 1)
-    return select(largest == 0, 1.0, float32.from_bits(bits))
+    bits = float32.max(lower(float32.to_bits(scale), small), 1)
+    return select(float32.eq(largest, 0), 1.0, float32.from_bits(bits))
 
 
 def dequantize(x: MXArray, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:

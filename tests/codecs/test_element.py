@@ -1,5 +1,6 @@
 """Codes and values of elements, against ml_dtypes and against exact rational arithmetic."""
 
+import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from mx_jax.formats import (
 )
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.codecs import oracle
+from tests.codecs.by_numpy import by_numpy
 
 MODES = (NEAREST, AWAY, TOWARD_ZERO)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -244,7 +246,7 @@ def test_decoding_by_conversion_is_decoding(element: ElementFormat):
 
 @pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
 def test_subnormals_round_to_zero_without_being_normalized(element: ElementFormat):
-    """Over a constant exponent: the same codes as over an array of it, in fewer operations."""
+    """Over a constant exponent: the same codes as over an array of it, by addition."""
     patterns = np.r_[:64, np.arange(0, 1 << 25, 1021), (1 << 31) + np.arange(0, 1 << 25, 4093)]
     x = patterns.astype(np.uint32).view(np.float32)
     codes = [jax.jit(lambda x, e=e: encode(x, element, exponent=e)) for e in (0, -130)]
@@ -254,3 +256,30 @@ def test_subnormals_round_to_zero_without_being_normalized(element: ElementForma
     found = codes[0](x)
     assert np.array_equal(found, encode(x, element, exponent=jnp.zeros(x.shape, jnp.int32)))
     assert not (np.asarray(found) & 127).any()
+
+
+@pytest.mark.parametrize("saturate", [True, False])
+@pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=str)
+def test_quotients_on_gpus(element: ElementFormat, saturate: bool, rng: np.random.Generator):
+    """Under every scale: ties and their neighbours, the ends of float32, and any pattern."""
+    scales = np.arange(-127, 128, dtype=np.int32)[:, None]
+    ties = np.array(sorted(set(map(abs, edges(element)))), np.float32).view(np.int32)
+    with np.errstate(over="ignore"):
+        # Moved by the scale; past an end of float32 it is any other pattern.
+        moved = np.where(ties, ties + (scales << 23), 0)
+    drawn = random_patterns(rng, 255 * 32).view(np.int32).reshape(255, 32)
+    ends = np.array(
+        [0, 1, 2, 3, 1 << 22, (1 << 23) - 1, 1 << 23, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]
+    )
+    bits = np.concatenate([moved, drawn, np.tile(ends.astype(np.int32), (255, 1))], 1)
+    scales = np.broadcast_to(scales, bits.shape)
+    how = {"element": element, "saturate": saturate}
+    operands = (bits & 0x7FFFFFFF, bits, scales)
+    quotients = functools.partial(element_codec._rounded_quotient, **how)
+    integers = functools.partial(element_codec._rounded, rounding=NEAREST, **how)
+    # Inf and NaN make the scale NaN, which overwrites their codes.
+    number = operands[0] < 0x7F800000
+    assert_bitwise_equal(
+        np.where(number, by_numpy(quotients, *operands), 0),
+        np.where(number, jax.jit(integers)(*operands), 0),
+    )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mx_jax.codecs import float32
+from mx_jax.codecs.platform import lowered_for
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import (
     by_float64,
@@ -18,6 +19,8 @@ from mx_jax.codecs.scale import (
     encode_scaled,
     exponent_to_e8m0,
     is_nan_scale,
+    lift,
+    lower,
     nearest_quotient,
     scale_to_float32,
     true_divide,
@@ -38,6 +41,7 @@ from mx_jax.formats import (
     BlockFormat,
 )
 from mx_jax.testing.compare import assert_bitwise_equal
+from tests.codecs.by_numpy import by_numpy
 
 BYTES = np.arange(256, dtype=np.uint8)
 DTYPES = (np.dtype(np.float32), np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16))
@@ -250,6 +254,20 @@ def test_only_gpus_divide_in_float64():
     texts = {name: of_elements.lower(lowering_platforms=(name,)).as_text() for name in texts}
     assert "shift_left" in texts["cuda"] and "shift_left" not in texts["cpu"]
     assert not any("f64" in text for text in texts.values())
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_lifting_by_products_on_gpus(asked: bool, rng: np.random.Generator):
+    x = rng.integers(0, 1 << 32, 1 << 16, dtype=np.uint64).astype(np.uint32).view(np.float32)
+    x[:4096] = np.r_[:2048, (1 << 31) + np.arange(2048)].astype(np.uint32).view(np.float32)
+    x, where = x[np.isfinite(x)], np.array([asked])
+    # What is lowered came lifted, from 2^-100 at most.
+    bits = np.where(np.abs(x) > 2.0**-126, x, 1).view(np.int32)
+    lifted, lowered = jax.jit(lift)(x, where), jax.jit(lower)(bits, where)
+    with lowered_for("cuda"):
+        in_range = np.isfinite(lifted)
+        assert_bitwise_equal(by_numpy(lift, x, where)[in_range], np.asarray(lifted)[in_range])
+        assert_bitwise_equal(by_numpy(lower, bits, where), lowered)
 
 
 def test_a_tiny_tensor_scale_loses_nothing_unasked():
