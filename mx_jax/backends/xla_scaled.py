@@ -541,20 +541,12 @@ def _rejects_packing(call: PackCall, target: Target) -> str | None:
     reason = _rejects_machine(target) or call.rejects_layout()
     if reason is not None:
         return reason
-    weights = call.weights
-    if 0 in weights.shape:
-        return f"packs weights that have elements, got shape={weights.shape}"
-    bfloat16 = np.dtype(jnp.bfloat16)
+    weights, bfloat16 = call.weights, np.dtype(jnp.bfloat16)
     if call.lhs_format is None and call.dtype != bfloat16:
         return f"packs for activations in bfloat16, got weights of dtype={call.dtype}"
-    given = OperandType(shape=weights.shape, axes=weights.axes, format=call.lhs_format)
-    if call.lhs_format is None:
-        given = dataclasses.replace(given, dtype=bfloat16)
-    product = MatmulCall(lhs=given, rhs=weights, out_dtype=np.dtype(np.float32))
-    row = row_of(product, target)
-    if isinstance(row, str):
-        return row
-    return _rejects_k(product) or rejects_scale_axes(call, batch=False)
+    dtype = bfloat16 if call.lhs_format is None else None
+    given = OperandType(shape=weights.shape, axes=weights.axes, format=call.lhs_format, dtype=dtype)
+    return _rejects(MatmulCall(lhs=given, rhs=weights, out_dtype=np.dtype(np.float32)), target)
 
 
 def _pack(x: MXArray, call: PackCall) -> PackedMXArray:
