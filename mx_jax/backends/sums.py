@@ -12,6 +12,7 @@ from jax import lax
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import MatmulCall, Operand, PackCall
 from mx_jax.codecs import blocks, float32
+from mx_jax.codecs.float32 import select
 from mx_jax.codecs.scale import scale_to_float32, true_divide
 from mx_jax.mxarray import MXArray
 
@@ -68,12 +69,12 @@ def scaled(sums: jax.Array, *scales: SumScale) -> jax.Array:
     for scale in sorted(scales, key=lambda scale: scale.values.ndim > 0):
         for factors, half in zip((first, second), _halves(scale), strict=True):
             if factors and factors[-1].ndim == half.ndim == 0:
-                half = factors.pop() * half
+                half = float32.mul(factors.pop(), half)
             factors.append(half)
     # Behind the barrier they are arrays to XLA, and the product stays one kernel: else it spreads
     # a part of their arithmetic to the sums' shape, in memory.
     for factor in lax.optimization_barrier((*first, *second)):
-        sums = sums * factor
+        sums = float32.mul(sums, factor)
     return sums
 
 
@@ -81,16 +82,20 @@ def _halves(scale: SumScale) -> tuple[jax.Array, jax.Array]:
     """Two factors of about equal exponents; of zero, Inf and NaN, one is 1."""
     values = scale.values
     bits = float32.to_bits(values)
-    magnitude = bits & float32.ABS
+    magnitude = float32.bitwise_and(bits, float32.ABS)
     biased, mantissa = float32.normalize(magnitude)
-    ordinary = (magnitude > 0) & (magnitude < float32.INF)
-    significand = float32.from_bits(bits & jnp.int32(float32.SIGN) | mantissa | _ONE)
-    significand = jnp.where(ordinary, significand, values)
-    exponent = jnp.where(ordinary, biased - 127, 0)
+    ordinary = float32.gt(magnitude, 0)
+    ordinary = float32.bitwise_and(ordinary, float32.lt(magnitude, float32.INF))
+    sign = float32.bitwise_and(bits, float32.SIGN)
+    significand = float32.bitwise_or(float32.bitwise_or(sign, mantissa), _ONE)
+    significand = select(ordinary, float32.from_bits(significand), values)
+    exponent = select(ordinary, float32.sub(biased, 127), 0)
     if scale.divides:
-        significand, exponent = true_divide(jnp.ones_like(values), significand), -exponent
-    half = exponent >> 1
-    return significand * float32.power_of_two(half), float32.power_of_two(exponent - half)
+        significand = true_divide(lax.full_like(values, 1), significand)
+        exponent = lax.neg(exponent)
+    half = float32.shift_right(exponent, 1)
+    rest = float32.power_of_two(float32.sub(exponent, half))
+    return float32.mul(significand, float32.power_of_two(half)), rest
 
 
 _ONE = 127 << 23

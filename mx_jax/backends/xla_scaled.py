@@ -33,8 +33,8 @@ from mx_jax.backends.sums import (
     scaled,
 )
 from mx_jax.backends.target import Backend, Offer, Target
-from mx_jax.codecs import packing
-from mx_jax.codecs.float32 import power_of_two
+from mx_jax.codecs import float32, packing
+from mx_jax.codecs.float32 import power_of_two, select
 from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN, scale_to_float32
 from mx_jax.formats import E2M1, E4M3, E4M3_SCALE, E5M2, E8M0, BlockFormat, ElementFormat
 from mx_jax.formats.element import ScaleFormat, known_element, known_scale
@@ -226,14 +226,16 @@ def centred(scales: jax.Array, element: ElementFormat) -> tuple[jax.Array, jax.A
       Scales that bfloat16 has, as has every element under them; and int32 `[]`: they are
       `2^exponent` times what they were.
     """
-    wide = scales.astype(jnp.int32)
-    is_nan = wide == E8M0_NAN
-    top = jnp.max(jnp.where(is_nan, 0, wide))
+    wide = lax.convert_element_type(scales, jnp.int32)
+    is_nan = float32.eq(wide, E8M0_NAN)
+    finite = select(is_nan, 0, wide)
+    top = lax.reduce_max(finite, tuple(range(finite.ndim)))
     most = E8M0_NAN - 1 - element.emax
     up = 1 + element.mantissa_bits - element.emin
-    exponent = jnp.minimum(most - top, jnp.clip(_SMALL - top, 0, up))
-    moved = jnp.maximum(wide + exponent, 0)
-    return jnp.where(is_nan, E8M0_NAN, moved).astype(jnp.uint8), exponent
+    exponent = float32.min(float32.sub(most, top), float32.clip(float32.sub(_SMALL, top), 0, up))
+    moved = float32.max(float32.add(wide, exponent), 0)
+    stored = select(is_nan, E8M0_NAN, moved)
+    return lax.convert_element_type(stored, jnp.uint8), exponent
 
 
 # Operands -----------------------------------------------------------------------------------------
@@ -318,7 +320,8 @@ def _spread(scales: jax.Array, elements: jax.Array, axis: int) -> jax.Array:
     else:
         factors = scales.astype(jnp.float32)
     factors = jnp.repeat(factors, elements.shape[axis] // scales.shape[axis], axis)
-    return (elements.astype(jnp.float32) * factors).astype(jnp.bfloat16)
+    values = float32.mul(lax.convert_element_type(elements, jnp.float32), factors)
+    return lax.convert_element_type(values, jnp.bfloat16)
 
 
 def _decomposed(
@@ -416,7 +419,8 @@ def _product(left: Matrices, right: Matrices) -> jax.Array:
     sums = dot(left.elements, right.elements, *scales)
     exponents = [x.exponent for x in (left, right) if x.exponent is not None]
     if exponents:
-        sums = sums * power_of_two(-sum(exponents[1:], exponents[0]))
+        total = lax.neg(functools.reduce(float32.add, exponents))
+        sums = float32.mul(sums, power_of_two(total))
     factors = (x.tensor_scale for x in (left, right))
     return scaled(sums, *(SumScale(scale) for scale in factors if scale is not None))
 

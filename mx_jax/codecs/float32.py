@@ -10,11 +10,13 @@ its own, which takes five times as long to trace.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
+
+from mx_jax.codecs.explicit_axes import broadcast_like
 
 SIGN = -(1 << 31)
 ABS = 0x7FFFFFFF
@@ -24,13 +26,19 @@ MANTISSA = 0x007FFFFF
 HIDDEN = 0x00800000
 
 
-def _typed(operation: Callable[..., jax.Array]) -> Callable[[ArrayLike, ArrayLike], jax.Array]:
+def _typed(operation: Callable[..., jax.Array]) -> Callable[[Any, Any], jax.Array]:
     @functools.wraps(operation)
-    def apply(left: ArrayLike, right: ArrayLike) -> jax.Array:
+    def apply(left: Any, right: Any) -> jax.Array:
         if isinstance(right, int | float):
-            right = left.dtype.type(right)  # pyright: ignore
+            right = left.dtype.type(right)
         elif isinstance(left, int | float):
-            left = right.dtype.type(left)  # pyright: ignore
+            left = right.dtype.type(left)
+        elif left.shape != right.shape and left.ndim and right.ndim:
+            # One of them has the shape of the result.
+            if left.shape == jnp.broadcast_shapes(left.shape, right.shape):
+                right = broadcast_like(right, left)
+            else:
+                left = broadcast_like(left, right)
         return operation(left, right)
 
     return apply
@@ -39,6 +47,7 @@ def _typed(operation: Callable[..., jax.Array]) -> Callable[[ArrayLike, ArrayLik
 add = _typed(lax.add)
 sub = _typed(lax.sub)
 mul = _typed(lax.mul)
+div = _typed(lax.div)
 min = _typed(lax.min)
 max = _typed(lax.max)
 bitwise_and = _typed(lax.bitwise_and)

@@ -49,8 +49,8 @@ def by_float64(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
     that is a few units off rounds like the exact one.
     """
     with jax.enable_x64(True):
-        quotient = numerator.astype(jnp.float64) / denominator.astype(jnp.float64)
-        return quotient.astype(jnp.float32)
+        top, bottom = (lax.convert_element_type(x, jnp.float64) for x in (numerator, denominator))
+        return lax.convert_element_type(float32.div(top, bottom), jnp.float32)
 
 
 def divide_elements(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
@@ -144,7 +144,8 @@ def is_nan_scale(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
         # Either sign of the one code: by itself, so that kernels need not hand it to each other.
         half = float32.bitwise_and(scales, element.sign_code - 1)
         return float32.eq(half, element.nan_code or 0)
-    return jnp.isnan(scale_to_float32(scales, scale))
+    values = scale_to_float32(scales, scale)
+    return lax.ne(values, values)
 
 
 def encode_scaled(
@@ -188,15 +189,15 @@ def over_float_scale(
     """Float32 values over their float scales, which is what `encode_scaled` rounds."""
     scale = scale_to_float32(scales, format.scale)
     if format.scale.kind == "divisor":
-        return values * scale
+        return float32.mul(values, scale)
     if format.scale.kind == "multiplier":
         return divide_elements(values, scale)
     if tensor_scale is None:
-        return values * true_divide(jnp.ones_like(scale), scale)
+        return float32.mul(values, true_divide(lax.full_like(scale, 1), scale))
     small = is_tiny(tensor_scale)
     values, tensor_scale = lift(values, small), lift(tensor_scale, small)
     # x * ((1 / p) / s), in this order: NVFP4's own arithmetic, each step rounded.
-    return values * _reciprocal(scales, tensor_scale, format.scale)
+    return float32.mul(values, _reciprocal(scales, tensor_scale, format.scale))
 
 
 def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) -> jax.Array:
@@ -319,7 +320,8 @@ def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
 
 def _times_factor(values: jax.Array, where: jax.Array, factor: float) -> jax.Array:
     """One product, where a platform has subnormals."""
-    return values * lax.select(where, *(lax.full_like(where, x, values.dtype) for x in (factor, 1)))
+    factors = (lax.full_like(where, x, values.dtype) for x in (factor, 1))
+    return float32.mul(values, lax.select(where, *factors))
 
 
 def _lifted_by_parts(values: jax.Array, where: jax.Array) -> jax.Array:

@@ -236,16 +236,16 @@ def divisor(data: BlockData) -> jax.Array:
     values = float32.from_bits(data.amax)
     # float64 quotients rounded to float32 equal float32 quotients; only epsilon itself is not a
     # float32, so its quotient is a constant.
-    scale = true_divide(jnp.full_like(values, top), values)
-    scale = select(values < FLOAT8_EPSILON, top / FLOAT8_EPSILON, scale)
-    return select(data.amax < float32.INF, scale, jnp.nan)
+    scale = true_divide(lax.full_like(values, top), values)
+    scale = select(float32.lt(values, FLOAT8_EPSILON), top / FLOAT8_EPSILON, scale)
+    return select(float32.lt(data.amax, float32.INF), scale, jnp.nan)
 
 
 def divisor_power_of_two(data: BlockData) -> jax.Array:
     """`max / amax`, rounded down to a power of two."""
     scale = divisor(data)
-    down = float32.from_bits(float32.to_bits(scale) & float32.INF)
-    return select(data.amax < float32.INF, down, scale)
+    down = float32.from_bits(float32.bitwise_and(float32.to_bits(scale), float32.INF))
+    return select(float32.lt(data.amax, float32.INF), down, scale)
 
 
 def multiplier(data: BlockData) -> jax.Array:

@@ -273,7 +273,9 @@ def test_rows_at_a_time(rows: int, groups: int, steps: tuple[int, int]):
 def test_rows_in_groups_under_vmap():
     case = IN_GROUPS[-3]
     given = [case.operands(np.random.default_rng(seed)) for seed in range(2)]
-    lhs, rhs, sizes = (jax.tree.map(lambda *x: jnp.stack(x), *own) for own in zip(*given))
+    lhs, rhs, sizes = (
+        jax.tree.map(lambda *x: jnp.stack(x), *own) for own in zip(*given, strict=True)
+    )
     sizes = sizes.at[1].set(sizes[1][::-1])
     found = jax.jit(jax.vmap(functools.partial(run, case.call)))(lhs, rhs, sizes)
     for i in range(2):
@@ -299,7 +301,9 @@ def test_experts_are_one_scaled_dot_of_packed_weights():
     rows = "XLA's scaled dot, MXFP4 from JAX 0.12.0 on, 32 rows of each group at a time"
     assert f"-> xla_scaled ({rows})" in said
     case = RaggedCase(lhs=None, rhs=MXFP4, sizes=(0,) * 8, rows=64, k=160, n=64)
-    call = dataclasses.replace(case.call, rhs=dataclasses.replace(case.call.rhs, packed_by=p.backend))
+    call = dataclasses.replace(
+        case.call, rhs=dataclasses.replace(case.call.rhs, packed_by=p.backend)
+    )
     np.testing.assert_array_equal(run(call, x, p, sizes), run(case.call, x, w, sizes))
 
 

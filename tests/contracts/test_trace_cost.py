@@ -128,3 +128,18 @@ def test_lines_of_a_jaxpr(recipe: str):
     format = mx_jax.recipes.from_name(recipe).fwd.lhs.format
     assert f"work={format.name} along -1" in text
     assert f"work={format.name} x {format.name}]" in text
+
+
+# Lines of a layer with its gradients as a program for an H200: each costs some 0.1 ms to lower.
+MOST_GPU_LINES = {"mxfp8": 870, "mxfp4": 960, "nvfp4": 1960, "float8_rowwise": 900}
+
+
+@pytest.mark.parametrize("recipe", MOST_GPU_LINES)
+def test_lines_of_a_program_for_a_gpu(recipe: str):
+    run, params = gradient(recipe)
+    with mx_jax.testing.target("cuda", (9, 0)):
+        traced = jax.jit(run).trace(params, X)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(text.splitlines()) <= 6 * MOST_GPU_LINES[recipe]
+    # One way for the platform, not one of each.
+    assert "stablehlo.case" not in text
