@@ -5,9 +5,19 @@
 """
 
 import importlib as _importlib
+import signal as _signal
+import sys as _sys
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
+
+# `python -m mx_jax`, while Python looks for it: the imports below take seconds, nothing has begun,
+# and Ctrl-C ends them without a traceback.
+_STARTING = _sys.argv[:1] == ["-m"] and (
+    _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler
+)
+if _STARTING:
+    _signal.signal(_signal.SIGINT, _signal.SIG_DFL)
 
 from mx_jax import formats as formats
 from mx_jax import nn as nn
@@ -39,6 +49,9 @@ if _TYPE_CHECKING:
     from mx_jax import convert as convert
     from mx_jax import inspect as inspect
     from mx_jax import testing as testing
+
+if _STARTING:
+    _signal.signal(_signal.SIGINT, _signal.default_int_handler)
 
 __version__ = "0.1.0"
 # Imported when they are first used: few programs need them, and together they take half the time.

@@ -46,7 +46,7 @@ from flax import nnx
 from llama import Llama, read_llama, write_llama
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from scipy import stats
 
 from mx_jax import convert, quantize_state, recipes
@@ -122,7 +122,15 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     check(options)
     options.ways = options.ways.split(",")
     options.runs = earlier["runs"] if earlier else {}
+    for folder in (folder_of(way, options) for way in options.ways if way not in options.runs):
+        if folder.exists() and not (folder / "checkpoints").exists():
+            raise ValueError(f"{folder} is no run's, and would be written over; give another --out")
     return options
+
+
+def folder_of(way: str, options: argparse.Namespace) -> Path:
+    """Where the model of a way goes."""
+    return options.out.resolve() / way.replace(":", "-")
 
 
 def fixed(options: argparse.Namespace) -> dict[str, Any]:
@@ -269,7 +277,7 @@ def train(
     optimizer = nnx.Optimizer(model, adamw(peak, options.steps, options.states), wrt=trained)
     # What steps change: stored codes come from the model's file again.
     changing = (trained, nnx.RngCount)
-    folder = options.out.resolve() / way.replace(":", "-")
+    folder = folder_of(way, options)
     keep = ocp.CheckpointManagerOptions(max_to_keep=1, enable_async_checkpointing=False)
     with ocp.CheckpointManager(folder / "checkpoints", options=keep) as checkpoints:
 
@@ -299,7 +307,6 @@ def train(
     run["step_seconds"] = float(np.median(seconds[1:])) if seconds[1:] else None
     run["after"] = validate(model, data, options.batch)
     write_llama(model, folder, options.path)
-    shutil.rmtree(folder / "checkpoints")
     return run
 
 
@@ -324,7 +331,7 @@ def interval(values: Sequence[float], pattern: str = ".3f") -> str:
 def table(runs: dict[str, Any]) -> Table:
     """Losses by way, beside those of the first."""
     first = next(iter(runs))
-    columns = ("way", "before", "after", f"over {first}", "n", "s/step")
+    columns = (Column("way", overflow="fold"), "before", "after", f"over {first}", "n", "s/step")
     found = Table(*columns, box=None, padding=(0, 1))
     for way, run in runs.items():
         over = np.subtract(run["after"], runs[first]["after"])
@@ -352,8 +359,10 @@ def run(options: argparse.Namespace, console: Console) -> None:
     columns = (name, BarColumn(), MofNCompleteColumn(), loss, TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         for way in () if options.evaluate else options.ways:
+            checkpoints = folder_of(way, options) / "checkpoints"
             if way in options.runs:
                 console.print(f"{way}: done before")
+                shutil.rmtree(checkpoints, ignore_errors=True)
                 continue
             task = bar.add_task(way, total=options.steps, loss="")
 
@@ -362,6 +371,7 @@ def run(options: argparse.Namespace, console: Console) -> None:
 
             options.runs[way] = run = train(way, options, data, step_done)
             save(options)
+            shutil.rmtree(checkpoints)  # Half removed, they would not be read again.
             before, after = (interval(run[when]) for when in ("before", "after"))
             console.print(f"{way}: {before} before, {after} after {options.steps} steps")
     save(options)

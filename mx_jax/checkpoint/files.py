@@ -146,6 +146,9 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {_METADATA: dict(metadata)}
     end = 0
     for name, entry in entries.items():
+        check_name(name, "checkpoint")
+        if name == _METADATA:
+            raise ValueError(f"checkpoint: a tensor is called {name!r}, as metadata are; rename it")
         if entry.dtype not in DTYPE_NAMES:
             raise ValueError(
                 f"checkpoint: {name} has dtype={entry.dtype}, which safetensors cannot hold; "
@@ -191,7 +194,11 @@ def replacing(path: Path) -> Iterator[Any]:
     What a process that was killed left there goes when the next one writes to the folder.
     """
     _remove_abandoned(path.parent)
-    made, name = _partial(path)
+    try:
+        made, name = _partial(path)
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
     try:
         with made as file:
             yield file
@@ -209,6 +216,36 @@ def replacing(path: Path) -> Iterator[Any]:
             # Where the disk is full, the error names no file.
             error.filename = os.fspath(path)
         raise
+
+
+# Folders that this process has locked: a second lock of its own would wait for the first.
+_LOCKED: set[tuple[int, int]] = set()
+
+
+@contextlib.contextmanager
+def only_writer(folder: Path, *, wait: bool = False) -> Iterator[None]:
+    """Lock a folder for one process that writes to it; where another has: `wait`, or ValueError."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY | (0 if wait else os.O_NOFOLLOW))
+    facts = os.fstat(handle)
+    own = {(facts.st_dev, facts.st_ino)} - _LOCKED
+    try:
+        try:
+            if own:
+                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # Before that another process may have moved it into its place.
+            busy = not (wait or own <= _identities(folder))
+        except OSError as error:  # others: no locks on that disk
+            busy = isinstance(error, BlockingIOError)
+        if busy:
+            raise ValueError(f"another process is writing to {folder}; try again when it has ended")
+        _LOCKED.update(own)
+        yield
+    finally:
+        _LOCKED.difference_update(own)
+        os.close(handle)
 
 
 def check_apart(out: Path, source: Path, where: str) -> None:
@@ -239,6 +276,7 @@ class Reader:
         """Check a file; nothing of its tensors is read."""
         if not path.is_file():
             raise FileNotFoundError(f"checkpoint: no file at {path}")
+        path.open("rb").close()  # For safetensors there is no file where one may not be read.
         try:
             # Lengths, offsets and sizes: all of it is checked there before anything is believed.
             with safetensors.safe_open(str(path), framework="numpy") as checked:
@@ -321,14 +359,15 @@ def write_files(
             write(path, entries, metadata(entries), step)
             return
         path.mkdir(parents=True, exist_ok=True)
-        _keep_earlier(path)
-        shards = _cut(entries, max_shard_size, group)
-        named: dict[str, str] = {}
-        for number, shard in enumerate(shards, 1):
-            name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-            file = _write_shard(path, name, shard, metadata(shard), resume, step)
-            named |= dict.fromkeys(shard, file)
-    _commit(path, {"metadata": {"total_size": total}, "weight_map": named})
+        with only_writer(path, wait=True):
+            _keep_earlier(path)
+            shards = _cut(entries, max_shard_size, group)
+            named: dict[str, str] = {}
+            for number, shard in enumerate(shards, 1):
+                name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+                file = _write_shard(path, name, shard, metadata(shard), resume, step)
+                named |= dict.fromkeys(shard, file)
+            _commit(path, {"metadata": {"total_size": total}, "weight_map": named})
 
 
 def _write_shard(

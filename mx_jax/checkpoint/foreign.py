@@ -12,17 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.files import (
-    DTYPE_NAMES,
-    DTYPES,
-    Entry,
-    Reader,
-    Resume,
-    check_sizes,
-    deferred,
-    readers_of,
-    write_files,
-)
+from mx_jax.checkpoint import files
 from mx_jax.checkpoint.gguf import gguf_in, read_gguf
 from mx_jax.checkpoint.layouts import LAYOUTS, Facts, Layout, config_of, named
 from mx_jax.checkpoint.scales import (
@@ -84,14 +74,14 @@ def read(
         if layout is not None:
             raise ValueError(f"{where}: GGUF says what it is; leave out layout={layout!r}")
         return read_gguf(gguf, where)
-    files, readers = readers_of(path, where)
-    if is_own(files):
+    opened, readers = files.readers_of(path, where)
+    if is_own(opened):
         if layout not in (None, "mx_jax"):
             raise ValueError(
                 f"{where}: mx_jax wrote it, and it says what it is; leave out layout={layout!r}"
             )
-        return own_weights(path, files, where)
-    metadata = {key: value for reader in files for key, value in reader.metadata.items()}
+        return own_weights(path, opened, where)
+    metadata = {key: value for reader in opened for key, value in reader.metadata.items()}
     if layout in (None, TORCHAO) and NAMES in metadata:
         return Weights(path, read_torchao(readers, where), metadata)
     config = config_of(path)
@@ -229,11 +219,11 @@ def _misfit(layout: Layout, base: str, tensors: Mapping[str, Facts]) -> str:
 
 
 def _read_layouts(
-    readers: Mapping[str, Reader], candidates: tuple[Layout, ...], dtype: np.dtype, where: str
+    readers: Mapping[str, files.Reader], candidates: tuple[Layout, ...], dtype: np.dtype, where: str
 ) -> dict[str, Stored]:
     """The tensors of files, those that are a quantized weight together as one of that dtype."""
     tensors: dict[str, Facts] = {
-        name: (DTYPE_NAMES[reader.tensors[name][0]], reader.tensors[name][1])
+        name: (files.DTYPE_NAMES[reader.tensors[name][0]], reader.tensors[name][1])
         for name, reader in readers.items()
     }
     stored: dict[str, Stored] = {}
@@ -292,7 +282,7 @@ def write(
     *,
     layout: str,
     max_shard_size: int | None = None,
-    resume: Resume = False,
+    resume: files.Resume = False,
     progress: bool = False,
 ) -> None:
     """Write weights as others store them, in one safetensors file or several.
@@ -324,7 +314,16 @@ def write(
       >>> checkpoint.read(path)["up.weight"].shape
       (8, 32)
     """
-    check_sizes(max_shard_size, resume, "checkpoint.write")
+    files.check_sizes(max_shard_size, resume, "checkpoint.write")
+    entries, metadata = entries_of(weights, layout)
+    sizes: Any = {"max_shard_size": max_shard_size, "resume": resume, "progress": progress}
+    files.write_files(Path(path), entries, lambda _: metadata, **sizes)
+
+
+def entries_of(
+    weights: Mapping[str, Any], layout: str
+) -> tuple[dict[str, files.Entry], dict[str, str]]:
+    """What `write` writes, tensors and metadata; ValueError where the layout cannot hold it."""
     row = None if layout == TORCHAO else named(layout)
     if row is not None and row.rotation is not None:
         raise ValueError(
@@ -333,28 +332,25 @@ def write(
         )
     entries, metadata = _entries(weights, row)
     metadata = {"format": "pt"} | metadata
-    if row is None:
-        metadata[NAMES] = json.dumps(list(weights))
-    sizes: Any = {"max_shard_size": max_shard_size, "resume": resume, "progress": progress}
-    write_files(Path(path), entries, lambda _: metadata, **sizes)
+    return entries, metadata | ({NAMES: json.dumps(list(weights))} if row is None else {})
 
 
 def _entries(
     weights: Mapping[str, Any], row: Layout | None
-) -> tuple[dict[str, Entry], dict[str, str]]:
+) -> tuple[dict[str, files.Entry], dict[str, str]]:
     """All tensors and the file's metadata; a weight is fetched again when its turn comes."""
 
-    def parts_of(name: str) -> tuple[dict[str, Entry], dict[str, str]]:
+    def parts_of(name: str) -> tuple[dict[str, files.Entry], dict[str, str]]:
         x = unpacked(weights[name])
         if row is None:
             return torchao_parts(name, x)
-        return (_stored(name, x, row) if isinstance(x, MXArray) else {name: Entry.of(x)}), {}
+        return (_stored(name, x, row) if isinstance(x, MXArray) else {name: files.Entry.of(x)}), {}
 
-    entries: dict[str, Entry] = {}
+    entries: dict[str, files.Entry] = {}
     metadata: dict[str, str] = {}
     for name in weights:
         parts, said = parts_of(name)
-        later = deferred(lambda name=name: parts_of(name)[0], parts)
+        later = files.deferred(lambda name=name: parts_of(name)[0], parts)
         for key in parts:
             if key in entries:
                 raise ValueError(f"checkpoint.write: two tensors would be named {key!r}")
@@ -363,7 +359,7 @@ def _entries(
     return entries, metadata
 
 
-def _stored(name: str, x: MXArray, row: Layout) -> dict[str, Entry]:
+def _stored(name: str, x: MXArray, row: Layout) -> dict[str, files.Entry]:
     """The tensors of a quantized weight."""
     base = name.removesuffix(row.weight)
     bits, width = x.format.element.bits, x.shape[-1] if x.ndim else 0
@@ -379,7 +375,7 @@ def _stored(name: str, x: MXArray, row: Layout) -> dict[str, Entry]:
             f"whole {'blocks' if row.split else 'bytes'}, got {facts}"
         )
     last = (width // 32, 16) if row.split else (width * bits // 8,)
-    dtypes = DTYPES[row.codes_dtype], DTYPES[row.scales_dtypes[0]]
+    dtypes = files.DTYPES[row.codes_dtype], files.DTYPES[row.scales_dtypes[0]]
     entries = [*codes_and_scales(x, name, (*x.shape[:-1], *last), *dtypes)]
     if row.tensor_scale is not None:
         count = math.prod(getattr(x.tensor_scale, "shape", ()))
@@ -390,5 +386,5 @@ def _stored(name: str, x: MXArray, row: Layout) -> dict[str, Entry]:
             value = small_tensor_scale(x, name).reshape(row.scale_shape)
             return np.asarray(1 / value if row.divides else value)
 
-        entries.append(Entry(row.scale_shape, np.dtype(np.float32), whole))
+        entries.append(files.Entry(row.scale_shape, np.dtype(np.float32), whole))
     return dict(zip(row.parts(base).values(), entries, strict=True))

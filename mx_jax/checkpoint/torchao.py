@@ -241,7 +241,9 @@ def _parts(name: str, x: MXArray) -> dict[str, Entry]:
     # FP6 is one code in a byte there.
     bits, dtype = 4 if x.format.element.bits == 4 else 8, np.dtype(np.uint8)
     if bits == 4 and x.shape[-1] % 2:
-        raise ValueError(f"checkpoint.write: torchao needs FP4 rows of whole bytes, got {x.shape}")
+        raise ValueError(
+            f"checkpoint.write: torchao needs FP4 rows of whole bytes, got {name}: shape={x.shape}"
+        )
     if x.format.element.bits == 8:
         dtype = x.format.element.dtype
     shape = (*x.shape[:-1], x.shape[-1] * bits // 8)

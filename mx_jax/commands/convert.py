@@ -36,20 +36,9 @@ from mx_jax.checkpoint.scales import finite_scales, small_tensor_scale
 from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.checkpoint.transcoding import single_tensor_scale, under_scales_of
 from mx_jax.checkpoint.weights import Stored, Weights
+from mx_jax.commands import stream
 from mx_jax.commands.output import print_table, say, watched
 from mx_jax.commands.rules import format_rule, judge, quantized_like, unlike
-from mx_jax.commands.stream import (
-    OWN,
-    add_command,
-    as_it_is,
-    check_output,
-    layout_for,
-    programs,
-    read,
-    report_dequantized,
-    stored_bytes,
-    write_out,
-)
 from mx_jax.mxarray import MXArray
 
 
@@ -80,10 +69,12 @@ class Conversion:
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to a parser's subparsers."""
-    written = [OWN, *(row.name for row in LAYOUTS if row.rotation is None), TORCHAO]
+    written = [stream.OWN, *(row.name for row in LAYOUTS if row.rotation is None), TORCHAO]
     help = "store quantized weights as another program does"
-    text = f"{__doc__ or ''}\nlayouts: {', '.join(written)}\nprograms: {', '.join(programs())}"
-    parser = add_command(commands, run, "convert", "in", help=help, text=text, writes=True)
+    text = (
+        f"{__doc__ or ''}\nlayouts: {', '.join(written)}\nprograms: {', '.join(stream.programs())}"
+    )
+    parser = stream.add_command(commands, run, "convert", "in", help=help, text=text, writes=True)
     parser.add_argument("--to", metavar="LAYOUT", required=True, help="how to store it")
     parser.add_argument(
         "--inexact",
@@ -96,12 +87,14 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     if not options.dry_run:
-        check_output(options)
-    weights = read(options)
+        stream.check_output(options)
+    weights = stream.read(options)
     # A program's layout depends on the formats that are there, which are read for it alone.
-    read_all = weights.stored.items() if options.to in programs() else ()
-    layout = layout_for(options.to, {name: as_it_is(one) for name, one in read_all}, weights.path)
-    row = None if layout in (OWN, TORCHAO) else named(layout)
+    read_all = weights.stored.items() if options.to in stream.programs() else ()
+    layout = stream.layout_for(
+        options.to, {name: stream.as_it_is(one) for name, one in read_all}, weights.path
+    )
+    row = None if layout in (stream.OWN, TORCHAO) else named(layout)
     if row is not None:
         apart, before = _experts_apart(weights, row), len(weights)
         if len(apart) > before:
@@ -110,8 +103,10 @@ def run(options: argparse.Namespace) -> int:
     planned = _plan(weights, row)
     changed = [each for each in planned if each.how is not How.COPIED]
     inexact = [each for each in changed if each.how is not How.TRANSCODED]
+    tensors = {each.name: each.tensor for each in planned}
     if options.dry_run:
         _print(changed or planned)
+        stream.check_layout(tensors, layout)
         return 0
     if inexact and not options.inexact:
         first = inexact[0]
@@ -121,9 +116,8 @@ def run(options: argparse.Namespace) -> int:
             f"as {layout} without loss, such as {first.name} in {first.source}: {why}; "
             "--dry-run lists them, --inexact changes their values"
         )
-    report_dequantized(weights, weights)
-    tensors = {each.name: each.tensor for each in planned}
-    sizes = write_out(options, weights, tensors, layout, options.to)
+    stream.report_dequantized(weights, weights)
+    sizes = stream.write_out(options, weights, tensors, layout, options.to)
     _print(changed)
     say(f"{options.out}: {layout}, {len(weights)} tensors, {sizes}")
     ways = [each.how for each in planned]
@@ -141,7 +135,7 @@ def _print(planned: list[Conversion]) -> None:
 def _plan(weights: Weights, row: Layout | None) -> list[Conversion]:
     """What becomes of each tensor in a layout; None: in a file of our own, which holds all."""
     found = []
-    with progress_bar("look", stored_bytes(weights), watched()) as step:
+    with progress_bar("look", stream.stored_bytes(weights), watched()) as step:
         for name, one in weights.stored.items():
             found.append(_planned(name, one, row))
             step(name, one.nbytes)
@@ -151,10 +145,10 @@ def _plan(weights: Weights, row: Layout | None) -> list[Conversion]:
 def _planned(name: str, one: Stored, row: Layout | None) -> Conversion:
     if one.dtype is not None or row is None:
         kind = str(one.dtype or one.layout)
-        tensor = as_it_is(one)
+        tensor = stream.as_it_is(one)
         return Conversion(name=name, source=kind, target=kind, tensor=tensor, how=How.COPIED)
     x = one.fetch()
-    same: Any = {"name": name, "tensor": as_it_is(one, x), "how": How.COPIED}
+    same: Any = {"name": name, "tensor": stream.as_it_is(one, x), "how": How.COPIED}
     if not isinstance(x, MXArray):
         return Conversion(source=str(one.layout), target=str(x.dtype), **same)
     finite_scales(x, name)  # as when it is written: a dry run reports it too

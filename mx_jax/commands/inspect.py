@@ -45,6 +45,8 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     page = options.html
+    if page is not None and not page.parent.is_dir():
+        raise ValueError(f"{page} must be a file in a folder that is there")
     if page is not None and page.exists():
         for path in (options.file, options.reference):
             if path is not None:

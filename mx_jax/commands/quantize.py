@@ -152,15 +152,12 @@ def run(options: argparse.Namespace) -> int:
     judged = {name: judge(rules, name, tensor) for name, tensor in tensors.items()}
     found = report(rules, judged)
     _check_used(options, rules, found)
-    if options.dry_run:
-        console().print(found)
-        return 0
-    moments = _moments(options, judged)
+    moments: dict[str, Any] = {}
     spoilt: dict[str, int] = {}
     scales: dict[str, float] = {}
 
     def quantized(name: str) -> MXArray:
-        """Called when the tensor is written, when `scales` has its entries."""
+        """Called when the tensor is written, when `moments` and `scales` have their entries."""
         one, each = weights.stored[name], judged[name]
         made = each.quantize((one.host or one.fetch)(), moments.get(name), scales.get(name))
         if bad := int((~np.isfinite(effective_scales(made))).sum()):
@@ -177,8 +174,19 @@ def run(options: argparse.Namespace) -> int:
         if each.quantizes:
             like = quantized_like(each, tensors[name])
             tensors[name] = deferred(functools.partial(quantized, name), like)
-    stream.report_dequantized(weights, (name for name in weights if not judged[name].quantizes))
+    if options.dry_run:
+        console().print(found)
     layout = stream.layout_for(options.to, tensors, weights.path)
+    try:
+        stream.check_layout(tensors, layout)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; or leave it as it is, by --keep or a rule with skip = true"
+        ) from error
+    if options.dry_run:
+        return 0
+    stream.report_dequantized(weights, (name for name in weights if not judged[name].quantizes))
+    moments |= _moments(options, judged)
     if layout != stream.OWN:
         # Nothing is quantized before it is written.
         scales |= shared_scales(weights, judged)

@@ -13,19 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint.files import (
-    NUMBERED,
-    WHOLE,
-    Entry,
-    check_apart,
-    deferred,
-    read_table,
-    replacing,
-    write_files,
-    write_json,
-)
+from mx_jax.checkpoint import files
+from mx_jax.checkpoint.foreign import entries_of
 from mx_jax.checkpoint.gguf import is_gguf
-from mx_jax.checkpoint.layouts import LAYOUTS, Layout, hf_quant_config
+from mx_jax.checkpoint.layouts import LAYOUTS, Layout, hf_quant_config, named
+from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.checkpoint.wire import put
 from mx_jax.commands.output import say, watched
@@ -132,14 +124,17 @@ def read(options: argparse.Namespace) -> Weights:
 def as_it_is(one: Stored, value: object = None) -> Any:
     """A tensor to be written as it was read; it is read now where no header has its dtype."""
     if one.host is not None and one.dtype is not None:
-        return Entry(one.shape, one.dtype, one.host)
-    return deferred(one.fetch, one.fetch() if value is None else value)
+        return files.Entry(one.shape, one.dtype, one.host)
+    return files.deferred(one.fetch, one.fetch() if value is None else value)
 
 
 def check_output(options: argparse.Namespace) -> None:
     """ValueError, before anything is read, for an OUT that is there unasked or has no folder."""
     out, source = options.out, vars(options)["in"]
     check_replaceable(out, source)
+    if (made := partial_folder(out)).is_dir():
+        with files.only_writer(made):
+            pass
     if options.resume and options.max_shard_size is None:
         raise ValueError(
             "--resume is for several files; give --max-shard-size as well, or leave --resume out"
@@ -163,30 +158,38 @@ def check_output(options: argparse.Namespace) -> None:
 
 def partial_folder(out: Path) -> Path:
     """Where a folder is made: beside its place, which a link may name."""
-    out = out.resolve()
-    return out.with_name(f".{out.name}.partial")
+    out = Path(os.path.realpath(out))
+    return out.with_name(f".{out.name}.mx_jax-partial")
 
 
 def check_replaceable(out: Path, source: Path) -> None:
     """ValueError for an output that is part of the input, or a folder whose files would be lost."""
-    check_apart(out, source, "")
+    files.check_apart(out, source, "")
     if out.is_dir() and (os.path.ismount(out) or out.samefile(Path.cwd())):
         raise ValueError(
             f"{out} is a mount point or the folder that you are in, and a new one cannot take its "
             "place; write to a folder in it"
         )
+    if out.is_dir() and not os.access(out, os.W_OK):
+        raise ValueError(f"{out} is read-only; write to another place")
     for path in out.iterdir() if out.is_dir() else ():
         if path.is_dir():
             raise ValueError(f"{out} holds a folder, {path.name}; write to another place")
-        if path.suffix == ".safetensors" and path.name != WHOLE and not NUMBERED.match(path.name):
+        if (
+            path.suffix == ".safetensors"
+            and path.name != files.WHOLE
+            and not files.NUMBERED.match(path.name)
+        ):
             raise ValueError(f"{out} holds other tensors, in {path.name}; write to another place")
 
 
-def move_into_place(made: Path, out: Path) -> None:
+def move_into_place(made: Path, out: Path, force: bool) -> None:
     """Replace a folder by a complete one, in one step where the system can exchange folders.
 
     Files of the old folder that are no tensors, and that the new one lacks, are linked into it.
     """
+    if not force and out.exists():
+        out.rmdir()  # OSError where another process has filled it meanwhile
     if not out.exists():
         made.rename(out)
         return
@@ -197,8 +200,9 @@ def move_into_place(made: Path, out: Path) -> None:
                 os.link(path, made / path.name)
             except OSError:  # no hard links there
                 shutil.copy2(path, made / path.name)
-    _exchange(made, out)
-    shutil.rmtree(made)
+    with files.only_writer(out, wait=True):  # Removed under a name that others would take up.
+        _exchange(made, out)
+        shutil.rmtree(made)
 
 
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
@@ -215,7 +219,12 @@ def _exchange(one: Path, other: Path) -> None:
         pass
     apart = one.with_name(f"{one.name}.before")
     other.rename(apart)
-    one.rename(other)
+    try:
+        one.rename(other)
+    except BaseException:
+        if not other.exists():
+            apart.rename(other)
+        raise
     apart.rename(one)
 
 
@@ -231,7 +240,7 @@ def check_resumable(options: argparse.Namespace) -> None:
             f"{made} has no {RECORD}, which tells how its files were made; begin anew with "
             "--force, without --resume"
         )
-    before, now = read_table(made / RECORD, "resume"), _digests(options)
+    before, now = files.read_table(made / RECORD, "resume"), _digests(options)
     unlike = [name for name in now | before if before.get(name) != now.get(name)]
     if unlike:
         raise ValueError(
@@ -244,7 +253,7 @@ def record_options(options: argparse.Namespace, made: Path) -> None:
     """Write what is asked to the folder that is being made; clear what a killed run left half."""
     for file in made.glob(".model*"):
         file.unlink()
-    write_json(made / RECORD, _digests(options))
+    files.write_json(made / RECORD, _digests(options))
 
 
 def _digests(options: argparse.Namespace) -> dict[str, str]:
@@ -263,8 +272,7 @@ def _facts(value: object) -> Iterator[Any]:
             yield from _facts(each)
     elif isinstance(value, Path):
         yield str(value.resolve())
-        files = sorted(value.glob("*.safetensors")) if value.is_dir() else [value]
-        for file in files:
+        for file in sorted(value.glob("*.safetensors")) if value.is_dir() else [value]:
             if file.is_file():
                 yield file.name, file.stat().st_size, file.stat().st_mtime_ns
     else:
@@ -274,6 +282,12 @@ def _facts(value: object) -> Iterator[Any]:
 def is_file_name(out: Path) -> bool:
     """Whether OUT names a file; else it is a folder."""
     return out.suffix == ".safetensors" and not out.is_dir()
+
+
+def check_layout(tensors: Mapping[str, Any], layout: str) -> None:
+    """ValueError for tensors that `write_out` would refuse; nothing is read."""
+    if layout != OWN:
+        entries_of(tensors, layout)
 
 
 def write_out(
@@ -287,7 +301,7 @@ def write_out(
 
     The file or folder appears when it is complete; a tree that mx_jax wrote stays one.
     """
-    out, largest, stated = options.out.resolve(), options.max_shard_size, None
+    out, largest, stated = Path(os.path.realpath(options.out)), options.max_shard_size, None
     if layout in {row.name for row in LAYOUTS}:
         program = to if to in programs() else None
         stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
@@ -295,23 +309,24 @@ def write_out(
         _write_tensors(options, out, weights, tensors, layout)
     else:
         made = partial_folder(out)
-        if made.exists() and not options.resume:
-            shutil.rmtree(made)
         made.mkdir(exist_ok=True)
-        try:
-            if largest is not None:
-                record_options(options, made)
-            path = made / WHOLE if largest is None else made
-            _write_tensors(options, path, weights, tensors, layout)
-            _write_beside(weights, made, out, stated)
-            move_into_place(made, out)
-            (out / RECORD).unlink(missing_ok=True)  # complete: nothing to resume
-        except BaseException:
-            if largest is None:  # nothing of it could be taken up
-                shutil.rmtree(made, ignore_errors=True)
-            raise
-    files = options.out.glob("*.safetensors") if options.out.is_dir() else [options.out]
-    after = sum(file.stat().st_size for file in files)
+        with files.only_writer(made):
+            try:
+                for left in () if options.resume else made.iterdir():
+                    left.unlink()
+                if largest is not None:
+                    record_options(options, made)
+                path = made / files.WHOLE if largest is None else made
+                _write_tensors(options, path, weights, tensors, layout)
+                _write_beside(weights, made, out, stated)
+                move_into_place(made, out, options.force)
+                (out / RECORD).unlink(missing_ok=True)  # complete: nothing to resume
+            except BaseException:
+                if largest is None:  # nothing of it could be taken up
+                    shutil.rmtree(made, ignore_errors=True)
+                raise
+    written = options.out.glob("*.safetensors") if options.out.is_dir() else [options.out]
+    after = sum(file.stat().st_size for file in written)
     return f"{size(stored_bytes(weights))} -> {size(after)}"
 
 
@@ -338,8 +353,8 @@ def _write_tensors(
     elif layout is not None:
         checkpoint.write(path, tensors, layout=layout, **how)
     else:  # arrays that any reader reads
-        entries = {name: Entry.of(tensor) for name, tensor in tensors.items()}
-        write_files(path, entries, lambda _: {"format": "pt"}, **how)
+        entries = {name: files.Entry.of(tensor) for name, tensor in tensors.items()}
+        files.write_files(path, entries, lambda _: {"format": "pt"}, **how)
 
 
 def _write_beside(
@@ -353,14 +368,14 @@ def _write_beside(
             if path.name == "config.json":
                 _write_config(path, made, stated)
             else:
-                with replacing(made / path.name) as file:
+                with files.replacing(made / path.name) as file:
                     file.write(path.read_bytes())
         # ModelOpt's loaders read a file of its own as well.
         if stated is not None and "quant_algo" in stated:
-            write_json(made / "hf_quant_config.json", hf_quant_config(stated))
+            files.write_json(made / "hf_quant_config.json", hf_quant_config(stated))
     elif is_gguf(weights.path):
         # With it, `generate` reads the folder.
-        write_json(made / GGUF_FIELDS, weights.metadata)
+        files.write_json(made / GGUF_FIELDS, weights.metadata)
     if (out / "config.json").is_file() and not (made / "config.json").is_file():
         # It stays, and may not speak of tensors that are gone.
         _write_config(out / "config.json", made, stated)
@@ -368,14 +383,14 @@ def _write_beside(
 
 def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
     """Copy config.json with its `quantization_config` replaced."""
-    config = read_table(path, "checkpoint.read")
+    config = files.read_table(path, "checkpoint.read")
     kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
     kept |= {} if stated is None else {"quantization_config": dict(stated)}
-    write_json(out / path.name, kept)
+    files.write_json(out / path.name, kept)
 
 
 def _nbytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?", text)
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?([kMGT]?)B?", text)
     size = 0 if found is None else int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
     if found is None or size < 1:
         raise ValueError(f"--max-shard-size needs a size as 5GB, got {text!r}")
@@ -397,8 +412,8 @@ def report_dequantized(weights: Weights, names: Iterable[str]) -> None:
 def layout_for(to: str, tensors: Mapping[str, Any], where: Path) -> str:
     """The layout of that name, or the one of a program's that holds the tensors' formats."""
     known = programs()
-    if to == OWN or to not in known:
-        return to
+    if to not in known:
+        return to if to in (OWN, TORCHAO) else named(to).name
     held = {name: x.format for name, x in tensors.items() if isinstance(x, MXArray)}
     fitting = [
         row.name

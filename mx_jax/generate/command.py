@@ -168,6 +168,11 @@ def keep_programs(folder: Path) -> None:
         return
     if not os.access(folder, os.W_OK):
         return
+    for program in folder.glob("*-cache"):
+        # Cut short, as a process ended while JAX wrote it, which writes its time afterwards. JAX
+        # would warn of it at every start, and never write it again.
+        if not program.with_name(f"{program.name.removesuffix('-cache')}-atime").exists():
+            program.unlink(missing_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -1,4 +1,4 @@
-"""Products of the CPU library: random ones against float64, extremes, transforms, wrong calls."""
+"""Products of the CPU library: random ones against float64, extremes."""
 
 import dataclasses
 from typing import Any
@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 import mx_jax
-from mx_jax import formats, recipes
-from mx_jax.backends.cpu_ffi import CPU_FFI, rejections
-from mx_jax.backends.select import only_backend
+from mx_jax import formats
+from mx_jax.backends.cpu_ffi import CPU_FFI
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.backend_suite import check_matmul, exact_product, exact_values
 from mx_jax.testing.cases import MatmulCase
@@ -172,75 +171,3 @@ def test_zero_blocks_cost_nothing_and_count_nothing():
     case = MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4, m=(40,), n=(50,), k=(96,))
     actual = product(case, mx_jax.quantize(x, "mxfp4"), mx_jax.quantize(w, "mxfp4"))
     assert_bitwise_equal(actual, np.ones((40, 50), np.float32), what="product")
-
-
-# Transforms ---------------------------------------------------------------------------------------
-
-
-def draw(*shape: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(6).standard_normal(shape), jnp.float32)
-
-
-@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
-def test_vmap_is_one_call(axes: tuple[int | None, int | None]):
-    x, w = draw(3, 40, 64), draw(3, 64, 50)
-    operands = [a if axis == 0 else a[0] for a, axis in zip((x, w), axes, strict=True)]
-
-    def multiply(x, w):
-        return mx_jax.matmul(x, w, recipe=recipes.mxfp8())
-
-    with only_backend("cpu_ffi"):
-        mapped = jax.jit(jax.vmap(multiply, axes))
-        assert mapped.lower(*operands).as_text().count(f"@{rejections.MATMUL}(") == 1
-        actual = mapped(*operands)
-        for index in range(3):
-            one = [a[index] if axis == 0 else a for a, axis in zip(operands, axes, strict=True)]
-            assert_bitwise_equal(actual[index], jax.jit(multiply)(*one), what=f"[{index}]")
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-
-
-@pytest.mark.by_default(r"^P\('data',\)|-4$")
-@pytest.mark.parametrize(
-    ("lhs_spec", "rhs_spec", "out_spec", "gathers"),
-    [
-        (P("data"), P("model"), P("data", "model"), 0),
-        (P(("data", "model")), P(), P(("data", "model")), 0),
-        # A sharded k is gathered, codes and scales, on one side or on both.
-        (P("data", "model"), P(), P("data"), 2),
-        (P(None, "data"), P("model", "data"), P(None, "model"), 4),
-    ],
-    ids=str,
-)
-def test_kept_axes_are_sharded_without_gathering(mesh, lhs_spec, rhs_spec, out_spec, gathers: int):
-    case = MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4, m=(64,), n=(96,), k=(128,))
-    lhs, rhs = draw_operands(case, 7)
-    expected = product(case, lhs, rhs)
-    lhs = jax.device_put(lhs, NamedSharding(mesh, lhs_spec))
-    rhs = jax.device_put(rhs, NamedSharding(mesh, rhs_spec))
-    compiled = jax.jit(lambda a, b: BACKEND.run(case.call, a, b)).lower(lhs, rhs).compile()
-    actual = compiled(lhs, rhs)
-    assert actual.sharding.is_equivalent_to(NamedSharding(mesh, out_spec), 2)
-    text = compiled.as_text()
-    assert text is not None and text.count("all-gather(") == gathers
-    assert_bitwise_equal(actual, expected, what="product")
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_lowered_for_another_platform(packed: bool):
-    x, w = draw(4, 64), mx_jax.quantize(draw(32, 64), "mxfp4")
-    numbers = (((1,), (1,)), ((), ()))
-    product = jax.jit(
-        lambda x, w: mx_jax.dot_general(x, w, numbers, recipe=mx_jax.recipes.high_precision())
-    )
-    with only_backend("cpu_ffi"):
-        traced = product.trace(x, mx_jax.pack_weights(w) if packed else w)
-    targets = {
-        platform: traced.lower(lowering_platforms=(platform,)).as_text()
-        for platform in ("cpu", "cuda")
-    }
-    assert "mx_jax_cpu_matmul" in targets["cpu"]
-    assert "mx_jax_cpu" not in targets["cuda"]

@@ -40,15 +40,6 @@ def test_the_bits_of_jax(shape: tuple[int, ...], width: int):
     np.testing.assert_array_equal(draw(KEY), expected)
 
 
-def test_a_key_for_each_of_a_batch():
-    keys = jax.random.split(KEY, (4, 3))
-    draw = lambda key: draw_bits(key, (33,), 16)  # noqa: E731
-    both = jax.vmap(jax.vmap(draw))
-    assert handlers(both, keys) == ["mx_jax_cpu_random_bits"]
-    expected = [[random_bits.draw_bits(key, (33,), 16) for key in row] for row in keys]
-    np.testing.assert_array_equal(quick(both)(keys), np.array(expected))
-
-
 @pytest.mark.parametrize("key", [jax.random.key(3, impl="rbg"), jax.random.PRNGKey(3)], ids=str)
 def test_other_keys(key: jax.Array):
     """Of another implementation by JAX alone; old-style ones are of the default one."""

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax.backends.cpu_ffi import casts, library
@@ -61,57 +59,6 @@ def test_an_empty_tensor_has_scale_one(shape: tuple[int, ...], axis: int):
     assert casts.tensor_scale_of(jnp.zeros(shape), call).tolist() == [[1.0]]
 
 
-def test_batches_have_a_scale_each():
-    call = QuantizeCase(format=NVFP4, shape=(8, 48)).call
-    x = jax.random.normal(jax.random.key(0), (3, 8, 48)) * jnp.arange(1.0, 4.0)[:, None, None]
-    many = jax.jit(jax.vmap(lambda x: casts.tensor_scale_of(x, call)))
-    assert many.lower(x).as_text().count("@mx_jax_cpu_amax") == 1
-    each = jnp.stack([casts.tensor_scale_of(matrix, call) for matrix in x])
-    assert_bitwise_equal(many(x), each)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "blocks", "message"),
-    [
-        (
-            (8, 2),
-            "int32",
-            (-1, 16),
-            r"amax must be int32 of shape \(8, 1\), got amax.shape=\(8, 2\)",
-        ),
-        ((8, 1), "float32", (-1, 16), "amax must be int32"),
-        ((8, 1), "int32", (-2, 4), r"amax must be int32 of shape \(2, 1\)"),
-        ((8, 1), "int32", (0, 4), "blocks need axes in -2..-1"),
-        ((2, 2), "int32", (-2, 4, -1, 16), r"amax must be int32 of shape \(2, 1\)"),
-    ],
-)
-def test_wrong_calls(shape: tuple[int, ...], dtype: str, blocks: tuple[int, ...], message: str):
-    result = jax.ShapeDtypeStruct(shape, dtype)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax amax: .*{message}"):
-        jax.block_until_ready(
-            jax.ffi.ffi_call(casts.LARGEST, result)(
-                jnp.ones((8, 32)), blocks=np.array(blocks, np.int64)
-            )
-        )
-
-
-@pytest.mark.parametrize(
-    ("shape", "largest_value", "message"),
-    [
-        ((4, 2), 2688.0, r"reduced to 1, got scales.shape=\(4, 2\) for amax.shape=\(4, 3\)"),
-        ((1, 3), 2688.0, "reduced to 1"),
-        ((1,), 2688.0, "reduced to 1"),
-        ((1, 1), 0.0, "needs largest_value > 0, got largest_value=0"),
-    ],
-)
-def test_wrong_patterns(shape: tuple[int, ...], largest_value: float, message: str):
-    call = jax.ffi.ffi_call(casts.TENSOR_SCALE, jax.ShapeDtypeStruct(shape, "float32"))
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax tensor_scale: .*{message}"):
-        jax.block_until_ready(
-            call(jnp.ones((4, 3), jnp.int32), largest_value=np.float32(largest_value))
-        )
-
-
 # Programs -----------------------------------------------------------------------------------------
 
 
@@ -130,60 +77,3 @@ def test_a_program_has_calls_alone(batch: tuple[int, ...]):
     kinds = collections.Counter(re.findall(r"^ .* = .*?[\])}] ([a-z-]+)\(", text, re.MULTILINE))
     assert kinds.pop("custom-call") == 2 * 3 + 1
     assert not set(kinds) - {"parameter", "constant", "call", "tuple", "get-tuple-element"}
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Mesh:
-    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-
-
-def outlier() -> jax.Array:
-    """The largest values lie on one device; on another, larger ones in blocks with a NaN."""
-    x = np.random.default_rng(3).standard_normal((128, 128)).astype(np.float32)
-    x[100, 120], x[3, 6], x[3, 5], x[4, 6] = 1e4, 1e9, np.nan, np.nan
-    return jnp.asarray(x)
-
-
-@pytest.mark.by_default("quantize-0|both-1")
-@pytest.mark.parametrize("spec", [P("a", "b"), P(("a", "b")), P(None, "a")], ids=str)
-@pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("cast", [mx_jax.quantize, mx_jax.quantize_both])
-def test_shards_have_one_scale(mesh: Mesh, spec: P, axis: int, cast):
-    x = outlier()
-    how = {} if cast is mx_jax.quantize_both else {"axis": axis}
-    run = jax.jit(lambda x: jax.tree.leaves(cast(x, "nvfp4", **how)))
-    with mx_jax.only_backend("reference"):
-        expected = jax.tree.leaves(cast(x, "nvfp4", **how))
-    with mx_jax.only_backend("cpu_ffi"):
-        for got, want in zip(
-            run(jax.device_put(x, NamedSharding(mesh, spec))), expected, strict=True
-        ):
-            assert_bitwise_equal(got, want)
-
-
-def test_shards_of_a_batch_have_scales_each(mesh: Mesh):
-    x = jnp.stack([outlier() * (1 + i) for i in range(8)])
-    run = jax.jit(jax.vmap(lambda x: jax.tree.leaves(mx_jax.quantize(x, "nvfp4"))))
-    with mx_jax.only_backend("cpu_ffi"):
-        sharded = jax.device_put(x, NamedSharding(mesh, P("a", "b")))
-        for got, want in zip(run(sharded), run(x), strict=True):
-            assert_bitwise_equal(got, want)
-
-
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_below_shard_map_each_shard_has_its_own(mesh: Mesh, check_vma: bool):
-    x = outlier()
-
-    def local(x):
-        q = mx_jax.quantize(x, "nvfp4")
-        return q.codes, q.scales, q.tensor_scale
-
-    run = jax.shard_map(
-        local, mesh=mesh, in_specs=P("a"), out_specs=(P("a"),) * 3, check_vma=check_vma
-    )
-    with mx_jax.only_backend("cpu_ffi"):
-        found = jax.jit(run)(x)
-    with mx_jax.only_backend("reference"):
-        parts = [local(part) for part in jnp.split(x, 4)]
-    for got, want in zip(found, zip(*parts, strict=True), strict=True):
-        assert_bitwise_equal(got, jnp.concatenate(want))

@@ -11,7 +11,6 @@ from mx_jax import recipes
 from mx_jax.ops.operands import transformed, turned_back
 from mx_jax.reference import hadamard
 from tests.needs import needs_library
-from tests.quick import quick
 
 pytestmark = [needs_library, pytest.mark.one_python(reason="handlers are C++")]
 
@@ -63,20 +62,6 @@ def test_infinity_and_nan_stay_in_their_groups():
     turned = np.asarray(transformed(x, signs, 1))
     assert np.isinf(turned[0, :32]).all() and np.isfinite(turned[0, 32:]).all()
     assert np.isnan(turned[1, 32:]).all() and np.isfinite(turned[1, :32]).all()
-
-
-def test_lanes_have_signs_of_their_own():
-    x, signs = drawn((3, 40, 5), "float32", 16)
-    many = jnp.stack([signs, -signs, signs[::-1]])
-    each = lambda x, signs: transformed(x, signs, 0)  # noqa: E731
-    for axes in ((0, 0), (0, None), (None, 0)):
-        given = (x if axes[0] == 0 else x[0], many if axes[1] == 0 else many[0])
-        found = quick(jax.vmap(each, axes))(*given)
-        for lane in range(3):
-            own = (
-                value[lane] if axis == 0 else value for value, axis in zip(given, axes, strict=True)
-            )
-            np.testing.assert_array_equal(found[lane], each(*own))
 
 
 def test_who_transforms():

@@ -6,11 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax import recipes
 
 DOCS = Path(__file__).parents[2] / "docs" / "gpu.md"
 KINDS = [
@@ -46,29 +44,6 @@ def test_products(platform: str, kind: str):
             platform, kind, lambda x, w, recipe=recipe: mx_jax.matmul(x, w, recipe=recipe), X, W
         )
         assert dots(text) == {expected} and "custom_call" not in text
-
-
-@pytest.mark.parametrize(("platform", "kind"), [KINDS[2], KINDS[4]], ids=str)
-def test_gradients_weights_and_groups_of_rows(platform: str, kind: str):
-    def step(x: jax.Array, w: jax.Array) -> Any:
-        y, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp4"), x, w)
-        return pullback(y)
-
-    weights = jax.tree.map(np.asarray, mx_jax.quantize(W, "mxfp4", axis=0))
-    recipe = recipes.weight_only("mxfp4")
-    by_weights = lambda x, w: mx_jax.matmul(x, weights, recipe=recipe)  # noqa: E731
-    for run in (step, by_weights):
-        assert dots(lowered(platform, kind, run, X, W)) == {BFLOAT16}
-    sizes = np.array([3, 5])
-    text = lowered(
-        platform,
-        kind,
-        lambda x, w: mx_jax.ragged_dot(x, w, sizes, recipe="mxfp8"),
-        X,
-        W[None, :].repeat(2, 0),
-    )
-    # As it is for a TPU's compiler, or a product of each row by every group.
-    assert dots(text) == {BFLOAT16} or ("ragged_dot" in text and not dots(text))
 
 
 def test_the_page_has_every_kind():

@@ -230,13 +230,6 @@ def test_ops_tell_it_the_dtype_of_activations():
         mx_jax.matmul(x, w, recipe=recipe)
 
 
-@pytest.mark.skipif(jax.__version_info__ < NEW, reason="rejected below jax 0.11.2")
-def test_only_who_asks_gets_it():
-    assert select(TAKEN, H200).backend != PALLAS_GPU
-    with only_backend("pallas_gpu"):
-        assert select(TAKEN, H200).backend == PALLAS_GPU
-
-
 @pytest.mark.slow
 def test_importing_the_library_does_not_import_mosaic():
     mosaic, kernel = (

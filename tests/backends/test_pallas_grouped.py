@@ -1,4 +1,5 @@
-"""Hopper's kernel for rows in groups: numbers and races in the interpreter, and what it takes."""
+"""GPU kernels for rows in groups, and sums over them: numbers and races in the interpreter, what
+they take, what is lowered."""
 
 import dataclasses
 import functools
@@ -12,17 +13,20 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax import formats
+from mx_jax import formats, recipes
 from mx_jax.backends.calls import OperandType, PackCall, RaggedCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for, products
-from mx_jax.backends.pallas_gpu.architecture import SM90
+from mx_jax.backends.pallas_gpu.architecture import SM90, SM100
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights, factors_of
 from mx_jax.backends.pallas_gpu.products import pack_weights
 from mx_jax.backends.pallas_gpu.rejections import rejects_groups
 from mx_jax.backends.pallas_gpu.tiles import FIELDS, Tiles, num_visits, visits
+from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.select import Choice
 from mx_jax.backends.target import Target
-from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
+from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, WHOLE
 from mx_jax.mxarray import MXArray
+from mx_jax.ops import ragged_dot as ops
 from mx_jax.reference.ragged import scaled_ragged_dot
 from mx_jax.testing.backend_suite import check_ragged
 from mx_jax.testing.cases import RAGGED_CASES, RaggedCase
@@ -34,10 +38,9 @@ from tests.backends.mosaic import (
 )
 from tests.quick import quick
 
-H200 = Target(platform="cuda", compute_capability=(9, 0))
+H200, B200 = (Target(platform="cuda", compute_capability=own) for own in ((9, 0), (10, 0)))
 NEW = (0, 12, 0)
 SMALL = Tiles(m=16, n=64, k=128, stages=2)
-KEPT = tuple(case for case in RAGGED_CASES if not case.contracts_rows)
 
 
 def case_of(rhs: formats.BlockFormat | None = MXFP4, **facts: Any) -> RaggedCase:
@@ -131,7 +134,7 @@ def test_is_the_reference_after_rounding(case: RaggedCase, tiles: Tiles):
 
 @needs_newer_mosaic
 @pytest.mark.slow
-@pytest.mark.parametrize("case", KEPT, ids=str)
+@pytest.mark.parametrize("case", RAGGED_CASES, ids=str)
 def test_is_near_float64(case: RaggedCase):
     """The shared suite's cases, tiles by the table."""
     assert rejects_groups(case.call, H200, NEW) is None
@@ -174,10 +177,119 @@ def test_rows_of_no_group_are_zeros_whatever_the_scales():
     assert np.isnan(found[:4]).all() and not np.asarray(found[4:]).any()
 
 
+# Groups of none, of one, of several and of more than a tile, and rows of none.
+LONG = (3, 140, 0, 9)
+
+
+def scaled_operands(case: RaggedCase) -> tuple[MXArray, MXArray, jax.Array]:
+    """Of sums that are exact in float32 in any order; other scales in every row and block."""
+    rng = np.random.default_rng(0)
+    lhs, rhs, sizes = case.operands(rng)
+
+    def exact(x: Any) -> MXArray:
+        assert isinstance(x, MXArray)
+        scales = rng.integers(126, 129, x.scales.shape).astype(np.uint8)
+        return few_octaves(rng, dataclasses.replace(x, scales=jnp.asarray(scales)))
+
+    return exact(lhs), exact(rhs), sizes
+
+
+def of(format: Any, **facts: Any) -> RaggedCase:
+    return RaggedCase(
+        **{"lhs": format, "rhs": format, "sizes": (0, 1, 7, 0, 13), "rows": 24, "n": 64} | facts
+    )
+
+
+@needs_newer_mosaic
+@pytest.mark.parametrize(
+    "case",
+    [
+        of(MXFP8_E4M3, rhs=MXFP8_E5M2, k=300),
+        pytest.param(
+            of(NVFP4, sizes=LONG, rows=160, n=200, k=40, out_dtype="bfloat16"),
+            id="more than a tile",
+        ),
+        pytest.param(of(MXFP4, sizes=(24,), out_dtype="float16"), marks=pytest.mark.slow),
+        pytest.param(
+            of(MXFP4, sizes=LONG, rows=155, n=300, rhs_k_first=True), marks=pytest.mark.slow
+        ),
+        pytest.param(of(MXFP4, sizes=(0, 0), rows=5, n=3), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_blackwell_is_the_reference_after_rounding(case: RaggedCase):
+    lhs, rhs, sizes = scaled_operands(case)
+    how = {"architecture": SM100, "interpret": interpreter()}
+    run = jax.jit(lambda lhs, rhs: products.ragged_dot(lhs, rhs, sizes, case.call, **how))
+    assert "grouped_tcgen05" in str(run.trace(lhs, rhs).jaxpr)
+    expected = scaled_ragged_dot(lhs, rhs, sizes, case.call.contracting, case.out_dtype)
+    assert_bitwise_equal(run(lhs, rhs), expected, what="product")
+
+
+@needs_newer_mosaic
+@pytest.mark.slow
+def test_blackwell_lays_out_what_was_packed_to_be_decoded():
+    """To be decoded: they are laid out at every call."""
+    case = of(NVFP4, k=64)
+    lhs, rhs, sizes = scaled_operands(case)
+    packed = pack_weights(rhs, PackCall(weights=case.call.rhs, blocks=rhs.blocks))
+    how = {"architecture": SM100, "interpret": interpreter()}
+    run = jax.jit(lambda lhs, rhs: products.ragged_dot(lhs, rhs, sizes, case.call, **how))
+    expected = scaled_ragged_dot(lhs, rhs, sizes, case.call.contracting, case.out_dtype)
+    assert_bitwise_equal(run(lhs, packed), expected, what="product")
+
+
+def group_sums(sizes: tuple[int, ...], tiles: Tiles, out_dtype: str = "float32") -> Any:
+    """The kernel's sums, as a function to be called, and exact ones."""
+    from mx_jax.backends.pallas_gpu import wgmma
+
+    rng, rows = np.random.default_rng(0), 256
+    left, right = (rng.integers(-8, 9, (rows, columns)) for columns in (64, 128))
+    ends = np.cumsum(sizes)
+    begins = ends - np.asarray(sizes)
+    expected = np.stack([left[i:j].T @ right[i:j] for i, j in zip(begins, ends, strict=True)])
+    given = (
+        jnp.asarray(left, jnp.bfloat16),
+        jnp.asarray(right, jnp.bfloat16),
+        jnp.asarray(np.concatenate([begins, sizes]), jnp.int32),
+        jnp.asarray([0.25, 2.0], jnp.float32),
+    )
+    how = {"tiles": tiles, "out_dtype": out_dtype, "interpret": interpreter()}
+    return lambda: wgmma.group_sums(*given, **how), jnp.asarray(expected / 2, out_dtype)
+
+
+@needs_newer_mosaic
+@pytest.mark.parametrize(
+    ("sizes", "tiles", "out_dtype"),
+    [
+        # Whole steps and parts of one, a group of none, rows of no group.
+        ((96, 0, 16), Tiles(m=64, n=128, k=64, stages=2), "float32"),
+        pytest.param(
+            (16, 240), Tiles(m=64, n=64, k=64, stages=4), "bfloat16", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            (0, 256), Tiles(m=64, n=64, k=64, stages=3), "float32", marks=pytest.mark.slow
+        ),
+    ],
+)
+def test_sums_are_exact(sizes: tuple[int, ...], tiles: Tiles, out_dtype: str):
+    run, expected = group_sums(sizes, tiles, out_dtype)
+    assert_bitwise_equal(run(), expected, what="sums")
+
+
 # What is taken, and what is lowered -----------------------------------------------------------
 
 TAKEN_CALL = case_of().call
 TYPE = TAKEN_CALL.rhs
+
+
+def sums_of(
+    lhs: formats.BlockFormat | None, rhs: formats.BlockFormat | None, **facts: Any
+) -> RaggedCall:
+    return RaggedCase(lhs=lhs, rhs=rhs, sizes=(32,), rows=32, contracts_rows=True, **facts).call
+
+
+FLOAT16 = dataclasses.replace(sums_of(None, MXFP4).lhs, dtype=jnp.dtype("float16"))
 
 
 @pytest.mark.parametrize(
@@ -188,7 +300,7 @@ TYPE = TAKEN_CALL.rhs
         (TAKEN_CALL, Target(platform="cpu"), "runs on platform=cuda, got platform=cpu"),
         (
             TAKEN_CALL,
-            Target(platform="cuda", compute_capability=(10, 0)),
+            B200,
             "multiplies rows in groups on CUDA compute capability 10.0 where formats meet, got "
             "lhs=None, rhs=mxfp4",
         ),
@@ -231,6 +343,43 @@ TYPE = TAKEN_CALL.rhs
             "at most 2147483647 words of codes, got rhs_shape=(2048, 8192, 2048)",
         ),
         (case_of(n=2**22, k=32, sizes=(1,)).call, H200, "at most 4194240 columns of a matrix"),
+        (sums_of(MXFP4, MXFP8_E4M3), H200, None),
+        (sums_of(None, NVFP4), H200, None),
+        (sums_of(MXFP4.with_block(WHOLE), MXFP4), H200, None),
+        (
+            dataclasses.replace(sums_of(None, MXFP4), lhs=FLOAT16),
+            H200,
+            "needs rows in bfloat16, got lhs in float16",
+        ),
+        (
+            sums_of(MXFP4, formats.FLOAT8_ROWWISE_E4M3),
+            H200,
+            "needs values that bfloat16 holds on both sides, got rhs=float8_rowwise_e4m3",
+        ),
+        (
+            sums_of(MXFP4.with_block(8), MXFP4.with_block(24)),
+            H200,
+            "needs groups in blocks of a multiple of 16 rows, got blocks=[8, 24]",
+        ),
+        (
+            sums_of(MXFP4.with_block(WHOLE), None),
+            H200,
+            "needs groups in blocks of a multiple of 16 rows",
+        ),
+        (sums_of(MXFP4, MXFP4, k=2**27), H200, "at most 2147483647 elements, got lhs_shape=(32,"),
+        (of(MXFP8_E4M3, rhs=MXFP8_E5M2).call, B200, None),
+        (of(NVFP4).call, B200, None),
+        (
+            of(MXFP8_E4M3, rhs=MXFP4).call,
+            B200,
+            "multiplies rows in groups on CUDA compute capability 10.0 where formats meet, got "
+            "lhs=mxfp8_e4m3, rhs=mxfp4",
+        ),
+        (
+            of(MXFP8_E4M3, contracts_rows=True).call,
+            B200,
+            "sums over rows of groups on CUDA compute capability 9.0, got 10.0",
+        ),
     ],
 )
 def test_rejects(call: RaggedCall, target: Target, reason: str | None):
@@ -320,3 +469,93 @@ def test_rows_are_masked_only_for_a_scale_that_counts_them(recipe: str):
 def test_the_backend_offers_it():
     assert PALLAS_GPU.rejects(TAKEN_CALL, Target(platform="rocm")) is not None
     assert RaggedCall in PALLAS_GPU.offers
+
+
+@needs_newer_mosaic
+@pytest.mark.slow
+def test_a_training_step_by_the_kernels_alone(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+):
+    """The output, both gradients and the casts along the rows, in groups of any length."""
+    backend = backend_for(architecture=SM90, interpret=interpreter())
+    asked = []
+
+    def select(call: RaggedCall) -> Choice:
+        reason = backend.rejects(call, H200)
+        asked.append((call.contracts_rows, reason))
+        chosen = backend if reason is None else REFERENCE
+        return Choice(backend=chosen, offer=chosen.offers[RaggedCall], target=H200, rejections=())
+
+    tokens, experts, g = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+        for shape in ((24, 64), (3, 64, 64), (24, 64))
+    )
+    sizes = np.array([13, 0, 6], np.int32)
+
+    def three(tokens: jax.Array, experts: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
+        def product(x: jax.Array, w: jax.Array) -> jax.Array:
+            return mx_jax.ragged_dot(x, w, sizes, recipe="nvfp4")
+
+        y, pullback = jax.vjp(product, tokens, experts)
+        return y, *pullback(g)
+
+    with mx_jax.only_backend("reference"):
+        expected = jax.jit(three)(tokens, experts, g)
+    monkeypatch.setattr(ops, "choose", select)
+    found = jax.jit(lambda *given: three(*given))(tokens, experts, g)
+    assert asked == [(False, None), (False, None), (True, None)]
+    for actual, wanted in zip(found, expected, strict=True):
+        wide = np.float32(wanted)
+        np.testing.assert_allclose(np.float32(actual), wide, atol=2e-2 * np.abs(wide).max())
+
+
+@needs_newer_mosaic
+def test_explain_names_what_takes_each_product():
+    """Of a step on a Hopper: three products and their casts, blocks along the rows among them."""
+    tokens, experts = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((2, 64, 64), jnp.bfloat16)
+    sizes = np.array([3, 13], np.int32)
+
+    def step(recipe: Any) -> str:
+        def loss(x: jax.Array, w: jax.Array) -> jax.Array:
+            return mx_jax.ragged_dot(x, w, sizes, recipe=recipe).sum()
+
+        with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
+            return mx_jax.inspect.explain_call(jax.grad(loss, (0, 1)), tokens, experts)
+
+    text = step(recipes.mxfp8())
+    products = [line for line in text.splitlines() if line.startswith("ragged product")]
+    assert len(products) == 3 and all("-> pallas_gpu" in line for line in products)
+    casts = [line for line in text.splitlines() if "quantize" in line or "cast" in line]
+    assert casts and all("-> pallas_gpu" in line for line in casts), text
+    plain = step(recipes.float8_rowwise())
+    products = [line for line in plain.splitlines() if line.startswith("ragged product")]
+    assert len(products) == 3 and not any("-> pallas_gpu" in line for line in products), plain
+    # Experts in few bits are no operand of these gradients any more: the plain path takes them.
+    weights = mx_jax.quantize(experts, "mxfp4", axis=1)
+    weight_only = recipes.weight_only("mxfp4")
+    with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
+        text = mx_jax.inspect.explain_call(
+            jax.grad(lambda x: mx_jax.ragged_dot(x, weights, sizes, recipe=weight_only).sum()),
+            tokens,
+        )
+    forward, gradient = (line for line in text.splitlines() if line.startswith("ragged product"))
+    assert forward.endswith("-> pallas_gpu")
+    assert gradient.endswith("2 groups, to bfloat16 -> jax.lax, not quantized"), text
+
+
+@needs_newer_mosaic
+def test_lowers_where_integers_have_64_bits():
+    def step(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
+        y, pullback = jax.vjp(lambda x, w: mx_jax.ragged_dot(x, w, sizes, recipe="mxfp8"), x, w)
+        return y, *pullback(y)
+
+    rows, experts = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((32, 64), (3, 64, 64)))
+    with (
+        mx_jax.testing.target("cuda", (9, 0)),
+        mx_jax.prefer_backends("pallas_gpu"),
+        jax.enable_x64(True),
+    ):
+        traced = jax.jit(step).trace(rows, experts, jax.ShapeDtypeStruct((3,), jnp.int64))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert len(re.findall("mx_jax_grouped_wgmma_mxfp8_e4m3|mx_jax_group_sums", text)) >= 3
+    assert "chlo.ragged_dot" not in text

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.backends.test_cpu_ffi import needs_library
+from tests.needs import needs_library
 from tests.sharding.collectives import collectives
 
 P = PartitionSpec

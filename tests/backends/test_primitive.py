@@ -18,7 +18,7 @@ from mx_jax.backends.target import Backend, Offer
 from mx_jax.inspect import explain_call
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.backends.test_cpu_ffi import needs_library
+from tests.needs import needs_library
 from tests.quick import quick
 
 pytestmark = needs_library

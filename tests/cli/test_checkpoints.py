@@ -598,7 +598,7 @@ def test_a_disk_that_is_full_leaves_no_half_tokenizer(
     source.mkdir()
     model.rename(source / "model.safetensors")
     (source / "tokenizer.json").write_text("{}")
-    replacing = stream.replacing
+    replacing = files.replacing
 
     @contextlib.contextmanager
     def full(path: Path) -> Iterator[Any]:
@@ -607,7 +607,7 @@ def test_a_disk_that_is_full_leaves_no_half_tokenizer(
             if path.name == "tokenizer.json":
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(stream, "replacing", full)
+    monkeypatch.setattr(files, "replacing", full)
     said = cli.error("quantize", source, out, "--format", "mxfp4")
     assert "No space left on device: '" in said and "tokenizer.json" in said
     assert [*tmp_path.iterdir()] == [source]

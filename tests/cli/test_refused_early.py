@@ -26,7 +26,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("size", ["much", "0", "0.0001kB"])
+@pytest.mark.parametrize("size", ["much", "0", "0.0001kB", 400 * "9"])
 def test_a_size_of_files_that_is_none(size: str, file: Path, cli: Cli):
     out = file.with_name("out")
     said = cli.error("quantize", file, out, "--format", "mxfp4", "--max-shard-size", size)

@@ -55,9 +55,6 @@ def everywhere(dot: Dot) -> Callable[[jax.Array, jax.Array], jax.Array]:
     return fn
 
 
-SCOPES = ["scan", "jit", "remat", "cond", "vmap", "shard_map", "nested"]
-
-
 def decisions(fn: Any, *args: Any, **options: Any) -> dict[str, convert.Decision]:
     found = convert.report(fn, options.pop("rules", ALL), *args, **options).decisions
     return {decision.layer.path: decision for decision in found}

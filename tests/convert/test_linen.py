@@ -2,6 +2,8 @@
 
 import copy
 import functools
+import pickle
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -9,14 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import freeze
 
 import mx_jax
 from mx_jax import convert, recipes
-from mx_jax.convert import Rule
+from mx_jax.convert import Rule, UnusedRuleWarning
+from mx_jax.nn.linen import RNG_STREAM
 from tests.quick import quick
 
-from .helpers import MXFP8, WEIGHT_ONLY, recipe_names
-from .linen_models import FLAX, WIDTH, Block, Compact, example_input
+from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, recipe_names
+from .linen_models import FLAX, WIDTH, Block, Compact, example_input, scanned
 
 KEPT = (Rule(".*", None),)
 
@@ -237,3 +241,199 @@ def test_an_error_inside_names_layer_and_rule():
     with pytest.raises(TypeError, match=r"must be float32") as caught:
         convert.report(model, Rule(".*", MXFP8), jnp.ones((2, 4)))
     assert "in layer 'layers_0' (Dense), converted by rule 0" in caught.value.__notes__
+
+
+# Stochastic recipes draw from the stream "quantize".
+RANDOM = Rule(".*", STOCHASTIC)
+KEYS = [jax.random.key(seed) for seed in (1, 2)]
+
+
+def setup_model(module: nn.Module):
+    x = example_input()
+    variables = quick(module.init)(jax.random.key(0), x)
+    converted = convert.linen(module, RANDOM)
+    apply = quick(lambda variables, x, rngs: converted.apply(variables, x, rngs=rngs))
+    return variables, x, converted, apply
+
+
+def test_same_key_same_bits_as_by_hand():
+    variables, x, converted, apply = setup_model(nn.Dense(5))
+    by_hand = mx_jax.nn.linen.Dense(5, recipe=STOCHASTIC)
+    expected = quick(lambda v, x, rngs: by_hand.apply(v, x, rngs=rngs))
+    for stream in (RNG_STREAM, "params"):
+        results = [apply(variables, x, {stream: key}) for key in KEYS]
+        for key, result in zip(KEYS, results, strict=True):
+            np.testing.assert_array_equal(result, expected(variables, x, {stream: key}))
+        assert np.any(results[0] != results[1])
+    del converted
+
+
+def test_layers_draw_different_keys():
+    class Twins(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            dense = nn.Dense(7, kernel_init=nn.initializers.constant(0.3), use_bias=False)
+            other = nn.Dense(7, kernel_init=nn.initializers.constant(0.3), use_bias=False)
+            return dense(x), other(x), dense(x)
+
+    variables, x, _, apply = setup_model(Twins())
+    first, second, again = apply(variables, x, {RNG_STREAM: KEYS[0]})
+    assert np.any(first != second) and np.any(first != again)
+
+
+def test_init_needs_no_stream_and_draws_nothing_from_the_others():
+    module, x = Block(FLAX), example_input()
+    converted = convert.linen(module, RANDOM)
+    plain, ours = (quick(m.init)(jax.random.key(0), x) for m in (module, converted))
+    jax.tree.map(np.testing.assert_array_equal, plain, ours)
+
+
+def test_a_missing_stream_is_named():
+    module = nn.Sequential([nn.Dense(3)])
+    variables, x, converted, _ = setup_model(module)
+    message = (
+        r"layers_0: recipe 'stochastic weight' draws random bits and needs the 'quantize' stream"
+        r"; call apply\(..., rngs=\{'quantize': key\}\). Below nn.scan or nn.vmap, list 'quantize' "
+        r"in split_rngs, or pass the key as 'params'"
+    )
+    with pytest.raises(ValueError, match=message):
+        converted.apply(variables, x)
+
+
+class TestScan:
+    """nn.scan passes on only the streams that it lists."""
+
+    def test_stream_that_the_model_does_not_list(self):
+        variables, x, converted, _ = setup_model(scanned(FLAX))
+        with pytest.raises(ValueError, match="list 'quantize' in split_rngs"):
+            converted.apply(variables, x, rngs={RNG_STREAM: KEYS[0]})
+
+    def test_the_params_stream_reaches_an_unedited_model(self):
+        class Kernels(nn.Module):
+            """Equal kernels: what differs between the layers is the rounding."""
+
+            @nn.compact
+            def __call__(self, x):
+                y = nn.Dense(WIDTH, use_bias=False, kernel_init=nn.initializers.constant(0.3))(x)
+                return x, y
+
+        class Model(nn.Module):
+            split_rngs: Any
+
+            @nn.compact
+            def __call__(self, x):
+                stack = nn.scan(
+                    lambda layer, x, _: layer(x),
+                    variable_axes={"params": 0},
+                    split_rngs=self.split_rngs,
+                    length=2,
+                )
+                return stack(Kernels(name="layers"), x, None)[1]
+
+        for streams, given in (
+            (freeze({"params": True}), "params"),
+            (freeze({"params": True, RNG_STREAM: True}), RNG_STREAM),
+        ):
+            variables, x, _, apply = setup_model(Model(streams))
+            one, other = (apply(variables, x, {given: key}) for key in KEYS)
+            assert np.any(one[0] != one[1]), "both layers rounded alike"
+            assert np.any(one != other)
+            np.testing.assert_array_equal(one, apply(variables, x, {given: KEYS[0]}))
+
+
+def test_below_nn_jit_steps_draw_anew():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.jit(nn.Dense)(5)(x)
+
+    variables, x, converted, _ = setup_model(Model())
+    one, other = (converted.apply(variables, x, rngs={RNG_STREAM: key}) for key in KEYS)
+    again = converted.apply(variables, x, rngs={RNG_STREAM: KEYS[0]})
+    np.testing.assert_array_equal(one, again)
+    assert np.any(one != other)
+
+
+# Rules that match nothing: a module learns of them when its layers first appear.
+KEY, X = jax.random.key(0), np.ones((2, 32), np.float32)
+TYPO = Rule("encoder_0", MXFP8)
+
+
+class Model(nn.Module):
+    """Two layers, one of them below nn.jit, and one that only `decode` has."""
+
+    def setup(self):
+        self.encoder = nn.jit(nn.Dense)(32)
+        self.head = nn.Dense(4)
+        self.decoder = nn.Dense(32)
+
+    def __call__(self, x):
+        return self.head(self.encoder(x))
+
+    def decode(self, x):
+        return self.decoder(x)
+
+    def both(self, x):
+        return self(self.decode(x))
+
+
+VARIABLES = jax.tree.map(
+    lambda leaf: np.zeros(leaf.shape, leaf.dtype),
+    jax.eval_shape(functools.partial(Model().init, method=Model.both), KEY, X),
+)
+MESSAGE = (
+    "convert.linen: rules that matched no layer: 0 ('encoder_0'); no layer is converted; the model "
+    "has 'encoder', 'head'; patterns match whole paths, and the first rule that matches decides"
+)
+
+
+def test_the_first_call_warns():
+    model = convert.linen(Model(), TYPO)
+    for call in (
+        lambda: model.init(KEY, X),
+        lambda: model.init_with_output(KEY, X),
+        lambda: model.apply(VARIABLES, X),
+        lambda: model.apply(VARIABLES, X, method="__call__"),
+        lambda: jax.jit(model.apply)(VARIABLES, X),
+        lambda: jax.eval_shape(model.init, KEY, X),
+    ):
+        with pytest.warns(UnusedRuleWarning, match=f"^{re.escape(MESSAGE)}$"):
+            call()
+
+
+@pytest.mark.parametrize("pattern", ["encoder_0", "decoder"])
+def test_strict_raises(pattern: str):
+    model = convert.linen(Model(), [Rule("head", None), Rule(pattern, MXFP8)], strict=True)
+    for rebuilt in (model, model.clone(), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        message = rf"matched no layer: 1 \('{pattern}'\); no layer is converted; the model has 'enc"
+        for call in (lambda m: m.init(KEY, X), lambda m: jax.jit(m.apply)(VARIABLES, X)):
+            with pytest.raises(ValueError, match=message):
+                call(rebuilt)
+
+
+def test_a_rule_that_matched_before_is_not_warned_about():
+    """`init` meets what `apply` does not, and nn.jit runs a layer once for all calls."""
+    model = convert.linen(Model(), [Rule("decoder", MXFP8), Rule(".*", MXFP8)], strict=True)
+    model.init(KEY, X, method=Model.both)
+    for _ in range(3):
+        model.apply(VARIABLES, X)
+
+
+def test_a_part_of_another_model():
+    class Outer(nn.Module):
+        part: nn.Module
+
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(32)(self.part(x))
+
+    for strict, rule, error in ((False, TYPO, None), (True, TYPO, ValueError)):
+        model = Outer(convert.linen(Model(), rule, strict=strict))
+        expected = pytest.raises(error) if error else pytest.warns(UnusedRuleWarning)
+        with expected:
+            model.init(KEY, X)
+    Outer(convert.linen(Model(), Rule("head", MXFP8), strict=True)).init(KEY, X)
+    # Each conversion counts its own rules.
+    inner = convert.linen(Model(), Rule("head", MXFP8), strict=True)
+    outer = convert.linen(Outer(inner), Rule("Dense_0", MXFP8), strict=True)
+    outer.init(KEY, X)

@@ -107,38 +107,6 @@ class TestModel:
         assert nnx.graphdef(model) == before, "the model itself is as it was"
         assert state_paths(converted) == paths
 
-    def test_original(self):
-        model = abstract()
-        rules = [Rule("shared", STOCHASTIC), Rule(".*", MXFP8)]
-        converted = convert.nnx(model, rules, rngs=nnx.Rngs(3))
-        # Also after the copy came through split and merge.
-        graph, state = nnx.split(converted)
-        for back in (convert.original(converted), convert.original(nnx.merge(graph, state))):
-            assert nnx.graphdef(back) == nnx.graphdef(model)
-            assert state_paths(back) == state_paths(model)
-        assert nnx.graphdef(convert.original(model)) == nnx.graphdef(model)
-
-    def test_one_trace_for_rebuilt_models_and_repeated_steps(self):
-        traces = []
-
-        @nnx.jit
-        def step(model: nnx.Module, x: jax.Array) -> None:
-            traces.append(model)
-            gradients = nnx.grad(lambda model: jnp.sum(model(x) ** 2))(model)
-            nnx.update(model, jax.tree.map(lambda p, g: p - g, nnx.state(model), gradients))
-
-        def build(recipe: Recipe) -> nnx.Module:
-            model = nnx.Sequential(nnx.Linear(WIDTH, 3, rngs=nnx.Rngs(0)))
-            return convert.nnx(model, Rule(".*", recipe))
-
-        for _ in range(3):
-            model = build(recipes.weight_only("mxfp4"))
-            step(model, example_input())
-            step(model, example_input())
-        assert len(traces) == 1
-        step(build(recipes.weight_only("mxfp6_e2m3")), example_input())
-        assert len(traces) == 2
-
 
 class TestLayers:
     def test_a_shared_layer_has_several_paths(self):
@@ -241,20 +209,6 @@ class TestStacks:
         report = convert.report(layers, Rule(".*", MXFP8))
         assert report.decisions[0].layer.kernel == (3, WIDTH, WIDTH)
         assert report.decisions[0].layer.shape == (WIDTH, WIDTH)
-
-    @pytest.mark.slow
-    def test_stochastic_layers_draw_their_own_keys(self):
-        def make(rngs):
-            ones = nnx.initializers.constant(0.3)
-            return nnx.Linear(WIDTH, WIDTH, kernel_init=ones, use_bias=False, rngs=rngs)
-
-        layers = convert.nnx(self.stack(make), Rule(".*", STOCHASTIC), rngs=nnx.Rngs(5))
-        run = nnx.vmap(lambda layer, x: layer(x), in_axes=(0, None))
-        first, second = run(layers, example_input()), run(layers, example_input())
-        assert np.any(first[0] != first[1]), "layers rounded alike"
-        assert np.any(first != second), "calls rounded alike"
-        again = convert.nnx(self.stack(make), Rule(".*", STOCHASTIC), rngs=nnx.Rngs(5))
-        np.testing.assert_array_equal(run(again, example_input()), first)
 
     def test_streams_that_are_not_mapped(self):
         layers = self.stack(lambda rngs: nnx.Linear(WIDTH, WIDTH, rngs=rngs))

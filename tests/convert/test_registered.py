@@ -104,20 +104,6 @@ def test_registered_it_is_a_layer_like_any_other(model: Any):
     assert reason(own, *args) == "has its own multiply"
 
 
-@pytest.mark.usefixtures("registered")
-def test_random_bits_and_the_way_back():
-    rule = Rule(".*", STOCHASTIC)
-    variables, key = {"params": {"heads": WEIGHT}}, jax.random.key(3)
-    first = convert.linen(Heads(), rule).apply(variables, X, rngs={"quantize": key})
-    again = convert.linen(Heads(), rule).apply(variables, X, rngs={"quantize": key})
-    other = convert.linen(Heads(), rule).apply(variables, X, rngs={"quantize": jax.random.key(4)})
-    np.testing.assert_array_equal(first, again)
-    assert np.any(first != other)
-    model = convert.nnx(NnxHeads(), rule, rngs=nnx.Rngs(quantize=0))
-    assert np.any(model(X) != model(X)), "each use has a key of its own"
-    assert convert.original(model).multiply is multiply_heads
-
-
 @pytest.mark.parametrize("reads_stored", [True, False])
 @pytest.mark.usefixtures("registered")
 def test_a_stored_kernel_that_no_rule_decides_about(reads_stored: bool):

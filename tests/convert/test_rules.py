@@ -208,17 +208,6 @@ class TestReport:
         text = console.file.getvalue()
         assert all(word in text for word in ("a/up", "64x128", "mxfp8", "rule 1 ('z') matched"))
 
-    def test_unused_rules(self):
-        assert REPORT.unused == (1,) and REPORT.num_converted == 1
-        message = (
-            r"f: rules that matched no layer: 1 \('z'\); the model has 'a/up', '', 'b'; patterns "
-            "match whole paths, and the first rule that matches decides"
-        )
-        with pytest.warns(convert.UnusedRuleWarning, match=message):
-            REPORT.check("f", strict=False)
-        with pytest.raises(ValueError, match=message):
-            REPORT.check("f", strict=True)
-
     def test_a_linen_report_takes_flags_shapes_and_methods(self):
         class Model(nn.Module):
             @nn.compact

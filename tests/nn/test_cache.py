@@ -1,21 +1,18 @@
-"""The key-value cache: what it holds, what attention over it gives, in nnx and in linen."""
+"""The key-value cache: what it holds, what attention over it gives."""
 
 import dataclasses
 import functools
 import re
 
-import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax.nn import KVCache
-from mx_jax.nn.attention import attend
 from tests.quick import quick
 from tests.sharding.collectives import collectives
 
@@ -52,7 +49,7 @@ def test_bytes_are_the_formats(options, bits):
     assert empty(**options).nbytes == values * bits / 8 + fixed
 
 
-@pytest.mark.by_default("mxfp8")
+@pytest.mark.by_default("nvfp4")
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_are_those_of_quantize(format):
     keys, values = drawn(3), drawn(3, seed=1) * 1e-3
@@ -124,58 +121,6 @@ def test_attention_over_what_it_holds(format):
     found = quick(KVCache.attend)(cache, query, 3)
     held = [np.asarray(rows.read().swapaxes(1, 2)) for rows in (cache.keys, cache.values)]
     np.testing.assert_allclose(found, plain_attention(query, *held, 3), atol=1e-5)
-
-
-NAMES = ("query", "key", "value")
-
-
-class LinenAttention(flax_nn.Module):
-    format: str | None
-
-    @flax_nn.compact
-    def __call__(self, x, position):
-        query, keys, values = (
-            flax_nn.DenseGeneral((HEADS, FEATURES), use_bias=False, name=name)(x) for name in NAMES
-        )
-        cache = self.variable("cache", "kv", empty, format=self.format)
-        cache.value = cache.value.append(keys, values, position)
-        return cache.value.attend(query, position)
-
-
-class NnxAttention(nnx.Module):
-    def __init__(self, format, kernels):
-        for name in NAMES:
-            setattr(self, name, nnx.Param(kernels[name]["kernel"]))
-        self.cache = nnx.Cache(empty(format=format))
-
-    def __call__(self, x, position):
-        kernels = (getattr(self, name)[...] for name in NAMES)
-        query, keys, values = (jnp.einsum("btw,whf->bthf", x, kernel) for kernel in kernels)
-        cache = self.cache.get_value().append(keys, values, position)
-        self.cache.set_value(cache)
-        return cache.attend(query, position)
-
-
-@pytest.mark.by_default("mxfp8")
-@pytest.mark.parametrize("format", [None, "mxfp8_e4m3"])
-def test_in_linen_and_in_nnx(format):
-    x = np.random.default_rng(0).standard_normal((BATCH, 3, 16)).astype(np.float32)
-    layer = LinenAttention(format)
-    variables = layer.init(jax.random.key(0), x, 0)
-    params = variables["params"]
-    query, keys, values = (jnp.einsum("btw,whf->bthf", x, params[name]["kernel"]) for name in NAMES)
-    if format is not None:
-        keys, values = (mx_jax.cast(rows, format, scale_rule="rceil") for rows in (keys, values))
-    exact = attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), 0)
-    apply = quick(lambda variables, x, at: layer.apply(variables, x, at, mutable="cache"))
-    variables = {"params": params, "cache": {"kv": empty(format=format)}}
-    model = NnxAttention(format, params)
-    call = nnx.jit(NnxAttention.__call__)
-    for token in range(3):
-        found, updated = apply(variables, x[:, token : token + 1], token)
-        variables = variables | updated
-        np.testing.assert_allclose(found[:, 0], exact[:, token], atol=1e-5)
-        np.testing.assert_allclose(call(model, x[:, token : token + 1], token), found, atol=1e-5)
 
 
 def test_what_cannot_be_cached():
@@ -252,14 +197,6 @@ def test_sizes_of_zero(axis):
     sizes[axis] = 0
     with pytest.raises(ValueError, match="needs at least one sequence, token, head and feature"):
         KVCache.zeros(*sizes)
-
-
-def test_keys_and_values_have_tensor_scales_of_their_own():
-    keys, scales = drawn(1), (0.002, 0.0005)
-    cache = quick(KVCache.append)(empty(format="nvfp4", tensor_scales=scales), keys, keys, 0)
-    for rows, scale in zip((cache.keys, cache.values), scales, strict=True):
-        wanted = mx_jax.cast(keys.swapaxes(1, 2), "nvfp4", tensor_scale=scale)
-        np.testing.assert_array_equal(rows.read(1), wanted)
 
 
 def test_every_sequence_sees_its_own_token():

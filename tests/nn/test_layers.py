@@ -308,46 +308,6 @@ def test_copies_and_equality(layer: Any):
     assert original != layer(3, recipe=recipes.mxfp8())
 
 
-class Block(flax_nn.Module):
-    """A residual layer, as flax.linen.scan wants it."""
-
-    layer: Any
-
-    @flax_nn.compact
-    def __call__(self, x, _):
-        return x + self.layer(x.shape[-1])(x), None
-
-
-class Stack(flax_nn.Module):
-    """Layers under remat and scan."""
-
-    layer: Any
-
-    @flax_nn.compact
-    def __call__(self, x):
-        scanned = flax_nn.scan(
-            flax_nn.remat(Block), variable_axes={"params": 0}, split_rngs={"params": True}, length=2
-        )
-        return scanned(layer=self.layer)(x, None)[0]
-
-
-def test_scan_over_layers_is_the_layers_one_by_one():
-    model = Stack(layer=functools.partial(linen.Dense, recipe=MXFP4))
-    x = draw_few_octaves(np.random.default_rng(0), (3, 40))
-    variables = quick(Stack(layer=flax_nn.Dense).init)(KEY, x)
-    (stacked,) = jax.tree.leaves(variables, is_leaf=lambda leaf: "kernel" in leaf)
-
-    @quick
-    def one_by_one(stacked, y):
-        for i in range(2):
-            params = {name: leaf[i] for name, leaf in stacked.items()}
-            y = y + linen.Dense(40, recipe=MXFP4).apply({"params": params}, y)
-        return y
-
-    expected = one_by_one(stacked, x)
-    np.testing.assert_allclose(quick(model.apply)(variables, x), expected, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("case", [DENSE, EINSUM], ids=["dense", "einsum"])
 def test_linen_draws_from_the_quantize_stream(case: Case):
     layer, x = Linen().build(case, stochastic()), case.drawn()
@@ -383,39 +343,6 @@ def test_einsum_subscripts():
 
 
 # nnx ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_nnx_vmap_scan_and_remat():
-    """A stack of layers made by nnx.vmap and run by nnx.scan gives what the layers give in turn."""
-
-    @flax_nnx.split_rngs(splits=2)
-    @flax_nnx.vmap(in_axes=0, out_axes=0)
-    def make(rngs: flax_nnx.Rngs):
-        return nnx.Linear(40, 40, recipe=recipes.weight_only("mxfp4"), rngs=rngs)
-
-    @flax_nnx.scan(in_axes=(flax_nnx.Carry, 0), out_axes=flax_nnx.Carry)
-    @flax_nnx.remat
-    def scanned(x, layer):
-        return x + layer(x)
-
-    def loss_of_scan(stack, x):
-        return jnp.sum(scanned(x, stack) ** 2)
-
-    def loss_in_turn(stack, x):
-        graph, params = flax_nnx.split(stack)
-        for i in range(2):
-            layer = flax_nnx.merge(graph, jax.tree.map(lambda leaf: leaf[i], params))  # noqa: B023
-            x = x + layer(x)
-        return jnp.sum(x**2)
-
-    stack, x = make(flax_nnx.Rngs(0)), draw_few_octaves(np.random.default_rng(0), (3, 40))
-    assert stack.kernel.shape == (2, 40, 40)
-    actual, expected = (
-        flax_nnx.jit(flax_nnx.grad(loss))(stack, x) for loss in (loss_of_scan, loss_in_turn)
-    )
-    for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.by_default("dense")

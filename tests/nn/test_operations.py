@@ -102,7 +102,11 @@ def test_each_product_draws_its_own_bits(form: Any):
     assert np.any(draw(jax.random.key(1))[0] != first)
 
 
-@forms
+@pytest.mark.parametrize(
+    "form",
+    [*FORMS.values(), lambda recipe: lambda: recipes.from_name(recipe).dot_general],
+    ids=[*FORMS, "recipe.dot_general"],
+)
 def test_the_product_is_the_recipes(form: Any):
     variables = quick(flax_nn.Dense(8).init)(KEY, X)
     layer = flax_nn.Dense(8, dot_general_cls=form("mxfp4"))
@@ -281,6 +285,13 @@ def test_a_shared_stream_gives_each_use_its_own_key():
     first, second, third = run(model, EXACT + 0.01)
     assert np.any(first != second) and np.any(first != third) and np.any(second != third)
     assert shared.stream.count[...] == 3
+
+
+def test_an_injected_recipe_is_the_layer_of_this_library():
+    rngs = functools.partial(flax_nnx.Rngs, 0)
+    injected = flax_nnx.Linear(32, 8, dot_general=MXFP4.dot_general, rngs=rngs())
+    layer = nnx.Linear(32, 8, recipe=MXFP4, rngs=rngs())
+    assert_bitwise_equal(injected(X), layer(X))
 
 
 def test_operations_made_one_after_the_other_differ():

@@ -243,43 +243,6 @@ def test_a_scanned_stack(format: str, stack: Any):
     assert_bitwise_equal(jax.jit(run)(stored, x), expected, what="packed")
 
 
-@needs_library
-def test_experts_in_one_product():
-    """nn.vmap over packed experts is one call of the handler."""
-    case = CASES["dense"]
-    experts = flax_nn.vmap(
-        linen.Dense, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=0
-    )(24, recipe=RECIPE)
-    kernels = mx_jax.quantize(draw(3, *case.kernel), "nvfp4", axis=1)
-    params = {"kernel": mx_jax.pack_weights(kernels, num_batch=1), "bias": draw(3, 24, seed=1)}
-    x = draw(3, 2, 64, seed=2)
-    stored, run = run_linen(experts, params)
-    assert num_calls(run, stored, x) == 1
-    expected = mx_jax.matmul(x, kernels, recipe=RECIPE) + params["bias"][:, None]
-    assert_bitwise_equal(jax.jit(run)(stored, x), expected, what="packed")
-
-
-@pytest.mark.by_default("linen")
-@needs_library
-@pytest.mark.parametrize("stack", [STACKS["linen"], STACKS["convert.nnx"]], ids=["linen", "nnx"])
-def test_gradients_go_through_a_packed_stack(stack: Any):
-    """As LoRA needs them: with respect to activations and biases, of the bits of an MXArray."""
-    kernels = jax.vmap(lambda w: mx_jax.quantize(w, "nvfp4", axis=0))(draw(NUM_LAYERS, 64, 64))
-    packed = jax.vmap(mx_jax.pack_weights)(kernels)
-    bias, x = draw(NUM_LAYERS, 64, seed=1), draw(2, 64, seed=2)
-
-    def gradients(kernel: Any) -> Any:
-        def loss(bias, x):
-            stored, run = stack(kernel, bias)
-            return (run(stored, x) ** 2).sum()
-
-        return jax.jit(jax.grad(loss, argnums=(0, 1)))(bias, x)
-
-    for actual, expected in zip(gradients(packed), gradients(kernels), strict=True):
-        assert jnp.abs(expected).max() > 0
-        assert_bitwise_equal(actual, expected, what="gradient")
-
-
 # Kernels that a layer cannot use ------------------------------------------------------------------
 
 
@@ -472,35 +435,3 @@ def test_the_way_back_from_convert_nnx():
     there_and_back = convert.original(convert.nnx(layer, RULE))
     assert there_and_back.promote_dtype is layer.promote_dtype
     assert flax_nnx.graphdef(there_and_back) == flax_nnx.graphdef(layer)
-
-
-@pytest.mark.by_default("linen")
-@needs_library
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
-def test_the_projections_of_an_attention(framework: str):
-    """Four packed kernels, one of them contracted along two axes."""
-    names = ("query", "key", "value", "out")
-    rule, x = convert.Rule("query|key|value|out", RECIPE), draw(1, 3, 64)
-    if framework == "linen":
-        model: Any = flax_nn.MultiHeadDotProductAttention(num_heads=2)
-        params = quick(model.init)(jax.random.key(0), x)["params"]
-        model = convert.linen(model, rule)
-    else:
-        model = flax_nnx.MultiHeadAttention(2, 64, decode=False, rngs=flax_nnx.Rngs(0))
-        params = {
-            name: {"kernel": getattr(model, name).kernel[...]}
-            for name in ("query", "key", "value", "out")
-        }
-        model = convert.nnx(model, rule)
-    for name in names:
-        axes = (0, 1) if name == "out" else (0,)
-        kernel = mx_jax.quantize(params[name]["kernel"], STORED, axis=axes[-1])
-        params[name]["kernel"] = mx_jax.pack_weights(kernel, contracting=axes)
-    if framework == "linen":
-        stored, run = run_linen(model, params)
-    else:
-        for name in params:
-            getattr(model, name).kernel.set_value(params[name]["kernel"])
-        stored, run = run_nnx(model, {})
-    compiled = jax.jit(run).lower(stored, x).compile().as_text() or ""
-    assert compiled.count(f'custom_call_target="{rejections.PACKED_MATMUL}"') == 4

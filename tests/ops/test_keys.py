@@ -50,13 +50,17 @@ def test_a_forward_product_that_draws_nothing_needs_no_key(call):
 
 @CALL
 @pytest.mark.parametrize(
-    ("recipe", "product"),
-    [(drawing(dlhs=BOTH), "grad_input"), (drawing(drhs=BOTH), "grad_weight")],
-    ids=["lhs", "rhs"],
+    ("recipe", "where"),
+    [
+        (drawing(fwd=BOTH), ""),
+        (drawing(dlhs=BOTH), " in grad_input"),
+        (drawing(drhs=BOTH), " in grad_weight"),
+    ],
+    ids=["output", "lhs", "rhs"],
 )
-def test_a_gradient_that_draws_says_so(call, recipe: Recipe, product: str):
+def test_a_product_that_draws_says_so(call, recipe: Recipe, where: str):
     message = re.escape(
-        f"recipe 'drawing' rounds stochastically in {product} and needs a key, got key=None; pass "
+        f"recipe 'drawing' rounds stochastically{where} and needs a key, got key=None; pass "
         "key=jax.random.key(seed)"
     )
     gradients = jax.grad(lambda x, w: call(x, w, recipe=recipe).sum(), argnums=(0, 1))
@@ -88,10 +92,22 @@ def test_a_recipe_that_draws_nothing_takes_a_key(call):
             assert_bitwise_equal(ours, theirs)
 
 
+NO_KEYS = {
+    "two": (jax.random.split(KEY), "dtype=key<fry>, shape=(2,)"),
+    "seed": (3, "3"),
+    "floats": (np.float32([1, 2]), "dtype=float32, shape=(2,)"),
+    "number": (np.uint32(1), "dtype=uint32, shape=()"),
+}
+
+
 @CALL
-def test_what_is_no_key_is_refused_all_the_same(call):
-    with pytest.raises(TypeError, match="key must be one PRNG key"):
-        call(X, W, recipe=NEAREST, key=3)
+@pytest.mark.parametrize(("key", "got"), NO_KEYS.values(), ids=NO_KEYS)
+def test_what_is_no_key_is_refused(call, key, got: str):
+    """By recipes that draw nothing too."""
+    message = "key must be one PRNG key from jax.random.key or jax.random.PRNGKey, got " + got
+    for recipe in (NEAREST, drawing(fwd=BOTH)):
+        with pytest.raises(TypeError, match=re.escape(message)):
+            call(X, W, recipe=recipe, key=key)
 
 
 def test_each_product_has_a_stream_of_its_own():

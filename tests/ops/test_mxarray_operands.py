@@ -9,7 +9,7 @@ import pytest
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.recipes import MatmulSpec, Residuals, operand
+from mx_jax.recipes import Residuals
 from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
@@ -141,12 +141,3 @@ def test_blocks_along_another_contracted_axis(rng: np.random.Generator):
     actual = mx_jax.dot_general(x, y, (((2, 1), (1, 0)), ((), ())), recipe=MXFP4)
     expected = np.einsum("mij,ijn->mn", exact_values(x), exact_values(as_mxfp4(y, 0)))
     assert_bitwise_equal(actual, expected.astype(np.float32))
-
-
-def test_a_prescale_is_not_taken_out_of_what_it_did_not_go_into(x: np.ndarray, w: np.ndarray):
-    """An MXArray operand was quantized elsewhere, without the recipe's prescale."""
-    spec = operand("mxint8", prescale=0.5)
-    recipe = MXINT8.with_(fwd=MatmulSpec(lhs=spec, rhs=spec))
-    kernel = mx_jax.quantize(w, "mxint8", axis=0)
-    expected = mx_jax.matmul(x, kernel, recipe=MXINT8)
-    assert_bitwise_equal(mx_jax.matmul(x, kernel, recipe=recipe), expected)

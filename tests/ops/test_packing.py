@@ -1,6 +1,10 @@
-"""Weights packed ahead of time: the bits of unpacked ones, wherever an MXArray may go."""
+"""Weights packed ahead of time: the bits of unpacked ones, wherever an MXArray may go.
+
+float8 under scales of whole rows is packed for the kernels of MXFP8, its scales for the sums.
+"""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +13,13 @@ import pytest
 
 import mx_jax
 from mx_jax import formats, recipes
+from mx_jax.axes import Axes
 from mx_jax.backends.calls import OperandType
 from mx_jax.backends.cpu_ffi import CPU_FFI, rejections
 from mx_jax.backends.select import only_backend
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
+from mx_jax.ops.packing import store_weights
 from mx_jax.packed import PackedMXArray
 from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.cases import MatmulCase
@@ -22,6 +28,7 @@ from tests.needs import needs_library
 from tests.quick import quick
 
 FORMATS = (*formats.MX_FORMATS, formats.NVFP4)
+ROWS, TENSOR = "float8_rowwise_e4m3", "float8_tensorwise_e5m2"
 MXFP4 = recipes.weight_only("mxfp4")
 
 
@@ -276,18 +283,25 @@ def test_vmap_is_one_call(axes: tuple[int | None, int | None]):
 
 @needs_library
 @pytest.mark.usefixtures("insist")
-def test_scan_over_layers():
-    kernels = jax.vmap(lambda w: mx_jax.quantize(w, "nvfp4", axis=0))(draw(4, 64, 64))
-    stacked = jax.vmap(mx_jax.pack_weights)(kernels)
+@pytest.mark.parametrize("format", ["nvfp4", ROWS])
+def test_scan_over_layers(format: str):
+    """Stacked by vmap or packed as one array."""
+    kernels = jax.vmap(lambda w: mx_jax.quantize(w, format, axis=0))(draw(4, 64, 64) / 8)
+    recipe = recipes.weight_only(format)
 
     @jax.jit
     def run(x, w):
         def layer(x, w):
-            return mx_jax.matmul(x, w, recipe=MXFP4), None
+            return mx_jax.matmul(x, w, recipe=recipe), None
 
         return jax.lax.scan(layer, x, w)[0]
 
-    assert_bitwise_equal(run(draw(3, 64), stacked), run(draw(3, 64), kernels), what="product")
+    x, expected = draw(3, 64), draw(3, 64)
+    for kernel in kernels.dequantize():
+        expected = expected @ kernel
+    for stacked in (jax.vmap(mx_jax.pack_weights)(kernels), pack(kernels, num_batch=1)):
+        assert num_calls(run, x, stacked) == 1
+        np.testing.assert_allclose(run(x, stacked), expected, atol=1e-5)
 
 
 # Where nothing is packed --------------------------------------------------------------------------
@@ -353,10 +367,11 @@ def test_what_it_does_not_pack(shape, format: str, options, complaint: str):
 
 @needs_library
 @pytest.mark.usefixtures("insist")
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp8_e4m3"])
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp8_e4m3", ROWS, TENSOR])
 def test_rows_are_taken_from_packed_weights(format: str):
     x = mx_jax.quantize(draw(70, 40), format)
-    packed, indices = pack(x), jnp.asarray([[0, 69, 31], [32, 32, 80]])
+    packed, indices = pack(x, contracting=1), jnp.asarray([[0, 69, 31], [32, 32, 80]])
+    assert packed.takes
     taken = quick(PackedMXArray.take)(packed, indices)
     assert taken.shape == (2, 3, 40) and taken.format == x.format
     values = np.asarray(x.dequantize())
@@ -372,3 +387,80 @@ def test_a_blocked_axis_has_no_rows_to_take():
     x = mx_jax.quantize(draw(64, 70), "mxfp4", axis=0)
     with pytest.raises(IndexError, match="axis=-2 is cut into blocks of 32"):
         pack(x).take(jnp.asarray([3, 40]))
+
+
+# Scales of whole rows ---------------------------------------------------------------------------
+
+
+def stored(
+    w: jax.Array, recipe: recipes.Recipe, axes: tuple[int, ...], num_stacked: int = 0
+) -> MXArray:
+    """Weights quantized as products over these axes of each matrix do it."""
+    kept = tuple(i for i in range(w.ndim - num_stacked) if i not in axes)
+    place = Axes((), kept, axes)
+    found = store_weights(w, recipe, place, num_stacked=num_stacked, packed=False)
+    assert isinstance(found, MXArray)
+    return found
+
+
+PRODUCTS = [
+    ("tk,kn->tn", (3, 70), (70, 40), (0,), {}),
+    ("btk,nk->btn", (2, 3, 70), (40, 70), (1,), {}),
+    ("thk,hkn->tn", (3, 2, 35), (2, 35, 40), (0, 1), {}),
+    ("tk,khd->thd", (3, 64), (64, 4, 9), (0,), {}),
+    ("ltk,lkn->ltn", (2, 3, 64), (2, 64, 40), (0,), {"num_batch": 1}),
+]
+
+
+@pytest.mark.sweep(reason="a C++ library, the same one, computes these bits")
+@needs_library
+@pytest.mark.usefixtures("insist")
+@pytest.mark.parametrize("format", [ROWS, TENSOR])
+def test_products_of_any_axes(format: str):
+    """In high precision and in float8; a call each, within float32's error of the exact product."""
+
+    def product(subscripts: str, x: Any, w: Any, recipe: recipes.Recipe) -> jax.Array:
+        return mx_jax.einsum(subscripts, x, w, recipe=recipe)
+
+    for subscripts, x, w, axes, options in PRODUCTS:
+        kernel = stored(draw(*w), recipes.weight_only(format), axes, options.get("num_batch", 0))
+        contracting = tuple(axis + options.get("num_batch", 0) for axis in axes)
+        packed, left = pack(kernel, contracting=contracting, **options), draw(*x, seed=1)
+        assert_bitwise_equal(packed.unpack().codes, kernel.codes, what=subscripts)
+        assert_bitwise_equal(packed.unpack().scales, kernel.scales, what=subscripts)
+        for recipe in (recipes.weight_only(format), recipes.float8_rowwise()):
+            compiled = jax.jit(product, static_argnums=(0, 3))
+            text = compiled.lower(subscripts, left, packed, recipe).as_text()
+            assert text.count(f"@{rejections.PACKED_MATMUL}(") == 1, subscripts
+            found = np.asarray(compiled(subscripts, left, packed, recipe), np.float64)
+            lhs = left
+            if recipe.fwd.lhs is not None:  # as it quantizes weights
+                k = tuple(i for i, letter in enumerate(subscripts.split(",")[0]) if letter in "hk")
+                lhs = stored(left, recipe, k).dequantize()
+            both = np.asarray(lhs, np.float64), np.asarray(kernel.dequantize(), np.float64)
+            size = np.einsum(subscripts, *map(np.abs, both))
+            error = np.abs(found - np.einsum(subscripts, *both))
+            assert (error <= 2.0**-21 * size).all(), (subscripts, recipe.name, (error / size).max())
+
+
+@needs_library
+@pytest.mark.usefixtures("insist")
+def test_special_values():
+    """NaN stays in its row; scales at both ends of float32 leave sums that are in range alone."""
+    w = np.ones((3, 64), np.float32) * np.array([[1e-10], [1.0], [1e30]], np.float32)
+    kernel = mx_jax.quantize(w, ROWS, axis=1)
+    kernel = dataclasses.replace(kernel, codes=kernel.codes.at[1, 5].set(0x7F))
+    recipe = recipes.weight_only(ROWS)
+    x = jnp.full((1, 64), 1e6)
+    found = np.asarray(mx_jax.matmul(x, pack(kernel.T), recipe=recipe))[0]
+    np.testing.assert_allclose(found[[0, 2]], [64e-4, 64e36], rtol=1e-6)
+    assert np.isnan(found[1])
+
+
+@needs_library
+def test_scales_that_end_within_a_product_are_not_packed():
+    half = mx_jax.quantize(draw(2, 32, 8), ROWS, axis=1)
+    with only_backend("cpu_ffi"):
+        pack(half, contracting=1, num_batch=1)
+    with only_backend("cpu_ffi"), pytest.raises(ValueError, match="whole along all contracted ax"):
+        mx_jax.pack_weights(half, contracting=(0, 1))

@@ -135,22 +135,6 @@ def test_other_recipes_quantize_as_without(name: str):
 
 
 @pytest.mark.parametrize("policy", ["nothing", "quantized"])
-def test_casts_under_scan_over_layers(policy: str):
-    def layers(x: jax.Array, w: jax.Array) -> jax.Array:
-        block = jax.checkpoint(
-            lambda x, w: (layer(x, w, recipes.mxfp8()), None),
-            policy=POLICIES[policy],
-            prevent_cse=False,
-        )
-        return jax.lax.scan(block, x, w)[0]
-
-    stacked = jax.ShapeDtypeStruct((3, *W.shape), W.dtype)
-    with mx_jax.only_backend("reference"):
-        found = casts(gradients(layers), X, stacked)
-    assert found == 3 * {"nothing": 8, "quantized": 6}[policy]
-
-
-@pytest.mark.parametrize("policy", ["nothing", "quantized"])
 def test_casts_of_flax_layers(policy: str):
     class Block(linen.Module):
         @linen.compact

@@ -119,26 +119,6 @@ def test_mxarrays_under_vmap_and_scan(arrays, expected):
     assert_bitwise_equal(shared[1] + 0.0, expected[0][1] + 0.0)
 
 
-def test_gradient_of_a_scan(arrays):
-    """A stack of layers under scan has the gradient of the same layers written out."""
-    rng = np.random.default_rng(1)
-    x, layers = draw_few_octaves(rng, (4, 32)), draw_few_octaves(rng, (2, 32, 32)) / 64
-
-    def scanned(layers):
-        return jax.lax.scan(lambda x, w: (matmul(x, w), None), x, layers)[0].sum()
-
-    def written_out(layers):
-        return matmul(matmul(x, layers[0]), layers[1]).sum()
-
-    actual, expected = (quick(jax.grad(f))(layers) for f in (scanned, written_out))
-    np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-6)
-
-
-def test_eval_shape_and_lowering_touch_no_data():
-    x, w = jax.ShapeDtypeStruct((6, 70), jnp.float32), jax.ShapeDtypeStruct((70, 5), jnp.bfloat16)
-    assert jax.eval_shape(matmul, x, w) == jax.ShapeDtypeStruct((6, 5), jnp.float32)
-
-
 def test_products_are_named_in_the_program():
     """Profiles and HLO say which of the three products a kernel belongs to."""
     x, w = jax.ShapeDtypeStruct((6, 70), jnp.float32), jax.ShapeDtypeStruct((70, 5), jnp.float32)
@@ -153,19 +133,3 @@ def test_forward_mode_is_refused():
     x = np.ones((2, 32), np.float32)
     with pytest.raises(TypeError, match="forward-mode autodiff"):
         jax.jvp(lambda x: matmul(x, x.T), (x,), (x,))
-
-
-def test_one_trace_for_equal_recipes():
-    traces = []
-
-    @functools.partial(jax.jit, static_argnames="recipe")
-    def run(x, recipe):
-        traces.append(recipe)
-        return mx_jax.matmul(x, x.T, recipe=recipe)
-
-    x = np.ones((2, 32), np.float32)
-    for _ in range(3):
-        run(x, recipe=recipes.mxfp8())
-    assert len(traces) == 1
-    run(x, recipe=recipes.mxfp4())
-    assert len(traces) == 2

@@ -1,12 +1,10 @@
 """MXArray: bytes, native dtypes, repr, conversions, and what transformations make of it."""
 
 import dataclasses
-import gc
 import io
 import re
 import types
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -268,12 +266,6 @@ def test_pytree(x: np.ndarray):
     assert hash(structure) == hash(jax.tree.structure(mx_jax.quantize(x + 1, MXFP4)))
 
 
-def test_frozen(x: np.ndarray):
-    quantized = mx_jax.quantize(x, MXFP4)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        quantized.codes = quantized.codes  # pyright: ignore[reportAttributeAccessIssue]
-
-
 def test_eval_shape():
     """Shapes without running anything: as large as one likes."""
     shape = (1 << 20, 1 << 20)
@@ -305,19 +297,6 @@ def test_one_program_for_all_arrays_alike(x: np.ndarray):
     assert traces == [MXFP4, MXFP8_E4M3]
 
 
-@pytest.mark.slow
-def test_what_was_quantized_is_not_kept_alive(rng: np.random.Generator):
-    """A weight quantized for inference must not hold its master copy."""
-    master = jnp.asarray(rng.normal(size=(4, 32)), jnp.float32)
-    quantized = mx_jax.quantize(master, MXFP4)
-    assert quantized.primal is None
-    gone = weakref.ref(master)
-    del master
-    gc.collect()
-    assert gone() is None
-    assert quantized.shape == (4, 32)
-
-
 def test_the_gradient_link_ends_at_jit(x: np.ndarray):
     """It lives inside one trace: not a leaf, not part of the structure, not in what jit returns."""
     links = []
@@ -333,6 +312,7 @@ def test_the_gradient_link_ends_at_jit(x: np.ndarray):
     assert links == [False, 2]
     assert outside.primal is None
     plain = mx_jax.quantize(x, MXFP4)
+    assert plain.primal is None, "a quantized weight must not hold its master copy"
     assert jax.tree.structure(outside) == jax.tree.structure(plain)
 
 

@@ -78,43 +78,6 @@ def test_the_mean_is_the_value(format: BlockFormat, rng: np.random.Generator):
     assert (step > 0).mean() > 0.8
 
 
-def test_a_step_is_between_neighbours(rng: np.random.Generator):
-    """Rounded up or down, never further: the codes of truncation, or one more."""
-    x = normal(rng)
-
-    @jax.jit
-    def both(x, key):
-        return {
-            f.name: (
-                mx_jax.quantize(x, f, scale_rule="rceil", rounding="toward_zero").codes,
-                sr(x, f, key, scale_rule="rceil").codes,
-            )
-            for f in MX_FORMATS
-        }
-
-    for name, (truncated, rounded) in both(x, jax.random.key(0)).items():
-        (format,) = (f for f in MX_FORMATS if f.name == name)
-        signed = np.int8 if format.element.kind == "int" else np.uint8
-        down, up = (np.asarray(codes).view(signed).astype(int) for codes in (truncated, rounded))
-        steps = np.abs(up) - np.abs(down) if signed is np.int8 else up - down
-        assert set(np.unique(steps)) == {0, 1}, name
-
-
-@pytest.mark.slow
-def test_same_key_same_bits(rng: np.random.Generator):
-    """Eager, under jit, in a scan and for each element of a vmap; another key gives other bits."""
-    x = normal(rng, (3, *SHAPE))
-    keys = jax.random.split(jax.random.key(7), 3)
-    eager = np.stack([sr(x[i], MXFP4, keys[i]).codes for i in range(3)])
-    jitted = jax.jit(lambda x, key: sr(x, MXFP4, key).codes)
-    mapped = jax.vmap(lambda x, key: sr(x, MXFP4, key).codes)(x, keys)
-    _, scanned = jax.lax.scan(lambda _, xk: (None, sr(xk[0], MXFP4, xk[1]).codes), None, (x, keys))
-    assert_bitwise_equal(np.stack([jitted(x[i], keys[i]) for i in range(3)]), eager, what="jit")
-    assert_bitwise_equal(mapped, eager, what="vmap")
-    assert_bitwise_equal(scanned, eager, what="scan")
-    assert (np.asarray(jitted(x[0], keys[1])) != eager[0]).any()
-
-
 def test_scales_do_not_depend_on_the_key(rng: np.random.Generator):
     x = normal(rng)
     scales = [np.asarray(sr(x, MXFP8_E4M3, jax.random.key(seed)).scales) for seed in range(2)]

@@ -147,38 +147,6 @@ def test_jit_vmap_scan_and_remat_change_no_bit(rng: np.random.Generator):
                 assert_bitwise_equal(left, right, what=f"{name} under {way}")
 
 
-def test_vmap_over_an_mxarray(x: np.ndarray):
-    """The mapped axis leaves codes and scales alike; the blocks, counted from the end, stay."""
-    quantized = mx_jax.quantize(x, MXFP4)
-    seen = []
-
-    def row(q):
-        seen.append((q.shape, q.blocks))
-        return q.dequantize()
-
-    assert_bitwise_equal(jax.vmap(row)(quantized), quantized.dequantize())
-    assert seen == [((40,), ((-1, 32),))]
-
-
-def test_scan_over_layers(rng: np.random.Generator):
-    """Stacked weights as scanned input: each step gets one layer's MXArray."""
-    stack = rng.normal(size=(4, 32, 8)).astype(np.float32)
-    quantized = mx_jax.quantize(stack, MXFP8_E4M3, axis=1)
-
-    @jax.jit
-    def run(quantized, x):
-        def layer(x, kernel):
-            assert kernel.shape == (32, 8)
-            assert kernel.blocks == ((-2, 32),)
-            return x + 1, kernel.dequantize()
-
-        return jax.lax.scan(layer, x, quantized)
-
-    count, values = run(quantized, 0)
-    assert count == 4
-    assert_bitwise_equal(values, quantized.dequantize())
-
-
 def test_an_mxarray_as_carry_and_through_cond(x: np.ndarray):
     quantized = mx_jax.quantize(x, MXFP4)
 

@@ -94,12 +94,11 @@ def run(recipe: Recipe, x: Any, w: Any, g: Any, key: Any = None) -> tuple[jax.Ar
 
 @pytest.mark.slow
 @pytest.mark.one_python(reason="a mean over draws")
-@pytest.mark.parametrize("name", ["quartet", "quartet_ii"])
-def test_gradients_are_right_on_average(name: str):
+def test_gradients_of_quartet_ii_are_right_on_average():
     """Of what the output's product took: 99.9 % intervals of 32 draws (3.63 standard errors)."""
     arrays, keys = draw(64, 128, 64), jax.random.split(jax.random.key(1), 32)
-    recipe = recipes.from_name(name)
-    exact = mx_jax.inspect.passes(recipe)[f"{name}, forward alone"]
+    recipe = recipes.quartet_ii()
+    exact = mx_jax.inspect.passes(recipe)["quartet_ii, forward alone"]
     drawn = quick(jax.vmap(lambda key: run(recipe, *arrays, key)[1:]))(keys)
     expected = quick(lambda *a: run(exact, *a)[1:])(*arrays)
     for found, value in zip(drawn, expected, strict=True):

@@ -1,4 +1,4 @@
-"""What devices exchange, read from a program."""
+"""Programs on several devices, and what devices exchange, read from a program."""
 
 import math
 import re
@@ -7,7 +7,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.quick import compilation_cache_off
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.draw import draw_few_octaves
+from tests.quick import OPTIONS, compilation_cache_off
 
 KINDS = (
     "all-gather",
@@ -28,6 +34,39 @@ _LINE = re.compile(
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]*)\}")
 _IOTA = re.compile(r"replica_groups=\[\d+,(\d+)\]")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\] \{([^}]*)\}")
+
+
+def draw_all(*shapes: tuple[int, ...]) -> tuple[np.ndarray, ...]:
+    """Arrays whose products need no rounding: input, kernel and cotangent."""
+    rng = np.random.default_rng(0)
+    return tuple(draw_few_octaves(rng, shape) for shape in shapes)
+
+
+def mesh_of(kind: AxisType, first: str = "fsdp") -> Mesh:
+    return jax.make_mesh((4, 2), (first, "model"), axis_types=(kind,) * 2)
+
+
+def place(mesh: Mesh, arrays: Any, specs: Any) -> list[Any]:
+    pairs = zip(arrays, specs, strict=True)
+    return [jax.device_put(array, NamedSharding(mesh, spec)) for array, spec in pairs]
+
+
+def compiled(
+    run: Any, mesh: Mesh, arrays: Any, specs: Any, results: tuple[PartitionSpec, ...] | None = None
+) -> tuple[str, Any]:
+    """The program of operands that are sharded by `specs`, and its results."""
+    with jax.set_mesh(mesh):
+        operands = place(mesh, arrays, specs)
+        wanted = results and tuple(NamedSharding(mesh, spec) for spec in results)
+        jitted = jax.jit(run, out_shardings=wanted, compiler_options=OPTIONS)
+        program = jitted.lower(*operands).compile()
+        return str(program.as_text()), program(*operands)
+
+
+def check(actual: Any, expected: Any) -> None:
+    """A product and its gradients, bit for bit, but for the sign of a zero."""
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        assert_bitwise_equal(np.asarray(one) + 0.0, np.asarray(other) + 0.0, what=str(index))
 
 
 class Exchange(NamedTuple):

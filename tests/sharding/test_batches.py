@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.backends.test_cpu_ffi import needs_library
+from tests.needs import needs_library
 from tests.quick import OPTIONS
 from tests.sharding.collectives import gathered
 

@@ -12,10 +12,16 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax import recipes
 from mx_jax.sharding import Gather
-from mx_jax.testing.compare import assert_bitwise_equal
-from mx_jax.testing.draw import draw_few_octaves
 from tests.quick import quick
-from tests.sharding.collectives import collectives, gathered
+from tests.sharding.collectives import (
+    check,
+    collectives,
+    compiled,
+    draw_all,
+    gathered,
+    mesh_of,
+    place,
+)
 
 P = PartitionSpec
 DIMENSIONS = (((1,), (0,)), ((), ()))
@@ -25,13 +31,7 @@ MXFP4 = recipes.mxfp4()
 
 @pytest.fixture(scope="module")
 def arrays() -> tuple[np.ndarray, ...]:
-    """Input, kernel and cotangent; products of them need no rounding."""
-    rng = np.random.default_rng(0)
-    return tuple(draw_few_octaves(rng, shape) for shape in (X, W, G))
-
-
-def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
-    return jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(kind,) * 2)
+    return draw_all(X, W, G)
 
 
 def step(recipe: Any, **options: Any) -> Any:
@@ -45,11 +45,6 @@ def step(recipe: Any, **options: Any) -> Any:
     return run
 
 
-def check(actual: Any, expected: Any) -> None:
-    for name, one, other in zip(("y", "dx", "dw"), actual, expected, strict=True):
-        assert_bitwise_equal(np.asarray(one) + 0.0, np.asarray(other) + 0.0, what=name)
-
-
 # Bytes of codes and scales beside bfloat16's, and what the backward product gathers of the other
 # orientation, which a tile of both axes has in common.
 @pytest.mark.by_default("mxfp8")
@@ -59,26 +54,18 @@ def check(actual: Any, expected: Any) -> None:
     ids=lambda value: getattr(value, "name", None),
 )
 def test_weights_on_automatic_axes(recipe, ratio, arrays):
-    x, w, g = arrays
-    expected = quick(step(recipe))(x, w, g)
+    expected = quick(step(recipe))(*arrays)
     spec = P("fsdp", None)
     gathering = recipe.with_(gather=Gather("fsdp", rhs=spec))
-    mesh = mesh_of(AxisType.Auto)
-    with jax.set_mesh(mesh):
-        places = [NamedSharding(mesh, s) for s in (P("fsdp", None), spec, P("fsdp", None))]
-        operands = [jax.device_put(a, place) for a, place in zip(arrays, places, strict=True)]
-        compiled = jax.jit(step(gathering)).lower(*operands).compile()
-    actual = compiled(*operands)
+    text, actual = compiled(step(gathering), mesh_of(AxisType.Auto), arrays, (spec,) * 3)
     if recipe.fwd.lhs.format.tensor_scale:
         for one, other in zip(actual, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
     else:
         check(actual, expected)
     assert actual[2].sharding.spec == spec, "the gradient lies where the kernel does"
-    text = compiled.as_text()
-    assert text is not None
     assert gathered(text) == gathered(text, "u8")
-    assert gathered(text) / (2 * 2 * w.size) == pytest.approx(ratio, abs=0.002)
+    assert gathered(text) / (2 * 2 * W[0] * W[1]) == pytest.approx(ratio, abs=0.002)
 
 
 @pytest.mark.by_default(r"Auto-P\('fsdp|Explicit-P\('model")
@@ -93,17 +80,9 @@ def test_one_of_two_mesh_axes(kind: AxisType, w_spec: PartitionSpec, arrays):
     recipe = MXFP4.with_(gather=gather)
     run = step(recipe, out_sharding=specs[2] if told else None)
     expected = quick(step(MXFP4))(*arrays)
-    mesh = mesh_of(kind)
-    with jax.set_mesh(mesh):
-        operands = [
-            jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)
-        ]
-        compiled = jax.jit(run).lower(*operands).compile()
-    actual = compiled(*operands)
+    text, actual = compiled(run, mesh_of(kind), arrays, specs)
     check(actual, expected)
     assert actual[2].sharding.spec == w_spec
-    text = compiled.as_text()
-    assert text is not None
     # Half of the codes and scales, in both orientations.
     share = W[0] * W[1] // 2
     assert gathered(text, "u8") == gathered(text) == 2 * (share // 2 + share // 32)
@@ -162,15 +141,11 @@ def test_blocks_between_devices(arrays):
     """Sixteen rows a device, blocks of 32: jit gathers values, shard_map is refused."""
     x, w = arrays[0][:, :64], arrays[1][:64]
     expected = mx_jax.matmul(x, w, recipe=MXFP4)
-    mesh = mesh_of(AxisType.Auto)
     recipe = MXFP4.with_(gather=Gather("fsdp", rhs=P("fsdp")))
-    with jax.set_mesh(mesh):
-        w_sharded = jax.device_put(w, NamedSharding(mesh, P("fsdp")))
-        compiled = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe)).lower(x, w_sharded)
-    text = compiled.compile().as_text()
-    assert text is not None
+    run = lambda x, w: mx_jax.matmul(x, w, recipe=recipe)  # noqa: E731
+    text, actual = compiled(run, mesh_of(AxisType.Auto), (x, w), (P(), P("fsdp")))
     assert gathered(text) == gathered(text, "f32") == 4 * w.size
-    assert_bitwise_equal(np.asarray(compiled.compile()(x, w_sharded)) + 0.0, expected + 0.0)
+    check([actual], [expected])
     message = "along axis=0, got shard size=16 with block=32 of mxfp4 along mesh axes=['fsdp']; sha"
     with pytest.raises(ValueError, match=re.escape(message)):
         on_shards(MXFP4, P("fsdp"), x, w)
@@ -181,21 +156,15 @@ def test_stored_codes_are_gathered_as_codes(kind: AxisType, arrays):
     x, w, _ = arrays
     kernel = mx_jax.quantize(w, "mxfp4", axis=0)
     told = kind is AxisType.Explicit
-    mesh = mesh_of(kind)
     recipe = recipes.weight_only("mxfp4")
     if not told:
         recipe = recipe.with_(gather=Gather("fsdp", rhs=P("fsdp", None)))
     y_spec = P("fsdp", None)
     options: dict[str, Any] = {"out_sharding": y_spec} if told else {}
-    with jax.set_mesh(mesh):
-        place = NamedSharding(mesh, P("fsdp", None))
-        operands = jax.device_put(x, place), jax.device_put(kernel, place)
-        run = jax.jit(lambda x, w: mx_jax.dot_general(x, w, DIMENSIONS, recipe=recipe, **options))
-        compiled = run.lower(*operands).compile()
-    text = compiled.as_text()
-    assert text is not None
+    run = lambda x, w: mx_jax.dot_general(x, w, DIMENSIONS, recipe=recipe, **options)  # noqa: E731
+    text, actual = compiled(run, mesh_of(kind), (x, kernel), (y_spec, y_spec))
     assert gathered(text) == gathered(text, "u8") == w.size // 2 + w.size // 32
-    np.testing.assert_allclose(compiled(*operands), x @ kernel.dequantize(), rtol=1e-5, atol=1e-4)
+    np.testing.assert_allclose(actual, x @ kernel.dequantize(), rtol=1e-5, atol=1e-4)
 
 
 FSDP = P("fsdp", None), P("fsdp", None), P("fsdp", None)
@@ -249,10 +218,7 @@ def test_values_where_they_are_told_to_move(kind: AxisType, arrays: Any):
     if kind is AxisType.Auto:
         mesh = mesh_of(kind)
         with jax.set_mesh(mesh):
-            operands = [
-                jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, FSDP, strict=True)
-            ]
-            actual = quick(step(recipe))(*operands)
+            actual = quick(step(recipe))(*place(mesh, arrays, FSDP))
         check(actual, quick(step(recipes.mxfp8()))(*arrays))
 
 

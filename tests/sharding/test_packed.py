@@ -17,7 +17,7 @@ from mx_jax.packed import PackedMXArray
 from mx_jax.sharding import device_put
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.backends.test_cpu_ffi import needs_library
+from tests.needs import needs_library
 from tests.quick import OPTIONS, quick
 from tests.sharding.collectives import Exchange, collectives
 

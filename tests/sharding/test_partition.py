@@ -16,10 +16,16 @@ from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.inspect import explain_call
 from mx_jax.sharding.partition import fine_mesh, stored_parts
-from mx_jax.testing.compare import assert_bitwise_equal
-from mx_jax.testing.draw import draw_few_octaves
 from tests.quick import OPTIONS, quick
-from tests.sharding.collectives import collectives, gathered
+from tests.sharding.collectives import (
+    check,
+    collectives,
+    compiled,
+    draw_all,
+    gathered,
+    mesh_of,
+    place,
+)
 
 P = PartitionSpec
 DIMENSIONS = (((1,), (0,)), ((), ()))
@@ -31,15 +37,12 @@ FSDP = P("fsdp", None), P("fsdp", None), P("fsdp", None)
 
 @pytest.fixture(scope="module")
 def arrays() -> tuple[np.ndarray, ...]:
-    """Input, kernel and cotangent; products of them need no rounding."""
-    rng = np.random.default_rng(0)
-    shapes = (TOKENS, FEATURES), (FEATURES, UNITS), (TOKENS, UNITS)
-    return tuple(draw_few_octaves(rng, shape) for shape in shapes)
+    return draw_all((TOKENS, FEATURES), (FEATURES, UNITS), (TOKENS, UNITS))
 
 
 @pytest.fixture(scope="module")
 def mesh() -> Mesh:
-    return jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
+    return mesh_of(AxisType.Auto)
 
 
 def step(recipe: Any) -> Any:
@@ -55,22 +58,6 @@ def step(recipe: Any) -> Any:
         return y, *pullback(g)
 
     return run
-
-
-def compiled(run: Any, mesh: Mesh, arrays: Any, specs: Any, results: Any = None) -> Any:
-    """The program for operands that lie so, and what it gives."""
-    with jax.set_mesh(mesh):
-        places = [NamedSharding(mesh, spec) for spec in specs]
-        operands = [jax.device_put(a, place) for a, place in zip(arrays, places, strict=True)]
-        wanted = results and tuple(NamedSharding(mesh, spec) for spec in results)
-        jitted = jax.jit(run, out_shardings=wanted, compiler_options=OPTIONS)
-        program = jitted.lower(*operands).compile()
-        return program.as_text(), program(*operands)
-
-
-def check(actual: Any, expected: Any) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        assert_bitwise_equal(np.asarray(one) + 0.0, np.asarray(other) + 0.0)
 
 
 # Bytes of codes and scales beside bfloat16's, of the orientations of forward and backward product.
@@ -137,12 +124,11 @@ CONTEXTS = {
 def test_no_mesh_need_be_in_context(layout: str, context: str, mesh: Mesh, arrays: Any):
     """Sharded arguments say what a mesh in context says: codes move, and each part runs in C++."""
     specs = FSDP if layout == "FSDP on k" else LAYOUTS[layout]
-    wanted = tuple(NamedSharding(mesh, specs[place]) for place in (2, 0, 1))
-    places = [NamedSharding(mesh, spec) for spec in specs]
+    wanted = tuple(NamedSharding(mesh, specs[number]) for number in (2, 0, 1))
     found = []
     for recipe in (MXFP4, None):
         with CONTEXTS[context](mesh):
-            operands = [jax.device_put(a, place) for a, place in zip(arrays, places, strict=True)]
+            operands = place(mesh, arrays, specs)
             jitted = jax.jit(step(recipe), out_shardings=wanted, compiler_options=OPTIONS)
             program = jitted.lower(*operands).compile()
         found.append((program.as_text(), program(*operands)))
@@ -295,13 +281,13 @@ EXPLICIT = {
 @pytest.mark.parametrize("layout", EXPLICIT)
 def test_an_explicit_mesh_that_is_not_in_context(layout: str, arrays: Any):
     """Operands' types say where the product and its gradients are, as they do of lax's."""
-    mesh = jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(AxisType.Explicit,) * 2)
-    places = [NamedSharding(mesh, spec) for spec in EXPLICIT[layout]]
-    operands = [jax.device_put(a, place) for a, place in zip(arrays, places, strict=True)]
+    mesh = mesh_of(AxisType.Explicit)
+    operands = place(mesh, arrays, EXPLICIT[layout])
+    lies = operands[2].sharding
 
     def run(multiply: Any) -> Any:
         def step(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-            product = lambda x, w: multiply(x, w, DIMENSIONS, out_sharding=places[2])  # noqa: E731
+            product = lambda x, w: multiply(x, w, DIMENSIONS, out_sharding=lies)  # noqa: E731
             y, pullback = jax.vjp(product, x, w)
             return y, *pullback(g)
 
@@ -313,15 +299,15 @@ def test_an_explicit_mesh_that_is_not_in_context(layout: str, arrays: Any):
     assert [x.sharding.spec for x in actual] == [x.sharding.spec for x in expected]
     assert total(text) <= total(theirs)
     check(actual, quick(step(MXFP4))(*arrays))
-    product = mx_jax.matmul(*operands[:2], recipe=MXFP4, out_sharding=places[2])
-    assert product.sharding.is_equivalent_to(places[2], 2)
+    product = mx_jax.matmul(*operands[:2], recipe=MXFP4, out_sharding=lies)
+    assert product.sharding.is_equivalent_to(lies, 2)
     check([product], actual[:1])
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_shard_map_over_a_part_of_the_axes(kind: AxisType, arrays: Any):
     """Axes that are not in `axis_names` stay the compiler's, or types': it moves no more there."""
-    mesh = jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(kind,) * 2)
+    mesh = mesh_of(kind)
     specs = P("fsdp"), P(None, "model"), P("fsdp", "model")
     outer = P("fsdp"), P(), P("fsdp")
     found = []

@@ -10,10 +10,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax import recipes
 from mx_jax.sharding import Gather
-from mx_jax.testing.compare import assert_bitwise_equal
-from mx_jax.testing.draw import draw_few_octaves
 from tests.quick import OPTIONS, quick
-from tests.sharding.collectives import collectives, gathered
+from tests.sharding.collectives import check, collectives, compiled, draw_all, gathered, mesh_of
 
 P = PartitionSpec
 EXPERTS, ROWS, FEATURES, UNITS = 4, 128, 128, 128
@@ -24,14 +22,7 @@ MXFP4 = recipes.mxfp4()
 
 @pytest.fixture(scope="module")
 def arrays() -> tuple[np.ndarray, ...]:
-    """Rows, experts and a cotangent; products of them need no rounding."""
-    rng = np.random.default_rng(0)
-    shapes = (ROWS, FEATURES), (EXPERTS, FEATURES, UNITS), (ROWS, UNITS)
-    return tuple(draw_few_octaves(rng, shape) for shape in shapes)
-
-
-def mesh_of(kind: AxisType, shape: tuple[int, int] = (4, 2)) -> jax.sharding.Mesh:
-    return jax.make_mesh(shape, ("fsdp", "model"), axis_types=(kind,) * 2)
+    return draw_all((ROWS, FEATURES), (EXPERTS, FEATURES, UNITS), (ROWS, UNITS))
 
 
 def step(recipe: Any) -> Any:
@@ -40,11 +31,6 @@ def step(recipe: Any) -> Any:
         return y, *pullback(g)
 
     return run
-
-
-def check(actual: Any, expected: Any) -> None:
-    for name, one, other in zip(("y", "dx", "dw"), actual, expected, strict=True):
-        assert_bitwise_equal(np.asarray(one) + 0.0, np.asarray(other) + 0.0, what=name)
 
 
 # Codes and scales beside bfloat16's bytes.
@@ -67,18 +53,11 @@ def test_under_jit(name: str, kind: AxisType, spec: PartitionSpec, arrays: Any):
     gathering = recipe.with_(gather=Gather("fsdp", rhs=None if told else spec))
     x_spec = P("fsdp", "model" if spec[1] == "model" else None)
     y_spec = P("fsdp", spec[2])
-    mesh = mesh_of(kind)
-    with jax.set_mesh(mesh):
-        places = [NamedSharding(mesh, own) for own in (x_spec, spec, y_spec, P())]
-        operands = [jax.device_put(a, at) for a, at in zip((*arrays, SIZES), places, strict=True)]
-        results = None if told else (places[2], places[0], places[1])
-        run = jax.jit(step(gathering), out_shardings=results, compiler_options=OPTIONS)
-        program = run.lower(*operands).compile()
-        actual = program(*operands)
-    expected = quick(step(recipe))(*arrays, SIZES)
-    check(actual, expected)
+    operands, specs = (*arrays, SIZES), (x_spec, spec, y_spec, P())
+    results = None if told else (y_spec, x_spec, spec)
+    text, actual = compiled(step(gathering), mesh_of(kind), operands, specs, results)
+    check(actual, quick(step(recipe))(*operands))
     assert [a.sharding.spec for a in actual] == [y_spec, x_spec, spec]
-    text = str(program.as_text())
     # Half of them lies along "model", and both orientations move.
     assert gathered(text, "u8") / (2 * WEIGHTS) == pytest.approx(RATIOS[name], abs=0.002)
     assert not gathered(text, "f32")
@@ -156,4 +135,4 @@ def test_an_explicit_mesh_that_is_not_in_context(arrays: Any):
     product = jax.jit(lambda x, w: mx_jax.ragged_dot(x, w, SIZES, recipe=MXFP4))
     actual = product(jax.device_put(x, rows), jax.device_put(w, whole))
     assert actual.sharding.is_equivalent_to(rows, 2)
-    assert_bitwise_equal(np.asarray(actual) + 0.0, np.asarray(quick(product)(x, w)) + 0.0)
+    check([actual], [quick(product)(x, w)])

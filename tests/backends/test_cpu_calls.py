@@ -1,0 +1,314 @@
+"""Wrong calls of the CPU's handlers, and calls that they leave to others."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mx_jax import formats
+from mx_jax.backends.calls import Call
+from mx_jax.backends.cpu_ffi import CPU_FFI, casts, library, rejections
+from mx_jax.backends.target import Target
+from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4, MXFP4_2D, MXFP8_E4M3, NVFP4
+from mx_jax.testing.cases import MatmulCase, QuantizeBothCase, QuantizeCase
+from tests.needs import needs_library
+
+CPU = Target(platform="cpu")
+
+
+def u8(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.uint8)
+
+
+def i32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def zeros(*shape: int, dtype: Any = np.uint8) -> np.ndarray:
+    return np.zeros(shape, dtype)
+
+
+def along(axis: int, format: Any = MXFP8_E4M3, shape: Any = (40, 64), **how: Any) -> QuantizeCase:
+    return QuantizeCase(format=format, shape=shape, axis=axis, **how)
+
+
+def pair(first: QuantizeCase, second: QuantizeCase) -> Any:
+    return QuantizeBothCase(first=first, second=second).call
+
+
+CALL = along(-1, shape=(4, 64)).call
+BOTH = pair(along(-1), along(0))
+PLAIN = {"has_tensor_scale": False}
+# A right call of each handler: its operands, its results and its attributes.
+RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    casts.QUANTIZE: (
+        {"x": zeros(4, 64, dtype=np.float32)},
+        {"codes": u8(4, 64), "scales": u8(4, 2)},
+        casts.quantize_attributes(CALL) | PLAIN,
+    ),
+    casts.DEQUANTIZE: (
+        {"codes": zeros(4, 64), "scales": zeros(4, 2)},
+        {"values": f32(4, 64)},
+        casts.array_attributes(CALL.format, CALL.blocks) | PLAIN,
+    ),
+    casts.QUANTIZE_BOTH: (
+        {"x": zeros(40, 64, dtype=np.float32)},
+        {
+            "codes": u8(40, 64),
+            "scales": u8(40, 2),
+            "other_codes": u8(40, 64),
+            "other_scales": u8(2, 64),
+        },
+        casts._both_attributes((BOTH.first, BOTH.second), False),
+    ),
+    casts.LARGEST: (
+        {"x": zeros(8, 32, dtype=np.float32)},
+        {"amax": i32(8, 1)},
+        {"blocks": np.array((-1, 16))},
+    ),
+    casts.TENSOR_SCALE: (
+        {"amax": zeros(4, 3, dtype=np.int32)},
+        {"scales": f32(1, 1)},
+        {"largest_value": np.float32(2688)},
+    ),
+    rejections.MATMUL: (
+        {
+            "lhs": zeros(5, 64),
+            "lhs_scales": zeros(5, 2),
+            "lhs_tensor_scale": zeros(0, dtype=np.float32),
+            "rhs": zeros(7, 64),
+            "rhs_scales": zeros(7, 2),
+            "rhs_tensor_scale": zeros(0, dtype=np.float32),
+        },
+        {"product": f32(5, 7)},
+        {
+            "lhs_element": "e2m1",
+            "rhs_element": "e4m3",
+            "lhs_scale": "e8m0",
+            "rhs_scale": "e8m0",
+            "block": np.int32(32),
+            "lhs_k_first": False,
+            "rhs_k_first": False,
+        },
+    ),
+}
+
+
+def call(target: str, **changes: Any) -> None:
+    operands, results, attributes = RIGHT[target]
+    given = operands | results | attributes | changes
+    outputs = [given.pop(name) for name in results]
+    inputs = [given.pop(name) for name in operands]
+    found = jax.ffi.ffi_call(target, outputs if outputs[1:] else outputs[0])(*inputs, **given)
+    jax.block_until_ready(found)
+
+
+def blocks(*pairs: int) -> dict[str, Any]:
+    return {"blocks": np.array(pairs, np.int64)}
+
+
+DRAWS = {"rounding": "stochastic", "random_bits": np.int32(16)}
+DTYPES = "needs float32, bfloat16 or float16"
+WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
+    casts.QUANTIZE: [
+        ({"x": zeros(4, 64, dtype=np.int32)}, DTYPES),
+        ({"codes": u8(4, 63)}, r"codes must be uint8 of shape \(4, 64\)"),
+        ({"codes": i32(4, 64)}, "codes must be uint8"),
+        ({"scales": u8(4, 3)}, r"scales must be uint8 of shape \(4, 2\)"),
+        ({"scales": f32(4, 2)}, "scales must be uint8"),
+        (blocks(-3, 32), "blocks need axes in -2..-1"),
+        (blocks(-1), "blocks must be pairs of axis and size"),
+        (blocks(-1, -5), "sizes >= 0"),
+        (blocks(-1, 0, -2, 0), "neighbours, ascending"),
+        (blocks(-2, 32, -1, 32), r"scales must be uint8 of shape \(1, 2\)"),
+        (
+            {"x": zeros(4, 8, 2, dtype=np.float32)} | blocks(-3, 2, -2, 4),
+            "several blocked axes must be whole, or the last two, got 2 axes from axis=-3 on",
+        ),
+        ({"element": np.arange(8, dtype=np.int32)}, "element must be the 8 facts"),
+        ({"rounding": "up"}, "unknown rounding='up'"),
+        ({"random_bits": np.int32(3)}, "0 for others, got random_bits=3"),
+        ({"rule": "best"}, "unknown rule='best'"),
+        ({"threshold": np.int32(0)}, "needs 1 <= threshold"),
+        ({"has_tensor_scale": True}, "needs 1 operands after x"),
+        (DRAWS, "needs 1 operands"),
+    ],
+    casts.DEQUANTIZE: [
+        ({"codes": zeros(4, 63)}, r"codes must be uint8 of shape \(4, 64\)"),
+        ({"scales": zeros(4, 1)}, r"scales must be uint8 of shape \(4, 2\)"),
+        ({"values": i32(4, 64)}, DTYPES),
+        ({"kind": "percent"}, "unknown kind='percent'"),
+        ({"element": np.zeros(3, np.int32)}, "element must be the 8 facts"),
+        ({"has_tensor_scale": True}, "needs 1 operands after scales"),
+    ],
+    casts.QUANTIZE_BOTH: [
+        ({"codes": u8(40, 63)}, r"codes must be uint8 of shape \(40, 64\)"),
+        ({"scales": u8(40, 3)}, r"scales must be uint8 of shape \(40, 2\)"),
+        ({"other_codes": u8(4, 64)}, r"codes must be uint8 of shape \(40, 64\)"),
+        ({"other_scales": u8(40, 2)}, r"scales must be uint8 of shape \(2, 64\)"),
+        ({"last_blocks": np.array([-2, 32])}, "the last and an earlier one"),
+        ({"other_blocks": np.array([-1, 32])}, "the last and an earlier one"),
+        ({"other_blocks": np.array([-2, 0, -1, 0])}, "the last and an earlier one"),
+        ({"other_rounding": "up"}, "unknown rounding='up'"),
+        ({f"last_{name}": value for name, value in DRAWS.items()}, "needs 1 operands after x"),
+        ({"last_threshold": "x"}, "attribute last_threshold: "),
+        (
+            {
+                "x": zeros(40, 3, 40, dtype=np.float32),
+                "codes": u8(40, 3, 40),
+                "scales": u8(40, 3, 2),
+                "other_codes": u8(40, 3, 40),
+                "other_scales": u8(2, 3, 40),
+                "other_blocks": np.array([-3, 32]),
+            },
+            "need whole blocks along the last",
+        ),
+    ],
+    casts.LARGEST: [
+        ({"amax": i32(8, 2)}, r"amax must be int32 of shape \(8, 1\), got amax.shape=\(8, 2\)"),
+        ({"amax": f32(8, 1)}, "amax must be int32"),
+        (blocks(-2, 4), r"amax must be int32 of shape \(2, 1\)"),
+        (blocks(0, 4), "blocks need axes in -2..-1"),
+        ({"amax": i32(2, 2)} | blocks(-2, 4, -1, 16), r"amax must be int32 of shape \(2, 1\)"),
+    ],
+    casts.TENSOR_SCALE: [
+        ({"scales": f32(4, 2)}, r"reduced to 1, got scales.shape=\(4, 2\) for amax.shape=\(4, 3\)"),
+        ({"scales": f32(1, 3)}, "reduced to 1"),
+        ({"scales": f32(1)}, "reduced to 1"),
+        ({"largest_value": np.float32(0)}, "needs largest_value > 0, got largest_value=0"),
+    ],
+    rejections.MATMUL: [
+        ({"block": np.int32(8)}, "block must be 16 or 32, got block=8"),
+        ({"lhs_element": "e9m9"}, "unknown lhs_element='e9m9'"),
+        ({"rhs_scale": "f32"}, "unknown rhs_scale='f32'"),
+        ({"lhs_element": "none"}, f"lhs_element='none' {DTYPES}"),
+        ({"lhs_scales": zeros(5, 3)}, r"lhs_scales must have shape \(5, 2\)"),
+        ({"rhs": zeros(7, 64, dtype=np.int8)}, "codes and scales must be uint8"),
+        ({"rhs": zeros(64)}, r"rhs must be \[\*batch, rows, k\]"),
+        (
+            {"rhs": zeros(7, 96), "rhs_scales": zeros(7, 3)},
+            r"both operands must have one k, got lhs.shape=\(5, 64\), rhs.shape=\(7, 96\)",
+        ),
+        ({"product": f32(5, 8)}, r"product's shape \(5, 8\) does not follow from lhs.shape=\(5, 6"),
+        ({"product": f32(1, 5, 7)}, r"product's shape \(1, 5, 7\) does not follow"),
+        ({"product": i32(5, 7)}, "the product must be float32, bfloat16 or float16"),
+        (
+            {"lhs_tensor_scale": zeros(3, dtype=np.float32)},
+            r"lhs_tensor_scale must be of shape \(0,\), .*got lhs_tensor_scale.shape=\(3\) for",
+        ),
+        (
+            {"rhs_tensor_scale": zeros(1, 0, dtype=np.float32)},
+            r"rhs_tensor_scale must be .*got rhs_tensor_scale.shape=\(1, 0\)",
+        ),
+    ],
+}
+
+
+@needs_library
+@pytest.mark.parametrize("target", RIGHT)
+def test_right_calls(target: str):
+    call(target)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("target", "changes", "message"),
+    [
+        pytest.param(target, *wrong, id=f"{target}-{number}-{'-'.join(wrong[0])}")
+        for target, rows in WRONG.items()
+        for number, wrong in enumerate(rows)
+    ],
+)
+def test_wrong_calls(target: str, changes: dict[str, Any], message: str):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"mx_jax .*: .*{message}"):
+        call(target, **changes)
+
+
+DISTANT = (4, 5, 40)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (along(-1, MXFP4, scale_rule="gaussian").call, "computes no scales by the rule 'gaussian'"),
+        (
+            along(1, MXFP4_2D, (64, 64, 2)).call,
+            "takes two-dimensional blocks of the last two axes, got blocks=((-3, 32), (-2, 32))",
+        ),
+        (pair(along(0), along(0)), "along the last axis and another one, got axes (-2, -2)"),
+        (
+            pair(along(-1, FLOAT8_ROWWISE_E4M3), along(0, FLOAT8_ROWWISE_E4M3)),
+            "along one axis each, got blocks=((-1, WHOLE),)",
+        ),
+        (pair(along(-1, block_size=4096), along(0)), "blocks <= 1024, got blocks=((-1, 4096),)"),
+        (
+            pair(along(-1, shape=DISTANT), along(0, shape=DISTANT)),
+            "along distant axes in whole blocks, got shape=(4, 5, 40), blocks=((-1, 32),)",
+        ),
+        (pair(along(-1, NVFP4), along(0, MXFP4)), "tensor scales, or without, got one of each"),
+        (pair(along(-1, MXFP4, scale_rule="gaussian"), along(0)), "no scales by the rule"),
+        (
+            MatmulCase(lhs=MXFP4.with_block(64), rhs=MXFP4.with_block(64)).call,
+            "needs blocks of 16 or 32 along k",
+        ),
+        (MatmulCase(lhs=MXFP4, rhs=NVFP4).call, "needs one block size, got lhs="),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_reasons(call: Call, reason: str):
+    assert reason in str(CPU_FFI.rejects(call, CPU))
+
+
+def test_scales_of_whole_rows_have_a_way_of_their_own():
+    call = MatmulCase(lhs=FLOAT8_ROWWISE_E4M3, rhs=FLOAT8_ROWWISE_E4M3).call
+    assert "needs scales in e8m0 or e4m3" in str(rejections.rejects(call))
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        (
+            Target(platform="cpu", num_devices=8),
+            "runs on one device: JAX cannot hand a custom call every sharding, got num_devices=8; "
+            "only_backend('cpu_ffi') insists",
+        ),
+        (Target(platform="cuda"), "runs on platform=cpu, got platform=cuda"),
+    ],
+    ids=["devices", "platform"],
+)
+def test_other_machines(target: Target, reason: str):
+    assert CPU_FFI.rejects(CALL, target) == reason
+
+
+@needs_library
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16"])
+def test_float32_panels_leave_large_products_to_xla(isa: str, monkeypatch: pytest.MonkeyPatch):
+    loaded = library.load()
+    assert not isinstance(loaded, str)
+    monkeypatch.setattr(library, "load", lambda: dataclasses.replace(loaded, isa=isa))
+
+    def taken(lhs, rhs, rows: int, dtype: str = "float32") -> bool:
+        call = MatmulCase(lhs=lhs, rhs=rhs, m=(rows,), n=(4096,)).call
+        if lhs is None:
+            call = dataclasses.replace(
+                call, lhs=dataclasses.replace(call.lhs, dtype=jnp.dtype(dtype))
+            )
+        reason = rejections.rejects(call)
+        assert reason is None or f"multiplies these in float32 on {isa}" in reason
+        return reason is None
+
+    vnni, bf16 = isa in ("avx512_vnni", "avx512_bf16"), isa == "avx512_bf16"
+    assert taken(formats.MXFP4, formats.MXINT8, 4096) == vnni
+    assert taken(formats.MXFP6_E3M2, formats.MXFP4, 4096) == vnni
+    assert taken(formats.MXFP8_E4M3, formats.MXFP4, 4096) == bf16
+    assert not taken(None, formats.MXFP4, 4096)
+    assert taken(None, formats.MXFP8_E4M3, 4096, "bfloat16") == bf16
+    assert taken(None, formats.MXFP4, 8)

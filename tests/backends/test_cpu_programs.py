@@ -1,0 +1,353 @@
+"""What JAX makes of handlers' calls: a batch is one call, devices compute their parts, and other
+platforms get plain JAX. Asked of every handler."""
+
+import collections
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.backends.cpu_ffi import handler
+from mx_jax.backends.cpu_ffi.handler import Geometry
+from mx_jax.backends.select import only_backend
+from mx_jax.ops.operands import transformed
+from mx_jax.ops.random import draw_bits
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.needs import needs_library
+
+P = PartitionSpec
+pytestmark = [needs_library, pytest.mark.usefixtures("insist")]
+
+
+def draw(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(len(shape)).standard_normal(shape), jnp.float32)
+
+
+def quantized(*shape: int, format: str = "mxfp4", axis: int = -2) -> mx_jax.MXArray:
+    return mx_jax.quantize(draw(*shape), format, axis=axis)
+
+
+def packed(*shape: int, format: str = "mxfp4", num_batch: int = 0) -> Any:
+    return mx_jax.pack_weights(quantized(*shape, format=format), num_batch=num_batch)
+
+
+def product(x: Any, w: Any) -> jax.Array:
+    return mx_jax.einsum("...tk,...kn->...tn", x, w, recipe=recipes.weight_only(w.format.name))
+
+
+def cast(format: str, axis: int = -1) -> Any:
+    return functools.partial(mx_jax.quantize, format=format, axis=axis)
+
+
+def handlers(run: Any, *operands: Any, platform: str = "cpu") -> collections.Counter[str]:
+    """How often a lowered program calls which handler."""
+    text = jax.jit(run).trace(*operands).lower(lowering_platforms=(platform,)).as_text()
+    assert "stablehlo.while" not in text
+    return collections.Counter(re.findall(r"@mx_jax_cpu_(\w+)\(", text))
+
+
+def leaves(tree: Any) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+# Batches ------------------------------------------------------------------------------------------
+
+STACK = 3
+# A function, stacks of its operands, along which axes they are stacked, and what it calls.
+BATCHES: dict[str, tuple[Any, Any, tuple[tuple[int | None, ...], ...], str]] = {
+    "quantize": (cast("mxfp8_e4m3"), lambda: [draw(STACK, 3, 64)], ((0,), (1,)), "quantize"),
+    "a tensor scale each": (
+        cast("nvfp4"),
+        lambda: [draw(STACK, 8, 48) * jnp.arange(1.0, 4.0)[:, None, None]],
+        ((0,),),
+        "amax tensor_scale quantize",
+    ),
+    "both": (
+        lambda x: mx_jax.quantize_both(x, "nvfp4"),
+        lambda: [draw(STACK, 40, 64)],
+        ((0,),),
+        "amax amax tensor_scale tensor_scale quantize_both",
+    ),
+    "dequantize": (
+        mx_jax.dequantize,
+        lambda: [quantized(STACK, 40, 64)],
+        ((0,),),
+        "dequantize",
+    ),
+    "matmul": (
+        lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"),
+        lambda: [draw(STACK, 40, 64), draw(STACK, 64, 50)],
+        ((0, None), (None, 0), (0, 0)),
+        "quantize quantize matmul",
+    ),
+    "packed": (
+        product,
+        lambda: [draw(STACK, 3, 64), packed(STACK, 64, 40, num_batch=1)],
+        ((0, None), (None, 0), (0, 0)),
+        "matmul_packed",
+    ),
+    "random bits": (
+        lambda key: draw_bits(key, (33,), 16),
+        lambda: [jax.random.split(jax.random.key(7), STACK)],
+        ((0,),),
+        "random_bits",
+    ),
+    "transform": (
+        functools.partial(transformed, axis=0),
+        lambda: [draw(STACK, 40, 5), jnp.sign(draw(STACK, 16))],
+        ((0, 0), (0, None), (None, 0)),
+        "transform",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_is_one_call(name: str):
+    run, make, ways, calls = BATCHES[name]
+    expected = collections.Counter(calls.split())
+    for axes in ways:
+        stacks = [
+            jax.tree.map(lambda leaf: leaf[0], each) if axis is None else each
+            for each, axis in zip(make(), axes, strict=True)
+        ]
+        mapped = jax.vmap(run, axes)
+        assert handlers(mapped, *stacks) == expected, axes
+        assert not handlers(mapped, *stacks, platform="cuda")
+        found = jax.jit(mapped)(*stacks)
+        for lane in range(STACK):
+            own = [
+                each if axis is None else jax.tree.map(lambda a: jnp.take(a, lane, axis), each)  # noqa: B023
+                for each, axis in zip(stacks, axes, strict=True)
+            ]
+            for one, other in zip(leaves(found), leaves(jax.jit(run)(*own)), strict=True):
+                assert_bitwise_equal(one[lane], other, what=f"{axes}, {lane}")
+
+
+# Devices ------------------------------------------------------------------------------------------
+
+
+def outlier() -> jax.Array:
+    """The largest values lie on one device; on another, larger ones in blocks with a NaN."""
+    x = np.random.default_rng(3).standard_normal((128, 128)).astype(np.float32)
+    x[100, 120], x[3, 6], x[3, 5], x[4, 6] = 1e4, 1e9, np.nan, np.nan
+    return jnp.asarray(x)
+
+
+def of_codes(lhs: Any, rhs: Any, y: Any, gathers: int) -> Any:
+    operands = lambda: [quantized(64, 128, axis=-1), quantized(128, 96)]  # noqa: E731
+    run = lambda x, w: mx_jax.matmul(x, w, recipe="mxfp4")  # noqa: E731
+    return run, operands, (lhs, rhs), y, gathers
+
+
+def of_packed(lhs: Any, rhs: Any, y: Any, gathers: int) -> Any:
+    return (
+        product,
+        lambda: [draw(16, 128), packed(128, 256, format="nvfp4")],
+        (lhs, rhs),
+        y,
+        gathers,
+    )
+
+
+def of_casts(run: Any, spec: Any) -> Any:
+    return run, lambda: [draw(128, 256)], (spec,), spec, 0
+
+
+def of_tensors(run: Any, spec: Any) -> Any:
+    """Codes that lie where values do, under one scale."""
+    return run, lambda: [outlier()], (spec,), spec, None
+
+
+# Where operands lie, where the first result lies, and how often something is gathered for it.
+DEVICES: dict[str, tuple[Any, Any, tuple[Any, ...], Any, int | None]] = {
+    "cast, blocks": of_casts(cast("mxfp8_e4m3"), P("a", "b")),
+    "cast, columns": of_casts(cast("mxfp8_e4m3", 0), P(None, ("a", "b"))),
+    "both": of_casts(lambda x: mx_jax.quantize_both(x, "mxfp8_e4m3"), P("a", "b")),
+    "one tensor scale": of_tensors(cast("nvfp4", 0), P("a", "b")),
+    "one tensor scale, columns": of_tensors(cast("nvfp4"), P(None, "a")),
+    "one tensor scale, both": of_tensors(lambda x: mx_jax.quantize_both(x, "nvfp4"), P(("a", "b"))),
+    "a tensor scale each": (
+        jax.vmap(cast("nvfp4")),
+        lambda: [jnp.stack([outlier() * (1 + i) for i in range(8)])],
+        (P("a", "b"),),
+        P("a", "b"),
+        None,
+    ),
+    "matmul": of_codes(P("a"), P(None, "b"), P("a", "b"), 0),
+    "matmul, rows": of_codes(P(("a", "b")), P(), P(("a", "b")), 0),
+    # A sharded k is gathered, codes and scales, on one side or on both.
+    "matmul, k": of_codes(P("a", "b"), P(), P("a"), 2),
+    "matmul, k of both": of_codes(P(None, "a"), P("a", "b"), P(None, "b"), 4),
+    "packed": of_packed(P("a"), P("b"), P("a", "b"), 0),
+    "packed, rows": of_packed(P("a"), P(), P("a"), 0),
+    "packed, panels": of_packed(P(), P(("a", "b")), P(None, ("a", "b")), 0),
+    "packed, k of both": of_packed(P("a", "b"), P(None, "a"), P("a"), 2),
+    "packed batch": (
+        product,
+        lambda: [draw(8, 3, 64), packed(8, 64, 64, num_batch=1)],
+        (P("a"), P("a", "b")),
+        P("a", None, "b"),
+        0,
+    ),
+    "packing": (
+        lambda w: jax.tree.leaves(mx_jax.pack_weights(w)),
+        lambda: [quantized(128, 256)],
+        (P(None, "a"),),
+        P("a"),
+        0,
+    ),
+    # Codes and scales, where a panel would be cut.
+    "packing, cut": (
+        lambda w: jax.tree.leaves(mx_jax.pack_weights(w)),
+        lambda: [quantized(128, 80)],
+        (P(None, "a"),),
+        P(),
+        2,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+
+
+def placed(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
+    def place(leaf: jax.Array) -> jax.Array:
+        own = P(*(part for part, _ in zip(spec, range(leaf.ndim), strict=False)))
+        return jax.device_put(leaf, NamedSharding(mesh, own))
+
+    return jax.tree.map(place, tree)
+
+
+@pytest.mark.by_default("columns|both$|matmul$|k of both|batch|packing")
+@pytest.mark.parametrize("name", DEVICES)
+def test_devices_compute_their_parts(name: str, mesh: Mesh):
+    run, make, specs, first, gathers = DEVICES[name]
+    operands = make()
+    expected = jax.jit(run)(*operands)
+    operands = [placed(each, mesh, spec) for each, spec in zip(operands, specs, strict=True)]
+    program = jax.jit(run).lower(*operands).compile()
+    text = program.as_text() or ""
+    assert "mx_jax_cpu" in text
+    assert gathers is None or text.count("all-gather(") == gathers
+    found = program(*operands)
+    codes = jax.tree.leaves(found)[0]
+    assert codes.sharding.is_equivalent_to(NamedSharding(mesh, first), codes.ndim)
+    for one, other in zip(leaves(found), leaves(expected), strict=True):
+        assert_bitwise_equal(one, other)
+
+
+def test_shards_that_cut_blocks_are_gathered(mesh: Mesh):
+    """Three blocks on four devices."""
+    x = draw(8, 96)
+    out = NamedSharding(mesh, P(None, "a"))
+    run = jax.jit(lambda x: mx_jax.quantize(x, "mxfp4").codes, out_shardings=out)
+    expected = mx_jax.quantize(x, "mxfp4").codes
+    assert_bitwise_equal(run(placed(x, mesh, P(None, "a"))), expected, what="codes")
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_below_shard_map(mesh: Mesh, check_vma: bool):
+    """Operands may vary differently, and each shard has its own tensor scale."""
+
+    def sharded(local: Any, specs: Any, out: Any, *operands: Any) -> Any:
+        run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
+        return jax.jit(run)(*operands)
+
+    for pack in (lambda w: w, mx_jax.pack_weights):
+
+        def local(x: jax.Array, w: jax.Array, pack: Any = pack) -> jax.Array:
+            return product(x, pack(mx_jax.quantize(w, "mxfp4", axis=0)))
+
+        x, w = draw(16, 64), draw(64, 64)
+        found = sharded(local, (P("a"), P(None, "b")), P("a", "b"), x, w)
+        assert_bitwise_equal(found, jax.jit(local)(x, w), what="product")
+    found = sharded(lambda x: jax.tree.leaves(cast("nvfp4")(x)), P("a"), P("a"), outlier())
+    with only_backend("reference"):
+        parts = [jax.tree.leaves(cast("nvfp4")(part)) for part in jnp.split(outlier(), 4)]
+    for got, want in zip(found, zip(*parts, strict=True), strict=True):
+        assert_bitwise_equal(got, jnp.concatenate(want))
+
+
+def test_eager_calls_are_compiled_once_and_without_jit_too():
+    w = draw(64, 8)
+    pack = lambda: mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))  # noqa: E731
+    expected, compiled = pack(), handler._jitted.cache_info().misses
+    with jax.disable_jit():
+        found = pack()
+    assert compiled and handler._jitted.cache_info().misses == compiled
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+# Axes ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("axes", "shapes", "sizes", "results", "merged"),
+    [
+        ("*b k -> *b k/32, *b k/k", [(3, 70)], {}, [(3, 3), (3, 1)], [(3, 3), (3, 1)]),
+        # Batches of one length and of length one; axes as one, an empty group among them.
+        (
+            "*l (m0 m1) k, *r () k, *lr -> *lr (m0 m1) ()",
+            [(1, 2, 5, 64), (4, 64), (4,)],
+            {},
+            [(4, 2, 5)],
+            [(4, 10, 1)],
+        ),
+        # What an operand only has in blocks, or not at all, is told.
+        ("*r n/32 1 -> *r n p", [(2, 1)], {"n": 40, "p": 9}, [(40, 9)], [(40, 9)]),
+    ],
+)
+def test_results_follow(axes, shapes, sizes, results, merged):
+    geometry = Geometry(axes, tuple(shapes), sizes)
+    assert geometry.result_shapes() == list(zip(merged, results, strict=True))
+
+
+def test_several_axes_become_one_in_whole_blocks():
+    geometry = Geometry("*b (j k), *b (j k/32) -> *b", ((2, 40), (2, 2)), {})
+    filled, scales = geometry.merge([jnp.ones((2, 40)), jnp.ones((2, 2))])
+    assert scales.shape == (4,)
+    assert filled.shape == (128,)
+    assert_bitwise_equal(filled, np.repeat([1.0, 0.0, 1.0, 0.0], [40, 24, 40, 24]).astype("f"))
+
+
+@pytest.mark.parametrize(
+    ("axes", "shapes", "expected", "whole", "sizes"),
+    [
+        # Blocks stay whole; an axis that ends within one is not split at all.
+        (
+            "*b j k -> *b j k, *b j k/32",
+            [(8, 4, 64)],
+            "batch0 j (k k_inside) -> batch0 j (k k_inside), batch0 j k",
+            ["k_inside"],
+            {"k_inside": 32},
+        ),
+        ("*b k -> *b k, *b k/32", [(40,)], "k_inside -> k_inside, k", ["k_inside", "k"], {}),
+        # What is contracted is gathered, and what stands for a whole batch.
+        (
+            "*l m k, *r n k -> *lr m n",
+            [(1, 5, 64), (3, 7, 64)],
+            "whole0 m whole_k, batch0 n whole_k -> batch0 m n",
+            ["whole0", "whole_k"],
+            {},
+        ),
+        (
+            "*r n/32 bytes, 0 -> *r n",
+            [(2, 99), (0,)],
+            "n whole_bytes, whole2 -> (n n_inside)",
+            ["whole_bytes", "whole2", "n_inside"],
+            {"n_inside": 32},
+        ),
+    ],
+)
+def test_the_rule_for_devices_follows(axes, shapes, expected, whole, sizes):
+    rule, options = handler._sharding_rule(Geometry(axes, tuple(shapes), {"n": 64, "bytes": 99}))
+    assert (rule, options) == (expected, {"need_replication_factors": tuple(whole)} | sizes)

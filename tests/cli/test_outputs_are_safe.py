@@ -1,0 +1,143 @@
+"""What other processes, signals and links may do to an output while a command writes it."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mx_jax import checkpoint
+from mx_jax.commands import stream
+from tests.cli.conftest import Cli
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    up = np.ones((8, 33), np.float32)  # rows of no whole bytes in FP4
+    checkpoint.write(folder / "model.safetensors", {"up.weight": up}, layout="torchao")
+    return folder
+
+
+@pytest.fixture
+def locked(tmp_path: Path) -> Iterator[Path]:
+    """The folder `out` is made in, as another process has it while it writes there."""
+    made = stream.partial_folder(tmp_path / "out")
+    made.mkdir()
+    (made / "model.safetensors").write_text("theirs")
+    handle = os.open(made, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    yield made
+    os.close(handle)
+
+
+@pytest.mark.parametrize("more", [(), ("--force",), ("--max-shard-size", "1kB", "--force")])
+def test_a_folder_that_another_process_writes(
+    more: tuple[str, ...], model: Path, locked: Path, tmp_path: Path, cli: Cli
+):
+    said = cli.error("quantize", model, tmp_path / "out", "--format", "mxfp4", *more)
+    assert "another process is writing to" in said
+    assert (locked / "model.safetensors").read_text() == "theirs"
+
+
+def test_a_folder_that_another_process_filled_meanwhile(
+    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+):
+    out, write_beside = tmp_path / "out", stream._write_beside
+
+    def filled(*rest: Any) -> None:
+        write_beside(*rest)
+        out.mkdir()
+        (out / "theirs.txt").write_text("theirs")
+
+    monkeypatch.setattr(stream, "_write_beside", filled)
+    assert "not empty" in cli.error("quantize", model, out, "--format", "mxfp4")
+    assert os.listdir(out) == ["theirs.txt"] and not stream.partial_folder(out).exists()
+
+
+def test_save_waits_for_another_process(tmp_path: Path):
+    tree = {f"{index}": np.full((8, 64), index, np.float32) for index in range(3)}
+    handle = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    sizes = {"max_shard_size": 3000}
+    saving = threading.Thread(target=checkpoint.save, args=(tmp_path, tree), kwargs=sizes)
+    saving.start()
+    saving.join(0.2)
+    assert saving.is_alive() and not os.listdir(tmp_path)
+    os.close(handle)
+    saving.join()
+    assert len(checkpoint.load(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("name", ["out", "out.safetensors"])
+def test_a_link_to_itself(name: str, model: Path, tmp_path: Path, cli: Cli):
+    (tmp_path / name).symlink_to(name)
+    cli("quantize", model, tmp_path / name, "--format", "mxfp4", status=2 if name == "out" else 0)
+
+
+@pytest.mark.parametrize("to", ["compressed-tensors", "torchao", "mxfp4-pack-quantized", "none"])
+def test_a_dry_run_refuses_what_the_run_refuses(to: str, model: Path, tmp_path: Path, cli: Cli):
+    words = ("quantize", model, tmp_path / "out", "--format", "mxfp4", "--to", to)
+    dry, run = (cli(*words, *more, status=2)[1] for more in (("--dry-run",), ()))
+    assert dry == run
+    assert to == "none" or ("up.weight" in dry and "by --keep or a rule with skip" in dry)
+
+
+def test_what_may_not_be_read_or_replaced(
+    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "out"
+    out.mkdir()
+    monkeypatch.setattr(os, "access", lambda *_: False)  # as for all but root
+    words = ("quantize", model, out, "--format", "mxfp4", "--force")
+    assert "read-only" in cli.error(*words)
+    monkeypatch.undo()
+    (model / "model.safetensors").chmod(0)
+    if os.geteuid():
+        assert "Permission denied" in cli.error(*words)
+
+
+def test_a_page_in_no_folder_is_refused_early(model: Path, tmp_path: Path, cli: Cli):
+    page = tmp_path / "none" / "page.html"
+    assert f"{page} must be a file in a folder" in cli.error("inspect", model, "--html", page)
+
+
+def test_interrupted_while_it_is_imported(tmp_path: Path):
+    (tmp_path / "jax").mkdir()
+    # In its place one that says when it is imported, and takes long.
+    (tmp_path / "jax" / "__init__.py").write_text(
+        "import pathlib, time\npathlib.Path(__file__).with_name('begun').touch()\ntime.sleep(60)\n"
+    )
+    command = subprocess.Popen(
+        [sys.executable, "-m", "mx_jax", "formats"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "jax" / "begun").exists():
+        assert command.poll() is None
+        time.sleep(0.01)
+    command.send_signal(signal.SIGINT)
+    _, said = command.communicate(timeout=30)
+    assert (command.returncode, said) == (-signal.SIGINT, "")
+
+
+@pytest.mark.parametrize("name", ["__metadata__", "up\n", "\ud800", "\x1b[31m"])
+def test_a_name_that_no_reader_takes_replaces_nothing(name: str, tmp_path: Path):
+    path, up = tmp_path / "model.safetensors", np.ones(3, np.float32)
+    checkpoint.save(path, {"up": up})
+    with pytest.raises(ValueError, match="a tensor is called"):
+        checkpoint.save(path, {name: up})
+    assert checkpoint.load(path).keys() == {"up"}
