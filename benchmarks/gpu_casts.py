@@ -11,14 +11,14 @@ from benchmarks.gpu_compare import Comparison, chain_of
 from benchmarks.gpu_products import KERNEL
 from benchmarks.timing import Case
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
-from mx_jax.measure import subjects
+from mx_jax.measure import worker
 from mx_jax.measure.cases import Case as Cast
 from mx_jax.measure.cases import copy_bits
 from mx_jax.measure.timing import copies_beyond_cache
 
 COPY = "copy"
 # What `mx_jax.measure` calls them.
-_WAYS = {COPY: subjects.BFLOAT16, subjects.PLAIN: subjects.PLAIN, KERNEL: subjects.KERNEL}
+_WAYS = {COPY: worker.BFLOAT16, worker.PLAIN: worker.PLAIN, KERNEL: worker.KERNEL}
 
 
 def compare_casts(cast: Cast, calls: int, copies: int | None = None) -> Comparison:
@@ -30,7 +30,7 @@ def compare_casts(cast: Cast, calls: int, copies: int | None = None) -> Comparis
       copies: of what is cast; None: more than any cache holds.
     """
     copies = copies_beyond_cache(copy_bits(cast)) if copies is None else copies
-    made = functools.cache(lambda: subjects.subject(cast, PALLAS_GPU, copies))
+    made = functools.cache(lambda: worker.subject(cast, PALLAS_GPU, copies))
 
     def maker(name: str) -> Callable[[], Case]:
         def make() -> Case:

@@ -14,7 +14,7 @@ from benchmarks.gpu_products import KERNEL, Pair, Timed
 from benchmarks.gpu_steps import Step
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4, BlockFormat
 from mx_jax.measure.cases import Case
-from mx_jax.measure.subjects import PLAIN
+from mx_jax.measure.worker import PLAIN
 
 What = Timed | Case | Step
 HOPPER = ("H100", "H200")

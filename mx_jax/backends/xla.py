@@ -32,7 +32,7 @@ from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs import blocks
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs.float32 import power_of_two
-from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN
+from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN, scale_to_float32
 from mx_jax.formats import WHOLE, BlockFormat
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.reference import hadamard
@@ -165,11 +165,11 @@ def _rejects_product(call: MatmulCall, target: Target) -> str | None:
 
 
 def _rejects_groups(call: RaggedCall, target: Target) -> str | None:
-    """As `_rejects`; and scales that leave the sums must be the same in every group."""
+    """As `_rejects`; and scales must leave the sums of a whole group."""
     for side, own in (("lhs", call.lhs), ("rhs", call.rhs)):
-        if own.format is not None and (own.format.scale.is_float32 or own.scale_axes):
+        if own.format is not None and (_block_size(own) is not None or own.scale_axes):
             return (
-                f"needs one tensor scale at most outside the sums of all groups, got {side}="
+                f"needs scales that leave the sums of a whole group, got {side}="
                 f"{own.format.name}, a tensor scale for each position of axes={own.scale_axes}"
             )
     return _rejects(call, target)
@@ -256,9 +256,40 @@ def _multiply_groups(
     sums = grouped_dot(
         left, right, group_sizes, call.contracting, lax.Precision.DEFAULT, jnp.float32
     )
-    found = (x.tensor_scale for x in (lhs, rhs) if isinstance(x, MXArray))
-    sums = scaled(sums, *(SumScale(scale.reshape(())) for scale in found if scale is not None))
+    sides: tuple[tuple[Side, Operand], ...] = ("lhs", lhs), ("rhs", rhs)
+    found = (_scale_of_groups(side, x, group_sizes, call) for side, x in sides)
+    sums = scaled(sums, *(scale for scale in found if scale is not None))
     return (sums * (left_factor * right_factor)).astype(call.out_dtype)
+
+
+def _scale_of_groups(
+    side: Side, operand: Operand, group_sizes: jax.Array, call: RaggedCall
+) -> SumScale | None:
+    """The scale that leaves the sums: of the tensor; of a row, or of its group's matrix; or of the
+    rows of a group that are summed, each of which has it.
+
+    What has no group has scale 1: its sums are zeros, whatever its scale is.
+    """
+    if not isinstance(operand, MXArray):
+        return None
+    scale = operand.format.scale
+    if not scale.is_float32:
+        tensor = operand.tensor_scale
+        return None if tensor is None else SumScale(tensor.reshape(()))
+    values = scale_to_float32(operand.scales, scale)
+    ends, num_rows = jnp.cumsum(group_sizes), call.lhs.shape[0]
+    if call.contracts_rows:
+        first = jnp.take(values, ends - group_sizes, axis=0, mode="clip")
+        values = jnp.where((group_sizes > 0)[:, None], first, 1)
+        values = jnp.expand_dims(values, 2 if side == "lhs" else 1)
+    else:
+        group = jnp.searchsorted(ends, jnp.arange(num_rows), side="right", method="compare_all")
+        if side == "rhs":
+            of_columns = jnp.squeeze(values, call.rhs.axes.contracting)
+            of_columns = jnp.broadcast_to(of_columns, (call.num_groups, of_columns.shape[1]))
+            values = jnp.take(of_columns, group, axis=0, mode="clip")
+        values = jnp.where((group < call.num_groups)[:, None], values, 1)
+    return SumScale(values, scale.kind == "divisor")
 
 
 def _rejects_transform(call: TransformCall, target: Target) -> str | None:

@@ -18,7 +18,14 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from mx_jax.axes import Axes
-from mx_jax.backends.calls import MatmulCall, Operand, OperandType, PackCall, rejects_symbolic
+from mx_jax.backends.calls import (
+    MatmulCall,
+    Operand,
+    OperandType,
+    PackCall,
+    RaggedCall,
+    rejects_symbolic,
+)
 from mx_jax.backends.sums import (
     SumScale,
     rejects_parts_of_blocks,
@@ -168,22 +175,14 @@ def _rejects(call: MatmulCall, target: Target) -> str | None:
     )
 
 
-# Steps of XLA's kernel along k. Where one operand is bfloat16 XLA 0.12 crashes if the last of
-# several is partial: at k=2880.
-_STEP = 128
-
-
 def _rejects_k(call: MatmulCall) -> str | None:
-    """Whole blocks, of which there are some; and what XLA's tiles divide, by bfloat16."""
+    """Whole blocks, of which there are some."""
     for side, own in call.sides:
         if 0 in own.shape:
             return f"multiplies operands that have elements, got {side}_shape={own.shape}"
         k, block = own.shape[own.axes.contracting[-1]], own.format and own.format.block[1]
         if isinstance(block, int) and k % block:
             return f"needs whole blocks of {block} along k, got k={k}"
-        length = math.prod(own.axes.sizes(own.shape)[2])
-        if own.format is None and length > _STEP and length % _STEP:
-            return f"needs k % {_STEP} == 0 or less by bfloat16, got k={length}"
     return None
 
 
@@ -192,6 +191,15 @@ def _how(call: MatmulCall, target: Target) -> str:
     row = row_of(call, target)
     assert isinstance(row, Native), row
     return f"XLA's scaled dot, {row.name} from JAX {'.'.join(map(str, row.jax))} on"
+
+
+# Steps of XLA's kernel along k. Where one operand is bfloat16 XLA 0.12 crashes if the last of
+# several is partial, as at k=2880: so it is filled up with zeros.
+_STEP = 128
+
+
+def _padded_k(k: int) -> int:
+    return k if k <= _STEP else k + -k % _STEP
 
 
 # Scales -------------------------------------------------------------------------------------------
@@ -203,19 +211,7 @@ def _how(call: MatmulCall, target: Target) -> str:
 _SMALL = E8M0_BIAS - 40
 
 
-class Centred(NamedTuple):
-    """Scales that bfloat16 has, as has every element under them.
-
-    Attributes:
-      scales: E8M0, uint8.
-      exponent: int32 `[]`: they are `2^exponent` times what they were.
-    """
-
-    scales: jax.Array
-    exponent: jax.Array
-
-
-def centred(scales: jax.Array, element: ElementFormat) -> Centred:
+def centred(scales: jax.Array, element: ElementFormat) -> tuple[jax.Array, jax.Array]:
     """An operand's scales, moved by one power of two where they lie at an end of float32.
 
     Elements under the largest scale stay below 2^128; those under the smallest become normal
@@ -225,6 +221,10 @@ def centred(scales: jax.Array, element: ElementFormat) -> Centred:
     Args:
       scales: E8M0, uint8, of any shape.
       element: what they scale.
+
+    Returns:
+      Scales that bfloat16 has, as has every element under them; and int32 `[]`: they are
+      `2^exponent` times what they were.
     """
     wide = lax.convert_element_type(scales, jnp.int32)
     is_nan = float32.eq(wide, E8M0_NAN)
@@ -235,7 +235,7 @@ def centred(scales: jax.Array, element: ElementFormat) -> Centred:
     exponent = float32.min(float32.sub(most, top), float32.clip(float32.sub(_SMALL, top), 0, up))
     moved = float32.max(float32.add(wide, exponent), 0)
     stored = select(is_nan, E8M0_NAN, moved)
-    return Centred(lax.convert_element_type(stored, jnp.uint8), exponent)
+    return lax.convert_element_type(stored, jnp.uint8), exponent
 
 
 # Operands -----------------------------------------------------------------------------------------
@@ -249,12 +249,14 @@ class Matrices(NamedTuple):
       scales: likewise, of blocks; None of bfloat16.
       exponent: its scales are `2^exponent` times what they stand for, int32 `[]` or
         `[batch, 1, 1]`; None: they are what they are.
+      tensor_scale: float32 `[]` or `[batch, 1, 1]`, or None.
       k_first: whether k precedes the rows.
     """
 
     elements: jax.Array
     scales: jax.Array | None
     exponent: jax.Array | None
+    tensor_scale: jax.Array | None
     k_first: bool
 
 
@@ -274,21 +276,35 @@ def _scale_values(scales: jax.Array, format: BlockFormat) -> jax.Array:
     return lax.bitcast_convert_type(scales, format.scale.dtype)
 
 
-def _matrices(operand: Operand | PackedMXArray, axes: Axes) -> Matrices:
-    """An operand of a product; codes of four bits with k last, as tensor cores read them."""
+def _matrices(operand: Operand | PackedMXArray, axes: Axes, k: int) -> Matrices:
+    """An operand of a product, filled up to k; codes of four bits with k last, as tensor cores read
+    them."""
     if isinstance(operand, PackedMXArray):
         return _of_packed(operand)
+    k_first = axes.k_first
     if not isinstance(operand, MXArray):
-        return Matrices(_stacked(operand, axes), None, None, axes.k_first)
-    element, k_first = operand.format.element, axes.k_first
-    codes, scales = _stacked(operand.codes, axes), _stacked(operand.scales, axes)
+        elements = _filled(_stacked(operand, axes), k, k_first)
+        return Matrices(elements, None, None, None, k_first)
+    element, block = operand.format.element, operand.format.block[1]
+    assert isinstance(block, int), operand.format
+    codes = _filled(_stacked(operand.codes, axes), k, k_first)
+    scales = _filled(_stacked(operand.scales, axes), k // block, k_first)
     if element.bits == 4 and k_first:
         codes, scales, k_first = codes.swapaxes(1, 2), scales.swapaxes(1, 2), False
     exponent = None
     if operand.format.scale.kind == "exponent":
         scales, exponent = centred(scales, element)
     scales = _scale_values(scales, operand.format)
-    return Matrices(_elements(codes, element), scales, exponent, k_first)
+    tensor_scale = operand.tensor_scale
+    tensor_scale = None if tensor_scale is None else tensor_scale.reshape(())
+    return Matrices(_elements(codes, element), scales, exponent, tensor_scale, k_first)
+
+
+def _filled(x: jax.Array, k: int, k_first: bool = False) -> jax.Array:
+    """`[..., rows, k]`, or `[..., k, rows]`, with zeros up to k."""
+    axis = x.ndim - (2 if k_first else 1)
+    widths = [(0, k - size if i == axis else 0) for i, size in enumerate(x.shape)]
+    return x if x.shape[axis] == k else jnp.pad(x, widths)
 
 
 # The product --------------------------------------------------------------------------------------
@@ -352,7 +368,8 @@ def _dot(k_first: tuple[bool, bool], is_scaled: tuple[bool, bool]) -> Any:
         one = jnp.ones((1,) * lhs.ndim, jnp.bfloat16)
         both = (next(given) if has_scale else one for has_scale in is_scaled)
         sums = _composite(lhs, rhs, *both, dimension_numbers=(contracting, (batch, batch)))
-        return sums if batch else sums[None]
+        # XLA 0.12 crashes where it fuses a reshape that merges the batch with the rows.
+        return lax.optimization_barrier(sums) if batch else sums[None]
 
     @dot.def_vmap
     def _(size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> Any:
@@ -381,8 +398,22 @@ def _merged(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> jax.Array:
-    """One kernel: tensor scales and powers of two multiply its float32 sums."""
-    left, right = _matrices(lhs, call.lhs.axes), _matrices(rhs, call.rhs.axes)
+    k = _length(call)
+    sums = _product(_matrices(lhs, call.lhs.axes, k), _matrices(rhs, call.rhs.axes, k))
+    shape = call.lhs.shape[: call.num_batch]
+    kept = (own.axes.sizes(own.shape)[1] for _, own in call.sides)
+    return sums.astype(call.out_dtype).reshape(*shape, *(n for sizes in kept for n in sizes))
+
+
+def _length(call: MatmulCall) -> int:
+    """Of k as XLA's kernel sees it."""
+    k = math.prod(call.lhs.axes.sizes(call.lhs.shape)[2])
+    is_padded = call.rhs.packed_by is not None or None in (call.lhs.format, call.rhs.format)
+    return _padded_k(k) if is_padded else k
+
+
+def _product(left: Matrices, right: Matrices) -> jax.Array:
+    """One kernel: tensor scales and powers of two multiply its float32 sums `[batch, m, n]`."""
     scales = [x.scales for x in (left, right) if x.scales is not None]
     dot = _dot((left.k_first, right.k_first), (left.scales is not None, right.scales is not None))
     sums = dot(left.elements, right.elements, *scales)
@@ -390,21 +421,102 @@ def _multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> j
     if exponents:
         total = lax.neg(functools.reduce(float32.add, exponents))
         sums = float32.mul(sums, power_of_two(total))
-    sums = scaled(sums, *(scale for x in (lhs, rhs) for scale in _tensor_scale(x)))
-    shape = call.lhs.shape[: call.num_batch]
-    kept = (own.axes.sizes(own.shape)[1] for _, own in call.sides)
-    return sums.astype(call.out_dtype).reshape(*shape, *(n for sizes in kept for n in sizes))
+    factors = (x.tensor_scale for x in (left, right))
+    return scaled(sums, *(SumScale(scale) for scale in factors if scale is not None))
 
 
-def _tensor_scale(operand: Operand | PackedMXArray) -> tuple[SumScale, ...]:
-    """One for all sums, or one for each matrix of packed weights."""
-    if isinstance(operand, PackedMXArray):
-        values = operand.arrays.tensor_scale
-    else:
-        values = operand.tensor_scale if isinstance(operand, MXArray) else None
-    if values is None:
-        return ()
-    return (SumScale(values.reshape(() if values.size == 1 else (-1, 1, 1))),)
+# Rows in groups -----------------------------------------------------------------------------------
+
+# Few rows are as fast as one: what takes the time is reading the matrices.
+_FEW_ROWS = 32
+# A matrix that is picked is read and written before the kernel reads it.
+_PICKED = 3
+
+
+def _at_a_time(call: RaggedCall) -> MatmulCall:
+    """The product of some rows of each group, in a batch of the groups' matrices.
+
+    Of twice as many rows as groups have on average; of the groups that can have rows at all, if
+    those are few.
+    """
+    rows, k = call.lhs.shape
+    groups = min(call.num_groups, rows)
+    if _PICKED * groups > call.num_groups:
+        groups = call.num_groups
+    each = min(rows, max(_FEW_ROWS, 2 * -(-rows // max(groups, 1))))
+    lhs = dataclasses.replace(call.lhs, shape=(groups, each, k), axes=call.lhs.axes.in_batch())
+    rhs = dataclasses.replace(call.rhs, shape=(groups, *call.rhs.shape[1:]))
+    return MatmulCall(lhs=lhs, rhs=rhs, out_dtype=call.out_dtype)
+
+
+def _rejects_groups(call: RaggedCall, target: Target) -> str | None:
+    """As `_rejects`, of the products that it takes; rows are kept."""
+    if call.contracts_rows:
+        return "multiplies rows by their group's matrix, got rows that are contracted"
+    return rejects_symbolic(call) or _rejects(_at_a_time(call), target)
+
+
+def _how_groups(call: RaggedCall, target: Target) -> str:
+    product = _at_a_time(call)
+    return f"{_how(product, target)}, {product.lhs.shape[1]} rows of each group at a time"
+
+
+def _multiply_groups(
+    lhs: Operand, rhs: Operand | PackedMXArray, group_sizes: jax.Array, call: RaggedCall
+) -> jax.Array:
+    """Each group's first rows by one kernel that reads every matrix once; then the next ones.
+
+    So XLA multiplies twice as many rows as there are where groups are about equal, and not all rows
+    by each matrix, as it does in `lax.ragged_dot`.
+    """
+    product = _at_a_time(call)
+    (groups, each, _), num_rows, k = product.lhs.shape, call.lhs.shape[0], _length(product)
+    if groups < call.num_groups:
+        # Those that have rows come first, in their order.
+        picked = jnp.argsort(group_sizes == 0, stable=True)[:groups]
+        group_sizes, rhs = group_sizes[picked], _picked(rhs, picked)
+    right = _matrices(rhs, product.rhs.axes, k)
+    ends = jnp.cumsum(group_sizes)
+    starts = ends - group_sizes
+    row = jnp.arange(num_rows)
+    group = jnp.searchsorted(ends, row, side="right", method="compare_all")
+    place = row - jnp.append(starts, 0)[group]
+
+    def multiply(done: jax.Array, out: jax.Array) -> jax.Array:
+        """With the rows of each group that follow the first `done`."""
+        own = done + jnp.arange(each)
+        source = jnp.where(own < group_sizes[:, None], starts[:, None] + own, num_rows)
+        sums = _product(_matrices(_taken(lhs, source), product.lhs.axes, k), right)
+        sums = sums.astype(call.out_dtype).reshape(groups * each, -1)
+        here = (group < groups) & (done <= place) & (place < done + each)
+        found = jnp.take(sums, group * each + place - done, axis=0, mode="clip")
+        return jnp.where(here[:, None], found, out)
+
+    out = jnp.zeros((num_rows, call.rhs.rows), call.out_dtype)
+    if each == num_rows:
+        return multiply(jnp.int32(0), out)
+    most = jnp.max(group_sizes)
+    return lax.while_loop(
+        lambda state: state[0] < most,
+        lambda state: (state[0] + each, multiply(*state)),
+        (jnp.int32(0), out),
+    )[1]
+
+
+def _taken(rows: Operand, source: jax.Array) -> Operand:
+    """Rows `[g, m, k]` of `[p, k]`, zeros beyond them."""
+    take = functools.partial(jnp.take, indices=source, axis=0, mode="fill", fill_value=0)
+    if not isinstance(rows, MXArray):
+        return take(rows)
+    return dataclasses.replace(rows, codes=take(rows.codes), scales=take(rows.scales))
+
+
+def _picked(matrices: Operand | PackedMXArray, picked: jax.Array) -> Any:
+    """Some of the groups' matrices."""
+    if isinstance(matrices, MXArray):
+        codes, scales = matrices.codes[picked], matrices.scales[picked]
+        return dataclasses.replace(matrices, codes=codes, scales=scales)
+    return jax.tree.map(lambda leaf: leaf[picked], matrices)
 
 
 # Weights ------------------------------------------------------------------------------------------
@@ -412,6 +524,8 @@ def _tensor_scale(operand: Operand | PackedMXArray) -> tuple[SumScale, ...]:
 
 class Packed(NamedTuple):
     """Weights as the product reads them: codes at their width, scales that need no look at all.
+
+    k is filled up with zeros, as XLA's kernel wants it.
 
     Attributes:
       codes: uint8 `[*batch, rows, bytes of k]`.
@@ -431,20 +545,12 @@ def _rejects_packing(call: PackCall, target: Target) -> str | None:
     reason = _rejects_machine(target) or call.rejects_layout()
     if reason is not None:
         return reason
-    weights = call.weights
-    if 0 in weights.shape:
-        return f"packs weights that have elements, got shape={weights.shape}"
-    bfloat16 = np.dtype(jnp.bfloat16)
+    weights, bfloat16 = call.weights, np.dtype(jnp.bfloat16)
     if call.lhs_format is None and call.dtype != bfloat16:
         return f"packs for activations in bfloat16, got weights of dtype={call.dtype}"
-    given = OperandType(shape=weights.shape, axes=weights.axes, format=call.lhs_format)
-    if call.lhs_format is None:
-        given = dataclasses.replace(given, dtype=bfloat16)
-    product = MatmulCall(lhs=given, rhs=weights, out_dtype=np.dtype(np.float32))
-    row = row_of(product, target)
-    if isinstance(row, str):
-        return row
-    return _rejects_k(product) or rejects_scale_axes(call, batch=False)
+    dtype = bfloat16 if call.lhs_format is None else None
+    given = OperandType(shape=weights.shape, axes=weights.axes, format=call.lhs_format, dtype=dtype)
+    return _rejects(MatmulCall(lhs=given, rhs=weights, out_dtype=np.dtype(np.float32)), target)
 
 
 def _pack(x: MXArray, call: PackCall) -> PackedMXArray:
@@ -454,7 +560,7 @@ def _pack(x: MXArray, call: PackCall) -> PackedMXArray:
     codes, scales = axes.as_matrices(x.codes), axes.as_matrices(x.scales)
     if axes.k_first:
         codes, scales = codes.swapaxes(-1, -2), scales.swapaxes(-1, -2)
-    exponent = None
+    block, exponent = codes.shape[-1] // scales.shape[-1], None
     if call.format.scale.kind == "exponent":
         centre = functools.partial(centred, element=element)
         for _ in batch:
@@ -462,7 +568,6 @@ def _pack(x: MXArray, call: PackCall) -> PackedMXArray:
         moved, exponent = centre(scales)
         exponent = exponent[..., None, None]
         is_nan, is_lost = scales == E8M0_NAN, moved != scales + exponent
-        block = codes.shape[-1] // scales.shape[-1]
         spread = functools.partial(jnp.repeat, repeats=block, axis=-1)
         codes = jnp.where(spread(is_lost), jnp.uint8(0), codes)
         nan_code = jnp.uint8(element.nan_code or 0)
@@ -473,6 +578,8 @@ def _pack(x: MXArray, call: PackCall) -> PackedMXArray:
         tensor_scale = jnp.broadcast_to(
             tensor_scale.reshape((1,) * (len(batch) + 2)), (*batch, 1, 1)
         )
+    length = _padded_k(codes.shape[-1])
+    codes, scales = _filled(codes, length), _filled(scales, length // block)
     arrays = Packed(packing.pack(codes, element.bits), scales, exponent, tensor_scale)
     return PackedMXArray(
         arrays=arrays,
@@ -494,19 +601,26 @@ def _of_packed(packed: PackedMXArray) -> Matrices:
 
     codes = stacked(arrays.codes)
     elements = lax.bitcast_convert_type(codes, format.element.dtype)
-    elements = elements.reshape(*codes.shape[:2], math.prod(packed.k))
+    elements = elements.reshape(*codes.shape[:2], _padded_k(math.prod(packed.k)))
     exponent = None if arrays.exponent is None else stacked(arrays.exponent)
+    tensor_scale = arrays.tensor_scale
+    if tensor_scale is not None:
+        tensor_scale = tensor_scale.reshape(() if tensor_scale.size == 1 else (-1, 1, 1))
     scales = _scale_values(stacked(arrays.scales), format)
-    return Matrices(elements, scales, exponent, False)
+    return Matrices(elements, scales, exponent, tensor_scale, False)
 
 
-def _stored(arrays: Packed) -> jax.Array:
-    """Scales as they were."""
+def _stored(arrays: Packed, packed: PackedMXArray) -> tuple[jax.Array, jax.Array]:
+    """Codes, one a byte, and scales as they were."""
+    k, block, scales = math.prod(packed.k), packed.format.block[1], arrays.scales
+    assert isinstance(block, int)
+    codes = packing.unpack(arrays.codes, packed.format.element.bits, _padded_k(k))[..., :k]
+    scales = scales[..., : k // block]
     if arrays.exponent is None:
-        return arrays.scales
-    wide = arrays.scales.astype(jnp.int32)
+        return codes, scales
+    wide = scales.astype(jnp.int32)
     wide = jnp.where(wide == E8M0_NAN, wide, jnp.maximum(wide - arrays.exponent, 0))
-    return wide.astype(jnp.uint8)
+    return codes, wide.astype(jnp.uint8)
 
 
 def _unpack(packed: PackedMXArray) -> MXArray:
@@ -515,9 +629,9 @@ def _unpack(packed: PackedMXArray) -> MXArray:
     *first, last = packed.k
     block = format.block[1]
     assert isinstance(block, int)
-    codes = packing.unpack(arrays.codes, format.element.bits, math.prod(packed.k))
+    codes, scales = _stored(arrays, packed)
     codes = packed.arrange(codes, batch, packed.k)
-    scales = packed.arrange(_stored(arrays), batch, (*first, last // block))
+    scales = packed.arrange(scales, batch, (*first, last // block))
     tensor_scale = arrays.tensor_scale
     if tensor_scale is not None:
         tensor_scale = tensor_scale.reshape(*batch, *(1,) * (codes.ndim - len(batch)))
@@ -537,13 +651,13 @@ def _take(packed: PackedMXArray, indices: jax.Array) -> MXArray:
     codes, scales = (
         jnp.take(x, indices, axis=0, mode="clip") for x in (arrays.codes, arrays.scales)
     )
-    arrays = arrays._replace(codes=codes, scales=scales)
+    codes, scales = _stored(arrays._replace(codes=codes, scales=scales), packed)
     tensor_scale = arrays.tensor_scale
     if tensor_scale is not None:
         tensor_scale = tensor_scale.reshape((1,) * codes.ndim)
     return MXArray(
-        codes=packing.unpack(codes, packed.format.element.bits, packed.k[0]),
-        scales=_stored(arrays),
+        codes=codes,
+        scales=scales,
         tensor_scale=tensor_scale,
         format=packed.format,
         blocks=((-1, packed.format.block[1]),),
@@ -565,6 +679,9 @@ XLA_SCALED = Backend(
     epsilon_bound=4.0,
     table=(
         Offer(call=MatmulCall, rejects=_rejects, run=_multiply, describes=_how),
+        Offer(
+            call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, describes=_how_groups
+        ),
         Offer(call=PackCall, rejects=_rejects_packing, run=_pack),
     ),
 )

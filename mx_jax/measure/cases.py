@@ -19,20 +19,21 @@ from mx_jax.backends.evidence import Kind, Work
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import find
 from mx_jax.backends.target import Backend, Target
-from mx_jax.formats import MX_FORMATS, NVFP4, block_format
+from mx_jax.formats import MX_FORMATS, block_format
 from mx_jax.reference.ragged import layout_length
 from mx_jax.testing.cases import MatmulCase, QuantizeCase, RaggedCase
 
-FORMATS = tuple(format.name for format in (*MX_FORMATS, NVFP4))
-# Rows of activations, one of each bucket of `evidence.ROWS`; n and k of weights: the
-# layers of decoders, for which tiles are chosen too.
-ROWS = (1, 8, 16, 32, 64, 128, 256, 4096)
+# The most useful first. Rows of activations, one of each bucket of `evidence.ROWS`; n and k of
+# weights: the layers of decoders, for which tiles are chosen too.
+_FIRST = ("mxfp4", "mxfp8_e4m3", "nvfp4")
+FORMATS = (*_FIRST, *(format.name for format in MX_FORMATS if format.name not in _FIRST))
+ROWS = (1, 16, 64, 256, 4096, 8, 32, 128)
 SIZES = (
     (8192, 8192),
     (5120, 5120),
+    (2880, 2880),
     (8192, 10240),
     (10240, 8192),
-    (2880, 2880),
     (4096, 4096),
     (11008, 4096),
     (4096, 11008),
@@ -40,12 +41,6 @@ SIZES = (
 # (experts, n, k) of mixtures, and rows of all experts together.
 EXPERTS = ((8, 14336, 4096), (32, 5760, 2880), (128, 1536, 4096))
 RAGGED_ROWS = (64, 512, 4096)
-
-# How late each comes: what is least in sum is measured first. Others come last.
-_FORMAT_RANK = {"mxfp4": 0, "mxfp8_e4m3": 2, "nvfp4": 3}
-_ROWS_RANK = {1: 0, 16: 0, 64: 1, 256: 2, 4096: 2}
-_SIZE_RANK = {(8192, 8192): 0, (5120, 5120): 3, (8192, 10240): 4, (2880, 2880): 4}
-_LATE = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,7 +74,7 @@ class Case:
     def call(self) -> MatmulCall | RaggedCall | QuantizeCall | QuantizeBothCall:
         """What backends see of it."""
         formats = [None if name is None else block_format(name) for name in self.formats]
-        if self.kind in ("cast", "cast both ways"):
+        if self.axes:
             first, *others = (
                 QuantizeCase(format=format, shape=self.shape, axis=a, dtype=self.dtype).call
                 for format, a in zip(formats, self.axes, strict=True)
@@ -87,30 +82,19 @@ class Case:
             )
             return QuantizeBothCall(first=first, second=others[0]) if others else first
         (lhs, rhs), (m, n, k) = formats, self.shape
-        if self.kind == "product":
-            case = MatmulCase(
-                lhs=lhs,
-                rhs=rhs,
-                m=(m,),
-                n=(n,),
-                k=(k,),
-                rhs_k_first=self.k_first,
-                dtype=self.dtype,
-                out_dtype=self.dtype,
-            )
-            call = dataclasses.replace(case.call, precision=None)
-        elif self.kind == "ragged product":
-            sizes = (0,) * self.groups
-            call = RaggedCase(
-                lhs=lhs, rhs=rhs, sizes=sizes, rows=m, k=k, n=n, out_dtype=self.dtype
-            ).call
+        facts: dict[str, Any] = {"lhs": lhs, "rhs": rhs, "out_dtype": self.dtype}
+        if self.groups:
+            # Sums: the gradient of the groups' matrices, in blocks along padded rows.
+            sums = self.kind == "ragged sums"
+            rows = self.layout_rows if sums else m
+            facts |= {"sizes": (0,) * self.groups, "rows": rows, "contracts_rows": sums}
+            call = RaggedCase(k=k, n=n, **facts).call
         else:
-            # The gradient of the groups' matrices: both operands in blocks along padded rows.
-            facts = {"rows": self.layout_rows, "k": k, "n": n, "out_dtype": self.dtype}
-            sizes = (0,) * self.groups
-            return RaggedCase(lhs=lhs, rhs=rhs, sizes=sizes, contracts_rows=True, **facts).call
+            facts |= {"rhs_k_first": self.k_first, "dtype": self.dtype}
+            call = MatmulCase(m=(m,), n=(n,), k=(k,), **facts).call
         packed_by = self.backend if self.packed else None
-        return dataclasses.replace(call, rhs=dataclasses.replace(call.rhs, packed_by=packed_by))
+        rhs_type = dataclasses.replace(call.rhs, packed_by=packed_by)
+        return dataclasses.replace(call, rhs=rhs_type, precision=None)
 
     @property
     def unit(self) -> int:
@@ -200,17 +184,17 @@ def all_cases(backend: Backend, wanted: Wanted = Wanted()) -> Iterator[Case]:
 
 
 def rank(case: Case) -> int:
-    """How late it comes."""
+    """How late it comes: what is early in the lists above, packed, and by bfloat16, is first."""
     *rows, n, k = case.shape
-    found = _FORMAT_RANK.get(case.formats[-1] or "", _LATE) + _SIZE_RANK.get((n, k), _LATE)
-    if case.kind == "ragged product":
-        return found + (case.formats[0] is not None) + 3 * (not case.packed)
-    if case.kind == "ragged sums":
-        return found + 2
-    if case.kind != "product":
-        return found + 2 + 2 * (case.dtype != "bfloat16")
-    both = 0 if case.formats[0] is None else 3
-    return found + _ROWS_RANK.get(rows[0], _LATE) + both + 3 * (not case.packed)
+    found = 3 * (case.kind == "product" and not case.packed) + 2 * (case.dtype != "bfloat16")
+    found += 2 if case.axes else 3 * (case.formats[0] is not None)
+    for value, known in (
+        (case.formats[-1], FORMATS),
+        ((n, k), SIZES),
+        *((one, ROWS) for one in rows),
+    ):
+        found += known.index(value) if value in known else len(known)
+    return found
 
 
 def takes(backend: Backend, case: Case, target: Target) -> bool:

@@ -2,12 +2,12 @@
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import datetime
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import platform
 import signal
@@ -29,7 +29,6 @@ from mx_jax.backends.target import Backend, Target
 from mx_jax.formats import block_format
 from mx_jax.measure import worker
 from mx_jax.measure.cases import Case, Wanted, all_cases, cases, default_path, one_of_each
-from mx_jax.measure.steps import STEPS
 
 _DESCRIPTION = """
 Check every kernel on this machine's GPU, time it beside what computes without it and beside
@@ -46,8 +45,6 @@ _TO_START, _TO_TOUCH, _TOUCHING = 180.0, 30.0, 180.0
 # Last words of the reason where a process did not end by itself.
 _HANGS = "it hangs?"
 _PACKAGES = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
-# Of Linux's prctl: the signal that a process gets when the one that started it ends.
-_PR_SET_PDEATHSIG = 1
 
 # Options ------------------------------------------------------------------------------------------
 
@@ -123,7 +120,9 @@ def run(options: argparse.Namespace) -> int:
       ValueError: there is no GPU here that a kernel runs on, or nowhere to write.
     """
     if options.one is not None:
-        _end_with_parent()
+        if hasattr(signal, "alarm"):
+            # By the system's own clock, whatever hangs, and though the command that began it ended.
+            signal.alarm(math.ceil(options.limit) + 5)
         return worker.answer(options.one, tuning=options.tune, touch=options.touch)
     deadline = time.monotonic() + 60 * options.minutes
     words = [sys.executable, "-m", "mx_jax", "gpu"]
@@ -165,8 +164,7 @@ class Bench:
 
     def row(self, case: Case, seconds_left: float, *, touch: bool = False) -> Row:
         """Measure a case in a process of its own: whatever that does, it costs one row."""
-        tuning = f"{min(self.tuning, seconds_left):.1f}"
-        options = ["--tune", tuning, *["--touch"] * touch]
+        options = ["--tune", f"{min(self.tuning, seconds_left):.1f}", *["--touch"] * touch]
         limit = min(self.limit, _TO_TOUCH) if touch else self.limit
         return self.row_of(case, self.answer(case.as_json(), options, limit))
 
@@ -174,7 +172,7 @@ class Bench:
         self, question: Any, options: Sequence[str], limit: float, rows: Path | str = "off"
     ) -> dict[str, Any]:
         """What a process says of a question last; else why it said nothing, as `failed`."""
-        words = [*self.words, *options, "--one", json.dumps(question)]
+        words = [*self.words, *options, "--limit", f"{limit:g}", "--one", json.dumps(question)]
         found, why, last = run_process(words, limit, {evidence.VARIABLE: str(rows)})
         return found or {"failed": f"{why}: {last}" if why else "the process gave no answer"}
 
@@ -224,7 +222,8 @@ def run_process(
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        env={**_environment(), **environment},
+        # A GPU's memory is shared with what else runs there.
+        env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, **environment},
         start_new_session=True,
     )
     why = None
@@ -240,7 +239,11 @@ def run_process(
     except BaseException:
         _kill(process)
         raise
-    return _last_answer(out), why, (err.strip().splitlines() or ["it said nothing"])[-1]
+    found = None
+    for line in out.splitlines():
+        with contextlib.suppress(ValueError):
+            found = json.loads(line) if line.startswith("{") else found
+    return found, why, (err.strip().splitlines() or ["it said nothing"])[-1]
 
 
 def _kill(process: subprocess.Popen[str]) -> None:
@@ -248,35 +251,11 @@ def _kill(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def _end_with_parent() -> None:
-    """Let this process end with the command that started it, however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _environment() -> dict[str, str]:
-    """What a case's process sees."""
-    found = dict(os.environ)
-    # A GPU's memory is shared with what else runs there.
-    found.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    platforms = found.get("JAX_PLATFORMS", "")
-    if platforms and "cpu" not in platforms.split(","):
-        # Casts are compared with the reference there.
-        found["JAX_PLATFORMS"] = f"{platforms},cpu"
-    return found
-
-
-def _last_answer(text: str) -> dict[str, Any] | None:
-    for line in reversed(text.splitlines()):
-        if line.startswith("{"):
-            with contextlib.suppress(ValueError):
-                return json.loads(line)
-    return None
-
-
 def _machine(words: Sequence[str]) -> dict[str, Any]:
     """What a process of its own finds, as a `Bench` has it: this one leaves the GPU alone."""
-    found, why, last = run_process([*words, "--one", json.dumps("machine")], _TO_START)
+    found, why, last = run_process(
+        [*words, "--limit", f"{_TO_START:g}", "--one", json.dumps("machine")], _TO_START
+    )
     if found is None or "failed" in found:
         why = found["failed"] if found else f"{why}: {last}"
         raise ValueError(f"gpu: needs a JAX that finds a device; asking it failed, {why}")
@@ -325,11 +304,11 @@ def measure(
         are written, of kernels what is said.
     """
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    known = _known(out, console)
+    known = evidence.read(out, "gpu") if out.exists() else ()
     places = {} if again else {row.place: row for row in known}
     measured = {case: places.get(bench.row_of(case, {}).place) for case in (*first, *wanted)}
     rows = [row for row in measured.values() if row is not None]
-    hung = {bench.program(case) for case, row in measured.items() if row and _hangs(row)}
+    hung = {bench.program(case) for case, row in measured.items() if row and _HANGS in row.failed}
 
     def run(queue: list[Case], deadline: float, touch: bool = False) -> Iterator[tuple[Case, Row]]:
         for done in itertools.count(1):
@@ -339,7 +318,7 @@ def measure(
             case = next((case for case in queue if bench.program(case) not in hung), queue[0])
             queue.remove(case)
             row = bench.row(case, seconds, touch=touch)
-            if _hangs(row):
+            if _HANGS in row.failed:
                 hung.add(bench.program(case))
             beside = row.over_bfloat16
             found = str(row).partition(": ")[2]
@@ -359,7 +338,12 @@ def measure(
         rows.append(row)
         _write(out, known, rows)
     console.print(table(rows))
-    for line in (*_closing(rows, out), *_steps(bench, out)):
+    on = sum(_switched_on(row, rows) for row in rows)
+    console.print(f"Switched on by default: {on} of {len(rows)} rows.")
+    console.print(f"Rows are in {out}, from the next start of Python on.", markup=False)
+    if decides := os.environ.get(evidence.VARIABLE):
+        console.print(f"Now {evidence.VARIABLE}={decides} decides instead.", markup=False)
+    for line in _steps(bench, out):
         console.print(line, markup=False)
     if there := sum(measured[case] is not None for case in wanted):
         console.print(f"{there} cases were measured before; --again measures them anew.")
@@ -367,23 +351,6 @@ def measure(
         said = "cases were not begun for lack of time; run it again, and it goes on."
         console.print(f"{len(left)} {said}")
     return 0 if any(not row.failed for row in rows) else 1
-
-
-def _hangs(row: Row) -> bool:
-    return _HANGS in row.failed
-
-
-def _known(out: Path, console: Console) -> tuple[Row, ...]:
-    """Rows that are there already; a damaged file is put aside."""
-    if not out.exists():
-        return ()
-    try:
-        return evidence.read(out, "gpu")
-    except ValueError as error:
-        aside = out.with_suffix(".damaged.json")
-        out.replace(aside)
-        console.print(f"{error}; put aside as {aside}", markup=False)
-        return ()
 
 
 def _write(out: Path, known: Sequence[Row], rows: Sequence[Row]) -> None:
@@ -395,41 +362,15 @@ def _write(out: Path, known: Sequence[Row], rows: Sequence[Row]) -> None:
         ) from None
 
 
-def _closing(rows: Sequence[Row], out: Path) -> Iterator[str]:
-    on = sum(_switched_on(row, rows) for row in rows)
-    yield f"Switched on by default: {on} of {len(rows)} rows."
-    yield from slower_than_bfloat16(rows)
-    yield f"Rows are in {out}, from the next start of Python on."
-    if os.environ.get(evidence.VARIABLE):
-        yield f"Now {evidence.VARIABLE}={os.environ[evidence.VARIABLE]} decides instead."
-
-
 def _steps(bench: Bench, out: Path) -> Iterator[str]:
     """Tokens a second of whole steps, as the rows that were written let them compute."""
-    for name in STEPS:
+    for name in worker.STEPS:
         found = bench.answer(name, (), bench.limit, out if out.exists() else "off")
         if "failed" in found:
             yield f"The {name} step failed: {found['failed']}"
             continue
         ours, base = found["tokens_a_second"], found["in_bfloat16"]
         yield f"{found['step']}: {ours:,.0f} tokens a second, {ours / base:.2f} of bfloat16's"
-
-
-def slower_than_bfloat16(rows: Iterable[Row]) -> Iterator[str]:
-    """A line for each product that nothing computes as fast as bfloat16: by kernel or without."""
-    best: dict[Any, tuple[float, str, Row]] = {}
-    for row in rows:
-        if row.is_cast or row.over_bfloat16 is None:
-            continue
-        key = dataclasses.replace(row.work, packed=False), row.shape
-        speeds = [(row.over_bfloat16, row.backend, row)] if row.is_right else []
-        if row.over_plain:
-            speeds.append((row.over_bfloat16 / row.over_plain, row.plain or "the plain path", row))
-        best[key] = max([*speeds, *([best[key]] if key in best else [])], key=lambda own: own[0])
-    for speed, by, row in best.values():
-        if speed < 1:
-            what = f"{row.work}, {' x '.join(map(str, row.shape))}"
-            yield f"Still slower than bfloat16: {what}: {speed:.2g} of its speed at best, by {by}."
 
 
 def _switched_on(row: Row, rows: Iterable[Row]) -> bool:
@@ -463,9 +404,10 @@ def table(rows: Sequence[Row]) -> Table:
         found.add_column(name)
     for name in ("error over allowed", "x plain path", "x unpacking", "x bfloat16, copy"):
         found.add_column(name, justify="right")
+    found.add_column("best x bfloat16", justify="right")
     found.add_column("verdict")
     for row in rows:
-        numbers = (row.error, row.over_plain, row.over_unpacking, row.over_bfloat16)
+        numbers = (row.error, row.over_plain, row.over_unpacking, row.over_bfloat16, best(row))
         shown = ["-" if value is None else f"{value:.3g}" for value in numbers]
         if row.plain and row.over_plain is not None:
             shown[1] += f" {row.plain}"
@@ -473,3 +415,11 @@ def table(rows: Sequence[Row]) -> Table:
         named = f"{row.backend} {row.kernel}".strip()
         found.add_row(named, str(row.work), shape, *shown, verdict(row, rows))
     return found
+
+
+def best(row: Row) -> float | None:
+    """Speed over bfloat16's, or a copy's, of the kernel if it is right, or of the plain path."""
+    if row.over_bfloat16 is None:
+        return None
+    plain = row.over_bfloat16 / row.over_plain if row.over_plain else 0.0
+    return max(row.over_bfloat16 if row.is_right else 0.0, plain)

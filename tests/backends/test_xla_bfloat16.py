@@ -411,11 +411,12 @@ def equations(jaxpr: Any) -> Iterator[Any]:
             yield from equations(inner)
 
 
-def test_experts_multiply_bfloat16():
+@pytest.mark.parametrize("recipe", ["mxfp8", "float8_rowwise", "float8_tensorwise"])
+def test_experts_multiply_bfloat16(recipe: str):
     """Every product of `ragged_dot` and its gradients."""
 
     def loss(w: jax.Array, x: jax.Array, sizes: jax.Array) -> jax.Array:
-        return mx_jax.ragged_dot(x, w, sizes, recipe="mxfp8").astype(jnp.float32).sum()
+        return mx_jax.ragged_dot(x, w, sizes, recipe=recipe).astype(jnp.float32).sum()
 
     step = jax.value_and_grad(loss, (0, 1))
     with mx_jax.testing.target("tpu"):
@@ -435,12 +436,12 @@ def test_experts_multiply_bfloat16():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "float8_rowwise", "float8_tensorwise"])
 def test_products_of_experts(recipe: str):
-    """As in float32, which a CPU takes, to the order of the sums."""
+    """As in float32, which a CPU takes, to the order of the sums; a row of no group is NaN."""
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=s).astype(jnp.bfloat16)) for s in ((9, 64), (3, 64, 8)))
-    sizes = jnp.array([2, 0, 5])
+    x, sizes = x.at[8].set(jnp.nan), jnp.array([2, 0, 5])
 
     def step(w: jax.Array, x: jax.Array) -> Any:
         y, pullback = jax.vjp(

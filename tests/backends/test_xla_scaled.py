@@ -20,8 +20,14 @@ from mx_jax.backends.target import Target
 from mx_jax.backends.xla_scaled import NATIVE, XLA_SCALED, Native, centred, row_of
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
-from mx_jax.testing.backend_suite import EXTREME_CASES, ExtremeCase, check_extremes, check_matmul
-from mx_jax.testing.cases import MatmulCase
+from mx_jax.testing.backend_suite import (
+    EXTREME_CASES,
+    ExtremeCase,
+    check_extremes,
+    check_matmul,
+    check_ragged,
+)
+from mx_jax.testing.cases import RAGGED_CASES, MatmulCase, RaggedCase
 from tests.quick import quick
 
 H200 = Target(platform="cuda", compute_capability=(9, 0))
@@ -179,16 +185,28 @@ def test_one_before_the_plain_way():
         ),
         (MatmulCase(lhs=E4M3, rhs=E4M3, k=(90,)), H200, None, "whole blocks of 32 .*k=90"),
         (
-            MatmulCase(lhs=None, rhs=E4M3, dtype="bfloat16", k=(30, 96)),
+            RaggedCase(lhs=E4M3, rhs=E4M3, sizes=(32, 32), rows=64, contracts_rows=True),
             H200,
             None,
-            "needs k % 128 == 0 or less by bfloat16, got k=2880",
+            "by their group's matrix, got rows that are contracted",
+        ),
+        (
+            RaggedCase(lhs=E4M3, rhs=E4M3, sizes=(32, 32), rows=64, k=90),
+            H200,
+            None,
+            "whole blocks of 32 .*k=90",
+        ),
+        (
+            RaggedCase(lhs=None, rhs=E4M3, sizes=(3,), rows=3),
+            dataclasses.replace(H200, num_devices=4),
+            None,
+            "in programs of one device, got num_devices=4",
         ),
         (MatmulCase(lhs=E4M3, rhs=E4M3, m=(0,)), H200, None, "have elements, got lhs_shape"),
         (MatmulCase(lhs=None, rhs=E4M3), H200, None, "in bfloat16, got lhs_dtype=float32"),
     ],
 )
-def test_rejections(case: MatmulCase, target: Target, version: Any, reason: str):
+def test_rejections(case: Any, target: Target, version: Any, reason: str):
     if version is None:
         found = XLA_SCALED.rejects(case.call, target)
     else:
@@ -197,16 +215,96 @@ def test_rejections(case: MatmulCase, target: Target, version: Any, reason: str)
     assert isinstance(found, str) and re.search(pattern, found), found
 
 
-def test_any_number_of_blocks_of_two_quantized_operands():
-    """Where 128 does not divide k XLA crashes by bfloat16 alone; such weights are not packed."""
-    two, one = ({"lhs": lhs, "rhs": E4M3, "dtype": "bfloat16"} for lhs in (E4M3, None))
-    assert XLA_SCALED.rejects(MatmulCase(**two, k=(2880,)).call, H200) is None
-    for k in (96, 128, 2944):
-        assert XLA_SCALED.rejects(MatmulCase(**one, k=(k,)).call, H200) is None
+@pytest.mark.parametrize(("lhs", "length"), [(E4M3, 160), (None, 256)], ids=str)
+@pytest.mark.parametrize("k_first", [False, True])
+def test_k_is_filled_up_by_bfloat16(lhs: Any, length: int, k_first: bool):
+    """XLA crashes where 128 does not divide it: so the composite sees zeros behind it."""
+    how = {"lhs_k_first": k_first, "rhs_k_first": k_first, "dtype": "bfloat16"}
+    case = MatmulCase(lhs=lhs, rhs=E4M3, k=(160,), **how)
+    assert XLA_SCALED.rejects(case.call, H200) is None
+    check_matmul(XLA_SCALED, case)
+    assert composite_shapes(run.lower(case.call, *case.operands(np.random.default_rng(0)))) == {
+        tuple(sorted((rows, length))) for rows in (*case.m, *case.n)
+    }
+    for k in (96, 128):
+        case = MatmulCase(lhs=None, rhs=E4M3, dtype="bfloat16", k=(k,))
+        assert XLA_SCALED.rejects(case.call, H200) is None
+
+
+def composite_shapes(lowered: Any) -> set[tuple[int, ...]]:
+    """Of elements that a scaled dot reads, lengths in rising order."""
+    (line,) = re.findall(r'composite "xla.scaled_dot".*\((.*?)\) ->', lowered.as_text())
+    shapes = re.findall(r"tensor<([\dx]+)x", line)[:2]
+    return {tuple(sorted(map(int, shape.split("x")))) for shape in shapes}
+
+
+# Rows in groups -----------------------------------------------------------------------------------
+
+GROUPS = {"k": 96, "out_dtype": "bfloat16"}
+IN_GROUPS = (
+    *(case for case in RAGGED_CASES if not case.contracts_rows),
+    # All rows in one group, in several steps; rows of no group; most groups without rows.
+    RaggedCase(lhs=None, rhs=MXFP4, sizes=(0, 150, 0, 3), rows=160, **GROUPS),
+    RaggedCase(lhs=E4M3, rhs=MXFP4, sizes=(33, 0, 70, 32), rows=150, **GROUPS),
+    RaggedCase(lhs=None, rhs=NVFP4, sizes=(*(0,) * 9, 2, 0, 1, *(0,) * 9), rows=4, k=160),
+    RaggedCase(lhs=MXFP4, rhs=MXFP4, sizes=(*(0,) * 20, 5), rows=5, rhs_k_first=False),
+)
+
+
+@pytest.mark.parametrize("case", IN_GROUPS, ids=str)
+def test_rows_in_groups(case: RaggedCase):
+    assert isinstance(row_of(xla_scaled._at_a_time(case.call), B200, (0, 12, 0)), Native)
+    check_ragged(XLA_SCALED, case)
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "steps"),
+    [(64, 8, (8, 32)), (4096, 8, (8, 1024)), (16, 8, (8, 16)), (4, 128, (4, 4)), (8, 16, (16, 8))],
+)
+def test_rows_at_a_time(rows: int, groups: int, steps: tuple[int, int]):
+    """Not all rows by each matrix; and only matrices that have rows, where those are few."""
+    case = RaggedCase(lhs=None, rhs=MXFP4, sizes=(0,) * groups, rows=rows)
+    product = xla_scaled._at_a_time(case.call)
+    assert product.lhs.shape == (*steps, case.k)
+    assert product.rhs.shape[0] == steps[0]
+    assert steps[0] * steps[1] <= max(4 * rows, rows * groups / 2, 32 * min(rows, groups))
+
+
+def test_rows_in_groups_under_vmap():
+    case = IN_GROUPS[-3]
+    given = [case.operands(np.random.default_rng(seed)) for seed in range(2)]
+    lhs, rhs, sizes = (
+        jax.tree.map(lambda *x: jnp.stack(x), *own) for own in zip(*given, strict=True)
+    )
+    sizes = sizes.at[1].set(sizes[1][::-1])
+    found = jax.jit(jax.vmap(functools.partial(run, case.call)))(lhs, rhs, sizes)
+    for i in range(2):
+        one = jax.tree.map(lambda leaf, i=i: leaf[i], (lhs, rhs, sizes))
+        np.testing.assert_array_equal(found[i], run(case.call, *one))
+
+
+@from_0_12
+def test_experts_are_one_scaled_dot_of_packed_weights():
+    w = weights(MXFP4, (8, 160, 64), 1)
+    p = packed(w, contracting=1, num_batch=1)
+    x = jnp.asarray(np.random.default_rng(1).standard_normal((64, 160)), jnp.bfloat16)
+    recipe, sizes = recipes.weight_only("mxfp4"), jnp.array([8] * 7 + [5])
+
+    def product(x: jax.Array, w: Any) -> jax.Array:
+        return mx_jax.ragged_dot(x, w, sizes, recipe=recipe)
+
+    text = lowered(product, x, p)
+    assert text.count('stablehlo.composite "xla.scaled_dot"') == 1 and "while" in text
+    assert "ragged_dot" not in text
     with mx_jax.testing.target("cuda", (9, 0)):
-        w = mx_jax.quantize(jnp.ones((2880, 32), jnp.bfloat16), E4M3, axis=0)
-        assert mx_jax.pack_weights(w) is w
-        assert isinstance(mx_jax.pack_weights(w, recipe=recipes.mxfp8()), PackedMXArray)
+        said = mx_jax.inspect.explain_call(product, x, p)
+    rows = "XLA's scaled dot, MXFP4 from JAX 0.12.0 on, 32 rows of each group at a time"
+    assert f"-> xla_scaled ({rows})" in said
+    case = RaggedCase(lhs=None, rhs=MXFP4, sizes=(0,) * 8, rows=64, k=160, n=64)
+    call = dataclasses.replace(
+        case.call, rhs=dataclasses.replace(case.call.rhs, packed_by=p.backend)
+    )
+    np.testing.assert_array_equal(run(call, x, p, sizes), run(case.call, x, w, sizes))
 
 
 def test_a_format_of_other_facts_is_no_row():
@@ -306,12 +404,34 @@ def test_packed_weights_are_the_weights(format: formats.BlockFormat, axis: int):
     w = weights(format, (64, 96), axis)
     p = packed(w)
     assert p.arrays.codes.nbytes == 64 * 96 * format.element.bits // 8
-    unpacked = quick(lambda p: p.unpack())(p)
-    for given, again in zip(jax.tree.leaves(w), jax.tree.leaves(unpacked), strict=True):
-        np.testing.assert_array_equal(given, again)
+    check_unpacked(p, w)
     if axis == 1:
         rows = quick(lambda p: p.take(jnp.array([3, 60])).dequantize())(p)
         np.testing.assert_array_equal(rows, np.asarray(w.dequantize())[[3, 60]])
+
+
+@pytest.mark.parametrize("format", FEW_BITS, ids=str)
+def test_packed_weights_are_filled_up(format: formats.BlockFormat):
+    """With zeros that take no part in products, and that nobody sees."""
+    case = MatmulCase(lhs=None, rhs=format, dtype="bfloat16", n=(8,), k=(160,))
+    x, _ = case.operands(np.random.default_rng(1))
+    assert isinstance(x, jax.Array)
+    w = weights(format, (8, 160), 1)
+    p = packed(w)
+    assert p.arrays.codes.nbytes == 8 * 256 * format.element.bits // 8
+    check_unpacked(p, w)
+    call = dataclasses.replace(
+        case.call, rhs=dataclasses.replace(case.call.rhs, packed_by=p.backend)
+    )
+    np.testing.assert_array_equal(run(call, x, p), run(case.call, x, w))
+    rows = quick(lambda p: p.take(jnp.array([3, 7])).dequantize())(p)
+    np.testing.assert_array_equal(rows, np.asarray(w.dequantize())[[3, 7]])
+
+
+def check_unpacked(p: PackedMXArray, w: MXArray) -> None:
+    unpacked = quick(lambda p: p.unpack())(p)
+    for given, again in zip(jax.tree.leaves(w), jax.tree.leaves(unpacked), strict=True):
+        np.testing.assert_array_equal(given, again)
 
 
 @pytest.mark.parametrize("format", FEW_BITS, ids=str)

@@ -106,7 +106,7 @@ def compile_scaled(gpu: Gpu, name: str) -> None:
         def product(x, w, sizes, tiles=tiles, out_dtype=out_dtype):
             weights = ScaledOperand.of(dataclasses.replace(w, tensor_scale=None))
             how = {"architecture": gpu.architecture, "tiles": tiles}
-            return products.multiply_scaled_groups(x, weights, sizes, out_dtype, **how)
+            return products.multiply_scaled(x, weights, out_dtype, group_sizes=sizes, **how)[0]
 
         compile_on(gpu, product, (x, w, sizes))
 

@@ -4,11 +4,12 @@
 
 For each pair of formats that a row of the table has in this version of JAX: how many scaled dots
 the optimized product holds, and how many dots and calls of libraries beside them. With `forms`, of
-two pairs: each order of axes, few rows, batches and `vmap` too. Last, of a product that four
-devices share, and of one below shard_map. A process of its own, as `compile_for.py` is: an error
-may abort.
+two pairs: each order of axes, few rows, batches and `vmap` too, and rows in groups by every format.
+Last, of a product that four devices share, and of one below shard_map. A process of its own, as
+`compile_for.py` is: an error may abort.
 """
 
+import dataclasses
 import json
 import os
 import re
@@ -27,7 +28,7 @@ import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.backends import xla_scaled
 from mx_jax.backends.target import Target
-from mx_jax.testing.cases import MatmulCase
+from mx_jax.testing.cases import MatmulCase, RaggedCase
 from tests.gpu.compile_for import GPUS, Gpu, compile_on
 
 FORMATS = {
@@ -54,24 +55,37 @@ def forms_of(pair: tuple[Any, Any]) -> list[MatmulCase]:
         *(dict(lhs_k_first=a, rhs_k_first=b) for a in (False, True) for b in (False, True)),
         dict(m=(1,)),
         dict(m=(16,), out_dtype="float32"),
-        # By bfloat16 XLA crashes at 2880.
-        *(dict(m=(7,), n=(36,), k=(k,)) for k in (96, 384, *[2880] * (None not in pair))),
+        *(dict(m=(7,), n=(36,), k=(k,)) for k in (96, 384, 2880)),
         dict(batch=(2, 3), m=(64,), n=(128,), k=(2, 128)),
         dict(batch=(3,), rhs_k_first=True, m=(4, 16), n=(8, 16), k=(256,)),
     ]
     return [MatmulCase(lhs=lhs, rhs=rhs, **SIZES | each) for each in changes]
 
 
+def groups_of(pair: tuple[Any, Any]) -> list[RaggedCase]:
+    """Products of rows in groups: in several steps, in one, and by few of many matrices."""
+    facts: dict[str, Any] = dict(lhs=pair[0], rhs=pair[1], k=2880, n=256, out_dtype="bfloat16")
+    return [
+        RaggedCase(sizes=(8,) * 8, rows=64, **facts),
+        RaggedCase(sizes=(2,) * 8, rows=16, rhs_k_first=False, **facts),
+        RaggedCase(sizes=(1,) * 32, rows=4, **facts),
+    ]
+
+
 def compiled(
-    gpu: Gpu, case: MatmulCase, batched: tuple[int | None, int | None] | None = None
+    gpu: Gpu,
+    case: MatmulCase | RaggedCase,
+    batched: tuple[int | None, int | None] | None = None,
+    merged: bool = False,
 ) -> Any:
-    """The text of a product; or of one under `vmap`."""
+    """The text of a product; or of one under `vmap`, or whose rows are merged with its batch."""
     target = Target(platform="cuda", compute_capability=gpu.capability)
     assert xla_scaled.XLA_SCALED.rejects(case.call, target) is None, case
     operands = case.operands(np.random.default_rng(0))
 
-    def product(lhs: Any, rhs: Any) -> jax.Array:
-        return xla_scaled.XLA_SCALED.run(case.call, lhs, rhs)
+    def product(*operands: Any) -> jax.Array:
+        found = xla_scaled.XLA_SCALED.run(case.call, *operands)
+        return found.reshape(-1, found.shape[-1]) if merged else found
 
     if batched is not None:
         operands = tuple(
@@ -129,5 +143,13 @@ if __name__ == "__main__":
             case = MatmulCase(lhs=pair[0], rhs=pair[1], **SIZES)
             for batched in ((0, None), (None, 0), (0, 0)):
                 found[f"{case} under vmap {batched}"] = seen(compiled(gpu, case, batched))
+            found[f"{case}, merged"] = seen(compiled(gpu, case, (0, 0), merged=True))
+            batch = dataclasses.replace(case, batch=(3,))
+            found[f"{batch}, merged"] = seen(compiled(gpu, batch, merged=True))
+    # Weights are on the right; of formats by bfloat16, and of two.
+    of_groups = {(pair[0] is None, pair[1]): pair for pair in pairs if pair[1] is not None}
+    for pair in list(of_groups.values())[None if "forms" in sys.argv[2:] else -1 :]:
+        for case in groups_of(pair):
+            found[str(case)] = seen(compiled(gpu, case))
     several = [seen(on_four(gpu, by_shard_map=way)) for way in (False, True)] if pairs else []
     print(json.dumps({"products": found, "four devices": several}))

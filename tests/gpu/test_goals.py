@@ -22,7 +22,7 @@ from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4
 from mx_jax.measure.cases import Case as Cast
-from mx_jax.measure.subjects import PLAIN
+from mx_jax.measure.worker import PLAIN
 from tests.backends.altered import altered
 from tests.backends.mosaic import needs_mosaic
 

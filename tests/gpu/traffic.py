@@ -36,16 +36,20 @@ AXES = {"rows": (-1,), "columns": (-2,), "both": (-1, -2)}
 _FREE = ("parameter", "bitcast", "get-tuple-element", "tuple", "constant")
 
 
-def kernels(module: str) -> Iterator[int]:
-    """Bytes that each kernel of an optimized module's entry reads and writes."""
+def kernels(module: str, computation: str = "ENTRY") -> Iterator[int]:
+    """Bytes that each kernel of an optimized module's entry reads and writes; of loops, in one
+    iteration."""
     sizes: dict[str, int] = {}
-    for line in module[module.index("\nENTRY") :].splitlines()[2:]:
+    for line in module[module.index(f"\n{computation} ") :].partition("\n}")[0].splitlines()[2:]:
         found = re.match(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z-]+)\((.*?)\)", line)
         if not found:
             continue
         name, type_, operation, operands = found.groups()
         sizes[name] = sum(_bytes(*array) for array in re.findall(r"([a-z]\w+)\[([\d,]*)\]", type_))
-        if operation not in _FREE:
+        if operation == "while":
+            for part in re.findall(r"(?:condition|body)=(%[\w.-]+)", line):
+                yield from kernels(module, part)
+        elif operation not in _FREE:
             read = set(re.findall(r"%([\w.-]+)", operands))
             yield sizes[name] + sum(sizes[operand] for operand in read)
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mx_jax
 from mx_jax.backends import evidence
 from mx_jax.backends.calls import (
     DequantizeCall,
@@ -20,11 +22,13 @@ from mx_jax.backends.calls import (
     QuantizeCall,
     RaggedCall,
 )
-from mx_jax.backends.pallas_gpu import PALLAS_GPU
+from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
+from mx_jax.backends.pallas_gpu.architecture import SM90
+from mx_jax.backends.primitive import choose
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.target import Backend, Target, use_target
+from mx_jax.backends.target import Backend, Config, Target, use_target
 from mx_jax.backends.xla_scaled import XLA_SCALED
-from mx_jax.measure import steps, worker
+from mx_jax.measure import worker
 from mx_jax.measure.cases import (
     FORMATS,
     ROWS,
@@ -38,11 +42,11 @@ from mx_jax.measure.cases import (
     one_of_each,
     rank,
 )
-from mx_jax.measure.subjects import subject, uneven
 from mx_jax.measure.timing import Way, copies_beyond_cache, ratios
-from mx_jax.measure.worker import QUICK, Effort
+from mx_jax.measure.worker import Effort, subject, uneven
+from mx_jax.ops import ragged_dot as ops
 from tests.backends.altered import altered
-from tests.backends.mosaic import with_any_jax
+from tests.backends.mosaic import interpreter, needs_newer_mosaic, with_any_jax
 from tests.needs import needs_library
 
 PLANTED = dataclasses.replace(REFERENCE, name="planted", source=lambda: (Path(__file__),))
@@ -52,13 +56,22 @@ CAST = Case(
 )
 
 
-def found(case: Case, backend: Backend, effort: Effort = QUICK) -> dict[str, Any]:
-    """What is said last."""
-    said: list[dict[str, Any]] = []
+QUICK = Effort(copies=2, checks=1, seconds=0.0, others=1)
+EVERY = dataclasses.replace(QUICK, checks=None)
+TUNED = dataclasses.replace(EVERY, others=9, tuning=600.0)
+
+
+def said(case: Case, backend: Backend, effort: Effort = QUICK) -> list[dict[str, Any]]:
+    """All that is reported."""
+    found: list[dict[str, Any]] = []
     with evidence.use(()):
-        worker.measure(case, backend, said.append, effort)
-    json.dumps(said, allow_nan=False)
-    return said[-1]
+        worker.measure(case, backend, found.append, effort)
+    return json.loads(json.dumps(found, allow_nan=False))
+
+
+def found(case: Case, backend: Backend, effort: Effort = QUICK) -> dict[str, Any]:
+    """What is reported last."""
+    return said(case, backend, effort)[-1]
 
 
 def test_a_right_kernel_is_timed():
@@ -90,7 +103,7 @@ def wrong_by(add: Any) -> Backend:
     ids=["one entry", "NaN", "more rows", "odd sizes"],
 )
 def test_a_wrong_kernel_is_caught_and_not_timed(add: Any):
-    answer = found(PRODUCT, wrong_by(add), dataclasses.replace(QUICK, checks=None))
+    answer = found(PRODUCT, wrong_by(add), EVERY)
     assert answer["error"] > 1 and math.isfinite(answer["error"])
     assert "microseconds" not in answer and "over_plain" not in answer
 
@@ -116,7 +129,7 @@ def test_packed_weights_are_compared_with_unpacking():
     from mx_jax.backends.cpu_ffi import CPU_FFI
 
     case = dataclasses.replace(PRODUCT, backend="cpu_ffi", packed=True)
-    answer = found(case, CPU_FFI, dataclasses.replace(QUICK, checks=None))
+    answer = found(case, CPU_FFI, EVERY)
     assert answer["error"] <= 1 and answer["over_unpacking"] > 0
     assert "unpacking first" in answer["microseconds"]
 
@@ -132,8 +145,7 @@ RAGGED = Case(
 
 @pytest.mark.slow
 def test_a_right_product_in_groups_is_timed():
-    every = dataclasses.replace(QUICK, checks=None)
-    answer = found(RAGGED, PLANTED, every)
+    answer = found(RAGGED, PLANTED, EVERY)
     assert 0 < answer["error"] <= 1 and answer["over_plain"] > 0
     assert set(answer["microseconds"]) == {"kernel", "plain path", "bfloat16"}
     sizes = np.asarray(uneven(RAGGED))
@@ -157,8 +169,7 @@ def _right(lhs, rhs, sizes, call):
     ids=["another group", "no group", "one group", "odd lengths"],
 )
 def test_a_wrong_product_in_groups_is_caught(run: Any):
-    every = dataclasses.replace(QUICK, checks=None)
-    answer = found(RAGGED, altered(PLANTED, RaggedCall, run), every)
+    answer = found(RAGGED, altered(PLANTED, RaggedCall, run), EVERY)
     assert answer["error"] > 1 and "microseconds" not in answer
 
 
@@ -180,8 +191,7 @@ def other_rule(x, random_bits, tensor_scale, call):
 
 @pytest.mark.parametrize("run", [other_code, other_rule])
 def test_a_wrong_cast_is_caught(run: Any):
-    every = dataclasses.replace(QUICK, checks=None)
-    answer = found(CAST, altered(PLANTED, QuantizeCall, run), every)
+    answer = found(CAST, altered(PLANTED, QuantizeCall, run), EVERY)
     assert answer["error"] > 1 and "microseconds" not in answer
 
 
@@ -258,7 +268,7 @@ def test_the_default_path_has_a_case_of_each_family(capability: tuple[int, int],
     # Weights of a decoder as `pack_weights` lays them out, of a training step as they come.
     assert (products[True].packed, products[False].packed) == (packs, False)
     others = {(case.kind, case.backend) for case in found if case.kind != "product"}
-    ragged = {("ragged product", "xla_bfloat16"), ("ragged sums", "xla_bfloat16")}
+    ragged = {("ragged product", by), ("ragged sums", "xla_bfloat16")}
     assert others == ragged | {("cast", "reference")}
     assert one_of_each([*found, *found]) == found and len(found) == 6
 
@@ -294,8 +304,8 @@ def test_a_first_try_checks_less_and_tunes_nothing(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("step", "tokens"),
     [
-        (functools.partial(steps.training, 8, 64, 32), 8),
-        (functools.partial(steps.decoding, 2, 64), 1),
+        (functools.partial(worker.training, 8, 64, 32), 8),
+        (functools.partial(worker.decoding, 2, 64), 1),
     ],
     ids=["training", "decoding"],
 )
@@ -307,8 +317,8 @@ def test_steps(step: Any, tokens: int, monkeypatch: pytest.MonkeyPatch):
         outs.update({name: run() for name, run in runs.items()})
         return {"tokens_a_second": 0.5, "in_bfloat16": 0.25}
 
-    monkeypatch.setattr(steps, "median_seconds", seconds)
-    monkeypatch.setitem(steps.STEPS, "planted", step)
+    monkeypatch.setattr(worker, "median_seconds", seconds)
+    monkeypatch.setitem(worker.STEPS, "planted", step)
     said: list[str] = []
     assert worker.answer('"planted"', said.append) == 0
     found = json.loads(said[0])
@@ -354,3 +364,170 @@ def test_a_chain_computes_each_and_lowers_one():
 def test_ratios_are_taken_within_a_round():
     samples = {"kernel": [1.0, 10.0, 1.0], "plain": [2.0, 20.0, 4.0]}
     assert ratios(samples, "kernel") == {"plain": 2.0}
+
+
+# Other tiles --------------------------------------------------------------------------------------
+
+_config = jax.make_user_context(default_value=())
+
+
+def _wait(x: np.ndarray) -> np.ndarray:
+    time.sleep(2e-3)
+    return np.asarray(x)
+
+
+def _multiply(lhs, rhs, call):
+    """By itself it waits, as it does with what does not concern it."""
+    config = dict(_config.value)
+    out = REFERENCE.run(call, lhs, rhs)
+    if "refused" in config:
+        raise RuntimeError("needs fewer registers")
+    if "wrong" in config:
+        return out.at[-1, -1].add(0.5)
+    if "wrong for more rows" in config:
+        return out + (out.shape[0] == 8)
+    return out if "fast" in config else jax.pure_callback(_wait, out, out)
+
+
+def tunable(*configs: Config) -> Backend:
+    own = dataclasses.replace(
+        REFERENCE,
+        name="planted",
+        source=lambda: (Path(__file__),),
+        configs=lambda call, target: configs,
+        configured=lambda kernel, config: _config(config),
+    )
+    return altered(own, MatmulCall, _multiply)
+
+
+FAST = (("fast", 1),)
+
+
+@pytest.mark.slow
+def test_the_fastest_of_the_right_ones(capsys: pytest.CaptureFixture[str]):
+    slow, wrong, elsewhere, refused = (
+        ((name, 1),) for name in ("slow", "wrong", "wrong for more rows", "refused")
+    )
+    first, *_, last = said(PRODUCT, tunable(wrong, slow, elsewhere, refused, FAST), TUNED)
+    # By itself first: if a process ends while it tries others, that is what stays.
+    assert "config" not in first and first["over_plain"] > 0
+    assert last["config"] == dict(FAST)
+    assert last["over_plain"] > 1.5 * first["over_plain"]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines.count("RuntimeError: needs fewer registers") == 1
+    assert len([line for line in lines if line.startswith("trying")]) == 5
+
+
+@pytest.mark.parametrize(
+    "config", ["wrong", "wrong for more rows", "refused"], ids=lambda name: name.replace(" ", "-")
+)
+def test_what_is_wrong_or_refused_is_not_chosen(config: str):
+    *_, last = said(PRODUCT, tunable(((config, 1), ("fast", 1))), TUNED)
+    assert "config" not in last and last["over_plain"] > 0
+
+
+def test_what_is_not_clearly_faster_changes_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(worker, "_CLEARLY", 1e9)
+    *_, last = said(PRODUCT, tunable(FAST), TUNED)
+    assert "config" not in last
+
+
+@pytest.mark.parametrize("changes", [dict(others=0), dict(tuning=0.0)], ids=str)
+def test_none_is_tried_without_time(changes: dict[str, Any], capsys: pytest.CaptureFixture[str]):
+    *_, last = said(PRODUCT, tunable(FAST), dataclasses.replace(TUNED, **changes))
+    assert "config" not in last and "trying" not in capsys.readouterr().err
+
+
+def test_a_wrong_kernel_is_not_tuned(capsys: pytest.CaptureFixture[str]):
+    wrong = altered(tunable(FAST), MatmulCall, lambda lhs, rhs, call: 1 + _multiply(lhs, rhs, call))
+    *_, last = said(PRODUCT, wrong, TUNED)
+    assert last["error"] > 1 and "trying" not in capsys.readouterr().err
+
+
+def test_what_fails_later_leaves_what_was_found(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*_: Any, **__: Any) -> None:
+        raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+
+    monkeypatch.setattr(worker, "_tuned", fail)
+    monkeypatch.setattr(worker, "THOROUGH", QUICK)
+    monkeypatch.setattr(worker, "_backend", lambda case: tunable(FAST))
+    lines: list[str] = []
+    assert worker.answer(json.dumps(dataclasses.asdict(PRODUCT)), lines.append) == 1
+    assert json.loads(lines[-1])["over_plain"] > 0
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in capsys.readouterr().err
+
+
+# Gradients of experts' matrices -------------------------------------------------------------------
+
+H200 = Target(platform="cuda", compute_capability=(9, 0), device_kind="NVIDIA H200")
+
+
+def sums(format: str = "mxfp4", **changes: Any) -> Case:
+    facts: dict[str, Any] = {"backend": "planted", "shape": (24, 64, 64), "groups": 3}
+    return Case(kind="ragged sums", formats=(format, format), **{**facts, **changes})
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda lhs, rhs, sizes, call: _right(lhs, rhs, jnp.roll(sizes, 1), call),
+        # Rows of a group's last block are left out.
+        lambda lhs, rhs, sizes, call: _right(lhs, rhs, sizes.at[0].add(-32), call),
+        lambda lhs, rhs, sizes, call: _right(lhs, rhs, sizes, call) + (sizes[-1] == 32),
+        # Memory that nobody wrote, where a group has no rows.
+        lambda lhs, rhs, sizes, call: _right(lhs, rhs, sizes, call) + (sizes.sum() == 0),
+        lambda lhs, rhs, sizes, call: _right(lhs, rhs, sizes, call) + (lhs.shape[1] % 64 != 0),
+    ],
+    ids=["another group", "a block too few", "one group", "no group", "odd columns"],
+)
+def test_wrong_sums_are_caught_and_not_timed(run: Any):
+    answer = found(sums(), altered(PLANTED, RaggedCall, run), EVERY)
+    assert answer["error"] > 1 and "microseconds" not in answer and "over_plain" not in answer
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4"])
+def test_a_case_is_what_a_training_step_asks(recipe: str, monkeypatch: pytest.MonkeyPatch):
+    asked: list[RaggedCall] = []
+    monkeypatch.setattr(ops, "choose", lambda call: asked.append(call) or choose(call))
+    x, w = jnp.zeros((100, 64), jnp.bfloat16), jnp.zeros((3, 64, 128), jnp.bfloat16)
+
+    def loss(w: jax.Array) -> jax.Array:
+        return mx_jax.ragged_dot(x, w, np.array([7, 0, 60]), recipe=recipe).sum()
+
+    jax.eval_shape(jax.grad(loss), w)
+    (call,) = [call for call in asked if call.contracts_rows]
+    assert call.lhs.format is not None
+    case = sums(call.lhs.format.name, backend="pallas_gpu", shape=(100, 128, 64))
+    assert case.call == dataclasses.replace(call, precision=None)
+    assert case.work == evidence.Work.of(call, "pallas_gpu")
+
+
+@needs_newer_mosaic
+def test_they_are_measured_on_hopper_alone():
+    of_hopper = [case for case in cases([PALLAS_GPU], H200) if case.kind == "ragged sums"]
+    assert {case.formats[0] for case in of_hopper} == set(Wanted().formats)
+    # What comes out of each copy is in memory twice while bits are compared.
+    for case in of_hopper:
+        *_, n, k = case.shape
+        assert 4 * copies_beyond_cache(copy_bits(case)) * case.groups * n * k <= 8 << 30
+    b200 = dataclasses.replace(H200, compute_capability=(10, 0))
+    assert not [case for case in cases([PALLAS_GPU], b200) if case.kind == "ragged sums"]
+
+
+@pytest.mark.slow
+@needs_newer_mosaic
+def test_interpreted():
+    """The interpreted kernel is right and timed; with another group's rows it is caught."""
+    own = backend_for(SM90, interpret=interpreter())
+    case = sums(backend="pallas_gpu", shape=(8, 64, 64), groups=2)
+
+    def shifted(lhs: Any, rhs: Any, sizes: jax.Array, call: RaggedCall) -> jax.Array:
+        return own.offers[RaggedCall].run(lhs, rhs, jnp.roll(sizes, 1), call)
+
+    with use_target(H200):
+        answer = found(case, own)
+        wrong = found(case, altered(own, RaggedCall, shifted))
+    assert 0 < answer["error"] <= 1 and answer["over_plain"] > 0 and answer["kernel"] == "wgmma"
+    assert wrong["error"] > 1 and "over_plain" not in wrong

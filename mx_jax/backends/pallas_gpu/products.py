@@ -135,34 +135,51 @@ def lays_out(call: MatmulCall, architecture: Architecture | None = None) -> Side
 
 
 def multiply_scaled(
-    lhs: ScaledOperand,
+    lhs: ScaledOperand | MXArray,
     rhs: ScaledOperand,
     out_dtype: jax.typing.DTypeLike,
     architecture: Architecture,
     *,
+    group_sizes: jax.Array | None = None,
     tiles: Tiles | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """`lhs[batch, m, k]` by `rhs[batch, n, k]`: `[batch, m, n]`, one rounding from float32 sums."""
-    kernel = architecture.kernel(lhs.format, rhs.format)
-    (batch, m, _), n, dtype = lhs.shape, rhs.shape[1], np.dtype(out_dtype)
-    if tiles is None:
-        bits, k = lhs.format.element.bits, lhs.padded_k
-        tiles = choose(architecture, kernel, bits, batch=batch, m=m, n=n, k=k)
-    factors = [x.tensor_scale for x in (lhs, rhs) if x.tensor_scale is not None]
-    once = tiles.splits == 1 and dtype == jnp.bfloat16 and not factors
+    """`lhs[batch, m, k]` by `rhs[batch, n, k]`: `[batch, m, n]`, one rounding from float32 sums.
+
+    Rows in groups are an MXArray `[p, k]`, by a matrix for each group: `[1, p, n]`.
+    """
+    kernel, bits = architecture.kernel(lhs.format, rhs.format), lhs.format.element.bits
+    (batch, n, _), dtype, block = rhs.shape, np.dtype(out_dtype), lhs.format.block[1]
+    m, k = lhs.shape[-2], rhs.padded_k
+    lists, factors = (), [x.tensor_scale for x in (lhs, rhs) if x.tensor_scale is not None]
+    if isinstance(lhs, ScaledOperand):
+        tiles = tiles or choose(architecture, kernel, bits, batch=batch, m=m, n=n, k=k)
+        elements, scales = lhs.elements, lhs.scale_values
+        once = tiles.splits == 1 and dtype == jnp.bfloat16 and not factors
+    else:
+        assert group_sizes is not None and isinstance(block, int)
+        tiles = tiles or _tiles_of_groups(architecture, kernel, bits, m, rhs)
+        tiles = dataclasses.replace(tiles, splits=1)
+        codes = jnp.pad(lhs.codes, ((0, -m % CHUNK_ROWS), (0, k - lhs.shape[1])))
+        elements = lax.bitcast_convert_type(packing.pack(codes, bits), lhs.format.element.dtype)
+        elements = elements.reshape(1, *codes.shape)
+        table = visits(group_sizes, codes.shape[0], tiles.m)
+        scales = _scales_of_visits(lhs, table, tiles.m, k // block)
+        lists = table, factors_of((lhs.tensor_scale, rhs.tensor_scale), batch)
+        once, factors = dtype != jnp.float16, []
     sums = kernel.load()(
-        lhs.elements,
+        elements,
         rhs.elements,
-        lhs.scale_values,
+        scales,
         rhs.scale_values,
-        block=lhs.format.block[1],
+        *lists,
+        block=block,
         n=n,
         tiles=tiles,
-        out_dtype=jnp.bfloat16 if once else jnp.float32,
+        out_dtype=dtype if once else _FLOAT32,
         interpret=interpret,
     )
-    out = sums[:, :m]
+    out = sums[:, :m, :n]
     for factor in factors:
         out = out * factor
     return out.astype(dtype)
@@ -330,7 +347,8 @@ def ragged_dot(
         # What is packed is laid out to be decoded.
         unpacked = matrices if isinstance(matrices, MXArray) else matrices.unpack()
         weights = dataclasses.replace(ScaledOperand.of(unpacked), tensor_scale=scale)
-        return multiply_scaled_groups(lhs, weights, group_sizes, call.out_dtype, **how)
+        sizes = {"group_sizes": group_sizes}
+        return multiply_scaled(lhs, weights, call.out_dtype, **sizes, **how)[0]
     weights = PackedWeights.of(matrices) if isinstance(matrices, MXArray) else matrices
     x, factor = _in_high_precision(lhs)
     factors = factors_of((scale, factor), call.num_groups)
@@ -341,44 +359,6 @@ def ragged_dot(
 def lays_out_groups(call: RaggedCall) -> Side | None:
     """The side that `ragged_dot` lays out: the groups' matrices, unless packed before."""
     return None if call.contracts_rows or call.rhs.packed_by is not None else "rhs"
-
-
-def multiply_scaled_groups(
-    x: MXArray,
-    weights: ScaledOperand,
-    group_sizes: jax.Array,
-    out_dtype: jax.typing.DTypeLike,
-    *,
-    architecture: Architecture,
-    tiles: Tiles | None = None,
-    interpret: Any = None,
-) -> jax.Array:
-    """`x[p, k]` in groups by `weights[g, n, k]` as they are: `[p, n]`, rounded once."""
-    kernel = architecture.kernel(x.format, weights.format)
-    (rows, k), (groups, n, _), block = x.shape, weights.shape, x.format.block[1]
-    assert isinstance(block, int)
-    bits = x.format.element.bits
-    tiles = tiles or _tiles_of_groups(architecture, kernel, bits, rows, weights)
-    tiles = dataclasses.replace(tiles, splits=1)
-    codes = jnp.pad(x.codes, ((0, -rows % CHUNK_ROWS), (0, weights.padded_k - k)))
-    elements = lax.bitcast_convert_type(packing.pack(codes, bits), x.format.element.dtype)
-    table = visits(group_sizes, codes.shape[0], tiles.m)
-    dtype = jnp.dtype(out_dtype)
-    written = _FLOAT32 if dtype == jnp.float16 else dtype
-    sums = kernel.load()(
-        elements.reshape(1, *codes.shape),
-        weights.elements,
-        _scales_of_visits(x, table, tiles.m, weights.padded_k // block),
-        weights.scale_values,
-        table,
-        factors_of((x.tensor_scale, weights.tensor_scale), groups),
-        block=block,
-        n=n,
-        tiles=tiles,
-        out_dtype=written,
-        interpret=interpret,
-    )
-    return sums[0, :rows, :n].astype(dtype)
 
 
 def _scales_of_visits(x: MXArray, table: jax.Array, tile_rows: int, columns: int) -> jax.Array:
