@@ -309,6 +309,7 @@ def _operands(
     m, n, k = case.shape
     sums, dtype = case.kind == "ragged sums", jnp.dtype(case.dtype)
     lhs, rhs = (None if name is None else block_format(name) for name in case.formats)
+    assert rhs is not None
     k_first = case.k_first or case.groups > 0
     shape = (m, n) if sums else (k, n) if k_first else (n, k)
     shape = (case.groups, *shape) if case.groups and not sums else shape
