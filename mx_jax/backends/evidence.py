@@ -30,7 +30,7 @@ from mx_jax.backends.calls import (
     QuantizeCall,
     RaggedCall,
 )
-from mx_jax.backends.target import Backend, Config, Target
+from mx_jax.backends.target import Backend, Target
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, ScaleFormat
 
 # What a measurement stands for: a kind of call, and the sizes that it speaks of -------------------
@@ -216,7 +216,7 @@ def _format(facts: dict[str, Any]) -> BlockFormat:
 # One measurement of one kernel, and files of them -------------------------------------------------
 
 # Of files; another number means other rows.
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -231,7 +231,6 @@ class Row:
       device_kind: as JAX calls the device.
       jax: version.
       source: hash of the kernel's source.
-      config: what the kernel is told, such as its tiles; none for its own.
       error: the largest, over what is allowed; None if it failed.
       failed: why there are no numbers: it crashed, hung or was refused.
       over_plain: time of the plain path over the kernel's: of what computes the call without any
@@ -251,7 +250,6 @@ class Row:
     device_kind: str
     jax: str
     source: str
-    config: Config = ()
     error: float | None = None
     failed: str = ""
     over_plain: float | None = None
@@ -301,7 +299,7 @@ class Row:
     @property
     def choice(self) -> tuple[Any, ...]:
         """What it lets compute what: rows of equal choices let programs compute alike."""
-        return (self.backend, self.kernel, self.config, self.work, self.source)
+        return (self.backend, self.kernel, self.work, self.source)
 
     def __str__(self) -> str:
         where = f"measured on {self.device_kind}, {self.date}"
@@ -311,8 +309,6 @@ class Row:
             return f"{where}: wrong, with {self.error:.3g} times the error that is allowed"
         unpacks = self.over_unpacking if self.work.packed else None
         more = "" if unpacks is None else f" ({unpacks:.2g} where that unpacks weights first)"
-        told = ", ".join(f"{name}={at}" for name, at in self.config)
-        more += f", with {told}" if told else ""
         if self.is_slower_than_bfloat16 and self.over_bfloat16 is not None:
             more += f", slower than bfloat16 ({self.over_bfloat16:.2g} of its speed)"
         return f"{where}: {self.over_plain or 0.0:.2g} times the plain path's speed{more}"
@@ -368,7 +364,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 def as_json(row: Row) -> dict[str, Any]:
     """Of one row."""
     facts = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
-    own = {"work": _work_as_json(row.work), "shape": list(row.shape), "config": dict(row.config)}
+    own = {"work": _work_as_json(row.work), "shape": list(row.shape)}
     return facts | own | {"versions": dict(row.versions)}
 
 
@@ -379,7 +375,6 @@ def from_json(facts: dict[str, Any]) -> Row:
             **facts,
             "work": _work_from_json(facts["work"]),
             "shape": tuple(facts["shape"]) if isinstance(facts["shape"], list) else None,
-            "config": tuple(sorted((str(n), int(at)) for n, at in facts["config"].items())),
             "versions": tuple((str(n), str(v)) for n, v in facts["versions"].items()),
         }
     )

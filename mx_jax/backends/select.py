@@ -241,7 +241,6 @@ def _first(
             reason = NOT_OFFERED[type(call)]
         elif (reason := offer.rejects(call, target)) is None:
             row = proved.get(name)
-            offer = offer if row is None else backend.offer(call, row.kernel, row.config)
             if offer.describes is not None:
                 offer = dataclasses.replace(offer, how=offer.describes(call, target))
             tried = tuple(rejections)

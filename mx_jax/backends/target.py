@@ -184,10 +184,6 @@ def _platform(device: Device) -> str:
     return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
 
-# What a kernel can be told of how it computes, such as its tiles: names and numbers.
-Config = tuple[tuple[str, int], ...]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Offer:
     """One kind of call that a backend takes.
@@ -245,28 +241,6 @@ NOT_OFFERED: Mapping[type[Call], str] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Configured:
-    """What an offer runs, as a kernel of its backend is told to.
-
-    Attributes:
-      run: the offer's own.
-      context: the backend's `configured`.
-      kernel: name of one.
-      config: what it is told.
-    """
-
-    run: Callable[..., Any]
-    context: Callable[[str, Config], AbstractContextManager[None]]
-    kernel: str
-    config: Config
-
-    def __call__(self, *operands: Any) -> Any:
-        """As `Offer.run`."""
-        with self.context(self.kernel, self.config):
-            return self.run(*operands)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
     """One way to compute. Every backend gives the reference's codes, scales and values bit for bit,
     and products within its stated bound of the exact ones.
@@ -279,9 +253,6 @@ class Backend:
         count. None: nothing is measured of it.
       kernel: name of the kernel that takes a call on a machine, where it has several.
       tiles: those that this kernel takes for a call, comparable; None where it chooses none.
-      configs: what else that kernel may be told for a call, the most promising first.
-      configured: a context in which a kernel, by its name, computes as it is told; it enters jit's
-        cache key.
     """
 
     name: str
@@ -290,23 +261,11 @@ class Backend:
     source: Callable[[], Iterable[Path]] | None = None
     kernel: Callable[[Call, Target], str] = lambda call, target: ""
     tiles: Callable[[Call, Target], Any] = lambda call, target: None
-    configs: Callable[[Call, Target], Iterable[Config]] = lambda call, target: ()
-    configured: Callable[[str, Config], AbstractContextManager[None]] = lambda kernel, config: (
-        contextlib.nullcontext()
-    )
 
     @functools.cached_property
     def offers(self) -> Mapping[type[Call], Offer]:
         """The table by the kind of call."""
         return {offer.call: offer for offer in self.table}
-
-    def offer(self, call: Call, kernel: str = "", config: Config = ()) -> Offer:
-        """Its row for a call that it takes, computed as a kernel is told."""
-        offer = self.offers[type(call)]
-        if not config:
-            return offer
-        run = Configured(run=offer.run, context=self.configured, kernel=kernel, config=config)
-        return dataclasses.replace(offer, run=run)
 
     def rejects(self, call: Call, target: Target) -> str | None:
         """Why a call is not taken on a machine, or None."""

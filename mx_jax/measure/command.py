@@ -67,14 +67,6 @@ def add_to(commands: Any) -> None:
         add(name, nargs="+", type=_numbers(form), metavar=metavar, help=help)
     add("--minutes", type=float, default=10.0, help="after which no case is begun (default: 10)")
     add("--limit", type=float, default=120.0, help="seconds that a case may take (default: 120)")
-    add(
-        "--tune",
-        type=float,
-        default=worker.THOROUGH.tuning,
-        metavar="SECONDS",
-        help="for other tiles of a case's kernel, each checked, then timed (default: "
-        f"{worker.THOROUGH.tuning:g}; 0 tries none)",
-    )
     add("--again", action="store_true", help="measure also what was measured here")
     add("--out", type=Path, metavar="FILE.json", help="instead of your cache")
     add("--one", metavar="CASE", help=argparse.SUPPRESS)
@@ -123,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
         if hasattr(signal, "alarm"):
             # By the system's own clock, whatever hangs, and though the command that began it ended.
             signal.alarm(math.ceil(options.limit) + 5)
-        return worker.answer(options.one, tuning=options.tune, touch=options.touch)
+        return worker.answer(options.one, touch=options.touch)
     deadline = time.monotonic() + 60 * options.minutes
     words = [sys.executable, "-m", "mx_jax", "gpu"]
     asleep = only_if_named()
@@ -133,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
     wanted = cases(backends, facts["target"], asked)
     if not wanted:
         raise ValueError(_what_is_missing(backends, facts["target"]))
-    bench = Bench(words=words, limit=options.limit, tuning=options.tune, **facts)
+    bench = Bench(words=words, limit=options.limit, **facts)
     first = [*default_path(bench.target, asked), *one_of_each(wanted)]
     out = options.out or evidence.cache_path()
     return measure(bench, wanted, out, deadline, options.again, first)
@@ -152,7 +144,6 @@ class Bench:
       versions: (package, version) of what is there.
       words: of the command, which options and the case follow.
       limit: seconds that a case may take.
-      tuning: seconds that a case may spend on other tiles of its kernel.
     """
 
     target: Target
@@ -160,13 +151,11 @@ class Bench:
     versions: tuple[tuple[str, str], ...]
     words: Sequence[str]
     limit: float
-    tuning: float = 0.0
 
-    def row(self, case: Case, seconds_left: float, *, touch: bool = False) -> Row:
+    def row(self, case: Case, *, touch: bool = False) -> Row:
         """Measure a case in a process of its own: whatever that does, it costs one row."""
-        options = ["--tune", f"{min(self.tuning, seconds_left):.1f}", *["--touch"] * touch]
         limit = min(self.limit, _TO_TOUCH) if touch else self.limit
-        return self.row_of(case, self.answer(case.as_json(), options, limit))
+        return self.row_of(case, self.answer(case.as_json(), ["--touch"] * touch, limit))
 
     def answer(
         self, question: Any, options: Sequence[str], limit: float, rows: Path | str = "off"
@@ -189,7 +178,6 @@ class Bench:
             device_kind=kind,
             jax=jax.__version__,
             source=evidence.source_of(backend) or "",
-            config=tuple(sorted(found.get("config", {}).items())),
             failed=found.get("failed", ""),
             plain=found.get("plain", ""),
             driver=self.driver,
@@ -312,12 +300,11 @@ def measure(
 
     def run(queue: list[Case], deadline: float, touch: bool = False) -> Iterator[tuple[Case, Row]]:
         for done in itertools.count(1):
-            seconds = deadline - time.monotonic()
-            if not queue or seconds <= 0:
+            if not queue or time.monotonic() >= deadline:
                 return
             case = next((case for case in queue if bench.program(case) not in hung), queue[0])
             queue.remove(case)
-            row = bench.row(case, seconds, touch=touch)
+            row = bench.row(case, touch=touch)
             if _HANGS in row.failed:
                 hung.add(bench.program(case))
             beside = row.over_bfloat16

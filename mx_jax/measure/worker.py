@@ -1,20 +1,17 @@
 """The process of one case: it checks what a kernel gives, times it, and reports lines of JSON.
 
-The last line counts. The first has what the clock says: what comes after may still fail, since
-other tiles may crash or hang, and not every machine has the GPU's own clock in order.
+The last line counts. The first has what the clock says: what comes after may still fail, since not
+every machine has the GPU's own clock in order.
 """
 
 import dataclasses
 import functools
-import itertools
 import json
 import math
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -49,8 +46,6 @@ from mx_jax.reference.scale_rules import SCALE_RULES, ScaleRule
 from mx_jax.testing.draw import draw_any_bits, with_signs
 
 KERNEL, PLAIN, UNPACKING, BFLOAT16 = "kernel", "plain path", "unpacking first", "bfloat16"
-# How much faster than a kernel's own tiles others have to be, and the seconds that say so.
-_CLEARLY, _SECONDS = 1.02, 0.5
 _REPEATS = 5
 
 # A function of x and all copies that computes all products or casts; and what is reported.
@@ -66,20 +61,16 @@ class Effort:
       copies: of weights, or of what is cast; None: as many as are larger than a GPU's cache.
       checks: of what else a row stands for, at most; None for all.
       seconds: to spend on timing.
-      others: configurations of the kernel that are tried besides its own, at most.
-      tuning: seconds after which none of them is begun.
     """
 
     copies: int | None = None
     checks: int | None = None
     seconds: float = 4.0
-    others: int = 8
-    tuning: float = 20.0
 
 
 THOROUGH = Effort()
 # Whether it runs at all, is right and how fast: nothing that a row could rest on.
-TOUCH = Effort(checks=0, seconds=0.5, others=0)
+TOUCH = Effort(checks=0, seconds=0.5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,7 +101,6 @@ def answer(
     text: str,
     write: Callable[[str], None] = _print,
     *,
-    tuning: float = THOROUGH.tuning,
     touch: bool = False,
 ) -> int:
     """Measure the case that a JSON text describes, in lines of JSON; returns the exit status.
@@ -134,10 +124,9 @@ def answer(
             # With the rows that count here, as a program has them.
             report(STEPS[facts]())
         else:
-            effort = TOUCH if touch else dataclasses.replace(THOROUGH, tuning=tuning)
             with evidence.use(()):
                 case = Case.from_json(facts)
-                measure(case, _backend(case), report, effort)
+                measure(case, _backend(case), report, TOUCH if touch else THOROUGH)
     except Exception as error:
         if reported:
             traceback.print_exc()
@@ -157,10 +146,9 @@ def _backend(case: Case) -> Backend:
 def measure(
     case: Case, backend: Backend, report: Callable[[Found], Any], effort: Effort = THOROUGH
 ) -> None:
-    """Check a case, then time what is right, by itself and with other tiles.
+    """Check a case, then time what is right.
 
-    Reports by the clock, of the kernel by itself and of the best that was found, and then by the
-    GPU's own clock.
+    Reports by the clock, and then by the GPU's own clock.
     """
     compared = subject(case, backend, effort.copies or copies_beyond_cache(copy_bits(case)))
     chains = {name: way.chain() for name, way in compared.ways.items()}
@@ -174,60 +162,11 @@ def measure(
         return
     found |= _by_the_clock(compared, chains, effort)
     report(dict(found))
-    best = _tuned(case, backend, compared, chains[KERNEL], effort)
-    if best is not None:
-        chains[KERNEL], found["error"], found["config"] = best
-        found |= _by_the_clock(compared, chains, effort)
-        report(dict(found))
     on_gpu = {name: on_device(chain, compared.ways[name]) for name, chain in chains.items()}
     if all(on_gpu.values()):
         times = {name: [own] for name, own in on_gpu.items() if own}
         found |= {"microseconds": on_gpu, "clock": "device"}
         report(found | _speeds(ratios(times, KERNEL)))
-
-
-def _tuned(
-    case: Case, backend: Backend, compared: Subject, own: Chain, effort: Effort
-) -> tuple[Chain, float, dict[str, int]] | None:
-    """The fastest of the kernel's configurations that are right, if clearly faster than its own."""
-    target, deadline = current_target(1), time.monotonic() + effort.tuning
-    kernel, way = backend.kernel(case.call, target), compared.ways[KERNEL]
-    best, speed = None, _CLEARLY
-    for config in itertools.islice(backend.configs(case.call, target), effort.others):
-        if time.monotonic() >= deadline:
-            break
-        # If this process does not come back, its last words say of what.
-        print(f"trying {kernel} with {dict(config)}", file=sys.stderr, flush=True)
-        configured = functools.partial(backend.configured, kernel, config)
-        chain = _within(configured, way.chain())
-        try:
-            with configured():
-                error = _error(compared, chain, effort)
-            if not error <= 1:
-                continue
-            both = {
-                name: functools.partial(run, way.x, way.copies)
-                for name, run in (("own", own), (KERNEL, chain))
-            }
-            samples = microseconds(both, _SECONDS, len(way.copies))
-        except Exception as problem:
-            print(f"{type(problem).__name__}: {problem}", file=sys.stderr, flush=True)
-            continue
-        over = [a / b for a, b in zip(samples["own"], samples[KERNEL], strict=True)]
-        # In all but a quarter of the rounds.
-        if (found := statistics.quantiles(over, n=4)[0]) > speed:
-            speed, best = found, (chain, error, dict(config))
-    return best
-
-
-def _within(configured: Callable[[], AbstractContextManager[None]], chain: Chain) -> Chain:
-    """A chain whose kernel has a configuration."""
-
-    def run(x: Any, copies: Any) -> list[Any]:
-        with configured():
-            return chain(x, copies)
-
-    return run
 
 
 def _by_the_clock(compared: Subject, chains: Mapping[str, Chain], effort: Effort) -> Found:

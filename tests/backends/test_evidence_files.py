@@ -86,13 +86,13 @@ def changed(**changes: Any) -> str:
 
 DAMAGED = {
     "empty": "",
-    "torn": '{"schema": 1, "rows": [',
+    "torn": '{"schema": 2, "rows": [',
     "no object": "[]",
-    "no rows": '{"schema": 1}',
+    "no rows": '{"schema": 2}',
     "no schema": '{"rows": []}',
     "a row with too little": changed(),
     "a row with too much": changed(color="blue"),
-    "no row": '{"schema": 1, "rows": [7]}',
+    "no row": '{"schema": 2, "rows": [7]}',
 }
 
 
@@ -137,8 +137,8 @@ def test_rows_of_wrong_types(change: dict[str, Any], tmp_path: Path):
 
 def test_another_schema(tmp_path: Path):
     path = tmp_path / "rows.json"
-    path.write_text('{"schema": 2, "rows": []}')
-    with pytest.raises(ValueError, match="evidence: needs rows of schema 1, got schema=2 in path="):
+    path.write_text('{"schema": 1, "rows": []}')
+    with pytest.raises(ValueError, match="evidence: needs rows of schema 2, got schema=1 in path="):
         read(path)
 
 

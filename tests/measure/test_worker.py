@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.primitive import choose
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.target import Backend, Config, Target, use_target
+from mx_jax.backends.target import Backend, Target, use_target
 from mx_jax.backends.xla_scaled import XLA_SCALED
 from mx_jax.measure import worker
 from mx_jax.measure.cases import (
@@ -56,9 +55,8 @@ CAST = Case(
 )
 
 
-QUICK = Effort(copies=2, checks=1, seconds=0.0, others=1)
+QUICK = Effort(copies=2, checks=1, seconds=0.0)
 EVERY = dataclasses.replace(QUICK, checks=None)
-TUNED = dataclasses.replace(EVERY, others=9, tuning=600.0)
 
 
 def said(case: Case, backend: Backend, effort: Effort = QUICK) -> list[dict[str, Any]]:
@@ -291,14 +289,13 @@ def test_the_plain_path_packs_weights_for_the_composite(monkeypatch: pytest.Monk
         assert set(own.ways) == {"kernel", "unpacking first", "bfloat16"}
 
 
-def test_a_first_try_checks_less_and_tunes_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_a_first_try_checks_less(monkeypatch: pytest.MonkeyPatch):
     asked: list[Effort] = []
     monkeypatch.setattr(worker, "measure", lambda case, backend, report, own: asked.append(own))
     text = json.dumps(dataclasses.replace(PRODUCT, backend="reference").as_json())
     worker.answer(text, touch=True)
-    worker.answer(text, tuning=3.0)
-    assert asked == [worker.TOUCH, dataclasses.replace(worker.THOROUGH, tuning=3.0)]
-    assert (worker.TOUCH.others, worker.TOUCH.checks) == (0, 0)
+    worker.answer(text)
+    assert asked == [worker.TOUCH, worker.THOROUGH] and worker.TOUCH.checks == 0
 
 
 @pytest.mark.parametrize(
@@ -366,93 +363,15 @@ def test_ratios_are_taken_within_a_round():
     assert ratios(samples, "kernel") == {"plain": 2.0}
 
 
-# Other tiles --------------------------------------------------------------------------------------
-
-_config = jax.make_user_context(default_value=())
-
-
-def _wait(x: np.ndarray) -> np.ndarray:
-    time.sleep(2e-3)
-    return np.asarray(x)
-
-
-def _multiply(lhs, rhs, call):
-    """By itself it waits, as it does with what does not concern it."""
-    config = dict(_config.value)
-    out = REFERENCE.run(call, lhs, rhs)
-    if "refused" in config:
-        raise RuntimeError("needs fewer registers")
-    if "wrong" in config:
-        return out.at[-1, -1].add(0.5)
-    if "wrong for more rows" in config:
-        return out + (out.shape[0] == 8)
-    return out if "fast" in config else jax.pure_callback(_wait, out, out)
-
-
-def tunable(*configs: Config) -> Backend:
-    own = dataclasses.replace(
-        REFERENCE,
-        name="planted",
-        source=lambda: (Path(__file__),),
-        configs=lambda call, target: configs,
-        configured=lambda kernel, config: _config(config),
-    )
-    return altered(own, MatmulCall, _multiply)
-
-
-FAST = (("fast", 1),)
-
-
-@pytest.mark.slow
-def test_the_fastest_of_the_right_ones(capsys: pytest.CaptureFixture[str]):
-    slow, wrong, elsewhere, refused = (
-        ((name, 1),) for name in ("slow", "wrong", "wrong for more rows", "refused")
-    )
-    first, *_, last = said(PRODUCT, tunable(wrong, slow, elsewhere, refused, FAST), TUNED)
-    # By itself first: if a process ends while it tries others, that is what stays.
-    assert "config" not in first and first["over_plain"] > 0
-    assert last["config"] == dict(FAST)
-    assert last["over_plain"] > 1.5 * first["over_plain"]
-    lines = capsys.readouterr().err.splitlines()
-    assert lines.count("RuntimeError: needs fewer registers") == 1
-    assert len([line for line in lines if line.startswith("trying")]) == 5
-
-
-@pytest.mark.parametrize(
-    "config", ["wrong", "wrong for more rows", "refused"], ids=lambda name: name.replace(" ", "-")
-)
-def test_what_is_wrong_or_refused_is_not_chosen(config: str):
-    *_, last = said(PRODUCT, tunable(((config, 1), ("fast", 1))), TUNED)
-    assert "config" not in last and last["over_plain"] > 0
-
-
-def test_what_is_not_clearly_faster_changes_nothing(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(worker, "_CLEARLY", 1e9)
-    *_, last = said(PRODUCT, tunable(FAST), TUNED)
-    assert "config" not in last
-
-
-@pytest.mark.parametrize("changes", [dict(others=0), dict(tuning=0.0)], ids=str)
-def test_none_is_tried_without_time(changes: dict[str, Any], capsys: pytest.CaptureFixture[str]):
-    *_, last = said(PRODUCT, tunable(FAST), dataclasses.replace(TUNED, **changes))
-    assert "config" not in last and "trying" not in capsys.readouterr().err
-
-
-def test_a_wrong_kernel_is_not_tuned(capsys: pytest.CaptureFixture[str]):
-    wrong = altered(tunable(FAST), MatmulCall, lambda lhs, rhs, call: 1 + _multiply(lhs, rhs, call))
-    *_, last = said(PRODUCT, wrong, TUNED)
-    assert last["error"] > 1 and "trying" not in capsys.readouterr().err
-
-
 def test_what_fails_later_leaves_what_was_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    monkeypatch.setattr(worker, "_tuned", fail)
+    monkeypatch.setattr(worker, "on_device", fail)
     monkeypatch.setattr(worker, "THOROUGH", QUICK)
-    monkeypatch.setattr(worker, "_backend", lambda case: tunable(FAST))
+    monkeypatch.setattr(worker, "_backend", lambda case: PLANTED)
     lines: list[str] = []
     assert worker.answer(json.dumps(dataclasses.asdict(PRODUCT)), lines.append) == 1
     assert json.loads(lines[-1])["over_plain"] > 0

@@ -92,8 +92,6 @@ def backend_for(architecture: Architecture | None = None, interpret: Any = None)
         source=_source,
         kernel=functools.partial(_kernel, architecture=architecture),
         tiles=functools.partial(gpus.own_tiles, architecture=architecture),
-        configs=functools.partial(gpus.configs, architecture=architecture),
-        configured=gpus.configured,
     )
 
 

@@ -10,7 +10,6 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ import jax
 from mx_jax.backends.calls import Call, MatmulCall, RaggedCall
 from mx_jax.backends.pallas_gpu.layouts import PAD_K, PAD_N, meet, stored_bits
 from mx_jax.backends.pallas_gpu.tiles import Tiles, Tuning
-from mx_jax.backends.target import Config, Target, current_target
+from mx_jax.backends.target import Target, current_target
 from mx_jax.formats import BlockFormat
 
 Capability = tuple[int, int]
@@ -42,8 +41,6 @@ class Kernel:
       possible: whether it can be compiled with tiles for codes of so many stored bits.
       shared_memory: bytes of it that the stages and a tile of the result take, barriers left out.
       resident: programs that one processor holds at a time, by their registers.
-      min_rows: of a tile, for few rows of the left operand.
-      widths: rows of the right operand that are worth measuring.
       tuning: (stored bits of a code; tiles and crossover).
       clips: whether tiles may reach beyond the operands.
     """
@@ -55,8 +52,6 @@ class Kernel:
     possible: Callable[[int, Tiles], bool]
     shared_memory: Callable[[int, Tiles], int]
     resident: int
-    min_rows: int
-    widths: tuple[int, ...]
     tuning: tuple[tuple[int, Tuning], ...]
     groups: bool = False
     load_group_sums: Callable[[], Callable[..., jax.Array]] | None = None
@@ -107,8 +102,6 @@ MMA = Kernel(
     possible=_possible_mma,
     shared_memory=lambda code_bits, tiles: _stages(tiles, 16, code_bits),
     resident=2,
-    min_rows=8,
-    widths=(64,),
     tuning=tuple((bits, _FEW_ON_AMPERE) for bits in (4, 8)),
 )
 
@@ -150,8 +143,6 @@ WGMMA = Kernel(
     possible=_possible_wgmma,
     shared_memory=lambda bits, tiles: _stages(tiles, 16, bits) + tiles.n * tiles.m * 4,
     resident=1,
-    min_rows=8,
-    widths=(128, 256),
     tuning=(
         (4, _tuning_wgmma(256, (4, 4, 6), 7)),
         (8, _tuning_wgmma(128, (5, 5, 4), 5)),
@@ -178,8 +169,6 @@ TCGEN05 = Kernel(
     ),
     shared_memory=lambda bits, tiles: _stages(tiles, bits + 1, bits) + 2 * tiles.m * 128,
     resident=1,
-    min_rows=128,
-    widths=(128, 256),
     tuning=(
         (
             4,
@@ -351,34 +340,10 @@ def rejects_devices(target: Target) -> str | None:
     )
 
 
-# Which tiles a product takes, and which others are worth measuring --------------------------------
+# Which tiles a product takes ----------------------------------------------------------------------
 
 # A pipeline shorter than this has no steady state.
 _MIN_STEPS = 4
-# Weights that are decoded for XLA's product: for no fewer rows than fill a tensor core's tile.
-_DECODE_FIRST: Config = (("crossover", 1),)
-_MIN_ROWS_DECODED = 64
-
-
-# (kernel's name, what a measurement chose for it), or None. In jit's cache key: what was traced for
-# some tiles is not reused for others.
-_measured = jax.make_user_context(default_value=None)
-
-
-def configured(kernel: str, config: Config) -> AbstractContextManager[None]:
-    """A context in which a kernel of this name takes these tiles, or this crossover alone."""
-    return _measured((kernel, config))
-
-
-def tuned(kernel: Kernel, code_bits: int) -> Tuning:
-    """Tiles of a kernel: what was measured for the product that is traced, else its own."""
-    own, chosen = kernel.tuning_of(code_bits), _measured.value
-    if chosen is None or chosen[0] != kernel.name:
-        return own
-    sizes: dict[str, Any] = dict(chosen[1])
-    crossover = sizes.pop("crossover", math.inf)
-    tiles = ((math.inf, Tiles(**sizes)),) if sizes else own.tiles
-    return Tuning(tiles=tiles, crossover=crossover)
 
 
 def choose(
@@ -399,7 +364,7 @@ def choose(
     Raises:
       ValueError: if none fit: the row's memory is smaller than its kernel can do with.
     """
-    entry = next(tiles for limit, tiles in tuned(kernel, code_bits).tiles if m <= limit)
+    entry = next(tiles for limit, tiles in kernel.tuning_of(code_bits).tiles if m <= limit)
     n, k = n + -n % PAD_N, k + -k % PAD_K
 
     def fits(tiles: Tiles) -> bool:
@@ -428,27 +393,6 @@ def _smaller(tiles: Tiles) -> Iterator[Tiles]:
             yield dataclasses.replace(shape, stages=stages)
 
 
-# Others, to be measured -------------------------------------------------------------------------
-
-
-def candidates(
-    architecture: Architecture, kernel: Kernel, code_bits: int, rows: int
-) -> list[Tiles]:
-    """Tiles worth measuring for a number of rows: of each shape the deepest pipeline that fits.
-
-    Those of fewer rows only where memory has no room for as many.
-    """
-    m, found = min(128, max(kernel.min_rows, 1 << (rows - 1).bit_length())), []
-    while not found and m >= kernel.min_rows:
-        for n, k in itertools.product(kernel.widths, (128, 256, 512)):
-            depths = (Tiles(m=m, n=n, k=k, stages=depth) for depth in range(8, 1, -1))
-            fitting = (own for own in depths if architecture.possible(kernel, code_bits, own))
-            for tiles in itertools.islice(fitting, 1):
-                found += [dataclasses.replace(tiles, splits=splits) for splits in (1, 2, 4, 8, 16)]
-        m //= 2
-    return found
-
-
 def own_tiles(call: Call, target: Target, architecture: Architecture | None = None) -> Tiles | None:
     """Tiles that a product's kernel takes by the table; None of what has no tiles to choose."""
     row = architecture or architecture_of(target.compute_capability)
@@ -460,31 +404,6 @@ def own_tiles(call: Call, target: Target, architecture: Architecture | None = No
     kernel = row.kernel(call.lhs.format, call.rhs.format)
     bits, sizes = _sizes(call, kernel)
     return choose(row, kernel, bits, **sizes)
-
-
-def configs(
-    call: Call, target: Target, architecture: Architecture | None = None
-) -> Iterator[Config]:
-    """What else a product's kernel may do, the nearest to what the table says first."""
-    row = architecture or architecture_of(target.compute_capability)
-    own = own_tiles(call, target, row)
-    if own is None or row is None:
-        return
-    assert isinstance(call, MatmulCall | RaggedCall)
-    kernel = row.kernel(call.lhs.format, call.rhs.format)
-    bits, sizes = _sizes(call, kernel)
-
-    def chosen(config: Config) -> Tiles:
-        with configured(kernel.name, config):
-            return choose(row, kernel, bits, **sizes)
-
-    # Of those that come to the same, one.
-    wanted = {chosen(_config_of(each)): each for each in candidates(row, kernel, bits, sizes["m"])}
-    wanted.pop(own, None)
-    nearest = sorted(wanted, key=lambda tiles: (_distance(tiles, own), dataclasses.astuple(tiles)))
-    others = [_config_of(wanted[tiles]) for tiles in nearest]
-    decodes = isinstance(call, MatmulCall) and kernel.decodes and sizes["m"] >= _MIN_ROWS_DECODED
-    yield from [*others[:1], *[_DECODE_FIRST] * decodes, *others[1:]]
 
 
 def _sizes(call: MatmulCall | RaggedCall, kernel: Kernel) -> tuple[int, dict[str, int]]:
@@ -501,13 +420,3 @@ def _sizes(call: MatmulCall | RaggedCall, kernel: Kernel) -> tuple[int, dict[str
         "n": weights.rows,
         "k": math.prod(weights.shape[axis] for axis in weights.axes.contracting),
     }
-
-
-def _config_of(tiles: Tiles) -> Config:
-    return tuple(sorted(dataclasses.asdict(tiles).items()))
-
-
-def _distance(left: Tiles, right: Tiles) -> float:
-    """Sum of the ratios of their sizes, in octaves."""
-    pairs = zip(dataclasses.astuple(left), dataclasses.astuple(right), strict=True)
-    return sum(abs(math.log2(a / b)) for a, b in pairs)

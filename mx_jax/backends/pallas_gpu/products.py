@@ -22,7 +22,6 @@ from mx_jax.backends.pallas_gpu.architecture import (
     Kernel,
     choose,
     current_architecture,
-    tuned,
 )
 from mx_jax.backends.pallas_gpu.layouts import (
     CHUNK,
@@ -219,7 +218,7 @@ def _in_high_precision(activations: Operand) -> tuple[jax.Array, jax.Array | Non
 
 def crossover(architecture: Architecture, format: BlockFormat) -> float:
     """Rows from which weights are dequantized once and XLA multiplies."""
-    return tuned(architecture.decoding, _stored(format)).crossover
+    return architecture.decoding.tuning_of(_stored(format)).crossover
 
 
 def _stored(format: BlockFormat) -> int:
