@@ -59,7 +59,7 @@ def _kernel(call: Call, target: Target, architecture: Architecture | None = None
     return "" if row is None else row.kernel(call.lhs.format, call.rhs.format).name
 
 
-def backend_for(architecture: Architecture | None = None, interpret: Any = None) -> Backend:
+def backend_for(architecture: Architecture | None = None, interpret: object = None) -> Backend:
     """Weights decoded on their way to the tensor cores; on Blackwell, two operands as they are.
 
     Args:

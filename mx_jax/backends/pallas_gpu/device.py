@@ -101,7 +101,7 @@ class Place:
       factors: what sums are multiplied by, one after the other.
     """
 
-    matrix: Any
+    matrix: jax.Array
     lead: Any
     out: Any
     row: Any
@@ -131,7 +131,7 @@ class Program:
     """
 
     tiles: Tiles
-    out_dtype: Any
+    out_dtype: jnp.dtype
     batch: int
     num_m: int
     num_n: int
@@ -151,7 +151,7 @@ class Program:
         copy and multiply along k, and keep the sums."""
         raise NotImplementedError
 
-    def staged(self, values: Any, piece: Any) -> tuple[Any, Any]:
+    def staged(self, values: jax.Array, piece: Any) -> tuple[Any, Any]:
         """The result's numbers, and a view of shared memory that takes them so."""
         return values, piece
 
@@ -186,7 +186,7 @@ class Program:
     def _body(self, operands: Any, lists: Any, out_gmem: Any, **scratch: Any) -> None:
         place = self._place(*lists)
 
-        def keep(sums: Any, piece: Any, columns: Any) -> None:
+        def keep(sums: jax.Array, piece: Any, columns: Any) -> None:
             for factor in place.factors:
                 sums = sums * factor
             if place.own is None:

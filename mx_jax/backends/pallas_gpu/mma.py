@@ -30,8 +30,8 @@ def multiply(
     n: int,
     format: BlockFormat,
     tiles: Tiles,
-    out_dtype: Any,
-    interpret: Any = None,
+    out_dtype: jnp.dtype,
+    interpret: object = None,
 ) -> jax.Array:
     """The product `[batch, m, n]`: arguments as of `wgmma.multiply`; `tiles.k` divides k'."""
     decoder = Decoder(format=format, interpreted=interpret is not None)

@@ -85,7 +85,7 @@ def scaled_matmul(
     call: MatmulCall,
     *,
     architecture: Architecture | None = None,
-    interpret: Any = None,
+    interpret: object = None,
 ) -> jax.Array:
     """The product `[*batch, *m, *n]` in `call.out_dtype`.
 
@@ -136,12 +136,12 @@ def lays_out(call: MatmulCall, architecture: Architecture | None = None) -> Side
 def multiply_scaled(
     lhs: ScaledOperand | MXArray,
     rhs: ScaledOperand,
-    out_dtype: jax.typing.DTypeLike,
+    out_dtype: np.dtype,
     architecture: Architecture,
     *,
     group_sizes: jax.Array | None = None,
     tiles: Tiles | None = None,
-    interpret: Any = None,
+    interpret: object = None,
 ) -> jax.Array:
     """`lhs[batch, m, k]` by `rhs[batch, n, k]`: `[batch, m, n]`, one rounding from float32 sums.
 
@@ -190,13 +190,13 @@ def multiply_scaled(
 def by_weights(
     activations: Operand,
     weights: MXArray | PackedWeights,
-    out_dtype: jax.typing.DTypeLike,
+    out_dtype: np.dtype,
     architecture: Architecture,
-    interpret: Any = None,
+    interpret: object = None,
 ) -> jax.Array:
     """Few rows by a kernel that decodes the weights; many by XLA, dequantized once."""
     activations, factor = _in_high_precision(activations)
-    between = out_dtype if factor is None else jnp.float32
+    between = out_dtype if factor is None else jnp.dtype(jnp.float32)
     if activations.shape[1] >= crossover(architecture, weights.format):
         unpacked = weights if isinstance(weights, MXArray) else weights.unpack()
         values = without_tensor_scale(unpacked).dequantize(jnp.bfloat16)
@@ -226,7 +226,7 @@ def _stored(format: BlockFormat) -> int:
 
 
 def _dequantize_dot(
-    x: jax.Array, values: jax.Array, factor: jax.Array | None, out_dtype: jax.typing.DTypeLike
+    x: jax.Array, values: jax.Array, factor: jax.Array | None, out_dtype: np.dtype
 ) -> jax.Array:
     """`x[batch, m, k]` by bfloat16 `values[batch, n, k]` and a factor, by XLA, rounded once."""
     m, parts = x.shape[1], _bfloat16_parts(x)
@@ -240,13 +240,13 @@ def _dequantize_dot(
 def multiply(
     x: jax.Array,
     weights: PackedWeights,
-    out_dtype: jax.typing.DTypeLike,
+    out_dtype: np.dtype,
     *,
     group_sizes: jax.Array | None = None,
     factors: jax.Array | None = None,
     architecture: Architecture | None = None,
     tiles: Tiles | None = None,
-    interpret: Any = None,
+    interpret: object = None,
 ) -> jax.Array:
     """`x[batch, m, k]` by packed `weights[batch, n, k]`: `[batch, m, n]`, rounded once.
 
@@ -318,7 +318,7 @@ def ragged_dot(
     call: RaggedCall,
     *,
     architecture: Architecture | None = None,
-    interpret: Any = None,
+    interpret: object = None,
 ) -> jax.Array:
     """The product `[p, n]` in `call.out_dtype`, zeros in rows of no group; or sums `[g, m, n]`.
 
@@ -390,7 +390,7 @@ def _sum_groups(
     group_sizes: jax.Array,
     call: RaggedCall,
     architecture: Architecture,
-    interpret: Any,
+    interpret: object,
 ) -> jax.Array:
     """`[g, m, n]`: of both operands in bfloat16, which loses nothing of them."""
     m, n = call.lhs.shape[1], call.rhs.shape[1]

@@ -92,7 +92,7 @@ def quantize(
     call: QuantizeCall,
     *,
     architecture: Architecture | None = None,
-    interpret: Any = None,
+    interpret: object = None,
 ) -> MXArray:
     """x quantized along one axis, by a tensor scale that is given or computed."""
     (out,) = _cast(x, (call,), tensor_scale, architecture, interpret)
@@ -106,7 +106,7 @@ def quantize_both(
     call: QuantizeBothCall,
     *,
     architecture: Architecture | None = None,
-    interpret: Any = None,
+    interpret: object = None,
 ) -> tuple[MXArray, MXArray]:
     """x quantized along its last two axes, read once; see `quantize`."""
     first, second = _cast(x, (call.first, call.second), tensor_scale, architecture, interpret)
@@ -118,7 +118,7 @@ def _cast(
     calls: tuple[QuantizeCall, ...],
     tensor_scale: jax.Array | None,
     architecture: Architecture | None,
-    interpret: Any,
+    interpret: object,
 ) -> list[MXArray]:
     x = lax.stop_gradient(x)
     architecture = architecture or current_architecture()
@@ -170,7 +170,7 @@ def _run(
     tensor_scale: jax.Array | None,
     calls: tuple[QuantizeCall, ...],
     architecture: Architecture,
-    interpret: Any,
+    interpret: object,
 ) -> tuple[jax.Array, ...]:
     """Codes and scales of each call: a view of x, in whole tiles, through the kernel."""
     if x.size == 0:

@@ -46,7 +46,7 @@ def quantize(
     *,
     tile: Tile,
     encoders: tuple["Encoder", ...],
-    interpret: Any = None,
+    interpret: object = None,
 ) -> list[jax.Array]:
     """For each of the tile's axes, uint8 codes like x and uint8 scales, which lack the axis.
 
@@ -190,7 +190,7 @@ class Encoder:
         stored = power_of_two_scale(amax, self.format.element, self.threshold)
         return stored, stored if self.interpreted else reciprocal(stored)
 
-    def codes(self, x: Any, stored: Any, factor: Any, spread: Callable[[Any], Any]) -> Any:
+    def codes(self, x: Any, stored: Any, factor: jax.Array, spread: Callable[[Any], Any]) -> Any:
         """uint8 codes of x; blocks with a NaN or Inf get the format's NaN, or 0.
 
         Args:
@@ -218,14 +218,14 @@ class Encoder:
         assert of.nan_code is not None
         return of.nan_code
 
-    def _scaled(self, x: Any, factor: Any) -> Any:
+    def _scaled(self, x: Any, factor: jax.Array) -> Any:
         """x over its scale, in float32."""
         if self.threshold is None or not self.interpreted:
             return x.astype(jnp.float32) * factor
         # XLA on CPU flushes subnormals: exponents there are added, not multiplied.
         return over_power_of_two(x, factor)
 
-    def _rounded(self, values: Any) -> Any:
+    def _rounded(self, values: jax.Array) -> Any:
         """uint8 codes, of blocks that hold no NaN."""
         element = self.format.element
         if element.kind == "int":
@@ -240,7 +240,7 @@ class Encoder:
         return (halves(values, element) | signs & element.sign_code).astype(jnp.uint8)
 
     def _element_scales(
-        self, pattern: Any, tensor_scale: Any, divide: Callable[[Any, Any], Any]
+        self, pattern: jax.Array, tensor_scale: Any, divide: Callable[[Any, Any], Any]
     ) -> tuple[Any, Any]:
         """Scales in an element format, by NVFP4's own arithmetic: each step rounds in float32."""
         of = self.format.scale.element
@@ -259,7 +259,7 @@ class Encoder:
         return stored, divide(factor, _decoded(stored, of))
 
 
-def power_of_two_scale(pattern: Any, element: ElementFormat, threshold: int) -> Any:
+def power_of_two_scale(pattern: jax.Array, element: ElementFormat, threshold: int) -> Any:
     """E8M0 bytes, as int32, of float32 patterns of largest magnitudes.
 
     `E - emax`, plus one where the mantissa reaches the threshold: adding what is missing to the
@@ -291,7 +291,7 @@ def over_power_of_two(x: Any, stored: Any) -> Any:
     return lax.bitcast_convert_type(pattern | bits & jnp.int32(float32.SIGN), jnp.float32)
 
 
-def halves(values: Any, element: ElementFormat) -> Any:
+def halves(values: jax.Array, element: ElementFormat) -> Any:
     """Codes of |values| as int32, rounded to nearest even and saturated; NaN becomes some code.
 
     With E the exponent, or emin if that is larger, |value| + 2^(E + 23 - mantissa_bits) is rounded
@@ -309,7 +309,7 @@ def halves(values: Any, element: ElementFormat) -> Any:
     return significand + ((top - smallest) >> dropped)
 
 
-def _integers(values: Any, element: ElementFormat) -> Any:
+def _integers(values: jax.Array, element: ElementFormat) -> Any:
     """Two's complement codes: the low bits of a sum whose last place is the element's quantum."""
     quantum = element.smallest_subnormal
     lowest = -(element.max + quantum * element.negative_extra)
@@ -318,7 +318,7 @@ def _integers(values: Any, element: ElementFormat) -> Any:
     return lax.bitcast_convert_type(sums, jnp.int32).astype(jnp.uint8)
 
 
-def _decoded(codes: Any, element: ElementFormat) -> Any:
+def _decoded(codes: jax.Array, element: ElementFormat) -> Any:
     """Values of non-negative codes; the NaN code becomes NaN."""
     smallest = element.smallest_subnormal
     rebias = (127 - element.bias) << element.mantissa_bits

@@ -45,8 +45,8 @@ def multiply(
     block: int,
     n: int,
     tiles: Tiles,
-    out_dtype: Any,
-    interpret: Any = None,
+    out_dtype: jnp.dtype,
+    interpret: object = None,
 ) -> jax.Array:
     """The product `[batch, m, n]`, or `[1, rows, n]` of rows in groups, zeros in rows of no group.
 
@@ -227,7 +227,7 @@ class Tcgen05Program(Program):
         plgpu.tcgen05_mma(acc, lhs, rhs.T, empty.at[stage], accumulate=accumulate, **scaled)
 
 
-def scaled_values(codes: Any, scales: Any, values: Any, block: int) -> Any:
+def scaled_values(codes: jax.Array, scales: Any, values: Any, block: int) -> Any:
     """For the interpreter, which lacks block-scaled products: an operand in float32.
 
     Codes `[rows, k]` of a step times their tiles of scales, written to shared memory `values`.

@@ -55,8 +55,8 @@ def multiply(
     n: int,
     format: BlockFormat,
     tiles: Tiles,
-    out_dtype: Any,
-    interpret: Any = None,
+    out_dtype: jnp.dtype,
+    interpret: object = None,
 ) -> jax.Array:
     """The product `[batch, m, n]`, or `[1, rows, n]` of rows in groups; see `tcgen05.multiply`.
 
@@ -125,7 +125,7 @@ class WgmmaProgram(DecodingProgram):
         weights = self.weights_at(codes, scales, place.matrix, n, step)
         return x.at[place.lead, rows, along_k], *weights
 
-    def staged(self, values: Any, piece: Any) -> tuple[Any, Any]:
+    def staged(self, values: jax.Array, piece: Any) -> tuple[Any, Any]:
         """Transposed once more, as shared memory takes them."""
         return plgpu.layout_cast(values, plgpu.Layout.WGMMA_TRANSPOSED), piece.T
 
@@ -200,8 +200,8 @@ def group_sums(
     factors: jax.Array,
     *,
     tiles: Tiles,
-    out_dtype: Any,
-    interpret: Any = None,
+    out_dtype: jnp.dtype,
+    interpret: object = None,
 ) -> jax.Array:
     """`lhs[rows of j]^T rhs[rows of j]` of each group j: the gradient of groups' matrices.
 
@@ -238,7 +238,7 @@ class SumsProgram:
     """What each program of a grid `(group, n, m)` runs."""
 
     tiles: Tiles
-    out_dtype: Any
+    out_dtype: jnp.dtype
     num_groups: int
 
     def body(self, lhs_gmem, rhs_gmem, rows_gmem, factors_gmem, out_gmem):
@@ -286,7 +286,7 @@ class SumsProgram:
         # What comes next overwrites the last steps' operands.
         plgpu.wgmma_wait(0)
 
-    def _store(self, sums: Any, out_gmem: Any) -> None:
+    def _store(self, sums: jax.Array, out_gmem: Any) -> None:
         tiles, how = self.tiles, transforms(SWIZZLE // self.out_dtype.itemsize)
         tile = plgpu.SMEM((tiles.m, tiles.n), self.out_dtype, transforms=how)
 
