@@ -140,12 +140,9 @@ def measure(
             scanned=r"blocks/.*",
         )
         for row in found.whole:
-            entry = {
-                "name": row.recipe,
-                **dataclasses.asdict(row.estimate),
-                "loss": found.exact_loss,
-                "loss_increase": row.loss_increase,
-            }
+            facts = dataclasses.asdict(row)
+            del facts["parameter"]
+            entry = {"name": facts.pop("recipe"), **facts, "loss": found.exact_loss}
             if row.recipe in SPLIT:
                 parameters = found.parameters(row.recipe)
                 entry["parameters"] = {own.parameter: round(own.bias, 5) for own in parameters}
@@ -188,7 +185,7 @@ def cells(rows: Sequence[dict[str, Any]], variant: Variant, steps: Sequence[int]
         variant.what,
         f"{len(seeds)} x {', '.join(map(str, draws))}",
         *(over_seeds(step, lambda row: 100 * row["bias"], ".1f") for step in steps),
-        over_seeds(middle, lambda row: 100 * row["one"], ".0f"),
+        over_seeds(middle, lambda row: 100 * row["one_batch"], ".0f"),
         over_seeds(middle, lambda row: row["slope"], ".3f"),
         over_seeds(middle, lambda row: 100 * row["loss_increase"] / row["loss"], "+.2f"),
     ]

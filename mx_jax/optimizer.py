@@ -16,6 +16,7 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.codecs.float32 import ABS, INF, MANTISSA, from_bits, to_bits
+from mx_jax.ops.arguments import check_is_key
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -95,6 +96,8 @@ def quantize_state(
             f"{type(optimizer).__name__}; of optax.MultiSteps pass what its "
             "gradient_transformation() returns, or the optimizer inside it"
         )
+    if key is not None:
+        check_is_key(key, "quantize_state")
     implementation = jax.random.key_impl(jax.random.key(0) if key is None else key)
     fields = {**dict.fromkeys(values, False), **dict.fromkeys(squares, True)}
 

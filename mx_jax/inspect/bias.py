@@ -50,8 +50,8 @@ class Estimate:
       high: upper end.
       uncorrected: `|mean e| / |mean g|`, as it is when nobody takes the noise out.
       slope: `E q . E g / |E g|^2` of `q = g + e`: below 1 the mean is too short.
-      one: `sqrt(mean |e|^2 / mean |g|^2)`: relative error of a single draw; NaN where one is not
-        finite.
+      one_batch: `sqrt(mean |e|^2 / mean |g|^2)`: relative error of a single draw, a batch's
+        gradient; NaN where one is not finite.
       draws: n.
       signal: the exact mean over its own noise, from draw to draw. Below 2 shares of that mean say
         little.
@@ -62,56 +62,36 @@ class Estimate:
     high: float
     uncorrected: float
     slope: float
-    one: float
+    one_batch: float
     draws: int
     signal: float = math.inf
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Ends of the bias's confidence interval."""
+        return self.low, self.high
+
+    @property
+    def near_zero(self) -> bool:
+        """Whether the exact mean is so close to 0, beside its noise, that shares of it say little:
+        near a minimum. Tables show how close instead."""
+        return not math.isnan(self.bias) and self.signal < _CLEAR
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Estimate):
     """The bias of one recipe, in the whole gradient or in one parameter's.
 
     Attributes:
       recipe: name.
       parameter: names joined by `/`, with the layer's number behind where layers are scanned; None:
         the whole gradient.
-      estimate: of the gradient: `bias`, `low`, `high`, `uncorrected`, `slope`, `one`, `draws`.
       loss_increase: mean loss with the recipe less the exact one; of the whole alone.
     """
 
     recipe: str
     parameter: str | None
-    estimate: Estimate
     loss_increase: float | None = None
-
-    @property
-    def bias(self) -> float:
-        """`|E q - E g| / |E g|` without what noise adds; NaN: noise hides the exact mean.
-
-        Or a gradient has Inf or NaN, and then `one_batch` is NaN too.
-        """
-        return self.estimate.bias
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Ends of the bias's confidence interval."""
-        return self.estimate.low, self.estimate.high
-
-    @property
-    def one_batch(self) -> float:
-        """Relative error of a single batch's gradient."""
-        return self.estimate.one
-
-    @property
-    def slope(self) -> float:
-        """`E q . E g / |E g|^2`: 0.98 means a gradient that is two per cent too short."""
-        return self.estimate.slope
-
-    @property
-    def near_zero(self) -> bool:
-        """Whether the exact mean is so close to 0, beside its noise, that shares of it say little:
-        near a minimum. Tables show how close instead."""
-        return not math.isnan(self.bias) and self.estimate.signal < _CLEAR
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -167,7 +147,7 @@ class GradientBias:
     @property
     def caption(self) -> str:
         """How to read the numbers."""
-        draws = self.rows[0].estimate.draws
+        draws = self.rows[0].draws
         near = f"; near 0: less than {_CLEAR:g} times its own noise, so a share of it says little"
         return (
             f"n = {draws} batches at one checkpoint, loss {self.exact_loss:.4g} in high precision; "
@@ -199,7 +179,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     known = not math.isnan(row.bias)
     unknown = "Inf or NaN" if math.isnan(row.one_batch) else "hidden by noise"
     if row.near_zero:
-        known, unknown = False, f"near 0: mean {row.estimate.signal:.1f} x its noise"
+        known, unknown = False, f"near 0: mean {row.signal:.1f} x its noise"
     return (
         _percent(row.bias) if known else unknown,
         interval if known else "-",
@@ -325,9 +305,9 @@ def gradient_bias(
             }
             whole = estimate(np.sum([*parts.values()], axis=0), confidence)
             increase = float((losses - exact_losses).mean())
-            rows.append(Row(recipe=name, parameter=None, estimate=whole, loss_increase=increase))
+            rows.append(Row(recipe=name, parameter=None, loss_increase=increase, **vars(whole)))
             rows += [
-                Row(recipe=name, parameter=parameter, estimate=estimate(own, confidence))
+                Row(recipe=name, parameter=parameter, **vars(estimate(own, confidence)))
                 for parameter, own in parts.items()
             ]
     return GradientBias(
@@ -441,17 +421,21 @@ def estimate(products: np.ndarray, confidence: float) -> Estimate:
     n, nan = products.shape[-1], math.nan
     if not np.isfinite(products).all():
         # `max(0.0, nan)` is 0: without this, what diverged would have no bias at all.
-        return Estimate(bias=nan, low=nan, high=nan, uncorrected=nan, slope=nan, one=nan, draws=n)
+        return Estimate(
+            bias=nan, low=nan, high=nan, uncorrected=nan, slope=nan, one_batch=nan, draws=n
+        )
     of_exact, of_error, _ = products
     (exact, exacts), (error, errors), (mixed, _) = map(_squared_mean, products)
     uncorrected = math.sqrt(_ratio(float(of_error.sum()), float(of_exact.sum())))
     one = math.sqrt(_ratio(float(np.trace(of_error)), float(np.trace(of_exact))))
     if not of_error.any():
-        return Estimate(bias=0, low=0, high=0, uncorrected=0, slope=1, one=0, draws=n)
+        return Estimate(bias=0, low=0, high=0, uncorrected=0, slope=1, one_batch=0, draws=n)
     # What is left of the spread of single draws in the mean of n.
     noise = max(0.0, float(np.trace(of_exact)) / n - exact) / n
     signal = math.sqrt(_ratio(max(0.0, exact), noise))
-    known = functools.partial(Estimate, uncorrected=uncorrected, one=one, draws=n, signal=signal)
+    known = functools.partial(
+        Estimate, uncorrected=uncorrected, one_batch=one, draws=n, signal=signal
+    )
     if exact <= 0 or (exacts <= 0).any():
         return known(bias=nan, low=nan, high=nan, slope=nan)
     ratio, ratios = error / exact, errors / exacts

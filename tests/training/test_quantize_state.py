@@ -339,6 +339,8 @@ def test_errors_name_the_remedy():
         mx_jax.quantize_state(optax.MultiSteps(optax.adam(1e-3), 2))
     with pytest.raises(ValueError, match=r"got values=\('mu', 'trace'\), squares=\('nu',\)"):
         mx_jax.quantize_state(optax.adagrad(1e-3)).init(params_of())
+    with pytest.raises(TypeError, match=r"quantize_state: key must be one PRNG key .*shape=\(2,\)"):
+        mx_jax.quantize_state(optax.sgd(1e-3), key=jax.random.split(jax.random.key(0)))
     # Nothing large: nothing to quantize, and nothing to say. No moments: likewise.
     mx_jax.quantize_state(optax.adagrad(1e-3)).init({"bias": jnp.zeros(64)})
     mx_jax.quantize_state(optax.sgd(1e-3)).init(params_of())
