@@ -88,7 +88,7 @@ def test_a_checkpoint_measured_and_not_again(tmp_path: Path, capsys: pytest.Capt
     first = json.loads(out.read_text())
     (row,) = first["rows"]
     assert (row["seed"], row["step"], row["name"], row["draws"]) == (0, 2, "mxfp8", 3)
-    assert 0 < row["one"] < 0.5 and "blocks/up/kernel[0]" in row["parameters"]
+    assert 0 < row["one_batch"] < 0.5 and "blocks/up/kernel[0]" in row["parameters"]
     assert "| mxfp8 |" in out.with_suffix(".md").read_text()
     # Nothing is measured or trained twice: the kept row is marked to show it.
     row["bias"] = 0.5
