@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.backends import xla_scaled
+from mx_jax.backends.calls import MatmulCall, RaggedCall
 from mx_jax.backends.select import select
 from mx_jax.backends.target import Target
 from mx_jax.backends.xla_scaled import NATIVE, XLA_SCALED, Native, centred, row_of
@@ -301,9 +302,7 @@ def test_experts_are_one_scaled_dot_of_packed_weights():
     rows = "XLA's scaled dot, MXFP4 from JAX 0.12.0 on, 32 rows of each group at a time"
     assert f"-> xla_scaled ({rows})" in said
     case = RaggedCase(lhs=None, rhs=MXFP4, sizes=(0,) * 8, rows=64, k=160, n=64)
-    call = dataclasses.replace(
-        case.call, rhs=dataclasses.replace(case.call.rhs, packed_by=p.backend)
-    )
+    call = by_packed(case.call, p)
     np.testing.assert_array_equal(run(call, x, p, sizes), run(case.call, x, w, sizes))
 
 
@@ -420,12 +419,16 @@ def test_packed_weights_are_filled_up(format: formats.BlockFormat):
     p = packed(w)
     assert p.arrays.codes.nbytes == 8 * 256 * format.element.bits // 8
     check_unpacked(p, w)
-    call = dataclasses.replace(
-        case.call, rhs=dataclasses.replace(case.call.rhs, packed_by=p.backend)
-    )
+    call = by_packed(case.call, p)
     np.testing.assert_array_equal(run(call, x, p), run(case.call, x, w))
     rows = quick(lambda p: p.take(jnp.array([3, 7])).dequantize())(p)
     np.testing.assert_array_equal(rows, np.asarray(w.dequantize())[[3, 7]])
+
+
+def by_packed(call: MatmulCall | RaggedCall, p: PackedMXArray) -> Any:
+    """The same product, whose weights are packed."""
+    rhs = dataclasses.replace(call.rhs, packed_by=p.backend)
+    return dataclasses.replace(call, rhs=rhs)
 
 
 def check_unpacked(p: PackedMXArray, w: MXArray) -> None:
@@ -443,9 +446,7 @@ def test_products_of_packed_weights(format: formats.BlockFormat):
     w = weights(format, (64, 96), 1)
     p = packed(w)
     expected = run(case.call, x, w)
-    call = dataclasses.replace(
-        case.call, rhs=dataclasses.replace(case.call.rhs, packed_by=p.backend)
-    )
+    call = by_packed(case.call, p)
     np.testing.assert_array_equal(run(call, x, p), expected)
     stack = packed(weights(format, (3, 64, 96), 2), contracting=2, num_batch=1)
     _, found = jax.lax.scan(lambda c, p: (c, run(call, x, p)), None, stack)

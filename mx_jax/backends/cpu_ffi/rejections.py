@@ -50,7 +50,7 @@ def rejects(call: MatmulCall) -> str | None:
         reason = rejects_format(format)
         if reason is not None:
             return reason
-    for side, own in (("lhs", call.lhs), ("rhs", call.rhs)):
+    for side, own in call.sides if max(map(block_rows, formats), default=1) > 1 else ():
         rows = block_rows(own.format)
         length = own.shape[own.axes.kept[-1]] if len(own.axes.kept) > 1 else 0
         if rows != 1 and not (isinstance(length, int) and length % rows == 0):

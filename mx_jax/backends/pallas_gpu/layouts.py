@@ -190,11 +190,6 @@ class PackedWeights:
         )
 
     @property
-    def padded_n(self) -> int:
-        """Rows, padded."""
-        return self.codes.shape[1] * ROWS
-
-    @property
     def padded_k(self) -> int:
         """Contracted length, padded."""
         return self.codes.shape[2] * codes_in_group(self.format.element)
