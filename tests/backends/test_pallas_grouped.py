@@ -451,6 +451,19 @@ def test_nothing_is_padded_gathered_or_masked_around_the_kernel():
 
 
 @needs_newer_mosaic
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize("n", [40, 1000])
+def test_any_number_of_columns_is_lowered(n: int, capability: tuple[int, int]):
+    """Mosaic wants whole tiles of what is copied, where there are several."""
+    x, w = jnp.ones((64, 512), jnp.bfloat16), jnp.ones((4, 512, n), jnp.bfloat16)
+    multiply = functools.partial(mx_jax.ragged_dot, recipe="mxfp8")
+    with mx_jax.testing.target("cuda", capability), mx_jax.only_backend("pallas_gpu"):
+        traced = jax.jit(multiply).trace(x, w, jnp.zeros(4, jnp.int32))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mx_jax_grouped_" in text and traced.out_info.shape == (64, n)
+
+
+@needs_newer_mosaic
 @pytest.mark.parametrize("recipe", ["mxfp4", "nvfp4"])
 def test_rows_are_masked_only_for_a_scale_that_counts_them(recipe: str):
     x, w = jnp.ones((64, 512), jnp.bfloat16), jnp.ones((8, 512, 256), jnp.bfloat16)

@@ -86,13 +86,15 @@ def test_registers():
 @pytest.mark.parametrize(
     ("m", "n", "k", "expected"),
     [
+        # Of two entries the one whose busiest processor reads fewer weights.
+        (1, 8192, 8192, {"n": 64, "k": 256}),
+        (1, 10240, 8192, {"n": 256, "splits": 3}),
         # Until all processors have a program, or programs few steps.
-        (1, 8192, 8192, {"n": 256, "splits": 4}),
-        (1, 2880, 2880, {"n": 256, "splits": 5}),
+        (1, 2880, 2880, {"n": 64, "k": 256, "splits": 2}),
         (64, 8192, 8192, {"m": 64, "splits": 2}),
         (65, 8192, 8192, {"m": 128, "splits": 2}),
         (4096, 8192, 8192, {"m": 128}),
-        (1, 128, 128 * 7, {}),
+        (1, 128, 128 * 7, {"n": 64, "k": 256}),
     ],
 )
 def test_choice(m: int, n: int, k: int, expected: dict[str, int]):

@@ -1,15 +1,14 @@
 """GPUs and the kernels that multiply on their tensor cores, a row each; tiles that products take.
 
-No entry of the kernels' tables has been measured on hardware: they follow from the sizes of shared
-memory and of the register file, and from the number of processors to fill. `python -m mx_jax gpu`
-measures others on a GPU, and keeps the best in its rows.
+Hopper's tiles for up to 16 rows were chosen by measurement on an H200. All others follow from the
+sizes of shared memory and of the register file, and from the number of processors to fill.
 """
 
 import dataclasses
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -120,18 +119,32 @@ def _possible_wgmma(code_bits: int, tiles: Tiles) -> bool:
     return rows and not rest and warpgroups <= 4 and tiles.stages <= _MAX_STAGES
 
 
-def _tuning_wgmma(k: int, few: tuple[int, int, int], many: int) -> Tuning:
-    """Stages for up to 8, 16 and 32 rows, in steps of k, and for 64: what memory has room for."""
-    # An H200 has about 36 KB on their way to each processor (4.8 TB/s in 1 us). At 32 rows, long
-    # steps take more registers than there are.
-    rows = zip((8, 16, 32), (k, k, 128), few, strict=True)
+def _tuning_wgmma(few: Sequence[tuple[int, Tiles]], stages: int, many: int) -> Tuning:
+    """Tiles of few rows; stages for up to 32 rows, and for 64: what memory has room for."""
+    # At 32 rows, long steps take more registers than there are.
     tiles = (
-        *((m, Tiles(m=m, n=256, k=k, stages=stages, splits=16)) for m, k, stages in rows),
+        *((m, dataclasses.replace(tiles, m=m, splits=16)) for m, tiles in few),
+        (32, Tiles(m=32, n=256, stages=stages, splits=16)),
         (64, Tiles(m=64, stages=many, splits=8)),
         (_ANY, Tiles(m=128, stages=3, splits=4)),
     )
     return Tuning(tiles=tiles, crossover=1024)
 
+
+# Measured on an H200, weights of 8192 x 8192: without splits nothing is left to be added.
+_FEW_OF_4_BITS = (
+    (8, Tiles(m=8, n=64, k=512, stages=4)),
+    (8, Tiles(m=8, n=64, k=256, stages=8)),
+    (8, Tiles(m=8, n=256, k=256, stages=4)),
+    (16, Tiles(m=16, n=128, k=512, stages=3)),
+    (16, Tiles(m=16, n=64, k=256, stages=6)),
+    (16, Tiles(m=16, n=256, k=256, stages=4)),
+)
+_FEW_OF_8_BITS = tuple(
+    (m, tiles)
+    for m in (8, 16)
+    for tiles in (Tiles(m=m, n=64, k=256, stages=5), Tiles(m=m, n=256, stages=5))
+)
 
 WGMMA = Kernel(
     name="wgmma",
@@ -144,8 +157,8 @@ WGMMA = Kernel(
     shared_memory=lambda bits, tiles: _stages(tiles, 16, bits) + tiles.n * tiles.m * 4,
     resident=1,
     tuning=(
-        (4, _tuning_wgmma(256, (4, 4, 6), 7)),
-        (8, _tuning_wgmma(128, (5, 5, 4), 5)),
+        (4, _tuning_wgmma(_FEW_OF_4_BITS, 6, 7)),
+        (8, _tuning_wgmma(_FEW_OF_8_BITS, 4, 5)),
     ),
     clips=True,
 )
@@ -358,28 +371,41 @@ def choose(
 ) -> Tiles:
     """The table's tiles, shared by as many programs as still help.
 
-    The entry's splits are an upper bound: few programs are split until they fill the machine, none
-    into very few steps.
+    Of several entries for as many rows, the one that leaves the busiest processor the fewest
+    weights to read. The entry's splits are an upper bound: few programs are split until they fill
+    the machine, none into very few steps.
 
     Raises:
       ValueError: if none fit: the row's memory is smaller than its kernel can do with.
     """
-    entry = next(tiles for limit, tiles in kernel.tuning_of(code_bits).tiles if m <= limit)
+    table = kernel.tuning_of(code_bits).tiles
+    most_rows = next(limit for limit, _ in table if m <= limit)
+    entries = [tiles for limit, tiles in table if limit == most_rows]
     n, k = n + -n % PAD_N, k + -k % PAD_K
+    at_once = architecture.at_once(kernel)
 
     def fits(tiles: Tiles) -> bool:
         whole = tiles.n <= n if kernel.clips else n % tiles.n == k % tiles.k == 0
         return whole and architecture.possible(kernel, code_bits, tiles)
 
-    tiles = next(filter(fits, _smaller(entry)), None)
-    if tiles is None:
+    def shared(tiles: Tiles) -> Tiles:
+        idle, most = at_once // programs(tiles), -(-k // tiles.k) // _MIN_STEPS
+        return dataclasses.replace(tiles, splits=max(1, min(tiles.splits, idle, most)))
+
+    def programs(tiles: Tiles) -> int:
+        return batch * -(-m // tiles.m) * -(-n // tiles.n)
+
+    def read(tiles: Tiles) -> float:
+        return -(-programs(tiles) * tiles.splits // at_once) * tiles.n * k / tiles.splits
+
+    found = (next(filter(fits, _smaller(entry)), None) for entry in entries)
+    best = min((shared(tiles) for tiles in found if tiles is not None), key=read, default=None)
+    if best is None:
         raise ValueError(
             f"pallas_gpu: no tiles of {kernel} for {code_bits} bits fit {architecture}: n={n}, "
-            f"k={k}, shared_memory={architecture.shared_memory}, nor any smaller than {entry}"
+            f"k={k}, shared_memory={architecture.shared_memory}, nor any smaller than {entries[0]}"
         )
-    programs = batch * -(-m // tiles.m) * -(-n // tiles.n)
-    idle, most = architecture.at_once(kernel) // programs, -(-k // tiles.k) // _MIN_STEPS
-    return dataclasses.replace(tiles, splits=max(1, min(tiles.splits, idle, most)))
+    return best
 
 
 def _smaller(tiles: Tiles) -> Iterator[Tiles]:

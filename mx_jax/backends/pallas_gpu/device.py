@@ -13,6 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
+from mx_jax.backends.pallas_gpu.layouts import ROWS
 from mx_jax.backends.pallas_gpu.tiles import CHUNK_ROWS, FIELDS, Tiles
 
 # Its declared types differ between versions of JAX, and none fits its own use.
@@ -74,8 +75,8 @@ def copyable_columns(n: int, dtype: Any) -> int:
 
 
 def copyable_rows(n: int, dtype: Any) -> int:
-    """Columns of a result of which any row is copied by itself."""
-    return copyable(n, _LINE // dtype.itemsize, _LINE // dtype.itemsize)
+    """Columns of a result of which any row is copied by itself, `ROWS` of them at a time."""
+    return copyable(n, ROWS, _LINE // dtype.itemsize)
 
 
 def added(out: jax.Array, lead: int) -> jax.Array:

@@ -48,7 +48,7 @@ class Tuning:
     """What a kernel does with codes of one width.
 
     Attributes:
-      tiles: (largest number of rows, tiles), ascending; the last are for any number.
+      tiles: (largest number of rows, tiles), ascending, several for one number; the last for any.
       crossover: rows from which weights are dequantized once and XLA multiplies in bfloat16: a
         kernel decodes the same weights again for every tile of rows.
     """
