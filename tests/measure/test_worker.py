@@ -255,9 +255,13 @@ def test_the_most_useful_comes_first(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("capability", "packs"), [((9, 0), True), ((7, 5), False)], ids=["Hopper", "Turing"]
+    ("capability", "packs", "groups_by"),
+    [((10, 0), True, "xla_scaled"), ((9, 0), False, "xla_scaled"), ((7, 5), False, "xla_bfloat16")],
+    ids=["Blackwell", "Hopper", "Turing"],
 )
-def test_the_default_path_has_a_case_of_each_family(capability: tuple[int, int], packs: bool):
+def test_the_default_path_has_a_case_of_each_family(
+    capability: tuple[int, int], packs: bool, groups_by: str
+):
     target = Target(platform="cuda", compute_capability=capability, device_kind="planted")
     found = default_path(target, Wanted(formats=["mxfp8_e4m3"], sizes=[(4096, 4096)]))
     products = {case.formats[0] is None: case for case in found if case.kind == "product"}
@@ -266,7 +270,7 @@ def test_the_default_path_has_a_case_of_each_family(capability: tuple[int, int],
     # Weights of a decoder as `pack_weights` lays them out, of a training step as they come.
     assert (products[True].packed, products[False].packed) == (packs, False)
     others = {(case.kind, case.backend) for case in found if case.kind != "product"}
-    ragged = {("ragged product", by), ("ragged sums", "xla_bfloat16")}
+    ragged = {("ragged product", groups_by), ("ragged sums", "xla_bfloat16")}
     assert others == ragged | {("cast", "reference")}
     assert one_of_each([*found, *found]) == found and len(found) == 6
 
@@ -274,7 +278,7 @@ def test_the_default_path_has_a_case_of_each_family(capability: tuple[int, int],
 def test_the_plain_path_packs_weights_for_the_composite(monkeypatch: pytest.MonkeyPatch):
     """XLA's scaled dot of weights in its own layout is what a kernel's packed weights must beat."""
     with_any_jax(monkeypatch)
-    target = Target(platform="cuda", compute_capability=(9, 0), device_kind="NVIDIA H200")
+    target = Target(platform="cuda", compute_capability=(10, 0), device_kind="NVIDIA B200")
     facts = {"formats": (None, "mxfp8_e4m3"), "packed": True, "backend": "pallas_gpu"}
     case = dataclasses.replace(PRODUCT, **facts)
     with use_target(target):
