@@ -377,11 +377,11 @@ def verdict(row: Row, rows: Iterable[Row]) -> str:
         return f"{off}: wrong numbers"
     if on == off:
         return "default, slower than bfloat16" if row.is_slower_than_bfloat16 else "default"
-    if row.switches_on:
-        alike = _switched_on(row, rows)
-        return on if alike else "off: right and faster, but not at another size"
-    slow = "not faster" if row.speed <= 1 else "slower than bfloat16"
-    return f"off: right, {slow}"
+    if not row.switches_on:
+        return "off: right, not faster"
+    if not _switched_on(row, rows):
+        return "off: right and faster, but not at another size"
+    return "on, slower than bfloat16" if row.is_slower_than_bfloat16 else on
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -123,7 +123,7 @@ def test_calls_of_the_same_bucket_and_class():
 @pytest.mark.parametrize(
     "changes",
     [
-        dict(device_kind="NVIDIA H100 80GB HBM3"),
+        dict(device_kind="NVIDIA B200"),
         dict(jax="0.0.1"),
         dict(source="0" * 16),
         dict(error=1.5),
@@ -151,6 +151,27 @@ def test_rows_that_switch_nothing_on(changes: dict[str, Any]):
 )
 def test_other_machines(target: Target):
     assert chosen(CASE.call, row_of(CASE.call), target=target).backend.name in UNMEASURED
+
+
+def test_the_same_processors_and_another_fault_release_of_jax():
+    row = row_of(CASE.call, jax=".".join([*jax.__version__.split(".")[:2], "99"]))
+    for kind in (KIND, "NVIDIA H100 80GB HBM3"):
+        target = dataclasses.replace(H200, device_kind=kind)
+        assert chosen(CASE.call, row, target=target).evidence == row
+    assert chosen(CASE.call, row_of(CASE.call, device_kind="NVIDIA H100 PCIe")).evidence is None
+
+
+@pytest.mark.parametrize(("rows", "nearest"), [(1, 1), (2, 16), (64, 16), (4096, 16)])
+def test_packed_weights_meet_any_number_of_rows(rows: int, nearest: int):
+    """To unpack them would take longer: the nearest number of rows that was measured decides."""
+    fast, slow = dict(over_unpacking=3.0), dict(over_unpacking=0.5)
+    calls = {m: packed(case_of(m=(m,))) for m in (1, 16)}
+    measured = {m: row_of(call, **fast if m == nearest else slow) for m, call in calls.items()}
+    assert chosen(packed(case_of(m=(rows,))), *measured.values()).evidence == measured[nearest]
+
+
+def test_other_weights_wait_for_a_row_of_their_number_of_rows():
+    assert chosen(case_of(m=(64,)), row_of(CASE.call)).evidence is None
 
 
 def test_of_several_shapes_the_worst_decides():

@@ -14,6 +14,7 @@ import pytest
 
 from mx_jax.backends import evidence
 from mx_jax.backends.evidence import SCHEMA, Row, Work, in_force, merged, read, write
+from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.formats import BLOCK_FORMATS, MXFP4
 from tests.extending.fp5 import MXFP5
 
@@ -229,9 +230,19 @@ def test_what_ships_was_measured_on_gpus():
         assert row.device_kind.startswith("NVIDIA ") and row.shape and row.date
 
 
+def test_what_ships_counts():
+    """Another source of the kernels than the measured one switches all of them off.
+
+    Then measure anew on a GPU. Where a change leaves the lowered programs of the measured products
+    as they are, letter for letter, it is enough to write the new hash into the rows.
+    """
+    rows = read(evidence.SHIPPED)
+    assert {row.source for row in rows} == {evidence.source_of(PALLAS_GPU)}
+    assert all(row.switches_packing_on for row in rows)
+
+
 def test_the_hash_is_that_of_the_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from mx_jax.backends.cudnn import CUDNN
-    from mx_jax.backends.pallas_gpu import PALLAS_GPU
     from mx_jax.backends.reference import REFERENCE
 
     hashes = {evidence.source_of(PALLAS_GPU), evidence.source_of(CUDNN)}
