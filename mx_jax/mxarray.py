@@ -93,29 +93,24 @@ class ArrayOfCodes:
 def _without_arithmetic(symbol: str) -> Any:
     """Raise TypeError with the remedy, unless an array on the right knows what to do."""
 
-    def operate(self: ArrayOfCodes, other: object) -> Any:
-        if isinstance(other, jax.Array | np.ndarray):
+    def operate(self: ArrayOfCodes, *others: object) -> Any:
+        if any(isinstance(other, jax.Array | np.ndarray) for other in others):
             return NotImplemented
+        operands = "".join(f" with {type(other).__name__}" for other in others)
         raise TypeError(
-            f"{type(self).__name__}: codes are not computed with, got {symbol!r} with "
-            f"{type(other).__name__}; write x.dequantize(), and quantize what comes of its values"
+            f"{type(self).__name__}: codes are not computed with, got {symbol!r}{operands}; "
+            "write x.dequantize(), and quantize what comes of its values"
         )
 
     return operate
 
 
-for _name, _symbol in {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "truediv": "/",
-    "floordiv": "//",
-    "mod": "%",
-    "pow": "**",
-    "matmul": "@",
-}.items():
+_BINARY = "add + sub - mul * truediv / floordiv // mod % pow ** matmul @".split()
+for _name, _symbol in zip(_BINARY[::2], _BINARY[1::2], strict=True):
     setattr(ArrayOfCodes, f"__{_name}__", _without_arithmetic(_symbol))
     setattr(ArrayOfCodes, f"__r{_name}__", _without_arithmetic(_symbol))
+for _name, _symbol in {"neg": "-", "pos": "+", "abs": "abs"}.items():
+    setattr(ArrayOfCodes, f"__{_name}__", _without_arithmetic(_symbol))
 
 
 def _values(other: object) -> Any:

@@ -181,51 +181,52 @@ def _blocks(shape: tuple[int, ...]) -> Blocks:
 # Casts of their own: as the library's, they would take half of a step. XLA makes them a part of the
 # kernels that compute the moments, which are never written as float32; and on floats these are half
 # the operations of the exact ones on integers. What they give up is what Adam has no use for:
-# numbers below 2^-126, and the last bits of odds of 2^-16.
+# numbers below 2^-126, and odds finer than 2^-20.
 
 
 @functools.partial(jax.jit, static_argnames=("root", "dtype"), inline=True)
 def _decode(codes: jax.Array, scales: jax.Array, root: bool, dtype: np.dtype) -> jax.Array:
     """The values, or the squares of roots; as `dequantize`, but numbers below 2^-126 are 0."""
-    shape = codes.shape
-    codes, inside = block_shapes.split(codes, _blocks(shape))
-    codes = codes.astype(jnp.int32)
-    exponents = block_shapes.spread(scales, inside).astype(jnp.int32)
+    exponents = scales.astype(jnp.int32)
     factors = from_bits(jnp.where(exponents == 255, INF | 1, exponents << 23))
     if root:
-        values = jnp.square(from_bits((codes + _BIAS) << _SHIFT) * factors)
-    else:
-        normal = from_bits(((codes & 0x7F) + _BIAS) << _SHIFT)
-        # Subnormal codes have no hidden bit, and twice the step.
-        magnitudes = (normal - _positive(_SMALLEST_NORMAL - normal)) * factors
-        values = from_bits(to_bits(magnitudes) | ((codes >> 7) << 31))
-    return block_shapes.merge(values, shape, inside).astype(dtype)
+        values = from_bits((codes.astype(jnp.int32) + _BIAS) << _SHIFT)
+        return jnp.square(values * _of_elements(factors, codes.shape)).astype(dtype)
+    # Sign, exponent and mantissa where float16 has them, 2^8 too small, subnormals included.
+    half = (lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int16) << 7) & ~0x4000
+    values = lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
+    return (values * _of_elements(256 * factors, codes.shape)).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnames="root", inline=True)
 def _encode(x: jax.Array, words: jax.Array, root: bool) -> tuple[jax.Array, jax.Array]:
     """Codes and scales of x, or of its root, rounded stochastically by two random words."""
-    blocks = _blocks(x.shape)
-    pieces, inside = block_shapes.split(x.astype(jnp.float32), blocks)
-    random, _ = block_shapes.split(_random_bits(x, words), blocks)
-    patterns = to_bits(pieces)
+    x = x.astype(jnp.float32)
+    patterns, random = to_bits(x), _random_bits(x, words)
     # As unsigned: a negative number is larger than NaN. So of squares it is an error, as NaN is.
     magnitudes = lax.bitcast_convert_type(patterns, jnp.uint32) if root else patterns & ABS
-    amax = lax.expand_dims(lax.reduce_max(magnitudes, inside), inside)
-    amax = jnp.minimum(amax, INF).astype(jnp.int32)
+    pieces, inside = block_shapes.split(magnitudes, _blocks(x.shape))
+    amax = jnp.minimum(lax.reduce_max(pieces, inside), INF).astype(jnp.int32)
     if root:
         amax = to_bits(jnp.sqrt(from_bits(amax)))
     # RCEIL: the smallest power of two that brings the largest to at most 448 = 1.75 * 2^8.
     exponents = jnp.maximum(((amax + (MANTISSA - 0x600000)) >> 23) - 8, 1)
-    factors = from_bits((254 - exponents) << 23)
-    exponents = jnp.where(amax >= INF, 255, exponents)
+    exponents = lax.optimization_barrier(jnp.where(amax >= INF, 255, exponents))
+    factors = _of_elements(from_bits((254 - exponents) << 23), x.shape)
     if root:
-        codes = _codes_of_roots(jnp.sqrt(pieces) * factors, random)
+        codes = _codes_of_roots(jnp.sqrt(x) * factors, random)
     else:
         codes = _codes_of_values(from_bits(magnitudes) * factors, random)
         codes |= (patterns >> 24) & 0x80
-    codes = block_shapes.merge(codes.astype(jnp.uint8), x.shape, inside)
-    return codes, lax.squeeze(exponents, inside).astype(jnp.uint8)
+    return codes.astype(jnp.uint8), exponents.astype(jnp.uint8)
+
+
+def _of_elements(factors: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Each element's factor. Behind a barrier: computed once a block, and not by each element."""
+    factors = lax.optimization_barrier(factors)
+    like, inside = block_shapes.split(jnp.zeros(shape, bool), _blocks(shape))
+    factors = jnp.broadcast_to(lax.expand_dims(factors, inside), like.shape)
+    return block_shapes.merge(factors, shape, inside)
 
 
 def _codes_of_values(magnitudes: jax.Array, random: jax.Array) -> jax.Array:
@@ -233,20 +234,20 @@ def _codes_of_values(magnitudes: jax.Array, random: jax.Array) -> jax.Array:
     # Halfway to the smallest normal number the step halves too: subnormal codes count on.
     even = magnitudes + 0.5 * _positive(_SMALLEST_NORMAL - magnitudes)
     pattern = jnp.minimum(to_bits(even), _pattern(_LARGEST))
-    return ((pattern + (random << (_SHIFT - 16))) >> _SHIFT) - _BIAS
+    return ((pattern + random) >> _SHIFT) - _BIAS
 
 
 def _codes_of_roots(roots: jax.Array, random: jax.Array) -> jax.Array:
     """Normal E4M3 codes of roots up to 448: up with the odds that keep the square right.
 
-    In steps of the code a root is m + f, m from 8 to 15: `up` has the odds
-    `((m + f)^2 - m^2) / ((m + 1)^2 - m^2)`.
+    In half steps of the code a root is m + f, m even and from 16 to 30: `up` has the odds
+    `((m + f)^2 - m^2) / ((m + 2)^2 - m^2)`.
     """
     pattern = jnp.clip(to_bits(roots), _pattern(_SMALLEST_NORMAL), _pattern(_LARGEST))
-    eight = (pattern & MANTISSA) | _pattern(8.0)
-    root, m = from_bits(eight), from_bits(eight & -(1 << _SHIFT))
-    odds = (random.astype(jnp.float32) + 0.5) * 2.0**-16
-    up = (root - m) * (root + m) > odds * (m + m + 1)
+    sixteen = (pattern & MANTISSA) | _pattern(16.0)
+    root, m = from_bits(sixteen), from_bits(sixteen & -(1 << _SHIFT))
+    odds = random.astype(jnp.float32) * 2.0 ** (2 - _SHIFT) + 2.0 ** (1 - _SHIFT)
+    up = (root - m) * (root + m) > odds * (m + 1)
     return (pattern >> _SHIFT) - _BIAS + up.astype(jnp.int32)
 
 
@@ -260,10 +261,9 @@ def _positive(x: jax.Array) -> jax.Array:
 
 
 def _random_bits(x: jax.Array, words: jax.Array) -> jax.Array:
-    """16 random bits an element of x, int32: a hash of its position and two random words.
+    """20 random bits an element of x, int32: a hash of its position and two random words.
 
-    Fused into what reads it and sharded as x, whatever the mesh; threefry takes as long as the
-    step.
+    Fused into what reads it and sharded as x; threefry takes as long as the step.
     """
     strides = [math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim)]
     position = sum(
@@ -274,4 +274,4 @@ def _random_bits(x: jax.Array, words: jax.Array) -> jax.Array:
     mixed = position * jnp.uint32(0x9E3779B1) + words[0]
     mixed = (mixed ^ (mixed >> 16)) * (words[1] | 1)
     mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x735A2D97)
-    return (mixed >> 16).astype(jnp.int32)
+    return (mixed >> (32 - _SHIFT)).astype(jnp.int32)
