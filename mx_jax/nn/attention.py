@@ -30,11 +30,7 @@ def needs_four_axes(operation: str, **given: jax.Array) -> None:
 
 
 def checked_position(position: jax.typing.ArrayLike, batch: int) -> jax.typing.ArrayLike:
-    """A position for all sequences, or one for each of them.
-
-    Raises:
-      ValueError: no integers, another shape, or a known position below zero.
-    """
+    """A position for all sequences or each; ValueError for what is none, or known to be below 0."""
     if isinstance(position, (list, tuple)):
         position = np.asarray(position)
     shape = jnp.shape(position)

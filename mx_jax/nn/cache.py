@@ -315,11 +315,7 @@ class KVCache:
 
 
 def row_format(format: FormatLike) -> BlockFormat:
-    """A block format, or its name, for rows of a cache.
-
-    Raises:
-      ValueError: blocks that span tokens.
-    """
+    """A block format, or its name, for rows of a cache; ValueError for blocks that span tokens."""
     form = block_format(format)
     if form.block[0] != 1 or (isinstance(form.block[1], Whole) and form.scale.is_float32):
         raise ValueError(
