@@ -9,12 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from mx_jax.codecs.explicit_axes import (
-    explicit_sharding,
-    partitions,
-    reshape_along,
-    with_partitions,
-)
+from mx_jax.codecs import explicit_axes
 from mx_jax.ops.attention import attend_matrices
 from mx_jax.packed import PackedRows, Rows
 
@@ -90,17 +85,17 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
     shared = query if tokens == 1 else query.swapaxes(1, 2)
     place = keys.codes if isinstance(keys, PackedRows) else keys
     shape = (batch, heads, num_queries // heads * tokens, features)
-    shared = reshape_along(jnp.asarray(shared), shape, place, axes=2)
+    shared = explicit_axes.reshape_along(jnp.asarray(shared), shape, place, axes=2)
     axes = 0, *map(_sequence_axes, (keys, values)), 0 if jnp.ndim(position) else None
     run = jax.vmap(functools.partial(attend_matrices, tokens), axes)
     rows = jax.tree.map(jnp.asarray, tuple(map(_without_sequences, (keys, values))))
     attended = run(shared, *rows, along_sequences(position, place))
     if tokens > 1:
         shape = (batch, num_queries, tokens, features)
-        attended = reshape_along(attended, shape, attended, axes=2).swapaxes(1, 2)
+        attended = explicit_axes.reshape_along(attended, shape, attended, axes=2).swapaxes(1, 2)
     else:
-        attended = reshape_along(attended, query.shape, attended)
-    if (sharding := explicit_sharding(query)) is not None:
+        attended = explicit_axes.reshape_along(attended, query.shape, attended)
+    if (sharding := explicit_axes.explicit_sharding(query)) is not None:
         attended = jax.sharding.reshard(attended, sharding)
     return attended.astype(query.dtype)
 
@@ -108,11 +103,13 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
 def along_sequences(position: jax.typing.ArrayLike, place: jax.Array) -> jax.typing.ArrayLike:
     """A position for each sequence, on explicit axes sharded as the first axis of `place`; one
     position for all as it is."""
-    sharding = explicit_sharding(place)
+    sharding = explicit_axes.explicit_sharding(place)
     if sharding is None or not jnp.ndim(position):
         return position
-    first, *_ = partitions(sharding, place.ndim)
-    return jax.sharding.reshard(jnp.asarray(position), with_partitions(sharding, [first]))
+    first, *_ = explicit_axes.partitions(sharding, place.ndim)
+    return jax.sharding.reshard(
+        jnp.asarray(position), explicit_axes.with_partitions(sharding, [first])
+    )
 
 
 def _is_shared(rows: Rows) -> bool:

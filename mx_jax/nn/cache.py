@@ -14,13 +14,7 @@ from mx_jax.codecs.explicit_axes import explicit_sharding, partitions, with_part
 from mx_jax.formats import BlockFormat, Whole, block_format
 from mx_jax.formats.block import FormatLike
 from mx_jax.mxarray import MXArray
-from mx_jax.nn.attention import (
-    along_sequences,
-    attend,
-    checked_position,
-    must_see,
-    needs_four_axes,
-)
+from mx_jax.nn import attention
 from mx_jax.ops.quantize import dequantize, quantize_operand
 from mx_jax.packed import PackedRows, Rows
 from mx_jax.recipes.base import measured_operand
@@ -76,7 +70,7 @@ class CacheRows:
         if (sharding := explicit_sharding(self.codes)) is not None:
             place = [*partitions(sharding, 4)[:2], None, None]
             rows = jax.sharding.reshard(rows, with_partitions(sharding, place))
-        position = along_sequences(position, self.codes)
+        position = attention.along_sequences(position, self.codes)
         if self.format is None:
             return dataclasses.replace(
                 self, codes=_put(self.codes, rows.astype(self.dtype), position)
@@ -277,8 +271,8 @@ class KVCache:
             or of another shape; not four axes, another batch, other heads or features, or more
             tokens than the cache holds.
         """
-        needs_four_axes("KVCache", keys=keys, values=values)
-        position = checked_position(position, len(keys))
+        attention.needs_four_axes("KVCache", keys=keys, values=values)
+        position = attention.checked_position(position, len(keys))
         return KVCache(
             keys=self.keys.write(keys, position), values=self.values.write(values, position)
         )
@@ -307,11 +301,11 @@ class KVCache:
             integer, or of another shape; a length that hides a query's
             own token, if the position is known.
         """
-        needs_four_axes("KVCache", query=query)
-        positions = checked_position(position, len(query))
+        attention.needs_four_axes("KVCache", query=query)
+        positions = attention.checked_position(position, len(query))
         if length is not None:
-            must_see(length, position, query.shape[1])
-        return attend(query, self.keys.held(length), self.values.held(length), positions)
+            attention.must_see(length, position, query.shape[1])
+        return attention.attend(query, self.keys.held(length), self.values.held(length), positions)
 
 
 def row_format(format: FormatLike) -> BlockFormat:
