@@ -339,7 +339,7 @@ def entries_of(
         return (_stored(name, x, row) if isinstance(x, MXArray) else {name: files.Entry.of(x)}), {}
 
     entries: dict[str, files.Entry] = {}
-    metadata = {"format": "pt"} | ({NAMES: json.dumps(list(weights))} if row is None else {})
+    metadata = {"format": "pt"}
     for name in weights:
         parts, said = parts_of(name)
         later = files.deferred(lambda name=name: parts_of(name)[0], parts)
@@ -348,7 +348,7 @@ def entries_of(
                 raise ValueError(f"checkpoint.write: two tensors would be named {key!r}")
             entries[key] = later[key]
         metadata |= said
-    return entries, metadata
+    return entries, metadata | ({NAMES: json.dumps(list(weights))} if row is None else {})
 
 
 def _stored(name: str, x: MXArray, row: Layout) -> dict[str, files.Entry]:
