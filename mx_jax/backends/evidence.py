@@ -296,11 +296,6 @@ class Row:
         where = (self.device_kind, self.jax, self.source, self.driver)
         return (self.backend, self.work, self.shape, *where)
 
-    @property
-    def choice(self) -> tuple[Any, ...]:
-        """What it lets compute what: rows of equal choices let programs compute alike."""
-        return (self.backend, self.kernel, self.work, self.source)
-
     def __str__(self) -> str:
         where = f"measured on {self.device_kind}, {self.date}"
         if self.failed:

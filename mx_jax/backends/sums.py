@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,15 +134,21 @@ def without_tensor_scale(x: MXArray) -> MXArray:
     return dataclasses.replace(x, tensor_scale=None, format=format)
 
 
-def rejects_parts_of_blocks(call: MatmulCall) -> str | None:
-    """Why contracted axes cannot be merged: blocks that end within them. None if they can."""
+def rejects_parts_of_blocks(
+    call: MatmulCall, group: Literal["kept", "contracting"] = "contracting"
+) -> str | None:
+    """Why axes of a group cannot be merged: blocks that end within them. None if they can."""
     for side, own in call.sides:
-        axes = own.axes.contracting
-        block = None if own.format is None else own.format.block[1]
-        if isinstance(block, int) and len(axes) > 1 and own.shape[axes[-1]] % block:
+        axes: tuple[int, ...] = getattr(own.axes, group)
+        block = None if own.format is None else own.format.block[group == "contracting"]
+        length = own.shape[axes[-1]] if len(axes) > 1 else 0
+        if not isinstance(block, int) or block == 1:
+            continue
+        # How many whole blocks a symbolic length has is not known.
+        if not isinstance(length, int) or length % block:
             return (
-                f"needs the last of several contracted axes in whole blocks of {block}, got "
-                f"{side}_shape={own.shape}, contracting={axes}"
+                f"needs the last of several {group} axes in whole blocks of {block}, got "
+                f"{side}_shape={own.shape}, {group}={axes}"
             )
     return None
 

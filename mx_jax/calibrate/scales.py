@@ -34,19 +34,12 @@ AMAX_WITH_ROOM = ScaleRule(
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """Where a search begins and which stored scales around that it tries.
+    """Where a search begins and which stored scales around that it tries."""
 
-    Attributes:
-      first: the rule whose scales it begins with.
-      steps: what is added to a stored scale, 0 first: of equal errors the first one wins.
-      smallest: smallest stored scale that it tries.
-      largest: largest.
-    """
-
-    first: ScaleRule
-    steps: tuple[int, ...]
-    smallest: int
-    largest: int
+    first: ScaleRule  # whose scales it begins with
+    steps: tuple[int, ...]  # added to a stored scale, 0 first: of equal errors the first one wins
+    smallest: int  # stored scale that it tries
+    largest: int  # likewise
 
 
 def _around(distance: int) -> tuple[int, ...]:
@@ -54,11 +47,7 @@ def _around(distance: int) -> tuple[int, ...]:
 
 
 def search_for(scale: ScaleFormat, asked_by: str) -> Search:
-    """What to try for a scale format: an octave up and down of FLOOR's, or of amax's.
-
-    Raises:
-      ValueError: scales of float32, which have too many neighbours to try.
-    """
+    """What to try for a scale format: an octave up and down of FLOOR's, or of amax's."""
     if scale.kind == "exponent":
         return Search(FLOOR, _around(1), 0, 254)
     if scale.kind == "element" and scale.element is not None:
@@ -255,11 +244,7 @@ def output_error(
 
 
 def check_moment(moment: jax.typing.ArrayLike, asked_by: str) -> np.ndarray:
-    """A sum or mean of `x x^T` as float64.
-
-    Raises:
-      ValueError: no square matrix, not finite, or with a diagonal below zero, as no sum of squares.
-    """
+    """A sum or mean of `x x^T` as float64; ValueError for what cannot be one."""
     found = np.array(moment, np.float64)
     if found.ndim != 2 or found.shape[0] != found.shape[1] or not np.isfinite(found).all():
         raise ValueError(

@@ -100,14 +100,6 @@ def deferred(make: Callable[[], Any], like: object) -> Any:
     """`like` with an Entry for each array: `make` gives them when the first one is written.
 
     Each array is handed out once; asked for again, it is made again.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, mx_jax
-      >>> from mx_jax.checkpoint.files import deferred
-      >>> make = lambda: mx_jax.quantize(jnp.ones((2, 64)), "mxfp4")
-      >>> later = deferred(make, jax.eval_shape(make))
-      >>> later.format.name, later.shape, type(later.codes).__name__
-      ('mxfp4', (2, 64), 'Entry')
     """
     held: dict[int, np.ndarray] = {}
 

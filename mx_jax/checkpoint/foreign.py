@@ -330,16 +330,8 @@ def entries_of(
             f"checkpoint.write: {row.name} holds weights that were rotated before they were "
             "quantized, and is read only; choose another layout"
         )
-    entries, metadata = _entries(weights, row)
-    metadata = {"format": "pt"} | metadata
-    return entries, metadata | ({NAMES: json.dumps(list(weights))} if row is None else {})
 
-
-def _entries(
-    weights: Mapping[str, Any], row: Layout | None
-) -> tuple[dict[str, files.Entry], dict[str, str]]:
-    """All tensors and the file's metadata; a weight is fetched again when its turn comes."""
-
+    # A weight is fetched again when its turn comes.
     def parts_of(name: str) -> tuple[dict[str, files.Entry], dict[str, str]]:
         x = unpacked(weights[name])
         if row is None:
@@ -347,7 +339,7 @@ def _entries(
         return (_stored(name, x, row) if isinstance(x, MXArray) else {name: files.Entry.of(x)}), {}
 
     entries: dict[str, files.Entry] = {}
-    metadata: dict[str, str] = {}
+    metadata = {"format": "pt"}
     for name in weights:
         parts, said = parts_of(name)
         later = files.deferred(lambda name=name: parts_of(name)[0], parts)
@@ -356,7 +348,7 @@ def _entries(
                 raise ValueError(f"checkpoint.write: two tensors would be named {key!r}")
             entries[key] = later[key]
         metadata |= said
-    return entries, metadata
+    return entries, metadata | ({NAMES: json.dumps(list(weights))} if row is None else {})
 
 
 def _stored(name: str, x: MXArray, row: Layout) -> dict[str, files.Entry]:

@@ -5,7 +5,6 @@ The header's metadata name every tensor with its class and attributes; a weight 
 in the tiles of tensor cores. Source: torchao 0.18, prototype/safetensors.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from mx_jax.checkpoint.scales import (
 from mx_jax.checkpoint.weights import Stored, built, stored_plain
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks, scales_shape
+from mx_jax.formats.element import same_facts
 from mx_jax.mxarray import MXArray
 
 # What users and messages call it.
@@ -206,14 +206,15 @@ def _class_and_attributes(name: str, x: MXArray) -> tuple[str, dict[str, Any]]:
     unset = {"act_quant_kwargs": None}
     rows = unset | {"is_swizzled_scales": False, "orig_dtype": dtype, "block_size": 32}
     if x.blocks == ((-1, x.format.block[1]),):
-        if _alike(x.format, formats.NVFP4):
+        row = same_facts(x.format, (formats.NVFP4, *ELEMENTS.values()))
+        if row is formats.NVFP4:
             return NVFP4_TENSOR, rows | {"block_size": 16, "use_triton_kernel": False}
-        for element, row in ELEMENTS.items():
-            if _alike(x.format, row):
-                # FP6 is no dtype of torch's.
-                typed = {"_type": "torch.dtype", "_data": element}
-                named = {"elem_dtype": element if element.startswith("fp6") else typed}
-                return MX, rows | named | _kernels("EMULATED")
+        if row is not None:
+            element = next(name for name, own in ELEMENTS.items() if own is row)
+            # FP6 is no dtype of torch's.
+            typed = {"_type": "torch.dtype", "_data": element}
+            named = {"elem_dtype": element if element.startswith("fp6") else typed}
+            return MX, rows | named | _kernels("EMULATED")
     is_float8 = x.format.scale == formats.F32 and not x.format.tensor_scale
     if is_float8 and x.format.element in FLOAT8_ELEMENTS.values():
         sizes = dict(x.blocks)
@@ -231,10 +232,6 @@ def _class_and_attributes(name: str, x: MXArray) -> tuple[str, dict[str, Any]]:
 
 def _kernels(preference: str) -> dict[str, Any]:
     return {"kernel_preference": {"_type": "KernelPreference", "_data": preference}}
-
-
-def _alike(one: formats.BlockFormat, other: formats.BlockFormat) -> bool:
-    return dataclasses.replace(one, name=other.name) == other
 
 
 def _parts(name: str, x: MXArray) -> dict[str, Entry]:

@@ -42,15 +42,7 @@ _DTYPE_NAME = re.compile(r"(u?int|float|bfloat)\d+\w*")
 
 
 def describe(x: MXArray) -> dict[str, Any]:
-    """The static facts of an MXArray, ready for `json.dumps`.
-
-    Examples:
-      >>> import jax.numpy as jnp, mx_jax
-      >>> from mx_jax.checkpoint.wire import describe
-      >>> facts = describe(mx_jax.quantize(jnp.ones((2, 64)), "mxfp4"))
-      >>> facts["shape"], facts["dtype"], facts["blocks"], facts["format"]["name"]
-      ([2, 64], 'float32', [[-1, 32]], 'mxfp4')
-    """
+    """The static facts of an MXArray, ready for `json.dumps`."""
     facts = {"version": VERSION, "shape": x.shape, "dtype": x.dtype.name, "blocks": x.blocks}
     facts["format"] = dataclasses.asdict(x.format)
     return json.loads(json.dumps(facts, default=lambda size: size.value))

@@ -51,7 +51,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.calibrate.ways import GPTQ
+from mx_jax.calibrate.gptq import GPTQ
 from mx_jax.checkpoint.files import Entry, deferred
 from mx_jax.checkpoint.scales import effective_scales
 from mx_jax.checkpoint.weights import Stored

@@ -38,12 +38,11 @@ from jax.extend.core.primitives import (
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from mx_jax.codecs.explicit_axes import varying
-from mx_jax.convert.kinds import traced_products
+from mx_jax.convert.kinds import Key, traced_products
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.ops.tags import LayerName, iteration, place, tag, watching
 from mx_jax.recipes import Recipe
 
-Key = jax.Array | None
 Values = list[Any]
 # Which results of a jaxpr come from data, by which of its operands do.
 Flow = Callable[[Any, Sequence[bool]], list[bool]]

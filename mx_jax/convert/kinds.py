@@ -680,14 +680,12 @@ def register(kind: Kind) -> None:
     _KINDS.insert(0, kind)
 
 
-def _of_equinox() -> tuple[Kind, ...]:
-    """Equinox's layers, where somebody has imported it. They store kernels `[out, in]`."""
-    return _rows_of_equinox(sys.modules["equinox"].nn) if "equinox" in sys.modules else ()
-
-
 @functools.cache
-def _rows_of_equinox(layers: ModuleType) -> tuple[Kind, ...]:
-    row = functools.partial(Kind, shape=lambda layer, kernel: kernel[::-1])
+def _of_equinox(equinox: ModuleType | None) -> tuple[Kind, ...]:
+    """Equinox's layers, where somebody has imported it. They store kernels `[out, in]`."""
+    if equinox is None:
+        return ()
+    layers, row = equinox.nn, functools.partial(Kind, shape=lambda layer, kernel: kernel[::-1])
     return (
         row(tree=layers.Linear, kernel=lambda layer: layer.weight),
         row(tree=(layers.LSTMCell, layers.GRUCell), kernel=lambda layer: layer.weight_hh),
@@ -696,7 +694,7 @@ def _rows_of_equinox(layers: ModuleType) -> tuple[Kind, ...]:
 
 def kind_of(layer: object) -> Kind | None:
     """The kind of a layer that holds its products in attributes, or is a known node of a tree."""
-    for kind in (*_KINDS, *_of_equinox()):
+    for kind in (*_KINDS, *_of_equinox(sys.modules.get("equinox"))):
         if kind.tree and isinstance(layer, kind.tree):
             return kind
         slots = kind.linen if isinstance(layer, nn.Module) else (kind.nnx,)

@@ -134,11 +134,7 @@ def _rebuilt(module: nn.Module, cls: type) -> nn.Module:
 
 @functools.lru_cache(maxsize=1024)
 def _converted_class(base: type, rules: tuple[Rule, ...], strict: bool) -> type:
-    """A subclass that runs its methods under rules.
-
-    One for each combination, so that equal modules have one class, which is what Flax compares. It
-    keeps the name: Flax names submodules after it.
-    """
+    """A subclass under rules, one for equal ones: Flax compares classes, and names by them."""
     body = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
@@ -460,10 +456,7 @@ class AttentionEinsum:
 
 @dataclasses.dataclass(frozen=True)
 class WithoutPrecision:
-    """An attention function that takes no precision: Flax refuses it beside an einsum.
-
-    The einsums carry the precision instead.
-    """
+    """An attention function without precision, which Flax refuses beside einsums: they have it."""
 
     attention_fn: Callable[..., jax.Array]
 

@@ -11,7 +11,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -545,7 +545,7 @@ def _traced(
             same = flax_nnx.graphdef(inner) == before
             with flax_nnx.split_context(_TAG) as context:
                 after, state = context.split(inner)
-            return result, state, None if same else _Graph(after)
+            return result, state, None if same else after
 
         result, state, after = call_of_model(
             call,
@@ -558,7 +558,7 @@ def _traced(
         )
         if after is not None:
             with flax_nnx.merge_context(_TAG, False) as context:
-                context.merge(after.graph, state)
+                context.merge(after, state)
             return result
     given = dict(flax_nnx.to_flat_state(flax_nnx.merge_state(params, rest)))
     # Whether what a Variable holds is what it held.
@@ -570,13 +570,6 @@ def _traced(
     if changed:
         flax_nnx.update(nodes, flax_nnx.from_flat_state(changed))
     return result
-
-
-@dataclasses.dataclass(frozen=True)
-class _Graph:
-    """A graph definition as a result of a trace."""
-
-    graph: Any
 
 
 def _become(layer: object, own: Callable[[type], dict[str, Any]]) -> None:
@@ -602,17 +595,6 @@ def _metaclass(base: type) -> type:
 # Caches -------------------------------------------------------------------------------------------
 
 
-class Caching(Protocol):
-    """A converted `MultiHeadAttention`: its cache holds `CacheRows`."""
-
-    attention_fn: Callable[..., jax.Array]
-    query: flax_nnx.LinearGeneral
-    cached_key: Any
-    cached_value: Any
-    cache_index: Any
-    mx_cache: Any
-
-
 def _cache_obstacle(layer: flax_nnx.MultiHeadAttention) -> str | None:
     """Why the cache of a layer stays as it is, or None."""
     if type(layer).__call__ is not flax_nnx.MultiHeadAttention.__call__:
@@ -626,7 +608,7 @@ def _cache_obstacle(layer: flax_nnx.MultiHeadAttention) -> str | None:
     return None
 
 
-def _put_cache(layer: Caching, format: CacheFormat) -> None:
+def _put_cache(layer: Any, format: CacheFormat) -> None:
     """Make a layer keep its cache in a format, the one that it has included."""
     if layer.cached_key is not None:
         cache = format.holding(layer.cached_key[...], layer.cached_value[...])
@@ -635,7 +617,7 @@ def _put_cache(layer: Caching, format: CacheFormat) -> None:
     _become(layer, _caching)
 
 
-def _take_back_cache(layer: Caching) -> None:
+def _take_back_cache(layer: Any) -> None:
     """What the cache holds is decoded, for one axis of sequences."""
     if layer.cached_key is None:
         return
@@ -652,7 +634,7 @@ def _take_back_cache(layer: Caching) -> None:
 
 
 def _set_cache(
-    layer: Caching, keys: jax.Array | CacheRows, values: jax.Array | CacheRows, index: jax.Array
+    layer: Any, keys: jax.Array | CacheRows, values: jax.Array | CacheRows, index: jax.Array
 ) -> None:
     """New Variables: the model that was converted goes on with its own."""
     layer.cached_key, layer.cached_value = flax_nnx.Cache(keys), flax_nnx.Cache(values)
@@ -682,7 +664,7 @@ def _caching(base: type) -> dict[str, Any]:
     return {"__call__": call, "init_cache": init_cache}
 
 
-def _cached_attention(layer: Caching) -> CachedAttention:
+def _cached_attention(layer: Any) -> CachedAttention:
     own = layer.attention_fn
 
     def get(keys: jax.Array) -> tuple[Any, Any, jax.Array]:

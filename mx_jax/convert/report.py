@@ -75,13 +75,6 @@ class Report:
         unused = [f"rule {i} ({self.rules[i]}) matched nothing" for i in self.unused]
         return "\n".join([text, *unused])
 
-    @property
-    def without_cache(self) -> tuple[int, ...]:
-        """Indices of the rules that ask for caches, in a model whose layers keep none."""
-        if any(decision.layer.is_cache for decision in self.decisions):
-            return ()
-        return tuple(index for index, rule in enumerate(self.rules) if rule.cache is not None)
-
     def check(
         self,
         operation: str,
@@ -99,8 +92,9 @@ class Report:
           caches: whether the model's caches would have been met.
         """
         unused = [index for index in self.unused if index not in used]
-        missed = [i for i in self.without_cache if caches and i not in (*used, *unused)]
-        if missed:
+        met = not caches or any(decision.layer.is_cache for decision in self.decisions)
+        asking = {i for i, rule in enumerate(self.rules) if rule.cache is not None}
+        if missed := sorted(asking.difference(used, unused)) if not met else []:
             text = (
                 f"{operation}: rules with a cache, but no layer that keeps one: "
                 f"{self._listed(missed)}; caches are those of Flax's own MultiHeadAttention; in an "

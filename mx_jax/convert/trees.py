@@ -242,12 +242,10 @@ _product_p = Primitive("mx_jax_product")
 
 
 def deferred(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A product that is made once it is known what vmap maps it over.
+    """A product, called as `jax.lax.dot_general` with `key`, that vmap makes that of the batch.
 
-    A product with a recipe of its own gradients would otherwise be made for each example: the
-    gradient of a kernel `[k, n]` as one for each example, `[batch, k, n]`, in blocks of one row. As
-    a primitive of its own it first becomes the product of the batch, as `jax.lax.dot_general` does,
-    and is differentiated then. The product is called like that, and with `key`; it is hashable.
+    Otherwise the gradient of a kernel `[k, n]` would be one for each example, `[batch, k, n]`, in
+    blocks of one row: as a primitive of its own it is differentiated after vmap.
     """
 
     def multiply(

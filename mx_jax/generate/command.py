@@ -14,7 +14,7 @@ import numpy as np
 import platformdirs
 from rich.console import Console
 
-from mx_jax.calibrate.ways import GPTQ, SEARCHED
+from mx_jax.calibrate.gptq import GPTQ, SEARCHED
 from mx_jax.generate.decode import Generator, Sampling
 from mx_jax.generate.load import DEFAULT, FORMAT_PARTS, find_model, load
 from mx_jax.generate.tokenizer import Tokenizer

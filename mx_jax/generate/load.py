@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mx_jax.calibrate.gptq import GPTQ, SEARCHED, Gptq, SearchedScales, Way
 from mx_jax.calibrate.moments import Moments, moments
-from mx_jax.calibrate.ways import GPTQ, SEARCHED, Gptq, SearchedScales, Way
 from mx_jax.checkpoint.files import progress_bar
 from mx_jax.checkpoint.foreign import read
 from mx_jax.checkpoint.gguf import gguf_in

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from mx_jax.calibrate.moments import tell_input
 from mx_jax.generate.config import LlamaConfig
 from mx_jax.mxarray import MXArray
-from mx_jax.nn.attention import attend
-from mx_jax.nn.cache import KVCache
+from mx_jax.nn.cache import KVCache, attend
 from mx_jax.nn.linen import Dense, StoredParams
 from mx_jax.ops.dot_general import dot_general
 from mx_jax.packed import PackedMXArray, Quantized

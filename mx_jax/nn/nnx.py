@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any, TypeVar, Unpack
 
 import jax
@@ -44,11 +43,7 @@ def missing_stream(layer: str, recipe: Recipe, rngs: nnx.Rngs | None) -> ValueEr
 
 
 def next_key(stream: nnx.RngStream, layer: str) -> jax.Array:
-    """A layer's next key.
-
-    Raises:
-      ValueError: a layer of a stack whose streams were not mapped with it.
-    """
+    """A layer's next key; ValueError in a stack whose streams were not mapped with it."""
     if stacked := stream.key.shape:
         raise ValueError(
             f"{layer}: a layer of a stack got the streams {RNG_STREAM!r} of all its layers, of "
@@ -68,13 +63,8 @@ def stream_of_layer(rngs: nnx.Rngs, layer: str, recipe: Recipe) -> nnx.RngStream
     What the model's other layers are initialized with must not depend on the recipe: only the
     stream `"quantize"`, which nothing else reads, is drawn from. The parameters' stream is looked
     at, not drawn from: each layer has moved it on, and each layer of a stack has its own, so that
-    it distinguishes layers where the other stream is shared or stands still.
-
-    Returns:
-      The stream; None if rngs has none and only gradients would need it.
-
-    Raises:
-      ValueError: rngs has no such stream, and the forward product draws random bits.
+    it distinguishes layers where the other stream is shared or stands still. Without a stream: None
+    if only gradients would need it, else a ValueError.
     """
     if RNG_STREAM in rngs:
         key = rngs[RNG_STREAM]()
@@ -92,11 +82,6 @@ def _next_key(stream: nnx.RngStream) -> jax.Array:
     """A key from where a stream stands, which leaves it standing there."""
     key = jax.random.fold_in(stream.key[...], stream.count[...])
     return jax.random.fold_in(key, _ROUNDING)
-
-
-def named_layer(name: LayerName | None) -> AbstractContextManager[None]:
-    """A context below a layer that has a name."""
-    return contextlib.nullcontext() if name is None else name.context()
 
 
 M = TypeVar("M", bound=nnx.Module)
@@ -147,7 +132,9 @@ class _Keyed:
     def __call__(self, *args: object, **options: object) -> jax.Array:
         """See Flax's layer of the same name."""
         flax_layer: Any = super()
-        with named_in_errors(type(self).__name__), named_layer(self.layer_name):
+        name = self.layer_name
+        below = contextlib.nullcontext() if name is None else name.context()
+        with named_in_errors(type(self).__name__), below:
             return flax_layer.__call__(*args, **options)
 
     def _with_key(self, operation: Any) -> Any:

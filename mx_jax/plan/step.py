@@ -38,11 +38,6 @@ class Linear:
         return self.experts > 1
 
     @property
-    def is_input_of_experts(self) -> bool:
-        """Whether rows come to it from other devices."""
-        return self.is_routed and self.split == "column"
-
-    @property
     def params(self) -> int:
         """Elements of its weights."""
         return self.k * self.n * self.experts
@@ -216,7 +211,8 @@ class Setup:
 
     def sends_codes(self, linear: Linear) -> bool:
         """Whether a layer of experts gets its input as codes."""
-        return self.expert > 1 and linear.is_input_of_experts and "expert" in self.codes
+        takes_rows = linear.is_routed and linear.split == "column"
+        return self.expert > 1 and takes_rows and "expert" in self.codes
 
     def check(self, model: Model) -> None:
         """Raise ValueError for blocks or experts that the mesh does not divide."""

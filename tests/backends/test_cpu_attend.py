@@ -10,8 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.backends.calls import AttendCall
 from mx_jax.backends.select import only_backend, select
-from mx_jax.nn import KVCache
-from mx_jax.nn.attention import attend
+from mx_jax.nn.cache import KVCache, attend
 from tests.needs import needs_library
 from tests.quick import quick
 

@@ -274,7 +274,7 @@ DISTANT = (4, 5, 40)
         (MatmulCase(lhs=MXFP4, rhs=NVFP4).call, "needs one block size, got lhs="),
         (
             MatmulCase(lhs=MXFP4, rhs=MXFP4_2D, n=(2, 40)).call,
-            "needs whole blocks of the last of several kept axes, got rhs=",
+            "needs the last of several kept axes in whole blocks of 32, got rhs_shape=",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

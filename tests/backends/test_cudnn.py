@@ -93,7 +93,7 @@ def test_empty_products_are_zeros():
         (
             MatmulCase(lhs=E4M3, rhs=E4M3, k=(2, 48)),
             B200,
-            "needs the last of several contracted axes in whole blocks of 32, got "
+            "needs the last of several contracting axes in whole blocks of 32, got "
             "lhs_shape=(5, 2, 48), contracting=(1, 2)",
         ),
         (

@@ -407,14 +407,6 @@ def test_without_rows_nothing_is_traced():
         assert mx_jax.inspect.evidence_of(lambda: pytest.fail("traced")) == ()
 
 
-def test_equal_choices():
-    row = row_of(CASE.call)
-    again = dataclasses.replace(row, over_plain=1.1, date="2026-12-01", driver="1", jax="0.0.1")
-    assert again.choice == row.choice
-    for changes in (dict(kernel="mma"), dict(source="0" * 16), dict(backend="cudnn")):
-        assert dataclasses.replace(row, **changes).choice != row.choice
-
-
 def test_use_takes_rows_alone():
     with pytest.raises(
         TypeError, match=r"evidence.use: needs rows of type Row, got row='pallas_gpu'"

@@ -174,6 +174,19 @@ def test_what_has_no_other_form(rng: np.random.Generator):
             checkpoint.transcode(x, target)
 
 
+def test_tensor_scales_that_cannot_be(rng: np.random.Generator):
+    """A normal number of float32, for a format that has one; zeros alone fit under the smallest."""
+    zeros, refused = mxfp4([127], rng, 0), r"got tensor_scale=.* it is a positive number"
+    _, proved = checkpoint.transcode(zeros, "nvfp4", tensor_scale=2.0**-126)
+    assert proved.tensor_scale == 2.0**-126
+    for target, scale in (
+        *(("nvfp4", scale) for scale in (2.0**-127, 0.0, -1.0, np.inf, np.nan)),
+        ("mxfp4", 0.5),
+    ):
+        with pytest.raises(ValueError, match=refused):
+            checkpoint.transcode(zeros, target, tensor_scale=scale)
+
+
 FORMATS = (MXFP4, MXFP4_2D, MXFP8_E4M3, MXINT8, NVFP4, FLOAT8_ROWWISE_E4M3)
 
 

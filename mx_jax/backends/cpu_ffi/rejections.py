@@ -7,7 +7,7 @@ import numpy as np
 
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.sums import rejects_scale_axes
+from mx_jax.backends.sums import rejects_parts_of_blocks, rejects_scale_axes
 from mx_jax.formats import E4M3_SCALE, E8M0, MXFP8_E4M3, MXFP8_E5M2, WHOLE, BlockFormat
 from mx_jax.formats.element import known_element, known_scale
 
@@ -50,11 +50,10 @@ def rejects(call: MatmulCall) -> str | None:
         reason = rejects_format(format)
         if reason is not None:
             return reason
-    for side, own in call.sides if max(map(block_rows, formats), default=1) > 1 else ():
-        rows = block_rows(own.format)
-        length = own.shape[own.axes.kept[-1]] if len(own.axes.kept) > 1 else 0
-        if rows != 1 and not (isinstance(length, int) and length % rows == 0):
-            return f"needs whole blocks of the last of several kept axes, got {side}={own}"
+    if max(map(block_rows, formats), default=1) > 1:
+        reason = rejects_parts_of_blocks(call, "kept")
+        if reason is not None:
+            return reason
     blocks = {format.block[1] for format in formats}
     if len(blocks) > 1:
         return f"needs one block size, got lhs={call.lhs.format}, rhs={call.rhs.format}"
