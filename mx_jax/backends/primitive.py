@@ -89,8 +89,7 @@ def choose(call: Call) -> Choice:
     Raises:
       ValueError: if all reject, which happens only under `only_backend`; every reason is listed.
     """
-    choice = choose_if_any(call)
-    return select(call) if choice is None else choice
+    return choose_if_any(call) or select(call)
 
 
 def choose_if_any(call: Call) -> Choice | None:
@@ -271,10 +270,8 @@ class Work:
 def _each(compute: Callable[..., Any], call: QuantizeBothCall, *operands: Any) -> Any:
     """Two casts, one after the other."""
     x, (first, second), tensor_scale = operands
-    return (
-        compute(call.first, x, first, tensor_scale),
-        compute(call.second, x, second, tensor_scale),
-    )
+    casts = ((call.first, first), (call.second, second))
+    return tuple(compute(cast, x, bits, tensor_scale) for cast, bits in casts)
 
 
 def _compute(call: Call, target: Target, *operands: Any) -> Any:
@@ -380,7 +377,10 @@ def _types(*types: Any, work: Work) -> list[Any]:
 
 @functools.lru_cache(maxsize=4096)
 def _jitted(p: Any, work: Work) -> Any:
-    return jax.jit(functools.partial(p.bind, work=work))
+    run = functools.partial(p.bind, work=work)
+    # As JAX marks its own, or jax_debug_nans would run it again, which comes back here.
+    vars(run).update(_apply_primitive=True, __qualname__=p.name)
+    return jax.jit(run)
 
 
 def _eager(p: Any, *leaves: jax.Array, work: Work) -> Any:

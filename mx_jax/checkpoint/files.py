@@ -288,8 +288,8 @@ class Reader:
                     f"known: {', '.join(DTYPES)}"
                 )
             dtype, shape = DTYPES[facts["dtype"]], tuple(facts["shape"])
-            if math.prod(max(size, 1) for size in shape) * dtype.itemsize > sys.maxsize:
-                # Of no bytes, since an axis is empty, but of a shape that no array can have.
+            elements = math.prod(max(size, 1) for size in shape)  # an axis may be empty
+            if elements * dtype.itemsize > sys.maxsize or len(shape) > 64:  # NumPy's limits
                 raise ValueError(f"checkpoint: {path}: {name} has shape={shape}, which is damaged")
             tensors[name] = dtype, shape, start + facts["data_offsets"][0]
         return cls(path, metadata, tensors, content)

@@ -73,7 +73,7 @@ def _chosen(weights: Weights, only: str | None) -> list[str]:
     """Names that match a pattern; all of them without one."""
     try:
         names = [name for name in weights if only is None or re.fullmatch(only, name)]
-    except re.error as error:
+    except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(f"--only {only!r} is no regular expression: {error}") from error
     if not names and only is not None:
         raise ValueError(f"--only {only!r} matches none of the {len(weights)} tensors")

@@ -66,7 +66,7 @@ class Rule:
     def __post_init__(self):
         try:
             re.compile(self.pattern)
-        except (re.error, TypeError) as error:
+        except (re.error, TypeError, RecursionError, OverflowError) as error:
             raise ValueError(
                 f"Rule: pattern must be a regular expression, got pattern={self.pattern!r} "
                 f"({error}); for everything write '.*', not '*'"

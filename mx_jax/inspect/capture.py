@@ -397,7 +397,7 @@ def _as_filter(filter: str | Filter | None, operation: str) -> Filter:
     if isinstance(filter, str):
         try:
             pattern = re.compile(filter)
-        except re.error as error:
+        except (re.error, RecursionError, OverflowError) as error:
             raise ValueError(
                 f"{operation}: filter must be a regular expression for whole paths, got "
                 f"filter={filter!r}: {error}; re.escape makes one of a path"

@@ -77,8 +77,7 @@ def scaled_values(operand: jax.Array | MXArray) -> ScaledValues:
         exponent, factor = -_HEADROOM, 2.0**_HEADROOM
     elif scale is not None and scale.size == 1:
         small = is_tiny(scale)
-        scaled = dataclasses.replace(operand, tensor_scale=lift(scale, small))
-        lifted = True
+        scaled, lifted = dataclasses.replace(operand, tensor_scale=lift(scale, small)), True
         factor = jnp.where(small, jnp.float32(2.0**-LIFT), jnp.float32(1)).reshape(())
     values = decode(scaled, jnp.float32, exponent=exponent, lifted=lifted)
     if operand.primal is not None:
@@ -121,11 +120,12 @@ def attend(
     keys, values = _row_values(keys), _row_values(values)
     scores = jnp.einsum("hqd,hkd->hqk", shared, keys, preferred_element_type=jnp.float32)
     last = position + jnp.arange(tokens)
-    seen = jnp.arange(keys.shape[1]) <= jnp.tile(last, shared.shape[1] // tokens)[:, None]
+    rows = jnp.arange(keys.shape[1])[None, None]
+    seen = rows <= jnp.tile(last, shared.shape[1] // tokens)[None, :, None]
     scores = jnp.where(seen, scores * shared.shape[-1] ** -0.5, -jnp.inf)
     weights = jax.nn.softmax(scores, -1).astype(values.dtype)
     # Whatever rows behind the last token hold, NaN too, they take part in nothing.
-    values = jnp.where((jnp.arange(keys.shape[1]) <= last[-1])[:, None], values, 0)
+    values = jnp.where(rows.mT <= last[-1], values, 0)
     return jnp.einsum("hqk,hkd->hqd", weights, values)
 
 

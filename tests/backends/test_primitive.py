@@ -192,3 +192,13 @@ def test_explained(x: jax.Array, w: jax.Array):
     lines = str(explain_call(product, x, w)).splitlines()
     found = [line.partition("->")[2] for line in lines if "->" in line]
     assert found == [" cpu_ffi"] * 3
+
+
+def test_debug_nans_names_the_call(x: jax.Array):
+    """What it finds it runs once more, equation by equation: not without end."""
+    nan = jnp.full_like(x, jnp.inf)
+    with jax.debug_nans(True):
+        assert bool(jnp.isfinite(mx_jax.cast(x, "mxfp4")).all())
+        for run in (mx_jax.cast, jax.jit(mx_jax.cast, static_argnums=1)):
+            with pytest.raises(FloatingPointError, match=r"nan.* encountered in mx_dequantize"):
+                run(nan, "mxfp4")

@@ -91,6 +91,8 @@ class TestRule:
         [
             (("*", None), {}, ValueError, r"regular expression, got pattern='\*' .* write '.\*'"),
             ((3, None), {}, ValueError, r"must be a regular expression, got pattern=3"),
+            (("a{9999999999999}", None), {}, ValueError, "the repetition number is too large"),
+            (("(" * 3000 + ")" * 3000, None), {}, ValueError, "maximum recursion depth"),
             (
                 (".*", recipes.mxfp8),
                 {},
@@ -106,7 +108,16 @@ class TestRule:
             ((".*", None), {"types": "Dense"}, TypeError, r"types must be classes.*types='Dense'"),
             ((".*", None), {"filter": 3}, TypeError, r"filter must be a function .* filter=3"),
         ],
-        ids=["glob", "no text", "recipe not called", "recipe's name", "types", "filter"],
+        ids=[
+            "glob",
+            "no text",
+            "too many",
+            "too deep",
+            "recipe not called",
+            "recipe's name",
+            "types",
+            "filter",
+        ],
     )
     def test_errors(self, arguments: Any, options: Any, error: Any, message: str):
         with pytest.raises(error, match=message):

@@ -118,7 +118,8 @@ def plain_attention(query, keys, values, position):
 def test_attention_over_what_it_holds(format):
     keys, values, query = drawn(5), drawn(5, seed=1), drawn(2, heads=3 * HEADS, seed=2)
     cache = quick(KVCache.append)(empty(format=format), keys, values, 0)
-    found = quick(KVCache.attend)(cache, query, 3)
+    with jax.numpy_rank_promotion("raise"):
+        found = quick(KVCache.attend)(cache, query, 3)
     held = [np.asarray(rows.read().swapaxes(1, 2)) for rows in (cache.keys, cache.values)]
     np.testing.assert_allclose(found, plain_attention(query, *held, 3), atol=1e-5)
 
