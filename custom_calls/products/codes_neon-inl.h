@@ -39,12 +39,10 @@ MX_INLINE uint8x16_t LoadCodes(const uint8_t* codes, int word) {
 }
 
 template <Element kElement>
-MX_INLINE int8x16_t Integers(const int8_t* table, uint8x16_t codes) {
+MX_INLINE int8x16_t Integers(const int8x16x4_t& table, uint8x16_t codes) {
   if (kElement == kElementInt8) return vreinterpretq_s8_u8(codes);
-  if (kElement == kE2M1) return vqtbl1q_s8(vld1q_s8(table), codes);
-  const int8x16x4_t all = {{vld1q_s8(table), vld1q_s8(table + 16), vld1q_s8(table + 32),
-                            vld1q_s8(table + 48)}};
-  return vqtbl4q_s8(all, vandq_u8(codes, vdupq_n_u8(63)));
+  if (kElement == kE2M1) return vqtbl1q_s8(table.val[0], codes);
+  return vqtbl4q_s8(table, vandq_u8(codes, vdupq_n_u8(63)));
 }
 
 // Where a look-up of 16 bytes finds byte `byte` of 4 words, as the upper bytes of words of `size`
@@ -59,7 +57,7 @@ MX_INLINE uint8x16_t PlacesOf(int byte, int size) {
 
 // Values of a word's 4 codes, of 4 rows, as float32.
 template <Element kElement>
-MX_INLINE void Decode(const int8_t* table, uint8x16_t codes, float32x4_t* values) {
+MX_INLINE void Decode(const int8x16x4_t& table, uint8x16_t codes, float32x4_t* values) {
   if constexpr (AreIntegers(kElement)) {
     constexpr int kFraction = 24 + (kElement == kE2M1 ? 1 : kElement == kE2M3 ? 3 : 6);
     const int8x16_t integers = Integers<kElement>(table, codes);
@@ -92,7 +90,7 @@ MX_INLINE void Decode(const int8_t* table, uint8x16_t codes, float32x4_t* values
 
 // Sums of a block of kWords words by kRows rows, of 4 columns. `values`: kRows of each position.
 template <Element kElement, int kWords, int kRows>
-MX_INLINE void SumFloats(const int8_t* table, const uint8_t* codes, int first,
+MX_INLINE void SumFloats(const int8x16x4_t& table, const uint8_t* codes, int first,
                          const float* values, float32x4_t* sum) {
   for (int i = 0; i < kRows; ++i) sum[i] = vdupq_n_f32(0);
   for (int w = 0; w < kWords; ++w, values += 4 * kRows) {
@@ -135,7 +133,7 @@ MX_INLINE IntegerRows<kWords, kRows> LoadRows(const int32_t* values) {
 }
 
 template <Element kElement, int kWords, int kRows>
-MX_INLINE void SumIntegers(const int8_t* table, const uint8_t* codes, int first,
+MX_INLINE void SumIntegers(const int8x16x4_t& table, const uint8_t* codes, int first,
                            const IntegerRows<kWords, kRows>& rows, float32x4_t* sum) {
   int8x16_t integers[kWords];
   for (int w = 0; w < kWords; ++w) {
@@ -173,6 +171,7 @@ MX_INLINE void SumIntegers(const int8_t* table, const uint8_t* codes, int first,
     int32x4_t* to = total + number % kRows;
     *to = dot(*to, integers[number / kRows], rows.words[number / 4]);
   };
+#pragma GCC unroll 16
   for (int at = 0; at < kWords * kRows; at += 4) {
     add(at, [](auto sum, auto x, auto y) { return vdotq_laneq_s32(sum, x, y, 0); });
     add(at + 1, [](auto sum, auto x, auto y) { return vdotq_laneq_s32(sum, x, y, 1); });
@@ -193,7 +192,7 @@ MX_INLINE IntegerRows<kWords, kRows> LoadRows(const int32_t* values) {
 }
 
 template <Element kElement, int kWords, int kRows>
-MX_INLINE void SumIntegers(const int8_t* table, const uint8_t* codes, int first,
+MX_INLINE void SumIntegers(const int8x16x4_t& table, const uint8_t* codes, int first,
                            const IntegerRows<kWords, kRows>& rows, float32x4_t* sum) {
   // Sums of so many products are an int16.
   constexpr int kMost = kElement == kE2M1 ? 8 : kElement == kE2M3 ? 4 : 1;
@@ -239,7 +238,7 @@ MX_INLINE float32x4_t TameScales(ScaleKind kind, const uint8_t* bytes, float uni
 
 template <Element kElement>
 struct CodeTable {
-  const int8_t* integers = TablesOf(kElement).int8;
+  const int8x16x4_t integers = vld1q_s8_x4(TablesOf(kElement).int8);
 };
 
 template <PanelType kType, Element kElement, int kBlocks, int kRows, bool kLifted>
@@ -248,6 +247,8 @@ MX_INLINE void AddChunk(const CodesProduct& p, const CodeTable<kElement>& table,
   constexpr int kBlock = kChunk / kBlocks, kWords = kBlock / 4;
   constexpr int kBehind = kType == kInt8 ? 2 * kBlocks * kRows : kBlocks * kRows;  // scales
   const float* mine = (const float*)left;
+  const ScaleKind kind = p.scale_kind;
+  float* const tile = p.tile;
   for (int block = 0; block < kBlocks; ++block) {
     const auto rows =
         LoadRows<kWords, kRows>((const int32_t*)mine + kBehind + block * kWords * kRows);
@@ -260,9 +261,9 @@ MX_INLINE void AddChunk(const CodesProduct& p, const CodeTable<kElement>& table,
                                            mine + kBehind + block * kBlock * kRows, sum);
       }
       const float32x4_t right =
-          TameScales(p.scale_kind, scales + block * kTileColumns + column, unit);
+          TameScales(kind, scales + block * kTileColumns + column, unit);
       for (int i = 0; i < kRows; ++i) {
-        float* total = p.tile + i * kTileColumns + column;
+        float* total = tile + i * kTileColumns + column;
         const float32x4_t factor = vmulq_n_f32(right, mine[block * kRows + i]);
         vst1q_f32(total, vaddq_f32(vld1q_f32(total), vmulq_f32(sum[i], factor)));
       }

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import logging
 import os
+import platform
 import re
 import sys
 import threading
@@ -25,9 +26,11 @@ ISA_VARIABLE = "MX_JAX_CPU_ISA"
 # What `custom_calls/common/library.h` calls kInterface: what handlers take and give.
 INTERFACE = 7
 
-# What `custom_calls/common/dispatch.cc` calls them, from least to most: a machine that has one has
-# those before it.
-ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+# What `custom_calls/common/isas.h` calls them, from least to most: a machine that has one has those
+# before it.
+_ARM_ISAS = ("portable", "dotprod", "i8mm")
+_IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
+ISAS = _ARM_ISAS if _IS_ARM else ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
 
 _FILE = "native.abi3.so"
 _NOT_BUILT = "not built: with a C++ compiler, pip install -v . builds it, or shows why not"

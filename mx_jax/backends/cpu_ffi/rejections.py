@@ -21,12 +21,14 @@ _INT8 = ("e2m1", "e2m3", "int8")
 _INT16 = (*_INT8, "e3m2")
 # Elements that an instruction set multiplies faster than float32, both operands alike.
 _FAST: dict[str, tuple[tuple[str, ...], ...]] = {
+    "dotprod": (_INT8,),
+    "i8mm": (_INT8,),
     "avx512_vnni": (_INT8, _INT16),
     "avx512_bf16": (_INT8, (*ELEMENTS, "bfloat16")),
 }
 # Rows of the smaller operand up to which float32 panels win over XLA's dot of dequantized
 # operands: beyond them its dot, which needs no panels of codes, is faster. Measured.
-_FLOAT32_ROWS = {"portable": 8, "avx2": 96}
+_FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 96}
 _FLOAT32_ROWS_OF_OTHERS = 512
 DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 
