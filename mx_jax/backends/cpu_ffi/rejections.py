@@ -44,13 +44,11 @@ def rejects(call: MatmulCall) -> str | None:
         return f"takes no out_sharding, got out_sharding={call.out_sharding}"
     if call.out_dtype not in DTYPES:
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
-    reason = rejects_scale_axes(call, batch=True)
-    if reason is not None:
+    if (reason := rejects_scale_axes(call, batch=True)) is not None:
         return reason
     formats = [f for f in (call.lhs.format, call.rhs.format) if f is not None]
     for format in formats:
-        reason = rejects_format(format)
-        if reason is not None:
+        if (reason := rejects_format(format)) is not None:
             return reason
     for side, own in call.sides if max(map(block_rows, formats), default=1) > 1 else ():
         rows = block_rows(own.format)
