@@ -106,8 +106,8 @@ def register(path: Path) -> Library | str:
     isa, detected = description.isa.decode(), description.detected_isa.decode()
     if not description.isa_override_is_valid:
         return (
-            f"{ISA_VARIABLE}={os.environ.get(ISA_VARIABLE)} is unknown or not on this machine, which "
-            f"has {detected}; known, each with those before it: {', '.join(ISAS)}"
+            f"{ISA_VARIABLE}={os.environ.get(ISA_VARIABLE)} is unknown or not on this machine, "
+            f"which has {detected}; known, each with those before it: {', '.join(ISAS)}"
         )
     names: set[str] = set()
     for target in description.targets[: description.num_targets]:
