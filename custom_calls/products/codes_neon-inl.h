@@ -238,7 +238,9 @@ MX_INLINE float32x4_t TameScales(ScaleKind kind, const uint8_t* bytes, float uni
 
 template <Element kElement>
 struct CodeTable {
-  const int8x16x4_t integers = vld1q_s8_x4(TablesOf(kElement).int8);
+  int8x16x4_t integers;
+
+  CodeTable() { integers = vld1q_s8_x4(TablesOf(kElement).int8); }
 };
 
 template <PanelType kType, Element kElement, int kBlocks, int kRows, bool kLifted>

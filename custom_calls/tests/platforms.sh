@@ -13,29 +13,31 @@ scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
 headers=$("$python" -c "import jaxlib, pathlib; print(pathlib.Path(jaxlib.__file__).parent / 'include')")
 
-# `compile PLATFORM SYSTEM PROCESSOR SETS COMPILER...`
+# `compile PLATFORM SETS COMPILER...`, where a set is `<name>:<flag>`.
 compile() {
-  local name=$1 system=$2 processor=$3 targets=(mx_jax_cpu_objects) isa
-  for isa in portable $4; do targets+=("kernels_$isa"); done
-  shift 4
+  local name=$1 sets=$2 source isa
+  shift 2
   if ! "$@" -E -x c++ /dev/null >/dev/null 2>&1; then
     echo "$name: left out, no compiler: $*"
     return
   fi
-  if CXX="$*" cmake -S . -B "$scratch/$name" -DMX_JAX_OPTIMIZE=-O0 -DMX_JAX_FFI_INCLUDE="$headers" \
-    -DCMAKE_SYSTEM_NAME="$system" -DCMAKE_SYSTEM_PROCESSOR="$processor" \
-    -DCMAKE_TRY_COMPILE_TARGET_TYPE=STATIC_LIBRARY >"$scratch/log" 2>&1 &&
-    cmake --build "$scratch/$name" -j "${JOBS:-2}" --target "${targets[@]}" >"$scratch/log" 2>&1; then
-    echo "$name: compiled for ${targets[*]}"
-  else
-    tail -n 40 "$scratch/log"
-    echo "$name: FAILED"
-    return 1
-  fi
+  {
+    for source in */*.cc; do
+      case $source in
+        tests/* | benchmarks/*) ;;
+        *_kernels.cc) echo "-DMX_TARGET=portable $source" ;;
+        *) echo "$source" ;;
+      esac
+    done
+    for isa in $sets; do echo "-DMX_TARGET=${isa%%:*} ${isa#*:} products/matmul_kernels.cc"; done
+  } | xargs -P "${JOBS:-2}" -I{} bash -c '"$@" -o "$(mktemp "$0/XXXXXX")"' "$scratch" \
+    bash -c 'arguments=$1; shift; "${@:1:$#-2}" $arguments "${@: -2}"' bash {} \
+    "$@" -std=c++17 -O0 -ffp-contract=off -Wall -Wextra -Wno-maybe-uninitialized -Wno-unknown-warning-option \
+    -I. -isystem "$headers" -c || { echo "$name: FAILED"; return 1; }
+  echo "$name: compiled"
 }
 
 zig=("$python" -m ziglang c++ -target)
-x86_sets="avx2 avx512 avx512_vbmi avx512_vnni avx512_bf16"
-compile aarch64-linux Linux aarch64 "dotprod i8mm" aarch64-linux-gnu-g++
-compile aarch64-macos Darwin arm64 "dotprod i8mm" "${zig[@]}" aarch64-macos
-compile x86_64-windows Windows AMD64 "$x86_sets" "${zig[@]}" x86_64-windows-gnu
+compile aarch64-linux "dotprod:-march=armv8.2-a+dotprod i8mm:-march=armv8.2-a+dotprod+i8mm" aarch64-linux-gnu-g++
+compile aarch64-macos "dotprod:-mcpu=generic+dotprod i8mm:-mcpu=generic+dotprod+i8mm" "${zig[@]}" aarch64-macos
+compile x86_64-windows "" "${zig[@]}" x86_64-windows-gnu
