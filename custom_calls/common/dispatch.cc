@@ -5,6 +5,12 @@
 
 #include "common/macros.h"
 
+#if MX_ARM64 && defined(__linux__)
+#include <sys/auxv.h>
+#elif MX_ARM64 && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace mx {
 namespace {
 
@@ -12,8 +18,33 @@ namespace {
 constexpr const char* kNames[kNumIsas] = {MX_ISAS(MX_NAME)};
 #undef MX_NAME
 
+#if MX_ARM64
+struct ArmFeatures {
+  bool dotprod = false, i8mm = false;
+};
+
+ArmFeatures FindArmFeatures() {
+#if defined(__linux__)
+  // HWCAP_ASIMDDP and HWCAP2_I8MM, which older headers lack.
+  return {(getauxval(AT_HWCAP) >> 20 & 1) != 0, (getauxval(AT_HWCAP2) >> 13 & 1) != 0};
+#elif defined(__APPLE__)
+  const auto has = [](const char* name) {
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+  };
+  return {has("hw.optional.arm.FEAT_DotProd"), has("hw.optional.arm.FEAT_I8MM")};
+#else
+  return {};
+#endif
+}
+#endif
+
 Isa Detect() {
-#if MX_X86
+#if MX_ARM64
+  const ArmFeatures has = FindArmFeatures();
+  return !has.dotprod ? kPortable : has.i8mm ? kI8mm : kDotprod;
+#elif MX_X86
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return kPortable;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -22,4 +22,10 @@
 #define MX_X86 0
 #endif
 
+#if defined(__aarch64__) && (defined(__GNUC__) || defined(__clang__))
+#define MX_ARM64 1
+#else
+#define MX_ARM64 0
+#endif
+
 #endif  // MX_JAX_CUSTOM_CALLS_COMMON_MACROS_H_

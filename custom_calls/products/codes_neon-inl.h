@@ -39,12 +39,10 @@ MX_INLINE uint8x16_t LoadCodes(const uint8_t* codes, int word) {
 }
 
 template <Element kElement>
-MX_INLINE int8x16_t Integers(const int8_t* table, uint8x16_t codes) {
+MX_INLINE int8x16_t Integers(const int8x16x4_t& table, uint8x16_t codes) {
   if (kElement == kElementInt8) return vreinterpretq_s8_u8(codes);
-  if (kElement == kE2M1) return vqtbl1q_s8(vld1q_s8(table), codes);
-  const int8x16x4_t all = {{vld1q_s8(table), vld1q_s8(table + 16), vld1q_s8(table + 32),
-                            vld1q_s8(table + 48)}};
-  return vqtbl4q_s8(all, vandq_u8(codes, vdupq_n_u8(63)));
+  if (kElement == kE2M1) return vqtbl1q_s8(table.val[0], codes);
+  return vqtbl4q_s8(table, vandq_u8(codes, vdupq_n_u8(63)));
 }
 
 // Where a look-up of 16 bytes finds byte `byte` of 4 words, as the upper bytes of words of `size`
@@ -59,7 +57,7 @@ MX_INLINE uint8x16_t PlacesOf(int byte, int size) {
 
 // Values of a word's 4 codes, of 4 rows, as float32.
 template <Element kElement>
-MX_INLINE void Decode(const int8_t* table, uint8x16_t codes, float32x4_t* values) {
+MX_INLINE void Decode(const int8x16x4_t& table, uint8x16_t codes, float32x4_t* values) {
   if constexpr (AreIntegers(kElement)) {
     constexpr int kFraction = 24 + (kElement == kE2M1 ? 1 : kElement == kE2M3 ? 3 : 6);
     const int8x16_t integers = Integers<kElement>(table, codes);
@@ -92,7 +90,7 @@ MX_INLINE void Decode(const int8_t* table, uint8x16_t codes, float32x4_t* values
 
 // Sums of a block of kWords words by kRows rows, of 4 columns. `values`: kRows of each position.
 template <Element kElement, int kWords, int kRows>
-MX_INLINE void SumFloats(const int8_t* table, const uint8_t* codes, int first,
+MX_INLINE void SumFloats(const int8x16x4_t& table, const uint8_t* codes, int first,
                          const float* values, float32x4_t* sum) {
   for (int i = 0; i < kRows; ++i) sum[i] = vdupq_n_f32(0);
   for (int w = 0; w < kWords; ++w, values += 4 * kRows) {
@@ -106,10 +104,96 @@ MX_INLINE void SumFloats(const int8_t* table, const uint8_t* codes, int first,
   }
 }
 
-// The same of integers, exact. `values`: words of 4 elements of kRows rows.
+// The same of integers, exact. `rows`: words of 4 elements of kRows rows, as LoadRows gives them.
+#if defined(__ARM_FEATURE_DOTPROD)
+template <int kWords, int kRows>
+struct IntegerRows {
+  int8x16_t words[kWords * kRows / 4];
+};
+
+template <int kWords, int kRows>
+MX_INLINE IntegerRows<kWords, kRows> LoadRows(const int32_t* values) {
+  IntegerRows<kWords, kRows> rows;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  // Matrices of 2 rows by 8 positions.
+  int8x16_t* to = rows.words;
+  for (int w = 0; kRows > 1 && w < kWords; w += 2, values += 2 * kRows) {
+    for (int i = 0; i < kRows; i += 2) {
+      const int32x4_t first = vcombine_s32(vld1_s32(values + i), vdup_n_s32(0));
+      const int32x4_t second = vcombine_s32(vld1_s32(values + kRows + i), vdup_n_s32(0));
+      *to++ = vreinterpretq_s8_s32(vzip1q_s32(first, second));
+    }
+  }
+  if (kRows > 1) return rows;
+#endif
+  for (int i = 0; i < kWords * kRows / 4; ++i) {
+    rows.words[i] = vreinterpretq_s8_s32(vld1q_s32(values + 4 * i));
+  }
+  return rows;
+}
+
 template <Element kElement, int kWords, int kRows>
-MX_INLINE void SumIntegers(const int8_t* table, const uint8_t* codes, int first,
-                           const int32_t* values, float32x4_t* sum) {
+MX_INLINE void SumIntegers(const int8x16x4_t& table, const uint8_t* codes, int first,
+                           const IntegerRows<kWords, kRows>& rows, float32x4_t* sum) {
+  int8x16_t integers[kWords];
+  for (int w = 0; w < kWords; ++w) {
+    integers[w] = Integers<kElement>(table, LoadCodes<kElement>(codes, first + w));
+  }
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  if constexpr (kRows > 1) {
+    constexpr int kPairs = kRows / 2;
+    int32x4_t lower[kPairs], upper[kPairs];  // columns 0 and 1, and 2 and 3, of two rows
+    for (int i = 0; i < kPairs; ++i) lower[i] = upper[i] = vdupq_n_s32(0);
+    for (int w = 0; w < kWords; w += 2) {
+      const int32x4_t even = vreinterpretq_s32_s8(integers[w]);
+      const int32x4_t odd = vreinterpretq_s32_s8(integers[w + 1]);
+      const int8x16_t left = vreinterpretq_s8_s32(vzip1q_s32(even, odd));
+      const int8x16_t right = vreinterpretq_s8_s32(vzip2q_s32(even, odd));
+      for (int i = 0; i < kPairs; ++i) {
+        const int8x16_t row = rows.words[w / 2 * kPairs + i];
+        lower[i] = vmmlaq_s32(lower[i], row, left);
+        upper[i] = vmmlaq_s32(upper[i], row, right);
+      }
+    }
+    for (int i = 0; i < kPairs; ++i) {
+      const int64x2_t left = vreinterpretq_s64_s32(lower[i]);
+      const int64x2_t right = vreinterpretq_s64_s32(upper[i]);
+      sum[2 * i] = vcvtq_f32_s32(vreinterpretq_s32_s64(vzip1q_s64(left, right)));
+      sum[2 * i + 1] = vcvtq_f32_s32(vreinterpretq_s32_s64(vzip2q_s64(left, right)));
+    }
+    return;
+  }
+#endif
+  int32x4_t total[kRows];
+  for (int i = 0; i < kRows; ++i) total[i] = vdupq_n_s32(0);
+  // Word w of row i is number w * kRows + i.
+  const auto add = [&](int number, auto dot) {
+    int32x4_t* to = total + number % kRows;
+    *to = dot(*to, integers[number / kRows], rows.words[number / 4]);
+  };
+#pragma GCC unroll 16
+  for (int at = 0; at < kWords * kRows; at += 4) {
+    add(at, [](auto sum, auto x, auto y) { return vdotq_laneq_s32(sum, x, y, 0); });
+    add(at + 1, [](auto sum, auto x, auto y) { return vdotq_laneq_s32(sum, x, y, 1); });
+    add(at + 2, [](auto sum, auto x, auto y) { return vdotq_laneq_s32(sum, x, y, 2); });
+    add(at + 3, [](auto sum, auto x, auto y) { return vdotq_laneq_s32(sum, x, y, 3); });
+  }
+  for (int i = 0; i < kRows; ++i) sum[i] = vcvtq_f32_s32(total[i]);
+}
+#else
+template <int kWords, int kRows>
+struct IntegerRows {
+  const int32_t* values;
+};
+
+template <int kWords, int kRows>
+MX_INLINE IntegerRows<kWords, kRows> LoadRows(const int32_t* values) {
+  return {values};
+}
+
+template <Element kElement, int kWords, int kRows>
+MX_INLINE void SumIntegers(const int8x16x4_t& table, const uint8_t* codes, int first,
+                           const IntegerRows<kWords, kRows>& rows, float32x4_t* sum) {
   // Sums of so many products are an int16.
   constexpr int kMost = kElement == kE2M1 ? 8 : kElement == kE2M3 ? 4 : 1;
   int8x16_t integers[kWords];
@@ -120,7 +204,7 @@ MX_INLINE void SumIntegers(const int8_t* table, const uint8_t* codes, int first,
     int32x4_t low = vdupq_n_s32(0), high = low;
     int16x8_t left, right;
     for (int w = 0; w < kWords; ++w) {
-      const int8x16_t row = vreinterpretq_s8_s32(vdupq_n_s32(values[w * kRows + i]));
+      const int8x16_t row = vreinterpretq_s8_s32(vdupq_n_s32(rows.values[w * kRows + i]));
       if (w % kMost == 0) {
         left = vmull_s8(vget_low_s8(integers[w]), vget_low_s8(row));
         right = vmull_high_s8(integers[w], row);
@@ -136,6 +220,7 @@ MX_INLINE void SumIntegers(const int8_t* table, const uint8_t* codes, int first,
     sum[i] = vcvtq_f32_s32(vpaddq_s32(low, high));
   }
 }
+#endif
 
 // 4 tame scales times the elements' own factor, from a table of 256.
 MX_INLINE float32x4_t TameScales(ScaleKind kind, const uint8_t* bytes, float unit) {
@@ -153,7 +238,9 @@ MX_INLINE float32x4_t TameScales(ScaleKind kind, const uint8_t* bytes, float uni
 
 template <Element kElement>
 struct CodeTable {
-  const int8_t* integers = TablesOf(kElement).int8;
+  int8x16x4_t integers;
+
+  CodeTable() { integers = vld1q_s8_x4(TablesOf(kElement).int8); }
 };
 
 template <PanelType kType, Element kElement, int kBlocks, int kRows, bool kLifted>
@@ -162,21 +249,23 @@ MX_INLINE void AddChunk(const CodesProduct& p, const CodeTable<kElement>& table,
   constexpr int kBlock = kChunk / kBlocks, kWords = kBlock / 4;
   constexpr int kBehind = kType == kInt8 ? 2 * kBlocks * kRows : kBlocks * kRows;  // scales
   const float* mine = (const float*)left;
+  const ScaleKind kind = p.scale_kind;
+  float* const tile = p.tile;
   for (int block = 0; block < kBlocks; ++block) {
+    const auto rows =
+        LoadRows<kWords, kRows>((const int32_t*)mine + kBehind + block * kWords * kRows);
     for (int column = 0; column < kTileColumns; column += 4) {
       float32x4_t sum[kRows];
       if constexpr (kType == kInt8) {
-        SumIntegers<kElement, kWords, kRows>(
-            table.integers, codes + 4 * column, block * kWords,
-            (const int32_t*)mine + kBehind + block * kWords * kRows, sum);
+        SumIntegers<kElement>(table.integers, codes + 4 * column, block * kWords, rows, sum);
       } else {
         SumFloats<kElement, kWords, kRows>(table.integers, codes + 4 * column, block * kWords,
                                            mine + kBehind + block * kBlock * kRows, sum);
       }
       const float32x4_t right =
-          TameScales(p.scale_kind, scales + block * kTileColumns + column, unit);
+          TameScales(kind, scales + block * kTileColumns + column, unit);
       for (int i = 0; i < kRows; ++i) {
-        float* total = p.tile + i * kTileColumns + column;
+        float* total = tile + i * kTileColumns + column;
         const float32x4_t factor = vmulq_n_f32(right, mine[block * kRows + i]);
         vst1q_f32(total, vaddq_f32(vld1q_f32(total), vmulq_f32(sum[i], factor)));
       }

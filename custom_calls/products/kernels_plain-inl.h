@@ -13,6 +13,8 @@
 
 #if MX_RANK >= MX_RANK_avx2
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 namespace mx::MX_TARGET {
@@ -273,6 +275,61 @@ MX_INLINE void MultiplyBlock(int32_t block, const int32_t* MX_RESTRICT correctio
   for (int i = 0; i < R; ++i) {
     _mm256_storeu_ps(sums + i * kColumns, _mm256_cvtepi32_ps(sum[i][0]));
     _mm256_storeu_ps(sums + i * kColumns + 8, _mm256_cvtepi32_ps(sum[i][1]));
+  }
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+  // Matrices of 2 rows or columns by 8 positions.
+  int32x4_t sum[R / 2][kColumns / 2];
+  for (int i = 0; i < R / 2; ++i) {
+    const int32x2_t two = vld1_s32(corrections + 2 * i);
+    for (int j = 0; j < kColumns / 2; ++j) sum[i][j] = vcombine_s32(two, two);
+  }
+  for (int word = 0; word < block / 4; word += 2, lhs += 8 * R, rhs += 8 * C) {
+    uint8x16_t columns[kColumns / 2];
+    for (int j = 0; j < kColumns / 4; ++j) {
+      const uint32x4_t first = vreinterpretq_u32_u8(vld1q_u8(rhs + 16 * j));
+      const uint32x4_t second = vreinterpretq_u32_u8(vld1q_u8(rhs + 4 * C + 16 * j));
+      columns[2 * j] = vreinterpretq_u8_u32(vzip1q_u32(first, second));
+      columns[2 * j + 1] = vreinterpretq_u8_u32(vzip2q_u32(first, second));
+    }
+    for (int i = 0; i < R / 2; ++i) {
+      const int8x8_t first = vld1_s8(lhs + 8 * i), second = vld1_s8(lhs + 4 * R + 8 * i);
+      const int8x16_t rows = vreinterpretq_s8_s32(
+          vzip1q_s32(vreinterpretq_s32_s8(vcombine_s8(first, vdup_n_s8(0))),
+                     vreinterpretq_s32_s8(vcombine_s8(second, vdup_n_s8(0)))));
+      for (int j = 0; j < kColumns / 2; ++j) sum[i][j] = vusmmlaq_s32(sum[i][j], columns[j], rows);
+    }
+  }
+  for (int i = 0; i < R / 2; ++i) {
+    for (int j = 0; j < kColumns / 4; ++j) {
+      float* to = sums + 2 * i * kColumns + 4 * j;
+      const int32x4_t left = sum[i][2 * j], right = sum[i][2 * j + 1];
+      vst1q_f32(to, vcvtq_f32_s32(vuzp1q_s32(left, right)));
+      vst1q_f32(to + kColumns, vcvtq_f32_s32(vuzp2q_s32(left, right)));
+    }
+  }
+#elif defined(__ARM_FEATURE_DOTPROD)
+  (void)corrections;
+  const uint8x16_t offset = vdupq_n_u8(128);
+  int32x4_t sum[R][kColumns / 4];
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < kColumns / 4; ++j) sum[i][j] = vdupq_n_s32(0);
+  }
+  for (int word = 0; word < block / 4; ++word, lhs += 4 * R, rhs += 4 * C) {
+    const int8x16_t first = vld1q_s8(lhs), last = vld1q_s8(lhs + 8);
+    for (int j = 0; j < kColumns / 4; ++j) {
+      const int8x16_t bytes = vreinterpretq_s8_u8(veorq_u8(vld1q_u8(rhs + 16 * j), offset));
+      sum[0][j] = vdotq_laneq_s32(sum[0][j], bytes, first, 0);
+      sum[1][j] = vdotq_laneq_s32(sum[1][j], bytes, first, 1);
+      sum[2][j] = vdotq_laneq_s32(sum[2][j], bytes, first, 2);
+      sum[3][j] = vdotq_laneq_s32(sum[3][j], bytes, first, 3);
+      sum[4][j] = vdotq_laneq_s32(sum[4][j], bytes, last, 2);
+      sum[5][j] = vdotq_laneq_s32(sum[5][j], bytes, last, 3);
+    }
+  }
+  for (int i = 0; i < R; ++i) {
+    for (int j = 0; j < kColumns / 4; ++j) {
+      vst1q_f32(sums + i * kColumns + 4 * j, vcvtq_f32_s32(sum[i][j]));
+    }
   }
 #else
   int32_t sum[R][kColumns];

@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import logging
 import os
+import platform
 import re
 import sys
 import threading
@@ -25,9 +26,11 @@ ISA_VARIABLE = "MX_JAX_CPU_ISA"
 # What `custom_calls/common/library.h` calls kInterface: what handlers take and give.
 INTERFACE = 7
 
-# What `custom_calls/common/dispatch.cc` calls them, from least to most: a machine that has one has
-# those before it.
-ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+# What `custom_calls/common/isas.h` calls them, from least to most: a machine that has one has those
+# before it.
+_X86_ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+_ARM_ISAS = ("portable", "dotprod", "i8mm")
+ISAS = _ARM_ISAS if platform.machine() in ("aarch64", "arm64") else _X86_ISAS
 
 _FILE = "native.abi3.so"
 _NOT_BUILT = "not built: with a C++ compiler, pip install -v . builds it, or shows why not"
@@ -102,20 +105,18 @@ def register(path: Path) -> Library | str:
         return reason
     isa, detected = description.isa.decode(), description.detected_isa.decode()
     if not description.isa_override_is_valid:
-        wanted = os.environ.get(ISA_VARIABLE)
-        known = ", ".join(ISAS)
         return (
-            f"{ISA_VARIABLE}={wanted} is unknown or not on this machine, which has {detected}; "
-            f"known, each with those before it: {known}"
+            f"{ISA_VARIABLE}={os.environ.get(ISA_VARIABLE)} is unknown or not on this machine, "
+            f"which has {detected}; known, each with those before it: {', '.join(ISAS)}"
         )
-    targets = description.targets[: description.num_targets]
-    for target in targets:
+    names: set[str] = set()
+    for target in description.targets[: description.num_targets]:
         pointer = ctypes.cast(target.handler, ctypes.CFUNCTYPE(ctypes.c_void_p))
+        names.add(target.name.decode())
         jax.ffi.register_ffi_target(
             target.name.decode(), jax.ffi.pycapsule(pointer), platform="cpu"
         )
-    names = frozenset(target.name.decode() for target in targets)
-    return Library(path=path, isa=isa, detected_isa=detected, targets=names)
+    return Library(path=path, isa=isa, detected_isa=detected, targets=frozenset(names))
 
 
 @functools.cache
@@ -148,8 +149,7 @@ def find() -> Path | None:
     if spec is not None and spec.origin is not None:
         return Path(spec.origin)
     inside = Path(*__name__.split(".")[:-1], _FILE)
-    places = [Path(entry) / inside for entry in sys.path]
-    places.append(Path(__file__).parents[3] / "build" / _FILE)
+    places = (*(Path(p) / inside for p in sys.path), Path(__file__).parents[3] / "build" / _FILE)
     return next((place for place in places if place.is_file()), None)
 
 

@@ -21,12 +21,14 @@ _INT8 = ("e2m1", "e2m3", "int8")
 _INT16 = (*_INT8, "e3m2")
 # Elements that an instruction set multiplies faster than float32, both operands alike.
 _FAST: dict[str, tuple[tuple[str, ...], ...]] = {
+    "dotprod": (_INT8,),
+    "i8mm": (_INT8,),
     "avx512_vnni": (_INT8, _INT16),
     "avx512_bf16": (_INT8, (*ELEMENTS, "bfloat16")),
 }
 # Rows of the smaller operand up to which float32 panels win over XLA's dot of dequantized
 # operands: beyond them its dot, which needs no panels of codes, is faster. Measured.
-_FLOAT32_ROWS = {"portable": 8, "avx2": 96}
+_FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 96}
 _FLOAT32_ROWS_OF_OTHERS = 512
 DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 
@@ -42,13 +44,11 @@ def rejects(call: MatmulCall) -> str | None:
         return f"takes no out_sharding, got out_sharding={call.out_sharding}"
     if call.out_dtype not in DTYPES:
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
-    reason = rejects_scale_axes(call, batch=True)
-    if reason is not None:
+    if (reason := rejects_scale_axes(call, batch=True)) is not None:
         return reason
     formats = [f for f in (call.lhs.format, call.rhs.format) if f is not None]
     for format in formats:
-        reason = rejects_format(format)
-        if reason is not None:
+        if (reason := rejects_format(format)) is not None:
             return reason
     if max(map(block_rows, formats), default=1) > 1:
         reason = rejects_parts_of_blocks(call, "kept")
