@@ -15,7 +15,6 @@ from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, OperandType
 from mx_jax.backends.primitive import bind, choose, compiler_splits
 from mx_jax.backends.select import active
-from mx_jax.codecs.explicit_axes import Spec
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import GRADIENTS, Key, product_key
 from mx_jax.ops.operands import (
@@ -55,7 +54,6 @@ def multiply(
     *,
     precision: lax.PrecisionLike = None,
     fast_accumulation: bool = False,
-    out_sharding: Spec | None = None,
     stored: Collection[Side] = (),
     split: bool = True,
     reduce_dtype: np.dtype | None = None,
@@ -68,7 +66,6 @@ def multiply(
             axes.dimension_numbers,
             precision=precision,
             preferred_element_type=reduced_in(out_dtype, reduce_dtype),
-            out_sharding=out_sharding,
         ).astype(out_dtype)
     call = MatmulCall(
         lhs=OperandType.of(lhs, axes.lhs),
@@ -76,7 +73,6 @@ def multiply(
         out_dtype=out_dtype,
         precision=precision,
         fast_accumulation=fast_accumulation,
-        out_sharding=out_sharding,
         moves_codes=split,
         reduce_dtype=reduce_dtype,
     )
