@@ -40,7 +40,7 @@ from mx_jax.ops.product import (
 )
 from mx_jax.ops.quantize import OperandCast, quantize_operand_both
 from mx_jax.ops.sharded_operands import twice
-from mx_jax.ops.tags import GRADIENT, Free
+from mx_jax.ops.tags import GRADIENT, Free, remark
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.sharding.movement import STAY, Movement, Moves, manual_axes, reduced_in
 from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
@@ -87,14 +87,16 @@ def multiply(
     if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
         rhs = unpacked_for(rhs, choice)
         call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
-    if (recorder := active.value) is not None and split and compiler_splits():
-        recorder.entries.append(_moves(lhs, rhs, call))
+    if (recorder := active.value) is not None and split:
+        mesh = jax.sharding.get_abstract_mesh()
+        names = recorder.axes if mesh.empty else mesh.axis_names
+        if names and (mesh.empty or compiler_splits()):
+            remark(_moves(lhs, rhs, call, names))
     return choice.offer.run(unpacked(lhs), rhs, call)
 
 
-def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall) -> str:
-    """What `explain` says of a product that the compiler splits."""
-    axes = jax.sharding.get_abstract_mesh().axis_names
+def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, axes: tuple[str, ...]) -> str:
+    """What `explain` says of a product that the compiler splits along mesh axes."""
     what = "whole tiles" if isinstance(rhs, PackedMXArray) else "codes and scales"
     return (
         f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> {what}, where "
