@@ -53,8 +53,6 @@ def _rejects_product(call: MatmulCall) -> str | None:
         return f"cuDNN multiplies MXFP8, but not E5M2 by E5M2, and NVFP4, got {names}"
     if call.out_dtype not in _OUTPUTS:
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
-    if call.out_sharding is not None:
-        return f"takes no out_sharding, got out_sharding={call.out_sharding}"
     return rejects_parts_of_blocks(call)
 
 

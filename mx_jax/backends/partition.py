@@ -23,10 +23,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType
-from mx_jax.codecs import packing
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Cut, PackedMXArray, unpacked
-from mx_jax.sharding.movement import Part, reduced_in, spec_of
+from mx_jax.sharding.movement import Part, moved_packed, reduced_in, spec_of
 from mx_jax.sharding.partition import Factor, Factors, Share, fine_mesh, share, stored_parts
 
 T = TypeVar("T")
@@ -335,7 +334,10 @@ def _local(
         if isinstance(operand, PackedMXArray):
             operand = _local_packed(operand, each)
         elif any(moved):
-            codes = _gathered(operand.codes, operand.format.element.bits, moved)
+            codes, bits = operand.codes, operand.format.element.bits
+            gather = functools.partial(_gathered, moved=moved)
+            cut = [axis for axis, names in enumerate(moved) if names]
+            codes = moved_packed(codes, bits, gather, codes.shape, cut)
             operand = dataclasses.replace(operand, codes=codes)
         operands.append(operand)
     lhs, rhs = operands
@@ -355,20 +357,11 @@ def _local(
     return product.astype(own.out_dtype)
 
 
-def _gathered(codes: jax.Array, bits: int, moved: tuple[Part, ...]) -> jax.Array:
-    """Codes gathered at their real width, if whole bytes of them lie along some axis."""
-    group = packing.codes_per_group(bits)
-    fitting = [axis for axis in range(codes.ndim) if codes.shape[axis] % group == 0]
-    last = max(fitting, key=lambda axis: (not moved[axis], axis), default=None)
-    if last is not None:
-        codes = jnp.moveaxis(packing.pack(jnp.moveaxis(codes, last, -1), bits), -1, last)
+def _gathered(x: jax.Array, moved: tuple[Part, ...]) -> jax.Array:
     for axis, names in enumerate(moved):
         if names:
-            codes = lax.all_gather(codes, names, axis=axis, tiled=True)
-    if last is None:
-        return codes
-    packed = jnp.moveaxis(codes, last, -1)
-    return jnp.moveaxis(packing.unpack(packed, bits, packed.shape[-1] * 8 // bits), -1, last)
+            x = lax.all_gather(x, names, axis=axis, tiled=True)
+    return x
 
 
 # Packed weights -----------------------------------------------------------------------------------

@@ -24,9 +24,7 @@ from mx_jax.reference import hadamard, matmul, quantize, ragged, random_bits, st
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
-    return matmul.scaled_matmul(
-        lhs, rhs, call.dimension_numbers, call.out_dtype, call.precision, call.out_sharding
-    )
+    return matmul.scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype, call.precision)
 
 
 def _multiply_groups(

@@ -87,10 +87,12 @@ class Recorder:
     Attributes:
       entries: selections, and remarks on what is done besides.
       marks: whether what is selected runs under a name that says which entry it was.
+      axes: of the mesh along which arguments are sharded, where none is in context.
     """
 
     entries: list[Selection | str] = dataclasses.field(default_factory=list)
     marks: bool = False
+    axes: tuple[str, ...] = ()
 
     def marked(self, offer: Offer) -> Offer:
         """The offer of the newest entry, under its name where the recorder marks."""
@@ -105,14 +107,14 @@ class Recorder:
         return [entry for entry in self.entries if isinstance(entry, Selection)]
 
 
-# `active.value` is the recorder to tell, or None.
+# `active.value` is the recorder in use, or None.
 # In jit's cache key, and no recorder equals another: so nothing that is traced for one is answered
 # from an earlier trace, and no later call from this one.
 active: Any = jax.make_user_context(default_value=None)
 
 
 @contextlib.contextmanager
-def recording(*, marks: bool = False) -> Iterator[Recorder]:
+def recording(*, marks: bool = False, axes: tuple[str, ...] = ()) -> Iterator[Recorder]:
     """A context in which every selection is recorded; in nested ones, by the innermost.
 
     It records what is traced: of a function under `jit`, the first of several equal calls. With
@@ -126,7 +128,7 @@ def recording(*, marks: bool = False) -> Iterator[Recorder]:
       >>> [type(selection.call).__name__ for selection in recorder.selections]
       ['QuantizeCall', 'DequantizeCall']
     """
-    recorder = Recorder(marks=marks)
+    recorder = Recorder(marks=marks, axes=axes)
     with active(recorder):
         yield recorder
 

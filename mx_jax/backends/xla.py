@@ -78,7 +78,6 @@ def _multiply_float8(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         call.dimension_numbers,
         precision=precision,
         preferred_element_type=jnp.float32,
-        out_sharding=call.out_sharding,
     )
     scales = row_scales("lhs", lhs, call), row_scales("rhs", rhs, call)
     return scaled(sums, *scales).astype(call.out_dtype)
@@ -156,7 +155,7 @@ def _rejects_product(call: MatmulCall, target: Target) -> str | None:
             "needs blocks of one size along one contracted axis under float32 scales, got "
             f"blocks={sorted(sizes)}, k={k}"
         )
-    if target.num_devices > 1 or call.out_sharding is not None:
+    if target.num_devices > 1:
         return (
             "multiplies blocks under float32 scales one after another, on one device, got "
             f"num_devices={target.num_devices}"
@@ -241,7 +240,6 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
             # Of bfloat16 there is nothing to split, whatever `jax_default_matmul_precision` says.
             precision=lax.Precision.DEFAULT,
             preferred_element_type=jnp.float32,
-            out_sharding=call.out_sharding,
         )
     sums = scaled(sums, *_scales("lhs", lhs, call), *_scales("rhs", rhs, call))
     factor = left_factor * right_factor

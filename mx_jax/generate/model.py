@@ -17,6 +17,7 @@ from mx_jax.mxarray import MXArray
 from mx_jax.nn.cache import KVCache, attend
 from mx_jax.nn.linen import Dense, StoredParams
 from mx_jax.ops.dot_general import dot_general
+from mx_jax.ops.tags import remark
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.recipes import Recipe
 
@@ -168,6 +169,8 @@ class Block(nn.Module):
         """Products that read the same input, by one kernel, or by those that there are."""
         if not self.has_variable("params", PRODUCTS[name][0]):
             return self._dense(name, sum(features))(y)
+        names = ", ".join(PRODUCTS[name])
+        remark(f"{names} -> a product each: their codes share no tensor scale, or no format")
         with jax.named_scope(name):
             parts = zip(PRODUCTS[name], features, strict=True)
             return jnp.concatenate([self._dense(part, out)(y) for part, out in parts], -1)

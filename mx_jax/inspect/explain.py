@@ -20,6 +20,7 @@ import numpy as np
 from jax import export
 from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters import partial_eval
+from jax.sharding import NamedSharding
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
 from rich.markup import escape
@@ -184,7 +185,8 @@ def _of_recipe(
             lines.append(f"{title} -> jax.lax.dot_general")
         else:
             lines += _answer(title, next(selections))
-    return "\n".join(lines)
+    remarks = dict.fromkeys(own for own in recorder.entries if isinstance(own, str))
+    return "\n".join([*lines, *remarks])
 
 
 def explain_call(function: Callable[..., Any], *args: object, **kwargs: object) -> str:
@@ -216,8 +218,9 @@ def explain_call(function: Callable[..., Any], *args: object, **kwargs: object) 
         not xla_scaled: quantizes nothing: XLA fuses the reference's own code
         not xla_bfloat16: quantizes nothing: XLA fuses the reference's own code
     """
-    with recording() as recorder:
-        jax.eval_shape(*of_arrays(function, *args, **kwargs))
+    call, arrays = of_arrays(function, *args, **kwargs)
+    with recording(axes=_sharded_along(arrays)) as recorder:
+        jax.eval_shape(call, arrays)
     lines, target = [], None
     for entry in dict.fromkeys(recorder.entries):
         if isinstance(entry, str):
@@ -548,13 +551,20 @@ def of_arrays(
     return call, [leaves[place] for place in places]
 
 
+def _sharded_along(arrays: Sequence[Any]) -> tuple[str, ...]:
+    """The axes of the mesh that arguments are sharded on; none if a device has all of them."""
+    shardings = (getattr(x, "sharding", None) for x in arrays)
+    meshes = (own.mesh for own in shardings if isinstance(own, NamedSharding))
+    return next((mesh.axis_names for mesh in meshes if mesh.size > 1), ())
+
+
 def explanation_of(
     function: object, *args: object, backward: bool = False, **kwargs: object
 ) -> Explanation:
     """Trace a call and explain each cast and product: see `explain`."""
     function, args = _with_parameters(function, args, kwargs)
     call, arrays = of_arrays(function, *args, **kwargs)
-    with recording(marks=True) as recorder:
+    with recording(marks=True, axes=_sharded_along(arrays)) as recorder:
         closed = jax.make_jaxpr(_with_gradients(call) if backward else call)(arrays)
     # XLA computes nothing that is not used. Flax, for one, traces the body of a scan twice.
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))

@@ -6,23 +6,25 @@ collection wants it: a training step writes it back instead of handing it to the
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import Operand
 from mx_jax.backends.target import follow
+from mx_jax.codecs.explicit_axes import explicit_mesh
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import encode_scaled, true_divide
 from mx_jax.formats import F32, WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.dense import HIGH_PRECISION, DenseProduct, multiply
-from mx_jax.ops.dot_general import canonicalize
+from mx_jax.ops.dot_general import canonicalize, check_dimension_numbers
 from mx_jax.ops.operands import SIDES
 from mx_jax.ops.product import (
     AnyProduct,
@@ -36,6 +38,7 @@ from mx_jax.ops.product import (
     run_product,
 )
 from mx_jax.ops.remat import QUANTIZED
+from mx_jax.ops.sharded_operands import product_spec
 from mx_jax.ops.tags import GRADIENT, Free, watching
 from mx_jax.ops.watched import watched
 from mx_jax.packed import Quantized
@@ -120,6 +123,19 @@ def chained_dot_general(
     They are equal to the given ones. But autodiff adds up what several products say of one state,
     and along this chain each hands on the larger of its own amaxes and its successors'.
     """
+    if (mesh := explicit_mesh(lhs, rhs)) is not None:
+        # As in `dot_general`: types say where arrays are sharded, the compiler what moves.
+        dimension_numbers = check_dimension_numbers(lhs, rhs, dimension_numbers)
+        with jax.sharding.use_abstract_mesh(mesh):
+            out = product_spec(lhs, rhs, dimension_numbers, None, HIGH_PRECISION)
+            run: Any = jax.sharding.auto_axes(
+                lambda lhs, rhs, states: chained_dot_general(
+                    lhs, rhs, dimension_numbers, states, elements, out_dtype, scaling
+                ),
+                axes=mesh.explicit_axes,
+                out_sharding=(out, PartitionSpec()),
+            )
+            return run(lhs, rhs, states)
     left, right, axes, empty, _ = canonicalize(lhs, rhs, dimension_numbers)
     product = DelayedProduct(
         elements=elements, scaling=scaling, axes=axes, out_dtype=np.dtype(out_dtype)
@@ -253,7 +269,7 @@ class DelayedProduct:
         del saved
         axes, g_is_lhs = self.axes.cotangent(side)
         left, right = (g, other) if g_is_lhs else (other, g)
-        return multiply(left, right, axes, aval.dtype, out_sharding=aval.out_sharding)
+        return multiply(left, right, axes, aval.dtype)
 
     def masked(
         self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: _Saved

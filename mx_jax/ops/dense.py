@@ -15,7 +15,6 @@ from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, OperandType
 from mx_jax.backends.primitive import bind, choose, compiler_splits
 from mx_jax.backends.select import active
-from mx_jax.codecs.explicit_axes import Spec
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import GRADIENTS, Key, product_key
 from mx_jax.ops.operands import (
@@ -41,7 +40,7 @@ from mx_jax.ops.product import (
 )
 from mx_jax.ops.quantize import OperandCast, quantize_operand_both
 from mx_jax.ops.sharded_operands import twice
-from mx_jax.ops.tags import GRADIENT, Free
+from mx_jax.ops.tags import GRADIENT, Free, remark
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.sharding.movement import STAY, Movement, Moves, manual_axes, reduced_in
 from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
@@ -55,7 +54,6 @@ def multiply(
     *,
     precision: lax.PrecisionLike = None,
     fast_accumulation: bool = False,
-    out_sharding: Spec | None = None,
     stored: Collection[Side] = (),
     split: bool = True,
     reduce_dtype: np.dtype | None = None,
@@ -68,7 +66,6 @@ def multiply(
             axes.dimension_numbers,
             precision=precision,
             preferred_element_type=reduced_in(out_dtype, reduce_dtype),
-            out_sharding=out_sharding,
         ).astype(out_dtype)
     call = MatmulCall(
         lhs=OperandType.of(lhs, axes.lhs),
@@ -76,7 +73,6 @@ def multiply(
         out_dtype=out_dtype,
         precision=precision,
         fast_accumulation=fast_accumulation,
-        out_sharding=out_sharding,
         moves_codes=split,
         reduce_dtype=reduce_dtype,
     )
@@ -91,14 +87,16 @@ def multiply(
     if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
         rhs = unpacked_for(rhs, choice)
         call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
-    if (recorder := active.value) is not None and split and compiler_splits():
-        recorder.entries.append(_moves(lhs, rhs, call))
+    if (recorder := active.value) is not None and split:
+        mesh = jax.sharding.get_abstract_mesh()
+        names = recorder.axes if mesh.empty else mesh.axis_names
+        if names and (mesh.empty or compiler_splits()):
+            remark(_moves(lhs, rhs, call, names))
     return choice.offer.run(unpacked(lhs), rhs, call)
 
 
-def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall) -> str:
-    """What `explain` says of a product that the compiler splits."""
-    axes = jax.sharding.get_abstract_mesh().axis_names
+def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, axes: tuple[str, ...]) -> str:
+    """What `explain` says of a product that the compiler splits along mesh axes."""
     what = "whole tiles" if isinstance(rhs, PackedMXArray) else "codes and scales"
     return (
         f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> {what}, where "

@@ -18,12 +18,11 @@ from jax import lax
 from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import NamedSharding
 
 from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand, Operand
 from mx_jax.codecs import packing
-from mx_jax.codecs.explicit_axes import explicit_sharding, varying
+from mx_jax.codecs.explicit_axes import varying
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.tags import GRADIENT, Free
 from mx_jax.ops.tags import Product as Name
@@ -37,12 +36,10 @@ class CotangentAval:
 
     Attributes:
       dtype: the value's dtype.
-      out_sharding: where the value lies, on a mesh with explicit axes.
       varying: the shard_map axes along which the value differs.
     """
 
     dtype: np.dtype
-    out_sharding: NamedSharding | None
     varying: frozenset[str]
 
     @classmethod
@@ -50,11 +47,7 @@ class CotangentAval:
         """The cotangent of a value, if there is one."""
         if value is None:
             return None
-        return cls(
-            dtype=np.dtype(value.dtype),
-            out_sharding=explicit_sharding(value),
-            varying=varying(value),
-        )
+        return cls(dtype=np.dtype(value.dtype), varying=varying(value))
 
 
 @functools.partial(
@@ -339,11 +332,7 @@ def _cotangent(
     finally:
         _computed.reset(before)
     value = sum_over(value, aval.varying).astype(aval.dtype)
-    value = product.masked(side, value, own, saved)
-    if aval.out_sharding is None or explicit_sharding(value) == aval.out_sharding:
-        return value
-    # Turned back where groups of a transform lie on one device.
-    return jax.sharding.reshard(value, aval.out_sharding)
+    return product.masked(side, value, own, saved)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,6 @@ from jax import lax
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, Operand, OperandType, RaggedCall
 from mx_jax.backends.primitive import choose
-from mx_jax.backends.select import active
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import AxisNames
@@ -59,7 +58,7 @@ from mx_jax.ops.ragged_operands import (
     without_unused,
 )
 from mx_jax.ops.sharded_operands import agreed_scale
-from mx_jax.ops.tags import GRADIENT, Free, watching
+from mx_jax.ops.tags import GRADIENT, Free, remark, watching
 from mx_jax.ops.watched import watched
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized, unpacked
 from mx_jax.reference import ragged
@@ -293,10 +292,9 @@ def _scaled(
     dtype, precision = how.out_dtype, how.precision
     if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
         contracting = axes.lhs.block_axis, axes.rhs.block_axis
-        if (recorder := active.value) is not None:
-            shapes = " x ".join(f"{x.dtype} {list(x.shape)}" for x in (lhs, rhs))
-            groups = f"{sizes.shape[0]} groups, to {dtype}"
-            recorder.entries.append(f"ragged product {shapes}, {groups} -> jax.lax, not quantized")
+        shapes = " x ".join(f"{x.dtype} {list(x.shape)}" for x in (lhs, rhs))
+        groups = f"{sizes.shape[0]} groups, to {dtype}"
+        remark(f"ragged product {shapes}, {groups} -> jax.lax, not quantized")
         return ragged.scaled_ragged_dot(lhs, rhs, sizes, contracting, dtype, precision)
     call = RaggedCall(
         lhs=OperandType.of(lhs, axes.lhs),

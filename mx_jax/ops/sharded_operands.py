@@ -18,7 +18,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mx_jax.axes import Axes, Side
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.partition_casts import agreed_scale as agreed
-from mx_jax.backends.select import active
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import (
     Spec,
@@ -31,6 +30,7 @@ from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
 from mx_jax.ops.random import fold_in
+from mx_jax.ops.tags import remark
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.sharding.movement import (
@@ -195,11 +195,7 @@ def gathered_once(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(move: Movement, x: jax.Array) -> jax.Array:
-    if (recorder := active.value) is not None:
-        recorder.entries.append(
-            f"operand of shape={x.shape} -> gathered along mesh axes={sorted(move.gathered)} as "
-            "values, once for a product and its gradients"
-        )
+    _explain(x, move, "values, once for a product and its gradients")
     return move.move(x)
 
 
@@ -294,12 +290,9 @@ def _folded(key: Key, move: Movement) -> Key:
 
 
 def _explain(operand: jax.Array, move: Movement, what: str) -> None:
-    """Tell whoever records how an operand moves."""
-    if (recorder := active.value) is not None:
-        names = sorted(move.gathered)
-        recorder.entries.append(
-            f"operand of shape={operand.shape} -> gathered along mesh axes={names} as {what}"
-        )
+    """Say to whoever records how an operand moves."""
+    names = sorted(move.gathered)
+    remark(f"operand of shape={operand.shape} -> gathered along mesh axes={names} as {what}")
 
 
 def _bits_of(operand: jax.Array, spec: OperandSpec) -> str:

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.codecs.scale import LIFT, is_tiny, lift
 from mx_jax.mxarray import MXArray, decode, straight_through
@@ -19,7 +18,6 @@ def scaled_matmul(
     dimension_numbers: lax.DotDimensionNumbers,
     out_dtype: jax.typing.DTypeLike,
     precision: lax.PrecisionLike = None,
-    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """`sum over blocks of X_A X_B (sum over the block of P_A P_B)`.
 
@@ -36,7 +34,6 @@ def scaled_matmul(
       out_dtype: dtype of the product; one rounding from the float32 sum.
       precision: for products with a high-precision operand; two quantized operands always take
         the highest, so that no platform rounds them again on the way in.
-      out_sharding: of the product, as in `jax.lax.dot_general`.
 
     Returns:
       The product, axes in `dot_general`'s order.
@@ -50,7 +47,6 @@ def scaled_matmul(
         dimension_numbers,
         precision=precision,
         preferred_element_type=jnp.float32,
-        out_sharding=out_sharding,
     )
     return unscaled(product, left, right).astype(out_dtype)
 

@@ -6,12 +6,11 @@ import functools
 from collections.abc import Callable, Iterable
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.codecs import packing
 from mx_jax.codecs.explicit_axes import AxisNames
 from mx_jax.mxarray import MXArray
+from mx_jax.sharding.movement import moved_packed
 
 
 def all_to_all(x: MXArray, axis_name: AxisNames, split_axis: int, concat_axis: int) -> MXArray:
@@ -130,9 +129,11 @@ def _sent(
     taken: tuple[int, ...] = (),
 ) -> MXArray:
     """Codes and all scales moved, along axes that are taken; gradients go back as values."""
+    # Whole bytes lie along an axis that stays.
+    sizes = [1 if axis in taken else length for axis, length in enumerate(x.shape)]
     moved = dataclasses.replace(
         x,
-        codes=_moved_packed(x, move, taken),
+        codes=moved_packed(x.codes, x.format.element.bits, move, sizes),
         scales=move(x.scales),
         tensor_scale=None if x.tensor_scale is None else move(x.tensor_scale),
         primal=None,
@@ -140,19 +141,6 @@ def _sent(
     if x.primal is None:
         return moved
     return dataclasses.replace(moved, primal=_linked(back, x.primal, moved))
-
-
-def _moved_packed(x: MXArray, move: Callable[..., jax.Array], taken: tuple[int, ...]) -> jax.Array:
-    """Codes moved at their real width, if whole bytes of them lie along some axis that stays."""
-    bits = x.format.element.bits
-    group = packing.codes_per_group(bits)
-    staying = [axis for axis in range(x.ndim) if axis not in taken]
-    fitting = [axis for axis in staying if x.shape[axis] % group == 0]
-    if group == 1 or not fitting:
-        return move(x.codes)
-    last, length = fitting[-1], x.shape[fitting[-1]]
-    packed = move(jnp.moveaxis(packing.pack(jnp.moveaxis(x.codes, last, -1), bits), -1, last))
-    return jnp.moveaxis(packing.unpack(jnp.moveaxis(packed, last, -1), bits, length), -1, last)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

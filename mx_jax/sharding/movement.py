@@ -8,7 +8,7 @@ gives the codes of the whole block, and what moves are maxima.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -129,7 +129,9 @@ class Movement:
 
     def move_codes(self, x: MXArray) -> MXArray:
         """A quantized operand, gathered as packed codes and scales."""
-        codes = _repacked(x.codes, x.format.element.bits, self)
+        sharded = [axis for axis, part in enumerate(self.stored) if part]
+        bits, sizes = x.format.element.bits, self.shard(x.codes.shape)
+        codes = moved_packed(x.codes, bits, self.move, sizes, sharded)
         # An axis with one scale has the same on each device.
         single = {axis % x.ndim for axis, size in x.blocks if size is WHOLE}
         stored = tuple(() if axis in single else part for axis, part in enumerate(self.stored))
@@ -206,27 +208,30 @@ def type_of(name: str) -> AxisType:
     return mesh.axis_types[mesh.axis_names.index(name)]
 
 
-def _repacked(codes: jax.Array, bits: int, movement: Movement) -> jax.Array:
-    """Codes moved at their real width, if whole bytes of them lie on each device along some axis.
+def moved_packed(
+    codes: jax.Array,
+    bits: int,
+    move: Callable[[jax.Array], jax.Array],
+    sizes: Sequence[int],
+    avoided: Collection[int] = (),
+) -> jax.Array:
+    """Codes moved at their real width, if whole bytes of them are on each device along some axis.
 
-    An axis that nothing shards is best: packing leaves it where it is.
+    Args:
+      codes: one a byte.
+      bits: of a code.
+      move: moves an array with the axes of `codes`.
+      sizes: of each axis, as many codes as whole bytes may be made of.
+      avoided: axes that are packed along only if no other fits: packing leaves the others in place.
     """
-    group, shard = packing.codes_per_group(bits), movement.shard(codes.shape)
-    fitting = [axis for axis in range(codes.ndim) if shard[axis] % group == 0]
+    group = packing.codes_per_group(bits)
+    fitting = [axis for axis, size in enumerate(sizes) if size % group == 0]
     if group == 1 or not fitting:
-        return movement.move(codes)
-    axis = max(fitting, key=lambda axis: (not movement.stored[axis], axis))
-    moved = _turned(movement, axis)
-    packed = moved.move(packing.pack(jnp.moveaxis(codes, axis, -1), bits))
-    length = packed.shape[-1] * 8 // bits
-    return jnp.moveaxis(packing.unpack(packed, bits, length), -1, axis)
-
-
-def _turned(movement: Movement, axis: int) -> Movement:
-    """The same for an array whose axis was moved to the end."""
-    parts = list(movement.stored)
-    parts.append(parts.pop(axis))
-    return dataclasses.replace(movement, stored=tuple(parts))
+        return move(codes)
+    axis = max(fitting, key=lambda axis: (axis not in avoided, axis))
+    packed = move(jnp.moveaxis(packing.pack(jnp.moveaxis(codes, axis, -1), bits), -1, axis))
+    packed = jnp.moveaxis(packed, axis, -1)
+    return jnp.moveaxis(packing.unpack(packed, bits, packed.shape[-1] * 8 // bits), -1, axis)
 
 
 # What a `gather` argument may be.

@@ -1,5 +1,6 @@
 """Models in a folder as the hub has them: quantized by a command, and run as they are stored."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from mx_jax.generate.load import (
 )
 from mx_jax.generate.model import Llama
 from mx_jax.generate.tokenizer import tokenizer_of_folder
+from mx_jax.inspect import explain
 from mx_jax.mxarray import MXArray
 from tests.generate import tiny
 from tests.quick import quick
@@ -107,6 +109,20 @@ def test_matrices_are_joined_under_a_tensor_scale_that_they_share():
     assert not can_join([first, mx_jax.quantize(x, "nvfp4", tensor_scale=0.02)])
     assert not can_join([first, mx_jax.quantize(x, "mxfp4")])
     assert not can_join([first, x])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_explain_says_which_products_stay_apart(shared: bool):
+    encode = functools.partial(mx_jax.quantize, tensor_scale=0.01 if shared else None)
+    tensors = {
+        name: encode(w, "nvfp4") if name.startswith("blk") and w.ndim == 2 else w
+        for name, w in tiny.tensors().items()
+    }
+    params = params_of(tensors, tiny.CONFIG, GGUF, stored=True)
+    apply = Llama(tiny.CONFIG, recipes.weight_only("nvfp4")).apply
+    remarks = explain(lambda params: apply({"params": params}, tiny.TOKENS), params).remarks
+    apart = [text.partition(" -> ")[0] for text in remarks if "share no tensor scale" in text]
+    assert apart == ([] if shared else ["query, key, value", "gate, up"])
 
 
 def test_activations_beside_what_is_stored():
