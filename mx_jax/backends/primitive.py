@@ -432,8 +432,9 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
         return _compute(call, target, *operands)
 
     with on_one_device(devices == 1), asked.on(target), lowered_for(platform):
-        compute = functools.partial(work.compute, how)
-        return mlir.lower_fun(compute, multiple_results=True)(shown or ctx, *values)
+        # Not a partial: JAX reads the signature of what it traces, slowly if it is one.
+        lower = mlir.lower_fun(lambda *leaves: work.compute(how, *leaves), multiple_results=True)
+        return lower(shown or ctx, *values)
 
 
 def _casts_by_parts(call: Call, target: Target) -> bool:

@@ -18,7 +18,6 @@ from jax.ad_checkpoint import checkpoint_name
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, Operand, TransformCall
 from mx_jax.backends.primitive import bind
-from mx_jax.codecs import packing
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key, product_key
@@ -238,7 +237,7 @@ def keep(
     clipped = None
     if masks:
         assert isinstance(taken, MXArray) and not isinstance(turned, Quantized)
-        bits = packing.pack(beyond(turned, taken).astype(jnp.uint8), 1)
+        bits = jnp.packbits(beyond(turned, taken), axis=-1, bitorder="little")
         clipped = checkpoint_name(bits, QUANTIZED)
     return Residual(operand=taken, clipped=clipped, length=given.shape[axes.block_axis])
 

@@ -292,7 +292,8 @@ def _lower(ctx: Any, *values: mlir.ir.Value, handler: Handler, is_split: bool) -
     return mlir.lower_fun(call, multiple_results=True)(ctx, *values)
 
 
-mlir.register_lowering(_HANDLER, _lower)
+# `Work` is what equal calls share: a function for each handler inside would be a second.
+mlir.register_lowering(_HANDLER, _lower, cacheable=False)
 
 
 def _call(handler: Handler, *operands: jax.Array) -> Arrays:
