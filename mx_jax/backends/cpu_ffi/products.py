@@ -132,7 +132,7 @@ def by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
 
 def _tensor_scale(scale: jax.Array | None, axes: str) -> tuple[jax.Array, str]:
     """One for each matrix of an operand, and its axes; an empty array where there is none."""
-    return (np.zeros(0, np.float32), "0") if scale is None else (scale, axes)
+    return (jnp.zeros((0,), jnp.float32), "0") if scale is None else (scale, axes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,7 +169,7 @@ def _side(operand: Operand, axes: Axes, which: Literal["lhs", "rhs"]) -> _Side:
         scale_axes = in_order(f"{k}/{block_size(operand.format)}", rows)
     else:
         elements = operand if operand.dtype in DTYPES else operand.astype(jnp.float32)
-        scales, given, scale_axes = np.zeros(0, np.uint8), None, "0"
+        scales, given, scale_axes = jnp.zeros((0,), jnp.uint8), None, "0"
     # A batch of its own: one matrix's scale may stand for all.
     own = ("*s" if which == "lhs" else "*t") + " 1" * (operand.ndim - len(axes.batch))
     tensor_scale, own = _tensor_scale(given, own)
