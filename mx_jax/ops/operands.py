@@ -20,10 +20,9 @@ from mx_jax.backends.calls import AnyOperand, Operand, TransformCall
 from mx_jax.backends.primitive import bind
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.arguments import Key, product_key
+from mx_jax.ops.arguments import Key, draw_signs, product_key, split_key
 from mx_jax.ops.product import AnyResidual, Residual, note_cast, noted
 from mx_jax.ops.quantize import cast_operand, dequantize_operand, quantize_operand
-from mx_jax.ops.random import draw_signs, split_key
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.sharded_operands import Placed, place
 from mx_jax.packed import PackedMXArray, Quantized

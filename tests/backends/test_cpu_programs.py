@@ -17,8 +17,8 @@ from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import handler
 from mx_jax.backends.cpu_ffi.handler import Geometry
 from mx_jax.backends.select import only_backend
+from mx_jax.ops.arguments import draw_bits
 from mx_jax.ops.operands import transformed
-from mx_jax.ops.random import draw_bits
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
 

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax.ops.random import draw_bits, draw_signs, fold_in, split_key
+from mx_jax.ops.arguments import draw_bits, draw_signs, fold_in, split_key
 from mx_jax.reference import hadamard, random_bits
 from tests.needs import needs_library
 from tests.quick import quick
