@@ -426,7 +426,7 @@ def test_experts_multiply_bfloat16(recipe: str):
     found = [
         [str(x.aval.dtype) for x in (*equation.invars[:2], *equation.outvars)]
         for equation in equations(jaxpr)
-        if equation.primitive.name == "ragged_dot_general"
+        if equation.primitive.name == "mx_grouped_dot"
     ]
     assert found == [["bfloat16", "bfloat16", "float32"]] * 3
     told = [line for line in lines if line.startswith("ragged product")]
