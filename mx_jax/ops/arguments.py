@@ -409,8 +409,8 @@ def draw_bits(key: jax.Array | DerivedKey | None, shape: tuple[int, ...], width:
 def draw_signs(transform: Hadamard, key: jax.Array | DerivedKey | None) -> jax.Array:
     """A transform's signs as int32, of which negative ones stand for -1.
 
-    They are those of `reference.hadamard.draw_signs`: it draws a float32 below 0.5 where the first
-    bit is 0.
+    They are `jax.random.bernoulli`'s, which draws a float32 below 0.5 where the first bit is 0; not
+    `rademacher`'s, which depend on `jax_enable_x64`.
     """
     if transform.signs is not None:
         return jnp.asarray(transform.signs, jnp.int32)

@@ -207,18 +207,12 @@ def grouped_dot(
 ) -> jax.Array:
     """`lax.ragged_dot_general` of the operands of `scaled_ragged_dot`, with what it has not: `vmap`
     of some operands, and derivatives of its derivatives in every order."""
-    how = {"contracting": contracting, "precision": precision, "dtype": np.dtype(dtype)}
-    return _grouped.bind(*vary_alike((lhs, rhs, group_sizes)), **how)
+    how = {"precision": precision, "preferred_element_type": np.dtype(dtype)}
+    return _grouped.bind(*vary_alike((lhs, rhs, group_sizes)), contracting=contracting, **how)
 
 
 def _dot(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    sizes: jax.Array,
-    *,
-    contracting: tuple[int, int],
-    precision: lax.PrecisionLike,
-    dtype: np.dtype,
+    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, contracting: tuple[int, int], **how: Any
 ) -> jax.Array:
     rows_contracted, num_batch = contracting == (-2, -2), sizes.ndim - 1
     batch = tuple(range(num_batch))
@@ -228,16 +222,14 @@ def _dot(
         lhs_ragged_dimensions=(num_batch,),
         rhs_group_dimensions=() if rows_contracted else (num_batch,),
     )
-    result = lax.ragged_dot_general(
-        lhs, rhs, sizes, numbers, precision=precision, preferred_element_type=dtype
-    )
+    result = lax.ragged_dot_general(lhs, rhs, sizes, numbers, **how)
     # With the rows contracted, jax puts the groups before the batch.
     return jnp.moveaxis(result, 0, num_batch) if rows_contracted else result
 
 
-def _type(lhs: Any, rhs: Any, sizes: Any, *, contracting: Any, dtype: Any, **_: Any) -> Any:
+def _type(lhs: Any, rhs: Any, sizes: Any, contracting: tuple[int, int], **how: Any) -> Any:
     rows = (*sizes.shape, lhs.shape[-1]) if contracting == (-2, -2) else lhs.shape[:-1]
-    return result_type(lhs, (*rows, rhs.shape[-3 - contracting[1]]), dtype)
+    return result_type(lhs, (*rows, rhs.shape[-3 - contracting[1]]), how["preferred_element_type"])
 
 
 def _batch(operands: Any, axes: Any, **how: Any) -> tuple[jax.Array, int]:
@@ -253,22 +245,22 @@ def _batch(operands: Any, axes: Any, **how: Any) -> tuple[jax.Array, int]:
 def _jvp(primals: Any, tangents: Any, **how: Any) -> tuple[jax.Array, jax.Array]:
     lhs, rhs, sizes = primals
     pairs = (tangents[0], rhs), (lhs, tangents[1])
-    real = [not isinstance(tangent, ad.Zero) for tangent in tangents[:2]]
-    terms = [grouped_dot(*pair, sizes, **how) for pair, has in zip(pairs, real, strict=True) if has]
-    return grouped_dot(*primals, **how), functools.reduce(jnp.add, terms)
+    real = [pairs[at] for at in (0, 1) if not isinstance(tangents[at], ad.Zero)]
+    terms = [_grouped.bind(*vary_alike((*pair, sizes)), **how) for pair in real]
+    return _grouped.bind(*primals, **how), functools.reduce(jnp.add, terms)
 
 
 def _transpose(g: Any, lhs: Any, rhs: Any, sizes: Any, *, contracting: Any, **how: Any) -> Any:
     """The cotangent of the one operand that the product is linear in."""
     is_lhs = ad.is_undefined_primal(lhs)
-    how["dtype"] = (lhs if is_lhs else rhs).aval.dtype
+    how["preferred_element_type"] = (lhs if is_lhs else rhs).aval.dtype
     if contracting == (-2, -2):
         factors, axes = ((rhs, g), (-1, -1)) if is_lhs else ((lhs, g), (-1, -2))
     elif is_lhs:
         factors, axes = (g, rhs), (-1, -3 - contracting[1])
     else:
         factors, axes = (lhs, g) if contracting[1] == -2 else (g, lhs), (-2, -2)
-    own = grouped_dot(*factors, sizes, axes, **how)
+    own = _grouped.bind(*vary_alike((*factors, sizes)), contracting=axes, **how)
     return (own, None, None) if is_lhs else (None, own, None)
 
 

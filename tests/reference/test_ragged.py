@@ -102,7 +102,8 @@ def test_how_the_product_is_asked_for():
 
         lowered = jax.jit(product).lower().as_text("hlo")
         (dot,) = [e for e in jax.make_jaxpr(product)().eqns if e.primitive.name == "mx_grouped_dot"]
-        assert dot.params["precision"] == precision and dot.params["dtype"] == dtype
+        assert dot.params["precision"] == precision
+        assert dot.params["preferred_element_type"] == dtype
         assert ("operand_precision={highest" in lowered) == (precision == high)
         found = quick(product)()
         assert found.dtype == jnp.bfloat16 and (np.asarray(found) == 32).all()
