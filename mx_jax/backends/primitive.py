@@ -54,8 +54,8 @@ from mx_jax.backends.target import (
     show_devices,
     use_target,
 )
-from mx_jax.codecs.explicit_axes import vary_alike
-from mx_jax.codecs.platform import lowered_for
+from mx_jax.codecs.explicit_axes import result_type, vary_alike
+from mx_jax.codecs.platform import eager, lowered_for
 from mx_jax.packed import PackedMXArray, unpacked
 
 # What codes and integers are the results of: no derivative reaches through them.
@@ -351,7 +351,7 @@ def _primitive(kind: type[Call]) -> Any:
     # Newest JAX asks this of every primitive whose implementations may have custom rules.
     p.is_high = lambda *types, **params: False
     p.def_abstract_eval(_types)
-    p.def_impl(functools.partial(_eager, p))
+    p.def_impl(functools.partial(eager, p))
     batching.primitive_batchers[p] = functools.partial(_batch, p)
     ad.primitive_jvps[p] = functools.partial(_no_slope if issubclass(kind, _SLOPELESS) else _jvp, p)
     for platform in PLATFORMS:
@@ -362,30 +362,8 @@ def _primitive(kind: type[Call]) -> Any:
 
 
 def _types(*types: Any, work: Work) -> list[Any]:
-    # Made from an operand's type, results vary along the same axes of shard_map.
-    like, sizes = types[0], tuple(size for size, _ in reversed(work.batches))
-    return [
-        like.update(
-            shape=(*sizes, *shape),
-            dtype=dtype,
-            weak_type=False,
-            sharding=like.sharding.update(spec=(None,) * (len(sizes) + len(shape))),
-        )
-        for shape, dtype in work.types
-    ]
-
-
-@functools.lru_cache(maxsize=4096)
-def _jitted(p: Any, work: Work) -> Any:
-    run = functools.partial(p.bind, work=work)
-    # As JAX marks its own, or jax_debug_nans would run it again, which comes back here.
-    vars(run).update(_apply_primitive=True, __qualname__=p.name)
-    return jax.jit(run)
-
-
-def _eager(p: Any, *leaves: jax.Array, work: Work) -> Any:
-    with jax.disable_jit(False):  # else jit would come back here
-        return _jitted(p, work)(*leaves)
+    sizes = tuple(size for size, _ in reversed(work.batches))
+    return [result_type(types[0], (*sizes, *shape), dtype) for shape, dtype in work.types]
 
 
 def _batch(p: Any, leaves: Any, axes: Any, *, work: Work) -> Any:
@@ -432,8 +410,9 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
         return _compute(call, target, *operands)
 
     with on_one_device(devices == 1), asked.on(target), lowered_for(platform):
-        compute = functools.partial(work.compute, how)
-        return mlir.lower_fun(compute, multiple_results=True)(shown or ctx, *values)
+        # Not a partial: JAX reads the signature of what it traces, slowly if it is one.
+        lower = mlir.lower_fun(lambda *leaves: work.compute(how, *leaves), multiple_results=True)
+        return lower(shown or ctx, *values)
 
 
 def _casts_by_parts(call: Call, target: Target) -> bool:

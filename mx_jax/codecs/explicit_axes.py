@@ -111,6 +111,12 @@ def _devices(sharding: NamedSharding, part: Partition) -> int:
     return math.prod(sharding.mesh.shape[name] for name in names)
 
 
+def result_type(like: Any, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> Any:
+    """The aval of a primitive's result, made from an operand's: it varies along the same axes."""
+    sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in shape)))
+    return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=sharding)
+
+
 def varying(x: jax.Array) -> frozenset[str]:
     """The shard_map axes along which a value differs, under either of JAX's names for them."""
     kind: Any = jax.typeof(x)

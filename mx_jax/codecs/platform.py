@@ -1,5 +1,6 @@
-"""One of several implementations, by the platform that a program is lowered for."""
+"""One of several implementations, by the platform of a program; primitives outside of programs."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -17,3 +18,17 @@ def platform_dependent(*operands: Any, default: Callable[..., R], **named: Calla
     if lowered_for.value is None:
         return lax.platform_dependent(*operands, default=default, **named)
     return named.get(lowered_for.value, default)(*operands)
+
+
+def eager(primitive: Any, *operands: jax.Array, **params: Any) -> Any:
+    """A primitive's implementation for concrete operands: a program of one equation."""
+    with jax.disable_jit(False):  # else jit would come back here
+        return _jitted(primitive, tuple(params.items()))(*operands)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Any:
+    run = functools.partial(primitive.bind, **dict(params))
+    # As JAX marks its own, or jax_debug_nans would run it again, which comes back here.
+    vars(run).update(_apply_primitive=True, __qualname__=primitive.name)
+    return jax.jit(run)

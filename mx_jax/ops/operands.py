@@ -18,13 +18,11 @@ from jax.ad_checkpoint import checkpoint_name
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, Operand, TransformCall
 from mx_jax.backends.primitive import bind
-from mx_jax.codecs import packing
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.arguments import Key, product_key
+from mx_jax.ops.arguments import Key, draw_signs, product_key, split_key
 from mx_jax.ops.product import AnyResidual, Residual, note_cast, noted
 from mx_jax.ops.quantize import cast_operand, dequantize_operand, quantize_operand
-from mx_jax.ops.random import draw_signs, split_key
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.sharded_operands import Placed, place
 from mx_jax.packed import PackedMXArray, Quantized
@@ -238,7 +236,7 @@ def keep(
     clipped = None
     if masks:
         assert isinstance(taken, MXArray) and not isinstance(turned, Quantized)
-        bits = packing.pack(beyond(turned, taken).astype(jnp.uint8), 1)
+        bits = jnp.packbits(beyond(turned, taken), axis=-1, bitorder="little")
         clipped = checkpoint_name(bits, QUANTIZED)
     return Residual(operand=taken, clipped=clipped, length=given.shape[axes.block_axis])
 

@@ -21,7 +21,6 @@ from jax.interpreters import ad, batching, mlir
 
 from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand, Operand
-from mx_jax.codecs import packing
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.tags import GRADIENT, Free
@@ -75,7 +74,9 @@ class Residual:
         """Where the cast clipped, as booleans in the shape of the operand."""
         if self.clipped is None:
             return None
-        return packing.unpack(self.clipped, 1, self.operand.shape[-1]).astype(jnp.bool_)
+        length = self.operand.shape[-1]
+        bits = jnp.unpackbits(self.clipped, axis=-1, count=length, bitorder="little")
+        return bits.astype(jnp.bool_)
 
 
 Extra = TypeVar("Extra", contravariant=True)

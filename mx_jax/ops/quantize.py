@@ -28,9 +28,10 @@ from mx_jax.ops.arguments import (
     blocks_along,
     check_key,
     check_tensor_scale,
+    draw_bits,
+    split_key,
 )
 from mx_jax.ops.product import one_program, zero_cotangents
-from mx_jax.ops.random import draw_bits, split_key
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.scale_rules import ScaleRule

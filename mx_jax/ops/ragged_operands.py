@@ -17,7 +17,7 @@ from mx_jax.codecs.explicit_axes import explicit_mesh
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.arguments import Key
+from mx_jax.ops.arguments import Key, draw_bits
 from mx_jax.ops.operands import (
     SWAPPED,
     check_whole_groups,
@@ -30,7 +30,6 @@ from mx_jax.ops.operands import (
 )
 from mx_jax.ops.product import AnyResidual, Primal, R, note_cast
 from mx_jax.ops.quantize import dequantize_operand, quantize_operand
-from mx_jax.ops.random import draw_bits
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.sharded_operands import Placed, given_moves, place, stored
 from mx_jax.packed import Quantized, unpacked

@@ -28,8 +28,7 @@ from mx_jax.codecs.explicit_axes import (
 )
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.arguments import Key
-from mx_jax.ops.random import fold_in
+from mx_jax.ops.arguments import Key, fold_in
 from mx_jax.ops.tags import remark
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard

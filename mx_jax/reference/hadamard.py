@@ -103,16 +103,6 @@ def matrix(size: int) -> np.ndarray:
     return (_sylvester(size) / math.sqrt(size)).astype(np.float32)
 
 
-def draw_signs(transform: Hadamard, key: jax.Array | None) -> jax.Array:
-    """The transform's signs, float32 `[size]`; from the key if it draws them."""
-    if transform.signs is not None:
-        return jnp.asarray(transform.signs, jnp.float32)
-    assert key is not None, "random signs without a key"
-    # jax.random.rademacher compares default floats: under jax_enable_x64 it draws other signs.
-    drawn = jax.random.bernoulli(key, jnp.float32(0.5), (transform.size,))
-    return jnp.where(drawn, jnp.float32(1), jnp.float32(-1))
-
-
 def apply(
     x: jax.Array, signs: jax.Array, axis: int = -1, *, in_bfloat16: bool = False
 ) -> jax.Array:

@@ -7,14 +7,21 @@ row takes the scale of its group.
 """
 
 import dataclasses
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.explicit_axes import result_type, vary_alike
+from mx_jax.codecs.platform import eager
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.codecs.scale import encode_scaled
 from mx_jax.mxarray import MXArray
@@ -198,31 +205,69 @@ def grouped_dot(
     precision: lax.PrecisionLike,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """`lax.ragged_dot_general` of the operands of `scaled_ragged_dot`, also under `vmap`."""
-    rows_contracted = contracting == (-2, -2)
+    """`lax.ragged_dot_general` of the operands of `scaled_ragged_dot`, with what it has not: `vmap`
+    of some operands, and derivatives of its derivatives in every order."""
+    how = {"precision": precision, "preferred_element_type": np.dtype(dtype)}
+    return _grouped.bind(*vary_alike((lhs, rhs, group_sizes)), contracting=contracting, **how)
 
-    @jax.custom_batching.custom_vmap
-    def product(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
-        num_batch = group_sizes.ndim - 1
-        batch = tuple(range(num_batch))
-        axes = (lhs.ndim + contracting[0],), (rhs.ndim + contracting[1],)
-        numbers = lax.RaggedDotDimensionNumbers(
-            dot_dimension_numbers=(axes, (batch, batch)),
-            lhs_ragged_dimensions=(num_batch,),
-            rhs_group_dimensions=() if rows_contracted else (num_batch,),
-        )
-        result = lax.ragged_dot_general(
-            lhs, rhs, group_sizes, numbers, precision=precision, preferred_element_type=dtype
-        )
-        # With the rows contracted, jax puts the groups before the batch.
-        return jnp.moveaxis(result, 0, num_batch) if rows_contracted else result
 
-    @product.def_vmap
-    def batched(axis_size: int, is_batched: list[bool], *operands: jax.Array):
-        # jax's own rule only takes operands that are all mapped, all along their first axis.
-        every = zip(operands, is_batched, strict=True)
-        return product(
-            *(x if has else jnp.broadcast_to(x, (axis_size, *x.shape)) for x, has in every)
-        ), True
+def _dot(
+    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, contracting: tuple[int, int], **how: Any
+) -> jax.Array:
+    rows_contracted, num_batch = contracting == (-2, -2), sizes.ndim - 1
+    batch = tuple(range(num_batch))
+    axes = (lhs.ndim + contracting[0],), (rhs.ndim + contracting[1],)
+    numbers = lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(axes, (batch, batch)),
+        lhs_ragged_dimensions=(num_batch,),
+        rhs_group_dimensions=() if rows_contracted else (num_batch,),
+    )
+    result = lax.ragged_dot_general(lhs, rhs, sizes, numbers, **how)
+    # With the rows contracted, jax puts the groups before the batch.
+    return jnp.moveaxis(result, 0, num_batch) if rows_contracted else result
 
-    return product(lhs, rhs, group_sizes)
+
+def _type(lhs: Any, rhs: Any, sizes: Any, contracting: tuple[int, int], **how: Any) -> Any:
+    rows = (*sizes.shape, lhs.shape[-1]) if contracting == (-2, -2) else lhs.shape[:-1]
+    return result_type(lhs, (*rows, rhs.shape[-3 - contracting[1]]), how["preferred_element_type"])
+
+
+def _batch(operands: Any, axes: Any, **how: Any) -> tuple[jax.Array, int]:
+    """jax's own rule only takes operands that are all mapped, all along their first axis."""
+    (size, *_) = [x.shape[at] for x, at in zip(operands, axes, strict=True) if at is not None]
+    every = (
+        jnp.broadcast_to(x, (size, *x.shape)) if at is None else jnp.moveaxis(x, at, 0)
+        for x, at in zip(operands, axes, strict=True)
+    )
+    return _grouped.bind(*every, **how), 0
+
+
+def _jvp(primals: Any, tangents: Any, **how: Any) -> tuple[jax.Array, jax.Array]:
+    lhs, rhs, sizes = primals
+    pairs = (tangents[0], rhs), (lhs, tangents[1])
+    real = [pairs[at] for at in (0, 1) if not isinstance(tangents[at], ad.Zero)]
+    terms = [_grouped.bind(*vary_alike((*pair, sizes)), **how) for pair in real]
+    return _grouped.bind(*primals, **how), functools.reduce(jnp.add, terms)
+
+
+def _transpose(g: Any, lhs: Any, rhs: Any, sizes: Any, *, contracting: Any, **how: Any) -> Any:
+    """The cotangent of the one operand that the product is linear in."""
+    is_lhs = ad.is_undefined_primal(lhs)
+    how["preferred_element_type"] = (lhs if is_lhs else rhs).aval.dtype
+    if contracting == (-2, -2):
+        factors, axes = ((rhs, g), (-1, -1)) if is_lhs else ((lhs, g), (-1, -2))
+    elif is_lhs:
+        factors, axes = (g, rhs), (-1, -3 - contracting[1])
+    else:
+        factors, axes = (lhs, g) if contracting[1] == -2 else (g, lhs), (-2, -2)
+    own = _grouped.bind(*vary_alike((*factors, sizes)), contracting=axes, **how)
+    return (own, None, None) if is_lhs else (None, own, None)
+
+
+_grouped: Any = Primitive("mx_grouped_dot")
+_grouped.is_high = lambda *types, **params: False
+_grouped.def_abstract_eval(_type)
+_grouped.def_impl(functools.partial(eager, _grouped))
+batching.primitive_batchers[_grouped] = _batch
+ad.primitive_jvps[_grouped], ad.primitive_transposes[_grouped] = _jvp, _transpose
+mlir.register_lowering(_grouped, mlir.lower_fun(_dot, multiple_results=False))

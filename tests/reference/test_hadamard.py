@@ -47,12 +47,6 @@ def test_where_signs_come_from():
     assert (fixed.is_random, drawn.is_random) == (False, True)
     assert len({fixed, drawn, Hadamard(size=2, signs=(1, -1))}) == 2
     assert hadamard.seeded(8, seed=3) == Hadamard(size=8, signs=(-1, 1, 1, 1, -1, 1, 1, -1))
-    given = hadamard.draw_signs(fixed, None)
-    assert given.dtype == jnp.float32 and np.asarray(given).tolist() == [1, -1]
-    key = jax.random.key(0)
-    many = np.asarray(hadamard.draw_signs(Hadamard(size=64, signs=None), key))
-    expected = np.asarray(jax.random.bernoulli(key, jnp.float32(0.5), (64,)))
-    np.testing.assert_array_equal(many, np.where(expected, np.float32(1), np.float32(-1)))
 
 
 def test_transform_along_an_axis():

@@ -100,10 +100,10 @@ def test_how_the_product_is_asked_for():
         def product(lhs=lhs, rhs=rhs):
             return scaled_ragged_dot(lhs, rhs, sizes, (-1, -2), jnp.bfloat16, precision=low)
 
-        calls = [e for e in jax.make_jaxpr(product)().eqns if "call" in e.params]
-        (dot,) = calls[-1].params["call"].jaxpr.eqns
-        assert dot.primitive.name == "ragged_dot_general"
-        assert dot.params["precision"] == (precision, precision)
-        assert jnp.dtype(dot.params["preferred_element_type"]) == dtype
+        lowered = jax.jit(product).lower().as_text("hlo")
+        (dot,) = [e for e in jax.make_jaxpr(product)().eqns if e.primitive.name == "mx_grouped_dot"]
+        assert dot.params["precision"] == precision
+        assert dot.params["preferred_element_type"] == dtype
+        assert ("operand_precision={highest" in lowered) == (precision == high)
         found = quick(product)()
         assert found.dtype == jnp.bfloat16 and (np.asarray(found) == 32).all()

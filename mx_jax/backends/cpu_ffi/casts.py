@@ -202,7 +202,7 @@ def quantize(
     call: QuantizeCall,
 ) -> MXArray:
     """x quantized: elements by the handler, what some rules do besides by plain JAX."""
-    x, rule = lax.stop_gradient(x), call.scale_rule
+    rule = call.scale_rule
     tensor_scale = _known_scale(x, tensor_scale, call)
     how = _quantize
     if rule.correction is not None:
@@ -360,7 +360,6 @@ def quantize_both(
     x: jax.Array, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeBothCall
 ) -> tuple[MXArray, MXArray]:
     """x quantized twice by the handler."""
-    x = lax.stop_gradient(x)
     last, other = _ordered(call)
     swapped = last is not call.first
     first, second = random_bits

@@ -25,7 +25,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mx_jax.backends.target import devices_sharing, on_one_device, show_devices
 from mx_jax.codecs.blocks import num_blocks
-from mx_jax.codecs.explicit_axes import vary_alike
+from mx_jax.codecs.explicit_axes import result_type, vary_alike
+from mx_jax.codecs.platform import eager
 from mx_jax.formats import WHOLE, BlockSize, Whole
 from mx_jax.sharding.partition import fine_mesh, stored_parts
 
@@ -240,36 +241,14 @@ _HANDLER.multiple_results = True
 _HANDLER.is_high = lambda *types, **params: False
 
 
-@functools.lru_cache(maxsize=4096)
-def _jitted(handler: Handler, is_split: bool) -> Any:
-    return jax.jit(functools.partial(_HANDLER.bind, handler=handler, is_split=is_split))
-
-
-@_HANDLER.def_impl
-def _eager(*operands: jax.Array, handler: Handler, is_split: bool) -> Any:
-    with jax.disable_jit(False):  # else jit would come back here
-        return _jitted(handler, is_split)(*operands)
+_HANDLER.def_impl(functools.partial(eager, _HANDLER))
 
 
 @_HANDLER.def_abstract_eval
 def _types(*types: ShapedArray, handler: Handler, **_: object) -> tuple[Any, ...]:
     shapes = handler.geometry(tuple(x.shape for x in types)).result_shapes()
-    return _like(types[0], [shape for _, shape in shapes], handler.dtypes)
-
-
-def _like(
-    like: ShapedArray, shapes: Sequence[Shape], dtypes: Sequence[np.dtype]
-) -> tuple[Any, ...]:
-    """Types made from an operand's: results vary along the same axes of a shard_map."""
-    return tuple(
-        like.update(
-            shape=shape,
-            dtype=dtype,
-            weak_type=False,
-            sharding=like.sharding.update(spec=PartitionSpec(*(None for _ in shape))),
-        )
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    )
+    every = zip(shapes, handler.dtypes, strict=True)
+    return tuple(result_type(types[0], shape, dtype) for (_, shape), dtype in every)
 
 
 def _lower(ctx: Any, *values: mlir.ir.Value, handler: Handler, is_split: bool) -> Any:
@@ -292,14 +271,16 @@ def _lower(ctx: Any, *values: mlir.ir.Value, handler: Handler, is_split: bool) -
     return mlir.lower_fun(call, multiple_results=True)(ctx, *values)
 
 
-mlir.register_lowering(_HANDLER, _lower)
+# `Work` is what equal calls share: a function for each handler inside would be a second.
+mlir.register_lowering(_HANDLER, _lower, cacheable=False)
 
 
 def _call(handler: Handler, *operands: jax.Array) -> Arrays:
     """The handler on whole or local arrays: axes in parentheses become one."""
     geometry = handler.geometry(tuple(operand.shape for operand in operands))
     shapes = geometry.result_shapes()
-    types = _like(jax.typeof(operands[0]), [merged for merged, _ in shapes], handler.dtypes)
+    like, every = jax.typeof(operands[0]), zip(shapes, handler.dtypes, strict=True)
+    types = tuple(result_type(like, merged, dtype) for (merged, _), dtype in every)
     found = jax.ffi.ffi_call(handler.target, types)(*geometry.merge(operands), **handler.arguments)
     return tuple(
         result if shape == merged else result.reshape(shape)
