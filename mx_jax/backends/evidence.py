@@ -551,13 +551,9 @@ def row_about(call: Call, backend: Backend, target: Target) -> Row | None:
         )
     work = Work.of(call, backend.name) if here else None
     if work is not None and work.packed:
-        same = {
-            row.work.rows for row in here if dataclasses.replace(row.work, rows=work.rows) == work
-        }
-        nearest = min(
-            same, key=lambda rows: abs(_octave(rows) - _octave(work.rows)), default=work.rows
-        )
-        work = dataclasses.replace(work, rows=nearest)
+        other = {row.work for row in here if dataclasses.replace(row.work, rows=work.rows) == work}
+        place = _octave(work.rows)
+        work = min(other, key=lambda own: abs(_octave(own.rows) - place), default=work)
     return _worst(here, work)
 
 

@@ -185,8 +185,6 @@ def _rejects(call: MatmulCall, target: Target) -> str | None:
     row = row_of(call, target)
     if isinstance(row, str):
         return row
-    if call.out_sharding is not None:
-        return f"takes no out_sharding, got out_sharding={call.out_sharding}"
     return (
         _rejects_k(call) or rejects_scale_axes(call, batch=False) or rejects_parts_of_blocks(call)
     )

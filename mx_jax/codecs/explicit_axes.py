@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 Spec = NamedSharding | PartitionSpec
@@ -111,7 +112,7 @@ def _devices(sharding: NamedSharding, part: Partition) -> int:
     return math.prod(sharding.mesh.shape[name] for name in names)
 
 
-def result_type(like: Any, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> Any:
+def result_type(like: ShapedArray, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> Any:
     """The aval of a primitive's result, made from an operand's: it varies along the same axes."""
     sharding = like.sharding.update(spec=PartitionSpec(*(None for _ in shape)))
     return like.update(shape=tuple(shape), dtype=dtype, weak_type=False, sharding=sharding)

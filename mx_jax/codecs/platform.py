@@ -1,11 +1,12 @@
 """One of several implementations, by the platform of a program; primitives outside of programs."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
 
 R = TypeVar("R")
 
@@ -20,14 +21,14 @@ def platform_dependent(*operands: Any, default: Callable[..., R], **named: Calla
     return named.get(lowered_for.value, default)(*operands)
 
 
-def eager(primitive: Any, *operands: jax.Array, **params: Any) -> Any:
+def eager(primitive: Primitive, *operands: jax.Array, **params: Hashable) -> Any:
     """A primitive's implementation for concrete operands: a program of one equation."""
     with jax.disable_jit(False):  # else jit would come back here
         return _jitted(primitive, tuple(params.items()))(*operands)
 
 
 @functools.lru_cache(maxsize=4096)
-def _jitted(primitive: Any, params: tuple[tuple[str, Any], ...]) -> Any:
+def _jitted(primitive: Primitive, params: tuple[tuple[str, Hashable], ...]) -> Any:
     run = functools.partial(primitive.bind, **dict(params))
     # As JAX marks its own, or jax_debug_nans would run it again, which comes back here.
     vars(run).update(_apply_primitive=True, __qualname__=primitive.name)

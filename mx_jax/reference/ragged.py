@@ -8,12 +8,14 @@ row takes the scale of its group.
 
 import dataclasses
 import functools
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -227,12 +229,16 @@ def _dot(
     return jnp.moveaxis(result, 0, num_batch) if rows_contracted else result
 
 
-def _type(lhs: Any, rhs: Any, sizes: Any, contracting: tuple[int, int], **how: Any) -> Any:
+def _type(
+    lhs: ShapedArray, rhs: ShapedArray, sizes: ShapedArray, contracting: tuple[int, int], **how: Any
+) -> ShapedArray:
     rows = (*sizes.shape, lhs.shape[-1]) if contracting == (-2, -2) else lhs.shape[:-1]
     return result_type(lhs, (*rows, rhs.shape[-3 - contracting[1]]), how["preferred_element_type"])
 
 
-def _batch(operands: Any, axes: Any, **how: Any) -> tuple[jax.Array, int]:
+def _batch(
+    operands: Sequence[jax.Array], axes: Sequence[int | None], **how: Hashable
+) -> tuple[jax.Array, int]:
     """jax's own rule only takes operands that are all mapped, all along their first axis."""
     (size, *_) = [x.shape[at] for x, at in zip(operands, axes, strict=True) if at is not None]
     every = (
@@ -242,7 +248,9 @@ def _batch(operands: Any, axes: Any, **how: Any) -> tuple[jax.Array, int]:
     return _grouped.bind(*every, **how), 0
 
 
-def _jvp(primals: Any, tangents: Any, **how: Any) -> tuple[jax.Array, jax.Array]:
+def _jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], **how: Hashable
+) -> tuple[jax.Array, jax.Array]:
     lhs, rhs, sizes = primals
     pairs = (tangents[0], rhs), (lhs, tangents[1])
     real = [pairs[at] for at in (0, 1) if not isinstance(tangents[at], ad.Zero)]
@@ -250,7 +258,15 @@ def _jvp(primals: Any, tangents: Any, **how: Any) -> tuple[jax.Array, jax.Array]
     return _grouped.bind(*primals, **how), functools.reduce(jnp.add, terms)
 
 
-def _transpose(g: Any, lhs: Any, rhs: Any, sizes: Any, *, contracting: Any, **how: Any) -> Any:
+def _transpose(
+    g: jax.Array,
+    lhs: Any,
+    rhs: Any,
+    sizes: jax.Array,
+    *,
+    contracting: tuple[int, int],
+    **how: Any,
+) -> tuple[jax.Array | None, ...]:
     """The cotangent of the one operand that the product is linear in."""
     is_lhs = ad.is_undefined_primal(lhs)
     how["preferred_element_type"] = (lhs if is_lhs else rhs).aval.dtype

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 import mx_jax
 from mx_jax import formats
@@ -109,10 +108,6 @@ def test_jit_does_not_split_a_kernel(monkeypatch: pytest.MonkeyPatch):
             "needs values that bfloat16 holds on both sides, got lhs=float8_row",
         ),
         (call_of(out_dtype="float64"), "gives float32, bfloat16 or float16, got out_dtype=float64"),
-        (
-            dataclasses.replace(TAKEN, out_sharding=PartitionSpec("x")),
-            "takes no out_sharding, got out_sharding=P",
-        ),
         (
             call_of(k=(2, 40)),
             r"whole blocks of 32, got rhs_shape=\(7, 2, 40\), contracting=\(1, 2\)",

@@ -58,7 +58,7 @@ def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> ja
 def _is_decoded(call: MatmulCall) -> bool:
     """Whether all that is quantized is float8 under float32 scales, and not packed."""
     found = [own for _, own in call.sides if own.format is not None]
-    return call.out_sharding is None and all(
+    return all(
         own.format is not None
         and own.format.scale.is_float32
         and own.packed_by is None

@@ -40,8 +40,6 @@ def rejects(call: MatmulCall) -> str | None:
         return "was built without products; build it again"
     if call.rhs.packed_by == "cpu_ffi" and plain_format(call.rhs.format) is not None:
         call = plain_call(call)
-    if call.out_sharding is not None:
-        return f"takes no out_sharding, got out_sharding={call.out_sharding}"
     if call.out_dtype not in DTYPES:
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
     if (reason := rejects_scale_axes(call, batch=True)) is not None:

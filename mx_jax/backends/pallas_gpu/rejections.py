@@ -37,8 +37,6 @@ def rejects(
     reason = rejects_machine(target, jax_version)
     if reason is not None:
         return reason
-    if call.out_sharding is not None:
-        return f"takes no out_sharding, got out_sharding={call.out_sharding}"
     if call.out_dtype not in _OUTPUTS:
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
     return rejects_scale_axes(call, batch=False) or _rejects_formats(call) or _rejects_sizes(call)
