@@ -1,6 +1,6 @@
 """Bytes that whole products move on a GPU by default, beside bfloat16's.
 
-    python tests/gpu/plain_traffic.py sm_90a [FILE | experts]
+    python tests/gpu/plain_traffic.py sm_100a [FILE | experts]
 
 A process of its own, as `compile_for` is. One line of JSON for each case; with a FILE, all of them
 as one list; or of experts alone. Counted, not measured, as `traffic.py` counts: every kernel of the

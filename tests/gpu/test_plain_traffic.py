@@ -43,7 +43,7 @@ def test_whole_axes():
     """Of float8_rowwise: each tensor is read twice, for one cast as for both of them."""
     moved = {(line["what"], line["by"]): line["MiB"] for line in recorded()}
     assert moved["whole axes", "float8_rowwise"] <= 650
-    assert moved["whole axes, with gradients", "float8_rowwise"] <= 1300
+    assert moved["whole axes, with gradients", "float8_rowwise"] <= 1450
 
 
 def check_experts(lines: list[dict]) -> None:
@@ -60,7 +60,7 @@ def test_recorded_experts():
     assert filled_up["mxfp8_e4m3"] <= 8.5 and filled_up["mxfp4"] <= 4.4
 
 
-@pytest.mark.parametrize("target", ["sm_90a", test_compile.slow("sm_100a")])
+@pytest.mark.parametrize("target", ["sm_100a", test_compile.slow("sm_90a")])
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA compiles FP4 from JAX 0.12 on")
 def test_experts(target: str, tmp_path: Path):
     lines = run("plain_traffic.py", tmp_path, target, "experts").splitlines()
@@ -70,7 +70,7 @@ def test_experts(target: str, tmp_path: Path):
 @pytest.mark.slow
 def test_traffic(tmp_path: Path):
     """The same on the version of JAX that it was recorded with; on others, as much at most."""
-    lines = list(map(json.loads, run("plain_traffic.py", tmp_path, "sm_90a").splitlines()))
+    lines = list(map(json.loads, run("plain_traffic.py", tmp_path, "sm_100a").splitlines()))
     same = json.loads(RECORDED.read_text())["jax"] == jax.__version__
     for line, before in zip(lines, recorded(), strict=True):
         assert {key: line[key] for key in ("what", "by")} == {k: before[k] for k in ("what", "by")}
