@@ -41,7 +41,7 @@ def settle_evidence(run: Run, rows: Sequence[Row], path: Path) -> None:
 
 
 def _choices(rows: Sequence[Row]) -> set[object]:
-    return {row.choice for row in rows}
+    return {(row.backend, row.kernel, row.work, row.source) for row in rows}
 
 
 def _named(rows: Sequence[Row]) -> str:

@@ -54,7 +54,7 @@ from mx_jax.backends.target import (
     show_devices,
     use_target,
 )
-from mx_jax.codecs.explicit_axes import result_type, vary_alike
+from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.platform import eager, lowered_for
 from mx_jax.packed import PackedMXArray, unpacked
 
@@ -362,8 +362,17 @@ def _primitive(kind: type[Call]) -> Any:
 
 
 def _types(*types: Any, work: Work) -> list[Any]:
-    sizes = tuple(size for size, _ in reversed(work.batches))
-    return [result_type(types[0], (*sizes, *shape), dtype) for shape, dtype in work.types]
+    # Made from an operand's type, results vary along the same axes of shard_map.
+    like, sizes = types[0], tuple(size for size, _ in reversed(work.batches))
+    return [
+        like.update(
+            shape=(*sizes, *shape),
+            dtype=dtype,
+            weak_type=False,
+            sharding=like.sharding.update(spec=(None,) * (len(sizes) + len(shape))),
+        )
+        for shape, dtype in work.types
+    ]
 
 
 def _batch(p: Any, leaves: Any, axes: Any, *, work: Work) -> Any:

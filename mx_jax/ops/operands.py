@@ -236,7 +236,9 @@ def keep(
     clipped = None
     if masks:
         assert isinstance(taken, MXArray) and not isinstance(turned, Quantized)
-        bits = jnp.packbits(beyond(turned, taken), axis=-1, bitorder="little")
+        clips = beyond(turned, taken)
+        with jax.enable_x64(False):  # else packbits adds in 64 bits
+            bits = jnp.packbits(clips, axis=-1, bitorder="little")
         clipped = checkpoint_name(bits, QUANTIZED)
     return Residual(operand=taken, clipped=clipped, length=given.shape[axes.block_axis])
 

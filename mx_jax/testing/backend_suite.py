@@ -376,9 +376,9 @@ def _what_bfloat16_holds_on_accelerators(call: Call, target: Target) -> bool:
     return all(own.format in BLOCK_FORMATS or own.dtype == jnp.bfloat16 for _, own in call.sides)
 
 
-def _mxfp8_on_one_gpu_from_ada_on(call: Call, target: Target) -> bool:
+def _mxfp8_on_one_gpu_from_ada_on_but_hopper(call: Call, target: Target) -> bool:
     capability = target.compute_capability
-    if target.num_devices > 1 or capability is None or capability < (8, 9):
+    if target.num_devices > 1 or capability in (None, (9, 0)) or capability < (8, 9):
         return False
     if not isinstance(call, MatmulCall) or len(call.lhs.axes.contracting) != 1:
         return False
@@ -433,7 +433,7 @@ def _mxfp8_and_nvfp4_on_blackwell(call: Call, target: Target) -> bool:
 PROMISES: Mapping[str, Promise] = {
     "xla": _whole_axis_float8_on_gpu,
     "cpu_ffi": _what_the_handlers_compute,
-    "xla_scaled": _mxfp8_on_one_gpu_from_ada_on,
+    "xla_scaled": _mxfp8_on_one_gpu_from_ada_on_but_hopper,
     "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
     "reference": lambda call, target: not isinstance(call, QuantizeBothCall),
     "pallas_gpu": _casts_and_few_bit_weights_from_ampere_on,
