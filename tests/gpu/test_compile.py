@@ -24,7 +24,7 @@ from tests.gpu.sass import issued, main_loop
 # What ptxas calls each compute capability that has kernels.
 GPUS = {f"sm_{major}{minor}{'a' * (major >= 9)}": (major, minor) for major, minor in capabilities()}
 SCRIPT = Path(__file__).with_name("compile_for.py")
-# 65536 registers, three warpgroups of 128 threads.
+# 65536 registers, three warpgroups of 128 threads; one thread has at most 255.
 MAX_REGISTERS = 168
 
 pytestmark = [
@@ -63,9 +63,16 @@ def compile_for(folder: Path, *arguments: str) -> list[str]:
     reports = [path.read_text() for path in folder.glob("*.ptxas")]
     for report in reports:
         assert "0 bytes spill stores, 0 bytes spill loads" in report
-        (registers,) = re.findall(r"Used (\d+) registers", report)
-        assert int(registers) <= MAX_REGISTERS
+    for path in folder.glob("*.ptx"):
+        assert_few_registers(path)
     return reports
+
+
+def assert_few_registers(ptx: Path) -> None:
+    """As many as three warpgroups can have; of a kernel of two, as those can."""
+    (registers,) = re.findall(r"Used (\d+) registers", ptx.with_suffix(".ptxas").read_text())
+    threads = re.findall(r"\.maxntid (\d+)", ptx.read_text())
+    assert int(registers) <= (255 if threads == ["256"] else MAX_REGISTERS), ptx
 
 
 # Most instructions that are issued for a code, copies too; a little above what was found.
@@ -92,8 +99,10 @@ def test_hopper(name: str, limit: float, tmp_path: Path):
         assert re.search(r"wgmma\.mma_async\S*k16\.f32\.bf16\.bf16", path.read_text()), path
         assert registers_asked(path.read_text()) <= registers_given(path), path
         assert "HGMMA.64x" in disassembly(path, "sm_90a"), path
-    first = tmp_path / f"mx_jax_wgmma_{name}_0.ptx"
-    assert sum(issued(disassembly(first, "sm_90a"), table[0][1])) <= limit
+    # Of the tile of four warpgroups, the loops of whose copies `issued` finds.
+    place, tiles = next((i, own) for i, (_, own) in enumerate(table) if own.n == 256)
+    first = tmp_path / f"mx_jax_wgmma_{name}_{2 * place}.ptx"
+    assert sum(issued(disassembly(first, "sm_90a"), tiles)) <= limit
 
 
 def registers_asked(ptx: str) -> int:
