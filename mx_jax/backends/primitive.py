@@ -362,7 +362,7 @@ def _primitive(kind: type[Call]) -> Any:
 
 
 def _types(*types: Any, work: Work) -> list[Any]:
-    # Made from an operand's type, results vary along the same axes of shard_map.
+    # `result_type`, written out: every equation passes here, and need not enter another file.
     like, sizes = types[0], tuple(size for size, _ in reversed(work.batches))
     return [
         like.update(

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mx_jax
 from mx_jax import formats
 from mx_jax.backends.calls import PackCall
 from mx_jax.backends.pallas_gpu import backend_for, products
@@ -122,6 +123,16 @@ def test_blackwell_decodes_what_it_cannot_take_as_it_is(case: MatmulCase):
 )
 def test_is_near_float64(case: MatmulCase, how: dict[str, Any]):
     check_matmul(backend_for(**how), case)
+
+
+def test_packed_weights_of_many_rows_are_unpacked_and_dequantized_apart():
+    """XLA would fuse both into its product, and copy out of the layout again in each tile."""
+    weights = jax.eval_shape(PackedWeights.of, mx_jax.quantize(jnp.ones((1, 128, 128)), "mxfp4"))
+    x = jax.ShapeDtypeStruct((1, 1024, 128), jnp.bfloat16)
+    out = jnp.dtype(jnp.bfloat16)
+    made = jax.make_jaxpr(lambda x, w: products.by_weights(x, w, out, SM90))(x, weights)
+    names = [eqn.primitive.name for eqn in made.eqns]
+    assert names.count("optimization_barrier") == 2
 
 
 @pytest.mark.parametrize(
