@@ -109,7 +109,8 @@ _BINARY = "add + sub - mul * truediv / floordiv // mod % pow ** matmul @".split(
 for _name, _symbol in zip(_BINARY[::2], _BINARY[1::2], strict=True):
     setattr(ArrayOfCodes, f"__{_name}__", _without_arithmetic(_symbol))
     setattr(ArrayOfCodes, f"__r{_name}__", _without_arithmetic(_symbol))
-for _name, _symbol in {"neg": "-", "pos": "+", "abs": "abs"}.items():
+_OTHERS = "neg - pos + abs abs int int float float complex complex round round lt < le <= gt > ge >="
+for _name, _symbol in zip(_OTHERS.split()[::2], _OTHERS.split()[1::2], strict=True):
     setattr(ArrayOfCodes, f"__{_name}__", _without_arithmetic(_symbol))
 
 

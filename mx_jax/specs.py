@@ -92,11 +92,20 @@ class OperandSpec:
         """How many random bits an element consumes, or a scale; 0: the cast needs no key."""
         return self.scale_rule.rounding.random_bits or self.rounding.random_bits
 
+    def names(self) -> dict[str, Any]:
+        """Its parts by their names, where a name stands for a part."""
+        return {
+            "format": _name_of(self.format, block_format),
+            "scale_rule": _name_of(self.scale_rule, lambda name: scale_rule_for(name, self.format)),
+            "rounding": _name_of(self.rounding, rounding_mode),
+            "prescale": self.prescale,
+        }
+
     def __repr__(self) -> str:
-        rule = _name_of(self.scale_rule, lambda name: scale_rule_for(name, self.format))
-        text = f"operand({_name_of(self.format, block_format)!r}, scale_rule={rule!r}"
+        parts = self.names()
+        text = f"operand({parts['format']!r}, scale_rule={parts['scale_rule']!r}"
         if self.rounding != NEAREST:
-            text += f", rounding={_name_of(self.rounding, rounding_mode)!r}"
+            text += f", rounding={parts['rounding']!r}"
         return f"{text}, prescale={self.prescale!r})" if self.prescale != 1 else f"{text})"
 
     def __str__(self) -> str:

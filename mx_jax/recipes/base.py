@@ -1,10 +1,13 @@
 """Recipe: the decisions of a matmul, with the callable that carries them into other layers."""
 
+import contextlib
 import dataclasses
+import functools
+import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import EllipsisType
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +15,9 @@ import jax.numpy as jnp
 from mx_jax import formats
 from mx_jax.codecs.rounding import NEAREST, Rounding, rounding_mode
 from mx_jax.formats.block import FormatLike, known_block
+from mx_jax.formats.element import nearest
 from mx_jax.mxarray import html_table
-from mx_jax.ops.arguments import named_recipe
+from mx_jax.ops.arguments import RECIPES_OF_A_FORMAT, named_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.reference import scale_rules
 from mx_jax.reference.hadamard import Hadamard
@@ -23,7 +27,6 @@ from mx_jax.specs import (
     MatmulSpec,
     OperandSpec,
     Residuals,
-    arguments_of,
     operand,
 )
 
@@ -83,6 +86,8 @@ _SIDES = ("lhs", "rhs")
 _OF_ALL = ("scale_rule", "rounding", "transform")
 _OF_PRODUCT = ("lhs", "rhs", "transform", "fast_accumulation")
 _OF_OPERAND = ("format", "scale_rule", "rounding", "prescale")
+_OF_RECIPE = ("residuals", "mask_clipped", "gather", "reduce_dtype")
+_WORDS = (*_OF_TENSORS, *_OF_ALL, *TENSORS, *_OF_RECIPE)
 HIGH = MatmulSpec(lhs=None, rhs=None)
 
 
@@ -192,8 +197,8 @@ def _parts(change: Mapping[str, Any], known: tuple[str, ...], word: str) -> dict
     for part in change:
         if part not in known:
             raise ValueError(
-                f"{word} has no part {part!r}, got {word}={dict(change)!r}; its parts: "
-                f"{', '.join(known)}"
+                f"{word} has no part {part!r}{nearest(part, known)}, got {word}={dict(change)!r}; "
+                f"its parts: {', '.join(known)}"
             )
     return dict(change)
 
@@ -213,6 +218,69 @@ def _text(word: str, value: Any) -> str:
         value = jnp.dtype(dtype)
     value = value.value if isinstance(value, Residuals) else getattr(value, "name", value)
     return f"{word}={value}"
+
+
+def _made_by(name: str) -> tuple[str, Any]:
+    """The call that makes the recipe whose name, or the start of it, this is; and that recipe."""
+    start, _, format = name.partition(",")[0].removesuffix(")").partition("(")
+    if format and start in RECIPES_OF_A_FORMAT:
+        return f"{start}({format!r})", RECIPES_OF_A_FORMAT[start](format)
+    base = named_recipe(start)
+    return f"{base.name}()", base
+
+
+def _difference(left: MatmulRecipe, right: MatmulRecipe) -> int:
+    """In how many parts two recipes differ, names apart."""
+    parts: list[list[Any]] = []
+    for recipe in (left, right):
+        specs = [getattr(recipe, product) for product in TENSORS]
+        operands = [getattr(spec, side) for spec in specs for side in _SIDES]
+        parts.append([getattr(one, part, None) for one in operands for part in _OF_OPERAND])
+        parts[-1] += [getattr(spec, part) for spec in specs for part in _OF_PRODUCT[2:]]
+        parts[-1] += [getattr(recipe, field) for field in _OF_RECIPE]
+    return sum(map(operator.ne, *parts))
+
+
+def _candidates(recipe: MatmulRecipe) -> Iterator[tuple[str, Any]]:
+    """Words of `with_`, with values, that each bring another recipe a part of this one."""
+    for field in _OF_RECIPE:
+        value = getattr(recipe, field)
+        if isinstance(value, Gather) and Gather(value.axes) == value:
+            value = value.axes
+        yield field, getattr(value, "value", getattr(value, "name", value))
+    for product, words in TENSORS.items():
+        spec = getattr(recipe, product)
+        yield from (("transform", spec.transform), (product, None if spec == HIGH else spec))
+        yield from ((product, {part: getattr(spec, part)}) for part in _OF_PRODUCT)
+        for side, word in words.items():
+            one = getattr(spec, side)
+            yield word, one
+            names = {} if one is None else one.names()
+            yield from ((part, names[part]) for part in _OF_ALL if part in names)
+            yield from ((word, {part: names[part]}) for part in names)
+            yield word, names.get("format")
+
+
+@functools.lru_cache(256)
+def _words(base: "Recipe", recipe: "Recipe") -> str:
+    """Few words of `with_` that make one recipe of another, as arguments; "" if none are found."""
+    words, left = {}, _difference(base, recipe)
+    while left:
+        found = []
+        for word, value in {repr(one): one for one in _candidates(recipe)}.values():
+            with contextlib.suppress(TypeError, ValueError):
+                if isinstance(value, dict) and isinstance(words.get(word), dict):
+                    value = words[word] | value
+                made = base._changed(words | {word: value})
+                found.append((_difference(made, recipe), len(repr(value)), word, value))
+        before, (left, _, word, value) = left, min(found, key=lambda one: one[:2])
+        if left >= before:
+            return ""
+        words[word] = value
+    words = {word: words[word] for word in _WORDS if word in words}
+    if base._changed(words).name != recipe.name:
+        words["name"] = recipe.name
+    return ", ".join(f"{word}={value!r}" for word, value in words.items())
 
 
 # What a word of `with_` takes for a tensor and for a product; `...`: as it is.
@@ -257,6 +325,7 @@ class Recipe(MatmulRecipe):
         mask_clipped: bool | EllipsisType = ...,
         gather: Gather | str | Sequence[str] | EllipsisType | None = ...,
         reduce_dtype: jax.typing.DTypeLike | EllipsisType | None = ...,
+        **unknown: Never,
     ) -> "Recipe":
         """This recipe with some decisions made anew; everything that is not named stays.
 
@@ -289,7 +358,7 @@ class Recipe(MatmulRecipe):
         Raises:
           ValueError: a word that finds nothing to change, unknown names and parts, or operands
             that do not meet in a product.
-          TypeError: a value of another type.
+          TypeError: a value of another type, or a word that it does not have.
 
         Warns:
           UserWarning: an operand comes to round stochastically under a rule that clips, which
@@ -305,18 +374,37 @@ class Recipe(MatmulRecipe):
           >>> recipes.mxfp8().with_(gradients={"rounding": "stochastic"}, drhs=None).name
           'mxfp8, gradients=(rounding=stochastic), drhs=high precision'
         """
-        words = {word: value for word, value in locals().items() if word not in ("self", "name")}
-        given = {word: value for word, value in words.items() if value is not ...}
+        given = {word: value for word, value in locals().items() if word in _WORDS}
+        given = {word: value for word, value in given.items() if value is not ...}
         operation = f"with_: recipe {self.name!r}"
-        own = ("mask_clipped", "gather", "reduce_dtype")
-        parts = {word: given[word] for word in own if word in given}
+        for word in unknown:
+            raise TypeError(
+                f"{operation} has no argument {word!r}{nearest(word, _WORDS)}, got "
+                f"{word}={unknown[word]!r}; its arguments: name, {', '.join(_WORDS)}"
+            )
+        result = self._changed(given, operation)
+        if kept := _clipping(self, result, given):
+            warnings.warn(
+                f"{operation}: {', '.join(kept)} now rounds stochastically, but keeps a scale rule "
+                "that clips, so that means come out too small; add scale_rule=None for the rule "
+                "that never clips, or name the rule to keep it",
+                stacklevel=2,
+            )
+        result = result if name is None else dataclasses.replace(result, name=name)
+        # For the repr alone: no field, so it takes no part in equality.
+        object.__setattr__(result, "_origin", self.__dict__.get("_origin", self.name))
+        return result
+
+    def _changed(self, given: dict[str, Any], operation: str = "repr") -> "Recipe":
+        """What `with_` makes of its words, named after them."""
+        parts = {word: given[word] for word in _OF_RECIPE if word in given}
         if "residuals" in given:
             try:
-                given["residuals"] = parts["residuals"] = Residuals(residuals)
+                parts["residuals"] = Residuals(given["residuals"])
             except ValueError:
                 names = " or ".join(repr(one.value) for one in Residuals)
                 raise ValueError(
-                    f"{operation}: residuals must be {names}, got residuals={residuals!r}"
+                    f"{operation}: residuals must be {names}, got residuals={given['residuals']!r}"
                 ) from None
         _check_all_reach(self, given, operation)
         for product, words_of in TENSORS.items():
@@ -328,33 +416,25 @@ class Recipe(MatmulRecipe):
                     f"{words_of['rhs']}"
                 ) from None
         result = dataclasses.replace(self, **parts)
-        if name is None:
-            # Where operands are gathered changes no number: tables need no word for it.
-            shown = [_text(word, given[word]) for word in given if word != "gather"]
-            same = dataclasses.replace(result, gather=self.gather) == self
-            name = self.name if same else ", ".join((self.name, *shown))
-        if kept := _clipping(self, result, given):
-            warnings.warn(
-                f"{operation}: {', '.join(kept)} now rounds stochastically, but keeps a scale rule "
-                "that clips, so that means come out too small; add scale_rule=None for the rule "
-                "that never clips, or name the rule to keep it",
-                stacklevel=2,
-            )
-        return dataclasses.replace(result, name=name)
+        if dataclasses.replace(result, gather=self.gather) == self:
+            return result
+        # Where operands are gathered changes no number: tables need no word for it.
+        shown = [_text(word, given[word]) for word in given if word != "gather"]
+        return dataclasses.replace(result, name=", ".join((self.name, *shown)))
 
     def __repr__(self) -> str:
         """What makes it, as Python reads it after `from mx_jax.recipes import *`; a `Gather` in it
         has to be imported too."""
-        try:
-            base = named_recipe(self.name.partition(",")[0])
-        except ValueError:
-            return super().__repr__()
-        start = f"{base.name}()"
-        if base == self:
-            return start
-        fields = [field.name for field in dataclasses.fields(self)]
-        changed = [f for f in fields if f == "name" or getattr(self, f) != getattr(base, f)]
-        return f"{start}.with_({arguments_of(self, changed)})"
+        for name in (self.name, self.__dict__.get("_origin", "")):
+            try:
+                start, base = _made_by(name)
+            except ValueError:
+                continue
+            if base == self:
+                return start
+            if words := _words(base, self):
+                return f"{start}.with_({words})"
+        return super().__repr__()
 
     def _repr_html_(self) -> str:
         """What notebooks show: the operands of the three products."""
