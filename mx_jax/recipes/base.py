@@ -379,8 +379,8 @@ class Recipe(MatmulRecipe):
         operation = f"with_: recipe {self.name!r}"
         for word in unknown:
             raise TypeError(
-                f"{operation} has no argument {word!r}{nearest(word, _WORDS)}, got "
-                f"{word}={unknown[word]!r}; its arguments: name, {', '.join(_WORDS)}"
+                f"{operation} got an unexpected keyword argument {word!r}{nearest(word, _WORDS)}, "
+                f"{word}={unknown[word]!r}; it takes: name, {', '.join(_WORDS)}"
             )
         result = self._changed(given, operation)
         if kept := _clipping(self, result, given):
