@@ -2,10 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
-import operator
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import EllipsisType
 from typing import Any, Never
 
@@ -13,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from mx_jax import formats
-from mx_jax.codecs.rounding import NEAREST, Rounding, rounding_mode
+from mx_jax.codecs.rounding import NEAREST, ROUNDINGS, Rounding, rounding_mode
 from mx_jax.formats.block import FormatLike, known_block
 from mx_jax.formats.element import nearest
 from mx_jax.mxarray import html_table
@@ -27,6 +25,8 @@ from mx_jax.specs import (
     MatmulSpec,
     OperandSpec,
     Residuals,
+    arguments_of,
+    name_of,
     operand,
 )
 
@@ -203,84 +203,28 @@ def _parts(change: Mapping[str, Any], known: tuple[str, ...], word: str) -> dict
     return dict(change)
 
 
-def _text(word: str, value: Any) -> str:
-    """A change as names of recipes show it, the same however it was given: `weights=mxfp4`."""
+def _named(word: str, value: Any) -> Any:
+    """A value of `with_` by its name where it has one, the same however it was given."""
     if isinstance(value, Mapping):
-        known = (*_OF_PRODUCT, *_OF_OPERAND)
-        parts = (_text(part, value[part]) for part in sorted(value, key=known.index))
-        return f"{word}=({', '.join(parts)})"
-    if word in (*TENSORS, *_OF_TENSORS, "lhs", "rhs") and value is None:
-        return f"{word}=high precision"
-    if word in (*_OF_TENSORS, "lhs", "rhs", "format") and not isinstance(value, OperandSpec):
-        value = formats.block_format(value)
+        parts = sorted(value, key=(*_OF_PRODUCT, *_OF_OPERAND).index)
+        return {part: _named(part, value[part]) for part in parts}
+    if word in (*_OF_TENSORS, *_SIDES, "format") and not isinstance(value, OperandSpec | None):
+        return name_of(formats.block_format(value), formats.block_format)
+    if isinstance(value, Rounding | scale_rules.ScaleRule):
+        return value.name if value in (*ROUNDINGS, *scale_rules.SCALE_RULES) else value
     if word == "reduce_dtype" and value is not None:
-        dtype: Any = value
-        value = jnp.dtype(dtype)
-    value = value.value if isinstance(value, Residuals) else getattr(value, "name", value)
-    return f"{word}={value}"
+        return jnp.dtype(value).name
+    return value.value if isinstance(value, Residuals) else value
 
 
-def _made_by(name: str) -> tuple[str, Any]:
-    """The call that makes the recipe whose name, or the start of it, this is; and that recipe."""
-    start, _, format = name.partition(",")[0].removesuffix(")").partition("(")
-    if format and start in RECIPES_OF_A_FORMAT:
-        return f"{start}({format!r})", RECIPES_OF_A_FORMAT[start](format)
-    base = named_recipe(start)
-    return f"{base.name}()", base
-
-
-def _difference(left: MatmulRecipe, right: MatmulRecipe) -> int:
-    """In how many parts two recipes differ, names apart."""
-    parts: list[list[Any]] = []
-    for recipe in (left, right):
-        specs = [getattr(recipe, product) for product in TENSORS]
-        operands = [getattr(spec, side) for spec in specs for side in _SIDES]
-        parts.append([getattr(one, part, None) for one in operands for part in _OF_OPERAND])
-        parts[-1] += [getattr(spec, part) for spec in specs for part in _OF_PRODUCT[2:]]
-        parts[-1] += [getattr(recipe, field) for field in _OF_RECIPE]
-    return sum(map(operator.ne, *parts))
-
-
-def _candidates(recipe: MatmulRecipe) -> Iterator[tuple[str, Any]]:
-    """Words of `with_`, with values, that each bring another recipe a part of this one."""
-    for field in _OF_RECIPE:
-        value = getattr(recipe, field)
-        if isinstance(value, Gather) and Gather(value.axes) == value:
-            value = value.axes
-        yield field, getattr(value, "value", getattr(value, "name", value))
-    for product, words in TENSORS.items():
-        spec = getattr(recipe, product)
-        yield from (("transform", spec.transform), (product, None if spec == HIGH else spec))
-        yield from ((product, {part: getattr(spec, part)}) for part in _OF_PRODUCT)
-        for side, word in words.items():
-            one = getattr(spec, side)
-            yield word, one
-            names = {} if one is None else one.names()
-            yield from ((part, names[part]) for part in _OF_ALL if part in names)
-            yield from ((word, {part: names[part]}) for part in names)
-            yield word, names.get("format")
-
-
-@functools.lru_cache(256)
-def _words(base: "Recipe", recipe: "Recipe") -> str:
-    """Few words of `with_` that make one recipe of another, as arguments; "" if none are found."""
-    words, left = {}, _difference(base, recipe)
-    while left:
-        found = []
-        for word, value in {repr(one): one for one in _candidates(recipe)}.values():
-            with contextlib.suppress(TypeError, ValueError):
-                if isinstance(value, dict) and isinstance(words.get(word), dict):
-                    value = words[word] | value
-                made = base._changed(words | {word: value})
-                found.append((_difference(made, recipe), len(repr(value)), word, value))
-        before, (left, _, word, value) = left, min(found, key=lambda one: one[:2])
-        if left >= before:
-            return ""
-        words[word] = value
-    words = {word: words[word] for word in _WORDS if word in words}
-    if base._changed(words).name != recipe.name:
-        words["name"] = recipe.name
-    return ", ".join(f"{word}={value!r}" for word, value in words.items())
+def _text(word: str, value: Any) -> str:
+    """A change as names of recipes show it: `weights=mxfp4`."""
+    value = _named(word, value)
+    if isinstance(value, dict):
+        return f"{word}=({', '.join(_text(*part) for part in value.items())})"
+    if word in (*TENSORS, *_OF_TENSORS, *_SIDES) and value is None:
+        return f"{word}=high precision"
+    return f"{word}={getattr(value, 'name', value)}"
 
 
 # What a word of `with_` takes for a tensor and for a product; `...`: as it is.
@@ -382,29 +326,14 @@ class Recipe(MatmulRecipe):
                 f"{operation} got an unexpected keyword argument {word!r}{nearest(word, _WORDS)}, "
                 f"{word}={unknown[word]!r}; it takes: name, {', '.join(_WORDS)}"
             )
-        result = self._changed(given, operation)
-        if kept := _clipping(self, result, given):
-            warnings.warn(
-                f"{operation}: {', '.join(kept)} now rounds stochastically, but keeps a scale rule "
-                "that clips, so that means come out too small; add scale_rule=None for the rule "
-                "that never clips, or name the rule to keep it",
-                stacklevel=2,
-            )
-        result = result if name is None else dataclasses.replace(result, name=name)
-        # For the repr alone: no field, so it takes no part in equality.
-        object.__setattr__(result, "_origin", self.__dict__.get("_origin", self.name))
-        return result
-
-    def _changed(self, given: dict[str, Any], operation: str = "repr") -> "Recipe":
-        """What `with_` makes of its words, named after them."""
         parts = {word: given[word] for word in _OF_RECIPE if word in given}
         if "residuals" in given:
             try:
-                parts["residuals"] = Residuals(given["residuals"])
+                parts["residuals"] = Residuals(residuals)
             except ValueError:
                 names = " or ".join(repr(one.value) for one in Residuals)
                 raise ValueError(
-                    f"{operation}: residuals must be {names}, got residuals={given['residuals']!r}"
+                    f"{operation}: residuals must be {names}, got residuals={residuals!r}"
                 ) from None
         _check_all_reach(self, given, operation)
         for product, words_of in TENSORS.items():
@@ -416,25 +345,45 @@ class Recipe(MatmulRecipe):
                     f"{words_of['rhs']}"
                 ) from None
         result = dataclasses.replace(self, **parts)
-        if dataclasses.replace(result, gather=self.gather) == self:
-            return result
-        # Where operands are gathered changes no number: tables need no word for it.
-        shown = [_text(word, given[word]) for word in given if word != "gather"]
-        return dataclasses.replace(result, name=", ".join((self.name, *shown)))
+        if kept := _clipping(self, result, given):
+            warnings.warn(
+                f"{operation}: {', '.join(kept)} now rounds stochastically, but keeps a scale rule "
+                "that clips, so that means come out too small; add scale_rule=None for the rule "
+                "that never clips, or name the rule to keep it",
+                stacklevel=2,
+            )
+        words = {word: _named(word, given[word]) for word in given}
+        if name is not None:
+            words["name"] = name
+        elif dataclasses.replace(result, gather=self.gather) == self:
+            name = self.name
+        else:
+            # Where operands are gathered changes no number: tables need no word for it.
+            shown = [_text(word, given[word]) for word in given if word != "gather"]
+            name = ", ".join((self.name, *shown))
+        result = dataclasses.replace(result, name=name)
+        # For the repr alone: no field, so it takes no part in equality.
+        object.__setattr__(result, "_made_by", (self, words))
+        return result
 
     def __repr__(self) -> str:
         """What makes it, as Python reads it after `from mx_jax.recipes import *`; a `Gather` in it
         has to be imported too."""
-        for name in (self.name, self.__dict__.get("_origin", "")):
-            try:
-                start, base = _made_by(name)
-            except ValueError:
-                continue
+        start, _, format = self.name.partition(",")[0].removesuffix(")").partition("(")
+        base: MatmulRecipe | None = None
+        with contextlib.suppress(ValueError, KeyError):
+            base = RECIPES_OF_A_FORMAT[start](format) if format else named_recipe(start)
+            start = f"{start}({format!r})" if format else f"{base.name}()"
             if base == self:
                 return start
-            if words := _words(base, self):
-                return f"{start}.with_({words})"
-        return super().__repr__()
+        if "_made_by" in self.__dict__:
+            base, words = self.__dict__["_made_by"]
+            return f"{base!r}.with_({', '.join(f'{word}={words[word]!r}' for word in words)})"
+        if base is None:
+            return super().__repr__()
+        fields = [field.name for field in dataclasses.fields(self)]
+        changed = [f for f in fields if f == "name" or getattr(self, f) != getattr(base, f)]
+        return f"{start}.with_({arguments_of(self, changed)})"
 
     def _repr_html_(self) -> str:
         """What notebooks show: the operands of the three products."""

@@ -232,9 +232,6 @@ def test_text():
     assert "<caption>&lt;b&gt;</caption>" in named._repr_html_()
 
 
-STOCHASTIC_AND_SCALED = {"rounding": "stochastic", "prescale": 0.75}
-
-
 @pytest.mark.parametrize(
     ("recipe", "text"),
     [
@@ -246,7 +243,7 @@ STOCHASTIC_AND_SCALED = {"rounding": "stochastic", "prescale": 0.75}
         ),
         (
             recipes.mxfp8().with_(drhs=None, reduce_dtype="float32", gather="fsdp"),
-            "mxfp8().with_(drhs=None, gather=('fsdp',), reduce_dtype='float32')",
+            "mxfp8().with_(drhs=None, gather='fsdp', reduce_dtype='float32')",
         ),
         (
             recipes.mxfp8().with_(gradients={"rounding": "stochastic"}, fwd={"lhs": None}),
@@ -256,14 +253,21 @@ STOCHASTIC_AND_SCALED = {"rounding": "stochastic", "prescale": 0.75}
             recipes.mxfp8().with_(rounding="stochastic", name="mine"),
             "mxfp8().with_(rounding='stochastic', name='mine')",
         ),
-        (recipes.mxfp4().with_(gradients=STOCHASTIC_AND_SCALED), None),
+        (
+            recipes.mxfp4().with_(gradients={"prescale": 0.75, "rounding": STOCHASTIC}),
+            "mxfp4().with_(gradients={'rounding': 'stochastic', 'prescale': 0.75})",
+        ),
+        (
+            recipes.mxfp8().with_(weights=formats.MXFP4).with_(scale_rule=EVEN, name="two"),
+            "mxfp8().with_(weights='mxfp4').with_(scale_rule='even', name='two')",
+        ),
         (recipes.quartet().with_(mask_clipped=False, residuals="primal", name="mine"), None),
         (recipes.mxfp8().with_(gather=mx_jax.sharding.Gather("x", as_codes=False)), None),
         (dataclasses.replace(recipes.mxfp4(), name="mxfp8"), None),
         (dataclasses.replace(recipes.nvfp4(), name="mxfp8"), None),
         (dataclasses.replace(recipes.nvfp4(), name="another"), None),
     ],
-    ids=map(str, range(12)),
+    ids=map(str, range(13)),
 )
 def test_what_a_changed_recipe_shows_is_python(recipe: Recipe, text: str | None):
     names = vars(recipes) | {"Gather": mx_jax.sharding.Gather}
@@ -275,9 +279,7 @@ def test_what_a_changed_recipe_shows_is_python(recipe: Recipe, text: str | None)
 
 def test_a_misspelt_argument_names_the_nearest():
     misspelt: Any = {"roundng": "stochastic"}
-    message = (
-        "unexpected keyword argument 'roundng' (did you mean 'rounding'?), roundng='"
-    )
+    message = "unexpected keyword argument 'roundng' (did you mean 'rounding'?), roundng='"
     with pytest.raises(TypeError, match=re.escape(message)):
         recipes.mxfp8().with_(**misspelt)
     with pytest.raises(ValueError, match=re.escape("no part 'roundng' (did you mean 'rounding'?)")):
