@@ -208,12 +208,12 @@ def _named(word: str, value: Any) -> Any:
     if isinstance(value, Mapping):
         parts = sorted(value, key=(*_OF_PRODUCT, *_OF_OPERAND).index)
         return {part: _named(part, value[part]) for part in parts}
+    if word == "reduce_dtype" and value is not None:
+        return jnp.dtype(value).name
     if word in (*_OF_TENSORS, *_SIDES, "format") and not isinstance(value, OperandSpec | None):
         return name_of(formats.block_format(value), formats.block_format)
     if isinstance(value, Rounding | scale_rules.ScaleRule):
         return value.name if value in (*ROUNDINGS, *scale_rules.SCALE_RULES) else value
-    if word == "reduce_dtype" and value is not None:
-        return jnp.dtype(value).name
     return value.value if isinstance(value, Residuals) else value
 
 
