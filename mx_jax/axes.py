@@ -141,10 +141,7 @@ class ProductAxes:
 
         With g `[*batch, *m, *n]`: for lhs, g by rhs over n where lhs holds m first, and rhs by g
         where it holds k first; for rhs, g by lhs over m where rhs holds n first, and lhs by g where
-        it holds k first.
-
-        Returns:
-          The axes, and whether g is the left operand.
+        it holds k first. The second value is whether g is the left operand.
         """
         batch, m, n = len(self.lhs.batch), len(self.lhs.kept), len(self.rhs.kept)
         own, other = (self.lhs, self.rhs) if side == "lhs" else (self.rhs, self.lhs)

@@ -24,19 +24,14 @@ Q = TypeVar("Q", bound="Quantized")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How devices may share packed weights.
+    """How devices may share packed weights."""
 
-    Attributes:
-      arrays: for each array that is packed, what its axes count: a number names a batch axis, "n"
-        tiles of kept rows, "k" parts of k; None: that axis stays whole.
-      rows: kept rows of a tile.
-      parts: in how many equal parts k is.
-      in_parts: given what is packed and a number, the same weights with k in so many parts.
-    """
-
+    # For each array that is packed, what its axes count: a number names a batch axis, "n" tiles of
+    # kept rows, "k" parts of k; None: that axis stays whole.
     arrays: tuple[tuple[int | str | None, ...], ...]
-    rows: int
-    parts: int
+    rows: int  # kept rows of a tile
+    parts: int  # in how many equal parts k is
+    # Given what is packed and a number, the same weights with k in so many parts.
     in_parts: Callable[["PackedMXArray", int], "PackedMXArray"]
 
 

@@ -37,24 +37,16 @@ BACKENDS: tuple[Backend, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """One question to the backends, and their answer.
-
-    Attributes:
-      call: the work.
-      target: the machine.
-      backend: name of the first that accepts; None if all that are asked reject.
-      rejections: (name, reason) of those tried before.
-      on_request: (name, why it is not asked) of those that would accept if they were named.
-      how: what the one that accepts says of how it computes, in words; may be empty.
-      evidence: the measurement that the backend is asked for; None if it is asked anyway.
-    """
+    """One question to the backends, and their answer."""
 
     call: Call
     target: Target
-    backend: str | None
-    rejections: tuple[tuple[str, str], ...]
+    backend: str | None  # the first that accepts; None if all that are asked reject
+    rejections: tuple[tuple[str, str], ...]  # (name, reason) of those tried before
+    # (name, why it is not asked) of those that would accept if they were named.
     on_request: tuple[tuple[str, str], ...]
-    how: str = ""
+    how: str = ""  # what the one that accepts says of how it computes, in words; may be empty
+    # The measurement that the backend is asked for; None if it is asked anyway.
     evidence: Row | None = None
 
 
@@ -64,12 +56,7 @@ MARK = "mx_jax.entry_"
 
 @dataclasses.dataclass(frozen=True)
 class Marked:
-    """What an offer runs, under a name that the jaxpr carries.
-
-    Attributes:
-      run: the offer's own.
-      name: of the scope.
-    """
+    """What an offer runs, under the name of a scope in the jaxpr."""
 
     run: Callable[..., Any]
     name: str
@@ -82,16 +69,12 @@ class Marked:
 
 @dataclasses.dataclass(eq=False)
 class Recorder:
-    """What a trace met, in order; equal only to itself.
+    """What a trace met, in order; equal only to itself."""
 
-    Attributes:
-      entries: selections, and remarks on what is done besides.
-      marks: whether what is selected runs under a name that says which entry it was.
-      axes: of the mesh along which arguments are sharded, where none is in context.
-    """
-
+    # Selections, and remarks on what is done besides.
     entries: list[Selection | str] = dataclasses.field(default_factory=list)
-    marks: bool = False
+    marks: bool = False  # whether what is selected runs under a name that says which entry it was
+    # Of the mesh along which arguments are sharded, where none is in context.
     axes: tuple[str, ...] = ()
 
     def marked(self, offer: Offer) -> Offer:
@@ -135,36 +118,20 @@ def recording(*, marks: bool = False, axes: tuple[str, ...] = ()) -> Iterator[Re
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The backend that takes a call, and why each one before it does not.
-
-    Attributes:
-      backend: the first that accepts.
-      offer: what it offers for such calls; `offer.run` computes this one.
-      rejections: (name, reason) of those tried before.
-      target: the machine.
-      evidence: the measurement that it is asked for; None if it is asked anyway.
-    """
+    """The backend that takes a call, and why each one before it does not."""
 
     backend: Backend
-    offer: Offer
+    offer: Offer  # `offer.run` computes this call
     target: Target
-    rejections: tuple[tuple[str, str], ...]
-    evidence: Row | None = None
+    rejections: tuple[tuple[str, str], ...]  # (name, reason) of those tried before
+    evidence: Row | None = None  # the measurement that it is asked for; None if it is asked anyway
 
 
 def select(
     call: Call, target: Target | None = None, backends: Sequence[Backend] | None = None
 ) -> Choice:
-    """The first backend, in order of preference, that does not reject the call.
-
-    Args:
-      call: description of the work.
-      target: description of the machine; None: `current_target`.
-      backends: candidates, in order; None: `known_backends`.
-
-    Raises:
-      ValueError: if all reject, which happens only under `only_backend`; every reason is listed.
-    """
+    """The first backend that does not reject the call; by default of `known_backends`, here."""
+    # All reject only under `only_backend`: the error lists every reason.
     target = current_target() if target is None else target
     backends = known_backends() if backends is None else backends
     choice, rejections = _first(call, _counted(target), backends)

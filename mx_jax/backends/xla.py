@@ -1,8 +1,7 @@
 """XLA's own dots: of float8 under whole-axis scales, and of bfloat16 with float32 sums.
 
 With one scale s_a for a row of lhs and s_b for a row of rhs, `C = (sum of a_code b_code) / s_a /
-s_b`: the codes go to the platform's matrix units as they are. All else is decoded to bfloat16, the
-plain way of every accelerator.
+s_b`: the codes go to the platform's matrix units as they are. All else is decoded to bfloat16.
 """
 
 import jax
@@ -99,10 +98,8 @@ _HEADROOM = 2
 
 
 def bfloat16_holds(format: BlockFormat) -> bool:
-    """Whether bfloat16 has all digits of an element times what stays with it inside a sum.
-
-    A tensor scale leaves the sum, float32 scales leave that of their block: the element is left.
-    """
+    """Whether bfloat16 has all digits of an element times what stays with it inside a sum."""
+    # A tensor scale leaves the sum, float32 scales leave that of their block: the element is left.
     digits = format.significand_bits
     return (format.element.significand_bits if digits is None else digits) <= _DIGITS
 
@@ -175,11 +172,7 @@ def _rejects_groups(call: RaggedCall, target: Target) -> str | None:
 
 
 def block_values(operand: Operand) -> tuple[jax.Array, float]:
-    """Bfloat16 values without tensor scale and float32 scales, and a factor of the sums.
-
-    Returns:
-      An array of the operand's shape, and a power of two.
-    """
+    """Bfloat16 values without tensor and float32 scales; a power of two that sums lack."""
     if not isinstance(operand, MXArray):
         return operand, 1.0
     if operand.format.scale.is_float32:
@@ -209,11 +202,9 @@ def _block_scales(lhs: Operand, rhs: Operand, call: MatmulCall) -> list[BlockSca
 
 
 def _under_exponents(operand: MXArray) -> jax.Array:
-    """Bfloat16 values under E8M0 scales, times 2^-2: exact from 2^-124 on, and Inf as in float32.
-
-    Multiplied twice, each time by a normal power of two. In few operations, and none on the scales
-    alone that XLA would give a kernel of its own.
-    """
+    """Bfloat16 values under E8M0 scales, times 2^-2: exact from 2^-124 on, Inf as in float32."""
+    # Multiplied twice, each time by a normal power of two. In few operations, and none on the
+    # scales alone that XLA would give a kernel of its own.
     codes, inside = blocks.split(operand.codes, operand.blocks)
     scales = blocks.spread(operand.scales, inside).astype(jnp.int32)
     exponent = scales - (E8M0_BIAS + _HEADROOM)
@@ -263,11 +254,8 @@ def _multiply_groups(
 def _scale_of_groups(
     side: Side, operand: Operand, group_sizes: jax.Array, call: RaggedCall
 ) -> SumScale | None:
-    """The scale that leaves the sums: of the tensor; of a row, or of its group's matrix; or of the
-    rows of a group that are summed, each of which has it.
-
-    What has no group has scale 1: its sums are zeros, whatever its scale is.
-    """
+    """The scale that leaves the sums: of the tensor, or of a row, a matrix, a group's rows."""
+    # What has no group has scale 1: its sums are zeros, whatever its scale is.
     if not isinstance(operand, MXArray):
         return None
     scale = operand.format.scale

@@ -1,10 +1,8 @@
 """safetensors files, one or several with an index, written and read one tensor at a time.
 
-The package of that name checks what is read. It writes only what is in memory whole, so writing
-is done here: a length, a header in JSON, and the tensors in a row, as its format description says.
-
-Readers of several files go by the index. Files of tensors get names that the earlier index does not
-have, so the checkpoint changes at the moment at which the new index takes its place.
+The package of that name checks what is read. It writes only what is in memory whole, so writing is
+done here. Files get names that the earlier index does not have: the checkpoint changes at the
+moment at which the new index takes its place.
 """
 
 import contextlib
@@ -97,10 +95,8 @@ class Entry:
 
 
 def deferred(make: Callable[[], Any], like: object) -> Any:
-    """`like` with an Entry for each array: `make` gives them when the first one is written.
-
-    Each array is handed out once; asked for again, it is made again.
-    """
+    """`like` with an Entry for each array: `make` gives them when the first one is written."""
+    # Each array is handed out once; asked for again, it is made again.
     held: dict[int, np.ndarray] = {}
 
     def part(index: int) -> np.ndarray:
@@ -181,10 +177,8 @@ def _remove_abandoned(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """A file beside `path` that takes its place at the end, or is gone; errors name `path`.
-
-    What a process that was killed left there goes when the next one writes to the folder.
-    """
+    """A file beside `path` that takes its place at the end, or is gone; errors name `path`."""
+    # What a process that was killed left there goes when the next one writes to the folder.
     _remove_abandoned(path.parent)
     try:
         made, name = _partial(path)
@@ -334,12 +328,9 @@ def write_files(
     progress: bool,
     group: Callable[[str], str] = str,
 ) -> None:
-    """Write a file, or files of up to `max_shard_size` bytes of tensors and an index of them.
-
-    Each file appears when it is whole, the index when all are. Until then an earlier checkpoint in
-    the folder is read as it was; then its files `model.safetensors` and `model-...` go. Neighbours
-    of one `group` share a file.
-    """
+    """Write a file, or files of up to `max_shard_size` bytes of tensors and an index of them."""
+    # Each file appears when it is whole, the index when all are. Until then an earlier checkpoint
+    # in the folder is read as it was; then its files go. Neighbours of one `group` share a file.
     if max_shard_size is None and path.name == WHOLE and _named(path.parent) - {WHOLE}:
         raise ValueError(
             f"checkpoint: {path.parent} has an {INDEX} of other files, which readers of the folder "

@@ -1,9 +1,8 @@
 """GGUF files, as llama.cpp and its kin store them.
 
-Nothing that a header says is believed before it is checked: no length, count or offset may reach
-beyond the file's end. Types of integers with many scales are left to llama.cpp's own package
-`gguf`, which gets bytes of the right number only. Source: the GGUF description, versions 2 and 3,
-little-endian, and ggml's block structures.
+No length, count or offset of a header is believed before it is checked. Types of integers with many
+scales are left to llama.cpp's own package `gguf`, which gets bytes of the right number only.
+Source: the GGUF description, versions 2 and 3, little-endian, and ggml's block structures.
 """
 
 import dataclasses
@@ -363,12 +362,8 @@ def gguf_in(path: Path) -> Path | None:
 
 
 def read_gguf(path: Path, where: str) -> Weights:
-    """Open a GGUF file.
-
-    MXFP4 and NVFP4 become MXArrays, all other quantized types float32 values: no MXArray holds
-    blocks of integers with a float16 scale. A tensor scale beside NVFP4 is taken with it. What such
-    an MXArray gives when dequantized is float32, as in ggml.
-    """
+    """Open a GGUF file: MXFP4 and NVFP4 become MXArrays, other quantized types float32 values."""
+    # No MXArray holds blocks of integers with a float16 scale. Values are float32, as in ggml.
     metadata, tensors = _open(path)
     scales = {
         name: found

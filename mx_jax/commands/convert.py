@@ -249,10 +249,8 @@ _ROWS = {
 
 
 def _experts_apart(weights: Weights, row: Layout) -> Weights:
-    """Weights with the experts of gpt-oss one by one, where a layout has a matrix for each module.
-
-    When one is read, the tensor that it is a part of is held until another's part is read.
-    """
+    """Weights with gpt-oss's experts one by one, where a layout has a matrix for each module."""
+    # When one is read, the tensor that it is a part of is held until another's part is read.
     if row.weight != ".weight":
         return weights
     released = [name for name, layout in weights.quantized.items() if layout == "gpt-oss-original"]

@@ -161,11 +161,8 @@ class Judged:
 
 
 def judge(rules: tuple[FileRule, ...], name: str, tensor: Entry | jax.ShapeDtypeStruct) -> Judged:
-    """What the first rule that matches makes of a tensor, of which shape and dtype are known.
-
-    Patterns match its name whole, or without its last part (`.weight`), with `.` or with `/`
-    between the parts.
-    """
+    """What the first rule that matches makes of a tensor, of which shape and dtype are known."""
+    # Patterns match its name whole or without its last part (`.weight`), with `.` or `/` inside.
     shape = tuple(tensor.shape)
     if len(shape) < 2:
         return Judged()

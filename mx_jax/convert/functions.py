@@ -179,10 +179,8 @@ def call_by_recipe(
     key: jax.Array | None,
     dot_general: jaxpr.DotGeneral,
 ) -> R:
-    """The result of a call whose products are made by one recipe, whatever they are called.
-
-    The kernel is the operand that no argument goes into. Errors call the function by the name.
-    """
+    """The result of a call whose products are all made by one recipe; errors call it by name."""
+    # The kernel is the operand that no argument goes into.
     static, arrays = _split(function, (), args, kwargs)
     traced = _traced(function, (Rule(".*", recipe),), static, arrays)
     if not traced.plan:
@@ -205,10 +203,8 @@ def call_of_model(
     key: jax.Array | None = None,
     runs: bool = True,
 ) -> Any:
-    """The result of a pure call of a model, with those products made anew that no layer has.
-
-    Its first argument is the state that holds the weights; `record` takes what the rules say.
-    """
+    """The result of a pure call of a model, with those products made anew that no layer has."""
+    # Its first argument is the state that holds the weights; `record` takes what the rules say.
     static, arrays = _split(function, (0,), args, kwargs)
     with jaxpr.tracing(rules):
         traced = _traced(function, rules, static, arrays, modules)

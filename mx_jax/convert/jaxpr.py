@@ -105,11 +105,9 @@ def planned(
     rules: tuple[Rule, ...],
     modules: Mapping[str, Module] | None = None,
 ) -> tuple[Plan, tuple[Decision, ...]]:
-    """The plan for a jaxpr, and the decision about each of its products.
-
-    What goes into data, of which each operand has a flag, is no kernel. Without modules, which a
-    model has, paths are scopes alone.
-    """
+    """The plan for a jaxpr, and the decision about each of its products."""
+    # What goes into data, of which each operand has a flag, is no kernel. Without modules, which a
+    # model has, paths are scopes alone.
     found = []
     for product in _products(program, data, "", (), None):
         marks = _MARK.findall(product.scope)
@@ -229,8 +227,7 @@ def _product(
 def _flows(
     program: ClosedJaxpr, data: Sequence[bool]
 ) -> tuple[list[tuple[list[bool], list[list[bool]]]], list[bool]]:
-    """For each equation which of its operands are data, and of a region those of each body; and
-    which results data go into. Literals and constants are none."""
+    """For each equation which operands, its own or its bodies', are data; and which results are."""
     known: dict[Any, bool] = dict(zip(program.jaxpr.invars, data, strict=True))
 
     def among(atoms: Sequence[Any]) -> list[bool]:
@@ -256,11 +253,10 @@ def _flow(program: ClosedJaxpr, data: Sequence[bool]) -> list[bool]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedBody:
-    """A jaxpr as a function of its operands that follows a plan.
+    """A jaxpr as a function of its operands that follows a plan."""
 
-    Equations that nothing changes are run as JAX runs them. Every equation that draws has a key of
-    its own, folded with its index, in loops with that of the iteration too.
-    """
+    # Every equation that draws has a key of its own, folded with its index, in loops with that of
+    # the iteration too.
 
     program: ClosedJaxpr
     plan: Plan

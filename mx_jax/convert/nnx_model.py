@@ -1,7 +1,7 @@
 """flax.nnx: an unmodified model as a copy whose layers follow rules.
 
-A layer that Flax gives an attribute for its product gets another one there. Other modules, and an
-attention that keeps a cache in a format, become of a subclass with another call.
+A layer with an attribute for its product gets another one there. Other modules, and an attention
+that keeps a cache in a format, become of a subclass with another call.
 """
 
 import copy
@@ -106,10 +106,8 @@ def converted(
     strict: bool | None = None,
     traced: bool = True,
 ) -> tuple[M, Report]:
-    """The copy that `nnx` gives, and what the rules said of its layers, which is to be checked.
-
-    One whose call is traced checks it itself, as strict says: the trace shows other products.
-    """
+    """The copy that `nnx` gives, and what the rules said of its layers."""
+    # One whose call is traced is checked there, as strict says: the trace shows other products.
     copy = original(model)
     plans = list(_plans(copy, rules))
     for plan in plans:
@@ -160,10 +158,7 @@ def decisions(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What rules say of a module: of each product that it has an attribute for, and of its cache.
-
-    Its kind is None if it has no such attribute.
-    """
+    """What rules say of a module's cache, and of its products where attributes make them."""
 
     layer: Any
     paths: tuple[str, ...]
@@ -236,10 +231,7 @@ def layers_of(model: flax_nnx.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def judged(layer: object) -> tuple[Kind, dict[str, Any]] | None:
-    """The kind of a layer, and the fields of `Layer` that rules judge it by.
-
-    None: it has no attribute for a product, or an attention of its own there.
-    """
+    """A layer's kind and the fields of `Layer`; None if no attribute makes its product."""
     kind = kind_of(layer)
     if kind is None:
         return None
@@ -378,11 +370,9 @@ def _take_back(layer: Any) -> None:
 
 
 class StoredEmbed(flax_nnx.Embed):
-    """An Embed whose table is an MXArray, packed or not; `convert.weights` makes it of Flax's.
+    """An Embed whose table is an MXArray, packed or not: only rows asked for are decoded."""
 
-    Only the rows that are asked for are decoded. `attend` multiplies by the codes, and leaves its
-    query in high precision, as a converted Embed does.
-    """
+    # `attend` leaves its query in high precision, as a converted Embed does.
 
     def __call__(self, inputs: jax.Array, out_sharding: object = None) -> jax.Array:
         """Rows of the table, `[*inputs, features]`."""

@@ -136,10 +136,7 @@ class Report:
 
 
 class Recorder:
-    """Decisions in the order in which a trace meets them, and layers that no rule could reach.
-
-    A layer called again, or traced again, adds nothing.
-    """
+    """Decisions in the order of the trace, each once, and layers that no rule could reach."""
 
     def __init__(self, rules: tuple[Rule, ...], *, reports: bool):
         self.rules, self.reports = rules, reports

@@ -106,11 +106,10 @@ def has_nodes(model: object) -> bool:
 
 
 class ConvertedLayer:
-    """A layer of a tree whose products follow a recipe; otherwise the layer itself.
+    """A layer of a tree whose products follow a recipe; otherwise the layer itself."""
 
-    A node with the layer's own children and keys, so that paths of leaves stay. What it multiplies
-    with is static, and compares by value.
-    """
+    # A node with the layer's own children and keys, so that paths of leaves stay. What it
+    # multiplies with is static, and compares by value.
 
     def __init__(self, layer: object, recipe: Recipe, operation: Callable[..., Any]):
         """A layer, its recipe, and what its products are made by."""
@@ -205,10 +204,7 @@ def _converted(
 
 
 def _judged(node: object) -> tuple[Kind | None, dict[str, Any]] | None:
-    """The kind of a node if it is known, and the fields of `Layer` that rules judge it by.
-
-    None: no product.
-    """
+    """A node's kind if it is known, and the fields of `Layer` for rules; None: no product."""
     kind = kind_of(node)
     if kind is not None and kind.tree:
         stored = getattr(kind.kernel(node), "shape", None)
@@ -242,11 +238,9 @@ _product_p = Primitive("mx_jax_product")
 
 
 def deferred(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A product, called as `jax.lax.dot_general` with `key`, that vmap makes that of the batch.
-
-    Otherwise the gradient of a kernel `[k, n]` would be one for each example, `[batch, k, n]`, in
-    blocks of one row: as a primitive of its own it is differentiated after vmap.
-    """
+    """A product, called as `jax.lax.dot_general` with `key`, that vmap makes that of the batch."""
+    # As a primitive it is differentiated after vmap. Otherwise the gradient of a kernel `[k, n]`
+    # would be one for each example, `[batch, k, n]`, in blocks of one row.
 
     def multiply(
         lhs: jax.Array,

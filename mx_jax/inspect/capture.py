@@ -141,10 +141,7 @@ class _Observed:
 
 
 class Capture:
-    """What `capture` returns: a context. Entered again, it compiles no program anew.
-
-    Args are as `capture` takes them, and `operation` and `missing` for errors and warnings.
-    """
+    """What `capture` returns: a context; entered again, it compiles no program anew."""
 
     def __init__(
         self,

@@ -1,7 +1,6 @@
 """What `explain` and its like say of a call: which backend takes each cast and product, and why.
 
-A function is traced as `jit` would. The jaxpr says what is computed, where and how often; a
-recorder, what selection decided meanwhile.
+The jaxpr says what is computed, where and how often; a recorder, what selection decided meanwhile.
 """
 
 import contextlib
@@ -535,11 +534,8 @@ def _bytes(
 def of_arrays(
     function: Callable[..., Any], *args: object, **kwargs: object
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """A call as a function of the list of its arrays alone, and that list.
-
-    Flags such as `train=True` have to stay Python values under a trace; so do strings and
-    functions. Arrays may be `jax.ShapeDtypeStruct`.
-    """
+    """A call as a function of the list of its arrays alone, and that list."""
+    # Flags such as `train=True`, strings and functions have to stay Python values under a trace.
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
 
@@ -630,10 +626,8 @@ def _with_gradients(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _rows(
     jaxpr: Jaxpr, entries: list[Selection | str], times: int, scopes: str, *, marked: bool
 ) -> Iterator[tuple[float, Row]]:
-    """What a jaxpr computes, scans and calls included, each with the index of its entry.
-
-    It runs so many times, below these scopes; `marked` if an entry stands for all of it.
-    """
+    """What a jaxpr computes, so many times below these scopes, each with the index of its entry."""
+    # `marked` if an entry stands for all of it.
     here: dict[int, str] = {}
     for eqn in jaxpr.eqns:
         own = str(eqn.source_info.name_stack)

@@ -143,11 +143,8 @@ def run_page(title: str, memory: Memory) -> str:
 
 
 def findings(records: Sequence[Record], scalars: Mapping[str, Sequence[Scalar]]) -> list[str]:
-    """Sentences on what a reader should look at, what comes first in the run first.
-
-    Layers of one scan share a sentence: that of the first of them, which names the others. Records
-    and numbers are in the order of the run.
-    """
+    """Sentences on what a reader should look at, what comes first in the run first."""
+    # Layers of one scan share a sentence: that of the first of them, which names the others.
     found = [pair for name, own in scalars.items() for pair in _of_numbers(name, own)]
     sentences: dict[tuple[str, str], tuple[int, str]] = {}
     layers: dict[tuple[str, str], dict[tuple[int, ...], None]] = {}

@@ -84,11 +84,9 @@ def facts_of(
     operation: str,
     progress: bool = False,
 ) -> list[TensorFacts]:
-    """Facts of tensors of a checkpoint, of which one at a time is in memory.
-
-    What the reference does not have is not compared, nor are weights for rotated inputs, whose
-    values are others on purpose. ValueError of a reference of another shape, or a damaged tensor.
-    """
+    """Facts of tensors of a checkpoint, of which one at a time is in memory."""
+    # What the reference does not have is not compared, nor are weights for rotated inputs, whose
+    # values are others on purpose.
     rows, found = {name: weights.stored[name] for name in names}, []
     with progress_bar("read", sum(row.nbytes for row in rows.values()), progress) as step:
         for name, row in rows.items():

@@ -67,23 +67,14 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One layer in one format, while everything else stays as it is.
+    """One layer in one format, while everything else stays as it is."""
 
-    Attributes:
-      layer: name of the parameter, joined by `/`.
-      shape: its own.
-      format: None: as it is.
-      bytes: codes and scales.
-      increase: of the mean loss.
-      deviation: standard error of the increase over batches; None of a single batch.
-    """
-
-    layer: str
+    layer: str  # name of the parameter, joined by `/`
     shape: tuple[int, ...]
-    format: BlockFormat | None
-    bytes: int
-    increase: float
-    deviation: float | None
+    format: BlockFormat | None  # None: as it is
+    bytes: int  # codes and scales
+    increase: float  # of the mean loss
+    deviation: float | None  # standard error of the increase over batches; None of a single batch
 
     @property
     def name(self) -> str:

@@ -107,21 +107,13 @@ def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, axes: tuple[str, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseProduct:
-    """`[*batch, *m, *n]` by a recipe. What it depends on besides the operands is a key.
-
-    Attributes:
-      recipe: formats of the product and of its two gradient products.
-      axes: of both operands, in canonical order.
-      out_dtype: dtype of the product.
-      precision: for high-precision operands.
-      moves: how the operands get to the product; None: as the compiler brings them.
-    """
+    """`[*batch, *m, *n]` by a recipe. What it depends on besides the operands is a key."""
 
     recipe: MatmulRecipe
     axes: ProductAxes
     out_dtype: np.dtype
     precision: lax.PrecisionLike = None
-    moves: Moves = STAY
+    moves: Moves = STAY  # None: as the compiler brings the operands
 
     @one_program("self", "stored")
     def forward(
@@ -185,11 +177,7 @@ class DenseProduct:
     def cotangents(
         self, g: jax.Array, saved: Key, both: bool
     ) -> tuple[tuple[Operand, Operand], None]:
-        """g for both gradients: quantized for both in one call, if a backend reads it once.
-
-        Otherwise, or where a product changes it first, as it is: the products quantize it
-        themselves, to the same bits.
-        """
+        """g for both gradients: quantized in one call if a backend reads it once, else as it is."""
         return self._quantized_cotangents(g, saved) if both else (g, g), None
 
     def _quantized_cotangents(self, g: jax.Array, key: Key) -> tuple[Operand, Operand]:

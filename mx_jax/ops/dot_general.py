@@ -2,10 +2,8 @@
 
 Any dot_general is brought into one axis order by transposes alone, and by none where possible: lhs
 becomes `[*batch, *m, *k]` or `[*batch, *k, *m]`, rhs `[*batch, *n, *k]` or `[*batch, *k, *n]`, and
-the product is `[*batch, *m, *n]`, dot_general's own order. JAX differentiates the transposes, and
-kept axes are never merged: merging two sharded axes would cost an all-gather. An operand whose
-groups only stand in the other order is left alone: quantizing a transposed copy costs XLA several
-times what quantizing along the other axis does.
+the product is `[*batch, *m, *n]`. Kept axes are never merged: merging two sharded axes would cost
+an all-gather. Quantizing a transposed copy costs XLA several times what the other axis does.
 """
 
 import dataclasses
@@ -316,17 +314,11 @@ def canonicalize(
 ) -> tuple[AnyOperand, AnyOperand, ProductAxes, tuple[int, ...], Moves]:
     """Bring both operands into canonical order, transposing only what needs it.
 
-    An operand without kept axes gets one of length one, so that every backward product has an axis
-    to contract; it comes out of the product again.
+    An operand without kept axes gets one of length one, for backward products to contract.
 
     Returns:
-      The operands in canonical order, their axes, the axes of the product that have length one
-      because an operand had no kept axes, which `jax.lax.squeeze` takes out, and how the operands
-      in their new order get to the product.
-
-    Raises:
-      ValueError: contracting or batch sizes that differ, repeated or out-of-range axes, or an
-        MXArray whose blocks do not lie along the last contracting axis.
+      Operands, their axes, the axes of length one to squeeze out of the product, and the operands'
+      moves in their new order.
     """
     left, right = lhs, rhs
     if moves != STAY:
@@ -346,11 +338,7 @@ def check_dimension_numbers(
     rhs: AnyOperand | jax.ShapeDtypeStruct,
     dimension_numbers: lax.DotDimensionNumbers,
 ) -> tuple[Pair, Pair]:
-    """Dimension numbers with non-negative axes, checked against both shapes.
-
-    Raises:
-      ValueError: contracting or batch sizes that differ, or axes out of range.
-    """
+    """Dimension numbers with non-negative axes, checked against both shapes."""
     (lhs_k, rhs_k), (lhs_b, rhs_b) = dimension_numbers
     lhs_k, lhs_b = _axes(lhs_k, lhs, "lhs"), _axes(lhs_b, lhs, "lhs")
     rhs_k, rhs_b = _axes(rhs_k, rhs, "rhs"), _axes(rhs_b, rhs, "rhs")

@@ -1,8 +1,4 @@
-"""What a product does to each operand before it multiplies, and what of it the gradients keep.
-
-An operand is transformed, prescaled and quantized. Where the gradients read what was quantized,
-after a transform its cotangent is transformed back; what the cast clipped is one bit an element.
-"""
+"""What a product does to each operand before it multiplies, and what of it the gradients keep."""
 
 import dataclasses
 import functools
@@ -44,11 +40,8 @@ def prepare_operands(
     moves: Moves = STAY,
     sides: Sides = SIDES,
 ) -> tuple[AnyOperand, AnyOperand]:
-    """Both operands as the product takes them: transformed, and quantized by their specs.
-
-    Each operand draws from its own key; a transform's signs, which both share, from a third. The
-    program's names call the operands by `sides`.
-    """
+    """Both operands as the product takes them: transformed, and quantized by their specs."""
+    # Each operand draws from its own key; a transform's signs, which both share, from a third.
     if moves != STAY:
         return _prepare_moving(lhs, rhs, spec, axes, key, moves, sides)
     lhs, rhs, (lhs_key, rhs_key) = transform_operands(lhs, rhs, spec, axes, key)
@@ -155,10 +148,7 @@ def prepare(
     tensor_scale: jax.Array | None = None,
     side: Side = "lhs",
 ) -> X | MXArray:
-    """One operand, quantized by its spec unless it is or stays what it was.
-
-    The program's names call it by its side, format, scale rule and axis.
-    """
+    """One operand, quantized by its spec unless it is or stays what it was."""
     if spec is None or isinstance(operand, Quantized):
         return operand
     values, blocks = prescaled(operand, spec), axes.blocks(spec.format)
@@ -181,10 +171,7 @@ def prescaled(x: jax.Array, spec: OperandSpec) -> jax.Array:
 
 
 def unscaled(product: jax.Array, lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec) -> jax.Array:
-    """A product without the prescales of its operands, as they were before quantizing.
-
-    An operand that came quantized never had one.
-    """
+    """A product without the prescales of its operands; one that came quantized never had any."""
     sides = (lhs, spec.lhs), (rhs, spec.rhs)
     prescales = [own.prescale for x, own in sides if own and not isinstance(x, Quantized)]
     factor = 1.0 / math.prod(prescales)
@@ -196,11 +183,8 @@ def unscaled(product: jax.Array, lhs: AnyOperand, rhs: AnyOperand, spec: MatmulS
 
 
 def reuse(operand: AnyOperand, product: MatmulSpec, axes: Axes) -> Operand:
-    """A saved operand, the right one of a backward product's spec.
-
-    Codes are reused if their blocks also lie along the new contracting axis (square blocks);
-    otherwise, and before a transform, they are dequantized, to be quantized anew.
-    """
+    """A saved operand, the right one of a backward product's spec."""
+    # Codes are reused if their blocks also lie along the new contracting axis (square blocks).
     spec = product.rhs
     if isinstance(operand, PackedMXArray):
         operand = operand.unpack()
@@ -217,10 +201,7 @@ def reuse(operand: AnyOperand, product: MatmulSpec, axes: Axes) -> Operand:
 def reuse_moved(
     operand: AnyOperand, move: Movement | None, product: MatmulSpec, axes: Axes
 ) -> tuple[Operand, Movement | None]:
-    """`reuse` of a saved operand that lies elsewhere, and how it gets to the product then.
-
-    Codes are gathered as they are, whatever becomes of them.
-    """
+    """`reuse` of an operand that is sharded: its codes are gathered as they are, before it."""
     if move is not None and isinstance(operand, MXArray):
         operand, move = place(operand, move, product.rhs, axes, None).operand, None
     return reuse(operand, product, axes), move
@@ -310,10 +291,8 @@ def mask_clipped(
     operand: AnyResidual,
     key: Key,
 ) -> jax.Array:
-    """An operand's cotangent without what the forward product clipped, if the recipe says so.
-
-    The cotangent of a kept operand is turned back too.
-    """
+    """The cotangent of an operand before its transform, without what the recipe masks of
+    clipped."""
     kept = isinstance(operand, Residual)
     if not kept and (not recipe.mask_clipped or isinstance(operand, Quantized)):
         return cotangent
@@ -353,10 +332,7 @@ def _turned_back(
 def _without_clipped(
     cotangent: jax.Array, operand: jax.Array, spec: OperandSpec, axes: Axes, signs: jax.Array | None
 ) -> jax.Array:
-    """The operand's cotangent without what belongs to clipped values.
-
-    With T the forward's transform: `T^-1(T(cotangent) * [|T(operand)| is representable])`.
-    """
+    """`T^-1(T(cotangent) * [|T(operand)| is representable])`, with T the forward's transform."""
     axis, blocks = axes.block_axis, axes.blocks(spec.format)
     values = operand if signs is None else transformed(operand, signs, axis)
     values = prescaled(values, spec)

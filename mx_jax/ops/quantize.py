@@ -254,10 +254,7 @@ def cast_operand(
     key: Key = None,
     tensor_scale: jax.Array | None = None,
 ) -> MXArray:
-    """Quantize a checked array by its spec, on the backend that takes it on the machine in context.
-
-    Whoever calls it outside a product says `with follow(x)`.
-    """
+    """Quantize a checked array by its spec. Outside of a product, call it in `follow(x)`."""
     call = QuantizeCall(
         shape=x.shape,
         dtype=np.dtype(x.dtype),

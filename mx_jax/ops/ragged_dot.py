@@ -170,19 +170,12 @@ class _Extra(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedProduct:
-    """`[m, k]` by `[g, k, n]` to `[m, n]`, by a recipe.
-
-    Attributes:
-      recipe: formats of the product and of its two gradient products.
-      out_dtype: dtype of the product.
-      precision: for high-precision operands.
-      move: how rhs gets to the products that multiply it; None: it is there.
-    """
+    """`[m, k]` by `[g, k, n]` to `[m, n]`, by a recipe."""
 
     recipe: MatmulRecipe
     out_dtype: np.dtype
     precision: lax.PrecisionLike
-    move: Movement | None = None
+    move: Movement | None = None  # how rhs gets to the products that multiply it; None: it is there
 
     @one_program("self", "stored")
     def forward(

@@ -61,34 +61,23 @@ STORED = "stored"
 
 
 class Observation(NamedTuple):
-    """An operand before its cast and after, or a product in float32 and as it is.
+    """An operand before its cast and after, or a product in float32 and as it is."""
 
-    Attributes:
-      before: the values, of a large product a sample; None of an operand that came quantized.
-      after: an MXArray, or the product.
-      compared: of a product, the entries of `after` that `before` has.
-    """
-
-    before: jax.Array | None
+    before: jax.Array | None  # of a large product a sample; None of an operand that came quantized
     after: MXArray | jax.Array
-    compared: jax.Array | None = None
+    compared: jax.Array | None = None  # of a product, the entries of `after` that `before` has
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ObservedProduct:
-    """One of the three products; nothing is computed before it is asked for.
-
-    Attributes:
-      name: of the product.
-      casts: what it quantized, and perhaps other products.
-      errors: the product, of which all entries are compared or a sample.
-      operands: as they came, of the forward product.
-    """
+    """One of the three products; nothing is computed before it is asked for."""
 
     site: "CallSite"
     name: Name
-    casts: Casts
+    casts: Casts  # what it quantized, and perhaps other products
+    # The product, of which all entries are compared or a sample.
     errors: Callable[[bool], Observation]
+    # As they came, of the forward product.
     operands: tuple[AnyOperand | None, AnyOperand | None] = (None, None)
 
     def observations(self, whole: bool) -> Iterator[tuple[Tag, Callable[[], Observation]]]:
@@ -144,15 +133,11 @@ def _stored(operand: AnyOperand | None) -> Stored | None:
 
 
 class Watcher(Protocol):
-    """A capture; equal only to itself, since jit's key has it.
+    """A capture; equal only to itself, since jit's key has it."""
 
-    Attributes:
-      uses: of each path that was entered from none, the trace that did last, and how often.
-      calls: the uses of each path, numbered.
-    """
-
+    # Of each path that was entered from none, the trace that did last, and how often.
     uses: dict[str, tuple[Any, int]]
-    calls: dict[str, dict[tuple[int, ...], int]]
+    calls: dict[str, dict[tuple[int, ...], int]]  # the uses of each path, numbered
 
     def is_due(self, step: int) -> bool:
         """Whether it records a step."""
@@ -175,19 +160,12 @@ class Watcher(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CallSite:
-    """Where a product is called, and the captures there.
-
-    Attributes:
-      watchers: the captures.
-      path: of the product's module.
-      call: which use of the path this is in its function.
-      order: place in the order in which a trace met loops and products.
-    """
+    """Where a product is called, and the captures there."""
 
     watchers: tuple[Watcher, ...]
     path: str
-    call: int
-    order: tuple[int, ...]
+    call: int  # which use of the path this is in its function
+    order: tuple[int, ...]  # place in the order in which a trace met loops and products
 
 
 def call_site() -> CallSite:
@@ -325,7 +303,7 @@ def _backward(
 
 
 def _free(product: AnyProduct, side: Side, own: AnyResidual) -> tuple[Free, ...]:
-    """Along which axes a gradient can be compared in part: what turned the residual takes all
-    that the other one gives."""
+    """Along which axes a gradient can be compared in part."""
+    # What turned the residual takes all that the other one gives.
     free = product.free(side)
     return tuple(axis for axis in free if not axis.operand) if isinstance(own, Residual) else free

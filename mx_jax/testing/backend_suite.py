@@ -1,8 +1,4 @@
-"""What every backend must take and give, stated once and asked of each.
-
-A test file asks all of them with one line:
-
-    class TestBackends(BackendSuite): ...
+"""What every backend must take and give: `class TestBackends(BackendSuite): ...` asks each of it.
 
 A new backend joins with one line in `PROMISES`: the calls that it must take. Whatever it does not
 promise it may refuse, with a reason. So support can grow quietly, but never shrink. What it takes

@@ -1,8 +1,4 @@
-"""Handlers in C++ for the CPU, called through XLA's foreign function interface.
-
-Optional: where the library is not built, every call is rejected with that reason, and the reference
-computes it.
-"""
+"""Handlers in C++ for the CPU, through XLA's FFI; without the library all calls are rejected."""
 
 from collections.abc import Callable
 from typing import Any

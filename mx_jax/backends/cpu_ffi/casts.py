@@ -39,19 +39,12 @@ from mx_jax.reference.scale_rules import (
 
 
 class CastAxes(NamedTuple):
-    """Names of a cast's arrays' axes, such as `"*b a1 a0"` where blocks lie along the last but one.
+    """Names of a cast's axes, such as `"*b a1 a0"` where blocks lie along the last but one."""
 
-    Attributes:
-      elements: what has one entry for each element.
-      tensor_scale: one entry for all, or for each position of some of the tensor's first axes.
-      found: a tensor scale for each of a batch, where all of the tensor's axes have names.
-      scales: what has one entry for each block, for each kind of blocks.
-    """
-
-    elements: str
-    tensor_scale: str
-    found: str
-    scales: tuple[str, ...]
+    elements: str  # what has one entry for each element
+    tensor_scale: str  # one entry for all, or for each position of some of the tensor's first axes
+    found: str  # a tensor scale for each of a batch, where all of the tensor's axes have names
+    scales: tuple[str, ...]  # one entry for each block, for each kind of blocks
 
 
 def cast_axes(*kinds: Blocks, depth: int = 0) -> CastAxes:
@@ -147,17 +140,11 @@ def rejects_quantize(call: QuantizeCall) -> str | None:
 
 
 class _Rule(NamedTuple):
-    """What the handler is told of a rule.
-
-    Attributes:
-      name: what it calls it.
-      threshold: of a power of two; else 0.
-      target: what amax becomes over the scale.
-    """
+    """A scale rule as the handler knows it."""
 
     name: str
-    threshold: int = 0
-    target: float = 0.0
+    threshold: int = 0  # of a power of two; else 0
+    target: float = 0.0  # what amax becomes over the scale
 
 
 def _rule(call: QuantizeCall) -> _Rule | None:

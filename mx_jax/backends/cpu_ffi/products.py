@@ -137,18 +137,11 @@ def _tensor_scale(scale: jax.Array | None, axes: str) -> tuple[jax.Array, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Side:
-    """One operand as the handler takes it.
+    """One operand as the handler takes it."""
 
-    Attributes:
-      arrays: elements, scales and tensor scales.
-      axes: of all.
-      kept: the kept ones, which the handler takes as one.
-      attributes: what it is told of them.
-    """
-
-    arrays: tuple[jax.Array, ...]
+    arrays: tuple[jax.Array, ...]  # elements, scales and tensor scales
     axes: str
-    kept: str
+    kept: str  # axes that the handler takes as one
     attributes: dict[str, object]
 
 
@@ -227,19 +220,12 @@ def _tile_rows(call: RaggedCall) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tiles:
-    """Which rows are multiplied at each step.
+    """Which rows are multiplied at each step."""
 
-    Attributes:
-      rows: of a tile.
-      num_rows: of all groups, and behind them.
-      ends: int32 `[g]`, where each group's rows end.
-      last: int32 `[g]`, up to which step each group's tiles go.
-    """
-
-    rows: int
-    num_rows: int
-    ends: jax.Array
-    last: jax.Array
+    rows: int  # of a tile
+    num_rows: int  # of all groups, and behind them
+    ends: jax.Array  # int32 `[g]`, where each group's rows end
+    last: jax.Array  # int32 `[g]`, up to which step each group's tiles go
 
     @classmethod
     def of(cls, sizes: jax.Array, rows: int, num_rows: int) -> "_Tiles":

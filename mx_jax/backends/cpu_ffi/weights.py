@@ -39,15 +39,10 @@ SUMMARY = 64  # bytes at the front of a panel; all as in custom_calls/products/w
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Panels:
-    """Weights panel by panel.
+    """Weights panel by panel."""
 
-    Attributes:
-      bytes: uint8 `[*batch, ceil(n / 32), bytes of a panel]`, with n the product of kept.
-      tensor_scale: float32 `[*batch]` (NVFP4), else None.
-    """
-
-    bytes: jax.Array
-    tensor_scale: jax.Array | None
+    bytes: jax.Array  # uint8 `[*batch, ceil(n / 32), bytes of a panel]`, with n the product of kept
+    tensor_scale: jax.Array | None  # float32 `[*batch]` (NVFP4), else None
 
 
 def panels_batch(panels: Panels) -> tuple[int, ...]:
@@ -180,13 +175,7 @@ def parts_batch(arrays: Panels) -> tuple[int, ...]:
 
 
 def cut(packed: PackedMXArray, number: int | None, in_parts: Callable[..., PackedMXArray]) -> Cut:
-    """How devices may cut panels: between them, and parts of k: between those.
-
-    Args:
-      packed: weights.
-      number: of parts; None: panels have no axis of parts.
-      in_parts: as `Cut` has it.
-    """
+    """How devices may cut panels into a `number` of parts of k, or whole ones where it is None."""
     batch = tuple(range(len(packed.batch)))
     arrays = [(*batch, *(() if number is None else ("k",)), "n", None)]
     if packed.arrays.tensor_scale is not None:
@@ -195,11 +184,7 @@ def cut(packed: PackedMXArray, number: int | None, in_parts: Callable[..., Packe
 
 
 def local(packed: PackedMXArray) -> PackedMXArray:
-    """The weights that one device's panels are, and of parts of k those that it has.
-
-    Raises:
-      ValueError: a device whose last panel is not full, which panels do not tell.
-    """
+    """The weights that one device's panels are, and of parts of k those that it has."""
     panel_rows, layout, rows = PANEL_ROWS, packed.layout, math.prod(packed.kept)
     here, whole = packed.arrays.bytes.shape[-2], -(-rows // PANEL_ROWS)
     kept, k, shares = packed.kept, packed.k, whole // max(here, 1)
@@ -272,15 +257,10 @@ _PANELS = Layout(backend="cpu_ffi", batch=panels_batch, unpack=unpack_panels)
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """Codes and scales apart.
+    """Codes and scales apart."""
 
-    Attributes:
-      panels: the codes as MXFP8 under scales of one.
-      scales: of the format, `[*batch, n]`, or `[*batch, 1]` where one is for all rows.
-    """
-
-    panels: Panels
-    scales: jax.Array
+    panels: Panels  # the codes as MXFP8 under scales of one
+    scales: jax.Array  # of the format, `[*batch, n]`, or `[*batch, 1]` where one is for all rows
 
 
 def rejects_weights(call: PackCall) -> str | None:
@@ -336,10 +316,8 @@ def by_rows(
     lhs: Operand,
     rhs: PackedMXArray,
 ) -> jax.Array:
-    """The product by weights in rows: that by their codes, and then the scales.
-
-    Activations in float8 are multiplied as the bfloat16 numbers that their codes are.
-    """
+    """The product by weights in rows: that by their codes, and then the scales."""
+    # Activations in float8 are multiplied as the bfloat16 numbers that their codes are.
     values = scale_to_float32(rhs.arrays.scales, rhs.format.scale)
     rows = rhs.kept if values.shape[-1] == math.prod(rhs.kept) else (1,) * len(rhs.kept)
     ones = (1,) * len(call.lhs.axes.kept)
