@@ -128,7 +128,6 @@ class ProductAxes:
 
     @functools.cached_property
     def ndim(self) -> int:
-        """Number of axes of the product."""
         return len(self.lhs.batch) + len(self.lhs.kept) + len(self.rhs.kept)
 
     @functools.cached_property
@@ -150,6 +149,5 @@ class ProductAxes:
         return (ProductAxes(other, g), False) if own.k_first else (ProductAxes(g, other), True)
 
     def of_g(self, side: Side) -> Axes:
-        """Axes of g in the product that gives an operand's cotangent."""
         axes, g_is_lhs = self.cotangent(side)
         return axes.lhs if g_is_lhs else axes.rhs

@@ -47,12 +47,10 @@ class OperandType:
 
     @property
     def text(self) -> str:
-        """Its format, or its dtype in high precision."""
         return str(self.dtype) if self.format is None else self.format.name
 
     @property
     def rows(self) -> int:
-        """Of the matrix that a product sees: the size of the kept axes."""
         return math.prod(self.shape[axis] for axis in self.axes.kept)
 
 
@@ -238,12 +236,10 @@ class PackCall:
 
     @property
     def text(self) -> str:
-        """The call in a jaxpr."""
         return self.format.name
 
     @property
     def format(self) -> BlockFormat:
-        """The weights' block format."""
         assert self.weights.format is not None, self
         return self.weights.format
 
@@ -302,7 +298,6 @@ class CastStatisticsCall:
 
     @property
     def text(self) -> str:
-        """The call in a jaxpr."""
         return self.format.name
 
 

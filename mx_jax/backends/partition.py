@@ -43,16 +43,13 @@ class Split:
 
     @functools.cached_property
     def axes(self) -> ProductAxes:
-        """Of the operands."""
         return ProductAxes(self.call.lhs.axes, self.call.rhs.axes)
 
     @functools.cached_property
     def factors(self) -> Factors:
-        """Of the operands and the product."""
         return Factors.of(self.axes)
 
     def run(self, *leaves: jax.Array) -> jax.Array:
-        """The product of all of it."""
         return self.compute(self.call, *jax.tree.unflatten(self.tree, leaves))
 
 

@@ -37,7 +37,6 @@ class Split:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values."""
         return self.call.shape
 
     @functools.cached_property
@@ -49,7 +48,6 @@ class Split:
         }
 
     def run(self, *leaves: jax.Array) -> list[jax.Array]:
-        """The cast of all of it."""
         return jax.tree.leaves(self.compute(self.call, *jax.tree.unflatten(self.tree, leaves)))
 
 
@@ -113,7 +111,6 @@ def _sharding_rule(split: Split, shapes: Sequence[Any]) -> tuple[str, dict[str, 
 
 
 def _results(split: Split) -> list[Any]:
-    """Shapes of the results' leaves."""
     x = jax.ShapeDtypeStruct(split.shape, np.float32)
     return jax.tree.leaves(result_of(split.call, x, None, None))
 
@@ -127,7 +124,6 @@ class Share:
 
     @property
     def names(self) -> Part:
-        """All mesh axes that split the values."""
         return tuple(name for part in self.parts for name in part)
 
     def shared(self, blocks: Blocks) -> dict[int, Part]:
@@ -200,7 +196,6 @@ def _partition(
 
 
 def _local(split: Split, each: Share, name: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
-    """One device's part."""
     del name
     x, bits, scale = jax.tree.unflatten(split.tree, leaves)
     call, shared = split.call, each.shared(split.call.blocks)

@@ -62,7 +62,6 @@ class Marked:
     name: str
 
     def __call__(self, *operands: Any) -> Any:
-        """As `Offer.run`."""
         with jax.named_scope(self.name):
             return self.run(*operands)
 
@@ -86,7 +85,6 @@ class Recorder:
 
     @property
     def selections(self) -> list[Selection]:
-        """The selections alone."""
         return [entry for entry in self.entries if isinstance(entry, Selection)]
 
 

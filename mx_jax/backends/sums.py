@@ -221,7 +221,6 @@ def _placed(scales: BlockScales, axis: int, call: MatmulCall) -> jax.Array:
 
 
 def _dots(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Array:
-    """The product of each block alone."""
     axes = ProductAxes(call.lhs.axes.in_batch(), call.rhs.axes.in_batch())
     return lax.dot_general(
         left,

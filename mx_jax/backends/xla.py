@@ -216,7 +216,6 @@ def _under_exponents(operand: MXArray) -> jax.Array:
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
-    """The dot of bfloat16 values, and the scales that leave its sums."""
     (left, left_factor), (right, right_factor) = block_values(lhs), block_values(rhs)
     sizes = _block_size(call.lhs), _block_size(call.rhs)
     if sizes != (None, None):
@@ -240,7 +239,6 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
 def _multiply_groups(
     lhs: Operand, rhs: Operand, group_sizes: jax.Array, call: RaggedCall
 ) -> jax.Array:
-    """The same of rows in groups."""
     (left, left_factor), (right, right_factor) = block_values(lhs), block_values(rhs)
     sums = grouped_dot(
         left, right, group_sizes, call.contracting, lax.Precision.DEFAULT, jnp.float32
@@ -279,7 +277,6 @@ def _scale_of_groups(
 
 
 def _rejects_transform(call: TransformCall, target: Target) -> str | None:
-    """Why not: a CPU, or values that bfloat16 does not hold."""
     if target.platform == "cpu":
         return "for accelerators, whose units multiply bfloat16, got platform=cpu"
     if call.dtype != jnp.bfloat16 or call.length is not None:

@@ -87,7 +87,6 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
@@ -295,12 +294,10 @@ class Reader:
         return self.tensors[name]
 
     def nbytes(self, name: str) -> int:
-        """Bytes of one tensor."""
         dtype, shape, _ = self.facts(name)
         return math.prod(shape) * dtype.itemsize
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor; a view of the file."""
         dtype, shape, first = self.facts(name)
         return self.content[first : first + self.nbytes(name)].view(dtype).reshape(shape)
 

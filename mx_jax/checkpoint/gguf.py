@@ -56,7 +56,6 @@ class GgufType:
 
     @property
     def quantized(self) -> bool:
-        """Whether its values are not stored as they are."""
         return self.block > 1
 
 
@@ -155,12 +154,10 @@ class GgufTensor:
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
         return math.prod(self.shape) // self.type.block * self.type.nbytes
 
     @property
     def end(self) -> int:
-        """The first byte after it."""
         return self.first + self.nbytes
 
     def blocks(self) -> np.ndarray:
@@ -306,7 +303,6 @@ def _value(cursor: _Cursor, kind: int, what: str, depth: int) -> Any:
 def _tensors(
     cursor: _Cursor, count: int, alignment: int, content: np.ndarray
 ) -> dict[str, GgufTensor]:
-    """The tensors, if they are in the file, aligned and apart."""
     found: dict[str, GgufTensor] = {}
     for index in range(count):
         name = cursor.text(f"the name of tensor {index} of {count}")

@@ -171,7 +171,6 @@ def _wanted(x: MXArray, blocks: Blocks, scale: ScaleFormat) -> tuple[np.ndarray,
 
 
 def _tensor_scale(x: MXArray, format: BlockFormat, wanted: np.ndarray) -> np.ndarray:
-    """That of the target: a power of two where all scales are, else the source's own."""
     ones = np.ones((1,) * x.ndim)
     if not format.tensor_scale:
         return ones

@@ -133,7 +133,6 @@ def _print(planned: list[Conversion]) -> None:
 
 
 def _plan(weights: Weights, row: Layout | None) -> list[Conversion]:
-    """What becomes of each tensor in a layout; None: in a file of our own, which holds all."""
     found = []
     with progress_bar("look", stream.stored_bytes(weights), watched()) as step:
         for name, one in weights.stored.items():

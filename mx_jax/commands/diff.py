@@ -50,7 +50,6 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether both stand for the same values."""
         return self.result in ("same", "same values")
 
 

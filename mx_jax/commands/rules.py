@@ -118,12 +118,10 @@ class Judged:
 
     @property
     def quantizes(self) -> bool:
-        """Whether the tensor is quantized."""
         return self.decision is not None and self.decision.recipe is not None
 
     @property
     def spec(self) -> OperandSpec:
-        """Of what is quantized: format and rule."""
         assert self.decision is not None and self.decision.recipe is not None
         spec = self.decision.recipe.fwd.rhs
         assert spec is not None
@@ -260,5 +258,4 @@ def shared_scales(weights: Weights, judged: Mapping[str, Judged]) -> dict[str, f
 
 @jax.jit
 def _largest(x: jax.Array) -> jax.Array:
-    """The largest finite magnitude."""
     return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0).astype(jnp.float32), initial=0)

@@ -205,7 +205,6 @@ _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Two folders change places."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
         names = (os.fsencode(one), os.fsencode(other))
@@ -376,7 +375,6 @@ def _write_beside(
 
 
 def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
-    """Copy config.json with its `quantization_config` replaced."""
     config = files.read_table(path, "checkpoint.read")
     kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
     kept |= {} if stated is None else {"quantization_config": dict(stated)}

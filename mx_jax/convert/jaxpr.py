@@ -325,7 +325,6 @@ class PlannedBody:
 
 
 def _in_layer(eqn: JaxprEqn) -> AbstractContextManager[None]:
-    """A context of the module that an equation is of, if its names have one."""
     marks = _MARK.findall(str(eqn.source_info.name_stack))
     return LayerName(marks[-1] or "model").context() if marks else contextlib.nullcontext()
 
@@ -387,7 +386,6 @@ def _only_body(params: dict[str, Any]) -> tuple[Any, ...]:
 def _straight(
     params: dict[str, Any], data: list[bool], flow: Flow
 ) -> tuple[list[list[bool]], list[bool]]:
-    """A body that takes the operands and gives the results."""
     (body,) = _only_body(params)
     return [data], flow(body, data)
 
@@ -404,7 +402,6 @@ def _settled(body: object, data: list[bool], carry: slice, flow: Flow) -> tuple[
 
 
 def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands are constants, and how many are carried."""
     if "ft_in" in params:
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)

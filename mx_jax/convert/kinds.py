@@ -164,7 +164,6 @@ class TablePromotion:
     promote: Callable[..., Any]
 
     def __call__(self, args: object, /, *, key: jax.Array | None = None, **options: object) -> Any:
-        """The promoted operands."""
         *others, table = self.promote(args, **options)
         return (*others, cast_table(table, self.recipe, key))
 
@@ -570,7 +569,6 @@ def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes | None:
 
 
 def _dense_counts(layer: nnx.Linear | nnx.LinearGeneral) -> tuple[int, int, int]:
-    """How many batch, contracting and kept axes the kernel of an nnx layer has."""
     sizes = (getattr(layer, "batch_axis", ()), layer.in_features, layer.out_features)
     batch, contracting, kept = (1 if isinstance(x, int) else len(x) for x in sizes)
     return batch, contracting, kept

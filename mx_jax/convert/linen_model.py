@@ -429,11 +429,9 @@ class AttentionEinsum:
     precision: Any
 
     def decide(self) -> Decision:
-        """The rules' decision about the product."""
         return self.bound.decide(self.product, **ATTENTION.facts(self.bound.layer, ()))
 
     def __call__(self, *operands: object) -> Any:
-        """Ask the rules, then multiply with their recipe, or as the layer would have."""
         if not operands:
             return self
         decision = self.decide()
@@ -460,7 +458,6 @@ class WithoutPrecision:
         return signature.replace(parameters=parameters)
 
     def __call__(self, *args: object, **options: object) -> jax.Array:
-        """The attention function's own answer."""
         return self.attention_fn(*args, **options)
 
 
@@ -643,7 +640,6 @@ class Interceptor:
             return call(*args, **kwargs)
 
     def _path(self, layer: nn.Module) -> str | None:
-        """Path below the root; None if it is not there."""
         names = layer.path
         if names[: len(self.root)] != self.root:
             return None

@@ -168,7 +168,6 @@ class _Plan:
 
     @property
     def converts(self) -> bool:
-        """Whether a rule gives one of its products a recipe."""
         return any(decision.recipe is not None for decision in self.decisions)
 
     @property
@@ -178,7 +177,6 @@ class _Plan:
 
     @property
     def judged(self) -> tuple[Decision, ...]:
-        """All that rules say."""
         return self.decisions if self.cache is None else (*self.decisions, self.cache)
 
     @property
@@ -290,7 +288,6 @@ class Injected:
     name: LayerName
 
     def __call__(self, *args: object, **options: object) -> Any:
-        """The operation's result."""
         with named_in_errors(self.layer), decided(), self.name.context():
             return self.operation(*args, **options)
 
@@ -303,12 +300,10 @@ class KeyedInjected(flax_nnx.Module):
         self.stream = stream
 
     def __call__(self, *args: object, **options: object) -> Any:
-        """The operation's result."""
         return self.injected(*args, **options, key=next_key(self.stream, "convert.nnx"))
 
 
 def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
-    """Make a layer multiply by its rules."""
     layer, kind, where = plan.layer, plan.kind, None
     assert kind is not None and kind.nnx is not None
     if kind.rhs_is_kernel and (spec := nnx_spec(kind.kernel(layer))) is not None:
@@ -350,7 +345,6 @@ def _key(plan: _Plan, rngs: flax_nnx.Rngs | None) -> jax.Array | None:
 
 
 def _take_back(layer: Any) -> None:
-    """Undo what conversion did to a module."""
     while hasattr(type(layer), "_mx_base"):
         if "mx_cache" in vars(layer):
             _take_back_cache(layer)
@@ -385,7 +379,6 @@ class StoredEmbed(flax_nnx.Embed):
         return values if out_sharding is None else jax.sharding.reshard(values, out_sharding)
 
     def attend(self, query: jax.Array, out_sharding: Spec | None = None) -> jax.Array:
-        """The query times the table, along the features."""
         table = quantized_in(self.embedding[...])
         if table is None:
             return super().attend(query, out_sharding)
@@ -586,7 +579,6 @@ def _metaclass(base: type) -> type:
 
 
 def _cache_obstacle(layer: flax_nnx.MultiHeadAttention) -> str | None:
-    """Why the cache of a layer stays as it is, or None."""
     if type(layer).__call__ is not flax_nnx.MultiHeadAttention.__call__:
         return "has a call of its own"
     if layer.query.kernel.ndim > 3 and layer.cached_key is not None:

@@ -146,7 +146,6 @@ class Recorder:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """All of them; layers out of reach come last."""
         known = {path for path, _ in self.decided}
         bare = [layer for path, layer in self.bare.items() if path not in known]
         return (*self.decided.values(), *(decide((), layer) for layer in bare))

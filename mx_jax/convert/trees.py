@@ -112,7 +112,6 @@ class ConvertedLayer:
     # multiplies with is static, and compares by value.
 
     def __init__(self, layer: object, recipe: Recipe, operation: Callable[..., Any]):
-        """A layer, its recipe, and what its products are made by."""
         # Not by setattr: attributes are the layer's.
         vars(self).update(mx_layer=layer, mx_static=(recipe, operation))
 
@@ -133,7 +132,6 @@ class ConvertedLayer:
         return ConvertedLayer, (self.mx_layer, *self.mx_static)
 
     def __call__(self, *args: object, **options: Any) -> Any:
-        """The layer's call, with its products made anew."""
         # Not by its path, by which equal layers would differ.
         name, (recipe, operation) = type(self.mx_layer).__name__, self.mx_static
         key, call = options.get("key"), type(self.mx_layer).__call__
@@ -227,7 +225,6 @@ def _judged(node: object) -> tuple[Kind | None, dict[str, Any]] | None:
 
 
 def _has_layer(node: object) -> bool:
-    """Whether a node, or one below it, has a product."""
     below = (child for _, child in _children(node)[0]) if has_nodes(node) else ()
     return has_nodes(node) and (_judged(node) is not None or any(map(_has_layer, below)))
 

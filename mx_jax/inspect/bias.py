@@ -68,7 +68,6 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Ends of the bias's confidence interval."""
         return self.low, self.high
 
     @property
@@ -327,7 +326,6 @@ def _check_finite(losses: np.ndarray, draws: dict[str, list[np.ndarray]]) -> Non
 
 
 def _choices(recipes: object) -> dict[str, Any]:
-    """Recipes by name."""
     if isinstance(recipes, list | tuple):
         raise TypeError(
             "gradient_bias: several recipes need names, got recipes as a "
@@ -448,7 +446,6 @@ def _squared_mean(products: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def _ratio(value: float, unit: float) -> float:
-    """A quotient; 0 / 0 is 0: nothing is wrong with nothing."""
     if unit > 0:
         return value / unit
     return 0.0 if value == 0 else math.inf

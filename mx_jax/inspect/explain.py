@@ -154,7 +154,6 @@ def _is_number(x: object) -> bool:
 
 
 def _in_words(x: object) -> str:
-    """An array by its shape."""
     shape = getattr(x, "shape", None)
     return repr(x) if shape is None else f"{type(x).__name__} {list(shape)}"
 
@@ -162,7 +161,6 @@ def _in_words(x: object) -> str:
 def _of_recipe(
     recipe: MatmulRecipe, m: int, k: int, n: int, *, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> str:
-    """What `explain` says of a recipe."""
     key = jax.random.key(0) if recipe.is_stochastic else None
 
     def gradients(lhs: jax.Array, rhs: jax.Array) -> Any:
@@ -233,7 +231,6 @@ def explain_call(function: Callable[..., Any], *args: object, **kwargs: object) 
 
 
 def _answer(title: str, selection: Selection) -> list[str]:
-    """What takes a call, and why others do not."""
     how = f" ({selection.how})" if selection.how else ""
     answer = f"{title} -> {selection.backend or 'two casts'}{how}"
     return [answer, *(f"  {reason}" for reason in reasons(selection))]
@@ -343,7 +340,6 @@ class Row:
 
     @property
     def where(self) -> str:
-        """Its places, in words."""
         names = [f"{x.path or 'the function'}{' (gradient)' * x.backward}" for x in self.places]
         return ", ".join(dict.fromkeys(names))
 

@@ -193,7 +193,6 @@ def _of_numbers(name: str, own: Sequence[Scalar]) -> list[tuple[int, str]]:
 
 
 def _lead(memory: Memory, records: Sequence[Record]) -> str:
-    """How much the page is about."""
     numbers = (number for own in memory.scalars.values() for number in own)
     steps = {record.step for record in (*records, *numbers)}
     names = {_name(record): record.tag.side is None for record in records}

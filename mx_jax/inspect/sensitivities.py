@@ -78,7 +78,6 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The format's."""
         return "as it is" if self.format is None else self.format.name
 
     @property
@@ -287,7 +286,6 @@ def sensitivity(
         )
 
     def candidate(name: str, leaf: jax.Array, format: BlockFormat | None) -> Candidate:
-        """One layer in one format, everything else as it is."""
         row = functools.partial(Candidate, layer=name, shape=tuple(leaf.shape), format=format)
         if format is None:
             return row(bytes=leaf.size * leaf.dtype.itemsize, increase=0.0, deviation=0.0)
@@ -303,7 +301,6 @@ def sensitivity(
     rows = [[candidate(name, leaf, own) for own in formats] for name, leaf in weights.items()]
 
     def increase(chosen: Sequence[Candidate]) -> np.ndarray:
-        """How far the loss of each batch rises with a choice."""
         quantized = {own.layer: own.format for own in chosen if own.format is not None}
         return run({x: _as_held(weights[x], own, axis) for x, own in quantized.items()}) - before
 

@@ -45,7 +45,6 @@ class Column(NamedTuple):
     shown: Callable[[Stats], float | None] | None = None
 
     def text(self, stats: Stats, digits: int = 3) -> str:
-        """The cell of a record, empty where there is no number."""
         value = stats.get(self.number) if self.shown is None else self.shown(stats)
         return "" if value is None or math.isnan(value) else f"{value:.{digits}g}"
 

@@ -342,7 +342,6 @@ class DerivedKey:
     derivations: tuple[tuple[int, int | None], ...]  # as `reference.random_bits.derive` takes them
 
     def get(self) -> jax.Array:
-        """The key."""
         return random_bits.derive(self.root, self.derivations)
 
 

@@ -217,7 +217,6 @@ class DelayedProduct:
     def keep(
         self, lhs: AnyResidual, rhs: AnyResidual, extra: DelayedStates
     ) -> tuple[MXArray, MXArray, _Saved]:
-        """Both operands quantized, and the states."""
         assert not isinstance(lhs, Quantized | Residual) and not isinstance(
             rhs, Quantized | Residual
         )
@@ -257,7 +256,6 @@ class DelayedProduct:
         return cotangent
 
     def in_high_precision(self) -> AnyProduct:
-        """The same product of values as they are, in float32."""
         return DenseProduct(
             recipe=HIGH_PRECISION,
             axes=self.axes,
@@ -266,7 +264,6 @@ class DelayedProduct:
         )
 
     def free(self, side: Side | None) -> tuple[Free, ...]:
-        """As in high precision."""
         return self.in_high_precision().free(side)
 
     def _quantize(

@@ -119,7 +119,6 @@ class DenseProduct:
     def forward(
         self, lhs: AnyResidual, rhs: AnyResidual, extra: Key, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
-        """The product."""
         spec = self.recipe.fwd
         if isinstance(lhs, Residual) or isinstance(rhs, Residual):
             lhs, rhs, spec = as_taken(lhs, rhs, spec)
@@ -140,7 +139,6 @@ class DenseProduct:
             return unscaled(product, lhs, rhs, spec)
 
     def in_high_precision(self) -> "DenseProduct":
-        """The same product of values as they are, in float32."""
         return dataclasses.replace(
             self,
             recipe=dataclasses.replace(HIGH_PRECISION, gather=self.recipe.gather),
@@ -163,7 +161,6 @@ class DenseProduct:
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: Key
     ) -> tuple[AnyResidual, AnyResidual, Key]:
-        """The operands as they came, or as the product took them, and the key."""
         if self.recipe.residuals is Residuals.QUANTIZED:
             # The same key gives the same codes as without a gradient.
             return *self._taken(lhs, rhs, extra), extra
@@ -234,7 +231,6 @@ class DenseProduct:
     def _operands_back(
         self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval
     ) -> "_Back":
-        """Both operands of a gradient's product, in its order."""
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
         other = other.operand if isinstance(other, Residual) else other
         own, move = self.moves if side == "lhs" else self.moves[::-1]
@@ -244,7 +240,6 @@ class DenseProduct:
         return _Back(other, g, spec.swapped(), axes, (move, None), own, SWAPPED)
 
     def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Key) -> jax.Array:
-        """The cotangent without what the product clipped, as the operand lay before."""
         return mask_clipped(self.recipe, side, self.axes, cotangent, own, saved)
 
 

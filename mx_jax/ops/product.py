@@ -38,7 +38,6 @@ class CotangentAval:
 
     @classmethod
     def of(cls, value: jax.Array | None) -> "CotangentAval | None":
-        """The cotangent of a value, if there is one."""
         if value is None:
             return None
         return cls(dtype=np.dtype(value.dtype), varying=varying(value))
@@ -182,7 +181,6 @@ class Primal(NamedTuple):
 
     @property
     def operand(self) -> Any:
-        """What multiplies."""
         return self.value if self.codes is None else self.codes
 
 
@@ -402,8 +400,6 @@ class _Derivative:
         return type(self.function).__name__
 
     def compute(self, *leaves: jax.Array) -> list[jax.Array]:
-        """What is differentiated."""
-
         def compute(*leaves: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(self.function(*jax.tree.unflatten(self.tree, leaves)))
 

@@ -106,7 +106,6 @@ class Place:
 
     @property
     def path(self) -> str:
-        """The names, parted by `/`."""
         return "/".join(self.names)
 
 
@@ -382,11 +381,9 @@ class Sample(NamedTuple):
         return cls(tuple(found))
 
     def operand(self, x: jax.Array, number: int) -> jax.Array:
-        """What of an operand counts."""
         return _every(x, {axis.axis: s for axis, s in self.strides if axis.operand == number})
 
     def product(self, x: jax.Array) -> jax.Array:
-        """What of the product counts."""
         return _every(x, {axis.result: stride for axis, stride in self.strides})
 
 

@@ -139,9 +139,7 @@ class Watcher(Protocol):
     uses: dict[str, tuple[Any, int]]
     calls: dict[str, dict[tuple[int, ...], int]]  # the uses of each path, numbered
 
-    def is_due(self, step: int) -> bool:
-        """Whether it records a step."""
-        ...
+    def is_due(self, step: int) -> bool: ...
 
     def at_host_step(self, step: int) -> AbstractContextManager[Any]:
         """A context of a step that is known on the host, and in no program."""

@@ -352,7 +352,6 @@ class Recipe(MatmulRecipe):
         return f"{start}.with_({arguments_of(self, changed)})"
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the operands of the three products."""
         specs = {product: getattr(self, product) for product in TENSORS}
         rows = [
             (product, spec.lhs or "high precision", spec.rhs or "high precision", spec.transform)

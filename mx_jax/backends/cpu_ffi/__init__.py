@@ -22,7 +22,6 @@ from mx_jax.codecs.explicit_axes import has_explicit_axes
 
 
 def _rejects_machine(target: Target, call: Call) -> str | None:
-    """Why no handler is called: another platform, or no library."""
     if target.platform != "cpu":
         return f"runs on platform=cpu, got platform={target.platform}"
     if target.num_devices > 1 and target.counted and not isinstance(call, PackCall):

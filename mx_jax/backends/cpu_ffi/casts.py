@@ -176,7 +176,6 @@ def _by(call: QuantizeCall, function: AmaxBecomes) -> QuantizeCall:
 
 
 def _rounding(rounding: Rounding) -> str | None:
-    """What the handler calls a rounding; None if it does not know it."""
     if rounding.is_stochastic:
         return "stochastic"
     return None if rounding.random_bits else _ROUNDINGS.get(rounding.apply)
@@ -256,7 +255,6 @@ def _quantize(
     tensor_scale: jax.Array | None,
     call: QuantizeCall,
 ) -> MXArray:
-    """By a rule of amax, by the handler alone."""
     finds = call.format.tensor_scale and tensor_scale is None
     axes, optional = cast_axes(call.blocks, depth=x.ndim if finds else 0), {}
     if tensor_scale is not None:
@@ -392,7 +390,6 @@ def _by_handler(
 def _both_attributes(
     calls: tuple[QuantizeCall, QuantizeCall], has_tensor_scale: bool
 ) -> dict[str, object]:
-    """What the handler is told: the single cast's attributes, of the last axis and of the other."""
     return {
         f"{prefix}_{name}": value
         for prefix, call in zip(("last", "other"), calls, strict=True)

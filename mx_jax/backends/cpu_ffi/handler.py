@@ -186,14 +186,12 @@ class Handler:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The attributes as the handler takes them."""
         return {
             name: np.array(value[1:], value[0]) if isinstance(value, tuple) else value
             for name, value in self.attributes
         }
 
     def geometry(self, shapes: Shapes) -> Geometry:
-        """The axes of a call with operands of these shapes."""
         return Geometry(self.axes, shapes, dict(self.sizes))
 
     def __call__(self, *operands: jax.Array) -> Arrays:

@@ -146,7 +146,6 @@ class _Side:
 
 
 def _side(operand: Operand, axes: Axes, which: Literal["lhs", "rhs"]) -> _Side:
-    """One operand of a product."""
     format = operand.format if isinstance(operand, MXArray) else None
     together = block_rows(format)
     batch, letter = ("*l", "m") if which == "lhs" else ("*r", "n")
@@ -198,7 +197,6 @@ def multiply_groups(
 
 
 def _tile_call(call: RaggedCall) -> MatmulCall:
-    """The product of one tile of rows."""
     rows, across = _tile_rows(call), call.lhs.shape[1]
     lhs = dataclasses.replace(call.lhs, shape=(rows, across))
     if call.contracts_rows:

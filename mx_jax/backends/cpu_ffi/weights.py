@@ -97,12 +97,10 @@ def panel_bytes(format: BlockFormat, k: int) -> int:
 
 
 def _records(k: int) -> int:
-    """Records of a panel."""
     return -(-k // (RECORD * CHUNK))
 
 
 def _record_bytes(format: BlockFormat) -> tuple[int, int]:
-    """Bytes of a record's scales, and of its codes."""
     scales = RECORD * CHUNK // rejections.block_size(format) * PANEL_ROWS
     return scales, RECORD * CHUNK * PANEL_ROWS * format.element.bits // 8
 
@@ -234,8 +232,6 @@ def by_parts(
 
 
 def _part_of(operand: Operand, axis: int, part: int, parts: int) -> Operand:
-    """One of several equal parts of an operand."""
-
     def cut(x: jax.Array) -> jax.Array:
         size = x.shape[axis] // parts
         return lax.slice_in_dim(x, part * size, (part + 1) * size, axis=axis)
