@@ -13,19 +13,7 @@ import jax
 from jax.core import Tracer
 
 from mx_jax.axes import Side
-from mx_jax.backends.calls import (
-    AttendCall,
-    Call,
-    CastStatisticsCall,
-    DequantizeCall,
-    MatmulCall,
-    PackCall,
-    QuantizeBothCall,
-    QuantizeCall,
-    RaggedCall,
-    RandomBitsCall,
-    TransformCall,
-)
+from mx_jax.backends import calls
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,7 +192,7 @@ class Offer:
         have effects, which JAX wants to see.
     """
 
-    call: type[Call]
+    call: type[calls.Call]
     rejects: Callable[[Any, Target], str | None]
     run: Callable[..., Any]
     how: str = ""
@@ -215,17 +203,17 @@ class Offer:
 
 
 # Why a backend does not take a kind of call that it does not offer.
-NOT_OFFERED: Mapping[type[Call], str] = {
-    MatmulCall: "multiplies nothing: XLA's own dot does",
-    RaggedCall: "multiplies no groups of rows",
-    QuantizeCall: "quantizes nothing: XLA fuses the reference's own code",
-    QuantizeBothCall: "casts once at a time",
-    DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",
-    PackCall: "has no layout of its own for weights",
-    CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
-    RandomBitsCall: "draws nothing: XLA compiles jax.random's own code",
-    TransformCall: "turns nothing: XLA's own dot does",
-    AttendCall: "attends to nothing: XLA's own dot and softmax do",
+NOT_OFFERED: Mapping[type[calls.Call], str] = {
+    calls.MatmulCall: "multiplies nothing: XLA's own dot does",
+    calls.RaggedCall: "multiplies no groups of rows",
+    calls.QuantizeCall: "quantizes nothing: XLA fuses the reference's own code",
+    calls.QuantizeBothCall: "casts once at a time",
+    calls.DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",
+    calls.PackCall: "has no layout of its own for weights",
+    calls.CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
+    calls.RandomBitsCall: "draws nothing: XLA compiles jax.random's own code",
+    calls.TransformCall: "turns nothing: XLA's own dot does",
+    calls.AttendCall: "attends to nothing: XLA's own dot and softmax do",
 }
 
 
@@ -248,20 +236,20 @@ class Backend:
     epsilon_bound: float
     table: tuple[Offer, ...]
     source: Callable[[], Iterable[Path]] | None = None
-    kernel: Callable[[Call, Target], str] = lambda call, target: ""
-    tiles: Callable[[Call, Target], Any] = lambda call, target: None
+    kernel: Callable[[calls.Call, Target], str] = lambda call, target: ""
+    tiles: Callable[[calls.Call, Target], Any] = lambda call, target: None
 
     @functools.cached_property
-    def offers(self) -> Mapping[type[Call], Offer]:
+    def offers(self) -> Mapping[type[calls.Call], Offer]:
         """The table by the kind of call."""
         return {offer.call: offer for offer in self.table}
 
-    def rejects(self, call: Call, target: Target) -> str | None:
+    def rejects(self, call: calls.Call, target: Target) -> str | None:
         """Why a call is not taken on a machine, or None."""
         offer = self.offers.get(type(call))
         return NOT_OFFERED[type(call)] if offer is None else offer.rejects(call, target)
 
-    def run(self, call: Call, *operands: Any) -> Any:
+    def run(self, call: calls.Call, *operands: Any) -> Any:
         """What a call that is not rejected asks for: see `Offer.run`."""
         return self.offers[type(call)].run(*operands, call)
 

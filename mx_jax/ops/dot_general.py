@@ -18,15 +18,7 @@ from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import Spec, explicit_mesh, partitions, with_partitions
-from mx_jax.ops.arguments import (
-    as_operand,
-    as_recipe,
-    check_depth,
-    check_matmul_key,
-    check_out_dtype,
-    dtype_of_product,
-    goes_to_lax,
-)
+from mx_jax.ops import arguments
 from mx_jax.ops.dense import DenseProduct
 from mx_jax.ops.packing import packed_for
 from mx_jax.ops.product import Primal, run_product
@@ -86,11 +78,11 @@ def dot_general(
       >>> mx_jax.dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe)[0]
       Array([32., 32., 32.], dtype=float32)
     """
-    recipe = as_recipe(recipe, "dot_general")
-    lhs = as_operand(unpacked(lhs), "lhs", recipe, "dot_general")
-    rhs = as_operand(rhs, "rhs", recipe, "dot_general")
-    dimension_numbers = check_depth(dimension_numbers)
-    if goes_to_lax(recipe, lhs, rhs) or not dimension_numbers[0][0]:
+    recipe = arguments.as_recipe(recipe, "dot_general")
+    lhs = arguments.as_operand(unpacked(lhs), "lhs", recipe, "dot_general")
+    rhs = arguments.as_operand(rhs, "rhs", recipe, "dot_general")
+    dimension_numbers = arguments.check_depth(dimension_numbers)
+    if arguments.goes_to_lax(recipe, lhs, rhs) or not dimension_numbers[0][0]:
         # What contracts nothing has nothing to quantize either, and draws nothing.
         return lax.dot_general(
             _values(lhs),
@@ -100,8 +92,8 @@ def dot_general(
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
-    key, rhs = check_matmul_key(key, recipe), packed_for(rhs, dimension_numbers)
-    dtype = dtype_of_product(preferred_element_type, lhs, rhs, "dot_general")
+    key, rhs = arguments.check_matmul_key(key, recipe), packed_for(rhs, dimension_numbers)
+    dtype = arguments.dtype_of_product(preferred_element_type, lhs, rhs, "dot_general")
     if (mesh := explicit_mesh(lhs, rhs)) is not None:
         # Types say where operands, cotangents and the product lie, and the compiler what moves.
         dimension_numbers = check_dimension_numbers(lhs, rhs, dimension_numbers)
@@ -179,10 +171,10 @@ def matmul(
       >>> mx_jax.matmul(jnp.ones((2, 64)), w, recipe=mx_jax.recipes.weight_only("mxfp4")).shape
       (2, 3)
     """
-    recipe = as_recipe(recipe, "matmul")
-    lhs, rhs = as_operand(lhs, "lhs", recipe), as_operand(rhs, "rhs", recipe)
-    if not goes_to_lax(recipe, lhs, rhs):
-        check_out_dtype(preferred_element_type, "matmul")
+    recipe = arguments.as_recipe(recipe, "matmul")
+    lhs, rhs = arguments.as_operand(lhs, "lhs", recipe), arguments.as_operand(rhs, "rhs", recipe)
+    if not arguments.goes_to_lax(recipe, lhs, rhs):
+        arguments.check_out_dtype(preferred_element_type, "matmul")
     drop = [-2] * (lhs.ndim == 1 and rhs.ndim > 2)
     rhs_contracting = max(rhs.ndim - 2, 0)
     left, right = lhs.shape, rhs.shape
@@ -277,7 +269,7 @@ class RecipeDotGeneral:
     recipe: MatmulRecipe
 
     def __post_init__(self):
-        object.__setattr__(self, "recipe", as_recipe(self.recipe, "RecipeDotGeneral"))
+        object.__setattr__(self, "recipe", arguments.as_recipe(self.recipe, "RecipeDotGeneral"))
 
     def __call__(
         self,

@@ -25,17 +25,7 @@ from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import quantize as reference
-from mx_jax.reference.scale_rules import (
-    AMAX,
-    AMAX_MULTIPLIER,
-    AMAX_SUBNORMAL,
-    FLOAT8,
-    FLOAT8_POWER_OF_TWO,
-    AmaxBecomes,
-    BlockData,
-    FromAmax,
-    LeastLoss,
-)
+from mx_jax.reference import scale_rules
 
 
 class CastAxes(NamedTuple):
@@ -116,11 +106,11 @@ QUANTIZE = "mx_jax_cpu_quantize"
 # Rules of float32 and element scales that the handler computes, by what they compute: its name for
 # them, and the kind of scale that it fills. Rules of powers of two are told by their threshold.
 _RULES = {
-    AMAX.scales: ("amax", "element"),
-    AMAX_SUBNORMAL.scales: ("amax_becomes", "element"),
-    FLOAT8.scales: ("float8", "divisor"),
-    FLOAT8_POWER_OF_TWO.scales: ("float8_power_of_two", "divisor"),
-    AMAX_MULTIPLIER.scales: ("amax_multiplier", "multiplier"),
+    scale_rules.AMAX.scales: ("amax", "element"),
+    scale_rules.AMAX_SUBNORMAL.scales: ("amax_becomes", "element"),
+    scale_rules.FLOAT8.scales: ("float8", "divisor"),
+    scale_rules.FLOAT8_POWER_OF_TWO.scales: ("float8_power_of_two", "divisor"),
+    scale_rules.AMAX_MULTIPLIER.scales: ("amax_multiplier", "multiplier"),
 }
 _ROUNDINGS = {NEAREST.apply: "nearest", AWAY.apply: "away", TOWARD_ZERO.apply: "toward_zero"}
 
@@ -152,7 +142,9 @@ def _rule(call: QuantizeCall) -> _Rule | None:
     rule, element = call.scale_rule, call.format.element
     if (threshold := rule.kernel_threshold(element)) is not None:
         found = _Rule("exponent", threshold), "exponent"
-    elif isinstance(rule.scales, FromAmax) and isinstance(rule.scales.function, AmaxBecomes):
+    elif isinstance(rule.scales, scale_rules.FromAmax) and isinstance(
+        rule.scales.function, scale_rules.AmaxBecomes
+    ):
         found = _Rule("amax_becomes", target=rule.scales.function.largest), "element"
     elif rule.scales in _RULES:
         name, kind = _RULES[rule.scales]
@@ -166,12 +158,14 @@ def _first_cast(call: QuantizeCall) -> QuantizeCall:
     """The cast that is made first: by the rule without a correction, or by the first of two."""
     rule = dataclasses.replace(call.scale_rule, correction=None)
     call = dataclasses.replace(call, scale_rule=rule)
-    return _by(call, rule.scales.rules[0]) if isinstance(rule.scales, LeastLoss) else call
+    return (
+        _by(call, rule.scales.rules[0]) if isinstance(rule.scales, scale_rules.LeastLoss) else call
+    )
 
 
-def _by(call: QuantizeCall, function: AmaxBecomes) -> QuantizeCall:
+def _by(call: QuantizeCall, function: scale_rules.AmaxBecomes) -> QuantizeCall:
     """The cast by another function of amax, and the same tensor scale."""
-    rule = dataclasses.replace(call.scale_rule, scales=FromAmax(function))
+    rule = dataclasses.replace(call.scale_rule, scales=scale_rules.FromAmax(function))
     return dataclasses.replace(call, scale_rule=rule)
 
 
@@ -193,7 +187,7 @@ def quantize(
     how = _quantize
     if rule.correction is not None:
         how = _corrected
-    elif isinstance(rule.scales, LeastLoss):
+    elif isinstance(rule.scales, scale_rules.LeastLoss):
         how = _of_least_loss
     return how(x, random_bits, tensor_scale, call)
 
@@ -209,7 +203,7 @@ def _corrected(
         for own in (found.tensor_scale, found.scales, random_bits)
     )
     unseen: Any = None
-    data = BlockData(pieces, inside, unseen, call.format, spread)
+    data = scale_rules.BlockData(pieces, inside, unseen, call.format, spread)
     assert call.scale_rule.correction is not None and scales is not None
     scales = call.scale_rule.correction(data, scales, codes, drawn)
     return dataclasses.replace(found, scales=lax.squeeze(scales, inside))
@@ -219,7 +213,7 @@ def _of_least_loss(
     x: jax.Array, random_bits: Any, tensor_scale: jax.Array | None, call: QuantizeCall
 ) -> MXArray:
     """Of two casts, in each block that which loses less where it rounds to nearest."""
-    assert isinstance(call.scale_rule.scales, LeastLoss)
+    assert isinstance(call.scale_rule.scales, scale_rules.LeastLoss)
     casts = [_by(call, function) for function in call.scale_rule.scales.rules]
     in_turn = [dataclasses.replace(cast, rounding=NEAREST) for cast in casts]
     first = _quantize(x, None, tensor_scale, in_turn[0])

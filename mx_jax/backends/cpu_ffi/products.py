@@ -27,14 +27,6 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.cpu_ffi import casts, rejections
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.rejections import (
-    DTYPES,
-    MATMUL,
-    PACKED_MATMUL,
-    block_rows,
-    block_size,
-    names,
-)
 from mx_jax.backends.cpu_ffi.weights import PANEL_ROWS, PANELS, ROWS, by_parts, by_rows
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.formats import BlockFormat
@@ -95,11 +87,11 @@ def by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
     (format, *_) = [f for f in (call.lhs.format, call.rhs.format) if f is not None]
     left, right = _side(lhs, call.lhs.axes, "lhs"), _side(rhs, call.rhs.axes, "rhs")
     handler = Handler(
-        target=MATMUL,
+        target=rejections.MATMUL,
         axes=f"{left.axes}, {right.axes} -> *lr {left.kept} {right.kept}",
         dtypes=(np.dtype(call.out_dtype),),
         attributes=hashable(
-            left.attributes | right.attributes | {"block": np.int32(block_size(format))}
+            left.attributes | right.attributes | {"block": np.int32(rejections.block_size(format))}
         ),
     )
     (product,) = handler(*left.arrays, *right.arrays)
@@ -113,16 +105,16 @@ def by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
     if rhs.layout.parts is not None:
         return by_parts(by_packed, PANELS, call, lhs, rhs)
     rows = math.prod(rhs.kept)
-    left, (element, scale) = _side(lhs, call.lhs.axes, "lhs"), names(rhs.format)
+    left, (element, scale) = _side(lhs, call.lhs.axes, "lhs"), rejections.names(rhs.format)
     tensor_scale, axes = _tensor_scale(rhs.arrays.tensor_scale, "*t")
     handler = Handler(
-        target=PACKED_MATMUL,
+        target=rejections.PACKED_MATMUL,
         axes=f"{left.axes}, *r n/{PANEL_ROWS} bytes, {axes} -> *lr {left.kept} n",
         dtypes=(np.dtype(call.out_dtype),),
         attributes=hashable(
             left.attributes
             | {"rhs_element": element, "rhs_scale": scale}
-            | {"block": np.int32(block_size(rhs.format))}
+            | {"block": np.int32(rejections.block_size(rhs.format))}
         ),
         sizes=(("n", rows),),
     )
@@ -147,7 +139,7 @@ class _Side:
 
 def _side(operand: Operand, axes: Axes, which: Literal["lhs", "rhs"]) -> _Side:
     format = operand.format if isinstance(operand, MXArray) else None
-    together = block_rows(format)
+    together = rejections.block_rows(format)
     batch, letter = ("*l", "m") if which == "lhs" else ("*r", "n")
     kept = " ".join(f"{letter}{index}" for index in range(len(axes.kept)))
     k = " ".join(f"k{index}" for index in range(len(axes.contracting)))
@@ -158,14 +150,14 @@ def _side(operand: Operand, axes: Axes, which: Literal["lhs", "rhs"]) -> _Side:
     if isinstance(operand, MXArray):
         elements, scales, given = operand.codes, operand.scales, operand.tensor_scale
         rows = f"{kept}/{together}" if kept and together != 1 else kept
-        scale_axes = in_order(f"{k}/{block_size(operand.format)}", rows)
+        scale_axes = in_order(f"{k}/{rejections.block_size(operand.format)}", rows)
     else:
-        elements = operand if operand.dtype in DTYPES else operand.astype(jnp.float32)
+        elements = operand if operand.dtype in rejections.DTYPES else operand.astype(jnp.float32)
         scales, given, scale_axes = jnp.zeros((0,), jnp.uint8), None, "0"
     # A batch of its own: one matrix's scale may stand for all.
     own = ("*s" if which == "lhs" else "*t") + " 1" * (operand.ndim - len(axes.batch))
     tensor_scale, own = _tensor_scale(given, own)
-    element, scale = names(format)
+    element, scale = rejections.names(format)
     return _Side(
         arrays=(elements, scales, tensor_scale),
         axes=f"{in_order(k, kept)}, {scale_axes}, {own}",
