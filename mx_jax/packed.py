@@ -151,7 +151,8 @@ class PackedMXArray(ArrayOfCodes):
         if not has_explicit_axes():
             return self.layout.unpack(self)
         # On explicit axes each intermediate value would need a sharding.
-        shapes, tree = jax.tree.flatten(jax.eval_shape(self.layout.unpack, _untyped(self)))
+        untyped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self)
+        shapes, tree = jax.tree.flatten(jax.eval_shape(self.layout.unpack, untyped))
         parts = self.partitions()
         specs = [
             PartitionSpec(*(p if n > 1 else None for p, n in zip(parts, s.shape, strict=True)))
@@ -236,11 +237,6 @@ class PackedMXArray(ArrayOfCodes):
             f"PackedMXArray({self.format.name}, shape={shape}, dtype={self.dtype}, "
             f"backend={self.backend})"
         )
-
-
-def _untyped(packed: PackedMXArray) -> PackedMXArray:
-    """The same of shapes without sharding."""
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), packed)
 
 
 Quantized = MXArray | PackedMXArray

@@ -154,7 +154,7 @@ def packed_for(
     if not isinstance(rhs, PackedMXArray):
         return rhs
     (_, contracting), (_, batch) = dimension_numbers
-    contracting, batch = (_from_front(axes, rhs.ndim) for axes in (contracting, batch))
+    contracting, batch = (tuple(int(x) % rhs.ndim for x in axes) for axes in (contracting, batch))
     if rhs.serves(contracting, batch):
         return rhs
     blocked = tuple(axis % rhs.ndim for axis, _ in rhs.blocks)
@@ -216,10 +216,6 @@ def _tell(text: str) -> None:
         warnings.warn(text, stacklevel=4)
     else:
         recorder.entries.append(text)
-
-
-def _from_front(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
-    return tuple(int(axis) % ndim for axis in axes)
 
 
 def why_not_stored(recipe: MatmulRecipe) -> str | None:
