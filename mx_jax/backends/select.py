@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -259,7 +258,7 @@ preferred_names: Any = jax.make_user_context(default_value=())
 added_backends: Any = jax.make_user_context(default_value=())
 
 
-def only_backend(name: str | None) -> AbstractContextManager[None]:
+def only_backend(name: str | None) -> contextlib.AbstractContextManager[None]:
     """A context in which only the named backend is asked, and what it rejects is an error.
 
     For tests and for measuring one backend. It enters jit's cache key.
@@ -284,7 +283,7 @@ def only_backend(name: str | None) -> AbstractContextManager[None]:
     return only_named(name)
 
 
-def prefer_backends(*names: str) -> AbstractContextManager[None]:
+def prefer_backends(*names: str) -> contextlib.AbstractContextManager[None]:
     """A context in which the named backends are asked first, and all others after them.
 
     What they reject goes to the next, as it always does. This is how to use a backend that stands
@@ -312,7 +311,7 @@ def prefer_backends(*names: str) -> AbstractContextManager[None]:
     return preferred_names(names)
 
 
-def with_backends(*backends: Backend) -> AbstractContextManager[None]:
+def with_backends(*backends: Backend) -> contextlib.AbstractContextManager[None]:
     """A context with more backends than the table's, asked before those.
 
     For trying a backend, or one that belongs to another package. It enters jit's cache key.

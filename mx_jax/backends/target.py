@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +52,12 @@ _of_arrays = jax.make_user_context(default_value=None)
 on_one_device = jax.make_user_context(default_value=False)
 
 
-def use_target(target: Target) -> AbstractContextManager[None]:
+def use_target(target: Target) -> contextlib.AbstractContextManager[None]:
     """A context in which every call is for this machine, whether it is there or not."""
     return _named(target)
 
 
-def follow(*operands: Any) -> AbstractContextManager[None]:
+def follow(*operands: Any) -> contextlib.AbstractContextManager[None]:
     """A context for the devices of committed arrays, if all operands are such: outside `jit`."""
     leaves = jax.tree.leaves(operands)
     if not leaves or any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in leaves):

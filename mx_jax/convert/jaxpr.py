@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -65,12 +64,12 @@ _DERIVATIVES = {custom_vjp_call_p: "custom_vjp", custom_jvp_call_p: "custom_jvp"
 tracing: Any = jax.make_user_context(default_value=None)
 
 
-def in_module(path: str) -> AbstractContextManager[Any]:
+def in_module(path: str) -> contextlib.AbstractContextManager[Any]:
     """A scope whose products are a module's, by its path, in a call that is traced for rules."""
     return jax.named_scope(f"[{path}]")
 
 
-def decided(path: str = "") -> AbstractContextManager[Any]:
+def decided(path: str = "") -> contextlib.AbstractContextManager[Any]:
     """A scope whose products no rule is asked about once more."""
     return contextlib.nullcontext() if tracing.value is None else in_module(f"{path}=")
 
@@ -324,7 +323,7 @@ class PlannedBody:
             return product if back is None else back(product)
 
 
-def _in_layer(eqn: JaxprEqn) -> AbstractContextManager[None]:
+def _in_layer(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
     marks = _MARK.findall(str(eqn.source_info.name_stack))
     return LayerName(marks[-1] or "model").context() if marks else contextlib.nullcontext()
 

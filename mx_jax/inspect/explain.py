@@ -26,7 +26,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from mx_jax.backends import calls, evidence
-from mx_jax.backends.calls import Call, MatmulCall, OperandType
 from mx_jax.backends.select import MARK, Selection, recording
 from mx_jax.backends.target import Target, current_target, use_target
 from mx_jax.formats import BlockFormat
@@ -170,7 +169,7 @@ def _of_recipe(
     with recording() as recorder:
         jax.eval_shape(gradients, *(jax.ShapeDtypeStruct(x, dtype) for x in ((m, k), (k, n))))
     # In the order of the products; what is in high precision is JAX's own, and no backend is asked.
-    selections = iter([x for x in recorder.selections if isinstance(x.call, MatmulCall)])
+    selections = iter([x for x in recorder.selections if isinstance(x.call, calls.MatmulCall)])
     lines: list[str] = []
     for name, spec, lhs_shape, rhs_shape in (
         ("output", recipe.fwd, (m, k), (n, k)),
@@ -440,7 +439,7 @@ def machine_text(target: Target) -> str:
     return f"on platform={target.platform}{shown}, num_devices={number}"
 
 
-def work_text(call: Call) -> str:
+def work_text(call: calls.Call) -> str:
     """A call in words, with the shapes and axes of its arrays."""
     match call:
         case calls.MatmulCall():
@@ -472,11 +471,11 @@ def work_text(call: Call) -> str:
             return f"attention of {list(call.queries)} over {list(call.keys)}, {dtype}"
 
 
-def _operand(own: OperandType) -> str:
+def _operand(own: calls.OperandType) -> str:
     return f"{own.text} {list(own.shape)}"
 
 
-def _kind_and_cost(call: Call) -> tuple[str, float, float]:
+def _kind_and_cost(call: calls.Call) -> tuple[str, float, float]:
     """What a call is, in a word or two, its flops, and the bytes that it reads and writes."""
     match call:
         case calls.MatmulCall():

@@ -14,7 +14,6 @@ from mx_jax.checkpoint.weights import Weights
 from mx_jax.inspect import report_page, statistics
 from mx_jax.inspect.records import Memory, Record, Scalar, from_json
 from mx_jax.inspect.report_checkpoint import checkpoint_page, facts_of
-from mx_jax.inspect.statistics import Plot, headed
 
 FilePath = str | os.PathLike[str]
 # Layers of a scan that a sentence names; of more it says how many.
@@ -221,7 +220,7 @@ def _name(record: Record) -> str:
     return f"{record.path} {record.tag.product} {record.tag.tensor}{call}"
 
 
-def _over_time(records: Sequence[Record], plot: Plot) -> list[Any]:
+def _over_time(records: Sequence[Record], plot: statistics.Plot) -> list[Any]:
     """The lines of those that are worst at their worst."""
     series: dict[str, list[tuple[int, float]]] = collections.defaultdict(list)
     for record in records:
@@ -244,12 +243,12 @@ def _worst(records: Sequence[Record]) -> report_page.Table:
             name,
             f"{record.tag.format} ({record.tag.rule})",
             str(record.step),
-            *(column.text(record.stats, 4) for column in headed()),
+            *(column.text(record.stats, 4) for column in statistics.headed()),
             ", ".join(f"{i}: {amax:.3g}" for i, amax in record.stats.get("channels", [])[:3]),
         )
         for name, record in [*lowest.items()][: report_page.ROWS]
     ]
-    heads = ("operand", "format", "step", *(column.heading for column in headed()))
+    heads = ("operand", "format", "step", *(column.heading for column in statistics.headed()))
     return report_page.Table((*heads, "largest channels"), rows)
 
 

@@ -38,7 +38,6 @@ from mx_jax.ops.tags import GRADIENT, Free, remark, watching
 from mx_jax.ops.watched import watched
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized, unpacked
 from mx_jax.reference import ragged
-from mx_jax.reference.ragged import ragged_rows
 from mx_jax.sharding.dispatch import dispatch
 from mx_jax.sharding.movement import Movement, as_gathered, manual_axes, reduced_in
 from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
@@ -128,7 +127,7 @@ def ragged_dot(
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
         if isinstance(operand, MXArray):
             check_blocks(operand, 1, side, "ragged_dot")
-    sizes = ragged_rows(sizes, lhs.shape[0], unit=1).sizes
+    sizes = ragged.ragged_rows(sizes, lhs.shape[0], unit=1).sizes
 
     def run(lhs: Primal, rhs: Primal, extra: _Extra, recipe: MatmulRecipe) -> jax.Array:
         move = ragged_operands.experts_move(recipe, lhs.operand, rhs.operand)
@@ -364,7 +363,7 @@ def _quantized(
     assert spec is not None
     if spec.format.tensor_scale:
         # The scale of all rows is that of those in groups.
-        x = ragged_rows(sizes, x.shape[0], unit=1).place(x)
+        x = ragged.ragged_rows(sizes, x.shape[0], unit=1).place(x)
     blocks: Blocks = ragged_operands.LAST.blocks(spec.format)
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     drawn = operand_keys(arguments.product_key(recipe, "fwd", key))[0] if spec.random_bits else None

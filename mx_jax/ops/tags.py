@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -187,7 +186,7 @@ def entered(here: Place) -> Place:
     return dataclasses.replace(here, calls=(*here.calls, count), uses={})
 
 
-def within(module: tuple[str, ...]) -> AbstractContextManager[Any]:
+def within(module: tuple[str, ...]) -> contextlib.AbstractContextManager[Any]:
     """A context below a module of Flax's, by its path; a shared one starts its names anew."""
     here: Place = place.value
     known = len(here.module)

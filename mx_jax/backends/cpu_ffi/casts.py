@@ -20,7 +20,6 @@ from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.target import on_one_device
 from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs.blocks import Blocks, block_extent
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
@@ -37,7 +36,7 @@ class CastAxes(NamedTuple):
     scales: tuple[str, ...]  # one entry for each block, for each kind of blocks
 
 
-def cast_axes(*kinds: Blocks, depth: int = 0) -> CastAxes:
+def cast_axes(*kinds: block_shapes.Blocks, depth: int = 0) -> CastAxes:
     """Axes of a tensor with these blocks: as far as blocks lie, and `depth`, each has a name."""
     depth = max(depth, *(-axis for blocks in kinds for axis, _ in blocks))
     names = [f"a{place}" for place in reversed(range(depth))]
@@ -51,7 +50,7 @@ def cast_axes(*kinds: Blocks, depth: int = 0) -> CastAxes:
     return CastAxes(" ".join(["*b", *names]), f"*t{ones}", f"*b{ones}", tuple(scales))
 
 
-def flat_blocks(blocks: Blocks) -> np.ndarray:
+def flat_blocks(blocks: block_shapes.Blocks) -> np.ndarray:
     """Axis from the end and size, in turn, ascending; 0 stands for WHOLE."""
     pairs = [(axis, 0 if size is WHOLE else size) for axis, size in sorted(blocks)]
     return np.array(pairs, np.int64).reshape(-1)
@@ -65,7 +64,7 @@ def rejects_parts(format: BlockFormat) -> str | None:
     return f"knows the library's own formats, got other facts of element={element}, scale={scale}"
 
 
-def rejects_blocks(blocks: Blocks) -> str | None:
+def rejects_blocks(blocks: block_shapes.Blocks) -> str | None:
     """Why the handlers cannot walk these blocks, or None."""
     axes = sorted(axis for axis, _ in blocks)
     if not axes:
@@ -325,7 +324,7 @@ def rejects_both(call: QuantizeBothCall) -> str | None:
     if axis != -1 or other_axis == -1:
         axes = (axis, other_axis)
         return f"casts both ways along the last axis and another one, got axes {axes}"
-    if other_axis != -2 and last.shape[-1] % block_extent(size, last.shape[-1]):
+    if other_axis != -2 and last.shape[-1] % block_shapes.block_extent(size, last.shape[-1]):
         return (
             f"casts both ways along distant axes in whole blocks, got shape={last.shape}, "
             f"blocks={last.blocks}"
@@ -391,7 +390,7 @@ def _both_attributes(
     }
 
 
-def _rejects_blocks(blocks: Blocks) -> str | None:
+def _rejects_blocks(blocks: block_shapes.Blocks) -> str | None:
     sizes = [size for _, size in blocks]
     if len(sizes) != 1 or isinstance(sizes[0], Whole):
         return f"casts both ways along one axis each, got blocks={blocks}"
@@ -449,7 +448,7 @@ def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
     return values
 
 
-def array_attributes(format: BlockFormat, blocks: Blocks) -> dict[str, object]:
+def array_attributes(format: BlockFormat, blocks: block_shapes.Blocks) -> dict[str, object]:
     """What the handler is told about an array, besides shapes and dtypes."""
     return {"blocks": flat_blocks(blocks)} | format_attributes(format)
 

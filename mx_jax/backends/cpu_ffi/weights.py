@@ -21,7 +21,6 @@ from mx_jax.axes import Axes
 from mx_jax.backends.calls import MatmulCall, Operand, OperandType, PackCall
 from mx_jax.backends.cpu_ffi import library, rejections
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.rejections import plain_call, plain_format
 from mx_jax.backends.sums import SumScale, rejects_scale_axes, row_scales, scaled
 from mx_jax.codecs.scale import scale_to_float32
 from mx_jax.formats import WHOLE, BlockFormat
@@ -271,7 +270,7 @@ def rejects_weights(call: PackCall) -> str | None:
 
 def codes_alone(x: MXArray, call: PackCall) -> tuple[MXArray, PackCall]:
     """Weights as MXFP8 under scales of one, in matrices, and how to pack those."""
-    axes, format = call.weights.axes, plain_format(call.format)
+    axes, format = call.weights.axes, rejections.plain_format(call.format)
     assert format is not None
     codes = axes.as_matrices(x.codes)
     k = -2 if axes.k_first else -1
@@ -319,15 +318,15 @@ def by_rows(
     ones = (1,) * len(call.lhs.axes.kept)
     values = values.reshape(*values.shape[:-1], *ones, *rows)
     scales = [SumScale(values, rhs.format.scale.kind == "divisor")]
-    if isinstance(lhs, MXArray) and plain_format(lhs.format) is not None:
+    if isinstance(lhs, MXArray) and rejections.plain_format(lhs.format) is not None:
         scales.append(row_scales("lhs", lhs, call))
         lhs = lhs.elements.astype(jnp.bfloat16)
-    sums = multiply(plain_call(call), lhs, _codes_alone_of(rhs))
+    sums = multiply(rejections.plain_call(call), lhs, _codes_alone_of(rhs))
     return scaled(sums, *scales).astype(call.out_dtype)
 
 
 def _codes_alone_of(packed: PackedMXArray) -> PackedMXArray:
-    format = plain_format(packed.format)
+    format = rejections.plain_format(packed.format)
     assert format is not None
     return dataclasses.replace(packed, arrays=packed.arrays.panels, layout=_PANELS, format=format)
 
