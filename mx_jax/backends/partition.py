@@ -96,7 +96,7 @@ def _function(split: Split, shapes: tuple[tuple[int, ...], ...]) -> Any:
 
 
 def name_of(*what: object) -> np.ndarray:
-    """An operand that nothing reads, so that programs differ in the key of a compilation cache."""
+    """An operand that nothing reads: it tells programs apart in the key of a compilation cache."""
     return np.frombuffer(hashlib.sha256(repr(what).encode()).digest(), np.uint32)
 
 

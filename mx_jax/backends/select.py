@@ -127,7 +127,7 @@ class Choice:
 def select(
     call: Call, target: Target | None = None, backends: Sequence[Backend] | None = None
 ) -> Choice:
-    """The first backend that does not reject the call; by default of `known_backends`, here."""
+    """The first of the backends, by default `known_backends`, that does not reject the call."""
     # All reject only under `only_backend`: the error lists every reason.
     target = current_target() if target is None else target
     backends = known_backends() if backends is None else backends

@@ -29,7 +29,7 @@ from mx_jax.specs import MatmulRecipe, OperandSpec
 def as_operand(
     x: OperandLike, side: str, recipe: MatmulRecipe, operation: str = "matmul"
 ) -> AnyOperand:
-    """An MXArray as it is, of a part of it the part; anything else as an array for the recipe."""
+    """An MXArray as it is (packed: shard_map's part of it), else an array the recipe takes."""
     if isinstance(x, MXArray):
         check_parts(x, f"{operation}: {side}")
     if isinstance(x, Quantized):
