@@ -20,7 +20,7 @@ from mx_jax.ops.arguments import Key, draw_signs, product_key, split_key
 from mx_jax.ops.product import AnyResidual, Residual, note_cast, noted
 from mx_jax.ops.quantize import cast_operand, dequantize_operand, quantize_operand
 from mx_jax.ops.remat import QUANTIZED
-from mx_jax.ops.sharded_operands import Placed, place
+from mx_jax.ops.sharded_operands import place
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.sharding.movement import STAY, Movement, Moves
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
@@ -42,46 +42,21 @@ def prepare_operands(
 ) -> tuple[AnyOperand, AnyOperand]:
     """Both operands as the product takes them: transformed, and quantized by their specs."""
     # Each operand draws from its own key; a transform's signs, which both share, from a third.
-    if moves != STAY:
-        return _prepare_moving(lhs, rhs, spec, axes, key, moves, sides)
-    lhs, rhs, (lhs_key, rhs_key) = transform_operands(lhs, rhs, spec, axes, key)
-    return (
-        prepare(lhs, spec.lhs, axes.lhs, lhs_key, side=sides[0]),
-        prepare(rhs, spec.rhs, axes.rhs, rhs_key, side=sides[1]),
-    )
-
-
-def _turned(
-    lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec, axes: ProductAxes, key: Key, moves: Moves
-) -> tuple[list[Placed], tuple[Any, Any]]:
-    """Operands where they are quantized, as they lie and transformed."""
-    lhs_key, rhs_key, _ = operand_keys(key)
-    placed = [
-        place(x, move, own, own_axes, own_key, spec.transform)
-        for x, move, own, own_axes, own_key in (
-            (lhs, moves[0], spec.lhs, axes.lhs, lhs_key),
-            (rhs, moves[1], spec.rhs, axes.rhs, rhs_key),
+    if moves == STAY:
+        lhs, rhs, (lhs_key, rhs_key) = transform_operands(lhs, rhs, spec, axes, key)
+        return (
+            prepare(lhs, spec.lhs, axes.lhs, lhs_key, side=sides[0]),
+            prepare(rhs, spec.rhs, axes.rhs, rhs_key, side=sides[1]),
         )
-    ]
-    turned = transform_operands(placed[0].operand, placed[1].operand, spec, axes, key)
-    return placed, turned[:2]
-
-
-def _prepare_moving(
-    lhs: AnyOperand,
-    rhs: AnyOperand,
-    spec: MatmulSpec,
-    axes: ProductAxes,
-    key: Key,
-    moves: Moves,
-    sides: Sides,
-) -> tuple[AnyOperand, AnyOperand]:
-    """The same of operands that lie elsewhere: gathered before they are quantized, or after."""
-    placed, turned = _turned(lhs, rhs, spec, axes, key, moves)
+    lhs_key, rhs_key, _ = operand_keys(key)
+    given = (
+        (lhs, moves[0], spec.lhs, axes.lhs, lhs_key),
+        (rhs, moves[1], spec.rhs, axes.rhs, rhs_key),
+    )
+    placed = [place(*own, spec.transform) for own in given]
+    turned = transform_operands(placed[0].operand, placed[1].operand, spec, axes, key)[:2]
     results = []
-    for found, x, own, own_axes, side in zip(
-        placed, turned, (spec.lhs, spec.rhs), (axes.lhs, axes.rhs), sides, strict=True
-    ):
+    for found, x, (_, _, own, own_axes, _), side in zip(placed, turned, given, sides, strict=True):
         result = prepare(x, own, own_axes, found.key, found.tensor_scale, side)
         if found.move is not None and isinstance(result, MXArray):
             result = found.move.move_codes(result)

@@ -22,7 +22,7 @@ from mx_jax.mxarray import MXArray
 from mx_jax.ops import arguments, ragged_operands
 from mx_jax.ops.dense import HIGH_PRECISION
 from mx_jax.ops.dot_general import check_blocks
-from mx_jax.ops.operands import as_taken, mask_clipped, operand_keys, unscaled
+from mx_jax.ops.operands import as_taken, mask_clipped, operand_keys, reuse_moved, unscaled
 from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
 from mx_jax.ops.product import (
     AnyResidual,
@@ -109,10 +109,8 @@ def ragged_dot(
     recipe = arguments.as_recipe(recipe, "ragged_dot")
     lhs = arguments.as_operand(unpacked(lhs), "lhs", recipe, "ragged_dot")
     rhs = packed_for(arguments.as_operand(rhs, "rhs", recipe, "ragged_dot"), _EXPERTS, "ragged_dot")
-    sizes, to_lax = (
-        ragged_operands.as_group_sizes(group_sizes),
-        arguments.goes_to_lax(recipe, lhs, rhs),
-    )
+    sizes = ragged_operands.as_group_sizes(group_sizes)
+    to_lax = arguments.goes_to_lax(recipe, lhs, rhs)
     move = None if to_lax else ragged_operands.experts_move(recipe, lhs, rhs)
     ragged_operands.check_shapes(lhs, as_gathered(rhs, move), sizes)
     sizes = ragged_operands.at_most(sizes, lhs.shape[0])
@@ -203,7 +201,7 @@ class RaggedProduct:
             if side == "rhs":
                 return wide._grad_weight(g, other, saved.sizes, key)
             spec = self.recipe.dlhs
-            experts = ragged_operands.matrices_back(other, self.move, spec)
+            experts = reuse_moved(other, self.move, spec, ragged_operands.LAST)
             return wide._multiply(_GRAD_LHS, spec, g, experts, saved.sizes, key)
 
     def masked(

@@ -270,13 +270,6 @@ def experts_move(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Move
     return given_moves(recipe, lhs, rhs)[1]
 
 
-def matrices_back(
-    rhs: AnyOperand, move: Movement | None, spec: MatmulSpec
-) -> tuple[AnyOperand, Movement | None]:
-    """Saved matrices as the rows' gradient multiplies them, and how they get there."""
-    return operands.reuse_moved(rhs, move, spec, LAST)
-
-
 def on_automatic_axes(
     multiply: Callable[[Primal, Primal, R, MatmulRecipe], jax.Array],
     lhs: Primal,
