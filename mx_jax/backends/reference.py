@@ -4,19 +4,31 @@ import functools
 
 import jax
 
-from mx_jax.backends import calls
+from mx_jax.backends.calls import (
+    AttendCall,
+    Call,
+    CastStatisticsCall,
+    DequantizeCall,
+    MatmulCall,
+    Operand,
+    PackCall,
+    QuantizeCall,
+    RaggedCall,
+    RandomBitsCall,
+    TransformCall,
+)
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.packed import Rows
 from mx_jax.reference import hadamard, matmul, quantize, ragged, random_bits, statistics
 
 
-def _multiply(lhs: calls.Operand, rhs: calls.Operand, call: calls.MatmulCall) -> jax.Array:
+def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     return matmul.scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype, call.precision)
 
 
 def _multiply_groups(
-    lhs: calls.Operand, rhs: calls.Operand, group_sizes: jax.Array, call: calls.RaggedCall
+    lhs: Operand, rhs: Operand, group_sizes: jax.Array, call: RaggedCall
 ) -> jax.Array:
     """A product of rows in groups, by XLA's own ragged product of dequantized operands."""
     return ragged.scaled_ragged_dot(
@@ -28,7 +40,7 @@ def _quantize(
     x: jax.Array,
     random_bits: jax.Array | None,
     tensor_scale: jax.Array | None,
-    call: calls.QuantizeCall,
+    call: QuantizeCall,
 ) -> MXArray:
     return quantize.quantize(
         x,
@@ -41,11 +53,11 @@ def _quantize(
     )
 
 
-def _dequantize(x: MXArray, call: calls.DequantizeCall) -> jax.Array:
+def _dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
     return decode(x, call.dtype, saturates=call.saturates)
 
 
-def _as_it_is(x: MXArray, call: calls.PackCall) -> MXArray:
+def _as_it_is(x: MXArray, call: PackCall) -> MXArray:
     return x
 
 
@@ -54,28 +66,28 @@ def _attend(
     keys: Rows,
     values: Rows,
     position: jax.typing.ArrayLike,
-    call: calls.AttendCall,
+    call: AttendCall,
 ) -> jax.Array:
     return matmul.attend(queries, keys, values, position, call.tokens)
 
 
-def _statistics(x: jax.Array, array: MXArray, call: calls.CastStatisticsCall) -> statistics.Raw:
+def _statistics(x: jax.Array, array: MXArray, call: CastStatisticsCall) -> statistics.Raw:
     return statistics.of_cast(x, array, call.axis)
 
 
-def _random_bits(data: jax.Array, call: calls.RandomBitsCall) -> jax.Array:
+def _random_bits(data: jax.Array, call: RandomBitsCall) -> jax.Array:
     key = jax.random.wrap_key_data(data, impl=call.implementation)
     key = random_bits.derive(key, call.derivations)
     return random_bits.draw_bits(key, call.shape, call.width)
 
 
-def _transform(x: jax.Array, signs: jax.Array, call: calls.TransformCall) -> jax.Array:
+def _transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array:
     if call.length is None:
         return hadamard.apply(x, signs, call.axis)
     return hadamard.invert(x, signs, call.length, call.axis)
 
 
-def _takes_all(call: calls.Call, target: Target) -> None:
+def _takes_all(call: Call, target: Target) -> None:
     return None
 
 
@@ -87,16 +99,14 @@ REFERENCE = Backend(
     name="reference",
     epsilon_bound=2.0,
     table=(
-        _offer(call=calls.MatmulCall, run=_multiply, is_plain=True),
-        _offer(call=calls.RaggedCall, run=_multiply_groups),
-        _offer(call=calls.QuantizeCall, run=_quantize),
-        _offer(call=calls.DequantizeCall, run=_dequantize),
-        _offer(call=calls.PackCall, run=_as_it_is),
-        _offer(call=calls.AttendCall, run=_attend, is_plain=True),
-        _offer(call=calls.CastStatisticsCall, run=_statistics, is_plain=True),
-        _offer(call=calls.RandomBitsCall, run=_random_bits, is_plain=True),
-        _offer(
-            call=calls.TransformCall, run=_transform, how="XLA float32 dot, HIGHEST", is_plain=True
-        ),
+        _offer(call=MatmulCall, run=_multiply, is_plain=True),
+        _offer(call=RaggedCall, run=_multiply_groups),
+        _offer(call=QuantizeCall, run=_quantize),
+        _offer(call=DequantizeCall, run=_dequantize),
+        _offer(call=PackCall, run=_as_it_is),
+        _offer(call=AttendCall, run=_attend, is_plain=True),
+        _offer(call=CastStatisticsCall, run=_statistics, is_plain=True),
+        _offer(call=RandomBitsCall, run=_random_bits, is_plain=True),
+        _offer(call=TransformCall, run=_transform, how="XLA float32 dot, HIGHEST", is_plain=True),
     ),
 )

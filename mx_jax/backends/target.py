@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,19 @@ import jax
 from jax.core import Tracer
 
 from mx_jax.axes import Side
-from mx_jax.backends import calls
+from mx_jax.backends.calls import (
+    AttendCall,
+    Call,
+    CastStatisticsCall,
+    DequantizeCall,
+    MatmulCall,
+    PackCall,
+    QuantizeBothCall,
+    QuantizeCall,
+    RaggedCall,
+    RandomBitsCall,
+    TransformCall,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,12 +65,12 @@ _of_arrays = jax.make_user_context(default_value=None)
 on_one_device = jax.make_user_context(default_value=False)
 
 
-def use_target(target: Target) -> contextlib.AbstractContextManager[None]:
+def use_target(target: Target) -> AbstractContextManager[None]:
     """A context in which every call is for this machine, whether it is there or not."""
     return _named(target)
 
 
-def follow(*operands: Any) -> contextlib.AbstractContextManager[None]:
+def follow(*operands: Any) -> AbstractContextManager[None]:
     """A context for the devices of committed arrays, if all operands are such: outside `jit`."""
     leaves = jax.tree.leaves(operands)
     if not leaves or any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in leaves):
@@ -191,7 +204,7 @@ class Offer:
         have effects, which JAX wants to see.
     """
 
-    call: type[calls.Call]
+    call: type[Call]
     rejects: Callable[[Any, Target], str | None]
     run: Callable[..., Any]
     how: str = ""
@@ -202,17 +215,17 @@ class Offer:
 
 
 # Why a backend does not take a kind of call that it does not offer.
-NOT_OFFERED: Mapping[type[calls.Call], str] = {
-    calls.MatmulCall: "multiplies nothing: XLA's own dot does",
-    calls.RaggedCall: "multiplies no groups of rows",
-    calls.QuantizeCall: "quantizes nothing: XLA fuses the reference's own code",
-    calls.QuantizeBothCall: "casts once at a time",
-    calls.DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",
-    calls.PackCall: "has no layout of its own for weights",
-    calls.CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
-    calls.RandomBitsCall: "draws nothing: XLA compiles jax.random's own code",
-    calls.TransformCall: "turns nothing: XLA's own dot does",
-    calls.AttendCall: "attends to nothing: XLA's own dot and softmax do",
+NOT_OFFERED: Mapping[type[Call], str] = {
+    MatmulCall: "multiplies nothing: XLA's own dot does",
+    RaggedCall: "multiplies no groups of rows",
+    QuantizeCall: "quantizes nothing: XLA fuses the reference's own code",
+    QuantizeBothCall: "casts once at a time",
+    DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",
+    PackCall: "has no layout of its own for weights",
+    CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
+    RandomBitsCall: "draws nothing: XLA compiles jax.random's own code",
+    TransformCall: "turns nothing: XLA's own dot does",
+    AttendCall: "attends to nothing: XLA's own dot and softmax do",
 }
 
 
@@ -235,20 +248,20 @@ class Backend:
     epsilon_bound: float
     table: tuple[Offer, ...]
     source: Callable[[], Iterable[Path]] | None = None
-    kernel: Callable[[calls.Call, Target], str] = lambda call, target: ""
-    tiles: Callable[[calls.Call, Target], Any] = lambda call, target: None
+    kernel: Callable[[Call, Target], str] = lambda call, target: ""
+    tiles: Callable[[Call, Target], Any] = lambda call, target: None
 
     @functools.cached_property
-    def offers(self) -> Mapping[type[calls.Call], Offer]:
+    def offers(self) -> Mapping[type[Call], Offer]:
         """The table by the kind of call."""
         return {offer.call: offer for offer in self.table}
 
-    def rejects(self, call: calls.Call, target: Target) -> str | None:
+    def rejects(self, call: Call, target: Target) -> str | None:
         """Why a call is not taken on a machine, or None."""
         offer = self.offers.get(type(call))
         return NOT_OFFERED[type(call)] if offer is None else offer.rejects(call, target)
 
-    def run(self, call: calls.Call, *operands: Any) -> Any:
+    def run(self, call: Call, *operands: Any) -> Any:
         """What a call that is not rejected asks for: see `Offer.run`."""
         return self.offers[type(call)].run(*operands, call)
 

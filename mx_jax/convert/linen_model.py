@@ -12,6 +12,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -30,6 +31,7 @@ from mx_jax.convert.report import Report, record, recorded, recorders_of
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.layers import layer_key, linen_recipe, named_in_errors, recipe_of
+from mx_jax.nn.linen import RNG_STREAM
 from mx_jax.nn.stored import quantized_in, stored_param
 from mx_jax.ops.tags import tag
 from mx_jax.packed import Quantized, rows_of
@@ -177,7 +179,7 @@ def _under_rules(name: str):
             if name == "apply":
                 rngs = kwargs.get("rngs")
                 streams = rngs if isinstance(rngs, Mapping) else {"params": rngs}
-                key = streams.get(mx_linen.RNG_STREAM, streams.get("params"))
+                key = streams.get(RNG_STREAM, streams.get("params"))
                 return _traced(self, *_with_weights(run, *args, **kwargs), key)
             # What init computes is thrown away; what rules say of it is asked where it matters.
             result = run(*args, **kwargs)
@@ -232,7 +234,7 @@ def _traced_part(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
     """As `_traced`, of a module in another, which is bound: its scope becomes an argument."""
     key = None
     draws = [own for rule in self._mx_rules if (own := rule.quantizes) and own.is_stochastic]
-    if draws and (self.has_rng(mx_linen.RNG_STREAM) or self.has_rng("params")):
+    if draws and (self.has_rng(RNG_STREAM) or self.has_rng("params")):
         key = layer_key(self, draws[0])
 
     def lifted(method: Call, scope: Scope, *given: object) -> Any:
@@ -313,7 +315,7 @@ def decisions(
     """What rules say of a module's layers, from an abstract trace of its init."""
     converted: Any = linen(module, rules)
     if rngs is None:
-        rngs = {name: jax.random.key(0) for name in ("params", "dropout", mx_linen.RNG_STREAM)}
+        rngs = {name: jax.random.key(0) for name in ("params", "dropout", RNG_STREAM)}
     with recorded(rules, reports=True) as recorder:
         # The parameters that init makes come of its keys alone.
         run = functools.partial(converted._mx_base.init_with_output, converted)
@@ -377,7 +379,7 @@ class BoundLayer:
         return layer_key(self.layer, recipe, name=self.path or None)
 
 
-def naming(decision: Decision) -> contextlib.AbstractContextManager[None]:
+def naming(decision: Decision) -> AbstractContextManager[None]:
     """Say in an error which layer and rule it comes from."""
     layer = decision.layer
     return named_in_errors(

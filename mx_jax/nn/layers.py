@@ -60,9 +60,11 @@ def linen_recipe(layer: flax.linen.Module, recipe: AnyRecipe, name: str = "kerne
 
 
 def linen_spec(layer: flax.linen.Module, name: str) -> PartitionSpec | None:
-    """Sharding of a parameter of a bound flax.linen layer: by its box, else its initializer's."""
-    # Training states often hold unboxed parameters; `nn.with_partitioning`'s initializer still
-    # knows.
+    """Sharding of a parameter of a bound flax.linen layer: by its box, else by its initializer's.
+
+    Training states often hold unboxed parameters; what `nn.with_partitioning` made of the
+    initializer still knows.
+    """
     box: Any = layer.get_variable("params", name) if layer.scope is not None else None
     if not isinstance(box, meta.AxisMetadata):
         init = getattr(layer, f"{name}_init", None)

@@ -129,9 +129,14 @@ def stored_param(
     *init_args: object,
     **options: object,
 ) -> Any:
-    """`Module.param`, as Flax has it, whose value may be an MXArray or PackedMXArray."""
-    # Flax compares the arrays that a value consists of with those of its initializer. Quantized
-    # weights consist of others, so it is their own shape that has to agree.
+    """`Module.param`, as Flax has it, whose value may be an MXArray or PackedMXArray.
+
+    Flax compares the arrays that a value consists of with those of its initializer. Quantized
+    weights consist of others, so it is their own shape that has to agree.
+
+    Raises:
+      flax.errors.ScopeParamShapeError: weights of another shape.
+    """
     scope = layer.scope
     value = None
     if scope is not None and scope.has_variable("params", name):

@@ -16,8 +16,19 @@ from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, OperandType
 from mx_jax.backends.primitive import bind, choose, compiler_splits
 from mx_jax.backends.select import active
 from mx_jax.mxarray import MXArray
-from mx_jax.ops import operands
 from mx_jax.ops.arguments import GRADIENTS, Key, product_key
+from mx_jax.ops.operands import (
+    SIDES,
+    SWAPPED,
+    Sides,
+    as_taken,
+    keep_both,
+    mask_clipped,
+    operand_keys,
+    prepare_operands,
+    reuse_moved,
+    unscaled,
+)
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
 from mx_jax.ops.product import (
     AnyResidual,
@@ -110,10 +121,10 @@ class DenseProduct:
     ) -> jax.Array:
         spec = self.recipe.fwd
         if isinstance(lhs, Residual) or isinstance(rhs, Residual):
-            lhs, rhs, spec = operands.as_taken(lhs, rhs, spec)
+            lhs, rhs, spec = as_taken(lhs, rhs, spec)
         key = product_key(self.recipe, "fwd", extra)
         with jax.named_scope("output"):
-            left, right = operands.prepare_operands(lhs, rhs, spec, self.axes, key, self.moves)
+            left, right = prepare_operands(lhs, rhs, spec, self.axes, key, self.moves)
             product = multiply(
                 left,
                 right,
@@ -125,7 +136,7 @@ class DenseProduct:
                 split=self.recipe.gather is None,
                 reduce_dtype=self.recipe.reduce_dtype,
             )
-            return operands.unscaled(product, lhs, rhs, spec)
+            return unscaled(product, lhs, rhs, spec)
 
     def in_high_precision(self) -> "DenseProduct":
         return dataclasses.replace(
@@ -158,7 +169,7 @@ class DenseProduct:
     @one_program("self")
     def _taken(self, lhs: AnyOperand, rhs: AnyOperand, key: Key) -> tuple[AnyResidual, AnyResidual]:
         fwd = product_key(self.recipe, "fwd", key)
-        return operands.keep_both(self.recipe, lhs, rhs, self.axes, fwd, self.moves)
+        return keep_both(self.recipe, lhs, rhs, self.axes, fwd, self.moves)
 
     def cotangents(
         self, g: jax.Array, saved: Key, both: bool
@@ -186,7 +197,7 @@ class DenseProduct:
         own = spec.lhs
         if own is None or own.prescale != 1.0 or spec.transform is not None:
             return None
-        lhs_key, rhs_key, _ = operands.operand_keys(product_key(self.recipe, GRADIENTS[side], key))
+        lhs_key, rhs_key, _ = operand_keys(product_key(self.recipe, GRADIENTS[side], key))
         place, drawn = (axes.lhs, lhs_key) if g_is_lhs else (axes.rhs, rhs_key)
         cast = OperandCast(own, place.blocks(own.format))
         return cast, drawn if own.random_bits else None
@@ -199,7 +210,7 @@ class DenseProduct:
         with jax.named_scope(GRADIENT[side]):
             back = self._operands_back(side, g, other, aval)
             key = product_key(self.recipe, GRADIENTS[side], saved)
-            left, right = operands.prepare_operands(
+            left, right = prepare_operands(
                 back.lhs, back.rhs, back.spec, back.axes, key, back.moves, back.sides
             )
             own, asked = back.own, self.recipe.reduce_dtype
@@ -214,7 +225,7 @@ class DenseProduct:
                 split=self.recipe.gather is None,
                 reduce_dtype=asked,
             )
-            product = operands.unscaled(product, back.lhs, back.rhs, back.spec)
+            product = unscaled(product, back.lhs, back.rhs, back.spec)
             return product if own is None else own.move_back(product)
 
     def _operands_back(
@@ -223,13 +234,13 @@ class DenseProduct:
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
         other = other.operand if isinstance(other, Residual) else other
         own, move = self.moves if side == "lhs" else self.moves[::-1]
-        other, move = operands.reuse_moved(other, move, spec, axes.rhs if g_is_lhs else axes.lhs)
+        other, move = reuse_moved(other, move, spec, axes.rhs if g_is_lhs else axes.lhs)
         if g_is_lhs:
-            return _Back(g, other, spec, axes, (None, move), own, operands.SIDES)
-        return _Back(other, g, spec.swapped(), axes, (move, None), own, operands.SWAPPED)
+            return _Back(g, other, spec, axes, (None, move), own, SIDES)
+        return _Back(other, g, spec.swapped(), axes, (move, None), own, SWAPPED)
 
     def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Key) -> jax.Array:
-        return operands.mask_clipped(self.recipe, side, self.axes, cotangent, own, saved)
+        return mask_clipped(self.recipe, side, self.axes, cotangent, own, saved)
 
 
 class _Back(NamedTuple):
@@ -241,7 +252,7 @@ class _Back(NamedTuple):
     axes: ProductAxes
     moves: Moves
     own: Movement | None
-    sides: operands.Sides
+    sides: Sides
 
 
 _HIGH = MatmulSpec(lhs=None, rhs=None)

@@ -9,7 +9,11 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from mx_jax.backends import calls
+from mx_jax.backends.calls import (
+    DequantizeCall,
+    QuantizeBothCall,
+    QuantizeCall,
+)
 from mx_jax.backends.primitive import bind
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks, check_parts, varying_axes
@@ -17,7 +21,16 @@ from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockSize, Whole, check_block_size
 from mx_jax.formats.block import FormatLike
 from mx_jax.mxarray import MXArray, straight_through
-from mx_jax.ops import arguments
+from mx_jax.ops.arguments import (
+    Key,
+    as_axes,
+    as_quantizable,
+    blocks_along,
+    check_key,
+    check_tensor_scale,
+    draw_bits,
+    split_key,
+)
 from mx_jax.ops.product import one_program, zero_cotangents
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import PackedMXArray, unpacked
@@ -76,11 +89,11 @@ def quantize(
       Array([ 1. ,  3. , -0.5,  6. ], dtype=float32)
     """
     spec = operand(format, scale_rule=scale_rule, rounding=rounding)
-    array = arguments.as_quantizable(x, "quantize")
+    array = as_quantizable(x, "quantize")
     spec = with_block_size(spec, block_size, "quantize")
-    blocks = arguments.blocks_along(array.shape, axis, spec.format)
-    arguments.check_key(key, spec, "quantize")
-    scale = arguments.check_tensor_scale(tensor_scale, spec.format, array.shape, blocks)
+    blocks = blocks_along(array.shape, axis, spec.format)
+    check_key(key, spec, "quantize")
+    scale = check_tensor_scale(tensor_scale, spec.format, array.shape, blocks)
     with follow(array):
         result = quantize_operand(array, spec, blocks, key, scale)
     # Only a traced x can have a gradient; holding on to any other would keep it alive for nothing.
@@ -151,7 +164,7 @@ def _dequantize(x: MXArray, *, dtype: np.dtype) -> jax.Array:
 
 def dequantize_operand(x: MXArray, dtype: np.dtype, *, saturates: bool) -> jax.Array:
     """`mxarray.decode`, on the backend that takes it."""
-    call = calls.DequantizeCall(
+    call = DequantizeCall(
         shape=x.shape,
         dtype=dtype,
         format=x.format,
@@ -193,7 +206,7 @@ def cast(x: jax.typing.ArrayLike, format: FormatLike, **options: Unpack[CastOpti
       >>> jax.grad(lambda x: mx_jax.cast(x, "mxfp4").sum())(jnp.array([0.3, 5.1]))
       Array([1., 1.], dtype=float32)
     """
-    array = arguments.as_quantizable(x, "cast")
+    array = as_quantizable(x, "cast")
     values = dequantize(quantize(jax.lax.stop_gradient(array), format, **options))
     return straight_through(values, array)
 
@@ -218,7 +231,7 @@ def cast_cotangent(
       >>> jax.grad(lambda x: (mx_jax.cast_cotangent(x, "mxfp4") * weights).sum())(weights)
       Array([0.5, 6. ], dtype=float32)
     """
-    array = arguments.as_quantizable(x, "cast_cotangent")
+    array = as_quantizable(x, "cast_cotangent")
     # Whatever is wrong with the options should be said where they are written, not in the
     # backward pass: quantizing the shape alone raises it.
     jax.eval_shape(lambda y: quantize(y, format, **options).codes, array)
@@ -238,11 +251,14 @@ def cast_operand(
     x: jax.Array,
     spec: OperandSpec,
     blocks: Blocks,
-    key: arguments.Key = None,
+    key: Key = None,
     tensor_scale: jax.Array | None = None,
 ) -> MXArray:
-    """Quantize a checked array by its spec. Outside of a product, call it in `follow(x)`."""
-    call = calls.QuantizeCall(
+    """Quantize a checked array by its spec, on the backend that takes it on the machine in context.
+
+    Whoever calls it outside a product says `with follow(x)`.
+    """
+    call = QuantizeCall(
         shape=x.shape,
         dtype=np.dtype(x.dtype),
         format=spec.format,
@@ -251,7 +267,7 @@ def cast_operand(
         rounding=spec.rounding,
         scale_axes=varying_axes(tensor_scale),
     )
-    bits = None if key is None else arguments.draw_bits(key, call.random_shape, call.random_bits)
+    bits = None if key is None else draw_bits(key, call.random_shape, call.random_bits)
     return checkpoint_name(bind(call, x, bits, tensor_scale), QUANTIZED)
 
 
@@ -308,24 +324,22 @@ def quantize_both(
       ((64, 3), (2, 96))
     """
     spec = operand(format, scale_rule=scale_rule, rounding=rounding)
-    array = arguments.as_quantizable(x, "quantize_both")
-    wanted = arguments.as_axes(axes, "quantize_both", "axes")
+    array = as_quantizable(x, "quantize_both")
+    wanted = as_axes(axes, "quantize_both", "axes")
     if len(wanted) != 2:
         raise ValueError(f"quantize_both: needs two axes, got axes={axes}; see quantize for one")
     spec = with_block_size(spec, block_size, "quantize_both")
-    pair = tuple(
-        OperandCast(spec, arguments.blocks_along(array.shape, axis, spec.format)) for axis in wanted
-    )
+    pair = tuple(OperandCast(spec, blocks_along(array.shape, axis, spec.format)) for axis in wanted)
     first, second = (axis % array.ndim for axis in wanted)
     if first == second:
         raise ValueError(
             f"quantize_both: needs two different axes, got axes={axes} for shape={array.shape}; "
             "use quantize for one"
         )
-    arguments.check_key(key, spec, "quantize_both")
-    keys = (None, None) if key is None else tuple(arguments.split_key(key))
+    check_key(key, spec, "quantize_both")
+    keys = (None, None) if key is None else tuple(split_key(key))
     both = pair[0].blocks + pair[1].blocks
-    scale = arguments.check_tensor_scale(tensor_scale, spec.format, array.shape, both)
+    scale = check_tensor_scale(tensor_scale, spec.format, array.shape, both)
     results = quantize_operand_both(array, (pair[0], pair[1]), (keys[0], keys[1]), scale)
     traced = array if isinstance(array, Tracer) else None
     return with_primal(results[0], traced), with_primal(results[1], traced)
@@ -333,10 +347,10 @@ def quantize_both(
 
 def both_call(
     x: jax.Array, casts: tuple[OperandCast, OperandCast], tensor_scale: jax.Array | None = None
-) -> calls.QuantizeBothCall:
+) -> QuantizeBothCall:
     """What backends see of two casts of a checked array."""
     first, second = (
-        calls.QuantizeCall(
+        QuantizeCall(
             shape=x.shape,
             dtype=np.dtype(x.dtype),
             format=spec.format,
@@ -347,13 +361,13 @@ def both_call(
         )
         for spec, blocks in casts
     )
-    return calls.QuantizeBothCall(first=first, second=second)
+    return QuantizeBothCall(first=first, second=second)
 
 
 def quantize_operand_both(
     x: jax.Array,
     casts: tuple[OperandCast, OperandCast],
-    keys: tuple[arguments.Key, arguments.Key],
+    keys: tuple[Key, Key],
     tensor_scale: jax.Array | None = None,
 ) -> tuple[MXArray, MXArray]:
     """Quantize a checked array twice: in one call where a backend takes both, else in two."""
@@ -364,14 +378,14 @@ def quantize_operand_both(
 @one_program("casts")
 def _quantize_both(
     x: jax.Array,
-    keys: tuple[arguments.Key, arguments.Key],
+    keys: tuple[Key, Key],
     tensor_scale: jax.Array | None,
     *,
     casts: tuple[OperandCast, OperandCast],
 ) -> tuple[MXArray, MXArray]:
     call = both_call(x, casts, tensor_scale)
     first, second = (
-        None if key is None else arguments.draw_bits(key, single.random_shape, single.random_bits)
+        None if key is None else draw_bits(key, single.random_shape, single.random_bits)
         for single, key in zip((call.first, call.second), keys, strict=True)
     )
     return checkpoint_name(bind(call, x, (first, second), tensor_scale), QUANTIZED)

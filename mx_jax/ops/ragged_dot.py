@@ -19,10 +19,19 @@ from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import AxisNames
 from mx_jax.mxarray import MXArray
-from mx_jax.ops import arguments, ragged_operands
+from mx_jax.ops.arguments import (
+    GRADIENTS,
+    Key,
+    as_operand,
+    as_recipe,
+    check_matmul_key,
+    dtype_of_product,
+    goes_to_lax,
+    product_key,
+)
 from mx_jax.ops.dense import HIGH_PRECISION
 from mx_jax.ops.dot_general import check_blocks
-from mx_jax.ops.operands import as_taken, mask_clipped, operand_keys, reuse_moved, unscaled
+from mx_jax.ops.operands import as_taken, mask_clipped, operand_keys, unscaled
 from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
 from mx_jax.ops.product import (
     AnyResidual,
@@ -33,19 +42,35 @@ from mx_jax.ops.product import (
     run_product,
 )
 from mx_jax.ops.quantize import quantize_operand, with_primal
+from mx_jax.ops.ragged_operands import (
+    LAST,
+    SECOND_LAST,
+    as_group_sizes,
+    at_most,
+    check_rows,
+    check_shapes,
+    contracted_operands,
+    experts_move,
+    keep_both,
+    matrices_back,
+    on_automatic_axes,
+    prepare_kept,
+    without_unused,
+)
 from mx_jax.ops.sharded_operands import agreed_scale
 from mx_jax.ops.tags import GRADIENT, Free, remark, watching
 from mx_jax.ops.watched import watched
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized, unpacked
 from mx_jax.reference import ragged
+from mx_jax.reference.ragged import ragged_rows
 from mx_jax.sharding.dispatch import dispatch
 from mx_jax.sharding.movement import Movement, as_gathered, manual_axes, reduced_in
 from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
 
-_FORWARD = ProductAxes(ragged_operands.LAST, ragged_operands.SECOND_LAST)
-_GRAD_LHS = ProductAxes(ragged_operands.LAST, ragged_operands.LAST)
+_FORWARD = ProductAxes(LAST, SECOND_LAST)
+_GRAD_LHS = ProductAxes(LAST, LAST)
 _EXPERTS = (((1,), (1,)), ((), (0,)))
-_GRAD_RHS = ProductAxes(ragged_operands.SECOND_LAST, ragged_operands.SECOND_LAST)
+_GRAD_RHS = ProductAxes(SECOND_LAST, SECOND_LAST)
 # Of `[m, k]` by `[g, k, n]` to `[m, n]`, of g by `[g, k, n]` to `[m, k]`, of g by `[m, k]`.
 _FREE: dict[Side | None, tuple[Free, ...]] = {
     None: (Free(1, 2, 1),),
@@ -106,40 +131,39 @@ def ragged_dot(
              [128., 128.],
              [  0.,   0.]], dtype=float32)
     """
-    recipe = arguments.as_recipe(recipe, "ragged_dot")
-    lhs = arguments.as_operand(unpacked(lhs), "lhs", recipe, "ragged_dot")
-    rhs = packed_for(arguments.as_operand(rhs, "rhs", recipe, "ragged_dot"), _EXPERTS, "ragged_dot")
-    sizes = ragged_operands.as_group_sizes(group_sizes)
-    to_lax = arguments.goes_to_lax(recipe, lhs, rhs)
-    move = None if to_lax else ragged_operands.experts_move(recipe, lhs, rhs)
-    ragged_operands.check_shapes(lhs, as_gathered(rhs, move), sizes)
-    sizes = ragged_operands.at_most(sizes, lhs.shape[0])
-    key = arguments.check_matmul_key(key, recipe)
+    recipe = as_recipe(recipe, "ragged_dot")
+    lhs = as_operand(unpacked(lhs), "lhs", recipe, "ragged_dot")
+    rhs = packed_for(as_operand(rhs, "rhs", recipe, "ragged_dot"), _EXPERTS, "ragged_dot")
+    sizes, to_lax = as_group_sizes(group_sizes), goes_to_lax(recipe, lhs, rhs)
+    move = None if to_lax else experts_move(recipe, lhs, rhs)
+    check_shapes(lhs, as_gathered(rhs, move), sizes)
+    sizes = at_most(sizes, lhs.shape[0])
+    key = check_matmul_key(key, recipe)
     if to_lax:
         assert not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized)
         return lax.ragged_dot(
             lhs, rhs, sizes, precision=precision, preferred_element_type=preferred_element_type
         )
-    ragged_operands.check_rows(recipe)
-    out_dtype = arguments.dtype_of_product(preferred_element_type, lhs, rhs, "ragged_dot")
+    check_rows(recipe)
+    out_dtype = dtype_of_product(preferred_element_type, lhs, rhs, "ragged_dot")
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
         if isinstance(operand, MXArray):
             check_blocks(operand, 1, side, "ragged_dot")
-    sizes = ragged.ragged_rows(sizes, lhs.shape[0], unit=1).sizes
+    sizes = ragged_rows(sizes, lhs.shape[0], unit=1).sizes
 
     def run(lhs: Primal, rhs: Primal, extra: _Extra, recipe: MatmulRecipe) -> jax.Array:
-        move = ragged_operands.experts_move(recipe, lhs.operand, rhs.operand)
+        move = experts_move(recipe, lhs.operand, rhs.operand)
         product = RaggedProduct(recipe=recipe, out_dtype=out_dtype, precision=precision, move=move)
         return (watched if watching.value else run_product)(product, lhs, rhs, extra)
 
     with follow(lhs, rhs):
         given = Primal.of(lhs), Primal.of(rhs), _Extra(sizes, key)
-        return ragged_operands.on_automatic_axes(run, *given, recipe)
+        return on_automatic_axes(run, *given, recipe)
 
 
 class _Extra(NamedTuple):
     sizes: jax.Array
-    key: arguments.Key
+    key: Key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,7 +182,7 @@ class RaggedProduct:
         spec = self.recipe.fwd
         if isinstance(lhs, Residual) or isinstance(rhs, Residual):
             lhs, rhs, spec = as_taken(lhs, rhs, spec)
-        key = arguments.product_key(self.recipe, "fwd", extra.key)
+        key = product_key(self.recipe, "fwd", extra.key)
         with jax.named_scope("output"):
             experts = rhs, self.move
             return self._multiply(_FORWARD, spec, lhs, experts, extra.sizes, key, "rhs" in stored)
@@ -174,10 +198,8 @@ class RaggedProduct:
     def _taken(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: _Extra
     ) -> tuple[AnyResidual, AnyResidual]:
-        key = arguments.product_key(self.recipe, "fwd", extra.key)
-        return ragged_operands.keep_both(
-            self.recipe, lhs, rhs, _FORWARD, extra.sizes, key, self.move
-        )
+        key = product_key(self.recipe, "fwd", extra.key)
+        return keep_both(self.recipe, lhs, rhs, _FORWARD, extra.sizes, key, self.move)
 
     def cotangents(
         self, g: jax.Array, saved: _Extra, both: bool
@@ -192,7 +214,7 @@ class RaggedProduct:
     ) -> jax.Array:
         """`[m, n]` by `[g, k, n]` to `[m, k]`, or `[m, k]` by `[m, n]` to `[g, k, n]`."""
         assert not isinstance(g, Quantized)
-        key = arguments.product_key(self.recipe, arguments.GRADIENTS[side], saved.key)
+        key = product_key(self.recipe, GRADIENTS[side], saved.key)
         other = other.operand if isinstance(other, Residual) else other
         with jax.named_scope(GRADIENT[side]):
             # Devices of shard_map add up what this returns.
@@ -201,14 +223,14 @@ class RaggedProduct:
             if side == "rhs":
                 return wide._grad_weight(g, other, saved.sizes, key)
             spec = self.recipe.dlhs
-            experts = reuse_moved(other, self.move, spec, ragged_operands.LAST)
+            experts = matrices_back(other, self.move, spec)
             return wide._multiply(_GRAD_LHS, spec, g, experts, saved.sizes, key)
 
     def masked(
         self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: _Extra
     ) -> jax.Array:
         if side == "lhs" and not isinstance(own, Residual):
-            own = ragged_operands.without_unused(own, saved.sizes)
+            own = without_unused(own, saved.sizes)
         return mask_clipped(self.recipe, side, _FORWARD, cotangent, own, saved.key)
 
     def _multiply(
@@ -218,22 +240,20 @@ class RaggedProduct:
         lhs: AnyOperand,
         rhs: tuple[AnyOperand, Movement | None],
         sizes: jax.Array,
-        key: arguments.Key,
+        key: Key,
         stored: bool = False,
     ) -> jax.Array:
         """A product that keeps the rows, by matrices, stored or not, and how they get to it."""
         matrices, move = rhs
-        left, right = ragged_operands.prepare_kept(lhs, matrices, axes, sizes, spec, key, move)
+        left, right = prepare_kept(lhs, matrices, axes, sizes, spec, key, move)
         in_groups = dataclasses.replace(axes, rhs=axes.rhs.in_batch())
         product = _scaled(self, left, right, sizes, in_groups, stored)
         return unscaled(product, lhs, matrices, spec)
 
-    def _grad_weight(
-        self, g: jax.Array, lhs: AnyOperand, sizes: jax.Array, key: arguments.Key
-    ) -> jax.Array:
+    def _grad_weight(self, g: jax.Array, lhs: AnyOperand, sizes: jax.Array, key: Key) -> jax.Array:
         """`[p, k]` by `[p, n]`: p are the rows, those of each group padded to whole blocks."""
         spec, move = self.recipe.drhs.swapped(), self.move
-        found = ragged_operands.contracted_operands(lhs, g, sizes, spec, _GRAD_RHS, key)
+        found = contracted_operands(lhs, g, sizes, spec, _GRAD_RHS, key)
         product = _scaled(self, found.lhs, found.rhs, found.rows.sizes, _GRAD_RHS)
         product = unscaled(product, *found.given, spec)
         return product if move is None else move.move_back(product)
@@ -330,10 +350,10 @@ def expert_ragged_dot(
       >>> jax.jit(run)(jnp.ones((4, 64)), jnp.ones((2, 64, 8)), jnp.array([1, 2]))[:, 0]
       Array([64., 64., 64.,  0.], dtype=float32)
     """
-    recipe = arguments.as_recipe(recipe, "expert_ragged_dot")
-    lhs = unpacked(arguments.as_operand(lhs, "lhs", recipe, "expert_ragged_dot"))
-    sizes = ragged_operands.at_most(ragged_operands.as_group_sizes(group_sizes), lhs.shape[0])
-    key = arguments.check_matmul_key(key, recipe)
+    recipe = as_recipe(recipe, "expert_ragged_dot")
+    lhs = unpacked(as_operand(lhs, "lhs", recipe, "expert_ragged_dot"))
+    sizes = at_most(as_group_sizes(group_sizes), lhs.shape[0])
+    key = check_matmul_key(key, recipe)
     if key is not None:
         key = jax.random.fold_in(key, lax.axis_index(axis_name))
     given = isinstance(lhs, MXArray)
@@ -352,7 +372,7 @@ def expert_ragged_dot(
 
 
 def _quantized(
-    x: jax.Array, recipe: MatmulRecipe, sizes: jax.Array, axis_name: AxisNames, key: arguments.Key
+    x: jax.Array, recipe: MatmulRecipe, sizes: jax.Array, axis_name: AxisNames, key: Key
 ) -> jax.Array | MXArray:
     """Rows as the product takes them, unless it takes rows together, or changes them first."""
     if not goes_by_row(recipe.fwd):
@@ -361,10 +381,10 @@ def _quantized(
     assert spec is not None
     if spec.format.tensor_scale:
         # The scale of all rows is that of those in groups.
-        x = ragged.ragged_rows(sizes, x.shape[0], unit=1).place(x)
-    blocks: Blocks = ragged_operands.LAST.blocks(spec.format)
+        x = ragged_rows(sizes, x.shape[0], unit=1).place(x)
+    blocks: Blocks = LAST.blocks(spec.format)
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    drawn = operand_keys(arguments.product_key(recipe, "fwd", key))[0] if spec.random_bits else None
+    drawn = operand_keys(product_key(recipe, "fwd", key))[0] if spec.random_bits else None
     tensor_scale = agreed_scale(x, spec, blocks, axes)
     return with_primal(quantize_operand(x, spec, blocks, drawn, tensor_scale), x)
 

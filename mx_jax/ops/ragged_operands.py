@@ -17,8 +17,17 @@ from mx_jax.codecs.explicit_axes import explicit_mesh
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
-from mx_jax.ops import operands
 from mx_jax.ops.arguments import Key, draw_bits
+from mx_jax.ops.operands import (
+    SWAPPED,
+    check_whole_groups,
+    keep,
+    operand_keys,
+    prepare,
+    prescaled,
+    reuse_moved,
+    transform_operands,
+)
 from mx_jax.ops.product import AnyResidual, Primal, R, note_cast
 from mx_jax.ops.quantize import dequantize_operand, quantize_operand
 from mx_jax.ops.remat import QUANTIZED
@@ -82,12 +91,10 @@ def keep_both(
     move: Movement | None,
 ) -> tuple[AnyResidual, AnyResidual]:
     """Both operands as such a product takes them, where they lie, for its gradients."""
-    operands.check_whole_groups(recipe, rhs, axes.rhs, move)
+    check_whole_groups(recipe, rhs, axes.rhs, move)
     spec = recipe.fwd
     (left, right), (rows, matrices), _ = _take_kept(lhs, rhs, axes, sizes, spec, key, None)
-    return operands.keep(recipe, lhs, left, rows, axes.lhs), operands.keep(
-        recipe, rhs, right, matrices, axes.rhs
-    )
+    return keep(recipe, lhs, left, rows, axes.lhs), keep(recipe, rhs, right, matrices, axes.rhs)
 
 
 def _take_kept(
@@ -104,13 +111,11 @@ def _take_kept(
     own = None if spec.lhs is None else spec.lhs.format
     if own is not None and (own.tensor_scale or isinstance(own.block[0], Whole)):
         lhs = without_unused(lhs, sizes)
-    lhs_key, rhs_key, _ = operands.operand_keys(key)
+    lhs_key, rhs_key, _ = operand_keys(key)
     placed = place(rhs, move, spec.rhs, axes.rhs, rhs_key, spec.transform)
-    left, right, _ = operands.transform_operands(lhs, placed.operand, spec, axes, key)
+    left, right, _ = transform_operands(lhs, placed.operand, spec, axes, key)
     rows = _prepare_rows(sizes, left, spec.lhs, lhs_key)
-    matrices = operands.prepare(
-        right, spec.rhs, axes.rhs, placed.key, placed.tensor_scale, side="rhs"
-    )
+    matrices = prepare(right, spec.rhs, axes.rhs, placed.key, placed.tensor_scale, side="rhs")
     return (left, right), (rows, matrices), placed
 
 
@@ -119,16 +124,16 @@ def _prepare_rows(
 ) -> AnyOperand:
     """`[m, k]` quantized along k, in blocks that end with their group if they hold several rows."""
     if spec is None or isinstance(x, Quantized) or spec.format.block[0] == 1:
-        return operands.prepare(x, spec, LAST, key)
+        return prepare(x, spec, LAST, key)
     height = spec.format.block[0]
     if isinstance(height, Whole):
         return _quantize_groups(ragged_rows(sizes, x.shape[0], unit=1), x, spec, LAST, key, "lhs")
     rows = ragged_rows(sizes, x.shape[0], unit=height)
-    padded = operands.prepare(rows.place(x), spec, LAST, key)
+    padded = prepare(rows.place(x), spec, LAST, key)
     assert isinstance(padded, MXArray)
     quantized = rows.restore(padded)
     # Instead of the padded rows.
-    note_cast("lhs", operands.prescaled(x, spec), quantized, spec.scale_rule.name, LAST.block_axis)
+    note_cast("lhs", prescaled(x, spec), quantized, spec.scale_rule.name, LAST.block_axis)
     return quantized
 
 
@@ -137,7 +142,7 @@ def prepare_contracted(
 ) -> AnyOperand:
     """`[p, c]` quantized along p, where groups start with blocks."""
     if spec is None or not isinstance(spec.format.block[1], Whole):
-        return operands.prepare(x, spec, SECOND_LAST, key, side=side)
+        return prepare(x, spec, SECOND_LAST, key, side=side)
     return _quantize_groups(rows, x, spec, SECOND_LAST, key, side)
 
 
@@ -156,12 +161,12 @@ def contracted_operands(
     """Both operands of a product that sums over the rows of each group."""
     rows = ragged_rows(sizes, g.shape[0], padding_unit(spec))
     given = rows.place(values_of(lhs, spec.lhs)), rows.place(g)
-    left, right, (lhs_key, rhs_key) = operands.transform_operands(*given, spec, axes, key)
+    left, right, (lhs_key, rhs_key) = transform_operands(*given, spec, axes, key)
     return Contracted(
         rows,
         given,
-        prepare_contracted(rows, left, spec.lhs, lhs_key, operands.SWAPPED[0]),
-        prepare_contracted(rows, right, spec.rhs, rhs_key, operands.SWAPPED[1]),
+        prepare_contracted(rows, left, spec.lhs, lhs_key, SWAPPED[0]),
+        prepare_contracted(rows, right, spec.rhs, rhs_key, SWAPPED[1]),
     )
 
 
@@ -169,7 +174,7 @@ def _quantize_groups(
     rows: RaggedRows, x: jax.Array, spec: OperandSpec, axes: Axes, key: Key, side: Side
 ) -> MXArray:
     """`[p, c]` in blocks that hold all rows of a group: scales come from the groups' peaks."""
-    x = operands.prescaled(x, spec)
+    x = prescaled(x, spec)
     nearest = dataclasses.replace(spec, rounding=NEAREST)
     peaks = quantize_operand(ragged.group_peaks(x, rows), nearest, axes.blocks(spec.format))
     width = spec.rounding.random_bits
@@ -268,6 +273,13 @@ def experts_move(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Move
             "lhs out, or send rows to their experts with mx_jax.expert_ragged_dot"
         )
     return given_moves(recipe, lhs, rhs)[1]
+
+
+def matrices_back(
+    rhs: AnyOperand, move: Movement | None, spec: MatmulSpec
+) -> tuple[AnyOperand, Movement | None]:
+    """Saved matrices as the rows' gradient multiplies them, and how they get there."""
+    return reuse_moved(rhs, move, spec, LAST)
 
 
 def on_automatic_axes(

@@ -339,7 +339,8 @@ class Recipe(MatmulRecipe):
         return dataclasses.replace(result, name=name)
 
     def __repr__(self) -> str:
-        """What makes it, after `from mx_jax.recipes import *`, and `Gather` if it has one."""
+        """What makes it, as Python reads it after `from mx_jax.recipes import *`; a `Gather` in it
+        has to be imported too."""
         try:
             base = named_recipe(self.name.partition(",")[0])
         except ValueError:

@@ -3,16 +3,28 @@
 from collections.abc import Callable
 from typing import Any
 
-from mx_jax.backends import calls
+from mx_jax.backends.calls import (
+    AttendCall,
+    Call,
+    CastStatisticsCall,
+    DequantizeCall,
+    MatmulCall,
+    PackCall,
+    QuantizeBothCall,
+    QuantizeCall,
+    RaggedCall,
+    RandomBitsCall,
+    TransformCall,
+)
 from mx_jax.backends.cpu_ffi import attend, casts, library, products, statistics, weights
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 
 
-def _rejects_machine(target: Target, call: calls.Call) -> str | None:
+def _rejects_machine(target: Target, call: Call) -> str | None:
     if target.platform != "cpu":
         return f"runs on platform=cpu, got platform={target.platform}"
-    if target.num_devices > 1 and target.counted and not isinstance(call, calls.PackCall):
+    if target.num_devices > 1 and target.counted and not isinstance(call, PackCall):
         # Shardings that cut a mesh axis in two, as reshapes make them, reach no custom call:
         # jax.experimental.custom_partitioning fails to name them. The reference takes any.
         return (
@@ -29,7 +41,7 @@ def _rejects_machine(target: Target, call: calls.Call) -> str | None:
 
 
 def _offer(
-    call: type[calls.Call], rejects: Callable[[Any], str | None], run: Callable[..., Any]
+    call: type[Call], rejects: Callable[[Any], str | None], run: Callable[..., Any]
 ) -> Offer:
     """A kind of call, taken where the library is, unless its handler does not compute it."""
     return Offer(
@@ -44,15 +56,15 @@ CPU_FFI = Backend(
     name="cpu_ffi",
     epsilon_bound=2.0,
     table=(
-        _offer(calls.MatmulCall, products.rejects, products.multiply),
-        _offer(calls.RaggedCall, products.rejects_groups, products.multiply_groups),
-        _offer(calls.QuantizeCall, casts.rejects_quantize, casts.quantize),
-        _offer(calls.QuantizeBothCall, casts.rejects_both, casts.quantize_both),
-        _offer(calls.DequantizeCall, casts.rejects_dequantize, casts.dequantize),
-        _offer(calls.PackCall, weights.rejects_pack, weights.pack),
-        _offer(calls.AttendCall, attend.rejects, attend.attend),
-        _offer(calls.RandomBitsCall, casts.rejects_random_bits, casts.random_bits),
-        _offer(calls.TransformCall, casts.rejects_transform, casts.transform),
-        _offer(calls.CastStatisticsCall, statistics.rejects, statistics.cast_statistics),
+        _offer(MatmulCall, products.rejects, products.multiply),
+        _offer(RaggedCall, products.rejects_groups, products.multiply_groups),
+        _offer(QuantizeCall, casts.rejects_quantize, casts.quantize),
+        _offer(QuantizeBothCall, casts.rejects_both, casts.quantize_both),
+        _offer(DequantizeCall, casts.rejects_dequantize, casts.dequantize),
+        _offer(PackCall, weights.rejects_pack, weights.pack),
+        _offer(AttendCall, attend.rejects, attend.attend),
+        _offer(RandomBitsCall, casts.rejects_random_bits, casts.random_bits),
+        _offer(TransformCall, casts.rejects_transform, casts.transform),
+        _offer(CastStatisticsCall, statistics.rejects, statistics.cast_statistics),
     ),
 )
