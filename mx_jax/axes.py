@@ -128,7 +128,6 @@ class ProductAxes:
 
     @functools.cached_property
     def ndim(self) -> int:
-        """Number of axes of the product."""
         return len(self.lhs.batch) + len(self.lhs.kept) + len(self.rhs.kept)
 
     @functools.cached_property
@@ -141,10 +140,7 @@ class ProductAxes:
 
         With g `[*batch, *m, *n]`: for lhs, g by rhs over n where lhs holds m first, and rhs by g
         where it holds k first; for rhs, g by lhs over m where rhs holds n first, and lhs by g where
-        it holds k first.
-
-        Returns:
-          The axes, and whether g is the left operand.
+        it holds k first. The second value is whether g is the left operand.
         """
         batch, m, n = len(self.lhs.batch), len(self.lhs.kept), len(self.rhs.kept)
         own, other = (self.lhs, self.rhs) if side == "lhs" else (self.rhs, self.lhs)
@@ -153,6 +149,5 @@ class ProductAxes:
         return (ProductAxes(other, g), False) if own.k_first else (ProductAxes(g, other), True)
 
     def of_g(self, side: Side) -> Axes:
-        """Axes of g in the product that gives an operand's cotangent."""
         axes, g_is_lhs = self.cotangent(side)
         return axes.lhs if g_is_lhs else axes.rhs

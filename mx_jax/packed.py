@@ -24,19 +24,14 @@ Q = TypeVar("Q", bound="Quantized")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How devices may share packed weights.
+    """How devices may share packed weights."""
 
-    Attributes:
-      arrays: for each array that is packed, what its axes count: a number names a batch axis, "n"
-        tiles of kept rows, "k" parts of k; None: that axis stays whole.
-      rows: kept rows of a tile.
-      parts: in how many equal parts k is.
-      in_parts: given what is packed and a number, the same weights with k in so many parts.
-    """
-
+    # For each array that is packed, what its axes count: a number names a batch axis, "n" tiles of
+    # kept rows, "k" parts of k; None: that axis stays whole.
     arrays: tuple[tuple[int | str | None, ...], ...]
-    rows: int
-    parts: int
+    rows: int  # kept rows of a tile
+    parts: int  # in how many equal parts k is
+    # Given what is packed and a number, the same weights with k in so many parts.
     in_parts: Callable[["PackedMXArray", int], "PackedMXArray"]
 
 
@@ -151,7 +146,8 @@ class PackedMXArray(ArrayOfCodes):
         if not has_explicit_axes():
             return self.layout.unpack(self)
         # On explicit axes each intermediate value would need a sharding.
-        shapes, tree = jax.tree.flatten(jax.eval_shape(self.layout.unpack, _untyped(self)))
+        untyped = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self)
+        shapes, tree = jax.tree.flatten(jax.eval_shape(self.layout.unpack, untyped))
         parts = self.partitions()
         specs = [
             PartitionSpec(*(p if n > 1 else None for p, n in zip(parts, s.shape, strict=True)))
@@ -234,11 +230,6 @@ class PackedMXArray(ArrayOfCodes):
             f"PackedMXArray({self.format.name}, shape={shape}, dtype={self.dtype}, "
             f"backend={self.backend})"
         )
-
-
-def _untyped(packed: PackedMXArray) -> PackedMXArray:
-    """The same of shapes without sharding."""
-    return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), packed)
 
 
 Quantized = MXArray | PackedMXArray

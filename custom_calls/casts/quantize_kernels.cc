@@ -3,7 +3,7 @@
 #include "common/target.h"
 
 #if MX_RANK >= MX_RANK_avx512_vbmi
-#include "casts/words_vbmi-inl.h"
+#include "casts/word_casts_vbmi-inl.h"
 #else
 #include "casts/amax-inl.h"
 #include "casts/quantize_squares-inl.h"

@@ -19,6 +19,7 @@
 
 #include "common/isas.h"
 #include "common/macros.h"
+#include "products/elements.h"
 
 namespace mx {
 
@@ -28,20 +29,6 @@ constexpr int kChunk = 32;
 // Panels of lhs are made five at a time: 30 rows fill nearly a vector of 32.
 constexpr int kLhsPanelsPerGroup = 5;
 constexpr int kLhsGroupRows = kLhsPanelsPerGroup * kTileRows;
-
-// In the order of backends/cpu_ffi/matmul.py.
-enum Element : int32_t {
-  kE4M3,
-  kE5M2,
-  kE2M3,
-  kE3M2,
-  kE2M1,
-  kElementInt8,
-  kElementFloat32,
-  kElementBf16,
-  kElementF16
-};
-constexpr int kNumElements = 9;
 
 enum ScaleKind : int32_t { kNoScale, kScaleE8M0, kScaleE4M3 };
 
@@ -224,9 +211,9 @@ constexpr int64_t ChunkBytes(PanelType type, int32_t block, int64_t rows, bool i
 static inline Source SliceOf(const Source& source, int64_t first, int64_t count) {
   Source slice = source;
   if (source.layout == kStrided) {
-    const int64_t bytes = source.element <= kElementInt8 ? 1 : source.element == kElementFloat32 ? 4 : 2;
     const int64_t blocks = first * (kChunk / source.block);
-    slice.elements = (const char*)source.elements + first * kChunk * source.k_stride * bytes;
+    slice.elements = (const char*)source.elements +
+                     first * kChunk * source.k_stride * ElementBytes(source.element);
     if (source.scales != nullptr) slice.scales += blocks * source.scale_block_stride;
   } else {
     slice.elements = RecordAt(source, 0, first);

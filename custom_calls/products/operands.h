@@ -18,8 +18,6 @@ namespace mx {
 
 namespace ffi = xla::ffi;
 
-constexpr const char* kElementNames[] = {"e4m3", "e5m2", "e2m3", "e3m2", "e2m1", "int8"};
-
 // One operand as it came: `[*batch, rows, k]`, or `[*batch, k, rows]` if k_first. Of two-dimensional
 // blocks, `block_rows` rows share their scales, which `spread` has for each row.
 struct Operand {

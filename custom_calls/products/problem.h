@@ -109,10 +109,6 @@ inline Sizes SizesOf(const MatmulProblem& problem, PanelType type) {
   return sizes;
 }
 
-inline int64_t ElementBytes(Element element) {
-  return element <= kElementInt8 ? 1 : element == kElementFloat32 ? 4 : 2;
-}
-
 inline Source MatrixOf(const Source& source, int64_t index) {
   Source moved = source;
   if (source.layout != kStrided) {

@@ -10,25 +10,16 @@
 namespace mx {
 namespace {
 
-// In the order of Element.
-constexpr ElementFacts kFacts[] = {
-    {4, 3, 7, 1, 0, 0, 1, 0},   // E4M3
-    {5, 2, 15, 4, 1, 0, 1, 0},  // E5M2
-    {2, 3, 1, 0, 0, 0, 1, 0},   // E2M3
-    {3, 2, 3, 0, 0, 0, 1, 0},   // E3M2
-    {2, 1, 1, 0, 0, 0, 1, 0},   // E2M1
-    {1, 6, 1, 0, 0, 1, 0, 0},   // INT8
-};
 constexpr int kShifts = 7;  // what the integer types need: 0 to 6
 
 // A format's values times 2^shift are integers.
 int ShiftOf(Element element) {
-  return kFacts[element].mantissa_bits + kFacts[element].bias - 1;
+  return kElementFacts[element].mantissa_bits + kElementFacts[element].bias - 1;
 }
 
 // A NaN keeps the code's sign.
 float ValueOf(Element element, int code) {
-  const ElementFormat format = Derive(kFacts[element]);
+  const ElementFormat format = Derive(kElementFacts[element]);
   const float value = Decode(code, format);
   return value != value && (code & format.sign_code) ? -value : value;
 }

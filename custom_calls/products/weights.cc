@@ -11,8 +11,7 @@ uint8_t CodeAt(const Source& source, int64_t row, int64_t k) {
   if (row >= source.rows || k >= source.k) return 0;
   const uint8_t code =
       static_cast<const uint8_t*>(source.elements)[row * source.row_stride + k * source.k_stride];
-  const Layout layout = LayoutOf(source.element);
-  return layout == kPanels4 ? code & 15 : layout == kPanels6 ? code & 63 : code;
+  return static_cast<uint8_t>(code & ((1 << ElementBits(source.element)) - 1));
 }
 
 // Adds a row's code of position k of a chunk to the zeros of its codes.

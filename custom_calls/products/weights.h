@@ -21,8 +21,8 @@
 namespace mx {
 
 constexpr Layout LayoutOf(Element element) {
-  if (element == kE2M1) return kPanels4;
-  return element == kE2M3 || element == kE3M2 ? kPanels6 : kPanels8;
+  const int bits = ElementBits(element);
+  return bits == 4 ? kPanels4 : bits == 6 ? kPanels6 : kPanels8;
 }
 
 struct WeightSizes {

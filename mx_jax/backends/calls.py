@@ -21,23 +21,15 @@ AnyOperand = Operand | PackedMXArray
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OperandType:
-    """What selection sees of one operand of a product.
-
-    Attributes:
-      shape: logical shape.
-      axes: which of its axes are batch, kept and contracted; in a product, in canonical order.
-      format: block format; None for high precision.
-      dtype: dtype in high precision; None if the operand is quantized, or if it is not known.
-      scale_axes: axes whose positions have tensor scales of their own.
-      packed_by: name of the backend in whose layout it lies, or None.
-    """
+    """What selection sees of one operand of a product."""
 
     shape: tuple[int, ...]
-    axes: Axes
-    format: BlockFormat | None = None
+    axes: Axes  # in a product, in canonical order
+    format: BlockFormat | None = None  # None for high precision
+    # In high precision; None if the operand is quantized, or if it is not known.
     dtype: np.dtype | None = None
-    scale_axes: tuple[int, ...] = ()
-    packed_by: str | None = None
+    scale_axes: tuple[int, ...] = ()  # axes whose positions have tensor scales of their own
+    packed_by: str | None = None  # name of the backend in whose layout it lies, or None
 
     @classmethod
     def of(cls, operand: AnyOperand, axes: Axes) -> "OperandType":
@@ -55,12 +47,10 @@ class OperandType:
 
     @property
     def text(self) -> str:
-        """Its format, or its dtype in high precision."""
         return str(self.dtype) if self.format is None else self.format.name
 
     @property
     def rows(self) -> int:
-        """Of the matrix that a product sees: the size of the kept axes."""
         return math.prod(self.shape[axis] for axis in self.axes.kept)
 
 
@@ -236,28 +226,20 @@ class DequantizeCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PackCall:
-    """Weights to be laid out once, for products in which they are rhs.
+    """Weights to be laid out once, for products in which they are rhs."""
 
-    Attributes:
-      weights: their type; the axes may lie in any order.
-      blocks: axes from the end with block sizes.
-      lhs_format: block format of the activations; None for high precision, or if it is not known.
-      dtype: that the weights had; None if it is not known.
-    """
-
-    weights: OperandType
-    blocks: Blocks
+    weights: OperandType  # the axes may lie in any order
+    blocks: Blocks  # axes from the end with block sizes
+    # Of the activations; None for high precision, or if it is not known.
     lhs_format: BlockFormat | None = None
-    dtype: np.dtype | None = None
+    dtype: np.dtype | None = None  # that the weights had; None if it is not known
 
     @property
     def text(self) -> str:
-        """The call in a jaxpr."""
         return self.format.name
 
     @property
     def format(self) -> BlockFormat:
-        """The weights' block format."""
         assert self.weights.format is not None, self
         return self.weights.format
 
@@ -305,27 +287,17 @@ class AttendCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CastStatisticsCall:
-    """Values and what a cast made of them, of which statistics are wanted.
-
-    Attributes:
-      shape: logical shape.
-      dtype: of the values.
-      format: block format.
-      blocks: axes from the end with block sizes.
-      axis: along which channels are counted, from the end.
-      scale_axes: axes whose positions have tensor scales of their own.
-    """
+    """Values and what a cast made of them, of which statistics are wanted."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
     format: BlockFormat
-    blocks: Blocks
-    axis: int
-    scale_axes: tuple[int, ...] = ()
+    blocks: Blocks  # axes from the end with block sizes
+    axis: int  # along which channels are counted, from the end
+    scale_axes: tuple[int, ...] = ()  # axes whose positions have tensor scales of their own
 
     @property
     def text(self) -> str:
-        """The call in a jaxpr."""
         return self.format.name
 
 

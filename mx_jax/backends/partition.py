@@ -1,9 +1,8 @@
 """One product that the compiler splits between devices: what moves are codes.
 
-Left to itself, XLA dequantizes an operand where it lies and gathers values, those of a product and
-those of its gradients. Here it is told how the product is split, and asked to move codes and scales
-instead; codes of less than a byte are packed on their way. It asks when it compiles, with real
-shardings, whether or not a mesh is in context.
+Left to itself, XLA dequantizes an operand where it lies and gathers values, also of gradients. Here
+it asks, when it compiles and knows real shardings, how to split: codes and scales move, and codes
+of less than a byte are packed on their way.
 """
 
 import dataclasses
@@ -36,30 +35,21 @@ Compute = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A product that the compiler splits between devices.
+    """A product that the compiler splits between devices."""
 
-    Attributes:
-      compute: each device's part; a hashable value.
-      call: the whole product.
-      tree: of both operands.
-    """
-
-    compute: Compute
+    compute: Compute  # each device's part; a hashable value
     call: MatmulCall
-    tree: Any
+    tree: Any  # of both operands
 
     @functools.cached_property
     def axes(self) -> ProductAxes:
-        """Of the operands."""
         return ProductAxes(self.call.lhs.axes, self.call.rhs.axes)
 
     @functools.cached_property
     def factors(self) -> Factors:
-        """Of the operands and the product."""
         return Factors.of(self.axes)
 
     def run(self, *leaves: jax.Array) -> jax.Array:
-        """The product of all of it."""
         return self.compute(self.call, *jax.tree.unflatten(self.tree, leaves))
 
 
@@ -106,10 +96,7 @@ def _function(split: Split, shapes: tuple[tuple[int, ...], ...]) -> Any:
 
 
 def name_of(*what: object) -> np.ndarray:
-    """An operand that nothing reads: it tells programs apart that differ in what they compute.
-
-    The compiler sees shapes alone, and so does the key of a compilation cache.
-    """
+    """An operand that nothing reads: it tells programs apart in the key of a compilation cache."""
     return np.frombuffer(hashlib.sha256(repr(what).encode()).digest(), np.uint32)
 
 
@@ -117,19 +104,12 @@ def name_of(*what: object) -> np.ndarray:
 
 
 class _Batched(NamedTuple):
-    """One product that stands for many.
-
-    Attributes:
-      lhs: with the batch among its axes, if it has one.
-      rhs: likewise.
-      call: of these.
-      axis: of the product that counts the batch.
-    """
+    """One product that stands for many, with the batch among its operands' axes."""
 
     lhs: AnyOperand
     rhs: AnyOperand
     call: MatmulCall
-    axis: int
+    axis: int  # of the product that counts the batch
 
 
 def _batched(
@@ -200,11 +180,7 @@ def _sides(split: Split, leaves: Sequence[Any]) -> list[tuple[Side, tuple[Factor
 def _sharding_rule(
     split: Split, shapes: Sequence[Any]
 ) -> tuple[str, tuple[str, ...], dict[str, int]]:
-    """What Shardy is told: a product of codes. Scales have been placed by their cast.
-
-    Returns:
-      The rule, the factors that are summed over, the sizes of those that are less than an axis.
-    """
+    """Shardy's rule, the factors that are summed over, the sizes of factors below an axis."""
     structs = [jax.ShapeDtypeStruct(shape, np.uint8) for shape in shapes]
     sides = _sides(split, structs)
     rhs = sides[1][2]
@@ -292,8 +268,7 @@ def _partition(
 
 
 def without_mesh(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """What one device computes, while the compiler asks: explicit axes of a mesh in context would
-    be in the type of every result."""
+    """What one device computes, with no mesh's explicit axes in types while the compiler asks."""
 
     def run(*leaves: jax.Array) -> Any:
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
@@ -427,7 +402,7 @@ def _local_packed(packed: PackedMXArray, share: Share) -> PackedMXArray:
 
 
 def _words(packed: PackedMXArray) -> tuple[Mapping[Factor, str], list[str], dict[str, int]]:
-    """What Shardy is told of tiles and parts.
+    """Shardy's names of tiles and parts, for its rule.
 
     Returns:
       What an array calls a factor that has an entry for each position, and not for each tile; what

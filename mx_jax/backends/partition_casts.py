@@ -1,8 +1,7 @@
 """One cast that the compiler splits between devices: each casts its part, and no value moves.
 
-The compiler asks with real shardings, as for products. Where a shard ends within a block, the
-devices that share it agree on its largest magnitude, and on that of the whole array where there is
-a tensor scale.
+Where a shard ends within a block, the devices that share it agree on its largest magnitude, and on
+that of the whole array where there is a tensor scale.
 """
 
 import dataclasses
@@ -30,21 +29,14 @@ from mx_jax.sharding.partition import fine_mesh, stored_parts
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A cast that the compiler splits between devices.
+    """A cast that the compiler splits between devices."""
 
-    Attributes:
-      compute: each device's part; a hashable value.
-      call: the whole cast.
-      tree: of its operands: values, random bits, tensor scale.
-    """
-
-    compute: Compute
+    compute: Compute  # each device's part; a hashable value
     call: QuantizeCall
-    tree: Any
+    tree: Any  # of its operands: values, random bits, tensor scale
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values."""
         return self.call.shape
 
     @functools.cached_property
@@ -56,13 +48,11 @@ class Split:
         }
 
     def run(self, *leaves: jax.Array) -> list[jax.Array]:
-        """The cast of all of it."""
         return jax.tree.leaves(self.compute(self.call, *jax.tree.unflatten(self.tree, leaves)))
 
 
 def can_split(call: Call) -> bool:
-    """Whether the compiler can be told how a cast is split: of constant sizes, under one tensor
-    scale."""
+    """Whether the compiler can be told how a cast is split: constant sizes, one tensor scale."""
     if not isinstance(call, QuantizeCall):
         return False
     return not call.scale_axes and all(isinstance(size, int) and size > 0 for size in call.shape)
@@ -121,26 +111,19 @@ def _sharding_rule(split: Split, shapes: Sequence[Any]) -> tuple[str, dict[str, 
 
 
 def _results(split: Split) -> list[Any]:
-    """Shapes of the results' leaves."""
     x = jax.ShapeDtypeStruct(split.shape, np.float32)
     return jax.tree.leaves(result_of(split.call, x, None, None))
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What each device casts.
+    """What each device casts."""
 
-    Attributes:
-      parts: for each axis of the values the mesh axes that split it.
-      whole: of them, those that leave blocks whole.
-    """
-
-    parts: tuple[Part, ...]
-    whole: tuple[Part, ...]
+    parts: tuple[Part, ...]  # for each axis of the values the mesh axes that split it
+    whole: tuple[Part, ...]  # of them, those that leave blocks whole
 
     @property
     def names(self) -> Part:
-        """All mesh axes that split the values."""
         return tuple(name for part in self.parts for name in part)
 
     def shared(self, blocks: Blocks) -> dict[int, Part]:
@@ -213,7 +196,6 @@ def _partition(
 
 
 def _local(split: Split, each: Share, name: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
-    """One device's part."""
     del name
     x, bits, scale = jax.tree.unflatten(split.tree, leaves)
     call, shared = split.call, each.shared(split.call.blocks)

@@ -58,7 +58,6 @@ def _dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
 
 
 def _as_it_is(x: MXArray, call: PackCall) -> MXArray:
-    """What it reads is the MXArray."""
     return x
 
 

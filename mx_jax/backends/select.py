@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -37,24 +36,16 @@ BACKENDS: tuple[Backend, ...] = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """One question to the backends, and their answer.
-
-    Attributes:
-      call: the work.
-      target: the machine.
-      backend: name of the first that accepts; None if all that are asked reject.
-      rejections: (name, reason) of those tried before.
-      on_request: (name, why it is not asked) of those that would accept if they were named.
-      how: what the one that accepts says of how it computes, in words; may be empty.
-      evidence: the measurement that the backend is asked for; None if it is asked anyway.
-    """
+    """One question to the backends, and their answer."""
 
     call: Call
     target: Target
-    backend: str | None
-    rejections: tuple[tuple[str, str], ...]
+    backend: str | None  # the first that accepts; None if all that are asked reject
+    rejections: tuple[tuple[str, str], ...]  # (name, reason) of those tried before
+    # (name, why it is not asked) of those that would accept if they were named.
     on_request: tuple[tuple[str, str], ...]
-    how: str = ""
+    how: str = ""  # what the one that accepts says of how it computes, in words; may be empty
+    # The measurement that the backend is asked for; None if it is asked anyway.
     evidence: Row | None = None
 
 
@@ -64,34 +55,24 @@ MARK = "mx_jax.entry_"
 
 @dataclasses.dataclass(frozen=True)
 class Marked:
-    """What an offer runs, under a name that the jaxpr carries.
-
-    Attributes:
-      run: the offer's own.
-      name: of the scope.
-    """
+    """What an offer runs, under the name of a scope in the jaxpr."""
 
     run: Callable[..., Any]
     name: str
 
     def __call__(self, *operands: Any) -> Any:
-        """As `Offer.run`."""
         with jax.named_scope(self.name):
             return self.run(*operands)
 
 
 @dataclasses.dataclass(eq=False)
 class Recorder:
-    """What a trace met, in order; equal only to itself.
+    """What a trace met, in order; equal only to itself."""
 
-    Attributes:
-      entries: selections, and remarks on what is done besides.
-      marks: whether what is selected runs under a name that says which entry it was.
-      axes: of the mesh along which arguments are sharded, where none is in context.
-    """
-
+    # Selections, and remarks on what is done besides.
     entries: list[Selection | str] = dataclasses.field(default_factory=list)
-    marks: bool = False
+    marks: bool = False  # whether what is selected runs under a name that says which entry it was
+    # Of the mesh along which arguments are sharded, where none is in context.
     axes: tuple[str, ...] = ()
 
     def marked(self, offer: Offer) -> Offer:
@@ -103,7 +84,6 @@ class Recorder:
 
     @property
     def selections(self) -> list[Selection]:
-        """The selections alone."""
         return [entry for entry in self.entries if isinstance(entry, Selection)]
 
 
@@ -135,36 +115,20 @@ def recording(*, marks: bool = False, axes: tuple[str, ...] = ()) -> Iterator[Re
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The backend that takes a call, and why each one before it does not.
-
-    Attributes:
-      backend: the first that accepts.
-      offer: what it offers for such calls; `offer.run` computes this one.
-      rejections: (name, reason) of those tried before.
-      target: the machine.
-      evidence: the measurement that it is asked for; None if it is asked anyway.
-    """
+    """The backend that takes a call, and why each one before it does not."""
 
     backend: Backend
-    offer: Offer
+    offer: Offer  # `offer.run` computes this call
     target: Target
-    rejections: tuple[tuple[str, str], ...]
-    evidence: Row | None = None
+    rejections: tuple[tuple[str, str], ...]  # (name, reason) of those tried before
+    evidence: Row | None = None  # the measurement that it is asked for; None if it is asked anyway
 
 
 def select(
     call: Call, target: Target | None = None, backends: Sequence[Backend] | None = None
 ) -> Choice:
-    """The first backend, in order of preference, that does not reject the call.
-
-    Args:
-      call: description of the work.
-      target: description of the machine; None: `current_target`.
-      backends: candidates, in order; None: `known_backends`.
-
-    Raises:
-      ValueError: if all reject, which happens only under `only_backend`; every reason is listed.
-    """
+    """The first of the backends, by default `known_backends`, that does not reject the call."""
+    # All reject only under `only_backend`: the error lists every reason.
     target = current_target() if target is None else target
     backends = known_backends() if backends is None else backends
     choice, rejections = _first(call, _counted(target), backends)
@@ -294,7 +258,7 @@ preferred_names: Any = jax.make_user_context(default_value=())
 added_backends: Any = jax.make_user_context(default_value=())
 
 
-def only_backend(name: str | None) -> AbstractContextManager[None]:
+def only_backend(name: str | None) -> contextlib.AbstractContextManager[None]:
     """A context in which only the named backend is asked, and what it rejects is an error.
 
     For tests and for measuring one backend. It enters jit's cache key.
@@ -319,7 +283,7 @@ def only_backend(name: str | None) -> AbstractContextManager[None]:
     return only_named(name)
 
 
-def prefer_backends(*names: str) -> AbstractContextManager[None]:
+def prefer_backends(*names: str) -> contextlib.AbstractContextManager[None]:
     """A context in which the named backends are asked first, and all others after them.
 
     What they reject goes to the next, as it always does. This is how to use a backend that stands
@@ -347,7 +311,7 @@ def prefer_backends(*names: str) -> AbstractContextManager[None]:
     return preferred_names(names)
 
 
-def with_backends(*backends: Backend) -> AbstractContextManager[None]:
+def with_backends(*backends: Backend) -> contextlib.AbstractContextManager[None]:
     """A context with more backends than the table's, asked before those.
 
     For trying a backend, or one that belongs to another package. It enters jit's cache key.

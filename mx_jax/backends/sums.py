@@ -18,12 +18,7 @@ from mx_jax.mxarray import MXArray
 
 
 class SumScale(NamedTuple):
-    """What sums are multiplied or divided by.
-
-    Attributes:
-      values: float32, a scalar, or an array that broadcasts to the sums.
-      divides: whether the sums are divided.
-    """
+    """What sums are multiplied or divided by: float32 that broadcasts to them."""
 
     values: jax.Array
     divides: bool = False
@@ -59,11 +54,9 @@ def _in_product(side: Side, values: jax.Array, call: MatmulCall) -> jax.Array:
 
 
 def scaled(sums: jax.Array, *scales: SumScale) -> jax.Array:
-    """Float32 sums under their operands' scales; within float32 as long as the result is.
-
-    Each scale multiplies in two halves, all first ones before all second ones: a large scale and a
-    small one meet before either has taken the sums out of range. Scales may be subnormal.
-    """
+    """Float32 sums under their operands' scales; within float32 as long as the result is."""
+    # Each scale multiplies in two halves, all first ones before all second ones: a large and a
+    # small one meet before either has taken the sums out of range. Scales may be subnormal.
     first, second = [], []
     # Scalars before rows: they meet each other at no cost.
     for scale in sorted(scales, key=lambda scale: scale.values.ndim > 0):
@@ -102,12 +95,7 @@ _ONE = 127 << 23
 
 
 def as_matrices(operand: Operand, axes: Axes) -> tuple[Operand, tuple[int, ...]]:
-    """An operand as `[batch, kept, k]`, and the lengths of its kept axes.
-
-    Returns:
-      The operand with blocks along its last axis, and a tensor scale of shape `(1, 1, 1)` if it had
-      one.
-    """
+    """An operand as `[batch, kept, k]`, blocks last, tensor scale `(1, 1, 1)`; its kept lengths."""
 
     def arrange(array: jax.Array) -> jax.Array:
         sizes = tuple(math.prod(group) for group in axes.sizes(array.shape))
@@ -166,17 +154,11 @@ def rejects_scale_axes(call: MatmulCall | PackCall, *, batch: bool) -> str | Non
 
 
 class BlockScales(NamedTuple):
-    """Float32 scales of an operand's blocks.
-
-    Attributes:
-      side: whose.
-      values: of the operand's shape, but for the contracted axis, which counts blocks.
-      divides: whether the sums are divided.
-    """
+    """Float32 scales of an operand's blocks."""
 
     side: Side
-    values: jax.Array
-    divides: bool
+    values: jax.Array  # of the operand's shape, but for the contracted axis, which counts blocks
+    divides: bool  # whether the sums are divided
 
 
 def block_scales(side: Side, operand: MXArray, contracting: int) -> BlockScales:
@@ -197,10 +179,8 @@ def block_scales(side: Side, operand: MXArray, contracting: int) -> BlockScales:
 def blockwise_dot(
     lhs: jax.Array, rhs: jax.Array, size: int, scales: Sequence[BlockScales], call: MatmulCall
 ) -> jax.Array:
-    """Float32 `[*batch, *m, *n]` of bfloat16 operands, one contracted axis each.
-
-    As many blocks at a time as leave their sums smaller than the operands; then the next ones.
-    """
+    """Float32 `[*batch, *m, *n]` of bfloat16 operands, one contracted axis each."""
+    # As many blocks at a time as leave their sums smaller than the operands; then the next ones.
     axis = {side: own.axes.contracting[0] for side, own in call.sides}
     operands = tuple(_blocks_first(x, axis[side], size) for x, side in ((lhs, "lhs"), (rhs, "rhs")))
     count = operands[0].shape[0]
@@ -241,7 +221,6 @@ def _placed(scales: BlockScales, axis: int, call: MatmulCall) -> jax.Array:
 
 
 def _dots(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Array:
-    """The product of each block alone."""
     axes = ProductAxes(call.lhs.axes.in_batch(), call.rhs.axes.in_batch())
     return lax.dot_general(
         left,

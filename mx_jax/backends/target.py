@@ -71,11 +71,7 @@ def use_target(target: Target) -> AbstractContextManager[None]:
 
 
 def follow(*operands: Any) -> AbstractContextManager[None]:
-    """A context for the devices that committed arrays lie on, if all operands are such arrays.
-
-    For calls outside `jit`, `grad` and `vmap`: JAX runs them there, and a traced value does not
-    know its devices.
-    """
+    """A context for the devices of committed arrays, if all operands are such: outside `jit`."""
     leaves = jax.tree.leaves(operands)
     if not leaves or any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in leaves):
         return contextlib.nullcontext()
@@ -90,16 +86,11 @@ def _kind(device: Device) -> tuple[str, str]:
 
 
 def current_target(num_devices: int | None = None) -> Target:
-    """The machine that a call is for.
+    """The machine that a call is for; `num_devices` replaces its own.
 
     In this order: what `use_target` names; the devices of committed arrays outside `jit`
     (`follow`); those of the mesh in context (`jax.set_mesh`, `jax.shard_map`); the device of
-    `jax.default_device`; JAX's first. All of it is in jit's cache key, and all of it is known while
-    tracing. Where a traced function is run elsewhere nevertheless, what was chosen is lowered there
-    in plain JAX, or refused.
-
-    Args:
-      num_devices: instead of the machine's.
+    `jax.default_device`; JAX's first. All of it is in jit's cache key, and known while tracing.
     """
     named = _named.value
     if named is not None:
@@ -162,12 +153,10 @@ def _device_of_mesh() -> Device | None:
 
 
 def _number_of(device: Device) -> int:
-    """Between how many devices `jit` may split a call.
-
-    Those of the mesh in context, since JAX refuses arrays on others, along the axes that are jit's
-    to split: below `jax.shard_map` each device has a call of its own. Without a mesh at most all of
-    the platform; of a device that is only compiled for, one.
-    """
+    """Between how many devices `jit` may split a call."""
+    # JAX refuses arrays on devices outside of the mesh in context, of which jit splits automatic
+    # axes: below `jax.shard_map` each device has a call of its own. Without a mesh: all of the
+    # platform; of a device that is only compiled for, one.
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.empty:
         return math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
@@ -299,11 +288,9 @@ class _Absent:
 
 
 def show_devices(ctx: Any, platform: str) -> Any:
-    """A lowering rule's context with the devices of the program in it; None if that knows none.
-
-    Custom partitioning wants to see them, and JAX shows them to its own primitives alone. By their
-    position: any that are as many will do.
-    """
+    """A lowering rule's context with the program's devices in it; None if that knows none."""
+    # Custom partitioning wants them, and JAX shows them to its own primitives alone. They go by
+    # position: any that are as many will do.
     module = ctx.module_context
     number = getattr(module.axis_context, "num_devices", None)
     exported = module.lowering_parameters.for_export

@@ -1,8 +1,7 @@
 """XLA's own dots: of float8 under whole-axis scales, and of bfloat16 with float32 sums.
 
 With one scale s_a for a row of lhs and s_b for a row of rhs, `C = (sum of a_code b_code) / s_a /
-s_b`: the codes go to the platform's matrix units as they are. All else is decoded to bfloat16, the
-plain way of every accelerator.
+s_b`: the codes go to the platform's matrix units as they are. All else is decoded to bfloat16.
 """
 
 import jax
@@ -117,10 +116,8 @@ _HEADROOM = 2
 
 
 def bfloat16_holds(format: BlockFormat) -> bool:
-    """Whether bfloat16 has all digits of an element times what stays with it inside a sum.
-
-    A tensor scale leaves the sum, float32 scales leave that of their block: the element is left.
-    """
+    """Whether bfloat16 has all digits of an element times what stays with it inside a sum."""
+    # A tensor scale leaves the sum, float32 scales leave that of their block: the element is left.
     digits = format.significand_bits
     return (format.element.significand_bits if digits is None else digits) <= _DIGITS
 
@@ -193,11 +190,7 @@ def _rejects_groups(call: RaggedCall, target: Target) -> str | None:
 
 
 def block_values(operand: Operand) -> tuple[jax.Array, float]:
-    """Bfloat16 values without tensor scale and float32 scales, and a factor of the sums.
-
-    Returns:
-      An array of the operand's shape, and a power of two.
-    """
+    """Bfloat16 values without tensor and float32 scales; a power of two that sums lack."""
     if not isinstance(operand, MXArray):
         return operand, 1.0
     if operand.format.scale.is_float32:
@@ -227,12 +220,10 @@ def _block_scales(lhs: Operand, rhs: Operand, call: MatmulCall) -> list[BlockSca
 
 
 def _under_exponents(operand: MXArray) -> jax.Array:
-    """Bfloat16 values under E8M0 scales, times 2^-2: exact from 2^-124 on, and Inf as in float32.
-
-    Multiplied twice, each time by a normal power of two; GPUs have subnormals, and multiply the two
-    first, once a block. In few operations, and none on the scales alone that XLA would give a
-    kernel of its own.
-    """
+    """Bfloat16 values under E8M0 scales, times 2^-2: exact from 2^-124 on, Inf as in float32."""
+    # Multiplied twice, each time by a normal power of two; GPUs have subnormals, and multiply the
+    # two first, once a block. In few operations, and none on the scales alone that XLA would give a
+    # kernel of its own.
     codes, inside = blocks.split(operand.codes, operand.blocks)
     scales = blocks.spread(operand.scales, inside).astype(jnp.int32)
     exponent = scales - (E8M0_BIAS + _HEADROOM)
@@ -253,7 +244,6 @@ def _at_once(values: jax.Array, first: jax.Array, second: jax.Array) -> jax.Arra
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
-    """The dot of bfloat16 values, and the scales that leave its sums."""
     (left, left_factor), (right, right_factor) = block_values(lhs), block_values(rhs)
     sizes = _block_size(call.lhs), _block_size(call.rhs)
     if sizes != (None, None):
@@ -277,7 +267,6 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
 def _multiply_groups(
     lhs: Operand, rhs: Operand, group_sizes: jax.Array, call: RaggedCall
 ) -> jax.Array:
-    """The same of rows in groups."""
     (left, left_factor), (right, right_factor) = block_values(lhs), block_values(rhs)
     sums = grouped_dot(
         left, right, group_sizes, call.contracting, lax.Precision.DEFAULT, jnp.float32
@@ -291,11 +280,8 @@ def _multiply_groups(
 def _scale_of_groups(
     side: Side, operand: Operand, group_sizes: jax.Array, call: RaggedCall
 ) -> SumScale | None:
-    """The scale that leaves the sums: of the tensor; of a row, or of its group's matrix; or of the
-    rows of a group that are summed, each of which has it.
-
-    What has no group has scale 1: its sums are zeros, whatever its scale is.
-    """
+    """The scale that leaves the sums: of the tensor, or of a row, a matrix, a group's rows."""
+    # What has no group has scale 1: its sums are zeros, whatever its scale is.
     if not isinstance(operand, MXArray):
         return None
     scale = operand.format.scale
@@ -319,7 +305,6 @@ def _scale_of_groups(
 
 
 def _rejects_transform(call: TransformCall, target: Target) -> str | None:
-    """Why not: a CPU, or values that bfloat16 does not hold."""
     if target.platform == "cpu":
         return "for accelerators, whose units multiply bfloat16, got platform=cpu"
     if call.dtype != jnp.bfloat16 or call.length is not None:

@@ -137,11 +137,9 @@ def _round(
     tensor_scale: jax.Array | None,
     format: BlockFormat,
 ) -> jax.Array:
-    """Codes `[k, n]` of the rows of w, one after the other.
-
-    Rows come in batches: errors reach a batch's own rows at once, and all later ones in one product
-    at its end.
-    """
+    """Codes `[k, n]` of the rows of w, one after the other."""
+    # Rows come in batches: errors reach a batch's own rows at once, and all later ones in one
+    # product at its end.
     length = w.shape[0]
     missing = -length % BATCH
     w, scales = (jnp.pad(of, ((0, missing), (0, 0)), mode="edge") for of in (w, scales))

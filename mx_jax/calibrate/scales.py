@@ -21,13 +21,12 @@ from mx_jax.formats.block import block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.quantize import quantize
 from mx_jax.reference import scale_rules
-from mx_jax.reference.scale_rules import FLOOR, BlockData, FromAmax, ScaleRule, squared_error
 
 # As `amax`, but the tensor scale leaves room for block scales above the one that fits.
-AMAX_WITH_ROOM = ScaleRule(
+AMAX_WITH_ROOM = scale_rules.ScaleRule(
     name="amax_with_room",
     kinds=("element",),
-    scales=FromAmax(scale_rules.amax),
+    scales=scale_rules.FromAmax(scale_rules.amax),
     largest_scale=256.0,
 )
 
@@ -36,7 +35,7 @@ AMAX_WITH_ROOM = ScaleRule(
 class Search:
     """Where a search begins and which stored scales around that it tries."""
 
-    first: ScaleRule  # whose scales it begins with
+    first: scale_rules.ScaleRule  # whose scales it begins with
     steps: tuple[int, ...]  # added to a stored scale, 0 first: of equal errors the first one wins
     smallest: int  # stored scale that it tries
     largest: int  # likewise
@@ -49,7 +48,7 @@ def _around(distance: int) -> tuple[int, ...]:
 def search_for(scale: ScaleFormat, asked_by: str) -> Search:
     """What to try for a scale format: an octave up and down of FLOOR's, or of amax's."""
     if scale.kind == "exponent":
-        return Search(FLOOR, _around(1), 0, 254)
+        return Search(scale_rules.FLOOR, _around(1), 0, 254)
     if scale.kind == "element" and scale.element is not None:
         element = scale.element
         octave = 1 << element.mantissa_bits
@@ -167,14 +166,14 @@ def _search(w: jax.Array, first: MXArray, importance: jax.Array, search: Search)
 
     magnitudes = float32.to_bits(pieces) & float32.ABS
     amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
-    data = BlockData(pieces, inside, amax, first.format, tensor_scale)
+    data = scale_rules.BlockData(pieces, inside, amax, first.format, tensor_scale)
     unit = _power_of_two(float32.from_bits(amax))
 
     def attempt(best: tuple[jax.Array, jax.Array], step: jax.Array):
         least, chosen = best
         moved = jnp.clip(start.astype(jnp.int32) + step, search.smallest, search.largest)
         scales = jnp.where(is_nan_scale(start, first.format.scale), start, moved.astype(jnp.uint8))
-        error = squared_error(data, scales, weights, unit)
+        error = scale_rules.squared_error(data, scales, weights, unit)
         better = error < least
         return (jnp.where(better, error, least), jnp.where(better, scales, chosen)), None
 

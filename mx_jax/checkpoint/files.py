@@ -1,10 +1,8 @@
 """safetensors files, one or several with an index, written and read one tensor at a time.
 
-The package of that name checks what is read. It writes only what is in memory whole, so writing
-is done here: a length, a header in JSON, and the tensors in a row, as its format description says.
-
-Readers of several files go by the index. Files of tensors get names that the earlier index does not
-have, so the checkpoint changes at the moment at which the new index takes its place.
+The package of that name checks what is read. It writes only what is in memory whole, so writing is
+done here. Files get names that the earlier index does not have: the checkpoint changes at the
+moment at which the new index takes its place.
 """
 
 import contextlib
@@ -89,7 +87,6 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
@@ -97,10 +94,8 @@ class Entry:
 
 
 def deferred(make: Callable[[], Any], like: object) -> Any:
-    """`like` with an Entry for each array: `make` gives them when the first one is written.
-
-    Each array is handed out once; asked for again, it is made again.
-    """
+    """`like` with an Entry for each array: `make` gives them when the first one is written."""
+    # Each array is handed out once; asked for again, it is made again.
     held: dict[int, np.ndarray] = {}
 
     def part(index: int) -> np.ndarray:
@@ -181,10 +176,8 @@ def _remove_abandoned(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Any]:
-    """A file beside `path` that takes its place at the end, or is gone; errors name `path`.
-
-    What a process that was killed left there goes when the next one writes to the folder.
-    """
+    """A file beside `path` that takes its place at the end, or is gone; errors name `path`."""
+    # What a process that was killed left there goes when the next one writes to the folder.
     _remove_abandoned(path.parent)
     try:
         made, name = _partial(path)
@@ -301,12 +294,10 @@ class Reader:
         return self.tensors[name]
 
     def nbytes(self, name: str) -> int:
-        """Bytes of one tensor."""
         dtype, shape, _ = self.facts(name)
         return math.prod(shape) * dtype.itemsize
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor; a view of the file."""
         dtype, shape, first = self.facts(name)
         return self.content[first : first + self.nbytes(name)].view(dtype).reshape(shape)
 
@@ -334,12 +325,9 @@ def write_files(
     progress: bool,
     group: Callable[[str], str] = str,
 ) -> None:
-    """Write a file, or files of up to `max_shard_size` bytes of tensors and an index of them.
-
-    Each file appears when it is whole, the index when all are. Until then an earlier checkpoint in
-    the folder is read as it was; then its files `model.safetensors` and `model-...` go. Neighbours
-    of one `group` share a file.
-    """
+    """Write a file, or files of up to `max_shard_size` bytes of tensors and an index of them."""
+    # Each file appears when it is whole, the index when all are. Until then an earlier checkpoint
+    # in the folder is read as it was; then its files go. Neighbours of one `group` share a file.
     if max_shard_size is None and path.name == WHOLE and _named(path.parent) - {WHOLE}:
         raise ValueError(
             f"checkpoint: {path.parent} has an {INDEX} of other files, which readers of the folder "

@@ -352,7 +352,6 @@ def entries_of(
 
 
 def _stored(name: str, x: MXArray, row: Layout) -> dict[str, files.Entry]:
-    """The tensors of a quantized weight."""
     base = name.removesuffix(row.weight)
     bits, width = x.format.element.bits, x.shape[-1] if x.ndim else 0
     facts = f"{name}: format={x.format.name}, shape={x.shape}, blocks={x.blocks}"

@@ -1,9 +1,8 @@
 """GGUF files, as llama.cpp and its kin store them.
 
-Nothing that a header says is believed before it is checked: no length, count or offset may reach
-beyond the file's end. Types of integers with many scales are left to llama.cpp's own package
-`gguf`, which gets bytes of the right number only. Source: the GGUF description, versions 2 and 3,
-little-endian, and ggml's block structures.
+No length, count or offset of a header is believed before it is checked. Types of integers with many
+scales are left to llama.cpp's own package `gguf`, which gets bytes of the right number only.
+Source: the GGUF description, versions 2 and 3, little-endian, and ggml's block structures.
 """
 
 import dataclasses
@@ -57,7 +56,6 @@ class GgufType:
 
     @property
     def quantized(self) -> bool:
-        """Whether its values are not stored as they are."""
         return self.block > 1
 
 
@@ -156,12 +154,10 @@ class GgufTensor:
 
     @property
     def nbytes(self) -> int:
-        """In the file."""
         return math.prod(self.shape) // self.type.block * self.type.nbytes
 
     @property
     def end(self) -> int:
-        """The first byte after it."""
         return self.first + self.nbytes
 
     def blocks(self) -> np.ndarray:
@@ -307,7 +303,6 @@ def _value(cursor: _Cursor, kind: int, what: str, depth: int) -> Any:
 def _tensors(
     cursor: _Cursor, count: int, alignment: int, content: np.ndarray
 ) -> dict[str, GgufTensor]:
-    """The tensors, if they are in the file, aligned and apart."""
     found: dict[str, GgufTensor] = {}
     for index in range(count):
         name = cursor.text(f"the name of tensor {index} of {count}")
@@ -363,12 +358,8 @@ def gguf_in(path: Path) -> Path | None:
 
 
 def read_gguf(path: Path, where: str) -> Weights:
-    """Open a GGUF file.
-
-    MXFP4 and NVFP4 become MXArrays, all other quantized types float32 values: no MXArray holds
-    blocks of integers with a float16 scale. A tensor scale beside NVFP4 is taken with it. What such
-    an MXArray gives when dequantized is float32, as in ggml.
-    """
+    """Open a GGUF file: MXFP4 and NVFP4 become MXArrays, other quantized types float32 values."""
+    # No MXArray holds blocks of integers with a float16 scale. Values are float32, as in ggml.
     metadata, tensors = _open(path)
     scales = {
         name: found

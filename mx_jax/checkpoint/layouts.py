@@ -1,8 +1,8 @@
 """How others store quantized weights: one row for each layout, and its `quantization_config`.
 
-Sources: the published checkpoints and the code that writes them, of which docs/checkpoint.md has
-the list; compressed-tensors' QuantizationConfig, ModelOpt's two forms of its export's
-configuration, transformers' Mxfp4Config and FineGrainedFP8Config.
+Sources: the published checkpoints and the code that writes them, listed in docs/checkpoint.md;
+compressed-tensors' QuantizationConfig, ModelOpt's two forms, transformers' Mxfp4Config and
+FineGrainedFP8Config.
 """
 
 import dataclasses

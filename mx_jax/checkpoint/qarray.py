@@ -1,7 +1,6 @@
 """Qwix's QArray, both ways: the same numbers, or an error.
 
-A QArray is elements in a dtype of their own and float scales, one for each tile:
-`value = qvalue * scale`. Source: Qwix 0.1.8, `core/qarray.py`.
+Elements in their own dtype, float scales: `value = qvalue * scale`. Source: Qwix 0.1.8.
 """
 
 import importlib

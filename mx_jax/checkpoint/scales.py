@@ -9,7 +9,6 @@ import numpy as np
 
 from mx_jax.checkpoint.files import Entry
 from mx_jax.codecs import blocks, packing
-from mx_jax.codecs.blocks import block_extent
 from mx_jax.formats import F32, BlockFormat, BlockSize, ElementFormat, ScaleFormat
 from mx_jax.formats.block import known_block
 from mx_jax.mxarray import MXArray
@@ -158,7 +157,7 @@ def decoded(x: MXArray) -> Iterator[np.ndarray]:
     if not x.ndim:
         yield table[codes.reshape(1)] * scales
         return
-    extents = {axis % x.ndim: block_extent(size, x.shape[axis]) for axis, size in x.blocks}
+    extents = {axis % x.ndim: blocks.block_extent(size, x.shape[axis]) for axis, size in x.blocks}
     step = max(1, _CHUNK * x.shape[0] // max(codes.size, 1))
     for first in range(0, x.shape[0], step):
         rows = np.arange(first, min(first + step, x.shape[0]))

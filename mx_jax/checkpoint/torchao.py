@@ -201,7 +201,6 @@ def torchao_parts(name: str, value: MXArray | Any) -> tuple[dict[str, Entry], di
 
 
 def _class_and_attributes(name: str, x: MXArray) -> tuple[str, dict[str, Any]]:
-    """The class of an MXArray and its attributes."""
     dtype = {"_type": "torch.dtype", "_data": x.dtype.name}
     unset = {"act_quant_kwargs": None}
     rows = unset | {"is_swizzled_scales": False, "orig_dtype": dtype, "block_size": 32}

@@ -145,10 +145,7 @@ def _blocks(x: MXArray, format: BlockFormat, row: Layout | None) -> Blocks:
 
 
 def _wanted(x: MXArray, blocks: Blocks, scale: ScaleFormat) -> tuple[np.ndarray, np.ndarray]:
-    """The scale that each block of the target has to have, and which cannot have one.
-
-    A block of zeros wants none, which is given as zero.
-    """
+    """The scale that each block of the target has to have, 0 of zeros; which cannot have one."""
     scales, used = effective_scales(x), (element_values(x) != 0)[np.asarray(x.codes)]
     bad = np.isnan(scales)
     targets, shared = dict(blocks), dict[int, int]()
@@ -174,7 +171,6 @@ def _wanted(x: MXArray, blocks: Blocks, scale: ScaleFormat) -> tuple[np.ndarray,
 
 
 def _tensor_scale(x: MXArray, format: BlockFormat, wanted: np.ndarray) -> np.ndarray:
-    """That of the target: a power of two where all scales are, else the source's own."""
     ones = np.ones((1,) * x.ndim)
     if not format.tensor_scale:
         return ones

@@ -35,13 +35,11 @@ class Encoded:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the values."""
         *rows, blocks, _ = self.blocks.shape
         return (*rows, blocks * self.size)
 
     @jax.jit
     def values(self) -> jax.Array:
-        """What the blocks stand for."""
         return self.decode(self.blocks).reshape(self.shape).astype(self.dtype)
 
 

@@ -1,9 +1,7 @@
 """MXArrays as plain arrays: codes at their real width, scales, and a description beside them.
 
-What saves trees of arrays (orbax, msgpack, `np.savez`) saves these, and they come back without a
-target to tell what they were; `save` and `load` do it with safetensors files. The description has
-every fact of the format, so that a reader needs no table of names, and a format of one's own comes
-back as it was.
+For what saves trees of arrays (orbax, msgpack, `np.savez`); `save` and `load` do it with
+safetensors files. The description has every fact of the format: a reader needs no table of names.
 """
 
 import dataclasses
@@ -404,10 +402,7 @@ def is_own(readers: Sequence[files.Reader]) -> bool:
 
 
 def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weights:
-    """What `save` wrote, each tensor read when it is asked for.
-
-    Names are the tree's keys joined by `/`, and `metadata["paths"]` has the keys of each.
-    """
+    """What `save` wrote, each tensor read when asked for; `metadata["paths"]` has the keys."""
     stored, paths = {}, {}
     for reader in readers:
         for keys, mx in _listed(reader, where):

@@ -1,9 +1,8 @@
 """Shape algebra of blocks: cutting blocked axes in two, joining them, checking what they need.
 
-`blocks` pairs axes counted from the end with block sizes, e.g. `((-2, 16), (-1, 16))`. Axes that
-are not named have blocks of one. Counting from the end keeps the pairs valid under `vmap` and
-`scan`; storing them, rather than comparing shapes, keeps an axis that holds exactly one block
-blocked.
+`blocks` pairs axes counted from the end with block sizes, e.g. `((-2, 16), (-1, 16))`; other axes
+have blocks of one. Counted from the end, pairs stay valid under `vmap` and `scan`; stored, an axis
+that holds exactly one block stays blocked.
 """
 
 from typing import Any, ClassVar, Protocol
@@ -57,19 +56,9 @@ def scales_shape(shape: tuple[int, ...], blocks: Blocks) -> tuple[int, ...]:
 
 
 def split(x: jax.Array, blocks: Blocks, *, fill: bool = False) -> tuple[jax.Array, tuple[int, ...]]:
-    """Cut each blocked axis into (blocks, position in the block), zero-padding the last block.
-
-    Zeros do not change a block's amax (MX v1.0, 5.2). So an axis that is shorter than its block
-    stays as it is: padded, it could take any multiple of its memory.
-
-    Args:
-      x: any array.
-      blocks: axes from the end with block sizes.
-      fill: pad an axis that is shorter than its block too, for those who count positions.
-
-    Returns:
-      The reshaped array, and its axes that run inside blocks.
-    """
+    """x with each blocked axis as (blocks, position), zero-padded, and the axes inside blocks."""
+    # Zeros do not change a block's amax (MX v1.0, 5.2). So an axis that is shorter than its block
+    # stays as it is, unless `fill` is asked for: padded, it could take any multiple of its memory.
     sizes = {axis % x.ndim: size for axis, size in blocks}
     padding = [(0, 0)] * x.ndim
     shape: list[int] = []
@@ -109,10 +98,7 @@ def spread(scales: jax.Array, inside: tuple[int, ...]) -> jax.Array:
 
 
 def violation(x: Blocked) -> str | None:
-    """The first rule that the parts of an MXArray break, with what they are; None if they keep all.
-
-    Static facts alone, so it costs no computing.
-    """
+    """The first rule that static facts of an MXArray's parts break, with what they are, or None."""
     for name, array, dtype in (
         ("codes", x.codes, np.dtype("uint8")),
         ("scales", x.scales, x.format.scale.storage_dtype),
@@ -134,11 +120,9 @@ def violation(x: Blocked) -> str | None:
 
 
 def check_parts(x: Blocked, operation: str) -> None:
-    """Raise ValueError unless the parts of an MXArray fit together.
-
-    The constructor cannot ask: transformations rebuild pytrees with anything for leaves. So every
-    operation asks when it is given an MXArray.
-    """
+    """Raise ValueError unless the parts of an MXArray fit together."""
+    # The constructor cannot ask: transformations rebuild pytrees with anything for leaves. So every
+    # operation asks when it is given an MXArray.
     reason = violation(x)
     if reason is not None:
         raise ValueError(
@@ -177,8 +161,7 @@ def _tensor_scale(
 
 
 def tensor_scale_shape(given: Shape, shape: Shape, blocks: Blocks) -> str | None:
-    """Why a tensor scale does not fit a tensor, or None: one number for all, or one for each
-    position of axes without blocks."""
+    """Why a tensor scale is not one for all, or one a position of axes without blocks; or None."""
     blocked = {axis % len(shape) for axis, _ in blocks}
     wanted = [1 if axis in blocked else length for axis, length in enumerate(shape)]
     pairs = zip(given, wanted, strict=False)

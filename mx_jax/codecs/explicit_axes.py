@@ -1,8 +1,7 @@
 """The sharding in an array's aval, and the shard_map axes along which it varies.
 
 On meshes with explicit axes JAX asks of a reshape or broadcast how its result shall be sharded,
-unless only one answer makes sense. On any other mesh, and without one, functions that reshape here
-just reshape. Inside shard_map a type names the axes along which shards differ.
+unless only one answer makes sense. Elsewhere functions that reshape here just reshape.
 """
 
 import math
@@ -29,8 +28,7 @@ def has_explicit_axes() -> bool:
 
 
 def explicit_mesh(*operands: object) -> AbstractMesh | None:
-    """The mesh in use, or where none is that of an operand, if it has axes of `AxisType.Explicit`;
-    else None."""
+    """The mesh in use, else that of an operand, if it has axes of `AxisType.Explicit`; or None."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands))
@@ -71,11 +69,9 @@ def reshape_along(x: jax.Array, shape: Sequence[int], like: jax.Array, axes: int
 
 
 def split_axes(x: A, shape: Sequence[int], inside: Sequence[int]) -> A:
-    """x reshaped so that each axis of `inside`, with the one before it, was one axis of x.
-
-    A sharded axis hands its mesh axes to the blocks if they divide evenly, or to the positions if
-    there is one block; otherwise blocks would be cut between devices, and the axis is gathered.
-    """
+    """x reshaped so that each axis of `inside`, with the one before it, was one axis of x."""
+    # A sharded axis hands its mesh axes to the blocks if they divide evenly, or to the positions if
+    # there is one block; otherwise blocks would be cut between devices, and the axis is gathered.
     sharding = explicit_sharding(x)
     if sharding is None:
         return x.reshape(shape)

@@ -1,11 +1,9 @@
 """Float32 bit patterns: exact widening, narrowing and normalizing, without float arithmetic.
 
-XLA on CPU flushes subnormals on input, output and comparison; bit casts preserve them. So every
-function here works on int32 patterns.
-
-By lax's operations, where a Python number has the dtype of the array beside it: for lax itself it
-is 64 bits wide under `jax_enable_x64`. Operators of arrays are each a jnp function under a `jit` of
-its own, which takes five times as long to trace.
+XLA on CPU flushes subnormals on input, output and comparison; bit casts preserve them. By lax's
+operations: operators of arrays are each a jnp function under a `jit` of its own, which takes five
+times as long to trace. For lax a Python number is 64 bits wide under `jax_enable_x64`, so each has
+the dtype of the array beside it.
 """
 
 import functools
@@ -143,12 +141,9 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 
 
 def normalize(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Split non-negative float32 patterns into a biased exponent and a 23-bit mantissa.
-
-    Subnormals come out normalized, with biased exponents 0 to -22, so that the value is
-    `(1 + mantissa / 2^23) * 2^(exponent - 127)` for every finite non-zero input. Zero comes out
-    with exponent -149 and mantissa 0, below everything else.
-    """
+    """Biased exponents and 23-bit mantissas of non-negative patterns, subnormals normalized."""
+    # `(1 + mantissa / 2^23) * 2^(exponent - 127)` for every finite non-zero input: exponents of
+    # subnormals are 0 to -22. Zero has exponent -149, below everything else, and mantissa 0.
     # A subnormal is its integer pattern times 2^-149, and integers convert to float32 exactly.
     as_float = to_bits(lax.convert_element_type(magnitude, jnp.float32))
     pattern = select(lt(magnitude, HIDDEN), sub(as_float, 149 << 23), magnitude)

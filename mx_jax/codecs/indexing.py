@@ -1,8 +1,7 @@
 """Indexing, transposing, reshaping and updating a blocked tensor where every block stays whole.
 
-Updating writes codes and scales of whole blocks. A tensor scale is never written: values under
-another one than the tensor's would be wrong, so they are refused; what is only known when it runs
-becomes NaN.
+A tensor scale is never written: values under another one than the tensor's would be wrong, so they
+are refused; what is only known when it runs becomes NaN.
 """
 
 import dataclasses
@@ -41,14 +40,9 @@ class Indexed(NamedTuple):
 def index_blocks(
     index: Index | tuple[Index, ...], shape: tuple[int, ...], blocks: Blocks
 ) -> Indexed:
-    """Translate `x[index]` to codes and scales.
-
-    Axes without blocks take ints and any slice; the first axis also takes an integer array (a
-    gather of rows). A blocked axis takes slices that cut between blocks; a WHOLE one any slice.
-
-    Raises:
-      IndexError: an index that would cut a block, or is of a kind that blocks do not allow.
-    """
+    """Translate `x[index]` to codes and scales; IndexError where it would cut a block."""
+    # Axes without blocks take ints and any slice, the first one also an integer array (a gather of
+    # rows). A blocked axis takes slices that cut between blocks; a WHOLE one any slice.
     items = _complete(index, len(shape))
     sizes = dict(blocks)
     codes: list[Any] = []
@@ -190,8 +184,7 @@ def _slice_scales(item: slice, axis: int, length: int, size: BlockSize) -> slice
 
 
 class Reshaped(NamedTuple):
-    """Shapes of the codes and of the scales, the shape that the tensor scale is broadcast to and
-    then gets, and the blocks."""
+    """Shapes of codes, of scales, and of a tensor scale (broadcast, and then); and blocks."""
 
     codes: Shape
     scales: Shape
@@ -226,15 +219,9 @@ def reshape(x: B, shape: Sequence[int | Sequence[int]], options: dict[str, Any])
 def reshape_blocks(
     wanted: Sequence[int | Sequence[int]], shape: Shape, blocks: Blocks, tensor_scale: Shape | None
 ) -> Reshaped:
-    """What `x.reshape(wanted)` does to a blocked tensor.
-
-    Elements keep their row-major order. Axes that are joined or divided together form a group; in a
-    group, blocks may only lie along the last axis, in whole blocks, before and after.
-
-    Raises:
-      ValueError: sizes that differ, or blocks that would not stay whole.
-      TypeError: lengths that are no integers.
-    """
+    """What `x.reshape(wanted)` does to a blocked tensor, in row-major order."""
+    # Axes that are joined or divided together form a group; in a group, blocks may only lie along
+    # the last axis, in whole blocks, before and after.
     new = _complete_shape(wanted, shape)
     if new == shape:
         given = tensor_scale or (1,) * len(shape)
@@ -286,8 +273,7 @@ def _complete_shape(wanted: Any, shape: Shape) -> Shape:
 def _groups(
     shape: Shape, new: Shape, sizes: dict[int, BlockSize]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """The smallest runs of old and of new axes of one size; axes of one are in none, unless they
-    have blocks."""
+    """The smallest runs of old and new axes of one size; not axes of one without blocks."""
     old_axes = [axis for axis, length in enumerate(shape) if length != 1 or axis in sizes]
     new_axes = [axis for axis, length in enumerate(new) if length != 1]
     while old_axes:
@@ -336,11 +322,7 @@ def _cut(new: Shape, shape: Shape, blocks: Blocks) -> ValueError:
 
 @dataclasses.dataclass(frozen=True)
 class At(Generic[B]):
-    """`x.at`, to be indexed.
-
-    Attributes:
-      array: the MXArray.
-    """
+    """`x.at` of an MXArray, to be indexed."""
 
     array: B
 
@@ -350,12 +332,7 @@ class At(Generic[B]):
 
 @dataclasses.dataclass(frozen=True)
 class Region(Generic[B]):
-    """`x.at[index]`: whole blocks of an MXArray, to be set.
-
-    Attributes:
-      array: the MXArray.
-      index: as `x[index]` takes it.
-    """
+    """`x.at[index]`: whole blocks of an MXArray, to be set."""
 
     array: B
     index: Index | tuple[Index, ...]

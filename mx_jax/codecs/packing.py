@@ -61,19 +61,7 @@ def pack(codes: A, bits: int) -> A:
 
 
 def unpack(packed: A, bits: int, length: int) -> A:
-    """Undo `pack`.
-
-    Args:
-      packed: uint8 `[..., packed_length(length, bits)]`.
-      bits: width of a code.
-      length: number of codes.
-
-    Returns:
-      uint8 `[..., length]`, one code a byte.
-
-    Raises:
-      ValueError: if the packed length does not belong to `length`.
-    """
+    """Undo `pack`: uint8 `[..., length]`, one code a byte."""
     expected = packed_length(length, bits)
     if packed.shape[-1] != expected:
         raise ValueError(
@@ -115,15 +103,8 @@ def _regroup(fields: A, given: int, wanted: int) -> A:
 
 
 def from_blocked_scales(blocked: A, rows: int, cols: int) -> A:
-    """`[rows, cols]` scales of the 128 x 4 tiles of tensor cores.
-
-    In tile (i, j), row r of column c lies at `[r % 32, r // 32, c]`; zeros fill what the tiles have
-    beyond `rows` and `cols`. Source: cuBLAS, 1D block scaling.
-
-    Args:
-      blocked: `[ceil(rows/128), ceil(cols/4), 32, 4, 4]` bytes.
-      rows: of the result.
-      cols: of the result.
-    """
+    """`[rows, cols]` scales of 128 x 4 tiles, bytes `[ceil(rows/128), ceil(cols/4), 32, 4, 4]`."""
+    # In tile (i, j), row r of column c lies at `[r % 32, r // 32, c]`; zeros fill what the tiles
+    # have beyond `rows` and `cols`. Source: cuBLAS, 1D block scaling.
     tiles = blocked.transpose(0, 3, 2, 1, 4)
     return tiles.reshape(tiles.shape[0] * 128, tiles.shape[3] * 4)[:rows, :cols]

@@ -133,7 +133,6 @@ def _print(planned: list[Conversion]) -> None:
 
 
 def _plan(weights: Weights, row: Layout | None) -> list[Conversion]:
-    """What becomes of each tensor in a layout; None: in a file of our own, which holds all."""
     found = []
     with progress_bar("look", stream.stored_bytes(weights), watched()) as step:
         for name, one in weights.stored.items():
@@ -249,10 +248,8 @@ _ROWS = {
 
 
 def _experts_apart(weights: Weights, row: Layout) -> Weights:
-    """Weights with the experts of gpt-oss one by one, where a layout has a matrix for each module.
-
-    When one is read, the tensor that it is a part of is held until another's part is read.
-    """
+    """Weights with gpt-oss's experts one by one, where a layout has a matrix for each module."""
+    # When one is read, the tensor that it is a part of is held until another's part is read.
     if row.weight != ".weight":
         return weights
     released = [name for name, layout in weights.quantized.items() if layout == "gpt-oss-original"]

@@ -50,7 +50,6 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether both stand for the same values."""
         return self.result in ("same", "same values")
 
 
@@ -119,10 +118,8 @@ def difference(name: str, a: Tensor, b: Tensor) -> Difference:
 
 
 def _apart(x: np.ndarray, y: np.ndarray) -> tuple[int, float, float]:
-    """Of two arrays how many values differ, the largest difference, and `inspect.sqnr_db`.
-
-    Some values at a time: in float64 all would be many bytes.
-    """
+    """Of two arrays how many values differ, the largest difference, and `inspect.sqnr_db`."""
+    # Some values at a time: in float64 all would be many bytes.
     values, largest, signal, noise = 0, np.float64(0), np.float64(0), np.float64(0)
     x, y = x.reshape(-1), y.reshape(-1)
     for at in range(0, x.size, _CHUNK):

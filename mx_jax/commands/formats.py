@@ -5,34 +5,26 @@ import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from mx_jax import formats
 from mx_jax.commands.output import print_table
-from mx_jax.formats import (
-    BLOCK_FORMATS,
-    ELEMENT_FORMATS,
-    SCALE_FORMATS,
-    BlockFormat,
-    ElementFormat,
-    ScaleFormat,
-    any_format,
-)
 
-AnyFormat = BlockFormat | ElementFormat | ScaleFormat
-F = TypeVar("F", ElementFormat, ScaleFormat)
+AnyFormat = formats.BlockFormat | formats.ElementFormat | formats.ScaleFormat
+F = TypeVar("F", formats.ElementFormat, formats.ScaleFormat)
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to a parser's subparsers."""
-    formats = commands.add_parser(
+    parser = commands.add_parser(
         "formats",
         help="print the table of formats, or every code of one",
         description="Print what each element, scale and block format can represent. FORMAT is a "
         "name, e.g. e2m1, e8m0 or mxfp4, or module:NAME, a format of your own.",
     )
-    formats.add_argument(
+    parser.add_argument(
         "formats", metavar="FORMAT", nargs="*", help="only these, and what they consist of"
     )
-    formats.add_argument("--values", metavar="FORMAT", help="list every code of a format")
-    formats.set_defaults(run=run)
+    parser.add_argument("--values", metavar="FORMAT", help="list every code of a format")
+    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,11 +32,11 @@ def run(options: argparse.Namespace) -> int:
     if options.values:
         _print_codes(_format(options.values))
         return 0
-    own = (*BLOCK_FORMATS, *ELEMENT_FORMATS, *SCALE_FORMATS)
+    own = (*formats.BLOCK_FORMATS, *formats.ELEMENT_FORMATS, *formats.SCALE_FORMATS)
     given = [_format(each) for each in options.formats] or own
-    blocks = [each for each in given if isinstance(each, BlockFormat)]
-    elements = _parts(given, ElementFormat, [block.element for block in blocks])
-    scales = _parts(given, ScaleFormat, [block.scale for block in blocks])
+    blocks = [each for each in given if isinstance(each, formats.BlockFormat)]
+    elements = _parts(given, formats.ElementFormat, [block.element for block in blocks])
+    scales = _parts(given, formats.ScaleFormat, [block.scale for block in blocks])
     title = "Block formats (elements that share a scale: kept x contracting axis)"
     _print("Element formats", [*map(_element_row, elements)], "special values", "dtype")
     _print("Scale formats", [*map(_scale_row, scales)], "value", "dtype")
@@ -59,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
 def _format(text: str) -> AnyFormat:
     """A format by its name; by `module:NAME` one of the user's own."""
     if ":" not in text:
-        return any_format(text)
+        return formats.any_format(text)
     module, _, name = text.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
@@ -83,7 +75,7 @@ def _print(title: str, rows: Sequence[Mapping[str, str]], *left: str) -> None:
         print_table([*rows[0]], [[*row.values()] for row in rows], ("name", *left), title=title)
 
 
-def _element_row(element: ElementFormat) -> dict[str, str]:
+def _element_row(element: formats.ElementFormat) -> dict[str, str]:
     fixed = element.kind == "int"
     return {
         "name": element.name,
@@ -101,7 +93,7 @@ def _element_row(element: ElementFormat) -> dict[str, str]:
     }
 
 
-def _scale_row(scale: ScaleFormat) -> dict[str, str]:
+def _scale_row(scale: formats.ScaleFormat) -> dict[str, str]:
     return {
         "name": scale.name,
         "bits": str(scale.bits),
@@ -113,7 +105,7 @@ def _scale_row(scale: ScaleFormat) -> dict[str, str]:
     }
 
 
-def _block_row(block: BlockFormat) -> dict[str, str]:
+def _block_row(block: formats.BlockFormat) -> dict[str, str]:
     kept, contracting = (getattr(size, "value", size) for size in block.block)
     return {
         "name": block.name,
@@ -125,7 +117,7 @@ def _block_row(block: BlockFormat) -> dict[str, str]:
     }
 
 
-def _specials(element: ElementFormat) -> str:
+def _specials(element: formats.ElementFormat) -> str:
     if element.kind == "int":
         return "-2" if element.negative_extra else "-2 never written"
     names = ["Inf"] * element.has_inf + ["NaN"] * (element.nan_code is not None)
@@ -140,12 +132,12 @@ def _power(value: float) -> str:
 
 def _print_codes(format: AnyFormat) -> None:
     """Every code of an element or a scale; of a block format those of both."""
-    if isinstance(format, BlockFormat):
+    if isinstance(format, formats.BlockFormat):
         _print_codes(format.element)
         if not format.scale.is_float32:
             _print_codes(format.scale)
         return
-    if isinstance(format, ScaleFormat) and format.is_float32:
+    if isinstance(format, formats.ScaleFormat) and format.is_float32:
         raise ValueError(
             f"formats --values: {format.name} is float32, whose codes are too many to list"
         )

@@ -70,7 +70,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _chosen(weights: Weights, only: str | None) -> list[str]:
-    """Names that match a pattern; all of them without one."""
     try:
         names = [name for name in weights if only is None or re.fullmatch(only, name)]
     except (re.error, RecursionError, OverflowError) as error:

@@ -213,7 +213,6 @@ def _check_used(options: argparse.Namespace, rules: tuple[FileRule, ...], found:
 
 
 def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
-    """The file's rules, then --format for what is left."""
     if options.format is None and options.rules is None:
         raise ValueError("quantize: needs --format, e.g. --format mxfp4, or --rules")
     if options.scale_rule and not options.format:

@@ -118,12 +118,10 @@ class Judged:
 
     @property
     def quantizes(self) -> bool:
-        """Whether the tensor is quantized."""
         return self.decision is not None and self.decision.recipe is not None
 
     @property
     def spec(self) -> OperandSpec:
-        """Of what is quantized: format and rule."""
         assert self.decision is not None and self.decision.recipe is not None
         spec = self.decision.recipe.fwd.rhs
         assert spec is not None
@@ -161,11 +159,8 @@ class Judged:
 
 
 def judge(rules: tuple[FileRule, ...], name: str, tensor: Entry | jax.ShapeDtypeStruct) -> Judged:
-    """What the first rule that matches makes of a tensor, of which shape and dtype are known.
-
-    Patterns match its name whole, or without its last part (`.weight`), with `.` or with `/`
-    between the parts.
-    """
+    """What the first rule that matches makes of a tensor, of which shape and dtype are known."""
+    # Patterns match its name whole or without its last part (`.weight`), with `.` or `/` inside.
     shape = tuple(tensor.shape)
     if len(shape) < 2:
         return Judged()
@@ -263,5 +258,4 @@ def shared_scales(weights: Weights, judged: Mapping[str, Judged]) -> dict[str, f
 
 @jax.jit
 def _largest(x: jax.Array) -> jax.Array:
-    """The largest finite magnitude."""
     return jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0).astype(jnp.float32), initial=0)

@@ -49,10 +49,8 @@ def add_command(
     text: str | None,
     writes: bool = False,
 ) -> argparse.ArgumentParser:
-    """Add a command to subparsers that reads checkpoints, named by `inputs`, and may write OUT.
-
-    `text`, such as its module's docstring, is what --help prints: a description, then examples.
-    """
+    """Add a command that reads checkpoints, named by `inputs`, and may write OUT."""
+    # `text`, such as its module's docstring, is what --help prints: a description, then examples.
     description, examples, epilog = (text or "").partition("examples:")
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
@@ -184,10 +182,8 @@ def check_replaceable(out: Path, source: Path) -> None:
 
 
 def move_into_place(made: Path, out: Path, force: bool) -> None:
-    """Replace a folder by a complete one, in one step where the system can exchange folders.
-
-    Files of the old folder that are no tensors, and that the new one lacks, are linked into it.
-    """
+    """Replace a folder by a complete one, in one step where the system can exchange folders."""
+    # Files of the old folder that are no tensors, and that the new one lacks, are linked into it.
     if not force and out.exists():
         out.rmdir()  # OSError where another process has filled it meanwhile
     if not out.exists():
@@ -209,7 +205,6 @@ _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Two folders change places."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
         names = (os.fsencode(one), os.fsencode(other))
@@ -297,10 +292,8 @@ def write_out(
     layout: str | None = None,
     to: str | None = None,
 ) -> str:
-    """Write tensors one at a time, and say what bytes they took and take.
-
-    The file or folder appears when it is complete; a tree that mx_jax wrote stays one.
-    """
+    """Write tensors one at a time, and say what bytes they took and take."""
+    # The file or folder appears when it is complete; a tree that mx_jax wrote stays one.
     out, largest, stated = Path(os.path.realpath(options.out)), options.max_shard_size, None
     if layout in {row.name for row in LAYOUTS}:
         program = to if to in programs() else None
@@ -382,7 +375,6 @@ def _write_beside(
 
 
 def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> None:
-    """Copy config.json with its `quantization_config` replaced."""
     config = files.read_table(path, "checkpoint.read")
     kept = {key: value for key, value in config.items() if key not in _QUANTIZED}
     kept |= {} if stated is None else {"quantization_config": dict(stated)}

@@ -1,7 +1,4 @@
-"""Caches of keys and values in a block format, behind attention that knows nothing of them.
-
-Flax's attention keeps them in two arrays. What takes their place are rows of `mx_jax.nn.KVCache`.
-"""
+"""Caches of keys and values in a block format, in place of the two arrays of Flax's attention."""
 
 import dataclasses
 import functools
@@ -112,11 +109,10 @@ def as_array(rows: CacheRows) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class CachedAttention:
-    """What an attention calls in place of its attention function while it decodes.
+    """What an attention calls in place of its attention function while it decodes."""
 
-    Flax's own call runs as if it did not decode, so that it makes queries, keys and values of the
-    new tokens alone. They are cached here, and attended to with all before them.
-    """
+    # Flax's own call runs as if it did not decode, so that it makes queries, keys and values of the
+    # new tokens alone. They are cached here, and attended to with all before them.
 
     format: CacheFormat
     attention_fn: Callable[..., jax.Array]
@@ -135,11 +131,7 @@ class CachedAttention:
     def __call__(
         self, query: jax.Array, keys: jax.Array, values: jax.Array, **options: Any
     ) -> jax.Array:
-        """Cache the keys and values of new tokens, and attend over all so far.
-
-        Raises:
-          ValueError: a query of other sequences or tokens than the keys, and what `KVCache` says.
-        """
+        """Cache the keys and values of new tokens, and attend over all so far."""
         cached = self.get(keys)
         if cached is None:
             # As in Flax, these are the longest text there will be, not its tokens.

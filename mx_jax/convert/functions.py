@@ -118,7 +118,6 @@ class ConvertedFunction(Generic[P, R]):
         return type(self), (self.function, self.rules, self.weights, self.strict)
 
     def __call__(self, *args: object, **kwargs: object) -> R:
-        """The function's result, with its products made as the rules say."""
         rngs = kwargs.get("rngs")
         key = rngs.get(RNG_STREAM) if isinstance(rngs, Mapping) else None
         if not _takes_rngs(self.function):
@@ -165,7 +164,6 @@ def original(fn: Callable[P, R]) -> Callable[P, R]:
 
 
 def _as_arguments(weights: int | str | Sequence[int | str]) -> Arguments:
-    """Positions and names of arguments as a tuple."""
     return (weights,) if isinstance(weights, int | str) else tuple(weights)
 
 
@@ -179,10 +177,8 @@ def call_by_recipe(
     key: jax.Array | None,
     dot_general: jaxpr.DotGeneral,
 ) -> R:
-    """The result of a call whose products are made by one recipe, whatever they are called.
-
-    The kernel is the operand that no argument goes into. Errors call the function by the name.
-    """
+    """The result of a call whose products are all made by one recipe; errors call it by name."""
+    # The kernel is the operand that no argument goes into.
     static, arrays = _split(function, (), args, kwargs)
     traced = _traced(function, (Rule(".*", recipe),), static, arrays)
     if not traced.plan:
@@ -205,10 +201,8 @@ def call_of_model(
     key: jax.Array | None = None,
     runs: bool = True,
 ) -> Any:
-    """The result of a pure call of a model, with those products made anew that no layer has.
-
-    Its first argument is the state that holds the weights; `record` takes what the rules say.
-    """
+    """The result of a pure call of a model, with those products made anew that no layer has."""
+    # Its first argument is the state that holds the weights; `record` takes what the rules say.
     static, arrays = _split(function, (0,), args, kwargs)
     with jaxpr.tracing(rules):
         traced = _traced(function, rules, static, arrays, modules)
@@ -282,8 +276,6 @@ def _check_streams(rngs: object) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    """All of a call but its arrays."""
-
     # Of `(args, kwargs)`, and each leaf that is no array, None for one. With its type, and a float
     # with its text, it is equal to what nothing can tell from it: True is not 1, 0.0 not -0.0.
     structure: Any
@@ -292,7 +284,6 @@ class _Static:
     data: tuple[bool, ...]
 
     def call(self, function: Callable[..., R], arrays: Sequence[Any]) -> R:
-        """The function's result, of other arrays in the places of the call's own."""
         given = iter(arrays)
         leaves = [next(given) if own is None else own[0] for own in self.constants]
         args, kwargs = jax.tree.unflatten(self.structure, leaves)
@@ -302,7 +293,6 @@ class _Static:
 def _split(
     function: Callable[..., Any], weights: Arguments, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[_Static, list[Any]]:
-    """All of a call but its arrays, and these."""
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     names = [own.name for own in _parameters(function) if own.kind in by_position]
     # Position and name of each argument, by what it was called with.
@@ -342,10 +332,8 @@ def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def _takes_rngs(function: Callable[..., Any]) -> bool:
-    """Whether a function has an argument of its own called `rngs`."""
     return any(own.name == "rngs" for own in _parameters(function))
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """What errors and profiles call a function."""
     return getattr(function, "__name__", type(function).__name__)

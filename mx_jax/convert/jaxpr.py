@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -65,12 +64,12 @@ _DERIVATIVES = {custom_vjp_call_p: "custom_vjp", custom_jvp_call_p: "custom_jvp"
 tracing: Any = jax.make_user_context(default_value=None)
 
 
-def in_module(path: str) -> AbstractContextManager[Any]:
+def in_module(path: str) -> contextlib.AbstractContextManager[Any]:
     """A scope whose products are a module's, by its path, in a call that is traced for rules."""
     return jax.named_scope(f"[{path}]")
 
 
-def decided(path: str = "") -> AbstractContextManager[Any]:
+def decided(path: str = "") -> contextlib.AbstractContextManager[Any]:
     """A scope whose products no rule is asked about once more."""
     return contextlib.nullcontext() if tracing.value is None else in_module(f"{path}=")
 
@@ -105,11 +104,9 @@ def planned(
     rules: tuple[Rule, ...],
     modules: Mapping[str, Module] | None = None,
 ) -> tuple[Plan, tuple[Decision, ...]]:
-    """The plan for a jaxpr, and the decision about each of its products.
-
-    What goes into data, of which each operand has a flag, is no kernel. Without modules, which a
-    model has, paths are scopes alone.
-    """
+    """The plan for a jaxpr, and the decision about each of its products."""
+    # What goes into data, of which each operand has a flag, is no kernel. Without modules, which a
+    # model has, paths are scopes alone.
     found = []
     for product in _products(program, data, "", (), None):
         marks = _MARK.findall(product.scope)
@@ -229,8 +226,7 @@ def _product(
 def _flows(
     program: ClosedJaxpr, data: Sequence[bool]
 ) -> tuple[list[tuple[list[bool], list[list[bool]]]], list[bool]]:
-    """For each equation which of its operands are data, and of a region those of each body; and
-    which results data go into. Literals and constants are none."""
+    """For each equation which operands, its own or its bodies', are data; and which results are."""
     known: dict[Any, bool] = dict(zip(program.jaxpr.invars, data, strict=True))
 
     def among(atoms: Sequence[Any]) -> list[bool]:
@@ -256,11 +252,10 @@ def _flow(program: ClosedJaxpr, data: Sequence[bool]) -> list[bool]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PlannedBody:
-    """A jaxpr as a function of its operands that follows a plan.
+    """A jaxpr as a function of its operands that follows a plan."""
 
-    Equations that nothing changes are run as JAX runs them. Every equation that draws has a key of
-    its own, folded with its index, in loops with that of the iteration too.
-    """
+    # Every equation that draws has a key of its own, folded with its index, in loops with that of
+    # the iteration too.
 
     program: ClosedJaxpr
     plan: Plan
@@ -328,8 +323,7 @@ class PlannedBody:
             return product if back is None else back(product)
 
 
-def _in_layer(eqn: JaxprEqn) -> AbstractContextManager[None]:
-    """A context of the module that an equation is of, if its names have one."""
+def _in_layer(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
     marks = _MARK.findall(str(eqn.source_info.name_stack))
     return LayerName(marks[-1] or "model").context() if marks else contextlib.nullcontext()
 
@@ -391,7 +385,6 @@ def _only_body(params: dict[str, Any]) -> tuple[Any, ...]:
 def _straight(
     params: dict[str, Any], data: list[bool], flow: Flow
 ) -> tuple[list[list[bool]], list[bool]]:
-    """A body that takes the operands and gives the results."""
     (body,) = _only_body(params)
     return [data], flow(body, data)
 
@@ -408,7 +401,6 @@ def _settled(body: object, data: list[bool], carry: slice, flow: Flow) -> tuple[
 
 
 def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
-    """How many operands are constants, and how many are carried."""
     if "ft_in" in params:
         consts, carry, _ = params["ft_in"].unpack()
         return len(consts), len(carry)

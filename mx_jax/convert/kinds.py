@@ -1,9 +1,9 @@
 """Products that conversion makes, and the one table of layers in whose attributes they are put.
 
-Where a layer's product is an attribute, a row of the table says all: conversion puts another there,
-in linen for the length of a call (`linen_model.py`), in nnx in a copy (`nnx_model.py`). What linen
-calls by name is answered in its place. All other products show in a trace (`jaxpr.py`): a row for
-each primitive says what rules judge its equations by, and how they are made anew.
+Where a layer's product is an attribute, a row says all: conversion puts another there, in linen for
+the length of a call (`linen_model.py`), in nnx in a copy (`nnx_model.py`). All other products show
+in a trace (`jaxpr.py`): a row for each primitive says what rules judge its equations by, and how
+they are made anew.
 """
 
 import dataclasses
@@ -43,8 +43,8 @@ class ConvOfDotGeneral:
     """A drop-in for `jax.lax.conv_general_dilated` as Flax's Conv calls it.
 
     Patches of the input times the kernel as a matrix: blocks run along the input features of one
-    tap, and all three products follow the recipe. A convolution whose strides are its kernel size
-    (patch embeddings, 1 x 1) only rearranges its input; any other repeats it, up to once a tap.
+    tap. A convolution whose strides are its kernel size (patch embeddings, 1 x 1) only rearranges
+    its input; any other repeats it, up to once a tap.
     """
 
     dot_general: Callable[..., jax.Array]
@@ -60,11 +60,7 @@ class ConvOfDotGeneral:
         precision: object = None,
         **options: object,
     ) -> jax.Array:
-        """`[batch, *space, in]` by `[*taps, in, out]` to `[batch, *space, out]`.
-
-        A stored kernel has its blocks along the input features. The caller has checked groups,
-        dilation of the input and dimension numbers.
-        """
+        """`[batch, *space, in]` by `[*taps, in, out]` to `[batch, *space, out]`."""
         window = rhs.shape[:-2]
         patches = _patches(lhs, window, window_strides, padding, rhs_dilation)
         kernel, num_contracted = rhs, rhs.ndim - 1
@@ -144,11 +140,8 @@ def _tiles(x: jax.Array, window: Sequence[int]) -> jax.Array:
 
 
 def cast_table(table: jax.Array | Quantized, recipe: Recipe, key: jax.Array | None) -> Any:
-    """An embedding's table `[entries, features]` as the recipe's products see a weight.
-
-    Blocks run along the features, so that what is looked up and what is attended to have the same
-    values. The gradient is the identity.
-    """
+    """An embedding's table `[entries, features]` as the recipe's products see a weight."""
+    # Blocks run along the features: what is looked up and what is attended to have the same values.
     spec: OperandSpec | None = recipe.fwd.rhs
     if spec is None or isinstance(table, Quantized):
         return table
@@ -171,18 +164,16 @@ class TablePromotion:
     promote: Callable[..., Any]
 
     def __call__(self, args: object, /, *, key: jax.Array | None = None, **options: object) -> Any:
-        """The promoted operands."""
         *others, table = self.promote(args, **options)
         return (*others, cast_table(table, self.recipe, key))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Attention:
-    """A drop-in for `flax.nnx.dot_product_attention`, one recipe for each of its two products.
+    """A drop-in for `flax.nnx.dot_product_attention`, one recipe for each of its two products."""
 
-    Flax's own takes no einsum; flax.linen's does, and is the same otherwise. The softmax is in
-    float32, as in the fused attention that Flax's own calls where it can.
-    """
+    # Flax's own takes no einsum; flax.linen's does, and is the same otherwise. The softmax is in
+    # float32, as in the fused attention that Flax's own calls where it can.
 
     qk: Recipe | None
     av: Recipe | None
@@ -578,7 +569,6 @@ def einsum_axes(subscripts: str, kernel: tuple[int, ...]) -> Axes | None:
 
 
 def _dense_counts(layer: nnx.Linear | nnx.LinearGeneral) -> tuple[int, int, int]:
-    """How many batch, contracting and kept axes the kernel of an nnx layer has."""
     sizes = (getattr(layer, "batch_axis", ()), layer.in_features, layer.out_features)
     batch, contracting, kept = (1 if isinstance(x, int) else len(x) for x in sizes)
     return batch, contracting, kept

@@ -1,8 +1,8 @@
 """flax.linen: an unmodified module as one whose layers follow rules.
 
-A layer that takes its product as an attribute (`kinds.py` has the table) is given another one for
-the length of a call: what runs is a clone that Flax bound for it, so nobody else sees the change.
-Layers of Flax that call jax.numpy by name are answered in their place. Others show in a trace.
+A layer that takes its product as an attribute (`kinds.py`) gets another one for the length of a
+call: what runs is a clone that Flax bound for it, so nobody else sees the change. Layers of Flax
+that call jax.numpy by name are answered in their place. Others show in a trace.
 """
 
 import contextlib
@@ -102,10 +102,7 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
 
 
 def refuse_wrapper(model: object, operation: str) -> None:
-    """Raise TypeError for what holds a flax.linen module, and say what to convert.
-
-    As transformers' `FlaxPreTrainedModel`, which reads `module` and stores `_module`.
-    """
+    """Raise TypeError for what holds a flax.linen module, as transformers' models do."""
     if isinstance(model, nn.Module) or not isinstance(getattr(model, "module", None), nn.Module):
         return
     place = "_module" if hasattr(model, "_module") else "module"
@@ -268,10 +265,8 @@ def _bind(self: object, *args: object, **kwargs: object) -> Any:
 
 @contextlib.contextmanager
 def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[bool]:
-    """Intercept methods below a module at a path, once however its methods nest.
-
-    If the method meets the whole module, rules that matched no layer are warned of.
-    """
+    """Intercept methods below a module at a path, once however its methods nest."""
+    # If the method meets the whole module, rules that matched no layer are warned of.
     rules = module._mx_rules
     active, conversion = _active.get(), (rules, root)
     if conversion in active:
@@ -356,11 +351,10 @@ def overriding(layer: object, overrides: dict[str, Any]) -> Iterator[None]:
 
 @dataclasses.dataclass(frozen=True)
 class BoundLayer:
-    """One layer in one call: its path, and the rules to ask.
+    """One layer in one call: its path, and the rules to ask."""
 
-    Equal if rules and path are, so that a jit inside the layer finds what it compiled; with a
-    stochastic recipe never equal, because each call draws from its own scope.
-    """
+    # Equal if rules and path are, so that a jit inside the layer finds what it compiled; with a
+    # stochastic recipe never equal, because each call draws from its own scope.
 
     rules: tuple[Rule, ...]
     path: str
@@ -426,21 +420,18 @@ class Product:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionEinsum:
-    """One of the two products inside an attention: `query key` or `weights value`.
+    """One of the two products inside an attention: `query key` or `weights value`."""
 
-    Flax calls what `*_cls` attributes hold to make the product: without operands it gives itself.
-    """
+    # Flax calls what `*_cls` attributes hold to make the product: without operands it gives itself.
 
     bound: BoundLayer
     product: str | None
     precision: Any
 
     def decide(self) -> Decision:
-        """The rules' decision about the product."""
         return self.bound.decide(self.product, **ATTENTION.facts(self.bound.layer, ()))
 
     def __call__(self, *operands: object) -> Any:
-        """Ask the rules, then multiply with their recipe, or as the layer would have."""
         if not operands:
             return self
         decision = self.decide()
@@ -467,7 +458,6 @@ class WithoutPrecision:
         return signature.replace(parameters=parameters)
 
     def __call__(self, *args: object, **options: object) -> jax.Array:
-        """The attention function's own answer."""
         return self.attention_fn(*args, **options)
 
 
@@ -650,7 +640,6 @@ class Interceptor:
             return call(*args, **kwargs)
 
     def _path(self, layer: nn.Module) -> str | None:
-        """Path below the root; None if it is not there."""
         names = layer.path
         if names[: len(self.root)] != self.root:
             return None
@@ -662,12 +651,9 @@ class Interceptor:
 
 
 def _mark(scope: Scope, rules: int) -> None:
-    """Mark a scope and those below it for nn.jit as unlike any other.
-
-    It compiles once for equal modules, wherever they are, but rules go by path. Its key has the
-    scope's flags in it, and a module below nn.jit is seen by interceptors only while it is traced:
-    so a scope marks the scopes that it makes.
-    """
+    """Mark a scope, and those that it makes, for nn.jit as unlike any other."""
+    # nn.jit compiles once for equal modules, wherever they are, but rules go by path. Its key has
+    # the scope's flags, and interceptors see a module below nn.jit only while it is traced.
     scope.flags = freeze({**scope.flags, "mx_jax": (rules, *scope.path)})
     # A strong reference would be a cycle, which keeps a model's variables until it is collected.
     reference = weakref.ref(scope)
@@ -683,10 +669,7 @@ def _mark(scope: Scope, rules: int) -> None:
 
 
 def _overrides(bound: BoundLayer) -> dict[str, Any] | None:
-    """What to set on a layer while it runs; nothing if its products are its own affair.
-
-    None if it has no attribute for a product.
-    """
+    """What to set on a layer while it runs; None if it has no attribute for a product."""
     layer: Any = bound.layer
     if isinstance(layer, mx_linen.Operation):
         # Part of the layer that holds it, which is noted.

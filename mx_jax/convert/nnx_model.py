@@ -1,7 +1,7 @@
 """flax.nnx: an unmodified model as a copy whose layers follow rules.
 
-A layer that Flax gives an attribute for its product gets another one there. Other modules, and an
-attention that keeps a cache in a format, become of a subclass with another call.
+A layer with an attribute for its product gets another one there. Other modules, and an attention
+that keeps a cache in a format, become of a subclass with another call.
 """
 
 import copy
@@ -106,10 +106,8 @@ def converted(
     strict: bool | None = None,
     traced: bool = True,
 ) -> tuple[M, Report]:
-    """The copy that `nnx` gives, and what the rules said of its layers, which is to be checked.
-
-    One whose call is traced checks it itself, as strict says: the trace shows other products.
-    """
+    """The copy that `nnx` gives, and what the rules said of its layers."""
+    # One whose call is traced is checked there, as strict says: the trace shows other products.
     copy = original(model)
     plans = list(_plans(copy, rules))
     for plan in plans:
@@ -160,10 +158,7 @@ def decisions(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What rules say of a module: of each product that it has an attribute for, and of its cache.
-
-    Its kind is None if it has no such attribute.
-    """
+    """What rules say of a module's cache, and of its products where attributes make them."""
 
     layer: Any
     paths: tuple[str, ...]
@@ -173,7 +168,6 @@ class _Plan:
 
     @property
     def converts(self) -> bool:
-        """Whether a rule gives one of its products a recipe."""
         return any(decision.recipe is not None for decision in self.decisions)
 
     @property
@@ -183,7 +177,6 @@ class _Plan:
 
     @property
     def judged(self) -> tuple[Decision, ...]:
-        """All that rules say."""
         return self.decisions if self.cache is None else (*self.decisions, self.cache)
 
     @property
@@ -236,10 +229,7 @@ def layers_of(model: flax_nnx.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def judged(layer: object) -> tuple[Kind, dict[str, Any]] | None:
-    """The kind of a layer, and the fields of `Layer` that rules judge it by.
-
-    None: it has no attribute for a product, or an attention of its own there.
-    """
+    """A layer's kind and the fields of `Layer`; None if no attribute makes its product."""
     kind = kind_of(layer)
     if kind is None:
         return None
@@ -298,7 +288,6 @@ class Injected:
     name: LayerName
 
     def __call__(self, *args: object, **options: object) -> Any:
-        """The operation's result."""
         with named_in_errors(self.layer), decided(), self.name.context():
             return self.operation(*args, **options)
 
@@ -311,12 +300,10 @@ class KeyedInjected(flax_nnx.Module):
         self.stream = stream
 
     def __call__(self, *args: object, **options: object) -> Any:
-        """The operation's result."""
         return self.injected(*args, **options, key=next_key(self.stream, "convert.nnx"))
 
 
 def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
-    """Make a layer multiply by its rules."""
     layer, kind, where = plan.layer, plan.kind, None
     assert kind is not None and kind.nnx is not None
     if kind.rhs_is_kernel and (spec := nnx_spec(kind.kernel(layer))) is not None:
@@ -358,7 +345,6 @@ def _key(plan: _Plan, rngs: flax_nnx.Rngs | None) -> jax.Array | None:
 
 
 def _take_back(layer: Any) -> None:
-    """Undo what conversion did to a module."""
     while hasattr(type(layer), "_mx_base"):
         if "mx_cache" in vars(layer):
             _take_back_cache(layer)
@@ -378,11 +364,9 @@ def _take_back(layer: Any) -> None:
 
 
 class StoredEmbed(flax_nnx.Embed):
-    """An Embed whose table is an MXArray, packed or not; `convert.weights` makes it of Flax's.
+    """An Embed whose table is an MXArray, packed or not: only rows asked for are decoded."""
 
-    Only the rows that are asked for are decoded. `attend` multiplies by the codes, and leaves its
-    query in high precision, as a converted Embed does.
-    """
+    # `attend` leaves its query in high precision, as a converted Embed does.
 
     def __call__(self, inputs: jax.Array, out_sharding: object = None) -> jax.Array:
         """Rows of the table, `[*inputs, features]`."""
@@ -395,7 +379,6 @@ class StoredEmbed(flax_nnx.Embed):
         return values if out_sharding is None else jax.sharding.reshard(values, out_sharding)
 
     def attend(self, query: jax.Array, out_sharding: Spec | None = None) -> jax.Array:
-        """The query times the table, along the features."""
         table = quantized_in(self.embedding[...])
         if table is None:
             return super().attend(query, out_sharding)
@@ -596,7 +579,6 @@ def _metaclass(base: type) -> type:
 
 
 def _cache_obstacle(layer: flax_nnx.MultiHeadAttention) -> str | None:
-    """Why the cache of a layer stays as it is, or None."""
     if type(layer).__call__ is not flax_nnx.MultiHeadAttention.__call__:
         return "has a call of its own"
     if layer.query.kernel.ndim > 3 and layer.cached_key is not None:

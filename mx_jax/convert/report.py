@@ -136,10 +136,7 @@ class Report:
 
 
 class Recorder:
-    """Decisions in the order in which a trace meets them, and layers that no rule could reach.
-
-    A layer called again, or traced again, adds nothing.
-    """
+    """Decisions in the order of the trace, each once, and layers that no rule could reach."""
 
     def __init__(self, rules: tuple[Rule, ...], *, reports: bool):
         self.rules, self.reports = rules, reports
@@ -149,7 +146,6 @@ class Recorder:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """All of them; layers out of reach come last."""
         known = {path for path, _ in self.decided}
         bare = [layer for path, layer in self.bare.items() if path not in known]
         return (*self.decided.values(), *(decide((), layer) for layer in bare))

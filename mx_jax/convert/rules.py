@@ -374,11 +374,9 @@ class Numbered:
     text: str
 
     def __call__(self, path: str, shape: Shape, recipe: Recipe | None) -> bool:
-        """Whether the path's number passes."""
         return self.why_not(path, shape, recipe) is None
 
     def why_not(self, path: str, shape: Shape, recipe: Recipe | None) -> str | None:
-        """The reason against, or None."""
         found = re.search(self.of, path)
         if found is None:
             return f"the path has no number {self.of!r}"

@@ -106,14 +106,12 @@ def has_nodes(model: object) -> bool:
 
 
 class ConvertedLayer:
-    """A layer of a tree whose products follow a recipe; otherwise the layer itself.
+    """A layer of a tree whose products follow a recipe; otherwise the layer itself."""
 
-    A node with the layer's own children and keys, so that paths of leaves stay. What it multiplies
-    with is static, and compares by value.
-    """
+    # A node with the layer's own children and keys, so that paths of leaves stay. What it
+    # multiplies with is static, and compares by value.
 
     def __init__(self, layer: object, recipe: Recipe, operation: Callable[..., Any]):
-        """A layer, its recipe, and what its products are made by."""
         # Not by setattr: attributes are the layer's.
         vars(self).update(mx_layer=layer, mx_static=(recipe, operation))
 
@@ -134,7 +132,6 @@ class ConvertedLayer:
         return ConvertedLayer, (self.mx_layer, *self.mx_static)
 
     def __call__(self, *args: object, **options: Any) -> Any:
-        """The layer's call, with its products made anew."""
         # Not by its path, by which equal layers would differ.
         name, (recipe, operation) = type(self.mx_layer).__name__, self.mx_static
         key, call = options.get("key"), type(self.mx_layer).__call__
@@ -205,10 +202,7 @@ def _converted(
 
 
 def _judged(node: object) -> tuple[Kind | None, dict[str, Any]] | None:
-    """The kind of a node if it is known, and the fields of `Layer` that rules judge it by.
-
-    None: no product.
-    """
+    """A node's kind if it is known, and the fields of `Layer` for rules; None: no product."""
     kind = kind_of(node)
     if kind is not None and kind.tree:
         stored = getattr(kind.kernel(node), "shape", None)
@@ -231,7 +225,6 @@ def _judged(node: object) -> tuple[Kind | None, dict[str, Any]] | None:
 
 
 def _has_layer(node: object) -> bool:
-    """Whether a node, or one below it, has a product."""
     below = (child for _, child in _children(node)[0]) if has_nodes(node) else ()
     return has_nodes(node) and (_judged(node) is not None or any(map(_has_layer, below)))
 
@@ -242,11 +235,9 @@ _product_p = Primitive("mx_jax_product")
 
 
 def deferred(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """A product, called as `jax.lax.dot_general` with `key`, that vmap makes that of the batch.
-
-    Otherwise the gradient of a kernel `[k, n]` would be one for each example, `[batch, k, n]`, in
-    blocks of one row: as a primitive of its own it is differentiated after vmap.
-    """
+    """A product, called as `jax.lax.dot_general` with `key`, that vmap makes that of the batch."""
+    # As a primitive it is differentiated after vmap. Otherwise the gradient of a kernel `[k, n]`
+    # would be one for each example, `[batch, k, n]`, in blocks of one row.
 
     def multiply(
         lhs: jax.Array,

@@ -33,8 +33,6 @@ _DTYPES = tuple(map(np.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Kernel:
-    """A parameter that a rule may quantize."""
-
     decision: Decision
     # How many of its leading axes count layers.
     num_stacked: int
@@ -254,14 +252,12 @@ def _value(leaf: object) -> Any:
 
 
 def _with(leaf: object, value: object) -> Any:
-    """A parameter with another value, boxed as it was."""
     if isinstance(leaf, nnx.Variable):
         return leaf.replace(value)
     return leaf.replace_boxed(value) if isinstance(leaf, meta.AxisMetadata) else value
 
 
 def _layers(model: flax.linen.Module | None, args: Sequence[Any]) -> Mapping[str, Layer]:
-    """What a module's layers are, by path."""
     if model is None:
         return {}
     found = linen_model.decisions(linen_model.original(model), (), *args)

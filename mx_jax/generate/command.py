@@ -152,11 +152,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def keep_programs(folder: Path) -> None:
-    """Let JAX keep compiled programs in a folder, unless the user has given it another.
-
-    It knows a program by its text, formats and all, and by its compiler and machine. Without the
-    package filelock JAX cannot limit the size, and keeps none.
-    """
+    """Let JAX keep compiled programs in a folder, unless the user has given it another."""
+    # Without the package filelock JAX cannot limit the size, and keeps none.
     if jax.config.jax_compilation_cache_dir or importlib.util.find_spec("filelock") is None:
         return
     try:

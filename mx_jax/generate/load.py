@@ -150,10 +150,8 @@ def _rounded(
 def quantized(
     formats: Mapping[str, BlockFormat], recipe: Recipe | None = None, by: Way | None = None
 ) -> Store:
-    """How weights are stored: each quantized as soon as it is read, and packed.
-
-    Of a part without a format they stay as they are, and are packed if they are codes.
-    """
+    """How weights are stored: each quantized as soon as it is read, and packed."""
+    # Of a part without a format they stay as they are, and are packed if they are codes.
     parts = _WHOLE | {"embedding": "head"}
 
     def store(name: str, weights: Sequence[Any], widths: tuple[int, ...] = ()) -> Any:
@@ -180,19 +178,9 @@ def params_of(
     stored: bool = False,
     dtype: jax.typing.DTypeLike = np.float32,
 ) -> dict[str, Any]:
-    """The model's parameters from a checkpoint's tensors.
-
-    Kernels that read the same input are one where their codes can be: not where each has a tensor
-    scale of its own, or another format.
-
-    Args:
-      tensors: values `[out, in]`, arrays, MXArrays or what becomes an array.
-      config: sizes of the model.
-      names: of the tensors.
-      store: what becomes of each matrix; no other is read before.
-      stored: whether MXArrays stay what they are; else all become arrays.
-      dtype: of arrays.
-    """
+    """The model's parameters from a checkpoint's tensors `[out, in]`; `store` gets each alone."""
+    # Kernels that read the same input are one where their codes can be: not where each has a tensor
+    # scale of its own, or another format. `stored`: whether MXArrays stay what they are.
 
     def values(field: str, index: int | None = None) -> Any:
         name = names.of(field, index)

@@ -68,13 +68,11 @@ class Estimate:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Ends of the bias's confidence interval."""
         return self.low, self.high
 
     @property
     def near_zero(self) -> bool:
-        """Whether the exact mean is so close to 0, beside its noise, that shares of it say little:
-        near a minimum. Tables show how close instead."""
+        """Whether the exact mean is so close to 0, beside its noise, that shares say little."""
         return not math.isnan(self.bias) and self.signal < _CLEAR
 
 
@@ -328,7 +326,6 @@ def _check_finite(losses: np.ndarray, draws: dict[str, list[np.ndarray]]) -> Non
 
 
 def _choices(recipes: object) -> dict[str, Any]:
-    """Recipes by name."""
     if isinstance(recipes, list | tuple):
         raise TypeError(
             "gradient_bias: several recipes need names, got recipes as a "
@@ -396,10 +393,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 def inner_products(
     exact: Sequence[Any] | np.ndarray, quantized: Sequence[Any] | np.ndarray
 ) -> np.ndarray:
-    """Of n draws of a vector g and of `q = g + e`: `g_i . g_j`, `e_i . e_j` and `e_i . g_j`.
-
-    Float64 `[3, n, n]`; those of parts of a vector add up to those of the whole.
-    """
+    """Of draws of g and of `q = g + e`: `g_i . g_j`, `e_i . e_j`, `e_i . g_j`; `[3, n, n]`."""
     both = exact, quantized
     g, q = (np.stack([np.ravel(np.asarray(x, np.float64)) for x in own]) for own in both)
     # Inf times 0 is no news: `estimate` looks at what comes of it.
@@ -409,13 +403,10 @@ def inner_products(
 
 
 def estimate(products: np.ndarray, confidence: float) -> Estimate:
-    """Bias, with an interval from leaving out one draw after the other.
-
-    The squared ratio `|E e|^2 / |E g|^2` is estimated, and its deviation by the jackknife with
-    Student's quantile for n - 1 degrees of freedom; then the root is taken. Without a bias the
-    jackknife's deviation is too large rather than too small, so the interval then holds 0 more
-    often than it says.
-    """
+    """Bias, with an interval from leaving out one draw after the other."""
+    # The squared ratio `|E e|^2 / |E g|^2` is estimated, its deviation by the jackknife with
+    # Student's quantile for n - 1 degrees of freedom. Without a bias that deviation is rather too
+    # large, so the interval then holds 0 more often than it says.
     from scipy.special import stdtrit  # takes longer to import than all of this module's work
 
     n, nan = products.shape[-1], math.nan
@@ -455,7 +446,6 @@ def _squared_mean(products: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def _ratio(value: float, unit: float) -> float:
-    """A quotient; 0 / 0 is 0: nothing is wrong with nothing."""
     if unit > 0:
         return value / unit
     return 0.0 if value == 0 else math.inf

@@ -141,10 +141,7 @@ class _Observed:
 
 
 class Capture:
-    """What `capture` returns: a context. Entered again, it compiles no program anew.
-
-    Args are as `capture` takes them, and `operation` and `missing` for errors and warnings.
-    """
+    """What `capture` returns: a context; entered again, it compiles no program anew."""
 
     def __init__(
         self,
@@ -205,7 +202,6 @@ class Capture:
             )
 
     def is_due(self, step: int) -> bool:
-        """Whether a step counts."""
         return step % self.every == 0
 
     @contextlib.contextmanager
@@ -283,7 +279,6 @@ class Capture:
         return lax.cond(now.step % self.every == 0, run, zeros)
 
     def _compute(self, product: ObservedProduct) -> _Observed:
-        """Statistics of what is wanted."""
         tags: list[Tag] = []
         raws: list[Raw] = []
         for tag, observe in product.observations(_ARRAYS in self.stats):
@@ -361,7 +356,6 @@ class Capture:
         words: object,
         all: Sequence[dict[str, np.ndarray]],
     ) -> None:
-        """On the host."""
         raws, now, shard = unpack(words, layout)
         index = tuple(now.index)
         with self._lock:
@@ -391,7 +385,6 @@ class Capture:
 
 
 def _as_filter(filter: str | Filter | None, operation: str) -> Filter:
-    """A filter as a function of a tag."""
     if filter is None:
         return lambda tag: True
     if isinstance(filter, str):
@@ -418,7 +411,6 @@ def _device() -> dict[str, jax.Array]:
 
 
 def _on_first(device: dict[str, jax.Array], run: Callable[[], jax.Array]) -> jax.Array:
-    """Run on the first device."""
     if not device:
         return run()
     first = functools.reduce(jnp.logical_and, [index == 0 for index in device.values()])
@@ -510,7 +502,6 @@ class _FirstNonFinite:
         """Nothing ends."""
 
     def check(self, cause: BaseException | None = None) -> None:
-        """Raise the error of a bad record, if there is one."""
         if self.first is not None:
             raise NonFiniteError(self.first) from cause
 

@@ -1,7 +1,6 @@
 """What `explain` and its like say of a call: which backend takes each cast and product, and why.
 
-A function is traced as `jit` would. The jaxpr says what is computed, where and how often; a
-recorder, what selection decided meanwhile.
+The jaxpr says what is computed, where and how often; a recorder, what selection decided meanwhile.
 """
 
 import contextlib
@@ -27,7 +26,6 @@ from rich.markup import escape
 from rich.table import Table
 
 from mx_jax.backends import calls, evidence
-from mx_jax.backends.calls import Call, MatmulCall, OperandType
 from mx_jax.backends.select import MARK, Selection, recording
 from mx_jax.backends.target import Target, current_target, use_target
 from mx_jax.formats import BlockFormat
@@ -155,7 +153,6 @@ def _is_number(x: object) -> bool:
 
 
 def _in_words(x: object) -> str:
-    """An array by its shape."""
     shape = getattr(x, "shape", None)
     return repr(x) if shape is None else f"{type(x).__name__} {list(shape)}"
 
@@ -163,7 +160,6 @@ def _in_words(x: object) -> str:
 def _of_recipe(
     recipe: MatmulRecipe, m: int, k: int, n: int, *, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> str:
-    """What `explain` says of a recipe."""
     key = jax.random.key(0) if recipe.is_stochastic else None
 
     def gradients(lhs: jax.Array, rhs: jax.Array) -> Any:
@@ -173,7 +169,7 @@ def _of_recipe(
     with recording() as recorder:
         jax.eval_shape(gradients, *(jax.ShapeDtypeStruct(x, dtype) for x in ((m, k), (k, n))))
     # In the order of the products; what is in high precision is JAX's own, and no backend is asked.
-    selections = iter([x for x in recorder.selections if isinstance(x.call, MatmulCall)])
+    selections = iter([x for x in recorder.selections if isinstance(x.call, calls.MatmulCall)])
     lines: list[str] = []
     for name, spec, lhs_shape, rhs_shape in (
         ("output", recipe.fwd, (m, k), (n, k)),
@@ -234,7 +230,6 @@ def explain_call(function: Callable[..., Any], *args: object, **kwargs: object) 
 
 
 def _answer(title: str, selection: Selection) -> list[str]:
-    """What takes a call, and why others do not."""
     how = f" ({selection.how})" if selection.how else ""
     answer = f"{title} -> {selection.backend or 'two casts'}{how}"
     return [answer, *(f"  {reason}" for reason in reasons(selection))]
@@ -344,7 +339,6 @@ class Row:
 
     @property
     def where(self) -> str:
-        """Its places, in words."""
         names = [f"{x.path or 'the function'}{' (gradient)' * x.backward}" for x in self.places]
         return ", ".join(dict.fromkeys(names))
 
@@ -445,7 +439,7 @@ def machine_text(target: Target) -> str:
     return f"on platform={target.platform}{shown}, num_devices={number}"
 
 
-def work_text(call: Call) -> str:
+def work_text(call: calls.Call) -> str:
     """A call in words, with the shapes and axes of its arrays."""
     match call:
         case calls.MatmulCall():
@@ -477,11 +471,11 @@ def work_text(call: Call) -> str:
             return f"attention of {list(call.queries)} over {list(call.keys)}, {dtype}"
 
 
-def _operand(own: OperandType) -> str:
+def _operand(own: calls.OperandType) -> str:
     return f"{own.text} {list(own.shape)}"
 
 
-def _kind_and_cost(call: Call) -> tuple[str, float, float]:
+def _kind_and_cost(call: calls.Call) -> tuple[str, float, float]:
     """What a call is, in a word or two, its flops, and the bytes that it reads and writes."""
     match call:
         case calls.MatmulCall():
@@ -535,11 +529,8 @@ def _bytes(
 def of_arrays(
     function: Callable[..., Any], *args: object, **kwargs: object
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """A call as a function of the list of its arrays alone, and that list.
-
-    Flags such as `train=True` have to stay Python values under a trace; so do strings and
-    functions. Arrays may be `jax.ShapeDtypeStruct`.
-    """
+    """A call as a function of the list of its arrays alone, and that list."""
+    # Flags such as `train=True`, strings and functions have to stay Python values under a trace.
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
 
@@ -630,10 +621,8 @@ def _with_gradients(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def _rows(
     jaxpr: Jaxpr, entries: list[Selection | str], times: int, scopes: str, *, marked: bool
 ) -> Iterator[tuple[float, Row]]:
-    """What a jaxpr computes, scans and calls included, each with the index of its entry.
-
-    It runs so many times, below these scopes; `marked` if an entry stands for all of it.
-    """
+    """What a jaxpr computes, so many times below these scopes, each with the index of its entry."""
+    # `marked` if an entry stands for all of it.
     here: dict[int, str] = {}
     for eqn in jaxpr.eqns:
         own = str(eqn.source_info.name_stack)

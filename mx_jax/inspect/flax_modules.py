@@ -9,7 +9,6 @@ in which none does. `inspect.tag(index=)` cannot stand in for the latter.
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any, ParamSpec, TypeVar
 
 import flax.linen as nn
@@ -27,7 +26,7 @@ R = TypeVar("R")
 P = ParamSpec("P")
 
 
-def module_paths() -> AbstractContextManager[Any]:
+def module_paths() -> contextlib.AbstractContextManager[Any]:
     """A context in which each linen module names what runs in it; nnx names layers by itself."""
     return nn.intercept_methods(_named)
 

@@ -14,7 +14,6 @@ from mx_jax.checkpoint.weights import Weights
 from mx_jax.inspect import report_page, statistics
 from mx_jax.inspect.records import Memory, Record, Scalar, from_json
 from mx_jax.inspect.report_checkpoint import checkpoint_page, facts_of
-from mx_jax.inspect.statistics import Plot, headed
 
 FilePath = str | os.PathLike[str]
 # Layers of a scan that a sentence names; of more it says how many.
@@ -143,11 +142,8 @@ def run_page(title: str, memory: Memory) -> str:
 
 
 def findings(records: Sequence[Record], scalars: Mapping[str, Sequence[Scalar]]) -> list[str]:
-    """Sentences on what a reader should look at, what comes first in the run first.
-
-    Layers of one scan share a sentence: that of the first of them, which names the others. Records
-    and numbers are in the order of the run.
-    """
+    """Sentences on what a reader should look at, what comes first in the run first."""
+    # Layers of one scan share a sentence: that of the first of them, which names the others.
     found = [pair for name, own in scalars.items() for pair in _of_numbers(name, own)]
     sentences: dict[tuple[str, str], tuple[int, str]] = {}
     layers: dict[tuple[str, str], dict[tuple[int, ...], None]] = {}
@@ -196,7 +192,6 @@ def _of_numbers(name: str, own: Sequence[Scalar]) -> list[tuple[int, str]]:
 
 
 def _lead(memory: Memory, records: Sequence[Record]) -> str:
-    """How much the page is about."""
     numbers = (number for own in memory.scalars.values() for number in own)
     steps = {record.step for record in (*records, *numbers)}
     names = {_name(record): record.tag.side is None for record in records}
@@ -225,7 +220,7 @@ def _name(record: Record) -> str:
     return f"{record.path} {record.tag.product} {record.tag.tensor}{call}"
 
 
-def _over_time(records: Sequence[Record], plot: Plot) -> list[Any]:
+def _over_time(records: Sequence[Record], plot: statistics.Plot) -> list[Any]:
     """The lines of those that are worst at their worst."""
     series: dict[str, list[tuple[int, float]]] = collections.defaultdict(list)
     for record in records:
@@ -248,12 +243,12 @@ def _worst(records: Sequence[Record]) -> report_page.Table:
             name,
             f"{record.tag.format} ({record.tag.rule})",
             str(record.step),
-            *(column.text(record.stats, 4) for column in headed()),
+            *(column.text(record.stats, 4) for column in statistics.headed()),
             ", ".join(f"{i}: {amax:.3g}" for i, amax in record.stats.get("channels", [])[:3]),
         )
         for name, record in [*lowest.items()][: report_page.ROWS]
     ]
-    heads = ("operand", "format", "step", *(column.heading for column in headed()))
+    heads = ("operand", "format", "step", *(column.heading for column in statistics.headed()))
     return report_page.Table((*heads, "largest channels"), rows)
 
 

@@ -46,7 +46,6 @@ class TensorFacts:
 
     @property
     def bits(self) -> float:
-        """Of an element, its share of the scales included."""
         return self.nbytes * 8 / max(1, math.prod(self.shape))
 
     @property
@@ -84,11 +83,9 @@ def facts_of(
     operation: str,
     progress: bool = False,
 ) -> list[TensorFacts]:
-    """Facts of tensors of a checkpoint, of which one at a time is in memory.
-
-    What the reference does not have is not compared, nor are weights for rotated inputs, whose
-    values are others on purpose. ValueError of a reference of another shape, or a damaged tensor.
-    """
+    """Facts of tensors of a checkpoint, of which one at a time is in memory."""
+    # What the reference does not have is not compared, nor are weights for rotated inputs, whose
+    # values are others on purpose.
     rows, found = {name: weights.stored[name] for name in names}, []
     with progress_bar("read", sum(row.nbytes for row in rows.values()), progress) as step:
         for name, row in rows.items():
@@ -186,7 +183,6 @@ def place_of(name: str) -> tuple[str, int | None]:
 
 
 def _findings(found: Sequence[TensorFacts], quantized: Sequence[TensorFacts]) -> list[str]:
-    """Sentences on what a reader should look at."""
     sentences = [f"{facts.name}: {text}" for facts in found for text in facts.plausibility.warnings]
     sqnr, zeros = _medians(found, _sqnr), _medians(quantized, _zeros)
     for facts in found:
@@ -268,7 +264,6 @@ def _errors(found: Sequence[TensorFacts]) -> list[Any]:
 
 
 def _worst(found: Sequence[TensorFacts]) -> list[Any]:
-    """Tensors by the lowest SQNR."""
     lost = [(sqnr, f) for f in found if (sqnr := f.sqnr_db) is not None and sqnr < math.inf]
     ranked = sorted(lost, key=lambda pair: pair[0])[: report_page.ROWS]
     if not ranked:

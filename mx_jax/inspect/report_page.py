@@ -1,8 +1,7 @@
 """Pages of reports, filled into `report_page.html`: one file, light and dark, nothing fetched.
 
-A page is sections of blocks: a `str` is a note, a list is numbered, and the classes here are all
-others. The template
-draws them by their class's name, and escapes all texts.
+A page is sections of blocks: a `str` is a note, a list is numbered, the rest are the classes here,
+which the template draws by their names; it escapes all texts.
 """
 
 import dataclasses
@@ -43,8 +42,7 @@ class Bad(str):
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table: cells are texts, `Bad`, `Share` or `Histogram`; so many columns are aligned to the
-    left, and narrow ones are no wider than they must be."""
+    """A table of texts, `Bad`, `Share` or `Histogram`; `left` columns are aligned to the left."""
 
     heads: Sequence[str]
     rows: Sequence[Sequence[Any]]
@@ -54,8 +52,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """A cell of a map, darker where a share is larger: 0 to 1, on a scale of roots. The per cents
-    are in it, or only beneath the pointer."""
+    """A cell of a map, darker where a share is larger: 0 to 1, on a scale of roots."""
 
     value: float
     numbers: bool = True
@@ -86,8 +83,7 @@ def share_map(
 
 
 class Histogram:
-    """A cell: bars from the smallest power of two to the largest, and in words what is no power of
-    two: blocks of zeros, which have the least scale, and blocks with NaN."""
+    """A cell: bars by powers of two, and in words blocks of zeros, or with NaN, that have none."""
 
     def __init__(self, counts: Mapping[int, int]):
         inside = {e: n for e, n in sorted(counts.items()) if e not in _ENDS}
@@ -105,11 +101,9 @@ class Histogram:
 
 
 class Lines:
-    """Lines over steps, with what each is called below; what is not finite is a gap.
+    """Lines over steps, with what each is called below; what is not finite is a gap."""
 
-    The axis is logarithmic where all values are positive and the largest is over 100 times the
-    smallest.
-    """
+    # The axis is logarithmic where all are positive, and the largest over 100 times the smallest.
 
     WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 234, 64, 712, 22, 210
 

@@ -67,27 +67,17 @@ class Budget:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One layer in one format, while everything else stays as it is.
+    """One layer in one format, while everything else stays as it is."""
 
-    Attributes:
-      layer: name of the parameter, joined by `/`.
-      shape: its own.
-      format: None: as it is.
-      bytes: codes and scales.
-      increase: of the mean loss.
-      deviation: standard error of the increase over batches; None of a single batch.
-    """
-
-    layer: str
+    layer: str  # name of the parameter, joined by `/`
     shape: tuple[int, ...]
-    format: BlockFormat | None
-    bytes: int
-    increase: float
-    deviation: float | None
+    format: BlockFormat | None  # None: as it is
+    bytes: int  # codes and scales
+    increase: float  # of the mean loss
+    deviation: float | None  # standard error of the increase over batches; None of a single batch
 
     @property
     def name(self) -> str:
-        """The format's."""
         return "as it is" if self.format is None else self.format.name
 
     @property
@@ -296,7 +286,6 @@ def sensitivity(
         )
 
     def candidate(name: str, leaf: jax.Array, format: BlockFormat | None) -> Candidate:
-        """One layer in one format, everything else as it is."""
         row = functools.partial(Candidate, layer=name, shape=tuple(leaf.shape), format=format)
         if format is None:
             return row(bytes=leaf.size * leaf.dtype.itemsize, increase=0.0, deviation=0.0)
@@ -312,7 +301,6 @@ def sensitivity(
     rows = [[candidate(name, leaf, own) for own in formats] for name, leaf in weights.items()]
 
     def increase(chosen: Sequence[Candidate]) -> np.ndarray:
-        """How far the loss of each batch rises with a choice."""
         quantized = {own.layer: own.format for own in chosen if own.format is not None}
         return run({x: _as_held(weights[x], own, axis) for x, own in quantized.items()}) - before
 

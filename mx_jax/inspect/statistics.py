@@ -45,7 +45,6 @@ class Column(NamedTuple):
     shown: Callable[[Stats], float | None] | None = None
 
     def text(self, stats: Stats, digits: int = 3) -> str:
-        """The cell of a record, empty where there is no number."""
         value = stats.get(self.number) if self.shown is None else self.shown(stats)
         return "" if value is None or math.isnan(value) else f"{value:.{digits}g}"
 
@@ -257,10 +256,7 @@ def headed() -> list[Column]:
 
 
 def of_cast(before: jax.Array | None, after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
-    """What the wanted statistics of a cast need, by the fastest kernel; channels along an axis.
-
-    Of an operand that came quantized, whose values before are None, nothing of what the cast lost.
-    """
+    """What the wanted statistics of a cast need; without `before` nothing of what it lost."""
     rows = [row for row in TABLE if row.name in wanted and row.name != "error"]
     if before is None:
         rows = [row for row in rows if not row.needs_before]
@@ -291,8 +287,7 @@ def of_cast(before: jax.Array | None, after: MXArray, axis: int, wanted: Collect
 
 
 def of_product(exact: jax.Array, compared: jax.Array, actual: jax.Array) -> Raw:
-    """What the error of a product and its cosine need: some entries, or all, in float32; the same
-    as they are; and all entries as they are."""
+    """What a product's error and cosine need; `compared`: the entries of it that `exact` has."""
     x, y = (value.astype(jnp.float32) for value in (exact, compared))
     both = jnp.isfinite(x) & jnp.isfinite(y)
     x, y = jnp.where(both, x, 0), jnp.where(both, y, 0)
@@ -325,10 +320,8 @@ def of_lanes(raw: Raw, batched: Mapping[str, bool], lanes: int) -> Raw:
 
 
 def of_shards(raw: Raw) -> Raw:
-    """The statistics of all shards, below shard_map; elsewhere what they are.
-
-    With `check_vma=False` JAX does not say what differs: there, replicas count several times.
-    """
+    """The statistics of all shards, below shard_map; elsewhere what they are."""
+    # With `check_vma=False` JAX does not say what differs: there, replicas count several times.
     mesh = jax.sharding.get_abstract_mesh()
     axes = frozenset(mesh.manual_axes)
     if not axes:

@@ -325,10 +325,7 @@ class DelayedDotGeneral(flax_nn.Module):
         return product
 
     def _chain(self, states: delayed.DelayedStates) -> list[delayed.DelayedStates]:
-        """States as the variables hold them, then as the module's latest product left them.
-
-        The second only within one trace: what another trace made must not be used.
-        """
+        """States as variables hold them, and as the latest product in this trace left them."""
         assert self.scope is not None
         chains = vars(self.scope.root).setdefault(_CHAINS, {})
         trace = current_trace()

@@ -1,7 +1,4 @@
-"""The operations users call: checks, canonical order, gradients, dispatch.
-
-Layers above ask here, and nowhere below, for the machine and for the choice of backends.
-"""
+"""The operations users call. Layers above ask for the machine and for backends here, not below."""
 
 from mx_jax.backends.select import only_backend as only_backend
 from mx_jax.backends.select import prefer_backends as prefer_backends

@@ -1,8 +1,4 @@
-"""What the differentiable products take: operands, dtypes, dimension numbers, keys.
-
-XLA compiles threefry anew wherever it stands, which takes longer than the rest of a layer: on CPUs
-a compiled handler gives the same bits. So keys are derived where something is drawn, in its call.
-"""
+"""What the differentiable products take: operands, dtypes, dimension numbers, keys."""
 
 import dataclasses
 import functools
@@ -33,15 +29,7 @@ from mx_jax.specs import MatmulRecipe, OperandSpec
 def as_operand(
     x: OperandLike, side: str, recipe: MatmulRecipe, operation: str = "matmul"
 ) -> AnyOperand:
-    """An MXArray as it is, anything else as an array that the recipe can take.
-
-    Packed weights of which shard_map handed on a part have the part's sizes.
-
-    Raises:
-      TypeError: what is no array of numbers, or of another byte order; a dtype that cannot be
-        quantized, unless nothing is.
-      ValueError: an MXArray whose parts do not fit together.
-    """
+    """An MXArray as it is (packed: shard_map's part of it), else an array the recipe takes."""
     if isinstance(x, MXArray):
         check_parts(x, f"{operation}: {side}")
     if isinstance(x, Quantized):
@@ -105,12 +93,7 @@ def dtype_of_product(
 
 
 def check_depth(dimension_numbers: lax.DotDimensionNumbers) -> lax.DotDimensionNumbers:
-    """Dimension numbers as tuples of ints.
-
-    Raises:
-      ValueError: they are not nested as `jax.lax.dot_general` takes them.
-      TypeError: an axis is no integer.
-    """
+    """Dimension numbers as tuples of ints; raises where they are not nested as dot_general's."""
     try:
         (lhs_k, rhs_k), (lhs_batch, rhs_batch) = dimension_numbers
         groups = [tuple(group) for group in (lhs_k, rhs_k, lhs_batch, rhs_batch)]
@@ -152,11 +135,7 @@ def makes_recipe(what: object) -> bool:
 
 
 def named_recipe(name: str) -> MatmulRecipe:
-    """The recipe of a name; case and `-` for `_` do not matter, as in the names of formats.
-
-    Raises:
-      ValueError: unknown name; the message lists the known.
-    """
+    """The recipe of a name; case and `-` for `_` do not matter, as in the names of formats."""
     make = _NAMED.get(name.strip().lower().replace("-", "_"))
     if make is None:
         raise unknown_name("recipe name", name, _NAMED, _meant(name))
@@ -208,11 +187,7 @@ def _widened(x: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
 
 
 def as_quantizable(x: jax.typing.ArrayLike, operation: str) -> jax.Array:
-    """x as an array of a dtype that can be quantized.
-
-    Raises:
-      TypeError: any other dtype, with the remedy.
-    """
+    """x as an array of a dtype that can be quantized; TypeError with the remedy for any other."""
     x = _widened(x)
     dtype = getattr(x, "dtype", None)
     array = x if isinstance(x, jax.Array) else jnp.asarray(x)
@@ -295,11 +270,7 @@ def check_is_key(key: object, operation: str) -> None:
 
 
 def as_axis(axis: object, operation: str, name: str = "axis") -> int:
-    """An axis as an int.
-
-    Raises:
-      TypeError: anything that is no integer, which int() would cut down to one.
-    """
+    """An axis as an int; TypeError for what is no integer, which int() would cut down to one."""
     if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
         raise TypeError(
             f"{operation}: {name} must be an int, got {name}={axis!r}; count axes from 0, or from "
@@ -309,11 +280,7 @@ def as_axis(axis: object, operation: str, name: str = "axis") -> int:
 
 
 def as_axes(axes: object, operation: str, name: str) -> tuple[int, ...]:
-    """A sequence of axes as ints.
-
-    Raises:
-      TypeError: no sequence, or one with what is no integer.
-    """
+    """A sequence of axes as ints."""
     if not isinstance(axes, Sequence) or isinstance(axes, str):
         raise TypeError(
             f"{operation}: {name} must be a sequence of ints, got {name}={axes!r}; e.g. (-1, -2)"
@@ -327,14 +294,7 @@ def check_tensor_scale(
     shape: tuple[int, ...],
     blocks: Blocks,
 ) -> jax.Array | None:
-    """A given tensor scale as float32 with an axis for each of x's, or None.
-
-    A traced one that is no scale becomes NaN, and with it every value.
-
-    Raises:
-      ValueError: the format has no tensor scale, or its shape does not fit, or a number in it is
-        not finite and positive.
-    """
+    """A given tensor scale as float32 with an axis for each of x's; a traced invalid one as NaN."""
     if tensor_scale is None:
         return None
     if not format.tensor_scale:
@@ -374,18 +334,14 @@ def _leading_axes(given: tuple[int, ...], shape: tuple[int, ...]) -> str | None:
 )
 @dataclasses.dataclass(frozen=True)
 class DerivedKey:
-    """A key that is still to be derived.
+    """A key that is derived where it is drawn from, in the same call."""
 
-    Attributes:
-      root: a PRNG key.
-      derivations: what makes it of the root, as `reference.random_bits.derive` takes them.
-    """
+    # XLA compiles threefry anew wherever it stands, which takes longer than the rest of a layer.
 
     root: jax.Array
-    derivations: tuple[tuple[int, int | None], ...]
+    derivations: tuple[tuple[int, int | None], ...]  # as `reference.random_bits.derive` takes them
 
     def get(self) -> jax.Array:
-        """The key."""
         return random_bits.derive(self.root, self.derivations)
 
 
@@ -407,11 +363,8 @@ def draw_bits(key: jax.Array | DerivedKey | None, shape: tuple[int, ...], width:
 
 
 def draw_signs(transform: Hadamard, key: jax.Array | DerivedKey | None) -> jax.Array:
-    """A transform's signs as int32, of which negative ones stand for -1.
-
-    They are `jax.random.bernoulli`'s, which draws a float32 below 0.5 where the first bit is 0; not
-    `rademacher`'s, which depend on `jax_enable_x64`.
-    """
+    """A transform's signs as int32, of which negative ones stand for -1."""
+    # The bits of `jax.random.bernoulli`: `rademacher`'s depend on `jax_enable_x64`.
     if transform.signs is not None:
         return jnp.asarray(transform.signs, jnp.int32)
     assert key is not None, "random signs without a key"
@@ -450,14 +403,8 @@ _STREAMS = {"fwd": (0, "output"), "dlhs": (1, "grad_input"), "drhs": (2, "grad_w
 
 
 def check_matmul_key(key: jax.Array | None, recipe: MatmulRecipe) -> jax.Array | None:
-    """The key that a product takes: None if its recipe draws nothing, whatever was given.
-
-    The gradients' own need is only known when they are taken: see `product_key`.
-
-    Raises:
-      ValueError: no key, and the forward product draws.
-      TypeError: what is given is no key.
-    """
+    """The key that a product takes: None if its recipe draws nothing, whatever was given."""
+    # The gradients' own need is only known when they are taken: see `product_key`.
     if key is not None:
         check_is_key(key, "dot_general")
     elif recipe.fwd.is_stochastic:
@@ -469,11 +416,7 @@ def check_matmul_key(key: jax.Array | None, recipe: MatmulRecipe) -> jax.Array |
 
 
 def product_key(recipe: MatmulRecipe, product: Product, key: Key) -> Key:
-    """What one of the three products draws from; None if it draws nothing.
-
-    Raises:
-      ValueError: it draws, and there is no key.
-    """
+    """What one of the three products draws from; None if it draws nothing."""
     if not getattr(recipe, product).is_stochastic:
         return None
     stream, name = _STREAMS[product]

@@ -45,12 +45,7 @@ from mx_jax.packed import Quantized
 
 
 class DelayedState(NamedTuple):
-    """Scale state of one tensor.
-
-    Attributes:
-      scale: float32 `[1]`, the scale of the latest step: `value = code * scale`.
-      amax_history: float32 `[h]`, amaxes of earlier steps, the latest first.
-    """
+    """Scale of one tensor, float32 `[1]`, and earlier amaxes, float32 `[h]`, the latest first."""
 
     scale: jax.Array
     amax_history: jax.Array
@@ -73,14 +68,9 @@ class Elements(NamedTuple):
 
 
 class Scaling(NamedTuple):
-    """How a history becomes a scale.
+    """How a history becomes a scale: by the largest amax, or by the latest alone."""
 
-    Attributes:
-      margin: powers of two between the largest value and the format's.
-      most_recent: whether the latest amax counts alone, instead of the largest.
-    """
-
-    margin: int = 0
+    margin: int = 0  # powers of two between the largest value and the format's
     most_recent: bool = False
 
 
@@ -118,11 +108,9 @@ def chained_dot_general(
     out_dtype: jax.typing.DTypeLike,
     scaling: Scaling,
 ) -> tuple[jax.Array, DelayedStates]:
-    """`delayed_dot_general`, and the states for the next product of the same step.
-
-    They are equal to the given ones. But autodiff adds up what several products say of one state,
-    and along this chain each hands on the larger of its own amaxes and its successors'.
-    """
+    """`delayed_dot_general`, and states, equal to the given, for the next product of the step."""
+    # Autodiff adds up what several products say of one state; along this chain each hands on the
+    # larger of its own amaxes and its successors'.
     if (mesh := explicit_mesh(lhs, rhs)) is not None:
         # As in `dot_general`: types say where arrays are sharded, the compiler what moves.
         dimension_numbers = check_dimension_numbers(lhs, rhs, dimension_numbers)
@@ -151,11 +139,8 @@ def chained_dot_general(
 def next_state(
     x: jax.Array, state: DelayedState, element: ElementFormat, scaling: Scaling = MAX
 ) -> DelayedState:
-    """The scale to use now, from the amaxes so far, and the history with x's amax in front.
-
-    A history of zeros, or with Inf or NaN in it, keeps the scale; so does an amax whose scale is no
-    normal float32.
-    """
+    """The scale to use now, from the amaxes so far, and the history with x's amax in front."""
+    # Zeros, Inf or NaN in the history keep the scale; so does an amax whose scale is not normal.
     before = _as_float32(state)
     history = before.amax_history
     amax = history[0] if scaling.most_recent else jnp.max(history)
@@ -210,14 +195,7 @@ class _Saved(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DelayedProduct:
-    """A product of operands with scales of their states, and the states again.
-
-    Attributes:
-      elements: float8 formats of the three tensors.
-      scaling: how a history becomes a scale.
-      axes: of both operands, in canonical order.
-      out_dtype: dtype of the product.
-    """
+    """A product of operands with scales of their states, and the states again."""
 
     elements: Elements
     scaling: Scaling
@@ -239,7 +217,6 @@ class DelayedProduct:
     def keep(
         self, lhs: AnyResidual, rhs: AnyResidual, extra: DelayedStates
     ) -> tuple[MXArray, MXArray, _Saved]:
-        """Both operands quantized, and the states."""
         assert not isinstance(lhs, Quantized | Residual) and not isinstance(
             rhs, Quantized | Residual
         )
@@ -279,7 +256,6 @@ class DelayedProduct:
         return cotangent
 
     def in_high_precision(self) -> AnyProduct:
-        """The same product of values as they are, in float32."""
         return DenseProduct(
             recipe=HIGH_PRECISION,
             axes=self.axes,
@@ -288,7 +264,6 @@ class DelayedProduct:
         )
 
     def free(self, side: Side | None) -> tuple[Free, ...]:
-        """As in high precision."""
         return self.in_high_precision().free(side)
 
     def _quantize(

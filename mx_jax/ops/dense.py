@@ -107,27 +107,18 @@ def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, axes: tuple[str, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseProduct:
-    """`[*batch, *m, *n]` by a recipe. What it depends on besides the operands is a key.
-
-    Attributes:
-      recipe: formats of the product and of its two gradient products.
-      axes: of both operands, in canonical order.
-      out_dtype: dtype of the product.
-      precision: for high-precision operands.
-      moves: how the operands get to the product; None: as the compiler brings them.
-    """
+    """`[*batch, *m, *n]` by a recipe. What it depends on besides the operands is a key."""
 
     recipe: MatmulRecipe
     axes: ProductAxes
     out_dtype: np.dtype
     precision: lax.PrecisionLike = None
-    moves: Moves = STAY
+    moves: Moves = STAY  # None: as the compiler brings the operands
 
     @one_program("self", "stored")
     def forward(
         self, lhs: AnyResidual, rhs: AnyResidual, extra: Key, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
-        """The product."""
         spec = self.recipe.fwd
         if isinstance(lhs, Residual) or isinstance(rhs, Residual):
             lhs, rhs, spec = as_taken(lhs, rhs, spec)
@@ -148,7 +139,6 @@ class DenseProduct:
             return unscaled(product, lhs, rhs, spec)
 
     def in_high_precision(self) -> "DenseProduct":
-        """The same product of values as they are, in float32."""
         return dataclasses.replace(
             self,
             recipe=dataclasses.replace(HIGH_PRECISION, gather=self.recipe.gather),
@@ -171,7 +161,6 @@ class DenseProduct:
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: Key
     ) -> tuple[AnyResidual, AnyResidual, Key]:
-        """The operands as they came, or as the product took them, and the key."""
         if self.recipe.residuals is Residuals.QUANTIZED:
             # The same key gives the same codes as without a gradient.
             return *self._taken(lhs, rhs, extra), extra
@@ -185,11 +174,7 @@ class DenseProduct:
     def cotangents(
         self, g: jax.Array, saved: Key, both: bool
     ) -> tuple[tuple[Operand, Operand], None]:
-        """g for both gradients: quantized for both in one call, if a backend reads it once.
-
-        Otherwise, or where a product changes it first, as it is: the products quantize it
-        themselves, to the same bits.
-        """
+        """g for both gradients: quantized in one call if a backend reads it once, else as it is."""
         return self._quantized_cotangents(g, saved) if both else (g, g), None
 
     def _quantized_cotangents(self, g: jax.Array, key: Key) -> tuple[Operand, Operand]:
@@ -246,7 +231,6 @@ class DenseProduct:
     def _operands_back(
         self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval
     ) -> "_Back":
-        """Both operands of a gradient's product, in its order."""
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
         other = other.operand if isinstance(other, Residual) else other
         own, move = self.moves if side == "lhs" else self.moves[::-1]
@@ -256,7 +240,6 @@ class DenseProduct:
         return _Back(other, g, spec.swapped(), axes, (move, None), own, SWAPPED)
 
     def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Key) -> jax.Array:
-        """The cotangent without what the product clipped, as the operand lay before."""
         return mask_clipped(self.recipe, side, self.axes, cotangent, own, saved)
 
 

@@ -2,10 +2,8 @@
 
 Any dot_general is brought into one axis order by transposes alone, and by none where possible: lhs
 becomes `[*batch, *m, *k]` or `[*batch, *k, *m]`, rhs `[*batch, *n, *k]` or `[*batch, *k, *n]`, and
-the product is `[*batch, *m, *n]`, dot_general's own order. JAX differentiates the transposes, and
-kept axes are never merged: merging two sharded axes would cost an all-gather. An operand whose
-groups only stand in the other order is left alone: quantizing a transposed copy costs XLA several
-times what quantizing along the other axis does.
+the product is `[*batch, *m, *n]`. Kept axes are never merged: merging two sharded axes would cost
+an all-gather. Quantizing a transposed copy costs XLA several times what the other axis does.
 """
 
 import dataclasses
@@ -20,15 +18,7 @@ from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import Spec, explicit_mesh, partitions, with_partitions
-from mx_jax.ops.arguments import (
-    as_operand,
-    as_recipe,
-    check_depth,
-    check_matmul_key,
-    check_out_dtype,
-    dtype_of_product,
-    goes_to_lax,
-)
+from mx_jax.ops import arguments
 from mx_jax.ops.dense import DenseProduct
 from mx_jax.ops.packing import packed_for
 from mx_jax.ops.product import Primal, run_product
@@ -88,11 +78,11 @@ def dot_general(
       >>> mx_jax.dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe)[0]
       Array([32., 32., 32.], dtype=float32)
     """
-    recipe = as_recipe(recipe, "dot_general")
-    lhs = as_operand(unpacked(lhs), "lhs", recipe, "dot_general")
-    rhs = as_operand(rhs, "rhs", recipe, "dot_general")
-    dimension_numbers = check_depth(dimension_numbers)
-    if goes_to_lax(recipe, lhs, rhs) or not dimension_numbers[0][0]:
+    recipe = arguments.as_recipe(recipe, "dot_general")
+    lhs = arguments.as_operand(unpacked(lhs), "lhs", recipe, "dot_general")
+    rhs = arguments.as_operand(rhs, "rhs", recipe, "dot_general")
+    dimension_numbers = arguments.check_depth(dimension_numbers)
+    if arguments.goes_to_lax(recipe, lhs, rhs) or not dimension_numbers[0][0]:
         # What contracts nothing has nothing to quantize either, and draws nothing.
         return lax.dot_general(
             _values(lhs),
@@ -102,8 +92,8 @@ def dot_general(
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
-    key, rhs = check_matmul_key(key, recipe), packed_for(rhs, dimension_numbers)
-    dtype = dtype_of_product(preferred_element_type, lhs, rhs, "dot_general")
+    key, rhs = arguments.check_matmul_key(key, recipe), packed_for(rhs, dimension_numbers)
+    dtype = arguments.dtype_of_product(preferred_element_type, lhs, rhs, "dot_general")
     if (mesh := explicit_mesh(lhs, rhs)) is not None:
         # Types say where operands, cotangents and the product lie, and the compiler what moves.
         dimension_numbers = check_dimension_numbers(lhs, rhs, dimension_numbers)
@@ -181,10 +171,10 @@ def matmul(
       >>> mx_jax.matmul(jnp.ones((2, 64)), w, recipe=mx_jax.recipes.weight_only("mxfp4")).shape
       (2, 3)
     """
-    recipe = as_recipe(recipe, "matmul")
-    lhs, rhs = as_operand(lhs, "lhs", recipe), as_operand(rhs, "rhs", recipe)
-    if not goes_to_lax(recipe, lhs, rhs):
-        check_out_dtype(preferred_element_type, "matmul")
+    recipe = arguments.as_recipe(recipe, "matmul")
+    lhs, rhs = arguments.as_operand(lhs, "lhs", recipe), arguments.as_operand(rhs, "rhs", recipe)
+    if not arguments.goes_to_lax(recipe, lhs, rhs):
+        arguments.check_out_dtype(preferred_element_type, "matmul")
     drop = [-2] * (lhs.ndim == 1 and rhs.ndim > 2)
     rhs_contracting = max(rhs.ndim - 2, 0)
     left, right = lhs.shape, rhs.shape
@@ -279,7 +269,7 @@ class RecipeDotGeneral:
     recipe: MatmulRecipe
 
     def __post_init__(self):
-        object.__setattr__(self, "recipe", as_recipe(self.recipe, "RecipeDotGeneral"))
+        object.__setattr__(self, "recipe", arguments.as_recipe(self.recipe, "RecipeDotGeneral"))
 
     def __call__(
         self,
@@ -316,17 +306,11 @@ def canonicalize(
 ) -> tuple[AnyOperand, AnyOperand, ProductAxes, tuple[int, ...], Moves]:
     """Bring both operands into canonical order, transposing only what needs it.
 
-    An operand without kept axes gets one of length one, so that every backward product has an axis
-    to contract; it comes out of the product again.
+    An operand without kept axes gets one of length one, for backward products to contract.
 
     Returns:
-      The operands in canonical order, their axes, the axes of the product that have length one
-      because an operand had no kept axes, which `jax.lax.squeeze` takes out, and how the operands
-      in their new order get to the product.
-
-    Raises:
-      ValueError: contracting or batch sizes that differ, repeated or out-of-range axes, or an
-        MXArray whose blocks do not lie along the last contracting axis.
+      Operands, their axes, the axes of length one to squeeze out of the product, and the operands'
+      moves in their new order.
     """
     left, right = lhs, rhs
     if moves != STAY:
@@ -346,11 +330,7 @@ def check_dimension_numbers(
     rhs: AnyOperand | jax.ShapeDtypeStruct,
     dimension_numbers: lax.DotDimensionNumbers,
 ) -> tuple[Pair, Pair]:
-    """Dimension numbers with non-negative axes, checked against both shapes.
-
-    Raises:
-      ValueError: contracting or batch sizes that differ, or axes out of range.
-    """
+    """Dimension numbers with non-negative axes, checked against both shapes."""
     (lhs_k, rhs_k), (lhs_b, rhs_b) = dimension_numbers
     lhs_k, lhs_b = _axes(lhs_k, lhs, "lhs"), _axes(lhs_b, lhs, "lhs")
     rhs_k, rhs_b = _axes(rhs_k, rhs, "rhs"), _axes(rhs_b, rhs, "rhs")

@@ -1,8 +1,4 @@
-"""Programs saved by `jax.export`: the custom calls in them, and the handlers where they are loaded.
-
-Importing this module registers the handlers, so that a saved program finds them in a process that
-has only imported `mx_jax`. Nothing of JAX starts by that.
-"""
+"""Programs saved by `jax.export`. Importing this registers the handlers that a loaded one calls."""
 
 from mx_jax.backends.cpu_ffi import library
 

@@ -1,8 +1,4 @@
-"""What a product does to each operand before it multiplies, and what of it the gradients keep.
-
-An operand is transformed, prescaled and quantized. Where the gradients read what was quantized,
-after a transform its cotangent is transformed back; what the cast clipped is one bit an element.
-"""
+"""What a product does to each operand before it multiplies, and what of it the gradients keep."""
 
 import dataclasses
 import functools
@@ -24,7 +20,7 @@ from mx_jax.ops.arguments import Key, draw_signs, product_key, split_key
 from mx_jax.ops.product import AnyResidual, Residual, note_cast, noted
 from mx_jax.ops.quantize import cast_operand, dequantize_operand, quantize_operand
 from mx_jax.ops.remat import QUANTIZED
-from mx_jax.ops.sharded_operands import Placed, place
+from mx_jax.ops.sharded_operands import place
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.sharding.movement import STAY, Movement, Moves
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
@@ -44,51 +40,23 @@ def prepare_operands(
     moves: Moves = STAY,
     sides: Sides = SIDES,
 ) -> tuple[AnyOperand, AnyOperand]:
-    """Both operands as the product takes them: transformed, and quantized by their specs.
-
-    Each operand draws from its own key; a transform's signs, which both share, from a third. The
-    program's names call the operands by `sides`.
-    """
-    if moves != STAY:
-        return _prepare_moving(lhs, rhs, spec, axes, key, moves, sides)
-    lhs, rhs, (lhs_key, rhs_key) = transform_operands(lhs, rhs, spec, axes, key)
-    return (
-        prepare(lhs, spec.lhs, axes.lhs, lhs_key, side=sides[0]),
-        prepare(rhs, spec.rhs, axes.rhs, rhs_key, side=sides[1]),
-    )
-
-
-def _turned(
-    lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec, axes: ProductAxes, key: Key, moves: Moves
-) -> tuple[list[Placed], tuple[Any, Any]]:
-    """Operands where they are quantized, as they lie and transformed."""
-    lhs_key, rhs_key, _ = operand_keys(key)
-    placed = [
-        place(x, move, own, own_axes, own_key, spec.transform)
-        for x, move, own, own_axes, own_key in (
-            (lhs, moves[0], spec.lhs, axes.lhs, lhs_key),
-            (rhs, moves[1], spec.rhs, axes.rhs, rhs_key),
+    """Both operands as the product takes them: transformed, and quantized by their specs."""
+    # Each operand draws from its own key; a transform's signs, which both share, from a third.
+    if moves == STAY:
+        lhs, rhs, (lhs_key, rhs_key) = transform_operands(lhs, rhs, spec, axes, key)
+        return (
+            prepare(lhs, spec.lhs, axes.lhs, lhs_key, side=sides[0]),
+            prepare(rhs, spec.rhs, axes.rhs, rhs_key, side=sides[1]),
         )
-    ]
-    turned = transform_operands(placed[0].operand, placed[1].operand, spec, axes, key)
-    return placed, turned[:2]
-
-
-def _prepare_moving(
-    lhs: AnyOperand,
-    rhs: AnyOperand,
-    spec: MatmulSpec,
-    axes: ProductAxes,
-    key: Key,
-    moves: Moves,
-    sides: Sides,
-) -> tuple[AnyOperand, AnyOperand]:
-    """The same of operands that lie elsewhere: gathered before they are quantized, or after."""
-    placed, turned = _turned(lhs, rhs, spec, axes, key, moves)
+    lhs_key, rhs_key, _ = operand_keys(key)
+    given = (
+        (lhs, moves[0], spec.lhs, axes.lhs, lhs_key),
+        (rhs, moves[1], spec.rhs, axes.rhs, rhs_key),
+    )
+    placed = [place(*own, spec.transform) for own in given]
+    turned = transform_operands(placed[0].operand, placed[1].operand, spec, axes, key)[:2]
     results = []
-    for found, x, own, own_axes, side in zip(
-        placed, turned, (spec.lhs, spec.rhs), (axes.lhs, axes.rhs), sides, strict=True
-    ):
+    for found, x, (_, _, own, own_axes, _), side in zip(placed, turned, given, sides, strict=True):
         result = prepare(x, own, own_axes, found.key, found.tensor_scale, side)
         if found.move is not None and isinstance(result, MXArray):
             result = found.move.move_codes(result)
@@ -155,10 +123,7 @@ def prepare(
     tensor_scale: jax.Array | None = None,
     side: Side = "lhs",
 ) -> X | MXArray:
-    """One operand, quantized by its spec unless it is or stays what it was.
-
-    The program's names call it by its side, format, scale rule and axis.
-    """
+    """One operand, quantized by its spec unless it is or stays what it was."""
     if spec is None or isinstance(operand, Quantized):
         return operand
     values, blocks = prescaled(operand, spec), axes.blocks(spec.format)
@@ -181,10 +146,7 @@ def prescaled(x: jax.Array, spec: OperandSpec) -> jax.Array:
 
 
 def unscaled(product: jax.Array, lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec) -> jax.Array:
-    """A product without the prescales of its operands, as they were before quantizing.
-
-    An operand that came quantized never had one.
-    """
+    """A product without the prescales of its operands; one that came quantized never had any."""
     sides = (lhs, spec.lhs), (rhs, spec.rhs)
     prescales = [own.prescale for x, own in sides if own and not isinstance(x, Quantized)]
     factor = 1.0 / math.prod(prescales)
@@ -196,11 +158,8 @@ def unscaled(product: jax.Array, lhs: AnyOperand, rhs: AnyOperand, spec: MatmulS
 
 
 def reuse(operand: AnyOperand, product: MatmulSpec, axes: Axes) -> Operand:
-    """A saved operand, the right one of a backward product's spec.
-
-    Codes are reused if their blocks also lie along the new contracting axis (square blocks);
-    otherwise, and before a transform, they are dequantized, to be quantized anew.
-    """
+    """A saved operand, the right one of a backward product's spec."""
+    # Codes are reused if their blocks also lie along the new contracting axis (square blocks).
     spec = product.rhs
     if isinstance(operand, PackedMXArray):
         operand = operand.unpack()
@@ -217,10 +176,7 @@ def reuse(operand: AnyOperand, product: MatmulSpec, axes: Axes) -> Operand:
 def reuse_moved(
     operand: AnyOperand, move: Movement | None, product: MatmulSpec, axes: Axes
 ) -> tuple[Operand, Movement | None]:
-    """`reuse` of a saved operand that lies elsewhere, and how it gets to the product then.
-
-    Codes are gathered as they are, whatever becomes of them.
-    """
+    """`reuse` of an operand that is sharded: its codes are gathered as they are, before it."""
     if move is not None and isinstance(operand, MXArray):
         operand, move = place(operand, move, product.rhs, axes, None).operand, None
     return reuse(operand, product, axes), move
@@ -310,10 +266,8 @@ def mask_clipped(
     operand: AnyResidual,
     key: Key,
 ) -> jax.Array:
-    """An operand's cotangent without what the forward product clipped, if the recipe says so.
-
-    The cotangent of a kept operand is turned back too.
-    """
+    """The cotangent of an operand before its transform, without what the recipe masks of
+    clipped."""
     kept = isinstance(operand, Residual)
     if not kept and (not recipe.mask_clipped or isinstance(operand, Quantized)):
         return cotangent
@@ -353,10 +307,7 @@ def _turned_back(
 def _without_clipped(
     cotangent: jax.Array, operand: jax.Array, spec: OperandSpec, axes: Axes, signs: jax.Array | None
 ) -> jax.Array:
-    """The operand's cotangent without what belongs to clipped values.
-
-    With T the forward's transform: `T^-1(T(cotangent) * [|T(operand)| is representable])`.
-    """
+    """`T^-1(T(cotangent) * [|T(operand)| is representable])`, with T the forward's transform."""
     axis, blocks = axes.block_axis, axes.blocks(spec.format)
     values = operand if signs is None else transformed(operand, signs, axis)
     values = prescaled(values, spec)

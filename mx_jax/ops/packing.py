@@ -150,14 +150,11 @@ def _axes(weights: MXArray, contracting: int | Sequence[int] | None, num_batch: 
 def packed_for(
     rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers, operation: str = "dot_general"
 ) -> AnyOperand:
-    """A right operand; packed weights unpacked where their layout does not serve the product.
-
-    Unpacking is slow and goes unseen, so it warns, unless the product is going to be refused.
-    """
+    """A right operand; packed weights that do not serve the product unpacked, with a warning."""
     if not isinstance(rhs, PackedMXArray):
         return rhs
     (_, contracting), (_, batch) = dimension_numbers
-    contracting, batch = (_from_front(axes, rhs.ndim) for axes in (contracting, batch))
+    contracting, batch = (tuple(int(x) % rhs.ndim for x in axes) for axes in (contracting, batch))
     if rhs.serves(contracting, batch):
         return rhs
     blocked = tuple(axis % rhs.ndim for axis, _ in rhs.blocks)
@@ -221,10 +218,6 @@ def _tell(text: str) -> None:
         recorder.entries.append(text)
 
 
-def _from_front(axes: Sequence[int], ndim: int) -> tuple[int, ...]:
-    return tuple(int(axis) % ndim for axis in axes)
-
-
 def why_not_stored(recipe: MatmulRecipe) -> str | None:
     """Why a product by this recipe cannot read weights quantized before; None: it can."""
     spec = recipe.fwd.rhs
@@ -246,7 +239,7 @@ def store_weights(
     packed: bool,
     by: Callable[[jax.Array], MXArray] | None = None,
 ) -> MXArray | PackedMXArray:
-    """A weight as the right operand of `recipe`'s product: codes of the same bits.
+    """A weight `[*stack, ...]` as the right operand of `recipe`'s product: codes of the same bits.
 
     Args:
       x: `[*stack, ...]`, float32, bfloat16 or float16.
@@ -254,8 +247,7 @@ def store_weights(
       axes: of one weight of the stack in its product.
       num_stacked: how many leading axes count weights; each has a tensor scale of its own.
       packed: whether to lay the codes out for this machine, where its kernels have a layout.
-      by: another way from one weight of the stack to its codes; not mapped, so that it may look at
-        values.
+      by: another way to codes; a Python loop over the stack, so that it may look at values.
     """
     spec = recipe.fwd.rhs
     assert spec is not None

@@ -31,19 +31,13 @@ from mx_jax.packed import Quantized, unpacked
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CotangentAval:
-    """What the cotangent of a value has to be.
-
-    Attributes:
-      dtype: the value's dtype.
-      varying: the shard_map axes along which the value differs.
-    """
+    """dtype of the cotangent of a value, and the shard_map axes along which it varies."""
 
     dtype: np.dtype
     varying: frozenset[str]
 
     @classmethod
     def of(cls, value: jax.Array | None) -> "CotangentAval | None":
-        """The cotangent of a value, if there is one."""
         if value is None:
             return None
         return cls(dtype=np.dtype(value.dtype), varying=varying(value))
@@ -54,17 +48,11 @@ class CotangentAval:
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Residual:
-    """What the forward product took of an operand.
+    """What the forward product took of an operand."""
 
-    Attributes:
-      operand: codes, or values in high precision, after the transform.
-      clipped: which values the cast clipped, eight a byte along the last axis; None: not asked.
-      length: of the contracted axis before the transform padded it.
-    """
-
-    operand: AnyOperand
-    clipped: jax.Array | None
-    length: int
+    operand: AnyOperand  # codes, or values in high precision, after the transform
+    clipped: jax.Array | None  # eight a byte along the last axis; None: not asked
+    length: int  # of the contracted axis before the transform padded it
 
     def unmasked(self) -> "Residual":
         """The same, as if nothing had been clipped."""
@@ -91,16 +79,15 @@ ProductResiduals = tuple[AnyResidual, AnyResidual, Avals, Saved]
 
 
 class Product(Protocol[Result, Extra, Saved]):
-    """One kind of product: a frozen value, static under `jit`.
+    """One kind of product: a frozen value, static under `jit`."""
 
-    `extra` is whatever else it depends on: a key, group sizes, scale states.
-    """
+    # `extra` is whatever else it depends on: a key, group sizes, scale states.
 
     def forward(
         self, lhs: AnyResidual, rhs: AnyResidual, extra: Extra, stored: tuple[Side, ...] = ()
     ) -> Result:
-        """The product of operands as they came, or as `keep` gives them; `stored` names those that
-        came quantized: weights could have come packed."""
+        """The product of operands as they came, or as `keep` gives them."""
+        # `stored` names those that came quantized: weights could have come packed.
         ...
 
     def keep(
@@ -112,11 +99,7 @@ class Product(Protocol[Result, Extra, Saved]):
     def cotangents(
         self, g: Result, saved: Saved, both: bool
     ) -> tuple[tuple[Operand, Operand], Any]:
-        """g as the products for lhs and for rhs take it, and the cotangent of `extra`.
-
-        Returns:
-          Both, and the cotangent of `extra`; None if that is integers and keys.
-        """
+        """g as the products for lhs and rhs take it, and the cotangent of `extra` if it has one."""
         ...
 
     def gradient(
@@ -130,8 +113,7 @@ class Product(Protocol[Result, Extra, Saved]):
         ...
 
     def free(self, side: Side | None) -> tuple[Free, ...]:
-        """The axes that the product, or the cotangent of a side, has from one operand alone, along
-        which parts of it can be computed; g is the first operand of a cotangent."""
+        """The axes that the product has from one operand alone; for a cotangent g is operand 0."""
         ...
 
     def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Saved) -> jax.Array:
@@ -143,19 +125,12 @@ AnyProduct = Product[Any, Any, Any]
 
 
 class Cast(NamedTuple):
-    """One operand of a product, as it is quantized.
-
-    Attributes:
-      before: what the cast is given: transformed and prescaled, if the recipe does so.
-      after: what it gives.
-      rule: name of the scale rule.
-      axis: that blocks lie along, from the end.
-    """
+    """One operand of a product before its cast (transformed, prescaled) and after it."""
 
     before: jax.Array
     after: MXArray
-    rule: str
-    axis: int
+    rule: str  # name of the scale rule
+    axis: int  # that blocks run along, from the end
 
 
 @contextlib.contextmanager
@@ -185,20 +160,14 @@ _computed: contextvars.ContextVar[Name] = contextvars.ContextVar("product", defa
 
 
 class Primal(NamedTuple):
-    """An operand as it enters a product.
+    """An operand as it enters a product."""
 
-    Attributes:
-      value: what has a gradient; None if nothing has.
-      codes: what multiplies; None if the value does.
-    """
-
-    value: jax.Array | None
-    codes: Quantized | None
+    value: jax.Array | None  # what has a gradient; None if nothing has
+    codes: Quantized | None  # what multiplies; None if the value does
 
     @classmethod
     def of(cls, operand: AnyOperand) -> "Primal":
-        """An MXArray that was quantized in the same trace hands its cotangent to what it was made
-        of; any other has none."""
+        """Codes that were made of a value in the same trace pass their cotangent to that value."""
         if isinstance(operand, Quantized):
             return cls(operand.primal if isinstance(operand, MXArray) else None, operand)
         return cls(operand, None)
@@ -212,16 +181,12 @@ class Primal(NamedTuple):
 
     @property
     def operand(self) -> Any:
-        """What multiplies."""
         return self.value if self.codes is None else self.codes
 
 
 def one_program(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates what is computed by one `jit` of its own where nothing is traced.
-
-    A trace gets its equations as they are: under a `jit` of their own they would lose their names
-    (inlined), or take many lines of the jaxpr (not inlined).
-    """
+    """Decorates what is computed by one `jit` of its own where nothing is traced."""
+    # In a trace, a `jit` loses its equations' names (inlined) or takes many lines of the jaxpr.
 
     def decorate(compute: Callable[P, R]) -> Callable[P, R]:
         jitted = jax.jit(compute, static_argnames=static)
@@ -249,19 +214,15 @@ def stored_sides(lhs: Primal, rhs: Primal) -> tuple[Side, ...]:
 def differentiable(
     product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
 ) -> Result:
-    """What `product.forward` gives, with the product's own gradient.
-
-    Derivatives of the gradient are those of the product in float32, its casts being identities.
-    Whoever calls it says `with follow(lhs, rhs)`.
-    """
+    """What `product.forward` gives, with the product's own gradient; called in `follow(...)`."""
+    # Derivatives of the gradient are those of the product in float32, its casts being identities.
     return product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
 
 
 def run_product(
     product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
 ) -> Result:
-    """`differentiable`, but of concrete operands, which nothing differentiates, `forward` alone:
-    `custom_vjp` would take longer than a small product."""
+    """`differentiable`; of concrete operands `forward` alone: custom_vjp costs more than it."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((lhs, rhs, extra))):
         return differentiable(product, lhs, rhs, extra)
     return product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
@@ -394,10 +355,8 @@ def sum_over(cotangent: jax.Array, own: frozenset[str]) -> jax.Array:
 
 
 def max_like(value: jax.Array, state: jax.Array) -> jax.Array:
-    """The largest over vmap's lanes and shard_map's shards that share a state.
-
-    With `check_vma=False` JAX does not say what differs: all axes of the mesh count then.
-    """
+    """The largest over vmap's lanes and shard_map's shards that share a state."""
+    # With `check_vma=False` JAX does not say what differs: all axes of the mesh count then.
     axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     if any(varying(lax.axis_index(axis)) for axis in axes):
         axes = varying(value) - varying(state)
@@ -441,8 +400,6 @@ class _Derivative:
         return type(self.function).__name__
 
     def compute(self, *leaves: jax.Array) -> list[jax.Array]:
-        """What is differentiated."""
-
         def compute(*leaves: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(self.function(*jax.tree.unflatten(self.tree, leaves)))
 

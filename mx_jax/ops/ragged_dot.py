@@ -162,33 +162,23 @@ def ragged_dot(
 
 
 class _Extra(NamedTuple):
-    """What a product depends on besides its operands."""
-
     sizes: jax.Array
     key: Key
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedProduct:
-    """`[m, k]` by `[g, k, n]` to `[m, n]`, by a recipe.
-
-    Attributes:
-      recipe: formats of the product and of its two gradient products.
-      out_dtype: dtype of the product.
-      precision: for high-precision operands.
-      move: how rhs gets to the products that multiply it; None: it is there.
-    """
+    """`[m, k]` by `[g, k, n]` to `[m, n]`, by a recipe."""
 
     recipe: MatmulRecipe
     out_dtype: np.dtype
     precision: lax.PrecisionLike
-    move: Movement | None = None
+    move: Movement | None = None  # how rhs gets to the products that multiply it; None: it is there
 
     @one_program("self", "stored")
     def forward(
         self, lhs: AnyResidual, rhs: AnyResidual, extra: _Extra, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
-        """The product."""
         spec = self.recipe.fwd
         if isinstance(lhs, Residual) or isinstance(rhs, Residual):
             lhs, rhs, spec = as_taken(lhs, rhs, spec)
@@ -200,7 +190,6 @@ class RaggedProduct:
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: _Extra
     ) -> tuple[AnyResidual, AnyResidual, _Extra]:
-        """The operands as they came, or as the product took them."""
         if self.recipe.residuals is Residuals.QUANTIZED:
             return *self._taken(lhs, rhs, extra), extra
         return lhs, rhs, extra
@@ -240,7 +229,6 @@ class RaggedProduct:
     def masked(
         self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: _Extra
     ) -> jax.Array:
-        """The cotangent without what the product clipped, as the operand lay before."""
         if side == "lhs" and not isinstance(own, Residual):
             own = without_unused(own, saved.sizes)
         return mask_clipped(self.recipe, side, _FORWARD, cotangent, own, saved.key)
@@ -271,7 +259,6 @@ class RaggedProduct:
         return product if move is None else move.move_back(product)
 
     def in_high_precision(self) -> "RaggedProduct":
-        """The same product of values as they are, in float32."""
         wide, precision = np.dtype(np.float32), lax.Precision.HIGHEST
         return dataclasses.replace(self, recipe=HIGH_PRECISION, out_dtype=wide, precision=precision)
 
@@ -288,7 +275,6 @@ def _scaled(
     axes: ProductAxes,
     stored: bool = False,
 ) -> jax.Array:
-    """A product of prepared operands, on the backend that takes it."""
     dtype, precision = how.out_dtype, how.precision
     if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
         contracting = axes.lhs.block_axis, axes.rhs.block_axis

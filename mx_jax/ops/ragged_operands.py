@@ -185,12 +185,7 @@ def _quantize_groups(
 
 
 def as_group_sizes(group_sizes: jax.typing.ArrayLike | Sequence[int]) -> jax.Array:
-    """Group sizes as an array of integers.
-
-    Raises:
-      TypeError: they are no integers.
-      ValueError: numbers known here that are negative, or larger than JAX's integers.
-    """
+    """Group sizes as an array of integers; known ones that it could not hold are refused."""
     if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(group_sizes)):
         _check_numbers(np.asarray(group_sizes))
     sizes = group_sizes if isinstance(group_sizes, jax.Array) else jnp.asarray(group_sizes)
@@ -217,10 +212,8 @@ def _check_numbers(sizes: np.ndarray) -> None:
 
 
 def at_most(sizes: jax.Array, num_rows: int) -> jax.Array:
-    """Sizes as int32: no group has more than all rows.
-
-    Narrow integers would overflow when sizes are added up, wide ones when they are made narrow.
-    """
+    """Sizes as int32: no group has more than all rows."""
+    # Narrow integers would overflow when sizes are added up, wide ones when they are made narrow.
     if sizes.dtype.itemsize >= 4:
         sizes = jnp.minimum(sizes, jnp.asarray(num_rows, sizes.dtype))
     return sizes.astype(jnp.int32)
@@ -296,11 +289,8 @@ def on_automatic_axes(
     extra: R,
     recipe: MatmulRecipe,
 ) -> jax.Array:
-    """A ragged product, on explicit mesh axes as on automatic ones.
-
-    JAX infers no types of ragged products. Types say where operands lie, and the product's rows
-    lie as those of lhs do, its columns as those of rhs that are not gathered.
-    """
+    """A ragged product, on explicit mesh axes as on automatic ones."""
+    # JAX infers no types of ragged products: rows are sharded as lhs's, columns as rhs's that stay.
     if (mesh := explicit_mesh(lhs, rhs)) is None:
         return multiply(lhs, rhs, extra, recipe)
     with jax.sharding.use_abstract_mesh(mesh):

@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -92,29 +91,20 @@ class Tag:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where in a model a trace is.
-
-    Attributes:
-      names: parts of the path.
-      module: path of the innermost module of Flax's, as Flax has it.
-      base: the names around the outermost of these.
-      loops: for each index in context, its place in the order of the trace.
-      counted: whether the innermost index was counted for the user, who may give a better one.
-      calls: which use of each part of the path this is, in its function.
-      uses: how often each path below was entered from here.
-    """
+    """Where in a model a trace is, by the parts of its path."""
 
     names: tuple[str, ...] = ()
-    module: tuple[str, ...] = ()
-    base: tuple[str, ...] = ()
-    loops: tuple[int, ...] = ()
+    module: tuple[str, ...] = ()  # path of the innermost module of Flax's, as Flax has it
+    base: tuple[str, ...] = ()  # the names around the outermost of these
+    loops: tuple[int, ...] = ()  # for each index in context, its place in the order of the trace
+    # Whether the innermost index was counted for the user, who may give a better one.
     counted: bool = False
-    calls: tuple[int, ...] = ()
+    calls: tuple[int, ...] = ()  # which use of each part of the path this is, in its function
+    # How often each path below was entered from here.
     uses: dict[str, int] = dataclasses.field(default_factory=dict, compare=False)
 
     @property
     def path(self) -> str:
-        """The names, parted by `/`."""
         return "/".join(self.names)
 
 
@@ -169,10 +159,7 @@ def _indexed(here: Place, index: IntScalar) -> Iterator[Place]:
 
 @contextlib.contextmanager
 def iteration(index: IntScalar) -> Iterator[None]:
-    """A context around the body of a scan whose index the loop counts itself.
-
-    However often the body is traced, its products are the same ones.
-    """
+    """A context around the body of a scan that counts: one index, however often it is traced."""
     here: Place = dataclasses.replace(place.value, counted=False)
     with contextlib.ExitStack() as stack:
         inside = stack.enter_context(_indexed(here, index))
@@ -181,11 +168,9 @@ def iteration(index: IntScalar) -> Iterator[None]:
 
 
 def entered(here: Place) -> Place:
-    """A place that is entered now: with the number of times that it was before, from where it is.
-
-    Traced again, the same use has the same number. What is entered from nowhere counts in each
-    trace for itself; nothing says where a function begins that nothing traces.
-    """
+    """A place that is entered now, with the number of times that it was before from here."""
+    # Traced again, the same use has the same number. What is entered from nowhere counts in each
+    # trace for itself; nothing says where a function begins that nothing traces.
     around: Place = place.value
     if around.calls:
         count = around.uses.get(here.path, 0)
@@ -201,11 +186,8 @@ def entered(here: Place) -> Place:
     return dataclasses.replace(here, calls=(*here.calls, count), uses={})
 
 
-def within(module: tuple[str, ...]) -> AbstractContextManager[Any]:
-    """A context below a module of Flax's, by its path.
-
-    A part of the module around it adds its own names; another, such as a shared one, starts anew.
-    """
+def within(module: tuple[str, ...]) -> contextlib.AbstractContextManager[Any]:
+    """A context below a module of Flax's, by its path; a shared one starts its names anew."""
     here: Place = place.value
     known = len(here.module)
     if known and module == here.module:
@@ -225,17 +207,11 @@ def within(module: tuple[str, ...]) -> AbstractContextManager[Any]:
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Counters:
-    """The step of training and the indices of loops, known only while the program runs.
-
-    Attributes:
-      step: of training, int32, or None.
-      index: of the layer, int32, for each loop in context, outermost first.
-      on_host: whether the step is a Python number, known outside the program.
-    """
+    """The step of training and the indices of loops, int32, known only while the program runs."""
 
     step: jax.Array | None = None
-    index: tuple[jax.Array, ...] = ()
-    on_host: bool = False
+    index: tuple[jax.Array, ...] = ()  # of the layer, for each loop in context, outermost first
+    on_host: bool = False  # whether the step is a Python number, known outside the program
 
 
 # The captures in context. In jit's cache key: what was traced without one, elsewhere or for other
@@ -375,13 +351,7 @@ POSITIONS = 128
 
 
 class Free(NamedTuple):
-    """An axis that a product has from one of its operands.
-
-    Attributes:
-      operand: 0 or 1.
-      axis: of the operand.
-      result: the axis of the product that it becomes.
-    """
+    """An axis of operand 0 or 1 that a product has from it alone, and the one that it becomes."""
 
     operand: int
     axis: int
@@ -389,11 +359,7 @@ class Free(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """Which positions count.
-
-    Attributes:
-      strides: from one position to the next, along each axis that does not count whole.
-    """
+    """Strides from one compared position to the next, along each axis that does not count whole."""
 
     strides: tuple[tuple[Free, int], ...]
 
@@ -414,11 +380,9 @@ class Sample(NamedTuple):
         return cls(tuple(found))
 
     def operand(self, x: jax.Array, number: int) -> jax.Array:
-        """What of an operand counts."""
         return _every(x, {axis.axis: s for axis, s in self.strides if axis.operand == number})
 
     def product(self, x: jax.Array) -> jax.Array:
-        """What of the product counts."""
         return _every(x, {axis.result: stride for axis, stride in self.strides})
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.mxarray import MXArray
+from mx_jax.ops import tags
 from mx_jax.ops.product import (
     AnyProduct,
     AnyResidual,
@@ -38,60 +39,35 @@ from mx_jax.ops.product import (
     values,
     zero_cotangents,
 )
-from mx_jax.ops.tags import (
-    GRADIENT,
-    Counters,
-    Free,
-    Place,
-    Sample,
-    Tag,
-    counters,
-    entered,
-    numbers,
-    place,
-    watching,
-)
-from mx_jax.ops.tags import Product as Name
 from mx_jax.packed import Quantized, unpacked
 
-Casts = Mapping[tuple[Name, Side], Cast]
+Casts = Mapping[tuple[tags.Product, Side], Cast]
 
 # The rule of operands that came quantized, as tags have it.
 STORED = "stored"
 
 
 class Observation(NamedTuple):
-    """An operand before its cast and after, or a product in float32 and as it is.
+    """An operand before its cast and after, or a product in float32 and as it is."""
 
-    Attributes:
-      before: the values, of a large product a sample; None of an operand that came quantized.
-      after: an MXArray, or the product.
-      compared: of a product, the entries of `after` that `before` has.
-    """
-
-    before: jax.Array | None
+    before: jax.Array | None  # of a large product a sample; None of an operand that came quantized
     after: MXArray | jax.Array
-    compared: jax.Array | None = None
+    compared: jax.Array | None = None  # of a product, the entries of `after` that `before` has
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ObservedProduct:
-    """One of the three products; nothing is computed before it is asked for.
-
-    Attributes:
-      name: of the product.
-      casts: what it quantized, and perhaps other products.
-      errors: the product, of which all entries are compared or a sample.
-      operands: as they came, of the forward product.
-    """
+    """One of the three products; nothing is computed before it is asked for."""
 
     site: "CallSite"
-    name: Name
-    casts: Casts
+    name: tags.Product
+    casts: Casts  # what it quantized, and perhaps other products
+    # The product, of which all entries are compared or a sample.
     errors: Callable[[bool], Observation]
+    # As they came, of the forward product.
     operands: tuple[AnyOperand | None, AnyOperand | None] = (None, None)
 
-    def observations(self, whole: bool) -> Iterator[tuple[Tag, Callable[[], Observation]]]:
+    def observations(self, whole: bool) -> Iterator[tuple[tags.Tag, Callable[[], Observation]]]:
         """Tags, and functions that compute their observations."""
         sides: tuple[Side, Side] = ("lhs", "rhs")
         found = [
@@ -107,9 +83,9 @@ class ObservedProduct:
             tag = self._tag(None, None, formats, self._both(found, lambda cast: cast.rule))
             yield tag, lambda: self.errors(whole)
 
-    def _tag(self, side: Side | None, axis: int | None, format: str, rule: str) -> Tag:
+    def _tag(self, side: Side | None, axis: int | None, format: str, rule: str) -> tags.Tag:
         site = self.site
-        return Tag(
+        return tags.Tag(
             path=site.path,
             product=self.name,
             side=side,
@@ -144,30 +120,28 @@ def _stored(operand: AnyOperand | None) -> Stored | None:
 
 
 class Watcher(Protocol):
-    """A capture; equal only to itself, since jit's key has it.
+    """A capture; equal only to itself, since jit's key has it."""
 
-    Attributes:
-      uses: of each path that was entered from none, the trace that did last, and how often.
-      calls: the uses of each path, numbered.
-    """
-
+    # Of each path that was entered from none, the trace that did last, and how often.
     uses: dict[str, tuple[Any, int]]
-    calls: dict[str, dict[tuple[int, ...], int]]
+    calls: dict[str, dict[tuple[int, ...], int]]  # the uses of each path, numbered
 
-    def is_due(self, step: int) -> bool:
-        """Whether it records a step."""
-        ...
+    def is_due(self, step: int) -> bool: ...
 
     def at_host_step(self, step: int) -> AbstractContextManager[Any]:
         """A context of a step that is known on the host, and in no program."""
         ...
 
-    def observe(self, product: ObservedProduct, now: Counters) -> Any:
+    def observe(self, product: ObservedProduct, now: tags.Counters) -> Any:
         """Statistics of a forward product, as arrays."""
         ...
 
     def record(
-        self, forward: Any, products: Sequence[ObservedProduct], site: "CallSite", now: Counters
+        self,
+        forward: Any,
+        products: Sequence[ObservedProduct],
+        site: "CallSite",
+        now: tags.Counters,
     ) -> None:
         """Send to the host what `observe` gave, or None, and statistics of more products."""
         ...
@@ -175,37 +149,30 @@ class Watcher(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class CallSite:
-    """Where a product is called, and the captures there.
-
-    Attributes:
-      watchers: the captures.
-      path: of the product's module.
-      call: which use of the path this is in its function.
-      order: place in the order in which a trace met loops and products.
-    """
+    """Where a product is called, and the captures there."""
 
     watchers: tuple[Watcher, ...]
     path: str
-    call: int
-    order: tuple[int, ...]
+    call: int  # which use of the path this is in its function
+    order: tuple[int, ...]  # place in the order in which a trace met loops and products
 
 
 def call_site() -> CallSite:
     """The site of the product that is being traced."""
-    here: Place = place.value
-    watchers: tuple[Watcher, ...] = watching.value
+    here: tags.Place = tags.place.value
+    watchers: tuple[Watcher, ...] = tags.watching.value
     path = here.path or "unnamed"
     # Numbered as they come, once for all traces: a shared module in another is one number too.
     known = watchers[0].calls.setdefault(path, {})
-    call = known.setdefault(entered(here).calls, len(known))
-    return CallSite(watchers, path, call, (*here.loops, next(numbers)))
+    call = known.setdefault(tags.entered(here).calls, len(known))
+    return CallSite(watchers, path, call, (*here.loops, next(tags.numbers)))
 
 
 def watched(
     product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
 ) -> Result:
     """`differentiable`, reported to the captures in context."""
-    return _watched(product, call_site(), lhs, rhs, extra, counters())
+    return _watched(product, call_site(), lhs, rhs, extra, tags.counters())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -215,7 +182,7 @@ def _watched(
     lhs: Primal,
     rhs: Primal,
     extra: Extra,
-    now: Counters,
+    now: tags.Counters,
 ) -> Result:
     with noted_casts() as casts:
         result = product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
@@ -243,7 +210,7 @@ def _watched_fwd(product: AnyProduct, site: CallSite, left: Primal, right: Prima
 def _watched_bwd(
     product: Product[Result, Extra, Saved],
     site: CallSite,
-    saved: tuple[ProductResiduals[Saved], tuple[Any, ...], Counters],
+    saved: tuple[ProductResiduals[Saved], tuple[Any, ...], tags.Counters],
     g: Result,
 ):
     residuals, seen, now = saved
@@ -278,7 +245,7 @@ def _forward(
     def errors(whole: bool) -> Observation:
         exact, actual = product.in_high_precision(), only(result)
         operands = values(lhs.operand), values(rhs.operand)
-        sample = Sample.of(() if whole else exact.free(None), operands, actual)
+        sample = tags.Sample.of(() if whole else exact.free(None), operands, actual)
         left, right = map(sample.operand, operands, (0, 1))
         return Observation(exact.forward(left, right, extra), actual, sample.product(actual))
 
@@ -314,18 +281,18 @@ def _backward(
             exact, actual = product.in_high_precision(), given.value
             assert actual is not None
             operands = only(g), values(other)
-            sample = Sample.of(() if whole else _free(exact, side, own), operands, actual)
+            sample = tags.Sample.of(() if whole else _free(exact, side, own), operands, actual)
             left, right = map(sample.operand, operands, (0, 1))
             value = sum_over(exact.gradient(side, left, right, wide, saved), aval.varying)
             if isinstance(own, Residual):
                 value = product.masked(side, value, own.unmasked(), saved)
             return Observation(value, actual, sample.product(actual))
 
-        yield ObservedProduct(site, GRADIENT[side], casts, errors)
+        yield ObservedProduct(site, tags.GRADIENT[side], casts, errors)
 
 
-def _free(product: AnyProduct, side: Side, own: AnyResidual) -> tuple[Free, ...]:
-    """Along which axes a gradient can be compared in part: what turned the residual takes all
-    that the other one gives."""
+def _free(product: AnyProduct, side: Side, own: AnyResidual) -> tuple[tags.Free, ...]:
+    """Along which axes a gradient can be compared in part."""
+    # What turned the residual takes all that the other one gives.
     free = product.free(side)
     return tuple(axis for axis in free if not axis.operand) if isinstance(own, Residual) else free

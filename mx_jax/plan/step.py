@@ -400,10 +400,8 @@ def _between_stages(own: Movement, model: Model, setup: Setup, recipe: MatmulRec
 
 
 def is_repeated(own: Movement, linear: Linear, setup: Setup, recipe: MatmulRecipe) -> bool:
-    """Whether it happens once more in the backward pass, in a block that is rematerialized.
-
-    Values that the backward pass gathers anyway are gathered once for both.
-    """
+    """Whether it happens once more in the backward pass, in a block that is rematerialized."""
+    # Values that the backward pass gathers anyway are gathered once for both.
     if own.during != "forward" or setup.remat == "none" or not linear.recomputed:
         return False
     if own.collective != "all-gather" or moved_bytes(own, linear, setup, recipe)[1]:
@@ -420,8 +418,7 @@ def is_repeated(own: Movement, linear: Linear, setup: Setup, recipe: MatmulRecip
 def moved_bytes(
     own: Movement, linear: Linear, setup: Setup, recipe: MatmulRecipe
 ) -> tuple[float, bool]:
-    """Bytes of the whole tensor, or of the part that devices along the axis share, and whether they
-    are codes."""
+    """Bytes of a tensor, or of the part that devices along the axis share; whether of codes."""
     shape = _shape(own, linear, setup)
     formats = [_format(recipe, operand) for operand in own.operands]
     count = setup.matrices(linear) if own.tensor.startswith("weight") else 1
@@ -459,10 +456,7 @@ def _format(recipe: MatmulRecipe, operand: tuple[str, Side]) -> BlockFormat | No
 def _blocks(
     format: BlockFormat, tensor: str, operand: tuple[str, Side]
 ) -> tuple[int | None, int | None]:
-    """Sizes of blocks along both axes of a weight `[k, n]` or of activations `[tokens, features]`.
-
-    `fwd` contracts k, `dlhs` n and `drhs` the tokens.
-    """
+    """Sizes of blocks along both axes of a weight `[k, n]` or of `[tokens, features]`."""
     kept, contracting = (size if isinstance(size, int) else None for size in format.block)
     product, _ = operand
     first = product == "drhs" or (tensor == "weight" and product == "fwd")

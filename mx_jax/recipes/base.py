@@ -46,10 +46,8 @@ UNCLIPPED: tuple[scale_rules.ScaleRule, ...] = (scale_rules.RCEIL, scale_rules.A
 
 
 def clips(rule: scale_rules.ScaleRule, format: formats.BlockFormat) -> bool:
-    """Whether one of the library's own rules leaves values of a block above its largest code.
-
-    Nothing is known of other rules, unless a threshold defines them: see `PowerOfTwo`.
-    """
+    """Whether one of the library's own rules leaves values of a block above its largest code."""
+    # Nothing is known of other rules, unless a threshold defines them: see `PowerOfTwo`.
     if rule in UNCLIPPED or rule.correction is not None:
         return False
     if rule.threshold is not None:
@@ -61,11 +59,9 @@ def clips(rule: scale_rules.ScaleRule, format: formats.BlockFormat) -> bool:
 
 
 def measured_operand(format: FormatLike, rounding: Rounding | str = "nearest") -> OperandSpec:
-    """The operand spec of a format with the rule that loses least.
-
-    Stochastic rounding is right on average only where nothing clips: with it, power-of-two scales
-    are RCEIL's, and those of NVFP4 leave headroom for their own rounding.
-    """
+    """The operand spec of a format with the rule that loses least."""
+    # Stochastic rounding is right on average only where nothing clips: with it, power-of-two scales
+    # are RCEIL's, and those of NVFP4 leave headroom for their own rounding.
     format, rounding = formats.block_format(format), rounding_mode(rounding)
     known = known_block(format)
     rule = known and MEASURED_RULES.get(known)
@@ -386,7 +382,6 @@ class Recipe(MatmulRecipe):
         return f"{start}.with_({arguments_of(self, changed)})"
 
     def _repr_html_(self) -> str:
-        """What notebooks show: the operands of the three products."""
         specs = {product: getattr(self, product) for product in TENSORS}
         rows = [
             (product, spec.lhs or "high precision", spec.rhs or "high precision", spec.transform)

@@ -19,11 +19,9 @@ from mx_jax.specs import MatmulSpec, OperandSpec, Residuals, operand
 
 
 def named(recipe: Callable[[], Recipe]) -> Callable[[], Recipe]:
-    """Enter a recipe by the name of its function.
-
-    It is not called yet: float8's formats depend on JAX's platform, and a program may still have to
-    choose it, or to start jax.distributed, when it imports this.
-    """
+    """Enter a recipe by the name of its function."""
+    # It is not called yet: float8's formats depend on JAX's platform, and a program may still have
+    # to choose it, or to start jax.distributed, when it imports this.
     enter_recipe(recipe.__name__, recipe)
     return recipe
 

@@ -160,13 +160,11 @@ def _in_groups(
 def _times(
     groups: jax.Array, square: np.ndarray, within: int, precision: lax.Precision
 ) -> jax.Array:
-    """Each group by a symmetric matrix, summed in float32.
-
-    Where groups do not lie along the last axis, a matrix for each of those before them multiplies
-    from the left, so that no axis moves: XLA on CPU, which computes what depends on constants alone
-    when it compiles, has given wrong numbers for a product of constants whose axes moved after it
-    (jaxlib 0.10.2 and 0.12.0).
-    """
+    """Each group by a symmetric matrix, summed in float32."""
+    # Where groups do not lie along the last axis, a matrix for each of those before them multiplies
+    # from the left, so that no axis moves: XLA on CPU, which computes what depends on constants
+    # alone when it compiles, has given wrong numbers for a product of constants whose axes moved
+    # after it (jaxlib 0.10.2 and 0.12.0).
     product = functools.partial(
         lax.dot_general, precision=precision, preferred_element_type=jnp.float32
     )

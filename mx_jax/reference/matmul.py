@@ -52,12 +52,7 @@ def scaled_matmul(
 
 
 class ScaledValues(NamedTuple):
-    """Float32 values that stand for `values * factor`, a power of two.
-
-    Attributes:
-      values: of the operand's shape.
-      factor: a number, or a float32 scalar array if it depends on the operand's data.
-    """
+    """Float32 values that stand for `values * factor`, a power of two, perhaps a scalar array."""
 
     values: jax.Array
     factor: Any = 1.0
@@ -103,15 +98,11 @@ def attend(
     """Causal attention: `softmax(q k^T / sqrt(features)) v`, each query over rows up to its own.
 
     Args:
-      shared: queries `[matrices, heads * tokens, features]`, those of the heads that a matrix of
-        keys serves.
+      shared: queries `[matrices, heads * tokens, features]`, of the heads that share keys.
       keys: `[matrices, length, features]`, as values or as codes.
       values: likewise.
       position: row of the first token.
       tokens: how many of a head follow each other.
-
-    Returns:
-      Like shared, in the dtype that keys and values promote to.
     """
     keys, values = _row_values(keys), _row_values(values)
     scores = jnp.einsum("hqd,hkd->hqk", shared, keys, preferred_element_type=jnp.float32)

@@ -1,9 +1,8 @@
 """Rows in consecutive groups, in plain jnp: padded layouts, scales by group, ragged products.
 
-Blocks that lie along the rows, or hold several, start at each group's first row, so that no block
-crosses a group border. Group sizes are data and shapes are not: a layout has a fixed length in
-which every group starts at a multiple of the block, or, for blocks that hold a whole group, each
-row takes the scale of its group.
+Blocks that hold several rows start at each group's first row, so that none crosses a group border.
+Group sizes are data and shapes are not: a layout has a fixed length in which every group starts at
+a multiple of the block, or, for blocks of a whole group, each row takes the scale of its group.
 """
 
 import dataclasses
@@ -32,21 +31,13 @@ from mx_jax.reference.matmul import scaled_values, unscaled
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RaggedRows:
-    """The places of rows in a layout whose groups start at multiples of `unit`.
+    """The places of rows in a layout whose groups start at multiples of `unit`."""
 
-    Attributes:
-      unit: rows that a group is padded to a multiple of; 1 leaves every row in its place.
-      sizes: int32 `[g]`, rows of each group in the layout.
-      group: int32 `[p]`, the group of each row of the layout; g behind the last group.
-      source: int32 `[p]`, the row that stands there; m for padding.
-      position: int32 `[m]`, where each row stands; p for a row of no group.
-    """
-
-    unit: int
-    sizes: jax.Array
-    group: jax.Array
-    source: jax.Array
-    position: jax.Array
+    unit: int  # 1 leaves every row in its place
+    sizes: jax.Array  # int32 `[g]`, rows of each group in the layout
+    group: jax.Array  # int32 `[p]`, the group of each row of the layout; g behind the last group
+    source: jax.Array  # int32 `[p]`, the row that stands there; m for padding
+    position: jax.Array  # int32 `[m]`, where each row stands; p for a row of no group
 
     def place(self, x: jax.Array) -> jax.Array:
         """`[m, c]` in the layout, `[p, c]`: padding and rows of no group are zeros."""
@@ -65,16 +56,8 @@ class RaggedRows:
 
 
 def ragged_rows(group_sizes: jax.Array, num_rows: int, unit: int) -> RaggedRows:
-    """The layout of `num_rows` rows in consecutive groups.
-
-    Args:
-      group_sizes: int32 `[g]`, not negative; what they add up to beyond `num_rows` is cut off.
-      num_rows: m.
-      unit: a positive number of rows.
-
-    Returns:
-      A layout of p rows, `p <= m + min(g, m) * (unit - 1)`.
-    """
+    """The layout of m rows in groups: p rows, `p <= m + min(g, m) * (unit - 1)`."""
+    # What sizes, int32 `[g]`, add up to beyond `num_rows` is cut off.
     num_groups = group_sizes.shape[0]
     ends = _sums_up_to(num_rows, group_sizes)
     starts = jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
@@ -127,10 +110,8 @@ def _without_rows(blocks: Blocks) -> Blocks:
 
 
 def group_peaks(x: jax.Array, rows: RaggedRows) -> jax.Array:
-    """The largest magnitude of each column within each group, float32 `[g, 1, c]` of `[p, c]`.
-
-    Found as an integer, so subnormals, infinities and NaN come out as they are; 0 without rows.
-    """
+    """The largest magnitude of each column within each group, float32 `[g, 1, c]` of `[p, c]`."""
+    # Found as an integer, so subnormals, infinities and NaN come out as they are; 0 without rows.
     magnitudes = float32.to_bits(x) & float32.ABS
     peaks = jax.ops.segment_max(
         magnitudes, rows.group, num_segments=rows.sizes.shape[0], indices_are_sorted=True
@@ -207,8 +188,7 @@ def grouped_dot(
     precision: lax.PrecisionLike,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """`lax.ragged_dot_general` of the operands of `scaled_ragged_dot`, with what it has not: `vmap`
-    of some operands, and derivatives of its derivatives in every order."""
+    """`lax.ragged_dot_general`, but with `vmap` of some operands and second derivatives."""
     how = {"precision": precision, "preferred_element_type": np.dtype(dtype)}
     return _grouped.bind(*vary_alike((lhs, rhs, group_sizes)), contracting=contracting, **how)
 

@@ -1,8 +1,7 @@
 """Statistics of a cast, in plain jnp: what every backend must match, counts exactly.
 
-A statistic is a few sums and maxima, so that those of vmap's lanes and of shards add up to those of
-the whole. Squares are of values over the power of two of the largest one: gradients of 1e-25 have
-an SQNR too.
+Sums and maxima, so that those of vmap's lanes and of shards add up. Squares are of values over the
+power of two of the largest one: gradients of 1e-25 have an SQNR too.
 """
 
 import dataclasses
@@ -112,11 +111,9 @@ def _at_limit(codes: jax.Array, element: ElementFormat) -> jax.Array:
 
 
 def _exponents(after: MXArray) -> jax.Array:
-    """How many scales have which exponent, by float32's field of it.
-
-    Of both halves of the field a row of 0 and 1; their product counts pairs of halves. That is 32
-    comparisons a scale, not 256, and no scatter.
-    """
+    """How many scales have which exponent, by float32's field of it."""
+    # Of both halves of the field a row of 0 and 1; their product counts pairs of halves. That is 32
+    # comparisons a scale, not 256, and no scatter.
     bits = float32.to_bits(in_one_piece(after.scale_values).astype(jnp.float32))
     field = (bits >> 23) & 0xFF
     half = jnp.arange(_HALF, dtype=field.dtype)

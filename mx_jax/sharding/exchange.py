@@ -1,5 +1,4 @@
-"""Quantized arrays sent from device to device inside shard_map, as codes: tokens to their experts,
-and what one stage of a pipeline hands to the next."""
+"""Quantized arrays sent between devices inside shard_map, as codes: to experts, to stages."""
 
 import dataclasses
 import functools

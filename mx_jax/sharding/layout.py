@@ -137,11 +137,7 @@ def check_shards(x: MXArray, parts: tuple[Part, ...], mesh: Mesh | AbstractMesh)
 
 
 def put_packed(x: PackedMXArray, sharding: NamedSharding) -> PackedMXArray:
-    """Packed weights placed as their values are to lie; cut along k, they are packed anew in parts.
-
-    Raises:
-      ValueError: a shard that would have a part of a tile or of a block.
-    """
+    """Packed weights placed as their values are to lie; cut along k, they are packed anew."""
     if (reason := why_not_cut(x, sharding)) is not None:
         raise ValueError(f"device_put: {reason}")
     parts, mesh = parts_of(sharding, x.ndim), sharding.mesh

@@ -32,14 +32,7 @@ X = TypeVar("X", bound=jax.Array | ArrayOfCodes)
 
 
 def parts_of(sharding: Spec, ndim: int) -> tuple[Part, ...]:
-    """The mesh axes of each of an array's axes.
-
-    Examples:
-      >>> from jax.sharding import PartitionSpec
-      >>> from mx_jax.sharding.movement import parts_of
-      >>> parts_of(PartitionSpec("data", None, ("fsdp", "model")), 4)
-      (('data',), (), ('fsdp', 'model'), ())
-    """
+    """The mesh axes of each of an array's axes: `()` where it is not sharded."""
     found = partitions(sharding, ndim)
     return tuple(part if isinstance(part, tuple) else (part,) if part else () for part in found)
 
@@ -51,17 +44,11 @@ def spec_of(parts: tuple[Part, ...]) -> PartitionSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Movement:
-    """Which mesh axes an operand is gathered along, on the mesh in context.
+    """Which mesh axes an operand is gathered along, on the mesh in context."""
 
-    Attributes:
-      stored: where it lies.
-      gathered: mesh axes that it is gathered along.
-      as_codes: whether it moves once it is quantized, or before.
-    """
-
-    stored: tuple[Part, ...]
+    stored: tuple[Part, ...]  # where it lies
     gathered: frozenset[str]
-    as_codes: bool
+    as_codes: bool  # whether it moves once it is quantized, or before
 
     @property
     def used(self) -> tuple[Part, ...]:
@@ -215,15 +202,9 @@ def moved_packed(
     sizes: Sequence[int],
     avoided: Collection[int] = (),
 ) -> jax.Array:
-    """Codes moved at their real width, if whole bytes of them are on each device along some axis.
-
-    Args:
-      codes: one a byte.
-      bits: of a code.
-      move: moves an array with the axes of `codes`.
-      sizes: of each axis, as many codes as whole bytes may be made of.
-      avoided: axes that are packed along only if no other fits: packing leaves the others in place.
-    """
+    """Codes moved at their real width, if a device has whole bytes of them along some axis."""
+    # `sizes`: of each axis, as many codes as whole bytes may be made of. Axes that are `avoided`
+    # are packed along only if no other fits: packing leaves the others in place.
     group = packing.codes_per_group(bits)
     fitting = [axis for axis, size in enumerate(sizes) if size % group == 0]
     if group == 1 or not fitting:

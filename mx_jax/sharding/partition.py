@@ -1,9 +1,8 @@
 """Which part of a product each device computes, once the compiler knows where its operands lie.
 
-On automatic axes nobody can say that while JAX traces. The compiler asks later, with the sharding
-of every operand, and is told: what each device multiplies, along which mesh axes sums are added
-up, and so what has to move. An operand is gathered only along mesh axes that the product has from
-the other one, as for `jax.lax.dot_general`.
+What each device multiplies, along which mesh axes sums are added up, and so what has to move. An
+operand is gathered only along mesh axes that the product has from the other one, as for
+`jax.lax.dot_general`.
 """
 
 import dataclasses
@@ -32,14 +31,7 @@ class Factors:
 
     @classmethod
     def of(cls, axes: ProductAxes) -> "Factors":
-        """Those of operands in canonical order.
-
-        Examples:
-          >>> from mx_jax.axes import Axes, ProductAxes
-          >>> from mx_jax.sharding.partition import Factors
-          >>> Factors.of(ProductAxes(Axes.ordered(), Axes.ordered(k_first=True))).rhs
-          (('k', 0), ('n', 0))
-        """
+        """Those of operands in canonical order, as `("k", 0)`."""
         sides = []
         for kept, own in (("m", axes.lhs), ("n", axes.rhs)):
             names: dict[int, Factor] = {}
@@ -56,16 +48,11 @@ class Factors:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What each device computes of a product.
+    """What each device computes of a product."""
 
-    Attributes:
-      mesh: of axes as fine as any sharding can cut them.
-      parts: for each factor the mesh axes that split it.
-      scattered: for axes of the product, the mesh axes along which its sums are scattered.
-    """
-
-    mesh: Mesh
-    parts: Mapping[Factor, Part]
+    mesh: Mesh  # of axes as fine as any sharding can cut them
+    parts: Mapping[Factor, Part]  # for each factor the mesh axes that split it
+    # For axes of the product, the mesh axes along which its sums are scattered.
     scattered: Mapping[Factor, Part]
 
     @property
@@ -93,12 +80,7 @@ class Share:
 
 
 def fine_mesh(mesh: Mesh, x: jax.ShapeDtypeStruct) -> Mesh:
-    """The same devices in a mesh of prime axes: a reshape may have cut those of the caller's.
-
-    Args:
-      mesh: the caller's; if empty, the devices are those of x.
-      x: shape and sharding of an array.
-    """
+    """The devices of a mesh, or of x, in one of prime axes: a reshape may have cut the caller's."""
     devices = mesh.devices
     if mesh.empty:
         try:

@@ -1,8 +1,4 @@
-"""What every backend must take and give, stated once and asked of each.
-
-A test file asks all of them with one line:
-
-    class TestBackends(BackendSuite): ...
+"""What every backend must take and give: `class TestBackends(BackendSuite): ...` asks each of it.
 
 A new backend joins with one line in `PROMISES`: the calls that it must take. Whatever it does not
 promise it may refuse, with a reason. So support can grow quietly, but never shrink. What it takes
@@ -20,18 +16,7 @@ import numpy as np
 import pytest
 
 from mx_jax import formats
-from mx_jax.backends.calls import (
-    AttendCall,
-    Call,
-    DequantizeCall,
-    MatmulCall,
-    Operand,
-    QuantizeBothCall,
-    QuantizeCall,
-    RaggedCall,
-    RandomBitsCall,
-    TransformCall,
-)
+from mx_jax.backends import calls
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import BACKENDS, current_target
@@ -42,28 +27,12 @@ from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.quantize import quantize
 from mx_jax.reference.scale_rules import scale_rule_for
-from mx_jax.testing.cases import (
-    ATTEND_CASES,
-    DEQUANTIZE_CASES,
-    LARGE_MATMUL_CASES,
-    LARGE_QUANTIZE_CASES,
-    MATMUL_CASES,
-    QUANTIZE_BOTH_CASES,
-    QUANTIZE_CASES,
-    RAGGED_CASES,
-    STAGNATING_CASE,
-    AttendCase,
-    MatmulCase,
-    QuantizeBothCase,
-    QuantizeCase,
-    RaggedCase,
-    dequantize_call,
-)
+from mx_jax.testing import cases
 from mx_jax.testing.compare import assert_bitwise_equal, exact_product, exact_values
 from mx_jax.testing.draw import draw_any_bits, draw_few_octaves
 
 
-def check_quantize(backend: Backend, case: QuantizeCase) -> None:
+def check_quantize(backend: Backend, case: cases.QuantizeCase) -> None:
     """Compare codes and scales with the reference's, on all kinds of floats."""
     call = case.call
     rng = np.random.default_rng(0)
@@ -77,7 +46,7 @@ def check_quantize(backend: Backend, case: QuantizeCase) -> None:
 
 def _compare_quantize(
     backend: Backend,
-    call: QuantizeCall,
+    call: calls.QuantizeCall,
     x: jax.Array,
     rng: np.random.Generator,
     tensor_scale: jax.Array | None,
@@ -89,7 +58,7 @@ def _compare_quantize(
     assert_same(_compiled(backend, call)(*given), _compiled(REFERENCE, call)(*given))
 
 
-def _compiled(backend: Backend, call: Call) -> Callable[..., Any]:
+def _compiled(backend: Backend, call: calls.Call) -> Callable[..., Any]:
     """By itself, so that a cache of programs has the reference's for every backend."""
 
     @jax.jit
@@ -99,17 +68,17 @@ def _compiled(backend: Backend, call: Call) -> Callable[..., Any]:
     return run
 
 
-def check_quantize_both(backend: Backend, case: QuantizeBothCase) -> None:
+def check_quantize_both(backend: Backend, case: cases.QuantizeBothCase) -> None:
     """Compare both results with the reference's single ones, on all kinds of floats."""
     call = case.call
-    calls = (call.first, call.second)
+    both = (call.first, call.second)
     rng = np.random.default_rng(0)
     x = jnp.asarray(draw_any_bits(rng, call.first.shape, call.first.dtype))
-    sizes = [(1 << single.random_bits, single.random_shape) for single in calls]
+    sizes = [(1 << single.random_bits, single.random_shape) for single in both]
     bits = [rng.integers(0, n, shape, dtype=np.int32) if n > 1 else None for n, shape in sizes]
 
     found = _compiled(backend, call)(x, tuple(bits), None)
-    for actual, single, drawn in zip(found, calls, bits, strict=True):
+    for actual, single, drawn in zip(found, both, bits, strict=True):
         assert_same(actual, _compiled(REFERENCE, single)(x, drawn, None))
 
 
@@ -124,15 +93,15 @@ def assert_same(actual: MXArray, expected: MXArray) -> None:
             assert_bitwise_equal(left, right, what=name)
 
 
-def check_dequantize(backend: Backend, case: QuantizeCase) -> None:
+def check_dequantize(backend: Backend, case: cases.QuantizeCase) -> None:
     """Compare values with the reference's: every code, under every kind of scale."""
-    call = dequantize_call(case)
+    call = cases.dequantize_call(case)
     x = draw_any_codes(np.random.default_rng(0), call)
     actual, expected = (_compiled(own, call)(x) for own in (backend, REFERENCE))
     assert_bitwise_equal(actual, expected, what="values")
 
 
-def draw_any_codes(rng: np.random.Generator, call: DequantizeCall) -> MXArray:
+def draw_any_codes(rng: np.random.Generator, call: calls.DequantizeCall) -> MXArray:
     """Uniformly drawn codes and scales: NaN too, and the smallest and the largest."""
     format, counts = call.format, scales_shape(call.shape, call.blocks)
     if format.scale.is_float32:
@@ -156,7 +125,7 @@ def draw_any_codes(rng: np.random.Generator, call: DequantizeCall) -> MXArray:
 HALF_ULP = 2.0**-24
 
 
-def check_matmul(backend: Backend, case: MatmulCase) -> None:
+def check_matmul(backend: Backend, case: cases.MatmulCase) -> None:
     """Compare products with float64's: codes of all kinds, and sums that nearly cancel.
 
     Rounding errors point either way here, so they stay within the backend's
@@ -170,7 +139,7 @@ def check_matmul(backend: Backend, case: MatmulCase) -> None:
         _compare_product(run(lhs, rhs), call, lhs, rhs, bound)
 
 
-def check_stagnating_sum(backend: Backend, case: MatmulCase = STAGNATING_CASE) -> None:
+def check_stagnating_sum(backend: Backend, case: cases.MatmulCase = cases.STAGNATING_CASE) -> None:
     """The worst order of summands: one large, then many ones that a short accumulator loses.
 
     After 2^24, float32 loses them too: every rounding error points the same way and `sqrt(k)` does
@@ -202,9 +171,9 @@ def _mxfp8(codes: np.ndarray, exponent: int) -> MXArray:
 
 def _compare_product(
     product: jax.Array,
-    call: MatmulCall,
-    lhs: Operand,
-    rhs: Operand,
+    call: calls.MatmulCall,
+    lhs: calls.Operand,
+    rhs: calls.Operand,
     bound: float,
     flushed: float = 0.0,
 ) -> None:
@@ -249,12 +218,12 @@ class ExtremeCase:
     exponent: int  # rhs is about this power of two, and lhs about its inverse, up to 2^100
 
     @property
-    def call(self) -> MatmulCall:
+    def call(self) -> calls.MatmulCall:
         """What backends see of it."""
         lhs = self.rhs if self.quantized_lhs else None
-        return MatmulCase(lhs=lhs, rhs=self.rhs).call
+        return cases.MatmulCase(lhs=lhs, rhs=self.rhs).call
 
-    def operands(self) -> tuple[Operand, Operand]:
+    def operands(self) -> tuple[calls.Operand, calls.Operand]:
         """Both operands; some of lhs's values are zeros, and a row of rhs is of ordinary size."""
         rng, call = np.random.default_rng(0), self.call
         lhs, rhs = (rng.uniform(0.5, 1, shape) for shape in (call.lhs.shape, call.rhs.shape))
@@ -312,7 +281,7 @@ def check_extremes(backend: Backend, case: ExtremeCase) -> None:
     _compare_product(product, case.call, lhs, rhs, bound, FLUSHED)
 
 
-def check_ragged(backend: Backend, case: RaggedCase) -> None:
+def check_ragged(backend: Backend, case: cases.RaggedCase) -> None:
     """Compare a product with float64's within the backend's bound: see `check_matmul`."""
     call = case.call
     lhs, rhs, sizes = case.operands(np.random.default_rng(0))
@@ -327,7 +296,7 @@ def check_ragged(backend: Backend, case: RaggedCase) -> None:
         assert not unused.any(), f"{case}: rows of no group are not zeros"
 
 
-def check_attend(backend: Backend, case: AttendCase) -> None:
+def check_attend(backend: Backend, case: cases.AttendCase) -> None:
     """Compare with float64, within what float32 sums may lose.
 
     A score of terms of size s is off by `2^-24 (4 + features) s` at most, and its weight by as
@@ -359,28 +328,30 @@ def check_attend(backend: Backend, case: AttendCase) -> None:
 
 # The suite ----------------------------------------------------------------------------------------
 
-Promise = Callable[[Call, Target], bool]
+Promise = Callable[[calls.Call, Target], bool]
 
 
-def _whole_axis_float8_on_gpu(call: Call, target: Target) -> bool:
+def _whole_axis_float8_on_gpu(call: calls.Call, target: Target) -> bool:
     capability = target.compute_capability
     if target.platform != "rocm" and (capability is None or capability < (8, 9)):
         return False
     whole = [format for format in BLOCK_FORMATS if format.block[1] is WHOLE]
-    return isinstance(call, MatmulCall) and call.lhs.format in whole and call.rhs.format in whole
+    return (
+        isinstance(call, calls.MatmulCall) and call.lhs.format in whole and call.rhs.format in whole
+    )
 
 
-def _what_bfloat16_holds_on_accelerators(call: Call, target: Target) -> bool:
-    if target.platform == "cpu" or not isinstance(call, MatmulCall):
+def _what_bfloat16_holds_on_accelerators(call: calls.Call, target: Target) -> bool:
+    if target.platform == "cpu" or not isinstance(call, calls.MatmulCall):
         return False
     return all(own.format in BLOCK_FORMATS or own.dtype == jnp.bfloat16 for _, own in call.sides)
 
 
-def _mxfp8_on_one_gpu_from_ada_on_but_hopper(call: Call, target: Target) -> bool:
+def _mxfp8_on_one_gpu_from_ada_on_but_hopper(call: calls.Call, target: Target) -> bool:
     capability = target.compute_capability
     if target.num_devices > 1 or capability in (None, (9, 0)) or capability < (8, 9):
         return False
-    if not isinstance(call, MatmulCall) or len(call.lhs.axes.contracting) != 1:
+    if not isinstance(call, calls.MatmulCall) or len(call.lhs.axes.contracting) != 1:
         return False
     whole = all(0 not in own.shape for _, own in call.sides)
     (axis,) = call.lhs.axes.contracting
@@ -389,41 +360,43 @@ def _mxfp8_on_one_gpu_from_ada_on_but_hopper(call: Call, target: Target) -> bool
     return whole and k % 32 == 0 and all(f in (MXFP8_E4M3, MXFP8_E5M2) for f in given)
 
 
-def _what_the_handlers_compute(call: Call, target: Target) -> bool:
+def _what_the_handlers_compute(call: calls.Call, target: Target) -> bool:
     # Where nothing was built, nothing is promised.
     if target.platform != "cpu" or isinstance(library.load(), str):
         return False
-    if isinstance(call, MatmulCall):
+    if isinstance(call, calls.MatmulCall):
         given = (call.lhs.format, call.rhs.format)
         small = max((*call.lhs.shape, *call.rhs.shape)) <= 1024
         return small and all(f is None or not f.scale.is_float32 for f in given)
-    if isinstance(call, QuantizeBothCall | RaggedCall | RandomBitsCall | TransformCall):
+    if isinstance(
+        call, calls.QuantizeBothCall | calls.RaggedCall | calls.RandomBitsCall | calls.TransformCall
+    ):
         return True
-    if isinstance(call, AttendCall):
+    if isinstance(call, calls.AttendCall):
         return call.tokens == 1 and set(call.dtypes) == {jnp.dtype(jnp.float32)}
-    if isinstance(call, QuantizeCall):
+    if isinstance(call, calls.QuantizeCall):
         rule = call.scale_rule
         if rule.reads_values:
             return False
     return len(call.blocks) == 1 or [axis for axis, _ in call.blocks] == [-2, -1]
 
 
-def _casts_and_few_bit_weights_from_ampere_on(call: Call, target: Target) -> bool:
+def _casts_and_few_bit_weights_from_ampere_on(call: calls.Call, target: Target) -> bool:
     capability = target.compute_capability
     first = (0, 11, 2) if capability == (9, 0) else (0, 12, 0)
     if capability is None or capability < (8, 0) or jax.__version_info__ < first:
         return False
-    if isinstance(call, QuantizeCall):
+    if isinstance(call, calls.QuantizeCall):
         plain = call.rounding == NEAREST and call.scale_rule.threshold is not None
         return plain and call.format in MX_FORMATS
-    if not isinstance(call, MatmulCall) or len(call.lhs.axes.contracting) > 1:
+    if not isinstance(call, calls.MatmulCall) or len(call.lhs.axes.contracting) > 1:
         return False
     values = call.lhs.format in MX_FORMATS or call.lhs.dtype == jnp.bfloat16
     return values and call.rhs.format in (MXFP4, MXFP8_E4M3, MXFP8_E5M2)
 
 
-def _mxfp8_and_nvfp4_on_blackwell(call: Call, target: Target) -> bool:
-    if target.compute_capability != (10, 0) or not isinstance(call, MatmulCall):
+def _mxfp8_and_nvfp4_on_blackwell(call: calls.Call, target: Target) -> bool:
+    if target.compute_capability != (10, 0) or not isinstance(call, calls.MatmulCall):
         return False
     pairs = ((MXFP8_E4M3, MXFP8_E4M3), (MXFP8_E4M3, MXFP8_E5M2), (NVFP4, NVFP4))
     return len(call.lhs.axes.contracting) == 1 and (call.lhs.format, call.rhs.format) in pairs
@@ -435,7 +408,7 @@ PROMISES: Mapping[str, Promise] = {
     "cpu_ffi": _what_the_handlers_compute,
     "xla_scaled": _mxfp8_on_one_gpu_from_ada_on_but_hopper,
     "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
-    "reference": lambda call, target: not isinstance(call, QuantizeBothCall),
+    "reference": lambda call, target: not isinstance(call, calls.QuantizeBothCall),
     "pallas_gpu": _casts_and_few_bit_weights_from_ampere_on,
     "cudnn": _mxfp8_and_nvfp4_on_blackwell,
 }
@@ -451,33 +424,33 @@ TARGETS: tuple[Target, ...] = (
 )
 
 _ASKED_CASES = (
-    *QUANTIZE_CASES,
-    *QUANTIZE_BOTH_CASES,
-    *MATMUL_CASES,
-    *RAGGED_CASES,
-    *LARGE_QUANTIZE_CASES,
-    *LARGE_MATMUL_CASES,
-    *ATTEND_CASES,
+    *cases.QUANTIZE_CASES,
+    *cases.QUANTIZE_BOTH_CASES,
+    *cases.MATMUL_CASES,
+    *cases.RAGGED_CASES,
+    *cases.LARGE_QUANTIZE_CASES,
+    *cases.LARGE_MATMUL_CASES,
+    *cases.ATTEND_CASES,
 )
 
 
 _CHECKS = tuple(
     pytest.param(check, case, id=f"{check.__name__.removeprefix('check_')}-{case}")
-    for check, cases in (
-        (check_quantize, QUANTIZE_CASES),
-        (check_quantize_both, QUANTIZE_BOTH_CASES),
-        (check_dequantize, DEQUANTIZE_CASES),
-        (check_matmul, MATMUL_CASES),
-        (check_ragged, RAGGED_CASES),
-        (check_stagnating_sum, (STAGNATING_CASE,)),
+    for check, drawn in (
+        (check_quantize, cases.QUANTIZE_CASES),
+        (check_quantize_both, cases.QUANTIZE_BOTH_CASES),
+        (check_dequantize, cases.DEQUANTIZE_CASES),
+        (check_matmul, cases.MATMUL_CASES),
+        (check_ragged, cases.RAGGED_CASES),
+        (check_stagnating_sum, (cases.STAGNATING_CASE,)),
         (check_extremes, EXTREME_CASES),
-        (check_attend, ATTEND_CASES),
+        (check_attend, cases.ATTEND_CASES),
     )
-    for case in cases
+    for case in drawn
 )
 
 
-def check_answer(backend: Backend, promise: Promise, call: Call, target: Target) -> bool:
+def check_answer(backend: Backend, promise: Promise, call: calls.Call, target: Target) -> bool:
     """Whether the backend takes a call; fails if it breaks its promise or gives no reason."""
     reason = backend.rejects(call, target)
     if reason is None:
@@ -501,6 +474,6 @@ class BackendSuite:
 
     @pytest.mark.parametrize(("check", "case"), _CHECKS)
     def test_results(self, backend: Backend, check: Callable[[Backend, Any], None], case: Any):
-        call = dequantize_call(case) if check is check_dequantize else case.call
+        call = cases.dequantize_call(case) if check is check_dequantize else case.call
         if check_answer(backend, PROMISES[backend.name], call, current_target(1)):
             check(backend, case)

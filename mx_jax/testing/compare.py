@@ -14,14 +14,7 @@ _PATTERNS = {size: np.dtype(f"uint{8 * size}") for size in (1, 2, 4, 8)}
 
 
 def bit_patterns(array: ArrayLike) -> np.ndarray:
-    """The bits of an array's elements, as unsigned integers of the same width.
-
-    Examples:
-      >>> import numpy as np
-      >>> from mx_jax.testing.compare import bit_patterns
-      >>> [hex(pattern) for pattern in bit_patterns(np.float32([1.0, -0.0]))]
-      ['0x3f800000', '0x80000000']
-    """
+    """The bits of an array's elements, as unsigned integers of the same width."""
     array = np.asarray(array)
     pattern = _PATTERNS.get(array.dtype.itemsize)
     if pattern is None or array.dtype.kind in "cmMOSU":

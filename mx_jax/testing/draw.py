@@ -44,11 +44,8 @@ def with_signs(rng: np.random.Generator, magnitudes: np.ndarray) -> np.ndarray:
 def draw_mxarray(
     rng: np.random.Generator, shape: Shape, format: BlockFormat, blocks: Blocks, octaves: int
 ) -> MXArray:
-    """An MXArray of uniformly drawn finite codes.
-
-    Its scales spread over `2 * octaves` octaves around the one that brings the largest code near
-    one, so that products stay far from the ends of float32's range.
-    """
+    """An MXArray of uniformly drawn finite codes, under scales of `2 * octaves` octaves."""
+    # Around the one that brings the largest code near one: products stay far from float32's ends.
     counts = scales_shape(shape, blocks)
     exponents = rng.integers(-octaves, octaves + 1, counts)
     tensor_scale = None

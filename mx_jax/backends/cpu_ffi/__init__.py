@@ -1,8 +1,4 @@
-"""Handlers in C++ for the CPU, called through XLA's foreign function interface.
-
-Optional: where the library is not built, every call is rejected with that reason, and the reference
-computes it.
-"""
+"""Handlers in C++ for the CPU, through XLA's FFI; without the library all calls are rejected."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +22,6 @@ from mx_jax.codecs.explicit_axes import has_explicit_axes
 
 
 def _rejects_machine(target: Target, call: Call) -> str | None:
-    """Why no handler is called: another platform, or no library."""
     if target.platform != "cpu":
         return f"runs on platform=cpu, got platform={target.platform}"
     if target.num_devices > 1 and target.counted and not isinstance(call, PackCall):

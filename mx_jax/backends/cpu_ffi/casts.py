@@ -21,41 +21,23 @@ from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.target import on_one_device
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
-from mx_jax.codecs.blocks import Blocks, block_extent
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import quantize as reference
-from mx_jax.reference.scale_rules import (
-    AMAX,
-    AMAX_MULTIPLIER,
-    AMAX_SUBNORMAL,
-    FLOAT8,
-    FLOAT8_POWER_OF_TWO,
-    AmaxBecomes,
-    BlockData,
-    FromAmax,
-    LeastLoss,
-)
+from mx_jax.reference import scale_rules
 
 
 class CastAxes(NamedTuple):
-    """Names of a cast's arrays' axes, such as `"*b a1 a0"` where blocks lie along the last but one.
+    """Names of a cast's axes, such as `"*b a1 a0"` where blocks lie along the last but one."""
 
-    Attributes:
-      elements: what has one entry for each element.
-      tensor_scale: one entry for all, or for each position of some of the tensor's first axes.
-      found: a tensor scale for each of a batch, where all of the tensor's axes have names.
-      scales: what has one entry for each block, for each kind of blocks.
-    """
-
-    elements: str
-    tensor_scale: str
-    found: str
-    scales: tuple[str, ...]
+    elements: str  # what has one entry for each element
+    tensor_scale: str  # one entry for all, or for each position of some of the tensor's first axes
+    found: str  # a tensor scale for each of a batch, where all of the tensor's axes have names
+    scales: tuple[str, ...]  # one entry for each block, for each kind of blocks
 
 
-def cast_axes(*kinds: Blocks, depth: int = 0) -> CastAxes:
+def cast_axes(*kinds: block_shapes.Blocks, depth: int = 0) -> CastAxes:
     """Axes of a tensor with these blocks: as far as blocks lie, and `depth`, each has a name."""
     depth = max(depth, *(-axis for blocks in kinds for axis, _ in blocks))
     names = [f"a{place}" for place in reversed(range(depth))]
@@ -69,7 +51,7 @@ def cast_axes(*kinds: Blocks, depth: int = 0) -> CastAxes:
     return CastAxes(" ".join(["*b", *names]), f"*t{ones}", f"*b{ones}", tuple(scales))
 
 
-def flat_blocks(blocks: Blocks) -> np.ndarray:
+def flat_blocks(blocks: block_shapes.Blocks) -> np.ndarray:
     """Axis from the end and size, in turn, ascending; 0 stands for WHOLE."""
     pairs = [(axis, 0 if size is WHOLE else size) for axis, size in sorted(blocks)]
     return np.array(pairs, np.int64).reshape(-1)
@@ -83,7 +65,7 @@ def rejects_parts(format: BlockFormat) -> str | None:
     return f"knows the library's own formats, got other facts of element={element}, scale={scale}"
 
 
-def rejects_blocks(blocks: Blocks) -> str | None:
+def rejects_blocks(blocks: block_shapes.Blocks) -> str | None:
     """Why the handlers cannot walk these blocks, or None."""
     axes = sorted(axis for axis, _ in blocks)
     if not axes:
@@ -124,11 +106,11 @@ QUANTIZE = "mx_jax_cpu_quantize"
 # Rules of float32 and element scales that the handler computes, by what they compute: its name for
 # them, and the kind of scale that it fills. Rules of powers of two are told by their threshold.
 _RULES = {
-    AMAX.scales: ("amax", "element"),
-    AMAX_SUBNORMAL.scales: ("amax_becomes", "element"),
-    FLOAT8.scales: ("float8", "divisor"),
-    FLOAT8_POWER_OF_TWO.scales: ("float8_power_of_two", "divisor"),
-    AMAX_MULTIPLIER.scales: ("amax_multiplier", "multiplier"),
+    scale_rules.AMAX.scales: ("amax", "element"),
+    scale_rules.AMAX_SUBNORMAL.scales: ("amax_becomes", "element"),
+    scale_rules.FLOAT8.scales: ("float8", "divisor"),
+    scale_rules.FLOAT8_POWER_OF_TWO.scales: ("float8_power_of_two", "divisor"),
+    scale_rules.AMAX_MULTIPLIER.scales: ("amax_multiplier", "multiplier"),
 }
 _ROUNDINGS = {NEAREST.apply: "nearest", AWAY.apply: "away", TOWARD_ZERO.apply: "toward_zero"}
 
@@ -148,17 +130,11 @@ def rejects_quantize(call: QuantizeCall) -> str | None:
 
 
 class _Rule(NamedTuple):
-    """What the handler is told of a rule.
-
-    Attributes:
-      name: what it calls it.
-      threshold: of a power of two; else 0.
-      target: what amax becomes over the scale.
-    """
+    """A scale rule as the handler knows it."""
 
     name: str
-    threshold: int = 0
-    target: float = 0.0
+    threshold: int = 0  # of a power of two; else 0
+    target: float = 0.0  # what amax becomes over the scale
 
 
 def _rule(call: QuantizeCall) -> _Rule | None:
@@ -166,7 +142,9 @@ def _rule(call: QuantizeCall) -> _Rule | None:
     rule, element = call.scale_rule, call.format.element
     if (threshold := rule.kernel_threshold(element)) is not None:
         found = _Rule("exponent", threshold), "exponent"
-    elif isinstance(rule.scales, FromAmax) and isinstance(rule.scales.function, AmaxBecomes):
+    elif isinstance(rule.scales, scale_rules.FromAmax) and isinstance(
+        rule.scales.function, scale_rules.AmaxBecomes
+    ):
         found = _Rule("amax_becomes", target=rule.scales.function.largest), "element"
     elif rule.scales in _RULES:
         name, kind = _RULES[rule.scales]
@@ -180,17 +158,18 @@ def _first_cast(call: QuantizeCall) -> QuantizeCall:
     """The cast that is made first: by the rule without a correction, or by the first of two."""
     rule = dataclasses.replace(call.scale_rule, correction=None)
     call = dataclasses.replace(call, scale_rule=rule)
-    return _by(call, rule.scales.rules[0]) if isinstance(rule.scales, LeastLoss) else call
+    return (
+        _by(call, rule.scales.rules[0]) if isinstance(rule.scales, scale_rules.LeastLoss) else call
+    )
 
 
-def _by(call: QuantizeCall, function: AmaxBecomes) -> QuantizeCall:
+def _by(call: QuantizeCall, function: scale_rules.AmaxBecomes) -> QuantizeCall:
     """The cast by another function of amax, and the same tensor scale."""
-    rule = dataclasses.replace(call.scale_rule, scales=FromAmax(function))
+    rule = dataclasses.replace(call.scale_rule, scales=scale_rules.FromAmax(function))
     return dataclasses.replace(call, scale_rule=rule)
 
 
 def _rounding(rounding: Rounding) -> str | None:
-    """What the handler calls a rounding; None if it does not know it."""
     if rounding.is_stochastic:
         return "stochastic"
     return None if rounding.random_bits else _ROUNDINGS.get(rounding.apply)
@@ -208,7 +187,7 @@ def quantize(
     how = _quantize
     if rule.correction is not None:
         how = _corrected
-    elif isinstance(rule.scales, LeastLoss):
+    elif isinstance(rule.scales, scale_rules.LeastLoss):
         how = _of_least_loss
     return how(x, random_bits, tensor_scale, call)
 
@@ -224,7 +203,7 @@ def _corrected(
         for own in (found.tensor_scale, found.scales, random_bits)
     )
     unseen: Any = None
-    data = BlockData(pieces, inside, unseen, call.format, spread)
+    data = scale_rules.BlockData(pieces, inside, unseen, call.format, spread)
     assert call.scale_rule.correction is not None and scales is not None
     scales = call.scale_rule.correction(data, scales, codes, drawn)
     return dataclasses.replace(found, scales=lax.squeeze(scales, inside))
@@ -234,7 +213,7 @@ def _of_least_loss(
     x: jax.Array, random_bits: Any, tensor_scale: jax.Array | None, call: QuantizeCall
 ) -> MXArray:
     """Of two casts, in each block that which loses less where it rounds to nearest."""
-    assert isinstance(call.scale_rule.scales, LeastLoss)
+    assert isinstance(call.scale_rule.scales, scale_rules.LeastLoss)
     casts = [_by(call, function) for function in call.scale_rule.scales.rules]
     in_turn = [dataclasses.replace(cast, rounding=NEAREST) for cast in casts]
     first = _quantize(x, None, tensor_scale, in_turn[0])
@@ -270,7 +249,6 @@ def _quantize(
     tensor_scale: jax.Array | None,
     call: QuantizeCall,
 ) -> MXArray:
-    """By a rule of amax, by the handler alone."""
     finds = call.format.tensor_scale and tensor_scale is None
     axes, optional = cast_axes(call.blocks, depth=x.ndim if finds else 0), {}
     if tensor_scale is not None:
@@ -347,7 +325,7 @@ def rejects_both(call: QuantizeBothCall) -> str | None:
     if axis != -1 or other_axis == -1:
         axes = (axis, other_axis)
         return f"casts both ways along the last axis and another one, got axes {axes}"
-    if other_axis != -2 and last.shape[-1] % block_extent(size, last.shape[-1]):
+    if other_axis != -2 and last.shape[-1] % block_shapes.block_extent(size, last.shape[-1]):
         return (
             f"casts both ways along distant axes in whole blocks, got shape={last.shape}, "
             f"blocks={last.blocks}"
@@ -406,7 +384,6 @@ def _by_handler(
 def _both_attributes(
     calls: tuple[QuantizeCall, QuantizeCall], has_tensor_scale: bool
 ) -> dict[str, object]:
-    """What the handler is told: the single cast's attributes, of the last axis and of the other."""
     return {
         f"{prefix}_{name}": value
         for prefix, call in zip(("last", "other"), calls, strict=True)
@@ -414,7 +391,7 @@ def _both_attributes(
     }
 
 
-def _rejects_blocks(blocks: Blocks) -> str | None:
+def _rejects_blocks(blocks: block_shapes.Blocks) -> str | None:
     sizes = [size for _, size in blocks]
     if len(sizes) != 1 or isinstance(sizes[0], Whole):
         return f"casts both ways along one axis each, got blocks={blocks}"
@@ -472,7 +449,7 @@ def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
     return values
 
 
-def array_attributes(format: BlockFormat, blocks: Blocks) -> dict[str, object]:
+def array_attributes(format: BlockFormat, blocks: block_shapes.Blocks) -> dict[str, object]:
     """What the handler is told about an array, besides shapes and dtypes."""
     return {"blocks": flat_blocks(blocks)} | format_attributes(format)
 

@@ -2,8 +2,7 @@
 
 All of that follows from a string that names the axes of its operands and results: see `geometry`.
 `vmap` adds a batch axis in front. Devices split batch axes and those that a result has too, blocked
-ones between blocks. An axis that no result has is gathered: its shards may cut blocks, and codes
-are a quarter of their values.
+ones between blocks. An axis that no result has is gathered: its shards may cut blocks.
 """
 
 import dataclasses
@@ -44,17 +43,11 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Array:
-    """One operand or result.
+    """One operand or result."""
 
-    Attributes:
-      batch: letters of its batch.
-      groups: its other axes; the handler takes a group as one.
-      axes: the same, one by one.
-    """
-
-    batch: str
-    groups: tuple[tuple[Axis, ...], ...]
-    axes: tuple[Axis, ...]
+    batch: str  # letters of its batch
+    groups: tuple[tuple[Axis, ...], ...]  # its other axes; the handler takes a group as one
+    axes: tuple[Axis, ...]  # the same, one by one
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,15 +74,7 @@ def _parse_array(array: str) -> Array:
 
 
 class Geometry:
-    """The axes of a call's operands and results, with their lengths.
-
-    Attributes:
-      operands: arrays as the string names them.
-      results: likewise.
-      batches: lengths of each batch by its letters.
-      sizes: positions of each axis.
-      blocks: block size of each axis that has one.
-    """
+    """The axes of a call's operands and results, with their lengths; of batches by letters."""
 
     def __init__(self, axes: str, shapes: Shapes, sizes: Mapping[str, int]):
         self.operands, self.results = parse(axes)
@@ -160,10 +145,9 @@ class Geometry:
         return known and all(len(group) == 1 for array in arrays for group in array.groups)
 
     def factors(self, array: Array) -> list[tuple[str | None, Axis | None]]:
-        """What devices split of each axis, by one name for all that have it; None: they do not.
-
-        A place in any batch is one, except where a single matrix stands for many; it is no `Axis`.
-        """
+        """What devices split of each axis, by one name for all that have it; None: they do not."""
+        # A place in any batch is one, except where a single matrix stands for many; it is no
+        # `Axis`.
         given, wanted = (
             {axis.name for array in side for axis in array.axes}
             for side in (self.operands, self.results)
@@ -192,32 +176,22 @@ Arrays = tuple[jax.Array, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Handler:
-    """A compiled handler, with all that a call knows but shapes; calling it gives its results.
+    """A compiled handler, with all that a call knows but shapes; calling it gives its results."""
 
-    Attributes:
-      target: the name that it is registered by.
-      axes: of the operands and results, as `geometry` reads them.
-      dtypes: of the results.
-      attributes: as `hashable` makes them.
-      sizes: of the axes that no operand has in full.
-    """
-
-    target: str
-    axes: str
-    dtypes: tuple[np.dtype, ...]
-    attributes: tuple[tuple[str, Any], ...]
-    sizes: tuple[tuple[str, int], ...] = ()
+    target: str  # the name that it is registered by
+    axes: str  # of the operands and results, as `geometry` reads them
+    dtypes: tuple[np.dtype, ...]  # of the results
+    attributes: tuple[tuple[str, Any], ...]  # as `hashable` makes them
+    sizes: tuple[tuple[str, int], ...] = ()  # of the axes that no operand has in full
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The attributes as the handler takes them."""
         return {
             name: np.array(value[1:], value[0]) if isinstance(value, tuple) else value
             for name, value in self.attributes
         }
 
     def geometry(self, shapes: Shapes) -> Geometry:
-        """The axes of a call with operands of these shapes."""
         return Geometry(self.axes, shapes, dict(self.sizes))
 
     def __call__(self, *operands: jax.Array) -> Arrays:

@@ -1,8 +1,7 @@
 """Finding, checking and registering the compiled handlers of the CPU backend.
 
-The library is built by `pip install` from `custom_calls/`, and lies beside this file or, in an
-editable install, where the installer put it. Nothing of it is registered before it is known to fit:
-JAX refuses to start at all with a handler that was built against newer headers than its own.
+`pip install` builds the library from `custom_calls/`. Nothing is registered before it is known to
+fit: JAX refuses to start with a handler that was built against newer headers than its own.
 """
 
 import ctypes
@@ -42,19 +41,12 @@ _logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Library:
-    """A library whose handlers are registered.
-
-    Attributes:
-      path: the file.
-      isa: the instruction set that runs, one of `ISAS`.
-      detected_isa: the best that this machine has.
-      targets: names that `jax.ffi.ffi_call` takes.
-    """
+    """A library whose handlers are registered."""
 
     path: Path
-    isa: str
-    detected_isa: str
-    targets: frozenset[str]
+    isa: str  # the instruction set that runs, one of `ISAS`
+    detected_isa: str  # the best that this machine has
+    targets: frozenset[str]  # names that `jax.ffi.ffi_call` takes
 
 
 class _Target(ctypes.Structure):
@@ -121,10 +113,8 @@ def register(path: Path) -> Library | str:
 
 @functools.cache
 def say_once(reason: str) -> None:
-    """Log that plain JAX stands in for the library, unless that was asked for.
-
-    pip hides what a build prints, so the first call is where a failed one is noticed.
-    """
+    """Log that plain JAX stands in for the library, unless that was asked for."""
+    # pip hides what a build prints, so the first call is where a failed one is noticed.
     if reason != _LEFT_OUT:
         _logger.warning(
             "mx_jax: casts and products run in plain JAX, several times slower than in the C++ "
@@ -136,11 +126,8 @@ def say_once(reason: str) -> None:
 
 
 def find() -> Path | None:
-    """The library's file: what the environment names, what was installed, or `build/` here.
-
-    A checkout on the path shadows an installed package; the library that was built for that one
-    serves the checkout too, if it fits.
-    """
+    """The library's file: what the environment names, what was installed, or `build/` here."""
+    # A checkout on the path shadows an installed package, whose library serves it too, if it fits.
     named = os.environ.get(LIBRARY_VARIABLE)
     if named:
         return None if named == "none" else Path(named)
@@ -154,13 +141,7 @@ def find() -> Path | None:
 
 
 def misfit(interface: int, built: tuple[int, int], runtime: tuple[int, int] | None) -> str | None:
-    """Why a library must not be registered, or None.
-
-    Args:
-      interface: what its handlers take, by number.
-      built: (major, minor) of the FFI headers that it was built with.
-      runtime: those of jaxlib; None where they are unknown.
-    """
+    """Why a library of this interface and these FFI headers must not be registered, or None."""
     if interface != INTERFACE:
         return f"built from other sources (interface {interface}, not {INTERFACE}); build it again"
     if runtime is None:

@@ -27,14 +27,6 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.cpu_ffi import casts, rejections
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.rejections import (
-    DTYPES,
-    MATMUL,
-    PACKED_MATMUL,
-    block_rows,
-    block_size,
-    names,
-)
 from mx_jax.backends.cpu_ffi.weights import PANEL_ROWS, PANELS, ROWS, by_parts, by_rows
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.formats import BlockFormat
@@ -95,11 +87,11 @@ def by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
     (format, *_) = [f for f in (call.lhs.format, call.rhs.format) if f is not None]
     left, right = _side(lhs, call.lhs.axes, "lhs"), _side(rhs, call.rhs.axes, "rhs")
     handler = Handler(
-        target=MATMUL,
+        target=rejections.MATMUL,
         axes=f"{left.axes}, {right.axes} -> *lr {left.kept} {right.kept}",
         dtypes=(np.dtype(call.out_dtype),),
         attributes=hashable(
-            left.attributes | right.attributes | {"block": np.int32(block_size(format))}
+            left.attributes | right.attributes | {"block": np.int32(rejections.block_size(format))}
         ),
     )
     (product,) = handler(*left.arrays, *right.arrays)
@@ -113,16 +105,16 @@ def by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
     if rhs.layout.parts is not None:
         return by_parts(by_packed, PANELS, call, lhs, rhs)
     rows = math.prod(rhs.kept)
-    left, (element, scale) = _side(lhs, call.lhs.axes, "lhs"), names(rhs.format)
+    left, (element, scale) = _side(lhs, call.lhs.axes, "lhs"), rejections.names(rhs.format)
     tensor_scale, axes = _tensor_scale(rhs.arrays.tensor_scale, "*t")
     handler = Handler(
-        target=PACKED_MATMUL,
+        target=rejections.PACKED_MATMUL,
         axes=f"{left.axes}, *r n/{PANEL_ROWS} bytes, {axes} -> *lr {left.kept} n",
         dtypes=(np.dtype(call.out_dtype),),
         attributes=hashable(
             left.attributes
             | {"rhs_element": element, "rhs_scale": scale}
-            | {"block": np.int32(block_size(rhs.format))}
+            | {"block": np.int32(rejections.block_size(rhs.format))}
         ),
         sizes=(("n", rows),),
     )
@@ -137,25 +129,17 @@ def _tensor_scale(scale: jax.Array | None, axes: str) -> tuple[jax.Array, str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Side:
-    """One operand as the handler takes it.
+    """One operand as the handler takes it."""
 
-    Attributes:
-      arrays: elements, scales and tensor scales.
-      axes: of all.
-      kept: the kept ones, which the handler takes as one.
-      attributes: what it is told of them.
-    """
-
-    arrays: tuple[jax.Array, ...]
+    arrays: tuple[jax.Array, ...]  # elements, scales and tensor scales
     axes: str
-    kept: str
+    kept: str  # axes that the handler takes as one
     attributes: dict[str, object]
 
 
 def _side(operand: Operand, axes: Axes, which: Literal["lhs", "rhs"]) -> _Side:
-    """One operand of a product."""
     format = operand.format if isinstance(operand, MXArray) else None
-    together = block_rows(format)
+    together = rejections.block_rows(format)
     batch, letter = ("*l", "m") if which == "lhs" else ("*r", "n")
     kept = " ".join(f"{letter}{index}" for index in range(len(axes.kept)))
     k = " ".join(f"k{index}" for index in range(len(axes.contracting)))
@@ -166,14 +150,14 @@ def _side(operand: Operand, axes: Axes, which: Literal["lhs", "rhs"]) -> _Side:
     if isinstance(operand, MXArray):
         elements, scales, given = operand.codes, operand.scales, operand.tensor_scale
         rows = f"{kept}/{together}" if kept and together != 1 else kept
-        scale_axes = in_order(f"{k}/{block_size(operand.format)}", rows)
+        scale_axes = in_order(f"{k}/{rejections.block_size(operand.format)}", rows)
     else:
-        elements = operand if operand.dtype in DTYPES else operand.astype(jnp.float32)
+        elements = operand if operand.dtype in rejections.DTYPES else operand.astype(jnp.float32)
         scales, given, scale_axes = jnp.zeros((0,), jnp.uint8), None, "0"
     # A batch of its own: one matrix's scale may stand for all.
     own = ("*s" if which == "lhs" else "*t") + " 1" * (operand.ndim - len(axes.batch))
     tensor_scale, own = _tensor_scale(given, own)
-    element, scale = names(format)
+    element, scale = rejections.names(format)
     return _Side(
         arrays=(elements, scales, tensor_scale),
         axes=f"{in_order(k, kept)}, {scale_axes}, {own}",
@@ -205,7 +189,6 @@ def multiply_groups(
 
 
 def _tile_call(call: RaggedCall) -> MatmulCall:
-    """The product of one tile of rows."""
     rows, across = _tile_rows(call), call.lhs.shape[1]
     lhs = dataclasses.replace(call.lhs, shape=(rows, across))
     if call.contracts_rows:
@@ -227,19 +210,12 @@ def _tile_rows(call: RaggedCall) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Tiles:
-    """Which rows are multiplied at each step.
+    """Which rows are multiplied at each step."""
 
-    Attributes:
-      rows: of a tile.
-      num_rows: of all groups, and behind them.
-      ends: int32 `[g]`, where each group's rows end.
-      last: int32 `[g]`, up to which step each group's tiles go.
-    """
-
-    rows: int
-    num_rows: int
-    ends: jax.Array
-    last: jax.Array
+    rows: int  # of a tile
+    num_rows: int  # of all groups, and behind them
+    ends: jax.Array  # int32 `[g]`, where each group's rows end
+    last: jax.Array  # int32 `[g]`, up to which step each group's tiles go
 
     @classmethod
     def of(cls, sizes: jax.Array, rows: int, num_rows: int) -> "_Tiles":

@@ -70,8 +70,8 @@ def cast_statistics(x: jax.Array, array: MXArray, call: CastStatisticsCall) -> r
 
 
 def _axes(call: CastStatisticsCall, has_tensor_scale: bool) -> str:
-    """All axes of a call by name: a batch is that of vmap. No result has an axis of the operands',
-    so that devices which share a tensor gather it."""
+    """All axes of a call by name: a batch is that of vmap."""
+    # No result has an axis of the operands', so that devices which share a tensor gather it.
     rank, sizes = len(call.shape), dict(call.blocks)
     names = {axis: f"a{-axis}" for axis in range(-rank, 0)}
     counted = [

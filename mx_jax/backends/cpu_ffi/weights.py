@@ -21,7 +21,6 @@ from mx_jax.axes import Axes
 from mx_jax.backends.calls import MatmulCall, Operand, OperandType, PackCall
 from mx_jax.backends.cpu_ffi import library, rejections
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.rejections import plain_call, plain_format
 from mx_jax.backends.sums import SumScale, rejects_scale_axes, row_scales, scaled
 from mx_jax.codecs.scale import scale_to_float32
 from mx_jax.formats import WHOLE, BlockFormat
@@ -39,15 +38,10 @@ SUMMARY = 64  # bytes at the front of a panel; all as in custom_calls/products/w
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Panels:
-    """Weights panel by panel.
+    """Weights panel by panel."""
 
-    Attributes:
-      bytes: uint8 `[*batch, ceil(n / 32), bytes of a panel]`, with n the product of kept.
-      tensor_scale: float32 `[*batch]` (NVFP4), else None.
-    """
-
-    bytes: jax.Array
-    tensor_scale: jax.Array | None
+    bytes: jax.Array  # uint8 `[*batch, ceil(n / 32), bytes of a panel]`, with n the product of kept
+    tensor_scale: jax.Array | None  # float32 `[*batch]` (NVFP4), else None
 
 
 def panels_batch(panels: Panels) -> tuple[int, ...]:
@@ -102,12 +96,10 @@ def panel_bytes(format: BlockFormat, k: int) -> int:
 
 
 def _records(k: int) -> int:
-    """Records of a panel."""
     return -(-k // (RECORD * CHUNK))
 
 
 def _record_bytes(format: BlockFormat) -> tuple[int, int]:
-    """Bytes of a record's scales, and of its codes."""
     scales = RECORD * CHUNK // rejections.block_size(format) * PANEL_ROWS
     return scales, RECORD * CHUNK * PANEL_ROWS * format.element.bits // 8
 
@@ -180,13 +172,7 @@ def parts_batch(arrays: Panels) -> tuple[int, ...]:
 
 
 def cut(packed: PackedMXArray, number: int | None, in_parts: Callable[..., PackedMXArray]) -> Cut:
-    """How devices may cut panels: between them, and parts of k: between those.
-
-    Args:
-      packed: weights.
-      number: of parts; None: panels have no axis of parts.
-      in_parts: as `Cut` has it.
-    """
+    """How devices may cut panels into a `number` of parts of k, or whole ones where it is None."""
     batch = tuple(range(len(packed.batch)))
     arrays = [(*batch, *(() if number is None else ("k",)), "n", None)]
     if packed.arrays.tensor_scale is not None:
@@ -195,11 +181,7 @@ def cut(packed: PackedMXArray, number: int | None, in_parts: Callable[..., Packe
 
 
 def local(packed: PackedMXArray) -> PackedMXArray:
-    """The weights that one device's panels are, and of parts of k those that it has.
-
-    Raises:
-      ValueError: a device whose last panel is not full, which panels do not tell.
-    """
+    """The weights that one device's panels are, and of parts of k those that it has."""
     panel_rows, layout, rows = PANEL_ROWS, packed.layout, math.prod(packed.kept)
     here, whole = packed.arrays.bytes.shape[-2], -(-rows // PANEL_ROWS)
     kept, k, shares = packed.kept, packed.k, whole // max(here, 1)
@@ -249,8 +231,6 @@ def by_parts(
 
 
 def _part_of(operand: Operand, axis: int, part: int, parts: int) -> Operand:
-    """One of several equal parts of an operand."""
-
     def cut(x: jax.Array) -> jax.Array:
         size = x.shape[axis] // parts
         return lax.slice_in_dim(x, part * size, (part + 1) * size, axis=axis)
@@ -272,15 +252,10 @@ _PANELS = Layout(backend="cpu_ffi", batch=panels_batch, unpack=unpack_panels)
 )
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Rows:
-    """Codes and scales apart.
+    """Codes and scales apart."""
 
-    Attributes:
-      panels: the codes as MXFP8 under scales of one.
-      scales: of the format, `[*batch, n]`, or `[*batch, 1]` where one is for all rows.
-    """
-
-    panels: Panels
-    scales: jax.Array
+    panels: Panels  # the codes as MXFP8 under scales of one
+    scales: jax.Array  # of the format, `[*batch, n]`, or `[*batch, 1]` where one is for all rows
 
 
 def rejects_weights(call: PackCall) -> str | None:
@@ -295,7 +270,7 @@ def rejects_weights(call: PackCall) -> str | None:
 
 def codes_alone(x: MXArray, call: PackCall) -> tuple[MXArray, PackCall]:
     """Weights as MXFP8 under scales of one, in matrices, and how to pack those."""
-    axes, format = call.weights.axes, plain_format(call.format)
+    axes, format = call.weights.axes, rejections.plain_format(call.format)
     assert format is not None
     codes = axes.as_matrices(x.codes)
     k = -2 if axes.k_first else -1
@@ -336,24 +311,22 @@ def by_rows(
     lhs: Operand,
     rhs: PackedMXArray,
 ) -> jax.Array:
-    """The product by weights in rows: that by their codes, and then the scales.
-
-    Activations in float8 are multiplied as the bfloat16 numbers that their codes are.
-    """
+    """The product by weights in rows: that by their codes, and then the scales."""
+    # Activations in float8 are multiplied as the bfloat16 numbers that their codes are.
     values = scale_to_float32(rhs.arrays.scales, rhs.format.scale)
     rows = rhs.kept if values.shape[-1] == math.prod(rhs.kept) else (1,) * len(rhs.kept)
     ones = (1,) * len(call.lhs.axes.kept)
     values = values.reshape(*values.shape[:-1], *ones, *rows)
     scales = [SumScale(values, rhs.format.scale.kind == "divisor")]
-    if isinstance(lhs, MXArray) and plain_format(lhs.format) is not None:
+    if isinstance(lhs, MXArray) and rejections.plain_format(lhs.format) is not None:
         scales.append(row_scales("lhs", lhs, call))
         lhs = lhs.elements.astype(jnp.bfloat16)
-    sums = multiply(plain_call(call), lhs, _codes_alone_of(rhs))
+    sums = multiply(rejections.plain_call(call), lhs, _codes_alone_of(rhs))
     return scaled(sums, *scales).astype(call.out_dtype)
 
 
 def _codes_alone_of(packed: PackedMXArray) -> PackedMXArray:
-    format = plain_format(packed.format)
+    format = rejections.plain_format(packed.format)
     assert format is not None
     return dataclasses.replace(packed, arrays=packed.arrays.panels, layout=_PANELS, format=format)
 
