@@ -387,8 +387,37 @@ class TransformCall:
         return num_blocks(self.size, self.shape[self.axis]) * self.size
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MomentCall:
+    """A step of an optimizer's moment that is kept in MXFP8: see `reference.moments.step`.
+
+    Attributes:
+      shape: of the moment, in float32.
+      is_root: whether codes are of the moment's root.
+      is_square: whether the square is added of what is added.
+    """
+
+    shape: tuple[int, ...]
+    is_root: bool
+    is_square: bool
+
+    @property
+    def text(self) -> str:
+        """The call in a jaxpr."""
+        return "the root of a moment" if self.is_root else "a moment"
+
+
 CastCall = QuantizeCall | QuantizeBothCall | DequantizeCall | CastStatisticsCall
-Call = MatmulCall | RaggedCall | CastCall | PackCall | AttendCall | RandomBitsCall | TransformCall
+Call = (
+    MatmulCall
+    | RaggedCall
+    | CastCall
+    | PackCall
+    | AttendCall
+    | RandomBitsCall
+    | TransformCall
+    | MomentCall
+)
 
 
 def result_of(call: Call, *operands: Any) -> Any:
@@ -429,6 +458,9 @@ def result_of(call: Call, *operands: Any) -> Any:
             return jax.ShapeDtypeStruct(operands[0].shape, call.dtype)
         case RandomBitsCall():
             return jax.ShapeDtypeStruct(call.shape, np.int32)
+        case MomentCall():
+            codes, scales, *_ = operands
+            return tuple(jax.ShapeDtypeStruct(x.shape, np.uint8) for x in (codes, scales))
         case TransformCall():
             before, after = call.shape[: call.axis], call.shape[call.axis + 1 :]
             return jax.ShapeDtypeStruct((*before, call.result_length, *after), np.float32)

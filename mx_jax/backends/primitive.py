@@ -27,6 +27,7 @@ from mx_jax.backends.calls import (
     QuantizeBothCall,
     QuantizeCall,
     RaggedCall,
+    MomentCall,
     RandomBitsCall,
     result_of,
 )
@@ -59,7 +60,7 @@ from mx_jax.codecs.platform import eager, lowered_for
 from mx_jax.packed import PackedMXArray, unpacked
 
 # What codes and integers are the results of: no derivative reaches through them.
-_SLOPELESS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall, RandomBitsCall)
+_SLOPELESS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall, RandomBitsCall, MomentCall)
 
 
 def bind(call: Call, *operands: Any) -> Any:

@@ -14,13 +14,14 @@ from mx_jax.backends.calls import (
     PackCall,
     QuantizeCall,
     RaggedCall,
+    MomentCall,
     RandomBitsCall,
     TransformCall,
 )
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.packed import Rows
-from mx_jax.reference import hadamard, matmul, quantize, ragged, random_bits, statistics
+from mx_jax.reference import hadamard, matmul, moments, quantize, ragged, random_bits, statistics
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
@@ -88,6 +89,17 @@ def _transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array
     return hadamard.invert(x, signs, call.length, call.axis)
 
 
+def _step_moment(
+    codes: jax.Array,
+    scales: jax.Array,
+    added: jax.Array,
+    factors: jax.Array,
+    words: jax.Array,
+    call: MomentCall,
+) -> tuple[jax.Array, jax.Array]:
+    return moments.step(codes, scales, added, factors, words, call.is_root, call.is_square)
+
+
 def _takes_all(call: Call, target: Target) -> None:
     return None
 
@@ -108,6 +120,7 @@ REFERENCE = Backend(
         _offer(call=AttendCall, run=_attend, is_plain=True),
         _offer(call=CastStatisticsCall, run=_statistics, is_plain=True),
         _offer(call=RandomBitsCall, run=_random_bits, is_plain=True),
+        _offer(call=MomentCall, run=_step_moment, is_plain=True),
         _offer(call=TransformCall, run=_transform, how="XLA float32 dot, HIGHEST", is_plain=True),
     ),
 )

@@ -469,6 +469,8 @@ def work_text(call: Call) -> str:
             return f"statistics of a cast of {list(call.shape)} to {call.format.name}"
         case calls.RandomBitsCall():
             return f"random bits {list(call.shape)}, {call.text}"
+        case calls.MomentCall():
+            return f"a step of {call.text} {list(call.shape)}"
         case calls.TransformCall():
             what = "Hadamard transform" if call.length is None else "inverse Hadamard transform"
             return f"{what} of {call.dtype} {list(call.shape)}"
@@ -502,6 +504,8 @@ def _kind_and_cost(call: Call) -> tuple[str, float, float]:
         case calls.PackCall():
             own = call.weights
             return "pack", 0.0, 2 * _bytes(own.shape, own.format, own.dtype)
+        case calls.MomentCall():
+            return "moment", 0.0, 6.0625 * math.prod(call.shape)
         case calls.TransformCall():
             return "transform", 0.0, math.prod(call.shape) * (call.dtype.itemsize + 4.0)
         case calls.AttendCall():

@@ -11,6 +11,7 @@ from jax.core import Tracer
 
 from mx_jax.backends.calls import (
     DequantizeCall,
+    MomentCall,
     QuantizeBothCall,
     QuantizeCall,
 )
@@ -389,3 +390,19 @@ def _quantize_both(
         for single, key in zip((call.first, call.second), keys, strict=True)
     )
     return checkpoint_name(bind(call, x, (first, second), tensor_scale), QUANTIZED)
+
+
+def step_moment(
+    codes: jax.Array,
+    scales: jax.Array,
+    added: jax.Array,
+    factors: jax.Array,
+    words: jax.Array,
+    *,
+    is_root: bool,
+    is_square: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """`reference.moments.step`, by the backend that takes it."""
+    call = MomentCall(shape=codes.shape, is_root=is_root, is_square=is_square)
+    with follow(added):
+        return bind(call, codes, scales, added, factors, words)

@@ -17,6 +17,7 @@ from mx_jax.backends.calls import (
     QuantizeBothCall,
     QuantizeCall,
     RaggedCall,
+    MomentCall,
     RandomBitsCall,
     TransformCall,
 )
@@ -69,6 +70,7 @@ CPU_FFI = Backend(
         _offer(PackCall, weights.rejects_pack, weights.pack),
         _offer(AttendCall, attend.rejects, attend.attend),
         _offer(RandomBitsCall, casts.rejects_random_bits, casts.random_bits),
+        _offer(MomentCall, casts.rejects_moment, casts.step_moment),
         _offer(TransformCall, casts.rejects_transform, casts.transform),
         _offer(CastStatisticsCall, statistics.rejects, statistics.cast_statistics),
     ),

@@ -10,6 +10,7 @@ from jax import lax
 
 from mx_jax.backends.calls import (
     DequantizeCall,
+    MomentCall,
     QuantizeBothCall,
     QuantizeCall,
     RandomBitsCall,
@@ -24,6 +25,7 @@ from mx_jax.codecs.blocks import Blocks, block_extent
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
+from mx_jax.reference import moments
 from mx_jax.reference import quantize as reference
 from mx_jax.reference.scale_rules import (
     AMAX,
@@ -548,3 +550,30 @@ def random_bits(data: jax.Array, call: RandomBitsCall) -> jax.Array:
     )
     (bits,) = handler(data)
     return bits
+
+
+STEP_MOMENT = "mx_jax_cpu_step_moment"
+
+
+def rejects_moment(call: MomentCall) -> str | None:
+    """Why the handler does not take a call, or None."""
+    loaded = library.load()
+    if isinstance(loaded, str) or STEP_MOMENT not in loaded.targets:
+        return f"was built without {STEP_MOMENT}; build it again"
+    if call.shape[-1] % moments.BLOCK:
+        return f"needs whole blocks along the last axis, got shape={call.shape}"
+    return rejects_symbolic(call)
+
+
+def step_moment(*operands: Any) -> tuple[jax.Array, ...]:
+    """`reference.moments.step`, by the handler."""
+    *arrays, call = operands
+    names = " ".join(f"e{axis}" for axis in range(len(call.shape)))
+    axes = f"*b {names}, *b {names}/{moments.BLOCK}"
+    handler = Handler(
+        target=STEP_MOMENT,
+        axes=f"{axes}, *b {names}, *b 2, *b 2 -> {axes}",
+        dtypes=(np.dtype("uint8"),) * 2,
+        attributes=hashable({"is_root": call.is_root, "is_square": call.is_square}),
+    )
+    return handler(*arrays)
