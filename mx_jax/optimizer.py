@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from mx_jax.ops.arguments import check_is_key
 from mx_jax.ops.quantize import step_moment
@@ -16,6 +16,7 @@ from mx_jax.reference.moments import decode, encode
 
 T = TypeVar("T")
 U = TypeVar("U")
+
 
 class QuantizedState(NamedTuple):
     """What `quantize_state` keeps between two steps.
@@ -50,6 +51,9 @@ def quantize_state(
     stochastically: `mu` as it is; of `nu` its root, which has half the octaves, up with odds
     `(nu - low^2) / (high^2 - low^2)` between the codes low and high, which keep its square right
     on average. A root below the smallest normal code of its block is stored as that, never as 0.
+
+    On CPUs the C++ library reads, moves and rounds a moment in one pass, where it is a running mean
+    `keep * moment + add * gradient`, or of squares, as in Adam, Lion and momentum.
 
     Blocks lie along the last axis that 32 divides. The state is sharded as the parameters, and
     takes their PartitionSpecs; where devices hold whole blocks, nothing more is communicated.
@@ -217,28 +221,37 @@ def _update_and_means(
     given = [before[number] for number in moments]
     closed, shapes = jax.make_jaxpr(of_moments, return_shape=True)(given)
     jaxpr, num_updates = closed.jaxpr, len(jax.tree.leaves(shapes[0]))
+    made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     means = {}
     for number, moment in zip(moments, jaxpr.invars, strict=True):
-        mean = _mean_of(jaxpr, jaxpr.outvars[num_updates + number], moment)
+        if before[number].dtype != jnp.float32:
+            continue
+        mean = _mean_of(made, jaxpr.outvars[num_updates + number], moment)
         if mean is not None:
             means[number] = mean
     wanted = [x for mean in means.values() for x in mean[:3] if isinstance(x, Var)]
-    wider = Jaxpr(
-        jaxpr.constvars, jaxpr.invars, [*jaxpr.outvars, *wanted], jaxpr.eqns, jaxpr.effects
-    )
-    found = jaxpr_as_fun(ClosedJaxpr(wider, closed.consts))(*given)
+    wider = closed.replace(jaxpr=jaxpr.replace(outvars=[*jaxpr.outvars, *wanted]))
+    found = jaxpr_as_fun(wider)(*given)
     values = dict(zip(wanted, found[len(jaxpr.outvars) :], strict=True))
     updates, after = jax.tree.unflatten(jax.tree.structure(shapes), found[: len(jaxpr.outvars)])
 
-    def value(x: object) -> object:
-        return x.val if isinstance(x, Literal) else values[x] if isinstance(x, Var) else x
+    def value(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else values.get(x, x)
 
-    return updates, after, {i: _Mean(*map(value, mean)) for i, mean in means.items()}
+    return (
+        updates,
+        after,
+        {
+            number: mean._replace(
+                keep=value(mean.keep), add=value(mean.add), added=value(mean.added)
+            )
+            for number, mean in means.items()
+        },
+    )
 
 
-def _mean_of(jaxpr: Jaxpr, after: object, moment: Var) -> _Mean | None:
-    """How a moment becomes another, if that is a running mean in float32."""
-    made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+def _mean_of(made: dict[Var, JaxprEqn], after: object, moment: Var) -> _Mean | None:
+    """How a moment becomes another, if that is a running mean."""
 
     def equation_of(x: object, *names: str) -> JaxprEqn | None:
         found = made.get(x) if isinstance(x, Var) else None
@@ -260,9 +273,9 @@ def _mean_of(jaxpr: Jaxpr, after: object, moment: Var) -> _Mean | None:
             if exponent not in (1, 2) or is_square:
                 break
             added, is_square = power.invars[0], exponent == 2
-        if old is moment and isinstance(added, Var) and added.aval == moment.aval:
-            if added.aval.dtype == jnp.float32 and added is not moment:
-                return _Mean(keep, add, added, is_square)
+        alike = isinstance(added, Var) and added is not moment and added.aval == moment.aval
+        if old is moment and alike:
+            return _Mean(keep, add, added, is_square)
     return None
 
 

@@ -22,12 +22,12 @@ from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
     MatmulCall,
+    MomentCall,
     OperandType,
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
     RaggedCall,
-    MomentCall,
     RandomBitsCall,
     result_of,
 )

@@ -10,11 +10,11 @@ from mx_jax.backends.calls import (
     CastStatisticsCall,
     DequantizeCall,
     MatmulCall,
+    MomentCall,
     Operand,
     PackCall,
     QuantizeCall,
     RaggedCall,
-    MomentCall,
     RandomBitsCall,
     TransformCall,
 )

@@ -19,11 +19,11 @@ from mx_jax.backends.calls import (
     CastStatisticsCall,
     DequantizeCall,
     MatmulCall,
+    MomentCall,
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
     RaggedCall,
-    MomentCall,
     RandomBitsCall,
     TransformCall,
 )

@@ -1,9 +1,10 @@
 """Optimizers' moments in MXFP8: codes that are right on average, and a step from some to the next.
 
 Casts of their own: as the library's, they would take half of a step. XLA makes them a part of the
-kernels that compute the moments, which are never written as float32; and on floats these are half
-the operations of the exact ones on integers. What they give up is what Adam has no use for:
-numbers below 2^-126, and odds finer than 2^-20, of roots 2^-17.
+kernels that compute the moments, which are never written as float32; on CPUs a handler in C++ takes
+such a step in one pass, where XLA computes a moment for its scale, its code and the update. What
+they give up is what Adam has no use for: numbers below 2^-126, and odds finer than 2^-20, of roots
+2^-17.
 """
 
 import functools
