@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from mx_jax.ops.arguments import check_is_key
-from mx_jax.ops.quantize import step_moment
-from mx_jax.reference.moments import decode, encode
+from mx_jax.ops.quantize import step_moments
+from mx_jax.reference.moments import Stored, decode, encode
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -141,26 +143,17 @@ def quantize_state(
         )
         first, second = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
         words = jax.random.bits(first, (len(paths), 2), jnp.uint32)
-        parts = []
-        for number, (leaf, (_, codes), scale, root) in enumerate(
-            zip(tree.flatten_up_to(after), paths, scales, roots, strict=True)
-        ):
-            if root is None:
-                parts.append((leaf, scale))
-            elif number in means:
-                mean = means[number]
-                step = step_moment(
-                    codes,
-                    scale,
-                    mean.added,
-                    jnp.stack([jnp.float32(mean.keep), jnp.float32(mean.add)]),
-                    words[number],
-                    is_root=root,
-                    is_square=mean.is_square,
-                )
-                parts.append(step)
-            else:
-                parts.append(encode(leaf, words[number], root))
+        stepped = _stepped(means, [leaf for _, leaf in paths], scales, roots, words)
+        parts = [
+            (leaf, scale)
+            if root is None
+            else stepped[number]
+            if number in stepped
+            else encode(leaf, words[number], root)
+            for number, (leaf, scale, root) in enumerate(
+                zip(tree.flatten_up_to(after), scales, roots, strict=True)
+            )
+        ]
         codes, scales = (jax.tree.unflatten(tree, [part[i] for part in parts]) for i in (0, 1))
         return updates, QuantizedState(jax.random.key_data(second), scales, codes)
 
@@ -248,6 +241,32 @@ def _update_and_means(
             for number, mean in means.items()
         },
     )
+
+
+def _stepped(
+    means: dict[int, _Mean],
+    codes: list[Any],
+    scales: list[jax.Array],
+    roots: list[bool | None],
+    words: jax.Array,
+) -> dict[int, Stored]:
+    """New codes and scales of moments that are running means; those of one gradient together."""
+    alike = collections.defaultdict[int, list[int]](list)
+    for number, mean in means.items():
+        alike[id(mean.added)].append(number)
+    stepped = {}
+    for numbers in alike.values():
+        own = [means[number] for number in numbers]
+        found = step_moments(
+            [(codes[number], scales[number]) for number in numbers],
+            own[0].added,
+            [(mean.keep, mean.add) for mean in own],
+            words[np.array(numbers)],
+            is_root=[bool(roots[number]) for number in numbers],
+            is_square=[mean.is_square for mean in own],
+        )
+        stepped |= dict(zip(numbers, found, strict=True))
+    return stepped
 
 
 def _mean_of(made: dict[Var, JaxprEqn], after: object, moment: Var) -> _Mean | None:

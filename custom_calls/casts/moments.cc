@@ -1,5 +1,5 @@
-// The handler of a step of an optimizer's moment that is kept in MXFP8: it is read, moved and written
-// in one pass. mx_jax/reference/moments.py defines the results.
+// The handler of a step of an optimizer's moments that are kept in MXFP8: each is read, moved and
+// written in one pass. mx_jax/reference/moments.py defines the results.
 #include "casts/moments.h"
 
 #include <algorithm>
@@ -16,60 +16,77 @@ namespace {
 
 namespace ffi = xla::ffi;
 
-constexpr int64_t kPart = 1 << 10;  // blocks of a task
+constexpr int64_t kPart = 1 << 9;  // blocks of a task
+constexpr int64_t kMaxMoments = 4;  // of one call
 
 const MomentKernels& ChosenMomentKernels() {
   static const MomentKernels* const kKernels[kNumIsas] = MX_KERNELS(kMoments);
   return Pick(kKernels);
 }
 
-// `codes` and `added` `[*batch, *rows, n]` and `scales` `[*batch, *rows, n/32]` to new codes and scales,
-// by `factors` `[*batch, 2]`, of the moment and of what is added, and `words` `[*batch, 2]`, random.
-ffi::Error StepMoment(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> codes, ffi::Buffer<ffi::U8> scales,
-                      ffi::Buffer<ffi::F32> added, ffi::Buffer<ffi::F32> factors,
-                      ffi::Buffer<ffi::U32> words, ffi::Result<ffi::Buffer<ffi::U8>> out_codes,
-                      ffi::Result<ffi::Buffer<ffi::U8>> out_scales, bool is_root, bool is_square) {
-  const auto shape = codes.dimensions(), by_block = scales.dimensions();
-  const auto drawn = words.dimensions();
+// For each moment `codes` `[*batch, *rows, n]` and `scales` `[*batch, *rows, n/32]` to new ones, by what
+// is added to all of them, `[*batch, *rows, n]`, by `factors` `[*batch, 2 * moments]`, of the moment and
+// of what is added, and by `words` alike, which are random. What is added is in a cache for all but the
+// first.
+ffi::Error StepMoments(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> added,
+                       ffi::Buffer<ffi::F32> factors, ffi::Buffer<ffi::U32> words,
+                       ffi::RemainingArgs given, ffi::RemainingRets wanted,
+                       ffi::Span<const int32_t> is_root, ffi::Span<const int32_t> is_square) {
+  const auto shape = added.dimensions(), drawn = words.dimensions();
   const auto alike = [](auto left, auto right) {
     return left.size() == right.size() && std::equal(left.begin(), left.end(), right.begin());
   };
-  const bool fits = shape.size() >= 1 && by_block.size() == shape.size() &&
-                    std::equal(shape.begin(), shape.end() - 1, by_block.begin()) &&
-                    shape.back() == by_block.back() * kMomentBlock &&
-                    alike(added.dimensions(), shape) && alike(out_codes->dimensions(), shape) &&
-                    alike(out_scales->dimensions(), by_block) && drawn.size() >= 1 &&
-                    drawn.size() <= shape.size() && drawn.back() == 2 &&
-                    std::equal(drawn.begin(), drawn.end() - 1, shape.begin()) &&
-                    alike(factors.dimensions(), drawn);
+  const int64_t moments = static_cast<int64_t>(is_root.size());
+  bool fits = shape.size() >= 1 && shape.back() % kMomentBlock == 0 && moments >= 1 &&
+              moments <= kMaxMoments && is_square.size() == is_root.size() &&
+              given.size() == 2 * is_root.size() && wanted.size() == given.size() &&
+              drawn.size() >= 1 && drawn.size() <= shape.size() && drawn.back() == 2 * moments &&
+              std::equal(drawn.begin(), drawn.end() - 1, shape.begin()) &&
+              alike(factors.dimensions(), drawn);
+  MomentPlan whole[kMaxMoments];
+  for (int64_t i = 0; fits && i < 2 * moments; ++i) {
+    auto from = given.get<ffi::Buffer<ffi::U8>>(i);
+    auto to = wanted.get<ffi::Buffer<ffi::U8>>(i);
+    fits = from.has_value() && to.has_value() && alike(from->dimensions(), (*to)->dimensions());
+    if (!fits) break;
+    const auto own = from->dimensions();
+    const bool scales = i % 2 == 1;
+    fits = own.size() == shape.size() && std::equal(own.begin(), own.end() - 1, shape.begin()) &&
+           own.back() * (scales ? kMomentBlock : 1) == shape.back();
+    MomentPlan& plan = whole[i / 2];
+    (scales ? plan.scales : plan.codes) = from->typed_data();
+    (scales ? plan.out_scales : plan.out_codes) = (*to)->typed_data();
+  }
   if (!fits) {
     return InvalidArgument(
-        "mx_jax step_moment: needs codes and added [*batch, *rows, n], scales [*batch, *rows, n/32], ",
-        "factors and words [*batch, 2], got codes.shape=", Shape(shape), ", scales.shape=",
-        Shape(by_block), ", added.shape=", Shape(added.dimensions()), ", factors.shape=",
-        Shape(factors.dimensions()), ", words.shape=", Shape(drawn));
+        "mx_jax step_moments: needs added [*batch, *rows, n], factors and words [*batch, 2 * moments], ",
+        "and codes [*batch, *rows, n] and scales [*batch, *rows, n/32] of 1 to ", kMaxMoments,
+        " moments, got added.shape=", Shape(shape), ", factors.shape=", Shape(factors.dimensions()),
+        ", words.shape=", Shape(drawn), ", moments=", moments);
   }
-  const int64_t batch = static_cast<int64_t>(words.element_count()) / 2;
-  const int64_t all = static_cast<int64_t>(scales.element_count());
+  const int64_t batch = static_cast<int64_t>(words.element_count()) / (2 * moments);
+  const int64_t all = static_cast<int64_t>(added.element_count()) / kMomentBlock;
   if (all == 0) return ffi::Error::Success();
   const int64_t blocks = all / batch, parts = (blocks + kPart - 1) / kPart;
   const MomentKernels& kernels = ChosenMomentKernels();
   ParallelFor(pool, batch * parts, [&](int64_t task) {
     const int64_t index = task / parts, first = (task - index * parts) * kPart;
     const int64_t block = index * blocks, place = block * kMomentBlock;
-    const MomentPlan plan = {
-        codes.typed_data() + place,
-        scales.typed_data() + block,
-        added.typed_data() + place,
-        factors.typed_data()[2 * index],
-        factors.typed_data()[2 * index + 1],
-        is_root,
-        is_square,
-        {words.typed_data()[2 * index], words.typed_data()[2 * index + 1]},
-        out_codes->typed_data() + place,
-        out_scales->typed_data() + block,
-    };
-    kernels.step(plan, first, std::min(blocks, first + kPart));
+    for (int64_t i = 0; i < moments; ++i) {
+      const int64_t pair = 2 * (index * moments + i);
+      MomentPlan plan = whole[i];
+      plan.codes += place;
+      plan.out_codes += place;
+      plan.scales += block;
+      plan.out_scales += block;
+      plan.added = added.typed_data() + place;
+      plan.keep = factors.typed_data()[pair];
+      plan.add = factors.typed_data()[pair + 1];
+      std::copy_n(words.typed_data() + pair, 2, plan.words);
+      plan.is_root = is_root[i] != 0;
+      plan.is_square = is_square[i] != 0;
+      kernels.step(plan, first, std::min(blocks, first + kPart));
+    }
   });
   return ffi::Error::Success();
 }
@@ -77,15 +94,13 @@ ffi::Error StepMoment(ffi::ThreadPool pool, ffi::Buffer<ffi::U8> codes, ffi::Buf
 }  // namespace
 }  // namespace mx
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(MxStepMoment, mx::StepMoment,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(MxStepMoments, mx::StepMoments,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::U8>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::U32>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()
-                                  .Ret<xla::ffi::Buffer<xla::ffi::U8>>()
-                                  .Attr<bool>("is_root")
-                                  .Attr<bool>("is_square"));
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<xla::ffi::Span<const int32_t>>("is_root")
+                                  .Attr<xla::ffi::Span<const int32_t>>("is_square"));

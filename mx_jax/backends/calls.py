@@ -389,22 +389,22 @@ class TransformCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MomentCall:
-    """A step of an optimizer's moment that is kept in MXFP8: see `reference.moments.step`.
+    """A step of an optimizer's moments that are kept in MXFP8: see `reference.moments.step`.
 
     Attributes:
-      shape: of the moment, in float32.
-      is_root: whether codes are of the moment's root.
-      is_square: whether the square is added of what is added.
+      shape: of a moment, in float32.
+      is_root: of each moment, whether its codes are of its root.
+      is_square: of each moment, whether the square is added of what is added to all.
     """
 
     shape: tuple[int, ...]
-    is_root: bool
-    is_square: bool
+    is_root: tuple[bool, ...]
+    is_square: tuple[bool, ...]
 
     @property
     def text(self) -> str:
         """The call in a jaxpr."""
-        return "the root of a moment" if self.is_root else "a moment"
+        return " and ".join("a root" if is_root else "a moment" for is_root in self.is_root)
 
 
 CastCall = QuantizeCall | QuantizeBothCall | DequantizeCall | CastStatisticsCall
@@ -459,8 +459,7 @@ def result_of(call: Call, *operands: Any) -> Any:
         case RandomBitsCall():
             return jax.ShapeDtypeStruct(call.shape, np.int32)
         case MomentCall():
-            codes, scales, *_ = operands
-            return tuple(jax.ShapeDtypeStruct(x.shape, np.uint8) for x in (codes, scales))
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.uint8), operands[0])
         case TransformCall():
             before, after = call.shape[: call.axis], call.shape[call.axis + 1 :]
             return jax.ShapeDtypeStruct((*before, call.result_length, *after), np.float32)

@@ -89,15 +89,19 @@ def _transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array
     return hadamard.invert(x, signs, call.length, call.axis)
 
 
-def _step_moment(
-    codes: jax.Array,
-    scales: jax.Array,
+def _step_moments(
+    stored: tuple[moments.Stored, ...],
     added: jax.Array,
     factors: jax.Array,
     words: jax.Array,
     call: MomentCall,
-) -> tuple[jax.Array, jax.Array]:
-    return moments.step(codes, scales, added, factors, words, call.is_root, call.is_square)
+) -> tuple[moments.Stored, ...]:
+    return tuple(
+        moments.step(own, added, factors[2 * i : 2 * i + 2], words[2 * i : 2 * i + 2], root, square)
+        for i, (own, root, square) in enumerate(
+            zip(stored, call.is_root, call.is_square, strict=True)
+        )
+    )
 
 
 def _takes_all(call: Call, target: Target) -> None:
@@ -120,7 +124,7 @@ REFERENCE = Backend(
         _offer(call=AttendCall, run=_attend, is_plain=True),
         _offer(call=CastStatisticsCall, run=_statistics, is_plain=True),
         _offer(call=RandomBitsCall, run=_random_bits, is_plain=True),
-        _offer(call=MomentCall, run=_step_moment, is_plain=True),
+        _offer(call=MomentCall, run=_step_moments, is_plain=True),
         _offer(call=TransformCall, run=_transform, how="XLA float32 dot, HIGHEST", is_plain=True),
     ),
 )

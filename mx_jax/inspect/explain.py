@@ -505,7 +505,7 @@ def _kind_and_cost(call: Call) -> tuple[str, float, float]:
             own = call.weights
             return "pack", 0.0, 2 * _bytes(own.shape, own.format, own.dtype)
         case calls.MomentCall():
-            return "moment", 0.0, 6.0625 * math.prod(call.shape)
+            return "moment", 0.0, (4 + 4.125 * len(call.is_root)) * math.prod(call.shape)
         case calls.TransformCall():
             return "transform", 0.0, math.prod(call.shape) * (call.dtype.itemsize + 4.0)
         case calls.AttendCall():

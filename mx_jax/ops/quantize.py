@@ -1,6 +1,7 @@
 """The public casts: checks once, picks a backend, keeps gradients flowing."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
@@ -35,6 +36,7 @@ from mx_jax.ops.arguments import (
 from mx_jax.ops.product import one_program, zero_cotangents
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import PackedMXArray, unpacked
+from mx_jax.reference.moments import Stored
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import OperandSpec, operand
 
@@ -392,17 +394,17 @@ def _quantize_both(
     return checkpoint_name(bind(call, x, (first, second), tensor_scale), QUANTIZED)
 
 
-def step_moment(
-    codes: jax.Array,
-    scales: jax.Array,
+def step_moments(
+    stored: Sequence[Stored],
     added: jax.Array,
-    factors: jax.Array,
+    factors: Sequence[tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]],
     words: jax.Array,
     *,
-    is_root: bool,
-    is_square: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """`reference.moments.step`, by the backend that takes it."""
-    call = MomentCall(shape=codes.shape, is_root=is_root, is_square=is_square)
+    is_root: Sequence[bool],
+    is_square: Sequence[bool],
+) -> tuple[Stored, ...]:
+    """`reference.moments.step` of moments to which the same is added; words are `[moments, 2]`."""
+    call = MomentCall(shape=added.shape, is_root=tuple(is_root), is_square=tuple(is_square))
+    flat = jnp.stack([jnp.float32(factor) for pair in factors for factor in pair])
     with follow(added):
-        return bind(call, codes, scales, added, factors, words)
+        return bind(call, tuple(stored), added, flat, words.reshape(-1))

@@ -20,6 +20,9 @@ from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.codecs.float32 import ABS, HIDDEN, INF, MANTISSA, from_bits, to_bits
 
+# Codes and scales.
+Stored = tuple[jax.Array, jax.Array]
+
 BLOCK = 32
 # E4M3 as float32 patterns: a code shifted by _SHIFT, its exponent counted from _BIAS.
 _SHIFT, _BIAS = 20, (127 - 7) << 3
@@ -33,16 +36,15 @@ def blocks_of(shape: tuple[int, ...]) -> Blocks:
 
 
 def step(
-    codes: jax.Array,
-    scales: jax.Array,
+    stored: Stored,
     added: jax.Array,
     factors: jax.Array,
     words: jax.Array,
     is_root: bool,
     is_square: bool,
-) -> tuple[jax.Array, jax.Array]:
+) -> Stored:
     """Codes and scales of `factors[0] * moment + factors[1] * added`, or of `added` squared."""
-    moment = decode(codes, scales, is_root, np.dtype(np.float32))
+    moment = decode(*stored, is_root, np.dtype(np.float32))
     added = jnp.square(added) if is_square else added
     return encode(factors[1] * added + factors[0] * moment, words, is_root)
 

@@ -70,7 +70,7 @@ CPU_FFI = Backend(
         _offer(PackCall, weights.rejects_pack, weights.pack),
         _offer(AttendCall, attend.rejects, attend.attend),
         _offer(RandomBitsCall, casts.rejects_random_bits, casts.random_bits),
-        _offer(MomentCall, casts.rejects_moment, casts.step_moment),
+        _offer(MomentCall, casts.rejects_moments, casts.step_moments),
         _offer(TransformCall, casts.rejects_transform, casts.transform),
         _offer(CastStatisticsCall, statistics.rejects, statistics.cast_statistics),
     ),

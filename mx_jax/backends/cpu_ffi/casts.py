@@ -552,28 +552,36 @@ def random_bits(data: jax.Array, call: RandomBitsCall) -> jax.Array:
     return bits
 
 
-STEP_MOMENT = "mx_jax_cpu_step_moment"
+STEP_MOMENTS = "mx_jax_cpu_step_moments"
 
 
-def rejects_moment(call: MomentCall) -> str | None:
+def rejects_moments(call: MomentCall) -> str | None:
     """Why the handler does not take a call, or None."""
     loaded = library.load()
-    if isinstance(loaded, str) or STEP_MOMENT not in loaded.targets:
-        return f"was built without {STEP_MOMENT}; build it again"
+    if isinstance(loaded, str) or STEP_MOMENTS not in loaded.targets:
+        return f"was built without {STEP_MOMENTS}; build it again"
     if call.shape[-1] % moments.BLOCK:
         return f"needs whole blocks along the last axis, got shape={call.shape}"
     return rejects_symbolic(call)
 
 
-def step_moment(*operands: Any) -> tuple[jax.Array, ...]:
-    """`reference.moments.step`, by the handler."""
-    *arrays, call = operands
+def step_moments(
+    stored: tuple[moments.Stored, ...],
+    added: jax.Array,
+    factors: jax.Array,
+    words: jax.Array,
+    call: MomentCall,
+) -> tuple[moments.Stored, ...]:
+    """`reference.moments.step` of each, by the handler."""
     names = " ".join(f"e{axis}" for axis in range(len(call.shape)))
-    axes = f"*b {names}, *b {names}/{moments.BLOCK}"
+    pairs = ", ".join([f"*b {names}, *b {names}/{moments.BLOCK}"] * len(stored))
+    flags = {"is_root": call.is_root, "is_square": call.is_square}
     handler = Handler(
-        target=STEP_MOMENT,
-        axes=f"{axes}, *b {names}, *b 2, *b 2 -> {axes}",
-        dtypes=(np.dtype("uint8"),) * 2,
-        attributes=hashable({"is_root": call.is_root, "is_square": call.is_square}),
+        target=STEP_MOMENTS,
+        axes=f"*b {names}, *b factors, *b words, {pairs} -> {pairs}",
+        dtypes=(np.dtype("uint8"),) * (2 * len(stored)),
+        attributes=hashable({name: np.array(own, np.int32) for name, own in flags.items()}),
     )
-    return handler(*arrays)
+    return jax.tree.unflatten(
+        jax.tree.structure(stored), handler(added, factors, words, *jax.tree.leaves(stored))
+    )
