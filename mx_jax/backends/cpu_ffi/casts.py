@@ -554,6 +554,7 @@ def random_bits(data: jax.Array, call: RandomBitsCall) -> jax.Array:
 
 
 STEP_MOMENTS = "mx_jax_cpu_step_moments"
+_MOST_MOMENTS = 4
 
 
 def rejects_moments(call: MomentCall) -> str | None:
@@ -563,6 +564,8 @@ def rejects_moments(call: MomentCall) -> str | None:
         return f"was built without {STEP_MOMENTS}; build it again"
     if call.shape[-1] % moments.BLOCK:
         return f"needs whole blocks along the last axis, got shape={call.shape}"
+    if len(call.is_root) > _MOST_MOMENTS:
+        return f"steps at most {_MOST_MOMENTS} moments at once, got moments={len(call.is_root)}"
     return rejects_symbolic(call)
 
 
