@@ -8,6 +8,7 @@ command goes on. `--times` measures updates instead.
 
 import dataclasses
 import json
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -47,7 +48,13 @@ SETTINGS = Settings(
 )
 # Elements that share a scale in bitsandbytes, and the smallest array that it stores in 8 bits.
 BLOCK, MIN_SIZE = 256, 4096
-SHAPES = ((4096, 1024), (1024, 4096), (1024, 1024), (1024, 1024), (1024, 1024), (1024, 1024))
+# Parameters of the updates that are measured: a matrix each, and those of a block of a transformer.
+SHAPES = {
+    "256 x 512": ((256, 512),),
+    "1024 x 1024": ((1024, 1024),),
+    "a block of width 1024": ((4096, 1024), (1024, 4096), *4 * ((1024, 1024),)),
+    "4096 x 4096": ((4096, 4096),),
+}
 
 
 def dynamic_map(signed: bool) -> np.ndarray:
@@ -157,9 +164,9 @@ def losses(folder: Path, settings: Settings, seeds: Sequence[int], corpus: Corpu
     return list(rows.values())
 
 
-def times(repeats: int) -> list[dict[str, Any]]:
+def times(of: str, seconds: float) -> list[dict[str, Any]]:
     """Seconds of an update with its sum to the parameters, donated; ways take turns."""
-    params = {str(i): 0.02 * jnp.ones(shape) for i, shape in enumerate(SHAPES)}
+    params = {str(i): 0.02 * jnp.ones(shape) for i, shape in enumerate(SHAPES[of])}
     gradients = jax.tree.map(lambda x: 0.01 * jax.random.normal(jax.random.key(0), x.shape), params)
     running = {}
     for way in ("float32", "mxfp8"):
@@ -170,23 +177,31 @@ def times(repeats: int) -> list[dict[str, Any]]:
             return optax.apply_updates(params, updates), state
 
         own = jax.tree.map(jnp.copy, params)
-        running[way] = [jax.jit(step, donate_argnums=(0, 1)), own, optimizer.init(own), []]
-    for _ in range(repeats + 2):
+        state = jax.jit(optimizer.init)(own)
+        running[way] = [jax.jit(step, donate_argnums=(0, 1)), own, state, []]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(running["mxfp8"][3]) < 5:
         for entry in running.values():
-            started = time.perf_counter()
+            started = time.perf_counter(), time.process_time()
             entry[1], entry[2] = jax.block_until_ready(entry[0](*entry[1:3], gradients))
-            entry[3].append(time.perf_counter() - started)
+            ended = time.perf_counter(), time.process_time()
+            entry[3].append(tuple(1e3 * (b - a) for a, b in zip(started, ended, strict=True)))
     size = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return [
-        {
+    rows = []
+    for way, (_, _, state, clocks) in running.items():
+        walls, cpu = zip(*clocks[2:], strict=True)
+        row = {
+            "of": of,
+            "threads": len(os.sched_getaffinity(0)),
             "states": way,
             "parameters": size,
             "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / size,
-            "ms": 1e3 * statistics.median(clocks[2:]),
-            "smallest_ms": 1e3 * min(clocks[2:]),
+            "ms": statistics.median(walls),
+            "smallest_ms": min(walls),
+            "cpu_ms": statistics.median(cpu),
         }
-        for way, (_, _, state, clocks) in running.items()
-    ]
+        rows.append(row)
+    return rows
 
 
 def gaps(rows: Sequence[dict[str, Any]], what: str, way: str) -> list[float]:
@@ -210,10 +225,16 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
         ]
         for row in result.get("losses", ())
     ]
-    clocks = [
-        [row["states"], f"{row['bytes']:.2f}", f"{row['ms']:.1f}", f"{row['smallest_ms']:.1f}"]
-        for row in result.get("times", ())
-    ]
+    clocks: list[Sequence[str]] = []
+    exact: dict[str, Any] = {}
+    for row in result.get("times", ()):
+        if row["states"] == "float32":
+            exact = row
+        both = (
+            f"{row[what]:.2f} ({row[what] / exact[what]:.2f})"
+            for what in ("ms", "smallest_ms", "cpu_ms")
+        )
+        clocks.append([row["of"], str(row["threads"]), row["states"], f"{row['bytes']:.2f}", *both])
     return [
         report.Sheet(
             "Loss by how optimizer states are stored",
@@ -221,8 +242,16 @@ def sheets(result: dict[str, Any]) -> list[report.Sheet]:
             rows,
         ),
         report.Sheet(
-            "An update of AdamW",
-            ["states", "bytes a parameter", "median (ms)", "least (ms)"],
+            "An update of AdamW, and how many times float32's",
+            [
+                "parameters",
+                "threads",
+                "states",
+                "bytes a parameter",
+                "median (ms)",
+                "least (ms)",
+                "CPU time (ms)",
+            ],
             clocks,
         ),
     ]
@@ -234,13 +263,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, default=Path("optimizer_states_runs"), help="folder")
     parser.add_argument("--seeds", type=int, default=8, help="number of seeds, from 0 on")
     parser.add_argument("--steps", type=int, default=SETTINGS.steps, help="steps of a run")
-    parser.add_argument("--times", type=int, metavar="REPEATS", help="measure updates instead")
+    parser.add_argument("--times", type=float, metavar="SECONDS", help="measure updates instead")
     options = parser.parse_args(arguments)
     path: Path = getattr(options, "out", report.RESULTS / "optimizer_states.json")
     result = json.loads(path.read_text()) if path.exists() else {}
     result["environment"] = environment.describe(("optax",))
     if options.times:
-        result["times"] = times(options.times)
+        # Of other numbers of threads, as taskset sets them, rows stay.
+        new = [row for of in SHAPES for row in times(of, options.times)]
+        old = [
+            r for r in result.get("times", ()) if r.get("threads", 0) not in {0, new[0]["threads"]}
+        ]
+        result["times"] = sorted(old + new, key=lambda row: -row["threads"])
     else:
         settings = dataclasses.replace(SETTINGS, steps=options.steps)
         corpus = Corpus.from_text(

@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Sequence
+import collections
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.explicit_axes import explicit_sharding
-from mx_jax.codecs.float32 import ABS, INF, MANTISSA, from_bits, to_bits
 from mx_jax.ops.arguments import check_is_key
+from mx_jax.ops.quantize import step_moments
+from mx_jax.reference.moments import Stored, decode, encode
 
 T = TypeVar("T")
 U = TypeVar("U")
-
-_BLOCK = 32
-# E4M3 as float32 patterns: a code shifted by _SHIFT, its exponent counted from _BIAS.
-_SHIFT, _BIAS = 20, (127 - 7) << 3
-_SMALLEST_NORMAL, _LARGEST = 2.0**-6, 448.0
 
 
 class QuantizedState(NamedTuple):
@@ -60,6 +53,9 @@ def quantize_state(
     stochastically: `mu` as it is; of `nu` its root, which has half the octaves, up with odds
     `(nu - low^2) / (high^2 - low^2)` between the codes low and high, which keep its square right
     on average. A root below the smallest normal code of its block is stored as that, never as 0.
+
+    On CPUs the C++ library reads, moves and rounds a moment in one pass, where it is a running mean
+    `keep * moment + add * gradient`, or of squares, as in Adam, Lion and momentum.
 
     Blocks lie along the last axis that 32 divides. The state is sharded as the parameters, and
     takes their PartitionSpecs; where devices hold whole blocks, nothing more is communicated.
@@ -116,7 +112,7 @@ def quantize_state(
         words = jnp.zeros(2, jnp.uint32)
         parts = [
             # Behind a barrier: XLA would fold the cast of zeros, element by element.
-            _encode(lax.optimization_barrier(leaf), words, root)
+            encode(lax.optimization_barrier(leaf), words, root)
             if root is not None and quantizes
             else (leaf, jnp.uint8(0))
             for (_, leaf), quantizes, root in zip(paths, large, roots, strict=True)
@@ -137,14 +133,23 @@ def quantize_state(
         # The dtypes of moments, which codes do not have.
         like = jax.tree.leaves(jax.eval_shape(own.init, updates if params is None else params))
         before = [
-            leaf if root is None else _decode(leaf, scale, root, moment.dtype)
+            leaf if root is None else decode(leaf, scale, root, moment.dtype)
             for (_, leaf), scale, root, moment in zip(paths, scales, roots, like, strict=True)
         ]
-        updates, after = own.update(updates, jax.tree.unflatten(tree, before), params, **extra)
+        updates, after, means = _update_and_means(
+            lambda moments: own.update(updates, tree.unflatten(moments), params, **extra),
+            before,
+            [number for number, root in enumerate(roots) if root is not None],
+        )
         first, second = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
         words = jax.random.bits(first, (len(paths), 2), jnp.uint32)
+        stepped = _stepped(means, [leaf for _, leaf in paths], scales, roots, words)
         parts = [
-            (leaf, scale) if root is None else _encode(leaf, words[number], root)
+            (leaf, scale)
+            if root is None
+            else stepped[number]
+            if number in stepped
+            else encode(leaf, words[number], root)
             for number, (leaf, scale, root) in enumerate(
                 zip(tree.flatten_up_to(after), scales, roots, strict=True)
             )
@@ -173,105 +178,126 @@ def _fields_of(path: jax.tree_util.KeyPath) -> list[str]:
     return [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
 
 
-def _blocks(shape: tuple[int, ...]) -> Blocks:
-    whole = [axis for axis in range(-len(shape), 0) if shape[axis] % _BLOCK == 0]
-    return (((whole or [-1])[-1], _BLOCK),)
+# Running means -----------------------------------------------------------------------------------
+#
+# Where a new moment is `keep * moment + add * added`, one kernel reads the codes, moves the moment
+# and writes codes. What is so is read from the jaxpr of the optimizer, not from its name.
 
 
-# Casts of their own: as the library's, they would take half of a step. XLA makes them a part of the
-# kernels that compute the moments, which are never written as float32; and on floats these are half
-# the operations of the exact ones on integers. What they give up is what Adam has no use for:
-# numbers below 2^-126, and odds finer than 2^-20.
+class _Mean(NamedTuple):
+    """What becomes of a moment: `keep * moment + add * added`, or of `added` squared.
 
-
-@functools.partial(jax.jit, static_argnames=("root", "dtype"), inline=True)
-def _decode(codes: jax.Array, scales: jax.Array, root: bool, dtype: np.dtype) -> jax.Array:
-    """The values, or the squares of roots; as `dequantize`, but numbers below 2^-126 are 0."""
-    exponents = scales.astype(jnp.int32)
-    factors = from_bits(jnp.where(exponents == 255, INF | 1, exponents << 23))
-    if root:
-        values = from_bits((codes.astype(jnp.int32) + _BIAS) << _SHIFT)
-        return jnp.square(values * _of_elements(factors, codes.shape)).astype(dtype)
-    # Sign, exponent and mantissa where float16 has them, 2^8 too small, subnormals included.
-    half = (lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int16) << 7) & ~0x4000
-    values = lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
-    return (values * _of_elements(256 * factors, codes.shape)).astype(dtype)
-
-
-@functools.partial(jax.jit, static_argnames="root", inline=True)
-def _encode(x: jax.Array, words: jax.Array, root: bool) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of x, or of its root, rounded stochastically by two random words."""
-    x = x.astype(jnp.float32)
-    patterns, random = to_bits(x), _random_bits(x, words)
-    # As unsigned: a negative number is larger than NaN. So of squares it is an error, as NaN is.
-    magnitudes = lax.bitcast_convert_type(patterns, jnp.uint32) if root else patterns & ABS
-    pieces, inside = block_shapes.split(magnitudes, _blocks(x.shape))
-    amax = jnp.minimum(lax.reduce_max(pieces, inside), INF).astype(jnp.int32)
-    if root:
-        amax = to_bits(jnp.sqrt(from_bits(amax)))
-    # RCEIL: the smallest power of two that brings the largest to at most 448 = 1.75 * 2^8.
-    exponents = jnp.maximum(((amax + (MANTISSA - 0x600000)) >> 23) - 8, 1)
-    exponents = lax.optimization_barrier(jnp.where(amax >= INF, 255, exponents))
-    factors = _of_elements(from_bits((254 - exponents) << 23), x.shape)
-    if root:
-        codes = _codes_of_roots(jnp.sqrt(x) * factors, random)
-    else:
-        codes = _codes_of_values(from_bits(magnitudes) * factors, random)
-        codes |= (patterns >> 24) & 0x80
-    return codes.astype(jnp.uint8), exponents.astype(jnp.uint8)
-
-
-def _of_elements(factors: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Each element's factor. Behind a barrier: computed once a block, and not by each element."""
-    factors = lax.optimization_barrier(factors)
-    like, inside = block_shapes.split(jnp.zeros(shape, bool), _blocks(shape))
-    factors = jnp.broadcast_to(lax.expand_dims(factors, inside), like.shape)
-    return block_shapes.merge(factors, shape, inside)
-
-
-def _codes_of_values(magnitudes: jax.Array, random: jax.Array) -> jax.Array:
-    """E4M3 codes of magnitudes up to 448: up with the odds of what is dropped."""
-    # Halfway to the smallest normal number the step halves too: subnormal codes count on.
-    even = magnitudes + 0.5 * _positive(_SMALLEST_NORMAL - magnitudes)
-    pattern = jnp.minimum(to_bits(even), _pattern(_LARGEST))
-    return ((pattern + random) >> _SHIFT) - _BIAS
-
-
-def _codes_of_roots(roots: jax.Array, random: jax.Array) -> jax.Array:
-    """Normal E4M3 codes of roots up to 448: up with the odds that keep the square right.
-
-    In half steps of the code a root is m + f, m even and from 16 to 30: `up` has the odds
-    `((m + f)^2 - m^2) / ((m + 2)^2 - m^2)`.
+    Attributes:
+      keep: a scalar; a variable or number of a jaxpr, or its value.
+      add: likewise.
+      added: likewise, of the moment's shape.
+      is_square: whether the square of `added` is added.
     """
-    pattern = jnp.clip(to_bits(roots), _pattern(_SMALLEST_NORMAL), _pattern(_LARGEST))
-    sixteen = (pattern & MANTISSA) | _pattern(16.0)
-    root, m = from_bits(sixteen), from_bits(sixteen & -(1 << _SHIFT))
-    odds = random.astype(jnp.float32) * 2.0 ** (2 - _SHIFT) + 2.0 ** (1 - _SHIFT)
-    up = (root - m) * (root + m) > odds * (m + 1)
-    return (pattern >> _SHIFT) - _BIAS + up.astype(jnp.int32)
+
+    keep: Any
+    add: Any
+    added: Any
+    is_square: bool
 
 
-def _pattern(value: float) -> int:
-    return int(np.float32(value).view(np.int32))
+def _update_and_means(
+    update: Callable[[list[Any]], tuple[U, Any]], before: list[Any], moments: list[int]
+) -> tuple[U, Any, dict[int, _Mean]]:
+    """What an update of the leaves of a state gives, and which of its moments are running means."""
 
+    def of_moments(given: list[jax.Array]) -> tuple[U, Any]:
+        leaves = list(before)
+        for number, moment in zip(moments, given, strict=True):
+            leaves[number] = moment
+        return update(leaves)
 
-def _positive(x: jax.Array) -> jax.Array:
-    """`max(x, 0)`, in one instruction: `jnp.maximum` takes three, for NaN."""
-    return from_bits(jnp.maximum(to_bits(x), 0))
+    given = [before[number] for number in moments]
+    closed, shapes = jax.make_jaxpr(of_moments, return_shape=True)(given)
+    jaxpr, num_updates = closed.jaxpr, len(jax.tree.leaves(shapes[0]))
+    made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    means = {}
+    for number, moment in zip(moments, jaxpr.invars, strict=True):
+        if before[number].dtype != jnp.float32:
+            continue
+        mean = _mean_of(made, jaxpr.outvars[num_updates + number], moment)
+        if mean is not None:
+            means[number] = mean
+    wanted = [x for mean in means.values() for x in mean[:3] if isinstance(x, Var)]
+    wider = closed.replace(jaxpr=jaxpr.replace(outvars=[*jaxpr.outvars, *wanted]))
+    found = jaxpr_as_fun(wider)(*given)
+    values = dict(zip(wanted, found[len(jaxpr.outvars) :], strict=True))
+    updates, after = jax.tree.unflatten(jax.tree.structure(shapes), found[: len(jaxpr.outvars)])
 
+    def value(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else values.get(x, x)
 
-def _random_bits(x: jax.Array, words: jax.Array) -> jax.Array:
-    """20 random bits an element of x, int32: a hash of its position and two random words.
-
-    Fused into what reads it and sharded as x; threefry takes as long as the step.
-    """
-    strides = [math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim)]
-    position = sum(
-        lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=explicit_sharding(x))
-        * jnp.uint32(stride % 2**32)
-        for axis, stride in enumerate(strides)
+    return (
+        updates,
+        after,
+        {
+            number: mean._replace(
+                keep=value(mean.keep), add=value(mean.add), added=value(mean.added)
+            )
+            for number, mean in means.items()
+        },
     )
-    mixed = position * jnp.uint32(0x9E3779B1) + words[0]
-    mixed = (mixed ^ (mixed >> 16)) * (words[1] | 1)
-    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x735A2D97)
-    return (mixed >> (32 - _SHIFT)).astype(jnp.int32)
+
+
+def _stepped(
+    means: dict[int, _Mean],
+    codes: list[Any],
+    scales: list[jax.Array],
+    roots: list[bool | None],
+    words: jax.Array,
+) -> dict[int, Stored]:
+    """New codes and scales of moments that are running means; those of one gradient together."""
+    alike = collections.defaultdict[int, list[int]](list)
+    for number, mean in means.items():
+        alike[id(mean.added)].append(number)
+    stepped = {}
+    for numbers in alike.values():
+        own = [means[number] for number in numbers]
+        found = step_moments(
+            [(codes[number], scales[number]) for number in numbers],
+            own[0].added,
+            [(mean.keep, mean.add) for mean in own],
+            words[np.array(numbers)],
+            is_root=[bool(roots[number]) for number in numbers],
+            is_square=[mean.is_square for mean in own],
+        )
+        stepped |= dict(zip(numbers, found, strict=True))
+    return stepped
+
+
+def _mean_of(made: dict[Var, JaxprEqn], after: object, moment: Var) -> _Mean | None:
+    """How a moment becomes another, if that is a running mean."""
+
+    def equation_of(x: object, *names: str) -> JaxprEqn | None:
+        found = made.get(x) if isinstance(x, Var) else None
+        return found if found is not None and found.primitive.name in names else None
+
+    def scaled(x: object) -> tuple[object, object]:
+        product = equation_of(x, "mul")
+        for scale, other in () if product is None else _both_ways(product.invars):
+            if scale.aval.shape == () != other.aval.shape:
+                return scale, other
+        return 1.0, x
+
+    total = equation_of(after, "add")
+    for kept, new in () if total is None else _both_ways(total.invars):
+        (keep, old), (add, added) = scaled(kept), scaled(new)
+        is_square = False
+        while (power := equation_of(added, "integer_pow", "square")) is not None:
+            exponent = power.params.get("y", 2)
+            if exponent not in (1, 2) or is_square:
+                break
+            added, is_square = power.invars[0], exponent == 2
+        alike = isinstance(added, Var) and added is not moment and added.aval == moment.aval
+        if old is moment and alike:
+            return _Mean(keep, add, added, is_square)
+    return None
+
+
+def _both_ways(pair: Sequence[Any]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    left, right = pair
+    return (left, right), (right, left)

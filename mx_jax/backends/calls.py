@@ -359,8 +359,37 @@ class TransformCall:
         return num_blocks(self.size, self.shape[self.axis]) * self.size
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MomentCall:
+    """A step of an optimizer's moments that are kept in MXFP8: see `reference.moments.step`.
+
+    Attributes:
+      shape: of a moment, in float32.
+      is_root: of each moment, whether its codes are of its root.
+      is_square: of each moment, whether the square is added of what is added to all.
+    """
+
+    shape: tuple[int, ...]
+    is_root: tuple[bool, ...]
+    is_square: tuple[bool, ...]
+
+    @property
+    def text(self) -> str:
+        """The call in a jaxpr."""
+        return " and ".join("a root" if is_root else "a moment" for is_root in self.is_root)
+
+
 CastCall = QuantizeCall | QuantizeBothCall | DequantizeCall | CastStatisticsCall
-Call = MatmulCall | RaggedCall | CastCall | PackCall | AttendCall | RandomBitsCall | TransformCall
+Call = (
+    MatmulCall
+    | RaggedCall
+    | CastCall
+    | PackCall
+    | AttendCall
+    | RandomBitsCall
+    | TransformCall
+    | MomentCall
+)
 
 
 def result_of(call: Call, *operands: Any) -> Any:
@@ -401,6 +430,8 @@ def result_of(call: Call, *operands: Any) -> Any:
             return jax.ShapeDtypeStruct(operands[0].shape, call.dtype)
         case RandomBitsCall():
             return jax.ShapeDtypeStruct(call.shape, np.int32)
+        case MomentCall():
+            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.uint8), operands[0])
         case TransformCall():
             before, after = call.shape[: call.axis], call.shape[call.axis + 1 :]
             return jax.ShapeDtypeStruct((*before, call.result_length, *after), np.float32)

@@ -22,6 +22,7 @@ from mx_jax.backends.calls import (
     Call,
     CastStatisticsCall,
     MatmulCall,
+    MomentCall,
     OperandType,
     PackCall,
     QuantizeBothCall,
@@ -59,7 +60,7 @@ from mx_jax.codecs.platform import eager, lowered_for
 from mx_jax.packed import PackedMXArray, unpacked
 
 # What codes and integers are the results of: no derivative reaches through them.
-_SLOPELESS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall, RandomBitsCall)
+_SLOPELESS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall, RandomBitsCall, MomentCall)
 
 
 def bind(call: Call, *operands: Any) -> Any:

@@ -10,6 +10,7 @@ from mx_jax.backends.calls import (
     CastStatisticsCall,
     DequantizeCall,
     MatmulCall,
+    MomentCall,
     Operand,
     PackCall,
     QuantizeCall,
@@ -20,7 +21,7 @@ from mx_jax.backends.calls import (
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.packed import Rows
-from mx_jax.reference import hadamard, matmul, quantize, ragged, random_bits, statistics
+from mx_jax.reference import hadamard, matmul, moments, quantize, ragged, random_bits, statistics
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
@@ -87,6 +88,21 @@ def _transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array
     return hadamard.invert(x, signs, call.length, call.axis)
 
 
+def _step_moments(
+    stored: tuple[moments.Stored, ...],
+    added: jax.Array,
+    factors: jax.Array,
+    words: jax.Array,
+    call: MomentCall,
+) -> tuple[moments.Stored, ...]:
+    return tuple(
+        moments.step(own, added, factors[2 * i : 2 * i + 2], words[2 * i : 2 * i + 2], root, square)
+        for i, (own, root, square) in enumerate(
+            zip(stored, call.is_root, call.is_square, strict=True)
+        )
+    )
+
+
 def _takes_all(call: Call, target: Target) -> None:
     return None
 
@@ -107,6 +123,7 @@ REFERENCE = Backend(
         _offer(call=AttendCall, run=_attend, is_plain=True),
         _offer(call=CastStatisticsCall, run=_statistics, is_plain=True),
         _offer(call=RandomBitsCall, run=_random_bits, is_plain=True),
+        _offer(call=MomentCall, run=_step_moments, is_plain=True),
         _offer(call=TransformCall, run=_transform, how="XLA float32 dot, HIGHEST", is_plain=True),
     ),
 )

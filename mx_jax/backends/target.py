@@ -19,6 +19,7 @@ from mx_jax.backends.calls import (
     CastStatisticsCall,
     DequantizeCall,
     MatmulCall,
+    MomentCall,
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
@@ -193,7 +194,8 @@ class Offer:
         what `reference.statistics.of_cast` gives: counts alike, sums within float32's rounding;
         subnormal values count in sums or not, as they do for the machine's arithmetic.
         RandomBitsCall: `(data, call)` to int32, of the key's data. TransformCall: `(x, signs,
-        call)` to float32, within a product's bound.
+        call)` to float32, within a product's bound. MomentCall: `(stored, added, factors, words,
+        call)` to new pairs of codes and scales, as `reference.moments.step` takes and gives them.
       how: what computes it, in words, where the backend's name does not say it.
       describes: given a call that it takes and the target, what takes the place of `how`.
       lays_out: the side whose weights, which did not come packed, it brings into a layout of its
@@ -224,6 +226,7 @@ NOT_OFFERED: Mapping[type[Call], str] = {
     PackCall: "has no layout of its own for weights",
     CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
     RandomBitsCall: "draws nothing: XLA compiles jax.random's own code",
+    MomentCall: "moves nothing: XLA fuses the reference's own code",
     TransformCall: "turns nothing: XLA's own dot does",
     AttendCall: "attends to nothing: XLA's own dot and softmax do",
 }

@@ -463,6 +463,8 @@ def work_text(call: calls.Call) -> str:
             return f"statistics of a cast of {list(call.shape)} to {call.format.name}"
         case calls.RandomBitsCall():
             return f"random bits {list(call.shape)}, {call.text}"
+        case calls.MomentCall():
+            return f"a step of {call.text} {list(call.shape)}"
         case calls.TransformCall():
             what = "Hadamard transform" if call.length is None else "inverse Hadamard transform"
             return f"{what} of {call.dtype} {list(call.shape)}"
@@ -496,6 +498,8 @@ def _kind_and_cost(call: calls.Call) -> tuple[str, float, float]:
         case calls.PackCall():
             own = call.weights
             return "pack", 0.0, 2 * _bytes(own.shape, own.format, own.dtype)
+        case calls.MomentCall():
+            return "moment", 0.0, (4 + 4.125 * len(call.is_root)) * math.prod(call.shape)
         case calls.TransformCall():
             return "transform", 0.0, math.prod(call.shape) * (call.dtype.itemsize + 4.0)
         case calls.AttendCall():

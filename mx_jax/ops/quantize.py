@@ -1,6 +1,7 @@
 """The public casts: checks once, picks a backend, keeps gradients flowing."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
@@ -11,6 +12,7 @@ from jax.core import Tracer
 
 from mx_jax.backends.calls import (
     DequantizeCall,
+    MomentCall,
     QuantizeBothCall,
     QuantizeCall,
 )
@@ -34,6 +36,7 @@ from mx_jax.ops.arguments import (
 from mx_jax.ops.product import one_program, zero_cotangents
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import PackedMXArray, unpacked
+from mx_jax.reference.moments import Stored
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import OperandSpec, operand
 
@@ -389,3 +392,19 @@ def _quantize_both(
         for single, key in zip((call.first, call.second), keys, strict=True)
     )
     return checkpoint_name(bind(call, x, (first, second), tensor_scale), QUANTIZED)
+
+
+def step_moments(
+    stored: Sequence[Stored],
+    added: jax.Array,
+    factors: Sequence[tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]],
+    words: jax.Array,
+    *,
+    is_root: Sequence[bool],
+    is_square: Sequence[bool],
+) -> tuple[Stored, ...]:
+    """`reference.moments.step` of moments to which the same is added; words are `[moments, 2]`."""
+    call = MomentCall(shape=added.shape, is_root=tuple(is_root), is_square=tuple(is_square))
+    flat = jnp.stack([jnp.float32(factor) for pair in factors for factor in pair])
+    with follow(added):
+        return bind(call, tuple(stored), added, flat, words.reshape(-1))

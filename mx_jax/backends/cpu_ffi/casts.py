@@ -10,6 +10,7 @@ from jax import lax
 
 from mx_jax.backends.calls import (
     DequantizeCall,
+    MomentCall,
     QuantizeBothCall,
     QuantizeCall,
     RandomBitsCall,
@@ -24,6 +25,7 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
+from mx_jax.reference import moments
 from mx_jax.reference import quantize as reference
 from mx_jax.reference import scale_rules
 
@@ -526,3 +528,41 @@ def random_bits(data: jax.Array, call: RandomBitsCall) -> jax.Array:
     )
     (bits,) = handler(data)
     return bits
+
+
+STEP_MOMENTS = "mx_jax_cpu_step_moments"
+_MOST_MOMENTS = 4
+
+
+def rejects_moments(call: MomentCall) -> str | None:
+    """Why the handler does not take a call, or None."""
+    loaded = library.load()
+    if isinstance(loaded, str) or STEP_MOMENTS not in loaded.targets:
+        return f"was built without {STEP_MOMENTS}; build it again"
+    if call.shape[-1] % moments.BLOCK:
+        return f"needs whole blocks along the last axis, got shape={call.shape}"
+    if len(call.is_root) > _MOST_MOMENTS:
+        return f"steps at most {_MOST_MOMENTS} moments at once, got moments={len(call.is_root)}"
+    return rejects_symbolic(call)
+
+
+def step_moments(
+    stored: tuple[moments.Stored, ...],
+    added: jax.Array,
+    factors: jax.Array,
+    words: jax.Array,
+    call: MomentCall,
+) -> tuple[moments.Stored, ...]:
+    """`reference.moments.step` of each, by the handler."""
+    names = " ".join(f"e{axis}" for axis in range(len(call.shape)))
+    pairs = ", ".join([f"*b {names}, *b {names}/{moments.BLOCK}"] * len(stored))
+    flags = {"is_root": call.is_root, "is_square": call.is_square}
+    handler = Handler(
+        target=STEP_MOMENTS,
+        axes=f"*b {names}, *b factors, *b words, {pairs} -> {pairs}",
+        dtypes=(np.dtype("uint8"),) * (2 * len(stored)),
+        attributes=hashable({name: np.array(own, np.int32) for name, own in flags.items()}),
+    )
+    return jax.tree.unflatten(
+        jax.tree.structure(stored), handler(added, factors, words, *jax.tree.leaves(stored))
+    )
