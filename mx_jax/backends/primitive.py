@@ -425,7 +425,7 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
 
 
 def _casts_by_parts(call: Call, target: Target) -> bool:
-    """Whether each device casts its part: the compiler would move values where shards cut blocks."""
+    """Whether each device casts its part: XLA's own partition moves values where blocks are cut."""
     if not partition_casts.can_split(call):
         return False
     choice = find(call, dataclasses.replace(target, num_devices=1, device_kind=None))
