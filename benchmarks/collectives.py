@@ -234,7 +234,10 @@ def step(case: Case, layout: Layout) -> Any:
 
 
 def counted(case: Case) -> Counter[tuple[str, str]]:
-    """Bytes that each device receives, by kind of collective and dtype; of a loop, one turn's."""
+    """Bytes that each device receives, by kind of collective and dtype; of a loop, one turn's.
+
+    Even rows of experts take one.
+    """
     return received(program(case), DEVICES)
 
 
@@ -270,14 +273,18 @@ def sheets(found: Sequence[dict[str, Any]]) -> list[report.Sheet]:
             ["layout", *WAYS],
             notes=[
                 f"{DEVICES} devices; {TOKENS} tokens, {FEATURES} features, {UNITS} units; forward "
-                "and both gradients. Read from programs after partitioning, nothing measured."
+                "and both gradients; as many rows for each expert. Read from programs after "
+                "partitioning, nothing measured."
             ],
         )
-        for layout in LAYOUTS:
+        for layout in (*LAYOUTS, *OTHERS):
             cells = []
             for way in WAYS:
-                plain = totals[layout, way, PLAIN, dtype]
-                ratios = (totals[layout, way, name, dtype] / plain for name in names[1:])
+                ratios = (
+                    totals[layout, way, name, dtype] / totals[layout, way, PLAIN, dtype]
+                    for name in names[1:]
+                    if (layout, way, name, dtype) in totals
+                )
                 cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
             sheet.rows.append([layout, *cells])
         tables.append(sheet)

@@ -12,6 +12,7 @@ from jax import lax
 from mx_jax.codecs import packing
 from mx_jax.codecs.explicit_axes import AxisNames, vary_alike
 from mx_jax.mxarray import MXArray
+from mx_jax.sharding.exchange import linked
 
 
 class Route(NamedTuple):
@@ -107,9 +108,6 @@ def come_back(axis_name: AxisNames, num_rows: int, y: jax.Array, to: Route) -> j
     )
 
 
-_Turn = Callable[[jax.Array, jax.Array], jax.Array]
-
-
 def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.take(x, rows, axis=0, mode="fill", fill_value=0)
 
@@ -124,11 +122,10 @@ def _turn(to: Route, num_rows: int) -> jax.Array:
     return jnp.arange(min(share, _capacity(to)), dtype=jnp.int32)
 
 
-def _in_turns(to: Route, size: int, turn: _Turn, room: jax.Array, *alike: jax.Array) -> jax.Array:
-    """Room filled in as many turns as the fullest exchange needs, so that few rows are padding.
-
-    XLA on CPU has no all-to-all of ragged arrays.
-    """
+def _in_turns(
+    to: Route, size: int, turn: Callable[..., jax.Array], room: jax.Array, *alike: jax.Array
+) -> jax.Array:
+    """Room filled in as many turns as the fullest exchange needs: XLA on CPU sends no ragged rows."""
     room, *_ = vary_alike((room, to.sent, *alike))
     first = jnp.zeros_like(to.most)
     if _capacity(to) <= size:
@@ -294,8 +291,10 @@ def dispatch(
     most = max(num_rows, 1)
     room = most if capacity is None else min(capacity, most)
     to = route(_as_int32(sizes, num_rows), num_rows, axis_name, room)
-    way = _Way(axis_name, num_rows)
-    arrived = way.coded(rows, to, same_scale) if isinstance(rows, MXArray) else way.go(rows, to)
+    if isinstance(rows, MXArray):
+        arrived = _go_coded(axis_name, rows, to, same_scale)
+    else:
+        arrived = go(axis_name, num_rows, rows, to)
     return Dispatched(
         rows=arrived, group_sizes=to.sizes, route=to, axis_name=axis_name, num_rows=num_rows
     )
@@ -326,37 +325,25 @@ def _check(rows: jax.Array | MXArray, sizes: jax.Array, devices: int) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Way:
-    """How rows of one device go and come back; static."""
-
-    axis_name: AxisNames
-    num_rows: int
-
-    def go(self, x: jax.Array, to: Route) -> jax.Array:
-        return go(self.axis_name, self.num_rows, x, to)
-
-    def come_back(self, y: jax.Array, to: Route) -> jax.Array:
-        return come_back(self.axis_name, self.num_rows, y, to)
-
-    def coded(self, rows: MXArray, to: Route, same_scale: bool) -> MXArray:
-        """Codes and all scales of a row, moved as its bytes."""
-        bits, parts = rows.format.element.bits, [rows.codes, rows.scales]
-        parts[0] = packing.pack(rows.codes, bits)
-        if rows.tensor_scale is not None and not same_scale:
-            parts.append(jnp.broadcast_to(rows.tensor_scale, (self.num_rows, 1)))
-        moved = self.go(jnp.concatenate([_bytes_of(part) for part in parts], axis=1), to)
-        codes, scales, *own = _parts_of(moved, parts)
-        arrived = dataclasses.replace(
-            rows,
-            codes=packing.unpack(codes, bits, rows.shape[1]),
-            scales=scales,
-            tensor_scale=own[0] if own else rows.tensor_scale,
-            primal=None,
-        )
-        if rows.primal is None:
-            return arrived
-        return dataclasses.replace(arrived, primal=_linked(self, rows.primal, arrived, to))
+def _go_coded(axis_name: AxisNames, rows: MXArray, to: Route, same_scale: bool) -> MXArray:
+    """Codes and all scales of a row, moved as its bytes."""
+    bits, num_rows = rows.format.element.bits, rows.shape[0]
+    parts = [packing.pack(rows.codes, bits), rows.scales]
+    if rows.tensor_scale is not None and not same_scale:
+        parts.append(jnp.broadcast_to(rows.tensor_scale, (num_rows, 1)))
+    moved = jnp.concatenate([_bytes_of(part) for part in parts], axis=1)
+    codes, scales, *own = _parts_of(go(axis_name, num_rows, moved, to), parts)
+    arrived = dataclasses.replace(
+        rows,
+        codes=packing.unpack(codes, bits, rows.shape[1]),
+        scales=scales,
+        tensor_scale=own[0] if own else rows.tensor_scale,
+        primal=None,
+    )
+    if rows.primal is None:
+        return arrived
+    back = functools.partial(come_back, axis_name, num_rows)
+    return dataclasses.replace(arrived, primal=linked(back, rows.primal, arrived, to))
 
 
 def _bytes_of(x: jax.Array) -> jax.Array:
@@ -375,16 +362,3 @@ def _parts_of(moved: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
             own = own.reshape(-1, width, itemsize)
         found.append(lax.bitcast_convert_type(own, x.dtype))
     return found
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linked(way: _Way, primal: jax.Array, arrived: MXArray, to: Route) -> jax.Array:
-    """What arrived, as values that hand their gradient back to where they came from."""
-    del way, to
-    return arrived.dequantize(primal.dtype)
-
-
-_linked.defvjp(
-    lambda way, primal, arrived, to: (_linked(way, primal, arrived, to), to),
-    lambda way, to, g: (way.come_back(g, to), None, None),
-)
