@@ -76,7 +76,7 @@ LAYOUTS = {
 # Programs that are more than a product: in which ways there are.
 EXPERTS = {"experts, no capacity": None, "experts, capacity": TOKENS // DEVICES**2}
 MODEL = "language model"
-OTHERS = dict.fromkeys(EXPERTS, ("shard_map",)) | {MODEL: ("set_mesh", "no mesh", "with mesh")}
+OTHERS = dict.fromkeys(EXPERTS, ("shard_map",)) | {MODEL: ("set_mesh", "no mesh")}
 VOCABULARY, TIME, HEADS = 256, 64, 8
 
 

@@ -125,7 +125,7 @@ def _turn(to: Route, num_rows: int) -> jax.Array:
 def _in_turns(
     to: Route, size: int, turn: Callable[..., jax.Array], room: jax.Array, *alike: jax.Array
 ) -> jax.Array:
-    """Room filled in as many turns as the fullest exchange needs: XLA on CPU sends no ragged rows."""
+    """Room filled in as many turns as the fullest exchange needs: CPUs send no ragged arrays."""
     room, *_ = vary_alike((room, to.sent, *alike))
     first = jnp.zeros_like(to.most)
     if _capacity(to) <= size:
