@@ -245,7 +245,8 @@ def test_turns_are_as_many_as_rows_need(capacity: int | None, loops: bool, mesh:
     for sizes, most in ((even, ROWS // DEVICES), (SIZES, ROWS), (0 * even, 0)):
         _, found = program(x, sizes.reshape(-1))
         np.testing.assert_array_equal(found, min(most, capacity or ROWS))
-    text = program.lower(x, even.reshape(-1)).compile().as_text()
-    assert ("while(" in text) is loops
+    traced = program.trace(x, even.reshape(-1))
+    assert ("while[" in str(traced.jaxpr)) is loops
+    text = traced.lower().compile().as_text()
     # Whichever devices the rows are for, and however many: a turn's rows, there and back.
     assert [c.nbytes for c in collectives(text) if c.kind == "all-to-all"] == [2 * 4 * ROWS]
