@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mx_jax
 from benchmarks import environment, report
@@ -72,6 +73,13 @@ LAYOUTS = {
 }
 
 
+# Programs that are more than a product: in which ways there are.
+EXPERTS = {"experts, no capacity": None, "experts, capacity": TOKENS // DEVICES**2}
+MODEL = "language model"
+OTHERS = dict.fromkeys(EXPERTS, ("shard_map",)) | {MODEL: ("set_mesh", "no mesh")}
+VOCABULARY, TIME, HEADS = 256, 64, 8
+
+
 class Case(NamedTuple):
     """One program: a layout, a way, a recipe's name or `PLAIN`, the operands' dtype, and whether
     sums are added up in float32."""
@@ -85,13 +93,23 @@ class Case(NamedTuple):
 
 def cases(recipe: str) -> Iterator[Case]:
     """All of a recipe."""
-    for layout in LAYOUTS:
-        for way in WAYS:
+    for layout, ways in (dict.fromkeys(LAYOUTS, WAYS) | OTHERS).items():
+        for way in ways:
             yield from (Case(layout, way, recipe, dtype) for dtype in DTYPES)
 
 
 def program(case: Case) -> str:
     """The module of a case as each device runs it, before what XLA does for one platform."""
+    build = _language_model if case.layout == MODEL else _experts
+    if case.layout in LAYOUTS:
+        build = _product
+    function, mesh, operands, places = build(case)
+    contexts = {"no mesh": contextlib.nullcontext(), "with mesh": mesh}
+    with contexts.get(case.way) or jax.set_mesh(mesh):
+        return partitioned(jax.jit(function, out_shardings=places).lower(*operands))
+
+
+def _product(case: Case) -> tuple[Any, Mesh, Any, Any]:
     layout = LAYOUTS[case.layout]
     kind = AxisType.Explicit if case.way == "explicit" else AxisType.Auto
     both = "model" in str(layout)
@@ -110,10 +128,72 @@ def program(case: Case) -> str:
     function: Any = step(case, layout)
     if case.way == "shard_map":
         function = jax.shard_map(function, mesh=mesh, in_specs=given, out_specs=results)
-    places = tuple(NamedSharding(mesh, spec) for spec in results)
-    contexts = {"no mesh": contextlib.nullcontext(), "with mesh": mesh}
-    with contexts.get(case.way) or jax.set_mesh(mesh):
-        return partitioned(jax.jit(function, out_shardings=places).lower(*operands))
+    return function, mesh, operands, tuple(NamedSharding(mesh, spec) for spec in results)
+
+
+def _experts(case: Case) -> tuple[Any, Mesh, Any, Any]:
+    """Rows to two experts a device and back, an even part of them for each expert."""
+    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
+    each = TOKENS // DEVICES // (2 * DEVICES)
+
+    def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        if case.recipe != PLAIN:
+            capacity = EXPERTS[case.layout]
+            how: dict[str, Any] = {"recipe": case.recipe, "capacity": capacity}
+            return mx_jax.expert_ragged_dot(x, w, sizes, "data", **how)
+        # By receiver, expert and row; then by expert, sender and row.
+        x = lax.all_to_all(x.reshape(DEVICES, 2, each, -1), "data", 0, 0)
+        x = x.swapaxes(0, 1).reshape(len(x) * 2 * each, -1)
+        y = lax.ragged_dot(x, w, jnp.full(2, DEVICES * each))
+        y = y.reshape(2, DEVICES, each, -1).swapaxes(0, 1)
+        return lax.all_to_all(y, "data", 0, 0).reshape(len(x), -1)
+
+    def step(x: jax.Array, w: jax.Array, g: jax.Array, sizes: jax.Array) -> Any:
+        y, pullback = jax.vjp(lambda x, w: multiply(x, w, sizes), x, w)
+        return y, *pullback(g)
+
+    place = NamedSharding(mesh, P("data"))
+    shapes = (TOKENS, FEATURES), (2 * DEVICES, FEATURES, UNITS), (TOKENS, UNITS)
+    operands = [jax.ShapeDtypeStruct(shape, case.dtype, sharding=place) for shape in shapes]
+    operands.append(jax.ShapeDtypeStruct((2 * DEVICES**2,), jnp.int32, sharding=place))
+    sharded = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
+    return sharded, mesh, operands, place
+
+
+def _language_model(case: Case) -> tuple[Any, Mesh, Any, Any]:
+    """A loss and its gradients: examples/lm's blocks, float32 parameters where it puts them."""
+    # Not for every case: orbax and optax take seconds.
+    from benchmarks.language_model import WEIGHTS, Block
+
+    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
+    recipe = recipes.from_name("high_precision" if case.recipe == PLAIN else case.recipe)
+    dtype, key = jnp.dtype(case.dtype), jax.random.key(0)
+    block = Block(time=TIME, heads=HEADS, layers=LAYERS, recipe=recipe, dtype=dtype)
+
+    def loss(params: Any, tokens: jax.Array) -> jax.Array:
+        x = params["tokens"].astype(dtype)[tokens[:, :-1].reshape(-1)]
+        for own in params["blocks"]:
+            x = block.apply({"params": own}, x)
+        logits = (x @ params["head"].astype(dtype)).astype(jnp.float32)
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, tokens[:, 1:].reshape(-1)
+        ).mean()
+
+    def place(path: Any, x: Any) -> Any:
+        (spec,) = [WEIGHTS[e.key] for e in path if getattr(e, "key", None) in WEIGHTS] or [P()]
+        # Of the model itself the first axis is that of scanned layers.
+        spec = P(*spec[-x.ndim :]) if x.ndim > 1 else P()
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    own = jax.eval_shape(lambda: block.init(key, jnp.ones((TIME, FEATURES)))["params"])
+    table = jax.ShapeDtypeStruct((VOCABULARY, FEATURES), jnp.float32)
+    head = jax.ShapeDtypeStruct((FEATURES, VOCABULARY), jnp.float32)
+    params = {"tokens": table, "blocks": [own] * LAYERS, "head": head}
+    params = jax.tree_util.tree_map_with_path(place, params)
+    by_rows = NamedSharding(mesh, P(("data", "fsdp")))
+    tokens = jax.ShapeDtypeStruct((TOKENS // TIME, TIME + 1), jnp.int32, sharding=by_rows)
+    places = NamedSharding(mesh, P()), jax.tree.map(lambda x: x.sharding, params)
+    return jax.value_and_grad(loss), mesh, (params, tokens), places
 
 
 def step(case: Case, layout: Layout) -> Any:
@@ -154,7 +234,10 @@ def step(case: Case, layout: Layout) -> Any:
 
 
 def counted(case: Case) -> Counter[tuple[str, str]]:
-    """Bytes that each device receives, by kind of collective and dtype; of a loop, one turn's."""
+    """Bytes that each device receives, by kind of collective and dtype; of a loop, one turn's.
+
+    Even rows of experts take one.
+    """
     return received(program(case), DEVICES)
 
 
@@ -190,14 +273,18 @@ def sheets(found: Sequence[dict[str, Any]]) -> list[report.Sheet]:
             ["layout", *WAYS],
             notes=[
                 f"{DEVICES} devices; {TOKENS} tokens, {FEATURES} features, {UNITS} units; forward "
-                "and both gradients. Read from programs after partitioning, nothing measured."
+                "and both gradients; as many rows for each expert. Read from programs after "
+                "partitioning, nothing measured."
             ],
         )
-        for layout in LAYOUTS:
+        for layout in (*LAYOUTS, *OTHERS):
             cells = []
             for way in WAYS:
-                plain = totals[layout, way, PLAIN, dtype]
-                ratios = (totals[layout, way, name, dtype] / plain for name in names[1:])
+                ratios = (
+                    totals[layout, way, name, dtype] / totals[layout, way, PLAIN, dtype]
+                    for name in names[1:]
+                    if (layout, way, name, dtype) in totals
+                )
                 cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
             sheet.rows.append([layout, *cells])
         tables.append(sheet)

@@ -9,6 +9,8 @@ from lm import intervals as intervals
 from lm.data import Corpus as Corpus
 from lm.data import file_text as file_text
 from lm.data import standard_library_text as standard_library_text
+from lm.mesh import WEIGHTS as WEIGHTS
+from lm.model import Block as Block
 from lm.settings import STATES as STATES
 from lm.settings import Precision as Precision
 from lm.settings import Settings as Settings

@@ -244,6 +244,7 @@ def exchanged() -> Table:
             ", ".join(
                 f"{found[layout, *way, recipe] / found[layout, *way, 'jax']:.2f}"
                 for recipe in ("mxfp8", "mxfp4")
+                if (layout, *way, recipe) in found
             )
             for way in ways
         )

@@ -20,10 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mx_jax.backends.calls import Call, QuantizeCall, result_of
 from mx_jax.backends.partition import Compute, name_of, without_mesh
 from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.reference.quantize import tensor_scale_of
-from mx_jax.sharding.movement import Part, block_maxima, spec_of, with_maxima, without_maxima
+from mx_jax.reference.quantize import block_amax, tensor_scale_of
+from mx_jax.sharding.movement import Part, spec_of, with_maxima, without_maxima
 from mx_jax.sharding.partition import fine_mesh, stored_parts
 
 
@@ -215,6 +214,6 @@ def _local(split: Split, each: Share, name: jax.Array, *leaves: jax.Array) -> li
 
 def agreed_scale(x: jax.Array, blocks: Blocks, largest: float, names: Sequence[str]) -> jax.Array:
     """The tensor scale of all devices' parts."""
-    amax = block_maxima(x, blocks)
-    amax = jnp.max(jnp.where(amax < float32.INF, amax, 0), initial=0)
-    return tensor_scale_of(lax.pmax(amax, tuple(names)) if names else amax, largest, x.ndim)
+    # Found as the cast finds them, so that XLA computes a block's maximum once.
+    amax = block_amax(*block_shapes.split(lax.stop_gradient(x), blocks))
+    return tensor_scale_of(amax, largest, x.ndim, tuple(names))

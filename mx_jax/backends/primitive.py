@@ -426,8 +426,8 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
 
 
 def _casts_by_parts(call: Call, target: Target) -> bool:
-    """Whether each device casts its part by a kernel, where plain JAX would cast all of it."""
+    """Whether each device casts its part: XLA's own partition moves values where blocks are cut."""
     if not partition_casts.can_split(call):
         return False
     choice = find(call, dataclasses.replace(target, num_devices=1, device_kind=None))
-    return choice is not None and not choice.offer.inline and choice.backend != REFERENCE
+    return choice is not None and not choice.offer.inline

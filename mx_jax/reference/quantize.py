@@ -52,7 +52,7 @@ def quantize(
     # Rules of values may count them, zeros that fill up the block included.
     fill = scale_rule.reads_values
     pieces, inside = block_shapes.split(x, blocks, fill=fill)
-    amax = _block_amax(pieces, inside)
+    amax = block_amax(pieces, inside)
     if format.tensor_scale and tensor_scale is None:
         tensor_scale = tensor_scale_of(amax, scale_rule.largest_value(format), x.ndim)
     spread_scale = None if tensor_scale is None else block_shapes.spread(tensor_scale, inside)
@@ -81,7 +81,7 @@ def quantize(
     )
 
 
-def _block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
+def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     """Float32 patterns of each block's largest magnitude, int32; axes inside blocks kept.
 
     Patterns of non-negative floats order as integers: the maximum is exact, subnormal or not. Those
@@ -142,17 +142,22 @@ def _largest_by_halves(magnitudes: jax.Array, axis: int) -> jax.Array:
 def find_tensor_scale(x: jax.Array, blocks: Blocks, largest_value: float) -> jax.Array:
     """`tensor_scale_of` of values in blocks."""
     pieces, inside = block_shapes.split(x, blocks)
-    return tensor_scale_of(_block_amax(pieces, inside), largest_value, x.ndim)
+    return tensor_scale_of(block_amax(pieces, inside), largest_value, x.ndim)
 
 
-def tensor_scale_of(amax: jax.Array, largest_value: float, ndim: int) -> jax.Array:
+def tensor_scale_of(
+    amax: jax.Array, largest_value: float, ndim: int, axis_names: tuple[str, ...] = ()
+) -> jax.Array:
     """`amax / (largest block scale * largest element)`, float32 of shape [1] * ndim.
 
-    Blocks with NaN or Inf are left out, since they become NaN by themselves; a tensor of zeros has
-    scale 1, and no other a smaller one than the smallest float32.
+    Of all devices along the named axes of `jax.shard_map`. Blocks with NaN or Inf are left out,
+    since they become NaN by themselves; a tensor of zeros has scale 1, and no other a smaller one
+    than the smallest float32.
     """
     finite = select(float32.lt(amax, float32.INF), amax, 0)
-    largest = jnp.max(finite, initial=0).reshape((1,) * ndim)
+    largest = jnp.max(finite, initial=0)
+    largest = lax.pmax(largest, axis_names) if axis_names else largest
+    largest = largest.reshape((1,) * ndim)
     # Above 2^-64 even the smallest scale is far from subnormals.
     small = float32.lt(largest, (127 - 64) << 23)
     scale = true_divide(lift(float32.from_bits(largest), small), largest_value)

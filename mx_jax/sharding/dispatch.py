@@ -2,8 +2,7 @@
 
 import dataclasses
 import functools
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +12,7 @@ from jax import lax
 from mx_jax.codecs import packing
 from mx_jax.codecs.explicit_axes import AxisNames, vary_alike
 from mx_jax.mxarray import MXArray
+from mx_jax.sharding.exchange import linked
 
 
 class Route(NamedTuple):
@@ -26,6 +26,7 @@ class Route(NamedTuple):
       slot: `[p]`, where a row by expert is among those by sender; p behind the last.
       position: `[p]`, the inverse.
       sizes: rows of each of the device's own experts.
+      most: rows that any device sends to any other at most, the same on all devices.
     """
 
     sent: jax.Array
@@ -35,6 +36,7 @@ class Route(NamedTuple):
     slot: jax.Array
     position: jax.Array
     sizes: jax.Array
+    most: jax.Array
 
 
 def route(group_sizes: jax.Array, num_rows: int, axis_name: AxisNames, capacity: int) -> Route:
@@ -57,6 +59,7 @@ def route(group_sizes: jax.Array, num_rows: int, axis_name: AxisNames, capacity:
         slot=slot,
         position=empty.at[slot].set(jnp.arange(slot.size, dtype=jnp.int32), mode="drop"),
         sizes=arriving.sum(0),
+        most=kept.sum(2).max(),
     )
 
 
@@ -113,11 +116,36 @@ def _capacity(to: Route) -> int:
     return to.slot.size // to.sent.size
 
 
+def _turn(to: Route, num_rows: int) -> jax.Array:
+    """Which rows for each device move in the first turn: an even share, if there is room."""
+    share = max(-(-num_rows // to.sent.size), 1)
+    return jnp.arange(min(share, _capacity(to)), dtype=jnp.int32)
+
+
+def _in_turns(
+    to: Route, size: int, turn: Callable[..., jax.Array], room: jax.Array, *alike: jax.Array
+) -> jax.Array:
+    """Room filled in as many turns as the fullest exchange needs: CPUs send no ragged arrays."""
+    room, *_ = vary_alike((room, to.sent, *alike))
+    first = jnp.zeros_like(to.most)
+    if _capacity(to) <= size:
+        return turn(first, room)
+    step = lambda state: (state[0] + size, turn(*state))  # noqa: E731
+    return lax.while_loop(lambda state: state[0] < to.most, step, (first, room))[1]
+
+
 def _go_padded(axis_name: AxisNames, x: jax.Array, to: Route) -> jax.Array:
-    """All of the room moves: XLA on CPU has no all-to-all of ragged arrays."""
-    row = jnp.arange(_capacity(to), dtype=jnp.int32)
-    source = jnp.where(row < to.sent[:, None], to.starts[:, None] + row, x.shape[0])
-    return lax.all_to_all(_take(x, source.reshape(-1)), axis_name, 0, 0, tiled=True)
+    row, devices, capacity = _turn(to, len(x)), to.sent.size, _capacity(to)
+
+    def turn(first: jax.Array, room: jax.Array) -> jax.Array:
+        index = first + row
+        source = jnp.where(index < to.sent[:, None], to.starts[:, None] + index, len(x))
+        arrived = lax.all_to_all(_take(x, source.reshape(-1)), axis_name, 0, 0, tiled=True)
+        arrived = arrived.reshape(devices, row.size, -1)
+        return lax.dynamic_update_slice_in_dim(room, arrived, first, 1)
+
+    room = jnp.zeros((devices, capacity + -capacity % row.size, x.shape[1]), x.dtype)
+    return _in_turns(to, row.size, turn, room, x)[:, :capacity].reshape(-1, x.shape[1])
 
 
 def _go_ragged(axis_name: AxisNames, x: jax.Array, to: Route) -> jax.Array:
@@ -127,13 +155,20 @@ def _go_ragged(axis_name: AxisNames, x: jax.Array, to: Route) -> jax.Array:
 
 
 def _back_padded(axis_name: AxisNames, num_rows: int, y: jax.Array, to: Route) -> jax.Array:
-    capacity = _capacity(to)
-    back = lax.all_to_all(y, axis_name, 0, 0, tiled=True)
+    size, devices, capacity = _turn(to, num_rows).size, to.sent.size, _capacity(to)
     row = jnp.arange(num_rows, dtype=jnp.int32)
     device = jnp.searchsorted(to.starts, row, side="right", method="compare_all") - 1
-    index = row - to.starts[device]
-    slot = jnp.where(index < to.sent[device], device * capacity + index, to.slot.size)
-    return _take(back, slot)
+    index = jnp.where(row < to.starts[device] + to.sent[device], row - to.starts[device], -1)
+    y = jnp.pad(y.reshape(devices, capacity, -1), ((0, 0), (0, -capacity % size), (0, 0)))
+
+    def turn(first: jax.Array, room: jax.Array) -> jax.Array:
+        moved = lax.dynamic_slice_in_dim(y, first, size, 1).reshape(devices * size, -1)
+        moved = lax.all_to_all(moved, axis_name, 0, 0, tiled=True)
+        is_in = (first <= index) & (index < first + size)
+        rows = jnp.where(is_in, device * size + index - first, 0)
+        return jnp.where(is_in[:, None], moved[rows], room)
+
+    return _in_turns(to, size, turn, jnp.zeros((num_rows, y.shape[2]), y.dtype), y)
 
 
 def _back_ragged(axis_name: AxisNames, num_rows: int, y: jax.Array, to: Route) -> jax.Array:
@@ -217,9 +252,9 @@ def dispatch(
     For layers of several products between the two all-to-alls; `mx_jax.expert_ragged_dot` is one
     product with both. Of d devices each has the same number of consecutive experts. An MXArray
     moves as codes at their real width and scales, as one array of bytes; what was quantized in the
-    same trace gets its gradient back the same way, in high precision. On CPUs every device gets
-    `capacity` rows of every other, padded with zeros; elsewhere as many as there are
-    (`jax.lax.ragged_all_to_all`). Either way nothing is lost unless a capacity says so.
+    same trace gets its gradient back the same way, in high precision. As many rows as there are
+    move (`jax.lax.ragged_all_to_all`); on CPUs padded ones, in turns of m / d to each device until
+    all have moved. Either way nothing is lost unless a capacity says so.
 
     Args:
       rows: `[m, k]`, this device's, by expert: values, or an MXArray with blocks along k alone.
@@ -255,26 +290,13 @@ def dispatch(
         raise ValueError(f"dispatch: room for a row is needed, got capacity={capacity}")
     most = max(num_rows, 1)
     room = most if capacity is None else min(capacity, most)
-    if capacity is None and devices > 1 and jax.default_backend() == "cpu":
-        _warn_of_room(rows, devices)
     to = route(_as_int32(sizes, num_rows), num_rows, axis_name, room)
-    way = _Way(axis_name, num_rows)
-    arrived = way.coded(rows, to, same_scale) if isinstance(rows, MXArray) else way.go(rows, to)
+    if isinstance(rows, MXArray):
+        arrived = _go_coded(axis_name, rows, to, same_scale)
+    else:
+        arrived = go(axis_name, num_rows, rows, to)
     return Dispatched(
         rows=arrived, group_sizes=to.sizes, route=to, axis_name=axis_name, num_rows=num_rows
-    )
-
-
-def _warn_of_room(rows: jax.Array | MXArray, devices: int) -> None:
-    carried = rows.size * rows.dtype.itemsize
-    if isinstance(rows, MXArray):
-        carried = dataclasses.replace(rows, primal=None).packed_nbytes
-    warnings.warn(
-        f"dispatch: on CPUs each of {devices} devices sends every other one room for all its rows, "
-        f"up to {(devices - 1) * carried} bytes to carry {carried}; "
-        f"capacity= bounds it, e.g. capacity={2 * -(-rows.shape[0] // devices)}. Other platforms "
-        "send the rows that there are",
-        stacklevel=3,
     )
 
 
@@ -303,37 +325,25 @@ def _check(rows: jax.Array | MXArray, sizes: jax.Array, devices: int) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Way:
-    """How rows of one device go and come back; static."""
-
-    axis_name: AxisNames
-    num_rows: int
-
-    def go(self, x: jax.Array, to: Route) -> jax.Array:
-        return go(self.axis_name, self.num_rows, x, to)
-
-    def come_back(self, y: jax.Array, to: Route) -> jax.Array:
-        return come_back(self.axis_name, self.num_rows, y, to)
-
-    def coded(self, rows: MXArray, to: Route, same_scale: bool) -> MXArray:
-        """Codes and all scales of a row, moved as its bytes."""
-        bits, parts = rows.format.element.bits, [rows.codes, rows.scales]
-        parts[0] = packing.pack(rows.codes, bits)
-        if rows.tensor_scale is not None and not same_scale:
-            parts.append(jnp.broadcast_to(rows.tensor_scale, (self.num_rows, 1)))
-        moved = self.go(jnp.concatenate([_bytes_of(part) for part in parts], axis=1), to)
-        codes, scales, *own = _parts_of(moved, parts)
-        arrived = dataclasses.replace(
-            rows,
-            codes=packing.unpack(codes, bits, rows.shape[1]),
-            scales=scales,
-            tensor_scale=own[0] if own else rows.tensor_scale,
-            primal=None,
-        )
-        if rows.primal is None:
-            return arrived
-        return dataclasses.replace(arrived, primal=_linked(self, rows.primal, arrived, to))
+def _go_coded(axis_name: AxisNames, rows: MXArray, to: Route, same_scale: bool) -> MXArray:
+    """Codes and all scales of a row, moved as its bytes."""
+    bits, num_rows = rows.format.element.bits, rows.shape[0]
+    parts = [packing.pack(rows.codes, bits), rows.scales]
+    if rows.tensor_scale is not None and not same_scale:
+        parts.append(jnp.broadcast_to(rows.tensor_scale, (num_rows, 1)))
+    moved = jnp.concatenate([_bytes_of(part) for part in parts], axis=1)
+    codes, scales, *own = _parts_of(go(axis_name, num_rows, moved, to), parts)
+    arrived = dataclasses.replace(
+        rows,
+        codes=packing.unpack(codes, bits, rows.shape[1]),
+        scales=scales,
+        tensor_scale=own[0] if own else rows.tensor_scale,
+        primal=None,
+    )
+    if rows.primal is None:
+        return arrived
+    back = functools.partial(come_back, axis_name, num_rows)
+    return dataclasses.replace(arrived, primal=linked(back, rows.primal, arrived, to))
 
 
 def _bytes_of(x: jax.Array) -> jax.Array:
@@ -352,16 +362,3 @@ def _parts_of(moved: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
             own = own.reshape(-1, width, itemsize)
         found.append(lax.bitcast_convert_type(own, x.dtype))
     return found
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linked(way: _Way, primal: jax.Array, arrived: MXArray, to: Route) -> jax.Array:
-    """What arrived, as values that hand their gradient back to where they came from."""
-    del way, to
-    return arrived.dequantize(primal.dtype)
-
-
-_linked.defvjp(
-    lambda way, primal, arrived, to: (_linked(way, primal, arrived, to), to),
-    lambda way, to, g: (way.come_back(g, to), None, None),
-)

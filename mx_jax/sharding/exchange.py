@@ -139,17 +139,19 @@ def _sent(
     )
     if x.primal is None:
         return moved
-    return dataclasses.replace(moved, primal=_linked(back, x.primal, moved))
+    return dataclasses.replace(moved, primal=linked(back, x.primal, moved))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _linked(back: Callable[[jax.Array], jax.Array], primal: jax.Array, moved: MXArray) -> jax.Array:
+def linked(
+    back: Callable[..., jax.Array], primal: jax.Array, moved: MXArray, *route: object
+) -> jax.Array:
     """What arrives, as values that hand their gradient back to where they came from."""
-    del back
+    del back, route
     return moved.dequantize(primal.dtype)
 
 
-_linked.defvjp(
-    lambda back, primal, moved: (_linked(back, primal, moved), None),
-    lambda back, _, g: (back(g), None),
+linked.defvjp(
+    lambda back, primal, moved, *route: (linked(back, primal, moved, *route), route),
+    lambda back, route, g: (back(g, *route), None, *(None for _ in route)),
 )

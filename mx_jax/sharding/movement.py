@@ -326,15 +326,11 @@ def moving(stored: tuple[Part, ...], names: frozenset[str], *, as_codes: bool) -
     return Movement(stored=stored, gathered=gathered, as_codes=as_codes)
 
 
-def block_maxima(x: jax.Array, blocks: Blocks) -> jax.Array:
-    """Float32 patterns of each block's largest magnitude, int32, of the scales' shape."""
-    pieces, inside = block_shapes.split(lax.stop_gradient(x), blocks)
-    return jnp.max(float32.to_bits(pieces) & float32.ABS, axis=inside, initial=0)
-
-
 def with_maxima(x: jax.Array, blocks: Blocks, axis: int, names: Sequence[str]) -> jax.Array:
     """A device's part of an array, and behind it along an axis the maxima of its blocks."""
-    maxima = float32.from_bits(lax.pmax(block_maxima(x, blocks), tuple(names)), x.dtype)
+    pieces, inside = block_shapes.split(lax.stop_gradient(x), blocks)
+    maxima = jnp.max(float32.to_bits(pieces) & float32.ABS, axis=inside, initial=0)
+    maxima = float32.from_bits(lax.pmax(maxima, tuple(names)), x.dtype)
     for other, size in blocks:
         if other != axis:
             extent, length = block_shapes.block_extent(size, x.shape[other]), x.shape[other]

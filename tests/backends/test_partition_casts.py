@@ -72,3 +72,13 @@ def test_rules_that_read_values_see_whole_blocks(rng: np.random.Generator):
     actual = run(jax.device_put(x, NamedSharding(mesh, P("a"))))
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(run(x)), strict=True):
         assert_bitwise_equal(one, other)
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_casts_of_several_gpus_too(name: str):
+    """In plain JAX: left to XLA, shards that cut blocks would pass their values to each other."""
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("a")))
+    traced = jax.jit(lambda x: mx_jax.quantize(x, name, axis=0)).trace(x)
+    program = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert program.count("@CustomSPMDPartitioning") == 1

@@ -43,23 +43,23 @@ POLICIES = {
 }
 
 
-def spec(setup: Setup, *parts: Any) -> NamedSharding:
+def spec(setup: Setup, *parts: Any, devices: Any = None) -> NamedSharding:
     """A sharding along those of the named axes that the mesh has."""
     sizes = {name: getattr(setup, name) for name in AXES}
     sizes = {name: size for name, size in sizes.items() if size > 1}
-    mesh = jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-    )
+    types = (AxisType.Auto,) * len(sizes)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
     given = (tuple(part) if isinstance(part, tuple) else (part,) for part in parts)
     return NamedSharding(
         mesh, PartitionSpec(*(tuple(name for name in part if name in sizes) for part in given))
     )
 
 
-def step_program(setup: Setup, recipe: recipes.Recipe) -> str:
-    """The program of one step of `MODEL` on each device."""
-    between = spec(setup, ("data", "fsdp", *(("model",) if setup.sequence else ())), None)
-    inside = spec(setup, ("data", "fsdp"), "model")
+def step_program(setup: Setup, recipe: recipes.Recipe, devices: Any = None) -> str:
+    """The program of one step of `MODEL` on each device: of this process, or GPUs'."""
+    place = functools.partial(spec, setup, devices=devices)
+    between = place(("data", "fsdp", *(("model",) if setup.sequence else ())), None)
+    inside = place(("data", "fsdp"), "model")
     pin = jax.lax.with_sharding_constraint
 
     def block(x: jax.Array, weights: Any) -> tuple[jax.Array, None]:
@@ -74,14 +74,14 @@ def step_program(setup: Setup, recipe: recipes.Recipe) -> str:
     def loss(weights: Any, x: jax.Array) -> jax.Array:
         return jax.lax.scan(block, x, weights)[0].sum()
 
-    stored = spec(setup, None, "fsdp", "model"), spec(setup, None, "model", "fsdp")
+    stored = place(None, "fsdp", "model"), place(None, "model", "fsdp")
     weights = tuple(
         jax.ShapeDtypeStruct((LAYERS, own.k, own.n), setup.dtype, sharding=sharding)
         for own, sharding in zip((UP, DOWN), stored, strict=True)
     )
     x = jax.ShapeDtypeStruct((TOKENS, WIDTH), setup.dtype, sharding=between)
-    step = jax.jit(jax.grad(loss), out_shardings=stored)
-    return partitioned(step.lower(weights, x))
+    step = jax.jit(jax.grad(loss), out_shardings=stored).trace(weights, x)
+    return partitioned(step.lower(lowering_platforms=devices and ("cuda",)))
 
 
 def planned(setup: Setup, recipe: recipes.Recipe) -> collections.Counter[tuple[str, str]]:
@@ -97,26 +97,30 @@ BFLOAT16 = functools.partial(Setup, tokens=TOKENS)
 FLOAT32 = functools.partial(Setup, tokens=TOKENS, dtype=np.dtype(np.float32))
 
 
+SETUPS = (
+    BFLOAT16(data=8),
+    BFLOAT16(fsdp=8),
+    BFLOAT16(model=8),
+    BFLOAT16(model=8, sequence=True),
+    BFLOAT16(data=2, fsdp=2, model=2),
+    BFLOAT16(fsdp=8, remat="nothing_saveable"),
+    BFLOAT16(fsdp=4, model=2, remat="save_quantized"),
+    BFLOAT16(model=8, sequence=True, remat="nothing_saveable"),
+)
+
+
 @pytest.mark.by_default("mxfp8-(1x8x1 False nothing|1x1x8 True none|2x2x2)|high.*4x2")
 @pytest.mark.parametrize(
-    "setup",
-    [
-        BFLOAT16(data=8),
-        BFLOAT16(fsdp=8),
-        BFLOAT16(model=8),
-        BFLOAT16(model=8, sequence=True),
-        BFLOAT16(data=2, fsdp=2, model=2),
-        BFLOAT16(fsdp=8, remat="nothing_saveable"),
-        BFLOAT16(fsdp=4, model=2, remat="save_quantized"),
-        BFLOAT16(model=8, sequence=True, remat="nothing_saveable"),
-    ],
-    ids=lambda own: f"{own.data}x{own.fsdp}x{own.model} {own.sequence} {own.remat}",
+    "setup", SETUPS, ids=lambda own: f"{own.data}x{own.fsdp}x{own.model} {own.sequence} {own.remat}"
 )
 @pytest.mark.parametrize("name", ["high_precision", "mxfp8"])
 def test_a_plan_is_what_the_program_moves(name: str, setup: Setup):
+    check(setup, recipes.from_name(name))
+
+
+def check(setup: Setup, recipe: recipes.Recipe, devices: Any = None) -> None:
     """In bfloat16, with shards that cut blocks: there maxima are exchanged besides."""
-    recipe = recipes.from_name(name)
-    found = received(step_program(setup, recipe), setup.devices)
+    found = received(step_program(setup, recipe, devices), setup.devices)
     wanted = planned(setup, recipe)
     maxima = sum(found.pop(("all-reduce", dtype), 0) for dtype in ("s16", "s32"))
     assert found.keys() == wanted.keys() and found.total() > 0

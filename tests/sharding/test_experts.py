@@ -20,8 +20,6 @@ from mx_jax.testing.draw import draw_few_octaves
 from tests.quick import quick
 from tests.sharding.collectives import collectives
 
-pytestmark = pytest.mark.filterwarnings("ignore:dispatch. on CPUs:UserWarning")
-
 P = PartitionSpec
 DEVICES, EXPERTS, ROWS, FEATURES, UNITS = 4, 8, 24, 64, 32
 # Rows of each device for each expert: none, most, all; the last device uses 21 of its 24 rows.
@@ -110,10 +108,10 @@ def test_one_device_gives_the_same(recipe: Any, check_vma: bool, mesh: Mesh, arr
     # A row's codes and scales are bytes side by side. y, its cotangent and dx move as values.
     bits = recipe.fwd.lhs.format.bits_per_element
     found = [c for c in collectives(program.as_text()) if c.kind == "all-to-all"]
-    room = DEVICES * ROWS
+    # Of one turn, in which a device sends no more rows than it has.
     assert {c.dtype: c.nbytes for c in found} == {
-        "u8": room * FEATURES * bits / 8,
-        "f32": 4 * room * (2 * UNITS + FEATURES),
+        "u8": ROWS * FEATURES * bits / 8,
+        "f32": 4 * ROWS * (2 * UNITS + FEATURES),
     }
 
 
@@ -147,7 +145,7 @@ def everyone(operand, output, input_offsets, send_sizes, output_offsets, recv_si
     return output
 
 
-@pytest.mark.parametrize(("way", "capacity"), [("padded", None), ("ragged", 5)])
+@pytest.mark.parametrize(("way", "capacity"), [("padded", None), ("padded", 8), ("ragged", 5)])
 def test_there_and_back(
     way: str, capacity: int | None, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ):
@@ -231,16 +229,24 @@ def test_what_cannot_be_sent(mesh: Mesh):
     )
 
 
-def test_room_for_all_rows_is_not_taken_in_silence(mesh: Mesh):
-    def run(x: jax.Array, sizes: jax.Array) -> jax.Array:
-        sent = dispatch(mx_jax.quantize(x, "mxfp4"), sizes, "expert")
-        return sent.send_back(sent.rows.dequantize())
+@pytest.mark.parametrize(
+    ("capacity", "loops"), [(None, True), (ROWS // DEVICES + 1, True), (ROWS // DEVICES, False)]
+)
+def test_turns_are_as_many_as_rows_need(capacity: int | None, loops: bool, mesh: Mesh):
+    """An even share moves in a turn: one turn, if rows are even, whatever room there is."""
 
-    shapes = (
-        jax.ShapeDtypeStruct((DEVICES * ROWS, FEATURES), jnp.float32),
-        jax.ShapeDtypeStruct((DEVICES * EXPERTS,), jnp.int32),
-    )
-    moved = ROWS * (FEATURES // 2 + FEATURES // 32)
-    message = f"up to {3 * moved} bytes to carry {moved}; capacity= bounds it, e.g. capacity=12"
-    with pytest.warns(UserWarning, match=message):
-        on_devices(mesh, run).trace(*shapes)
+    def run(x: jax.Array, sizes: jax.Array) -> Any:
+        sent = dispatch(x, sizes, "expert", capacity=capacity)
+        return sent.send_back(sent.rows), sent.route.most[None]
+
+    program = on_devices(mesh, run)
+    x = np.arange(1.0, DEVICES * ROWS + 1, dtype=np.float32)[:, None]
+    even = np.full_like(SIZES, ROWS // EXPERTS)
+    for sizes, most in ((even, ROWS // DEVICES), (SIZES, ROWS), (0 * even, 0)):
+        _, found = program(x, sizes.reshape(-1))
+        np.testing.assert_array_equal(found, min(most, capacity or ROWS))
+    traced = program.trace(x, even.reshape(-1))
+    assert ("while[" in str(traced.jaxpr)) is loops
+    text = traced.lower().compile().as_text()
+    # Whichever devices the rows are for, and however many: a turn's rows, there and back.
+    assert [c.nbytes for c in collectives(text) if c.kind == "all-to-all"] == [2 * 4 * ROWS]
