@@ -41,7 +41,7 @@ uint32_t PlainValue(const mx::DequantizePlan& plan, uint8_t code, uint32_t store
   float scale = mx::FloatOf(stored);
   if (plan.kind == mx::ScaleFormatKind::kExponent) scale = mx::DecodeE8m0(stored);
   if (plan.kind == mx::ScaleFormatKind::kElement) {
-    scale = mx::Decode(stored, plan.scale_element);
+    scale = plan.scale_values[stored];
     if (tensor != nullptr) scale = *tensor * scale;
   }
   const float value = mx::Decode(code, plan.element);
@@ -65,9 +65,7 @@ mx::DequantizePlan Back(const mx::QuantizePlan& plan, float* out) {
   back.outer = plan.outer, back.length = plan.length, back.inner = plan.inner;
   back.block = plan.block, back.blocks_per_row = plan.blocks_per_row;
   back.rows = plan.rows, back.block_rows = plan.block_rows;
-  back.element = plan.element, back.kind = plan.rule.kind;
-  back.scale_element = plan.rule.scale_element;
-  for (int32_t code = 0; code < 256; ++code) back.values[code] = mx::Decode(code, plan.element);
+  mx::SetFormat(plan.element, plan.rule.kind, plan.rule.scale_element, &back);
   return back;
 }
 
