@@ -45,6 +45,7 @@ struct CodedRows {
     values.resize(static_cast<size_t>(run * width));
     DequantizePlan plan = coded->plan;
     plan.codes = codes + row * coded->row_bytes;
+    plan.ahead = coded->is_packed ? 0 : run * width;
     if (coded->is_packed) {
       unpacked.resize(static_cast<size_t>(run * width));
       coded->kernels->unpack(plan.codes, count, width, unpacked.data());

@@ -213,13 +213,15 @@ void Add(const AttendProblem& p, const float* values, int64_t first, int64_t cou
 }
 
 void Unpack(const uint8_t* packed, int64_t rows, int64_t width, uint8_t* codes) {
-  const int64_t bytes = (width + 1) / 2;
+  const int64_t bytes = (width + 1) / 2, whole = width / 2;
   for (int64_t row = 0; row < rows; ++row, packed += bytes, codes += width) {
-    for (int64_t i = 0; i < width / 2; ++i) {
-      codes[2 * i] = packed[i] & 15;
-      codes[2 * i + 1] = static_cast<uint8_t>(packed[i] >> 4);
+    for (int64_t i = 0; i < bytes; i += 64) MX_PREFETCH(packed + rows * bytes + i);
+    for (int64_t i = 0; i < whole; ++i) {
+      const uint16_t both = packed[i];
+      const uint16_t spread = static_cast<uint16_t>((both | both << 4) & 0x0f0f);
+      memcpy(codes + 2 * i, &spread, sizeof spread);
     }
-    if (width % 2 != 0) codes[width - 1] = packed[bytes - 1] & 15;
+    if (width % 2 != 0) codes[width - 1] = packed[whole] & 15;
   }
 }
 

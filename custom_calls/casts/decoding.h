@@ -25,17 +25,18 @@ inline const DequantizeKernels& ChosenDequantizeKernels() {
 inline xla::ffi::Error ReadFormat(const char* operation, const xla::ffi::Dictionary& attributes,
                                   DequantizePlan* plan) {
   xla::ffi::Span<const int32_t> element, scale_element;
-  std::string_view kind;
+  std::string_view kind_name;
+  ElementFormat of_elements{}, of_scales{};
+  ScaleFormatKind kind{};
   MX_RETURN_IF_ERROR(ReadAttribute(operation, attributes, "element", &element));
-  MX_RETURN_IF_ERROR(ReadAttribute(operation, attributes, "kind", &kind));
+  MX_RETURN_IF_ERROR(ReadAttribute(operation, attributes, "kind", &kind_name));
   MX_RETURN_IF_ERROR(ReadAttribute(operation, attributes, "scale_element", &scale_element));
-  MX_RETURN_IF_ERROR(ParseElement(operation, "element", element, &plan->element));
-  MX_RETURN_IF_ERROR(ParseKind(operation, kind, &plan->kind));
-  if (plan->kind == ScaleFormatKind::kElement) {
-    MX_RETURN_IF_ERROR(
-        ParseElement(operation, "scale_element", scale_element, &plan->scale_element));
+  MX_RETURN_IF_ERROR(ParseElement(operation, "element", element, &of_elements));
+  MX_RETURN_IF_ERROR(ParseKind(operation, kind_name, &kind));
+  if (kind == ScaleFormatKind::kElement) {
+    MX_RETURN_IF_ERROR(ParseElement(operation, "scale_element", scale_element, &of_scales));
   }
-  for (int32_t code = 0; code < 256; ++code) plan->values[code] = Decode(code, plan->element);
+  SetFormat(of_elements, kind, of_scales, plan);
   return xla::ffi::Error::Success();
 }
 

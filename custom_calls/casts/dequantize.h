@@ -26,11 +26,22 @@ struct DequantizePlan {
   int64_t blocks_per_row;
   int64_t rows;        // of two-dimensional blocks, `[outer, rows, length]`, inner being 1
   int64_t block_rows;  // of each of them; 0 where blocks have one dimension
+  int64_t ahead;       // codes that far ahead are fetched from memory: those of the next plan
   ElementFormat element;
   ScaleFormatKind kind;
-  ElementFormat scale_element;  // of kElement
-  float values[256];            // of every code
+  float values[256];        // of every code
+  float scale_values[256];  // of kElement: of every scale
 };
+
+// What the codes of a plan mean; scale_element: of kElement.
+MX_INLINE void SetFormat(const ElementFormat& element, ScaleFormatKind kind,
+                         const ElementFormat& scale_element, DequantizePlan* plan) {
+  plan->element = element, plan->kind = kind;
+  for (int32_t code = 0; code < 256; ++code) plan->values[code] = Decode(code, element);
+  for (int32_t code = 0; kind == ScaleFormatKind::kElement && code < 256; ++code) {
+    plan->scale_values[code] = Decode(code, scale_element);
+  }
+}
 
 struct DequantizeKernels {
   // Blocks begin..end - 1 of `outer * blocks_per_row`; inner is 1.

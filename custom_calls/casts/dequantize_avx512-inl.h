@@ -18,10 +18,10 @@ MX_INLINE __m512i Set(int32_t value) { return _mm512_set1_epi32(value); }
 
 // Constants of a decoding.
 struct Decoder {
-  __m512i width, sign, max_code;
-  __m256i half_counts, half_mask;
+  __m512i width, sign, magnitude, max_code, half_counts, half_mask;
   int32_t exponent;  // what is still missing from a half, as a power of two
   bool is_integer;
+  bool is_narrow;    // less than eight bits
   bool has_special;  // codes of NaN or Inf
 };
 
@@ -30,35 +30,53 @@ MX_INLINE Decoder DecoderOf(const ElementFormat& element) {
   Decoder decoder;
   decoder.width = _mm512_set1_epi8(static_cast<char>(2 * element.sign_code - 1));
   decoder.sign = _mm512_set1_epi8(static_cast<char>(element.sign_code));
+  decoder.magnitude = _mm512_set1_epi8(static_cast<char>(element.sign_code - 1));
   decoder.max_code = _mm512_set1_epi8(static_cast<char>(element.max_code));
-  decoder.half_counts = _mm256_set1_epi16(static_cast<int16_t>(10 - p));
+  decoder.half_counts = _mm512_set1_epi16(static_cast<int16_t>(10 - p));
   decoder.half_mask =
-      _mm256_set1_epi16(static_cast<int16_t>(0x8000 | (element.sign_code - 1) << (10 - p)));
+      _mm512_set1_epi16(static_cast<int16_t>(0x8000 | (element.sign_code - 1) << (10 - p)));
   decoder.is_integer = element.is_integer != 0;
+  decoder.is_narrow = element.bits < 8;
   decoder.exponent = element.is_integer ? element.emin - p : element.emin + 14;
   decoder.has_special = !element.is_integer && element.max_code != element.sign_code - 1;
   return decoder;
 }
 
-// Codes with their sign in bit 7.
-MX_INLINE __m512i SignExtend(__m512i codes, const Decoder& decoder) {
-  codes = _mm512_and_si512(codes, decoder.width);
-  return _mm512_sub_epi8(_mm512_xor_si512(codes, decoder.sign), decoder.sign);
+// 64 codes with their sign in bit 7; `most` gathers the largest magnitude of what may be NaN or Inf.
+MX_INLINE __m512i LoadCodes(const uint8_t* from, const Decoder& decoder, __m512i* most) {
+  __m512i codes = _mm512_loadu_si512(from);
+  if (decoder.is_narrow) {
+    codes = _mm512_and_si512(codes, decoder.width);
+    codes = _mm512_sub_epi8(_mm512_xor_si512(codes, decoder.sign), decoder.sign);
+  }
+  if (decoder.has_special) {
+    *most = _mm512_max_epu8(*most, _mm512_and_si512(codes, decoder.magnitude));
+  }
+  return codes;
 }
 
-// Whether any of 64 sign-extended codes is NaN or Inf.
-MX_INLINE bool AnySpecial(__m512i codes, const Decoder& decoder) {
-  if (!decoder.has_special) return false;
-  const __m512i half = _mm512_and_si512(codes, _mm512_sub_epi8(decoder.sign, _mm512_set1_epi8(1)));
-  return _mm512_cmpgt_epu8_mask(half, decoder.max_code) != 0;
+// Whether any code was NaN or Inf, given the largest magnitudes.
+MX_INLINE bool AnySpecial(__m512i most, const Decoder& decoder) {
+  return _mm512_cmpgt_epu8_mask(most, decoder.max_code) != 0;
 }
 
-// Sixteen values, but for the decoder's power of two.
+// The values of 64 codes, but for the decoder's power of two.
 template <bool kInteger>
-MX_INLINE __m512 Values(__m128i codes, const Decoder& decoder) {
-  if (kInteger) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
-  const __m256i words = _mm256_sllv_epi16(_mm256_cvtepi8_epi16(codes), decoder.half_counts);
-  return _mm512_cvtph_ps(_mm256_and_si256(words, decoder.half_mask));
+MX_INLINE void Values(__m512i codes, const Decoder& decoder, __m512 (&values)[4]) {
+  const __m256i halves[] = {_mm512_castsi512_si256(codes), _mm512_extracti64x4_epi64(codes, 1)};
+  for (int half = 0; half < 2; ++half) {
+    __m512i words = _mm512_cvtepi8_epi16(halves[half]);
+    if (kInteger) {
+      const __m128i low = _mm256_castsi256_si128(halves[half]);
+      const __m128i high = _mm256_extracti128_si256(halves[half], 1);
+      values[2 * half] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(low));
+      values[2 * half + 1] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(high));
+      continue;
+    }
+    words = _mm512_and_si512(_mm512_sllv_epi16(words, decoder.half_counts), decoder.half_mask);
+    values[2 * half] = _mm512_cvtph_ps(_mm512_castsi512_si256(words));
+    values[2 * half + 1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(words, 1));
+  }
 }
 
 // kExact: no bits are lost, as power-of-two scales ensure.
@@ -87,19 +105,6 @@ MX_INLINE void Store(F16* out, __m512 a, __m512 b) {
   const __m256i low = _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT);
   const __m256i high = _mm512_cvtps_ph(b, _MM_FROUND_TO_NEAREST_INT);
   _mm512_storeu_si512(out, _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1));
-}
-
-MX_INLINE __m128i Quarter(__m512i codes, int part) {
-  switch (part) {
-    case 0:
-      return _mm512_castsi512_si128(codes);
-    case 1:
-      return _mm512_extracti32x4_epi32(codes, 1);
-    case 2:
-      return _mm512_extracti32x4_epi32(codes, 2);
-    default:
-      return _mm512_extracti32x4_epi32(codes, 3);
-  }
 }
 
 // Blocks whose factors are found together.
@@ -142,29 +147,29 @@ MX_INLINE bool FindFactors(const DequantizePlan& plan, const Decoder& decoder, i
 }
 
 template <class T, bool kInteger, bool kExact>
-void DecodeSegment(const DequantizePlan& plan, const Decoder& decoder, int64_t index,
+void DecodeSegment(const DequantizePlan& plan, const Decoder& given, int64_t index,
                    int64_t count, const uint8_t* codes, T* out, const float* tensor) {
-  const int64_t vectors = plan.block / kLanes;
-  const int shift = __builtin_ctzll(static_cast<unsigned long long>(vectors));
+  // A copy, which no store can change, stays in registers.
+  const Decoder decoder = given;
+  const int shift = __builtin_ctzll(static_cast<unsigned long long>(plan.block));
   alignas(64) float factors[kGroup];
   while (count > 0) {
     const int64_t blocks = count < kGroup ? count : kGroup;
     const int64_t n = blocks * plan.block;
     bool usual = n % 64 == 0 && FindFactors<T>(plan, decoder, index, blocks, tensor, factors);
+    __m512i most = _mm512_setzero_si512();
     for (int64_t i = 0; usual && i < n; i += 64) {
-      const __m512i raw = SignExtend(_mm512_loadu_si512(codes + i), decoder);
-      if (MX_UNLIKELY(AnySpecial(raw, decoder))) {
-        usual = false;
-        break;
+      MX_PREFETCH(codes + i + plan.ahead);
+      __m512 values[4];
+      Values<kInteger>(LoadCodes(codes + i, decoder, &most), decoder, values);
+      const float* factor = factors + (i >> shift);
+      for (int v = 0; v < 4; ++v) {
+        values[v] = _mm512_mul_ps(values[v], _mm512_set1_ps(factor[v * kLanes >> shift]));
       }
-      for (int v = 0; v < 4; v += 2) {
-        const int64_t at = i + v * kLanes;
-        const __m512 a = _mm512_set1_ps(factors[(at / kLanes) >> shift]);
-        const __m512 b = _mm512_set1_ps(factors[(at / kLanes + 1) >> shift]);
-        Store<kExact>(out + at, _mm512_mul_ps(Values<kInteger>(Quarter(raw, v), decoder), a),
-                      _mm512_mul_ps(Values<kInteger>(Quarter(raw, v + 1), decoder), b));
-      }
+      Store<kExact>(out + i, values[0], values[1]);
+      Store<kExact>(out + i + 2 * kLanes, values[2], values[3]);
     }
+    usual = usual && !AnySpecial(most, decoder);
     if (MX_UNLIKELY(!usual)) RowBlocks<T>(plan, index, index + blocks);
     codes += n;
     out += n;
@@ -220,17 +225,18 @@ MX_INLINE bool DecodeColumnTile(const DequantizePlan& plan, const Decoder& decod
                                 const float (&factors)[kColumnTile]) {
   __m512 factor[4];
   for (int v = 0; v < 4; ++v) factor[v] = _mm512_load_ps(factors + v * kLanes);
+  __m512i most = _mm512_setzero_si512();
   for (int64_t i = 0; i < rows; ++i) {
-    const __m512i raw = SignExtend(_mm512_loadu_si512(codes + i * plan.inner), decoder);
-    if (MX_UNLIKELY(AnySpecial(raw, decoder))) return false;
+    __m512 values[4];
+    Values<kInteger>(LoadCodes(codes + i * plan.inner, decoder, &most), decoder, values);
     for (int v = 0; v < 4; v += 2) {
-      const __m512 a = _mm512_mul_ps(Values<kInteger>(Quarter(raw, v), decoder), factor[v]);
-      const __m512 b = _mm512_mul_ps(Values<kInteger>(Quarter(raw, v + 1), decoder), factor[v + 1]);
+      const __m512 a = _mm512_mul_ps(values[v], factor[v]);
+      const __m512 b = _mm512_mul_ps(values[v + 1], factor[v + 1]);
       T* to = out + i * plan.inner + v * kLanes;
       plan.kind == ScaleFormatKind::kExponent ? Store<true>(to, a, b) : Store<false>(to, a, b);
     }
   }
-  return true;
+  return !AnySpecial(most, decoder);
 }
 
 template <class T>

@@ -82,7 +82,7 @@ void CountExponents(const DequantizePlan& coded, int64_t begin, int64_t end, uin
   for (int64_t i = begin; i < end; ++i) ++codes[scales[i]];
   for (int32_t code = 0; code < 256; ++code) {
     const float scale = coded.kind == ScaleFormatKind::kExponent ? DecodeE8m0(code)
-                                                                 : Decode(code, coded.scale_element);
+                                                                 : coded.scale_values[code];
     counts[(BitsOf(scale) & kAbs) >> 23] += codes[code];
   }
 }

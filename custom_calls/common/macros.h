@@ -7,12 +7,14 @@
 #define MX_LIKELY(condition) __builtin_expect(!!(condition), 1)
 #define MX_UNLIKELY(condition) __builtin_expect(!!(condition), 0)
 #define MX_RESTRICT __restrict__
+#define MX_PREFETCH(address) __builtin_prefetch(address)
 #define MX_EXPORT __attribute__((visibility("default")))
 #else
 #define MX_INLINE static inline
 #define MX_LIKELY(condition) (condition)
 #define MX_UNLIKELY(condition) (condition)
 #define MX_RESTRICT
+#define MX_PREFETCH(address)
 #define MX_EXPORT
 #endif
 

@@ -125,9 +125,8 @@ void CheckCasts(const mx::QuantizeKernels& quantize, const mx::DequantizeKernels
     mx::DequantizePlan back{};
     Put(place, &back);
     back.codes = codes.data(), back.scales = stored.data(), back.out = values.data();
-    back.type = type, back.element = plan.element, back.kind = kind;
-    back.scale_element = plan.rule.scale_element;
-    for (int32_t code = 0; code < 256; ++code) back.values[code] = mx::Decode(code, back.element);
+    back.type = type;
+    mx::SetFormat(plan.element, kind, plan.rule.scale_element, &back);
     // Any codes under the scale of a block of zeros are subnormal values in truth: not so here.
     for (int64_t i = 0; drawn && kind == mx::ScaleFormatKind::kExponent && i < scales; ++i) {
       if (stored[i] == 0) stored[i] = 100;

@@ -99,15 +99,13 @@ void ValuesAreLowered(mx::FloatType type) {
   plan.outer = 2, plan.rows = 1, plan.length = kSlice, plan.inner = 1;
   plan.block = 16, plan.blocks_per_row = kSlice / 16;
   plan.tensor_scales = scales, plan.num_tensor_scales = 2;
-  plan.kind = mx::ScaleFormatKind::kElement;
-  plan.element = mx::Derive({2, 1, 1, 0, 0, 0, 1, 0});
-  plan.scale_element = mx::Derive({4, 3, 7, 1, 0, 0, 1, 0});
-  for (int32_t code = 0; code < 256; ++code) plan.values[code] = mx::Decode(code, plan.element);
+  const mx::ElementFormat of_scales = mx::Derive({4, 3, 7, 1, 0, 0, 1, 0});
+  mx::SetFormat(mx::Derive({2, 1, 1, 0, 0, 0, 1, 0}), mx::ScaleFormatKind::kElement, of_scales, &plan);
   mx::NoPool nobody;
   mx::DequantizeBlocks(nobody, 2 * kSlice, plan, mx::portable::kDequantize);
   for (int64_t i = 0; i < 2 * kSlice; ++i) {
     const bool tiny = i < kSlice;
-    const float scale = mx::Decode(stored[i / 16], plan.scale_element) *
+    const float scale = mx::Decode(stored[i / 16], of_scales) *
                         (tiny ? std::ldexp(kTiny, 64) : kOrdinary);
     const float value = plan.values[codes[i]] * scale;
     T expected;
