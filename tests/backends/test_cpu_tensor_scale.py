@@ -31,7 +31,7 @@ def found(x: jax.Array, call: QuantizeCall) -> jax.Array:
     return scale
 
 
-@pytest.mark.sweep(reason="compares a C++ library with what tests/reference checks")
+@pytest.mark.slow(but=5)
 @pytest.mark.parametrize(
     ("shape", "axis", "dtype", "format"),
     [

@@ -12,7 +12,7 @@ from mx_jax.ops.operands import transformed, turned_back
 from mx_jax.reference import hadamard
 from tests.needs import needs_library
 
-pytestmark = [needs_library, pytest.mark.one_python(reason="handlers are C++")]
+pytestmark = needs_library
 
 RNG = np.random.default_rng(0)
 

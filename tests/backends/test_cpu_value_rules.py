@@ -11,7 +11,7 @@ import mx_jax
 from tests.needs import needs_library
 from tests.quick import quick
 
-pytestmark = [needs_library, pytest.mark.one_python(reason="handlers are C++")]
+pytestmark = needs_library
 
 CASTS = {
     "headroom": ("amax_headroom", "nearest"),

@@ -10,7 +10,6 @@ import pytest
 from benchmarks import page, page_pictures, page_tables, slim
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.one_python(reason="text from files")
 
 
 def test_the_pages_are_what_the_script_writes():

@@ -30,7 +30,7 @@ def errors(w: np.ndarray, q: mx_jax.MXArray, size: int, h: Any = 1.0) -> np.ndar
     return lost.reshape(-1, size, w.shape[1]).sum(1)
 
 
-@pytest.mark.by_default("mxfp4|nvfp4$")
+@pytest.mark.slow(but="mxfp4|nvfp4$")
 @pytest.mark.parametrize("format", SEARCHED, ids=lambda format: format.name)
 def test_no_block_loses_more_than_under_the_first_scale(format: BlockFormat, rng):
     w = heavy(rng, 128, 8)
@@ -46,7 +46,7 @@ def test_no_block_loses_more_than_under_the_first_scale(format: BlockFormat, rng
     np.testing.assert_allclose(distance, nearest, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.by_default("mxfp4")
+@pytest.mark.slow(but="mxfp4")
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 def test_every_scale_in_reach_is_worse(format: BlockFormat, rng):
     """Tried by hand, one block of each: the neighbours of the stored scale, an octave each way."""
@@ -84,7 +84,7 @@ def test_importance_decides_who_is_clipped(rng):
     assert after < 0.5 * before
 
 
-@pytest.mark.by_default("-2")
+@pytest.mark.slow(but="-2")
 @pytest.mark.parametrize("axis", [1, -2])
 def test_axes_partial_blocks_and_blocks_that_are_no_number(axis: int, rng):
     w = heavy(rng, 40, 70)

@@ -1,6 +1,6 @@
 """QArrays of Qwix: the same values both ways, and an error where there is no twin.
 
-Without Qwix a class of the same four fields stands in for its 0.1.8; with it, `-m peers`.
+Without Qwix a class of the same four fields stands in for its 0.1.8; with it, `-m slow`.
 """
 
 import dataclasses
@@ -16,8 +16,6 @@ import mx_jax
 from mx_jax.checkpoint import from_qarray, to_qarray
 from mx_jax.checkpoint.scales import decoded
 from mx_jax.formats import E4M3, F32, WHOLE, BlockFormat
-
-pytestmark = pytest.mark.one_python(reason="NumPy copies codes and scales, and compares them")
 
 VALUES = np.random.default_rng(0).standard_normal((64, 96), np.float32)
 
@@ -240,7 +238,7 @@ def test_other_errors(monkeypatch: pytest.MonkeyPatch, stand_in: None):
         to_qarray(mx_jax.quantize(VALUES, "mxfp4"))
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("qtype", "options"),

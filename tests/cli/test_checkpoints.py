@@ -28,9 +28,6 @@ from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.checkpoint.killed import killed
 from tests.cli.conftest import Cli
 
-pytestmark = pytest.mark.one_python(reason="files in and out; what is computed is tested elsewhere")
-
-
 UP, HEAD, NORM = "model.layers.0.up.weight", "lm_head.weight", "model.norm.weight"
 
 

@@ -17,7 +17,6 @@ from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.checkpoint.stored import draw, put_model
 from tests.cli.conftest import Cli
 
-pytestmark = pytest.mark.one_python(reason="files in and out")
 UP = "layers.0.up.weight"
 
 

@@ -29,7 +29,6 @@ def test_what_becomes_one():
     assert unlike(scales) == [tuple(names[3:5])]
 
 
-@pytest.mark.one_python(reason="files in and out")
 @pytest.mark.parametrize("layout", ["nvfp4-pack-quantized", "modelopt-nvfp4", "mx_jax"])
 @pytest.mark.parametrize("scales", [None, "mse"])
 def test_one_tensor_scale(

@@ -37,7 +37,7 @@ def assert_same_bits(left: Any, right: Any):
 
 
 # Below nn.jit a path is a compilation of its own: the programs of both cannot be alike.
-@pytest.mark.by_default("compact")
+@pytest.mark.slow(but="compact")
 @pytest.mark.parametrize(
     "name",
     [

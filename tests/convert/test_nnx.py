@@ -134,7 +134,7 @@ class TestLayers:
 
 
 class TestAttention:
-    @pytest.mark.by_default("4")
+    @pytest.mark.slow(but="4")
     @pytest.mark.parametrize("num_kv_heads", [4, 2])
     def test_both_products(self, num_kv_heads: int):
         attention = nnx.MultiHeadAttention(

@@ -142,7 +142,7 @@ def test_llama3_divides_the_long_waves():
         rope_divisors({"type": "llama3"}, 1e4, 64)
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 def test_llama3_is_that_of_transformers():
     transformers = pytest.importorskip("transformers")
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS

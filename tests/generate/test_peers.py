@@ -23,10 +23,9 @@ NAMES = {
 
 
 def logits_of_transformers(config, tensors, tokens) -> np.ndarray:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
 
-    theirs = LlamaConfig(
+    theirs = transformers.LlamaConfig(
         vocab_size=config.vocabulary,
         hidden_size=config.width,
         intermediate_size=config.hidden,
@@ -38,7 +37,7 @@ def logits_of_transformers(config, tensors, tokens) -> np.ndarray:
         rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
         tie_word_embeddings=config.tied,
     )
-    model = LlamaForCausalLM(theirs).eval()
+    model = transformers.LlamaForCausalLM(theirs).eval()
     state = {
         "model.embed_tokens.weight": tensors["token_embd.weight"],
         "model.norm.weight": tensors["output_norm.weight"],
@@ -59,9 +58,8 @@ def logits_of_transformers(config, tensors, tokens) -> np.ndarray:
         return model(torch.from_numpy(np.asarray(tokens, np.int64))).logits.numpy()
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 def test_committed_logits_are_those_of_transformers():
-    pytest.importorskip("transformers")
     theirs = logits_of_transformers(tiny.CONFIG, tiny.tensors(), tiny.TOKENS)
     committed = np.array(json.loads(COMMITTED.read_text())["logits"], np.float32)
     np.testing.assert_allclose(committed, theirs, atol=2e-5)

@@ -17,8 +17,6 @@ from mx_jax.inspect.records import from_json
 from tests.inspect.kit import W, X, captured, layer
 from tests.quick import quick
 
-pytestmark = pytest.mark.one_python(reason="files are written and read in plain Python")
-
 TAG = inspect.Tag(path="mlp/up", product="output", side="lhs", axis=-1, format="mxfp4", rule="even")
 STATS = {
     "amax": 3.5,

@@ -38,7 +38,7 @@ CALLS = {
 CALL = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
-@pytest.mark.by_default("matmul|dot_general|einsum")
+@pytest.mark.slow(but="matmul|dot_general|einsum")
 @CALL
 def test_a_forward_product_that_draws_nothing_needs_no_key(call):
     """Inference with a training recipe: the product of the recipe's nearest-rounded forward."""
@@ -76,7 +76,7 @@ def test_only_a_gradient_that_is_taken_draws():
     assert_bitwise_equal(dx, expected)
 
 
-@pytest.mark.by_default("matmul|dot_general")
+@pytest.mark.slow(but="matmul|dot_general")
 @CALL
 def test_a_recipe_that_draws_nothing_takes_a_key(call):
     """Code may be the same for every recipe: the key is not used, in any product."""

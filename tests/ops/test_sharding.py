@@ -59,7 +59,7 @@ def test_no_gather_of_kept_axes(mesh: Mesh, arrays):
     assert "all-gather" not in program and "all-reduce" not in program
 
 
-@pytest.mark.by_default("mxfp4")
+@pytest.mark.slow(but="mxfp4")
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -112,7 +112,7 @@ def test_out_sharding(arrays):
             assert row.shape == (1, w.shape[1]) and row.sharding.spec == P(None, "data")
 
 
-@pytest.mark.by_default("model")
+@pytest.mark.slow(but="model")
 @pytest.mark.parametrize("spec", [P(), P("model")], ids=str)
 def test_out_sharding_of_a_sharded_sum(arrays, expected, spec):
     """k is sharded in both operands: the caller says where the sum goes, or JAX refuses it."""

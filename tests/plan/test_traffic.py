@@ -97,7 +97,7 @@ BFLOAT16 = functools.partial(Setup, tokens=TOKENS)
 FLOAT32 = functools.partial(Setup, tokens=TOKENS, dtype=np.dtype(np.float32))
 
 
-@pytest.mark.by_default("mxfp8-(1x8x1 False nothing|1x1x8 True none|2x2x2)|high.*4x2")
+@pytest.mark.slow(but="mxfp8-(1x8x1 False nothing|1x1x8 True none|2x2x2)|high.*4x2")
 @pytest.mark.parametrize(
     "setup",
     [
@@ -126,7 +126,7 @@ def test_a_plan_is_what_the_program_moves(name: str, setup: Setup):
     assert maxima <= 0.05 * found.total()
 
 
-@pytest.mark.by_default("mxfp4")
+@pytest.mark.slow(but="mxfp4")
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_codes_are_what_layers_gather(name: str):
     """`up` as a layer, stored in shards: in the orientation of each pass."""

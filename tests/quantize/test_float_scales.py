@@ -64,7 +64,7 @@ def outputs(x: mx_jax.MXArray) -> tuple[jax.Array, jax.Array, jax.Array]:
     return x.codes, x.scales, x.dequantize(jnp.float32)
 
 
-@pytest.mark.by_default("square|given")
+@pytest.mark.slow(but="square|given")
 @pytest.mark.parametrize("level", ["one", "two", "given", "square"])
 def test_nvfp4(level: str, rng: np.random.Generator):
     x = wide_normal(rng, (33, 56))
@@ -91,7 +91,7 @@ def test_nvfp4(level: str, rng: np.random.Generator):
     assert_bitwise_equal(values, expected_values, what="values")
 
 
-@pytest.mark.by_default("16")
+@pytest.mark.slow(but="16")
 @pytest.mark.parametrize("length", [16, 40])
 def test_nvfp4_for_each_row_of_a_vmap(length: int, rng: np.random.Generator):
     """One tensor scale a row; rows of one block make every scale a scalar to XLA."""

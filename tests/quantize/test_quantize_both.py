@@ -38,7 +38,7 @@ def check_same(actual, expected):
         assert_bitwise_equal(left.scales, right.scales, what="scales")
 
 
-@pytest.mark.by_default("any-mxfp8|any-nvfp4|cpu_ffi-mxfp4")
+@pytest.mark.slow(but="any-mxfp8|any-nvfp4|cpu_ffi-mxfp4")
 @pytest.mark.parametrize(
     "options",
     [
@@ -58,7 +58,7 @@ def codes(x):
     return [(q.codes, q.scales) for q in mx_jax.quantize_both(x, "mxfp4")]
 
 
-@pytest.mark.by_default("any")
+@pytest.mark.slow(but="any")
 def test_vmap_and_scan(x: jax.Array):
     expected = jax.tree.leaves([(q.codes, q.scales) for q in singly(x, format="mxfp4")])
     for actual in (jax.vmap(codes)(x), jax.lax.map(codes, x)):
@@ -66,7 +66,7 @@ def test_vmap_and_scan(x: jax.Array):
             assert_bitwise_equal(left, right)
 
 
-@pytest.mark.by_default("cpu")
+@pytest.mark.slow(but="cpu")
 def test_gradients_pass_straight_through_both(x: jax.Array):
     weights = jax.random.normal(jax.random.key(2), (2, *x.shape))
 

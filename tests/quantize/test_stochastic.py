@@ -45,8 +45,7 @@ def test_exact_values_and_signed_zeros_never_move():
         assert_bitwise_equal(moved[format.name], expected, what=format.name)
 
 
-@pytest.mark.by_default("mxfp4|nvfp4")
-@pytest.mark.one_python(reason="a mean over draws: tests/codecs rounds by given bits everywhere")
+@pytest.mark.slow(but="mxfp4|nvfp4")
 @pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP4, MXINT8, NVFP4], ids=lambda f: f.name)
 def test_the_mean_is_the_value(format: BlockFormat, rng: np.random.Generator):
     """Over 4096 keys, each value's mean is within Hoeffding's bound of it.
@@ -104,8 +103,7 @@ def test_fewer_random_bits():
     assert set(values[:, 2]) == set(values[:, 3]) == {1.0, 1.5}
 
 
-@pytest.mark.by_default("^(4|17)$")
-@pytest.mark.one_python(reason="a mean over draws: tests/codecs rounds by given bits everywhere")
+@pytest.mark.slow(but="^(4|17)$")
 @pytest.mark.parametrize("num_bits", [4, 15, 16, 17])
 def test_every_width_is_right_on_average(num_bits: int):
     """1/3 between 0 and 0.5: up with probability 2/3, cut to a multiple of 2^-n."""

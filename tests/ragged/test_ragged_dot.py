@@ -132,7 +132,7 @@ def test_remat_and_scan(rng: np.random.Generator):
     assert_all_close(actual, (lhs_bar, jnp.stack([first_bar, last_bar])))
 
 
-@pytest.mark.by_default("shape1")
+@pytest.mark.slow(but="shape1")
 @pytest.mark.parametrize("shape", [(0, K, GROUPS), (M, K, 0), (M, 0, GROUPS)])
 def test_nothing_to_multiply(shape):
     m, k, num_groups = shape
@@ -243,7 +243,7 @@ def keys():
     return jax.random.split(jax.random.key(0), NUM_KEYS)
 
 
-@pytest.mark.by_default("groups")
+@pytest.mark.slow(but="groups")
 def test_exact_values_never_move(rounded, keys, rng: np.random.Generator):
     # What E2M1 and E4M3 hold as they are, whatever power of two the scale is.
     values = np.float32([-6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6])

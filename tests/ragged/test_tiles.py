@@ -56,7 +56,7 @@ def products(recipe, backend=None):
     return on_backend
 
 
-@pytest.mark.by_default("mxfp8")
+@pytest.mark.slow(but="mxfp8")
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize(
     "recipe", ["mxfp8", "mxfp4", pytest.param("nvfp4", marks=pytest.mark.slow)]

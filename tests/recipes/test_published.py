@@ -193,7 +193,7 @@ def test_deepseek_by_hand(name: str, power_of_two: bool):
     assert differs != power_of_two
 
 
-@pytest.mark.by_default("mxfp4-even")
+@pytest.mark.slow(but="mxfp4-even")
 @pytest.mark.parametrize(
     ("format", "rule", "meant"),
     [("mxfp4", None, "rceil"), ("mxfp4", "even", "even"), ("nvfp4", None, "amax")],

@@ -147,9 +147,6 @@ def slope_and_error(x: np.ndarray, rule: ScaleRule, rounding: Rounding) -> tuple
     return slopes, float(np.square(found - exact).sum() / np.square(exact).sum())
 
 
-@pytest.mark.one_python(
-    reason="counts what rounding does; codes are compared between versions elsewhere"
-)
 def test_unbiased_with_less_than_half_the_error_of_stochastic_rounding():
     """99.9 % intervals of the slope, of 16 draws: 4.07 standard errors (Student's t)."""
     x = np.random.default_rng(0).standard_normal((32, 2048), F)

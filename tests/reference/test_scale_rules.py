@@ -211,7 +211,6 @@ def test_a_rule_is_built_by_names():
         ScaleRule("mine", ("exponent",), seven)  # pyright: ignore
 
 
-@pytest.mark.one_python(reason="integers of a rule that is compared bit by bit elsewhere")
 def test_even_is_overflow_aware_scaling_for_e2m1():
     """Of arXiv 2603.08713: RCEIL's scale, halved where the largest value is below 3.5 over it."""
     # Every sign of a threshold: mantissas around the multiples of 1/16, in three octaves.

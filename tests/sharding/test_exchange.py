@@ -152,7 +152,7 @@ def test_other_operands_are_refused(mesh: Mesh):
         run(jnp.ones((16, 64)))
 
 
-@pytest.mark.by_default("nvfp4")
+@pytest.mark.slow(but="nvfp4")
 @pytest.mark.parametrize(("format", "bits"), [("nvfp4", 4), ("mxfp8_e4m3", 8)])
 def test_what_one_stage_hands_to_the_next(format: str, bits: int, mesh: Mesh, arrays: Any):
     """Codes go on with their stage's tensor scale; the gradient comes back as it is."""
