@@ -150,7 +150,7 @@ def thin(items: list[pytest.Item], whole: bool) -> None:
     `where`, of a case's parameters, says which cases of a class are meant.
     """
     cases: dict[tuple[str, int], tuple[pytest.Mark, list[pytest.Function]]] = {}
-    marked: set[pytest.Item] = set()
+    marked = set()
     for item in (item for item in items if isinstance(item, pytest.Function)):
         for node, mark in item.iter_markers_with_node("slow"):
             if "but" not in mark.kwargs:

@@ -67,7 +67,7 @@ def any_scales(*shape: int) -> np.ndarray:
 
 
 FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn"
-THREE = np.tile(np.float32([0.875, 24.0, 2**-8]), (64, 2))
+THREE = np.tile(np.array([0.875, 24.0, 2**-8], np.float32), (64, 2))
 # dtype, scales, Qwix's name, the format asked for, the format of the result and its blocks.
 FROM: dict[str, tuple[Any, Any, Any, Any, str, Any]] = {
     "mxfp8": (FP8, powers(2, 96), "mxfp8", None, "mxfp8_e4m3", ((-2, 32),)),

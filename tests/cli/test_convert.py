@@ -35,7 +35,8 @@ def mxfp4(rng: np.random.Generator, low: int, high: int) -> mx_jax.MXArray:
 
 
 def values(path: Path, layout: str | None = None) -> np.ndarray:
-    return np.asarray(checkpoint.read(path, layout=layout)[UP].dequantize(jnp.float32))
+    found: Any = checkpoint.read(path, layout=layout)[UP]
+    return np.asarray(found.dequantize(jnp.float32))
 
 
 def test_round_the_layouts_nothing_changes(tmp_path: Path, cli: Cli, rng: np.random.Generator):
@@ -67,8 +68,8 @@ def test_round_the_layouts_nothing_changes(tmp_path: Path, cli: Cli, rng: np.ran
             assert not text and "2 copied" in said
         source = out
     # Back through the format that it came in, its scales are the same.
-    last = checkpoint.read(source, layout="deepseek-v4-experts")[UP]
-    first = checkpoint.read(tmp_path / "a.gguf")[UP]
+    last: Any = checkpoint.read(source, layout="deepseek-v4-experts")[UP]
+    first: Any = checkpoint.read(tmp_path / "a.gguf")[UP]
     np.testing.assert_array_equal(last.scales, first.scales)
 
 
@@ -89,7 +90,7 @@ def test_what_does_not_fit_is_counted_and_refused(
     assert not out.exists()
     _, said = cli(*words, "--inexact")
     assert "1 requantized" in said
-    found = checkpoint.read(out)[UP]
+    found: Any = checkpoint.read(out)[UP]
     expected = mx_jax.quantize(x.dequantize(), "nvfp4", scale_rule="amax")
     np.testing.assert_array_equal(found.codes, expected.codes)
     np.testing.assert_array_equal(found.scales, expected.scales)
@@ -116,7 +117,7 @@ def test_a_tensor_scale_without_a_reciprocal(tmp_path: Path, cli: Cli, rng: np.r
         assert "the reciprocal of its tensor scale" in said and "is no float32 number" in said
         _, said = cli(*words, "--inexact")
         assert "1 tensor scale rounded" in said
-        found = checkpoint.read(out)[UP]
+        found: Any = checkpoint.read(out)[UP]
         np.testing.assert_array_equal(found.codes, x.codes)
         np.testing.assert_allclose(found.tensor_scale, factor, rtol=2.0**-22)
 
@@ -154,7 +155,7 @@ def test_experts_of_gpt_oss_become_a_matrix_each(
     words = ("convert", model, out, "--to", "compressed-tensors")
     _, said = cli(*words)
     assert "the experts of gpt-oss, one by one: 5 tensors become 19" in said and "19 copied" in said
-    found = checkpoint.read(out)
+    found: Any = checkpoint.read(out)
     assert len(found) == 19 and set(found.quantized.values()) == {"mxfp4-pack-quantized"}
     rows_of = {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2)}
     for part, (name, first, step) in (rows_of | {"down_proj": ("down_proj", 0, 1)}).items():
@@ -219,7 +220,7 @@ def test_gate_and_up_that_fit_under_no_one_scale(
     assert "6 transcoded exactly" in said
     assert "2 groups of tensors, such as model.layers.0.mlp.experts.0.gate_proj.weight, " in said
     assert "fit under no one tensor scale and keep their own" in said
-    gate = checkpoint.read(tmp_path / "out")["model.layers.0.mlp.experts.1.gate_proj.weight"]
+    gate: Any = checkpoint.read(tmp_path / "out")["model.layers.0.mlp.experts.1.gate_proj.weight"]
     expected = np.asarray(fused["gate_up_proj"].dequantize(jnp.float32))[1, 0::2]
     np.testing.assert_array_equal(np.asarray(gate.dequantize(jnp.float32)), expected)
 
@@ -240,7 +241,7 @@ def test_copied_queries_keys_and_values_under_unlike_tensor_scales(
     }
     checkpoint.save(source, model)
     _, said = cli("convert", source, out, "--to", "modelopt-nvfp4")
-    found = checkpoint.read(out, layout="modelopt-nvfp4")
+    found: Any = checkpoint.read(out, layout="modelopt-nvfp4")
     for name, given in model.items():
         y = found[name]
         assert isinstance(y, mx_jax.MXArray)

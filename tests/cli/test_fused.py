@@ -1,6 +1,7 @@
 """Tensor scales of matrices that servers lay side by side."""
 
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -43,7 +44,7 @@ def test_one_tensor_scale(
     safetensors.numpy.save_file(values, source)
     words = ["quantize", str(source), str(out), "--format", "nvfp4", "--to", layout]
     assert main([*words, *([] if scales is None else ["--scales", scales])]) == 0
-    found = checkpoint.read(out)
+    found: Any = checkpoint.read(out)
     held = {name: float(np.asarray(x.tensor_scale).item()) for name, x in found.items()}
     q, k, v, gate, up = (held[name] for name in values)
     if layout == "mx_jax":

@@ -382,7 +382,7 @@ def test_flax_serialization(format: str | None):
     keys = jax.random.normal(jax.random.key(0), (2, 1, 2, 64))
     empty = KVCache.zeros(2, 8, 2, 64, format=format)
     cache = empty.append(keys, keys, 0)
-    restored = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(cache))
+    restored: Any = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(cache))
     jax.tree.map(np.testing.assert_array_equal, cache, restored)
     assert restored.keys.format == cache.keys.format
     other = KVCache.zeros(2, 8, 2, 64, format="mxfp4" if format is None else None)

@@ -103,7 +103,7 @@ def test_a_cell_that_joins_its_parameters():
     model = nn.RNN(nn.OptimizedLSTMCell(32))
     assert convert.report(model, rule, x).summary == "2 of 2 layers converted"
     variables = model.init(jax.random.key(0), x)
-    joined = convert.linen(model, rule).apply(variables, x)
+    joined: Any = convert.linen(model, rule).apply(variables, x)
     plain = convert.linen(nn.RNN(nn.LSTMCell(32)), rule).apply(variables, x)
     np.testing.assert_array_equal(plain, joined)
     traced = convert.function(model.apply, rule, weights=0)(variables, x)

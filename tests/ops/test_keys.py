@@ -94,7 +94,7 @@ def test_a_recipe_that_draws_nothing_takes_a_key(call):
 NO_KEYS = {
     "two": (jax.random.split(KEY), "dtype=key<fry>, shape=(2,)"),
     "seed": (3, "3"),
-    "floats": (np.float32([1, 2]), "dtype=float32, shape=(2,)"),
+    "floats": (np.array([1, 2], np.float32), "dtype=float32, shape=(2,)"),
     "number": (np.uint32(1), "dtype=uint32, shape=()"),
 }
 

@@ -451,7 +451,7 @@ def test_quantize_is_one_program(format: str, compiled: list[str]):
 
 def test_what_codes_are_not_asked():
     """Arithmetic and methods of arrays name the remedy; truth is that of the values."""
-    q = mx_jax.quantize(jnp.ones((4, 64)), "mxfp8")
+    q: Any = mx_jax.quantize(jnp.ones((4, 64)), "mxfp8")
     binary = (lambda: q + 1, lambda: 2 * q, lambda: q / q, lambda: q @ q, lambda: 2**q)
     for compute in (*binary, lambda: -q, lambda: abs(q)):
         with pytest.raises(TypeError, match=r"codes are not computed with.*x\.dequantize\(\)"):

@@ -1,6 +1,7 @@
 """quantize_both gives what two calls of quantize give, whatever JAX does to it."""
 
 import re
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from tests.needs import needs_library
 
 
 @pytest.fixture(params=["any", pytest.param("cpu_ffi", marks=needs_library)])
-def x(request) -> jax.Array:
+def x(request) -> Iterator[jax.Array]:
     """Eight devices, where pairs are two casts; and one, where the handler may take them."""
     from mx_jax.backends.select import only_backend
 

@@ -31,7 +31,9 @@ def test_exact_values_and_signed_zeros_never_move():
         codes = (format.element.value(code) for code in range(1 << format.element.bits))
         # INT8's -2 is never written.
         kept = [v for v in codes if math.isfinite(v) and abs(v) <= format.element.max] + [-0.0]
-        values[format.name] = np.float32([kept, [v * 2.0**-126 for v in kept]]).repeat(8, axis=0)
+        values[format.name] = np.array([kept, [v * 2.0**-126 for v in kept]], np.float32).repeat(
+            8, axis=0
+        )
 
     @quick
     def move(x, key):

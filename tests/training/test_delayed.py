@@ -109,7 +109,7 @@ def test_the_scale_comes_from_the_history(scaling, history, scale):
     state = DelayedState(jnp.array([3.0]), jnp.array(history))
     new = next_state(jnp.array([[-7.0, 5.0]]), state, E4M3, scaling)
     assert float(new.scale[0]) == scale
-    np.testing.assert_array_equal(new.amax_history, np.float32([7.0, history[0]]))
+    np.testing.assert_array_equal(new.amax_history, np.array([7.0, history[0]], np.float32))
 
 
 def test_the_layer_has_margin_and_choice():
