@@ -108,11 +108,10 @@ ONE_PYTHON = {
         checkpoint/test_by_hand checkpoint/test_file checkpoint/test_gguf checkpoint/test_layouts
         checkpoint/test_mutate checkpoint/test_plausible checkpoint/test_qarray
         checkpoint/test_shards checkpoint/test_stated checkpoint/test_transcoding
-        cli/test_checkpoints cli/test_convert cli/test_formats cli/test_fused
+        cli/test_checkpoints cli/test_convert cli/test_formats
         cli/test_hostile_names cli/test_refused_early generate/test_tokenizers""",
     "a C++ library, the same one, computes these bits": """
-        backends/test_cpu_matmul backends/test_cpu_tensor_scale backends/test_cpu_transform
-        backends/test_cpu_value_rules""",
+        backends/test_cpu_matmul backends/test_cpu_casts""",
     "frozen values": """
         formats recipes/test_page recipes/test_schedule recipes/test_with""",
     "the project's sources, pages and pictures": """

@@ -13,7 +13,7 @@ from mx_jax.generate.load import params_of
 from mx_jax.generate.model import Llama
 from mx_jax.generate.tokenizer import tokenizer_of_gguf
 from tests.generate import smollm2
-from tests.generate.test_peers import logits_of_transformers
+from tests.generate.test_model import logits_of_transformers
 
 HERE = Path(__file__).parent
 COMMITTED = json.loads((HERE / "smollm2.json").read_text())
