@@ -10,7 +10,7 @@ import pytest
 
 import mx_jax
 from mx_jax import calibrate
-from mx_jax.calibrate import scales
+from mx_jax.calibrate.scales import search_for
 from mx_jax.formats import BLOCK_FORMATS, MXFP4, NVFP4, BlockFormat
 from tests.calibrate.tables import values_under
 
@@ -37,7 +37,7 @@ def test_no_block_loses_more_than_under_the_first_scale(format: BlockFormat, rng
     w = heavy(rng, 128, 8)
     found = calibrate.search_scales(w, format)
     assert found.format == format and found.shape == w.shape
-    search = scales.search_for(format.scale, "")
+    search = search_for(format.scale, "")
     first = mx_jax.quantize(w, format, axis=0, scale_rule=search.first)
     before, after = (errors(w, q, format.block[1]) for q in (first, found))
     assert (after <= before * (1 + 1e-6)).all() and (after < 0.99 * before).any()
@@ -66,7 +66,7 @@ def test_every_scale_in_reach_is_worse(format: BlockFormat, rng):
 
 
 def _in_reach(w: np.ndarray, format: BlockFormat, scales: np.ndarray) -> np.ndarray:
-    search = scales.search_for(format.scale, "")
+    search = search_for(format.scale, "")
     first = mx_jax.quantize(w, format, axis=0, scale_rule=search.first)
     away = scales.astype(np.int32) - np.asarray(first.scales, np.int32)
     inside = (scales >= search.smallest) & (scales <= search.largest)

@@ -20,7 +20,7 @@ MXFP8 = recipes.mxfp8()
 
 
 def loss_and_output(module: nn.Module, variables: Any, x: jax.Array):
-    y = module.apply(variables, x)
+    y: Any = module.apply(variables, x)
     return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))), y
 
 

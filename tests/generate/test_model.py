@@ -153,7 +153,7 @@ def test_llama3_is_that_of_transformers():
     theirs, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     plain = 500000.0 ** (-np.arange(64) / 64)
     divisors = rope_divisors(said, 500000.0, 128)
-    np.testing.assert_allclose(plain / divisors, np.asarray(theirs), rtol=1e-5)
+    np.testing.assert_allclose(plain / np.asarray(divisors), np.asarray(theirs), rtol=1e-5)
 
 
 @pytest.mark.parametrize(

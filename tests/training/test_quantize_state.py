@@ -298,7 +298,7 @@ def test_sharded_as_its_parameters_without_a_collective(types):
     place = {"kernel": NamedSharding(mesh, P("fsdp", "model")), "bias": NamedSharding(mesh, P())}
     gradients = params_of(1)
     single = mx_jax.quantize_state(optax.adamw(1e-2))
-    expected = single.update(gradients, single.init(params_of()), params_of())
+    expected: Any = single.update(gradients, single.init(params_of()), params_of())
     with jax.set_mesh(mesh):
         params, own = (jax.device_put(tree, place) for tree in (params_of(), gradients))
         state: Any = single.init(params)
