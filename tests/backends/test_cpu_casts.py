@@ -1,4 +1,4 @@
-"""Casts by the compiled handlers are the reference's: rules beyond amax, transforms, tensor scales."""
+"""Casts by compiled handlers are the reference's: beyond amax, transforms, tensor scales."""
 
 import collections
 import re
