@@ -1,7 +1,34 @@
 """Microscaling (MX) and float8 for JAX and Flax, bit for bit.
 
-`quantize` makes an `MXArray`; `matmul`, `dot_general` and `einsum` take a recipe; `nn.linen` and
-`nn.nnx` are Flax layers with one. Start with `mx_jax.recipes`.
+    q = mx_jax.quantize(x, "mxfp8")             # codes and scales; q.dequantize() gives values
+    y = mx_jax.matmul(x, w, recipe="mxfp8")     # with gradients, quantized by the recipe too
+    layer = mx_jax.nn.linen.Dense(16, recipe="mxfp8")
+    model = mx_jax.convert.linen(model, mx_jax.convert.Rule(".*", "mxfp8"))
+
+Arrays
+    quantize, dequantize            an array to an MXArray, and back
+    cast, cast_cotangent            both at once: values, or gradients, as a format holds them
+    quantize_both                   along both axes of a matrix
+    pack_weights                    an MXArray in the order of this machine's kernels: PackedMXArray
+    formats                         the formats; a name, such as "mxfp4", stands for one
+Products, which take a recipe
+    matmul, einsum, dot_general     as those of jax.numpy and jax.lax
+    ragged_dot, expert_ragged_dot   rows in groups, on one device or several
+    recipes                         recipes.names() lists them; with_ changes one
+    save_products, save_quantized   policies for jax.checkpoint
+Models
+    nn.linen, nn.nnx                Flax's layers with a recipe
+    convert                         quantizes linen, nnx, Equinox and plain functions by rules
+    quantize_state                  an optax optimizer with its moments in 8 bits
+    calibrate, checkpoint           GPTQ and searched scales; files
+Several devices, and looking inside
+    sharding                        how operands move between devices, as codes
+    inspect                         explain, capture, report: which kernel runs, and what it costs
+    only_backend, prefer_backends   choose kernels by name
+    export_targets                  names that jax.export has to allow
+    testing                         asks about a machine that need not be there
+
+`help(mx_jax.quantize)` describes one of them; `python -m mx_jax` lists the commands.
 """
 
 import importlib as _importlib
@@ -46,8 +73,6 @@ _LATE = ("calibrate", "checkpoint", "convert", "inspect", "testing")
 
 
 def __getattr__(name: str) -> _Any:
-    if name == "__all__":
-        return __dir__()
     if name in _LATE:
         return _importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -106,11 +106,11 @@ def _without_arithmetic(symbol: str) -> Any:
 
 
 _BINARY = "add + sub - mul * truediv / floordiv // mod % pow ** matmul @".split()
-for _name, _symbol in zip(_BINARY[::2], _BINARY[1::2], strict=True):
+_OTHERS = "neg - pos + abs abs int int float float round round lt < le <= gt > ge >=".split()
+for _name, _symbol in zip((_BINARY + _OTHERS)[::2], (_BINARY + _OTHERS)[1::2], strict=True):
     setattr(ArrayOfCodes, f"__{_name}__", _without_arithmetic(_symbol))
-    setattr(ArrayOfCodes, f"__r{_name}__", _without_arithmetic(_symbol))
-for _name, _symbol in {"neg": "-", "pos": "+", "abs": "abs"}.items():
-    setattr(ArrayOfCodes, f"__{_name}__", _without_arithmetic(_symbol))
+    if _name in _BINARY:
+        setattr(ArrayOfCodes, f"__r{_name}__", _without_arithmetic(_symbol))
 
 
 def _values(other: object) -> Any:

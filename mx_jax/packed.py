@@ -121,11 +121,6 @@ class PackedMXArray(ArrayOfCodes):
         return (*self.batch, *self.matrix_axes(self.k))
 
     @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
     def blocks(self) -> Blocks:
         """The MXArray's blocks."""
         axes = Axes.ordered(kept=len(self.kept), contracting=len(self.k), k_first=self.k_first)
@@ -198,10 +193,8 @@ class PackedMXArray(ArrayOfCodes):
 
     def serves(self, contracting: tuple[int, ...], batch: tuple[int, ...]) -> bool:
         """Whether the layout is made for products over these axes, counted from the front."""
-        num_batch = len(self.batch)
-        start = num_batch + (0 if self.k_first else len(self.kept))
-        axes = tuple(range(start, start + len(self.k)))
-        return contracting == axes and batch == tuple(range(num_batch))
+        axes = tuple(range(self.first_k, self.first_k + len(self.k)))
+        return contracting == axes and batch == tuple(range(len(self.batch)))
 
     def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """The values; see `MXArray.dequantize`."""

@@ -33,7 +33,7 @@ def arguments_of(x: Any, names: Iterable[str] | None = None) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in zip(values, plain, strict=True))
 
 
-def _name_of(value: ScaleRule | BlockFormat | Rounding, named: Callable[[str], object]) -> Any:
+def name_of(value: ScaleRule | BlockFormat | Rounding, named: Callable[[str], object]) -> Any:
     """The name that stands for a value, or the value, if its name stands for nothing or another."""
     try:
         return value.name if named(value.name) == value else value
@@ -93,10 +93,10 @@ class OperandSpec:
         return self.scale_rule.rounding.random_bits or self.rounding.random_bits
 
     def __repr__(self) -> str:
-        rule = _name_of(self.scale_rule, lambda name: scale_rule_for(name, self.format))
-        text = f"operand({_name_of(self.format, block_format)!r}, scale_rule={rule!r}"
+        rule = name_of(self.scale_rule, lambda name: scale_rule_for(name, self.format))
+        text = f"operand({name_of(self.format, block_format)!r}, scale_rule={rule!r}"
         if self.rounding != NEAREST:
-            text += f", rounding={_name_of(self.rounding, rounding_mode)!r}"
+            text += f", rounding={name_of(self.rounding, rounding_mode)!r}"
         return f"{text}, prescale={self.prescale!r})" if self.prescale != 1 else f"{text})"
 
     def __str__(self) -> str:

@@ -118,7 +118,10 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     elif earlier:
         raise ValueError(f"{options.out} holds earlier runs; go on with --resume, or another --out")
     elif options.evaluate:
-        raise ValueError(f"--evaluate adds to what was trained, and {options.out} holds nothing")
+        raise ValueError(
+            f"--evaluate adds to what was trained, and {options.out} holds nothing; give the --out "
+            "of the run"
+        )
     check(options)
     options.ways = options.ways.split(",")
     options.runs = earlier["runs"] if earlier else {}

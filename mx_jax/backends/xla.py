@@ -8,8 +8,9 @@ plain way of every accelerator.
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
-from mx_jax.axes import Side
+from mx_jax.axes import Axes, Side
 from mx_jax.backends.calls import (
     MatmulCall,
     Operand,
@@ -32,6 +33,7 @@ from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs import blocks
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs.float32 import power_of_two
+from mx_jax.codecs.platform import platform_dependent
 from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN, scale_to_float32
 from mx_jax.formats import WHOLE, BlockFormat
 from mx_jax.mxarray import MXArray, decode
@@ -70,17 +72,33 @@ def _rejects_format(side: str, format: BlockFormat | None) -> str | None:
 def _multiply_float8(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     """The dot of the codes over the scales of the kept axes."""
     assert isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
+    left, right = _k_last(lhs.elements, call.lhs.axes), _k_last(rhs.elements, call.rhs.axes)
+    batch, k = len(call.lhs.axes.batch), len(call.lhs.axes.contracting)
+    contracting = tuple(tuple(range(x.ndim - k, x.ndim)) for x in (left, right))
     # On GPUs, XLA lets float8 products accumulate fast exactly when the precision is DEFAULT.
     precision = lax.Precision.DEFAULT if call.fast_accumulation else lax.Precision.HIGHEST
     sums = lax.dot_general(
-        lhs.elements,
-        rhs.elements,
-        call.dimension_numbers,
+        left,
+        right,
+        (contracting, (tuple(range(batch)),) * 2),
         precision=precision,
         preferred_element_type=jnp.float32,
     )
     scales = row_scales("lhs", lhs, call), row_scales("rhs", rhs, call)
     return scaled(sums, *scales).astype(call.out_dtype)
+
+
+def _k_last(elements: jax.Array, axes: Axes) -> jax.Array:
+    """`[*batch, *kept, *contracting]`: Hopper's units read no other order of float8.
+
+    XLA would transpose by itself, in fusions of its own; so the cast writes both orders at once.
+    """
+    order = (*axes.batch, *axes.kept, *axes.contracting)
+    if order == tuple(range(elements.ndim)):
+        return elements
+    rows = Layout(major_to_minor=tuple(range(elements.ndim)))
+    elements = lax.transpose(with_layout_constraint(elements, rows), order)
+    return lax.optimization_barrier(with_layout_constraint(elements, rows))
 
 
 # `jax.lax.dot_general` on float8 arrays, where the platform multiplies them natively.
@@ -211,17 +229,27 @@ def _block_scales(lhs: Operand, rhs: Operand, call: MatmulCall) -> list[BlockSca
 def _under_exponents(operand: MXArray) -> jax.Array:
     """Bfloat16 values under E8M0 scales, times 2^-2: exact from 2^-124 on, and Inf as in float32.
 
-    Multiplied twice, each time by a normal power of two. In few operations, and none on the scales
-    alone that XLA would give a kernel of its own.
+    Multiplied twice, each time by a normal power of two; GPUs have subnormals, and multiply the two
+    first, once a block. In few operations, and none on the scales alone that XLA would give a
+    kernel of its own.
     """
     codes, inside = blocks.split(operand.codes, operand.blocks)
     scales = blocks.spread(operand.scales, inside).astype(jnp.int32)
     exponent = scales - (E8M0_BIAS + _HEADROOM)
     half = exponent >> 1
     first = jnp.where(scales == E8M0_NAN, jnp.float32(jnp.nan), power_of_two(half))
-    values = element_codec.decode(codes, operand.format.element)
-    values = values * first * power_of_two(exponent - half)
+    second = power_of_two(exponent - half)
+    operands = element_codec.decode(codes, operand.format.element), first, second
+    values = platform_dependent(*operands, cuda=_at_once, rocm=_at_once, default=_in_turn)
     return blocks.merge(values.astype(jnp.bfloat16), operand.shape, inside)
+
+
+def _in_turn(values: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+    return values * first * second
+
+
+def _at_once(values: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+    return values * (first * second)
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:

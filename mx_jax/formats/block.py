@@ -31,6 +31,7 @@ from mx_jax.formats.element import (
     ScaleFormat,
     known_element,
     known_scale,
+    nearest,
     same_facts,
     unknown_name,
 )
@@ -296,7 +297,9 @@ def _by_name(name: str, formats: Iterable[Any], what: str) -> Any:
     for format in formats:
         if format.name == wanted:
             return format
-    raise unknown_name(f"{what} name", name, [f.name for f in formats], _meant(wanted))
+    names = [format.name for format in formats]
+    hint = _meant(wanted) or nearest(wanted, (*names, *_SHORT))
+    raise unknown_name(f"{what} name", name, names, hint)
 
 
 def _meant(name: str) -> str:

@@ -14,12 +14,31 @@ import ml_dtypes
 import numpy as np
 
 
+@functools.lru_cache(1 << 14)
+def _edits(a: str, b: str) -> int:
+    """Letters dropped, added or replaced, or neighbours exchanged, from one text to the other."""
+    if not a or not b:
+        return len(a) + len(b)
+    if a[-1] == b[-1]:
+        return _edits(a[:-1], b[:-1])
+    before = [(a[:-1], b), (a, b[:-1]), (a[:-1], b[:-1])]
+    if len(a) > 1 and a[-2:] == b[:-3:-1]:
+        before.append((a[:-2], b[:-2]))
+    return 1 + min(_edits(*texts) for texts in before)
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """A question after the nearest of the known names, or nothing if none is near."""
+    text = str(name).strip().lower().replace("-", "_")
+    close = difflib.get_close_matches(text, [*known], 99)
+    near = min(close, key=lambda one: _edits(text, one), default=None)
+    return f" (did you mean {near!r}?)" if near else ""
+
+
 def unknown_name(what: str, name: object, known: Iterable[str], hint: str = "") -> ValueError:
     """The error about a name that nothing has; without a hint, it suggests the nearest name."""
     known = tuple(known)
-    near = difflib.get_close_matches(str(name).lower(), known, 1)
-    if near and not hint:
-        hint = f" (did you mean {near[0]!r}?)"
+    hint = hint or nearest(name, known)
     return ValueError(f"unknown {what}={name!r}{hint}; known: {', '.join(known)}")
 
 

@@ -133,7 +133,7 @@ R = TypeVar("R", bound=MatmulRecipe)
 
 _NAMED: dict[str, Callable[[], MatmulRecipe]] = {}
 # Those that a name alone does not make.
-_TAKE_A_FORMAT = ("weight_only", "qat")
+RECIPES_OF_A_FORMAT: dict[str, Callable[[str], MatmulRecipe]] = {}
 
 
 def enter_recipe(name: str, make: Callable[[], MatmulRecipe]) -> None:
@@ -165,7 +165,7 @@ def named_recipe(name: str) -> MatmulRecipe:
 
 def _meant(name: str) -> str:
     """What to write instead of a name that is a format's, or that a format has to follow."""
-    if name in _TAKE_A_FORMAT:
+    if name in RECIPES_OF_A_FORMAT:
         return f", a recipe of a format: write recipes.{name}(format)"
     try:
         block_format(name)

@@ -8,14 +8,14 @@ from mx_jax.backends.cpu_ffi import library
 
 
 def export_targets() -> tuple[str, ...]:
-    """Names of the custom calls that a program exported on this machine's CPU may have.
+    """Names of the custom calls that a program exported for CPUs or GPUs may have.
 
     `jax.export` refuses custom calls that nobody has promised to keep as they are. These are kept
     within a release: load a program with the version of `mx_jax` that saved it, and with the C++
-    library.
+    library. On GPUs products of float8 have one of XLA's own, which says how codes lie in memory.
 
     Returns:
-      Names in order; none where the C++ library is not built, since programs are plain JAX there.
+      Names in order; XLA's own alone where the C++ library is not built.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -31,7 +31,8 @@ def export_targets() -> tuple[str, ...]:
       (3, 8)
     """
     loaded = library.load()
-    return () if isinstance(loaded, str) else tuple(sorted(loaded.targets))
+    own = () if isinstance(loaded, str) else loaded.targets
+    return tuple(sorted((*own, "LayoutConstraint")))
 
 
 library.load()

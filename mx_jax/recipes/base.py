@@ -1,19 +1,21 @@
 """Recipe: the decisions of a matmul, with the callable that carries them into other layers."""
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Mapping, Sequence
 from types import EllipsisType
-from typing import Any
+from typing import Any, Never
 
 import jax
 import jax.numpy as jnp
 
 from mx_jax import formats
-from mx_jax.codecs.rounding import NEAREST, Rounding, rounding_mode
+from mx_jax.codecs.rounding import NEAREST, ROUNDINGS, Rounding, rounding_mode
 from mx_jax.formats.block import FormatLike, known_block
+from mx_jax.formats.element import nearest
 from mx_jax.mxarray import html_table
-from mx_jax.ops.arguments import named_recipe
+from mx_jax.ops.arguments import RECIPES_OF_A_FORMAT, named_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.reference import scale_rules
 from mx_jax.reference.hadamard import Hadamard
@@ -24,6 +26,7 @@ from mx_jax.specs import (
     OperandSpec,
     Residuals,
     arguments_of,
+    name_of,
     operand,
 )
 
@@ -83,6 +86,8 @@ _SIDES = ("lhs", "rhs")
 _OF_ALL = ("scale_rule", "rounding", "transform")
 _OF_PRODUCT = ("lhs", "rhs", "transform", "fast_accumulation")
 _OF_OPERAND = ("format", "scale_rule", "rounding", "prescale")
+_OF_RECIPE = ("residuals", "mask_clipped", "gather", "reduce_dtype")
+_WORDS = (*_OF_TENSORS, *_OF_ALL, *TENSORS, *_OF_RECIPE)
 HIGH = MatmulSpec(lhs=None, rhs=None)
 
 
@@ -192,27 +197,34 @@ def _parts(change: Mapping[str, Any], known: tuple[str, ...], word: str) -> dict
     for part in change:
         if part not in known:
             raise ValueError(
-                f"{word} has no part {part!r}, got {word}={dict(change)!r}; its parts: "
-                f"{', '.join(known)}"
+                f"{word} has no part {part!r}{nearest(part, known)}, got {word}={dict(change)!r}; "
+                f"its parts: {', '.join(known)}"
             )
     return dict(change)
 
 
-def _text(word: str, value: Any) -> str:
-    """A change as names of recipes show it, the same however it was given: `weights=mxfp4`."""
+def _named(word: str, value: Any) -> Any:
+    """A value of `with_` by its name where it has one, the same however it was given."""
     if isinstance(value, Mapping):
-        known = (*_OF_PRODUCT, *_OF_OPERAND)
-        parts = (_text(part, value[part]) for part in sorted(value, key=known.index))
-        return f"{word}=({', '.join(parts)})"
-    if word in (*TENSORS, *_OF_TENSORS, "lhs", "rhs") and value is None:
-        return f"{word}=high precision"
-    if word in (*_OF_TENSORS, "lhs", "rhs", "format") and not isinstance(value, OperandSpec):
-        value = formats.block_format(value)
+        parts = sorted(value, key=(*_OF_PRODUCT, *_OF_OPERAND).index)
+        return {part: _named(part, value[part]) for part in parts}
     if word == "reduce_dtype" and value is not None:
-        dtype: Any = value
-        value = jnp.dtype(dtype)
-    value = value.value if isinstance(value, Residuals) else getattr(value, "name", value)
-    return f"{word}={value}"
+        return jnp.dtype(value).name
+    if word in (*_OF_TENSORS, *_SIDES, "format") and not isinstance(value, OperandSpec | None):
+        return name_of(formats.block_format(value), formats.block_format)
+    if isinstance(value, Rounding | scale_rules.ScaleRule):
+        return value.name if value in (*ROUNDINGS, *scale_rules.SCALE_RULES) else value
+    return value.value if isinstance(value, Residuals) else value
+
+
+def _text(word: str, value: Any) -> str:
+    """A change as names of recipes show it: `weights=mxfp4`."""
+    value = _named(word, value)
+    if isinstance(value, dict):
+        return f"{word}=({', '.join(_text(*part) for part in value.items())})"
+    if word in (*TENSORS, *_OF_TENSORS, *_SIDES) and value is None:
+        return f"{word}=high precision"
+    return f"{word}={getattr(value, 'name', value)}"
 
 
 # What a word of `with_` takes for a tensor and for a product; `...`: as it is.
@@ -257,6 +269,7 @@ class Recipe(MatmulRecipe):
         mask_clipped: bool | EllipsisType = ...,
         gather: Gather | str | Sequence[str] | EllipsisType | None = ...,
         reduce_dtype: jax.typing.DTypeLike | EllipsisType | None = ...,
+        **unknown: Never,
     ) -> "Recipe":
         """This recipe with some decisions made anew; everything that is not named stays.
 
@@ -289,7 +302,7 @@ class Recipe(MatmulRecipe):
         Raises:
           ValueError: a word that finds nothing to change, unknown names and parts, or operands
             that do not meet in a product.
-          TypeError: a value of another type.
+          TypeError: a value of another type, or a word that it does not have.
 
         Warns:
           UserWarning: an operand comes to round stochastically under a rule that clips, which
@@ -305,14 +318,18 @@ class Recipe(MatmulRecipe):
           >>> recipes.mxfp8().with_(gradients={"rounding": "stochastic"}, drhs=None).name
           'mxfp8, gradients=(rounding=stochastic), drhs=high precision'
         """
-        words = {word: value for word, value in locals().items() if word not in ("self", "name")}
-        given = {word: value for word, value in words.items() if value is not ...}
+        given = {word: value for word, value in locals().items() if word in _WORDS}
+        given = {word: value for word, value in given.items() if value is not ...}
         operation = f"with_: recipe {self.name!r}"
-        own = ("mask_clipped", "gather", "reduce_dtype")
-        parts = {word: given[word] for word in own if word in given}
+        for word in unknown:
+            raise TypeError(
+                f"{operation} got an unexpected keyword argument {word!r}{nearest(word, _WORDS)}, "
+                f"{word}={unknown[word]!r}; it takes: name, {', '.join(_WORDS)}"
+            )
+        parts = {word: given[word] for word in _OF_RECIPE if word in given}
         if "residuals" in given:
             try:
-                given["residuals"] = parts["residuals"] = Residuals(residuals)
+                parts["residuals"] = Residuals(residuals)
             except ValueError:
                 names = " or ".join(repr(one.value) for one in Residuals)
                 raise ValueError(
@@ -328,11 +345,6 @@ class Recipe(MatmulRecipe):
                     f"{words_of['rhs']}"
                 ) from None
         result = dataclasses.replace(self, **parts)
-        if name is None:
-            # Where operands are gathered changes no number: tables need no word for it.
-            shown = [_text(word, given[word]) for word in given if word != "gather"]
-            same = dataclasses.replace(result, gather=self.gather) == self
-            name = self.name if same else ", ".join((self.name, *shown))
         if kept := _clipping(self, result, given):
             warnings.warn(
                 f"{operation}: {', '.join(kept)} now rounds stochastically, but keeps a scale rule "
@@ -340,18 +352,35 @@ class Recipe(MatmulRecipe):
                 "that never clips, or name the rule to keep it",
                 stacklevel=2,
             )
-        return dataclasses.replace(result, name=name)
+        words = {word: _named(word, given[word]) for word in given}
+        if name is not None:
+            words["name"] = name
+        elif dataclasses.replace(result, gather=self.gather) == self:
+            name = self.name
+        else:
+            # Where operands are gathered changes no number: tables need no word for it.
+            shown = [_text(word, given[word]) for word in given if word != "gather"]
+            name = ", ".join((self.name, *shown))
+        result = dataclasses.replace(result, name=name)
+        # For the repr alone: no field, so it takes no part in equality.
+        object.__setattr__(result, "_made_by", (self, words))
+        return result
 
     def __repr__(self) -> str:
         """What makes it, as Python reads it after `from mx_jax.recipes import *`; a `Gather` in it
         has to be imported too."""
-        try:
-            base = named_recipe(self.name.partition(",")[0])
-        except ValueError:
+        start, _, format = self.name.partition(",")[0].removesuffix(")").partition("(")
+        base: MatmulRecipe | None = None
+        with contextlib.suppress(ValueError, KeyError):
+            base = RECIPES_OF_A_FORMAT[start](format) if format else named_recipe(start)
+            start = f"{start}({format!r})" if format else f"{base.name}()"
+            if base == self:
+                return start
+        if "_made_by" in self.__dict__:
+            base, words = self.__dict__["_made_by"]
+            return f"{base!r}.with_({', '.join(f'{word}={words[word]!r}' for word in words)})"
+        if base is None:
             return super().__repr__()
-        start = f"{base.name}()"
-        if base == self:
-            return start
         fields = [field.name for field in dataclasses.fields(self)]
         changed = [f for f in fields if f == "name" or getattr(self, f) != getattr(base, f)]
         return f"{start}.with_({arguments_of(self, changed)})"

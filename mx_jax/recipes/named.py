@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from mx_jax.formats import E4M3, block_format
 from mx_jax.formats.block import FormatLike
-from mx_jax.ops.arguments import enter_recipe
+from mx_jax.ops.arguments import RECIPES_OF_A_FORMAT, enter_recipe
 from mx_jax.recipes.base import HIGH, Recipe, measured_operand
 from mx_jax.recipes.float8 import AXISWISE, DISABLED, Cast, Float8Config
 from mx_jax.reference.hadamard import Hadamard
@@ -575,3 +575,6 @@ def qat(format: FormatLike, scale_rule: ScaleRule | str | None = None) -> Recipe
         scale_rule = "rceil"
     spec = operand(format, scale_rule=scale_rule)
     return _forward_only(f"qat({spec.format.name})", spec, spec)
+
+
+RECIPES_OF_A_FORMAT.update(weight_only=weight_only, qat=qat)

@@ -1,11 +1,15 @@
 """XLA's float8 dot: what it takes, why it does not, and its arithmetic, which runs anywhere."""
 
 import dataclasses
+import re
 
 import jax
+import jax.export
 import numpy as np
 import pytest
 
+import mx_jax
+import mx_jax.testing
 from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.target import Target
@@ -80,3 +84,31 @@ def lowered(call: MatmulCall) -> str:
     operands = CASES[0].operands(np.random.default_rng(0))
     run = jax.jit(lambda lhs, rhs: XLA.run(call, lhs, rhs))
     return run.lower(*operands).as_text()
+
+
+def test_float8_is_brought_into_the_order_that_units_read():
+    """Transposed before the dot, by what casts it: what XLA transposes takes longer."""
+
+    def multiply(x: jax.Array, w: jax.Array) -> jax.Array:
+        return mx_jax.matmul(x, w, recipe=mx_jax.recipes.float8_rowwise())
+
+    x, w = jax.ShapeDtypeStruct((64, 32), "bfloat16"), jax.ShapeDtypeStruct((32, 128), "bfloat16")
+    with mx_jax.testing.target("cuda", (9, 0)):
+        step = jax.jit(jax.grad(lambda x, w: multiply(x, w).sum(), argnums=(0, 1))).trace(x, w)
+        text = step.lower(lowering_platforms=("cuda",)).as_text()
+    dots = re.findall(r"dot_general.*contracting_dims = (.*?), .*f8E4M3FN", text)
+    assert dots == ["[1] x [1]"] * len(dots) and len(dots) >= 2
+    # Rows stay, whatever reads the transposed copy.
+    assert text.count("stablehlo.transpose") * 2 == text.count("@LayoutConstraint") > 0
+
+
+def test_float8_of_a_symbolic_batch_is_exported_for_gpus():
+    recipe = mx_jax.recipes.float8_rowwise()
+    (rows,) = jax.export.symbolic_shape("b")
+    shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, 32), (32, 16))]
+    allowed = map(jax.export.DisabledSafetyCheck.custom_call, mx_jax.export_targets())
+    step = jax.jit(jax.grad(lambda x, w: mx_jax.matmul(x, w, recipe=recipe).sum(), argnums=(0, 1)))
+    with mx_jax.testing.target("cuda", (9, 0)):
+        export = jax.export.export(step, platforms=("cuda",), disabled_checks=tuple(allowed))
+        text = export(*shapes).mlir_module()
+    assert "f8E4M3FN" in text and "@LayoutConstraint" in text

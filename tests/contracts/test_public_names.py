@@ -101,10 +101,11 @@ def test_completion_shows_public_names_alone(module: str):
     assert set(shown) - {"__version__"} == PUBLIC[module]
 
 
-def test_help_describes_what_users_call():
+def test_help_is_an_overview_of_what_users_call():
     text = pydoc.plain(pydoc.render_doc(mx_jax))
-    assert "\n    matmul(" in text and "class MXArray(" in text
-    assert "_LATE" not in text and "__dir__" not in text.partition("FUNCTIONS")[2]
+    assert len(text.splitlines()) < 100
+    words = set(re.findall(r"\w+", text.partition("PACKAGE CONTENTS")[0]))
+    assert PUBLIC["mx_jax"] - words == set()
 
 
 @pytest.mark.parametrize("module", PUBLIC)

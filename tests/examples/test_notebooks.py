@@ -4,9 +4,11 @@ import copy
 import importlib.util
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.contracts.test_docs import broken_links
@@ -63,7 +65,10 @@ def test_each_is_short_linked_and_has_been_run(name: str):
 
 @pytest.mark.parametrize("plugins", [(), ("jax_cuda12_plugin",), ("jax_cuda13_plugin",)])
 def test_the_install_cell(plugins: tuple[str, ...], monkeypatch: pytest.MonkeyPatch):
-    """Of a machine without mx_jax: the clone, and JAX's plugin for GPUs if one is there."""
+    """Of a machine without mx_jax: the clone, and JAX's plugin for GPUs if one is there.
+
+    A clone in a folder on the path, as Colab's, is a namespace package of that name.
+    """
     sources = {
         "".join(notebooks.code_cells(notebooks.read(name))[0]["source"]) for name in notebooks.NAMES
     }
@@ -73,8 +78,15 @@ def test_the_install_cell(plugins: tuple[str, ...], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(subprocess, "run", lambda command, check: commands.append(command))
     exec(source, {})
     assert not commands, "mx_jax is there"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in plugins else None)
+    specs = dict.fromkeys(plugins, "there") | {"mx_jax": types.SimpleNamespace(origin=None)}
+    monkeypatch.setattr(importlib.util, "find_spec", specs.get)
     exec(source, {})
     extras = [name.replace("jax_", "jax[").replace("_plugin", "]") for name in plugins]
     pip = [sys.executable, "-m", "pip", "install", "-q"]
     assert commands == [[*pip, f"{ROOT}[examples]", *extras]]
+    monkeypatch.setattr(np, "__version__", "1.0")
+    with pytest.raises(RuntimeError, match="numpy was updated: restart the session"):
+        exec(source, {})
+    monkeypatch.chdir("/")
+    with pytest.raises(AssertionError, match="no clone of mx_jax in /"):
+        exec(source, {})

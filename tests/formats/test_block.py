@@ -43,7 +43,7 @@ from mx_jax.formats import (
     check_block_size,
 )
 from mx_jax.formats.block import FLOAT8_BLOCKWISE_2D_E8M0, FLOAT8_BLOCKWISE_E8M0, known_block
-from mx_jax.formats.element import known_element, known_scale
+from mx_jax.formats.element import known_element, known_scale, nearest
 
 TABLE = {
     "mxfp8_e4m3": ("e4m3", "e8m0", (1, 32), False),
@@ -296,13 +296,27 @@ def test_a_dtype_without_block_format_lists_all(dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "nearest"), [("MXPF4", "mxfp4"), ("nvfp", "nvfp4"), ("", None), ("float32", None)]
+    ("name", "nearest"),
+    [("MXPF8", "mxfp8"), ("mxpf4", "mxfp4"), ("nvfp", "nvfp4"), ("", None), ("float32", None)],
 )
 def test_an_unknown_name_lists_the_known(name: str, nearest: str | None):
     hint = "" if nearest is None else f" (did you mean {nearest!r}?)"
     message = f"unknown block format name={name!r}{hint}; known: {ALL_BLOCK_NAMES}"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         block_format(name)
+
+
+def test_one_slip_suggests_a_name_one_slip_away():
+    """All names with neighbours exchanged, a letter dropped or another in its place."""
+    for known in (list(recipes.names()), [*ALL_BLOCK_NAMES.split(", "), "mxfp8", "mxfp6"]):
+        slips = {name: set() for name in known}
+        for name, found in slips.items():
+            for i, letter in enumerate(name):
+                before, after = name[:i], name[i + 1 :]
+                found |= {before + after, f"{before}0{after}", f"{before}x{after}"}
+                found.add(before + after[:1] + letter + after[1:])
+        for slip in set().union(*slips.values()) - set(known):
+            assert slip in slips[re.findall("'(.*)'", nearest(slip, known))[0]], slip
 
 
 @pytest.mark.parametrize(

@@ -453,7 +453,8 @@ def test_what_codes_are_not_asked():
     """Arithmetic and methods of arrays name the remedy; truth is that of the values."""
     q: Any = mx_jax.quantize(jnp.ones((4, 64)), "mxfp8")
     binary = (lambda: q + 1, lambda: 2 * q, lambda: q / q, lambda: q @ q, lambda: 2**q)
-    for compute in (*binary, lambda: -q, lambda: abs(q)):
+    unary = (lambda: -q, lambda: abs(q), lambda: float(q), lambda: int(q), lambda: round(q))
+    for compute in (*binary, *unary, lambda: q < 1, lambda: q >= q):
         with pytest.raises(TypeError, match=r"codes are not computed with.*x\.dequantize\(\)"):
             compute()
     for name in ("mean", "astype", "sum"):

@@ -26,4 +26,4 @@ def test_every_name_is_a_recipe_or_an_alias():
     calls = {call.partition("(")[0] for call in named()}
     aliases = {name for name in recipes.names() if recipes.from_name(name).name != name}
     assert calls == {*recipes.names(), "weight_only", "qat"} - aliases
-    assert set(re.findall(r'"(\w+)"', PAGE.read_text().partition("## Other names")[2])) >= aliases
+    assert set(re.findall(r'"(\w+)"', PAGE.read_text().partition("### Sources")[0])) >= aliases

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import pickle
 import re
+import warnings
 from typing import Any
 
 import pytest
@@ -145,7 +146,7 @@ def test_a_format_stands_for_its_operand():
     spec = MatmulSpec(lhs="mxfp4", rhs=MXFP8_E4M3)  # pyright: ignore[reportArgumentType]
     assert spec == MatmulSpec(lhs=operand("mxfp4"), rhs=operand(MXFP8_E4M3))
     assert hash(spec) == hash(MatmulSpec(lhs=operand("mxfp4"), rhs=operand(MXFP8_E4M3)))
-    with pytest.raises(ValueError, match=r"name='mxfp5' .did you mean 'mxfp4'.*; known: mxfp8"):
+    with pytest.raises(ValueError, match=r"name='mxfp5' .did you mean 'mxfp8'.*; known: mxfp8"):
         MatmulSpec(lhs=None, rhs="mxfp5")  # pyright: ignore[reportArgumentType]
 
 
@@ -232,20 +233,57 @@ def test_text():
 
 
 @pytest.mark.parametrize(
-    "recipe",
+    ("recipe", "text"),
     [
-        recipes.weight_only("mxfp4"),
-        recipes.mxfp8().with_(drhs=None, reduce_dtype="float32", gather="fsdp"),
-        recipes.mxfp4().with_(gradients={"rounding": "stochastic", "prescale": 0.75}),
-        recipes.quartet().with_(mask_clipped=False, residuals="primal", name="mine"),
-        dataclasses.replace(recipes.mxfp4(), name="mxfp8"),
+        (recipes.weight_only("mxfp4"), "weight_only('mxfp4')"),
+        (recipes.mxfp8().with_(weights="mxfp4"), "mxfp8().with_(weights='mxfp4')"),
+        (
+            recipes.weight_only("mxfp4").with_(activations="mxfp8_e4m3"),
+            "weight_only('mxfp4').with_(activations='mxfp8_e4m3')",
+        ),
+        (
+            recipes.mxfp8().with_(drhs=None, reduce_dtype="float32", gather="fsdp"),
+            "mxfp8().with_(drhs=None, gather='fsdp', reduce_dtype='float32')",
+        ),
+        (
+            recipes.mxfp8().with_(gradients={"rounding": "stochastic"}, fwd={"lhs": None}),
+            "mxfp8().with_(gradients={'rounding': 'stochastic'}, fwd={'lhs': None})",
+        ),
+        (
+            recipes.mxfp8().with_(rounding="stochastic", name="mine"),
+            "mxfp8().with_(rounding='stochastic', name='mine')",
+        ),
+        (
+            recipes.mxfp4().with_(gradients={"prescale": 0.75, "rounding": STOCHASTIC}),
+            "mxfp4().with_(gradients={'rounding': 'stochastic', 'prescale': 0.75})",
+        ),
+        (
+            recipes.mxfp8().with_(weights=formats.MXFP4).with_(scale_rule=EVEN, name="two"),
+            "mxfp8().with_(weights='mxfp4').with_(scale_rule='even', name='two')",
+        ),
+        (recipes.quartet().with_(mask_clipped=False, residuals="primal", name="mine"), None),
+        (recipes.mxfp8().with_(gather=mx_jax.sharding.Gather("x", as_codes=False)), None),
+        (dataclasses.replace(recipes.mxfp4(), name="mxfp8"), None),
+        (dataclasses.replace(recipes.nvfp4(), name="mxfp8"), None),
+        (dataclasses.replace(recipes.nvfp4(), name="another"), None),
     ],
-    ids=lambda recipe: recipe.name,
+    ids=map(str, range(13)),
 )
-def test_what_a_changed_recipe_shows_is_python(recipe: Recipe):
+def test_what_a_changed_recipe_shows_is_python(recipe: Recipe, text: str | None):
     names = vars(recipes) | {"Gather": mx_jax.sharding.Gather}
-    assert eval(repr(recipe), names) == recipe
-    assert len(repr(recipe)) < 650
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert eval(repr(recipe), names) == recipe
+    assert repr(recipe) == text if text else len(repr(recipe)) < 330
+
+
+def test_a_misspelt_argument_names_the_nearest():
+    misspelt: Any = {"roundng": "stochastic"}
+    message = "unexpected keyword argument 'roundng' (did you mean 'rounding'?), roundng='"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        recipes.mxfp8().with_(**misspelt)
+    with pytest.raises(ValueError, match=re.escape("no part 'roundng' (did you mean 'rounding'?)")):
+        recipes.mxfp8().with_(weights=misspelt)
 
 
 def test_positions_are_not_accepted():
