@@ -160,7 +160,7 @@ def run(options: argparse.Namespace) -> None:
         say(f" ({share:.2f} of plain JAX's): {parts}", flush=True)
     for number, batch in enumerate(batches(options.steps, mesh), 1):
         params, state, loss = step(params, state, *batch, keys[number - 1])
-        if number % 20 == 0 or number == options.steps:
+        if number % 20 == 0 or number in (1, options.steps):
             say(f"step {number:4}  loss {float(loss):.4f}", flush=True)
 
 

@@ -6,6 +6,7 @@ import re
 import tempfile
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 NUM_CPU_DEVICES = 8
@@ -101,55 +102,86 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Who leaves a test out on one Python says why, in a sentence that a reader can check."""
-    for mark in (*item.iter_markers("one_python"), *item.iter_markers("sweep")):
-        reason, names = mark.kwargs.get("reason", ""), {"reason", "where"}
-        allowed = names if mark.name == "sweep" else names - {"where"}
-        if mark.args or not set(mark.kwargs) <= allowed or len(reason.split()) < 3:
-            raise pytest.UsageError(
-                f"{item.nodeid}: {mark.name} needs reason='why it depends on no version', got "
-                f"args={mark.args}, kwargs={mark.kwargs}"
-            )
+# What depends on no version of Python or JAX, and why: CI runs it on 3.11, its slow tests on 3.12.
+ONE_PYTHON = {
+    "bytes of files in and out; what is computed is tested elsewhere": """
+        checkpoint/test_by_hand checkpoint/test_file checkpoint/test_gguf checkpoint/test_layouts
+        checkpoint/test_mutate checkpoint/test_plausible checkpoint/test_qarray
+        checkpoint/test_shards checkpoint/test_stated checkpoint/test_transcoding
+        cli/test_checkpoints cli/test_convert cli/test_formats
+        cli/test_hostile_names cli/test_refused_early generate/test_tokenizers""",
+    "a C++ library, the same one, computes these bits": """
+        backends/test_cpu_matmul backends/test_cpu_casts""",
+    "frozen values": """
+        formats recipes/test_page recipes/test_schedule recipes/test_with""",
+    "the project's sources, pages and pictures": """
+        benchmarks/test_cpu_goals benchmarks/test_page contracts/test_docs contracts/test_examples
+        contracts/test_import_time contracts/test_imports contracts/test_migrate
+        contracts/test_packaging contracts/test_site contracts/test_style contracts/test_walk
+        examples/test_findings examples/test_numerics_pictures""",
+    "pages, tables and processes of plain Python": """
+        inspect/test_report inspect/test_report_browser inspect/test_report_checkpoint
+        inspect/test_sinks measure/test_command""",
+    "choices among codes, and laws of them, that tests/codecs has on every Python": """
+        calibrate/test_scales quantize/test_properties""",
+}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--newest", action="store_true", help="leave out what ONE_PYTHON of tests/conftest.py names"
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Cases are thinned, and what takes long begins first: no worker ends waiting for another."""
-    thin_sweeps(items)
-    thin_others(items, whole=not any("::" in arg for arg in config.args))
+    thin(items, whole=not any("::" in arg for arg in config.args))
+    if config.getoption("--newest"):
+        leave_out_what_one_python_runs(config, items)
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
 
 
-def thin_sweeps(items: list[pytest.Item]) -> None:
-    """Of a sweep's cases each fifth, and the last, run by default; the others become slow.
+def thin(items: list[pytest.Item], whole: bool) -> None:
+    """`slow(but=...)`: these cases are not, where ids match a pattern, or each so-manieth and last.
 
-    CI runs the first on 3.11 alone and the others on 3.12: every case once, each Python a part.
+    `where`, of a case's parameters, says which cases of a class are meant.
     """
-    cases: dict[Any, list[tuple[pytest.Item, str]]] = {}
+    cases: dict[tuple[str, int], tuple[pytest.Mark, list[pytest.Function]]] = {}
+    marked = set()
     for item in (item for item in items if isinstance(item, pytest.Function)):
-        for mark in item.iter_markers("sweep"):
+        for node, mark in item.iter_markers_with_node("slow"):
+            if "but" not in mark.kwargs:
+                continue
+            marked.add(node)
             if mark.kwargs.get("where", lambda params: True)(item.callspec.params):
-                case = item, mark.kwargs["reason"]
-                cases.setdefault((item.parent, item.function), []).append(case)
-    for group in cases.values():
-        for number, (item, reason) in enumerate(group, 1):
-            by_default = number % 5 == 1 or number == len(group)
-            item.add_marker(
-                pytest.mark.one_python(reason=reason) if by_default else pytest.mark.slow
-            )
+                key = item.nodeid.partition("[")[0], id(mark)
+                cases.setdefault(key, (mark, []))[1].append(item)
+    for node in marked:
+        node.own_markers[:] = [mark for mark in node.own_markers if "but" not in mark.kwargs]
+    for (name, _), (mark, group) in cases.items():
+        but = mark.kwargs["but"]
+        if isinstance(but, int):
+            kept = [*group[:-1:but], group[-1]]
+        else:
+            kept = [item for item in group if re.search(but, item.callspec.id)]
+        if whole and not kept:
+            raise pytest.UsageError(f"{name}: slow but for {but!r}, which matches no case")
+        for item in set(group) - set(kept):
+            item.add_marker(pytest.mark.slow)
 
 
-def thin_others(items: list[pytest.Item], whole: bool) -> None:
-    """Of a test marked `by_default` the cases whose ids do not match are slow."""
-    kept: dict[Any, bool] = {}
-    for item in (item for item in items if isinstance(item, pytest.Function)):
-        for mark in item.iter_markers("by_default"):
-            runs = re.search(mark.args[0], item.callspec.id) is not None
-            key = item.nodeid.partition("[")[0], mark.args[0]
-            kept[key] = kept.get(key, False) or runs
-            if not runs:
-                item.add_marker(pytest.mark.slow)
-    if whole and (lost := [name for name, any_case in kept.items() if not any_case]):
-        raise pytest.UsageError(f"by_default matches no case: {lost}")
+def leave_out_what_one_python_runs(config: pytest.Config, items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    named = {here / name for names in ONE_PYTHON.values() for name in names.split()}
+    if lost := [path for path in named if not (path.is_dir() or path.with_suffix(".py").exists())]:
+        raise pytest.UsageError(f"ONE_PYTHON names what is not there: {lost}")
+    left = [
+        item
+        for item in items
+        if not named.isdisjoint((item.path.with_suffix(""), *item.path.parents))
+        and not item.get_closest_marker("slow")
+    ]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in set(left)]

@@ -169,7 +169,7 @@ def gradient(recipe, key=None):
 
 @needs_library
 @pytest.mark.usefixtures("insist")
-@pytest.mark.by_default("True")
+@pytest.mark.slow(but="True")
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_training_reads_cotangents_once(stochastic: bool, monkeypatch: pytest.MonkeyPatch):
     key = jax.random.key(3) if stochastic else None

@@ -26,7 +26,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 pytestmark = needs_library
 # Transforms, sharding, lowering and export below run on every Python.
-computed_in_cpp = pytest.mark.sweep(reason="a C++ library, the same one, computes these bits")
+computed_in_cpp = pytest.mark.slow(but=5)
 
 
 def draw_operands(case: MatmulCase, seed: int) -> tuple[Any, Any]:

@@ -228,7 +228,7 @@ def placed(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     return jax.tree.map(place, tree)
 
 
-@pytest.mark.by_default("columns|both$|matmul$|k of both|batch|packing")
+@pytest.mark.slow(but="columns|both$|matmul$|k of both|batch|packing")
 @pytest.mark.parametrize("name", DEVICES)
 def test_devices_compute_their_parts(name: str, mesh: Mesh):
     run, make, specs, first, gathers = DEVICES[name]

@@ -56,7 +56,7 @@ def test_threefry_that_does_not_partition():
         np.testing.assert_array_equal(draw(KEY), random_bits.draw_bits(KEY, (8, 32), 16))
 
 
-def derived(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+def derived(key: jax.Array) -> tuple[Any, jax.Array]:
     """A key of three of what is folded in, as a call has it and as JAX does."""
     own = split_key(fold_in(key, 11), 3)[2]
     return own, jax.random.split(jax.random.fold_in(key, 11), 3)[2]

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from mx_jax import formats
 from mx_jax.backends.cudnn import CUDNN
@@ -55,7 +56,7 @@ def equations(closed):
                 "dtype": equation.params["preferred_element_type"],
             }
         for inner in equation.params.values():
-            if isinstance(inner, jax.extend.core.ClosedJaxpr):
+            if isinstance(inner, ClosedJaxpr):
                 yield from equations(inner)
 
 

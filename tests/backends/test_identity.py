@@ -77,7 +77,7 @@ RULES = {
 }
 
 
-@pytest.mark.by_default("amax|own_threshold")
+@pytest.mark.slow(but="amax|own_threshold")
 @pytest.mark.parametrize(("format", "rule"), RULES.values(), ids=RULES)
 def test_a_rule_of_ones_own_under_a_known_name(format: str, rule: ScaleRule):
     known = mx_jax.quantize(X, format, scale_rule=rule.name)

@@ -102,7 +102,7 @@ def test_every_row_is_one_visits_own(tile_rows: int, rng: np.random.Generator):
 
 def test_a_small_groups_weights_are_read_once():
     of_sizes = quick(visits, static_argnums=(1, 2))
-    found = np.asarray(of_sizes(np.int32([5, 9, 9, 9]), 32, 16)).reshape(-1, FIELDS)
+    found = np.asarray(of_sizes(np.array([5, 9, 9, 9], np.int32), 32, 16)).reshape(-1, FIELDS)
     assert sorted(found[found[:, 2] < found[:, 3]][:, 0]) == [0, 1, 2, 3]
 
 

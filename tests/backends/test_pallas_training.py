@@ -1,7 +1,7 @@
 """Training with the GPU kernels: the output and both gradients are products and casts of theirs."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -16,7 +16,9 @@ from mx_jax.backends.calls import Call, MatmulCall, QuantizeBothCall, QuantizeCa
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
 from mx_jax.backends.select import BACKENDS
 from mx_jax.backends.target import Offer
-from tests.backends.mosaic import interpreter, needs_mosaic
+from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
+from mx_jax.testing.cases import MatmulCase, QuantizeCase
+from tests.backends.mosaic import interpreter, needs_mosaic, needs_newer_mosaic
 
 # Powers of two and small integers: their sums are exact in any order.
 X = np.random.default_rng(0).integers(-2, 3, (3, 64)).astype(np.float32)
@@ -92,3 +94,46 @@ def test_a_training_step_lowers_to_kernels(on_h200: pytest.MonkeyPatch):
     assert (count(asked, QuantizeCall), count(asked, QuantizeBothCall)) == (4, 1)
     # Nobody wants the output itself: what is left are its two gradients, and their three casts.
     assert text.count("custom_call @mosaic_gpu") == 2 + 3
+
+
+# Every GPU kernel lowers where JAX's integers have 64 bits, as it does where they have 32.
+
+
+# Several tiles along every axis, and several steps.
+M, N, K = 300, 260, 1024
+
+
+def product(lhs: BlockFormat | None, rhs: BlockFormat, rows: int = 40) -> jax.Array:
+    """By weights that are not packed."""
+    case = MatmulCase(lhs=lhs, rhs=rhs, m=(rows,), n=(N,), k=(K,), dtype="bfloat16")
+    call = case.call
+    assert isinstance(call, MatmulCall)
+    w = mx_jax.quantize(jnp.ones((N, K), jnp.bfloat16), rhs)
+    x = jnp.ones((rows, K), jnp.bfloat16)
+    return PALLAS_GPU.run(call, x if lhs is None else mx_jax.quantize(x, lhs), w)
+
+
+def both_casts() -> tuple[mx_jax.MXArray, ...]:
+    first, second = (
+        QuantizeCase(format=MXFP8_E4M3, shape=(M, N), axis=axis, dtype="bfloat16").call
+        for axis in (-1, -2)
+    )
+    call = QuantizeBothCall(first=first, second=second)
+    return PALLAS_GPU.run(call, jnp.ones((M, N), jnp.bfloat16), (None, None), None)
+
+
+@needs_newer_mosaic
+@pytest.mark.parametrize(
+    ("capability", "run", "kernel"),
+    [
+        ((8, 0), lambda: product(None, MXFP4), "mx_jax_mma_mxfp4"),
+        ((9, 0), lambda: product(None, MXFP4), "mx_jax_wgmma_mxfp4"),
+        ((10, 0), lambda: product(None, MXFP4), "mx_jax_mma_mxfp4"),
+        ((10, 0), lambda: product(MXFP8_E4M3, MXFP8_E4M3, M), "mx_jax_tcgen05_float8_e4m3fn"),
+        ((9, 0), both_casts, "mx_jax_quantize"),
+    ],
+)
+def test_lowers(capability: tuple[int, int], run: Callable[[], object], kernel: str):
+    with mx_jax.testing.target("cuda", capability), jax.enable_x64(True):
+        text = jax.jit(run).trace().lower(lowering_platforms=("cuda",)).as_text()
+    assert kernel in text

@@ -22,7 +22,7 @@ SPECS = (P("a"), P(("a", "b")), P(None, ("a", "b")), P("a", "b"), P())
 
 
 # Every split of one format, and of the others those that cut blocks along either axis.
-@pytest.mark.by_default(r"P\(\('a', 'b'\),?\)")
+@pytest.mark.slow(but=r"P\(\('a', 'b'\),?\)")
 @pytest.mark.parametrize(
     ("name", "spec"),
     [(FORMATS[0], spec) for spec in SPECS]

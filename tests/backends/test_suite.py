@@ -25,15 +25,13 @@ PRODUCT = cases.MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP8_E4M3)
 CPU = backend_suite.TARGETS[0]
 
 
-@pytest.mark.sweep(
-    reason="the reference beside itself, whose bits tests/conformance has on every Python",
+# The reference beside itself, and a library that is the same on every Python.
+@pytest.mark.slow(
+    but=5,
     where=lambda params: (
-        params["backend"] is REFERENCE and isinstance(params.get("case"), cases.QuantizeCase)
+        (params["backend"] is REFERENCE and isinstance(params.get("case"), cases.QuantizeCase))
+        or (params["backend"] is CPU_FFI and "case" in params)
     ),
-)
-@pytest.mark.sweep(
-    reason="a C++ library, the same one, computes these bits",
-    where=lambda params: params["backend"] is CPU_FFI and "case" in params,
 )
 class TestBackends(BackendSuite):
     """Every backend of the table."""

@@ -98,8 +98,8 @@ def test_every_code_is_a_bfloat16(format: formats.BlockFormat):
     np.testing.assert_array_equal(values.astype(jnp.bfloat16).astype(np.float64), values)
 
 
-@pytest.mark.by_default(
-    "mxfp8_e4m3-mxfp8|mxfp4-mxfp4-|nvfp4-nvfp4-|mxint8-mxint8|bfloat16|k_first|rowwise_e5m2-float8_t|blockwise"
+@pytest.mark.slow(
+    but="mxfp8_e4m3-mxfp8|mxfp4-mxfp4-|nvfp4-nvfp4-|mxint8-mxint8|bfloat16|k_first|rowwise_e5m2-float8_t|blockwise"
 )
 @pytest.mark.parametrize("case", sample(TAKEN, quick=24), ids=str)
 def test_products(case: MatmulCase):
@@ -462,7 +462,7 @@ def test_products_of_experts(recipe: str):
         assert difference.max() <= largest * (2.0**-8 if want.dtype == jnp.bfloat16 else 2.0**-20)
 
 
-@pytest.mark.by_default("mxfp8")
+@pytest.mark.slow(but="mxfp8")
 @pytest.mark.parametrize(
     ("lhs", "rhs", "collective"),
     [(("x", None), (None, None), None), ((None, "x"), ("x", None), "all-reduce")],

@@ -157,7 +157,6 @@ def test_compile_time(run_alone: Alone):
 @needs_library
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
-@pytest.mark.one_python(reason="a benchmark, run to see that it runs")
 def test_every_case_of_a_goal_runs(run_alone: Alone):
     given = os.environ.get(limits.VARIABLE) or ROOT / "build" / "limits.so"
     if not Path(given).exists():

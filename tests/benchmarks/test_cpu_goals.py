@@ -21,7 +21,6 @@ def took(*seconds: float) -> Samples:
     return Samples(wall=[*seconds], cpu=[*seconds], faults=[0.0] * len(seconds))
 
 
-@pytest.mark.one_python(reason="arithmetic on given times")
 def test_a_goal_is_met_missed_or_not_measured():
     group = Group(cases=[], left_out={ONNX: "cannot import onnxruntime"})
     samples = {READ: took(2, 2), ROW: took(2.5, 2.5), BOTH: took(4, 4)}
@@ -33,7 +32,6 @@ def test_a_goal_is_met_missed_or_not_measured():
     assert line[-4:] == ["-", "0.80", "0.80 to 0.80", "met"]
 
 
-@pytest.mark.one_python(reason="arithmetic on given times")
 def test_a_peak_counts_for_the_work_that_is_asked():
     # The peak runs four times the products: a quarter of its time is the bound.
     group = Group(cases=[], work={VNNI: 0.25})
@@ -73,7 +71,6 @@ def run(path: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.one_python(reason="compiles C++, which calls no Python")
 def test_the_command_builds_what_benchmarks_load(tmp_path: Path):
     if shutil.which("cmake") is None:
         pytest.skip("needs CMake")

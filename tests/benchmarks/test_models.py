@@ -102,7 +102,6 @@ def test_a_checkpoint_measured_and_not_again(tmp_path: Path, capsys: pytest.Capt
         gradient_bias.main([*arguments, "--batches", "4"])
 
 
-@pytest.mark.one_python(reason="names of formats and rules")
 def test_every_format_and_rule_is_wanted():
     rows = sentences.wanted(sentences.FORMATS, sentences.RULES)
     assert len(rows) == len(set(rows))

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import matplotlib.figure
 import pytest
@@ -10,7 +11,6 @@ import pytest
 from benchmarks import page, page_pictures, page_tables, slim
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.one_python(reason="text from files")
 
 
 def test_the_pages_are_what_the_script_writes():
@@ -34,7 +34,7 @@ def test_drawings_are_those_of_the_results():
 
 
 def test_bars_show_means_and_intervals():
-    axes = matplotlib.figure.Figure().subplots()
+    axes: Any = matplotlib.figure.Figure().subplots()
     page_pictures.gaps(axes, [("one", [1.0, 3.0]), ("far", [50.0, 54.0]), ("alone", [2.0])])
     assert [bar.get_width() for bar in axes.patches] == [2, 2]
     assert [text.get_text() for text in axes.get_yticklabels()] == ["one", "alone"]

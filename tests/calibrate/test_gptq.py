@@ -45,7 +45,7 @@ def by_definition(
     return result
 
 
-@pytest.mark.by_default("mxfp4")
+@pytest.mark.slow(but="mxfp4")
 @pytest.mark.parametrize("by_activity", [False, True])
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 def test_it_is_the_textbook_s(format: BlockFormat, by_activity: bool, rng):
@@ -80,7 +80,7 @@ def test_several_axes(rng):
     assert after < 0.5 * before
 
 
-@pytest.mark.by_default("mxfp4")
+@pytest.mark.slow(but="mxfp4")
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 def test_products_lose_less(format: BlockFormat, rng):
     w, x = rng.standard_normal((K, N)).astype(np.float32), inputs(rng)

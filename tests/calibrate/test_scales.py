@@ -10,6 +10,7 @@ import pytest
 
 import mx_jax
 from mx_jax import calibrate
+from mx_jax.calibrate.scales import search_for
 from mx_jax.formats import BLOCK_FORMATS, MXFP4, NVFP4, BlockFormat
 from tests.calibrate.tables import values_under
 
@@ -30,13 +31,13 @@ def errors(w: np.ndarray, q: mx_jax.MXArray, size: int, h: Any = 1.0) -> np.ndar
     return lost.reshape(-1, size, w.shape[1]).sum(1)
 
 
-@pytest.mark.by_default("mxfp4|nvfp4$")
+@pytest.mark.slow(but="mxfp4|nvfp4$")
 @pytest.mark.parametrize("format", SEARCHED, ids=lambda format: format.name)
 def test_no_block_loses_more_than_under_the_first_scale(format: BlockFormat, rng):
     w = heavy(rng, 128, 8)
     found = calibrate.search_scales(w, format)
     assert found.format == format and found.shape == w.shape
-    search = calibrate.scales.search_for(format.scale, "")
+    search = search_for(format.scale, "")
     first = mx_jax.quantize(w, format, axis=0, scale_rule=search.first)
     before, after = (errors(w, q, format.block[1]) for q in (first, found))
     assert (after <= before * (1 + 1e-6)).all() and (after < 0.99 * before).any()
@@ -46,7 +47,7 @@ def test_no_block_loses_more_than_under_the_first_scale(format: BlockFormat, rng
     np.testing.assert_allclose(distance, nearest, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.by_default("mxfp4")
+@pytest.mark.slow(but="mxfp4")
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 def test_every_scale_in_reach_is_worse(format: BlockFormat, rng):
     """Tried by hand, one block of each: the neighbours of the stored scale, an octave each way."""
@@ -65,7 +66,7 @@ def test_every_scale_in_reach_is_worse(format: BlockFormat, rng):
 
 
 def _in_reach(w: np.ndarray, format: BlockFormat, scales: np.ndarray) -> np.ndarray:
-    search = calibrate.scales.search_for(format.scale, "")
+    search = search_for(format.scale, "")
     first = mx_jax.quantize(w, format, axis=0, scale_rule=search.first)
     away = scales.astype(np.int32) - np.asarray(first.scales, np.int32)
     inside = (scales >= search.smallest) & (scales <= search.largest)
@@ -84,7 +85,7 @@ def test_importance_decides_who_is_clipped(rng):
     assert after < 0.5 * before
 
 
-@pytest.mark.by_default("-2")
+@pytest.mark.slow(but="-2")
 @pytest.mark.parametrize("axis", [1, -2])
 def test_axes_partial_blocks_and_blocks_that_are_no_number(axis: int, rng):
     w = heavy(rng, 40, 70)

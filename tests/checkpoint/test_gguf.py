@@ -31,7 +31,6 @@ from tests.checkpoint.gguf_bytes import (
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 VALUES = np.concatenate([E2M1, -E2M1])
-NO_PYTHON = pytest.mark.one_python(reason="bytes of files, read by NumPy")
 
 
 def read(tmp_path: Path, content: bytes) -> checkpoint.Weights:
@@ -40,7 +39,6 @@ def read(tmp_path: Path, content: bytes) -> checkpoint.Weights:
     return checkpoint.read(path)
 
 
-@NO_PYTHON
 def test_metadata(tmp_path: Path):
     tokens = array(STRING, [text("a"), text("é"), text(b"\xff")])
     found = read(
@@ -70,7 +68,6 @@ def test_metadata(tmp_path: Path):
     assert found["flags"].dtype == np.bool_ and found["flags"].tolist() == [True, False]
 
 
-@NO_PYTHON
 @pytest.mark.parametrize("number, dtype", [(0, "float32"), (1, "float16"), (30, "bfloat16")])
 def test_plain(number: int, dtype: str, tmp_path: Path):
     """Axes are in the order of their strides, the last one contiguous."""
@@ -125,7 +122,6 @@ def test_nvfp4(name: str | None, tmp_path: Path):
     np.testing.assert_array_equal(np.asarray(x.dequantize()), expected)
 
 
-@NO_PYTHON
 def test_a_gguf_file_in_a_folder(tmp_path: Path):
     """The only one there is meant, unless safetensors files are the model."""
     (tmp_path / "model.gguf").write_bytes(gguf({"up.weight": Tensor(40, (64, 1), nvfp4_blocks())}))
@@ -145,7 +141,6 @@ def test_nvfp4_of_experts(tmp_path: Path):
     np.testing.assert_array_equal(values[0, 0, :16], 0.25 * VALUES)
 
 
-@NO_PYTHON
 def test_integers_with_a_scale(tmp_path: Path):
     """Read as the float32 values that they stand for, and that is said."""
     half, third = np.float16(0.5).tobytes(), np.float16(-3).tobytes()
@@ -185,7 +180,6 @@ ONE = Tensor(0, (8,), bytes(32))
 KEY = "general.alignment"
 
 
-@NO_PYTHON
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
@@ -238,7 +232,6 @@ def test_files_that_lie(content: bytes, complaint: str, tmp_path: Path):
         read(tmp_path, content)
 
 
-@NO_PYTHON
 @pytest.mark.parametrize("alignment", [1, 8, 64, 256])
 def test_an_alignment_of_its_own(alignment: int, tmp_path: Path):
     """Where the first tensor begins, and each after it."""
@@ -253,7 +246,6 @@ def test_an_alignment_of_its_own(alignment: int, tmp_path: Path):
     assert [np.asarray(found[name]).tolist() for name in "xyz"] == [[1.0], [2.0], [3.0]]
 
 
-@NO_PYTHON
 def test_what_is_there_twice(tmp_path: Path):
     twice = gguf({"x": ONE, "y": ONE}).replace(b"y", b"x")
     with pytest.raises(ValueError, match="x is there twice"):
@@ -263,7 +255,6 @@ def test_what_is_there_twice(tmp_path: Path):
         read(tmp_path, keys)
 
 
-@NO_PYTHON
 @pytest.mark.parametrize(
     ("tensors", "complaint"),
     [
@@ -294,7 +285,6 @@ LEFT = {number: row for number, row in GGUF_TYPES.items() if row.decode is None}
 MADE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4")
 
 
-@NO_PYTHON
 def test_sizes_are_those_of_ggufs_own_package():
     sizes = pytest.importorskip("gguf").GGML_QUANT_SIZES
     found = {number: (row.block, row.nbytes) for number, row in GGUF_TYPES.items()}
@@ -302,7 +292,6 @@ def test_sizes_are_those_of_ggufs_own_package():
     assert not {"Q4_K", "Q6_K", "IQ4_XS", "TQ2_0"} - {row.name for row in LEFT.values()}
 
 
-@NO_PYTHON
 @pytest.mark.parametrize("number", LEFT, ids=lambda number: LEFT[number].name)
 def test_types_left_to_the_package(number: int, tmp_path: Path, rng: np.random.Generator):
     """Any bytes of the right number are values, those of the package; several rows and experts."""
@@ -318,7 +307,6 @@ def test_types_left_to_the_package(number: int, tmp_path: Path, rng: np.random.G
     assert one.shape == (2, 20, 3 * row.block) and one.nbytes == stored.nbytes
 
 
-@NO_PYTHON
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Refused before anything is read, with what to install."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

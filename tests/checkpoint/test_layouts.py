@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -70,9 +71,10 @@ def test_by_hand(tmp_path: Path):
     nibbles = np.arange(16, dtype=np.uint8).reshape(1, 1, 1, 16)
     path = put(
         tmp_path / "a.safetensors",
-        {"mlp1_weight.blocks": nibbles | 0x70, "mlp1_weight.scales": np.uint8([[[129]]])},
+        {"mlp1_weight.blocks": nibbles | 0x70, "mlp1_weight.scales": np.array([[[129]]], np.uint8)},
     )
-    values = np.asarray(checkpoint.read(path)["mlp1_weight"].dequantize(jnp.float32))
+    found: Any = checkpoint.read(path)["mlp1_weight"]
+    values = np.asarray(found.dequantize(jnp.float32))
     e2m1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
     expected = [v for one in (*e2m1, *(-x for x in e2m1)) for v in (4 * one, 24)]
     np.testing.assert_array_equal(values.reshape(-1), expected)
@@ -89,7 +91,7 @@ def nvfp4() -> dict[str, np.ndarray]:
 
 def test_modelopt(tmp_path: Path):
     """Its tensor scale multiplies and has no axis; scales of activations stay as they are."""
-    weights = checkpoint.read(put(tmp_path / "a.safetensors", nvfp4()))
+    weights: Any = checkpoint.read(put(tmp_path / "a.safetensors", nvfp4()))
     values = np.asarray(weights["q.weight"].dequantize(jnp.float32))
     np.testing.assert_array_equal(values[0, :4], np.array([0.5, 1, 0.5, 1]) / 16)
     assert weights["q.weight"].dtype == jnp.bfloat16
@@ -101,7 +103,7 @@ def test_rows_under_one_scale(tmp_path: Path, rng: np.random.Generator):
     codes = rng.integers(0, 0x7F, (8, 40)).astype(np.uint8)
     scales = np.arange(1, 9).astype(ml_dtypes.bfloat16)
     tensors = {"q.weight": codes.view(E4M3), "q.weight_scale": scales}
-    weights = checkpoint.read(put(tmp_path / "a.safetensors", tensors))
+    weights: Any = checkpoint.read(put(tmp_path / "a.safetensors", tensors))
     expected = codes.view(E4M3).astype(np.float32) * scales.astype(np.float32)[:, None]
     np.testing.assert_array_equal(weights["q.weight"].dequantize(jnp.float32), expected)
 
@@ -136,7 +138,7 @@ def test_a_folder(tmp_path: Path, rng: np.random.Generator):
     stated = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
     config = {"torch_dtype": "float32", "quantization_config": stated}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    weights = checkpoint.read(tmp_path)
+    weights: Any = checkpoint.read(tmp_path)
     assert weights["a.weight"].dtype == jnp.float32 and list(weights) == ["a.weight", "b"]
     np.testing.assert_array_equal(weights["a.weight"].codes, x.codes)
     with pytest.raises(KeyError, match="weight_packed"):
@@ -229,7 +231,8 @@ def test_tensor_scales_that_readers_take_for_the_inverse_are_not_written(
 ):
     path, w = tmp_path / "model.safetensors", np.full((8, 64), 2688, np.float32)
     checkpoint.write(path, {"up.weight": mx_jax.quantize(w, "nvfp4")}, layout=layout)
-    assert (checkpoint.read(path)["up.weight"].dequantize() == w).all()
+    found: Any = checkpoint.read(path)["up.weight"]
+    assert (found.dequantize() == w).all()
     with pytest.raises(
         ValueError, match=r"up.weight has tensor_scale=1.25, for values beyond 2688"
     ):

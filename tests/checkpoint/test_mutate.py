@@ -2,12 +2,8 @@
 
 from pathlib import Path
 
-import pytest
-
 from tests.checkpoint import mutate
 from tests.checkpoint.samples import samples
-
-pytestmark = pytest.mark.one_python(reason="bytes of files, read by NumPy and the standard library")
 
 
 def test_a_few_inputs():

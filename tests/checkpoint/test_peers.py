@@ -16,7 +16,7 @@ import pytest
 import mx_jax
 from mx_jax import checkpoint
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 UP = "up.weight"
 
 

@@ -1,6 +1,6 @@
 """QArrays of Qwix: the same values both ways, and an error where there is no twin.
 
-Without Qwix a class of the same four fields stands in for its 0.1.8; with it, `-m peers`.
+Without Qwix a class of the same four fields stands in for its 0.1.8; with it, `-m slow`.
 """
 
 import dataclasses
@@ -16,8 +16,6 @@ import mx_jax
 from mx_jax.checkpoint import from_qarray, to_qarray
 from mx_jax.checkpoint.scales import decoded
 from mx_jax.formats import E4M3, F32, WHOLE, BlockFormat
-
-pytestmark = pytest.mark.one_python(reason="NumPy copies codes and scales, and compares them")
 
 VALUES = np.random.default_rng(0).standard_normal((64, 96), np.float32)
 
@@ -69,7 +67,7 @@ def any_scales(*shape: int) -> np.ndarray:
 
 
 FP8, FP4 = "float8_e4m3fn", "float4_e2m1fn"
-THREE = np.tile(np.float32([0.875, 24.0, 2**-8]), (64, 2))
+THREE = np.tile(np.array([0.875, 24.0, 2**-8], np.float32), (64, 2))
 # dtype, scales, Qwix's name, the format asked for, the format of the result and its blocks.
 FROM: dict[str, tuple[Any, Any, Any, Any, str, Any]] = {
     "mxfp8": (FP8, powers(2, 96), "mxfp8", None, "mxfp8_e4m3", ((-2, 32),)),
@@ -240,7 +238,7 @@ def test_other_errors(monkeypatch: pytest.MonkeyPatch, stand_in: None):
         to_qarray(mx_jax.quantize(VALUES, "mxfp4"))
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("qtype", "options"),

@@ -13,8 +13,6 @@ from mx_jax.checkpoint.layouts import LAYOUTS
 from mx_jax.cli import main
 from tests.checkpoint.stored import draw, put_model
 
-pytestmark = pytest.mark.one_python(reason="files, and what is said of them")
-
 WRITTEN = [row for row in LAYOUTS if row.rotation is None]
 # Found by names and shapes alone: released without a configuration, or written by Quark.
 UNSTATED = {"gpt-oss-original", "quark-mxfp4", "quark-float8"}
@@ -106,7 +104,7 @@ def test_commands_state_it(tmp_path: Path):
     assert not (theirs / "hf_quant_config.json").exists()
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp6", "mxfp8", "nvfp4", "fp8"])
 def test_compressed_tensors_own_classes(name: str, rng: np.random.Generator):
     """The scheme is the one that compressed-tensors itself has for such weights."""
@@ -126,7 +124,7 @@ def test_compressed_tensors_own_classes(name: str, rng: np.random.Generator):
     assert found.format == layout and found.quantization_status == "compressed"
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 def test_transformers_own_classes(rng: np.random.Generator):
     """gpt-oss's and DeepSeek's configurations are what transformers' classes take."""
     pytest.importorskip("transformers")
@@ -147,7 +145,7 @@ def test_transformers_own_classes(rng: np.random.Generator):
         assert "lm_head" in found.modules_to_not_convert
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
 def test_transformers_loads_what_is_written(format: str, tmp_path: Path):
     """A model in several files, loaded by its config.json alone, has the weights written here."""

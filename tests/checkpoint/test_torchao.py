@@ -126,7 +126,7 @@ def test_other_damage(tmp_path: Path):
             checkpoint.read(tmp_path / "a")
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 def test_against_torchao(tmp_path: Path, rng: np.random.Generator):
     """What it saves is read here, and it reads what is written here: every value, bit for bit."""
     torch = pytest.importorskip("torch")

@@ -13,11 +13,11 @@ import safetensors.numpy
 import mx_jax
 from mx_jax import checkpoint
 from mx_jax.cli import main
+from mx_jax.commands.rules import fused, unlike
 from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.checkpoint.stored import draw, put_model
 from tests.cli.conftest import Cli
 
-pytestmark = pytest.mark.one_python(reason="files in and out")
 UP = "layers.0.up.weight"
 
 
@@ -36,7 +36,8 @@ def mxfp4(rng: np.random.Generator, low: int, high: int) -> mx_jax.MXArray:
 
 
 def values(path: Path, layout: str | None = None) -> np.ndarray:
-    return np.asarray(checkpoint.read(path, layout=layout)[UP].dequantize(jnp.float32))
+    found: Any = checkpoint.read(path, layout=layout)[UP]
+    return np.asarray(found.dequantize(jnp.float32))
 
 
 def test_round_the_layouts_nothing_changes(tmp_path: Path, cli: Cli, rng: np.random.Generator):
@@ -68,8 +69,8 @@ def test_round_the_layouts_nothing_changes(tmp_path: Path, cli: Cli, rng: np.ran
             assert not text and "2 copied" in said
         source = out
     # Back through the format that it came in, its scales are the same.
-    last = checkpoint.read(source, layout="deepseek-v4-experts")[UP]
-    first = checkpoint.read(tmp_path / "a.gguf")[UP]
+    last: Any = checkpoint.read(source, layout="deepseek-v4-experts")[UP]
+    first: Any = checkpoint.read(tmp_path / "a.gguf")[UP]
     np.testing.assert_array_equal(last.scales, first.scales)
 
 
@@ -90,7 +91,7 @@ def test_what_does_not_fit_is_counted_and_refused(
     assert not out.exists()
     _, said = cli(*words, "--inexact")
     assert "1 requantized" in said
-    found = checkpoint.read(out)[UP]
+    found: Any = checkpoint.read(out)[UP]
     expected = mx_jax.quantize(x.dequantize(), "nvfp4", scale_rule="amax")
     np.testing.assert_array_equal(found.codes, expected.codes)
     np.testing.assert_array_equal(found.scales, expected.scales)
@@ -117,7 +118,7 @@ def test_a_tensor_scale_without_a_reciprocal(tmp_path: Path, cli: Cli, rng: np.r
         assert "the reciprocal of its tensor scale" in said and "is no float32 number" in said
         _, said = cli(*words, "--inexact")
         assert "1 tensor scale rounded" in said
-        found = checkpoint.read(out)[UP]
+        found: Any = checkpoint.read(out)[UP]
         np.testing.assert_array_equal(found.codes, x.codes)
         np.testing.assert_allclose(found.tensor_scale, factor, rtol=2.0**-22)
 
@@ -155,7 +156,7 @@ def test_experts_of_gpt_oss_become_a_matrix_each(
     words = ("convert", model, out, "--to", "compressed-tensors")
     _, said = cli(*words)
     assert "the experts of gpt-oss, one by one: 5 tensors become 19" in said and "19 copied" in said
-    found = checkpoint.read(out)
+    found: Any = checkpoint.read(out)
     assert len(found) == 19 and set(found.quantized.values()) == {"mxfp4-pack-quantized"}
     rows_of = {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2)}
     for part, (name, first, step) in (rows_of | {"down_proj": ("down_proj", 0, 1)}).items():
@@ -220,7 +221,7 @@ def test_gate_and_up_that_fit_under_no_one_scale(
     assert "6 transcoded exactly" in said
     assert "2 groups of tensors, such as model.layers.0.mlp.experts.0.gate_proj.weight, " in said
     assert "fit under no one tensor scale and keep their own" in said
-    gate = checkpoint.read(tmp_path / "out")["model.layers.0.mlp.experts.1.gate_proj.weight"]
+    gate: Any = checkpoint.read(tmp_path / "out")["model.layers.0.mlp.experts.1.gate_proj.weight"]
     expected = np.asarray(fused["gate_up_proj"].dequantize(jnp.float32))[1, 0::2]
     np.testing.assert_array_equal(np.asarray(gate.dequantize(jnp.float32)), expected)
 
@@ -241,7 +242,7 @@ def test_copied_queries_keys_and_values_under_unlike_tensor_scales(
     }
     checkpoint.save(source, model)
     _, said = cli("convert", source, out, "--to", "modelopt-nvfp4")
-    found = checkpoint.read(out, layout="modelopt-nvfp4")
+    found: Any = checkpoint.read(out, layout="modelopt-nvfp4")
     for name, given in model.items():
         y = found[name]
         assert isinstance(y, mx_jax.MXArray)
@@ -287,3 +288,55 @@ def test_blocks_that_are_no_number_reach_no_other_layout(
     # torchao's rows are not planned.
     cli(*words, "--dry-run", status=0 if layout == "torchao" else 2)
     assert not out.exists()
+
+
+# Tensor scales of matrices that servers lay side by side.
+
+
+NAMES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+
+
+def test_what_becomes_one():
+    names = [f"model.layers.{i}.{part}.weight" for i in (0, 1) for part in NAMES]
+    alone = [
+        "model.layers.0.mlp.down_proj.weight",
+        "w1.weight",
+        "model.layers.0.mlp.gate_proj.bias",
+    ]
+    found = fused([*names, *alone])
+    assert found == [tuple(names[0:3]), tuple(names[3:5]), tuple(names[5:8]), tuple(names[8:10])]
+    assert fused(["a/q_proj/kernel", "a/k_proj/kernel"]) == [("a/q_proj/kernel", "a/k_proj/kernel")]
+    scales = dict.fromkeys(names, 1.0) | {names[4]: 2.0}
+    assert unlike(scales) == [tuple(names[3:5])]
+
+
+@pytest.mark.parametrize("layout", ["nvfp4-pack-quantized", "modelopt-nvfp4", "mx_jax"])
+@pytest.mark.parametrize("scales", [None, "mse"])
+def test_one_tensor_scale(
+    layout: str, scales: str | None, tmp_path: Path, rng: np.random.Generator
+):
+    """That of the largest matrix, and every block as a cast under it; our own file needs none."""
+    values = {
+        f"l.0.{name}.weight": (rng.standard_normal((32, 64)) * 2**i).astype(np.float32)
+        for i, name in enumerate(NAMES)
+    }
+    source, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    safetensors.numpy.save_file(values, source)
+    words = ["quantize", str(source), str(out), "--format", "nvfp4", "--to", layout]
+    assert main([*words, *([] if scales is None else ["--scales", scales])]) == 0
+    found: Any = checkpoint.read(out)
+    held = {name: float(np.asarray(x.tensor_scale).item()) for name, x in found.items()}
+    q, k, v, gate, up = (held[name] for name in values)
+    if layout == "mx_jax":
+        assert len({q, k, v}) == 3 and gate != up
+        return
+    assert q == k == v and gate == up and q < gate
+    name = f"l.0.{NAMES[0]}.weight"
+    if scales is None:
+        largest = np.abs(values[f"l.0.{NAMES[2]}.weight"]).max() / np.float32(2688)
+        np.testing.assert_allclose(q, largest, rtol=2.0**-22)
+        expected = mx_jax.quantize(values[name], "nvfp4", tensor_scale=largest)
+        np.testing.assert_array_equal(found[name].codes, expected.codes)
+        np.testing.assert_array_equal(found[name].scales, expected.scales)
+    error = np.asarray(found[name].dequantize(jnp.float32)) - values[name]
+    assert np.square(error).mean() < 0.02 * np.square(values[name]).mean()

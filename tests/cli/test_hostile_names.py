@@ -11,8 +11,6 @@ import safetensors.numpy
 from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.cli.conftest import Cli
 
-pytestmark = pytest.mark.one_python(reason="files in and out")
-
 
 def bare(path: Path, name: str, shape: tuple[int, ...], nbytes: int) -> Path:
     """A file of one tensor of zeros."""

@@ -1,6 +1,7 @@
 """What a GPU computes, by NumPy: XLA on CPUs flushes subnormals, which GPUs and NumPy have."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -33,7 +34,7 @@ NUMPY_TYPED = {
 def by_numpy(function: Callable[..., jax.Array], *operands: np.ndarray) -> np.ndarray:
     """What a function of few primitives computes where subnormals are numbers."""
     closed = jax.make_jaxpr(function)(*operands)
-    values = dict(zip(closed.jaxpr.invars, operands, strict=True))
+    values: dict[Any, Any] = dict(zip(closed.jaxpr.invars, operands, strict=True))
     for equation in closed.eqns:
         given = [x.val if isinstance(x, Literal) else values[x] for x in equation.invars]
         name, (result,) = equation.primitive.name, equation.outvars

@@ -80,7 +80,7 @@ def test_every_code_decodes_to_its_value():
 
     values = decode_all({e.name: all_codes(e) for e in ELEMENT_FORMATS})
     for element in ELEMENT_FORMATS:
-        expected = np.float32([element.value(int(code)) for code in all_codes(element)])
+        expected = np.array([element.value(int(code)) for code in all_codes(element)], np.float32)
         assert_bitwise_equal(values[element.name], expected, what=element.name, any_nan=True)
 
 
@@ -183,14 +183,14 @@ def encode_all_ways(x: dict[str, jax.Array], exponent: jax.Array) -> dict[str, j
 @pytest.mark.parametrize("exponent", [0, 1, 100, -130])
 def test_ties_and_their_neighbours(exponent: int):
     points = {e.name: [x * 2.0**exponent for x in edges(e)] for e in ELEMENT_FORMATS}
-    x = {name: np.float32(values) for name, values in points.items()}
+    x = {name: np.array(values, np.float32) for name, values in points.items()}
     codes = encode_all_ways(x, jnp.int32(exponent))
     for element in ELEMENT_FORMATS:
         values = [float(value) for value in x[element.name]]
         for mode in MODES:
             expected = [oracle.encode(v, element, mode.name, exponent=exponent) for v in values]
             what = f"{element.name} {mode.name}"
-            assert_bitwise_equal(codes[what], np.uint8(expected), what=what)
+            assert_bitwise_equal(codes[what], np.array(expected, np.uint8), what=what)
 
 
 def test_subnormal_float32_over_a_small_scale(rng: np.random.Generator):
@@ -206,7 +206,7 @@ def test_subnormal_float32_over_a_small_scale(rng: np.random.Generator):
             oracle.encode(float(v), element, "nearest", exponent=int(k))
             for v, k in zip(x, exponent, strict=True)
         ]
-        assert_bitwise_equal(codes, np.uint8(expected), what=element.name)
+        assert_bitwise_equal(codes, np.array(expected, np.uint8), what=element.name)
 
 
 @pytest.mark.parametrize("num_bits", [1, 5, 17])
@@ -227,7 +227,7 @@ def test_stochastic_with_given_bits(num_bits: int, rng: np.random.Generator):
             oracle.encode(float(x), element, "stochastic", random=(int(r), num_bits))
             for x, r in zip(values[element.name], bits, strict=True)
         ]
-        assert_bitwise_equal(codes[element.name], np.uint8(expected), what=element.name)
+        assert_bitwise_equal(codes[element.name], np.array(expected, np.uint8), what=element.name)
 
 
 def test_random_bits_are_needed_for_stochastic_rounding():

@@ -25,7 +25,9 @@ def patterns(rng: np.random.Generator) -> np.ndarray:
     neighbours = steps.view(FLOAT16), (steps + np.uint16(1)).view(FLOAT16)
     ties_of_float16 = sum(n.astype(np.float32) for n in neighbours) / np.float32(2)
     floats = np.concatenate([near_float16, small_float16, ties_of_float16, -ties_of_float16])
-    specials = np.uint32([0, 1 << 31, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000])
+    specials = np.array(
+        [0, 1 << 31, 1, 0x7FFFFF, 0x800000, 0x7F7FFFFF, 0x7F800000, 0x7FC00000], np.uint32
+    )
     return np.concatenate(
         [
             wild,

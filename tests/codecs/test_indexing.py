@@ -60,7 +60,11 @@ def test_tensor_scales():
         ((1, S, S), np.full((1, 1), 5.0), np.full((1, 1), 1.0)),
         ((slice(1, 3), 2, slice(32, 64)), one[:, 0], each[1:3, 0]),
         ((None, slice(0, 2), S, slice(9, 9)), one[None], each[None, :2]),
-        ((rows, S, S), np.full((1, 2, 1, 1), 5.0), np.float64([[2, 0]]).reshape(1, 2, 1, 1)),
+        (
+            (rows, S, S),
+            np.full((1, 2, 1, 1), 5.0),
+            np.array([[2, 0]], np.float64).reshape(1, 2, 1, 1),
+        ),
     ):
         for given, expected in ((one, of_one), (each, of_each)):
             found: Any = index_tensor_scale(given, index)  # pyright: ignore[reportArgumentType]

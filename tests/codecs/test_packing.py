@@ -45,7 +45,7 @@ def test_pack_and_unpack(bits: int, rng: np.random.Generator):
         assert_bitwise_equal(unpack(on_host, bits, n), codes[n], what=f"{n} codes, on the host")
 
 
-@pytest.mark.by_default("6")
+@pytest.mark.slow(but="6")
 @pytest.mark.parametrize("bits", [4, 6, 8])
 def test_no_rows(bits: int):
     packed = quick(lambda codes: pack(codes, bits))(jnp.zeros((0, 6), jnp.uint8))

@@ -280,12 +280,12 @@ def test_a_tiny_tensor_scale_loses_nothing_unasked():
     """6 times 448 under a subnormal 2^-130, which CPUs flush: lifted, unless it came so."""
     p = np.full((1, 1), 2.0**-130, np.float32)
     decode = jax.jit(lambda codes, scales, p: decode_scaled(codes, scales, NVFP4, p))
-    pattern = decode(np.uint8([[7]]), np.uint8([[0x7E]]), p)
+    pattern = decode(np.array([[7]], np.uint8), np.array([[0x7E]], np.uint8), p)
     assert np.asarray(pattern).view(np.float32) == 6 * 448 * 2.0**-130
 
 
 def test_a_power_of_two_on_top():
     """6 * 2^0 * 2^-2: what products decode, so that 2^128 is a number."""
     decode = jax.jit(lambda codes, scales: decode_scaled(codes, scales, MXFP4, None, exponent=-2))
-    pattern = decode(np.uint8([[7]]), np.uint8([[127]]))
+    pattern = decode(np.array([[7]], np.uint8), np.array([[127]], np.uint8))
     assert np.asarray(pattern).view(np.float32) == 1.5

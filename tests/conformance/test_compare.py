@@ -12,7 +12,7 @@ from mx_jax.testing.compare import assert_bitwise_equal, bit_patterns
 
 def test_equal_arrays_of_any_kind_pass():
     for array in (
-        np.float32([np.nan, -0.0, np.inf]),
+        np.array([np.nan, -0.0, np.inf], np.float32),
         np.zeros((0, 3), np.float16),
         np.array(3, np.int64),
         np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn),
@@ -27,14 +27,14 @@ def test_equal_arrays_of_any_kind_pass():
     ("actual", "expected", "message"),
     [
         (
-            np.float32([[1, 2], [3, 4]]),
-            np.float32([[1, 2], [5, 6]]),
+            np.array([[1, 2], [3, 4]], np.float32),
+            np.array([[1, 2], [5, 6]], np.float32),
             "it: 2 of 4 elements differ, the first at [1, 0]: "
             "actual 0x40400000 (3.0), expected 0x40A00000 (5.0)",
         ),
         (
-            np.float32([0.0]),
-            np.float32([-0.0]),
+            np.array([0.0], np.float32),
+            np.array([-0.0], np.float32),
             "it: 1 of 1 elements differ, the first at [0]: "
             "actual 0x00000000 (0.0), expected 0x80000000 (-0.0)",
         ),
@@ -65,16 +65,16 @@ def test_differences_are_described(actual, expected, message: str):
 
 
 def test_nans_with_other_payloads_differ_unless_any_will_do():
-    quiet, other = np.uint32([0x7FC00000, 1]), np.uint32([0xFFC00001, 1])
+    quiet, other = np.array([0x7FC00000, 1], np.uint32), np.array([0xFFC00001, 1], np.uint32)
     actual, expected = quiet.view(np.float32), other.view(np.float32)
     with pytest.raises(AssertionError, match=r"actual 0x7FC00000 \(nan\), expected 0xFFC00001"):
         assert_bitwise_equal(actual, expected)
     assert_bitwise_equal(actual, expected, any_nan=True)
     with pytest.raises(AssertionError, match=r"actual 0x7FC00000 \(nan\), expected 0x3F800000"):
-        assert_bitwise_equal(actual, np.float32([1, 0]), any_nan=True)
+        assert_bitwise_equal(actual, np.array([1, 0], np.float32), any_nan=True)
     # Numbers next to a NaN are still compared.
     with pytest.raises(AssertionError, match=r"1 of 2 elements differ, the first at \[1\]"):
-        assert_bitwise_equal(actual, np.float32([np.nan, 2]), any_nan=True)
+        assert_bitwise_equal(actual, np.array([np.nan, 2], np.float32), any_nan=True)
 
 
 @pytest.mark.parametrize(

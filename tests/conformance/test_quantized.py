@@ -44,7 +44,7 @@ def as_rows(source: Source, x: jax.Array) -> tuple[jax.Array, int]:
     return jnp.asarray(np.pad(values, ((0, rows - len(values)), (0, 0)))), len(values)
 
 
-@pytest.mark.by_default(EAGER_BY_DEFAULT)
+@pytest.mark.slow(but=EAGER_BY_DEFAULT)
 @pytest.mark.parametrize("source", SOURCES, ids=name)
 def test_operation_by_operation(source: Source):
     cases, x = golden.sources()[source], golden.load(source)
@@ -56,7 +56,7 @@ def test_operation_by_operation(source: Source):
     assert golden.check(cases, results, rows) == num_outputs(source)
 
 
-@pytest.mark.by_default(JIT_BY_DEFAULT)
+@pytest.mark.slow(but=JIT_BY_DEFAULT)
 @pytest.mark.parametrize("source", SOURCES, ids=name)
 def test_jit(source: Source):
     cases, x = golden.sources()[source], golden.load(source)
@@ -64,7 +64,7 @@ def test_jit(source: Source):
     assert golden.check(cases, results, x.shape[0]) == num_outputs(source)
 
 
-@pytest.mark.by_default(PLAIN_BY_DEFAULT)
+@pytest.mark.slow(but=PLAIN_BY_DEFAULT)
 @pytest.mark.parametrize("source", SOURCES, ids=name)
 def test_plain_call(source: Source):
     cases, x = golden.sources()[source], golden.load(source)

@@ -28,10 +28,6 @@ def build(site: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.Complete
     )
 
 
-reads_sources = pytest.mark.one_python(reason="builds pages of the sources, imports nothing")
-
-
-@reads_sources
 def test_docs_build(tmp_path: Path):
     result = build(tmp_path / "site")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -73,13 +69,11 @@ def broken_links(page: Path, text: str | None = None) -> list[str]:
     return found
 
 
-@reads_sources
 @pytest.mark.parametrize("page", OUTSIDE)
 def test_links_outside_of_docs(page: str):
     assert not broken_links(ROOT / page)
 
 
-@reads_sources
 def test_files_of_the_architecture_exist():
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"`((?:[a-z_]+/)+[a-z_]+\.py)`", text))

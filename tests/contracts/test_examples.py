@@ -11,15 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.contracts.test_public_names import PUBLIC
 
 ROOT = Path(__file__).parents[2]
 # Names that pages of the reference show, some by the module that they lie in.
 SHOWN = re.compile(r"^::: (mx_jax\S*)\.(\w+)$", re.MULTILINE)
-
-reads_docstrings = pytest.mark.one_python(reason="docstrings are the same on every version")
 
 
 def public() -> dict[str, Any]:
@@ -74,14 +70,12 @@ def below_assignments() -> dict[str, str]:
     return found
 
 
-@reads_docstrings
 def test_every_public_name_has_an_example():
     names = public()
     assert len(names) > 200, "not much is public"
     assert without_example(names) == []
 
 
-@reads_docstrings
 def test_the_reference_shows_them():
     pages = "".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
     shown = {name for _, name in SHOWN.findall(pages)}

@@ -14,8 +14,6 @@ from pathlib import Path
 import grimp
 import pytest
 
-pytestmark = pytest.mark.one_python(reason="reads the import statements of the sources alone")
-
 ROOT = Path(__file__).parents[2]
 TOOLS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
 CONTRACTS = TOOLS["importlinter"]["contracts"]

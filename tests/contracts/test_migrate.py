@@ -16,8 +16,6 @@ OURS = re.compile(r"\bmx_jax(?:\.\w+)+")
 # Flax's own names for it all begin so; its functions below the layers are no way in.
 FLAX_FLOAT8 = re.compile(r"Fp8\w+Op|Fp8DotGeneral|Fp8Einsum|NANOOFp8\w+")
 
-reads_page = pytest.mark.one_python(reason="names of this library are the same on every version")
-
 
 def sections(text: str) -> dict[str, list[tuple[str, str]]]:
     """Rows of each table, theirs and ours, by the section's anchor."""
@@ -52,7 +50,6 @@ def words_on_the_left(anchor: str) -> set[str]:
     return set(re.findall(r"\w+", " ".join(left for left, _ in SECTIONS[anchor])))
 
 
-@reads_page
 def test_tables_are_found():
     assert set(SECTIONS) == {
         "torchao-mx",
@@ -67,7 +64,6 @@ def test_tables_are_found():
     assert all(len(rows) >= 3 for rows in SECTIONS.values())
 
 
-@reads_page
 @pytest.mark.parametrize("name", sorted(set(OURS.findall(PAGE.read_text()))))
 def test_our_names_exist(name: str):
     resolve(name)
@@ -84,7 +80,7 @@ def test_jax_is_complete():
     assert theirs == their_names("jax-nn")
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("anchor", "package"),
     [
@@ -152,7 +148,7 @@ PLACES = {
 }
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 @pytest.mark.parametrize("anchor", PLACES)
 def test_their_names_exist(anchor: str):
     pytest.importorskip(PLACES[anchor][0].split(".")[0])
@@ -167,7 +163,7 @@ def test_their_names_exist(anchor: str):
             raise AssertionError(f"{anchor}: {name} is nowhere in {PLACES[anchor]}")
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 def test_names_of_torchmx_exist():
     """From its sources: it imports with an old torchao only."""
     found = importlib.util.find_spec("torchmx")

@@ -13,8 +13,6 @@ import pytest
 
 import mx_jax
 
-pytestmark = pytest.mark.one_python(reason="compares files of the project with each other")
-
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -25,7 +25,7 @@ def test_strictness_is_on():
         _ = jnp.ones((2, 2)) + jnp.ones(2)
 
 
-@pytest.mark.by_default("mxfp6|nvfp4")
+@pytest.mark.slow(but="mxfp6|nvfp4")
 @pytest.mark.parametrize("format", FORMATS)
 def test_quantize(format: str):
     x = jnp.linspace(-1.0, 1.0, 2 * 40).reshape(2, 40).astype(jnp.bfloat16)
@@ -33,7 +33,7 @@ def test_quantize(format: str):
     assert mx_jax.cast(x, format).dtype == x.dtype
 
 
-@pytest.mark.by_default("mxfp8")
+@pytest.mark.slow(but="mxfp8")
 @pytest.mark.parametrize("name", RECIPES)
 def test_matmul_and_gradients(name: str):
     recipe = recipes.from_name(name)

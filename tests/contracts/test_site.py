@@ -22,8 +22,6 @@ ROOT = Path(__file__).parents[2]
 # What dark pages are drawn with, by the variables of the style sheet.
 VARIABLE = re.compile(r"--(\w+): #([0-9a-f]{6});")
 
-one_python = pytest.mark.one_python(reason="reads a style sheet, or shows it in a browser")
-
 
 def luminance(color: str) -> float:
     """WCAG's relative luminance of six hexadecimal digits."""
@@ -37,7 +35,6 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-@one_python
 @pytest.mark.parametrize("ground", ["page", "raised"])
 def test_dark_text_stands_out(ground: str):
     colors = dict(VARIABLE.findall((ROOT / "docs" / "site.css").read_text()))
@@ -82,7 +79,6 @@ in_a_browser = pytest.mark.skipif(
 
 
 @pytest.mark.slow
-@one_python
 @in_a_browser
 # Tables, code and drawings.
 @pytest.mark.parametrize("page", ["numerics", "training"])
@@ -114,7 +110,6 @@ document.title = JSON.stringify(code.innerText);
 
 
 @pytest.mark.slow
-@one_python
 @in_a_browser
 def test_copies_leave_out_prompts_and_output(site: Path):
     page = site / "index.html"

@@ -8,8 +8,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# pyright is not among them: it reads the types of the installed packages.
-reads_sources = pytest.mark.one_python(reason="reads the project's sources and nothing else")
 
 TOOLS = {
     "ruff check": ["ruff", "check", "--no-cache"],
@@ -32,10 +30,7 @@ def run(tool: str, *paths: Path) -> subprocess.CompletedProcess[str]:
 # pyright takes half a minute.
 BY_TOOL = pytest.mark.parametrize(
     "tool",
-    [
-        pytest.param(tool, marks=reads_sources if "ruff" in tool else pytest.mark.slow)
-        for tool in TOOLS
-    ],
+    [pytest.param(tool, marks=[] if "ruff" in tool else pytest.mark.slow) for tool in TOOLS],
 )
 
 

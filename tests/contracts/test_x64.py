@@ -50,7 +50,7 @@ def test_x64_is_on():
         assert jnp.ones(1).dtype == jnp.float64
 
 
-@pytest.mark.by_default("mxfp8|mxfp4_2d|nvfp4-cpu|float8_rowwise_e4m3-reference")
+@pytest.mark.slow(but="mxfp8|mxfp4_2d|nvfp4-cpu|float8_rowwise_e4m3-reference")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_casts(format: str, backend: str):
@@ -82,7 +82,7 @@ def training(name: str) -> Any:
     return gradients
 
 
-@pytest.mark.by_default("mxfp8")
+@pytest.mark.slow(but="mxfp8")
 @pytest.mark.parametrize(
     "name", [*RECIPES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[2:])]
 )
@@ -111,7 +111,7 @@ def test_ragged_dot():
     same_bits(product, X, EXPERTS)
 
 
-@pytest.mark.by_default("mxfp8$|nvfp4$|quartet$|deepseek|tensorwise|stochastic")
+@pytest.mark.slow(but="mxfp8$|nvfp4$|quartet$|deepseek|tensorwise|stochastic")
 @pytest.mark.parametrize("name", sorted({recipes.from_name(name).name for name in recipes.names()}))
 def test_no_array_is_64_bits_wide(name: str):
     assert wide_arrays(training(name), X, W) == []

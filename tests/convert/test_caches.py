@@ -123,7 +123,7 @@ def rows(cache):
 KEPT = ("cached_key", "cached_value")
 
 
-@pytest.mark.by_default("nvfp4-fixed")
+@pytest.mark.slow(but="nvfp4-fixed")
 @pytest.mark.parametrize(("format", "bits"), FORMATS)
 def test_linen_decodes_as_the_librarys_own_cache(format, bits):
     model = convert.linen(Decoder(), rule(format))
@@ -250,7 +250,7 @@ def nnx_decoded(model, x=X):
     return nnx.jit(run)(model, x.swapaxes(0, 1))[1].swapaxes(0, 1)
 
 
-@pytest.mark.by_default("mxfp8")
+@pytest.mark.slow(but="mxfp8")
 @pytest.mark.parametrize(("format", "bits"), FORMATS)
 def test_nnx_decodes_as_the_librarys_own_cache(format, bits):
     model = convert.nnx(attention(), rule(format))
@@ -382,7 +382,7 @@ def test_flax_serialization(format: str | None):
     keys = jax.random.normal(jax.random.key(0), (2, 1, 2, 64))
     empty = KVCache.zeros(2, 8, 2, 64, format=format)
     cache = empty.append(keys, keys, 0)
-    restored = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(cache))
+    restored: Any = flax.serialization.from_bytes(empty, flax.serialization.to_bytes(cache))
     jax.tree.map(np.testing.assert_array_equal, cache, restored)
     assert restored.keys.format == cache.keys.format
     other = KVCache.zeros(2, 8, 2, 64, format="mxfp4" if format is None else None)

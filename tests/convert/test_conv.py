@@ -108,7 +108,7 @@ def example() -> np.ndarray:
     return np.random.default_rng(2).standard_normal((2, 4, 4, 40), np.float32)
 
 
-@pytest.mark.by_default("linen")
+@pytest.mark.slow(but="linen")
 @pytest.mark.parametrize("framework", ["linen", "nnx"])
 def test_only_rules_that_name_it_convert_it(framework: str):
     x = example()
@@ -140,7 +140,7 @@ def test_blocks_lie_along_the_input_features():
     np.testing.assert_array_equal(linen.apply(variables, x), expected)
 
 
-@pytest.mark.by_default("feature_group")
+@pytest.mark.slow(but="feature_group")
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
@@ -185,7 +185,7 @@ def test_transposed_and_local_convolutions():
     assert recipe_names(nn.ConvTranspose(4, (2, 2)), rule, x) == {"": "mxfp8"}
 
 
-@pytest.mark.by_default("packed")
+@pytest.mark.slow(but="packed")
 @needs_library
 @pytest.mark.parametrize("packed", [False, True], ids=["MXArray", "packed"])
 @pytest.mark.parametrize("framework", ["linen", "nnx"])

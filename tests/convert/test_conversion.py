@@ -96,6 +96,9 @@ class Way:
     # Somebody's own layer, which only a rule that names its type converts.
     foreign: type | None = None
 
+    def model(self) -> Any:
+        raise NotImplementedError
+
     def convert(self, rules: Any, **options: Any) -> Any:
         return self.operation(self.model(), rules, **options)
 
@@ -172,6 +175,9 @@ class Linen(Way):
 
 
 class NnxModel(nnx.Module):
+    up: Any
+    down: Any
+
     def __init__(self, kernels: Kernels):
         for name, kernel in kernels.items():
             layer = nnx.Linear(*kernel.shape, use_bias=False, rngs=nnx.Rngs(0))
@@ -186,7 +192,7 @@ def with_key(state: Any, key: Any) -> Any:
     """The state of streams as of a model that was converted with this key."""
 
     def replaced(leaf: Any) -> Any:
-        return key if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        return key if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
     return state if key is None else jax.tree.map(replaced, state)
 
@@ -318,7 +324,7 @@ class TestConversion:
     """A model of layers that conversion knows."""
 
     @pytest.mark.parametrize("rules", [[ALL], [Rule("down", None), Rule(".*", MXFP8)]], ids=len)
-    def test_products_and_gradients_are_those_by_hand(self, way: Way, rules: list[Rule]):
+    def test_products_and_gradients_are_those_by_hand(self, way: Any, rules: list[Rule]):
         def values(run: Any) -> Any:
             loss = lambda *args: jnp.sum(run(*args) ** 2)  # noqa: E731
             return quick(jax.value_and_grad(loss, (0, 1)))(KERNELS, X)
@@ -326,7 +332,7 @@ class TestConversion:
         ours = values(functools.partial(way.run, way.convert(rules)))
         assert_equal(ours, values(by_hand(MXFP8, MXFP8 if len(rules) == 1 else None)))
 
-    def test_the_report_says_what_each_layer_gets(self, way: Way):
+    def test_the_report_says_what_each_layer_gets(self, way: Any):
         seen: dict[str, Any] = {}
 
         def see(path: str, shape: Any, recipe: Any) -> bool:
@@ -343,13 +349,13 @@ class TestConversion:
         way.report(Rule(".*", MXFP8, filter=see))
         assert seen == {"up": (40, 64), "down": (64, 8)}, "contracting, kept"
 
-    def test_high_precision_is_the_original(self, way: Way):
+    def test_high_precision_is_the_original(self, way: Any):
         plain = quick(functools.partial(way.run, way.model()))(KERNELS, X)
         for recipe in (None, recipes.high_precision()):
             kept = way.convert(Rule(".*", recipe))
             assert_equal(quick(functools.partial(way.run, kept))(KERNELS, X), plain)
 
-    def test_the_way_back_and_on(self, way: Way):
+    def test_the_way_back_and_on(self, way: Any):
         """The original is the model; new rules replace old ones; pickles are equal."""
         model, same = way.model(), way.identity
         once = way.convert(ALL)
@@ -360,7 +366,7 @@ class TestConversion:
         )
         assert same(pickle.loads(pickle.dumps(once))) == same(once)
 
-    def test_rebuilt_it_is_equal(self, way: Way):
+    def test_rebuilt_it_is_equal(self, way: Any):
         """So that jit finds what it compiled."""
 
         def build(recipe: Any) -> Any:
@@ -370,20 +376,20 @@ class TestConversion:
         assert hash(build(MXFP8)) == hash(build(recipes.mxfp8()))
         assert build(MXFP8) != build(WEIGHT_ONLY)
 
-    def test_random_bits(self, way: Way):
+    def test_random_bits(self, way: Any):
         run = quick(functools.partial(way.run, way.convert(Rule(".*", STOCHASTIC))))
         first, again, other = (run(KERNELS, X, jax.random.key(seed)) for seed in (1, 1, 2))
         assert_equal(first, again)
         assert np.any(first != other)
 
-    def test_random_bits_without_a_key(self, way: Way):
+    def test_random_bits_without_a_key(self, way: Any):
         message = "recipe 'stochastic weight'.* draws random bits"
         with pytest.raises(ValueError, match=message):
             if isinstance(way, Nnx):
                 convert.nnx(way.model(), Rule(".*", STOCHASTIC))
             way.run(way.convert(Rule(".*", STOCHASTIC)), KERNELS, X)
 
-    def test_rules_that_match_nothing(self, way: Way):
+    def test_rules_that_match_nothing(self, way: Any):
         """Told of, where layers are first met; an error if strict; once by a report."""
         name = f"convert.{next(name for name, own in WAYS.items() if own is way)}"
         text = (
@@ -413,7 +419,7 @@ class TestConversion:
         # Nothing was to be converted.
         run(Rule(".*", None), strict=True)
 
-    def test_what_is_no_model_and_what_is_no_rule(self, way: Way):
+    def test_what_is_no_model_and_what_is_no_rule(self, way: Any):
         with pytest.raises(TypeError, match=r"convert\.\w+: needs a .*, got int; use convert\.\w+"):
             way.operation(3, ALL)
         with pytest.raises(TypeError, match=r"convert.*: rules must be Rule objects, got 'mxfp8'"):
@@ -424,7 +430,7 @@ class TestConversion:
 class TestOwnLayers:
     """A layer that conversion does not know and that multiplies by name."""
 
-    def test_which_rules_convert_it(self, way: Way):
+    def test_which_rules_convert_it(self, way: Any):
         """Each; of a tree, whose nodes are converted one by one, those that name its type."""
         if isinstance(way, Tree):
             with pytest.warns(UnusedRuleWarning, match="only a rule with types=TreeOwn converts"):
@@ -436,7 +442,7 @@ class TestOwnLayers:
         assert (layer.kernel, layer.shape, decision.recipe) == (OWN.shape[1:], OWN.shape[1:], MXFP8)
 
     @pytest.mark.parametrize("kind", ["product", "experts", "loop"])
-    def test_its_products_are_those_by_hand(self, way: Way, kind: str):
+    def test_its_products_are_those_by_hand(self, way: Any, kind: str):
         layer = way.operation(way.own(kind), Rule(".*", WEIGHT_ONLY, types=way.foreign))
         dot, ragged = (
             functools.partial(product, recipe=WEIGHT_ONLY)
@@ -452,13 +458,13 @@ class TestOwnLayers:
             values(lambda w, x: by_name(kind, x, w, dot, ragged)),
         )
 
-    def test_the_way_back_and_on(self, way: Way):
+    def test_the_way_back_and_on(self, way: Any):
         rule, same = Rule(".*", WEIGHT_ONLY, types=way.foreign), way.identity
         layer = way.operation(way.own("product"), rule)
         assert same(convert.original(layer)) == same(way.own("product")) != same(layer)
         assert same(way.operation(layer, rule)) == same(layer)
 
-    def test_random_bits(self, way: Way):
+    def test_random_bits(self, way: Any):
         options = {"rngs": nnx.Rngs(quantize=0)} if isinstance(way, Nnx) else {}
         rule = Rule(".*", STOCHASTIC, types=way.foreign)
         layer = way.operation(way.own("product"), rule, **options)
@@ -468,7 +474,7 @@ class TestOwnLayers:
         assert_equal(first, again)
         assert np.any(first != other)
 
-    def test_one_without_a_product(self, way: Way):
+    def test_one_without_a_product(self, way: Any):
         layer = way.operation(way.own("none"), Rule(".*", WEIGHT_ONLY, types=way.foreign))
         missing = pytest.warns(UnusedRuleWarning, match="the model has no layer that a rule reac")
         if isinstance(way, Tree):
@@ -481,7 +487,7 @@ class TestOwnLayers:
 class TestKinds:
     """Every kind of Flax's layers."""
 
-    def test_shapes_that_filters_see(self, way: Way):
+    def test_shapes_that_filters_see(self, way: Any):
         seen = {}
 
         def see(path: str, shape: Any, recipe: Any) -> bool:
@@ -502,7 +508,7 @@ class TestKinds:
             "head": (WIDTH, 11),
         }
 
-    def test_first_match_wins(self, way: Way):
+    def test_first_match_wins(self, way: Any):
         rules = [Rule(".*/qk", None), Rule("attention/.*", WEIGHT_ONLY), Rule(".*", MXFP8)]
         names = way.names(way.kinds(), rules)
         assert names["attention/qk"] == "kept by its rule"
@@ -511,13 +517,13 @@ class TestKinds:
         assert names["attention/av"] == "mxfp8"
         assert names["split"] == names["head"] == "mxfp8"
 
-    def test_an_attention_fn_of_ones_own(self, way: Way):
+    def test_an_attention_fn_of_ones_own(self, way: Any):
         """What it multiplies shows in a call, if it does."""
         names = way.names(way.kinds(own_attention), Rule(".*", MXFP8))
         assert "attention/qk" not in names and names["attention/query"] == "mxfp8"
 
     @pytest.mark.parametrize("what", ["dot_general", "dot_general_cls", "recipe", "nothing"])
-    def test_what_a_user_chose_stays(self, way: Way, what: str):
+    def test_what_a_user_chose_stays(self, way: Any, what: str):
         layer = way.chosen(what)
         reason = "contracts no axis" if what == "nothing" else f"has its own {what}"
         with pytest.warns(UnusedRuleWarning):
@@ -532,7 +538,7 @@ class TestKinds:
             with pytest.warns(UnusedRuleWarning):
                 assert nnx.graphdef(convert.nnx(layer, ALL)) == nnx.graphdef(layer)
 
-    def test_an_embedding(self, way: Way):
+    def test_an_embedding(self, way: Any):
         """Looked up in, and multiplied by, the quantized table; its gradient is the identity."""
         table, call = way.embed()
         quantized = mx_jax.cast(table, "mxfp4", scale_rule="even")

@@ -186,7 +186,7 @@ class TestLlama:
                 self.w = nnx.Param(jnp.ones((32, 4)))
 
             @nnx.jit
-            def __call__(self, x: jax.Array) -> jax.Array:
+            def __call__(self, x: jax.Array) -> jax.Array:  # pyright: ignore
                 return x @ self.w[...]
 
         run, state = as_function(convert.nnx(Compiled(), ALL, strict=True))

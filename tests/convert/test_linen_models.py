@@ -20,7 +20,7 @@ MXFP8 = recipes.mxfp8()
 
 
 def loss_and_output(module: nn.Module, variables: Any, x: jax.Array):
-    y = module.apply(variables, x)
+    y: Any = module.apply(variables, x)
     return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))), y
 
 
@@ -37,7 +37,7 @@ def assert_same_bits(left: Any, right: Any):
 
 
 # Below nn.jit a path is a compilation of its own: the programs of both cannot be alike.
-@pytest.mark.by_default("compact")
+@pytest.mark.slow(but="compact")
 @pytest.mark.parametrize(
     "name",
     [
@@ -103,7 +103,7 @@ def test_a_cell_that_joins_its_parameters():
     model = nn.RNN(nn.OptimizedLSTMCell(32))
     assert convert.report(model, rule, x).summary == "2 of 2 layers converted"
     variables = model.init(jax.random.key(0), x)
-    joined = convert.linen(model, rule).apply(variables, x)
+    joined: Any = convert.linen(model, rule).apply(variables, x)
     plain = convert.linen(nn.RNN(nn.LSTMCell(32)), rule).apply(variables, x)
     np.testing.assert_array_equal(plain, joined)
     traced = convert.function(model.apply, rule, weights=0)(variables, x)

@@ -134,7 +134,7 @@ class TestLayers:
 
 
 class TestAttention:
-    @pytest.mark.by_default("4")
+    @pytest.mark.slow(but="4")
     @pytest.mark.parametrize("num_kv_heads", [4, 2])
     def test_both_products(self, num_kv_heads: int):
         attention = nnx.MultiHeadAttention(
@@ -153,7 +153,7 @@ class TestAttention:
     @pytest.mark.slow
     def test_high_precision_products_are_flaxs(self):
         attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
-        converted = convert.nnx(attention, Rule("qk", MXFP8))
+        converted: Any = convert.nnx(attention, Rule("qk", MXFP8))
         operation = converted.attention_fn.operation
         x = draw(2, 5, 2, 4)
         mask = nnx.make_causal_mask(x[..., 0, 0])
@@ -171,7 +171,7 @@ class TestAttention:
         attention = nnx.MultiHeadAttention(
             2, 8, dropout_rate=0.5, deterministic=False, decode=False, rngs=nnx.Rngs(0)
         )
-        converted = convert.nnx(attention, Rule("(qk|av)", MXFP8))
+        converted: Any = convert.nnx(attention, Rule("(qk|av)", MXFP8))
         x = draw(1, 5, 8)
         converted(x, rngs=nnx.Rngs(dropout=1), sow_weights=True)
         (weights,) = converted.attention_weights.get_value()

@@ -24,7 +24,7 @@ from mx_jax.convert import Rule
 
 from .helpers import products
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 TOKENS = np.arange(32, dtype=np.int32).reshape(2, 16)
 POSITIONS = np.broadcast_to(np.arange(16, dtype=np.int32), (2, 16))

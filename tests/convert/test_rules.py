@@ -214,9 +214,10 @@ class TestReport:
         ]
 
     def test_rich(self):
-        console = Console(width=120, file=io.StringIO())
+        file = io.StringIO()
+        console = Console(width=120, file=file)
         console.print(REPORT)
-        text = console.file.getvalue()
+        text = file.getvalue()
         assert all(word in text for word in ("a/up", "64x128", "mxfp8", "rule 1 ('z') matched"))
 
     def test_a_linen_report_takes_flags_shapes_and_methods(self):

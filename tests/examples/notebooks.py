@@ -47,8 +47,9 @@ def executed(notebook: dict[str, Any]) -> list[list[dict[str, Any]]]:
 def _run(source: str, number: int, namespace: dict[str, Any]) -> list[dict[str, Any]]:
     tree = ast.parse(source)
     shown = None
-    if isinstance(tree.body[-1], ast.Expr) and not source.rstrip().endswith(";"):
-        shown = ast.Expression(tree.body.pop().value)
+    if isinstance(last := tree.body[-1], ast.Expr) and not source.rstrip().endswith(";"):
+        shown = ast.Expression(last.value)
+        tree.body.pop()
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(tree, f"<cell {number}>", "exec"), namespace)
         value = eval(compile(shown, f"<cell {number}>", "eval"), namespace) if shown else None

@@ -19,7 +19,6 @@ NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "findin
 
 
 # The cheapest claim of all runs by default, the others with the slow tests.
-of_values = pytest.mark.one_python(reason="values whose bits are tested on every Python")
 
 
 @pytest.fixture
@@ -31,7 +30,6 @@ def finding(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-@of_values
 @pytest.mark.slow
 def test_layernorm_gains(finding: Any):
     own: ModuleType = finding("layernorm_gains")
@@ -42,7 +40,6 @@ def test_layernorm_gains(finding: Any):
     assert rceil["last_code"] == 0 and rceil["error"] < 0.02
 
 
-@of_values
 @pytest.mark.slow
 def test_stochastic_clipping(finding: Any):
     own = finding("stochastic_clipping")
@@ -55,7 +52,6 @@ def test_stochastic_clipping(finding: Any):
     assert own.mean_of_largest("FLOOR, 3/4", 7.5) == pytest.approx(1, abs=0.005)
 
 
-@of_values
 @pytest.mark.slow
 def test_adam_moments(finding: Any):
     own = finding("adam_moments")
@@ -73,7 +69,6 @@ def test_adam_moments(finding: Any):
     assert ours[-20:].mean() < 0.1 * exact[0]
 
 
-@of_values
 @pytest.mark.slow
 def test_nvfp4_clipping(finding: Any):
     found = finding("nvfp4_clipping").measure()
@@ -82,7 +77,6 @@ def test_nvfp4_clipping(finding: Any):
     assert found["amax_headroom"] == pytest.approx(1, abs=0.001)
 
 
-@of_values
 @pytest.mark.slow
 def test_gradients_e4m3_e5m2(finding: Any):
     own = finding("gradients_e4m3_e5m2")
@@ -92,7 +86,6 @@ def test_gradients_e4m3_e5m2(finding: Any):
     assert own.relative_error(10.0, e4m3) > 2 * own.relative_error(10.0, e5m2)
 
 
-@of_values
 @pytest.mark.slow
 def test_hadamard_sizes(finding: Any):
     own = finding("hadamard_sizes")
@@ -100,7 +93,6 @@ def test_hadamard_sizes(finding: Any):
     assert own.sqnr(32, 1.0) == pytest.approx(own.sqnr(0, 1.0), abs=0.3)
 
 
-@of_values
 @pytest.mark.slow
 def test_requantized_tiles(finding: Any):
     own = finding("requantized_tiles")
@@ -110,14 +102,12 @@ def test_requantized_tiles(finding: Any):
     assert lost["float8_blockwise_e4m3"] == pytest.approx(3, abs=0.3)
 
 
-@of_values
 def test_head_in_fp4(finding: Any):
     own = finding("head_in_fp4")
     assert own.vanished("mxfp4") > 0.7 and own.vanished("mxfp8_e4m3") < 0.01
     assert own.kept("mxfp4") < 0.85 < 0.99 < own.kept("mxfp8_e4m3")
 
 
-@pytest.mark.one_python(reason="names of files, and what the page says of them")
 def test_each_is_on_the_page_as_its_script_draws_it(finding: Any):
     figure = finding("findings_figure")
     page = (ROOT / "docs" / "accuracy.md").read_text()
@@ -129,7 +119,6 @@ def test_each_is_on_the_page_as_its_script_draws_it(finding: Any):
 
 
 @pytest.mark.slow
-@pytest.mark.one_python(reason="figures of matplotlib's, made of values that are tested above")
 @pytest.mark.parametrize("name", ["requantized_tiles", "nvfp4_clipping"])
 def test_figures_are_drawn(finding: Any, name: str, tmp_path: Path):
     own = finding(name)
@@ -182,7 +171,6 @@ def lab(color: str, eyes: np.ndarray) -> np.ndarray:
     return np.array([116 * root[1] - 16, 500 * (root[0] - root[1]), 200 * (root[1] - root[2])])
 
 
-@of_values
 def test_colors_are_told_apart_by_all_eyes_by_day_and_night(finding: Any):
     figure = finding("findings_figure")
     css = (ROOT / "docs" / "site.css").read_text()

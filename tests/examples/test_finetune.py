@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -177,9 +178,9 @@ def test_adapters_over_codes_are_written_as_one_matrix(llama, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["float32", "mxfp8", "nvfp4", "mxfp4_stochastic", "lora:mxfp4"])
+@pytest.mark.parametrize("way", ["float32", "mxfp4_stochastic", "lora:mxfp4"])
 def test_every_way_learns_and_resumes(way: str, call, monkeypatch, capsys):
-    states = ("--states", "mxfp8" if way == "mxfp8" else "float32")
+    states = ("--states", "mxfp8" if way == "mxfp4_stochastic" else "float32")
     assert call("--ways", way, "--out", "whole", *states) == 0
     stop_at(STEPS, monkeypatch)
     assert call("--ways", way, *states) == 130
@@ -187,6 +188,8 @@ def test_every_way_learns_and_resumes(way: str, call, monkeypatch, capsys):
     found = losses("whole", way)
     assert losses("finetuned", way) == found
     assert np.mean(found["after"]) < np.mean(found["before"]) - 0.1
+    if way != "float32":
+        return
     # Done before, and shown beside what is added.
     capsys.readouterr()
     assert call("--resume", "--ways", f"{way},qat:nvfp4") == 0
@@ -279,3 +282,33 @@ def test_smollm2_from_its_package_to_a_text(tmp_path: Path, monkeypatch, capsys)
     capsys.readouterr()
     assert main(["generate", "small", "--prompt", "Once", "--max-tokens", "2"]) == 0
     assert capsys.readouterr().out.startswith("Once")
+
+
+# What a run of examples/finetune leaves alone, and what it is taken up from.
+
+
+def test_a_folder_that_is_no_runs_is_not_written_over(here: Path, call, capsys):
+    (here / "finetuned" / "float32").mkdir(parents=True)
+    (here / "finetuned" / "float32" / "model.safetensors").write_text("mine")
+    assert call("--ways", "float32") == 2
+    assert "finetuned/float32 is no run's, and would be written over" in capsys.readouterr().err
+    assert (here / "finetuned" / "float32" / "model.safetensors").read_text() == "mine"
+
+
+@pytest.mark.slow
+def test_killed_while_its_checkpoints_are_removed(here: Path, call, monkeypatch, capsys):
+    remove = shutil.rmtree
+
+    def interrupted(folder: Path, *rest: Any, **options: Any) -> None:
+        if Path(folder).name == "checkpoints":
+            for path in [*Path(folder).rglob("*")][::2]:
+                path.unlink() if path.is_file() else None
+            raise KeyboardInterrupt
+        remove(folder, *rest, **options)
+
+    monkeypatch.setattr(module("train").shutil, "rmtree", interrupted)
+    assert call("--ways", "float32") == 130
+    monkeypatch.setattr(module("train").shutil, "rmtree", remove)
+    assert call("--resume") == 0
+    assert "float32: done before" in capsys.readouterr().out and "float32" in runs()
+    assert not (here / "finetuned" / "float32" / "checkpoints").exists()

@@ -10,7 +10,6 @@ from examples import numerics_pictures
 
 ROOT = Path(__file__).parents[2]
 pictures: Any = numerics_pictures
-pytestmark = pytest.mark.one_python(reason="values whose bits are tested on every Python")
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def test_vectors_are_those_of_transformers(parts, folder):
     np.testing.assert_allclose(found, np.load(HERE / "minilm.npy"), atol=1e-5)
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 def test_committed_vectors_are_those_of_transformers(folder):
     tiny = bert.vectors_of_transformers(bert.TINY, bert.tensors(), bert.TINY_SENTENCES)
     np.testing.assert_allclose(tiny, np.load(HERE / "tiny_bert.npy"), atol=2e-6)
@@ -70,8 +70,9 @@ def test_committed_vectors_are_those_of_transformers(folder):
     np.testing.assert_allclose(theirs, np.load(HERE / "minilm.npy"), atol=2e-6)
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 def test_committed_tokens_are_those_of_tokenizers(parts, folder):
+    pytest.importorskip("tokenizers")
     tokenize = parts.weights.tokenizer(folder)
     assert tokenize(bert.SENTENCES["sentences"]) == bert.SENTENCES["tokens"]
     assert len(tokenize(["word " * 400])[0]) == 256
@@ -117,7 +118,6 @@ def test_calibration_knows_every_dense_layer(parts, tiny):
     np.testing.assert_array_equal(kernel.codes, want.codes)
 
 
-@pytest.mark.one_python(reason="NumPy on lists of numbers")
 def test_batches_and_neighbors(parts):
     lengths = [3, 40, 16, 17, 256, 1, 33]
     sentences = [[index + 1] * length for index, length in enumerate(lengths)]
@@ -155,7 +155,6 @@ def write_tiny(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.one_python(reason="reads files and options")
 def test_what_is_wrong_is_said(parts, example, tmp_path, monkeypatch, capsys):
     find, load, error = parts.weights.find_folder, parts.weights.load, parts.weights.ModelError
     monkeypatch.setattr(parts.weights, "PACKAGE", "no_such_package")

@@ -20,12 +20,12 @@ def output(*options: str) -> str:
 @pytest.mark.slow
 def test_codes_travel_and_the_loss_falls():
     pytest.importorskip("sklearn")
-    text = output("--processes", "2", "--steps", "40", "--recipe", "mxfp4")
+    text = output("--processes", "2", "--steps", "6", "--recipe", "mxfp4")
     whole, share = map(float, re.findall(r"\(([\d.]+) of plain JAX's\)", text))
     assert whole == 1 and share <= 0.4
     assert re.search(r"mxfp4 .* as u8", text) and not re.search(r"float32 .* as u8", text)
     before, after = map(float, re.findall(r"step +\d+  loss ([\d.]+)", text))
-    assert after < before < 1.5
+    assert after < before - 0.2
 
 
 def test_unknown_recipes_are_refused():

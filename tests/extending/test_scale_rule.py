@@ -18,7 +18,7 @@ from tests.extending.least_error import LEAST_ERROR
 from tests.extending.test_products import multiples
 
 
-def lost(block: np.ndarray, exponent: int, format: BlockFormat) -> Fraction:
+def lost(block: np.ndarray, exponent: int, format: BlockFormat) -> Fraction | int:
     """The squared error of a block under a scale of `2^exponent`."""
     element = format.element
     values = [Fraction(element.value(code)) for code in range(element.max_code + 1)]

@@ -13,7 +13,7 @@ from mx_jax.generate.load import params_of
 from mx_jax.generate.model import Llama
 from mx_jax.generate.tokenizer import tokenizer_of_gguf
 from tests.generate import smollm2
-from tests.generate.test_peers import logits_of_transformers
+from tests.generate.test_model import logits_of_transformers
 
 HERE = Path(__file__).parent
 COMMITTED = json.loads((HERE / "smollm2.json").read_text())
@@ -34,7 +34,7 @@ def test_logits_are_those_of_transformers(file):
     np.testing.assert_allclose(logits[0, :, ::997], COMMITTED["logits"], atol=2e-4)
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 def test_committed_logits_are_those_of_transformers(file):
     config = config_from_gguf(file.metadata, file)
     tensors = {name: np.asarray(file[name]) for name in file}
@@ -42,8 +42,9 @@ def test_committed_logits_are_those_of_transformers(file):
     np.testing.assert_allclose(theirs[0, :, ::997], COMMITTED["logits"], atol=2e-4)
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 def test_tokens_are_those_of_llama_cpp(file):
+    pytest.importorskip("tokenizers")
     tokenizer = tokenizer_of_gguf(file.metadata)
     for case in COMMITTED["llama.cpp"]:
         assert tokenizer.encode(case["text"]) == case["tokens"], case["text"]
@@ -54,8 +55,9 @@ def test_tokens_are_those_of_llama_cpp(file):
     assert "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant" in asked
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 def test_tokenizers_that_are_not_known(file):
+    pytest.importorskip("tokenizers")
     for change, message in [
         ({"tokenizer.ggml.model": "llama"}, "got tokenizer.ggml.model='llama'"),
         ({"tokenizer.ggml.pre": "odd"}, "tokenizer.ggml.pre='odd'"),

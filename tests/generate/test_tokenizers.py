@@ -9,7 +9,6 @@ import pytest
 
 from mx_jax.generate.tokenizer import tokenizer_of_folder, tokenizer_of_gguf
 
-pytestmark = pytest.mark.one_python(reason="words, and no arrays of JAX")
 tokenizers = pytest.importorskip("tokenizers")
 FIELDS: dict[str, Any] = {
     "tokenizer.ggml.model": "gpt2",

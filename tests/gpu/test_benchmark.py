@@ -81,7 +81,7 @@ def test_a_peer_that_cannot_be_imported_is_one_failure(monkeypatch: pytest.Monke
             make()
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 def test_tritons_product_is_right():
     pytest.importorskip("triton")
     code = Path(__file__).with_name("triton_product.py")

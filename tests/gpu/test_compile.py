@@ -1,6 +1,6 @@
 """Ahead of time, for every architecture: no spills, few registers, tensor-core instructions found.
 
-Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu_compile`.
+Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu`.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ SCRIPT = Path(__file__).with_name("compile_for.py")
 MAX_REGISTERS = 168
 
 pytestmark = [
-    pytest.mark.gpu_compile,
+    pytest.mark.gpu,
     pytest.mark.skipif(
         importlib.util.find_spec("jax_cuda13_plugin") is None or tools.find("ptxas") is None,
         reason="needs jax-cuda13-plugin and ptxas: pip install '.[gpu-compile]'",

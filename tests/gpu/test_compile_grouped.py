@@ -1,6 +1,6 @@
 """Rows in groups, ahead of time: the dense kernel's instructions, no spills; bytes moved.
 
-Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu_compile`.
+Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Ahead of time, for every architecture: casts spill nothing and take few instructions an element.
 
-Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu_compile`.
+Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu`.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Ahead of time: every product that `xla_scaled` offers is one scaled dot; bytes are counted.
 
-Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu_compile`.
+Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu`.
 """
 
 import json

@@ -26,7 +26,6 @@ from mx_jax.measure.worker import PLAIN
 from tests.backends.altered import altered
 from tests.backends.mosaic import needs_mosaic
 
-tables = pytest.mark.one_python(reason="only tables and arithmetic")
 DEVICES = {"H100": "NVIDIA H100 80GB HBM3", "H200": "NVIDIA H200"}
 TINY = Step(width=64, hidden=64, heads=2, kv_heads=1, sequences=1, length=32)
 
@@ -49,7 +48,6 @@ def test_every_goal_has_a_case(device: str):
             assert {goal.way, found.baseline} <= {name for name, _ in found.makers}
 
 
-@tables
 def test_options_choose():
     device = DEVICES["H100"]
     assert len(asked(device)) == len(set(asked(device)))
@@ -64,7 +62,6 @@ def planted(what: Any, **changes: Any) -> Measured:
     return Measured(what=what, baseline=BASELINE, **changes)
 
 
-@tables
 def test_verdicts():
     one, two, three, four = (
         Timed(pair=Pair(rhs=MXFP4), m=m, n=8192, k=8192) for m in (1, 16, 64, 256)
@@ -96,7 +93,6 @@ def test_verdicts():
     assert texts == ["met", str(left)]
 
 
-@tables
 def test_speeds_over_a_baseline_and_what_they_are_worth():
     def chain(name: str, device: float | None) -> Any:
         return name, lambda: Chain(name, lambda: None, lambda: device)

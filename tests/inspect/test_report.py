@@ -16,8 +16,6 @@ from mx_jax.inspect.report import findings
 from mx_jax.inspect.report_page import Histogram, Table, page
 from tests.quick import quick
 
-plain = pytest.mark.one_python(reason="pages and sentences are made in plain Python")
-
 SECTIONS = [
     "Out of the ordinary",
     "Numbers",
@@ -111,7 +109,6 @@ def test_a_run_that_diverges_is_diagnosed_from_its_page(tmp_path):
     assert drawn.count("polyline") > 10 and drawn.count("rect") > 10
 
 
-@plain
 def test_nothing_and_what_is_no_record(tmp_path):
     file = tmp_path / "run.jsonl"
     for text, message in (
@@ -132,7 +129,6 @@ def said(*stats: dict[str, float], tag: inspect.Tag = TAG) -> list[str]:
 GOOD = {"saturation": 0.01, "underflow": 0.1, "outlier_ratio": 5.0, "sqnr_db": 20.0}
 
 
-@plain
 @pytest.mark.parametrize(
     ("steps", "sentences"),
     [
@@ -157,13 +153,11 @@ def test_what_is_out_of_the_ordinary(steps, sentences):
     assert said(*steps) == sentences
 
 
-@plain
 def test_numbers_out_of_the_ordinary():
     numbers = [inspect.Scalar(name="loss", step=i, value=v) for i, v in enumerate((2.0, 1.0, 4.0))]
     assert findings([], {"loss": numbers}) == ["loss is three times its best from step 2 on"]
 
 
-@plain
 @pytest.mark.parametrize(
     ("layers", "rest"),
     [
@@ -183,7 +177,6 @@ def test_layers_of_a_scan_share_a_sentence(layers, rest):
     assert findings(records, {}) == [text + rest]
 
 
-@plain
 def test_scales_of_zeros_and_nan_do_not_stretch_a_histogram():
     def histogram(counts: dict[int, int]) -> str:
         text = page("", "", {"Scales": [Table((), [[Histogram(counts)]])]})
@@ -197,7 +190,6 @@ def test_scales_of_zeros_and_nan_do_not_stretch_a_histogram():
     assert 300 < int(re.search(r'svg width="(\d+)"', wide)[1]) < 500  # pyright: ignore
 
 
-@plain
 def test_the_page_says_how_much_it_is_about(tmp_path):
     memory = inspect.Memory()
     shared: Any = {"path": "a", "product": "output", "format": "mxfp4", "rule": "even"}

@@ -15,7 +15,6 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chr
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.one_python(reason="a browser shows the page, whatever Python wrote it"),
     pytest.mark.skipif(BROWSER is None, reason="no chromium found, e.g. `apt install chromium`"),
 ]
 

@@ -19,8 +19,6 @@ from mx_jax.mxarray import MXArray
 from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.inspect.test_report import Page
 
-pytestmark = pytest.mark.one_python(reason="files are read and pages written in plain Python")
-
 SECTIONS = [
     "Out of the ordinary",
     "Formats",

@@ -197,7 +197,6 @@ def test_errors():
         found_by(Budget(bits=4))
 
 
-@pytest.mark.one_python(reason="a linear program of SciPy's, without JAX")
 def test_the_choice_is_the_best():
     """Against every choice that there is."""
     rng = np.random.default_rng(0)

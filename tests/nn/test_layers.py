@@ -125,7 +125,7 @@ class Nnx(Linen):
 
 both = pytest.mark.parametrize("flaxs", [Linen(), Nnx()], ids=["linen", "nnx"])
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-some_cases = pytest.mark.by_default("dense|einsum")
+some_cases = pytest.mark.slow(but="dense|einsum")
 
 
 def tame(flaxs: Linen, case: Case) -> dict[str, Any]:
@@ -345,7 +345,7 @@ def test_einsum_subscripts():
 # nnx ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.by_default("dense")
+@pytest.mark.slow(but="dense")
 @pytest.mark.parametrize("case", [DENSE, EINSUM], ids=["dense", "einsum"])
 def test_nnx_draws_anew_at_every_call(case: Case):
     first, second = (Nnx().build(case, stochastic()) for _ in range(2))
@@ -387,7 +387,7 @@ def test_every_layer_has_a_stream_of_its_own(streams: dict[str, int]):
         assert_bitwise_equal(layer.kernel[...], flax.kernel[...])
 
 
-@pytest.mark.by_default("params")
+@pytest.mark.slow(but="params")
 @pytest.mark.parametrize("only", [..., "params"], ids=["all", "params"])
 def test_layers_of_a_stack_have_streams_of_their_own(only: Any):
     """Made by nnx.vmap: also where only the parameters' stream is split."""

@@ -90,7 +90,7 @@ def test_linen_parameters_are_those_of_the_layer_without_it(form: Any):
     assert jax.eval_shape(layer.init, KEY, X) == expected
 
 
-@pytest.mark.by_default("class")
+@pytest.mark.slow(but="class")
 @forms
 def test_each_product_draws_its_own_bits(form: Any):
     model = Twins(form(stochastic()))
@@ -128,7 +128,7 @@ def test_a_rebuilt_linen_model_is_not_retraced():
     assert len(traces) == 1
 
 
-@pytest.mark.by_default("class")
+@pytest.mark.slow(but="class")
 @pytest.mark.parametrize("as_class", [False, True], ids=["module", "class"])
 def test_attention_products(as_class: bool):
     def attention(**products: Any) -> flax_nn.Module:
@@ -149,7 +149,7 @@ def test_attention_products(as_class: bool):
         assert np.any(one != other) == (recipe != "mxfp8")
 
 
-@pytest.mark.by_default("class")
+@pytest.mark.slow(but="class")
 @forms
 def test_through_the_bridge_to_nnx(form: Any):
     rngs = flax_nnx.Rngs(0, quantize=1)
@@ -240,7 +240,7 @@ def test_nnx_parameters_are_those_of_the_layer_without_it(kind: str):
     )
 
 
-@pytest.mark.by_default("Linear$")
+@pytest.mark.slow(but="Linear$")
 @pytest.mark.parametrize(
     "kind", ["Linear", "Einsum", pytest.param("LinearGeneral", marks=pytest.mark.slow)]
 )

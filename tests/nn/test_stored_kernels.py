@@ -146,7 +146,7 @@ def num_calls(run: Runs, *args: Any, target: str = rejections.PACKED_MATMUL) -> 
     return jax.jit(run).lower(*args).as_text().count(f"@{target}(")
 
 
-@pytest.mark.by_default("dense|einsum")
+@pytest.mark.slow(but="dense|einsum")
 @needs_library
 @ways
 @cases
@@ -226,7 +226,7 @@ STACKS: dict[str, Callable[[Any, jax.Array], tuple[Any, Runs]]] = {
 }
 
 
-@pytest.mark.by_default("mxfp8")
+@pytest.mark.slow(but="mxfp8")
 @needs_library
 @pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
 @pytest.mark.parametrize("format", [STORED, "nvfp4"])

@@ -251,7 +251,7 @@ def test_subscripts_are_text(subscripts):
         mx_jax.einsum(subscripts, X, W, recipe=MXFP8)
 
 
-@pytest.mark.by_default(r"40, 3|nvfp4-\(2")
+@pytest.mark.slow(but=r"40, 3|nvfp4-\(2")
 @pytest.mark.parametrize(
     ("name", "lhs", "rhs"),
     [

@@ -56,7 +56,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.by_default("mxfp8|packed|gradient")
+@pytest.mark.slow(but="mxfp8|packed|gradient")
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_symbolic_batch(function):
     (batch,) = jax.export.symbolic_shape("batch")

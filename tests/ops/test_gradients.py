@@ -205,13 +205,13 @@ def is_exact(recipe: Recipe) -> bool:
     return all(spec is not None and spec.format.scale.kind == "exponent" for spec in specs)
 
 
-@pytest.mark.by_default("plain|odd_batch|kept_around|crossed|batch_of_vectors")
+@pytest.mark.slow(but="plain|odd_batch|kept_around|crossed|batch_of_vectors")
 @pytest.mark.parametrize("case", DOT_GENERAL_CASES, ids=str)
 def test_dimension_numbers(case: DotGeneralCase, rng: np.random.Generator):
     compare(case, DISTINCT, rng)
 
 
-@pytest.mark.by_default("mxfp8_hybrid|weight_only|^quantized$|square_blocks")
+@pytest.mark.slow(but="mxfp8_hybrid|weight_only|^quantized$|square_blocks")
 @pytest.mark.parametrize(
     "recipe",
     [
@@ -244,7 +244,7 @@ def test_the_comparison_sees_axes_and_specs(rng: np.random.Generator):
             assert not np.array_equal(left, right)
 
 
-@pytest.mark.by_default("plain|odd_batch|kept_around|crossed|batch_of_vectors")
+@pytest.mark.slow(but="plain|odd_batch|kept_around|crossed|batch_of_vectors")
 @pytest.mark.parametrize("case", DOT_GENERAL_CASES, ids=str)
 def test_high_precision_is_lax(case: DotGeneralCase, rng: np.random.Generator):
     arrays = [10 ** rng.normal(size=x.shape).astype(np.float32) for x in draw(case, rng)]

@@ -38,7 +38,7 @@ CALLS = {
 CALL = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 
 
-@pytest.mark.by_default("matmul|dot_general|einsum")
+@pytest.mark.slow(but="matmul|dot_general|einsum")
 @CALL
 def test_a_forward_product_that_draws_nothing_needs_no_key(call):
     """Inference with a training recipe: the product of the recipe's nearest-rounded forward."""
@@ -76,7 +76,7 @@ def test_only_a_gradient_that_is_taken_draws():
     assert_bitwise_equal(dx, expected)
 
 
-@pytest.mark.by_default("matmul|dot_general")
+@pytest.mark.slow(but="matmul|dot_general")
 @CALL
 def test_a_recipe_that_draws_nothing_takes_a_key(call):
     """Code may be the same for every recipe: the key is not used, in any product."""
@@ -94,7 +94,7 @@ def test_a_recipe_that_draws_nothing_takes_a_key(call):
 NO_KEYS = {
     "two": (jax.random.split(KEY), "dtype=key<fry>, shape=(2,)"),
     "seed": (3, "3"),
-    "floats": (np.float32([1, 2]), "dtype=float32, shape=(2,)"),
+    "floats": (np.array([1, 2], np.float32), "dtype=float32, shape=(2,)"),
     "number": (np.uint32(1), "dtype=uint32, shape=()"),
 }
 

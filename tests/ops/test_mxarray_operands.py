@@ -37,7 +37,7 @@ def w(rng: np.random.Generator) -> np.ndarray:
     return draw_few_octaves(rng, (70, 5))
 
 
-@pytest.mark.by_default("both")
+@pytest.mark.slow(but="both")
 @pytest.mark.parametrize("sides", ["lhs", "rhs", "both"])
 def test_codes_are_used_as_they_are(x: np.ndarray, w: np.ndarray, sides: str):
     """MXINT8 codes go into an MXFP4 product unchanged; the other operand becomes MXFP4."""
@@ -83,7 +83,7 @@ def test_an_mxarray_itself_has_no_gradient(x: np.ndarray, w: np.ndarray):
     assert grads.codes.dtype == grads.scales.dtype == jax.dtypes.float0
 
 
-@pytest.mark.by_default("PRIMAL")
+@pytest.mark.slow(but="PRIMAL")
 @pytest.mark.parametrize("residuals", Residuals)
 def test_straight_through_within_one_trace(x: np.ndarray, w: np.ndarray, residuals: Residuals):
     """What was quantized gets the cotangent that it would get as a plain operand."""

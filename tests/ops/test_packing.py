@@ -46,7 +46,7 @@ def num_calls(function, *args) -> int:
     return function.lower(*args).as_text().count(f"@{rejections.PACKED_MATMUL}(")
 
 
-@pytest.mark.sweep(reason="a C++ library, the same one, computes these bits")
+@pytest.mark.slow(but=5)
 @needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize("k_first", [False, True], ids=["n_k", "k_n"])
@@ -122,7 +122,7 @@ def test_panels_of_another_version_are_refused():
         jax.block_until_ready(mx_jax.matmul(x, other, recipe=MXFP4))
 
 
-@pytest.mark.sweep(reason="a C++ library, the same one, computes these bits")
+@pytest.mark.slow(but=5)
 @needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize("lhs", ["float32", "wide", "bfloat16", "same"])
@@ -412,7 +412,7 @@ PRODUCTS = [
 ]
 
 
-@pytest.mark.sweep(reason="a C++ library, the same one, computes these bits")
+@pytest.mark.slow(but=5)
 @needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize("format", [ROWS, TENSOR])

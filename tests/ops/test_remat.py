@@ -157,7 +157,7 @@ def test_casts_of_flax_layers(policy: str):
         assert casts(gradients(apply), state, X) == expected
 
 
-@pytest.mark.by_default("quantized")
+@pytest.mark.slow(but="quantized")
 @pytest.mark.parametrize("policy", ["nothing", "quantized"])
 def test_groups_and_delayed_scales_are_kept_too(policy: str):
     sizes = jnp.array([8, 24])

@@ -176,7 +176,7 @@ def test_delayed_scales_are_refused():
     params = dense.init(KEYS[0], X)
 
     def loss(x):
-        return (dense.apply(params, x) ** 2).sum()
+        return (jnp.asarray(dense.apply(params, x)) ** 2).sum()
 
     with pytest.raises(ValueError, match=NO_DERIVATIVE):
         jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(X)

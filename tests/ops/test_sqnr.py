@@ -44,8 +44,7 @@ def measure(recipe: Recipe) -> tuple[float, float, float]:
     return output, dx, dw
 
 
-@pytest.mark.by_default("mxfp8")
-@pytest.mark.sweep(reason="the loss by codes that tests/conformance has on every Python")
+@pytest.mark.slow(but="mxfp8")
 @pytest.mark.parametrize(
     ("recipe", "floors"),
     [

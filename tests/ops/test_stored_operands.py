@@ -22,7 +22,7 @@ HIGH = MatmulSpec(lhs=None, rhs=None)
 # Prescales ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.by_default("both")
+@pytest.mark.slow(but="both")
 @pytest.mark.parametrize("stored", ["neither", "lhs", "rhs", "both"])
 def test_a_stored_operand_never_had_a_prescale(stored: str):
     """matmul and ragged_dot alike: 32 products of 1 by 1."""
@@ -78,7 +78,7 @@ def vjp(operation, dtype=jnp.float32):
     return run(X.astype(dtype), W.astype(dtype), G.astype(dtype))
 
 
-@pytest.mark.by_default("float32-mxfp4|float32-nvfp4|bfloat16-float8")
+@pytest.mark.slow(but="float32-mxfp4|float32-nvfp4|bfloat16-float8")
 @pytest.mark.parametrize("format", ["mxfp4", "mxint8", "nvfp4", "float8_rowwise_e4m3"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_weight_only_s_gradient_is_that_of_its_forward(format: str, dtype):

@@ -81,7 +81,7 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.by_default("vmap$|scan|remat")
+@pytest.mark.slow(but="vmap$|scan|remat")
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_bits_are_those_of_the_plain_call(arrays, expected, name: str):
     check(quick(TRANSFORMED[name])(*arrays), expected)

@@ -52,7 +52,7 @@ def kept_bytes(setup: Setup, recipe: Recipe) -> int:
     return sum(leaf.nbytes for pointer, leaf in leaves.items() if pointer not in own)
 
 
-@pytest.mark.by_default("mxfp8-")
+@pytest.mark.slow(but="mxfp8-")
 @pytest.mark.parametrize("remat", list(POLICIES))
 @pytest.mark.parametrize(
     "recipe",

@@ -22,7 +22,7 @@ def pipeline_step(setup: Setup, recipe: recipes.Recipe, as_codes: bool) -> str:
     stages, count = setup.pipe, setup.microbatches
     recipe = recipe.with_(gather=Gather("fsdp", rhs=PartitionSpec("fsdp", None)))
 
-    def hand_on(y: jax.Array) -> jax.Array:
+    def hand_on(y: jax.Array) -> jax.Array | None:
         pairs = [(stage, stage + 1) for stage in range(stages - 1)]
         if not as_codes:
             return jax.lax.ppermute(y, "pipe", pairs)
@@ -57,7 +57,7 @@ def pipeline_step(setup: Setup, recipe: recipes.Recipe, as_codes: bool) -> str:
     return str(quick(step).lower(w, x).compile().as_text())
 
 
-@pytest.mark.by_default("False")
+@pytest.mark.slow(but="False")
 @pytest.mark.parametrize("as_codes", [False, True])
 def test_a_pipeline_moves_what_is_planned(as_codes: bool):
     """The loop's body is there once: what a microbatch moves."""

@@ -109,7 +109,7 @@ SETUPS = (
 )
 
 
-@pytest.mark.by_default("mxfp8-(1x8x1 False nothing|1x1x8 True none|2x2x2)|high.*4x2")
+@pytest.mark.slow(but="mxfp8-(1x8x1 False nothing|1x1x8 True none|2x2x2)|high.*4x2")
 @pytest.mark.parametrize(
     "setup", SETUPS, ids=lambda own: f"{own.data}x{own.fsdp}x{own.model} {own.sequence} {own.remat}"
 )
@@ -130,7 +130,7 @@ def check(setup: Setup, recipe: recipes.Recipe, devices: Any = None) -> None:
     assert maxima <= 0.05 * found.total()
 
 
-@pytest.mark.by_default("mxfp4")
+@pytest.mark.slow(but="mxfp4")
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_codes_are_what_layers_gather(name: str):
     """`up` as a layer, stored in shards: in the orientation of each pass."""

@@ -64,7 +64,7 @@ def outputs(x: mx_jax.MXArray) -> tuple[jax.Array, jax.Array, jax.Array]:
     return x.codes, x.scales, x.dequantize(jnp.float32)
 
 
-@pytest.mark.by_default("square|given")
+@pytest.mark.slow(but="square|given")
 @pytest.mark.parametrize("level", ["one", "two", "given", "square"])
 def test_nvfp4(level: str, rng: np.random.Generator):
     x = wide_normal(rng, (33, 56))
@@ -91,7 +91,7 @@ def test_nvfp4(level: str, rng: np.random.Generator):
     assert_bitwise_equal(values, expected_values, what="values")
 
 
-@pytest.mark.by_default("16")
+@pytest.mark.slow(but="16")
 @pytest.mark.parametrize("length", [16, 40])
 def test_nvfp4_for_each_row_of_a_vmap(length: int, rng: np.random.Generator):
     """One tensor scale a row; rows of one block make every scale a scalar to XLA."""
@@ -117,9 +117,9 @@ def test_nvfp4_of_zeros_and_of_what_is_not_finite(rng: np.random.Generator):
     both = jax.jit(
         lambda x: {f.name: outputs(mx_jax.quantize(x, f)) for f in (NVFP4, NVFP4_ONE_LEVEL)}
     )
+    nan = np.zeros((4, 2), bool)
+    nan[0, 0] = nan[1, 1] = nan[2, 1] = True
     for name, (codes, scales, values) in both(broken).items():
-        nan = np.zeros((4, 2), bool)
-        nan[0, 0] = nan[1, 1] = nan[2, 1] = True
         np.testing.assert_array_equal(np.isnan(values), nan.repeat(16, axis=1), err_msg=name)
         np.testing.assert_array_equal(np.asarray(scales) == 0x7F, nan, err_msg=name)
         assert not np.asarray(codes)[nan.repeat(16, axis=1)].any()
@@ -139,7 +139,9 @@ def test_nvfp4_of_zeros_and_of_what_is_not_finite(rng: np.random.Generator):
 @pytest.mark.parametrize("size", [2.0**-149, 2.0**-126, 2.0**-100, 2.0**-80, 2.0**120])
 def test_nvfp4_of_tiny_and_huge_tensors(size: float):
     """The tensor scale may be a subnormal, and none is so small that it would be zero."""
-    x = np.float32([[6, -3, 1.5, 0.5] * 4]) * (F(size) if size < 2.0**100 else F(2.0**118))
+    x = np.array([[6, -3, 1.5, 0.5] * 4], np.float32) * (
+        F(size) if size < 2.0**100 else F(2.0**118)
+    )
     quantize = jax.jit(lambda x: mx_jax.quantize(x, NVFP4))
     quantized = quantize(x)
     p = float(quantized.tensor_scale[0, 0])

@@ -285,7 +285,7 @@ RESHAPES = [
 ]
 
 
-@pytest.mark.by_default("divide|the blocked|one tensor scale|two-dim|as it is")
+@pytest.mark.slow(but="divide|the blocked|one tensor scale|two-dim|as it is")
 @pytest.mark.parametrize(
     ("make", "shape", "blocks"), [c[1:] for c in RESHAPES], ids=[c[0] for c in RESHAPES]
 )

@@ -63,7 +63,7 @@ def signs(x: jax.Array, key: jax.Array) -> jax.Array:
     return hadamard.apply(x, draw_signs(transform, key), -1)
 
 
-@pytest.mark.by_default("shape1")
+@pytest.mark.slow(but="shape1")
 @pytest.mark.parametrize(("shape", "spec"), MESHES)
 @pytest.mark.parametrize("function", [rounded, signs])
 def test_the_same_bits_on_any_mesh(x: jax.Array, function: Any, shape: Any, spec: P):
@@ -107,7 +107,7 @@ def test_each_shard_by_the_key_rule(x: jax.Array):
         assert number == 0 or (part != found[0]).any()
 
 
-@pytest.mark.by_default("mxfp4")
+@pytest.mark.slow(but="mxfp4")
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
 def test_saved_on_one_mesh_restored_on_another(tmp_path: Path, x: jax.Array, format: str):
     """An MXArray through orbax: the same codes and scales, where the target says."""

@@ -52,7 +52,7 @@ NATIVE = [
 ]
 
 
-@pytest.mark.by_default("mxfp8_e4m3|mxfp4|float8_rowwise")
+@pytest.mark.slow(but="mxfp8_e4m3|mxfp4|float8_rowwise")
 @pytest.mark.parametrize(
     ("format", "element", "scale"), NATIVE, ids=lambda v: getattr(v, "name", None)
 )
@@ -107,7 +107,7 @@ def test_bytes(x: np.ndarray):
     }
 
 
-@pytest.mark.by_default("7|33")
+@pytest.mark.slow(but="7|33")
 @pytest.mark.parametrize(("length", "width"), [(1, 1), (7, 4), (32, 16), (33, 17)])
 def test_packed_bytes_of_odd_lengths(length: int, width: int):
     quantized = mx_jax.quantize(jnp.ones((2, length)), MXFP4)
@@ -420,7 +420,7 @@ def compiled() -> Iterator[list[str]]:
     jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.mark.by_default("mxfp8|function-nvfp4|method-mxint8|array-float8")
+@pytest.mark.slow(but="mxfp8|function-nvfp4|method-mxint8|array-float8")
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("rows", "operation"),
@@ -451,7 +451,7 @@ def test_quantize_is_one_program(format: str, compiled: list[str]):
 
 def test_what_codes_are_not_asked():
     """Arithmetic and methods of arrays name the remedy; truth is that of the values."""
-    q = mx_jax.quantize(jnp.ones((4, 64)), "mxfp8")
+    q: Any = mx_jax.quantize(jnp.ones((4, 64)), "mxfp8")
     binary = (lambda: q + 1, lambda: 2 * q, lambda: q / q, lambda: q @ q, lambda: 2**q)
     unary = (lambda: -q, lambda: abs(q), lambda: float(q), lambda: int(q), lambda: round(q))
     for compute in (*binary, *unary, lambda: q < 1, lambda: q >= q):

@@ -20,7 +20,6 @@ FEW_EXAMPLES = settings(max_examples=20)
 ALL = pytest.mark.parametrize("config", CONFIGS, ids=str)
 FLOAT32 = [config for config in CONFIGS if config.dtype == "float32"]
 # The programs that test_equals_the_oracle runs on every Python.
-follows = pytest.mark.one_python(reason="a law of codes that equal the oracle's on every Python")
 NEAREST = [config for config in CONFIGS if config.rounding == "nearest"]
 
 
@@ -29,8 +28,8 @@ def assert_same(actual, expected, what: str = "") -> None:
         assert_bitwise_equal(left, right, what=f"{name} {what}", any_nan=True)
 
 
-@pytest.mark.by_default(
-    "mxfp8_e4m3-floor|mxfp8_e5m2-ceil|mxfp6_e2m3-even|mxfp6_e3m2-rceil|mxfp4-[er]|mxint8-[rc]"
+@pytest.mark.slow(
+    but="mxfp8_e4m3-floor|mxfp8_e5m2-ceil|mxfp6_e2m3-even|mxfp6_e3m2-rceil|mxfp4-[er]|mxint8-[rc]"
 )
 @ALL
 def test_equals_the_oracle(config: Config):
@@ -43,7 +42,6 @@ def test_equals_the_oracle(config: Config):
     check()
 
 
-@follows
 @pytest.mark.parametrize("config", NEAREST, ids=str)
 def test_quantizing_twice_changes_nothing(config: Config):
     """FLOOR and EVEN give the same codes and scales again. RCEIL and CEIL may halve a scale whose

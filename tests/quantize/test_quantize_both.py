@@ -1,6 +1,7 @@
 """quantize_both gives what two calls of quantize give, whatever JAX does to it."""
 
 import re
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from tests.needs import needs_library
 
 
 @pytest.fixture(params=["any", pytest.param("cpu_ffi", marks=needs_library)])
-def x(request) -> jax.Array:
+def x(request) -> Iterator[jax.Array]:
     """Eight devices, where pairs are two casts; and one, where the handler may take them."""
     from mx_jax.backends.select import only_backend
 
@@ -38,7 +39,7 @@ def check_same(actual, expected):
         assert_bitwise_equal(left.scales, right.scales, what="scales")
 
 
-@pytest.mark.by_default("any-mxfp8|any-nvfp4|cpu_ffi-mxfp4")
+@pytest.mark.slow(but="any-mxfp8|any-nvfp4|cpu_ffi-mxfp4")
 @pytest.mark.parametrize(
     "options",
     [
@@ -58,7 +59,7 @@ def codes(x):
     return [(q.codes, q.scales) for q in mx_jax.quantize_both(x, "mxfp4")]
 
 
-@pytest.mark.by_default("any")
+@pytest.mark.slow(but="any")
 def test_vmap_and_scan(x: jax.Array):
     expected = jax.tree.leaves([(q.codes, q.scales) for q in singly(x, format="mxfp4")])
     for actual in (jax.vmap(codes)(x), jax.lax.map(codes, x)):
@@ -66,7 +67,7 @@ def test_vmap_and_scan(x: jax.Array):
             assert_bitwise_equal(left, right)
 
 
-@pytest.mark.by_default("cpu")
+@pytest.mark.slow(but="cpu")
 def test_gradients_pass_straight_through_both(x: jax.Array):
     weights = jax.random.normal(jax.random.key(2), (2, *x.shape))
 

@@ -31,7 +31,9 @@ def test_exact_values_and_signed_zeros_never_move():
         codes = (format.element.value(code) for code in range(1 << format.element.bits))
         # INT8's -2 is never written.
         kept = [v for v in codes if math.isfinite(v) and abs(v) <= format.element.max] + [-0.0]
-        values[format.name] = np.float32([kept, [v * 2.0**-126 for v in kept]]).repeat(8, axis=0)
+        values[format.name] = np.array([kept, [v * 2.0**-126 for v in kept]], np.float32).repeat(
+            8, axis=0
+        )
 
     @quick
     def move(x, key):
@@ -45,8 +47,7 @@ def test_exact_values_and_signed_zeros_never_move():
         assert_bitwise_equal(moved[format.name], expected, what=format.name)
 
 
-@pytest.mark.by_default("mxfp4|nvfp4")
-@pytest.mark.one_python(reason="a mean over draws: tests/codecs rounds by given bits everywhere")
+@pytest.mark.slow(but="mxfp4|nvfp4")
 @pytest.mark.parametrize("format", [MXFP8_E4M3, MXFP4, MXINT8, NVFP4], ids=lambda f: f.name)
 def test_the_mean_is_the_value(format: BlockFormat, rng: np.random.Generator):
     """Over 4096 keys, each value's mean is within Hoeffding's bound of it.
@@ -104,8 +105,7 @@ def test_fewer_random_bits():
     assert set(values[:, 2]) == set(values[:, 3]) == {1.0, 1.5}
 
 
-@pytest.mark.by_default("^(4|17)$")
-@pytest.mark.one_python(reason="a mean over draws: tests/codecs rounds by given bits everywhere")
+@pytest.mark.slow(but="^(4|17)$")
 @pytest.mark.parametrize("num_bits", [4, 15, 16, 17])
 def test_every_width_is_right_on_average(num_bits: int):
     """1/3 between 0 and 0.5: up with probability 2/3, cut to a multiple of 2^-n."""

@@ -41,7 +41,7 @@ def same(got: Any, want: Any) -> None:
         np.testing.assert_array_equal(left, right)
 
 
-@pytest.mark.by_default("cpu_ffi")
+@pytest.mark.slow(but="cpu_ffi")
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_each_matrix_is_quantized_under_its_own(backend: str):
     with mx_jax.only_backend(backend):
@@ -53,7 +53,7 @@ def test_each_matrix_is_quantized_under_its_own(backend: str):
             same(mx_jax.dequantize(together)[i], mx_jax.dequantize(alone))
 
 
-@pytest.mark.by_default("cpu_ffi")
+@pytest.mark.slow(but="cpu_ffi")
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
 def test_batched_products(backend: str):
     want = np.einsum("emk,ekn->emn", TOKENS, np.asarray(experts().dequantize(), np.float64))

@@ -162,7 +162,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 }
 
 
-@pytest.mark.by_default("mxfp8|mxfp4|high")
+@pytest.mark.slow(but="mxfp8|mxfp4|high")
 @pytest.mark.parametrize(
     "name",
     [
@@ -199,7 +199,7 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.by_default("groups")
+@pytest.mark.slow(but="groups")
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_transforms_stay_in_their_group(name: str, rng: np.random.Generator):
     recipe = uniform(TRANSFORMED[name], hadamard=Hadamard(size=4, signs=SIGNS))

@@ -132,7 +132,7 @@ def test_remat_and_scan(rng: np.random.Generator):
     assert_all_close(actual, (lhs_bar, jnp.stack([first_bar, last_bar])))
 
 
-@pytest.mark.by_default("shape1")
+@pytest.mark.slow(but="shape1")
 @pytest.mark.parametrize("shape", [(0, K, GROUPS), (M, K, 0), (M, 0, GROUPS)])
 def test_nothing_to_multiply(shape):
     m, k, num_groups = shape
@@ -243,10 +243,10 @@ def keys():
     return jax.random.split(jax.random.key(0), NUM_KEYS)
 
 
-@pytest.mark.by_default("groups")
+@pytest.mark.slow(but="groups")
 def test_exact_values_never_move(rounded, keys, rng: np.random.Generator):
     # What E2M1 and E4M3 hold as they are, whatever power of two the scale is.
-    values = np.float32([-6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6])
+    values = np.array([-6, -4, -3, -2, -1, 0, 1, 2, 3, 4, 6], np.float32)
     operands = [rng.choice(values, shape) for shape in ((M, K), (GROUPS, K, N), (M, N))]
     exact_ones = quick(exact_products)(*operands)
     for array, exact in zip(rounded(*operands, keys), exact_ones, strict=True):
@@ -306,17 +306,17 @@ def test_signs_are_drawn_from_the_key_and_cancel(rng: np.random.Generator):
 @pytest.mark.parametrize(
     "sizes",
     [
-        np.uint32([5, 2**32 - 1, 3]),
-        np.int32([5, 2**31 - 1, 2**31 - 1]),
-        np.int64([5, 7, 0]),
-        np.uint8([5, 200, 200]),
+        np.array([5, 2**32 - 1, 3], np.uint32),
+        np.array([5, 2**31 - 1, 2**31 - 1], np.int32),
+        np.array([5, 7, 0], np.int64),
+        np.array([5, 200, 200], np.uint8),
     ],
     ids=["uint32", "sum_beyond_int32", "int64", "uint8"],
 )
 def test_sizes_beyond_the_rows_are_cut_off(sizes, rng: np.random.Generator):
     """Whatever their dtype, traced or not: no sum and no narrowing wraps around."""
     lhs, rhs, _, g = draw(rng)
-    expected = compiled(lhs, rhs, np.int32([5, 7, 0]), g)
+    expected = compiled(lhs, rhs, np.array([5, 7, 0], np.int32), g)
     given = jnp.asarray(sizes)
     for actual in (compiled(lhs, rhs, given, g), products(lhs, rhs, given, g)):
         assert_all_close(actual, expected)
@@ -325,7 +325,7 @@ def test_sizes_beyond_the_rows_are_cut_off(sizes, rng: np.random.Generator):
 @pytest.mark.slow
 def test_wide_sizes_with_x64():
     with jax.enable_x64(True):
-        sizes = as_group_sizes(np.int64([5, 2**32, 3]))
+        sizes = as_group_sizes(np.array([5, 2**32, 3], np.int64))
         assert sizes.dtype == jnp.int64
         for cut in (at_most(sizes, M), jax.jit(at_most, static_argnums=1)(sizes, M)):
             assert cut.dtype == jnp.int32 and cut.tolist() == [5, 12, 3]

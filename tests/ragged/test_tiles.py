@@ -56,13 +56,13 @@ def products(recipe, backend=None):
     return on_backend
 
 
-@pytest.mark.by_default("mxfp8")
+@pytest.mark.slow(but="mxfp8")
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize(
     "recipe", ["mxfp8", "mxfp4", pytest.param("nvfp4", marks=pytest.mark.slow)]
 )
 def test_as_the_reference(recipe, sizes, rng: np.random.Generator):
-    operands = *draw(rng), np.int32(sizes)
+    operands = *draw(rng), np.array(sizes, np.int32)
     actual = products(recipe)(*operands)
     expected = products(recipe, "reference")(*operands)
     # Sums of at most 80 products of magnitude 10 or so, in another order.
@@ -76,7 +76,9 @@ def test_each_group_has_the_bits_of_its_own_product(rng: np.random.Generator):
     lhs, rhs, _ = draw(rng)
     sizes = SIZES["within tiles"]
     rhs = mx_jax.quantize(rhs, "mxfp8_e4m3", axis=1)
-    actual = quick(lambda x, w: ragged_dot(x, w, np.int32(sizes), recipe="mxfp8"))(lhs, rhs)
+    actual = quick(lambda x, w: ragged_dot(x, w, np.array(sizes, np.int32), recipe="mxfp8"))(
+        lhs, rhs
+    )
     lhs, rhs, actual = np.asarray(lhs), rhs, np.asarray(actual)
     alone = quick(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
     start = 0
@@ -91,17 +93,17 @@ def test_what_runs_is_the_handler_as_often_as_there_are_tiles(rng: np.random.Gen
         return ragged_dot(lhs, rhs, sizes, recipe="mxfp4")
 
     lhs, rhs, _ = draw(rng)
-    text = jax.jit(product).lower(lhs, rhs, np.int32(SIZES["nothing"])).as_text()
+    text = jax.jit(product).lower(lhs, rhs, np.array(SIZES["nothing"], np.int32)).as_text()
     assert "mx_jax_cpu_matmul" in text and "stablehlo.while" in text
     assert not re.search(r"ragged_dot|dot_general", text)
-    told = mx_jax.inspect.explain_call(product, lhs, rhs, np.int32(SIZES["nothing"]))
+    told = mx_jax.inspect.explain_call(product, lhs, rhs, np.array(SIZES["nothing"], np.int32))
     assert (
         "ragged product mxfp4 [80, 64] x mxfp4 [4, 64, 48], 4 groups, to float32 -> cpu_ffi"
     ) in told
 
 
 def test_nothing_of_a_group_reaches_another(rng: np.random.Generator):
-    operands = *draw(rng), np.int32(SIZES["within tiles"])
+    operands = *draw(rng), np.array(SIZES["within tiles"], np.int32)
     expected = products("mxfp8")(*operands)
     lhs, rhs, g, sizes = operands
     spoilt = rhs.copy(), g.copy()
@@ -118,7 +120,7 @@ def test_each_expert_may_have_its_own_tensor_scale(rng: np.random.Generator):
     lhs, rhs, _ = draw(rng)
     rhs = jax.vmap(functools.partial(mx_jax.quantize, format="nvfp4", axis=0))(rhs * 2.0**-9)
     assert rhs.tensor_scale is not None and rhs.tensor_scale.shape == (GROUPS, 1, 1)
-    sizes, recipe = np.int32(SIZES["within tiles"]), recipes.weight_only("nvfp4")
+    sizes, recipe = np.array(SIZES["within tiles"], np.int32), recipes.weight_only("nvfp4")
     found = []
     for backend in ("cpu_ffi", "reference"):
         with mx_jax.only_backend(backend):
@@ -130,7 +132,7 @@ def test_each_expert_may_have_its_own_tensor_scale(rng: np.random.Generator):
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
 def test_packed_experts_give_the_same_bits(format, rng: np.random.Generator):
     lhs, rhs, g = draw(rng)
-    sizes, recipe = np.int32(SIZES["within tiles"]), recipes.weight_only(format)
+    sizes, recipe = np.array(SIZES["within tiles"], np.int32), recipes.weight_only(format)
     stored = jax.vmap(functools.partial(mx_jax.quantize, format=format, axis=0))(jnp.asarray(rhs))
     packed = mx_jax.pack_weights(stored, contracting=1, num_batch=1)
     assert isinstance(packed, PackedMXArray)
@@ -147,7 +149,7 @@ def test_packed_experts_give_the_same_bits(format, rng: np.random.Generator):
 def test_packed_experts_that_do_not_serve_say_so(rng: np.random.Generator):
     lhs, rhs, _ = draw(rng)
     stored = mx_jax.quantize(rhs, "mxfp4", axis=1)
-    sizes, recipe = np.int32(SIZES["within tiles"]), recipes.weight_only("mxfp4")
+    sizes, recipe = np.array(SIZES["within tiles"], np.int32), recipes.weight_only("mxfp4")
 
     def product(w):
         return jax.eval_shape(lambda w: ragged_dot(lhs, w, sizes, recipe=recipe), w)
@@ -166,7 +168,7 @@ def test_packed_experts_that_do_not_serve_say_so(rng: np.random.Generator):
 @pytest.mark.slow
 def test_vmap_and_shard_map(rng: np.random.Generator):
     lhs, rhs, g = draw(rng)
-    sizes = np.int32([SIZES["within tiles"], SIZES["several tiles"]])
+    sizes = np.array([SIZES["within tiles"], SIZES["several tiles"]], np.int32)
     batch = np.stack([lhs, lhs[::-1]]), np.stack([g, g[::-1]])
 
     def three(x, g, sizes):
@@ -194,9 +196,9 @@ def test_vmap_and_shard_map(rng: np.random.Generator):
 def test_x64(rng: np.random.Generator):
     lhs, rhs, g = draw(rng)
     sizes = SIZES["within tiles"]
-    expected = products("mxfp4")(lhs, rhs, g, np.int32(sizes))
+    expected = products("mxfp4")(lhs, rhs, g, np.array(sizes, np.int32))
     with jax.enable_x64(True):
-        actual = products("mxfp4")(lhs, rhs, g, np.int64(sizes))
+        actual = products("mxfp4")(lhs, rhs, g, np.array(sizes, np.int64))
     for found, wanted in zip(actual, expected, strict=True):
         assert found.dtype == jnp.float32
         assert_bitwise_equal(found, wanted, what="with x64")

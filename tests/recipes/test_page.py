@@ -2,13 +2,10 @@
 
 import re
 
-import pytest
-
 from mx_jax import recipes
 
 from .page import HEADER, PAGE, calls_of, named, table
 
-pytestmark = pytest.mark.one_python(reason="compares a page with frozen values")
 SOURCES = "| recipe | source | differs from it |"
 
 

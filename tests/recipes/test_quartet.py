@@ -93,7 +93,6 @@ def run(recipe: Recipe, x: Any, w: Any, g: Any, key: Any = None) -> tuple[jax.Ar
 
 
 @pytest.mark.slow
-@pytest.mark.one_python(reason="a mean over draws")
 def test_gradients_of_quartet_ii_are_right_on_average():
     """Of what the output's product took: 99.9 % intervals of 32 draws (3.63 standard errors)."""
     arrays, keys = draw(64, 128, 64), jax.random.split(jax.random.key(1), 32)

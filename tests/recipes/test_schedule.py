@@ -15,10 +15,8 @@ from mx_jax.recipes import Schedule, heal
 from tests.quick import quick
 
 HIGH = recipes.high_precision()
-values = pytest.mark.one_python(reason="frozen values: neither Python's version nor JAX's")
 
 
-@values
 def test_each_phase_lasts_to_the_next():
     schedule = Schedule([(0, "mxfp8"), (3, recipes.mxfp4()), (5, "high-precision")])
     names = [schedule.at(step).name for step in range(7)]
@@ -27,7 +25,6 @@ def test_each_phase_lasts_to_the_next():
     assert str(schedule) == "mxfp8 from 0, mxfp4 from 3, high_precision from 5"
 
 
-@values
 def test_schedules_are_values():
     schedule = Schedule([(0, "mxfp4"), (9, "high_precision")])
     other = Schedule(((0, recipes.mxfp4()), (np.int32(9), HIGH)))
@@ -36,7 +33,6 @@ def test_schedules_are_values():
     assert schedule != Schedule([(0, "mxfp4"), (8, "high_precision")])
 
 
-@values
 @pytest.mark.parametrize(
     ("steps", "last", "starts"),
     [
@@ -79,7 +75,6 @@ def test_one_program_for_each_phase():
     assert np.abs(changes[0] - changes[5]).max() > 1e-3
 
 
-@values
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [

@@ -11,8 +11,6 @@ from mx_jax import recipes
 from mx_jax.formats import MXFP4, MXFP4_2D
 from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, Residuals, operand
 
-pytestmark = pytest.mark.one_python(reason="frozen values: neither Python's version nor JAX's")
-
 HIGH = MatmulSpec(lhs=None, rhs=None)
 RANDOM = Hadamard(size=32, signs=None)
 CEIL = operand("mxfp4", scale_rule="ceil").scale_rule

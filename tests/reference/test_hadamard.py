@@ -11,13 +11,13 @@ from mx_jax.reference import hadamard
 from mx_jax.reference.hadamard import Hadamard
 from tests.quick import quick
 
-SIGNS = np.float32([1, -1, -1, 1])
+SIGNS = np.array([1, -1, -1, 1], np.float32)
 
 
 def sylvester(size: int) -> np.ndarray:
     """(-1)^(number of ones in i & j) / sqrt(size)."""
     ones = [[(i & j).bit_count() for j in range(size)] for i in range(size)]
-    return np.float32((-1.0) ** np.array(ones) / math.sqrt(size))
+    return ((-1.0) ** np.array(ones) / math.sqrt(size)).astype(np.float32)
 
 
 @pytest.mark.parametrize("size", [2, 4, 16, 128])

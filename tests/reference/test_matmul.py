@@ -12,7 +12,7 @@ import mx_jax
 from mx_jax import MXArray
 from mx_jax.reference.matmul import attend, scaled_matmul, scaled_values, unscaled
 
-X = np.float32([[6, -3, 0.5, 1.5], [1, 2, 0, 4]])
+X = np.array([[6, -3, 0.5, 1.5], [1, 2, 0, 4]], np.float32)
 
 
 PLAIN = (((1,), (0,)), ((), ()))
@@ -38,7 +38,9 @@ def test_plain_values_are_themselves():
 
 def tiny(scale: np.ndarray) -> MXArray:
     """Elements of 1 and -6, a block scale of 1, under a tensor scale."""
-    quantized = mx_jax.quantize(np.float32([[6, -6]] * 2), "nvfp4", tensor_scale=np.float32(1))
+    quantized = mx_jax.quantize(
+        np.array([[6, -6]] * 2, np.float32), "nvfp4", tensor_scale=np.float32(1)
+    )
     codes = jnp.uint8([[2, 15], [2, 15]])
     ones = jnp.full_like(quantized.scales, 0x38)
     return dataclasses.replace(
@@ -52,10 +54,12 @@ def test_a_tiny_tensor_scale_is_lifted():
         held = scaled_values(tiny(np.full((1, 1), scale, np.float32)))
         assert held.factor.shape == () and float(held.factor) == factor
         one = np.float64(scale) / factor
-        np.testing.assert_array_equal(held.values, np.float32([[one, -6 * one]] * 2))
-    two = scaled_values(tiny(np.float32([[2.0**-101], [2.0]])))
+        np.testing.assert_array_equal(held.values, np.array([[one, -6 * one]] * 2, np.float32))
+    two = scaled_values(tiny(np.array([[2.0**-101], [2.0]], np.float32)))
     assert two.factor == 1.0
-    np.testing.assert_array_equal(two.values, np.float32([[2.0**-101, -6 * 2.0**-101], [2, -12]]))
+    np.testing.assert_array_equal(
+        two.values, np.array([[2.0**-101, -6 * 2.0**-101], [2, -12]], np.float32)
+    )
 
 
 def test_factors_multiply_the_product():
@@ -97,9 +101,9 @@ def test_how_the_product_is_asked_for():
         (dot,) = [e for e in jax.make_jaxpr(product)().eqns if e.primitive.name == "dot_general"]
         assert dot.params["precision"] == (precision, precision)
         assert dot.params["preferred_element_type"] == jnp.float32
-    product = scaled_matmul(*quantized, PLAIN, jnp.bfloat16)
+    found = scaled_matmul(*quantized, PLAIN, jnp.bfloat16)
     values = [np.asarray(x.dequantize(), np.float64) for x in quantized]
-    np.testing.assert_array_equal(product, jnp.bfloat16(np.float32(values[0] @ values[1])))
+    np.testing.assert_array_equal(found, jnp.bfloat16(np.float32(values[0] @ values[1])))
 
 
 def by_hand(

@@ -32,7 +32,6 @@ def random_bits(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray
     return bits.view(dtype)[..., 0]
 
 
-@pytest.mark.one_python(reason="slices and maxima alone")
 @pytest.mark.parametrize("axis", [1, 2])
 def test_the_largest_of_parts(axis: int):
     shape = (3, 96, 5) if axis == 1 else (3, 5, 96)
@@ -41,7 +40,6 @@ def test_the_largest_of_parts(axis: int):
     assert np.array_equal(found, numbers.max(axis, keepdims=True))
 
 
-@pytest.mark.one_python(reason="slices and maxima alone")
 def test_the_largest_by_halves():
     for length in (1, 2, 5, 31, 32):
         numbers = random_bits((3, length, 4), "int16") & 0x7FFF
@@ -68,7 +66,6 @@ def test_reciprocals_of_every_scale(monkeypatch: pytest.MonkeyPatch):
         assert np.array_equal(np.nan_to_num(found, nan=0), np.nan_to_num(values, nan=0))
 
 
-@pytest.mark.one_python(reason="integers and tables alone")
 def test_nan_scales_by_their_codes():
     """Without decoding: what the decoded values say, of every code of every scale."""
     for own in {format.scale for format in formats.BLOCK_FORMATS}:

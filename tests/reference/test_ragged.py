@@ -36,20 +36,20 @@ MAX = np.iinfo(np.int32).max
 )
 def test_sums_stop_at_the_most(most: int, sizes: list[int]):
     """However large the sizes are: added in 64 bits, and cut off."""
-    expected = np.minimum(np.cumsum(np.minimum(np.int64(sizes), most)), most)
-    sums = quick(_sums_up_to, static_argnums=0)(most, np.int32(sizes))
+    expected = np.minimum(np.cumsum(np.minimum(np.array(sizes, np.int64), most)), most)
+    sums = quick(_sums_up_to, static_argnums=0)(most, np.array(sizes, np.int32))
     assert sums.tolist() == expected.tolist()
 
 
-ROWS = np.float32([[1, -2], [3, 0.5], [-7, np.inf], [0, -1e-45], [9, 9]])
+ROWS = np.array([[1, -2], [3, 0.5], [-7, np.inf], [0, -1e-45], [9, 9]], np.float32)
 
 
 def test_peaks_of_groups():
     """The largest magnitude, as it is; 0 for a group without rows; rows of no group count not."""
     peaks = jax.jit(lambda x, sizes: group_peaks(x, ragged_rows(sizes, 5, 1)))(
-        np.asarray(ROWS), np.int32([2, 0, 1, 1])
+        np.asarray(ROWS), np.array([2, 0, 1, 1], np.int32)
     )
-    expected = np.float32([[[3, 2]], [[0, 0]], [[7, np.inf]], [[0, 1e-45]]])
+    expected = np.array([[[3, 2]], [[0, 0]], [[7, np.inf]], [[0, 1e-45]]], np.float32)
     assert_bitwise_equal(peaks, expected)
 
 
@@ -69,7 +69,7 @@ def test_rows_under_their_groups_scales(format):
         ways = (NEAREST, None), (TOWARD_ZERO, None), (STOCHASTIC, jnp.zeros(x.shape, jnp.int32))
         return [encode_by_group(placed, rows, peaks, *way) for way in ways], peaks
 
-    (found, down, drawn), peaks = by_group(x, np.int32([2, 0, 2]))
+    (found, down, drawn), peaks = by_group(x, np.array([2, 0, 2], np.int32))
     assert_bitwise_equal(drawn.codes, down.codes, what="zeros for random bits never round up")
     assert (np.asarray(down.codes) != found.codes).any()
     assert found.blocks == blocks[1:] and found.dtype == jnp.float32

@@ -52,8 +52,8 @@ F = np.float32
 
 
 # Normal numbers beside every guard, among them 2^-100 and 1e-12 times the largest elements.
-MAGNITUDES = F(
-    [1e-12, 3e-12, 1, 1.75, 6, 448, 449, 3e30, 2.0**-100 * 448, 2.0**-99 * 448, 2.0**-101]
+MAGNITUDES = np.array(
+    [1e-12, 3e-12, 1, 1.75, 6, 448, 449, 3e30, 2.0**-100 * 448, 2.0**-99 * 448, 2.0**-101], F
 )
 
 
@@ -62,7 +62,7 @@ MAGNITUDES = np.concatenate(
 )
 
 
-NOT_FINITE = F([np.inf, np.nan])
+NOT_FINITE = np.array([np.inf, np.nan], F)
 
 
 def ask(function: Any, amax: np.ndarray, format: BlockFormat, tensor_scale: Any = None):
@@ -74,7 +74,7 @@ def ask(function: Any, amax: np.ndarray, format: BlockFormat, tensor_scale: Any 
 
 def test_multiplier():
     """amax / max, at least 2^-100; 1 for zeros, NaN for what is not finite."""
-    amax = np.concatenate([MAGNITUDES, F([0, 1e-45]), NOT_FINITE])
+    amax = np.concatenate([MAGNITUDES, np.array([0, 1e-45], F), NOT_FINITE])
     scales = ask(functions.multiplier, amax, FLOAT8_BLOCKWISE_E4M3)
     expected = np.maximum(MAGNITUDES / F(448), F(2.0**-100))
     assert_bitwise_equal(scales[:-4], expected)
@@ -83,7 +83,7 @@ def test_multiplier():
 
 def test_divisors():
     """max / max(amax, 1e-12), and the power of two at or below it."""
-    amax = np.concatenate([MAGNITUDES, F([0, 1e-45]), NOT_FINITE])
+    amax = np.concatenate([MAGNITUDES, np.array([0, 1e-45], F), NOT_FINITE])
     exact = F(448 / np.maximum(amax[:-2].astype(np.float64), 1e-12))
     scales = ask(functions.divisor, amax, FLOAT8_ROWWISE_E4M3)
     assert_bitwise_equal(scales[:-2], exact)
@@ -96,7 +96,9 @@ def test_divisors():
 def test_element_scales(tensor_scale: float | None):
     """FLOAT8 of (amax / 6) / p, at least the smallest normal, or subnormal, and at most 448."""
     p = F(1 if tensor_scale is None else tensor_scale)
-    wanted = F([1, 2.0**-6, 2.0**-7, 3 * 2.0**-9, 2.0**-9, 2.0**-10, 448, 1000, 1.0625, 1.1875, 0])
+    wanted = np.array(
+        [1, 2.0**-6, 2.0**-7, 3 * 2.0**-9, 2.0**-9, 2.0**-10, 448, 1000, 1.0625, 1.1875, 0], F
+    )
     finite = wanted * p * F(6)
     amax = np.concatenate([finite, NOT_FINITE])
     format = NVFP4_ONE_LEVEL if tensor_scale is None else NVFP4
@@ -113,7 +115,9 @@ def test_element_scales(tensor_scale: float | None):
 
 def test_four_over_six_takes_four_where_it_loses_less():
     """3 and 4 are codes over 4/4 and not over 4/6; 6 over 6/6 and nothing over 6/4. Ties: six."""
-    blocks = F([[4, 3, 1, 0.5], [6, 4, 2, 1], [0, 0, 0, 0], [np.inf, 1, 1, 1], [9, 0, 0, 0]])
+    blocks = np.array(
+        [[4, 3, 1, 0.5], [6, 4, 2, 1], [0, 0, 0, 0], [np.inf, 1, 1, 1], [9, 0, 0, 0]], F
+    )
     patterns = np.max(blocks.view(np.int32), axis=1, keepdims=True)
     run = jax.jit(
         lambda x, amax: functions.FOUR_OVER_SIX.scales(
@@ -128,22 +132,24 @@ def test_four_over_six_takes_four_where_it_loses_less():
 
 def test_squared_error():
     """Over each block by itself, the axis kept."""
-    x = F([[1, 5, -0.3], [0.5, 0.25, 7]])
+    x = np.array([[1, 5, -0.3], [0.5, 0.25, 7]], F)
 
     @jax.jit
     def lose(x, scales):
         data = BlockData(x, (1,), jnp.zeros((2, 1), jnp.int32), MXFP4, None)
         return functions.squared_error(data, scales)
 
-    lost = lose(x, np.uint8([[127], [128]]))
-    values = F([[1, 4, -0.5], [0, 0, 8]])
+    lost = lose(x, np.array([[127], [128]], np.uint8))
+    values = np.array([[1, 4, -0.5], [0, 0, 8]], F)
     values[1, 0] = 0  # 0.25 of the scale, a tie, to even
     np.testing.assert_allclose(lost, np.square(values - x).sum(1, keepdims=True), rtol=1e-6)
 
 
 def test_gaussian():
     """2^floor(log2(2.92247856 deviation / 6 + 1e-8)); a block alike has the smallest deviation."""
-    rows = F([[-1, 1, -1, 1], [-3, 1, 5, 1], [2, 2, 2, 2], [np.nan, 1, 1, 1], [np.inf, 1, 1, 1]])
+    rows = np.array(
+        [[-1, 1, -1, 1], [-3, 1, 5, 1], [2, 2, 2, 2], [np.nan, 1, 1, 1], [np.inf, 1, 1, 1]], F
+    )
     rows = np.concatenate([rows, rows[:2] * F(2.0**-25), rows[:1] * F(6 / 2.92247856 * 0.999999)])
     amax = np.max(np.abs(rows).view(np.int32), axis=1, keepdims=True)
     run = jax.jit(lambda x, a: functions.gaussian(BlockData(x, (1,), a, MXFP4, None)))
@@ -157,11 +163,11 @@ def test_gaussian():
 
 def test_what_is_important_counts_more():
     """Two values whose errors under a scale of one are 1/2 and 1/4."""
-    given = F([[2.5, 0.75]])
+    given = np.array([[2.5, 0.75]], F)
     data = BlockData(jnp.asarray(given), (1,), given[:, :1].view(np.int32), MXFP4, None)
-    scales = np.uint8([[127]])
+    scales = np.array([[127]], np.uint8)
     assert functions.squared_error(data, scales) == 0.5**2 + 0.25**2
-    found = functions.squared_error(data, scales, jnp.asarray(F([[4, 16]])))
+    found = functions.squared_error(data, scales, jnp.asarray(np.array([[4, 16]], F)))
     assert found == 4 * 0.5**2 + 16 * 0.25**2
 
 
@@ -211,7 +217,6 @@ def test_a_rule_is_built_by_names():
         ScaleRule("mine", ("exponent",), seven)  # pyright: ignore
 
 
-@pytest.mark.one_python(reason="integers of a rule that is compared bit by bit elsewhere")
 def test_even_is_overflow_aware_scaling_for_e2m1():
     """Of arXiv 2603.08713: RCEIL's scale, halved where the largest value is below 3.5 over it."""
     # Every sign of a threshold: mantissas around the multiples of 1/16, in three octaves.

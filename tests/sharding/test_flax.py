@@ -72,7 +72,7 @@ def exchanged(
     return gathered(text)
 
 
-@pytest.mark.by_default("True-True")
+@pytest.mark.slow(but="True-True")
 @pytest.mark.parametrize("boxed", [True, False])
 @pytest.mark.parametrize("ours", [True, False])
 def test_linen(ours: bool, boxed: bool, mesh, x):
@@ -92,7 +92,7 @@ def test_linen(ours: bool, boxed: bool, mesh, x):
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.by_default("True")
+@pytest.mark.slow(but="True")
 @pytest.mark.parametrize("ours", [True, False])
 def test_linen_with_nothing_said(ours: bool, mesh, x):
     """Where the parameters lie is enough: no metadata, no names of axes."""
@@ -103,7 +103,7 @@ def test_linen_with_nothing_said(ours: bool, mesh, x):
     assert exchanged(loss, mesh, variables, x) == NBYTES
 
 
-@pytest.mark.by_default("None")
+@pytest.mark.slow(but="None")
 @pytest.mark.parametrize("gather", [None, ()])
 def test_nnx_with_nothing_said(gather: Any, mesh, x):
     layer = mx_jax.nn.nnx.Linear(
@@ -132,7 +132,7 @@ def test_linen_with_logical_names(mesh, x):
         assert exchanged(loss, mesh, plain, x) == NBYTES
 
 
-@pytest.mark.by_default("True")
+@pytest.mark.slow(but="True")
 @pytest.mark.parametrize("ours", [True, False])
 def test_nnx(ours: bool, mesh, x):
     init = nnx.with_partitioning(INIT, ("fsdp", None))

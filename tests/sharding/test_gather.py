@@ -47,7 +47,7 @@ def step(recipe: Any, **options: Any) -> Any:
 
 # Bytes of codes and scales beside bfloat16's, and what the backward product gathers of the other
 # orientation, which a tile of both axes has in common.
-@pytest.mark.by_default("mxfp8")
+@pytest.mark.slow(but="mxfp8")
 @pytest.mark.parametrize(
     ("recipe", "ratio"),
     [(recipes.mxfp8(), 0.516), (recipes.mxfp6(), 0.391), (MXFP4, 0.266), (recipes.nvfp4(), 0.282)],
@@ -68,7 +68,7 @@ def test_weights_on_automatic_axes(recipe, ratio, arrays):
     assert gathered(text) / (2 * 2 * W[0] * W[1]) == pytest.approx(ratio, abs=0.002)
 
 
-@pytest.mark.by_default(r"Auto-P\('fsdp|Explicit-P\('model")
+@pytest.mark.slow(but=r"Auto-P\('fsdp|Explicit-P\('model")
 @pytest.mark.parametrize("w_spec", [P("fsdp", "model"), P("model", "fsdp")], ids=str)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_one_of_two_mesh_axes(kind: AxisType, w_spec: PartitionSpec, arrays):
@@ -88,7 +88,7 @@ def test_one_of_two_mesh_axes(kind: AxisType, w_spec: PartitionSpec, arrays):
     assert gathered(text, "u8") == gathered(text) == 2 * (share // 2 + share // 32)
 
 
-@pytest.mark.by_default(r"None\)-True|\(None, 'fsdp'\)-False")
+@pytest.mark.slow(but=r"None\)-True|\(None, 'fsdp'\)-False")
 @pytest.mark.parametrize("check_vma", [True, False])
 @pytest.mark.parametrize("w_spec", [P("fsdp", None), P(None, "fsdp")], ids=str)
 def test_inside_shard_map(w_spec: PartitionSpec, check_vma: bool, arrays):
@@ -192,7 +192,7 @@ VALUES = {"f32": 4 * W[0] * W[1]}
 AS_VALUES = Gather("fsdp", rhs=P("fsdp", None), as_codes=False)
 
 
-@pytest.mark.by_default("codes of four bits")
+@pytest.mark.slow(but="codes of four bits")
 @pytest.mark.parametrize(
     ("recipe", "dtype", "wanted"),
     [
@@ -209,7 +209,7 @@ def test_explicit_axes_without_an_argument(recipe: Any, dtype: Any, wanted: Any,
     assert gathered_by(recipe, AxisType.Explicit, arrays, dtype) == wanted
 
 
-@pytest.mark.by_default("Auto")
+@pytest.mark.slow(but="Auto")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_values_where_they_are_told_to_move(kind: AxisType, arrays: Any):
     """Once, for the product and both gradients, as lax's; the numbers are those of codes."""

@@ -20,7 +20,7 @@ def mesh() -> jax.sharding.Mesh:
     return jax.make_mesh((4, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2)
 
 
-@pytest.mark.by_default("mxfp4|rowwise")
+@pytest.mark.slow(but="mxfp4|rowwise")
 @pytest.mark.parametrize(
     ("format", "axis", "scales"),
     [

@@ -64,7 +64,7 @@ def step(recipe: Any) -> Any:
 RATIOS = {"mxfp8": 0.516, "mxfp6": 0.391, "mxfp4": 0.266, "nvfp4": 0.282}
 
 
-@pytest.mark.by_default("mxfp4")
+@pytest.mark.slow(but="mxfp4")
 @pytest.mark.parametrize("name", RATIOS)
 def test_weights_move_as_codes(name: str, mesh: Mesh, arrays: Any):
     recipe, (x, w, g) = recipes.from_name(name), FSDP
@@ -101,7 +101,7 @@ WANTED = {
 }
 
 
-@pytest.mark.by_default("FSDP|tensor, row|both")
+@pytest.mark.slow(but="FSDP|tensor, row|both")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(layout: str, mesh: Mesh, arrays: Any):
     x, w, g = LAYOUTS[layout]
@@ -118,7 +118,7 @@ CONTEXTS = {
 
 
 @pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
-@pytest.mark.by_default("no mesh")
+@pytest.mark.slow(but="no mesh")
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("layout", ["FSDP on k", "sequence, column"])
 def test_no_mesh_need_be_in_context(layout: str, context: str, mesh: Mesh, arrays: Any):
@@ -192,7 +192,7 @@ def test_blocks_that_shards_cut(mesh: Mesh, arrays: Any):
     check([actual], [quick(run)(x, w)])
 
 
-@pytest.mark.by_default("vmap")
+@pytest.mark.slow(but="vmap")
 @pytest.mark.parametrize("mapped", [jax.vmap, jax.checkpoint, lax.map], ids=lambda f: f.__name__)
 def test_under_transformations(mapped: Any, mesh: Mesh, arrays: Any):
     x, w, _ = arrays

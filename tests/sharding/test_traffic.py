@@ -92,8 +92,8 @@ def test_fsdp_in_bfloat16_moves_what_the_docs_count(name: str):
 
 
 @pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
-@pytest.mark.by_default(
-    "FSDP by k-(no mesh|shard_map)|FSDP, scanned-explicit|tensor, row-set_mesh|no capacity"
+@pytest.mark.slow(
+    but="FSDP by k-(no mesh|shard_map)|FSDP, scanned-explicit|tensor, row-set_mesh|no capacity"
 )
 @pytest.mark.parametrize("case", COMPILED, ids=lambda case: f"{case.layout}-{case.way}")
 def test_programs_move_what_is_committed(case: Case):
@@ -106,7 +106,7 @@ def test_plain_jax_moves_what_is_committed():
 
 
 @pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
-@pytest.mark.by_default("set_mesh-FSDP by k|explicit-tensor, row")
+@pytest.mark.slow(but="set_mesh-FSDP by k|explicit-tensor, row")
 @pytest.mark.parametrize(
     ("way", "layout"),
     [

@@ -109,7 +109,7 @@ def test_the_scale_comes_from_the_history(scaling, history, scale):
     state = DelayedState(jnp.array([3.0]), jnp.array(history))
     new = next_state(jnp.array([[-7.0, 5.0]]), state, E4M3, scaling)
     assert float(new.scale[0]) == scale
-    np.testing.assert_array_equal(new.amax_history, np.float32([7.0, history[0]]))
+    np.testing.assert_array_equal(new.amax_history, np.array([7.0, history[0]], np.float32))
 
 
 def test_the_layer_has_margin_and_choice():
@@ -244,7 +244,7 @@ class Mapped(nn.Module):
         return layer(16, dot_general_cls=functools.partial(DelayedDotGeneral, history_length=3))(x)
 
 
-@pytest.mark.by_default("scan|one each")
+@pytest.mark.slow(but="scan|one each")
 @pytest.mark.parametrize(
     "model", [Scanned(), Mapped(None), Mapped(0)], ids=["scan", "vmap, shared", "vmap, one each"]
 )
@@ -261,7 +261,7 @@ def test_a_state_below_scan_and_vmap_is_of_all_that_share_it(model):
     np.testing.assert_array_equal(state["kernel_scale"], jnp.ones((4, 1) if own else (1,)))
 
 
-@pytest.mark.by_default("outside|check")
+@pytest.mark.slow(but="outside|check")
 @pytest.mark.parametrize(
     ("check_vma", "outside"),
     [(True, False), (True, True), (False, False)],

@@ -31,31 +31,31 @@ def _tensors() -> dict[str, np.ndarray]:
     }
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 @pytest.mark.parametrize("power_of_two", [False, True])
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize(("kind", "axis"), [("tensorwise", -1), ("rowwise", -1), ("rowwise", 0)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_scales_and_codes_equal_torchao(kind, axis, element, power_of_two, dtype):
-    import torch
-    from torchao.float8.config import ScalingGranularity
-    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+    torch = pytest.importorskip("torch")
+    granularities = pytest.importorskip("torchao.float8.config").ScalingGranularity
+    utilities = pytest.importorskip("torchao.float8.float8_utils")
 
     target = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[element]
     granularity = {
-        "tensorwise": ScalingGranularity.TENSORWISE,
-        "rowwise": ScalingGranularity.AXISWISE,
+        "tensorwise": granularities.TENSORWISE,
+        "rowwise": granularities.AXISWISE,
     }[kind]
     for name, x in _tensors().items():
         theirs = torch.tensor(x).to(getattr(torch, dtype))
-        scale = tensor_to_scale(
+        scale = utilities.tensor_to_scale(
             theirs,
             target,
             scaling_granularity=granularity,
             axiswise_dim=axis,
             round_scales_to_power_of_2=power_of_two,
         )
-        codes = to_fp8_saturated(theirs.float() * scale, target).view(torch.uint8).numpy()
+        codes = utilities.to_fp8_saturated(theirs.float() * scale, target).view(torch.uint8).numpy()
         ours = mx_jax.quantize(
             jnp.asarray(x).astype(dtype),
             f"float8_{kind}_{element}",

@@ -9,7 +9,7 @@ import pytest
 
 import mx_jax
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 M, K, N = 48, 96, 64
 

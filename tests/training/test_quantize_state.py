@@ -142,14 +142,14 @@ def test_random_bits_are_uniform_and_independent():
 
 def test_bytes_and_what_stays():
     params = params_of() | {"tall": jnp.ones((4096, 3, 3)), "odd": jnp.ones((70, 70))}
-    state = mx_jax.quantize_state(optax.adamw(1e-3)).init(params)
+    state: Any = mx_jax.quantize_state(optax.adamw(1e-3)).init(params)
     assert nbytes(state, "kernel") == 64 * 128 * 33 // 32
     assert nbytes(state, "tall") == 4096 * 9 * 33 // 32  # blocks along the only axis of whole ones
     assert nbytes(state, "odd") == 70 * 70 + 70 * 3  # a last partial block
     for moments in (state.state[0].mu, state.state[0].nu):
         assert moments["kernel"].dtype == jnp.uint8 and moments["kernel"].shape == (64, 128)
         assert moments["bias"].dtype == jnp.float32 and moments["bias"].shape == (128,)
-    least = mx_jax.quantize_state(optax.adamw(1e-3), min_size=128).init(params)
+    least: Any = mx_jax.quantize_state(optax.adamw(1e-3), min_size=128).init(params)
     assert least.state[0].mu["bias"].dtype == jnp.uint8
 
 
@@ -169,7 +169,7 @@ def test_specs_of_parameters_reach_codes_and_scales():
     optimizer = mx_jax.quantize_state(optax.adamw(1e-3))
     state = optimizer.init(params_of())
     specs = {"kernel": "of kernel", "bias": "of bias"}
-    found = optax.tree_map_params(
+    found: Any = optax.tree_map_params(
         optimizer, lambda leaf, spec: spec, state, specs, transform_non_params=lambda leaf: None
     )
     assert found.state[0].nu == found.scales[0].nu == specs
@@ -210,11 +210,11 @@ def test_follows_float32():
 def test_scan_and_donated_steps_give_the_same_bits():
     optimizer = mx_jax.quantize_state(optax.adamw(1e-2), key=jax.random.key(5))
     step = jax.jit(lambda carry, number: step_of(optimizer)(carry, number)[0], donate_argnums=0)
-    carry = params_of(), optimizer.init(params_of())
+    carry: Any = params_of(), optimizer.init(params_of())
     for number in range(6):
         carry = step(carry, jnp.asarray(number))
     assert_same(carry, run(optimizer))
-    other = run(mx_jax.quantize_state(optax.adamw(1e-2), key=jax.random.key(6)))
+    other: Any = run(mx_jax.quantize_state(optax.adamw(1e-2), key=jax.random.key(6)))
     assert (other[1].state[0].mu["kernel"] != carry[1].state[0].mu["kernel"]).any()
 
 
@@ -300,13 +300,13 @@ def test_sharded_as_its_parameters_without_a_collective(types):
     place = {"kernel": NamedSharding(mesh, P("fsdp", "model")), "bias": NamedSharding(mesh, P())}
     gradients = params_of(1)
     single = mx_jax.quantize_state(optax.adamw(1e-2))
-    expected = single.update(gradients, single.init(params_of()), params_of())
+    expected: Any = single.update(gradients, single.init(params_of()), params_of())
     with jax.set_mesh(mesh):
         params, own = (jax.device_put(tree, place) for tree in (params_of(), gradients))
-        state = single.init(params)
+        state: Any = single.init(params)
         program = jax.jit(single.update).lower(own, state, params).compile()
-        found = program(own, state, params)
-    assert not collectives(program.as_text())
+        found: Any = program(own, state, params)
+    assert not collectives(program.as_text() or "")
     for after in (state, found[1]):
         for tree in (after.state[0], after.scales[0]):
             for moments in (tree.mu, tree.nu):
@@ -347,7 +347,8 @@ def test_errors_name_the_remedy():
     mx_jax.quantize_state(optax.adagrad(1e-3)).init({"bias": jnp.zeros(64)})
     mx_jax.quantize_state(optax.sgd(1e-3)).init(params_of())
     named = mx_jax.quantize_state(optax.adagrad(1e-3), squares=("sum_of_squares",))
-    assert named.init(params_of()).state[0].sum_of_squares["kernel"].dtype == jnp.uint8
+    state: Any = named.init(params_of())
+    assert state.state[0].sum_of_squares["kernel"].dtype == jnp.uint8
 
 
 STEP = "@mx_jax_cpu_step_moments"

@@ -14,7 +14,7 @@ import mx_jax.convert
 from mx_jax.formats import E4M3, E5M2
 from mx_jax.recipes import AXISWISE, DISABLED, Cast, Float8Config
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 NAMES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 M, K, N = 48, 64, 80

@@ -1,4 +1,4 @@
-"""Recipes in haliax's layers: needs haliax 1.4.dev453 (`pip install --pre`), and `-m peers`."""
+"""Recipes in haliax's layers: needs haliax 1.4.dev453 (`pip install --pre`), and `-m slow`."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from mx_jax.testing.draw import draw_few_octaves
 from tests.nn.layers import weighted_sum
 from tests.quick import quick
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 X = draw_few_octaves(np.random.default_rng(0), (6, 64))
 MXFP8 = mx_jax.recipes.mxfp8()

@@ -1,4 +1,4 @@
-"""A recipe in levanter's Llama and trainer: needs levanter 1.2.dev1644, and `-m peers`."""
+"""A recipe in levanter's Llama and trainer: needs levanter 1.2.dev1644, and `-m slow`."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 
 import mx_jax
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A Quantization for MaxText's own layers: needs MaxText 0.2.5, and `-m peers`."""
+"""A Quantization for MaxText's own layers: needs MaxText 0.2.5, and `-m slow`."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from mx_jax.testing.draw import draw_few_octaves
 from tests.nn.layers import assert_trees_equal, weighted_sum
 from tests.quick import quick
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 X = draw_few_octaves(np.random.default_rng(0), (8, 64))
 W = draw_few_octaves(np.random.default_rng(1), (64, 32))

@@ -1,4 +1,4 @@
-"""Recipes under Qwix's rules: needs Qwix 0.1.8, `pip install qwix`, and `-m peers`."""
+"""Recipes under Qwix's rules: needs Qwix 0.1.8, `pip install qwix`, and `-m slow`."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ from mx_jax.testing.draw import draw_few_octaves
 from tests.nn.layers import assert_trees_equal, weighted_sum
 from tests.quick import quick
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 ALL, FIRST = ("output", "grad_input", "grad_weight"), ("output", "grad_weight")
 X = draw_few_octaves(np.random.default_rng(0), (6, 64))

@@ -28,7 +28,7 @@ def test_with_optax_and_orbax(integration: Any):
     run(integration)
 
 
-@pytest.mark.peers
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_with_grain_and_clu_too(integration: Any):
     pytest.importorskip("grain")

@@ -1,4 +1,4 @@
-"""Rules by type: needs google-tunix 0.1.7, gemma 4.0.1 for its own test, and `-m peers`."""
+"""Rules by type: needs google-tunix 0.1.7, gemma 4.0.1 for its own test, and `-m slow`."""
 
 import importlib.util
 from pathlib import Path
@@ -13,7 +13,7 @@ from mx_jax import convert, recipes
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 
-pytestmark = [pytest.mark.peers, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 def test_the_example_learns(integration: Any):

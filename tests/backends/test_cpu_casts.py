@@ -1,0 +1,224 @@
+"""Casts by compiled handlers are the reference's: beyond amax, transforms, tensor scales."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import mx_jax
+from mx_jax import recipes
+from mx_jax.backends.calls import QuantizeCall
+from mx_jax.backends.cpu_ffi import casts, library
+from mx_jax.backends.target import on_one_device
+from mx_jax.formats import NVFP4, NVFP4_2D, BlockFormat
+from mx_jax.ops.operands import transformed, turned_back
+from mx_jax.reference import hadamard
+from mx_jax.reference.quantize import quantize
+from mx_jax.testing.cases import QuantizeCase
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.needs import needs_library
+from tests.quick import quick
+
+pytestmark = needs_library
+
+CASTS = {
+    "headroom": ("amax_headroom", "nearest"),
+    "headroom, stochastic": ("amax_headroom", "stochastic"),
+    "4/6": ("four_over_six", "nearest"),
+    "4/6, stochastic": ("four_over_six", "stochastic"),
+    "eden": ("ms_eden", "nearest"),
+}
+HANDLERS = {"amax_headroom": 1, "four_over_six": 2, "ms_eden": 1}
+
+
+def values(shape: tuple[int, ...]) -> np.ndarray:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=shape) * np.exp(2 * rng.normal(size=shape))
+    if len(shape) == 2:
+        x[3, 4], x[10, 20], x[20], x[22] = np.nan, np.inf, 0, x[22] * 1e-30
+    return x
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_the_bits_of_the_reference(name: str):
+    rule, rounding = CASTS[name]
+    key = jax.random.key(1) if rounding == "stochastic" or rule == "ms_eden" else None
+    for shape, axis, format in [
+        ((64, 96), -1, "nvfp4"),
+        ((64, 100), 0, "nvfp4"),
+        ((3, 40, 5), 1, "nvfp4"),
+        *[((64, 96), -1, "nvfp4_2d")] * (rule != "ms_eden"),
+    ]:
+        cast = lambda x, axis=axis, format=format: mx_jax.quantize(  # noqa: E731
+            x, format, axis=axis, scale_rule=rule, rounding=rounding, key=key
+        )
+        for dtype in ("float32", "bfloat16") if axis == -1 else ("float32",):
+            x = jnp.asarray(values(shape), dtype)
+            with mx_jax.only_backend("reference"):
+                expected = quick(cast)(x)
+            found = quick(cast)(x)
+            for part in ("codes", "scales", "tensor_scale"):
+                np.testing.assert_array_equal(getattr(found, part), getattr(expected, part))
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_what_casts(name: str):
+    """Elements are rounded by the handler; 4/6 casts twice, and once more each to draw."""
+    rule, rounding = CASTS[name]
+    key = jax.random.key(1) if rounding == "stochastic" or rule == "ms_eden" else None
+    cast = lambda x: mx_jax.quantize(  # noqa: E731
+        x, "nvfp4", scale_rule=rule, rounding=rounding, key=key
+    )
+    text = jax.jit(cast).lower(jnp.ones((64, 96))).as_text()
+    drawn_too = rule == "four_over_six" and rounding == "stochastic"
+    assert len(re.findall("@mx_jax_cpu_quantize", text)) == HANDLERS[rule] * (1 + drawn_too)
+
+
+# Hadamard transforms by the compiled handler: the reference's within rounding, in its place.
+
+
+RNG = np.random.default_rng(0)
+
+
+def drawn(shape: tuple[int, ...], dtype: str, size: int) -> tuple[jax.Array, jax.Array]:
+    signs = jnp.asarray(RNG.choice([-1, 1], size), jnp.int32)
+    return jnp.asarray(RNG.normal(size=shape), dtype), signs
+
+
+def is_near(found: jax.Array, exact: np.ndarray, size: int) -> bool:
+    """Within the rounding of log2(size) sums of what may be as long as all of a group."""
+    bound = (np.log2(size) + 2) * 2.0**-24 * np.sqrt(size) * np.abs(exact).max(initial=1)
+    return bool((np.abs(np.asarray(found, np.float64) - exact) <= bound).all())
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64, 128, 1024])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_values_of_the_reference(size: int, dtype: str):
+    for shape, axis in [
+        ((3, 2 * size), 1),
+        ((5, size + 3), 1),
+        ((size, 7), 0),
+        ((2 * size + 1, 33), 0),
+        ((2, 3 * size - 1, 2, 3), 1),
+        ((size + 1,), 0),
+        ((0, size), 1),
+    ]:
+        x, signs = drawn(shape, dtype, size)
+        turned = transformed(x, signs, axis)
+        as_float64 = np.moveaxis(np.asarray(x, np.float64), axis, -1)
+        missing = -x.shape[axis] % size
+        padded = np.pad(as_float64, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
+        groups = padded.reshape(*padded.shape[:-1], padded.shape[-1] // size, size)
+        # Over sqrt(size) in float64, which float32's matrix rounds.
+        square = np.sign(hadamard.matrix(size)).astype(np.float64) / np.sqrt(size)
+        exact = (groups * np.asarray(signs, np.float64) @ square).reshape(padded.shape)
+        assert turned.dtype == jnp.float32
+        assert is_near(turned, np.moveaxis(exact, -1, axis), size), (shape, axis)
+        back = turned_back(turned, signs, x.shape[axis], axis)
+        assert back.shape == x.shape
+        assert is_near(back, np.asarray(x, np.float64), size), (shape, axis)
+
+
+def test_infinity_and_nan_stay_in_their_groups():
+    x, signs = drawn((4, 64), "float32", 32)
+    x = x.at[0, 3].set(jnp.inf).at[1, 40].set(jnp.nan)
+    turned = np.asarray(transformed(x, signs, 1))
+    assert np.isinf(turned[0, :32]).all() and np.isfinite(turned[0, 32:]).all()
+    assert np.isnan(turned[1, 32:]).all() and np.isfinite(turned[1, :32]).all()
+
+
+def test_who_transforms():
+    """The handler on one device, XLA's own dot where devices share the program."""
+    recipe = recipes.mxfp4_stochastic()
+    x, w = jnp.ones((64, 64)), jnp.ones((64, 96))
+    step = jax.jit(
+        jax.grad(
+            lambda w, x: mx_jax.matmul(x, w, recipe=recipe, key=jax.random.key(0)).sum(), (0, 1)
+        )
+    )
+    assert step.lower(w, x).as_text().count("@mx_jax_cpu_transform") == 2
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    cut = jax.device_put(x, NamedSharding(mesh, PartitionSpec("data")))
+    assert "mx_jax_cpu_transform" not in step.lower(w, cut).as_text()
+
+
+def test_groups_that_are_too_large():
+    x, signs = drawn((4096,), "float32", 2048)
+    text = mx_jax.inspect.explain_call(lambda x: transformed(x, signs, 0), x)
+    assert "cpu_ffi: turns groups of at most 1024, got size=2048" in text
+
+
+# Casts find the reference's tensor scale, and a program computes nothing else for it.
+
+
+LOADED = library.load()
+
+
+def found(x: jax.Array, call: QuantizeCall) -> jax.Array:
+    """The tensor scale that the handler finds."""
+    with on_one_device(True):
+        scale = casts.quantize(x, None, None, call).tensor_scale
+    assert scale is not None
+    return scale
+
+
+@pytest.mark.slow(but=5)
+@pytest.mark.parametrize(
+    ("shape", "axis", "dtype", "format"),
+    [
+        ((64, 96), -1, "float32", NVFP4),
+        ((64, 96), 0, "bfloat16", NVFP4),
+        ((3, 40, 50), 1, "float16", NVFP4),
+        ((3, 40, 50), 0, "float32", NVFP4),
+        ((40, 1), 0, "bfloat16", NVFP4),
+        ((41,), 0, "float32", NVFP4),
+        ((2, 40, 50), -1, "float32", NVFP4_2D),
+        ((33, 1), -1, "bfloat16", NVFP4_2D),
+    ],
+)
+def test_the_reference_s_scale(shape: tuple[int, ...], axis: int, dtype: str, format: BlockFormat):
+    call = QuantizeCase(format=format, shape=shape, axis=axis, dtype=dtype).call
+
+    @jax.jit
+    def both(x):
+        scale = quantize(x, call.format, call.blocks, call.scale_rule).tensor_scale
+        return found(x, call), scale
+
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(shape).astype(np.float32)
+    for special in (0.0, np.inf, np.nan, -np.inf):
+        # The largest value shares its block with what leaves the block out.
+        x.flat[[3, 17 % x.size]] = 1e4, special
+        for values in (x, np.full(shape, special, np.float32)):
+            assert_bitwise_equal(*both(jnp.asarray(values, dtype)))
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (3, 0)])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_an_empty_tensor_has_scale_one(shape: tuple[int, ...], axis: int):
+    call = QuantizeCase(format=NVFP4, shape=shape, axis=axis).call
+    assert found(jnp.zeros(shape), call).tolist() == [[1.0]]
+
+
+# Programs -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_a_program_has_calls_alone(batch: tuple[int, ...]):
+    """What XLA compiled around each of them took ten times as long as all else."""
+
+    def product(x, w):
+        return mx_jax.matmul(x, w, recipe="nvfp4")
+
+    for _ in batch:
+        product = jax.vmap(product)
+    with mx_jax.only_backend("cpu_ffi"):
+        lowered = jax.jit(product).lower(jnp.ones((*batch, 8, 64)), jnp.ones((*batch, 64, 32)))
+    text = lowered.as_text("hlo")
+    kinds = collections.Counter(re.findall(r"^ .* = .*?[\])}] ([a-z-]+)\(", text, re.MULTILINE))
+    assert kinds.pop("custom-call") == 2 + 1
+    assert not set(kinds) - {"parameter", "constant", "call", "tuple", "get-tuple-element"}
