@@ -31,9 +31,10 @@ from mx_jax.backends.sums import (
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs import blocks
 from mx_jax.codecs import element as element_codec
-from mx_jax.codecs.float32 import power_of_two
+from mx_jax.codecs.float32 import power_of_two, select
+from mx_jax.codecs.lowering import elementwise
 from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN, scale_to_float32
-from mx_jax.formats import WHOLE, BlockFormat
+from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.reference import hadamard
 from mx_jax.reference.ragged import grouped_dot
@@ -215,13 +216,19 @@ def _under_exponents(operand: MXArray) -> jax.Array:
     alone that XLA would give a kernel of its own.
     """
     codes, inside = blocks.split(operand.codes, operand.blocks)
-    scales = blocks.spread(operand.scales, inside).astype(jnp.int32)
+    scales = blocks.spread(operand.scales, inside)
+    values = elementwise(_under_exponent, codes, scales, element=operand.format.element)
+    return blocks.merge(values, operand.shape, inside)
+
+
+def _under_exponent(codes: jax.Array, scales: jax.Array, element: ElementFormat) -> jax.Array:
+    scales = scales.astype(jnp.int32)
     exponent = scales - (E8M0_BIAS + _HEADROOM)
     half = exponent >> 1
-    first = jnp.where(scales == E8M0_NAN, jnp.float32(jnp.nan), power_of_two(half))
-    values = element_codec.decode(codes, operand.format.element)
+    first = select(scales == E8M0_NAN, jnp.nan, power_of_two(half))
+    values = element_codec.decode(codes, element)
     values = values * first * power_of_two(exponent - half)
-    return blocks.merge(values.astype(jnp.bfloat16), operand.shape, inside)
+    return values.astype(jnp.bfloat16)
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:

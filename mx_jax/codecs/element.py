@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.codecs import float32
-from mx_jax.codecs.platform import platform_dependent
+from mx_jax.codecs.lowering import elementwise, platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.formats import E4M3, E5M2, ElementFormat
 from mx_jax.formats.element import known_element
@@ -58,6 +58,20 @@ def encode(
       >>> encode(jnp.array([0.25, 0.75, -5.0, 1e9]), E2M1)
       Array([ 0,  2, 14,  7], dtype=uint8)
     """
+    how = {"element": element, "rounding": rounding, "saturate": saturate}
+    if not rounding.is_known:
+        return _encode(x, exponent, random_bits, **how)
+    return elementwise(_encode, x, exponent, random_bits, **how)
+
+
+def _encode(
+    x: jax.Array,
+    exponent: jax.Array | int,
+    random_bits: jax.Array | None,
+    element: ElementFormat,
+    rounding: Rounding,
+    saturate: bool,
+) -> jax.Array:
     bits = float32.to_bits(x)
     magnitude = float32.bitwise_and(bits, float32.ABS)
     if rounding != NEAREST:
@@ -245,4 +259,8 @@ def decode(
       >>> decode(jnp.array([1, 127, 128], jnp.uint8), INT8)
       Array([ 0.015625,  1.984375, -2.      ], dtype=float32)
     """
+    return elementwise(_decode, codes, element=element, dtype=jnp.dtype(dtype))
+
+
+def _decode(codes: jax.Array, element: ElementFormat, dtype: jnp.dtype) -> jax.Array:
     return float32.from_bits(decode_bits(codes, element), dtype)

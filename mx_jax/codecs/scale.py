@@ -23,7 +23,7 @@ from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes
 from mx_jax.codecs.float32 import clip, select
-from mx_jax.codecs.platform import platform_dependent
+from mx_jax.codecs.lowering import elementwise, platform_dependent
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat, ScaleFormat
 
@@ -158,15 +158,28 @@ def encode_scaled(
     random_bits: jax.Array | None,
 ) -> jax.Array:
     """Codes of x over its block's scale; blocks with a NaN scale get NaN codes, or 0."""
-    element = format.element
-    how = {"rounding": rounding, "random_bits": random_bits}
+    if format.scale.kind != "exponent":
+        values = float32.from_bits(float32.to_bits(x))
+        x = over_float_scale(values, scales, format, tensor_scale)
+    if not rounding.is_known:
+        return _encode(x, scales, random_bits, format, rounding)
+    return elementwise(_encode, x, scales, random_bits, format=format, rounding=rounding)
+
+
+def _encode(
+    x: jax.Array,
+    scales: jax.Array,
+    random_bits: jax.Array | None,
+    format: BlockFormat,
+    rounding: Rounding,
+) -> jax.Array:
+    """The same of x over its scale already, if that is a float."""
+    element, exponent = format.element, 0
     if format.scale.kind == "exponent":
         exponent = float32.sub(lax.convert_element_type(scales, jnp.int32), E8M0_BIAS)
-        codes = element_codec.encode(x, element, exponent=exponent, **how)
-    else:
-        values = float32.from_bits(float32.to_bits(x))
-        quotient = over_float_scale(values, scales, format, tensor_scale)
-        codes = element_codec.encode(quotient, element, **how)
+    codes = element_codec.encode(
+        x, element, exponent=exponent, rounding=rounding, random_bits=random_bits
+    )
     nan_code = 0 if element.nan_code is None else element.nan_code
     return select(broadcast_like(is_nan_scale(scales, format.scale), codes), nan_code, codes)
 
@@ -175,17 +188,29 @@ def over_float_scale(
     values: jax.Array, scales: jax.Array, format: BlockFormat, tensor_scale: jax.Array | None
 ) -> jax.Array:
     """Float32 values over their float scales, which is what `encode_scaled` rounds."""
-    scale = scale_to_float32(scales, format.scale)
-    if format.scale.kind == "divisor":
-        return float32.mul(values, scale)
-    if format.scale.kind == "multiplier":
-        return divide_elements(values, scale)
     if tensor_scale is None:
-        return float32.mul(values, true_divide(lax.full_like(scale, 1), scale))
-    small = is_tiny(tensor_scale)
-    values, tensor_scale = lift(values, small), lift(tensor_scale, small)
+        return elementwise(_over_own_scale, values, scales, scale=format.scale)
     # x * ((1 / p) / s), in this order: NVFP4's own arithmetic, each step rounded.
-    return float32.mul(values, _reciprocal(scales, tensor_scale, format.scale))
+    lifted = elementwise(_lifted_if_tiny, tensor_scale, tensor_scale)
+    reciprocal = _reciprocal(scales, lifted, format.scale)
+    return elementwise(_times_lifted, values, tensor_scale, reciprocal)
+
+
+def _over_own_scale(values: jax.Array, scales: jax.Array, scale: ScaleFormat) -> jax.Array:
+    numbers = scale_to_float32(scales, scale)
+    if scale.kind == "divisor":
+        return float32.mul(values, numbers)
+    if scale.kind == "multiplier":
+        return divide_elements(values, numbers)
+    return float32.mul(values, true_divide(lax.full_like(numbers, 1), numbers))
+
+
+def _lifted_if_tiny(x: jax.Array, tensor_scale: jax.Array) -> jax.Array:
+    return lift(x, is_tiny(tensor_scale))
+
+
+def _times_lifted(values: jax.Array, tensor_scale: jax.Array, factor: jax.Array) -> jax.Array:
+    return float32.mul(_lifted_if_tiny(values, tensor_scale), factor)
 
 
 def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) -> jax.Array:
@@ -196,11 +221,11 @@ def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) 
         tensor_scale: jax.Array,
         divide: Callable[[jax.Array, jax.Array], jax.Array] = opaque_divide,
     ) -> jax.Array:
-        values = scale_to_float32(scales, scale)
-        return divide(divide(jnp.ones_like(values), tensor_scale), values)
+        return _divided_twice(scales, tensor_scale, scale, divide)
 
     def looked_up(scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
-        table = divided(jnp.arange(256, dtype=jnp.uint8), tensor_scale.reshape(1), by_float64)
+        every = jnp.arange(256, dtype=jnp.uint8), tensor_scale.reshape(1)
+        table = elementwise(_divided_twice, *every, scale=scale, divide=by_float64)
         return table.at[scales].get(mode="promise_in_bounds")
 
     if tensor_scale.size != 1 or has_explicit_axes():
@@ -208,6 +233,16 @@ def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) 
     # Exact divisions are long: on GPUs they are done once for each code that a scale may have, and
     # kernels hand each other codes, not float32 reciprocals.
     return platform_dependent(scales, tensor_scale, cuda=looked_up, rocm=looked_up, default=divided)
+
+
+def _divided_twice(
+    scales: jax.Array,
+    tensor_scale: jax.Array,
+    scale: ScaleFormat,
+    divide: Callable[[jax.Array, jax.Array], jax.Array],
+) -> jax.Array:
+    values = scale_to_float32(scales, scale)
+    return divide(divide(jnp.ones_like(values), tensor_scale), values)
 
 
 def decode_scaled(
@@ -233,6 +268,18 @@ def decode_scaled(
     Returns:
       int32 patterns, shape of codes.
     """
+    how = {"format": format, "exponent": exponent, "lifted": lifted}
+    return elementwise(_decode, codes, scales, tensor_scale, **how)
+
+
+def _decode(
+    codes: jax.Array,
+    scales: jax.Array,
+    tensor_scale: jax.Array | None,
+    format: BlockFormat,
+    exponent: int,
+    lifted: bool,
+) -> jax.Array:
     pattern = element_codec.decode_bits(codes, format.element)
     if format.scale.kind == "exponent":
         moved = _times_power_of_two(pattern, scales.astype(jnp.int32) - E8M0_BIAS + exponent)
