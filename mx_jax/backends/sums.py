@@ -1,6 +1,7 @@
 """Scales that leave the sums of a product: one for each row of an operand, or one for all of it."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -75,9 +76,12 @@ def scaled(sums: jax.Array, *scales: SumScale) -> jax.Array:
             factors.append(half)
     # Behind the barrier they are arrays to XLA, and the product stays one kernel: else it spreads
     # a part of their arithmetic to the sums' shape, in memory.
-    for factor in lax.optimization_barrier((*first, *second)):
-        sums = float32.mul(sums, factor)
-    return sums
+    return elementwise(_product, sums, *lax.optimization_barrier((*first, *second)))
+
+
+def _product(*factors: jax.Array) -> jax.Array:
+    """From the left."""
+    return functools.reduce(float32.mul, factors)
 
 
 def _halves(values: jax.Array, divides: bool) -> tuple[jax.Array, jax.Array]:

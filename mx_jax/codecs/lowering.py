@@ -81,9 +81,9 @@ def by_halves(function: Callable[..., jax.Array], x: jax.Array, axis: int) -> ja
 
 
 def _is_emitted(*arrays: jax.Array) -> bool:
-    """Scalars are part of another function; JAX knows how to lower symbolic lengths."""
-    lengths = [length for x in arrays for length in x.shape]
-    return lowered_for.value is not None and lengths != [] and all(type(n) is int for n in lengths)
+    """Symbolic lengths are left to JAX's own rules."""
+    lengths = (length for x in arrays for length in x.shape)
+    return lowered_for.value is not None and all(isinstance(length, int) for length in lengths)
 
 
 class _Body:
@@ -113,9 +113,7 @@ def _body(
         operands = [next(left) if array else x for array, x in zip(which, own, strict=True)]
         return function(*operands, **dict(static))
 
-    scalars = [
-        jax.ShapeDtypeStruct((), x) for array, x in zip(which, own, strict=True) if array
-    ]
+    scalars = [jax.ShapeDtypeStruct((), x) for array, x in zip(which, own, strict=True) if array]
     jaxpr, results = jax.make_jaxpr(of_scalars, return_shape=True)(*scalars)
     known = not jaxpr.effects and _is_known(jaxpr.jaxpr)
     return _Body(function, jaxpr.jaxpr, results) if known and not jaxpr.consts else None
@@ -123,11 +121,16 @@ def _body(
 
 def _is_known(jaxpr: Any) -> bool:
     return all(
-        _is_known(e.params["jaxpr"].jaxpr)
-        if e.primitive.name == "jit"
-        else e.primitive.name in _OPERATIONS
+        e.primitive.name in _OPERATIONS if (inner := _called(e)) is None else _is_known(inner)
         for e in jaxpr.eqns
     )
+
+
+def _called(equation: Any) -> Any:
+    """The jaxpr that an equation calls."""
+    if equation.primitive is _ELEMENTWISE:
+        return equation.params["body"].jaxpr
+    return equation.params["jaxpr"].jaxpr if equation.primitive.name == "jit" else None
 
 
 def _types(*types: Any, body: _Body, axis: int | None) -> list[Any]:
@@ -143,10 +146,11 @@ def _types(*types: Any, body: _Body, axis: int | None) -> list[Any]:
 def _batch(
     operands: Sequence[Any], axes: Sequence[int | None], *, body: _Body, axis: int | None
 ) -> Any:
-    wide = [
-        jnp.expand_dims(x, 0) if batched is None else jnp.moveaxis(x, batched, 0)
-        for x, batched in zip(operands, axes, strict=True)
-    ]
+    pairs = list(zip(operands, axes, strict=True))
+    wide = [x[None] if place is None else jnp.moveaxis(x, place, 0) for x, place in pairs]
+    # Numbers, too, have the batch as their first axis.
+    rank = max(x.ndim for x in wide)
+    wide = [jnp.expand_dims(x, tuple(range(1, 1 + rank - x.ndim))) for x in wide]
     results = _ELEMENTWISE.bind(*wide, body=body, axis=None if axis is None else axis + 1)
     return results, [0] * len(results)
 
@@ -179,7 +183,8 @@ Emitted = tuple[Any, tuple[int, ...]]
 def _like(x: Any, shape: tuple[int, ...], wanted: tuple[int, ...]) -> Any:
     """A value, or a number of the jaxpr, in a shape that it broadcasts to."""
     if isinstance(x, Literal):
-        dtype = np.dtype(x.aval.dtype)
+        own: Any = x.aval
+        dtype = np.dtype(own.dtype)
         element = mlir.dtype_to_ir_type(dtype)
         is_float = jnp.issubdtype(dtype, jnp.floating)
         number = mlir.ir.FloatAttr.get if is_float else mlir.ir.IntegerAttr.get
@@ -202,8 +207,8 @@ def _emit(jaxpr: Any, operands: list[Emitted]) -> list[Emitted]:
 
     for equation in jaxpr.eqns:
         values = list(map(read, equation.invars))
-        if equation.primitive.name == "jit":
-            results = _emit(equation.params["jaxpr"].jaxpr, values)
+        if (inner := _called(equation)) is not None:
+            results = _emit(inner, values)
         else:
             shape = np.broadcast_shapes(*(own for _, own in values))
             arguments = [_like(x, own, shape) for x, own in values]

@@ -159,8 +159,7 @@ def encode_scaled(
 ) -> jax.Array:
     """Codes of x over its block's scale; blocks with a NaN scale get NaN codes, or 0."""
     if format.scale.kind != "exponent":
-        values = float32.from_bits(float32.to_bits(x))
-        x = over_float_scale(values, scales, format, tensor_scale)
+        x = over_float_scale(x, scales, format, tensor_scale)
     if not rounding.is_known:
         return _encode(x, scales, random_bits, format, rounding)
     return elementwise(_encode, x, scales, random_bits, format=format, rounding=rounding)
@@ -187,7 +186,7 @@ def _encode(
 def over_float_scale(
     values: jax.Array, scales: jax.Array, format: BlockFormat, tensor_scale: jax.Array | None
 ) -> jax.Array:
-    """Float32 values over their float scales, which is what `encode_scaled` rounds."""
+    """Values over their float scales in float32, which is what `encode_scaled` rounds."""
     if tensor_scale is None:
         return elementwise(_over_own_scale, values, scales, scale=format.scale)
     # x * ((1 / p) / s), in this order: NVFP4's own arithmetic, each step rounded.
@@ -197,7 +196,7 @@ def over_float_scale(
 
 
 def _over_own_scale(values: jax.Array, scales: jax.Array, scale: ScaleFormat) -> jax.Array:
-    numbers = scale_to_float32(scales, scale)
+    values, numbers = float32.from_bits(float32.to_bits(values)), scale_to_float32(scales, scale)
     if scale.kind == "divisor":
         return float32.mul(values, numbers)
     if scale.kind == "multiplier":
@@ -268,18 +267,6 @@ def decode_scaled(
     Returns:
       int32 patterns, shape of codes.
     """
-    how = {"format": format, "exponent": exponent, "lifted": lifted}
-    return elementwise(_decode, codes, scales, tensor_scale, **how)
-
-
-def _decode(
-    codes: jax.Array,
-    scales: jax.Array,
-    tensor_scale: jax.Array | None,
-    format: BlockFormat,
-    exponent: int,
-    lifted: bool,
-) -> jax.Array:
     pattern = element_codec.decode_bits(codes, format.element)
     if format.scale.kind == "exponent":
         moved = _times_power_of_two(pattern, scales.astype(jnp.int32) - E8M0_BIAS + exponent)
