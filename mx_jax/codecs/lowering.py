@@ -16,6 +16,8 @@ from jax.extend.core import Literal, Primitive
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import batching, mlir
 
+from mx_jax.codecs.explicit_axes import result_type
+
 R = TypeVar("R")
 
 # `lowered_for.value` is the platform while a call is lowered, else None.
@@ -135,12 +137,9 @@ def _called(equation: Any) -> Any:
 
 def _types(*types: Any, body: _Body, axis: int | None) -> list[Any]:
     shape = np.broadcast_shapes(*(own.shape for own in types))
-    like = next(own for own in types if own.shape == shape)
     if axis is not None:
         shape = (*shape[:axis], 1, *shape[axis + 1 :])
-    return [
-        like.update(shape=shape, dtype=x.aval.dtype, weak_type=False) for x in body.jaxpr.outvars
-    ]
+    return [result_type(types[0], shape, x.aval.dtype) for x in body.jaxpr.outvars]
 
 
 def _batch(
@@ -256,6 +255,7 @@ _OPERATIONS: dict[str, Callable[..., list[Any]]] = {
     "not": _plain(hlo.not_),
     "shift_left": _plain(hlo.shift_left),
     "shift_right_arithmetic": _plain(hlo.shift_right_arithmetic),
+    "shift_right_logical": _plain(hlo.shift_right_logical),
     "select_n": lambda equation, shape, which, no, yes: [hlo.select(which, yes, no)],
     "convert_element_type": _to_dtype(hlo.convert),
     "bitcast_convert_type": _to_dtype(hlo.bitcast_convert),
