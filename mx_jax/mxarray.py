@@ -418,9 +418,10 @@ def decode(
     saturates = saturates and x.format.scale.kind == "exponent"
     how = {"exponent": exponent, "saturates": saturates, "lifted": lifted}
     operands = codes, scales, tensor_scale, x.format, jnp.dtype(dtype)
-    return block_shapes.merge(elementwise(_decoded, *operands, **how), x.shape, inside)
+    return block_shapes.merge(_decoded(*operands, **how), x.shape, inside)
 
 
+@elementwise
 def _decoded(
     codes: jax.Array,
     scales: jax.Array,

@@ -69,21 +69,23 @@ def scaled(sums: jax.Array, *scales: SumScale) -> jax.Array:
     first, second = [], []
     # Scalars before rows: they meet each other at no cost.
     for scale in sorted(scales, key=lambda scale: scale.values.ndim > 0):
-        halves = elementwise(_halves, scale.values, divides=scale.divides)
+        halves = _halves(scale.values, scale.divides)
         for factors, half in zip((first, second), halves, strict=True):
             if factors and factors[-1].ndim == half.ndim == 0:
                 half = float32.mul(factors.pop(), half)
             factors.append(half)
     # Behind the barrier they are arrays to XLA, and the product stays one kernel: else it spreads
     # a part of their arithmetic to the sums' shape, in memory.
-    return elementwise(_product, sums, *lax.optimization_barrier((*first, *second)))
+    return _product(sums, *lax.optimization_barrier((*first, *second)))
 
 
+@elementwise
 def _product(*factors: jax.Array) -> jax.Array:
     """From the left."""
     return functools.reduce(float32.mul, factors)
 
 
+@elementwise
 def _halves(values: jax.Array, divides: bool) -> tuple[jax.Array, jax.Array]:
     """Two factors of about equal exponents; of zero, Inf and NaN, one is 1."""
     bits = float32.to_bits(values)

@@ -217,10 +217,11 @@ def _under_exponents(operand: MXArray) -> jax.Array:
     """
     codes, inside = blocks.split(operand.codes, operand.blocks)
     scales = blocks.spread(operand.scales, inside)
-    values = elementwise(_under_exponent, codes, scales, element=operand.format.element)
+    values = _under_exponent(codes, scales, operand.format.element)
     return blocks.merge(values, operand.shape, inside)
 
 
+@elementwise
 def _under_exponent(codes: jax.Array, scales: jax.Array, element: ElementFormat) -> jax.Array:
     scales = scales.astype(jnp.int32)
     exponent = scales - (E8M0_BIAS + _HEADROOM)

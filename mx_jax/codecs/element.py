@@ -23,6 +23,7 @@ _CONVERTED = (E4M3, E5M2)
 _NEAR = 64
 
 
+@elementwise
 def encode(
     x: jax.Array,
     element: ElementFormat,
@@ -58,20 +59,6 @@ def encode(
       >>> encode(jnp.array([0.25, 0.75, -5.0, 1e9]), E2M1)
       Array([ 0,  2, 14,  7], dtype=uint8)
     """
-    how = {"element": element, "rounding": rounding, "saturate": saturate}
-    if not rounding.is_known:
-        return _encode(x, exponent, random_bits, **how)
-    return elementwise(_encode, x, exponent, random_bits, **how)
-
-
-def _encode(
-    x: jax.Array,
-    exponent: jax.Array | int,
-    random_bits: jax.Array | None,
-    element: ElementFormat,
-    rounding: Rounding,
-    saturate: bool,
-) -> jax.Array:
     bits = float32.to_bits(x)
     magnitude = float32.bitwise_and(bits, float32.ABS)
     if rounding != NEAREST:
@@ -189,6 +176,7 @@ def _with_sign(
     return lax.convert_element_type(code, jnp.uint8)
 
 
+@elementwise
 def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
     """Float32 patterns of the values of uint8 codes; every element value is a normal or zero."""
     spelled_out = functools.partial(_decode_in_integers, element=element)
@@ -247,6 +235,7 @@ def _special(
     return float32.select(float32.eq(half, element.inf_code), infinity, special)
 
 
+@elementwise
 def decode(
     codes: jax.Array, element: ElementFormat, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> jax.Array:
@@ -259,8 +248,4 @@ def decode(
       >>> decode(jnp.array([1, 127, 128], jnp.uint8), INT8)
       Array([ 0.015625,  1.984375, -2.      ], dtype=float32)
     """
-    return elementwise(_decode, codes, element=element, dtype=jnp.dtype(dtype))
-
-
-def _decode(codes: jax.Array, element: ElementFormat, dtype: jnp.dtype) -> jax.Array:
     return float32.from_bits(decode_bits(codes, element), dtype)

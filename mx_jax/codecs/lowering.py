@@ -6,7 +6,7 @@ traced once, and its operations are emitted for arrays of any shape: about 0.01 
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jax.interpreters import batching, mlir
 
 from mx_jax.codecs.explicit_axes import result_type
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 # `lowered_for.value` is the platform while a call is lowered, else None.
@@ -45,22 +46,27 @@ def _jitted(primitive: Primitive, params: tuple[tuple[str, Hashable], ...]) -> A
     return jax.jit(run)
 
 
-def elementwise(function: Callable[..., R], /, *operands: Any, **static: Hashable) -> R:
-    """`function(*operands, **static)`, traced once for all shapes while a call is lowered.
+def elementwise(function: Callable[P, R]) -> Callable[P, R]:
+    """A function of scalars, called with arrays whose shapes broadcast, and with static values.
 
-    Args:
-      function: of scalars, hashable; of arrays it computes the same at each place.
-      *operands: arrays of equal rank whose axes agree or have length 1, and static values.
-      **static: what else the function takes.
+    While a call is lowered it is traced once, whatever the shapes are. What fails on scalars, or
+    has an equation without a row in `_OPERATIONS`, is traced for each shape, as elsewhere.
     """
-    arrays = [x for x in operands if isinstance(x, jax.Array)]
-    if _is_emitted(*arrays):
-        own = tuple(x.dtype if isinstance(x, jax.Array) else x for x in operands)
-        which = tuple(isinstance(x, jax.Array) for x in operands)
-        body = _body(function, own, which, tuple(static.items()), lowered_for.value)
-        if body is not None:
-            return body.unflatten(_ELEMENTWISE.bind(*arrays, body=body, axis=None))
-    return function(*operands, **static)
+
+    @functools.wraps(function)
+    def run(*given: P.args, **named: P.kwargs) -> R:
+        operands = (*given, *named.values())
+        arrays = [x for x in operands if isinstance(x, jax.Array)]
+        if _is_emitted(*arrays):
+            own = tuple(
+                (True, x.dtype) if isinstance(x, jax.Array) else (False, x) for x in operands
+            )
+            body = _body(function, own, tuple(named), lowered_for.value)
+            if body is not None:
+                return body.unflatten(_ELEMENTWISE.bind(*arrays, body=body, axis=None))
+        return function(*given, **named)
+
+    return run
 
 
 def by_halves(function: Callable[..., jax.Array], x: jax.Array, axis: int) -> jax.Array:
@@ -73,7 +79,7 @@ def by_halves(function: Callable[..., jax.Array], x: jax.Array, axis: int) -> ja
       axis: of a length above 0.
     """
     if _is_emitted(x):
-        body = _body(function, (x.dtype, x.dtype), (True, True), (), lowered_for.value)
+        body = _body(function, ((True, x.dtype),) * 2, (), lowered_for.value)
         if body is not None:
             return _ELEMENTWISE.bind(x, body=body, axis=axis)[0]
     while (length := x.shape[axis]) > 1:
@@ -101,24 +107,23 @@ class _Body:
 
 @functools.lru_cache(maxsize=4096)
 def _body(
-    function: Callable[..., Any],
-    own: tuple[Any, ...],
-    which: tuple[bool, ...],
-    static: tuple[tuple[str, Hashable], ...],
-    platform: str,
+    function: Callable[..., Any], own: tuple[Any, ...], names: tuple[str, ...], platform: str
 ) -> _Body | None:
-    """None if an equation has no row in `_OPERATIONS`."""
     del platform  # it decides what the function does
 
     def of_scalars(*scalars: jax.Array) -> Any:
         left = iter(scalars)
-        operands = [next(left) if array else x for array, x in zip(which, own, strict=True)]
-        return function(*operands, **dict(static))
+        given = [next(left) if is_array else x for is_array, x in own]
+        count = len(given) - len(names)
+        return function(*given[:count], **dict(zip(names, given[count:], strict=True)))
 
-    scalars = [jax.ShapeDtypeStruct((), x) for array, x in zip(which, own, strict=True) if array]
-    jaxpr, results = jax.make_jaxpr(of_scalars, return_shape=True)(*scalars)
-    known = not jaxpr.effects and _is_known(jaxpr.jaxpr)
-    return _Body(function, jaxpr.jaxpr, results) if known and not jaxpr.consts else None
+    scalars = [jax.ShapeDtypeStruct((), x) for is_array, x in own if is_array]
+    try:
+        jaxpr, results = jax.make_jaxpr(of_scalars, return_shape=True)(*scalars)
+    except (IndexError, TypeError, ValueError):
+        return None
+    known = not jaxpr.effects and not jaxpr.consts and _is_known(jaxpr.jaxpr)
+    return _Body(function, jaxpr.jaxpr, results) if known else None
 
 
 def _is_known(jaxpr: Any) -> bool:

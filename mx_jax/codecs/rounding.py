@@ -49,11 +49,6 @@ class Rounding:
         return functools.partial(Rounding, **fields), ()
 
     @functools.cached_property
-    def is_known(self) -> bool:
-        """Whether it is the library's own, which rounds each number by itself."""
-        return self in ROUNDINGS or self.is_stochastic
-
-    @functools.cached_property
     def is_stochastic(self) -> bool:
         """Whether it is the library's own stochastic rounding, of any width."""
         known = 1 <= self.random_bits <= MAX_RANDOM_BITS

@@ -148,6 +148,7 @@ def is_nan_scale(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
     return lax.ne(values, values)
 
 
+@elementwise
 def encode_scaled(
     x: jax.Array,
     scales: jax.Array,
@@ -158,24 +159,11 @@ def encode_scaled(
     random_bits: jax.Array | None,
 ) -> jax.Array:
     """Codes of x over its block's scale; blocks with a NaN scale get NaN codes, or 0."""
-    if format.scale.kind != "exponent":
-        x = over_float_scale(x, scales, format, tensor_scale)
-    if not rounding.is_known:
-        return _encode(x, scales, random_bits, format, rounding)
-    return elementwise(_encode, x, scales, random_bits, format=format, rounding=rounding)
-
-
-def _encode(
-    x: jax.Array,
-    scales: jax.Array,
-    random_bits: jax.Array | None,
-    format: BlockFormat,
-    rounding: Rounding,
-) -> jax.Array:
-    """The same of x over its scale already, if that is a float."""
     element, exponent = format.element, 0
     if format.scale.kind == "exponent":
         exponent = float32.sub(lax.convert_element_type(scales, jnp.int32), E8M0_BIAS)
+    else:
+        x = over_float_scale(x, scales, format, tensor_scale)
     codes = element_codec.encode(
         x, element, exponent=exponent, rounding=rounding, random_bits=random_bits
     )
@@ -183,67 +171,65 @@ def _encode(
     return select(broadcast_like(is_nan_scale(scales, format.scale), codes), nan_code, codes)
 
 
+@elementwise
 def over_float_scale(
     values: jax.Array, scales: jax.Array, format: BlockFormat, tensor_scale: jax.Array | None
 ) -> jax.Array:
     """Values over their float scales in float32, which is what `encode_scaled` rounds."""
-    if tensor_scale is None:
-        return elementwise(_over_own_scale, values, scales, scale=format.scale)
-    # x * ((1 / p) / s), in this order: NVFP4's own arithmetic, each step rounded.
-    lifted = elementwise(_lifted_if_tiny, tensor_scale, tensor_scale)
-    reciprocal = _reciprocal(scales, lifted, format.scale)
-    return elementwise(_times_lifted, values, tensor_scale, reciprocal)
+    if tensor_scale is not None:
+        # x * ((1 / p) / s), in this order: NVFP4's own arithmetic, each step rounded.
+        reciprocal = _reciprocal(scales, _lifted(tensor_scale, tensor_scale), format.scale)
+        return _times_lifted(values, tensor_scale, reciprocal)
+    values, scale = (
+        float32.from_bits(float32.to_bits(values)),
+        scale_to_float32(scales, format.scale),
+    )
+    if format.scale.kind == "divisor":
+        return float32.mul(values, scale)
+    if format.scale.kind == "multiplier":
+        return divide_elements(values, scale)
+    return float32.mul(values, true_divide(lax.full_like(scale, 1), scale))
 
 
-def _over_own_scale(values: jax.Array, scales: jax.Array, scale: ScaleFormat) -> jax.Array:
-    values, numbers = float32.from_bits(float32.to_bits(values)), scale_to_float32(scales, scale)
-    if scale.kind == "divisor":
-        return float32.mul(values, numbers)
-    if scale.kind == "multiplier":
-        return divide_elements(values, numbers)
-    return float32.mul(values, true_divide(lax.full_like(numbers, 1), numbers))
-
-
-def _lifted_if_tiny(x: jax.Array, tensor_scale: jax.Array) -> jax.Array:
+@elementwise
+def _lifted(x: jax.Array, tensor_scale: jax.Array) -> jax.Array:
     return lift(x, is_tiny(tensor_scale))
 
 
+@elementwise
 def _times_lifted(values: jax.Array, tensor_scale: jax.Array, factor: jax.Array) -> jax.Array:
-    return float32.mul(_lifted_if_tiny(values, tensor_scale), factor)
+    return float32.mul(_lifted(values, tensor_scale), factor)
 
 
-def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) -> jax.Array:
-    """`(1 / p) / s` of a tensor scale p and block scales s."""
-
-    def divided(
-        scales: jax.Array,
-        tensor_scale: jax.Array,
-        divide: Callable[[jax.Array, jax.Array], jax.Array] = opaque_divide,
-    ) -> jax.Array:
-        return _divided_twice(scales, tensor_scale, scale, divide)
-
-    def looked_up(scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
-        every = jnp.arange(256, dtype=jnp.uint8), tensor_scale.reshape(1)
-        table = elementwise(_divided_twice, *every, scale=scale, divide=by_float64)
-        return table.at[scales].get(mode="promise_in_bounds")
-
-    if tensor_scale.size != 1 or has_explicit_axes():
-        return divided(scales, tensor_scale, true_divide)
-    # Exact divisions are long: on GPUs they are done once for each code that a scale may have, and
-    # kernels hand each other codes, not float32 reciprocals.
-    return platform_dependent(scales, tensor_scale, cuda=looked_up, rocm=looked_up, default=divided)
-
-
+@elementwise
 def _divided_twice(
     scales: jax.Array,
     tensor_scale: jax.Array,
     scale: ScaleFormat,
-    divide: Callable[[jax.Array, jax.Array], jax.Array],
+    divide: Callable[[jax.Array, jax.Array], jax.Array] = opaque_divide,
 ) -> jax.Array:
     values = scale_to_float32(scales, scale)
     return divide(divide(jnp.ones_like(values), tensor_scale), values)
 
 
+def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) -> jax.Array:
+    """`(1 / p) / s` of a tensor scale p and block scales s."""
+
+    divided = functools.partial(_divided_twice, scale=scale)
+
+    def looked_up(scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
+        every = jnp.arange(256, dtype=jnp.uint8)
+        table = divided(every, tensor_scale.reshape(1), divide=by_float64)
+        return table.at[scales].get(mode="promise_in_bounds")
+
+    if tensor_scale.size != 1 or has_explicit_axes():
+        return divided(scales, tensor_scale, divide=true_divide)
+    # Exact divisions are long: on GPUs they are done once for each code that a scale may have, and
+    # kernels hand each other codes, not float32 reciprocals.
+    return platform_dependent(scales, tensor_scale, cuda=looked_up, rocm=looked_up, default=divided)
+
+
+@elementwise
 def decode_scaled(
     codes: jax.Array,
     scales: jax.Array,

@@ -87,16 +87,18 @@ def _block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     Patterns of non-negative floats order as integers: the maximum is exact, subnormal or not. Those
     of bfloat16 do so before they are widened, and take half the memory between XLA's kernels.
     """
-    amax = _largest(elementwise(_magnitudes, pieces), inside)
-    return elementwise(_widened, amax) if amax.dtype == jnp.int16 else amax
+    amax = _largest(_magnitudes(pieces), inside)
+    return _widened(amax) if amax.dtype == jnp.int16 else amax
 
 
+@elementwise
 def _magnitudes(x: jax.Array) -> jax.Array:
     narrow = x.dtype == jnp.bfloat16
     bits = lax.bitcast_convert_type(x, jnp.int16) if narrow else float32.to_bits(x)
     return float32.bitwise_and(bits, bits.dtype.type(jnp.iinfo(bits.dtype).max))
 
 
+@elementwise
 def _widened(bits: jax.Array) -> jax.Array:
     return float32.shift_left(lax.convert_element_type(bits, jnp.int32), 16)
 
@@ -152,14 +154,16 @@ def tensor_scale_of(amax: jax.Array, largest_value: float, ndim: int) -> jax.Arr
     Blocks with NaN or Inf are left out, since they become NaN by themselves; a tensor of zeros has
     scale 1, and no other a smaller one than the smallest float32.
     """
-    largest = jnp.max(elementwise(_finite, amax), initial=0).reshape((1,) * ndim)
-    return elementwise(_tensor_scale, largest, largest_value=largest_value)
+    largest = jnp.max(_finite(amax), initial=0).reshape((1,) * ndim)
+    return _tensor_scale(largest, largest_value)
 
 
+@elementwise
 def _finite(amax: jax.Array) -> jax.Array:
     return select(float32.lt(amax, float32.INF), amax, 0)
 
 
+@elementwise
 def _tensor_scale(largest: jax.Array, largest_value: float) -> jax.Array:
     # Above 2^-64 even the smallest scale is far from subnormals.
     small = float32.lt(largest, (127 - 64) << 23)

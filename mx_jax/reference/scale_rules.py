@@ -72,9 +72,10 @@ class PowerOfTwo:
         element = data.format.element
         # From the threshold on, what is added carries into the exponent.
         carry = (1 << 23) - min(self.threshold(element), 1 << 23)
-        return elementwise(_power_of_two, data.amax, emax=element.emax, carry=carry)
+        return _power_of_two(data.amax, element.emax, carry)
 
 
+@elementwise
 def _power_of_two(amax: jax.Array, emax: int, carry: int) -> jax.Array:
     pattern = amax
     # Elsewhere a subnormal amax has the smallest scale, whatever its exponent.
@@ -97,10 +98,10 @@ class FromAmax:
     function: Callable[[BlockData], jax.Array]
 
     def __call__(self, data: BlockData) -> jax.Array:
-        own = {"function": self.function, "format": data.format}
-        return elementwise(_from_amax, data.amax, data.tensor_scale, **own)
+        return _from_amax(data.amax, data.tensor_scale, self.function, data.format)
 
 
+@elementwise
 def _from_amax(
     amax: jax.Array,
     tensor_scale: jax.Array | None,

@@ -42,7 +42,7 @@ def same(found, expected):
 
 
 def test_the_bits_of_arrays():
-    found, text = lowered(lambda x, s: elementwise(arithmetic, x, s, offset=2), X, SCALES)
+    found, text = lowered(lambda x, s: elementwise(arithmetic)(x, s, offset=2), X, SCALES)
     same(found, arithmetic(X, SCALES, 2))
     # What depends on scales alone is computed for them alone, and numbers have no equation.
     (clamp,) = (line for line in text.splitlines() if "clamp" in line)
@@ -56,12 +56,12 @@ def test_vmap(axes):
         jnp.stack([a, a + 1], axis) if axis is not None else a
         for a, axis in zip((X, SCALES), axes, strict=True)
     )
-    run = jax.vmap(lambda x, s: elementwise(arithmetic, x, s, offset=2), axes)
+    run = jax.vmap(lambda x, s: elementwise(arithmetic)(x, s, offset=2), axes)
     same(lowered(run, x, scales)[0], run(x, scales))
 
 
 def test_vmap_of_a_number():
-    run = jax.vmap(lambda x, s: elementwise(float32.mul, x, s), (None, 0))
+    run = jax.vmap(lambda x, s: elementwise(float32.mul)(x, s), (None, 0))
     same(lowered(run, X, jnp.arange(3.0))[0], run(X, jnp.arange(3.0)))
 
 
@@ -72,18 +72,18 @@ def test_traced_once_for_all_shapes():
         seen.append(x.shape)
         return float32.add(x, 1)
 
-    lowered(lambda *xs: [elementwise(counted, x) for x in xs], X, X[0], X[0, 0])
+    lowered(lambda *xs: [elementwise(counted)(x) for x in xs], X, X[0], X[0, 0])
     assert seen == [()]
 
 
 def test_what_has_no_row_is_traced_as_it_is():
-    found, text = lowered(lambda x: elementwise(jnp.sin, x), X)
+    found, text = lowered(lambda x: elementwise(jnp.sin)(x), X)
     same(found, jnp.sin(X))
     assert "sine" in text
 
 
 def test_other_precisions():
-    found, _ = lowered(lambda x, s: elementwise(by_float64, x, s), X, X + 3)
+    found, _ = lowered(lambda x, s: elementwise(by_float64)(x, s), X, X + 3)
     same(found, by_float64(X, X + 3))
 
 
@@ -99,7 +99,7 @@ def test_by_halves(length):
 def test_symbolic_lengths_are_left_to_jax():
     (n,) = jax.export.symbolic_shape("n")
     with lowered_for("cpu"):
-        exported = jax.export.export(jax.jit(lambda x: elementwise(float32.mul, x, 2.0)))(
+        exported = jax.export.export(jax.jit(lambda x: elementwise(float32.mul)(x, 2.0)))(
             jax.ShapeDtypeStruct((n, 2), jnp.float32)
         )
     same(exported.call(X[0, :, :2]), X[0, :, :2] * 2)
