@@ -306,7 +306,9 @@ class Row:
         more = "" if unpacks is None else f" ({unpacks:.2g} where that unpacks weights first)"
         if self.is_slower_than_bfloat16 and self.over_bfloat16 is not None:
             more += f", slower than bfloat16 ({self.over_bfloat16:.2g} of its speed)"
-        return f"{where}: {self.over_plain or 0.0:.2g} times the plain path's speed{more}"
+        if self.over_plain is None:
+            return f"{where}: right{more}"
+        return f"{where}: {self.over_plain:.2g} times the plain path's speed{more}"
 
 
 def merged(*groups: Iterable[Row]) -> tuple[Row, ...]:

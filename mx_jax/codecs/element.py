@@ -7,6 +7,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mx_jax.codecs import float32
@@ -64,7 +65,7 @@ def encode(
     if rounding != NEAREST:
         half = _rounded(magnitude, bits, exponent, element, saturate, rounding, random_bits)
     elif isinstance(exponent, int) and abs(exponent) < _NEAR:
-        half = _rounded_by_addition(magnitude, bits, exponent, element, saturate)
+        half = _rounded_near(magnitude, bits, exponent, element, saturate)
     else:
         how = {"element": element, "saturate": saturate}
         by_product = functools.partial(_rounded_quotient, **how)
@@ -140,7 +141,27 @@ def _rounded_quotient(
     # 2^-127, for the largest scale, is half of the smallest normal.
     pattern = float32.max(float32.shift_left(float32.sub(127, exponent), 23), float32.HIDDEN >> 1)
     quotient = float32.mul(float32.from_bits(magnitude), float32.from_bits(pattern))
-    return _rounded_by_addition(float32.to_bits(quotient), bits, 0, element, saturate)
+    return _rounded_near(float32.to_bits(quotient), bits, 0, element, saturate)
+
+
+def _rounded_near(
+    magnitude: jax.Array, bits: jax.Array, exponent: int, element: ElementFormat, saturate: bool
+) -> jax.Array:
+    """The same under a small exponent; where GPUs have an instruction for it, by that."""
+    how = {"exponent": exponent, "element": element, "saturate": saturate}
+    by_addition = functools.partial(_rounded_by_addition, bits=bits, **how)
+    if exponent or not saturate or known_element(element) not in _CONVERTED:
+        return by_addition(magnitude)
+    converted = functools.partial(_rounded_by_conversion, element=element)
+    return platform_dependent(magnitude, cuda=converted, rocm=converted, default=by_addition)
+
+
+def _rounded_by_conversion(magnitude: jax.Array, element: ElementFormat) -> jax.Array:
+    # Unsigned, so that LLVM sees that nothing overflows, and leaves out what would then be NaN.
+    most = np.float32(element.max).view(np.uint32)
+    capped = float32.min(lax.convert_element_type(magnitude, jnp.uint32), most)
+    half = lax.convert_element_type(lax.bitcast_convert_type(capped, jnp.float32), element.dtype)
+    return lax.convert_element_type(lax.bitcast_convert_type(half, jnp.uint8), jnp.int32)
 
 
 def _limit(half: jax.Array, bits: jax.Array, element: ElementFormat, saturate: bool) -> jax.Array:
@@ -180,10 +201,13 @@ def _with_sign(
 def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
     """Float32 patterns of the values of uint8 codes; every element value is a normal or zero."""
     spelled_out = functools.partial(_decode_in_integers, element=element)
-    if known_element(element) not in _CONVERTED:
+    if known_element(element) in _CONVERTED:
+        converted = functools.partial(_decode_by_conversion, element=element)
+        return platform_dependent(codes, cpu=spelled_out, default=converted)
+    if element.kind == "int" or element.num_reserved_codes or not element.has_negative_zero:
         return spelled_out(codes)
-    converted = functools.partial(_decode_by_conversion, element=element)
-    return platform_dependent(codes, cpu=spelled_out, default=converted)
+    by_product = functools.partial(_decode_by_product, element=element)
+    return platform_dependent(codes, cuda=by_product, rocm=by_product, default=spelled_out)
 
 
 def _decode_by_conversion(codes: jax.Array, element: ElementFormat) -> jax.Array:
@@ -191,6 +215,16 @@ def _decode_by_conversion(codes: jax.Array, element: ElementFormat) -> jax.Array
     pattern = float32.to_bits(native)
     nan = float32.gt(float32.bitwise_and(pattern, float32.ABS), float32.INF)
     return float32.select(nan, float32.NAN, pattern)
+
+
+def _decode_by_product(codes: jax.Array, element: ElementFormat) -> jax.Array:
+    """The code's fields in float32's places, times a power of two: GPUs have subnormals."""
+    wide = lax.convert_element_type(codes, jnp.int32)
+    sign = float32.bitwise_and(wide, element.sign_code)
+    half = float32.bitwise_and(wide, element.sign_code - 1)
+    fields = float32.shift_left(half, 23 - element.mantissa_bits)
+    fields = float32.bitwise_or(fields, float32.shift_left(sign, 32 - element.bits))
+    return float32.to_bits(float32.mul(float32.from_bits(fields), 2.0 ** (127 - element.bias)))
 
 
 def _decode_in_integers(codes: jax.Array, element: ElementFormat) -> jax.Array:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mx_jax.codecs.explicit_axes import broadcast_like
@@ -107,6 +108,33 @@ def _bfloat16_bits(bits: jax.Array) -> jax.Array:
 def _float16(bits: jax.Array) -> jax.Array:
     # Float32 subnormals are far below half of float16's quantum: flushing them is right.
     return lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.float16)
+
+
+def rounded(product: jax.Array) -> jax.Array:
+    """A product that keeps its own rounding: LLVM would contract it and a sum into one FMA.
+
+    Args:
+      product: float32; above the largest finite one it becomes that.
+    """
+    return min(product, float(np.finfo(np.float32).max))
+
+
+def sum_in_order(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Sums over axes, kept with size 1, by halves: the same bits wherever they are added.
+
+    `jnp.sum` adds in an order that each of XLA's backends chooses.
+    """
+    x = rounded(x)
+    for axis in axes:
+        size = 1 << (x.shape[axis] - 1).bit_length()
+        if size > x.shape[axis]:
+            missing = [(0, size - n if i == axis % x.ndim else 0, 0) for i, n in enumerate(x.shape)]
+            x = lax.pad(x, x.dtype.type(0), missing)
+        while x.shape[axis] > 1:
+            half = x.shape[axis] // 2
+            first, second = (lax.slice_in_dim(x, i, i + half, axis=axis) for i in (0, half))
+            x = lax.add(first, second)
+    return x
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:

@@ -46,11 +46,13 @@ def by_float64(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
     """Divided in float64, and rounded to float32: the same as rounded once.
 
     No quotient of two float32 lies within 2^-49 of the middle between two others, so a float64
-    that is a few units off rounds like the exact one.
+    that is a few units off rounds like the exact one. Rounded while still in float64: XLA leaves
+    out a conversion to float32 and back, so that a second division would read all the digits.
     """
     with jax.enable_x64(True):
         top, bottom = (lax.convert_element_type(x, jnp.float64) for x in (numerator, denominator))
-        return lax.convert_element_type(float32.div(top, bottom), jnp.float32)
+        quotient = lax.reduce_precision(float32.div(top, bottom), 8, 23)
+        return lax.convert_element_type(quotient, jnp.float32)
 
 
 def divide_elements(numerator: jax.Array, denominator: jax.Array) -> jax.Array:

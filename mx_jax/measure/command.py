@@ -33,7 +33,7 @@ from mx_jax.measure.cases import Case, Wanted, all_cases, cases, default_path, o
 _DESCRIPTION = """
 Check every kernel on this machine's GPU, time it beside what computes without it and beside
 bfloat16, and write what was found into your cache. From the next start of Python on, what is
-right and faster than both is used by default; mx_jax.inspect.explain quotes the measurement.
+right and faster than without it is used by default; mx_jax.inspect.explain quotes the measurement.
 First every family of kernels is tried once, and what computes by default, then each kernel and
 size is measured, then steps in tokens a second. Each case runs in a process of its own with a
 time limit, so that one that hangs or crashes costs one row; cases of the same kernel and tiles
@@ -325,12 +325,17 @@ def measure(
         rows.append(row)
         _write(out, known, rows)
     console.print(table(rows))
-    on = sum(_switched_on(row, rows) for row in rows)
-    console.print(f"Switched on by default: {on} of {len(rows)} rows.")
-    console.print(f"Rows are in {out}, from the next start of Python on.", markup=False)
+    # What computes by default has no plain path beside it.
+    of_kernels = [row for row in rows if row.failed or row.over_plain is not None]
+    on = [_switched_on(row, rows) for row in of_kernels]
+    console.print(f"Switched on by default: {sum(on)} of {len(on)} rows of kernels.")
+    cached = out == evidence.cache_path()
+    when = "from the next start of Python on"
+    when = when if cached else f"where {evidence.VARIABLE} names that file; they alone count then"
+    console.print(f"Rows are in {out}, {when}.", markup=False)
     if decides := os.environ.get(evidence.VARIABLE):
         console.print(f"Now {evidence.VARIABLE}={decides} decides instead.", markup=False)
-    for line in _steps(bench, out):
+    for line in _steps(bench, "" if cached else out if out.exists() else "off"):
         console.print(line, markup=False)
     if there := sum(measured[case] is not None for case in wanted):
         console.print(f"{there} cases were measured before; --again measures them anew.")
@@ -349,10 +354,10 @@ def _write(out: Path, known: Sequence[Row], rows: Sequence[Row]) -> None:
         ) from None
 
 
-def _steps(bench: Bench, out: Path) -> Iterator[str]:
-    """Tokens a second of whole steps, as the rows that were written let them compute."""
+def _steps(bench: Bench, rows: Path | str) -> Iterator[str]:
+    """Tokens a second of whole steps, as rows let them compute: `evidence.VARIABLE` has these."""
     for name in worker.STEPS:
-        found = bench.answer(name, (), bench.limit, out if out.exists() else "off")
+        found = bench.answer(name, (), bench.limit, rows)
         if "failed" in found:
             yield f"The {name} step failed: {found['failed']}"
             continue

@@ -226,7 +226,7 @@ def squared_error(
         squared, so that none leaves float32's range; default: 1.
 
     Returns:
-      float32, of amax's shape; a float sum, whose last bits depend on the order.
+      float32, of amax's shape, with the same bits on every platform.
     """
     codes = encode_scaled(
         data.values,
@@ -237,11 +237,11 @@ def squared_error(
         random_bits=None,
     )
     values = float32.from_bits(decode_scaled(codes, scales, data.format, data.tensor_scale))
-    difference = values - data.values.astype(jnp.float32)
+    difference = float32.rounded(values) - data.values.astype(jnp.float32)
     lost = jnp.square(difference if unit is None else difference / unit)
     if importance is not None:
-        lost = lost * importance
-    return jnp.sum(lost, axis=data.inside, keepdims=True)
+        lost = float32.rounded(lost) * importance
+    return float32.sum_in_order(lost, data.inside)
 
 
 # torchao's guard against division by zero: amax below it counts as it.

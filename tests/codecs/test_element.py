@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from mx_jax.codecs import element as element_codec
-from mx_jax.codecs.element import decode, encode
+from mx_jax.codecs.element import decode, decode_bits, encode
+from mx_jax.codecs.platform import lowered_for
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding, stochastic
 from mx_jax.formats import (
     E2M1,
@@ -277,9 +278,17 @@ def test_quotients_on_gpus(element: ElementFormat, saturate: bool, rng: np.rando
     operands = (bits & 0x7FFFFFFF, bits, scales)
     quotients = functools.partial(element_codec._rounded_quotient, **how)
     integers = functools.partial(element_codec._rounded, rounding=NEAREST, **how)
+    with lowered_for("cuda"):
+        on_gpus = by_numpy(quotients, *operands)
     # Inf and NaN make the scale NaN, which overwrites their codes.
     number = operands[0] < 0x7F800000
-    assert_bitwise_equal(
-        np.where(number, by_numpy(quotients, *operands), 0),
-        np.where(number, jax.jit(integers)(*operands), 0),
-    )
+    on_cpus = jax.jit(integers)(*operands)
+    assert_bitwise_equal(np.where(number, on_gpus, 0), np.where(number, on_cpus, 0))
+
+
+@pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=str)
+def test_decoding_on_gpus(element: ElementFormat):
+    codes = np.arange(1 << element.bits, dtype=np.uint8)
+    with lowered_for("cuda"):
+        on_gpus = by_numpy(functools.partial(decode_bits, element=element), codes)
+    assert_bitwise_equal(on_gpus, jax.jit(lambda codes: decode_bits(codes, element))(codes))

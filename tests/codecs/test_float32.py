@@ -107,3 +107,21 @@ def test_powers_of_two():
     exponents = np.arange(-126, 128)
     expected = np.ldexp(np.float32(1), exponents)
     np.testing.assert_array_equal(float32.power_of_two(jnp.int32(exponents)), expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 16), (5, 7), (2, 1), (4, 0), (16, 16)])
+def test_sums_in_order(shape: tuple[int, int], rng: np.random.Generator):
+    """By halves of the next power of two, each sum rounded once: the same bits everywhere."""
+    x = np.square(rng.normal(size=shape).astype(np.float32))
+    expected = np.pad(x, ((0, 0), (0, 16 - shape[1])))
+    while expected.shape[1] > 1:
+        first, second = np.split(expected, 2, axis=1)
+        expected = first + second
+    found = jax.jit(lambda root: float32.sum_in_order(jnp.square(root), (1,)))(np.sqrt(x))
+    again = jax.jit(lambda x: float32.sum_in_order(x, (1,)))(x)
+    assert_bitwise_equal(again, expected)
+    # A square is rounded before it is added: no FMA.
+    squares = jax.jit(jnp.square)(np.sqrt(x))
+    assert_bitwise_equal(found, jax.jit(lambda x: float32.sum_in_order(x, (1,)))(squares))
+    both = jax.jit(lambda x: float32.sum_in_order(x, (0, 1)))(x)
+    assert both.shape == (1, 1) and np.allclose(both, x.sum())

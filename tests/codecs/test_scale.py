@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -247,6 +248,11 @@ def test_a_near_quotient_becomes_the_nearest(units: int, rng: np.random.Generato
 
 def test_only_gpus_divide_in_float64():
     x = jax.ShapeDtypeStruct((8,), jnp.float32)
+    twice = jax.jit(lambda a, b: true_divide(true_divide(a, b), b)).trace(x, x)
+    text = twice.lower(lowering_platforms=("cuda",)).as_text()
+    # XLA for GPUs leaves out a conversion to float32 and back: the first quotient was not rounded.
+    rounded = re.findall(r"stablehlo.reduce_precision .*format = e8m23 : tensor<8xf64>", text)
+    assert len(rounded) == text.count("stablehlo.divide") == 2
     traced = jax.jit(true_divide).trace(x, x)
     texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda")}
     assert "xf64>" in texts["cuda"] and "f64" not in texts["cpu"]

@@ -91,7 +91,7 @@ def test_a_hang_a_crash_and_a_refusal_cost_one_row_each(
     assert verdicts == [f"off: failed: {hung.failed}", f"off: failed: {crashed.failed}", "on"]
     text = capsys.readouterr().out
     assert "2/3 planted: bf16 x mxfp4, 16 x 64 x 64: failed: the process ended by signal SI" in text
-    assert "Switched on by default: 1 of 3 rows." in text
+    assert "Switched on by default: 1 of 3 rows of kernels." in text
     assert f"Now {evidence.VARIABLE}=shipped decides instead." in text
 
 
@@ -127,7 +127,7 @@ def test_run_again_it_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert run(out, SAY_RIGHT, driver=None) == 0 and len(read(out)) == 6
     write(out, rows)
     assert run(out, "sys.exit(1)", again=True) == 1
-    assert "Switched on by default: 0 of 3 rows." in capsys.readouterr().out
+    assert "Switched on by default: 0 of 3 rows of kernels." in capsys.readouterr().out
     assert {row.failed for row in read(out)} == {
         "the process ended by exit status 1: it said nothing"
     }

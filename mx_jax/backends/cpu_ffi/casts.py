@@ -20,6 +20,7 @@ from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.target import on_one_device
 from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks, block_extent
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
@@ -258,9 +259,9 @@ def _lost(x: jax.Array, found: MXArray, call: QuantizeCall) -> jax.Array:
     back = DequantizeCall(
         shape=x.shape, dtype=np.dtype(np.float32), format=call.format, blocks=call.blocks
     )
-    difference = dequantize(found, back) - x.astype(jnp.float32)
+    difference = float32.rounded(dequantize(found, back)) - x.astype(jnp.float32)
     pieces, inside = block_shapes.split(difference, call.blocks, fill=True)
-    return jnp.sum(jnp.square(pieces), axis=inside, keepdims=True)
+    return float32.sum_in_order(jnp.square(pieces), inside)
 
 
 def _quantize(
