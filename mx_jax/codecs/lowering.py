@@ -245,6 +245,11 @@ def _comparison(direction: str) -> Callable[..., Any]:
     return emit
 
 
+def _reduced(equation: Any, shape: tuple[int, ...], x: Any) -> list[Any]:
+    bits = (equation.params[name] for name in ("exponent_bits", "mantissa_bits"))
+    return [hlo.reduce_precision(x, *map(mlir.i32_attr, bits))]
+
+
 _OPERATIONS: dict[str, Callable[..., list[Any]]] = {
     "add": _plain(hlo.add),
     "sub": _plain(hlo.subtract),
@@ -264,6 +269,7 @@ _OPERATIONS: dict[str, Callable[..., list[Any]]] = {
     "select_n": lambda equation, shape, which, no, yes: [hlo.select(which, yes, no)],
     "convert_element_type": _to_dtype(hlo.convert),
     "bitcast_convert_type": _to_dtype(hlo.bitcast_convert),
+    "reduce_precision": _reduced,
     # Of scalars, to scalars.
     "broadcast_in_dim": _plain(lambda x: x),
     **{name: _comparison(name.upper()) for name in ("eq", "ne", "lt", "le", "gt", "ge")},
