@@ -22,6 +22,7 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, indexing, packing
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.blocks import Blocks, check_parts, violation
+from mx_jax.codecs.lowering import elementwise
 from mx_jax.formats import BlockFormat
 
 
@@ -414,18 +415,34 @@ def decode(
     tensor_scale = x.tensor_scale
     if tensor_scale is not None:
         tensor_scale = block_shapes.spread(tensor_scale, inside)
+    saturates = saturates and x.format.scale.kind == "exponent"
+    how = {"exponent": exponent, "saturates": saturates, "lifted": lifted}
+    operands = codes, scales, tensor_scale, x.format, jnp.dtype(dtype)
+    return block_shapes.merge(_decoded(*operands, **how), x.shape, inside)
 
+
+@elementwise
+def _decoded(
+    codes: jax.Array,
+    scales: jax.Array,
+    tensor_scale: jax.Array | None,
+    format: BlockFormat,
+    dtype: np.dtype,
+    exponent: int,
+    saturates: bool,
+    lifted: bool,
+) -> jax.Array:
     def bits_of(exponent: int) -> jax.Array:
-        return scale_codec.decode_scaled(codes, scales, x.format, tensor_scale, exponent, lifted)
+        return scale_codec.decode_scaled(codes, scales, format, tensor_scale, exponent, lifted)
 
     bits = bits_of(exponent)
-    if saturates and x.format.scale.kind == "exponent":
+    if saturates:
         largest = float32.to_bits(jnp.asarray(jnp.finfo(dtype).max, jnp.float32))
         sign = bits & jnp.int32(float32.SIGN)
         # Far from the end of float32, only Inf itself is Inf, and NaN is larger.
         finite = bits_of(exponent - _FAR) & float32.ABS < float32.INF
         bits = jnp.where(finite, sign | jnp.minimum(bits & float32.ABS, largest), bits)
-    return block_shapes.merge(float32.from_bits(bits, dtype), x.shape, inside)
+    return float32.from_bits(bits, dtype)
 
 
 # No element times the largest scale reaches 2^(128 + 16).

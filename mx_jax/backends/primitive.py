@@ -56,7 +56,7 @@ from mx_jax.backends.target import (
     use_target,
 )
 from mx_jax.codecs.explicit_axes import vary_alike
-from mx_jax.codecs.platform import eager, lowered_for
+from mx_jax.codecs.lowering import eager, lowered_for
 from mx_jax.packed import PackedMXArray, unpacked
 
 # What codes and integers are the results of: no derivative reaches through them.

@@ -1,6 +1,7 @@
 """Scales that leave the sums of a product: one for each row of an operand, or one for all of it."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
@@ -13,6 +14,7 @@ from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import MatmulCall, Operand, PackCall
 from mx_jax.codecs import blocks, float32
 from mx_jax.codecs.float32 import select
+from mx_jax.codecs.lowering import elementwise
 from mx_jax.codecs.scale import scale_to_float32, true_divide
 from mx_jax.mxarray import MXArray
 
@@ -60,20 +62,25 @@ def scaled(sums: jax.Array, *scales: SumScale) -> jax.Array:
     first, second = [], []
     # Scalars before rows: they meet each other at no cost.
     for scale in sorted(scales, key=lambda scale: scale.values.ndim > 0):
-        for factors, half in zip((first, second), _halves(scale), strict=True):
+        halves = _halves(scale.values, scale.divides)
+        for factors, half in zip((first, second), halves, strict=True):
             if factors and factors[-1].ndim == half.ndim == 0:
                 half = float32.mul(factors.pop(), half)
             factors.append(half)
     # Behind the barrier they are arrays to XLA, and the product stays one kernel: else it spreads
     # a part of their arithmetic to the sums' shape, in memory.
-    for factor in lax.optimization_barrier((*first, *second)):
-        sums = float32.mul(sums, factor)
-    return sums
+    return _product(sums, *lax.optimization_barrier((*first, *second)))
 
 
-def _halves(scale: SumScale) -> tuple[jax.Array, jax.Array]:
+@elementwise
+def _product(*factors: jax.Array) -> jax.Array:
+    """From the left."""
+    return functools.reduce(float32.mul, factors)
+
+
+@elementwise
+def _halves(values: jax.Array, divides: bool) -> tuple[jax.Array, jax.Array]:
     """Two factors of about equal exponents; of zero, Inf and NaN, one is 1."""
-    values = scale.values
     bits = float32.to_bits(values)
     magnitude = float32.bitwise_and(bits, float32.ABS)
     biased, mantissa = float32.normalize(magnitude)
@@ -83,7 +90,7 @@ def _halves(scale: SumScale) -> tuple[jax.Array, jax.Array]:
     significand = float32.bitwise_or(float32.bitwise_or(sign, mantissa), _ONE)
     significand = select(ordinary, float32.from_bits(significand), values)
     exponent = select(ordinary, float32.sub(biased, 127), 0)
-    if scale.divides:
+    if divides:
         significand = true_divide(lax.full_like(values, 1), significand)
         exponent = lax.neg(exponent)
     half = float32.shift_right(exponent, 1)

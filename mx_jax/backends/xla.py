@@ -31,10 +31,10 @@ from mx_jax.backends.sums import (
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs import blocks
 from mx_jax.codecs import element as element_codec
-from mx_jax.codecs.float32 import power_of_two
-from mx_jax.codecs.platform import platform_dependent
+from mx_jax.codecs.float32 import power_of_two, select
+from mx_jax.codecs.lowering import elementwise, platform_dependent
 from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN, scale_to_float32
-from mx_jax.formats import WHOLE, BlockFormat
+from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.reference import hadamard
 from mx_jax.reference.ragged import grouped_dot
@@ -225,14 +225,21 @@ def _under_exponents(operand: MXArray) -> jax.Array:
     # two first, once a block. In few operations, and none on the scales alone that XLA would give a
     # kernel of its own.
     codes, inside = blocks.split(operand.codes, operand.blocks)
-    scales = blocks.spread(operand.scales, inside).astype(jnp.int32)
+    scales = blocks.spread(operand.scales, inside)
+    values = _under_exponent(codes, scales, operand.format.element)
+    return blocks.merge(values, operand.shape, inside)
+
+
+@elementwise
+def _under_exponent(codes: jax.Array, scales: jax.Array, element: ElementFormat) -> jax.Array:
+    scales = scales.astype(jnp.int32)
     exponent = scales - (E8M0_BIAS + _HEADROOM)
     half = exponent >> 1
-    first = jnp.where(scales == E8M0_NAN, jnp.float32(jnp.nan), power_of_two(half))
+    first = select(scales == E8M0_NAN, jnp.nan, power_of_two(half))
     second = power_of_two(exponent - half)
-    operands = element_codec.decode(codes, operand.format.element), first, second
+    operands = element_codec.decode(codes, element), first, second
     values = platform_dependent(*operands, cuda=_at_once, rocm=_at_once, default=_in_turn)
-    return blocks.merge(values.astype(jnp.bfloat16), operand.shape, inside)
+    return values.astype(jnp.bfloat16)
 
 
 def _in_turn(values: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes
 from mx_jax.codecs.float32 import clip, select
-from mx_jax.codecs.platform import platform_dependent
+from mx_jax.codecs.lowering import elementwise, platform_dependent
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat, ScaleFormat
 
@@ -150,6 +150,7 @@ def is_nan_scale(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
     return lax.ne(values, values)
 
 
+@elementwise
 def encode_scaled(
     x: jax.Array,
     scales: jax.Array,
@@ -160,58 +161,77 @@ def encode_scaled(
     random_bits: jax.Array | None,
 ) -> jax.Array:
     """Codes of x over its block's scale; blocks with a NaN scale get NaN codes, or 0."""
-    element = format.element
-    how = {"rounding": rounding, "random_bits": random_bits}
+    element, exponent = format.element, 0
     if format.scale.kind == "exponent":
         exponent = float32.sub(lax.convert_element_type(scales, jnp.int32), E8M0_BIAS)
-        codes = element_codec.encode(x, element, exponent=exponent, **how)
     else:
-        values = float32.from_bits(float32.to_bits(x))
-        quotient = over_float_scale(values, scales, format, tensor_scale)
-        codes = element_codec.encode(quotient, element, **how)
+        x = over_float_scale(x, scales, format, tensor_scale)
+    codes = element_codec.encode(
+        x, element, exponent=exponent, rounding=rounding, random_bits=random_bits
+    )
     nan_code = 0 if element.nan_code is None else element.nan_code
     return select(broadcast_like(is_nan_scale(scales, format.scale), codes), nan_code, codes)
 
 
+@elementwise
 def over_float_scale(
     values: jax.Array, scales: jax.Array, format: BlockFormat, tensor_scale: jax.Array | None
 ) -> jax.Array:
-    """Float32 values over their float scales, which is what `encode_scaled` rounds."""
-    scale = scale_to_float32(scales, format.scale)
+    """Values over their float scales in float32, which is what `encode_scaled` rounds."""
+    if tensor_scale is not None:
+        # x * ((1 / p) / s), in this order: NVFP4's own arithmetic, each step rounded.
+        reciprocal = _reciprocal(scales, _lifted(tensor_scale, tensor_scale), format.scale)
+        return _times_lifted(values, tensor_scale, reciprocal)
+    values, scale = (
+        float32.from_bits(float32.to_bits(values)),
+        scale_to_float32(scales, format.scale),
+    )
     if format.scale.kind == "divisor":
         return float32.mul(values, scale)
     if format.scale.kind == "multiplier":
         return divide_elements(values, scale)
-    if tensor_scale is None:
-        return float32.mul(values, true_divide(lax.full_like(scale, 1), scale))
-    small = is_tiny(tensor_scale)
-    values, tensor_scale = lift(values, small), lift(tensor_scale, small)
-    # x * ((1 / p) / s), in this order: NVFP4's own arithmetic, each step rounded.
-    return float32.mul(values, _reciprocal(scales, tensor_scale, format.scale))
+    return float32.mul(values, true_divide(lax.full_like(scale, 1), scale))
+
+
+@elementwise
+def _lifted(x: jax.Array, tensor_scale: jax.Array) -> jax.Array:
+    return lift(x, is_tiny(tensor_scale))
+
+
+@elementwise
+def _times_lifted(values: jax.Array, tensor_scale: jax.Array, factor: jax.Array) -> jax.Array:
+    return float32.mul(_lifted(values, tensor_scale), factor)
+
+
+@elementwise
+def _divided_twice(
+    scales: jax.Array,
+    tensor_scale: jax.Array,
+    scale: ScaleFormat,
+    divide: Callable[[jax.Array, jax.Array], jax.Array] = opaque_divide,
+) -> jax.Array:
+    values = scale_to_float32(scales, scale)
+    return divide(divide(jnp.ones_like(values), tensor_scale), values)
 
 
 def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) -> jax.Array:
     """`(1 / p) / s` of a tensor scale p and block scales s."""
 
-    def divided(
-        scales: jax.Array,
-        tensor_scale: jax.Array,
-        divide: Callable[[jax.Array, jax.Array], jax.Array] = opaque_divide,
-    ) -> jax.Array:
-        values = scale_to_float32(scales, scale)
-        return divide(divide(jnp.ones_like(values), tensor_scale), values)
+    divided = functools.partial(_divided_twice, scale=scale)
 
     def looked_up(scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
-        table = divided(jnp.arange(256, dtype=jnp.uint8), tensor_scale.reshape(1), by_float64)
+        every = jnp.arange(256, dtype=jnp.uint8)
+        table = divided(every, tensor_scale.reshape(1), divide=by_float64)
         return table.at[scales].get(mode="promise_in_bounds")
 
     if tensor_scale.size != 1 or has_explicit_axes():
-        return divided(scales, tensor_scale, true_divide)
+        return divided(scales, tensor_scale, divide=true_divide)
     # Exact divisions are long: on GPUs they are done once for each code that a scale may have, and
     # kernels hand each other codes, not float32 reciprocals.
     return platform_dependent(scales, tensor_scale, cuda=looked_up, rocm=looked_up, default=divided)
 
 
+@elementwise
 def decode_scaled(
     codes: jax.Array,
     scales: jax.Array,

@@ -30,9 +30,15 @@ from mx_jax.convert.kinds import ATTENTION, EINSUM, EMBED, Kind, cast_table, kin
 from mx_jax.convert.report import Report, record, recorded, recorders_of
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.nn import linen as mx_linen
-from mx_jax.nn.layers import layer_key, linen_recipe, named_in_errors, recipe_of
+from mx_jax.nn.layers import (
+    layer_key,
+    linen_recipe,
+    named_in_errors,
+    quantized_in,
+    recipe_of,
+    stored_param,
+)
 from mx_jax.nn.linen import RNG_STREAM
-from mx_jax.nn.stored import quantized_in, stored_param
 from mx_jax.ops.tags import tag
 from mx_jax.packed import Quantized, rows_of
 from mx_jax.recipes import Recipe, high_precision

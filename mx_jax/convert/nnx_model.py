@@ -28,9 +28,8 @@ from mx_jax.convert.report import Report, record, recorded, recorders_of
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.inspect.explain import of_arrays
 from mx_jax.nn.cache import CacheRows
-from mx_jax.nn.layers import named_in_errors, nnx_spec, recipe_of
+from mx_jax.nn.layers import named_in_errors, nnx_spec, quantized_in, recipe_of
 from mx_jax.nn.nnx import RNG_STREAM, missing_stream, next_key, promote_operands
-from mx_jax.nn.stored import quantized_in
 from mx_jax.ops.dot_general import dot_general
 from mx_jax.ops.tags import LayerName
 from mx_jax.packed import rows_of

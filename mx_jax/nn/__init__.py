@@ -6,9 +6,9 @@ from typing import Any as _Any
 
 from mx_jax.nn import linen as linen
 from mx_jax.nn.cache import KVCache as KVCache
-from mx_jax.nn.stored import join_stored as join_stored
-from mx_jax.nn.stored import register_serialization as _register_serialization
-from mx_jax.nn.stored import split_stored as split_stored
+from mx_jax.nn.layers import join_stored as join_stored
+from mx_jax.nn.layers import register_serialization as _register_serialization
+from mx_jax.nn.layers import split_stored as split_stored
 
 if _TYPE_CHECKING:
     from mx_jax.nn import nnx as nnx

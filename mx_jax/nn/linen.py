@@ -18,8 +18,8 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
 from mx_jax.formats import E4M3, E5M2, ElementFormat
 from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
+from mx_jax.nn.layers import StoredParams as StoredParams
 from mx_jax.nn.layers import layer_key, layer_recipe, linen_recipe, named_in_errors, promoted
-from mx_jax.nn.stored import StoredParams as StoredParams
 from mx_jax.ops import delayed
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral, dot_general

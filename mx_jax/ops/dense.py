@@ -20,12 +20,14 @@ from mx_jax.ops.arguments import GRADIENTS, Key, product_key
 from mx_jax.ops.operands import (
     SIDES,
     SWAPPED,
+    OperandCast,
     Sides,
     as_taken,
     keep_both,
     mask_clipped,
     operand_keys,
     prepare_operands,
+    quantize_operand_both,
     reuse_moved,
     unscaled,
 )
@@ -38,7 +40,6 @@ from mx_jax.ops.product import (
     noted,
     one_program,
 )
-from mx_jax.ops.quantize import OperandCast, quantize_operand_both
 from mx_jax.ops.sharded_operands import twice
 from mx_jax.ops.tags import GRADIENT, Free, remark
 from mx_jax.packed import PackedMXArray, Quantized, unpacked

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +12,21 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from mx_jax.axes import Axes, ProductAxes, Side
-from mx_jax.backends.calls import AnyOperand, Operand, TransformCall
+from mx_jax.backends.calls import (
+    AnyOperand,
+    DequantizeCall,
+    Operand,
+    QuantizeBothCall,
+    QuantizeCall,
+    TransformCall,
+)
 from mx_jax.backends.primitive import bind
+from mx_jax.backends.target import follow
+from mx_jax.codecs.blocks import Blocks, varying_axes
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.arguments import Key, draw_signs, product_key, split_key
-from mx_jax.ops.product import AnyResidual, Residual, note_cast, noted
-from mx_jax.ops.quantize import cast_operand, dequantize_operand, quantize_operand
+from mx_jax.ops.arguments import Key, draw_bits, draw_signs, product_key, split_key
+from mx_jax.ops.product import AnyResidual, Residual, note_cast, noted, one_program
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.sharded_operands import place
 from mx_jax.packed import PackedMXArray, Quantized
@@ -319,3 +327,97 @@ def _without_clipped(
     length = cotangent.shape[axis]
     kept = _turned_back(turned, beyond(values, quantized), signs, length, axis)
     return kept.astype(cotangent.dtype)
+
+
+def cast_operand(
+    x: jax.Array,
+    spec: OperandSpec,
+    blocks: Blocks,
+    key: Key = None,
+    tensor_scale: jax.Array | None = None,
+) -> MXArray:
+    """Quantize a checked array by its spec, on the backend that takes it on the machine in context.
+
+    Whoever calls it outside a product says `with follow(x)`.
+    """
+    call = QuantizeCall(
+        shape=x.shape,
+        dtype=np.dtype(x.dtype),
+        format=spec.format,
+        blocks=blocks,
+        scale_rule=spec.scale_rule,
+        rounding=spec.rounding,
+        scale_axes=varying_axes(tensor_scale),
+    )
+    bits = None if key is None else draw_bits(key, call.random_shape, call.random_bits)
+    return checkpoint_name(bind(call, x, bits, tensor_scale), QUANTIZED)
+
+
+# Outside of a product, which is one program already.
+quantize_operand = one_program("spec", "blocks")(cast_operand)
+
+
+class OperandCast(NamedTuple):
+    """One of the two casts: how it quantizes, and where its blocks lie."""
+
+    spec: OperandSpec
+    blocks: Blocks
+
+
+def both_call(
+    x: jax.Array, casts: tuple[OperandCast, OperandCast], tensor_scale: jax.Array | None = None
+) -> QuantizeBothCall:
+    """What backends see of two casts of a checked array."""
+    first, second = (
+        QuantizeCall(
+            shape=x.shape,
+            dtype=np.dtype(x.dtype),
+            format=spec.format,
+            blocks=blocks,
+            scale_rule=spec.scale_rule,
+            rounding=spec.rounding,
+            scale_axes=varying_axes(tensor_scale),
+        )
+        for spec, blocks in casts
+    )
+    return QuantizeBothCall(first=first, second=second)
+
+
+def quantize_operand_both(
+    x: jax.Array,
+    casts: tuple[OperandCast, OperandCast],
+    keys: tuple[Key, Key],
+    tensor_scale: jax.Array | None = None,
+) -> tuple[MXArray, MXArray]:
+    """Quantize a checked array twice: in one call where a backend takes both, else in two."""
+    with follow(x):
+        return _quantize_both(x, keys, tensor_scale, casts=casts)
+
+
+@one_program("casts")
+def _quantize_both(
+    x: jax.Array,
+    keys: tuple[Key, Key],
+    tensor_scale: jax.Array | None,
+    *,
+    casts: tuple[OperandCast, OperandCast],
+) -> tuple[MXArray, MXArray]:
+    call = both_call(x, casts, tensor_scale)
+    first, second = (
+        None if key is None else draw_bits(key, single.random_shape, single.random_bits)
+        for single, key in zip((call.first, call.second), keys, strict=True)
+    )
+    return checkpoint_name(bind(call, x, (first, second), tensor_scale), QUANTIZED)
+
+
+def dequantize_operand(x: MXArray, dtype: np.dtype, *, saturates: bool) -> jax.Array:
+    """`mxarray.decode`, on the backend that takes it."""
+    call = DequantizeCall(
+        shape=x.shape,
+        dtype=dtype,
+        format=x.format,
+        blocks=x.blocks,
+        scale_axes=varying_axes(x.tensor_scale),
+        saturates=saturates,
+    )
+    return bind(call, dataclasses.replace(x, primal=None))

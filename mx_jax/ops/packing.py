@@ -20,7 +20,7 @@ from mx_jax.backends.target import follow, use_target
 from mx_jax.codecs.blocks import check_parts
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import as_axes, as_axis, as_recipe
-from mx_jax.ops.quantize import quantize_operand
+from mx_jax.ops.operands import quantize_operand
 from mx_jax.packed import PackedMXArray
 from mx_jax.sharding.layout import put_packed, why_not_cut
 from mx_jax.specs import MatmulRecipe

@@ -1,40 +1,37 @@
-"""The public casts: checks once, picks a backend, keeps gradients flowing."""
+"""The public casts: checked once, with straight-through gradients."""
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
 
-from mx_jax.backends.calls import (
-    DequantizeCall,
-    MomentCall,
-    QuantizeBothCall,
-    QuantizeCall,
-)
+from mx_jax.backends.calls import MomentCall
 from mx_jax.backends.primitive import bind
 from mx_jax.backends.target import follow
-from mx_jax.codecs.blocks import Blocks, check_parts, varying_axes
+from mx_jax.codecs.blocks import check_parts
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockSize, Whole, check_block_size
 from mx_jax.formats.block import FormatLike
 from mx_jax.mxarray import MXArray, straight_through
 from mx_jax.ops.arguments import (
-    Key,
     as_axes,
     as_quantizable,
     blocks_along,
     check_key,
     check_tensor_scale,
-    draw_bits,
     split_key,
 )
+from mx_jax.ops.operands import (
+    OperandCast,
+    dequantize_operand,
+    quantize_operand,
+    quantize_operand_both,
+)
 from mx_jax.ops.product import one_program, zero_cotangents
-from mx_jax.ops.remat import QUANTIZED
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.moments import Stored
 from mx_jax.reference.scale_rules import ScaleRule
@@ -165,19 +162,6 @@ def _dequantize(x: MXArray, *, dtype: np.dtype) -> jax.Array:
     return dequantize_operand(x, dtype, saturates=False)
 
 
-def dequantize_operand(x: MXArray, dtype: np.dtype, *, saturates: bool) -> jax.Array:
-    """`mxarray.decode`, on the backend that takes it."""
-    call = DequantizeCall(
-        shape=x.shape,
-        dtype=dtype,
-        format=x.format,
-        blocks=x.blocks,
-        scale_axes=varying_axes(x.tensor_scale),
-        saturates=saturates,
-    )
-    return bind(call, dataclasses.replace(x, primal=None))
-
-
 class CastOptions(TypedDict, total=False):
     """`quantize`'s keyword arguments."""
 
@@ -250,41 +234,6 @@ def cast_cotangent(
     return identity(array, options.get("key"))
 
 
-def cast_operand(
-    x: jax.Array,
-    spec: OperandSpec,
-    blocks: Blocks,
-    key: Key = None,
-    tensor_scale: jax.Array | None = None,
-) -> MXArray:
-    """Quantize a checked array by its spec, on the backend that takes it on the machine in context.
-
-    Whoever calls it outside a product says `with follow(x)`.
-    """
-    call = QuantizeCall(
-        shape=x.shape,
-        dtype=np.dtype(x.dtype),
-        format=spec.format,
-        blocks=blocks,
-        scale_rule=spec.scale_rule,
-        rounding=spec.rounding,
-        scale_axes=varying_axes(tensor_scale),
-    )
-    bits = None if key is None else draw_bits(key, call.random_shape, call.random_bits)
-    return checkpoint_name(bind(call, x, bits, tensor_scale), QUANTIZED)
-
-
-# Outside of a product, which is one program already.
-quantize_operand = one_program("spec", "blocks")(cast_operand)
-
-
-class OperandCast(NamedTuple):
-    """One of the two casts: how it quantizes, and where its blocks lie."""
-
-    spec: OperandSpec
-    blocks: Blocks
-
-
 def quantize_both(
     x: jax.typing.ArrayLike,
     format: FormatLike,
@@ -346,52 +295,6 @@ def quantize_both(
     results = quantize_operand_both(array, (pair[0], pair[1]), (keys[0], keys[1]), scale)
     traced = array if isinstance(array, Tracer) else None
     return with_primal(results[0], traced), with_primal(results[1], traced)
-
-
-def both_call(
-    x: jax.Array, casts: tuple[OperandCast, OperandCast], tensor_scale: jax.Array | None = None
-) -> QuantizeBothCall:
-    """What backends see of two casts of a checked array."""
-    first, second = (
-        QuantizeCall(
-            shape=x.shape,
-            dtype=np.dtype(x.dtype),
-            format=spec.format,
-            blocks=blocks,
-            scale_rule=spec.scale_rule,
-            rounding=spec.rounding,
-            scale_axes=varying_axes(tensor_scale),
-        )
-        for spec, blocks in casts
-    )
-    return QuantizeBothCall(first=first, second=second)
-
-
-def quantize_operand_both(
-    x: jax.Array,
-    casts: tuple[OperandCast, OperandCast],
-    keys: tuple[Key, Key],
-    tensor_scale: jax.Array | None = None,
-) -> tuple[MXArray, MXArray]:
-    """Quantize a checked array twice: in one call where a backend takes both, else in two."""
-    with follow(x):
-        return _quantize_both(x, keys, tensor_scale, casts=casts)
-
-
-@one_program("casts")
-def _quantize_both(
-    x: jax.Array,
-    keys: tuple[Key, Key],
-    tensor_scale: jax.Array | None,
-    *,
-    casts: tuple[OperandCast, OperandCast],
-) -> tuple[MXArray, MXArray]:
-    call = both_call(x, casts, tensor_scale)
-    first, second = (
-        None if key is None else draw_bits(key, single.random_shape, single.random_bits)
-        for single, key in zip((call.first, call.second), keys, strict=True)
-    )
-    return checkpoint_name(bind(call, x, (first, second), tensor_scale), QUANTIZED)
 
 
 def step_moments(

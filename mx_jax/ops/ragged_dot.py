@@ -31,7 +31,7 @@ from mx_jax.ops.arguments import (
 )
 from mx_jax.ops.dense import HIGH_PRECISION
 from mx_jax.ops.dot_general import check_blocks
-from mx_jax.ops.operands import as_taken, mask_clipped, operand_keys, unscaled
+from mx_jax.ops.operands import as_taken, mask_clipped, operand_keys, quantize_operand, unscaled
 from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
 from mx_jax.ops.product import (
     AnyResidual,
@@ -41,7 +41,7 @@ from mx_jax.ops.product import (
     one_program,
     run_product,
 )
-from mx_jax.ops.quantize import quantize_operand, with_primal
+from mx_jax.ops.quantize import with_primal
 from mx_jax.ops.ragged_operands import (
     LAST,
     SECOND_LAST,

@@ -21,15 +21,16 @@ from mx_jax.ops.arguments import Key, draw_bits
 from mx_jax.ops.operands import (
     SWAPPED,
     check_whole_groups,
+    dequantize_operand,
     keep,
     operand_keys,
     prepare,
     prescaled,
+    quantize_operand,
     reuse_moved,
     transform_operands,
 )
 from mx_jax.ops.product import AnyResidual, Primal, R, note_cast
-from mx_jax.ops.quantize import dequantize_operand, quantize_operand
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.sharded_operands import Placed, given_moves, place, stored
 from mx_jax.packed import Quantized, unpacked

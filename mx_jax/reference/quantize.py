@@ -11,7 +11,7 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.codecs.float32 import select
-from mx_jax.codecs.platform import platform_dependent
+from mx_jax.codecs.lowering import by_halves, elementwise, platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.codecs.scale import encode_scaled, lift, lower, true_divide
 from mx_jax.formats import BlockFormat
@@ -87,11 +87,20 @@ def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     Patterns of non-negative floats order as integers: the maximum is exact, subnormal or not. Those
     of bfloat16 do so before they are widened, and take half the memory between XLA's kernels.
     """
-    narrow = pieces.dtype == jnp.bfloat16
-    bits = lax.bitcast_convert_type(pieces, jnp.int16) if narrow else float32.to_bits(pieces)
-    magnitudes = float32.bitwise_and(bits, bits.dtype.type(jnp.iinfo(bits.dtype).max))
-    amax = _largest(magnitudes, inside)
-    return float32.shift_left(lax.convert_element_type(amax, jnp.int32), 16) if narrow else amax
+    amax = _largest(_magnitudes(pieces), inside)
+    return _widened(amax) if amax.dtype == jnp.int16 else amax
+
+
+@elementwise
+def _magnitudes(x: jax.Array) -> jax.Array:
+    narrow = x.dtype == jnp.bfloat16
+    bits = lax.bitcast_convert_type(x, jnp.int16) if narrow else float32.to_bits(x)
+    return float32.bitwise_and(bits, bits.dtype.type(jnp.iinfo(bits.dtype).max))
+
+
+@elementwise
+def _widened(bits: jax.Array) -> jax.Array:
+    return float32.shift_left(lax.convert_element_type(bits, jnp.int32), 16)
 
 
 def _largest(magnitudes: jax.Array, inside: tuple[int, ...]) -> jax.Array:
@@ -130,13 +139,7 @@ def _largest_by_halves(magnitudes: jax.Array, axis: int) -> jax.Array:
     So scales along both axes of an array cost one reading of it, and so do the casts that follow.
     A thread reads a block by itself: 32 numbers side by side in four instructions.
     """
-    while (length := magnitudes.shape[axis]) > 1:
-        half = (length + 1) // 2
-        # Those in the middle of an odd number count twice.
-        low = lax.slice_in_dim(magnitudes, 0, half, axis=axis)
-        high = lax.slice_in_dim(magnitudes, length - half, length, axis=axis)
-        magnitudes = float32.max(low, high)
-    return magnitudes
+    return by_halves(float32.max, magnitudes, axis)
 
 
 def find_tensor_scale(x: jax.Array, blocks: Blocks, largest_value: float) -> jax.Array:
@@ -154,10 +157,18 @@ def tensor_scale_of(
     since they become NaN by themselves; a tensor of zeros has scale 1, and no other a smaller one
     than the smallest float32.
     """
-    finite = select(float32.lt(amax, float32.INF), amax, 0)
-    largest = jnp.max(finite, initial=0)
+    largest = jnp.max(_finite(amax), initial=0)
     largest = lax.pmax(largest, axis_names) if axis_names else largest
-    largest = largest.reshape((1,) * ndim)
+    return _tensor_scale(largest.reshape((1,) * ndim), largest_value)
+
+
+@elementwise
+def _finite(amax: jax.Array) -> jax.Array:
+    return select(float32.lt(amax, float32.INF), amax, 0)
+
+
+@elementwise
+def _tensor_scale(largest: jax.Array, largest_value: float) -> jax.Array:
     # Above 2^-64 even the smallest scale is far from subnormals.
     small = float32.lt(largest, (127 - 64) << 23)
     scale = true_divide(lift(float32.from_bits(largest), small), largest_value)

@@ -22,7 +22,7 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import result_type, vary_alike
-from mx_jax.codecs.platform import eager
+from mx_jax.codecs.lowering import eager
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.codecs.scale import encode_scaled
 from mx_jax.mxarray import MXArray

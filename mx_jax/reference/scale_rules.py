@@ -22,6 +22,7 @@ from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like
 from mx_jax.codecs.float32 import clip, select
+from mx_jax.codecs.lowering import elementwise
 from mx_jax.codecs.rounding import NEAREST, STOCHASTIC, Rounding
 from mx_jax.codecs.scale import (
     E8M0_BIAS,
@@ -68,16 +69,22 @@ class PowerOfTwo:
     threshold: Callable[[ElementFormat], int]
 
     def __call__(self, data: BlockData) -> jax.Array:
-        element, amax = data.format.element, data.amax
-        if element.emax < 1:
-            biased, mantissa = float32.normalize(amax)
-            amax = float32.add(float32.shift_left(biased, 23), mantissa)
-        # Elsewhere a subnormal amax has the smallest scale, whatever its exponent. From the
-        # threshold on, what is added carries into the exponent.
+        element = data.format.element
+        # From the threshold on, what is added carries into the exponent.
         carry = (1 << 23) - min(self.threshold(element), 1 << 23)
-        biased = float32.sub(float32.shift_right(float32.add(amax, carry), 23), element.emax)
-        stored = lax.convert_element_type(clip(biased, 0, 2 * E8M0_BIAS), jnp.uint8)
-        return select(float32.ge(data.amax, float32.INF), E8M0_NAN, stored)
+        return _power_of_two(data.amax, element.emax, carry)
+
+
+@elementwise
+def _power_of_two(amax: jax.Array, emax: int, carry: int) -> jax.Array:
+    pattern = amax
+    # Elsewhere a subnormal amax has the smallest scale, whatever its exponent.
+    if emax < 1:
+        biased, mantissa = float32.normalize(amax)
+        pattern = float32.add(float32.shift_left(biased, 23), mantissa)
+    biased = float32.sub(float32.shift_right(float32.add(pattern, carry), 23), emax)
+    stored = lax.convert_element_type(clip(biased, 0, 2 * E8M0_BIAS), jnp.uint8)
+    return select(float32.ge(amax, float32.INF), E8M0_NAN, stored)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +98,18 @@ class FromAmax:
     function: Callable[[BlockData], jax.Array]
 
     def __call__(self, data: BlockData) -> jax.Array:
-        unseen: Any = None
-        return self.function(data._replace(values=unseen))
+        return _from_amax(data.amax, data.tensor_scale, self.function, data.format)
+
+
+@elementwise
+def _from_amax(
+    amax: jax.Array,
+    tensor_scale: jax.Array | None,
+    function: Callable[[BlockData], jax.Array],
+    format: BlockFormat,
+) -> jax.Array:
+    unseen: Any = None
+    return function(BlockData(unseen, (), amax, format, tensor_scale))
 
 
 def never(element: ElementFormat) -> int:

@@ -17,7 +17,7 @@ from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import handler
 from mx_jax.backends.cpu_ffi.handler import Geometry
 from mx_jax.backends.select import only_backend
-from mx_jax.codecs import platform as codecs_platform
+from mx_jax.codecs import lowering
 from mx_jax.ops.arguments import draw_bits
 from mx_jax.ops.operands import transformed
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -284,9 +284,9 @@ def test_eager_calls_are_compiled_once_and_without_jit_too():
     expected = pack()
     with jax.disable_jit():
         pack()
-        compiled = codecs_platform._jitted.cache_info().misses
+        compiled = lowering._jitted.cache_info().misses
         found = pack()
-    assert compiled and codecs_platform._jitted.cache_info().misses == compiled
+    assert compiled and lowering._jitted.cache_info().misses == compiled
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 

@@ -1,6 +1,6 @@
 """What a GPU computes, by NumPy: XLA on CPUs flushes subnormals, which GPUs and NumPy have."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,15 +33,25 @@ NUMPY_TYPED = {
 @np.errstate(all="ignore")
 def by_numpy(function: Callable[..., jax.Array], *operands: np.ndarray) -> np.ndarray:
     """What a function of few primitives computes where subnormals are numbers."""
-    closed = jax.make_jaxpr(function)(*operands)
-    values: dict[Any, Any] = dict(zip(closed.jaxpr.invars, operands, strict=True))
-    for equation in closed.eqns:
-        given = [x.val if isinstance(x, Literal) else values[x] for x in equation.invars]
+    (result,) = _evaluated(jax.make_jaxpr(function)(*operands).jaxpr, operands)
+    return result
+
+
+def _evaluated(jaxpr: Any, operands: Sequence[np.ndarray]) -> list[np.ndarray]:
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, operands, strict=True))
+
+    def read(x: Any) -> Any:
+        return x.val if isinstance(x, Literal) else values[x]
+
+    for equation in jaxpr.eqns:
+        given = list(map(read, equation.invars))
         name, (result,) = equation.primitive.name, equation.outvars
-        if name in NUMPY_TYPED:
+        if name == "mx_elementwise":
+            (values[result],) = _evaluated(equation.params["body"].jaxpr, given)
+        elif name in NUMPY_TYPED:
             values[result] = NUMPY_TYPED[name](*given, equation.params["new_dtype"])
         elif name == "broadcast_in_dim":
             values[result] = np.broadcast_to(*given, equation.params["shape"])
         else:
             values[result] = NUMPY[name](*given)
-    return values[closed.jaxpr.outvars[0]]
+    return list(map(read, jaxpr.outvars))

@@ -14,7 +14,7 @@ import pytest
 
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs.element import decode, decode_bits, encode
-from mx_jax.codecs.platform import lowered_for
+from mx_jax.codecs.lowering import lowered_for
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding, stochastic
 from mx_jax.formats import (
     E2M1,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mx_jax.codecs import float32
-from mx_jax.codecs.platform import lowered_for
+from mx_jax.codecs.lowering import lowered_for
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import (
     by_float64,

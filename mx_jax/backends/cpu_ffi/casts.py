@@ -25,9 +25,8 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
-from mx_jax.reference import moments
+from mx_jax.reference import moments, scale_rules
 from mx_jax.reference import quantize as reference
-from mx_jax.reference import scale_rules
 
 
 class CastAxes(NamedTuple):
