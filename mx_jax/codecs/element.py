@@ -33,6 +33,7 @@ def encode(
     rounding: Rounding = NEAREST,
     random_bits: jax.Array | None = None,
     saturate: bool = True,
+    has_nan: bool = True,
 ) -> jax.Array:
     """Codes of `x / 2^exponent`, rounded once from the exact quotient.
 
@@ -48,6 +49,7 @@ def encode(
       random_bits: int32 in `[0, 2^rounding.random_bits)`, shape of x; stochastic rounding only.
       saturate: whether finite overflow and Inf become the largest finite value (MX v1.0, 6.3);
         otherwise they become Inf, or NaN where there is no Inf.
+      has_nan: whether x may have NaN whose codes matter; else they are any.
 
     Returns:
       uint8 codes, one a byte, shape of x. NaN becomes the format's NaN with x's sign, or 0 where
@@ -77,7 +79,7 @@ def encode(
             rocm=by_product,
             default=functools.partial(_rounded, rounding=rounding, **how),
         )
-    return _with_sign(half, bits, magnitude, element)
+    return _with_sign(half, bits, magnitude if has_nan else None, element)
 
 
 def _rounded(
@@ -176,19 +178,23 @@ def _limit(half: jax.Array, bits: jax.Array, element: ElementFormat, saturate: b
 
 
 def _with_sign(
-    half: jax.Array, bits: jax.Array, magnitude: jax.Array, element: ElementFormat
+    half: jax.Array, bits: jax.Array, magnitude: jax.Array | None, element: ElementFormat
 ) -> jax.Array:
-    """Whole codes from the half's codes and x's patterns; NaN gets its code here."""
-    nan = float32.gt(magnitude, float32.INF)
-    half = float32.select(nan, element.nan_code or 0, half)
+    """Whole codes from the half's codes and x's patterns; NaN gets its code here, unless x has
+    no magnitude, and so none."""
+    nan = None if magnitude is None else float32.gt(magnitude, float32.INF)
+    half = half if nan is None else float32.select(nan, element.nan_code or 0, half)
     is_float = element.kind == "float"
-    if is_float and element.has_negative_zero and element.nan_code is not None:
+    if is_float and element.has_negative_zero and (nan is None or element.nan_code is not None):
         sign = float32.bitwise_and(float32.shift_right(bits, 31), element.sign_code)
         return lax.convert_element_type(float32.bitwise_or(half, sign), jnp.uint8)
     # fnuz: the sign bit alone is NaN, so neither zero nor NaN takes a sign.
     fnuz = is_float and not element.has_negative_zero
-    signed = float32.gt(half, 0) if fnuz else lax.bitwise_not(nan)
-    negative = float32.bitwise_and(float32.lt(bits, 0), signed)
+    negative = float32.lt(bits, 0)
+    if fnuz:
+        negative = float32.bitwise_and(negative, float32.gt(half, 0))
+    elif nan is not None:
+        negative = float32.bitwise_and(negative, lax.bitwise_not(nan))
     if not is_float:
         code = float32.select(negative, lax.neg(half), half)
         code = float32.bitwise_and(code, (element.sign_code << 1) - 1)

@@ -159,15 +159,31 @@ def encode_scaled(
     tensor_scale: jax.Array | None,
     rounding: Rounding,
     random_bits: jax.Array | None,
+    has_nan: bool = True,
 ) -> jax.Array:
-    """Codes of x over its block's scale; blocks with a NaN scale get NaN codes, or 0."""
+    """Codes of x over its block's scale; blocks with a NaN scale get NaN codes, or 0.
+
+    Args:
+      x: values in blocks.
+      scales: as stored, of one element a block.
+      format: theirs.
+      tensor_scale: over all scales.
+      rounding: of the quotients.
+      random_bits: for stochastic rounding.
+      has_nan: whether NaN may be under another scale than NaN.
+    """
     element, exponent = format.element, 0
     if format.scale.kind == "exponent":
         exponent = float32.sub(lax.convert_element_type(scales, jnp.int32), E8M0_BIAS)
     else:
         x = over_float_scale(x, scales, format, tensor_scale)
     codes = element_codec.encode(
-        x, element, exponent=exponent, rounding=rounding, random_bits=random_bits
+        x,
+        element,
+        exponent=exponent,
+        rounding=rounding,
+        random_bits=random_bits,
+        has_nan=has_nan,
     )
     nan_code = 0 if element.nan_code is None else element.nan_code
     return select(broadcast_like(is_nan_scale(scales, format.scale), codes), nan_code, codes)

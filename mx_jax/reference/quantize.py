@@ -16,7 +16,7 @@ from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.codecs.scale import encode_scaled, lift, lower, true_divide
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.reference.scale_rules import BlockData, ScaleRule
+from mx_jax.reference.scale_rules import BlockData, PowerOfTwo, ScaleRule
 
 # A thread of a GPU has registers for so many elements of a block; longer ones have such parts.
 _SHORT, _PART = 64, 32
@@ -67,6 +67,8 @@ def quantize(
         tensor_scale=spread_scale,
         rounding=rounding,
         random_bits=bits,
+        # Powers of two are NaN for a block that holds one, or Inf.
+        has_nan=not isinstance(scale_rule.scales, PowerOfTwo) or scale_rule.correction is not None,
     )
     if scale_rule.correction is not None:
         drawn = None if random_bits is None else block_shapes.spread(random_bits, inside)
