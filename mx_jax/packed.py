@@ -116,6 +116,11 @@ class PackedMXArray(ArrayOfCodes):
         return (*self.batch, *self.matrix_axes(self.k))
 
     @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
     def blocks(self) -> Blocks:
         """The MXArray's blocks."""
         axes = Axes.ordered(kept=len(self.kept), contracting=len(self.k), k_first=self.k_first)

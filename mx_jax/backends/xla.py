@@ -72,14 +72,14 @@ def _multiply_float8(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     """The dot of the codes over the scales of the kept axes."""
     assert isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
     left, right = _k_last(lhs.elements, call.lhs.axes), _k_last(rhs.elements, call.rhs.axes)
-    batch, k = len(call.lhs.axes.batch), len(call.lhs.axes.contracting)
-    contracting = tuple(tuple(range(x.ndim - k, x.ndim)) for x in (left, right))
+    batch, k = tuple(range(len(call.lhs.axes.batch))), len(call.lhs.axes.contracting)
+    left_k, right_k = (tuple(range(x.ndim - k, x.ndim)) for x in (left, right))
     # On GPUs, XLA lets float8 products accumulate fast exactly when the precision is DEFAULT.
     precision = lax.Precision.DEFAULT if call.fast_accumulation else lax.Precision.HIGHEST
     sums = lax.dot_general(
         left,
         right,
-        (contracting, (tuple(range(batch)),) * 2),
+        ((left_k, right_k), (batch, batch)),
         precision=precision,
         preferred_element_type=jnp.float32,
     )

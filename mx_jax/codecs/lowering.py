@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Primitive
 from jax.extend.mlir.dialects import stablehlo as hlo
 from jax.interpreters import batching, mlir
 
@@ -97,7 +97,7 @@ def _is_emitted(*arrays: jax.Array) -> bool:
 class _Body:
     """The equations of a function of scalars; hashed by identity."""
 
-    def __init__(self, function: Callable[..., Any], jaxpr: Any, results: Any):
+    def __init__(self, function: Callable[..., Any], jaxpr: Jaxpr, results: Any):
         self.name, self.jaxpr = getattr(function, "__name__", "function"), jaxpr
         self.unflatten = jax.tree.structure(results).unflatten
 
@@ -126,14 +126,14 @@ def _body(
     return _Body(function, jaxpr.jaxpr, results) if known else None
 
 
-def _is_known(jaxpr: Any) -> bool:
+def _is_known(jaxpr: Jaxpr) -> bool:
     return all(
         e.primitive.name in _OPERATIONS if (inner := _called(e)) is None else _is_known(inner)
         for e in jaxpr.eqns
     )
 
 
-def _called(equation: Any) -> Any:
+def _called(equation: JaxprEqn) -> Any:
     """The jaxpr that an equation calls."""
     if equation.primitive is _ELEMENTWISE:
         return equation.params["body"].jaxpr
@@ -144,7 +144,8 @@ def _types(*types: Any, body: _Body, axis: int | None) -> list[Any]:
     shape = np.broadcast_shapes(*(own.shape for own in types))
     if axis is not None:
         shape = (*shape[:axis], 1, *shape[axis + 1 :])
-    return [result_type(types[0], shape, x.aval.dtype) for x in body.jaxpr.outvars]
+    results: Any = [x.aval for x in body.jaxpr.outvars]
+    return [result_type(types[0], shape, own.dtype) for own in results]
 
 
 def _batch(
@@ -159,7 +160,9 @@ def _batch(
     return results, [0] * len(results)
 
 
-def _lower(ctx: Any, *operands: Any, body: _Body, axis: int | None) -> list[Any]:
+def _lower(
+    ctx: mlir.LoweringRuleContext, *operands: Any, body: _Body, axis: int | None
+) -> list[Any]:
     given = [(x, own.shape) for x, own in zip(operands, ctx.avals_in, strict=True)]
     if axis is not None:
         return [_emit_by_halves(body, *given[0], axis)]
@@ -167,7 +170,7 @@ def _lower(ctx: Any, *operands: Any, body: _Body, axis: int | None) -> list[Any]
     return [_like(*result, own.shape) for result, own in zip(results, ctx.avals_out, strict=True)]
 
 
-def _emit_by_halves(body: _Body, x: Any, shape: tuple[int, ...], axis: int) -> Any:
+def _emit_by_halves(body: _Body, x: mlir.ir.Value, shape: tuple[int, ...], axis: int) -> Any:
     while (length := shape[axis]) > 1:
         ends = (0, (length + 1) // 2), (length // 2, length)
         starts, limits = ([0] * len(shape), [0] * len(shape)), (list(shape), list(shape))
@@ -184,7 +187,7 @@ def _emit_by_halves(body: _Body, x: Any, shape: tuple[int, ...], axis: int) -> A
 Emitted = tuple[Any, tuple[int, ...]]
 
 
-def _like(x: Any, shape: tuple[int, ...], wanted: tuple[int, ...]) -> Any:
+def _like(x: mlir.ir.Value | Literal, shape: tuple[int, ...], wanted: tuple[int, ...]) -> Any:
     """A value, or a number of the jaxpr, in a shape that it broadcasts to."""
     if isinstance(x, Literal):
         own: Any = x.aval
@@ -202,7 +205,7 @@ def _like(x: Any, shape: tuple[int, ...], wanted: tuple[int, ...]) -> Any:
     return hlo.broadcast_in_dim(kind, x, mlir.dense_int_array(list(axes)))
 
 
-def _emit(jaxpr: Any, operands: list[Emitted]) -> list[Emitted]:
+def _emit(jaxpr: Jaxpr, operands: list[Emitted]) -> list[Emitted]:
     """Operations of equations of scalars, each in the shape that its operands broadcast to."""
     env = dict(zip(jaxpr.invars, operands, strict=True))
 
@@ -227,16 +230,20 @@ def _plain(operation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _to_dtype(operation: Callable[..., Any]) -> Callable[..., Any]:
-    def emit(equation: Any, shape: tuple[int, ...], x: Any) -> list[Any]:
-        element = mlir.dtype_to_ir_type(np.dtype(equation.outvars[0].aval.dtype))
+    def emit(equation: JaxprEqn, shape: tuple[int, ...], x: mlir.ir.Value) -> list[Any]:
+        own: Any = equation.outvars[0].aval
+        element = mlir.dtype_to_ir_type(np.dtype(own.dtype))
         return [operation(mlir.ir.RankedTensorType.get(shape, element), x)]
 
     return emit
 
 
 def _comparison(direction: str) -> Callable[..., Any]:
-    def emit(equation: Any, shape: tuple[int, ...], left: Any, right: Any) -> list[Any]:
-        kind = np.dtype(equation.invars[0].aval.dtype).kind
+    def emit(
+        equation: JaxprEqn, shape: tuple[int, ...], left: mlir.ir.Value, right: mlir.ir.Value
+    ) -> list[Any]:
+        own: Any = equation.invars[0].aval
+        kind = np.dtype(own.dtype).kind
         how = {"i": "SIGNED", "u": "UNSIGNED", "b": "UNSIGNED"}.get(kind, "FLOAT")
         which = hlo.ComparisonDirectionAttr.get(direction)
         how = hlo.ComparisonTypeAttr.get(how)
@@ -245,7 +252,7 @@ def _comparison(direction: str) -> Callable[..., Any]:
     return emit
 
 
-def _reduced(equation: Any, shape: tuple[int, ...], x: Any) -> list[Any]:
+def _reduced(equation: JaxprEqn, shape: tuple[int, ...], x: mlir.ir.Value) -> list[Any]:
     bits = (equation.params[name] for name in ("exponent_bits", "mantissa_bits"))
     return [hlo.reduce_precision(x, *map(mlir.i32_attr, bits))]
 
