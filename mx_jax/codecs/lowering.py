@@ -160,9 +160,7 @@ def _batch(
     return results, [0] * len(results)
 
 
-def _lower(
-    ctx: mlir.LoweringRuleContext, *operands: Any, body: _Body, axis: int | None
-) -> list[Any]:
+def _lower(ctx: Any, *operands: Any, body: _Body, axis: int | None) -> list[Any]:
     given = [(x, own.shape) for x, own in zip(operands, ctx.avals_in, strict=True)]
     if axis is not None:
         return [_emit_by_halves(body, *given[0], axis)]
