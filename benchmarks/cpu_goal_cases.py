@@ -23,12 +23,14 @@ from mx_jax.backends.cpu_ffi import CPU_FFI, library
 from mx_jax.backends.select import select
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
+from mx_jax.nn.cache import KVCache
 from mx_jax.ops.packing import pack_weights
 from mx_jax.ops.quantize import quantize
 from mx_jax.packed import PackedMXArray
 from mx_jax.testing.cases import MatmulCase
 
 FLOAT32, READ = "jnp.dot float32", "reading the same bytes"
+CACHE = "keys and values in {}"
 ONNX = "ONNX Runtime, MatMulNBits int4, accuracy level 4"
 _MXFP4, _NVFP4, _MXFP8, _MXINT8 = (
     formats.MXFP4,
@@ -46,12 +48,15 @@ class Sizes:
     Attributes:
       size: rows and columns of a weight, of a tensor that is cast.
       square: of square products.
-      many: weights, which together lie beyond the last level of the cache.
+      many: weights, or caches of keys and values, which together lie beyond the last level of the
+        cache.
+      positions: of a cache of keys and values.
     """
 
     size: int = 4096
     square: int = 2048
     many: int = 16
+    positions: int = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,6 +234,21 @@ def casts(sizes: Sizes) -> Group:
     return Group(cases=cases)
 
 
+def attention(sizes: Sizes) -> Group:
+    """One token over each of many caches, in the shape of SmolLM2-135M's layers."""
+    heads, features = 3, 64
+    query = jnp.asarray(draw("normal", (1, 1, 3 * heads, features), 1))
+    rows = jnp.asarray(draw("normal", (1, sizes.positions, heads, features)))
+    append, cases = jax.jit(KVCache.append), []
+    for format in (None, _MXFP8, _MXFP4, _NVFP4):
+        cache = KVCache.zeros(1, sizes.positions, heads, features, format=format)
+        caches = [append(cache, rows, rows, 0) for _ in range(sizes.many)]
+        attend = jax.jit(lambda x, own: [cache.attend(x, sizes.positions - 1) for cache in own])
+        name = CACHE.format("float32" if format is None else format.name)
+        cases.append(Case(name, functools.partial(attend, query, caches)))
+    return Group(cases=cases)
+
+
 GROUPS: dict[str, Making] = {
     "1 row": rows(1, [(None, _MXFP4), (None, _MXFP8)], _normal),
     "32 rows": rows(32, [(_MXINT8, _MXFP4), (_MXFP4, _MXFP4)], _normal),
@@ -238,4 +258,5 @@ GROUPS: dict[str, Making] = {
     "8 rows, random codes": rows(8, [(None, _NVFP4)], _random_codes),
     "32 rows, random codes": rows(32, [(None, _NVFP4)], _random_codes),
     "casts": Making(make=casts),
+    "attention over 2,048 positions": Making(make=attention),
 }

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import cores, environment, goals, report
-from benchmarks.cpu_goal_cases import FLOAT32, GROUPS, ONNX, READ, Group, Sizes
+from benchmarks.cpu_goal_cases import CACHE, FLOAT32, GROUPS, ONNX, READ, Group, Sizes
 from benchmarks.timing import Samples, Spread, add_pace, measure, pace, ratio
 
 PEERS = ("onnxruntime",)
@@ -80,6 +80,11 @@ GOALS: tuple[Goal, ...] = (
     *_goals("8 rows, random codes", FLOAT32, {"float32 x nvfp4, packed": 2}, FMA),
     *_goals("32 rows, random codes", FLOAT32, {"float32 x nvfp4, packed": 1.6}, FMA),
     *_goals("casts", "float32 to mxfp8_e4m3 by columns", {"float32 to mxfp8_e4m3 by rows": 1}),
+    *_goals(
+        "attention over 2,048 positions",
+        CACHE.format("float32"),
+        {CACHE.format("mxfp8_e4m3"): 1.5},
+    ),
 )
 
 
