@@ -130,8 +130,10 @@ def quantize_state(
             _squares(path, fields) if scale.ndim else None
             for (path, _), scale in zip(paths, scales, strict=True)
         ]
-        # The dtypes of moments, which codes do not have.
-        like = jax.tree.leaves(jax.eval_shape(own.init, updates if params is None else params))
+        # The dtypes of moments, which codes do not have; without parameters, of float32 ones.
+        like = jax.tree.leaves(
+            jax.eval_shape(own.init, jax.tree.map(_wide, updates) if params is None else params)
+        )
         before = [
             leaf if root is None else decode(leaf, scale, root, moment.dtype)
             for (_, leaf), scale, root, moment in zip(paths, scales, roots, like, strict=True)
@@ -200,6 +202,10 @@ class _Mean(NamedTuple):
     is_square: bool
 
 
+def _wide(x: jax.typing.ArrayLike) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(x), jnp.promote_types(jnp.result_type(x), jnp.float32))
+
+
 def _update_and_means(
     update: Callable[[list[Any]], tuple[U, Any]], before: list[Any], moments: list[int]
 ) -> tuple[U, Any, dict[int, _Mean]]:
@@ -212,7 +218,11 @@ def _update_and_means(
         return update(leaves)
 
     given = [before[number] for number in moments]
-    closed, shapes = jax.make_jaxpr(of_moments, return_shape=True)(given)
+    try:
+        closed, shapes = jax.make_jaxpr(of_moments, return_shape=True)(given)
+    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+        # It asks for values, which it has outside of jit.
+        return *of_moments(given), {}
     jaxpr, num_updates = closed.jaxpr, len(jax.tree.leaves(shapes[0]))
     made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
     means = {}

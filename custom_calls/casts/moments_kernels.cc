@@ -50,13 +50,15 @@ MX_INLINE void Next(const MomentPlan& plan, int64_t block, __m512 out[2]) {
       x[half] = _mm512_mul_ps(root, root);
     }
   } else {
-    // Sign, exponent and mantissa where float16 has them, 2^8 too small.
-    const __m512 factor = SetPs(256.0f * FactorOf(plan.scales[block]));
+    // Sign, exponent and mantissa where float16 has them, 2^8 too small: by 2^4 twice, since the
+    // factor of the largest moments has no 2^8 left.
+    const __m512 sixteen = SetPs(16.0f), factor = SetPs(16.0f * FactorOf(plan.scales[block]));
     const __m256i own = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
     __m512i wide = _mm512_slli_epi16(_mm512_cvtepi8_epi16(own), 7);
     wide = _mm512_and_si512(wide, _mm512_set1_epi16(static_cast<int16_t>(~0x4000)));
-    x[0] = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(wide)), factor);
-    x[1] = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(wide, 1)), factor);
+    x[0] = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_castsi512_si256(wide)), sixteen);
+    x[1] = _mm512_mul_ps(_mm512_cvtph_ps(_mm512_extracti64x4_epi64(wide, 1)), sixteen);
+    for (__m512& own : x) own = _mm512_mul_ps(own, factor);
   }
   const __m512 keep = SetPs(plan.keep), add = SetPs(plan.add);
   for (int half = 0; half < 2; ++half) {
@@ -264,7 +266,8 @@ constexpr int32_t k81 = 0x42a20000, k100 = 0x42c80000, k121 = 0x42f20000, k144 =
 
 // a * b + c, rounded once where the machine does so, as XLA's own kernels.
 MX_INLINE float Fused(float a, float b, float c) {
-#ifdef __FP_FAST_FMAF
+// Clang says __FMA__ alone.
+#if defined(__FP_FAST_FMAF) || defined(__FMA__)
   return __builtin_fmaf(a, b, c);
 #else
   return a * b + c;

@@ -47,8 +47,8 @@ class KeepSubnormals {
 class FlushSubnormals {
  public:
 #if defined(__x86_64__) || defined(_M_X64)
-  FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }
-  ~FlushSubnormals() { _mm_setcsr(saved_ | (_mm_getcsr() & 0x003fu)); }
+  __attribute__((always_inline)) FlushSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ | 0x8040u); }
+  __attribute__((always_inline)) ~FlushSubnormals() { _mm_setcsr(saved_ | (_mm_getcsr() & 0x003fu)); }
 
  private:
   unsigned saved_;

@@ -35,12 +35,12 @@ constexpr ElementFacts kElementFacts[] = {MX_ELEMENTS(MX_FACTS)};
 #undef MX_NAME
 #undef MX_FACTS
 
-constexpr int64_t ElementBytes(Element element) {
+MX_INLINE constexpr int64_t ElementBytes(Element element) {
   return element <= kElementInt8 ? 1 : element == kElementFloat32 ? 4 : 2;
 }
 
 // Of a code, without what a byte has beyond it.
-constexpr int ElementBits(Element element) {
+MX_INLINE constexpr int ElementBits(Element element) {
   if (element > kElementInt8) return static_cast<int>(8 * ElementBytes(element));
   return 1 + kElementFacts[element].exponent_bits + kElementFacts[element].mantissa_bits;
 }

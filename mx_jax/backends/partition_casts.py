@@ -21,7 +21,9 @@ from mx_jax.backends.calls import Call, QuantizeCall, result_of
 from mx_jax.backends.partition import Compute, name_of, without_mesh
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.rounding import ROUNDINGS
 from mx_jax.reference.quantize import block_amax, tensor_scale_of
+from mx_jax.reference.scale_rules import SCALE_RULES
 from mx_jax.sharding.movement import Part, spec_of, with_maxima, without_maxima
 from mx_jax.sharding.partition import fine_mesh, stored_parts
 
@@ -51,10 +53,23 @@ class Split:
 
 
 def can_split(call: Call) -> bool:
-    """Whether the compiler can be told how a cast is split: constant sizes, one tensor scale."""
-    if not isinstance(call, QuantizeCall):
+    """Whether the compiler can be told how a cast is split: constant sizes, one tensor scale.
+
+    And numbers of the library's own: a name in the program tells them apart, for compilation
+    caches, and a part says as much of a block as the whole array does.
+    """
+    if not isinstance(call, QuantizeCall) or call.scale_axes or not call.format.is_known:
         return False
-    return not call.scale_axes and all(isinstance(size, int) and size > 0 for size in call.shape)
+    rule, rounding = call.scale_rule, call.rounding
+    if rule not in SCALE_RULES or rule.group > max(_lengths(call), default=1):
+        return False
+    is_own = rounding.is_stochastic or rounding in ROUNDINGS
+    return is_own and all(isinstance(size, int) and size > 0 for size in call.shape)
+
+
+def _lengths(call: QuantizeCall) -> list[int]:
+    """Of blocks, where they are no whole axes."""
+    return [size for _, size in call.blocks if isinstance(size, int)]
 
 
 def quantize(compute: Compute, call: QuantizeCall, *operands: jax.Array | None) -> Any:

@@ -4,6 +4,8 @@ With one scale s_a for a row of lhs and s_b for a row of rhs, `C = (sum of a_cod
 s_b`: the codes go to the platform's matrix units as they are. All else is decoded to bfloat16.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -71,27 +73,43 @@ def _rejects_format(side: str, format: BlockFormat | None) -> str | None:
 def _multiply_float8(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     """The dot of the codes over the scales of the kept axes."""
     assert isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
-    left, right = _k_last(lhs.elements, call.lhs.axes), _k_last(rhs.elements, call.rhs.axes)
-    batch, k = tuple(range(len(call.lhs.axes.batch))), len(call.lhs.axes.contracting)
-    left_k, right_k = (tuple(range(x.ndim - k, x.ndim)) for x in (left, right))
-    # On GPUs, XLA lets float8 products accumulate fast exactly when the precision is DEFAULT.
-    precision = lax.Precision.DEFAULT if call.fast_accumulation else lax.Precision.HIGHEST
-    sums = lax.dot_general(
-        left,
-        right,
-        ((left_k, right_k), (batch, batch)),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    k_last = functools.partial(_dot_k_last, call=call)
+    dot = functools.partial(_dot, dimension_numbers=call.dimension_numbers, call=call)
+    sums = platform_dependent(lhs.elements, rhs.elements, cuda=k_last, default=dot)
     scales = row_scales("lhs", lhs, call), row_scales("rhs", rhs, call)
     return scaled(sums, *scales).astype(call.out_dtype)
 
 
-def _k_last(elements: jax.Array, axes: Axes) -> jax.Array:
-    """`[*batch, *kept, *contracting]`: Hopper's units read no other order of float8.
+def _dot(
+    left: jax.Array,
+    right: jax.Array,
+    dimension_numbers: lax.DotDimensionNumbers,
+    call: MatmulCall,
+) -> jax.Array:
+    # On GPUs, XLA lets float8 products accumulate fast exactly when the precision is DEFAULT.
+    precision = lax.Precision.DEFAULT if call.fast_accumulation else lax.Precision.HIGHEST
+    return lax.dot_general(
+        left,
+        right,
+        dimension_numbers,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def _dot_k_last(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Array:
+    """The same of operands in the order that Hopper's units read, the only one for float8.
 
     XLA would transpose by itself, in fusions of its own; so the cast writes both orders at once.
     """
+    left, right = _k_last(left, call.lhs.axes), _k_last(right, call.rhs.axes)
+    batch, k = tuple(range(len(call.lhs.axes.batch))), len(call.lhs.axes.contracting)
+    left_k, right_k = (tuple(range(x.ndim - k, x.ndim)) for x in (left, right))
+    return _dot(left, right, ((left_k, right_k), (batch, batch)), call)
+
+
+def _k_last(elements: jax.Array, axes: Axes) -> jax.Array:
+    """`[*batch, *kept, *contracting]`, in this order in memory."""
     order = (*axes.batch, *axes.kept, *axes.contracting)
     if order == tuple(range(elements.ndim)):
         return elements

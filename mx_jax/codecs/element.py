@@ -210,7 +210,9 @@ def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
     if known_element(element) in _CONVERTED:
         converted = functools.partial(_decode_by_conversion, element=element)
         return platform_dependent(codes, cpu=spelled_out, default=converted)
-    if element.kind == "int" or element.num_reserved_codes or not element.has_negative_zero:
+    is_plain = element.kind == "float" and not element.num_reserved_codes
+    # With what is multiplied by a normal number: that of an element of bias 0 to 253.
+    if not is_plain or not element.has_negative_zero or not 0 <= element.bias <= 253:
         return spelled_out(codes)
     by_product = functools.partial(_decode_by_product, element=element)
     return platform_dependent(codes, cuda=by_product, rocm=by_product, default=spelled_out)

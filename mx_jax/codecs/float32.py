@@ -112,9 +112,9 @@ def rounded(product: jax.Array) -> jax.Array:
     """A product that keeps its own rounding: LLVM would contract it and a sum into one FMA.
 
     Args:
-      product: float32; above the largest finite one it becomes that.
+      product: float32; below the lowest finite one it becomes that.
     """
-    return min(product, float(np.finfo(np.float32).max))
+    return max(product, float(np.finfo(np.float32).min))
 
 
 def sum_in_order(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:

@@ -4,6 +4,7 @@ JAX takes about 0.2 ms to trace and lower an equation of a new shape. So a funct
 traced once, and its operations are emitted for arrays of any shape: about 0.01 ms each.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -57,11 +58,11 @@ def elementwise(function: Callable[P, R]) -> Callable[P, R]:
     def run(*given: P.args, **named: P.kwargs) -> R:
         operands = (*given, *named.values())
         arrays = [x for x in operands if isinstance(x, jax.Array)]
-        if _is_emitted(*arrays):
+        if _is_emitted(*arrays) and all(map(_is_own, operands)):
             own = tuple(
                 (True, x.dtype) if isinstance(x, jax.Array) else (False, x) for x in operands
             )
-            body = _body(function, own, tuple(named), lowered_for.value)
+            body = _body(function, own, tuple(named), *_modes())
             if body is not None:
                 return body.unflatten(_ELEMENTWISE.bind(*arrays, body=body, axis=None))
         return function(*given, **named)
@@ -79,7 +80,7 @@ def by_halves(function: Callable[..., jax.Array], x: jax.Array, axis: int) -> ja
       axis: of a length above 0.
     """
     if _is_emitted(x):
-        body = _body(function, ((True, x.dtype),) * 2, (), lowered_for.value)
+        body = _body(function, ((True, x.dtype),) * 2, (), *_modes())
         if body is not None:
             return _ELEMENTWISE.bind(x, body=body, axis=axis)[0]
     while (length := x.shape[axis]) > 1:
@@ -92,6 +93,21 @@ def _is_emitted(*arrays: jax.Array) -> bool:
     """Symbolic lengths are left to JAX's own rules."""
     lengths = (length for x in arrays for length in x.shape)
     return lowered_for.value is not None and all(isinstance(length, int) for length in lengths)
+
+
+def _is_own(value: object) -> bool:
+    """Whether a value is data or a function of this library: another's may ask for shapes."""
+    if isinstance(value, jax.Array):
+        return True
+    parts = vars(value).values() if dataclasses.is_dataclass(value) else ()
+    module: str = getattr(getattr(value, "func", value), "__module__", None) or ""
+    is_own = not callable(value) or module.startswith(("mx_jax.", "jax."))
+    return is_own and all(_is_own(part) for part in parts if callable(part))
+
+
+def _modes() -> tuple[object, ...]:
+    """What a function of scalars depends on besides."""
+    return lowered_for.value, jax.config.jax_enable_x64, jax.config.jax_numpy_dtype_promotion
 
 
 class _Body:
@@ -107,9 +123,9 @@ class _Body:
 
 @functools.lru_cache(maxsize=4096)
 def _body(
-    function: Callable[..., Any], own: tuple[Any, ...], names: tuple[str, ...], platform: str
+    function: Callable[..., Any], own: tuple[Any, ...], names: tuple[str, ...], *modes: object
 ) -> _Body | None:
-    del platform  # it decides what the function does
+    del modes  # they decide what the function does
 
     def of_scalars(*scalars: jax.Array) -> Any:
         left = iter(scalars)

@@ -202,7 +202,8 @@ def _parts(change: Mapping[str, Any], known: tuple[str, ...], word: str) -> dict
 def _named(word: str, value: Any) -> Any:
     """A value of `with_` by its name where it has one, the same however it was given."""
     if isinstance(value, Mapping):
-        parts = sorted(value, key=(*_OF_PRODUCT, *_OF_OPERAND).index)
+        order = (*_OF_PRODUCT, *_OF_OPERAND)
+        parts = sorted(value, key=lambda part: order.index(part) if part in order else len(order))
         return {part: _named(part, value[part]) for part in parts}
     if word == "reduce_dtype" and value is not None:
         return jnp.dtype(value).name
@@ -223,6 +224,8 @@ def _text(word: str, value: Any) -> str:
     return f"{word}={getattr(value, 'name', value)}"
 
 
+# Changes in turn that a repr shows.
+_MOST_STEPS = 4
 # What a word of `with_` takes for a tensor and for a product; `...`: as it is.
 _Tensor = formats.BlockFormat | str | OperandSpec | Mapping[str, Any] | EllipsisType | None
 _Product = MatmulSpec | Mapping[str, Any] | EllipsisType | None
@@ -358,8 +361,11 @@ class Recipe(MatmulRecipe):
             shown = [_text(word, given[word]) for word in given if word != "gather"]
             name = ", ".join((self.name, *shown))
         result = dataclasses.replace(result, name=name)
-        # For the repr alone: no field, so it takes no part in equality.
-        object.__setattr__(result, "_made_by", (self, words))
+        # For the repr alone: no field, so it takes no part in equality. Nobody reads the text of
+        # many changes in turn.
+        steps = self.__dict__.get("_steps", 0) + 1
+        if steps <= _MOST_STEPS:
+            vars(result).update(_made_by=(self, words), _steps=steps)
         return result
 
     def __repr__(self) -> str:

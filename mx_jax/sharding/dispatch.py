@@ -109,6 +109,8 @@ def come_back(axis_name: AxisNames, num_rows: int, y: jax.Array, to: Route) -> j
 
 
 def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
+    if not x.shape[0]:
+        return jnp.zeros((rows.size, *x.shape[1:]), x.dtype)
     return jnp.take(x, rows, axis=0, mode="fill", fill_value=0)
 
 

@@ -41,7 +41,7 @@ def target(
       >>> with mx_jax.testing.target("cuda", (9, 0)):
       ...     traced = product.trace(jnp.ones((4, 64)), jnp.ones((64, 8)))
       ...     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-      >>> "tensor<4x64xf8E4M3FN>, tensor<64x8xf8E4M3FN>" in text
+      >>> "tensor<4x64xf8E4M3FN>, tensor<8x64xf8E4M3FN>" in text
       True
     """
     given = f"platform={platform!r}, compute_capability={compute_capability}"
