@@ -1,5 +1,7 @@
 """Casts in programs of several CPU devices: parts in C++, one device's bits, no value moved."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
+from mx_jax.backends.calls import QuantizeCall
+from mx_jax.backends.partition_casts import can_split
+from mx_jax.codecs.rounding import NEAREST
+from mx_jax.formats import MXFP4, NVFP4
+from mx_jax.reference.scale_rules import MS_EDEN, power_of_two
+from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
 from tests.sharding.collectives import collectives
@@ -82,3 +90,21 @@ def test_casts_of_several_gpus_too(name: str):
     traced = jax.jit(lambda x: mx_jax.quantize(x, name, axis=0)).trace(x)
     program = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert program.count("@CustomSPMDPartitioning") == 1
+
+
+def test_only_numbers_of_the_library_are_split():
+    """Names tell programs apart in a compilation cache; a rule of others may look at all blocks."""
+    own = QuantizeCase(format=MXFP4, shape=(64, 64)).call
+    assert isinstance(own, QuantizeCall) and can_split(own)
+    rule = power_of_two("mine", lambda element: 1 << 22)
+    rounding = dataclasses.replace(NEAREST, name="mine")
+    element = dataclasses.replace(MXFP4.element, bias=2)
+    others = {
+        "scale_rule": rule,
+        "rounding": rounding,
+        "format": dataclasses.replace(MXFP4, element=element),
+    }
+    for name, other in others.items():
+        assert not can_split(dataclasses.replace(own, **{name: other}))
+    wide = dataclasses.replace(own, format=NVFP4, blocks=((-1, 8),), scale_rule=MS_EDEN)
+    assert not can_split(wide) and can_split(dataclasses.replace(wide, blocks=((-1, 16),)))

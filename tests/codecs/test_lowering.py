@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from jax import lax
 
+import mx_jax
 from mx_jax.codecs import float32
 from mx_jax.codecs.lowering import by_halves, elementwise, lowered_for
+from mx_jax.codecs.rounding import Rounding
 from mx_jax.codecs.scale import by_float64
 
 
@@ -103,3 +105,29 @@ def test_symbolic_lengths_are_left_to_jax():
             jax.ShapeDtypeStruct((n, 2), jnp.float32)
         )
     same(exported.call(X[0, :, :2]), X[0, :, :2] * 2)
+
+
+def test_functions_of_others_see_shapes():
+    """A rounding of somebody else's may ask for the shape of what it rounds, as dithering does."""
+
+    def dithered(significand: jax.Array, shift: jax.Array, bits: jax.Array | None) -> jax.Array:
+        places = np.arange(significand.size).reshape(significand.shape) % 2
+        return (significand >> jnp.minimum(shift, 31)) + places
+
+    rounding = Rounding(name="dithered", apply=dithered, random_bits=0)
+    x = jnp.linspace(1, 2, 64)
+    found = mx_jax.quantize(x, "mxfp8_e4m3", rounding=rounding).codes
+    plain = mx_jax.quantize(x, "mxfp8_e4m3", rounding="toward_zero").codes
+    np.testing.assert_array_equal(found, plain + np.arange(64, dtype=np.uint8) % 2)
+
+
+def test_another_mode_is_traced_anew():
+    @elementwise
+    def doubled(x: jax.Array) -> jax.Array:
+        return (x * np.float64(2.0)).astype(jnp.float32)
+
+    for wide in (False, True, False):
+        with jax.enable_x64(wide), lowered_for("cpu"):
+            text = str(jax.make_jaxpr(doubled)(jnp.ones(4, jnp.float32)))
+            body = jax.make_jaxpr(doubled)(jnp.ones(4, jnp.float32)).eqns[0].params["body"]
+        assert ("f64" in str(body.jaxpr)) == wide, text

@@ -1,6 +1,8 @@
 """`Recipe.with_`: each word changes the operands that it means, and nothing else."""
 
+import copy
 import dataclasses
+import pickle
 import re
 import warnings
 from typing import Any
@@ -308,3 +310,17 @@ def test_errors_teach(base: Recipe, words: dict[str, Any], message: str):
 def test_wrong_types(words: dict[str, Any], message: str):
     with pytest.raises(TypeError, match=re.escape(message)):
         recipes.mxfp4().with_(**words)
+
+
+def test_a_part_that_no_product_reaches_is_named_too():
+    with pytest.raises(ValueError, match=r"gradients.*formt|formt.*did you mean|high precision"):
+        recipes.weight_only("mxfp4").with_(gradients={"formt": "mxfp8_e4m3"})
+
+
+def test_many_changes_in_turn_are_copied_and_shown():
+    recipe = recipes.mxfp8()
+    for step in range(1000):
+        recipe = recipe.with_(scale_rule=("floor", "rceil")[step % 2], name=f"step {step}")
+    for copied in (copy.deepcopy(recipe), pickle.loads(pickle.dumps(recipe))):
+        assert copied == recipe
+    assert len(repr(recipe)) < 2000

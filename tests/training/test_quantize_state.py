@@ -336,6 +336,26 @@ def test_orbax_saves_and_resumes_bit_for_bit(tmp_path: Path):
     assert_same(restored, carry)
 
 
+def test_an_update_may_ask_for_values():
+    """Outside of jit, as optax's own may; and without parameters moments are float32."""
+    base = optax.adam(1e-2)
+
+    def update(updates, state, params=None):
+        if state[0].count % 2:
+            updates = jax.tree.map(jnp.zeros_like, updates)
+        return base.update(updates, state, params)
+
+    optimizer = mx_jax.quantize_state(optax.GradientTransformation(base.init, update))
+    state = optimizer.init(params_of())
+    for _ in range(2):
+        updates, state = optimizer.update(params_of(1), state)
+    assert np.isfinite(updates["kernel"]).all()
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params_of(1))
+    optimizer = mx_jax.quantize_state(base)
+    updates, _ = optimizer.update(narrow, optimizer.init(params_of()))
+    assert updates["kernel"].dtype == jnp.float32
+
+
 def test_errors_name_the_remedy():
     with pytest.raises(TypeError, match=r"got optimizer of type MultiSteps; .*gradient_transform"):
         mx_jax.quantize_state(optax.MultiSteps(optax.adam(1e-3), 2))
