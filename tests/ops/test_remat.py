@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.ops import delayed, quantize, ragged_operands
+from mx_jax.ops import delayed, operands, ragged_operands
 from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_dot_general
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.recipes import Recipe
@@ -218,7 +218,7 @@ def test_a_name_is_no_operation(monkeypatch: pytest.MonkeyPatch):
 
     named = lowered()
     called = []
-    for module in (quantize, ragged_operands, delayed):
+    for module in (operands, ragged_operands, delayed):
         assert module.checkpoint_name is checkpoint_name
         monkeypatch.setattr(module, "checkpoint_name", lambda x, name: called.append(name) or x)
     assert lowered() == named
