@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from mx_jax.codecs.explicit_axes import broadcast_like
+from mx_jax.codecs.lowering import by_halves
 
 SIGN = -(1 << 31)
 ABS = 0x7FFFFFFF
@@ -123,15 +124,12 @@ def sum_in_order(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     `jnp.sum` adds in an order that each of XLA's backends chooses.
     """
     x = rounded(x)
-    for axis in axes:
+    for axis in (axis % x.ndim for axis in axes):
         size = 1 << (x.shape[axis] - 1).bit_length()
         if size > x.shape[axis]:
-            missing = [(0, size - n if i == axis % x.ndim else 0, 0) for i, n in enumerate(x.shape)]
+            missing = [(0, size - n if i == axis else 0, 0) for i, n in enumerate(x.shape)]
             x = lax.pad(x, x.dtype.type(0), missing)
-        while x.shape[axis] > 1:
-            half = x.shape[axis] // 2
-            first, second = (lax.slice_in_dim(x, i, i + half, axis=axis) for i in (0, half))
-            x = lax.add(first, second)
+        x = by_halves(add, x, axis)
     return x
 
 

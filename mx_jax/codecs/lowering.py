@@ -74,8 +74,8 @@ def by_halves(function: Callable[..., jax.Array], x: jax.Array, axis: int) -> ja
     """A function of the two halves of an axis, and so on until its length is 1.
 
     Args:
-      function: as `elementwise` takes it, associative, commutative and idempotent: of an odd length
-        the one in the middle counts twice.
+      function: as `elementwise` takes it, of two numbers; of an odd length the one in the middle
+        counts twice.
       x: any array.
       axis: of a length above 0.
     """
