@@ -212,25 +212,19 @@ def products() -> Table:
 
 
 def cpu_goals() -> Table:
-    machines = [result(name)["rows"] for name in ("cpu/goals", "cpu/goals_zen4")]
-    rows = [
-        (
-            *(first[name] for name in ("group", "what", "over")),
-            f"{first['ratio_to_reach']:g}",
-            *map(_reached, (first, second)),
-        )
-        for first, second in zip(*machines, strict=True)
-    ]
-    return ("", "of", "over", "goal", "Zen 5", "Zen 4"), rows
-
-
-def cpu_goals_intel() -> Table:
-    rows = [
-        (*(row[name] for name in ("group", "what", "over")), f"{row['ratio_to_reach']:g}", text)
-        for row in result("cpu/goals_intel")["rows"]
-        if (text := _reached(row)) != "not measured"
-    ]
-    return ("", "of", "over", "goal", "Intel, Emerald Rapids"), rows
+    goal = ("group", "what", "over")
+    intel = {
+        tuple(row[name] for name in goal): row
+        for file in ("cpu/goals_intel", "cpu/goals_intel_rows")
+        for row in result(file)["rows"]
+    }
+    rows = []
+    for row in result("cpu/goals")["rows"]:
+        names = tuple(row[name] for name in goal)
+        other = intel.get(names)
+        cells = _reached(row), "" if other is None else _reached(other)
+        rows.append((*names, f"{row['ratio_to_reach']:g}", *cells))
+    return ("", "of", "over", "goal", "Zen 4", "Intel, Emerald Rapids"), rows
 
 
 def exchanged() -> Table:
@@ -345,7 +339,6 @@ TABLES: dict[str, Callable[[], Table]] = {
         casts,
         products,
         cpu_goals,
-        cpu_goals_intel,
         exchanged,
         data,
         packed_layers,
