@@ -18,9 +18,8 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from mx_jax.codecs.explicit_axes import varying
 from mx_jax.inspect import statistics
-from mx_jax.inspect.flax_modules import counted_scans, module_paths
+from mx_jax.inspect.flax_modules import named_layers
 from mx_jax.inspect.records import Memory, Record, Scalar, Sink
 from mx_jax.inspect.statistics import STATISTICS, Raw
 from mx_jax.mxarray import MXArray
@@ -177,8 +176,7 @@ class Capture:
             stack.callback(self.uses.clear)
             stack.callback(jax.effects_barrier)
             stack.enter_context(watching((*watching.value, self)))
-            stack.enter_context(module_paths())
-            stack.enter_context(counted_scans())
+            stack.enter_context(named_layers())
             if self.step is not None:
                 stack.enter_context(at_step(self.step))
             self._entered.append(stack.pop_all())
@@ -259,23 +257,9 @@ class Capture:
                 f"capture: every={self.every} needs the step, and none is known; write `with "
                 "inspect.at_step(step):` around each step, or give step="
             )
-        axes: list[tuple[str, ...]] = []
-
-        def typed() -> Any:
-            result = run()
-            axes[:] = (tuple(sorted(varying(x))) for x in jax.tree.leaves(result))
-            return result
-
-        leaves, tree = jax.tree.flatten(jax.eval_shape(typed))
-
-        def zeros() -> Any:
-            plain = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-            # Both branches must differ along the same axes of shard_map.
-            pairs = zip(plain, axes, strict=True)
-            return jax.tree.unflatten(
-                tree, [lax.pcast(x, own, to="varying") if own else x for x, own in pairs]
-            )
-
+        # Zeros like avals differ along the same axes of shard_map as what they stand for.
+        avals = jax.eval_shape(run)
+        zeros = functools.partial(jax.tree.map, jnp.zeros_like, avals)
         return lax.cond(now.step % self.every == 0, run, zeros)
 
     def _compute(self, product: ObservedProduct) -> _Observed:

@@ -136,7 +136,7 @@ def tag(name: str, *, index: IntScalar | None = None) -> Iterator[None]:
     if not isinstance(name, str) or not name:
         raise TypeError(f"tag: needs a name, got name={name!r}")
     if index is not None:
-        check_scalar(index, "tag", "index")
+        _check_scalar(index, "tag", "index")
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.named_scope(name))
         if watching.value:
@@ -279,7 +279,7 @@ def at_step(step: IntScalar) -> Iterator[None]:
       >>> sorted({record.step for record in records.all()})
       [0, 10, 20]
     """
-    check_scalar(step, "at_step", "step")
+    _check_scalar(step, "at_step", "step")
     if not watching.value:
         yield
     elif eager() and not isinstance(step, Tracer):
@@ -308,7 +308,7 @@ def _host_step(step: int) -> Iterator[None]:
         yield
 
 
-def check_scalar(value: jax.typing.ArrayLike, operation: str, what: str) -> None:
+def _check_scalar(value: jax.typing.ArrayLike, operation: str, what: str) -> None:
     """Raise TypeError if a value is no integer scalar."""
     shape, dtype = jnp.shape(value), jnp.result_type(value)
     if shape != () or not jnp.issubdtype(dtype, jnp.integer):

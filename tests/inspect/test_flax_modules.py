@@ -50,14 +50,6 @@ def test_linen_names_its_layers_and_shared_modules_count_their_calls():
     assert len(found["student/block/up#1"]) == 6
 
 
-@pytest.mark.slow
-def test_converted_models_name_their_layers():
-    model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
-    variables = quick(model.init)(jax.random.key(0), X)
-    records = captured(convert.linen(model, RULE).apply, variables, X, stats="amax")
-    assert {tag.path for tag in records} == {"layers_0", "layers_2"}
-
-
 def test_nnx_names_its_layers():
     rngs = nnx.Rngs(0)
     own = mx_jax.nn.nnx.Linear(64, 64, recipe="mxfp8", rngs=rngs)
