@@ -15,6 +15,9 @@ from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
 
 Split = Literal["column", "row"]
 
+# Of sizes that nobody gave.
+_MULTIPLE = 256
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Linear:
@@ -81,12 +84,11 @@ def transformer(
     vocabulary: int = 0,
     experts: int = 1,
     experts_per_token: int = 1,
-    multiple: int = 256,
 ) -> Model:
     """A decoder with a gated MLP, or a mixture of such experts: `qkv`, `out`, `gate_up` and `down`.
 
     Without a width it is `sqrt(params / (12 layers))`, without `hidden` what the parameters leave
-    for it, both rounded to a `multiple`; the rows of a vocabulary count twice, for the head too.
+    for it, both rounded to multiples of 256; the rows of a vocabulary count twice, for the head too.
 
     Examples:
       >>> from mx_jax.plan.step import transformer
@@ -102,14 +104,14 @@ def transformer(
         )
     assumed = []
     if width is None:
-        width = max(1, round(math.sqrt(params / (12 * layers)) / multiple)) * multiple
+        width = max(1, round(math.sqrt(params / (12 * layers)) / _MULTIPLE)) * _MULTIPLE
         assumed.append(f"width={width:,}, such that a block has its share of the parameters")
     if kv_width is None:
         kv_width = width
         assumed.append(f"kv_width={kv_width:,}, as many heads of keys as of queries")
     if hidden is None:
         left = (params - 2 * vocabulary * width) / layers - 2 * width * (width + kv_width)
-        hidden = round(left / (3 * width * experts) / multiple) * multiple
+        hidden = round(left / (3 * width * experts) / _MULTIPLE) * _MULTIPLE
         if hidden <= 0:
             raise ValueError(
                 f"plan: nothing is left for the MLP, got params={params:,.0f}, layers={layers}, "

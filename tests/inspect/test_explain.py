@@ -32,19 +32,6 @@ def titles(text: str) -> list[str]:
     return [line for line in text.splitlines() if not line.startswith("  ")]
 
 
-def test_shapes_and_specs_of_the_three_products():
-    """Every backend that comes before the reference says why it does not take the call."""
-    text = explain(recipes.mxfp8_hybrid(), 8, 64, 32, target=CPU)
-    e4m3, e5m2 = "mxfp8_e4m3 (rceil, nearest)", "mxfp8_e5m2 (rceil, nearest)"
-    assert titles(text) == [
-        f"output [8, 64] x [32, 64]: {e4m3} x {e4m3} -> reference",
-        f"grad_input [8, 32] x [64, 32]: {e5m2} x {e4m3} -> reference",
-        f"grad_weight [32, 8] x [64, 8]: {e5m2} x {e4m3} -> reference",
-    ]
-    reasons = [line for line in text.splitlines() if line.startswith("  ")]
-    assert "  not xla: XLA has no native float8 dot on platform=cpu" in reasons
-
-
 def test_the_target_decides():
     """A pure function: what a GPU would do is known on a machine without one."""
     recipe = recipes.float8_rowwise()
