@@ -375,9 +375,8 @@ def _parts(gradient: object, scanned: str | None) -> Iterable[tuple[str, np.ndar
 
 def path_name(path: tuple[Any, ...]) -> str:
     """A path in a pytree as names joined by `/`; boxes of Flax end in `value`, which is none."""
-    names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
     boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
-    return "/".join(names[:-1] if boxed else names)
+    return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
 
 
 def inner_products(

@@ -341,7 +341,7 @@ class Capture:
         all: Sequence[dict[str, np.ndarray]],
     ) -> None:
         raws, now, shard = unpack(words, layout)
-        index = tuple(now.index)
+        index, shard = jax.tree.map(int, (now.index, shard))
         with self._lock:
             for tag, raw, arrays in zip(tags, raws, all, strict=True):
                 record = Record(
@@ -411,29 +411,21 @@ def program_order(tag: Tag, site: CallSite, index: tuple[int, ...]) -> tuple[int
 
 
 def pack(content: object) -> tuple[jax.Array, PackedLayout]:
-    """Arrays of 32 bits as one of words, scalars first: each array costs a callback time."""
+    """Arrays of 32 bits as one of words: each array costs a callback time."""
     leaves, tree = jax.tree.flatten(content)
     words = [jnp.ravel(lax.bitcast_convert_type(x, jnp.uint32)) for x in leaves]
-    order = sorted(range(len(leaves)), key=lambda place: leaves[place].ndim > 0)
     layout = tree, [(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
-    return jnp.concatenate([words[place] for place in order]), layout
+    return jnp.concatenate(words), layout
 
 
 def unpack(words: object, layout: PackedLayout) -> Any:
-    """What was packed: NumPy arrays, and numbers of Python, which NumPy reads together."""
+    """What was packed, as NumPy arrays."""
     tree, leaves = layout
-    words = np.asarray(words)
-    start, place = sum(not shape for shape, _ in leaves), 0
-    scalars = {dtype: words[:start].view(dtype).tolist() for _, dtype in leaves}
-    found = []
+    words, start, found = np.asarray(words), 0, []
     for shape, dtype in leaves:
-        if not shape:
-            found.append(scalars[dtype][place])
-            place += 1
-        else:
-            end = start + math.prod(shape)
-            found.append(words[start:end].view(dtype).reshape(shape))
-            start = end
+        end = start + math.prod(shape)
+        found.append(words[start:end].view(dtype).reshape(shape))
+        start = end
     return jax.tree.unflatten(tree, found)
 
 

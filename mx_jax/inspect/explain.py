@@ -292,17 +292,11 @@ _DECIDED = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where in a function something is computed.
+class Place(NamedTuple):
+    """Where in a function something is computed."""
 
-    Attributes:
-      path: scopes joined by `/`, layers of Flax among them; `""` outside of all.
-      backward: whether a gradient asks for it.
-    """
-
-    path: str
-    backward: bool
+    path: str  # scopes joined by `/`, layers of Flax among them; `""` outside of all
+    backward: bool  # whether a gradient asks for it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from jax import lax
 from mx_jax.backends.calls import CastStatisticsCall
 from mx_jax.backends.primitive import choose_if_any
 from mx_jax.codecs.blocks import varying_axes
-from mx_jax.codecs.explicit_axes import vary_alike, varying
+from mx_jax.codecs.explicit_axes import varying
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.quantize import dequantize
 from mx_jax.reference import statistics as plain
@@ -324,7 +324,6 @@ def of_shards(raw: Raw) -> Raw:
     axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     # With `check_vma=False` JAX does not say what differs: there, replicas count several times.
     if any(varying(lax.axis_index(axis)) for axis in axes):
-        raw = dict(zip(raw, vary_alike([*raw.values()]), strict=True))
         axes = varying(raw["amax"])
     if not axes:
         return raw

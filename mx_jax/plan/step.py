@@ -88,7 +88,7 @@ def transformer(
     """A decoder with a gated MLP, or a mixture of such experts: `qkv`, `out`, `gate_up` and `down`.
 
     Without a width it is `sqrt(params / (12 layers))`, without `hidden` what the parameters leave
-    for it, both rounded to multiples of 256; the rows of a vocabulary count twice, for the head too.
+    for it, both rounded to multiples of 256; rows of a vocabulary count twice, for the head too.
 
     Examples:
       >>> from mx_jax.plan.step import transformer

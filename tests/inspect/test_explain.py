@@ -19,6 +19,7 @@ from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.select import MARK, current_target, only_backend, recording
 from mx_jax.backends.target import Target
 from mx_jax.inspect import Explanation
+from mx_jax.ops.quantize import quantize_both
 from tests.backends.mosaic import with_any_jax
 from tests.needs import needs_library
 
@@ -239,6 +240,14 @@ def test_casts_products_and_what_stays():
     assert kept.why == "its recipe keeps both operands in high precision"
     assert any(reason.startswith("not cpu_ffi: runs on platform=cpu") for reason in cast.reasons)
     assert found.machine.startswith("on platform=tpu")
+
+
+@needs_library
+def test_a_cast_along_both_axes_reads_its_values_once():
+    with mx_jax.testing.target("cpu"):
+        (row,) = explain(lambda x: quantize_both(x, "mxfp8_e4m3"), ROWS).rows
+    assert row.backend == "cpu_ffi" and " along axis -1; with it cast " in row.work
+    assert row.bytes == 16 * 64 * (4 + 2 * 8.25 / 8)
 
 
 def test_gradients():

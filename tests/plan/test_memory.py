@@ -123,6 +123,11 @@ def test_inputs_lie_on_the_devices_that_read_them():
         (dataclasses.replace(one, data=2, fsdp=2), whole / 4),
         (dataclasses.replace(one, model=2), TOKENS * (WIDTH + HIDDEN / 2) * 2),
         (dataclasses.replace(one, model=2, sequence=True), whole / 2),
+        # What goes into a block.
+        (
+            dataclasses.replace(one, model=2, sequence=True, remat="nothing_saveable"),
+            TOKENS / 2 * WIDTH * 2,
+        ),
     ):
         assert block_residuals(MODEL, setup, recipe) == expected
 
