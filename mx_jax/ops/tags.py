@@ -358,32 +358,25 @@ class Free(NamedTuple):
     result: int
 
 
-class Sample(NamedTuple):
-    """Strides from one compared position to the next, along each axis that does not count whole."""
-
-    strides: tuple[tuple[Free, int], ...]
-
-    @classmethod
-    def of(cls, free: Sequence[Free], operands: Sequence[jax.Array], product: jax.Array):
-        """A sample of a product, along axes that are whole where types say where arrays lie."""
-        found: list[tuple[Free, int]] = []
-        for number, operand in enumerate(operands):
-            own = [
-                axis
-                for axis in free
-                if axis.operand == number
-                and _whole(operand, axis.axis)
-                and _whole(product, axis.result)
-            ]
-            steps = strides([operand.shape[axis.axis] for axis in own])
-            found += [pair for pair in zip(own, steps, strict=True) if pair[1] > 1]
-        return cls(tuple(found))
-
-    def operand(self, x: jax.Array, number: int) -> jax.Array:
-        return _every(x, {axis.axis: s for axis, s in self.strides if axis.operand == number})
-
-    def product(self, x: jax.Array) -> jax.Array:
-        return _every(x, {axis.result: stride for axis, stride in self.strides})
+def sample(
+    free: Sequence[Free], operands: Sequence[jax.Array], product: jax.Array
+) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+    """Distances between compared positions along axes of both operands, and of their product."""
+    found: tuple[dict[int, int], ...] = ({}, {}, {})
+    for number, operand in enumerate(operands):
+        # Along axes that are whole, where types say where arrays lie.
+        own = [
+            axis
+            for axis in free
+            if axis.operand == number
+            and _whole(operand, axis.axis)
+            and _whole(product, axis.result)
+        ]
+        steps = strides([operand.shape[axis.axis] for axis in own])
+        for axis, step in zip(own, steps, strict=True):
+            found[number][axis.axis] = found[2][axis.result] = step
+    left, right, result = found
+    return left, right, result
 
 
 def strides(sizes: Sequence[int]) -> list[int]:
@@ -407,8 +400,9 @@ def _whole(x: jax.Array, axis: int) -> bool:
     return sharding is None or partitions(sharding, x.ndim)[axis] is None
 
 
-def _every(x: jax.Array, steps: dict[int, int]) -> jax.Array:
-    if not steps:
+def every(x: jax.Array, steps: dict[int, int]) -> jax.Array:
+    """Positions of an array at these distances along its axes; all where none is over 1."""
+    if max(steps.values(), default=1) == 1:
         return x
     own = [steps.get(axis, 1) for axis in range(x.ndim)]
     return lax.slice(x, [0] * x.ndim, x.shape, own)

@@ -229,9 +229,10 @@ def _forward(
     def errors(whole: bool) -> Observation:
         exact, actual = product.in_high_precision(), only(result)
         operands = values(lhs.operand), values(rhs.operand)
-        sample = tags.Sample.of(() if whole else exact.free(None), operands, actual)
-        left, right = map(sample.operand, operands, (0, 1))
-        return Observation(exact.forward(left, right, extra), actual, sample.product(actual))
+        *steps, compared = tags.sample(() if whole else exact.free(None), operands, actual)
+        left, right = map(tags.every, operands, steps)
+        value = exact.forward(left, right, extra)
+        return Observation(value, actual, tags.every(actual, compared))
 
     return ObservedProduct(site, "output", casts, errors, (lhs.operand, rhs.operand))
 
@@ -265,12 +266,14 @@ def _backward(
             exact, actual = product.in_high_precision(), given.value
             assert actual is not None
             operands = only(g), values(other)
-            sample = tags.Sample.of(() if whole else _free(exact, side, own), operands, actual)
-            left, right = map(sample.operand, operands, (0, 1))
+            *steps, compared = tags.sample(
+                () if whole else _free(exact, side, own), operands, actual
+            )
+            left, right = map(tags.every, operands, steps)
             value = sum_over(exact.gradient(side, left, right, wide, saved), aval.varying)
             if isinstance(own, Residual):
                 value = product.masked(side, value, own.unmasked(), saved)
-            return Observation(value, actual, sample.product(actual))
+            return Observation(value, actual, tags.every(actual, compared))
 
         yield ObservedProduct(site, tags.GRADIENT[side], casts, errors)
 

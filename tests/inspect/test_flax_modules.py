@@ -56,8 +56,9 @@ def test_nnx_names_its_layers():
     attention = nnx.MultiHeadAttention(2, 64, decode=False, rngs=rngs)
     model = nnx.Sequential(own, nnx.Linear(64, 64, rngs=rngs), attention)
     rules = convert.Rule(".*", recipes.mxfp8(), types=(nnx.Linear, nnx.MultiHeadAttention))
-    model = convert.nnx(mx_jax.nn.nnx.name_layers(model), rules)
-    records = captured(nnx.jit(lambda model, x: model(x)), model, X[None], stats="amax")
+    graph, state = nnx.split(convert.nnx(mx_jax.nn.nnx.name_layers(model), rules))
+    run = quick(lambda state, x: nnx.merge(graph, state)(x))
+    records = captured(run, state, X[None], stats="amax")
     assert {"layers/0", "layers/1", "layers/2/qk", "layers/2/av"} <= {tag.path for tag in records}
 
 

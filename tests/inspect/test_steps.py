@@ -76,19 +76,6 @@ def test_without_jit_and_with_a_step_that_is_traced_inside_too():
     assert steps(records, "loss") == [0, 4]
 
 
-def test_a_step_that_is_traced():
-    @quick
-    def run(x, step):
-        with inspect.at_step(step):
-            return jax.grad(lambda x: product(x).sum())(x)
-
-    with inspect.capture(stats="amax", every=3) as records:
-        for step in range(7):
-            run(X, step)
-    assert sorted({record.step for record in records.all()}) == [0, 3, 6]
-    assert all(len(own) == 3 for own in records.values())
-
-
 def test_a_step_given_to_capture_outside_and_inside_the_compiled_function():
     run, traces = counted()
     outside, inside = inspect.Memory(), inspect.Memory()
