@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.formats import MXFP4_2D, NVFP4
+from mx_jax.formats import MXFP4_2D
 from mx_jax.plan.step import (
     AXES,
     COLLECTIVES,
@@ -248,23 +247,6 @@ def test_blocks_of_experts_that_would_straddle_shards_move_as_values():
     assert moved_bytes(backward, EXPERT_UP, setup, square)[1] is False
 
 
-def test_only_named_axes_move_codes():
-    recipe = recipes.from_name("nvfp4")
-    sizes: dict[Any, Any] = {}
-    for axes in ((), ("fsdp",), ("fsdp", "model")):
-        setup = Setup(fsdp=2, model=2, tokens=TOKENS, sequence=True, codes=frozenset(axes))
-        rows = traffic(MODEL, setup, recipe)
-        sizes[axes] = {row.movement.axis for row in rows if row.as_codes}
-    assert sizes == {(): set(), ("fsdp",): {"fsdp"}, ("fsdp", "model"): {"fsdp", "model"}}
-
-
-def test_a_cotangent_is_gathered_once_for_each_orientation():
-    setup = Setup(model=2, tokens=TOKENS, sequence=True)
-    (own,) = (own for own in movements(setup) if own.tensor == "output gradient")
-    size, is_coded = moved_bytes(own, DOWN, setup, recipes.from_name("nvfp4"))
-    assert is_coded and size == 2 * TOKENS * WIDTH * NVFP4.bits_per_element / 8
-
-
 def test_a_rematerialized_block_gathers_codes_again():
     """And not what only the residual stream reads, nor values that both passes share."""
     for remat, repeats in (("none", 1), ("nothing_saveable", 2)):
@@ -274,9 +256,3 @@ def test_a_rematerialized_block_gathers_codes_again():
         share = LAYERS / 2
         assert forward.bytes == share * (repeats + 1) * UP.params * 4.25 / 8
         assert values.bytes == share * 2 * UP.params * 2
-
-
-def test_unknown_collectives_do_not_pass(monkeypatch: pytest.MonkeyPatch):
-    rows: Mapping[str, int] = COLLECTIVES
-    every = Setup(data=2, fsdp=2, model=2, pipe=3, tokens=TOKENS, sequence=True)
-    assert {own.collective for own in movements(every)} <= set(rows)
