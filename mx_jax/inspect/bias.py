@@ -40,10 +40,13 @@ Loss = Callable[..., jax.Array]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Estimate:
-    """What n draws say of the bias of a vector.
+class Row:
+    """What n draws say of the bias of one recipe, in the whole gradient or in one parameter's.
 
     Attributes:
+      recipe: name.
+      parameter: names joined by `/`, with the layer's number behind where layers are scanned; None:
+        the whole gradient.
       bias: `|E e| / |E g|`, both without what noise adds; 0 where the noise explains all there is,
         NaN where the exact mean itself cannot be distinguished from 0, or a draw is not finite.
       low: lower end of its confidence interval.
@@ -55,8 +58,11 @@ class Estimate:
       draws: n.
       signal: the exact mean over its own noise, from draw to draw. Below 2 shares of that mean say
         little.
+      loss_increase: mean loss with the recipe less the exact one; of the whole alone.
     """
 
+    recipe: str
+    parameter: str | None
     bias: float
     low: float
     high: float
@@ -65,6 +71,7 @@ class Estimate:
     one_batch: float
     draws: int
     signal: float = math.inf
+    loss_increase: float | None = None
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -74,22 +81,6 @@ class Estimate:
     def near_zero(self) -> bool:
         """Whether the exact mean is so close to 0, beside its noise, that shares say little."""
         return not math.isnan(self.bias) and self.signal < _CLEAR
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Row(Estimate):
-    """The bias of one recipe, in the whole gradient or in one parameter's.
-
-    Attributes:
-      recipe: name.
-      parameter: names joined by `/`, with the layer's number behind where layers are scanned; None:
-        the whole gradient.
-      loss_increase: mean loss with the recipe less the exact one; of the whole alone.
-    """
-
-    recipe: str
-    parameter: str | None
-    loss_increase: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,20 +145,21 @@ class GradientBias:
         )
 
     def __str__(self) -> str:
-        rows = [(row.recipe, *_cells(row)) for row in self.whole]
-        return "\n".join([aligned([("recipe", *_COLUMNS, "loss"), *rows]), self.caption])
+        return "\n".join([aligned(self._lines()), self.caption])
 
     def __rich__(self) -> Table:
-        rows = [(row.recipe, *_cells(row)) for row in self.whole]
+        return rich_table("Bias of the mean gradient", self._lines(), self.caption)
+
+    def _lines(self) -> list[tuple[str, ...]]:
         heads = ("recipe", *_COLUMNS, "loss")
-        return rich_table("Bias of the mean gradient", heads, rows, self.caption)
+        return [heads, *((row.recipe, *_cells(row)) for row in self.whole)]
 
     def table(self, recipe: str | None = None) -> Table:
         """A rich table of single parameters, the largest bias first; `recipe` as `parameters`."""
         found = self.parameters(recipe)
-        rows = [(row.parameter or ".", *_cells(row)[:-1]) for row in found]
+        rows = ((row.parameter or ".", *_cells(row)[:-1]) for row in found)
         title = f"Bias by parameter: {found[0].recipe}"
-        return rich_table(title, ("parameter", *_COLUMNS), rows, self.caption)
+        return rich_table(title, [("parameter", *_COLUMNS), *rows], self.caption)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -301,13 +293,11 @@ def gradient_bias(
                 parameter: inner_products(own, draws[parameter])
                 for parameter, own in exact_draws.items()
             }
-            whole = estimate(np.sum([*parts.values()], axis=0), confidence)
+            row = functools.partial(estimate, confidence=confidence, recipe=name)
             increase = float((losses - exact_losses).mean())
-            rows.append(Row(recipe=name, parameter=None, loss_increase=increase, **vars(whole)))
-            rows += [
-                Row(recipe=name, parameter=parameter, **vars(estimate(own, confidence)))
-                for parameter, own in parts.items()
-            ]
+            whole = np.sum([*parts.values()], axis=0)
+            rows.append(row(whole, parameter=None, loss_increase=increase))
+            rows += [row(own, parameter=parameter) for parameter, own in parts.items()]
     return GradientBias(
         rows=tuple(rows), exact_loss=float(exact_losses.mean()), confidence=confidence
     )
@@ -385,9 +375,8 @@ def _parts(gradient: object, scanned: str | None) -> Iterable[tuple[str, np.ndar
 
 def path_name(path: tuple[Any, ...]) -> str:
     """A path in a pytree as names joined by `/`; boxes of Flax end in `value`, which is none."""
-    names = [jax.tree_util.keystr((entry,), simple=True) for entry in path]
     boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
-    return "/".join(names[:-1] if boxed else names)
+    return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
 
 
 def inner_products(
@@ -402,33 +391,33 @@ def inner_products(
         return np.stack([g @ g.T, e @ e.T, e @ g.T])
 
 
-def estimate(products: np.ndarray, confidence: float) -> Estimate:
+def estimate(products: np.ndarray, confidence: float, **names: Any) -> Row:
     """Bias, with an interval from leaving out one draw after the other."""
     # The squared ratio `|E e|^2 / |E g|^2` is estimated, its deviation by the jackknife with
     # Student's quantile for n - 1 degrees of freedom. Without a bias that deviation is rather too
     # large, so the interval then holds 0 more often than it says.
     from scipy.special import stdtrit  # takes longer to import than all of this module's work
 
-    n, nan = products.shape[-1], math.nan
+    n = products.shape[-1]
+    known = functools.partial(Row, draws=n, **names)
+    unknown = dict.fromkeys(("bias", "low", "high", "slope"), math.nan)
     if not np.isfinite(products).all():
         # `max(0.0, nan)` is 0: without this, what diverged would have no bias at all.
-        return Estimate(
-            bias=nan, low=nan, high=nan, uncorrected=nan, slope=nan, one_batch=nan, draws=n
-        )
+        return known(**unknown, uncorrected=math.nan, one_batch=math.nan)
     of_exact, of_error, _ = products
-    (exact, exacts), (error, errors), (mixed, _) = map(_squared_mean, products)
-    uncorrected = math.sqrt(_ratio(float(of_error.sum()), float(of_exact.sum())))
-    one = math.sqrt(_ratio(float(np.trace(of_error)), float(np.trace(of_exact))))
     if not of_error.any():
-        return Estimate(bias=0, low=0, high=0, uncorrected=0, slope=1, one_batch=0, draws=n)
+        return known(bias=0, low=0, high=0, uncorrected=0, slope=1, one_batch=0)
+    (exact, exacts), (error, errors), (mixed, _) = map(_squared_mean, products)
     # What is left of the spread of single draws in the mean of n.
     noise = max(0.0, float(np.trace(of_exact)) / n - exact) / n
-    signal = math.sqrt(_ratio(max(0.0, exact), noise))
     known = functools.partial(
-        Estimate, uncorrected=uncorrected, one_batch=one, draws=n, signal=signal
+        known,
+        uncorrected=math.sqrt(_ratio(float(of_error.sum()), float(of_exact.sum()))),
+        one_batch=math.sqrt(_ratio(float(np.trace(of_error)), float(np.trace(of_exact)))),
+        signal=math.sqrt(_ratio(max(0.0, exact), noise)),
     )
     if exact <= 0 or (exacts <= 0).any():
-        return known(bias=nan, low=nan, high=nan, slope=nan)
+        return known(**unknown)
     ratio, ratios = error / exact, errors / exacts
     deviation = math.sqrt((n - 1) / n * float(np.sum((ratios - ratios.mean()) ** 2)))
     half = float(stdtrit(n - 1, (1 + confidence) / 2)) * deviation
@@ -457,11 +446,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def rich_table(
-    title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], caption: str
-) -> Table:
-    """A table for rich: the first column on the left, numbers on the right."""
+def rich_table(title: str, rows: Sequence[Sequence[str]], caption: str) -> Table:
+    """The same for rich, heads first: the first column on the left, numbers on the right."""
     table = Table(title=escape(title), caption=escape(caption))
+    heads, *rows = rows
     for index, head in enumerate(heads):
         table.add_column(head, justify="right" if index else "left")
     for row in rows:

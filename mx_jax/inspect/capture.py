@@ -18,9 +18,8 @@ import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
 
-from mx_jax.codecs.explicit_axes import varying
 from mx_jax.inspect import statistics
-from mx_jax.inspect.flax_modules import counted_scans, module_paths
+from mx_jax.inspect.flax_modules import named_layers
 from mx_jax.inspect.records import Memory, Record, Scalar, Sink
 from mx_jax.inspect.statistics import STATISTICS, Raw
 from mx_jax.mxarray import MXArray
@@ -177,8 +176,7 @@ class Capture:
             stack.callback(self.uses.clear)
             stack.callback(jax.effects_barrier)
             stack.enter_context(watching((*watching.value, self)))
-            stack.enter_context(module_paths())
-            stack.enter_context(counted_scans())
+            stack.enter_context(named_layers())
             if self.step is not None:
                 stack.enter_context(at_step(self.step))
             self._entered.append(stack.pop_all())
@@ -259,23 +257,9 @@ class Capture:
                 f"capture: every={self.every} needs the step, and none is known; write `with "
                 "inspect.at_step(step):` around each step, or give step="
             )
-        axes: list[tuple[str, ...]] = []
-
-        def typed() -> Any:
-            result = run()
-            axes[:] = (tuple(sorted(varying(x))) for x in jax.tree.leaves(result))
-            return result
-
-        leaves, tree = jax.tree.flatten(jax.eval_shape(typed))
-
-        def zeros() -> Any:
-            plain = [jnp.zeros(x.shape, x.dtype) for x in leaves]
-            # Both branches must differ along the same axes of shard_map.
-            pairs = zip(plain, axes, strict=True)
-            return jax.tree.unflatten(
-                tree, [lax.pcast(x, own, to="varying") if own else x for x, own in pairs]
-            )
-
+        # Zeros like avals differ along the same axes of shard_map as what they stand for.
+        avals = jax.eval_shape(run)
+        zeros = functools.partial(jax.tree.map, jnp.zeros_like, avals)
         return lax.cond(now.step % self.every == 0, run, zeros)
 
     def _compute(self, product: ObservedProduct) -> _Observed:
@@ -357,7 +341,7 @@ class Capture:
         all: Sequence[dict[str, np.ndarray]],
     ) -> None:
         raws, now, shard = unpack(words, layout)
-        index = tuple(now.index)
+        index, shard = jax.tree.map(int, (now.index, shard))
         with self._lock:
             for tag, raw, arrays in zip(tags, raws, all, strict=True):
                 record = Record(
@@ -427,29 +411,21 @@ def program_order(tag: Tag, site: CallSite, index: tuple[int, ...]) -> tuple[int
 
 
 def pack(content: object) -> tuple[jax.Array, PackedLayout]:
-    """Arrays of 32 bits as one of words, scalars first: each array costs a callback time."""
+    """Arrays of 32 bits as one of words: each array costs a callback time."""
     leaves, tree = jax.tree.flatten(content)
     words = [jnp.ravel(lax.bitcast_convert_type(x, jnp.uint32)) for x in leaves]
-    order = sorted(range(len(leaves)), key=lambda place: leaves[place].ndim > 0)
     layout = tree, [(leaf.shape, np.dtype(leaf.dtype)) for leaf in leaves]
-    return jnp.concatenate([words[place] for place in order]), layout
+    return jnp.concatenate(words), layout
 
 
 def unpack(words: object, layout: PackedLayout) -> Any:
-    """What was packed: NumPy arrays, and numbers of Python, which NumPy reads together."""
+    """What was packed, as NumPy arrays."""
     tree, leaves = layout
-    words = np.asarray(words)
-    start, place = sum(not shape for shape, _ in leaves), 0
-    scalars = {dtype: words[:start].view(dtype).tolist() for _, dtype in leaves}
-    found = []
+    words, start, found = np.asarray(words), 0, []
     for shape, dtype in leaves:
-        if not shape:
-            found.append(scalars[dtype][place])
-            place += 1
-        else:
-            end = start + math.prod(shape)
-            found.append(words[start:end].view(dtype).reshape(shape))
-            start = end
+        end = start + math.prod(shape)
+        found.append(words[start:end].view(dtype).reshape(shape))
+        start = end
     return jax.tree.unflatten(tree, found)
 
 

@@ -11,7 +11,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -225,7 +225,7 @@ def explain_call(function: Callable[..., Any], *args: object, **kwargs: object) 
         if entry.target != target:
             target = entry.target
             lines.append(machine_text(target))
-        lines += _answer(work_text(entry.call), entry)
+        lines += _answer(described(entry.call).work, entry)
     return "\n".join(lines)
 
 
@@ -292,17 +292,11 @@ _DECIDED = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where in a function something is computed.
+class Place(NamedTuple):
+    """Where in a function something is computed."""
 
-    Attributes:
-      path: scopes joined by `/`, layers of Flax among them; `""` outside of all.
-      backward: whether a gradient asks for it.
-    """
-
-    path: str
-    backward: bool
+    path: str  # scopes joined by `/`, layers of Flax among them; `""` outside of all
+    backward: bool  # whether a gradient asks for it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -439,86 +433,84 @@ def machine_text(target: Target) -> str:
     return f"on platform={target.platform}{shown}, num_devices={number}"
 
 
-def work_text(call: calls.Call) -> str:
-    """A call in words, with the shapes and axes of its arrays."""
+class Described(NamedTuple):
+    """A call: its kind, its work in words, its flops, and the bytes that it reads and writes."""
+
+    kind: str
+    work: str
+    flops: float
+    bytes: float
+
+
+def described(call: calls.Call) -> Described:
+    """What a call is, with the shapes and axes of its arrays, and what it costs."""
     match call:
-        case calls.MatmulCall():
-            lhs, rhs = (_operand(own) for _, own in call.sides)
-            left, right = (list(own.axes.contracting) for _, own in call.sides)
-            return f"product {lhs} x {rhs} over axes {left} and {right}, to {call.out_dtype}"
-        case calls.RaggedCall():
-            lhs, rhs = _operand(call.lhs), _operand(call.rhs)
-            return f"ragged product {lhs} x {rhs}, {call.num_groups} groups, to {call.out_dtype}"
+        case calls.MatmulCall(lhs=lhs, rhs=rhs):
+            left, right = (list(own.axes.contracting) for own in (lhs, rhs))
+            batch = math.prod(lhs.shape[axis] for axis in lhs.axes.batch)
+            return _product("product", call, f" over axes {left} and {right}", rhs.rows, batch)
+        case calls.RaggedCall(rhs=rhs, num_groups=groups):
+            # Sums over rows have columns of rhs as they are, in as many groups.
+            sizes = (rhs.shape[-1], groups) if call.contracts_rows else (rhs.rows, 1)
+            return _product("ragged product", call, f", {groups} groups", *sizes)
         case calls.QuantizeCall():
             how = f"{call.format.name} ({call.scale_rule.name}, {call.rounding.name})"
             blocks = " and ".join(f"{size} along axis {axis}" for axis, size in call.blocks)
-            return f"cast {call.dtype} {list(call.shape)} to {how} in blocks of {blocks}"
+            work = f"cast {call.dtype} {list(call.shape)} to {how} in blocks of {blocks}"
+            return Described("cast", work, 0.0, _values_and_codes(call))
         case calls.QuantizeBothCall():
-            return f"{work_text(call.first)}; with it {work_text(call.second)}"
+            first, second = described(call.first), described(call.second)
+            # The values are read once.
+            moved = first.bytes + _bytes(call.second.shape, call.second.format)
+            return Described("cast", f"{first.work}; with it {second.work}", 0.0, moved)
         case calls.DequantizeCall():
-            return f"dequantize {call.format.name} {list(call.shape)} to {call.dtype}"
-        case calls.PackCall():
-            return f"pack {_operand(call.weights)} for axes {list(call.weights.axes.contracting)}"
+            work = f"dequantize {call.format.name} {list(call.shape)} to {call.dtype}"
+            return Described("dequantize", work, 0.0, _values_and_codes(call))
         case calls.CastStatisticsCall():
-            return f"statistics of a cast of {list(call.shape)} to {call.format.name}"
-        case calls.RandomBitsCall():
-            return f"random bits {list(call.shape)}, {call.text}"
+            work = f"statistics of a cast of {list(call.shape)} to {call.format.name}"
+            return Described("statistics", work, 0.0, _values_and_codes(call))
+        case calls.PackCall(weights=own):
+            work = f"pack {_operand(own)} for axes {list(own.axes.contracting)}"
+            return Described("pack", work, 0.0, 2 * _bytes(own.shape, own.format, own.dtype))
         case calls.MomentCall():
-            return f"a step of {call.text} {list(call.shape)}"
+            moved = (4 + 4.125 * len(call.is_root)) * math.prod(call.shape)
+            return Described("moment", f"a step of {call.text} {list(call.shape)}", 0.0, moved)
         case calls.TransformCall():
             what = "Hadamard transform" if call.length is None else "inverse Hadamard transform"
-            return f"{what} of {call.dtype} {list(call.shape)}"
+            work = f"{what} of {call.dtype} {list(call.shape)}"
+            moved = math.prod(call.shape) * (call.dtype.itemsize + 4.0)
+            return Described("transform", work, 0.0, moved)
         case calls.AttendCall():
-            dtype = call.dtypes[1] if call.format is None else call.format.name
-            return f"attention of {list(call.queries)} over {list(call.keys)}, {dtype}"
+            matrices, length, features = call.keys
+            dtype = call.dtypes[1]
+            queries = matrices * call.queries[1] * features
+            work = f"attention of {list(call.queries)} over {list(call.keys)}, "
+            work += str(dtype) if call.format is None else call.format.name
+            moved = _bytes((queries,), dtype=dtype) + _bytes(call.keys, call.format, dtype)
+            return Described("attention", work, 4.0 * queries * length, 2 * moved)
+        case calls.RandomBitsCall():
+            work = f"random bits {list(call.shape)}, {call.text}"
+            return Described("random bits", work, 0.0, 4.0 * math.prod(call.shape))
 
 
 def _operand(own: calls.OperandType) -> str:
     return f"{own.text} {list(own.shape)}"
 
 
-def _kind_and_cost(call: calls.Call) -> tuple[str, float, float]:
-    """What a call is, in a word or two, its flops, and the bytes that it reads and writes."""
-    match call:
-        case calls.MatmulCall():
-            batch = math.prod(call.lhs.shape[axis] for axis in call.lhs.axes.batch)
-            return "product", *_product(call, call.rhs.rows, batch)
-        case calls.RaggedCall():
-            columns = call.rhs.shape[-1] if call.contracts_rows else call.rhs.rows
-            groups = call.num_groups if call.contracts_rows else 1
-            return "ragged product", *_product(call, columns, groups)
-        case calls.QuantizeBothCall():
-            first, second = call.first, call.second
-            both = _bytes(first.shape, first.format) + _bytes(second.shape, second.format)
-            return "cast", 0.0, both + _bytes(first.shape, dtype=first.dtype)
-        case calls.QuantizeCall() | calls.DequantizeCall() | calls.CastStatisticsCall():
-            kinds = {calls.QuantizeCall: "cast", calls.DequantizeCall: "dequantize"}
-            moved = _bytes(call.shape, dtype=call.dtype) + _bytes(call.shape, call.format)
-            return kinds.get(type(call), "statistics"), 0.0, moved
-        case calls.PackCall():
-            own = call.weights
-            return "pack", 0.0, 2 * _bytes(own.shape, own.format, own.dtype)
-        case calls.MomentCall():
-            return "moment", 0.0, (4 + 4.125 * len(call.is_root)) * math.prod(call.shape)
-        case calls.TransformCall():
-            return "transform", 0.0, math.prod(call.shape) * (call.dtype.itemsize + 4.0)
-        case calls.AttendCall():
-            matrices, length, features = call.keys
-            queries = matrices * call.queries[1] * features
-            moved = _bytes((queries,), dtype=call.dtypes[1])
-            moved += _bytes(call.keys, call.format, call.dtypes[1])
-            return "attention", 4.0 * queries * length, 2 * moved
-        case calls.RandomBitsCall():
-            return "random bits", 0.0, 4.0 * math.prod(call.shape)
-
-
 def _product(
-    call: calls.MatmulCall | calls.RaggedCall, columns: int, times: int
-) -> tuple[float, float]:
-    """Flops, and bytes of both operands and of so many results."""
+    kind: str, call: calls.MatmulCall | calls.RaggedCall, how: str, columns: int, times: int
+) -> Described:
+    """A product of lhs and so many columns; bytes are of both operands and of so many results."""
     size = float(times * call.lhs.rows * columns * call.out_dtype.itemsize)
     size += sum(_bytes(own.shape, own.format, own.dtype) for own in (call.lhs, call.rhs))
-    return 2.0 * math.prod(call.lhs.shape) * columns, size
+    work = f"{kind} {_operand(call.lhs)} x {_operand(call.rhs)}{how}, to {call.out_dtype}"
+    return Described(kind, work, 2.0 * math.prod(call.lhs.shape) * columns, size)
+
+
+def _values_and_codes(
+    call: calls.QuantizeCall | calls.DequantizeCall | calls.CastStatisticsCall,
+) -> float:
+    return _bytes(call.shape, dtype=call.dtype) + _bytes(call.shape, call.format)
 
 
 def _bytes(
@@ -646,21 +638,15 @@ def _rows(
                 yield from _rows(inner, entries, times * again, stack, marked=inside)
     for index, stack in here.items():
         if isinstance(selection := entries[index], Selection):
-            kind, flops, size = _kind_and_cost(selection.call)
-            yield (
-                index,
-                Row(
-                    kind=kind,
-                    work=work_text(selection.call),
-                    backend=selection.backend or "",
-                    times=times,
-                    places=(_place(stack),),
-                    flops=flops,
-                    bytes=size,
-                    how=selection.how,
-                    selection=selection,
-                ),
+            row = Row(
+                **described(selection.call)._asdict(),
+                backend=selection.backend or "",
+                times=times,
+                places=(_place(stack),),
+                how=selection.how,
+                selection=selection,
             )
+            yield index, row
 
 
 def _place(stack: str) -> Place:

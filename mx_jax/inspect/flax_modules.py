@@ -26,11 +26,6 @@ R = TypeVar("R")
 P = ParamSpec("P")
 
 
-def module_paths() -> contextlib.AbstractContextManager[Any]:
-    """A context in which each linen module names what runs in it; nnx names layers by itself."""
-    return nn.intercept_methods(_named)
-
-
 def _named(
     call: Callable[..., Any],
     args: tuple[Any, ...],
@@ -100,11 +95,13 @@ _count = 0
 
 
 @contextlib.contextmanager
-def counted_scans() -> Iterator[None]:
-    """A context in which Flax's scans count their layers; contexts may overlap."""
+def named_layers() -> Iterator[None]:
+    """A context in which each linen module names what runs in it, as nnx's layers do by themselves,
+    and Flax's scans count their layers; contexts may overlap."""
     _change(+1)
     try:
-        yield
+        with nn.intercept_methods(_named):
+            yield
     finally:
         _change(-1)
 

@@ -5,7 +5,7 @@ import csv
 import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -152,7 +152,7 @@ class Sink(Protocol):
         ...
 
 
-class Memory(Mapping[Tag, Sequence[Record]]):
+class Memory(dict[Tag, list[Record]]):
     """Records in memory: a mapping from each tag to its records, as they came.
 
     Attributes:
@@ -168,28 +168,18 @@ class Memory(Mapping[Tag, Sequence[Record]]):
     """
 
     def __init__(self):
-        self._records: dict[Tag, list[Record]] = {}
+        super().__init__()
         self.scalars: dict[str, list[Scalar]] = collections.defaultdict(list)
 
-    def __getitem__(self, tag: Tag) -> list[Record]:
-        return self._records[tag]
-
-    def __iter__(self) -> Iterator[Tag]:
-        return iter(self._records)
-
-    def __len__(self) -> int:
-        return len(self._records)
-
     def __repr__(self) -> str:
-        steps = {record.step for own in self._records.values() for record in own}
-        span = f", steps {min(steps)} to {max(steps)}" if steps else ""
-        records = sum(map(len, self._records.values()))
+        records = self.all()
+        span = f", steps {records[0].step} to {records[-1].step}" if records else ""
         numbers = f"; numbers: {', '.join(self.scalars)}" if self.scalars else ""
-        return f"<Memory: {records} records of {len(self)} tags{span}{numbers}>"
+        return f"<Memory: {len(records)} records of {len(self)} tags{span}{numbers}>"
 
     def all(self) -> list[Record]:
         """All records: steps in order, and within a step the order of the program."""
-        records = (record for own in self._records.values() for record in own)
+        records = (record for own in self.values() for record in own)
         return sorted(records, key=lambda record: (record.step, record.order))
 
     def write(self, record: Record | Scalar) -> None:
@@ -197,7 +187,7 @@ class Memory(Mapping[Tag, Sequence[Record]]):
         if isinstance(record, Scalar):
             self.scalars[record.name].append(record)
         else:
-            self._records.setdefault(record.tag, []).append(record)
+            self.setdefault(record.tag, []).append(record)
 
     def close(self) -> None:
         """Nothing ends."""

@@ -132,13 +132,12 @@ def values_of(value: object) -> np.ndarray:
     return array.astype(np.float32)
 
 
-def size(nbytes: float) -> str:
-    """Bytes with a unit, as `12.3 MB`."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if nbytes < 1000:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.4g} {unit}"
-        nbytes /= 1000
-    return f"{nbytes:.4g} TB"
+def size(nbytes: float, digits: int = 4) -> str:
+    """Bytes with a decimal unit, as `12.3 MB`."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while nbytes >= 1000 - 0.5 * 10.0 ** (3 - digits) and len(units) > 1:
+        nbytes, units = nbytes / 1000, units[1:]
+    return f"{nbytes:.{digits}g} {units[0]}"
 
 
 def _exponents(x: MXArray) -> tuple[dict[int, int], int]:

@@ -80,6 +80,10 @@ class Candidate:
     def name(self) -> str:
         return "as it is" if self.format is None else self.format.name
 
+    def __str__(self) -> str:
+        sure = "" if self.deviation is None else f" ± {self.deviation:.1g}"
+        return f"{self.increase:+.2g}{sure}"
+
     @property
     def pattern(self) -> str:
         """What a rule has to match: the layer's path, with or without the parameter's name."""
@@ -181,35 +185,26 @@ class Sensitivity:
         )
 
     def __str__(self) -> str:
-        return "\n".join([aligned([self._heads(), *self._cells()]), self.summary])
+        return "\n".join([aligned(self._lines()), self.summary])
 
     def __rich__(self) -> Table:
-        title = "Loss increase, one layer at a time"
-        return rich_table(title, self._heads(), self._cells(), self.summary)
+        return rich_table("Loss increase, one layer at a time", self._lines(), self.summary)
 
-    def _heads(self) -> tuple[str, ...]:
-        return ("layer", "shape", *self._formats(), "chosen")
-
-    def _formats(self) -> list[str]:
-        return list(dict.fromkeys(row.name for row in self.rows if row.format is not None))
-
-    def _cells(self) -> list[tuple[str, ...]]:
-        """A line for each layer, the one that minds most first."""
+    def _lines(self) -> list[tuple[str, ...]]:
+        """Heads, and a line for each layer, the one that minds most first."""
+        formats = list(dict.fromkeys(row.name for row in self.rows if row.format is not None))
         known = {(row.layer, row.name): row for row in self.rows}
-        lines = []
-        for own in self.choices:
-            rows = [known[own.layer, name] for name in self._formats()]
-            shape = "x".join(map(str, own.shape))
+
+        def worst(own: Candidate) -> float:
             # By NaN nothing can be sorted, and a layer whose loss is NaN minds most.
-            increases = (row.increase for row in rows)
-            worst = max((x if math.isfinite(x) else math.inf for x in increases), default=0.0)
-            texts = (
-                f"{row.increase:+.2g}"
-                + ("" if row.deviation is None else f" ± {row.deviation:.1g}")
-                for row in rows
-            )
-            lines.append((worst, (own.layer, shape, *texts, own.name)))
-        return [cells for _, cells in sorted(lines, key=lambda line: -line[0])]
+            increases = (known[own.layer, name].increase for name in formats)
+            return max((x if math.isfinite(x) else math.inf for x in increases), default=0.0)
+
+        lines = [("layer", "shape", *formats, "chosen")]
+        for own in sorted(self.choices, key=worst, reverse=True):
+            texts = (str(known[own.layer, name]) for name in formats)
+            lines.append((own.layer, "x".join(map(str, own.shape)), *texts, own.name))
+        return lines
 
 
 def sensitivity(

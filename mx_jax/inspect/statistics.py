@@ -321,21 +321,13 @@ def of_lanes(raw: Raw, batched: Mapping[str, bool], lanes: int) -> Raw:
 
 def of_shards(raw: Raw) -> Raw:
     """The statistics of all shards, below shard_map; elsewhere what they are."""
+    axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     # With `check_vma=False` JAX does not say what differs: there, replicas count several times.
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = frozenset(mesh.manual_axes)
+    if any(varying(lax.axis_index(axis)) for axis in axes):
+        axes = varying(raw["amax"])
     if not axes:
         return raw
-    if any(varying(lax.axis_index(axis)) for axis in axes):
-        axes = frozenset[str]().union(*(varying(value) for value in raw.values()))
-        raw = {
-            name: lax.pcast(value, tuple(sorted(missing)), to="varying") if missing else value
-            for name, value in raw.items()
-            for missing in (axes - varying(value),)
-        }
     names = tuple(sorted(axes))
-    if not names:
-        return raw
     return _joined(raw, lambda value: lax.pmax(value, names), lambda value: lax.psum(value, names))
 
 

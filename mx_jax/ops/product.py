@@ -127,7 +127,7 @@ AnyProduct = Product[Any, Any, Any]
 class Cast(NamedTuple):
     """One operand of a product before its cast (transformed, prescaled) and after it."""
 
-    before: jax.Array
+    before: jax.Array | None  # None of an operand that came quantized
     after: MXArray
     rule: str  # name of the scale rule
     axis: int  # that blocks run along, from the end

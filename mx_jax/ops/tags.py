@@ -136,7 +136,7 @@ def tag(name: str, *, index: IntScalar | None = None) -> Iterator[None]:
     if not isinstance(name, str) or not name:
         raise TypeError(f"tag: needs a name, got name={name!r}")
     if index is not None:
-        check_scalar(index, "tag", "index")
+        _check_scalar(index, "tag", "index")
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.named_scope(name))
         if watching.value:
@@ -279,7 +279,7 @@ def at_step(step: IntScalar) -> Iterator[None]:
       >>> sorted({record.step for record in records.all()})
       [0, 10, 20]
     """
-    check_scalar(step, "at_step", "step")
+    _check_scalar(step, "at_step", "step")
     if not watching.value:
         yield
     elif eager() and not isinstance(step, Tracer):
@@ -308,7 +308,7 @@ def _host_step(step: int) -> Iterator[None]:
         yield
 
 
-def check_scalar(value: jax.typing.ArrayLike, operation: str, what: str) -> None:
+def _check_scalar(value: jax.typing.ArrayLike, operation: str, what: str) -> None:
     """Raise TypeError if a value is no integer scalar."""
     shape, dtype = jnp.shape(value), jnp.result_type(value)
     if shape != () or not jnp.issubdtype(dtype, jnp.integer):
@@ -358,32 +358,25 @@ class Free(NamedTuple):
     result: int
 
 
-class Sample(NamedTuple):
-    """Strides from one compared position to the next, along each axis that does not count whole."""
-
-    strides: tuple[tuple[Free, int], ...]
-
-    @classmethod
-    def of(cls, free: Sequence[Free], operands: Sequence[jax.Array], product: jax.Array):
-        """A sample of a product, along axes that are whole where types say where arrays lie."""
-        found: list[tuple[Free, int]] = []
-        for number, operand in enumerate(operands):
-            own = [
-                axis
-                for axis in free
-                if axis.operand == number
-                and _whole(operand, axis.axis)
-                and _whole(product, axis.result)
-            ]
-            steps = strides([operand.shape[axis.axis] for axis in own])
-            found += [pair for pair in zip(own, steps, strict=True) if pair[1] > 1]
-        return cls(tuple(found))
-
-    def operand(self, x: jax.Array, number: int) -> jax.Array:
-        return _every(x, {axis.axis: s for axis, s in self.strides if axis.operand == number})
-
-    def product(self, x: jax.Array) -> jax.Array:
-        return _every(x, {axis.result: stride for axis, stride in self.strides})
+def sample(
+    free: Sequence[Free], operands: Sequence[jax.Array], product: jax.Array
+) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+    """Distances between compared positions along axes of both operands, and of their product."""
+    found: tuple[dict[int, int], ...] = ({}, {}, {})
+    for number, operand in enumerate(operands):
+        # Along axes that are whole, where types say where arrays lie.
+        own = [
+            axis
+            for axis in free
+            if axis.operand == number
+            and _whole(operand, axis.axis)
+            and _whole(product, axis.result)
+        ]
+        steps = strides([operand.shape[axis.axis] for axis in own])
+        for axis, step in zip(own, steps, strict=True):
+            found[number][axis.axis] = found[2][axis.result] = step
+    left, right, result = found
+    return left, right, result
 
 
 def strides(sizes: Sequence[int]) -> list[int]:
@@ -407,8 +400,9 @@ def _whole(x: jax.Array, axis: int) -> bool:
     return sharding is None or partitions(sharding, x.ndim)[axis] is None
 
 
-def _every(x: jax.Array, steps: dict[int, int]) -> jax.Array:
-    if not steps:
+def every(x: jax.Array, steps: dict[int, int]) -> jax.Array:
+    """Positions of an array at these distances along its axes; all where none is over 1."""
+    if max(steps.values(), default=1) == 1:
         return x
     own = [steps.get(axis, 1) for axis in range(x.ndim)]
     return lax.slice(x, [0] * x.ndim, x.shape, own)

@@ -74,49 +74,33 @@ class ObservedProduct:
             self.casts.get((self.name, side)) or _stored(operand)
             for side, operand in zip(sides, self.operands, strict=True)
         ]
-        for side, cast in zip(sides, found, strict=True):
+        texts = [
+            ("high precision",) * 2 if cast is None else (cast.after.format.name, cast.rule)
+            for cast in found
+        ]
+        for side, cast, names in zip(sides, found, texts, strict=True):
             if cast is not None:
-                tag = self._tag(side, cast.axis, cast.after.format.name, cast.rule)
-                yield tag, functools.partial(Observation, cast.before, cast.after)
+                observed = functools.partial(Observation, cast.before, cast.after)
+                yield self._tag(side, cast.axis, *names), observed
         if any(found):
-            formats = self._both(found, lambda cast: cast.after.format.name)
-            tag = self._tag(None, None, formats, self._both(found, lambda cast: cast.rule))
-            yield tag, lambda: self.errors(whole)
+            formats, rules = map(" x ".join, zip(*texts, strict=True))
+            yield self._tag(None, None, formats, rules), lambda: self.errors(whole)
 
     def _tag(self, side: Side | None, axis: int | None, format: str, rule: str) -> tags.Tag:
-        site = self.site
+        path, call = self.site.path, self.site.call
         return tags.Tag(
-            path=site.path,
-            product=self.name,
-            side=side,
-            axis=axis,
-            format=format,
-            rule=rule,
-            call=site.call,
+            path=path, product=self.name, side=side, axis=axis, format=format, rule=rule, call=call
         )
 
-    def _both(
-        self, found: Sequence["Cast | Stored | None"], text: Callable[["Cast | Stored"], str]
-    ) -> str:
-        return " x ".join("high precision" if cast is None else text(cast) for cast in found)
 
-
-class Stored(NamedTuple):
-    """An operand that came quantized: neither its values before nor its scale rule are known."""
-
-    after: MXArray
-    axis: int
-    before: None = None
-    rule: str = STORED
-
-
-def _stored(operand: AnyOperand | None) -> Stored | None:
+def _stored(operand: AnyOperand | None) -> Cast | None:
+    """Of an operand that came quantized neither its values nor its scale rule are known."""
     if not isinstance(operand, Quantized):
         return None
     after = unpacked(operand)
     assert isinstance(after, MXArray)
     # Square blocks have two axes; the last one named is the contracting one's.
-    return Stored(after, after.blocks[-1][0])
+    return Cast(None, after, STORED, after.blocks[-1][0])
 
 
 class Watcher(Protocol):
@@ -245,9 +229,10 @@ def _forward(
     def errors(whole: bool) -> Observation:
         exact, actual = product.in_high_precision(), only(result)
         operands = values(lhs.operand), values(rhs.operand)
-        sample = tags.Sample.of(() if whole else exact.free(None), operands, actual)
-        left, right = map(sample.operand, operands, (0, 1))
-        return Observation(exact.forward(left, right, extra), actual, sample.product(actual))
+        *steps, compared = tags.sample(() if whole else exact.free(None), operands, actual)
+        left, right = map(tags.every, operands, steps)
+        value = exact.forward(left, right, extra)
+        return Observation(value, actual, tags.every(actual, compared))
 
     return ObservedProduct(site, "output", casts, errors, (lhs.operand, rhs.operand))
 
@@ -281,12 +266,14 @@ def _backward(
             exact, actual = product.in_high_precision(), given.value
             assert actual is not None
             operands = only(g), values(other)
-            sample = tags.Sample.of(() if whole else _free(exact, side, own), operands, actual)
-            left, right = map(sample.operand, operands, (0, 1))
+            *steps, compared = tags.sample(
+                () if whole else _free(exact, side, own), operands, actual
+            )
+            left, right = map(tags.every, operands, steps)
             value = sum_over(exact.gradient(side, left, right, wide, saved), aval.varying)
             if isinstance(own, Residual):
                 value = product.masked(side, value, own.unmasked(), saved)
-            return Observation(value, actual, sample.product(actual))
+            return Observation(value, actual, tags.every(actual, compared))
 
         yield ObservedProduct(site, tags.GRADIENT[side], casts, errors)
 

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from mx_jax.inspect.report_checkpoint import size
 from mx_jax.plan.step import (
     AXES,
     REMATS,
@@ -78,12 +80,7 @@ class Plan:
         return sum(row.bytes for row in self.traffic)
 
 
-def readable(size: float) -> str:
-    """Bytes in decimal units."""
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while size >= 999.5 and len(units) > 1:
-        size, units = size / 1000, units[1:]
-    return f"{size:.3g} {units[0]}"
+_size = functools.partial(size, digits=3)
 
 
 def _table(title: str, plans: Sequence[Plan], *columns: str) -> Table:
@@ -98,9 +95,9 @@ def _table(title: str, plans: Sequence[Plan], *columns: str) -> Table:
 def _memory_table(plans: Sequence[Plan]) -> Table:
     table = _table("Memory of a device", plans, "what")
     for field in dataclasses.fields(Memory):
-        table.add_row(field.name, *(readable(getattr(plan.memory, field.name)) for plan in plans))
+        table.add_row(field.name, *(_size(getattr(plan.memory, field.name)) for plan in plans))
     table.add_section()
-    table.add_row("total", *(readable(plan.memory.total) for plan in plans))
+    table.add_row("total", *(_size(plan.memory.total) for plan in plans))
     return table
 
 
@@ -110,10 +107,10 @@ def _traffic_table(plans: Sequence[Plan]) -> Table:
     first = plans[0]
     for rows in zip(*(plan.traffic for plan in plans), strict=True):
         own = rows[0].movement
-        cells = (readable(row.bytes) + "*" * bool(row.as_codes) for row in rows)
+        cells = (_size(row.bytes) + "*" * bool(row.as_codes) for row in rows)
         table.add_row(own.axis, own.collective, own.tensor, own.during, *cells)
     table.add_section()
-    table.add_row("all", "", "", "", *(readable(plan.received) for plan in plans))
+    table.add_row("all", "", "", "", *(_size(plan.received) for plan in plans))
     if first.received:
         ratios = (f"{plan.received / first.received:.3f}" for plan in plans)
         table.add_row(f"of {first.name}'s", "", "", "", *ratios)
@@ -200,30 +197,16 @@ def assumptions(
 
 def as_json(plans: Sequence[Plan], lines: Sequence[str]) -> dict[str, Any]:
     """The same for programs: bytes and seconds, not rounded."""
-    return {
-        "assumptions": list(lines),
-        "recipes": [
-            {
-                "name": plan.name,
-                "memory": dataclasses.asdict(plan.memory) | {"total": plan.memory.total},
-                "traffic": [
-                    {
-                        "axis": row.movement.axis,
-                        "collective": row.movement.collective,
-                        "tensor": row.movement.tensor,
-                        "pass": row.movement.during,
-                        "bytes": row.bytes,
-                        "as_codes": row.as_codes,
-                        "as_values": row.as_values,
-                    }
-                    for row in plan.traffic
-                ],
-                "received": plan.received,
-                "seconds": plan.seconds,
-            }
-            for plan in plans
-        ],
-    }
+    found = []
+    for plan in plans:
+        own: dict[str, Any] = dataclasses.asdict(plan) | {"received": plan.received}
+        own["memory"]["total"] = plan.memory.total
+        for row in own["traffic"]:
+            moved = row.pop("movement")
+            row |= {name: moved[name] for name in ("axis", "collective", "tensor")}
+            row["pass"] = moved["during"]
+        found.append(own)
+    return {"assumptions": list(lines), "recipes": found}
 
 
 _DESCRIPTION = """

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +14,9 @@ from mx_jax.ops.ragged_dot import goes_by_row
 from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
 
 Split = Literal["column", "row"]
+
+# Of sizes that nobody gave.
+_MULTIPLE = 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,12 +84,11 @@ def transformer(
     vocabulary: int = 0,
     experts: int = 1,
     experts_per_token: int = 1,
-    multiple: int = 256,
 ) -> Model:
     """A decoder with a gated MLP, or a mixture of such experts: `qkv`, `out`, `gate_up` and `down`.
 
     Without a width it is `sqrt(params / (12 layers))`, without `hidden` what the parameters leave
-    for it, both rounded to a `multiple`; the rows of a vocabulary count twice, for the head too.
+    for it, both rounded to multiples of 256; rows of a vocabulary count twice, for the head too.
 
     Examples:
       >>> from mx_jax.plan.step import transformer
@@ -94,11 +96,7 @@ def transformer(
       >>> [(own.name, own.k, own.n) for own in llama.linears][2:]
       [('gate_up', 8192, 57344), ('down', 28672, 8192)]
     """
-    routed: dict[str, Any] = {"experts": experts, "experts_per_token": experts_per_token}
-    given = {"params": params, "layers": layers, "width": width, "hidden": hidden}
-    for name, value in (given | {"kv_width": kv_width} | routed).items():
-        if value is not None and not value > 0:
-            raise ValueError(f"plan: {name} must be positive, got {name}={value}")
+    routed: Any = {"experts": experts, "experts_per_token": experts_per_token}
     if experts_per_token > experts:
         raise ValueError(
             f"plan: a token goes through some of the experts, got experts_per_token="
@@ -106,14 +104,14 @@ def transformer(
         )
     assumed = []
     if width is None:
-        width = max(1, round(math.sqrt(params / (12 * layers)) / multiple)) * multiple
+        width = max(1, round(math.sqrt(params / (12 * layers)) / _MULTIPLE)) * _MULTIPLE
         assumed.append(f"width={width:,}, such that a block has its share of the parameters")
     if kv_width is None:
         kv_width = width
         assumed.append(f"kv_width={kv_width:,}, as many heads of keys as of queries")
     if hidden is None:
         left = (params - 2 * vocabulary * width) / layers - 2 * width * (width + kv_width)
-        hidden = round(left / (3 * width * experts) / multiple) * multiple
+        hidden = round(left / (3 * width * experts) / _MULTIPLE) * _MULTIPLE
         if hidden <= 0:
             raise ValueError(
                 f"plan: nothing is left for the MLP, got params={params:,.0f}, layers={layers}, "
@@ -164,12 +162,9 @@ class Setup:
     codes: frozenset[str] = frozenset({"fsdp", "expert", "model"})
     # Whether the tokens between two linear layers are sharded along `model` too.
     sequence: bool = False
-    remat: str = "none"  # a row of `memory.REMATS`
+    remat: str = "none"  # one of `REMATS`
 
     def __post_init__(self):
-        for name in AXES:
-            if getattr(self, name) < 1:
-                raise ValueError(f"plan: axes need a device, got {name}={getattr(self, name)}")
         if self.microbatches < 1 or (self.microbatches > 1 and self.pipe == 1):
             raise ValueError(
                 f"plan: microbatches go through the stages of a pipeline, got microbatches="
@@ -192,6 +187,11 @@ class Setup:
     def local_tokens(self) -> int:
         """Tokens that one device, or those along `model` together, work on."""
         return self.tokens // (self.data * self.fsdp * self.expert)
+
+    @property
+    def tokens_between(self) -> float:
+        """Tokens of one device between two blocks."""
+        return self.local_tokens / (self.model if self.sequence else 1)
 
     @property
     def in_flight(self) -> "Setup":
@@ -359,15 +359,15 @@ def traffic(model: Model, setup: Setup, recipe: MatmulRecipe) -> tuple[Traffic, 
 
 
 def _traffic(own: Movement, model: Model, setup: Setup, recipe: MatmulRecipe) -> Traffic:
-    if own.each == "stage":
-        return _between_stages(own, model, setup, recipe)
     size, blocks = getattr(setup, own.axis), model.layers // setup.pipe
     share = received(own, size)
     often = setup.microbatches if own.each == "microbatch" else 1
+    linears = [linear for linear in model.linears if own.is_of(linear)]
+    if own.each == "stage":
+        # Between stages tokens move as they do before a layer as wide as the model.
+        linears, blocks = [Linear(name="stages", k=model.width, n=model.width, split="column")], 1
     total, as_codes, as_values = 0.0, [], []
-    for linear in model.linears:
-        if not own.is_of(linear):
-            continue
+    for linear in linears:
         moved, coded = moved_bytes(own, linear, setup, recipe)
         times = 2 if is_repeated(own, linear, setup, recipe) else 1
         total += often * times * blocks * moved
@@ -382,37 +382,20 @@ def _traffic(own: Movement, model: Model, setup: Setup, recipe: MatmulRecipe) ->
     )
 
 
-def _between_stages(own: Movement, model: Model, setup: Setup, recipe: MatmulRecipe) -> Traffic:
-    """What a stage amid others receives: the tokens of all microbatches, as wide as the model."""
-    tokens = setup.local_tokens / (setup.model if setup.sequence else 1)
-    total, is_coded = tokens * model.width * setup.dtype.itemsize, False
-    format = _format(recipe, own.operands[0]) if own.operands else None
-    if format is not None and own.axis in setup.codes:
-        blocks = _blocks(format, own.tensor, own.operands[0])
-        total, is_coded = quantized_bytes(format, (round(tokens), model.width), blocks), True
-    stages = ("stages",)
-    return Traffic(
-        movement=own,
-        bytes=total * received(own, setup.pipe),
-        as_codes=stages if is_coded else (),
-        as_values=() if is_coded else stages,
-    )
-
-
 def is_repeated(own: Movement, linear: Linear, setup: Setup, recipe: MatmulRecipe) -> bool:
     """Whether it happens once more in the backward pass, in a block that is rematerialized."""
-    # Values that the backward pass gathers anyway are gathered once for both.
-    if own.during != "forward" or setup.remat == "none" or not linear.recomputed:
+    in_block = own.during == "forward" and own.each != "stage"
+    if not in_block or setup.remat == "none" or not linear.recomputed:
         return False
     if own.collective != "all-gather" or moved_bytes(own, linear, setup, recipe)[1]:
         return True
-    backward = dataclasses.replace(own, during="backward")
-    alike = (
-        other
+    # Values that the backward pass gathers anyway are gathered once for both.
+    return not any(
+        (own.axis, own.collective, own.tensor) == (other.axis, other.collective, other.tensor)
+        and not moved_bytes(other, linear, setup, recipe)[1]
         for other in movements(setup)
-        if dataclasses.replace(other, operands=own.operands) == backward
+        if other.during == "backward"
     )
-    return all(moved_bytes(other, linear, setup, recipe)[1] for other in alike)
 
 
 def moved_bytes(
@@ -439,7 +422,7 @@ def moved_bytes(
 
 
 def quantized_bytes(
-    format: BlockFormat, shape: tuple[int, int], blocks: tuple[int | None, int | None]
+    format: BlockFormat, shape: tuple[float, float], blocks: tuple[int | None, int | None]
 ) -> float:
     """Codes at their real width, and scales. Blocks of None hold a whole axis."""
     pairs = zip(shape, blocks, strict=True)
@@ -463,9 +446,11 @@ def _blocks(
     return (contracting, kept) if first else (kept, contracting)
 
 
-def _shape(own: Movement, linear: Linear, setup: Setup) -> tuple[int, int]:
-    """What is whole after gathering, or before it is scattered, on one device."""
+def _shape(own: Movement, linear: Linear, setup: Setup) -> tuple[float, float]:
+    """What is whole after gathering, or before it is scattered or sent on, on one device."""
     features = linear.k if own.tensor.startswith("input") else linear.n
+    if own.each == "stage":
+        return setup.tokens_between, features
     if not own.tensor.startswith("weight"):
         return setup.rows(linear), features
     parts = list(setup.weight_shards(linear))
@@ -488,19 +473,9 @@ def _whole_blocks(
     )
 
 
-class Remat(NamedTuple):
-    """What `jax.checkpoint` around each block keeps."""
-
-    operands: bool  # the operands of products, as a program without it does
-    quantized: bool  # codes and scales that the forward products take
-    inputs: bool  # what goes into the block
-
-
-REMATS = {
-    "none": Remat(operands=True, quantized=False, inputs=False),
-    "nothing_saveable": Remat(operands=False, quantized=False, inputs=True),
-    "save_quantized": Remat(operands=False, quantized=True, inputs=True),
-}
+# What `jax.checkpoint` around each block keeps besides what goes into the block; "none": there is
+# no such thing, and the operands of products are kept.
+REMATS = ("none", "nothing_saveable", "save_quantized")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -533,11 +508,8 @@ def memory(model: Model, setup: Setup, recipe: MatmulRecipe) -> Memory:
 
 def block_residuals(model: Model, setup: Setup, recipe: MatmulRecipe) -> float:
     """Bytes that one block keeps on a device from its forward to its backward pass."""
-    remat, itemsize = REMATS[setup.remat], setup.dtype.itemsize
-    total = 0.0
-    if remat.inputs:
-        tokens = setup.local_tokens / (setup.model if setup.sequence else 1)
-        total += tokens * model.width * itemsize
+    itemsize, is_whole = setup.dtype.itemsize, setup.remat == "none"
+    total = 0.0 if is_whole else setup.tokens_between * model.width * itemsize
     # What says which elements were clipped, where codes are kept: a bit each.
     is_primal, clips = recipe.residuals is Residuals.PRIMAL, recipe.mask_clipped
     mask = 1 / 8 if clips and not is_primal else 0.0
@@ -546,20 +518,19 @@ def block_residuals(model: Model, setup: Setup, recipe: MatmulRecipe) -> float:
         elements = _input_elements(linear, setup)
         # What arrives as codes is kept as codes.
         sent = setup.sends_codes(linear) and goes_by_row(recipe.fwd)
-        if remat.operands and is_primal:
+        if is_whole and is_primal:
             # Weights are parameters: they are there anyway.
             assert lhs is not None or not sent
             total += stored_bytes(lhs, elements) if lhs and sent else elements * itemsize
             continue
-        if not remat.operands:
-            again = linear.recomputed or sent or not is_primal
-            if not (remat.quantized and again):
-                continue
+        again = setup.remat == "save_quantized" and (linear.recomputed or sent or not is_primal)
+        if not is_whole and not again:
+            continue
         # Codes of both forward operands; the input may stay as it came.
         weight = linear.k * linear.n * setup.matrices(linear) / (setup.fsdp * setup.model)
         if lhs is not None:
             total += stored_bytes(lhs, elements) + mask * elements
-        elif remat.operands:
+        elif is_whole:
             total += elements * itemsize
         if rhs is not None:
             total += stored_bytes(rhs, weight) + mask * weight
@@ -568,10 +539,8 @@ def block_residuals(model: Model, setup: Setup, recipe: MatmulRecipe) -> float:
 
 def _input_elements(linear: Linear, setup: Setup) -> float:
     """Elements of a layer's input on one device."""
-    tokens = setup.rows(linear)
-    if linear.split == "row":
-        return tokens * linear.k / setup.model
-    return tokens / (setup.model if setup.sequence else 1) * linear.k
+    shared = linear.split == "row" or setup.sequence
+    return setup.rows(linear) * linear.k / (setup.model if shared else 1)
 
 
 def stored_bytes(spec: OperandSpec, elements: float) -> float:

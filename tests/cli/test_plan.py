@@ -13,6 +13,7 @@ from mx_jax.plan.command import INTERCONNECTS
 SMALL = ["--params", "1e9", "--layers", "16", "--width", "2048", "--mesh", "data=2,fsdp=4,model=2"]
 
 
+EXPERTS = ["--experts", "8", "--hidden", "512"]
 PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
 
 
@@ -97,10 +98,7 @@ def test_gather_none_and_sequence_parallel(capsys: pytest.CaptureFixture[str]):
         (["--mesh", "rows=2"], "mesh must name axes of data, fsdp, expert, model"),
         (["--mesh", "fsdp=2,fsdp=2"], "mesh must name axes of data, fsdp, expert, model"),
         (["--mesh", "fsdp=0"], "got mesh='fsdp=0'; e.g. data=4,fsdp=64,model=8"),
-        (
-            ["--tokens", "1001"],
-            "fsdp=4, expert=1 and microbatches=1; pass a multiple of 8",
-        ),
+        (["--tokens", "1001"], "fsdp=4, expert=1 and microbatches=1; pass a multiple of 8"),
         (["--recipe", "mxfp5"], "unknown recipe name='mxfp5'"),
         (["--gather", "rack"], "axes of data, fsdp, expert, model, pipe, got gather='rack'"),
         (["--interconnect", "fsdp=wire"], "unknown interconnect='wire'; known: nvlink3"),
@@ -111,6 +109,21 @@ def test_gather_none_and_sequence_parallel(capsys: pytest.CaptureFixture[str]):
         (["--width", "-1"], "--width must be finite and at least 1, got -1"),
         (["--params", "inf"], "--params must be finite and at least 1, got inf"),
         (["--vocabulary", "-1"], "--vocabulary must be at least 0, got -1"),
+        (["--experts-per-token", "2"], "experts_per_token=2, experts=1"),
+        (["--width", "65536"], "nothing is left for the MLP, got params="),
+        (["--hidden", "65536"], "more than params=1,000,000,000"),
+        (["--mesh", "expert=4"], "of which the model has none, got expert=4; pass --experts, or"),
+        (
+            [*EXPERTS, "--mesh", "expert=3", "--tokens", "12"],
+            "got experts=8 with expert=3; pass a size that divides",
+        ),
+        ([*EXPERTS, "--sequence-parallel"], "got --sequence-parallel with experts=8, model=2"),
+        (["--microbatches", "2"], "microbatches go through the stages of a pipeline, got microbat"),
+        (
+            ["--mesh", "pipe=2", "--microbatches", "7"],
+            "for data=1, fsdp=1, expert=1 and microbatches=7; pass a",
+        ),
+        (["--mesh", "pipe=3"], "pipeline has as many blocks, got layers=16 for pipe=3; pass"),
     ],
 )
 def test_wrong_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):

@@ -102,16 +102,3 @@ def test_what_a_stage_keeps():
         stage = memory(MODEL, Setup(pipe=3, microbatches=12, schedule=schedule, **sizes), recipe)
         assert stage.parameters == whole.parameters / 3
         assert stage.residuals == whole.residuals / 3 * kept / 12
-
-
-@pytest.mark.parametrize(
-    ("sizes", "message"),
-    [
-        ({"microbatches": 2}, "microbatches go through the stages of a pipeline, got microbatches"),
-        ({"pipe": 2, "microbatches": 7}, "for data=1, fsdp=1, expert=1 and microbatches=7; pass a"),
-        ({"pipe": 2}, "each stage of a pipeline has as many blocks, got layers=3 for pipe=2; pass"),
-    ],
-)
-def test_what_does_not_fit(sizes: Any, message: str):
-    with pytest.raises(ValueError, match=message):
-        Setup(tokens=TOKENS, **sizes).check(MODEL)
