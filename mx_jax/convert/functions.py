@@ -18,8 +18,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # Positions and names of arguments.
 Arguments = tuple[int | str, ...]
-# Compiled calls that one converted function keeps, one for each set of values that are no arrays.
-_NUM_CALLS = 128
 _NAMES = ("__module__", "__name__", "__qualname__", "__doc__")
 
 
@@ -99,20 +97,31 @@ class ConvertedFunction(Generic[P, R]):
     weights: Arguments = ()
     strict: bool = False
 
-    _compiled_before: Any = dataclasses.field(init=False, repr=False, compare=False)
+    # Rules that matched something so far.
     _used: set[int] = dataclasses.field(
         init=False, repr=False, compare=False, default_factory=set[int]
     )
 
     def __post_init__(self):
-        # Of this object alone, so that what the function closes over goes when it goes.
-        own = functools.lru_cache(maxsize=_NUM_CALLS)(self._compiled)
-        object.__setattr__(self, "_compiled_before", own)
         # As functools.wraps does it, for jit's names and for signatures.
         vars(self).update(
             {name: getattr(self.function, name) for name in _NAMES if hasattr(self.function, name)},
             __wrapped__=self.function,
         )
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        # Of this object alone, so that what the function closes over goes when it goes.
+        def run(static: "_Static", arrays: list[Any], key: jax.Array | None) -> R:
+            traced = _traced(self.function, self.rules, static, arrays)
+            result = Report(rules=self.rules, decisions=traced.decisions)
+            result.check("convert.function", self.strict, self._used)
+            self._used.update(result.used)
+            _check_key(key, jaxpr.recipes_of(traced.plan), _name_of(self.function))
+            return traced.run(arrays, key)
+
+        run.__name__ = run.__qualname__ = _name_of(self.function)
+        return jax.jit(run, static_argnums=0)
 
     def __reduce__(self):
         return type(self), (self.function, self.rules, self.weights, self.strict)
@@ -124,23 +133,11 @@ class ConvertedFunction(Generic[P, R]):
             _check_streams(kwargs.pop("rngs", None))
         static, arrays = _split(self.function, self.weights, args, kwargs)
         try:
-            run = self._compiled_before(static)
+            hash(static)
         except TypeError:
-            # A value that cannot be hashed: nothing is known of it at the next call.
-            run = self._compiled(static)
-        return run(arrays, key)
-
-    def _compiled(self, static: "_Static") -> Callable[..., R]:
-        def run(arrays: list[Any], key: jax.Array | None) -> R:
-            traced = _traced(self.function, self.rules, static, arrays)
-            result = Report(rules=self.rules, decisions=traced.decisions)
-            result.check("convert.function", self.strict, self._used)
-            self._used.update(result.used)
-            _check_key(key, jaxpr.recipes_of(traced.plan), _name_of(self.function))
-            return traced.run(arrays, key)
-
-        run.__name__ = run.__qualname__ = _name_of(self.function)
-        return jax.jit(run)
+            # Nothing is known of it at the next call.
+            return jax.jit(functools.partial(self._compiled.__wrapped__, static))(arrays, key)
+        return self._compiled(static, arrays, key)
 
 
 def decisions(

@@ -187,7 +187,6 @@ class Attention:
         bias: jax.Array | None = None,
         mask: jax.Array | None = None,
         *,
-        dtype: object = None,
         precision: lax.PrecisionLike = None,
         module: nnx.Module | None = None,
         is_causal: bool = False,
@@ -201,25 +200,30 @@ class Attention:
         if is_causal:
             causal = jnp.tril(jnp.ones((query.shape[-3], keys.shape[-3]), bool))
             mask = causal if mask is None else jnp.logical_and(mask, causal)
-        qk_key, av_key = (None, None) if key is None else jax.random.split(key)
-        weights = nn.attention.dot_product_attention_weights(
+        keys_of = (None, None) if key is None else jax.random.split(key)
+        qk, av = (
+            attention_einsum(name, recipe, precision, own)
+            for name, recipe, own in zip(("qk", "av"), (self.qk, self.av), keys_of, strict=True)
+        )
+        return nn.dot_product_attention(
             query,
             keys,
+            values,
             bias,
             mask,
-            dtype=dtype,
             module=None if module is None else _Sows(module),  # pyright: ignore
             force_fp32_for_softmax=True,
-            einsum=_einsum("qk", self.qk, precision, qk_key),
+            qk_attn_weights_einsum=qk,
+            attn_weights_value_einsum=av,
             **options,
         )
-        values = values.astype(weights.dtype)
-        return _einsum("av", self.av, precision, av_key)("...hqk,...khd->...qhd", weights, values)
 
 
-def _einsum(
+def attention_einsum(
     name: str, recipe: Recipe | None, precision: lax.PrecisionLike, key: jax.Array | None
 ) -> Callable[..., jax.Array]:
+    """One of the two products inside an attention, called as `jnp.einsum`."""
+
     def product(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         if recipe is None:
             return jnp.einsum(subscripts, lhs, rhs, precision=precision)
@@ -355,16 +359,16 @@ def turned(
 
 
 def _ragged_facts(
-    lhs: ShapedArray, rhs: ShapedArray, sizes: object, params: dict[str, Any]
+    plain: dict[str, Any],
+    lhs: ShapedArray,
+    rhs: ShapedArray,
+    sizes: object,
+    params: dict[str, Any],
 ) -> dict[str, Any]:
-    plain = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (1,)), ((), ())),
-        lhs_ragged_dimensions=(0,),
-        rhs_group_dimensions=(0,),
-    )
-    numbers = params["ragged_dot_dimension_numbers"]
     obstacle = _unfit((lhs.dtype, rhs.dtype), params)
-    if numbers != plain or params["group_offset"] is not None:
+    if any(
+        params[name] != plain[name] for name in ("ragged_dot_dimension_numbers", "group_offset")
+    ):
         obstacle = "no product of rows in groups, as jax.lax.ragged_dot makes it"
     shape = tuple(rhs.shape)
     return {"kernel": shape, "shape": shape[1:], "obstacle": obstacle}
@@ -409,7 +413,7 @@ def traced_products() -> dict[Any, TracedProduct]:
     # `jax.extend` does not give what `jax.lax.ragged_dot` traces to.
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 1), (1, 1, 1))]
     sizes = jax.ShapeDtypeStruct((1,), jnp.int32)
-    ragged_dot_p = jax.make_jaxpr(lax.ragged_dot)(*shapes, sizes).eqns[-1].primitive
+    plain = jax.make_jaxpr(lax.ragged_dot)(*shapes, sizes).eqns[-1]
 
     def dot(_: Recipe, dot_general: DotGeneralFn, values: Values, params: Params, key: Key) -> Any:
         options = dict(params)
@@ -424,7 +428,9 @@ def traced_products() -> dict[Any, TracedProduct]:
             type=DotGeneral, facts=_dot_facts, multiply=dot, turned=turned
         ),
         conv_general_dilated_p: TracedProduct(type=Conv, facts=_conv_facts, multiply=_conv),
-        ragged_dot_p: TracedProduct(type=RaggedDot, facts=_ragged_facts, multiply=ragged),
+        plain.primitive: TracedProduct(
+            type=RaggedDot, facts=functools.partial(_ragged_facts, plain.params), multiply=ragged
+        ),
     }
 
 

@@ -274,15 +274,6 @@ def _make(
     return product(lhs, rhs, dimension_numbers, **options, key=key[0] if key else None)
 
 
-def _run(*operands: object, **params: object) -> jax.Array:
-    return _compiled(tuple(params.items()))(*operands)
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(params: tuple[tuple[str, Any], ...]) -> Callable[..., jax.Array]:
-    return jax.jit(functools.partial(_make, **dict(params)))
-
-
 def _shaped(
     lhs: object, rhs: object, *key: object, product: Callable[..., jax.Array], **params: object
 ) -> Any:
@@ -303,33 +294,30 @@ def _mapped(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tupl
         # A key for each: then they are as many products.
         out = jax.vmap(functools.partial(_make, **params), tuple(axes))(*operands)
         return out, 0
+    # The mapped axis goes first, so that others count one more: of both operands it is a batch axis
+    # of the product, of one it is kept.
     (lhs_k, rhs_k), (lhs_batch, rhs_batch) = params.pop("dimension_numbers")
-    lhs_k, lhs_batch = _past(left, lhs_k), _past(left, lhs_batch)
-    rhs_k, rhs_batch = _past(right, rhs_k), _past(right, rhs_batch)
-    num_batch = len(lhs_batch)
+    lhs, lhs_k, lhs_batch = _first(left, lhs, lhs_k, lhs_batch)
+    rhs, rhs_k, rhs_batch = _first(right, rhs, rhs_k, rhs_batch)
+    place = len(lhs_batch)
     if left is not None and right is not None:
-        lhs_batch, rhs_batch, place = (left, *lhs_batch), (right, *rhs_batch), 0
-    elif left is not None:
-        place = num_batch + _place(left, lhs_k, lhs_batch)
-    else:
-        assert right is not None
-        kept = lhs.ndim - num_batch - len(lhs_k)
-        place = num_batch + kept + _place(right, rhs_k, rhs_batch)
+        lhs_batch, rhs_batch, place = (0, *lhs_batch), (0, *rhs_batch), 0
+    elif left is None:
+        place = lhs.ndim - len(lhs_k)
     numbers = (lhs_k, rhs_k), (lhs_batch, rhs_batch)
     return _product_p.bind(lhs, rhs, *key, dimension_numbers=numbers, **params), place
 
 
-def _past(mapped: int | None, axes: Sequence[int]) -> tuple[int, ...]:
-    """Axes of an operand as they are numbered with the mapped one."""
-    return tuple(axis + (mapped is not None and axis >= mapped) for axis in axes)
+def _first(mapped: int | None, operand: jax.Array, *groups: Sequence[int]) -> Any:
+    """An operand with its mapped axis in front, and its other axes as they are numbered then."""
+    if mapped is None:
+        return operand, *map(tuple, groups)
+    operand = jnp.moveaxis(operand, mapped, 0)
+    return operand, *(tuple(axis + 1 for axis in axes) for axes in groups)
 
 
-def _place(mapped: int, contracting: Sequence[int], batch: Sequence[int]) -> int:
-    """Where the mapped axis stands among those that are kept."""
-    return sum(axis not in (*contracting, *batch) for axis in range(mapped))
-
-
-_product_p.def_impl(_run)
+_STATIC = ("dimension_numbers", "product", "precision", "preferred_element_type")
+_product_p.def_impl(jax.jit(_make, static_argnames=_STATIC))
 _product_p.def_abstract_eval(_shaped)
 ad.primitive_jvps[_product_p] = _differentiated
 batching.primitive_batchers[_product_p] = _mapped
