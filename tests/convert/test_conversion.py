@@ -33,6 +33,7 @@ Kernels = dict[str, jax.Array]
 _rng = np.random.default_rng(0)
 X = jnp.asarray(_rng.standard_normal((6, 40), np.float32))
 TABLE = jnp.asarray(_rng.standard_normal((9, 33), np.float32))
+ATTENDED = jnp.asarray(_rng.standard_normal((2, 6, WIDTH), np.float32))
 OWN = jnp.asarray(_rng.standard_normal((2, 40, 8), np.float32) / 6)
 KERNELS: Kernels = {
     "up": jnp.asarray(_rng.standard_normal((40, 64), np.float32) / 6),
@@ -168,6 +169,20 @@ class Linen(Way):
             "nothing": nn.Einsum((WIDTH,), "btk,k->btk", kernel_init=nn.initializers.ones),
         }[what]
 
+    def attention(self, *rules: Rule, **options: Any) -> Any:
+        layer = nn.MultiHeadAttention(2, **options)
+        variables = quick(layer.init)(jax.random.key(0), ATTENDED)
+        if rules:
+            layer = convert.linen(layer, rules)
+
+        def run(**options: Any) -> Any:
+            rngs = {"dropout": jax.random.key(1)}
+            apply = functools.partial(layer.apply, rngs=rngs, mutable=["intermediates"], **options)
+            y, sown = apply(variables, ATTENDED)
+            return y, sown["intermediates"]["attention_weights"][0]
+
+        return run
+
     def embed(self, table: Any = TABLE) -> tuple[jax.Array, Any]:
         converted = convert.linen(nn.Embed(9, 33), Rule(".*", WEIGHT_ONLY, types=nn.Embed))
         variables = {"params": {"embedding": table}}
@@ -235,6 +250,17 @@ class Nnx(Way):
             "recipe": lambda: mx_jax.nn.nnx.Linear(4, 3, recipe=STOCHASTIC, rngs=rngs),
             "nothing": lambda: nnx.Einsum("bk,k->bk", (4,), kernel_init=ones, rngs=rngs),
         }[what]()
+
+    def attention(self, *rules: Rule, **options: Any) -> Any:
+        layer = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=nnx.Rngs(0), **options)
+        if rules:
+            layer = convert.nnx(layer, rules)
+
+        def run(**options: Any) -> Any:
+            y = layer(ATTENDED, rngs=nnx.Rngs(dropout=1), **options)
+            return y, layer.attention_weights.get_value()[0]  # pyright: ignore
+
+        return run
 
     def embed(self, table: Any = TABLE) -> tuple[jax.Array, Any]:
         embed = nnx.Embed(9, 33, rngs=nnx.Rngs(0))
@@ -521,6 +547,22 @@ class TestKinds:
         """What it multiplies shows in a call, if it does."""
         names = way.names(way.kinds(own_attention), Rule(".*", MXFP8))
         assert "attention/qk" not in names and names["attention/query"] == "mxfp8"
+
+    @pytest.mark.filterwarnings("ignore:.*sow:DeprecationWarning")
+    def test_an_attention(self, way: Any):
+        """Each product by itself; what is masked, dropped and sown is as before."""
+        dropout = {"dropout_rate": 0.5, "deterministic": False}
+        options = {"mask": nn.make_causal_mask(ATTENDED[..., 0]), "sow_weights": True}
+        before, weights = way.attention(**dropout)(**options)
+        found = {
+            pattern: way.attention(Rule(pattern, MXFP8), **dropout)(**options)
+            for pattern in ("qk", "av", "(qk|av)")
+        }
+        for after, own in found.values():
+            assert 18 < mx_jax.inspect.sqnr_db(before, after) < 60
+            np.testing.assert_array_equal(own == 0, weights == 0)
+        assert np.any(found["qk"][0] != found["av"][0])
+        np.testing.assert_allclose(found["av"][1], weights, rtol=2e-5)
 
     @pytest.mark.parametrize("what", ["dot_general", "dot_general_cls", "recipe", "nothing"])
     def test_what_a_user_chose_stays(self, way: Any, what: str):

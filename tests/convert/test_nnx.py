@@ -1,6 +1,5 @@
 """convert.nnx: copies that share Variables, equal to models written by hand, and the way back."""
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -14,7 +13,6 @@ import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
 from mx_jax.recipes import Recipe
-from tests.quick import quick
 
 from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, recipe_names
 
@@ -63,12 +61,6 @@ def example_input() -> np.ndarray:
 def abstract(recipe: Recipe | None = None) -> Model:
     """A model that has shapes alone: no initializer runs."""
     return nnx.eval_shape(lambda: Model(Layers(recipe), nnx.Rngs(0)))
-
-
-def run(model: nnx.Module, *args: Any, **options: Any) -> Any:
-    """The model's output, compiled as one program."""
-    graph, state = nnx.split(model)
-    return quick(lambda state, *args: nnx.merge(graph, state)(*args, **options))(state, *args)
 
 
 def program(model: nnx.Module, *args: Any, grad: bool = True) -> str:
@@ -131,51 +123,6 @@ class TestLayers:
         by_hand = mx_jax.nn.nnx.Linear(WIDTH, 3, recipe=WEIGHT_ONLY, rngs=nnx.Rngs(1))
         by_hand.kernel, by_hand.bias = linear.kernel, linear.bias
         np.testing.assert_array_equal(converted(x), by_hand(x) + linear.lora(x))
-
-
-class TestAttention:
-    @pytest.mark.slow(but="4")
-    @pytest.mark.parametrize("num_kv_heads", [4, 2])
-    def test_both_products(self, num_kv_heads: int):
-        attention = nnx.MultiHeadAttention(
-            4, 32, num_kv_heads=num_kv_heads, decode=False, rngs=nnx.Rngs(0)
-        )
-        x = draw(2, 6, 32)
-        outputs = {
-            pattern: run(convert.nnx(attention, Rule(pattern, MXFP8)), x, is_causal=True)
-            for pattern in ("qk", "av", "(qk|av)")
-        }
-        original = run(attention, x, is_causal=True)
-        for output in outputs.values():
-            assert 18 < mx_jax.inspect.sqnr_db(original, output) < 60
-        assert np.any(outputs["qk"] != outputs["av"])
-
-    @pytest.mark.slow
-    def test_high_precision_products_are_flaxs(self):
-        attention = nnx.MultiHeadAttention(2, 8, decode=False, rngs=nnx.Rngs(0))
-        converted: Any = convert.nnx(attention, Rule("qk", MXFP8))
-        operation = converted.attention_fn.operation
-        x = draw(2, 5, 2, 4)
-        mask = nnx.make_causal_mask(x[..., 0, 0])
-        high = dataclasses.replace(operation, qk=None)
-        for options in ({"mask": mask}, {"is_causal": True}, {"mask": mask, "is_causal": True}):
-            ours, flaxs = (
-                quick(functools.partial(attend, **options))(x, x, x)
-                for attend in (high, nnx.dot_product_attention)
-            )
-            np.testing.assert_allclose(ours, flaxs, rtol=2e-5)
-
-    @pytest.mark.slow
-    @pytest.mark.filterwarnings("ignore:.*sow:DeprecationWarning")
-    def test_sows_and_drops_as_before(self):
-        attention = nnx.MultiHeadAttention(
-            2, 8, dropout_rate=0.5, deterministic=False, decode=False, rngs=nnx.Rngs(0)
-        )
-        converted: Any = convert.nnx(attention, Rule("(qk|av)", MXFP8))
-        x = draw(1, 5, 8)
-        converted(x, rngs=nnx.Rngs(dropout=1), sow_weights=True)
-        (weights,) = converted.attention_weights.get_value()
-        np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-5)
 
 
 class TestStacks:
