@@ -66,8 +66,8 @@ class Linen:
 
     def __call__(self, *x: Any, **options: Any) -> Any:
         variables = {"params": self.params, "cache": self.cache}
-        mutable = ["cache", "intermediates"]
-        y, new = self.model.apply(variables, *x, mutable=mutable, **options)
+        apply = functools.partial(self.model.apply, mutable=["cache", "intermediates"], **options)
+        y, new = quick(apply)(variables, *x)
         self.cache, self.sown = new["cache"], new.get("intermediates")
         return y
 
@@ -114,7 +114,7 @@ class Nnx:
         return new
 
     def __call__(self, *x: Any, **options: Any) -> Any:
-        return self.model(*x, **options)
+        return nnx.jit(lambda model, *x: model(*x, **options))(self.model, *x)
 
     def decode(self, x: Any) -> Any:
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))

@@ -178,7 +178,7 @@ class Linen(Way):
         def run(**options: Any) -> Any:
             rngs = {"dropout": jax.random.key(1)}
             apply = functools.partial(layer.apply, rngs=rngs, mutable=["intermediates"], **options)
-            y, sown = apply(variables, ATTENDED)
+            y, sown = quick(apply)(variables, ATTENDED)
             return y, sown["intermediates"]["attention_weights"][0]
 
         return run
@@ -556,7 +556,7 @@ class TestKinds:
         before, weights = way.attention(**dropout)(**options)
         found = {
             pattern: way.attention(Rule(pattern, MXFP8), **dropout)(**options)
-            for pattern in ("qk", "av", "(qk|av)")
+            for pattern in ("qk", "av")
         }
         for after, own in found.values():
             assert 18 < mx_jax.inspect.sqnr_db(before, after) < 60

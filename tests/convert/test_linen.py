@@ -251,17 +251,52 @@ def test_same_key_same_bits_as_by_hand():
     del converted
 
 
-def test_layers_draw_different_keys():
-    class Twins(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            dense = nn.Dense(7, kernel_init=nn.initializers.constant(0.3), use_bias=False)
-            other = nn.Dense(7, kernel_init=nn.initializers.constant(0.3), use_bias=False)
-            return dense(x), other(x), dense(x)
+class Layers(nn.Module):
+    """Layers of equal kernels, one after the other: what differs is the rounding."""
 
-    variables, x, _, apply = setup_model(Twins())
-    first, second, again = apply(variables, x, {RNG_STREAM: KEYS[0]})
-    assert np.any(first != second) and np.any(first != again)
+    wrap: Any = staticmethod(lambda layer: layer)
+
+    @nn.compact
+    def __call__(self, x):
+        layer = self.wrap(nn.Dense)
+        options = {"kernel_init": nn.initializers.constant(0.3), "use_bias": False}
+        first, second = (layer(WIDTH, **options, name=name) for name in "ab")
+        return jnp.stack([first(x), second(x), first(x)])
+
+
+class Stack(nn.Module):
+    """A scan passes on only the streams that it lists."""
+
+    split_rngs: Any
+
+    @nn.compact
+    def __call__(self, x):
+        stack = nn.scan(
+            lambda layers, x, _: (x, layers(x)[0]),
+            variable_axes={"params": 0},
+            split_rngs=self.split_rngs,
+            length=2,
+        )
+        return stack(Layers(name="layers"), x, None)[1]
+
+
+PARAMS = freeze({"params": True})
+DRAWING = {
+    "one after the other": (Layers(), RNG_STREAM),
+    "below nn.jit": (Layers(nn.jit), RNG_STREAM),
+    "scan": (Stack(PARAMS), "params"),
+    "scan that lists it": (Stack(PARAMS.copy({RNG_STREAM: True})), RNG_STREAM),
+}
+
+
+@pytest.mark.parametrize("name", DRAWING)
+def test_every_layer_use_and_step_draws_anew(name: str):
+    module, stream = DRAWING[name]
+    variables, x, _, apply = setup_model(module)
+    first, again, other = (apply(variables, x, {stream: key}) for key in (*KEYS[:1] * 2, KEYS[1]))
+    np.testing.assert_array_equal(first, again)
+    assert np.any(first != other)
+    assert len({np.asarray(own).tobytes() for own in first}) == len(first)
 
 
 def test_init_needs_no_stream_and_draws_nothing_from_the_others():
@@ -283,58 +318,10 @@ def test_a_missing_stream_is_named():
         converted.apply(variables, x)
 
 
-class TestScan:
-    """nn.scan passes on only the streams that it lists."""
-
-    def test_stream_that_the_model_does_not_list(self):
-        variables, x, converted, _ = setup_model(scanned(FLAX))
-        with pytest.raises(ValueError, match="list 'quantize' in split_rngs"):
-            converted.apply(variables, x, rngs={RNG_STREAM: KEYS[0]})
-
-    def test_the_params_stream_reaches_an_unedited_model(self):
-        class Kernels(nn.Module):
-            """Equal kernels: what differs between the layers is the rounding."""
-
-            @nn.compact
-            def __call__(self, x):
-                y = nn.Dense(WIDTH, use_bias=False, kernel_init=nn.initializers.constant(0.3))(x)
-                return x, y
-
-        class Model(nn.Module):
-            split_rngs: Any
-
-            @nn.compact
-            def __call__(self, x):
-                stack = nn.scan(
-                    lambda layer, x, _: layer(x),
-                    variable_axes={"params": 0},
-                    split_rngs=self.split_rngs,
-                    length=2,
-                )
-                return stack(Kernels(name="layers"), x, None)[1]
-
-        for streams, given in (
-            (freeze({"params": True}), "params"),
-            (freeze({"params": True, RNG_STREAM: True}), RNG_STREAM),
-        ):
-            variables, x, _, apply = setup_model(Model(streams))
-            one, other = (apply(variables, x, {given: key}) for key in KEYS)
-            assert np.any(one[0] != one[1]), "both layers rounded alike"
-            assert np.any(one != other)
-            np.testing.assert_array_equal(one, apply(variables, x, {given: KEYS[0]}))
-
-
-def test_below_nn_jit_steps_draw_anew():
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return nn.jit(nn.Dense)(5)(x)
-
-    variables, x, converted, _ = setup_model(Model())
-    one, other = (converted.apply(variables, x, rngs={RNG_STREAM: key}) for key in KEYS)
-    again = converted.apply(variables, x, rngs={RNG_STREAM: KEYS[0]})
-    np.testing.assert_array_equal(one, again)
-    assert np.any(one != other)
+def test_a_stream_that_the_model_does_not_list():
+    variables, x, converted, _ = setup_model(scanned(FLAX))
+    with pytest.raises(ValueError, match="list 'quantize' in split_rngs"):
+        converted.apply(variables, x, rngs={RNG_STREAM: KEYS[0]})
 
 
 # Rules that match nothing: a module learns of them when its layers first appear.
@@ -370,15 +357,22 @@ MESSAGE = (
 )
 
 
+def init(module: nn.Module, **options: Any) -> Any:
+    return jax.eval_shape(functools.partial(module.init, **options), KEY, X)
+
+
+def apply(module: nn.Module, **options: Any) -> Any:
+    return jax.eval_shape(functools.partial(module.apply, **options), VARIABLES, X)
+
+
 def test_the_first_call_warns():
     model = convert.linen(Model(), TYPO)
     for call in (
-        lambda: model.init(KEY, X),
-        lambda: model.init_with_output(KEY, X),
+        lambda: init(model),
+        lambda: jax.eval_shape(model.init_with_output, KEY, X),
         lambda: model.apply(VARIABLES, X),
-        lambda: model.apply(VARIABLES, X, method="__call__"),
+        lambda: apply(model, method="__call__"),
         lambda: jax.jit(model.apply)(VARIABLES, X),
-        lambda: jax.eval_shape(model.init, KEY, X),
     ):
         with pytest.warns(UnusedRuleWarning, match=f"^{re.escape(MESSAGE)}$"):
             call()
@@ -389,7 +383,7 @@ def test_strict_raises(pattern: str):
     model = convert.linen(Model(), [Rule("head", None), Rule(pattern, MXFP8)], strict=True)
     for rebuilt in (model, model.clone(), copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         message = rf"matched no layer: 1 \('{pattern}'\); no layer is converted; the model has 'enc"
-        for call in (lambda m: m.init(KEY, X), lambda m: jax.jit(m.apply)(VARIABLES, X)):
+        for call in (init, apply):
             with pytest.raises(ValueError, match=message):
                 call(rebuilt)
 
@@ -397,12 +391,12 @@ def test_strict_raises(pattern: str):
 def test_a_rule_that_matched_before_is_not_warned_about():
     """`init` meets what `apply` does not, and nn.jit runs a layer once for all calls."""
     model = convert.linen(Model(), [Rule("decoder", MXFP8), Rule(".*", MXFP8)], strict=True)
-    model.init(KEY, X, method=Model.both)
+    init(model, method=Model.both)
     for _ in range(3):
-        model.apply(VARIABLES, X)
+        apply(model)
 
 
-def test_a_part_of_another_model():
+def test_a_part_of_another_model_counts_its_own_rules():
     class Outer(nn.Module):
         part: nn.Module
 
@@ -410,13 +404,9 @@ def test_a_part_of_another_model():
         def __call__(self, x):
             return nn.Dense(32)(self.part(x))
 
-    for strict, rule, error in ((False, TYPO, None), (True, TYPO, ValueError)):
-        model = Outer(convert.linen(Model(), rule, strict=strict))
-        expected = pytest.raises(error) if error else pytest.warns(UnusedRuleWarning)
-        with expected:
-            model.init(KEY, X)
-    Outer(convert.linen(Model(), Rule("head", MXFP8), strict=True)).init(KEY, X)
-    # Each conversion counts its own rules.
+    with pytest.warns(UnusedRuleWarning):
+        init(Outer(convert.linen(Model(), TYPO)))
+    with pytest.raises(ValueError, match="matched no layer"):
+        init(Outer(convert.linen(Model(), TYPO, strict=True)))
     inner = convert.linen(Model(), Rule("head", MXFP8), strict=True)
-    outer = convert.linen(Outer(inner), Rule("Dense_0", MXFP8), strict=True)
-    outer.init(KEY, X)
+    init(convert.linen(Outer(inner), Rule("Dense_0", MXFP8), strict=True))
