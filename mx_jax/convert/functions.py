@@ -197,10 +197,12 @@ def call_of_model(
     record: Callable[[tuple[Decision, ...]], None],
     key: jax.Array | None = None,
     runs: bool = True,
+    within: str = "",
 ) -> Any:
     """The result of a pure call of a model, with those products made anew that no layer has."""
-    # Its first argument is the state that holds the weights; `record` takes what the rules say.
-    static, arrays = _split(function, (0,), args, kwargs)
+    # Its first argument is the state that holds the weights, there all of it or what is below a
+    # path; `record` takes what the rules say.
+    static, arrays = _split(function, (0,), args, kwargs, within)
     with jaxpr.tracing(rules):
         traced = _traced(function, rules, static, arrays, modules)
     record(traced.decisions)
@@ -288,10 +290,15 @@ class _Static:
 
 
 def _split(
-    function: Callable[..., Any], weights: Arguments, args: Sequence[Any], kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    weights: Arguments,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    within: str = "",
 ) -> tuple[_Static, list[Any]]:
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [own.name for own in _parameters(function) if own.kind in by_position]
+    parameters = inspect.signature(function).parameters.values()
+    names = [own.name for own in parameters if own.kind in by_position]
     # Position and name of each argument, by what it was called with.
     called: dict[int | str, set[int | str]] = {
         i: {i, *names[i : i + 1]} for i in range(len(args))
@@ -305,31 +312,21 @@ def _split(
         )
     leaves, structure = jax.tree.flatten_with_path((tuple(args), kwargs))
     constants, data, arrays = [], [], []
-    for (_, argument, *_), leaf in leaves:
+    for (_, argument, *path), leaf in leaves:
         if _is_array(leaf):
             constants.append(None)
             arrays.append(leaf)
-            data.append(
-                called[
-                    argument.key if isinstance(argument, jax.tree_util.DictKey) else argument.idx
-                ].isdisjoint(weights)
-            )
+            given = argument.key if isinstance(argument, jax.tree_util.DictKey) else argument.idx
+            is_named = not called[given].isdisjoint(weights)
+            data.append(not is_named or not jax.tree_util.keystr(tuple(path)).startswith(within))
         else:
             text = repr(leaf) if isinstance(leaf, float | complex) else ""
             constants.append((leaf, type(leaf), text))
     return _Static(structure, tuple(constants), tuple(data)), arrays
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        # Some functions written in C have none.
-        return []
-
-
 def _takes_rngs(function: Callable[..., Any]) -> bool:
-    return any(own.name == "rngs" for own in _parameters(function))
+    return "rngs" in inspect.signature(function).parameters
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -327,16 +327,26 @@ def _unfit(dtypes: tuple[Any, ...], params: dict[str, Any]) -> str | None:
     return None
 
 
+def _kernel_axes(numbers: DotDimensionNumbers, ndim: int) -> Axes | None:
+    """A right operand's axes in a dot_general; None if nothing is contracted."""
+    (_, contracting), (_, batch) = numbers
+    kept = (axis for axis in range(ndim) if axis not in (*contracting, *batch))
+    return Axes(tuple(batch), tuple(kept), tuple(contracting)) if contracting else None
+
+
+def _seen_shape(axes: Axes | None, kernel: tuple[int, ...]) -> Shape:
+    """A kernel as filters see it; None if nothing is contracted: nothing to lay blocks along."""
+    if axes is None:
+        return None
+    _, kept, contracting = axes.sizes(kernel)
+    return (*contracting, math.prod(kept))
+
+
 def _dot_facts(lhs: ShapedArray, rhs: ShapedArray, params: dict[str, Any]) -> dict[str, Any]:
-    (_, contracting), (_, batch) = params["dimension_numbers"]
-    kept = [n for axis, n in enumerate(rhs.shape) if axis not in (*contracting, *batch)]
-    shape = (*(rhs.shape[axis] for axis in contracting), math.prod(kept))
+    shape = _seen_shape(_kernel_axes(params["dimension_numbers"], rhs.ndim), rhs.shape)
     unfit = _unfit((lhs.dtype, rhs.dtype), params)
-    return {
-        "kernel": tuple(rhs.shape),
-        "shape": shape if contracting else None,
-        "obstacle": unfit if contracting else "contracts no axis",
-    }
+    obstacle = unfit if shape else "contracts no axis"
+    return {"kernel": tuple(rhs.shape), "shape": shape, "obstacle": obstacle}
 
 
 def turned(
@@ -539,15 +549,15 @@ class Kind:
         if self.shape is None:
             own = {"named_only": self.named_only, "obstacle": self.obstacle(layer)}
             return own | {"of_activations": True}
-        axes, shape = None, self.shape(layer, kernel, *call)
+        axes, is_stored = None, self.shape is _as_stored
         if self.axes is not None:
             axes = self.axes(layer, kernel, *call)
-        elif self.shape is _as_stored and len(kernel) == 2:
+        elif is_stored and len(kernel) == 2:
             axes = Axes.ordered(k_first=True)
-        if self.axes is not None and self.shape is _as_stored:
-            # None if nothing is contracted: nothing to lay blocks along.
-            _, kept, contracting = ((), (), ()) if axes is None else axes.sizes(kernel)
-            shape = None if axes is None else (*contracting, math.prod(kept))
+        if is_stored and self.axes is not None:
+            shape = _seen_shape(axes, kernel)
+        else:
+            shape = self.shape(layer, kernel, *call)
         return {
             "kernel": kernel,
             "shape": shape,
@@ -586,12 +596,11 @@ def _dense_axes(
     dimensions: DotDimensionNumbers | None = None,
     *_: object,
 ) -> Axes | None:
-    if dimensions is None:
-        num_batch, num_contracting, _kept = _dense_counts(layer)
-        dimensions = ((), range(num_batch, num_batch + num_contracting)), ((), range(num_batch))
-    contracting, batch = dimensions[0][1], dimensions[1][1]
-    kept = (axis for axis in range(len(kernel)) if axis not in (*contracting, *batch))
-    return Axes(tuple(batch), tuple(kept), tuple(contracting)) if contracting else None
+    if dimensions is not None:
+        return _kernel_axes(dimensions, len(kernel))
+    batch, contracting, kept = _dense_counts(layer)
+    axes = Axes.ordered(batch=batch, kept=kept, contracting=contracting, k_first=True)
+    return axes if contracting else None
 
 
 # In linen, whatever module has the attribute.

@@ -193,7 +193,7 @@ def _under_rules(name: str):
                 rngs = kwargs.get("rngs")
                 streams = rngs if isinstance(rngs, Mapping) else {"params": rngs}
                 key = streams.get(RNG_STREAM, streams.get("params"))
-                return _traced(self, *_with_weights(run, *args, **kwargs), key)
+                return _traced(self, run, args, kwargs, key, within="['params']")
             # What init computes is thrown away; what rules say of it is asked where it matters.
             result = run(*args, **kwargs)
             (recorder, *_) = recorders_of(self._mx_rules)
@@ -206,30 +206,17 @@ def _under_rules(name: str):
     return method
 
 
-def _with_weights(
-    run: Call, variables: Variables, *args: object, **kwargs: object
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """An `apply` whose first argument are the parameters alone, and its arguments."""
-    others = dict(variables)
-    params = {"params": others.pop("params")} if "params" in others else {}
-
-    def call(params: Variables, others: Variables, *args: object, **kwargs: object) -> Any:
-        return run({**params, **others}, *args, **kwargs)
-
-    return call, (params, others, *args), kwargs
-
-
 def _traced(
     self: Any,
     run: Call,
     args: Args,
     kwargs: Kwargs,
     key: jax.Array | None = None,
-    runs: bool = True,
+    **options: Any,
 ) -> Any:
     """A call of the module whose products are made anew, those of its layers apart."""
     rules = self._mx_rules
-    if not any(rule.quantizes for rule in rules) and runs:
+    if not any(rule.quantizes for rule in rules) and options.get("runs", True):
         return run(*args, **kwargs)
     return call_of_model(
         run,
@@ -239,7 +226,7 @@ def _traced(
         modules=_known(self).modules,
         key=key,
         record=lambda decisions: record(rules, *decisions),
-        runs=runs,
+        **options,
     )
 
 

@@ -180,28 +180,32 @@ def _converted(
     node: object, rules: tuple[Rule, ...], path: tuple[Any, ...], found: list[Decision]
 ) -> Any:
     """A node with its layers replaced; what was decided goes to the list, in the tree's order."""
-    judged = _judged(node)
+    if not has_nodes(node):
+        return node
+    children, structure = _children(node)
+    after: list[Any] = []
+    below: dict[Any, list[Decision]] = {}
+    for key, child in children:
+        own = below.setdefault(key, [])
+        after.append(_converted(child, rules, (*path, key), own))
+    judged = _judged(node, [key for key, own in below.items() if own])
     if judged is not None:
         kind, facts = judged
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         decision = decide(rules, Layer(path=name, type=type(node), **facts))
         found.append(decision)
-        if decision.recipe is not None:
-            recipe = decision.recipe
+        if (recipe := decision.recipe) is not None:
             made = recipe.dot_general if kind is None else kind.operation(recipe)
             return ConvertedLayer(node, recipe, made)
         if kind is not None:
             return node
-    children, structure = _children(node)
-    if not has_nodes(node):
-        return node
-    after = [_converted(child, rules, (*path, key), found) for key, child in children]
+    found += (decision for own in below.values() for decision in own)
     if all(new is old for new, (_, old) in zip(after, children, strict=True)):
         return node
     return jax.tree.unflatten(structure, after)
 
 
-def _judged(node: object) -> tuple[Kind | None, dict[str, Any]] | None:
+def _judged(node: object, inner: Sequence[object]) -> tuple[Kind | None, dict[str, Any]] | None:
     """A node's kind if it is known, and the fields of `Layer` for rules; None: no product."""
     kind = kind_of(node)
     if kind is not None and kind.tree:
@@ -212,21 +216,13 @@ def _judged(node: object) -> tuple[Kind | None, dict[str, Any]] | None:
         facts = kind.facts(node, tuple(stored[len(stored) - kind.kernel_ndim(node) :]))
         # With the axes of a stack.
         return kind, facts | {"kernel": tuple(stored)}
-    if not callable(node) or not has_nodes(node):
+    shapes = (getattr(child, "shape", ()) for _, child in _children(node)[0])
+    kernel = next((tuple(shape) for shape in shapes if len(shape) >= 2), None)
+    if not callable(node) or kernel is None:
         return None
-    children, _ = _children(node)
-    kernels = [tuple(child.shape) for _, child in children if len(getattr(child, "shape", ())) >= 2]
-    inner = [str(key) for key, child in children if _has_layer(child)]
-    if not kernels:
-        return None
-    obstacle = f"has layers of its own: {', '.join(inner)}" if inner else None
+    obstacle = f"has layers of its own: {', '.join(map(str, inner))}" if inner else None
     # Which axes it contracts is not known.
-    return None, {"kernel": kernels[0], "named_only": True, "obstacle": obstacle}
-
-
-def _has_layer(node: object) -> bool:
-    below = (child for _, child in _children(node)[0]) if has_nodes(node) else ()
-    return has_nodes(node) and (_judged(node) is not None or any(map(_has_layer, below)))
+    return None, {"kernel": kernel, "named_only": True, "obstacle": obstacle}
 
 
 # Products that wait for vmap ---------------------------------------------------------------------
