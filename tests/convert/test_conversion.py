@@ -252,12 +252,13 @@ class Nnx(Way):
         }[what]()
 
     def attention(self, *rules: Rule, **options: Any) -> Any:
-        layer = nnx.MultiHeadAttention(2, WIDTH, decode=False, rngs=nnx.Rngs(0), **options)
+        heads = {"num_heads": 4, "num_kv_heads": 2, "in_features": WIDTH, "decode": False}
+        layer = nnx.MultiHeadAttention(**heads, rngs=nnx.Rngs(0), **options)
         if rules:
             layer = convert.nnx(layer, rules)
 
         def run(**options: Any) -> Any:
-            y = layer(ATTENDED, rngs=nnx.Rngs(dropout=1), **options)
+            y = layer(ATTENDED, rngs=nnx.Rngs(dropout=1), is_causal=True, **options)
             return y, layer.attention_weights.get_value()[0]  # pyright: ignore
 
         return run

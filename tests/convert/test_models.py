@@ -132,6 +132,12 @@ LLAMA = [
 AS_A_FUNCTION = [Rule(r".*->.*|Gpt2/wte.attend", None), ALL]
 
 
+@functools.cache
+def variables() -> Any:
+    with jax.ensure_compile_time_eval():
+        return quick(Gpt2().init)(jax.random.key(0), TOKENS)
+
+
 class Linen:
     """A model as a function of its parameters and tokens, and those parameters."""
 
@@ -140,8 +146,7 @@ class Linen:
     kept = (Rule(r".*wte.attend", None), ALL)
 
     def __init__(self):
-        self.model = Gpt2()
-        self.params = quick(self.model.init)(jax.random.key(0), TOKENS)
+        self.model, self.params = Gpt2(), variables()
 
     def run(self, *rules: Rule, strict: bool = True) -> Any:
         return convert.linen(self.model, rules, strict=strict).apply if rules else self.model.apply
@@ -262,9 +267,13 @@ class TestGpt2:
         if way == "function":
             converted = convert.function(own.model.apply, rule, weights=0)
 
+        @quick
+        def apply(rngs: Any) -> Any:
+            return converted(own.params, TOKENS, deterministic=False, rngs=rngs)
+
         def run(quantize: int, dropout: int) -> np.ndarray:
-            rngs = {"quantize": jax.random.key(quantize), "dropout": jax.random.key(dropout)}
-            return np.asarray(converted(own.params, TOKENS, deterministic=False, rngs=rngs))
+            keys = {"quantize": jax.random.key(quantize), "dropout": jax.random.key(dropout)}
+            return np.asarray(apply(keys))
 
         np.testing.assert_array_equal(run(0, 0), run(0, 0))
         assert np.any(run(0, 0) != run(1, 0)) and np.mean(run(0, 0) == run(0, 1)) < 0.1
@@ -283,6 +292,10 @@ class TestGpt2:
                 operation(PreTrained(), ALL)
             back = "put it back: model._module = convert.linen(model.module, rules)"
             assert back in str(error.value)
+
+
+def call_once(model: Any) -> jax.Array:
+    return model(TOKENS)[0]
 
 
 class TestLlama:
@@ -313,11 +326,10 @@ class TestLlama:
             "its products show in a call: give the report example arguments"
         )
         typo = [Rule("layers/0/atn/.*", MXFP8), ALL]
-        converted = convert.nnx(model, typo)
         with pytest.warns(convert.UnusedRuleWarning, match=r"matched no layer: 0 .*'layers/0/up'"):
-            converted(TOKENS)
+            nnx.eval_shape(call_once, convert.nnx(model, typo))
         with pytest.raises(ValueError, match=r"convert.nnx: rules that matched no layer: 0"):
-            convert.nnx(model, typo, strict=True)(TOKENS)
+            nnx.eval_shape(call_once, convert.nnx(model, typo, strict=True))
 
     def test_its_parts_and_what_calls_change(self):
         """A part is called alone in the closure of a jit, where nothing may change."""
@@ -326,8 +338,8 @@ class TestLlama:
         layer, x = converted.layers[0].attn.q_proj, jnp.ones((2, 3, 64))
         expected = mx_jax.einsum(layer.subscripts, x, layer.w[...], recipe=MXFP8)
         np.testing.assert_array_equal(jax.jit(lambda x: layer(x))(x), expected)
-        first, second = converted(TOKENS)[0], converted(TOKENS)[0]
-        assert np.any(first != second), "dropout drew anew"
+        call = nnx.jit(call_once)
+        assert np.any(call(converted) != call(converted)), "dropout drew anew"
         assert model.layers[1].attn.calls[...] == 2
 
     def test_random_bits(self):
@@ -335,10 +347,11 @@ class TestLlama:
         model = Llama(nnx.Rngs(0))
         model.eval()
         converted = convert.nnx(model, Rule(".*attn.*", STOCHASTIC), rngs=nnx.Rngs(quantize=1))
-        assert np.any(converted(TOKENS)[0] != converted(TOKENS)[0])
+        call = nnx.jit(call_once)
+        assert np.any(call(converted) != call(converted))
         without = convert.nnx(model, Rule(".*attn.*", STOCHASTIC))
         with pytest.raises(ValueError, match="draws random bits and needs the 'quantize' stream"):
-            without(TOKENS)
+            nnx.eval_shape(call_once, without)
 
 
 class TestCallsOfNnx:
