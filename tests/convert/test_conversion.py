@@ -26,7 +26,7 @@ from mx_jax.convert import Report, Rule, UnusedRuleWarning
 from tests.quick import quick
 
 from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, TreeLinear, recipe_names
-from .linen_models import FLAX, WIDTH, Compact
+from .linen_models import WIDTH, Compact
 
 ALL = Rule(".*", MXFP8)
 Kernels = dict[str, jax.Array]
@@ -157,8 +157,7 @@ class Linen(Way):
         return layer.apply({"params": {"w": w}}, x, rngs=None if key is None else {"quantize": key})
 
     def kinds(self, attention_fn: Any = None) -> Any:
-        own = functools.partial(FLAX.Attention, attention_fn=attention_fn)
-        return Compact(dataclasses.replace(FLAX, Attention=own) if attention_fn else FLAX)
+        return Compact(attention_fn) if attention_fn else Compact()
 
     def chosen(self, what: str) -> Any:
         einsum = "btk,kn->btn"

@@ -20,7 +20,7 @@ from mx_jax.nn.linen import RNG_STREAM
 from tests.quick import quick
 
 from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, recipe_names
-from .linen_models import FLAX, WIDTH, Block, Compact, example_input, scanned
+from .linen_models import WIDTH, Block, Compact, Scanned, example_input
 
 KEPT = (Rule(".*", None),)
 
@@ -38,15 +38,14 @@ class TestModule:
     """The converted module as a module."""
 
     def test_is_of_its_own_class(self):
-        converted = convert.linen(Compact(FLAX), KEPT)
+        converted = convert.linen(Compact(), KEPT)
         assert isinstance(converted, Compact) and type(converted).__name__ == "Compact"
-        assert converted.layers is FLAX
 
     def test_clone_and_deepcopy(self):
         converted = convert.linen(nn.Dense(3), KEPT)
         assert converted.clone() == converted
         assert converted.copy(features=4) == convert.linen(nn.Dense(4), KEPT)
-        model = convert.linen(Block(FLAX), Rule(".*", MXFP8))
+        model = convert.linen(Block(), Rule(".*", MXFP8))
         assert copy.deepcopy(model) == model
 
     def test_own_equality_and_hash_stay(self):
@@ -93,11 +92,11 @@ class TestModule:
 
         x = example_input()
         rule = Rule("Dense_0", MXFP8)
-        model = Outer(convert.linen(Block(FLAX), rule))
+        model = Outer(convert.linen(Block(), rule))
         variables = abstract_init(model, x)
-        assert variables == abstract_init(Outer(Block(FLAX)), x)
+        assert variables == abstract_init(Outer(Block()), x)
         # Paths are relative to what was converted: the outer Dense_0 is none of the rule's.
-        expected = convert.linen(Outer(Block(FLAX)), Rule("inner/Dense_0", MXFP8))
+        expected = convert.linen(Outer(Block()), Rule("inner/Dense_0", MXFP8))
         assert program(model, variables, x) == program(expected, variables, x)
 
     def test_the_inner_conversion_wins(self):
@@ -108,14 +107,14 @@ class TestModule:
                 return self.inner(x)
 
         x = example_input()
-        inner = Outer(convert.linen(Block(FLAX), Rule(".*", MXFP8)))
+        inner = Outer(convert.linen(Block(), Rule(".*", MXFP8)))
         both = convert.linen(inner, Rule(".*", WEIGHT_ONLY))
         variables = abstract_init(inner, x)
         with pytest.warns(convert.UnusedRuleWarning, match="no layer that a rule reaches"):
             assert program(both, variables, x) == program(inner, variables, x)
 
     def test_tabulate(self):
-        text = convert.linen(Block(FLAX), KEPT).tabulate(jax.random.key(0), example_input())
+        text = convert.linen(Block(), KEPT).tabulate(jax.random.key(0), example_input())
         assert "Dense_0" in text
 
     def test_nothing_stays_behind_after_an_error(self):
@@ -300,7 +299,7 @@ def test_every_layer_use_and_step_draws_anew(name: str):
 
 
 def test_init_needs_no_stream_and_draws_nothing_from_the_others():
-    module, x = Block(FLAX), example_input()
+    module, x = Block(), example_input()
     converted = convert.linen(module, RANDOM)
     plain, ours = (quick(m.init)(jax.random.key(0), x) for m in (module, converted))
     jax.tree.map(np.testing.assert_array_equal, plain, ours)
@@ -319,7 +318,7 @@ def test_a_missing_stream_is_named():
 
 
 def test_a_stream_that_the_model_does_not_list():
-    variables, x, converted, _ = setup_model(scanned(FLAX))
+    variables, x, converted, _ = setup_model(Scanned())
     with pytest.raises(ValueError, match="list 'quantize' in split_rngs"):
         converted.apply(variables, x, rngs={RNG_STREAM: KEYS[0]})
 

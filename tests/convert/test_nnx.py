@@ -1,6 +1,5 @@
 """convert.nnx: copies that share Variables, equal to models written by hand, and the way back."""
 
-import functools
 from typing import Any
 
 import jax
@@ -12,35 +11,24 @@ from flax import nnx
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
-from mx_jax.recipes import Recipe
 
-from .helpers import MXFP8, STOCHASTIC, recipe_names
+from .helpers import MXFP8, STOCHASTIC, by_hand, recipe_names
 
 WIDTH = 48
-
-
-class Layers:
-    """Flax's constructors, or those of layers with a recipe."""
-
-    def __init__(self, recipe: Recipe | None = None):
-        mx, bind = mx_jax.nn.nnx, functools.partial
-        self.Linear = bind(mx.Linear, recipe=recipe) if recipe else nnx.Linear
-        self.LinearGeneral = bind(mx.LinearGeneral, recipe=recipe) if recipe else nnx.LinearGeneral
-        self.Einsum = bind(mx.Einsum, recipe=recipe) if recipe else nnx.Einsum
 
 
 class Model(nnx.Module):
     """Every kind of layer, a shared one, a list, a dict and a norm."""
 
-    def __init__(self, layers: Layers, rngs: nnx.Rngs):
-        self.shared = layers.Linear(WIDTH, WIDTH, rngs=rngs)
+    def __init__(self, rngs: nnx.Rngs):
+        self.shared = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
         self.again = self.shared
         self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
-        self.split = layers.LinearGeneral(WIDTH, (2, 5), rngs=rngs)
-        self.each_head = layers.Einsum("bthk,hkf->bthf", (2, 5, 7), (2, 7), rngs=rngs)
-        self.merge = layers.LinearGeneral((2, 7), WIDTH, axis=(-2, -1), rngs=rngs)
-        self.blocks = nnx.List([layers.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
-        self.heads = nnx.Dict(left=layers.Linear(WIDTH, 3, rngs=rngs))
+        self.split = nnx.LinearGeneral(WIDTH, (2, 5), rngs=rngs)
+        self.each_head = nnx.Einsum("bthk,hkf->bthf", (2, 5, 7), (2, 7), rngs=rngs)
+        self.merge = nnx.LinearGeneral((2, 7), WIDTH, axis=(-2, -1), rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(2)])
+        self.heads = nnx.Dict(left=nnx.Linear(WIDTH, 3, rngs=rngs))
 
     def __call__(self, x):
         x = self.again(self.norm(self.shared(x)))
@@ -58,9 +46,9 @@ def example_input() -> np.ndarray:
     return draw(2, 3, WIDTH)
 
 
-def abstract(recipe: Recipe | None = None) -> Model:
+def abstract() -> Model:
     """A model that has shapes alone: no initializer runs."""
-    return nnx.eval_shape(lambda: Model(Layers(recipe), nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Model(nnx.Rngs(0)))
 
 
 def program(model: nnx.Module, *args: Any, grad: bool = True) -> str:
@@ -85,8 +73,9 @@ class TestModel:
     def test_equals_a_model_by_hand(self):
         model, x = abstract(), example_input()
         converted = convert.nnx(model, Rule(".*", MXFP8))
-        by_hand = abstract(MXFP8)
-        assert program(converted, x) == program(by_hand, x)
+        with by_hand(nnx, mx_jax.nn.nnx, MXFP8):
+            expected = abstract()
+        assert program(converted, x) == program(expected, x) != program(model, x)
 
     def test_copy_shares_variables(self):
         model = abstract()
