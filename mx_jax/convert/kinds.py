@@ -706,3 +706,16 @@ def kind_of(layer: object) -> Kind | None:
         if slots and all(slot is not None and slot.holds(layer) for slot in slots):
             return kind
     return None
+
+
+def stack(layer: object, kind: Kind) -> tuple[int, ...]:
+    """The leading axes of a stack of layers, of nnx.vmap or a tree; () for a single one."""
+    shape = kind.kernel(layer).shape
+    return tuple(shape[: len(shape) - kind.kernel_ndim(layer)])
+
+
+def facts_held(layer: object, kind: Kind) -> dict[str, Any]:
+    """Fields of `Layer` by the kernel that a layer holds; its shape has the axes of a stack."""
+    stored = tuple(kind.kernel(layer).shape)
+    facts = kind.facts(layer, stored[len(stack(layer, kind)) :])
+    return facts | {"kernel": stored} if "kernel" in facts else facts

@@ -13,7 +13,7 @@ from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
 from mx_jax.convert.functions import call_by_recipe
-from mx_jax.convert.kinds import Kind, kind_of
+from mx_jax.convert.kinds import Kind, facts_held, kind_of
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.nn.layers import named_in_errors
@@ -209,13 +209,9 @@ def _judged(node: object, inner: Sequence[object]) -> tuple[Kind | None, dict[st
     """A node's kind if it is known, and the fields of `Layer` for rules; None: no product."""
     kind = kind_of(node)
     if kind is not None and kind.tree:
-        stored = getattr(kind.kernel(node), "shape", None)
-        if stored is None:
-            # Equinox leaves None in the place of what it has taken out of a tree.
-            return None
-        facts = kind.facts(node, tuple(stored[len(stored) - kind.kernel_ndim(node) :]))
-        # With the axes of a stack.
-        return kind, facts | {"kernel": tuple(stored)}
+        # Equinox leaves None in the place of what it has taken out of a tree.
+        has_kernel = getattr(kind.kernel(node), "shape", None) is not None
+        return (kind, facts_held(node, kind)) if has_kernel else None
     shapes = (getattr(child, "shape", ()) for _, child in _children(node)[0])
     kernel = next((tuple(shape) for shape in shapes if len(shape) >= 2), None)
     if not callable(node) or kernel is None:
