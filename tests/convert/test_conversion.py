@@ -170,7 +170,9 @@ class Linen(Way):
 
     def attention(self, *rules: Rule, **options: Any) -> Any:
         layer = nn.MultiHeadAttention(2, **options)
-        variables = quick(layer.init)(jax.random.key(0), ATTENDED)
+        shapes = jax.eval_shape(layer.init, jax.random.key(0), ATTENDED)
+        rng = np.random.default_rng(1)
+        variables = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32) / 7, shapes)
         if rules:
             layer = convert.linen(layer, rules)
 

@@ -31,10 +31,6 @@ def program(module: nn.Module, variables: Any, x: jax.Array) -> str:
     return str(jax.make_jaxpr(functools.partial(run, module))(variables, x))
 
 
-def assert_same_bits(left: Any, right: Any):
-    jax.tree.map(np.testing.assert_array_equal, left, right)
-
-
 def ours() -> Any:
     """A context in which Flax's layers have the recipe."""
 
@@ -85,12 +81,11 @@ def test_below_nn_jit():
 
 
 def test_a_cell_that_joins_its_parameters():
-    """As the plain cell, which has the same parameters, and as the function."""
+    """As the plain cell, which has the same parameters."""
     x, rule = jnp.ones((2, 3, 32)), convert.Rule(".*", "mxfp8")
     model, plain = nn.RNN(nn.OptimizedLSTMCell(32)), nn.RNN(nn.LSTMCell(32))
     assert convert.report(model, rule, x).summary == "2 of 2 layers converted"
     variables = quick(model.init)(jax.random.key(0), x)
     joined = quick(convert.linen(model, rule).apply)(variables, x)
-    assert_same_bits(joined, quick(convert.linen(plain, rule).apply)(variables, x))
-    assert_same_bits(joined, quick(convert.function(model.apply, rule, weights=0))(variables, x))
+    np.testing.assert_array_equal(joined, quick(convert.linen(plain, rule).apply)(variables, x))
     assert 0 < abs(joined - quick(model.apply)(variables, x)).max() < 0.1
