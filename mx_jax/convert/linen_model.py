@@ -183,7 +183,7 @@ def _call_wrapped_method(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> An
 def _under_rules(name: str):
     """`apply` and the like: the method they are given may call submodules directly."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: object, **kwargs: Any) -> Any:
         called = kwargs.get("method") or "__call__"
         # init makes the parameters of all layers, whichever method it runs.
         whole = name != "apply" or getattr(called, "__name__", called) == "__call__"
@@ -212,11 +212,12 @@ def _traced(
     args: Args,
     kwargs: Kwargs,
     key: jax.Array | None = None,
-    **options: Any,
+    runs: bool = True,
+    within: str = "",
 ) -> Any:
     """A call of the module whose products are made anew, those of its layers apart."""
     rules = self._mx_rules
-    if not any(rule.quantizes for rule in rules) and options.get("runs", True):
+    if not any(rule.quantizes for rule in rules) and runs:
         return run(*args, **kwargs)
     return call_of_model(
         run,
@@ -226,7 +227,8 @@ def _traced(
         modules=_known(self).modules,
         key=key,
         record=lambda decisions: record(rules, *decisions),
-        **options,
+        runs=runs,
+        within=within,
     )
 
 
@@ -443,7 +445,7 @@ class AttentionProducts:
         products = [functools.partial(self._product, *own) for own in self.decide().items()]
         return self.attention_fn(*operands, **options | dict(zip(_EINSUMS, products, strict=True)))
 
-    def _product(self, name: str, decision: Decision, *operands: Any) -> jax.Array:
+    def _product(self, name: str, decision: Decision, *operands: object) -> jax.Array:
         recipe = None if decision.recipe is None else recipe_of(decision.recipe, None)
         key = None if recipe is None else self.bound.key(recipe)
         precision = self.bound.layer.precision  # pyright: ignore
@@ -470,7 +472,7 @@ def _answer_einsum(
         return _RECIPE_EINSUM(layer, inputs, einsum_str)
 
 
-def _promotion(layer: Any) -> dict[str, Any]:
+def _promotion(layer: object) -> dict[str, Any]:
     """Past Flax's own promote_dtype a stored kernel goes as it is."""
     is_flaxs = getattr(layer, "promote_dtype", None) is promote_dtype
     return {"promote_dtype": mx_linen.promote_operands} if is_flaxs else {}
