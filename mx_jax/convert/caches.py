@@ -184,8 +184,6 @@ _HARMLESS = {
     "dtype",
     "is_causal",
     "force_fp32_for_softmax",
-    "qk_attn_weights_einsum",
-    "attn_weights_value_einsum",
 }
 
 

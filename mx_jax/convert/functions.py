@@ -18,8 +18,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 # Positions and names of arguments.
 Arguments = tuple[int | str, ...]
-# Compiled calls that one converted function keeps, one for each set of values that are no arrays.
-_NUM_CALLS = 128
 _NAMES = ("__module__", "__name__", "__qualname__", "__doc__")
 
 
@@ -99,20 +97,31 @@ class ConvertedFunction(Generic[P, R]):
     weights: Arguments = ()
     strict: bool = False
 
-    _compiled_before: Any = dataclasses.field(init=False, repr=False, compare=False)
+    # Rules that matched something so far.
     _used: set[int] = dataclasses.field(
         init=False, repr=False, compare=False, default_factory=set[int]
     )
 
     def __post_init__(self):
-        # Of this object alone, so that what the function closes over goes when it goes.
-        own = functools.lru_cache(maxsize=_NUM_CALLS)(self._compiled)
-        object.__setattr__(self, "_compiled_before", own)
         # As functools.wraps does it, for jit's names and for signatures.
         vars(self).update(
             {name: getattr(self.function, name) for name in _NAMES if hasattr(self.function, name)},
             __wrapped__=self.function,
         )
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        # Of this object alone, so that what the function closes over goes when it goes.
+        def run(static: "_Static", arrays: list[Any], key: jax.Array | None) -> R:
+            traced = _traced(self.function, self.rules, static, arrays)
+            result = Report(rules=self.rules, decisions=traced.decisions)
+            result.check("convert.function", self.strict, self._used)
+            self._used.update(result.used)
+            _check_key(key, jaxpr.recipes_of(traced.plan), _name_of(self.function))
+            return traced.run(arrays, key)
+
+        run.__name__ = run.__qualname__ = _name_of(self.function)
+        return jax.jit(run, static_argnums=0)
 
     def __reduce__(self):
         return type(self), (self.function, self.rules, self.weights, self.strict)
@@ -124,23 +133,11 @@ class ConvertedFunction(Generic[P, R]):
             _check_streams(kwargs.pop("rngs", None))
         static, arrays = _split(self.function, self.weights, args, kwargs)
         try:
-            run = self._compiled_before(static)
+            hash(static)
         except TypeError:
-            # A value that cannot be hashed: nothing is known of it at the next call.
-            run = self._compiled(static)
-        return run(arrays, key)
-
-    def _compiled(self, static: "_Static") -> Callable[..., R]:
-        def run(arrays: list[Any], key: jax.Array | None) -> R:
-            traced = _traced(self.function, self.rules, static, arrays)
-            result = Report(rules=self.rules, decisions=traced.decisions)
-            result.check("convert.function", self.strict, self._used)
-            self._used.update(result.used)
-            _check_key(key, jaxpr.recipes_of(traced.plan), _name_of(self.function))
-            return traced.run(arrays, key)
-
-        run.__name__ = run.__qualname__ = _name_of(self.function)
-        return jax.jit(run)
+            # Nothing is known of it at the next call.
+            return jax.jit(functools.partial(self._compiled.__wrapped__, static))(arrays, key)
+        return self._compiled(static, arrays, key)
 
 
 def decisions(
@@ -200,10 +197,12 @@ def call_of_model(
     record: Callable[[tuple[Decision, ...]], None],
     key: jax.Array | None = None,
     runs: bool = True,
+    within: str = "",
 ) -> Any:
     """The result of a pure call of a model, with those products made anew that no layer has."""
-    # Its first argument is the state that holds the weights; `record` takes what the rules say.
-    static, arrays = _split(function, (0,), args, kwargs)
+    # Its first argument is the state that holds the weights, there all of it or what is below a
+    # path; `record` takes what the rules say.
+    static, arrays = _split(function, (0,), args, kwargs, within)
     with jaxpr.tracing(rules):
         traced = _traced(function, rules, static, arrays, modules)
     record(traced.decisions)
@@ -291,10 +290,15 @@ class _Static:
 
 
 def _split(
-    function: Callable[..., Any], weights: Arguments, args: Sequence[Any], kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    weights: Arguments,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    within: str = "",
 ) -> tuple[_Static, list[Any]]:
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [own.name for own in _parameters(function) if own.kind in by_position]
+    parameters = inspect.signature(function).parameters.values()
+    names = [own.name for own in parameters if own.kind in by_position]
     # Position and name of each argument, by what it was called with.
     called: dict[int | str, set[int | str]] = {
         i: {i, *names[i : i + 1]} for i in range(len(args))
@@ -308,31 +312,21 @@ def _split(
         )
     leaves, structure = jax.tree.flatten_with_path((tuple(args), kwargs))
     constants, data, arrays = [], [], []
-    for (_, argument, *_), leaf in leaves:
+    for (_, argument, *path), leaf in leaves:
         if _is_array(leaf):
             constants.append(None)
             arrays.append(leaf)
-            data.append(
-                called[
-                    argument.key if isinstance(argument, jax.tree_util.DictKey) else argument.idx
-                ].isdisjoint(weights)
-            )
+            given = argument.key if isinstance(argument, jax.tree_util.DictKey) else argument.idx
+            is_named = not called[given].isdisjoint(weights)
+            data.append(not is_named or not jax.tree_util.keystr(tuple(path)).startswith(within))
         else:
             text = repr(leaf) if isinstance(leaf, float | complex) else ""
             constants.append((leaf, type(leaf), text))
     return _Static(structure, tuple(constants), tuple(data)), arrays
 
 
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        # Some functions written in C have none.
-        return []
-
-
 def _takes_rngs(function: Callable[..., Any]) -> bool:
-    return any(own.name == "rngs" for own in _parameters(function))
+    return "rngs" in inspect.signature(function).parameters
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,8 +43,8 @@ from mx_jax.ops.tags import LayerName, iteration, place, tag, watching
 from mx_jax.recipes import Recipe
 
 Values = list[Any]
-# Which results of a jaxpr come from data, by which of its operands do.
-Flow = Callable[[Any, Sequence[bool]], list[bool]]
+# Which results of an equation's body, by its number, come from data, by which of its operands do.
+Flow = Callable[[int, Sequence[bool]], list[bool]]
 # From the recipe to what multiplies as `jax.lax.dot_general`, with `key`.
 DotGeneral = Callable[[Recipe], Callable[..., jax.Array]]
 # What becomes of a jaxpr: index of a product's equation, below the indices of those around it and
@@ -108,7 +108,7 @@ def planned(
     # What goes into data, of which each operand has a flag, is no kernel. Without modules, which a
     # model has, paths are scopes alone.
     found = []
-    for product in _products(program, data, "", (), None):
+    for product in _walk(program, data)[1]:
         marks = _MARK.findall(product.scope)
         if not marks or not marks[-1].endswith("="):
             found.append(product)
@@ -168,32 +168,57 @@ def _below(plan: Plan, index: int) -> Plan:
     return tuple((where[1:], entry) for where, entry in plan if where[0] == index)
 
 
-def _products(
+def _walk(
     program: ClosedJaxpr,
     data: Sequence[bool],
-    scope: str,
-    where: tuple[int, ...],
-    obstacle: str | None,
-) -> Iterator[_Product]:
-    """All products in order, those of inner jaxprs too."""
-    flows, _ = _flows(program, data)
-    for index, (eqn, (operands, flags)) in enumerate(zip(program.jaxpr.eqns, flows, strict=True)):
-        inside, kept = _scope(scope, eqn)
-        kept = obstacle or kept
-        if eqn.primitive in traced_products():
-            yield _product(eqn, operands, inside, (*where, index), kept)
-            continue
-        if eqn.primitive in regions():
-            bodies = regions()[eqn.primitive].bodies(eqn.params)
-        else:
-            bodies = tuple(map(closed, jaxprs_in_params(eqn.params)))
-            flags = [[True] * len(body.jaxpr.invars) for body in bodies]
-            stays = f"inside {eqn.primitive.name}, whose body stays as it is"
-            if eqn.primitive in _DERIVATIVES:
-                stays = f"inside a {_DERIVATIVES[eqn.primitive]}, whose gradient is its own"
-            kept = kept or stays
-        for i, (body, own) in enumerate(zip(bodies, flags, strict=True)):
-            yield from _products(body, own, inside, (*where, index, i), kept)
+    scope: str = "",
+    where: tuple[int, ...] = (),
+    obstacle: str | None = None,
+) -> tuple[list[bool], list[_Product]]:
+    """Which results are data, and all products in order, those of inner jaxprs too."""
+    known: dict[Any, bool] = dict(zip(program.jaxpr.invars, data, strict=True))
+    found: list[_Product] = []
+
+    def among(atoms: Sequence[Any]) -> list[bool]:
+        return [not isinstance(atom, Literal) and known.get(atom, False) for atom in atoms]
+
+    for index, eqn in enumerate(program.jaxpr.eqns):
+        results, products = _met(eqn, among(eqn.invars), scope, (*where, index), obstacle)
+        known |= zip(eqn.outvars, results, strict=True)
+        found += products
+    return among(program.jaxpr.outvars), found
+
+
+def _met(
+    eqn: JaxprEqn, data: list[bool], scope: str, where: tuple[int, ...], obstacle: str | None
+) -> tuple[list[bool], list[_Product]]:
+    """Of one equation: itself, or what is in its bodies."""
+    scope, kept = _scope(scope, eqn)
+    obstacle, results = obstacle or kept, [any(data)] * len(eqn.outvars)
+    if eqn.primitive in traced_products():
+        return results, [_product(eqn, data, scope, where, obstacle)]
+    region = regions().get(eqn.primitive)
+    if region is not None:
+        bodies = region.bodies(eqn.params)
+    else:
+        bodies = tuple(map(closed, jaxprs_in_params(eqn.params)))
+        stays = f"inside {eqn.primitive.name}, whose body stays as it is"
+        if eqn.primitive in _DERIVATIVES:
+            stays = f"inside a {_DERIVATIVES[eqn.primitive]}, whose gradient is its own"
+        obstacle = obstacle or stays
+    # Of each body as it was met last: loops are gone round until nothing changes.
+    below: dict[int, list[_Product]] = {}
+
+    def flow(i: int, data: Sequence[bool]) -> list[bool]:
+        results, below[i] = _walk(bodies[i], data, scope, (*where, i), obstacle)
+        return results
+
+    if region is not None:
+        results = region.flow(eqn.params, data, flow)
+    else:
+        for i, body in enumerate(bodies):
+            flow(i, [True] * len(body.jaxpr.invars))
+    return results, [product for i in sorted(below) for product in below[i]]
 
 
 def _scope(outer: str, eqn: JaxprEqn) -> tuple[str, str | None]:
@@ -221,30 +246,6 @@ def _product(
     facts = row.facts(*operands, params) | {"input": tuple(operands[0].shape)}
     facts |= {"obstacle": obstacle or facts["obstacle"], "of_activations": all(data[:2])}
     return _Product(scope=scope, type=row.type, facts=facts, turned=turns, where=where)
-
-
-def _flows(
-    program: ClosedJaxpr, data: Sequence[bool]
-) -> tuple[list[tuple[list[bool], list[list[bool]]]], list[bool]]:
-    """For each equation which operands, its own or its bodies', are data; and which results are."""
-    known: dict[Any, bool] = dict(zip(program.jaxpr.invars, data, strict=True))
-
-    def among(atoms: Sequence[Any]) -> list[bool]:
-        return [not isinstance(atom, Literal) and known.get(atom, False) for atom in atoms]
-
-    flows = []
-    for eqn in program.jaxpr.eqns:
-        operands = among(eqn.invars)
-        flags, results = [], [any(operands)] * len(eqn.outvars)
-        if eqn.primitive in regions():
-            flags, results = regions()[eqn.primitive].flow(eqn.params, operands, _flow)
-        flows.append((operands, flags))
-        known |= zip(eqn.outvars, results, strict=True)
-    return flows, among(program.jaxpr.outvars)
-
-
-def _flow(program: ClosedJaxpr, data: Sequence[bool]) -> list[bool]:
-    return _flows(program, data)[1]
 
 
 # Running ----------------------------------------------------------------------------------------
@@ -362,9 +363,8 @@ class Region:
 
     # From the parameters to the jaxprs.
     bodies: Callable[[dict[str, Any]], tuple[Any, ...]]
-    # From parameters, which operands come from data, and the flow through a jaxpr, to which
-    # operands of each body do, and which results.
-    flow: Callable[[dict[str, Any], list[bool], Flow], tuple[list[list[bool]], list[bool]]]
+    # From parameters, which operands come from data, and the flow through a body, to which results.
+    flow: Callable[[dict[str, Any], list[bool], Flow], list[bool]]
     run: Callable[[dict[str, Any], Values, Sequence[PlannedBody], Key], Values]
 
 
@@ -382,21 +382,20 @@ def _only_body(params: dict[str, Any]) -> tuple[Any, ...]:
     return (closed(params["jaxpr"]),)
 
 
-def _straight(
-    params: dict[str, Any], data: list[bool], flow: Flow
-) -> tuple[list[list[bool]], list[bool]]:
-    (body,) = _only_body(params)
-    return [data], flow(body, data)
+def _straight(params: dict[str, Any], data: list[bool], flow: Flow) -> list[bool]:
+    return flow(0, data)
 
 
-def _settled(body: object, data: list[bool], carry: slice, flow: Flow) -> tuple[list[bool], Any]:
-    """A loop's operands once what comes from data has gone round; its results in that round."""
+def _settled(
+    flow: Callable[[Sequence[bool]], list[bool]], data: list[bool], carry: slice
+) -> tuple[list[bool], list[bool]]:
+    """What of a loop's carry is data once all has gone round; its results in that round."""
     data = list(data)
     while True:
-        results = flow(body, data)
+        results = flow(data)
         after = [before or result for before, result in zip(data[carry], results, strict=False)]
         if after == data[carry]:
-            return data, results
+            return after, results
         data[carry] = after
 
 
@@ -407,12 +406,10 @@ def _scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-def _scan_flow(params: dict[str, Any], data: list[bool], flow: Flow):
+def _scan_flow(params: dict[str, Any], data: list[bool], flow: Flow) -> list[bool]:
     num_consts, num_carry = _scan_counts(params)
     carry = slice(num_consts, num_consts + num_carry)
-    (body,) = _only_body(params)
-    data, results = _settled(body, data, carry, flow)
-    return [data], results
+    return _settled(functools.partial(flow, 0), data, carry)[1]
 
 
 def _scan(
@@ -446,11 +443,12 @@ def _while_split(params: dict[str, Any], values: list[Any]) -> tuple[Any, Any, A
     return values[:first], values[first:second], values[second:]
 
 
-def _while_flow(params: dict[str, Any], data: list[bool], flow: Flow):
+def _while_flow(params: dict[str, Any], data: list[bool], flow: Flow) -> list[bool]:
     asked, consts, start = _while_split(params, data)
     carry = slice(len(consts), None)
-    inside, _ = _settled(params["body_jaxpr"], [*consts, *start], carry, flow)
-    return [[*asked, *inside[carry]], inside], inside[carry]
+    settled, _ = _settled(functools.partial(flow, 1), [*consts, *start], carry)
+    flow(0, [*asked, *settled])
+    return settled
 
 
 def _while(
@@ -474,10 +472,9 @@ def _while(
     return lax.while_loop(goes_on, step, (first, start))[1]
 
 
-def _cond_flow(params: dict[str, Any], data: list[bool], flow: Flow):
-    operands = data[1:]
-    results = [flow(branch, operands) for branch in params["branches"]]
-    return [operands for _ in results], [any(own) for own in zip(*results, strict=True)]
+def _cond_flow(params: dict[str, Any], data: list[bool], flow: Flow) -> list[bool]:
+    results = (flow(i, data[1:]) for i, _ in enumerate(params["branches"]))
+    return [any(own) for own in zip(*results, strict=True)]
 
 
 def _cond(

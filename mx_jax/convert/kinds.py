@@ -187,7 +187,6 @@ class Attention:
         bias: jax.Array | None = None,
         mask: jax.Array | None = None,
         *,
-        dtype: object = None,
         precision: lax.PrecisionLike = None,
         module: nnx.Module | None = None,
         is_causal: bool = False,
@@ -201,25 +200,30 @@ class Attention:
         if is_causal:
             causal = jnp.tril(jnp.ones((query.shape[-3], keys.shape[-3]), bool))
             mask = causal if mask is None else jnp.logical_and(mask, causal)
-        qk_key, av_key = (None, None) if key is None else jax.random.split(key)
-        weights = nn.attention.dot_product_attention_weights(
+        keys_of = (None, None) if key is None else jax.random.split(key)
+        qk, av = (
+            attention_einsum(name, recipe, precision, own)
+            for name, recipe, own in zip(("qk", "av"), (self.qk, self.av), keys_of, strict=True)
+        )
+        return nn.dot_product_attention(
             query,
             keys,
+            values,
             bias,
             mask,
-            dtype=dtype,
             module=None if module is None else _Sows(module),  # pyright: ignore
             force_fp32_for_softmax=True,
-            einsum=_einsum("qk", self.qk, precision, qk_key),
+            qk_attn_weights_einsum=qk,
+            attn_weights_value_einsum=av,
             **options,
         )
-        values = values.astype(weights.dtype)
-        return _einsum("av", self.av, precision, av_key)("...hqk,...khd->...qhd", weights, values)
 
 
-def _einsum(
+def attention_einsum(
     name: str, recipe: Recipe | None, precision: lax.PrecisionLike, key: jax.Array | None
 ) -> Callable[..., jax.Array]:
+    """One of the two products inside an attention, called as `jnp.einsum`."""
+
     def product(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         if recipe is None:
             return jnp.einsum(subscripts, lhs, rhs, precision=precision)
@@ -323,16 +327,26 @@ def _unfit(dtypes: tuple[Any, ...], params: dict[str, Any]) -> str | None:
     return None
 
 
+def _kernel_axes(numbers: DotDimensionNumbers, ndim: int) -> Axes | None:
+    """A right operand's axes in a dot_general; None if nothing is contracted."""
+    (_, contracting), (_, batch) = numbers
+    kept = (axis for axis in range(ndim) if axis not in (*contracting, *batch))
+    return Axes(tuple(batch), tuple(kept), tuple(contracting)) if contracting else None
+
+
+def _seen_shape(axes: Axes | None, kernel: tuple[int, ...]) -> Shape:
+    """A kernel as filters see it; None if nothing is contracted: nothing to lay blocks along."""
+    if axes is None:
+        return None
+    _, kept, contracting = axes.sizes(kernel)
+    return (*contracting, math.prod(kept))
+
+
 def _dot_facts(lhs: ShapedArray, rhs: ShapedArray, params: dict[str, Any]) -> dict[str, Any]:
-    (_, contracting), (_, batch) = params["dimension_numbers"]
-    kept = [n for axis, n in enumerate(rhs.shape) if axis not in (*contracting, *batch)]
-    shape = (*(rhs.shape[axis] for axis in contracting), math.prod(kept))
+    shape = _seen_shape(_kernel_axes(params["dimension_numbers"], rhs.ndim), rhs.shape)
     unfit = _unfit((lhs.dtype, rhs.dtype), params)
-    return {
-        "kernel": tuple(rhs.shape),
-        "shape": shape if contracting else None,
-        "obstacle": unfit if contracting else "contracts no axis",
-    }
+    obstacle = unfit if shape else "contracts no axis"
+    return {"kernel": tuple(rhs.shape), "shape": shape, "obstacle": obstacle}
 
 
 def turned(
@@ -355,16 +369,16 @@ def turned(
 
 
 def _ragged_facts(
-    lhs: ShapedArray, rhs: ShapedArray, sizes: object, params: dict[str, Any]
+    plain: dict[str, Any],
+    lhs: ShapedArray,
+    rhs: ShapedArray,
+    sizes: object,
+    params: dict[str, Any],
 ) -> dict[str, Any]:
-    plain = lax.RaggedDotDimensionNumbers(
-        dot_dimension_numbers=(((1,), (1,)), ((), ())),
-        lhs_ragged_dimensions=(0,),
-        rhs_group_dimensions=(0,),
-    )
-    numbers = params["ragged_dot_dimension_numbers"]
     obstacle = _unfit((lhs.dtype, rhs.dtype), params)
-    if numbers != plain or params["group_offset"] is not None:
+    if any(
+        params[name] != plain[name] for name in ("ragged_dot_dimension_numbers", "group_offset")
+    ):
         obstacle = "no product of rows in groups, as jax.lax.ragged_dot makes it"
     shape = tuple(rhs.shape)
     return {"kernel": shape, "shape": shape[1:], "obstacle": obstacle}
@@ -409,7 +423,7 @@ def traced_products() -> dict[Any, TracedProduct]:
     # `jax.extend` does not give what `jax.lax.ragged_dot` traces to.
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 1), (1, 1, 1))]
     sizes = jax.ShapeDtypeStruct((1,), jnp.int32)
-    ragged_dot_p = jax.make_jaxpr(lax.ragged_dot)(*shapes, sizes).eqns[-1].primitive
+    plain = jax.make_jaxpr(lax.ragged_dot)(*shapes, sizes).eqns[-1]
 
     def dot(_: Recipe, dot_general: DotGeneralFn, values: Values, params: Params, key: Key) -> Any:
         options = dict(params)
@@ -424,7 +438,9 @@ def traced_products() -> dict[Any, TracedProduct]:
             type=DotGeneral, facts=_dot_facts, multiply=dot, turned=turned
         ),
         conv_general_dilated_p: TracedProduct(type=Conv, facts=_conv_facts, multiply=_conv),
-        ragged_dot_p: TracedProduct(type=RaggedDot, facts=_ragged_facts, multiply=ragged),
+        plain.primitive: TracedProduct(
+            type=RaggedDot, facts=functools.partial(_ragged_facts, plain.params), multiply=ragged
+        ),
     }
 
 
@@ -533,15 +549,15 @@ class Kind:
         if self.shape is None:
             own = {"named_only": self.named_only, "obstacle": self.obstacle(layer)}
             return own | {"of_activations": True}
-        axes, shape = None, self.shape(layer, kernel, *call)
+        axes, is_stored = None, self.shape is _as_stored
         if self.axes is not None:
             axes = self.axes(layer, kernel, *call)
-        elif self.shape is _as_stored and len(kernel) == 2:
+        elif is_stored and len(kernel) == 2:
             axes = Axes.ordered(k_first=True)
-        if self.axes is not None and self.shape is _as_stored:
-            # None if nothing is contracted: nothing to lay blocks along.
-            _, kept, contracting = ((), (), ()) if axes is None else axes.sizes(kernel)
-            shape = None if axes is None else (*contracting, math.prod(kept))
+        if is_stored and self.axes is not None:
+            shape = _seen_shape(axes, kernel)
+        else:
+            shape = self.shape(layer, kernel, *call)
         return {
             "kernel": kernel,
             "shape": shape,
@@ -580,12 +596,11 @@ def _dense_axes(
     dimensions: DotDimensionNumbers | None = None,
     *_: object,
 ) -> Axes | None:
-    if dimensions is None:
-        num_batch, num_contracting, _kept = _dense_counts(layer)
-        dimensions = ((), range(num_batch, num_batch + num_contracting)), ((), range(num_batch))
-    contracting, batch = dimensions[0][1], dimensions[1][1]
-    kept = (axis for axis in range(len(kernel)) if axis not in (*contracting, *batch))
-    return Axes(tuple(batch), tuple(kept), tuple(contracting)) if contracting else None
+    if dimensions is not None:
+        return _kernel_axes(dimensions, len(kernel))
+    batch, contracting, kept = _dense_counts(layer)
+    axes = Axes.ordered(batch=batch, kept=kept, contracting=contracting, k_first=True)
+    return axes if contracting else None
 
 
 # In linen, whatever module has the attribute.
@@ -691,3 +706,16 @@ def kind_of(layer: object) -> Kind | None:
         if slots and all(slot is not None and slot.holds(layer) for slot in slots):
             return kind
     return None
+
+
+def stack(layer: object, kind: Kind) -> tuple[int, ...]:
+    """The leading axes of a stack of layers, of nnx.vmap or a tree; () for a single one."""
+    shape = kind.kernel(layer).shape
+    return tuple(shape[: len(shape) - kind.kernel_ndim(layer)])
+
+
+def facts_held(layer: object, kind: Kind) -> dict[str, Any]:
+    """Fields of `Layer` by the kernel that a layer holds; its shape has the axes of a stack."""
+    stored = tuple(kind.kernel(layer).shape)
+    facts = kind.facts(layer, stored[len(stack(layer, kind)) :])
+    return facts | {"kernel": stored} if "kernel" in facts else facts

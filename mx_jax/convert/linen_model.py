@@ -26,7 +26,15 @@ from flax.linen.transforms import lift_direct_transform
 from mx_jax.convert.caches import CachedAttention, CacheFormat, is_plain
 from mx_jax.convert.functions import call_of_model
 from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
-from mx_jax.convert.kinds import ATTENTION, EINSUM, EMBED, Kind, cast_table, kind_of
+from mx_jax.convert.kinds import (
+    ATTENTION,
+    EINSUM,
+    EMBED,
+    Kind,
+    attention_einsum,
+    cast_table,
+    kind_of,
+)
 from mx_jax.convert.report import Report, record, recorded, recorders_of
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.nn import linen as mx_linen
@@ -39,7 +47,6 @@ from mx_jax.nn.layers import (
     stored_param,
 )
 from mx_jax.nn.linen import RNG_STREAM
-from mx_jax.ops.tags import tag
 from mx_jax.packed import Quantized, rows_of
 from mx_jax.recipes import Recipe, high_precision
 
@@ -176,7 +183,7 @@ def _call_wrapped_method(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> An
 def _under_rules(name: str):
     """`apply` and the like: the method they are given may call submodules directly."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: object, **kwargs: Any) -> Any:
         called = kwargs.get("method") or "__call__"
         # init makes the parameters of all layers, whichever method it runs.
         whole = name != "apply" or getattr(called, "__name__", called) == "__call__"
@@ -186,7 +193,7 @@ def _under_rules(name: str):
                 rngs = kwargs.get("rngs")
                 streams = rngs if isinstance(rngs, Mapping) else {"params": rngs}
                 key = streams.get(RNG_STREAM, streams.get("params"))
-                return _traced(self, *_with_weights(run, *args, **kwargs), key)
+                return _traced(self, run, args, kwargs, key, within="['params']")
             # What init computes is thrown away; what rules say of it is asked where it matters.
             result = run(*args, **kwargs)
             (recorder, *_) = recorders_of(self._mx_rules)
@@ -199,19 +206,6 @@ def _under_rules(name: str):
     return method
 
 
-def _with_weights(
-    run: Call, variables: Variables, *args: object, **kwargs: object
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """An `apply` whose first argument are the parameters alone, and its arguments."""
-    others = dict(variables)
-    params = {"params": others.pop("params")} if "params" in others else {}
-
-    def call(params: Variables, others: Variables, *args: object, **kwargs: object) -> Any:
-        return run({**params, **others}, *args, **kwargs)
-
-    return call, (params, others, *args), kwargs
-
-
 def _traced(
     self: Any,
     run: Call,
@@ -219,6 +213,7 @@ def _traced(
     kwargs: Kwargs,
     key: jax.Array | None = None,
     runs: bool = True,
+    within: str = "",
 ) -> Any:
     """A call of the module whose products are made anew, those of its layers apart."""
     rules = self._mx_rules
@@ -233,6 +228,7 @@ def _traced(
         key=key,
         record=lambda decisions: record(rules, *decisions),
         runs=runs,
+        within=within,
     )
 
 
@@ -334,7 +330,9 @@ def decisions(
 
 # As an attention_fn takes them, whose attributes end in `_cls`.
 _EINSUMS = tuple(slot.attribute.removesuffix("_cls") for slot in ATTENTION.linen)
+# Methods below Flax's wrappers.
 _ATTENTION_CALL = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
+_RECIPE_EINSUM: Any = inspect.unwrap(mx_linen.Einsum.__call__)
 
 
 @contextlib.contextmanager
@@ -425,52 +423,40 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
-class AttentionEinsum:
-    """One of the two products inside an attention: `query key` or `weights value`."""
-
-    # Flax calls what `*_cls` attributes hold to make the product: without operands it gives itself.
+class AttentionProducts:
+    """An attention function, Flax's or one that takes its einsums, whose products follow rules."""
 
     bound: BoundLayer
-    product: str | None
-    precision: Any
-
-    def decide(self) -> Decision:
-        return self.bound.decide(self.product, **ATTENTION.facts(self.bound.layer, ()))
-
-    def __call__(self, *operands: object) -> Any:
-        if not operands:
-            return self
-        decision = self.decide()
-        if decision.recipe is None:
-            with decided():
-                return jnp.einsum(*operands, precision=self.precision)
-        name = self.product
-        with naming(decision), decided(), contextlib.nullcontext() if name is None else tag(name):
-            recipe = recipe_of(decision.recipe, None)
-            key, multiply = self.bound.key(recipe), EINSUM.operation(recipe)
-            return multiply(*operands, precision=self.precision, key=key)
-
-
-@dataclasses.dataclass(frozen=True)
-class WithoutPrecision:
-    """An attention function without precision, which Flax refuses beside einsums: they have it."""
-
     attention_fn: Callable[..., jax.Array]
 
     @property
     def __signature__(self) -> inspect.Signature:
+        # Flax leaves out what is not in it. Precision it refuses beside einsums: they have it.
         signature = inspect.signature(self.attention_fn)
         parameters = [p for p in signature.parameters.values() if p.name != "precision"]
         return signature.replace(parameters=parameters)
 
-    def __call__(self, *args: object, **options: object) -> jax.Array:
-        return self.attention_fn(*args, **options)
+    def decide(self) -> dict[Any, Decision]:
+        """The decision about each product."""
+        facts = ATTENTION.facts(self.bound.layer, ())
+        return {name: self.bound.decide(name, **facts) for name in ATTENTION.products}
+
+    def __call__(self, *operands: object, **options: object) -> jax.Array:
+        products = [functools.partial(self._product, *own) for own in self.decide().items()]
+        return self.attention_fn(*operands, **options | dict(zip(_EINSUMS, products, strict=True)))
+
+    def _product(self, name: str, decision: Decision, *operands: object) -> jax.Array:
+        recipe = None if decision.recipe is None else recipe_of(decision.recipe, None)
+        key = None if recipe is None else self.bound.key(recipe)
+        precision = self.bound.layer.precision  # pyright: ignore
+        with decided(), contextlib.nullcontext() if recipe is None else naming(decision):
+            return attention_einsum(name, recipe, precision, key)(*operands)
 
 
 def _answer_einsum(
     bound: BoundLayer, call: Call, inputs: jax.Array, einsum_str: str | None = None
 ) -> jax.Array:
-    """flax.linen.Einsum: with a recipe, its twin of mx_jax.nn.linen runs in its scope."""
+    """flax.linen.Einsum: with a recipe, the method of mx_jax.nn.linen's runs in its place."""
     layer: Any = bound.layer
     subscripts = merge_param("einsum_str", layer.einsum_str, einsum_str)
     facts = EINSUM.facts(layer, tuple(layer.shape), subscripts)
@@ -482,16 +468,14 @@ def _answer_einsum(
         recipe = high_precision()
     if recipe is None:
         return call(inputs, einsum_str)
-    fields = {
-        field.name: getattr(layer, field.name)
-        for field in dataclasses.fields(nn.Einsum)
-        if field.init and field.name != "parent"
-    }
-    if layer.promote_dtype is promote_dtype:
-        fields["promote_dtype"] = mx_linen.promote_operands
-    twin = mx_linen.Einsum(**fields, recipe=recipe, parent=layer.scope)
-    with naming(decision):
-        return twin(inputs, einsum_str)
+    with naming(decision), overriding(layer, {"recipe": recipe} | _promotion(layer)):
+        return _RECIPE_EINSUM(layer, inputs, einsum_str)
+
+
+def _promotion(layer: object) -> dict[str, Any]:
+    """Past Flax's own promote_dtype a stored kernel goes as it is."""
+    is_flaxs = getattr(layer, "promote_dtype", None) is promote_dtype
+    return {"promote_dtype": mx_linen.promote_operands} if is_flaxs else {}
 
 
 def _answer_lookup(bound: BoundLayer, call: Call, inputs: jax.Array) -> jax.Array:
@@ -584,12 +568,12 @@ def _cached_attention(layer: nn.Module, format: CacheFormat, own: Call) -> Cache
         layer.put_variable("cache", "cache_index", index)
 
     def plain(options: dict[str, Any]) -> bool:
-        quantized = [
-            not isinstance(einsum, AttentionEinsum) or einsum.decide().recipe is not None
-            for einsum in map(options.get, _EINSUMS)
-            if einsum is not None
-        ]
-        return own is nn.dot_product_attention and not any(quantized) and is_plain(options)
+        flaxs = own
+        if isinstance(own, AttentionProducts):
+            flaxs = (
+                None if any(found.recipe for found in own.decide().values()) else own.attention_fn
+            )
+        return flaxs is nn.dot_product_attention and is_plain(options)
 
     return CachedAttention(format=format, attention_fn=own, get=get, set=put, is_plain=plain)
 
@@ -687,29 +671,15 @@ def _overrides(bound: BoundLayer) -> dict[str, Any] | None:
     if kind is None:
         return None
     if kind is ATTENTION:
-        return _attention_overrides(bound)
+        own = layer.attention_fn
+        own = own.attention_fn if isinstance(own, AttentionProducts) else own
+        takes_einsums = {*_EINSUMS} <= inspect.signature(own).parameters.keys()
+        if not takes_einsums or any(slot.obstacle(layer, ()) for slot in kind.linen):
+            return None
+        return {"attention_fn": AttentionProducts(bound, own)}
     (slot,) = kind.linen
     obstacle = slot.obstacle(layer, Product)
     if obstacle is not None:
         bound.note(obstacle)
         return {}
-    overrides: dict[str, Any] = {slot.attribute: Product(bound, kind, slot.defaults[-1])}
-    if getattr(layer, "promote_dtype", None) is promote_dtype:
-        # Past Flax's own a stored kernel goes as it is.
-        overrides["promote_dtype"] = mx_linen.promote_operands
-    return overrides
-
-
-def _attention_overrides(bound: BoundLayer) -> dict[str, Any] | None:
-    layer: Any = bound.layer
-    if any(slot.obstacle(layer, AttentionEinsum) for slot in ATTENTION.linen):
-        return None
-    if not {*_EINSUMS} <= inspect.signature(layer.attention_fn).parameters.keys():
-        return None
-    overrides: dict[str, Any] = {
-        slot.attribute: AttentionEinsum(bound, name, layer.precision)
-        for slot, name in zip(ATTENTION.linen, ATTENTION.products, strict=True)
-    }
-    if layer.precision is not None and not isinstance(layer.attention_fn, WithoutPrecision):
-        overrides["attention_fn"] = WithoutPrecision(layer.attention_fn)
-    return overrides
+    return {slot.attribute: Product(bound, kind, slot.defaults[-1])} | _promotion(layer)

@@ -23,7 +23,7 @@ from mx_jax.codecs.explicit_axes import Spec
 from mx_jax.convert.caches import CachedAttention, CacheFormat, as_array, is_plain
 from mx_jax.convert.functions import call_of_model
 from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
-from mx_jax.convert.kinds import ATTENTION, EMBED, Kind, kind_of
+from mx_jax.convert.kinds import ATTENTION, EMBED, Kind, facts_held, kind_of, stack
 from mx_jax.convert.report import Report, record, recorded, recorders_of
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.inspect.explain import of_arrays
@@ -236,11 +236,7 @@ def judged(layer: object) -> tuple[Kind, dict[str, Any]] | None:
     if kind is ATTENTION and obstacle == "has its own attention_fn":
         # A trace of the call shows its products.
         return None
-    stored = tuple(kind.kernel(layer).shape)
-    facts = kind.facts(layer, stored[len(stack(layer, kind)) :])
-    if "kernel" in facts:
-        # With the axes of a stack.
-        facts["kernel"] = stored
+    facts = facts_held(layer, kind)
     return kind, facts | {"obstacle": facts["obstacle"] or obstacle}
 
 
@@ -249,12 +245,6 @@ def _obstacle(layer: object, kind: Kind) -> str | None:
     if isinstance(getattr(layer, "recipe", None), Recipe):
         return "has its own recipe"
     return kind.nnx and kind.nnx.obstacle(layer, (Injected, KeyedInjected))
-
-
-def stack(layer: object, kind: Kind) -> tuple[int, ...]:
-    """The leading axes of a stack of layers made by nnx.vmap; () for a single one."""
-    shape = kind.kernel(layer).shape
-    return tuple(shape[: len(shape) - kind.kernel_ndim(layer)])
 
 
 def class_of(layer: object) -> type:

@@ -13,7 +13,7 @@ from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
 from mx_jax.convert.functions import call_by_recipe
-from mx_jax.convert.kinds import Kind, kind_of
+from mx_jax.convert.kinds import Kind, facts_held, kind_of
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.nn.layers import named_in_errors
@@ -180,53 +180,45 @@ def _converted(
     node: object, rules: tuple[Rule, ...], path: tuple[Any, ...], found: list[Decision]
 ) -> Any:
     """A node with its layers replaced; what was decided goes to the list, in the tree's order."""
-    judged = _judged(node)
+    if not has_nodes(node):
+        return node
+    children, structure = _children(node)
+    after: list[Any] = []
+    below: dict[Any, list[Decision]] = {}
+    for key, child in children:
+        own = below.setdefault(key, [])
+        after.append(_converted(child, rules, (*path, key), own))
+    judged = _judged(node, [key for key, own in below.items() if own])
     if judged is not None:
         kind, facts = judged
         name = jax.tree_util.keystr(path, simple=True, separator="/")
         decision = decide(rules, Layer(path=name, type=type(node), **facts))
         found.append(decision)
-        if decision.recipe is not None:
-            recipe = decision.recipe
+        if (recipe := decision.recipe) is not None:
             made = recipe.dot_general if kind is None else kind.operation(recipe)
             return ConvertedLayer(node, recipe, made)
         if kind is not None:
             return node
-    children, structure = _children(node)
-    if not has_nodes(node):
-        return node
-    after = [_converted(child, rules, (*path, key), found) for key, child in children]
+    found += (decision for own in below.values() for decision in own)
     if all(new is old for new, (_, old) in zip(after, children, strict=True)):
         return node
     return jax.tree.unflatten(structure, after)
 
 
-def _judged(node: object) -> tuple[Kind | None, dict[str, Any]] | None:
+def _judged(node: object, inner: Sequence[object]) -> tuple[Kind | None, dict[str, Any]] | None:
     """A node's kind if it is known, and the fields of `Layer` for rules; None: no product."""
     kind = kind_of(node)
     if kind is not None and kind.tree:
-        stored = getattr(kind.kernel(node), "shape", None)
-        if stored is None:
-            # Equinox leaves None in the place of what it has taken out of a tree.
-            return None
-        facts = kind.facts(node, tuple(stored[len(stored) - kind.kernel_ndim(node) :]))
-        # With the axes of a stack.
-        return kind, facts | {"kernel": tuple(stored)}
-    if not callable(node) or not has_nodes(node):
+        # Equinox leaves None in the place of what it has taken out of a tree.
+        has_kernel = getattr(kind.kernel(node), "shape", None) is not None
+        return (kind, facts_held(node, kind)) if has_kernel else None
+    shapes = (getattr(child, "shape", ()) for _, child in _children(node)[0])
+    kernel = next((tuple(shape) for shape in shapes if len(shape) >= 2), None)
+    if not callable(node) or kernel is None:
         return None
-    children, _ = _children(node)
-    kernels = [tuple(child.shape) for _, child in children if len(getattr(child, "shape", ())) >= 2]
-    inner = [str(key) for key, child in children if _has_layer(child)]
-    if not kernels:
-        return None
-    obstacle = f"has layers of its own: {', '.join(inner)}" if inner else None
+    obstacle = f"has layers of its own: {', '.join(map(str, inner))}" if inner else None
     # Which axes it contracts is not known.
-    return None, {"kernel": kernels[0], "named_only": True, "obstacle": obstacle}
-
-
-def _has_layer(node: object) -> bool:
-    below = (child for _, child in _children(node)[0]) if has_nodes(node) else ()
-    return has_nodes(node) and (_judged(node) is not None or any(map(_has_layer, below)))
+    return None, {"kernel": kernel, "named_only": True, "obstacle": obstacle}
 
 
 # Products that wait for vmap ---------------------------------------------------------------------
@@ -274,15 +266,6 @@ def _make(
     return product(lhs, rhs, dimension_numbers, **options, key=key[0] if key else None)
 
 
-def _run(*operands: object, **params: object) -> jax.Array:
-    return _compiled(tuple(params.items()))(*operands)
-
-
-@functools.lru_cache(maxsize=256)
-def _compiled(params: tuple[tuple[str, Any], ...]) -> Callable[..., jax.Array]:
-    return jax.jit(functools.partial(_make, **dict(params)))
-
-
 def _shaped(
     lhs: object, rhs: object, *key: object, product: Callable[..., jax.Array], **params: object
 ) -> Any:
@@ -303,33 +286,30 @@ def _mapped(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tupl
         # A key for each: then they are as many products.
         out = jax.vmap(functools.partial(_make, **params), tuple(axes))(*operands)
         return out, 0
+    # The mapped axis goes first, so that others count one more: of both operands it is a batch axis
+    # of the product, of one it is kept.
     (lhs_k, rhs_k), (lhs_batch, rhs_batch) = params.pop("dimension_numbers")
-    lhs_k, lhs_batch = _past(left, lhs_k), _past(left, lhs_batch)
-    rhs_k, rhs_batch = _past(right, rhs_k), _past(right, rhs_batch)
-    num_batch = len(lhs_batch)
+    lhs, lhs_k, lhs_batch = _first(left, lhs, lhs_k, lhs_batch)
+    rhs, rhs_k, rhs_batch = _first(right, rhs, rhs_k, rhs_batch)
+    place = len(lhs_batch)
     if left is not None and right is not None:
-        lhs_batch, rhs_batch, place = (left, *lhs_batch), (right, *rhs_batch), 0
-    elif left is not None:
-        place = num_batch + _place(left, lhs_k, lhs_batch)
-    else:
-        assert right is not None
-        kept = lhs.ndim - num_batch - len(lhs_k)
-        place = num_batch + kept + _place(right, rhs_k, rhs_batch)
+        lhs_batch, rhs_batch, place = (0, *lhs_batch), (0, *rhs_batch), 0
+    elif left is None:
+        place = lhs.ndim - len(lhs_k)
     numbers = (lhs_k, rhs_k), (lhs_batch, rhs_batch)
     return _product_p.bind(lhs, rhs, *key, dimension_numbers=numbers, **params), place
 
 
-def _past(mapped: int | None, axes: Sequence[int]) -> tuple[int, ...]:
-    """Axes of an operand as they are numbered with the mapped one."""
-    return tuple(axis + (mapped is not None and axis >= mapped) for axis in axes)
+def _first(mapped: int | None, operand: jax.Array, *groups: Sequence[int]) -> Any:
+    """An operand with its mapped axis in front, and its other axes as they are numbered then."""
+    if mapped is None:
+        return operand, *map(tuple, groups)
+    operand = jnp.moveaxis(operand, mapped, 0)
+    return operand, *(tuple(axis + 1 for axis in axes) for axes in groups)
 
 
-def _place(mapped: int, contracting: Sequence[int], batch: Sequence[int]) -> int:
-    """Where the mapped axis stands among those that are kept."""
-    return sum(axis not in (*contracting, *batch) for axis in range(mapped))
-
-
-_product_p.def_impl(_run)
+_STATIC = ("dimension_numbers", "product", "precision", "preferred_element_type")
+_product_p.def_impl(jax.jit(_make, static_argnames=_STATIC))
 _product_p.def_abstract_eval(_shaped)
 ad.primitive_jvps[_product_p] = _differentiated
 batching.primitive_batchers[_product_p] = _mapped

@@ -15,7 +15,7 @@ from flax.core import meta
 from mx_jax.axes import Axes
 from mx_jax.calibrate.gptq import Way
 from mx_jax.convert import linen_model, nnx_model
-from mx_jax.convert.kinds import EMBED
+from mx_jax.convert.kinds import EMBED, stack
 from mx_jax.convert.report import Report, warn_or_raise
 from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, as_rules, decide
 from mx_jax.mxarray import MXArray
@@ -355,7 +355,7 @@ def _found(model: nnx.Module, rules: tuple[Rule, ...]) -> Iterator[tuple[Any, st
         if isinstance(getattr(layer, "recipe", None), Recipe):
             # A layer of ours reads what is stored, whatever its recipe.
             facts["obstacle"] = None
-        stacked = () if kind is None else nnx_model.stack(layer, kind)
+        stacked = () if kind is None else stack(layer, kind)
         facts["kernel"] = tuple(kernel.shape)[len(stacked) :]
         judged_as = _Kernel.judge(rules, nnx_model.as_layer(paths, layer, facts), kernel[...])
         yield layer, own[id(kernel)], judged_as

@@ -1,4 +1,4 @@
-"""Flax's own attention, decoding with its cache in a block format by a rule."""
+"""Flax's own attention, decoding with its cache in a block format, in linen and in nnx."""
 
 import functools
 import pickle
@@ -19,196 +19,229 @@ from mx_jax.nn import KVCache
 from tests.quick import quick
 
 BATCH, LENGTH, HEADS, FEATURES, WIDTH = 2, 4, 2, 32, 32
-X = np.random.default_rng(0).standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
+_rng = np.random.default_rng(0)
+X = _rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)
 FIXED = convert.CacheFormat("nvfp4", tensor_scales=(0.002, 0.001))
-FORMATS = [
-    pytest.param("mxfp8_e4m3", 8.25, id="mxfp8"),
-    pytest.param(FIXED, 4.5, id="nvfp4-fixed"),
-]
+PROJECTIONS = ("query", "key", "value")
 
 
-class Decoder(nn.Module):
-    """A user's model, which knows nothing of formats."""
-
-    decode: bool = True
-    attention_fn: Any = nn.dot_product_attention
-
-    @nn.compact
-    def __call__(self, x, mask=None, sow=False):
-        attention = functools.partial(
-            nn.MultiHeadAttention,
-            num_heads=HEADS,
-            qkv_features=HEADS * FEATURES,
-            decode=self.decode,
-            attention_fn=self.attention_fn,
-        )
-        for index in range(2):
-            x = x + attention(name=f"attention_{index}")(x, mask=mask, sow_weights=sow)
-        return x
-
-
-class OwnAttention(nn.Module):
-    """Attention with the library's cache written into it, its parameters those of Flax's."""
-
-    format: convert.CacheFormat
-
-    @nn.compact
-    def __call__(self, x):
-        shape = (BATCH, LENGTH, HEADS, FEATURES)
-        form, scales = self.format.format, self.format.tensor_scales
-        empty = functools.partial(KVCache.zeros, *shape, format=form, tensor_scales=scales)
-        cache = self.variable("cache", "kv", empty)
-        index = self.variable("cache", "index", lambda: jnp.array(0, jnp.int32))
-        project = functools.partial(nn.DenseGeneral, (HEADS, FEATURES))
-        query, keys, values = (project(name=name)(x) for name in ("query", "key", "value"))
-        if not self.is_initializing():
-            cache.value = cache.value.append(keys, values, index.value)
-            query, index.value = cache.value.attend(query, index.value), index.value + x.shape[1]
-        return nn.DenseGeneral(WIDTH, axis=(-2, -1), name="out")(query)
-
-
-class OwnDecoder(nn.Module):
-    """`Decoder` of such attention."""
-
-    format: convert.CacheFormat
-
-    @nn.compact
-    def __call__(self, x):
-        for index in range(2):
-            x = x + OwnAttention(self.format, name=f"attention_{index}")(x)
-        return x
-
-
-def rule(format):
+def rule(format: Any) -> convert.Rule:
     return convert.Rule(".*", None, cache=format)
 
 
-def format_of(given):
-    return given if isinstance(given, convert.CacheFormat) else convert.CacheFormat(given)
+def kernels(num_heads: int) -> dict[str, jax.Array]:
+    """Of one attention, whose query may have more heads than keys and values."""
+    rng, heads = np.random.default_rng(1), (num_heads, HEADS, HEADS)
+    shapes = {name: (WIDTH, own, FEATURES) for name, own in zip(PROJECTIONS, heads, strict=True)}
+    shapes |= {"out": (num_heads, FEATURES, WIDTH)}
+    return {
+        name: jnp.asarray(rng.standard_normal(shape, np.float32) / 6)
+        for name, shape in shapes.items()
+    }
 
 
-@functools.cache
-def original_variables():
-    with jax.ensure_compile_time_eval():
-        return quick(Decoder().init)(jax.random.key(1), X)
+class Linen:
+    """An attention that decodes, whose cache is a collection of variables."""
+
+    num_heads = HEADS
+
+    def __init__(self, rules: Any = None, **options: Any):
+        sizes = {"qkv_features": HEADS * FEATURES, "use_bias": False}
+        layer = nn.MultiHeadAttention(HEADS, **{"decode": True} | sizes | options)
+        self.model: Any = layer if rules is None else convert.linen(layer, rules)
+        # As a user makes it: of zeros, by the shapes that init would give.
+        shapes = jax.eval_shape(self.model.init, jax.random.key(0), X).get("cache", {})
+        self.cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        params = kernels(HEADS).items()
+        self.params = {name: {"kernel": kernel} for name, kernel in params}
+
+    def report(self, rules: Any) -> convert.Report:
+        return convert.report(self.model, rules, X)
+
+    def converted(self, rules: Any) -> "Linen":
+        """Converted, it goes on with the same variables."""
+        new = Linen(rules)
+        new.cache = self.cache
+        return new
+
+    def __call__(self, *x: Any, **options: Any) -> Any:
+        variables = {"params": self.params, "cache": self.cache}
+        apply = functools.partial(self.model.apply, mutable=["cache", "intermediates"], **options)
+        y, new = quick(apply)(variables, *x)
+        self.cache, self.sown = new["cache"], new.get("intermediates")
+        return y
+
+    def decode(self, x: Any) -> Any:
+        """Token by token in one scan, the cache donated."""
+
+        def step(cache: Any, token: jax.Array) -> Any:
+            variables = {"params": self.params, "cache": cache}
+            y, new = self.model.apply(variables, token[:, None], mutable=["cache"])
+            return new["cache"], y[:, 0]
+
+        run = quick(lambda cache, x: jax.lax.scan(step, cache, x), donate_argnums=0)
+        self.cache, y = run(self.cache, x.swapaxes(0, 1))
+        return y.swapaxes(0, 1)
+
+    def kept(self) -> tuple[Any, ...]:
+        return tuple(self.cache[name] for name in ("cached_key", "cached_value", "cache_index"))
+
+    def weights(self) -> Any:
+        assert self.sown is not None
+        return self.sown["attention_weights"][0]
 
 
-def params():
-    return original_variables()["params"]
+class Nnx:
+    """The same, with Variables, and two heads of a query for each of keys and values."""
+
+    num_heads = 2 * HEADS
+
+    def __init__(self, rules: Any = None, kind: Any = nnx.MultiHeadAttention, **options: Any):
+        heads = {"num_kv_heads": HEADS, "qkv_features": self.num_heads * FEATURES}
+        own = {"decode": True, "use_bias": False, "rngs": nnx.Rngs(0)} | heads | options
+        layer = kind(self.num_heads, WIDTH, **own)
+        for name, kernel in kernels(self.num_heads).items():
+            getattr(layer, name).kernel.set_value(kernel)
+        self.model: Any = layer if rules is None else convert.nnx(layer, rules)
+        self.model.init_cache(X.shape)
+
+    def report(self, rules: Any) -> convert.Report:
+        return convert.report(self.model, rules)
+
+    def converted(self, rules: Any) -> "Nnx":
+        new = Nnx()
+        new.model = convert.nnx(self.model, rules)
+        return new
+
+    def __call__(self, *x: Any, **options: Any) -> Any:
+        return nnx.jit(lambda model, *x: model(*x, **options))(self.model, *x)
+
+    def decode(self, x: Any) -> Any:
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+        def run(model: Any, token: jax.Array) -> Any:
+            return model, model(token[:, None])[:, 0]
+
+        return nnx.jit(run)(self.model, x.swapaxes(0, 1))[1].swapaxes(0, 1)
+
+    def kept(self) -> tuple[Any, ...]:
+        own = (self.model.cached_key, self.model.cached_value, self.model.cache_index)
+        return tuple(variable.get_value() for variable in own)
+
+    def weights(self) -> Any:
+        return self.model.attention_weights.get_value()[0]
 
 
-def started(model):
-    """The cache as a user makes it: of zeros, by the shapes that init would give."""
-    shapes = jax.eval_shape(model.init, jax.random.key(0), X)["cache"]
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+each = pytest.mark.parametrize("way", [Linen, Nnx])
 
 
-def decoded(model, cache, x=X, **options):
-    """Token by token in one scan, the cache donated."""
+def by_hand(num_heads: int, format: Any, x: Any) -> Any:
+    """Attention with the library's cache written into it."""
+    own = kernels(num_heads)
+    form = format if isinstance(format, convert.CacheFormat) else convert.CacheFormat(format)
 
-    def step(cache, token):
-        variables = {"params": params(), "cache": cache}
-        y, new = model.apply(variables, token[:, None], mutable=["cache"], **options)
-        return new["cache"], y[:, 0]
+    def step(state: Any, token: jax.Array) -> Any:
+        cache, at = state
+        query, *new = (jnp.einsum("btd,dhf->bthf", token[:, None], own[n]) for n in PROJECTIONS)
+        cache = cache.append(*new, at)
+        y = jnp.einsum("bthf,hfd->btd", cache.attend(query, at), own["out"])
+        return (cache, at + 1), y[:, 0]
 
-    run = quick(lambda cache: jax.lax.scan(step, cache, x.swapaxes(0, 1)), donate_argnums=0)
-    cache, y = run(cache)
+    sizes, scales = (BATCH, LENGTH, HEADS, FEATURES), form.tensor_scales
+    empty = KVCache.zeros(*sizes, format=form.format, tensor_scales=scales)
+    (cache, _), y = quick(functools.partial(jax.lax.scan, step))((empty, 0), x.swapaxes(0, 1))
     return y.swapaxes(0, 1), cache
 
 
-def rows(cache):
-    return [cache[f"attention_{i}"][name] for i in range(2) for name in KEPT]
-
-
-KEPT = ("cached_key", "cached_value")
-
-
-@pytest.mark.slow(but="nvfp4-fixed")
-@pytest.mark.parametrize(("format", "bits"), FORMATS)
-def test_linen_decodes_as_the_librarys_own_cache(format, bits):
-    model = convert.linen(Decoder(), rule(format))
-    y, cache = decoded(model, started(model))
-    own = OwnDecoder(format_of(format))
-    expected, own_cache = decoded(own, quick(own.init)(jax.random.key(0), X)["cache"])
+@pytest.mark.slow(but="mxfp8-Linen|nvfp4-fixed-Nnx")
+@each
+@pytest.mark.parametrize(
+    ("format", "bits"),
+    [
+        pytest.param("mxfp8_e4m3", 8.25, id="mxfp8"),
+        pytest.param(FIXED, 4.5, id="nvfp4-fixed"),
+    ],
+)
+def test_it_decodes_as_the_librarys_own_cache(way: Any, format: Any, bits: float):
+    model = way(rule(format))
+    y = model.decode(X)
+    expected, cache = by_hand(way.num_heads, format, X)
     np.testing.assert_array_equal(y, expected)
-    for name, layer in own_cache.items():
-        for kept, kv in zip(KEPT, (layer["kv"].keys, layer["kv"].values), strict=True):
-            jax.tree.map(np.testing.assert_array_equal, cache[name][kept], kv)
-    values = 4 * BATCH * LENGTH * HEADS * FEATURES
-    found = sum(leaf.nbytes for leaf in jax.tree.leaves(rows(cache)))
-    assert found == values * bits / 8 + (16 if format is FIXED else 0)
-    assert int(cache["attention_1"]["cache_index"]) == LENGTH
+    keys, values, index = model.kept()
+    jax.tree.map(np.testing.assert_array_equal, (keys, values), (cache.keys, cache.values))
+    found = sum(leaf.nbytes for leaf in jax.tree.leaves((keys, values)))
+    assert found == 2 * X.size * HEADS * bits / 8 + (8 if format is FIXED else 0)
+    assert index == LENGTH
 
 
-def values_of(rows):
-    return rows.read().swapaxes(1, 2)
+@each
+def test_several_tokens_at_once_are_a_prompt(way: Any):
+    prompt, single = way(rule("mxfp8_e4m3")), way(rule("mxfp8_e4m3"))
+    np.testing.assert_allclose(prompt(X), single.decode(X), atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, prompt.kept(), single.kept())
 
 
-def test_a_mask_and_sown_weights_are_flaxs_over_the_decoded_rows():
-    model = convert.linen(Decoder(), rule("mxfp8_e4m3"))
-    _, cache = decoded(model, started(model), X[:, :3])
+@pytest.mark.filterwarnings("ignore:.*sow:DeprecationWarning")
+@each
+def test_a_mask_and_sown_weights_are_flaxs_over_the_decoded_rows(way: Any):
+    model = way(rule("mxfp8_e4m3"))
+    model(X[:, :3])
     mask = jnp.array([True, False, True, True])[None, None, None]
-    variables = {"params": params(), "cache": cache}
-    step = functools.partial(model.apply, variables, X[:, 3:], mutable=["cache", "intermediates"])
-    _, new = step(mask=mask, sow=True)
-    kept = new["cache"]["attention_0"]
-    layer = functools.partial(nn.DenseGeneral, (HEADS, FEATURES))
-    query = layer().apply({"params": params()["attention_0"]["query"]}, X[:, 3:])
-    expected = nn.attention.dot_product_attention_weights(
-        query, values_of(kept["cached_key"]), mask=mask
-    )
-    found = np.asarray(new["intermediates"]["attention_0"]["attention_weights"][0])
-    np.testing.assert_allclose(found, expected, atol=1e-6)
+    model(X[:, 3:], mask=mask, sow_weights=True)
+    query = jnp.einsum("btd,dhf->bthf", X[:, 3:], kernels(way.num_heads)["query"])
+    keys = model.kept()[0].read().swapaxes(1, 2).repeat(way.num_heads // HEADS, axis=2)
+    expected = nn.attention.dot_product_attention_weights(query, keys, mask=mask)
+    found = np.asarray(model.weights())
+    np.testing.assert_allclose(found, expected, atol=1e-5)
     assert (found[..., 1] == 0).all() and (found[..., 2:] > 0).all()
 
 
-def test_a_cache_that_an_unconverted_model_began_is_cast():
-    plain, model = Decoder(), convert.linen(Decoder(), rule("mxfp8_e4m3"))
-    _, floats = decoded(plain, original_variables()["cache"], X[:, :3])
-    variables = {"params": params(), "cache": floats}
-    _, new = quick(functools.partial(model.apply, mutable=["cache"]))(variables, X[:, 3:])
-    kept = rows(new["cache"])[0]
-    expected = convert.CacheFormat("mxfp8_e4m3").holding(*[floats["attention_0"][k] for k in KEPT])
-    np.testing.assert_array_equal(kept.codes[:, :, :3], expected.keys.codes[:, :, :3])
-    assert (kept.codes[:, :, 3] != 0).any()
-    assert int(new["cache"]["attention_0"]["cache_index"]) == LENGTH
+@each
+def test_a_cache_that_an_unconverted_model_began_is_cast(way: Any):
+    plain = way()
+    plain.decode(X[:, :3])
+    keys, values, _ = plain.kept()
+    model = plain.converted(rule("mxfp8_e4m3"))
+    y = model(X[:, 3:])
+    rows, _, index = model.kept()
+    expected = convert.CacheFormat("mxfp8_e4m3").holding(keys, values).keys
+    np.testing.assert_array_equal(rows.codes[:, :, :3], expected.codes[:, :, :3])
+    assert (rows.codes[:, :, 3] != 0).any() and index == LENGTH
+    # The model itself goes on with its own.
+    assert plain.kept()[2] == 3
+    error = np.linalg.norm(y - plain(X[:, 3:])) / np.linalg.norm(y)
+    assert 1e-4 < error < 0.1
 
 
-def test_several_tokens_at_once_are_a_prompt():
-    model = convert.linen(Decoder(), rule("mxfp8_e4m3"))
-    y, cache = decoded(model, started(model))
-    variables = {"params": params(), "cache": started(model)}
-    prompt, new = quick(functools.partial(model.apply, mutable=["cache"]))(variables, X)
-    np.testing.assert_allclose(prompt, y, atol=1e-5)
-    assert int(new["cache"]["attention_0"]["cache_index"]) == LENGTH
-    np.testing.assert_array_equal(rows(new["cache"])[0].codes, rows(cache)[0].codes)
+@each
+def test_a_product_that_a_rule_quantizes_is_quantized_over_the_cache(way: Any):
+    rules = [convert.Rule("(qk|av|cache)", "mxfp8", cache="mxfp8_e4m3")]
+    y, alone = way(rules)(X), way(rule("mxfp8_e4m3"))(X)
+    assert 1e-4 < np.linalg.norm(y - alone) / np.linalg.norm(alone) < 0.1
 
 
-def without_mask(query, key, value):
+def without_mask(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return query
 
 
+class OwnCall(nnx.MultiHeadAttention):
+    def __call__(self, inputs_q: jax.Array, *args: Any, **options: Any) -> jax.Array:
+        return inputs_q
+
+
 @pytest.mark.parametrize(
-    ("options", "reason"),
+    ("model", "reason"),
     [
-        ({"decode": False}, "(decode=False)"),
-        ({"attention_fn": without_mask}, "(its attention_fn takes no mask)"),
+        (lambda: Linen(decode=False), "decode=False"),
+        (lambda: Linen(attention_fn=without_mask), "its attention_fn takes no mask"),
+        (lambda: Nnx(attention_fn=without_mask), "its attention_fn takes no mask"),
+        (lambda: Nnx(kind=OwnCall), "has a call of its own"),
     ],
+    ids=["linen-decode", "linen-mask", "nnx-mask", "nnx-call"],
 )
-def test_what_stays_is_told(options, reason):
-    report = convert.report(Decoder(**options), rule("mxfp4"), X)
-    lines = [line for line in str(report).splitlines() if line.startswith("attention_0/cache")]
-    assert len(lines) == 1 and lines[0].endswith(reason)
+def test_what_stays_is_told(model: Any, reason: str):
+    report = model().report(rule("mxfp4"))
+    assert {own.layer.path: own.reason for own in report.decisions}["cache"] == reason
     assert report.num_converted == 0
-
-
-def test_a_product_that_a_rule_quantizes_is_quantized_over_the_cache():
-    rules = [convert.Rule(".*/(qk|av|cache)", "mxfp8", cache="mxfp8_e4m3")]
-    model = convert.linen(Decoder(), rules)
-    y, _ = decoded(model, started(model))
-    alone, _ = decoded(convert.linen(Decoder(), rule("mxfp8_e4m3")), started(model))
-    error = np.linalg.norm(y - alone) / np.linalg.norm(alone)
-    assert 1e-4 < error < 0.1
 
 
 def test_rules_for_caches_that_met_none():
@@ -218,163 +251,42 @@ def test_rules_for_caches_that_met_none():
         convert.nnx(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), rule("mxfp4"), strict=True)
 
 
-def test_errors():
+def test_formats_that_no_cache_has():
     with pytest.raises(ValueError, match="blocks must lie along the features"):
         rule("float8_tensorwise_e4m3")
     with pytest.raises(ValueError, match="tensor_scales are for formats with a tensor scale"):
         convert.CacheFormat("mxfp4", tensor_scales=(1.0, 1.0))
-    model = convert.linen(Decoder(), rule("mxfp8_e4m3"))
-    variables = {"params": params(), "cache": started(model)}
+
+
+def test_calls_that_are_refused():
+    """Queries of other tokens or sequences would see rows that nobody wrote, or those of others."""
+    model = Linen(rule("mxfp8_e4m3"))
     with pytest.raises(ValueError, match=r"got batch=1, .* the cache has 2, 4, 2 and 32"):
-        model.apply(variables, X[:1, :1], mutable=["cache"])
-    other = convert.linen(Decoder(), rule("mxfp4"))
+        model(X[:1, :1])
+    for query, keys in ((X[:, :2], X[:, :1]), (X[:, :1], X[:1, :1])):
+        with pytest.raises(ValueError, match="must be of the same sequences and tokens, got query"):
+            model(query, keys)
+    for mask in (jnp.ones((2, 4), bool), nn.make_causal_mask(jnp.ones((2, 3)), dtype=bool)):
+        with pytest.raises(ValueError, match=r"heads or 1, tokens, 4\], got mask.shape="):
+            model(X[:, :3], mask=mask)
     with pytest.raises(ValueError, match="format=mxfp8_e4m3, and its rule asks for format=mxfp4"):
-        other.apply(variables, X[:, :1], mutable=["cache"])
-
-
-# flax.nnx.
-
-
-def attention(**options) -> Any:
-    sizes = {"num_heads": 4, "in_features": WIDTH, "qkv_features": 4 * FEATURES}
-    return nnx.MultiHeadAttention(
-        **sizes, num_kv_heads=HEADS, decode=True, rngs=nnx.Rngs(0), **options
-    )
-
-
-def nnx_decoded(model, x=X):
-    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
-    def run(model, token):
-        return model, model(token[:, None])[:, 0]
-
-    return nnx.jit(run)(model, x.swapaxes(0, 1))[1].swapaxes(0, 1)
-
-
-@pytest.mark.slow(but="mxfp8")
-@pytest.mark.parametrize(("format", "bits"), FORMATS)
-def test_nnx_decodes_as_the_librarys_own_cache(format, bits):
-    model = convert.nnx(attention(), rule(format))
-    model.init_cache(X.shape)
-    y = nnx_decoded(model)
-    form, scales = format_of(format).format, format_of(format).tensor_scales
-
-    @nnx.jit
-    def own(model, x):
-        cache = KVCache.zeros(BATCH, LENGTH, HEADS, FEATURES, format=form, tensor_scales=scales)
-        outs = []
-        for at in range(LENGTH):
-            token = x[:, at : at + 1]
-            query, keys, values = model.query(token), model.key(token), model.value(token)
-            cache = cache.append(keys, values, at)
-            outs.append(model.out(cache.attend(query, at))[:, 0])
-        return jnp.stack(outs, 1), cache
-
-    expected, cache = own(attention(), X)
-    np.testing.assert_array_equal(y, expected)
-    np.testing.assert_array_equal(model.cached_key.get_value().codes, cache.keys.codes)
-    found = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(model, nnx.Cache)))
-    values = 2 * BATCH * LENGTH * HEADS * FEATURES
-    assert found == values * bits / 8 + (8 if format is FIXED else 0) + 4
-    assert int(model.cache_index[...]) == LENGTH
-
-
-def test_nnx_goes_on_from_a_cache_and_back():
-    floats = attention()
-    floats.init_cache(X.shape)
-    nnx_decoded(floats, X[:, :2])
-    model = convert.nnx(floats, rule("mxfp8_e4m3"))
-    y = nnx_decoded(model, X[:, 2:])
-    # The model itself goes on with its own cache.
-    assert int(floats.cache_index[...]) == 2 and int(model.cache_index[...]) == LENGTH
-    expected = nnx_decoded(floats, X[:, 2:])
-    assert 1e-4 < np.linalg.norm(y - expected) / np.linalg.norm(expected) < 0.1
-    back: Any = convert.original(model)
-    assert back.__class__ is nnx.MultiHeadAttention
-    assert back.cached_key[...].shape == (BATCH, LENGTH, HEADS, FEATURES)
-    np.testing.assert_allclose(back.cached_key[...], floats.cached_key[...], rtol=0.07, atol=0.02)
-    assert int(back.cache_index[...]) == LENGTH
-    assert back.cache_index is not model.cache_index
-
-
-def test_nnx_without_decoding_is_flaxs_own():
-    plain = attention()
-    model = convert.nnx(plain, rule("mxfp4"))
-    np.testing.assert_array_equal(model(X, decode=False), plain(X, decode=False))
-    with pytest.raises(ValueError, match="init_cache"):
+        model.converted(rule("mxfp4"))(X[:, :1])
+    model.cache = flax.serialization.to_state_dict(model.cache)
+    with pytest.raises(ValueError, match="restored without a target"):
         model(X[:, :1])
 
 
-def test_nnx_masks_and_functions_of_ones_own():
-    calls = []
-
-    def recording(query, keys, values, mask=None, **options):
-        calls.append((keys.shape, np.asarray(mask)))
-        return nnx.dot_product_attention(query, keys, values, mask=mask)
-
-    model = convert.nnx(attention(attention_fn=recording), rule("mxfp8_e4m3"))
-    model.init_cache(X.shape)
-    mask = jnp.array([False, True, True, True])[None, None, None]
-    model(X[:, :1])
-    model(X[:, 1:2], mask=jnp.broadcast_to(mask, (BATCH, 1, 1, LENGTH)))
-    assert [shape for shape, _ in calls] == [(BATCH, LENGTH, HEADS, FEATURES)] * 2
-    np.testing.assert_array_equal(calls[0][1][0, 0, 0], [True, False, False, False])
-    np.testing.assert_array_equal(calls[1][1][0, 0, 0], [False, True, False, False])
-
-
-class OwnCall(nnx.MultiHeadAttention):
-    def __call__(self, inputs_q, *args, **options):
-        return inputs_q
-
-
-def test_nnx_tells_what_stays():
-    model = OwnCall(4, WIDTH, decode=True, rngs=nnx.Rngs(0))
-    report = convert.report(model, rule("mxfp4"))
-    assert str(report.decisions[-1].reason) == "has a call of its own"
-
-
-# Calls that it refuses, and what its threads and files give.
-
-RULE = rule("mxfp4")
-LONG = np.random.default_rng(0).standard_normal((2, 8, 64)).astype(np.float32)
-
-
-def in_linen() -> tuple[Any, Any]:
-    model = convert.linen(nn.MultiHeadAttention(2, decode=True), RULE)
-    return model, model.init(jax.random.key(0), LONG)
-
-
-def in_nnx(kind: Any = nnx.MultiHeadAttention, **options: Any) -> Any:
-    layer = convert.nnx(kind(2, 64, decode=True, rngs=nnx.Rngs(0), **options), RULE)
-    layer.init_cache(LONG.shape)
-    return layer
-
-
-def test_calls_that_flax_refuses_too():
-    """Queries of other tokens or sequences would see rows that nobody wrote, or those of others."""
-    model, variables = in_linen()
-    for query, keys in ((LONG[:, :2], LONG[:, :1]), (LONG[:, :1], LONG[:1, :1])):
-        with pytest.raises(ValueError, match="must be of the same sequences and tokens, got query"):
-            model.apply(variables, query, keys, mutable=["cache"])
-    for mask in (jnp.ones((2, 8), bool), nn.make_causal_mask(jnp.ones((2, 3)), dtype=bool)):
-        with pytest.raises(ValueError, match=r"heads or 1, tokens, 8\], got mask.shape="):
-            model.apply(variables, LONG[:, :3], mask=mask, mutable=["cache"])
-    tables = flax.serialization.to_state_dict(variables["cache"])
-    with pytest.raises(ValueError, match="restored without a target"):
-        model.apply({**variables, "cache": tables}, LONG[:, :1], mutable=["cache"])
-
-
 def test_codes_pass_no_gradient():
-    model, variables = in_linen()
+    model = Linen(rule("mxfp4"))
 
-    def loss(params: Any) -> jax.Array:
-        y, _ = model.apply({**variables, "params": params}, LONG[:, :1], mutable=["cache"])
-        return jnp.sum(y)
+    def loss(params: Any, cache: Any) -> jax.Array:
+        variables = {"params": params, "cache": cache}
+        return jnp.sum(model.model.apply(variables, X[:, :1], mutable=["cache"])[0])
 
     with pytest.raises(ValueError, match=r"kept as codes pass no gradient.*stop_gradient"):
-        jax.grad(loss)(variables["params"])
-    keys, query = jnp.ones((1, 1, 1, 32)), jnp.ones((1, 1, 1, 32))
-    cache = KVCache.zeros(1, 4, 1, 32, format="mxfp4").append(keys, keys, 0)
-    assert jax.grad(lambda q: cache.attend(q, 0).sum())(query).shape == query.shape
+        jax.eval_shape(jax.grad(loss), model.params, model.cache)
+    cache, query = KVCache.zeros(1, 4, 1, 32, format="mxfp4"), jnp.ones((1, 1, 1, 32))
+    assert quick(jax.grad(lambda q: cache.attend(q, 0).sum()))(query).shape == query.shape
 
 
 @pytest.mark.parametrize("format", [None, "mxfp4", "nvfp4"])
@@ -390,24 +302,66 @@ def test_flax_serialization(format: str | None):
         flax.serialization.from_bytes(other, flax.serialization.to_bytes(cache))
 
 
+# flax.nnx alone -----------------------------------------------------------------------------------
+
+
+def in_nnx(**options: Any) -> Any:
+    return Nnx(rule("mxfp4"), **options).model
+
+
+def test_the_way_back():
+    """What the cache holds is decoded into new Variables."""
+    model = Nnx(rule("mxfp8_e4m3")).model
+    model(X)
+    back: Any = convert.original(model)
+    assert back.__class__ is nnx.MultiHeadAttention
+    expected = model.cached_key.get_value().read().swapaxes(1, 2)
+    np.testing.assert_array_equal(back.cached_key[...], expected)
+    assert back.cache_index[...] == LENGTH and back.cache_index is not model.cache_index
+
+
+def test_without_decoding_it_is_flaxs_own():
+    model = in_nnx()
+    np.testing.assert_array_equal(model(X, decode=False), Nnx().model(X, decode=False))
+    model.cached_key = None
+    with pytest.raises(ValueError, match="init_cache"):
+        model(X[:, :1])
+
+
+def test_a_function_of_ones_own_gets_the_decoded_rows():
+    calls = []
+
+    def own(query: Any, keys: Any, values: Any, **options: Any) -> jax.Array:
+        calls.append((keys.shape, np.asarray(options["mask"])[0, 0, 0]))
+        return nnx.dot_product_attention(query, keys, values, mask=options["mask"])
+
+    layer = in_nnx(attention_fn=own)
+    layer(X[:, :1])
+    mask = jnp.array([False, True, True, True])[None, None, None]
+    layer(X[:, 1:2], mask=jnp.broadcast_to(mask, (BATCH, 1, 1, LENGTH)))
+    assert [shape for shape, _ in calls] == [(BATCH, LENGTH, HEADS, FEATURES)] * 2
+    np.testing.assert_array_equal(calls[0][1], [True, False, False, False])
+    np.testing.assert_array_equal(calls[1][1], [False, True, False, False])
+
+
 def test_a_layer_with_its_cache_is_pickled():
-    layer = in_nnx()
-    layer(LONG[:, :3])
+    layer, step = in_nnx(), nnx.jit(lambda layer, x: layer(x))
+    step(layer, X[:, :3])
     again = pickle.loads(pickle.dumps(layer))
     assert again.cache_index[...] == 3 and again.cached_key.get_value().format.name == "mxfp4"
-    np.testing.assert_array_equal(again(LONG[:, 3:4]), layer(LONG[:, 3:4]))
+    np.testing.assert_array_equal(step(again, X[:, 3:]), step(layer, X[:, 3:]))
 
 
 def test_threads_share_a_layer():
     layer = in_nnx()
-    expected = layer(LONG, decode=False)
+    expected = layer(X, decode=False)
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(3) as threads:
             for _ in range(8):
-                threads.submit(layer, LONG[:, :1])
-            whole = [threads.submit(layer, LONG, decode=False) for _ in range(8)]
+                threads.submit(layer, X[:, :1])
+            whole = [threads.submit(layer, X, decode=False) for _ in range(8)]
     finally:
         sys.setswitchinterval(before)
     for own in whole:
@@ -423,30 +377,13 @@ class Counting(nnx.MultiHeadAttention):
 
 
 def test_an_init_cache_of_ones_own_is_called():
-    layer = in_nnx(Counting)
-    assert layer.calls[...] == 0 and layer.cached_key.get_value().codes.shape == (2, 2, 8, 16)
-
-
-def test_a_function_that_takes_any_option():
-    def own(query: Any, keys: Any, values: Any, **options: Any) -> jax.Array:
-        return nnx.dot_product_attention(query, keys, values, mask=options["mask"])
-
-    layer, plain = in_nnx(attention_fn=own), in_nnx()
-    np.testing.assert_allclose(layer(LONG[:, :1]), plain(LONG[:, :1]), atol=1e-5)
+    layer = in_nnx(kind=Counting)
+    assert layer.calls[...] == 0 and layer.cached_key.get_value().codes.shape == (2, 2, 4, 16)
 
 
 def test_a_stack_that_is_converted_anew():
-    make = nnx.vmap(lambda rngs: nnx.MultiHeadAttention(2, 64, decode=True, rngs=rngs))
-    stack = convert.nnx(make(nnx.Rngs(0).split(2)), RULE)
-    nnx.vmap(lambda layer: layer.init_cache(LONG.shape))(stack)
+    make = nnx.vmap(lambda rngs: nnx.MultiHeadAttention(2, WIDTH, decode=True, rngs=rngs))
+    stack = convert.nnx(make(nnx.Rngs(0).split(2)), rule("mxfp4"))
+    nnx.vmap(lambda layer: layer.init_cache(X.shape))(stack)
     with pytest.warns(UserWarning, match="the cache of a stack is dropped .* call init_cache"):
-        convert.nnx(stack, RULE)
-
-
-@pytest.mark.filterwarnings("ignore:.*sow:DeprecationWarning")
-def test_weights_are_sown_into_the_layer():
-    """Not into what stands for it while it decodes."""
-    layer = in_nnx()
-    layer(LONG[:, :1], sow_weights=True)
-    (weights,) = layer.attention_weights.get_value()
-    np.testing.assert_array_equal(weights, np.eye(8)[:1] * np.ones((2, 2, 1, 1)))
+        convert.nnx(stack, rule("mxfp4"))

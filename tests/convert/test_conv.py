@@ -104,66 +104,74 @@ def test_patches_that_do_not_overlap_are_not_copied():
     assert "dot_general" in primitives and "concatenate" not in primitives
 
 
-def example() -> np.ndarray:
-    return np.random.default_rng(2).standard_normal((2, 4, 4, 40), np.float32)
+X = np.random.default_rng(2).standard_normal((2, 4, 4, 64), np.float32)
+each = pytest.mark.parametrize("kind", [nn.Conv, nnx.Conv], ids=["linen", "nnx"])
 
 
-@pytest.mark.slow(but="linen")
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
-def test_only_rules_that_name_it_convert_it(framework: str):
-    x = example()
-    if framework == "linen":
-        kind, arguments = nn.Conv, (x,)
-        model = nn.Conv(6, (2, 2), strides=2)
-    else:
-        kind, arguments = nnx.Conv, ()
-        model = nnx.Conv(40, 6, (2, 2), strides=2, rngs=nnx.Rngs(0))
+def flaxs(kind: type, **options: Any) -> Any:
+    """A layer of 64 features to 6."""
+    options = {"kernel_size": (2, 2), "use_bias": False} | options
+    if kind is nn.Conv:
+        return nn.Conv(6, **options)
+    return nnx.Conv(64, 6, **options, rngs=nnx.Rngs(0))
+
+
+def judged(model: Any, **options: Any) -> convert.Decision:
+    args = (X,) if isinstance(model, nn.Module) else ()
+    (decision,) = convert.report(model, Rule(".*", MXFP8, **options), *args).decisions
+    return decision
+
+
+def of_kernel(model: Any, rule: Rule | None = None) -> Any:
+    """A layer, converted or not, as a function of its kernel and of what it convolves."""
+    if isinstance(model, nn.Module):
+        own = model if rule is None else convert.linen(model, rule)
+        return lambda kernel, x: own.apply({"params": {"kernel": kernel}}, x)
+    graph, state = nnx.split(model if rule is None else convert.nnx(model, rule))
+
+    def run(kernel: Any, x: jax.Array) -> jax.Array:
+        own = nnx.merge(graph, state)
+        own.kernel = nnx.Param(kernel)
+        return own(x)
+
+    return run
+
+
+@each
+def test_only_rules_that_name_it_convert_it(kind: type):
     with pytest.warns(convert.UnusedRuleWarning):
-        report = convert.report(model, Rule(".*", MXFP8), *arguments)
-    assert report.decisions[0].reason == "rule 0: only a rule with types=Conv converts it"
-    report = convert.report(model, Rule(".*", MXFP8, types=kind), *arguments)
-    assert report.num_converted == 1
-    assert report.decisions[0].layer.shape == (4, 40, 6)
+        decision = judged(flaxs(kind))
+    assert decision.reason == "rule 0: only a rule with types=Conv converts it"
+    decision = judged(flaxs(kind), types=kind)
+    assert (decision.recipe, decision.layer.shape) == (MXFP8, (4, 64, 6))
 
 
-def test_blocks_lie_along_the_input_features():
-    x = example()
-    model = nnx.Conv(40, 6, (2, 2), strides=2, use_bias=False, rngs=nnx.Rngs(0))
-    converted = convert.nnx(model, Rule(".*", MXFP8, types=nnx.Conv))
-    patches = x.reshape(2, 2, 2, 2, 2, 40).transpose(0, 1, 3, 2, 4, 5)
-    expected = mx_jax.einsum("bhwijc,ijcf->bhwf", patches, model.kernel[...], recipe=MXFP8)
-    np.testing.assert_array_equal(converted(x), expected)
-    linen = convert.linen(
-        nn.Conv(6, (2, 2), strides=2, use_bias=False), Rule(".*", MXFP8, types=nn.Conv)
-    )
-    variables = {"params": {"kernel": model.kernel[...]}}
-    np.testing.assert_array_equal(linen.apply(variables, x), expected)
+@each
+def test_blocks_lie_along_the_input_features(kind: type):
+    kernel = np.random.default_rng(3).standard_normal((2, 2, 64, 6), np.float32)
+    run = of_kernel(flaxs(kind, strides=2), Rule(".*", MXFP8, types=kind))
+    patches = X.reshape(2, 2, 2, 2, 2, 64).transpose(0, 1, 3, 2, 4, 5)
+    expected = mx_jax.einsum("bhwijc,ijcf->bhwf", patches, kernel, recipe=MXFP8)
+    np.testing.assert_array_equal(run(kernel, X), expected)
 
 
-@pytest.mark.slow(but="feature_group")
+@each
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         (dict(feature_group_count=2), "feature_group_count=2: each group contracts other features"),
         (dict(input_dilation=(1, 2), padding=((1, 1), (1, 1))), "input_dilation="),
     ],
+    ids=["groups", "transposed"],
 )
-def test_what_is_no_product(options: dict[str, Any], reason: str):
-    x = example()
-    linen = nn.Conv(6, (2, 2), **options)
-    model = nnx.Conv(40, 6, (2, 2), **options, rngs=nnx.Rngs(0))
+def test_what_is_no_product(options: dict[str, Any], reason: str, kind: type):
+    layer, rule = flaxs(kind, **options), Rule(".*", MXFP8, types=kind)
     with pytest.warns(convert.UnusedRuleWarning):
-        reports = (
-            convert.report(linen, Rule(".*", MXFP8, types=nn.Conv), x),
-            convert.report(model, Rule(".*", MXFP8, types=nnx.Conv)),
-        )
-    for report in reports:
-        assert report.decisions[0].reason.startswith(reason)
-    variables = quick(linen.init)(jax.random.key(0), x)
-    converted = convert.linen(linen, Rule(".*", MXFP8, types=nn.Conv))
+        assert judged(layer, types=kind).reason.startswith(reason)
+    kernel = jnp.ones((2, 2, 64 // options.get("feature_group_count", 1), 6))
+    plain = str(jax.make_jaxpr(of_kernel(layer))(kernel, X))
     with pytest.warns(convert.UnusedRuleWarning):
-        output = quick(converted.apply)(variables, x)
-    np.testing.assert_array_equal(output, quick(linen.apply)(variables, x))
+        assert str(jax.make_jaxpr(of_kernel(layer, rule))(kernel, X)) == plain
 
 
 @pytest.mark.slow
@@ -188,41 +196,23 @@ def test_transposed_and_local_convolutions():
 @pytest.mark.slow(but="packed")
 @needs_library
 @pytest.mark.parametrize("packed", [False, True], ids=["MXArray", "packed"])
-@pytest.mark.parametrize("framework", ["linen", "nnx"])
-def test_a_stored_kernel_is_used_as_it_is(framework: str, packed: bool):
+@each
+def test_a_stored_kernel_is_used_as_it_is(kind: type, packed: bool):
     """In a format that the recipe does not have: quantized again, it would be another."""
-    rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((1, 4, 5, 32)), jnp.float32)
-    kernel = mx_jax.quantize(
-        jnp.asarray(rng.standard_normal((3, 2, 32, 8)), jnp.float32), "mxfp8_e4m3", axis=2
-    )
-    flax_conv = nn.Conv(8, (3, 2), use_bias=False)
-    expected = flax_conv.apply({"params": {"kernel": kernel.dequantize()}}, x)
-    rule = Rule(".*", recipes.weight_only("mxfp4"), types=(nn.Conv, nnx.Conv))
+    values = jnp.asarray(np.random.default_rng(0).standard_normal((2, 2, 64, 6)), jnp.float32)
+    kernel = mx_jax.quantize(values, "mxfp8_e4m3", axis=2)
+    expected = of_kernel(flaxs(kind))(kernel.dequantize(), X)
+    run = of_kernel(flaxs(kind), Rule(".*", recipes.weight_only("mxfp4"), types=kind))
     with only_backend("cpu_ffi"):
-        stored: Any = kernel
-        if packed:
-            stored = mx_jax.pack_weights(kernel, contracting=(0, 1, 2))
-        if framework == "linen":
-            run: Any = convert.linen(flax_conv, rule).apply
-            state: Any = {"params": {"kernel": stored}}
-        else:
-            model = nnx.Conv(32, 8, (3, 2), use_bias=False, rngs=nnx.Rngs(0))
-            model = convert.nnx(model, rule)
-            model.kernel.set_value(stored)
-            graph, state = nnx.split(model)
-            run = lambda state, x: nnx.merge(graph, state)(x)  # noqa: E731
-        text = jax.jit(run).lower(state, x).as_text()
+        stored = mx_jax.pack_weights(kernel, contracting=(0, 1, 2)) if packed else kernel
+        text = jax.jit(run).lower(stored, X).as_text()
         target = rejections.PACKED_MATMUL if packed else rejections.MATMUL
         assert text.count(f"@{target}(") == 1
-        np.testing.assert_allclose(jax.jit(run)(state, x), expected, rtol=1e-5, atol=1e-4)
+        np.testing.assert_allclose(jax.jit(run)(stored, X), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_a_stored_kernel_that_no_rule_converts():
-    kernel = mx_jax.quantize(jnp.ones((3, 3, 32, 8)), "mxfp8_e4m3", axis=2)
-    conv, x = nn.Conv(8, (3, 3), use_bias=False), jnp.ones((1, 4, 4, 32))
-    kept = convert.linen(conv, Rule(".*", None, types=nn.Conv))
-    actual = kept.apply({"params": {"kernel": kernel}}, x)
-    np.testing.assert_array_equal(
-        actual, conv.apply({"params": {"kernel": jnp.ones((3, 3, 32, 8))}}, x)
-    )
+    kernel = jnp.ones((2, 2, 64, 6))
+    kept = of_kernel(flaxs(nn.Conv), Rule(".*", None, types=nn.Conv))
+    stored = mx_jax.quantize(kernel, "mxfp8_e4m3", axis=2)
+    np.testing.assert_array_equal(kept(stored, X), of_kernel(flaxs(nn.Conv))(kernel, X))

@@ -26,13 +26,14 @@ from mx_jax.convert import Report, Rule, UnusedRuleWarning
 from tests.quick import quick
 
 from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, TreeLinear, recipe_names
-from .linen_models import FLAX, WIDTH, Compact
+from .linen_models import WIDTH, Compact
 
 ALL = Rule(".*", MXFP8)
 Kernels = dict[str, jax.Array]
 _rng = np.random.default_rng(0)
 X = jnp.asarray(_rng.standard_normal((6, 40), np.float32))
 TABLE = jnp.asarray(_rng.standard_normal((9, 33), np.float32))
+ATTENDED = jnp.asarray(_rng.standard_normal((2, 6, WIDTH), np.float32))
 OWN = jnp.asarray(_rng.standard_normal((2, 40, 8), np.float32) / 6)
 KERNELS: Kernels = {
     "up": jnp.asarray(_rng.standard_normal((40, 64), np.float32) / 6),
@@ -156,8 +157,7 @@ class Linen(Way):
         return layer.apply({"params": {"w": w}}, x, rngs=None if key is None else {"quantize": key})
 
     def kinds(self, attention_fn: Any = None) -> Any:
-        own = functools.partial(FLAX.Attention, attention_fn=attention_fn)
-        return Compact(dataclasses.replace(FLAX, Attention=own) if attention_fn else FLAX)
+        return Compact(attention_fn) if attention_fn else Compact()
 
     def chosen(self, what: str) -> Any:
         einsum = "btk,kn->btn"
@@ -167,6 +167,22 @@ class Linen(Way):
             "recipe": mx_jax.nn.linen.Einsum((WIDTH, 4), einsum, recipe="mxfp4"),
             "nothing": nn.Einsum((WIDTH,), "btk,k->btk", kernel_init=nn.initializers.ones),
         }[what]
+
+    def attention(self, *rules: Rule, **options: Any) -> Any:
+        layer = nn.MultiHeadAttention(2, **options)
+        shapes = jax.eval_shape(layer.init, jax.random.key(0), ATTENDED)
+        rng = np.random.default_rng(1)
+        variables = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32) / 7, shapes)
+        if rules:
+            layer = convert.linen(layer, rules)
+
+        def run(**options: Any) -> Any:
+            rngs = {"dropout": jax.random.key(1)}
+            apply = functools.partial(layer.apply, rngs=rngs, mutable=["intermediates"], **options)
+            y, sown = quick(apply)(variables, ATTENDED)
+            return y, sown["intermediates"]["attention_weights"][0]
+
+        return run
 
     def embed(self, table: Any = TABLE) -> tuple[jax.Array, Any]:
         converted = convert.linen(nn.Embed(9, 33), Rule(".*", WEIGHT_ONLY, types=nn.Embed))
@@ -235,6 +251,18 @@ class Nnx(Way):
             "recipe": lambda: mx_jax.nn.nnx.Linear(4, 3, recipe=STOCHASTIC, rngs=rngs),
             "nothing": lambda: nnx.Einsum("bk,k->bk", (4,), kernel_init=ones, rngs=rngs),
         }[what]()
+
+    def attention(self, *rules: Rule, **options: Any) -> Any:
+        heads = {"num_heads": 4, "num_kv_heads": 2, "in_features": WIDTH, "decode": False}
+        layer = nnx.MultiHeadAttention(**heads, rngs=nnx.Rngs(0), **options)
+        if rules:
+            layer = convert.nnx(layer, rules)
+
+        def run(**options: Any) -> Any:
+            y = layer(ATTENDED, rngs=nnx.Rngs(dropout=1), is_causal=True, **options)
+            return y, layer.attention_weights.get_value()[0]  # pyright: ignore
+
+        return run
 
     def embed(self, table: Any = TABLE) -> tuple[jax.Array, Any]:
         embed = nnx.Embed(9, 33, rngs=nnx.Rngs(0))
@@ -521,6 +549,22 @@ class TestKinds:
         """What it multiplies shows in a call, if it does."""
         names = way.names(way.kinds(own_attention), Rule(".*", MXFP8))
         assert "attention/qk" not in names and names["attention/query"] == "mxfp8"
+
+    @pytest.mark.filterwarnings("ignore:.*sow:DeprecationWarning")
+    def test_an_attention(self, way: Any):
+        """Each product by itself; what is masked, dropped and sown is as before."""
+        dropout = {"dropout_rate": 0.5, "deterministic": False}
+        options = {"mask": nn.make_causal_mask(ATTENDED[..., 0]), "sow_weights": True}
+        before, weights = way.attention(**dropout)(**options)
+        found = {
+            pattern: way.attention(Rule(pattern, MXFP8), **dropout)(**options)
+            for pattern in ("qk", "av")
+        }
+        for after, own in found.values():
+            assert 18 < mx_jax.inspect.sqnr_db(before, after) < 60
+            np.testing.assert_array_equal(own == 0, weights == 0)
+        assert np.any(found["qk"][0] != found["av"][0])
+        np.testing.assert_allclose(found["av"][1], weights, rtol=2e-5)
 
     @pytest.mark.parametrize("what", ["dot_general", "dot_general_cls", "recipe", "nothing"])
     def test_what_a_user_chose_stays(self, way: Any, what: str):

@@ -134,7 +134,13 @@ def test_a_deferred_product_is_mapped_as_dot_general_is(mapped: str):
         fn = jax.vmap(one, axes, out_axes=2)
         if mapped == "twice":
             fn = jax.vmap(fn, (None, 0), out_axes=1)
-        return quick(jax.value_and_grad(lambda *own: jnp.sum(jnp.sin(fn(*own))), (0, 1)))(lhs, rhs)
+
+        def loss(*own: jax.Array) -> jax.Array:
+            out = fn(*own)
+            # A sum alone would not tell where the axes are.
+            return jnp.sum(jnp.sin(out) * jnp.cos(jnp.arange(out.size).reshape(out.shape)))
+
+        return quick(jax.value_and_grad(loss, (0, 1)))(lhs, rhs)
 
     ours = run(deferred(recipes.high_precision().dot_general))
     jax.tree.map(

@@ -1,0 +1,434 @@
+"""Models that multiply by name, of linen and of nnx: a trace of the model's call reaches them.
+
+Stand-ins for `FlaxGPT2Module` of transformers 4.55, which has layers of its own kind
+(`FlaxConv1D`: `lax.dot_general` in a method), and for tunix's Llama, with an Einsum of its own,
+attention and a tied head; test_peers.py runs the real ones.
+"""
+
+import functools
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import mx_jax
+from mx_jax import convert, recipes
+from mx_jax.convert import Rule
+from tests.quick import quick
+
+from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, as_function, products
+
+TOKENS = jnp.arange(6).reshape(2, 3)
+ALL, OTHER = Rule(".*", MXFP8), recipes.mxfp4()
+
+
+class Conv1D(nn.Module):
+    """`[..., in]` by a kernel stored `[out, in]`, as GPT-2's checkpoints have it."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel = self.param("kernel", nn.initializers.normal(0.2), (self.features, x.shape[-1]))
+        return lax.dot_general(x, kernel.transpose(), (((x.ndim - 1,), (0,)), ((), ())))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k, v = jnp.split(Conv1D(96, name="c_attn")(nn.LayerNorm()(x)), 3, -1)
+        weights = nn.softmax(jnp.einsum("bqd,bkd->bqk", q, k))
+        x = x + Conv1D(32, name="c_proj")(jnp.einsum("bqk,bkd->bqd", weights, v))
+        return x + Conv1D(32, name="c_fc")(nn.gelu(x))
+
+
+class Gpt2(nn.Module):
+    @nn.compact
+    def __call__(self, tokens: jax.Array, deterministic: bool = True) -> jax.Array:
+        embed = nn.Embed(16, 32, name="wte")
+        x = embed(tokens)
+        for i in range(2):
+            x = Block(name=f"h_{i}")(x)
+        return embed.attend(nn.Dropout(0.5)(x, deterministic))
+
+
+class Embedder(nnx.Module):
+    """No call, and two methods, only one of which multiplies."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.table = nnx.Param(jax.random.normal(rngs.params(), (7, 64)))
+
+    def encode(self, tokens: jax.Array) -> jax.Array:
+        return self.table[...][tokens]
+
+    def decode(self, x: jax.Array) -> jax.Array:
+        return jnp.dot(x, self.table[...].T)
+
+
+class Einsum(nnx.Module):
+    def __init__(self, subscripts: str, shape: tuple[int, ...], rngs: nnx.Rngs):
+        self.subscripts, self.shape = subscripts, shape
+        self.w = nnx.Param(jax.random.normal(rngs.params(), shape) / 8)
+
+    @jax.named_scope("einsum")
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.einsum(self.subscripts, x, self.w[...])
+
+
+class Attention(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.q_proj = Einsum("btd,ndh->btnh", (2, 64, 32), rngs)
+        self.kv_proj = Einsum("bsd,cndh->cbsnh", (2, 2, 64, 32), rngs)
+        self.o_proj = Einsum("btnh,nhd->btd", (2, 32, 64), rngs)
+        self.dropout = nnx.Dropout(0.1, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def block(self, x: jax.Array) -> jax.Array:
+        q, (k, v) = self.q_proj(x), self.kv_proj(x)
+        weights = self.dropout(nnx.softmax(jnp.einsum("btnh,bsnh->bnts", q, k)))
+        self.calls[...] += 1
+        return self.o_proj(jnp.einsum("bnts,bsnh->btnh", weights, v))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return nnx.remat(self.block.__func__)(self, x)  # pyright: ignore
+
+
+class DecoderLayer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.attn = Attention(rngs)
+        self.up, self.down = nnx.Linear(64, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attn(x)
+        return x + self.down(nnx.silu(self.up(x)))
+
+
+class Llama(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.embedder = Embedder(rngs)
+        self.layers = nnx.List([DecoderLayer(rngs) for _ in range(2)])
+
+    def __call__(self, tokens: jax.Array, cache: Any = None) -> tuple[jax.Array, Any]:
+        x = self.embedder.encode(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.embedder.decode(x), cache
+
+
+ATTENTION = "q_proj kv_proj btnh,bsnh->bnts bnts,bsnh->btnh o_proj".split()
+BLOCK = "c_attn bqd,bkd->bqk bqk,bkd->bqd c_proj c_fc".split()
+GPT2 = [f"h_{i}/{name}" for i in range(2) for name in BLOCK]
+LLAMA = [
+    f"layers/{i}/{name}"
+    for i in range(2)
+    for name in ("up", "down", *(f"attn/{name}" for name in ATTENTION))
+]
+# Products of two activations, and the embedding, stay.
+AS_A_FUNCTION = [Rule(r".*->.*|Gpt2/wte.attend", None), ALL]
+
+
+@functools.cache
+def variables() -> Any:
+    with jax.ensure_compile_time_eval():
+        return quick(Gpt2().init)(jax.random.key(0), TOKENS)
+
+
+class Linen:
+    """A model as a function of its parameters and tokens, and those parameters."""
+
+    num_products, paths = 11, ("wte", *GPT2)
+    # The embedding follows rules that name its type; as a function it is a product as any other.
+    kept = (Rule(r".*wte.attend", None), ALL)
+
+    def __init__(self):
+        self.model, self.params = Gpt2(), variables()
+
+    def run(self, *rules: Rule, strict: bool = True) -> Any:
+        return convert.linen(self.model, rules, strict=strict).apply if rules else self.model.apply
+
+
+class Nnx:
+    num_products, paths, kept = 15, (*LLAMA, "embedder"), (ALL,)
+
+    def __init__(self):
+        self.model = Llama(nnx.Rngs(0))
+        self.params, self.rest = nnx.state(self.model, nnx.Param, ...)
+
+    def run(self, *rules: Rule, strict: bool = True) -> Any:
+        model = convert.nnx(self.model, rules, strict=strict) if rules else self.model
+        graph = nnx.graphdef(model)
+
+        def run(params: Any, tokens: jax.Array) -> jax.Array:
+            # New Variables: these may change below the gradient.
+            rest = jax.tree.map(jnp.asarray, self.rest)
+            return nnx.merge(graph, params, rest)(tokens)[0]
+
+        return run
+
+
+@pytest.mark.parametrize("case", [Linen, Nnx])
+class TestModels:
+    def test_every_product_is_converted(self, case: Any):
+        own = case()
+        made = {"dot_general": 1, "mx_matmul": 10} if case is Linen else {"mx_matmul": 15}
+        assert products(own.run(), own.params, TOKENS) == {"dot_general": case.num_products}
+        assert products(own.run(ALL), own.params, TOKENS) == made
+        report = convert.report(own.model, ALL, TOKENS)
+        assert report.num_converted == made["mx_matmul"]
+        assert sorted(found.layer.path for found in report.decisions) == sorted(case.paths)
+
+    def test_it_is_the_function_converted(self, case: Any):
+        """To the bit, with its gradients."""
+        own = case()
+        theirs = convert.function(own.run(), case.kept, weights=0)
+
+        def values(run: Any) -> Any:
+            return quick(jax.value_and_grad(lambda params: jnp.var(run(params, TOKENS))))
+
+        ours = values(own.run(ALL))(own.params)
+        jax.tree.map(np.testing.assert_array_equal, ours, values(theirs)(own.params))
+
+
+class TestGpt2:
+    def test_layers_as_a_function(self):
+        """By the function's scopes the same products as by the module's paths and types."""
+        own = Linen()
+        report = convert.report(own.model.apply, AS_A_FUNCTION, own.params, TOKENS, weights=0)
+        assert [found.layer.path for found in report.decisions] == [
+            *(f"Gpt2/{path}" for path in GPT2),
+            "Gpt2/wte.attend",
+        ]
+        kernels = [found.layer.kernel for found in report.decisions if found.recipe]
+        assert kernels[:2] == [(32, 96), (32, 32)] and report.num_converted == 6
+        found = convert.report(own.model, AS_A_FUNCTION, TOKENS).decisions
+        assert {own.layer.type for own in found} == {nn.Embed, Conv1D, Block}
+
+    def test_rules_by_path_type_and_product(self):
+        own = Linen()
+
+        def made(*rules: Rule) -> dict[str, int]:
+            return products(own.run(*rules), own.params, TOKENS)
+
+        assert made(ALL, Rule(".*", MXFP8, types=nn.Embed)) == {"mx_matmul": 11}
+        assert made(Rule("h_1", MXFP8, types=Block)) == {"dot_general": 9, "mx_matmul": 2}
+        assert made(Rule(".*/c_fc", MXFP8, types=Conv1D)) == {"dot_general": 9, "mx_matmul": 2}
+        by_product = Rule("h_0/.*", MXFP8, types=convert.DotGeneral)
+        assert made(by_product) == {"dot_general": 6, "mx_matmul": 5}
+        # A recipe of weights alone says nothing of products without.
+        assert made(Rule(".*", WEIGHT_ONLY)) == {"dot_general": 5, "mx_matmul": 6}
+
+    def test_a_converted_part_of_another_model(self):
+        """Its scope is an argument of the trace: what it keeps, sows and draws is as before."""
+
+        class Part(nn.Module):
+            @nn.compact
+            def __call__(self, x: jax.Array, *, scale: float) -> jax.Array:
+                calls = self.variable("calls", "count", lambda: jnp.zeros((), jnp.int32))
+                calls.value += 1
+                self.sow("intermediates", "input", x)
+                return nn.Dropout(0.5, deterministic=False)(Conv1D(32)(x)) * scale
+
+        class Outer(nn.Module):
+            part: nn.Module
+
+            @nn.compact
+            def __call__(self, x: jax.Array) -> jax.Array:
+                return nn.Dense(8)(self.part(self.part(x, scale=2.0), scale=1.0))
+
+        x, rngs = jnp.ones((2, 4, 32)), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+        plain, ours = Outer(Part()), Outer(convert.linen(Part(), ALL, strict=True))
+        variables = quick(plain.init)(rngs, x)
+        jax.tree.map(np.testing.assert_array_equal, quick(ours.init)(rngs, x), variables)
+
+        def run(module: nn.Module) -> Any:
+            return functools.partial(module.apply, rngs=rngs, mutable=["calls", "intermediates"])
+
+        assert products(run(plain), variables, x) == {"dot_general": 3}
+        assert products(run(ours), variables, x) == {"dot_general": 1, "mx_matmul": 2}
+        (before, kept), (after, ours_kept) = (
+            quick(run(own))(variables, x) for own in (plain, ours)
+        )
+        assert ours_kept["calls"]["part"]["count"] == kept["calls"]["part"]["count"] == 4
+        assert jax.tree.structure(ours_kept) == jax.tree.structure(kept)
+        # The same is dropped.
+        assert 0 < np.linalg.norm(after - before) < 0.2 * np.linalg.norm(before)
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("way", ["function", "linen"])
+    def test_streams_of_the_model_reach_it(self, way: str):
+        """flax.linen's apply takes rngs itself; conversion reads its own stream there."""
+        own, rule = Linen(), Rule(".*/c_fc", STOCHASTIC)
+        converted: Any = own.run(rule)
+        if way == "function":
+            converted = convert.function(own.model.apply, rule, weights=0)
+
+        @quick
+        def apply(rngs: Any) -> Any:
+            return converted(own.params, TOKENS, deterministic=False, rngs=rngs)
+
+        def run(quantize: int, dropout: int) -> np.ndarray:
+            keys = {"quantize": jax.random.key(quantize), "dropout": jax.random.key(dropout)}
+            return np.asarray(apply(keys))
+
+        np.testing.assert_array_equal(run(0, 0), run(0, 0))
+        assert np.any(run(0, 0) != run(1, 0)) and np.mean(run(0, 0) == run(0, 1)) < 0.1
+
+    def test_a_model_that_holds_a_module(self):
+        """As transformers' do: the error says what to convert, and how to put it back."""
+
+        class PreTrained:
+            _module = Gpt2()
+            module = property(lambda self: self._module)
+
+        text = r"convert.{}: PreTrained is no flax.linen module, but holds one as model.module: con"
+        operations: list[Any] = [convert.linen, convert.report]
+        for operation in operations:
+            with pytest.raises(TypeError, match=text.format(operation.__name__)) as error:
+                operation(PreTrained(), ALL)
+            back = "put it back: model._module = convert.linen(model.module, rules)"
+            assert back in str(error.value)
+
+
+def call_once(model: Any) -> jax.Array:
+    return model(TOKENS)[0]
+
+
+class TestLlama:
+    def test_rules_by_path_type_and_product(self):
+        own = Nnx()
+        rules = [
+            Rule("embedder", None),
+            Rule(".*/attn/.*->.*", OTHER, types=Attention),
+            Rule("layers/0/.*", MXFP8, types=Einsum),
+            Rule("layers/1/.*", MXFP8, types=convert.DotGeneral),
+        ]
+        report = convert.report(own.model, rules, TOKENS)
+        assert [found.rule for found in report.decisions] == [
+            *[None] * 4,
+            *[2, 2, 1, 1, 2],
+            *[3, 3, 1, 1, 3],
+            0,
+        ]
+        made = products(own.run(*rules), own.params, TOKENS)
+        assert made == {"dot_general": 5, "mx_matmul": 10}
+
+    def test_what_is_told_when(self):
+        """Without a call the products are not known; with one, rules that matched none are."""
+        model = Llama(nnx.Rngs(0))
+        report = convert.report(model, ALL)
+        reasons = {own.layer.path: own.reason for own in report.decisions if own.recipe is None}
+        assert len(reasons) == 7 and reasons["embedder"] == reasons["layers/0/attn/q_proj"] == (
+            "its products show in a call: give the report example arguments"
+        )
+        typo = [Rule("layers/0/atn/.*", MXFP8), ALL]
+        with pytest.warns(convert.UnusedRuleWarning, match=r"matched no layer: 0 .*'layers/0/up'"):
+            nnx.eval_shape(call_once, convert.nnx(model, typo))
+        with pytest.raises(ValueError, match=r"convert.nnx: rules that matched no layer: 0"):
+            nnx.eval_shape(call_once, convert.nnx(model, typo, strict=True))
+
+    def test_its_parts_and_what_calls_change(self):
+        """A part is called alone in the closure of a jit, where nothing may change."""
+        model = Llama(nnx.Rngs(0))
+        converted = convert.nnx(model, ALL)
+        layer, x = converted.layers[0].attn.q_proj, jnp.ones((2, 3, 64))
+        expected = mx_jax.einsum(layer.subscripts, x, layer.w[...], recipe=MXFP8)
+        np.testing.assert_array_equal(jax.jit(lambda x: layer(x))(x), expected)
+        call = nnx.jit(call_once)
+        assert np.any(call(converted) != call(converted)), "dropout drew anew"
+        assert model.layers[1].attn.calls[...] == 2
+
+    def test_random_bits(self):
+        """Of the model's stream, new ones in each call; without one it is named."""
+        model = Llama(nnx.Rngs(0))
+        model.eval()
+        converted = convert.nnx(model, Rule(".*attn.*", STOCHASTIC), rngs=nnx.Rngs(quantize=1))
+        call = nnx.jit(call_once)
+        assert np.any(call(converted) != call(converted))
+        without = convert.nnx(model, Rule(".*attn.*", STOCHASTIC))
+        with pytest.raises(ValueError, match="draws random bits and needs the 'quantize' stream"):
+            nnx.eval_shape(call_once, without)
+
+
+class TestCallsOfNnx:
+    """What else a module's call may do."""
+
+    def test_one_that_is_compiled(self):
+        class Compiled(nnx.Module):
+            def __init__(self):
+                self.w = nnx.Param(jnp.ones((32, 4)))
+
+            @nnx.jit
+            def __call__(self, x: jax.Array) -> jax.Array:  # pyright: ignore
+                return x @ self.w[...]
+
+        run, state = as_function(convert.nnx(Compiled(), ALL, strict=True))
+        assert products(run, state, jnp.ones((2, 32))) == {"mx_matmul": 1}
+
+    def test_one_that_adds_variables(self):
+        class Sows(nnx.Module):
+            def __init__(self):
+                self.w, self.seen = nnx.Param(jnp.ones((32, 4))), 0
+
+            def __call__(self, x: jax.Array, *, name: str) -> dict[str, Any]:
+                self.last, self.seen = nnx.Intermediate(x), self.seen + 1
+                return {"name": name, "y": x @ self.w[...], "none": None}
+
+        converted, x = convert.nnx(Sows(), ALL), jnp.ones((2, 32))
+        result = converted(x, name="head")
+        assert result["name"] == "head" and result["y"].shape == (2, 4)
+        assert converted.seen == 1
+        np.testing.assert_array_equal(converted.last[...], x)
+
+    @pytest.mark.slow
+    def test_below_a_scan_of_layers(self):
+        """A stack made by nnx.vmap, which the model runs."""
+
+        @nnx.split_rngs(splits=2)
+        @nnx.vmap
+        def stack(rngs: nnx.Rngs) -> Einsum:
+            return Einsum("bd,df->bf", (64, 64), rngs)
+
+        class Stack(nnx.Module):
+            def __init__(self, rngs: nnx.Rngs):
+                self.layers = stack(rngs)
+
+            def __call__(self, x: jax.Array) -> jax.Array:
+                scan = nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+                return scan(lambda x, layer: layer(x))(x, self.layers)
+
+        model, x = Stack(nnx.Rngs(0)), jnp.ones((3, 64))
+        expected = x
+        for w in model.layers.w[...]:
+            expected = mx_jax.einsum("bd,df->bf", expected, w, recipe=MXFP8)
+        converted = convert.nnx(model, Rule("layers", MXFP8), strict=True)
+        np.testing.assert_allclose(nnx.jit(converted)(x), expected, rtol=1e-5)
+
+    def test_adapters_follow_rules_that_name_them(self):
+        """They are trained beside what rules quantize."""
+        model, x = nnx.LoRALinear(64, 8, lora_rank=4, rngs=nnx.Rngs(0)), jnp.ones((2, 64))
+        (_, first, second) = convert.report(model, ALL, x).decisions
+        assert first.reason == second.reason == "rule 0: only a rule with types=LoRA converts it"
+        run, state = as_function(convert.nnx(model, ALL))
+        assert products(run, state, x) == {"dot_general": 2, "mx_matmul": 1}
+        run, _ = as_function(convert.nnx(model, [ALL, Rule(".*", MXFP8, types=nnx.LoRA)]))
+        assert products(run, state, x) == {"mx_matmul": 3}
+
+    def test_a_tied_head_of_flaxs_embedding(self):
+        """It follows rules that name the type, and its attribute alone: no trace adds to it."""
+
+        class Tied(nnx.Module):
+            def __init__(self, rngs: nnx.Rngs):
+                self.embed, self.w = nnx.Embed(7, 64, rngs=rngs), nnx.Param(jnp.ones((64, 64)))
+
+            def __call__(self, tokens: jax.Array) -> jax.Array:
+                return self.embed.attend(self.embed(tokens) @ self.w[...])
+
+        model = Tied(nnx.Rngs(0))
+        for rules in (ALL, [Rule(".*", MXFP8, types=nnx.Embed), ALL]):
+            run, state = as_function(convert.nnx(model, rules, strict=True))
+            assert products(run, state, TOKENS) == {"dot_general": 1, "mx_matmul": 1}
