@@ -362,14 +362,14 @@ def checked_position(position: jax.typing.ArrayLike, batch: int) -> jax.typing.A
             "KVCache: position must be an integer, one for all sequences or one for each, got "
             f"dtype={jnp.result_type(position)}, shape={shape}, batch={batch}"
         )
-    if not isinstance(position, Tracer) and np.min(position) < 0:
+    if not isinstance(position, Tracer) and np.asarray(position).min() < 0:
         raise ValueError(f"KVCache: positions count from 0, got position={position}")
     return jnp.asarray(position) if shape else position
 
 
 def must_see(length: int, position: jax.typing.ArrayLike, tokens: int) -> None:
     """Raise ValueError for a number of rows that hides a query's own token; traced ones pass."""
-    if not isinstance(position, Tracer) and length < np.max(position) + tokens:
+    if not isinstance(position, Tracer) and length < np.asarray(position).max() + tokens:
         raise ValueError(
             "KVCache: every query must see its own token, got "
             f"length={length}, position={position}, tokens={tokens}; leave length out, or give at "

@@ -206,6 +206,18 @@ def test_every_sequence_sees_its_own_token():
         cache.attend(drawn(1), np.array([0, 4]), length=4)
 
 
+def test_a_known_position_within_a_program():
+    """Not an argument of it: it is checked as it is outside."""
+    cache, rows, position = empty(), drawn(1), jnp.array([1, 3])
+
+    def run(rows):
+        return cache.append(rows, rows, position).attend(rows, position, length=4)
+
+    np.testing.assert_allclose(jax.jit(run)(rows), run(rows), rtol=1e-5)
+    with pytest.raises(ValueError, match=r"its own token, got length=3"):
+        jax.jit(lambda rows: cache.attend(rows, position, length=3))(rows)
+
+
 def test_no_tokens_no_sequences_and_a_list_of_positions():
     cache, none = empty(format="mxfp4").append(drawn(2), drawn(2), [1, 3]), drawn(0)
     assert cache.attend(none, 0).shape == none.shape
