@@ -474,5 +474,7 @@ class BackendSuite:
     @pytest.mark.parametrize(("check", "case"), _CHECKS)
     def test_results(self, backend: Backend, check: Callable[[Backend, Any], None], case: Any):
         call = cases.dequantize_call(case) if check is check_dequantize else case.call
-        if check_answer(backend, PROMISES[backend.name], call, current_target(1)):
+        is_taken = check_answer(backend, PROMISES[backend.name], call, current_target(1))
+        # The reference defines the bits that others are compared with.
+        if is_taken and not (backend is REFERENCE and isinstance(case, cases.QuantizeCase)):
             check(backend, case)
