@@ -274,7 +274,7 @@ QUANTIZE_BOTH_CASES: tuple[QuantizeBothCase, ...] = (
     _both(formats.MXINT8, (33, 129)),
     _both(formats.NVFP4, (3, 50, 80)),
     # Roundings, blocks, and an axis in between.
-    _both(formats.MXFP4, (40, 136), rounding="stochastic"),
+    _both(formats.MXFP4, (40, 136), rounding="stochastic", axes=(-2, -1)),
     _both(formats.MXFP8_E4M3, (40, 136), rounding="away", block_size=7),
     _both(formats.MXFP8_E4M3, (2, 40, 3, 64), axes=(-1, -3)),
     QuantizeBothCase(
