@@ -100,11 +100,6 @@ def progress(total: int) -> Iterator[Any]:
         yield step
 
 
-def first_line(error: BaseException) -> str:
-    """What a table says of a failure."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
-
-
 def last_line(trace: str) -> str:
     """What a table says of a traceback."""
     return trace.strip().splitlines()[-1]

@@ -68,8 +68,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return WorkStealingScheduling(config, log)
 
 
-# Of what tests/quick.py is not for, these folders ask nothing.
+# Of what tests/quick.py is not for, these folders and files ask nothing.
 QUICK_FOLDERS = {"benchmarks", "calibrate", "cli", "convert", "examples", "generate", "nn"}
+QUICK_FOLDERS |= {"test_docs.py"}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -104,26 +105,25 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 # What depends on no version of Python or JAX, and why: CI runs it on 3.11, its slow tests on 3.12.
 ONE_PYTHON = {
-    "bytes of files in and out; what is computed is tested elsewhere": """
-        checkpoint/test_by_hand checkpoint/test_file checkpoint/test_gguf checkpoint/test_layouts
-        checkpoint/test_mutate checkpoint/test_plausible checkpoint/test_qarray
-        checkpoint/test_shards checkpoint/test_stated checkpoint/test_transcoding
-        cli/test_checkpoints cli/test_convert cli/test_formats
-        cli/test_hostile_names cli/test_refused_early generate/test_tokenizers""",
+    "bytes of files in and out; what is computed is tested elsewhere": "checkpoint cli generate",
     "a C++ library, the same one, computes these bits": """
-        backends/test_cpu_matmul backends/test_cpu_casts""",
-    "frozen values": """
-        formats recipes/test_page recipes/test_schedule recipes/test_with""",
-    "the project's sources, pages and pictures": """
-        benchmarks/test_cpu_goals benchmarks/test_page contracts/test_docs contracts/test_examples
+        backends/test_cast_statistics backends/test_cpu_calls backends/test_cpu_casts
+        backends/test_cpu_matmul""",
+    "frozen values, and what is chosen by them": """
+        backends/test_identity backends/test_select formats recipes/test_measured
+        recipes/test_named recipes/test_page recipes/test_published recipes/test_schedule
+        recipes/test_specs recipes/test_with""",
+    "the project's sources, pages and pictures; pages of docs are slow tests": """
+        benchmarks examples contracts/test_docs contracts/test_examples
         contracts/test_import_time contracts/test_imports contracts/test_migrate
-        contracts/test_packaging contracts/test_site contracts/test_style contracts/test_walk
-        examples/test_findings examples/test_numerics_pictures""",
+        contracts/test_packaging contracts/test_public_names contracts/test_site
+        contracts/test_size contracts/test_style ../mx_jax""",
     "pages, tables and processes of plain Python": """
         inspect/test_report inspect/test_report_browser inspect/test_report_checkpoint
-        inspect/test_sinks measure/test_command""",
+        inspect/test_sinks measure""",
     "choices among codes, and laws of them, that tests/codecs has on every Python": """
-        calibrate/test_scales quantize/test_properties""",
+        calibrate extending inspect/test_bias inspect/test_sensitivity quantize/test_bad_input
+        quantize/test_float_scales quantize/test_properties quantize/test_tensor_scales""",
 }
 
 
@@ -173,8 +173,9 @@ def thin(items: list[pytest.Item], whole: bool) -> None:
 
 
 def leave_out_what_one_python_runs(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests, and those that the other Python skips, stay."""
     here = Path(__file__).parent
-    named = {here / name for names in ONE_PYTHON.values() for name in names.split()}
+    named = {(here / name).resolve() for names in ONE_PYTHON.values() for name in names.split()}
     if lost := [path for path in named if not (path.is_dir() or path.with_suffix(".py").exists())]:
         raise pytest.UsageError(f"ONE_PYTHON names what is not there: {lost}")
     left = [
@@ -182,6 +183,7 @@ def leave_out_what_one_python_runs(config: pytest.Config, items: list[pytest.Ite
         for item in items
         if not named.isdisjoint((item.path.with_suffix(""), *item.path.parents))
         and not item.get_closest_marker("slow")
+        and not any("Python 3.12" in str(mark.kwargs) for mark in item.iter_markers("skipif"))
     ]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in set(left)]

@@ -4,13 +4,10 @@ A linen layer with `DotGeneral` inside an nnx model (`nnx.bridge.ToNNX`), and an
 recipe inside a linen model (`nnx.bridge.ToLinen`). Both draw from the stream "quantize".
 """
 
-from typing import Any
-
 import flax.linen as nn
 import jax
-import optax
 from flax import nnx
-from shared import CLASSES, FEATURES, Report, cross_entropy, data, report, show, train
+from shared import CLASSES, FEATURES, Report, show, train_linen, train_nnx
 
 import mx_jax
 from mx_jax.nn.linen import DotGeneral
@@ -44,50 +41,12 @@ class LinenModel(nn.Module):
         return nn.Dense(CLASSES, name="head")(nn.relu(hidden(x)).mean(axis=1))
 
 
-def in_nnx(steps: int) -> tuple[list[float], Report]:
-    x, labels = data()
-    model = NnxModel(nnx.Rngs(0, quantize=1))
-    optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model: NnxModel, optimizer: nnx.Optimizer) -> jax.Array:
-        loss, gradients = nnx.value_and_grad(lambda m: cross_entropy(m(x), labels))(model)
-        optimizer.update(model, gradients)
-        return loss
-
-    compiled = step.lower(model, optimizer).compile()
-    losses = train(lambda state, _: (state, compiled(*state)), (model, optimizer), steps)
-    return losses, report(compiled.as_text())
-
-
-def in_linen(steps: int) -> tuple[list[float], Report]:
-    x, labels = data()
-    model, optimizer = LinenModel(), optax.adam(3e-3)
-    params = model.init(jax.random.key(0), x)["params"]
-
-    def mean_loss(params: Any, key: jax.Array) -> jax.Array:
-        logits: Any = model.apply({"params": params}, x, rngs={"quantize": key})
-        return cross_entropy(logits, labels)
-
-    @jax.jit
-    def step(state: Any, number: jax.typing.ArrayLike) -> Any:
-        params, memory = state
-        key = jax.random.fold_in(jax.random.key(1), number)
-        loss, gradients = jax.value_and_grad(mean_loss)(params, key)
-        updates, memory = optimizer.update(gradients, memory)
-        return (optax.apply_updates(params, updates), memory), loss
-
-    state = (params, optimizer.init(params))
-    compiled = step.lower(state, 0).compile()
-    return train(compiled, state, steps), report(compiled.as_text())
-
-
 def main(steps: int = 20) -> dict[str, tuple[list[float], Report]]:
-    results = {}
-    for name, run in (("linen in nnx", in_nnx), ("nnx in linen", in_linen)):
-        print(f"\n{name}")
-        results[name] = run(steps)
-        show([results[name][1]])
+    print("\nlinen in nnx")
+    results = {"linen in nnx": train_nnx(NnxModel(nnx.Rngs(0, quantize=1)), steps)}
+    print("\nnnx in linen")
+    results["nnx in linen"] = train_linen(LinenModel(), steps)
+    show(f"{name}\n{found}\n" for name, (_, found) in results.items())
     return results
 
 

@@ -3,13 +3,11 @@
 Recipes with stochastic rounding too: `DotGeneral` and `EinsumOp` draw from the stream "quantize".
 """
 
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
 import jax
-import optax
-from shared import CLASSES, FEATURES, Report, cross_entropy, data, report, show, train
+from shared import CLASSES, FEATURES, Report, show, train_linen
 
 from mx_jax.nn.linen import DotGeneral, EinsumOp
 
@@ -38,25 +36,7 @@ class Model(nn.Module):
 
 
 def main(steps: int = 20) -> tuple[list[float], Report]:
-    x, labels = data()
-    model, optimizer = Model(), optax.adam(3e-3)
-    params = jax.jit(model.init)(jax.random.key(0), x)["params"]
-
-    def mean_loss(params: Any, key: jax.Array) -> jax.Array:
-        logits: Any = model.apply({"params": params}, x, rngs={"quantize": key})
-        return cross_entropy(logits, labels)
-
-    @partial(jax.jit, donate_argnums=0)
-    def step(state: Any, number: jax.typing.ArrayLike) -> Any:
-        params, memory = state
-        key = jax.random.fold_in(jax.random.key(1), number)
-        loss, gradients = jax.value_and_grad(mean_loss)(params, key)
-        updates, memory = optimizer.update(gradients, memory)
-        return (optax.apply_updates(params, updates), memory), loss
-
-    state = (params, optimizer.init(params))
-    compiled = step.lower(state, 0).compile()
-    losses, found = train(compiled, state, steps), report(compiled.as_text())
+    losses, found = train_linen(Model(), steps)
     show([found])
     return losses, found
 

@@ -9,9 +9,8 @@ draw nothing may as well be given as `recipe.dot_general`. Attention's `qkv_dot_
 from typing import Any
 
 import jax
-import optax
 from flax import nnx
-from shared import CLASSES, FEATURES, Report, cross_entropy, data, report, show, train
+from shared import CLASSES, FEATURES, Report, show, train_nnx
 
 from mx_jax.nn.nnx import DotGeneral, EinsumOp
 from mx_jax.recipes import mxfp8
@@ -55,19 +54,7 @@ class Model(nnx.Module):
 
 
 def main(steps: int = 20) -> tuple[list[float], Report]:
-    x, labels = data()
-    model = Model(nnx.Rngs(0, quantize=1))
-    optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model: Model, optimizer: nnx.Optimizer) -> jax.Array:
-        loss, gradients = nnx.value_and_grad(lambda m: cross_entropy(m(x), labels))(model)
-        optimizer.update(model, gradients)
-        return loss
-
-    compiled = step.lower(model, optimizer).compile()
-    losses = train(lambda state, _: (state, compiled(*state)), (model, optimizer), steps)
-    found = report(compiled.as_text())
+    losses, found = train_nnx(Model(nnx.Rngs(0, quantize=1)), steps)
     show([found])
     return losses, found
 

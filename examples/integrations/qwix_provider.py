@@ -5,15 +5,13 @@ Needs `pip install qwix` (0.1.8). A rule of Qwix finds products by the path of t
 """
 
 import dataclasses
-from typing import Any
 
 import flax.linen as nn
 import jax
-import optax
 import qwix
 from flax import nnx
 from qwix._src.utils import flax_util
-from shared import CLASSES, FEATURES, Report, cross_entropy, data, report, show, train
+from shared import CLASSES, FEATURES, Report, data, show, train_linen, train_nnx
 
 import mx_jax
 
@@ -106,44 +104,16 @@ class NnxModel(nnx.Module):
 
 
 def in_linen(steps: int) -> tuple[list[float], Report]:
-    x, labels = data()
-    plain, optimizer = LinenModel(), optax.adam(3e-3)
+    plain = LinenModel()
     model = qwix.quantize_model(plain, MxProvider(RULES))
-    params = plain.init(jax.random.key(0), x)["params"]
-
-    def mean_loss(params: Any, key: jax.Array) -> jax.Array:
-        logits: Any = model.apply({"params": params}, x, rngs={"quantize": key})
-        return cross_entropy(logits, labels)
-
-    @jax.jit
-    def step(state: Any, number: jax.typing.ArrayLike) -> Any:
-        params, memory = state
-        key = jax.random.fold_in(jax.random.key(1), number)
-        loss, gradients = jax.value_and_grad(mean_loss)(params, key)
-        updates, memory = optimizer.update(gradients, memory)
-        return (optax.apply_updates(params, updates), memory), loss
-
-    state = (params, optimizer.init(params))
-    compiled = step.lower(state, 0).compile()
-    return train(compiled, state, steps), report(compiled.as_text())
+    return train_linen(model, steps, plain.init(jax.random.key(0), data()[0])["params"])
 
 
 def in_nnx(steps: int) -> tuple[list[float], Report]:
-    x, labels = data()
     rngs = nnx.Rngs(0, quantize=1)
-    model = qwix.quantize_model(NnxModel(rngs), MxProvider(RULES), x, rngs=rngs)
+    model = qwix.quantize_model(NnxModel(rngs), MxProvider(RULES), data()[0], rngs=rngs)
     model.set_attributes(qwix_rngs=rngs)
-    optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
-
-    @nnx.jit
-    def step(model: NnxModel, optimizer: nnx.Optimizer) -> jax.Array:
-        loss, gradients = nnx.value_and_grad(lambda m: cross_entropy(m(x), labels))(model)
-        optimizer.update(model, gradients)
-        return loss
-
-    compiled = step.lower(model, optimizer).compile()
-    losses = train(lambda state, _: (state, compiled(*state)), (model, optimizer), steps)
-    return losses, report(compiled.as_text())
+    return train_nnx(model, steps)
 
 
 def main(steps: int = 20) -> dict[str, tuple[list[float], Report]]:

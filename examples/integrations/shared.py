@@ -1,13 +1,17 @@
-"""What the examples beside this file share: data, a loss, and a look into the compiled program."""
+"""What the examples beside this file share: data, loops, and a look into the compiled program."""
 
 import dataclasses
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from flax import nnx
 
 TOKENS, FEATURES, CLASSES = 8, 64, 4
 
@@ -110,6 +114,55 @@ def train(step: Callable[[Any, int], tuple[Any, jax.Array]], state: Any, steps: 
         if number % 5 == 0 or number == steps - 1:
             print(f"step {number:3}  loss {losses[-1]:.4f}")
     return losses
+
+
+def train_linen(model: nn.Module, steps: int, params: Any = None) -> tuple[list[float], Report]:
+    """Adam on `data()`, with a key of the stream "quantize" for each step.
+
+    Args:
+      model: of sequences, to `CLASSES` logits.
+      steps: how many.
+      params: what it starts from, if not from what `model.init` gives.
+
+    Returns:
+      The loss before each step, and what the compiled step holds.
+    """
+    x, labels = data()
+    optimizer = optax.adam(3e-3)
+    if params is None:
+        params = jax.jit(model.init)(jax.random.key(0), x)["params"]
+
+    def mean_loss(params: Any, key: jax.Array) -> jax.Array:
+        logits: Any = model.apply({"params": params}, x, rngs={"quantize": key})
+        return cross_entropy(logits, labels)
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(state: Any, number: jax.typing.ArrayLike) -> Any:
+        params, memory = state
+        key = jax.random.fold_in(jax.random.key(1), number)
+        loss, gradients = jax.value_and_grad(mean_loss)(params, key)
+        updates, memory = optimizer.update(gradients, memory)
+        return (optax.apply_updates(params, updates), memory), loss
+
+    state = (params, optimizer.init(params))
+    compiled = step.lower(state, 0).compile()
+    return train(compiled, state, steps), report(compiled.as_text())
+
+
+def train_nnx(model: Any, steps: int) -> tuple[list[float], Report]:
+    """The same of an nnx model, which holds its own streams."""
+    x, labels = data()
+    optimizer = nnx.Optimizer(model, optax.adam(3e-3), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model: Any, optimizer: nnx.Optimizer) -> jax.Array:
+        loss, gradients = nnx.value_and_grad(lambda m: cross_entropy(m(x), labels))(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    compiled = step.lower(model, optimizer).compile()
+    losses = train(lambda state, _: (state, compiled(*state)), (model, optimizer), steps)
+    return losses, report(compiled.as_text())
 
 
 def show(lines: Iterable[Any]) -> None:

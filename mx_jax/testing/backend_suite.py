@@ -37,23 +37,23 @@ def check_quantize(backend: Backend, case: cases.QuantizeCase) -> None:
     call = case.call
     rng = np.random.default_rng(0)
     x = jnp.asarray(draw_any_bits(rng, case.shape, call.dtype))
-    _compare_quantize(backend, call, x, rng, None)
+    compare_casts(backend, call, x, rng)
     if call.format.tensor_scale and case.scale_rule is None:
         tame = jnp.asarray(draw_few_octaves(rng, case.shape).astype(call.dtype))
         given = jnp.full((1,) * x.ndim, 0.01, jnp.float32)
-        _compare_quantize(backend, call, tame, rng, given)
+        compare_casts(backend, call, tame, rng, given)
 
 
-def _compare_quantize(
+def compare_casts(
     backend: Backend,
     call: calls.QuantizeCall,
     x: jax.Array,
     rng: np.random.Generator,
-    tensor_scale: jax.Array | None,
+    tensor_scale: jax.Array | None = None,
 ) -> None:
+    """Compare codes and scales of given values with the reference's."""
     num_bits = call.random_bits
     drawn = rng.integers(0, 1 << num_bits, call.random_shape, dtype=np.int32) if num_bits else None
-
     given = x, drawn, tensor_scale
     assert_same(_compiled(backend, call)(*given), _compiled(REFERENCE, call)(*given))
 
@@ -474,5 +474,7 @@ class BackendSuite:
     @pytest.mark.parametrize(("check", "case"), _CHECKS)
     def test_results(self, backend: Backend, check: Callable[[Backend, Any], None], case: Any):
         call = cases.dequantize_call(case) if check is check_dequantize else case.call
-        if check_answer(backend, PROMISES[backend.name], call, current_target(1)):
+        is_taken = check_answer(backend, PROMISES[backend.name], call, current_target(1))
+        # The reference defines the bits that others are compared with.
+        if is_taken and not (backend is REFERENCE and isinstance(case, cases.QuantizeCase)):
             check(backend, case)

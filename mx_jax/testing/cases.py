@@ -151,6 +151,18 @@ QUANTIZE_CASES: tuple[QuantizeCase, ...] = (
     QuantizeCase(format=formats.MXFP4, shape=(5, 64), rounding="stochastic"),
     QuantizeCase(format=formats.MXINT8, shape=(5, 64), rounding="stochastic", dtype="bfloat16"),
     QuantizeCase(format=formats.NVFP4, shape=(5, 64), rounding="stochastic", dtype="float16"),
+    # Rules that do more than find a scale, drawn, along other axes.
+    *(
+        QuantizeCase(
+            format=format, shape=shape, axis=-2, scale_rule=rule, rounding=rounding, dtype=dtype
+        )
+        for format, shape, rule, rounding, dtype in (
+            (formats.NVFP4, (64, 20), "amax_headroom", "stochastic", "float32"),
+            (formats.NVFP4, (3, 40, 5), "four_over_six", "stochastic", "float32"),
+            (formats.NVFP4_2D, (64, 96), "four_over_six", "stochastic", "bfloat16"),
+            (formats.NVFP4, (3, 40, 5), "ms_eden", "nearest", "float32"),
+        )
+    ),
     # Ranks, axes and block sizes.
     QuantizeCase(format=formats.MXFP4, shape=(70,)),
     QuantizeCase(format=formats.MXFP4, shape=(70, 3), axis=0),
@@ -262,7 +274,7 @@ QUANTIZE_BOTH_CASES: tuple[QuantizeBothCase, ...] = (
     _both(formats.MXINT8, (33, 129)),
     _both(formats.NVFP4, (3, 50, 80)),
     # Roundings, blocks, and an axis in between.
-    _both(formats.MXFP4, (40, 136), rounding="stochastic"),
+    _both(formats.MXFP4, (40, 136), rounding="stochastic", axes=(-2, -1)),
     _both(formats.MXFP8_E4M3, (40, 136), rounding="away", block_size=7),
     _both(formats.MXFP8_E4M3, (2, 40, 3, 64), axes=(-1, -3)),
     QuantizeBothCase(
@@ -425,6 +437,10 @@ class AttendCase:
 ATTEND_CASES: tuple[AttendCase, ...] = (
     AttendCase(),
     AttendCase(length=17, features=7, position=16),
+    # Blocks of rows begin where the last one ends; more are asked for than there are.
+    AttendCase(length=128, position=15),
+    AttendCase(length=37, features=40, position=16),
+    AttendCase(length=300, features=80, position=303),
     AttendCase(tokens=3),
     *(
         AttendCase(format=format)

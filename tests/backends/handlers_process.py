@@ -5,6 +5,7 @@ A program of its own, since MX_JAX_CPU_ISA is read once a process. Prints what i
 
 import dataclasses
 import hashlib
+import math
 import sys
 
 import jax
@@ -12,18 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax import formats
-from mx_jax.backends.calls import DequantizeCall, QuantizeBothCall, QuantizeCall
+from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.cpu_ffi import CPU_FFI, library
-from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Target
 from mx_jax.reference.scale_rules import SCALE_RULES
-from mx_jax.testing.backend_suite import check_matmul, draw_any_codes
-from mx_jax.testing.cases import MatmulCase, QuantizeCase
-from mx_jax.testing.compare import assert_bitwise_equal
+from mx_jax.testing.backend_suite import (
+    check_dequantize,
+    check_matmul,
+    check_quantize_both,
+    compare_casts,
+)
+from mx_jax.testing.cases import MatmulCase, QuantizeBothCase, QuantizeCase
 from mx_jax.testing.draw import draw_any_bits
 
-HANDLERS = CPU_FFI
-BOTH = (HANDLERS, REFERENCE)
 CPU = Target(platform="cpu")
 
 
@@ -63,51 +65,24 @@ def draw_values(rng: np.random.Generator, call: QuantizeCall) -> jax.Array:
 
 
 def check(rng: np.random.Generator) -> int:
-    """Cast there and back by both; how many elements were compared."""
+    """Cast there and back by both, and along two axes in one call; how many are compared."""
     case = draw_case(rng)
-    call = case.call
-    if HANDLERS.rejects(call, CPU):
+    if CPU_FFI.rejects(case.call, CPU):
         return 0
-    x = draw_values(rng, call)
-    num_bits = call.rounding.random_bits
-    bits = jnp.asarray(rng.integers(0, 1 << num_bits, x.shape, np.int32)) if num_bits else None
-    actual, expected = jax.jit(lambda x, b: [own.run(call, x, b, None) for own in BOTH])(x, bits)
-    assert_bitwise_equal(actual.codes, expected.codes, what=f"codes of {call}")
-    assert_bitwise_equal(actual.scales, expected.scales, what=f"scales of {call}")
-    back = DequantizeCall(
-        shape=call.shape, dtype=call.dtype, format=call.format, blocks=call.blocks
-    )
-    q = draw_any_codes(rng, back)
-    left, right = jax.jit(lambda q: [own.run(back, q) for own in BOTH])(q)
-    assert_bitwise_equal(left, right, what=f"values of {back}")
-    return 2 * x.size + check_both(rng, case, x)
-
-
-def check_both(rng: np.random.Generator, case: QuantizeCase, x: jax.Array) -> int:
-    """Cast along another axis too, in one call."""
-    axes = [axis for axis in range(-x.ndim, 0) if axis != case.axis % x.ndim - x.ndim]
-    if not axes:
-        return 0
-    other = dataclasses.replace(case, axis=int(rng.choice(axes)))
+    compare_casts(CPU_FFI, case.call, draw_values(rng, case.call), rng)
+    check_dequantize(CPU_FFI, case)
+    others = [
+        axis
+        for axis in range(-len(case.shape), 0)
+        if axis != case.axis % len(case.shape) - len(case.shape)
+    ]
+    other = dataclasses.replace(case, axis=int(rng.choice(others)))
     if rng.random() < 0.3:
         other = dataclasses.replace(other, rounding="away", block_size=None)
-    calls = (case.call, other.call)
-    call = QuantizeBothCall(first=calls[0], second=calls[1])
-    if HANDLERS.rejects(call, CPU):
-        return 0
-    bits = tuple(
-        jnp.asarray(rng.integers(0, 1 << n, x.shape, np.int32)) if n else None
-        for n in (c.rounding.random_bits for c in calls)
-    )
-
-    def run(x, bits):
-        expected = [REFERENCE.run(c, x, b, None) for c, b in zip(calls, bits, strict=True)]
-        return HANDLERS.run(call, x, bits, None), expected
-
-    for single, actual, expected in zip(calls, *jax.jit(run)(x, bits), strict=True):
-        assert_bitwise_equal(actual.codes, expected.codes, what=f"codes of both, {single}")
-        assert_bitwise_equal(actual.scales, expected.scales, what=f"scales of both, {single}")
-    return 2 * x.size
+    both = QuantizeBothCase(first=case, second=other)
+    if not CPU_FFI.rejects(both.call, CPU):
+        check_quantize_both(CPU_FFI, both)
+    return math.prod(case.shape)
 
 
 def products() -> str:
@@ -123,11 +98,11 @@ def products() -> str:
     for index, (lhs, rhs) in enumerate(pairs):
         for shape in shapes if index % 3 == 0 else shapes[1:]:
             case = MatmulCase(lhs=lhs, rhs=rhs, **shape)
-            check_matmul(HANDLERS, case)
+            check_matmul(CPU_FFI, case)
             if lhs is None or "e4m3" in lhs.name or "e5m2" in lhs.name:
                 continue
             left, right = case.operands(np.random.default_rng(0))
-            digest.update(np.asarray(HANDLERS.run(case.call, left, right)).tobytes())
+            digest.update(np.asarray(CPU_FFI.run(case.call, left, right)).tobytes())
     return digest.hexdigest()
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import operator
-import subprocess
 import sys
 from typing import Any
 
@@ -22,6 +21,7 @@ from mx_jax.mxarray import MXArray
 from mx_jax.reference import quantize, scale_rules
 from mx_jax.reference import statistics as reference
 from tests.needs import needs_library
+from tests.processes import printed
 from tests.quick import quick
 
 loaded = library.load()
@@ -181,8 +181,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is in another unit")
 @pytest.mark.parametrize("case", [((2, 2**21), -1), ((2**21, 2), -2)], ids=["rows", "columns"])
 def test_many_channels_take_no_more_memory_than_the_values(case):
-    command = [sys.executable, "-c", WIDE, repr(case)]
-    taken = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    taken = printed("-c", WIDE, repr(case))
     # Of 4 million elements: values in float32, and as many maxima; not 64 times the channels.
     assert int(taken) < 100 * 1024
 
@@ -216,7 +215,7 @@ def test_which_calls_the_handler_takes(change, reason):
 def test_a_library_without_the_handler_leaves_it_to_plain_jax(monkeypatch):
     assert isinstance(loaded, library.Library)
     older = dataclasses.replace(loaded, targets=loaded.targets - {statistics.TARGET})
-    monkeypatch.setattr(statistics.library, "load", lambda: older)
+    monkeypatch.setattr(library, "load", lambda: older)
     choice = select(CALL)
     assert choice.backend.name == "reference"
     assert f"was built without {statistics.TARGET}" in dict(choice.rejections)["cpu_ffi"]

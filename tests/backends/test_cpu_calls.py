@@ -13,7 +13,7 @@ from mx_jax.backends.calls import Call
 from mx_jax.backends.cpu_ffi import CPU_FFI, casts, library, rejections
 from mx_jax.backends.target import Target
 from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4, MXFP4_2D, MXFP8_E4M3, NVFP4
-from mx_jax.testing.cases import MatmulCase, QuantizeBothCase, QuantizeCase
+from mx_jax.testing.cases import AttendCase, MatmulCase, QuantizeBothCase, QuantizeCase
 from tests.needs import needs_library
 
 CPU = Target(platform="cpu")
@@ -66,7 +66,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "other_codes": u8(40, 64),
             "other_scales": u8(2, 64),
         },
-        casts._both_attributes((BOTH.first, BOTH.second), False),
+        casts._both_attributes(BOTH.first, BOTH.second, False),
     ),
     rejections.MATMUL: (
         {
@@ -276,6 +276,8 @@ DISTANT = (4, 5, 40)
             MatmulCase(lhs=MXFP4, rhs=MXFP4_2D, n=(2, 40)).call,
             "needs the last of several kept axes in whole blocks of 32, got rhs_shape=",
         ),
+        (AttendCase(tokens=3).call, "attends with one token, XLA's dot with several, got tokens=3"),
+        (AttendCase(dtype="bfloat16").call, "attends in float32, got dtypes="),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -283,6 +285,7 @@ def test_reasons(call: Call, reason: str):
     assert reason in str(CPU_FFI.rejects(call, CPU))
 
 
+@needs_library
 def test_scales_of_whole_rows_have_a_way_of_their_own():
     call = MatmulCase(lhs=FLOAT8_ROWWISE_E4M3, rhs=FLOAT8_ROWWISE_E4M3).call
     assert "needs scales in e8m0 or e4m3" in str(rejections.rejects(call))

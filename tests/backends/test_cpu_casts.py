@@ -21,7 +21,6 @@ from mx_jax.reference.quantize import quantize
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
-from tests.quick import quick
 
 pytestmark = needs_library
 
@@ -33,36 +32,6 @@ CASTS = {
     "eden": ("ms_eden", "nearest"),
 }
 HANDLERS = {"amax_headroom": 1, "four_over_six": 2, "ms_eden": 1}
-
-
-def values(shape: tuple[int, ...]) -> np.ndarray:
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=shape) * np.exp(2 * rng.normal(size=shape))
-    if len(shape) == 2:
-        x[3, 4], x[10, 20], x[20], x[22] = np.nan, np.inf, 0, x[22] * 1e-30
-    return x
-
-
-@pytest.mark.parametrize("name", CASTS)
-def test_the_bits_of_the_reference(name: str):
-    rule, rounding = CASTS[name]
-    key = jax.random.key(1) if rounding == "stochastic" or rule == "ms_eden" else None
-    for shape, axis, format in [
-        ((64, 96), -1, "nvfp4"),
-        ((64, 100), 0, "nvfp4"),
-        ((3, 40, 5), 1, "nvfp4"),
-        *[((64, 96), -1, "nvfp4_2d")] * (rule != "ms_eden"),
-    ]:
-        cast = lambda x, axis=axis, format=format: mx_jax.quantize(  # noqa: E731
-            x, format, axis=axis, scale_rule=rule, rounding=rounding, key=key
-        )
-        for dtype in ("float32", "bfloat16") if axis == -1 else ("float32",):
-            x = jnp.asarray(values(shape), dtype)
-            with mx_jax.only_backend("reference"):
-                expected = quick(cast)(x)
-            found = quick(cast)(x)
-            for part in ("codes", "scales", "tensor_scale"):
-                np.testing.assert_array_equal(getattr(found, part), getattr(expected, part))
 
 
 @pytest.mark.parametrize("name", CASTS)
@@ -95,8 +64,13 @@ def is_near(found: jax.Array, exact: np.ndarray, size: int) -> bool:
     return bool((np.abs(np.asarray(found, np.float64) - exact) <= bound).all())
 
 
-@pytest.mark.parametrize("size", [2, 4, 8, 16, 32, 64, 128, 1024])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        *[(2, "float32"), (4, "bfloat16"), (8, "float16"), (16, "float32")],
+        *[(32, "bfloat16"), (64, "float16"), (128, "float32"), (1024, "bfloat16")],
+    ],
+)
 def test_the_values_of_the_reference(size: int, dtype: str):
     for shape, axis in [
         ((3, 2 * size), 1),

@@ -3,8 +3,6 @@
 Skipped where nothing was built; that they are bit for bit the reference's, the shared suite checks.
 """
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,22 +17,11 @@ from mx_jax.backends.target import Target
 from mx_jax.ops import dense
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
+from tests.processes import printed, run_python
 
-ROOT = Path(__file__).parents[2]
 CPU = Target(platform="cpu")
 LOADED = library.load()
 F32, U8, I32 = jnp.float32, jnp.uint8, jnp.int32
-
-
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *(code.split() if ".py " in code else ("-c", code))],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 # Loading ------------------------------------------------------------------------------------------
@@ -83,6 +70,7 @@ print(CPU_FFI.rejects(call, Target(platform="cpu")))
 @pytest.mark.slow
 def test_without_a_library_everything_works(tmp_path: Path):
     result = run_python(
+        "-c",
         REJECTS + "import mx_jax; print(mx_jax.quantize([1.0], 'mxfp4').codes)",
         MX_JAX_CPU_LIBRARY="none",
     )
@@ -90,14 +78,14 @@ def test_without_a_library_everything_works(tmp_path: Path):
     assert result.stderr == "", "asked for, it is nothing to warn of"
     broken = tmp_path / "broken.so"
     broken.write_bytes(b"no library")
-    result = run_python(REJECTS, MX_JAX_CPU_LIBRARY=str(broken))
+    result = run_python("-c", REJECTS, MX_JAX_CPU_LIBRARY=str(broken))
     assert result.stdout.startswith("cannot be loaded: "), result.stderr
 
 
 @pytest.mark.slow
 @needs_library
 def test_an_unknown_instruction_set_is_a_reason():
-    result = run_python(REJECTS, MX_JAX_CPU_ISA="mmx")
+    result = run_python("-c", REJECTS, MX_JAX_CPU_ISA="mmx")
     assert result.stdout.startswith("MX_JAX_CPU_ISA=mmx is unknown or not on this machine, which")
     assert f"known, each with those before it: {', '.join(library.ISAS)}" in result.stdout
 
@@ -112,10 +100,9 @@ def test_every_instruction_set():
     assert isinstance(LOADED, library.Library)
     digests = set()
     for isa in library.ISAS[: library.ISAS.index(LOADED.detected_isa) + 1]:
-        result = run_python("tests/backends/handlers_process.py 9", MX_JAX_CPU_ISA=isa)
-        assert result.returncode == 0, result.stderr[-3000:]
-        casts, digest = result.stdout.splitlines()
-        assert casts.startswith(f"{isa}: "), result.stdout
+        text = printed("tests/backends/handlers_process.py", "9", MX_JAX_CPU_ISA=isa, XLA_FLAGS="")
+        casts, digest = text.splitlines()
+        assert casts.startswith(f"{isa}: "), text
         digests.add(digest)
     assert len(digests) == 1, digests
 

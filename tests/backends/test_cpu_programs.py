@@ -14,8 +14,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.backends.cpu_ffi import handler
-from mx_jax.backends.cpu_ffi.handler import Geometry
 from mx_jax.backends.select import only_backend
 from mx_jax.codecs import lowering
 from mx_jax.ops.arguments import draw_bits
@@ -288,69 +286,3 @@ def test_eager_calls_are_compiled_once_and_without_jit_too():
         found = pack()
     assert compiled and lowering._jitted.cache_info().misses == compiled
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-# Axes ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("axes", "shapes", "sizes", "results", "merged"),
-    [
-        ("*b k -> *b k/32, *b k/k", [(3, 70)], {}, [(3, 3), (3, 1)], [(3, 3), (3, 1)]),
-        # Batches of one length and of length one; axes as one, an empty group among them.
-        (
-            "*l (m0 m1) k, *r () k, *lr -> *lr (m0 m1) ()",
-            [(1, 2, 5, 64), (4, 64), (4,)],
-            {},
-            [(4, 2, 5)],
-            [(4, 10, 1)],
-        ),
-        # What an operand only has in blocks, or not at all, is told.
-        ("*r n/32 1 -> *r n p", [(2, 1)], {"n": 40, "p": 9}, [(40, 9)], [(40, 9)]),
-    ],
-)
-def test_results_follow(axes, shapes, sizes, results, merged):
-    geometry = Geometry(axes, tuple(shapes), sizes)
-    assert geometry.result_shapes() == list(zip(merged, results, strict=True))
-
-
-def test_several_axes_become_one_in_whole_blocks():
-    geometry = Geometry("*b (j k), *b (j k/32) -> *b", ((2, 40), (2, 2)), {})
-    filled, scales = geometry.merge([jnp.ones((2, 40)), jnp.ones((2, 2))])
-    assert scales.shape == (4,)
-    assert filled.shape == (128,)
-    assert_bitwise_equal(filled, np.repeat([1.0, 0.0, 1.0, 0.0], [40, 24, 40, 24]).astype("f"))
-
-
-@pytest.mark.parametrize(
-    ("axes", "shapes", "expected", "whole", "sizes"),
-    [
-        # Blocks stay whole; an axis that ends within one is not split at all.
-        (
-            "*b j k -> *b j k, *b j k/32",
-            [(8, 4, 64)],
-            "batch0 j (k k_inside) -> batch0 j (k k_inside), batch0 j k",
-            ["k_inside"],
-            {"k_inside": 32},
-        ),
-        ("*b k -> *b k, *b k/32", [(40,)], "k_inside -> k_inside, k", ["k_inside", "k"], {}),
-        # What is contracted is gathered, and what stands for a whole batch.
-        (
-            "*l m k, *r n k -> *lr m n",
-            [(1, 5, 64), (3, 7, 64)],
-            "whole0 m whole_k, batch0 n whole_k -> batch0 m n",
-            ["whole0", "whole_k"],
-            {},
-        ),
-        (
-            "*r n/32 bytes, 0 -> *r n",
-            [(2, 99), (0,)],
-            "n whole_bytes, whole2 -> (n n_inside)",
-            ["whole_bytes", "whole2", "n_inside"],
-            {"n_inside": 32},
-        ),
-    ],
-)
-def test_the_rule_for_devices_follows(axes, shapes, expected, whole, sizes):
-    rule, options = handler._sharding_rule(Geometry(axes, tuple(shapes), {"n": 64, "bytes": 99}))
-    assert (rule, options) == (expected, {"need_replication_factors": tuple(whole)} | sizes)

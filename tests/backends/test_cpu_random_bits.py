@@ -40,20 +40,20 @@ def test_the_bits_of_jax(shape: tuple[int, ...], width: int):
     np.testing.assert_array_equal(draw(KEY), expected)
 
 
-@pytest.mark.parametrize("key", [jax.random.key(3, impl="rbg"), jax.random.PRNGKey(3)], ids=str)
-def test_other_keys(key: jax.Array):
-    """Of another implementation by JAX alone; old-style ones are of the default one."""
-    typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+OTHERS = {
+    "another implementation": (jax.random.key(3, impl="rbg"), True, []),
+    "old style": (jax.random.PRNGKey(3), True, ["mx_jax_cpu_random_bits"]),
+    "no partition": (KEY, False, []),
+}
+
+
+@pytest.mark.parametrize(("key", "partitionable", "expected"), OTHERS.values(), ids=OTHERS)
+def test_other_keys(key: jax.Array, partitionable: bool, expected: list[str]):
+    """Of threefry that partitions, which old-style keys are; others by JAX alone."""
     draw = lambda key: draw_bits(key, (8, 32), 16)  # noqa: E731
-    assert handlers(draw, key) == ([] if typed else ["mx_jax_cpu_random_bits"])
-    np.testing.assert_array_equal(draw(key), random_bits.draw_bits(key, (8, 32), 16))
-
-
-def test_threefry_that_does_not_partition():
-    with jax.threefry_partitionable(False):
-        draw = lambda key: draw_bits(key, (8, 32), 16)  # noqa: E731
-        assert handlers(draw, KEY) == []
-        np.testing.assert_array_equal(draw(KEY), random_bits.draw_bits(KEY, (8, 32), 16))
+    with jax.threefry_partitionable(partitionable):
+        assert handlers(draw, key) == expected
+        np.testing.assert_array_equal(draw(key), random_bits.draw_bits(key, (8, 32), 16))
 
 
 def derived(key: jax.Array) -> tuple[Any, jax.Array]:

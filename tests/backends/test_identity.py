@@ -128,36 +128,28 @@ def test_a_rule_of_another_kind_of_scale_is_the_reference_s():
     assert_bitwise_equal(ours.scales, expected.scales)
 
 
-@pytest.mark.parametrize("element", [BIASED, dataclasses.replace(E2M1, bias=5)], ids=["2", "5"])
-def test_an_element_of_ones_own_under_a_known_name(element):
-    """Products, casts and values of E2M1 with another bias: the reference's, everywhere."""
-    format = dataclasses.replace(MXFP4, element=element)
+OWN = {
+    "element": dataclasses.replace(MXFP4, element=BIASED),
+    "bias of 5": dataclasses.replace(MXFP4, element=dataclasses.replace(E2M1, bias=5)),
+    "scale": dataclasses.replace(
+        NVFP4,
+        scale=dataclasses.replace(formats.E4M3_SCALE, element=dataclasses.replace(E4M3, bias=8)),
+    ),
+}
+
+
+@pytest.mark.parametrize("format", OWN.values(), ids=OWN)
+def test_elements_and_scales_of_ones_own_under_known_names(format: formats.BlockFormat):
+    """Casts are the reference's, and products those of the values, packed or not."""
     recipe = recipes.weight_only(format)
-    x, w = X, X.T
-
-    def run():
-        q = mx_jax.quantize(w, format, axis=0)
-        packed = mx_jax.pack_weights(q)
-        product = mx_jax.matmul(x, q, recipe=recipe)
-        return q.codes, q.scales, product, mx_jax.matmul(x, packed, recipe=recipe), q.dequantize()
-
-    found = run()
-    with mx_jax.only_backend("reference"):
-        expected = run()
-    for ours, theirs in zip(found[:2], expected[:2], strict=True):
-        assert_bitwise_equal(ours, theirs)
-    exact = X.astype(np.float64) @ np.asarray(found[4], np.float64)
-    for product in found[2:4]:
-        np.testing.assert_allclose(product, exact, rtol=1e-5, atol=1e-5)
-
-
-def test_a_scale_of_ones_own_under_a_known_name():
-    scale = dataclasses.replace(formats.E4M3_SCALE, element=dataclasses.replace(E4M3, bias=8))
-    format = dataclasses.replace(NVFP4, scale=scale)
     q = mx_jax.quantize(X.T, format, axis=0)
-    product = mx_jax.matmul(X, q, recipe=recipes.weight_only(format))
+    with mx_jax.only_backend("reference"):
+        expected = mx_jax.quantize(X.T, format, axis=0)
+    assert_bitwise_equal(q.codes, expected.codes)
+    assert_bitwise_equal(q.scales, expected.scales)
     exact = X.astype(np.float64) @ np.asarray(q.dequantize(), np.float64)
-    np.testing.assert_allclose(product, exact, rtol=1e-5, atol=1e-5)
+    for w in (q, mx_jax.pack_weights(q)):
+        np.testing.assert_allclose(mx_jax.matmul(X, w, recipe=recipe), exact, rtol=1e-5, atol=1e-5)
 
 
 def targets() -> list[Target]:
@@ -192,7 +184,7 @@ def calls_with(format: formats.BlockFormat) -> list:
 
 
 STRANGERS = {
-    "element": dataclasses.replace(MXFP4, element=BIASED),
+    "element": OWN["element"],
     "element_of_8_bits": dataclasses.replace(
         MXFP8_E4M3, element=dataclasses.replace(E4M3, num_reserved_codes=2)
     ),
@@ -202,10 +194,7 @@ STRANGERS = {
     "whole": dataclasses.replace(
         formats.FLOAT8_ROWWISE_E4M3, element=dataclasses.replace(E4M3, bias=8)
     ),
-    "scale": dataclasses.replace(
-        NVFP4,
-        scale=dataclasses.replace(formats.E4M3_SCALE, element=dataclasses.replace(E4M3, bias=8)),
-    ),
+    "scale": OWN["scale"],
 }
 
 

@@ -1,6 +1,7 @@
 """Casts in programs of several CPU devices: parts in C++, one device's bits, no value moved."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -58,25 +59,15 @@ def test_parts_are_those_of_one_device(
     assert all(found.dtype != "bf16" and found.nbytes <= x.size // 8 for found in moved)
 
 
-def test_random_bits_of_shared_blocks(rng: np.random.Generator):
-    """Each value rounds by its own bits, wherever its block's neighbours are."""
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_shared_blocks_by_other_rules(name: str, rng: np.random.Generator):
+    """Each value rounds by its own bits, wherever its block's neighbours are; scales that are no
+    function of the maximum alone see whole blocks, whose values are gathered."""
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     x, key = jnp.asarray(rng.normal(size=(64, 64)), jnp.float32), jax.random.key(0)
-
-    def run(x: jax.Array) -> mx_jax.MXArray:
-        return mx_jax.quantize(
-            x, "mxfp4", axis=0, scale_rule="rceil", rounding="stochastic", key=key
-        )
-
-    actual = jax.jit(run)(jax.device_put(x, NamedSharding(mesh, P("a"))))
-    assert_bitwise_equal(actual.codes, jax.jit(run)(x).codes)
-
-
-def test_rules_that_read_values_see_whole_blocks(rng: np.random.Generator):
-    """Their scales are no function of the maximum alone: values of shared blocks are gathered."""
-    mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
-    x = jnp.asarray(rng.normal(size=(64, 64)), jnp.float32)
-    run = jax.jit(lambda x: mx_jax.quantize(x, "nvfp4", axis=0, scale_rule="four_over_six"))
+    how: dict[str, Any] = {"mxfp4": dict(scale_rule="rceil", rounding="stochastic", key=key)}
+    how["nvfp4"] = dict(scale_rule="four_over_six")
+    run = jax.jit(lambda x: mx_jax.quantize(x, name, axis=0, **how[name]))
     actual = run(jax.device_put(x, NamedSharding(mesh, P("a"))))
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(run(x)), strict=True):
         assert_bitwise_equal(one, other)

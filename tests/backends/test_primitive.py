@@ -82,25 +82,6 @@ def test_sharded_programs_call_handlers_part_by_part(x: jax.Array, w: jax.Array)
     assert_bitwise_equal(jax.jit(product)(*operands), product(x, w), what="sharded")
 
 
-def test_devices_cast_their_part_both_ways(x: jax.Array):
-    """One device reads it once; several may split each cast along other axes."""
-
-    def both(x: Any) -> Any:
-        return mx_jax.quantize_both(x, "mxfp4")
-
-    assert handlers(both, x) == ["mx_jax_cpu_quantize_both"]
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
-    assert handlers(both, sharded) == []
-    for found, expected in zip(jax.jit(both)(sharded), both(x), strict=True):
-        assert_bitwise_equal(found.codes, expected.codes, what="codes")
-        assert_bitwise_equal(found.scales, expected.scales, what="scales")
-    program = jax.jit(both).lower(sharded).compile().as_text() or ""
-    assert program.count('custom_call_target="mx_jax_cpu_quantize"') == 2
-    text = str(explain_call(both, x))
-    assert "-> cpu_ffi" in text and "where the program has several" not in text
-
-
 IDS = ["plain", "vmap", "jit", "jit of vmap"]
 
 

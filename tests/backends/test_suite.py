@@ -25,14 +25,8 @@ PRODUCT = cases.MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP8_E4M3)
 CPU = backend_suite.TARGETS[0]
 
 
-# The reference beside itself, and a library that is the same on every Python.
-@pytest.mark.slow(
-    but=5,
-    where=lambda params: (
-        (params["backend"] is REFERENCE and isinstance(params.get("case"), cases.QuantizeCase))
-        or (params["backend"] is CPU_FFI and "case" in params)
-    ),
-)
+# A library that is the same on every Python.
+@pytest.mark.slow(but=5, where=lambda params: params["backend"] is CPU_FFI and "case" in params)
 class TestBackends(BackendSuite):
     """Every backend of the table."""
 

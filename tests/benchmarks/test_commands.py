@@ -3,7 +3,6 @@
 import importlib
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,29 +12,20 @@ import pytest
 
 from benchmarks import limits
 from benchmarks.cpu_goals import GOALS
-from mx_jax.backends.cpu_ffi import library
 from tests.needs import needs_library
+from tests.processes import ROOT, printed
 
-ROOT = Path(__file__).parents[2]
 RECIPES = ("mxfp8", "mxfp4")
 
 # Runs a command with options; gives its JSON and its Markdown.
 Runner = Callable[..., tuple[dict[str, Any], str]]
-# The same in a process of its own; gives the rows and what it printed.
-Alone = Callable[..., tuple[list[dict[str, Any]], str]]
 
 
 @pytest.fixture
-def command() -> Callable[[str], Callable[[list[str]], None]]:
-    """The main function of a benchmark, by name."""
-    return lambda name: importlib.import_module(f"benchmarks.{name}").main
-
-
-@pytest.fixture
-def run(command: Callable[[str], Any], tmp_path: Path) -> Runner:
+def run(tmp_path: Path) -> Runner:
     def runner(name: str, *options: str) -> tuple[dict[str, Any], str]:
         out = tmp_path / "folder" / "result.json"
-        command(name)([*options, "--out", str(out)])
+        importlib.import_module(f"benchmarks.{name}").main([*options, "--out", str(out)])
         result = json.loads(out.read_text())
         assert result["environment"]["cores"] >= 1
         assert result["environment"]["versions"]["jax"] != "not installed"
@@ -44,24 +34,32 @@ def run(command: Callable[[str], Any], tmp_path: Path) -> Runner:
     return runner
 
 
-@pytest.fixture
-def run_alone(tmp_path: Path) -> Alone:
-    """In a process of its own, as a user starts it: one device, where weights are packed."""
+def run_alone(out: Path, name: str, *options: str) -> tuple[list[dict[str, Any]], str]:
+    """The rows of a command, and what it printed, in a process as a user starts it: of one device,
+    where weights are packed."""
+    shown = printed("-m", f"benchmarks.{name}", *options, "--out", out, XLA_FLAGS=None)
+    return json.loads(out.read_text())["rows"], shown
 
-    def runner(name: str, *options: str) -> tuple[list[dict[str, Any]], str]:
-        out = tmp_path / "result.json"
-        done = subprocess.run(
-            [sys.executable, "-m", f"benchmarks.{name}", *options, "--out", out],
-            cwd=ROOT,
-            env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return json.loads(out.read_text())["rows"], done.stdout
 
-    return runner
+# Commands on one core, which share a process that is pinned at once.
+ON_ONE_CORE = {
+    "ragged": "--formats mxfp4 --tokens 8 --experts 2 --size 64 --seconds 0 --min-rounds 3",
+    "loading": "--size 64 --count 2 --rounds 3 --dtypes bfloat16",
+    "packed_layers": "--formats mxfp4 --size 64 --seconds 0 --min-rounds 3",
+    "compile_time": "--recipes mxfp4 --layers 2 --width 64 --rounds 2",
+}
+PROGRAM = """
+import importlib, json, sys
+from benchmarks import cores
+cores.pin()
+cores.on_one_core = lambda function, *arguments: function(*arguments)
+for name, options in json.loads(sys.argv[1]).items():
+    importlib.import_module(f"benchmarks.{name}").main(options)
+"""
+
+
+CAN_PIN = all(hasattr(os, name) for name in ("sched_setaffinity", "posix_fadvise"))
+can_pin = pytest.mark.skipif(not CAN_PIN, reason="cannot pin a process or empty the cache here")
 
 
 def check_spread(of: dict[str, float]) -> None:
@@ -90,79 +88,61 @@ def test_quantize(run: Runner):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
-def test_quantize_on_one_core(run_alone: Alone):
+@can_pin
+def test_quantize_on_one_core(tmp_path: Path):
     options = "--formats mxint8 --shapes 8x32 --dtypes bfloat16 --no-peers --cores one".split()
-    rows, shown = run_alone("quantize", *options, "--seconds", "0")
+    rows, shown = run_alone(tmp_path / "out.json", "quantize", *options, "--seconds", "0")
     assert {(row["cores"], row["clock"]) for row in rows} == {("one", "cpu")}
     assert "quantize mxint8 floor, bfloat16" in shown
 
 
 @pytest.mark.slow
 @needs_library
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
-def test_ragged(run_alone: Alone):
-    options = "--formats mxfp4 --tokens 8 --experts 2 --size 64 --seconds 0 --min-rounds 3".split()
-    rows, _ = run_alone("ragged", *options)
-    assert [row["work"] for row in rows] == ["forward"] * 5 + ["step"] * 3
-    for row in rows:
+@can_pin
+def test_commands_on_one_core(tmp_path: Path):
+    out = {name: tmp_path / f"{name}.json" for name in ON_ONE_CORE}
+    given = {name: [*ON_ONE_CORE[name].split(), "--out", str(out[name])] for name in out}
+    printed("-c", PROGRAM, json.dumps(given), XLA_FLAGS=None)
+    ragged, loading, packed, compiling = (
+        json.loads(path.read_text())["rows"] for path in out.values()
+    )
+    assert [row["work"] for row in ragged] == ["forward"] * 5 + ["step"] * 3
+    for row in (*ragged, *packed):
         check_spread(row["timings"]["cpu_ms"])
 
-
-@pytest.mark.slow
-@needs_library
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="cannot empty the cache here")
-def test_loading(run_alone: Alone):
-    rows, _ = run_alone("loading", *"--size 64 --count 2 --rounds 3 --dtypes bfloat16".split())
-    assert [row["cache"] for row in rows] == ["warm"] * 4 + ["cold"] * 4
-    assert {row["bytes"] > 2 * 64 * 64 * 2 for row in rows} == {True}
-    for row in rows:
+    assert [row["cache"] for row in loading] == ["warm"] * 4 + ["cold"] * 4
+    assert {row["bytes"] > 2 * 64 * 64 * 2 for row in loading} == {True}
+    for row in loading:
         check_spread(row["timings"]["wall_ms"])
         check_spread(row["pace"])
-    assert all(row["pace"]["median"] == 1 for row in rows if row["case"] == "read")
+    assert all(row["pace"]["median"] == 1 for row in loading if row["case"] == "read")
 
-
-@pytest.mark.slow
-@needs_library
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
-def test_packed_layers(run_alone: Alone):
-    options = "--formats mxfp4 --size 64 --seconds 0 --min-rounds 3".split()
-    rows, _ = run_alone("packed_layers", *options)
-    assert [row["case"].partition(",")[0].split()[0] for row in rows].count("packed") == 4
-    for row in rows:
+    assert [row["case"].startswith("packed") for row in packed].count(True) == 4
+    for row in packed:
         assert row["timings"]["samples"] >= 3
-        check_spread(row["timings"]["cpu_ms"])
         check_spread(row["of_float32"])
 
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
-def test_compile_time(run_alone: Alone):
-    backends = ["reference"] if isinstance(library.load(), str) else ["reference", "default"]
-    options = "--recipes mxfp4 --layers 2 --width 64 --rounds 2 --backends".split()
-    found, _ = run_alone("compile_time", *options, *backends)
-    rows = {(row["backends"], row["case"]): row for row in found}
-    assert len(rows) == 2 * len(backends)
-    for row in rows.values():
+    rows = {(row["backends"], row["case"]): row for row in compiling}
+    assert len(rows) == 2 * 2
+    for row in compiling:
         for phase in ("trace", "lower", "compile"):
             check_spread(row["seconds"][phase])
         assert row["before"]["computations"] >= 1 and row["rounds"] == 2
     plain, cast = (rows["reference", case]["after"] for case in ("float32", "mxfp4"))
     assert cast["instructions"] > plain["instructions"] > 0
     assert cast["computations"] > plain["computations"] > 0
-    if "default" in backends:
-        assert rows["default", "mxfp4"]["after"]["instructions"] < cast["instructions"]
+    assert rows["default", "mxfp4"]["after"]["instructions"] < cast["instructions"]
 
 
 @needs_library
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="cannot pin a process here")
-def test_every_case_of_a_goal_runs(run_alone: Alone):
+@can_pin
+def test_every_case_of_a_goal_runs(tmp_path: Path):
     given = os.environ.get(limits.VARIABLE) or ROOT / "build" / "limits.so"
     if not Path(given).exists():
         pytest.skip(f"needs {limits.BUILD}")
     options = "--size 256 --square 96 --many 2 --seconds 0 --min-rounds 2".split()
-    rows, shown = run_alone("cpu_goals", *options)
+    rows, shown = run_alone(tmp_path / "out.json", "cpu_goals", *options)
     assert len(rows) == len(GOALS)
     unmeasured = {row["why"] for row in rows if row["ratio"] is None}
     assert unmeasured <= {

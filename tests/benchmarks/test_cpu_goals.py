@@ -1,6 +1,5 @@
 """Goals on a CPU: what is said of what was measured; the library of bounds, built as it says."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -11,8 +10,8 @@ import pytest
 from benchmarks.cpu_goal_cases import FLOAT32, GROUPS, ONNX, READ, Group
 from benchmarks.cpu_goals import GOALS, VNNI, sheet, verdicts
 from benchmarks.timing import Samples
+from tests.processes import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 BEYOND = "1 row, weights beyond the cache"
 ROW, BOTH = "float32 x mxfp4, packed", "mxint8 x mxfp4, packed"
 
@@ -59,15 +58,8 @@ print(sorted(limits.load().targets))
 """
 
 
-def run(path: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT],
-        cwd=ROOT,
-        env=os.environ | {"MX_JAX_LIMITS_LIBRARY": str(path), "MX_JAX_CPU_ISA": ""},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def load(path: Path) -> subprocess.CompletedProcess[str]:
+    return run_python("-c", SCRIPT, MX_JAX_LIMITS_LIBRARY=str(path), MX_JAX_CPU_ISA="")
 
 
 @pytest.mark.slow
@@ -80,14 +72,14 @@ def test_the_command_builds_what_benchmarks_load(tmp_path: Path):
     )
     build = ["cmake", "--build", tmp_path, "--target", "limits"]
     subprocess.run(build, check=True, capture_output=True)
-    done = run(tmp_path / "limits.so")
+    done = load(tmp_path / "limits.so")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "['mx_jax_cpu_peak', 'mx_jax_cpu_traffic']"
     assert not list(tmp_path.rglob("native*.so"))
 
 
 def test_without_it_a_benchmark_names_the_command(tmp_path: Path):
-    done = run(tmp_path / "limits.so")
+    done = load(tmp_path / "limits.so")
     assert done.returncode == 1
     assert "cannot be loaded" in done.stderr
     assert "cmake --build build --target limits" in done.stderr

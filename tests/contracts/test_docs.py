@@ -3,7 +3,6 @@
 import doctest
 import re
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -11,21 +10,16 @@ from typing import Any
 import pytest
 from markdown.extensions.toc import slugify
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, run_python
+
 PACKAGE = ROOT / "mx_jax"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Tabs indent what they show.
 BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
 
-def build(site: Path, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "-f", config, "-d", site],
-        cwd=config.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def build(site: Path) -> subprocess.CompletedProcess[str]:
+    return run_python("-m", "mkdocs", "build", "--strict", "-d", site)
 
 
 def test_docs_build(tmp_path: Path):

@@ -1,10 +1,8 @@
 """pyproject.toml, README.md, CHANGELOG.md and .ci/run tell the same story."""
 
-import os
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 import zipfile
 from pathlib import Path
@@ -12,8 +10,8 @@ from pathlib import Path
 import pytest
 
 import mx_jax
+from tests.processes import ROOT, run_python
 
-ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
@@ -63,15 +61,8 @@ def test_a_build_without_the_library_says_so(tmp_path: Path):
     if shutil.which("cmake") is None:
         pytest.skip("needs CMake, which fails here for want of a compiler")
     code = f"import mx_jax_build; mx_jax_build.build_wheel({str(tmp_path)!r})"
-    backend = {"PYTHONPATH": str(ROOT / "custom_calls" / "packaging"), "CXX": "false"}
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        env=os.environ | backend,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    packaging = ROOT / "custom_calls" / "packaging"
+    result = run_python("-c", code, PYTHONPATH=str(packaging), CXX="false")
     output = result.stdout + result.stderr
     assert result.returncode == 0, output
     assert "mx_jax: the C++ library was NOT built; the error is shown above." in output

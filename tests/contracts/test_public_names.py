@@ -113,7 +113,3 @@ def test_public_names_are_documented(module: str):
     page = ROOT / "docs" / "api" / f"{module.removeprefix('mx_jax.')}.md"
     words = set(re.findall(r"\w+", page.read_text()))
     assert set(PUBLIC[module]) - NAMESPACES - words == set()
-
-
-def test_version_is_public():
-    assert mx_jax.__version__.count(".") == 2

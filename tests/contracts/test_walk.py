@@ -1,17 +1,12 @@
 """The way from a call to its equation stays short."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 from tests.contracts import walk
 from tests.needs import needs_library
+from tests.processes import printed
 
 pytestmark = needs_library
-
-ROOT = Path(__file__).parents[2]
 # Frames are counted too, but each small function is one.
 LIMITS = {
     "dense_forward": {"depth": 11, "way files": 6, "files": 17, "changes": 60},
@@ -33,17 +28,7 @@ def longer(measured: dict[str, dict[str, int]]) -> list[str]:
 
 def test_no_walk_exceeds_its_limits():
     # A process of its own: what other tests import and patch leaves no trace there.
-    run = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "tests.contracts.walk"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    measured = {
-        name: row for line in run.stdout.splitlines() for name, row in json.loads(line).items()
-    }
+    text = printed("-W", "error", "-m", "tests.contracts.walk", JAX_PLATFORMS="cpu")
+    measured = {name: row for line in text.splitlines() for name, row in json.loads(line).items()}
     assert set(measured) == set(walk.names())
     assert longer(measured) == []

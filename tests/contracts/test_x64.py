@@ -16,7 +16,6 @@ from tests.quick import quick
 FORMATS = ["mxfp8_e4m3", "mxfp6_e3m2", "mxfp4_2d", "mxint8", "nvfp4", "float8_rowwise_e4m3"]
 # Each kind of operand: MX, NVFP4, float8, stochastic, with random signs.
 RECIPES = ["mxfp8", "nvfp4", "float8_rowwise", "mxfp4_stochastic"]
-BACKENDS = ["cpu_ffi", "reference"]
 
 GENERATOR = np.random.default_rng(0)
 X = GENERATOR.normal(size=(6, 64)).astype(np.float32)
@@ -50,25 +49,16 @@ def test_x64_is_on():
         assert jnp.ones(1).dtype == jnp.float64
 
 
-@pytest.mark.slow(but="mxfp8|mxfp4_2d|nvfp4-cpu|float8_rowwise_e4m3-reference")
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("format", FORMATS)
-def test_casts(format: str, backend: str):
+def cast(format: str) -> Any:
     def casts(x: jax.Array) -> Any:
         q = mx_jax.quantize(x, format)
         return q, *(mx_jax.dequantize(q, dtype) for dtype in ("float32", "bfloat16", "float16"))
 
-    with mx_jax.only_backend(backend):
-        same_bits(casts, X)
+    return casts
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_stochastic_rounding(backend: str):
-    def rounded(x: jax.Array) -> Any:
-        return mx_jax.quantize(x, "mxfp4", rounding="stochastic", key=jax.random.key(0))
-
-    with mx_jax.only_backend(backend):
-        same_bits(rounded, X)
+def stochastic(x: jax.Array) -> Any:
+    return mx_jax.quantize(x, "mxfp4", rounding="stochastic", key=jax.random.key(0))
 
 
 def training(name: str) -> Any:
@@ -82,33 +72,34 @@ def training(name: str) -> Any:
     return gradients
 
 
-@pytest.mark.slow(but="mxfp8")
+def packed(x: jax.Array, w: jax.Array) -> Any:
+    weights = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))
+    return mx_jax.matmul(x, weights, recipe=recipes.weight_only("mxfp4"))
+
+
+def ragged(x: jax.Array, experts: jax.Array) -> Any:
+    sizes = jnp.array([1, 4], jnp.int32)
+    return mx_jax.ragged_dot(x, experts, sizes, recipe=recipes.mxfp8())
+
+
+PROGRAMS = {
+    **{f"cast {format}": (cast(format), X) for format in FORMATS},
+    "stochastic": (stochastic, X),
+    **{f"step {name}": (training(name), X, W) for name in RECIPES},
+    "packed": (packed, X, W),
+    "ragged": (ragged, X, EXPERTS),
+}
+OF_THE_REFERENCE = [name for name in PROGRAMS if re.match("cast|stochastic|step mxfp8", name)]
+
+
+@pytest.mark.slow(but="e4m3|2d|cast nvfp4-None|^stochastic|mxfp8-|packed|ragged")
 @pytest.mark.parametrize(
-    "name", [*RECIPES[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES[2:])]
+    ("name", "backend"),
+    [*((name, None) for name in PROGRAMS), *((name, "reference") for name in OF_THE_REFERENCE)],
 )
-def test_products_and_gradients(name: str):
-    same_bits(training(name), X, W)
-
-
-def test_products_of_the_reference():
-    with mx_jax.only_backend("reference"):
-        same_bits(training("mxfp8"), X, W)
-
-
-def test_packed_weights():
-    def product(x: jax.Array, w: jax.Array) -> Any:
-        packed = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))
-        return mx_jax.matmul(x, packed, recipe=recipes.weight_only("mxfp4"))
-
-    same_bits(product, X, W)
-
-
-def test_ragged_dot():
-    def product(x: jax.Array, experts: jax.Array) -> Any:
-        sizes = jnp.array([1, 4], jnp.int32)
-        return mx_jax.ragged_dot(x, experts, sizes, recipe=recipes.mxfp8())
-
-    same_bits(product, X, EXPERTS)
+def test_same_bits(name: str, backend: str | None):
+    with mx_jax.only_backend(backend):
+        same_bits(*PROGRAMS[name])
 
 
 @pytest.mark.slow(but="mxfp8$|nvfp4$|quartet$|deepseek|tensorwise|stochastic")
@@ -120,7 +111,7 @@ def test_no_array_is_64_bits_wide(name: str):
 @pytest.mark.parametrize("format", FORMATS)
 def test_no_array_of_a_cast_is_64_bits_wide(format: str):
     """But for one number a block, where GPUs divide."""
-    for backend in BACKENDS:
+    for backend in ("cpu_ffi", "reference"):
         with mx_jax.only_backend(backend):
             found = wide_arrays(lambda x: mx_jax.quantize(x, format).dequantize(jnp.bfloat16), X)
             has_divisions = mx_jax.formats.block_format(format).scale.kind != "exponent"

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -35,7 +36,6 @@ from mx_jax.backends.primitive import Bound
 
 PACKAGE = os.path.dirname(mx_jax.__file__) + os.sep
 _INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
-COLUMNS = ("depth", "way files", "frames", "files", "changes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,24 +53,18 @@ class Walk:
 
     def counts(self) -> dict[str, int]:
         """The numbers that the module describes."""
-        pairs = zip(self.entered, self.entered[1:], strict=False)
-        numbers = (
-            len(self.way),
-            len({file for file, _ in self.way}),
-            len(self.entered),
-            len(set(self.entered)),
-            sum(before != after for before, after in pairs),
-        )
-        return dict(zip(COLUMNS, numbers, strict=True))
+        return {
+            "depth": len(self.way),
+            "way files": len({file for file, _ in self.way}),
+            "frames": len(self.entered),
+            "files": len(set(self.entered)),
+            "changes": sum(before != after for before, after in itertools.pairwise(self.entered)),
+        }
 
 
 def record(run: Callable[[], Any]) -> Walk:
     """Follow a call from empty caches; the call itself is no frame of mx_jax."""
     run()  # imports what it needs
-    return _record(run)
-
-
-def _record(run: Callable[[], Any]) -> Walk:
     clear_caches()
     kernels = _kernels()
     way: list[tuple[str, str]] = []
@@ -101,14 +95,11 @@ def clear_caches() -> None:
     """Forget what was traced, and what mx_jax remembers for given arguments."""
     jax.clear_caches()
     for name, module in list(sys.modules.items()):
-        if name.split(".")[0] != "mx_jax":
-            continue
-        for value in vars(module).values():
-            if (
-                isinstance(value, functools._lru_cache_wrapper)
-                and inspect.signature(value).parameters
-            ):
-                value.cache_clear()
+        if name.split(".")[0] == "mx_jax":
+            for value in vars(module).values():
+                is_cache = isinstance(value, functools._lru_cache_wrapper)
+                if is_cache and inspect.signature(value).parameters:
+                    value.cache_clear()
 
 
 def _kernels() -> frozenset[CodeType]:
@@ -145,25 +136,22 @@ X = jax.ShapeDtypeStruct((8, 64), jnp.float32)
 
 
 @contextlib.contextmanager
-def dense_forward() -> Iterator[Run]:
+def dense_forward(backward: bool = False) -> Iterator[Run]:
     """`mx_jax.nn.linen.Dense` in mxfp8, to the C++ kernels: two casts and a product."""
-    layer = mx_jax.nn.linen.Dense(32, recipe="mxfp8")
-    with mx_jax.testing.target("cpu"):
-        variables = jax.eval_shape(layer.init, jax.random.key(0), X)
-        yield lambda: jax.jit(layer.apply).trace(variables, X)
-
-
-@contextlib.contextmanager
-def dense_backward() -> Iterator[Run]:
-    """The same with the gradients of input, kernel and bias."""
     layer = mx_jax.nn.linen.Dense(32, recipe="mxfp8")
 
     def loss(variables: Any, x: jax.Array) -> jax.Array:
         return jnp.sum(layer.apply(variables, x))
 
+    run = jax.grad(loss, argnums=(0, 1)) if backward else layer.apply
     with mx_jax.testing.target("cpu"):
         variables = jax.eval_shape(layer.init, jax.random.key(0), X)
-        yield lambda: jax.jit(jax.grad(loss, argnums=(0, 1))).trace(variables, X)
+        yield lambda: jax.jit(run).trace(variables, X)
+
+
+def dense_backward() -> contextlib.AbstractContextManager[Run]:
+    """The same with the gradients of input, kernel and bias."""
+    return dense_forward(backward=True)
 
 
 @contextlib.contextmanager
@@ -212,13 +200,6 @@ def _has_pallas() -> bool:
     return jax.__version_info__ >= (0, 11, 2) and sys.version_info >= (3, 12)
 
 
-def take(name: str) -> Walk:
-    """One of the walks, by the name of its function."""
-    (start,) = (walk for walk in WALKS if walk.__name__ == name)
-    with start() as run:
-        return record(run)
-
-
 # What is printed ----------------------------------------------------------------------------------
 
 
@@ -242,11 +223,13 @@ def main() -> None:
     parser.add_argument("walks", nargs="*", metavar="WALK", help=f"default: {', '.join(known)}")
     parser.add_argument("--draw", action="store_true", help="print each way, frame by frame")
     options = parser.parse_args()
-    for name in options.walks or names():
-        walk = take(name)
-        print(json.dumps({name: walk.counts()}))
-        if options.draw:
-            print(draw(walk))
+    for walk in WALKS:
+        if walk.__name__ in (options.walks or names()):
+            with walk() as run:
+                found = record(run)
+            print(json.dumps({walk.__name__: found.counts()}))
+            if options.draw:
+                print(draw(found))
 
 
 if __name__ == "__main__":

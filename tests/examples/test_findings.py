@@ -1,7 +1,6 @@
 """examples/findings: what each script says holds, and each draws its figure."""
 
 import importlib
-import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,6 @@ from tests.contracts.test_site import contrast
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "findings"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "findings_figure")
-
 
 # The cheapest claim of all runs by default, the others with the slow tests.
 
@@ -128,33 +126,6 @@ def test_figures_are_drawn(finding: Any, name: str, tmp_path: Path):
     assert again == text
 
 
-# What people without one kind of cones see, in linear RGB (Machado, Oliveira and Fernandes, 2009).
-SEEN_BY = {
-    "all": np.eye(3),
-    "deuteranopes": np.array(
-        [
-            [0.367322, 0.860646, -0.227968],
-            [0.280085, 0.672501, 0.047413],
-            [-0.011820, 0.042940, 0.968881],
-        ]
-    ),
-    "protanopes": np.array(
-        [
-            [0.152286, 1.052583, -0.204868],
-            [0.114503, 0.786281, 0.099216],
-            [-0.003882, -0.048116, 1.051998],
-        ]
-    ),
-    "tritanopes": np.array(
-        [
-            [1.255528, -0.076749, -0.178779],
-            [-0.078411, 0.930809, 0.147602],
-            [0.004733, 0.691367, 0.303900],
-        ]
-    ),
-}
-
-
 def by_night(color: str) -> str:
     """What site.css makes of a drawing's color: invert(0.89), then hue-rotate(180deg)."""
     rgb = 0.89 - (2 * 0.89 - 1) * np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)]) / 255
@@ -162,29 +133,16 @@ def by_night(color: str) -> str:
     return "#" + "".join(f"{round(255 * level):02x}" for level in rotated)
 
 
-def lab(color: str, eyes: np.ndarray) -> np.ndarray:
-    """CIELAB of what these eyes see."""
-    levels = np.array([int(color[at : at + 2], 16) for at in (1, 3, 5)]) / 255
-    linear = np.where(levels <= 0.04045, levels / 12.92, ((levels + 0.055) / 1.055) ** 2.4)
-    matrix = [[0.4339, 0.3762, 0.1899], [0.2126, 0.7152, 0.0722], [0.0177, 0.1095, 0.8728]]
-    root = np.cbrt(np.maximum(matrix @ np.clip(eyes @ linear, 0, 1), 1e-3))
-    return np.array([116 * root[1] - 16, 500 * (root[0] - root[1]), 200 * (root[1] - root[2])])
-
-
-def test_colors_are_told_apart_by_all_eyes_by_day_and_night(finding: Any):
+def test_lines_stand_out_by_day_and_night(finding: Any):
     figure = finding("findings_figure")
     css = (ROOT / "docs" / "site.css").read_text()
     assert "filter: invert(0.89) hue-rotate(180deg)" in css
     for colors, page in (
-        (figure.COLORS, "ffffff"),
-        ([by_night(color) for color in figure.COLORS], by_night("#ffffff")[1:]),
+        (figure.COLORS, "#ffffff"),
+        ([by_night(color) for color in figure.COLORS], by_night("#ffffff")),
     ):
         # WCAG's least for graphics.
-        assert min(contrast(color[1:], page) for color in colors) > 3
-        for name, eyes in SEEN_BY.items():
-            seen = [lab(color, eyes) for color in colors]
-            apart = [np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)]
-            assert min(apart) > 20, f"{name}: {apart}"
+        assert min(contrast(color[1:], page[1:]) for color in colors) > 3
     # In black and white.
     dashes = [own["linestyle"] for own in figure.STYLE["axes.prop_cycle"]]
     assert len(set(dashes)) == len(figure.COLORS)

@@ -6,7 +6,6 @@ the table, the import contract, the suite's promises and two lists of names).
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import mx_jax
@@ -14,7 +13,6 @@ from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall, QuantizeCall
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import only_backend, prefer_backends, with_backends
-from mx_jax.backends.target import Backend
 from mx_jax.inspect import environment
 from mx_jax.testing import backend_suite
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
@@ -88,9 +86,3 @@ def test_the_suite_checks_it():
     assert isinstance(product, MatmulCall)
     assert not backend_suite.check_answer(FOUR_ROWS, promise, product, cpu)
     backend_suite.check_quantize(FOUR_ROWS, SMALL)
-
-
-def test_it_is_a_value():
-    again = Backend(name="four_rows", epsilon_bound=2.0, table=FOUR_ROWS.table)
-    assert again == FOUR_ROWS and hash(again) == hash(FOUR_ROWS)
-    assert np.unique([hash(FOUR_ROWS), hash(REFERENCE)]).size == 2

@@ -17,12 +17,20 @@ from mx_jax.backends.calls import (
     RandomBitsCall,
     TransformCall,
 )
-from mx_jax.backends.cpu_ffi import attend, casts, library, products, statistics, weights
+from mx_jax.backends.cpu_ffi import (
+    attend,
+    casts,
+    library,
+    products,
+    rejections,
+    statistics,
+    weights,
+)
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 
 
-def _rejects_machine(target: Target, call: Call) -> str | None:
+def _rejects_machine(target: Target, call: Call, handler: str) -> str | None:
     if target.platform != "cpu":
         return f"runs on platform=cpu, got platform={target.platform}"
     if target.num_devices > 1 and target.counted and not isinstance(call, PackCall):
@@ -38,16 +46,16 @@ def _rejects_machine(target: Target, call: Call) -> str | None:
     if isinstance(loaded, str):
         library.say_once(loaded)
         return loaded
-    return None
+    return None if handler in loaded.targets else f"was built without {handler}; build it again"
 
 
 def _offer(
-    call: type[Call], rejects: Callable[[Any], str | None], run: Callable[..., Any]
+    call: type[Call], handler: str, rejects: Callable[[Any], str | None], run: Callable[..., Any]
 ) -> Offer:
-    """A kind of call, taken where the library is, unless its handler does not compute it."""
+    """A kind of call, taken where the library has its handler, unless that does not compute it."""
     return Offer(
         call=call,
-        rejects=lambda call, target: _rejects_machine(target, call) or rejects(call),
+        rejects=lambda call, target: _rejects_machine(target, call, handler) or rejects(call),
         run=run,
     )
 
@@ -57,16 +65,18 @@ CPU_FFI = Backend(
     name="cpu_ffi",
     epsilon_bound=2.0,
     table=(
-        _offer(MatmulCall, products.rejects, products.multiply),
-        _offer(RaggedCall, products.rejects_groups, products.multiply_groups),
-        _offer(QuantizeCall, casts.rejects_quantize, casts.quantize),
-        _offer(QuantizeBothCall, casts.rejects_both, casts.quantize_both),
-        _offer(DequantizeCall, casts.rejects_dequantize, casts.dequantize),
-        _offer(PackCall, weights.rejects_pack, weights.pack),
-        _offer(AttendCall, attend.rejects, attend.attend),
-        _offer(RandomBitsCall, casts.rejects_random_bits, casts.random_bits),
-        _offer(MomentCall, casts.rejects_moments, casts.step_moments),
-        _offer(TransformCall, casts.rejects_transform, casts.transform),
-        _offer(CastStatisticsCall, statistics.rejects, statistics.cast_statistics),
+        _offer(MatmulCall, rejections.MATMUL, products.rejects, products.multiply),
+        _offer(RaggedCall, rejections.MATMUL, products.rejects_groups, products.multiply_groups),
+        _offer(QuantizeCall, casts.QUANTIZE, casts.rejects_quantize, casts.quantize),
+        _offer(QuantizeBothCall, casts.QUANTIZE_BOTH, casts.rejects_both, casts.quantize_both),
+        _offer(DequantizeCall, casts.DEQUANTIZE, casts.rejects_dequantize, casts.dequantize),
+        _offer(PackCall, weights.TARGET, weights.rejects_pack, weights.pack),
+        _offer(AttendCall, attend.TARGET, attend.rejects, attend.attend),
+        _offer(RandomBitsCall, casts.RANDOM_BITS, casts.rejects_random_bits, casts.random_bits),
+        _offer(MomentCall, casts.STEP_MOMENTS, casts.rejects_moments, casts.step_moments),
+        _offer(TransformCall, casts.TRANSFORM, casts.rejects_transform, casts.transform),
+        _offer(
+            CastStatisticsCall, statistics.TARGET, statistics.rejects, statistics.cast_statistics
+        ),
     ),
 )

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.backends.calls import AttendCall
-from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.cpu_ffi.casts import format_attributes, rejects_parts
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.formats import Whole
@@ -17,10 +16,6 @@ OF_CODES = "mx_jax_cpu_attend_codes"
 
 def rejects(call: AttendCall) -> str | None:
     """Why the handlers do not take a call, or None."""
-    loaded = library.load()
-    needed = TARGET if call.format is None else OF_CODES
-    if isinstance(loaded, str) or needed not in loaded.targets:
-        return f"was built without {needed}; build it again"
     if call.tokens != 1:
         return f"attends with one token, XLA's dot with several, got tokens={call.tokens}"
     if set(call.dtypes) != {np.dtype(jnp.float32)}:

@@ -1,6 +1,7 @@
 """Casts by the compiled handlers, with what they draw and transform: `custom_calls/casts/`."""
 
 import dataclasses
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +18,6 @@ from mx_jax.backends.calls import (
     TransformCall,
     rejects_symbolic,
 )
-from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.target import on_one_device
 from mx_jax.codecs import blocks as block_shapes
@@ -250,40 +250,52 @@ def _quantize(
     tensor_scale: jax.Array | None,
     call: QuantizeCall,
 ) -> MXArray:
-    finds = call.format.tensor_scale and tensor_scale is None
-    axes, optional = cast_axes(call.blocks, depth=x.ndim if finds else 0), {}
-    if tensor_scale is not None:
-        optional["tensor_scale"] = axes.tensor_scale, tensor_scale
-    if random_bits is not None:
-        optional["random_bits"] = axes.elements, random_bits
-    given = ", ".join([axes.elements, *(own for own, _ in optional.values())])
+    (found,) = _by_handler(
+        QUANTIZE, x, (random_bits,), (tensor_scale,), (call,), quantize_attributes
+    )
+    return found
+
+
+def _by_handler(
+    target: str,
+    x: jax.Array,
+    bits: Sequence[jax.Array | None],
+    tensor_scales: Sequence[jax.Array | None],
+    calls: tuple[QuantizeCall, ...],
+    attributes: Callable[..., dict[str, object]],
+) -> list[MXArray]:
+    """One cast or two of x; the handler finds tensor scales that are not given."""
+    has_tensor_scale = tensor_scales[0] is not None
+    finds = calls[0].format.tensor_scale and not has_tensor_scale
+    axes = cast_axes(*(call.blocks for call in calls), depth=x.ndim if finds else 0)
+    operands, given, wanted = [x], [axes.elements], []
+    dtypes: list[np.dtype] = []
+    for call, drawn, scale, scales in zip(calls, bits, tensor_scales, axes.scales, strict=True):
+        more = ((axes.tensor_scale, scale), (axes.elements, drawn))
+        operands += [operand for _, operand in more if operand is not None]
+        given += [names for names, operand in more if operand is not None]
+        wanted += [axes.elements, scales]
+        dtypes += [np.dtype("uint8"), call.format.scale.storage_dtype]
+    num_found = len(calls) * finds
     handler = Handler(
-        target=QUANTIZE,
-        axes=f"{given} -> {axes.elements}, {axes.scales[0]}" + f", {axes.found}" * finds,
-        dtypes=result_dtypes(call) + (np.dtype("float32"),) * finds,
-        attributes=hashable(quantize_attributes(call, tensor_scale is not None)),
+        target=target,
+        axes=f"{', '.join(given)} -> {', '.join([*wanted, *[axes.found] * num_found])}",
+        dtypes=(*dtypes, *[np.dtype("float32")] * num_found),
+        attributes=hashable(attributes(*calls, has_tensor_scale)),
     )
-    codes, scales, *found = handler(x, *(operand for _, operand in optional.values()))
-    return as_mxarray(codes, scales, found[0] if found else tensor_scale, call)
-
-
-def result_dtypes(call: QuantizeCall) -> tuple[np.dtype, np.dtype]:
-    """Of codes and scales."""
-    return np.dtype("uint8"), call.format.scale.storage_dtype
-
-
-def as_mxarray(
-    codes: jax.Array, scales: jax.Array, tensor_scale: jax.Array | None, call: QuantizeCall
-) -> MXArray:
-    """What the handler gave, as what backends return."""
-    return MXArray(
-        codes=codes,
-        scales=scales,
-        tensor_scale=tensor_scale,
-        format=call.format,
-        blocks=call.blocks,
-        dtype=np.dtype(call.dtype),
-    )
+    results = handler(*operands)
+    found = results[2 * len(calls) :] or tensor_scales
+    return [
+        MXArray(
+            codes=results[2 * place],
+            scales=results[2 * place + 1],
+            tensor_scale=found[place],
+            format=call.format,
+            blocks=call.blocks,
+            dtype=np.dtype(call.dtype),
+        )
+        for place, call in enumerate(calls)
+    ]
 
 
 def quantize_attributes(call: QuantizeCall, has_tensor_scale: bool) -> dict[str, object]:
@@ -341,53 +353,20 @@ def quantize_both(
 ) -> tuple[MXArray, MXArray]:
     """x quantized twice by the handler."""
     last, other = _ordered(call)
-    swapped = last is not call.first
-    first, second = random_bits
-    bits = (second, first) if swapped else (first, second)
+    order = 1 if last is call.first else -1
     # One each: blocks with NaN or Inf count for neither, and they are other blocks.
-    of_last, of_other = (_known_scale(x, tensor_scale, own) for own in (last, other))
-    parts = _by_handler((last, other), bits, x, (of_last, of_other))
-    codes, scales, other_codes, other_scales, *found = parts
-    of_last, of_other = found or (of_last, of_other)
-    along_last = as_mxarray(codes, scales, of_last, last)
-    along_other = as_mxarray(other_codes, other_scales, of_other, other)
-    return (along_other, along_last) if swapped else (along_last, along_other)
-
-
-def _by_handler(
-    calls: tuple[QuantizeCall, QuantizeCall],
-    bits: Bits,
-    x: jax.Array,
-    tensor_scales: tuple[jax.Array | None, jax.Array | None],
-) -> tuple[jax.Array, ...]:
-    last, other = calls
-    has_tensor_scale = tensor_scales[0] is not None
-    finds = last.format.tensor_scale and not has_tensor_scale
-    axes = cast_axes(last.blocks, other.blocks, depth=x.ndim if finds else 0)
-    operands, given = [x], [axes.elements]
-    for drawn, tensor_scale in zip(bits, tensor_scales, strict=True):
-        if tensor_scale is not None:
-            operands.append(tensor_scale)
-            given.append(axes.tensor_scale)
-        if drawn is not None:
-            operands.append(drawn)
-            given.append(axes.elements)
-    wanted = [f"{axes.elements}, {scales}" for scales in axes.scales] + [axes.found] * 2 * finds
-    handler = Handler(
-        target=QUANTIZE_BOTH,
-        axes=f"{', '.join(given)} -> {', '.join(wanted)}",
-        dtypes=result_dtypes(last) + result_dtypes(other) + (np.dtype("float32"),) * 2 * finds,
-        attributes=hashable(_both_attributes(calls, has_tensor_scale)),
-    )
-    return handler(*operands)
+    scales = [_known_scale(x, tensor_scale, own) for own in (last, other)]
+    calls, bits = (last, other), random_bits[::order]
+    first, second = _by_handler(QUANTIZE_BOTH, x, bits, scales, calls, _both_attributes)[::order]
+    return first, second
 
 
 def _both_attributes(
-    calls: tuple[QuantizeCall, QuantizeCall], has_tensor_scale: bool
+    last: QuantizeCall, other: QuantizeCall, has_tensor_scale: bool
 ) -> dict[str, object]:
     return {
         f"{prefix}_{name}": value
-        for prefix, call in zip(("last", "other"), calls, strict=True)
+        for prefix, call in (("last", last), ("other", other))
         for name, value in quantize_attributes(call, has_tensor_scale).items()
     }
 
@@ -471,9 +450,6 @@ _LARGEST_TRANSFORM = 1024
 
 def rejects_transform(call: TransformCall) -> str | None:
     """Why the handler does not take a call, or None."""
-    loaded = library.load()
-    if isinstance(loaded, str) or TRANSFORM not in loaded.targets:
-        return "was built without Hadamard transforms; build it again"
     if call.size > _LARGEST_TRANSFORM:
         return f"turns groups of at most {_LARGEST_TRANSFORM}, got size={call.size}"
     return rejects_symbolic(call)
@@ -500,9 +476,6 @@ RANDOM_BITS = "mx_jax_cpu_random_bits"
 
 def rejects_random_bits(call: RandomBitsCall) -> str | None:
     """Why the handler does not take a call, or None."""
-    loaded = library.load()
-    if isinstance(loaded, str) or RANDOM_BITS not in loaded.targets:
-        return "was built without random bits; build it again"
     if call.implementation != "threefry2x32" or not call.is_partitionable:
         return (
             "draws by jax_threefry_partitionable alone, got implementation="
@@ -535,9 +508,6 @@ _MOST_MOMENTS = 4
 
 def rejects_moments(call: MomentCall) -> str | None:
     """Why the handler does not take a call, or None."""
-    loaded = library.load()
-    if isinstance(loaded, str) or STEP_MOMENTS not in loaded.targets:
-        return f"was built without {STEP_MOMENTS}; build it again"
     if call.shape[-1] % moments.BLOCK:
         return f"needs whole blocks along the last axis, got shape={call.shape}"
     if len(call.is_root) > _MOST_MOMENTS:

@@ -8,11 +8,14 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends.calls import CastStatisticsCall, rejects_symbolic
-from mx_jax.backends.cpu_ffi import library
-from mx_jax.backends.cpu_ffi.casts import array_attributes, rejects_blocks, rejects_parts
+from mx_jax.backends.cpu_ffi.casts import (
+    array_attributes,
+    cast_axes,
+    rejects_blocks,
+    rejects_parts,
+)
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.codecs.blocks import scales_shape
-from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import statistics as reference
 
@@ -34,9 +37,6 @@ _RESULTS = {
 
 def rejects(call: CastStatisticsCall) -> str | None:
     """Why the handler does not take a call, or None."""
-    loaded = library.load()
-    if isinstance(loaded, str) or TARGET not in loaded.targets:
-        return f"was built without {TARGET}; build it again"
     if call.dtype.name not in _DTYPES:
         return f"reads float32, bfloat16 or float16, got dtype={call.dtype}"
     if call.scale_axes:
@@ -51,36 +51,24 @@ def rejects(call: CastStatisticsCall) -> str | None:
 
 def cast_statistics(x: jax.Array, array: MXArray, call: CastStatisticsCall) -> reference.Raw:
     """What the reference gives; sums are of squares in float64, rounded once."""
-    optional = () if array.tensor_scale is None else (array.tensor_scale,)
+    scale = () if array.tensor_scale is None else (array.tensor_scale,)
     told = array_attributes(call.format, call.blocks) | {
         "axis": np.int64(call.axis),
-        "has_tensor_scale": bool(optional),
+        "has_tensor_scale": bool(scale),
     }
+    axes = cast_axes(call.blocks, depth=len(call.shape))
+    given = (axes.elements, axes.elements, *axes.scales, *[axes.tensor_scale] * len(scale))
+    # No result has an axis of the operands', so that devices which share a tensor gather it.
+    lengths = {"channel_amax": call.shape[call.axis], "exponents": reference.EXPONENTS}
+    results = (f"*b {lengths[name]}" if name in lengths else "*b" for name in _RESULTS)
     handler = Handler(
         target=TARGET,
-        axes=_axes(call, bool(optional)),
+        axes=f"{', '.join(given)} -> {', '.join(results)}",
         dtypes=tuple(np.dtype(dtype) for dtype in _RESULTS.values()),
         attributes=hashable(told),
     )
-    found = handler(lax.stop_gradient(x), array.codes, array.scales, *optional)
+    found = handler(lax.stop_gradient(x), array.codes, array.scales, *scale)
     return dict(zip(_RESULTS, found, strict=True)) | {
         "size": jnp.full((), math.prod(call.shape), jnp.uint32),
         "blocks": jnp.full((), math.prod(scales_shape(call.shape, call.blocks)), jnp.uint32),
     }
-
-
-def _axes(call: CastStatisticsCall, has_tensor_scale: bool) -> str:
-    """All axes of a call by name: a batch is that of vmap."""
-    # No result has an axis of the operands', so that devices which share a tensor gather it.
-    rank, sizes = len(call.shape), dict(call.blocks)
-    names = {axis: f"a{-axis}" for axis in range(-rank, 0)}
-    counted = [
-        name if axis not in sizes else f"{name}/{name if sizes[axis] is WHOLE else sizes[axis]}"
-        for axis, name in names.items()
-    ]
-    given = [["*b", *names.values()], ["*b", *names.values()], ["*b", *counted]]
-    if has_tensor_scale:
-        given.append(["*t", *("1" for _ in names)])
-    lengths = {"channel_amax": call.shape[call.axis], "exponents": reference.EXPONENTS}
-    results = (f"*b {lengths[name]}" if name in lengths else "*b" for name in _RESULTS)
-    return f"{', '.join(map(' '.join, given))} -> {', '.join(results)}"

@@ -19,7 +19,7 @@ from jax import lax
 
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import MatmulCall, Operand, OperandType, PackCall
-from mx_jax.backends.cpu_ffi import library, rejections
+from mx_jax.backends.cpu_ffi import rejections
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.sums import SumScale, rejects_scale_axes, row_scales, scaled
 from mx_jax.codecs.scale import scale_to_float32
@@ -244,7 +244,6 @@ def _part_of(operand: Operand, axis: int, part: int, parts: int) -> Operand:
 
 # E8M0's one.
 _ONE = 127
-_PANELS = Layout(backend="cpu_ffi", batch=panels_batch, unpack=unpack_panels)
 
 
 @functools.partial(
@@ -328,7 +327,7 @@ def by_rows(
 def _codes_alone_of(packed: PackedMXArray) -> PackedMXArray:
     format = rejections.plain_format(packed.format)
     assert format is not None
-    return dataclasses.replace(packed, arrays=packed.arrays.panels, layout=_PANELS, format=format)
+    return dataclasses.replace(packed, arrays=packed.arrays.panels, layout=PANELS, format=format)
 
 
 def _rows_batch(rows: Rows) -> tuple[int, ...]:
@@ -430,9 +429,6 @@ PARTS = Layout(
 
 def rejects_pack(call: PackCall) -> str | None:
     """Why weights cannot be packed here, or None."""
-    loaded = library.load()
-    if isinstance(loaded, str) or TARGET not in loaded.targets:
-        return "was built without packed weights; build it again"
     if rejections.plain_format(call.format) is not None:
         return rejects_weights(call)
     return (

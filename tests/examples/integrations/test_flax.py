@@ -17,6 +17,7 @@ from mx_jax.nn import linen
 from mx_jax.nn import nnx as ours
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
+from tests.examples.integrations.conftest import assert_learned, value_and_gradients
 from tests.nn.layers import assert_trees_equal, stochastic, weighted_sum
 from tests.quick import quick
 
@@ -25,10 +26,6 @@ ALL = ("output", "grad_input", "grad_weight")
 # Nobody asks for the gradient of the data.
 FIRST = ("output", "grad_weight")
 X = draw_few_octaves(np.random.default_rng(0), (2, 5, 64))
-
-
-def assert_learned(losses: list[float]) -> None:
-    assert losses[0] > 1.0 and losses[-1] < 0.5 * losses[0], losses
 
 
 @pytest.mark.slow
@@ -91,20 +88,20 @@ def test_linens_hook_is_the_product_with_the_layers_key(monkeypatch: pytest.Monk
     params = jax.eval_shape(layer.init, KEY, X)["params"]
     params = jax.tree.map(lambda p: draw_few_octaves(np.random.default_rng(1), p.shape), params)
 
-    def hooked(params, x, key):
+    def hooked(given, x):
         keys.clear()
-        y: Any = layer.apply({"params": params}, x, rngs={"quantize": key})
-        return weighted_sum(y), (y, keys[0])
+        return layer.apply({"params": given[0]}, x, rngs={"quantize": given[1]}), keys[0]
 
-    def by_hand(params, x, key):
-        y = mx_jax.matmul(x, params["kernel"], recipe=stochastic(), key=key) + params["bias"]
-        return weighted_sum(y), y
+    def by_hand(given, x):
+        params, key = given
+        return mx_jax.matmul(x, params["kernel"], recipe=stochastic(), key=key) + params["bias"]
 
-    run = quick(jax.grad(hooked, argnums=(0, 1), has_aux=True))
-    gradients, (y, drawn) = run(params, X, KEY)
-    expected, z = quick(jax.grad(by_hand, argnums=(0, 1), has_aux=True))(params, X, drawn)
-    assert_bitwise_equal(y, z)
-    assert_trees_equal(gradients, expected)
+    drawn = quick(hooked)((params, KEY), X)[1]
+    found, expected = (
+        value_and_gradients(lambda params, x, run=run, key=key: run((params, key), x), params, X)
+        for run, key in ((lambda *given: hooked(*given)[0], KEY), (by_hand, drawn))
+    )
+    assert_trees_equal(found, expected)
 
 
 def linen_attention(**hooks: Any) -> Callable[..., Any]:
@@ -146,14 +143,6 @@ def attention_params() -> Any:
     return {name: {"kernel": draw_few_octaves(rng, shape) / 64} for name, shape in shapes.items()}
 
 
-def value_and_gradients(run: Callable[..., Any]) -> Any:
-    def loss(params, x):
-        y = run(params, x)
-        return weighted_sum(y), y
-
-    return quick(jax.grad(loss, argnums=(0, 1), has_aux=True))(attention_params(), X)
-
-
 @functools.cache
 def attention_by_hand(attend: Callable[..., Any]) -> Any:
     def run(params, x):
@@ -164,7 +153,7 @@ def attention_by_hand(attend: Callable[..., Any]) -> Any:
         y = attend(query, key, value)
         return mx_jax.einsum("bthk,hkd->btd", y, params["out"]["kernel"], recipe="mxfp8")
 
-    return value_and_gradients(run)
+    return value_and_gradients(run, attention_params(), X)
 
 
 @pytest.mark.slow
@@ -172,7 +161,8 @@ def attention_by_hand(attend: Callable[..., Any]) -> Any:
 def test_attentions_hooks_are_the_products(kind: str):
     """All four projections follow the recipe, and what lies between them is Flax's own."""
     attend = nnx.dot_product_attention if "nnx" in kind else flax_nn.dot_product_attention
-    assert_trees_equal(value_and_gradients(ATTENTIONS[kind]()), attention_by_hand(attend))
+    found = value_and_gradients(ATTENTIONS[kind](), attention_params(), X)
+    assert_trees_equal(found, attention_by_hand(attend))
 
 
 def to_nnx() -> Any:
@@ -194,17 +184,10 @@ def to_linen() -> Any:
 def test_a_bridged_layer_is_the_product(bridge: Any):
     run, params = bridge()
 
-    def hooked(params, x):
-        y = run(params, x)
-        return weighted_sum(y), y
-
     def by_hand(params, x):
         bias, kernel = jax.tree.leaves(params)
-        y = mx_jax.matmul(x, kernel, recipe="mxfp8") + bias
-        return weighted_sum(y), y
+        return mx_jax.matmul(x, kernel, recipe="mxfp8") + bias
 
-    actual, expected = (
-        quick(jax.grad(loss, argnums=(0, 1), has_aux=True))(params, X) for loss in (hooked, by_hand)
-    )
-    for left, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+    found, expected = (value_and_gradients(own, params, X) for own in (run, by_hand))
+    for left, right in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert_bitwise_equal(left, right)
