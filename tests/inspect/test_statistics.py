@@ -432,7 +432,7 @@ def test_delayed_products_on_explicit_axes_have_the_same_sample(monkeypatch):
 
     def delayed(x, w):
         dimensions = (((1,), (0,)), ((), ()))
-        return delayed_dot_general(x, w, dimensions, states, elements, jnp.float32)
+        return delayed_dot_general(x, w, dimensions, states, elements, jnp.float32)[0]
 
     def run(x, w):
         return of(captured(quick(delayed), x, w, stats="error"), "product")
