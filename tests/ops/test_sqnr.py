@@ -13,6 +13,7 @@ import pytest
 import mx_jax
 from mx_jax import recipes
 from mx_jax.recipes import Recipe
+from tests.quick import with_gradients
 
 M, K, N = 1024, 2048, 1024
 
@@ -32,12 +33,7 @@ def arrays() -> tuple[jax.Array, jax.Array, jax.Array]:
 @functools.cache
 def measure(recipe: Recipe) -> tuple[float, float, float]:
     """SQNR in dB of output, input gradient and weight gradient."""
-
-    @jax.jit
-    def run(x, w, g):
-        product, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w)
-        return product, *pullback(g)
-
+    run = jax.jit(with_gradients(functools.partial(mx_jax.matmul, recipe=recipe)))
     x, w, g = arrays()
     exact = (x @ w, g @ w.T, x.T @ g)
     output, dx, dw = map(mx_jax.inspect.sqnr_db, exact, run(x, w, g))
