@@ -45,7 +45,7 @@ class Split:
         return self.compute(self.call, *jax.tree.unflatten(self.tree, leaves))
 
     def with_rules(
-        self, partition: Callable[..., Any], infer: Callable[..., Any], rule: str, **factors: Any
+        self, partition: Callable[..., Any], infer: Callable[..., Any], rule: str, **factors: object
     ) -> Callable[..., Any]:
         """`run` as one operation, for both partitioners: a callback of each, and Shardy's rule."""
         partitioned: Any = custom_partitioning(lambda name, *leaves: self.run(*leaves))

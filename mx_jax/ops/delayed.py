@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from mx_jax.axes import ProductAxes, Side
-from mx_jax.backends.calls import Operand
+from mx_jax.backends.calls import AnyOperand, Operand
 from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import explicit_mesh
 from mx_jax.codecs.rounding import NEAREST
@@ -173,7 +173,9 @@ def _quantize(x: jax.Array, scale: jax.Array, element: ElementFormat) -> MXArray
     return checkpoint_name(result, QUANTIZED)
 
 
-def _multiply(lhs: Any, rhs: Any, axes: ProductAxes, out_dtype: np.dtype) -> jax.Array:
+def _multiply(
+    lhs: AnyOperand, rhs: AnyOperand, axes: ProductAxes, out_dtype: np.dtype
+) -> jax.Array:
     product = DenseProduct(recipe=HIGH_PRECISION, axes=axes, out_dtype=out_dtype)
     return product.multiply(lhs, rhs, axes, out_dtype)
 

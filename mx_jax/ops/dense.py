@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,7 @@ from mx_jax.sharding.movement import STAY, Movement, Moves, manual_axes, reduced
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
 
 X = TypeVar("X", bound=AnyOperand)
+E = TypeVar("E")  # what a product depends on besides its operands
 Sides = tuple[Side, Side]
 SIDES: Sides = ("lhs", "rhs")
 
@@ -88,7 +89,7 @@ class Prepared(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecipeProduct:
+class RecipeProduct(Generic[E]):
     """What all kinds of product do by a recipe. A kind takes its operands, and multiplies them."""
 
     recipe: MatmulRecipe
@@ -97,10 +98,10 @@ class RecipeProduct:
     precision: lax.PrecisionLike = None
     moves: Moves = STAY
 
-    def key_of(self, extra: Any) -> Key:
+    def key_of(self, extra: E) -> Key:
         raise NotImplementedError
 
-    def prepared(self, task: Task, extra: Any) -> Prepared:
+    def prepared(self, task: Task, extra: E) -> Prepared:
         """How operands are quantized, by default each alone."""
         return Prepared(task, (prepare, prepare))
 
@@ -113,14 +114,14 @@ class RecipeProduct:
         *,
         fast_accumulation: bool = False,
         stored: Collection[Side] = (),
-        sizes: Any = None,
+        sizes: jax.Array | None = None,
     ) -> jax.Array:
         """The product of operands as they were taken."""
         raise NotImplementedError
 
     @one_program("self", "stored")
     def forward(
-        self, lhs: AnyResidual, rhs: AnyResidual, extra: Any, stored: tuple[Side, ...] = ()
+        self, lhs: AnyResidual, rhs: AnyResidual, extra: E, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
         spec = self.recipe.fwd
         if isinstance(lhs, Residual) or isinstance(rhs, Residual):
@@ -140,7 +141,7 @@ class RecipeProduct:
             )
             return unscaled(product, *taken.given, spec)
 
-    def take(self, task: Task, extra: Any, key: Key) -> Taken:
+    def take(self, task: Task, extra: E, key: Key) -> Taken:
         """Both operands where their product is, transformed, and quantized by their specs."""
         task, prepares, sizes = self.prepared(task, extra)
         spec, axes, keys = task.spec, (task.axes.lhs, task.axes.rhs), operand_keys(key)
@@ -166,17 +167,15 @@ class RecipeProduct:
         return Taken((task.lhs, task.rhs), (left, right), (operands[0], operands[1]), sizes)
 
     def keep(
-        self, lhs: AnyOperand, rhs: AnyOperand, extra: Any
-    ) -> tuple[AnyResidual, AnyResidual, Any]:
+        self, lhs: AnyOperand, rhs: AnyOperand, extra: E
+    ) -> tuple[AnyResidual, AnyResidual, E]:
         if self.recipe.residuals is Residuals.QUANTIZED:
             # The same key gives the same codes as without a gradient.
             return *self._kept(lhs, rhs, extra), extra
         return lhs, rhs, extra
 
     @one_program("self")
-    def _kept(
-        self, lhs: AnyOperand, rhs: AnyOperand, extra: Any
-    ) -> tuple[AnyResidual, AnyResidual]:
+    def _kept(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyResidual, AnyResidual]:
         recipe, left, right = self.recipe, self.axes.lhs, self.axes.rhs
         check_whole_groups(recipe, lhs, left, self.moves[0])
         check_whole_groups(recipe, rhs, right, self.moves[1])
@@ -188,7 +187,7 @@ class RecipeProduct:
         )
 
     def cotangents(
-        self, g: jax.Array, saved: Any, both: bool
+        self, g: jax.Array, saved: E, both: bool
     ) -> tuple[tuple[Operand, Operand], None]:
         """g for each gradient, which quantizes it itself."""
         del both
@@ -196,7 +195,7 @@ class RecipeProduct:
 
     @one_program("self", "side", "aval")
     def gradient(
-        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: Any
+        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: E
     ) -> jax.Array:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
         key = product_key(self.recipe, GRADIENTS[side], self.key_of(saved))
@@ -217,12 +216,12 @@ class RecipeProduct:
     def _backward(self, side: Side, g: Operand, other: AnyOperand) -> Task:
         spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
         back, move = self.moves if side == "lhs" else self.moves[::-1]
-        other, move = reuse_moved(other, move, spec, axes.rhs if g_is_lhs else axes.lhs)
+        other, move = reuse(other, move, spec, axes.rhs if g_is_lhs else axes.lhs)
         if g_is_lhs:
             return Task(g, other, spec, axes, (None, move), back)
         return Task(other, g, spec.swapped(), axes, (move, None), back, ("rhs", "lhs"))
 
-    def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Any) -> jax.Array:
+    def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: E) -> jax.Array:
         return mask_clipped(self.recipe, side, self.axes, cotangent, own, self.key_of(saved))
 
     def in_high_precision(self) -> Any:
@@ -239,7 +238,7 @@ def _operand_of(x: AnyResidual) -> AnyOperand:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseProduct(RecipeProduct):
+class DenseProduct(RecipeProduct[Key]):
     """`[*batch, *m, *n]` by a recipe. What it depends on besides the operands is a key."""
 
     def key_of(self, extra: Key) -> Key:
@@ -254,7 +253,7 @@ class DenseProduct(RecipeProduct):
         *,
         fast_accumulation: bool = False,
         stored: Collection[Side] = (),
-        sizes: None = None,
+        sizes: jax.Array | None = None,
     ) -> jax.Array:
         """Two canonical operands, as they are, by the backend that takes their product."""
         split = self.recipe.gather is None
@@ -432,29 +431,25 @@ def _turn(x: jax.Array, signs: jax.Array, axis: int, length: int | None) -> jax.
 # What gradients keep, and mask --------------------------------------------------------------------
 
 
-def reuse(operand: AnyOperand, product: MatmulSpec, axes: Axes) -> Operand:
-    """A saved operand, the right one of a backward product's spec."""
-    # Codes are reused if their blocks also lie along the new contracting axis (square blocks).
-    spec = product.rhs
+def reuse(
+    operand: AnyOperand, move: Movement | None, product: MatmulSpec, axes: Axes
+) -> tuple[Operand, Movement | None]:
+    """A saved operand, the right one of a backward product's spec, and how it gets there."""
+    if move is not None and isinstance(operand, MXArray):
+        # Codes are gathered as they are.
+        operand, move = place(operand, move, product.rhs, axes, None).operand, None
     if isinstance(operand, PackedMXArray):
         operand = operand.unpack()
     if not isinstance(operand, MXArray):
-        return operand
+        return operand, move
+    spec = product.rhs
     if spec is None:
-        return dequantize_operand(operand, operand.dtype, saturates=True)
+        return dequantize_operand(operand, operand.dtype, saturates=True), move
+    # Codes are reused if their blocks also lie along the new contracting axis (square blocks).
     reusable = operand.format == spec.format and operand.blocks == axes.blocks(spec.format)
-    if reusable and product.transform is None:
-        return operand
-    return dequantize_operand(operand, np.dtype(np.float32), saturates=True)
-
-
-def reuse_moved(
-    operand: AnyOperand, move: Movement | None, product: MatmulSpec, axes: Axes
-) -> tuple[Operand, Movement | None]:
-    """`reuse` of an operand that is sharded: its codes are gathered as they are, before it."""
-    if move is not None and isinstance(operand, MXArray):
-        operand, move = place(operand, move, product.rhs, axes, None).operand, None
-    return reuse(operand, product, axes), move
+    if not reusable or product.transform is not None:
+        operand = dequantize_operand(operand, np.dtype(np.float32), saturates=True)
+    return operand, move
 
 
 def _residual(

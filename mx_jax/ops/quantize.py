@@ -101,7 +101,7 @@ def quantize(
         result = quantize_operand(array, spec, blocks, key, scale)
     # Only a traced x can have a gradient; holding on to any other would keep it alive for nothing.
     traced = array if isinstance(array, Tracer) else None
-    return with_primal(result, traced)
+    return dataclasses.replace(result, primal=traced)
 
 
 def with_block_size(spec: OperandSpec, block_size: BlockSize | None, operation: str) -> OperandSpec:
@@ -111,19 +111,6 @@ def with_block_size(spec: OperandSpec, block_size: BlockSize | None, operation: 
     check_block_size(block_size, operation)
     size = block_size if isinstance(block_size, Whole) else int(block_size)
     return dataclasses.replace(spec, format=spec.format.with_block(size))
-
-
-def with_primal(x: MXArray, primal: jax.Array | None) -> MXArray:
-    """x with a gradient link to what was quantized."""
-    return MXArray(
-        codes=x.codes,
-        scales=x.scales,
-        tensor_scale=x.tensor_scale,
-        format=x.format,
-        blocks=x.blocks,
-        dtype=x.dtype,
-        primal=primal,
-    )
 
 
 def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -297,7 +284,8 @@ def quantize_both(
     first, second = (cast_call(array, spec, blocks, scale) for blocks in pair)
     results = quantize_operand_both(array, (first, second), (keys[0], keys[1]), scale)
     traced = array if isinstance(array, Tracer) else None
-    return with_primal(results[0], traced), with_primal(results[1], traced)
+    first, second = (dataclasses.replace(codes, primal=traced) for codes in results)
+    return first, second
 
 
 def step_moments(

@@ -1,7 +1,7 @@
 """ragged_dot with a recipe: rows in consecutive groups, each with a right operand of its own."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,6 @@ from mx_jax.ops.dense import operand_keys, quantize_operand
 from mx_jax.ops.dot_general import check_blocks
 from mx_jax.ops.packing import packed_for
 from mx_jax.ops.product import Primal, run_product
-from mx_jax.ops.quantize import with_primal
 from mx_jax.ops.ragged_product import LAST, Groups, RaggedProduct
 from mx_jax.ops.sharded_operands import agreed_scale, given_moves, stored
 from mx_jax.ops.tags import watching
@@ -131,7 +130,7 @@ def ragged_dot(
 
 def _on_explicit_axes(
     mesh: AbstractMesh,
-    multiply: Any,
+    multiply: Callable[..., jax.Array],
     lhs: Primal,
     rhs: Primal,
     groups: Groups,
@@ -331,7 +330,8 @@ def _quantized(
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     drawn = operand_keys(product_key(recipe, "fwd", key))[0] if spec.random_bits else None
     tensor_scale = agreed_scale(x, spec, blocks, axes)
-    return with_primal(quantize_operand(x, spec, blocks, drawn, tensor_scale), x)
+    codes = quantize_operand(x, spec, blocks, drawn, tensor_scale)
+    return dataclasses.replace(codes, primal=x)
 
 
 def goes_by_row(spec: MatmulSpec) -> bool:

@@ -34,7 +34,7 @@ from mx_jax.ops.packing import tell_of_packing, unpacked_for
 from mx_jax.ops.product import AnyResidual, Residual, note_cast
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.tags import Free, remark
-from mx_jax.packed import PackedMXArray, Quantized, unpacked
+from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import RaggedRows, ragged_rows
 from mx_jax.specs import MatmulSpec, OperandSpec
@@ -59,7 +59,7 @@ class Groups(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedProduct(RecipeProduct):
+class RaggedProduct(RecipeProduct[Groups]):
     """`[m, k]` by `[g, k, n]` to `[m, n]`, by a recipe."""
 
     axes: ProductAxes = AXES
@@ -73,7 +73,11 @@ class RaggedProduct(RecipeProduct):
             # The rows of each group are padded to whole blocks.
             assert not isinstance(task.rhs, Quantized), "g comes as values"
             rows = ragged_rows(sizes, task.rhs.shape[0], _padding_unit(task.spec))
-            lhs, rhs = rows.place(_values(lhs, own)), rows.place(task.rhs)
+            if isinstance(lhs, MXArray):
+                # Its square blocks end within groups.
+                lhs = dequantize_operand(lhs, np.dtype(np.float32), saturates=True)
+            assert not isinstance(lhs, PackedMXArray)
+            lhs, rhs = rows.place(lhs), rows.place(task.rhs)
             along_rows = functools.partial(_prepare_contracted, rows)
             return Prepared(task._replace(lhs=lhs, rhs=rhs), (along_rows, along_rows), rows.sizes)
         # Products leave out the rows of no group; scales of more than a row would count them.
@@ -132,15 +136,6 @@ class RaggedProduct(RecipeProduct):
 def without_unused(x: AnyOperand, sizes: jax.Array) -> AnyOperand:
     """x with zeros in the rows of no group, which a tensor scale would count."""
     return x if isinstance(x, Quantized) else ragged_rows(sizes, x.shape[0], unit=1).place(x)
-
-
-def _values(x: AnyOperand, spec: OperandSpec | None) -> jax.Array:
-    """A saved operand's values, to be quantized anew unless it is to stay in high precision."""
-    x = unpacked(x)
-    if not isinstance(x, MXArray):
-        return x
-    dtype = x.dtype if spec is None else np.dtype(np.float32)
-    return dequantize_operand(x, dtype, saturates=True)
 
 
 def _padding_unit(spec: MatmulSpec) -> int:
