@@ -22,8 +22,7 @@ from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax import recipes
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.dense import multiply as product
-from mx_jax.ops.operands import prepare_operands
+from mx_jax.ops.dense import DenseProduct, Task
 from mx_jax.recipes import MatmulSpec, Recipe
 
 CLOCKS = {"all": "wall", "one": "cpu"}
@@ -65,7 +64,9 @@ def quantize_function(recipe: Recipe) -> Callable[..., Any]:
         prepared = []
         for spec, axes, (lhs, rhs) in products(recipe):
             key = jax.random.key(7) if spec.is_stochastic else None
-            prepared.append(prepare_operands(arrays[lhs], arrays[rhs], spec, axes, key))
+            task = Task(arrays[lhs], arrays[rhs], spec, axes)
+            how = DenseProduct(recipe=recipe, axes=axes, out_dtype=FLOAT)
+            prepared.append(how.take(task, None, key).operands)
         return prepared
 
     return quantize
@@ -78,7 +79,9 @@ def multiply_function(recipe: Recipe) -> Callable[..., Any]:
     def multiply(prepared):
         found = []
         for (spec, axes, _), (lhs, rhs) in zip(products(recipe), prepared, strict=True):
-            found.append(product(lhs, rhs, axes, FLOAT, fast_accumulation=spec.fast_accumulation))
+            how = DenseProduct(recipe=recipe, axes=axes, out_dtype=FLOAT)
+            fast = spec.fast_accumulation
+            found.append(how.multiply(lhs, rhs, axes, FLOAT, fast_accumulation=fast))
         return found
 
     return multiply

@@ -6,7 +6,8 @@ rounding, of speed, or of what XLA makes of a program: they keep a user's compil
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -20,6 +21,16 @@ if jax.__version_info__ < (0, 11):
     OPTIONS["xla_cpu_use_fusion_emitters"] = False
 
 quick = functools.partial(jax.jit, compiler_options=OPTIONS)
+
+
+def with_gradients(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    """The product and both cotangents of an operation, of its operands and a cotangent."""
+
+    def run(x: Any, w: Any, g: Any) -> Any:
+        product, pullback = jax.vjp(operation, x, w)
+        return product, *pullback(g)
+
+    return run
 
 
 @contextlib.contextmanager

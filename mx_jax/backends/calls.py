@@ -12,7 +12,7 @@ from mx_jax.codecs.blocks import Blocks, num_blocks, scales_shape, varying_axes
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.packed import PackedMXArray, Quantized
+from mx_jax.packed import PackedMXArray
 from mx_jax.reference.scale_rules import ScaleRule, scale_rule_for
 
 Operand = jax.Array | MXArray
@@ -34,16 +34,17 @@ class OperandType:
     @classmethod
     def of(cls, operand: AnyOperand, axes: Axes) -> "OperandType":
         """The type of an array; packed weights had their tensor scales looked at before."""
-        if not isinstance(operand, Quantized):
-            return cls(shape=operand.shape, axes=axes, dtype=np.dtype(operand.dtype))
-        is_packed = isinstance(operand, PackedMXArray)
-        return cls(
-            shape=operand.shape,
-            axes=axes,
-            format=operand.format,
-            scale_axes=varying_axes(None if is_packed else operand.tensor_scale),
-            packed_by=operand.layout.backend if is_packed else None,
-        )
+        if isinstance(operand, MXArray):
+            return cls(
+                shape=operand.codes.shape,
+                axes=axes,
+                format=operand.format,
+                scale_axes=varying_axes(operand.tensor_scale),
+            )
+        if isinstance(operand, PackedMXArray):
+            by = operand.layout.backend
+            return cls(shape=operand.shape, axes=axes, format=operand.format, packed_by=by)
+        return cls(shape=operand.shape, axes=axes, dtype=np.dtype(operand.dtype))
 
     @property
     def text(self) -> str:
@@ -396,11 +397,9 @@ def result_of(call: Call, *operands: Any) -> Any:
     """Types of what a call of these operands gives, as a pytree; None where running it tells."""
     match call:
         case MatmulCall():
-            lhs, rhs = operands
-            sides = ((lhs.shape, call.lhs.axes), (rhs.shape, call.rhs.axes))
             (left, m), (right, n) = (
-                ([shape[a] for a in axes.batch], [shape[a] for a in axes.kept])
-                for shape, axes in sides
+                ([own.shape[a] for a in own.axes.batch], [own.shape[a] for a in own.axes.kept])
+                for own in (call.lhs, call.rhs)
             )
             batch = [b if a == 1 else a for a, b in zip(left, right, strict=True)]
             return jax.ShapeDtypeStruct((*batch, *m, *n), call.out_dtype)

@@ -35,11 +35,35 @@ Compute = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """A product that the compiler splits between devices."""
+    """A call that the compiler splits between devices."""
 
     compute: Compute  # each device's part; a hashable value
-    call: MatmulCall
-    tree: Any  # of both operands
+    call: Any
+    tree: Any  # of the operands
+
+    def run(self, *leaves: jax.Array) -> Any:
+        return self.compute(self.call, *jax.tree.unflatten(self.tree, leaves))
+
+    def with_rules(
+        self, partition: Callable[..., Any], infer: Callable[..., Any], rule: str, **factors: object
+    ) -> Callable[..., Any]:
+        """`run` as one operation, for both partitioners: a callback of each, and Shardy's rule."""
+        partitioned: Any = custom_partitioning(lambda name, *leaves: self.run(*leaves))
+        partitioned.def_partition(
+            partition=functools.partial(partition, self),
+            infer_sharding_from_operands=functools.partial(infer, self),
+            # A reshape may have cut a mesh axis in two, which no NamedSharding of its mesh says.
+            decode_shardings=False,
+            sharding_rule=rule,
+            **factors,
+        )
+        # Nothing reads the name: it tells programs apart in the key of a compilation cache.
+        name = hashlib.sha256(repr((self.compute, self.call, self.tree)).encode()).digest()
+        return functools.partial(partitioned, np.frombuffer(name, np.uint32))
+
+
+class SplitProduct(Split):
+    """A product that the compiler splits between devices."""
 
     @functools.cached_property
     def axes(self) -> ProductAxes:
@@ -48,9 +72,6 @@ class Split:
     @functools.cached_property
     def factors(self) -> Factors:
         return Factors.of(self.axes)
-
-    def run(self, *leaves: jax.Array) -> jax.Array:
-        return self.compute(self.call, *jax.tree.unflatten(self.tree, leaves))
 
 
 def can_split(call: MatmulCall) -> bool:
@@ -66,25 +87,15 @@ def multiply(compute: Compute, call: MatmulCall, lhs: AnyOperand, rhs: AnyOperan
         call = dataclasses.replace(call, rhs=OperandType.of(rhs, call.rhs.axes))
     leaves, tree = jax.tree.flatten((unpacked(lhs), rhs))
     shapes = tuple(leaf.shape for leaf in leaves)
-    return _function(Split(compute, call, tree), shapes)(*leaves)
+    return _function(SplitProduct(compute, call, tree), shapes)(*leaves)
 
 
 @functools.lru_cache(maxsize=4096)
-def _function(split: Split, shapes: tuple[tuple[int, ...], ...]) -> Any:
+def _function(split: SplitProduct, shapes: tuple[tuple[int, ...], ...]) -> Any:
     """The product with its rules for devices and batches."""
-    partitioned: Any = custom_partitioning(lambda name, *leaves: split.run(*leaves))
     rule, summed, sizes = _sharding_rule(split, shapes)
-    partitioned.def_partition(
-        partition=functools.partial(_partition, split),
-        infer_sharding_from_operands=functools.partial(_infer, split),
-        # A reshape may have cut a mesh axis in two, which no NamedSharding of its mesh says.
-        decode_shardings=False,
-        sharding_rule=rule,
-        reduction_factors=summed,
-        **sizes,
-    )
-    name = name_of(split.compute, split.call, split.tree)
-    batched: Any = custom_vmap(functools.partial(partitioned, name))
+    product = split.with_rules(_partition, _infer, rule, reduction_factors=summed, **sizes)
+    batched: Any = custom_vmap(product)
 
     @batched.def_vmap
     def _(size: int, in_batched: Sequence[bool], *leaves: jax.Array) -> Any:
@@ -93,11 +104,6 @@ def _function(split: Split, shapes: tuple[tuple[int, ...], ...]) -> Any:
         return jnp.moveaxis(product, wide.axis, 0), True
 
     return batched
-
-
-def name_of(*what: object) -> np.ndarray:
-    """An operand that nothing reads: it tells programs apart in the key of a compilation cache."""
-    return np.frombuffer(hashlib.sha256(repr(what).encode()).digest(), np.uint32)
 
 
 # Batches ------------------------------------------------------------------------------------------
@@ -171,14 +177,16 @@ def _kept(operand: AnyOperand, axes: Axes) -> tuple[AnyOperand, Axes]:
 # Devices ------------------------------------------------------------------------------------------
 
 
-def _sides(split: Split, leaves: Sequence[Any]) -> list[tuple[Side, tuple[Factor, ...], Any]]:
+def _sides(
+    split: SplitProduct, leaves: Sequence[Any]
+) -> list[tuple[Side, tuple[Factor, ...], Any]]:
     """Both operands, made of anything that has a shape, and their factors."""
     lhs, rhs = jax.tree.unflatten(split.tree, leaves)
     return [("lhs", split.factors.lhs, lhs), ("rhs", split.factors.rhs, rhs)]
 
 
 def _sharding_rule(
-    split: Split, shapes: Sequence[Any]
+    split: SplitProduct, shapes: Sequence[Any]
 ) -> tuple[str, tuple[str, ...], dict[str, int]]:
     """Shardy's rule, the factors that are summed over, the sizes of factors below an axis."""
     structs = [jax.ShapeDtypeStruct(shape, np.uint8) for shape in shapes]
@@ -211,7 +219,7 @@ def _sharding_rule(
 
 
 def _shared(
-    split: Split, mesh: Mesh, leaves: Sequence[Any], wanted: jax.ShapeDtypeStruct | None
+    split: SplitProduct, mesh: Mesh, leaves: Sequence[Any], wanted: jax.ShapeDtypeStruct | None
 ) -> Any:
     """What each device computes, and where both operands lie now."""
     sizes, granules, stored = {}, {}, []
@@ -234,7 +242,10 @@ def _shared(
 
 
 def _infer(
-    split: Split, mesh: Mesh, given: tuple[jax.ShapeDtypeStruct, ...], wanted: jax.ShapeDtypeStruct
+    split: SplitProduct,
+    mesh: Mesh,
+    given: tuple[jax.ShapeDtypeStruct, ...],
+    wanted: jax.ShapeDtypeStruct,
 ) -> NamedSharding:
     """Where the product comes to lie: the older partitioner's question; the newer has the rule."""
     mesh = fine_mesh(mesh, given[1])
@@ -243,7 +254,10 @@ def _infer(
 
 
 def _partition(
-    split: Split, mesh: Mesh, given: tuple[jax.ShapeDtypeStruct, ...], wanted: jax.ShapeDtypeStruct
+    split: SplitProduct,
+    mesh: Mesh,
+    given: tuple[jax.ShapeDtypeStruct, ...],
+    wanted: jax.ShapeDtypeStruct,
 ) -> Any:
     """What each device computes, and where its operands have to be for it."""
     leaves, factors = given[1:], split.factors
@@ -296,7 +310,7 @@ def _packed_moves(
 
 
 def _local(
-    split: Split,
+    split: SplitProduct,
     each: Share,
     moves: Sequence[tuple[Part, ...]],
     name: jax.Array,

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mx_jax.backends.calls import Call, QuantizeCall, result_of
-from mx_jax.backends.partition import Compute, name_of, without_mesh
+from mx_jax.backends.partition import Compute, Split, without_mesh
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import ROUNDINGS
@@ -28,13 +27,8 @@ from mx_jax.sharding.movement import Part, spec_of, with_maxima, without_maxima
 from mx_jax.sharding.partition import fine_mesh, stored_parts
 
 
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """A cast that the compiler splits between devices."""
-
-    compute: Compute  # each device's part; a hashable value
-    call: QuantizeCall
-    tree: Any  # of its operands: values, random bits, tensor scale
+class SplitCast(Split):
+    """A cast that the compiler splits between devices, of values, random bits, a tensor scale."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -49,7 +43,7 @@ class Split:
         }
 
     def run(self, *leaves: jax.Array) -> list[jax.Array]:
-        return jax.tree.leaves(self.compute(self.call, *jax.tree.unflatten(self.tree, leaves)))
+        return jax.tree.leaves(super().run(*leaves))
 
 
 def can_split(call: Call) -> bool:
@@ -75,27 +69,17 @@ def _lengths(call: QuantizeCall) -> list[int]:
 def quantize(compute: Compute, call: QuantizeCall, *operands: jax.Array | None) -> Any:
     """A cast that the compiler splits between devices."""
     leaves, tree = jax.tree.flatten(operands)
-    split, result = Split(compute, call, tree), jax.tree.structure(result_of(call, *operands))
-    shapes = tuple(leaf.shape for leaf in leaves)
-    found = _function(split, shapes)(name_of(split.compute, call, tree), *leaves)
-    return jax.tree.unflatten(result, found)
+    found = _function(SplitCast(compute, call, tree), tuple(leaf.shape for leaf in leaves))(*leaves)
+    return jax.tree.unflatten(jax.tree.structure(result_of(call, *operands)), found)
 
 
 @functools.lru_cache(maxsize=4096)
-def _function(split: Split, shapes: tuple[tuple[int, ...], ...]) -> Any:
-    partitioned: Any = custom_partitioning(lambda name, *leaves: split.run(*leaves))
+def _function(split: SplitCast, shapes: tuple[tuple[int, ...], ...]) -> Any:
     rule, sizes = _sharding_rule(split, shapes)
-    partitioned.def_partition(
-        partition=functools.partial(_partition, split),
-        infer_sharding_from_operands=functools.partial(_infer, split),
-        decode_shardings=False,
-        sharding_rule=rule,
-        **sizes,
-    )
-    return partitioned
+    return split.with_rules(_partition, _infer, rule, **sizes)
 
 
-def _sharding_rule(split: Split, shapes: Sequence[Any]) -> tuple[str, dict[str, int]]:
+def _sharding_rule(split: SplitCast, shapes: Sequence[Any]) -> tuple[str, dict[str, int]]:
     """What Shardy is told, and the sizes of factors that are less than an axis."""
     words, blocks, sizes = [], {}, {}
     for axis, length in enumerate(split.shape):
@@ -124,7 +108,7 @@ def _sharding_rule(split: Split, shapes: Sequence[Any]) -> tuple[str, dict[str, 
     return f"{given} -> {', '.join(named(result.shape) for result in _results(split))}", sizes
 
 
-def _results(split: Split) -> list[Any]:
+def _results(split: SplitCast) -> list[Any]:
     x = jax.ShapeDtypeStruct(split.shape, np.float32)
     return jax.tree.leaves(result_of(split.call, x, None, None))
 
@@ -154,7 +138,7 @@ class Share:
         return spec_of(tuple(parts))
 
 
-def _share(split: Split, mesh: Mesh, lies: tuple[Part, ...]) -> Share:
+def _share(split: SplitCast, mesh: Mesh, lies: tuple[Part, ...]) -> Share:
     """What each device casts of values that lie so; an axis that cuts blocks unevenly is whole."""
     count = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
     by_amax = not split.call.scale_rule.reads_values
@@ -173,7 +157,10 @@ def _share(split: Split, mesh: Mesh, lies: tuple[Part, ...]) -> Share:
 
 
 def _shared(
-    split: Split, mesh: Mesh, leaves: Sequence[Any], wanted: Sequence[jax.ShapeDtypeStruct] | None
+    split: SplitCast,
+    mesh: Mesh,
+    leaves: Sequence[Any],
+    wanted: Sequence[jax.ShapeDtypeStruct] | None,
 ) -> Share:
     """By where the values lie, or their codes have to if the values are everywhere."""
     lies = stored_parts(leaves[0].sharding, split.shape, mesh)
@@ -183,10 +170,7 @@ def _shared(
 
 
 def _infer(
-    split: Split,
-    mesh: Mesh,
-    given: tuple[jax.ShapeDtypeStruct, ...],
-    wanted: Sequence[jax.ShapeDtypeStruct],
+    split: SplitCast, mesh: Mesh, given: Sequence[Any], wanted: Sequence[Any]
 ) -> list[NamedSharding]:
     """Where codes and scales come to lie: the older partitioner's question."""
     mesh = fine_mesh(mesh, given[1])
@@ -194,12 +178,7 @@ def _infer(
     return [NamedSharding(mesh, each.place(r.shape, split.shape)) for r in _results(split)]
 
 
-def _partition(
-    split: Split,
-    mesh: Mesh,
-    given: tuple[jax.ShapeDtypeStruct, ...],
-    wanted: Sequence[jax.ShapeDtypeStruct],
-) -> Any:
+def _partition(split: SplitCast, mesh: Mesh, given: Sequence[Any], wanted: Sequence[Any]) -> Any:
     """What each device computes, and where its operands have to be for it."""
     mesh = fine_mesh(mesh, given[1])
     each = _shared(split, mesh, given[1:], wanted)
@@ -209,7 +188,7 @@ def _partition(
     return mesh, local, results, (NamedSharding(mesh, PartitionSpec(None)), *places)
 
 
-def _local(split: Split, each: Share, name: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
+def _local(split: SplitCast, each: Share, name: jax.Array, *leaves: jax.Array) -> list[jax.Array]:
     del name
     x, bits, scale = jax.tree.unflatten(split.tree, leaves)
     call, shared = split.call, each.shared(split.call.blocks)

@@ -7,7 +7,7 @@ equation carries the call, what contexts ask of selection, and what is known of 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -376,7 +376,7 @@ def _types(*types: Any, work: Work) -> list[Any]:
     ]
 
 
-def _batch(p: Any, leaves: Any, axes: Any, *, work: Work) -> Any:
+def _batch(p: Any, leaves: Sequence[jax.Array], axes: Sequence[int | None], *, work: Work) -> Any:
     size = next(x.shape[axis] for x, axis in zip(leaves, axes, strict=True) if axis is not None)
     axes = tuple(None if axis is None else int(axis) for axis in axes)
     wider = dataclasses.replace(work, batches=(*work.batches, (size, axes)))
@@ -384,13 +384,13 @@ def _batch(p: Any, leaves: Any, axes: Any, *, work: Work) -> Any:
     return results, [0] * len(results)
 
 
-def _no_slope(p: Any, primals: Any, tangents: Any, *, work: Work) -> Any:
+def _no_slope(p: Any, primals: Sequence[Any], tangents: object, *, work: Work) -> Any:
     """Codes do not change with values: who wants a straight-through gradient links it outside."""
     results = p.bind(*primals, work=work)
     return results, [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
 
 
-def _jvp(p: Any, primals: Any, tangents: Any, *, work: Work) -> Any:
+def _jvp(p: object, primals: Sequence[Any], tangents: Sequence[Any], *, work: Work) -> Any:
     """Kernels have no derivatives; plain JAX has."""
     del p
     tangents = tuple(map(ad.instantiate_zeros, tangents))

@@ -130,8 +130,7 @@ def select(
     """The first of the backends, by default `known_backends`, that does not reject the call."""
     # All reject only under `only_backend`: the error lists every reason.
     target = current_target() if target is None else target
-    backends = known_backends() if backends is None else backends
-    choice, rejections = _first(call, _counted(target), backends)
+    choice, rejections = _first(call, target, backends)
     if choice is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejections)
         raise ValueError(f"no backend takes {call} on {target}: {reasons}")
@@ -142,9 +141,7 @@ def find(
     call: Call, target: Target | None = None, backends: Sequence[Backend] | None = None
 ) -> Choice | None:
     """As `select`, for calls that can be made of others: None if all that are asked reject."""
-    target = current_target() if target is None else target
-    backends = known_backends() if backends is None else backends
-    return _first(call, _counted(target), backends)[0]
+    return _first(call, current_target() if target is None else target, backends)[0]
 
 
 def on_request(
@@ -179,7 +176,7 @@ def _measured(
 
 def rejections_of(call: Call, target: Target) -> tuple[tuple[str, str], ...]:
     """(name, reason) of the backends that reject a call, up to the first that takes it."""
-    return tuple(_first(call, _counted(target), known_backends())[1])
+    return tuple(_first(call, target, None)[1])
 
 
 def _counted(target: Target) -> Target:
@@ -188,9 +185,10 @@ def _counted(target: Target) -> Target:
 
 
 def _first(
-    call: Call, target: Target, backends: Sequence[Backend]
+    call: Call, target: Target, backends: Sequence[Backend] | None
 ) -> tuple[Choice | None, list[tuple[str, str]]]:
-    """The first that accepts, on a machine whose devices are counted."""
+    """The first that accepts, and why each before it does not."""
+    target, backends = _counted(target), known_backends() if backends is None else backends
     only, preferred = only_named.value, preferred_names.value
     unproved = only_if_named(backends) - {only, *preferred}
     rows = {} if only is not None else _measured(call, target, backends, unproved)

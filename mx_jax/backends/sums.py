@@ -32,9 +32,13 @@ def row_scales(side: Side, operand: MXArray, call: MatmulCall) -> SumScale:
     values = scale_to_float32(operand.scales, scale)
     for axis, size in operand.blocks:
         if isinstance(size, int):
-            repeated = jnp.repeat(values, size, axis)
-            values = lax.slice_in_dim(repeated, 0, operand.shape[axis], axis=axis)
+            values = _each_row(values, axis, size, operand.shape[axis])
     return SumScale(_in_product(side, values, call), scale.kind == "divisor")
+
+
+def _each_row(values: jax.Array, axis: int, size: int, length: int) -> jax.Array:
+    """Scales of blocks, as often as there are rows that share one."""
+    return lax.slice_in_dim(jnp.repeat(values, size, axis), 0, length, axis=axis)
 
 
 def tensor_scale(side: Side, operand: MXArray, call: MatmulCall) -> tuple[SumScale, ...]:
@@ -174,8 +178,7 @@ def block_scales(side: Side, operand: MXArray, contracting: int) -> BlockScales:
     for axis, size in operand.blocks:
         axis %= operand.ndim
         if axis != contracting and isinstance(size, int):
-            repeated = jnp.repeat(values, size, axis)
-            values = lax.slice_in_dim(repeated, 0, operand.shape[axis], axis=axis)
+            values = _each_row(values, axis, size, operand.shape[axis])
         elif axis != contracting:
             shape = list(values.shape)
             shape[axis] = operand.shape[axis]

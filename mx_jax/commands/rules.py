@@ -23,8 +23,7 @@ from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, decide
 from mx_jax.convert.weights import unstorable
 from mx_jax.formats import BlockFormat, block_format
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.packing import store_weights, why_not_stored
-from mx_jax.ops.quantize import quantize
+from mx_jax.ops.quantize import quantize, store_weights, why_not_stored
 from mx_jax.recipes import weight_only
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import OperandSpec

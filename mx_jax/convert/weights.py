@@ -20,7 +20,7 @@ from mx_jax.convert.report import Report, warn_or_raise
 from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, as_rules, decide
 from mx_jax.mxarray import MXArray
 from mx_jax.nn.layers import StoredParams
-from mx_jax.ops.packing import store_weights, why_not_stored
+from mx_jax.ops.quantize import store_weights, why_not_stored
 from mx_jax.packed import Quantized, gives_rows, unpacked
 from mx_jax.recipes import Recipe
 

@@ -35,7 +35,7 @@ from mx_jax.generate.model import PRODUCTS, Llama
 from mx_jax.generate.tokenizer import Tokenizer, tokenizer_of_folder, tokenizer_of_gguf
 from mx_jax.mxarray import MXArray
 from mx_jax.nn.cache import row_format
-from mx_jax.ops.operands import quantize_operand
+from mx_jax.ops.dense import quantize_operand
 from mx_jax.ops.packing import pack_weights
 from mx_jax.recipes import Recipe, high_precision, weight_only
 from mx_jax.recipes.base import measured_operand

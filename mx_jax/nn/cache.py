@@ -18,7 +18,7 @@ from mx_jax.formats import BlockFormat, Whole, block_format
 from mx_jax.formats.block import FormatLike
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.attention import attend_matrices
-from mx_jax.ops.operands import quantize_operand
+from mx_jax.ops.dense import quantize_operand
 from mx_jax.ops.quantize import dequantize
 from mx_jax.packed import PackedRows, Rows
 from mx_jax.recipes.base import measured_operand

@@ -319,7 +319,7 @@ class DelayedDotGeneral(flax_nn.Module):
             *(self._scale_state(name) for name in ("input", "kernel", "output_grad"))
         )
         chain = self._chain(states)
-        product, chain[-1] = delayed.chained_dot_general(
+        product, chain[-1] = delayed.delayed_dot_general(
             lhs, rhs, dimension_numbers, chain[-1], elements, out_dtype, scaling
         )
         return product

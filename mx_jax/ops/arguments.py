@@ -30,10 +30,12 @@ def as_operand(
     x: OperandLike, side: str, recipe: MatmulRecipe, operation: str = "matmul"
 ) -> AnyOperand:
     """An MXArray as it is (packed: shard_map's part of it), else an array the recipe takes."""
+    if isinstance(x, PackedMXArray):
+        # Packed weights are read on the right.
+        return x.local().unpack() if side == "lhs" else x.local()
     if isinstance(x, MXArray):
         check_parts(x, f"{operation}: {side}")
-    if isinstance(x, Quantized):
-        return x.local() if isinstance(x, PackedMXArray) else x
+        return x
     if not recipe.is_high_precision:
         x = _widened(x)
     dtype = getattr(x, "dtype", None)

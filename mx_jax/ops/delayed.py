@@ -16,16 +16,15 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from mx_jax.axes import ProductAxes, Side
-from mx_jax.backends.calls import Operand
+from mx_jax.backends.calls import AnyOperand, Operand
 from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import explicit_mesh
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import encode_scaled, true_divide
 from mx_jax.formats import F32, WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.dense import HIGH_PRECISION, DenseProduct, multiply
+from mx_jax.ops.dense import HIGH_PRECISION, SIDES, DenseProduct
 from mx_jax.ops.dot_general import canonicalize, check_dimension_numbers
-from mx_jax.ops.operands import SIDES
 from mx_jax.ops.product import (
     AnyProduct,
     AnyResidual,
@@ -89,26 +88,16 @@ def delayed_dot_general(
     elements: Elements,
     out_dtype: jax.typing.DTypeLike,
     scaling: Scaling = MAX,
-) -> jax.Array:
+) -> tuple[jax.Array, DelayedStates]:
     """`jax.lax.dot_general` of float8 operands whose scales were known before the step.
 
     Each tensor is quantized tensor-wise with `scale = 2^margin * amax / element max`, where amax is
     the largest of its history, or the latest. The gradient with respect to `states` is their next
     value; below shard_map, amaxes are those of all shards.
+
+    Returns:
+      The product, and states, equal to the given, for the next product of the step by them.
     """
-    return chained_dot_general(lhs, rhs, dimension_numbers, states, elements, out_dtype, scaling)[0]
-
-
-def chained_dot_general(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    dimension_numbers: lax.DotDimensionNumbers,
-    states: DelayedStates,
-    elements: Elements,
-    out_dtype: jax.typing.DTypeLike,
-    scaling: Scaling,
-) -> tuple[jax.Array, DelayedStates]:
-    """`delayed_dot_general`, and states, equal to the given, for the next product of the step."""
     # Autodiff adds up what several products say of one state; along this chain each hands on the
     # larger of its own amaxes and its successors'.
     if (mesh := explicit_mesh(lhs, rhs)) is not None:
@@ -117,7 +106,7 @@ def chained_dot_general(
         with jax.sharding.use_abstract_mesh(mesh):
             out = product_spec(lhs, rhs, dimension_numbers, None, HIGH_PRECISION)
             run: Any = jax.sharding.auto_axes(
-                lambda lhs, rhs, states: chained_dot_general(
+                lambda lhs, rhs, states: delayed_dot_general(
                     lhs, rhs, dimension_numbers, states, elements, out_dtype, scaling
                 ),
                 axes=mesh.explicit_axes,
@@ -130,8 +119,7 @@ def chained_dot_general(
     )
     with follow(left, right):
         run = watched if watching.value else run_product
-        found = run(product, Primal.of(left), Primal.of(right), states)
-    result, states = found
+        result, states = run(product, Primal.of(left), Primal.of(right), states)
     return lax.squeeze(result, empty), states
 
 
@@ -185,6 +173,13 @@ def _quantize(x: jax.Array, scale: jax.Array, element: ElementFormat) -> MXArray
     return checkpoint_name(result, QUANTIZED)
 
 
+def _multiply(
+    lhs: AnyOperand, rhs: AnyOperand, axes: ProductAxes, out_dtype: np.dtype
+) -> jax.Array:
+    product = DenseProduct(recipe=HIGH_PRECISION, axes=axes, out_dtype=out_dtype)
+    return product.multiply(lhs, rhs, axes, out_dtype)
+
+
 class _Saved(NamedTuple):
     """The states before the step, and the operands' next ones."""
 
@@ -212,7 +207,7 @@ class DelayedProduct:
         """The product, of operands quantized here unless `keep` did it."""
         if not isinstance(lhs, MXArray) or not isinstance(rhs, MXArray):
             lhs, rhs, _ = self.keep(lhs, rhs, extra)
-        return multiply(lhs, rhs, self.axes, self.out_dtype), extra
+        return _multiply(lhs, rhs, self.axes, self.out_dtype), extra
 
     def keep(
         self, lhs: AnyResidual, rhs: AnyResidual, extra: DelayedStates
@@ -246,7 +241,7 @@ class DelayedProduct:
         del saved
         axes, g_is_lhs = self.axes.cotangent(side)
         left, right = (g, other) if g_is_lhs else (other, g)
-        return multiply(left, right, axes, aval.dtype)
+        return _multiply(left, right, axes, aval.dtype)
 
     def masked(
         self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: _Saved

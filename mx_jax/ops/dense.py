@@ -1,36 +1,38 @@
-"""The dense product and its two gradients, each by its own spec of the recipe.
+"""Products by a recipe: how operands are taken, what of them gradients keep, and the dense product.
 
-`multiply` is one product of prepared operands in canonical order, by the backend that takes it.
+Products of rows in groups (`ragged_product`) have the same base.
 """
 
 import dataclasses
-from collections.abc import Collection
-from typing import NamedTuple
+import functools
+import math
+from collections.abc import Callable, Collection
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from mx_jax.axes import ProductAxes, Side
-from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, OperandType
+from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.backends.calls import (
+    AnyOperand,
+    DequantizeCall,
+    MatmulCall,
+    Operand,
+    OperandType,
+    QuantizeBothCall,
+    QuantizeCall,
+    TransformCall,
+)
 from mx_jax.backends.primitive import bind, choose, compiler_splits
 from mx_jax.backends.select import active
+from mx_jax.backends.target import follow
+from mx_jax.codecs.blocks import Blocks, varying_axes
+from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.arguments import GRADIENTS, Key, product_key
-from mx_jax.ops.operands import (
-    SIDES,
-    SWAPPED,
-    OperandCast,
-    Sides,
-    as_taken,
-    keep_both,
-    mask_clipped,
-    operand_keys,
-    prepare_operands,
-    quantize_operand_both,
-    reuse_moved,
-    unscaled,
-)
+from mx_jax.ops.arguments import GRADIENTS, Key, draw_bits, draw_signs, product_key, split_key
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
 from mx_jax.ops.product import (
     AnyResidual,
@@ -40,112 +42,284 @@ from mx_jax.ops.product import (
     noted,
     one_program,
 )
-from mx_jax.ops.sharded_operands import twice
+from mx_jax.ops.remat import QUANTIZED
+from mx_jax.ops.sharded_operands import Placed, place, twice
 from mx_jax.ops.tags import GRADIENT, Free, remark
-from mx_jax.packed import PackedMXArray, Quantized, unpacked
+from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.sharding.movement import STAY, Movement, Moves, manual_axes, reduced_in
-from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
+from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
+
+X = TypeVar("X", bound=AnyOperand)
+E = TypeVar("E")  # what a product depends on besides its operands
+Sides = tuple[Side, Side]
+SIDES: Sides = ("lhs", "rhs")
+
+_HIGH = MatmulSpec(lhs=None, rhs=None)
+HIGH_PRECISION = MatmulRecipe(name="high precision", fwd=_HIGH, dlhs=_HIGH, drhs=_HIGH)
+"""Nothing is quantized: what products are compared with."""
 
 
-def multiply(
-    lhs: AnyOperand,
-    rhs: AnyOperand,
-    axes: ProductAxes,
-    out_dtype: np.dtype,
-    *,
-    precision: lax.PrecisionLike = None,
-    fast_accumulation: bool = False,
-    stored: Collection[Side] = (),
-    split: bool = True,
-    reduce_dtype: np.dtype | None = None,
-) -> jax.Array:
-    """Two canonical operands to `[*batch, *m, *n]`, as they are."""
-    if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
-        return lax.dot_general(
-            lhs,
-            rhs,
-            axes.dimension_numbers,
-            precision=precision,
-            preferred_element_type=reduced_in(out_dtype, reduce_dtype),
-        ).astype(out_dtype)
-    call = MatmulCall(
-        lhs=OperandType.of(lhs, axes.lhs),
-        rhs=OperandType.of(rhs, axes.rhs),
-        out_dtype=out_dtype,
-        precision=precision,
-        fast_accumulation=fast_accumulation,
-        moves_codes=split,
-        reduce_dtype=reduce_dtype,
-    )
-    if not stored and not isinstance(rhs, PackedMXArray) and active.value is None:
-        return bind(call, unpacked(lhs), rhs)
-    choice = choose(call)
-    sides: tuple[tuple[Side, AnyOperand], ...] = ("lhs", lhs), ("rhs", rhs)
-    for side, operand in sides:
-        if side in stored and isinstance(operand, MXArray):
-            tell_of_packing(operand, call, choice, side=side)
-    whole = isinstance(rhs, PackedMXArray) and rhs.layout.cut is None and compiler_splits()
-    if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
-        rhs = unpacked_for(rhs, choice)
-        call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
-    if (recorder := active.value) is not None and split:
-        mesh = jax.sharding.get_abstract_mesh()
-        names = recorder.axes if mesh.empty else mesh.axis_names
-        if names and (mesh.empty or compiler_splits()):
-            remark(_moves(lhs, rhs, call, names))
-    return choice.offer.run(unpacked(lhs), rhs, call)
+class Task(NamedTuple):
+    """One of the three products, and how its operands get to it."""
+
+    lhs: AnyOperand
+    rhs: AnyOperand
+    spec: MatmulSpec
+    axes: ProductAxes
+    moves: Moves = STAY  # None: as the compiler brings an operand
+    back: Movement | None = None  # how the operand moved whose cotangent it gives
+    sides: Sides = SIDES  # what captures call the operands: g is the left one
 
 
-def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, axes: tuple[str, ...]) -> str:
-    """What `explain` says of a product that the compiler splits along mesh axes."""
-    what = "whole tiles" if isinstance(rhs, PackedMXArray) else "codes and scales"
-    return (
-        f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> {what}, where "
-        f"the compiler moves them along mesh axes={axes}{twice(lhs)}{twice(rhs)}; parts of the "
-        f"product are added up in {reduced_in(call.out_dtype, call.reduce_dtype)}"
-    )
+class Taken(NamedTuple):
+    """Both operands as they came, transformed, and quantized, as their product takes them."""
+
+    given: tuple[AnyOperand, AnyOperand]
+    turned: tuple[AnyOperand, AnyOperand]
+    operands: tuple[AnyOperand, AnyOperand]
+    sizes: jax.Array | None = None  # of groups of rows
+
+
+class Prepared(NamedTuple):
+    """A product's task, what quantizes each of its operands, and the sizes of groups of rows."""
+
+    task: Task
+    prepares: tuple[Callable[..., Any], Callable[..., Any]]
+    sizes: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseProduct:
-    """`[*batch, *m, *n]` by a recipe. What it depends on besides the operands is a key."""
+class RecipeProduct(Generic[E]):
+    """What all kinds of product do by a recipe. A kind takes its operands, and multiplies them."""
 
     recipe: MatmulRecipe
     axes: ProductAxes
     out_dtype: np.dtype
     precision: lax.PrecisionLike = None
-    moves: Moves = STAY  # None: as the compiler brings the operands
+    moves: Moves = STAY
+
+    def key_of(self, extra: E) -> Key:
+        raise NotImplementedError
+
+    def prepared(self, task: Task, extra: E) -> Prepared:
+        """How operands are quantized, by default each alone."""
+        return Prepared(task, (prepare, prepare))
+
+    def multiply(
+        self,
+        lhs: AnyOperand,
+        rhs: AnyOperand,
+        axes: ProductAxes,
+        out_dtype: np.dtype,
+        *,
+        fast_accumulation: bool = False,
+        stored: Collection[Side] = (),
+        sizes: jax.Array | None = None,
+    ) -> jax.Array:
+        """The product of operands as they were taken."""
+        raise NotImplementedError
 
     @one_program("self", "stored")
     def forward(
-        self, lhs: AnyResidual, rhs: AnyResidual, extra: Key, stored: tuple[Side, ...] = ()
+        self, lhs: AnyResidual, rhs: AnyResidual, extra: E, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
         spec = self.recipe.fwd
         if isinstance(lhs, Residual) or isinstance(rhs, Residual):
-            lhs, rhs, spec = as_taken(lhs, rhs, spec)
-        key = product_key(self.recipe, "fwd", extra)
+            # Residuals are transformed.
+            lhs, rhs = _operand_of(lhs), _operand_of(rhs)
+            spec = dataclasses.replace(spec, transform=None)
+        key = product_key(self.recipe, "fwd", self.key_of(extra))
         with jax.named_scope("output"):
-            left, right = prepare_operands(lhs, rhs, spec, self.axes, key, self.moves)
-            product = multiply(
-                left,
-                right,
+            taken = self.take(Task(lhs, rhs, spec, self.axes, self.moves), extra, key)
+            product = self.multiply(
+                *taken.operands,
                 self.axes,
                 self.out_dtype,
-                precision=self.precision,
                 fast_accumulation=spec.fast_accumulation,
                 stored=stored,
-                split=self.recipe.gather is None,
-                reduce_dtype=self.recipe.reduce_dtype,
+                sizes=taken.sizes,
             )
-            return unscaled(product, lhs, rhs, spec)
+            return unscaled(product, *taken.given, spec)
 
-    def in_high_precision(self) -> "DenseProduct":
+    def take(self, task: Task, extra: E, key: Key) -> Taken:
+        """Both operands where their product is, transformed, and quantized by their specs."""
+        task, prepares, sizes = self.prepared(task, extra)
+        spec, axes, keys = task.spec, (task.axes.lhs, task.axes.rhs), operand_keys(key)
+        given = (task.lhs, task.rhs), task.moves, (spec.lhs, spec.rhs), axes, keys[:2]
+        placed = [
+            Placed(x, None, drawn)
+            if move is None
+            else place(x, move, own, where, drawn, spec.transform)
+            for x, move, own, where, drawn in zip(*given, strict=True)
+        ]
+        left, right = (found.operand for found in placed)
+        if spec.transform is not None:
+            signs = draw_signs(spec.transform, keys[2])
+            left = _transform(left, signs, axes[0].block_axis)
+            right = _transform(right, signs, axes[1].block_axis)
+        operands = []
+        for i, (x, own) in enumerate(((left, spec.lhs), (right, spec.rhs))):
+            found = placed[i]
+            x = prepares[i](x, own, axes[i], found.key, found.tensor_scale, task.sides[i])
+            if found.move is not None and isinstance(x, MXArray):
+                x = found.move.move_codes(x)
+            operands.append(x)
+        return Taken((task.lhs, task.rhs), (left, right), (operands[0], operands[1]), sizes)
+
+    def keep(
+        self, lhs: AnyOperand, rhs: AnyOperand, extra: E
+    ) -> tuple[AnyResidual, AnyResidual, E]:
+        if self.recipe.residuals is Residuals.QUANTIZED:
+            # The same key gives the same codes as without a gradient.
+            return *self._kept(lhs, rhs, extra), extra
+        return lhs, rhs, extra
+
+    @one_program("self")
+    def _kept(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyResidual, AnyResidual]:
+        recipe, left, right = self.recipe, self.axes.lhs, self.axes.rhs
+        check_whole_groups(recipe, lhs, left, self.moves[0])
+        check_whole_groups(recipe, rhs, right, self.moves[1])
+        key = product_key(recipe, "fwd", self.key_of(extra))
+        taken = self.take(Task(lhs, rhs, recipe.fwd, self.axes), extra, key)
+        return (
+            _residual(recipe, lhs, taken.turned[0], taken.operands[0], left),
+            _residual(recipe, rhs, taken.turned[1], taken.operands[1], right),
+        )
+
+    def cotangents(
+        self, g: jax.Array, saved: E, both: bool
+    ) -> tuple[tuple[Operand, Operand], None]:
+        """g for each gradient, which quantizes it itself."""
+        del both
+        return (g, g), None
+
+    @one_program("self", "side", "aval")
+    def gradient(
+        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: E
+    ) -> jax.Array:
+        """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
+        key = product_key(self.recipe, GRADIENTS[side], self.key_of(saved))
+        dtype, asked = aval.dtype, self.recipe.reduce_dtype
+        if asked is not None and manual_axes():
+            # Devices of shard_map add up what this returns.
+            dtype = reduced_in(dtype, asked)
+        with jax.named_scope(GRADIENT[side]):
+            task = self._backward(side, g, _operand_of(other))
+            taken = self.take(task, saved, key)
+            fast = task.spec.fast_accumulation
+            product = self.multiply(
+                *taken.operands, task.axes, dtype, fast_accumulation=fast, sizes=taken.sizes
+            )
+            product = unscaled(product, *taken.given, task.spec)
+            return product if task.back is None else task.back.move_back(product)
+
+    def _backward(self, side: Side, g: Operand, other: AnyOperand) -> Task:
+        spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
+        back, move = self.moves if side == "lhs" else self.moves[::-1]
+        other, move = reuse(other, move, spec, axes.rhs if g_is_lhs else axes.lhs)
+        if g_is_lhs:
+            return Task(g, other, spec, axes, (None, move), back)
+        return Task(other, g, spec.swapped(), axes, (move, None), back, ("rhs", "lhs"))
+
+    def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: E) -> jax.Array:
+        return mask_clipped(self.recipe, side, self.axes, cotangent, own, self.key_of(saved))
+
+    def in_high_precision(self) -> Any:
         return dataclasses.replace(
             self,
             recipe=dataclasses.replace(HIGH_PRECISION, gather=self.recipe.gather),
             out_dtype=np.dtype(np.float32),
-            precision=jax.lax.Precision.HIGHEST,
+            precision=lax.Precision.HIGHEST,
         )
+
+
+def _operand_of(x: AnyResidual) -> AnyOperand:
+    return x.operand if isinstance(x, Residual) else x
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseProduct(RecipeProduct[Key]):
+    """`[*batch, *m, *n]` by a recipe. What it depends on besides the operands is a key."""
+
+    def key_of(self, extra: Key) -> Key:
+        return extra
+
+    def multiply(
+        self,
+        lhs: AnyOperand,
+        rhs: AnyOperand,
+        axes: ProductAxes,
+        out_dtype: np.dtype,
+        *,
+        fast_accumulation: bool = False,
+        stored: Collection[Side] = (),
+        sizes: jax.Array | None = None,
+    ) -> jax.Array:
+        """Two canonical operands, as they are, by the backend that takes their product."""
+        split = self.recipe.gather is None
+        if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
+            return lax.dot_general(
+                lhs,
+                rhs,
+                axes.dimension_numbers,
+                precision=self.precision,
+                preferred_element_type=reduced_in(out_dtype, self.recipe.reduce_dtype),
+            ).astype(out_dtype)
+        call = MatmulCall(
+            lhs=OperandType.of(lhs, axes.lhs),
+            rhs=OperandType.of(rhs, axes.rhs),
+            out_dtype=out_dtype,
+            precision=self.precision,
+            fast_accumulation=fast_accumulation,
+            moves_codes=split,
+            reduce_dtype=self.recipe.reduce_dtype,
+        )
+        if not stored and not isinstance(rhs, PackedMXArray) and active.value is None:
+            return bind(call, lhs, rhs)
+        choice = choose(call)
+        sides: tuple[tuple[Side, AnyOperand], ...] = ("lhs", lhs), ("rhs", rhs)
+        for side, operand in sides:
+            if side in stored and isinstance(operand, MXArray):
+                tell_of_packing(operand, call, choice, side=side)
+        whole = isinstance(rhs, PackedMXArray) and rhs.layout.cut is None and compiler_splits()
+        if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
+            rhs = unpacked_for(rhs, choice)
+            call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
+        if (recorder := active.value) is not None and split:
+            mesh = jax.sharding.get_abstract_mesh()
+            names = recorder.axes if mesh.empty else mesh.axis_names
+            if names and (mesh.empty or compiler_splits()):
+                remark(_moves(lhs, rhs, call, names))
+        return choice.offer.run(lhs, rhs, call)
+
+    def cotangents(
+        self, g: jax.Array, saved: Key, both: bool
+    ) -> tuple[tuple[Operand, Operand], None]:
+        """g for both gradients: quantized in one call if a backend reads it once, else as it is."""
+        casts = [self._cotangent_cast(side, g, saved) for side in GRADIENTS] if both else []
+        found = [cast for cast in casts if cast is not None]
+        if len(found) < 2:
+            return (g, g), None
+        (left, left_key), (right, right_key) = found
+        with jax.named_scope("grad_both"):
+            pair = quantize_operand_both(g, (left, right), (left_key, right_key))
+        if noted.get() is not None:
+            for side, (call, _), codes in zip(GRADIENTS, found, pair, strict=True):
+                axis = self.axes.of_g(side).block_axis
+                note_cast("lhs", g, codes, call.scale_rule.name, axis, GRADIENT[side])
+        return pair, None
+
+    def _cotangent_cast(
+        self, side: Side, g: jax.Array, key: Key
+    ) -> tuple[QuantizeCall, Key] | None:
+        """How one gradient quantizes g, and by which key; None if it changes g first, or not."""
+        spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
+        own = spec.lhs
+        if own is None or own.prescale != 1.0 or spec.transform is not None:
+            return None
+        lhs_key, rhs_key, _ = operand_keys(product_key(self.recipe, GRADIENTS[side], key))
+        where, drawn = (axes.lhs, lhs_key) if g_is_lhs else (axes.rhs, rhs_key)
+        return cast_call(g, own, where.blocks(own.format)), drawn if own.random_bits else None
 
     def free(self, side: Side | None) -> tuple[Free, ...]:
         """The axes that a product has from one operand, unless devices pass the operands on."""
@@ -159,105 +333,306 @@ class DenseProduct:
             *(Free(right, axis, batch + kept + i) for i, axis in enumerate(axes.rhs.kept)),
         )
 
-    def keep(
-        self, lhs: AnyOperand, rhs: AnyOperand, extra: Key
-    ) -> tuple[AnyResidual, AnyResidual, Key]:
-        if self.recipe.residuals is Residuals.QUANTIZED:
-            # The same key gives the same codes as without a gradient.
-            return *self._taken(lhs, rhs, extra), extra
-        return lhs, rhs, extra
 
-    @one_program("self")
-    def _taken(self, lhs: AnyOperand, rhs: AnyOperand, key: Key) -> tuple[AnyResidual, AnyResidual]:
-        fwd = product_key(self.recipe, "fwd", key)
-        return keep_both(self.recipe, lhs, rhs, self.axes, fwd, self.moves)
-
-    def cotangents(
-        self, g: jax.Array, saved: Key, both: bool
-    ) -> tuple[tuple[Operand, Operand], None]:
-        """g for both gradients: quantized in one call if a backend reads it once, else as it is."""
-        return self._quantized_cotangents(g, saved) if both else (g, g), None
-
-    def _quantized_cotangents(self, g: jax.Array, key: Key) -> tuple[Operand, Operand]:
-        lhs_cast, rhs_cast = (self._cotangent_cast(side, key) for side in GRADIENTS)
-        if lhs_cast is None or rhs_cast is None:
-            return g, g
-        (left, left_key), (right, right_key) = lhs_cast, rhs_cast
-        with jax.named_scope("grad_both"):
-            pair = quantize_operand_both(g, (left, right), (left_key, right_key))
-        if noted.get() is None:
-            return pair
-        for side, cast, codes in zip(GRADIENTS, (left, right), pair, strict=True):
-            axis, rule = self.axes.of_g(side).block_axis, cast.spec.scale_rule.name
-            note_cast("lhs", g, codes, rule, axis, GRADIENT[side])
-        return pair
-
-    def _cotangent_cast(self, side: Side, key: Key) -> tuple[OperandCast, Key] | None:
-        """How one gradient quantizes g, and by which key; None if it changes g first, or not."""
-        spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
-        own = spec.lhs
-        if own is None or own.prescale != 1.0 or spec.transform is not None:
-            return None
-        lhs_key, rhs_key, _ = operand_keys(product_key(self.recipe, GRADIENTS[side], key))
-        place, drawn = (axes.lhs, lhs_key) if g_is_lhs else (axes.rhs, rhs_key)
-        cast = OperandCast(own, place.blocks(own.format))
-        return cast, drawn if own.random_bits else None
-
-    @one_program("self", "side", "aval")
-    def gradient(
-        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: Key
-    ) -> jax.Array:
-        """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
-        with jax.named_scope(GRADIENT[side]):
-            back = self._operands_back(side, g, other, aval)
-            key = product_key(self.recipe, GRADIENTS[side], saved)
-            left, right = prepare_operands(
-                back.lhs, back.rhs, back.spec, back.axes, key, back.moves, back.sides
-            )
-            own, asked = back.own, self.recipe.reduce_dtype
-            product = multiply(
-                left,
-                right,
-                back.axes,
-                # Devices of shard_map add up what this returns.
-                aval.dtype if asked is None or not manual_axes() else reduced_in(aval.dtype, asked),
-                precision=self.precision,
-                fast_accumulation=back.spec.fast_accumulation,
-                split=self.recipe.gather is None,
-                reduce_dtype=asked,
-            )
-            product = unscaled(product, back.lhs, back.rhs, back.spec)
-            return product if own is None else own.move_back(product)
-
-    def _operands_back(
-        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval
-    ) -> "_Back":
-        spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
-        other = other.operand if isinstance(other, Residual) else other
-        own, move = self.moves if side == "lhs" else self.moves[::-1]
-        other, move = reuse_moved(other, move, spec, axes.rhs if g_is_lhs else axes.lhs)
-        if g_is_lhs:
-            return _Back(g, other, spec, axes, (None, move), own, SIDES)
-        return _Back(other, g, spec.swapped(), axes, (move, None), own, SWAPPED)
-
-    def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Key) -> jax.Array:
-        return mask_clipped(self.recipe, side, self.axes, cotangent, own, saved)
+def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, axes: tuple[str, ...]) -> str:
+    """What `explain` says of a product that the compiler splits along mesh axes."""
+    what = "whole tiles" if isinstance(rhs, PackedMXArray) else "codes and scales"
+    return (
+        f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> {what}, where "
+        f"the compiler moves them along mesh axes={axes}{twice(lhs)}{twice(rhs)}; parts of the "
+        f"product are added up in {reduced_in(call.out_dtype, call.reduce_dtype)}"
+    )
 
 
-class _Back(NamedTuple):
-    """A gradient's product: operands, how they are quantized and moved, which is g."""
-
-    lhs: AnyOperand
-    rhs: AnyOperand
-    spec: MatmulSpec
-    axes: ProductAxes
-    moves: Moves
-    own: Movement | None
-    sides: Sides
+# Operands -----------------------------------------------------------------------------------------
 
 
-_HIGH = MatmulSpec(lhs=None, rhs=None)
-HIGH_PRECISION = MatmulRecipe(
-    name="high precision", fwd=_HIGH, dlhs=_HIGH, drhs=_HIGH, residuals=Residuals.PRIMAL
-)
-"""Nothing is quantized: what products are compared with."""
+def operand_keys(key: Key) -> tuple[Any, Any, Any]:
+    """Keys of the left operand, of the right one, and of a transform's signs, which both share."""
+    if key is None:
+        return None, None, None
+    lhs_key, rhs_key, sign_key = split_key(key, 3)
+    return lhs_key, rhs_key, sign_key
+
+
+def prepare(
+    operand: X,
+    spec: OperandSpec | None,
+    axes: Axes,
+    key: Key,
+    tensor_scale: jax.Array | None = None,
+    side: Side = "lhs",
+) -> X | MXArray:
+    """One operand, quantized by its spec unless it is or stays what it was."""
+    if spec is None or isinstance(operand, Quantized):
+        return operand
+    values, blocks = prescaled(operand, spec), axes.blocks(spec.format)
+    own = f"{side}.{spec.format.name}.{spec.scale_rule.name}.axis{axes.block_axis}"
+    with jax.named_scope(own):
+        drawn = key if spec.random_bits else None
+        codes = cast_operand(values, spec, blocks, drawn, tensor_scale)
+    if noted.get() is not None:
+        note_cast(side, values, codes, spec.scale_rule.name, axes.block_axis)
+    return codes
+
+
+def prescaled(x: jax.Array, spec: OperandSpec) -> jax.Array:
+    """What an operand's spec quantizes: x times its prescale, in x's dtype."""
+    if spec.prescale == 1.0:
+        return x
+    product = x * jnp.asarray(spec.prescale, x.dtype)
+    # XLA would hand on float32 where float32 is read next, and other bits with it.
+    return product if x.dtype == jnp.float32 else lax.optimization_barrier(product)
+
+
+def unscaled(product: jax.Array, lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec) -> jax.Array:
+    """A product without the prescales of its operands; one that came quantized never had any."""
+    sides = (lhs, spec.lhs), (rhs, spec.rhs)
+    prescales = [own.prescale for x, own in sides if own and not isinstance(x, Quantized)]
+    factor = 1.0 / math.prod(prescales)
+    if factor == 1.0:
+        return product
+    # 16/9 is 1.78125 in bfloat16: every gradient would be 0.2 % too long.
+    wide = jnp.promote_types(product.dtype, jnp.float32)
+    return (product.astype(wide) * jnp.asarray(factor, wide)).astype(product.dtype)
+
+
+def _transform(operand: AnyOperand, signs: jax.Array, axis: int) -> jax.Array:
+    if isinstance(operand, Quantized):
+        raise ValueError(
+            "matmul: the recipe transforms its operands before quantizing, which an MXArray no "
+            f"longer allows, got format={operand.format.name}, shape={operand.shape}; pass "
+            "dequantize(), or a recipe without transform"
+        )
+    return transformed(operand, signs, axis)
+
+
+def transformed(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
+    """`T(x)`: see `reference.hadamard`."""
+    return _turn(x, signs, axis, None)
+
+
+def turned_back(y: jax.Array, signs: jax.Array, length: int, axis: int) -> jax.Array:
+    """The inverse of `transformed`, so many values along the axis."""
+    return _turn(y, signs, axis, length)
+
+
+def _turn(x: jax.Array, signs: jax.Array, axis: int, length: int | None) -> jax.Array:
+    call = TransformCall(
+        shape=x.shape,
+        dtype=np.dtype(x.dtype),
+        axis=axis % x.ndim,
+        size=signs.shape[0],
+        length=length,
+    )
+    return bind(call, x, signs)
+
+
+# What gradients keep, and mask --------------------------------------------------------------------
+
+
+def reuse(
+    operand: AnyOperand, move: Movement | None, product: MatmulSpec, axes: Axes
+) -> tuple[Operand, Movement | None]:
+    """A saved operand, the right one of a backward product's spec, and how it gets there."""
+    if move is not None and isinstance(operand, MXArray):
+        # Codes are gathered as they are.
+        operand, move = place(operand, move, product.rhs, axes, None).operand, None
+    if isinstance(operand, PackedMXArray):
+        operand = operand.unpack()
+    if not isinstance(operand, MXArray):
+        return operand, move
+    spec = product.rhs
+    if spec is None:
+        return dequantize_operand(operand, operand.dtype, saturates=True), move
+    # Codes are reused if their blocks also lie along the new contracting axis (square blocks).
+    reusable = operand.format == spec.format and operand.blocks == axes.blocks(spec.format)
+    if not reusable or product.transform is not None:
+        operand = dequantize_operand(operand, np.dtype(np.float32), saturates=True)
+    return operand, move
+
+
+def _residual(
+    recipe: MatmulRecipe, given: AnyOperand, turned: AnyOperand, taken: AnyOperand, axes: Axes
+) -> AnyResidual:
+    """What is kept of one operand: its codes alone, if they say it all."""
+    masks = recipe.mask_clipped and isinstance(taken, MXArray)
+    if isinstance(given, Quantized) or not (masks or recipe.fwd.transform):
+        return taken
+    clipped = None
+    if masks:
+        assert isinstance(taken, MXArray) and not isinstance(turned, Quantized)
+        clips = beyond(turned, taken)
+        with jax.enable_x64(False):  # else packbits adds in 64 bits
+            bits = jnp.packbits(clips, axis=-1, bitorder="little")
+        clipped = checkpoint_name(bits, QUANTIZED)
+    return Residual(operand=taken, clipped=clipped, length=given.shape[axes.block_axis])
+
+
+def check_whole_groups(
+    recipe: MatmulRecipe, x: AnyOperand, axes: Axes, move: Movement | None
+) -> None:
+    """Raise ValueError if a device of shard_map would transform a part of a group."""
+    transform, k = recipe.fwd.transform, axes.block_axis
+    if transform is None or move is None:
+        return
+    names = [name for name in move.stored[k] if name in move.manual]
+    if names and x.shape[k] % transform.size:
+        raise ValueError(
+            f"gather: residuals=QUANTIZED of recipe {recipe.name!r} keeps what each device "
+            f"transforms, but a group of {transform} would lie on two along axis={k % x.ndim}, got "
+            f"shard size={x.shape[k]} along mesh axes={names} of shard_map; use "
+            "residuals='primal', or shard another axis"
+        )
+
+
+def beyond(values: jax.Array, quantized: MXArray) -> jax.Array:
+    """Which values lie beyond the largest code of their block."""
+    element = quantized.format.element
+    # On each value's own side of zero, and where the codes lie.
+    largest = jnp.full_like(quantized.codes, element.max_code)
+    if element.negative_extra:
+        largest = jnp.where(values < 0, jnp.uint8(element.sign_code), largest)
+    limit = dataclasses.replace(quantized, codes=largest, primal=None)
+    return jnp.abs(values.astype(jnp.float32)) > jnp.abs(limit.dequantize(jnp.float32))
+
+
+def mask_clipped(
+    recipe: MatmulRecipe,
+    side: Side,
+    axes: ProductAxes,
+    cotangent: jax.Array,
+    operand: AnyResidual,
+    key: Key,
+) -> jax.Array:
+    """The cotangent of an operand before its transform, without what the recipe masks of
+    clipped."""
+    kept = isinstance(operand, Residual)
+    if not kept and (not recipe.mask_clipped or isinstance(operand, Quantized)):
+        return cotangent
+    return _masked(recipe, side, axes, cotangent, operand, key)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _masked(
+    recipe: MatmulRecipe,
+    side: Side,
+    axes: ProductAxes,
+    cotangent: jax.Array,
+    operand: AnyResidual,
+    key: Key,
+) -> jax.Array:
+    fwd = recipe.fwd
+    spec, own = (fwd.lhs, axes.lhs) if side == "lhs" else (fwd.rhs, axes.rhs)
+    signs = None
+    if fwd.transform is not None:
+        signs = draw_signs(fwd.transform, operand_keys(product_key(recipe, "fwd", key))[2])
+    if isinstance(operand, Residual):
+        return _turned_back(cotangent, operand.clips(), signs, operand.length, own.block_axis)
+    assert not isinstance(operand, Quantized), "codes have nothing clipped"
+    return cotangent if spec is None else _without_clipped(cotangent, operand, spec, own, signs)
+
+
+def _turned_back(
+    turned: jax.Array, clipped: jax.Array | None, signs: jax.Array | None, length: int, axis: int
+) -> jax.Array:
+    """`T^-1` of a cotangent without what belongs to clipped values, in the cotangent's dtype."""
+    kept = turned if clipped is None else jnp.where(clipped, 0, turned)
+    if signs is not None:
+        kept = turned_back(kept, signs, length, axis)
+    return kept.astype(turned.dtype)
+
+
+def _without_clipped(
+    cotangent: jax.Array, operand: jax.Array, spec: OperandSpec, axes: Axes, signs: jax.Array | None
+) -> jax.Array:
+    """`T^-1(T(cotangent) * [|T(operand)| is representable])`, with T the forward's transform."""
+    axis, blocks = axes.block_axis, axes.blocks(spec.format)
+    values = operand if signs is None else transformed(operand, signs, axis)
+    values = prescaled(values, spec)
+    # Scales are deterministic, and what lies beyond the largest code saturates however it is
+    # rounded: the mask needs none of the forward's random bits.
+    nearest = dataclasses.replace(spec, rounding=NEAREST)
+    quantized = quantize_operand(values, nearest, blocks)
+    turned = cotangent if signs is None else transformed(cotangent, signs, axis)
+    length = cotangent.shape[axis]
+    kept = _turned_back(turned, beyond(values, quantized), signs, length, axis)
+    return kept.astype(cotangent.dtype)
+
+
+# Casts --------------------------------------------------------------------------------------------
+
+
+def cast_call(
+    x: jax.Array, spec: OperandSpec, blocks: Blocks, tensor_scale: jax.Array | None = None
+) -> QuantizeCall:
+    """What backends see of a cast of a checked array."""
+    return QuantizeCall(
+        shape=x.shape,
+        dtype=np.dtype(x.dtype),
+        format=spec.format,
+        blocks=blocks,
+        scale_rule=spec.scale_rule,
+        rounding=spec.rounding,
+        scale_axes=varying_axes(tensor_scale),
+    )
+
+
+def cast_operand(
+    x: jax.Array,
+    spec: OperandSpec,
+    blocks: Blocks,
+    key: Key = None,
+    tensor_scale: jax.Array | None = None,
+) -> MXArray:
+    """Quantize a checked array by its spec, on the backend that takes it on the machine in context.
+
+    Whoever calls it outside a product says `with follow(x)`.
+    """
+    call = cast_call(x, spec, blocks, tensor_scale)
+    return checkpoint_name(bind(call, x, _drawn(call, key), tensor_scale), QUANTIZED)
+
+
+def _drawn(call: QuantizeCall, key: Key) -> jax.Array | None:
+    return None if key is None else draw_bits(key, call.random_shape, call.random_bits)
+
+
+# Outside of a product, which is one program already.
+quantize_operand = one_program("spec", "blocks")(cast_operand)
+
+
+def quantize_operand_both(
+    x: jax.Array,
+    casts: tuple[QuantizeCall, QuantizeCall],
+    keys: tuple[Key, Key],
+    tensor_scale: jax.Array | None = None,
+) -> tuple[MXArray, MXArray]:
+    """Quantize a checked array twice: in one call where a backend takes both, else in two."""
+    with follow(x):
+        return _quantize_both(x, keys, tensor_scale, casts=casts)
+
+
+@one_program("casts")
+def _quantize_both(
+    x: jax.Array,
+    keys: tuple[Key, Key],
+    tensor_scale: jax.Array | None,
+    *,
+    casts: tuple[QuantizeCall, QuantizeCall],
+) -> tuple[MXArray, MXArray]:
+    bits = _drawn(casts[0], keys[0]), _drawn(casts[1], keys[1])
+    call = QuantizeBothCall(first=casts[0], second=casts[1])
+    return checkpoint_name(bind(call, x, bits, tensor_scale), QUANTIZED)
+
+
+def dequantize_operand(x: MXArray, dtype: np.dtype, *, saturates: bool) -> jax.Array:
+    """`mxarray.decode`, on the backend that takes it."""
+    call = DequantizeCall(
+        shape=x.shape,
+        dtype=dtype,
+        format=x.format,
+        blocks=x.blocks,
+        scale_axes=varying_axes(x.tensor_scale),
+        saturates=saturates,
+    )
+    return bind(call, dataclasses.replace(x, primal=None))

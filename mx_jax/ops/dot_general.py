@@ -25,7 +25,7 @@ from mx_jax.ops.product import Primal, run_product
 from mx_jax.ops.sharded_operands import gathered_once, gathering, given_moves, product_spec
 from mx_jax.ops.tags import watching
 from mx_jax.ops.watched import watched
-from mx_jax.packed import OperandLike, Quantized, unpacked
+from mx_jax.packed import OperandLike, PackedMXArray, Quantized
 from mx_jax.sharding.movement import STAY, Movement, Moves, as_gathered
 from mx_jax.specs import MatmulRecipe
 
@@ -79,7 +79,7 @@ def dot_general(
       Array([32., 32., 32.], dtype=float32)
     """
     recipe = arguments.as_recipe(recipe, "dot_general")
-    lhs = arguments.as_operand(unpacked(lhs), "lhs", recipe, "dot_general")
+    lhs = arguments.as_operand(lhs, "lhs", recipe, "dot_general")
     rhs = arguments.as_operand(rhs, "rhs", recipe, "dot_general")
     dimension_numbers = arguments.check_depth(dimension_numbers)
     if arguments.goes_to_lax(recipe, lhs, rhs) or not dimension_numbers[0][0]:
@@ -92,7 +92,9 @@ def dot_general(
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
         )
-    key, rhs = arguments.check_matmul_key(key, recipe), packed_for(rhs, dimension_numbers)
+    key = arguments.check_matmul_key(key, recipe)
+    if isinstance(rhs, PackedMXArray):
+        rhs = packed_for(rhs, dimension_numbers)
     dtype = arguments.dtype_of_product(preferred_element_type, lhs, rhs, "dot_general")
     if (mesh := explicit_mesh(lhs, rhs)) is not None:
         # Types say where operands, cotangents and the product lie, and the compiler what moves.
@@ -114,7 +116,9 @@ def dot_general(
                 out_sharding=out,
             )
             return run(Primal.of(lhs), Primal.of(rhs), key)
-    lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs)
+    moves = STAY
+    if recipe.gather is not None:
+        lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs)
     lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
     product = DenseProduct(
         recipe=recipe, axes=axes, out_dtype=dtype, precision=precision, moves=moves

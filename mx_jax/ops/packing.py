@@ -2,26 +2,24 @@
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
 from mx_jax.axes import Axes, Side
-from mx_jax.backends.calls import AnyOperand, MatmulCall, OperandType, PackCall, RaggedCall
+from mx_jax.backends.calls import MatmulCall, OperandType, PackCall, RaggedCall
 from mx_jax.backends.primitive import choose
 from mx_jax.backends.select import Choice, active, current_target
 from mx_jax.backends.target import follow, use_target
 from mx_jax.codecs.blocks import check_parts
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import as_axes, as_axis, as_recipe
-from mx_jax.ops.operands import quantize_operand
-from mx_jax.packed import PackedMXArray
+from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.sharding.layout import put_packed, why_not_cut
 from mx_jax.specs import MatmulRecipe
 
@@ -148,11 +146,9 @@ def _axes(weights: MXArray, contracting: int | Sequence[int] | None, num_batch: 
 
 
 def packed_for(
-    rhs: AnyOperand, dimension_numbers: lax.DotDimensionNumbers, operation: str = "dot_general"
-) -> AnyOperand:
-    """A right operand; packed weights that do not serve the product unpacked, with a warning."""
-    if not isinstance(rhs, PackedMXArray):
-        return rhs
+    rhs: PackedMXArray, dimension_numbers: lax.DotDimensionNumbers, operation: str = "dot_general"
+) -> Quantized:
+    """Packed weights; those that do not serve the product unpacked, with a warning."""
     (_, contracting), (_, batch) = dimension_numbers
     contracting, batch = (tuple(int(x) % rhs.ndim for x in axes) for axes in (contracting, batch))
     if rhs.serves(contracting, batch):
@@ -216,67 +212,3 @@ def _tell(text: str) -> None:
         warnings.warn(text, stacklevel=4)
     else:
         recorder.entries.append(text)
-
-
-def why_not_stored(recipe: MatmulRecipe) -> str | None:
-    """Why a product by this recipe cannot read weights quantized before; None: it can."""
-    spec = recipe.fwd.rhs
-    if spec is None:
-        return "its recipe leaves weights in high precision"
-    if recipe.fwd.transform is not None:
-        return "its recipe transforms weights in every product"
-    if spec.random_bits:
-        return "its recipe rounds weights anew in every product"
-    return None if spec.prescale == 1.0 else "its recipe scales weights before it casts them"
-
-
-def store_weights(
-    x: jax.Array,
-    recipe: MatmulRecipe,
-    axes: Axes,
-    *,
-    num_stacked: int,
-    packed: bool,
-    by: Callable[[jax.Array], MXArray] | None = None,
-) -> MXArray | PackedMXArray:
-    """A weight `[*stack, ...]` as the right operand of `recipe`'s product: codes of the same bits.
-
-    Args:
-      x: `[*stack, ...]`, float32, bfloat16 or float16.
-      recipe: one without a reason of `why_not_stored`.
-      axes: of one weight of the stack in its product.
-      num_stacked: how many leading axes count weights; each has a tensor scale of its own.
-      packed: whether to lay the codes out for this machine, where its kernels have a layout.
-      by: another way to codes; a Python loop over the stack, so that it may look at values.
-    """
-    spec = recipe.fwd.rhs
-    assert spec is not None
-
-    def quantized(weight: jax.Array) -> MXArray:
-        return quantize_operand(weight, spec, axes.blocks(spec.format))
-
-    with follow(x):
-        stored = _stacked(quantized, x, num_stacked) if by is None else _each(by, x, num_stacked)
-    num_batch = num_stacked + len(axes.batch)
-    if not packed or axes.batch != tuple(range(len(axes.batch))):
-        return stored
-    contracting = tuple(axis + num_stacked for axis in axes.contracting)
-    if contracting != tuple(sorted(contracting)):
-        return stored
-    found, reason = packed_where_they_lie(stored, contracting, num_batch, recipe)
-    if reason is not None:
-        warnings.warn(f"convert.weights: stored as MXArray: {reason}", stacklevel=2)
-    return found
-
-
-def _stacked(quantized: Callable[[jax.Array], MXArray], x: jax.Array, num_stacked: int) -> MXArray:
-    for _ in range(num_stacked):
-        quantized = jax.vmap(quantized)
-    return quantized(x)
-
-
-def _each(by: Callable[[jax.Array], MXArray], x: jax.Array, num_stacked: int) -> MXArray:
-    if not num_stacked:
-        return by(x)
-    parts = [_each(by, part, num_stacked - 1) for part in x]
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)

@@ -1,7 +1,8 @@
-"""The public casts: checked once, with straight-through gradients."""
+"""The public casts: checked once, with straight-through gradients. Weights cast to be stored."""
 
 import dataclasses
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack
 
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from mx_jax.axes import Axes
 from mx_jax.backends.calls import MomentCall
 from mx_jax.backends.primitive import bind
 from mx_jax.backends.target import follow
@@ -25,17 +27,18 @@ from mx_jax.ops.arguments import (
     check_tensor_scale,
     split_key,
 )
-from mx_jax.ops.operands import (
-    OperandCast,
+from mx_jax.ops.dense import (
+    cast_call,
     dequantize_operand,
     quantize_operand,
     quantize_operand_both,
 )
+from mx_jax.ops.packing import packed_where_they_lie
 from mx_jax.ops.product import one_program, zero_cotangents
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.moments import Stored
 from mx_jax.reference.scale_rules import ScaleRule
-from mx_jax.specs import OperandSpec, operand
+from mx_jax.specs import MatmulRecipe, OperandSpec, operand
 
 
 def quantize(
@@ -98,7 +101,7 @@ def quantize(
         result = quantize_operand(array, spec, blocks, key, scale)
     # Only a traced x can have a gradient; holding on to any other would keep it alive for nothing.
     traced = array if isinstance(array, Tracer) else None
-    return with_primal(result, traced)
+    return dataclasses.replace(result, primal=traced)
 
 
 def with_block_size(spec: OperandSpec, block_size: BlockSize | None, operation: str) -> OperandSpec:
@@ -108,19 +111,6 @@ def with_block_size(spec: OperandSpec, block_size: BlockSize | None, operation: 
     check_block_size(block_size, operation)
     size = block_size if isinstance(block_size, Whole) else int(block_size)
     return dataclasses.replace(spec, format=spec.format.with_block(size))
-
-
-def with_primal(x: MXArray, primal: jax.Array | None) -> MXArray:
-    """x with a gradient link to what was quantized."""
-    return MXArray(
-        codes=x.codes,
-        scales=x.scales,
-        tensor_scale=x.tensor_scale,
-        format=x.format,
-        blocks=x.blocks,
-        dtype=x.dtype,
-        primal=primal,
-    )
 
 
 def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
@@ -281,7 +271,7 @@ def quantize_both(
     if len(wanted) != 2:
         raise ValueError(f"quantize_both: needs two axes, got axes={axes}; see quantize for one")
     spec = with_block_size(spec, block_size, "quantize_both")
-    pair = tuple(OperandCast(spec, blocks_along(array.shape, axis, spec.format)) for axis in wanted)
+    pair = [blocks_along(array.shape, axis, spec.format) for axis in wanted]
     first, second = (axis % array.ndim for axis in wanted)
     if first == second:
         raise ValueError(
@@ -290,11 +280,12 @@ def quantize_both(
         )
     check_key(key, spec, "quantize_both")
     keys = (None, None) if key is None else tuple(split_key(key))
-    both = pair[0].blocks + pair[1].blocks
-    scale = check_tensor_scale(tensor_scale, spec.format, array.shape, both)
-    results = quantize_operand_both(array, (pair[0], pair[1]), (keys[0], keys[1]), scale)
+    scale = check_tensor_scale(tensor_scale, spec.format, array.shape, pair[0] + pair[1])
+    first, second = (cast_call(array, spec, blocks, scale) for blocks in pair)
+    results = quantize_operand_both(array, (first, second), (keys[0], keys[1]), scale)
     traced = array if isinstance(array, Tracer) else None
-    return with_primal(results[0], traced), with_primal(results[1], traced)
+    first, second = (dataclasses.replace(codes, primal=traced) for codes in results)
+    return first, second
 
 
 def step_moments(
@@ -311,3 +302,70 @@ def step_moments(
     flat = jnp.stack([jnp.float32(factor) for pair in factors for factor in pair])
     with follow(added):
         return bind(call, tuple(stored), added, flat, words.reshape(-1))
+
+
+# Weights that are stored --------------------------------------------------------------------------
+
+
+def why_not_stored(recipe: MatmulRecipe) -> str | None:
+    """Why a product by this recipe cannot read weights quantized before; None: it can."""
+    spec = recipe.fwd.rhs
+    if spec is None:
+        return "its recipe leaves weights in high precision"
+    if recipe.fwd.transform is not None:
+        return "its recipe transforms weights in every product"
+    if spec.random_bits:
+        return "its recipe rounds weights anew in every product"
+    return None if spec.prescale == 1.0 else "its recipe scales weights before it casts them"
+
+
+def store_weights(
+    x: jax.Array,
+    recipe: MatmulRecipe,
+    axes: Axes,
+    *,
+    num_stacked: int,
+    packed: bool,
+    by: Callable[[jax.Array], MXArray] | None = None,
+) -> MXArray | PackedMXArray:
+    """A weight `[*stack, ...]` as the right operand of `recipe`'s product: codes of the same bits.
+
+    Args:
+      x: `[*stack, ...]`, float32, bfloat16 or float16.
+      recipe: one without a reason of `why_not_stored`.
+      axes: of one weight of the stack in its product.
+      num_stacked: how many leading axes count weights; each has a tensor scale of its own.
+      packed: whether to lay the codes out for this machine, where its kernels have a layout.
+      by: another way to codes; a Python loop over the stack, so that it may look at values.
+    """
+    spec = recipe.fwd.rhs
+    assert spec is not None
+
+    def quantized(weight: jax.Array) -> MXArray:
+        return quantize_operand(weight, spec, axes.blocks(spec.format))
+
+    with follow(x):
+        stored = _stacked(quantized, x, num_stacked) if by is None else _each(by, x, num_stacked)
+    num_batch = num_stacked + len(axes.batch)
+    if not packed or axes.batch != tuple(range(len(axes.batch))):
+        return stored
+    contracting = tuple(axis + num_stacked for axis in axes.contracting)
+    if contracting != tuple(sorted(contracting)):
+        return stored
+    found, reason = packed_where_they_lie(stored, contracting, num_batch, recipe)
+    if reason is not None:
+        warnings.warn(f"convert.weights: stored as MXArray: {reason}", stacklevel=2)
+    return found
+
+
+def _stacked(quantized: Callable[[jax.Array], MXArray], x: jax.Array, num_stacked: int) -> MXArray:
+    for _ in range(num_stacked):
+        quantized = jax.vmap(quantized)
+    return quantized(x)
+
+
+def _each(by: Callable[[jax.Array], MXArray], x: jax.Array, num_stacked: int) -> MXArray:
+    if not num_stacked:
+        return by(x)
+    parts = [_each(by, part, num_stacked - 1) for part in x]
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)

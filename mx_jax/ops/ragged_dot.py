@@ -1,26 +1,21 @@
-"""ragged_dot with a recipe: rows in consecutive groups, each with a right operand of its own.
-
-Two of its three products keep the rows (output, grad_input), the third sums over those of each
-group (grad_weight). Nothing is transposed: blocks lie along whichever axis is contracted.
-"""
+"""ragged_dot with a recipe: rows in consecutive groups, each with a right operand of its own."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh, PartitionSpec
 
-from mx_jax.axes import ProductAxes, Side
-from mx_jax.backends.calls import AnyOperand, Operand, OperandType, RaggedCall
-from mx_jax.backends.primitive import choose
+from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.target import follow
-from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.explicit_axes import AxisNames
+from mx_jax.codecs.explicit_axes import AxisNames, explicit_mesh
+from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import (
-    GRADIENTS,
     Key,
     as_operand,
     as_recipe,
@@ -29,54 +24,21 @@ from mx_jax.ops.arguments import (
     goes_to_lax,
     product_key,
 )
-from mx_jax.ops.dense import HIGH_PRECISION
+from mx_jax.ops.dense import operand_keys, quantize_operand
 from mx_jax.ops.dot_general import check_blocks
-from mx_jax.ops.operands import as_taken, mask_clipped, operand_keys, quantize_operand, unscaled
-from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
-from mx_jax.ops.product import (
-    AnyResidual,
-    CotangentAval,
-    Primal,
-    Residual,
-    one_program,
-    run_product,
-)
-from mx_jax.ops.quantize import with_primal
-from mx_jax.ops.ragged_operands import (
-    LAST,
-    SECOND_LAST,
-    as_group_sizes,
-    at_most,
-    check_rows,
-    check_shapes,
-    contracted_operands,
-    experts_move,
-    keep_both,
-    matrices_back,
-    on_automatic_axes,
-    prepare_kept,
-    without_unused,
-)
-from mx_jax.ops.sharded_operands import agreed_scale
-from mx_jax.ops.tags import GRADIENT, Free, remark, watching
+from mx_jax.ops.packing import packed_for
+from mx_jax.ops.product import Primal, run_product
+from mx_jax.ops.ragged_product import LAST, Groups, RaggedProduct
+from mx_jax.ops.sharded_operands import agreed_scale, given_moves, stored
+from mx_jax.ops.tags import watching
 from mx_jax.ops.watched import watched
-from mx_jax.packed import OperandLike, PackedMXArray, Quantized, unpacked
-from mx_jax.reference import ragged
+from mx_jax.packed import OperandLike, PackedMXArray, Quantized
 from mx_jax.reference.ragged import ragged_rows
-from mx_jax.sharding.dispatch import dispatch
-from mx_jax.sharding.movement import Movement, as_gathered, manual_axes, reduced_in
-from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
+from mx_jax.sharding.dispatch import as_int32, dispatch
+from mx_jax.sharding.movement import Movement, as_gathered, spec_of
+from mx_jax.specs import MatmulRecipe, MatmulSpec
 
-_FORWARD = ProductAxes(LAST, SECOND_LAST)
-_GRAD_LHS = ProductAxes(LAST, LAST)
 _EXPERTS = (((1,), (1,)), ((), (0,)))
-_GRAD_RHS = ProductAxes(SECOND_LAST, SECOND_LAST)
-# Of `[m, k]` by `[g, k, n]` to `[m, n]`, of g by `[g, k, n]` to `[m, k]`, of g by `[m, k]`.
-_FREE: dict[Side | None, tuple[Free, ...]] = {
-    None: (Free(1, 2, 1),),
-    "lhs": (Free(1, 1, 1),),
-    "rhs": (Free(0, 1, 2), Free(1, 1, 1)),
-}
 
 
 def ragged_dot(
@@ -132,12 +94,14 @@ def ragged_dot(
              [  0.,   0.]], dtype=float32)
     """
     recipe = as_recipe(recipe, "ragged_dot")
-    lhs = as_operand(unpacked(lhs), "lhs", recipe, "ragged_dot")
-    rhs = packed_for(as_operand(rhs, "rhs", recipe, "ragged_dot"), _EXPERTS, "ragged_dot")
+    lhs = as_operand(lhs, "lhs", recipe, "ragged_dot")
+    rhs = as_operand(rhs, "rhs", recipe, "ragged_dot")
+    if isinstance(rhs, PackedMXArray):
+        rhs = packed_for(rhs, _EXPERTS, "ragged_dot")
     sizes, to_lax = as_group_sizes(group_sizes), goes_to_lax(recipe, lhs, rhs)
     move = None if to_lax else experts_move(recipe, lhs, rhs)
     check_shapes(lhs, as_gathered(rhs, move), sizes)
-    sizes = at_most(sizes, lhs.shape[0])
+    sizes = as_int32(sizes, lhs.shape[0])
     key = check_matmul_key(key, recipe)
     if to_lax:
         assert not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized)
@@ -149,153 +113,132 @@ def ragged_dot(
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
         if isinstance(operand, MXArray):
             check_blocks(operand, 1, side, "ragged_dot")
-    sizes = ragged_rows(sizes, lhs.shape[0], unit=1).sizes
+    groups = Groups(ragged_rows(sizes, lhs.shape[0], unit=1).sizes, key)
 
-    def run(lhs: Primal, rhs: Primal, extra: _Extra, recipe: MatmulRecipe) -> jax.Array:
-        move = experts_move(recipe, lhs.operand, rhs.operand)
-        product = RaggedProduct(recipe=recipe, out_dtype=out_dtype, precision=precision, move=move)
-        return (watched if watching.value else run_product)(product, lhs, rhs, extra)
+    def run(lhs: Primal, rhs: Primal, groups: Groups, recipe: MatmulRecipe) -> jax.Array:
+        moves = None, experts_move(recipe, lhs.operand, rhs.operand)
+        product = RaggedProduct(
+            recipe=recipe, out_dtype=out_dtype, precision=precision, moves=moves
+        )
+        return (watched if watching.value else run_product)(product, lhs, rhs, groups)
 
     with follow(lhs, rhs):
-        given = Primal.of(lhs), Primal.of(rhs), _Extra(sizes, key)
-        return on_automatic_axes(run, *given, recipe)
+        # JAX infers no types of ragged products: rows are sharded as lhs's, columns as rhs's.
+        mesh, given = explicit_mesh(lhs, rhs), (Primal.of(lhs), Primal.of(rhs), groups)
+        return run(*given, recipe) if mesh is None else _on_explicit_axes(mesh, run, *given, recipe)
 
 
-class _Extra(NamedTuple):
-    sizes: jax.Array
-    key: Key
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedProduct:
-    """`[m, k]` by `[g, k, n]` to `[m, n]`, by a recipe."""
-
-    recipe: MatmulRecipe
-    out_dtype: np.dtype
-    precision: lax.PrecisionLike
-    move: Movement | None = None  # how rhs gets to the products that multiply it; None: it is there
-
-    @one_program("self", "stored")
-    def forward(
-        self, lhs: AnyResidual, rhs: AnyResidual, extra: _Extra, stored: tuple[Side, ...] = ()
-    ) -> jax.Array:
-        spec = self.recipe.fwd
-        if isinstance(lhs, Residual) or isinstance(rhs, Residual):
-            lhs, rhs, spec = as_taken(lhs, rhs, spec)
-        key = product_key(self.recipe, "fwd", extra.key)
-        with jax.named_scope("output"):
-            experts = rhs, self.move
-            return self._multiply(_FORWARD, spec, lhs, experts, extra.sizes, key, "rhs" in stored)
-
-    def keep(
-        self, lhs: AnyOperand, rhs: AnyOperand, extra: _Extra
-    ) -> tuple[AnyResidual, AnyResidual, _Extra]:
-        if self.recipe.residuals is Residuals.QUANTIZED:
-            return *self._taken(lhs, rhs, extra), extra
-        return lhs, rhs, extra
-
-    @one_program("self")
-    def _taken(
-        self, lhs: AnyOperand, rhs: AnyOperand, extra: _Extra
-    ) -> tuple[AnyResidual, AnyResidual]:
-        key = product_key(self.recipe, "fwd", extra.key)
-        return keep_both(self.recipe, lhs, rhs, _FORWARD, extra.sizes, key, self.move)
-
-    def cotangents(
-        self, g: jax.Array, saved: _Extra, both: bool
-    ) -> tuple[tuple[jax.Array, jax.Array], None]:
-        """g for each gradient, which quantizes it itself."""
-        del both
-        return (g, g), None
-
-    @one_program("self", "side", "aval")
-    def gradient(
-        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: _Extra
-    ) -> jax.Array:
-        """`[m, n]` by `[g, k, n]` to `[m, k]`, or `[m, k]` by `[m, n]` to `[g, k, n]`."""
-        assert not isinstance(g, Quantized)
-        key = product_key(self.recipe, GRADIENTS[side], saved.key)
-        other = other.operand if isinstance(other, Residual) else other
-        with jax.named_scope(GRADIENT[side]):
-            # Devices of shard_map add up what this returns.
-            asked = self.recipe.reduce_dtype if manual_axes() else None
-            wide = dataclasses.replace(self, out_dtype=reduced_in(aval.dtype, asked))
-            if side == "rhs":
-                return wide._grad_weight(g, other, saved.sizes, key)
-            spec = self.recipe.dlhs
-            experts = matrices_back(other, self.move, spec)
-            return wide._multiply(_GRAD_LHS, spec, g, experts, saved.sizes, key)
-
-    def masked(
-        self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: _Extra
-    ) -> jax.Array:
-        if side == "lhs" and not isinstance(own, Residual):
-            own = without_unused(own, saved.sizes)
-        return mask_clipped(self.recipe, side, _FORWARD, cotangent, own, saved.key)
-
-    def _multiply(
-        self,
-        axes: ProductAxes,
-        spec: MatmulSpec,
-        lhs: AnyOperand,
-        rhs: tuple[AnyOperand, Movement | None],
-        sizes: jax.Array,
-        key: Key,
-        stored: bool = False,
-    ) -> jax.Array:
-        """A product that keeps the rows, by matrices, stored or not, and how they get to it."""
-        matrices, move = rhs
-        left, right = prepare_kept(lhs, matrices, axes, sizes, spec, key, move)
-        in_groups = dataclasses.replace(axes, rhs=axes.rhs.in_batch())
-        product = _scaled(self, left, right, sizes, in_groups, stored)
-        return unscaled(product, lhs, matrices, spec)
-
-    def _grad_weight(self, g: jax.Array, lhs: AnyOperand, sizes: jax.Array, key: Key) -> jax.Array:
-        """`[p, k]` by `[p, n]`: p are the rows, those of each group padded to whole blocks."""
-        spec, move = self.recipe.drhs.swapped(), self.move
-        found = contracted_operands(lhs, g, sizes, spec, _GRAD_RHS, key)
-        product = _scaled(self, found.lhs, found.rhs, found.rows.sizes, _GRAD_RHS)
-        product = unscaled(product, *found.given, spec)
-        return product if move is None else move.move_back(product)
-
-    def in_high_precision(self) -> "RaggedProduct":
-        wide, precision = np.dtype(np.float32), lax.Precision.HIGHEST
-        return dataclasses.replace(self, recipe=HIGH_PRECISION, out_dtype=wide, precision=precision)
-
-    def free(self, side: Side | None) -> tuple[Free, ...]:
-        """The columns, unless devices pass the matrices on; groups part the rows."""
-        return () if self.move is not None else _FREE[side]
-
-
-def _scaled(
-    how: RaggedProduct,
-    lhs: AnyOperand,
-    rhs: AnyOperand,
-    sizes: jax.Array,
-    axes: ProductAxes,
-    stored: bool = False,
+def _on_explicit_axes(
+    mesh: AbstractMesh,
+    multiply: Callable[..., jax.Array],
+    lhs: Primal,
+    rhs: Primal,
+    groups: Groups,
+    recipe: MatmulRecipe,
 ) -> jax.Array:
-    dtype, precision = how.out_dtype, how.precision
-    if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
-        contracting = axes.lhs.block_axis, axes.rhs.block_axis
-        shapes = " x ".join(f"{x.dtype} {list(x.shape)}" for x in (lhs, rhs))
-        groups = f"{sizes.shape[0]} groups, to {dtype}"
-        remark(f"ragged product {shapes}, {groups} -> jax.lax, not quantized")
-        return ragged.scaled_ragged_dot(lhs, rhs, sizes, contracting, dtype, precision)
-    call = RaggedCall(
-        lhs=OperandType.of(lhs, axes.lhs),
-        rhs=OperandType.of(rhs, axes.rhs),
-        num_groups=sizes.shape[0],
-        out_dtype=dtype,
-        precision=precision,
+    with jax.sharding.use_abstract_mesh(mesh):
+        rows, lies = stored(lhs.operand)[0], stored(rhs.operand)
+        gathered = frozenset[str]()
+        if recipe.gather is not None:
+            gathered = recipe.gather.on_mesh()
+            own = dataclasses.replace(recipe.gather, rhs=spec_of(lies))
+            recipe = dataclasses.replace(recipe, gather=own)
+        columns = tuple(name for name in lies[2] if name not in {*gathered, *rows})
+        run: Any = jax.sharding.auto_axes(
+            lambda lhs, rhs, groups: multiply(lhs, rhs, groups, recipe),
+            axes=mesh.explicit_axes,
+            out_sharding=PartitionSpec(rows or None, columns or None),
+        )
+        return run(lhs, rhs, groups)
+
+
+# What it refuses ----------------------------------------------------------------------------------
+
+
+def as_group_sizes(group_sizes: jax.typing.ArrayLike | Sequence[int]) -> jax.Array:
+    """Group sizes as an array of integers; known ones that it could not hold are refused."""
+    if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(group_sizes)):
+        _check_numbers(np.asarray(group_sizes))
+    sizes = group_sizes if isinstance(group_sizes, jax.Array) else jnp.asarray(group_sizes)
+    if not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise TypeError(
+            f"ragged_dot: group_sizes must be integers, got dtype={sizes.dtype}, "
+            f"shape={sizes.shape}; convert them, e.g. group_sizes.astype(jnp.int32)"
+        )
+    return sizes
+
+
+def _check_numbers(sizes: np.ndarray) -> None:
+    """JAX would wrap what is larger than its integers, without a word."""
+    if sizes.dtype.kind not in "iuO" or not sizes.size:
+        return
+    largest = jnp.iinfo(jnp.asarray(0).dtype).max
+    for size in sizes.flat:
+        if isinstance(size, int | np.integer) and not 0 <= size <= largest:
+            raise ValueError(
+                f"ragged_dot: group_sizes must lie in 0..{largest}, got {size} among "
+                f"{sizes.size}; what exceeds the rows of lhs is cut off: "
+                "numpy.clip(group_sizes, 0, lhs.shape[0])"
+            )
+
+
+def check_shapes(lhs: AnyOperand, rhs: AnyOperand | jax.ShapeDtypeStruct, sizes: jax.Array) -> None:
+    """Raise ValueError unless the shapes are those of a ragged product."""
+    if lhs.ndim != 2 or rhs.ndim != 3 or sizes.ndim != 1:
+        rule = "needs lhs [m, k], rhs [g, k, n] and group_sizes [g] (jax.vmap adds a batch)"
+    elif lhs.shape[1] != rhs.shape[1]:
+        rule = f"contracting sizes must agree, here k={lhs.shape[1]} and k={rhs.shape[1]}"
+    elif rhs.shape[0] != sizes.shape[0]:
+        rule = f"every group needs a matrix, here g={sizes.shape[0]} and g={rhs.shape[0]}"
+    else:
+        return
+    raise ValueError(
+        f"ragged_dot: {rule}; got lhs.shape={lhs.shape}, rhs.shape={rhs.shape}, "
+        f"group_sizes.shape={sizes.shape}"
     )
-    choice = choose(call)
-    if stored and isinstance(rhs, MXArray):
-        tell_of_packing(rhs, call, choice, "ragged_dot")
-    if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
-        rhs = unpacked_for(rhs, choice, "ragged_dot")
-        call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
-    return choice.offer.run(lhs, rhs, sizes, call)
+
+
+def check_rows(recipe: MatmulRecipe) -> None:
+    """Raise for what a recipe asks of the ragged axis and cannot have."""
+    fwd, dlhs, drhs = recipe.fwd, recipe.dlhs, recipe.drhs
+    over_rows = [("fwd.lhs", fwd.lhs, 0), ("dlhs.lhs", dlhs.lhs, 0)]
+    over_rows += [("drhs.lhs", drhs.lhs, 1), ("drhs.rhs", drhs.rhs, 1)]
+    for name, spec, axis in over_rows:
+        if spec is None or not isinstance(spec.format.block[axis], Whole):
+            continue
+        # Such a rule cannot be split into peaks and scales.
+        if spec.scale_rule.reads_values:
+            raise ValueError(
+                f"ragged_dot: {name} of recipe {recipe.name!r} has one block for all rows of a "
+                f"group, got block={spec.format.block} of format={spec.format.name}, which "
+                f"scale_rule={spec.scale_rule.name!r} cannot fill, since it looks at more than "
+                "the largest value; use another rule, or blocks of a fixed size (a function of "
+                "one's own that looks at amax alone: FromAmax(function))"
+            )
+    if recipe.mask_clipped and fwd.lhs is not None and fwd.lhs.format.block[0] != 1:
+        raise ValueError(
+            f"ragged_dot: mask_clipped=True of recipe {recipe.name!r} needs blocks of one row in "
+            f"fwd.lhs, got block={fwd.lhs.format.block} of format={fwd.lhs.format.name}; use such "
+            "a format, or mask_clipped=False"
+        )
+
+
+def experts_move(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Movement | None:
+    """How the matrices get to their products: as their recipe gathers them; None: not at all.
+
+    Raises:
+      ValueError: rows that would be gathered, whose groups no gather would put together.
+    """
+    if recipe.gather is not None and recipe.gather.lhs is not None:
+        raise ValueError(
+            f"ragged_dot: gather brings experts to their rows, not rows together, whose groups "
+            f"would be torn apart, got lhs={recipe.gather.lhs} with lhs.shape={lhs.shape}; leave "
+            "lhs out, or send rows to their experts with mx_jax.expert_ragged_dot"
+        )
+    return given_moves(recipe, lhs, rhs)[1]
+
+
+# Experts on several devices -----------------------------------------------------------------------
 
 
 def expert_ragged_dot(
@@ -351,11 +294,12 @@ def expert_ragged_dot(
       Array([64., 64., 64.,  0.], dtype=float32)
     """
     recipe = as_recipe(recipe, "expert_ragged_dot")
-    lhs = unpacked(as_operand(lhs, "lhs", recipe, "expert_ragged_dot"))
-    sizes = at_most(as_group_sizes(group_sizes), lhs.shape[0])
+    lhs = as_operand(lhs, "lhs", recipe, "expert_ragged_dot")
+    sizes = as_int32(as_group_sizes(group_sizes), lhs.shape[0])
     key = check_matmul_key(key, recipe)
     if key is not None:
         key = jax.random.fold_in(key, lax.axis_index(axis_name))
+    assert not isinstance(lhs, PackedMXArray)
     given = isinstance(lhs, MXArray)
     rows = lhs if given else _quantized(lhs, recipe, sizes, axis_name, key)
     sent = dispatch(rows, sizes, axis_name, capacity=capacity, same_scale=not given)
@@ -382,11 +326,12 @@ def _quantized(
     if spec.format.tensor_scale:
         # The scale of all rows is that of those in groups.
         x = ragged_rows(sizes, x.shape[0], unit=1).place(x)
-    blocks: Blocks = LAST.blocks(spec.format)
+    blocks = LAST.blocks(spec.format)
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     drawn = operand_keys(product_key(recipe, "fwd", key))[0] if spec.random_bits else None
     tensor_scale = agreed_scale(x, spec, blocks, axes)
-    return with_primal(quantize_operand(x, spec, blocks, drawn, tensor_scale), x)
+    codes = quantize_operand(x, spec, blocks, drawn, tensor_scale)
+    return dataclasses.replace(codes, primal=x)
 
 
 def goes_by_row(spec: MatmulSpec) -> bool:

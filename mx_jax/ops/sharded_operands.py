@@ -42,7 +42,6 @@ from mx_jax.sharding.movement import (
     spec_of,
     type_of,
     with_maxima,
-    without_maxima,
 )
 from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
 
@@ -214,7 +213,7 @@ class Placed(NamedTuple):
     """
 
     operand: Any
-    move: "Movement | _Parts | None"
+    move: Movement | None
     key: Key
     tensor_scale: jax.Array | None = None
 
@@ -252,7 +251,7 @@ def place(
         _explain(operand, move, f"codes of {spec.format.name}, whose scales all parts agree on")
         names = [name for a, _ in blocks for name in move.stored[a] if name in move.manual]
         operand = with_maxima(operand, blocks, cut[0], names)
-        return Placed(operand, _Parts(move, cut[0]), _folded(key, move))
+        return Placed(operand, dataclasses.replace(move, maxima=cut[0]), _folded(key, move))
     whole = math.lcm(1 if transform is None else transform.size, spec.scale_rule.group)
     if not move.keeps_blocks(operand.shape, blocks) or (
         move.shard(operand.shape)[k] % whole and move.stored[k]
@@ -262,23 +261,6 @@ def place(
     _explain(operand, move, f"codes and scales of {spec.format.name}")
     scale = agreed_scale(operand, spec, blocks, move.manual)
     return Placed(operand, move, _folded(key, move), scale)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Parts:
-    """How codes move that were cast beside the maxima of their blocks.
-
-    Attributes:
-      move: of the codes.
-      axis: along which maxima lie behind them.
-    """
-
-    move: Movement
-    axis: int
-
-    def move_codes(self, x: MXArray) -> MXArray:
-        """The codes alone, gathered."""
-        return self.move.move_codes(without_maxima(x, self.axis))
 
 
 def _folded(key: Key, move: Movement) -> Key:

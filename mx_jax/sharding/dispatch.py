@@ -292,7 +292,7 @@ def dispatch(
         raise ValueError(f"dispatch: room for a row is needed, got capacity={capacity}")
     most = max(num_rows, 1)
     room = most if capacity is None else min(capacity, most)
-    to = route(_as_int32(sizes, num_rows), num_rows, axis_name, room)
+    to = route(as_int32(sizes, num_rows), num_rows, axis_name, room)
     if isinstance(rows, MXArray):
         arrived = _go_coded(axis_name, rows, to, same_scale)
     else:
@@ -302,8 +302,9 @@ def dispatch(
     )
 
 
-def _as_int32(sizes: jax.Array, most: int) -> jax.Array:
-    """Narrow integers would overflow in sums, wide ones when they are made narrow."""
+def as_int32(sizes: jax.Array, most: int) -> jax.Array:
+    """Sizes of which none exceeds `most`, as int32."""
+    # Narrow integers would overflow in sums, wide ones when they are made narrow.
     if sizes.dtype.itemsize >= 4:
         sizes = jnp.minimum(sizes, jnp.asarray(most, sizes.dtype))
     return sizes.astype(jnp.int32)

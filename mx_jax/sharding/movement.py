@@ -49,6 +49,7 @@ class Movement:
     stored: tuple[Part, ...]  # where it lies
     gathered: frozenset[str]
     as_codes: bool  # whether it moves once it is quantized, or before
+    maxima: int | None = None  # axis along which codes have the maxima of their blocks behind them
 
     @property
     def used(self) -> tuple[Part, ...]:
@@ -116,6 +117,8 @@ class Movement:
 
     def move_codes(self, x: MXArray) -> MXArray:
         """A quantized operand, gathered as packed codes and scales."""
+        if self.maxima is not None:
+            x = without_maxima(x, self.maxima)
         sharded = [axis for axis, part in enumerate(self.stored) if part]
         bits, sizes = x.format.element.bits, self.shard(x.codes.shape)
         codes = moved_packed(x.codes, bits, self.move, sizes, sharded)

@@ -15,7 +15,7 @@ from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.cpu_ffi import casts, library
 from mx_jax.backends.target import on_one_device
 from mx_jax.formats import NVFP4, NVFP4_2D, BlockFormat
-from mx_jax.ops.operands import transformed, turned_back
+from mx_jax.ops.dense import transformed, turned_back
 from mx_jax.reference import hadamard
 from mx_jax.reference.quantize import quantize
 from mx_jax.testing.cases import QuantizeCase

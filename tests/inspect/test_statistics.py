@@ -376,7 +376,7 @@ def test_delayed_products_on_explicit_axes_are_sampled_too(monkeypatch):
 
     def delayed(x, w):
         dimensions = (((1,), (0,)), ((), ()))
-        return delayed_dot_general(x, w, dimensions, states, elements, jnp.float32)
+        return delayed_dot_general(x, w, dimensions, states, elements, jnp.float32)[0]
 
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):

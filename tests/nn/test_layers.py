@@ -3,10 +3,8 @@
 What both give is stated once and asked of each; what one alone has follows.
 """
 
-import dataclasses
 import functools
 import re
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as flax_nn
@@ -17,110 +15,27 @@ import pytest
 from flax import nnx as flax_nnx
 from jax import lax
 
-import mx_jax
 from mx_jax import recipes
 from mx_jax.nn import linen, nnx
-from mx_jax.recipes import MatmulSpec, Recipe, operand
+from mx_jax.recipes import MatmulSpec, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.nn.layers import HIGH, MXFP4, assert_trees_equal, stochastic, weighted_sum
+from tests.nn.layers import (
+    CASES,
+    DENSE,
+    EINSUM,
+    HIGH,
+    MXFP4,
+    Case,
+    Linen,
+    Nnx,
+    assert_trees_equal,
+    stochastic,
+    weighted_sum,
+)
 from tests.quick import quick
 
 KEY = jax.random.key(0)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """A layer's name and arguments in both frameworks, and the product that it should be."""
-
-    linen: tuple[Any, ...]
-    nnx: tuple[Any, ...]
-    x: tuple[int, ...]
-    options: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    contracting: tuple[tuple[int, ...], tuple[int, ...]] = ((2,), (0,))
-    batch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-
-    def drawn(self) -> np.ndarray:
-        return draw_few_octaves(np.random.default_rng(0), self.x)
-
-    def stored(self, kernel: Any, format: str) -> Any:
-        return mx_jax.quantize(kernel, format, axis=self.contracting[1][-1])
-
-
-AXIS = {"axis": (-2, -1)}
-CASES = {
-    "dense": Case(linen=("Dense", 24), nnx=("Linear", 40, 24), x=(3, 5, 40)),
-    "general": Case(
-        linen=("DenseGeneral", (4, 6)),
-        nnx=("LinearGeneral", (3, 40), (4, 6)),
-        options={"linen": AXIS, "nnx": AXIS},
-        x=(5, 3, 40),
-        contracting=((1, 2), (0, 1)),
-    ),
-    "batch": Case(
-        linen=("DenseGeneral", 6),
-        nnx=("LinearGeneral", 40, 6),
-        options={"linen": {"batch_dims": (0,)}, "nnx": {"batch_axis": {0: 3}}},
-        x=(3, 5, 40),
-        contracting=((2,), (1,)),
-        batch=((0,), (0,)),
-    ),
-    "einsum": Case(
-        linen=("Einsum", (40, 4, 6), "btd,dhk->bthk"),
-        nnx=("Einsum", "btd,dhk->bthk", (40, 4, 6), (4, 6)),
-        x=(2, 5, 40),
-    ),
-}
-DENSE, EINSUM = CASES["dense"], CASES["einsum"]
-
-
-class Linen:
-    """How linen's layers are made, initialized and run."""
-
-    def build(self, case: Case, recipe: Recipe | None = None, **options: Any) -> Any:
-        """With a recipe ours, without Flax's own."""
-        name, *arguments = case.linen
-        options |= case.options.get("linen", {})
-        if recipe is None:
-            return getattr(flax_nn, name)(*arguments, **options)
-        return getattr(linen, name)(*arguments, recipe=recipe, **options)
-
-    def params(self, layer: Any, x: Any) -> dict[str, Any]:
-        return quick(layer.init)(KEY, x)["params"]
-
-    def run(self, layer: Any) -> Callable[[Any, Any], jax.Array]:
-        return lambda params, x: layer.apply({"params": params}, x)
-
-    def promotes(self, *args: Any, **_: Any) -> Any:
-        return [None if arg is None else jnp.asarray(arg, jnp.float16) for arg in args]
-
-
-class Nnx(Linen):
-    """The same of nnx."""
-
-    def build(self, case: Case, recipe: Recipe | None = None, **options: Any) -> Any:
-        name, *arguments = case.nnx
-        options |= {"rngs": flax_nnx.Rngs(0)} | case.options.get("nnx", {})
-        if recipe is None:
-            return getattr(flax_nnx, name)(*arguments, **options)
-        return getattr(nnx, name)(*arguments, recipe=recipe, **options)
-
-    def params(self, layer: Any, x: Any) -> dict[str, Any]:
-        return flax_nnx.to_pure_dict(flax_nnx.state(layer))
-
-    def run(self, layer: Any) -> Callable[[Any, Any], jax.Array]:
-        graph, state = flax_nnx.split(layer)
-
-        def call(params: Any, x: Any) -> jax.Array:
-            model = flax_nnx.merge(graph, state, copy=True)
-            for name, value in params.items():
-                getattr(model, name).set_value(value)
-            return model(x)
-
-        return call
-
-    def promotes(self, args: Any, /, **options: Any) -> Any:
-        return tuple(super().promotes(*args, **options))
 
 
 both = pytest.mark.parametrize("flaxs", [Linen(), Nnx()], ids=["linen", "nnx"])
@@ -178,18 +93,12 @@ def test_high_precision_is_flax(flaxs: Linen, case: Case):
 @some_cases
 @both
 @cases
-def test_mxfp4_is_dot_general(flaxs: Linen, case: Case):
+def test_mxfp4_is_einsum(flaxs: Linen, case: Case):
     """And its gradients."""
 
-    def by_hand(params: Any, x: Any) -> jax.Array:
-        dimensions = (case.contracting, case.batch)
-        y = mx_jax.dot_general(x, params["kernel"], dimensions, recipe=MXFP4)
-        return y + (params["bias"][:, None] if case.batch[0] else params["bias"])
-
-    params, x = tame(flaxs, case), case.drawn()
-    ours, expected = (
-        value_and_grads(run, params, x) for run in (flaxs.run(flaxs.build(case, MXFP4)), by_hand)
-    )
+    params, x, ours = tame(flaxs, case), case.drawn(), flaxs.run(flaxs.build(case, MXFP4))
+    by_hand = lambda params, x: case.multiply(x, params, MXFP4)  # noqa: E731
+    ours, expected = (value_and_grads(run, params, x) for run in (ours, by_hand))
     assert_trees_equal(ours, expected)
 
 

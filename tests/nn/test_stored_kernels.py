@@ -25,6 +25,7 @@ from mx_jax.packed import PackedMXArray
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
+from tests.nn.layers import CASES, Case, Linen, Nnx, Runs
 from tests.quick import quick
 
 # Kernels are stored in a format that the recipe does not have: to quantize one again shows.
@@ -34,89 +35,24 @@ RULE = convert.Rule(".*", RECIPE)
 pytestmark = pytest.mark.usefixtures("insist")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Case:
-    """A layer under its names in linen and nnx, and the product that it should be."""
-
-    linen: Callable[[Any], Any]
-    nnx: Callable[[Any], Any]
-    product: str
-    x: tuple[int, ...]
-    kernel: tuple[int, ...]
-    bias: tuple[int, ...]
-    contracting: tuple[int, ...]
-    num_batch: int = 0
-
-    def params(self) -> dict[str, Any]:
-        return {"kernel": self.quantize(draw(*self.kernel)), "bias": draw(*self.bias, seed=1)}
-
-    def quantize(self, kernel: jax.Array) -> MXArray:
-        return mx_jax.quantize(kernel, STORED, axis=self.contracting[-1])
-
-    def pack(self, kernel: MXArray) -> PackedMXArray:
-        packed = mx_jax.pack_weights(
-            kernel, contracting=self.contracting, num_batch=self.num_batch, recipe=RECIPE
-        )
-        assert isinstance(packed, PackedMXArray)
-        return packed
+def params_of(case: Case) -> dict[str, Any]:
+    kernel = case.stored(draw(*case.kernel), STORED)
+    return {"kernel": kernel, "bias": draw(*case.bias, seed=1)}
 
 
-CASES = {
-    "dense": Case(
-        linen=lambda nn: nn.Dense(24),
-        nnx=lambda nn: nn.Linear(64, 24, rngs=flax_nnx.Rngs(0)),
-        product="tk,kn->tn",
-        x=(3, 64),
-        kernel=(64, 24),
-        bias=(24,),
-        contracting=(0,),
-    ),
-    "general": Case(
-        linen=lambda nn: nn.DenseGeneral((4, 6), axis=(-2, -1)),
-        nnx=lambda nn: nn.LinearGeneral((2, 64), (4, 6), axis=(-2, -1), rngs=flax_nnx.Rngs(0)),
-        product="thk,hkmn->tmn",
-        x=(3, 2, 64),
-        kernel=(2, 64, 4, 6),
-        bias=(4, 6),
-        contracting=(0, 1),
-    ),
-    "general_batch": Case(
-        linen=lambda nn: nn.DenseGeneral(24, batch_dims=(0,)),
-        nnx=lambda nn: nn.LinearGeneral(64, 24, batch_axis={0: 2}, rngs=flax_nnx.Rngs(0)),
-        product="btk,bkn->btn",
-        x=(2, 3, 64),
-        kernel=(2, 64, 24),
-        bias=(2, 24),
-        contracting=(1,),
-        num_batch=1,
-    ),
-    "einsum": Case(
-        linen=lambda nn: nn.Einsum((64, 4, 6), "...tk,kmn->...tmn"),
-        nnx=lambda nn: nn.Einsum("...tk,kmn->...tmn", (64, 4, 6), (4, 6), rngs=flax_nnx.Rngs(0)),
-        product="tk,kmn->tmn",
-        x=(3, 64),
-        kernel=(64, 4, 6),
-        bias=(4, 6),
-        contracting=(0,),
-    ),
-}
+def pack(case: Case, kernel: MXArray) -> PackedMXArray:
+    packed = mx_jax.pack_weights(
+        kernel, contracting=case.contracting, num_batch=case.num_batch, recipe=RECIPE
+    )
+    assert isinstance(packed, PackedMXArray)
+    return packed
+
+
 cases = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-Runs = Callable[[Any, jax.Array], jax.Array]
 
 
 def draw(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class WithRecipe:
-    """The layers of one of our modules, as calls without a recipe make them."""
-
-    module: Any
-
-    def __getattr__(self, name: str) -> Any:
-        layer = getattr(self.module, name)
-        return lambda *args, **options: layer(*args, recipe=RECIPE, **options)
 
 
 def run_linen(model: Any, params: Any) -> tuple[Any, Runs]:
@@ -132,12 +68,12 @@ def run_nnx(model: Any, params: Any) -> tuple[Any, Runs]:
 
 # From a case and its parameters to what jit is given and a function of that.
 WAYS: dict[str, Callable[[Case, Any], tuple[Any, Runs]]] = {
-    "linen": lambda case, params: run_linen(case.linen(WithRecipe(linen)), params),
-    "nnx": lambda case, params: run_nnx(case.nnx(WithRecipe(nnx)), params),
+    "linen": lambda case, params: run_linen(Linen().build(case, RECIPE), params),
+    "nnx": lambda case, params: run_nnx(Nnx().build(case, RECIPE), params),
     "convert.linen": lambda case, params: run_linen(
-        convert.linen(case.linen(flax_nn), RULE), params
+        convert.linen(Linen().build(case), RULE), params
     ),
-    "convert.nnx": lambda case, params: run_nnx(convert.nnx(case.nnx(flax_nnx), RULE), params),
+    "convert.nnx": lambda case, params: run_nnx(convert.nnx(Nnx().build(case), RULE), params),
 }
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
@@ -152,13 +88,12 @@ def num_calls(run: Runs, *args: Any, target: str = rejections.PACKED_MATMUL) -> 
 @cases
 def test_the_product_reads_what_is_stored(case: Case, way: Any):
     """One call of the packed product; of an MXArray, one of the product, on its own codes."""
-    params, x = case.params(), draw(*case.x, seed=2)
+    params, x = params_of(case), draw(*case.x, seed=2)
     stored, run = way(case, params)
     assert num_calls(run, stored, x, target=rejections.MATMUL) == 1
-    bias = params["bias"][:, None] if case.num_batch else params["bias"]
-    expected = mx_jax.einsum(case.product, x, params["kernel"], recipe=RECIPE) + bias
+    expected = case.multiply(x, params, RECIPE)
     assert_bitwise_equal(jax.jit(run)(stored, x), expected, what="MXArray")
-    packed, run = way(case, params | {"kernel": case.pack(params["kernel"])})
+    packed, run = way(case, params | {"kernel": pack(case, params["kernel"])})
     assert num_calls(run, packed, x) == 1
     assert num_calls(run, packed, x, target=rejections.MATMUL) == 0
     assert_bitwise_equal(jax.jit(run)(packed, x), expected, what="packed")
@@ -264,7 +199,7 @@ def test_blocks_along_another_axis(way: str, packed: bool):
     kernel: Any = mx_jax.quantize(draw(*case.kernel), STORED, axis=1)
     if packed:
         kernel = mx_jax.pack_weights(kernel)
-    stored, run = WAYS[way](case, case.params() | {"kernel": kernel})
+    stored, run = WAYS[way](case, params_of(case) | {"kernel": kernel})
     complaint = r"contracted along axis=0, but this .*blocks along axis=1; quantize it with axis=0"
     with pytest.raises(ValueError, match=complaint) as caught:
         jax.eval_shape(run, stored, draw(*case.x))
@@ -278,7 +213,7 @@ def test_a_recipe_that_transforms(way: str, monkeypatch: pytest.MonkeyPatch):
     recipe = recipes.mxfp4().with_(fwd={"transform": Hadamard(size=32, signs=(1,) * 32)})
     monkeypatch.setitem(globals(), "RECIPE", recipe)
     monkeypatch.setitem(globals(), "RULE", convert.Rule(".*", recipe))
-    stored, run = WAYS[way](case, case.params())
+    stored, run = WAYS[way](case, params_of(case))
     complaint = "the recipe transforms its operands.*pass dequantize.., or a recipe without trans"
     with pytest.raises(ValueError, match=complaint) as caught:
         jax.eval_shape(run, stored, draw(*case.x))
@@ -289,7 +224,7 @@ def test_a_recipe_that_transforms(way: str, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("way", ["linen", "convert.linen"])
 @cases
 def test_linen_wants_the_declared_shape(case: Case, way: str):
-    params = case.params()
+    params = params_of(case)
     other = mx_jax.quantize(draw(*case.kernel, 32), STORED)
     for kernel in (other, mx_jax.pack_weights(other)):
         stored, run = WAYS[way](case, params | {"kernel": kernel})
@@ -305,9 +240,10 @@ def test_a_layout_for_other_products(way: Any):
     once = mx_jax.quantize(draw(64, 2, 24), STORED, axis=0)
     packed = mx_jax.pack_weights(once)
     case = dataclasses.replace(
-        CASES["general_batch"],
-        linen=lambda nn: nn.Einsum((64, 2, 24), "tbk,kbn->tbn", use_bias=False),
-        nnx=lambda nn: nn.Einsum("tbk,kbn->tbn", (64, 2, 24), rngs=flax_nnx.Rngs(0)),
+        CASES["batch"],
+        linen=("Einsum", (64, 2, 24), "tbk,kbn->tbn"),
+        nnx=("Einsum", "tbk,kbn->tbn", (64, 2, 24)),
+        options={"linen": {"use_bias": False}},
     )
     stored, run = way(case, {"kernel": packed})
     complaint = (
@@ -328,12 +264,12 @@ def test_a_layout_for_other_products(way: Any):
 def test_unconverted_nnx_warns(convert_it: bool):
     """Flax's own promote_dtype asks for an array: right, slow, and said."""
     case = CASES["dense"]
-    layer = case.nnx(flax_nnx)
+    layer = Nnx().build(case)
     if convert_it:
         with pytest.warns(convert.UnusedRuleWarning):
             layer = convert.nnx(layer, convert.Rule("elsewhere", RECIPE))
-    params, x = case.params(), draw(*case.x)
-    stored, run = run_nnx(layer, params | {"kernel": case.pack(params["kernel"])})
+    params, x = params_of(case), draw(*case.x)
+    stored, run = run_nnx(layer, params | {"kernel": pack(case, params["kernel"])})
     with pytest.warns(UserWarning, match="is unpacked and dequantized, which is slow: only mx_jax"):
         actual = jax.jit(run)(stored, x)
     expected = x @ params["kernel"].dequantize() + params["bias"]
@@ -344,8 +280,9 @@ def test_unconverted_nnx_warns(convert_it: bool):
 def test_unconverted_linen_refuses():
     """Flax compares the packed array's shape before anything of ours is asked."""
     case = CASES["dense"]
-    params = case.params()
-    stored, run = run_linen(case.linen(flax_nn), params | {"kernel": case.pack(params["kernel"])})
+    params = params_of(case)
+    kernel = pack(case, params["kernel"])
+    stored, run = run_linen(Linen().build(case), params | {"kernel": kernel})
     with pytest.raises(flax_errors.ScopeParamShapeError):
         run(stored, draw(*case.x))
 
@@ -388,14 +325,14 @@ class Mixed(flax_nn.Module):
 def test_a_module_of_ones_own(in_setup: bool):
     """It inherits from StoredParams, or is a part of a converted model."""
     case, x = CASES["dense"], draw(3, 64)
-    kernel = case.quantize(draw(64, 24))
-    stored, run = run_linen(OwnStored(in_setup), {"kernel": case.pack(kernel)})
+    kernel = case.stored(draw(64, 24), STORED)
+    stored, run = run_linen(OwnStored(in_setup), {"kernel": pack(case, kernel)})
     assert num_calls(run, stored, x) == 1
     assert_bitwise_equal(jax.jit(run)(stored, x), mx_jax.matmul(x, kernel, recipe=RECIPE))
     mixed = convert.linen(Mixed(in_setup), RULE)
     params = {
         **quick(mixed.init)(jax.random.key(0), x)["params"],
-        "own": {"kernel": case.pack(kernel)},
+        "own": {"kernel": pack(case, kernel)},
     }
     stored, run = run_linen(mixed, params)
     assert num_calls(run, stored, x) == 1
@@ -406,12 +343,11 @@ def test_a_module_of_ones_own(in_setup: bool):
 def test_a_layer_that_no_rule_converts(layer: str):
     """In a converted linen model it multiplies by what is stored, in high precision otherwise."""
     case = CASES[layer]
-    model = convert.linen(case.linen(flax_nn), convert.Rule(".*", None))
-    params, x = case.params(), draw(*case.x)
-    stored, run = run_linen(model, params | {"kernel": case.pack(params["kernel"])})
+    model = convert.linen(Linen().build(case), convert.Rule(".*", None))
+    params, x = params_of(case), draw(*case.x)
+    stored, run = run_linen(model, params | {"kernel": pack(case, params["kernel"])})
     assert num_calls(run, stored, x) == 1
-    recipe = recipes.high_precision()
-    expected = mx_jax.einsum(case.product, x, params["kernel"], recipe=recipe) + params["bias"]
+    expected = case.multiply(x, params, recipes.high_precision())
     assert_bitwise_equal(jax.jit(run)(stored, x), expected)
 
 
@@ -419,19 +355,11 @@ def test_a_layer_that_no_rule_converts(layer: str):
 def test_a_boxed_kernel():
     """Flax's partitioning metadata around packed weights."""
     case, x = CASES["dense"], draw(3, 64)
-    params = case.params()
+    params = params_of(case)
     init = flax_nn.with_partitioning(flax_nn.initializers.lecun_normal(), (None, "model"))
     model = linen.Dense(24, recipe=RECIPE, kernel_init=init)
-    boxed = flax_nn.Partitioned(case.pack(params["kernel"]), names=(None, "model"))
+    boxed = flax_nn.Partitioned(pack(case, params["kernel"]), names=(None, "model"))
     stored, run = run_linen(model, params | {"kernel": boxed})
     assert num_calls(run, stored, x) == 1
     stored, plain = run_linen(linen.Dense(24, recipe=RECIPE), params)
     assert_bitwise_equal(jax.jit(run)(stored, x), jax.jit(plain)(stored, x))
-
-
-def test_the_way_back_from_convert_nnx():
-    """`original` gives Flax's own promotion back, so that a float model is Flax's to the bit."""
-    layer = CASES["dense"].nnx(flax_nnx)
-    there_and_back = convert.original(convert.nnx(layer, RULE))
-    assert there_and_back.promote_dtype is layer.promote_dtype
-    assert flax_nnx.graphdef(there_and_back) == flax_nnx.graphdef(layer)

@@ -14,7 +14,7 @@ from mx_jax.recipes import Recipe
 from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.quick import quick
+from tests.quick import quick, with_gradients
 
 DIMENSIONS = (((1,), (0,)), ((), ()))
 DTYPES = ("float32", "bfloat16", "float16")
@@ -53,10 +53,6 @@ def test_narrow_operands_round_once(rng: np.random.Generator):
         for shape in ((6, 70), (70, 5), (6, 5))
     )
 
-    def run(x, w, g):
-        product, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipes.mxfp4()), x, w)
-        return product, *pullback(g)
-
     def cast(array, axis):
         return exact_values(mx_jax.quantize(array, "mxfp4", axis=axis, scale_rule="even"))
 
@@ -65,6 +61,7 @@ def test_narrow_operands_round_once(rng: np.random.Generator):
         cast(g, 1) @ cast(w, 1).T,
         cast(x, 0).T @ cast(g, 0),
     )
+    run = with_gradients(lambda x, w: mx_jax.matmul(x, w, recipe=recipes.mxfp4()))
     actual = quick(run)(x, w, g)
     for name, left, right in zip(("product", "dx", "dw"), actual, expected, strict=True):
         assert_bitwise_equal(left + 0, right.astype(np.float32).astype(jnp.bfloat16) + 0, what=name)

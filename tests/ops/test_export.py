@@ -91,7 +91,6 @@ def test_a_new_process_needs_the_import_alone(tmp_path: Path):
 
 
 @needs_library
-@needs_library
 def test_one_program_for_cpus_and_gpus():
     """Each platform's own way is lowered; only the CPU's has the library's calls."""
     allowed = [jax.export.DisabledSafetyCheck.custom_call(n) for n in mx_jax.export_targets()]

@@ -90,6 +90,6 @@ def test_states_of_float64_parameters():
     optimizer = mx_jax.quantize_state(optax.adam(1e-2), min_size=1)
     with jax.enable_x64(True):
         w = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)))
-        updates, state = jax.jit(optimizer.update)(w, optimizer.init(w), w)
+        updates, state = quick(optimizer.update)(w, quick(optimizer.init)(w), w)
         assert (w.dtype, updates.dtype, state.state[0].mu.dtype) == ("float64", "float64", "uint8")
         np.testing.assert_allclose(updates, -1e-2 * np.sign(w), rtol=1e-4)

@@ -18,7 +18,7 @@ from mx_jax.recipes import MatmulSpec, OperandSpec, Recipe, Residuals, operand
 from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import Shape, draw_few_octaves
-from tests.quick import quick
+from tests.quick import quick, with_gradients
 
 HIGH = MatmulSpec(lhs=None, rhs=None)
 
@@ -178,11 +178,7 @@ def draw(case: DotGeneralCase, rng: np.random.Generator) -> tuple[np.ndarray, ..
 
 def value_and_grads(operation, case: DotGeneralCase, arrays, jit=jax.jit):
     """The product and both cotangents of a dot_general, compiled."""
-
-    def run(lhs, rhs, g):
-        product, pullback = jax.vjp(lambda a, b: operation(a, b, case.dimension_numbers), lhs, rhs)
-        return product, *pullback(g)
-
+    run = with_gradients(lambda lhs, rhs: operation(lhs, rhs, case.dimension_numbers))
     return jit(run)(*arrays)
 
 

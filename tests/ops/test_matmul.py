@@ -42,14 +42,6 @@ def draw(rng: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray]]:
     ]
 
 
-@pytest.mark.parametrize(("left", "right"), SHAPES, ids=str)
-def test_shapes_are_matmuls(left, right):
-    lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (left, right))
-    expected = jax.eval_shape(jnp.matmul, lhs, rhs)
-    for recipe in (recipes.high_precision(), recipes.mxfp8()):
-        assert jax.eval_shape(functools.partial(mx_jax.matmul, recipe=recipe), lhs, rhs) == expected
-
-
 def test_high_precision_is_jnp(rng: np.random.Generator):
     pairs = draw(rng)
     recipe = recipes.high_precision()

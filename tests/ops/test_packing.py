@@ -19,7 +19,7 @@ from mx_jax.backends.cpu_ffi import CPU_FFI, rejections
 from mx_jax.backends.select import only_backend
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.packing import store_weights
+from mx_jax.ops.quantize import store_weights
 from mx_jax.packed import PackedMXArray
 from mx_jax.testing.backend_suite import exact_values
 from mx_jax.testing.cases import MatmulCase
@@ -166,36 +166,6 @@ def test_packed_panels_of_any_kind(format: BlockFormat, lhs: str):
 
 
 # Where an MXArray may go --------------------------------------------------------------------------
-
-
-@needs_library
-@pytest.mark.usefixtures("insist")
-@pytest.mark.parametrize(
-    ("subscripts", "x", "w", "options"),
-    [
-        ("tk,kn->tn", (3, 64), (64, 40), {}),
-        ("btk,nk->btn", (2, 3, 64), (40, 64), {}),
-        ("tk,khd->thd", (3, 64), (64, 4, 10), {}),
-        ("thk,hkn->tn", (3, 2, 64), (2, 64, 40), dict(contracting=(0, 1))),
-        ("lk,lkn->ln", (5, 64), (5, 64, 40), dict(num_batch=1)),
-        ("ltk,lnk->ltn", (5, 3, 64), (5, 40, 64), dict(num_batch=1)),
-        ("kt,kn->tn", (64, 3), (64, 40), {}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
-def test_any_product_of_weights(format: str, subscripts: str, x, w, options):
-    right = subscripts.replace("->", ",").split(",")[1]
-    kernel = mx_jax.quantize(draw(*w), format, axis=right.index("k"))
-    packed = pack(kernel, **options)
-
-    @jax.jit
-    def product(x, w):
-        return mx_jax.einsum(subscripts, x, w, recipe=MXFP4)
-
-    assert num_calls(product, draw(*x, seed=1), packed) == 1
-    expected = product(draw(*x, seed=1), kernel)
-    assert_bitwise_equal(product(draw(*x, seed=1), packed), expected, what="product")
 
 
 @needs_library
@@ -389,57 +359,62 @@ def test_a_blocked_axis_has_no_rows_to_take():
         pack(x).take(jnp.asarray([3, 40]))
 
 
-# Scales of whole rows ---------------------------------------------------------------------------
+# Products of any axes, and scales of whole rows ---------------------------------------------------
 
 
-def stored(
-    w: jax.Array, recipe: recipes.Recipe, axes: tuple[int, ...], num_stacked: int = 0
-) -> MXArray:
+def stored(w: jax.Array, recipe: recipes.Recipe, axes: tuple[int, ...], num_stacked: int) -> Any:
     """Weights quantized as products over these axes of each matrix do it."""
     kept = tuple(i for i in range(w.ndim - num_stacked) if i not in axes)
     place = Axes((), kept, axes)
-    found = store_weights(w, recipe, place, num_stacked=num_stacked, packed=False)
-    assert isinstance(found, MXArray)
-    return found
+    return store_weights(w, recipe, place, num_stacked=num_stacked, packed=False)
 
 
+# Subscripts, shapes, contracted axes of a matrix, axes in front of it.
 PRODUCTS = [
-    ("tk,kn->tn", (3, 70), (70, 40), (0,), {}),
-    ("btk,nk->btn", (2, 3, 70), (40, 70), (1,), {}),
-    ("thk,hkn->tn", (3, 2, 35), (2, 35, 40), (0, 1), {}),
-    ("tk,khd->thd", (3, 64), (64, 4, 9), (0,), {}),
-    ("ltk,lkn->ltn", (2, 3, 64), (2, 64, 40), (0,), {"num_batch": 1}),
+    ("tk,kn->tn", (3, 70), (70, 40), (0,), 0),
+    ("btk,nk->btn", (2, 3, 70), (40, 70), (1,), 0),
+    ("tk,khd->thd", (3, 64), (64, 4, 9), (0,), 0),
+    ("thk,hkn->tn", (3, 2, 64), (2, 64, 40), (0, 1), 0),
+    ("lk,lkn->ln", (5, 64), (5, 64, 40), (0,), 1),
+    ("ltk,lnk->ltn", (5, 3, 64), (5, 40, 64), (1,), 1),
+    ("kt,kn->tn", (64, 3), (64, 40), (0,), 0),
 ]
 
 
-@pytest.mark.slow(but=5)
+@pytest.mark.slow(but="mxfp4|rowwise")
 @needs_library
 @pytest.mark.usefixtures("insist")
-@pytest.mark.parametrize("format", [ROWS, TENSOR])
-def test_products_of_any_axes(format: str):
-    """In high precision and in float8; a call each, within float32's error of the exact product."""
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4", ROWS, TENSOR])
+def test_any_product_of_weights(format: str):
+    """A call each: the bits of unpacked weights; of scales that leave sums, float32's error."""
+    whole = format in (ROWS, TENSOR)
 
     def product(subscripts: str, x: Any, w: Any, recipe: recipes.Recipe) -> jax.Array:
         return mx_jax.einsum(subscripts, x, w, recipe=recipe)
 
-    for subscripts, x, w, axes, options in PRODUCTS:
-        kernel = stored(draw(*w), recipes.weight_only(format), axes, options.get("num_batch", 0))
-        contracting = tuple(axis + options.get("num_batch", 0) for axis in axes)
-        packed, left = pack(kernel, contracting=contracting, **options), draw(*x, seed=1)
+    for subscripts, x, w, axes, num_batch in PRODUCTS:
+        own, left = recipes.weight_only(format), draw(*x, seed=1)
+        kernel = stored(draw(*w), own, axes, num_batch)
+        contracting = tuple(axis + num_batch for axis in axes)
+        packed = pack(kernel, contracting=contracting, num_batch=num_batch)
         assert_bitwise_equal(packed.unpack().codes, kernel.codes, what=subscripts)
         assert_bitwise_equal(packed.unpack().scales, kernel.scales, what=subscripts)
-        for recipe in (recipes.weight_only(format), recipes.float8_rowwise()):
+        for recipe in (own, recipes.float8_rowwise()) if whole else (own,):
             compiled = jax.jit(product, static_argnums=(0, 3))
             text = compiled.lower(subscripts, left, packed, recipe).as_text()
             assert text.count(f"@{rejections.PACKED_MATMUL}(") == 1, subscripts
-            found = np.asarray(compiled(subscripts, left, packed, recipe), np.float64)
+            found = compiled(subscripts, left, packed, recipe)
+            if not whole:
+                expected = compiled(subscripts, left, kernel, recipe)
+                assert_bitwise_equal(found, expected, what=subscripts)
+                continue
             lhs = left
             if recipe.fwd.lhs is not None:  # as it quantizes weights
                 k = tuple(i for i, letter in enumerate(subscripts.split(",")[0]) if letter in "hk")
-                lhs = stored(left, recipe, k).dequantize()
+                lhs = stored(left, recipe, k, 0).dequantize()
             both = np.asarray(lhs, np.float64), np.asarray(kernel.dequantize(), np.float64)
             size = np.einsum(subscripts, *map(np.abs, both))
-            error = np.abs(found - np.einsum(subscripts, *both))
+            error = np.abs(np.asarray(found, np.float64) - np.einsum(subscripts, *both))
             assert (error <= 2.0**-21 * size).all(), (subscripts, recipe.name, (error / size).max())
 
 

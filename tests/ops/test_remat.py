@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.ops import delayed, operands, ragged_operands
+from mx_jax.ops import delayed, dense, ragged_product
 from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_dot_general
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.recipes import Recipe
@@ -170,7 +170,7 @@ def test_groups_and_delayed_scales_are_kept_too(policy: str):
     def late(x: jax.Array, w: jax.Array) -> jax.Array:
         states, elements = DelayedStates(state, state, state), Elements(e4m3, e4m3, e5m2)
         numbers = (((1,), (0,)), ((), ()))
-        return delayed_dot_general(x, w, numbers, states, elements, jnp.float32)
+        return delayed_dot_general(x, w, numbers, states, elements, jnp.float32)[0]
 
     experts = jax.ShapeDtypeStruct((2, *W.shape), W.dtype)
     for function, w in ((by_group, experts), (late, W)):
@@ -218,7 +218,7 @@ def test_a_name_is_no_operation(monkeypatch: pytest.MonkeyPatch):
 
     named = lowered()
     called = []
-    for module in (operands, ragged_operands, delayed):
+    for module in (dense, ragged_product, delayed):
         assert module.checkpoint_name is checkpoint_name
         monkeypatch.setattr(module, "checkpoint_name", lambda x, name: called.append(name) or x)
     assert lowered() == named

@@ -13,7 +13,7 @@ import mx_jax
 from mx_jax import recipes
 from mx_jax.recipes import MatmulSpec, Residuals, operand
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.quick import quick
+from tests.quick import quick, with_gradients
 from tests.recipes.uniform import uniform
 
 HIGH = MatmulSpec(lhs=None, rhs=None)
@@ -70,12 +70,7 @@ G = np.random.default_rng(2).standard_normal((4, 16)).astype(np.float32)
 
 
 def vjp(operation, dtype=jnp.float32):
-    @quick
-    def run(x, w, g):
-        product, pullback = jax.vjp(operation, x, w)
-        return product, *pullback(g)
-
-    return run(X.astype(dtype), W.astype(dtype), G.astype(dtype))
+    return quick(with_gradients(operation))(X.astype(dtype), W.astype(dtype), G.astype(dtype))
 
 
 @pytest.mark.slow(but="float32-mxfp4|float32-nvfp4|bfloat16-float8")

@@ -12,7 +12,7 @@ import mx_jax
 from mx_jax import recipes
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.quick import quick
+from tests.quick import quick, with_gradients
 
 RECIPE = recipes.mxfp4()
 NUM = 3
@@ -20,16 +20,6 @@ NUM = 3
 
 def matmul(x, w):
     return mx_jax.matmul(x, w, recipe=RECIPE)
-
-
-def with_gradients(operation):
-    """The product and both cotangents of an operation, for a given cotangent."""
-
-    def run(x, w, g):
-        product, pullback = jax.vjp(operation, x, w)
-        return product, *pullback(g)
-
-    return run
 
 
 plain = with_gradients(matmul)

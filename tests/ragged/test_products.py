@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from mx_jax.formats import FLOAT8_TENSORWISE_E5M2, MXFP4, MXFP6_E3M2, MXFP8_E4M3
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, Residuals, operand
 from mx_jax.reference.ragged import ragged_rows
-from tests.quick import quick
+from tests.quick import quick, with_gradients
 
 # One shape for every cast of the loop, so that each operand spec compiles once.
 SIZE = 40
@@ -104,11 +103,8 @@ def loop(recipe, lhs, rhs, group_sizes, g) -> tuple[Products, Products]:
 def run(recipe, lhs, rhs, group_sizes, g, key=None) -> Products:
     @quick
     def all_three(lhs, rhs, group_sizes, g):
-        def product(lhs, rhs):
-            return ragged_dot(lhs, rhs, group_sizes, recipe=recipe, key=key)
-
-        output, vjp = jax.vjp(product, lhs, rhs)
-        return output, *vjp(g)
+        product = functools.partial(ragged_dot, group_sizes=group_sizes, recipe=recipe, key=key)
+        return with_gradients(product)(lhs, rhs, g)
 
     results = all_three(*(jnp.asarray(x) for x in (lhs, rhs, group_sizes, g)))
     return Products(*(np.asarray(x, np.float64) for x in results))
@@ -216,8 +212,8 @@ def mxfp4_products():
 
     @quick
     def products(lhs, rhs, group_sizes, g):
-        output, vjp = jax.vjp(lambda x, w: ragged_dot(x, w, group_sizes, recipe=recipe), lhs, rhs)
-        return output, *vjp(g)
+        product = functools.partial(ragged_dot, group_sizes=group_sizes, recipe=recipe)
+        return with_gradients(product)(lhs, rhs, g)
 
     return recipe, products
 

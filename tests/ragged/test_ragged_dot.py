@@ -10,12 +10,12 @@ from jax import lax
 
 import mx_jax
 from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4
-from mx_jax.ops.ragged_dot import ragged_dot
-from mx_jax.ops.ragged_operands import as_group_sizes, at_most
+from mx_jax.ops.ragged_dot import as_group_sizes, ragged_dot
 from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, operand
 from mx_jax.reference.ragged import ragged_rows
+from mx_jax.sharding.dispatch import as_int32
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.quick import quick
+from tests.quick import quick, with_gradients
 from tests.recipes.uniform import uniform
 
 M, K, N, GROUPS = 12, 16, 8, 3
@@ -28,8 +28,7 @@ HIGH = mx_jax.recipes.high_precision()
 
 def products(lhs, rhs, group_sizes, g):
     """The product and both gradients."""
-    output, vjp = jax.vjp(lambda x, w: ragged_dot(x, w, group_sizes, recipe=RECIPE), lhs, rhs)
-    return output, *vjp(g)
+    return with_gradients(lambda x, w: ragged_dot(x, w, group_sizes, recipe=RECIPE))(lhs, rhs, g)
 
 
 compiled = quick(products)
@@ -105,31 +104,6 @@ def test_vmap_twice(rng: np.random.Generator):
         for j in range(3):
             expected = compiled(lhs[i, j], rhs[i, 0], sizes[0, 0], g[i, j])
             assert_all_close([x[i, j] for x in actual], expected)
-
-
-@pytest.mark.slow
-def test_remat_and_scan(rng: np.random.Generator):
-    lhs, _, sizes, g = draw(rng)
-    weights = rng.standard_normal((2, GROUPS, K, K), np.float32)
-    g = np.tile(g, 2)
-
-    @jax.checkpoint
-    def layer(x, w):
-        return jnp.tanh(ragged_dot(x, w, sizes, recipe=RECIPE))
-
-    def scanned(x, ws):
-        return (lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0] * g).sum()
-
-    def one(x, w, g):
-        y, vjp = jax.vjp(lambda x, w: jnp.tanh(ragged_dot(x, w, sizes, recipe=RECIPE)), x, w)
-        return y, *vjp(g)
-
-    one = quick(one)
-    actual = quick(jax.grad(scanned, (0, 1)))(lhs, weights)
-    middle, _, _ = one(lhs, weights[0], g)
-    _, middle_bar, last_bar = one(middle, weights[1], g)
-    _, lhs_bar, first_bar = one(lhs, weights[0], middle_bar)
-    assert_all_close(actual, (lhs_bar, jnp.stack([first_bar, last_bar])))
 
 
 @pytest.mark.slow(but="shape1")
@@ -216,16 +190,13 @@ GROUPWISE = stochastic(FLOAT8_ROWWISE_E4M3, "float8_power_of_two")
 
 
 def rounded_products(recipe, lhs, rhs, g, key):
-    def product(lhs, rhs):
-        return ragged_dot(lhs, rhs, jnp.array([6, 1, 4]), recipe=recipe, key=key)
-
-    output, vjp = jax.vjp(product, lhs, rhs)
-    return output, *vjp(g)
+    sizes = jnp.array([6, 1, 4])
+    product = functools.partial(ragged_dot, group_sizes=sizes, recipe=recipe, key=key)
+    return with_gradients(product)(lhs, rhs, g)
 
 
 def exact_products(lhs, rhs, g):
-    output, vjp = jax.vjp(lambda x, w: lax.ragged_dot(x, w, jnp.array([6, 1, 4])), lhs, rhs)
-    return output, *vjp(g)
+    return with_gradients(lambda x, w: lax.ragged_dot(x, w, jnp.array([6, 1, 4])))(lhs, rhs, g)
 
 
 @pytest.fixture(scope="module", params=[STOCHASTIC, GROUPWISE], ids=["blocks", "groups"])
@@ -327,7 +298,7 @@ def test_wide_sizes_with_x64():
     with jax.enable_x64(True):
         sizes = as_group_sizes(np.array([5, 2**32, 3], np.int64))
         assert sizes.dtype == jnp.int64
-        for cut in (at_most(sizes, M), jax.jit(at_most, static_argnums=1)(sizes, M)):
+        for cut in (as_int32(sizes, M), jax.jit(as_int32, static_argnums=1)(sizes, M)):
             assert cut.dtype == jnp.int32 and cut.tolist() == [5, 12, 3]
         assert ragged_rows(cut, M, unit=1).sizes.tolist() == [5, 7, 0]
 
@@ -344,8 +315,7 @@ def test_one_group_draws_as_matmul_does(rng: np.random.Generator):
     def three(operation):
         @quick
         def run(lhs, rhs, g, key):
-            output, vjp = jax.vjp(lambda x, w: operation(x, w, key=key), lhs, rhs)
-            return output, *vjp(g)
+            return with_gradients(functools.partial(operation, key=key))(lhs, rhs, g)
 
         return run(lhs, rhs, g, key)
 

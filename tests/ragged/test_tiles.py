@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import recipes
@@ -15,7 +14,7 @@ from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.packed import PackedMXArray
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
-from tests.quick import quick
+from tests.quick import quick, with_gradients
 
 M, K, N, GROUPS = 80, 64, 48, 4
 # Tiles of 32 rows: some groups end within one, some take several, some none, rows are left over.
@@ -46,8 +45,8 @@ def products(recipe, backend=None):
     """The product and both gradients."""
 
     def three(lhs, rhs, g, sizes):
-        y, vjp = jax.vjp(lambda x, w: ragged_dot(x, w, sizes, recipe=recipe), lhs, rhs)
-        return y, *vjp(g)
+        run = with_gradients(lambda x, w: ragged_dot(x, w, sizes, recipe=recipe))
+        return run(lhs, rhs, g)
 
     def on_backend(*operands):
         with mx_jax.only_backend(backend):
@@ -163,33 +162,6 @@ def test_packed_experts_that_do_not_serve_say_so(rng: np.random.Generator):
     along_n = mx_jax.pack_weights(mx_jax.quantize(rhs, "mxfp4"), contracting=2, num_batch=1)
     with pytest.raises(ValueError, match="has its blocks along axis=2"):
         product(along_n)
-
-
-@pytest.mark.slow
-def test_vmap_and_shard_map(rng: np.random.Generator):
-    lhs, rhs, g = draw(rng)
-    sizes = np.array([SIZES["within tiles"], SIZES["several tiles"]], np.int32)
-    batch = np.stack([lhs, lhs[::-1]]), np.stack([g, g[::-1]])
-
-    def three(x, g, sizes):
-        y, vjp = jax.vjp(lambda x, w: ragged_dot(x, w, sizes, recipe="mxfp4"), x, rhs)
-        return y, *vjp(g)
-
-    expected = [products("mxfp4")(x, rhs, g, s) for x, g, s in zip(*batch, sizes, strict=True)]
-    mapped = quick(jax.vmap(three))(*batch, sizes)
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def local(x, g, sizes):
-        return tuple(part[None] for part in three(x[0], g[0], sizes[0]))
-
-    shard = jax.shard_map(local, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
-    sharded = quick(shard)(*batch, sizes)
-    # One array on all shards gets the gradients of all.
-    together = np.sum([of_rhs for *_, of_rhs in expected], 0)
-    for i, (y, of_lhs, of_rhs) in enumerate(expected):
-        for found, of_weights in ((mapped, of_rhs), (sharded, together)):
-            for each, wanted in zip(found, (y, of_lhs, of_weights), strict=True):
-                np.testing.assert_allclose(each[i], wanted, rtol=0, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import mx_jax
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 from tests.needs import needs_library
-from tests.quick import OPTIONS
+from tests.quick import OPTIONS, with_gradients
 from tests.sharding.collectives import gathered
 
 P = PartitionSpec
@@ -37,12 +37,7 @@ def product(x: Any, w: Any) -> jax.Array:
 
 def step(axes: tuple[int | None, int | None]) -> Any:
     """A mapped product and its gradients, of integers where they need no rounding."""
-
-    def run(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
-        y, pullback = jax.vjp(jax.vmap(product, axes), x, w)
-        return y, *pullback(g)
-
-    return run
+    return with_gradients(jax.vmap(product, axes))
 
 
 def turned(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -74,14 +74,6 @@ def test_codes_are_those_of_one_device_and_sums_are_near(specs: Any, arrays: Any
     assert abs(product - exact).max() > 0
 
 
-def test_the_bound_of_one_device_serves_up_to_49():
-    """Blocks of 16: k is at least 16 a device."""
-    for devices in (2, 8, 49):
-        for k in (16 * devices, 4096 * devices):
-            assert bound(k, devices) <= bound(k, 1) * (1 + 1e-12)
-    assert bound(16 * 64, 64) > bound(16 * 64, 1)
-
-
 def test_values_under_other_tensor_scales():
     """As where each device has its own: 17/16 of a sixth of the block's largest value, twice."""
     x = np.random.default_rng(1).normal(size=(256, 256)).astype(np.float32)

@@ -6,20 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 import mx_jax
-from mx_jax import recipes
 from mx_jax.sharding import all_to_all, ppermute
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.quick import OPTIONS, quick
+from tests.quick import quick
 from tests.sharding.collectives import collectives
 
 P = PartitionSpec
-DEVICES, CAPACITY, FEATURES, UNITS = 2, 32, 64, 32
-MXFP4 = recipes.mxfp4()
+DEVICES, CAPACITY, FEATURES = 2, 32, 64
 
 
 @pytest.fixture(scope="module")
@@ -28,91 +25,35 @@ def mesh() -> Mesh:
 
 
 @pytest.fixture(scope="module")
-def arrays() -> tuple[np.ndarray, ...]:
-    """Tokens `[sender, expert, capacity, k]`, an expert a device, and a cotangent."""
-    rng = np.random.default_rng(0)
-    tokens = (DEVICES, DEVICES, CAPACITY)
-    shapes = (*tokens, FEATURES), (DEVICES, FEATURES, UNITS), (*tokens, UNITS)
-    return tuple(draw_few_octaves(rng, shape) for shape in shapes)
+def tokens() -> np.ndarray:
+    """Tokens `[sender, expert, capacity, k]`, an expert a device."""
+    shape = DEVICES, DEVICES, CAPACITY, FEATURES
+    return draw_few_octaves(np.random.default_rng(0), shape)
 
 
-def quantized(rows: jax.Array) -> mx_jax.MXArray:
-    """As the recipe would."""
-    spec = MXFP4.fwd.lhs
-    return mx_jax.quantize(rows, spec.format, scale_rule=spec.scale_rule)
-
-
-def multiply(tokens: Any, w: jax.Array) -> jax.Array:
-    """Rows of one expert, each sender's after the other."""
-    sizes = jnp.full((1,), DEVICES * CAPACITY, jnp.int32)
-    return mx_jax.ragged_dot(tokens, w, sizes, recipe=MXFP4)
-
-
-def on_devices(x: jax.Array, w: jax.Array) -> jax.Array:
-    """One device's tokens, by expert; and its expert."""
-    tokens = quantized(x.reshape(DEVICES * CAPACITY, FEATURES))
-    y = multiply(all_to_all(tokens, "expert", 0, 0), w)
-    y = lax.all_to_all(y, "expert", 0, 0, tiled=True)
-    return y.reshape(1, DEVICES, CAPACITY, UNITS)
-
-
-def alone(x: jax.Array, w: jax.Array) -> jax.Array:
-    """All experts in one place, without a device to send to."""
-    rows = jnp.swapaxes(x, 0, 1).reshape(DEVICES, DEVICES * CAPACITY, FEATURES)
-    y = jnp.stack([multiply(quantized(rows[e]), w[e : e + 1]) for e in range(DEVICES)])
-    return jnp.swapaxes(y.reshape(DEVICES, DEVICES, CAPACITY, UNITS), 0, 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_experts_on_devices(check_vma: bool, mesh: Mesh, arrays: Any):
-    x, w, g = arrays
-    sharded = jax.shard_map(
-        on_devices, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"), check_vma=check_vma
-    )
-
-    def step(run: Any) -> Any:
-        def both(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
-            y, pullback = jax.vjp(run, x, w)
-            return y, *pullback(g)
-
-        return jax.jit(both, compiler_options=OPTIONS)
-
-    program = step(sharded).lower(x, w, g).compile()
-    for name, one, other in zip(
-        ("y", "dx", "dw"), program(x, w, g), step(alone)(x, w, g), strict=True
-    ):
-        assert_bitwise_equal(np.asarray(one) + 0.0, np.asarray(other) + 0.0, what=name)
-    text = program.as_text()
-    assert text is not None
-    moved = {c.dtype: c.nbytes for c in collectives(text) if c.kind == "all-to-all"}
-    rows = DEVICES * CAPACITY
-    # Codes of half a byte and their scales; y, its cotangent and dx in high precision.
-    assert moved == {
-        "u8": rows * (FEATURES // 2 + FEATURES // 32),
-        "f32": 4 * rows * (2 * UNITS + FEATURES),
-    }
-
-
-def send(mesh: Mesh, x: Any, *axes: int) -> Any:
+def send_by(mesh: Mesh, *axes: int) -> Any:
     def run(x: Any) -> Any:
         return all_to_all(x, "expert", *axes)
 
-    return quick(jax.shard_map(run, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))(x)
+    return quick(jax.shard_map(run, mesh=mesh, in_specs=P("expert"), out_specs=P("expert")))
 
 
-@pytest.mark.parametrize("format", ["mxfp6_e2m3", "mxfp8_e4m3"])
-def test_what_arrives(format: str, mesh: Mesh, arrays: Any):
-    x = mx_jax.quantize(arrays[0], format)
-    moved = send(mesh, x, 1, 0)
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp6_e2m3", "mxfp8_e4m3"])
+def test_what_arrives(format: str, mesh: Mesh, tokens: Any):
+    x = mx_jax.quantize(tokens, format)
+    program = send_by(mesh, 1, 0).lower(x).compile()
+    moved, text = program(x), str(program.as_text())
     wanted = x.dequantize().reshape(1, DEVICES, DEVICES, CAPACITY, FEATURES)
     wanted = jnp.swapaxes(wanted[0], 0, 1).reshape(DEVICES**2, 1, CAPACITY, FEATURES)
     assert_bitwise_equal(moved.dequantize(), wanted)
+    # Codes at their real width, and their scales.
+    nbytes = {found.dtype: found.nbytes for found in collectives(text)}
+    assert nbytes == {"u8": x.size // DEVICES * x.format.bits_per_element / 8}
 
 
-def test_gradients_come_back_to_where_their_rows_were(mesh: Mesh, arrays: Any):
+def test_gradients_come_back_to_where_their_rows_were(mesh: Mesh, tokens: Any):
     """Along other axes than they went."""
-    x, g = arrays[0], np.float32(np.arange(arrays[0].size)).reshape(arrays[0].shape)
+    x, g = tokens, np.float32(np.arange(tokens.size)).reshape(tokens.shape)
 
     def back(x: jax.Array, g: jax.Array) -> jax.Array:
         def forth(x: jax.Array) -> jax.Array | None:
@@ -136,12 +77,12 @@ def test_gradients_come_back_to_where_their_rows_were(mesh: Mesh, arrays: Any):
 )
 def test_refusals(format: str, axes: Any, shape: Any, message: str, mesh: Mesh):
     with pytest.raises(ValueError, match=message):
-        send(mesh, mx_jax.quantize(jnp.ones(shape), format), *axes)
+        send_by(mesh, *axes)(mx_jax.quantize(jnp.ones(shape), format))
 
 
 def test_other_operands_are_refused(mesh: Mesh):
     with pytest.raises(TypeError, match=r"needs an MXArray, got .*; jax.lax.all_to_all takes"):
-        send(mesh, jnp.ones((16, 64)), 0, 0)
+        send_by(mesh, 0, 0)(jnp.ones((16, 64)))
     run = jax.shard_map(
         lambda x: all_to_all(mx_jax.quantize(x, "nvfp4"), "expert", 0, 0).codes,
         mesh=mesh,
@@ -154,9 +95,9 @@ def test_other_operands_are_refused(mesh: Mesh):
 
 @pytest.mark.slow(but="nvfp4")
 @pytest.mark.parametrize(("format", "bits"), [("nvfp4", 4), ("mxfp8_e4m3", 8)])
-def test_what_one_stage_hands_to_the_next(format: str, bits: int, mesh: Mesh, arrays: Any):
+def test_what_one_stage_hands_to_the_next(format: str, bits: int, mesh: Mesh, tokens: Any):
     """Codes go on with their stage's tensor scale; the gradient comes back as it is."""
-    x = arrays[0].reshape(DEVICES, -1, FEATURES) * np.array([1, 64], np.float32)[:, None, None]
+    x = tokens.reshape(DEVICES, -1, FEATURES) * np.array([1, 64], np.float32)[:, None, None]
     g = np.full_like(x, 3)
 
     def hand_on(x: jax.Array) -> jax.Array | None:

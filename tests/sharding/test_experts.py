@@ -17,7 +17,7 @@ from mx_jax import recipes
 from mx_jax.sharding import dispatch
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.quick import quick
+from tests.quick import quick, with_gradients
 from tests.sharding.collectives import collectives
 
 P = PartitionSpec
@@ -73,8 +73,7 @@ def on_devices(mesh: Mesh, function: Any, check_vma: bool = True) -> Any:
 
 def step(multiply: Any) -> Any:
     def run(x, w, g, sizes):
-        y, pullback = jax.vjp(lambda x, w: multiply(x, w, sizes), x, w)
-        return y, *pullback(g)
+        return with_gradients(lambda x, w: multiply(x, w, sizes))(x, w, g)
 
     return run
 

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax import recipes
 from mx_jax.sharding import Gather
-from tests.quick import quick
+from tests.quick import quick, with_gradients
 from tests.sharding.collectives import (
     check,
     collectives,
@@ -35,37 +35,9 @@ def arrays() -> tuple[np.ndarray, ...]:
 
 
 def step(recipe: Any, **options: Any) -> Any:
-    def run(x, w, g):
-        def product(x, w):
-            return mx_jax.dot_general(x, w, DIMENSIONS, recipe=recipe, **options)
-
-        y, pullback = jax.vjp(product, x, w)
-        return y, *pullback(g)
-
-    return run
-
-
-# Bytes of codes and scales beside bfloat16's, and what the backward product gathers of the other
-# orientation, which a tile of both axes has in common.
-@pytest.mark.slow(but="mxfp8")
-@pytest.mark.parametrize(
-    ("recipe", "ratio"),
-    [(recipes.mxfp8(), 0.516), (recipes.mxfp6(), 0.391), (MXFP4, 0.266), (recipes.nvfp4(), 0.282)],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_weights_on_automatic_axes(recipe, ratio, arrays):
-    expected = quick(step(recipe))(*arrays)
-    spec = P("fsdp", None)
-    gathering = recipe.with_(gather=Gather("fsdp", rhs=spec))
-    text, actual = compiled(step(gathering), mesh_of(AxisType.Auto), arrays, (spec,) * 3)
-    if recipe.fwd.lhs.format.tensor_scale:
-        for one, other in zip(actual, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
-    else:
-        check(actual, expected)
-    assert actual[2].sharding.spec == spec, "the gradient lies where the kernel does"
-    assert gathered(text) == gathered(text, "u8")
-    assert gathered(text) / (2 * 2 * W[0] * W[1]) == pytest.approx(ratio, abs=0.002)
+    return with_gradients(
+        lambda x, w: mx_jax.dot_general(x, w, DIMENSIONS, recipe=recipe, **options)
+    )
 
 
 @pytest.mark.slow(but=r"Auto-P\('fsdp|Explicit-P\('model")

@@ -1,6 +1,5 @@
 """Products on automatic axes: what the compiler moves by itself are codes, and no more than lax."""
 
-import contextlib
 import re
 from typing import Any
 
@@ -15,8 +14,9 @@ import mx_jax
 from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.inspect import explain_call
+from mx_jax.sharding import Gather
 from mx_jax.sharding.partition import fine_mesh, stored_parts
-from tests.quick import OPTIONS, quick
+from tests.quick import OPTIONS, quick, with_gradients
 from tests.sharding.collectives import (
     check,
     collectives,
@@ -53,27 +53,27 @@ def step(recipe: Any) -> Any:
             return lax.dot_general(x, w, DIMENSIONS)
         return mx_jax.dot_general(x, w, DIMENSIONS, recipe=recipe)
 
-    def run(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-        y, pullback = jax.vjp(multiply, x, w)
-        return y, *pullback(g)
-
-    return run
+    return with_gradients(multiply)
 
 
 # Bytes of codes and scales beside bfloat16's, of the orientations of forward and backward product.
 RATIOS = {"mxfp8": 0.516, "mxfp6": 0.391, "mxfp4": 0.266, "nvfp4": 0.282}
 
 
-@pytest.mark.slow(but="mxfp4")
+@pytest.mark.slow(but="mxfp4|mxfp8-asked")
+@pytest.mark.parametrize("asked", [False, True], ids=["", "asked"])
 @pytest.mark.parametrize("name", RATIOS)
-def test_weights_move_as_codes(name: str, mesh: Mesh, arrays: Any):
+def test_weights_move_as_codes(name: str, asked: bool, mesh: Mesh, arrays: Any):
+    """By themselves, and as a recipe's `gather` asks."""
     recipe, (x, w, g) = recipes.from_name(name), FSDP
-    text, actual = compiled(step(recipe), mesh, arrays, FSDP, (g, x, w))
+    given = recipe.with_(gather=Gather("fsdp", rhs=w)) if asked else recipe
+    text, actual = compiled(step(given), mesh, arrays, FSDP, (g, x, w))
     theirs, _ = compiled(step(None), mesh, arrays, FSDP, (g, x, w))
     assert gathered(text) == gathered(text, "u8") < gathered(theirs)
     assert gathered(text) / (2 * 2 * WEIGHTS) == pytest.approx(RATIOS[name], abs=0.002)
-    sums = [found for found in collectives(text) if found.kind == "reduce-scatter"]
-    assert [(found.dtype, found.nbytes) for found in sums] == [("f32", 4 * WEIGHTS // 4)]
+    if not asked:
+        sums = [found for found in collectives(text) if found.kind == "reduce-scatter"]
+        assert [(found.dtype, found.nbytes) for found in sums] == [("f32", 4 * WEIGHTS // 4)]
     expected = quick(step(recipe))(*arrays)
     if name == "nvfp4":
         for one, other in zip(actual, expected, strict=True):
@@ -110,27 +110,16 @@ def test_layouts(layout: str, mesh: Mesh, arrays: Any):
     assert gathered(text) == gathered(text, "u8") == WANTED.get(layout, 0)
 
 
-CONTEXTS = {
-    "no mesh": lambda mesh: contextlib.nullcontext(),
-    "with mesh": lambda mesh: mesh,
-    "set_mesh": jax.set_mesh,
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
-@pytest.mark.slow(but="no mesh")
-@pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("layout", ["FSDP on k", "sequence, column"])
-def test_no_mesh_need_be_in_context(layout: str, context: str, mesh: Mesh, arrays: Any):
+def test_no_mesh_need_be_in_context(layout: str, mesh: Mesh, arrays: Any):
     """Sharded arguments say what a mesh in context says: codes move, and each part runs in C++."""
     specs = FSDP if layout == "FSDP on k" else LAYOUTS[layout]
     wanted = tuple(NamedSharding(mesh, specs[number]) for number in (2, 0, 1))
     found = []
     for recipe in (MXFP4, None):
-        with CONTEXTS[context](mesh):
-            operands = place(mesh, arrays, specs)
-            jitted = jax.jit(step(recipe), out_shardings=wanted, compiler_options=OPTIONS)
-            program = jitted.lower(*operands).compile()
+        operands = place(mesh, arrays, specs)
+        jitted = jax.jit(step(recipe), out_shardings=wanted, compiler_options=OPTIONS)
+        program = jitted.lower(*operands).compile()
         found.append((program.as_text(), program(*operands)))
     (text, actual), (theirs, _) = found
     assert gathered(text) == gathered(text, "u8") > 0
@@ -225,15 +214,6 @@ def test_twice_differentiable(mesh: Mesh, arrays: Any):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
-def test_no_axes_leave_it_to_the_compiler(mesh: Mesh, arrays: Any):
-    """And values move, in both orientations."""
-    recipe = MXFP4.with_(gather=())
-    x, w, g = FSDP
-    text, actual = compiled(step(recipe), mesh, arrays, FSDP, (g, x, w))
-    check(actual, quick(step(MXFP4))(*arrays))
-    assert gathered(text) == gathered(text, "f32") == 2 * 4 * WEIGHTS
-
-
 def test_programs_that_compute_otherwise_differ(mesh: Mesh, arrays: Any):
     """The key of a compilation cache may leave out the number of a rule, and sees shapes alone."""
     x, w, _ = arrays
@@ -286,11 +266,7 @@ def test_an_explicit_mesh_that_is_not_in_context(layout: str, arrays: Any):
     lies = operands[2].sharding
 
     def run(multiply: Any) -> Any:
-        def step(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-            product = lambda x, w: multiply(x, w, DIMENSIONS, out_sharding=lies)  # noqa: E731
-            y, pullback = jax.vjp(product, x, w)
-            return y, *pullback(g)
-
+        step = with_gradients(lambda x, w: multiply(x, w, DIMENSIONS, out_sharding=lies))
         compiled = jax.jit(step, compiler_options=OPTIONS).lower(*operands).compile()
         return compiled.as_text(), compiled(*operands)
 

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax import recipes
 from mx_jax.sharding import Gather
-from tests.quick import OPTIONS, quick
+from tests.quick import OPTIONS, quick, with_gradients
 from tests.sharding.collectives import check, collectives, compiled, draw_all, gathered, mesh_of
 
 P = PartitionSpec
@@ -27,8 +27,7 @@ def arrays() -> tuple[np.ndarray, ...]:
 
 def step(recipe: Any) -> Any:
     def run(x, w, g, sizes):
-        y, pullback = jax.vjp(lambda x, w: mx_jax.ragged_dot(x, w, sizes, recipe=recipe), x, w)
-        return y, *pullback(g)
+        return with_gradients(lambda x, w: mx_jax.ragged_dot(x, w, sizes, recipe=recipe))(x, w, g)
 
     return run
 

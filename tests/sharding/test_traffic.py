@@ -37,8 +37,8 @@ from mx_jax import recipes
 from mx_jax.inspect import explain, explain_call
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.quick import quick
-from tests.sharding.collectives import partitioned, received
+from tests.quick import quick, with_gradients
+from tests.sharding.collectives import partitioned, place, received
 
 P = PartitionSpec
 # Two orientations of eight bits and their scales, beside bfloat16 once; maxima that rows agree on.
@@ -128,12 +128,6 @@ def test_float32_by_asking(way: str, layout: str):
     assert not [key for key in wide if key[1] == "bf16"]
 
 
-def place(arrays: Any, mesh: Any, specs: Any) -> list[Any]:
-    return [
-        jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in zip(arrays, specs, strict=True)
-    ]
-
-
 def mesh_of(kind: AxisType) -> jax.sharding.Mesh:
     return jax.make_mesh((8,), ("d",), axis_types=(kind,))
 
@@ -145,7 +139,7 @@ def test_sums_of_shards_are_within_their_bound(wide: bool, rng: np.random.Genera
     x, w = (jnp.asarray(a, jnp.bfloat16) for a in (x, w))
     recipe = recipes.mxfp8().with_(reduce_dtype=jnp.float32 if wide else None)
     with jax.set_mesh(mesh := mesh_of(AxisType.Auto)):
-        operands = place((x, w), mesh, (P(None, "d"), P("d")))
+        operands = place(mesh, (x, w), (P(None, "d"), P("d")))
         product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))(*operands)
     spec = recipe.fwd.lhs
     assert spec is not None
@@ -192,14 +186,10 @@ def test_square_blocks_keep_the_sharding_of_types(name: str):
     """Sixteen columns a device, blocks of 32 by 32: each device multiplies its columns."""
     recipe, key = recipes.from_name(name), jax.random.key(0)
     mesh = mesh_of(AxisType.Explicit)
-
-    def run(x: Any, w: Any, g: Any) -> Any:
-        y, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, key=key), x, w)
-        return y, *pullback(g)
-
+    run = with_gradients(functools.partial(mx_jax.matmul, recipe=recipe, key=key))
     arrays = [jnp.ones(shape, jnp.bfloat16) for shape in ((64, 64), (64, 128), (64, 128))]
     with jax.set_mesh(mesh):
-        operands = place(arrays, mesh, (P(), P(None, "d"), P(None, "d")))
+        operands = place(mesh, arrays, (P(), P(None, "d"), P(None, "d")))
         y, dx, dw = jax.eval_shape(run, *operands)
         program = partitioned(jax.jit(run).lower(*operands))
     assert y.sharding.spec == dw.sharding.spec == P(None, "d") and dx.sharding.spec == P(None, None)
@@ -215,7 +205,7 @@ def test_shards_that_cut_blocks_agree_on_maxima(rng: np.random.Generator):
     x, w = draw_few_octaves(rng, (64, 64)), draw_few_octaves(rng, (64, 128))
     run = lambda x, w: mx_jax.matmul(x, w, recipe="mxfp4")  # noqa: E731
     with jax.set_mesh(mesh := mesh_of(AxisType.Auto)):
-        operands = place((x, w), mesh, (P("d"), P("d")))
+        operands = place(mesh, (x, w), (P("d"), P("d")))
         jitted = jax.jit(run, out_shardings=NamedSharding(mesh, P("d")))
         found, actual = received(partitioned(jitted.lower(*operands)), 8), jitted(*operands)
     assert {key for key, size in found.items() if size} == {
@@ -295,7 +285,7 @@ def test_mixed_axis_types():
     run = lambda x, w: mx_jax.matmul(x, w, recipe="mxfp4")  # noqa: E731
     x = draw_few_octaves(np.random.default_rng(0), (64, 128))
     with jax.set_mesh(mesh):
-        operands = place((x, x.T), mesh, (P("fsdp"), P(None, "model")))
+        operands = place(mesh, (x, x.T), (P("fsdp"), P(None, "model")))
         actual = jax.jit(run)(*operands)
     assert actual.sharding.spec[0] == "fsdp"
     assert_bitwise_equal(np.asarray(actual) + 0.0, np.asarray(quick(run)(x, x.T)) + 0.0)

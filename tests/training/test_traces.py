@@ -24,6 +24,7 @@ class Model(flax_nn.Module):
     @flax_nn.compact
     def __call__(self, x):
         x = flax_nn.relu(linen.Dense(32, recipe=self.recipe)(x))
+        x = flax_nn.Dense(8, dot_general_cls=linen.DotGeneral(self.recipe))(x)
         return flax_nn.Dense(8, dot_general=self.injected)(x)
 
     @property
@@ -34,12 +35,14 @@ class Model(flax_nn.Module):
 
 class NnxModel(nnx.Module):
     def __init__(self, recipe: Recipe):
-        self.rngs = nnx.Rngs(0)
+        self.rngs = nnx.Rngs(0, quantize=1)
         self.inside = ours.Linear(64, 32, recipe=recipe, rngs=self.rngs)
         self.out = ours.LinearGeneral(32, 8, recipe=recipe, rngs=self.rngs)
+        product = ours.DotGeneral(recipe, rngs=self.rngs)
+        self.theirs = nnx.Linear(8, 8, dot_general=product, rngs=self.rngs)
 
     def __call__(self, x):
-        return self.out(nnx.relu(self.inside(x)))
+        return self.theirs(self.out(nnx.relu(self.inside(x))))
 
 
 def steps_of_linen(recipe: Recipe, traces: list[Any]) -> Callable[[], None]:
