@@ -31,10 +31,16 @@ Several devices, and looking inside
 `help(mx_jax.quantize)` describes one of them; `python -m mx_jax` lists the commands.
 """
 
+# ruff: noqa: E402
+import gc as _gc
 import importlib as _importlib
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
+
+# Imports make no garbage, and Python's collector would walk through all of JAX again and again.
+_COLLECTS = _gc.isenabled()
+_gc.disable()
 
 from mx_jax import formats as formats
 from mx_jax import nn as nn
@@ -59,6 +65,13 @@ from mx_jax.ops.remat import save_products as save_products
 from mx_jax.ops.remat import save_quantized as save_quantized
 from mx_jax.optimizer import quantize_state as quantize_state
 from mx_jax.packed import PackedMXArray as PackedMXArray
+
+if _gc.get_freeze_count() < 1000:  # Python's own, and nothing that a program has frozen.
+    # All that is there goes to the oldest generation, without a walk.
+    _gc.freeze()
+    _gc.unfreeze()
+if _COLLECTS:
+    _gc.enable()
 
 if _TYPE_CHECKING:
     from mx_jax import calibrate as calibrate
