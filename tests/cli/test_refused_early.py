@@ -5,16 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mx_jax import checkpoint, recipes
-from mx_jax.generate.decode import Generator
+from mx_jax import checkpoint
 from mx_jax.generate.load import load
-from mx_jax.generate.model import Llama
 from tests.cli.conftest import Cli
-from tests.generate import tiny
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,14 +29,6 @@ def test_a_size_of_files_that_is_none(size: str, file: Path, cli: Cli):
     assert f"--max-shard-size needs a size as 5GB, got {size!r}" in said
     # Else the same with a size would be refused: OUT is there already.
     assert not out.exists()
-
-
-def test_fewer_tokens_than_none():
-    model = Llama(tiny.CONFIG, recipes.high_precision(), jnp.float32)
-    generator = Generator(model=model, params={})
-    assert [*generator.stream([1], 0)] == []
-    with pytest.raises(ValueError, match="max_tokens must be at least 0, got -3"):
-        generator.stream([1], -3)
 
 
 def test_a_format_that_a_cache_cannot_have(tmp_path: Path):
