@@ -15,12 +15,7 @@ import numpy as np
 from mx_jax.checkpoint import files
 from mx_jax.checkpoint.gguf import gguf_in, read_gguf
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout, config_of, named
-from mx_jax.checkpoint.scales import (
-    block_scales,
-    codes_and_scales,
-    small_tensor_scale,
-    tensor_scale,
-)
+from mx_jax.checkpoint.scales import block_scales, stored_parts, tensor_scale
 from mx_jax.checkpoint.torchao import NAMES, TORCHAO, read_torchao, torchao_parts
 from mx_jax.checkpoint.weights import Stored, Weights, assembled, stored_plain
 from mx_jax.checkpoint.wire import is_own, own_weights
@@ -336,15 +331,9 @@ def _stored(name: str, x: MXArray, row: Layout) -> dict[str, files.Entry]:
         )
     last = (width // 32, 16) if row.split else (width * bits // 8,)
     dtypes = files.DTYPES[row.codes_dtype], files.DTYPES[row.scales_dtypes[0]]
-    entries = [*codes_and_scales(x, name, (*x.shape[:-1], *last), *dtypes)]
-    if row.tensor_scale is not None:
-        count = math.prod(getattr(x.tensor_scale, "shape", ()))
-        if count != 1:
-            raise ValueError(f"checkpoint.write: needs one tensor scale, got {count}: {facts}")
-
-        def whole() -> np.ndarray:
-            value = small_tensor_scale(x, name).reshape(row.scale_shape)
-            return np.asarray(1 / value if row.divides else value)
-
-        entries.append(files.Entry(row.scale_shape, np.dtype(np.float32), whole))
+    count = math.prod(getattr(x.tensor_scale, "shape", ()))
+    if row.tensor_scale is not None and count != 1:
+        raise ValueError(f"checkpoint.write: needs one tensor scale, got {count}: {facts}")
+    how: Any = {"bits": bits, "scale_shape": row.scale_shape, "divides": row.divides}
+    entries = stored_parts(x, name, (*x.shape[:-1], *last), dtypes, **how)
     return dict(zip(row.parts(base).values(), entries, strict=True))

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import itertools
 import math
+import mmap
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -189,9 +190,9 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         raise FileNotFoundError(f"checkpoint: no file at {path}")
     if not is_gguf(path):
         raise ValueError(f"checkpoint: {path} is no GGUF file: it does not begin with GGUF")
-    # A plain view: slices of a memmap are slow.
-    content = np.asarray(np.memmap(path, np.uint8, mode="r"))
-    cursor = _Cursor(content.data, f"checkpoint: {path}", len(_MAGIC))
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    cursor = _Cursor(mapped, f"checkpoint: {path}", len(_MAGIC))
     version = cursor.number("I", "its version")
     if version not in _VERSIONS:
         raise ValueError(
@@ -202,7 +203,7 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     alignment = metadata.get(_ALIGNMENT, 32)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
         raise ValueError(f"{cursor.where}: {_ALIGNMENT} must be a power of two, got {alignment!r}")
-    tensors = _tensors(cursor, count, alignment, content)
+    tensors = _tensors(cursor, count, alignment)
     left = [name for name, tensor in tensors.items() if tensor.type.decode is None]
     if left and importlib.util.find_spec("gguf") is None:
         raise ValueError(
@@ -216,11 +217,11 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
 class _Cursor:
     """A place in a file, that reads forward and never beyond the end."""
 
-    content: memoryview
+    content: mmap.mmap
     where: str
     at: int
 
-    def take(self, length: int, what: str) -> memoryview:
+    def take(self, length: int, what: str) -> bytes:
         left = len(self.content) - self.at
         if length > left:
             raise ValueError(
@@ -236,7 +237,7 @@ class _Cursor:
     def text(self, what: str, errors: str = "strict") -> str:
         stored = self.take(self.number("Q", f"the length of {what}"), what)
         try:
-            return str(stored, encoding="utf-8", errors=errors)
+            return stored.decode(errors=errors)
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.where}: {what} is no UTF-8: {error}") from error
 
@@ -249,7 +250,7 @@ class _Cursor:
             end = start + length(self.content, self.at)[0] if start <= len(self.content) else start
             if end > len(self.content):
                 self.take(length(self.take(8, f"the length of {what}"))[0], what)
-            found.append(str(self.content[start:end], "utf-8", "backslashreplace"))
+            found.append(self.content[start:end].decode(errors="backslashreplace"))
             self.at = end
         return tuple(found)
 
@@ -286,10 +287,8 @@ def _value(cursor: _Cursor, kind: int, what: str) -> Any:
     return stored != 0 if dtype == np.bool_ else stored.view(dtype)
 
 
-def _tensors(
-    cursor: _Cursor, count: int, alignment: int, content: np.ndarray
-) -> dict[str, GgufTensor]:
-    found: dict[str, GgufTensor] = {}
+def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTensor]:
+    content, found = np.frombuffer(cursor.content, np.uint8), dict[str, GgufTensor]()
     for index in range(count):
         name = cursor.text(f"the name of tensor {index} of {count}")
         check_name(name, cursor.where)

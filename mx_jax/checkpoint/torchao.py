@@ -16,7 +16,7 @@ import numpy as np
 
 from mx_jax import formats
 from mx_jax.checkpoint.files import Entry, Reader
-from mx_jax.checkpoint.scales import codes_and_scales, float32_blocks, small_tensor_scale
+from mx_jax.checkpoint.scales import float32_blocks, stored_parts
 from mx_jax.checkpoint.weights import Stored, assembled, stored_plain
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks, scales_shape
@@ -230,12 +230,9 @@ def _parts(name: str, x: MXArray) -> dict[str, Entry]:
         )
     if x.format.element.bits == 8:
         dtype = x.format.element.dtype
-    shape = (*x.shape[:-1], x.shape[-1] * bits // 8)
-    parts = codes_and_scales(x, name, shape, dtype, x.format.scale.dtype, bits)
-    found: dict[str, Entry] = dict(zip((QDATA, SCALE), parts, strict=True))
-    if x.tensor_scale is not None:
-        # One number has no axes there, one an expert three.
-        axes = () if math.prod(x.tensor_scale.shape) == 1 else tuple(x.tensor_scale.shape)
-        whole = lambda: small_tensor_scale(x, name).reshape(axes)  # noqa: E731
-        found[TENSOR_SCALE] = Entry(axes, np.dtype(np.float32), whole)
-    return found
+    shape, one = (*x.shape[:-1], x.shape[-1] * bits // 8), np.shape(x.tensor_scale)
+    # One number has no axes there, one an expert three.
+    axes = () if math.prod(one) == 1 else one
+    dtypes = dtype, x.format.scale.dtype
+    parts = stored_parts(x, name, shape, dtypes, bits=bits, scale_shape=axes)
+    return dict(zip(ROLES, parts, strict=False))

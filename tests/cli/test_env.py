@@ -139,7 +139,7 @@ def test_falling_back_is_said_once():
 
 def test_reasons_for_no_library(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MX_JAX_CPU_LIBRARY", "/no/such/file.so")
-    reason = library._load.__wrapped__()
+    reason = str(library._load.__wrapped__())
     assert reason.startswith("cannot be loaded: /no/such/file.so: cannot open")
     monkeypatch.delenv("MX_JAX_CPU_LIBRARY", raising=False)
     monkeypatch.setattr(library, "find", lambda: None)
