@@ -112,6 +112,9 @@ def test_other_damage(tmp_path: Path):
     ):
         with pytest.raises(ValueError, match=f"up.weight: .*{complaint}"):
             checkpoint.read(put_weight(tmp_path / "a", tensors, said))
+    wide = tensors | {"up._weight_qdata": np.zeros((2, 4, 32), np.float32)}
+    with pytest.raises(ValueError, match=r"up\.weight: .*its qdata is float32\[2, 4, 32\]"):
+        checkpoint.read(put_weight(tmp_path / "a", wide, facts))
     del tensors["up._weight_scale"]
     with pytest.raises(ValueError, match=r"\['up\._weight_scale'\] are missing"):
         checkpoint.read(put_weight(tmp_path / "a", tensors, facts))
