@@ -378,6 +378,15 @@ def test_names_that_only_codes_have(suffix: str, shape: tuple[int, ...], tmp_pat
     assert f"a{suffix} U8{list(shape)} holds codes that no scales belong to" in said
 
 
+def test_codes_of_too_few_axes(tmp_path: Path):
+    """Blocks of no row would be a weight of one axis."""
+    tensors = {
+        "a_blocks": tensor("U8", (2, 16), FP4[:32]),
+        "a_scales": tensor("U8", (2,), [127] * 2),
+    }
+    assert "gpt-oss needs codes of whole bytes" in refused(tmp_path, tensors)
+
+
 def test_plain_float8_is_read(tmp_path: Path):
     """A bare file may hold float8 and integers with no scales at all."""
     tensors = {"a.weight": tensor("F8_E4M3", (2, 2), [0x38, 0x40, 0xB8, 0])}

@@ -140,12 +140,15 @@ HADAMARD = np.array([[1, 1], [1, -1]], np.float32) / np.float32(2**0.5)
 
 
 def put_rotated(
-    folder: Path, size: int, kind: str, matrix: np.ndarray, padded: bool = False
+    folder: Path,
+    size: int,
+    kind: str,
+    matrix: np.ndarray,
+    padded: tuple[int, int] | None = None,
 ) -> None:
     """Codes 2 and 1 in 3 rows of 64, block scales one, under a scale of 4 that divides."""
     one = 127 if kind == "mxfp4" else np.array(1, ml_dtypes.float8_e4m3fn).view(np.uint8)
-    shape = (128, 4) if padded else (3, 64 // size)
-    scales = np.full(shape, 255, np.uint8)
+    scales = np.full(padded or (3, 64 // size), 255, np.uint8)
     scales[:3, : 64 // size] = one
     bfloat16 = ml_dtypes.bfloat16
     tensors = {
@@ -160,8 +163,8 @@ def put_rotated(
 
 
 @pytest.mark.parametrize(("kind", "size"), [("mxfp4", 32), ("nvfp4", 16)])
-@pytest.mark.parametrize("padded", [False, True])
-def test_rotated_is_read_by_those_who_know(kind: str, size: int, padded: bool, tmp_path: Path):
+@pytest.mark.parametrize("padded", [None, (128, 4)])
+def test_rotated_is_read_by_those_who_know(kind: str, size: int, padded: Any, tmp_path: Path):
     put_rotated(tmp_path, size, kind, HADAMARD, padded)
     complaint = "1 weights take inputs that were rotated, such as up.weight by up.forward_hadamard"
     with pytest.raises(ValueError, match=f"{complaint}_matrix.*say rotated=True"):
@@ -182,6 +185,14 @@ def test_a_rotation_by_nothing(tmp_path: Path):
     """Its initialization \"identity\" asks nothing of the inputs."""
     put_rotated(tmp_path, 32, "mxfp4", np.eye(2))
     assert checkpoint.read(tmp_path).stored["up.weight"].rotation is None
+
+
+def test_scales_that_are_padded_otherwise(tmp_path: Path):
+    put_rotated(tmp_path, 32, "mxfp4", HADAMARD, (128, 8))
+    with pytest.raises(
+        ValueError, match=r"needs scales of shape=\(3, 2\), got up\.scales of shape"
+    ):
+        checkpoint.read(tmp_path, rotated=True)
 
 
 def test_rotated_is_read_only(tmp_path: Path):
