@@ -1,6 +1,7 @@
 """`python -m mx_jax`."""
 
 import _thread
+import gc
 import signal
 import sys
 import time
@@ -32,6 +33,8 @@ def _interrupt_later(by: signal.Signals) -> None:
 
 
 def _run() -> int:
+    # What was imported stays.
+    gc.freeze()
     signal.signal(signal.SIGTERM, _terminated)
     sys.unraisablehook = _unraisable
     try:

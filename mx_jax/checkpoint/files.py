@@ -72,7 +72,7 @@ def check_name(name: str, where: str) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
-    """A tensor to be written: `fetch` makes it when its turn comes."""
+    """A tensor of a file, read or to be written: `fetch` makes it when its turn comes."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -89,8 +89,16 @@ class Entry:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def kind(self) -> str:
+        """The format's name of its dtype."""
+        return DTYPE_NAMES[self.dtype]
+
     def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.fetch(), dtype=dtype)
+
+    def __str__(self) -> str:
+        return f"{self.kind}{list(self.shape)}"
 
 
 def deferred(make: Callable[[], Any], like: object) -> Any:
@@ -248,13 +256,11 @@ def _identities(path: Path) -> set[tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A file whose header has been checked."""
+    """A file whose header has been checked; its tensors are views of the file, which is mapped."""
 
     path: Path
     metadata: Mapping[str, str]
-    # Names, each with dtype, shape and first byte.
-    tensors: Mapping[str, tuple[np.dtype, tuple[int, ...], int]]
-    content: np.ndarray  # the file, mapped
+    tensors: Mapping[str, Entry]
 
     @classmethod
     def open(cls, path: Path) -> "Reader":
@@ -268,7 +274,8 @@ class Reader:
                 metadata = checked.metadata() or {}
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"checkpoint: {path} is no whole safetensors file: {error}") from error
-        content = np.memmap(path, np.uint8, mode="r")
+        # A plain view: slices of a memmap are slow.
+        content = np.asarray(np.memmap(path, np.uint8, mode="r"))
         start = 8 + int.from_bytes(content[:8].tobytes(), "little")
         header = json.loads(content[8:start].tobytes())
         header.pop(_METADATA, None)
@@ -284,22 +291,15 @@ class Reader:
             elements = math.prod(max(size, 1) for size in shape)  # an axis may be empty
             if elements * dtype.itemsize > sys.maxsize or len(shape) > 64:  # NumPy's limits
                 raise ValueError(f"checkpoint: {path}: {name} has shape={shape}, which is damaged")
-            tensors[name] = dtype, shape, start + facts["data_offsets"][0]
-        return cls(path, metadata, tensors, content)
+            stored = content[start:][slice(*facts["data_offsets"])]
+            fetch = lambda x=stored, dtype=dtype, shape=shape: x.view(dtype).reshape(shape)  # noqa: E731
+            tensors[name] = Entry(shape, dtype, fetch)
+        return cls(path, metadata, tensors)
 
-    def facts(self, name: str) -> tuple[np.dtype, tuple[int, ...], int]:
-        """Of one tensor, what `tensors` has; ValueError if it is not there."""
+    def __getitem__(self, name: str) -> Entry:
         if name not in self.tensors:
             raise ValueError(f"checkpoint: {self.path} has no tensor {name!r}")
         return self.tensors[name]
-
-    def nbytes(self, name: str) -> int:
-        dtype, shape, _ = self.facts(name)
-        return math.prod(shape) * dtype.itemsize
-
-    def read(self, name: str) -> np.ndarray:
-        dtype, shape, first = self.facts(name)
-        return self.content[first : first + self.nbytes(name)].view(dtype).reshape(shape)
 
 
 # Several files ---------------------------------------------------------------------------------
@@ -388,7 +388,7 @@ def _is_there(
     except ValueError:
         return False
     return all(
-        reader.read(name).tobytes() == np.asarray(entry).tobytes()
+        np.asarray(reader[name]).tobytes() == np.asarray(entry).tobytes()
         for name, entry in itertools.islice(shard.items(), compared)
     )
 
@@ -403,15 +403,12 @@ def _named(folder: Path) -> set[str]:
 
 def _keep_earlier(folder: Path) -> None:
     """Give an index to a checkpoint that is read without: what comes beside it is no part of it."""
-    files = sorted(folder.glob("*.safetensors"))
-    if (folder / INDEX).is_file() or not files:
+    if (folder / INDEX).is_file():
         return
-    try:
-        _check_whole(files, "")
-        tables = {file.name: Reader.open(file).tensors for file in files}
-    except ValueError:
-        return  # Nothing that could be read.
-    write_json(folder / INDEX, {"weight_map": {t: name for name in tables for t in tables[name]}})
+    with contextlib.suppress(ValueError, FileNotFoundError):  # Nothing that could be read.
+        opened, _ = readers_of(folder, "")
+        named = {name: reader.path.name for reader in opened for name in reader.tensors}
+        write_json(folder / INDEX, {"weight_map": named})
 
 
 def _commit(folder: Path, index: Mapping[str, object]) -> None:
@@ -456,40 +453,45 @@ def _check_whole(files: Sequence[Path], where: str, are: str = f"there and no {I
             )
 
 
-def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Reader]]:
-    """The files of a checkpoint, and the one of each tensor."""
+def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Entry]]:
+    """The files of a checkpoint, and its tensors."""
     if not path.is_dir():
         reader = Reader.open(path)
-        return [reader], dict.fromkeys(reader.tensors, reader)
-    found: dict[str, Reader] = {}
-    if not (path / INDEX).is_file():
+        return [reader], dict(reader.tensors)
+    index, named = path / INDEX, None
+    if index.is_file():
+        named = read_table(index, "checkpoint.read").get("weight_map")
+        if not isinstance(named, dict):
+            raise ValueError(f"{where}: {INDEX} has no weight_map")
+        for file in named.values():
+            if not isinstance(file, str) or PurePath(file).name != file:
+                raise ValueError(
+                    f"{where}: {INDEX} names {file!r}, which is no file of this folder"
+                )
+        files = [path / file for file in sorted(set(named.values()))]
+        _check_whole(files, where, f"named by {INDEX}")
+    else:
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{where}: no safetensors file in this folder")
         _check_whole(files, where)
-        opened = [Reader.open(file) for file in files]
-        for reader in opened:
+    opened = {file.name: Reader.open(file) for file in files}
+    if named is None:
+        named = {}
+        for file, reader in opened.items():
             for name in reader.tensors:
-                if name in found:
+                if name in named:
                     raise ValueError(
-                        f"{where}: {name} is in two files, {found[name].path.name} and "
-                        f"{reader.path.name}, and no {INDEX} tells which counts; remove one"
+                        f"{where}: {name} is in two files, {named[name]} and {file}, and no "
+                        f"{INDEX} tells which counts; remove one"
                     )
-                found[name] = reader
-        return opened, found
-    named = read_table(path / INDEX, "checkpoint.read").get("weight_map")
-    if not isinstance(named, dict):
-        raise ValueError(f"{where}: {INDEX} has no weight_map")
-    for file in named.values():
-        if not isinstance(file, str) or PurePath(file).name != file:
-            raise ValueError(f"{where}: {INDEX} names {file!r}, which is no file of this folder")
-    _check_whole([path / file for file in set(named.values())], where, f"named by {INDEX}")
-    readers = {file: Reader.open(path / file) for file in sorted(set(named.values()))}
+                named[name] = file
+    found: dict[str, Entry] = {}
     for name, file in named.items():
-        if name not in readers[file].tensors:
+        if name not in opened[file].tensors:
             raise ValueError(f"{where}: {INDEX} says that {name} is in {file}, which has no such")
-        found[name] = readers[file]
-    return [*readers.values()], found
+        found[name] = opened[file].tensors[name]
+    return [*opened.values()], found
 
 
 # Beside the tensors ----------------------------------------------------------------------------

@@ -14,17 +14,11 @@ import numpy as np
 
 from mx_jax.checkpoint import files
 from mx_jax.checkpoint.gguf import gguf_in, read_gguf
-from mx_jax.checkpoint.layouts import LAYOUTS, Facts, Layout, config_of, named
-from mx_jax.checkpoint.scales import (
-    block_scales,
-    codes_and_scales,
-    small_tensor_scale,
-    tensor_scale,
-)
+from mx_jax.checkpoint.layouts import LAYOUTS, Layout, config_of, named
+from mx_jax.checkpoint.scales import block_scales, stored_parts, tensor_scale
 from mx_jax.checkpoint.torchao import NAMES, TORCHAO, read_torchao, torchao_parts
-from mx_jax.checkpoint.weights import Stored, Weights, built, stored_plain
+from mx_jax.checkpoint.weights import Stored, Weights, assembled, stored_plain
 from mx_jax.checkpoint.wire import is_own, own_weights
-from mx_jax.codecs import packing
 from mx_jax.formats import MXFP4
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import unpacked
@@ -74,7 +68,7 @@ def read(
         if layout is not None:
             raise ValueError(f"{where}: GGUF says what it is; leave out layout={layout!r}")
         return read_gguf(gguf, where)
-    opened, readers = files.readers_of(path, where)
+    opened, tensors = files.readers_of(path, where)
     if is_own(opened):
         if layout not in (None, "mx_jax"):
             raise ValueError(
@@ -83,7 +77,7 @@ def read(
         return own_weights(path, opened, where)
     metadata = {key: value for reader in opened for key, value in reader.metadata.items()}
     if layout in (None, TORCHAO) and NAMES in metadata:
-        return Weights(path, read_torchao(readers, where), metadata)
+        return Weights(path, read_torchao(opened, tensors, where), metadata)
     config = config_of(path)
     dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     if dtype not in ("bfloat16", "float16", "float32"):
@@ -92,7 +86,7 @@ def read(
     if not layout and not isinstance(stated, dict):
         raise ValueError(f"{where}: quantization_config is no table, got {stated!r}")
     candidates = (named(layout),) if layout else [row for row in LAYOUTS if row.used_by(stated)]
-    stored = _read_layouts(readers, tuple(candidates) or LAYOUTS, jnp.dtype(dtype), where)
+    stored = _read_layouts(tensors, tuple(candidates) or LAYOUTS, jnp.dtype(dtype), where)
     turned = [name for name, one in stored.items() if one.rotation is not None]
     if turned and not rotated:
         raise ValueError(
@@ -118,7 +112,7 @@ _ASKED = (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b")
 
 
 def _match(
-    tensors: Mapping[str, Facts], candidates: tuple[Layout, ...], where: str
+    tensors: Mapping[str, files.Entry], candidates: tuple[Layout, ...], where: str
 ) -> dict[str, tuple[str, Layout]]:
     """From the names of quantized weights to the base of their tensors' names and their layouts."""
     asked = [name for name in tensors if name.endswith(_ASKED)]
@@ -132,13 +126,13 @@ def _match(
     accepting: dict[str, tuple[str, list[Layout]]] = {}
     for row in candidates:
         for base in (name.removesuffix(row.codes) for name in tensors if name.endswith(row.codes)):
-            if row.accepts(base, tensors):
+            if not row.lacks(base, tensors):
                 accepting.setdefault(base + row.weight, (base, []))[1].append(row)
     found: dict[str, tuple[str, Layout]] = {}
     for weight, (base, rows) in accepting.items():
-        fitting = [row for row in rows if row.fits(base, tensors)]
+        fitting = [row for row in rows if row.misfit(base, tensors) is None]
         if not fitting:
-            raise ValueError(f"{where}: {weight} {_misfit(rows[0], base, tensors)}")
+            raise ValueError(f"{where}: {weight} {rows[0].misfit(base, tensors)}")
         if len(fitting) > 1:
             raise ValueError(
                 f"{where}: {weight} fits several layouts: {', '.join(r.name for r in fitting)}; "
@@ -146,131 +140,101 @@ def _match(
             )
         found[weight] = base, fitting[0]
     taken = {name for base, row in found.values() for name in row.parts(base).values()}
-    left = [name for name in tensors if name not in taken]
-    _check_scales(left, tensors, candidates, where)
-    _check_codes(left, tensors, candidates, where)
+    _check_left([name for name in tensors if name not in taken], tensors, candidates, where)
     return found
 
 
-def _check_scales(
-    names: list[str], tensors: Mapping[str, Facts], candidates: tuple[Layout, ...], where: str
+def _check_left(
+    names: list[str],
+    tensors: Mapping[str, files.Entry],
+    candidates: tuple[Layout, ...],
+    where: str,
 ) -> None:
-    """ValueError for scales that no row took, with what the nearest layout would need."""
-    scales = [n for n in names if n.endswith(_SCALE_NAMES) or tensors[n][0] == "F8_E8M0"]
-    if not scales:
-        return
-    of = "any layout that mx_jax reads"
-    if len(candidates) < len(LAYOUTS):
-        of = f"the layouts {', '.join(layout.name for layout in candidates)}"
-    shown = ", ".join(f"{name} {_facts(tensors[name])}" for name in scales[:3])
-    suffixes = [(row, s) for row in candidates for s in (row.scales, row.tensor_scale) if s]
-    rows = [(row, scales[0].removesuffix(s)) for row, s in suffixes if scales[0].endswith(s)]
-    nearest = "no such layout has scales of this name; mx_jax does not read it"
-    raise ValueError(
-        f"{where}: {len(scales)} scales belong to no weight of {of}: {shown}; "
-        f"{_nearest(rows, tensors) if rows else nearest}"
-    )
-
-
-def _nearest(rows: Iterable[tuple[Layout, str]], tensors: Mapping[str, Facts]) -> str:
-    """What the layout lacks that needs least for weights whose tensors' names begin so."""
-    lacks = [(row.name, row.lacks(base, tensors)) for row, base in rows]
-    row, lack = min(lacks, key=lambda each: len(each[1]))
-    return f"{row} needs {' and '.join(lack) or 'codes of whole bytes'}"
-
-
-def _facts(facts: Facts) -> str:
-    return f"{facts[0]}{list(facts[1])}"
-
-
-def _check_codes(
-    names: list[str], tensors: Mapping[str, Facts], candidates: tuple[Layout, ...], where: str
-) -> None:
-    """ValueError for codes that no row took: as plain numbers they would be nonsense."""
+    """ValueError for scales and codes that no row took, with what the nearest layout would need."""
+    stated = len(candidates) < len(LAYOUTS)
+    scales = [n for n in names if n.endswith(_SCALE_NAMES) or tensors[n].kind == "F8_E8M0"]
+    if scales:
+        of = "any layout that mx_jax reads"
+        if stated:
+            of = f"the layouts {', '.join(layout.name for layout in candidates)}"
+        shown = ", ".join(f"{name} {tensors[name]}" for name in scales[:3])
+        suffixes = [(row, s) for row in candidates for s in (row.scales, row.tensor_scale) if s]
+        rows = [(row, scales[0].removesuffix(s)) for row, s in suffixes if scales[0].endswith(s)]
+        nearest = "no such layout has scales of this name; mx_jax does not read it"
+        raise ValueError(
+            f"{where}: {len(scales)} scales belong to no weight of {of}: {shown}; "
+            f"{_nearest(rows, tensors) if rows else nearest}"
+        )
     # A bare file may hold float8 or integers without scales: there it takes a name that only codes
     # have, or something beside it that is called a scale.
-    stated = len(candidates) < len(LAYOUTS)
     scaled = {name.rpartition(".")[0] for name in tensors if "scale" in name.rpartition(".")[2]}
     for name in names:
-        dtype, shape = tensors[name]
-        rows = [row for row in candidates if name.endswith(row.codes) and row.codes_dtype == dtype]
-        rows = [row for row in rows if len(shape) >= row.least_axes]
-        certain = stated or name.rpartition(".")[0] in scaled
-        rows = [row for row in rows if certain or row.codes != row.weight]
+        certain, one = stated or name.rpartition(".")[0] in scaled, tensors[name]
+        rows = [
+            (row, name.removesuffix(row.codes))
+            for row in candidates
+            if name.endswith(row.codes)
+            and row.codes_dtype == one.kind
+            and len(one.shape) >= row.least_axes
+            and (certain or row.codes != row.weight)
+        ]
         if rows:
-            nearest = _nearest([(row, name.removesuffix(row.codes)) for row in rows], tensors)
             raise ValueError(
-                f"{where}: {name} {_facts(tensors[name])} holds codes that no scales belong to: "
-                f"{nearest}; as plain numbers they would be nonsense"
+                f"{where}: {name} {one} holds codes that no scales belong to: "
+                f"{_nearest(rows, tensors)}; as plain numbers they would be nonsense"
             )
 
 
-def _misfit(layout: Layout, base: str, tensors: Mapping[str, Facts]) -> str:
-    parts = layout.parts(base)
-    shape = layout.shape(tensors[parts["codes"]][1])
-    expected, given = layout.scales_shape(shape), tensors[parts["scales"]][1]
-    hint = "they may be swizzled for tensor cores, or of another block size"
-    if given == (*expected[:-2], *reversed(expected[-2:])):
-        hint = "they lie the other way around"
-    return (
-        f"of shape={shape} in {layout.name} needs scales of shape={expected}, got "
-        f"{parts['scales']} of shape={given}; {hint}"
-    )
+def _nearest(rows: Iterable[tuple[Layout, str]], tensors: Mapping[str, files.Entry]) -> str:
+    """What the layout lacks that needs least for weights whose tensors' names begin so."""
+    lacks = [(row.name, row.lacks(base, tensors)) for row, base in rows]
+    row, lack = min(lacks, key=lambda each: len(each[1]))
+    return f"{row} needs {' and '.join(lack)}"
 
 
 def _read_layouts(
-    readers: Mapping[str, files.Reader], candidates: tuple[Layout, ...], dtype: np.dtype, where: str
+    tensors: Mapping[str, files.Entry], candidates: tuple[Layout, ...], dtype: np.dtype, where: str
 ) -> dict[str, Stored]:
     """The tensors of files, those that are a quantized weight together as one of that dtype."""
-    tensors: dict[str, Facts] = {
-        name: (files.DTYPE_NAMES[reader.tensors[name][0]], reader.tensors[name][1])
-        for name, reader in readers.items()
-    }
     stored: dict[str, Stored] = {}
-    plain = dict.fromkeys(tensors)
+    plain = dict(tensors)
     for name, (base, row) in _match(tensors, candidates, where).items():
-        names, rotation = row.parts(base), None
-        if row.rotation is not None:
-            # The identity asks nothing of the inputs.
-            matrix = readers[base + row.rotation].read(base + row.rotation).astype(np.float32)
-            if matrix.ndim != 2 or not np.array_equal(matrix, np.eye(*matrix.shape)):
-                rotation = base + row.rotation
-        parts = {part: functools.partial(readers[n].read, n) for part, n in names.items()}
+        parts = {part: tensors[each] for part, each in row.parts(base).items()}
+        rotation = None if row.rotation is None else base + row.rotation
+        # The identity asks nothing of the inputs.
+        if rotation is not None and _is_identity(np.asarray(tensors[rotation], np.float32)):
+            rotation = None
         stored[name] = Stored(
-            shape=row.shape(tensors[names["codes"]][1]),
-            nbytes=sum(readers[n].nbytes(n) for n in names.values()),
+            shape=row.shape(parts["codes"].shape),
+            nbytes=sum(entry.nbytes for entry in parts.values()),
             fetch=functools.partial(_quantized, row, parts, dtype, f"{where}: {name}"),
             layout=row.name,
             rotation=rotation,
         )
-        for each in names.values():
+        for each in row.parts(base).values():
             plain.pop(each, None)
-    return stored | {n: stored_plain(readers[n], n, f"{where}: {n}") for n in plain}
+    return stored | {n: stored_plain(entry, f"{where}: {n}") for n, entry in plain.items()}
+
+
+def _is_identity(matrix: np.ndarray) -> bool:
+    return matrix.ndim == 2 and np.array_equal(matrix, np.eye(*matrix.shape))
 
 
 def _quantized(
-    layout: Layout, parts: Mapping[str, functools.partial], dtype: np.dtype, where: str
+    layout: Layout, parts: Mapping[str, files.Entry], dtype: np.dtype, where: str
 ) -> MXArray:
-    found = {part: read() for part, read in parts.items()}
-    stored = found["codes"].view(np.uint8)
-    shape = layout.shape(stored.shape)
-    # Not -1: of no rows that could be any number.
-    stored = stored.reshape(*shape[:-1], shape[-1] * layout.format.element.bits // 8)
-    scales = found["scales"]
+    found = {part: np.asarray(entry) for part, entry in parts.items()}
+    shape, scales = layout.shape(found["codes"].shape), found["scales"]
+    whole, stated = found.get("tensor_scale"), {"divides": layout.divides, "layout": layout.name}
     if layout.padded:
         scales = scales[tuple(slice(count) for count in layout.scales_shape(shape))]
-    whole = None
-    if "tensor_scale" in found:
-        whole = tensor_scale(
-            found["tensor_scale"], shape, divides=layout.divides, layout=layout.name, where=where
-        )
     if layout.exponents and whole is not None:
+        factor = tensor_scale(whole, shape, **stated, where=where)
         powers = block_scales(scales, MXFP4, where).astype(np.int32) - 127
-        scales, whole = np.ldexp(whole, powers), None
-    scales = block_scales(scales, layout.format, where)
-    codes = packing.unpack(stored, layout.format.element.bits, shape[-1])
-    scales = scales.reshape(layout.scales_shape(shape))
-    return built(codes, scales, whole, layout.format, layout.blocks, dtype, where)
+        scales, whole = np.ldexp(factor, powers), None
+    facts: Any = {"format": layout.format, "blocks": layout.blocks, "dtype": dtype} | stated
+    bits = layout.format.element.bits
+    return assembled(found["codes"], scales, whole, bits=bits, shape=shape, **facts, where=where)
 
 
 # Writing ---------------------------------------------------------------------------------------
@@ -367,15 +331,9 @@ def _stored(name: str, x: MXArray, row: Layout) -> dict[str, files.Entry]:
         )
     last = (width // 32, 16) if row.split else (width * bits // 8,)
     dtypes = files.DTYPES[row.codes_dtype], files.DTYPES[row.scales_dtypes[0]]
-    entries = [*codes_and_scales(x, name, (*x.shape[:-1], *last), *dtypes)]
-    if row.tensor_scale is not None:
-        count = math.prod(getattr(x.tensor_scale, "shape", ()))
-        if count != 1:
-            raise ValueError(f"checkpoint.write: needs one tensor scale, got {count}: {facts}")
-
-        def whole() -> np.ndarray:
-            value = small_tensor_scale(x, name).reshape(row.scale_shape)
-            return np.asarray(1 / value if row.divides else value)
-
-        entries.append(files.Entry(row.scale_shape, np.dtype(np.float32), whole))
+    count = math.prod(getattr(x.tensor_scale, "shape", ()))
+    if row.tensor_scale is not None and count != 1:
+        raise ValueError(f"checkpoint.write: needs one tensor scale, got {count}: {facts}")
+    how: Any = {"bits": bits, "scale_shape": row.scale_shape, "divides": row.divides}
+    entries = stored_parts(x, name, (*x.shape[:-1], *last), dtypes, **how)
     return dict(zip(row.parts(base).values(), entries, strict=True))

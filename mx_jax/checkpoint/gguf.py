@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import itertools
 import math
+import mmap
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,8 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from mx_jax.checkpoint.files import check_name
-from mx_jax.checkpoint.scales import block_scales, tensor_scale
-from mx_jax.checkpoint.weights import Encoded, Stored, Weights, built, plain
+from mx_jax.checkpoint.weights import Encoded, Stored, Weights, assembled, plain
 from mx_jax.formats import MXFP4, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 
@@ -33,9 +33,6 @@ _ALIGNMENT = "general.alignment"
 # By their numbers in a file, as the struct module and NumPy call them.
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-# Arrays in arrays: nobody writes any, so a few are enough.
-_DEEPEST = 4
-_MOST_NESTED = 10_000
 # ggml's own.
 _MOST_AXES = 4
 
@@ -193,9 +190,9 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         raise FileNotFoundError(f"checkpoint: no file at {path}")
     if not is_gguf(path):
         raise ValueError(f"checkpoint: {path} is no GGUF file: it does not begin with GGUF")
-    # A plain view: slices of a memmap are slow.
-    content = np.asarray(np.memmap(path, np.uint8, mode="r"))
-    cursor = _Cursor(content.data, f"checkpoint: {path}", len(_MAGIC))
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    cursor = _Cursor(mapped, f"checkpoint: {path}", len(_MAGIC))
     version = cursor.number("I", "its version")
     if version not in _VERSIONS:
         raise ValueError(
@@ -206,7 +203,7 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     alignment = metadata.get(_ALIGNMENT, 32)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
         raise ValueError(f"{cursor.where}: {_ALIGNMENT} must be a power of two, got {alignment!r}")
-    tensors = _tensors(cursor, count, alignment, content)
+    tensors = _tensors(cursor, count, alignment)
     left = [name for name, tensor in tensors.items() if tensor.type.decode is None]
     if left and importlib.util.find_spec("gguf") is None:
         raise ValueError(
@@ -220,12 +217,11 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
 class _Cursor:
     """A place in a file, that reads forward and never beyond the end."""
 
-    content: memoryview
+    content: mmap.mmap
     where: str
     at: int
-    nested: int = 0
 
-    def take(self, length: int, what: str) -> memoryview:
+    def take(self, length: int, what: str) -> bytes:
         left = len(self.content) - self.at
         if length > left:
             raise ValueError(
@@ -241,7 +237,7 @@ class _Cursor:
     def text(self, what: str, errors: str = "strict") -> str:
         stored = self.take(self.number("Q", f"the length of {what}"), what)
         try:
-            return str(stored, encoding="utf-8", errors=errors)
+            return stored.decode(errors=errors)
         except UnicodeDecodeError as error:
             raise ValueError(f"{self.where}: {what} is no UTF-8: {error}") from error
 
@@ -254,7 +250,7 @@ class _Cursor:
             end = start + length(self.content, self.at)[0] if start <= len(self.content) else start
             if end > len(self.content):
                 self.take(length(self.take(8, f"the length of {what}"))[0], what)
-            found.append(str(self.content[start:end], "utf-8", "backslashreplace"))
+            found.append(self.content[start:end].decode(errors="backslashreplace"))
             self.at = end
         return tuple(found)
 
@@ -267,11 +263,11 @@ def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
         if key in found:
             raise ValueError(f"{cursor.where}: the key {key!r} is there twice")
         kind = cursor.number("I", f"the type of {key!r}")
-        found[key] = _value(cursor, kind, f"the value of {key!r}", _DEEPEST)
+        found[key] = _value(cursor, kind, f"the value of {key!r}")
     return found
 
 
-def _value(cursor: _Cursor, kind: int, what: str, depth: int) -> Any:
+def _value(cursor: _Cursor, kind: int, what: str) -> Any:
     if kind in _SCALARS:
         return cursor.number(_SCALARS[kind], what)
     if kind == _STRING:
@@ -279,31 +275,20 @@ def _value(cursor: _Cursor, kind: int, what: str, depth: int) -> Any:
         return cursor.text(what, "backslashreplace")
     if kind != _ARRAY:
         raise ValueError(f"{cursor.where}: {what} has type={kind}, which GGUF does not have")
-    if depth == 0:
-        raise ValueError(f"{cursor.where}: {what} has arrays in arrays, {_DEEPEST} deep")
-    inner = cursor.number("I", what)
-    count = cursor.number("Q", what)
-    if inner == _ARRAY:
-        cursor.nested += count
-        if cursor.nested > _MOST_NESTED:
-            raise ValueError(
-                f"{cursor.where}: {what} has arrays in arrays, {cursor.nested} of them so far, and "
-                f"at most {_MOST_NESTED} are read"
-            )
+    inner, count = cursor.number("I", what), cursor.number("Q", what)
     if inner == _STRING:
         return cursor.texts(count, what)
     if inner not in _SCALARS:
-        return tuple(_value(cursor, inner, what, depth - 1) for _ in range(count))
+        # Nobody writes arrays in arrays, and llama.cpp reads none either.
+        raise ValueError(f"{cursor.where}: {what} is an array of type={inner}, which is not read")
     dtype = np.dtype(_SCALARS[inner])
     stored = np.frombuffer(cursor.take(count * dtype.itemsize, what), np.uint8)
     # A bool that is neither 0 nor 1 is no bool of NumPy's.
     return stored != 0 if dtype == np.bool_ else stored.view(dtype)
 
 
-def _tensors(
-    cursor: _Cursor, count: int, alignment: int, content: np.ndarray
-) -> dict[str, GgufTensor]:
-    found: dict[str, GgufTensor] = {}
+def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTensor]:
+    content, found = np.frombuffer(cursor.content, np.uint8), dict[str, GgufTensor]()
     for index in range(count):
         name = cursor.text(f"the name of tensor {index} of {count}")
         check_name(name, cursor.where)
@@ -388,24 +373,21 @@ def read_gguf(path: Path, where: str) -> Weights:
 def _fetch(
     tensors: Mapping[str, GgufTensor], name: str, scale: str | None, where: str
 ) -> MXArray | jax.Array:
-    tensor = tensors[name]
+    tensor, whole = tensors[name], None
     format = tensor.type.format
     if format is None:
         return plain(tensor.read().reshape(tensor.shape), where)
+    if scale is not None:
+        kind = tensors[scale].type
+        if kind.quantized:
+            raise ValueError(
+                f"{where}: its tensor scale {scale} must be plain numbers, got {kind.name}"
+            )
+        whole = tensors[scale].read()
+    # Beside NVFP4 is one number, or one an expert, or none, which means one.
     codes, scales = tensor.read()
     size = tensor.type.block // scales.shape[-1]
-    scales = scales.reshape(*tensor.shape[:-1], tensor.shape[-1] // size)
-    whole = None
-    if format.tensor_scale:
-        # Beside NVFP4 is one number, or one an expert, or none, which means one.
-        found = np.ones(1, np.float32)
-        if scale is not None:
-            kind = tensors[scale].type
-            if kind.quantized:
-                raise ValueError(
-                    f"{where}: its tensor scale {scale} must be plain numbers, got {kind.name}"
-                )
-            found = tensors[scale].read()
-        whole = tensor_scale(found, tensor.shape, divides=False, layout="GGUF", where=where)
-    codes, scales = codes.reshape(tensor.shape), block_scales(scales, format, where)
-    return built(codes, scales, whole, format, ((-1, size),), "float32", where)
+    facts: Any = {"shape": tensor.shape, "format": format, "blocks": ((-1, size),)}
+    return assembled(
+        codes, scales, whole, bits=8, **facts, dtype="float32", layout="GGUF", where=where
+    )

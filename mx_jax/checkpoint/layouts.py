@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mx_jax.checkpoint.files import read_table
+from mx_jax.checkpoint.files import Entry, read_table
 from mx_jax.codecs.blocks import Blocks, scales_shape
 from mx_jax.formats import (
     E4M3,
@@ -27,9 +27,6 @@ from mx_jax.formats import (
     Whole,
 )
 from mx_jax.packed import Quantized
-
-# A tensor in a header: safetensors' name of its dtype, and its shape.
-Facts = tuple[str, tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,36 +108,39 @@ class Layout:
         """Axes that stored codes have at least."""
         return 3 if self.split else 2
 
-    def accepts(self, base: str, tensors: Mapping[str, Facts]) -> bool:
-        """Whether a weight of that name may be stored so: by names, dtypes and whole codes."""
-        if self.lacks(base, tensors):
-            return False
-        codes = tensors[base + self.codes][1]
-        return len(codes) >= self.least_axes and codes[-1] * 8 % self.format.element.bits == 0
-
-    def lacks(self, base: str, tensors: Mapping[str, Facts]) -> list[str]:
-        """What a weight of that name would need, in words: tensors, or others of their dtypes."""
-        parts = self.parts(base)
+    def lacks(self, base: str, tensors: Mapping[str, Entry]) -> list[str]:
+        """What a weight of that name would need, in words: tensors, other dtypes, whole codes."""
         dtypes = {"codes": (self.codes_dtype,), "scales": self.scales_dtypes}
+        wanted = {name: dtypes.get(part) for part, name in self.parts(base).items()}
+        if self.rotation is not None:
+            wanted[base + self.rotation] = None
         found = []
-        for part, name in parts.items():
-            wanted = dtypes.get(part)
+        for name, kinds in wanted.items():
             if name not in tensors:
                 found.append(f"{name}, which is not there")
-            elif wanted is not None and tensors[name][0] not in wanted:
-                found.append(f"{name} of dtype {' or '.join(wanted)}, got {tensors[name][0]}")
-        if self.rotation is not None and base + self.rotation not in tensors:
-            found.append(f"{base + self.rotation}, which is not there")
+            elif kinds is not None and tensors[name].kind not in kinds:
+                found.append(f"{name} of dtype {' or '.join(kinds)}, got {tensors[name].kind}")
+        if not found:
+            codes = tensors[base + self.codes].shape
+            if len(codes) < self.least_axes or codes[-1] * 8 % self.format.element.bits:
+                found.append("codes of whole bytes")
         return found
 
-    def fits(self, base: str, tensors: Mapping[str, Facts]) -> bool:
-        """Whether the scales have the shape that the codes ask for, or leave out an axis of one."""
+    def misfit(self, base: str, tensors: Mapping[str, Entry]) -> str | None:
+        """What is wrong with the shape of the scales; they may leave out a last axis of one."""
         parts = self.parts(base)
-        expected = self.scales_shape(self.shape(tensors[parts["codes"]][1]))
-        given = tensors[parts["scales"]][1]
-        if self.padded and len(given) == 2:
-            return given in (expected, (-(-expected[0] // 128) * 128, -(-expected[1] // 4) * 4))
-        return given == expected or (*given, 1) == expected
+        shape, given = self.shape(tensors[parts["codes"]].shape), tensors[parts["scales"]].shape
+        expected = self.scales_shape(shape)
+        tiles = -(-expected[0] // 128) * 128, -(-expected[-1] // 4) * 4
+        if given == expected or (*given, 1) == expected or (self.padded and given == tiles):
+            return None
+        hint = "they may be swizzled for tensor cores, or of another block size"
+        if given == (*expected[:-2], *reversed(expected[-2:])):
+            hint = "they lie the other way around"
+        return (
+            f"of shape={shape} in {self.name} needs scales of shape={expected}, got "
+            f"{parts['scales']} of shape={given}; {hint}"
+        )
 
     def used_by(self, config: Mapping[str, Any]) -> bool:
         """Whether a `quantization_config` names it."""

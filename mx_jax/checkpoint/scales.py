@@ -38,22 +38,28 @@ def bad_scales(stored: np.ndarray, format: BlockFormat) -> np.ndarray:
     return codes == 0xFF if format.scale.kind == "exponent" else codes >= 0x7F
 
 
-def codes_and_scales(
+def stored_parts(
     x: MXArray,
     name: str,
     shape: tuple[int, ...],
-    codes_dtype: np.dtype,
-    scales_dtype: np.dtype,
-    bits: int | None = None,
-) -> tuple[Entry, Entry]:
-    """Those of a weight as others store them: codes at their real width, or in so many bits."""
-    width = x.format.element.bits if bits is None else bits
+    dtypes: tuple[np.dtype, np.dtype],
+    *,
+    bits: int,
+    scale_shape: tuple[int, ...],
+    divides: bool = False,
+) -> list[Entry]:
+    """A weight's codes in so many bits, scales and tensor scale, if any, as others store them."""
 
     def codes() -> np.ndarray:
-        return packing.pack(np.asarray(x.codes), width).reshape(shape).view(codes_dtype)
+        return packing.pack(np.asarray(x.codes), bits).reshape(shape).view(dtypes[0])
 
-    scales = Entry(x.scales.shape, scales_dtype, lambda: finite_scales(x, name).view(scales_dtype))
-    return Entry(shape, codes_dtype, codes), scales
+    def whole() -> np.ndarray:
+        value = small_tensor_scale(x, name).reshape(scale_shape)
+        return np.asarray(1 / value if divides else value)
+
+    scales = Entry(x.scales.shape, dtypes[1], lambda: finite_scales(x, name).view(dtypes[1]))
+    found = [Entry(shape, dtypes[0], codes), scales]
+    return found + [Entry(scale_shape, np.dtype(np.float32), whole)] * (x.tensor_scale is not None)
 
 
 def finite_scales(x: MXArray, name: str) -> np.ndarray:

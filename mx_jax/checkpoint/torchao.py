@@ -16,14 +16,8 @@ import numpy as np
 
 from mx_jax import formats
 from mx_jax.checkpoint.files import Entry, Reader
-from mx_jax.checkpoint.scales import (
-    block_scales,
-    codes_and_scales,
-    float32_blocks,
-    small_tensor_scale,
-    tensor_scale,
-)
-from mx_jax.checkpoint.weights import Stored, built, stored_plain
+from mx_jax.checkpoint.scales import float32_blocks, stored_parts
+from mx_jax.checkpoint.weights import Stored, assembled, stored_plain
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks, scales_shape
 from mx_jax.formats.element import same_facts
@@ -50,32 +44,36 @@ FLOAT8_ELEMENTS = {
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def read_torchao(readers: Mapping[str, Reader], where: str) -> dict[str, Stored]:
+def read_torchao(
+    opened: Sequence[Reader], tensors: Mapping[str, Entry], where: str
+) -> dict[str, Stored]:
     """The tensors of files that torchao wrote; ValueError for classes and metadata not known."""
     stored: dict[str, Stored] = {}
-    taken: set[str] = set()
-    for name, text in _descriptions(readers, where).items():
+    plain = dict(tensors)
+    for name, text in _descriptions(opened, where).items():
         at = f"{where}: {name}"
         try:
             facts = json.loads(text)
             if facts["_type"] == PLAIN:
                 continue
             kind, data = facts["_type"], facts["_data"]
-            files = _files(name, facts, readers)
-            stored[name] = _stored(kind, data, files, at)
+            names = {r: base(name) + r for r in facts["_tensor_data_names"] if r in ROLES}
+            missing = [each for each in names.values() if each not in tensors]
+            if missing or QDATA not in names or SCALE not in names:
+                raise ValueError(f"it has tensors {[*names]}, and {missing} are missing")
+            parts = {role: tensors[each] for role, each in names.items()}
+            stored[name] = _stored(kind, data, parts, at)
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise ValueError(f"{at}: what torchao says of it is not read: {error!s}") from error
-        taken |= {found for _, found in files.values()}
-    for name, reader in readers.items():
-        if name not in taken:
-            stored[name] = stored_plain(reader, name, f"{where}: {name}")
-    return stored
+        for each in names.values():
+            plain.pop(each, None)
+    return stored | {n: stored_plain(entry, f"{where}: {n}") for n, entry in plain.items()}
 
 
-def _descriptions(readers: Mapping[str, Reader], where: str) -> dict[str, str]:
+def _descriptions(opened: Sequence[Reader], where: str) -> dict[str, str]:
     """Of each tensor the JSON that describes it."""
     found: dict[str, str] = {}
-    for reader in {id(reader): reader for reader in readers.values()}.values():
+    for reader in opened:
         try:
             names = json.loads(reader.metadata.get(NAMES, "[]"))
             found |= {name: reader.metadata[name] for name in names}
@@ -86,26 +84,11 @@ def _descriptions(readers: Mapping[str, Reader], where: str) -> dict[str, str]:
     return found
 
 
-# Of a weight's tensors by their role, the file and the name in it.
-_Files = dict[str, tuple[Reader, str]]
-
-
-def _files(name: str, facts: Mapping[str, Any], readers: Mapping[str, Reader]) -> _Files:
-    begin = base(name)
-    roles = [role for role in facts["_tensor_data_names"] if role in ROLES]
-    missing = [begin + role for role in roles if begin + role not in readers]
-    if missing or QDATA not in roles or SCALE not in roles:
-        raise ValueError(f"it has tensors {roles}, and {missing} are missing")
-    return {role: (readers[begin + role], begin + role) for role in roles}
-
-
-def _stored(kind: str, data: Mapping[str, Any], files: _Files, where: str) -> Stored:
+def _stored(kind: str, data: Mapping[str, Any], parts: Mapping[str, Entry], where: str) -> Stored:
     """Damaged metadata raise errors of many types, which the caller turns into a ValueError."""
-    (codes_dtype, given, _), (scales_dtype, scales_given, _) = (
-        files[role][0].facts(files[role][1]) for role in (QDATA, SCALE)
-    )
+    codes, scales = parts[QDATA], parts[SCALE]
     if kind == FLOAT8:
-        format, blocks = _float8(codes_dtype, given, data["block_size"])
+        format, blocks = _float8(codes.dtype, codes.shape, data["block_size"])
     elif kind in (MX, NVFP4_TENSOR):
         format = (
             formats.NVFP4 if kind == NVFP4_TENSOR else ELEMENTS[_plain_name(data["elem_dtype"])]
@@ -115,37 +98,42 @@ def _stored(kind: str, data: Mapping[str, Any], files: _Files, where: str) -> St
             raise ValueError(f"{format.name} with block_size={data['block_size']!r}")
     else:
         raise ValueError(f"its class is {kind}; read are {MX}, {NVFP4_TENSOR} and {FLOAT8}")
-    if len(given) < 2 or codes_dtype.itemsize != 1:
-        raise ValueError(f"its {QDATA} is {codes_dtype}{list(given)}")
-    packed = format.element.bits == 4
-    shape = (*given[:-1], given[-1] * (2 if packed else 1))
+    if len(codes.shape) < 2 or codes.dtype.itemsize != 1:
+        raise ValueError(f"its {QDATA} is {codes.dtype}{list(codes.shape)}")
+    # FP6 is one code in a byte there.
+    bits = 4 if format.element.bits == 4 else 8
+    shape = (*codes.shape[:-1], codes.shape[-1] * 8 // bits)
     dtype = _dtype(data["dtype" if kind == FLOAT8 else "orig_dtype"])
     swizzled = data.get("is_swizzled_scales") is True
     expected = scales_shape(shape, blocks)
-    fits = scales_given == expected
+    fits = scales.shape == expected
     if swizzled:
-        fits = math.prod(scales_given) == math.prod(_tiles(expected))
-    if not fits or scales_dtype != format.scale.dtype:
+        fits = math.prod(scales.shape) == math.prod(_tiles(expected))
+    if not fits or scales.dtype != format.scale.dtype:
         raise ValueError(
-            f"its scales are {scales_dtype}{list(scales_given)}, swizzled={swizzled}, and "
+            f"its scales are {scales.dtype}{list(scales.shape)}, swizzled={swizzled}, and "
             f"{format.name} of shape={shape} needs {format.scale.dtype}{list(expected)}"
         )
 
     def fetch() -> MXArray:
-        found = {role: reader.read(name) for role, (reader, name) in files.items()}
-        codes, scales, whole = found[QDATA].view(np.uint8), found[SCALE], None
+        given, whole = np.asarray(scales), parts.get(TENSOR_SCALE)
         if swizzled:
             sizes = math.prod(expected[:-1]), expected[-1]
-            scales = packing.from_blocked_scales(scales.reshape(_tiles(expected)), *sizes)
-        if packed:
-            codes = packing.unpack(codes, 4, shape[-1])
-        if format.tensor_scale:
-            one = found.get(TENSOR_SCALE, np.ones((), np.float32))
-            whole = tensor_scale(one, shape, divides=False, layout="torchao", where=where)
-        scales = block_scales(scales.reshape(expected), format, where)
-        return built(codes, scales, whole, format, blocks, dtype, where)
+            given = packing.from_blocked_scales(given.reshape(_tiles(expected)), *sizes)
+        return assembled(
+            np.asarray(codes),
+            given,
+            None if whole is None else np.asarray(whole),
+            bits=bits,
+            shape=shape,
+            format=format,
+            blocks=blocks,
+            dtype=dtype,
+            layout=TORCHAO,
+            where=where,
+        )
 
-    nbytes = sum(reader.nbytes(name) for reader, name in files.values())
+    nbytes = sum(entry.nbytes for entry in parts.values())
     return Stored(shape=shape, nbytes=nbytes, fetch=fetch, layout=f"torchao-{kind}")
 
 
@@ -242,12 +230,9 @@ def _parts(name: str, x: MXArray) -> dict[str, Entry]:
         )
     if x.format.element.bits == 8:
         dtype = x.format.element.dtype
-    shape = (*x.shape[:-1], x.shape[-1] * bits // 8)
-    parts = codes_and_scales(x, name, shape, dtype, x.format.scale.dtype, bits)
-    found: dict[str, Entry] = dict(zip((QDATA, SCALE), parts, strict=True))
-    if x.tensor_scale is not None:
-        # One number has no axes there, one an expert three.
-        axes = () if math.prod(x.tensor_scale.shape) == 1 else tuple(x.tensor_scale.shape)
-        whole = lambda: small_tensor_scale(x, name).reshape(axes)  # noqa: E731
-        found[TENSOR_SCALE] = Entry(axes, np.dtype(np.float32), whole)
-    return found
+    shape, one = (*x.shape[:-1], x.shape[-1] * bits // 8), np.shape(x.tensor_scale)
+    # One number has no axes there, one an expert three.
+    axes = () if math.prod(one) == 1 else one
+    dtypes = dtype, x.format.scale.dtype
+    parts = stored_parts(x, name, shape, dtypes, bits=bits, scale_shape=axes)
+    return dict(zip(ROLES, parts, strict=False))

@@ -10,8 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.files import Reader
-from mx_jax.codecs.blocks import Blocks, check_parts
+from mx_jax.checkpoint.files import Entry
+from mx_jax.checkpoint.scales import block_scales, tensor_scale
+from mx_jax.codecs import packing
+from mx_jax.codecs.blocks import Blocks, check_parts, scales_shape
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 
@@ -172,18 +174,16 @@ def plain(array: np.ndarray, where: str) -> jax.Array:
     return found
 
 
-def stored_plain(reader: Reader, name: str, where: str) -> Stored:
+def stored_plain(entry: Entry, where: str) -> Stored:
     """A tensor that is an array as it is in the file."""
-    dtype, shape, _ = reader.facts(name)
-    host = functools.partial(reader.read, name)
-    fetch = lambda: plain(host(), where)  # noqa: E731
-    return Stored(shape=shape, nbytes=reader.nbytes(name), fetch=fetch, host=host, dtype=dtype)
+    facts: Any = {"shape": entry.shape, "nbytes": entry.nbytes, "dtype": entry.dtype}
+    return Stored(**facts, fetch=lambda: plain(entry.fetch(), where), host=entry.fetch)
 
 
 def built(
     codes: np.ndarray | jax.Array,
     scales: np.ndarray | jax.Array,
-    tensor_scale: np.ndarray | jax.Array | None,
+    whole: np.ndarray | jax.Array | None,
     format: BlockFormat,
     blocks: Blocks,
     dtype: jax.typing.DTypeLike,
@@ -193,10 +193,35 @@ def built(
     found = MXArray(
         codes=on_device(codes),
         scales=on_device(scales),
-        tensor_scale=None if tensor_scale is None else jnp.asarray(tensor_scale),
+        tensor_scale=None if whole is None else jnp.asarray(whole),
         format=format,
         blocks=blocks,
         dtype=jnp.dtype(dtype),
     )
     check_parts(found, where)
     return found
+
+
+def assembled(
+    codes: np.ndarray,
+    scales: np.ndarray,
+    whole: np.ndarray | None,
+    *,
+    bits: int,
+    shape: tuple[int, ...],
+    format: BlockFormat,
+    blocks: Blocks,
+    dtype: jax.typing.DTypeLike,
+    layout: str,
+    divides: bool = False,
+    where: str,
+) -> MXArray:
+    """A weight that others stored, codes in so many bits; ValueError for scales that are none."""
+    if format.tensor_scale:
+        one = np.ones(1, np.float32) if whole is None else whole
+        whole = tensor_scale(one, shape, divides=divides, layout=layout, where=where)
+    # Not -1: of no rows that could be any number.
+    packed = codes.view(np.uint8).reshape(*shape[:-1], packing.packed_length(shape[-1], bits))
+    scales = block_scales(scales, format, where).reshape(scales_shape(shape, blocks))
+    codes = packing.unpack(packed, bits, shape[-1])
+    return built(codes, scales, whole, format, blocks, dtype, where)

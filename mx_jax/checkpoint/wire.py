@@ -412,28 +412,28 @@ def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weig
             paths[name] = keys
             at = f"{where}: {name}"
             if mx is None:
-                stored[name] = stored_plain(reader, name, at)
+                stored[name] = stored_plain(reader[name], at)
                 continue
             described = Described.read(mx, at)
+            parts = {part: reader[each] for part, each in _tensors_of(reader, name).items()}
             stored[name] = Stored(
                 shape=described.shape,
-                nbytes=sum(map(reader.nbytes, _tensors_of(reader, name))),
-                fetch=functools.partial(_fetch, reader, name, described, at),
+                nbytes=sum(entry.nbytes for entry in parts.values()),
+                fetch=functools.partial(_fetch, parts, described, at),
                 layout=DESCRIPTION,
             )
     return Weights(path, stored, {"paths": paths})
 
 
-def _tensors_of(reader: files.Reader, name: str) -> list[str]:
-    """Tensors of an MXArray; what is not there is an error, but for the tensor scale."""
+def _tensors_of(reader: files.Reader, name: str) -> dict[str, str]:
+    """Names of the tensors of an MXArray by part; what is not there is an error when it is read."""
     own = [CODES, SCALES]
     own += [TENSOR_SCALE] * (f"{name}/{TENSOR_SCALE}" in reader.tensors)
-    return [f"{name}/{part}" for part in own]
+    return {part: f"{name}/{part}" for part in own}
 
 
-def _fetch(reader: files.Reader, name: str, described: Described, where: str) -> MXArray:
-    arrays = {each.rpartition("/")[2]: reader.read(each) for each in _tensors_of(reader, name)}
-    return _assemble(described, arrays, where)
+def _fetch(parts: Mapping[str, files.Entry], described: Described, where: str) -> MXArray:
+    return _assemble(described, {part: np.asarray(x) for part, x in parts.items()}, where)
 
 
 def _leaves(node: object, keys: Keys) -> Iterator[tuple[Keys, Any]]:
@@ -482,8 +482,12 @@ def _listed(reader: files.Reader, where: str) -> list[tuple[Keys, Any]]:
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise ValueError(f"{where}: its metadata is damaged: {error}") from error
     names = [(_joined(keys), mx) for keys, mx in paths]
-    said = [n for name, mx in names for n in ([name] if mx is None else _tensors_of(reader, name))]
-    if lost := sorted(set(reader.tensors) - set(said)):
+    said = {
+        each
+        for name, mx in names
+        for each in ([name] if mx is None else _tensors_of(reader, name).values())
+    }
+    if lost := sorted(set(reader.tensors) - said):
         raise ValueError(
             f"{where}: its metadata is damaged: they do not describe {lost[0]!r}, which "
             f"{reader.path.name} holds ({len(lost)} of {len(reader.tensors)} tensors)"

@@ -213,25 +213,28 @@ def _check_used(options: argparse.Namespace, rules: tuple[FileRule, ...], found:
 
 
 def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
-    if options.format is None and options.rules is None:
-        raise ValueError("quantize: needs --format, e.g. --format mxfp4, or --rules")
-    if options.scale_rule and not options.format:
-        raise ValueError("quantize: --scale-rule goes with --format; a rule has its own")
-    if options.scales and options.scale_rule:
-        raise ValueError(
-            f"quantize: --scales {options.scales} chooses the scales; leave out --scale-rule"
-        )
-    if options.scales and not options.format:
-        raise ValueError("quantize: --scales goes with --format; a rule has its own")
-    rules = () if options.rules is None else read_rules(options.rules)
-    if options.keep is not None and options.rules is not None:
-        raise ValueError("quantize: --keep goes without --rules; write a rule with skip = true")
-    if options.rules is None:
+    format, scales, given = options.format, options.scales, options.rules is not None
+    wrong = {
+        "needs --format, e.g. --format mxfp4, or --rules": format is None and not given,
+        "--scale-rule goes with --format; a rule has its own": options.scale_rule and not format,
+        f"--scales {scales} chooses the scales; leave out --scale-rule": (
+            scales and options.scale_rule
+        ),
+        "--scales goes with --format; a rule has its own": scales and not format,
+        "--keep goes without --rules; write a rule with skip = true": (
+            given and options.keep is not None
+        ),
+    }
+    for text, holds in wrong.items():
+        if holds:
+            raise ValueError(f"quantize: {text}")
+    if given:
+        rules = read_rules(options.rules)
+    else:
         kept = KEPT if options.keep is None else options.keep
         rules = (FileRule(Rule(kept, None)),) if kept else ()
-    if options.format is not None:
-        rule = format_rule(".*", options.format, options.scale_rule, scales=options.scales)
-        rules += (rule,)
+    if format is not None:
+        rules += (format_rule(".*", format, options.scale_rule, scales=scales),)
     return rules
 
 

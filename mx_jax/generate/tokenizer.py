@@ -113,7 +113,7 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
     fields = Fields(metadata, where, "tokenizer.ggml.")
     tokens, merges = fields("tokens", TEXTS), fields("merges", TEXTS)
     pairs = [tuple(merge.split(" ", 1)) for merge in merges]
-    vocabulary = {token: index for index, token in enumerate(tokens)}
+    vocabulary = dict(zip(tokens, range(len(tokens)), strict=True))
     try:
         model = library.models.BPE(vocabulary, pairs, ignore_merges=pre == "llama-bpe")
     except Exception as error:  # the library raises nothing narrower
@@ -139,11 +139,10 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
 
 def _special(library: ModuleType, tokens: list[str], fields: Fields) -> list[Any]:
     """The tokens that no merging makes."""
-    kinds = fields("token_type", _ROW, ())
+    kinds = np.asarray(fields("token_type", _ROW, ()))[: len(tokens)]
     return [
-        library.AddedToken(token, special=kind == _CONTROL, normalized=False)
-        for token, kind in zip(tokens, kinds, strict=False)
-        if kind in (_CONTROL, _USER_DEFINED)
+        library.AddedToken(tokens[index], special=bool(kinds[index] == _CONTROL), normalized=False)
+        for index in np.flatnonzero(np.isin(kinds, (_CONTROL, _USER_DEFINED)))
     ]
 
 

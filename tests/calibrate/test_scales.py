@@ -85,13 +85,11 @@ def test_importance_decides_who_is_clipped(rng):
     assert after < 0.5 * before
 
 
-@pytest.mark.slow(but="-2")
-@pytest.mark.parametrize("axis", [1, -2])
-def test_axes_partial_blocks_and_blocks_that_are_no_number(axis: int, rng):
+def test_partial_blocks_and_blocks_that_are_no_number(rng):
     w = heavy(rng, 40, 70)
     w[3, 7] = np.nan
-    found = calibrate.search_scales(w, "mxfp4", axis=axis)
-    plain = mx_jax.quantize(w, "mxfp4", axis=axis)
+    found = calibrate.search_scales(w, "mxfp4", axis=-2)
+    plain = mx_jax.quantize(w, "mxfp4", axis=-2)
     assert found.scales.shape == plain.scales.shape and found.blocks == plain.blocks
     nans = [np.isnan(np.asarray(q.dequantize())) for q in (found, plain)]
     np.testing.assert_array_equal(*nans)

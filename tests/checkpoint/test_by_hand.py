@@ -155,6 +155,9 @@ MODELOPT = {"quant_method": "modelopt", "producer": {"name": "modelopt"}, "ignor
 # 2^0, 2^-3, 2^1 and 2^-126, the least that bfloat16 has as a normal number.
 E8M0 = e8m0(127, 124, 128, 1, dtype="U8")
 OCTAVES = [1, 0.125, 2, 2.0**-126]
+# 1, 448, 2^-9, 1.125; 0.5, 0, 2, 1.5
+E4M3_SCALES = tensor("F8_E4M3", (2, 4), [0x38, 0x7E, 0x01, 0x39, 0x30, 0x00, 0x40, 0x3C])
+QUARTERS = blocks(16, [0.25, 112, 2.0**-11, 0.28125, 0.125, 0, 0.5, 0.375])
 PROJECTION, QUERIES = "model.layers.0.mlp.up_proj", "layers.0.attn.wq_a"
 
 FIXTURES = [
@@ -181,17 +184,43 @@ FIXTURES = [
     fp4(
         "modelopt-nvfp4",
         PROJECTION,
-        {
-            # 1, 448, 2^-9, 1.125; 0.5, 0, 2, 1.5
-            "weight_scale": tensor(
-                "F8_E4M3", (2, 4), [0x38, 0x7E, 0x01, 0x39, 0x30, 0x00, 0x40, 0x3C]
-            ),
-            "weight_scale_2": floats((), [0.25]),
-        },
+        {"weight_scale": E4M3_SCALES, "weight_scale_2": floats((), [0.25])},
         MODELOPT | {"quant_algo": "NVFP4"},
-        blocks(16, [0.25, 112, 2.0**-11, 0.28125, 0.125, 0, 0.5, 0.375]),
+        QUARTERS,
     ),
     fp4("modelopt-mxfp4", PROJECTION, {"weight_scale": E8M0}, QUARK, blocks(32, OCTAVES)),
+    Fixture(
+        "gpt-oss",
+        "mlp.experts.down_proj",
+        {
+            "mlp.experts.down_proj_blocks": tensor("U8", (2, 2, 16), FP4),
+            "mlp.experts.down_proj_scales": E8M0,
+        },
+        {"quant_method": "mxfp4"},
+        blocks(32, OCTAVES),
+    ),
+    Fixture(
+        "nvfp4-pack-quantized",
+        f"{PROJECTION}.weight",
+        {
+            f"{PROJECTION}.weight_packed": tensor("U8", (2, 32), FP4),
+            f"{PROJECTION}.weight_scale": E4M3_SCALES,
+            # What is divided by.
+            f"{PROJECTION}.weight_global_scale": floats((1,), [4]),
+        },
+        {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"},
+        QUARTERS,
+    ),
+    Fixture(
+        "float-quantized",
+        f"{PROJECTION}.weight",
+        {
+            f"{PROJECTION}.weight": tensor("F8_E4M3", (ROWS, COLUMNS), CODES.tobytes()),
+            f"{PROJECTION}.weight_scale": floats((ROWS, 1), [*range(1, ROWS + 1)]),
+        },
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        VALUES * np.arange(1, ROWS + 1, dtype=np.float32)[:, None],
+    ),
     fp4("quark-mxfp4", PROJECTION, {"weight_quantizer.scale": E8M0}, QUARK, blocks(32, OCTAVES)),
 ]
 IDS = [f"{each.layout}-{each.said['quant_method']}" for each in FIXTURES]
@@ -272,7 +301,10 @@ def test_codes_without_their_scales(fixture: Fixture, tmp_path: Path):
     for missing, _ in others if len(others) > 1 else []:
         rest = {name: stored for name, stored in fixture.tensors.items() if name != missing}
         assert f"needs {missing}, which is not there" in refused(tmp_path, rest, fixture)
-        assert f"needs {missing}, which is not there" in refused(tmp_path, rest)
+        # Of a bare file another layout may be as near.
+        assert missing.endswith("global_scale") or f"needs {missing}, which" in refused(
+            tmp_path, rest
+        )
 
 
 @everywhere
@@ -346,6 +378,15 @@ def test_names_that_only_codes_have(suffix: str, shape: tuple[int, ...], tmp_pat
     assert f"a{suffix} U8{list(shape)} holds codes that no scales belong to" in said
 
 
+def test_codes_of_too_few_axes(tmp_path: Path):
+    """Blocks of no row would be a weight of one axis."""
+    tensors = {
+        "a_blocks": tensor("U8", (2, 16), FP4[:32]),
+        "a_scales": tensor("U8", (2,), [127] * 2),
+    }
+    assert "gpt-oss needs codes of whole bytes" in refused(tmp_path, tensors)
+
+
 def test_plain_float8_is_read(tmp_path: Path):
     """A bare file may hold float8 and integers with no scales at all."""
     tensors = {"a.weight": tensor("F8_E4M3", (2, 2), [0x38, 0x40, 0xB8, 0])}
@@ -356,23 +397,45 @@ def test_plain_float8_is_read(tmp_path: Path):
     assert np.asarray(weights["b.weight"]).tolist() == [[1, 2], [-1, 0]]
 
 
-@pytest.mark.parametrize("value", [4.0, 1e4, 0.0, -1.0, float("inf")])
-def test_a_tensor_scale_that_cannot_be(value: float, tmp_path: Path):
-    """ModelOpt's multiplies: a divisor in its place would make weights of thousands."""
-    fixture = FIXTURES[6]
+@pytest.mark.parametrize(
+    ("index", "value", "complaint"),
+    [
+        # ModelOpt's multiplies, compressed-tensors' divides: each in the other's place.
+        (6, 4.0, "is multiplied by, and 4.0 makes weights of up to 10752: it is the other way"),
+        (6, 1e4, "weights of up to 2.688e+07: it is the other way around"),
+        (9, 0.125, "is divided by, and 0.125 makes weights of up to 21504: it is the other way"),
+        *((index, value, "must be one positive number") for index in (6, 9) for value in (0.0, -1)),
+        (6, float("inf"), "must be one positive number"),
+    ],
+)
+def test_a_tensor_scale_that_cannot_be(index: int, value: float, complaint: str, tmp_path: Path):
+    fixture = FIXTURES[index]
     name = [*fixture.tensors][2]
-    said = refused(tmp_path, fixture.tensors | {name: floats((), [value])}, fixture)
-    inverted = f"weights of up to {value * 2688:g}: it is the other way around"
-    assert (inverted if 1 < value < 1e30 else "must be one positive number") in said
+    shape = fixture.tensors[name][1]
+    said = refused(tmp_path, fixture.tensors | {name: floats(shape, [value])}, fixture)
+    assert complaint in said
 
 
-def test_float32_scales_in_bfloat16(tmp_path: Path):
-    """DeepSeek-V3's layout as others write it."""
-    fixture = FIXTURES[0]
-    _, name = fixture.tensors
+@pytest.mark.parametrize(("index", "shape"), [(0, (2, 2)), (10, (ROWS,))])
+def test_scales_in_bfloat16(index: int, shape: tuple[int, ...], tmp_path: Path):
+    """As others write float32's; those of rows leave out their axis of one."""
+    fixture, tensors = FIXTURES[index], FIXTURES[index].tensors
+    _, name = tensors
     # 1, 2, 0.5 and 0.25: the upper halves of float32.
-    halves = struct.pack("<4H", 0x3F80, 0x4000, 0x3F00, 0x3E80)
-    put(tmp_path, fixture.tensors | {name: ("BF16", (2, 2), halves)})
-    found = values_of(tmp_path, fixture.weight)
-    spread = np.array([[1, 2], [0.5, 0.25]], np.float32).repeat(128, 0).repeat(128, 1)
-    np.testing.assert_array_equal(found, VALUES * spread[: len(VALUES), : VALUES.shape[1]])
+    count = int(np.prod(shape))
+    halves = (struct.pack("<4H", 0x3F80, 0x4000, 0x3F00, 0x3E80) * count)[: 2 * count]
+    put(tmp_path, tensors | {name: ("BF16", shape, halves)})
+    spread = np.resize(np.array([1, 2, 0.5, 0.25], np.float32), shape).reshape(shape[0], -1)
+    if len(shape) == 2:
+        spread = spread.repeat(128, 0).repeat(128, 1)
+    expected = VALUES * spread[:ROWS, :COLUMNS]
+    np.testing.assert_array_equal(values_of(tmp_path, fixture.weight), expected)
+
+
+def test_scales_of_inputs(tmp_path: Path):
+    """Those by which programs quantize inputs stay as they are; what has to be applied does not."""
+    fixture = FIXTURES[6]
+    weights = {"up.input_scale": floats((), [0.5])} | fixture.tensors
+    assert float(checkpoint.read(put(tmp_path, weights))["up.input_scale"]) == 0.5
+    said = refused(tmp_path, weights | {"up.pre_quant_scale": floats((64,), [1.0] * 64)})
+    assert ": 1 tensors such as up.pre_quant_scale belong to weights of AWQ" in said

@@ -53,7 +53,6 @@ def test_metadata(tmp_path: Path):
                 "tokens": tokens,
                 "types": array(I32, [struct.pack("<i", value) for value in (1, -2)]),
                 "flags": array(BOOL, [b"\x01", b"\x00"]),
-                "nested": (ARRAY, struct.pack("<IQ", ARRAY, 1) + tokens[1]),
             },
         ),
     ).metadata
@@ -63,7 +62,7 @@ def test_metadata(tmp_path: Path):
         "base": 0.5,
         "on": True,
     }
-    assert found["tokens"] == ("a", "é", "\\xff") and found["nested"] == (found["tokens"],)
+    assert found["tokens"] == ("a", "é", "\\xff")
     assert found["types"].dtype == np.int32 and found["types"].tolist() == [1, -2]
     assert found["flags"].dtype == np.bool_ and found["flags"].tolist() == [True, False]
 
@@ -122,14 +121,6 @@ def test_nvfp4(name: str | None, tmp_path: Path):
     np.testing.assert_array_equal(np.asarray(x.dequantize()), expected)
 
 
-def test_a_gguf_file_in_a_folder(tmp_path: Path):
-    """The only one there is meant, unless safetensors files are the model."""
-    (tmp_path / "model.gguf").write_bytes(gguf({"up.weight": Tensor(40, (64, 1), nvfp4_blocks())}))
-    assert list(checkpoint.read(tmp_path)) == ["up.weight"]
-    safetensors.numpy.save_file({"other": np.ones(2)}, tmp_path / "model.safetensors")
-    assert list(checkpoint.read(tmp_path)) == ["other"]
-
-
 def test_nvfp4_of_experts(tmp_path: Path):
     """One tensor scale an expert."""
     scales = Tensor(0, (2,), struct.pack("<2f", 0.25, 0.5))
@@ -174,6 +165,9 @@ def test_a_folder(tmp_path: Path):
     assert list(checkpoint.read(tmp_path / "elsewhere")) == ["x"]
     with pytest.raises(FileNotFoundError, match="no file at"):
         checkpoint.read(tmp_path / "none.gguf")
+    # The only one there is meant, unless safetensors files are the model.
+    safetensors.numpy.save_file({"other": np.ones(2)}, tmp_path / "model.safetensors")
+    assert list(checkpoint.read(tmp_path)) == ["other"]
 
 
 ONE = Tensor(0, (8,), bytes(32))
@@ -204,6 +198,11 @@ KEY = "general.alignment"
         (gguf({"x": Tensor(0, (4,), bytes(32), offset=8)}), "x lies at offset=8, no multiple"),
         (gguf({"x": Tensor(0, (8,), bytes(32), offset=2**63)}), "would end at byte 92233720"),
         (gguf({"x": ONE, "y": Tensor(0, (8,), bytes(32), offset=0)}), "x and y overlap at byte"),
+        (gguf({"x": ONE, "y": ONE}).replace(b"y", b"x"), "x is there twice"),
+        (
+            gguf({}, {"a": (U8, b"\x01"), "b": (U8, b"\x01")}).replace(b"b", b"a"),
+            "the key 'a' is there twice",
+        ),
         (gguf({"x": ONE}).replace(b"x", b"\xff"), "name of tensor 0 of 1 is no UTF-8"),
         (gguf({}, {"a": (13, b"")}), "value of 'a' has type=13, which GGUF does not have"),
         (gguf({}, {"a": (STRING, struct.pack("<Q", 2**60))}), "the value of 'a'.*would take 11529"),
@@ -211,14 +210,9 @@ KEY = "general.alignment"
             gguf({}, {"a": (ARRAY, struct.pack("<IQ", U64, 2**60))}),
             "would take 9223372036854775808",
         ),
-        (gguf({}, {"a": (ARRAY, struct.pack("<IQ", ARRAY, 1) * 9)}), "in arrays, 4 deep"),
         (
-            gguf({}, {"a": (ARRAY, struct.pack("<IQ", ARRAY, 2**60) * 9)}),
-            "arrays in arrays, 1152921504606846976 of them so far, and at most 10000 are read",
-        ),
-        (
-            gguf({}, {k: array(ARRAY, [struct.pack("<IQ", U8, 0)] * 6000) for k in "ab"}),
-            "the value of 'b' has arrays in arrays, 12000 of them so far",
+            gguf({}, {"a": array(ARRAY, [struct.pack("<IQ", U8, 0)])}),
+            "the value of 'a' is an array of type=9, which is not read",
         ),
         (gguf({}, {"a": (ARRAY, struct.pack("<IQ", STRING, 2**60))}), "length of the value of 'a'"),
         (gguf({}, {KEY: (U32, struct.pack("<I", 48))}), "must be a power of two, got 48"),
@@ -244,15 +238,6 @@ def test_an_alignment_of_its_own(alignment: int, tmp_path: Path):
     }
     found = read(tmp_path, gguf(tensors, pairs, alignment=alignment))
     assert [np.asarray(found[name]).tolist() for name in "xyz"] == [[1.0], [2.0], [3.0]]
-
-
-def test_what_is_there_twice(tmp_path: Path):
-    twice = gguf({"x": ONE, "y": ONE}).replace(b"y", b"x")
-    with pytest.raises(ValueError, match="x is there twice"):
-        read(tmp_path, twice)
-    keys = gguf({}, {"a": (U8, b"\x01"), "b": (U8, b"\x01")}).replace(b"b", b"a")
-    with pytest.raises(ValueError, match="the key 'a' is there twice"):
-        read(tmp_path, keys)
 
 
 @pytest.mark.parametrize(

@@ -147,23 +147,24 @@ OLD, NEW = ({"a": np.full(4, i), "b": np.full(4, i), "c": np.full(4, i)} for i i
 def test_killed_at_every_change_a_save_is_whole_or_not_there(
     before: str | None, size: int, tmp_path: Path
 ):
-    folder, note = tmp_path / "m", tmp_path / "m" / "model-notes.txt"
+    folder, start, note = tmp_path / "m", tmp_path / "start", tmp_path / "m" / "model-notes.txt"
+    start.mkdir()
+    (start / note.name).write_text("mine")
+    if before == "one":
+        checkpoint.save(start / "model.safetensors", OLD)
+    elif before == "two":
+        checkpoint.save(start / "x.safetensors", {"a": OLD["a"]})
+        checkpoint.save(start / "y.safetensors", {"b": OLD["b"], "c": OLD["c"]})
+    elif before is not None:
+        checkpoint.save(start, OLD, max_shard_size=16)
+        if before != "save":
+            (start / INDEX).unlink()
+        if before == "stopped":
+            (start / "model-00003-of-00003.safetensors").unlink()
 
     def prepare() -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        note.write_text("mine")
-        if before == "one":
-            checkpoint.save(folder / "model.safetensors", OLD)
-        elif before == "two":
-            checkpoint.save(folder / "x.safetensors", {"a": OLD["a"]})
-            checkpoint.save(folder / "y.safetensors", {"b": OLD["b"], "c": OLD["c"]})
-        elif before is not None:
-            checkpoint.save(folder, OLD, max_shard_size=16)
-            if before != "save":
-                (folder / INDEX).unlink()
-            if before == "stopped":
-                (folder / "model-00003-of-00003.safetensors").unlink()
+        shutil.copytree(start, folder)
 
     def check(last: str) -> None:
         assert note.read_text() == "mine"

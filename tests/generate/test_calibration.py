@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 
 import mx_jax
 from mx_jax import calibrate, checkpoint, recipes
@@ -26,7 +25,6 @@ from mx_jax.generate.load import (
     params_of,
 )
 from mx_jax.generate.model import Llama
-from mx_jax.generate.tokenizer import Tokenizer
 from mx_jax.packed import unpacked
 from tests.checkpoint.gguf_bytes import F32, STRING, U32, Tensor, array, gguf, text
 from tests.generate import tiny
@@ -35,31 +33,16 @@ from tests.quick import quick
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 7
 
 
-class Letters:
-    """A tokenizer of the tiny model's vocabulary."""
-
-    def encode(self, words: str, add_special_tokens: bool) -> Any:
-        del add_special_tokens
-        return type("Encoding", (), {"ids": [ord(letter) % 96 for letter in words]})
-
-
-TOKENIZER = Tokenizer(encoder=Letters(), first=None, stop=frozenset(), template=None, words={})
-
-
 @pytest.fixture(autouse=True)
 def letters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loading, "tokenizer_of_folder", lambda folder: TOKENIZER)
-    monkeypatch.setattr(loading, "tokenizer_of_gguf", lambda fields, where: TOKENIZER)
+    monkeypatch.setattr(loading, "tokenizer_of_folder", lambda folder: tiny.tokenizer())
+    monkeypatch.setattr(loading, "tokenizer_of_gguf", lambda fields, where: tiny.tokenizer())
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    path = tmp_path / "model"
-    path.mkdir()
-    safetensors.numpy.save_file(tiny.hub_tensors(), path / "model.safetensors")
-    (path / "config.json").write_text(json.dumps(tiny.HUB_CONFIG))
     (tmp_path / "text.txt").write_text(TEXT)
-    return path
+    return tiny.put_folder(tmp_path / "model")
 
 
 def error(capsys: pytest.CaptureFixture[str], *words: Any) -> str:
@@ -71,10 +54,10 @@ def test_a_llama_s_moments_hold_its_head_s(folder: Path):
     """What the last norm gives is what the tied table is multiplied with."""
     source = open_model(folder)
     params: Any = params_of(source.weights, source.config, source.names)
-    found = model_moments(params, source.config, TOKENIZER, [folder.parent / "text.txt"])
+    found = model_moments(params, source.config, tiny.tokenizer(), [folder.parent / "text.txt"])
     parts = ("qkv", "attention_out", "gate_up", "down")
     assert found.keys() == {"embedding"} | {f"layers_{i}/{part}" for i in (0, 1) for part in parts}
-    tokens = np.array([ord(letter) % 96 for letter in TEXT[:LENGTH]], np.int32)[None]
+    tokens = np.array([tiny.Letters().encode(TEXT[:LENGTH]).ids], np.int32)
     # A head that is one gives back what it is multiplied with.
     config = source.config
     untied = dataclasses.replace(config, tied=False)

@@ -1,7 +1,6 @@
 """`python -m mx_jax generate` as it is used: what is printed, kept, compiled and held in memory."""
 
 import io
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import safetensors.numpy
 from jax.experimental.compilation_cache import compilation_cache
 
 import mx_jax
@@ -18,24 +16,10 @@ from mx_jax.cli import main
 from mx_jax.generate import decode
 from mx_jax.generate import load as loading
 from mx_jax.generate.command import keep_programs
-from mx_jax.generate.decode import Generator
 from mx_jax.generate.load import DEFAULT, formats_of, load
 from mx_jax.generate.model import PRODUCTS
-from mx_jax.generate.tokenizer import Tokenizer
 from mx_jax.packed import unpacked
 from tests.generate import tiny
-
-
-class Letters:
-    """The tiny model's vocabulary: a letter a token."""
-
-    def encode(self, words: str, add_special_tokens: bool) -> Any:
-        del add_special_tokens
-        return type("Encoding", (), {"ids": [ord(letter) - 32 for letter in words]})
-
-    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
-        del skip_special_tokens
-        return "".join(chr(32 + token) for token in tokens)
 
 
 @pytest.fixture
@@ -46,14 +30,8 @@ def stop() -> list[int]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: list[int]) -> Path:
-    def tokenizer(folder: Path) -> Tokenizer:
-        ends = frozenset(stop)
-        return Tokenizer(encoder=Letters(), first=None, stop=ends, template=None, words={})
-
-    monkeypatch.setattr(loading, "tokenizer_of_folder", tokenizer)
-    safetensors.numpy.save_file(tiny.hub_tensors(), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(tiny.HUB_CONFIG))
-    return tmp_path
+    monkeypatch.setattr(loading, "tokenizer_of_folder", lambda folder: tiny.tokenizer(*stop))
+    return tiny.put_folder(tmp_path)
 
 
 def test_the_prompt_from_standard_input_and_the_end_token(
@@ -153,7 +131,7 @@ def test_programs_of_equal_shapes_and_other_formats_are_kept_apart(programs: Pat
     """Codes of these formats are arrays of the same shapes and dtypes."""
     x = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
     w = np.random.default_rng(1).standard_normal((32, 64)).astype(np.float32)
-    formats = ("mxfp8_e4m3", "mxfp8_e5m2", "mxint8")
+    formats = ("mxfp8_e4m3", "mxint8")
 
     def run(format: str) -> Any:
         cast = jax.jit(lambda w: mx_jax.quantize(w, format, axis=1))
@@ -163,7 +141,7 @@ def test_programs_of_equal_shapes_and_other_formats_are_kept_apart(programs: Pat
         return codes.codes, codes.scales, multiply(x, pack(codes))
 
     expected = {format: jax.tree.map(np.asarray, run(format)) for format in formats}
-    assert len({parts[0].tobytes() for parts in expected.values()}) == 3
+    assert len({parts[0].tobytes() for parts in expected.values()}) == 2
     assert len({str(jax.tree.map(np.shape, parts)) for parts in expected.values()}) == 1
     hits: list[str] = []
     jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
@@ -175,8 +153,16 @@ def test_programs_of_equal_shapes_and_other_formats_are_kept_apart(programs: Pat
         kept = len([*programs.glob("*-cache")])
         found = sum("cache_hits" in name for name in hits)
         # Small programs, such as a transpose, may be the same for several formats.
-        assert found >= 6 if again else kept >= 6, (found, kept)
+        assert found >= 4 if again else kept >= 4, (found, kept)
         hits.clear()
+
+
+def test_a_program_that_was_cut_short_goes(programs: Path):
+    programs.mkdir(parents=True)
+    for name in ("whole-cache", "whole-atime", "cut-cache"):
+        (programs / name).write_text("x")
+    keep_programs(programs)
+    assert {path.name for path in programs.iterdir()} == {"whole-cache", "whole-atime"}
 
 
 def test_a_folder_that_the_user_gave_is_used(programs: Path, tmp_path: Path):
@@ -188,22 +174,3 @@ def test_a_folder_that_the_user_gave_is_used(programs: Path, tmp_path: Path):
     (tmp_path / "file").touch()
     keep_programs(tmp_path / "file" / "programs")
     assert jax.config.jax_compilation_cache_dir is None
-
-
-def test_a_stream_gives_its_first_token_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    generator, _ = load(folder, weights="float32")
-    asked: list[int] = []
-
-    def steps(self: Any, tokens: Any, caches: Any, position: int, key: Any) -> Any:
-        asked.append(position)
-        return decode.advance_many(
-            *(self.model, self.sampling, self.params, tokens, caches),
-            *(np.int32(position), key),
-            count=self.stride,
-        )
-
-    monkeypatch.setattr(Generator, "steps", steps)
-    stream = generator.stream([1, 2, 3], 4)
-    next(stream)
-    assert asked == []
-    assert len([*stream]) == 3 and asked == [3]

@@ -112,6 +112,8 @@ def test_prompts_that_cannot_be(generator):
         with pytest.raises(ValueError, match=message):
             generator.stream(prompt, 1)
     assert list(generator.stream(PROMPT, 0)) == []
+    with pytest.raises(ValueError, match="max_tokens must be at least 0, got -3"):
+        generator.stream(PROMPT, -3)
 
 
 @pytest.mark.slow

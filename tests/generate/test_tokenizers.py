@@ -77,10 +77,25 @@ def test_templates_that_fail(template: str, message: str):
         found.chat("ab")
 
 
-def test_a_text_that_no_file_can_hold(tmp_path: Path):
-    """JSON can spell half a pair of UTF-16, which no library takes."""
-    library = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a"))
+@pytest.mark.parametrize(
+    ("file", "said", "message"),
+    [
+        ("tokenizer_config.json", {"eos_token": {"id": 2}}, "eos_token lacks the field content"),
+        ("tokenizer_config.json", {"bos_token": [1]}, r"needs a text as bos_token, got .*=\[1\]"),
+        # JSON can spell half a pair of UTF-16, which no library takes.
+        ("tokenizer_config.json", {"bos_token": "\ud800"}, "needs a text as bos_token"),
+        ("tokenizer_config.json", {"chat_template": [1]}, "needs a text as chat_template"),
+        ("config.json", {"eos_token_id": [[2]]}, r"got eos_token_id=\[\[2\]\]"),
+    ],
+)
+def test_files_beside_a_tokenizer_that_are_damaged(
+    file: str, said: Any, message: str, tmp_path: Path
+):
+    words = {"a": 0, "b": 1}
+    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="a"))
     library.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "\ud800"}))
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: needs a text as bos_token"):
+    assert tokenizer_of_folder(tmp_path).stop == frozenset()
+    (tmp_path / file).write_text(json.dumps(said))
+    with pytest.raises(ValueError, match=message) as raised:
         tokenizer_of_folder(tmp_path)
+    assert str(tmp_path / file) in str(raised.value)

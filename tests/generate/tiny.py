@@ -1,8 +1,14 @@
 """A tiny model with random weights, by llama.cpp's names and by the hub's."""
 
+import json
+from pathlib import Path
+from typing import Any
+
 import numpy as np
+import safetensors.numpy
 
 from mx_jax.generate.config import GGUF, HUB, LlamaConfig
+from mx_jax.generate.tokenizer import Tokenizer
 
 CONFIG = LlamaConfig(
     vocabulary=96,
@@ -79,3 +85,29 @@ def hub_tensors() -> dict[str, np.ndarray]:
                 weights = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
             found[HUB.of(field, index)] = weights
     return found
+
+
+def put_folder(path: Path, **changed: Any) -> Path:
+    """The tiny model as the hub has it, what config.json says changed."""
+    path.mkdir(exist_ok=True)
+    safetensors.numpy.save_file(hub_tensors(), path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(HUB_CONFIG | changed))
+    return path
+
+
+class Letters:
+    """An encoder of the tiny model's vocabulary: a letter a token."""
+
+    def encode(self, words: str, add_special_tokens: bool = False) -> Any:
+        del add_special_tokens
+        return type("Encoding", (), {"ids": [ord(letter) - 32 for letter in words]})
+
+    def decode(self, tokens: list[int], skip_special_tokens: bool) -> str:
+        del skip_special_tokens
+        return "".join(chr(32 + token) for token in tokens)
+
+
+def tokenizer(*stop: int) -> Tokenizer:
+    """One of `Letters`, and the tokens that end a text."""
+    ends = frozenset(stop)
+    return Tokenizer(encoder=Letters(), first=None, stop=ends, template=None, words={})
