@@ -31,47 +31,34 @@ Several devices, and looking inside
 `help(mx_jax.quantize)` describes one of them; `python -m mx_jax` lists the commands.
 """
 
-import gc as _gc
 import importlib as _importlib
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-# Imports make no garbage, and Python's collector would walk through all of JAX again and again.
-_COLLECTS = _gc.isenabled()
-_gc.disable()
-
-try:
-    from mx_jax import formats as formats
-    from mx_jax import nn as nn
-    from mx_jax import recipes as recipes
-    from mx_jax import sharding as sharding
-    from mx_jax.mxarray import MXArray as MXArray
-    from mx_jax.ops import only_backend as only_backend
-    from mx_jax.ops import prefer_backends as prefer_backends
-    from mx_jax.ops.dot_general import dot_general as dot_general
-    from mx_jax.ops.dot_general import matmul as matmul
-    from mx_jax.ops.einsum import einsum as einsum
-    from mx_jax.ops.export import export_targets as export_targets
-    from mx_jax.ops.packing import pack_weights as pack_weights
-    from mx_jax.ops.quantize import cast as cast
-    from mx_jax.ops.quantize import cast_cotangent as cast_cotangent
-    from mx_jax.ops.quantize import dequantize as dequantize
-    from mx_jax.ops.quantize import quantize as quantize
-    from mx_jax.ops.quantize import quantize_both as quantize_both
-    from mx_jax.ops.ragged_dot import expert_ragged_dot as expert_ragged_dot
-    from mx_jax.ops.ragged_dot import ragged_dot as ragged_dot
-    from mx_jax.ops.remat import save_products as save_products
-    from mx_jax.ops.remat import save_quantized as save_quantized
-    from mx_jax.optimizer import quantize_state as quantize_state
-    from mx_jax.packed import PackedMXArray as PackedMXArray
-finally:
-    if _gc.get_freeze_count() < 1000:  # Python's own, and nothing that a program has frozen.
-        # All that is there goes to the oldest generation, without a walk.
-        _gc.freeze()
-        _gc.unfreeze()
-    if _COLLECTS:
-        _gc.enable()
+from mx_jax import formats as formats
+from mx_jax import nn as nn
+from mx_jax import recipes as recipes
+from mx_jax import sharding as sharding
+from mx_jax.mxarray import MXArray as MXArray
+from mx_jax.ops import only_backend as only_backend
+from mx_jax.ops import prefer_backends as prefer_backends
+from mx_jax.ops.dot_general import dot_general as dot_general
+from mx_jax.ops.dot_general import matmul as matmul
+from mx_jax.ops.einsum import einsum as einsum
+from mx_jax.ops.export import export_targets as export_targets
+from mx_jax.ops.packing import pack_weights as pack_weights
+from mx_jax.ops.quantize import cast as cast
+from mx_jax.ops.quantize import cast_cotangent as cast_cotangent
+from mx_jax.ops.quantize import dequantize as dequantize
+from mx_jax.ops.quantize import quantize as quantize
+from mx_jax.ops.quantize import quantize_both as quantize_both
+from mx_jax.ops.ragged_dot import expert_ragged_dot as expert_ragged_dot
+from mx_jax.ops.ragged_dot import ragged_dot as ragged_dot
+from mx_jax.ops.remat import save_products as save_products
+from mx_jax.ops.remat import save_quantized as save_quantized
+from mx_jax.optimizer import quantize_state as quantize_state
+from mx_jax.packed import PackedMXArray as PackedMXArray
 
 if _TYPE_CHECKING:
     from mx_jax import calibrate as calibrate

@@ -80,8 +80,6 @@ def public_names(source: str | ast.Module) -> set[str]:
             case ast.If(test=ast.Name(id="_TYPE_CHECKING"), body=body):
                 # Imported when it is first used; type checkers read it here.
                 names |= public_names(ast.Module(body, []))
-            case ast.Try(body=body):
-                names |= public_names(ast.Module(body, []))
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
