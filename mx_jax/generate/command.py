@@ -121,23 +121,19 @@ def run(options: argparse.Namespace) -> int:
     if not -(2**63) <= options.seed < 2**63:
         raise ValueError(f"generate: --seed must fit 64 bits, got {options.seed}")
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
+    settle()
     if not options.no_cache:
         keep_programs(Path(platformdirs.user_cache_dir("mx_jax", appauthor=False), "programs"))
-    # What is made while a model is loaded stays, as what was imported.
-    gc.disable()
-    try:
-        generator, tokenizer = load(
-            find_model(options.model),
-            weights=options.format,
-            activations=options.activations,
-            cache=options.cache,
-            scales=options.scales,
-            texts=options.texts,
-            sampling=sampling,
-        )
-    finally:
-        settle()
-        gc.enable()
+    generator, tokenizer = load(
+        find_model(options.model),
+        weights=options.format,
+        activations=options.activations,
+        cache=options.cache,
+        scales=options.scales,
+        texts=options.texts,
+        sampling=sampling,
+    )
+    settle()
     tokens = tokenizer.encode(tokenizer.chat(prompt) if options.chat else prompt)
     times = [time.perf_counter()]
     found = pieces(generator.stream(tokens, options.max_tokens, options.seed), tokenizer, times)
