@@ -12,6 +12,7 @@ from mx_jax.convert import jaxpr
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Rule, as_rules
 from mx_jax.nn.layers import RNG_STREAM
+from mx_jax.ops.arguments import Key
 from mx_jax.recipes import Recipe
 
 P = ParamSpec("P")
@@ -131,7 +132,7 @@ class ConvertedFunction(Generic[P, R]):
         return run(arrays, key)
 
     def _compiled(self, static: "_Static") -> Callable[..., R]:
-        def run(arrays: list[Any], key: jax.Array | None) -> R:
+        def run(arrays: list[Any], key: Key) -> R:
             traced = _traced(self.function, self.rules, static, arrays)
             result = Report(rules=self.rules, decisions=traced.decisions)
             result.check("convert.function", self.strict, self._used)
@@ -174,7 +175,7 @@ def call_by_recipe(
     *,
     recipe: Recipe,
     name: str,
-    key: jax.Array | None,
+    key: Key,
     dot_general: jaxpr.DotGeneral,
 ) -> R:
     """The result of a call whose products are all made by one recipe; errors call it by name."""
@@ -198,7 +199,7 @@ def call_of_model(
     rules: tuple[Rule, ...],
     modules: Mapping[str, jaxpr.Module],
     record: Callable[[tuple[Decision, ...]], None],
-    key: jax.Array | None = None,
+    key: Key = None,
     runs: bool = True,
 ) -> Any:
     """The result of a pure call of a model, with those products made anew that no layer has."""
@@ -223,7 +224,7 @@ class _Traced(Generic[R]):
     # From the arrays of the result to what the function gives back.
     result: Callable[[Sequence[Any]], R]
 
-    def run(self, arrays: Sequence[Any], key: jax.Array | None, **options: Any) -> R:
+    def run(self, arrays: Sequence[Any], key: Key, **options: Any) -> R:
         """The result of a call with other arrays; options are those of `PlannedBody`."""
         return self.result(jaxpr.PlannedBody(self.program, self.plan, **options)(arrays, key))
 
@@ -255,7 +256,7 @@ def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _check_key(key: jax.Array | None, recipes: Sequence[Recipe], name: str) -> None:
+def _check_key(key: Key, recipes: Sequence[Recipe], name: str) -> None:
     for recipe in recipes:
         # Gradients raise an error of their own.
         if key is None and recipe.fwd.is_stochastic:

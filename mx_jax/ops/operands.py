@@ -25,15 +25,18 @@ from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks, varying_axes
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.arguments import Key, draw_bits, draw_signs, product_key, split_key
+from mx_jax.ops.arguments import Key, derived_key, product_key
 from mx_jax.ops.product import AnyResidual, Residual, note_cast, noted, one_program
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.sharded_operands import place
 from mx_jax.packed import PackedMXArray, Quantized
+from mx_jax.reference.hadamard import Hadamard
+from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.sharding.movement import STAY, Movement, Moves
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
 
 X = TypeVar("X", bound=AnyOperand)
+Turn = tuple[Hadamard | None, Key]
 Sides = tuple[Side, Side]
 SIDES: Sides = ("lhs", "rhs")
 SWAPPED: Sides = ("rhs", "lhs")
@@ -78,48 +81,40 @@ def transform_operands(
     """Both operands transformed along their contracted axes, and each one's key."""
     lhs_key, rhs_key, sign_key = operand_keys(key)
     if spec.transform is not None:
-        signs = draw_signs(spec.transform, sign_key)
-        lhs = _transform(lhs, signs, axes.lhs.block_axis)
-        rhs = _transform(rhs, signs, axes.rhs.block_axis)
+        lhs = _transform(lhs, spec.transform, sign_key, axes.lhs.block_axis)
+        rhs = _transform(rhs, spec.transform, sign_key, axes.rhs.block_axis)
     return lhs, rhs, (lhs_key, rhs_key)
 
 
-def operand_keys(key: Key) -> tuple[Any, Any, Any]:
+def operand_keys(key: Key) -> tuple[Key, Key, Key]:
     """Keys of the left operand, of the right one, and of the signs."""
-    if key is None:
-        return None, None, None
-    lhs_key, rhs_key, sign_key = split_key(key, 3)
-    return lhs_key, rhs_key, sign_key
+    lhs, rhs, signs = (None,) * 3 if key is None else DerivedKey.of(key).split(3)
+    return lhs, rhs, signs
 
 
-def _transform(operand: AnyOperand, signs: jax.Array, axis: int) -> jax.Array:
+def _transform(operand: AnyOperand, transform: Hadamard, key: Key, axis: int) -> jax.Array:
     if isinstance(operand, Quantized):
         raise ValueError(
             "matmul: the recipe transforms its operands before quantizing, which an MXArray no "
             f"longer allows, got format={operand.format.name}, shape={operand.shape}; pass "
             "dequantize(), or a recipe without transform"
         )
-    return transformed(operand, signs, axis)
+    return transformed(operand, transform, key, axis)
 
 
-def transformed(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
-    """`T(x)`: see `reference.hadamard`."""
-    return _turn(x, signs, axis, None)
-
-
-def turned_back(y: jax.Array, signs: jax.Array, length: int, axis: int) -> jax.Array:
-    """The inverse of `transformed`, so many values along the axis."""
-    return _turn(y, signs, axis, length)
-
-
-def _turn(x: jax.Array, signs: jax.Array, axis: int, length: int | None) -> jax.Array:
+def transformed(
+    x: jax.Array, transform: Hadamard, key: Key, axis: int, back_to: int | None = None
+) -> jax.Array:
+    """`T(x)`, or its inverse of so many values along the axis: see `reference.hadamard`."""
     call = TransformCall(
         shape=x.shape,
         dtype=np.dtype(x.dtype),
         axis=axis % x.ndim,
-        size=signs.shape[0],
-        length=length,
+        size=transform.size,
+        length=back_to,
     )
+    signs = derived_key(key) if transform.is_random else jnp.asarray(transform.signs, jnp.int32)
+    assert signs is not None, "random signs without a key"
     return bind(call, x, signs)
 
 
@@ -293,40 +288,39 @@ def _masked(
 ) -> jax.Array:
     fwd = recipe.fwd
     spec, own = (fwd.lhs, axes.lhs) if side == "lhs" else (fwd.rhs, axes.rhs)
-    signs = None
-    if fwd.transform is not None:
-        signs = draw_signs(fwd.transform, operand_keys(product_key(recipe, "fwd", key))[2])
+    turn = fwd.transform, operand_keys(product_key(recipe, "fwd", key))[2]
     if isinstance(operand, Residual):
-        return _turned_back(cotangent, operand.clips(), signs, operand.length, own.block_axis)
+        return _turned_back(cotangent, operand.clips(), turn, operand.length, own.block_axis)
     assert not isinstance(operand, Quantized), "codes have nothing clipped"
-    return cotangent if spec is None else _without_clipped(cotangent, operand, spec, own, signs)
+    return cotangent if spec is None else _without_clipped(cotangent, operand, spec, own, turn)
 
 
 def _turned_back(
-    turned: jax.Array, clipped: jax.Array | None, signs: jax.Array | None, length: int, axis: int
+    turned: jax.Array, clipped: jax.Array | None, turn: Turn, length: int, axis: int
 ) -> jax.Array:
     """`T^-1` of a cotangent without what belongs to clipped values, in the cotangent's dtype."""
     kept = turned if clipped is None else jnp.where(clipped, 0, turned)
-    if signs is not None:
-        kept = turned_back(kept, signs, length, axis)
-    return kept.astype(turned.dtype)
+    return _turned(kept, turn, axis, back_to=length).astype(turned.dtype)
 
 
 def _without_clipped(
-    cotangent: jax.Array, operand: jax.Array, spec: OperandSpec, axes: Axes, signs: jax.Array | None
+    cotangent: jax.Array, operand: jax.Array, spec: OperandSpec, axes: Axes, turn: Turn
 ) -> jax.Array:
     """`T^-1(T(cotangent) * [|T(operand)| is representable])`, with T the forward's transform."""
     axis, blocks = axes.block_axis, axes.blocks(spec.format)
-    values = operand if signs is None else transformed(operand, signs, axis)
-    values = prescaled(values, spec)
+    values = prescaled(_turned(operand, turn, axis), spec)
     # Scales are deterministic, and what lies beyond the largest code saturates however it is
     # rounded: the mask needs none of the forward's random bits.
     nearest = dataclasses.replace(spec, rounding=NEAREST)
     quantized = quantize_operand(values, nearest, blocks)
-    turned = cotangent if signs is None else transformed(cotangent, signs, axis)
-    length = cotangent.shape[axis]
-    kept = _turned_back(turned, beyond(values, quantized), signs, length, axis)
+    turned, length = _turned(cotangent, turn, axis), cotangent.shape[axis]
+    kept = _turned_back(turned, beyond(values, quantized), turn, length, axis)
     return kept.astype(cotangent.dtype)
+
+
+def _turned(x: jax.Array, turn: Turn, axis: int, back_to: int | None = None) -> jax.Array:
+    transform, key = turn
+    return x if transform is None else transformed(x, transform, key, axis, back_to)
 
 
 def cast_operand(
@@ -349,8 +343,7 @@ def cast_operand(
         rounding=spec.rounding,
         scale_axes=varying_axes(tensor_scale),
     )
-    bits = None if key is None else draw_bits(key, call.random_shape, call.random_bits)
-    return checkpoint_name(bind(call, x, bits, tensor_scale), QUANTIZED)
+    return checkpoint_name(bind(call, x, derived_key(key), tensor_scale), QUANTIZED)
 
 
 # Outside of a product, which is one program already.
@@ -403,11 +396,8 @@ def _quantize_both(
     casts: tuple[OperandCast, OperandCast],
 ) -> tuple[MXArray, MXArray]:
     call = both_call(x, casts, tensor_scale)
-    first, second = (
-        None if key is None else draw_bits(key, single.random_shape, single.random_bits)
-        for single, key in zip((call.first, call.second), keys, strict=True)
-    )
-    return checkpoint_name(bind(call, x, (first, second), tensor_scale), QUANTIZED)
+    drawn = tuple(map(derived_key, keys))
+    return checkpoint_name(bind(call, x, drawn, tensor_scale), QUANTIZED)
 
 
 def dequantize_operand(x: MXArray, dtype: np.dtype, *, saturates: bool) -> jax.Array:

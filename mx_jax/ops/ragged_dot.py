@@ -63,6 +63,7 @@ from mx_jax.ops.watched import watched
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized, unpacked
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import ragged_rows
+from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.sharding.dispatch import dispatch
 from mx_jax.sharding.movement import Movement, as_gathered, manual_axes, reduced_in
 from mx_jax.specs import MatmulRecipe, MatmulSpec, Residuals
@@ -87,7 +88,7 @@ def ragged_dot(
     recipe: MatmulRecipe | str,
     precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    key: jax.Array | None = None,
+    key: Key = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` with quantized operands and gradients: a mixture of experts' matmul.
 
@@ -308,7 +309,7 @@ def expert_ragged_dot(
     capacity: int | None = None,
     precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    key: jax.Array | None = None,
+    key: Key = None,
 ) -> jax.Array:
     """`ragged_dot` with its experts sharded over a mesh axis; inside `jax.shard_map`.
 
@@ -355,7 +356,7 @@ def expert_ragged_dot(
     sizes = at_most(as_group_sizes(group_sizes), lhs.shape[0])
     key = check_matmul_key(key, recipe)
     if key is not None:
-        key = jax.random.fold_in(key, lax.axis_index(axis_name))
+        key = DerivedKey.of(key).fold_in(lax.axis_index(axis_name))
     given = isinstance(lhs, MXArray)
     rows = lhs if given else _quantized(lhs, recipe, sizes, axis_name, key)
     sent = dispatch(rows, sizes, axis_name, capacity=capacity, same_scale=not given)

@@ -42,13 +42,17 @@ def _rejects_machine(target: Target, call: Call) -> str | None:
 
 
 def _offer(
-    call: type[Call], rejects: Callable[[Any], str | None], run: Callable[..., Any]
+    call: type[Call],
+    rejects: Callable[[Any], str | None],
+    run: Callable[..., Any],
+    takes_keys: bool = False,
 ) -> Offer:
     """A kind of call, taken where the library is, unless its handler does not compute it."""
     return Offer(
         call=call,
         rejects=lambda call, target: _rejects_machine(target, call) or rejects(call),
         run=run,
+        takes_keys=takes_keys,
     )
 
 
@@ -59,14 +63,14 @@ CPU_FFI = Backend(
     table=(
         _offer(MatmulCall, products.rejects, products.multiply),
         _offer(RaggedCall, products.rejects_groups, products.multiply_groups),
-        _offer(QuantizeCall, casts.rejects_quantize, casts.quantize),
-        _offer(QuantizeBothCall, casts.rejects_both, casts.quantize_both),
+        _offer(QuantizeCall, casts.rejects_quantize, casts.quantize, takes_keys=True),
+        _offer(QuantizeBothCall, casts.rejects_both, casts.quantize_both, takes_keys=True),
         _offer(DequantizeCall, casts.rejects_dequantize, casts.dequantize),
         _offer(PackCall, weights.rejects_pack, weights.pack),
         _offer(AttendCall, attend.rejects, attend.attend),
-        _offer(RandomBitsCall, casts.rejects_random_bits, casts.random_bits),
+        _offer(RandomBitsCall, casts.rejects_random_bits, casts.draw_bits),
         _offer(MomentCall, casts.rejects_moments, casts.step_moments),
-        _offer(TransformCall, casts.rejects_transform, casts.transform),
+        _offer(TransformCall, casts.rejects_transform, casts.transform, takes_keys=True),
         _offer(CastStatisticsCall, statistics.rejects, statistics.cast_statistics),
     ),
 )

@@ -27,6 +27,7 @@ from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import moments, scale_rules
 from mx_jax.reference import quantize as reference
+from mx_jax.reference.random_bits import DerivedKey
 
 
 class CastAxes(NamedTuple):
@@ -176,21 +177,25 @@ def _rounding(rounding: Rounding) -> str | None:
     return None if rounding.random_bits else _ROUNDINGS.get(rounding.apply)
 
 
+# Random bits, or what they are drawn by.
+Bits = jax.Array | DerivedKey | None
+
+
+def _drawn(bits: Bits, call: QuantizeCall) -> jax.Array | None:
+    return draw_bits(bits, call.drawn_by(bits)) if isinstance(bits, DerivedKey) else bits
+
+
 def quantize(
-    x: jax.Array,
-    random_bits: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    call: QuantizeCall,
+    x: jax.Array, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeCall
 ) -> MXArray:
     """x quantized: elements by the handler, what some rules do besides by plain JAX."""
     rule = call.scale_rule
     tensor_scale = _known_scale(x, tensor_scale, call)
-    how = _quantize
     if rule.correction is not None:
-        how = _corrected
-    elif isinstance(rule.scales, scale_rules.LeastLoss):
-        how = _of_least_loss
-    return how(x, random_bits, tensor_scale, call)
+        return _corrected(x, _drawn(random_bits, call), tensor_scale, call)
+    if isinstance(rule.scales, scale_rules.LeastLoss):
+        return _of_least_loss(x, _drawn(random_bits, call), tensor_scale, call)
+    return _quantize(x, random_bits, tensor_scale, call)
 
 
 def _corrected(
@@ -245,26 +250,37 @@ def _lost(x: jax.Array, found: MXArray, call: QuantizeCall) -> jax.Array:
 
 
 def _quantize(
-    x: jax.Array,
-    random_bits: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    call: QuantizeCall,
+    x: jax.Array, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeCall
 ) -> MXArray:
     finds = call.format.tensor_scale and tensor_scale is None
-    axes, optional = cast_axes(call.blocks, depth=x.ndim if finds else 0), {}
-    if tensor_scale is not None:
-        optional["tensor_scale"] = axes.tensor_scale, tensor_scale
-    if random_bits is not None:
-        optional["random_bits"] = axes.elements, random_bits
-    given = ", ".join([axes.elements, *(own for own, _ in optional.values())])
+    axes = cast_axes(call.blocks, depth=x.ndim if finds else 0)
+    operands, given = _operands(axes, random_bits, tensor_scale, call)
+    given = ", ".join([axes.elements, *given])
     handler = Handler(
         target=QUANTIZE,
         axes=f"{given} -> {axes.elements}, {axes.scales[0]}" + f", {axes.found}" * finds,
         dtypes=result_dtypes(call) + (np.dtype("float32"),) * finds,
-        attributes=hashable(quantize_attributes(call, tensor_scale is not None)),
+        attributes=hashable(quantize_attributes(call, random_bits, tensor_scale)),
     )
-    codes, scales, *found = handler(x, *(operand for _, operand in optional.values()))
+    codes, scales, *found = handler(x, *operands)
     return as_mxarray(codes, scales, found[0] if found else tensor_scale, call)
+
+
+def _operands(
+    axes: CastAxes, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeCall
+) -> tuple[list[jax.Array], list[str]]:
+    """What a cast reads besides x, and the axes of each; keys where no devices share it."""
+    operands, given = [], []
+    if tensor_scale is not None:
+        operands.append(tensor_scale)
+        given.append(axes.tensor_scale)
+    if isinstance(random_bits, DerivedKey) and on_one_device.value:
+        operands.append(random_bits.data)
+        given.append("*k 2")
+    elif random_bits is not None:
+        operands.append(_drawn(random_bits, call))
+        given.append(axes.elements)
+    return operands, given
 
 
 def result_dtypes(call: QuantizeCall) -> tuple[np.dtype, np.dtype]:
@@ -286,8 +302,11 @@ def as_mxarray(
     )
 
 
-def quantize_attributes(call: QuantizeCall, has_tensor_scale: bool) -> dict[str, object]:
+def quantize_attributes(
+    call: QuantizeCall, random_bits: Bits, tensor_scale: jax.Array | None
+) -> dict[str, object]:
     """What the handler is told about a call, besides shapes and dtypes."""
+    has_tensor_scale = tensor_scale is not None
     finds = call.format.tensor_scale and not has_tensor_scale
     largest_value = call.scale_rule.largest_value(call.format) if finds else 0
     rule, rounding = _rule(call), _rounding(call.rounding)
@@ -295,6 +314,7 @@ def quantize_attributes(call: QuantizeCall, has_tensor_scale: bool) -> dict[str,
     scale_element = call.format.scale.element
     return {
         "blocks": flat_blocks(call.blocks),
+        "derivations": _numbers(random_bits),
         "element": facts(call.format.element),
         "has_tensor_scale": has_tensor_scale,
         "largest_value": np.float32(largest_value),
@@ -312,7 +332,7 @@ QUANTIZE_BOTH = "mx_jax_cpu_quantize_both"
 # Rows that a strip holds in the cache while both casts read it.
 _LARGEST_BLOCK = 1024
 
-Bits = tuple[jax.Array | None, jax.Array | None]
+Pair = tuple[Bits, Bits]
 
 
 def rejects_both(call: QuantizeBothCall) -> str | None:
@@ -337,7 +357,7 @@ def rejects_both(call: QuantizeBothCall) -> str | None:
 
 
 def quantize_both(
-    x: jax.Array, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeBothCall
+    x: jax.Array, random_bits: Pair, tensor_scale: jax.Array | None, call: QuantizeBothCall
 ) -> tuple[MXArray, MXArray]:
     """x quantized twice by the handler."""
     last, other = _ordered(call)
@@ -356,40 +376,30 @@ def quantize_both(
 
 def _by_handler(
     calls: tuple[QuantizeCall, QuantizeCall],
-    bits: Bits,
+    bits: Pair,
     x: jax.Array,
     tensor_scales: tuple[jax.Array | None, jax.Array | None],
 ) -> tuple[jax.Array, ...]:
     last, other = calls
-    has_tensor_scale = tensor_scales[0] is not None
-    finds = last.format.tensor_scale and not has_tensor_scale
+    finds = last.format.tensor_scale and tensor_scales[0] is None
     axes = cast_axes(last.blocks, other.blocks, depth=x.ndim if finds else 0)
     operands, given = [x], [axes.elements]
-    for drawn, tensor_scale in zip(bits, tensor_scales, strict=True):
-        if tensor_scale is not None:
-            operands.append(tensor_scale)
-            given.append(axes.tensor_scale)
-        if drawn is not None:
-            operands.append(drawn)
-            given.append(axes.elements)
+    attributes: dict[str, object] = {}
+    each = zip(("last", "other"), calls, bits, tensor_scales, strict=True)
+    for prefix, call, drawn, tensor_scale in each:
+        also, their = _operands(axes, drawn, tensor_scale, call)
+        operands += also
+        given += their
+        named = quantize_attributes(call, drawn, tensor_scale)
+        attributes |= {f"{prefix}_{name}": value for name, value in named.items()}
     wanted = [f"{axes.elements}, {scales}" for scales in axes.scales] + [axes.found] * 2 * finds
     handler = Handler(
         target=QUANTIZE_BOTH,
         axes=f"{', '.join(given)} -> {', '.join(wanted)}",
         dtypes=result_dtypes(last) + result_dtypes(other) + (np.dtype("float32"),) * 2 * finds,
-        attributes=hashable(_both_attributes(calls, has_tensor_scale)),
+        attributes=hashable(attributes),
     )
     return handler(*operands)
-
-
-def _both_attributes(
-    calls: tuple[QuantizeCall, QuantizeCall], has_tensor_scale: bool
-) -> dict[str, object]:
-    return {
-        f"{prefix}_{name}": value
-        for prefix, call in zip(("last", "other"), calls, strict=True)
-        for name, value in quantize_attributes(call, has_tensor_scale).items()
-    }
 
 
 def _rejects_blocks(blocks: block_shapes.Blocks) -> str | None:
@@ -479,19 +489,24 @@ def rejects_transform(call: TransformCall) -> str | None:
     return rejects_symbolic(call)
 
 
-def transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array:
+def transform(x: jax.Array, signs: jax.Array | DerivedKey, call: TransformCall) -> jax.Array:
     """`reference.hadamard.apply`, or `invert`, by the handler."""
     names = [f"e{axis}" for axis in range(len(call.shape))]
     before, after = " ".join(names[: call.axis]), " ".join(names[call.axis + 1 :])
-    num_inner = np.int32(len(call.shape) - 1 - call.axis)
+    attributes: dict[str, object] = {
+        "derivations": _numbers(signs),
+        "is_inverse": call.length is not None,
+        "num_inner": np.int32(len(call.shape) - 1 - call.axis),
+        "size": np.int32(call.size),
+    }
     handler = Handler(
         target=TRANSFORM,
-        axes=f"*b {before} k {after}, *b size -> *b {before} turned {after}",
+        axes=f"*b {before} k {after}, *b signs -> *b {before} turned {after}",
         dtypes=(np.dtype("float32"),),
-        attributes=hashable({"is_inverse": call.length is not None, "num_inner": num_inner}),
+        attributes=hashable(attributes),
         sizes=(("turned", call.result_length),),
     )
-    (turned,) = handler(x, signs)
+    (turned,) = handler(x, signs.data if isinstance(signs, DerivedKey) else signs)
     return turned
 
 
@@ -513,19 +528,24 @@ def rejects_random_bits(call: RandomBitsCall) -> str | None:
     return rejects_symbolic(call)
 
 
-def random_bits(data: jax.Array, call: RandomBitsCall) -> jax.Array:
+def _numbers(key: Bits) -> np.ndarray:
+    """What makes a key of the one that a handler is given."""
+    # A key of `split` and what `fold_in` makes are the same function of their numbers.
+    derivations = key.derivations if isinstance(key, DerivedKey) else ()
+    return np.array([index for index, _ in derivations], np.int64)
+
+
+def draw_bits(key: DerivedKey, call: RandomBitsCall) -> jax.Array:
     """int32 of `call.shape`, by the handler."""
     names = [f"e{axis}" for axis in range(len(call.shape))]
-    # A key of `split` and what `fold_in` makes are the same function of their numbers.
-    indices = np.array([index for index, _ in call.derivations], np.int64)
     handler = Handler(
         target=RANDOM_BITS,
         axes=f"*b 2 -> *b {' '.join(names)}",
         dtypes=(np.dtype("int32"),),
-        attributes=hashable({"width": np.int32(call.width), "derivations": indices}),
+        attributes=hashable({"width": np.int32(call.width), "derivations": _numbers(key)}),
         sizes=tuple(zip(names, call.shape, strict=True)),
     )
-    (bits,) = handler(data)
+    (bits,) = handler(key.data)
     return bits
 
 
