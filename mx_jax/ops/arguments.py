@@ -331,11 +331,6 @@ def _leading_axes(given: tuple[int, ...], shape: tuple[int, ...]) -> str | None:
 Key = jax.Array | DerivedKey | None
 
 
-def derived_key(key: Key) -> DerivedKey | None:
-    """A key as casts and transforms take it."""
-    return None if key is None else DerivedKey.of(key)
-
-
 def draw_bits(key: jax.Array | DerivedKey, shape: tuple[int, ...], width: int) -> jax.Array:
     """`reference.random_bits.draw_bits`: random integers of so many bits, by key and shape."""
     of = DerivedKey.of(key)

@@ -25,7 +25,7 @@ from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks, varying_axes
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.arguments import Key, derived_key, product_key
+from mx_jax.ops.arguments import Key, product_key
 from mx_jax.ops.product import AnyResidual, Residual, note_cast, noted, one_program
 from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.sharded_operands import place
@@ -113,9 +113,10 @@ def transformed(
         size=transform.size,
         length=back_to,
     )
-    signs = derived_key(key) if transform.is_random else jnp.asarray(transform.signs, jnp.int32)
-    assert signs is not None, "random signs without a key"
-    return bind(call, x, signs)
+    if transform.signs is not None:
+        return bind(call, x, jnp.asarray(transform.signs, jnp.int32))
+    assert key is not None, "random signs without a key"
+    return bind(call, x, DerivedKey.of(key))
 
 
 def prepare(
@@ -343,7 +344,8 @@ def cast_operand(
         rounding=spec.rounding,
         scale_axes=varying_axes(tensor_scale),
     )
-    return checkpoint_name(bind(call, x, derived_key(key), tensor_scale), QUANTIZED)
+    drawn = None if key is None else DerivedKey.of(key)
+    return checkpoint_name(bind(call, x, drawn, tensor_scale), QUANTIZED)
 
 
 # Outside of a product, which is one program already.
@@ -396,7 +398,7 @@ def _quantize_both(
     casts: tuple[OperandCast, OperandCast],
 ) -> tuple[MXArray, MXArray]:
     call = both_call(x, casts, tensor_scale)
-    drawn = tuple(map(derived_key, keys))
+    drawn = tuple(None if key is None else DerivedKey.of(key) for key in keys)
     return checkpoint_name(bind(call, x, drawn, tensor_scale), QUANTIZED)
 
 
