@@ -23,7 +23,7 @@ from jax import lax
 import mx_jax
 from benchmarks import environment, report
 from mx_jax import recipes
-from mx_jax.ops.arguments import draw_signs
+from mx_jax.ops.arguments import draw_bits
 from mx_jax.reference import hadamard
 from mx_jax.reference.scale_rules import (
     AMAX,
@@ -98,7 +98,7 @@ WAYS = (
 def cast(x: jax.Array, way: Way, key: jax.Array) -> jax.Array:
     """x as a way casts it."""
     signs_key, key = jax.random.split(key)
-    signs = draw_signs(hadamard.Hadamard(size=128, signs=None), signs_key)
+    signs = draw_bits(signs_key, (128,), 32)
     turned = hadamard.apply(x, signs) if way.rotated else x
     draws = way.rounding != "nearest" or way.rule.rounding.random_bits
     cast = mx_jax.quantize(

@@ -116,6 +116,7 @@ struct CastAttributes {
   xla::ffi::Span<const int32_t> element;
   std::string_view rounding;
   int32_t random_bits;
+  xla::ffi::Span<const int64_t> derivations;  // of the keys that they are drawn by
   std::string_view rule;
   xla::ffi::Span<const int32_t> scale_element;
   int32_t threshold;

@@ -4,13 +4,17 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
+#include <vector>
 
 #include "casts/attributes.h"
+#include "casts/draw.h"
 #include "casts/geometry.h"
 #include "casts/quantize.h"
 #include "common/checks.h"
 #include "common/dispatch.h"
+#include "products/scratch.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace mx {
@@ -31,6 +35,7 @@ struct Cast {
   xla::ffi::Span<const int64_t> blocks;
   Geometry geometry;
   QuantizePlan plan{};
+  std::unique_ptr<Scratch> drawn;  // random bits, where a key was given for them
 };
 
 // The attributes have their names after a prefix.
@@ -41,6 +46,7 @@ inline xla::ffi::Error ReadCast(const xla::ffi::Dictionary& all, const std::stri
   MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "element", &given.element));
   MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "rounding", &given.rounding));
   MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "random_bits", &given.random_bits));
+  MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "derivations", &given.derivations));
   MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "rule", &given.rule));
   MX_RETURN_IF_ERROR(ReadAttribute("quantize", all, prefix + "scale_element",
                                    &given.scale_element));
@@ -84,17 +90,36 @@ inline xla::ffi::Error CheckCount(const xla::ffi::RemainingArgs& rest, size_t ex
                          "where largest_value is not 0, got ", found.size());
 }
 
-// From `first` on: `[tensor_scale]` and then `[random_bits]`, each where the attributes ask for it.
-inline xla::ffi::Error TakeOperands(const xla::ffi::RemainingArgs& rest, size_t first,
-                                    const xla::ffi::AnyBuffer& x, const CastAttributes& attributes,
-                                    QuantizePlan* plan) {
-  if (attributes.has_tensor_scale) {
+template <class Pool>
+xla::ffi::Error Draw(Pool& pool, const xla::ffi::AnyBuffer& keys, const xla::ffi::AnyBuffer& x,
+                     Cast* cast) {
+  std::vector<uint32_t> own;
+  const CastAttributes& given = cast->attributes;
+  MX_RETURN_IF_ERROR(DeriveKeys("quantize", keys, x.dimensions(), given.derivations, &own));
+  const size_t size = x.element_count();
+  cast->drawn = std::make_unique<Scratch>(size * sizeof(int32_t));
+  int32_t* bits = reinterpret_cast<int32_t*>(cast->drawn->data());
+  if (size != 0) {
+    DrawBits(pool, own, given.random_bits, static_cast<int64_t>(size / (own.size() / 2)), bits);
+  }
+  cast->plan.random_bits = bits;
+  return xla::ffi::Error::Success();
+}
+
+// From `first` on: `[tensor_scale]` and then `[random_bits]`, or the keys that these are drawn by, each
+// where the attributes ask for it.
+template <class Pool>
+xla::ffi::Error TakeOperands(Pool& pool, const xla::ffi::RemainingArgs& rest, size_t first,
+                             const xla::ffi::AnyBuffer& x, Cast* cast) {
+  QuantizePlan* plan = &cast->plan;
+  if (cast->attributes.has_tensor_scale) {
     MX_RETURN_IF_ERROR(TakeTensorScale("quantize", rest, first++, plan->outer,
                                        &plan->tensor_scales, &plan->num_tensor_scales));
   }
-  if (attributes.random_bits != 0) {
+  if (cast->attributes.random_bits != 0) {
     auto bits = rest.get<xla::ffi::AnyBuffer>(first);
     if (bits.has_error()) return bits.error();
+    if (bits->element_type() == xla::ffi::U32) return Draw(pool, *bits, x, cast);
     if (bits->element_type() != xla::ffi::S32 || !SameShape(bits->dimensions(), x.dimensions())) {
       return InvalidArgument("mx_jax quantize: random_bits must be int32 of x.shape=",
                              Shape(x.dimensions()), ", got random_bits.shape=",

@@ -21,7 +21,7 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingArgs r
   MX_RETURN_IF_ERROR(TakeResults(x, cast.geometry, *codes, *scales, &cast.plan));
   MX_RETURN_IF_ERROR(
       CheckCount(rest, NumOperands(cast.attributes), found, NumResults(cast.attributes)));
-  MX_RETURN_IF_ERROR(TakeOperands(rest, 0, x, cast.attributes, &cast.plan));
+  MX_RETURN_IF_ERROR(TakeOperands(pool, rest, 0, x, &cast));
   MX_RETURN_IF_ERROR(
       FindTensorScales(pool, x, found, 0, cast.attributes.largest_value, &cast.plan));
   const Lifted lifted = LiftTiny(pool, static_cast<int64_t>(x.element_count()), &cast.plan);

@@ -58,8 +58,8 @@ ffi::Error QuantizeBoth(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::RemainingAr
   const size_t second = NumResults(last.attributes);
   MX_RETURN_IF_ERROR(CheckCount(rest, first + NumOperands(other.attributes), found,
                                 second + NumResults(other.attributes)));
-  MX_RETURN_IF_ERROR(TakeOperands(rest, 0, x, last.attributes, &last.plan));
-  MX_RETURN_IF_ERROR(TakeOperands(rest, first, x, other.attributes, &other.plan));
+  MX_RETURN_IF_ERROR(TakeOperands(pool, rest, 0, x, &last));
+  MX_RETURN_IF_ERROR(TakeOperands(pool, rest, first, x, &other));
   MX_RETURN_IF_ERROR(
       FindTensorScales(pool, x, found, 0, last.attributes.largest_value, &last.plan));
   MX_RETURN_IF_ERROR(

@@ -12,34 +12,33 @@ namespace {
 
 MX_INLINE uint32_t RotateLeft(uint32_t x, int by) { return (x << by) | (x >> (32 - by)); }
 
-MX_INLINE void ThreefryRound(int by, uint32_t* a, uint32_t* b) {
-  *a += *b;
-  *b = RotateLeft(*b, by) ^ *a;
+// Of kCount places side by side, so that no unit waits for the sum before.
+template <int kCount>
+MX_INLINE void ThreefryRound(int by, uint32_t (&a)[kCount], uint32_t (&b)[kCount]) {
+  for (int i = 0; i < kCount; ++i) a[i] += b[i];
+  for (int i = 0; i < kCount; ++i) b[i] = RotateLeft(b[i], by) ^ a[i];
 }
 
-MX_INLINE void FourRounds(int r0, int r1, int r2, int r3, uint32_t* a, uint32_t* b) {
+template <int kCount>
+MX_INLINE void FourRounds(int r0, int r1, int r2, int r3, uint32_t next_a, uint32_t next_b,
+                          uint32_t (&a)[kCount], uint32_t (&b)[kCount]) {
   ThreefryRound(r0, a, b);
   ThreefryRound(r1, a, b);
   ThreefryRound(r2, a, b);
   ThreefryRound(r3, a, b);
+  for (int i = 0; i < kCount; ++i) a[i] += next_a, b[i] += next_b;
 }
 
-// Two words of a key's two and of a place's two.
-MX_INLINE void Threefry(uint32_t k0, uint32_t k1, uint32_t high, uint32_t low, uint32_t* first,
-                        uint32_t* second) {
+// Of a key's two words, and of each place's two, two words in their place.
+template <int kCount>
+MX_INLINE void Threefry(uint32_t k0, uint32_t k1, uint32_t (&a)[kCount], uint32_t (&b)[kCount]) {
   const uint32_t k2 = k0 ^ k1 ^ 0x1BD11BDAu;
-  uint32_t a = high + k0, b = low + k1;
-  FourRounds(13, 15, 26, 6, &a, &b);
-  a += k1, b += k2 + 1;
-  FourRounds(17, 29, 16, 24, &a, &b);
-  a += k2, b += k0 + 2;
-  FourRounds(13, 15, 26, 6, &a, &b);
-  a += k0, b += k1 + 3;
-  FourRounds(17, 29, 16, 24, &a, &b);
-  a += k1, b += k2 + 4;
-  FourRounds(13, 15, 26, 6, &a, &b);
-  a += k2, b += k0 + 5;
-  *first = a, *second = b;
+  for (int i = 0; i < kCount; ++i) a[i] += k0, b[i] += k1;
+  FourRounds(13, 15, 26, 6, k1, k2 + 1, a, b);
+  FourRounds(17, 29, 16, 24, k2, k0 + 2, a, b);
+  FourRounds(13, 15, 26, 6, k0, k1 + 3, a, b);
+  FourRounds(17, 29, 16, 24, k1, k2 + 4, a, b);
+  FourRounds(13, 15, 26, 6, k2, k0 + 5, a, b);
 }
 
 }  // namespace

@@ -5,8 +5,10 @@
 #include <cstdint>
 #include <functional>
 #include <numeric>
+#include <vector>
 
 #include "casts/attributes.h"
+#include "casts/draw.h"
 #include "common/checks.h"
 #include "common/dispatch.h"
 #include "common/thread_pool.h"
@@ -25,25 +27,28 @@ const TransformKernels& ChosenTransformKernels() {
 }
 
 // `x` `[*batch, *outer, length, *inner]` and int32 `signs` `[*batch, size]`, of which negative ones
-// stand for -1, to `[*batch, *outer, out_length, *inner]`; out_length is length in whole groups, or
-// less of an inverse. `num_inner` axes are inner ones.
-ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S32> signs,
-                     ffi::Result<ffi::Buffer<ffi::F32>> out, bool is_inverse, int32_t num_inner) {
+// stand for -1, or keys that they are drawn by, to `[*batch, *outer, out_length, *inner]`; out_length
+// is length in whole groups, or less of an inverse. `num_inner` axes are inner ones.
+ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer signs,
+                     ffi::Result<ffi::Buffer<ffi::F32>> out, bool is_inverse, int32_t num_inner,
+                     int32_t size, ffi::Span<const int64_t> derivations) {
   const auto given = x.dimensions(), signed_by = signs.dimensions(), wanted = out->dimensions();
   const int64_t rank = static_cast<int64_t>(given.size());
   const int64_t batch = static_cast<int64_t>(signed_by.size()) - 1, axis = rank - 1 - num_inner;
+  const bool drawn = signs.element_type() == ffi::U32;
   const bool fits = batch >= 0 && num_inner >= 0 && axis >= batch && wanted.size() == given.size() &&
                     std::equal(given.begin(), given.begin() + axis, wanted.begin()) &&
                     std::equal(given.begin(), given.begin() + batch, signed_by.begin()) &&
+                    (drawn || (signs.element_type() == ffi::S32 && signed_by.back() == size)) &&
                     std::equal(given.begin() + axis + 1, given.end(), wanted.begin() + axis + 1);
   if (!fits) {
     return InvalidArgument(
         "mx_jax transform: needs x [*batch, *outer, length, *inner], signs [*batch, size] and out ",
         "[*batch, *outer, out_length, *inner], got x.shape=", Shape(given), ", signs.shape=",
-        Shape(signed_by), ", out.shape=", Shape(wanted), ", num_inner=", num_inner);
+        Shape(signed_by), ", out.shape=", Shape(wanted), ", num_inner=", num_inner, ", size=", size);
   }
   TransformPlan plan;
-  plan.size = signed_by.back();
+  plan.size = size;
   if (plan.size < 2 || plan.size > kMaxTransform || (plan.size & (plan.size - 1)) != 0) {
     return InvalidArgument("mx_jax transform: size must be a power of two of 2 to ", kMaxTransform,
                            ", got size=", plan.size);
@@ -68,6 +73,15 @@ ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S3
   const int64_t outer = product(batch, axis), in_stride = plan.length * plan.inner;
   const int64_t out_stride = plan.out_length * plan.inner, slices = product(0, axis);
   if (slices == 0 || groups == 0 || plan.inner == 0) return ffi::Error::Success();
+  std::vector<uint32_t> keys;
+  std::vector<int32_t> own_signs;
+  const int32_t* all_signs = static_cast<const int32_t*>(signs.untyped_data());
+  if (drawn) {
+    MX_RETURN_IF_ERROR(DeriveKeys("transform", signs, given, derivations, &keys));
+    own_signs.resize(keys.size() / 2 * static_cast<size_t>(size));
+    DrawBits(pool, keys, 32, size, own_signs.data());
+    all_signs = own_signs.data();
+  }
   const int64_t width = plan.type == FloatType::kF32 ? 4 : 2;
   const char* from = static_cast<const char*>(x.untyped_data());
   const TransformKernels& kernels = ChosenTransformKernels();
@@ -83,7 +97,7 @@ ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Buffer<ffi::S3
     for (int64_t slice = first; slice < last; ++slice) {
       TransformPlan own = plan;
       own.x = from + slice * in_stride * width;
-      own.signs = signs.typed_data() + slice / outer * plan.size;
+      own.signs = all_signs + slice / outer * plan.size;
       own.out = out->typed_data() + slice * out_stride;
       kernels.groups(own, group, std::min(groups, group + step));
     }
@@ -98,7 +112,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MxTransform, mx::Transform,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::AnyBuffer>()
-                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Attr<bool>("is_inverse")
-                                  .Attr<int32_t>("num_inner"));
+                                  .Attr<int32_t>("num_inner")
+                                  .Attr<int32_t>("size")
+                                  .Attr<xla::ffi::Span<const int64_t>>("derivations"));

@@ -13,6 +13,7 @@ from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
+from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.reference.scale_rules import ScaleRule, scale_rule_for
 
 Operand = jax.Array | MXArray
@@ -179,6 +180,10 @@ class QuantizeCall:
         of_scales = self.scale_rule.rounding.random_bits
         return scales_shape(self.shape, self.blocks) if of_scales else self.shape
 
+    def drawn_by(self, key: DerivedKey) -> "RandomBitsCall":
+        """Its random bits."""
+        return RandomBitsCall.of(key, self.random_shape, self.random_bits)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuantizeBothCall:
@@ -304,22 +309,29 @@ class CastStatisticsCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomBitsCall:
-    """Random bits for stochastic rounding.
+    """Random bits for stochastic rounding, by a `DerivedKey`.
 
     Attributes:
       shape: of the result.
       width: how many bits each position has.
-      derivations: what makes the key of the one that is given, as `reference.random_bits.derive`
-        takes them.
       implementation: JAX's name for the key's, e.g. `"threefry2x32"`.
       is_partitionable: whether `jax_threefry_partitionable` is on.
     """
 
     shape: tuple[int, ...]
     width: int
-    derivations: tuple[tuple[int, int | None], ...]
     implementation: str
     is_partitionable: bool
+
+    @classmethod
+    def of(cls, key: DerivedKey, shape: tuple[int, ...], width: int) -> "RandomBitsCall":
+        """The bits that are drawn by a key."""
+        return cls(
+            shape=shape,
+            width=width,
+            implementation=key.implementation,
+            is_partitionable=bool(jax.config.jax_threefry_partitionable),
+        )
 
     @property
     def text(self) -> str:
@@ -358,6 +370,11 @@ class TransformCall:
         if self.length is not None:
             return self.length
         return num_blocks(self.size, self.shape[self.axis]) * self.size
+
+    def drawn_by(self, key: DerivedKey) -> RandomBitsCall:
+        """Its signs, of which negative ones stand for -1: the bits of `jax.random.bernoulli`."""
+        # `jax.random.rademacher`'s depend on `jax_enable_x64`.
+        return RandomBitsCall.of(key, (self.size,), 32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

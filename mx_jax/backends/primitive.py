@@ -29,6 +29,7 @@ from mx_jax.backends.calls import (
     QuantizeCall,
     RaggedCall,
     RandomBitsCall,
+    TransformCall,
     result_of,
 )
 from mx_jax.backends.select import (
@@ -58,6 +59,7 @@ from mx_jax.backends.target import (
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.lowering import eager, lowered_for
 from mx_jax.packed import PackedMXArray, unpacked
+from mx_jax.reference.random_bits import DerivedKey
 
 # What codes and integers are the results of: no derivative reaches through them.
 _SLOPELESS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall, RandomBitsCall, MomentCall)
@@ -281,6 +283,13 @@ def _compute(call: Call, target: Target, *operands: Any) -> Any:
     if choice is None and isinstance(call, QuantizeBothCall):
         return _each(lambda single, *own: _compute(single, target, *own), call, *operands)
     choice = select(call, target) if choice is None else choice
+
+    def draw(bits: RandomBitsCall, key: DerivedKey) -> Any:
+        drawn = select(bits, target)
+        keeps = choice.offer.takes_keys and drawn.backend is choice.backend
+        return key if keeps else drawn.offer.run(key, bits)
+
+    operands = _drawn(call, draw, *operands)
     if isinstance(call, MatmulCall | RaggedCall):
         lhs, rhs, *rest = operands
         if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
@@ -288,6 +297,18 @@ def _compute(call: Call, target: Target, *operands: Any) -> Any:
             call = dataclasses.replace(call, rhs=OperandType.of(rhs, call.rhs.axes))
         operands = (lhs, rhs, *rest)
     return choice.offer.run(*operands, call)
+
+
+def _drawn(call: Call, draw: Callable[..., Any], *operands: Any) -> tuple[Any, ...]:
+    """The operands with what is drawn in place of keys."""
+    if isinstance(call, QuantizeBothCall):
+        x, pair, tensor_scale = operands
+        each = zip((call.first, call.second), pair, strict=True)
+        return x, tuple(_drawn(one, draw, x, own)[1] for one, own in each), tensor_scale
+    if isinstance(call, QuantizeCall | TransformCall) and isinstance(operands[1], DerivedKey):
+        x, key, *rest = operands
+        return x, draw(call.drawn_by(key), key), *rest
+    return operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,6 +334,7 @@ def _plain(call: Call, *operands: Any) -> Any:
     """The same in plain JAX, which can be differentiated."""
     if isinstance(call, QuantizeBothCall):
         return _each(_plain, call, *operands)
+    operands = _drawn(call, lambda bits, key: REFERENCE.run(bits, key), *operands)
     return REFERENCE.run(call, *map(unpacked, operands))
 
 
@@ -409,6 +431,8 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
 
     def how(call: Call, *operands: Any) -> Any:
         is_split = shown is not None and target.num_devices > 1
+        if is_split:
+            operands = _drawn(call, lambda bits, key: _compute(bits, target, key), *operands)
         if is_split and isinstance(call, QuantizeBothCall):
             # Each cast may be split along other axes, as its product is.
             return _each(how, call, *operands)

@@ -22,6 +22,7 @@ from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.packed import Rows
 from mx_jax.reference import hadamard, matmul, moments, quantize, ragged, random_bits, statistics
+from mx_jax.reference.random_bits import DerivedKey
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
@@ -76,10 +77,8 @@ def _statistics(x: jax.Array, array: MXArray, call: CastStatisticsCall) -> stati
     return statistics.of_cast(x, array, call.axis)
 
 
-def _random_bits(data: jax.Array, call: RandomBitsCall) -> jax.Array:
-    key = jax.random.wrap_key_data(data, impl=call.implementation)
-    key = random_bits.derive(key, call.derivations)
-    return random_bits.draw_bits(key, call.shape, call.width)
+def _random_bits(key: DerivedKey, call: RandomBitsCall) -> jax.Array:
+    return random_bits.draw_bits(key.get(), call.shape, call.width)
 
 
 def _transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array:

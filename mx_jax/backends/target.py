@@ -193,7 +193,7 @@ class Offer:
         values, position, call)` to float32 like queries. CastStatisticsCall: `(x, array, call)` to
         what `reference.statistics.of_cast` gives: counts alike, sums within float32's rounding;
         subnormal values count in sums or not, as they do for the machine's arithmetic.
-        RandomBitsCall: `(data, call)` to int32, of the key's data. TransformCall: `(x, signs,
+        RandomBitsCall: `(key, call)` to int32, by a `DerivedKey`. TransformCall: `(x, signs,
         call)` to float32, within a product's bound. MomentCall: `(stored, added, factors, words,
         call)` to new pairs of codes and scales, as `reference.moments.step` takes and gives them.
       how: what computes it, in words, where the backend's name does not say it.
@@ -201,6 +201,8 @@ class Offer:
       lays_out: the side whose weights, which did not come packed, it brings into a layout of its
         own, at every call and in more than one kernel: then who stored them is told of
         `pack_weights`. None: neither.
+      takes_keys: whether it takes a `DerivedKey` in place of random bits or signs, if the backend
+        draws them itself; else they are drawn before.
       is_plain: whether it runs plain JAX alone, on any part of the operands as on all of them.
       inline: whether `run` is traced in place and not when it is lowered: interpreters of kernels
         have effects, which JAX wants to see.
@@ -212,6 +214,7 @@ class Offer:
     how: str = ""
     describes: Callable[[Any, Target], str] | None = None
     lays_out: Callable[[Any], Side | None] = lambda call: None
+    takes_keys: bool = False
     is_plain: bool = False
     inline: bool = False
 

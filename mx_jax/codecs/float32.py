@@ -92,7 +92,8 @@ def from_bits(bits: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> jax
     if dtype == jnp.bfloat16:
         return lax.bitcast_convert_type(_bfloat16_bits(bits), jnp.bfloat16)
     if dtype == jnp.float16:
-        return _float16(bits)
+        # Float32 subnormals are far below half of float16's quantum: flushing them is right.
+        return lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.float16)
     return lax.convert_element_type(lax.bitcast_convert_type(bits, jnp.float32), dtype)
 
 
@@ -102,11 +103,6 @@ def _bfloat16_bits(bits: jax.Array) -> jax.Array:
     rounded = add(add(bits, 0x7FFF), odd)
     high = shift_right(select(nan, NAN, rounded), 16)
     return lax.convert_element_type(bitwise_and(high, 0xFFFF), jnp.uint16)
-
-
-def _float16(bits: jax.Array) -> jax.Array:
-    # Float32 subnormals are far below half of float16's quantum: flushing them is right.
-    return lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.float16)
 
 
 def rounded(product: jax.Array) -> jax.Array:

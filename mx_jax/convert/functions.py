@@ -12,6 +12,7 @@ from mx_jax.convert import jaxpr
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Rule, as_rules
 from mx_jax.nn.layers import RNG_STREAM
+from mx_jax.ops.arguments import Key
 from mx_jax.recipes import Recipe
 
 P = ParamSpec("P")
@@ -112,7 +113,7 @@ class ConvertedFunction(Generic[P, R]):
     @functools.cached_property
     def _compiled(self) -> Any:
         # Of this object alone, so that what the function closes over goes when it goes.
-        def run(static: "_Static", arrays: list[Any], key: jax.Array | None) -> R:
+        def run(static: "_Static", arrays: list[Any], key: Key) -> R:
             traced = _traced(self.function, self.rules, static, arrays)
             result = Report(rules=self.rules, decisions=traced.decisions)
             result.check("convert.function", self.strict, self._used)
@@ -171,7 +172,7 @@ def call_by_recipe(
     *,
     recipe: Recipe,
     name: str,
-    key: jax.Array | None,
+    key: Key,
     dot_general: jaxpr.DotGeneral,
 ) -> R:
     """The result of a call whose products are all made by one recipe; errors call it by name."""
@@ -195,7 +196,7 @@ def call_of_model(
     rules: tuple[Rule, ...],
     modules: Mapping[str, jaxpr.Module],
     record: Callable[[tuple[Decision, ...]], None],
-    key: jax.Array | None = None,
+    key: Key = None,
     runs: bool = True,
     within: str = "",
 ) -> Any:
@@ -222,7 +223,7 @@ class _Traced(Generic[R]):
     # From the arrays of the result to what the function gives back.
     result: Callable[[Sequence[Any]], R]
 
-    def run(self, arrays: Sequence[Any], key: jax.Array | None, **options: Any) -> R:
+    def run(self, arrays: Sequence[Any], key: Key, **options: Any) -> R:
         """The result of a call with other arrays; options are those of `PlannedBody`."""
         return self.result(jaxpr.PlannedBody(self.program, self.plan, **options)(arrays, key))
 
@@ -254,7 +255,7 @@ def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _check_key(key: jax.Array | None, recipes: Sequence[Recipe], name: str) -> None:
+def _check_key(key: Key, recipes: Sequence[Recipe], name: str) -> None:
     for recipe in recipes:
         # Gradients raise an error of their own.
         if key is None and recipe.fwd.is_stochastic:

@@ -37,10 +37,12 @@ from jax.extend.core.primitives import (
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from mx_jax.codecs.explicit_axes import varying
-from mx_jax.convert.kinds import Key, traced_products
+from mx_jax.convert.kinds import traced_products
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
+from mx_jax.ops.arguments import Key
 from mx_jax.ops.tags import LayerName, iteration, place, tag, watching
 from mx_jax.recipes import Recipe
+from mx_jax.reference.random_bits import DerivedKey
 
 Values = list[Any]
 # Which results of an equation's body, by its number, come from data, by which of its operands do.
@@ -375,7 +377,7 @@ def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
 
 def folded(key: Key, number: int | jax.Array) -> Key:
     """A key of its own for a number; None stays None."""
-    return None if key is None else jax.random.fold_in(key, number)
+    return None if key is None else DerivedKey.of(key).fold_in(number)
 
 
 def _only_body(params: dict[str, Any]) -> tuple[Any, ...]:
@@ -498,7 +500,7 @@ def _jit(params: dict[str, Any], values: Values, bodies: Sequence[PlannedBody], 
     params = dict(params)
     params["jaxpr"] = bodies[0].traced(values, key)
     if key is not None:
-        values = [*values, key]
+        values = [*values, *jax.tree.leaves(key)]
         for name, plain in _plain_operand().items():
             params[name] = (*params[name], plain)
     return jit_p.bind(*values, **params)

@@ -29,13 +29,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mx_jax.axes import Axes
 from mx_jax.convert.rules import Shape
 from mx_jax.nn.nnx import RecipeEinsum
-from mx_jax.ops.arguments import QUANTIZABLE
+from mx_jax.ops.arguments import QUANTIZABLE, Key
 from mx_jax.ops.einsum import einsum
 from mx_jax.ops.quantize import cast
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.ops.tags import tag
 from mx_jax.packed import Quantized
 from mx_jax.recipes import OperandSpec, Recipe
+from mx_jax.reference.random_bits import DerivedKey
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,7 +140,7 @@ def _tiles(x: jax.Array, window: Sequence[int]) -> jax.Array:
     return x.transpose(order).reshape(batch, *counts, math.prod(window), features)
 
 
-def cast_table(table: jax.Array | Quantized, recipe: Recipe, key: jax.Array | None) -> Any:
+def cast_table(table: jax.Array | Quantized, recipe: Recipe, key: Key) -> Any:
     """An embedding's table `[entries, features]` as the recipe's products see a weight."""
     # Blocks run along the features: what is looked up and what is attended to have the same values.
     spec: OperandSpec | None = recipe.fwd.rhs
@@ -163,7 +164,7 @@ class TablePromotion:
     recipe: Recipe
     promote: Callable[..., Any]
 
-    def __call__(self, args: object, /, *, key: jax.Array | None = None, **options: object) -> Any:
+    def __call__(self, args: object, /, *, key: Key = None, **options: object) -> Any:
         *others, table = self.promote(args, **options)
         return (*others, cast_table(table, self.recipe, key))
 
@@ -190,7 +191,7 @@ class Attention:
         precision: lax.PrecisionLike = None,
         module: nnx.Module | None = None,
         is_causal: bool = False,
-        key: jax.Array | None = None,
+        key: Key = None,
         **options: Any,
     ) -> jax.Array:
         """`[..., time, heads, depth]` operands; fewer key heads than query heads are repeated."""
@@ -200,7 +201,7 @@ class Attention:
         if is_causal:
             causal = jnp.tril(jnp.ones((query.shape[-3], keys.shape[-3]), bool))
             mask = causal if mask is None else jnp.logical_and(mask, causal)
-        keys_of = (None, None) if key is None else jax.random.split(key)
+        keys_of = (None, None) if key is None else DerivedKey.of(key).split()
         qk, av = (
             attention_einsum(name, recipe, precision, own)
             for name, recipe, own in zip(("qk", "av"), (self.qk, self.av), keys_of, strict=True)
@@ -220,7 +221,7 @@ class Attention:
 
 
 def attention_einsum(
-    name: str, recipe: Recipe | None, precision: lax.PrecisionLike, key: jax.Array | None
+    name: str, recipe: Recipe | None, precision: lax.PrecisionLike, key: Key
 ) -> Callable[..., jax.Array]:
     """One of the two products inside an attention, called as `jnp.einsum`."""
 
@@ -294,7 +295,6 @@ class Conv:
     """
 
 
-Key = jax.Array | None
 Values = Sequence[jax.Array]
 Params = dict[str, Any]
 DotGeneralFn = Callable[..., jax.Array]

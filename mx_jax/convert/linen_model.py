@@ -47,8 +47,10 @@ from mx_jax.nn.layers import (
     stored_param,
 )
 from mx_jax.nn.linen import RNG_STREAM
+from mx_jax.ops.arguments import Key
 from mx_jax.packed import Quantized, rows_of
 from mx_jax.recipes import Recipe, high_precision
+from mx_jax.reference.random_bits import DerivedKey
 
 Call = Callable[..., Any]
 Variables = Mapping[str, Any]
@@ -211,7 +213,7 @@ def _traced(
     run: Call,
     args: Args,
     kwargs: Kwargs,
-    key: jax.Array | None = None,
+    key: Key = None,
     runs: bool = True,
     within: str = "",
 ) -> Any:
@@ -378,7 +380,7 @@ class BoundLayer:
             layer = Layer(path=self.path, type=type(self.layer), obstacle=obstacle)
             recorder.bare.setdefault(self.path, layer)
 
-    def key(self, recipe: Recipe) -> jax.Array | None:
+    def key(self, recipe: Recipe) -> DerivedKey | None:
         """A key from the layer's stream, if the recipe draws random bits."""
         return layer_key(self.layer, recipe, name=self.path or None)
 

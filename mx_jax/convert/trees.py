@@ -17,7 +17,9 @@ from mx_jax.convert.kinds import Kind, facts_held, kind_of
 from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
 from mx_jax.nn.layers import named_in_errors
+from mx_jax.ops.arguments import Key
 from mx_jax.recipes import Recipe
+from mx_jax.reference.random_bits import DerivedKey
 
 T = TypeVar("T")
 
@@ -239,7 +241,7 @@ def deferred(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         preferred_element_type: jax.typing.DTypeLike | None = None,
         *,
         out_sharding: object = None,
-        key: jax.Array | None = None,
+        key: Key = None,
     ) -> jax.Array:
         dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype))
         options = {"precision": precision, "preferred_element_type": dtype}
@@ -247,7 +249,7 @@ def deferred(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
             # On axes of an explicit mesh JAX asks for the product's sharding at once.
             options |= {"out_sharding": out_sharding, "key": key}
             return product(lhs, rhs, dimension_numbers, **options)
-        operands = (lhs, rhs) if key is None else (lhs, rhs, key)
+        operands = (lhs, rhs) if key is None else (lhs, rhs, DerivedKey.of(key).get())
         return _product_p.bind(
             *operands, dimension_numbers=dimension_numbers, product=product, **options
         )

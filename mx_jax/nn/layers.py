@@ -7,14 +7,16 @@ split, and the gradient is taken of the part of floating-point arrays.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import flax.linen
 import jax
 import jax.numpy as jnp
-from flax import serialization
+from flax import config, serialization
 from flax.core import meta, spmd
+from flax.core.scope import LazyRng
 from flax.errors import ScopeParamShapeError
 from flax.typing import LogicalRules, PathParts
 from jax.sharding import PartitionSpec
@@ -24,6 +26,7 @@ from mx_jax.nn.cache import CacheRows, KVCache
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
+from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.sharding.movement import GatherLike
 from mx_jax.specs import MatmulRecipe
 
@@ -115,7 +118,7 @@ def layer_key(
     stream: str = RNG_STREAM,
     *,
     name: str | None = None,
-) -> jax.Array | None:
+) -> DerivedKey | None:
     """A key from a bound flax.linen module's stream, if the recipe draws random bits.
 
     As everywhere in Flax, `"params"` stands in for a stream that is not there: nn.scan and nn.vmap
@@ -126,13 +129,13 @@ def layer_key(
     if not recipe.is_stochastic:
         return None
     if layer.has_rng(stream):
-        return layer.make_rng(stream)
+        return _next_key(layer, stream)
     if layer.is_initializing():
         # The values that init computes are thrown away. Drawing from "params" here would change
         # what the next parameter is drawn from.
-        return jax.random.key(0)
+        return DerivedKey.of(jax.random.key(0))
     if layer.has_rng("params"):
-        return layer.make_rng("params")
+        return _next_key(layer, "params")
     if not recipe.fwd.is_stochastic:
         return None
     raise ValueError(
@@ -141,6 +144,25 @@ def layer_key(
         f"list {stream!r} in split_rngs, or pass the key as 'params', a stream that they list "
         "already"
     )
+
+
+def _next_key(layer: flax.linen.Module, stream: str) -> DerivedKey:
+    """`layer.make_rng(stream)`, but derived where it is drawn from."""
+    scope = layer.scope
+    assert scope is not None
+    scope.rng_counters[stream] += 1
+    lazy = LazyRng.create(scope.rngs[stream], scope.rng_counters[stream])
+    return DerivedKey.of(lazy.rng).fold_in(_folded_in(lazy.suffix, config.flax_fix_rng_separator))
+
+
+@functools.lru_cache(maxsize=4096)
+def _folded_in(suffix: tuple[str | int, ...], separates: bool) -> int:
+    """The number that Flax folds into a stream's root for names and counts."""
+    del separates  # read by Flax
+    root = jax.eval_shape(jax.random.key, 0)
+    (equation,) = jax.make_jaxpr(lambda key: LazyRng(key, suffix).as_jax_rng())(root).eqns
+    number: Any = equation.invars[1]
+    return int(number.val)
 
 
 @contextlib.contextmanager

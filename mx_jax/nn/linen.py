@@ -26,6 +26,7 @@ from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral, dot_general
 from mx_jax.ops.einsum import einsum
 from mx_jax.packed import OperandLike
 from mx_jax.recipes import Recipe
+from mx_jax.reference.random_bits import DerivedKey
 
 
 def promote_operands(*args: object, dtype: object = None, inexact: bool = True) -> list[Any]:
@@ -183,7 +184,7 @@ class Operation(flax_nn.Module):
         self.recipe = as_recipe(self.recipe, type(self).__name__, Recipe)
         super().__post_init__()
 
-    def _recipe_and_key(self) -> tuple[Recipe, jax.Array | None]:
+    def _recipe_and_key(self) -> tuple[Recipe, DerivedKey | None]:
         assert isinstance(self.recipe, Recipe)
         return self.recipe, layer_key(self, self.recipe, self.stream)
 

@@ -1,7 +1,5 @@
 """What the differentiable products take: operands, dtypes, dimension numbers, keys."""
 
-import dataclasses
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
@@ -21,8 +19,7 @@ from mx_jax.formats import ELEMENT_FORMATS, BlockFormat, BlockSize, Whole, block
 from mx_jax.formats.element import unknown_name
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized
-from mx_jax.reference import random_bits
-from mx_jax.reference.hadamard import Hadamard
+from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.specs import MatmulRecipe, OperandSpec
 
 
@@ -257,7 +254,9 @@ def check_key(key: object, spec: OperandSpec, operation: str) -> None:
 
 
 def check_is_key(key: object, operation: str) -> None:
-    """Raise TypeError unless key is one PRNG key, typed or raw."""
+    """Raise TypeError unless key is one PRNG key, typed, raw or derived."""
+    if isinstance(key, DerivedKey):
+        return
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     if dtype is not None:
         if jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
@@ -331,70 +330,15 @@ def _leading_axes(given: tuple[int, ...], shape: tuple[int, ...]) -> str | None:
     )
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("root",), meta_fields=("derivations",)
-)
-@dataclasses.dataclass(frozen=True)
-class DerivedKey:
-    """A key that is derived where it is drawn from, in the same call."""
-
-    # XLA compiles threefry anew wherever it stands, which takes longer than the rest of a layer.
-
-    root: jax.Array
-    derivations: tuple[tuple[int, int | None], ...]  # as `reference.random_bits.derive` takes them
-
-    def get(self) -> jax.Array:
-        return random_bits.derive(self.root, self.derivations)
-
-
-def draw_bits(key: jax.Array | DerivedKey | None, shape: tuple[int, ...], width: int) -> jax.Array:
-    """`reference.random_bits.draw_bits`: random integers of so many bits, by key and shape."""
-    assert key is not None, "random bits without a key"
-    of = _lazily(key)
-    root = of.root
-    if not jnp.issubdtype(root.dtype, jax.dtypes.prng_key):
-        root = jax.random.wrap_key_data(root)
-    call = RandomBitsCall(
-        shape=shape,
-        width=width,
-        derivations=of.derivations,
-        implementation=str(jax.random.key_impl(root)),
-        is_partitionable=bool(jax.config.jax_threefry_partitionable),
-    )
-    return bind(call, jax.random.key_data(root))
-
-
-def draw_signs(transform: Hadamard, key: jax.Array | DerivedKey | None) -> jax.Array:
-    """A transform's signs as int32, of which negative ones stand for -1."""
-    # The bits of `jax.random.bernoulli`: `rademacher`'s depend on `jax_enable_x64`.
-    if transform.signs is not None:
-        return jnp.asarray(transform.signs, jnp.int32)
-    assert key is not None, "random signs without a key"
-    return draw_bits(key, (transform.size,), 32)
-
-
-def split_key(key: jax.Array | DerivedKey, number: int = 2) -> tuple[DerivedKey, ...]:
-    """`jax.random.split`."""
-    return tuple(_derived(key, index, number) for index in range(number))
-
-
-def fold_in(key: jax.Array | DerivedKey, place: jax.typing.ArrayLike) -> jax.Array | DerivedKey:
-    """`jax.random.fold_in` of a number, at once if it is traced."""
-    if isinstance(place, int):
-        return _derived(key, place, None)
-    return jax.random.fold_in(key.get() if isinstance(key, DerivedKey) else key, place)
-
-
-def _derived(key: jax.Array | DerivedKey, index: int, number: int | None) -> DerivedKey:
-    of = _lazily(key)
-    return DerivedKey(of.root, (*of.derivations, (index, number)))
-
-
-def _lazily(key: jax.Array | DerivedKey) -> DerivedKey:
-    return key if isinstance(key, DerivedKey) else DerivedKey(key, ())
-
-
 Key = jax.Array | DerivedKey | None
+
+
+def draw_bits(key: jax.Array | DerivedKey, shape: tuple[int, ...], width: int) -> jax.Array:
+    """`reference.random_bits.draw_bits`: random integers of so many bits, by key and shape."""
+    of = DerivedKey.of(key)
+    return bind(RandomBitsCall.of(of, shape, width), of)
+
+
 Product = Literal["fwd", "dlhs", "drhs"]
 
 # Which product gives which operand's cotangent.
@@ -404,7 +348,7 @@ GRADIENTS: dict[Side, Product] = {"lhs": "dlhs", "rhs": "drhs"}
 _STREAMS = {"fwd": (0, "output"), "dlhs": (1, "grad_input"), "drhs": (2, "grad_weight")}
 
 
-def check_matmul_key(key: jax.Array | None, recipe: MatmulRecipe) -> jax.Array | None:
+def check_matmul_key(key: Key, recipe: MatmulRecipe) -> Key:
     """The key that a product takes: None if its recipe draws nothing, whatever was given."""
     # The gradients' own need is only known when they are taken: see `product_key`.
     if key is not None:
@@ -428,4 +372,4 @@ def product_key(recipe: MatmulRecipe, product: Product, key: Key) -> Key:
             "got key=None; pass key=jax.random.key(seed) to the product that is differentiated, or "
             "the stream 'quantize' to a Flax model"
         )
-    return fold_in(key, stream)
+    return DerivedKey.of(key).fold_in(stream)

@@ -32,7 +32,7 @@ from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks, varying_axes
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.arguments import GRADIENTS, Key, draw_bits, draw_signs, product_key, split_key
+from mx_jax.ops.arguments import GRADIENTS, Key, product_key
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
 from mx_jax.ops.product import (
     AnyResidual,
@@ -46,12 +46,15 @@ from mx_jax.ops.remat import QUANTIZED
 from mx_jax.ops.sharded_operands import Placed, place, twice
 from mx_jax.ops.tags import GRADIENT, Free, remark
 from mx_jax.packed import PackedMXArray, Quantized
+from mx_jax.reference.hadamard import Hadamard
+from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.sharding.movement import STAY, Movement, Moves, manual_axes, reduced_in
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
 
 X = TypeVar("X", bound=AnyOperand)
 E = TypeVar("E")  # what a product depends on besides its operands
 Sides = tuple[Side, Side]
+Turn = tuple[Hadamard | None, Key]
 SIDES: Sides = ("lhs", "rhs")
 
 _HIGH = MatmulSpec(lhs=None, rhs=None)
@@ -154,9 +157,8 @@ class RecipeProduct(Generic[E]):
         ]
         left, right = (found.operand for found in placed)
         if spec.transform is not None:
-            signs = draw_signs(spec.transform, keys[2])
-            left = _transform(left, signs, axes[0].block_axis)
-            right = _transform(right, signs, axes[1].block_axis)
+            left = _transform(left, spec.transform, keys[2], axes[0].block_axis)
+            right = _transform(right, spec.transform, keys[2], axes[1].block_axis)
         operands = []
         for i, (x, own) in enumerate(((left, spec.lhs), (right, spec.rhs))):
             found = placed[i]
@@ -347,12 +349,10 @@ def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, axes: tuple[str, 
 # Operands -----------------------------------------------------------------------------------------
 
 
-def operand_keys(key: Key) -> tuple[Any, Any, Any]:
+def operand_keys(key: Key) -> tuple[Key, Key, Key]:
     """Keys of the left operand, of the right one, and of a transform's signs, which both share."""
-    if key is None:
-        return None, None, None
-    lhs_key, rhs_key, sign_key = split_key(key, 3)
-    return lhs_key, rhs_key, sign_key
+    lhs, rhs, signs = (None,) * 3 if key is None else DerivedKey.of(key).split(3)
+    return lhs, rhs, signs
 
 
 def prepare(
@@ -397,35 +397,31 @@ def unscaled(product: jax.Array, lhs: AnyOperand, rhs: AnyOperand, spec: MatmulS
     return (product.astype(wide) * jnp.asarray(factor, wide)).astype(product.dtype)
 
 
-def _transform(operand: AnyOperand, signs: jax.Array, axis: int) -> jax.Array:
+def _transform(operand: AnyOperand, transform: Hadamard, key: Key, axis: int) -> jax.Array:
     if isinstance(operand, Quantized):
         raise ValueError(
             "matmul: the recipe transforms its operands before quantizing, which an MXArray no "
             f"longer allows, got format={operand.format.name}, shape={operand.shape}; pass "
             "dequantize(), or a recipe without transform"
         )
-    return transformed(operand, signs, axis)
+    return transformed(operand, transform, key, axis)
 
 
-def transformed(x: jax.Array, signs: jax.Array, axis: int) -> jax.Array:
-    """`T(x)`: see `reference.hadamard`."""
-    return _turn(x, signs, axis, None)
-
-
-def turned_back(y: jax.Array, signs: jax.Array, length: int, axis: int) -> jax.Array:
-    """The inverse of `transformed`, so many values along the axis."""
-    return _turn(y, signs, axis, length)
-
-
-def _turn(x: jax.Array, signs: jax.Array, axis: int, length: int | None) -> jax.Array:
+def transformed(
+    x: jax.Array, transform: Hadamard, key: Key, axis: int, back_to: int | None = None
+) -> jax.Array:
+    """`T(x)`, or its inverse of so many values along the axis: see `reference.hadamard`."""
     call = TransformCall(
         shape=x.shape,
         dtype=np.dtype(x.dtype),
         axis=axis % x.ndim,
-        size=signs.shape[0],
-        length=length,
+        size=transform.size,
+        length=back_to,
     )
-    return bind(call, x, signs)
+    if transform.signs is not None:
+        return bind(call, x, jnp.asarray(transform.signs, jnp.int32))
+    assert key is not None, "random signs without a key"
+    return bind(call, x, DerivedKey.of(key))
 
 
 # What gradients keep, and mask --------------------------------------------------------------------
@@ -524,40 +520,39 @@ def _masked(
 ) -> jax.Array:
     fwd = recipe.fwd
     spec, own = (fwd.lhs, axes.lhs) if side == "lhs" else (fwd.rhs, axes.rhs)
-    signs = None
-    if fwd.transform is not None:
-        signs = draw_signs(fwd.transform, operand_keys(product_key(recipe, "fwd", key))[2])
+    turn = fwd.transform, operand_keys(product_key(recipe, "fwd", key))[2]
     if isinstance(operand, Residual):
-        return _turned_back(cotangent, operand.clips(), signs, operand.length, own.block_axis)
+        return _turned_back(cotangent, operand.clips(), turn, operand.length, own.block_axis)
     assert not isinstance(operand, Quantized), "codes have nothing clipped"
-    return cotangent if spec is None else _without_clipped(cotangent, operand, spec, own, signs)
+    return cotangent if spec is None else _without_clipped(cotangent, operand, spec, own, turn)
 
 
 def _turned_back(
-    turned: jax.Array, clipped: jax.Array | None, signs: jax.Array | None, length: int, axis: int
+    turned: jax.Array, clipped: jax.Array | None, turn: Turn, length: int, axis: int
 ) -> jax.Array:
     """`T^-1` of a cotangent without what belongs to clipped values, in the cotangent's dtype."""
     kept = turned if clipped is None else jnp.where(clipped, 0, turned)
-    if signs is not None:
-        kept = turned_back(kept, signs, length, axis)
-    return kept.astype(turned.dtype)
+    return _turned(kept, turn, axis, back_to=length).astype(turned.dtype)
 
 
 def _without_clipped(
-    cotangent: jax.Array, operand: jax.Array, spec: OperandSpec, axes: Axes, signs: jax.Array | None
+    cotangent: jax.Array, operand: jax.Array, spec: OperandSpec, axes: Axes, turn: Turn
 ) -> jax.Array:
     """`T^-1(T(cotangent) * [|T(operand)| is representable])`, with T the forward's transform."""
     axis, blocks = axes.block_axis, axes.blocks(spec.format)
-    values = operand if signs is None else transformed(operand, signs, axis)
-    values = prescaled(values, spec)
+    values = prescaled(_turned(operand, turn, axis), spec)
     # Scales are deterministic, and what lies beyond the largest code saturates however it is
     # rounded: the mask needs none of the forward's random bits.
     nearest = dataclasses.replace(spec, rounding=NEAREST)
     quantized = quantize_operand(values, nearest, blocks)
-    turned = cotangent if signs is None else transformed(cotangent, signs, axis)
-    length = cotangent.shape[axis]
-    kept = _turned_back(turned, beyond(values, quantized), signs, length, axis)
+    turned, length = _turned(cotangent, turn, axis), cotangent.shape[axis]
+    kept = _turned_back(turned, beyond(values, quantized), turn, length, axis)
     return kept.astype(cotangent.dtype)
+
+
+def _turned(x: jax.Array, turn: Turn, axis: int, back_to: int | None = None) -> jax.Array:
+    transform, key = turn
+    return x if transform is None else transformed(x, transform, key, axis, back_to)
 
 
 # Casts --------------------------------------------------------------------------------------------
@@ -590,11 +585,8 @@ def cast_operand(
     Whoever calls it outside a product says `with follow(x)`.
     """
     call = cast_call(x, spec, blocks, tensor_scale)
-    return checkpoint_name(bind(call, x, _drawn(call, key), tensor_scale), QUANTIZED)
-
-
-def _drawn(call: QuantizeCall, key: Key) -> jax.Array | None:
-    return None if key is None else draw_bits(key, call.random_shape, call.random_bits)
+    drawn = None if key is None else DerivedKey.of(key)
+    return checkpoint_name(bind(call, x, drawn, tensor_scale), QUANTIZED)
 
 
 # Outside of a product, which is one program already.
@@ -620,9 +612,9 @@ def _quantize_both(
     *,
     casts: tuple[QuantizeCall, QuantizeCall],
 ) -> tuple[MXArray, MXArray]:
-    bits = _drawn(casts[0], keys[0]), _drawn(casts[1], keys[1])
+    drawn = tuple(None if key is None else DerivedKey.of(key) for key in keys)
     call = QuantizeBothCall(first=casts[0], second=casts[1])
-    return checkpoint_name(bind(call, x, bits, tensor_scale), QUANTIZED)
+    return checkpoint_name(bind(call, x, drawn, tensor_scale), QUANTIZED)
 
 
 def dequantize_operand(x: MXArray, dtype: np.dtype, *, saturates: bool) -> jax.Array:

@@ -42,7 +42,7 @@ def dot_general(
     precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Spec | None = None,
-    key: jax.Array | None = None,
+    key: arguments.Key = None,
 ) -> jax.Array:
     """`jax.lax.dot_general` with quantized operands and quantized gradients.
 
@@ -150,7 +150,7 @@ def matmul(
     precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Spec | None = None,
-    key: jax.Array | None = None,
+    key: arguments.Key = None,
 ) -> jax.Array:
     """`jnp.matmul` with a recipe: `[..., m, k] @ [..., k, n]`, leading axes broadcast.
 
@@ -284,7 +284,7 @@ class RecipeDotGeneral:
         preferred_element_type: jax.typing.DTypeLike | None = None,
         *,
         out_sharding: Spec | None = None,
-        key: jax.Array | None = None,
+        key: arguments.Key = None,
     ) -> jax.Array:
         """See `mx_jax.dot_general`."""
         return dot_general(

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs.explicit_axes import Spec
-from mx_jax.ops.arguments import as_operand, as_recipe, check_out_dtype, goes_to_lax
+from mx_jax.ops.arguments import Key, as_operand, as_recipe, check_out_dtype, goes_to_lax
 from mx_jax.ops.dot_general import constrain, dot_general
 from mx_jax.ops.sharded_operands import permuted_sharding
 from mx_jax.packed import OperandLike, Quantized
@@ -32,7 +32,7 @@ def einsum(
     precision: jax.lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
     out_sharding: Spec | None = None,
-    key: jax.Array | None = None,
+    key: Key = None,
 ) -> jax.Array:
     """`jnp.einsum` of two operands with a recipe.
 

@@ -20,12 +20,12 @@ from mx_jax.formats import BlockSize, Whole, check_block_size
 from mx_jax.formats.block import FormatLike
 from mx_jax.mxarray import MXArray, straight_through
 from mx_jax.ops.arguments import (
+    Key,
     as_axes,
     as_quantizable,
     blocks_along,
     check_key,
     check_tensor_scale,
-    split_key,
 )
 from mx_jax.ops.dense import (
     cast_call,
@@ -37,6 +37,7 @@ from mx_jax.ops.packing import packed_where_they_lie
 from mx_jax.ops.product import one_program, zero_cotangents
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.moments import Stored
+from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import MatmulRecipe, OperandSpec, operand
 
@@ -49,7 +50,7 @@ def quantize(
     block_size: BlockSize | None = None,
     scale_rule: ScaleRule | str | None = None,
     rounding: Rounding | str = "nearest",
-    key: jax.Array | None = None,
+    key: Key = None,
     tensor_scale: jax.typing.ArrayLike | None = None,
 ) -> MXArray:
     """Quantize x to a block format.
@@ -159,7 +160,7 @@ class CastOptions(TypedDict, total=False):
     block_size: BlockSize | None
     scale_rule: ScaleRule | str | None
     rounding: Rounding | str
-    key: jax.Array | None
+    key: Key
     tensor_scale: jax.typing.ArrayLike | None
 
 
@@ -214,10 +215,10 @@ def cast_cotangent(
     jax.eval_shape(lambda y: quantize(y, format, **options).codes, array)
 
     @jax.custom_vjp
-    def identity(y: jax.Array, key: jax.Array | None) -> jax.Array:
+    def identity(y: jax.Array, key: Key) -> jax.Array:
         return y
 
-    def backward(key: jax.Array | None, cotangent: jax.Array) -> tuple[jax.Array, Any]:
+    def backward(key: Key, cotangent: jax.Array) -> tuple[jax.Array, Any]:
         return cast(cotangent, format, **{**options, "key": key}), zero_cotangents(key)
 
     identity.defvjp(lambda y, key: (y, key), backward)
@@ -232,7 +233,7 @@ def quantize_both(
     block_size: BlockSize | None = None,
     scale_rule: ScaleRule | str | None = None,
     rounding: Rounding | str = "nearest",
-    key: jax.Array | None = None,
+    key: Key = None,
     tensor_scale: jax.typing.ArrayLike | None = None,
 ) -> tuple[MXArray, MXArray]:
     """Quantize x along two axes, as the two products that contract them want it.
@@ -279,7 +280,7 @@ def quantize_both(
             "use quantize for one"
         )
     check_key(key, spec, "quantize_both")
-    keys = (None, None) if key is None else tuple(split_key(key))
+    keys = (None, None) if key is None else DerivedKey.of(key).split()
     scale = check_tensor_scale(tensor_scale, spec.format, array.shape, pair[0] + pair[1])
     first, second = (cast_call(array, spec, blocks, scale) for blocks in pair)
     results = quantize_operand_both(array, (first, second), (keys[0], keys[1]), scale)

@@ -34,6 +34,7 @@ from mx_jax.ops.tags import watching
 from mx_jax.ops.watched import watched
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized
 from mx_jax.reference.ragged import ragged_rows
+from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.sharding.dispatch import as_int32, dispatch
 from mx_jax.sharding.movement import Movement, as_gathered, spec_of
 from mx_jax.specs import MatmulRecipe, MatmulSpec
@@ -49,7 +50,7 @@ def ragged_dot(
     recipe: MatmulRecipe | str,
     precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    key: jax.Array | None = None,
+    key: Key = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` with quantized operands and gradients: a mixture of experts' matmul.
 
@@ -251,7 +252,7 @@ def expert_ragged_dot(
     capacity: int | None = None,
     precision: lax.PrecisionLike = None,
     preferred_element_type: jax.typing.DTypeLike | None = None,
-    key: jax.Array | None = None,
+    key: Key = None,
 ) -> jax.Array:
     """`ragged_dot` with its experts sharded over a mesh axis; inside `jax.shard_map`.
 
@@ -298,7 +299,7 @@ def expert_ragged_dot(
     sizes = as_int32(as_group_sizes(group_sizes), lhs.shape[0])
     key = check_matmul_key(key, recipe)
     if key is not None:
-        key = jax.random.fold_in(key, lax.axis_index(axis_name))
+        key = DerivedKey.of(key).fold_in(lax.axis_index(axis_name))
     assert not isinstance(lhs, PackedMXArray)
     given = isinstance(lhs, MXArray)
     rows = lhs if given else _quantized(lhs, recipe, sizes, axis_name, key)

@@ -187,7 +187,7 @@ def _quantize_groups(
     nearest = dataclasses.replace(spec, rounding=NEAREST)
     peaks = quantize_operand(ragged.group_peaks(x, rows), nearest, axes.blocks(spec.format))
     width = spec.rounding.random_bits
-    bits = draw_bits(key, x.shape, width) if width else None
+    bits = draw_bits(key, x.shape, width) if key is not None and width else None
     codes = ragged.encode_by_group(x, rows, peaks, spec.rounding, bits)
     note_cast(side, x, codes, spec.scale_rule.name, axes.block_axis)
     return checkpoint_name(codes, QUANTIZED)

@@ -28,10 +28,11 @@ from mx_jax.codecs.explicit_axes import (
 )
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.arguments import Key, fold_in
+from mx_jax.ops.arguments import Key
 from mx_jax.ops.tags import remark
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
+from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.sharding.movement import (
     STAY,
     Gather,
@@ -267,7 +268,7 @@ def _folded(key: Key, move: Movement) -> Key:
     """A key of each device's own, for the part that it has."""
     if key is None or not move.manual:
         return key
-    return fold_in(key, lax.axis_index(move.manual))
+    return DerivedKey.of(key).fold_in(lax.axis_index(move.manual))
 
 
 def _explain(operand: jax.Array, move: Movement, what: str) -> None:

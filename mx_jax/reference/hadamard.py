@@ -76,18 +76,6 @@ class Hadamard:
         return f"Hadamard {self.size}, {'random' if self.is_random else 'fixed'} signs"
 
 
-def seeded(size: int, seed: int) -> Hadamard:
-    """A transform whose signs come from a seed, the same on every machine.
-
-    Examples:
-      >>> from mx_jax.reference.hadamard import seeded
-      >>> seeded(4, seed=0).signs
-      (1, 1, -1, 1)
-    """
-    bits = np.random.Generator(np.random.Philox(seed)).integers(0, 2, size)
-    return Hadamard(size=size, signs=tuple(int(1 - 2 * bit) for bit in bits))
-
-
 @functools.cache
 def _sylvester(size: int) -> np.ndarray:
     """Sylvester's Hadamard matrix: symmetric, of 1 and -1."""

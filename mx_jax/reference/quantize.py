@@ -176,8 +176,3 @@ def _tensor_scale(largest: jax.Array, largest_value: float) -> jax.Array:
     scale = true_divide(lift(float32.from_bits(largest), small), largest_value)
     bits = float32.max(lower(float32.to_bits(scale), small), 1)
     return select(float32.eq(largest, 0), 1.0, float32.from_bits(bits))
-
-
-def dequantize(x: MXArray, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
-    """The values of an MXArray; see `MXArray.dequantize`."""
-    return x.dequantize(dtype)

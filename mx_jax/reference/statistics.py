@@ -17,7 +17,6 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.formats import ElementFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.reference import quantize
 
 Raw = dict[str, jax.Array]
 Dequantize = Callable[[MXArray, jax.typing.DTypeLike], jax.Array]
@@ -39,7 +38,7 @@ def of_cast(
     after: MXArray,
     axis: int,
     wanted: Collection[str] = OF_CASTS,
-    dequantize: Dequantize = quantize.dequantize,
+    dequantize: Dequantize = MXArray.dequantize,
 ) -> Raw:
     """What the wanted statistics of a cast need.
 
@@ -83,7 +82,7 @@ def of_cast(
     return raw
 
 
-def finite_values(after: MXArray, dequantize: Dequantize = quantize.dequantize) -> jax.Array:
+def finite_values(after: MXArray, dequantize: Dequantize = MXArray.dequantize) -> jax.Array:
     """What an operand stands for, in float32: finite codes stay finite."""
     element = after.format.element
     values = dequantize(dataclasses.replace(after, primal=None), jnp.float32)

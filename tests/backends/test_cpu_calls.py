@@ -51,7 +51,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     casts.QUANTIZE: (
         {"x": zeros(4, 64, dtype=np.float32)},
         {"codes": u8(4, 64), "scales": u8(4, 2)},
-        casts.quantize_attributes(CALL, False),
+        casts.quantize_attributes(CALL, None, None),
     ),
     casts.DEQUANTIZE: (
         {"codes": zeros(4, 64), "scales": zeros(4, 2)},
@@ -66,7 +66,22 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             "other_codes": u8(40, 64),
             "other_scales": u8(2, 64),
         },
-        casts._both_attributes(BOTH.first, BOTH.second, False),
+        {
+            f"{prefix}_{name}": value
+            for prefix, one in (("last", BOTH.first), ("other", BOTH.second))
+            for name, value in casts.quantize_attributes(one, None, None).items()
+        },
+    ),
+    casts.RANDOM_BITS: (
+        {"keys": zeros(2, 2, dtype=np.uint32)},
+        {"bits": i32(2, 3)},
+        {"width": np.int32(16), "derivations": np.zeros(0, np.int64)},
+    ),
+    casts.TRANSFORM: (
+        {"x": zeros(4, 64, dtype=np.float32), "signs": zeros(32, dtype=np.int32)},
+        {"out": f32(4, 64)},
+        {"is_inverse": False, "num_inner": np.int32(0), "size": np.int32(32)}
+        | {"derivations": np.zeros(0, np.int64)},
     ),
     rejections.MATMUL: (
         {
@@ -111,7 +126,21 @@ def blocks(*pairs: int) -> dict[str, Any]:
 DRAWS = {"rounding": "stochastic", "random_bits": np.int32(16)}
 FOUND = {"largest_value": np.float32(2688)}
 DTYPES = "needs float32, bfloat16 or float16"
+KEYS = "needs keys uint32"
 WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
+    casts.RANDOM_BITS: [
+        ({"keys": zeros(3, 2, dtype=np.uint32)}, KEYS),
+        ({"keys": zeros(2, 3, dtype=np.uint32)}, KEYS),
+        ({"keys": zeros(2, 2, dtype=np.int32)}, KEYS),
+        ({"keys": zeros(2, 3, 1, 2, dtype=np.uint32)}, r"got keys.shape=\(2, 3, 1, 2\), shape="),
+        ({"width": np.int32(33)}, "needs a width of 1 to 32, got width=33"),
+    ],
+    casts.TRANSFORM: [
+        ({"signs": zeros(16, dtype=np.int32)}, r"got x.shape=\(4, 64\), signs.shape=\(16\)"),
+        ({"signs": zeros(32, dtype=np.float32)}, "needs x"),
+        ({"signs": zeros(32, dtype=np.uint32)}, KEYS),
+        ({"size": np.int32(24), "signs": zeros(24, dtype=np.int32)}, "size must be a power of two"),
+    ],
     casts.QUANTIZE: [
         ({"x": zeros(4, 64, dtype=np.int32)}, DTYPES),
         ({"codes": u8(4, 63)}, r"codes must be uint8 of shape \(4, 64\)"),

@@ -15,7 +15,8 @@ from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.cpu_ffi import casts, library
 from mx_jax.backends.target import on_one_device
 from mx_jax.formats import NVFP4, NVFP4_2D, BlockFormat
-from mx_jax.ops.dense import transformed, turned_back
+from mx_jax.ops.dense import transformed
+from mx_jax.recipes import Hadamard
 from mx_jax.reference import hadamard
 from mx_jax.reference.quantize import quantize
 from mx_jax.testing.cases import QuantizeCase
@@ -53,9 +54,9 @@ def test_what_casts(name: str):
 RNG = np.random.default_rng(0)
 
 
-def drawn(shape: tuple[int, ...], dtype: str, size: int) -> tuple[jax.Array, jax.Array]:
-    signs = jnp.asarray(RNG.choice([-1, 1], size), jnp.int32)
-    return jnp.asarray(RNG.normal(size=shape), dtype), signs
+def drawn(shape: tuple[int, ...], dtype: str, size: int) -> tuple[jax.Array, Hadamard]:
+    signs = tuple(RNG.choice([-1, 1], size).tolist())
+    return jnp.asarray(RNG.normal(size=shape), dtype), Hadamard(size=size, signs=signs)
 
 
 def is_near(found: jax.Array, exact: np.ndarray, size: int) -> bool:
@@ -81,26 +82,26 @@ def test_the_values_of_the_reference(size: int, dtype: str):
         ((size + 1,), 0),
         ((0, size), 1),
     ]:
-        x, signs = drawn(shape, dtype, size)
-        turned = transformed(x, signs, axis)
+        x, transform = drawn(shape, dtype, size)
+        turned = transformed(x, transform, None, axis)
         as_float64 = np.moveaxis(np.asarray(x, np.float64), axis, -1)
         missing = -x.shape[axis] % size
         padded = np.pad(as_float64, [(0, 0)] * (x.ndim - 1) + [(0, missing)])
         groups = padded.reshape(*padded.shape[:-1], padded.shape[-1] // size, size)
         # Over sqrt(size) in float64, which float32's matrix rounds.
         square = np.sign(hadamard.matrix(size)).astype(np.float64) / np.sqrt(size)
-        exact = (groups * np.asarray(signs, np.float64) @ square).reshape(padded.shape)
+        exact = (groups * np.asarray(transform.signs, np.float64) @ square).reshape(padded.shape)
         assert turned.dtype == jnp.float32
         assert is_near(turned, np.moveaxis(exact, -1, axis), size), (shape, axis)
-        back = turned_back(turned, signs, x.shape[axis], axis)
+        back = transformed(turned, transform, None, axis, back_to=x.shape[axis])
         assert back.shape == x.shape
         assert is_near(back, np.asarray(x, np.float64), size), (shape, axis)
 
 
 def test_infinity_and_nan_stay_in_their_groups():
-    x, signs = drawn((4, 64), "float32", 32)
+    x, transform = drawn((4, 64), "float32", 32)
     x = x.at[0, 3].set(jnp.inf).at[1, 40].set(jnp.nan)
-    turned = np.asarray(transformed(x, signs, 1))
+    turned = np.asarray(transformed(x, transform, None, 1))
     assert np.isinf(turned[0, :32]).all() and np.isfinite(turned[0, 32:]).all()
     assert np.isnan(turned[1, 32:]).all() and np.isfinite(turned[1, :32]).all()
 
@@ -121,8 +122,8 @@ def test_who_transforms():
 
 
 def test_groups_that_are_too_large():
-    x, signs = drawn((4096,), "float32", 2048)
-    text = mx_jax.inspect.explain_call(lambda x: transformed(x, signs, 0), x)
+    x, transform = drawn((4096,), "float32", 2048)
+    text = mx_jax.inspect.explain_call(lambda x: transformed(x, transform, None, 0), x)
     assert "cpu_ffi: turns groups of at most 1024, got size=2048" in text
 
 

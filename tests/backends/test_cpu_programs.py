@@ -18,6 +18,7 @@ from mx_jax.backends.select import only_backend
 from mx_jax.codecs import lowering
 from mx_jax.ops.arguments import draw_bits
 from mx_jax.ops.dense import transformed
+from mx_jax.recipes import Hadamard
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
 
@@ -99,8 +100,8 @@ BATCHES: dict[str, tuple[Any, Any, tuple[tuple[int | None, ...], ...], str]] = {
         "random_bits",
     ),
     "transform": (
-        functools.partial(transformed, axis=0),
-        lambda: [draw(STACK, 40, 5), jnp.sign(draw(STACK, 16)).astype(jnp.int32)],
+        lambda x, key: transformed(x, Hadamard(size=16, signs=None), key, 0),
+        lambda: [draw(STACK, 40, 5), jax.random.split(jax.random.key(7), STACK)],
         ((0, 0), (0, None), (None, 0)),
         "transform",
     ),

@@ -10,8 +10,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax.ops.arguments import draw_bits, draw_signs, fold_in, split_key
-from mx_jax.reference import hadamard, random_bits
+from mx_jax.ops.arguments import draw_bits
+from mx_jax.ops.dense import transformed
+from mx_jax.recipes import Hadamard
+from mx_jax.reference import random_bits
+from mx_jax.reference.random_bits import DerivedKey
 from tests.needs import needs_library
 from tests.quick import quick
 
@@ -56,9 +59,9 @@ def test_other_keys(key: jax.Array, partitionable: bool, expected: list[str]):
         np.testing.assert_array_equal(draw(key), random_bits.draw_bits(key, (8, 32), 16))
 
 
-def derived(key: jax.Array) -> tuple[Any, jax.Array]:
+def derived(key: jax.Array) -> tuple[DerivedKey, jax.Array]:
     """A key of three of what is folded in, as a call has it and as JAX does."""
-    own = split_key(fold_in(key, 11), 3)[2]
+    own = DerivedKey.of(key).fold_in(11).split(3)[2]
     return own, jax.random.split(jax.random.fold_in(key, 11), 3)[2]
 
 
@@ -72,8 +75,8 @@ def test_the_keys_of_jax(key: jax.Array):
     np.testing.assert_array_equal(draw(key), expected)
     own, other = derived(key)
     np.testing.assert_array_equal(data(own.get()), data(other))
-    found = quick(lambda key, place: fold_in(derived(key)[0], place))(key, 4)
-    np.testing.assert_array_equal(data(found), data(jax.random.fold_in(other, 4)))
+    found = quick(lambda key, place: derived(key)[0].fold_in(place))(key, 4)
+    np.testing.assert_array_equal(found.data, data(jax.random.fold_in(other, 4)))
     keys = jax.random.split(key, 4)
     found = quick(jax.vmap(draw))(keys)
     for one, bits in zip(keys, found, strict=True):
@@ -86,11 +89,42 @@ def data(keys: jax.Array) -> jax.Array:
 
 
 def test_signs_are_those_of_bernoulli():
-    transform = hadamard.Hadamard(size=64, signs=None)
-    for seed in range(8):
-        key = jax.random.key(seed)
-        expected = np.where(jax.random.bernoulli(key, jnp.float32(0.5), (64,)), 1, -1)
-        np.testing.assert_array_equal(np.where(draw_signs(transform, key) < 0, -1, 1), expected)
+    """Drawn by the transform."""
+    x, random = jnp.ones((3, 64)), Hadamard(size=64, signs=None)
+    turn = lambda x, key: transformed(x, random, key, 1)  # noqa: E731
+    assert handlers(turn, x, KEY) == ["mx_jax_cpu_transform"]
+    keys = jax.random.split(KEY, 8)
+    for key, found in zip(keys, quick(jax.vmap(turn, (None, 0)))(x, keys), strict=True):
+        drawn = np.where(jax.random.bernoulli(key, jnp.float32(0.5), (64,)), 1, -1)
+        fixed = Hadamard(size=64, signs=tuple(drawn.tolist()))
+        np.testing.assert_array_equal(found, transformed(x, fixed, None, 1))
+
+
+def rounded(x: jax.Array, key: jax.Array) -> Any:
+    """Along rows, along columns, and both by one handler."""
+    along = [mx_jax.quantize(x, "mxfp4", axis=a, rounding="stochastic", key=key) for a in (-1, 0)]
+    return along, mx_jax.quantize_both(x, "mxfp8_e5m2", rounding="stochastic", key=key)
+
+
+def test_casts_draw_their_own():
+    x = jax.random.normal(jax.random.key(1), (2, 3, 64, 96))
+    casts = ["mx_jax_cpu_quantize"] * 2 + ["mx_jax_cpu_quantize_both"]
+    assert sorted(handlers(rounded, x[0, 0], KEY)) == casts
+    keys = jax.random.split(KEY, (2, 3))
+    ways: dict[str, tuple[Any, tuple[jax.Array, jax.Array]]] = {
+        "one": (rounded, (x[0, 0], KEY)),
+        "values": (jax.vmap(rounded, (0, None)), (x[0], KEY)),
+        "keys": (jax.vmap(rounded, (None, 0)), (x[0, 0], keys[0])),
+        "both": (jax.vmap(jax.vmap(rounded)), (x, keys)),
+        "first keys": (jax.vmap(jax.vmap(rounded, (0, None))), (x, keys[:, 0])),
+        "last keys": (jax.vmap(jax.vmap(rounded), (0, None)), (x, keys[0])),
+    }
+    for way, (run, operands) in ways.items():
+        found = quick(run)(*operands)
+        with mx_jax.only_backend("reference"):
+            expected = quick(lambda *own, run=run: run(*own))(*operands)
+        for one, other in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=way)
 
 
 def test_programs_of_several_devices():
@@ -99,6 +133,6 @@ def test_programs_of_several_devices():
     x = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
     cast = lambda x: mx_jax.cast(x, "mxfp4", rounding="stochastic", key=KEY)  # noqa: E731
     sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
-    assert "mx_jax_cpu_random_bits" in handlers(cast, x)
+    assert "mx_jax_cpu_quantize" in handlers(cast, x)
     assert handlers(cast, sharded) == []
     np.testing.assert_array_equal(quick(cast)(sharded), quick(cast)(x))

@@ -13,11 +13,7 @@ from mx_jax.codecs.indexing import (
 from mx_jax.formats import WHOLE
 
 SHAPE = (3, 4, 80)
-
-
 B = ((-1, 32),)
-
-
 S = slice(None)
 
 
@@ -72,8 +68,6 @@ def test_tensor_scales():
 
 
 BOTH = ((-2, 32), (-1, 32))
-
-
 ROWS = ((-1, WHOLE),)
 
 

@@ -62,13 +62,6 @@ def test_names():
     assert drawn == [False, False, False, True, True, True]
 
 
-@pytest.mark.parametrize("rounding", ["up", "", None, 3])
-def test_an_unknown_name_lists_the_known(rounding):
-    message = rf"^unknown rounding={rounding!r}; known: nearest, away, toward_zero, stochastic$"
-    with pytest.raises(ValueError, match=message):
-        rounding_mode(rounding)
-
-
 @pytest.mark.parametrize("num_bits", [-1, 0, 18, 32])
 def test_number_of_random_bits(num_bits: int):
     with pytest.raises(ValueError, match=rf"1 <= num_bits <= 17, got num_bits={num_bits}$"):
@@ -81,8 +74,3 @@ def test_stochastic_modes_are_equal_by_width_alone():
     assert apart.apply is not STOCHASTIC.apply
     assert apart == STOCHASTIC and hash(apart) == hash(STOCHASTIC) and apart.is_stochastic
     assert stochastic(7) != dataclasses.replace(stochastic(7), apply=STOCHASTIC.apply)
-
-
-def test_a_mode_is_built_by_names():
-    with pytest.raises(TypeError, match="positional"):
-        Rounding("mine", 0, AWAY.apply)  # pyright: ignore

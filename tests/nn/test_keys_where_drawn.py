@@ -14,6 +14,7 @@ from flax import nnx
 from mx_jax import convert, recipes
 from mx_jax.nn import linen
 from mx_jax.nn import nnx as ours
+from mx_jax.nn.layers import layer_key
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
 
@@ -74,3 +75,36 @@ def test_nnx(name: str):
     nnx.eval_shape(nnx.grad(loss), keyed)
     with pytest.raises(ValueError, match=MISSING):
         nnx.eval_shape(nnx.grad(loss), layer)
+
+
+class Draws(flax_nn.Module):
+    """Two keys of a stream, by Flax or by this library."""
+
+    is_ours: bool
+
+    @flax_nn.compact
+    def __call__(self, stream: str) -> list[jax.Array]:
+        def key() -> jax.Array:
+            if not self.is_ours:
+                return self.make_rng(stream)
+            own = layer_key(self, RECIPE, stream)
+            assert own is not None
+            return own.get()
+
+        return [jax.random.bits(key()) for _ in range(2)]
+
+
+class Nested(flax_nn.Module):
+    is_ours: bool
+
+    @flax_nn.compact
+    def __call__(self, stream: str) -> list[list[jax.Array]]:
+        return [Draws(self.is_ours, name=name)(stream) for name in ("first", "second")]
+
+
+@pytest.mark.parametrize("streams", [("quantize",), ("params", "quantize"), ("params",)], ids=str)
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey], ids=["typed", "raw"])
+def test_a_layers_keys_are_those_of_make_rng(make: Any, streams: tuple[str, ...]):
+    rngs = {name: make(number) for number, name in enumerate(streams)}
+    found, expected = (Nested(own).apply({}, "quantize", rngs=rngs) for own in (True, False))
+    assert found == expected and len(set(map(int, jax.tree.leaves(found)))) == 4

@@ -10,7 +10,7 @@ import pytest
 
 import mx_jax
 from mx_jax.formats import INT8_FULL, MXINT8
-from mx_jax.ops.arguments import draw_signs
+from mx_jax.ops.arguments import draw_bits
 from mx_jax.recipes import Hadamard, MatmulSpec, OperandSpec, Recipe, Residuals, operand
 from mx_jax.reference import hadamard
 from tests.quick import quick
@@ -107,7 +107,7 @@ def test_the_right_operand_too_with_random_signs_and_drawn_bits():
     product = functools.partial(mx_jax.matmul, recipe=recipe)
     dw = quick(jax.grad(lambda w, x, key: product(x, w, key=key).sum()))(w, x, key)
     sign_key = jax.random.split(jax.random.fold_in(key, 0), 3)[2]
-    signs = jnp.where(draw_signs(Hadamard(size=32, signs=None), sign_key) < 0, -1.0, 1.0)
+    signs = jnp.where(draw_bits(sign_key, (32,), 32) < 0, -1.0, 1.0)
     assert set(np.asarray(signs)) == {1.0, -1.0}
     apply = jax.jit(hadamard.apply, static_argnames="axis")
     turned = apply(w, signs, axis=0)

@@ -292,12 +292,6 @@ def test_square_blocks_share_one_scale(rng: np.random.Generator):
     assert_bitwise_equal(square.codes, back)
 
 
-def test_square_blocks_need_two_axes():
-    message = r"format=mxfp4_2d has two-dimensional blocks=\(32, 32\) and needs at least two axes"
-    with pytest.raises(ValueError, match=message + r", got shape=\(64,\)"):
-        mx_jax.quantize(jnp.ones(64), MXFP4_2D)
-
-
 def test_whole_blocks_cover_an_axis(rng: np.random.Generator):
     x = wide_normal(rng, (3, 50))
     whole, long = jax.jit(

@@ -28,8 +28,6 @@ at = Brackets()
 
 
 ROWS = np.array([2, 0, 0, -1], np.int32)
-
-
 TABLE = np.array([[0, 1, 2], [2, 1, 0]], np.int32)
 
 

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.ops.arguments import draw_signs
+from mx_jax.ops.arguments import draw_bits
 from mx_jax.reference import hadamard
 
 X = (64, 256)
@@ -59,8 +59,7 @@ def rounded(x: jax.Array, key: jax.Array) -> Any:
 
 
 def signs(x: jax.Array, key: jax.Array) -> jax.Array:
-    transform = hadamard.Hadamard(size=32, signs=None)
-    return hadamard.apply(x, draw_signs(transform, key), -1)
+    return hadamard.apply(x, draw_bits(key, (32,), 32), -1)
 
 
 @pytest.mark.slow(but="shape1")

@@ -198,6 +198,8 @@ def test_repr_shows_values():
     large = repr(mx_jax.quantize(jnp.ones((64, 64), jnp.bfloat16), NVFP4))
     assert "nvfp4, shape=(64, 64), dtype=bfloat16, blocks={-1: 16}, nbytes=4356" in large
     assert "..." in large and len(large) < 400
+    whole = mx_jax.quantize(jnp.ones((2, 3)), FLOAT8_ROWWISE_E4M3)
+    assert "blocks={-1: WHOLE}" in repr(whole)
 
 
 def test_notebooks_show_scales_and_codes():
@@ -216,11 +218,6 @@ def test_notebooks_show_scales_and_codes():
     seen = []
     jax.jit(lambda q: seen.append(q._repr_html_()))(mx_jax.quantize(jnp.ones(32), "mxfp4"))
     assert seen == [None]
-
-
-def test_repr_of_whole_blocks():
-    quantized = mx_jax.quantize(jnp.ones((2, 3)), FLOAT8_ROWWISE_E4M3)
-    assert "blocks={-1: WHOLE}" in repr(quantized)
 
 
 def test_repr_without_values():
@@ -346,8 +343,6 @@ def test_trees_that_are_no_arrays_compare_by_identity(x: np.ndarray):
 
 
 X = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
-
-
 WRITES = {
     "savez": lambda x, file: np.savez(file, x=x, y=x),
     "savez_compressed": lambda x, file: np.savez_compressed(file, x),

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 
 import mx_jax
 from mx_jax.codecs.blocks import scales_shape
-from mx_jax.formats import BLOCK_FORMATS, FLOAT8_TENSORWISE_E4M3, MXFP4, NVFP4
+from mx_jax.formats import FLOAT8_TENSORWISE_E4M3, MXFP4, NVFP4
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quantize import oracle
 from tests.quantize.inputs import CONFIGS, Config, compiled, tensors
@@ -88,10 +88,3 @@ def test_arrays_without_elements():
         assert (values.shape, values.dtype) == (shape, jnp.bfloat16), case
     # Outside jit too.
     assert mx_jax.quantize(jnp.zeros((0, 64)), MXFP4).dequantize().shape == (0, 64)
-
-
-@pytest.mark.parametrize("format", BLOCK_FORMATS, ids=lambda format: format.name)
-def test_a_scalar_has_no_axis(format):
-    message = r"axis=-1 is out of range for shape=\(\); a scalar has no axis for blocks"
-    with pytest.raises(ValueError, match=message):
-        mx_jax.quantize(jnp.float32(1), format)

@@ -46,7 +46,6 @@ def test_where_signs_come_from():
     fixed, drawn = Hadamard(size=2, signs=(1, -1)), Hadamard(size=2, signs=None)
     assert (fixed.is_random, drawn.is_random) == (False, True)
     assert len({fixed, drawn, Hadamard(size=2, signs=(1, -1))}) == 2
-    assert hadamard.seeded(8, seed=3) == Hadamard(size=8, signs=(-1, 1, 1, 1, -1, 1, 1, -1))
 
 
 def test_transform_along_an_axis():
@@ -74,8 +73,3 @@ def test_transform_along_an_axis():
     for shape, filled in (((5,), (8,)), ((2, 3, 5), (2, 3, 8))):
         out = jax.eval_shape(hadamard.apply, jnp.ones(shape), jnp.asarray(SIGNS))
         assert out.shape == filled
-
-
-def test_a_transform_is_built_by_names():
-    with pytest.raises(TypeError, match="positional"):
-        Hadamard(2, (1, -1))  # pyright: ignore

@@ -13,8 +13,6 @@ from mx_jax import MXArray
 from mx_jax.reference.matmul import attend, scaled_matmul, scaled_values, unscaled
 
 X = np.array([[6, -3, 0.5, 1.5], [1, 2, 0, 4]], np.float32)
-
-
 PLAIN = (((1,), (0,)), ((), ()))
 
 

@@ -41,7 +41,6 @@ from mx_jax.reference.scale_rules import (
     SCALE_RULES,
     BlockData,
     PowerOfTwo,
-    ScaleRule,
     power_of_two,
     scale_rule_for,
 )
@@ -55,13 +54,9 @@ F = np.float32
 MAGNITUDES = np.array(
     [1e-12, 3e-12, 1, 1.75, 6, 448, 449, 3e30, 2.0**-100 * 448, 2.0**-99 * 448, 2.0**-101], F
 )
-
-
 MAGNITUDES = np.concatenate(
     [MAGNITUDES, np.nextafter(MAGNITUDES, F(0)), np.nextafter(MAGNITUDES, F(np.inf))]
 )
-
-
 NOT_FINITE = np.array([np.inf, np.nan], F)
 
 
@@ -200,23 +195,6 @@ def test_room_for_scales_that_round_to_nearest():
     assert 17 / 16 * 0.93 * MS_EDEN.largest_element == pytest.approx(E2M1.max, rel=1e-15)
 
 
-def test_the_rule_that_is_meant():
-    for format, first in ((MXFP4, FLOOR), (NVFP4, AMAX), (FLOAT8_ROWWISE_E4M3, FLOAT8)):
-        assert scale_rule_for(None, format) is first
-    assert scale_rule_for("rceil", MXFP4) is RCEIL
-    own = power_of_two("mine", seven)
-    assert scale_rule_for(own, MXFP4) is own
-    with pytest.raises(ValueError, match="fills scales of kind exponent"):
-        scale_rule_for(own, NVFP4)
-    with pytest.raises(TypeError, match="got scale_rule=3"):
-        scale_rule_for(3, MXFP4)  # pyright: ignore
-
-
-def test_a_rule_is_built_by_names():
-    with pytest.raises(TypeError, match="positional"):
-        ScaleRule("mine", ("exponent",), seven)  # pyright: ignore
-
-
 def test_even_is_overflow_aware_scaling_for_e2m1():
     """Of arXiv 2603.08713: RCEIL's scale, halved where the largest value is below 3.5 over it."""
     # Every sign of a threshold: mantissas around the multiples of 1/16, in three octaves.
@@ -268,14 +246,10 @@ def test_every_exponent(threshold):
 
 
 RULES = ("floor", "ceil", "even", "rceil")
-
-
 RARE = tuple(
     dataclasses.replace(MXFP8_E4M3, name=element.name, element=element)
     for element in (E4M3FNUZ, E5M2FNUZ)
 )
-
-
 FORMATS = (*MX_FORMATS, *RARE)
 
 
@@ -334,6 +308,14 @@ def test_rules_by_name_and_object():
         assert fitting
         assert scale_rule_for(rule.name, fitting[0]) is rule
         assert scale_rule_for(rule, fitting[0]) is rule
+    for format, first in ((MXFP4, FLOOR), (NVFP4, AMAX), (FLOAT8_ROWWISE_E4M3, FLOAT8)):
+        assert scale_rule_for(None, format) is first
+    own = power_of_two("mine", seven)
+    assert scale_rule_for(own, MXFP4) is own
+    with pytest.raises(ValueError, match="fills scales of kind exponent"):
+        scale_rule_for(own, NVFP4)
+    with pytest.raises(TypeError, match="got scale_rule=3"):
+        scale_rule_for(3, MXFP4)  # pyright: ignore
     assert repr(FLOOR) == "ScaleRule(floor)"
     assert len({rule.name for rule in SCALE_RULES}) == len(SCALE_RULES)
 

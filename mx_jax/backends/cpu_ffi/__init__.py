@@ -50,13 +50,18 @@ def _rejects_machine(target: Target, call: Call, handler: str) -> str | None:
 
 
 def _offer(
-    call: type[Call], handler: str, rejects: Callable[[Any], str | None], run: Callable[..., Any]
+    call: type[Call],
+    handler: str,
+    rejects: Callable[[Any], str | None],
+    run: Callable[..., Any],
+    takes_keys: bool = False,
 ) -> Offer:
     """A kind of call, taken where the library has its handler, unless that does not compute it."""
     return Offer(
         call=call,
         rejects=lambda call, target: _rejects_machine(target, call, handler) or rejects(call),
         run=run,
+        takes_keys=takes_keys,
     )
 
 
@@ -67,14 +72,28 @@ CPU_FFI = Backend(
     table=(
         _offer(MatmulCall, rejections.MATMUL, products.rejects, products.multiply),
         _offer(RaggedCall, rejections.MATMUL, products.rejects_groups, products.multiply_groups),
-        _offer(QuantizeCall, casts.QUANTIZE, casts.rejects_quantize, casts.quantize),
-        _offer(QuantizeBothCall, casts.QUANTIZE_BOTH, casts.rejects_both, casts.quantize_both),
+        _offer(
+            QuantizeCall, casts.QUANTIZE, casts.rejects_quantize, casts.quantize, takes_keys=True
+        ),
+        _offer(
+            QuantizeBothCall,
+            casts.QUANTIZE_BOTH,
+            casts.rejects_both,
+            casts.quantize_both,
+            takes_keys=True,
+        ),
         _offer(DequantizeCall, casts.DEQUANTIZE, casts.rejects_dequantize, casts.dequantize),
         _offer(PackCall, weights.TARGET, weights.rejects_pack, weights.pack),
         _offer(AttendCall, attend.TARGET, attend.rejects, attend.attend),
-        _offer(RandomBitsCall, casts.RANDOM_BITS, casts.rejects_random_bits, casts.random_bits),
+        _offer(RandomBitsCall, casts.RANDOM_BITS, casts.rejects_random_bits, casts.draw_bits),
         _offer(MomentCall, casts.STEP_MOMENTS, casts.rejects_moments, casts.step_moments),
-        _offer(TransformCall, casts.TRANSFORM, casts.rejects_transform, casts.transform),
+        _offer(
+            TransformCall,
+            casts.TRANSFORM,
+            casts.rejects_transform,
+            casts.transform,
+            takes_keys=True,
+        ),
         _offer(
             CastStatisticsCall, statistics.TARGET, statistics.rejects, statistics.cast_statistics
         ),

@@ -1,7 +1,7 @@
 """Casts by the compiled handlers, with what they draw and transform: `custom_calls/casts/`."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import moments, scale_rules
 from mx_jax.reference import quantize as reference
+from mx_jax.reference.random_bits import DerivedKey
 
 
 class CastAxes(NamedTuple):
@@ -176,21 +177,25 @@ def _rounding(rounding: Rounding) -> str | None:
     return None if rounding.random_bits else _ROUNDINGS.get(rounding.apply)
 
 
+# Random bits, or what they are drawn by.
+Bits = jax.Array | DerivedKey | None
+
+
+def _drawn(bits: Bits, call: QuantizeCall) -> jax.Array | None:
+    return draw_bits(bits, call.drawn_by(bits)) if isinstance(bits, DerivedKey) else bits
+
+
 def quantize(
-    x: jax.Array,
-    random_bits: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    call: QuantizeCall,
+    x: jax.Array, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeCall
 ) -> MXArray:
     """x quantized: elements by the handler, what some rules do besides by plain JAX."""
     rule = call.scale_rule
     tensor_scale = _known_scale(x, tensor_scale, call)
-    how = _quantize
     if rule.correction is not None:
-        how = _corrected
-    elif isinstance(rule.scales, scale_rules.LeastLoss):
-        how = _of_least_loss
-    return how(x, random_bits, tensor_scale, call)
+        return _corrected(x, _drawn(random_bits, call), tensor_scale, call)
+    if isinstance(rule.scales, scale_rules.LeastLoss):
+        return _of_least_loss(x, _drawn(random_bits, call), tensor_scale, call)
+    return _quantize(x, random_bits, tensor_scale, call)
 
 
 def _corrected(
@@ -245,46 +250,52 @@ def _lost(x: jax.Array, found: MXArray, call: QuantizeCall) -> jax.Array:
 
 
 def _quantize(
-    x: jax.Array,
-    random_bits: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    call: QuantizeCall,
+    x: jax.Array, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeCall
 ) -> MXArray:
-    (found,) = _by_handler(
-        QUANTIZE, x, (random_bits,), (tensor_scale,), (call,), quantize_attributes
-    )
+    (found,) = _by_handler(QUANTIZE, {"": call}, x, (random_bits,), (tensor_scale,))
     return found
 
 
 def _by_handler(
     target: str,
+    calls: Mapping[str, QuantizeCall],
     x: jax.Array,
-    bits: Sequence[jax.Array | None],
+    bits: Sequence[Bits],
     tensor_scales: Sequence[jax.Array | None],
-    calls: tuple[QuantizeCall, ...],
-    attributes: Callable[..., dict[str, object]],
 ) -> list[MXArray]:
-    """One cast or two of x; the handler finds tensor scales that are not given."""
-    has_tensor_scale = tensor_scales[0] is not None
-    finds = calls[0].format.tensor_scale and not has_tensor_scale
-    axes = cast_axes(*(call.blocks for call in calls), depth=x.ndim if finds else 0)
+    """One cast or two of x, by what the handler's attributes of each begin with.
+
+    The handler finds tensor scales that are not given, and draws by keys where no devices share x.
+    """
+    casts, depth = list(calls.values()), x.ndim if tensor_scales[0] is None else 0
+    num_found = len(casts) if casts[0].format.tensor_scale and depth else 0
+    axes = cast_axes(*(call.blocks for call in casts), depth=depth if num_found else 0)
     operands, given, wanted = [x], [axes.elements], []
     dtypes: list[np.dtype] = []
-    for call, drawn, scale, scales in zip(calls, bits, tensor_scales, axes.scales, strict=True):
-        more = ((axes.tensor_scale, scale), (axes.elements, drawn))
-        operands += [operand for _, operand in more if operand is not None]
-        given += [names for names, operand in more if operand is not None]
+    attributes: dict[str, object] = {}
+    each = zip(calls.items(), bits, tensor_scales, axes.scales, strict=True)
+    for (prefix, call), drawn, tensor_scale, scales in each:
+        if tensor_scale is not None:
+            operands.append(tensor_scale)
+            given.append(axes.tensor_scale)
+        if isinstance(drawn, DerivedKey) and on_one_device.value:
+            operands.append(drawn.data)
+            given.append("*k 2")
+        elif drawn is not None:
+            operands.append(_drawn(drawn, call))
+            given.append(axes.elements)
         wanted += [axes.elements, scales]
         dtypes += [np.dtype("uint8"), call.format.scale.storage_dtype]
-    num_found = len(calls) * finds
+        own = quantize_attributes(call, drawn, tensor_scale)
+        attributes |= {f"{prefix}{name}": value for name, value in own.items()}
     handler = Handler(
         target=target,
         axes=f"{', '.join(given)} -> {', '.join([*wanted, *[axes.found] * num_found])}",
         dtypes=(*dtypes, *[np.dtype("float32")] * num_found),
-        attributes=hashable(attributes(*calls, has_tensor_scale)),
+        attributes=hashable(attributes),
     )
     results = handler(*operands)
-    found = results[2 * len(calls) :] or tensor_scales
+    found = results[2 * len(casts) :] or tensor_scales
     return [
         MXArray(
             codes=results[2 * place],
@@ -294,12 +305,15 @@ def _by_handler(
             blocks=call.blocks,
             dtype=np.dtype(call.dtype),
         )
-        for place, call in enumerate(calls)
+        for place, call in enumerate(casts)
     ]
 
 
-def quantize_attributes(call: QuantizeCall, has_tensor_scale: bool) -> dict[str, object]:
+def quantize_attributes(
+    call: QuantizeCall, random_bits: Bits, tensor_scale: jax.Array | None
+) -> dict[str, object]:
     """What the handler is told about a call, besides shapes and dtypes."""
+    has_tensor_scale = tensor_scale is not None
     finds = call.format.tensor_scale and not has_tensor_scale
     largest_value = call.scale_rule.largest_value(call.format) if finds else 0
     rule, rounding = _rule(call), _rounding(call.rounding)
@@ -307,6 +321,7 @@ def quantize_attributes(call: QuantizeCall, has_tensor_scale: bool) -> dict[str,
     scale_element = call.format.scale.element
     return {
         "blocks": flat_blocks(call.blocks),
+        "derivations": _numbers(random_bits),
         "element": facts(call.format.element),
         "has_tensor_scale": has_tensor_scale,
         "largest_value": np.float32(largest_value),
@@ -324,7 +339,7 @@ QUANTIZE_BOTH = "mx_jax_cpu_quantize_both"
 # Rows that a strip holds in the cache while both casts read it.
 _LARGEST_BLOCK = 1024
 
-Bits = tuple[jax.Array | None, jax.Array | None]
+Pair = tuple[Bits, Bits]
 
 
 def rejects_both(call: QuantizeBothCall) -> str | None:
@@ -349,26 +364,16 @@ def rejects_both(call: QuantizeBothCall) -> str | None:
 
 
 def quantize_both(
-    x: jax.Array, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeBothCall
+    x: jax.Array, random_bits: Pair, tensor_scale: jax.Array | None, call: QuantizeBothCall
 ) -> tuple[MXArray, MXArray]:
     """x quantized twice by the handler."""
     last, other = _ordered(call)
     order = 1 if last is call.first else -1
     # One each: blocks with NaN or Inf count for neither, and they are other blocks.
     scales = [_known_scale(x, tensor_scale, own) for own in (last, other)]
-    calls, bits = (last, other), random_bits[::order]
-    first, second = _by_handler(QUANTIZE_BOTH, x, bits, scales, calls, _both_attributes)[::order]
+    calls = {"last_": last, "other_": other}
+    first, second = _by_handler(QUANTIZE_BOTH, calls, x, random_bits[::order], scales)[::order]
     return first, second
-
-
-def _both_attributes(
-    last: QuantizeCall, other: QuantizeCall, has_tensor_scale: bool
-) -> dict[str, object]:
-    return {
-        f"{prefix}_{name}": value
-        for prefix, call in (("last", last), ("other", other))
-        for name, value in quantize_attributes(call, has_tensor_scale).items()
-    }
 
 
 def _rejects_blocks(blocks: block_shapes.Blocks) -> str | None:
@@ -455,19 +460,24 @@ def rejects_transform(call: TransformCall) -> str | None:
     return rejects_symbolic(call)
 
 
-def transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array:
+def transform(x: jax.Array, signs: jax.Array | DerivedKey, call: TransformCall) -> jax.Array:
     """`reference.hadamard.apply`, or `invert`, by the handler."""
     names = [f"e{axis}" for axis in range(len(call.shape))]
     before, after = " ".join(names[: call.axis]), " ".join(names[call.axis + 1 :])
-    num_inner = np.int32(len(call.shape) - 1 - call.axis)
+    attributes: dict[str, object] = {
+        "derivations": _numbers(signs),
+        "is_inverse": call.length is not None,
+        "num_inner": np.int32(len(call.shape) - 1 - call.axis),
+        "size": np.int32(call.size),
+    }
     handler = Handler(
         target=TRANSFORM,
-        axes=f"*b {before} k {after}, *b size -> *b {before} turned {after}",
+        axes=f"*b {before} k {after}, *b signs -> *b {before} turned {after}",
         dtypes=(np.dtype("float32"),),
-        attributes=hashable({"is_inverse": call.length is not None, "num_inner": num_inner}),
+        attributes=hashable(attributes),
         sizes=(("turned", call.result_length),),
     )
-    (turned,) = handler(x, signs)
+    (turned,) = handler(x, signs.data if isinstance(signs, DerivedKey) else signs)
     return turned
 
 
@@ -486,19 +496,24 @@ def rejects_random_bits(call: RandomBitsCall) -> str | None:
     return rejects_symbolic(call)
 
 
-def random_bits(data: jax.Array, call: RandomBitsCall) -> jax.Array:
+def _numbers(key: Bits) -> np.ndarray:
+    """What makes a key of the one that a handler is given."""
+    # A key of `split` and what `fold_in` makes are the same function of their numbers.
+    derivations = key.derivations if isinstance(key, DerivedKey) else ()
+    return np.array([index for index, _ in derivations], np.int64)
+
+
+def draw_bits(key: DerivedKey, call: RandomBitsCall) -> jax.Array:
     """int32 of `call.shape`, by the handler."""
     names = [f"e{axis}" for axis in range(len(call.shape))]
-    # A key of `split` and what `fold_in` makes are the same function of their numbers.
-    indices = np.array([index for index, _ in call.derivations], np.int64)
     handler = Handler(
         target=RANDOM_BITS,
         axes=f"*b 2 -> *b {' '.join(names)}",
         dtypes=(np.dtype("int32"),),
-        attributes=hashable({"width": np.int32(call.width), "derivations": indices}),
+        attributes=hashable({"width": np.int32(call.width), "derivations": _numbers(key)}),
         sizes=tuple(zip(names, call.shape, strict=True)),
     )
-    (bits,) = handler(data)
+    (bits,) = handler(key.data)
     return bits
 
 
