@@ -26,7 +26,6 @@ from mx_jax.generate.model import Llama
 from mx_jax.generate.tokenizer import Tokenizer, tokenizer_of_folder
 from tests.examples.conftest import EXAMPLES
 from tests.generate import smollm2, tiny
-from tests.generate.test_command import Letters
 from tests.quick import quick
 
 for package in ("optax", "orbax.checkpoint", "rich"):
@@ -57,7 +56,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where one is, with a tiny model and a text; a token is a letter."""
 
     def tokenizer(folder: Path) -> Tokenizer:
-        return Tokenizer(encoder=Letters(), first=None, stop=frozenset(), template=None, words={})
+        return Tokenizer(encoder=tiny.Letters(), first=None, stop=frozenset(), template=None, words={})
 
     monkeypatch.setattr(loading, "tokenizer_of_folder", tokenizer)
     save_model(tmp_path / "model")

@@ -267,9 +267,10 @@ def _by_handler(
 
     The handler finds tensor scales that are not given, and draws by keys where no devices share x.
     """
-    casts, depth = list(calls.values()), x.ndim if tensor_scales[0] is None else 0
-    num_found = len(casts) if casts[0].format.tensor_scale and depth else 0
-    axes = cast_axes(*(call.blocks for call in casts), depth=depth if num_found else 0)
+    casts = list(calls.values())
+    finds = casts[0].format.tensor_scale and tensor_scales[0] is None
+    axes = cast_axes(*(call.blocks for call in casts), depth=x.ndim if finds else 0)
+    num_found = len(casts) * finds
     operands, given, wanted = [x], [axes.elements], []
     dtypes: list[np.dtype] = []
     attributes: dict[str, object] = {}
@@ -281,8 +282,8 @@ def _by_handler(
         if isinstance(drawn, DerivedKey) and on_one_device.value:
             operands.append(drawn.data)
             given.append("*k 2")
-        elif drawn is not None:
-            operands.append(_drawn(drawn, call))
+        elif (random_bits := _drawn(drawn, call)) is not None:
+            operands.append(random_bits)
             given.append(axes.elements)
         wanted += [axes.elements, scales]
         dtypes += [np.dtype("uint8"), call.format.scale.storage_dtype]
