@@ -56,7 +56,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where one is, with a tiny model and a text; a token is a letter."""
 
     def tokenizer(folder: Path) -> Tokenizer:
-        return Tokenizer(encoder=tiny.Letters(), first=None, stop=frozenset(), template=None, words={})
+        return Tokenizer(
+            encoder=tiny.Letters(), first=None, stop=frozenset(), template=None, words={}
+        )
 
     monkeypatch.setattr(loading, "tokenizer_of_folder", tokenizer)
     save_model(tmp_path / "model")
