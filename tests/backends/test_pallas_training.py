@@ -18,7 +18,7 @@ from mx_jax.backends.select import BACKENDS
 from mx_jax.backends.target import Offer
 from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
-from tests.backends.mosaic import interpreter, needs_mosaic, needs_newer_mosaic
+from tests.backends.mosaic import interpreter, needs_mosaic
 
 # Powers of two and small integers: their sums are exact in any order.
 X = np.random.default_rng(0).integers(-2, 3, (3, 64)).astype(np.float32)
@@ -122,7 +122,7 @@ def both_casts() -> tuple[mx_jax.MXArray, ...]:
     return PALLAS_GPU.run(call, jnp.ones((M, N), jnp.bfloat16), (None, None), None)
 
 
-@needs_newer_mosaic
+@needs_mosaic
 @pytest.mark.parametrize(
     ("capability", "run", "kernel"),
     [
