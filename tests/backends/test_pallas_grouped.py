@@ -4,7 +4,6 @@ lowered."""
 import dataclasses
 import functools
 import re
-import warnings
 from typing import Any
 
 import jax
@@ -194,42 +193,6 @@ def test_sums_are_exact(sizes: tuple[int, ...], tiles: Tiles, out_dtype: str):
 
 
 # What is lowered ------------------------------------------------------------------------------
-
-
-@needs_mosaic
-@pytest.mark.parametrize("differentiated", [False, True])
-def test_stored_experts_warn_of_packing(differentiated: bool):
-    """Once; not of packed experts, nor of those that the product or its gradients quantize."""
-    # Of other shapes, so that nothing was traced before.
-    rows = 16 if differentiated else 8
-    x, w = jnp.ones((rows, 64), jnp.bfloat16), jnp.ones((2, 64, 64), jnp.bfloat16)
-    sizes = np.array([3, 4], np.int32)
-    stored, recipe = mx_jax.quantize(w, "mxfp4", axis=1), mx_jax.recipes.mxfp4()
-
-    def trace(w: Any) -> None:
-        def run(x: jax.Array, w: Any) -> jax.Array:
-            return mx_jax.ragged_dot(x, w, sizes, recipe=recipe)
-
-        if differentiated:
-            jax.jit(jax.grad(lambda x, w: jnp.sum(run(x, w)).astype(jnp.float32))).trace(x, w)
-        else:
-            jax.jit(run).trace(x, w)
-
-    with mx_jax.testing.target("cuda", (9, 0)):
-        trace(stored)
-        with mx_jax.prefer_backends("pallas_gpu"), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trace(w)
-            if not differentiated:
-                trace(mx_jax.pack_weights(stored, contracting=1, num_batch=1))
-            assert not caught
-            trace(stored)
-            messages = [str(warning.message) for warning in caught]
-    assert messages == [
-        "ragged_dot: weights are laid out for backend pallas_gpu at every call, which takes longer "
-        "than a product of few rows: shape=(2, 64, 64), format=mxfp4; lay them out once with "
-        "mx_jax.pack_weights(..., contracting=1, num_batch=1)"
-    ]
 
 
 @needs_mosaic
