@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import environment, gpu_peers, report
-from benchmarks.gpu_casts import compare_casts
+from benchmarks.gpu_casts import Cast, compare_casts
 from benchmarks.gpu_compare import Comparison, Maker, Measured, chain_of, compare
 from benchmarks.gpu_goals import GOALS, LARGE, Verdict, What, sheet, verdicts
 from benchmarks.gpu_products import (
@@ -50,7 +50,6 @@ from mx_jax.backends.select import current_target
 from mx_jax.backends.target import Target
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, NVFP4
 from mx_jax.measure import timing
-from mx_jax.measure.cases import Case as Cast
 from mx_jax.testing.cases import MatmulCase
 
 FORMATS = {format.name: format for format in (*MX_FORMATS, NVFP4)}

@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import goals, report
+from benchmarks.gpu_casts import Cast
 from benchmarks.gpu_compare import Measured
 from benchmarks.gpu_products import KERNEL, Pair, Timed
 from benchmarks.gpu_steps import Step
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4, BlockFormat
-from mx_jax.measure.cases import Case
 from mx_jax.measure.worker import PLAIN
 
-What = Timed | Case | Step
+What = Timed | Cast | Step
 HOPPER = ("H100", "H200")
 LARGE = (8192, 8192)
 
@@ -69,13 +69,6 @@ def _products(
     ]
 
 
-def cast_of(format: BlockFormat, axes: tuple[int, ...]) -> Case:
-    """A cast of a large bfloat16 tensor, with blocks along one axis or in one call along two."""
-    kind = "cast" if len(axes) == 1 else "cast both ways"
-    names = (format.name,) * len(axes)
-    return Case(backend=KERNEL, kind=kind, formats=names, shape=LARGE, axes=axes)
-
-
 _ON_H200 = {1: 2.7, 16: 2.7, 64: 2.0, 256: 1.1, 4096: 0.95}
 _ON_H100 = {1: 3.0, 16: 3.0, 64: 2.3, 256: 1.1, 4096: 0.95}
 _OF_MODELS = {1: 2.3, 16: 2.3, 64: 1.8}
@@ -90,7 +83,7 @@ GOALS: tuple[Goal, ...] = (
     Goal(what=Step(recipe="mxfp8"), ratio=0.8, way=PLAIN),
     Goal(what=Step(recipe="mxfp8"), ratio=0.95, devices=HOPPER),
     *(
-        Goal(what=cast_of(format, axes), ratio=0.9)
+        Goal(what=Cast(format=format, axes=axes, shape=LARGE), ratio=0.9)
         for format in (MXFP8_E4M3, MXFP4, NVFP4)
         for axes in ((-1,), (-2,), (-1, -2))
     ),

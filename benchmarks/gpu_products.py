@@ -113,7 +113,7 @@ def kernel_product(
       architecture: the GPU.
     """
     kernel = architecture.kernel(pair.lhs, pair.rhs)
-    if not kernel.decodes:
+    if kernel is architecture.direct:
 
         def scaled_product(x: jax.Array, w: ScaledOperand) -> jax.Array:
             assert pair.lhs is not None

@@ -1,7 +1,8 @@
-"""What was measured of kernels, on which device: frozen rows that switch kernels on.
+"""What was measured of products by kernels, on which device: frozen rows that switch kernels on.
 
 A kernel behind the reference is not asked, until a row says that on this device it is right and
-faster than what would compute the call without it.
+faster than what would compute the product without it. Of casts there are no rows: a kernel that is
+faster alone makes a step slower, since XLA then fuses less (measured on an H200).
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -22,26 +23,18 @@ import jax
 import numpy as np
 import platformdirs
 
-from mx_jax.backends.calls import (
-    Call,
-    MatmulCall,
-    PackCall,
-    QuantizeBothCall,
-    QuantizeCall,
-    RaggedCall,
-)
+from mx_jax.backends.calls import Call, MatmulCall, PackCall, RaggedCall
 from mx_jax.backends.target import Backend, Target
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, ScaleFormat
 
 # What a measurement stands for: a kind of call, and the sizes that it speaks of -------------------
 
-Kind = Literal["product", "ragged product", "ragged sums", "cast", "cast both ways"]
+Kind = Literal["product", "ragged product", "ragged sums"]
 # Largest rows of each bucket. Kernels change their tiles at 8, 16, 32 and 64, and may decode the
 # weights for XLA's product from 256 or 1024 rows on: a bucket never spans such a change.
 ROWS = (1, 8, 16, 32, 64, 255, 1023, math.inf)
 # Most elements of each class of sizes.
 SIZES = (2**20, 2**22, 2**24, 2**26, 2**28, math.inf)
-
 # Most groups of each class of mixtures.
 GROUPS = (8, 32, 128, math.inf)
 
@@ -52,12 +45,11 @@ class Work:
 
     Attributes:
       kind: of call.
-      formats: of lhs and rhs, None for high precision; of the cast, or of both.
-      dtypes: of lhs and rhs, None where quantized, and of the product; of what is cast.
+      formats: of lhs and rhs, None for high precision.
+      dtypes: of lhs and rhs, None where quantized, and of the product.
       packed: whether the backend itself packed the weights.
-      axes: that blocks of casts lie along, from the end.
-      rows: of the activations, at most, in groups of a group on average; any number for casts.
-      size: elements of all weights, or of what is cast, at most.
+      rows: of the activations, at most, in groups of a group on average.
+      size: elements of all weights, at most.
       groups: of rows, each with a matrix of its own, or a sum, at most; 0 where there are none.
     """
 
@@ -65,7 +57,6 @@ class Work:
     formats: tuple[BlockFormat | None, ...]
     dtypes: tuple[np.dtype | None, ...]
     packed: bool = False
-    axes: tuple[int, ...] = ()
     rows: float = math.inf
     size: float = math.inf
     groups: float = 0
@@ -78,8 +69,26 @@ class Work:
           call: of constant sizes.
           backend: its name: weights that another one packed are not packed for it.
         """
-        describe = DESCRIBE.get(type(call))
-        return None if describe is None else describe(call, backend)
+        kind: Kind
+        if isinstance(call, RaggedCall):
+            kind = "ragged sums" if call.contracts_rows else "ragged product"
+            number, weights = max(call.num_groups, 1), call.rhs
+            rows, groups = -(-call.lhs.shape[0] // number), _least(GROUPS, number)
+        elif isinstance(call, MatmulCall) and not call.num_batch:
+            kind, groups, swapped = "product", 0, call.rhs.format is None
+            weights, activations = (call.lhs, call.rhs) if swapped else (call.rhs, call.lhs)
+            rows = activations.rows
+        else:
+            return None
+        return cls(
+            kind=kind,
+            formats=(call.lhs.format, call.rhs.format),
+            dtypes=(call.lhs.dtype, call.rhs.dtype, call.out_dtype),
+            packed=call.rhs.packed_by == backend,
+            rows=_least(ROWS, rows),
+            size=_least(SIZES, math.prod(weights.shape)),
+            groups=groups,
+        )
 
     def serves(self, call: PackCall) -> bool:
         """Whether it is a product by weights that such a call packs, of any number of rows.
@@ -107,68 +116,12 @@ class Work:
             what = "rows" if self.kind == "ragged product" else "sums"
             most = f"up to {self.groups} groups" if self.groups < math.inf else "many groups"
             return " x ".join(names) + f", {what} in {most}" + ", packed" * self.packed
-        if self.kind == "product":
-            return " x ".join(names) + ", packed" * self.packed
-        along = " and ".join({-1: "rows", -2: "columns"}.get(a, f"axis {a}") for a in self.axes)
-        return f"{self.dtypes[0]} to {names[0]}, blocks along {along}"
+        return " x ".join(names) + ", packed" * self.packed
 
 
 def _least(limits: tuple[float, ...], size: int) -> float:
     """The least of some limits that a size does not exceed."""
     return next(limit for limit in limits if size <= limit)
-
-
-def _product(call: MatmulCall, backend: str) -> Work | None:
-    if call.num_batch:
-        return None
-    swapped = call.rhs.format is None
-    weights, activations = (call.lhs, call.rhs) if swapped else (call.rhs, call.lhs)
-    return Work(
-        kind="product",
-        formats=(call.lhs.format, call.rhs.format),
-        dtypes=(call.lhs.dtype, call.rhs.dtype, call.out_dtype),
-        packed=call.rhs.packed_by == backend,
-        rows=_least(ROWS, activations.rows),
-        size=_least(SIZES, math.prod(weights.shape)),
-    )
-
-
-def _ragged(call: RaggedCall, backend: str) -> Work:
-    (rows, *_), groups = call.lhs.shape, max(call.num_groups, 1)
-    return Work(
-        kind="ragged sums" if call.contracts_rows else "ragged product",
-        formats=(call.lhs.format, call.rhs.format),
-        dtypes=(call.lhs.dtype, call.rhs.dtype, call.out_dtype),
-        packed=call.rhs.packed_by == backend,
-        rows=_least(ROWS, -(-rows // groups)),
-        size=_least(SIZES, math.prod(call.rhs.shape)),
-        groups=_least(GROUPS, groups),
-    )
-
-
-def _both(call: QuantizeBothCall, backend: str) -> Work | None:
-    if call.first.blocks == call.second.blocks:
-        return None
-    return _casts("cast both ways", call.first, call.second)
-
-
-def _casts(kind: Kind, *calls: QuantizeCall) -> Work:
-    return Work(
-        kind=kind,
-        formats=tuple(call.format for call in calls),
-        dtypes=(calls[0].dtype,),
-        axes=tuple(axis for call in calls for axis, _ in call.blocks),
-        size=_least(SIZES, math.prod(calls[0].shape)),
-    )
-
-
-# How each kind of call is described to backends' rows; another kind of call is another line.
-DESCRIBE: Mapping[type[Call], Callable[[Any, str], Work | None]] = {
-    MatmulCall: _product,
-    RaggedCall: _ragged,
-    QuantizeCall: lambda call, backend: _casts("cast", call),
-    QuantizeBothCall: _both,
-}
 
 
 def _work_as_json(work: Work) -> dict[str, Any]:
@@ -178,7 +131,6 @@ def _work_as_json(work: Work) -> dict[str, Any]:
         "formats": [None if own is None else _facts(own) for own in work.formats],
         "dtypes": [None if dtype is None else dtype.name for dtype in work.dtypes],
         "packed": work.packed,
-        "axes": list(work.axes),
         "rows": None if math.isinf(work.rows) else work.rows,
         "size": None if math.isinf(work.size) else work.size,
         "groups": None if math.isinf(work.groups) else work.groups,
@@ -192,7 +144,6 @@ def _work_from_json(facts: dict[str, Any]) -> Work:
         formats=tuple(None if own is None else _format(own) for own in facts["formats"]),
         dtypes=tuple(None if name is None else np.dtype(name) for name in facts["dtypes"]),
         packed=bool(facts["packed"]),
-        axes=tuple(int(axis) for axis in facts["axes"]),
         rows=math.inf if facts["rows"] is None else int(facts["rows"]),
         size=math.inf if facts["size"] is None else int(facts["size"]),
         groups=math.inf if facts["groups"] is None else int(facts["groups"]),
@@ -227,7 +178,7 @@ class Row:
       backend: its name.
       kernel: that the backend took; empty if it has no names for them.
       work: what the row stands for.
-      shape: what was measured: (m, n, k), or (rows, columns).
+      shape: what was measured: (m, n, k).
       device_kind: as JAX calls the device.
       jax: version.
       source: hash of the kernel's source.
@@ -237,7 +188,7 @@ class Row:
         row, by XLA's scaled dot where there is one, from weights that are packed for that.
       plain: name of the backend that this is; empty of the plain path itself.
       over_unpacking: the same where the weights are packed, and the plain path unpacks them first.
-      over_bfloat16: time of XLA's bfloat16 product, or of a copy beside casts, over the kernel's.
+      over_bfloat16: time of XLA's bfloat16 product over the kernel's.
       driver: version of NVIDIA's driver.
       versions: (package, version) of what else was there.
       date: ISO day.
@@ -276,14 +227,9 @@ class Row:
         return self.is_right and self.speed > 1
 
     @property
-    def is_cast(self) -> bool:
-        """Whether a copy stands beside it, not a product in bfloat16."""
-        return self.work.kind.startswith("cast")
-
-    @property
     def is_slower_than_bfloat16(self) -> bool:
-        """Of a product, whether it is, or was not timed beside it."""
-        return not self.is_cast and (self.over_bfloat16 or 0.0) <= 1
+        """Whether it is, or was not timed beside it."""
+        return (self.over_bfloat16 or 0.0) <= 1
 
     @property
     def switches_packing_on(self) -> bool:
@@ -589,10 +535,12 @@ def switches_on(call: Call, row: Row | None) -> bool:
     return row.switches_packing_on if isinstance(call, PackCall) else row.switches_on
 
 
-def why_asleep(row: Row | None, target: Target) -> str:
+def why_asleep(call: Call, row: Row | None, target: Target) -> str:
     """Why a backend behind the reference is asked only by name."""
     if row is not None:
         return str(row)
+    if not isinstance(call, MatmulCall | RaggedCall | PackCall):
+        return "faster alone, but not in a step, as an H200 was measured"
     how = "`python -m mx_jax gpu` measures it"
     if target.device_kind is None:
         return f"not proved on hardware yet; on a GPU {how}"

@@ -152,7 +152,7 @@ def on_request(
     asleep = only_if_named(backends) - {only_named.value, *preferred_names.value}
     rows = _measured(call, target, backends, asleep)
     return tuple(
-        (backend.name, why_asleep(rows.get(backend.name), target))
+        (backend.name, why_asleep(call, rows.get(backend.name), target))
         for backend in backends
         if backend.name in asleep
         and backend.rejects(call, target) is None

@@ -247,7 +247,6 @@ class Backend:
       source: files that decide what its kernels compute: what was measured of others does not
         count. None: nothing is measured of it.
       kernel: name of the kernel that takes a call on a machine, where it has several.
-      tiles: those that this kernel takes for a call, comparable; None where it chooses none.
     """
 
     name: str
@@ -255,7 +254,6 @@ class Backend:
     table: tuple[Offer, ...]
     source: Callable[[], Iterable[Path]] | None = None
     kernel: Callable[[Call, Target], str] = lambda call, target: ""
-    tiles: Callable[[Call, Target], Any] = lambda call, target: None
 
     @functools.cached_property
     def offers(self) -> Mapping[type[Call], Offer]:

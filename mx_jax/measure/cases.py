@@ -8,20 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mx_jax.backends import evidence
-from mx_jax.backends.calls import (
-    MatmulCall,
-    PackCall,
-    QuantizeBothCall,
-    QuantizeCall,
-    RaggedCall,
-)
+from mx_jax.backends.calls import MatmulCall, PackCall, RaggedCall
 from mx_jax.backends.evidence import Kind, Work
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import find
 from mx_jax.backends.target import Backend, Target
 from mx_jax.formats import MX_FORMATS, block_format
 from mx_jax.reference.ragged import layout_length
-from mx_jax.testing.cases import MatmulCase, QuantizeCase, RaggedCase
+from mx_jax.testing.cases import MatmulCase, RaggedCase
 
 # The most useful first. Rows of activations, one of each bucket of `evidence.ROWS`; n and k of
 # weights: the layers of decoders, for which tiles are chosen too.
@@ -50,38 +44,28 @@ class Case:
     Attributes:
       backend: name of the backend whose kernel it is.
       kind: of call.
-      formats: names of those of lhs and rhs, None for high precision; of the cast, or of both.
-      shape: (m, n, k) of a product, of sums over rows that of the forward one; (rows, columns) of
-        what is cast.
-      groups: of the rows, each with a matrix of its own, or a sum; 0 where there are none.
-      dtype: of operands in high precision and of the product; of what is cast.
+      formats: names of those of lhs and rhs, None for high precision.
+      shape: (m, n, k); of sums over rows that of the forward product.
+      dtype: of operands in high precision and of the product.
       packed: whether the weights are packed before.
-      axes: of the blocks of casts, from the end.
+      groups: of the rows, each with a matrix of its own, or a sum; 0 where there are none.
       k_first: whether the weights of a product without groups are `[k, n]`.
     """
 
     backend: str
     kind: Kind
-    formats: tuple[str | None, ...]
-    shape: tuple[int, ...]
+    formats: tuple[str | None, str | None]
+    shape: tuple[int, int, int]
     dtype: str = "bfloat16"
     packed: bool = False
-    axes: tuple[int, ...] = ()
     groups: int = 0
     k_first: bool = False
 
     @property
-    def call(self) -> MatmulCall | RaggedCall | QuantizeCall | QuantizeBothCall:
+    def call(self) -> MatmulCall | RaggedCall:
         """What backends see of it."""
-        formats = [None if name is None else block_format(name) for name in self.formats]
-        if self.axes:
-            first, *others = (
-                QuantizeCase(format=format, shape=self.shape, axis=a, dtype=self.dtype).call
-                for format, a in zip(formats, self.axes, strict=True)
-                if format is not None
-            )
-            return QuantizeBothCall(first=first, second=others[0]) if others else first
-        (lhs, rhs), (m, n, k) = formats, self.shape
+        lhs, rhs = (None if name is None else block_format(name) for name in self.formats)
+        m, n, k = self.shape
         facts: dict[str, Any] = {"lhs": lhs, "rhs": rhs, "out_dtype": self.dtype}
         if self.groups:
             # Sums: the gradient of the groups' matrices, in blocks along padded rows.
@@ -111,7 +95,7 @@ class Case:
     def packing(self) -> PackCall:
         """How its weights are packed."""
         call = self.call
-        assert isinstance(call, MatmulCall | RaggedCall) and call.rhs.format is not None, self
+        assert call.rhs.format is not None, self
         return PackCall(
             weights=dataclasses.replace(call.rhs, packed_by=None),
             blocks=call.rhs.axes.blocks(call.rhs.format),
@@ -126,15 +110,10 @@ class Case:
         assert work is not None, self
         return work
 
-    def as_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, facts: dict[str, Any]) -> "Case":
-        """What `as_json` wrote; KeyError, TypeError or ValueError of anything else."""
-        lists: dict[str, Any] = {name: tuple(facts[name]) for name in ("formats", "shape", "axes")}
-        return cls(**{**facts, **lists})
+        """Of `dataclasses.asdict`, as JSON keeps it."""
+        return cls(**{**facts, "formats": tuple(facts["formats"]), "shape": tuple(facts["shape"])})
 
     def __str__(self) -> str:
         groups = f", {self.groups} groups" if self.groups else ""
@@ -147,7 +126,7 @@ class Wanted:
 
     Attributes:
       formats: names of block formats.
-      sizes: (n, k) of weights, and of what is cast.
+      sizes: (n, k) of weights.
       rows: of activations.
       experts: (experts, n, k) of mixtures.
       ragged_rows: of all experts of a mixture together.
@@ -163,36 +142,27 @@ class Wanted:
 def all_cases(backend: Backend, wanted: Wanted = Wanted()) -> Iterator[Case]:
     """Everything that one backend may be asked, in no order."""
     of = functools.partial(Case, backend=backend.name)
-    ragged = list(itertools.product(wanted.experts, wanted.ragged_rows))
-    products: list[tuple[Kind, int, tuple[int, ...]]] = [
-        ("product", 0, (m, *nk)) for nk, m in itertools.product(wanted.sizes, wanted.rows)
+    products: list[tuple[Kind, int, tuple[int, int, int]]] = [
+        ("product", 0, (m, n, k)) for (n, k), m in itertools.product(wanted.sizes, wanted.rows)
     ]
-    products.extend(("ragged product", groups, (m, n, k)) for (groups, n, k), m in ragged)
-    for format in wanted.formats:
-        for what, groups, shape in products:
-            for lhs, packed in itertools.product((None, format), (True, False)):
-                if not packed or PackCall in backend.offers:
-                    formats = lhs, format
-                    yield of(kind=what, formats=formats, shape=shape, groups=groups, packed=packed)
-        for (groups, n, k), m in ragged:
-            yield of(kind="ragged sums", formats=(format, format), shape=(m, n, k), groups=groups)
-        for size, dtype in itertools.product(wanted.sizes, ("bfloat16", "float32")):
-            for axes in ((-1,), (-2,), (-1, -2)):
-                kind: Kind = "cast" if len(axes) == 1 else "cast both ways"
-                formats = (format,) * len(axes)
-                yield of(kind=kind, formats=formats, shape=size, dtype=dtype, axes=axes)
+    for (groups, n, k), m in itertools.product(wanted.experts, wanted.ragged_rows):
+        products.append(("ragged product", groups, (m, n, k)))
+        products.append(("ragged sums", groups, (m, n, k)))
+    for format, (kind, groups, shape) in itertools.product(wanted.formats, products):
+        if kind == "ragged sums":
+            yield of(kind=kind, formats=(format, format), shape=shape, groups=groups)
+            continue
+        for lhs, packed in itertools.product((None, format), (True, False)):
+            if not packed or PackCall in backend.offers:
+                formats = lhs, format
+                yield of(kind=kind, formats=formats, shape=shape, groups=groups, packed=packed)
 
 
 def rank(case: Case) -> int:
     """How late it comes: what is early in the lists above, packed, and by bfloat16, is first."""
-    *rows, n, k = case.shape
-    found = 3 * (case.kind == "product" and not case.packed) + 2 * (case.dtype != "bfloat16")
-    found += 2 if case.axes else 3 * (case.formats[0] is not None)
-    for value, known in (
-        (case.formats[-1], FORMATS),
-        ((n, k), SIZES),
-        *((one, ROWS) for one in rows),
-    ):
+    m, n, k = case.shape
+    found = 3 * (case.kind == "product" and not case.packed) + 3 * (case.formats[0] is not None)
+    for value, known in ((case.formats[-1], FORMATS), ((n, k), SIZES), (m, ROWS)):
         found += known.index(value) if value in known else len(known)
     return found
 
@@ -236,10 +206,8 @@ def one_of_each(cases: Iterable[Case]) -> list[Case]:
 
 
 def copy_bits(case: Case) -> float:
-    """Bits that each copy brings through memory: weights, or what is cast; sums write most."""
-    *_, n, k = case.shape
-    if case.kind in ("cast", "cast both ways"):
-        return math.prod(case.shape) * (32 if case.dtype == "float32" else 16)
+    """Bits that each copy brings through memory: weights; sums write most."""
+    _, n, k = case.shape
     bits = block_format(case.formats[1] or case.formats[0] or "").bits_per_element
     if case.kind == "ragged sums":
         return case.layout_rows * n * bits + case.groups * n * k * 16

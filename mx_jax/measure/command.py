@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
-import itertools
 import json
 import math
 import os
@@ -14,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +33,13 @@ _DESCRIPTION = """
 Check every kernel on this machine's GPU, time it beside what computes without it and beside
 bfloat16, and write what was found into your cache. From the next start of Python on, what is
 right and faster than without it is used by default; mx_jax.inspect.explain quotes the measurement.
-First every family of kernels is tried once, and what computes by default, then each kernel and
-size is measured, then steps in tokens a second. Each case runs in a process of its own with a
-time limit, so that one that hangs or crashes costs one row; cases of the same kernel and tiles
-then come last. Run again, it measures what has no row yet. MX_JAX_EVIDENCE=off switches all of
-it off.
+First come one case of each family of kernels, and of what computes by default, then the other
+sizes. Each case runs in a process of its own with a time limit, so that one that hangs or crashes
+costs one row; cases of the same kernel then come last. Run again, it measures what has no row
+yet. MX_JAX_EVIDENCE=off switches all of it off.
 """
-# Seconds for a process to say what machine this is; for one case of each family, and for all.
-_TO_START, _TO_TOUCH, _TOUCHING = 180.0, 30.0, 180.0
+# Seconds for a process to say what machine this is.
+_TO_START = 180.0
 # Last words of the reason where a process did not end by itself.
 _HANGS = "it hangs?"
 _PACKAGES = ("jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -70,7 +68,6 @@ def add_to(commands: Any) -> None:
     add("--again", action="store_true", help="measure also what was measured here")
     add("--out", type=Path, metavar="FILE.json", help="instead of your cache")
     add("--one", metavar="CASE", help=argparse.SUPPRESS)
-    add("--touch", action="store_true", help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -115,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
         if hasattr(signal, "alarm"):
             # By the system's own clock, whatever hangs, and though the command that began it ended.
             signal.alarm(math.ceil(options.limit) + 5)
-        return worker.answer(options.one, touch=options.touch)
+        return worker.answer(options.one)
     deadline = time.monotonic() + 60 * options.minutes
     words = [sys.executable, "-m", "mx_jax", "gpu"]
     asleep = only_if_named()
@@ -125,10 +122,10 @@ def run(options: argparse.Namespace) -> int:
     wanted = cases(backends, facts["target"], asked)
     if not wanted:
         raise ValueError(_what_is_missing(backends, facts["target"]))
+    first = *default_path(facts["target"], asked), *one_of_each(wanted)
     bench = Bench(words=words, limit=options.limit, **facts)
-    first = [*default_path(bench.target, asked), *one_of_each(wanted)]
-    out = options.out or evidence.cache_path()
-    return measure(bench, wanted, out, deadline, options.again, first)
+    queue = list(dict.fromkeys((*first, *wanted)))
+    return measure(bench, queue, options.out or evidence.cache_path(), deadline, options.again)
 
 
 # Processes ----------------------------------------------------------------------------------------
@@ -152,22 +149,18 @@ class Bench:
     words: Sequence[str]
     limit: float
 
-    def row(self, case: Case, *, touch: bool = False) -> Row:
+    def row(self, case: Case) -> Row:
         """Measure a case in a process of its own: whatever that does, it costs one row."""
-        limit = min(self.limit, _TO_TOUCH) if touch else self.limit
-        return self.row_of(case, self.answer(case.as_json(), ["--touch"] * touch, limit))
+        words = [*self.words, "--limit", f"{self.limit:g}", "--one"]
+        words.append(json.dumps(dataclasses.asdict(case)))
+        found, why, last = run_process(words, self.limit, {evidence.VARIABLE: "off"})
+        failed = {"failed": f"{why}: {last}" if why else "the process gave no answer"}
+        return self.row_of(case, found or failed)
 
-    def answer(
-        self, question: Any, options: Sequence[str], limit: float, rows: Path | str = "off"
-    ) -> dict[str, Any]:
-        """What a process says of a question last; else why it said nothing, as `failed`."""
-        words = [*self.words, *options, "--limit", f"{limit:g}", "--one", json.dumps(question)]
-        found, why, last = run_process(words, limit, {evidence.VARIABLE: str(rows)})
-        return found or {"failed": f"{why}: {last}" if why else "the process gave no answer"}
-
-    def row_of(self, case: Case, found: dict[str, Any]) -> Row:
+    def row_of(self, case: Case, found: Mapping[str, Any]) -> Row:
         """What was found, as evidence."""
-        backend, kind = self._backend(case), self.target.device_kind
+        backend = next(own for own in known_backends() if own.name == case.backend)
+        kind = self.target.device_kind
         assert kind is not None, self.target
         numbers = ("error", "over_plain", "over_unpacking", "over_bfloat16")
         return Row(
@@ -185,14 +178,6 @@ class Bench:
             date=datetime.date.today().isoformat(),
             **{name: found.get(name) for name in numbers},
         )
-
-    def program(self, case: Case) -> tuple[Any, ...]:
-        """Kernel and tiles: of one that hangs, the next one would hang too."""
-        backend, call = self._backend(case), case.call
-        return case.backend, backend.kernel(call, self.target), backend.tiles(call, self.target)
-
-    def _backend(self, case: Case) -> Backend:
-        return next(own for own in known_backends() if own.name == case.backend)
 
 
 def run_process(
@@ -273,75 +258,53 @@ def _what_is_missing(backends: Sequence[Backend], target: Target) -> str:
 
 
 def measure(
-    bench: Bench,
-    wanted: Sequence[Case],
-    out: Path,
-    deadline: float,
-    again: bool = False,
-    first: Sequence[Case] = (),
+    bench: Bench, wanted: Sequence[Case], out: Path, deadline: float, again: bool = False
 ) -> int:
     """Measure cases, write rows as they come, print what was found; returns the exit status.
 
     Args:
       bench: how.
-      wanted: the cases, the most useful first.
+      wanted: the cases, in order.
       out: file of rows, which keeps those of other places.
       deadline: of `time.monotonic()`.
       again: whether to measure also what has a row there.
-      first: cases that are tried before, within three minutes: of what computes by default rows
-        are written, of kernels what is said.
     """
     console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
     known = evidence.read(out, "gpu") if out.exists() else ()
     places = {} if again else {row.place: row for row in known}
-    measured = {case: places.get(bench.row_of(case, {}).place) for case in (*first, *wanted)}
-    rows = [row for row in measured.values() if row is not None]
-    hung = {bench.program(case) for case, row in measured.items() if row and _HANGS in row.failed}
-
-    def run(queue: list[Case], deadline: float, touch: bool = False) -> Iterator[tuple[Case, Row]]:
-        for done in itertools.count(1):
-            if not queue or time.monotonic() >= deadline:
-                return
-            case = next((case for case in queue if bench.program(case) not in hung), queue[0])
-            queue.remove(case)
-            row = bench.row(case, touch=touch)
-            if _HANGS in row.failed:
-                hung.add(bench.program(case))
-            beside = row.over_bfloat16
-            found = str(row).partition(": ")[2]
-            found += "" if beside is None else f", {beside:.2g} of bfloat16's"
-            place = f"first {done}" if touch else f"{done}/{done + len(queue)}"
-            console.print(f"{place} {case}: {found}", markup=False)
-            yield case, row
-
-    missing = {case: None for case in (*first, *wanted) if measured[case] is None}
-    until, kernels = min(deadline, time.monotonic() + _TOUCHING), set(wanted)
-    for case, row in run([case for case in first if case in missing], until, touch=True):
-        if case not in kernels:
-            rows.append(row)
-            _write(out, known, rows)
-    left = [case for case in wanted if case in missing]
-    for _, row in run(left, deadline):
+    blank = {case: bench.row_of(case, {}) for case in wanted}
+    queue = [case for case in wanted if blank[case].place not in places]
+    rows = [places[row.place] for row in blank.values() if row.place in places]
+    before = len(rows)
+    hung = {(row.backend, row.kernel) for row in rows if _HANGS in row.failed}
+    while queue and time.monotonic() < deadline:
+        # Of a kernel that hangs, the next case may hang too.
+        waits = [(blank[case].backend, blank[case].kernel) in hung for case in queue]
+        case = queue.pop(waits.index(min(waits)))
+        row = bench.row(case)
+        if _HANGS in row.failed:
+            hung.add((row.backend, row.kernel))
         rows.append(row)
         _write(out, known, rows)
+        beside = f", {row.over_bfloat16:.2g} of bfloat16's" if row.over_bfloat16 else ""
+        place = f"{len(rows) - before}/{len(rows) - before + len(queue)}"
+        console.print(f"{place} {case}: {str(row).partition(': ')[2]}{beside}", markup=False)
     console.print(table(rows))
     # What computes by default has no plain path beside it.
     of_kernels = [row for row in rows if row.failed or row.over_plain is not None]
     on = [_switched_on(row, rows) for row in of_kernels]
     console.print(f"Switched on by default: {sum(on)} of {len(on)} rows of kernels.")
-    cached = out == evidence.cache_path()
     when = "from the next start of Python on"
-    when = when if cached else f"where {evidence.VARIABLE} names that file; they alone count then"
+    if out != evidence.cache_path():
+        when = f"where {evidence.VARIABLE} names that file; they alone count then"
     console.print(f"Rows are in {out}, {when}.", markup=False)
     if decides := os.environ.get(evidence.VARIABLE):
         console.print(f"Now {evidence.VARIABLE}={decides} decides instead.", markup=False)
-    for line in _steps(bench, "" if cached else out if out.exists() else "off"):
-        console.print(line, markup=False)
-    if there := sum(measured[case] is not None for case in wanted):
-        console.print(f"{there} cases were measured before; --again measures them anew.")
-    if left:
+    if before:
+        console.print(f"{before} cases were measured before; --again measures them anew.")
+    if queue:
         said = "cases were not begun for lack of time; run it again, and it goes on."
-        console.print(f"{len(left)} {said}")
+        console.print(f"{len(queue)} {said}")
     return 0 if any(not row.failed for row in rows) else 1
 
 
@@ -354,17 +317,6 @@ def _write(out: Path, known: Sequence[Row], rows: Sequence[Row]) -> None:
         ) from None
 
 
-def _steps(bench: Bench, rows: Path | str) -> Iterator[str]:
-    """Tokens a second of whole steps, as rows let them compute: `evidence.VARIABLE` has these."""
-    for name in worker.STEPS:
-        found = bench.answer(name, (), bench.limit, rows)
-        if "failed" in found:
-            yield f"The {name} step failed: {found['failed']}"
-            continue
-        ours, base = found["tokens_a_second"], found["in_bfloat16"]
-        yield f"{found['step']}: {ours:,.0f} tokens a second, {ours / base:.2f} of bfloat16's"
-
-
 def _switched_on(row: Row, rows: Iterable[Row]) -> bool:
     """Whether a kernel takes what a row stands for: every row of that must say so."""
     alike = (other for other in rows if (other.backend, other.work) == (row.backend, row.work))
@@ -373,20 +325,17 @@ def _switched_on(row: Row, rows: Iterable[Row]) -> bool:
 
 def verdict(row: Row, rows: Iterable[Row]) -> str:
     """On or off, and why; what computes by default is on anyway, right or wrong."""
-    on, off = "on", "off"
-    if row.backend not in only_if_named():
-        on = off = "default"
+    default = row.backend not in only_if_named()
+    off = "default" if default else "off"
     if row.failed:
         return f"{off}: failed: {row.failed}"
     if not row.is_right:
         return f"{off}: wrong numbers"
-    if on == off:
-        return "default, slower than bfloat16" if row.is_slower_than_bfloat16 else "default"
-    if not row.switches_on:
+    if not default and not row.switches_on:
         return "off: right, not faster"
-    if not _switched_on(row, rows):
+    if not default and not _switched_on(row, rows):
         return "off: right and faster, but not at another size"
-    return "on, slower than bfloat16" if row.is_slower_than_bfloat16 else on
+    return ("default" if default else "on") + ", slower than bfloat16" * row.is_slower_than_bfloat16
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -87,12 +87,6 @@ def microseconds(
     return samples
 
 
-def median_seconds(runs: Mapping[str, Callable[[], Any]], seconds: float = 4.0) -> dict[str, float]:
-    """Of one run of each, by the clock."""
-    samples = microseconds(runs, seconds, 1)
-    return {name: 1e-6 * statistics.median(own) for name, own in samples.items()}
-
-
 def _seconds(run: Callable[[], Any], repeats: int) -> float:
     """Of runs that are started one after the other, until the last is done."""
     result = None

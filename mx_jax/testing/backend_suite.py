@@ -382,8 +382,7 @@ def _what_the_handlers_compute(call: calls.Call, target: Target) -> bool:
 
 def _casts_and_few_bit_weights_from_ampere_on(call: calls.Call, target: Target) -> bool:
     capability = target.compute_capability
-    first = (0, 11, 2) if capability == (9, 0) else (0, 12, 0)
-    if capability is None or capability < (8, 0) or jax.__version_info__ < first:
+    if capability is None or capability < (8, 0) or jax.__version_info__ < (0, 12, 0):
         return False
     if isinstance(call, calls.QuantizeCall):
         plain = call.rounding == NEAREST and call.scale_rule.threshold is not None

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall
-from mx_jax.backends.pallas_gpu.architecture import ARCHITECTURES
+from mx_jax.backends.pallas_gpu.architecture import MIN_JAX
 from mx_jax.backends.select import select, with_backends
 from mx_jax.backends.target import Backend, Offer
 from mx_jax.inspect import explain_call
@@ -21,7 +21,7 @@ from tests.backends.test_select import H200
 from tests.quick import quick
 
 P = PartitionSpec
-NEW_ENOUGH = jax.__version_info__ >= min(row.min_jax for row in ARCHITECTURES)
+NEW_ENOUGH = jax.__version_info__ >= MIN_JAX
 HOST = functools.partial(mx_jax.testing.target, "cuda", (9, 0), num_devices=8, counted=False)
 
 

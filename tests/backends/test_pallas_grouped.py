@@ -1,10 +1,9 @@
-"""GPU kernels for rows in groups, and sums over them: numbers and races in the interpreter, what
-they take, what is lowered."""
+"""GPU kernels for rows in groups, and sums over them: numbers and races in the interpreter, what is
+lowered."""
 
 import dataclasses
 import functools
 import re
-import warnings
 from typing import Any
 
 import jax
@@ -13,70 +12,47 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax import formats, recipes
+from mx_jax import recipes
 from mx_jax.backends.calls import OperandType, PackCall, RaggedCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for, products
-from mx_jax.backends.pallas_gpu.architecture import SM90, SM100
-from mx_jax.backends.pallas_gpu.layouts import PackedWeights, factors_of
+from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture, Tiles
+from mx_jax.backends.pallas_gpu.layouts import FIELDS, PackedWeights, num_visits, visits
 from mx_jax.backends.pallas_gpu.products import pack_weights
-from mx_jax.backends.pallas_gpu.rejections import rejects_groups
-from mx_jax.backends.pallas_gpu.tiles import FIELDS, Tiles, num_visits, visits
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice
 from mx_jax.backends.target import Target
-from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, WHOLE
+from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import ragged_product as ops
 from mx_jax.reference.ragged import scaled_ragged_dot
 from mx_jax.testing.backend_suite import check_ragged
 from mx_jax.testing.cases import RAGGED_CASES, RaggedCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.backends.mosaic import (
-    few_octaves,
-    interpreter,
-    needs_newer_mosaic,
-)
+from tests.backends.mosaic import few_octaves, interpreter, mostly_slow, needs_mosaic
 from tests.quick import quick
 
-H200, B200 = (Target(platform="cuda", compute_capability=own) for own in ((9, 0), (10, 0)))
-NEW = (0, 12, 0)
-SMALL = Tiles(m=16, n=64, k=128, stages=2)
+H200 = Target(platform="cuda", compute_capability=(9, 0))
+# Groups of none, of one, of several and of more than a tile, and rows of none.
+SHORT, LONG = (0, 1, 7, 0, 13), (3, 140, 0, 9)
 
 
-def case_of(rhs: formats.BlockFormat | None = MXFP4, **facts: Any) -> RaggedCase:
-    given: dict[str, Any] = {"lhs": None, "sizes": (0, 1, 7, 0, 13), "rows": 24, "n": 64}
-    return RaggedCase(rhs=rhs, **given | facts)
+def case_of(rhs: BlockFormat, lhs: BlockFormat | None = None, **facts: Any) -> RaggedCase:
+    return RaggedCase(lhs=lhs, rhs=rhs, **{"sizes": SHORT, "rows": 24, "n": 64} | facts)
 
 
-def whole_numbers(case: RaggedCase) -> tuple[jax.Array, MXArray, jax.Array]:
-    """Operands of sums that are exact in float32 in any order."""
+def operands(case: RaggedCase) -> tuple[Any, MXArray, jax.Array]:
+    """Of sums that are exact in float32 in any order; other scales in every row and block."""
     rng = np.random.default_rng(0)
     lhs, rhs, sizes = case.operands(rng)
+
+    def exact(x: MXArray) -> MXArray:
+        scales = rng.integers(126, 129, x.scales.shape).astype(np.uint8)
+        return few_octaves(rng, dataclasses.replace(x, scales=jnp.asarray(scales)))
+
     assert isinstance(rhs, MXArray)
-    rhs = few_octaves(rng, dataclasses.replace(rhs, scales=rhs.scales * 0 + 127))
-    return jnp.asarray(rng.integers(-8, 9, lhs.shape), jnp.bfloat16), rhs, sizes
-
-
-def product(case: RaggedCase, tiles: Tiles) -> tuple[Any, Any]:
-    """The kernel's, as a function to be called, and the reference's."""
-    x, w, sizes = whole_numbers(case)
-    expected = scaled_ragged_dot(x, w, sizes, case.call.contracting, case.out_dtype)
-    bare = dataclasses.replace(w, tensor_scale=None)
-    matrices = bare if not case.rhs_k_first else _transposed(bare)
-    scale = None if w.tensor_scale is None else w.tensor_scale.reshape(())
-    factors = factors_of((scale, None), len(case.sizes))
-
-    def run() -> jax.Array:
-        packed = jax.jit(PackedWeights.of)(matrices)
-        how = {"architecture": SM90, "tiles": tiles, "interpret": interpreter()}
-        how["factors"] = factors
-        return products.multiply(x[None], packed, case.out_dtype, group_sizes=sizes, **how)[0]
-
-    return run, expected
-
-
-def _transposed(w: MXArray) -> MXArray:
-    return w.transpose(0, 2, 1)
+    if isinstance(lhs, MXArray):
+        return exact(lhs), exact(rhs), sizes
+    return jnp.asarray(rng.integers(-8, 9, lhs.shape), jnp.bfloat16), exact(rhs), sizes
 
 
 # Which rows of which group --------------------------------------------------------------------
@@ -109,134 +85,76 @@ def test_a_small_groups_weights_are_read_once():
 # Numbers --------------------------------------------------------------------------------------
 
 
-@needs_newer_mosaic
-@pytest.mark.parametrize(
-    ("case", "tiles"),
-    [
-        (case_of(sizes=(0, 1, 7, 5), rows=16), SMALL),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
-                (case_of(MXFP8_E4M3, sizes=(40,), rows=40, out_dtype="bfloat16"), SMALL),
-                (case_of(NVFP4, sizes=(3, 21), k=200, rhs_k_first=False), SMALL),
-                (case_of(MXFP8_E5M2, sizes=(30, 2, 1), rows=40, n=20, out_dtype="float16"), SMALL),
-                (case_of(k=512), Tiles(m=8, n=64, k=128, stages=8)),
-                (case_of(k=512, n=130), Tiles(m=24, n=128, k=128, stages=3, splits=2)),
-            )
-        ),
-    ],
-    ids=str,
-)
-def test_is_the_reference_after_rounding(case: RaggedCase, tiles: Tiles):
-    run, expected = product(case, tiles)
-    assert_bitwise_equal(run(), expected, what="product")
+# Matrices as they come, or packed: on Blackwell those are laid out anew at every call.
+PRODUCTS = [
+    (SM90, case_of(MXFP4, sizes=(0, 1, 7, 5), rows=16), False),
+    (SM100, case_of(MXFP8_E5M2, MXFP8_E4M3, k=300), False),
+    (
+        SM100,
+        case_of(NVFP4, NVFP4, sizes=LONG, rows=160, n=200, k=40, out_dtype="bfloat16"),
+        False,
+    ),
+]
+SLOW_PRODUCTS = [
+    (SM90, case_of(MXFP8_E4M3, sizes=(40,), rows=40, out_dtype="bfloat16"), False),
+    (SM90, case_of(NVFP4, sizes=(3, 21), k=200, rhs_k_first=False), True),
+    (SM90, case_of(MXFP8_E5M2, sizes=LONG, rows=155, k=1024, n=130, out_dtype="float16"), False),
+    (SM100, case_of(MXFP4, MXFP4, sizes=LONG, rows=155, n=300, rhs_k_first=True), False),
+    (SM100, case_of(NVFP4, NVFP4, k=64), True),
+]
 
 
-@needs_newer_mosaic
+@needs_mosaic
+@pytest.mark.parametrize("what", mostly_slow([*PRODUCTS, *SLOW_PRODUCTS], *PRODUCTS), ids=str)
+def test_is_the_reference_after_rounding(what: tuple[Architecture, RaggedCase, bool]):
+    architecture, case, packed = what
+    lhs, rhs, sizes = operands(case)
+    given: Any = rhs
+    if packed:
+        given = pack_weights(rhs, PackCall(weights=case.call.rhs, blocks=rhs.blocks))
+    how = {"architecture": architecture, "interpret": interpreter()}
+    run = jax.jit(lambda lhs, rhs: products.ragged_dot(lhs, rhs, sizes, case.call, **how))
+    kernel = architecture.kernel(case.lhs, case.rhs)
+    assert f"grouped_{kernel}" in str(run.trace(lhs, given).jaxpr)
+    expected = scaled_ragged_dot(lhs, rhs, sizes, case.call.contracting, case.out_dtype)
+    assert_bitwise_equal(run(lhs, given), expected, what="product")
+
+
+@needs_mosaic
 @pytest.mark.slow
 @pytest.mark.parametrize("case", RAGGED_CASES, ids=str)
 def test_is_near_float64(case: RaggedCase):
     """The shared suite's cases, tiles by the table."""
-    assert rejects_groups(case.call, H200, NEW) is None
     check_ragged(backend_for(architecture=SM90, interpret=interpreter()), case)
 
 
-@needs_newer_mosaic
+@needs_mosaic
 @pytest.mark.slow
-def test_packed_experts_and_a_tensor_scale_of_each(rng: np.random.Generator):
+def test_a_tensor_scale_of_each_matrix(rng: np.random.Generator):
     case = case_of(NVFP4, sizes=(9, 12), n=64)
-    x, _, sizes = whole_numbers(case)
+    x, _, sizes = operands(case)
     w = jax.vmap(functools.partial(mx_jax.quantize, format="nvfp4", axis=0))(
         jnp.asarray(rng.integers(-6, 7, (2, 96, 64)), jnp.float32) * jnp.array([[[1.0]], [[8.0]]])
     )
     types = case.call.lhs, OperandType.of(w, case.call.rhs.axes)
     call = dataclasses.replace(case.call, lhs=types[0], rhs=types[1])
-    assert call.rhs.scale_axes == (0,) and rejects_groups(call, H200, NEW) is None
+    assert call.rhs.scale_axes == (0,) and PALLAS_GPU.rejects(call, H200) is None
     expected = scaled_ragged_dot(x, w, sizes, call.contracting, "float32")
     backend = backend_for(architecture=SM90, interpret=interpreter())
     run = jax.jit(lambda x, w, sizes: backend.run(call, x, w, sizes))
     np.testing.assert_allclose(run(x, w, sizes), expected, rtol=1e-6, atol=1e-3)
-    one = mx_jax.quantize(jnp.ones((2, 96, 64)), "nvfp4", axis=1)
-    whole = dataclasses.replace(call, rhs=OperandType.of(one, call.rhs.axes))
-    packing = PackCall(weights=whole.rhs, blocks=one.blocks)
-    pack = jax.jit(lambda w: pack_weights(w, packing))
-    expected = scaled_ragged_dot(x, one, sizes, call.contracting, "float32")
-    run = jax.jit(lambda x, w, sizes: backend.run(whole, x, w, sizes))
-    np.testing.assert_allclose(run(x, pack(one), sizes), expected, rtol=1e-6, atol=1e-3)
 
 
-@needs_newer_mosaic
+@needs_mosaic
 @pytest.mark.slow
 def test_rows_of_no_group_are_zeros_whatever_the_scales():
-    x, w, sizes = whole_numbers(case_of(sizes=(4,), rows=16))
-    how = {"architecture": SM90, "tiles": SMALL, "interpret": interpreter()}
-    packed, factors = PackedWeights.of(_transposed(w)), jnp.full(2, jnp.nan)
+    x, w, sizes = operands(case_of(MXFP4, sizes=(4,), rows=16))
+    how = {"architecture": SM90, "interpret": interpreter()}
+    packed, factors = PackedWeights.of(w.transpose(0, 2, 1)), jnp.full(2, jnp.nan)
     found = products.multiply(
         x[None], packed, "float32", group_sizes=sizes, factors=factors, **how
     )[0]
     assert np.isnan(found[:4]).all() and not np.asarray(found[4:]).any()
-
-
-# Groups of none, of one, of several and of more than a tile, and rows of none.
-LONG = (3, 140, 0, 9)
-
-
-def scaled_operands(case: RaggedCase) -> tuple[MXArray, MXArray, jax.Array]:
-    """Of sums that are exact in float32 in any order; other scales in every row and block."""
-    rng = np.random.default_rng(0)
-    lhs, rhs, sizes = case.operands(rng)
-
-    def exact(x: Any) -> MXArray:
-        assert isinstance(x, MXArray)
-        scales = rng.integers(126, 129, x.scales.shape).astype(np.uint8)
-        return few_octaves(rng, dataclasses.replace(x, scales=jnp.asarray(scales)))
-
-    return exact(lhs), exact(rhs), sizes
-
-
-def of(format: Any, **facts: Any) -> RaggedCase:
-    return RaggedCase(
-        **{"lhs": format, "rhs": format, "sizes": (0, 1, 7, 0, 13), "rows": 24, "n": 64} | facts
-    )
-
-
-@needs_newer_mosaic
-@pytest.mark.parametrize(
-    "case",
-    [
-        of(MXFP8_E4M3, rhs=MXFP8_E5M2, k=300),
-        pytest.param(
-            of(NVFP4, sizes=LONG, rows=160, n=200, k=40, out_dtype="bfloat16"),
-            id="more than a tile",
-        ),
-        pytest.param(of(MXFP4, sizes=(24,), out_dtype="float16"), marks=pytest.mark.slow),
-        pytest.param(
-            of(MXFP4, sizes=LONG, rows=155, n=300, rhs_k_first=True), marks=pytest.mark.slow
-        ),
-        pytest.param(of(MXFP4, sizes=(0, 0), rows=5, n=3), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_blackwell_is_the_reference_after_rounding(case: RaggedCase):
-    lhs, rhs, sizes = scaled_operands(case)
-    how = {"architecture": SM100, "interpret": interpreter()}
-    run = jax.jit(lambda lhs, rhs: products.ragged_dot(lhs, rhs, sizes, case.call, **how))
-    assert "grouped_tcgen05" in str(run.trace(lhs, rhs).jaxpr)
-    expected = scaled_ragged_dot(lhs, rhs, sizes, case.call.contracting, case.out_dtype)
-    assert_bitwise_equal(run(lhs, rhs), expected, what="product")
-
-
-@needs_newer_mosaic
-@pytest.mark.slow
-def test_blackwell_lays_out_what_was_packed_to_be_decoded():
-    """To be decoded: they are laid out at every call."""
-    case = of(NVFP4, k=64)
-    lhs, rhs, sizes = scaled_operands(case)
-    packed = pack_weights(rhs, PackCall(weights=case.call.rhs, blocks=rhs.blocks))
-    how = {"architecture": SM100, "interpret": interpreter()}
-    run = jax.jit(lambda lhs, rhs: products.ragged_dot(lhs, rhs, sizes, case.call, **how))
-    expected = scaled_ragged_dot(lhs, rhs, sizes, case.call.contracting, case.out_dtype)
-    assert_bitwise_equal(run(lhs, packed), expected, what="product")
 
 
 def group_sums(sizes: tuple[int, ...], tiles: Tiles, out_dtype: str = "float32") -> Any:
@@ -258,7 +176,7 @@ def group_sums(sizes: tuple[int, ...], tiles: Tiles, out_dtype: str = "float32")
     return lambda: wgmma.group_sums(*given, **how), jnp.asarray(expected / 2, out_dtype)
 
 
-@needs_newer_mosaic
+@needs_mosaic
 @pytest.mark.parametrize(
     ("sizes", "tiles", "out_dtype"),
     [
@@ -267,9 +185,6 @@ def group_sums(sizes: tuple[int, ...], tiles: Tiles, out_dtype: str = "float32")
         pytest.param(
             (16, 240), Tiles(m=64, n=64, k=64, stages=4), "bfloat16", marks=pytest.mark.slow
         ),
-        pytest.param(
-            (0, 256), Tiles(m=64, n=64, k=64, stages=3), "float32", marks=pytest.mark.slow
-        ),
     ],
 )
 def test_sums_are_exact(sizes: tuple[int, ...], tiles: Tiles, out_dtype: str):
@@ -277,162 +192,14 @@ def test_sums_are_exact(sizes: tuple[int, ...], tiles: Tiles, out_dtype: str):
     assert_bitwise_equal(run(), expected, what="sums")
 
 
-# What is taken, and what is lowered -----------------------------------------------------------
-
-TAKEN_CALL = case_of().call
-TYPE = TAKEN_CALL.rhs
+# What is lowered ------------------------------------------------------------------------------
 
 
-def sums_of(
-    lhs: formats.BlockFormat | None, rhs: formats.BlockFormat | None, **facts: Any
-) -> RaggedCall:
-    return RaggedCase(lhs=lhs, rhs=rhs, sizes=(32,), rows=32, contracts_rows=True, **facts).call
-
-
-FLOAT16 = dataclasses.replace(sums_of(None, MXFP4).lhs, dtype=jnp.dtype("float16"))
-
-
-@pytest.mark.parametrize(
-    ("call", "target", "reason"),
-    [
-        (TAKEN_CALL, H200, None),
-        (case_of(lhs=MXFP8_E4M3, rhs_k_first=False, out_dtype="float16").call, H200, None),
-        (TAKEN_CALL, Target(platform="cpu"), "runs on platform=cuda, got platform=cpu"),
-        (
-            TAKEN_CALL,
-            B200,
-            "multiplies rows in groups on CUDA compute capability 10.0 where formats meet, got "
-            "lhs=None, rhs=mxfp4",
-        ),
-        (
-            dataclasses.replace(
-                TAKEN_CALL, lhs=dataclasses.replace(TAKEN_CALL.lhs, dtype=jnp.dtype("float16"))
-            ),
-            H200,
-            "needs rows in bfloat16, got lhs in float16",
-        ),
-        (
-            case_of(None, lhs=MXFP4).call,
-            H200,
-            "needs groups' matrices in a block format: rhs is in high precision",
-        ),
-        (
-            case_of(MXFP4.with_block(8)).call,
-            H200,
-            "matrices in a block format: rhs has blocks (1, 8), not (1, a multiple of 16)",
-        ),
-        (
-            case_of(lhs=formats.FLOAT8_ROWWISE_E4M3).call,
-            H200,
-            "needs values that bfloat16 holds on both sides, got lhs=float8_rowwise_e4m3",
-        ),
-        (
-            dataclasses.replace(TAKEN_CALL, out_dtype=jnp.dtype("float64")),
-            H200,
-            "gives float32, bfloat16 or float16, got out_dtype=float64",
-        ),
-        (
-            dataclasses.replace(TAKEN_CALL, rhs=dataclasses.replace(TYPE, scale_axes=(1,))),
-            H200,
-            "got one for each position of axes=() of lhs, axes=(1,) of rhs",
-        ),
-        (case_of(rows=2**20, k=2**11).call, H200, "2147483647 elements, got lhs_shape=(1048576,"),
-        (
-            case_of(sizes=(0,) * 2**11, k=2**13, n=2**11).call,
-            H200,
-            "at most 2147483647 words of codes, got rhs_shape=(2048, 8192, 2048)",
-        ),
-        (case_of(n=2**22, k=32, sizes=(1,)).call, H200, "at most 4194240 columns of a matrix"),
-        (sums_of(MXFP4, MXFP8_E4M3), H200, None),
-        (sums_of(None, NVFP4), H200, None),
-        (sums_of(MXFP4.with_block(WHOLE), MXFP4), H200, None),
-        (
-            dataclasses.replace(sums_of(None, MXFP4), lhs=FLOAT16),
-            H200,
-            "needs rows in bfloat16, got lhs in float16",
-        ),
-        (
-            sums_of(MXFP4, formats.FLOAT8_ROWWISE_E4M3),
-            H200,
-            "needs values that bfloat16 holds on both sides, got rhs=float8_rowwise_e4m3",
-        ),
-        (
-            sums_of(MXFP4.with_block(8), MXFP4.with_block(24)),
-            H200,
-            "needs groups in blocks of a multiple of 16 rows, got blocks=[8, 24]",
-        ),
-        (
-            sums_of(MXFP4.with_block(WHOLE), None),
-            H200,
-            "needs groups in blocks of a multiple of 16 rows",
-        ),
-        (sums_of(MXFP4, MXFP4, k=2**27), H200, "at most 2147483647 elements, got lhs_shape=(32,"),
-        (of(MXFP8_E4M3, rhs=MXFP8_E5M2).call, B200, None),
-        (of(NVFP4).call, B200, None),
-        (
-            of(MXFP8_E4M3, rhs=MXFP4).call,
-            B200,
-            "multiplies rows in groups on CUDA compute capability 10.0 where formats meet, got "
-            "lhs=mxfp8_e4m3, rhs=mxfp4",
-        ),
-        (
-            of(MXFP8_E4M3, contracts_rows=True).call,
-            B200,
-            "sums over rows of groups on CUDA compute capability 9.0, got 10.0",
-        ),
-    ],
-)
-def test_rejects(call: RaggedCall, target: Target, reason: str | None):
-    found = rejects_groups(call, target, NEW)
-    assert found is None if reason is None else found is not None and reason in found
-
-
-def test_rejects_jax_that_does_not_clip_copies():
-    found = rejects_groups(TAKEN_CALL, H200, (0, 11, 2))
-    assert found == "multiplies rows in groups from jax==0.12.0 on, got jax==0.11.2"
-
-
-@needs_newer_mosaic
-@pytest.mark.parametrize("differentiated", [False, True])
-def test_stored_experts_warn_of_packing(differentiated: bool):
-    """Once; not of packed experts, nor of those that the product or its gradients quantize."""
-    # Of other shapes, so that nothing was traced before.
-    rows = 16 if differentiated else 8
-    x, w = jnp.ones((rows, 64), jnp.bfloat16), jnp.ones((2, 64, 64), jnp.bfloat16)
-    sizes = np.array([3, 4], np.int32)
-    stored, recipe = mx_jax.quantize(w, "mxfp4", axis=1), mx_jax.recipes.mxfp4()
-
-    def trace(w: Any) -> None:
-        def run(x: jax.Array, w: Any) -> jax.Array:
-            return mx_jax.ragged_dot(x, w, sizes, recipe=recipe)
-
-        if differentiated:
-            jax.jit(jax.grad(lambda x, w: jnp.sum(run(x, w)).astype(jnp.float32))).trace(x, w)
-        else:
-            jax.jit(run).trace(x, w)
-
-    with mx_jax.testing.target("cuda", (9, 0)):
-        trace(stored)
-        with mx_jax.prefer_backends("pallas_gpu"), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trace(w)
-            if not differentiated:
-                trace(mx_jax.pack_weights(stored, contracting=1, num_batch=1))
-            assert not caught
-            trace(stored)
-            messages = [str(warning.message) for warning in caught]
-    assert messages == [
-        "ragged_dot: weights are laid out for backend pallas_gpu at every call, which takes longer "
-        "than a product of few rows: shape=(2, 64, 64), format=mxfp4; lay them out once with "
-        "mx_jax.pack_weights(..., contracting=1, num_batch=1)"
-    ]
-
-
-@needs_newer_mosaic
+@needs_mosaic
 def test_nothing_is_padded_gathered_or_masked_around_the_kernel():
-    case = case_of(sizes=(0,) * 8, rows=64, k=512, n=256, out_dtype="bfloat16")
+    case = case_of(MXFP4, sizes=(0,) * 8, rows=64, k=512, n=256, out_dtype="bfloat16")
     x = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
-    w = jax.eval_shape(PackedWeights.of, _transposed(whole_numbers(case)[1]))
+    w = jax.eval_shape(PackedWeights.of, operands(case)[1].transpose(0, 2, 1))
     sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
 
     def run(x: Any, w: Any, sizes: Any) -> jax.Array:
@@ -450,7 +217,7 @@ def test_nothing_is_padded_gathered_or_masked_around_the_kernel():
     assert all(free.search(line) for line in around)
 
 
-@needs_newer_mosaic
+@needs_mosaic
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=str)
 @pytest.mark.parametrize("n", [40, 1000])
 def test_any_number_of_columns_is_lowered(n: int, capability: tuple[int, int]):
@@ -463,7 +230,7 @@ def test_any_number_of_columns_is_lowered(n: int, capability: tuple[int, int]):
     assert "mx_jax_grouped_" in text and traced.out_info.shape == (64, n)
 
 
-@needs_newer_mosaic
+@needs_mosaic
 @pytest.mark.parametrize("recipe", ["mxfp4", "nvfp4"])
 def test_rows_are_masked_only_for_a_scale_that_counts_them(recipe: str):
     x, w = jnp.ones((64, 512), jnp.bfloat16), jnp.ones((8, 512, 256), jnp.bfloat16)
@@ -479,12 +246,7 @@ def test_rows_are_masked_only_for_a_scale_that_counts_them(recipe: str):
     assert bool(masks) == (recipe == "nvfp4")
 
 
-def test_the_backend_offers_it():
-    assert PALLAS_GPU.rejects(TAKEN_CALL, Target(platform="rocm")) is not None
-    assert RaggedCall in PALLAS_GPU.offers
-
-
-@needs_newer_mosaic
+@needs_mosaic
 @pytest.mark.slow
 def test_a_training_step_by_the_kernels_alone(
     monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
@@ -522,7 +284,7 @@ def test_a_training_step_by_the_kernels_alone(
         np.testing.assert_allclose(np.float32(actual), wide, atol=2e-2 * np.abs(wide).max())
 
 
-@needs_newer_mosaic
+@needs_mosaic
 def test_explain_names_what_takes_each_product():
     """Of a step on a Hopper: three products and their casts, blocks along the rows among them."""
     tokens, experts = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((2, 64, 64), jnp.bfloat16)
@@ -556,7 +318,7 @@ def test_explain_names_what_takes_each_product():
     assert gradient.endswith("2 groups, to bfloat16 -> jax.lax, not quantized"), text
 
 
-@needs_newer_mosaic
+@needs_mosaic
 def test_lowers_where_integers_have_64_bits():
     def step(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
         y, pullback = jax.vjp(lambda x, w: mx_jax.ragged_dot(x, w, sizes, recipe="mxfp8"), x, w)

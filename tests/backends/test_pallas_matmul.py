@@ -1,6 +1,7 @@
-"""The GPU kernel's numbers, in Mosaic's interpreter on the CPU, with its race detector on."""
+"""Numbers of products by GPU kernels, in Mosaic's interpreter on the CPU, its race detector on."""
 
 import dataclasses
+import functools
 import importlib
 from typing import Any
 
@@ -13,25 +14,30 @@ import mx_jax
 from mx_jax import formats
 from mx_jax.backends.calls import PackCall
 from mx_jax.backends.pallas_gpu import backend_for, products
-from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, SM100, Architecture
-from mx_jax.backends.pallas_gpu.layouts import PackedWeights, codes_in_group, slots_of, words_of
-from mx_jax.backends.pallas_gpu.tiles import Tiles
-from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, BlockFormat
+from mx_jax.backends.pallas_gpu.architecture import (
+    SM80,
+    SM90,
+    SM100,
+    Architecture,
+    Kernel,
+    Tiles,
+)
+from mx_jax.backends.pallas_gpu.layouts import (
+    PackedWeights,
+    ScaledOperand,
+    codes_in_group,
+    slots_of,
+    words_of,
+)
+from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, MXINT8, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.testing.backend_suite import check_matmul
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.backends.mosaic import (
-    interpreter,
-    mostly_slow,
-    needs_mosaic,
-    needs_newer_mosaic,
-    race_of,
-    whole_numbers,
-)
+from tests.backends.mosaic import has_race, interpreter, mostly_slow, needs_mosaic, whole_numbers
 
-WEIGHTS = (*formats.MX_FORMATS, formats.NVFP4)
+WEIGHTS = (*formats.MX_FORMATS, NVFP4)
 
 pytestmark = needs_mosaic
 
@@ -45,84 +51,85 @@ def as_batch(w: MXArray) -> MXArray:
     return jax.tree.map(lambda a: a[None], w)
 
 
-def case_of(rhs: formats.BlockFormat, dtype: str = "bfloat16", **facts: Any) -> MatmulCase:
+def case_of(rhs: BlockFormat, dtype: str = "bfloat16", **facts: Any) -> MatmulCase:
     return MatmulCase(lhs=None, rhs=rhs, dtype=dtype, **facts)
 
 
+def two(lhs: BlockFormat, rhs: BlockFormat, **facts: Any) -> MatmulCase:
+    return MatmulCase(lhs=lhs, rhs=rhs, **facts)
+
+
 # Edges: one row, a partial block, several tiles, batches, several axes, a k that the table splits,
-# each order, each dtype.
-CASES = [
-    case_of(MXFP4, m=(1,), n=(1,), k=(33,)),
-    case_of(MXFP4, m=(9,), n=(130,), k=(160,), out_dtype="bfloat16"),
-    case_of(MXFP8_E4M3, batch=(2,), m=(3,), k=(64,), lhs_k_first=True, out_dtype="float16"),
-    case_of(MXFP8_E5M2, m=(2, 3), n=(4, 2), k=(2, 512), rhs_k_first=True),
-    case_of(MXFP4, "float16", out_dtype="float16"),
-    case_of(formats.MXFP6_E2M3, n=(70,), k=(150,)),
-    case_of(formats.MXINT8, k=(64,)),
-    case_of(formats.NVFP4, n=(130,), k=(40,)),
-    pytest.param(case_of(MXFP4.with_block(64), k=(200,)), marks=pytest.mark.slow),
+# each order, each dtype; weights as they come, or packed: those of many rows are laid out
+# anew where tensor cores take both operands as they are.
+PRODUCTS = [
+    (SM90, case_of(MXFP4, m=(1,), n=(1,), k=(33,)), False),
+    (SM90, case_of(MXFP4, m=(9,), n=(130,), k=(160,), out_dtype="bfloat16"), False),
+    (
+        SM90,
+        case_of(MXFP8_E4M3, batch=(2,), m=(3,), k=(64,), lhs_k_first=True, out_dtype="float16"),
+        False,
+    ),
+    (SM90, case_of(MXFP8_E5M2, m=(2, 3), n=(4, 2), k=(2, 512), rhs_k_first=True), False),
+    (SM90, case_of(MXFP4, "float16", out_dtype="float16"), False),
+    (SM90, case_of(formats.MXFP6_E2M3, n=(70,), k=(150,)), False),
+    (SM90, case_of(MXINT8, k=(64,)), False),
+    (SM90, case_of(NVFP4, n=(130,), k=(40,)), False),
+    (SM90, case_of(MXFP4, batch=(2,), m=(3,), n=(70,), k=(100,), rhs_k_first=True), True),
+    (SM80, case_of(MXFP4, batch=(2,), m=(9,), n=(70,), k=(1100,), out_dtype="bfloat16"), False),
+    (SM100, two(MXFP8_E4M3, MXFP8_E5M2, m=(1,), n=(130,), k=(300,)), False),
+    (SM100, two(MXFP4, MXFP4, batch=(2,), m=(3,), k=(2, 256), out_dtype="bfloat16"), False),
+    (
+        SM100,
+        two(NVFP4, NVFP4, m=(130,), k=(40,), rhs_k_first=True, out_dtype="float16"),
+        False,
+    ),
+]
+SLOW_PRODUCTS = [
+    (SM90, case_of(MXFP4.with_block(64), k=(200,)), False),
+    (SM80, case_of(MXFP8_E4M3, "float16", m=(1,), n=(130,), k=(70,)), False),
+    (SM80, case_of(NVFP4, m=(20,), k=(200,)), False),
+    (SM100, two(MXFP4.with_block(16), MXFP4.with_block(16), k=(2048,)), False),
+    (SM100, two(MXFP4, MXFP4, m=(257,), n=(70,), k=(100,), rhs_k_first=True), True),
+    # A tensor scale for each matrix of the batch.
+    (SM90, case_of(NVFP4, batch=(2,), m=(3,), n=(70,), k=(96,)), True),
+    (SM100, two(NVFP4, NVFP4, batch=(2,), m=(3,), n=(70,), k=(96,)), True),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("what", mostly_slow([*PRODUCTS, *SLOW_PRODUCTS], *PRODUCTS), ids=str)
 def test_is_the_reference_after_rounding(
-    case: MatmulCase, rng: np.random.Generator, how: dict[str, Any]
+    what: tuple[Architecture, MatmulCase, bool], rng: np.random.Generator
 ):
-    call = case.call
+    architecture, case, packed = what
     lhs, rhs = whole_numbers(rng, case)
-    run = jax.jit(lambda lhs, rhs: products.scaled_matmul(lhs, rhs, call, **how))
-    expected = scaled_matmul(lhs, rhs, call.dimension_numbers, call.out_dtype)
-    assert_bitwise_equal(run(lhs, rhs), expected, what="product")
+
+    def run(lhs: Any, rhs: Any) -> jax.Array:
+        if packed:
+            packing = PackCall(weights=case.call.rhs, blocks=rhs.blocks, lhs_format=case.lhs)
+            rhs = products.pack_weights(rhs, packing)
+        how = {"architecture": architecture, "interpret": interpreter()}
+        return products.scaled_matmul(lhs, rhs, case.call, **how)
+
+    expected = scaled_matmul(lhs, rhs, case.call.dimension_numbers, case.call.out_dtype)
+    assert_bitwise_equal(jax.jit(run)(lhs, rhs), expected, what="product")
 
 
-@needs_newer_mosaic
 @pytest.mark.parametrize(
-    "case",
+    "what",
     mostly_slow(
-        [
-            case_of(MXFP4, batch=(2,), m=(9,), n=(70,), k=(1100,), out_dtype="bfloat16"),
-            case_of(MXFP8_E4M3, "float16", m=(1,), n=(130,), k=(70,)),
-            case_of(MXFP8_E5M2, m=(70,), k=(512,), rhs_k_first=True, out_dtype="bfloat16"),
-            case_of(formats.NVFP4, m=(20,), k=(200,)),
-            case_of(formats.MXFP6_E3M2, m=(20,), k=(700,)),
+        NEAR := [
+            (SM90, two(MXFP8_E5M2, MXINT8, k=(40,), out_dtype="bfloat16")),
+            (SM100, two(NVFP4, NVFP4, k=(90,))),
+            # Blackwell decodes what it cannot take as it is.
+            (SM100, MatmulCase(lhs=MXFP4, rhs=None, dtype="float16", m=(70,), n=(3,), k=(200,))),
         ],
-        case_of(MXFP4, batch=(2,), m=(9,), n=(70,), k=(1100,), out_dtype="bfloat16"),
+        NEAR[0],
     ),
     ids=str,
 )
-def test_ampere_is_the_reference_after_rounding(
-    case: MatmulCase, rng: np.random.Generator, how: dict[str, Any]
-):
-    test_is_the_reference_after_rounding(case, rng, how | {"architecture": SM80})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case",
-    [
-        case_of(formats.MXFP6_E3M2, m=(3,), n=(130,), k=(500,), out_dtype="bfloat16"),
-        MatmulCase(lhs=formats.MXINT8, rhs=formats.MXINT8, m=(3,), k=(40,)),
-        MatmulCase(lhs=MXFP4, rhs=None, dtype="float16", m=(70,), n=(3,), k=(200,)),
-    ],
-    ids=str,
-)
-def test_blackwell_decodes_what_it_cannot_take_as_it_is(case: MatmulCase):
-    check_matmul(backend_for(architecture=SM100, interpret=interpreter()), case)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case_of(MXFP8_E4M3, "float16", k=(40,)), marks=pytest.mark.slow),
-        MatmulCase(lhs=MXFP8_E5M2, rhs=formats.MXINT8, k=(40,), out_dtype="bfloat16"),
-        pytest.param(
-            MatmulCase(lhs=formats.NVFP4, rhs=formats.NVFP4, k=(40,)), marks=pytest.mark.slow
-        ),
-    ],
-    ids=str,
-)
-def test_is_near_float64(case: MatmulCase, how: dict[str, Any]):
-    check_matmul(backend_for(**how), case)
+def test_is_near_float64(what: tuple[Architecture, MatmulCase]):
+    check_matmul(backend_for(what[0], interpreter()), what[1])
 
 
 def test_packed_weights_of_many_rows_are_unpacked_and_dequantized_apart():
@@ -138,13 +145,13 @@ def test_packed_weights_of_many_rows_are_unpacked_and_dequantized_apart():
 @pytest.mark.parametrize(
     ("dtype", "format", "out_dtype"),
     [
-        ("bfloat16", formats.NVFP4, "bfloat16"),
+        ("bfloat16", NVFP4, "bfloat16"),
         pytest.param("float16", MXFP4, "float32", marks=pytest.mark.slow),
     ],
 )
 def test_many_rows_are_left_to_xla(
     dtype: str,
-    format: formats.BlockFormat,
+    format: BlockFormat,
     out_dtype: str,
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
@@ -152,8 +159,7 @@ def test_many_rows_are_left_to_xla(
     def asked(*_: Any, **__: Any) -> Any:
         raise AssertionError("asked for a kernel")
 
-    wgmma = dataclasses.replace(SM90.decoding, load=asked)
-    sm90 = dataclasses.replace(SM90, kernels=(wgmma,))
+    monkeypatch.setattr(Kernel, "load", asked)
     case = case_of(format, dtype, m=(1024,), n=(5,), k=(64,), out_dtype=out_dtype)
     x, w = whole_numbers(rng, case)
     expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
@@ -161,10 +167,10 @@ def test_many_rows_are_left_to_xla(
     def packed(x: jax.Array, w: MXArray) -> jax.Array:
         packing = PackCall(weights=case.call.rhs, blocks=w.blocks)
         stored = products.pack_weights(w, packing)
-        return products.scaled_matmul(x, stored, case.call, architecture=sm90)
+        return products.scaled_matmul(x, stored, case.call, architecture=SM90)
 
     def whole(x: jax.Array, w: MXArray) -> jax.Array:
-        return products.scaled_matmul(x, w, case.call, architecture=sm90)
+        return products.scaled_matmul(x, w, case.call, architecture=SM90)
 
     for product in (packed, whole):
         assert_bitwise_equal(jax.jit(product)(x, w), expected, what="product")
@@ -201,7 +207,7 @@ def test_what_is_not_finite_reaches_its_row_alone(how: dict[str, Any]):
 
 # NumPy, as above.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("architecture", [SM90, pytest.param(SM80, marks=needs_newer_mosaic)])
+@pytest.mark.parametrize("architecture", [SM90, SM80], ids=str)
 def test_float16_by_infinite_weights(architecture: Architecture, how: dict[str, Any]):
     """Neither of a float16's two parts makes NaN of an infinite product, whatever it rounds to."""
     case = case_of(MXFP8_E5M2, "float16", m=(7,), n=(3,), k=(64,))
@@ -232,7 +238,7 @@ def test_empty(m: tuple[int], n: tuple[int], k: tuple[int]):
 
 
 @pytest.mark.parametrize("format", WEIGHTS, ids=lambda format: format.name)
-def test_every_code_under_every_scale(format: formats.BlockFormat):
+def test_every_code_under_every_scale(format: BlockFormat):
     """In NumPy, whose bfloat16 keeps subnormals as a GPU's does: exact, bit for bit."""
     from mx_jax.backends.pallas_gpu.decode import Decoder, place
 
@@ -263,18 +269,13 @@ def test_every_code_under_every_scale(format: formats.BlockFormat):
 
 # As they are: what a tile has beyond one row, or beyond k, is filled and clipped. More rows than 8:
 # a multiple.
-LOWERED = [
-    *((format, (17, 256, 1024)) for format in WEIGHTS),
-    (MXFP4, (1, 2880, 2880)),
-    (formats.NVFP4, (1, 200, 1024)),
-]
-
-
-@pytest.mark.parametrize("what", mostly_slow(LOWERED, LOWERED[0], *LOWERED[-2:]), ids=str)
-def test_lowers_for_cuda_without_a_plugin(what: tuple[formats.BlockFormat, tuple[int, int, int]]):
+@pytest.mark.parametrize(
+    ("format", "m", "n", "k"),
+    [(MXFP8_E4M3, 17, 256, 1024), (MXFP4, 1, 2880, 2880), (NVFP4, 1, 200, 1024)],
+)
+def test_lowers_for_cuda_without_a_plugin(format: BlockFormat, m: int, n: int, k: int):
     from mx_jax.backends.pallas_gpu.decode import Decoder
 
-    format, (m, n, k) = what
     case = case_of(format, m=(m,), n=(n,), k=(k,), out_dtype="bfloat16")
     arrays = case.operands(np.random.default_rng(0))
     run = jax.jit(lambda lhs, rhs: products.scaled_matmul(lhs, rhs, case.call, architecture=SM90))
@@ -309,8 +310,7 @@ def hopper_product(format: BlockFormat, tiles: Tiles, out_dtype: str) -> tuple[A
             FOUR,
             SHARED,
             (MXFP8_E4M3, Tiles(m=16, n=128, k=256, stages=2, splits=3), "float32"),
-            (formats.NVFP4, Tiles(m=8, n=192, k=256, stages=3, splits=2), "float32"),
-            (formats.MXFP6_E2M3, Tiles(m=8, n=128, k=128, stages=3, splits=5), "float16"),
+            (NVFP4, Tiles(m=8, n=192, k=256, stages=3, splits=2), "float16"),
         ],
         FOUR,
         SHARED,
@@ -323,9 +323,7 @@ def test_hopper_is_the_reference_with_any_tiles(what: tuple[BlockFormat, Tiles, 
 
 
 @pytest.mark.parametrize("module", ["wgmma", "device"])
-def test_each_missing_wait_is_a_race(
-    module: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-):
+def test_each_missing_wait_is_a_race(module: str, monkeypatch: pytest.MonkeyPatch):
     """For a stage's copies, and for its readers."""
     kernel = importlib.import_module(f"mx_jax.backends.pallas_gpu.{module}")
 
@@ -337,4 +335,46 @@ def test_each_missing_wait_is_a_race(
 
     monkeypatch.setattr(kernel, "plgpu", Waitless())
     run, _ = hopper_product(*SHARED)
-    assert race_of(run, capfd)
+    assert has_race(run)
+
+
+def test_blackwells_missing_wait_is_a_race(
+    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
+):
+    from jax.experimental.pallas import mosaic_gpu
+
+    case = MatmulCase(lhs=MXFP4, rhs=MXFP4, batch=(1,), k=(1024,))
+    lhs, rhs = whole_numbers(rng, case)
+    tiles = Tiles(m=128, k=256, stages=2, splits=1)
+    # In the order in which they are traced.
+    waits, wait = iter(("free stages", "copied tiles", "the sums")), mosaic_gpu.barrier_wait
+    traced: list[str] = []
+
+    def some(*args: Any, **kwargs: Any) -> None:
+        traced.append(next(waits))
+        if traced[-1] != "copied tiles":
+            wait(*args, **kwargs)
+
+    monkeypatch.setattr(mosaic_gpu, "barrier_wait", some)
+    left, right = ScaledOperand.of(lhs), ScaledOperand.of(rhs)
+    how = {"architecture": SM100, "tiles": tiles, "interpret": interpreter()}
+    assert has_race(lambda: products.multiply_scaled(left, right, "float32", **how))
+    assert len(traced) == 3
+
+
+@pytest.mark.parametrize(("rows", "laid_out_rows"), [(3, 3), (70, 72), (130, 136)])
+def test_rows_are_not_padded_to_tiles(rows: int, laid_out_rows: int, rng: np.random.Generator):
+    from mx_jax.backends.pallas_gpu import tcgen05
+
+    case = MatmulCase(lhs=MXFP4, rhs=MXFP4, batch=(2,), m=(rows,), n=(40,), k=(512,))
+    left, right = map(ScaledOperand.of, whole_numbers(rng, case))
+    assert left.codes.shape == (2, laid_out_rows, 256) and right.codes.shape == (2, 40, 256)
+    kernel = functools.partial(
+        tcgen05.multiply,
+        block=32,
+        n=40,
+        tiles=Tiles(m=128, k=256, stages=2, splits=2),
+        out_dtype=jnp.dtype("float32"),
+    )
+    arrays = (left.elements, right.elements, left.scale_values, right.scale_values)
+    assert jax.eval_shape(kernel, *arrays).shape == (2, laid_out_rows, 40)

@@ -1,7 +1,7 @@
 """Training with the GPU kernels: the output and both gradients are products and casts of theirs."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import flax.linen as nn
@@ -16,9 +16,7 @@ from mx_jax.backends.calls import Call, MatmulCall, QuantizeBothCall, QuantizeCa
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
 from mx_jax.backends.select import BACKENDS
 from mx_jax.backends.target import Offer
-from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
-from mx_jax.testing.cases import MatmulCase, QuantizeCase
-from tests.backends.mosaic import interpreter, needs_mosaic, needs_newer_mosaic
+from tests.backends.mosaic import interpreter, needs_mosaic
 
 # Powers of two and small integers: their sums are exact in any order.
 X = np.random.default_rng(0).integers(-2, 3, (3, 64)).astype(np.float32)
@@ -96,44 +94,32 @@ def test_a_training_step_lowers_to_kernels(on_h200: pytest.MonkeyPatch):
     assert text.count("custom_call @mosaic_gpu") == 2 + 3
 
 
-# Every GPU kernel lowers where JAX's integers have 64 bits, as it does where they have 32.
+WEIGHT_ONLY = mx_jax.recipes.weight_only("mxfp4")
 
 
-# Several tiles along every axis, and several steps.
-M, N, K = 300, 260, 1024
-
-
-def product(lhs: BlockFormat | None, rhs: BlockFormat, rows: int = 40) -> jax.Array:
-    """By weights that are not packed."""
-    case = MatmulCase(lhs=lhs, rhs=rhs, m=(rows,), n=(N,), k=(K,), dtype="bfloat16")
-    call = case.call
-    assert isinstance(call, MatmulCall)
-    w = mx_jax.quantize(jnp.ones((N, K), jnp.bfloat16), rhs)
-    x = jnp.ones((rows, K), jnp.bfloat16)
-    return PALLAS_GPU.run(call, x if lhs is None else mx_jax.quantize(x, lhs), w)
-
-
-def both_casts() -> tuple[mx_jax.MXArray, ...]:
-    first, second = (
-        QuantizeCase(format=MXFP8_E4M3, shape=(M, N), axis=axis, dtype="bfloat16").call
-        for axis in (-1, -2)
-    )
-    call = QuantizeBothCall(first=first, second=second)
-    return PALLAS_GPU.run(call, jnp.ones((M, N), jnp.bfloat16), (None, None), None)
-
-
-@needs_newer_mosaic
+@needs_mosaic
 @pytest.mark.parametrize(
-    ("capability", "run", "kernel"),
+    ("capability", "recipe", "kernel"),
     [
-        ((8, 0), lambda: product(None, MXFP4), "mx_jax_mma_mxfp4"),
-        ((9, 0), lambda: product(None, MXFP4), "mx_jax_wgmma_mxfp4"),
-        ((10, 0), lambda: product(None, MXFP4), "mx_jax_mma_mxfp4"),
-        ((10, 0), lambda: product(MXFP8_E4M3, MXFP8_E4M3, M), "mx_jax_tcgen05_float8_e4m3fn"),
-        ((9, 0), both_casts, "mx_jax_quantize"),
+        ((8, 0), WEIGHT_ONLY, "mx_jax_mma_mxfp4"),
+        ((9, 0), WEIGHT_ONLY, "mx_jax_wgmma_mxfp4"),
+        ((10, 0), WEIGHT_ONLY, "mx_jax_mma_mxfp4"),
+        ((10, 0), mx_jax.recipes.mxfp8(), "mx_jax_tcgen05_float8_e4m3fn"),
     ],
 )
-def test_lowers(capability: tuple[int, int], run: Callable[[], object], kernel: str):
-    with mx_jax.testing.target("cuda", capability), jax.enable_x64(True):
-        text = jax.jit(run).trace().lower(lowering_platforms=("cuda",)).as_text()
-    assert kernel in text
+def test_lowers_where_integers_have_64_bits(
+    capability: tuple[int, int], recipe: mx_jax.recipes.Recipe, kernel: str
+):
+    """Several tiles along every axis, and several steps."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((200, 1024), (1024, 260)))
+
+    def run(x: jax.Array, w: jax.Array) -> Any:
+        return mx_jax.matmul(x, w, recipe=recipe), mx_jax.quantize_both(x, "mxfp4")
+
+    with (
+        mx_jax.testing.target("cuda", capability),
+        mx_jax.prefer_backends("pallas_gpu"),
+        jax.enable_x64(True),
+    ):
+        text = jax.jit(run).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert kernel in text and "mx_jax_quantize" in text

@@ -2,10 +2,12 @@
 
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import mx_jax
@@ -16,52 +18,78 @@ from tests.backends.mosaic import needs_mosaic
 pytestmark = needs_mosaic
 
 
+AT_EVERY_CALL = (
+    "laid out for backend pallas_gpu at every call, which takes longer than a product of few rows: "
+)
+
+
+def warned(run: Callable[..., Any], *tracing: tuple[Any, ...]) -> list[str]:
+    """Messages of traces for an H200 with the kernels preferred; without, the first has none."""
+    with mx_jax.testing.target("cuda", (9, 0)):
+        jax.jit(run).trace(*tracing[0])
+        with mx_jax.prefer_backends("pallas_gpu"), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for given in tracing:
+                jax.jit(run).trace(*given)
+    return [str(warning.message) for warning in caught]
+
+
 @pytest.mark.parametrize(("rows", "warns"), [(4, True), (1024, False)])
 def test_stored_weights_warn_of_packing(rows: int, warns: bool):
     """Once; not where XLA multiplies, nor of packed weights, nor of what the product quantizes."""
-    recipe = mx_jax.recipes.weight_only("mxfp4")
+    recipe = recipes.weight_only("mxfp4")
     x, w = jnp.ones((rows, 256), jnp.bfloat16), jnp.ones((256, 128))
     stored = mx_jax.quantize(w, "mxfp4", axis=0)
+    with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
+        packed = mx_jax.pack_weights(stored)
 
-    def trace(w: Any) -> None:
-        jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe)).trace(x, w)
+    def product(x: jax.Array, w: Any) -> jax.Array:
+        return mx_jax.matmul(x, w, recipe=recipe)
 
-    with mx_jax.testing.target("cuda", (9, 0)):
-        trace(stored)
-        with mx_jax.prefer_backends("pallas_gpu"), warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            trace(w)
-            trace(mx_jax.pack_weights(stored))
-            assert not caught
-            trace(stored)
-            messages = [str(warning.message) for warning in caught]
+    assert not warned(product, (x, w), (x, packed))
     expected = (
-        "matmul: weights are laid out for backend pallas_gpu at every call, which takes longer "
-        "than a product of few rows: shape=(256, 128), format=mxfp4; lay them out once with "
-        "mx_jax.pack_weights"
+        f"matmul: weights are {AT_EVERY_CALL}shape=(256, 128), format=mxfp4; lay them out once "
+        "with mx_jax.pack_weights"
     )
-    assert messages == [expected] * warns
+    assert warned(product, (x, stored)) == [expected] * warns
 
 
 @pytest.mark.parametrize(("rows", "warns"), [(4, True), (1024, False)])
 def test_stored_weights_on_the_left_belong_on_the_right(rows: int, warns: bool):
     """Nothing packs them there, so every call lays them out."""
-    recipe = recipes.high_precision()
     stored = mx_jax.quantize(jnp.ones((128, 256)), "mxfp4", axis=1)
     x = jnp.ones((256, rows), jnp.bfloat16)
-    with (
-        mx_jax.testing.target("cuda", (9, 0)),
-        mx_jax.prefer_backends("pallas_gpu"),
-        warnings.catch_warnings(record=True) as caught,
-    ):
-        warnings.simplefilter("always")
-        jax.jit(lambda w, x: mx_jax.matmul(w, x, recipe=recipe)).trace(stored, x)
     expected = (
-        "matmul: the left operand is laid out for backend pallas_gpu at every call, which takes "
-        "longer than a product of few rows: shape=(128, 256), format=mxfp4; put the weights on the "
-        "right and pack them once with mx_jax.pack_weights"
+        f"matmul: the left operand is {AT_EVERY_CALL}shape=(128, 256), format=mxfp4; put the "
+        "weights on the right and pack them once with mx_jax.pack_weights"
     )
-    assert [str(warning.message) for warning in caught] == [expected] * warns
+    recipe = recipes.high_precision()
+    found = warned(lambda w, x: mx_jax.matmul(w, x, recipe=recipe), (stored, x))
+    assert found == [expected] * warns
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_stored_experts_warn_of_packing(differentiated: bool):
+    """Once; not of packed experts, nor of those that the product or its gradients quantize."""
+    # Of other shapes, so that nothing was traced before.
+    rows, sizes = 16 if differentiated else 8, np.array([3, 4], np.int32)
+    x, w = jnp.ones((rows, 64), jnp.bfloat16), jnp.ones((2, 64, 64), jnp.bfloat16)
+    stored = mx_jax.quantize(w, "mxfp4", axis=1)
+
+    def product(x: jax.Array, w: Any) -> jax.Array:
+        return jnp.sum(mx_jax.ragged_dot(x, w, sizes, recipe="mxfp4")).astype(jnp.float32)
+
+    run = jax.grad(product) if differentiated else product
+    if differentiated:
+        assert not warned(run, (x, w))
+    else:
+        with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
+            packed = mx_jax.pack_weights(stored, contracting=1, num_batch=1)
+        assert not warned(run, (x, w), (x, packed))
+    assert warned(run, (x, stored)) == [
+        f"ragged_dot: weights are {AT_EVERY_CALL}shape=(2, 64, 64), format=mxfp4; lay them out "
+        "once with mx_jax.pack_weights(..., contracting=1, num_batch=1)"
+    ]
 
 
 def _left_alone() -> recipes.Recipe:

@@ -11,7 +11,8 @@ import mx_jax
 from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall, QuantizeBothCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
-from mx_jax.backends.pallas_gpu.architecture import capabilities, rejects_machine
+from mx_jax.backends.pallas_gpu.architecture import capabilities
+from mx_jax.backends.pallas_gpu.rejections import rejects_machine
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import (
     BACKENDS,

@@ -1,16 +1,22 @@
 """Compile kernels for a GPU on a machine without one; ptxas's reports land in a folder.
 
-    MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm_90a mxfp4
-    MOSAIC_GPU_DUMP_TO=<existing folder> python tests/gpu/compile_for.py sm_100a mxfp4 mxfp4
+    export MOSAIC_GPU_DUMP_TO=<existing folder>
+    python tests/gpu/compile_for.py sm_90a weights mxfp4
+    python tests/gpu/compile_for.py sm_90a groups mxfp4
+    python tests/gpu/compile_for.py sm_90a sums
+    python tests/gpu/compile_for.py sm_100a scaled mxfp4 mxfp4
+    python tests/gpu/compile_for.py sm_100a scaled_groups nvfp4
+    python tests/gpu/compile_for.py sm_90a casts mxfp8_e4m3:bfloat16:rows mxfp4:float32:both
 
-One format: weights to be decoded; two: operands that are taken as they are. A process of its own:
-the CUDA plugin stays loaded, and a failed compile may abort. Every entry of the tuning table is
-compiled, with both dtypes that the kernel writes. The files' names end in the count of compiles
-before.
+Weights of a format that are decoded, also of groups of rows, and sums over the rows of groups; two
+operands that are taken as they are; casts. Every entry of the table of tiles is compiled, with the
+dtypes that the kernel writes. The files' names end in the count of compiles before. A process of
+its own: the CUDA plugin stays loaded, and a failed compile may abort.
 """
 
 import dataclasses
 import functools
+import json
 import math
 import os
 import sys
@@ -25,8 +31,12 @@ from jax.experimental import topologies
 
 import mx_jax
 from mx_jax import formats
+from mx_jax.backends.calls import QuantizeBothCall
+from mx_jax.backends.pallas_gpu import backend_for, products
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
-from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand, stored_bits
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand, stored_bits, visits
+from mx_jax.backends.pallas_gpu.views import View
+from mx_jax.testing.cases import QuantizeCase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +119,10 @@ GPUS = {
 }
 # So long that every pipeline keeps its loop.
 N, K = 256, 65536
+GROUPS, ROWS = 4, 1024
+DTYPES = ("float32", "bfloat16")
 FORMATS = {format.name: format for format in formats.BLOCK_FORMATS}
+AXES = {"rows": (-1,), "columns": (-2,), "both": (-1, -2)}
 
 
 def compile_on(gpu: Gpu, product: Callable[..., Any], operands: Any) -> Any:
@@ -130,22 +143,15 @@ def compile_on(gpu: Gpu, product: Callable[..., Any], operands: Any) -> Any:
         return jax.jit(product).lower(*placed).compile()
 
 
+def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
 def shapes(make: Callable[..., Any], shape: tuple[int, ...], format: formats.BlockFormat) -> Any:
     """What `make` gives of a quantized array."""
-    array = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return jax.eval_shape(lambda x: make(mx_jax.quantize(x, format)), array)
-
-
-def compile_weights(gpu: Gpu, name: str) -> None:
-    """bfloat16 by weights of a format."""
-    kernel = gpu.architecture.decoding
-    weights = shapes(PackedWeights.of, (1, N, K), FORMATS[name])
-    for _, tiles in kernel.tuning_of(stored_bits(FORMATS[name].element)).tiles:
-        for out_dtype in ("float32", "bfloat16"):
-            x = jax.ShapeDtypeStruct((1, 2 * tiles.m, K), jnp.bfloat16)
-            how = {"format": FORMATS[name], "tiles": tiles, "out_dtype": out_dtype}
-            product = functools.partial(kernel.load(), n=N, **how)
-            compile_on(gpu, product, (x, weights.codes, weights.scales))
+    return jax.eval_shape(
+        lambda x: make(mx_jax.quantize(x, format)), array(*shape, dtype="float32")
+    )
 
 
 def lay_out(x: mx_jax.MXArray) -> ScaledOperand:
@@ -154,14 +160,50 @@ def lay_out(x: mx_jax.MXArray) -> ScaledOperand:
     return ScaledOperand.of(dataclasses.replace(batch, tensor_scale=None))
 
 
-def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
+def weights(gpu: Gpu, name: str) -> None:
+    """bfloat16 by weights of a format."""
+    kernel, format = gpu.architecture.decoding, FORMATS[name]
+    w = shapes(PackedWeights.of, (1, N, K), format)
+    for _, tiles in kernel.tiles[stored_bits(format.element)]:
+        for out_dtype in DTYPES:
+            how = {"n": N, "format": format, "tiles": tiles, "out_dtype": out_dtype}
+            product = functools.partial(kernel.load(), **how)
+            compile_on(gpu, product, (array(1, 2 * tiles.m, K), w.codes, w.scales))
+
+
+def groups(gpu: Gpu, name: str) -> None:
+    """Rows in groups by packed weights of a format."""
+    kernel, format = gpu.architecture.decoding, FORMATS[name]
+    w = shapes(PackedWeights.of, (GROUPS, N, K), format)
+    factors, sizes = array(2 * GROUPS, dtype="float32"), array(GROUPS, dtype="int32")
+    for _, tiles in kernel.tiles[stored_bits(format.element)]:
+        for out_dtype in DTYPES:
+            how = {"n": N, "format": format, "tiles": tiles, "out_dtype": out_dtype}
+            multiply = functools.partial(kernel.load(), **how)
+
+            def product(x, codes, scales, factors, sizes, multiply=multiply, tiles=tiles):
+                return multiply(x[None], codes, scales, visits(sizes, ROWS, tiles.m), factors)
+
+            compile_on(gpu, product, (array(ROWS, K), w.codes, w.scales, factors, sizes))
+
+
+def sums(gpu: Gpu) -> None:
+    """Sums over the rows of each group."""
+    rows, factors = array(2 * GROUPS, dtype="int32"), array(2, dtype="float32")
+    kernel, tiles = gpu.architecture.decoding.load("group_sums"), products.sums_tiles(N, 2 * N)
+    for out_dtype in DTYPES:
+        product = functools.partial(kernel, tiles=tiles, out_dtype=out_dtype)
+        compile_on(gpu, product, (array(K, N), array(K, 2 * N), rows, factors))
+
+
+def scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
     """Two block-scaled operands: eight rows, or more than a tile has."""
-    weights = shapes(lay_out, (N, K), FORMATS[rhs])
-    kernel = gpu.architecture.kernel(FORMATS[lhs], FORMATS[rhs])
-    for limit, tiles in kernel.tuning_of(FORMATS[lhs].element.bits).tiles:
+    w, kernel = shapes(lay_out, (N, K), FORMATS[rhs]), gpu.architecture.direct
+    assert kernel is not None
+    for limit, tiles in kernel.tiles[FORMATS[lhs].element.bits]:
         rows = N if math.isinf(limit) else 8
         x = shapes(lay_out, (rows, K), FORMATS[lhs])
-        for out_dtype in ("float32", "bfloat16"):
+        for out_dtype in DTYPES:
 
             def product(left, right, tiles=tiles, out_dtype=out_dtype):
                 return kernel.load()(
@@ -175,15 +217,55 @@ def compile_scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
                     out_dtype=out_dtype,
                 )
 
-            sizes = compile_on(gpu, product, (x, weights)).memory_analysis()
-            given = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((x, weights)))
+            sizes = compile_on(gpu, product, (x, w)).memory_analysis()
+            given = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((x, w)))
             assert sizes.argument_size_in_bytes == given, f"{sizes} for {given} bytes"
             # Nothing but sums of programs that share tiles, which XLA adds.
-            sums = tiles.splits * rows * N * jnp.dtype(out_dtype).itemsize
-            allowed = sums if tiles.splits > 1 else 0
+            shared = tiles.splits * rows * N * jnp.dtype(out_dtype).itemsize
+            allowed = shared if tiles.splits > 1 else 0
             assert sizes.temp_size_in_bytes <= allowed, f"bytes are not the kernel's own: {sizes}"
 
 
+def scaled_groups(gpu: Gpu, name: str) -> None:
+    """Rows in groups by weights of the same format."""
+    kernel, format = gpu.architecture.direct, FORMATS[name]
+    assert kernel is not None
+    quantize = functools.partial(mx_jax.quantize, format=format)
+    x, w = (jax.eval_shape(quantize, array(*own)) for own in ((ROWS, K), (GROUPS, N, K)))
+    table = kernel.tiles[format.element.bits]
+    for (_, tiles), out_dtype in zip(table, DTYPES, strict=True):
+
+        def product(x, w, sizes, tiles=tiles, out_dtype=out_dtype):
+            right = ScaledOperand.of(dataclasses.replace(w, tensor_scale=None))
+            how = {"architecture": gpu.architecture, "tiles": tiles}
+            return products.multiply_scaled(x, right, out_dtype, group_sizes=sizes, **how)[0]
+
+        compile_on(gpu, product, (x, w, array(GROUPS, dtype="int32")))
+
+
+def casts(gpu: Gpu, *names: str) -> None:
+    """Casts of a square array; prints how many elements a thread of each quantizes, as JSON."""
+    backend, found = backend_for(architecture=gpu.architecture), []
+    for name, dtype, way in (name.split(":") for name in names):
+        facts = {"format": FORMATS[name], "shape": (4096, 4096), "dtype": dtype}
+        calls = [QuantizeCase(axis=axis, **facts).call for axis in AXES[way]]
+        # As if it were known: what finds it is not of the kernel.
+        scale = jnp.ones((1, 1)) if FORMATS[name].tensor_scale else None
+
+        def cast(x, calls=calls, scale=scale):
+            if len(calls) == 1:
+                return backend.run(calls[0], x, None, scale)
+            both = QuantizeBothCall(first=calls[0], second=calls[1])
+            return backend.run(both, x, (None, None), scale)
+
+        x = array(4096, 4096, dtype=dtype)
+        compile_on(gpu, cast, (x,))
+        view = View.of(x.shape, sorted(call.blocks[0] for call in calls))
+        found.append(math.prod(view.tile(x.dtype.itemsize).shape) // 128)
+    print(json.dumps(found))
+
+
 if __name__ == "__main__":
-    target, *names = sys.argv[1:]
-    (compile_weights if len(names) == 1 else compile_scaled)(GPUS[target], *names)
+    target, what, *names = sys.argv[1:]
+    ways = (weights, groups, sums, scaled, scaled_groups, casts)
+    {way.__name__: way for way in ways}[what](GPUS[target], *names)

@@ -3,14 +3,15 @@
     python tests/gpu/plain_traffic.py sm_100a [FILE | experts]
 
 A process of its own, as `compile_for` is. One line of JSON for each case; with a FILE, all of them
-as one list; or of experts alone. Counted, not measured, as `traffic.py` counts: every kernel of the
-optimized module is taken to read each of its operands once and to write its results, and no cache
-to help.
+as one list; or of experts alone. Counted, not measured: every kernel of the optimized module is
+taken to read each of its operands once and to write its results, and no cache to help.
 """
 
 import functools
 import json
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -23,8 +24,7 @@ import jax.numpy as jnp
 
 import mx_jax
 from mx_jax import recipes
-from tests.gpu.compile_for import GPUS, Gpu, compile_on
-from tests.gpu.traffic import kernels
+from tests.gpu.compile_for import GPUS, Gpu, array, compile_on
 
 RECIPES = ("high_precision", "mxfp8", "mxfp4", "nvfp4")
 FORMATS = ("mxfp8_e4m3", "mxfp4", "nvfp4")
@@ -32,16 +32,39 @@ ROWS = (1, 16, 4096)
 # A Dense layer from 2048 features to 4096, of 2048 tokens; weights of a decoder's layer.
 TOKENS, FEATURES, UNITS = 2048, 2048, 4096
 SIDE = 8192
+# What moves nothing of its own.
+_FREE = ("parameter", "bitcast", "get-tuple-element", "tuple", "constant")
+
+
+def kernels(module: str, computation: str = "ENTRY") -> Iterator[int]:
+    """Bytes that each kernel of an optimized module's entry reads and writes; of loops, in one
+    iteration."""
+    sizes: dict[str, int] = {}
+    for line in module[module.index(f"\n{computation} ") :].partition("\n}")[0].splitlines()[2:]:
+        found = re.match(r"\s+(?:ROOT )?%(\S+) = (\(.*?\)|\S+) ([a-z-]+)\((.*?)\)", line)
+        if not found:
+            continue
+        name, type_, operation, operands = found.groups()
+        sizes[name] = sum(_bytes(*array) for array in re.findall(r"([a-z]\w+)\[([\d,]*)\]", type_))
+        if operation == "while":
+            for part in re.findall(r"(?:condition|body)=(%[\w.-]+)", line):
+                yield from kernels(module, part)
+        elif operation not in _FREE:
+            read = set(re.findall(r"%([\w.-]+)", operands))
+            yield sizes[name] + sum(sizes[operand] for operand in read)
+
+
+def _bytes(dtype: str, lengths: str) -> int:
+    digits = re.search(r"\d+", dtype)
+    # Booleans have none, and take a byte.
+    bits = int(digits[0]) if digits else 8
+    return math.prod(int(n) for n in lengths.split(",") if n) * bits // 8
 
 
 def moved(gpu: Gpu, function: Any, *operands: Any) -> dict[str, Any]:
     """Kernels, and MiB that they move."""
     found = list(kernels(compile_on(gpu, function, operands).as_text()))
     return {"kernels": len(found), "MiB": round(sum(found) / 2**20, 1)}
-
-
-def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 def training_step(gpu: Gpu, name: str, dtype: str) -> dict[str, Any]:

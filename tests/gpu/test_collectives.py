@@ -1,23 +1,19 @@
 """What four H200s exchange, read from modules compiled ahead of time: needs no GPU."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpu import test_compile
+from tests.gpu.tools import NEEDS_COMPILER, run
 
-SCRIPT = Path(__file__).with_name("collectives.py")
 # What collectives.py multiplies by.
 TOKENS, FEATURES, UNITS = 256, 512, 1024
 BFLOAT16 = 2 * FEATURES * UNITS
 # Codes and scales beside bfloat16.
 RATIOS = {"mxfp8": 0.52, "mxfp6": 0.40, "mxfp4": 0.27, "nvfp4": 0.29}
 
-pytestmark = [*test_compile.pytestmark, pytest.mark.slow]
+pytestmark = [*NEEDS_COMPILER, pytest.mark.slow]
 
 
 def gathers(found: Any) -> dict[str, int]:
@@ -26,12 +22,8 @@ def gathers(found: Any) -> dict[str, int]:
 
 @pytest.fixture(scope="module")
 def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Any, ...], Any]:
-    command = [sys.executable, str(SCRIPT), "sm_90a"]
-    folder = tmp_path_factory.mktemp("collectives")
-    environment = test_compile.environment(folder)
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return {tuple(row[:-1]): row[-1] for row in map(json.loads, run.stdout.splitlines())}
+    lines = run("collectives.py", tmp_path_factory.mktemp("collectives"), "sm_90a").splitlines()
+    return {tuple(row[:-1]): row[-1] for row in map(json.loads, lines)}
 
 
 @pytest.mark.parametrize(("how", "number"), [("auto", 9), ("explicit", 7)])

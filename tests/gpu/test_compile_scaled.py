@@ -9,17 +9,16 @@ from pathlib import Path
 import pytest
 
 from mx_jax.backends import xla_scaled
-from tests.gpu import test_compile
-from tests.gpu.test_compile import GPUS, slow
-from tests.gpu.test_compile_quantize import run
+from tests.gpu.compile_for import GPUS
+from tests.gpu.tools import NEEDS_COMPILER, run, slow
 
-pytestmark = test_compile.pytestmark
+pytestmark = NEEDS_COMPILER
 SCALED, PLAIN = {"scaled": 1, "other": 0}, {"scaled": 0, "other": 1}
 
 
 def test_every_capability_of_the_table_is_compiled_for():
     named = {capability for row in xla_scaled.NATIVE for capability in row.capabilities}
-    assert named <= set(GPUS.values())
+    assert named <= {gpu.capability for gpu in GPUS.values()}
 
 
 @pytest.mark.parametrize(

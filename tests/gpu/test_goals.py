@@ -11,8 +11,9 @@ import pytest
 
 import mx_jax
 from benchmarks import gpu, gpu_casts, gpu_steps
+from benchmarks.gpu_casts import Cast
 from benchmarks.gpu_compare import Chain, Comparison, Measured, compare
-from benchmarks.gpu_goals import GOALS, cast_of, sheet, verdicts
+from benchmarks.gpu_goals import GOALS, sheet, verdicts
 from benchmarks.gpu_products import BASELINE, KERNEL, Pair, Timed
 from benchmarks.gpu_steps import Step, compare_steps
 from benchmarks.timing import Spread
@@ -21,7 +22,6 @@ from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4
-from mx_jax.measure.cases import Case as Cast
 from mx_jax.measure.worker import PLAIN
 from tests.backends.altered import altered
 from tests.backends.mosaic import needs_mosaic
@@ -112,7 +112,7 @@ def test_speeds_over_a_baseline_and_what_they_are_worth():
 
 
 def test_a_cast_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch):
-    cast = dataclasses.replace(cast_of(MXFP4, (-1,)), backend="planted", shape=(8, 64))
+    cast = Cast(format=MXFP4, axes=(-1,), shape=(8, 64))
 
     def right(*operands: Any) -> Any:  # no reference to `==`, which would be its own plain path
         return REFERENCE.offers[QuantizeCall].run(*operands)

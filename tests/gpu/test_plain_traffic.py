@@ -6,12 +6,11 @@ from pathlib import Path
 import jax
 import pytest
 
-from tests.gpu import test_compile
-from tests.gpu.test_compile_quantize import run
+from tests.gpu.tools import NEEDS_COMPILER, run, slow
 
 RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu" / "plain_path.json"
 
-pytestmark = test_compile.pytestmark
+pytestmark = NEEDS_COMPILER
 
 
 def recorded() -> list[dict]:
@@ -60,7 +59,7 @@ def test_recorded_experts():
     assert filled_up["mxfp8_e4m3"] <= 8.5 and filled_up["mxfp4"] <= 4.4
 
 
-@pytest.mark.parametrize("target", ["sm_100a", test_compile.slow("sm_90a")])
+@pytest.mark.parametrize("target", ["sm_100a", slow("sm_90a")])
 @pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="XLA compiles FP4 from JAX 0.12 on")
 def test_experts(target: str, tmp_path: Path):
     lines = run("plain_traffic.py", tmp_path, target, "experts").splitlines()

@@ -1,12 +1,21 @@
-"""NVIDIA's command-line tools, from the PATH or from the wheels of the extra `gpu-compile`."""
+"""NVIDIA's command-line tools, from the PATH or from the wheels of the extra `gpu-compile`; what
+compiles by them, in processes of their own."""
 
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 _WHEELS = "lib/python*/site-packages/nvidia/*/bin"
+FOLDER = Path(__file__).parent
+# 65536 registers, three warpgroups of 128 threads; one thread has at most 255.
+MAX_REGISTERS = 168
 
 
 def search_path() -> str:
@@ -20,10 +29,61 @@ def find(name: str) -> str | None:
     return shutil.which(name, path=search_path())
 
 
-def disassemble(ptx: Path, architecture: str) -> str:
+NEEDS_COMPILER = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("jax_cuda13_plugin") is None or find("ptxas") is None,
+        reason="needs jax-cuda13-plugin and ptxas: pip install '.[gpu-compile]'",
+    ),
+]
+
+
+def slow(*case: Any) -> Any:
+    """What CI has no time for."""
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+def run(script: str | Path, folder: Path, *arguments: str) -> str:
+    """What a script, by default of this folder, prints; ptxas's reports land in `folder`."""
+    root = os.pathsep.join([str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")])
+    added = {"PYTHONPATH": root, "PATH": search_path(), "MOSAIC_GPU_DUMP_TO": str(folder)}
+    command = [sys.executable, str(FOLDER / script), *arguments]
+    result = subprocess.run(
+        command, env=os.environ | added, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def compiled(folder: Path, target: str, *what: str) -> list[Path]:
+    """PTX of the kernels that `compile_for` compiles, in order: none spills, all have few
+    registers, and no wgmma waits for each instruction."""
+    run("compile_for.py", folder, target, *what)
+    found = sorted(folder.glob("*.ptxas"), key=lambda path: int(path.stem.rsplit("_", 1)[1]))
+    for path in found:
+        report = path.read_text()
+        assert f"for '{target}'" in report and "erialized" not in report
+        assert "0 bytes spill stores, 0 bytes spill loads" in report
+        # As many as three warpgroups can have; of a kernel of two, as those can.
+        threads = re.findall(r"\.maxntid (\d+)", path.with_suffix(".ptx").read_text())
+        assert registers(path) <= (255 if threads == ["256"] else MAX_REGISTERS), path
+    return [path.with_suffix(".ptx") for path in found]
+
+
+def registers(path: Path) -> int:
+    """Of a thread, as ptxas reports them."""
+    (found,) = re.findall(r"Used (\d+) registers", path.with_suffix(".ptxas").read_text())
+    return int(found)
+
+
+def disassembly(ptx: Path, architecture: str) -> str:
     """What ptxas makes of a file, as nvdisasm prints it."""
     assembler, tool = find("ptxas"), find("nvdisasm")
-    assert assembler is not None and tool is not None
+    if tool is None:
+        pytest.skip(
+            "compiled without spills; to look at instructions, install nvidia-cuda-nvdisasm"
+        )
+    assert assembler is not None
     cubin = str(ptx.with_suffix(".cubin"))
     subprocess.run([assembler, f"-arch={architecture}", str(ptx), "-o", cubin], check=True)
     return subprocess.run([tool, cubin], capture_output=True, text=True, check=True).stdout

@@ -14,7 +14,6 @@ import jax
 import pytest
 
 from mx_jax.backends import evidence
-from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.evidence import Row, read, write
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import BACKENDS
@@ -28,7 +27,7 @@ PLANTED = dataclasses.replace(
     REFERENCE,
     name="planted",
     source=lambda: (Path(__file__),),
-    tiles=lambda call, target: isinstance(call, MatmulCall) and call.lhs.rows > 8,
+    kernel=lambda call, target: "many" if call.lhs.rows > 8 else "few",
 )
 MACHINE: dict[str, Any] = {
     "target": Target(platform="cuda", compute_capability=(9, 0), device_kind="planted"),
@@ -48,13 +47,11 @@ def planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backend that is asked only by name or where rows say so, and the table's."""
     monkeypatch.setattr(command, "known_backends", lambda: [PLANTED, *BACKENDS])
     monkeypatch.setattr(command, "only_if_named", lambda: {"planted"})
-    monkeypatch.setattr(worker, "STEPS", ())
 
 
 def bench(program: str, limit: float = 30.0, **changes: Any) -> Bench:
-    """What measures by a program: `case` is the shape that it is asked for, `step` such a name."""
-    start = "import json, os, sys, time\nasked = json.loads(sys.argv[-1])\n"
-    start += "step, case = (asked, [0]) if isinstance(asked, str) else ('', asked['shape'])\n"
+    """What measures by a program: `case` is the shape that it is asked for."""
+    start = "import json, os, sys, time\ncase = json.loads(sys.argv[-1])['shape']\n"
     words = [sys.executable, "-I", "-S", "-c", start + program]
     return Bench(**{**MACHINE, "words": words, "limit": limit, **changes})
 
@@ -65,11 +62,10 @@ def run(
     again: bool = False,
     seconds: float = 60.0,
     wanted: Sequence[Case] = CASES,
-    first: Sequence[Case] = (),
     **facts: Any,
 ) -> int:
     deadline = time.monotonic() + seconds
-    return command.measure(bench(program, **facts), wanted, out, deadline, again, first)
+    return command.measure(bench(program, **facts), wanted, out, deadline, again)
 
 
 def test_a_hang_a_crash_and_a_refusal_cost_one_row_each(
@@ -166,37 +162,29 @@ def test_slower_than_bfloat16_is_said():
     assert verdict(wrong, [wrong]) == "default: wrong numbers"
 
 
-def test_cases_of_the_tiles_that_hang_come_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """One, eight and four rows have the same tiles; others do not wait for them."""
-    wanted = [*CASES, *(dataclasses.replace(CASES[0], shape=(m, 64, 64)) for m in (8, 4))]
-    asked = tmp_path / "asked"
-    notes = f"open({str(asked)!r}, 'a').write(f'{{case[0]}} ')\n"
-    hangs = "if case[0] == 1: time.sleep(60)\n"
-    order = [wanted[i] for i in (0, 3, 1, 4, 2)]
-    run(tmp_path / "rows.json", notes + hangs + SAY_RIGHT, wanted=order, limit=1.0)
-    assert asked.read_text().split()[:5] == ["1", "16", "64", "8", "4"]
-    # Also those of a hang that an earlier run met, or a first try of each family.
+def test_cases_of_a_kernel_that_hangs_come_last(tmp_path: Path):
+    """Of one, eight and four rows; others do not wait for them."""
+    one, eight, four = (dataclasses.replace(CASES[0], shape=(m, 64, 64)) for m in (1, 8, 4))
+    wanted, asked, out = [one, eight, *CASES[1:], four], tmp_path / "asked", tmp_path / "rows.json"
+    right = {key: value for key, value in RIGHT.items() if key != "kernel"}
+    say = f"open({str(asked)!r}, 'a').write(f'{{case[0]}} ')\n"
+    say += "if case[0] == 1: time.sleep(60)\n" + f"print({json.dumps(json.dumps(right))})"
+    run(out, say, wanted=wanted, limit=1.0)
+    assert asked.read_text().split() == ["1", "16", "64", "8", "4"]
+    # Also those of a hang that an earlier run met.
     asked.unlink()
-    missing = [row for row in read(tmp_path / "rows.json") if row.shape[0] in (1, 64)]
-    write(tmp_path / "rows.json", missing)
-    run(tmp_path / "rows.json", notes + SAY_RIGHT, wanted=order)
-    assert asked.read_text().split()[:3] == ["16", "8", "4"]
-    asked.unlink()
-    run(tmp_path / "new.json", notes + hangs + SAY_RIGHT, wanted=order, first=order[:1], limit=1.0)
-    assert asked.read_text().split()[:6] == ["1", "16", "64", "1", "8", "4"]
-    assert "first 1 planted: bf16 x mxfp4, 1 x 64 x 64: failed" in capsys.readouterr().out
+    write(out, [row for row in read(out) if row.shape[0] == 1])
+    run(out, say, wanted=wanted)
+    assert asked.read_text().split() == ["16", "64", "8", "4"]
 
 
-def test_first_tries_write_rows_of_the_default_path_alone(tmp_path: Path):
-    out = tmp_path / "rows.json"
+def test_what_computes_by_default_has_rows_too(tmp_path: Path):
     default = dataclasses.replace(CASES[0], backend="xla_bfloat16")
-    touched = f"touched = '--touch' in sys.argv\nassert touched or not case[0]\n{SAY_RIGHT}"
-    assert run(out, touched, wanted=CASES[:1], first=[default, CASES[0]]) == 0
-    first, failed = read(out)
-    assert (first.backend, first.source, first.failed) == ("xla_bfloat16", "", "")
-    assert failed.backend == "planted" and "AssertionError" in failed.failed
-    # Of what has rows nothing is asked again.
-    assert run(out, "sys.exit(1)", wanted=CASES[:1], first=[default, CASES[0]]) == 0
+    say = f"print({json.dumps(json.dumps({'error': 0.5, 'over_bfloat16': 0.9}))})"
+    assert run(tmp_path / "rows.json", say, wanted=[default]) == 0
+    (row,) = read(tmp_path / "rows.json")
+    assert (row.backend, row.source, row.failed) == ("xla_bfloat16", "", "")
+    assert verdict(row, [row]) == "default, slower than bfloat16"
 
 
 def test_a_worker_that_is_wrong_or_out_of_memory(
@@ -211,22 +199,6 @@ def test_a_worker_that_is_wrong_or_out_of_memory(
     assert rows[0].failed == "the process ended by exit status 1: MemoryError"
     assert [row.error for row in rows] == [None, 7.0, 0.5]
     assert [verdict(row, rows) for row in rows[1:]] == ["off: wrong numbers", "on"]
-
-
-def test_steps_end_it_with_the_rows_that_were_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(worker, "STEPS", ("training", "decoding"))
-    out = tmp_path / "rows.json"
-    found = {"step": "a step", "tokens_a_second": 2400.0, "in_bfloat16": 1600.0}
-    rows = f"os.environ['{evidence.VARIABLE}']"
-    program = f"assert {rows} == ({str(out)!r} if step else 'off')\n"
-    program += f"if step == 'training': print(json.dumps({found}))\n"
-    program += f"elif step: sys.exit('no room')\nelse: {SAY_RIGHT}"
-    assert run(out, program) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "a step: 2,400 tokens a second, 1.50 of bfloat16's" in lines
-    assert "The decoding step failed: the process ended by exit status 1: no room" in lines
 
 
 # Processes ----------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """What one case's process does, on a CPU: wrong kernels are caught, right ones are timed."""
 
 import dataclasses
-import functools
 import json
 import math
 from pathlib import Path
@@ -14,13 +13,7 @@ import pytest
 
 import mx_jax
 from mx_jax.backends import evidence
-from mx_jax.backends.calls import (
-    DequantizeCall,
-    MatmulCall,
-    PackCall,
-    QuantizeCall,
-    RaggedCall,
-)
+from mx_jax.backends.calls import MatmulCall, PackCall, RaggedCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
 from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.primitive import choose
@@ -42,38 +35,28 @@ from mx_jax.measure.cases import (
     rank,
 )
 from mx_jax.measure.timing import Way, copies_beyond_cache, ratios
-from mx_jax.measure.worker import Effort, subject, uneven
+from mx_jax.measure.worker import subject, uneven
 from mx_jax.ops import ragged_product as ops
 from tests.backends.altered import altered
-from tests.backends.mosaic import interpreter, needs_newer_mosaic, with_any_jax
+from tests.backends.mosaic import interpreter, needs_mosaic, with_any_jax
 from tests.needs import needs_library
 
 PLANTED = dataclasses.replace(REFERENCE, name="planted", source=lambda: (Path(__file__),))
 PRODUCT = Case(backend="planted", kind="product", formats=(None, "mxfp4"), shape=(2, 64, 64))
-CAST = Case(
-    backend="planted", kind="cast", formats=("mxfp4",), shape=(8, 64), dtype="bfloat16", axes=(-1,)
-)
+RAGGED = dataclasses.replace(PRODUCT, kind="ragged product", shape=(24, 64, 64), groups=3)
+SUMS = dataclasses.replace(RAGGED, kind="ragged sums", formats=("mxfp4", "mxfp4"))
 
 
-QUICK = Effort(copies=2, checks=1, seconds=0.0)
-EVERY = dataclasses.replace(QUICK, checks=None)
+def found(case: Case, backend: Backend, checks: int | None = None) -> dict[str, Any]:
+    """What is reported last, of few copies."""
+    said: list[dict[str, Any]] = []
+    worker.measure(case, backend, said.append, copies=2, checks=checks, seconds=0.0)
+    return json.loads(json.dumps(said[-1], allow_nan=False))
 
 
-def said(case: Case, backend: Backend, effort: Effort = QUICK) -> list[dict[str, Any]]:
-    """All that is reported."""
-    found: list[dict[str, Any]] = []
-    with evidence.use(()):
-        worker.measure(case, backend, found.append, effort)
-    return json.loads(json.dumps(found, allow_nan=False))
-
-
-def found(case: Case, backend: Backend, effort: Effort = QUICK) -> dict[str, Any]:
-    """What is reported last."""
-    return said(case, backend, effort)[-1]
-
-
-def test_a_right_kernel_is_timed():
-    answer = found(PRODUCT, PLANTED)
+@pytest.mark.parametrize("case", [PRODUCT, RAGGED], ids=lambda case: case.kind)
+def test_a_right_kernel_is_timed(case: Case):
+    answer = found(case, PLANTED, checks=1)
     assert 0 <= answer["error"] <= 1
     assert set(answer["microseconds"]) == {"kernel", "plain path", "bfloat16"}
     assert answer["clock"] == "wall"
@@ -81,27 +64,60 @@ def test_a_right_kernel_is_timed():
     assert answer["over_unpacking"] is None
 
 
-def wrong_by(add: Any) -> Backend:
-    def multiply(lhs, rhs, call):
-        return add(REFERENCE.run(call, lhs, rhs))
-
-    return altered(PLANTED, MatmulCall, multiply)
+def test_groups_are_of_any_length():
+    sizes = np.asarray(uneven(RAGGED))
+    assert sizes.sum() == 23 and len(set(sizes)) > 1
 
 
-@pytest.mark.parametrize(
-    "add",
-    [
-        lambda out: out.at[-1, -1].add(0.5),
-        lambda out: out.at[0, 0].set(jnp.nan),
-        # Right for the rows that are timed, wrong at the end of their bucket.
-        lambda out: out + (out.shape[0] == 8),
-        # For sizes that no tile divides.
-        lambda out: out + (out.shape[1] % 64 != 0),
-    ],
-    ids=["one entry", "NaN", "more rows", "odd sizes"],
-)
-def test_a_wrong_kernel_is_caught_and_not_timed(add: Any):
-    answer = found(PRODUCT, wrong_by(add), EVERY)
+def _right(lhs: Any, rhs: Any, call: MatmulCall) -> jax.Array:
+    return REFERENCE.run(call, lhs, rhs)
+
+
+def _in_groups(lhs: Any, rhs: Any, sizes: jax.Array, call: RaggedCall) -> jax.Array:
+    return REFERENCE.run(call, lhs, rhs, sizes)
+
+
+WRONG = {
+    "one entry": (PRODUCT, lambda *given: _right(*given).at[-1, -1].add(0.5)),
+    "NaN": (PRODUCT, lambda *given: _right(*given).at[0, 0].set(jnp.nan)),
+    # Right for the rows that are timed, wrong at the end of their bucket.
+    "more rows": (PRODUCT, lambda x, w, call: _right(x, w, call) + (x.shape[0] == 8)),
+    # For sizes that no tile divides.
+    "odd sizes": (PRODUCT, lambda x, w, call: _right(x, w, call) + (w.shape[0] % 64 != 0)),
+    "another group": (RAGGED, lambda x, w, sizes, call: _in_groups(x, w, jnp.roll(sizes, 1), call)),
+    "no group": (RAGGED, lambda x, w, sizes, call: _in_groups(x, w, sizes.at[-1].add(1), call)),
+    "one group": (
+        RAGGED,
+        lambda x, w, sizes, call: _in_groups(x, w, sizes, call) + (sizes[-1] == x.shape[0]),
+    ),
+    "odd lengths": (
+        RAGGED,
+        lambda x, w, sizes, call: _in_groups(x, w, sizes, call) + (x.shape[0] % 8 != 0),
+    ),
+    "sums of another group": (
+        SUMS,
+        lambda x, w, sizes, call: _in_groups(x, w, jnp.roll(sizes, 1), call),
+    ),
+    # Rows of a group's last block are left out.
+    "a block too few": (
+        SUMS,
+        lambda x, w, sizes, call: _in_groups(x, w, sizes.at[0].add(-32), call),
+    ),
+    # Memory that nobody wrote, where a group has no rows.
+    "sums of no group": (
+        SUMS,
+        lambda x, w, sizes, call: _in_groups(x, w, sizes, call) + (sizes.sum() == 0),
+    ),
+    "odd columns": (
+        SUMS,
+        lambda x, w, sizes, call: _in_groups(x, w, sizes, call) + (x.shape[1] % 64 != 0),
+    ),
+}
+
+
+@pytest.mark.parametrize(("case", "run"), WRONG.values(), ids=WRONG)
+def test_a_wrong_kernel_is_caught_and_not_timed(case: Case, run: Any):
+    answer = found(case, altered(PLANTED, type(case.call), run))
     assert answer["error"] > 1 and math.isfinite(answer["error"])
     assert "microseconds" not in answer and "over_plain" not in answer
 
@@ -119,7 +135,7 @@ def test_a_race_is_caught():
         return jax.pure_callback(unsteady, out, out).astype(call.out_dtype)
 
     case = dataclasses.replace(PRODUCT, dtype="float32")
-    assert found(case, altered(PLANTED, MatmulCall, multiply))["error"] > 1
+    assert found(case, altered(PLANTED, MatmulCall, multiply), checks=0)["error"] > 1
 
 
 @needs_library
@@ -127,70 +143,9 @@ def test_packed_weights_are_compared_with_unpacking():
     from mx_jax.backends.cpu_ffi import CPU_FFI
 
     case = dataclasses.replace(PRODUCT, backend="cpu_ffi", packed=True)
-    answer = found(case, CPU_FFI, EVERY)
+    answer = found(case, CPU_FFI)
     assert answer["error"] <= 1 and answer["over_unpacking"] > 0
     assert "unpacking first" in answer["microseconds"]
-
-
-RAGGED = Case(
-    backend="planted",
-    kind="ragged product",
-    formats=(None, "mxfp4"),
-    shape=(24, 64, 64),
-    groups=3,
-)
-
-
-@pytest.mark.slow
-def test_a_right_product_in_groups_is_timed():
-    answer = found(RAGGED, PLANTED, EVERY)
-    assert 0 < answer["error"] <= 1 and answer["over_plain"] > 0
-    assert set(answer["microseconds"]) == {"kernel", "plain path", "bfloat16"}
-    sizes = np.asarray(uneven(RAGGED))
-    assert sizes.sum() == 23 and len(set(sizes)) > 1
-
-
-def _right(lhs, rhs, sizes, call):
-    return REFERENCE.run(call, lhs, rhs, sizes)
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        # The matrix of another group; something in rows of no group; one group with all rows.
-        lambda lhs, rhs, sizes, call: _right(lhs, rhs, jnp.roll(sizes, 1), call),
-        lambda lhs, rhs, sizes, call: _right(lhs, rhs, sizes.at[-1].add(1), call),
-        lambda lhs, rhs, sizes, call: _right(lhs, rhs, sizes, call) + (sizes[-1] == lhs.shape[0]),
-        # Lengths that no tile divides.
-        lambda lhs, rhs, sizes, call: _right(lhs, rhs, sizes, call) + (lhs.shape[0] % 8 != 0),
-    ],
-    ids=["another group", "no group", "one group", "odd lengths"],
-)
-def test_a_wrong_product_in_groups_is_caught(run: Any):
-    answer = found(RAGGED, altered(PLANTED, RaggedCall, run), EVERY)
-    assert answer["error"] > 1 and "microseconds" not in answer
-
-
-def test_a_right_cast_is_timed():
-    answer = found(CAST, PLANTED)
-    assert answer["error"] == 0 and answer["over_plain"] > 0
-
-
-def other_code(x, random_bits, tensor_scale, call):
-    out = REFERENCE.run(call, x, random_bits, tensor_scale)
-    return dataclasses.replace(out, codes=out.codes.at[-1, -1].add(1))
-
-
-def other_rule(x, random_bits, tensor_scale, call):
-    assert isinstance(CAST.call, QuantizeCall)
-    floor = dataclasses.replace(call, scale_rule=CAST.call.scale_rule)
-    return REFERENCE.run(floor, x, random_bits, tensor_scale)
-
-
-@pytest.mark.parametrize("run", [other_code, other_rule])
-def test_a_wrong_cast_is_caught(run: Any):
-    answer = found(CAST, altered(PLANTED, QuantizeCall, run), EVERY)
-    assert answer["error"] > 1 and "microseconds" not in answer
 
 
 def test_what_fails_says_so(monkeypatch: pytest.MonkeyPatch):
@@ -219,7 +174,7 @@ def test_what_fails_says_so(monkeypatch: pytest.MonkeyPatch):
 def test_what_has_no_room_in_memory_says_so():
     said: list[str] = []
     case = dataclasses.replace(PRODUCT, backend="reference", shape=(1, 2**20, 2**22))
-    assert worker.answer(json.dumps(case.as_json()), said.append) == 0
+    assert worker.answer(json.dumps(dataclasses.asdict(case)), said.append) == 0
     assert "Out of memory allocating" in json.loads(said[-1])["failed"]
 
 
@@ -247,9 +202,7 @@ def test_the_most_useful_comes_first(monkeypatch: pytest.MonkeyPatch):
     assert found[:2] == [first, dataclasses.replace(first, shape=(16, 8192, 8192))]
     assert len(set(found)) == len(found)
     assert [rank(case) for case in found] == sorted(rank(case) for case in found)
-    # Casts, and products of both kinds, before an hour is over.
-    kinds = [case.kind for case in found[:40]]
-    assert {*kinds} == {"product", "cast", "cast both ways"}
+    assert {case.formats[0] is None for case in found[:40]} == {True, False}
     places = {(case.work, case.shape) for case in found}
     assert len(places) == len(found)
 
@@ -271,8 +224,8 @@ def test_the_default_path_has_a_case_of_each_family(
     assert (products[True].packed, products[False].packed) == (packs, False)
     others = {(case.kind, case.backend) for case in found if case.kind != "product"}
     ragged = {("ragged product", groups_by), ("ragged sums", "xla_bfloat16")}
-    assert others == ragged | {("cast", "reference")}
-    assert one_of_each([*found, *found]) == found and len(found) == 6
+    assert others == ragged
+    assert one_of_each([*found, *found]) == found and len(found) == 5
 
 
 def test_the_plain_path_packs_weights_for_the_composite(monkeypatch: pytest.MonkeyPatch):
@@ -293,43 +246,6 @@ def test_the_plain_path_packs_weights_for_the_composite(monkeypatch: pytest.Monk
         assert set(own.ways) == {"kernel", "unpacking first", "bfloat16"}
 
 
-def test_a_first_try_checks_less(monkeypatch: pytest.MonkeyPatch):
-    asked: list[Effort] = []
-    monkeypatch.setattr(worker, "measure", lambda case, backend, report, own: asked.append(own))
-    text = json.dumps(dataclasses.replace(PRODUCT, backend="reference").as_json())
-    worker.answer(text, touch=True)
-    worker.answer(text)
-    assert asked == [worker.TOUCH, worker.THOROUGH] and worker.TOUCH.checks == 0
-
-
-@pytest.mark.parametrize(
-    ("step", "tokens"),
-    [
-        (functools.partial(worker.training, 8, 64, 32), 8),
-        (functools.partial(worker.decoding, 2, 64), 1),
-    ],
-    ids=["training", "decoding"],
-)
-def test_steps(step: Any, tokens: int, monkeypatch: pytest.MonkeyPatch):
-    """Tokens over the seconds of a run; both compute about the same."""
-    outs: dict[str, Any] = {}
-
-    def seconds(runs: dict[str, Any]) -> dict[str, float]:
-        outs.update({name: run() for name, run in runs.items()})
-        return {"tokens_a_second": 0.5, "in_bfloat16": 0.25}
-
-    monkeypatch.setattr(worker, "median_seconds", seconds)
-    monkeypatch.setitem(worker.STEPS, "planted", step)
-    said: list[str] = []
-    assert worker.answer('"planted"', said.append) == 0
-    found = json.loads(said[0])
-    assert found["tokens_a_second"] == 2 * tokens and found["in_bfloat16"] == 4 * tokens
-    ours, base = (jax.tree.leaves(outs[name]) for name in ("tokens_a_second", "in_bfloat16"))
-    for a, b in zip(ours, base, strict=True):
-        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
-        assert 0 < np.linalg.norm(a - b) < 0.5 * np.linalg.norm(b)
-
-
 def test_cases_are_what_backends_are_asked():
     few = Wanted(formats=FORMATS[:2], sizes=SIZES[:1], rows=ROWS[:2], ragged_rows=(64,))
     for case in all_cases(PALLAS_GPU, few):
@@ -337,7 +253,6 @@ def test_cases_are_what_backends_are_asked():
         assert case.work.packed == case.packed
         if case.packed:
             assert isinstance(case.packing, PackCall) and case.work.serves(case.packing)
-    assert PackCall not in REFERENCE.offers or DequantizeCall in REFERENCE.offers
 
 
 def test_copies_are_beyond_the_cache():
@@ -347,7 +262,6 @@ def test_copies_are_beyond_the_cache():
     assert few * copy_bits(large) / 8 >= 384 << 20
     assert 2 <= few < many == 48
     assert copy_bits(large) == 8192**2 * 4.25
-    assert copy_bits(dataclasses.replace(CAST, dtype="float32")) == 8 * 64 * 32
 
 
 def test_a_chain_computes_each_and_lowers_one():
@@ -374,40 +288,18 @@ def test_what_fails_later_leaves_what_was_found(
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
 
     monkeypatch.setattr(worker, "on_device", fail)
-    monkeypatch.setattr(worker, "THOROUGH", QUICK)
+    monkeypatch.setattr(worker, "copies_beyond_cache", lambda bits: 2)
+    monkeypatch.setattr(worker, "microseconds", lambda runs, *_: {key: [1.0] for key in runs})
     monkeypatch.setattr(worker, "_backend", lambda case: PLANTED)
     lines: list[str] = []
     assert worker.answer(json.dumps(dataclasses.asdict(PRODUCT)), lines.append) == 1
-    assert json.loads(lines[-1])["over_plain"] > 0
+    assert json.loads(lines[-1])["over_plain"] == 1
     assert "CUDA_ERROR_ILLEGAL_ADDRESS" in capsys.readouterr().err
 
 
 # Gradients of experts' matrices -------------------------------------------------------------------
 
 H200 = Target(platform="cuda", compute_capability=(9, 0), device_kind="NVIDIA H200")
-
-
-def sums(format: str = "mxfp4", **changes: Any) -> Case:
-    facts: dict[str, Any] = {"backend": "planted", "shape": (24, 64, 64), "groups": 3}
-    return Case(kind="ragged sums", formats=(format, format), **{**facts, **changes})
-
-
-@pytest.mark.parametrize(
-    "run",
-    [
-        lambda lhs, rhs, sizes, call: _right(lhs, rhs, jnp.roll(sizes, 1), call),
-        # Rows of a group's last block are left out.
-        lambda lhs, rhs, sizes, call: _right(lhs, rhs, sizes.at[0].add(-32), call),
-        lambda lhs, rhs, sizes, call: _right(lhs, rhs, sizes, call) + (sizes[-1] == 32),
-        # Memory that nobody wrote, where a group has no rows.
-        lambda lhs, rhs, sizes, call: _right(lhs, rhs, sizes, call) + (sizes.sum() == 0),
-        lambda lhs, rhs, sizes, call: _right(lhs, rhs, sizes, call) + (lhs.shape[1] % 64 != 0),
-    ],
-    ids=["another group", "a block too few", "one group", "no group", "odd columns"],
-)
-def test_wrong_sums_are_caught_and_not_timed(run: Any):
-    answer = found(sums(), altered(PLANTED, RaggedCall, run), EVERY)
-    assert answer["error"] > 1 and "microseconds" not in answer and "over_plain" not in answer
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4", "nvfp4"])
@@ -422,12 +314,14 @@ def test_a_case_is_what_a_training_step_asks(recipe: str, monkeypatch: pytest.Mo
     jax.eval_shape(jax.grad(loss), w)
     (call,) = [call for call in asked if call.contracts_rows]
     assert call.lhs.format is not None
-    case = sums(call.lhs.format.name, backend="pallas_gpu", shape=(100, 128, 64))
+    formats = (call.lhs.format.name,) * 2
+    facts = {"backend": "pallas_gpu", "formats": formats, "shape": (100, 128, 64)}
+    case = dataclasses.replace(SUMS, **facts)
     assert case.call == dataclasses.replace(call, precision=None)
     assert case.work == evidence.Work.of(call, "pallas_gpu")
 
 
-@needs_newer_mosaic
+@needs_mosaic
 def test_they_are_measured_on_hopper_alone():
     of_hopper = [case for case in cases([PALLAS_GPU], H200) if case.kind == "ragged sums"]
     assert {case.formats[0] for case in of_hopper} == set(Wanted().formats)
@@ -440,17 +334,17 @@ def test_they_are_measured_on_hopper_alone():
 
 
 @pytest.mark.slow
-@needs_newer_mosaic
+@needs_mosaic
 def test_interpreted():
     """The interpreted kernel is right and timed; with another group's rows it is caught."""
     own = backend_for(SM90, interpret=interpreter())
-    case = sums(backend="pallas_gpu", shape=(8, 64, 64), groups=2)
+    case = dataclasses.replace(SUMS, backend="pallas_gpu", shape=(8, 64, 64), groups=2)
 
     def shifted(lhs: Any, rhs: Any, sizes: jax.Array, call: RaggedCall) -> jax.Array:
         return own.offers[RaggedCall].run(lhs, rhs, jnp.roll(sizes, 1), call)
 
     with use_target(H200):
-        answer = found(case, own)
+        answer = found(case, own, checks=1)
         wrong = found(case, altered(own, RaggedCall, shifted))
     assert 0 < answer["error"] <= 1 and answer["over_plain"] > 0 and answer["kernel"] == "wgmma"
     assert wrong["error"] > 1 and "over_plain" not in wrong

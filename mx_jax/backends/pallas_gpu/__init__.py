@@ -19,13 +19,8 @@ from mx_jax.backends.calls import (
     RaggedCall,
     rejects_symbolic,
 )
-from mx_jax.backends.pallas_gpu import architecture as gpus
 from mx_jax.backends.pallas_gpu import products, quantize, rejections
-from mx_jax.backends.pallas_gpu.architecture import (
-    Architecture,
-    architecture_of,
-    rejects_devices,
-)
+from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.target import Backend, Offer, Target
 
 
@@ -41,14 +36,9 @@ def _offer(
 
     def reason(call: Any, target: Target) -> str | None:
         found = rejects_symbolic(call) or rejects(call, target)
-        return found or (None if partitioned else rejects_devices(target))
+        return found or (None if partitioned else rejections.rejects_devices(target))
 
     return Offer(inline=True, call=call, rejects=reason, run=run, lays_out=lays_out)
-
-
-def _source() -> list[Path]:
-    """This package."""
-    return list(Path(__file__).parent.rglob("*.py"))
 
 
 def _kernel(call: Call, target: Target, architecture: Architecture | None = None) -> str:
@@ -68,30 +58,22 @@ def backend_for(architecture: Architecture | None = None, interpret: object = No
     """
     on = functools.partial(functools.partial, architecture=architecture)
     how = functools.partial(on, interpret=interpret)
+    lays_out, in_groups = on(products.lays_out), products.lays_out_groups
     return Backend(
         name="pallas_gpu",
         epsilon_bound=4.0,
         table=(
+            _offer(MatmulCall, rejections.rejects, how(products.scaled_matmul), lays_out=lays_out),
             _offer(
-                MatmulCall,
-                rejections.rejects,
-                how(products.scaled_matmul),
-                lays_out=on(products.lays_out),
-            ),
-            _offer(
-                RaggedCall,
-                rejections.rejects_groups,
-                how(products.ragged_dot),
-                lays_out=products.lays_out_groups,
+                RaggedCall, rejections.rejects_groups, how(products.ragged_dot), lays_out=in_groups
             ),
             _offer(QuantizeCall, quantize.rejects, how(quantize.quantize)),
             _offer(QuantizeBothCall, quantize.rejects, how(quantize.quantize_both)),
             # Plain JAX, for products below a shard_map too.
             _offer(PackCall, rejections.rejects_packing, products.pack_weights, partitioned=True),
         ),
-        source=_source,
-        kernel=functools.partial(_kernel, architecture=architecture),
-        tiles=functools.partial(gpus.own_tiles, architecture=architecture),
+        source=lambda: list(Path(__file__).parent.rglob("*.py")),
+        kernel=on(_kernel),
     )
 
 

@@ -8,65 +8,79 @@ import dataclasses
 import importlib
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 
-from mx_jax.backends.calls import Call, MatmulCall, RaggedCall
-from mx_jax.backends.pallas_gpu.layouts import PAD_K, PAD_N, meet, stored_bits
-from mx_jax.backends.pallas_gpu.tiles import Tiles, Tuning
-from mx_jax.backends.target import Target, current_target
+from mx_jax.backends.pallas_gpu.layouts import PAD_K, PAD_N, meet
+from mx_jax.backends.target import current_target
 from mx_jax.formats import BlockFormat
 
 Capability = tuple[int, int]
+# The first version of JAX for which the kernels have been compiled.
+MIN_JAX: tuple[int, ...] = (0, 12, 0)
 _KIB = 1024
 _ANY = math.inf
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiles:
+    """What one program of a kernel computes.
+
+    Attributes:
+      m: rows of activations, or of the left operand.
+      n: rows of weights, or of the right operand.
+      k: length of one step along k.
+      stages: steps in flight.
+      splits: programs that share a tile's k, and whose sums are added.
+    """
+
+    m: int
+    n: int = 128
+    k: int = 128
+    stages: int = 4
+    splits: int = 1
+
+
+# (largest number of rows, tiles), ascending, several for one number; the last for any.
+Table = tuple[tuple[float, Tiles], ...]
 
 # Kernels ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Kernel:
     """One way to multiply.
 
     Attributes:
       name: the instruction that multiplies; its device code is `<name>.py`.
-      decodes: whether weights are decoded to bfloat16; otherwise both operands are taken as is.
-      takes: whether it multiplies operands of two formats, None for high precision.
-      load: imports Mosaic GPU, which older versions of JAX lack, and gives its function.
-      groups: whether it takes rows in groups.
-      load_group_sums: gives the function for sums over the rows of each group; None: it has none.
+      tiles: what programs compute, by stored bits of a code.
       possible: whether it can be compiled with tiles for codes of so many stored bits.
       shared_memory: bytes of it that the stages and a tile of the result take, barriers left out.
       resident: programs that one processor holds at a time, by their registers.
-      tuning: (stored bits of a code; tiles and crossover).
+      crossover: rows from which weights are dequantized once and XLA multiplies in bfloat16: a
+        kernel decodes the same weights again for every tile of rows.
       clips: whether tiles may reach beyond the operands.
+      groups: whether it takes rows in groups.
+      sums_groups: whether its device code has sums over the rows of each group.
     """
 
     name: str
-    decodes: bool
-    takes: Callable[[BlockFormat | None, BlockFormat | None], bool]
-    load: Callable[[], Callable[..., jax.Array]]
+    tiles: Mapping[int, Table]
     possible: Callable[[int, Tiles], bool]
     shared_memory: Callable[[int, Tiles], int]
     resident: int
-    tuning: tuple[tuple[int, Tuning], ...]
-    groups: bool = False
-    load_group_sums: Callable[[], Callable[..., jax.Array]] | None = None
+    crossover: float = math.inf
     clips: bool = False
+    groups: bool = False
+    sums_groups: bool = False
 
     def __repr__(self) -> str:
         return self.name
 
-    def tuning_of(self, code_bits: int) -> Tuning:
-        """Its own tiles and crossover."""
-        return dict(self.tuning)[code_bits]
-
-
-def _function(module: str, name: str) -> Callable[[], Any]:
-    """A function of device code, imported when it is asked for."""
-    return lambda: getattr(importlib.import_module(f"{__package__}.{module}"), name)
+    def load(self, function: str = "multiply") -> Callable[..., jax.Array]:
+        """A function of its device code: imports Mosaic GPU, which older versions of JAX lack."""
+        return getattr(importlib.import_module(f"{__package__}.{self.name}"), function)
 
 
 def _stages(tiles: Tiles, lhs_bits: int, rhs_bits: int) -> int:
@@ -84,24 +98,19 @@ def _possible_mma(code_bits: int, tiles: Tiles) -> bool:
     return rows and tiles.n == 64 and tiles.m * tiles.k % (4 * 8 * 64) == 0
 
 
-_FEW_ON_AMPERE = Tuning(
-    tiles=(
-        (8, Tiles(m=8, n=64, k=256, splits=16)),
-        (16, Tiles(m=16, n=64, splits=16)),
-        (32, Tiles(m=32, n=64, stages=3, splits=8)),
-        (_ANY, Tiles(m=64, n=64, stages=3, splits=4)),
-    ),
-    crossover=256,
+_FEW_ON_AMPERE: Table = (
+    (8, Tiles(m=8, n=64, k=256, splits=16)),
+    (16, Tiles(m=16, n=64, splits=16)),
+    (32, Tiles(m=32, n=64, stages=3, splits=8)),
+    (_ANY, Tiles(m=64, n=64, stages=3, splits=4)),
 )
 MMA = Kernel(
     name="mma",
-    decodes=True,
-    takes=lambda lhs, rhs: True,
-    load=_function("mma", "multiply"),
+    tiles={4: _FEW_ON_AMPERE, 8: _FEW_ON_AMPERE},
     possible=_possible_mma,
     shared_memory=lambda code_bits, tiles: _stages(tiles, 16, code_bits),
     resident=2,
-    tuning=tuple((bits, _FEW_ON_AMPERE) for bits in (4, 8)),
+    crossover=256,
 )
 
 
@@ -119,85 +128,64 @@ def _possible_wgmma(code_bits: int, tiles: Tiles) -> bool:
     return rows and not rest and warpgroups <= 4 and tiles.stages <= _MAX_STAGES
 
 
-def _tuning_wgmma(few: Sequence[tuple[int, Tiles]], stages: int, many: int) -> Tuning:
+def _tiles_of_wgmma(few: tuple[Tiles, ...], stages: int, many: int) -> Table:
     """Tiles of few rows; stages for up to 32 rows, and for 64: what memory has room for."""
     # At 32 rows, long steps take more registers than there are.
-    tiles = (
-        *((m, dataclasses.replace(tiles, m=m, splits=16)) for m, tiles in few),
+    return (
+        *((tiles.m, dataclasses.replace(tiles, splits=16)) for tiles in few),
         (32, Tiles(m=32, n=256, stages=stages, splits=16)),
         (64, Tiles(m=64, stages=many, splits=8)),
         (_ANY, Tiles(m=128, stages=3, splits=4)),
     )
-    return Tuning(tiles=tiles, crossover=1024)
 
 
 # Measured on an H200, weights of 8192 x 8192: without splits nothing is left to be added.
 _FEW_OF_4_BITS = (
-    (8, Tiles(m=8, n=64, k=512, stages=4)),
-    (8, Tiles(m=8, n=64, k=256, stages=8)),
-    (8, Tiles(m=8, n=256, k=256, stages=4)),
-    (16, Tiles(m=16, n=128, k=512, stages=3)),
-    (16, Tiles(m=16, n=64, k=256, stages=6)),
-    (16, Tiles(m=16, n=256, k=256, stages=4)),
+    Tiles(m=8, n=64, k=512, stages=4),
+    Tiles(m=8, n=64, k=256, stages=8),
+    Tiles(m=8, n=256, k=256, stages=4),
+    Tiles(m=16, n=128, k=512, stages=3),
+    Tiles(m=16, n=64, k=256, stages=6),
+    Tiles(m=16, n=256, k=256, stages=4),
 )
 _FEW_OF_8_BITS = tuple(
-    (m, tiles)
+    tiles
     for m in (8, 16)
     for tiles in (Tiles(m=m, n=64, k=256, stages=5), Tiles(m=m, n=256, stages=5))
 )
 
 WGMMA = Kernel(
     name="wgmma",
-    decodes=True,
-    takes=lambda lhs, rhs: True,
-    load=_function("wgmma", "multiply"),
-    groups=True,
-    load_group_sums=_function("wgmma", "group_sums"),
+    tiles={4: _tiles_of_wgmma(_FEW_OF_4_BITS, 6, 7), 8: _tiles_of_wgmma(_FEW_OF_8_BITS, 4, 5)},
     possible=_possible_wgmma,
     shared_memory=lambda bits, tiles: _stages(tiles, 16, bits) + tiles.n * tiles.m * 4,
     resident=1,
-    tuning=(
-        (4, _tuning_wgmma(_FEW_OF_4_BITS, 6, 7)),
-        (8, _tuning_wgmma(_FEW_OF_8_BITS, 4, 5)),
-    ),
+    crossover=1024,
     clips=True,
+    groups=True,
+    sums_groups=True,
 )
 
 
 # Blackwell's: 128 by 128 or 256, with steps of 128 bytes.
-
-
-def _tuning_tcgen05(few: Tiles, many: Tiles) -> Tuning:
-    return Tuning(tiles=((256, few), (_ANY, many)))
-
-
 TCGEN05 = Kernel(
     name="tcgen05",
-    decodes=False,
-    takes=meet,
-    load=_function("tcgen05", "multiply"),
-    groups=True,
+    tiles={
+        4: (
+            (256, Tiles(m=128, k=256, stages=4, splits=8)),
+            (_ANY, Tiles(m=128, n=256, k=256, stages=3, splits=2)),
+        ),
+        8: (
+            (256, Tiles(m=128, k=256, stages=2, splits=8)),
+            (_ANY, Tiles(m=128, n=256, k=128, stages=3, splits=2)),
+        ),
+    },
     possible=lambda bits, tiles: (
         tiles.m == 128 and tiles.n in (128, 256) and tiles.k * bits % 1024 == 0
     ),
     shared_memory=lambda bits, tiles: _stages(tiles, bits + 1, bits) + 2 * tiles.m * 128,
     resident=1,
-    tuning=(
-        (
-            4,
-            _tuning_tcgen05(
-                Tiles(m=128, k=256, stages=4, splits=8),
-                Tiles(m=128, n=256, k=256, stages=3, splits=2),
-            ),
-        ),
-        (
-            8,
-            _tuning_tcgen05(
-                Tiles(m=128, k=256, stages=2, splits=8),
-                Tiles(m=128, n=256, k=128, stages=3, splits=2),
-            ),
-        ),
-    ),
+    groups=True,
 )
 
 # GPUs -------------------------------------------------------------------------------------------
@@ -208,64 +196,44 @@ class Architecture:
     """What the kernels have to know of a GPU.
 
     Attributes:
-      name: as ptxas calls the first of them; files of tiles name it so.
+      name: as ptxas calls the first of them.
       capabilities: CUDA's compute capabilities that it stands for.
-      min_jax: the first version of JAX for which the kernels have been compiled.
       num_sms: of the GPU whose processors tiles are to fill.
       shared_memory: bytes that a program may ask for, a KiB of it left for barriers.
       converts_float8: whether one instruction converts to float8, on all of these GPUs.
-      kernels: those that multiply, the preferred first. The last decodes weights, so it takes every
-        product that a kernel takes.
-
-    Raises:
-      ValueError: if the last kernel does not decode weights.
+      decoding: the kernel that decodes weights to bfloat16, which takes every product that is
+        taken at all.
+      direct: the kernel that multiplies two block-scaled operands as they are, where they `meet`.
     """
 
     name: str
     capabilities: tuple[Capability, ...]
-    min_jax: tuple[int, ...]
     num_sms: int
     shared_memory: int
     converts_float8: bool
-    kernels: tuple[Kernel, ...]
-
-    def __post_init__(self):
-        if not self.kernels or not self.decoding.decodes:
-            raise ValueError(
-                "Architecture: needs kernels of which the last decodes weights, got "
-                f"kernels={self.kernels}"
-            )
+    decoding: Kernel
+    direct: Kernel | None = None
 
     def __repr__(self) -> str:
         return self.name
 
-    @property
-    def decoding(self) -> Kernel:
-        """The kernel that decodes weights."""
-        return self.kernels[-1]
-
     def kernel(self, lhs: BlockFormat | None, rhs: BlockFormat | None) -> Kernel:
-        """The first that takes operands of two formats."""
-        return next(kernel for kernel in self.kernels if kernel.takes(lhs, rhs))
+        """That multiplies operands of two formats, None for high precision."""
+        return self.direct if self.direct is not None and meet(lhs, rhs) else self.decoding
 
     def possible(self, kernel: Kernel, code_bits: int, tiles: Tiles) -> bool:
         """Whether a kernel can be compiled with these tiles, and started here."""
         fits = kernel.shared_memory(code_bits, tiles) <= self.shared_memory
         return tiles.k % 128 == 0 and fits and kernel.possible(code_bits, tiles)
 
-    def at_once(self, kernel: Kernel) -> int:
-        """Programs in flight that fill the machine once."""
-        return kernel.resident * self.num_sms
-
 
 SM80 = Architecture(
     name="sm80",
     capabilities=((8, 0), (8, 7)),
-    min_jax=(0, 12, 0),
     num_sms=108,  # A100
     shared_memory=162 * _KIB,
     converts_float8=False,
-    kernels=(MMA,),
+    decoding=MMA,
 )
 # 12.x has other instructions for block-scaled operands than 10.x, and the memory of 8.9.
 SM89 = dataclasses.replace(
@@ -278,33 +246,31 @@ SM89 = dataclasses.replace(
 SM90 = Architecture(
     name="sm90",
     capabilities=((9, 0),),
-    min_jax=(0, 11, 2),
     num_sms=132,  # H100, H200
     shared_memory=226 * _KIB,
     converts_float8=True,
-    kernels=(WGMMA,),
+    decoding=WGMMA,
 )
 SM100 = dataclasses.replace(
     SM90,
     name="sm100",
     capabilities=((10, 0), (10, 3), (11, 0)),
-    min_jax=(0, 12, 0),
     num_sms=148,  # B200
-    kernels=(TCGEN05, MMA),
+    decoding=MMA,
+    direct=TCGEN05,
 )
 
-ARCHITECTURES: tuple[Architecture, ...] = (SM80, SM89, SM90, SM100)
-
-
-def register(row: Architecture) -> None:
-    """Let a row serve its compute capabilities from now on; what was traced is not traced again."""
-    global ARCHITECTURES
-    ARCHITECTURES = (row, *ARCHITECTURES)
+ARCHITECTURES = (SM80, SM89, SM90, SM100)
 
 
 def architecture_of(capability: Capability | None) -> Architecture | None:
     """The row that serves a compute capability."""
     return next((row for row in ARCHITECTURES if capability in row.capabilities), None)
+
+
+def capabilities() -> list[Capability]:
+    """Compute capabilities with kernels, ascending."""
+    return sorted({capability for row in ARCHITECTURES for capability in row.capabilities})
 
 
 def current_architecture() -> Architecture:
@@ -317,40 +283,6 @@ def current_architecture() -> Architecture:
             "mx_jax.inspect.explain for what takes a call here"
         )
     return row
-
-
-def capabilities() -> list[Capability]:
-    """Compute capabilities with kernels, ascending."""
-    return sorted({capability for row in ARCHITECTURES for capability in row.capabilities})
-
-
-def rejects_machine(
-    target: Target, jax_version: tuple[int, ...] = jax.__version_info__
-) -> str | None:
-    """Why there is no kernel for a machine, or None."""
-    if target.platform != "cuda":
-        return f"runs on platform=cuda, got platform={target.platform}"
-    row = architecture_of(target.compute_capability)
-    if row is None:
-        known = ", ".join(f"{major}.{minor}" for major, minor in capabilities())
-        got = target.compute_capability
-        shown = None if got is None else ".".join(map(str, got))
-        return f"has kernels for CUDA compute capability {known}, got {shown}"
-    if jax_version < row.min_jax:
-        needed, got = (".".join(map(str, version)) for version in (row.min_jax, jax_version))
-        return f"needs jax>={needed}, got jax=={got}"
-    return None
-
-
-def rejects_devices(target: Target) -> str | None:
-    """Why there is no kernel for a call that `jit` may split between devices, or None."""
-    # XLA would gather a kernel's operands, and each device do all of the work.
-    if target.num_devices == 1:
-        return None
-    return (
-        "runs on one device or below jax.shard_map: jit does not split a kernel, got "
-        f"num_devices={target.num_devices}; only_backend('pallas_gpu') insists"
-    )
 
 
 # Which tiles a product takes ----------------------------------------------------------------------
@@ -378,11 +310,11 @@ def choose(
     Raises:
       ValueError: if none fit: the row's memory is smaller than its kernel can do with.
     """
-    table = kernel.tuning_of(code_bits).tiles
+    table = kernel.tiles[code_bits]
     most_rows = next(limit for limit, _ in table if m <= limit)
     entries = [tiles for limit, tiles in table if limit == most_rows]
     n, k = n + -n % PAD_N, k + -k % PAD_K
-    at_once = architecture.at_once(kernel)
+    at_once = kernel.resident * architecture.num_sms
 
     def fits(tiles: Tiles) -> bool:
         whole = tiles.n <= n if kernel.clips else n % tiles.n == k % tiles.k == 0
@@ -417,32 +349,3 @@ def _smaller(tiles: Tiles) -> Iterator[Tiles]:
     for shape in shapes:
         for stages in range(shape.stages, min(shape.stages, 2) - 1, -1):
             yield dataclasses.replace(shape, stages=stages)
-
-
-def own_tiles(call: Call, target: Target, architecture: Architecture | None = None) -> Tiles | None:
-    """Tiles that a product's kernel takes by the table; None of what has no tiles to choose."""
-    row = architecture or architecture_of(target.compute_capability)
-    # Sums over the rows of groups have tiles of one shape.
-    if not isinstance(call, MatmulCall | RaggedCall) or row is None:
-        return None
-    if isinstance(call, RaggedCall) and call.contracts_rows:
-        return None
-    kernel = row.kernel(call.lhs.format, call.rhs.format)
-    bits, sizes = _sizes(call, kernel)
-    return choose(row, kernel, bits, **sizes)
-
-
-def _sizes(call: MatmulCall | RaggedCall, kernel: Kernel) -> tuple[int, dict[str, int]]:
-    """Bits of a code, and a product's sizes as tiles see them: of a group on average."""
-    activations, weights = call.lhs, call.rhs
-    if weights.format is None:
-        activations, weights = weights, activations
-    assert weights.format is not None
-    element = weights.format.element
-    groups = max(1, min(call.num_groups, call.lhs.rows)) if isinstance(call, RaggedCall) else 1
-    return stored_bits(element) if kernel.decodes else element.bits, {
-        "batch": groups,
-        "m": -(-activations.rows // groups),
-        "n": weights.rows,
-        "k": math.prod(weights.shape[axis] for axis in weights.axes.contracting),
-    }

@@ -13,8 +13,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 
-from mx_jax.backends.pallas_gpu.layouts import ROWS
-from mx_jax.backends.pallas_gpu.tiles import CHUNK_ROWS, FIELDS, Tiles
+from mx_jax.backends.pallas_gpu.architecture import Tiles
+from mx_jax.backends.pallas_gpu.layouts import CHUNK_ROWS, FIELDS, ROWS
 
 # Its declared types differ between versions of JAX, and none fits its own use.
 plgpu: Any = mosaic_gpu
@@ -28,15 +28,6 @@ _LINE = 16
 def transforms(columns: int, swizzle: int = SWIZZLE) -> tuple[Any, ...]:
     """Tiles of 8 rows, `swizzle` bytes wide, without bank conflicts."""
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
-
-
-def store(ref: Any, value: Any) -> None:
-    """Write an array from where its layout has it, however many bytes of a thread are adjacent."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, value, optimized=False)
-    else:
-        # Before JAX 0.12 an assignment is the same; what it reads first, nobody uses.
-        ref[...] = value
 
 
 def loop(count: Any, body: Callable[[Any], None]) -> None:
@@ -89,28 +80,17 @@ def added(out: jax.Array, lead: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Place:
-    """What one program computes.
+    """What one program computes."""
 
-    Attributes:
-      matrix: which product of the batch, or which group's matrix.
-      lead: first index of the left operand; `out` of the result.
-      row: the tile's first row there.
-      tile: its number among all tiles of rows.
-      begin: first step along k.
-      steps: how many.
-      own: rows of the tile that are its own, from and up to; None: the whole tile.
-      factors: what sums are multiplied by, one after the other.
-    """
-
-    matrix: jax.Array
-    lead: Any
-    out: Any
-    row: Any
-    tile: Any
-    begin: Any
-    steps: Any
-    own: tuple[Any, Any] | None = None
-    factors: tuple[Any, ...] = ()
+    matrix: Any  # which product of the batch, or which group's matrix
+    lead: Any  # first index of the left operand
+    out: Any  # first index of the result
+    row: Any  # the tile's first row in both
+    tile: Any  # its number among all tiles of rows
+    begin: Any  # first step along k
+    steps: Any  # how many
+    own: tuple[Any, Any] | None = None  # the tile's own rows, from and up to; None: all of it
+    factors: tuple[Any, ...] = ()  # what sums are multiplied by, one after the other
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -200,7 +180,7 @@ class Program:
                 summed = jnp.broadcast_to(place.steps > 0, sums.shape)
                 sums = jnp.where(summed, sums, jnp.zeros_like(sums))
                 values, target = self.staged(sums.astype(self.out_dtype), piece)
-                store(target, values)
+                plgpu.store(target, values, optimized=False)
                 plgpu.commit_smem()
                 copy_rows(piece, out_gmem, (place.out, place.row, columns), *place.own)
 

@@ -20,23 +20,25 @@ from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, PackCall, Rag
 from mx_jax.backends.pallas_gpu.architecture import (
     Architecture,
     Kernel,
+    Tiles,
     choose,
     current_architecture,
 )
 from mx_jax.backends.pallas_gpu.layouts import (
     CHUNK,
+    CHUNK_ROWS,
+    FIELDS,
     MATRICES,
     PackedWeights,
     ScaledOperand,
     factors_of,
     scale_tiles,
     stored_bits,
+    visits,
 )
 from mx_jax.backends.pallas_gpu.rejections import rejects_weights
-from mx_jax.backends.pallas_gpu.tiles import CHUNK_ROWS, FIELDS, Tiles, visits
 from mx_jax.backends.sums import as_matrices, without_tensor_scale
 from mx_jax.codecs import packing
-from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 
@@ -101,11 +103,11 @@ def scaled_matmul(
     if 0 in (*left.shape, *right.shape):
         return jnp.zeros(shape, call.out_dtype)
     architecture = architecture or current_architecture()
-    as_they_are = not architecture.kernel(call.lhs.format, call.rhs.format).decodes
-    if isinstance(right, PackedWeights) and as_they_are:
-        as_they_are = left.shape[1] >= crossover(architecture, right.format)
-        right = right.unpack() if as_they_are else right
-    if as_they_are:
+    direct = architecture.kernel(call.lhs.format, call.rhs.format) is architecture.direct
+    if isinstance(right, PackedWeights) and direct:
+        direct = left.shape[1] >= architecture.decoding.crossover
+        right = right.unpack() if direct else right
+    if direct:
         assert isinstance(left, MXArray) and isinstance(right, MXArray)
         operands = ScaledOperand.of(left), ScaledOperand.of(right)
         out = multiply_scaled(*operands, call.out_dtype, architecture, interpret=interpret)
@@ -122,10 +124,8 @@ def lays_out(call: MatmulCall, architecture: Architecture | None = None) -> Side
     if call.rhs.packed_by is not None:
         return None
     swapped = rejects_weights(call.rhs.format) is not None
-    rows, weights = (call.rhs, call.lhs) if swapped else (call.lhs, call.rhs)
-    assert weights.format is not None
-    architecture = architecture or current_architecture()
-    if rows.rows >= crossover(architecture, weights.format):
+    rows = (call.rhs if swapped else call.lhs).rows
+    if rows >= (architecture or current_architecture()).decoding.crossover:
         return None
     return "lhs" if swapped else "rhs"
 
@@ -197,7 +197,7 @@ def by_weights(
     """Few rows by a kernel that decodes the weights; many by XLA, dequantized once."""
     activations, factor = _in_high_precision(activations)
     between = out_dtype if factor is None else jnp.dtype(jnp.float32)
-    if activations.shape[1] >= crossover(architecture, weights.format):
+    if activations.shape[1] >= architecture.decoding.crossover:
         # Each step on its own: fused, XLA's copies out of a packed layout take ten times as long,
         # and are done again in each tile of its product.
         unpacked = weights if isinstance(weights, MXArray) else weights.unpack()
@@ -217,15 +217,6 @@ def _in_high_precision(activations: Operand) -> tuple[jax.Array, jax.Array | Non
     # Exact in bfloat16, but for the tensor's scale, which is left for the product.
     values = without_tensor_scale(activations).dequantize(jnp.bfloat16)
     return values, activations.tensor_scale
-
-
-def crossover(architecture: Architecture, format: BlockFormat) -> float:
-    """Rows from which weights are dequantized once and XLA multiplies."""
-    return architecture.decoding.tuning_of(_stored(format)).crossover
-
-
-def _stored(format: BlockFormat) -> int:
-    return stored_bits(format.element)
 
 
 def _dequantize_dot(
@@ -264,7 +255,8 @@ def multiply(
       interpret: parameters of Mosaic's interpreter.
     """
     architecture = architecture or current_architecture()
-    kernel, parts, bits = architecture.decoding, _bfloat16_parts(x), _stored(weights.format)
+    kernel, parts = architecture.decoding, _bfloat16_parts(x)
+    bits = stored_bits(weights.format.element)
     (batch, m, k), n, dtype = x.shape, weights.shape[1], np.dtype(out_dtype)
     lists, factor = (), weights.tensor_scale
     if group_sizes is None:
@@ -344,7 +336,8 @@ def ragged_dot(
         matrices, _ = as_matrices(dataclasses.replace(rhs, tensor_scale=None), call.rhs.axes)
         scale = rhs.tensor_scale
     assert not isinstance(matrices, jax.Array)
-    if not how["architecture"].kernel(call.lhs.format, call.rhs.format).decodes:
+    row = how["architecture"]
+    if row.kernel(call.lhs.format, call.rhs.format) is row.direct:
         assert isinstance(lhs, MXArray)
         # What is packed is laid out to be decoded.
         unpacked = matrices if isinstance(matrices, MXArray) else matrices.unpack()
@@ -384,7 +377,9 @@ def _tiles_of_groups(
     groups = min(groups, rows)
     m = min(-(-rows // groups) + CHUNK_ROWS - 1, padded_rows)
     tiles = choose(architecture, kernel, bits, batch=groups, m=m, n=n, k=weights.padded_k)
-    return dataclasses.replace(tiles, m=min(tiles.m, padded_rows)) if kernel.decodes else tiles
+    if kernel is architecture.direct:
+        return tiles
+    return dataclasses.replace(tiles, m=min(tiles.m, padded_rows))
 
 
 def _sum_groups(
@@ -406,10 +401,8 @@ def _sum_groups(
         jnp.pad(x, ((0, -x.shape[0] % CHUNK_ROWS), (0, -x.shape[1] % CHUNK))) for x in (left, right)
     )
     starts = jnp.cumsum(group_sizes, dtype=jnp.int32) - group_sizes
-    load = architecture.decoding.load_group_sums
-    assert load is not None
     factors = factors_of((left_scale, right_scale), 1)
-    sums = load()(
+    sums = architecture.decoding.load("group_sums")(
         left,
         right,
         jnp.concatenate([starts, group_sizes]),

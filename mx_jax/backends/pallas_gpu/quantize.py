@@ -9,11 +9,8 @@ from jax import lax
 from jax.custom_batching import sequential_vmap
 
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
-from mx_jax.backends.pallas_gpu.architecture import (
-    Architecture,
-    current_architecture,
-    rejects_machine,
-)
+from mx_jax.backends.pallas_gpu.architecture import Architecture, current_architecture
+from mx_jax.backends.pallas_gpu.rejections import rejects_machine
 from mx_jax.backends.pallas_gpu.views import View, padded
 from mx_jax.backends.target import Target
 from mx_jax.codecs import blocks as block_shapes
@@ -33,14 +30,9 @@ _MAX_ELEMENTS = 2**31 - 1
 _ELEMENT_RULES = {AMAX.scales: False, AMAX_SUBNORMAL.scales: True}
 
 
-def rejects(
-    call: QuantizeCall | QuantizeBothCall,
-    target: Target,
-    jax_version: tuple[int, ...] = jax.__version_info__,
-) -> str | None:
+def rejects(call: QuantizeCall | QuantizeBothCall, target: Target) -> str | None:
     """Why the kernel does not take a call on a machine, or None."""
-    reason = rejects_machine(target, jax_version)
-    if reason is not None:
+    if reason := rejects_machine(target):
         return reason
     if isinstance(call, QuantizeCall):
         return _rejects(call)

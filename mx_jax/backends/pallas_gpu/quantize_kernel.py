@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 
-from mx_jax.backends.pallas_gpu.device import plgpu, store
+from mx_jax.backends.pallas_gpu.device import plgpu
 from mx_jax.backends.pallas_gpu.views import Tile
 from mx_jax.codecs import float32
 from mx_jax.codecs.scale import E8M0_NAN, opaque_divide
@@ -98,8 +98,9 @@ class QuantizeProgram:
             divide = opaque_divide if encoder.interpreted else _division(layout, shape, axis)
             stored, factor = encoder.scales(amax, tensor_scale, divide)
             spread = functools.partial(_spread, layout=layout, shape=shape, axis=axis)
-            store(codes_gmem.at[at], encoder.codes(x, stored, factor, spread))
-            store(scales_gmem.at[at[:axis] + at[axis + 1 :]], stored.astype(jnp.uint8))
+            codes, of_blocks = encoder.codes(x, stored, factor, spread), at[:axis] + at[axis + 1 :]
+            plgpu.store(codes_gmem.at[at], codes, optimized=False)
+            plgpu.store(scales_gmem.at[of_blocks], stored.astype(jnp.uint8), optimized=False)
 
     def _at(self) -> tuple[Any, ...]:
         """Where this program's tile begins; the last axis runs fastest."""

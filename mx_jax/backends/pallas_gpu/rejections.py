@@ -1,19 +1,14 @@
 """Which products and packings GPU kernels take, by descriptions of a call and a machine alone."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
 
-from mx_jax.axes import Side
 from mx_jax.backends.calls import MatmulCall, OperandType, PackCall, RaggedCall
-from mx_jax.backends.pallas_gpu.architecture import (
-    ARCHITECTURES,
-    Kernel,
-    architecture_of,
-    rejects_machine,
-)
+from mx_jax.backends.pallas_gpu import architecture as gpus
+from mx_jax.backends.pallas_gpu.architecture import ARCHITECTURES, Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.layouts import MIN_BLOCK, ROWS, stored_bits
 from mx_jax.backends.sums import rejects_parts_of_blocks, rejects_scale_axes
 from mx_jax.backends.target import Target
@@ -26,34 +21,69 @@ _SIGNIFICANT = 8
 # Kernels count elements in 32 bits; a grid's second axis has 16, in tiles of at least 64 rows.
 _MAX_ELEMENTS = 2**31 - 1
 _MAX_ROWS = 65535 * ROWS
-# Copies fill with zeros and clip what is outside an array, from this version of JAX on.
-_MIN_JAX_GROUPS = (0, 12, 0)
 
 
-def rejects(
-    call: MatmulCall, target: Target, jax_version: tuple[int, ...] = jax.__version_info__
-) -> str | None:
+def rejects_machine(target: Target) -> str | None:
+    """Why there is no kernel for a machine, or None."""
+    if target.platform != "cuda":
+        return f"runs on platform=cuda, got platform={target.platform}"
+    if architecture_of(target.compute_capability) is None:
+        known, got = ", ".join(map(_dotted, gpus.capabilities())), target.compute_capability
+        shown = None if got is None else _dotted(got)
+        return f"has kernels for CUDA compute capability {known}, got {shown}"
+    if jax.__version_info__ < gpus.MIN_JAX:
+        return f"needs jax>={_dotted(gpus.MIN_JAX)}, got jax=={_dotted(jax.__version_info__)}"
+    return None
+
+
+def _dotted(numbers: Iterable[int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def rejects_devices(target: Target) -> str | None:
+    """Why there is no kernel for a call that `jit` may split between devices, or None."""
+    # XLA would gather a kernel's operands, and each device do all of the work.
+    if target.num_devices == 1:
+        return None
+    return (
+        "runs on one device or below jax.shard_map: jit does not split a kernel, got "
+        f"num_devices={target.num_devices}; only_backend('pallas_gpu') insists"
+    )
+
+
+# Products -----------------------------------------------------------------------------------------
+
+
+def rejects(call: MatmulCall, target: Target) -> str | None:
     """Why no kernel takes a call on a machine, or None."""
-    reason = rejects_machine(target, jax_version)
-    if reason is not None:
-        return reason
+    return (
+        rejects_machine(target)
+        or _rejects_result(call)
+        or rejects_scale_axes(call, batch=False)
+        or _rejects_formats(call)
+        or _rejects_sizes(call)
+    )
+
+
+def _rejects_result(call: MatmulCall | RaggedCall) -> str | None:
     if call.out_dtype not in _OUTPUTS:
         return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
-    return rejects_scale_axes(call, batch=False) or _rejects_formats(call) or _rejects_sizes(call)
+    return None
 
 
 def _rejects_formats(call: MatmulCall) -> str | None:
     reasons = [rejects_weights(own.format) for _, own in call.sides]
     if all(reasons):
         return f"needs weights in a block format on one side: lhs {reasons[0]}; rhs {reasons[1]}"
-    weights = "lhs" if reasons[1] else "rhs"
-    for side, own in call.sides:
-        if side == weights:
-            continue
-        if own.format is None and own.dtype not in _ACTIVATIONS:
-            return f"needs activations in bfloat16 or float16, got {side} in {own.dtype}"
-        if own.format is not None and not fits_bfloat16(own.format):
-            return f"needs values that bfloat16 holds on both sides, got {side}={own.format.name}"
+    side, activations = call.sides[1 if reasons[1] else 0]
+    if activations.format is None and activations.dtype not in _ACTIVATIONS:
+        return f"needs activations in bfloat16 or float16, got {side} in {activations.dtype}"
+    return _rejects_values(side, activations)
+
+
+def _rejects_values(side: str, own: OperandType) -> str | None:
+    if own.format is not None and not fits_bfloat16(own.format):
+        return f"needs values that bfloat16 holds on both sides, got {side}={own.format.name}"
     return None
 
 
@@ -97,14 +127,10 @@ def _rejects_elements(side: str, own: OperandType) -> str | None:
     return None
 
 
-def rejects_packing(
-    call: PackCall, target: Target, jax_version: tuple[int, ...] = jax.__version_info__
-) -> str | None:
+def rejects_packing(call: PackCall, target: Target) -> str | None:
     """Why weights are not packed for a machine, or None."""
-    reason = rejects_machine(target, jax_version)
-    if reason is not None:
-        return reason
-    reason = call.rejects_layout() or rejects_scale_axes(call, batch=False)
+    reason = rejects_machine(target)
+    reason = reason or call.rejects_layout() or rejects_scale_axes(call, batch=False)
     if reason is not None:
         return reason
     ((_, block),) = call.blocks
@@ -121,25 +147,48 @@ def rejects_packing(
 # Rows in groups ---------------------------------------------------------------------------------
 
 
-def rejects_groups(
-    call: RaggedCall, target: Target, jax_version: tuple[int, ...] = jax.__version_info__
-) -> str | None:
+def rejects_groups(call: RaggedCall, target: Target) -> str | None:
     """Why no kernel takes a product of rows in groups on a machine, or None."""
-    reason = rejects_machine(target, jax_version) or _rejects_kernel(call, target, jax_version)
-    if reason is not None:
-        return reason
-    if call.out_dtype not in _OUTPUTS:
-        return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
-    if call.contracts_rows:
-        return _rejects_sums(call)
-    return _rejects_operands(call)
+    return (
+        rejects_machine(target)
+        or _rejects_kernel(call, target)
+        or _rejects_result(call)
+        or (_rejects_sums(call) if call.contracts_rows else _rejects_operands(call))
+    )
+
+
+def _rejects_kernel(call: RaggedCall, target: Target) -> str | None:
+    row, lhs, rhs = architecture_of(target.compute_capability), call.lhs.format, call.rhs.format
+    assert row is not None
+    got = _dotted(target.compute_capability or ())
+    if not _takes_groups(row):
+        known = _capabilities(_takes_groups)
+        return f"multiplies rows in groups on CUDA compute capability {known}, got {got}"
+    if call.contracts_rows and not row.decoding.sums_groups:
+        known = _capabilities(lambda row: row.decoding.sums_groups)
+        return f"sums over rows of groups on CUDA compute capability {known}, got {got}"
+    if not call.contracts_rows and not row.kernel(lhs, rhs).groups:
+        names = (None if format is None else format.name for format in (lhs, rhs))
+        return (
+            f"multiplies rows in groups on CUDA compute capability {got} where formats meet, got "
+            "lhs={}, rhs={}".format(*names)
+        )
+    return None
+
+
+def _takes_groups(row: Architecture) -> bool:
+    return row.decoding.groups or (row.direct is not None and row.direct.groups)
+
+
+def _capabilities(able: Callable[[Architecture], bool]) -> str:
+    return ", ".join(_dotted(own) for row in ARCHITECTURES if able(row) for own in row.capabilities)
 
 
 def _rejects_sums(call: RaggedCall) -> str | None:
     """Why the rows of groups are not summed over: groups must begin where steps of a product do."""
-    sides: tuple[tuple[Side, OperandType], ...] = (("lhs", call.lhs), ("rhs", call.rhs))
+    sides = ("lhs", call.lhs), ("rhs", call.rhs)
     for side, own in sides:
-        if reason := _rejects_values(side, own) or _rejects_elements(side, own):
+        if reason := _rejects_rows(side, own) or _rejects_elements(side, own):
             return reason
         if own.scale_axes:
             return f"needs one tensor scale at most, got {side} with axes={own.scale_axes}"
@@ -149,48 +198,18 @@ def _rejects_sums(call: RaggedCall) -> str | None:
     return None
 
 
-def _rejects_values(side: Side, own: OperandType) -> str | None:
+def _rejects_rows(side: str, own: OperandType) -> str | None:
     """Why an operand does not come in bfloat16, which loses nothing."""
     if own.format is None and own.dtype != jnp.bfloat16:
         return f"needs rows in bfloat16, got {side} in {own.dtype}"
-    if own.format is not None and not fits_bfloat16(own.format):
-        return f"needs values that bfloat16 holds on both sides, got {side}={own.format.name}"
-    return None
-
-
-def _rejects_kernel(call: RaggedCall, target: Target, jax_version: tuple[int, ...]) -> str | None:
-    row = architecture_of(target.compute_capability)
-    got = ".".join(map(str, target.compute_capability or ()))
-    if row is None or not any(kernel.groups for kernel in row.kernels):
-        known = _capabilities(lambda kernel: kernel.groups)
-        return f"multiplies rows in groups on CUDA compute capability {known}, got {got}"
-    if call.contracts_rows and row.decoding.load_group_sums is None:
-        known = _capabilities(lambda kernel: kernel.load_group_sums is not None)
-        return f"sums over rows of groups on CUDA compute capability {known}, got {got}"
-    lhs, rhs = call.lhs.format, call.rhs.format
-    if not call.contracts_rows and not row.kernel(lhs, rhs).groups:
-        names = (None if format is None else format.name for format in (lhs, rhs))
-        return (
-            f"multiplies rows in groups on CUDA compute capability {got} where formats meet, got "
-            "lhs={}, rhs={}".format(*names)
-        )
-    if jax_version < _MIN_JAX_GROUPS:
-        needed, got = (".".join(map(str, version)) for version in (_MIN_JAX_GROUPS, jax_version))
-        return f"multiplies rows in groups from jax=={needed} on, got jax=={got}"
-    return None
-
-
-def _capabilities(able: Callable[[Kernel], bool]) -> str:
-    """Of the GPUs that have a kernel of a kind."""
-    rows = (row for row in ARCHITECTURES if any(map(able, row.kernels)))
-    return ", ".join(f"{major}.{minor}" for row in rows for major, minor in row.capabilities)
+    return _rejects_values(side, own)
 
 
 def _rejects_operands(call: RaggedCall) -> str | None:
     lhs, rhs = call.lhs, call.rhs
     if reason := rejects_weights(rhs.format):
         return f"needs groups' matrices in a block format: rhs {reason}"
-    if reason := _rejects_values("lhs", lhs):
+    if reason := _rejects_rows("lhs", lhs):
         return reason
     if lhs.scale_axes or set(rhs.scale_axes) - set(rhs.axes.batch):
         return (

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mx_jax.backends.pallas_gpu.architecture import Tiles
 from mx_jax.backends.pallas_gpu.device import (
     SWIZZLE,
     Place,
@@ -27,8 +28,7 @@ from mx_jax.backends.pallas_gpu.device import (
     staged_loop,
     transforms,
 )
-from mx_jax.backends.pallas_gpu.layouts import SCALE_COLUMNS, SCALE_ROWS
-from mx_jax.backends.pallas_gpu.tiles import FIELDS, Tiles
+from mx_jax.backends.pallas_gpu.layouts import FIELDS, SCALE_COLUMNS, SCALE_ROWS
 
 # Codes and scales of both operands.
 _COPIES = 4
@@ -57,7 +57,7 @@ def multiply(
       lhs_scales: `[batch * m' / 128, k / (4 * block), 32, 16]` in E8M0 or E4M3, of m' rows: m
         padded to a multiple of 128. Of rows in groups those of each visit's rows.
       rhs_scales: likewise, of n.
-      visits: as `tiles.visits` gives them, of rows in groups; without splits.
+      visits: as `layouts.visits` gives them, of rows in groups; without splits.
       factors: float32 `[2 * groups]`: what each group's sums are multiplied by first, and by which
         then; None for none.
       block: codes that share a scale.

@@ -68,37 +68,21 @@ def _along_rows(num_blocks: int, block: int, itemsize: int) -> Tile:
 
 
 def _along_columns(shape: Shape, block: int, itemsize: int) -> Tile:
-    """Of a view `[blocks, block, inner]`: lines of 128 bytes under each other."""
-    vector = _VECTOR_BYTES // itemsize
-    line = _LINE_BYTES // itemsize
-    down, across = _share((shape[0], shape[2]), (1, line))
-    all_warps = (down, block, across * line)
-    return Tile(
-        axes=(1,),
-        shape=all_warps,
-        all_warps=all_warps,
-        warp=(1, block, line),
-        lanes=(1, LANES * vector // line, line),
-        vector=(1, 1, vector),
-    )
+    """Of a view `[blocks, block, inner]`: lines of 128 bytes under each other.
 
-
-def _along_both(shape: Shape, block: int, itemsize: int) -> Tile:
-    """Of a view `[blocks, block, blocks', block]`: as `_along_columns`.
-
-    The first axis is that of columns, along the second; the other is that of rows.
+    Or of `[blocks, block, blocks', block]`, with blocks along rows too: those are the last axis.
     """
-    vector = _VECTOR_BYTES // itemsize
-    line = _LINE_BYTES // itemsize
-    down, across = _share((shape[0], shape[2]), (1, line // block))
-    all_warps = (down, block, across * (line // block), block)
+    line, inside = _LINE_BYTES // itemsize, shape[3:]
+    vector, wide = _VECTOR_BYTES // itemsize, line // math.prod(inside)
+    down, across = _share((shape[0], shape[2]), (1, wide))
+    all_warps = (down, block, across * wide, *inside)
     return Tile(
-        axes=(1, 3),
+        axes=(1, 3) if inside else (1,),
         shape=all_warps,
         all_warps=all_warps,
-        warp=(1, block, line // block, block),
-        lanes=(1, LANES * vector // line, line // block, block),
-        vector=(1, 1, 1, vector),
+        warp=(1, block, wide, *inside),
+        lanes=(1, LANES * vector // line, wide, *inside),
+        vector=(*(1,) * (len(shape) - 1), vector),
     )
 
 
@@ -155,8 +139,6 @@ class View:
 
     def tile(self, itemsize: int) -> Tile:
         """What one program quantizes of it."""
-        if self.both:
-            return _along_both(self.shape, self.block, itemsize)
         if len(self.shape) == 2:
             return _along_rows(self.shape[0], self.block, itemsize)
         return _along_columns(self.shape, self.block, itemsize)

@@ -7,7 +7,6 @@ decode them to bfloat16 and multiply, 64 rows of weights each.
 Device code; imports Mosaic GPU, so the adapter imports this file only when it takes a call.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mx_jax.backends.pallas_gpu.architecture import Tiles
 from mx_jax.backends.pallas_gpu.decode import Decoder, DecodingProgram
 from mx_jax.backends.pallas_gpu.device import (
     SWIZZLE,
@@ -29,20 +29,29 @@ from mx_jax.backends.pallas_gpu.device import (
     staged_loop,
     transforms,
 )
-from mx_jax.backends.pallas_gpu.layouts import CHUNK, ROWS
-from mx_jax.backends.pallas_gpu.tiles import (
-    CHUNK_ROWS,
-    COPYING_REGISTERS,
-    FIELDS,
-    Tiles,
-    multiplying_registers,
-)
+from mx_jax.backends.pallas_gpu.layouts import CHUNK, CHUNK_ROWS, FIELDS, ROWS
 from mx_jax.formats import BlockFormat
 
 # Activations, codes and scales.
 _COPIES = 3
 # Rows of a step of wgmma, the least that a group has more than another where rows are summed.
 UNIT = 16
+# The copying warpgroup only issues copies: it gives the others its registers.
+COPYING_REGISTERS = 40
+_PROCESSOR_REGISTERS, _MOST_REGISTERS = 65536, 256
+
+
+def launch_registers(warpgroups: int) -> int:
+    """Registers that a thread of so many warpgroups starts with: what ptxas gives, in eights."""
+    return min(_PROCESSOR_REGISTERS // (128 * warpgroups) // 8 * 8, _MOST_REGISTERS)
+
+
+def multiplying_registers(warpgroups: int) -> int:
+    """What a thread of each multiplying warpgroup asks for, beside one warpgroup that copies."""
+    # All together at most what they were launched with: `setmaxnreg` waits until there are as many
+    # registers, so for more it would wait for ever.
+    all_registers = launch_registers(warpgroups + 1) * (warpgroups + 1)
+    return min((all_registers - COPYING_REGISTERS) // warpgroups // 8 * 8, _MOST_REGISTERS)
 
 
 def multiply(
@@ -64,7 +73,7 @@ def multiply(
       x: bfloat16 `[batch, m, k]`, or `[1, rows, k]`; no axis is empty.
       codes: int32 `[batch, n' / 64, k' / group, 64, 16]`, as `PackedWeights` has them.
       scales: int32 `[batch, n' / 64, k' / (2 * granularity), 64]`.
-      visits: as `tiles.visits` gives them, of rows in groups.
+      visits: as `layouts.visits` gives them, of rows in groups.
       factors: float32 `[2 * groups]`: what each group's sums are multiplied by first, and by which
         then; None for none.
       n: rows of weights, at most n'.
@@ -219,11 +228,37 @@ def group_sums(
       out_dtype: bfloat16 or float32.
       interpret: parameters of Mosaic's interpreter, None to compile.
     """
-    groups = rows.shape[0] // 2
-    program = SumsProgram(tiles=tiles, out_dtype=jnp.dtype(out_dtype), num_groups=groups)
-    (_, m), (_, n) = lhs.shape, rhs.shape
+    groups, (_, m), (_, n) = rows.shape[0] // 2, lhs.shape, rhs.shape
+
+    def body(lhs_gmem, rhs_gmem, rows_gmem, factors_gmem, out_gmem):
+        group = lax.axis_index("group")
+        begin, size = pl.multiple_of(rows_gmem[group], UNIT), rows_gmem[groups + group]
+        whole = lax.div(size, jnp.int32(tiles.k))
+        rest = lax.div(size - whole * tiles.k, jnp.int32(UNIT))
+        operands = lhs_gmem, rhs_gmem
+
+        def multiply(acc):
+            _add_steps(acc, operands, begin, whole, tiles, tiles.k, tiles.stages)
+            after = pl.multiple_of(begin + whole * tiles.k, UNIT)
+            _add_steps(acc, operands, after, rest, tiles, UNIT, 2)
+            return acc[...]
+
+        sums = pl.run_scoped(multiply, plgpu.ACC((tiles.m, tiles.n), jnp.float32))
+        sums = (sums * factors_gmem[0] * factors_gmem[1]).astype(out_dtype)
+        how = transforms(SWIZZLE // jnp.dtype(out_dtype).itemsize)
+        tile = plgpu.SMEM((tiles.m, tiles.n), jnp.dtype(out_dtype), transforms=how)
+
+        @functools.partial(pl.run_scoped, out_smem=tile)
+        def _(out_smem):
+            out_smem[...] = sums
+            plgpu.commit_smem()
+            rows = pl.ds(lax.axis_index("m") * tiles.m, tiles.m)
+            columns = pl.ds(lax.axis_index("n") * tiles.n, tiles.n)
+            plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[group, rows, columns])
+            plgpu.wait_smem_to_gmem(0)
+
     return plgpu.kernel(
-        program.body,
+        body,
         out_type=jax.ShapeDtypeStruct((groups, m, n), out_dtype),
         grid=(groups, -(-n // tiles.n), -(-m // tiles.m)),
         grid_names=("group", "n", "m"),
@@ -233,68 +268,34 @@ def group_sums(
     )(lhs, rhs, rows, factors)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SumsProgram:
-    """What each program of a grid `(group, n, m)` runs."""
+def _add_steps(
+    acc: Any,
+    operands: tuple[Any, ...],
+    begin: Any,
+    steps: Any,
+    tiles: Tiles,
+    rows: int,
+    stages: int,
+) -> None:
+    """The products of so many steps of so many rows."""
+    # Mosaic takes as many rows for one product as numbers are swizzled together.
+    swizzle = min(SWIZZLE, 2 * rows)
+    how = transforms(swizzle // 2, swizzle)
 
-    tiles: Tiles
-    out_dtype: jnp.dtype
-    num_groups: int
+    def spec(columns: int, axis: str) -> Any:
+        at = lax.axis_index(axis)
+        block = rows, columns
+        return plgpu.BlockSpec(block, lambda i: (i, at), transforms=how, delay_release=1)
 
-    def body(self, lhs_gmem, rhs_gmem, rows_gmem, factors_gmem, out_gmem):
-        """Steps of many rows, steps of few; then one copy of the sums' tile."""
-        tiles, group = self.tiles, lax.axis_index("group")
-        begin = pl.multiple_of(rows_gmem[group], UNIT)
-        size = rows_gmem[self.num_groups + group]
-        whole = lax.div(size, jnp.int32(tiles.k))
-        rest = lax.div(size - whole * tiles.k, jnp.int32(UNIT))
-        operands = lhs_gmem, rhs_gmem
+    def step(_, lhs_smem, rhs_smem):
+        plgpu.wgmma(acc, lhs_smem.T, rhs_smem)
+        plgpu.wgmma_wait(1)
 
-        def multiply(acc):
-            self._steps(acc, operands, begin, whole, tiles.k, tiles.stages)
-            after = pl.multiple_of(begin + whole * tiles.k, UNIT)
-            self._steps(acc, operands, after, rest, UNIT, 2)
-            return acc[...]
-
-        sums = pl.run_scoped(multiply, plgpu.ACC((tiles.m, tiles.n), jnp.float32))
-        self._store(sums * factors_gmem[0] * factors_gmem[1], out_gmem)
-
-    def _steps(
-        self, acc: Any, operands: tuple[Any, ...], begin: Any, steps: Any, rows: int, stages: int
-    ) -> None:
-        """Add the products of so many steps of so many rows."""
-        tiles = self.tiles
-        # Mosaic takes as many rows for one product as numbers are swizzled together.
-        swizzle = min(SWIZZLE, 2 * rows)
-        how = transforms(swizzle // 2, swizzle)
-
-        def spec(columns: int, axis: str) -> Any:
-            at = lax.axis_index(axis)
-            block = rows, columns
-            return plgpu.BlockSpec(block, lambda i: (i, at), transforms=how, delay_release=1)
-
-        def step(_, lhs_smem, rhs_smem):
-            plgpu.wgmma(acc, lhs_smem.T, rhs_smem)
-            plgpu.wgmma_wait(1)
-
-        plgpu.emit_pipeline(
-            step,
-            grid=(steps,),
-            in_specs=[spec(tiles.m, "m"), spec(tiles.n, "n")],
-            max_concurrent_steps=stages,
-        )(*(gmem.at[pl.ds(begin, gmem.shape[0])] for gmem in operands))
-        # What comes next overwrites the last steps' operands.
-        plgpu.wgmma_wait(0)
-
-    def _store(self, sums: jax.Array, out_gmem: Any) -> None:
-        tiles, how = self.tiles, transforms(SWIZZLE // self.out_dtype.itemsize)
-        tile = plgpu.SMEM((tiles.m, tiles.n), self.out_dtype, transforms=how)
-
-        @functools.partial(pl.run_scoped, out_smem=tile)
-        def _(out_smem):
-            out_smem[...] = sums.astype(self.out_dtype)
-            plgpu.commit_smem()
-            rows = pl.ds(lax.axis_index("m") * tiles.m, tiles.m)
-            columns = pl.ds(lax.axis_index("n") * tiles.n, tiles.n)
-            plgpu.copy_smem_to_gmem(out_smem, out_gmem.at[lax.axis_index("group"), rows, columns])
-            plgpu.wait_smem_to_gmem(0)
+    plgpu.emit_pipeline(
+        step,
+        grid=(steps,),
+        in_specs=[spec(tiles.m, "m"), spec(tiles.n, "n")],
+        max_concurrent_steps=stages,
+    )(*(gmem.at[pl.ds(begin, gmem.shape[0])] for gmem in operands))
+    # What comes next overwrites the last steps' operands.
+    plgpu.wgmma_wait(0)

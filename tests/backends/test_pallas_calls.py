@@ -1,0 +1,329 @@
+"""Which calls the GPU kernels take, and why not others: from descriptions, without a GPU."""
+
+import dataclasses
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mx_jax
+from mx_jax import formats
+from mx_jax.axes import Axes
+from mx_jax.backends.calls import (
+    Call,
+    MatmulCall,
+    OperandType,
+    PackCall,
+    QuantizeBothCall,
+    QuantizeCall,
+    RaggedCall,
+)
+from mx_jax.backends.pallas_gpu import PALLAS_GPU, architecture, rejections
+from mx_jax.backends.pallas_gpu.architecture import capabilities
+from mx_jax.backends.pallas_gpu.layouts import meet
+from mx_jax.backends.select import only_backend, prefer_backends, select
+from mx_jax.backends.target import Target
+from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, MXINT8, NVFP4, WHOLE, BlockFormat
+from mx_jax.ops import quantize as ops_quantize
+from mx_jax.testing.cases import MatmulCase, QuantizeCase, RaggedCase
+from tests.backends.mosaic import with_any_jax
+
+CPU, TURING, A100, H200, B200 = (
+    Target(platform="cpu"),
+    *(
+        Target(platform="cuda", compute_capability=capability)
+        for capability in ((7, 5), (8, 0), (9, 0), (10, 0))
+    ),
+)
+ROWWISE = formats.FLOAT8_ROWWISE_E4M3
+FNUZ = dataclasses.replace(MXFP8_E4M3, element=formats.E4M3FNUZ)
+NV_E4M3 = dataclasses.replace(NVFP4, element=formats.E4M3)
+KNOWN = "8.0, 8.6, 8.7, 8.9, 9.0, 10.0, 10.3, 11.0, 12.0, 12.1"
+NO_WEIGHTS = "needs weights in a block format on one side: lhs "
+ONE_AXIS = "takes blocks of 16 or 32 along one axis, got blocks="
+WHERE_FORMATS_MEET = (
+    "multiplies rows in groups on CUDA compute capability 10.0 where formats meet, got lhs="
+)
+
+
+@pytest.fixture(autouse=True)
+def any_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_any_jax(monkeypatch)
+
+
+def dense(**facts: Any) -> MatmulCall:
+    return MatmulCase(**{"lhs": None, "rhs": MXFP4, "dtype": "bfloat16"} | facts).call
+
+
+def groups(rhs: BlockFormat | None = MXFP4, **facts: Any) -> RaggedCall:
+    given: dict[str, Any] = {"lhs": None, "sizes": (0, 1, 7, 0, 13), "rows": 24, "n": 64}
+    return RaggedCase(rhs=rhs, **given | facts).call
+
+
+def sums(lhs: BlockFormat | None, rhs: BlockFormat | None, **facts: Any) -> RaggedCall:
+    return RaggedCase(lhs=lhs, rhs=rhs, sizes=(32,), rows=32, contracts_rows=True, **facts).call
+
+
+def cast(format: BlockFormat = MXFP8_E4M3, **facts: Any) -> QuantizeCall:
+    return QuantizeCase(**{"format": format, "shape": (64, 96), "dtype": "bfloat16"} | facts).call
+
+
+def casts(*axes: int, **facts: Any) -> QuantizeBothCall:
+    first, second = (cast(axis=axis, **facts) for axis in axes)
+    return QuantizeBothCall(first=first, second=second)
+
+
+def pack(
+    format: BlockFormat = MXFP4,
+    shape: tuple[int, ...] = (64, 96),
+    blocks: Any = ((-1, 32),),
+    contracting: tuple[int, ...] = (1,),
+    num_batch: int = 0,
+    lhs_format: BlockFormat | None = None,
+) -> PackCall:
+    kept = tuple(axis for axis in range(num_batch, len(shape)) if axis not in contracting)
+    axes = Axes(tuple(range(num_batch)), kept, contracting)
+    weights = OperandType(shape=shape, axes=axes, format=format)
+    return PackCall(weights=weights, blocks=blocks, lhs_format=lhs_format)
+
+
+def with_lhs(call: Any, **changes: Any) -> Any:
+    return dataclasses.replace(call, lhs=dataclasses.replace(call.lhs, **changes))
+
+
+FLOAT16 = jnp.dtype("float16")
+TAKEN: list[tuple[Call, Target]] = [
+    (dense(rhs=MXFP8_E4M3, dtype="float16", out_dtype="float16"), H200),
+    (dense(lhs=MXFP8_E5M2, rhs=None), H200),
+    (dense(lhs=formats.MXFP6_E2M3), H200),
+    (dense(lhs=MXFP4, rhs=MXINT8), H200),
+    (dense(rhs=formats.MXFP6_E3M2), H200),
+    (dense(lhs=NVFP4, rhs=formats.NVFP4_ONE_LEVEL), H200),
+    (dense(rhs=MXFP4.with_block(48)), H200),
+    (dense(k=(3, 64), rhs_k_first=True), H200),
+    (dense(m=(0,)), H200),
+    *((dense(), Target(platform="cuda", compute_capability=own)) for own in capabilities()),
+    (pack(), H200),
+    (pack(shape=(2, 96, 4, 8), blocks=((-3, 32),), num_batch=1), H200),
+    (pack(lhs_format=MXFP4), B200),
+    (pack(MXINT8), B200),
+    (groups(), H200),
+    (groups(lhs=MXFP8_E4M3, rhs_k_first=False, out_dtype="float16"), H200),
+    (groups(MXFP8_E5M2, lhs=MXFP8_E4M3), B200),
+    (groups(NVFP4, lhs=NVFP4), B200),
+    (sums(MXFP4, MXFP8_E4M3), H200),
+    (sums(None, NVFP4), H200),
+    (sums(MXFP4.with_block(WHOLE), MXFP4), H200),
+    *((cast(format, dtype="float16"), H200) for format in formats.MX_FORMATS),
+    (cast(NVFP4, shape=(7,)), H200),
+    (cast(axis=0, block_size=16, shape=(0, 3, 1)), H200),
+    (casts(-2, -1), H200),
+]
+
+
+@pytest.mark.parametrize(("call", "target"), TAKEN)
+def test_takes(call: Call, target: Target):
+    assert PALLAS_GPU.rejects(call, target) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "target", "reason"),
+    [
+        (dense(), CPU, "runs on platform=cuda, got platform=cpu"),
+        (groups(), Target(platform="rocm"), "runs on platform=cuda, got platform=rocm"),
+        (
+            cast(),
+            Target(platform="cuda"),
+            f"has kernels for CUDA compute capability {KNOWN}, got N",
+        ),
+        (pack(), TURING, f"has kernels for CUDA compute capability {KNOWN}, got 7.5"),
+        (dense(rhs=None), H200, f"{NO_WEIGHTS}is in high precision; rhs is in high precision"),
+        (dense(lhs=ROWWISE, rhs=ROWWISE), H200, "is float8_rowwise_e4m3; rhs is float8_rowwise"),
+        (dense(rhs=MXFP4.with_block(8)), H200, "rhs has blocks (1, 8), not (1, a multiple of 16)"),
+        (dense(rhs=formats.MXFP4_2D), H200, "rhs has blocks (32, 32), not (1, a multiple of 16)"),
+        (dense(dtype="float32"), H200, "activations in bfloat16 or float16, got lhs in float32"),
+        (with_lhs(dense(), dtype=None), H200, "bfloat16 or float16, got lhs in None"),
+        (dense(lhs=MXFP4, rhs=None, dtype="float32"), H200, "got rhs in float32"),
+        (
+            dense(lhs=ROWWISE),
+            H200,
+            "needs values that bfloat16 holds on both sides, got lhs=float8",
+        ),
+        (dense(out_dtype="float64"), H200, "gives float32, bfloat16 or float16, got out_dtype=flo"),
+        (
+            dense(k=(2, 40)),
+            H200,
+            "whole blocks of 32, got rhs_shape=(7, 2, 40), contracting=(1, 2)",
+        ),
+        (dense(m=(2**20,), k=(2**11,)), H200, "at most 2147483647 elements, got lhs_shape=(104857"),
+        (
+            dense(n=(65535 * 64 + 1,), k=(32,)),
+            H200,
+            "at most 4194240 rows, got rhs_shape=(4194241,",
+        ),
+        (pack(formats.MXFP4_2D, blocks=((-2, 32), (-1, 32))), H200, "packs blocks along one"),
+        (pack(ROWWISE, blocks=((-1, WHOLE),)), H200, "packs blocks that end, got"),
+        (pack(blocks=((-1, 8),)), H200, "has blocks (1, 8), not (1, a multiple of 16)"),
+        (pack(blocks=((-2, 32),)), H200, "packs blocks along the last contracted axis, got"),
+        (pack(shape=(8, 96, 4), blocks=((-2, 32),)), H200, "axes before or after all kept"),
+        (pack(shape=(3, 40, 8), blocks=((-2, 32),), contracting=(0, 1)), H200, "whole blocks"),
+        (pack(shape=(0, 96)), H200, "packs weights that have elements, got shape=(0, 96)"),
+        (
+            groups(),
+            A100,
+            "rows in groups on CUDA compute capability 9.0, 10.0, 10.3, 11.0, got 8.0",
+        ),
+        (groups(), B200, f"{WHERE_FORMATS_MEET}None, rhs=mxfp4"),
+        (groups(lhs=MXFP8_E4M3), B200, f"{WHERE_FORMATS_MEET}mxfp8_e4m3, rhs=mxfp4"),
+        (with_lhs(groups(), dtype=FLOAT16), H200, "needs rows in bfloat16, got lhs in float16"),
+        (groups(None, lhs=MXFP4), H200, "groups' matrices in a block format: rhs is in high prec"),
+        (
+            groups(MXFP4.with_block(8)),
+            H200,
+            "matrices in a block format: rhs has blocks (1, 8), not",
+        ),
+        (groups(lhs=ROWWISE), H200, "bfloat16 holds on both sides, got lhs=float8_rowwise_e4m3"),
+        (
+            groups(out_dtype="float64"),
+            H200,
+            "gives float32, bfloat16 or float16, got out_dtype=flo",
+        ),
+        (
+            dataclasses.replace(groups(), rhs=dataclasses.replace(groups().rhs, scale_axes=(1,))),
+            H200,
+            "got one for each position of axes=() of lhs, axes=(1,) of rhs",
+        ),
+        (groups(rows=2**20, k=2**11), H200, "2147483647 elements, got lhs_shape=(1048576,"),
+        (
+            groups(sizes=(0,) * 2**11, k=2**13, n=2**11),
+            H200,
+            "at most 2147483647 words of codes, go",
+        ),
+        (groups(n=2**22, k=32, sizes=(1,)), H200, "at most 4194240 columns of a matrix"),
+        (
+            sums(MXFP8_E4M3, MXFP8_E4M3),
+            B200,
+            "sums over rows of groups on CUDA compute capability 9",
+        ),
+        (with_lhs(sums(None, MXFP4), dtype=FLOAT16), H200, "rows in bfloat16, got lhs in float16"),
+        (sums(MXFP4, ROWWISE), H200, "needs values that bfloat16 holds on both sides, got rhs=flo"),
+        (
+            sums(MXFP4.with_block(8), MXFP4.with_block(24)),
+            H200,
+            "multiple of 16 rows, got blocks=[8",
+        ),
+        (sums(MXFP4.with_block(WHOLE), None), H200, "groups in blocks of a multiple of 16 rows"),
+        (sums(MXFP4, MXFP4, k=2**27), H200, "at most 2147483647 elements, got lhs_shape=(32,"),
+        (
+            with_lhs(sums(MXFP4, MXFP4), scale_axes=(1,)),
+            H200,
+            "one tensor scale at most, got lhs wi",
+        ),
+        (
+            dataclasses.replace(cast(), dtype=np.dtype("float64")),
+            H200,
+            "bfloat16 or float16, got dty",
+        ),
+        (cast(rounding="stochastic"), H200, "rounds to nearest even, got rounding='stochastic'"),
+        (cast(block_size=64), H200, f"{ONE_AXIS}((-1, 64),)"),
+        (cast(formats.MXFP4_2D), H200, f"{ONE_AXIS}((-2, 32)"),
+        (cast(ROWWISE), H200, f"{ONE_AXIS}((-1, WHOLE),)"),
+        (cast(scale_rule="gaussian"), H200, "computes no scales by the rule 'gaussian'"),
+        (cast(NVFP4, scale_rule="four_over_six"), H200, "no scales by the rule 'four_over_six'"),
+        (cast(FNUZ), H200, "needs elements with a negative zero, got element=e4m3fnuz"),
+        (cast(NV_E4M3), H200, "needs elements without NaN under float scales, got element=e4m3"),
+        (
+            cast(shape=(2**16, 2**15)),
+            H200,
+            "needs at most 2147483647 elements, got shape=(65536, 3",
+        ),
+        (
+            casts(-1, -3, shape=(2, 64, 64)),
+            H200,
+            "both ways along the last two axes, got axes (-1, ",
+        ),
+        (casts(-1, -2, rounding="away"), H200, "rounds to nearest even, got rounding='away'"),
+        (
+            QuantizeBothCall(first=cast(MXFP4), second=cast(NVFP4, axis=-2)),
+            H200,
+            "casts both ways in blocks of one size, got 32 and 16",
+        ),
+    ],
+)
+def test_rejects(call: Call, target: Target, reason: str):
+    found = PALLAS_GPU.rejects(call, target)
+    assert found is not None and reason in found
+
+
+def test_needs_a_jax_that_compiles_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(architecture, "MIN_JAX", (99, 1))
+    got = ".".join(map(str, jax.__version_info__))
+    for call in (dense(), groups(), cast(), pack()):
+        assert PALLAS_GPU.rejects(call, H200) == f"needs jax>=99.1, got jax=={got}"
+
+
+def test_jit_does_not_split_a_kernel():
+    """Below a shard_map the number of devices is one; packing is plain JAX."""
+    eight = dataclasses.replace(H200, num_devices=8)
+    for call in (dense(), cast()):
+        found = PALLAS_GPU.rejects(call, eight)
+        assert found is not None and found.startswith(
+            "runs on one device or below jax.shard_map: jit does not split a kernel, got "
+            "num_devices=8"
+        )
+    for target in (H200, eight):
+        with prefer_backends("pallas_gpu"):
+            taken = select(dense(), target).backend == PALLAS_GPU
+        assert taken == (target == H200)
+    assert PALLAS_GPU.rejects(pack(), eight) is None
+
+
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "expected"),
+    [
+        (None, MXFP4, False),
+        (MXFP4, None, False),
+        (MXFP4, formats.MXFP6_E2M3, False),
+        (MXINT8, MXINT8, False),
+        (MXFP4.with_block(64), MXFP4.with_block(64), False),
+        (MXFP8_E4M3, MXFP4, False),
+        (MXFP4, NVFP4, False),
+        (formats.NVFP4_2D, formats.NVFP4_2D, False),
+        (MXFP4, MXFP4, True),
+        (MXFP4.with_block(16), MXFP4.with_block(16), True),
+        (MXFP8_E4M3, MXFP8_E5M2, True),
+        (NVFP4, formats.NVFP4_ONE_LEVEL, True),
+    ],
+)
+def test_which_formats_meet(lhs: BlockFormat | None, rhs: BlockFormat | None, expected: bool):
+    assert meet(lhs, rhs) == expected
+    if expected:
+        assert rejections.rejects_weights(rhs) is None, "what is taken as it is can be decoded too"
+
+
+def test_as_ops_ask_it():
+    """Dequantizing is left to others; the dtype of activations is told."""
+    x = mx_jax.quantize(jnp.ones(32), "mxfp4")
+    w = mx_jax.quantize(jnp.ones((32, 4)), "mxfp4", axis=0)
+    recipe = mx_jax.recipes.weight_only("mxfp4")
+    with only_backend("pallas_gpu"):
+        with pytest.raises(ValueError, match="pallas_gpu: runs on platf"):
+            mx_jax.quantize(jnp.ones(32), "mxfp4")
+        with pytest.raises(ValueError, match="pallas_gpu: dequantizes "):
+            ops_quantize.dequantize(x, jnp.float32)
+        with pytest.raises(ValueError, match=r"dtype=dtype.'float32'"):
+            mx_jax.matmul(jnp.ones((1, 32)), w, recipe=recipe)
+
+
+@pytest.mark.slow
+def test_importing_the_library_does_not_import_mosaic():
+    mosaic, kernel = "jax.experimental.pallas.mosaic_gpu", "mx_jax.backends.pallas_gpu.wgmma"
+    code = f"import sys, mx_jax; print({mosaic!r} in sys.modules, {kernel!r} in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split() == ["False", "False"]

@@ -1,0 +1,169 @@
+"""The layouts that GPU kernels read, without a GPU: packed weights, scaled operands, float16."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mx_jax import formats
+from mx_jax.backends.pallas_gpu import products
+from mx_jax.backends.pallas_gpu.layouts import (
+    SLOTS,
+    PackedWeights,
+    ScaledOperand,
+    codes_in_group,
+    codes_of,
+    stored_bits,
+    words_of,
+)
+from mx_jax.formats import MXFP4, MXFP6_E3M2, MXFP8_E4M3, MXFP8_E5M2
+from mx_jax.mxarray import MXArray
+from mx_jax.testing.compare import assert_bitwise_equal
+from tests.backends.mosaic import mostly_slow
+
+
+def test_a_float16_is_two_bfloat16_of_its_sign():
+    """Every one: so an infinite weight gives each part's product the same infinity, never NaN."""
+    every = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    parts = products._bfloat16_parts(jnp.asarray(every)[None, :, None])
+    assert parts.dtype == jnp.bfloat16 and parts.shape == (1, 2 << 16, 1)
+    high, low = np.asarray(parts, np.float64).reshape(2, -1)
+    np.testing.assert_array_equal(high + low, every.astype(np.float64))
+    known = ~np.isnan(every)
+    for part in (high, low):
+        np.testing.assert_array_equal(np.sign(part[known]), np.sign(every[known]))
+
+
+PACKED = (
+    *formats.MX_FORMATS,
+    formats.NVFP4,
+    MXFP4.with_block(48),
+    MXFP8_E4M3.with_block(128),
+)
+
+
+def random_weights(
+    rng: np.random.Generator, shape: tuple[int, int, int], format: formats.BlockFormat
+) -> MXArray:
+    """Any code under any scale byte."""
+    batch, n, k = shape
+    block = format.block[1]
+    assert isinstance(block, int)
+    return MXArray(
+        codes=jnp.asarray(rng.integers(0, 1 << format.element.bits, shape).astype(np.uint8)),
+        scales=jnp.asarray(rng.integers(0, 256, (batch, n, -(-k // block))).astype(np.uint8)),
+        tensor_scale=jnp.full((1, 1, 1), 0.5) if format.tensor_scale else None,
+        format=format,
+        blocks=((-1, block),),
+        dtype=jnp.dtype("bfloat16"),
+    )
+
+
+@pytest.mark.parametrize("shape", mostly_slow([(1, 1, 1), (2, 130, 160)], (2, 130, 160)))
+@pytest.mark.parametrize("format", mostly_slow(PACKED, MXFP4), ids=str)
+def test_packing_round_trips(
+    format: formats.BlockFormat, shape: tuple[int, int, int], rng: np.random.Generator
+):
+    weights = random_weights(rng, shape, format)
+    packed = jax.jit(PackedWeights.of)(weights)
+    unpacked = jax.jit(lambda packed: packed.unpack())(packed)
+    assert_bitwise_equal(unpacked.codes, weights.codes, what="codes")
+    assert_bitwise_equal(unpacked.scales, weights.scales, what="scales")
+    assert unpacked.tensor_scale == weights.tensor_scale
+
+
+def test_size_of_packed_weights(rng: np.random.Generator):
+    known = {MXFP4: 4.5, formats.NVFP4: 5, MXFP8_E4M3: 8.5, formats.MXINT8: 8.5}
+    for format, bits in (known | {MXFP6_E3M2: 8.5}).items():
+        packed = jax.eval_shape(PackedWeights.of, random_weights(rng, (1, 128, 256), format))
+        assert packed.nbytes == 128 * 256 * bits / 8
+
+
+def test_a_nan_among_the_codes_becomes_its_blocks_scale(rng: np.random.Generator):
+    weights = random_weights(rng, (1, 2, 64), MXFP8_E5M2)
+    weights = dataclasses.replace(weights, codes=jnp.full((1, 2, 64), 0x7C, jnp.uint8))
+    one = jnp.full((1, 2, 2), 127, jnp.uint8)
+    weights = dataclasses.replace(weights, codes=weights.codes.at[0, 1, 40].set(0xFD), scales=one)
+    halves = np.asarray(jax.jit(lambda w: PackedWeights.of(w).scales)(weights)).view(jnp.bfloat16)
+    first, second = halves.astype(np.float32).reshape(2, -1, 64, 2)[0, 0, :2]
+    np.testing.assert_array_equal([first, second], [[1, 1], [1, np.nan]])
+
+
+def test_packing_is_what_its_docstring_says():
+    codes = np.arange(256, dtype=np.uint8).reshape(1, 1, 256) % 16
+    weights = MXArray(
+        codes=jnp.asarray(codes),
+        scales=jnp.arange(120, 128, dtype=jnp.uint8).reshape(1, 1, 8),
+        format=MXFP4,
+        blocks=((-1, 32),),
+        dtype=jnp.dtype("float32"),
+    )
+    packed = jax.jit(PackedWeights.of)(weights)
+    assert packed.codes.shape == (1, 2, 2, 64, 16)
+    for group, thread, pair, lane in np.ndindex(2, 4, 16, 2):
+        chunk, t = divmod(pair, 8)
+        code = codes[0, 0, 128 * group + 64 * chunk + 8 * t + 2 * thread + lane]
+        word, slot = divmod(pair, 4)
+        half = int(packed.codes[0, 0, group, 0, 4 * thread + word]) >> 16 * lane
+        at = SLOTS[4][slot]
+        assert half >> at.magnitude & 7 | (half >> at.sign & 1) << 3 == code
+    assert packed.scales.shape == (1, 2, 4, 64)
+    for i in range(4):
+        first, second = (120 + 2 * i) << 7, (121 + 2 * i) << 7
+        assert int(packed.scales[0, 0, i, 0]) == second << 16 | first
+    np.testing.assert_array_equal(packed.scales[0, :, :, 1:], 0)
+
+
+def test_places_for_codes_do_not_overlap():
+    for bits, slots in SLOTS.items():
+        taken = {slot.magnitude + i for slot in slots for i in range(bits - 1)}
+        assert sorted([*taken, *(slot.sign for slot in slots)]) == list(range(16))
+
+
+@pytest.mark.parametrize("element", [MXFP6_E3M2.element, formats.MXINT8.element], ids=str)
+def test_other_widths_take_a_byte(element: formats.ElementFormat):
+    assert (stored_bits(element), codes_in_group(element)) == (8, 64)
+    codes = jnp.arange(1 << element.bits, dtype=jnp.uint16).reshape(2, -1, 2)
+    for code, again in zip(codes, codes_of(words_of(list(codes), element), element), strict=True):
+        np.testing.assert_array_equal(again, code)
+
+
+# As tensor cores take both operands --------------------------------------------------------------
+
+
+def test_layout_of_scales_is_what_the_docstring_says(rng: np.random.Generator):
+    scales = rng.integers(0, 255, (1, 130, 20)).astype(np.uint8)
+    x = MXArray(
+        codes=jnp.zeros((1, 130, 640), jnp.uint8),
+        scales=jnp.asarray(scales),
+        format=MXFP8_E4M3,
+        blocks=((-1, 32),),
+        dtype=jnp.dtype("float32"),
+    )
+    laid_out = ScaledOperand.of(x)
+    assert laid_out.codes.shape == (1, 136, 768) and laid_out.scales.shape == (2, 6, 32, 16)
+    bytes_ = np.asarray(laid_out.scales)
+    for row, column in ((0, 0), (37, 5), (129, 19), (96, 3), (64, 4)):
+        tile, (i, j) = row // 128, divmod(row % 128, 32)
+        found = bytes_[tile, column // 4, j, 4 * i + column % 4]
+        assert found == scales[0, row, column]
+    assert bytes_[1, 0, 5, 0] == 0, "padding"
+
+
+def test_fp4_takes_half_a_byte(rng: np.random.Generator):
+    codes = rng.integers(0, 16, (1, 128, 256)).astype(np.uint8)
+    x = MXArray(
+        codes=jnp.asarray(codes),
+        scales=jnp.zeros((1, 128, 8), jnp.uint8),
+        format=MXFP4,
+        blocks=((-1, 32),),
+        dtype=jnp.dtype("float32"),
+    )
+    laid_out = jax.jit(ScaledOperand.of)(x)
+    assert laid_out.codes.nbytes == 128 * 256 // 2
+    np.testing.assert_array_equal(laid_out.codes, codes[:, :, 0::2] | codes[:, :, 1::2] << 4)
+    native = jax.jit(lambda laid_out: laid_out.elements)(laid_out)
+    assert native.dtype == jnp.float4_e2m1fn
+    np.testing.assert_array_equal(np.asarray(native).view(np.uint8), codes)
