@@ -10,6 +10,7 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(MxAttend);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxAttendCodes);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxCastStatistics);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxDequantize);
+XLA_FFI_DECLARE_HANDLER_SYMBOL(MxLeastLoss);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxMatmul);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxMatmulPacked);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxPackWeights);
@@ -26,6 +27,7 @@ const mx::Target kTargets[] = {
     {"mx_jax_cpu_attend_codes", reinterpret_cast<void*>(MxAttendCodes)},
     {"mx_jax_cpu_cast_statistics", reinterpret_cast<void*>(MxCastStatistics)},
     {"mx_jax_cpu_dequantize", reinterpret_cast<void*>(MxDequantize)},
+    {"mx_jax_cpu_least_loss", reinterpret_cast<void*>(MxLeastLoss)},
     {"mx_jax_cpu_matmul", reinterpret_cast<void*>(MxMatmul)},
     {"mx_jax_cpu_matmul_packed", reinterpret_cast<void*>(MxMatmulPacked)},
     {"mx_jax_cpu_pack_weights", reinterpret_cast<void*>(MxPackWeights)},

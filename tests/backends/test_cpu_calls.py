@@ -72,6 +72,19 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
             for name, value in casts.quantize_attributes(one, None, None).items()
         },
     ),
+    casts.LEAST_LOSS: (
+        {
+            "x": zeros(4, 64, dtype=np.float32),
+            "values": zeros(4, 64, dtype=np.float32),
+            "other_values": zeros(4, 64, dtype=np.float32),
+            "codes": zeros(4, 64),
+            "other_codes": zeros(4, 64),
+            "scales": zeros(4, 2),
+            "other_scales": zeros(4, 2),
+        },
+        {"out_codes": u8(4, 64), "out_scales": u8(4, 2)},
+        {"blocks": casts.flat_blocks(CALL.blocks)},
+    ),
     casts.RANDOM_BITS: (
         {"keys": zeros(2, 2, dtype=np.uint32)},
         {"bits": i32(2, 3)},
@@ -140,6 +153,13 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"signs": zeros(32, dtype=np.float32)}, "needs x"),
         ({"signs": zeros(32, dtype=np.uint32)}, KEYS),
         ({"size": np.int32(24), "signs": zeros(24, dtype=np.int32)}, "size must be a power of two"),
+    ],
+    casts.LEAST_LOSS: [
+        ({"x": zeros(4, 64, dtype=np.int32)}, DTYPES),
+        ({"codes": zeros(4, 63)}, r"codes must be of shape \(4, 64\), .*codes.shape=\(4, 63\)"),
+        ({"out_scales": u8(4, 3)}, r"scales of shape \(4, 2\)"),
+        ({"other_values": zeros(64, dtype=np.float32)}, r"values and codes must be of shape"),
+        ({"blocks": np.array([-3, 32])}, "blocks need axes in -2..-1"),
     ],
     casts.QUANTIZE: [
         ({"x": zeros(4, 64, dtype=np.int32)}, DTYPES),

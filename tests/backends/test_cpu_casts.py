@@ -48,6 +48,22 @@ def test_what_casts(name: str):
     assert len(re.findall("@mx_jax_cpu_quantize", text)) == HANDLERS[rule] * (1 + drawn_too)
 
 
+# Squares of errors of the smallest are subnormal, which XLA takes for 0.
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 1), ("bfloat16", 1), ("float32", 1e-20)])
+@pytest.mark.parametrize(("format", "axis"), [("nvfp4", -1), ("nvfp4", 0), ("nvfp4_2d", -1)])
+def test_the_better_of_two_casts(format: str, axis: int, dtype: str, size: float):
+    """Blocks of many sizes, some cut by the ends of axes; the same choice as the reference's."""
+    x = size * jax.random.normal(jax.random.key(2), (3, 40, 88)) ** 3
+    x = x.at[0, :16].set(0).at[1, 3, 5].set(jnp.nan).astype(dtype)
+    cast = lambda x: mx_jax.quantize(x, format, axis=axis, scale_rule="four_over_six")  # noqa: E731
+    found = {}
+    for name in ("cpu_ffi", "reference"):
+        with mx_jax.only_backend(name):
+            found[name] = jax.jit(cast)(x)
+    assert_bitwise_equal(found["cpu_ffi"].codes, found["reference"].codes)
+    assert_bitwise_equal(found["cpu_ffi"].scales, found["reference"].scales)
+
+
 # Hadamard transforms by the compiled handler: the reference's within rounding, in its place.
 
 

@@ -24,7 +24,10 @@ MOST_LINES = {
     "mxfp4_stochastic": 32,
     "nvfp4_pretraining": 46,
 }
-RECIPES = ("mxfp8", "mxfp4", "nvfp4", "float8_rowwise", "mxfp4_stochastic", "nvfp4_pretraining")
+RECIPES = (
+    *("mxfp8", "mxfp4", "nvfp4", "float8_rowwise"),
+    *("mxfp4_stochastic", "nvfp4_pretraining", "nvfp4_four_over_six"),
+)
 # The machine does other things too: the better round counts.
 ROUNDS = 2
 # Of float32's CPU time to trace.

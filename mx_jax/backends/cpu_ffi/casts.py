@@ -21,7 +21,6 @@ from mx_jax.backends.calls import (
 from mx_jax.backends.cpu_ffi.handler import Handler, hashable
 from mx_jax.backends.target import on_one_device
 from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs import float32
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
@@ -225,28 +224,22 @@ def _of_least_loss(
     first = _quantize(x, None, tensor_scale, in_turn[0])
     tensor_scale = first.tensor_scale
     second = _quantize(x, None, tensor_scale, in_turn[1])
-    lost, other = (_lost(x, own, call) for own in (first, second))
-    if call.rounding != NEAREST:
-        first, second = (_quantize(x, random_bits, tensor_scale, own) for own in casts)
-    better = other < lost
-    (left, inside), (right, _) = (
-        block_shapes.split(own.codes, call.blocks, fill=True) for own in (first, second)
-    )
-    return dataclasses.replace(
-        first,
-        codes=block_shapes.merge(jnp.where(better, right, left), x.shape, inside),
-        scales=jnp.where(lax.squeeze(better, inside), second.scales, first.scales),
-    )
-
-
-def _lost(x: jax.Array, found: MXArray, call: QuantizeCall) -> jax.Array:
-    """`reference.scale_rules.squared_error` of codes that are known."""
     back = DequantizeCall(
         shape=x.shape, dtype=np.dtype(np.float32), format=call.format, blocks=call.blocks
     )
-    difference = float32.rounded(dequantize(found, back)) - x.astype(jnp.float32)
-    pieces, inside = block_shapes.split(difference, call.blocks, fill=True)
-    return float32.sum_in_order(jnp.square(pieces), inside)
+    values = [dequantize(own, back) for own in (first, second)]
+    if call.rounding != NEAREST:
+        first, second = (_quantize(x, random_bits, tensor_scale, own) for own in casts)
+    axes = cast_axes(call.blocks)
+    given = [axes.elements] * 5 + [axes.scales[0]] * 2
+    handler = Handler(
+        target=LEAST_LOSS,
+        axes=f"{', '.join(given)} -> {axes.elements}, {axes.scales[0]}",
+        dtypes=(np.dtype("uint8"),) * 2,
+        attributes=hashable({"blocks": flat_blocks(call.blocks)}),
+    )
+    codes, scales = handler(x, *values, first.codes, second.codes, first.scales, second.scales)
+    return dataclasses.replace(first, codes=codes, scales=scales)
 
 
 def _quantize(
@@ -335,6 +328,7 @@ def quantize_attributes(
     }
 
 
+LEAST_LOSS = "mx_jax_cpu_least_loss"
 QUANTIZE_BOTH = "mx_jax_cpu_quantize_both"
 
 # Rows that a strip holds in the cache while both casts read it.
