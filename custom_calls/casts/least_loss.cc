@@ -37,8 +37,9 @@ struct Tiles {
   explicit Tiles(const Geometry& geometry)
       : g(geometry),
         by_columns(g.block_rows == 0 && g.inner > 1),
-        width(by_columns ? kColumns : PowerOfTwoFrom(g.block)),
-        height(PowerOfTwoFrom(by_columns ? g.block : std::max<int64_t>(g.block_rows, 1))) {
+        width(by_columns ? kColumns : PowerOfTwoFrom(std::min(g.block, g.length))),
+        height(PowerOfTwoFrom(by_columns ? std::min(g.block, g.length)
+                                         : std::min(g.block_rows, g.rows))) {
     const int64_t lines = g.block_rows != 0 ? CeilDivide(g.rows, g.block_rows) : 1;
     count = g.outer * lines * g.num_blocks * (by_columns ? CeilDivide(g.inner, kColumns) : 1);
   }

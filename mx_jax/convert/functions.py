@@ -298,8 +298,7 @@ def _split(
     within: str = "",
 ) -> tuple[_Static, list[Any]]:
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(function).parameters.values()
-    names = [own.name for own in parameters if own.kind in by_position]
+    names = [own.name for own in _parameters(function).values() if own.kind in by_position]
     # Position and name of each argument, by what it was called with.
     called: dict[int | str, set[int | str]] = {
         i: {i, *names[i : i + 1]} for i in range(len(args))
@@ -326,8 +325,16 @@ def _split(
     return _Static(structure, tuple(constants), tuple(data)), arrays
 
 
+def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        # Some functions written in C have none.
+        return {}
+
+
 def _takes_rngs(function: Callable[..., Any]) -> bool:
-    return "rngs" in inspect.signature(function).parameters
+    return "rngs" in _parameters(function)
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -296,7 +296,8 @@ class PlannedBody:
 
     def traced(self, values: Sequence[Any], key: Key) -> ClosedJaxpr:
         """The jaxpr of the results; the same for each call of the same under the same plan."""
-        called = id(self.program), self.plan, key is None, watching.value and place.value
+        keyed = jax.tree.structure(key)
+        called = id(self.program), self.plan, keyed, watching.value and place.value
         if called not in self.traced_before:
             self.traced_before[called] = jax.make_jaxpr(self)(values, key)
         return self.traced_before[called]
@@ -498,6 +499,9 @@ def _cond(
 def _jit(params: dict[str, Any], values: Values, bodies: Sequence[PlannedBody], key: Key) -> Values:
     """The same call of another jaxpr: name, shardings and donations stay."""
     params = dict(params)
+    if key is not None:
+        # As an array: equal calls share a jaxpr, to which what derives a key would belong.
+        key = DerivedKey.of(DerivedKey.of(key).get())
     params["jaxpr"] = bodies[0].traced(values, key)
     if key is not None:
         values = [*values, *jax.tree.leaves(key)]

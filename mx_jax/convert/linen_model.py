@@ -435,7 +435,8 @@ class AttentionProducts:
     def __signature__(self) -> inspect.Signature:
         # Flax leaves out what is not in it. Precision it refuses beside einsums: they have it.
         signature = inspect.signature(self.attention_fn)
-        parameters = [p for p in signature.parameters.values() if p.name != "precision"]
+        hidden = () if self.bound.layer.precision is None else ("precision",)  # pyright: ignore
+        parameters = [p for p in signature.parameters.values() if p.name not in hidden]
         return signature.replace(parameters=parameters)
 
     def decide(self) -> dict[Any, Decision]:

@@ -214,9 +214,11 @@ def _judged(node: object, inner: Sequence[object]) -> tuple[Kind | None, dict[st
         # Equinox leaves None in the place of what it has taken out of a tree.
         has_kernel = getattr(kind.kernel(node), "shape", None) is not None
         return (kind, facts_held(node, kind)) if has_kernel else None
+    if not callable(node):
+        return None
     shapes = (getattr(child, "shape", ()) for _, child in _children(node)[0])
     kernel = next((tuple(shape) for shape in shapes if len(shape) >= 2), None)
-    if not callable(node) or kernel is None:
+    if kernel is None:
         return None
     obstacle = f"has layers of its own: {', '.join(map(str, inner))}" if inner else None
     # Which axes it contracts is not known.

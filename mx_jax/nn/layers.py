@@ -19,6 +19,7 @@ from flax.core import meta, spmd
 from flax.core.scope import LazyRng
 from flax.errors import ScopeParamShapeError
 from flax.typing import LogicalRules, PathParts
+from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
 from mx_jax.mxarray import MXArray
@@ -150,9 +151,14 @@ def _next_key(layer: flax.linen.Module, stream: str) -> DerivedKey:
     """`layer.make_rng(stream)`, but derived where it is drawn from."""
     scope = layer.scope
     assert scope is not None
+    lazy = LazyRng.create(scope.rngs[stream], scope.rng_counters[stream] + 1)
+    key = DerivedKey.of(lazy.rng)
+    if not isinstance(key.data, Tracer):
+        # Equal layers share a program, of which a layer's name would be a part.
+        return DerivedKey.of(layer.make_rng(stream))
+    scope._check_valid()
     scope.rng_counters[stream] += 1
-    lazy = LazyRng.create(scope.rngs[stream], scope.rng_counters[stream])
-    return DerivedKey.of(lazy.rng).fold_in(_folded_in(lazy.suffix, config.flax_fix_rng_separator))
+    return key.fold_in(_folded_in(lazy.suffix, config.flax_fix_rng_separator))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -64,6 +64,14 @@ def test_the_better_of_two_casts(format: str, axis: int, dtype: str, size: float
     assert_bitwise_equal(found["cpu_ffi"].scales, found["reference"].scales)
 
 
+def test_a_block_may_be_longer_than_its_axis():
+    x = jax.random.normal(jax.random.key(3), (64, 48))
+    cast = lambda size: mx_jax.quantize(  # noqa: E731
+        x, "nvfp4", scale_rule="four_over_six", block_size=size
+    )
+    assert_bitwise_equal(cast(2**37).codes, cast(48).codes)
+
+
 # Hadamard transforms by the compiled handler: the reference's within rounding, in its place.
 
 

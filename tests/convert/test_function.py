@@ -439,3 +439,18 @@ def test_x64():
         assert "dtype=float64" in found[""].reason
         low, high = converted(X)
     assert (low.dtype, high.dtype) == (jnp.float32, jnp.float64)
+
+
+def test_equal_calls_of_a_jitted_function_draw_anew():
+    """They share a jaxpr, not a key."""
+    layer = jax.jit(lambda w, x: x @ w)
+    model = convert.function(
+        lambda w, x: [layer(w, x) for _ in range(2)], Rule(".*", STOCHASTIC), weights=0
+    )
+    first, second = quick(lambda w, x, key: model(w, x, rngs={"quantize": key}))(W[0], X, KEY)
+    assert (first != second).any()
+
+
+def test_a_function_that_has_no_signature():
+    product = convert.function(functools.partial(functools.reduce, jnp.matmul), ALL)
+    np.testing.assert_allclose(quick(product)([X, W[0]]), quick(BY_HAND)(X, W[0]), rtol=1e-5)

@@ -409,3 +409,30 @@ def test_a_part_of_another_model_counts_its_own_rules():
         init(Outer(convert.linen(Model(), TYPO, strict=True)))
     inner = convert.linen(Model(), Rule("head", MXFP8), strict=True)
     init(convert.linen(Outer(inner), Rule("Dense_0", MXFP8), strict=True))
+
+
+def test_an_attention_function_that_wants_a_precision():
+    """It is withheld where the layer has one, which is the einsums' then."""
+
+    def own(
+        *operands: Any,
+        bias: Any = None,
+        mask: Any = None,
+        precision: Any,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+    ) -> jax.Array:
+        assert precision is None
+        einsums = {
+            "qk_attn_weights_einsum": qk_attn_weights_einsum,
+            "attn_weights_value_einsum": attn_weights_value_einsum,
+        }
+        return nn.dot_product_attention(*operands, bias=bias, mask=mask, **einsums)
+
+    x = np.random.default_rng(0).standard_normal((1, 5, 32), np.float32)
+    layers = nn.MultiHeadAttention(2), nn.MultiHeadAttention(2, attention_fn=own)
+    variables = quick(layers[0].init)(jax.random.key(0), x)
+    plain, asked = (
+        quick(convert.linen(own, Rule(".*", MXFP8)).apply)(variables, x) for own in layers
+    )
+    np.testing.assert_array_equal(asked, plain)

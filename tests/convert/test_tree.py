@@ -162,3 +162,18 @@ def test_below_shard_map_scan_and_remat():
     np.testing.assert_allclose(ours, quick(scanned)(X), rtol=1e-6, atol=1e-6)
     slope = quick(jax.grad(lambda x: scanned(x).sum()))(X)
     np.testing.assert_allclose(slope, quick(jax.grad(lambda x: mapped(x).sum()))(X), rtol=0.2)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """No layer, and its shape is no array's."""
+
+    points: jax.Array
+    shape: int = dataclasses.field(metadata={"static": True})
+
+
+@pytest.mark.usefixtures("registered_linear")
+def test_what_is_no_layer_may_have_any_shape():
+    tree = {"model": model(), "grid": Grid(X, shape=4)}
+    assert convert.tree(tree, Rule("model/.*", RECIPE), strict=False)["grid"] is tree["grid"]

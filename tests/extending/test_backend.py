@@ -13,6 +13,7 @@ from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall, QuantizeCall
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import only_backend, prefer_backends, with_backends
+from mx_jax.backends.target import Backend, Offer
 from mx_jax.inspect import environment
 from mx_jax.testing import backend_suite
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
@@ -86,3 +87,21 @@ def test_the_suite_checks_it():
     assert isinstance(product, MatmulCall)
     assert not backend_suite.check_answer(FOUR_ROWS, promise, product, cpu)
     backend_suite.check_quantize(FOUR_ROWS, SMALL)
+
+
+def test_one_that_is_traced_in_place_gets_random_bits():
+    """Keys are for those that say so."""
+    found = []
+
+    def run(x, bits, tensor_scale, call):
+        found.append(bits.dtype)
+        return REFERENCE.run(call, x, bits, tensor_scale)
+
+    offer = Offer(call=QuantizeCall, rejects=lambda call, target: None, run=run, inline=True)
+    own = Backend(name="own", epsilon_bound=2.0, table=(offer,))
+    x, key = jnp.ones((8, 32)), jax.random.key(7)
+    cast = lambda x, key: mx_jax.quantize(x, "mxfp4", rounding="stochastic", key=key).codes  # noqa: E731
+    with with_backends(own), mx_jax.testing.target("cpu"):
+        codes = jax.jit(cast)(x, key)
+    assert found == [jnp.int32]
+    assert (codes == jax.jit(cast)(x, key)).all()
