@@ -109,26 +109,22 @@ def choose_if_any(call: Call) -> Choice | None:
     in_place = isinstance(call, PackCall) or (
         choice is not None and choice.offer.inline and target.counted
     )
-    if choice is None or isinstance(call, PackCall):
+    draws = isinstance(call, QuantizeCall | QuantizeBothCall | TransformCall)
+    if choice is None or (in_place and not draws):
         bound = choice
     else:
-        run = _in_place(choice.offer) if in_place else Bound(Asked.here(target))
+        run = _with_drawn(choice.offer) if in_place else Bound(Asked.here(target))
         bound = dataclasses.replace(choice, offer=dataclasses.replace(choice.offer, run=run))
     if bound is None or recorder is None:
         return bound
     return dataclasses.replace(bound, offer=recorder.marked(bound.offer))
 
 
-def _in_place(offer: Offer) -> Callable[..., Any]:
-    """An offer's `run`, given what is drawn in place of keys unless it takes those."""
+def _with_drawn(offer: Offer) -> Callable[..., Any]:
+    """An offer's `run`, given what is drawn in place of keys, unless it takes those."""
     if offer.takes_keys:
         return offer.run
-
-    def run(*given: Any) -> Any:
-        *operands, call = given
-        return offer.run(*_drawn(call, bind, *operands), call)
-
-    return run
+    return lambda *given: offer.run(*_drawn(given[-1], bind, *given[:-1]), given[-1])
 
 
 def compiler_splits() -> bool:
