@@ -215,7 +215,13 @@ void Compare(uint64_t seed, const mx::QuantizeKernels& quantize,
 int main(int argc, char** argv) {
   const int64_t cases = argc > 1 ? std::atoll(argv[1]) : 300;
   const uint64_t first = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
-  for (int isa = 0; isa <= mx::DetectedIsa() && isa <= mx::kAvx512Vnni; ++isa) {
+  // Later sets have these casts too.
+#if MX_X86
+  constexpr int kLast = mx::kAvx512Vnni;
+#else
+  constexpr int kLast = mx::kPortable;
+#endif
+  for (int isa = 0; isa <= mx::DetectedIsa() && isa <= kLast; ++isa) {
     const mx::QuantizeKernels* quantize = &mx::portable::kQuantize;
     const mx::DequantizeKernels* dequantize = &mx::portable::kDequantize;
 #if MX_X86
