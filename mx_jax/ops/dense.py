@@ -490,7 +490,8 @@ def beyond(values: jax.Array, quantized: MXArray) -> jax.Array:
     if element.negative_extra:
         largest = jnp.where(values < 0, jnp.uint8(element.sign_code), largest)
     limit = dataclasses.replace(quantized, codes=largest, primal=None)
-    return jnp.abs(values.astype(jnp.float32)) > jnp.abs(limit.dequantize(jnp.float32))
+    limit = dequantize_operand(limit, np.dtype(np.float32), saturates=False)
+    return jnp.abs(values.astype(jnp.float32)) > jnp.abs(limit)
 
 
 def mask_clipped(
