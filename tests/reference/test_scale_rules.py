@@ -145,7 +145,9 @@ def test_gaussian():
     rows = np.array(
         [[-1, 1, -1, 1], [-3, 1, 5, 1], [2, 2, 2, 2], [np.nan, 1, 1, 1], [np.inf, 1, 1, 1]], F
     )
-    rows = np.concatenate([rows, rows[:2] * F(2.0**-25), rows[:1] * F(6 / 2.92247856 * 0.999999)])
+    # Squares of the largest would leave float32's range.
+    far = [rows[:2] * F(2.0**exponent) for exponent in (-25, 59, 100, 120)]
+    rows = np.concatenate([rows, *far, rows[:1] * F(6 / 2.92247856 * 0.999999)])
     amax = np.max(np.abs(rows).view(np.int32), axis=1, keepdims=True)
     run = jax.jit(lambda x, a: functions.gaussian(BlockData(x, (1,), a, MXFP4, None)))
     found = np.asarray(run(rows, amax))[:, 0]
