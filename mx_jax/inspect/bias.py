@@ -14,6 +14,7 @@ the draws of two vectors. All that is needed are the inner products of draws, an
 a vector add up to those of the whole. Source: U-statistics, Hoeffding 1948.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -23,9 +24,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.markup import escape
 from rich.table import Table
 
+from mx_jax.inspect.tables import aligned, named_leaves, rich_table
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes import MatmulSpec, Recipe, Residuals, high_precision
 
@@ -145,42 +146,41 @@ class GradientBias:
         )
 
     def __str__(self) -> str:
-        return "\n".join([aligned(self._lines()), self.caption])
+        rows = ((row.recipe, *_cells(row)) for row in self.whole)
+        return "\n".join([aligned([("recipe", *_COLUMNS, "loss"), *rows]), self.caption])
 
     def __rich__(self) -> Table:
-        return rich_table("Bias of the mean gradient", self._lines(), self.caption)
-
-    def _lines(self) -> list[tuple[str, ...]]:
+        rows = ((row.recipe, *_cells(row)) for row in self.whole)
         heads = ("recipe", *_COLUMNS, "loss")
-        return [heads, *((row.recipe, *_cells(row)) for row in self.whole)]
+        return rich_table("Bias of the mean gradient", heads, rows, caption=self.caption)
 
     def table(self, recipe: str | None = None) -> Table:
         """A rich table of single parameters, the largest bias first; `recipe` as `parameters`."""
         found = self.parameters(recipe)
         rows = ((row.parameter or ".", *_cells(row)[:-1]) for row in found)
         title = f"Bias by parameter: {found[0].recipe}"
-        return rich_table(title, [("parameter", *_COLUMNS), *rows], self.caption)
+        return rich_table(title, ("parameter", *_COLUMNS), rows, caption=self.caption)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     """Percentages; an interval from 0 on is given as what the bias is at most."""
+
+    def percent(value: float) -> str:
+        return f"{100 * value:.3g} %"
+
     low, high = row.interval
-    interval = f"at most {_percent(high)}" if low == 0 else f"{_percent(low)} to {_percent(high)}"
+    interval = f"at most {percent(high)}" if low == 0 else f"{percent(low)} to {percent(high)}"
     known = not math.isnan(row.bias)
     unknown = "Inf or NaN" if math.isnan(row.one_batch) else "hidden by noise"
     if row.near_zero:
         known, unknown = False, f"near 0: mean {row.signal:.1f} x its noise"
     return (
-        _percent(row.bias) if known else unknown,
+        percent(row.bias) if known else unknown,
         interval if known else "-",
-        _percent(row.one_batch),
+        percent(row.one_batch),
         f"{row.slope:.3f}" if known else "-",
         "" if row.loss_increase is None else f"{row.loss_increase:+.3g}",
     )
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.3g} %"
 
 
 def passes(recipe: Recipe | str) -> dict[str, Recipe]:
@@ -274,19 +274,65 @@ def gradient_bias(
     """
     if not 0 < confidence < 1:
         raise ValueError(f"gradient_bias: confidence must be between 0 and 1, got {confidence}")
-    chosen = _choices(recipes)
+    if isinstance(recipes, list | tuple):
+        raise TypeError(
+            "gradient_bias: several recipes need names, got recipes as a "
+            f"{type(recipes).__name__}; give a mapping: {{'e4m3': 'mxfp8', 'e2m1': 'mxfp4'}}"
+        )
+    if not isinstance(recipes, Mapping):
+        recipe = as_recipe(recipes, "gradient_bias", Recipe)
+        recipes = {recipe.name: recipe}
+    if not recipes:
+        raise ValueError("gradient_bias: there are no recipes; got an empty mapping")
+    chosen = {
+        str(name): as_recipe(own, "gradient_bias", Recipe) if isinstance(own, str) else own
+        for name, own in recipes.items()
+    }
     batches = list(batches)
     if len(batches) < _FEWEST:
         raise ValueError(
             "gradient_bias: what noise adds to a mean is known from at least "
             f"{_FEWEST} batches, got {len(batches)}; eight or more give a useful interval"
         )
-    draw = functools.partial(_draws, loss, params, batches, key, scanned)
+
+    def draw(recipe: object) -> tuple[np.ndarray, dict[str, list[np.ndarray]]]:
+        """The loss of each batch, and the gradients of each parameter, one a batch."""
+        losses, found = [], collections.defaultdict(list)
+        for index, batch in enumerate(batches):
+            keys = () if key is None else (jax.random.fold_in(key, index),)
+            value, gradient = _loss_and_gradient(loss, recipe, params, batch, keys)
+            losses.append(float(value))
+            for name, leaf in named_leaves(jax.device_get(gradient)):
+                if scanned is None or not re.fullmatch(scanned, name):
+                    found[name].append(leaf)
+                    continue
+                if not np.ndim(leaf):
+                    raise ValueError(
+                        f"gradient_bias: scanned={scanned!r} matches the parameter {name!r}, which "
+                        "has no axis of layers; got a scalar"
+                    )
+                for layer, part in enumerate(leaf):
+                    found[f"{name}[{layer}]"].append(part)
+        return np.array(losses), found
+
     rows: list[Row] = []
     # float32 products are made of fewer bits on accelerators, and would not be exact.
     with jax.default_matmul_precision("float32"):
         exact_losses, exact_draws = draw(high_precision() if exact is None else exact)
-        _check_finite(exact_losses, exact_draws)
+        # What has diverged in high precision already has no gradient to compare with.
+        bad = [
+            (name, batch)
+            for name, own in exact_draws.items()
+            for batch, gradient in enumerate(own)
+            if not np.isfinite(exact_losses[batch]) or not np.isfinite(gradient).all()
+        ]
+        if bad:
+            name, batch = bad[0]
+            raise ValueError(
+                "gradient_bias: exact losses and gradients must be finite, got Inf or NaN in "
+                f"batch={batch}, loss={exact_losses[batch]:g}, parameter={name!r}; take a "
+                "checkpoint from before it diverged"
+            )
         for name, recipe in chosen.items():
             losses, draws = draw(recipe)
             parts = {
@@ -303,80 +349,11 @@ def gradient_bias(
     )
 
 
-def _check_finite(losses: np.ndarray, draws: dict[str, list[np.ndarray]]) -> None:
-    """What has diverged in high precision already has no gradient to compare with."""
-    for name, own in draws.items():
-        for batch, (loss, gradient) in enumerate(zip(losses, own, strict=True)):
-            if not np.isfinite(loss) or not np.isfinite(gradient).all():
-                raise ValueError(
-                    "gradient_bias: exact losses and gradients must be finite, got Inf or NaN in "
-                    f"batch={batch}, loss={loss:g}, parameter={name!r}; take a checkpoint from "
-                    "before it diverged"
-                )
-
-
-def _choices(recipes: object) -> dict[str, Any]:
-    if isinstance(recipes, list | tuple):
-        raise TypeError(
-            "gradient_bias: several recipes need names, got recipes as a "
-            f"{type(recipes).__name__}; give a mapping: {{'e4m3': 'mxfp8', 'e2m1': 'mxfp4'}}"
-        )
-    if not isinstance(recipes, Mapping):
-        recipe = as_recipe(recipes, "gradient_bias", Recipe)
-        return {recipe.name: recipe}
-    if not recipes:
-        raise ValueError("gradient_bias: there are no recipes; got an empty mapping")
-    return {
-        str(name): as_recipe(own, "gradient_bias", Recipe) if isinstance(own, str) else own
-        for name, own in recipes.items()
-    }
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _loss_and_gradient(
     loss: Loss, recipe: object, params: object, batch: object, keys: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, Any]:
     return jax.value_and_grad(lambda params: loss(params, batch, recipe, *keys))(params)
-
-
-def _draws(
-    loss: Loss,
-    params: object,
-    batches: Sequence[Any],
-    key: jax.Array | None,
-    scanned: str | None,
-    recipe: object,
-) -> tuple[np.ndarray, dict[str, list[np.ndarray]]]:
-    """The loss of each batch, and the gradients of each parameter, one a batch."""
-    losses, found = [], {}
-    for index, batch in enumerate(batches):
-        keys = () if key is None else (jax.random.fold_in(key, index),)
-        value, gradient = _loss_and_gradient(loss, recipe, params, batch, keys)
-        losses.append(float(value))
-        for name, part in _parts(jax.device_get(gradient), scanned):
-            found.setdefault(name, []).append(part)
-    return np.array(losses), found
-
-
-def _parts(gradient: object, scanned: str | None) -> Iterable[tuple[str, np.ndarray]]:
-    """Parameters by their paths; those of scanned layers one by one."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
-        name, leaf = path_name(path), np.asarray(leaf)
-        if scanned is None or not re.fullmatch(scanned, name):
-            yield name, leaf
-            continue
-        if not leaf.ndim:
-            raise ValueError(
-                f"gradient_bias: scanned={scanned!r} matches the parameter {name!r}, which has no "
-                "axis of layers; got a scalar"
-            )
-        yield from ((f"{name}[{layer}]", part) for layer, part in enumerate(leaf))
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """A path in a pytree as names joined by `/`; boxes of Flax end in `value`, which is none."""
-    boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
-    return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
 
 
 def inner_products(
@@ -438,20 +415,3 @@ def _ratio(value: float, unit: float) -> float:
     if unit > 0:
         return value / unit
     return 0.0 if value == 0 else math.inf
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Lines of text whose columns are aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def rich_table(title: str, rows: Sequence[Sequence[str]], caption: str) -> Table:
-    """The same for rich, heads first: the first column on the left, numbers on the right."""
-    table = Table(title=escape(title), caption=escape(caption))
-    heads, *rows = rows
-    for index, head in enumerate(heads):
-        table.add_column(head, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table

@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mx_jax.inspect.report_checkpoint import size
+from mx_jax.inspect.facts import size
 from mx_jax.plan.step import (
     AXES,
     REMATS,

@@ -12,8 +12,7 @@ import pytest
 
 import mx_jax
 from mx_jax import inspect
-from mx_jax.inspect.report import findings
-from mx_jax.inspect.report_page import Histogram, Table, page
+from mx_jax.inspect.report import Histogram, Table, findings, page
 from tests.quick import quick
 
 SECTIONS = [

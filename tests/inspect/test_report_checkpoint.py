@@ -14,7 +14,8 @@ from mx_jax import checkpoint, inspect
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.formats import MXFP4
-from mx_jax.inspect.report_checkpoint import facts_of, place_of
+from mx_jax.inspect.facts import facts_of
+from mx_jax.inspect.report import place_of
 from mx_jax.mxarray import MXArray
 from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.inspect.test_report import Page
