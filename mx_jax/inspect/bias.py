@@ -24,9 +24,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.table import Table
 
-from mx_jax.inspect.tables import aligned, named_leaves, rich_table
+from mx_jax.inspect.tables import aligned, named_leaves
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes import MatmulSpec, Recipe, Residuals, high_precision
 
@@ -35,7 +34,6 @@ _HIGH = MatmulSpec(lhs=None, rhs=None)
 _FEWEST = 3
 # An exact mean of less than so many times its own noise is none to take shares of.
 _CLEAR = 2.0
-_COLUMNS = ("bias", "interval", "one batch", "slope")
 
 Loss = Callable[..., jax.Array]
 
@@ -86,7 +84,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientBias:
-    """Biases of mean gradients at one checkpoint. Print it, or hand it to rich.
+    """Biases of mean gradients at one checkpoint. Print it.
 
     Attributes:
       rows: for each recipe the whole gradient, then each parameter.
@@ -146,20 +144,9 @@ class GradientBias:
         )
 
     def __str__(self) -> str:
+        heads = ("recipe", "bias", "interval", "one batch", "slope", "loss")
         rows = ((row.recipe, *_cells(row)) for row in self.whole)
-        return "\n".join([aligned([("recipe", *_COLUMNS, "loss"), *rows]), self.caption])
-
-    def __rich__(self) -> Table:
-        rows = ((row.recipe, *_cells(row)) for row in self.whole)
-        heads = ("recipe", *_COLUMNS, "loss")
-        return rich_table("Bias of the mean gradient", heads, rows, caption=self.caption)
-
-    def table(self, recipe: str | None = None) -> Table:
-        """A rich table of single parameters, the largest bias first; `recipe` as `parameters`."""
-        found = self.parameters(recipe)
-        rows = ((row.parameter or ".", *_cells(row)[:-1]) for row in found)
-        title = f"Bias by parameter: {found[0].recipe}"
-        return rich_table(title, ("parameter", *_COLUMNS), rows, caption=self.caption)
+        return "\n".join([aligned([heads, *rows]), self.caption])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
@@ -250,7 +237,7 @@ def gradient_bias(
       confidence: of the intervals, 0 to 1.
 
     Returns:
-      Print it, hand it to rich, or ask for its `rows`, `whole` and `parameters(recipe)`.
+      Print it, or ask for its `rows`, `whole` and `parameters(recipe)`.
 
     Raises:
       ValueError: fewer than three batches, no recipes, a `loss` that gives no scalar, or exact

@@ -27,7 +27,7 @@ from mx_jax.inspect.records import Memory, Record, Scalar, Sink
 from mx_jax.inspect.statistics import STATISTICS, Raw
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import tags
-from mx_jax.ops.tags import IntScalar, Tag
+from mx_jax.ops.tags import Tag
 from mx_jax.ops.watched import CallSite, ObservedProduct, values
 
 # Of a pytree packed as words: its tree, and the shape and dtype of each leaf.
@@ -47,7 +47,6 @@ def capture(
     *,
     stats: str | Collection[str] = STATISTICS,
     every: int = 1,
-    step: IntScalar | None = None,
     sink: Sink | Sequence[Sink] | None = None,
 ) -> "Capture":
     """A context that records what quantization does to the operands of products.
@@ -68,9 +67,8 @@ def capture(
       filter: a regular expression for whole paths, or a function of a `Tag`; None: all. One that
         matched nothing is warned of in the end.
       stats: names of statistics, or one.
-      every: every how many steps; more than 1 needs the step.
-      step: of training, an integer that may be traced, for a capture that is entered at each step;
-        `at_step` gives it to one that is entered once. Without either every call counts.
+      every: every how many steps; more than 1 needs the step, which `at_step` gives. Without it
+        every call counts.
       sink: where records go, one or several; None: a `Memory`.
 
     Returns:
@@ -109,7 +107,7 @@ def capture(
             "capture: sink must be a sink or several, each with write(record) and close(), got "
             f"sink={sink!r}; for a file write sink=inspect.Jsonl(path)"
         )
-    return Capture(filter, stats=names, every=every, step=step, sinks=sinks)
+    return Capture(filter, stats=names, every=every, sinks=sinks)
 
 
 def scalar(name: str, value: jax.typing.ArrayLike) -> None:
@@ -145,31 +143,27 @@ class Capture:
         *,
         stats: frozenset[str],
         every: int = 1,
-        step: IntScalar | None = None,
         sinks: Sequence[Sink],
-        operation: str = "capture",
-        missing: str = "there is no record",
     ):
-        self.operation, self.missing, self.pattern = operation, missing, filter
+        self.pattern = filter
         self.filter: Filter = lambda tag: True
         if isinstance(filter, str):
             try:
                 pattern = re.compile(filter)
             except (re.error, RecursionError, OverflowError) as error:
                 raise ValueError(
-                    f"{operation}: filter must be a regular expression for whole paths, got "
+                    "capture: filter must be a regular expression for whole paths, got "
                     f"filter={filter!r}: {error}; re.escape makes one of a path"
                 ) from error
             self.filter = lambda tag: pattern.fullmatch(tag.path) is not None
         elif filter is not None:
             if not callable(filter):
                 raise TypeError(
-                    f"{operation}: filter must be a regular expression for paths, a function of a "
+                    "capture: filter must be a regular expression for paths, a function of a "
                     f"Tag or None, got filter={filter!r}"
                 )
             self.filter = filter
-        self.stats, self.every, self.step = stats, every, step
-        self.sinks = tuple(sinks)
+        self.stats, self.every, self.sinks = stats, every, tuple(sinks)
         self.uses: dict[str, tuple[Any, int]] = {}
         self.calls: dict[str, dict[tuple[int, ...], int]] = {}
         # What `at_step` says around the program.
@@ -190,8 +184,6 @@ class Capture:
             stack.callback(jax.effects_barrier)
             stack.enter_context(tags.watching((*tags.watching.value, self)))
             stack.enter_context(_named_layers())
-            if self.step is not None:
-                stack.enter_context(tags.at_step(self.step))
             self._entered.append(stack.pop_all())
         return self.sinks[0] if len(self.sinks) == 1 else self.sinks
 
@@ -206,8 +198,8 @@ class Capture:
             paths = ", ".join(repr(path) for path in list(self._refused)[:_PATHS_IN_WARNING])
             hint = "; a regular expression must match a whole path"
             warnings.warn(
-                f"{self.operation}: the filter matched none of {len(self._refused)} paths, so "
-                f"{self.missing}; got filter={self.pattern!r} and paths {paths}"
+                f"capture: the filter matched none of {len(self._refused)} paths, so "
+                f"there is no record; got filter={self.pattern!r} and paths {paths}"
                 f"{hint if isinstance(self.pattern, str) else ''}",
                 stacklevel=2,
             )
@@ -269,7 +261,7 @@ class Capture:
         if now.step is None:
             raise ValueError(
                 f"capture: every={self.every} needs the step, and none is known; write `with "
-                "inspect.at_step(step):` around each step, or give step="
+                "inspect.at_step(step):` around each step"
             )
         # Zeros like avals differ along the same axes of shard_map as what they stand for.
         avals = jax.eval_shape(run)
@@ -460,17 +452,13 @@ class _FirstNonFinite:
 
 
 @contextlib.contextmanager
-def guard(filter: str | Filter | None = None, *, step: IntScalar | None = None) -> Iterator[None]:
+def guard() -> Iterator[None]:
     """A context that raises at the first block with Inf or NaN in it that is to be quantized.
 
     Forward products come before their gradients, and the step is over before it raises: so what is
     named is where it begins, not what is recorded first. With `at_step` around the compiled
     function that is the end of the bad step. Otherwise the next step is stopped, of which JAX logs
-    an error; or the context raises at its end.
-
-    Args:
-      filter: as `capture` takes it.
-      step: as `capture` takes it; without one, or `at_step`, calls are counted.
+    an error; or the context raises at its end. Without `at_step` calls are counted.
 
     Raises:
       NonFiniteError: with the record, which has tag and step.
@@ -485,14 +473,7 @@ def guard(filter: str | Filter | None = None, *, step: IntScalar | None = None) 
     """
     sink = _FirstNonFinite()
     try:
-        with Capture(
-            filter,
-            stats=frozenset({"nonfinite"}),
-            step=step,
-            sinks=(sink,),
-            operation="guard",
-            missing="nothing was guarded",
-        ):
+        with Capture(None, stats=frozenset({"nonfinite"}), sinks=(sink,)):
             yield
     except NonFiniteError:
         raise

@@ -13,10 +13,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.table import Table
 
 from mx_jax.formats import BlockFormat, block_format
-from mx_jax.inspect.tables import aligned, named_leaves, rich_table
+from mx_jax.inspect.tables import aligned, named_leaves
 from mx_jax.ops.quantize import cast
 from mx_jax.recipes import weight_only
 
@@ -185,15 +184,7 @@ class Sensitivity:
         )
 
     def __str__(self) -> str:
-        return "\n".join([aligned(self._lines()), self.summary])
-
-    def __rich__(self) -> Table:
-        heads, *rows = self._lines()
-        title = "Loss increase, one layer at a time"
-        return rich_table(title, heads, rows, caption=self.summary)
-
-    def _lines(self) -> list[tuple[str, ...]]:
-        """Heads, and a line for each layer, the one that minds most first."""
+        """A line for each layer, the one that minds most first."""
         formats = list(dict.fromkeys(row.name for row in self.rows if row.format is not None))
         known = {(row.layer, row.name): row for row in self.rows}
 
@@ -206,7 +197,7 @@ class Sensitivity:
         for own in sorted(self.choices, key=worst, reverse=True):
             texts = (str(known[own.layer, name]) for name in formats)
             lines.append((own.layer, "x".join(map(str, own.shape)), *texts, own.name))
-        return lines
+        return "\n".join([aligned(lines), self.summary])
 
 
 def sensitivity(

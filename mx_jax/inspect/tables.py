@@ -19,14 +19,11 @@ def rich_table(
     title: str,
     heads: Sequence[str],
     rows: Iterable[Sequence[str]],
-    *,
     left: int = 1,
-    caption: str | None = None,
     box: Box = HEAVY_HEAD,
 ) -> Table:
     """A table for rich; `left`: how many columns begin at the left, as names do."""
-    table = Table(title=escape(title), caption=caption and escape(caption), box=box)
-    table.title_justify = "center" if caption else "left"
+    table = Table(title=escape(title), title_justify="left", box=box)
     for index, head in enumerate(heads):
         table.add_column(head, justify="right" if index >= left else "left", overflow="fold")
     for row in rows:

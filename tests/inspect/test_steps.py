@@ -76,25 +76,6 @@ def test_without_jit_and_with_a_step_that_is_traced_inside_too():
     assert steps(records, "loss") == [0, 4]
 
 
-def test_a_step_given_to_capture_outside_and_inside_the_compiled_function():
-    run, traces = counted()
-    outside, inside = inspect.Memory(), inspect.Memory()
-    for step in range(4):
-        with inspect.capture(stats="amax", every=2, step=step, sink=outside):
-            run(X)
-    assert steps(outside) == [0, 2] and 0 in traces
-
-    @quick
-    def captured(x, step):
-        with inspect.capture(stats="amax", every=2, step=step, sink=inside):
-            return product(x)
-
-    for step in range(3):
-        captured(X, step)
-    jax.effects_barrier()
-    assert {record.step for record in inside.all()} == {0, 2}
-
-
 def test_layers_of_flax_do_not_count_either():
     layer = mx_jax.nn.linen.Dense(64, recipe="mxfp8")
     variables = quick(layer.init)(jax.random.key(0), X)
@@ -187,6 +168,3 @@ def test_what_is_finite_passes_and_errors_stay_what_they_are():
         step(X)
     with pytest.raises(KeyError, match="own"), inspect.guard():
         raise KeyError("own")
-    text = "guard: the filter matched none of 1 paths, so nothing was guarded; got filter='other' "
-    with pytest.warns(UserWarning, match=text), inspect.guard("other"):
-        step(X * np.inf)
