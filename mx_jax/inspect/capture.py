@@ -107,7 +107,7 @@ def capture(
             "capture: sink must be a sink or several, each with write(record) and close(), got "
             f"sink={sink!r}; for a file write sink=inspect.Jsonl(path)"
         )
-    return Capture(filter, stats=names, every=every, sinks=sinks)
+    return Capture(filter, names, every, sinks)
 
 
 def scalar(name: str, value: jax.typing.ArrayLike) -> None:
@@ -140,9 +140,8 @@ class Capture:
     def __init__(
         self,
         filter: str | Filter | None,
-        *,
         stats: frozenset[str],
-        every: int = 1,
+        every: int,
         sinks: Sequence[Sink],
     ):
         self.pattern = filter
@@ -473,7 +472,7 @@ def guard() -> Iterator[None]:
     """
     sink = _FirstNonFinite()
     try:
-        with Capture(None, stats=frozenset({"nonfinite"}), sinks=(sink,)):
+        with capture(stats="nonfinite", sink=sink):
             yield
     except NonFiniteError:
         raise
