@@ -34,6 +34,8 @@ _HIGH = MatmulSpec(lhs=None, rhs=None)
 _FEWEST = 3
 # An exact mean of less than so many times its own noise is none to take shares of.
 _CLEAR = 2.0
+# Of all intervals.
+_CONFIDENCE = 0.95
 
 Loss = Callable[..., jax.Array]
 
@@ -48,7 +50,7 @@ class Row:
         the whole gradient.
       bias: `|E e| / |E g|`, both without what noise adds; 0 where the noise explains all there is,
         NaN where the exact mean itself cannot be distinguished from 0, or a draw is not finite.
-      low: lower end of its confidence interval.
+      low: lower end of its 95 % confidence interval.
       high: upper end.
       uncorrected: `|mean e| / |mean g|`, as it is when nobody takes the noise out.
       slope: `E q . E g / |E g|^2` of `q = g + e`: below 1 the mean is too short.
@@ -89,7 +91,6 @@ class GradientBias:
     Attributes:
       rows: for each recipe the whole gradient, then each parameter.
       exact_loss: mean loss of the batches in high precision.
-      confidence: of the intervals.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -105,7 +106,6 @@ class GradientBias:
 
     rows: tuple[Row, ...]
     exact_loss: float
-    confidence: float
 
     @property
     def whole(self) -> tuple[Row, ...]:
@@ -139,7 +139,7 @@ class GradientBias:
         near = f"; near 0: less than {_CLEAR:g} times its own noise, so a share of it says little"
         return (
             f"n = {draws} batches at one checkpoint, loss {self.exact_loss:.4g} in high precision; "
-            f"interval: {100 * self.confidence:g} %, of other batches at the same parameters"
+            f"interval: {100 * _CONFIDENCE:g} %, of other batches at the same parameters"
             f"{near if any(row.near_zero for row in self.rows) else ''}"
         )
 
@@ -207,7 +207,6 @@ def gradient_bias(
     exact: object = None,
     key: jax.Array | None = None,
     scanned: str | None = None,
-    confidence: float = 0.95,
 ) -> GradientBias:
     """How far the mean gradient of recipes is from the exact one, at one checkpoint.
 
@@ -234,7 +233,6 @@ def gradient_bias(
       key: of stochastic recipes; each batch gets another one, the same for every recipe.
       scanned: regular expression of the parameters (names joined by `/`) whose first axis counts
         layers, as below `nn.scan`: they are reported layer by layer.
-      confidence: of the intervals, 0 to 1.
 
     Returns:
       Print it, or ask for its `rows`, `whole` and `parameters(recipe)`.
@@ -259,8 +257,6 @@ def gradient_bias(
       >>> eight_bits.bias < 0.05 < four_bits.bias < four_bits.one_batch
       True
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"gradient_bias: confidence must be between 0 and 1, got {confidence}")
     if isinstance(recipes, list | tuple):
         raise TypeError(
             "gradient_bias: several recipes need names, got recipes as a "
@@ -326,14 +322,12 @@ def gradient_bias(
                 parameter: inner_products(own, draws[parameter])
                 for parameter, own in exact_draws.items()
             }
-            row = functools.partial(estimate, confidence=confidence, recipe=name)
+            row = functools.partial(estimate, recipe=name)
             increase = float((losses - exact_losses).mean())
             whole = np.sum([*parts.values()], axis=0)
             rows.append(row(whole, parameter=None, loss_increase=increase))
             rows += [row(own, parameter=parameter) for parameter, own in parts.items()]
-    return GradientBias(
-        rows=tuple(rows), exact_loss=float(exact_losses.mean()), confidence=confidence
-    )
+    return GradientBias(rows=tuple(rows), exact_loss=float(exact_losses.mean()))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -355,7 +349,7 @@ def inner_products(
         return np.stack([g @ g.T, e @ e.T, e @ g.T])
 
 
-def estimate(products: np.ndarray, confidence: float, **names: Any) -> Row:
+def estimate(products: np.ndarray, **names: Any) -> Row:
     """Bias, with an interval from leaving out one draw after the other."""
     # The squared ratio `|E e|^2 / |E g|^2` is estimated, its deviation by the jackknife with
     # Student's quantile for n - 1 degrees of freedom. Without a bias that deviation is rather too
@@ -384,7 +378,7 @@ def estimate(products: np.ndarray, confidence: float, **names: Any) -> Row:
         return known(**unknown)
     ratio, ratios = error / exact, errors / exacts
     deviation = math.sqrt((n - 1) / n * float(np.sum((ratios - ratios.mean()) ** 2)))
-    half = float(stdtrit(n - 1, (1 + confidence) / 2)) * deviation
+    half = float(stdtrit(n - 1, (1 + _CONFIDENCE) / 2)) * deviation
     bias, low, high = (math.sqrt(max(0.0, x)) for x in (ratio, ratio - half, ratio + half))
     return known(bias=bias, low=low, high=high, slope=1 + mixed / exact)
 
