@@ -64,7 +64,6 @@ class Plan:
 
     @property
     def received(self) -> float:
-        """Bytes of all movements."""
         return sum(row.bytes for row in self.traffic)
 
 

@@ -36,12 +36,10 @@ class Linear:
 
     @property
     def is_routed(self) -> bool:
-        """Whether it is one of experts."""
         return self.experts > 1
 
     @property
     def params(self) -> int:
-        """Elements of its weights."""
         return self.k * self.n * self.experts
 
 
@@ -179,7 +177,6 @@ class Setup:
 
     @property
     def devices(self) -> int:
-        """All of them."""
         return math.prod(getattr(self, name) for name in AXES)
 
     @property
@@ -282,7 +279,6 @@ class Movement:
     each: Literal["block", "microbatch", "stage"] = "block"
 
     def is_of(self, linear: Linear) -> bool:
-        """Whether a layer needs it."""
         if self.each == "stage":
             return False
         return self.split in (None, linear.split) and self.routed in (None, linear.is_routed)
@@ -462,7 +458,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The sum."""
         return self.parameters + self.gradients + self.optimizer + self.residuals
 
 
