@@ -22,7 +22,7 @@ from mx_jax.checkpoint.files import progress_bar
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import print_table, watched
 from mx_jax.commands.stream import add_command, stored_bytes
-from mx_jax.inspect.report_checkpoint import values_of
+from mx_jax.inspect.facts import values_of
 from mx_jax.mxarray import MXArray
 
 Tensor = MXArray | jax.Array | np.ndarray

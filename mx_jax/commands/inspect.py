@@ -22,7 +22,8 @@ from mx_jax.checkpoint.files import replacing
 from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import print_table, say, watched
 from mx_jax.commands.stream import add_command, check_replaceable
-from mx_jax.inspect.report_checkpoint import TensorFacts, checkpoint_page, facts_of, size
+from mx_jax.inspect.facts import TensorFacts, facts_of, size
+from mx_jax.inspect.report import checkpoint_page
 
 _COLUMNS = ("tensor", "format", "shape", "size", "bits", "amax", "zeros %", "at limit %", "scales")
 

@@ -22,7 +22,7 @@ from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.checkpoint.wire import put
 from mx_jax.commands.output import say, watched
 from mx_jax.generate.load import GGUF_FIELDS, PACKAGES, find_model
-from mx_jax.inspect.report_checkpoint import size
+from mx_jax.inspect.facts import size
 from mx_jax.mxarray import MXArray
 
 # What our own files are called where a layout is asked for.

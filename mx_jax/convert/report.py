@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
-from mx_jax.inspect.bias import aligned
+from mx_jax.inspect.tables import aligned
 
 COLUMNS = ("layer", "type", "kernel", "rule", "recipe")
 

@@ -14,6 +14,7 @@ the draws of two vectors. All that is needed are the inner products of draws, an
 a vector add up to those of the whole. Source: U-statistics, Hoeffding 1948.
 """
 
+import collections
 import dataclasses
 import functools
 import math
@@ -23,9 +24,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.markup import escape
-from rich.table import Table
 
+from mx_jax.inspect.tables import aligned, named_leaves
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes import MatmulSpec, Recipe, Residuals, high_precision
 
@@ -34,7 +34,8 @@ _HIGH = MatmulSpec(lhs=None, rhs=None)
 _FEWEST = 3
 # An exact mean of less than so many times its own noise is none to take shares of.
 _CLEAR = 2.0
-_COLUMNS = ("bias", "interval", "one batch", "slope")
+# Of all intervals.
+_CONFIDENCE = 0.95
 
 Loss = Callable[..., jax.Array]
 
@@ -49,7 +50,7 @@ class Row:
         the whole gradient.
       bias: `|E e| / |E g|`, both without what noise adds; 0 where the noise explains all there is,
         NaN where the exact mean itself cannot be distinguished from 0, or a draw is not finite.
-      low: lower end of its confidence interval.
+      low: lower end of its 95 % confidence interval.
       high: upper end.
       uncorrected: `|mean e| / |mean g|`, as it is when nobody takes the noise out.
       slope: `E q . E g / |E g|^2` of `q = g + e`: below 1 the mean is too short.
@@ -85,12 +86,11 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GradientBias:
-    """Biases of mean gradients at one checkpoint. Print it, or hand it to rich.
+    """Biases of mean gradients at one checkpoint. Print it.
 
     Attributes:
       rows: for each recipe the whole gradient, then each parameter.
       exact_loss: mean loss of the batches in high precision.
-      confidence: of the intervals.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -106,7 +106,6 @@ class GradientBias:
 
     rows: tuple[Row, ...]
     exact_loss: float
-    confidence: float
 
     @property
     def whole(self) -> tuple[Row, ...]:
@@ -140,47 +139,35 @@ class GradientBias:
         near = f"; near 0: less than {_CLEAR:g} times its own noise, so a share of it says little"
         return (
             f"n = {draws} batches at one checkpoint, loss {self.exact_loss:.4g} in high precision; "
-            f"interval: {100 * self.confidence:g} %, of other batches at the same parameters"
+            f"interval: {100 * _CONFIDENCE:g} %, of other batches at the same parameters"
             f"{near if any(row.near_zero for row in self.rows) else ''}"
         )
 
     def __str__(self) -> str:
-        return "\n".join([aligned(self._lines()), self.caption])
-
-    def __rich__(self) -> Table:
-        return rich_table("Bias of the mean gradient", self._lines(), self.caption)
-
-    def _lines(self) -> list[tuple[str, ...]]:
-        heads = ("recipe", *_COLUMNS, "loss")
-        return [heads, *((row.recipe, *_cells(row)) for row in self.whole)]
-
-    def table(self, recipe: str | None = None) -> Table:
-        """A rich table of single parameters, the largest bias first; `recipe` as `parameters`."""
-        found = self.parameters(recipe)
-        rows = ((row.parameter or ".", *_cells(row)[:-1]) for row in found)
-        title = f"Bias by parameter: {found[0].recipe}"
-        return rich_table(title, [("parameter", *_COLUMNS), *rows], self.caption)
+        heads = ("recipe", "bias", "interval", "one batch", "slope", "loss")
+        rows = ((row.recipe, *_cells(row)) for row in self.whole)
+        return "\n".join([aligned([heads, *rows]), self.caption])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     """Percentages; an interval from 0 on is given as what the bias is at most."""
+
+    def percent(value: float) -> str:
+        return f"{100 * value:.3g} %"
+
     low, high = row.interval
-    interval = f"at most {_percent(high)}" if low == 0 else f"{_percent(low)} to {_percent(high)}"
+    interval = f"at most {percent(high)}" if low == 0 else f"{percent(low)} to {percent(high)}"
     known = not math.isnan(row.bias)
     unknown = "Inf or NaN" if math.isnan(row.one_batch) else "hidden by noise"
     if row.near_zero:
         known, unknown = False, f"near 0: mean {row.signal:.1f} x its noise"
     return (
-        _percent(row.bias) if known else unknown,
+        percent(row.bias) if known else unknown,
         interval if known else "-",
-        _percent(row.one_batch),
+        percent(row.one_batch),
         f"{row.slope:.3f}" if known else "-",
         "" if row.loss_increase is None else f"{row.loss_increase:+.3g}",
     )
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.3g} %"
 
 
 def passes(recipe: Recipe | str) -> dict[str, Recipe]:
@@ -220,7 +207,6 @@ def gradient_bias(
     exact: object = None,
     key: jax.Array | None = None,
     scanned: str | None = None,
-    confidence: float = 0.95,
 ) -> GradientBias:
     """How far the mean gradient of recipes is from the exact one, at one checkpoint.
 
@@ -247,10 +233,9 @@ def gradient_bias(
       key: of stochastic recipes; each batch gets another one, the same for every recipe.
       scanned: regular expression of the parameters (names joined by `/`) whose first axis counts
         layers, as below `nn.scan`: they are reported layer by layer.
-      confidence: of the intervals, 0 to 1.
 
     Returns:
-      Print it, hand it to rich, or ask for its `rows`, `whole` and `parameters(recipe)`.
+      Print it, or ask for its `rows`, `whole` and `parameters(recipe)`.
 
     Raises:
       ValueError: fewer than three batches, no recipes, a `loss` that gives no scalar, or exact
@@ -272,50 +257,6 @@ def gradient_bias(
       >>> eight_bits.bias < 0.05 < four_bits.bias < four_bits.one_batch
       True
     """
-    if not 0 < confidence < 1:
-        raise ValueError(f"gradient_bias: confidence must be between 0 and 1, got {confidence}")
-    chosen = _choices(recipes)
-    batches = list(batches)
-    if len(batches) < _FEWEST:
-        raise ValueError(
-            "gradient_bias: what noise adds to a mean is known from at least "
-            f"{_FEWEST} batches, got {len(batches)}; eight or more give a useful interval"
-        )
-    draw = functools.partial(_draws, loss, params, batches, key, scanned)
-    rows: list[Row] = []
-    # float32 products are made of fewer bits on accelerators, and would not be exact.
-    with jax.default_matmul_precision("float32"):
-        exact_losses, exact_draws = draw(high_precision() if exact is None else exact)
-        _check_finite(exact_losses, exact_draws)
-        for name, recipe in chosen.items():
-            losses, draws = draw(recipe)
-            parts = {
-                parameter: inner_products(own, draws[parameter])
-                for parameter, own in exact_draws.items()
-            }
-            row = functools.partial(estimate, confidence=confidence, recipe=name)
-            increase = float((losses - exact_losses).mean())
-            whole = np.sum([*parts.values()], axis=0)
-            rows.append(row(whole, parameter=None, loss_increase=increase))
-            rows += [row(own, parameter=parameter) for parameter, own in parts.items()]
-    return GradientBias(
-        rows=tuple(rows), exact_loss=float(exact_losses.mean()), confidence=confidence
-    )
-
-
-def _check_finite(losses: np.ndarray, draws: dict[str, list[np.ndarray]]) -> None:
-    """What has diverged in high precision already has no gradient to compare with."""
-    for name, own in draws.items():
-        for batch, (loss, gradient) in enumerate(zip(losses, own, strict=True)):
-            if not np.isfinite(loss) or not np.isfinite(gradient).all():
-                raise ValueError(
-                    "gradient_bias: exact losses and gradients must be finite, got Inf or NaN in "
-                    f"batch={batch}, loss={loss:g}, parameter={name!r}; take a checkpoint from "
-                    "before it diverged"
-                )
-
-
-def _choices(recipes: object) -> dict[str, Any]:
     if isinstance(recipes, list | tuple):
         raise TypeError(
             "gradient_bias: several recipes need names, got recipes as a "
@@ -323,13 +264,70 @@ def _choices(recipes: object) -> dict[str, Any]:
         )
     if not isinstance(recipes, Mapping):
         recipe = as_recipe(recipes, "gradient_bias", Recipe)
-        return {recipe.name: recipe}
+        recipes = {recipe.name: recipe}
     if not recipes:
         raise ValueError("gradient_bias: there are no recipes; got an empty mapping")
-    return {
+    chosen = {
         str(name): as_recipe(own, "gradient_bias", Recipe) if isinstance(own, str) else own
         for name, own in recipes.items()
     }
+    batches = list(batches)
+    if len(batches) < _FEWEST:
+        raise ValueError(
+            "gradient_bias: what noise adds to a mean is known from at least "
+            f"{_FEWEST} batches, got {len(batches)}; eight or more give a useful interval"
+        )
+
+    def draw(recipe: object) -> tuple[np.ndarray, dict[str, list[np.ndarray]]]:
+        """The loss of each batch, and the gradients of each parameter, one a batch."""
+        losses, found = [], collections.defaultdict(list)
+        for index, batch in enumerate(batches):
+            keys = () if key is None else (jax.random.fold_in(key, index),)
+            value, gradient = _loss_and_gradient(loss, recipe, params, batch, keys)
+            losses.append(float(value))
+            for name, leaf in named_leaves(jax.device_get(gradient)):
+                if scanned is None or not re.fullmatch(scanned, name):
+                    found[name].append(leaf)
+                    continue
+                if not np.ndim(leaf):
+                    raise ValueError(
+                        f"gradient_bias: scanned={scanned!r} matches the parameter {name!r}, which "
+                        "has no axis of layers; got a scalar"
+                    )
+                for layer, part in enumerate(leaf):
+                    found[f"{name}[{layer}]"].append(part)
+        return np.array(losses), found
+
+    rows: list[Row] = []
+    # float32 products are made of fewer bits on accelerators, and would not be exact.
+    with jax.default_matmul_precision("float32"):
+        exact_losses, exact_draws = draw(high_precision() if exact is None else exact)
+        # What has diverged in high precision already has no gradient to compare with.
+        bad = [
+            (name, batch)
+            for name, own in exact_draws.items()
+            for batch, gradient in enumerate(own)
+            if not np.isfinite(exact_losses[batch]) or not np.isfinite(gradient).all()
+        ]
+        if bad:
+            name, batch = bad[0]
+            raise ValueError(
+                "gradient_bias: exact losses and gradients must be finite, got Inf or NaN in "
+                f"batch={batch}, loss={exact_losses[batch]:g}, parameter={name!r}; take a "
+                "checkpoint from before it diverged"
+            )
+        for name, recipe in chosen.items():
+            losses, draws = draw(recipe)
+            parts = {
+                parameter: inner_products(own, draws[parameter])
+                for parameter, own in exact_draws.items()
+            }
+            row = functools.partial(estimate, recipe=name)
+            increase = float((losses - exact_losses).mean())
+            whole = np.sum([*parts.values()], axis=0)
+            rows.append(row(whole, parameter=None, loss_increase=increase))
+            rows += [row(own, parameter=parameter) for parameter, own in parts.items()]
+    return GradientBias(rows=tuple(rows), exact_loss=float(exact_losses.mean()))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -337,46 +335,6 @@ def _loss_and_gradient(
     loss: Loss, recipe: object, params: object, batch: object, keys: tuple[jax.Array, ...]
 ) -> tuple[jax.Array, Any]:
     return jax.value_and_grad(lambda params: loss(params, batch, recipe, *keys))(params)
-
-
-def _draws(
-    loss: Loss,
-    params: object,
-    batches: Sequence[Any],
-    key: jax.Array | None,
-    scanned: str | None,
-    recipe: object,
-) -> tuple[np.ndarray, dict[str, list[np.ndarray]]]:
-    """The loss of each batch, and the gradients of each parameter, one a batch."""
-    losses, found = [], {}
-    for index, batch in enumerate(batches):
-        keys = () if key is None else (jax.random.fold_in(key, index),)
-        value, gradient = _loss_and_gradient(loss, recipe, params, batch, keys)
-        losses.append(float(value))
-        for name, part in _parts(jax.device_get(gradient), scanned):
-            found.setdefault(name, []).append(part)
-    return np.array(losses), found
-
-
-def _parts(gradient: object, scanned: str | None) -> Iterable[tuple[str, np.ndarray]]:
-    """Parameters by their paths; those of scanned layers one by one."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
-        name, leaf = path_name(path), np.asarray(leaf)
-        if scanned is None or not re.fullmatch(scanned, name):
-            yield name, leaf
-            continue
-        if not leaf.ndim:
-            raise ValueError(
-                f"gradient_bias: scanned={scanned!r} matches the parameter {name!r}, which has no "
-                "axis of layers; got a scalar"
-            )
-        yield from ((f"{name}[{layer}]", part) for layer, part in enumerate(leaf))
-
-
-def path_name(path: tuple[Any, ...]) -> str:
-    """A path in a pytree as names joined by `/`; boxes of Flax end in `value`, which is none."""
-    boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
-    return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
 
 
 def inner_products(
@@ -391,7 +349,7 @@ def inner_products(
         return np.stack([g @ g.T, e @ e.T, e @ g.T])
 
 
-def estimate(products: np.ndarray, confidence: float, **names: Any) -> Row:
+def estimate(products: np.ndarray, **names: Any) -> Row:
     """Bias, with an interval from leaving out one draw after the other."""
     # The squared ratio `|E e|^2 / |E g|^2` is estimated, its deviation by the jackknife with
     # Student's quantile for n - 1 degrees of freedom. Without a bias that deviation is rather too
@@ -420,7 +378,7 @@ def estimate(products: np.ndarray, confidence: float, **names: Any) -> Row:
         return known(**unknown)
     ratio, ratios = error / exact, errors / exacts
     deviation = math.sqrt((n - 1) / n * float(np.sum((ratios - ratios.mean()) ** 2)))
-    half = float(stdtrit(n - 1, (1 + confidence) / 2)) * deviation
+    half = float(stdtrit(n - 1, (1 + _CONFIDENCE) / 2)) * deviation
     bias, low, high = (math.sqrt(max(0.0, x)) for x in (ratio, ratio - half, ratio + half))
     return known(bias=bias, low=low, high=high, slope=1 + mixed / exact)
 
@@ -438,20 +396,3 @@ def _ratio(value: float, unit: float) -> float:
     if unit > 0:
         return value / unit
     return 0.0 if value == 0 else math.inf
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """Lines of text whose columns are aligned."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def rich_table(title: str, rows: Sequence[Sequence[str]], caption: str) -> Table:
-    """The same for rich, heads first: the first column on the left, numbers on the right."""
-    table = Table(title=escape(title), caption=escape(caption))
-    heads, *rows = rows
-    for index, head in enumerate(heads):
-        table.add_column(head, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table

@@ -2,8 +2,8 @@
 
 import collections
 import contextlib
-import dataclasses
 import functools
+import itertools
 import math
 import re
 import threading
@@ -12,24 +12,32 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from types import TracebackType
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.core import axes_scan
+from flax.linen.module import InterceptorContext
+from flax.nnx.transforms import iteration as nnx_iteration
 from jax import lax
 from jax.custom_batching import custom_vmap
 
 from mx_jax.inspect import statistics
-from mx_jax.inspect.flax_modules import named_layers
 from mx_jax.inspect.records import Memory, Record, Scalar, Sink
 from mx_jax.inspect.statistics import STATISTICS, Raw
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.tags import Counters, IntScalar, Tag, at_step, counters, watching
-from mx_jax.ops.watched import CallSite, Observation, ObservedProduct, values
+from mx_jax.ops import tags
+from mx_jax.ops.tags import Tag
+from mx_jax.ops.watched import CallSite, ObservedProduct, values
 
 # Of a pytree packed as words: its tree, and the shape and dtype of each leaf.
 PackedLayout = tuple[Any, Sequence[tuple[tuple[int, ...], np.dtype]]]
 
 Filter = Callable[[Tag], bool]
+# Of one product: what its operands and itself are called, and their statistics, before they are
+# sent to the host.
+Observed = list[tuple[Tag, Raw]]
+jax.tree_util.register_static(Tag)
 _ARRAYS = "arrays"
 _PATHS_IN_WARNING = 3
 
@@ -39,7 +47,6 @@ def capture(
     *,
     stats: str | Collection[str] = STATISTICS,
     every: int = 1,
-    step: IntScalar | None = None,
     sink: Sink | Sequence[Sink] | None = None,
 ) -> "Capture":
     """A context that records what quantization does to the operands of products.
@@ -60,9 +67,8 @@ def capture(
       filter: a regular expression for whole paths, or a function of a `Tag`; None: all. One that
         matched nothing is warned of in the end.
       stats: names of statistics, or one.
-      every: every how many steps; more than 1 needs the step.
-      step: of training, an integer that may be traced, for a capture that is entered at each step;
-        `at_step` gives it to one that is entered once. Without either every call counts.
+      every: every how many steps; more than 1 needs the step, which `at_step` gives. Without it
+        every call counts.
       sink: where records go, one or several; None: a `Memory`.
 
     Returns:
@@ -101,7 +107,7 @@ def capture(
             "capture: sink must be a sink or several, each with write(record) and close(), got "
             f"sink={sink!r}; for a file write sink=inspect.Jsonl(path)"
         )
-    return Capture(filter, stats=names, every=every, step=step, sinks=sinks)
+    return Capture(filter, names, every, sinks)
 
 
 def scalar(name: str, value: jax.typing.ArrayLike) -> None:
@@ -124,19 +130,8 @@ def scalar(name: str, value: jax.typing.ArrayLike) -> None:
     """
     if jnp.shape(value) != ():
         raise ValueError(f"scalar: {name!r} must be a scalar, got shape={jnp.shape(value)}")
-    for watcher in watching.value:
-        watcher.send_scalar(name, lax.stop_gradient(jnp.asarray(value)), counters())
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("statistics",), meta_fields=("tags",)
-)
-@dataclasses.dataclass(frozen=True)
-class _Observed:
-    """Statistics of one product, before they are sent to the host."""
-
-    statistics: list[Raw]
-    tags: tuple[Tag, ...]
+    for watcher in tags.watching.value:
+        watcher.send_scalar(name, lax.stop_gradient(jnp.asarray(value)), tags.counters())
 
 
 class Capture:
@@ -145,18 +140,29 @@ class Capture:
     def __init__(
         self,
         filter: str | Filter | None,
-        *,
         stats: frozenset[str],
-        every: int = 1,
-        step: IntScalar | None = None,
+        every: int,
         sinks: Sequence[Sink],
-        operation: str = "capture",
-        missing: str = "there is no record",
     ):
-        self.operation, self.missing = operation, missing
-        self.pattern, self.filter = filter, _as_filter(filter, operation)
-        self.stats, self.every, self.step = stats, every, step
-        self.sinks = tuple(sinks)
+        self.pattern = filter
+        self.filter: Filter = lambda tag: True
+        if isinstance(filter, str):
+            try:
+                pattern = re.compile(filter)
+            except (re.error, RecursionError, OverflowError) as error:
+                raise ValueError(
+                    "capture: filter must be a regular expression for whole paths, got "
+                    f"filter={filter!r}: {error}; re.escape makes one of a path"
+                ) from error
+            self.filter = lambda tag: pattern.fullmatch(tag.path) is not None
+        elif filter is not None:
+            if not callable(filter):
+                raise TypeError(
+                    "capture: filter must be a regular expression for paths, a function of a "
+                    f"Tag or None, got filter={filter!r}"
+                )
+            self.filter = filter
+        self.stats, self.every, self.sinks = stats, every, tuple(sinks)
         self.uses: dict[str, tuple[Any, int]] = {}
         self.calls: dict[str, dict[tuple[int, ...], int]] = {}
         # What `at_step` says around the program.
@@ -175,10 +181,8 @@ class Capture:
                 stack.callback(sink.close)
             stack.callback(self.uses.clear)
             stack.callback(jax.effects_barrier)
-            stack.enter_context(watching((*watching.value, self)))
-            stack.enter_context(named_layers())
-            if self.step is not None:
-                stack.enter_context(at_step(self.step))
+            stack.enter_context(tags.watching((*tags.watching.value, self)))
+            stack.enter_context(_named_layers())
             self._entered.append(stack.pop_all())
         return self.sinks[0] if len(self.sinks) == 1 else self.sinks
 
@@ -193,8 +197,8 @@ class Capture:
             paths = ", ".join(repr(path) for path in list(self._refused)[:_PATHS_IN_WARNING])
             hint = "; a regular expression must match a whole path"
             warnings.warn(
-                f"{self.operation}: the filter matched none of {len(self._refused)} paths, so "
-                f"{self.missing}; got filter={self.pattern!r} and paths {paths}"
+                f"capture: the filter matched none of {len(self._refused)} paths, so "
+                f"there is no record; got filter={self.pattern!r} and paths {paths}"
                 f"{hint if isinstance(self.pattern, str) else ''}",
                 stacklevel=2,
             )
@@ -214,152 +218,145 @@ class Capture:
             if isinstance(sink, _FirstNonFinite):
                 sink.check()
 
-    def observe(self, product: ObservedProduct, now: Counters) -> _Observed:
+    def observe(self, product: ObservedProduct, now: tags.Counters) -> Observed:
         """Statistics of a product, or zeros where its step does not count."""
         return self._if_due(now, lambda: self._compute(product))
 
     def record(
         self,
-        forward: _Observed | None,
+        forward: Observed | None,
         products: Sequence[ObservedProduct],
         site: CallSite,
-        now: Counters,
+        now: tags.Counters,
     ) -> None:
         """Send statistics to the host, and those of more products, if their step counts."""
 
         def send() -> jax.Array:
-            found = [*([] if forward is None else [forward]), *map(self._compute, products)]
-            tags = tuple(tag for own in found for tag in own.tags)
-            return self._send([raw for own in found for raw in own.statistics], tags, site, now)
+            found = itertools.chain(forward or (), *map(self._compute, products))
+            return self._send([*found], site, now)
 
         self._if_due(now, send)
 
-    def send_scalar(self, name: str, value: jax.Array, now: Counters) -> None:
+    def send_scalar(self, name: str, value: jax.Array, now: tags.Counters) -> None:
         """Send a number to the host, if its step counts."""
 
-        def receive(value: np.ndarray, now: Counters) -> None:
+        def receive(value: np.ndarray, now: tags.Counters) -> None:
             with self._lock:
-                self._write(Scalar(name=name, step=self._step(name, now), value=float(value)))
+                number = Scalar(name=name, step=self._step(name, now), value=float(value))
+                for sink in self.sinks:
+                    sink.write(number)
 
         def send() -> jax.Array:
             jax.debug.callback(receive, value, now)
             return jnp.zeros(())
 
         # One step has one number, which devices of shard_map agree on.
-        self._if_due(now, lambda: _on_first(_device(), send))
+        self._if_due(now, lambda: _on_first(send))
 
-    def _if_due(self, now: Counters, run: Callable[[], Any]) -> Any:
+    def _if_due(self, now: tags.Counters, run: Callable[[], Any]) -> Any:
         """What a function returns, or zeros where the step does not count."""
         if self.every == 1 or now.on_host:
             return run()
         if now.step is None:
             raise ValueError(
                 f"capture: every={self.every} needs the step, and none is known; write `with "
-                "inspect.at_step(step):` around each step, or give step="
+                "inspect.at_step(step):` around each step"
             )
         # Zeros like avals differ along the same axes of shard_map as what they stand for.
         avals = jax.eval_shape(run)
         zeros = functools.partial(jax.tree.map, jnp.zeros_like, avals)
         return lax.cond(now.step % self.every == 0, run, zeros)
 
-    def _compute(self, product: ObservedProduct) -> _Observed:
-        tags: list[Tag] = []
-        raws: list[Raw] = []
-        for tag, observe in product.observations(_ARRAYS in self.stats):
-            if self._wants(tag):
-                tags.append(tag)
-                raws.append(statistics.of_shards(self._raw(tag, observe())))
-        return _Observed(raws, tuple(tags))
+    def _compute(self, product: ObservedProduct) -> Observed:
+        arrays, found = _ARRAYS in self.stats, []
+        for tag, observe in product.observations(arrays):
+            if tag.side is None and not self.stats & {"error", _ARRAYS}:
+                continue
+            wanted = self.filter(tag)
+            self._matched = bool(self._matched or wanted)
+            if not wanted:
+                self._refused[tag.path] = None
+                continue
+            before, after, compared = observe()
+            if isinstance(after, MXArray):
+                assert tag.axis is not None
+                raw = statistics.of_cast(before, after, tag.axis, self.stats)
+            else:
+                assert before is not None and compared is not None
+                raw = statistics.of_product(before, compared, after)
+            if arrays:
+                raw |= {"after": values(after)} | ({} if before is None else {"before": before})
+            found.append((tag, statistics.of_shards(raw)))
+        return found
 
-    def _wants(self, tag: Tag) -> bool:
-        if tag.side is None and not self.stats & {"error", _ARRAYS}:
-            return False
-        wanted = self.filter(tag)
-        self._matched = bool(self._matched or wanted)
-        if not wanted:
-            self._refused[tag.path] = None
-        return wanted
-
-    def _raw(self, tag: Tag, own: Observation) -> Raw:
-        before, after = own.before, own.after
-        if not isinstance(after, MXArray):
-            assert before is not None and own.compared is not None
-            raw = statistics.of_product(before, own.compared, after)
-        else:
-            assert tag.axis is not None
-            raw = statistics.of_cast(before, after, tag.axis, self.stats)
-        if _ARRAYS in self.stats:
-            raw |= {"after": values(after)} | ({} if before is None else {"before": before})
-        return raw
-
-    def _send(
-        self, raws: list[Raw], tags: tuple[Tag, ...], site: CallSite, now: Counters
-    ) -> jax.Array:
+    def _send(self, found: Observed, site: CallSite, now: tags.Counters) -> jax.Array:
         """Call the host: once, below vmap and shard_map too, or once a device if arrays go."""
-        if not tags:
+        if not found:
             return jnp.zeros(())
-        device = _device()
         # Statistics are of all shards; arrays are of one, and each device has its own.
-        shard = device if _ARRAYS in self.stats else {}
+        shard = _device() if _ARRAYS in self.stats else {}
 
         @custom_vmap
-        def send(raws: list[Raw], now: Counters, shard: dict[str, jax.Array]) -> jax.Array:
-            arrays = [{k: x for k, x in raw.items() if k in statistics.ARRAYS} for raw in raws]
-            rest = [{k: x for k, x in raw.items() if k not in statistics.ARRAYS} for raw in raws]
+        def send(found: Observed, now: tags.Counters, shard: dict[str, jax.Array]) -> jax.Array:
+            arrays = [{k: x for k, x in raw.items() if k in statistics.ARRAYS} for _, raw in found]
+            rest = [
+                (tag, {k: x for k, x in raw.items() if k not in statistics.ARRAYS})
+                for tag, raw in found
+            ]
             words, layout = pack((rest, now, shard))
-            receive = functools.partial(self._receive, tags, site, layout)
-            jax.debug.callback(receive, words, arrays)
+            jax.debug.callback(functools.partial(self._receive, site, layout), words, arrays)
             return jnp.zeros(())
 
         @send.def_vmap
         def _(
-            lanes: int, batched: Sequence[Any], raws: list[Raw], now: Counters, shard: object
+            lanes: int, batched: Sequence[Any], found: Observed, now: tags.Counters, shard: object
         ) -> Any:
             theirs, own, _ = batched
             if any(jax.tree.leaves(own)):
                 # Lanes with an index of their own are layers.
                 for lane in range(lanes):
                     of_lane = lambda x, own, lane=lane: x[lane] if own else x  # noqa: E731
-                    send(*jax.tree.map(of_lane, (raws, now, shard), tuple(batched)))
+                    send(*jax.tree.map(of_lane, (found, now, shard), tuple(batched)))
                 return jnp.zeros(()), False
             joined = [
-                statistics.of_lanes(raw, each, lanes)
-                for raw, each in zip(raws, theirs, strict=True)
+                (tag, statistics.of_lanes(raw, each, lanes))
+                for (tag, raw), (_, each) in zip(found, theirs, strict=True)
             ]
             return send(joined, now, shard), False
 
         if shard:
-            return send(raws, now, shard)
-        return _on_first(device, lambda: send(raws, now, shard))
+            return send(found, now, shard)
+        return _on_first(lambda: send(found, now, shard))
 
     def _receive(
         self,
-        tags: tuple[Tag, ...],
         site: CallSite,
         layout: PackedLayout,
         words: object,
-        all: Sequence[dict[str, np.ndarray]],
+        arrays: Sequence[dict[str, np.ndarray]],
     ) -> None:
-        raws, now, shard = unpack(words, layout)
+        found, now, shard = unpack(words, layout)
         index, shard = jax.tree.map(int, (now.index, shard))
+        *loops, own = site.order
+        path = [number for pair in zip(loops, index, strict=False) for number in pair]
         with self._lock:
-            for tag, raw, arrays in zip(tags, raws, all, strict=True):
+            for (tag, raw), whole in zip(found, arrays, strict=True):
+                # Loops by their index, and gradients backwards, after all outputs.
+                is_forward = tag.product == "output"
+                order = (0, *path, own) if is_forward else (1, *(-x for x in (*path, own)))
                 record = Record(
                     tag=tag,
                     step=self._step((tag, index, *shard.values()), now),
                     index=index,
                     shard=shard,
-                    order=program_order(tag, site, index),
+                    order=order,
                     stats=statistics.numbers(raw, self.stats),
-                    **{name: np.asarray(x) for name, x in arrays.items()},
+                    **{name: np.asarray(x) for name, x in whole.items()},
                 )
-                self._write(record)
+                for sink in self.sinks:
+                    sink.write(record)
 
-    def _write(self, record: Record | Scalar) -> None:
-        for sink in self.sinks:
-            sink.write(record)
-
-    def _step(self, counted: object, now: Counters) -> int:
+    def _step(self, counted: object, now: tags.Counters) -> int:
         """The step that is known, or how many records of this kind came before."""
         step = self._host_step if now.on_host else now.step
         if step is not None:
@@ -368,46 +365,17 @@ class Capture:
         return self._counts[counted] - 1
 
 
-def _as_filter(filter: str | Filter | None, operation: str) -> Filter:
-    if filter is None:
-        return lambda tag: True
-    if isinstance(filter, str):
-        try:
-            pattern = re.compile(filter)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(
-                f"{operation}: filter must be a regular expression for whole paths, got "
-                f"filter={filter!r}: {error}; re.escape makes one of a path"
-            ) from error
-        return lambda tag: pattern.fullmatch(tag.path) is not None
-    if not callable(filter):
-        raise TypeError(
-            f"{operation}: filter must be a regular expression for paths, a function of a Tag or "
-            f"None, got filter={filter!r}"
-        )
-    return filter
-
-
 def _device() -> dict[str, jax.Array]:
     """Which device this is, along each axis of shard_map."""
     axes = jax.sharding.get_abstract_mesh().manual_axes
     return {axis: lax.axis_index(axis) for axis in axes}
 
 
-def _on_first(device: dict[str, jax.Array], run: Callable[[], jax.Array]) -> jax.Array:
-    if not device:
+def _on_first(run: Callable[[], jax.Array]) -> jax.Array:
+    if not (device := _device()):
         return run()
     first = functools.reduce(jnp.logical_and, [index == 0 for index in device.values()])
     return lax.cond(first, run, lambda: jnp.zeros(()))
-
-
-def program_order(tag: Tag, site: CallSite, index: tuple[int, ...]) -> tuple[int, ...]:
-    """Where in its step: loops by their index, and gradients backwards, after all outputs."""
-    *loops, own = site.order
-    path = [number for pair in zip(loops, index, strict=False) for number in pair]
-    if tag.product == "output":
-        return (0, *path, own)
-    return (1, *(-number for number in (*path, own)))
 
 
 def pack(content: object) -> tuple[jax.Array, PackedLayout]:
@@ -483,17 +451,13 @@ class _FirstNonFinite:
 
 
 @contextlib.contextmanager
-def guard(filter: str | Filter | None = None, *, step: IntScalar | None = None) -> Iterator[None]:
+def guard() -> Iterator[None]:
     """A context that raises at the first block with Inf or NaN in it that is to be quantized.
 
     Forward products come before their gradients, and the step is over before it raises: so what is
     named is where it begins, not what is recorded first. With `at_step` around the compiled
     function that is the end of the bad step. Otherwise the next step is stopped, of which JAX logs
-    an error; or the context raises at its end.
-
-    Args:
-      filter: as `capture` takes it.
-      step: as `capture` takes it; without one, or `at_step`, calls are counted.
+    an error; or the context raises at its end. Without `at_step` calls are counted.
 
     Raises:
       NonFiniteError: with the record, which has tag and step.
@@ -508,14 +472,7 @@ def guard(filter: str | Filter | None = None, *, step: IntScalar | None = None) 
     """
     sink = _FirstNonFinite()
     try:
-        with Capture(
-            filter,
-            stats=frozenset({"nonfinite"}),
-            step=step,
-            sinks=(sink,),
-            operation="guard",
-            missing="nothing was guarded",
-        ):
+        with capture(stats="nonfinite", sink=sink):
             yield
     except NonFiniteError:
         raise
@@ -524,3 +481,96 @@ def guard(filter: str | Filter | None = None, *, step: IntScalar | None = None) 
         sink.check(error)
         raise
     sink.check()
+
+
+# Layers of Flax ---------------------------------------------------------------------------------
+#
+# `nn.scan` and `nnx.scan` have no place for a counter, and linen's traces its body once more before
+# it scans: callbacks in there would run twice, and newer versions of Flax refuse them. So Flax's
+# modules get a `jax.lax.scan` that gives its body the index while a capture runs, and a first trace
+# in which none does. `inspect.tag(index=)` cannot stand in for the latter.
+
+
+def _named(
+    call: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: InterceptorContext,
+) -> Any:
+    if not tags.watching.value or context.module.scope is None or context.method_name == "setup":
+        return call(*args, **kwargs)
+    with tags.within(context.module.path):
+        return call(*args, **kwargs)
+
+
+class _Instead:
+    """A module with other values for some of its names."""
+
+    def __init__(self, module: object, **values: object):
+        self._module = module
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _scan(
+    f: Callable[..., Any], init: Any, xs: Any = None, length: int | None = None, **options: Any
+) -> Any:
+    """`jax.lax.scan`, whose body knows its index."""
+    if not tags.watching.value:
+        return lax.scan(f, init, xs, length, **options)
+    count = jax.tree.leaves(xs)[0].shape[0] if length is None else length
+
+    def body(carry: Any, indexed: tuple[Any, jax.Array]) -> Any:
+        own, index = indexed
+        with tags.iteration(index):
+            return f(carry, own)
+
+    return lax.scan(body, init, (xs, jnp.arange(count)), length, **options)
+
+
+def _uncaptured(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function in which no capture runs."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with tags.watching(()):
+            return function(*args, **kwargs)
+
+    return run
+
+
+_LAX: Any = _Instead(lax, scan=_scan)
+_PE: Any = vars(axes_scan)["pe"]
+# What linen traces a body with before it scans; which one it is depends on its version.
+_TRACES = {"trace_to_jaxpr_nounits", "trace_to_jaxpr_dynamic"} & {*dir(_PE)}
+# Where Flax calls it: the module, the name there, and what it is to be.
+_PLACES: tuple[tuple[Any, str, Any], ...] = (
+    (axes_scan, "lax", _LAX),
+    (axes_scan, "pe", _Instead(_PE, **{x: _uncaptured(getattr(_PE, x)) for x in _TRACES})),
+    (nnx_iteration, "jax", _Instead(jax, lax=_LAX)),
+)
+_lock = threading.Lock()
+_patches = contextlib.ExitStack()
+_count = 0
+
+
+@contextlib.contextmanager
+def _named_layers() -> Iterator[None]:
+    """A context in which each linen module names what runs in it, as nnx's layers do by themselves,
+    and Flax's scans count their layers; contexts may overlap."""
+    global _count
+    with _lock:
+        _count += 1
+        if _count == 1:
+            for module, name, value in _PLACES:
+                _patches.callback(setattr, module, name, getattr(module, name))
+                setattr(module, name, value)
+    try:
+        with nn.intercept_methods(_named):
+            yield
+    finally:
+        with _lock:
+            _count -= 1
+            if not _count:
+                _patches.close()

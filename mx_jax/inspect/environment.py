@@ -10,13 +10,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.markup import escape
 from rich.table import Table
 
 from mx_jax import recipes
 from mx_jax.backends import calls, evidence, select
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.formats import MXFP4, MXFP8_E4M3
+from mx_jax.inspect.tables import rich_table
 from mx_jax.ops.dot_general import matmul
 from mx_jax.ops.packing import pack_weights
 from mx_jax.ops.quantize import dequantize, quantize, quantize_both
@@ -34,6 +34,23 @@ _VARIABLES = (
     "XLA_FLAGS",
 )
 _SIZE = 1024
+
+
+def _product(recipe: MatmulRecipe | str) -> tuple[type[calls.Call], Callable[[jax.Array], Any]]:
+    return calls.MatmulCall, lambda x: matmul(x, x, recipe=recipe)
+
+
+# One call of each kind that matters.
+_EXAMPLES: dict[str, tuple[type[calls.Call], Callable[[jax.Array], Any]]] = {
+    "cast to MXFP8": (calls.QuantizeCall, lambda x: quantize(x, MXFP8_E4M3)),
+    "cast along both axes": (calls.QuantizeBothCall, lambda x: quantize_both(x, MXFP8_E4M3)),
+    "dequantize MXFP8": (calls.DequantizeCall, lambda x: dequantize(quantize(x, MXFP8_E4M3))),
+    "bfloat16 x MXFP4": _product(recipes.weight_only(MXFP4)),
+    "pack MXFP4 weights": (calls.PackCall, lambda x: pack_weights(quantize(x, MXFP4))),
+    "MXFP8 x MXFP8": _product("mxfp8"),
+    "NVFP4 x NVFP4": _product("nvfp4"),
+    "float8 x float8, scales by rows": _product("float8_rowwise"),
+}
 
 
 def describe() -> dict[str, Any]:
@@ -57,7 +74,23 @@ def describe() -> dict[str, Any]:
     except RuntimeError as error:
         return found | {"error": f"JAX finds no device: {error}"}
     numbers = Counter((device.platform, device.device_kind) for device in devices)
-    target, selections = select.current_target(), _selections()
+    target, selections = select.current_target(), {}
+    x = jax.ShapeDtypeStruct((_SIZE, _SIZE), np.dtype("bfloat16"))
+    for name, (kind, function) in _EXAMPLES.items():
+        with select.recording() as recorder:
+            jax.eval_shape(function, x)
+        selections[name] = next(s for s in recorder.selections if isinstance(s.call, kind))
+    backends, named = [], select.only_if_named()
+    for backend in select.known_backends():
+        reasons = {name: backend.rejects(s.call, s.target) for name, s in selections.items()}
+        backends.append(
+            {
+                "name": backend.name,
+                "only_if_named": backend.name in named,
+                "takes": [name for name, reason in reasons.items() if reason is None],
+                "rejects": {name: reason for name, reason in reasons.items() if reason is not None},
+            }
+        )
     return found | {
         "devices": [{"platform": p, "kind": k, "number": n} for (p, k), n in numbers.items()],
         "target": {
@@ -65,86 +98,36 @@ def describe() -> dict[str, Any]:
             "compute_capability": target.compute_capability and list(target.compute_capability),
             "num_devices": target.num_devices,
         },
-        "backends": _backends(selections),
+        "backends": backends,
         "calls": {name: s.backend or "two casts" for name, s in selections.items()},
     }
 
 
-def _backends(selections: dict[str, select.Selection]) -> list[dict[str, Any]]:
-    found, named = [], select.only_if_named()
-    for backend in select.known_backends():
-        reasons = {name: backend.rejects(s.call, s.target) for name, s in selections.items()}
-        own = {
-            "name": backend.name,
-            "only_if_named": backend.name in named,
-            "takes": [name for name, reason in reasons.items() if reason is None],
-            "rejects": {name: reason for name, reason in reasons.items() if reason is not None},
-        }
-        found.append(own)
-    return found
-
-
-def _selections() -> dict[str, select.Selection]:
-    """What is selected for one call of each kind that matters, of common sizes."""
-    x = jax.ShapeDtypeStruct((_SIZE, _SIZE), np.dtype("bfloat16"))
-    found = {}
-    for name, (kind, function) in _EXAMPLES.items():
-        with select.recording() as recorder:
-            jax.eval_shape(function, x)
-        found[name] = next(s for s in recorder.selections if isinstance(s.call, kind))
-    return found
-
-
-def _product(recipe: MatmulRecipe | str) -> tuple[type[calls.Call], Callable[[jax.Array], Any]]:
-    return calls.MatmulCall, lambda x: matmul(x, x, recipe=recipe)
-
-
-_EXAMPLES: dict[str, tuple[type[calls.Call], Callable[[jax.Array], Any]]] = {
-    "cast to MXFP8": (calls.QuantizeCall, lambda x: quantize(x, MXFP8_E4M3)),
-    "cast along both axes": (calls.QuantizeBothCall, lambda x: quantize_both(x, MXFP8_E4M3)),
-    "dequantize MXFP8": (calls.DequantizeCall, lambda x: dequantize(quantize(x, MXFP8_E4M3))),
-    "bfloat16 x MXFP4": _product(recipes.weight_only(MXFP4)),
-    "pack MXFP4 weights": (calls.PackCall, lambda x: pack_weights(quantize(x, MXFP4))),
-    "MXFP8 x MXFP8": _product("mxfp8"),
-    "NVFP4 x NVFP4": _product("nvfp4"),
-    "float8 x float8, scales by rows": _product("float8_rowwise"),
-}
-
-
 def tables(found: dict[str, Any]) -> list[Table]:
     """What `describe` found, for people: one table for each kind of facts."""
-    variables = {name: value or "-" for name, value in found["variables"].items()}
     path, used, best, missing = found["cpu_library"].values()
     library_rows = {"path": "-", "not used, because": f"{missing}"}
     if path is not None:
         more = "" if best == used else f", where the machine has {best}"
         library_rows = {"path": path, "instruction set": used + more}
-    known = [
-        _pairs("Versions", found["versions"] | {"system": found["system"]}),
-        _pairs("C++ library", library_rows),
-        _pairs("Variables", variables),
+    pairs = {
+        "Versions": found["versions"] | {"system": found["system"]},
+        "C++ library": library_rows,
+        "Variables": {name: value or "-" for name, value in found["variables"].items()},
+    }
+    if "error" not in found:
+        target = found["target"]
+        capability = ".".join(map(str, target["compute_capability"] or ()))
+        machine = f"{target['platform']} {capability}".strip()
+        devices = {f"{row['number']} x {row['kind']}": row["platform"] for row in found["devices"]}
+        devices["calls are for"] = f"{machine}, num_devices={target['num_devices']}"
+        pairs["Devices"] = devices
+    shown = [
+        rich_table(title, ("what", "value"), rows.items(), left=2) for title, rows in pairs.items()
     ]
     if "error" in found:
-        return known
-    target, rows = found["target"], found["devices"]
-    capability = ".".join(map(str, target["compute_capability"] or ()))
-    machine = f"{target['platform']} {capability}".strip()
-    devices = {f"{row['number']} x {row['kind']}": row["platform"] for row in rows}
-    devices["calls are for"] = f"{machine}, num_devices={target['num_devices']}"
-    by_call = _pairs("Who computes what by default", found["calls"], "call", "backend")
-    return [*known, _pairs("Devices", devices), by_call, _backend_table(found)]
-
-
-def _pairs(title: str, rows: dict[str, str], what: str = "what", value: str = "value") -> Table:
-    table = Table(what, value, title=title, title_justify="left")
-    for row in rows.items():
-        table.add_row(*map(escape, row))
-    return table
-
-
-def _backend_table(found: dict[str, Any]) -> Table:
-    columns = "backend", "asked", "takes", "does not take, because"
-    table = Table(*columns, title="Backends, in order", title_justify="left")
+        return shown
+    by_backend = []
     for backend in found["backends"]:
         by_reason: dict[str, list[str]] = {}
         for call, reason in backend["rejects"].items():
@@ -152,10 +135,15 @@ def _backend_table(found: dict[str, Any]) -> Table:
         reasons = [f"{', '.join(calls)}: {reason}" for reason, calls in by_reason.items()]
         if len(by_reason) == 1 and not backend["takes"]:
             reasons = list(by_reason)
-        table.add_row(
-            backend["name"],
-            "only if named" if backend["only_if_named"] else "by default",
-            ", ".join(backend["takes"]) or "-",
-            escape("\n".join(reasons)) or "-",
-        )
-    return table
+        asked = "only if named" if backend["only_if_named"] else "by default"
+        takes = ", ".join(backend["takes"]) or "-"
+        by_backend.append((backend["name"], asked, takes, "\n".join(reasons) or "-"))
+    by_call, columns = (
+        found["calls"].items(),
+        ("backend", "asked", "takes", "does not take, because"),
+    )
+    return [
+        *shown,
+        rich_table("Who computes what by default", ("call", "backend"), by_call, left=2),
+        rich_table("Backends, in order", columns, by_backend, left=4),
+    ]

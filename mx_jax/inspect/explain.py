@@ -5,6 +5,7 @@ The jaxpr says what is computed, where and how often; a recorder, what selection
 
 import contextlib
 import dataclasses
+import functools
 import math
 import numbers
 import re
@@ -112,54 +113,44 @@ def explain(what: object, /, *args: object, target: Target | None = None, **kwar
       >>> found.quantized_share
       0.5
     """
-    machine = contextlib.nullcontext() if target is None else use_target(target)
-    with machine:
+    with contextlib.nullcontext() if target is None else use_target(target):
         of_recipe = isinstance(what, str | MatmulRecipe) or makes_recipe(what)
         if of_recipe or not (callable(what) or _is_linen(what)):
-            recipe = as_recipe(what, "explain")
-            return _of_recipe(recipe, **_with_sizes(recipe, args, kwargs))
-        return explanation_of(what, *args, **kwargs)
+            return _of_recipe(as_recipe(what, "explain"), args, kwargs)
+        return _of_function(what, *args, **kwargs)
 
 
-def _with_sizes(
-    recipe: MatmulRecipe, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """What `_of_recipe` takes beside a recipe, by name; checked."""
-    found = dict(zip(_SIZES, args, strict=False)) | kwargs
-    once = len(found) == len(args) + len(kwargs)
-    sizes: list[Any] = [found.get(name) for name in _SIZES]
-    whole = all(_is_number(x) or export.is_symbolic_dim(x) for x in sizes)
-    if once and whole and found.keys() <= {*_SIZES, "dtype"}:
-        plain = {x: int(found[x]) for x in _SIZES if _is_number(found[x])}
-        if any(size < 0 for size in plain.values()):
-            raise ValueError(
-                "explain: the sizes of a product [m, k] @ [k, n] must be 0 or more, got "
-                f"{', '.join(f'{name}={found[name]}' for name in _SIZES)}; an open one "
-                "is a dimension of jax.export.symbolic_shape"
-            )
-        return found | plain
-    got = [_in_words(x) for x in args] + [f"{name}={_in_words(kwargs[name])}" for name in kwargs]
-    raise TypeError(
-        f"explain: a recipe needs the whole sizes of a product [m, k] @ [k, n], and takes a dtype, "
-        f"got recipe={recipe.name!r} with ({', '.join(got)}); give them, as in "
-        f"explain({recipe.name!r}, 16, 4096, 4096), or explain a function that multiplies with the "
-        "recipe, and its arguments"
-    )
-
-
-def _is_number(x: object) -> bool:
-    """A whole number; Python counts True and False among them."""
-    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
-
-
-def _in_words(x: object) -> str:
-    shape = getattr(x, "shape", None)
-    return repr(x) if shape is None else f"{type(x).__name__} {list(shape)}"
-
-
-def _of_recipe(
-    recipe: MatmulRecipe, m: int, k: int, n: int, *, dtype: jax.typing.DTypeLike = jnp.float32
-) -> str:
+def _of_recipe(recipe: MatmulRecipe, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    given: dict[str, Any] = dict(zip(_SIZES, args, strict=False)) | kwargs
+    sizes: dict[str, Any] = {name: given.get(name) for name in _SIZES}
+    # Python counts True and False among whole numbers.
+    plain = {
+        name: int(x)
+        for name, x in sizes.items()
+        if isinstance(x, numbers.Integral) and not isinstance(x, bool)
+    }
+    known = all(name in plain or export.is_symbolic_dim(x) for name, x in sizes.items())
+    once = len(given) == len(args) + len(kwargs)
+    if not known or not once or not given.keys() <= {*_SIZES, "dtype"}:
+        words = [("", x) for x in args] + [(f"{name}=", x) for name, x in kwargs.items()]
+        got = (
+            f"{name}{type(x).__name__} {list(x.shape)}" if hasattr(x, "shape") else f"{name}{x!r}"
+            for name, x in words
+        )
+        raise TypeError(
+            f"explain: a recipe needs the whole sizes of a product [m, k] @ [k, n], and takes a "
+            f"dtype, got recipe={recipe.name!r} with ({', '.join(got)}); give them, as in "
+            f"explain({recipe.name!r}, 16, 4096, 4096), or explain a function that multiplies with "
+            "the recipe, and its arguments"
+        )
+    if any(size < 0 for size in plain.values()):
+        raise ValueError(
+            "explain: the sizes of a product [m, k] @ [k, n] must be 0 or more, got "
+            f"{', '.join(f'{name}={x}' for name, x in sizes.items())}; an open one "
+            "is a dimension of jax.export.symbolic_shape"
+        )
+    m, k, n = (sizes | plain).values()
+    dtype = given.get("dtype", jnp.float32)
     key = jax.random.key(0) if recipe.is_stochastic else None
 
     def gradients(lhs: jax.Array, rhs: jax.Array) -> Any:
@@ -547,14 +538,24 @@ def _sharded_along(arrays: Sequence[Any]) -> tuple[str, ...]:
     return next((mesh.axis_names for mesh in meshes if mesh.size > 1), ())
 
 
-def explanation_of(
+def _of_function(
     function: object, *args: object, backward: bool = False, **kwargs: object
 ) -> Explanation:
-    """Trace a call and explain each cast and product: see `explain`."""
     function, args = _with_parameters(function, args, kwargs)
     call, arrays = of_arrays(function, *args, **kwargs)
+
+    def cotangent(x: jax.Array) -> Any:
+        is_float = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+        return jnp.ones_like(x) if is_float else np.zeros(jnp.shape(x), jax.dtypes.float0)
+
+    def with_gradients(arrays: list[Any]) -> Any:
+        """The call and its gradients by every float, of cotangents of ones."""
+        results, pullback = jax.vjp(call, arrays)
+        (gradients,) = pullback(jax.tree.map(cotangent, results))
+        return results, [own for own in gradients if own.dtype != jax.dtypes.float0]
+
     with recording(marks=True, axes=_sharded_along(arrays)) as recorder:
-        closed = jax.make_jaxpr(_with_gradients(call) if backward else call)(arrays)
+        closed = jax.make_jaxpr(with_gradients if backward else call)(arrays)
     # XLA computes nothing that is not used. Flax, for one, traces the body of a scan twice.
     jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
     found = sorted(_rows(jaxpr, recorder.entries, 1, "", marked=False), key=lambda pair: pair[0])
@@ -584,10 +585,8 @@ def _with_parameters(
     """A model as a function of its parameters: so they are no constants, and have gradients."""
     if _is_linen(function):
         rngs = {name: jax.random.key(0) for name in _STREAMS}
-        init, arrays = of_arrays(
-            lambda *own, **named: function.init(rngs, *own, **named), *args, **kwargs
-        )
-        variables = jax.eval_shape(init, arrays)
+        init = functools.partial(function.init, rngs)
+        variables = jax.eval_shape(*of_arrays(init, *args, **kwargs))
 
         def apply(variables: Mapping[str, Any], *own: object, **named: object) -> Any:
             return function.apply(variables, *own, rngs=rngs, mutable=True, **named)[0]
@@ -597,21 +596,6 @@ def _with_parameters(
         # A model that is a pytree, as those of flax.nnx are.
         return lambda model, *own, **named: model(*own, **named), (function, *args)
     return function, args
-
-
-def _with_gradients(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A call and its gradients by every float, of cotangents of ones."""
-
-    def cotangent(x: jax.Array) -> Any:
-        is_float = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-        return jnp.ones_like(x) if is_float else np.zeros(jnp.shape(x), jax.dtypes.float0)
-
-    def run(arrays: list[Any]) -> Any:
-        results, pullback = jax.vjp(call, arrays)
-        (gradients,) = pullback(jax.tree.map(cotangent, results))
-        return results, [own for own in gradients if own.dtype != jax.dtypes.float0]
-
-    return run
 
 
 def _rows(
@@ -657,46 +641,40 @@ def _place(stack: str) -> Place:
 
 
 def _high(eqn: JaxprEqn, times: int, stack: str) -> Row:
-    """A product that no backend was asked for."""
+    """A product that no backend was asked for: by a recipe, a rule, or code that has none."""
+    operation = eqn.primitive.name
+    dimensions: Any = eqn.params.get("dimension_numbers")
     avals: list[Any] = [x.aval for x in (*eqn.invars[:2], eqn.outvars[0])]
     lhs, rhs, out = avals
+    # How many products each element of the result sums.
+    if operation == "dot_general":
+        contracted = math.prod(lhs.shape[axis] for axis in dimensions[0][0])
+    elif operation == "conv_general_dilated":
+        contracted = math.prod(rhs.shape) // rhs.shape[dimensions.rhs_spec[0]]
+    else:
+        contracted = lhs.shape[-1]
+    why, frame = "no recipe reaches it", _caller(eqn)
+    if frame is not None:
+        file = Path(frame.file_name)
+        where = f"{file.name}:{frame.line_num} ({frame.function_name})"
+        if not frame.file_name.startswith(_PACKAGE):
+            why = f"no recipe reaches it: {where}"
+        elif contracted == 1:
+            why = "it contracts nothing: there is nothing to quantize along"
+        else:
+            folder = file.relative_to(_PACKAGE).parts[0]
+            why = _DECIDED.get(folder, f"mx_jax's own, not of a recipe: {where}")
     left, right = (f"{x.dtype} {list(x.shape)}" for x in (lhs, rhs))
-    contracted = _contracted(eqn)
     return Row(
         kind="high precision",
-        work=f"{eqn.primitive.name} {left} x {right}, to {out.dtype}",
+        work=f"{operation} {left} x {right}, to {out.dtype}",
         backend="jax.lax",
         times=times,
         places=(_place(stack),),
         flops=2.0 * math.prod(out.shape) * contracted,
-        bytes=sum(_bytes(x.shape, dtype=x.dtype) for x in (lhs, rhs, out)),
-        why=_why(eqn, contracted),
+        bytes=sum(_bytes(x.shape, dtype=x.dtype) for x in avals),
+        why=why,
     )
-
-
-def _contracted(eqn: Any) -> int:
-    """How many products each element of the result sums."""
-    numbers = eqn.params.get("dimension_numbers")
-    lhs, rhs = (x.aval.shape for x in eqn.invars[:2])
-    if eqn.primitive.name == "dot_general":
-        return math.prod(lhs[axis] for axis in numbers[0][0])
-    if eqn.primitive.name == "conv_general_dilated":
-        return math.prod(rhs) // rhs[numbers.rhs_spec[0]]
-    return lhs[-1]
-
-
-def _why(eqn: JaxprEqn, contracted: int) -> str:
-    """Who asked for a product in high precision: a recipe, a rule, or code that has none."""
-    frame = _caller(eqn)
-    if frame is None:
-        return "no recipe reaches it"
-    where = f"{Path(frame.file_name).name}:{frame.line_num} ({frame.function_name})"
-    if not frame.file_name.startswith(_PACKAGE):
-        return f"no recipe reaches it: {where}"
-    if contracted == 1:
-        return "it contracts nothing: there is nothing to quantize along"
-    folder = Path(frame.file_name).relative_to(_PACKAGE).parts[0]
-    return _DECIDED.get(folder, f"mx_jax's own, not of a recipe: {where}")
 
 
 def _caller(eqn: JaxprEqn) -> Any:

@@ -5,16 +5,16 @@ import csv
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
 from rich.console import Console as RichConsole
-from rich.table import Table
 
 from mx_jax.inspect.statistics import columns, decibel, headed, nonfinite
+from mx_jax.inspect.tables import rich_table
 from mx_jax.ops.tags import Tag
 
 _TAG = ("path", "call", "product", "side", "axis", "format", "rule")
@@ -373,23 +373,23 @@ class Console(_Numbers):
     def close(self) -> None:
         """Print the last step."""
         records, self._records = self._records, []
-        if records:
-            title = f"step {self._step}: {len(records)} records, the worst first"
-            self._console.print(_table(title, records, self._worst))
+        if not records:
+            return
 
+        def worst(record: Record) -> tuple[float, float]:
+            return -nonfinite(record.stats), decibel(record.stats)
 
-def _table(title: str, records: Sequence[Record], rows: int) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, heading in enumerate(("operand", "format", *(own.heading for own in headed()))):
-        table.add_column(heading, justify="right" if index > 1 else "left", overflow="fold")
-
-    def worst(record: Record) -> tuple[float, float]:
-        return -nonfinite(record.stats), decibel(record.stats)
-
-    for record in sorted(records, key=worst)[:rows]:
-        table.add_row(
-            f"{record.path} {record.tag.product} {record.tag.tensor}",
-            record.tag.format,
-            *(column.text(record.stats) for column in headed()),
+        columns = headed()
+        rows = (
+            (
+                f"{record.path} {record.tag.product} {record.tag.tensor}",
+                record.tag.format,
+                *(column.text(record.stats) for column in columns),
+            )
+            for record in sorted(records, key=worst)[: self._worst]
         )
-    return table
+        title = f"step {self._step}: {len(records)} records, the worst first"
+        heads = ("operand", "format", *(column.heading for column in columns))
+        table = rich_table(title, heads, rows, left=2, box=SIMPLE_HEAD)
+        table.padding = (0, 1, 0, 0)
+        self._console.print(table)

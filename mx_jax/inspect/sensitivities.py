@@ -6,17 +6,16 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.table import Table
 
 from mx_jax.formats import BlockFormat, block_format
-from mx_jax.inspect.bias import aligned, path_name, rich_table
+from mx_jax.inspect.tables import aligned, named_leaves
 from mx_jax.ops.quantize import cast
 from mx_jax.recipes import weight_only
 
@@ -185,13 +184,7 @@ class Sensitivity:
         )
 
     def __str__(self) -> str:
-        return "\n".join([aligned(self._lines()), self.summary])
-
-    def __rich__(self) -> Table:
-        return rich_table("Loss increase, one layer at a time", self._lines(), self.summary)
-
-    def _lines(self) -> list[tuple[str, ...]]:
-        """Heads, and a line for each layer, the one that minds most first."""
+        """A line for each layer, the one that minds most first."""
         formats = list(dict.fromkeys(row.name for row in self.rows if row.format is not None))
         known = {(row.layer, row.name): row for row in self.rows}
 
@@ -204,7 +197,7 @@ class Sensitivity:
         for own in sorted(self.choices, key=worst, reverse=True):
             texts = (str(known[own.layer, name]) for name in formats)
             lines.append((own.layer, "x".join(map(str, own.shape)), *texts, own.name))
-        return lines
+        return "\n".join([aligned(lines), self.summary])
 
 
 def sensitivity(
@@ -263,16 +256,40 @@ def sensitivity(
     batches = list(batches)
     if not batches:
         raise ValueError("sensitivity: needs at least one batch, got none")
-    weights = _weights(params, layers, axis, scanned)
-    compiled = jax.jit(loss)
-    leaves, tree = jax.tree.flatten_with_path(params)
+    named, tree, compiled = named_leaves(params), jax.tree.structure(params), jax.jit(loss)
+    weights = {}
+    for name, leaf in named:
+        if re.fullmatch(layers, name) and jnp.issubdtype(leaf.dtype, jnp.floating):
+            expected = 3 if scanned is not None and re.fullmatch(scanned, name) else 2
+            if leaf.ndim != expected:
+                raise ValueError(
+                    f"sensitivity: the parameter {name!r} must have {expected} axes, got "
+                    f"shape={tuple(leaf.shape)}; which axis a product contracts is known of "
+                    "[in, out] alone, and of [layers, in, out] by scanned=; leave others out "
+                    "by layers="
+                )
+            weights[name] = leaf
+    if not weights:
+        names = ", ".join(repr(name) for name, _ in named[:8])
+        raise ValueError(
+            f"sensitivity: layers={layers!r} matches none of the parameters "
+            f"{names}{', ...' if len(named) > 8 else ''}"
+        )
 
-    def run(changed: dict[str, jax.Array]) -> np.ndarray:
-        """The loss of each batch, with some parameters changed."""
-        own = jax.tree.unflatten(tree, [changed.get(path_name(path), x) for path, x in leaves])
-        return np.array([float(compiled(own, batch)) for batch in batches])
+    def losses(formats: Mapping[str, BlockFormat | None]) -> np.ndarray:
+        """The loss of each batch, with some weights as their formats hold them."""
+        own = []
+        for name, leaf in named:
+            if (format := formats.get(name)) is not None:
+                # The scale rule is the one that conversion takes.
+                spec = weight_only(format).fwd.rhs
+                assert spec is not None
+                leaf = cast(leaf, spec.format, axis=axis, scale_rule=spec.scale_rule)
+            own.append(leaf)
+        whole = jax.tree.unflatten(tree, own)
+        return np.array([float(compiled(whole, batch)) for batch in batches])
 
-    before = run({})
+    before = losses({})
     if not np.isfinite(before).all():
         raise ValueError(
             "sensitivity: the loss must be finite while nothing is quantized, got "
@@ -284,7 +301,7 @@ def sensitivity(
         row = functools.partial(Candidate, layer=name, shape=tuple(leaf.shape), format=format)
         if format is None:
             return row(bytes=leaf.size * leaf.dtype.itemsize, increase=0.0, deviation=0.0)
-        increase = run({name: _as_held(leaf, format, axis)}) - before
+        increase = losses({name: format}) - before
         n = len(increase)
         return row(
             bytes=math.ceil(leaf.size * format.bits_per_element / 8),
@@ -294,66 +311,32 @@ def sensitivity(
 
     formats = (*map(block_format, (formats,) if isinstance(formats, str) else formats), None)
     rows = [[candidate(name, leaf, own) for own in formats] for name, leaf in weights.items()]
-
-    def increase(chosen: Sequence[Candidate]) -> np.ndarray:
-        quantized = {own.layer: own.format for own in chosen if own.format is not None}
-        return run({x: _as_held(weights[x], own, axis) for x, own in quantized.items()}) - before
-
-    chosen, after = _choose(rows, budget, increase)
+    chosen, increase = _choose(
+        rows, budget, lambda chosen: losses({own.layer: own.format for own in chosen}) - before
+    )
     return Sensitivity(
         rows=tuple(itertools.chain.from_iterable(rows)),
         choices=tuple(chosen),
         budget=budget,
         loss=float(before.mean()),
-        increase=float(after.mean()),
+        increase=increase,
     )
-
-
-def _weights(params: object, layers: str, axis: int, scanned: str | None) -> dict[str, jax.Array]:
-    """The parameters to choose for, by name."""
-    found = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        name = path_name(path)
-        if re.fullmatch(layers, name) and jnp.issubdtype(leaf.dtype, jnp.floating):
-            expected = 3 if scanned is not None and re.fullmatch(scanned, name) else 2
-            if leaf.ndim != expected:
-                raise ValueError(
-                    f"sensitivity: the parameter {name!r} must have {expected} axes, got "
-                    f"shape={tuple(leaf.shape)}; which axis a product contracts is known of "
-                    "[in, out] alone, and of [layers, in, out] by scanned=; leave others out "
-                    "by layers="
-                )
-            found[name] = leaf
-    if not found:
-        names = [path_name(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        raise ValueError(
-            f"sensitivity: layers={layers!r} matches none of the parameters "
-            f"{', '.join(map(repr, names[:8]))}{', ...' if len(names) > 8 else ''}"
-        )
-    return found
-
-
-def _as_held(leaf: jax.Array, format: BlockFormat, axis: int) -> jax.Array:
-    """Weights as a format holds them, by the scale rule that conversion takes."""
-    spec = weight_only(format).fwd.rhs
-    assert spec is not None
-    return cast(leaf, spec.format, axis=axis, scale_rule=spec.scale_rule)
 
 
 def _choose(
     rows: Sequence[Sequence[Candidate]],
     budget: Budget,
     measure: Callable[[Sequence[Candidate]], np.ndarray],
-) -> tuple[list[Candidate], np.ndarray]:
-    """The best choice of one row of each layer, and how far the loss rises, batch by batch."""
+) -> tuple[list[Candidate], float]:
+    """The best choice of one row of each layer, and how far the mean loss rises."""
     increases = np.array([[row.increase for row in own] for own in rows])
     # A loss of NaN would count as none that rises; a cast that lowers it does so by chance.
     increases = np.where(np.isfinite(increases), np.maximum(increases, 0), np.inf)
     sizes = np.array([[float(row.bytes) for row in own] for own in rows])
 
-    def measured(found: list[int]) -> tuple[list[Candidate], np.ndarray]:
+    def measured(found: list[int]) -> tuple[list[Candidate], float]:
         chosen = [own[index] for own, index in zip(rows, found, strict=True)]
-        return chosen, measure(chosen)
+        return chosen, float(measure(chosen).mean())
 
     if budget.loss is None:
         parameters = sum(math.prod(own[0].shape) for own in rows)
@@ -370,10 +353,9 @@ def _choose(
     for _ in range(_ROUNDS):
         found = best_choice(sizes, increases, limit)
         assert found is not None  # every layer may stay as it is
-        chosen, after = measured(found)
-        if after.mean() <= budget.loss:
-            return chosen, after
-        rises = float(after.mean())
+        chosen, rises = measured(found)
+        if rises <= budget.loss:
+            return chosen, rises
         limit *= 0.9 * budget.loss / rises if math.isfinite(rises) else 0.5
     return measured([-1] * len(rows))
 

@@ -6,7 +6,6 @@ one's power of two: gradients of 1e-25 have an SQNR too.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -421,8 +420,6 @@ def saturated_fraction(x: jax.typing.ArrayLike, quantized: MXArray) -> float:
             "saturated_fraction: shapes must agree, got "
             f"x.shape={np.shape(x)}, quantized.shape={quantized.shape}; pass what was quantized"
         )
-    raw = _saturated(jnp.asarray(x), quantized)
+    of_cast = jax.jit(plain.of_cast, static_argnames=("axis", "wanted"))
+    raw = of_cast(jnp.asarray(x), quantized, axis=-1, wanted=("saturation",))
     return float(raw["saturated"]) / max(1, quantized.size)
-
-
-_saturated = jax.jit(functools.partial(plain.of_cast, axis=-1, wanted=("saturation",)))

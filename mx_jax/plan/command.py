@@ -14,7 +14,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from mx_jax.inspect.report_checkpoint import size
+from mx_jax.inspect.facts import size
+from mx_jax.inspect.tables import rich_table
 from mx_jax.plan.step import (
     AXES,
     REMATS,
@@ -52,19 +53,6 @@ INTERCONNECTS = {
 }
 
 
-def parse_interconnect(text: str) -> Interconnect:
-    """A named link, or one of so many bytes a second."""
-    if text in INTERCONNECTS:
-        return INTERCONNECTS[text]
-    with contextlib.suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return Interconnect(float(text), "as given")
-    raise ValueError(
-        f"plan: unknown interconnect={text!r}; known: {', '.join(INTERCONNECTS)}, or bytes a "
-        "second, as 2e11"
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """One recipe's numbers, of one device and one step."""
@@ -76,48 +64,38 @@ class Plan:
 
     @property
     def received(self) -> float:
-        """Bytes of all movements."""
         return sum(row.bytes for row in self.traffic)
 
 
 _size = functools.partial(size, digits=3)
 
 
-def _table(title: str, plans: Sequence[Plan], *columns: str) -> Table:
-    table = Table(title=title, title_justify="left")
-    for column in columns:
-        table.add_column(column)
-    for plan in plans:
-        table.add_column(plan.name, justify="right")
-    return table
-
-
-def _memory_table(plans: Sequence[Plan]) -> Table:
-    table = _table("Memory of a device", plans, "what")
-    for field in dataclasses.fields(Memory):
-        table.add_row(field.name, *(_size(getattr(plan.memory, field.name)) for plan in plans))
-    table.add_section()
-    table.add_row("total", *(_size(plan.memory.total) for plan in plans))
-    return table
-
-
-def _traffic_table(plans: Sequence[Plan]) -> Table:
-    columns = ("axis", "collective", "of each", "pass")
-    table = _table("Bytes that a device receives in a step", plans, *columns)
-    first = plans[0]
+def _tables(plans: Sequence[Plan]) -> list[Table]:
+    """What a device keeps, and what it receives."""
+    names, first = [plan.name for plan in plans], plans[0]
+    kept = [
+        (field.name, *(_size(getattr(plan.memory, field.name)) for plan in plans))
+        for field in dataclasses.fields(Memory)
+    ]
+    memory = rich_table("Memory of a device", ("what", *names), kept)
+    memory.add_section()
+    memory.add_row("total", *(_size(plan.memory.total) for plan in plans))
+    moved = []
     for rows in zip(*(plan.traffic for plan in plans), strict=True):
         own = rows[0].movement
         cells = (_size(row.bytes) + "*" * bool(row.as_codes) for row in rows)
-        table.add_row(own.axis, own.collective, own.tensor, own.during, *cells)
-    table.add_section()
-    table.add_row("all", "", "", "", *(_size(plan.received) for plan in plans))
+        moved.append((own.axis, own.collective, own.tensor, own.during, *cells))
+    heads = ("axis", "collective", "of each", "pass", *names)
+    traffic = rich_table("Bytes that a device receives in a step", heads, moved, left=4)
+    traffic.add_section()
+    traffic.add_row("all", "", "", "", *(_size(plan.received) for plan in plans))
     if first.received:
         ratios = (f"{plan.received / first.received:.3f}" for plan in plans)
-        table.add_row(f"of {first.name}'s", "", "", "", *ratios)
+        traffic.add_row(f"of {first.name}'s", "", "", "", *ratios)
     if first.seconds is not None:
         times = (f"{1000 * (plan.seconds or 0):,.1f} ms" for plan in plans)
-        table.add_row("time", "", "", "", *times)
-    return table
+        traffic.add_row("time", "", "", "", *times)
+    return [memory, traffic]
 
 
 def as_values(plans: Sequence[Plan], setup: Setup) -> list[str]:
@@ -321,7 +299,35 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(f"plan: --vocabulary must be at least 0, got {options.vocabulary}")
     given = {name: getattr(options, name) for name in (*sizes, "vocabulary")}
     model = transformer(options.params, options.layers, **given)
-    setup, links = _setup(options), _links(options.interconnect)
+    codes = {*_words(options.gather)} - {"none"}
+    _check_axes(codes, "gather")
+    setup = Setup(
+        **parse_mesh(options.mesh),
+        tokens=int(options.tokens),
+        dtype=np.dtype(options.dtype),
+        param_dtype=np.dtype(options.param_dtype),
+        moments=_MOMENTS[options.optimizer],
+        codes=frozenset(codes),
+        sequence=options.sequence_parallel,
+        microbatches=options.microbatches,
+        schedule=options.schedule,
+        remat=options.remat,
+    )
+    links: dict[str, Interconnect] = {}
+    for text in options.interconnect:
+        axis, _, link = text.partition("=")
+        _check_axes([axis], "interconnect")
+        if link in INTERCONNECTS:
+            links[axis] = INTERCONNECTS[link]
+            continue
+        with contextlib.suppress(ValueError):
+            if 0 < float(link) < math.inf:
+                links[axis] = Interconnect(float(link), "as given")
+                continue
+        raise ValueError(
+            f"plan: unknown interconnect={link!r}; known: {', '.join(INTERCONNECTS)}, or bytes a "
+            "second, as 2e11"
+        )
     if not 0 < options.efficiency <= 1:
         raise ValueError(f"plan: efficiency must be in (0, 1], got {options.efficiency}")
     wanted = {options.dtype: high_precision()}
@@ -340,8 +346,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(as_json(plans, lines), indent=1))
         return 0
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(_memory_table(plans))
-    console.print(_traffic_table(plans))
+    console.print(*_tables(plans))
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     return 0
@@ -351,33 +356,8 @@ def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _setup(options: argparse.Namespace) -> Setup:
-    return Setup(
-        **parse_mesh(options.mesh),
-        tokens=int(options.tokens),
-        dtype=np.dtype(options.dtype),
-        param_dtype=np.dtype(options.param_dtype),
-        moments=_MOMENTS[options.optimizer],
-        codes=_known_axes(set(_words(options.gather)) - {"none"}, "gather"),
-        sequence=options.sequence_parallel,
-        microbatches=options.microbatches,
-        schedule=options.schedule,
-        remat=options.remat,
-    )
-
-
-def _known_axes(names: Iterable[str], option: str) -> frozenset[str]:
+def _check_axes(names: Iterable[str], option: str) -> None:
     if unknown := sorted(set(names) - set(AXES)):
         raise ValueError(
             f"plan: {option} must name axes of {', '.join(AXES)}, got {option}={unknown[0]!r}"
         )
-    return frozenset(names)
-
-
-def _links(given: Iterable[str]) -> dict[str, Interconnect]:
-    links = {}
-    for text in given:
-        axis, _, link = text.partition("=")
-        _known_axes([axis], "interconnect")
-        links[axis] = parse_interconnect(link)
-    return links

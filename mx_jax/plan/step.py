@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.axes import Side
-from mx_jax.formats import BlockFormat
 from mx_jax.ops.ragged_dot import goes_by_row
 from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
 
@@ -37,12 +36,10 @@ class Linear:
 
     @property
     def is_routed(self) -> bool:
-        """Whether it is one of experts."""
         return self.experts > 1
 
     @property
     def params(self) -> int:
-        """Elements of its weights."""
         return self.k * self.n * self.experts
 
 
@@ -180,7 +177,6 @@ class Setup:
 
     @property
     def devices(self) -> int:
-        """All of them."""
         return math.prod(getattr(self, name) for name in AXES)
 
     @property
@@ -208,11 +204,6 @@ class Setup:
     def matrices(self, linear: Linear) -> int:
         """Experts of a layer that devices along `expert` have each; 1 for other layers."""
         return linear.experts // self.expert if linear.is_routed else 1
-
-    def sends_codes(self, linear: Linear) -> bool:
-        """Whether a layer of experts gets its input as codes."""
-        takes_rows = linear.is_routed and linear.split == "column"
-        return self.expert > 1 and takes_rows and "expert" in self.codes
 
     def check(self, model: Model) -> None:
         """Raise ValueError for blocks or experts that the mesh does not divide."""
@@ -288,7 +279,6 @@ class Movement:
     each: Literal["block", "microbatch", "stage"] = "block"
 
     def is_of(self, linear: Linear) -> bool:
-        """Whether a layer needs it."""
         if self.each == "stage":
             return False
         return self.split in (None, linear.split) and self.routed in (None, linear.is_routed)
@@ -336,13 +326,6 @@ def movements(setup: Setup) -> tuple[Movement, ...]:
     return tuple(own for own in every if getattr(setup, own.axis) > 1)
 
 
-def received(own: Movement, devices: int) -> float:
-    """What part of a tensor, times how often, each of so many devices receives."""
-    # What one device sends to one other comes whole.
-    lacking = 1.0 if own.collective == _PERMUTE else (devices - 1) / devices
-    return COLLECTIVES[own.collective] * lacking
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Bytes that one device receives in a step by one kind of movement."""
@@ -355,31 +338,34 @@ class Traffic:
 
 def traffic(model: Model, setup: Setup, recipe: MatmulRecipe) -> tuple[Traffic, ...]:
     """What a device receives in a step, movement by movement."""
-    return tuple(_traffic(own, model, setup, recipe) for own in movements(setup))
-
-
-def _traffic(own: Movement, model: Model, setup: Setup, recipe: MatmulRecipe) -> Traffic:
-    size, blocks = getattr(setup, own.axis), model.layers // setup.pipe
-    share = received(own, size)
-    often = setup.microbatches if own.each == "microbatch" else 1
-    linears = [linear for linear in model.linears if own.is_of(linear)]
-    if own.each == "stage":
-        # Between stages tokens move as they do before a layer as wide as the model.
-        linears, blocks = [Linear(name="stages", k=model.width, n=model.width, split="column")], 1
-    total, as_codes, as_values = 0.0, [], []
-    for linear in linears:
-        moved, coded = moved_bytes(own, linear, setup, recipe)
-        times = 2 if is_repeated(own, linear, setup, recipe) else 1
-        total += often * times * blocks * moved
-        (as_codes if coded else as_values).append(linear.name)
-    if own.tensor.startswith("weight"):
-        # Embedding and head are gathered and summed like weights, always as values, and once: they
-        # are before and behind the pipeline.
-        shards = setup.model * setup.pipe * (1 if own.axis == "fsdp" else setup.fsdp)
-        total += model.other_params / shards * setup.dtype.itemsize
-    return Traffic(
-        movement=own, bytes=total * share, as_codes=tuple(as_codes), as_values=tuple(as_values)
-    )
+    found = []
+    for own in movements(setup):
+        linears, blocks = list(filter(own.is_of, model.linears)), model.layers // setup.pipe
+        if own.each == "stage":
+            # Between stages tokens move as they do before a layer as wide as the model.
+            stages = Linear(name="stages", k=model.width, n=model.width, split="column")
+            linears, blocks = [stages], 1
+        total, as_codes, as_values = 0.0, [], []
+        for linear in linears:
+            moved, coded = moved_bytes(own, linear, setup, recipe)
+            times = 2 if is_repeated(own, linear, setup, recipe) else 1
+            often = setup.microbatches if own.each == "microbatch" else 1
+            total += often * times * blocks * moved
+            (as_codes if coded else as_values).append(linear.name)
+        if own.tensor.startswith("weight"):
+            # Embedding and head are gathered and summed like weights, always as values, and once:
+            # they are before and behind the pipeline.
+            shards = setup.model * setup.pipe * (1 if own.axis == "fsdp" else setup.fsdp)
+            total += model.other_params / shards * setup.dtype.itemsize
+        # A device receives what it lacks; what one device sends to one other comes whole.
+        size = getattr(setup, own.axis)
+        lacking = 1.0 if own.collective == _PERMUTE else (size - 1) / size
+        total *= COLLECTIVES[own.collective] * lacking
+        row = Traffic(
+            movement=own, bytes=total, as_codes=tuple(as_codes), as_values=tuple(as_values)
+        )
+        found.append(row)
+    return tuple(found)
 
 
 def is_repeated(own: Movement, linear: Linear, setup: Setup, recipe: MatmulRecipe) -> bool:
@@ -403,47 +389,30 @@ def moved_bytes(
 ) -> tuple[float, bool]:
     """Bytes of a tensor, or of the part that devices along the axis share; whether of codes."""
     shape = _shape(own, linear, setup)
-    formats = [_format(recipe, operand) for operand in own.operands]
     count = setup.matrices(linear) if own.tensor.startswith("weight") else 1
     values = count * math.prod(shape) * setup.dtype.itemsize
-    if own.axis not in setup.codes or not formats:
+    if own.axis not in setup.codes or not own.operands:
         return values, False
     if own.axis == "expert" and not goes_by_row(recipe.fwd):
         return values, False
     total = 0.0
-    for format, operand in zip(formats, own.operands, strict=True):
-        if format is None:
+    for product, side in own.operands:
+        spec: OperandSpec | None = getattr(getattr(recipe, product), side)
+        if spec is None:
             return values, False
-        blocks = _blocks(format, own.tensor, operand)
+        # Sizes of blocks along both axes of a weight `[k, n]` or of `[tokens, features]`, None of
+        # a whole axis.
+        blocks = [size if isinstance(size, int) else None for size in spec.format.block]
+        if product == "drhs" or (own.tensor == "weight" and product == "fwd"):
+            blocks.reverse()
         if linear.is_routed and not _whole_blocks(own, linear, setup, blocks):
             return values, False
-        total += count * quantized_bytes(format, shape, blocks)
+        # Codes at their real width, and scales.
+        pairs = zip(shape, blocks, strict=True)
+        scales = math.prod(1 if size is None else -(-length // size) for length, size in pairs)
+        bits = math.prod(shape) * spec.format.element.bits + scales * spec.format.scale.bits
+        total += count * bits / 8
     return total, True
-
-
-def quantized_bytes(
-    format: BlockFormat, shape: tuple[float, float], blocks: tuple[int | None, int | None]
-) -> float:
-    """Codes at their real width, and scales. Blocks of None hold a whole axis."""
-    pairs = zip(shape, blocks, strict=True)
-    scales = (1 if size is None else -(-length // size) for length, size in pairs)
-    return (math.prod(shape) * format.element.bits + math.prod(scales) * format.scale.bits) / 8
-
-
-def _format(recipe: MatmulRecipe, operand: tuple[str, Side]) -> BlockFormat | None:
-    product, side = operand
-    spec = getattr(getattr(recipe, product), side)
-    return None if spec is None else spec.format
-
-
-def _blocks(
-    format: BlockFormat, tensor: str, operand: tuple[str, Side]
-) -> tuple[int | None, int | None]:
-    """Sizes of blocks along both axes of a weight `[k, n]` or of `[tokens, features]`."""
-    kept, contracting = (size if isinstance(size, int) else None for size in format.block)
-    product, _ = operand
-    first = product == "drhs" or (tensor == "weight" and product == "fwd")
-    return (contracting, kept) if first else (kept, contracting)
 
 
 def _shape(own: Movement, linear: Linear, setup: Setup) -> tuple[float, float]:
@@ -460,7 +429,7 @@ def _shape(own: Movement, linear: Linear, setup: Setup) -> tuple[float, float]:
 
 
 def _whole_blocks(
-    own: Movement, linear: Linear, setup: Setup, blocks: tuple[int | None, int | None]
+    own: Movement, linear: Linear, setup: Setup, blocks: Sequence[int | None]
 ) -> bool:
     """Whether no block straddles two shards: else `ragged_dot` gathers values."""
     if own.tensor == "weight":
@@ -489,7 +458,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """The sum."""
         return self.parameters + self.gradients + self.optimizer + self.residuals
 
 
@@ -508,6 +476,11 @@ def memory(model: Model, setup: Setup, recipe: MatmulRecipe) -> Memory:
 
 def block_residuals(model: Model, setup: Setup, recipe: MatmulRecipe) -> float:
     """Bytes that one block keeps on a device from its forward to its backward pass."""
+
+    def stored(spec: OperandSpec, elements: float) -> float:
+        """Codes in memory, a byte each however few their bits, and scales but of whole axes."""
+        return elements * (1 + (spec.format.bits_per_element - spec.format.element.bits) / 8)
+
     itemsize, is_whole = setup.dtype.itemsize, setup.remat == "none"
     total = 0.0 if is_whole else setup.tokens_between * model.width * itemsize
     # What says which elements were clipped, where codes are kept: a bit each.
@@ -515,13 +488,15 @@ def block_residuals(model: Model, setup: Setup, recipe: MatmulRecipe) -> float:
     mask = 1 / 8 if clips and not is_primal else 0.0
     lhs, rhs = recipe.fwd.lhs, recipe.fwd.rhs
     for linear in model.linears:
-        elements = _input_elements(linear, setup)
-        # What arrives as codes is kept as codes.
-        sent = setup.sends_codes(linear) and goes_by_row(recipe.fwd)
+        is_shared = linear.split == "row" or setup.sequence
+        elements = setup.rows(linear) * linear.k / (setup.model if is_shared else 1)
+        # What arrives as codes is kept as codes: the input of a layer of experts.
+        routed = setup.expert > 1 and linear.is_routed and linear.split == "column"
+        sent = routed and "expert" in setup.codes and goes_by_row(recipe.fwd)
         if is_whole and is_primal:
             # Weights are parameters: they are there anyway.
             assert lhs is not None or not sent
-            total += stored_bytes(lhs, elements) if lhs and sent else elements * itemsize
+            total += stored(lhs, elements) if lhs and sent else elements * itemsize
             continue
         again = setup.remat == "save_quantized" and (linear.recomputed or sent or not is_primal)
         if not is_whole and not again:
@@ -529,20 +504,9 @@ def block_residuals(model: Model, setup: Setup, recipe: MatmulRecipe) -> float:
         # Codes of both forward operands; the input may stay as it came.
         weight = linear.k * linear.n * setup.matrices(linear) / (setup.fsdp * setup.model)
         if lhs is not None:
-            total += stored_bytes(lhs, elements) + mask * elements
+            total += stored(lhs, elements) + mask * elements
         elif is_whole:
             total += elements * itemsize
         if rhs is not None:
-            total += stored_bytes(rhs, weight) + mask * weight
+            total += stored(rhs, weight) + mask * weight
     return total
-
-
-def _input_elements(linear: Linear, setup: Setup) -> float:
-    """Elements of a layer's input on one device."""
-    shared = linear.split == "row" or setup.sequence
-    return setup.rows(linear) * linear.k / (setup.model if shared else 1)
-
-
-def stored_bytes(spec: OperandSpec, elements: float) -> float:
-    """Codes in memory, a byte each however few their bits, and scales but those of whole axes."""
-    return elements * (1 + (spec.format.bits_per_element - spec.format.element.bits) / 8)

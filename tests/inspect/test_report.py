@@ -1,6 +1,10 @@
-"""report of a run: one that diverges on purpose is diagnosed from its page alone."""
+"""report: a run that diverges on purpose is diagnosed from its page alone; of a checkpoint what is
+worst stands first, whoever wrote the file.
+"""
 
+import dataclasses
 import html.parser
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,14 +13,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 import mx_jax
-from mx_jax import inspect
-from mx_jax.inspect.report import findings
-from mx_jax.inspect.report_page import Histogram, Table, page
+from mx_jax import checkpoint, inspect
+from mx_jax.checkpoint.weights import Stored, Weights
+from mx_jax.formats import MXFP4
+from mx_jax.inspect.facts import facts_of
+from mx_jax.inspect.report import Histogram, Table, findings, page, place_of
+from mx_jax.mxarray import MXArray
+from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.quick import quick
 
-SECTIONS = [
+OF_A_RUN = [
     "Out of the ordinary",
     "Numbers",
     "SQNR by layer",
@@ -24,6 +33,16 @@ SECTIONS = [
     "Worst layers",
     "Saturation",
     "Scales",
+]
+OF_A_CHECKPOINT = [
+    "Out of the ordinary",
+    "Formats",
+    "Error by tensor",
+    "Worst tensors",
+    "Saturation",
+    "Zeros",
+    "Scales",
+    "Tensors",
 ]
 TAG = inspect.Tag(path="a", product="output", side="lhs", axis=-1, format="mxfp4", rule="even")
 
@@ -93,7 +112,7 @@ def test_a_run_that_diverges_is_diagnosed_from_its_page(tmp_path):
     file, path = inspect.Jsonl(tmp_path / "run.jsonl"), tmp_path / "run.html"
     diverging_run(file)
     inspect.report(file.path, path, title="A <diverging> run")
-    found = Page(path, SECTIONS)
+    found = Page(path, OF_A_RUN)
     assert found.texts["h1"] == ["A <diverging> run"]
     said = found.texts["li"]
     outlier = next(line for line in said if "outlier" in line)
@@ -199,5 +218,189 @@ def test_the_page_says_how_much_it_is_about(tmp_path):
             tag = inspect.Tag(side=side, axis=axis, **shared)
             memory.write(inspect.Record(tag=tag, step=step, stats={"amax": 1.0}))
     inspect.report(memory, tmp_path / "run.html")
-    text = Page(tmp_path / "run.html", SECTIONS).text
+    text = Page(tmp_path / "run.html", OF_A_RUN).text
     assert "<p>2 steps, 0 to 10; 2 operands of 1 products</p>" in text
+
+
+# Checkpoints ------------------------------------------------------------------------------------
+
+UP, HEAD, NORM = "layers.{}.up.weight", "head.weight", "norm.weight"
+
+
+def quantized(codes: Any, exponents: Any) -> MXArray:
+    """MXFP4 of given codes: nothing is rounded, so the test knows every number of the page."""
+    return MXArray(
+        codes=np.asarray(codes, np.uint8),
+        scales=np.asarray(exponents, np.int16).astype(np.uint8) + np.uint8(127),
+        format=MXFP4,
+        blocks=((-1, 32),),
+        dtype=np.dtype(np.float32),
+    )
+
+
+def layers() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Three layers and a head, and what they should be: layer 1 lost most, layer 2 has zeros."""
+    rng = np.random.default_rng(0)
+    small: dict[str, Any] = {}
+    for layer, zeros in enumerate((0, 0, 40)):
+        codes = rng.choice([1, 2, 3, 4, 5, 6], (2, 64))
+        codes[:, 64 - zeros :] = 0
+        codes[0, 0] = 7
+        small[UP.format(layer)] = quantized(codes, [[-1, -2], [-1, -3]])
+    small[HEAD] = quantized(np.full((1, 32), 7), [[0]])
+    exact = {name: np.asarray(x.dequantize()) for name, x in small.items()}
+    for layer, factor in enumerate((1.01, 1.5, 1.01)):
+        exact[UP.format(layer)] = exact[UP.format(layer)] * np.float32(factor)
+    small[NORM] = exact[NORM] = np.full(8, 1.5, np.float32)
+    return small, exact
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("weights")
+    small, exact = layers()
+    checkpoint.save(folder / "small.safetensors", small)
+    safetensors.numpy.save_file(exact, folder / "exact.safetensors")
+    return folder / "small.safetensors", folder / "exact.safetensors"
+
+
+@pytest.fixture
+def page_of(tmp_path: Path):
+    """Writes a page, and gives what its sections hold."""
+
+    def write(source: Any, **options: Any) -> dict[str, str]:
+        inspect.report(source, tmp_path / "page.html", **options)
+        return Page(tmp_path / "page.html", OF_A_CHECKPOINT).sections
+
+    return write
+
+
+def rows(section: str) -> list[list[str]]:
+    found = re.findall(r"<tr>(.*?)</tr>", section.split("<tbody>")[1])
+    return [re.findall(r"<td>(.*?)</td>", row) for row in found]
+
+
+def test_what_lost_most_stands_first(files: tuple[Path, Path], page_of: Any, tmp_path: Path):
+    small, exact = files
+    page = page_of(small, reference=exact, title="Three <layers>")
+    text = (tmp_path / "page.html").read_text()
+    assert "<h1>Three &lt;layers&gt;</h1>" in text
+    assert f"5 tensors, {1 * 3 * 68 + 17 + 32} B; 5 compared with those of the same name" in text
+    worst = rows(page["Worst tensors"])
+    # 1 - 1 / 1.5 of the amplitude is noise, or 1 - 1 / 1.01.
+    ten = [f"{-20 * math.log10(1 - 1 / factor):.2f}" for factor in (1.5, 1.01, 1.01)]
+    assert [row[-1] for row in worst] == ten and worst[0][0] == UP.format(1)
+    assert "2 of 5 tensors are equal to the reference" in page["Error by tensor"]
+    assert page["Error by tensor"].count("<circle") == 3
+    assert f"<title>layers.*.up.weight, layer 1: {9.542:.4g}</title>" in page["Error by tensor"]
+    assert re.findall("<li>(.*?)</li>", page["Out of the ordinary"]) == [
+        "head.weight: 100.0% of the codes have the largest magnitude of their format",
+        "layers.1.up.weight: its SQNR is 9.5 dB, the median of mxfp4 (mx_jax) 40.1 dB",
+        "layers.2.up.weight: 62% of its values are zero, the median of mxfp4 (mx_jax) is 0%",
+    ]
+    assert rows(page["Formats"])[0] == ["mxfp4 (mx_jax)", "4", "416", "221 B", "4.25", "40.09"]
+
+
+def test_maps_and_histograms(files: tuple[Path, Path], page_of: Any):
+    page = page_of(files[0])
+    for name in ("Error by tensor", "Worst tensors"):
+        assert "no reference was given" in page[name] and "<svg" not in page[name]
+    head, up = rows(page["Saturation"])
+    assert (head[0], head[2:]) == (HEAD, ["", "", ""]) and 'title="100.000%">100<' in head[1]
+    assert (up[0], up[1]) == ("layers.*.up.weight", "")
+    assert all(f'title="{1 / 128:.3%}">0.78<' in cell for cell in up[2:])
+    up, *others = rows(page["Zeros"])
+    assert [re.sub("<.*?>", "", cell) for cell in up] == ["layers.*.up.weight", "", "0", "0", "62"]
+    assert {row[0] for row in others} == {HEAD, NORM}
+    # A bar for each exponent, of the layers together.
+    (up, head) = rows(page["Scales"])
+    assert up[:3] == ["layers.*.up.weight", "mxfp4 (mx_jax)", "3"]
+    assert re.findall("<title>(.*?)</title>", up[3]) == ["2^-3: 3", "2^-2: 3", "2^-1: 6"]
+    assert len(rows(page["Tensors"])) == 5
+
+
+def test_wide_maps_have_numbers_where_one_points(page_of: Any, tmp_path: Path):
+    one = quantized(np.full((1, 32), 7), [[0]])
+    checkpoint.save(tmp_path / "deep.safetensors", {f"{i}": {"up": one} for i in range(13)})
+    (row,) = rows(page_of(tmp_path / "deep.safetensors")["Saturation"])
+    assert len(row) == 14 and all(cell.endswith('title="100.000%"></div>') for cell in row[1:])
+
+
+def test_a_reference_in_any_form(files: tuple[Path, Path], tmp_path: Path):
+    small, exact = files
+    out, texts = tmp_path / "page.html", []
+    arrays = safetensors.numpy.load_file(exact)
+    for source in (small, str(small), checkpoint.read(small)):
+        for reference in (exact, checkpoint.read(exact), arrays):
+            inspect.report(source, out, reference=reference)
+            texts.append(out.read_text().replace("the given arrays", str(exact)))
+    assert len(set(texts)) == 1 and f"<h1>{small}</h1>" in texts[0]
+    del arrays[NORM]
+    inspect.report(small, out, reference=arrays)
+    assert "; 4 compared" in out.read_text()
+    with pytest.raises(ValueError, match=r"report: head\.weight: sqnr_db: shapes must agree"):
+        inspect.report(small, out, reference=arrays | {HEAD: np.ones(3)})
+
+
+def test_weights_for_rotated_inputs_are_not_compared(files: tuple[Path, Path]):
+    exact, weights = checkpoint.read(files[1]), checkpoint.read(files[0])
+    turned = dataclasses.replace(weights.stored[HEAD], rotation="hadamard")
+    weights = Weights(weights.path, {**weights.stored, HEAD: turned})
+    found = facts_of(weights, [HEAD, UP.format(0)], exact, operation="test")
+    assert [facts.sqnr_db is None for facts in found] == [True, False]
+
+
+def test_a_folder_and_gguf(page_of: Any, tmp_path: Path):
+    folder = tmp_path / "model"
+    small, _ = layers()
+    del small[NORM]
+    checkpoint.write(folder, small, layout="mxfp4-pack-quantized", max_shard_size=100)
+    assert rows(page_of(folder)["Formats"])[0][:2] == ["mxfp4 (mxfp4-pack-quantized)", "4"]
+    file = tmp_path / "nameless"
+    file.write_bytes(gguf({"blk.0.up.weight": Tensor(39, (64, 2), (b"\x7f" + bytes(16)) * 4)}))
+    tensor = ["blk.0.up.weight", "mxfp4 (gguf-mxfp4)", "2x64"]
+    assert rows(page_of(file)["Tensors"])[0][:3] == tensor
+
+
+def test_what_there_is_no_page_of(files: tuple[Path, Path], tmp_path: Path):
+    out = tmp_path / "page.html"
+    cut = tmp_path / "cut.safetensors"
+    cut.write_bytes(files[0].read_bytes()[:-8])
+    for source, reference, error, message in (
+        (Weights(tmp_path, {}), None, ValueError, "report: needs tensors, got none in Weights"),
+        (
+            inspect.Memory(),
+            files[1],
+            ValueError,
+            "report: a reference belongs to a checkpoint",
+        ),
+        (tmp_path / "none.safetensors", None, FileNotFoundError, r"none\.safetensors"),
+        (cut, None, ValueError, r"cut\.safetensors"),
+    ):
+        with pytest.raises(error, match=message):
+            inspect.report(source, out, reference=reference)
+    assert not out.exists()
+
+
+def test_a_long_list_is_cut_and_says_so(page_of: Any, tmp_path: Path):
+    zeros = np.zeros(4, np.float32)
+    stored = {
+        f"{number}.bias": Stored(shape=(4,), nbytes=16, fetch=lambda: zeros, host=lambda: zeros)
+        for number in range(62)
+    }
+    page = page_of(Weights(tmp_path, stored))
+    said = re.findall("<li>(.*?)</li>", page["Out of the ordinary"])
+    assert len(said) == 61 and said[-1] == "and 2 more"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "layer"),
+    [
+        ("layers/3/up/kernel", "layers/*/up/kernel", 3),
+        ("params/Dense_12/kernel", "params/Dense_*/kernel", 12),
+        ("blk.4.ffn_up_exps.7.weight", "blk.*.ffn_up_exps.*.weight", 4),
+        ("block1.fc2.weight", "block1.fc2.weight", None),
+    ],
+)
+def test_kinds_and_layers_by_names(name: str, kind: str, layer: int | None):
+    assert place_of(name) == (kind, layer)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mx_jax import checkpoint, inspect
-from tests.inspect import test_report, test_report_checkpoint
+from tests.inspect import test_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 
@@ -34,7 +34,7 @@ def test_the_page_is_drawn_light_and_dark(kind: str, tmp_path: Path):
         test_report.diverging_run(sink)
         inspect.report(sink, page)
     else:
-        small, exact = test_report_checkpoint.layers()
+        small, exact = test_report.layers()
         checkpoint.save(file, small)
         inspect.report(file, page, reference=exact)
     means = []

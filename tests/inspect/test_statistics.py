@@ -20,7 +20,6 @@ import mx_jax
 from mx_jax import inspect, recipes
 from mx_jax.formats import E4M3, E5M2, E8M0
 from mx_jax.inspect import saturated_fraction, sqnr_db
-from mx_jax.inspect.capture import pack, unpack
 from mx_jax.inspect.statistics import numbers
 from mx_jax.ops import tags
 from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_dot_general
@@ -152,14 +151,6 @@ def test_counts_are_exact_where_float32_counts_no_further(monkeypatch):
     for name in ("exponents", "underflow"):
         np.testing.assert_array_equal(rows[name], whole[name])
     assert "([0], [0])" in str(jax.make_jaxpr(counts())(x)), "each row by itself"
-
-
-def test_a_message_is_one_array():
-    content = ([{"counts": jnp.arange(3, dtype=jnp.uint32), "count": jnp.uint32(2**32 - 1)}], -7)
-    words, layout = pack(jax.tree.map(jnp.asarray, content))
-    assert words.shape == (5,)
-    ((raw,), step) = unpack(words, layout)
-    assert (raw["count"], step, raw["counts"].tolist()) == (2**32 - 1, -7, [0, 1, 2])
 
 
 @pytest.mark.parametrize(
