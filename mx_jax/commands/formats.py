@@ -77,6 +77,11 @@ def _print(title: str, rows: Sequence[Mapping[str, str]], *left: str) -> None:
 
 def _element_row(element: formats.ElementFormat) -> dict[str, str]:
     fixed = element.kind == "int"
+    if fixed:
+        specials = "-2" if element.negative_extra else "-2 never written"
+    else:
+        names = ["Inf"] * element.has_inf + ["NaN"] * (element.nan_code is not None)
+        specials = ", ".join([*names, "-0" if element.has_negative_zero else "no -0"])
     return {
         "name": element.name,
         "bits": str(element.bits),
@@ -87,7 +92,7 @@ def _element_row(element: formats.ElementFormat) -> dict[str, str]:
         "max": f"{element.max:.10g}",
         "smallest normal": "-" if fixed else _power(element.smallest_normal),
         "smallest subnormal": _power(element.smallest_subnormal),
-        "special values": _specials(element),
+        "special values": specials,
         "range dB": f"{element.dynamic_range_db:.1f}",
         "dtype": element.dtype_name or "-",
     }
@@ -115,13 +120,6 @@ def _block_row(block: formats.BlockFormat) -> dict[str, str]:
         "tensor scale": "f32" if block.tensor_scale else "-",
         "bits per element": f"{block.bits_per_element:g}",
     }
-
-
-def _specials(element: formats.ElementFormat) -> str:
-    if element.kind == "int":
-        return "-2" if element.negative_extra else "-2 never written"
-    names = ["Inf"] * element.has_inf + ["NaN"] * (element.nan_code is not None)
-    return ", ".join([*names, "-0" if element.has_negative_zero else "no -0"])
 
 
 def _power(value: float) -> str:
