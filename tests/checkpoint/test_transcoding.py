@@ -21,7 +21,7 @@ from mx_jax.formats import (
     NVFP4,
     BlockFormat,
 )
-from tests.checkpoint.stored import assert_same, draw
+from tests.checkpoint.stored import assert_same, draw, values
 
 FP4_E4M3 = dataclasses.replace(formats.NVFP4_ONE_LEVEL, name="fp4_e4m3_32", block=(1, 32))
 FP4_F32 = dataclasses.replace(MXFP4, name="fp4_f32", scale=F32)
@@ -36,10 +36,6 @@ def mxfp4(exponents: Any, rng: np.random.Generator, codes: int | None = None) ->
         codes=jnp.asarray(np.broadcast_to(given, (len(scales), 32)).astype(np.uint8)),
         scales=jnp.asarray(scales),
     )
-
-
-def values(x: mx_jax.MXArray) -> np.ndarray:
-    return np.asarray(x.dequantize(jnp.float32))
 
 
 def test_18_octaves(rng: np.random.Generator):
@@ -207,8 +203,7 @@ def test_decoded(format, shape: tuple[int, ...], axis: int, rng: np.random.Gener
         pieces = list(scales.decoded(x))
     assert [len(piece) for piece in pieces] == [2] * (len(x) // 2) + [1] * (len(x) % 2)
     assert {piece.dtype for piece in pieces} == {np.dtype(np.float64)}
-    expected = np.asarray(x.dequantize(jnp.float32))
-    np.testing.assert_array_equal(np.concatenate(pieces).astype(np.float32), expected)
+    np.testing.assert_array_equal(np.concatenate(pieces).astype(np.float32), values(x))
 
 
 def test_every_scale(rng: np.random.Generator):
@@ -218,5 +213,5 @@ def test_every_scale(rng: np.random.Generator):
     factors = scales.effective_scales(x)[:, 0]
     np.testing.assert_array_equal(factors[:255], np.ldexp(1.0, np.arange(-127, 128)))
     assert np.isnan(factors[255])
-    (values,) = scales.decoded(x)
-    assert np.isnan(values[255]).all() and np.isfinite(values[:255]).all()
+    (decoded,) = scales.decoded(x)
+    assert np.isnan(decoded[255]).all() and np.isfinite(decoded[:255]).all()
