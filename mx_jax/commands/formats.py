@@ -2,14 +2,12 @@
 
 import argparse
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
 
 from mx_jax import formats
 from mx_jax.commands.output import print_table
 
 AnyFormat = formats.BlockFormat | formats.ElementFormat | formats.ScaleFormat
-F = TypeVar("F", formats.ElementFormat, formats.ScaleFormat)
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -35,8 +33,11 @@ def run(options: argparse.Namespace) -> int:
     own = (*formats.BLOCK_FORMATS, *formats.ELEMENT_FORMATS, *formats.SCALE_FORMATS)
     given = [_format(each) for each in options.formats] or own
     blocks = [each for each in given if isinstance(each, formats.BlockFormat)]
-    elements = _parts(given, formats.ElementFormat, [block.element for block in blocks])
-    scales = _parts(given, formats.ScaleFormat, [block.scale for block in blocks])
+    # What is named, and what the blocks consist of, each once.
+    elements = [each for each in given if isinstance(each, formats.ElementFormat)]
+    elements = dict.fromkeys((*elements, *(block.element for block in blocks)))
+    scales = [each for each in given if isinstance(each, formats.ScaleFormat)]
+    scales = dict.fromkeys((*scales, *(block.scale for block in blocks)))
     title = "Block formats (elements that share a scale: kept x contracting axis)"
     _print("Element formats", [*map(_element_row, elements)], "special values", "dtype")
     _print("Scale formats", [*map(_scale_row, scales)], "value", "dtype")
@@ -62,11 +63,6 @@ def _format(text: str) -> AnyFormat:
             f"formats: {text!r} must be a BlockFormat, ElementFormat or ScaleFormat, got {found!r}"
         )
     return found
-
-
-def _parts(given: Iterable[Any], kind: type[F], more: Iterable[F]) -> list[F]:
-    """What is of a kind, and more of it, each once."""
-    return list(dict.fromkeys([*(each for each in given if isinstance(each, kind)), *more]))
 
 
 def _print(title: str, rows: Sequence[Mapping[str, str]], *left: str) -> None:

@@ -125,11 +125,6 @@ class Judged:
         assert spec is not None
         return spec
 
-    @property
-    def has_tensor_scale(self) -> bool:
-        """Whether it is quantized under one tensor scale for all of it."""
-        return self.quantizes and self.num_stacked == 0 and self.spec.format.tensor_scale
-
     def quantize(
         self,
         value: Any,
@@ -231,7 +226,9 @@ def unlike(scales: Mapping[str, float]) -> list[tuple[str, ...]]:
 def shared_scales(weights: Weights, judged: Mapping[str, Judged]) -> dict[str, float]:
     """Tensor scales of matrices that are quantized alike and become one: that of the largest."""
     found: dict[str, float] = {}
-    for group in fused(name for name, each in judged.items() if each.has_tensor_scale):
+    # Those of one matrix, which are quantized under one tensor scale.
+    single = {name: x for name, x in judged.items() if x.quantizes and x.num_stacked == 0}
+    for group in fused(name for name, x in single.items() if x.spec.format.tensor_scale):
         first = judged[group[0]]
         if any((judged[n].spec, judged[n].scales) != (first.spec, first.scales) for n in group):
             continue

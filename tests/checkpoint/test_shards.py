@@ -239,14 +239,22 @@ def test_a_name_in_two_files_and_files_that_the_index_lost(tmp_path: Path):
         checkpoint.load(folder)
 
 
-def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("size", [None, 16])
+def test_a_full_disk_names_the_file(
+    size: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And leaves what was there."""
+    path, first = (tmp_path, "model-00001-of-00003") if size else (tmp_path / "m", "m")
+    checkpoint.save(path, OLD, max_shard_size=size)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
     def full(file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*model-00001-of-00003.safetens"):
-        checkpoint.save(tmp_path, OLD, max_shard_size=16)
-    assert not names(tmp_path)
+    with pytest.raises(OSError, match=rf"No space left on device: '.*{first}.*'"):
+        checkpoint.save(path, NEW, max_shard_size=size)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_what_is_not_written(weights: dict[str, Any], tmp_path: Path):

@@ -600,6 +600,8 @@ def test_a_page_replaces_nothing_unasked(model: Path, tmp_path: Path, cli: Cli):
     assert "is what is read" in cli.error("inspect", model, "--html", model, "--force")
     assert f"{page} is there already" in cli.error("inspect", model, "--html", page)
     cli("inspect", model, "--html", page, "--force")
+    nowhere = tmp_path / "none" / "page.html"
+    assert f"{nowhere} must be a file in a folder" in cli.error("inspect", model, "--html", nowhere)
     with pytest.raises(ValueError, match=r"report: .*model\.safetensors is what is read"):
         mx_jax.inspect.report(checkpoint.read(model), model)
     assert model.read_bytes() == before

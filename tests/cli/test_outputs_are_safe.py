@@ -15,8 +15,6 @@ from mx_jax import checkpoint
 from mx_jax.commands import stream
 from tests.cli.conftest import Cli
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -134,11 +132,6 @@ def test_what_may_not_be_read_or_replaced(
     (model / "model.safetensors").chmod(0)
     if os.geteuid():
         assert "Permission denied" in cli.error(*words)
-
-
-def test_a_page_in_no_folder_is_refused_early(model: Path, tmp_path: Path, cli: Cli):
-    page = tmp_path / "none" / "page.html"
-    assert f"{page} must be a file in a folder" in cli.error("inspect", model, "--html", page)
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "up\n", "\ud800", "\x1b[31m"])
