@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 import weakref
 from collections.abc import Iterator, Mapping
@@ -22,6 +20,7 @@ from mx_jax import checkpoint
 from mx_jax.formats import MXFP4
 from tests.checkpoint.killed import at_each_change
 from tests.checkpoint.stored import draw
+from tests.processes import printed
 
 LAYOUT = "mxfp4-pack-quantized"
 INDEX = "model.safetensors.index.json"
@@ -355,10 +354,4 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
             print("refused" if "memory" in str(error).lower() else error)
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.stdout.split("\n")[:2] == ["24", "refused"], done.stdout + done.stderr
+    assert printed("-c", program, tmp_path).split("\n")[:2] == ["24", "refused"]

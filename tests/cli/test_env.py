@@ -1,10 +1,7 @@
 """`python -m mx_jax env`: what runs here and why, as tables and as JSON."""
 
 import importlib.metadata
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import pytest
@@ -14,20 +11,9 @@ from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import BACKENDS
 from tests.cli.conftest import Cli
 from tests.needs import needs_library
+from tests.processes import run_python
 
-ROOT = Path(__file__).parents[2]
 PLAIN = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "MX_JAX_CPU_ISA": ""}
-
-
-def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | PLAIN | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
 
 
 def test_versions_devices_and_variables(cli: Cli, monkeypatch: pytest.MonkeyPatch):
@@ -104,7 +90,7 @@ def test_as_tables(cli: Cli):
 
 @pytest.mark.slow
 def test_no_device_is_said_in_words():
-    run = run_python("-m", "mx_jax", "env", JAX_PLATFORMS="tpux")
+    run = run_python("-m", "mx_jax", "env", **PLAIN | {"JAX_PLATFORMS": "tpux"})
     assert run.returncode == 1
     assert "JAX finds no device" in run.stdout and "tpux" in run.stdout
     assert "Traceback" not in run.stderr
@@ -116,7 +102,7 @@ CAST = "import mx_jax; [mx_jax.quantize([1.0], f).codes for f in ('mxfp4', 'mxfp
 
 @pytest.mark.slow
 def test_falling_back_is_said_once():
-    run = run_python("-c", CAST, MX_JAX_CPU_LIBRARY="/no/such/file.so")
+    run = run_python("-c", CAST, **PLAIN, MX_JAX_CPU_LIBRARY="/no/such/file.so")
     assert run.returncode == 0, run.stderr
     (line,) = run.stderr.splitlines()
     assert line.startswith(
