@@ -99,12 +99,8 @@ def read(
 
 # Names that only a quantized weight's scales have: one that no weight takes is an error.
 _SCALE_NAMES = tuple(
-    dict.fromkeys(
-        suffix
-        for layout in LAYOUTS
-        for suffix in (layout.scales, layout.tensor_scale)
-        if suffix is not None and suffix not in (".scale", ".scales")
-    )
+    {suffix for row in LAYOUTS for suffix in (row.scales, row.tensor_scale) if suffix}
+    - {".scale", ".scales"}
 )
 
 # What ModelOpt's AWQ and SVDQuant ask of inputs, or add to products. Unread, it would be missed.

@@ -9,7 +9,7 @@ import pytest
 
 import mx_jax
 from mx_jax import checkpoint, formats
-from mx_jax.checkpoint import scales
+from mx_jax.checkpoint import scales, transcoding
 from mx_jax.checkpoint.layouts import LAYOUTS
 from mx_jax.formats import (
     F32,
@@ -181,6 +181,15 @@ def test_tensor_scales_that_cannot_be(rng: np.random.Generator):
     ):
         with pytest.raises(ValueError, match=refused):
             checkpoint.transcode(zeros, target, tensor_scale=scale)
+
+
+def test_a_value_that_changed_is_found(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch):
+    """What a mistake in this library would do: every scale twice as large."""
+    encoded = transcoding.encoded_scales
+    double = lambda wanted, scale: encoded(2 * wanted, scale)  # noqa: E731
+    monkeypatch.setattr(transcoding, "encoded_scales", double)
+    with pytest.raises(AssertionError, match="fp4_f32 changed a value; please report it"):
+        checkpoint.transcode(mxfp4([127], rng), FP4_F32)
 
 
 FORMATS = (MXFP4, MXFP4_2D, MXFP8_E4M3, MXINT8, NVFP4, FLOAT8_ROWWISE_E4M3)
