@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -189,6 +190,9 @@ def test_experts_need_an_axis_and_have_a_tensor_scale_each(
         expected = mx_jax.quantize(experts[index], "nvfp4")
         np.testing.assert_array_equal(found.codes[index], expected.codes)
         assert float(found.tensor_scale[index, 0, 0]) == float(expected.tensor_scale[0, 0])
+    squares = rules("", {"pattern": ".*", "format": "mxfp4_2d", "axis": -1})
+    cli("quantize", path, out, "--rules", squares, "--force")
+    assert checkpoint.load(out)["experts.up.weight"].blocks == ((-2, 32), (-1, 32))
 
 
 @pytest.mark.parametrize(
@@ -216,6 +220,15 @@ def test_rules_that_are_none(
     file = rules(text) if isinstance(text, str) else rules("", text)
     said = cli.error("quantize", model, out, "--rules", file, "--strict")
     assert "rules: " in said and complaint in said and not out.exists()
+
+
+def test_a_pattern_is_of_a_layer():
+    """Without what its matrix is called; another tensor of the layer has a name of its own."""
+    rule = (rules.format_rule("up", "mxfp4", axis=-1),)
+    tensor = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    names = ("up", "up.weight", "up/kernel", "up.lora_a", "up/weight.lora_a")
+    found = [name for name in names if rules.judge(rule, name, tensor).quantizes]
+    assert found == ["up", "up.weight", "up/kernel"]
 
 
 def test_a_rule_that_matches_nothing(model: Path, out: Path, rules: Any, cli: Cli):
