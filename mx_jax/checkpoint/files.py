@@ -173,8 +173,9 @@ def replacing(path: Path) -> Iterator[Any]:
     name = None
     try:
         while True:
-            kind: Any = {"prefix": f".{path.name}.", "suffix": _PARTIAL, "dir": path.parent}
-            handle, name = tempfile.mkstemp(**kind)
+            handle, name = tempfile.mkstemp(
+                prefix=f".{path.name}.", suffix=_PARTIAL, dir=path.parent
+            )
             if fcntl is not None:
                 with contextlib.suppress(OSError):  # no locks on that disk
                     fcntl.flock(handle, fcntl.LOCK_EX)

@@ -128,6 +128,12 @@ def test_every_value_is_compared(weights: dict[str, Any], tmp_path: Path, resume
     np.testing.assert_array_equal(found, codes(weights, same))
 
 
+def anew(folder: Path, start: Path) -> None:
+    """Make the folder what it was at the start."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(start, folder)
+
+
 OLD, NEW = ({"a": np.full(4, i), "b": np.full(4, i), "c": np.full(4, i)} for i in (1.0, 2.0))
 
 
@@ -161,10 +167,6 @@ def test_killed_at_every_change_a_save_is_whole_or_not_there(
         if before == "stopped":
             (start / "model-00003-of-00003.safetensors").unlink()
 
-    def prepare() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(start, folder)
-
     def check(last: str) -> None:
         assert note.read_text() == "mine"
         try:
@@ -178,7 +180,7 @@ def test_killed_at_every_change_a_save_is_whole_or_not_there(
 
     for resume in (False, True):
         at_each_change(
-            prepare,
+            lambda: anew(folder, start),
             lambda resume=resume: checkpoint.save(folder, NEW, max_shard_size=size, resume=resume),
             check,
         )
@@ -194,21 +196,17 @@ def test_killed_twice(tmp_path: Path):
     checkpoint.save(tmp_path / "other", NEW, max_shard_size=16)
     folder, start = tmp_path / "m", tmp_path / "start"
 
-    def prepare() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(start, folder)
-
     def check(last: str) -> None:
         values = {float(value) for leaf in checkpoint.load(folder).values() for value in leaf}
         assert values in ({1.0}, {2.0}, {3.0}), last
 
     third = {name: array + 2 for name, array in OLD.items()}
     for left in (1, 2, 3):
-        shutil.rmtree(start, ignore_errors=True)
-        shutil.copytree(tmp_path / "old", start)
+        anew(start, tmp_path / "old")
         for file in sorted((tmp_path / "other").glob("*.safetensors"))[:left]:
             shutil.copy(file, start / file.name.replace(".safetensors", "-2.safetensors"))
-        at_each_change(prepare, lambda: checkpoint.save(folder, third, max_shard_size=16), check)
+        save = lambda: checkpoint.save(folder, third, max_shard_size=16)  # noqa: E731
+        at_each_change(lambda: anew(folder, start), save, check)
         assert len(names(folder)) == 4
 
 

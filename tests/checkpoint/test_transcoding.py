@@ -10,7 +10,7 @@ import pytest
 import mx_jax
 from mx_jax import checkpoint, formats
 from mx_jax.checkpoint import scales, transcoding
-from mx_jax.checkpoint.layouts import LAYOUTS
+from mx_jax.checkpoint.layouts import named
 from mx_jax.formats import (
     F32,
     FLOAT8_ROWWISE_E4M3,
@@ -118,8 +118,7 @@ def test_other_scales(target: BlockFormat, rng: np.random.Generator):
 
 def test_squares_and_transposes(rng: np.random.Generator):
     """DeepSeek's blocks of 128 x 128 from E8M0 to float32; blocks along the first axis."""
-    (row,) = (row for row in LAYOUTS if row.name == "deepseek-v3.1")
-    x = draw(row.format, (130, 200), rng)
+    x = draw(named("deepseek-v3.1").format, (130, 200), rng)
     x = dataclasses.replace(x, codes=x.codes & 0x3F)
     y, proved = checkpoint.transcode(x, "deepseek-v3")
     assert proved.blocks == 4 and proved.values == 130 * 200 and y.blocks == x.blocks
