@@ -36,7 +36,7 @@ from mx_jax.checkpoint.transcoding import single_tensor_scale, under_scales_of
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.commands import stream
 from mx_jax.commands.output import print_table, say, watched
-from mx_jax.commands.rules import format_rule, judge, quantized_like, unlike
+from mx_jax.commands.rules import format_rule, fused, judge, quantized_like
 from mx_jax.mxarray import MXArray
 
 
@@ -203,9 +203,9 @@ def _scaled_alike(weights: Weights, planned: list[Conversion], row: Layout) -> l
     by_name = {each.name: each for each in planned}
     scales = {each.name: each.tensor_scale for each in planned if each.tensor_scale is not None}
     apart = []
-    for group in unlike(scales):
+    for group in fused(scales):
         common = max(scales[name] for name in group)
-        changed = {}
+        changed = {}  # nothing, where all are the same
         for name in (name for name in group if scales[name] < common):
             x: Any = weights[name]
             try:

@@ -218,11 +218,6 @@ def fused(names: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
-def unlike(scales: Mapping[str, float]) -> list[tuple[str, ...]]:
-    """Groups of `fused` whose tensor scales, by name, differ."""
-    return [group for group in fused(scales) if len({scales[name] for name in group}) > 1]
-
-
 def shared_scales(weights: Weights, judged: Mapping[str, Judged]) -> dict[str, float]:
     """Tensor scales of matrices that are quantized alike and become one: that of the largest."""
     found: dict[str, float] = {}

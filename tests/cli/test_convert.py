@@ -13,7 +13,7 @@ import safetensors.numpy
 import mx_jax
 from mx_jax import checkpoint
 from mx_jax.cli import main
-from mx_jax.commands.rules import fused, unlike
+from mx_jax.commands.rules import fused
 from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.checkpoint.stored import draw, put_model, values
 from tests.cli.conftest import Cli
@@ -296,8 +296,6 @@ def test_what_becomes_one():
     found = fused([*names, *alone])
     assert found == [tuple(names[0:3]), tuple(names[3:5]), tuple(names[5:8]), tuple(names[8:10])]
     assert fused(["a/q_proj/kernel", "a/k_proj/kernel"]) == [("a/q_proj/kernel", "a/k_proj/kernel")]
-    scales = dict.fromkeys(names, 1.0) | {names[4]: 2.0}
-    assert unlike(scales) == [tuple(names[3:5])]
 
 
 @pytest.mark.parametrize(
