@@ -14,7 +14,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -160,40 +160,29 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _partial(path: Path) -> tuple[Any, str]:
-    """A file beside `path`, locked until it is closed or the process ends, and its name."""
-    while True:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_PARTIAL, dir=path.parent)
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # no locks on that disk
-                fcntl.flock(handle, fcntl.LOCK_EX)
-        if os.fstat(handle).st_nlink:
-            return os.fdopen(handle, "wb"), name
-        os.close(handle)  # Removed as if abandoned, before it was locked.
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove half-written files of processes that are no more: nobody has them locked."""
-    if fcntl is None:
-        return
-    for path in folder.glob(f".*{_PARTIAL}"):
-        with contextlib.suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-
-
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Any]:
     """A file beside `path` that takes its place at the end, or is gone; errors name `path`."""
-    # What a process that was killed left there goes when the next one writes to the folder.
-    _remove_abandoned(path.parent)
+    # What a process that was killed left there, so that nobody has it locked, goes when the next
+    # one writes to the folder.
+    if fcntl is not None:
+        for left in path.parent.glob(f".*{_PARTIAL}"):
+            with contextlib.suppress(OSError), left.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                left.unlink()
+    name = None
     try:
-        made, name = _partial(path)
-    except OSError as error:
-        error.filename = os.fspath(path)
-        raise
-    try:
-        with made as file:
+        while True:
+            handle, name = tempfile.mkstemp(
+                prefix=f".{path.name}.", suffix=_PARTIAL, dir=path.parent
+            )
+            if fcntl is not None:
+                with contextlib.suppress(OSError):  # no locks on that disk
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+            if os.fstat(handle).st_nlink:
+                break
+            os.close(handle)  # Removed as if abandoned, before it was locked.
+        with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -203,10 +192,12 @@ def replacing(path: Path) -> Iterator[Any]:
         os.chmod(name, 0o666 & ~mask)
         os.replace(name, path)
     except BaseException as error:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            # Where the disk is full, the error names no file.
+        if name is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+        # Where the disk is full, the error names no file; mkstemp's names its own.
+        unnamed = name is None or (isinstance(error, OSError) and error.filename is None)
+        if unnamed and isinstance(error, OSError) and error.errno is not None:
             error.filename = os.fspath(path)
         raise
 
@@ -340,14 +331,35 @@ def write_files(
             return
         path.mkdir(parents=True, exist_ok=True)
         with only_writer(path, wait=True):
-            _keep_earlier(path)
-            shards = _cut(entries, max_shard_size, group)
+            if not (path / INDEX).is_file():
+                # A checkpoint that is read without gets one: what comes beside it is no part of it.
+                with contextlib.suppress(ValueError, FileNotFoundError):  # nothing that can be read
+                    opened, _ = readers_of(path, "")
+                    own = {name: reader.path.name for reader in opened for name in reader.tensors}
+                    write_json(path / INDEX, {"weight_map": own})
+            # The tensors in order, cut where a file would become too large; one file at least.
+            shards: list[dict[str, Entry]] = [{}]
+            held = 0
+            for _, names in itertools.groupby(entries, group):
+                part = {name: entries[name] for name in names}
+                size = sum(entry.nbytes for entry in part.values())
+                if shards[-1] and held + size > max_shard_size:
+                    shards.append({})
+                    held = 0
+                shards[-1] |= part
+                held += size
             named: dict[str, str] = {}
             for number, shard in enumerate(shards, 1):
                 name = f"model-{number:05}-of-{len(shards):05}.safetensors"
                 file = _write_shard(path, name, shard, metadata(shard), resume, step)
                 named |= dict.fromkeys(shard, file)
-            _commit(path, {"metadata": {"total_size": total}, "weight_map": named})
+            # The index takes the place of the earlier one, and what only that named is removed.
+            whole, new = {WHOLE} & _named(path), set(named.values())
+            write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": named})
+            for left in sorted(path.glob("*.safetensors")):
+                is_own = NUMBERED.fullmatch(left.name) or left.name in whole
+                if is_own and left.name not in new:
+                    left.unlink()
 
 
 def _write_shard(
@@ -359,9 +371,21 @@ def _write_shard(
     step: Step,
 ) -> str:
     """Write a shard, unless an equal one is there; returns the name of its file."""
-    compared = 1 if resume == "vouched" else len(shard)
-    for there in sorted(folder.glob(name.replace(".", "*."))) if resume else []:
-        if _is_there(there, shard, metadata, compared):
+    text = _header(shard, metadata)
+    compared = list(shard.items())[: 1 if resume == "vouched" else None]
+    like_it = sorted(folder.glob(name.replace(".", "*."))) if resume else []
+    for there in filter(Path.is_file, like_it):
+        with there.open("rb") as file:
+            if file.read(len(text)) != text:
+                continue
+        try:
+            reader = Reader.open(there)
+        except ValueError:
+            continue
+        if all(
+            np.asarray(reader[tensor]).tobytes() == np.asarray(entry).tobytes()
+            for tensor, entry in compared
+        ):
             for tensor, entry in shard.items():
                 step(tensor, entry.nbytes)
             return there.name
@@ -373,84 +397,12 @@ def _write_shard(
     return free
 
 
-def _is_there(
-    path: Path, shard: Mapping[str, Entry], metadata: Mapping[str, str], compared: int
-) -> bool:
-    """Whether a file equals what would be written, in its header and first tensors."""
-    text = _header(shard, metadata)
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        if file.read(len(text)) != text:
-            return False
-    try:
-        reader = Reader.open(path)
-    except ValueError:
-        return False
-    return all(
-        np.asarray(reader[name]).tobytes() == np.asarray(entry).tobytes()
-        for name, entry in itertools.islice(shard.items(), compared)
-    )
-
-
 def _named(folder: Path) -> set[str]:
     """Files that a folder's index names; none where it has none, or a damaged one."""
     try:
         return set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return set()
-
-
-def _keep_earlier(folder: Path) -> None:
-    """Give an index to a checkpoint that is read without: what comes beside it is no part of it."""
-    if (folder / INDEX).is_file():
-        return
-    with contextlib.suppress(ValueError, FileNotFoundError):  # Nothing that could be read.
-        opened, _ = readers_of(folder, "")
-        named = {name: reader.path.name for reader in opened for name in reader.tensors}
-        write_json(folder / INDEX, {"weight_map": named})
-
-
-def _commit(folder: Path, index: Mapping[str, object]) -> None:
-    """Put the index in place of the earlier one, and remove what only that named."""
-    whole = {WHOLE} & _named(folder)
-    write_json(folder / INDEX, index)
-    new = _named(folder)
-    for file in sorted(folder.glob("*.safetensors")):
-        if file.name not in new and (NUMBERED.fullmatch(file.name) or file.name in whole):
-            file.unlink()
-
-
-def _cut(
-    entries: Mapping[str, Entry], largest: int, group: Callable[[str], str]
-) -> list[dict[str, Entry]]:
-    """The tensors in order, cut where a file would become too large; one file at least."""
-    shards: list[dict[str, Entry]] = [{}]
-    held = 0
-    for _, names in itertools.groupby(entries, group):
-        part = {name: entries[name] for name in names}
-        size = sum(entry.nbytes for entry in part.values())
-        if shards[-1] and held + size > largest:
-            shards.append({})
-            held = 0
-        shards[-1] |= part
-        held += size
-    return shards
-
-
-def _check_whole(files: Sequence[Path], where: str, are: str = f"there and no {INDEX}") -> None:
-    """ValueError if numbered files are missing, or one is there twice; `are`: known how."""
-    found: dict[str, list[str]] = {}
-    for file in files:
-        shard = NUMBERED.fullmatch(file.name)
-        if shard is not None:
-            found.setdefault(shard[2], []).append(shard[1])
-    for count, numbers in found.items():
-        if len({*numbers}) < int(count) or len(numbers) > len({*numbers}):
-            raise ValueError(
-                f"{where}: {len(numbers)} of {int(count)} files are {are}: it was "
-                "not written to its end; write it again, or with resume=True"
-            )
 
 
 def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Entry]]:
@@ -469,12 +421,21 @@ def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Entry]]:
                     f"{where}: {INDEX} names {file!r}, which is no file of this folder"
                 )
         files = [path / file for file in sorted(set(named.values()))]
-        _check_whole(files, where, f"named by {INDEX}")
     else:
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"{where}: no safetensors file in this folder")
-        _check_whole(files, where)
+    # Of numbered files none may be missing, or there twice.
+    numbered: dict[str, list[str]] = {}
+    for shard in filter(None, (NUMBERED.fullmatch(file.name) for file in files)):
+        numbered.setdefault(shard[2], []).append(shard[1])
+    for count, numbers in numbered.items():
+        if len({*numbers}) < int(count) or len(numbers) > len({*numbers}):
+            are = f"there and no {INDEX}" if named is None else f"named by {INDEX}"
+            raise ValueError(
+                f"{where}: {len(numbers)} of {int(count)} files are {are}: it was "
+                "not written to its end; write it again, or with resume=True"
+            )
     opened = {file.name: Reader.open(file) for file in files}
     if named is None:
         named = {}

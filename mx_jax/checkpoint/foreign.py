@@ -18,7 +18,7 @@ from mx_jax.checkpoint.layouts import LAYOUTS, Layout, config_of, named
 from mx_jax.checkpoint.scales import block_scales, stored_parts, tensor_scale
 from mx_jax.checkpoint.torchao import NAMES, TORCHAO, read_torchao, torchao_parts
 from mx_jax.checkpoint.weights import Stored, Weights, assembled, stored_plain
-from mx_jax.checkpoint.wire import is_own, own_weights
+from mx_jax.checkpoint.wire import DESCRIPTION, own_weights
 from mx_jax.formats import MXFP4
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import unpacked
@@ -69,7 +69,7 @@ def read(
             raise ValueError(f"{where}: GGUF says what it is; leave out layout={layout!r}")
         return read_gguf(gguf, where)
     opened, tensors = files.readers_of(path, where)
-    if is_own(opened):
+    if any(DESCRIPTION in reader.metadata for reader in opened):
         if layout not in (None, "mx_jax"):
             raise ValueError(
                 f"{where}: mx_jax wrote it, and it says what it is; leave out layout={layout!r}"
@@ -99,22 +99,18 @@ def read(
 
 # Names that only a quantized weight's scales have: one that no weight takes is an error.
 _SCALE_NAMES = tuple(
-    dict.fromkeys(
-        suffix
-        for layout in LAYOUTS
-        for suffix in (layout.scales, layout.tensor_scale)
-        if suffix is not None and suffix not in (".scale", ".scales")
-    )
+    {suffix for row in LAYOUTS for suffix in (row.scales, row.tensor_scale) if suffix}
+    - {".scale", ".scales"}
 )
 
 # What ModelOpt's AWQ and SVDQuant ask of inputs, or add to products. Unread, it would be missed.
 _ASKED = (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b")
 
 
-def _match(
-    tensors: Mapping[str, files.Entry], candidates: tuple[Layout, ...], where: str
-) -> dict[str, tuple[str, Layout]]:
-    """From the names of quantized weights to the base of their tensors' names and their layouts."""
+def _read_layouts(
+    tensors: Mapping[str, files.Entry], candidates: tuple[Layout, ...], dtype: np.dtype, where: str
+) -> dict[str, Stored]:
+    """The tensors of files, those that are a quantized weight together as one of that dtype."""
     asked = [name for name in tensors if name.endswith(_ASKED)]
     if asked:
         raise ValueError(
@@ -128,48 +124,71 @@ def _match(
         for base in (name.removesuffix(row.codes) for name in tensors if name.endswith(row.codes)):
             if not row.lacks(base, tensors):
                 accepting.setdefault(base + row.weight, (base, []))[1].append(row)
-    found: dict[str, tuple[str, Layout]] = {}
-    for weight, (base, rows) in accepting.items():
+    stored: dict[str, Stored] = {}
+    plain = dict(tensors)
+    for name, (base, rows) in accepting.items():
         fitting = [row for row in rows if row.misfit(base, tensors) is None]
         if not fitting:
-            raise ValueError(f"{where}: {weight} {rows[0].misfit(base, tensors)}")
+            raise ValueError(f"{where}: {name} {rows[0].misfit(base, tensors)}")
         if len(fitting) > 1:
             raise ValueError(
-                f"{where}: {weight} fits several layouts: {', '.join(r.name for r in fitting)}; "
+                f"{where}: {name} fits several layouts: {', '.join(r.name for r in fitting)}; "
                 "say which with layout=, at the command line with --from"
             )
-        found[weight] = base, fitting[0]
-    taken = {name for base, row in found.values() for name in row.parts(base).values()}
-    _check_left([name for name in tensors if name not in taken], tensors, candidates, where)
-    return found
+        row = fitting[0]
+        parts = {part: tensors[each] for part, each in row.parts(base).items()}
+        rotation = None if row.rotation is None else base + row.rotation
+        if rotation is not None:
+            matrix = np.asarray(tensors[rotation], np.float32)
+            # The identity asks nothing of the inputs.
+            if matrix.ndim == 2 and np.array_equal(matrix, np.eye(*matrix.shape)):
+                rotation = None
+        stored[name] = Stored(
+            shape=row.shape(parts["codes"].shape),
+            nbytes=sum(entry.nbytes for entry in parts.values()),
+            fetch=functools.partial(_quantized, row, parts, dtype, f"{where}: {name}"),
+            layout=row.name,
+            rotation=rotation,
+        )
+        for each in row.parts(base).values():
+            plain.pop(each, None)
+    _check_left(plain, candidates, tensors, where)
+    return stored | {n: stored_plain(entry, f"{where}: {n}") for n, entry in plain.items()}
 
 
 def _check_left(
-    names: list[str],
-    tensors: Mapping[str, files.Entry],
+    left: Mapping[str, files.Entry],
     candidates: tuple[Layout, ...],
+    tensors: Mapping[str, files.Entry],
     where: str,
 ) -> None:
     """ValueError for scales and codes that no row took, with what the nearest layout would need."""
+
+    def needs(rows: Iterable[tuple[Layout, str]]) -> str:
+        """What the layout that needs least lacks of weights whose tensors' names begin so."""
+        lacks = [(row.name, row.lacks(base, tensors)) for row, base in rows]
+        row, lack = min(lacks, key=lambda each: len(each[1]))
+        return f"{row} needs {' and '.join(lack)}"
+
     stated = len(candidates) < len(LAYOUTS)
-    scales = [n for n in names if n.endswith(_SCALE_NAMES) or tensors[n].kind == "F8_E8M0"]
+    scales = [n for n, x in left.items() if n.endswith(_SCALE_NAMES) or x.kind == "F8_E8M0"]
     if scales:
         of = "any layout that mx_jax reads"
         if stated:
             of = f"the layouts {', '.join(layout.name for layout in candidates)}"
-        shown = ", ".join(f"{name} {tensors[name]}" for name in scales[:3])
+        shown = ", ".join(f"{name} {left[name]}" for name in scales[:3])
         suffixes = [(row, s) for row in candidates for s in (row.scales, row.tensor_scale) if s]
         rows = [(row, scales[0].removesuffix(s)) for row, s in suffixes if scales[0].endswith(s)]
         nearest = "no such layout has scales of this name; mx_jax does not read it"
         raise ValueError(
             f"{where}: {len(scales)} scales belong to no weight of {of}: {shown}; "
-            f"{_nearest(rows, tensors) if rows else nearest}"
+            f"{needs(rows) if rows else nearest}"
         )
     # A bare file may hold float8 or integers without scales: there it takes a name that only codes
     # have, or something beside it that is called a scale.
     scaled = {name.rpartition(".")[0] for name in tensors if "scale" in name.rpartition(".")[2]}
-    for name in names:
-        certain, one = stated or name.rpartition(".")[0] in scaled, tensors[name]
+    for name, one in left.items():
+        certain = stated or name.rpartition(".")[0] in scaled
         rows = [
             (row, name.removesuffix(row.codes))
             for row in candidates
@@ -181,43 +200,8 @@ def _check_left(
         if rows:
             raise ValueError(
                 f"{where}: {name} {one} holds codes that no scales belong to: "
-                f"{_nearest(rows, tensors)}; as plain numbers they would be nonsense"
+                f"{needs(rows)}; as plain numbers they would be nonsense"
             )
-
-
-def _nearest(rows: Iterable[tuple[Layout, str]], tensors: Mapping[str, files.Entry]) -> str:
-    """What the layout lacks that needs least for weights whose tensors' names begin so."""
-    lacks = [(row.name, row.lacks(base, tensors)) for row, base in rows]
-    row, lack = min(lacks, key=lambda each: len(each[1]))
-    return f"{row} needs {' and '.join(lack)}"
-
-
-def _read_layouts(
-    tensors: Mapping[str, files.Entry], candidates: tuple[Layout, ...], dtype: np.dtype, where: str
-) -> dict[str, Stored]:
-    """The tensors of files, those that are a quantized weight together as one of that dtype."""
-    stored: dict[str, Stored] = {}
-    plain = dict(tensors)
-    for name, (base, row) in _match(tensors, candidates, where).items():
-        parts = {part: tensors[each] for part, each in row.parts(base).items()}
-        rotation = None if row.rotation is None else base + row.rotation
-        # The identity asks nothing of the inputs.
-        if rotation is not None and _is_identity(np.asarray(tensors[rotation], np.float32)):
-            rotation = None
-        stored[name] = Stored(
-            shape=row.shape(parts["codes"].shape),
-            nbytes=sum(entry.nbytes for entry in parts.values()),
-            fetch=functools.partial(_quantized, row, parts, dtype, f"{where}: {name}"),
-            layout=row.name,
-            rotation=rotation,
-        )
-        for each in row.parts(base).values():
-            plain.pop(each, None)
-    return stored | {n: stored_plain(entry, f"{where}: {n}") for n, entry in plain.items()}
-
-
-def _is_identity(matrix: np.ndarray) -> bool:
-    return matrix.ndim == 2 and np.array_equal(matrix, np.eye(*matrix.shape))
 
 
 def _quantized(

@@ -199,7 +199,14 @@ def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
             f"{cursor.where} has version={version}, this mx_jax reads {_VERSIONS}, little-endian"
         )
     count, pairs = (cursor.number("Q", "its counts") for _ in range(2))
-    metadata = _metadata(cursor, pairs)
+    metadata: dict[str, Any] = {}
+    # A count beyond the file's end runs into it, and takes no memory before.
+    for index in range(pairs):
+        key = cursor.text(f"key {index} of {pairs}")
+        if key in metadata:
+            raise ValueError(f"{cursor.where}: the key {key!r} is there twice")
+        kind = cursor.number("I", f"the type of {key!r}")
+        metadata[key] = _value(cursor, kind, f"the value of {key!r}")
     alignment = metadata.get(_ALIGNMENT, 32)
     if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
         raise ValueError(f"{cursor.where}: {_ALIGNMENT} must be a power of two, got {alignment!r}")
@@ -253,18 +260,6 @@ class _Cursor:
             found.append(self.content[start:end].decode(errors="backslashreplace"))
             self.at = end
         return tuple(found)
-
-
-def _metadata(cursor: _Cursor, count: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    # A count beyond the file's end runs into it, and takes no memory before.
-    for index in range(count):
-        key = cursor.text(f"key {index} of {count}")
-        if key in found:
-            raise ValueError(f"{cursor.where}: the key {key!r} is there twice")
-        kind = cursor.number("I", f"the type of {key!r}")
-        found[key] = _value(cursor, kind, f"the value of {key!r}")
-    return found
 
 
 def _value(cursor: _Cursor, kind: int, what: str) -> Any:

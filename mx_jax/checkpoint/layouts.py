@@ -412,10 +412,6 @@ def _modelopt_entries(row: Layout, weights: Mapping[str, Any]) -> dict[str, Any]
     return stated
 
 
-def _mxfp4(row: Layout, weights: Mapping[str, Any]) -> dict[str, Any]:
-    return {"modules_to_not_convert": _ignored(weights, row)}
-
-
 def _fp8(row: Layout, weights: Mapping[str, Any]) -> dict[str, Any]:
     stated: dict[str, Any] = {
         "fmt": "e4m3",
@@ -434,6 +430,6 @@ def _fp8(row: Layout, weights: Mapping[str, Any]) -> dict[str, Any]:
 _ENTRIES: dict[str, Callable[[Layout, Mapping[str, Any]], dict[str, Any]]] = {
     "compressed-tensors": _compressed_tensors,
     "modelopt": _modelopt_entries,
-    "mxfp4": _mxfp4,
+    "mxfp4": lambda row, weights: {"modules_to_not_convert": _ignored(weights, row)},
     "fp8": _fp8,
 }

@@ -64,7 +64,15 @@ def from_qarray(array: Any, *, format: formats.BlockFormat | str | None = None) 
     if element is formats.INT8:
         # MX's INT8 has six bits behind its point, Qwix's none.
         values = values * 64
-    tiles = _tiles(shape, scale.shape)
+    counted = list(zip(shape, scale.shape, strict=True))
+    if any(count < 1 or length % count for length, count in counted):
+        _refuse(f"tiles must divide their axis, got shape={shape}, scale.shape={scale.shape}")
+    # Of each axis, from the end, with tiles of more than one: their size and their number.
+    tiles = {
+        axis - len(shape): (length // count, count)
+        for axis, (length, count) in enumerate(counted)
+        if length != count
+    }
     if format is None and isinstance(array.qtype, str):
         format = _NAMED.get(array.qtype)
     made = _with_float32(element, tiles) if format is None else formats.block_format(format)
@@ -146,17 +154,6 @@ def to_qarray(x: MXArray, *, dtype: jax.typing.DTypeLike | None = None) -> Any:
 
 def _refuse(rule: str, operation: str = "from_qarray") -> NoReturn:
     raise ValueError(f"{operation}: no exact twin: {rule}")
-
-
-def _tiles(shape: tuple[int, ...], scales: tuple[int, ...]) -> dict[int, tuple[int, int]]:
-    """Of each axis, from the end, with tiles of more than one: (their size, their number)."""
-    if any(count < 1 or length % count for length, count in zip(shape, scales, strict=True)):
-        _refuse(f"tiles must divide their axis, got shape={shape}, scale.shape={scales}")
-    return {
-        axis - len(shape): (length // count, count)
-        for axis, (length, count) in enumerate(zip(shape, scales, strict=True))
-        if length != count
-    }
 
 
 def _with_float32(

@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
@@ -48,9 +47,19 @@ def read_torchao(
     opened: Sequence[Reader], tensors: Mapping[str, Entry], where: str
 ) -> dict[str, Stored]:
     """The tensors of files that torchao wrote; ValueError for classes and metadata not known."""
+    # Of each tensor the JSON that describes it.
+    described: dict[str, str] = {}
+    for reader in opened:
+        try:
+            listed = json.loads(reader.metadata.get(NAMES, "[]"))
+            described |= {name: reader.metadata[name] for name in listed}
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{where}: {reader.path.name} has damaged metadata of torchao: {error!s}"
+            ) from error
     stored: dict[str, Stored] = {}
     plain = dict(tensors)
-    for name, text in _descriptions(opened, where).items():
+    for name, text in described.items():
         at = f"{where}: {name}"
         try:
             facts = json.loads(text)
@@ -68,20 +77,6 @@ def read_torchao(
         for each in names.values():
             plain.pop(each, None)
     return stored | {n: stored_plain(entry, f"{where}: {n}") for n, entry in plain.items()}
-
-
-def _descriptions(opened: Sequence[Reader], where: str) -> dict[str, str]:
-    """Of each tensor the JSON that describes it."""
-    found: dict[str, str] = {}
-    for reader in opened:
-        try:
-            names = json.loads(reader.metadata.get(NAMES, "[]"))
-            found |= {name: reader.metadata[name] for name in names}
-        except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{where}: {reader.path.name} has damaged metadata of torchao: {error!s}"
-            ) from error
-    return found
 
 
 def _stored(kind: str, data: Mapping[str, Any], parts: Mapping[str, Entry], where: str) -> Stored:
@@ -103,7 +98,9 @@ def _stored(kind: str, data: Mapping[str, Any], parts: Mapping[str, Entry], wher
     # FP6 is one code in a byte there.
     bits = 4 if format.element.bits == 4 else 8
     shape = (*codes.shape[:-1], codes.shape[-1] * 8 // bits)
-    dtype = _dtype(data["dtype" if kind == FLOAT8 else "orig_dtype"])
+    dtype = _plain_name(data["dtype" if kind == FLOAT8 else "orig_dtype"])
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r}, known: {', '.join(_DTYPES)}")
     swizzled = data.get("is_swizzled_scales") is True
     expected = scales_shape(shape, blocks)
     fits = scales.shape == expected
@@ -147,13 +144,6 @@ def _plain_name(named: str | dict[str, str]) -> str:
     return named if isinstance(named, str) else named["_data"]
 
 
-def _dtype(named: str | dict[str, str]) -> np.dtype:
-    name = _plain_name(named)
-    if name not in _DTYPES:
-        raise ValueError(f"dtype={name!r}, known: {', '.join(_DTYPES)}")
-    return jnp.dtype(name)
-
-
 def _float8(
     dtype: np.dtype, shape: tuple[int, ...], sizes: Sequence[Any]
 ) -> tuple[formats.BlockFormat, Blocks]:
@@ -182,9 +172,24 @@ def torchao_parts(name: str, value: MXArray | Any) -> tuple[dict[str, Entry], di
     if not isinstance(value, MXArray):
         return {name: Entry.of(value)}, {name: json.dumps({"_type": PLAIN})}
     kind, data = _class_and_attributes(name, value)
-    parts = _parts(name, value)
-    facts = {"_type": kind, "_data": data, "_tensor_data_names": list(parts)}
-    entries = {base(name) + role: entry for role, entry in parts.items()}
+    # FP6 is one code in a byte there.
+    element, codes = value.format.element, np.dtype(np.uint8)
+    bits = 4 if element.bits == 4 else 8
+    if bits == 4 and value.shape[-1] % 2:
+        raise ValueError(
+            "checkpoint.write: torchao needs FP4 rows of whole bytes, got "
+            f"{name}: shape={value.shape}"
+        )
+    if element.bits == 8:
+        codes = element.dtype
+    shape = (*value.shape[:-1], value.shape[-1] * bits // 8)
+    # One number has no axes there, one an expert three.
+    whole = np.shape(value.tensor_scale)
+    how: Any = {"bits": bits, "scale_shape": () if math.prod(whole) == 1 else whole}
+    parts = stored_parts(value, name, shape, (codes, value.format.scale.dtype), **how)
+    roles = ROLES[: len(parts)]
+    facts = {"_type": kind, "_data": data, "_tensor_data_names": roles}
+    entries = {base(name) + role: entry for role, entry in zip(roles, parts, strict=True)}
     return entries, {name: json.dumps(facts)}
 
 
@@ -219,20 +224,3 @@ def _class_and_attributes(name: str, x: MXArray) -> tuple[str, dict[str, Any]]:
 
 def _kernels(preference: str) -> dict[str, Any]:
     return {"kernel_preference": {"_type": "KernelPreference", "_data": preference}}
-
-
-def _parts(name: str, x: MXArray) -> dict[str, Entry]:
-    # FP6 is one code in a byte there.
-    bits, dtype = 4 if x.format.element.bits == 4 else 8, np.dtype(np.uint8)
-    if bits == 4 and x.shape[-1] % 2:
-        raise ValueError(
-            f"checkpoint.write: torchao needs FP4 rows of whole bytes, got {name}: shape={x.shape}"
-        )
-    if x.format.element.bits == 8:
-        dtype = x.format.element.dtype
-    shape, one = (*x.shape[:-1], x.shape[-1] * bits // 8), np.shape(x.tensor_scale)
-    # One number has no axes there, one an expert three.
-    axes = () if math.prod(one) == 1 else one
-    dtypes = dtype, x.format.scale.dtype
-    parts = stored_parts(x, name, shape, dtypes, bits=bits, scale_shape=axes)
-    return dict(zip(ROLES, parts, strict=False))

@@ -86,7 +86,20 @@ def transcode(
             "high-precision tensor anew"
         )
     check_parts(made, "transcode")
-    return made, _proved(given, made)
+    # The proof: both decoded and compared, to the sign of zero. An error is one of this module.
+    values = 0
+    for one, other in zip(decoded(given), decoded(made), strict=True):
+        if (one.view(np.int64) != other.view(np.int64)).any():
+            raise AssertionError(f"transcode: {made.format.name} changed a value; please report it")
+        values += one.size
+    return made, Certificate(
+        source=given.format,
+        target=made.format,
+        shape=given.shape,
+        blocks=math.prod(scales_shape(given.shape, given.blocks)),
+        values=values,
+        tensor_scale=single_tensor_scale(made),
+    )
 
 
 def under_scales_of(
@@ -184,20 +197,3 @@ def _tensor_scale(x: MXArray, format: BlockFormat, wanted: np.ndarray) -> np.nda
 def single_tensor_scale(x: MXArray) -> float | None:
     """The tensor scale as a number, the first of several; None where there is none."""
     return None if x.tensor_scale is None else float(np.asarray(x.tensor_scale).flat[0])
-
-
-def _proved(given: MXArray, made: MXArray) -> Certificate:
-    """Both decoded and compared, to the sign of zero; an error here is one of this module."""
-    values = 0
-    for one, other in zip(decoded(given), decoded(made), strict=True):
-        if (one.view(np.int64) != other.view(np.int64)).any():
-            raise AssertionError(f"transcode: {made.format.name} changed a value; please report it")
-        values += one.size
-    return Certificate(
-        source=given.format,
-        target=made.format,
-        shape=given.shape,
-        blocks=math.prod(scales_shape(given.shape, given.blocks)),
-        values=values,
-        tensor_scale=single_tensor_scale(made),
-    )

@@ -6,7 +6,6 @@ safetensors files. The description has every fact of the format: a reader needs 
 
 import dataclasses
 import enum
-import functools
 import json
 import os
 import re
@@ -71,8 +70,26 @@ class Described:
             # Later versions may say more.
             known = {name: facts[name] for name in ("format", "blocks", "shape", "dtype")}
             packed = facts.get("packed") is not False
-            found = from_json(cls, known | {"packed": packed}, "the description")
-            _check(found)
+            found: Described = from_json(cls, known | {"packed": packed}, "the description")
+            # What has the right type, and is impossible all the same.
+            least: list[tuple[int, int]] = [(length, 0) for length in found.shape]
+            least += [(size, 1) for _, size in found.blocks if not isinstance(size, Whole)]
+            for value, smallest in least:
+                if value < smallest:
+                    raise ValueError(f"needs integers from {smallest}, got {value}")
+            scale = found.format.scale
+            if (scale.kind == "element") != (scale.element is not None):
+                raise ValueError(f"a scale of kind={scale.kind!r} with element={scale.element}")
+            if scale.bits != (32 if scale.is_float32 else 8):
+                raise ValueError(f"a scale of kind={scale.kind!r} with bits={scale.bits}")
+            named = [("dtype", found.dtype)]
+            for each in (found.format.element, scale, scale.element):
+                named += [("dtype_name", each.dtype_name)] if each and each.dtype_name else []
+            for what, name in named:
+                if not _DTYPE_NAME.fullmatch(name):
+                    raise ValueError(f"{what}={name!r} names no dtype")
+            if not jnp.issubdtype(jnp.dtype(found.dtype), jnp.floating):
+                raise ValueError(f"dtype={found.dtype!r} is no float dtype")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(
@@ -110,26 +127,6 @@ def _type_in_json(kind: type) -> type:
         return list
     is_word = typing.get_origin(kind) is Literal or issubclass(kind, enum.Enum)
     return str if is_word else kind
-
-
-def _check(found: Described) -> None:
-    """ValueError for facts of the right types that are impossible all the same."""
-    least: list[tuple[int, int]] = [(length, 0) for length in found.shape]
-    least += [(size, 1) for _, size in found.blocks if not isinstance(size, Whole)]
-    for value, smallest in least:
-        if value < smallest:
-            raise ValueError(f"needs integers from {smallest}, got {value}")
-    scale = found.format.scale
-    if (scale.kind == "element") != (scale.element is not None):
-        raise ValueError(f"a scale of kind={scale.kind!r} with element={scale.element}")
-    if scale.bits != (32 if scale.is_float32 else 8):
-        raise ValueError(f"a scale of kind={scale.kind!r} with bits={scale.bits}")
-    named = [each.dtype_name for each in (found.format.element, scale, scale.element) if each]
-    for what, name in [("dtype", found.dtype), *(("dtype_name", name) for name in named if name)]:
-        if not _DTYPE_NAME.fullmatch(name):
-            raise ValueError(f"{what}={name!r} names no dtype")
-    if not jnp.issubdtype(jnp.dtype(found.dtype), jnp.floating):
-        raise ValueError(f"dtype={found.dtype!r} is no float dtype")
 
 
 # Trees -----------------------------------------------------------------------------------------
@@ -236,8 +233,11 @@ def from_wire(tree: object) -> Any:
       (True, ((-2, 32),))
     """
 
+    def is_wire(node: object) -> bool:
+        return isinstance(node, Mapping) and {DESCRIPTION, CODES, SCALES} <= set(node)
+
     def go(path: jax.tree_util.KeyPath, leaf: Any) -> Any:
-        if not _is_wire(leaf):
+        if not is_wire(leaf):
             return leaf
         where = f"from_wire: {jax.tree_util.keystr(path, simple=True, separator='/') or 'the tree'}"
         try:
@@ -246,11 +246,7 @@ def from_wire(tree: object) -> Any:
             raise ValueError(f"{where}: its description is no JSON: {error}") from error
         return _assemble(Described.read(facts, where), leaf, where)
 
-    return jax.tree.map_with_path(go, tree, is_leaf=_is_wire)
-
-
-def _is_wire(node: object) -> bool:
-    return isinstance(node, Mapping) and {DESCRIPTION, CODES, SCALES} <= set(node)
+    return jax.tree.map_with_path(go, tree, is_leaf=is_wire)
 
 
 def _parts(x: MXArray) -> dict[str, files.Entry]:
@@ -260,9 +256,8 @@ def _parts(x: MXArray) -> dict[str, files.Entry]:
     shape, byte = _stored_shape(x.shape, bits), np.dtype("uint8")
     codes = files.Entry(shape, byte, lambda: packing.pack(np.asarray(x.codes), bits))
     found = {CODES: codes, SCALES: files.Entry.of(x.scales)}
-    return (
-        found if x.tensor_scale is None else found | {TENSOR_SCALE: files.Entry.of(x.tensor_scale)}
-    )
+    whole = x.tensor_scale
+    return found if whole is None else found | {TENSOR_SCALE: files.Entry.of(whole)}
 
 
 def _stored_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
@@ -396,44 +391,59 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
     return tree
 
 
-def is_own(readers: Sequence[files.Reader]) -> bool:
-    """Whether `save` wrote one of a checkpoint's files."""
-    return any(DESCRIPTION in reader.metadata for reader in readers)
-
-
 def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weights:
     """What `save` wrote, each tensor read when asked for; `metadata["paths"]` has the keys."""
-    stored, paths = {}, {}
+    stored: dict[str, Stored] = {}
+    paths: dict[str, Keys] = {}
     for reader in readers:
-        for keys, mx in _listed(reader, where):
+        text = reader.metadata.get(DESCRIPTION)
+        if text is None:
+            raise ValueError(
+                f"{where}: {reader.path.name} is a safetensors file that mx_jax did not write: its "
+                f"metadata has no {DESCRIPTION!r}; read it with safetensors"
+            )
+        try:
+            listed = json.loads(text)
+            if listed["version"] != VERSION:
+                raise ValueError(f"version={listed['version']!r}, this mx_jax reads {VERSION}")
+            described = [(tuple(tensor["path"]), tensor.get("mx")) for tensor in listed["tensors"]]
+            for keys, _ in described:
+                if not keys or not all(isinstance(key, str | int) for key in keys):
+                    raise ValueError(f"path={list(keys)!r}")
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise ValueError(f"{where}: its metadata is damaged: {error}") from error
+        undescribed = set(reader.tensors)
+        for keys, mx in described:
             name = _joined(keys)
+            at = f"{where}: {name}"
             if name in paths:
                 raise ValueError(f"{where}: its metadata is damaged: {name} is there twice")
             paths[name] = keys
-            at = f"{where}: {name}"
+            own = {part: f"{name}/{part}" for part in (CODES, SCALES, TENSOR_SCALE)}
+            if own[TENSOR_SCALE] not in reader.tensors:  # as of most formats
+                del own[TENSOR_SCALE]
+            undescribed -= {name} if mx is None else {*own.values()}
             if mx is None:
                 stored[name] = stored_plain(reader[name], at)
-                continue
-            described = Described.read(mx, at)
-            parts = {part: reader[each] for part, each in _tensors_of(reader, name).items()}
-            stored[name] = Stored(
-                shape=described.shape,
-                nbytes=sum(entry.nbytes for entry in parts.values()),
-                fetch=functools.partial(_fetch, parts, described, at),
-                layout=DESCRIPTION,
+            else:
+                parts = {part: reader[each] for part, each in own.items()}
+                stored[name] = _stored(parts, Described.read(mx, at), at)
+        if undescribed:
+            raise ValueError(
+                f"{where}: its metadata is damaged: they do not describe {min(undescribed)!r}, "
+                f"which {reader.path.name} holds ({len(undescribed)} of {len(reader.tensors)} "
+                "tensors)"
             )
     return Weights(path, stored, {"paths": paths})
 
 
-def _tensors_of(reader: files.Reader, name: str) -> dict[str, str]:
-    """Names of the tensors of an MXArray by part; what is not there is an error when it is read."""
-    own = [CODES, SCALES]
-    own += [TENSOR_SCALE] * (f"{name}/{TENSOR_SCALE}" in reader.tensors)
-    return {part: f"{name}/{part}" for part in own}
+def _stored(parts: Mapping[str, files.Entry], described: Described, where: str) -> Stored:
+    def fetch() -> MXArray:
+        arrays = {part: np.asarray(entry) for part, entry in parts.items()}
+        return _assemble(described, arrays, where)
 
-
-def _fetch(parts: Mapping[str, files.Entry], described: Described, where: str) -> MXArray:
-    return _assemble(described, {part: np.asarray(x) for part, x in parts.items()}, where)
+    nbytes = sum(entry.nbytes for entry in parts.values())
+    return Stored(shape=described.shape, nbytes=nbytes, fetch=fetch, layout=DESCRIPTION)
 
 
 def _leaves(node: object, keys: Keys) -> Iterator[tuple[Keys, Any]]:
@@ -461,38 +471,6 @@ def _leaves(node: object, keys: Keys) -> Iterator[tuple[Keys, Any]]:
 
 def _joined(keys: Keys) -> str:
     return "/".join(map(str, keys))
-
-
-def _listed(reader: files.Reader, where: str) -> list[tuple[Keys, Any]]:
-    """Paths of the tensors, with the description of those that are MXArrays."""
-    text = reader.metadata.get(DESCRIPTION)
-    if text is None:
-        raise ValueError(
-            f"{where}: {reader.path.name} is a safetensors file that mx_jax did not write: its "
-            f"metadata has no {DESCRIPTION!r}; read it with safetensors"
-        )
-    try:
-        listed = json.loads(text)
-        if listed["version"] != VERSION:
-            raise ValueError(f"version={listed['version']!r}, this mx_jax reads {VERSION}")
-        paths = [(tuple(tensor["path"]), tensor.get("mx")) for tensor in listed["tensors"]]
-        for keys, _ in paths:
-            if not keys or not all(isinstance(key, str | int) for key in keys):
-                raise ValueError(f"path={list(keys)!r}")
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{where}: its metadata is damaged: {error}") from error
-    names = [(_joined(keys), mx) for keys, mx in paths]
-    said = {
-        each
-        for name, mx in names
-        for each in ([name] if mx is None else _tensors_of(reader, name).values())
-    }
-    if lost := sorted(set(reader.tensors) - said):
-        raise ValueError(
-            f"{where}: its metadata is damaged: they do not describe {lost[0]!r}, which "
-            f"{reader.path.name} holds ({len(lost)} of {len(reader.tensors)} tensors)"
-        )
-    return paths
 
 
 def put(tree: dict[Any, Any], keys: Keys, leaf: object, where: str) -> None:

@@ -22,12 +22,10 @@ import dataclasses
 import enum
 import functools
 import re
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mx_jax import checkpoint
 from mx_jax.checkpoint.files import deferred, progress_bar
@@ -38,7 +36,7 @@ from mx_jax.checkpoint.transcoding import single_tensor_scale, under_scales_of
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.commands import stream
 from mx_jax.commands.output import print_table, say, watched
-from mx_jax.commands.rules import format_rule, judge, quantized_like, unlike
+from mx_jax.commands.rules import format_rule, fused, judge, quantized_like
 from mx_jax.mxarray import MXArray
 
 
@@ -100,7 +98,12 @@ def run(options: argparse.Namespace) -> int:
         if len(apart) > before:
             say(f"the experts of gpt-oss, one by one: {before} tensors become {len(apart)}")
         weights = apart
-    planned = _plan(weights, row)
+    planned = []
+    with progress_bar("look", stream.stored_bytes(weights), watched()) as step:
+        for name, one in weights.stored.items():
+            planned.append(_planned(name, one, row))
+            step(name, one.nbytes)
+    planned = planned if row is None else _scaled_alike(weights, planned, row)
     changed = [each for each in planned if each.how is not How.COPIED]
     inexact = [each for each in changed if each.how is not How.TRANSCODED]
     tensors = {each.name: each.tensor for each in planned}
@@ -132,15 +135,6 @@ def _print(planned: list[Conversion]) -> None:
         print_table(columns, [[str(x or "") for x in row] for row in facts], columns, box=None)
 
 
-def _plan(weights: Weights, row: Layout | None) -> list[Conversion]:
-    found = []
-    with progress_bar("look", stream.stored_bytes(weights), watched()) as step:
-        for name, one in weights.stored.items():
-            found.append(_planned(name, one, row))
-            step(name, one.nbytes)
-    return found if row is None else _scaled_alike(weights, found, row)
-
-
 def _planned(name: str, one: Stored, row: Layout | None) -> Conversion:
     if one.dtype is not None or row is None:
         kind = str(one.dtype or one.layout)
@@ -151,11 +145,18 @@ def _planned(name: str, one: Stored, row: Layout | None) -> Conversion:
     if not isinstance(x, MXArray):
         return Conversion(source=str(one.layout), target=str(x.dtype), **same)
     finite_scales(x, name)  # as when it is written: a dry run reports it too
-    if x.tensor_scale is not None:
-        small_tensor_scale(x, name)
     same |= {"source": x.format.name, "target": row.format.name}
+    factor = None if x.tensor_scale is None else small_tensor_scale(x, name)
     if dataclasses.replace(x.format, name=row.format.name) == row.format and x.blocks == row.blocks:
-        return Conversion(**same | _of_the_same_format(x, row))
+        # Codes and scales stay. Does the tensor scale, where it is stored inverted?
+        if factor is not None:
+            same["tensor_scale"] = float(factor.item()) if factor.size == 1 else None
+        if factor is not None and row.divides and (1 / (1 / factor) != factor).any():
+            reason = (
+                f"the reciprocal of its tensor scale, {float(factor.flat[0])}, is no float32 number"
+            )
+            same |= {"how": How.ROUNDED, "reason": reason}
+        return Conversion(**same)
     try:
         changed = _transcoded(one, x, row)
     except ValueError as error:
@@ -165,18 +166,6 @@ def _planned(name: str, one: Stored, row: Layout | None) -> Conversion:
         changed |= {"how": How.REQUANTIZED, "tensor_scale": None}
         changed["tensor"] = _requantized(name, one, row)
     return Conversion(**same | changed)
-
-
-def _of_the_same_format(x: MXArray, row: Layout) -> dict[str, Any]:
-    """Of codes and scales that stay: whether the tensor scale does, where it is stored inverted."""
-    if x.tensor_scale is None:
-        return {}
-    factor = np.asarray(x.tensor_scale)
-    one = {"tensor_scale": float(factor.item()) if factor.size == 1 else None}
-    if not row.divides or (1 / (1 / factor) == factor).all():
-        return one
-    reason = f"the reciprocal of its tensor scale, {float(factor.flat[0])}, is no float32 number"
-    return {"how": How.ROUNDED, "reason": reason, **one}
 
 
 def _transcoded(
@@ -214,9 +203,9 @@ def _scaled_alike(weights: Weights, planned: list[Conversion], row: Layout) -> l
     by_name = {each.name: each for each in planned}
     scales = {each.name: each.tensor_scale for each in planned if each.tensor_scale is not None}
     apart = []
-    for group in unlike(scales):
+    for group in fused(scales):
         common = max(scales[name] for name in group)
-        changed = {}
+        changed = {}  # nothing, where all are the same
         for name in (name for name in group if scales[name] < common):
             x: Any = weights[name]
             try:
@@ -266,40 +255,33 @@ def _experts_apart(weights: Weights, row: Layout) -> Weights:
 
     stored: dict[str, Stored] = {}
     for name, one in weights.stored.items():
-        is_fused = _is_fused(weights, name)
-        stored |= _parts(name, one, functools.partial(whole, name)) if is_fused else {name: one}
-    return dataclasses.replace(weights, stored=stored)
-
-
-def _is_fused(weights: Weights, name: str) -> bool:
-    """Whether it is such a tensor of gpt-oss: other models' gate and up do not take turns."""
-    found = _FUSED.fullmatch(name)
-    if found is None:
-        return False
-    matrix = weights.stored.get(f"{found[1]}.{found[2]}")
-    axes = 2 if found[3] else 3
-    if matrix is None or len(weights.stored[name].shape) != axes:
-        return False
-    return matrix.layout == "gpt-oss" or config_of(weights.path).get("model_type") == "gpt_oss"
-
-
-def _parts(name: str, one: Stored, whole: Callable[[], Any]) -> Iterator[tuple[str, Stored]]:
-    """The tensors that a fused one becomes, expert by expert."""
-    found = _FUSED.fullmatch(name)
-    assert found is not None
-    base, fused, bias = found.groups()
-    experts, rows, *rest = one.shape
-    for index in range(experts):
-        for part, own in _ROWS[fused].items():
-            count = len(range(rows)[own])
-            read = lambda at=(index, own): whole()[at]  # noqa: E731
-            yield (
-                f"{base}.{index}.{part}.{'bias' if bias else 'weight'}",
-                dataclasses.replace(
+        found = _FUSED.fullmatch(name)
+        # The matrix, of a bias too.
+        matrix = None if found is None else weights.stored.get(f"{found[1]}.{found[2]}")
+        is_fused = (
+            found is not None
+            and matrix is not None
+            and len(one.shape) + bool(found[3]) == 3  # a bias has one axis less
+            # Other models' gate and up do not take turns.
+            and (
+                matrix.layout == "gpt-oss" or config_of(weights.path).get("model_type") == "gpt_oss"
+            )
+        )
+        if found is None or not is_fused:
+            stored[name] = one
+            continue
+        base, fused, bias = found.groups()
+        experts, rows, *rest = one.shape
+        for index in range(experts):
+            for part, own in _ROWS[fused].items():
+                count = len(range(rows)[own])
+                read = lambda name=name, at=(index, own): whole(name)[at]  # noqa: E731
+                made = f"{base}.{index}.{part}.{'bias' if bias else 'weight'}"
+                stored[made] = dataclasses.replace(
                     one,
                     shape=(count, *rest),
                     nbytes=one.nbytes * count // (experts * rows),
                     fetch=lambda read=read: jax.tree.map(jnp.asarray, read()),
                     host=None if one.host is None else read,
-                ),
-            )
+                )
+    return dataclasses.replace(weights, stored=stored)

@@ -2,14 +2,12 @@
 
 import argparse
 import importlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
 
 from mx_jax import formats
 from mx_jax.commands.output import print_table
 
 AnyFormat = formats.BlockFormat | formats.ElementFormat | formats.ScaleFormat
-F = TypeVar("F", formats.ElementFormat, formats.ScaleFormat)
 
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -35,8 +33,11 @@ def run(options: argparse.Namespace) -> int:
     own = (*formats.BLOCK_FORMATS, *formats.ELEMENT_FORMATS, *formats.SCALE_FORMATS)
     given = [_format(each) for each in options.formats] or own
     blocks = [each for each in given if isinstance(each, formats.BlockFormat)]
-    elements = _parts(given, formats.ElementFormat, [block.element for block in blocks])
-    scales = _parts(given, formats.ScaleFormat, [block.scale for block in blocks])
+    # What is named, and what the blocks consist of, each once.
+    elements = [each for each in given if isinstance(each, formats.ElementFormat)]
+    elements = dict.fromkeys((*elements, *(block.element for block in blocks)))
+    scales = [each for each in given if isinstance(each, formats.ScaleFormat)]
+    scales = dict.fromkeys((*scales, *(block.scale for block in blocks)))
     title = "Block formats (elements that share a scale: kept x contracting axis)"
     _print("Element formats", [*map(_element_row, elements)], "special values", "dtype")
     _print("Scale formats", [*map(_scale_row, scales)], "value", "dtype")
@@ -64,11 +65,6 @@ def _format(text: str) -> AnyFormat:
     return found
 
 
-def _parts(given: Iterable[Any], kind: type[F], more: Iterable[F]) -> list[F]:
-    """What is of a kind, and more of it, each once."""
-    return list(dict.fromkeys([*(each for each in given if isinstance(each, kind)), *more]))
-
-
 def _print(title: str, rows: Sequence[Mapping[str, str]], *left: str) -> None:
     """Rows of cells by their column; `left`: columns that begin at the left, as names do."""
     if rows:
@@ -77,6 +73,11 @@ def _print(title: str, rows: Sequence[Mapping[str, str]], *left: str) -> None:
 
 def _element_row(element: formats.ElementFormat) -> dict[str, str]:
     fixed = element.kind == "int"
+    if fixed:
+        specials = "-2" if element.negative_extra else "-2 never written"
+    else:
+        names = ["Inf"] * element.has_inf + ["NaN"] * (element.nan_code is not None)
+        specials = ", ".join([*names, "-0" if element.has_negative_zero else "no -0"])
     return {
         "name": element.name,
         "bits": str(element.bits),
@@ -87,7 +88,7 @@ def _element_row(element: formats.ElementFormat) -> dict[str, str]:
         "max": f"{element.max:.10g}",
         "smallest normal": "-" if fixed else _power(element.smallest_normal),
         "smallest subnormal": _power(element.smallest_subnormal),
-        "special values": _specials(element),
+        "special values": specials,
         "range dB": f"{element.dynamic_range_db:.1f}",
         "dtype": element.dtype_name or "-",
     }
@@ -115,13 +116,6 @@ def _block_row(block: formats.BlockFormat) -> dict[str, str]:
         "tensor scale": "f32" if block.tensor_scale else "-",
         "bits per element": f"{block.bits_per_element:g}",
     }
-
-
-def _specials(element: formats.ElementFormat) -> str:
-    if element.kind == "int":
-        return "-2" if element.negative_extra else "-2 never written"
-    names = ["Inf"] * element.has_inf + ["NaN"] * (element.nan_code is not None)
-    return ", ".join([*names, "-0" if element.has_negative_zero else "no -0"])
 
 
 def _power(value: float) -> str:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 from mx_jax import checkpoint
 from mx_jax.checkpoint.files import replacing
-from mx_jax.checkpoint.weights import Weights
 from mx_jax.commands.output import print_table, say, watched
 from mx_jax.commands.stream import add_command, check_replaceable
 from mx_jax.inspect.facts import TensorFacts, facts_of, size
@@ -56,7 +55,13 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"{page} is there already; replace a file with --force")
     weights = checkpoint.read(options.file, layout=options.layout)
     reference = None if options.reference is None else checkpoint.read(options.reference)
-    names = _chosen(weights, options.only)
+    only = options.only
+    try:
+        names = [name for name in weights if only is None or re.fullmatch(only, name)]
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"--only {only!r} is no regular expression: {error}") from error
+    if not names and only is not None:
+        raise ValueError(f"--only {only!r} matches none of the {len(weights)} tensors")
     found = facts_of(weights, names, reference, operation="inspect", progress=watched())
     if page is not None:
         compared = None if reference is None else str(options.reference)
@@ -68,16 +73,6 @@ def run(options: argparse.Namespace) -> int:
     elif page is None:
         _print(found, reference is not None)
     return 0
-
-
-def _chosen(weights: Weights, only: str | None) -> list[str]:
-    try:
-        names = [name for name in weights if only is None or re.fullmatch(only, name)]
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"--only {only!r} is no regular expression: {error}") from error
-    if not names and only is not None:
-        raise ValueError(f"--only {only!r} matches none of the {len(weights)} tensors")
-    return names
 
 
 def _print(found: Sequence[TensorFacts], compared: bool) -> None:

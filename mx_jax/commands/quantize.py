@@ -65,7 +65,6 @@ from mx_jax.commands.rules import (
     judge,
     quantized_like,
     read_rules,
-    report,
     shared_scales,
 )
 from mx_jax.convert.report import Report
@@ -150,8 +149,15 @@ def run(options: argparse.Namespace) -> int:
     weights = stream.read(options)
     tensors = {name: stream.as_it_is(one) for name, one in weights.stored.items()}
     judged = {name: judge(rules, name, tensor) for name, tensor in tensors.items()}
-    found = report(rules, judged)
-    _check_used(options, rules, found)
+    decisions = (each.decision for each in judged.values() if each.decision is not None)
+    found = Report(rules=tuple(each.rule for each in rules), decisions=tuple(decisions))
+    for index in found.unused:
+        text = f"quantize: rule {index} ({rules[index].rule}) decides about no tensor"
+        # The default rule for embeddings and heads may match nothing.
+        if options.strict and options.rules is not None:
+            raise ValueError(f"{text}; --dry-run shows the names")
+        if options.rules is not None or found.num_converted == 0:
+            say(text)
     moments: dict[str, Any] = {}
     spoilt: dict[str, int] = {}
     scales: dict[str, float] = {}
@@ -201,17 +207,6 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_used(options: argparse.Namespace, rules: tuple[FileRule, ...], found: Report) -> None:
-    """Say which rules decide about no tensor; with --strict, refuse them."""
-    for index in found.unused:
-        text = f"quantize: rule {index} ({rules[index].rule}) decides about no tensor"
-        # The default rule for embeddings and heads may match nothing.
-        if options.strict and options.rules is not None:
-            raise ValueError(f"{text}; --dry-run shows the names")
-        if options.rules is not None or found.num_converted == 0:
-            say(text)
-
-
 def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
     format, scales, given = options.format, options.scales, options.rules is not None
     wrong = {
@@ -256,25 +251,24 @@ def _moments(options: argparse.Namespace, judged: Mapping[str, Judged]) -> dict[
 
 def run_dequantize(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
+
+    def values(one: Stored) -> Any:
+        tensor = stream.as_it_is(one)
+        if one.layout is None:
+            return tensor
+        wanted = np.dtype(jnp.dtype(options.dtype or tensor.dtype))
+
+        def fetch() -> Any:
+            value = one.fetch()
+            # What no MXArray holds comes dequantized.
+            is_quantized = isinstance(value, MXArray)
+            return value.dequantize(wanted) if is_quantized else value.astype(wanted)
+
+        return Entry(one.shape, wanted, fetch)
+
     stream.check_output(options)
     weights = stream.read(options)
-    tensors = {name: _values(one, options.dtype) for name, one in weights.stored.items()}
+    tensors = {name: values(one) for name, one in weights.stored.items()}
     sizes = stream.write_out(options, weights, tensors)
     say(f"{options.out}: {len(weights.quantized)} tensors dequantized, {sizes}")
     return 0
-
-
-def _values(one: Stored, dtype: str | None) -> Any:
-    """A tensor's values, of a dtype or that of what was quantized."""
-    tensor = stream.as_it_is(one)
-    if one.layout is None:
-        return tensor
-    wanted = np.dtype(jnp.dtype(tensor.dtype if dtype is None else dtype))
-
-    def fetch() -> Any:
-        value = one.fetch()
-        # What no MXArray holds comes dequantized.
-        is_quantized = isinstance(value, MXArray)
-        return value.dequantize(wanted) if is_quantized else value.astype(wanted)
-
-    return Entry(one.shape, wanted, fetch)

@@ -18,7 +18,6 @@ from mx_jax.calibrate.gptq import GPTQ, SEARCHED
 from mx_jax.calibrate.scales import search_for
 from mx_jax.checkpoint.files import Entry
 from mx_jax.checkpoint.weights import Weights, on_device
-from mx_jax.convert.report import Report
 from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, decide
 from mx_jax.convert.weights import unstorable
 from mx_jax.formats import BlockFormat, block_format
@@ -126,11 +125,6 @@ class Judged:
         assert spec is not None
         return spec
 
-    @property
-    def has_tensor_scale(self) -> bool:
-        """Whether it is quantized under one tensor scale for all of it."""
-        return self.quantizes and self.num_stacked == 0 and self.spec.format.tensor_scale
-
     def quantize(
         self,
         value: Any,
@@ -163,7 +157,12 @@ def judge(rules: tuple[FileRule, ...], name: str, tensor: Entry | jax.ShapeDtype
     shape = tuple(tensor.shape)
     if len(shape) < 2:
         return Judged()
-    layer, last = _split(name)
+    # The layer that it belongs to, and what it is called there.
+    layer, last = name, name
+    for mark in "./":
+        front, _, back = name.rpartition(mark)
+        if front and back in CONTRACTED:
+            layer, last = front, back
     path, *aliases = dict.fromkeys((layer, name, layer.replace(".", "/"), name.replace(".", "/")))
     judging = Layer(
         path=path, aliases=tuple(aliases), type=Unknown, kernel=shape, obstacle=unstorable(tensor)
@@ -184,37 +183,22 @@ def judge(rules: tuple[FileRule, ...], name: str, tensor: Entry | jax.ShapeDtype
         )
     if reason is not None or axis is None:
         return Judged(decision=dataclasses.replace(decision, recipe=None, reason=reason))
-    axes, stacked = _axes(axis % len(shape), len(shape))
-    scales = rules[decision.rule].scales
-    return Judged(decision=decision, axes=axes, num_stacked=stacked, scales=scales)
-
-
-def report(rules: tuple[FileRule, ...], judged: dict[str, Judged]) -> Report:
-    """What becomes of all of them, as conversion reports it."""
-    decisions = (each.decision for each in judged.values() if each.decision is not None)
-    return Report(rules=tuple(each.rule for each in rules), decisions=tuple(decisions))
+    axis, ndim = axis % len(shape), len(shape)
+    # Axes in front count matrices: experts, say.
+    stacked = ndim - 2 if axis >= ndim - 2 else 0
+    kept = tuple(i - stacked for i in range(stacked, ndim) if i != axis)
+    return Judged(
+        decision=decision,
+        axes=Axes((), kept, (axis - stacked,)),
+        num_stacked=stacked,
+        scales=rules[decision.rule].scales,
+    )
 
 
 def quantized_like(judged: Judged, tensor: Entry | jax.ShapeDtypeStruct) -> Any:
     """What `quantize` gives, with shapes and dtypes for arrays."""
     struct = jax.ShapeDtypeStruct(tuple(tensor.shape), tensor.dtype)
     return jax.eval_shape(judged.quantize, struct)
-
-
-def _split(name: str) -> tuple[str, str]:
-    """The layer that a tensor belongs to, and what it is called there."""
-    for mark in "/.":
-        layer, _, last = name.rpartition(mark)
-        if layer and last in CONTRACTED:
-            return layer, last
-    return name, name
-
-
-def _axes(axis: int, ndim: int) -> tuple[Axes, int]:
-    """Axes of a matrix, and how many axes in front count matrices: experts, say."""
-    stacked = ndim - 2 if axis >= ndim - 2 else 0
-    kept = tuple(i - stacked for i in range(stacked, ndim) if i != axis)
-    return Axes((), kept, (axis - stacked,)), stacked
 
 
 # Names of modules that are multiplied by the same input, in the families of models that there are.
@@ -234,15 +218,12 @@ def fused(names: Iterable[str]) -> list[tuple[str, ...]]:
     return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
-def unlike(scales: Mapping[str, float]) -> list[tuple[str, ...]]:
-    """Groups of `fused` whose tensor scales, by name, differ."""
-    return [group for group in fused(scales) if len({scales[name] for name in group}) > 1]
-
-
 def shared_scales(weights: Weights, judged: Mapping[str, Judged]) -> dict[str, float]:
     """Tensor scales of matrices that are quantized alike and become one: that of the largest."""
     found: dict[str, float] = {}
-    for group in fused(name for name, each in judged.items() if each.has_tensor_scale):
+    # Those of one matrix, which are quantized under one tensor scale.
+    single = {name: x for name, x in judged.items() if x.quantizes and x.num_stacked == 0}
+    for group in fused(name for name, x in single.items() if x.spec.format.tensor_scale):
         first = judged[group[0]]
         if any((judged[n].spec, judged[n].scales) != (first.spec, first.scales) for n in group):
             continue

@@ -8,7 +8,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +130,9 @@ def check_output(options: argparse.Namespace) -> None:
     """ValueError, before anything is read, for an OUT that is there unasked or has no folder."""
     out, source = options.out, vars(options)["in"]
     check_replaceable(out, source)
-    if (made := partial_folder(out)).is_dir():
-        with files.only_writer(made):
+    made = partial_folder(out)
+    if made.is_dir():
+        with files.only_writer(made):  # Another process is told of before minutes of work.
             pass
     if options.resume and options.max_shard_size is None:
         raise ValueError(
@@ -139,12 +140,24 @@ def check_output(options: argparse.Namespace) -> None:
         )
     if options.max_shard_size is not None:
         _nbytes(options.max_shard_size)
-        if options.resume:
-            check_resumable(options)
-    if not (options.force or options.resume) and (partial_folder(out) / RECORD).exists():
+    if options.resume and not made.is_dir() and out.exists():
+        raise ValueError(f"{out} is whole already; replace it with --force, without --resume")
+    if options.resume and made.is_dir():
+        if not (made / RECORD).is_file():
+            raise ValueError(
+                f"{made} has no {RECORD}, which tells how its files were made; begin anew with "
+                "--force, without --resume"
+            )
+        before, now = files.read_table(made / RECORD, "resume"), _digests(options)
+        unlike = [name for name in now | before if before.get(name) != now.get(name)]
+        if unlike:
+            raise ValueError(
+                f"{out} was begun by another command: {', '.join(unlike)} differ; give what it was "
+                "given, or begin anew with --force, without --resume"
+            )
+    if not (options.force or options.resume) and (made / RECORD).exists():
         raise ValueError(
-            f"{out} was begun, in {partial_folder(out)}; go on with --resume, or begin anew with "
-            "--force"
+            f"{out} was begun, in {made}; go on with --resume, or begin anew with --force"
         )
     is_folder = options.max_shard_size is not None or not is_file_name(out)
     if not out.parent.is_dir() or (out.exists() and out.is_dir() != is_folder):
@@ -181,7 +194,10 @@ def check_replaceable(out: Path, source: Path) -> None:
             raise ValueError(f"{out} holds other tensors, in {path.name}; write to another place")
 
 
-def move_into_place(made: Path, out: Path, force: bool) -> None:
+_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
+
+
+def _move_into_place(made: Path, out: Path, force: bool) -> None:
     """Replace a folder by a complete one, in one step where the system can exchange folders."""
     # Files of the old folder that are no tensors, and that the new one lacks, are linked into it.
     if not force and out.exists():
@@ -196,52 +212,26 @@ def move_into_place(made: Path, out: Path, force: bool) -> None:
                 os.link(path, made / path.name)
             except OSError:  # no hard links there
                 shutil.copy2(path, made / path.name)
-    with files.only_writer(out, wait=True):  # Removed under a name that others would take up.
-        _exchange(made, out)
+    # The old folder is locked until it is removed, since it then has the name that another process
+    # would make its own under.
+    with files.only_writer(out, wait=True):
+        try:
+            rename = ctypes.CDLL(None, use_errno=True).renameat2
+            names = (os.fsencode(made), os.fsencode(out))
+            done = rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
+        except (AttributeError, OSError):  # not Linux
+            done = False
+        if not done:
+            apart = made.with_name(f"{made.name}.before")
+            out.rename(apart)
+            try:
+                made.rename(out)
+            except BaseException:
+                if not out.exists():
+                    apart.rename(out)
+                raise
+            apart.rename(made)
         shutil.rmtree(made)
-
-
-_RENAME_EXCHANGE, _AT_FDCWD = 2, -100
-
-
-def _exchange(one: Path, other: Path) -> None:
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-        names = (os.fsencode(one), os.fsencode(other))
-        if rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0:
-            return
-    except (AttributeError, OSError):  # not Linux
-        pass
-    apart = one.with_name(f"{one.name}.before")
-    other.rename(apart)
-    try:
-        one.rename(other)
-    except BaseException:
-        if not other.exists():
-            apart.rename(other)
-        raise
-    apart.rename(one)
-
-
-def check_resumable(options: argparse.Namespace) -> None:
-    """ValueError where OUT is whole, or another command began it; options that differ are named."""
-    out, made = options.out, partial_folder(options.out)
-    if not made.is_dir():
-        if out.exists():
-            raise ValueError(f"{out} is whole already; replace it with --force, without --resume")
-        return
-    if not (made / RECORD).is_file():
-        raise ValueError(
-            f"{made} has no {RECORD}, which tells how its files were made; begin anew with "
-            "--force, without --resume"
-        )
-    before, now = files.read_table(made / RECORD, "resume"), _digests(options)
-    unlike = [name for name in now | before if before.get(name) != now.get(name)]
-    if unlike:
-        raise ValueError(
-            f"{out} was begun by another command: {', '.join(unlike)} differ; give what it was "
-            "given, or begin anew with --force, without --resume"
-        )
 
 
 def record_options(options: argparse.Namespace, made: Path) -> None:
@@ -253,25 +243,21 @@ def record_options(options: argparse.Namespace, made: Path) -> None:
 
 def _digests(options: argparse.Namespace) -> dict[str, str]:
     """A digest of each option, and of the files that it names; no path of this machine."""
-    said = {name: value for name, value in vars(options).items() if name not in _APART}
-    return {
-        name: hashlib.sha256(json.dumps([*_facts(value)]).encode()).hexdigest()[:16]
-        for name, value in sorted(said.items())
-    }
-
-
-def _facts(value: object) -> Iterator[Any]:
-    """What identifies an option's value: of files their sizes and times, of others the text."""
-    if isinstance(value, list | tuple):
-        for each in value:
-            yield from _facts(each)
-    elif isinstance(value, Path):
-        yield str(value.resolve())
-        for file in sorted(value.glob("*.safetensors")) if value.is_dir() else [value]:
-            if file.is_file():
-                yield file.name, file.stat().st_size, file.stat().st_mtime_ns
-    else:
-        yield repr(value)
+    found = {}
+    for name, value in sorted(vars(options).items()):
+        if name in _APART:
+            continue
+        facts: list[Any] = []
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(each, Path):
+                facts.append(repr(each))
+                continue
+            facts.append(str(each.resolve()))
+            for file in sorted(each.glob("*.safetensors")) if each.is_dir() else [each]:
+                if file.is_file():
+                    facts.append((file.name, file.stat().st_size, file.stat().st_mtime_ns))
+        found[name] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return found
 
 
 def is_file_name(out: Path) -> bool:
@@ -312,7 +298,7 @@ def write_out(
                 path = made / files.WHOLE if largest is None else made
                 _write_tensors(options, path, weights, tensors, layout)
                 _write_beside(weights, made, out, stated)
-                move_into_place(made, out, options.force)
+                _move_into_place(made, out, options.force)
                 (out / RECORD).unlink(missing_ok=True)  # complete: nothing to resume
             except BaseException:
                 if largest is None:  # nothing of it could be taken up
@@ -334,7 +320,7 @@ def _write_tensors(
     largest, paths = options.max_shard_size, weights.metadata.get("paths")
     how: dict[str, Any] = {
         "max_shard_size": None if largest is None else _nbytes(largest),
-        # `check_resumable` has compared what this command was asked with what the earlier one was.
+        # `check_output` has compared what this command was asked with what the earlier one was.
         "resume": "vouched" if options.resume else False,
         "progress": watched(),
     }

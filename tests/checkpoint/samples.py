@@ -117,7 +117,8 @@ def samples() -> list[Sample]:
     return [
         Sample("gguf", {"model.gguf": _gguf()}, read_all),
         *(Sample(name, files, readers.get(name, read_all)) for name, files in made.items()),
-        *layout_samples(rng),
+        *(_sample(row, rng) for row in LAYOUTS),
+        Sample("gguf nvfp4", {"model.gguf": _nvfp4()}, read_all),
         *word_samples(),
     ]
 
@@ -166,12 +167,6 @@ def _gguf() -> bytes:
     return gguf(tensors, pairs)
 
 
-def layout_samples(rng: np.random.Generator) -> list[Sample]:
-    """Of each row of `LAYOUTS`, and the newest type of GGUF by itself."""
-    made = [_sample(row, rng) for row in LAYOUTS]
-    return [*made, Sample("gguf nvfp4", {"model.gguf": _nvfp4()}, read_all)]
-
-
 def _sample(row: Layout, rng: np.random.Generator) -> Sample:
     shape = (2, 4, 64) if row.split else (4, 64)
     x = draw(row.format, shape, rng)
@@ -179,26 +174,22 @@ def _sample(row: Layout, rng: np.random.Generator) -> Sample:
     if stated is None and row.configs:
         stated = dict(row.configs[-1])
     config = {"torch_dtype": "float32"} | ({"quantization_config": stated} if stated else {})
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.safetensors"
-        if row.rotation is None:
-            weights = {"a" + row.weight: x, "norm": jnp.ones(3)}
-            checkpoint.write(path, weights, layout=row.name)
-        else:
-            put(path, _rotated(row, rng))
-        files = {path.name: path.read_bytes(), "config.json": json.dumps(config).encode()}
-    return Sample(f"layout {row.name}", files, read_all)
-
-
-def _rotated(row: Layout, rng: np.random.Generator) -> dict[str, np.ndarray]:
-    """A weight `[4, 64]` that is read only."""
-    scales = rng.integers(50, 60, row.scales_shape((4, 64))).astype(np.uint8)
-    return {
+    name = f"layout {row.name}"
+    if row.rotation is None:
+        weights = {"a" + row.weight: x, "norm": jnp.ones(3)}
+        return Sample(name, written(weights, row.name, config), read_all)
+    # A weight that is read only.
+    scales = rng.integers(50, 60, row.scales_shape(shape)).astype(np.uint8)
+    tensors = {
         "a.qweight": rng.integers(0, 256, (4, 32)).astype(np.uint8),
         "a.scales": scales,
         "a.weight_global_scale": np.array([10], np.float32),
         "a.forward_hadamard_matrix": np.eye(16, dtype=np.float32)[::-1].copy(),
     }
+    with tempfile.TemporaryDirectory() as folder:
+        content = put(Path(folder) / "model.safetensors", tensors).read_bytes()
+    files = {"model.safetensors": content, "config.json": json.dumps(config).encode()}
+    return Sample(name, files, read_all)
 
 
 def _nvfp4() -> bytes:

@@ -52,6 +52,12 @@ def assert_same(found: Any, expected: MXArray) -> None:
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+def values(x: Any) -> np.ndarray:
+    """What an MXArray stands for, in float32."""
+    assert isinstance(x, MXArray)
+    return np.asarray(x.dequantize(jnp.float32))
+
+
 def put(
     path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None
 ) -> Path:

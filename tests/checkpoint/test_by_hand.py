@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import mx_jax
 from mx_jax import checkpoint
+from tests.checkpoint.stored import values
 
 # What lies in a file: the format's name of a dtype, the shape, the bytes.
 Tensor = tuple[str, tuple[int, ...], bytes]
@@ -100,13 +99,6 @@ class Fixture:
     tensors: dict[str, Tensor]
     said: Mapping[str, Any]
     values: np.ndarray
-
-
-def values_of(folder: Path, name: str) -> np.ndarray:
-    """A weight that is read from a folder, decoded."""
-    found = checkpoint.read(folder)[name]
-    assert isinstance(found, mx_jax.MXArray)
-    return np.asarray(found.dequantize(jnp.float32))
 
 
 def blocks(size: int, scales: list[float]) -> np.ndarray:
@@ -233,7 +225,7 @@ def test_read(fixture: Fixture, stated: bool, tmp_path: Path):
     config = {"quantization_config": fixture.said, "torch_dtype": "float32"} if stated else None
     weights = checkpoint.read(put(tmp_path, fixture.tensors, config))
     assert weights.quantized == {fixture.weight: fixture.layout}
-    found = values_of(tmp_path, fixture.weight)
+    found = values(weights[fixture.weight])
     # Zeros of either sign too.
     np.testing.assert_array_equal(found.view(np.uint32), fixture.values.view(np.uint32))
 
@@ -254,8 +246,7 @@ def test_a_model_of_two_layouts(tmp_path: Path):
     weights = checkpoint.read(put(tmp_path, {**trunk.tensors, **experts.tensors, **norm}, config))
     assert weights.quantized == {each.weight: each.layout for each in (trunk, experts)}
     for each in (trunk, experts):
-        found = values_of(tmp_path, each.weight)
-        np.testing.assert_array_equal(found, each.values)
+        np.testing.assert_array_equal(values(weights[each.weight]), each.values)
     assert np.asarray(weights["layers.0.attn_norm.weight"], np.float32).tolist() == [1, -2]
 
 
@@ -266,8 +257,7 @@ def test_quark_leaves_float8(tmp_path: Path):
     tensors = {"a.weight": codes, "a.weight_scale": scales, **packed.tensors}
     weights = checkpoint.read(put(tmp_path, tensors, {"quantization_config": QUARK}))
     assert weights.quantized == {"a.weight": "quark-float8", packed.weight: packed.layout}
-    found = values_of(tmp_path, "a.weight")
-    np.testing.assert_array_equal(found, v3.values)
+    np.testing.assert_array_equal(values(weights["a.weight"]), v3.values)
 
 
 # What would ruin a model unseen: an error that says what is wrong ----------------------------
@@ -428,8 +418,8 @@ def test_scales_in_bfloat16(index: int, shape: tuple[int, ...], tmp_path: Path):
     spread = np.resize(np.array([1, 2, 0.5, 0.25], np.float32), shape).reshape(shape[0], -1)
     if len(shape) == 2:
         spread = spread.repeat(128, 0).repeat(128, 1)
-    expected = VALUES * spread[:ROWS, :COLUMNS]
-    np.testing.assert_array_equal(values_of(tmp_path, fixture.weight), expected)
+    found = values(checkpoint.read(tmp_path)[fixture.weight])
+    np.testing.assert_array_equal(found, VALUES * spread[:ROWS, :COLUMNS])
 
 
 def test_scales_of_inputs(tmp_path: Path):

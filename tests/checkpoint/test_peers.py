@@ -9,12 +9,11 @@ import types
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import mx_jax
 from mx_jax import checkpoint
+from tests.checkpoint.stored import values
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 UP = "up.weight"
@@ -27,10 +26,8 @@ def saved(path: Path, tensors: dict[str, Any]) -> Path:
     return path
 
 
-def values(path: Path, name: str = UP) -> np.ndarray:
-    found = checkpoint.read(path)[name]
-    assert isinstance(found, mx_jax.MXArray)
-    return np.asarray(found.dequantize(jnp.float32))
+def read(path: Path, name: str = UP) -> np.ndarray:
+    return values(checkpoint.read(path)[name])
 
 
 def written(path: Path, layout: str) -> dict[str, Any]:
@@ -91,7 +88,7 @@ def test_modelopt(config: str, layout: str, tmp_path: Path):
         scales["double_scale"] = theirs["up.weight_scale_2"]
     held = kind(torch.Size((64, 96)), torch.float32, tensor)
     expected = held.dequantize(dtype=torch.float32, block_sizes={-1: size}, **scales)
-    np.testing.assert_array_equal(values(tmp_path), expected.float().numpy())
+    np.testing.assert_array_equal(read(tmp_path), expected.float().numpy())
 
 
 @pytest.mark.parametrize(
@@ -115,7 +112,7 @@ def test_transformers_float8(layout: str, scale_fmt: str, tmp_path: Path):
     back = fp8.Fp8Dequantize(quantizer)._dequantize_one(
         ours[UP], ours["up.weight_scale_inv"], output_dtype=torch.float32
     )
-    np.testing.assert_array_equal(values(tmp_path), back.numpy())
+    np.testing.assert_array_equal(read(tmp_path), back.numpy())
 
 
 def test_transformers_packed_fp4(tmp_path: Path):
@@ -132,7 +129,7 @@ def test_transformers_packed_fp4(tmp_path: Path):
     back = fp8.Fp8Dequantize(None)._dequantize_one(
         ours[UP], ours["up.scale"], output_dtype=torch.float32
     )
-    np.testing.assert_array_equal(values(file), back.numpy())
+    np.testing.assert_array_equal(read(file), back.numpy())
 
 
 def test_quark(tmp_path: Path):
@@ -171,7 +168,7 @@ def test_quark(tmp_path: Path):
     for name in weights.quantized:
         module = loaded.get_submodule(name.removesuffix(".weight"))
         expected = module._get_qweight(module.weight).float().detach().numpy()
-        np.testing.assert_array_equal(values(ours, name), expected)
+        np.testing.assert_array_equal(read(ours, name), expected)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "mxfp6", "mxfp8", "nvfp4"])
@@ -207,9 +204,8 @@ def test_compressed_tensors(name: str, tmp_path: Path, rng: np.random.Generator)
     path = tmp_path / "theirs.safetensors"
     safetensors.torch.save_file({f"up.{k}": v.contiguous() for k, v in packed.items()}, path)
     found = checkpoint.read(path)["up.weight"]
-    assert isinstance(found, mx_jax.MXArray)
     theirs = compressor.decompress(packed, scheme)["weight"].float().numpy()
-    ours = np.asarray(found.dequantize(jnp.float32))
+    ours = values(found)
     if name == "nvfp4":
         # It divides by the stored number; a factor is its rounded reciprocal.
         np.testing.assert_allclose(ours, theirs, rtol=2.0**-7)

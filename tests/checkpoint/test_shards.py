@@ -4,8 +4,6 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 import textwrap
 import weakref
 from collections.abc import Iterator, Mapping
@@ -22,6 +20,7 @@ from mx_jax import checkpoint
 from mx_jax.formats import MXFP4
 from tests.checkpoint.killed import at_each_change
 from tests.checkpoint.stored import draw
+from tests.processes import printed
 
 LAYOUT = "mxfp4-pack-quantized"
 INDEX = "model.safetensors.index.json"
@@ -129,6 +128,12 @@ def test_every_value_is_compared(weights: dict[str, Any], tmp_path: Path, resume
     np.testing.assert_array_equal(found, codes(weights, same))
 
 
+def anew(folder: Path, start: Path) -> None:
+    """Make the folder what it was at the start."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(start, folder)
+
+
 OLD, NEW = ({"a": np.full(4, i), "b": np.full(4, i), "c": np.full(4, i)} for i in (1.0, 2.0))
 
 
@@ -162,10 +167,6 @@ def test_killed_at_every_change_a_save_is_whole_or_not_there(
         if before == "stopped":
             (start / "model-00003-of-00003.safetensors").unlink()
 
-    def prepare() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(start, folder)
-
     def check(last: str) -> None:
         assert note.read_text() == "mine"
         try:
@@ -179,7 +180,7 @@ def test_killed_at_every_change_a_save_is_whole_or_not_there(
 
     for resume in (False, True):
         at_each_change(
-            prepare,
+            lambda: anew(folder, start),
             lambda resume=resume: checkpoint.save(folder, NEW, max_shard_size=size, resume=resume),
             check,
         )
@@ -195,21 +196,17 @@ def test_killed_twice(tmp_path: Path):
     checkpoint.save(tmp_path / "other", NEW, max_shard_size=16)
     folder, start = tmp_path / "m", tmp_path / "start"
 
-    def prepare() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(start, folder)
-
     def check(last: str) -> None:
         values = {float(value) for leaf in checkpoint.load(folder).values() for value in leaf}
         assert values in ({1.0}, {2.0}, {3.0}), last
 
     third = {name: array + 2 for name, array in OLD.items()}
     for left in (1, 2, 3):
-        shutil.rmtree(start, ignore_errors=True)
-        shutil.copytree(tmp_path / "old", start)
+        anew(start, tmp_path / "old")
         for file in sorted((tmp_path / "other").glob("*.safetensors"))[:left]:
             shutil.copy(file, start / file.name.replace(".safetensors", "-2.safetensors"))
-        at_each_change(prepare, lambda: checkpoint.save(folder, third, max_shard_size=16), check)
+        save = lambda: checkpoint.save(folder, third, max_shard_size=16)  # noqa: E731
+        at_each_change(lambda: anew(folder, start), save, check)
         assert len(names(folder)) == 4
 
 
@@ -239,14 +236,22 @@ def test_a_name_in_two_files_and_files_that_the_index_lost(tmp_path: Path):
         checkpoint.load(folder)
 
 
-def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("size", [None, 16])
+def test_a_full_disk_names_the_file(
+    size: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """And leaves what was there."""
+    path, first = (tmp_path, "model-00001-of-00003") if size else (tmp_path / "m", "m")
+    checkpoint.save(path, OLD, max_shard_size=size)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
     def full(file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match=r"No space left on device: '.*model-00001-of-00003.safetens"):
-        checkpoint.save(tmp_path, OLD, max_shard_size=16)
-    assert not names(tmp_path)
+    with pytest.raises(OSError, match=rf"No space left on device: '.*{first}.*'"):
+        checkpoint.save(path, NEW, max_shard_size=size)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_what_is_not_written(weights: dict[str, Any], tmp_path: Path):
@@ -347,10 +352,4 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
             print("refused" if "memory" in str(error).lower() else error)
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.stdout.split("\n")[:2] == ["24", "refused"], done.stdout + done.stderr
+    assert printed("-c", program, tmp_path).split("\n")[:2] == ["24", "refused"]

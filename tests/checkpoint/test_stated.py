@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint.layouts import LAYOUTS
+from mx_jax.checkpoint.layouts import LAYOUTS, named
 from mx_jax.cli import main
 from tests.checkpoint.stored import draw, put_model
 
@@ -44,29 +44,26 @@ def test_our_reader_finds_what_is_stated(tmp_path: Path, rng: np.random.Generato
 
 
 def test_what_is_said_of_inputs_and_embeddings(rng: np.random.Generator):
-    (row,) = (row for row in LAYOUTS if row.name == "modelopt-nvfp4")
-    weights = weights_of(row, rng)
-    stated: Any = checkpoint.quantization_config(weights, layout=row.name)
+    layout = "modelopt-nvfp4"
+    weights = weights_of(named(layout), rng)
+    stated: Any = checkpoint.quantization_config(weights, layout=layout)
     (group,) = stated["config_groups"].values()
     assert stated["quant_algo"] == "W4A16_NVFP4" and "input_activations" not in group
     given = weights | {"model.layers.0.up.input_scale": jnp.ones(())}
-    stated = checkpoint.quantization_config(given, layout=row.name)
+    stated = checkpoint.quantization_config(given, layout=layout)
     assert stated["quant_algo"] == "NVFP4"
     assert stated["config_groups"]["group_0"]["input_activations"]["group_size"] == 16
     embedded = {"model.embed_tokens.weight": weights["model.layers.0.up.weight"]}
     embedded |= {"lm_head.weight": jnp.ones((2, 64))}
-    stated = checkpoint.quantization_config(embedded, layout=row.name)
+    stated = checkpoint.quantization_config(embedded, layout=layout)
     assert stated["config_groups"]["group_0"]["targets"] == ["Linear", "model.embed_tokens"]
     assert stated["ignore"] == ["lm_head"]
     # Two programs use this one.
-    (mxfp8,) = (row for row in LAYOUTS if row.name == "mxfp8-quantized")
+    eight = weights_of(named("mxfp8-quantized"), rng)
     for program in ("compressed-tensors", "modelopt"):
-        stated = checkpoint.quantization_config(
-            weights_of(mxfp8, rng), layout=mxfp8.name, program=program
-        )
+        stated = checkpoint.quantization_config(eight, layout="mxfp8-quantized", program=program)
         assert stated["quant_method"] == program
-    none = checkpoint.quantization_config(weights, layout=row.name, program="fp8")
-    assert none is None
+    assert checkpoint.quantization_config(weights, layout=layout, program="fp8") is None
 
 
 def test_commands_state_it(tmp_path: Path):
@@ -111,11 +108,9 @@ def test_compressed_tensors_own_classes(name: str, rng: np.random.Generator):
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationConfig, quant_scheme
 
-    layout = {"mxfp8": "mxfp8-quantized", "fp8": "float-quantized"}.get(
-        name, f"{name}-pack-quantized"
-    )
-    (row,) = (row for row in LAYOUTS if row.name == layout)
-    stated = checkpoint.quantization_config(weights_of(row, rng), layout=layout)
+    others = {"mxfp8": "mxfp8-quantized", "fp8": "float-quantized"}
+    layout = others.get(name, f"{name}-pack-quantized")
+    stated = checkpoint.quantization_config(weights_of(named(layout), rng), layout=layout)
     found = QuantizationConfig.model_validate(json.loads(json.dumps(stated)))
     (scheme,) = found.config_groups.values()
     assert isinstance(scheme, quant_scheme.QuantizationScheme)
@@ -130,7 +125,6 @@ def test_transformers_own_classes(rng: np.random.Generator):
     pytest.importorskip("transformers")
     from transformers.quantizers.auto import AutoQuantizationConfig
 
-    rows = {row.name: row for row in LAYOUTS}
     expected = {
         "gpt-oss": {"quant_method": "mxfp4"},
         "deepseek-v3": {"weight_block_size": [128, 128], "scale_fmt": "float"},
@@ -138,7 +132,7 @@ def test_transformers_own_classes(rng: np.random.Generator):
         "deepseek-v4-experts": {"scale_fmt": "ue8m0", "expert_dtype": "fp4"},
     }
     for layout, fields in expected.items():
-        stated = checkpoint.quantization_config(weights_of(rows[layout], rng), layout=layout)
+        stated = checkpoint.quantization_config(weights_of(named(layout), rng), layout=layout)
         found = AutoQuantizationConfig.from_dict(json.loads(json.dumps(stated)))
         for name, value in fields.items():
             assert getattr(found, name) == value, (layout, name)

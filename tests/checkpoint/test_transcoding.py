@@ -9,8 +9,8 @@ import pytest
 
 import mx_jax
 from mx_jax import checkpoint, formats
-from mx_jax.checkpoint import scales
-from mx_jax.checkpoint.layouts import LAYOUTS
+from mx_jax.checkpoint import scales, transcoding
+from mx_jax.checkpoint.layouts import named
 from mx_jax.formats import (
     F32,
     FLOAT8_ROWWISE_E4M3,
@@ -21,7 +21,7 @@ from mx_jax.formats import (
     NVFP4,
     BlockFormat,
 )
-from tests.checkpoint.stored import assert_same, draw
+from tests.checkpoint.stored import assert_same, draw, values
 
 FP4_E4M3 = dataclasses.replace(formats.NVFP4_ONE_LEVEL, name="fp4_e4m3_32", block=(1, 32))
 FP4_F32 = dataclasses.replace(MXFP4, name="fp4_f32", scale=F32)
@@ -36,10 +36,6 @@ def mxfp4(exponents: Any, rng: np.random.Generator, codes: int | None = None) ->
         codes=jnp.asarray(np.broadcast_to(given, (len(scales), 32)).astype(np.uint8)),
         scales=jnp.asarray(scales),
     )
-
-
-def values(x: mx_jax.MXArray) -> np.ndarray:
-    return np.asarray(x.dequantize(jnp.float32))
 
 
 def test_18_octaves(rng: np.random.Generator):
@@ -122,8 +118,7 @@ def test_other_scales(target: BlockFormat, rng: np.random.Generator):
 
 def test_squares_and_transposes(rng: np.random.Generator):
     """DeepSeek's blocks of 128 x 128 from E8M0 to float32; blocks along the first axis."""
-    (row,) = (row for row in LAYOUTS if row.name == "deepseek-v3.1")
-    x = draw(row.format, (130, 200), rng)
+    x = draw(named("deepseek-v3.1").format, (130, 200), rng)
     x = dataclasses.replace(x, codes=x.codes & 0x3F)
     y, proved = checkpoint.transcode(x, "deepseek-v3")
     assert proved.blocks == 4 and proved.values == 130 * 200 and y.blocks == x.blocks
@@ -187,6 +182,15 @@ def test_tensor_scales_that_cannot_be(rng: np.random.Generator):
             checkpoint.transcode(zeros, target, tensor_scale=scale)
 
 
+def test_a_value_that_changed_is_found(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch):
+    """What a mistake in this library would do: every scale twice as large."""
+    encoded = transcoding.encoded_scales
+    double = lambda wanted, scale: encoded(2 * wanted, scale)  # noqa: E731
+    monkeypatch.setattr(transcoding, "encoded_scales", double)
+    with pytest.raises(AssertionError, match="fp4_f32 changed a value; please report it"):
+        checkpoint.transcode(mxfp4([127], rng), FP4_F32)
+
+
 FORMATS = (MXFP4, MXFP4_2D, MXFP8_E4M3, MXINT8, NVFP4, FLOAT8_ROWWISE_E4M3)
 
 
@@ -207,8 +211,7 @@ def test_decoded(format, shape: tuple[int, ...], axis: int, rng: np.random.Gener
         pieces = list(scales.decoded(x))
     assert [len(piece) for piece in pieces] == [2] * (len(x) // 2) + [1] * (len(x) % 2)
     assert {piece.dtype for piece in pieces} == {np.dtype(np.float64)}
-    expected = np.asarray(x.dequantize(jnp.float32))
-    np.testing.assert_array_equal(np.concatenate(pieces).astype(np.float32), expected)
+    np.testing.assert_array_equal(np.concatenate(pieces).astype(np.float32), values(x))
 
 
 def test_every_scale(rng: np.random.Generator):
@@ -218,5 +221,5 @@ def test_every_scale(rng: np.random.Generator):
     factors = scales.effective_scales(x)[:, 0]
     np.testing.assert_array_equal(factors[:255], np.ldexp(1.0, np.arange(-127, 128)))
     assert np.isnan(factors[255])
-    (values,) = scales.decoded(x)
-    assert np.isnan(values[255]).all() and np.isfinite(values[:255]).all()
+    (decoded,) = scales.decoded(x)
+    assert np.isnan(decoded[255]).all() and np.isfinite(decoded[:255]).all()

@@ -22,6 +22,10 @@ class Cli:
         captured = self._capsys.readouterr()
         return captured.out, captured.err
 
+    def json(self, *words: Any, status: int = 0) -> Any:
+        """What a command prints with --json."""
+        return json.loads(self(*words, "--json", status=status)[0])
+
     def error(self, *words: Any) -> str:
         """The one line that a command ends with that refuses its words."""
         _, text = self(*words, status=2)

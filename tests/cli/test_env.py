@@ -1,12 +1,7 @@
 """`python -m mx_jax env`: what runs here and why, as tables and as JSON."""
 
 import importlib.metadata
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import jax
 import pytest
@@ -14,35 +9,17 @@ import pytest
 import mx_jax
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import BACKENDS
-from mx_jax.cli import main
+from tests.cli.conftest import Cli
 from tests.needs import needs_library
+from tests.processes import run_python
 
-ROOT = Path(__file__).parents[2]
 PLAIN = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "MX_JAX_CPU_ISA": ""}
 
 
-def described(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    assert main(["env", "--json"]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def run_python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=os.environ | PLAIN | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def test_versions_devices_and_variables(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-):
+def test_versions_devices_and_variables(cli: Cli, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MX_JAX_EVIDENCE", "shipped")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    found = described(capsys)
+    found = cli.json("env")
     versions = found["versions"]
     assert versions.pop("mx_jax") == mx_jax.__version__
     assert versions.pop("Python") == sys.version.split()[0]
@@ -57,11 +34,11 @@ def test_versions_devices_and_variables(
 
 
 @needs_library
-def test_the_library_and_what_it_takes(capsys: pytest.CaptureFixture[str]):
+def test_the_library_and_what_it_takes(cli: Cli):
     loaded = library.load()
     assert not isinstance(loaded, str)
     with mx_jax.testing.target("cpu"):
-        found = described(capsys)
+        found = cli.json("env")
     assert found["cpu_library"] == {
         "path": str(loaded.path),
         "instruction_set": loaded.isa,
@@ -84,12 +61,11 @@ def test_the_library_and_what_it_takes(capsys: pytest.CaptureFixture[str]):
 
 
 @pytest.mark.slow
-def test_another_machine(capsys: pytest.CaptureFixture[str]):
+def test_another_machine(cli: Cli):
     """A GPU's backends are shown, but nothing is given to what must be named."""
     with mx_jax.testing.target("cuda", (10, 0), num_devices=2):
-        found = described(capsys)
-        assert main(["env"]) == 0
-        text = capsys.readouterr().out
+        found = cli.json("env")
+        text, _ = cli("env")
     target = {"platform": "cuda", "compute_capability": [10, 0], "num_devices": 2}
     assert found["target"] == target
     calls = found["calls"]
@@ -104,9 +80,8 @@ def test_another_machine(capsys: pytest.CaptureFixture[str]):
     assert text.count("only if named") == 2
 
 
-def test_as_tables(capsys: pytest.CaptureFixture[str]):
-    assert main(["env"]) == 0
-    text = capsys.readouterr().out
+def test_as_tables(cli: Cli):
+    text, _ = cli("env")
     for words in ("Versions", "C++ library", "Backends", "MXFP8 x MXFP8", jax.__version__):
         assert words in text
     for backend in BACKENDS:
@@ -115,7 +90,7 @@ def test_as_tables(capsys: pytest.CaptureFixture[str]):
 
 @pytest.mark.slow
 def test_no_device_is_said_in_words():
-    run = run_python("-m", "mx_jax", "env", JAX_PLATFORMS="tpux")
+    run = run_python("-m", "mx_jax", "env", **PLAIN | {"JAX_PLATFORMS": "tpux"})
     assert run.returncode == 1
     assert "JAX finds no device" in run.stdout and "tpux" in run.stdout
     assert "Traceback" not in run.stderr
@@ -127,7 +102,7 @@ CAST = "import mx_jax; [mx_jax.quantize([1.0], f).codes for f in ('mxfp4', 'mxfp
 
 @pytest.mark.slow
 def test_falling_back_is_said_once():
-    run = run_python("-c", CAST, MX_JAX_CPU_LIBRARY="/no/such/file.so")
+    run = run_python("-c", CAST, **PLAIN, MX_JAX_CPU_LIBRARY="/no/such/file.so")
     assert run.returncode == 0, run.stderr
     (line,) = run.stderr.splitlines()
     assert line.startswith(
@@ -147,8 +122,8 @@ def test_reasons_for_no_library(monkeypatch: pytest.MonkeyPatch):
     assert reason == "not built: with a C++ compiler, pip install -v . builds it, or shows why not"
 
 
-def test_help(capsys: pytest.CaptureFixture[str]):
+def test_help(cli: Cli, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as stop:
-        main(["env", "--help"])
+        cli("env", "--help")
     text = capsys.readouterr().out
     assert stop.value.code == 0 and "--json" in text and "C++ library" in text

@@ -1,9 +1,5 @@
 """`python -m mx_jax formats`: what tables and lists of codes say; errors are one line."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,8 +8,7 @@ import pytest
 from mx_jax.cli import main
 from mx_jax.formats import BLOCK_FORMATS, ELEMENT_FORMATS, SCALE_FORMATS, any_format
 from tests.cli.conftest import Cli
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import run_python
 
 
 def tables(cli: Cli, *arguments: str) -> dict[str, list[dict[str, str]]]:
@@ -111,14 +106,7 @@ def test_help(capsys: pytest.CaptureFixture[str]):
 
 def test_as_a_program():
     """Through a pipe no column is cut, however narrow the terminal would be."""
-    result = subprocess.run(
-        [sys.executable, "-m", "mx_jax", "formats"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "utf-8", "COLUMNS": "40"},
-        capture_output=True,
-        encoding="utf-8",
-        check=False,
-    )
+    result = run_python("-m", "mx_jax", "formats", PYTHONIOENCODING="utf-8", COLUMNS="40")
     assert (result.returncode, result.stderr) == (0, "")
     for format in (*ELEMENT_FORMATS, *SCALE_FORMATS, *BLOCK_FORMATS):
         assert f" {format.name} " in result.stdout

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +14,6 @@ import pytest
 from mx_jax import checkpoint
 from mx_jax.commands import stream
 from tests.cli.conftest import Cli
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -39,12 +38,43 @@ def locked(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("more", [(), ("--force",), ("--max-shard-size", "1kB", "--force")])
+@pytest.mark.parametrize("missing", ["read", "check_output"])
 def test_a_folder_that_another_process_writes(
-    more: tuple[str, ...], model: Path, locked: Path, tmp_path: Path, cli: Cli
+    missing: str,
+    more: tuple[str, ...],
+    model: Path,
+    locked: Path,
+    tmp_path: Path,
+    cli: Cli,
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    """Refused before anything is read; if it began after that, before anything is written."""
+    monkeypatch.setattr(stream, missing, lambda options: None)
     said = cli.error("quantize", model, tmp_path / "out", "--format", "mxfp4", *more)
     assert "another process is writing to" in said
     assert (locked / "model.safetensors").read_text() == "theirs"
+
+
+def test_nobody_begins_in_the_old_folder_while_it_is_removed(
+    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+):
+    """Once it is replaced, it has the name under which another process would make its own."""
+    out, remove, tried = tmp_path / "out", shutil.rmtree, list[Path]()
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+
+    def removing(path: Path) -> None:
+        handle = os.open(path, os.O_RDONLY)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.close(handle)
+        tried.append(path)
+        remove(path)
+
+    monkeypatch.setattr(shutil, "rmtree", removing)
+    cli("quantize", model, out, "--format", "mxfp4", "--force")
+    assert tried == [stream.partial_folder(out)] and not tried[0].exists()
+    assert sorted(os.listdir(out)) == ["model.safetensors", "notes.txt"]
 
 
 def test_a_folder_that_another_process_filled_meanwhile(
@@ -102,11 +132,6 @@ def test_what_may_not_be_read_or_replaced(
     (model / "model.safetensors").chmod(0)
     if os.geteuid():
         assert "Permission denied" in cli.error(*words)
-
-
-def test_a_page_in_no_folder_is_refused_early(model: Path, tmp_path: Path, cli: Cli):
-    page = tmp_path / "none" / "page.html"
-    assert f"{page} must be a file in a folder" in cli.error("inspect", model, "--html", page)
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "up\n", "\ud800", "\x1b[31m"])

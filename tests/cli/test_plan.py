@@ -1,30 +1,21 @@
 """`python -m mx_jax plan`."""
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mx_jax.cli import main
 from mx_jax.plan.command import INTERCONNECTS
+from tests.cli.conftest import Cli
 
-SMALL = ["--params", "1e9", "--layers", "16", "--width", "2048", "--mesh", "data=2,fsdp=4,model=2"]
-
-
+WIDTH = ["plan", "--params", "1e9", "--layers", "16", "--width", "2048"]
+SMALL = [*WIDTH, "--mesh", "data=2,fsdp=4,model=2"]
 EXPERTS = ["--experts", "8", "--hidden", "512"]
 PAGE = Path(__file__).parents[2] / "docs" / "sharding.md"
 
 
-def planned(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["plan", *SMALL, "--json", *words]) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_recipes_side_by_side(capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", *SMALL, "--recipe", "mxfp8,nvfp4"]) == 0
-    text = capsys.readouterr().out
+def test_recipes_side_by_side(cli: Cli):
+    text, _ = cli(*SMALL, "--recipe", "mxfp8,nvfp4")
     for word in ("bfloat16", "mxfp8", "nvfp4", "parameters", "optimizer", "residuals"):
         assert word in text
     for row in ("all-gather", "reduce-scatter", "all-reduce"):
@@ -37,8 +28,8 @@ def test_recipes_side_by_side(capsys: pytest.CaptureFixture[str]):
     assert "time" not in text
 
 
-def test_json_is_the_same_unrounded(capsys: pytest.CaptureFixture[str]):
-    found = planned(capsys, "--recipe", "mxfp4")
+def test_json_is_the_same_unrounded(cli: Cli):
+    found = cli.json(*SMALL, "--recipe", "mxfp4")
     plain, four = found["recipes"]
     assert [plain["name"], four["name"]] == ["bfloat16", "mxfp4"]
     for each in (plain, four):
@@ -57,9 +48,9 @@ def test_json_is_the_same_unrounded(capsys: pytest.CaptureFixture[str]):
     assert four["memory"]["optimizer"] == pytest.approx(1e9 / 8 * 8, rel=0.02)
 
 
-def test_time_says_what_it_assumes(capsys: pytest.CaptureFixture[str]):
+def test_time_says_what_it_assumes(cli: Cli):
     words = ["--interconnect", "fsdp=ndr", "--interconnect", "model=1e12", "--efficiency", "0.5"]
-    found = planned(capsys, "--recipe", "mxfp8", *words)
+    found = cli.json(*SMALL, "--recipe", "mxfp8", *words)
     for each in found["recipes"]:
         rates = {"fsdp": 50e9, "model": 1e12}
         expected = sum(
@@ -74,21 +65,20 @@ def test_time_says_what_it_assumes(capsys: pytest.CaptureFixture[str]):
     assert "Time: 50% of these rates" in text and "no latency; not along data." in text
 
 
-def test_what_moves_as_values_is_said(capsys: pytest.CaptureFixture[str]):
+def test_what_moves_as_values_is_said(cli: Cli):
     """Not 2048 features in 128 shards of 16, which agree on their blocks."""
-    words = ["--params", "1e9", "--layers", "16", "--width", "2048", "--mesh", "fsdp=128"]
     said = " are gathered along fsdp as values in the forward pass: the recipe keeps them in high"
     for recipe, is_said in (("mxfp4", False), ("mxfp4_backward", True)):
-        assert main(["plan", *words, "--recipe", recipe]) == 0
-        assert (said in capsys.readouterr().out) is is_said
+        text, _ = cli(*WIDTH, "--mesh", "fsdp=128", "--recipe", recipe)
+        assert (said in text) is is_said
 
 
-def test_gather_none_and_sequence_parallel(capsys: pytest.CaptureFixture[str]):
-    (_, codes) = planned(capsys, "--recipe", "nvfp4")["recipes"]
-    (plain, values) = planned(capsys, "--recipe", "nvfp4", "--gather", "none")["recipes"]
+def test_gather_none_and_sequence_parallel(cli: Cli):
+    (_, codes) = cli.json(*SMALL, "--recipe", "nvfp4")["recipes"]
+    (plain, values) = cli.json(*SMALL, "--recipe", "nvfp4", "--gather", "none")["recipes"]
     assert values["received"] == plain["received"] > codes["received"]
     words = ["--recipe", "nvfp4", "--gather", "fsdp,model", "--sequence-parallel"]
-    (_, every) = planned(capsys, *words)["recipes"]
+    (_, every) = cli.json(*SMALL, *words)["recipes"]
     assert {row["axis"] for row in every["traffic"] if row["as_codes"]} == {"fsdp", "model"}
 
 
@@ -126,32 +116,26 @@ def test_gather_none_and_sequence_parallel(capsys: pytest.CaptureFixture[str]):
         (["--mesh", "pipe=3"], "pipeline has as many blocks, got layers=16 for pipe=3; pass"),
     ],
 )
-def test_wrong_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]):
-    assert main(["plan", *SMALL, *words]) == 2
-    text = capsys.readouterr().err
-    assert text.startswith("mx_jax: ") and message in text
+def test_wrong_words(words: list[str], message: str, cli: Cli):
+    assert message in cli.error(*SMALL, *words)
 
 
-def test_help_has_an_example_that_runs(capsys: pytest.CaptureFixture[str]):
+def test_help_has_an_example_that_runs(cli: Cli, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit):
-        main(["plan", "--help"])
+        cli("plan", "--help")
     text = capsys.readouterr().out
     for name in INTERCONNECTS:
         assert name in text
     example = text[text.rindex("python -m mx_jax plan") :].replace("\\\n", " ").split()
-    assert main(example[3:]) == 0
-    assert "1024 devices (data=2, fsdp=64, model=8)" in capsys.readouterr().out
+    assert "1024 devices (data=2, fsdp=64, model=8)" in cli(*example[3:])[0]
 
 
-def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]):
+def test_the_page_shows_what_is_printed(cli: Cli):
     page = PAGE.read_text()
     commands = re.findall(r"```bash\n(python -m mx_jax plan .*?)```", page, re.DOTALL)
     blocks = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     assert (len(commands), len(blocks)) == (3, 1)
-    printed = []
-    for command in commands:
-        assert main(command.replace("\\\n", " ").split()[3:]) == 0
-        printed.append(capsys.readouterr().out)
+    printed = [cli(*command.replace("\\\n", " ").split()[3:])[0] for command in commands]
     assert [line.rstrip() for line in blocks[0].splitlines()] == [
         line.rstrip() for line in printed[0].splitlines()
     ]

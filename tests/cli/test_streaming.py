@@ -1,7 +1,5 @@
 """Commands go through a checkpoint tensor by tensor: memory for the largest, not for all."""
 
-import os
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -11,6 +9,7 @@ import pytest
 
 from mx_jax.commands import diff
 from mx_jax.inspect import sqnr_db
+from tests.processes import printed
 
 # A tensor has 8 MiB in float32, 1 MiB as MXFP4. What a command takes for one, and to compile,
 # shows on the file with few; on that with many nothing may come on top.
@@ -76,17 +75,9 @@ PROGRAM = textwrap.dedent(
 def growth(folder: Path) -> dict[str, float]:
     """MiB that a command takes for a file of 12 tensors beyond what it takes for 2."""
     # Memory that is freed goes back at once, where glibc would keep some.
-    surroundings = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(folder)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env=surroundings,
-    )
-    assert done.returncode == 0, done.stderr
+    text = printed("-c", PROGRAM, folder, MALLOC_MMAP_THRESHOLD_="65536")
     peaks: dict[str, dict[str, float]] = {"first": {}, "few": {}, "many": {}}
-    for line in done.stdout.splitlines():
+    for line in text.splitlines():
         name, command, mib = line.split()
         peaks[name][command] = max(float(mib), peaks[name].get(command, 0))
     return {command: mib - peaks["few"][command] for command, mib in peaks["many"].items()}
