@@ -35,7 +35,7 @@ FORMATS = (
     ("mxfp4_2d", "even"),
 )
 DTYPES = ("float32", "bfloat16")
-OPERATIONS = (("quantize", -1), ("quantize", 0), ("both", -1), ("pack", -1), ("dequantize", -1))
+OPERATIONS = (("quantize", -1), ("quantize", 0), ("both", -1), ("dequantize", -1))
 
 
 def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -51,7 +51,6 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
         for dtype in (DTYPES if data == "normal" else ("float32",))
         for name, rule in FORMATS
         for operation, axis in OPERATIONS
-        if operation != "pack" or block_format(name).element.bits < 8
         if (operation in ("quantize", "dequantize") and axis == -1)
         or not (_is_square(name) or data != "normal")
     ]
@@ -86,8 +85,6 @@ def _row(
     elif operation == "both":
         other = dataclasses.replace(call, blocks=((-2, call.blocks[0][1]),))
         cases = _both(QuantizeBothCall(first=call, second=other), x)
-    elif operation == "pack":
-        cases = _packed(call, x)
     else:
         cases = _there(call, x)
     if options.peers and axis == -1 and operation in ("quantize", "dequantize"):
@@ -164,23 +161,6 @@ def _both(call: QuantizeBothCall, x: jax.Array) -> list[Case]:
     out = jax.eval_shape(once, x)
     cases = [_case(OURS, once, x), _case(TWO, twice(HANDLERS), x)]
     return [*cases, _case(PLAIN, twice(REFERENCE), x), copy_case(_read(x, call.first), out)]
-
-
-def _packed(call: Any, x: jax.Array) -> list[Case]:
-    def ours(x):
-        out = jax.eval_shape(plain, x)
-        scale = [] if out[2] is None else [jnp.ones((1, 1), jnp.float32)]
-        return jax.ffi.ffi_call(casts.QUANTIZE, out[:2])(
-            x, *scale, **casts.quantize_attributes(call), has_tensor_scale=bool(scale), packed=True
-        )
-
-    def plain(x):
-        given = jnp.ones((1, 1), jnp.float32) if call.format.tensor_scale else None
-        q = REFERENCE.run(call, x, None, given)
-        return q.packed_codes, q.scales, q.tensor_scale
-
-    out = jax.eval_shape(ours, x)
-    return [_case(OURS, ours, x), _case(PLAIN, plain, x), copy_case(x, out)]
 
 
 def _back(call: Any, x: jax.Array) -> list[Case]:

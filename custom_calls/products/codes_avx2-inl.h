@@ -127,8 +127,8 @@ MX_INLINE void Decode(const CodeTable<kElement>& table, __m256i word, int half, 
       values[i] = _mm256_castsi256_ps(bits);
       if (kElement != kE2M1) values[i] = _mm256_mul_ps(values[i], factor);
     }
-  } else if (kElement == kE2M3 || kElement == kElementInt8) {
-    const __m256 unit = _mm256_set1_ps(kElement == kE2M3 ? 0x1p-3f : 0x1p-6f);
+  } else if (FitsInt8(kElement)) {
+    const __m256 unit = _mm256_set1_ps(1.0f / (1 << UnitShift(kElement)));
     const __m256i integers = Integers<kElement>(table, word);
     for (int i = 0; i < 4; ++i) {
       const __m256i wide = _mm256_srai_epi32(_mm256_slli_epi32(integers, 24 - 8 * i), 24);
@@ -178,9 +178,10 @@ MX_INLINE void SumFloats(const CodeTable<kElement>& table, const uint8_t* codes,
 
 // --------------------------------------------------------------------------------- by int8 rows
 
-// What is added to integers, whose products with those of a row are then one of an unsigned byte.
+// What is added to integers, whose products with those of a row are then one of an unsigned byte; 0
+// where a pair of these would be more than an int16.
 MX_INLINE constexpr int OffsetOf(Element element) {
-  return element == kE2M1 ? 12 : element == kE2M3 ? 60 : 0;
+  return LargestInteger(element) < 64 ? static_cast<int>(LargestInteger(element)) : 0;
 }
 
 // The same of integers, exact. `corrections` are -128 times the sums of the rows' elements.
@@ -229,7 +230,7 @@ MX_INLINE void SumIntegers(const CodeTable<kElement>& table, const uint8_t* code
         for (int i = 0; i < kRows; ++i) {
           const __m256i factors = _mm256_set1_epi32(values[i]);
           __m256i four;
-          if (kElement == kE2M3) {
+          if (kOffset != 0) {
             const __m256i pairs =
                 _mm256_maddubs_epi16(_mm256_add_epi8(bytes, offset), factors);
             four = _mm256_madd_epi16(pairs, ones);

@@ -15,6 +15,14 @@ namespace {
 
 enum Coding { kCode4, kCode6, kCodeE4M3, kCodeE5M2, kCodeInt8 };
 
+MX_INLINE constexpr Coding CodingOf(Element element) {
+  return ElementBits(element) == 4   ? kCode4
+         : ElementBits(element) == 6 ? kCode6
+         : element == kE4M3          ? kCodeE4M3
+         : element == kE5M2          ? kCodeE5M2
+                                     : kCodeInt8;
+}
+
 // Floats of 8 bits are decoded to float32 but for a factor, which puts the bias right. It may go to
 // lhs and to the scales instead, in two parts: kFoldLhs, and the rest at the end.
 //
@@ -449,14 +457,12 @@ MX_INLINE void MultiplyCodesAs(const CodesProduct& p) {
 
 template <PanelType kType>
 void MultiplyCodes(const CodesProduct& p) {
-  if (p.element == kE2M1) return MultiplyCodesAs<kType, kCode4>(p);
-  if (p.element == kElementInt8) return MultiplyCodesAs<kType, kCodeInt8>(p);
-  if (p.element == kE2M3) return MultiplyCodesAs<kType, kCode6>(p);
-  if constexpr (kType != kInt8) {
-    if (p.element == kE3M2) return MultiplyCodesAs<kType, kCode6>(p);
-    if (p.element == kE4M3) return MultiplyCodesAs<kType, kCodeE4M3>(p);
-    MultiplyCodesAs<kType, kCodeE5M2>(p);
-  }
+  ByElement(p.element, [&p](auto element) {
+    constexpr Element kElement = decltype(element)::value;
+    if constexpr (kType != kInt8 || FitsInt8(kElement)) {
+      MultiplyCodesAs<kType, CodingOf(kElement)>(p);
+    }
+  });
 }
 
 }  // namespace

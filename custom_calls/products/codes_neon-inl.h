@@ -25,11 +25,6 @@ MX_INLINE uint8x16_t LoadWord(const uint8_t* codes, int word) {
   return vsliq_n_u8(middle, vshrq_n_u8(vld1q_u8(first + 2 * kStep), 6), 4);
 }
 
-// Formats whose values are integers of a byte, times a power of two.
-constexpr bool AreIntegers(Element element) {
-  return element == kE2M1 || element == kE2M3 || element == kElementInt8;
-}
-
 // Words of 4 codes of a chunk's block, of 4 rows.
 template <Element kElement>
 MX_INLINE uint8x16_t LoadCodes(const uint8_t* codes, int word) {
@@ -58,8 +53,8 @@ MX_INLINE uint8x16_t PlacesOf(int byte, int size) {
 // Values of a word's 4 codes, of 4 rows, as float32.
 template <Element kElement>
 MX_INLINE void Decode(const int8x16x4_t& table, uint8x16_t codes, float32x4_t* values) {
-  if constexpr (AreIntegers(kElement)) {
-    constexpr int kFraction = 24 + (kElement == kE2M1 ? 1 : kElement == kE2M3 ? 3 : 6);
+  if constexpr (FitsInt8(kElement)) {
+    constexpr int kFraction = 24 + UnitShift(kElement);
     const int8x16_t integers = Integers<kElement>(table, codes);
     for (int i = 0; i < 4; ++i) {
       const int32x4_t top = vreinterpretq_s32_s8(vqtbl1q_s8(integers, PlacesOf(i, 4)));
@@ -195,7 +190,7 @@ template <Element kElement, int kWords, int kRows>
 MX_INLINE void SumIntegers(const int8x16x4_t& table, const uint8_t* codes, int first,
                            const IntegerRows<kWords, kRows>& rows, float32x4_t* sum) {
   // Sums of so many products are an int16.
-  constexpr int kMost = kElement == kE2M1 ? 8 : kElement == kE2M3 ? 4 : 1;
+  constexpr int kMost = INT16_MAX / (128 * (static_cast<int>(LargestInteger(kElement)) + 1));
   int8x16_t integers[kWords];
   for (int w = 0; w < kWords; ++w) {
     integers[w] = Integers<kElement>(table, LoadCodes<kElement>(codes, first + w));

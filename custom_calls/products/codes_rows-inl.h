@@ -64,14 +64,10 @@ MX_INLINE void MultiplyCodesAs(const CodesProduct& p) {
 
 template <PanelType kType>
 void MultiplyCodes(const CodesProduct& p) {
-  if (p.element == kE2M1) return MultiplyCodesAs<kType, kE2M1>(p);
-  if (p.element == kElementInt8) return MultiplyCodesAs<kType, kElementInt8>(p);
-  if (p.element == kE2M3) return MultiplyCodesAs<kType, kE2M3>(p);
-  if constexpr (kType != kInt8) {
-    if (p.element == kE3M2) return MultiplyCodesAs<kType, kE3M2>(p);
-    if (p.element == kE4M3) return MultiplyCodesAs<kType, kE4M3>(p);
-    MultiplyCodesAs<kType, kE5M2>(p);
-  }
+  ByElement(p.element, [&p](auto element) {
+    constexpr Element kElement = decltype(element)::value;
+    if constexpr (kType != kInt8 || FitsInt8(kElement)) MultiplyCodesAs<kType, kElement>(p);
+  });
 }
 
 }  // namespace

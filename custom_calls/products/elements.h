@@ -45,6 +45,42 @@ MX_INLINE constexpr int ElementBits(Element element) {
   return 1 + kElementFacts[element].exponent_bits + kElementFacts[element].mantissa_bits;
 }
 
+// A code's value times 2^UnitShift is an integer, of at most LargestInteger where nothing is reserved.
+MX_INLINE constexpr int UnitShift(Element element) {
+  return kElementFacts[element].mantissa_bits + kElementFacts[element].bias - 1;
+}
+MX_INLINE constexpr int64_t LargestInteger(Element element) {
+  const ElementFacts& facts = kElementFacts[element];
+  const int64_t significand = (int64_t{2} << facts.mantissa_bits) - 1;
+  return significand << ((1 << facts.exponent_bits) - 2);
+}
+
+// Whether words of integers hold all values, and the sums of a block no rounding.
+MX_INLINE constexpr bool FitsInt8(Element element) {
+  return element <= kElementInt8 && LargestInteger(element) <= 127;
+}
+MX_INLINE constexpr bool FitsInt16(Element element) {
+  return element <= kElementInt8 && LargestInteger(element) <= 4095;
+}
+
+// Calls `run` with the constant that an element of codes is.
+template <Element kValue>
+struct ElementConstant {
+  static constexpr Element value = kValue;
+};
+template <typename Run>
+MX_INLINE void ByElement(Element element, const Run& run) {
+#define MX_CASE(value, ...) \
+  case value:               \
+    return run(ElementConstant<value>());
+  switch (element) {
+    MX_ELEMENTS(MX_CASE)
+    default:
+      return;
+  }
+#undef MX_CASE
+}
+
 }  // namespace mx
 
 #endif  // MX_JAX_CUSTOM_CALLS_PRODUCTS_ELEMENTS_H_

@@ -121,14 +121,12 @@ MX_INLINE void MultiplyKeepingAs(const CodesProduct& p, char* keep) {
 
 template <PanelType kType>
 void MultiplyKeeping(const CodesProduct& p, char* keep) {
-  if (p.element == kE2M1) return MultiplyKeepingAs<kType, kCode4>(p, keep);
-  if (p.element == kElementInt8) return MultiplyKeepingAs<kType, kCodeInt8>(p, keep);
-  if (p.element == kE2M3) return MultiplyKeepingAs<kType, kCode6>(p, keep);
-  if constexpr (kType != kInt8) {
-    if (p.element == kE3M2) return MultiplyKeepingAs<kType, kCode6>(p, keep);
-    if (p.element == kE4M3) return MultiplyKeepingAs<kType, kCodeE4M3>(p, keep);
-    MultiplyKeepingAs<kType, kCodeE5M2>(p, keep);
-  }
+  ByElement(p.element, [&p, keep](auto element) {
+    constexpr Element kElement = decltype(element)::value;
+    if constexpr (kType != kInt8 || FitsInt8(kElement)) {
+      MultiplyKeepingAs<kType, CodingOf(kElement)>(p, keep);
+    }
+  });
 }
 
 }  // namespace

@@ -36,10 +36,6 @@ inline void StoreTile(const MatmulKernels& kernels, const MatmulProblem& problem
   kernels.store(tile, rows, columns, factors.last, problem.out_type, out, problem.rhs.rows);
 }
 
-inline bool FitsInt8(Element element) {
-  return element == kE2M1 || element == kE2M3 || element == kElementInt8;
-}
-inline bool FitsInt16(Element element) { return FitsInt8(element) || element == kE3M2; }
 inline bool FitsBf16(Element element) {
   return element != kElementFloat32 && element != kElementF16;
 }

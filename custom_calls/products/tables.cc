@@ -12,11 +12,6 @@ namespace {
 
 constexpr int kShifts = 7;  // what the integer types need: 0 to 6
 
-// A format's values times 2^shift are integers.
-int ShiftOf(Element element) {
-  return kElementFacts[element].mantissa_bits + kElementFacts[element].bias - 1;
-}
-
 // A NaN keeps the code's sign.
 float ValueOf(Element element, int code) {
   const ElementFormat format = Derive(kElementFacts[element]);
@@ -52,8 +47,8 @@ struct AllTables {
       uint32_t bits;
       std::memcpy(&bits, &value, sizeof bits);
       tables.bf16[code] = static_cast<uint16_t>(bits >> 16);  // at most 8 significant bits
-      if (element == kE4M3 || element == kE5M2) continue;
-      const int integer = static_cast<int>(std::ldexp(value, ShiftOf(element)));
+      if (!FitsInt16(element)) continue;
+      const int integer = static_cast<int>(std::ldexp(value, UnitShift(element)));
       tables.int8[code] = static_cast<int8_t>(integer);
       tables.int16[code] = static_cast<int16_t>(integer);
     }
@@ -71,7 +66,7 @@ const ElementTables& TablesOf(Element element) { return Tables().of[element]; }
 
 const float* ScaleTable(ScaleKind kind, Element element, PanelType type) {
   const bool integers = type == kInt8 || type == kInt16;
-  const int shift = integers && element <= kElementInt8 ? ShiftOf(element) : 0;
+  const int shift = integers && element <= kElementInt8 ? UnitShift(element) : 0;
   return kind == kScaleE4M3 ? Tables().e4m3[shift] : Tables().e8m0[shift];
 }
 

@@ -60,16 +60,15 @@ MX_INLINE void UnpackAs(const Source& source, int64_t first_row, char* out, Scal
 // Panels of one type as PackRhs makes them; packed ones of formats that kInt8 holds, without a detour.
 template <PanelType kType>
 void UnpackRhs(const Source& source, int64_t first_row, char* out, ScaleRange* range) {
-  const Layout layout = source.layout;
-  if (layout == kPanels4 && source.element == kE2M1) {
-    UnpackAs<kType, kCode4>(source, first_row, out, range);
-  } else if (layout == kPanels6 && source.element == kE2M3) {
-    UnpackAs<kType, kCode6>(source, first_row, out, range);
-  } else if (layout == kPanels8 && source.element == kElementInt8) {
-    UnpackAs<kType, kCodeInt8>(source, first_row, out, range);
-  } else {
-    PackRhs<kType>(source, first_row, out, range);
-  }
+  if (source.layout == kStrided) return PackRhs<kType>(source, first_row, out, range);
+  ByElement(source.element, [&](auto element) {
+    constexpr Element kElement = decltype(element)::value;
+    if constexpr (FitsInt8(kElement)) {
+      UnpackAs<kType, CodingOf(kElement)>(source, first_row, out, range);
+    } else {
+      PackRhs<kType>(source, first_row, out, range);
+    }
+  });
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <memory>
 #include <new>
 #include <vector>
@@ -133,7 +134,7 @@ Case DrawCase(uint64_t seed, const Place& place) {
   Random random(seed);
   Case test;
   mx::QuantizePlan& plan = test.plan;
-  plan.element = mx::Derive(mx_test::kFormats[random.Below(9)].facts);
+  plan.element = mx::Derive(mx_test::kFormats[random.Below(std::size(mx_test::kFormats))].facts);
   DrawRule(random, plan);
   plan.type = static_cast<FloatType>(random.Below(3));
   place(random, plan);
@@ -180,7 +181,7 @@ inline Case DrawRowsOf(const Case& columns, uint64_t seed) {
   plan.element = columns.plan.element;
   plan.rule = columns.plan.rule;
   if (random.Below(3) == 0) {
-    plan.element = mx::Derive(mx_test::kFormats[random.Below(9)].facts);
+    plan.element = mx::Derive(mx_test::kFormats[random.Below(std::size(mx_test::kFormats))].facts);
     DrawRule(random, plan);
   }
   plan.type = columns.plan.type;

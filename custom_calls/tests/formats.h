@@ -2,7 +2,7 @@
 #ifndef MX_JAX_CUSTOM_CALLS_TESTS_FORMATS_H_
 #define MX_JAX_CUSTOM_CALLS_TESTS_FORMATS_H_
 
-#include "common/element_codec.h"
+#include "products/elements.h"
 
 namespace mx_test {
 
@@ -12,13 +12,13 @@ struct Named {
 };
 
 // exponent bits, mantissa bits, bias, reserved codes, Inf, integer, negative zero, code below -max.
+#define MX_NAMED(element, name, ...) {name, __VA_ARGS__},
 inline const Named kFormats[] = {
-    {"e4m3", {4, 3, 7, 1, 0, 0, 1, 0}},     {"e5m2", {5, 2, 15, 4, 1, 0, 1, 0}},
-    {"e2m3", {2, 3, 1, 0, 0, 0, 1, 0}},     {"e3m2", {3, 2, 3, 0, 0, 0, 1, 0}},
-    {"e2m1", {2, 1, 1, 0, 0, 0, 1, 0}},     {"int8", {1, 6, 1, 0, 0, 1, 0, 0}},
-    {"int8_full", {1, 6, 1, 0, 0, 1, 0, 1}}, {"e4m3fnuz", {4, 3, 8, 0, 0, 0, 0, 0}},
+    MX_ELEMENTS(MX_NAMED){"int8_full", {1, 6, 1, 0, 0, 1, 0, 1}},
+    {"e4m3fnuz", {4, 3, 8, 0, 0, 0, 0, 0}},
     {"e5m2fnuz", {5, 2, 16, 0, 0, 0, 0, 0}},
 };
+#undef MX_NAMED
 
 }  // namespace mx_test
 

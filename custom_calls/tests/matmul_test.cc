@@ -55,7 +55,7 @@ Matrix Draw(std::mt19937& random, Element element, ScaleKind kind, int32_t block
         static_cast<uint8_t>(kind == kScaleE8M0 ? 120 + Pick(random, 15) : 40 + Pick(random, 30));
   }
   const float* scale_values = ScaleTable(kind, element, kFloat32);
-  const int bits = element == kE2M1 ? 4 : element == kE2M3 || element == kE3M2 ? 6 : 8;
+  const int bits = ElementBits(element);
   matrix.values.resize(rows * k);
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t j = 0; j < k; ++j) {

@@ -25,11 +25,8 @@ using mx_test::StaysNormal;
 
 // Any code but NaN and Inf, without which kernels multiply codes on their way.
 uint8_t DrawCode(Random& random, mx::Element element) {
-  const int bits = element == mx::kE2M1                                ? 4
-                   : element == mx::kE2M3 || element == mx::kE3M2 ? 6
-                                                                       : 8;
   for (;;) {
-    const uint8_t code = static_cast<uint8_t>(random.Below(1 << bits));
+    const uint8_t code = static_cast<uint8_t>(random.Below(1 << mx::ElementBits(element)));
     const float value = mx::TablesOf(element).float32[code];
     if (value - value == 0.0f) return code;
   }

@@ -440,7 +440,8 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
 
     def how(call: Call, *operands: Any) -> Any:
         is_split = shown is not None and target.num_devices > 1
-        if is_split:
+        if devices > 1:
+            # By its key a kernel would draw the same for each device's part.
             operands = _drawn(call, lambda bits, key: _compute(bits, target, key), *operands)
         if is_split and isinstance(call, QuantizeBothCall):
             # Each cast may be split along other axes, as its product is.

@@ -12,7 +12,7 @@ import pytest
 
 import mx_jax
 from mx_jax.backends.calls import CastStatisticsCall
-from mx_jax.backends.cpu_ffi import library, statistics
+from mx_jax.backends.cpu_ffi import casts, library
 from mx_jax.backends.select import select
 from mx_jax.formats import MXFP8_E4M3
 from mx_jax.formats.block import FLOAT8_TENSORWISE_E4M3
@@ -25,7 +25,7 @@ from tests.processes import printed
 from tests.quick import quick
 
 loaded = library.load()
-built = not isinstance(loaded, str) and statistics.TARGET in loaded.targets
+built = not isinstance(loaded, str) and casts.STATISTICS in loaded.targets
 needs_handler = pytest.mark.skipif(not built, reason="the library was built without it")
 
 # Sums of squares in float64, rounded once, beside those of float32, which err by some 1e-6.
@@ -43,16 +43,15 @@ def drawn(shape: tuple[int, ...], dtype: Any, nonfinite: bool) -> jax.Array:
     return jnp.asarray(x, dtype)
 
 
+def told(x: jax.Array, array: MXArray, axis: int) -> Any:
+    return inspect_statistics.of_cast(x, array, axis, inspect_statistics.STATISTICS)
+
+
 def of_both(x: jax.Array, array: MXArray, axis: int) -> tuple[Any, Any]:
     """What is told of a cast, and what defines it."""
-
-    def plain(x: jax.Array, array: MXArray) -> Any:
-        return reference.of_cast(x, array, axis)
-
-    def told(x: jax.Array, array: MXArray) -> Any:
-        return inspect_statistics.of_cast(x, array, axis, inspect_statistics.STATISTICS)
-
-    return tuple(quick(run)(x, array) for run in (told, plain))
+    both = (quick(run, static_argnums=2) for run in (told, reference.of_cast))
+    found, expected = (run(x, array, axis) for run in both)
+    return found, expected
 
 
 def check(found: Any, expected: Any, without: tuple[str, ...] = ()) -> None:
@@ -67,17 +66,17 @@ def check(found: Any, expected: Any, without: tuple[str, ...] = ()) -> None:
             np.testing.assert_array_equal(own, expected[name], err_msg=name)
 
 
-CASES = [
-    ("mxfp8_e4m3", (65, 96), -1, "float32", True),
-    ("mxfp8_e5m2", (3, 40, 50), -2, "bfloat16", True),
-    ("mxint8", (2, 70, 5), -2, "float16", False),
-    ("nvfp4", (300, 700), -1, "float32", False),
-    ("mxfp4", (77,), -1, "float32", True),
-]
-
-
 @needs_handler
-@pytest.mark.parametrize(("name", "shape", "axis", "dtype", "nonfinite"), CASES)
+@pytest.mark.parametrize(
+    ("name", "shape", "axis", "dtype", "nonfinite"),
+    [
+        ("mxfp8_e4m3", (65, 96), -1, "float32", True),
+        ("mxfp8_e5m2", (3, 40, 50), -2, "bfloat16", True),
+        ("mxint8", (2, 70, 5), -2, "float16", False),
+        ("nvfp4", (300, 700), -1, "float32", False),
+        ("mxfp4", (77,), -1, "float32", True),
+    ],
+)
 def test_the_handler_counts_exactly_and_sums_within_a_bound(name, shape, axis, dtype, nonfinite):
     x = drawn(shape, dtype, nonfinite)
     array = mx_jax.quantize(x, name, axis=axis)
@@ -145,10 +144,7 @@ def test_lanes_have_statistics_of_their_own():
     x = drawn((3, 64, 32), "float32", True)
     array = jax.vmap(lambda x: mx_jax.quantize(x, "mxfp4", axis=-2))(x)
 
-    def told(x: jax.Array, array: MXArray) -> Any:
-        return inspect_statistics.of_cast(x, array, -2, inspect_statistics.STATISTICS)
-
-    found = quick(jax.vmap(told))(x, array)
+    found = quick(jax.vmap(lambda x, array: told(x, array, -2)))(x, array)
     for lane in range(3):
         own = jax.tree.map(operator.itemgetter(lane), array)
         check({name: of[lane] for name, of in found.items()}, of_both(x[lane], own, -2)[1])
@@ -214,11 +210,11 @@ def test_which_calls_the_handler_takes(change, reason):
 @needs_library
 def test_a_library_without_the_handler_leaves_it_to_plain_jax(monkeypatch):
     assert isinstance(loaded, library.Library)
-    older = dataclasses.replace(loaded, targets=loaded.targets - {statistics.TARGET})
+    older = dataclasses.replace(loaded, targets=loaded.targets - {casts.STATISTICS})
     monkeypatch.setattr(library, "load", lambda: older)
     choice = select(CALL)
     assert choice.backend.name == "reference"
-    assert f"was built without {statistics.TARGET}" in dict(choice.rejections)["cpu_ffi"]
+    assert f"was built without {casts.STATISTICS}" in dict(choice.rejections)["cpu_ffi"]
     x = drawn((64, 64), "float32", False)
     array = mx_jax.quantize(x, "mxfp8_e4m3", axis=-1)
     found, expected = of_both(x, array, -1)

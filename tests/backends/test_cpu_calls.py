@@ -10,7 +10,7 @@ import pytest
 
 from mx_jax import formats
 from mx_jax.backends.calls import Call
-from mx_jax.backends.cpu_ffi import CPU_FFI, casts, library, rejections
+from mx_jax.backends.cpu_ffi import CPU_FFI, casts, library, products
 from mx_jax.backends.target import Target
 from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4, MXFP4_2D, MXFP8_E4M3, NVFP4
 from mx_jax.testing.cases import AttendCase, MatmulCase, QuantizeBothCase, QuantizeCase
@@ -56,7 +56,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     casts.DEQUANTIZE: (
         {"codes": zeros(4, 64), "scales": zeros(4, 2)},
         {"values": f32(4, 64)},
-        casts.array_attributes(CALL.format, CALL.blocks) | PLAIN,
+        casts.format_attributes(CALL.format) | {"blocks": casts.flat_blocks(CALL.blocks)} | PLAIN,
     ),
     casts.QUANTIZE_BOTH: (
         {"x": zeros(40, 64, dtype=np.float32)},
@@ -96,7 +96,7 @@ RIGHT: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"is_inverse": False, "num_inner": np.int32(0), "size": np.int32(32)}
         | {"derivations": np.zeros(0, np.int64)},
     ),
-    rejections.MATMUL: (
+    products.MATMUL: (
         {
             "lhs": zeros(5, 64),
             "lhs_scales": zeros(5, 2),
@@ -229,7 +229,7 @@ WRONG: dict[str, list[tuple[dict[str, Any], str]]] = {
             "need whole blocks along the last",
         ),
     ],
-    rejections.MATMUL: [
+    products.MATMUL: [
         ({"block": np.int32(8)}, "block must be 16 or 32, got block=8"),
         ({"lhs_element": "e9m9"}, "unknown lhs_element='e9m9'"),
         ({"rhs_scale": "f32"}, "unknown rhs_scale='f32'"),
@@ -278,20 +278,6 @@ def test_wrong_calls(target: str, changes: dict[str, Any], message: str):
         call(target, **changes)
 
 
-@needs_library
-def test_rows_share_the_scales_of_square_blocks():
-    rng = np.random.default_rng(1)
-    lhs, rhs = (jnp.asarray(rng.integers(120, 134, (2, 2)), jnp.uint8) for _ in range(2))
-    codes = {"rhs": jnp.asarray(rng.integers(0, 120, (64, 7)), jnp.uint8), "rhs_k_first": True}
-    codes |= {"lhs": jnp.asarray(rng.integers(0, 16, (5, 64)), jnp.uint8)}
-    rows = {"lhs_block_rows": np.int32(4), "rhs_block_rows": np.int32(4)}
-    found = call(rejections.MATMUL, lhs_scales=lhs, rhs_scales=rhs, **codes, **rows)
-    spread = jnp.repeat(lhs, 4, 0)[:5], jnp.repeat(rhs, 4, 1)[:, :7]
-    expected = call(rejections.MATMUL, lhs_scales=spread[0], rhs_scales=spread[1], **codes)
-    np.testing.assert_array_equal(found, expected)
-    assert np.unique(np.asarray(found)).size > 30
-
-
 DISTANT = (4, 5, 40)
 
 
@@ -334,12 +320,6 @@ def test_reasons(call: Call, reason: str):
     assert reason in str(CPU_FFI.rejects(call, CPU))
 
 
-@needs_library
-def test_scales_of_whole_rows_have_a_way_of_their_own():
-    call = MatmulCase(lhs=FLOAT8_ROWWISE_E4M3, rhs=FLOAT8_ROWWISE_E4M3).call
-    assert "needs scales in e8m0 or e4m3" in str(rejections.rejects(call))
-
-
 @pytest.mark.parametrize(
     ("target", "reason"),
     [
@@ -371,7 +351,7 @@ def test_float32_panels_leave_large_products_to_xla(isa: str, monkeypatch: pytes
             call = dataclasses.replace(
                 call, lhs=dataclasses.replace(call.lhs, dtype=jnp.dtype(dtype))
             )
-        reason = rejections.rejects(call)
+        reason = products.rejects(call)
         assert reason is None or f"multiplies these in float32 on {isa}" in reason
         return reason is None
 

@@ -4,24 +4,21 @@ Skipped where nothing was built; that they are bit for bit the reference's, the 
 """
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 import mx_jax
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.backends.select import only_backend
-from mx_jax.backends.target import Target
 from mx_jax.ops import dense
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
 from tests.processes import printed, run_python
 
-CPU = Target(platform="cpu")
 LOADED = library.load()
-F32, U8, I32 = jnp.float32, jnp.uint8, jnp.int32
 
 
 # Loading ------------------------------------------------------------------------------------------
@@ -107,36 +104,27 @@ def test_every_instruction_set():
     assert len(digests) == 1, digests
 
 
-# Transformations ----------------------------------------------------------------------------------
-
-
-def cast(x, axis=-1, name="mxfp8_e4m3"):
-    q = mx_jax.quantize(x, name, axis=axis)
-    return q.codes, q.scales, mx_jax.dequantize(q)
-
-
-def check_same(actual, expected):
-    for name, left, right in zip(("codes", "scales", "values"), actual, expected, strict=True):
-        assert_bitwise_equal(left, right, what=name)
+# Threads ------------------------------------------------------------------------------------------
 
 
 @needs_library
 @pytest.mark.usefixtures("insist")
 def test_threads_share_nothing():
-    from concurrent.futures import ThreadPoolExecutor
-
-    arrays = [jax.random.normal(jax.random.key(seed), (64, 512)) for seed in range(8)]
-    jitted = jax.jit(cast)
+    @jax.jit
+    def cast(x):
+        q = mx_jax.quantize(x, "mxfp8_e4m3")
+        return q.codes, q.scales, mx_jax.dequantize(q)
 
     def run(x):
         with only_backend("cpu_ffi"):  # contexts belong to one thread
-            return jitted(x)
+            return cast(x)
 
+    arrays = [jax.random.normal(jax.random.key(seed), (64, 512)) for seed in range(8)]
     expected = [run(x) for x in arrays]
     with ThreadPoolExecutor(8) as pool:
         for _ in range(5):
             for actual, wanted in zip(pool.map(run, arrays), expected, strict=True):
-                check_same(actual, wanted)
+                jax.tree.map(assert_bitwise_equal, actual, wanted)
 
 
 # Training -----------------------------------------------------------------------------------------

@@ -170,6 +170,12 @@ DEVICES: dict[str, tuple[Any, Any, tuple[Any, ...], Any, int | None]] = {
     "cast, blocks": of_casts(cast("mxfp8_e4m3"), P("a", "b")),
     "cast, columns": of_casts(cast("mxfp8_e4m3", 0), P(None, ("a", "b"))),
     "both": of_casts(lambda x: mx_jax.quantize_both(x, "mxfp8_e4m3"), P("a", "b")),
+    "both, drawn": of_casts(
+        lambda x: mx_jax.quantize_both(
+            x, "mxfp8_e5m2", rounding="stochastic", key=jax.random.key(7)
+        ),
+        P("a", "b"),
+    ),
     "one tensor scale": of_tensors(cast("nvfp4", 0), P("a", "b")),
     "one tensor scale, columns": of_tensors(cast("nvfp4"), P(None, "a")),
     "one tensor scale, both": of_tensors(lambda x: mx_jax.quantize_both(x, "nvfp4"), P(("a", "b"))),
@@ -227,7 +233,7 @@ def placed(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     return jax.tree.map(place, tree)
 
 
-@pytest.mark.slow(but="columns|both$|matmul$|k of both|batch|packing")
+@pytest.mark.slow(but="columns|both$|drawn|matmul$|k of both|batch|packing")
 @pytest.mark.parametrize("name", DEVICES)
 def test_devices_compute_their_parts(name: str, mesh: Mesh):
     run, make, specs, first, gathers = DEVICES[name]

@@ -2,7 +2,7 @@
 
 A `Case` is one quantized tensor: its input, how to quantize it and the arrays that must come out.
 Tables (casts, decoding, dequantizing, stochastic rounding) have no scale of their own and are read
-by name in their tests.
+by name in `test_data.py`.
 """
 
 import dataclasses
@@ -91,14 +91,11 @@ class Case:
     given_scale: str | None
     outputs: dict[str, str]
 
-    @property
-    def given(self) -> jax.Array | None:
-        """The tensor scale to pass."""
-        return None if self.given_scale is None else jnp.asarray(_floats(self, self.given_scale))
-
     def quantize(self, x: jax.Array) -> mx_jax.MXArray:
         """Quantize the input the case's way, through the public function."""
-        return mx_jax.quantize(x, tensor_scale=self.given, **self.options)
+        name = self.given_scale
+        given = None if name is None else jnp.asarray(arrays(self.file)[name].view(np.float32))
+        return mx_jax.quantize(x, tensor_scale=given, **self.options)
 
     def check(self, what: str, actual: Any) -> None:
         """Compare one output; any NaN is as good as another (MANIFEST: compare with isnan)."""
@@ -109,10 +106,6 @@ class Case:
         assert_bitwise_equal(
             np.asarray(actual).reshape(expected.shape), expected, what=label, any_nan=True
         )
-
-
-def _floats(case: Case, name: str) -> np.ndarray:
-    return arrays(case.file)[name].view(np.float32)
 
 
 @functools.cache
@@ -132,42 +125,31 @@ def _case(file: str, name: str, parts: dict[str, str]) -> Case:
     outputs = {"scales": f"scale_{name}", "codes": f"codes_{name}"}
     given = None
     if "level" in parts:
-        options, source = _nvfp4(parts), (file, f"in_{parts['input']}")
+        source = file, f"in_{parts['input']}"
+        options: dict[str, Any] = {"format": NVFP4_ONE_LEVEL if parts["level"] == "l1" else NVFP4}
         if parts["level"] in ("arb", "two"):
             given = f"pts_{name}"
         elif parts["level"] == "amax":
             outputs["tensor_scale"] = f"pts_{name}"
     else:
-        options, source = _mx(file, parts), _mx_source(file, parts)
+        format = FORMATS[parts["format"]]
+        layout = MANIFEST["layouts"].get(parts.get("layout"), {"axis": -1})
+        options = {
+            "format": format,
+            "axis": layout["axis"],
+            "block_size": layout["block"] if "block" in layout else int(parts["block"]),
+            "scale_rule": parts["rule"],
+        }
+        if "rounding" in parts:
+            options["rounding"] = _ROUNDINGS[parts["rounding"]]
+            if parts["rounding"] == "rne_full":
+                options["format"] = dataclasses.replace(format, element=INT8_FULL)
+        source = file, f"in_{parts['input']}"
+        if "layout" not in parts:
+            source = file.replace("rounding", "edges"), f"in_{parts['format']}_{parts['input']}"
     if f"deq_{name}" in arrays(file):
         outputs["values"] = f"deq_{name}"
     return Case(file, name, source, options, given, outputs)
-
-
-def _nvfp4(parts: dict[str, str]) -> dict[str, Any]:
-    return {"format": NVFP4_ONE_LEVEL if parts["level"] == "l1" else NVFP4}
-
-
-def _mx(file: str, parts: dict[str, str]) -> dict[str, Any]:
-    format = FORMATS[parts["format"]]
-    layout = MANIFEST["layouts"].get(parts.get("layout"), {"axis": -1})
-    options = {
-        "format": format,
-        "axis": layout["axis"],
-        "block_size": layout["block"] if "block" in layout else int(parts["block"]),
-        "scale_rule": parts["rule"],
-    }
-    if "rounding" in parts:
-        options["rounding"] = _ROUNDINGS[parts["rounding"]]
-        if parts["rounding"] == "rne_full":
-            options["format"] = dataclasses.replace(format, element=INT8_FULL)
-    return options
-
-
-def _mx_source(file: str, parts: dict[str, str]) -> tuple[str, str]:
-    if "layout" in parts:
-        return file, f"in_{parts['layout']}"
-    return file.replace("rounding", "edges"), f"in_{parts['format']}_{parts['input']}"
 
 
 @functools.cache

@@ -16,8 +16,37 @@ from mx_jax.codecs.rounding import NEAREST, stochastic
 from mx_jax.codecs.scale import decode_scaled, encode_scaled, scale_to_float32
 from mx_jax.formats import E4M3, E8M0, NVFP4_ONE_LEVEL, ElementFormat
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.conformance import golden, tables
+from tests.conformance import golden
 from tests.conformance.golden import FORMATS, arrays, from_bits
+
+# Golden arrays that are tables: read by name, not parsed into cases.
+ELEMENTS = tuple(FORMATS)
+NOT_SATURATING = ("fp8_e4m3", "fp8_e5m2")
+RANDOM_BITS = (8, 16)
+
+DECODE = {element: f"decode_{element}_f32" for element in ELEMENTS}
+CAST = {element: f"cast_bf16_{element}_rne_sat" for element in ELEMENTS}
+CAST_NOT_SATURATING = {element: f"cast_bf16_{element}_rne_nosat" for element in NOT_SATURATING}
+DEQUANTIZE = {
+    (element, dtype): f"dequant_{element}_{dtype}"
+    for element in ELEMENTS
+    for dtype in ("f32", "bf16")
+}
+STOCHASTIC = {
+    (element, bits): (f"in_{element}", f"rand{bits}_{element}", f"codes{bits}_{element}")
+    for element in ELEMENTS
+    for bits in RANDOM_BITS
+}
+SPECIAL = tuple(f"special_{part}_l1" for part in ("scale", "codes", "deq"))
+
+ARRAYS = {
+    ("tables.npz", "decode_e8m0_f32"),
+    *(("tables.npz", name) for name in (*DECODE.values(), *CAST.values())),
+    *(("tables.npz", name) for name in CAST_NOT_SATURATING.values()),
+    *(("dequant.npz", name) for name in DEQUANTIZE.values()),
+    *(("stochastic.npz", name) for names in STOCHASTIC.values() for name in names),
+    *(("nvfp4.npz", name) for name in ("special_in_f32", *SPECIAL)),
+}
 
 
 @pytest.mark.parametrize("file", golden.FILES)
@@ -33,22 +62,16 @@ def test_no_file_is_missing_or_extra():
     assert files == {*golden.FILES, "MANIFEST.json"}
 
 
-def visits() -> collections.Counter[tuple[str, str]]:
-    """How often the tests of this folder compare or read each array."""
-    count: collections.Counter[tuple[str, str]] = collections.Counter()
+def test_every_array_is_visited_once():
+    """Counts how often the tests of this folder compare or read each."""
+    count: collections.Counter[tuple[str, str]] = collections.Counter(ARRAYS)
     for source, cases in golden.sources().items():
         count[source] += 1
         for case in cases:
             count.update((case.file, name) for name in case.outputs.values())
             if case.given_scale is not None:
                 count[case.file, case.given_scale] += 1
-    count.update(tables.ARRAYS)
-    return count
-
-
-def test_every_array_is_visited_once():
     everything = {(file, name) for file in golden.FILES for name in golden.arrays(file)}
-    count = visits()
     assert everything - count.keys() == set(), "arrays that no test compares"
     assert count.keys() - everything == set(), "arrays that tests name but no file holds"
     assert set(count.values()) == {1}, "arrays compared twice: a name was parsed wrongly"
@@ -61,12 +84,8 @@ ALL_BFLOAT16 = np.arange(1 << 16, dtype=np.uint16).view(ml_dtypes.bfloat16)
 IS_NAN = np.isnan(ALL_BFLOAT16.astype(np.float32))
 
 
-def eager(f: Callable) -> Callable:
-    return f
-
-
 MODES = pytest.mark.parametrize(
-    "mode", [pytest.param(eager, marks=pytest.mark.slow), jax.jit], ids=["eager", "jit"]
+    "mode", [pytest.param(lambda f: f, marks=pytest.mark.slow), jax.jit], ids=["eager", "jit"]
 )
 
 
@@ -76,9 +95,9 @@ def element(name: str) -> ElementFormat:
 
 @MODES
 def test_decode(mode: Callable):
-    codes = {e: jnp.arange(1 << element(e).bits, dtype=jnp.uint8) for e in tables.DECODE}
+    codes = {e: jnp.arange(1 << element(e).bits, dtype=jnp.uint8) for e in DECODE}
     values = mode(lambda codes: {e: decode(codes[e], element(e)) for e in codes})(codes)
-    for name, array in tables.DECODE.items():
+    for name, array in DECODE.items():
         expected = arrays("tables.npz")[array].view(np.float32)
         assert_bitwise_equal(values[name], expected, what=array, any_nan=True)
 
@@ -94,18 +113,18 @@ def test_decode_e8m0(mode: Callable):
 @MODES
 def test_cast(mode: Callable):
     x = jnp.asarray(ALL_BFLOAT16)
-    codes = mode(lambda x: {e: encode(x, element(e)) for e in tables.CAST})(x)
-    for name, array in tables.CAST.items():
+    codes = mode(lambda x: {e: encode(x, element(e)) for e in CAST})(x)
+    for name, array in CAST.items():
         check_cast(codes[name], array, element(name))
 
 
 @MODES
 def test_cast_without_saturation(mode: Callable):
     x = jnp.asarray(ALL_BFLOAT16)
-    codes = mode(
-        lambda x: {e: encode(x, element(e), saturate=False) for e in tables.CAST_NOT_SATURATING}
-    )(x)
-    for name, array in tables.CAST_NOT_SATURATING.items():
+    codes = mode(lambda x: {e: encode(x, element(e), saturate=False) for e in CAST_NOT_SATURATING})(
+        x
+    )
+    for name, array in CAST_NOT_SATURATING.items():
         check_cast(codes[name], array, element(name))
 
 
@@ -138,15 +157,14 @@ def test_dequantize_every_code_under_every_scale(mode: Callable):
             dtype=np.dtype(np.float32),
         )
 
-    inputs = {name: every(name) for name in tables.ELEMENTS}
+    inputs = {name: every(name) for name in ELEMENTS}
     dtypes = {"f32": jnp.float32, "bf16": jnp.bfloat16}
     values = mode(
         lambda inputs: {
-            (name, dtype): inputs[name].dequantize(dtypes[dtype])
-            for name, dtype in tables.DEQUANTIZE
+            (name, dtype): inputs[name].dequantize(dtypes[dtype]) for name, dtype in DEQUANTIZE
         }
     )(inputs)
-    for key, array in tables.DEQUANTIZE.items():
+    for key, array in DEQUANTIZE.items():
         expected = from_bits(arrays("dequant.npz")[array])
         assert_bitwise_equal(values[key], expected, what=array, any_nan=True)
 
@@ -156,7 +174,7 @@ def test_stochastic_rounding_with_given_bits(mode: Callable):
     stored = arrays("stochastic.npz")
     inputs = {
         key: (from_bits(stored[x]), stored[random].astype(np.int32))
-        for key, (x, random, _) in tables.STOCHASTIC.items()
+        for key, (x, random, _) in STOCHASTIC.items()
     }
     codes = mode(
         lambda inputs: {
@@ -169,7 +187,7 @@ def test_stochastic_rounding_with_given_bits(mode: Callable):
             for name, bits in inputs
         }
     )(jax.tree.map(jnp.asarray, inputs))
-    for key, (_, _, array) in tables.STOCHASTIC.items():
+    for key, (_, _, array) in STOCHASTIC.items():
         assert_bitwise_equal(codes[key], stored[array], what=array)
 
 
@@ -180,7 +198,8 @@ def test_nvfp4_special_blocks_of_a_peer(mode: Callable):
     `quantize` deviates on purpose: a block with Inf becomes NaN there (NUMERICS.md, NVFP4), where
     torchao makes 2688 of it. That is tested in tests/quantize/test_float_scales.py.
     """
-    x, (scales, codes, values) = special()
+    peer = arrays("nvfp4.npz")
+    scales, codes, values = (peer[name] for name in SPECIAL)
 
     def steps(x: jax.Array):
         amax = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
@@ -190,17 +209,15 @@ def test_nvfp4_special_blocks_of_a_peer(mode: Callable):
         decoded = decode_scaled(written, stored, NVFP4_ONE_LEVEL, None)
         return stored, written, decoded
 
-    stored, written, decoded = mode(steps)(jnp.asarray(x))
+    x = jnp.asarray(from_bits(peer["special_in_f32"]))
+    stored, written, decoded = mode(steps)(x)
     assert_bitwise_equal(stored, scales, what="special_scale_l1")
     # Row 0 holds a NaN: its scale is NaN, and codes under such a scale are DO NOT CARE.
     assert scales[0] == 0x7F
     assert_bitwise_equal(written[1:], codes[1:], what="special_codes_l1")
     assert_bitwise_equal(
-        np.asarray(decoded).view(np.float32), values, what="special_deq_l1", any_nan=True
+        np.asarray(decoded).view(np.float32),
+        values.view(np.float32),
+        what="special_deq_l1",
+        any_nan=True,
     )
-
-
-def special() -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    stored = arrays("nvfp4.npz")
-    scales, codes, values = (stored[name] for name in tables.SPECIAL)
-    return from_bits(stored["special_in_f32"]), (scales, codes, values.view(np.float32))

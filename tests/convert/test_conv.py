@@ -13,7 +13,7 @@ from jax import lax
 
 import mx_jax
 from mx_jax import convert, recipes
-from mx_jax.backends.cpu_ffi import rejections
+from mx_jax.backends.cpu_ffi import products
 from mx_jax.backends.select import only_backend
 from mx_jax.convert import Rule
 from mx_jax.convert.kinds import ConvOfDotGeneral
@@ -206,7 +206,7 @@ def test_a_stored_kernel_is_used_as_it_is(kind: type, packed: bool):
     with only_backend("cpu_ffi"):
         stored = mx_jax.pack_weights(kernel, contracting=(0, 1, 2)) if packed else kernel
         text = jax.jit(run).lower(stored, X).as_text()
-        target = rejections.PACKED_MATMUL if packed else rejections.MATMUL
+        target = products.PACKED_MATMUL if packed else products.MATMUL
         assert text.count(f"@{target}(") == 1
         np.testing.assert_allclose(jax.jit(run)(stored, X), expected, rtol=1e-5, atol=1e-4)
 

@@ -12,7 +12,7 @@ from flax import nnx
 
 import mx_jax
 from mx_jax import checkpoint, convert, recipes
-from mx_jax.backends.cpu_ffi import rejections
+from mx_jax.backends.cpu_ffi import products
 from mx_jax.backends.select import only_backend
 from mx_jax.convert import Rule
 from mx_jax.mxarray import MXArray
@@ -105,7 +105,7 @@ def test_a_linen_model_gives_the_numbers_of_its_conversion(
         "params/tokens/embedding": f"{form} mxfp4",
     }
     # Scanned, so that each of the six kernels has one call; `attend` has the seventh.
-    assert text.count(f'custom_call_target="{rejections.PACKED_MATMUL}"') == 7 * pack
+    assert text.count(f'custom_call_target="{products.PACKED_MATMUL}"') == 7 * pack
     # No kernel and no table is decoded whole: of the stack, one would be [64, 96].
     assert "f32[96,64]" not in text
 
@@ -244,7 +244,7 @@ def test_an_nnx_model_gives_the_numbers_of_its_conversion():
         graph, state = nnx.split(served)
         actual, text = compiled(lambda s, x: nnx.merge(graph, s)(x), state, TOKENS)
     assert_bitwise_equal(actual, expected, what="output")
-    assert text.count(f'custom_call_target="{rejections.PACKED_MATMUL}"') == 7
+    assert text.count(f'custom_call_target="{products.PACKED_MATMUL}"') == 7
     # The model is as it was, and shares what stayed.
     assert isinstance(model.up.kernel[...], jax.Array)
     assert served.up.bias is model.up.bias
@@ -299,7 +299,7 @@ def test_an_nnx_embedding_is_looked_up_and_attended_to_in_codes(pack: bool):
     converted = convert.nnx(embed, rule)
     assert_bitwise_equal(rows, converted(TOKENS), what="rows")
     np.testing.assert_allclose(logits, converted.attend(query), rtol=1e-5, atol=1e-6)
-    assert ("f32[96,64]" not in text) and text.count(rejections.PACKED_MATMUL) == pack
+    assert ("f32[96,64]" not in text) and text.count(products.PACKED_MATMUL) == pack
     half = nnx.Embed(96, 64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert convert.weights(half, rule, pack=pack)(TOKENS[:1]).dtype == jnp.bfloat16
     with pytest.raises(ValueError, match=r"Embed: needs integers, got inputs\.dtype=float32"):

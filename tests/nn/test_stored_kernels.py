@@ -18,7 +18,7 @@ from flax import nnx as flax_nnx
 
 import mx_jax
 from mx_jax import convert, recipes
-from mx_jax.backends.cpu_ffi import rejections
+from mx_jax.backends.cpu_ffi import products
 from mx_jax.mxarray import MXArray
 from mx_jax.nn import linen, nnx
 from mx_jax.packed import PackedMXArray
@@ -78,7 +78,7 @@ WAYS: dict[str, Callable[[Case, Any], tuple[Any, Runs]]] = {
 ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
-def num_calls(run: Runs, *args: Any, target: str = rejections.PACKED_MATMUL) -> int:
+def num_calls(run: Runs, *args: Any, target: str = products.PACKED_MATMUL) -> int:
     return jax.jit(run).lower(*args).as_text().count(f"@{target}(")
 
 
@@ -90,12 +90,12 @@ def test_the_product_reads_what_is_stored(case: Case, way: Any):
     """One call of the packed product; of an MXArray, one of the product, on its own codes."""
     params, x = params_of(case), draw(*case.x, seed=2)
     stored, run = way(case, params)
-    assert num_calls(run, stored, x, target=rejections.MATMUL) == 1
+    assert num_calls(run, stored, x, target=products.MATMUL) == 1
     expected = case.multiply(x, params, RECIPE)
     assert_bitwise_equal(jax.jit(run)(stored, x), expected, what="MXArray")
     packed, run = way(case, params | {"kernel": pack(case, params["kernel"])})
     assert num_calls(run, packed, x) == 1
-    assert num_calls(run, packed, x, target=rejections.MATMUL) == 0
+    assert num_calls(run, packed, x, target=products.MATMUL) == 0
     assert_bitwise_equal(jax.jit(run)(packed, x), expected, what="packed")
 
 

@@ -15,7 +15,7 @@ import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import OperandType
-from mx_jax.backends.cpu_ffi import CPU_FFI, rejections
+from mx_jax.backends.cpu_ffi import CPU_FFI, products
 from mx_jax.backends.select import only_backend
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
@@ -43,7 +43,7 @@ def pack(x: MXArray, **options) -> PackedMXArray:
 
 
 def num_calls(function, *args) -> int:
-    return function.lower(*args).as_text().count(f"@{rejections.PACKED_MATMUL}(")
+    return function.lower(*args).as_text().count(f"@{products.PACKED_MATMUL}(")
 
 
 @pytest.mark.slow(but=5)
@@ -402,7 +402,7 @@ def test_any_product_of_weights(format: str):
         for recipe in (own, recipes.float8_rowwise()) if whole else (own,):
             compiled = jax.jit(product, static_argnums=(0, 3))
             text = compiled.lower(subscripts, left, packed, recipe).as_text()
-            assert text.count(f"@{rejections.PACKED_MATMUL}(") == 1, subscripts
+            assert text.count(f"@{products.PACKED_MATMUL}(") == 1, subscripts
             found = compiled(subscripts, left, packed, recipe)
             if not whole:
                 expected = compiled(subscripts, left, kernel, recipe)

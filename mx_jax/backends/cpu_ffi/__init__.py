@@ -17,52 +17,37 @@ from mx_jax.backends.calls import (
     RandomBitsCall,
     TransformCall,
 )
-from mx_jax.backends.cpu_ffi import (
-    attend,
-    casts,
-    library,
-    products,
-    rejections,
-    statistics,
-    weights,
-)
+from mx_jax.backends.cpu_ffi import attend, casts, library, products, weights
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 
 
-def _rejects_machine(target: Target, call: Call, handler: str) -> str | None:
-    if target.platform != "cpu":
-        return f"runs on platform=cpu, got platform={target.platform}"
-    if target.num_devices > 1 and target.counted and not isinstance(call, PackCall):
-        # Shardings that cut a mesh axis in two, as reshapes make them, reach no custom call:
-        # jax.experimental.custom_partitioning fails to name them. The reference takes any.
-        return (
-            "runs on one device: JAX cannot hand a custom call every sharding, got "
-            f"num_devices={target.num_devices}; only_backend('cpu_ffi') insists"
-        )
-    if has_explicit_axes():
-        return "takes no mesh with explicit axes: types would have to say where results lie"
-    loaded = library.load()
-    if isinstance(loaded, str):
-        library.say_once(loaded)
-        return loaded
-    return None if handler in loaded.targets else f"was built without {handler}; build it again"
-
-
 def _offer(
-    call: type[Call],
-    handler: str,
-    rejects: Callable[[Any], str | None],
-    run: Callable[..., Any],
-    takes_keys: bool = False,
+    call: type[Call], handler: str, rejects: Callable[[Any], str | None], run: Callable[..., Any]
 ) -> Offer:
     """A kind of call, taken where the library has its handler, unless that does not compute it."""
-    return Offer(
-        call=call,
-        rejects=lambda call, target: _rejects_machine(target, call, handler) or rejects(call),
-        run=run,
-        takes_keys=takes_keys,
-    )
+
+    def rejects_on(call: Call, target: Target) -> str | None:
+        if target.platform != "cpu":
+            return f"runs on platform=cpu, got platform={target.platform}"
+        if target.num_devices > 1 and target.counted and not isinstance(call, PackCall):
+            # Shardings that cut a mesh axis in two, as reshapes make them, reach no custom call:
+            # jax.experimental.custom_partitioning fails to name them. The reference takes any.
+            return (
+                "runs on one device: JAX cannot hand a custom call every sharding, got "
+                f"num_devices={target.num_devices}; only_backend('cpu_ffi') insists"
+            )
+        if has_explicit_axes():
+            return "takes no mesh with explicit axes: types would have to say where results lie"
+        loaded = library.load()
+        if isinstance(loaded, str):
+            library.say_once(loaded)
+            return loaded
+        if handler not in loaded.targets:
+            return f"was built without {handler}; build it again"
+        return rejects(call)
+
+    return Offer(call=call, rejects=rejects_on, run=run, takes_keys=True)
 
 
 # Quantize and multiply in `custom_calls/`, by the widest vectors that the machine has.
@@ -70,32 +55,18 @@ CPU_FFI = Backend(
     name="cpu_ffi",
     epsilon_bound=2.0,
     table=(
-        _offer(MatmulCall, rejections.MATMUL, products.rejects, products.multiply),
-        _offer(RaggedCall, rejections.MATMUL, products.rejects_groups, products.multiply_groups),
-        _offer(
-            QuantizeCall, casts.QUANTIZE, casts.rejects_quantize, casts.quantize, takes_keys=True
-        ),
-        _offer(
-            QuantizeBothCall,
-            casts.QUANTIZE_BOTH,
-            casts.rejects_both,
-            casts.quantize_both,
-            takes_keys=True,
-        ),
+        _offer(MatmulCall, products.MATMUL, products.rejects, products.multiply),
+        _offer(RaggedCall, products.MATMUL, products.rejects_groups, products.multiply_groups),
+        _offer(QuantizeCall, casts.QUANTIZE, casts.rejects_quantize, casts.quantize),
+        _offer(QuantizeBothCall, casts.QUANTIZE_BOTH, casts.rejects_both, casts.quantize_both),
         _offer(DequantizeCall, casts.DEQUANTIZE, casts.rejects_dequantize, casts.dequantize),
         _offer(PackCall, weights.TARGET, weights.rejects_pack, weights.pack),
         _offer(AttendCall, attend.TARGET, attend.rejects, attend.attend),
         _offer(RandomBitsCall, casts.RANDOM_BITS, casts.rejects_random_bits, casts.draw_bits),
         _offer(MomentCall, casts.STEP_MOMENTS, casts.rejects_moments, casts.step_moments),
+        _offer(TransformCall, casts.TRANSFORM, casts.rejects_transform, casts.transform),
         _offer(
-            TransformCall,
-            casts.TRANSFORM,
-            casts.rejects_transform,
-            casts.transform,
-            takes_keys=True,
-        ),
-        _offer(
-            CastStatisticsCall, statistics.TARGET, statistics.rejects, statistics.cast_statistics
+            CastStatisticsCall, casts.STATISTICS, casts.rejects_statistics, casts.cast_statistics
         ),
     ),
 )

@@ -1,6 +1,7 @@
-"""Casts by the compiled handlers, with what they draw and transform: `custom_calls/casts/`."""
+"""What is computed by `custom_calls/casts/`: casts, what they draw and transform, statistics."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends.calls import (
+    CastStatisticsCall,
     DequantizeCall,
     MomentCall,
     QuantizeBothCall,
@@ -18,7 +20,7 @@ from mx_jax.backends.calls import (
     TransformCall,
     rejects_symbolic,
 )
-from mx_jax.backends.cpu_ffi.handler import Handler, hashable
+from mx_jax.backends.cpu_ffi import handler
 from mx_jax.backends.target import on_one_device
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
@@ -26,7 +28,10 @@ from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import moments, scale_rules
 from mx_jax.reference import quantize as reference
+from mx_jax.reference import statistics as reference_statistics
 from mx_jax.reference.random_bits import DerivedKey
+
+DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 
 
 class CastAxes(NamedTuple):
@@ -78,8 +83,10 @@ def rejects_blocks(blocks: block_shapes.Blocks) -> str | None:
     return None
 
 
-def facts(element: ElementFormat) -> np.ndarray:
+def facts(element: ElementFormat | None) -> np.ndarray:
     """The independent facts of a format, as `custom_calls/common/element_codec.h` orders them."""
+    if element is None:
+        return np.zeros(0, np.int32)
     numbers = (
         element.exponent_bits,
         element.mantissa_bits,
@@ -93,16 +100,14 @@ def facts(element: ElementFormat) -> np.ndarray:
     return np.array(numbers, np.int32)
 
 
-def _known_scale(
-    x: jax.Array, tensor_scale: jax.Array | None, call: QuantizeCall
-) -> jax.Array | None:
-    """The tensor scale, if it is given or several devices share it; else the handler finds it."""
-    if not call.format.tensor_scale or tensor_scale is not None or on_one_device.value:
-        return tensor_scale
-    return reference.find_tensor_scale(x, call.blocks, call.scale_rule.largest_value(call.format))
-
+# Quantize -----------------------------------------------------------------------------------------
 
 QUANTIZE = "mx_jax_cpu_quantize"
+LEAST_LOSS = "mx_jax_cpu_least_loss"
+QUANTIZE_BOTH = "mx_jax_cpu_quantize_both"
+
+# Rows that a strip holds in the cache while both casts read it.
+_LARGEST_BLOCK = 1024
 
 # Rules of float32 and element scales that the handler computes, by what they compute: its name for
 # them, and the kind of scale that it fills. Rules of powers of two are told by their threshold.
@@ -115,59 +120,32 @@ _RULES = {
 }
 _ROUNDINGS = {NEAREST.apply: "nearest", AWAY.apply: "away", TOWARD_ZERO.apply: "toward_zero"}
 
-
-def rejects_quantize(call: QuantizeCall) -> str | None:
-    """Why the handler does not take a call, or None."""
-    if call.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"needs float32, bfloat16 or float16, got dtype={call.dtype}"
-    if _rule(_first_cast(call)) is None:
-        return f"computes no scales by the rule {call.scale_rule.name!r} for {call.format.name}"
-    if _rounding(call.rounding) is None:
-        return f"knows no rounding={call.rounding.name!r}"
-    reason = rejects_parts(call.format)
-    if reason is not None:
-        return reason
-    return rejects_blocks(call.blocks)
+# Random bits, or what they are drawn by.
+Bits = jax.Array | DerivedKey | None
 
 
 class _Rule(NamedTuple):
     """A scale rule as the handler knows it."""
 
     name: str
-    threshold: int = 0  # of a power of two; else 0
-    target: float = 0.0  # what amax becomes over the scale
+    threshold: int  # of a power of two; else 0
+    target: float  # what amax becomes over the scale
 
 
 def _rule(call: QuantizeCall) -> _Rule | None:
     """What the handler is told of a call's rule; None if it does not know it."""
     rule, element = call.scale_rule, call.format.element
+    function = rule.scales.function if isinstance(rule.scales, scale_rules.FromAmax) else None
     if (threshold := rule.kernel_threshold(element)) is not None:
-        found = _Rule("exponent", threshold), "exponent"
-    elif isinstance(rule.scales, scale_rules.FromAmax) and isinstance(
-        rule.scales.function, scale_rules.AmaxBecomes
-    ):
-        found = _Rule("amax_becomes", target=rule.scales.function.largest), "element"
+        kind, found = "exponent", _Rule("exponent", threshold, 0.0)
+    elif isinstance(function, scale_rules.AmaxBecomes):
+        kind, found = "element", _Rule("amax_becomes", 0, function.largest)
     elif rule.scales in _RULES:
         name, kind = _RULES[rule.scales]
-        found = _Rule(name, target=element.max), kind
+        found = _Rule(name, 0, element.max)
     else:
         return None
-    return found[0] if found[1] == call.format.scale.kind else None
-
-
-def _first_cast(call: QuantizeCall) -> QuantizeCall:
-    """The cast that is made first: by the rule without a correction, or by the first of two."""
-    rule = dataclasses.replace(call.scale_rule, correction=None)
-    call = dataclasses.replace(call, scale_rule=rule)
-    return (
-        _by(call, rule.scales.rules[0]) if isinstance(rule.scales, scale_rules.LeastLoss) else call
-    )
-
-
-def _by(call: QuantizeCall, function: scale_rules.AmaxBecomes) -> QuantizeCall:
-    """The cast by another function of amax, and the same tensor scale."""
-    rule = dataclasses.replace(call.scale_rule, scales=scale_rules.FromAmax(function))
-    return dataclasses.replace(call, scale_rule=rule)
+    return found if kind == call.format.scale.kind else None
 
 
 def _rounding(rounding: Rounding) -> str | None:
@@ -176,12 +154,24 @@ def _rounding(rounding: Rounding) -> str | None:
     return None if rounding.random_bits else _ROUNDINGS.get(rounding.apply)
 
 
-# Random bits, or what they are drawn by.
-Bits = jax.Array | DerivedKey | None
+def _first_cast(call: QuantizeCall) -> QuantizeCall:
+    """The cast that is made first: by the rule without a correction, or by the first of two."""
+    scales = call.scale_rule.scales
+    if isinstance(scales, scale_rules.LeastLoss):
+        scales = scale_rules.FromAmax(scales.rules[0])
+    rule = dataclasses.replace(call.scale_rule, scales=scales, correction=None)
+    return dataclasses.replace(call, scale_rule=rule)
 
 
-def _drawn(bits: Bits, call: QuantizeCall) -> jax.Array | None:
-    return draw_bits(bits, call.drawn_by(bits)) if isinstance(bits, DerivedKey) else bits
+def rejects_quantize(call: QuantizeCall) -> str | None:
+    """Why the handler does not take a call, or None."""
+    if call.dtype not in DTYPES:
+        return f"needs float32, bfloat16 or float16, got dtype={call.dtype}"
+    if _rule(_first_cast(call)) is None:
+        return f"computes no scales by the rule {call.scale_rule.name!r} for {call.format.name}"
+    if _rounding(call.rounding) is None:
+        return f"knows no rounding={call.rounding.name!r}"
+    return rejects_parts(call.format) or rejects_blocks(call.blocks)
 
 
 def quantize(
@@ -189,17 +179,12 @@ def quantize(
 ) -> MXArray:
     """x quantized: elements by the handler, what some rules do besides by plain JAX."""
     rule = call.scale_rule
-    tensor_scale = _known_scale(x, tensor_scale, call)
-    if rule.correction is not None:
-        return _corrected(x, _drawn(random_bits, call), tensor_scale, call)
-    if isinstance(rule.scales, scale_rules.LeastLoss):
-        return _of_least_loss(x, _drawn(random_bits, call), tensor_scale, call)
-    return _quantize(x, random_bits, tensor_scale, call)
-
-
-def _corrected(
-    x: jax.Array, random_bits: Any, tensor_scale: jax.Array | None, call: QuantizeCall
-) -> MXArray:
+    if rule.correction is None and not isinstance(rule.scales, scale_rules.LeastLoss):
+        return _quantize(x, random_bits, tensor_scale, call)
+    if isinstance(random_bits, DerivedKey):
+        random_bits = draw_bits(random_bits, call.drawn_by(random_bits))
+    if rule.correction is None:
+        return _of_least_loss(x, random_bits, tensor_scale, call)
     found = _quantize(x, None, tensor_scale, _first_cast(call))
     pieces, inside = block_shapes.split(x, call.blocks, fill=True)
     codes, _ = block_shapes.split(found.codes, call.blocks, fill=True)
@@ -209,43 +194,50 @@ def _corrected(
     )
     unseen: Any = None
     data = scale_rules.BlockData(pieces, inside, unseen, call.format, spread)
-    assert call.scale_rule.correction is not None and scales is not None
-    scales = call.scale_rule.correction(data, scales, codes, drawn)
+    assert scales is not None
+    scales = rule.correction(data, scales, codes, drawn)
     return dataclasses.replace(found, scales=lax.squeeze(scales, inside))
 
 
 def _of_least_loss(
-    x: jax.Array, random_bits: Any, tensor_scale: jax.Array | None, call: QuantizeCall
+    x: jax.Array, random_bits: jax.Array | None, tensor_scale: jax.Array | None, call: QuantizeCall
 ) -> MXArray:
     """Of two casts, in each block that which loses less where it rounds to nearest."""
-    assert isinstance(call.scale_rule.scales, scale_rules.LeastLoss)
-    casts = [_by(call, function) for function in call.scale_rule.scales.rules]
+    rule = call.scale_rule
+    assert isinstance(rule.scales, scale_rules.LeastLoss)
+    casts = [
+        dataclasses.replace(
+            call, scale_rule=dataclasses.replace(rule, scales=scale_rules.FromAmax(function))
+        )
+        for function in rule.scales.rules
+    ]
     in_turn = [dataclasses.replace(cast, rounding=NEAREST) for cast in casts]
     first = _quantize(x, None, tensor_scale, in_turn[0])
     tensor_scale = first.tensor_scale
     second = _quantize(x, None, tensor_scale, in_turn[1])
-    back = DequantizeCall(
-        shape=x.shape, dtype=np.dtype(np.float32), format=call.format, blocks=call.blocks
-    )
+    float32 = np.dtype(np.float32)
+    back = DequantizeCall(shape=x.shape, dtype=float32, format=call.format, blocks=call.blocks)
     values = [dequantize(own, back) for own in (first, second)]
     if call.rounding != NEAREST:
         first, second = (_quantize(x, random_bits, tensor_scale, own) for own in casts)
     axes = cast_axes(call.blocks)
     given = [axes.elements] * 5 + [axes.scales[0]] * 2
-    handler = Handler(
-        target=LEAST_LOSS,
-        axes=f"{', '.join(given)} -> {axes.elements}, {axes.scales[0]}",
-        dtypes=(np.dtype("uint8"),) * 2,
-        attributes=hashable({"blocks": flat_blocks(call.blocks)}),
+    codes, scales = handler.call(
+        LEAST_LOSS,
+        f"{', '.join(given)} -> {axes.elements}, {axes.scales[0]}",
+        x,
+        *values,
+        *(first.codes, second.codes, first.scales, second.scales),
+        dtypes=("uint8", "uint8"),
+        attributes={"blocks": flat_blocks(call.blocks)},
     )
-    codes, scales = handler(x, *values, first.codes, second.codes, first.scales, second.scales)
     return dataclasses.replace(first, codes=codes, scales=scales)
 
 
 def _quantize(
     x: jax.Array, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeCall
 ) -> MXArray:
-    (found,) = _by_handler(QUANTIZE, {"": call}, x, (random_bits,), (tensor_scale,))
+    (found,) = _by_handler(QUANTIZE, {"": call}, x, (random_bits,), tensor_scale)
     return found
 
 
@@ -254,41 +246,47 @@ def _by_handler(
     calls: Mapping[str, QuantizeCall],
     x: jax.Array,
     bits: Sequence[Bits],
-    tensor_scales: Sequence[jax.Array | None],
+    tensor_scale: jax.Array | None,
 ) -> list[MXArray]:
     """One cast or two of x, by what the handler's attributes of each begin with.
 
-    The handler finds tensor scales that are not given, and draws by keys where no devices share x.
+    It draws by keys, and finds tensor scales that are not given where no devices share x.
     """
     casts = list(calls.values())
-    finds = casts[0].format.tensor_scale and tensor_scales[0] is None
+    finds = casts[0].format.tensor_scale and tensor_scale is None
+    tensor_scales = [tensor_scale] * len(casts)
+    if finds and not on_one_device.value:
+        finds = False
+        # One each: blocks with NaN or Inf count for neither, and they are other blocks.
+        tensor_scales = [
+            reference.find_tensor_scale(x, own.blocks, own.scale_rule.largest_value(own.format))
+            for own in casts
+        ]
     axes = cast_axes(*(call.blocks for call in casts), depth=x.ndim if finds else 0)
-    num_found = len(casts) * finds
     operands, given, wanted = [x], [axes.elements], []
-    dtypes: list[np.dtype] = []
+    dtypes: list[str | np.dtype] = []
     attributes: dict[str, object] = {}
     each = zip(calls.items(), bits, tensor_scales, axes.scales, strict=True)
     for (prefix, call), drawn, tensor_scale, scales in each:
         if tensor_scale is not None:
             operands.append(tensor_scale)
             given.append(axes.tensor_scale)
-        if isinstance(drawn, DerivedKey) and on_one_device.value:
-            operands.append(drawn.data)
-            given.append("*k 2")
-        elif (random_bits := _drawn(drawn, call)) is not None:
-            operands.append(random_bits)
-            given.append(axes.elements)
+        if drawn is not None:
+            is_key = isinstance(drawn, DerivedKey)
+            operands.append(drawn.data if is_key else drawn)
+            given.append("*k 2" if is_key else axes.elements)
         wanted += [axes.elements, scales]
-        dtypes += [np.dtype("uint8"), call.format.scale.storage_dtype]
+        dtypes += ["uint8", call.format.scale.storage_dtype]
         own = quantize_attributes(call, drawn, tensor_scale)
         attributes |= {f"{prefix}{name}": value for name, value in own.items()}
-    handler = Handler(
-        target=target,
-        axes=f"{', '.join(given)} -> {', '.join([*wanted, *[axes.found] * num_found])}",
-        dtypes=(*dtypes, *[np.dtype("float32")] * num_found),
-        attributes=hashable(attributes),
+    num_found = len(casts) * finds
+    results = handler.call(
+        target,
+        f"{', '.join(given)} -> {', '.join([*wanted, *[axes.found] * num_found])}",
+        *operands,
+        dtypes=[*dtypes, *["float32"] * num_found],
+        attributes=attributes,
     )
-    results = handler(*operands)
     found = results[2 * len(casts) :] or tensor_scales
     return [
         MXArray(
@@ -312,7 +310,6 @@ def quantize_attributes(
     largest_value = call.scale_rule.largest_value(call.format) if finds else 0
     rule, rounding = _rule(call), _rounding(call.rounding)
     assert rule is not None and rounding is not None, call
-    scale_element = call.format.scale.element
     return {
         "blocks": flat_blocks(call.blocks),
         "derivations": _numbers(random_bits),
@@ -322,28 +319,25 @@ def quantize_attributes(
         "rounding": rounding,
         "random_bits": np.int32(call.rounding.random_bits),
         "rule": rule.name,
-        "scale_element": np.zeros(0, np.int32) if scale_element is None else facts(scale_element),
+        "scale_element": facts(call.format.scale.element),
         "target": np.float32(rule.target),
         "threshold": np.int32(rule.threshold),
     }
 
 
-LEAST_LOSS = "mx_jax_cpu_least_loss"
-QUANTIZE_BOTH = "mx_jax_cpu_quantize_both"
-
-# Rows that a strip holds in the cache while both casts read it.
-_LARGEST_BLOCK = 1024
-
-Pair = tuple[Bits, Bits]
-
-
 def rejects_both(call: QuantizeBothCall) -> str | None:
     """Why the handler does not take both casts, or None."""
     for single in (call.first, call.second):
-        reason = rejects_quantize(single) or _rejects_rule(single) or _rejects_blocks(single.blocks)
-        if reason is not None:
+        if (reason := rejects_quantize(single)) is not None:
             return reason
-    last, other = _ordered(call)
+        if single.scale_rule.reads_values:
+            return f"casts both ways by rules of amax alone, got {single.scale_rule.name!r}"
+        sizes = [size for _, size in single.blocks]
+        if len(sizes) != 1 or isinstance(sizes[0], Whole):
+            return f"casts both ways along one axis each, got blocks={single.blocks}"
+        if sizes[0] > _LARGEST_BLOCK:
+            return f"casts both ways blocks <= {_LARGEST_BLOCK}, got blocks={single.blocks}"
+    last, other = _last_first(call)
     (axis, size), (other_axis, _) = last.blocks[0], other.blocks[0]
     if axis != -1 or other_axis == -1:
         axes = (axis, other_axis)
@@ -359,48 +353,46 @@ def rejects_both(call: QuantizeBothCall) -> str | None:
 
 
 def quantize_both(
-    x: jax.Array, random_bits: Pair, tensor_scale: jax.Array | None, call: QuantizeBothCall
+    x: jax.Array,
+    random_bits: tuple[Bits, Bits],
+    tensor_scale: jax.Array | None,
+    call: QuantizeBothCall,
 ) -> tuple[MXArray, MXArray]:
     """x quantized twice by the handler."""
-    last, other = _ordered(call)
+    last, other = _last_first(call)
     order = 1 if last is call.first else -1
-    # One each: blocks with NaN or Inf count for neither, and they are other blocks.
-    scales = [_known_scale(x, tensor_scale, own) for own in (last, other)]
     calls = {"last_": last, "other_": other}
-    first, second = _by_handler(QUANTIZE_BOTH, calls, x, random_bits[::order], scales)[::order]
+    found = _by_handler(QUANTIZE_BOTH, calls, x, random_bits[::order], tensor_scale)
+    first, second = found[::order]
     return first, second
 
 
-def _rejects_blocks(blocks: block_shapes.Blocks) -> str | None:
-    sizes = [size for _, size in blocks]
-    if len(sizes) != 1 or isinstance(sizes[0], Whole):
-        return f"casts both ways along one axis each, got blocks={blocks}"
-    if sizes[0] > _LARGEST_BLOCK:
-        return f"casts both ways blocks <= {_LARGEST_BLOCK}, got blocks={blocks}"
-    return None
-
-
-def _rejects_rule(call: QuantizeCall) -> str | None:
-    if not call.scale_rule.reads_values:
-        return None
-    return f"casts both ways by rules of amax alone, got {call.scale_rule.name!r}"
-
-
-def _ordered(call: QuantizeBothCall) -> tuple[QuantizeCall, QuantizeCall]:
+def _last_first(call: QuantizeBothCall) -> tuple[QuantizeCall, QuantizeCall]:
     """The cast along the last axis first, if there is one."""
     if call.first.blocks[0][0] == -1:
         return call.first, call.second
     return call.second, call.first
 
 
+# Codes that are read ------------------------------------------------------------------------------
+
 DEQUANTIZE = "mx_jax_cpu_dequantize"
+
+
+def format_attributes(format: BlockFormat) -> dict[str, object]:
+    """What a handler that decodes is told of a format."""
+    return {
+        "element": facts(format.element),
+        "kind": format.scale.kind,
+        "scale_element": facts(format.scale.element),
+    }
 
 
 def rejects_dequantize(call: DequantizeCall) -> str | None:
     """Why the handler does not take a call, or None."""
     if call.scale_axes != tuple(range(len(call.scale_axes))):
         return f"needs tensor scales of the first axes, got them along axes={call.scale_axes}"
-    if call.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+    if call.dtype not in DTYPES:
         return f"gives float32, bfloat16 or float16, got dtype={call.dtype}"
     if call.saturates and call.format.element.has_inf:
         return f"keeps Inf as it is, got saturates=True with {call.format.name}, which has Inf"
@@ -413,15 +405,14 @@ def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
     axes = cast_axes(x.blocks)
     given = (axes.elements, *axes.scales, axes.tensor_scale)[: len(operands)]
     has_tensor_scale = x.tensor_scale is not None
-    handler = Handler(
-        target=DEQUANTIZE,
-        axes=f"{', '.join(given)} -> {axes.elements}",
-        dtypes=(np.dtype(call.dtype),),
-        attributes=hashable(
-            array_attributes(x.format, x.blocks) | {"has_tensor_scale": has_tensor_scale}
-        ),
+    (values,) = handler.call(
+        DEQUANTIZE,
+        f"{', '.join(given)} -> {axes.elements}",
+        *operands,
+        dtypes=(call.dtype,),
+        attributes=format_attributes(x.format)
+        | {"blocks": flat_blocks(x.blocks), "has_tensor_scale": has_tensor_scale},
     )
-    (values,) = handler(*operands)
     if call.saturates and call.format.scale.kind == "exponent":
         # No element is Inf: what is, was beyond the dtype.
         largest = jnp.finfo(call.dtype).max
@@ -429,20 +420,74 @@ def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
     return values
 
 
-def array_attributes(format: BlockFormat, blocks: block_shapes.Blocks) -> dict[str, object]:
-    """What the handler is told about an array, besides shapes and dtypes."""
-    return {"blocks": flat_blocks(blocks)} | format_attributes(format)
+STATISTICS = "mx_jax_cpu_cast_statistics"
+
+# What the handler gives, in its order, with the dtype of each.
+_STATISTICS = {
+    "channel_amax": "float32",
+    "amax": "float32",
+    "exponents": "uint32",
+    "underflow": "uint32",
+    "saturated": "uint32",
+    "bad_blocks": "uint32",
+    "signal": "float32",
+    "noise": "float32",
+}
 
 
-def format_attributes(format: BlockFormat) -> dict[str, object]:
-    """What a handler that decodes is told of a format."""
-    of = format.scale.element
-    return {
-        "element": facts(format.element),
-        "kind": format.scale.kind,
-        "scale_element": np.zeros(0, np.int32) if of is None else facts(of),
+def rejects_statistics(call: CastStatisticsCall) -> str | None:
+    """Why the handler does not take a call, or None."""
+    if call.dtype not in DTYPES:
+        return f"reads float32, bfloat16 or float16, got dtype={call.dtype}"
+    if call.scale_axes:
+        return f"takes one tensor scale, got them along axes={call.scale_axes}"
+    reason = rejects_symbolic(call)
+    if reason is not None:
+        return reason
+    if 0 in call.shape:
+        return f"needs elements, got shape={call.shape}"
+    return rejects_parts(call.format) or rejects_blocks(call.blocks)
+
+
+def cast_statistics(
+    x: jax.Array, array: MXArray, call: CastStatisticsCall
+) -> reference_statistics.Raw:
+    """What the reference gives; sums are of squares in float64, rounded once.
+
+    Values, codes and scales are read once for all.
+    """
+    scale = () if array.tensor_scale is None else (array.tensor_scale,)
+    axes = cast_axes(call.blocks, depth=len(call.shape))
+    given = (axes.elements, axes.elements, *axes.scales, *[axes.tensor_scale] * len(scale))
+    # No result has an axis of the operands', so that devices which share a tensor gather it.
+    lengths = {
+        "channel_amax": call.shape[call.axis],
+        "exponents": reference_statistics.EXPONENTS,
+    }
+    results = (f"*b {lengths[name]}" if name in lengths else "*b" for name in _STATISTICS)
+    found = handler.call(
+        STATISTICS,
+        f"{', '.join(given)} -> {', '.join(results)}",
+        lax.stop_gradient(x),
+        array.codes,
+        array.scales,
+        *scale,
+        dtypes=_STATISTICS.values(),
+        attributes=format_attributes(call.format)
+        | {
+            "blocks": flat_blocks(call.blocks),
+            "axis": np.int64(call.axis),
+            "has_tensor_scale": bool(scale),
+        },
+    )
+    num_blocks = math.prod(block_shapes.scales_shape(call.shape, call.blocks))
+    return dict(zip(_STATISTICS, found, strict=True)) | {
+        "size": jnp.full((), math.prod(call.shape), jnp.uint32),
+        "blocks": jnp.full((), num_blocks, jnp.uint32),
     }
 
+
+# What casts draw and transform --------------------------------------------------------------------
 
 TRANSFORM = "mx_jax_cpu_transform"
 _LARGEST_TRANSFORM = 1024
@@ -459,20 +504,20 @@ def transform(x: jax.Array, signs: jax.Array | DerivedKey, call: TransformCall) 
     """`reference.hadamard.apply`, or `invert`, by the handler."""
     names = [f"e{axis}" for axis in range(len(call.shape))]
     before, after = " ".join(names[: call.axis]), " ".join(names[call.axis + 1 :])
-    attributes: dict[str, object] = {
-        "derivations": _numbers(signs),
-        "is_inverse": call.length is not None,
-        "num_inner": np.int32(len(call.shape) - 1 - call.axis),
-        "size": np.int32(call.size),
-    }
-    handler = Handler(
-        target=TRANSFORM,
-        axes=f"*b {before} k {after}, *b signs -> *b {before} turned {after}",
-        dtypes=(np.dtype("float32"),),
-        attributes=hashable(attributes),
-        sizes=(("turned", call.result_length),),
+    (turned,) = handler.call(
+        TRANSFORM,
+        f"*b {before} k {after}, *b signs -> *b {before} turned {after}",
+        x,
+        signs.data if isinstance(signs, DerivedKey) else signs,
+        dtypes=("float32",),
+        attributes={
+            "derivations": _numbers(signs),
+            "is_inverse": call.length is not None,
+            "num_inner": np.int32(len(call.shape) - 1 - call.axis),
+            "size": np.int32(call.size),
+        },
+        sizes={"turned": call.result_length},
     )
-    (turned,) = handler(x, signs.data if isinstance(signs, DerivedKey) else signs)
     return turned
 
 
@@ -501,16 +546,18 @@ def _numbers(key: Bits) -> np.ndarray:
 def draw_bits(key: DerivedKey, call: RandomBitsCall) -> jax.Array:
     """int32 of `call.shape`, by the handler."""
     names = [f"e{axis}" for axis in range(len(call.shape))]
-    handler = Handler(
-        target=RANDOM_BITS,
-        axes=f"*b 2 -> *b {' '.join(names)}",
-        dtypes=(np.dtype("int32"),),
-        attributes=hashable({"width": np.int32(call.width), "derivations": _numbers(key)}),
-        sizes=tuple(zip(names, call.shape, strict=True)),
+    (bits,) = handler.call(
+        RANDOM_BITS,
+        f"*b 2 -> *b {' '.join(names)}",
+        key.data,
+        dtypes=("int32",),
+        attributes={"width": np.int32(call.width), "derivations": _numbers(key)},
+        sizes=dict(zip(names, call.shape, strict=True)),
     )
-    (bits,) = handler(key.data)
     return bits
 
+
+# Moments ------------------------------------------------------------------------------------------
 
 STEP_MOMENTS = "mx_jax_cpu_step_moments"
 _MOST_MOMENTS = 4
@@ -535,13 +582,13 @@ def step_moments(
     """`reference.moments.step` of each, by the handler."""
     names = " ".join(f"e{axis}" for axis in range(len(call.shape)))
     pairs = ", ".join([f"*b {names}, *b {names}/{moments.BLOCK}"] * len(stored))
+    leaves, tree = jax.tree.flatten(stored)
     flags = {"is_root": call.is_root, "is_square": call.is_square}
-    handler = Handler(
-        target=STEP_MOMENTS,
-        axes=f"*b {names}, *b factors, *b words, {pairs} -> {pairs}",
-        dtypes=(np.dtype("uint8"),) * (2 * len(stored)),
-        attributes=hashable({name: np.array(own, np.int32) for name, own in flags.items()}),
+    found = handler.call(
+        STEP_MOMENTS,
+        f"*b {names}, *b factors, *b words, {pairs} -> {pairs}",
+        *(added, factors, words, *leaves),
+        dtypes=["uint8"] * len(leaves),
+        attributes={name: np.array(own, np.int32) for name, own in flags.items()},
     )
-    return jax.tree.unflatten(
-        jax.tree.structure(stored), handler(added, factors, words, *jax.tree.leaves(stored))
-    )
+    return jax.tree.unflatten(tree, found)

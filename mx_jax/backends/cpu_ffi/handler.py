@@ -1,6 +1,9 @@
 """One call of a compiled handler as JAX sees it: batched, split between devices, of open sizes.
 
-All of that follows from a string that names the axes of its operands and results: see `geometry`.
+All of that follows from a string that names the axes of its operands and results. `*b` stands for
+any number of batch axes, a number for an axis of that length. `k/32` counts the blocks of 32 along
+k, `k/k` those that are whole. The handler takes axes in parentheses as one.
+
 `vmap` adds a batch axis in front. Devices split batch axes and those that a result has too, blocked
 ones between blocks. An axis that no result has is gathered: its shards may cut blocks.
 """
@@ -9,9 +12,9 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,55 +34,99 @@ from mx_jax.sharding.partition import fine_mesh, stored_parts
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
+Arrays = tuple[jax.Array, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Axis:
+class Handler:
+    """A compiled handler, with all that a call knows but shapes."""
+
+    target: str  # the name that it is registered by
+    axes: str  # of the operands and results
+    dtypes: tuple[np.dtype, ...]  # of the results
+    # The dtype's name is the first entry of an array: so they are hashable.
+    attributes: tuple[tuple[str, Any], ...]
+    sizes: tuple[tuple[str, int], ...]  # of the axes that no operand has in full
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        return {
+            name: np.array(value[1:], value[0]) if isinstance(value, tuple) else value
+            for name, value in self.attributes
+        }
+
+
+def call(
+    target: str,
+    axes: str,
+    *operands: jax.Array,
+    dtypes: Iterable[str | np.dtype],
+    attributes: Mapping[str, Any],
+    sizes: Mapping[str, int] | None = None,
+) -> Arrays:
+    """The results of a handler; `sizes` are those of the axes that no operand has in full."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        operands = vary_alike(operands)
+    handler = Handler(
+        target=target,
+        axes=axes,
+        dtypes=tuple(np.dtype(dtype) for dtype in dtypes),
+        attributes=tuple(
+            (name, (value.dtype.name, *value.tolist()) if isinstance(value, np.ndarray) else value)
+            for name, value in sorted(attributes.items())
+        ),
+        sizes=tuple((sizes or {}).items()),
+    )
+    return tuple(_HANDLER.bind(*operands, handler=handler, is_split=not on_one_device.value))
+
+
+# Axes ---------------------------------------------------------------------------------------------
+
+
+class Axis(NamedTuple):
     """A name or number; with a block size, it counts blocks."""
 
     name: str
-    block: BlockSize | None = None
+    block: BlockSize | None
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Array:
+class Array(NamedTuple):
     """One operand or result."""
 
     batch: str  # letters of its batch
     groups: tuple[tuple[Axis, ...], ...]  # its other axes; the handler takes a group as one
-    axes: tuple[Axis, ...]  # the same, one by one
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The same, one by one."""
+        return tuple(chain(*self.groups))
 
 
 @functools.lru_cache(maxsize=4096)
 def parse(axes: str) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
     """The operands and the results that a string names."""
-    operands, results = (side.split(",") for side in axes.split("->"))
-    return tuple(map(_parse_array, operands)), tuple(map(_parse_array, results))
 
+    def axis(text: str) -> Axis:
+        name, _, size = text.partition("/")
+        return Axis(name, None if not size else WHOLE if size == name else int(size))
 
-def _parse_array(array: str) -> Array:
-    batch, groups = "", []
-    for letters, group, single in re.findall(r"\*(\w+)|\(([^)]*)\)|([\w/]+)", array):
-        batch += letters
-        if not letters:
-            parts = [axis.partition("/") for axis in ([single] if single else group.split())]
-            blocks = (size and (WHOLE if size == name else int(size)) for name, _, size in parts)
-            groups.append(
-                tuple(
-                    Axis(name=name, block=block or None)
-                    for (name, _, _), block in zip(parts, blocks, strict=True)
-                )
-            )
-    return Array(batch=batch, groups=tuple(groups), axes=tuple(chain(*groups)))
+    def array(text: str) -> Array:
+        found = re.findall(r"\*(\w+)|\(([^)]*)\)|([\w/]+)", text)
+        groups = ([one] if one else group.split() for letters, group, one in found if not letters)
+        batch = "".join(letters for letters, _, _ in found)
+        return Array(batch, tuple(tuple(map(axis, group)) for group in groups))
+
+    operands, results = (tuple(map(array, side.split(","))) for side in axes.split("->"))
+    return operands, results
 
 
 class Geometry:
     """The axes of a call's operands and results, with their lengths; of batches by letters."""
 
-    def __init__(self, axes: str, shapes: Shapes, sizes: Mapping[str, int]):
-        self.operands, self.results = parse(axes)
+    def __init__(self, handler: Handler, shapes: Shapes):
+        self.operands, self.results = parse(handler.axes)
         self.batches: dict[str, Shape] = {}
-        self.sizes: dict[str, Any] = dict(sizes)
+        self.sizes: dict[str, Any] = dict(handler.sizes)
         self.blocks: dict[str, BlockSize] = {}
         for array, shape in zip(self.operands, shapes, strict=True):
             num_batch = len(shape) - len(array.axes)
@@ -88,12 +135,11 @@ class Geometry:
             for axis, length in zip(array.axes, shape[num_batch:], strict=True):
                 if axis.block is None:
                     self.sizes[axis.name] = length
-        for array in (*self.operands, *self.results):
-            for axis in array.axes:
-                if axis.name.isdigit():
-                    self.sizes[axis.name] = int(axis.name)
-                if axis.block is not None:
-                    self.blocks[axis.name] = axis.block
+        for axis in chain(*(array.axes for array in (*self.operands, *self.results))):
+            if axis.name.isdigit():
+                self.sizes[axis.name] = int(axis.name)
+            if axis.block is not None:
+                self.blocks[axis.name] = axis.block
         for letters in {array.batch for array in self.results}:
             lengths = zip(*(self.batches[letter] for letter in letters), strict=True)
             self.batches[letters] = tuple(next((n for n in m if n != 1), 1) for m in lengths)
@@ -137,13 +183,6 @@ class Geometry:
             shapes.append(((*batch, *map(math.prod, groups)), (*batch, *chain(*groups))))
         return shapes
 
-    def is_merged(self) -> bool:
-        """Whether operands and results are as the handler takes them, of sizes that are known."""
-        arrays = (*self.operands, *self.results)
-        lengths = (*self.sizes.values(), *chain(*self.batches.values()))
-        known = all(isinstance(n, int) for n in lengths)
-        return known and all(len(group) == 1 for array in arrays for group in array.groups)
-
     def factors(self, array: Array) -> list[tuple[str | None, Axis | None]]:
         """What devices split of each axis, by one name for all that have it; None: they do not."""
         # A place in any batch is one, except where a single matrix stands for many; it is no
@@ -160,98 +199,54 @@ class Geometry:
         shared = {name for name in given & wanted if not name.isdigit()}
         return pairs + [(axis.name if axis.name in shared else None, axis) for axis in array.axes]
 
-    def splits(self, axis: Axis | None, num_devices: int) -> bool:
-        """Whether an axis falls into so many parts without cutting a block."""
-        block = None if axis is None else self.blocks.get(axis.name)
-        if axis is None or block is None:
-            return True
-        size = self.sizes[axis.name]
-        if isinstance(block, Whole) or not isinstance(size, int):
-            return False
-        return size % (block * num_devices) == 0
-
-
-Arrays = tuple[jax.Array, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Handler:
-    """A compiled handler, with all that a call knows but shapes; calling it gives its results."""
-
-    target: str  # the name that it is registered by
-    axes: str  # of the operands and results, as `geometry` reads them
-    dtypes: tuple[np.dtype, ...]  # of the results
-    attributes: tuple[tuple[str, Any], ...]  # as `hashable` makes them
-    sizes: tuple[tuple[str, int], ...] = ()  # of the axes that no operand has in full
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        return {
-            name: np.array(value[1:], value[0]) if isinstance(value, tuple) else value
-            for name, value in self.attributes
-        }
-
-    def geometry(self, shapes: Shapes) -> Geometry:
-        return Geometry(self.axes, shapes, dict(self.sizes))
-
-    def __call__(self, *operands: jax.Array) -> Arrays:
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            operands = vary_alike(operands)
-        return tuple(_HANDLER.bind(*operands, handler=self, is_split=not on_one_device.value))
-
-
-def hashable(attributes: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Attributes as `Handler` keeps them: the dtype's name is the first entry of an array."""
-    return tuple(
-        (name, (value.dtype.name, *value.tolist()) if isinstance(value, np.ndarray) else value)
-        for name, value in sorted(attributes.items())
-    )
-
 
 # The primitive ------------------------------------------------------------------------------------
 
 _HANDLER: Any = Primitive("mx_cpu_ffi")
 _HANDLER.multiple_results = True
 _HANDLER.is_high = lambda *types, **params: False
-
-
 _HANDLER.def_impl(functools.partial(eager, _HANDLER))
 
 
 @_HANDLER.def_abstract_eval
 def _types(*types: ShapedArray, handler: Handler, **_: object) -> tuple[Any, ...]:
-    shapes = handler.geometry(tuple(x.shape for x in types)).result_shapes()
+    shapes = Geometry(handler, tuple(x.shape for x in types)).result_shapes()
     every = zip(shapes, handler.dtypes, strict=True)
     return tuple(result_type(types[0], shape, dtype) for (_, shape), dtype in every)
 
 
 def _lower(ctx: Any, *values: mlir.ir.Value, handler: Handler, is_split: bool) -> Any:
     shapes, module = tuple(x.shape for x in ctx.avals_in), ctx.module_context
+    geometry = Geometry(handler, shapes)
     # Exported programs hold no partitioning.
     is_split &= devices_sharing(module.axis_context) > 1
     is_split &= not module.lowering_parameters.for_export
-    if not is_split and handler.geometry(shapes).is_merged():
+    # Arrays that are as the handler takes them, of sizes that are known, need no more.
+    lengths = (*geometry.sizes.values(), *chain(*geometry.batches.values()))
+    groups = chain(*(array.groups for array in (*geometry.operands, *geometry.results)))
+    is_merged = all(isinstance(n, int) for n in lengths) and all(len(own) == 1 for own in groups)
+    if not is_split and is_merged:
         return jax.ffi.ffi_lowering(handler.target)(ctx, *values, **handler.arguments)
-    call: Any = functools.partial(_call, handler)
+    compute: Any = functools.partial(_compute, handler)
     if is_split:
         ctx = show_devices(ctx, "cpu") or ctx
-        call = custom_partitioning(call)
-        call.def_partition(
-            partition=functools.partial(_partition, handler, shapes),
+        compute = custom_partitioning(compute)
+        compute.def_partition(
+            partition=functools.partial(_partition, handler, geometry),
             # A reshape may have cut a mesh axis, which no NamedSharding can say.
             decode_shardings=False,
-            sharding_rule=lambda mesh, given, wanted: _sharding_rule(handler.geometry(shapes)),
+            sharding_rule=lambda mesh, given, wanted: _sharding_rule(geometry),
         )
-    return mlir.lower_fun(call, multiple_results=True)(ctx, *values)
+    return mlir.lower_fun(compute, multiple_results=True)(ctx, *values)
 
 
 # `Work` is what equal calls share: a function for each handler inside would be a second.
 mlir.register_lowering(_HANDLER, _lower, cacheable=False)
 
 
-def _call(handler: Handler, *operands: jax.Array) -> Arrays:
+def _compute(handler: Handler, *operands: jax.Array) -> Arrays:
     """The handler on whole or local arrays: axes in parentheses become one."""
-    geometry = handler.geometry(tuple(operand.shape for operand in operands))
+    geometry = Geometry(handler, tuple(operand.shape for operand in operands))
     shapes = geometry.result_shapes()
     like, every = jax.typeof(operands[0]), zip(shapes, handler.dtypes, strict=True)
     types = tuple(result_type(like, merged, dtype) for (merged, _), dtype in every)
@@ -328,19 +323,33 @@ def _sharding_rule(geometry: Geometry) -> tuple[str, dict[str, Any]]:
 
 def _partition(
     handler: Handler,
-    shapes: Shapes,
+    geometry: Geometry,
     mesh: Mesh,
     given: tuple[jax.ShapeDtypeStruct, ...],
     wanted: Sequence[jax.ShapeDtypeStruct],
 ) -> Any:
     """The same call on each device's shard, cut as the first result is wanted, between blocks."""
-    geometry, result = handler.geometry(shapes), wanted[0]
+    result = wanted[0]
     mesh = fine_mesh(mesh, result)
+
+    def num_devices(part: Sequence[str]) -> int:
+        return math.prod(mesh.shape[name] for name in part)
+
+    def cuts_no_block(axis: Axis | None, part: Sequence[str]) -> bool:
+        block = None if axis is None else geometry.blocks.get(axis.name)
+        if axis is None or block is None:
+            return True
+        size = geometry.sizes[axis.name]
+        if isinstance(block, Whole) or not isinstance(size, int):
+            return False
+        return size % (block * num_devices(part)) == 0
+
     found = stored_parts(result.sharding, result.shape, mesh)
+    factors = geometry.factors(geometry.results[0])
     parts: dict[str | None, Any] = {
         factor: part
-        for (factor, axis), part in zip(geometry.factors(geometry.results[0]), found, strict=False)
-        if factor is not None and part and geometry.splits(axis, _num_devices(mesh, part))
+        for (factor, axis), part in zip(factors, found, strict=False)
+        if factor is not None and part and cuts_no_block(axis, part)
     }
     results, operands = (
         tuple(
@@ -349,12 +358,6 @@ def _partition(
         )
         for side in (geometry.results, geometry.operands)
     )
-    sizes = tuple(
-        (name, size // _num_devices(mesh, parts.get(name, ()))) for name, size in handler.sizes
-    )
-    local = functools.partial(_call, dataclasses.replace(handler, sizes=sizes))
+    sizes = tuple((name, size // num_devices(parts.get(name, ()))) for name, size in handler.sizes)
+    local = functools.partial(_compute, dataclasses.replace(handler, sizes=sizes))
     return mesh, local, results, operands
-
-
-def _num_devices(mesh: Mesh, part: Sequence[str]) -> int:
-    return math.prod(mesh.shape[name] for name in part)

@@ -9,126 +9,169 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.axes import Axes
+from mx_jax.axes import Axes, Side
 from mx_jax.backends.calls import (
     AnyOperand,
     DequantizeCall,
     MatmulCall,
     Operand,
+    OperandType,
     RaggedCall,
     rejects_symbolic,
 )
-from mx_jax.backends.cpu_ffi import casts, rejections
-from mx_jax.backends.cpu_ffi.handler import Handler, hashable
-from mx_jax.backends.cpu_ffi.weights import PANEL_ROWS, PANELS, ROWS, by_parts, by_rows
+from mx_jax.backends.cpu_ffi import casts, handler, library, weights
+from mx_jax.backends.cpu_ffi.weights import block_of, plain_format
+from mx_jax.backends.sums import (
+    SumScale,
+    rejects_parts_of_blocks,
+    rejects_scale_axes,
+    row_scales,
+    scaled,
+)
 from mx_jax.codecs.explicit_axes import vary_alike
+from mx_jax.codecs.scale import scale_to_float32
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 
+# The handlers: of codes as they are, and of packed weights.
+MATMUL = "mx_jax_cpu_matmul"
+PACKED_MATMUL = "mx_jax_cpu_matmul_packed"
+
+# By how many times the smallest subnormal an element's largest is, as FitsInt8 and FitsInt16 of
+# custom_calls/products/elements.h ask.
+_INTEGERS = {own.name: own.max / own.smallest_subnormal for own in weights.ELEMENTS}
+_INT8 = {name for name, largest in _INTEGERS.items() if largest <= 127}
+_INT16 = {name for name, largest in _INTEGERS.items() if largest <= 4095}
+# Elements that an instruction set multiplies faster than float32, both operands alike.
+_FAST: dict[str, tuple[set[str], ...]] = {
+    "dotprod": (_INT8,),
+    "i8mm": (_INT8,),
+    "avx512_vnni": (_INT8, _INT16),
+    "avx512_bf16": (_INT8, {*_INTEGERS, "bfloat16"}),
+}
+# Rows of the smaller operand up to which float32 panels win over XLA's dot of dequantized
+# operands: beyond them its dot, which needs no panels of codes, is faster. Measured.
+_FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 96}
+_FLOAT32_ROWS_OF_OTHERS = 512
+
 
 def rejects(call: MatmulCall) -> str | None:
     """Why no handler multiplies or decodes for a product, or None."""
-    reason = rejections.rejects(call)
+    reason = rejects_kernels(call)
     return None if reason is None or _is_decoded(call) else reason
+
+
+def rejects_kernels(call: MatmulCall) -> str | None:
+    """Why the handlers of products do not take a call, or None."""
+    loaded = library.load()
+    assert not isinstance(loaded, str), loaded
+    if call.rhs.packed_by == "cpu_ffi" and plain_format(call.rhs.format) is not None:
+        call = _of_codes_alone(call)
+    if call.out_dtype not in casts.DTYPES:
+        return f"gives float32, bfloat16 or float16, got out_dtype={call.out_dtype}"
+    if (reason := rejects_scale_axes(call, batch=True)) is not None:
+        return reason
+    formats = [f for f in (call.lhs.format, call.rhs.format) if f is not None]
+    for format in formats:
+        if (reason := weights.rejects_format(format)) is not None:
+            return reason
+    if any(block_of(format)[0] > 1 for format in formats):
+        reason = rejects_parts_of_blocks(call, "kept")
+        if reason is not None:
+            return reason
+    if len({format.block[1] for format in formats}) > 1:
+        return f"needs one block size, got lhs={call.lhs.format}, rhs={call.rhs.format}"
+
+    limit = _FLOAT32_ROWS.get(loaded.isa, _FLOAT32_ROWS_OF_OTHERS)
+    m, n = call.lhs.rows, call.rhs.rows
+    # Symbolic rows may be few, and every number of them is multiplied rightly.
+    if not isinstance(m, int) or not isinstance(n, int) or min(m, n) <= limit:
+        return None
+    elements = [
+        str(own.dtype) if own.format is None else weights.names(own.format)[0]
+        for _, own in call.sides
+    ]
+    if any(fast.issuperset(elements) for fast in _FAST.get(loaded.isa, ())):
+        return None
+    return (
+        f"multiplies these in float32 on {loaded.isa}, where XLA's dot of dequantized operands is "
+        f"faster beyond {limit} rows, got m={m}, n={n}"
+    )
+
+
+def _of_codes_alone(call: MatmulCall) -> MatmulCall:
+    """The product of codes, whose sums scales are multiplied into; by packed weights."""
+    lhs, rhs = call.lhs, dataclasses.replace(call.rhs, format=plain_format(call.rhs.format))
+    if plain_format(lhs.format) is not None:
+        lhs = dataclasses.replace(lhs, format=None, dtype=np.dtype(jnp.bfloat16))
+    return dataclasses.replace(call, lhs=lhs, rhs=rhs, out_dtype=np.dtype(np.float32))
+
+
+def _is_decoded(call: MatmulCall) -> bool:
+    """Whether all that is quantized is float8 under float32 scales, and not packed."""
+    return all(
+        own.format is None
+        or (
+            own.format.scale.is_float32
+            and own.packed_by is None
+            and casts.rejects_dequantize(_dequantize_call(own, own.format)) is None
+        )
+        for _, own in call.sides
+    )
+
+
+def _dequantize_call(own: OperandType, format: BlockFormat) -> DequantizeCall:
+    return DequantizeCall(
+        shape=own.shape, dtype=np.dtype(np.float32), format=format, blocks=own.axes.blocks(format)
+    )
 
 
 def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> jax.Array:
     """The product `[*batch, *m, *n]`. Packed weights give the bits that they give unpacked."""
     if isinstance(rhs, PackedMXArray):
-        return by_packed(call, lhs, rhs)
-    return by_values(call, lhs, rhs) if _is_decoded(call) else by_codes(call, lhs, rhs)
+        return _by_packed(call, lhs, rhs)
+    if not _is_decoded(call):
+        return _by_codes(call, lhs, rhs)
 
-
-def _is_decoded(call: MatmulCall) -> bool:
-    """Whether all that is quantized is float8 under float32 scales, and not packed."""
-    found = [own for _, own in call.sides if own.format is not None]
-    return all(
-        own.format is not None
-        and own.format.scale.is_float32
-        and own.packed_by is None
-        and casts.rejects_dequantize(_dequantize_call(own.shape, own.format, own.axes)) is None
-        for own in found
-    )
-
-
-def _dequantize_call(shape: tuple[int, ...], format: BlockFormat, axes: Axes) -> DequantizeCall:
-    float32 = np.dtype(np.float32)
-    return DequantizeCall(shape=shape, dtype=float32, format=format, blocks=axes.blocks(format))
-
-
-def by_values(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
-    """The reference's product, of values that the handler decodes."""
-
-    def values(x: Operand, axes: Axes) -> jax.Array:
+    def values(x: Operand, own: OperandType) -> jax.Array:
         if not isinstance(x, MXArray):
             return x.astype(jnp.float32)
-        return casts.dequantize(x, _dequantize_call(x.shape, x.format, axes))
+        return casts.dequantize(x, _dequantize_call(own, x.format))
 
     quantized = isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
     return lax.dot_general(
-        values(lhs, call.lhs.axes),
-        values(rhs, call.rhs.axes),
+        values(lhs, call.lhs),
+        values(rhs, call.rhs),
         call.dimension_numbers,
         precision=lax.Precision.HIGHEST if quantized else call.precision,
         preferred_element_type=jnp.float32,
     ).astype(call.out_dtype)
 
 
-def by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
+def _by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
     """The product of codes as they are, by the handler."""
-    (format, *_) = [f for f in (call.lhs.format, call.rhs.format) if f is not None]
-    left, right = _side(lhs, call.lhs.axes, "lhs"), _side(rhs, call.rhs.axes, "rhs")
-    handler = Handler(
-        target=rejections.MATMUL,
-        axes=f"{left.axes}, {right.axes} -> *lr {left.kept} {right.kept}",
-        dtypes=(np.dtype(call.out_dtype),),
-        attributes=hashable(
-            left.attributes | right.attributes | {"block": np.int32(rejections.block_size(format))}
-        ),
+    (_, block), *_ = (block_of(own.format) for _, own in call.sides if own.format is not None)
+    left, right = _taken(lhs, call.lhs.axes, "lhs"), _taken(rhs, call.rhs.axes, "rhs")
+    (product,) = handler.call(
+        MATMUL,
+        f"{left.axes}, {right.axes} -> *lr {left.kept} {right.kept}",
+        *left.arrays,
+        *right.arrays,
+        dtypes=(call.out_dtype,),
+        attributes=left.attributes | right.attributes | {"block": np.int32(block)},
     )
-    (product,) = handler(*left.arrays, *right.arrays)
     return product
 
 
-def by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
-    """The product by packed weights, by the handler."""
-    if rhs.layout == ROWS:
-        return by_rows(by_packed, call, lhs, rhs)
-    if rhs.layout.parts is not None:
-        return by_parts(by_packed, PANELS, call, lhs, rhs)
-    rows = math.prod(rhs.kept)
-    left, (element, scale) = _side(lhs, call.lhs.axes, "lhs"), rejections.names(rhs.format)
-    tensor_scale, axes = _tensor_scale(rhs.arrays.tensor_scale, "*t")
-    handler = Handler(
-        target=rejections.PACKED_MATMUL,
-        axes=f"{left.axes}, *r n/{PANEL_ROWS} bytes, {axes} -> *lr {left.kept} n",
-        dtypes=(np.dtype(call.out_dtype),),
-        attributes=hashable(
-            left.attributes
-            | {"rhs_element": element, "rhs_scale": scale}
-            | {"block": np.int32(rejections.block_size(rhs.format))}
-        ),
-        sizes=(("n", rows),),
-    )
-    (product,) = handler(*left.arrays, rhs.arrays.bytes, tensor_scale)
-    return product.reshape(*product.shape[:-1], *rhs.kept)
-
-
-def _tensor_scale(scale: jax.Array | None, axes: str) -> tuple[jax.Array, str]:
-    """One for each matrix of an operand, and its axes; an empty array where there is none."""
-    return (jnp.zeros((0,), jnp.float32), "0") if scale is None else (scale, axes)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Side:
+class _Taken(NamedTuple):
     """One operand as the handler takes it."""
 
     arrays: tuple[jax.Array, ...]  # elements, scales and tensor scales
@@ -137,10 +180,10 @@ class _Side:
     attributes: dict[str, object]
 
 
-def _side(operand: Operand, axes: Axes, which: Literal["lhs", "rhs"]) -> _Side:
+def _taken(operand: Operand, axes: Axes, side: Side) -> _Taken:
     format = operand.format if isinstance(operand, MXArray) else None
-    together = rejections.block_rows(format)
-    batch, letter = ("*l", "m") if which == "lhs" else ("*r", "n")
+    together, block = block_of(format)
+    batch, letter = ("*l", "m") if side == "lhs" else ("*r", "n")
     kept = " ".join(f"{letter}{index}" for index in range(len(axes.kept)))
     k = " ".join(f"k{index}" for index in range(len(axes.contracting)))
 
@@ -148,48 +191,114 @@ def _side(operand: Operand, axes: Axes, which: Literal["lhs", "rhs"]) -> _Side:
         return f"{batch} ({k}) ({kept})" if axes.k_first else f"{batch} ({kept}) ({k})"
 
     if isinstance(operand, MXArray):
-        elements, scales, given = operand.codes, operand.scales, operand.tensor_scale
+        elements, scales, tensor_scale = operand.codes, operand.scales, operand.tensor_scale
         rows = f"{kept}/{together}" if kept and together != 1 else kept
-        scale_axes = in_order(f"{k}/{rejections.block_size(operand.format)}", rows)
+        scale_axes = in_order(f"{k}/{block}", rows)
     else:
-        elements = operand if operand.dtype in rejections.DTYPES else operand.astype(jnp.float32)
-        scales, given, scale_axes = jnp.zeros((0,), jnp.uint8), None, "0"
+        elements = operand if operand.dtype in casts.DTYPES else operand.astype(jnp.float32)
+        scales, tensor_scale, scale_axes = jnp.zeros((0,), jnp.uint8), None, "0"
     # A batch of its own: one matrix's scale may stand for all.
-    own = ("*s" if which == "lhs" else "*t") + " 1" * (operand.ndim - len(axes.batch))
-    tensor_scale, own = _tensor_scale(given, own)
-    element, scale = rejections.names(format)
-    return _Side(
+    own_axes = ("*s" if side == "lhs" else "*t") + " 1" * (operand.ndim - len(axes.batch))
+    if tensor_scale is None:
+        tensor_scale, own_axes = jnp.zeros((0,), jnp.float32), "0"
+    element, scale = weights.names(format)
+    return _Taken(
         arrays=(elements, scales, tensor_scale),
-        axes=f"{in_order(k, kept)}, {scale_axes}, {own}",
+        axes=f"{in_order(k, kept)}, {scale_axes}, {own_axes}",
         kept=f"({kept})",
         attributes={
-            f"{which}_element": element,
-            f"{which}_scale": scale,
-            f"{which}_k_first": axes.k_first,
-            f"{which}_block_rows": np.int32(together),
+            f"{side}_element": element,
+            f"{side}_scale": scale,
+            f"{side}_k_first": axes.k_first,
+            f"{side}_block_rows": np.int32(together),
         },
     )
 
+
+def _by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
+    """The product by packed weights, by the handler."""
+    if rhs.layout == weights.ROWS:
+        return _by_rows(call, lhs, rhs)
+    if rhs.layout.parts is not None:
+        return _by_parts(call, lhs, rhs)
+    left, (element, scale) = _taken(lhs, call.lhs.axes, "lhs"), weights.names(rhs.format)
+    tensor_scale, axes = rhs.arrays.tensor_scale, "*t"
+    if tensor_scale is None:
+        tensor_scale, axes = jnp.zeros((0,), jnp.float32), "0"
+    (product,) = handler.call(
+        PACKED_MATMUL,
+        f"{left.axes}, *r n/{weights.PANEL_ROWS} bytes, {axes} -> *lr {left.kept} n",
+        *left.arrays,
+        rhs.arrays.bytes,
+        tensor_scale,
+        dtypes=(call.out_dtype,),
+        attributes=left.attributes
+        | {"rhs_element": element, "rhs_scale": scale, "block": np.int32(block_of(rhs.format)[1])},
+        sizes={"n": math.prod(rhs.kept)},
+    )
+    return product.reshape(*product.shape[:-1], *rhs.kept)
+
+
+def _by_parts(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
+    """The product by weights in parts of k: the sum of those by each part."""
+    parts, axis = rhs.arrays.bytes.shape[-3], call.lhs.axes.contracting[0]
+
+    def product(part: int) -> jax.Array:
+        def cut(x: jax.Array) -> jax.Array:
+            size = x.shape[axis] // parts
+            return lax.slice_in_dim(x, part * size, (part + 1) * size, axis=axis)
+
+        if isinstance(lhs, MXArray):
+            codes, scales = cut(lhs.codes), cut(lhs.scales)
+            left = dataclasses.replace(lhs, codes=codes, scales=scales, primal=None)
+        else:
+            left = cut(lhs)
+        right = dataclasses.replace(
+            rhs,
+            layout=weights.PANELS,
+            k=(rhs.k[0] // parts, *rhs.k[1:]),
+            arrays=dataclasses.replace(rhs.arrays, bytes=rhs.arrays.bytes[..., part, :, :]),
+        )
+        own = dataclasses.replace(
+            call,
+            lhs=OperandType.of(left, call.lhs.axes),
+            rhs=OperandType.of(right, call.rhs.axes),
+            out_dtype=np.dtype(np.float32),
+        )
+        return _by_packed(own, left, right)
+
+    return functools.reduce(jnp.add, map(product, range(parts))).astype(call.out_dtype)
+
+
+def _by_rows(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
+    """The product by weights in rows: that by their codes, and then the scales."""
+    values = scale_to_float32(rhs.arrays.scales, rhs.format.scale)
+    rows = rhs.kept if values.shape[-1] == math.prod(rhs.kept) else (1,) * len(rhs.kept)
+    ones = (1,) * len(call.lhs.axes.kept)
+    values = values.reshape(*values.shape[:-1], *ones, *rows)
+    scales = [SumScale(values, rhs.format.scale.kind == "divisor")]
+    # Activations in float8 are multiplied as the bfloat16 numbers that their codes are.
+    if isinstance(lhs, MXArray) and plain_format(lhs.format) is not None:
+        scales.append(row_scales("lhs", lhs, call))
+        lhs = lhs.elements.astype(jnp.bfloat16)
+    sums = _by_packed(_of_codes_alone(call), lhs, weights.codes_alone(rhs))
+    return scaled(sums, *scales).astype(call.out_dtype)
+
+
+# Groups -------------------------------------------------------------------------------------------
 
 # Rows of a tile: about as many as a group has, within what keeps a matrix's decoding worth while
 # and rows of other groups few; contracted ones in whole blocks.
 _FEWEST_ROWS, _FEWEST_CONTRACTED, _MOST_ROWS = 16, 32, 256
 
 
-def rejects_groups(call: RaggedCall) -> str | None:
-    """Why the handler does not take the product of a tile, or None."""
-    return rejects_symbolic(call) or rejections.rejects(_tile_call(call))
-
-
-def multiply_groups(
-    lhs: Operand, rhs: AnyOperand, group_sizes: jax.Array, call: RaggedCall
-) -> jax.Array:
-    """The product, by tiles. Packed weights give the bits that they give unpacked."""
-    return _by_tiles(call, lhs, rhs, group_sizes)
-
-
 def _tile_call(call: RaggedCall) -> MatmulCall:
-    rows, across = _tile_rows(call), call.lhs.shape[1]
+    """The product of one tile."""
+    num_rows, across = call.lhs.shape
+    in_a_group = -(-num_rows // max(call.num_groups, 1))
+    rows = 1 << max(in_a_group - 1, 0).bit_length()
+    fewest = _FEWEST_CONTRACTED if call.contracts_rows else _FEWEST_ROWS
+    rows = min(max(rows, fewest), _MOST_ROWS, num_rows)
     lhs = dataclasses.replace(call.lhs, shape=(rows, across))
     if call.contracts_rows:
         rhs = dataclasses.replace(call.rhs, shape=(rows, call.rhs.shape[1]))
@@ -200,104 +309,62 @@ def _tile_call(call: RaggedCall) -> MatmulCall:
     return MatmulCall(lhs=lhs, rhs=rhs, out_dtype=call.out_dtype, precision=call.precision)
 
 
-def _tile_rows(call: RaggedCall) -> int:
-    num_rows = call.lhs.shape[0]
-    in_a_group = -(-num_rows // max(call.num_groups, 1))
-    rows = 1 << max(in_a_group - 1, 0).bit_length()
-    fewest = _FEWEST_CONTRACTED if call.contracts_rows else _FEWEST_ROWS
-    return min(max(rows, fewest), _MOST_ROWS, num_rows)
+def rejects_groups(call: RaggedCall) -> str | None:
+    """Why the handler does not take the product of a tile, or None."""
+    return rejects_symbolic(call) or rejects_kernels(_tile_call(call))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Tiles:
-    """Which rows are multiplied at each step."""
-
-    rows: int  # of a tile
-    num_rows: int  # of all groups, and behind them
-    ends: jax.Array  # int32 `[g]`, where each group's rows end
-    last: jax.Array  # int32 `[g]`, up to which step each group's tiles go
-
-    @classmethod
-    def of(cls, sizes: jax.Array, rows: int, num_rows: int) -> "_Tiles":
-        return cls(
-            rows=rows,
-            num_rows=num_rows,
-            ends=jnp.cumsum(sizes, dtype=jnp.int32),
-            last=jnp.cumsum(-(-sizes // rows), dtype=jnp.int32),
-        )
-
-    def at(self, step: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The group of a step, the first row to read, and which of those read are to count."""
-        group = jnp.searchsorted(self.last, step, side="right", method="compare_all")
-        end = self.ends[group]
-        before = jnp.where(group > 0, self.last[group - 1], 0)
-        start = jnp.where(group > 0, self.ends[group - 1], 0) + (step - before) * self.rows
-        # The last tile of all reads rows again that came before it: what is sliced has one size.
-        first = jnp.minimum(start, self.num_rows - self.rows)
-        row = first + jnp.arange(self.rows, dtype=jnp.int32)
-        return group, first, (row >= start) & (row < end)
-
-
-def _by_tiles(call: RaggedCall, lhs: Operand, rhs: AnyOperand, group_sizes: jax.Array) -> jax.Array:
+def multiply_groups(
+    lhs: Operand, rhs: AnyOperand, group_sizes: jax.Array, call: RaggedCall
+) -> jax.Array:
+    """The product, by tiles. Packed weights give the bits that they give unpacked."""
+    num_rows, across = call.lhs.shape
     n = call.rhs.shape[2 if call.rhs.axes.k_first and not call.contracts_rows else 1]
     if call.contracts_rows:
-        shape, dtype = (call.num_groups, call.lhs.shape[1], n), jnp.dtype(jnp.float32)
+        zeros = jnp.zeros((call.num_groups, across, n), jnp.float32)
     else:
-        shape, dtype = (call.lhs.shape[0], n), call.out_dtype
-    zeros = jnp.zeros(shape, dtype)
+        zeros = jnp.zeros((num_rows, n), call.out_dtype)
     if 0 in (*call.lhs.shape, *call.rhs.shape):
         return zeros.astype(call.out_dtype)
-    tiles = _Tiles.of(group_sizes, _tile_rows(call), call.lhs.shape[0])
-    step = _contracted if call.contracts_rows else _kept
+    tile = _tile_call(call)
+    rows = tile.lhs.shape[0]
+    # Where each group's rows end, and up to which step its tiles go.
+    ends = jnp.cumsum(group_sizes, dtype=jnp.int32)
+    last = jnp.cumsum(-(-group_sizes // rows), dtype=jnp.int32)
+
+    def add_tile(step: jax.Array, out: jax.Array) -> jax.Array:
+        group = jnp.searchsorted(last, step, side="right", method="compare_all")
+        end = ends[group]
+        before = jnp.where(group > 0, last[group - 1], 0)
+        start = jnp.where(group > 0, ends[group - 1], 0) + (step - before) * rows
+        # The last tile of all reads rows again that came before it: what is sliced has one size.
+        first = jnp.minimum(start, num_rows - rows)
+        row = first + jnp.arange(rows, dtype=jnp.int32)
+        counts = (row >= start) & (row < end)
+
+        def of_tile(x: jax.Array) -> jax.Array:
+            # Blocks along the rows are whole in a tile, and begin with it.
+            block = num_rows // x.shape[0]
+            return lax.dynamic_slice_in_dim(x, first // block, rows // block)
+
+        def only(x: jax.Array) -> jax.Array:
+            """Zeros, under scales of no NaN, in the rows that do not count."""
+            x = of_tile(x)
+            counted = counts.reshape(x.shape[0], -1)[:, :1]
+            return jnp.where(counted, x, jnp.zeros((), x.dtype))
+
+        if call.contracts_rows:
+            so_far = lax.dynamic_index_in_dim(out, group, keepdims=False)
+            added = so_far + _by_codes(tile, _each(lhs, only), _each(rhs, only))
+            return lax.dynamic_update_index_in_dim(out, added, group, 0)
+        matrix = _each(rhs, lambda x: lax.dynamic_index_in_dim(x, group, keepdims=False))
+        by_handler: Any = _by_packed if isinstance(matrix, PackedMXArray) else _by_codes
+        product = by_handler(tile, _each(lhs, of_tile), matrix)
+        product = jnp.where(counts[:, None], product, lax.dynamic_slice_in_dim(out, first, rows))
+        return lax.dynamic_update_slice_in_dim(out, product, first, 0)
+
     start, *_ = vary_alike((zeros, *jax.tree.leaves((lhs, rhs, group_sizes))))
-    body = functools.partial(step, _tile_call(call), tiles, lhs, rhs)
-    return lax.fori_loop(0, tiles.last[-1], body, start).astype(call.out_dtype)
-
-
-def _kept(
-    call: MatmulCall, tiles: _Tiles, lhs: Operand, rhs: AnyOperand, step: jax.Array, out: jax.Array
-) -> jax.Array:
-    """One tile's rows of the product `[p, n]`."""
-    group, first, counts = tiles.at(step)
-    matrix = _each(rhs, lambda x: lax.dynamic_index_in_dim(x, group, keepdims=False))
-    by_handler: Any = by_packed if isinstance(matrix, PackedMXArray) else by_codes
-    product = by_handler(call, _rows(lhs, first, tiles), matrix)
-    before = lax.dynamic_slice_in_dim(out, first, tiles.rows)
-    product = jnp.where(counts[:, None], product, before)
-    return lax.dynamic_update_slice_in_dim(out, product, first, 0)
-
-
-def _contracted(
-    call: MatmulCall, tiles: _Tiles, lhs: Operand, rhs: Operand, step: jax.Array, out: jax.Array
-) -> jax.Array:
-    """One tile's part of a group's sum in `[g, m, n]`."""
-    group, first, counts = tiles.at(step)
-    left, right = (_only(_rows(x, first, tiles), counts) for x in (lhs, rhs))
-    so_far = lax.dynamic_index_in_dim(out, group, keepdims=False)
-    added = so_far + by_codes(call, left, right)
-    return lax.dynamic_update_index_in_dim(out, added, group, 0)
-
-
-def _rows(x: Operand, first: jax.Array, tiles: _Tiles) -> Operand:
-    """A tile of `[p, c]`: blocks along the rows are whole in it, and begin with it."""
-    return _each(
-        x,
-        lambda part: lax.dynamic_slice_in_dim(
-            part,
-            first // (tiles.num_rows // part.shape[0]),
-            tiles.rows // (tiles.num_rows // part.shape[0]),
-        ),
-    )
-
-
-def _only(x: Operand, counts: jax.Array) -> Operand:
-    """A tile with zeros, under scales of no NaN, in the rows that do not count."""
-    return _each(
-        x,
-        lambda part: jnp.where(
-            counts.reshape(part.shape[0], -1)[:, :1], part, jnp.zeros((), part.dtype)
-        ),
-    )
+    return lax.fori_loop(0, last[-1], add_tile, start).astype(call.out_dtype)
 
 
 def _each(x: AnyOperand, change: Callable[[jax.Array], jax.Array]) -> Any:
