@@ -122,7 +122,7 @@ def _k_last(elements: jax.Array, axes: Axes) -> jax.Array:
 XLA = Backend(
     name="xla",
     epsilon_bound=2.0,
-    table=(Offer(call=MatmulCall, rejects=_rejects_float8, run=_multiply_float8, is_plain=True),),
+    table=(Offer(call=MatmulCall, rejects=_rejects_float8, run=_multiply_float8),),
 )
 
 
@@ -347,10 +347,8 @@ XLA_BFLOAT16 = Backend(
     name="xla_bfloat16",
     epsilon_bound=4.0,
     table=(
-        Offer(call=MatmulCall, rejects=_rejects_product, run=_multiply, how=HOW, is_plain=True),
+        Offer(call=MatmulCall, rejects=_rejects_product, run=_multiply, how=HOW),
         Offer(call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, how=HOW),
-        Offer(
-            call=TransformCall, rejects=_rejects_transform, run=_transform, how=HOW, is_plain=True
-        ),
+        Offer(call=TransformCall, rejects=_rejects_transform, run=_transform, how=HOW),
     ),
 )

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import re
-import types
 from typing import Any
 
 import jax
@@ -50,7 +49,6 @@ def _seen(monkeypatch: pytest.MonkeyPatch):
         return targets[-1]
 
     monkeypatch.setattr(primitive, "current_target", watched)
-    monkeypatch.setattr(primitive, "machine", types.SimpleNamespace(current_target=watched))
     return targets
 
 
