@@ -8,7 +8,7 @@ it has been seen to compile, and nothing else is offered.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from mx_jax.axes import Axes
+from mx_jax.backends import sums
 from mx_jax.backends.calls import (
     MatmulCall,
     Operand,
@@ -26,12 +27,7 @@ from mx_jax.backends.calls import (
     RaggedCall,
     rejects_symbolic,
 )
-from mx_jax.backends.sums import (
-    SumScale,
-    rejects_parts_of_blocks,
-    rejects_scale_axes,
-    scaled,
-)
+from mx_jax.backends.sums import SumScale
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs import float32, packing
 from mx_jax.codecs.float32 import power_of_two, select
@@ -129,8 +125,7 @@ def row_of(
         if isinstance(kind := kind_of(own.format), str):
             return kind
         kinds.append(kind)
-    pair = tuple(kinds)
-    rows = [row for row in NATIVE if pair in row.pairs]
+    rows = [row for row in NATIVE if tuple(kinds) in row.pairs]
     text = f"{call.lhs.text} by {call.rhs.text}"
     if not rows:
         return f"XLA compiles no block-scaled product of {text}"
@@ -148,11 +143,6 @@ def row_of(
 # Where XLA, on the GPU, took a dequantized product of its own for the faster one (of an H200): so
 # another backend's is, which dequantizes in fewer steps. Rows in groups gain nonetheless.
 _DEQUANTIZED_ON = ((9, 0),)
-
-
-def _rejects_dense(call: MatmulCall, target: Target) -> str | None:
-    """As `_rejects`, of a product that is not one of groups."""
-    return _rejects_slow(target) or _rejects(call, target)
 
 
 def _rejects_slow(target: Target) -> str | None:
@@ -185,20 +175,13 @@ def _rejects(call: MatmulCall, target: Target) -> str | None:
     row = row_of(call, target)
     if isinstance(row, str):
         return row
-    return (
-        _rejects_k(call) or rejects_scale_axes(call, batch=False) or rejects_parts_of_blocks(call)
-    )
-
-
-def _rejects_k(call: MatmulCall) -> str | None:
-    """Whole blocks, of which there are some."""
     for side, own in call.sides:
         if 0 in own.shape:
             return f"multiplies operands that have elements, got {side}_shape={own.shape}"
         k, block = own.shape[own.axes.contracting[-1]], own.format and own.format.block[1]
         if isinstance(block, int) and k % block:
             return f"needs whole blocks of {block} along k, got k={k}"
-    return None
+    return sums.rejects_scale_axes(call, batch=False) or sums.rejects_parts_of_blocks(call)
 
 
 def _how(call: MatmulCall, target: Target) -> str:
@@ -289,10 +272,6 @@ def _elements(codes: jax.Array, element: ElementFormat) -> jax.Array:
     return lax.bitcast_convert_type(codes, element.dtype)
 
 
-def _scale_values(scales: jax.Array, format: BlockFormat) -> jax.Array:
-    return lax.bitcast_convert_type(scales, format.scale.dtype)
-
-
 def _matrices(operand: Operand | PackedMXArray, axes: Axes, k: int) -> Matrices:
     """An operand of a product, filled up to k; codes of four bits with k last, as tensor cores read
     them."""
@@ -311,10 +290,21 @@ def _matrices(operand: Operand | PackedMXArray, axes: Axes, k: int) -> Matrices:
     exponent = None
     if operand.format.scale.kind == "exponent":
         scales, exponent = centred(scales, element)
-    scales = _scale_values(scales, operand.format)
+    scales = lax.bitcast_convert_type(scales, operand.format.scale.dtype)
     tensor_scale = operand.tensor_scale
     tensor_scale = None if tensor_scale is None else tensor_scale.reshape(())
     return Matrices(_elements(codes, element), scales, exponent, tensor_scale, k_first)
+
+
+def _of_packed(packed: PackedMXArray) -> Matrices:
+    stacked: Packed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-2:]), packed.arrays)
+    elements = lax.bitcast_convert_type(stacked.codes, packed.format.element.dtype)
+    elements = elements.reshape(*stacked.codes.shape[:2], _padded_k(math.prod(packed.k)))
+    scales = lax.bitcast_convert_type(stacked.scales, packed.format.scale.dtype)
+    tensor_scale = stacked.tensor_scale
+    if tensor_scale is not None and tensor_scale.size == 1:
+        tensor_scale = tensor_scale.reshape(())
+    return Matrices(elements, scales, stacked.exponent, tensor_scale, False)
 
 
 def _filled(x: jax.Array, k: int, k_first: bool = False) -> jax.Array:
@@ -384,9 +374,9 @@ def _dot(k_first: tuple[bool, bool], is_scaled: tuple[bool, bool]) -> Any:
         # XLA knows bfloat16 by a constant scale of one.
         one = jnp.ones((1,) * lhs.ndim, jnp.bfloat16)
         both = (next(given) if has_scale else one for has_scale in is_scaled)
-        sums = _composite(lhs, rhs, *both, dimension_numbers=(contracting, (batch, batch)))
+        product = _composite(lhs, rhs, *both, dimension_numbers=(contracting, (batch, batch)))
         # XLA 0.12 crashes where it fuses a reshape that merges the batch with the rows.
-        return lax.optimization_barrier(sums) if batch else sums[None]
+        return lax.optimization_barrier(product) if batch else product[None]
 
     @dot.def_vmap
     def _(size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> Any:
@@ -399,27 +389,23 @@ def _dot(k_first: tuple[bool, bool], is_scaled: tuple[bool, bool]) -> Any:
             if batched[side]:
                 x = x if has_batch else jnp.broadcast_to(x, (size, *x.shape))
                 rows = 0 if all(batched) else 2 if k_first[side] else 1
-                x = _merged(jnp.moveaxis(x, 0, rows), rows)
+                x = jnp.moveaxis(x, 0, rows)
+                x = x.reshape(*x.shape[:rows], -1, *x.shape[rows + 2 :])
             wide.append(x)
-        sums = dot(*wide)
+        product = dot(*wide)
         axis = 0 if all(batched) else 1 if batched[0] else 2
-        split = (*sums.shape[:axis], size, sums.shape[axis] // size, *sums.shape[axis + 1 :])
-        return jnp.moveaxis(sums.reshape(split), axis, 0), True
+        split = (*product.shape[:axis], size, -1, *product.shape[axis + 1 :])
+        return jnp.moveaxis(product.reshape(split), axis, 0), True
 
     return dot
 
 
-def _merged(x: jax.Array, axis: int) -> jax.Array:
-    """An axis and the next one as one."""
-    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
-
-
 def _multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> jax.Array:
     k = _length(call)
-    sums = _product(_matrices(lhs, call.lhs.axes, k), _matrices(rhs, call.rhs.axes, k))
+    product = _product(_matrices(lhs, call.lhs.axes, k), _matrices(rhs, call.rhs.axes, k))
     shape = call.lhs.shape[: call.num_batch]
     kept = (own.axes.sizes(own.shape)[1] for _, own in call.sides)
-    return sums.astype(call.out_dtype).reshape(*shape, *(n for sizes in kept for n in sizes))
+    return product.astype(call.out_dtype).reshape(*shape, *(n for sizes in kept for n in sizes))
 
 
 def _length(call: MatmulCall) -> int:
@@ -433,13 +419,13 @@ def _product(left: Matrices, right: Matrices) -> jax.Array:
     """One kernel: tensor scales and powers of two multiply its float32 sums `[batch, m, n]`."""
     scales = [x.scales for x in (left, right) if x.scales is not None]
     dot = _dot((left.k_first, right.k_first), (left.scales is not None, right.scales is not None))
-    sums = dot(left.elements, right.elements, *scales)
+    product = dot(left.elements, right.elements, *scales)
     exponents = [x.exponent for x in (left, right) if x.exponent is not None]
     if exponents:
         total = lax.neg(functools.reduce(float32.add, exponents))
-        sums = float32.mul(sums, power_of_two(total))
+        product = float32.mul(product, power_of_two(total))
     factors = (x.tensor_scale for x in (left, right))
-    return scaled(sums, *(SumScale(scale) for scale in factors if scale is not None))
+    return sums.scaled(product, *(SumScale(scale) for scale in factors if scale is not None))
 
 
 # Rows in groups -----------------------------------------------------------------------------------
@@ -491,7 +477,7 @@ def _multiply_groups(
     if groups < call.num_groups:
         # Those that have rows come first, in their order.
         picked = jnp.argsort(group_sizes == 0, stable=True)[:groups]
-        group_sizes, rhs = group_sizes[picked], _picked(rhs, picked)
+        group_sizes, rhs = group_sizes[picked], _taken(lambda x: x[picked], rhs)
     right = _matrices(rhs, product.rhs.axes, k)
     ends = jnp.cumsum(group_sizes)
     starts = ends - group_sizes
@@ -502,11 +488,13 @@ def _multiply_groups(
     def multiply(done: jax.Array, out: jax.Array) -> jax.Array:
         """With the rows of each group that follow the first `done`."""
         own = done + jnp.arange(each)
+        # Rows `[g, m, k]` of `[p, k]`, zeros beyond them.
         source = jnp.where(own < group_sizes[:, None], starts[:, None] + own, num_rows)
-        sums = _product(_matrices(_taken(lhs, source), product.lhs.axes, k), right)
-        sums = sums.astype(call.out_dtype).reshape(groups * each, -1)
+        take = functools.partial(jnp.take, indices=source, axis=0, mode="fill", fill_value=0)
+        found = _product(_matrices(_taken(take, lhs), product.lhs.axes, k), right)
+        found = found.astype(call.out_dtype).reshape(groups * each, -1)
         here = (group < groups) & (done <= place) & (place < done + each)
-        found = jnp.take(sums, group * each + place - done, axis=0, mode="clip")
+        found = jnp.take(found, group * each + place - done, axis=0, mode="clip")
         return jnp.where(here[:, None], found, out)
 
     out = jnp.zeros((num_rows, call.rhs.rows), call.out_dtype)
@@ -520,20 +508,11 @@ def _multiply_groups(
     )[1]
 
 
-def _taken(rows: Operand, source: jax.Array) -> Operand:
-    """Rows `[g, m, k]` of `[p, k]`, zeros beyond them."""
-    take = functools.partial(jnp.take, indices=source, axis=0, mode="fill", fill_value=0)
-    if not isinstance(rows, MXArray):
-        return take(rows)
-    return dataclasses.replace(rows, codes=take(rows.codes), scales=take(rows.scales))
-
-
-def _picked(matrices: Operand | PackedMXArray, picked: jax.Array) -> Any:
-    """Some of the groups' matrices."""
-    if isinstance(matrices, MXArray):
-        codes, scales = matrices.codes[picked], matrices.scales[picked]
-        return dataclasses.replace(matrices, codes=codes, scales=scales)
-    return jax.tree.map(lambda leaf: leaf[picked], matrices)
+def _taken(take: Callable[[jax.Array], jax.Array], operand: Any) -> Any:
+    """Some rows, or some groups' matrices, of an operand: its tensor scale is theirs."""
+    if not isinstance(operand, MXArray):
+        return jax.tree.map(take, operand)
+    return dataclasses.replace(operand, codes=take(operand.codes), scales=take(operand.scales))
 
 
 # Weights ------------------------------------------------------------------------------------------
@@ -611,24 +590,6 @@ def _pack(x: MXArray, call: PackCall) -> PackedMXArray:
     )
 
 
-def _of_packed(packed: PackedMXArray) -> Matrices:
-    """Packed weights as an operand."""
-    arrays, format = packed.arrays, packed.format
-
-    def stacked(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, *x.shape[-2:])
-
-    codes = stacked(arrays.codes)
-    elements = lax.bitcast_convert_type(codes, format.element.dtype)
-    elements = elements.reshape(*codes.shape[:2], _padded_k(math.prod(packed.k)))
-    exponent = None if arrays.exponent is None else stacked(arrays.exponent)
-    tensor_scale = arrays.tensor_scale
-    if tensor_scale is not None:
-        tensor_scale = tensor_scale.reshape(() if tensor_scale.size == 1 else (-1, 1, 1))
-    scales = _scale_values(stacked(arrays.scales), format)
-    return Matrices(elements, scales, exponent, tensor_scale, False)
-
-
 def _stored(arrays: Packed, packed: PackedMXArray) -> tuple[jax.Array, jax.Array]:
     """Codes, one a byte, and scales as they were."""
     k, block, scales = math.prod(packed.k), packed.format.block[1], arrays.scales
@@ -697,7 +658,12 @@ XLA_SCALED = Backend(
     name="xla_scaled",
     epsilon_bound=4.0,
     table=(
-        Offer(call=MatmulCall, rejects=_rejects_dense, run=_multiply, describes=_how),
+        Offer(
+            call=MatmulCall,
+            rejects=lambda call, target: _rejects_slow(target) or _rejects(call, target),
+            run=_multiply,
+            describes=_how,
+        ),
         Offer(
             call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, describes=_how_groups
         ),
