@@ -320,21 +320,6 @@ def _result(call: Call, tree: Any, shapes: Any) -> Any:
     return tuple((x.shape, jnp.dtype(x.dtype)) for x in found), result_tree
 
 
-def implementation(equation: Any) -> Any:
-    """What an equation of a call computes on the machine that its trace was for, as a closed jaxpr;
-    None of any other equation."""
-    work = equation.params.get("work")
-    if not isinstance(work, Work):
-        return None
-    target = dataclasses.replace(work.asked.target, num_devices=1, counted=True)
-
-    def compute(*leaves: jax.Array) -> list[jax.Array]:
-        with work.asked.on(target):
-            return work.compute(lambda call, *own: _compute(call, target, *own), *leaves)
-
-    return jax.make_jaxpr(compute)(*(x.aval for x in equation.invars))
-
-
 @functools.cache
 def _primitive(kind: type[Call]) -> Any:
     """The primitive of a kind of call, with its rules."""

@@ -48,8 +48,7 @@ NVFP4: Kind = (E2M1, E4M3_SCALE, 16)
 _MXFP8 = (MXFP8_E4M3, MXFP8_E5M2)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Native:
+class Native(NamedTuple):
     """Products that XLA was seen to compile to one kernel that reads codes.
 
     Attributes:
@@ -68,38 +67,16 @@ class Native:
 # FP8, elements and scales, is converted by instructions that Ada has first: before, XLA aborts.
 _FROM_ADA = ((8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 _FROM_AMPERE = ((8, 0), (8, 6), (8, 7), *_FROM_ADA)
+_BY_MXFP8 = tuple((lhs, rhs) for lhs in (*_MXFP8, None) for rhs in _MXFP8)
+_BY_BFLOAT16 = tuple((lhs, None) for lhs in _MXFP8)
+_WITH_MXFP4 = tuple(pair for own in _MXFP8 for pair in ((own, MXFP4), (MXFP4, own)))
 # Each row comes from compiles that tests/gpu/test_compile_scaled.py repeats.
 NATIVE: tuple[Native, ...] = (
-    Native(
-        name="MXFP8",
-        jax=(0, 10, 2),
-        capabilities=_FROM_ADA,
-        pairs=tuple((lhs, rhs) for lhs in (*_MXFP8, None) for rhs in _MXFP8),
-    ),
-    Native(
-        name="MXFP8 by bfloat16",
-        jax=(0, 10, 2),
-        capabilities=_FROM_ADA,
-        pairs=tuple((lhs, None) for lhs in _MXFP8),
-    ),
-    Native(
-        name="MXFP8 and MXFP4",
-        jax=(0, 12, 0),
-        capabilities=_FROM_ADA,
-        pairs=tuple(pair for own in _MXFP8 for pair in ((own, MXFP4), (MXFP4, own))),
-    ),
-    Native(
-        name="MXFP4",
-        jax=(0, 12, 0),
-        capabilities=_FROM_AMPERE,
-        pairs=((MXFP4, MXFP4), (None, MXFP4), (MXFP4, None)),
-    ),
-    Native(
-        name="NVFP4",
-        jax=(0, 12, 0),
-        capabilities=_FROM_ADA,
-        pairs=((NVFP4, NVFP4), (None, NVFP4), (NVFP4, None)),
-    ),
+    Native("MXFP8", (0, 10, 2), _FROM_ADA, _BY_MXFP8),
+    Native("MXFP8 by bfloat16", (0, 10, 2), _FROM_ADA, _BY_BFLOAT16),
+    Native("MXFP8 and MXFP4", (0, 12, 0), _FROM_ADA, _WITH_MXFP4),
+    Native("MXFP4", (0, 12, 0), _FROM_AMPERE, ((MXFP4, MXFP4), (None, MXFP4), (MXFP4, None))),
+    Native("NVFP4", (0, 12, 0), _FROM_ADA, ((NVFP4, NVFP4), (None, NVFP4), (NVFP4, None))),
 )
 
 
