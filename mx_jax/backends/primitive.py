@@ -27,7 +27,6 @@ from mx_jax.backends.select import (
     added_backends,
     ask,
     find,
-    known_backends,
     on_request,
     preferred_names,
     select,
@@ -152,7 +151,7 @@ def _record(call: Call, target: Target, choice: Choice | None) -> None:
             target=target,
             backend=None if choice is None else choice.backend.name,
             rejections=ask(call, target)[1] if choice is None else choice.rejections,
-            on_request=on_request(call, target, known_backends()),
+            on_request=on_request(call, target),
             how=how,
             evidence=None if choice is None else choice.evidence,
         )

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -104,38 +104,31 @@ class Choice:
     evidence: Row | None = None  # the measurement that it is asked for; None if it is asked anyway
 
 
-def select(
-    call: Call, target: Target | None = None, backends: Sequence[Backend] | None = None
-) -> Choice:
-    """The first of the backends, by default `known_backends`, that does not reject the call."""
+def select(call: Call, target: Target | None = None) -> Choice:
+    """The first of `known_backends` that does not reject the call."""
     # All reject only under `only_backend`: the error lists every reason.
     target = current_target() if target is None else target
-    choice, rejections = ask(call, target, backends)
+    choice, rejections = ask(call, target)
     if choice is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejections)
         raise ValueError(f"no backend takes {call} on {target}: {reasons}")
     return choice
 
 
-def find(
-    call: Call, target: Target | None = None, backends: Sequence[Backend] | None = None
-) -> Choice | None:
+def find(call: Call, target: Target) -> Choice | None:
     """As `select`, for calls that can be made of others: None if all that are asked reject."""
-    return ask(call, current_target() if target is None else target, backends)[0]
+    return ask(call, target)[0]
 
 
-def ask(
-    call: Call, target: Target, backends: Sequence[Backend] | None = None
-) -> tuple[Choice | None, tuple[tuple[str, str], ...]]:
+def ask(call: Call, target: Target) -> tuple[Choice | None, tuple[tuple[str, str], ...]]:
     """The first backend that accepts; the name of each before it, and its reason."""
-    target, backends = _counted(target), known_backends() if backends is None else backends
+    target, table = _counted(target), {backend.name: backend for backend in known_backends()}
     only, preferred = only_named.value, preferred_names.value
-    unproved = only_if_named(backends) - {only, *preferred}
-    rows = {} if only is not None else _measured(call, target, backends, unproved)
+    unproved = only_if_named() - {only, *preferred}
+    rows = {} if only is not None else _measured(call, target, unproved)
     proved = {name: row for name, row in rows.items() if switches_on(call, row)}
     # Those that are preferred by name, those that were measured, the fastest first, the others.
     fastest = sorted(proved, key=lambda name: -proved[name].speed)
-    table = {backend.name: backend for backend in backends}
     names = [*(name for name in preferred if name in table), *fastest, *table]
     rejections: list[tuple[str, str]] = []
     for name in dict.fromkeys(names):
@@ -163,16 +156,14 @@ def ask(
     return None, tuple(rejections)
 
 
-def on_request(
-    call: Call, target: Target, backends: Sequence[Backend]
-) -> tuple[tuple[str, str], ...]:
+def on_request(call: Call, target: Target) -> tuple[tuple[str, str], ...]:
     """(name, why) of the backends that are asked only by name and would take the call."""
     target = _counted(target)
-    asleep = only_if_named(backends) - {only_named.value, *preferred_names.value}
-    rows = _measured(call, target, backends, asleep)
+    asleep = only_if_named() - {only_named.value, *preferred_names.value}
+    rows = _measured(call, target, asleep)
     return tuple(
         (backend.name, why_asleep(call, rows.get(backend.name), target))
-        for backend in backends
+        for backend in known_backends()
         if backend.name in asleep
         and backend.rejects(call, target) is None
         and not (only_named.value is None and switches_on(call, rows.get(backend.name)))
@@ -184,25 +175,22 @@ def _counted(target: Target) -> Target:
     return target if target.counted else dataclasses.replace(target, num_devices=1, counted=True)
 
 
-def _measured(
-    call: Call, target: Target, backends: Sequence[Backend], names: Container[str]
-) -> dict[str, Row]:
+def _measured(call: Call, target: Target, names: set[str]) -> dict[str, Row]:
     """What evidence says of those of these names that take the call, on one device."""
     if target.device_kind is None or target.num_devices > 1:
         return {}
     found = {
         backend.name: row_about(call, backend, target)
-        for backend in backends
+        for backend in known_backends()
         if backend.name in names and backend.rejects(call, target) is None
     }
     return {name: row for name, row in found.items() if row is not None}
 
 
-def only_if_named(backends: Sequence[Backend] | None = None) -> set[str]:
+def only_if_named() -> set[str]:
     """Names of those behind the reference, which nothing but their name reaches."""
-    backends = known_backends() if backends is None else backends
-    places = [place for place, backend in enumerate(backends) if backend == REFERENCE]
-    return {backend.name for backend in backends[places[0] + 1 :]} if places else set()
+    names = [backend.name for backend in known_backends()]
+    return set(names[names.index(REFERENCE.name) + 1 :])
 
 
 # Overrides enter the jit cache key, `target.only_named` too: a function traced under one backend is
