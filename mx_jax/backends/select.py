@@ -99,7 +99,6 @@ class Choice:
 
     backend: Backend
     offer: Offer  # `offer.run` computes this call
-    target: Target
     rejections: tuple[tuple[str, str], ...]  # (name, reason) of those tried before
     evidence: Row | None = None  # the measurement that it is asked for; None if it is asked anyway
 
@@ -144,14 +143,8 @@ def ask(call: Call, target: Target) -> tuple[Choice | None, tuple[tuple[str, str
             if offer.describes is not None:
                 offer = dataclasses.replace(offer, how=offer.describes(call, target))
             tried = tuple(rejections)
-            choice = Choice(
-                backend=backend,
-                offer=offer,
-                rejections=tried,
-                target=target,
-                evidence=proved.get(name),
-            )
-            return choice, tried
+            row = proved.get(name)
+            return Choice(backend=backend, offer=offer, rejections=tried, evidence=row), tried
         rejections.append((name, reason))
     return None, tuple(rejections)
 

@@ -51,12 +51,10 @@ def _in_product(side: Side, values: jax.Array, call: MatmulCall) -> jax.Array:
     """A scalar, or one number for each row in the place of the operand's rows."""
     if all(length == 1 for length in values.shape):
         return values.reshape(())
-    num_m, num_n = len(call.lhs.axes.kept), len(call.rhs.axes.kept)
-    if side == "lhs":
-        values = lax.squeeze(values, call.lhs.axes.contracting)
-        return jnp.expand_dims(values, tuple(range(values.ndim, values.ndim + num_n)))
-    values = lax.squeeze(values, call.rhs.axes.contracting)
-    return jnp.expand_dims(values, tuple(range(call.num_batch, call.num_batch + num_m)))
+    own, other = (call.lhs, call.rhs) if side == "lhs" else (call.rhs, call.lhs)
+    values = lax.squeeze(values, own.axes.contracting)
+    first = values.ndim if side == "lhs" else call.num_batch
+    return jnp.expand_dims(values, tuple(range(first, first + len(other.axes.kept))))
 
 
 def scaled(sums: jax.Array, *scales: SumScale) -> jax.Array:

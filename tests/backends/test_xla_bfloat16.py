@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -245,7 +246,8 @@ DOT = re.compile(r"stablehlo\.dot_general .* : \(tensor<(\S+)>, tensor<(\S+)>\) 
 
 def dots(function: Any, *shapes: Any, target: Target) -> list[tuple[str, ...]]:
     """Types of operands and results of what a function multiplies, lowered for a machine."""
-    with mx_jax.testing.target(target.platform, target.compute_capability):
+    kind = target.device_kind
+    with mx_jax.testing.target(target.platform, target.compute_capability, device_kind=kind):
         text = jax.jit(function).trace(*shapes).lower(lowering_platforms=(target.platform,))
     lowered = text.as_text()
     assert "custom_call" not in lowered
@@ -256,6 +258,29 @@ def dots(function: Any, *shapes: Any, target: Target) -> list[tuple[str, ...]]:
 
 def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+# By device kind, as docs/gpu.md says.
+KINDS = [("tpu", "TPU v5p"), ("tpu", "TPU v6e"), ("tpu", "TPU v7"), ("rocm", "gfx942")]
+KINDS += [("rocm", "gfx950")]
+FLOAT8 = {"gfx942": "f8E4M3FNUZ", "gfx950": "f8E4M3FN"}
+
+
+@pytest.mark.parametrize(("platform", "kind"), KINDS, ids=str)
+def test_accelerators_that_are_no_nvidia_gpu(platform: str, kind: str):
+    """Block-scaled products are bfloat16's; whole-axis float8 is what an AMD GPU has."""
+    target = Target(platform=platform, device_kind=kind)
+    for recipe, dtype in (("mxfp8", "bf16"), ("float8_rowwise", FLOAT8.get(kind, "bf16"))):
+        product = functools.partial(mx_jax.matmul, recipe=recipe)
+        found = dots(product, array(8, 64), array(64, 32), target=target)
+        assert [[x.rsplit("x", 1)[1] for x in types] for types in found] == [[dtype, dtype, "f32"]]
+
+
+def test_the_page_has_every_kind():
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    named = page.partition("| device | what its units have besides | used |")[2]
+    for _, kind in KINDS:
+        assert kind.removeprefix("TPU ") in named
 
 
 @pytest.mark.parametrize(
