@@ -1,6 +1,7 @@
 """Evidence: what a row stands for, and that it switches on exactly that."""
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -435,10 +436,5 @@ def test_a_bucket_has_one_entry_of_the_table():
     for kernel in (MMA, WGMMA):
         for table in kernel.tiles.values():
             changes = [limit for limit, _ in table] + [kernel.crossover - 1]
-            for most in ROWS:
-                inside = [at for at in changes if _lowest(most) <= at < most]
-                assert not inside, (kernel, most)
-
-
-def _lowest(most: float) -> float:
-    return max([end for end in ROWS if end < most], default=0) + 1
+            for below, most in itertools.pairwise((0, *ROWS)):
+                assert not any(below < at < most for at in changes), (kernel, most)

@@ -13,7 +13,6 @@ import pytest
 
 import mx_jax
 from mx_jax import formats, recipes
-from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Target
 from mx_jax.backends.xla import XLA_BFLOAT16, bfloat16_holds
@@ -46,14 +45,8 @@ WIDE = formats.BlockFormat(
 SQUARE = MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP8_E4M3, k=(64,))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def run(call: MatmulCall, lhs: Any, rhs: Any) -> jax.Array:
-    return XLA_BFLOAT16.run(call, lhs, rhs)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def run_reference(call: MatmulCall, lhs: Any, rhs: Any) -> jax.Array:
-    return REFERENCE.run(call, lhs, rhs)
+run = jax.jit(XLA_BFLOAT16.run, static_argnums=0)
+run_reference = jax.jit(REFERENCE.run, static_argnums=0)
 
 
 def test_what_is_taken():
@@ -103,27 +96,22 @@ def test_extremes(case: ExtremeCase):
     check_extremes(XLA_BFLOAT16, case)
 
 
-def one_by_one(format: formats.BlockFormat, scale: int) -> tuple[MatmulCall, MXArray, MXArray]:
-    """Every code under one scale, each times one."""
+@pytest.mark.parametrize("scale", [0, 5, 12, 127, 246, 254, 255])
+@pytest.mark.parametrize("format", MX_FORMATS, ids=str)
+def test_every_code_under_a_scale(format: formats.BlockFormat, scale: int):
+    """Every code times one, the reference's product to the bit; below 2^-124 of an operand both may
+    count as zero."""
     case = MatmulCase(lhs=format, rhs=format, m=(256,), n=(1,), k=(1,))
     lhs, rhs = case.operands(np.random.default_rng(0))
     assert isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
     codes = jnp.arange(256, dtype=jnp.uint8)[:, None] & ((1 << format.element.bits) - 1)
+    scales = jnp.full((256, 1), scale, jnp.uint8)
     one = next(code for code in range(256) if format.element.value(code) == 1)
-    return (
-        case.call,
-        dataclasses.replace(lhs, codes=codes, scales=jnp.full((256, 1), scale, jnp.uint8)),
-        dataclasses.replace(rhs, codes=jnp.full((1, 1), one, jnp.uint8), scales=jnp.uint8([[127]])),
-    )
-
-
-@pytest.mark.parametrize("scale", [0, 5, 12, 127, 246, 254, 255])
-@pytest.mark.parametrize("format", MX_FORMATS, ids=str)
-def test_every_code_under_a_scale(format: formats.BlockFormat, scale: int):
-    """The reference's product, to the bit; below 2^-124 of an operand both may count as zero."""
-    call, lhs, rhs = one_by_one(format, scale)
-    expected = np.asarray(run_reference(call, lhs, rhs))
-    product = np.asarray(run(call, lhs, rhs))
+    ones = {"codes": jnp.full((1, 1), one, jnp.uint8), "scales": jnp.uint8([[127]])}
+    lhs = dataclasses.replace(lhs, codes=codes, scales=scales)
+    rhs = dataclasses.replace(rhs, **ones)
+    expected = np.asarray(run_reference(case.call, lhs, rhs))
+    product = np.asarray(run(case.call, lhs, rhs))
     clear = ~(np.abs(expected) < 2.0**-124)
     np.testing.assert_array_equal(product[clear], expected[clear])
     assert (np.abs(product[~clear]) < 2.0**-124).all()
@@ -131,24 +119,6 @@ def test_every_code_under_a_scale(format: formats.BlockFormat, scale: int):
         assert np.isnan(product).all()
     if scale in (12, 127):
         assert clear.sum() > 14 and np.isfinite(product).any()
-
-
-def tensor_scaled(lhs_scale: float, rhs_scale: float) -> np.ndarray:
-    """Ones by ones in NVFP4, under these tensor scales: k = 16."""
-    case = MatmulCase(lhs=formats.NVFP4, rhs=formats.NVFP4, m=(2,), n=(3,), k=(16,))
-    operands = [
-        dataclasses.replace(
-            x,
-            codes=jnp.full(x.shape, 2, jnp.uint8),
-            scales=jnp.full(x.scales.shape, 0x38, jnp.uint8),
-            tensor_scale=jnp.full((1, 1), scale, jnp.float32),
-        )
-        for x, scale in zip(
-            case.operands(np.random.default_rng(0)), (lhs_scale, rhs_scale), strict=True
-        )
-        if isinstance(x, MXArray)
-    ]
-    return np.asarray(run(case.call, *operands))
 
 
 @pytest.mark.parametrize(
@@ -166,8 +136,20 @@ def tensor_scaled(lhs_scale: float, rhs_scale: float) -> np.ndarray:
 def test_tensor_scales_that_meet(lhs_scale: float, rhs_scale: float):
     """Scales far apart meet on the sums, in whichever order: neither over- nor underflows."""
     expected = 16 * np.float64(lhs_scale) * np.float64(rhs_scale)
+    case = MatmulCase(lhs=formats.NVFP4, rhs=formats.NVFP4, m=(2,), n=(3,), k=(16,))
+    given = case.operands(np.random.default_rng(0))
     for scales in ((lhs_scale, rhs_scale), (rhs_scale, lhs_scale)):
-        np.testing.assert_array_equal(tensor_scaled(*scales), np.full((2, 3), expected))
+        ones = [
+            dataclasses.replace(
+                x,
+                codes=jnp.full(x.shape, 2, jnp.uint8),
+                scales=jnp.full(x.scales.shape, 0x38, jnp.uint8),
+                tensor_scale=jnp.full((1, 1), scale, jnp.float32),
+            )
+            for x, scale in zip(given, scales, strict=True)
+            if isinstance(x, MXArray)
+        ]
+        np.testing.assert_array_equal(run(case.call, *ones), np.full((2, 3), expected))
 
 
 @pytest.mark.parametrize("target", ACCELERATORS, ids=str)
