@@ -111,12 +111,12 @@ class Work:
         return next((int(end) + 1 for end in reversed(ROWS) if end < self.rows), 1)
 
     def __str__(self) -> str:
-        names = ["bf16" if own is None else own.name for own in self.formats]
+        text = " x ".join("bf16" if own is None else own.name for own in self.formats)
         if self.groups:
             what = "rows" if self.kind == "ragged product" else "sums"
             most = f"up to {self.groups} groups" if self.groups < math.inf else "many groups"
-            return " x ".join(names) + f", {what} in {most}" + ", packed" * self.packed
-        return " x ".join(names) + ", packed" * self.packed
+            text += f", {what} in {most}"
+        return text + ", packed" * self.packed
 
 
 def _least(limits: tuple[float, ...], size: int) -> float:
@@ -281,8 +281,8 @@ def from_json(facts: dict[str, Any]) -> Row:
             **facts,
             "work": Work(
                 kind=work["kind"],
-                formats=tuple(own and _format(own) for own in work["formats"]),
-                dtypes=tuple(name and np.dtype(name) for name in work["dtypes"]),
+                formats=tuple(None if own is None else _format(own) for own in work["formats"]),
+                dtypes=tuple(None if own is None else np.dtype(own) for own in work["dtypes"]),
                 packed=bool(work["packed"]),
                 **limits,
             ),

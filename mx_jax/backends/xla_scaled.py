@@ -308,7 +308,8 @@ def _spread(scales: jax.Array, elements: jax.Array, axis: int) -> jax.Array:
     return lax.convert_element_type(values, jnp.bfloat16)
 
 
-def _decomposed(
+@functools.partial(lax.composite, name="xla.scaled_dot")
+def _composite(
     lhs: jax.Array,
     rhs: jax.Array,
     lhs_scale: jax.Array,
@@ -325,9 +326,6 @@ def _decomposed(
         precision=lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
-
-
-_composite = lax.composite(_decomposed, name="xla.scaled_dot")
 
 
 @functools.cache
