@@ -25,15 +25,8 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from mx_jax.axes import Axes, ProductAxes
-from mx_jax.backends.calls import (
-    AnyOperand,
-    Call,
-    MatmulCall,
-    OperandType,
-    QuantizeBothCall,
-    QuantizeCall,
-    result_of,
-)
+from mx_jax.backends import calls
+from mx_jax.backends.calls import MatmulCall, OperandType, QuantizeCall
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import ROUNDINGS
@@ -52,7 +45,7 @@ Compute = Callable[..., Any]
 Struct = jax.ShapeDtypeStruct
 
 
-def can_split(call: Call) -> bool:
+def can_split(call: calls.Call) -> bool:
     """Whether the compiler can be told how a product or casts are split: of constant sizes.
 
     Of casts also one tensor scale, and numbers of the library's own: a name in the program tells
@@ -62,7 +55,7 @@ def can_split(call: Call) -> bool:
         case MatmulCall():
             shapes = (*call.lhs.shape, *call.rhs.shape)
             return call.moves_codes and all(isinstance(size, int) and size > 0 for size in shapes)
-        case QuantizeBothCall():
+        case calls.QuantizeBothCall():
             return can_split(call.first) and can_split(call.second)
         case QuantizeCall(scale_rule=rule, rounding=rounding):
             lengths = [size for _, size in call.blocks if isinstance(size, int)]
@@ -129,7 +122,9 @@ class Split:
 # Products -----------------------------------------------------------------------------------------
 
 
-def multiply(compute: Compute, call: MatmulCall, lhs: AnyOperand, rhs: AnyOperand) -> jax.Array:
+def multiply(
+    compute: Compute, call: MatmulCall, lhs: calls.AnyOperand, rhs: calls.AnyOperand
+) -> jax.Array:
     """A product that the compiler splits between devices."""
     if isinstance(rhs, PackedMXArray) and rhs.layout.cut is None:
         rhs = unpacked(rhs)
@@ -302,7 +297,7 @@ def _filled(operand: T, in_batched: Sequence[bool], size: int) -> T:
     return jax.tree.unflatten(tree, filled)
 
 
-def _kept(operand: AnyOperand, axes: Axes) -> tuple[AnyOperand, Axes]:
+def _kept(operand: calls.AnyOperand, axes: Axes) -> tuple[calls.AnyOperand, Axes]:
     """An operand that keeps its batch as the first of the axes that the product has from it."""
     first = min(axes.kept or axes.contracting)
     order = (*range(1, first + 1), 0, *range(first + 1, axes.ndim + 1))
@@ -318,7 +313,7 @@ def _kept(operand: AnyOperand, axes: Axes) -> tuple[AnyOperand, Axes]:
 
 
 def _packed_moves(
-    operand: AnyOperand, lies: tuple[Part, ...], used: tuple[Part, ...]
+    operand: calls.AnyOperand, lies: tuple[Part, ...], used: tuple[Part, ...]
 ) -> tuple[Part, ...]:
     """The mesh axes along which codes are gathered packed; XLA gathers whole bytes by itself."""
     none = ((),) * len(lies)
@@ -411,7 +406,7 @@ def quantize(compute: Compute, call: QuantizeCall, *operands: jax.Array | None) 
     """A cast that the compiler splits between devices."""
     leaves, tree = jax.tree.flatten(operands)
     found = _cast(SplitCast(compute, call, tree), tuple(leaf.shape for leaf in leaves))(*leaves)
-    return jax.tree.unflatten(jax.tree.structure(result_of(call, *operands)), found)
+    return jax.tree.unflatten(jax.tree.structure(calls.result_of(call, *operands)), found)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -444,7 +439,7 @@ class SplitCast(Split):
     def results(self) -> list[Any]:
         """Codes, scales, a tensor scale."""
         return jax.tree.leaves(
-            result_of(self.call, Struct(self.call.shape, np.float32), None, None)
+            calls.result_of(self.call, Struct(self.call.shape, np.float32), None, None)
         )
 
     def run(self, *leaves: jax.Array) -> list[jax.Array]:

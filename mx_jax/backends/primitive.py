@@ -17,31 +17,12 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 from mx_jax.backends import calls, partition
+from mx_jax.backends import select as selection
+from mx_jax.backends import target as machine
 from mx_jax.backends.calls import Call, MatmulCall, PackCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.select import (
-    MARK,
-    Choice,
-    Selection,
-    active,
-    added_backends,
-    ask,
-    find,
-    on_request,
-    preferred_names,
-    select,
-)
-from mx_jax.backends.target import (
-    PLATFORMS,
-    Target,
-    current_target,
-    devices_sharing,
-    machine_of,
-    on_one_device,
-    only_named,
-    show_devices,
-    use_target,
-)
+from mx_jax.backends.select import Choice, find, select
+from mx_jax.backends.target import Target
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.lowering import eager, lowered_for
 from mx_jax.packed import PackedMXArray, unpacked
@@ -68,15 +49,16 @@ def bind(call: Call, *operands: Any) -> Any:
     Raises:
       ValueError: as `choose`.
     """
+    target = machine.current_target()
+    asked = Asked.here(target)
     # A trace for a CPU has no kernels in place, unless somebody adds or names them.
-    is_told = active.value is not None or only_named.value is not None or added_backends.value
-    target = current_target()
-    if target.platform != "cpu" or is_told or preferred_names.value:
+    is_told = asked.only is not None or asked.preferred or asked.added
+    if target.platform != "cpu" or is_told or selection.active.value is not None:
         choice = choose_if_any(call)
         if choice is None and isinstance(call, QuantizeBothCall):
             return _each(bind, call, *operands)
         return (select(call) if choice is None else choice).offer.run(*operands, call)
-    return equation(Asked.here(target), *operands, call)
+    return equation(asked, *operands, call)
 
 
 def choose(call: Call) -> Choice:
@@ -90,14 +72,14 @@ def choose(call: Call) -> Choice:
 
 def choose_if_any(call: Call) -> Choice | None:
     """As `choose`, for calls that can be made of others: None if all that are asked reject."""
-    target, choice = current_target(), None
+    target, choice = machine.current_target(), None
     if isinstance(call, MatmulCall) and compiler_splits() and partition.can_split(call):
         # A mesh in context says that the compiler splits the product: who computes the parts?
         choice = find(call, dataclasses.replace(target, num_devices=1, counted=True))
         choice = None if choice is None or choice.offer.inline else choice
     choice = choice or find(call, target)
     # What is drawn is a part of the cast that it is drawn for.
-    recorder = None if isinstance(call, calls.RandomBitsCall) else active.value
+    recorder = None if isinstance(call, calls.RandomBitsCall) else selection.active.value
     if recorder is not None:
         _record(call, target, choice)
     if choice is None:
@@ -111,7 +93,7 @@ def choose_if_any(call: Call) -> Choice | None:
     elif isinstance(call, _DRAWS) and not offer.takes_keys:
         run = functools.partial(_with_drawn, run)
     if recorder is not None and recorder.marks:
-        run = functools.partial(_marked, f"{MARK}{len(recorder.entries) - 1}", run)
+        run = functools.partial(_marked, f"{selection.MARK}{len(recorder.entries) - 1}", run)
     return dataclasses.replace(choice, offer=dataclasses.replace(offer, run=run))
 
 
@@ -145,13 +127,13 @@ def _record(call: Call, target: Target, choice: Choice | None) -> None:
         if list(names) != [choice.backend.name]:
             others = f"by {' and '.join(names)} where the program has several devices"
             how = f"{how}; {others}" if how else others
-    active.value.entries.append(
-        Selection(
+    selection.active.value.entries.append(
+        selection.Selection(
             call=call,
             target=target,
             backend=None if choice is None else choice.backend.name,
-            rejections=ask(call, target)[1] if choice is None else choice.rejections,
-            on_request=on_request(call, target),
+            rejections=selection.ask(call, target)[1] if choice is None else choice.rejections,
+            on_request=selection.on_request(call, target),
             how=how,
             evidence=None if choice is None else choice.evidence,
         )
@@ -177,16 +159,17 @@ class Asked:
     @classmethod
     def here(cls, target: Target) -> "Asked":
         """What is asked in the contexts of the caller."""
-        return cls(target, only_named.value, preferred_names.value, added_backends.value)
+        only, preferred = machine.only_named.value, selection.preferred_names.value
+        return cls(target, only, preferred, selection.added_backends.value)
 
     @contextlib.contextmanager
     def on(self, target: Target) -> Iterator[None]:
         """The contexts, for a machine."""
         with (
-            only_named(self.only),
-            preferred_names(self.preferred),
-            added_backends(self.added),
-            use_target(target),
+            machine.only_named(self.only),
+            selection.preferred_names(self.preferred),
+            selection.added_backends(self.added),
+            machine.use_target(target),
         ):
             yield
 
@@ -197,7 +180,7 @@ def equation(asked: Asked, *given: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types:
         # Types would have to say where results lie: plain JAX's do.
-        return _compute(call, current_target(), *operands)
+        return _compute(call, machine.current_target(), *operands)
     leaves, tree = jax.tree.flatten(tuple(operands))
     if mesh.manual_axes:
         leaves = vary_alike(leaves)
@@ -291,7 +274,7 @@ class OnOneDevice:
         """What a call asks for, its operands behind it."""
         # Processes that share a program must select alike: no measurement of one of them counts.
         target = dataclasses.replace(self.target, num_devices=1, device_kind=None)
-        with on_one_device(True), self.asked.on(target), lowered_for(target.platform):
+        with machine.on_one_device(True), self.asked.on(target), lowered_for(target.platform):
             choice = find(call, target)
             if choice is not None and choice.offer.inline:
                 # No kernel of this kind has been seen inside a partitioned call.
@@ -331,7 +314,7 @@ def _primitive(kind: type[Call]) -> Any:
     p.def_impl(functools.partial(eager, p))
     batching.primitive_batchers[p] = functools.partial(_batch, p)
     ad.primitive_jvps[p] = functools.partial(_jvp, p)
-    for platform in PLATFORMS:
+    for platform in machine.PLATFORMS:
         rule = functools.partial(_lower, platform)
         # JAX lowers equal equations of a program once; not inlined, they call one function.
         mlir.register_lowering(p, rule, platform=platform, inline=False)
@@ -372,11 +355,11 @@ def _jvp(p: Any, primals: Sequence[Any], tangents: Sequence[Any], *, work: Work)
 
 def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
     context = ctx.module_context.axis_context
-    devices = devices_sharing(context)
+    devices = machine.devices_sharing(context)
     asked, known = work.asked, work.asked.target
     if known.platform != platform:
         # Who names a backend alone names it for the platform that the trace is for.
-        asked, known = dataclasses.replace(asked, only=None), machine_of(platform)
+        asked, known = dataclasses.replace(asked, only=None), machine.of_platform(platform)
     # Below shard_map each device has calls of its own; the mesh tells how many there are.
     program_devices = getattr(getattr(context, "mesh", None), "size", devices)
     # Under `only_backend` calls are taken as they are.
@@ -384,7 +367,7 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
     target = dataclasses.replace(
         known, num_devices=number, program_devices=program_devices, counted=True
     )
-    shown = None if devices == 1 else show_devices(ctx, platform)
+    shown = None if devices == 1 else machine.show_devices(ctx, platform)
     is_split = shown is not None and number > 1
     on_each = OnOneDevice(asked, target)
 
@@ -404,7 +387,7 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
                 return partition.quantize(on_each, call, *operands)
         return _compute(call, target, *operands)
 
-    with on_one_device(devices == 1), asked.on(target), lowered_for(platform):
+    with machine.on_one_device(devices == 1), asked.on(target), lowered_for(platform):
         # Not a partial: JAX reads the signature of what it traces, slowly if it is one.
         lower = mlir.lower_fun(lambda *leaves: work.compute(how, *leaves), multiple_results=True)
         return lower(shown or ctx, *values)

@@ -109,7 +109,7 @@ def current_target(num_devices: int | None = None) -> Target:
     )
 
 
-def machine_of(platform: str) -> Target:
+def of_platform(platform: str) -> Target:
     """One device of a platform, as far as this host has it."""
     try:
         return _described(jax.devices(platform)[0])

@@ -14,15 +14,8 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from mx_jax.axes import Axes, ProductAxes, Side
-from mx_jax.backends import sums
-from mx_jax.backends.calls import (
-    MatmulCall,
-    Operand,
-    OperandType,
-    RaggedCall,
-    TransformCall,
-    rejects_symbolic,
-)
+from mx_jax.backends import calls, sums
+from mx_jax.backends.calls import MatmulCall, Operand, RaggedCall
 from mx_jax.backends.sums import SumScale
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs import blocks
@@ -146,7 +139,7 @@ def _rejects(call: MatmulCall | RaggedCall, target: Target) -> str | None:
     return None
 
 
-def _block_size(own: OperandType) -> int | None:
+def _block_size(own: calls.OperandType) -> int | None:
     """The size of blocks whose float32 scales change along the contracted axis, if they do."""
     format = own.format
     if format is None or not format.scale.is_float32 or format.block[1] is WHOLE:
@@ -171,7 +164,7 @@ def _rejects_product(call: MatmulCall, target: Target) -> str | None:
             "multiplies blocks under float32 scales one after another, on one device, got "
             f"num_devices={target.num_devices}"
         )
-    return rejects_symbolic(call)
+    return calls.rejects_symbolic(call)
 
 
 def _rejects_groups(call: RaggedCall, target: Target) -> str | None:
@@ -336,7 +329,7 @@ def _scale_of_groups(
     return SumScale(values, scale.kind == "divisor")
 
 
-def _rejects_transform(call: TransformCall, target: Target) -> str | None:
+def _rejects_transform(call: calls.TransformCall, target: Target) -> str | None:
     if target.platform == "cpu":
         return _NO_CPU
     if call.dtype != jnp.bfloat16 or call.length is not None:
@@ -353,7 +346,7 @@ XLA_BFLOAT16 = Backend(
         Offer(call=MatmulCall, rejects=_rejects_product, run=_multiply, how=HOW),
         Offer(call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, how=HOW),
         Offer(
-            call=TransformCall,
+            call=calls.TransformCall,
             rejects=_rejects_transform,
             run=lambda x, signs, call: hadamard.apply(x, signs, call.axis, in_bfloat16=True),
             how=HOW,

@@ -18,15 +18,8 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from mx_jax.axes import Axes
-from mx_jax.backends import sums
-from mx_jax.backends.calls import (
-    MatmulCall,
-    Operand,
-    OperandType,
-    PackCall,
-    RaggedCall,
-    rejects_symbolic,
-)
+from mx_jax.backends import calls, sums
+from mx_jax.backends.calls import MatmulCall, Operand, RaggedCall
 from mx_jax.backends.sums import SumScale
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs import float32, packing
@@ -140,7 +133,7 @@ def _rejects_machine(target: Target) -> str | None:
 
 def _rejects(call: MatmulCall, target: Target) -> str | None:
     """Why not: another machine, or a product that XLA was not seen to compile."""
-    reason = _rejects_machine(target) or rejects_symbolic(call)
+    reason = _rejects_machine(target) or calls.rejects_symbolic(call)
     if reason is not None:
         return reason
     for side, own in call.sides:
@@ -431,7 +424,7 @@ def _rejects_groups(call: RaggedCall, target: Target) -> str | None:
     """As `_rejects`, of the products that it takes; rows are kept."""
     if call.contracts_rows:
         return "multiplies rows by their group's matrix, got rows that are contracted"
-    return rejects_symbolic(call) or _rejects(_at_a_time(call), target)
+    return calls.rejects_symbolic(call) or _rejects(_at_a_time(call), target)
 
 
 def _how_groups(call: RaggedCall, target: Target) -> str:
@@ -511,7 +504,7 @@ class Packed(NamedTuple):
     tensor_scale: jax.Array | None
 
 
-def _rejects_packing(call: PackCall, target: Target) -> str | None:
+def _rejects_packing(call: calls.PackCall, target: Target) -> str | None:
     """Why not: weights that no row has, or axes that make no matrices."""
     reason = _rejects_machine(target) or call.rejects_layout()
     # In a batch they are those of groups.
@@ -522,11 +515,13 @@ def _rejects_packing(call: PackCall, target: Target) -> str | None:
     if call.lhs_format is None and call.dtype != bfloat16:
         return f"packs for activations in bfloat16, got weights of dtype={call.dtype}"
     dtype = bfloat16 if call.lhs_format is None else None
-    given = OperandType(shape=weights.shape, axes=weights.axes, format=call.lhs_format, dtype=dtype)
+    given = calls.OperandType(
+        shape=weights.shape, axes=weights.axes, format=call.lhs_format, dtype=dtype
+    )
     return _rejects(MatmulCall(lhs=given, rhs=weights, out_dtype=np.dtype(np.float32)), target)
 
 
-def _pack(x: MXArray, call: PackCall) -> PackedMXArray:
+def _pack(x: MXArray, call: calls.PackCall) -> PackedMXArray:
     """Weights with k last, their scales centred, and codes under NaN that multiply to NaN."""
     axes, element = call.weights.axes, call.format.element
     batch, kept, k = axes.sizes(x.shape)
@@ -642,6 +637,6 @@ XLA_SCALED = Backend(
         Offer(
             call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, describes=_how_groups
         ),
-        Offer(call=PackCall, rejects=_rejects_packing, run=_pack),
+        Offer(call=calls.PackCall, rejects=_rejects_packing, run=_pack),
     ),
 )

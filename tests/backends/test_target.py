@@ -12,7 +12,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mx_jax
-from mx_jax.backends import primitive
 from mx_jax.backends.select import current_target
 from mx_jax.backends.target import Target
 from mx_jax.testing import target
@@ -48,7 +47,7 @@ def _seen(monkeypatch: pytest.MonkeyPatch):
         targets.append(current_target(num_devices))
         return targets[-1]
 
-    monkeypatch.setattr(primitive, "current_target", watched)
+    monkeypatch.setattr("mx_jax.backends.target.current_target", watched)
     return targets
 
 
