@@ -226,15 +226,10 @@ class SplitProduct(Split):
             if isinstance(operand, PackedMXArray):
                 operand = _local_packed(operand, each)
             elif any(moved):
-                gathers = [(axis, names) for axis, names in enumerate(moved) if names]
-
-                def gather(x: jax.Array, gathers: Any = gathers) -> jax.Array:
-                    for axis, names in gathers:
-                        x = lax.all_gather(x, names, axis=axis, tiled=True)
-                    return x
-
-                codes, bits, cut = operand.codes, operand.format.element.bits, dict(gathers)
-                codes = movement.moved_packed(codes, bits, gather, codes.shape, [*cut])
+                codes, bits = operand.codes, operand.format.element.bits
+                gather = functools.partial(_gathered, moved=moved)
+                cut = [axis for axis, names in enumerate(moved) if names]
+                codes = movement.moved_packed(codes, bits, gather, codes.shape, cut)
                 operand = dataclasses.replace(operand, codes=codes)
             operands.append(operand)
         lhs, rhs = operands
@@ -324,6 +319,13 @@ def _packed_moves(
         return none
     moved = tuple(part[len(own) :] for part, own in zip(lies, used, strict=True))
     return none if taken & {name for part in moved for name in part} else moved
+
+
+def _gathered(x: jax.Array, moved: tuple[Part, ...]) -> jax.Array:
+    for axis, names in enumerate(moved):
+        if names:
+            x = lax.all_gather(x, names, axis=axis, tiled=True)
+    return x
 
 
 # Packed weights -----------------------------------------------------------------------------------
