@@ -388,9 +388,8 @@ def _words(packed: PackedMXArray) -> tuple[Mapping[Factor, str], list[str], dict
     if entries % rows == 0 and entries > rows:
         each = rows * math.prod(packed.kept[1:]) // cut.rows
         tiles[_KEPT] = "(n0 n0_tiles)" if each > 1 else "n0"
-        sizes |= {"n0_tiles": each} if each > 1 else {}
         positions[_KEPT] = "(n0 n0_inside)" if rows > 1 else "n0"
-        sizes |= {"n0_inside": rows} if rows > 1 else {}
+        sizes |= {"n0_tiles": each, "n0_inside": rows}
     arrays = []
     for number, own in enumerate(_factors_of(packed)):
         names = [
