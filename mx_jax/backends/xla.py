@@ -126,12 +126,14 @@ def _rejects(call: MatmulCall | RaggedCall, target: Target) -> str | None:
                 f"needs operands that bfloat16 holds, got {side}_dtype={own.dtype}, whose product "
                 "keeps the caller's precision"
             )
-        if own.format is not None and not bfloat16_holds(own.format):
+        if own.format is None:
+            continue
+        if not bfloat16_holds(own.format):
             return (
                 f"needs element times block scale in {_DIGITS} binary digits, got {side}="
                 f"{own.format.name}, significand_bits={own.format.significand_bits}"
             )
-        if own.format is not None and set(own.scale_axes) & set(own.axes.contracting):
+        if set(own.scale_axes) & set(own.axes.contracting):
             return (
                 f"needs one tensor scale along the contracted axes, got {side} with one for each "
                 f"position of axes={own.scale_axes}"
