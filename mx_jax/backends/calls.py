@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -397,17 +398,34 @@ class MomentCall:
         return " and ".join("a root" if is_root else "a moment" for is_root in self.is_root)
 
 
-CastCall = QuantizeCall | QuantizeBothCall | DequantizeCall | CastStatisticsCall
 Call = (
     MatmulCall
     | RaggedCall
-    | CastCall
+    | QuantizeCall
+    | QuantizeBothCall
+    | DequantizeCall
+    | CastStatisticsCall
     | PackCall
     | AttendCall
     | RandomBitsCall
     | TransformCall
     | MomentCall
 )
+
+# Why a backend does not take a kind of call that it does not offer.
+NOT_OFFERED: Mapping[type[Call], str] = {
+    MatmulCall: "multiplies nothing: XLA's own dot does",
+    RaggedCall: "multiplies no groups of rows",
+    QuantizeCall: "quantizes nothing: XLA fuses the reference's own code",
+    QuantizeBothCall: "casts once at a time",
+    DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",
+    PackCall: "has no layout of its own for weights",
+    CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
+    RandomBitsCall: "draws nothing: XLA compiles jax.random's own code",
+    MomentCall: "moves nothing: XLA fuses the reference's own code",
+    TransformCall: "turns nothing: XLA's own dot does",
+    AttendCall: "attends to nothing: XLA's own dot and softmax do",
+}
 
 
 def result_of(call: Call, *operands: Any) -> Any:
@@ -427,17 +445,13 @@ def result_of(call: Call, *operands: Any) -> Any:
             if tensor_scale is None and call.format.tensor_scale:
                 tensor_scale = jax.ShapeDtypeStruct((1,) * len(x.shape), np.float32)
             scales = scales_shape(x.shape, call.blocks)
-            parts: dict[str, Any] = dict(
+            arrays: dict[str, Any] = dict(
                 codes=jax.ShapeDtypeStruct(x.shape, np.uint8),
                 scales=jax.ShapeDtypeStruct(scales, call.format.scale.storage_dtype),
                 tensor_scale=tensor_scale,
             )
-            return MXArray(
-                **parts,
-                format=call.format,
-                blocks=call.blocks,
-                dtype=np.dtype(call.dtype),
-            )
+            dtype = np.dtype(call.dtype)
+            return MXArray(**arrays, format=call.format, blocks=call.blocks, dtype=dtype)
         case QuantizeBothCall():
             x, bits, tensor_scale = operands
             pair = zip((call.first, call.second), bits, strict=True)
@@ -456,15 +470,18 @@ def result_of(call: Call, *operands: Any) -> Any:
 
 def rejects_symbolic(call: Call) -> str | None:
     """Why a kernel of constant sizes does not take a call whose sizes `jax.export` leaves open."""
-    open_shapes = [s for s in _shapes(call) if not all(isinstance(size, int) for size in s)]
-    return f"needs constant sizes, got shape={open_shapes[0]}" if open_shapes else None
-
-
-def _shapes(call: Call) -> tuple[tuple[int, ...], ...]:
-    if isinstance(call, MatmulCall | RaggedCall):
-        return call.lhs.shape, call.rhs.shape
-    if isinstance(call, AttendCall):
-        return call.queries, call.keys
-    if isinstance(call, QuantizeBothCall):
-        return (call.first.shape,)
-    return (call.weights.shape if isinstance(call, PackCall) else call.shape,)
+    match call:
+        case MatmulCall() | RaggedCall():
+            shapes = call.lhs.shape, call.rhs.shape
+        case AttendCall():
+            shapes = call.queries, call.keys
+        case QuantizeBothCall():
+            shapes = (call.first.shape,)
+        case PackCall():
+            shapes = (call.weights.shape,)
+        case _:
+            shapes = (call.shape,)
+    for shape in shapes:
+        if not all(isinstance(size, int) for size in shape):
+            return f"needs constant sizes, got shape={shape}"
+    return None

@@ -40,11 +40,7 @@ def _rejects(call: MatmulCall, target: Target) -> str | None:
     if capability is None or capability[0] != _CUDA_MAJOR:
         shown = None if capability is None else ".".join(map(str, capability))
         return f"cuDNN multiplies by block on compute capability {_CUDA_MAJOR}.x, got {shown}"
-    return rejects_symbolic(call) or _rejects_product(call)
-
-
-def _rejects_product(call: MatmulCall) -> str | None:
-    reason = rejects_scale_axes(call, batch=False)
+    reason = rejects_symbolic(call) or rejects_scale_axes(call, batch=False)
     if reason is not None:
         return reason
     given = call.lhs.format, call.rhs.format

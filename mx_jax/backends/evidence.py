@@ -14,7 +14,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
@@ -111,57 +111,17 @@ class Work:
         return next((int(end) + 1 for end in reversed(ROWS) if end < self.rows), 1)
 
     def __str__(self) -> str:
-        names = ["bf16" if own is None else own.name for own in self.formats]
+        text = " x ".join("bf16" if own is None else own.name for own in self.formats)
         if self.groups:
             what = "rows" if self.kind == "ragged product" else "sums"
             most = f"up to {self.groups} groups" if self.groups < math.inf else "many groups"
-            return " x ".join(names) + f", {what} in {most}" + ", packed" * self.packed
-        return " x ".join(names) + ", packed" * self.packed
+            text += f", {what} in {most}"
+        return text + ", packed" * self.packed
 
 
 def _least(limits: tuple[float, ...], size: int) -> float:
     """The least of some limits that a size does not exceed."""
     return next(limit for limit in limits if size <= limit)
-
-
-def _work_as_json(work: Work) -> dict[str, Any]:
-    """Facts, no names that a later version may give another meaning."""
-    return {
-        "kind": work.kind,
-        "formats": [None if own is None else _facts(own) for own in work.formats],
-        "dtypes": [None if dtype is None else dtype.name for dtype in work.dtypes],
-        "packed": work.packed,
-        "rows": None if math.isinf(work.rows) else work.rows,
-        "size": None if math.isinf(work.size) else work.size,
-        "groups": None if math.isinf(work.groups) else work.groups,
-    }
-
-
-def _work_from_json(facts: dict[str, Any]) -> Work:
-    """What `as_json` wrote; KeyError, TypeError or ValueError of anything else."""
-    return Work(
-        kind=facts["kind"],
-        formats=tuple(None if own is None else _format(own) for own in facts["formats"]),
-        dtypes=tuple(None if name is None else np.dtype(name) for name in facts["dtypes"]),
-        packed=bool(facts["packed"]),
-        rows=math.inf if facts["rows"] is None else int(facts["rows"]),
-        size=math.inf if facts["size"] is None else int(facts["size"]),
-        groups=math.inf if facts["groups"] is None else int(facts["groups"]),
-    )
-
-
-def _facts(format: BlockFormat) -> dict[str, Any]:
-    block = [size.value if size is WHOLE else size for size in format.block]
-    return dataclasses.asdict(format) | {"block": block}
-
-
-def _format(facts: dict[str, Any]) -> BlockFormat:
-    scale = dict(facts["scale"])
-    if scale["element"] is not None:
-        scale["element"] = ElementFormat(**scale["element"])
-    kept, contracting = (WHOLE if size == WHOLE.value else size for size in facts["block"])
-    parts = {"element": ElementFormat(**facts["element"]), "scale": ScaleFormat(**scale)}
-    return BlockFormat(**{**facts, **parts, "block": (kept, contracting)})
 
 
 # One measurement of one kernel, and files of them -------------------------------------------------
@@ -305,18 +265,27 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def as_json(row: Row) -> dict[str, Any]:
-    """Of one row."""
-    facts = {field.name: getattr(row, field.name) for field in dataclasses.fields(row)}
-    own = {"work": _work_as_json(row.work), "shape": list(row.shape)}
-    return facts | own | {"versions": dict(row.versions)}
+    """Facts of one row, no names that a later version may give another meaning."""
+    facts = dataclasses.asdict(row) | {"versions": dict(row.versions)}
+    facts["work"] |= {name: None for name in _LIMITS if getattr(row.work, name) == math.inf}
+    text = json.dumps(facts, default=lambda x: x.name if isinstance(x, np.dtype) else x.value)
+    return json.loads(text)
 
 
 def from_json(facts: dict[str, Any]) -> Row:
     """What `as_json` wrote; KeyError, TypeError or ValueError of anything else."""
+    work = facts["work"]
+    limits = {name: math.inf if work[name] is None else int(work[name]) for name in _LIMITS}
     row = Row(
         **{
             **facts,
-            "work": _work_from_json(facts["work"]),
+            "work": Work(
+                kind=work["kind"],
+                formats=tuple(None if own is None else _format(own) for own in work["formats"]),
+                dtypes=tuple(None if own is None else np.dtype(own) for own in work["dtypes"]),
+                packed=bool(work["packed"]),
+                **limits,
+            ),
             "shape": tuple(facts["shape"]) if isinstance(facts["shape"], list) else None,
             "versions": tuple((str(n), str(v)) for n, v in facts["versions"].items()),
         }
@@ -327,6 +296,16 @@ def from_json(facts: dict[str, Any]) -> Row:
     return row
 
 
+def _format(facts: dict[str, Any]) -> BlockFormat:
+    scale = dict(facts["scale"])
+    if scale["element"] is not None:
+        scale["element"] = ElementFormat(**scale["element"])
+    kept, contracting = (WHOLE if size == WHOLE.value else size for size in facts["block"])
+    parts = {"element": ElementFormat(**facts["element"]), "scale": ScaleFormat(**scale)}
+    return BlockFormat(**{**facts, **parts, "block": (kept, contracting)})
+
+
+_LIMITS = ("rows", "size", "groups")
 _TEXT, _NUMBER = (str,), (int, float, type(None))
 _KINDS = {
     **dict.fromkeys(("backend", "kernel", "device_kind", "jax", "source", "failed", "date"), _TEXT),
@@ -402,29 +381,29 @@ def loaded() -> tuple[Row, ...]:
       ValueError: `MX_JAX_EVIDENCE` names a file that cannot be read. The user's own cache never
         raises: where it is damaged, that is logged, and it counts as empty.
     """
-    wanted = os.environ.get(VARIABLE, "")
+    wanted, processes = os.environ.get(VARIABLE, ""), jax.process_count()
     if wanted == "off":
         return ()
     shipped = read(SHIPPED)
-    if wanted == "shipped" or jax.process_count() > 1:
-        if wanted not in ("", "shipped"):
-            _logger.warning(
-                "evidence: with several processes only shipped rows count, got %s=%r, "
-                "process_count=%d",
-                VARIABLE,
-                wanted,
-                jax.process_count(),
-            )
+    if processes > 1 and wanted not in ("", "shipped"):
+        _logger.warning(
+            "evidence: with several processes only shipped rows count, got %s=%r, process_count=%d",
+            VARIABLE,
+            wanted,
+            processes,
+        )
+    if wanted == "shipped" or processes > 1:
         return shipped
-    if wanted:
-        return _named(wanted)
-    return merged(shipped, _of_this_driver(_cached()))
-
-
-def _named(path: str) -> tuple[Row, ...]:
-    """Rows of a file that the user names; what does not count is told."""
-    rows = read(Path(path), VARIABLE)
-    counted = _of_this_driver(rows)
+    if not wanted:
+        path = cache_path()
+        try:
+            cached = read(path) if path.exists() else ()
+        except (OSError, ValueError) as error:
+            _logger.warning("%s; until then it counts as empty", error)
+            cached = ()
+        return merged(shipped, (row for row in cached if row.driver == driver()))
+    rows = read(Path(wanted), VARIABLE)
+    counted = tuple(row for row in rows if row.driver == driver())
     if len(counted) < len(rows):
         others = {row.driver for row in rows} - {driver()}
         _logger.warning(
@@ -434,24 +413,11 @@ def _named(path: str) -> tuple[Row, ...]:
             len(rows) - len(counted),
             len(rows),
             VARIABLE,
-            path,
+            wanted,
             ", ".join(sorted(map(str, others))),
             driver(),
         )
     return counted
-
-
-def _cached() -> tuple[Row, ...]:
-    path = cache_path()
-    try:
-        return read(path) if path.exists() else ()
-    except (OSError, ValueError) as error:
-        _logger.warning("%s; until then it counts as empty", error)
-        return ()
-
-
-def _of_this_driver(rows: Sequence[Row]) -> tuple[Row, ...]:
-    return tuple(row for row in rows if row.driver == driver())
 
 
 @functools.cache
@@ -476,6 +442,11 @@ def source_of(backend: Backend) -> str | None:
     return found.hexdigest()[:16]
 
 
+# GPUs that differ from another one in their memory alone, the one with fewer bytes a second first:
+# it gains as much at least where codes are read in place of bfloat16.
+_CHIPS = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
+
+
 def row_about(call: Call, backend: Backend, target: Target) -> Row | None:
     """What is known of a backend's kernel for a call that it takes; None if nothing is.
 
@@ -483,49 +454,32 @@ def row_about(call: Call, backend: Backend, target: Target) -> Row | None:
     of their products are unknown: the best bucket decides. Packed weights then meet any number of
     rows: of one that was not measured, the nearest one that was decides.
     """
-    machine = (backend.name, _chip(target.device_kind), _series(jax.__version__))
-    here = [
-        row
-        for row in in_force()
-        if (row.backend, _chip(row.device_kind), _series(row.jax)) == machine
-    ]
+
+    def machine(name: str, device_kind: str | None, version: str) -> Any:
+        # Versions of JAX such as 0.12 and 0.12.1 differ in mended faults alone.
+        return name, _CHIPS.get(device_kind or "", device_kind), version.split(".")[:2]
+
+    def worst(work: Work | None) -> Row | None:
+        fitting = (row for row in here if row.work == work)
+        return min(fitting, key=lambda row: (row.is_right, row.speed), default=None)
+
+    own = machine(backend.name, target.device_kind, jax.__version__)
+    here = [row for row in in_force() if machine(row.backend, row.device_kind, row.jax) == own]
     # Most calls end here: no source is read for nothing.
     here = [row for row in here if row.source == source_of(backend)]
     if isinstance(call, PackCall):
         works = dict.fromkeys(row.work for row in here if row.work.serves(call))
-        best = [row for work in works if (row := _worst(here, work)) is not None]
+        best = [row for work in works if (row := worst(work)) is not None]
         return max(
             best, key=lambda row: (row.switches_packing_on, row.over_plain or 0.0), default=None
         )
     work = Work.of(call, backend.name) if here else None
     if work is not None and work.packed:
-        other = {row.work for row in here if dataclasses.replace(row.work, rows=work.rows) == work}
-        place = _octave(work.rows)
-        work = min(other, key=lambda own: abs(_octave(own.rows) - place), default=work)
-    return _worst(here, work)
-
-
-# GPUs that differ from another one in their memory alone, the one with fewer bytes a second first:
-# it gains as much at least where codes are read in place of bfloat16.
-_CHIPS = {"NVIDIA H100 80GB HBM3": "NVIDIA H200"}
-
-
-def _chip(device_kind: str | None) -> str | None:
-    return _CHIPS.get(device_kind or "", device_kind)
-
-
-def _series(version: str) -> list[str]:
-    """What versions of JAX share that differ in mended faults alone: 0.12 of 0.12.1."""
-    return version.split(".")[:2]
-
-
-def _octave(rows: float) -> float:
-    return math.log2(min(rows, 4 * ROWS[-2]))
-
-
-def _worst(rows: Iterable[Row], work: Work | None) -> Row | None:
-    fitting = (row for row in rows if row.work == work)
-    return min(fitting, key=lambda row: (row.is_right, row.speed), default=None)
+        most, rows = 4 * ROWS[-2], work.rows
+        other = {row.work for row in here if dataclasses.replace(row.work, rows=rows) == work}
+        octaves = {each: math.log2(min(each.rows, most) / min(rows, most)) for each in other}
+        work = min(octaves, key=lambda each: abs(octaves[each]), default=work)
+    return worst(work)
 
 
 def switches_on(call: Call, row: Row | None) -> bool:

@@ -16,54 +16,27 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
-from mx_jax.backends import partition, partition_casts
+from mx_jax.backends import calls, partition
+from mx_jax.backends import select as selection
 from mx_jax.backends import target as machine
-from mx_jax.backends.calls import (
-    Call,
-    CastStatisticsCall,
-    MatmulCall,
-    MomentCall,
-    OperandType,
-    PackCall,
-    QuantizeBothCall,
-    QuantizeCall,
-    RaggedCall,
-    RandomBitsCall,
-    TransformCall,
-    result_of,
-)
-from mx_jax.backends.select import (
-    REFERENCE,
-    Choice,
-    Selection,
-    active,
-    added_backends,
-    current_target,
-    find,
-    known_backends,
-    on_request,
-    only_named,
-    preferred_names,
-    rejections_of,
-    select,
-)
-from mx_jax.backends.target import (
-    PLATFORMS,
-    Offer,
-    Target,
-    devices_sharing,
-    machine_of,
-    on_one_device,
-    show_devices,
-    use_target,
-)
+from mx_jax.backends.calls import Call, MatmulCall, PackCall, QuantizeBothCall, QuantizeCall
+from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.select import Choice, find, select
+from mx_jax.backends.target import Target
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.lowering import eager, lowered_for
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.random_bits import DerivedKey
 
 # What codes and integers are the results of: no derivative reaches through them.
-_SLOPELESS = (QuantizeCall, QuantizeBothCall, CastStatisticsCall, RandomBitsCall, MomentCall)
+_SLOPELESS = (
+    QuantizeCall,
+    QuantizeBothCall,
+    calls.CastStatisticsCall,
+    calls.RandomBitsCall,
+    calls.MomentCall,
+)
+_DRAWS = (QuantizeCall, QuantizeBothCall, calls.TransformCall)
 
 
 def bind(call: Call, *operands: Any) -> Any:
@@ -76,15 +49,16 @@ def bind(call: Call, *operands: Any) -> Any:
     Raises:
       ValueError: as `choose`.
     """
-    # A trace for a CPU has no kernels in place, unless somebody adds or names them.
-    is_told = active.value is not None or only_named.value is not None or added_backends.value
     target = machine.current_target()
-    if target.platform != "cpu" or is_told or preferred_names.value:
+    asked = Asked.here(target)
+    # A trace for a CPU has no kernels in place, unless somebody adds or names them.
+    is_told = asked.only is not None or asked.preferred or asked.added
+    if target.platform != "cpu" or is_told or selection.active.value is not None:
         choice = choose_if_any(call)
         if choice is None and isinstance(call, QuantizeBothCall):
             return _each(bind, call, *operands)
         return (select(call) if choice is None else choice).offer.run(*operands, call)
-    return Bound(Asked.here(target))(*operands, call)
+    return equation(asked, *operands, call)
 
 
 def choose(call: Call) -> Choice:
@@ -98,33 +72,38 @@ def choose(call: Call) -> Choice:
 
 def choose_if_any(call: Call) -> Choice | None:
     """As `choose`, for calls that can be made of others: None if all that are asked reject."""
-    target = current_target()
-    choice = _of_a_part(call, target) or find(call, target)
+    target, choice = machine.current_target(), None
+    if isinstance(call, MatmulCall) and compiler_splits() and partition.can_split(call):
+        # A mesh in context says that the compiler splits the product: who computes the parts?
+        choice = find(call, dataclasses.replace(target, num_devices=1, counted=True))
+        choice = None if choice is None or choice.offer.inline else choice
+    choice = choice or find(call, target)
     # What is drawn is a part of the cast that it is drawn for.
-    recorder = None if isinstance(call, RandomBitsCall) else active.value
+    recorder = None if isinstance(call, calls.RandomBitsCall) else selection.active.value
     if recorder is not None:
         _record(call, target, choice)
+    if choice is None:
+        return None
+    offer = choice.offer
+    run = offer.run
     # What a layout gives is a type of its own, and the effects of an interpreted kernel have to be
     # seen by JAX: both are traced in place.
-    in_place = isinstance(call, PackCall) or (
-        choice is not None and choice.offer.inline and target.counted
-    )
-    draws = isinstance(call, QuantizeCall | QuantizeBothCall | TransformCall)
-    if choice is None or (in_place and not draws):
-        bound = choice
-    else:
-        run = _with_drawn(choice.offer) if in_place else Bound(Asked.here(target))
-        bound = dataclasses.replace(choice, offer=dataclasses.replace(choice.offer, run=run))
-    if bound is None or recorder is None:
-        return bound
-    return dataclasses.replace(bound, offer=recorder.marked(bound.offer))
+    if not isinstance(call, PackCall) and not (offer.inline and target.counted):
+        run = functools.partial(equation, Asked.here(target))
+    elif isinstance(call, _DRAWS) and not offer.takes_keys:
+        run = functools.partial(_with_drawn, run)
+    if recorder is not None and recorder.marks:
+        run = functools.partial(_marked, f"{selection.MARK}{len(recorder.entries) - 1}", run)
+    return dataclasses.replace(choice, offer=dataclasses.replace(offer, run=run))
 
 
-def _with_drawn(offer: Offer) -> Callable[..., Any]:
-    """An offer's `run`, given what is drawn in place of keys, unless it takes those."""
-    if offer.takes_keys:
-        return offer.run
-    return lambda *given: offer.run(*_drawn(given[-1], bind, *given[:-1]), given[-1])
+def _with_drawn(run: Callable[..., Any], *given: Any) -> Any:
+    return run(*_drawn(given[-1], bind, *given[:-1]), given[-1])
+
+
+def _marked(name: str, run: Callable[..., Any], *given: Any) -> Any:
+    with jax.named_scope(name):
+        return run(*given)
 
 
 def compiler_splits() -> bool:
@@ -133,50 +112,32 @@ def compiler_splits() -> bool:
     return mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
 
 
-def _of_a_part(call: Call, target: Target) -> Choice | None:
-    """What computes each device's part of a product, where a mesh in context says that the compiler
-    splits it; None: nothing does, or nothing says so."""
-    if not isinstance(call, MatmulCall) or not compiler_splits() or not partition.can_split(call):
-        return None
-    choice = find(call, dataclasses.replace(target, num_devices=1, counted=True))
-    return None if choice is None or choice.offer.inline else choice
-
-
 def _record(call: Call, target: Target, choice: Choice | None) -> None:
     """Add what was decided to the active record."""
     how = "" if choice is None else choice.offer.how
-    # Devices that share a product or a cast each compute their part by the same backend.
-    of_matmul = isinstance(call, MatmulCall) and partition.can_split(call)
-    casts = (call.first, call.second) if isinstance(call, QuantizeBothCall) else (call,)
-    by_parts = of_matmul or all(map(partition_casts.can_split, casts))
     if choice is not None and not target.counted and not isinstance(call, PackCall):
         shared = dataclasses.replace(target, program_devices=target.num_devices, counted=True)
-        if by_parts and not choice.offer.inline:
+        # Devices that share a product or a cast each compute their part by the same backend.
+        if partition.can_split(call) and not choice.offer.inline:
             shared = dataclasses.replace(shared, num_devices=1)
-        names = _names_on(call, shared)
-        if names != (choice.backend.name,):
+        found = [find(call, shared)]
+        if found == [None] and isinstance(call, QuantizeBothCall):
+            found = [find(call.first, shared), find(call.second, shared)]
+        names = dict.fromkeys(own.backend.name for own in found if own is not None)
+        if list(names) != [choice.backend.name]:
             others = f"by {' and '.join(names)} where the program has several devices"
             how = f"{how}; {others}" if how else others
-    active.value.entries.append(
-        Selection(
+    selection.active.value.entries.append(
+        selection.Selection(
             call=call,
             target=target,
             backend=None if choice is None else choice.backend.name,
-            rejections=rejections_of(call, target) if choice is None else choice.rejections,
-            on_request=on_request(call, target, known_backends()),
+            rejections=selection.ask(call, target)[1] if choice is None else choice.rejections,
+            on_request=selection.on_request(call, target),
             how=how,
             evidence=None if choice is None else choice.evidence,
         )
     )
-
-
-def _names_on(call: Call, target: Target) -> tuple[str, ...]:
-    """Names of the backends that compute a call on a machine."""
-    choice = find(call, target)
-    if choice is None and isinstance(call, QuantizeBothCall):
-        found = (*_names_on(call.first, target), *_names_on(call.second, target))
-        return tuple(dict.fromkeys(found))
-    return () if choice is None else (choice.backend.name,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,53 +159,35 @@ class Asked:
     @classmethod
     def here(cls, target: Target) -> "Asked":
         """What is asked in the contexts of the caller."""
-        return cls(target, only_named.value, preferred_names.value, added_backends.value)
-
-    def for_platform(self, platform: str) -> "Asked":
-        """What is asked for a program of a platform: who names a backend alone names it for the one
-        that the trace is for."""
-        return self if self.target.platform == platform else dataclasses.replace(self, only=None)
-
-    def machine(self, platform: str, num_devices: int, program_devices: int) -> Target:
-        """The machine of a program; under `only_backend` calls are taken as they are."""
-        known = self.target if self.target.platform == platform else machine_of(platform)
-        devices = 1 if self.only is not None else num_devices
-        return dataclasses.replace(
-            known, num_devices=devices, program_devices=program_devices, counted=True
-        )
+        only, preferred = machine.only_named.value, selection.preferred_names.value
+        return cls(target, only, preferred, selection.added_backends.value)
 
     @contextlib.contextmanager
     def on(self, target: Target) -> Iterator[None]:
         """The contexts, for a machine."""
         with (
-            only_named(self.only),
-            preferred_names(self.preferred),
-            added_backends(self.added),
-            use_target(target),
+            machine.only_named(self.only),
+            selection.preferred_names(self.preferred),
+            selection.added_backends(self.added),
+            machine.use_target(target),
         ):
             yield
 
 
-@dataclasses.dataclass(frozen=True)
-class Bound:
-    """Computes calls as equations: an `Offer.run`."""
-
-    asked: Asked
-
-    def __call__(self, *operands: Any) -> Any:
-        """What a call asks for: the operands, the call last."""
-        *arrays, call = operands
-        mesh = jax.sharding.get_abstract_mesh()
-        if AxisType.Explicit in mesh.axis_types:
-            # Types would have to say where results lie: plain JAX's do.
-            return _compute(call, current_target(), *arrays)
-        leaves, tree = jax.tree.flatten(tuple(arrays))
-        if mesh.manual_axes:
-            leaves = vary_alike(leaves)
-        shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, leaves))
-        types, result = _result(call, tree, shapes)
-        work = Work(call=call, asked=self.asked, tree=tree, types=types)
-        return jax.tree.unflatten(result, _primitive(type(call)).bind(*leaves, work=work))
+def equation(asked: Asked, *given: Any) -> Any:
+    """What a call asks for, as one equation: the operands, the call last, as `Offer.run` has it."""
+    *operands, call = given
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Explicit in mesh.axis_types:
+        # Types would have to say where results lie: plain JAX's do.
+        return _compute(call, machine.current_target(), *operands)
+    leaves, tree = jax.tree.flatten(tuple(operands))
+    if mesh.manual_axes:
+        leaves = vary_alike(leaves)
+    shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, leaves))
+    types, result = _result(call, tree, shapes)
+    work = Work(call=call, asked=asked, tree=tree, types=types)
+    return jax.tree.unflatten(result, _primitive(type(call)).bind(*leaves, work=work))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -293,17 +236,17 @@ def _compute(call: Call, target: Target, *operands: Any) -> Any:
         return _each(lambda single, *own: _compute(single, target, *own), call, *operands)
     choice = select(call, target) if choice is None else choice
 
-    def draw(bits: RandomBitsCall, key: DerivedKey) -> Any:
+    def draw(bits: calls.RandomBitsCall, key: DerivedKey) -> Any:
         drawn = select(bits, target)
         keeps = choice.offer.takes_keys and drawn.backend is choice.backend
         return key if keeps else drawn.offer.run(key, bits)
 
     operands = _drawn(call, draw, *operands)
-    if isinstance(call, MatmulCall | RaggedCall):
+    if isinstance(call, MatmulCall | calls.RaggedCall):
         lhs, rhs, *rest = operands
         if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
             rhs = rhs.unpack()
-            call = dataclasses.replace(call, rhs=OperandType.of(rhs, call.rhs.axes))
+            call = dataclasses.replace(call, rhs=calls.OperandType.of(rhs, call.rhs.axes))
         operands = (lhs, rhs, *rest)
     return choice.offer.run(*operands, call)
 
@@ -314,7 +257,7 @@ def _drawn(call: Call, draw: Callable[..., Any], *operands: Any) -> tuple[Any, .
         x, pair, tensor_scale = operands
         each = zip((call.first, call.second), pair, strict=True)
         return x, tuple(_drawn(one, draw, x, own)[1] for one, own in each), tensor_scale
-    if isinstance(call, QuantizeCall | TransformCall) and isinstance(operands[1], DerivedKey):
+    if isinstance(call, QuantizeCall | calls.TransformCall) and isinstance(operands[1], DerivedKey):
         x, key, *rest = operands
         return x, draw(call.drawn_by(key), key), *rest
     return operands
@@ -331,7 +274,7 @@ class OnOneDevice:
         """What a call asks for, its operands behind it."""
         # Processes that share a program must select alike: no measurement of one of them counts.
         target = dataclasses.replace(self.target, num_devices=1, device_kind=None)
-        with on_one_device(True), self.asked.on(target), lowered_for(target.platform):
+        with machine.on_one_device(True), self.asked.on(target), lowered_for(target.platform):
             choice = find(call, target)
             if choice is not None and choice.offer.inline:
                 # No kernel of this kind has been seen inside a partitioned call.
@@ -352,26 +295,11 @@ def _result(call: Call, tree: Any, shapes: Any) -> Any:
     """Types of a call's results and their tree, by arithmetic where the call tells them."""
     leaves = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
     operands = jax.tree.unflatten(tree, leaves)
-    result = result_of(call, *operands)
+    result = calls.result_of(call, *operands)
     if result is None:
         result = jax.eval_shape(functools.partial(_plain, call), *operands)
     found, result_tree = jax.tree.flatten(result)
     return tuple((x.shape, jnp.dtype(x.dtype)) for x in found), result_tree
-
-
-def implementation(equation: Any) -> Any:
-    """What an equation of a call computes on the machine that its trace was for, as a closed jaxpr;
-    None of any other equation."""
-    work = equation.params.get("work")
-    if not isinstance(work, Work):
-        return None
-    target = dataclasses.replace(work.asked.target, num_devices=1, counted=True)
-
-    def compute(*leaves: jax.Array) -> list[jax.Array]:
-        with work.asked.on(target):
-            return work.compute(lambda call, *own: _compute(call, target, *own), *leaves)
-
-    return jax.make_jaxpr(compute)(*(x.aval for x in equation.invars))
 
 
 @functools.cache
@@ -385,8 +313,8 @@ def _primitive(kind: type[Call]) -> Any:
     p.def_abstract_eval(_types)
     p.def_impl(functools.partial(eager, p))
     batching.primitive_batchers[p] = functools.partial(_batch, p)
-    ad.primitive_jvps[p] = functools.partial(_no_slope if issubclass(kind, _SLOPELESS) else _jvp, p)
-    for platform in PLATFORMS:
+    ad.primitive_jvps[p] = functools.partial(_jvp, p)
+    for platform in machine.PLATFORMS:
         rule = functools.partial(_lower, platform)
         # JAX lowers equal equations of a program once; not inlined, they call one function.
         mlir.register_lowering(p, rule, platform=platform, inline=False)
@@ -415,53 +343,53 @@ def _batch(p: Any, leaves: Sequence[jax.Array], axes: Sequence[int | None], *, w
     return results, [0] * len(results)
 
 
-def _no_slope(p: Any, primals: Sequence[Any], tangents: object, *, work: Work) -> Any:
-    """Codes do not change with values: who wants a straight-through gradient links it outside."""
-    results = p.bind(*primals, work=work)
-    return results, [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
-
-
-def _jvp(p: object, primals: Sequence[Any], tangents: Sequence[Any], *, work: Work) -> Any:
-    """Kernels have no derivatives; plain JAX has."""
-    del p
+def _jvp(p: Any, primals: Sequence[Any], tangents: Sequence[Any], *, work: Work) -> Any:
+    if isinstance(work.call, _SLOPELESS):
+        # Codes do not change with values: a straight-through gradient is linked outside.
+        results = p.bind(*primals, work=work)
+        return results, [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+    # Kernels have no derivatives; plain JAX has.
     tangents = tuple(map(ad.instantiate_zeros, tangents))
     return jax.jvp(functools.partial(work.compute, _plain), tuple(primals), tangents)
 
 
 def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
-    module = ctx.module_context
-    context = module.axis_context
-    devices = devices_sharing(context)
-    asked = work.asked.for_platform(platform)
+    context = ctx.module_context.axis_context
+    devices = machine.devices_sharing(context)
+    asked, known = work.asked, work.asked.target
+    if known.platform != platform:
+        # Who names a backend alone names it for the platform that the trace is for.
+        asked, known = dataclasses.replace(asked, only=None), machine.of_platform(platform)
     # Below shard_map each device has calls of its own; the mesh tells how many there are.
     program_devices = getattr(getattr(context, "mesh", None), "size", devices)
-    target = asked.machine(platform, devices, program_devices)
-    shown = None if devices == 1 else show_devices(ctx, platform)
+    # Under `only_backend` calls are taken as they are.
+    number = devices if asked.only is None else 1
+    target = dataclasses.replace(
+        known, num_devices=number, program_devices=program_devices, counted=True
+    )
+    shown = None if devices == 1 else machine.show_devices(ctx, platform)
+    is_split = shown is not None and number > 1
+    on_each = OnOneDevice(asked, target)
 
     def how(call: Call, *operands: Any) -> Any:
-        is_split = shown is not None and target.num_devices > 1
         if devices > 1:
             # By its key a kernel would draw the same for each device's part.
             operands = _drawn(call, lambda bits, key: _compute(bits, target, key), *operands)
-        if is_split and isinstance(call, QuantizeBothCall):
+        if not is_split:
+            return _compute(call, target, *operands)
+        if isinstance(call, QuantizeBothCall):
             # Each cast may be split along other axes, as its product is.
             return _each(how, call, *operands)
-        if is_split and isinstance(call, MatmulCall) and partition.can_split(call):
-            return partition.multiply(OnOneDevice(asked, target), call, *operands)
-        by_parts = is_split and not work.batches and _casts_by_parts(call, target)
-        if by_parts and isinstance(call, QuantizeCall):
-            return partition_casts.quantize(OnOneDevice(asked, target), call, *operands)
+        if isinstance(call, MatmulCall) and partition.can_split(call):
+            return partition.multiply(on_each, call, *operands)
+        if isinstance(call, QuantizeCall) and not work.batches and partition.can_split(call):
+            # XLA's own partition moves values where blocks are cut.
+            choice = find(call, dataclasses.replace(target, num_devices=1, device_kind=None))
+            if choice is not None and not choice.offer.inline:
+                return partition.quantize(on_each, call, *operands)
         return _compute(call, target, *operands)
 
-    with on_one_device(devices == 1), asked.on(target), lowered_for(platform):
+    with machine.on_one_device(devices == 1), asked.on(target), lowered_for(platform):
         # Not a partial: JAX reads the signature of what it traces, slowly if it is one.
         lower = mlir.lower_fun(lambda *leaves: work.compute(how, *leaves), multiple_results=True)
         return lower(shown or ctx, *values)
-
-
-def _casts_by_parts(call: Call, target: Target) -> bool:
-    """Whether each device casts its part: XLA's own partition moves values where blocks are cut."""
-    if not partition_casts.can_split(call):
-        return False
-    choice = find(call, dataclasses.replace(target, num_devices=1, device_kind=None))
-    return choice is not None and not choice.offer.inline

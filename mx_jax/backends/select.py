@@ -2,19 +2,18 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
-from mx_jax.backends import target as machine
-from mx_jax.backends.calls import Call
+from mx_jax.backends.calls import NOT_OFFERED, Call
 from mx_jax.backends.cpu_ffi import CPU_FFI
 from mx_jax.backends.cudnn import CUDNN
 from mx_jax.backends.evidence import Row, row_about, switches_on, why_asleep
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.target import NOT_OFFERED, Backend, Offer, Target
+from mx_jax.backends.target import Backend, Offer, Target, current_target, only_named
 from mx_jax.backends.xla import XLA, XLA_BFLOAT16
 from mx_jax.backends.xla_scaled import XLA_SCALED
 from mx_jax.formats.element import unknown_name
@@ -53,18 +52,6 @@ class Selection:
 MARK = "mx_jax.entry_"
 
 
-@dataclasses.dataclass(frozen=True)
-class Marked:
-    """What an offer runs, under the name of a scope in the jaxpr."""
-
-    run: Callable[..., Any]
-    name: str
-
-    def __call__(self, *operands: Any) -> Any:
-        with jax.named_scope(self.name):
-            return self.run(*operands)
-
-
 @dataclasses.dataclass(eq=False)
 class Recorder:
     """What a trace met, in order; equal only to itself."""
@@ -74,13 +61,6 @@ class Recorder:
     marks: bool = False  # whether what is selected runs under a name that says which entry it was
     # Of the mesh along which arguments are sharded, where none is in context.
     axes: tuple[str, ...] = ()
-
-    def marked(self, offer: Offer) -> Offer:
-        """The offer of the newest entry, under its name where the recorder marks."""
-        if not self.marks:
-            return offer
-        name = f"{MARK}{len(self.entries) - 1}"
-        return dataclasses.replace(offer, run=Marked(offer.run, name))
 
     @property
     def selections(self) -> list[Selection]:
@@ -119,83 +99,39 @@ class Choice:
 
     backend: Backend
     offer: Offer  # `offer.run` computes this call
-    target: Target
     rejections: tuple[tuple[str, str], ...]  # (name, reason) of those tried before
     evidence: Row | None = None  # the measurement that it is asked for; None if it is asked anyway
 
 
-def select(
-    call: Call, target: Target | None = None, backends: Sequence[Backend] | None = None
-) -> Choice:
-    """The first of the backends, by default `known_backends`, that does not reject the call."""
+def select(call: Call, target: Target | None = None) -> Choice:
+    """The first of `known_backends` that does not reject the call."""
     # All reject only under `only_backend`: the error lists every reason.
     target = current_target() if target is None else target
-    choice, rejections = _first(call, target, backends)
+    choice, rejections = ask(call, target)
     if choice is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejections)
         raise ValueError(f"no backend takes {call} on {target}: {reasons}")
     return choice
 
 
-def find(
-    call: Call, target: Target | None = None, backends: Sequence[Backend] | None = None
-) -> Choice | None:
+def find(call: Call, target: Target) -> Choice | None:
     """As `select`, for calls that can be made of others: None if all that are asked reject."""
-    return _first(call, current_target() if target is None else target, backends)[0]
+    return ask(call, target)[0]
 
 
-def on_request(
-    call: Call, target: Target, backends: Sequence[Backend]
-) -> tuple[tuple[str, str], ...]:
-    """(name, why) of the backends that are asked only by name and would take the call."""
-    target = _counted(target)
-    asleep = only_if_named(backends) - {only_named.value, *preferred_names.value}
-    rows = _measured(call, target, backends, asleep)
-    return tuple(
-        (backend.name, why_asleep(call, rows.get(backend.name), target))
-        for backend in backends
-        if backend.name in asleep
-        and backend.rejects(call, target) is None
-        and not (only_named.value is None and switches_on(call, rows.get(backend.name)))
-    )
-
-
-def _measured(
-    call: Call, target: Target, backends: Sequence[Backend], names: Container[str]
-) -> dict[str, Row]:
-    """What evidence says of those of these names that take the call, on one device."""
-    if target.device_kind is None or target.num_devices > 1:
-        return {}
-    found = {
-        backend.name: row_about(call, backend, target)
-        for backend in backends
-        if backend.name in names and backend.rejects(call, target) is None
-    }
-    return {name: row for name, row in found.items() if row is not None}
-
-
-def rejections_of(call: Call, target: Target) -> tuple[tuple[str, str], ...]:
-    """(name, reason) of the backends that reject a call, up to the first that takes it."""
-    return tuple(_first(call, target, None)[1])
-
-
-def _counted(target: Target) -> Target:
-    """The machine as a program of one device has it, where the devices are not counted."""
-    return target if target.counted else dataclasses.replace(target, num_devices=1, counted=True)
-
-
-def _first(
-    call: Call, target: Target, backends: Sequence[Backend] | None
-) -> tuple[Choice | None, list[tuple[str, str]]]:
-    """The first that accepts, and why each before it does not."""
-    target, backends = _counted(target), known_backends() if backends is None else backends
+def ask(call: Call, target: Target) -> tuple[Choice | None, tuple[tuple[str, str], ...]]:
+    """The first backend that accepts; the name of each before it, and its reason."""
+    target, table = _counted(target), {backend.name: backend for backend in known_backends()}
     only, preferred = only_named.value, preferred_names.value
-    unproved = only_if_named(backends) - {only, *preferred}
-    rows = {} if only is not None else _measured(call, target, backends, unproved)
+    unproved = only_if_named() - {only, *preferred}
+    rows = {} if only is not None else _measured(call, target, unproved)
     proved = {name: row for name, row in rows.items() if switches_on(call, row)}
+    # Those that are preferred by name, those that were measured, the fastest first, the others.
+    fastest = sorted(proved, key=lambda name: -proved[name].speed)
+    names = [*(name for name in preferred if name in table), *fastest, *table]
     rejections: list[tuple[str, str]] = []
-    for backend in _in_order(backends, proved):
-        offer, name = backend.offers.get(type(call)), backend.name
+    for name in dict.fromkeys(names):
+        backend, offer = table[name], table[name].offers.get(type(call))
         if only is not None and name != only:
             reason = f"not asked: only_backend({only!r})"
         elif name in unproved and name not in proved:
@@ -204,54 +140,54 @@ def _first(
         elif offer is None:
             reason = NOT_OFFERED[type(call)]
         elif (reason := offer.rejects(call, target)) is None:
-            row = proved.get(name)
             if offer.describes is not None:
                 offer = dataclasses.replace(offer, how=offer.describes(call, target))
             tried = tuple(rejections)
-            choice = Choice(
-                backend=backend, offer=offer, rejections=tried, target=target, evidence=row
-            )
-            return choice, rejections
+            row = proved.get(name)
+            return Choice(backend=backend, offer=offer, rejections=tried, evidence=row), tried
         rejections.append((name, reason))
-    return None, rejections
+    return None, tuple(rejections)
 
 
-def _in_order(backends: Sequence[Backend], proved: Mapping[str, Row]) -> list[Backend]:
-    """Those that are preferred by name, those that were measured, the fastest first, the others."""
-    first = [
-        backend
-        for name in dict.fromkeys(preferred_names.value)
-        for backend in backends
-        if backend.name == name
-    ]
-    first += sorted(
-        (backend for backend in backends if backend.name in proved),
-        key=lambda backend: -proved[backend.name].speed,
+def on_request(call: Call, target: Target) -> tuple[tuple[str, str], ...]:
+    """(name, why) of the backends that are asked only by name and would take the call."""
+    target = _counted(target)
+    asleep = only_if_named() - {only_named.value, *preferred_names.value}
+    rows = _measured(call, target, asleep)
+    return tuple(
+        (backend.name, why_asleep(call, rows.get(backend.name), target))
+        for backend in known_backends()
+        if backend.name in asleep
+        and backend.rejects(call, target) is None
+        and not (only_named.value is None and switches_on(call, rows.get(backend.name)))
     )
-    return [*first, *(backend for backend in backends if backend not in first)]
 
 
-def only_if_named(backends: Sequence[Backend] | None = None) -> set[str]:
+def _counted(target: Target) -> Target:
+    """The machine as a program of one device has it, where the devices are not counted."""
+    return target if target.counted else dataclasses.replace(target, num_devices=1, counted=True)
+
+
+def _measured(call: Call, target: Target, names: set[str]) -> dict[str, Row]:
+    """What evidence says of those of these names that take the call, on one device."""
+    if target.device_kind is None or target.num_devices > 1:
+        return {}
+    found = {
+        backend.name: row_about(call, backend, target)
+        for backend in known_backends()
+        if backend.name in names and backend.rejects(call, target) is None
+    }
+    return {name: row for name, row in found.items() if row is not None}
+
+
+def only_if_named() -> set[str]:
     """Names of those behind the reference, which nothing but their name reaches."""
-    backends = known_backends() if backends is None else backends
-    places = [place for place, backend in enumerate(backends) if backend == REFERENCE]
-    return {backend.name for backend in backends[places[0] + 1 :]} if places else set()
+    names = [backend.name for backend in known_backends()]
+    return set(names[names.index(REFERENCE.name) + 1 :])
 
 
-def current_target(num_devices: int | None = None) -> Target:
-    """The machine that a call is for: see `target.current_target`.
-
-    Args:
-      num_devices: None: those of the machine; under `only_backend` one, since who names a backend
-        takes it as it is with sharded arrays.
-    """
-    if num_devices is None and only_named.value is not None:
-        num_devices = 1
-    return machine.current_target(num_devices)
-
-
-# Overrides enter the jit cache key: a function traced under one backend is not reused for another.
-only_named: Any = jax.make_user_context(default_value=None)
+# Overrides enter the jit cache key, `target.only_named` too: a function traced under one backend is
+# not reused for another.
 preferred_names: Any = jax.make_user_context(default_value=())
 added_backends: Any = jax.make_user_context(default_value=())
 

@@ -3,16 +3,15 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.axes import Axes, Side
 from mx_jax.backends.calls import MatmulCall, Operand, PackCall
-from mx_jax.codecs import blocks, float32
+from mx_jax.codecs import float32
 from mx_jax.codecs.float32 import select
 from mx_jax.codecs.lowering import elementwise
 from mx_jax.codecs.scale import scale_to_float32, true_divide
@@ -29,16 +28,17 @@ class SumScale(NamedTuple):
 def row_scales(side: Side, operand: MXArray, call: MatmulCall) -> SumScale:
     """The block scales of an operand whose blocks are whole along the contracted axes."""
     scale = operand.format.scale
-    values = scale_to_float32(operand.scales, scale)
-    for axis, size in operand.blocks:
-        if isinstance(size, int):
-            values = _each_row(values, axis, size, operand.shape[axis])
+    values = each_row(operand, scale_to_float32(operand.scales, scale))
     return SumScale(_in_product(side, values, call), scale.kind == "divisor")
 
 
-def _each_row(values: jax.Array, axis: int, size: int, length: int) -> jax.Array:
-    """Scales of blocks, as often as there are rows that share one."""
-    return lax.slice_in_dim(jnp.repeat(values, size, axis), 0, length, axis=axis)
+def each_row(operand: MXArray, values: jax.Array, contracted: int | None = None) -> jax.Array:
+    """Scales of blocks, as often as there are rows that share one; along one axis left as it is."""
+    for axis, size in operand.blocks:
+        if isinstance(size, int) and axis % operand.ndim != contracted:
+            values = jnp.repeat(values, size, axis)
+            values = lax.slice_in_dim(values, 0, operand.shape[axis], axis=axis)
+    return values
 
 
 def tensor_scale(side: Side, operand: MXArray, call: MatmulCall) -> tuple[SumScale, ...]:
@@ -51,12 +51,10 @@ def _in_product(side: Side, values: jax.Array, call: MatmulCall) -> jax.Array:
     """A scalar, or one number for each row in the place of the operand's rows."""
     if all(length == 1 for length in values.shape):
         return values.reshape(())
-    num_m, num_n = len(call.lhs.axes.kept), len(call.rhs.axes.kept)
-    if side == "lhs":
-        values = lax.squeeze(values, call.lhs.axes.contracting)
-        return jnp.expand_dims(values, tuple(range(values.ndim, values.ndim + num_n)))
-    values = lax.squeeze(values, call.rhs.axes.contracting)
-    return jnp.expand_dims(values, tuple(range(call.num_batch, call.num_batch + num_m)))
+    own, other = (call.lhs, call.rhs) if side == "lhs" else (call.rhs, call.lhs)
+    values = lax.squeeze(values, own.axes.contracting)
+    first = values.ndim if side == "lhs" else call.num_batch
+    return jnp.expand_dims(values, tuple(range(first, first + len(other.axes.kept))))
 
 
 def scaled(sums: jax.Array, *scales: SumScale) -> jax.Array:
@@ -78,7 +76,6 @@ def scaled(sums: jax.Array, *scales: SumScale) -> jax.Array:
 
 @elementwise
 def _product(*factors: jax.Array) -> jax.Array:
-    """From the left."""
     return functools.reduce(float32.mul, factors)
 
 
@@ -91,7 +88,8 @@ def _halves(values: jax.Array, divides: bool) -> tuple[jax.Array, jax.Array]:
     ordinary = float32.gt(magnitude, 0)
     ordinary = float32.bitwise_and(ordinary, float32.lt(magnitude, float32.INF))
     sign = float32.bitwise_and(bits, float32.SIGN)
-    significand = float32.bitwise_or(float32.bitwise_or(sign, mantissa), _ONE)
+    one = 127 << 23
+    significand = float32.bitwise_or(float32.bitwise_or(sign, mantissa), one)
     significand = select(ordinary, float32.from_bits(significand), values)
     exponent = select(ordinary, float32.sub(biased, 127), 0)
     if divides:
@@ -100,9 +98,6 @@ def _halves(values: jax.Array, divides: bool) -> tuple[jax.Array, jax.Array]:
     half = float32.shift_right(exponent, 1)
     rest = float32.power_of_two(float32.sub(exponent, half))
     return float32.mul(significand, float32.power_of_two(half)), rest
-
-
-_ONE = 127 << 23
 
 
 def as_matrices(operand: Operand, axes: Axes) -> tuple[Operand, tuple[int, ...]]:
@@ -162,80 +157,3 @@ def rejects_scale_axes(call: MatmulCall | PackCall, *, batch: bool) -> str | Non
                 f"needs one tensor scale {each}, got one for each position of axes={own.scale_axes}"
             )
     return None
-
-
-class BlockScales(NamedTuple):
-    """Float32 scales of an operand's blocks."""
-
-    side: Side
-    values: jax.Array  # of the operand's shape, but for the contracted axis, which counts blocks
-    divides: bool  # whether the sums are divided
-
-
-def block_scales(side: Side, operand: MXArray, contracting: int) -> BlockScales:
-    """The scales of an operand's blocks, each as often as there are rows that share it."""
-    values = operand.scales
-    for axis, size in operand.blocks:
-        axis %= operand.ndim
-        if axis != contracting and isinstance(size, int):
-            values = _each_row(values, axis, size, operand.shape[axis])
-        elif axis != contracting:
-            shape = list(values.shape)
-            shape[axis] = operand.shape[axis]
-            values = jnp.broadcast_to(values, shape)
-    return BlockScales(side, values, operand.format.scale.kind == "divisor")
-
-
-def blockwise_dot(
-    lhs: jax.Array, rhs: jax.Array, size: int, scales: Sequence[BlockScales], call: MatmulCall
-) -> jax.Array:
-    """Float32 `[*batch, *m, *n]` of bfloat16 operands, one contracted axis each."""
-    # As many blocks at a time as leave their sums smaller than the operands; then the next ones.
-    axis = {side: own.axes.contracting[0] for side, own in call.sides}
-    operands = tuple(_blocks_first(x, axis[side], size) for x, side in ((lhs, "lhs"), (rhs, "rhs")))
-    count = operands[0].shape[0]
-    entries = math.prod(call.lhs.shape) * call.rhs.rows // max(lhs.shape[axis["lhs"]], 1)
-    together = max(1, min(count, (lhs.size + rhs.size) // max(entries, 1)))
-    together = max(n for n in range(1, together + 1) if count % n == 0)
-    factors = tuple(_placed(each, axis[each.side], call) for each in scales)
-
-    def sums(left: jax.Array, right: jax.Array, factors: tuple[jax.Array, ...]) -> jax.Array:
-        kinds = (each.divides for each in scales)
-        dots = _dots(left, right, call)
-        return scaled(dots, *map(SumScale, factors, kinds)).sum(axis=0)
-
-    parts = jax.tree.map(
-        lambda x: x.reshape(count // together, together, *x.shape[1:]), (*operands, factors)
-    )
-    if count == together:
-        return sums(*jax.tree.map(lambda x: x[0], parts))
-    shape = jax.eval_shape(sums, *jax.tree.map(lambda x: x[0], parts))
-    start = jnp.zeros(shape.shape, shape.dtype)
-    return lax.scan(lambda total, part: (total + sums(*part), None), start, parts)[0]
-
-
-def _blocks_first(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """`[blocks, ...]`, each a piece of the axis; the last is filled up with zeros."""
-    pieces, _ = blocks.split(x, ((axis - x.ndim, size),), fill=True)
-    return jnp.moveaxis(pieces, axis, 0)
-
-
-def _placed(scales: BlockScales, axis: int, call: MatmulCall) -> jax.Array:
-    """`[blocks, *batch, *m, *n]` with ones in the place of the other operand's axes."""
-    values = jnp.moveaxis(scales.values, axis, 0)
-    num_m, num_n = len(call.lhs.axes.kept), len(call.rhs.axes.kept)
-    if scales.side == "lhs":
-        return jnp.expand_dims(values, tuple(range(values.ndim, values.ndim + num_n)))
-    first = 1 + call.num_batch
-    return jnp.expand_dims(values, tuple(range(first, first + num_m)))
-
-
-def _dots(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Array:
-    axes = ProductAxes(call.lhs.axes.in_batch(), call.rhs.axes.in_batch())
-    return lax.dot_general(
-        left,
-        right,
-        axes.dimension_numbers,
-        precision=lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )

@@ -13,20 +13,7 @@ import jax
 from jax.core import Tracer
 
 from mx_jax.axes import Side
-from mx_jax.backends.calls import (
-    AttendCall,
-    Call,
-    CastStatisticsCall,
-    DequantizeCall,
-    MatmulCall,
-    MomentCall,
-    PackCall,
-    QuantizeBothCall,
-    QuantizeCall,
-    RaggedCall,
-    RandomBitsCall,
-    TransformCall,
-)
+from mx_jax.backends.calls import NOT_OFFERED, Call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,6 +48,10 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 _named = jax.make_user_context(default_value=None)
 _of_arrays = jax.make_user_context(default_value=None)
 
+# The backend that `only_backend` names, in whose context every call is for one device: who names a
+# backend takes it as it is with sharded arrays.
+only_named: Any = jax.make_user_context(default_value=None)
+
 # Set where lowering knows that no devices share a call: then a compiled handler need not tell the
 # compiler how they may split it.
 on_one_device = jax.make_user_context(default_value=False)
@@ -77,39 +68,48 @@ def follow(*operands: Any) -> AbstractContextManager[None]:
     if not leaves or any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in leaves):
         return contextlib.nullcontext()
     devices = [min(x.devices(), key=lambda device: device.id) for x in leaves if x.committed]
-    if not devices or _kind(devices[0]) == _kind(_device()):
-        return contextlib.nullcontext()
-    return _of_arrays(devices[0])
-
-
-def _kind(device: Device) -> tuple[str, str]:
-    return device.platform, device.device_kind
+    if devices:
+        own, usual = devices[0], _device()
+        if (own.platform, own.device_kind) != (usual.platform, usual.device_kind):
+            return _of_arrays(own)
+    return contextlib.nullcontext()
 
 
 def current_target(num_devices: int | None = None) -> Target:
-    """The machine that a call is for; `num_devices` replaces its own.
+    """The machine that a call is for.
 
     In this order: what `use_target` names; the devices of committed arrays outside `jit`
     (`follow`); those of the mesh in context (`jax.set_mesh`, `jax.shard_map`); the device of
     `jax.default_device`; JAX's first. All of it is in jit's cache key, and known while tracing.
+
+    Args:
+      num_devices: None: those of the machine; under `only_backend` one.
     """
+    if num_devices is None and only_named.value is not None:
+        num_devices = 1
     named = _named.value
     if named is not None:
         return named if num_devices is None else dataclasses.replace(named, num_devices=num_devices)
-    device, counted = _device(), True
+    device, mesh, counted = _device(), jax.sharding.get_abstract_mesh(), True
     if num_devices is None:
-        num_devices = _number_of(device)
-        counted = num_devices == 1 or not jax.sharding.get_abstract_mesh().empty
+        # JAX refuses arrays on devices outside of the mesh in context, of which jit splits
+        # automatic axes: below `jax.shard_map` each device has a call of its own. Without a mesh:
+        # all of the platform; of a device that is only compiled for, one.
+        sizes = [size for name, size in mesh.shape.items() if name not in mesh.manual_axes]
+        try:
+            num_devices = jax.device_count(device.platform) if mesh.empty else math.prod(sizes)
+        except RuntimeError:
+            num_devices = 1
+        counted = num_devices == 1 or not mesh.empty
     return dataclasses.replace(
         _described(device),
         num_devices=num_devices,
         counted=counted,
-        # An empty mesh has none.
-        program_devices=max(1, jax.sharding.get_abstract_mesh().size),
+        program_devices=max(1, mesh.size),  # an empty mesh has none
     )
 
 
-def machine_of(platform: str) -> Target:
+def of_platform(platform: str) -> Target:
     """One device of a platform, as far as this host has it."""
     try:
         return _described(jax.devices(platform)[0])
@@ -118,7 +118,10 @@ def machine_of(platform: str) -> Target:
 
 
 def _described(device: Device) -> Target:
-    platform, numbers = _platform(device), None
+    platform, numbers = device.platform, None
+    if platform == "gpu":
+        # So jax calls both kinds; the client's version says which.
+        platform = "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
     capability = getattr(device, "compute_capability", None)
     if capability is not None and platform == "cuda":
         major, _, minor = str(capability).partition(".")
@@ -131,47 +134,17 @@ def _device() -> Device:
     """A device like the one that jax would use."""
     if _of_arrays.value is not None:
         return _of_arrays.value
-    in_mesh = _device_of_mesh()
-    if in_mesh is not None:
-        return in_mesh
+    of_mesh = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if of_mesh is not None:
+        # A mesh for a machine that is not there decides nothing; `testing.target` names one.
+        with contextlib.suppress(RuntimeError):
+            for device in jax.devices(of_mesh.platform):
+                if device.device_kind == of_mesh.device_kind:
+                    return device
     default: Any = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(default, str):
         return jax.devices(default)[0]
     return jax.devices()[0] if default is None else default
-
-
-def _device_of_mesh() -> Device | None:
-    """A device here like those of the mesh in context, or None where there is none."""
-    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if described is None:
-        return None
-    try:
-        devices = jax.devices(described.platform)
-    except RuntimeError:
-        # A mesh for a machine that is not there; `testing.target` names one.
-        return None
-    return next((d for d in devices if _kind(d)[1] == described.device_kind), None)
-
-
-def _number_of(device: Device) -> int:
-    """Between how many devices `jit` may split a call."""
-    # JAX refuses arrays on devices outside of the mesh in context, of which jit splits automatic
-    # axes: below `jax.shard_map` each device has a call of its own. Without a mesh: all of the
-    # platform; of a device that is only compiled for, one.
-    mesh = jax.sharding.get_abstract_mesh()
-    if not mesh.empty:
-        return math.prod(size for name, size in mesh.shape.items() if name not in mesh.manual_axes)
-    try:
-        return jax.device_count(device.platform)
-    except RuntimeError:
-        return 1
-
-
-def _platform(device: Device) -> str:
-    if device.platform != "gpu":
-        return device.platform
-    # So jax calls both kinds; the client's version says which.
-    return "rocm" if "rocm" in device.client.platform_version.lower() else "cuda"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -203,7 +176,6 @@ class Offer:
         `pack_weights`. None: neither.
       takes_keys: whether it takes a `DerivedKey` in place of random bits or signs, if the backend
         draws them itself; else they are drawn before.
-      is_plain: whether it runs plain JAX alone, on any part of the operands as on all of them.
       inline: whether `run` is traced in place and not when it is lowered: interpreters of kernels
         have effects, which JAX wants to see.
     """
@@ -215,24 +187,7 @@ class Offer:
     describes: Callable[[Any, Target], str] | None = None
     lays_out: Callable[[Any], Side | None] = lambda call: None
     takes_keys: bool = False
-    is_plain: bool = False
     inline: bool = False
-
-
-# Why a backend does not take a kind of call that it does not offer.
-NOT_OFFERED: Mapping[type[Call], str] = {
-    MatmulCall: "multiplies nothing: XLA's own dot does",
-    RaggedCall: "multiplies no groups of rows",
-    QuantizeCall: "quantizes nothing: XLA fuses the reference's own code",
-    QuantizeBothCall: "casts once at a time",
-    DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",
-    PackCall: "has no layout of its own for weights",
-    CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
-    RandomBitsCall: "draws nothing: XLA compiles jax.random's own code",
-    MomentCall: "moves nothing: XLA fuses the reference's own code",
-    TransformCall: "turns nothing: XLA's own dot does",
-    AttendCall: "attends to nothing: XLA's own dot and softmax do",
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

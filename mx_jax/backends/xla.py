@@ -4,32 +4,19 @@ With one scale s_a for a row of lhs and s_b for a row of rhs, `C = (sum of a_cod
 s_b`: the codes go to the platform's matrix units as they are. All else is decoded to bfloat16.
 """
 
-import functools
+import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from mx_jax.axes import Axes, Side
-from mx_jax.backends.calls import (
-    MatmulCall,
-    Operand,
-    OperandType,
-    RaggedCall,
-    TransformCall,
-    rejects_symbolic,
-)
-from mx_jax.backends.sums import (
-    BlockScales,
-    SumScale,
-    block_scales,
-    blockwise_dot,
-    row_scales,
-    scaled,
-    tensor_scale,
-    without_tensor_scale,
-)
+from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.backends import calls, sums
+from mx_jax.backends.calls import MatmulCall, Operand, RaggedCall
+from mx_jax.backends.sums import SumScale
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs import blocks
 from mx_jax.codecs import element as element_codec
@@ -40,6 +27,8 @@ from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.reference import hadamard
 from mx_jax.reference.ragged import grouped_dot
+
+# Float8 by float8 ---------------------------------------------------------------------------------
 
 # Matrix units multiply float8 from Ada (8.9) on.
 _CUDA_CAPABILITY = (8, 9)
@@ -55,57 +44,41 @@ def _rejects_float8(call: MatmulCall, target: Target) -> str | None:
             )
     elif target.platform != "rocm":
         return f"XLA has no native float8 dot on platform={target.platform}"
-    return _rejects_format("lhs", call.lhs.format) or _rejects_format("rhs", call.rhs.format)
-
-
-def _rejects_format(side: str, format: BlockFormat | None) -> str | None:
-    if format is None:
-        return f"needs two float8 operands, got {side} in high precision"
-    if format.element.bits != 8 or format.element.kind != "float":
-        return f"needs float8 elements, got {side}={format.name}"
-    if not format.is_known:
-        return f"multiplies the library's own float8, got {side}={format.name} of other facts"
-    if format.block[1] is not WHOLE:
-        return f"needs one scale along the contracting axis, got {side}={format.name}"
+    for side, own in call.sides:
+        format = own.format
+        if format is None:
+            return f"needs two float8 operands, got {side} in high precision"
+        if format.element.bits != 8 or format.element.kind != "float":
+            return f"needs float8 elements, got {side}={format.name}"
+        if not format.is_known:
+            return f"multiplies the library's own float8, got {side}={format.name} of other facts"
+        if format.block[1] is not WHOLE:
+            return f"needs one scale along the contracting axis, got {side}={format.name}"
     return None
 
 
 def _multiply_float8(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     """The dot of the codes over the scales of the kept axes."""
     assert isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
-    k_last = functools.partial(_dot_k_last, call=call)
-    dot = functools.partial(_dot, dimension_numbers=call.dimension_numbers, call=call)
-    sums = platform_dependent(lhs.elements, rhs.elements, cuda=k_last, default=dot)
-    scales = row_scales("lhs", lhs, call), row_scales("rhs", rhs, call)
-    return scaled(sums, *scales).astype(call.out_dtype)
-
-
-def _dot(
-    left: jax.Array,
-    right: jax.Array,
-    dimension_numbers: lax.DotDimensionNumbers,
-    call: MatmulCall,
-) -> jax.Array:
     # On GPUs, XLA lets float8 products accumulate fast exactly when the precision is DEFAULT.
     precision = lax.Precision.DEFAULT if call.fast_accumulation else lax.Precision.HIGHEST
-    return lax.dot_general(
-        left,
-        right,
-        dimension_numbers,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
 
+    def dot(left: jax.Array, right: jax.Array, dimensions: Any = call.dimension_numbers) -> Any:
+        return lax.dot_general(
+            left, right, dimensions, precision=precision, preferred_element_type=jnp.float32
+        )
 
-def _dot_k_last(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Array:
-    """The same of operands in the order that Hopper's units read, the only one for float8.
+    def dot_k_last(left: jax.Array, right: jax.Array) -> jax.Array:
+        # In the order that Hopper's units read, the only one for float8. XLA would transpose by
+        # itself, in fusions of its own; so the cast writes both orders at once.
+        left, right = _k_last(left, call.lhs.axes), _k_last(right, call.rhs.axes)
+        batch, k = tuple(range(call.num_batch)), len(call.lhs.axes.contracting)
+        left_k, right_k = (tuple(range(x.ndim - k, x.ndim)) for x in (left, right))
+        return dot(left, right, ((left_k, right_k), (batch, batch)))
 
-    XLA would transpose by itself, in fusions of its own; so the cast writes both orders at once.
-    """
-    left, right = _k_last(left, call.lhs.axes), _k_last(right, call.rhs.axes)
-    batch, k = tuple(range(len(call.lhs.axes.batch))), len(call.lhs.axes.contracting)
-    left_k, right_k = (tuple(range(x.ndim - k, x.ndim)) for x in (left, right))
-    return _dot(left, right, ((left_k, right_k), (batch, batch)), call)
+    product = platform_dependent(lhs.elements, rhs.elements, cuda=dot_k_last, default=dot)
+    scales = sums.row_scales("lhs", lhs, call), sums.row_scales("rhs", rhs, call)
+    return sums.scaled(product, *scales).astype(call.out_dtype)
 
 
 def _k_last(elements: jax.Array, axes: Axes) -> jax.Array:
@@ -122,11 +95,14 @@ def _k_last(elements: jax.Array, axes: Axes) -> jax.Array:
 XLA = Backend(
     name="xla",
     epsilon_bound=2.0,
-    table=(Offer(call=MatmulCall, rejects=_rejects_float8, run=_multiply_float8, is_plain=True),),
+    table=(Offer(call=MatmulCall, rejects=_rejects_float8, run=_multiply_float8),),
 )
 
 
+# By bfloat16 -------------------------------------------------------------------------------------
+
 HOW = "XLA bfloat16 dot, float32 sums"
+_NO_CPU = "for accelerators, whose units multiply bfloat16, got platform=cpu"
 _DIGITS = 8
 # Scales that are rounded up bring the largest finite float32 to 2^128, which bfloat16 has not
 # either. Like the reference, E8M0 operands are decoded as 2^-2 of what they are.
@@ -143,32 +119,29 @@ def bfloat16_holds(format: BlockFormat) -> bool:
 def _rejects(call: MatmulCall | RaggedCall, target: Target) -> str | None:
     """Why not: a CPU, an operand that bfloat16 does not hold, scales inside the sums."""
     if target.platform == "cpu":
-        return "for accelerators, whose units multiply bfloat16, got platform=cpu"
-    return _rejects_operand("lhs", call.lhs) or _rejects_operand("rhs", call.rhs)
-
-
-def _rejects_operand(side: Side, own: OperandType) -> str | None:
-    if own.format is None:
-        if own.dtype == jnp.bfloat16:
-            return None
-        return (
-            f"needs operands that bfloat16 holds, got {side}_dtype={own.dtype}, whose product "
-            "keeps the caller's precision"
-        )
-    if not bfloat16_holds(own.format):
-        return (
-            f"needs element times block scale in {_DIGITS} binary digits, got {side}="
-            f"{own.format.name}, significand_bits={own.format.significand_bits}"
-        )
-    if set(own.scale_axes) & set(own.axes.contracting):
-        return (
-            f"needs one tensor scale along the contracted axes, got {side} with one for each "
-            f"position of axes={own.scale_axes}"
-        )
+        return _NO_CPU
+    for side, own in (("lhs", call.lhs), ("rhs", call.rhs)):
+        if own.format is None and own.dtype != jnp.bfloat16:
+            return (
+                f"needs operands that bfloat16 holds, got {side}_dtype={own.dtype}, whose product "
+                "keeps the caller's precision"
+            )
+        if own.format is None:
+            continue
+        if not bfloat16_holds(own.format):
+            return (
+                f"needs element times block scale in {_DIGITS} binary digits, got {side}="
+                f"{own.format.name}, significand_bits={own.format.significand_bits}"
+            )
+        if set(own.scale_axes) & set(own.axes.contracting):
+            return (
+                f"needs one tensor scale along the contracted axes, got {side} with one for each "
+                f"position of axes={own.scale_axes}"
+            )
     return None
 
 
-def _block_size(own: OperandType) -> int | None:
+def _block_size(own: calls.OperandType) -> int | None:
     """The size of blocks whose float32 scales change along the contracted axis, if they do."""
     format = own.format
     if format is None or not format.scale.is_float32 or format.block[1] is WHOLE:
@@ -193,7 +166,7 @@ def _rejects_product(call: MatmulCall, target: Target) -> str | None:
             "multiplies blocks under float32 scales one after another, on one device, got "
             f"num_devices={target.num_devices}"
         )
-    return rejects_symbolic(call)
+    return calls.rejects_symbolic(call)
 
 
 def _rejects_groups(call: RaggedCall, target: Target) -> str | None:
@@ -214,92 +187,121 @@ def block_values(operand: Operand) -> tuple[jax.Array, float]:
     if operand.format.scale.is_float32:
         return element_codec.decode(operand.codes, operand.format.element, jnp.bfloat16), 1.0
     if operand.format.scale.kind == "exponent":
-        return _under_exponents(operand), 2.0**_HEADROOM
-    return decode(without_tensor_scale(operand), jnp.bfloat16), 1.0
-
-
-def _scales(side: Side, operand: Operand, call: MatmulCall) -> tuple[SumScale, ...]:
-    """The scales that leave the whole sums."""
-    own = call.lhs if side == "lhs" else call.rhs
-    if not isinstance(operand, MXArray) or _block_size(own) is not None:
-        return ()
-    if operand.format.scale.is_float32:
-        return (row_scales(side, operand, call),)
-    return tensor_scale(side, operand, call)
-
-
-def _block_scales(lhs: Operand, rhs: Operand, call: MatmulCall) -> list[BlockScales]:
-    """The scales that leave the sums of blocks."""
-    return [
-        block_scales(side, operand, own.axes.contracting[0])
-        for operand, (side, own) in zip((lhs, rhs), call.sides, strict=True)
-        if isinstance(operand, MXArray) and _block_size(own) is not None
-    ]
-
-
-def _under_exponents(operand: MXArray) -> jax.Array:
-    """Bfloat16 values under E8M0 scales, times 2^-2: exact from 2^-124 on, Inf as in float32."""
-    # Multiplied twice, each time by a normal power of two; GPUs have subnormals, and multiply the
-    # two first, once a block. In few operations, and none on the scales alone that XLA would give a
-    # kernel of its own.
-    codes, inside = blocks.split(operand.codes, operand.blocks)
-    scales = blocks.spread(operand.scales, inside)
-    values = _under_exponent(codes, scales, operand.format.element)
-    return blocks.merge(values, operand.shape, inside)
+        codes, inside = blocks.split(operand.codes, operand.blocks)
+        scales = blocks.spread(operand.scales, inside)
+        values = _under_exponent(codes, scales, operand.format.element)
+        return blocks.merge(values, operand.shape, inside), 2.0**_HEADROOM
+    return decode(sums.without_tensor_scale(operand), jnp.bfloat16), 1.0
 
 
 @elementwise
 def _under_exponent(codes: jax.Array, scales: jax.Array, element: ElementFormat) -> jax.Array:
+    """Bfloat16 values under E8M0 scales, times 2^-2: exact from 2^-124 on, Inf as in float32."""
+    # Multiplied twice, each time by a normal power of two; GPUs have subnormals, and multiply the
+    # two first, once a block. In few operations, and none on the scales alone that XLA would give a
+    # kernel of its own.
     scales = scales.astype(jnp.int32)
     exponent = scales - (E8M0_BIAS + _HEADROOM)
     half = exponent >> 1
     first = select(scales == E8M0_NAN, jnp.nan, power_of_two(half))
     second = power_of_two(exponent - half)
+
+    def at_once(values: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        return values * (first * second)
+
+    def in_turn(values: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        return values * first * second
+
     operands = element_codec.decode(codes, element), first, second
-    values = platform_dependent(*operands, cuda=_at_once, rocm=_at_once, default=_in_turn)
+    values = platform_dependent(*operands, cuda=at_once, rocm=at_once, default=in_turn)
     return values.astype(jnp.bfloat16)
-
-
-def _in_turn(values: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-    return values * first * second
-
-
-def _at_once(values: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
-    return values * (first * second)
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     (left, left_factor), (right, right_factor) = block_values(lhs), block_values(rhs)
-    sizes = _block_size(call.lhs), _block_size(call.rhs)
-    if sizes != (None, None):
-        sums = blockwise_dot(
-            left, right, sizes[0] or sizes[1] or 0, _block_scales(lhs, rhs, call), call
-        )
+    of_sums: list[SumScale] = []
+    of_blocks: list[SumScale] = []
+    for operand, (side, own) in zip((lhs, rhs), call.sides, strict=True):
+        if not isinstance(operand, MXArray):
+            continue
+        if _block_size(own) is not None:
+            of_blocks.append(_block_scales(side, operand, call))
+        elif operand.format.scale.is_float32:
+            of_sums.append(sums.row_scales(side, operand, call))
+        else:
+            of_sums += sums.tensor_scale(side, operand, call)
+    if of_blocks:
+        size = _block_size(call.lhs) or _block_size(call.rhs) or 0
+        product = _blockwise_dot(left, right, size, of_blocks, call)
     else:
-        sums = lax.dot_general(
-            left,
-            right,
-            call.dimension_numbers,
-            # Of bfloat16 there is nothing to split, whatever `jax_default_matmul_precision` says.
-            precision=lax.Precision.DEFAULT,
-            preferred_element_type=jnp.float32,
-        )
-    sums = scaled(sums, *_scales("lhs", lhs, call), *_scales("rhs", rhs, call))
+        product = _dot(left, right, call.dimension_numbers)
+    product = sums.scaled(product, *of_sums)
     factor = left_factor * right_factor
-    return (sums if factor == 1.0 else sums * factor).astype(call.out_dtype)
+    return (product if factor == 1.0 else product * factor).astype(call.out_dtype)
+
+
+def _dot(left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers) -> jax.Array:
+    # Of bfloat16 there is nothing to split, whatever `jax_default_matmul_precision` says.
+    default = lax.Precision.DEFAULT
+    return lax.dot_general(
+        left, right, dimensions, precision=default, preferred_element_type=jnp.float32
+    )
+
+
+def _block_scales(side: Side, operand: MXArray, call: MatmulCall) -> SumScale:
+    """Scales of an operand's blocks, `[blocks, *batch, *m, *n]`, ones for the other's axes."""
+    own, other = (call.lhs, call.rhs) if side == "lhs" else (call.rhs, call.lhs)
+    (contracted,) = own.axes.contracting
+    values = jnp.moveaxis(sums.each_row(operand, operand.scales, contracted), contracted, 0)
+    first = values.ndim if side == "lhs" else 1 + call.num_batch
+    values = jnp.expand_dims(values, tuple(range(first, first + len(other.axes.kept))))
+    return SumScale(values, operand.format.scale.kind == "divisor")
+
+
+def _blockwise_dot(
+    lhs: jax.Array, rhs: jax.Array, size: int, scales: Sequence[SumScale], call: MatmulCall
+) -> jax.Array:
+    """Float32 `[*batch, *m, *n]` of bfloat16 operands, one contracted axis each."""
+    operands = []
+    for x, (_, own) in zip((lhs, rhs), call.sides, strict=True):
+        # `[blocks, ...]`, each a piece of the axis; the last is filled up with zeros.
+        (axis,) = own.axes.contracting
+        pieces, _ = blocks.split(x, ((axis - x.ndim, size),), fill=True)
+        operands.append(jnp.moveaxis(pieces, axis, 0))
+    # As many blocks at a time as leave their sums smaller than the operands; then the next ones.
+    count, (k,) = operands[0].shape[0], call.lhs.axes.contracting
+    entries = math.prod(call.lhs.shape) * call.rhs.rows // max(lhs.shape[k], 1)
+    together = max(1, min(count, (lhs.size + rhs.size) // max(entries, 1)))
+    together = max(n for n in range(1, together + 1) if count % n == 0)
+    dimensions = ProductAxes(call.lhs.axes.in_batch(), call.rhs.axes.in_batch()).dimension_numbers
+
+    def of_some(left: jax.Array, right: jax.Array, *factors: jax.Array) -> jax.Array:
+        kinds = (scale.divides for scale in scales)
+        dots = _dot(left, right, dimensions)
+        return sums.scaled(dots, *map(SumScale, factors, kinds)).sum(axis=0)
+
+    parts = [
+        x.reshape(count // together, together, *x.shape[1:])
+        for x in (*operands, *(scale.values for scale in scales))
+    ]
+    if count == together:
+        return of_some(*(x[0] for x in parts))
+    shape = jax.eval_shape(of_some, *(x[0] for x in parts))
+    start = jnp.zeros(shape.shape, shape.dtype)
+    return lax.scan(lambda total, part: (total + of_some(*part), None), start, parts)[0]
 
 
 def _multiply_groups(
     lhs: Operand, rhs: Operand, group_sizes: jax.Array, call: RaggedCall
 ) -> jax.Array:
     (left, left_factor), (right, right_factor) = block_values(lhs), block_values(rhs)
-    sums = grouped_dot(
+    product = grouped_dot(
         left, right, group_sizes, call.contracting, lax.Precision.DEFAULT, jnp.float32
     )
     sides: tuple[tuple[Side, Operand], ...] = ("lhs", lhs), ("rhs", rhs)
     found = (_scale_of_groups(side, x, group_sizes, call) for side, x in sides)
-    sums = scaled(sums, *(scale for scale in found if scale is not None))
-    return (sums * (left_factor * right_factor)).astype(call.out_dtype)
+    product = sums.scaled(product, *(scale for scale in found if scale is not None))
+    return (product * (left_factor * right_factor)).astype(call.out_dtype)
 
 
 def _scale_of_groups(
@@ -329,16 +331,12 @@ def _scale_of_groups(
     return SumScale(values, scale.kind == "divisor")
 
 
-def _rejects_transform(call: TransformCall, target: Target) -> str | None:
+def _rejects_transform(call: calls.TransformCall, target: Target) -> str | None:
     if target.platform == "cpu":
-        return "for accelerators, whose units multiply bfloat16, got platform=cpu"
+        return _NO_CPU
     if call.dtype != jnp.bfloat16 or call.length is not None:
         return f"needs values that bfloat16 holds, got dtype={call.dtype}"
     return None
-
-
-def _transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array:
-    return hadamard.apply(x, signs, call.axis, in_bfloat16=True)
 
 
 # The bound is wider than the reference's: matrix units add as they like, and scales that leave the
@@ -347,10 +345,13 @@ XLA_BFLOAT16 = Backend(
     name="xla_bfloat16",
     epsilon_bound=4.0,
     table=(
-        Offer(call=MatmulCall, rejects=_rejects_product, run=_multiply, how=HOW, is_plain=True),
+        Offer(call=MatmulCall, rejects=_rejects_product, run=_multiply, how=HOW),
         Offer(call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, how=HOW),
         Offer(
-            call=TransformCall, rejects=_rejects_transform, run=_transform, how=HOW, is_plain=True
+            call=calls.TransformCall,
+            rejects=_rejects_transform,
+            run=lambda x, signs, call: hadamard.apply(x, signs, call.axis, in_bfloat16=True),
+            how=HOW,
         ),
     ),
 )

@@ -8,7 +8,7 @@ it has been seen to compile, and nothing else is offered.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,20 +18,9 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 from mx_jax.axes import Axes
-from mx_jax.backends.calls import (
-    MatmulCall,
-    Operand,
-    OperandType,
-    PackCall,
-    RaggedCall,
-    rejects_symbolic,
-)
-from mx_jax.backends.sums import (
-    SumScale,
-    rejects_parts_of_blocks,
-    rejects_scale_axes,
-    scaled,
-)
+from mx_jax.backends import calls, sums
+from mx_jax.backends.calls import MatmulCall, Operand, RaggedCall
+from mx_jax.backends.sums import SumScale
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs import float32, packing
 from mx_jax.codecs.float32 import power_of_two, select
@@ -52,8 +41,7 @@ NVFP4: Kind = (E2M1, E4M3_SCALE, 16)
 _MXFP8 = (MXFP8_E4M3, MXFP8_E5M2)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Native:
+class Native(NamedTuple):
     """Products that XLA was seen to compile to one kernel that reads codes.
 
     Attributes:
@@ -72,38 +60,16 @@ class Native:
 # FP8, elements and scales, is converted by instructions that Ada has first: before, XLA aborts.
 _FROM_ADA = ((8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
 _FROM_AMPERE = ((8, 0), (8, 6), (8, 7), *_FROM_ADA)
+_BY_MXFP8 = tuple((lhs, rhs) for lhs in (*_MXFP8, None) for rhs in _MXFP8)
+_BY_BFLOAT16 = tuple((lhs, None) for lhs in _MXFP8)
+_WITH_MXFP4 = tuple(pair for own in _MXFP8 for pair in ((own, MXFP4), (MXFP4, own)))
 # Each row comes from compiles that tests/gpu/test_compile_scaled.py repeats.
 NATIVE: tuple[Native, ...] = (
-    Native(
-        name="MXFP8",
-        jax=(0, 10, 2),
-        capabilities=_FROM_ADA,
-        pairs=tuple((lhs, rhs) for lhs in (*_MXFP8, None) for rhs in _MXFP8),
-    ),
-    Native(
-        name="MXFP8 by bfloat16",
-        jax=(0, 10, 2),
-        capabilities=_FROM_ADA,
-        pairs=tuple((lhs, None) for lhs in _MXFP8),
-    ),
-    Native(
-        name="MXFP8 and MXFP4",
-        jax=(0, 12, 0),
-        capabilities=_FROM_ADA,
-        pairs=tuple(pair for own in _MXFP8 for pair in ((own, MXFP4), (MXFP4, own))),
-    ),
-    Native(
-        name="MXFP4",
-        jax=(0, 12, 0),
-        capabilities=_FROM_AMPERE,
-        pairs=((MXFP4, MXFP4), (None, MXFP4), (MXFP4, None)),
-    ),
-    Native(
-        name="NVFP4",
-        jax=(0, 12, 0),
-        capabilities=_FROM_ADA,
-        pairs=((NVFP4, NVFP4), (None, NVFP4), (NVFP4, None)),
-    ),
+    Native("MXFP8", (0, 10, 2), _FROM_ADA, _BY_MXFP8),
+    Native("MXFP8 by bfloat16", (0, 10, 2), _FROM_ADA, _BY_BFLOAT16),
+    Native("MXFP8 and MXFP4", (0, 12, 0), _FROM_ADA, _WITH_MXFP4),
+    Native("MXFP4", (0, 12, 0), _FROM_AMPERE, ((MXFP4, MXFP4), (None, MXFP4), (MXFP4, None))),
+    Native("NVFP4", (0, 12, 0), _FROM_ADA, ((NVFP4, NVFP4), (None, NVFP4), (NVFP4, None))),
 )
 
 
@@ -129,8 +95,7 @@ def row_of(
         if isinstance(kind := kind_of(own.format), str):
             return kind
         kinds.append(kind)
-    pair = tuple(kinds)
-    rows = [row for row in NATIVE if pair in row.pairs]
+    rows = [row for row in NATIVE if tuple(kinds) in row.pairs]
     text = f"{call.lhs.text} by {call.rhs.text}"
     if not rows:
         return f"XLA compiles no block-scaled product of {text}"
@@ -148,11 +113,6 @@ def row_of(
 # Where XLA, on the GPU, took a dequantized product of its own for the faster one (of an H200): so
 # another backend's is, which dequantizes in fewer steps. Rows in groups gain nonetheless.
 _DEQUANTIZED_ON = ((9, 0),)
-
-
-def _rejects_dense(call: MatmulCall, target: Target) -> str | None:
-    """As `_rejects`, of a product that is not one of groups."""
-    return _rejects_slow(target) or _rejects(call, target)
 
 
 def _rejects_slow(target: Target) -> str | None:
@@ -173,7 +133,7 @@ def _rejects_machine(target: Target) -> str | None:
 
 def _rejects(call: MatmulCall, target: Target) -> str | None:
     """Why not: another machine, or a product that XLA was not seen to compile."""
-    reason = _rejects_machine(target) or rejects_symbolic(call)
+    reason = _rejects_machine(target) or calls.rejects_symbolic(call)
     if reason is not None:
         return reason
     for side, own in call.sides:
@@ -185,20 +145,13 @@ def _rejects(call: MatmulCall, target: Target) -> str | None:
     row = row_of(call, target)
     if isinstance(row, str):
         return row
-    return (
-        _rejects_k(call) or rejects_scale_axes(call, batch=False) or rejects_parts_of_blocks(call)
-    )
-
-
-def _rejects_k(call: MatmulCall) -> str | None:
-    """Whole blocks, of which there are some."""
     for side, own in call.sides:
         if 0 in own.shape:
             return f"multiplies operands that have elements, got {side}_shape={own.shape}"
         k, block = own.shape[own.axes.contracting[-1]], own.format and own.format.block[1]
         if isinstance(block, int) and k % block:
             return f"needs whole blocks of {block} along k, got k={k}"
-    return None
+    return sums.rejects_scale_axes(call, batch=False) or sums.rejects_parts_of_blocks(call)
 
 
 def _how(call: MatmulCall, target: Target) -> str:
@@ -289,10 +242,6 @@ def _elements(codes: jax.Array, element: ElementFormat) -> jax.Array:
     return lax.bitcast_convert_type(codes, element.dtype)
 
 
-def _scale_values(scales: jax.Array, format: BlockFormat) -> jax.Array:
-    return lax.bitcast_convert_type(scales, format.scale.dtype)
-
-
 def _matrices(operand: Operand | PackedMXArray, axes: Axes, k: int) -> Matrices:
     """An operand of a product, filled up to k; codes of four bits with k last, as tensor cores read
     them."""
@@ -311,10 +260,21 @@ def _matrices(operand: Operand | PackedMXArray, axes: Axes, k: int) -> Matrices:
     exponent = None
     if operand.format.scale.kind == "exponent":
         scales, exponent = centred(scales, element)
-    scales = _scale_values(scales, operand.format)
+    scales = lax.bitcast_convert_type(scales, operand.format.scale.dtype)
     tensor_scale = operand.tensor_scale
     tensor_scale = None if tensor_scale is None else tensor_scale.reshape(())
     return Matrices(_elements(codes, element), scales, exponent, tensor_scale, k_first)
+
+
+def _of_packed(packed: PackedMXArray) -> Matrices:
+    stacked: Packed = jax.tree.map(lambda x: x.reshape(-1, *x.shape[-2:]), packed.arrays)
+    elements = lax.bitcast_convert_type(stacked.codes, packed.format.element.dtype)
+    elements = elements.reshape(*stacked.codes.shape[:2], _padded_k(math.prod(packed.k)))
+    scales = lax.bitcast_convert_type(stacked.scales, packed.format.scale.dtype)
+    tensor_scale = stacked.tensor_scale
+    if tensor_scale is not None and tensor_scale.size == 1:
+        tensor_scale = tensor_scale.reshape(())
+    return Matrices(elements, scales, stacked.exponent, tensor_scale, False)
 
 
 def _filled(x: jax.Array, k: int, k_first: bool = False) -> jax.Array:
@@ -341,7 +301,8 @@ def _spread(scales: jax.Array, elements: jax.Array, axis: int) -> jax.Array:
     return lax.convert_element_type(values, jnp.bfloat16)
 
 
-def _decomposed(
+@functools.partial(lax.composite, name="xla.scaled_dot")
+def _composite(
     lhs: jax.Array,
     rhs: jax.Array,
     lhs_scale: jax.Array,
@@ -358,9 +319,6 @@ def _decomposed(
         precision=lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )
-
-
-_composite = lax.composite(_decomposed, name="xla.scaled_dot")
 
 
 @functools.cache
@@ -384,9 +342,9 @@ def _dot(k_first: tuple[bool, bool], is_scaled: tuple[bool, bool]) -> Any:
         # XLA knows bfloat16 by a constant scale of one.
         one = jnp.ones((1,) * lhs.ndim, jnp.bfloat16)
         both = (next(given) if has_scale else one for has_scale in is_scaled)
-        sums = _composite(lhs, rhs, *both, dimension_numbers=(contracting, (batch, batch)))
+        product = _composite(lhs, rhs, *both, dimension_numbers=(contracting, (batch, batch)))
         # XLA 0.12 crashes where it fuses a reshape that merges the batch with the rows.
-        return lax.optimization_barrier(sums) if batch else sums[None]
+        return lax.optimization_barrier(product) if batch else product[None]
 
     @dot.def_vmap
     def _(size: int, in_batched: Sequence[bool], *arrays: jax.Array) -> Any:
@@ -399,27 +357,23 @@ def _dot(k_first: tuple[bool, bool], is_scaled: tuple[bool, bool]) -> Any:
             if batched[side]:
                 x = x if has_batch else jnp.broadcast_to(x, (size, *x.shape))
                 rows = 0 if all(batched) else 2 if k_first[side] else 1
-                x = _merged(jnp.moveaxis(x, 0, rows), rows)
+                x = jnp.moveaxis(x, 0, rows)
+                x = x.reshape(*x.shape[:rows], -1, *x.shape[rows + 2 :])
             wide.append(x)
-        sums = dot(*wide)
+        product = dot(*wide)
         axis = 0 if all(batched) else 1 if batched[0] else 2
-        split = (*sums.shape[:axis], size, sums.shape[axis] // size, *sums.shape[axis + 1 :])
-        return jnp.moveaxis(sums.reshape(split), axis, 0), True
+        split = (*product.shape[:axis], size, -1, *product.shape[axis + 1 :])
+        return jnp.moveaxis(product.reshape(split), axis, 0), True
 
     return dot
 
 
-def _merged(x: jax.Array, axis: int) -> jax.Array:
-    """An axis and the next one as one."""
-    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
-
-
 def _multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> jax.Array:
     k = _length(call)
-    sums = _product(_matrices(lhs, call.lhs.axes, k), _matrices(rhs, call.rhs.axes, k))
+    product = _product(_matrices(lhs, call.lhs.axes, k), _matrices(rhs, call.rhs.axes, k))
     shape = call.lhs.shape[: call.num_batch]
     kept = (own.axes.sizes(own.shape)[1] for _, own in call.sides)
-    return sums.astype(call.out_dtype).reshape(*shape, *(n for sizes in kept for n in sizes))
+    return product.astype(call.out_dtype).reshape(*shape, *(n for sizes in kept for n in sizes))
 
 
 def _length(call: MatmulCall) -> int:
@@ -433,13 +387,13 @@ def _product(left: Matrices, right: Matrices) -> jax.Array:
     """One kernel: tensor scales and powers of two multiply its float32 sums `[batch, m, n]`."""
     scales = [x.scales for x in (left, right) if x.scales is not None]
     dot = _dot((left.k_first, right.k_first), (left.scales is not None, right.scales is not None))
-    sums = dot(left.elements, right.elements, *scales)
+    product = dot(left.elements, right.elements, *scales)
     exponents = [x.exponent for x in (left, right) if x.exponent is not None]
     if exponents:
         total = lax.neg(functools.reduce(float32.add, exponents))
-        sums = float32.mul(sums, power_of_two(total))
+        product = float32.mul(product, power_of_two(total))
     factors = (x.tensor_scale for x in (left, right))
-    return scaled(sums, *(SumScale(scale) for scale in factors if scale is not None))
+    return sums.scaled(product, *(SumScale(scale) for scale in factors if scale is not None))
 
 
 # Rows in groups -----------------------------------------------------------------------------------
@@ -470,7 +424,7 @@ def _rejects_groups(call: RaggedCall, target: Target) -> str | None:
     """As `_rejects`, of the products that it takes; rows are kept."""
     if call.contracts_rows:
         return "multiplies rows by their group's matrix, got rows that are contracted"
-    return rejects_symbolic(call) or _rejects(_at_a_time(call), target)
+    return calls.rejects_symbolic(call) or _rejects(_at_a_time(call), target)
 
 
 def _how_groups(call: RaggedCall, target: Target) -> str:
@@ -491,7 +445,7 @@ def _multiply_groups(
     if groups < call.num_groups:
         # Those that have rows come first, in their order.
         picked = jnp.argsort(group_sizes == 0, stable=True)[:groups]
-        group_sizes, rhs = group_sizes[picked], _picked(rhs, picked)
+        group_sizes, rhs = group_sizes[picked], _taken(lambda x: x[picked], rhs)
     right = _matrices(rhs, product.rhs.axes, k)
     ends = jnp.cumsum(group_sizes)
     starts = ends - group_sizes
@@ -502,11 +456,13 @@ def _multiply_groups(
     def multiply(done: jax.Array, out: jax.Array) -> jax.Array:
         """With the rows of each group that follow the first `done`."""
         own = done + jnp.arange(each)
+        # Rows `[g, m, k]` of `[p, k]`, zeros beyond them.
         source = jnp.where(own < group_sizes[:, None], starts[:, None] + own, num_rows)
-        sums = _product(_matrices(_taken(lhs, source), product.lhs.axes, k), right)
-        sums = sums.astype(call.out_dtype).reshape(groups * each, -1)
+        take = functools.partial(jnp.take, indices=source, axis=0, mode="fill", fill_value=0)
+        found = _product(_matrices(_taken(take, lhs), product.lhs.axes, k), right)
+        found = found.astype(call.out_dtype).reshape(groups * each, -1)
         here = (group < groups) & (done <= place) & (place < done + each)
-        found = jnp.take(sums, group * each + place - done, axis=0, mode="clip")
+        found = jnp.take(found, group * each + place - done, axis=0, mode="clip")
         return jnp.where(here[:, None], found, out)
 
     out = jnp.zeros((num_rows, call.rhs.rows), call.out_dtype)
@@ -520,20 +476,11 @@ def _multiply_groups(
     )[1]
 
 
-def _taken(rows: Operand, source: jax.Array) -> Operand:
-    """Rows `[g, m, k]` of `[p, k]`, zeros beyond them."""
-    take = functools.partial(jnp.take, indices=source, axis=0, mode="fill", fill_value=0)
-    if not isinstance(rows, MXArray):
-        return take(rows)
-    return dataclasses.replace(rows, codes=take(rows.codes), scales=take(rows.scales))
-
-
-def _picked(matrices: Operand | PackedMXArray, picked: jax.Array) -> Any:
-    """Some of the groups' matrices."""
-    if isinstance(matrices, MXArray):
-        codes, scales = matrices.codes[picked], matrices.scales[picked]
-        return dataclasses.replace(matrices, codes=codes, scales=scales)
-    return jax.tree.map(lambda leaf: leaf[picked], matrices)
+def _taken(take: Callable[[jax.Array], jax.Array], operand: Any) -> Any:
+    """Some rows, or some groups' matrices, of an operand: its tensor scale is theirs."""
+    if not isinstance(operand, MXArray):
+        return jax.tree.map(take, operand)
+    return dataclasses.replace(operand, codes=take(operand.codes), scales=take(operand.scales))
 
 
 # Weights ------------------------------------------------------------------------------------------
@@ -557,7 +504,7 @@ class Packed(NamedTuple):
     tensor_scale: jax.Array | None
 
 
-def _rejects_packing(call: PackCall, target: Target) -> str | None:
+def _rejects_packing(call: calls.PackCall, target: Target) -> str | None:
     """Why not: weights that no row has, or axes that make no matrices."""
     reason = _rejects_machine(target) or call.rejects_layout()
     # In a batch they are those of groups.
@@ -568,11 +515,13 @@ def _rejects_packing(call: PackCall, target: Target) -> str | None:
     if call.lhs_format is None and call.dtype != bfloat16:
         return f"packs for activations in bfloat16, got weights of dtype={call.dtype}"
     dtype = bfloat16 if call.lhs_format is None else None
-    given = OperandType(shape=weights.shape, axes=weights.axes, format=call.lhs_format, dtype=dtype)
+    given = calls.OperandType(
+        shape=weights.shape, axes=weights.axes, format=call.lhs_format, dtype=dtype
+    )
     return _rejects(MatmulCall(lhs=given, rhs=weights, out_dtype=np.dtype(np.float32)), target)
 
 
-def _pack(x: MXArray, call: PackCall) -> PackedMXArray:
+def _pack(x: MXArray, call: calls.PackCall) -> PackedMXArray:
     """Weights with k last, their scales centred, and codes under NaN that multiply to NaN."""
     axes, element = call.weights.axes, call.format.element
     batch, kept, k = axes.sizes(x.shape)
@@ -609,24 +558,6 @@ def _pack(x: MXArray, call: PackCall) -> PackedMXArray:
         format=call.format,
         dtype=x.dtype,
     )
-
-
-def _of_packed(packed: PackedMXArray) -> Matrices:
-    """Packed weights as an operand."""
-    arrays, format = packed.arrays, packed.format
-
-    def stacked(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, *x.shape[-2:])
-
-    codes = stacked(arrays.codes)
-    elements = lax.bitcast_convert_type(codes, format.element.dtype)
-    elements = elements.reshape(*codes.shape[:2], _padded_k(math.prod(packed.k)))
-    exponent = None if arrays.exponent is None else stacked(arrays.exponent)
-    tensor_scale = arrays.tensor_scale
-    if tensor_scale is not None:
-        tensor_scale = tensor_scale.reshape(() if tensor_scale.size == 1 else (-1, 1, 1))
-    scales = _scale_values(stacked(arrays.scales), format)
-    return Matrices(elements, scales, exponent, tensor_scale, False)
 
 
 def _stored(arrays: Packed, packed: PackedMXArray) -> tuple[jax.Array, jax.Array]:
@@ -697,10 +628,15 @@ XLA_SCALED = Backend(
     name="xla_scaled",
     epsilon_bound=4.0,
     table=(
-        Offer(call=MatmulCall, rejects=_rejects_dense, run=_multiply, describes=_how),
+        Offer(
+            call=MatmulCall,
+            rejects=lambda call, target: _rejects_slow(target) or _rejects(call, target),
+            run=_multiply,
+            describes=_how,
+        ),
         Offer(
             call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, describes=_how_groups
         ),
-        Offer(call=PackCall, rejects=_rejects_packing, run=_pack),
+        Offer(call=calls.PackCall, rejects=_rejects_packing, run=_pack),
     ),
 )

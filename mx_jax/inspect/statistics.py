@@ -17,6 +17,7 @@ from jax import lax
 
 from mx_jax.backends.calls import CastStatisticsCall
 from mx_jax.backends.primitive import choose_if_any
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.codecs.blocks import varying_axes
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.mxarray import MXArray
@@ -274,7 +275,7 @@ def of_cast(before: jax.Array | None, after: MXArray, axis: int, wanted: Collect
         raw |= {} if row.arrays is None else row.arrays(before, after, axis)
     rows = [row for row in rows if row.arrays is None]
     choice = choose_if_any(call)
-    if choice is not None and not choice.offer.is_plain:
+    if choice is not None and choice.backend != REFERENCE:
         needed = {"amax", "size"}.union(*(row.joins for row in rows))
         found = choice.offer.run(before, after, call)
         raw |= {name: value for name, value in found.items() if name in needed}

@@ -8,6 +8,7 @@ import numpy as np
 
 from mx_jax.backends.calls import AttendCall
 from mx_jax.backends.primitive import choose_if_any
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.formats import BlockFormat
 from mx_jax.ops.quantize import dequantize
 from mx_jax.packed import PackedRows, Rows
@@ -32,7 +33,7 @@ def attend_matrices(
         format=_format(keys),
     )
     choice = choose_if_any(call)
-    if call.format is not None and (choice is None or choice.offer.is_plain):
+    if call.format is not None and (choice is None or choice.backend == REFERENCE):
         return attend_matrices(tokens, shared, _decoded(keys), _decoded(values), position)
     if choice is None:
         return matmul.attend(shared, keys, values, position, tokens)

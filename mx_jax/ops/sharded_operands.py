@@ -17,7 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mx_jax.axes import Axes, Side
 from mx_jax.backends.calls import AnyOperand
-from mx_jax.backends.partition_casts import agreed_scale as agreed
+from mx_jax.backends.partition import agreed_scale as agreed
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import (
     Spec,

@@ -1,6 +1,7 @@
 """Evidence: what a row stands for, and that it switches on exactly that."""
 
 import dataclasses
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -219,11 +220,11 @@ def test_of_casts_there_are_no_rows():
     case = QuantizeCase(format=formats.MXFP4, shape=(64, 64), dtype="bfloat16")
     assert Work.of(case.call, "pallas_gpu") is None
     assert ("pallas_gpu", "faster alone, but not in a step, as an H200 was measured") in on_request(
-        case.call, H200, BACKENDS
+        case.call, H200
     )
 
 
-def test_products_of_rows_in_groups():
+def test_products_of_rows_in_groups(monkeypatch: pytest.MonkeyPatch):
     """A kernel for another kind of call needs an offer and a row."""
     planted = dataclasses.replace(REFERENCE, name="planted", source=lambda: (Path(__file__),))
     case = Case(
@@ -235,11 +236,11 @@ def test_products_of_rows_in_groups():
     )
     assert isinstance(case.call, RaggedCall)
     row = row_of(case.call, backend="planted", source=source_of(planted))
+    monkeypatch.setattr("mx_jax.backends.select.BACKENDS", (*BACKENDS, planted))
     assert (row.work.rows, row.work.groups) == (8, 8)
 
     def taken(call: Call, target: Target = H200) -> str:
-        with evidence.use([row]):
-            return select(call, target, (*BACKENDS, planted)).backend.name
+        return chosen(call, row, target=target).backend.name
 
     def other(**changes: Any) -> Call:
         return dataclasses.replace(case, **changes).call
@@ -435,10 +436,5 @@ def test_a_bucket_has_one_entry_of_the_table():
     for kernel in (MMA, WGMMA):
         for table in kernel.tiles.values():
             changes = [limit for limit, _ in table] + [kernel.crossover - 1]
-            for most in ROWS:
-                inside = [at for at in changes if _lowest(most) <= at < most]
-                assert not inside, (kernel, most)
-
-
-def _lowest(most: float) -> float:
-    return max([end for end in ROWS if end < most], default=0) + 1
+            for below, most in itertools.pairwise((0, *ROWS)):
+                assert not any(below < at < most for at in changes), (kernel, most)

@@ -152,10 +152,11 @@ def test_elements_and_scales_of_ones_own_under_known_names(format: formats.Block
         np.testing.assert_allclose(mx_jax.matmul(X, w, recipe=recipe), exact, rtol=1e-5, atol=1e-5)
 
 
-def targets() -> list[Target]:
-    capabilities = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
-    gpus = [Target(platform="cuda", compute_capability=each) for each in capabilities]
-    return [Target(platform="cpu"), Target(platform="rocm"), *gpus]
+GPUS = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+TARGETS = [
+    *(Target(platform=platform) for platform in ("cpu", "rocm")),
+    *(Target(platform="cuda", compute_capability=capability) for capability in GPUS),
+]
 
 
 def calls_with(format: formats.BlockFormat) -> list:
@@ -201,7 +202,7 @@ STRANGERS = {
 @pytest.mark.parametrize("format", STRANGERS.values(), ids=STRANGERS)
 def test_only_plain_code_takes_what_nobody_else_knows(format: formats.BlockFormat):
     """The reference, and for products on accelerators XLA's bfloat16 dot, which counts digits."""
-    for target in targets():
+    for target in TARGETS:
         for call in calls_with(format):
             takers = [each.name for each in BACKENDS if each.rejects(call, target) is None]
             product = isinstance(call, MatmulCall) and target.platform != "cpu"
@@ -256,13 +257,9 @@ def test_a_copy_is_equal():
     rules = [*SCALE_RULES, *(rule for _, rule in RULES.values())]
     renamed = dataclasses.replace(GAUSSIAN, name="mine")
     for value in (*rules, renamed, *ROUNDINGS, stochastic(5), *ROUNDING_STRANGERS):
-        _check_copies(value)
-
-
-def _check_copies(value):
-    for other in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value), copy.copy(value)):
-        assert other == value and hash(other) == hash(value)
-        assert type(other) is type(value) and other.name == value.name
+        for other in (pickle.loads(pickle.dumps(value)), copy.deepcopy(value), copy.copy(value)):
+            assert other == value and hash(other) == hash(value)
+            assert type(other) is type(value) and other.name == value.name
 
 
 def test_the_library_s_own_are_pickled_by_name():

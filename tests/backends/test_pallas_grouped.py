@@ -259,7 +259,7 @@ def test_a_training_step_by_the_kernels_alone(
         reason = backend.rejects(call, H200)
         asked.append((call.contracts_rows, reason))
         chosen = backend if reason is None else REFERENCE
-        return Choice(backend=chosen, offer=chosen.offers[RaggedCall], target=H200, rejections=())
+        return Choice(backend=chosen, offer=chosen.offers[RaggedCall], rejections=())
 
     tokens, experts, g = (
         jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)

@@ -146,9 +146,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
             isinstance(call, MatmulCall) and meet(call.lhs.format, call.rhs.format)
         )
         backend = backend_for(SM100, interpreter()) if mine else REFERENCE
-        target = Target(platform="cuda", compute_capability=(10, 0))
-        offer = backend.offers[type(call)]
-        return Choice(backend=backend, offer=offer, target=target, rejections=())
+        return Choice(backend=backend, offer=backend.offers[type(call)], rejections=())
 
     monkeypatch.setattr(ops_packing, "choose", select)
     monkeypatch.setattr(dense, "choose", select)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax.backends.calls import QuantizeCall
-from mx_jax.backends.partition_casts import can_split
+from mx_jax.backends.partition import can_split
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import MXFP4, NVFP4
 from mx_jax.reference.scale_rules import MS_EDEN, power_of_two

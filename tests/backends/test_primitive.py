@@ -1,5 +1,6 @@
 """Calls as equations: lowering picks what computes them, by the platform and the devices."""
 
+import functools
 import re
 from typing import Any
 
@@ -12,10 +13,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.calls import DequantizeCall, MatmulCall, OperandType
+from mx_jax.backends.pallas_gpu.architecture import MIN_JAX
 from mx_jax.backends.primitive import choose
-from mx_jax.backends.select import with_backends
-from mx_jax.backends.target import Backend, Offer
+from mx_jax.backends.select import select, with_backends
+from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.inspect import explain_call
+from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 from tests.needs import needs_library
@@ -24,7 +27,7 @@ from tests.quick import quick
 pytestmark = needs_library
 
 P = PartitionSpec
-MXFP4 = mx_jax.recipes.mxfp4()
+MXFP4 = mx_jax.formats.MXFP4
 
 
 @pytest.fixture(name="x")
@@ -38,7 +41,7 @@ def _w() -> jax.Array:
 
 
 def product(x: Any, w: Any) -> jax.Array:
-    return mx_jax.matmul(x, w, recipe=MXFP4)
+    return mx_jax.matmul(x, w, recipe="mxfp4")
 
 
 def step(x: Any, w: Any) -> Any:
@@ -183,3 +186,85 @@ def test_debug_nans_names_the_call(x: jax.Array):
         for run in (mx_jax.cast, jax.jit(mx_jax.cast, static_argnums=1)):
             with pytest.raises(FloatingPointError, match=r"nan.* encountered in mx_dequantize"):
                 run(nan, "mxfp4")
+
+
+# Hosts with several GPUs --------------------------------------------------------------------------
+
+HOST = functools.partial(mx_jax.testing.target, "cuda", (9, 0), num_devices=8, counted=False)
+ROWS, WEIGHTS = (np.ones(shape, jnp.bfloat16) for shape in ((64, 256), (256, 128)))
+weight_only = functools.partial(mx_jax.matmul, recipe=mx_jax.recipes.weight_only("mxfp4"))
+
+
+def lying(x: Any, mesh: Any, *axes: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P(*axes)))
+
+
+def lowered(run: Any, *given: Any) -> str:
+    """The program for CUDA."""
+    return jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.skipif(jax.__version_info__ < MIN_JAX, reason="this JAX does not lower the kernels")
+def test_unsharded_programs_run_the_kernel():
+    """And sharded ones what no kernel computes: `jit` would gather for it."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    with HOST(), mx_jax.prefer_backends("pallas_gpu"):
+        alone = lowered(weight_only, ROWS, WEIGHTS)
+        split = lowered(weight_only, lying(ROWS, mesh, "data"), lying(WEIGHTS, mesh))
+        batch = lowered(jax.vmap(weight_only, (0, None)), jnp.stack([ROWS] * 2), WEIGHTS)
+        packed = mx_jax.pack_weights(mx_jax.quantize(WEIGHTS, "mxfp4", axis=0))
+        assert isinstance(packed, mx_jax.PackedMXArray)
+        stored = lowered(weight_only, ROWS, packed)
+        explained = str(explain_call(weight_only, ROWS, WEIGHTS))
+    assert "mosaic_gpu" in alone and "dot_general" not in alone
+    assert "mosaic_gpu" not in split and "CustomSPMDPartitioning" in split
+    assert "mosaic_gpu" in batch and "mosaic_gpu" in stored
+    assert "-> pallas_gpu (by xla_bfloat16 where the program has several devices)" in explained
+
+
+def test_blocks_under_float32_scales():
+    """On one device as on a host with one: bfloat16 products of blocks; else in float32."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    run, x, w = functools.partial(mx_jax.matmul, recipe="deepseek_v3"), ROWS, WEIGHTS
+    sharded = lying(x, mesh, "data")
+    with mx_jax.testing.target("cuda", (9, 0)):
+        expected = lowered(run, x, w)
+    with HOST():
+        alone, split = lowered(run, x, w), lowered(run, sharded, w)
+    with mx_jax.testing.target("cuda", (9, 0), num_devices=8):
+        plain = lowered(run, sharded, w)
+    assert dots(alone) == dots(expected) != dots(plain) == dots(split)
+
+
+def dots(program: str) -> list[str]:
+    """Dtypes of what is multiplied."""
+    lines = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
+    return [line[line.rindex(" : ") :] for line in lines]
+
+
+def test_parts_of_a_product_are_computed_by_what_takes_one_device():
+    """In jit and outside, under gradients, with a backend of one's own, which gives ones."""
+
+    def ones(x: Any, w: Any, call: MatmulCall) -> jax.Array:
+        shape = [own.shape[axis] for _, own in call.sides for axis in own.axes.kept]
+        return jnp.ones(shape, call.out_dtype)
+
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x, w = jnp.full((8, 32), 2.0), mx_jax.quantize(jnp.ones((32, 8)), "mxfp4", axis=0)
+    sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
+    there = jax.device_put((x, w), jax.devices()[3])
+    step = jax.grad(lambda x, w: (product(x, w) ** 2).sum() / 2)
+    marks = answering("marks", MatmulCall, ones, several=False)
+    with mx_jax.testing.target("cpu", num_devices=8, counted=False), with_backends(marks):
+        for run in (weight_only, quick(weight_only)):
+            assert (run(x, w) == 1).all() and (run(sharded, w) == 1).all()
+        assert (weight_only(*there) == 1).all()
+        w = jnp.ones((32, 8))
+        assert (quick(step)(x, w) == 1).all() and (quick(step)(sharded, w) == 1).all()
+
+
+def test_one_that_serves_any_number_is_taken_as_it_is():
+    call = MatmulCase(lhs=MXFP4, rhs=MXFP4, m=(64,), n=(64,), k=(64,)).call
+    host = Target(platform="cuda", compute_capability=(9, 0), num_devices=8, counted=False)
+    one = Target(platform="cuda", compute_capability=(9, 0))
+    assert select(call, host).offer == select(call, one).offer

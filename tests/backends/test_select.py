@@ -10,6 +10,7 @@ import pytest
 import mx_jax
 from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall, QuantizeBothCall
+from mx_jax.backends.cudnn import CUDNN
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu.architecture import capabilities
 from mx_jax.backends.pallas_gpu.rejections import rejects_machine
@@ -22,7 +23,7 @@ from mx_jax.backends.select import (
     prefer_backends,
     select,
 )
-from mx_jax.backends.target import Target
+from mx_jax.backends.target import Backend, Target
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from tests.backends.altered import answering
 from tests.backends.mosaic import with_any_jax
@@ -50,15 +51,26 @@ def call_of(k: int) -> MatmulCall:
 
 HOPPER = answering(REFERENCE, hopper_only, name="hopper")
 NOT_BUILT = answering(REFERENCE, not_built, name="ffi")
-ALL = (NOT_BUILT, HOPPER, REFERENCE)
 FFI_REASON = ("ffi", "not built: pip install . with a C++ compiler")
+HOPPER_REASON = ("hopper", "needs k % 128 == 0, got k=96")
+
+
+@pytest.fixture(autouse=True, name="table")
+def _table(monkeypatch: pytest.MonkeyPatch):
+    """What selection knows, three backends at first."""
+
+    def know(*backends: Backend) -> None:
+        monkeypatch.setattr("mx_jax.backends.select.BACKENDS", backends)
+
+    know(NOT_BUILT, HOPPER, REFERENCE)
+    return know
 
 
 @pytest.mark.parametrize(
     ("k", "target", "backend", "rejections"),
     [
         (128, H200, HOPPER, (FFI_REASON,)),
-        (96, H200, REFERENCE, (FFI_REASON, ("hopper", "needs k % 128 == 0, got k=96"))),
+        (96, H200, REFERENCE, (FFI_REASON, HOPPER_REASON)),
         (
             128,
             CPU,
@@ -68,14 +80,15 @@ FFI_REASON = ("ffi", "not built: pip install . with a C++ compiler")
     ],
 )
 def test_the_first_that_accepts_is_chosen(k, target, backend, rejections):
-    choice = select(call_of(k), target, ALL)
+    choice = select(call_of(k), target)
     assert choice.backend is backend
     assert choice.rejections == rejections
 
 
-def test_all_reject():
+def test_all_reject(table):
+    table(NOT_BUILT, HOPPER, answering(REFERENCE, not_built))
     with pytest.raises(ValueError) as error:
-        select(call_of(96), H200, (NOT_BUILT, HOPPER))
+        select(call_of(96), H200)
     text = str(error.value)
     assert text.startswith("no backend takes MatmulCall(lhs=OperandType(shape=(5, 96)")
     assert "platform='cuda', compute_capability=(9, 0)" in text
@@ -86,43 +99,42 @@ def test_all_reject():
 def test_only_backend_asks_only_it():
     reason = "not asked: only_backend('reference')"
     with only_backend("reference"):
-        choice = select(call_of(128), H200, ALL)
-        with pytest.raises(ValueError, match=re.escape(f"hopper: {reason}")):
-            select(call_of(128), H200, (HOPPER,))
+        choice = select(call_of(128), H200)
+        with (
+            only_backend("ffi"),
+            pytest.raises(ValueError, match=r"hopper: not asked: only_backen"),
+        ):
+            select(call_of(128), H200)
         with only_backend(None):
-            assert select(call_of(128), H200, ALL).backend is HOPPER
+            assert select(call_of(128), H200).backend is HOPPER
     assert choice.backend is REFERENCE
     assert choice.rejections == (("ffi", reason), ("hopper", reason))
-    assert select(call_of(128), H200, ALL).backend is HOPPER
+    assert select(call_of(128), H200).backend is HOPPER
 
 
 def test_only_backend_unknown_name():
-    known = ", ".join(backend.name for backend in BACKENDS)
-    with pytest.raises(
-        ValueError,
-        match=re.escape(f"unknown backend name='cuda' (did you mean 'cudnn'?); known: {known}"),
-    ):
-        only_backend("cuda")
+    message = "unknown backend name='hoper' (did you mean 'hopper'?); known: ffi, hopper, reference"
+    with pytest.raises(ValueError, match=re.escape(f"only_backend: {message}")):
+        only_backend("hoper")
 
 
-def test_preferred_backends_are_asked_first(monkeypatch: pytest.MonkeyPatch):
-    table = (REFERENCE, NOT_BUILT, HOPPER)
-    monkeypatch.setattr("mx_jax.backends.select.BACKENDS", table)
+def test_preferred_backends_are_asked_first(table):
+    table(REFERENCE, NOT_BUILT, HOPPER)
     with prefer_backends("hopper", "ffi"):
-        assert select(call_of(128), H200, table).backend is HOPPER
-        choice = select(call_of(96), H200, table)
+        assert select(call_of(128), H200).backend is HOPPER
+        choice = select(call_of(96), H200)
         with prefer_backends():
-            assert select(call_of(128), H200, table).backend is REFERENCE
+            assert select(call_of(128), H200).backend is REFERENCE
         with only_backend("reference"):
-            assert select(call_of(128), H200, table).backend is REFERENCE
+            assert select(call_of(128), H200).backend is REFERENCE
     assert choice.backend is REFERENCE
-    assert choice.rejections == (("hopper", "needs k % 128 == 0, got k=96"), FFI_REASON)
-    assert select(call_of(128), H200, table).backend is REFERENCE
+    assert choice.rejections == (HOPPER_REASON, FFI_REASON)
+    assert select(call_of(128), H200).backend is REFERENCE
 
 
 def test_prefer_backends_unknown_name():
-    with pytest.raises(ValueError, match=r"prefer_backends: unknown backend name='cuda' .did you"):
-        prefer_backends("pallas_gpu", "cuda")
+    with pytest.raises(ValueError, match=r"prefer_backends: unknown backend name='hoper' .did you"):
+        prefer_backends("hopper", "hoper")
 
 
 @pytest.mark.parametrize("choose", [only_backend, prefer_backends])
@@ -175,26 +187,28 @@ def both_call() -> QuantizeBothCall:
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
-def test_nothing_behind_the_reference_is_asked_unless_named(num_devices: int):
+def test_nothing_behind_the_reference_is_asked_unless_named(num_devices: int, table):
     """Not even for a call that the reference refuses, which two casts stand in for."""
     target = dataclasses.replace(H200, num_devices=num_devices)
-    table = (NOT_BUILT, REFERENCE, TAKES_ALL)
-    assert find(both_call(), target, table) is None
+    table(NOT_BUILT, REFERENCE, CUDNN, TAKES_ALL)
+    assert find(both_call(), target) is None
     with prefer_backends("cudnn"):
-        assert find(both_call(), target, table) is None
+        assert find(both_call(), target) is None
     for named in (prefer_backends, only_backend):
         with named("pallas_gpu"):
-            choice = find(both_call(), target, table)
+            choice = find(both_call(), target)
         assert choice is not None and choice.backend == TAKES_ALL
     with pytest.raises(ValueError) as error:
-        select(both_call(), target, table)
+        select(both_call(), target)
     reason = "not asked: not proved on hardware; prefer_backends('pallas_gpu') asks it"
-    assert f"reference: casts once at a time; pallas_gpu: {reason}" in str(error.value)
+    assert "reference: casts once at a time; cudnn: not asked" in str(error.value)
+    assert f"; pallas_gpu: {reason}" in str(error.value)
 
 
 @pytest.mark.parametrize("capability", capabilities())
-def test_no_gpu_kernel_is_reached_by_default(capability, monkeypatch: pytest.MonkeyPatch):
+def test_no_gpu_kernel_is_reached_by_default(capability, table, monkeypatch: pytest.MonkeyPatch):
     """Whichever version of JAX is there."""
+    table(*BACKENDS)
     with_any_jax(monkeypatch)
     target = Target(platform="cuda", compute_capability=capability)
     assert rejects_machine(target) is None

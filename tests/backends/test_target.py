@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import re
-import types
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import mx_jax
-from mx_jax.backends import primitive
 from mx_jax.backends.select import current_target
 from mx_jax.backends.target import Target
 from mx_jax.testing import target
@@ -49,8 +47,7 @@ def _seen(monkeypatch: pytest.MonkeyPatch):
         targets.append(current_target(num_devices))
         return targets[-1]
 
-    monkeypatch.setattr(primitive, "current_target", watched)
-    monkeypatch.setattr(primitive, "machine", types.SimpleNamespace(current_target=watched))
+    monkeypatch.setattr("mx_jax.backends.target.current_target", watched)
     return targets
 
 

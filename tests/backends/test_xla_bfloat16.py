@@ -3,19 +3,16 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 import mx_jax
 from mx_jax import formats, recipes
-from mx_jax.backends.calls import MatmulCall
-from mx_jax.backends.primitive import implementation
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Target
 from mx_jax.backends.xla import XLA_BFLOAT16, bfloat16_holds
@@ -48,14 +45,8 @@ WIDE = formats.BlockFormat(
 SQUARE = MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP8_E4M3, k=(64,))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def run(call: MatmulCall, lhs: Any, rhs: Any) -> jax.Array:
-    return XLA_BFLOAT16.run(call, lhs, rhs)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def run_reference(call: MatmulCall, lhs: Any, rhs: Any) -> jax.Array:
-    return REFERENCE.run(call, lhs, rhs)
+run = jax.jit(XLA_BFLOAT16.run, static_argnums=0)
+run_reference = jax.jit(REFERENCE.run, static_argnums=0)
 
 
 def test_what_is_taken():
@@ -105,27 +96,22 @@ def test_extremes(case: ExtremeCase):
     check_extremes(XLA_BFLOAT16, case)
 
 
-def one_by_one(format: formats.BlockFormat, scale: int) -> tuple[MatmulCall, MXArray, MXArray]:
-    """Every code under one scale, each times one."""
+@pytest.mark.parametrize("scale", [0, 5, 12, 127, 246, 254, 255])
+@pytest.mark.parametrize("format", MX_FORMATS, ids=str)
+def test_every_code_under_a_scale(format: formats.BlockFormat, scale: int):
+    """Every code times one, the reference's product to the bit; below 2^-124 of an operand both may
+    count as zero."""
     case = MatmulCase(lhs=format, rhs=format, m=(256,), n=(1,), k=(1,))
     lhs, rhs = case.operands(np.random.default_rng(0))
     assert isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
     codes = jnp.arange(256, dtype=jnp.uint8)[:, None] & ((1 << format.element.bits) - 1)
+    scales = jnp.full((256, 1), scale, jnp.uint8)
     one = next(code for code in range(256) if format.element.value(code) == 1)
-    return (
-        case.call,
-        dataclasses.replace(lhs, codes=codes, scales=jnp.full((256, 1), scale, jnp.uint8)),
-        dataclasses.replace(rhs, codes=jnp.full((1, 1), one, jnp.uint8), scales=jnp.uint8([[127]])),
-    )
-
-
-@pytest.mark.parametrize("scale", [0, 5, 12, 127, 246, 254, 255])
-@pytest.mark.parametrize("format", MX_FORMATS, ids=str)
-def test_every_code_under_a_scale(format: formats.BlockFormat, scale: int):
-    """The reference's product, to the bit; below 2^-124 of an operand both may count as zero."""
-    call, lhs, rhs = one_by_one(format, scale)
-    expected = np.asarray(run_reference(call, lhs, rhs))
-    product = np.asarray(run(call, lhs, rhs))
+    ones = {"codes": jnp.full((1, 1), one, jnp.uint8), "scales": jnp.uint8([[127]])}
+    lhs = dataclasses.replace(lhs, codes=codes, scales=scales)
+    rhs = dataclasses.replace(rhs, **ones)
+    expected = np.asarray(run_reference(case.call, lhs, rhs))
+    product = np.asarray(run(case.call, lhs, rhs))
     clear = ~(np.abs(expected) < 2.0**-124)
     np.testing.assert_array_equal(product[clear], expected[clear])
     assert (np.abs(product[~clear]) < 2.0**-124).all()
@@ -133,24 +119,6 @@ def test_every_code_under_a_scale(format: formats.BlockFormat, scale: int):
         assert np.isnan(product).all()
     if scale in (12, 127):
         assert clear.sum() > 14 and np.isfinite(product).any()
-
-
-def tensor_scaled(lhs_scale: float, rhs_scale: float) -> np.ndarray:
-    """Ones by ones in NVFP4, under these tensor scales: k = 16."""
-    case = MatmulCase(lhs=formats.NVFP4, rhs=formats.NVFP4, m=(2,), n=(3,), k=(16,))
-    operands = [
-        dataclasses.replace(
-            x,
-            codes=jnp.full(x.shape, 2, jnp.uint8),
-            scales=jnp.full(x.scales.shape, 0x38, jnp.uint8),
-            tensor_scale=jnp.full((1, 1), scale, jnp.float32),
-        )
-        for x, scale in zip(
-            case.operands(np.random.default_rng(0)), (lhs_scale, rhs_scale), strict=True
-        )
-        if isinstance(x, MXArray)
-    ]
-    return np.asarray(run(case.call, *operands))
 
 
 @pytest.mark.parametrize(
@@ -168,8 +136,20 @@ def tensor_scaled(lhs_scale: float, rhs_scale: float) -> np.ndarray:
 def test_tensor_scales_that_meet(lhs_scale: float, rhs_scale: float):
     """Scales far apart meet on the sums, in whichever order: neither over- nor underflows."""
     expected = 16 * np.float64(lhs_scale) * np.float64(rhs_scale)
+    case = MatmulCase(lhs=formats.NVFP4, rhs=formats.NVFP4, m=(2,), n=(3,), k=(16,))
+    given = case.operands(np.random.default_rng(0))
     for scales in ((lhs_scale, rhs_scale), (rhs_scale, lhs_scale)):
-        np.testing.assert_array_equal(tensor_scaled(*scales), np.full((2, 3), expected))
+        ones = [
+            dataclasses.replace(
+                x,
+                codes=jnp.full(x.shape, 2, jnp.uint8),
+                scales=jnp.full(x.scales.shape, 0x38, jnp.uint8),
+                tensor_scale=jnp.full((1, 1), scale, jnp.float32),
+            )
+            for x, scale in zip(given, scales, strict=True)
+            if isinstance(x, MXArray)
+        ]
+        np.testing.assert_array_equal(run(case.call, *ones), np.full((2, 3), expected))
 
 
 @pytest.mark.parametrize("target", ACCELERATORS, ids=str)
@@ -248,7 +228,8 @@ DOT = re.compile(r"stablehlo\.dot_general .* : \(tensor<(\S+)>, tensor<(\S+)>\) 
 
 def dots(function: Any, *shapes: Any, target: Target) -> list[tuple[str, ...]]:
     """Types of operands and results of what a function multiplies, lowered for a machine."""
-    with mx_jax.testing.target(target.platform, target.compute_capability):
+    kind = target.device_kind
+    with mx_jax.testing.target(target.platform, target.compute_capability, device_kind=kind):
         text = jax.jit(function).trace(*shapes).lower(lowering_platforms=(target.platform,))
     lowered = text.as_text()
     assert "custom_call" not in lowered
@@ -259,6 +240,29 @@ def dots(function: Any, *shapes: Any, target: Target) -> list[tuple[str, ...]]:
 
 def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
+
+
+# By device kind, as docs/gpu.md says.
+KINDS = [("tpu", "TPU v5p"), ("tpu", "TPU v6e"), ("tpu", "TPU v7"), ("rocm", "gfx942")]
+KINDS += [("rocm", "gfx950")]
+FLOAT8 = {"gfx942": "f8E4M3FNUZ", "gfx950": "f8E4M3FN"}
+
+
+@pytest.mark.parametrize(("platform", "kind"), KINDS, ids=str)
+def test_accelerators_that_are_no_nvidia_gpu(platform: str, kind: str):
+    """Block-scaled products are bfloat16's; whole-axis float8 is what an AMD GPU has."""
+    target = Target(platform=platform, device_kind=kind)
+    for recipe, dtype in (("mxfp8", "bf16"), ("float8_rowwise", FLOAT8.get(kind, "bf16"))):
+        product = functools.partial(mx_jax.matmul, recipe=recipe)
+        found = dots(product, array(8, 64), array(64, 32), target=target)
+        assert [[x.rsplit("x", 1)[1] for x in types] for types in found] == [[dtype, dtype, "f32"]]
+
+
+def test_the_page_has_every_kind():
+    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    named = page.partition("| device | what its units have besides | used |")[2]
+    for _, kind in KINDS:
+        assert kind.removeprefix("TPU ") in named
 
 
 @pytest.mark.parametrize(
@@ -385,19 +389,6 @@ def test_the_transform_in_bfloat16(size: int):
         assert error.max() < 2.0**-24 * size
 
 
-GROUPS = array(2, dtype="int32")
-
-
-def equations(jaxpr: Any) -> Iterator[Any]:
-    """All equations, those of inner programs included."""
-    for equation in jaxpr.eqns:
-        yield equation
-        if (computed := implementation(equation)) is not None:
-            yield from equations(computed.jaxpr)
-        for inner in jaxprs_in_params(equation.params):
-            yield from equations(inner)
-
-
 @pytest.mark.parametrize("recipe", ["mxfp8", "float8_rowwise", "float8_tensorwise"])
 def test_experts_multiply_bfloat16(recipe: str):
     """Every product of `ragged_dot` and its gradients."""
@@ -406,16 +397,13 @@ def test_experts_multiply_bfloat16(recipe: str):
         return mx_jax.ragged_dot(x, w, sizes, recipe=recipe).astype(jnp.float32).sum()
 
     step = jax.value_and_grad(loss, (0, 1))
+    shapes = array(2, 64, 32), array(16, 64), array(2, dtype="int32")
     with mx_jax.testing.target("tpu"):
-        shapes = array(2, 64, 32), array(16, 64), GROUPS
-        jaxpr = jax.make_jaxpr(step)(*shapes).jaxpr
+        text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
         lines = mx_jax.inspect.explain_call(step, *shapes).splitlines()
-    found = [
-        [str(x.aval.dtype) for x in (*equation.invars[:2], *equation.outvars)]
-        for equation in equations(jaxpr)
-        if equation.primitive.name == "mx_grouped_dot"
-    ]
-    assert found == [["bfloat16", "bfloat16", "float32"]] * 3
+    of = r"tensor<[\dx]*x(\w+)>"
+    found = re.findall(rf'"chlo.ragged_dot".*: \({of}, {of}, {of}\) -> {of}', text)
+    assert found == [("bf16", "bf16", "i32", "f32")] * 3
     told = [line for line in lines if line.startswith("ragged product")]
     assert len(told) == 3 and all(
         line.endswith("(XLA bfloat16 dot, float32 sums)") for line in told

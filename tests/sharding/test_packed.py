@@ -104,6 +104,17 @@ def shards(packed: Any) -> list[Any]:
     return [shard.data for shard in jax.tree.leaves(packed)[0].addressable_shards]
 
 
+def test_activations_in_more_parts_than_weights(mesh: Mesh, x: jax.Array):
+    """Along k a device has whole parts of the weights, whatever the activations are split into."""
+    packed = mx_jax.pack_weights(weights("mxfp4", 0))
+    placed = device_put(packed, NamedSharding(mesh, P("data", None)))
+    split = jax.device_put(x, NamedSharding(mesh, P(None, ("data", "model"))))
+    result, text = program(product(0, MXFP4), split, placed)
+    assert re.findall(r"mx_jax_cpu_matmul\w*", text)
+    expected = quick(product(0, MXFP4))(x, packed)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
+
+
 def test_weights_are_packed_where_they_lie(mesh: Mesh):
     """A stack of layers with heads: each device gets its heads of each layer."""
     w = jnp.asarray(draw_few_octaves(np.random.default_rng(2), (3, 64, 8, 16)))
