@@ -100,7 +100,11 @@ def quantize_state(
     def init(params: object) -> QuantizedState:
         start = jax.random.key(0) if key is None else key
         paths, tree = jax.tree.flatten_with_path(own.init(params))
-        large = [_is_large(leaf, min_size) for _, leaf in paths]
+        floats = (jnp.float64, jnp.float32, jnp.bfloat16, jnp.float16)
+        large = [
+            getattr(leaf, "dtype", None) in floats and leaf.ndim > 0 and leaf.size >= min_size
+            for _, leaf in paths
+        ]
         roots = [_squares(path, fields) for path, _ in paths]
         if any(large) and all(is_square is None for is_square in roots):
             raise ValueError(
@@ -160,12 +164,6 @@ def quantize_state(
         return updates, QuantizedState(jax.random.key_data(second), scales, codes)
 
     return own._replace(init=init, update=update)
-
-
-def _is_large(leaf: jax.Array, min_size: int) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    floats = (jnp.float64, jnp.float32, jnp.bfloat16, jnp.float16)
-    return dtype in floats and leaf.ndim > 0 and leaf.size >= min_size
 
 
 def _squares(path: jax.tree_util.KeyPath, fields: dict[str, bool]) -> bool | None:
@@ -236,21 +234,11 @@ def _update_and_means(
     wider = closed.replace(jaxpr=jaxpr.replace(outvars=[*jaxpr.outvars, *wanted]))
     found = jaxpr_as_fun(wider)(*given)
     values = dict(zip(wanted, found[len(jaxpr.outvars) :], strict=True))
+    for number, mean in means.items():
+        keep, add, added = (x.val if isinstance(x, Literal) else values.get(x, x) for x in mean[:3])
+        means[number] = _Mean(keep, add, added, mean.is_square)
     updates, after = jax.tree.unflatten(jax.tree.structure(shapes), found[: len(jaxpr.outvars)])
-
-    def value(x: Any) -> Any:
-        return x.val if isinstance(x, Literal) else values.get(x, x)
-
-    return (
-        updates,
-        after,
-        {
-            number: mean._replace(
-                keep=value(mean.keep), add=value(mean.add), added=value(mean.added)
-            )
-            for number, mean in means.items()
-        },
-    )
+    return updates, after, means
 
 
 def _stepped(
