@@ -1,7 +1,6 @@
 """Text token by token: what is chosen, what is shown, where the time goes."""
 
 import dataclasses
-import gc
 from pathlib import Path
 
 import jax
@@ -13,7 +12,7 @@ from benchmarks.decode_worker import OTHER, operations, part_of, time_of_parts
 from benchmarks.language_model_formats import calibrated_scales, empty_caches
 from mx_jax import recipes
 from mx_jax.formats import MXFP8_E4M3, block_format
-from mx_jax.generate.command import pieces, settle
+from mx_jax.generate.command import pieces
 from mx_jax.generate.config import GGUF
 from mx_jax.generate.decode import Generator, Sampling
 from mx_jax.generate.load import find_model, formats_of, load, params_of, recipe_for
@@ -136,13 +135,6 @@ def test_the_first_of_the_largest_is_likeliest():
     logits = np.concatenate([logits, np.full((1, 4), -np.inf, np.float32)])
     found = quick(Sampling().choose)(logits, jax.random.key(0))
     assert found.dtype == jnp.int32 and found.tolist() == [1, 0, 1, 0]
-
-
-def test_settling_leaves_what_is_there_out_of_searches_for_garbage():
-    kept = [[] for _ in range(1000)]
-    before = gc.get_freeze_count()
-    settle()
-    assert gc.get_freeze_count() >= before + len(kept)
 
 
 @pytest.mark.slow
