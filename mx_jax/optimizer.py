@@ -149,7 +149,22 @@ def quantize_state(
         )
         first, second = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
         words = jax.random.bits(first, (len(paths), 2), jnp.uint32)
-        stepped = _stepped(means, [leaf for _, leaf in paths], scales, roots, words)
+        # Running means step in one pass, those of one gradient together.
+        alike = collections.defaultdict[int, list[int]](list)
+        for number, mean in means.items():
+            alike[id(mean.added)].append(number)
+        stepped: dict[int, Stored] = {}
+        for numbers in alike.values():
+            them = [means[number] for number in numbers]
+            found = step_moments(
+                [(paths[number][1], scales[number]) for number in numbers],
+                them[0].added,
+                [(mean.keep, mean.add) for mean in them],
+                words[np.array(numbers)],
+                is_root=[bool(roots[number]) for number in numbers],
+                is_square=[mean.is_square for mean in them],
+            )
+            stepped |= dict(zip(numbers, found, strict=True))
         parts = [
             (leaf, scale)
             if root is None
@@ -239,32 +254,6 @@ def _update_and_means(
         means[number] = _Mean(keep, add, added, mean.is_square)
     updates, after = jax.tree.unflatten(jax.tree.structure(shapes), found[: len(jaxpr.outvars)])
     return updates, after, means
-
-
-def _stepped(
-    means: dict[int, _Mean],
-    codes: list[Any],
-    scales: list[jax.Array],
-    roots: list[bool | None],
-    words: jax.Array,
-) -> dict[int, Stored]:
-    """New codes and scales of moments that are running means; those of one gradient together."""
-    alike = collections.defaultdict[int, list[int]](list)
-    for number, mean in means.items():
-        alike[id(mean.added)].append(number)
-    stepped = {}
-    for numbers in alike.values():
-        own = [means[number] for number in numbers]
-        found = step_moments(
-            [(codes[number], scales[number]) for number in numbers],
-            own[0].added,
-            [(mean.keep, mean.add) for mean in own],
-            words[np.array(numbers)],
-            is_root=[bool(roots[number]) for number in numbers],
-            is_square=[mean.is_square for mean in own],
-        )
-        stepped |= dict(zip(numbers, found, strict=True))
-    return stepped
 
 
 def _mean_of(made: dict[Var, JaxprEqn], after: object, moment: Var) -> _Mean | None:

@@ -189,13 +189,6 @@ class Generator:
         empty = jax.jit(functools.partial(KVCache.zeros, *shape, **options))
         return tuple(empty() for _ in range(config.layers))
 
-    def step(
-        self, tokens: np.ndarray | jax.Array, caches: Caches, position: int, key: jax.Array | None
-    ) -> tuple[jax.Array, Caches]:
-        """See `advance`."""
-        at = np.int32(position)
-        return advance(self.model, self.sampling, self.params, tokens, caches, at, key)
-
     def steps(
         self, tokens: object, caches: Caches, position: int, key: jax.Array | None
     ) -> tuple[jax.Array, Caches]:
@@ -226,7 +219,8 @@ class Generator:
     def _stream(self, tokens: np.ndarray, count: int, key: jax.Array | None) -> Iterator[int]:
         strides, position = -(-(count - 1) // self.stride), tokens.shape[1]
         caches = self.caches(position + strides * self.stride)
-        ahead, caches = self.step(tokens, caches, 0, key)
+        held = self.model, self.sampling, self.params
+        ahead, caches = advance(*held, tokens, caches, np.int32(0), key)
         # Before the program of a stride is compiled; an index of JAX's would be a program too.
         yield int(np.asarray(ahead)[0, 0])
         last, shown = ahead, np.zeros((1, 0), np.int32)

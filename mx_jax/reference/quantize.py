@@ -99,8 +99,11 @@ def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
         blocks, length = pieces.shape[axis - 1], pieces.shape[axis]
         # Nothing is known of a symbolic length. Symbolic blocks are many.
         many = not (isinstance(blocks, int) and blocks == 1)
+        # A kernel of XLA's holds reductions along one axis alone. Without any, scales along both
+        # axes of an array cost one reading of it, and so do the casts that follow. A thread reads a
+        # block by itself: 32 numbers side by side in four instructions.
         if many and isinstance(length, int) and length <= _SHORT:
-            on_gpu = functools.partial(_largest_by_halves, axis=axis)
+            on_gpu = functools.partial(by_halves, float32.max, axis=axis)
         elif not many and isinstance(length, int) and length > _SHORT and length % _PART == 0:
             on_gpu = functools.partial(_largest_of_parts, axis=axis)
     if on_gpu is None:
@@ -127,17 +130,8 @@ def _largest_of_parts(magnitudes: jax.Array, axis: int) -> jax.Array:
     cost one reading of it too."""
     shape = magnitudes.shape
     parts = magnitudes.reshape(*shape[:axis], -1, _PART, *shape[axis + 1 :])
-    largest = lax.squeeze(_largest_by_halves(parts, axis + 1), (axis + 1,))
+    largest = lax.squeeze(by_halves(float32.max, parts, axis + 1), (axis + 1,))
     return lax.expand_dims(lax.reduce_max(largest, (axis,)), (axis,))
-
-
-def _largest_by_halves(magnitudes: jax.Array, axis: int) -> jax.Array:
-    """The same without a reduction: a kernel of XLA's holds reductions along one axis alone.
-
-    So scales along both axes of an array cost one reading of it, and so do the casts that follow.
-    A thread reads a block by itself: 32 numbers side by side in four instructions.
-    """
-    return by_halves(float32.max, magnitudes, axis)
 
 
 def find_tensor_scale(x: jax.Array, blocks: Blocks, largest_value: float) -> jax.Array:

@@ -14,7 +14,7 @@ from mx_jax import recipes
 from mx_jax.formats import MXFP8_E4M3, block_format
 from mx_jax.generate.command import pieces
 from mx_jax.generate.config import GGUF
-from mx_jax.generate.decode import Generator, Sampling
+from mx_jax.generate.decode import Generator, Sampling, advance
 from mx_jax.generate.load import find_model, formats_of, load, params_of, recipe_for
 from mx_jax.generate.model import Llama
 from tests.generate import tiny
@@ -121,8 +121,9 @@ def test_several_steps_at_once_are_so_many_single_ones(generator):
     drawing = dataclasses.replace(generator, sampling=Sampling(temperature=1.0), stride=3)
     key, token, singles = jax.random.key(1), jnp.full((1, 1), 7, jnp.int32), []
     single, caches = token, drawing.caches(8)
+    held = drawing.model, drawing.sampling, drawing.params
     for position in range(2, 5):
-        single, caches = drawing.step(single, caches, position, key)
+        single, caches = advance(*held, single, caches, np.int32(position), key)
         singles.append(int(single[0, 0]))
     found, held = drawing.steps(token, drawing.caches(8), 2, key)
     assert found.tolist() == [singles] and len(set(singles)) > 1
