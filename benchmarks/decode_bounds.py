@@ -7,6 +7,7 @@ anew. The first program is there twice: its ratio to itself tells what those of 
 
 import contextlib
 import dataclasses
+import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,6 @@ import jax.numpy as jnp
 from benchmarks import environment, report
 from benchmarks.timing import Samples, add_pace, ratio
 from mx_jax.generate import decode, model
-from mx_jax.generate.command import settle
 from mx_jax.generate.load import find_model, load
 
 COMMAND = "cpu/decode_bounds"
@@ -96,7 +96,7 @@ def measure(options: Any) -> list[dict[str, Any]]:
             programs[name] = compiled(generator, options.context, name)
     caches = {name: generator.caches(options.context) for name in programs}
     key, first = jax.random.key(0), jnp.ones((1, 1), jnp.int32)
-    settle()
+    gc.freeze()
 
     def run(name: str) -> tuple[float, float]:
         token, wall, cpu = first, time.perf_counter(), time.process_time()

@@ -6,6 +6,7 @@ answers with the seconds that they took; `parts` is answered with where a step s
 
 import argparse
 import dataclasses
+import gc
 import json
 import re
 import sys
@@ -20,7 +21,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from mx_jax.generate.command import settle
 from mx_jax.generate.decode import Generator, advance
 from mx_jax.generate.load import load
 
@@ -136,7 +136,7 @@ def main() -> None:
     key, first = jax.random.key(0), np.ones((1, 1), np.int32)
     caches = generator.caches(options.context)
     token, caches = generator.steps(first, caches, 0, key)
-    settle()
+    gc.freeze()
     used = sum(leaf.nbytes for leaf in jax.tree.leaves(generator.params))
     print(json.dumps({"bytes": used}), flush=True)
     for line in sys.stdin:

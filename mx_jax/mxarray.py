@@ -87,7 +87,18 @@ class ArrayOfCodes:
         raise AttributeError(f"{name_of} has no attribute {name!r}{remedy}", name=name, obj=self)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        _warn_of_a_writer(type(self).__name__)
+        name, frame, level = type(self).__name__, sys._getframe(1), 2
+        if _writes(frame):
+            # Once for a line of the user's.
+            while frame.f_back is not None and _writes(frame):
+                frame, level = frame.f_back, level + 1
+            warnings.warn(
+                f"{name}: its values are written, several times as large as its codes, and are no "
+                f"{name} when they are read; mx_jax.checkpoint.save keeps the codes, to_wire gives "
+                "plain arrays of them for other writers; for the values on purpose write "
+                "x.dequantize()",
+                stacklevel=level,
+            )
         return np.asarray(self.dequantize(), dtype=dtype)
 
 
@@ -125,22 +136,6 @@ def _has_values(x: ArrayOfCodes) -> bool:
 
 # Modules that ask for an array to write it; packages stand for all that is in them.
 _WRITERS = ("numpy.lib.npyio", "numpy.lib._npyio_impl", "safetensors", "h5py")
-
-
-def _warn_of_a_writer(name: str) -> None:
-    """Warn, once for a line of the user's, if what asks for the values writes files."""
-    frame = sys._getframe(2)
-    level = 3
-    if not _writes(frame):
-        return
-    while frame.f_back is not None and _writes(frame):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(
-        f"{name}: its values are written, several times as large as its codes, and are no "
-        f"{name} when they are read; mx_jax.checkpoint.save keeps the codes, to_wire gives plain "
-        "arrays of them for other writers; for the values on purpose write x.dequantize()",
-        stacklevel=level,
-    )
 
 
 def _writes(frame: FrameType) -> bool:

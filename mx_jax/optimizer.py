@@ -100,7 +100,11 @@ def quantize_state(
     def init(params: object) -> QuantizedState:
         start = jax.random.key(0) if key is None else key
         paths, tree = jax.tree.flatten_with_path(own.init(params))
-        large = [_is_large(leaf, min_size) for _, leaf in paths]
+        floats = (jnp.float64, jnp.float32, jnp.bfloat16, jnp.float16)
+        large = [
+            getattr(leaf, "dtype", None) in floats and leaf.ndim > 0 and leaf.size >= min_size
+            for _, leaf in paths
+        ]
         roots = [_squares(path, fields) for path, _ in paths]
         if any(large) and all(is_square is None for is_square in roots):
             raise ValueError(
@@ -145,7 +149,22 @@ def quantize_state(
         )
         first, second = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
         words = jax.random.bits(first, (len(paths), 2), jnp.uint32)
-        stepped = _stepped(means, [leaf for _, leaf in paths], scales, roots, words)
+        # Running means step in one pass, those of one gradient together.
+        alike = collections.defaultdict[int, list[int]](list)
+        for number, mean in means.items():
+            alike[id(mean.added)].append(number)
+        stepped: dict[int, Stored] = {}
+        for numbers in alike.values():
+            them = [means[number] for number in numbers]
+            found = step_moments(
+                [(paths[number][1], scales[number]) for number in numbers],
+                them[0].added,
+                [(mean.keep, mean.add) for mean in them],
+                words[np.array(numbers)],
+                is_root=[bool(roots[number]) for number in numbers],
+                is_square=[mean.is_square for mean in them],
+            )
+            stepped |= dict(zip(numbers, found, strict=True))
         parts = [
             (leaf, scale)
             if root is None
@@ -160,12 +179,6 @@ def quantize_state(
         return updates, QuantizedState(jax.random.key_data(second), scales, codes)
 
     return own._replace(init=init, update=update)
-
-
-def _is_large(leaf: jax.Array, min_size: int) -> bool:
-    dtype = getattr(leaf, "dtype", None)
-    floats = (jnp.float64, jnp.float32, jnp.bfloat16, jnp.float16)
-    return dtype in floats and leaf.ndim > 0 and leaf.size >= min_size
 
 
 def _squares(path: jax.tree_util.KeyPath, fields: dict[str, bool]) -> bool | None:
@@ -236,47 +249,11 @@ def _update_and_means(
     wider = closed.replace(jaxpr=jaxpr.replace(outvars=[*jaxpr.outvars, *wanted]))
     found = jaxpr_as_fun(wider)(*given)
     values = dict(zip(wanted, found[len(jaxpr.outvars) :], strict=True))
-    updates, after = jax.tree.unflatten(jax.tree.structure(shapes), found[: len(jaxpr.outvars)])
-
-    def value(x: Any) -> Any:
-        return x.val if isinstance(x, Literal) else values.get(x, x)
-
-    return (
-        updates,
-        after,
-        {
-            number: mean._replace(
-                keep=value(mean.keep), add=value(mean.add), added=value(mean.added)
-            )
-            for number, mean in means.items()
-        },
-    )
-
-
-def _stepped(
-    means: dict[int, _Mean],
-    codes: list[Any],
-    scales: list[jax.Array],
-    roots: list[bool | None],
-    words: jax.Array,
-) -> dict[int, Stored]:
-    """New codes and scales of moments that are running means; those of one gradient together."""
-    alike = collections.defaultdict[int, list[int]](list)
     for number, mean in means.items():
-        alike[id(mean.added)].append(number)
-    stepped = {}
-    for numbers in alike.values():
-        own = [means[number] for number in numbers]
-        found = step_moments(
-            [(codes[number], scales[number]) for number in numbers],
-            own[0].added,
-            [(mean.keep, mean.add) for mean in own],
-            words[np.array(numbers)],
-            is_root=[bool(roots[number]) for number in numbers],
-            is_square=[mean.is_square for mean in own],
-        )
-        stepped |= dict(zip(numbers, found, strict=True))
-    return stepped
+        keep, add, added = (x.val if isinstance(x, Literal) else values.get(x, x) for x in mean[:3])
+        means[number] = _Mean(keep, add, added, mean.is_square)
+    updates, after = jax.tree.unflatten(jax.tree.structure(shapes), found[: len(jaxpr.outvars)])
+    return updates, after, means
 
 
 def _mean_of(made: dict[Var, JaxprEqn], after: object, moment: Var) -> _Mean | None:

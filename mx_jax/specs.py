@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from mx_jax.axes import Side
 from mx_jax.codecs.rounding import NEAREST, Rounding, rounding_mode
@@ -136,18 +135,6 @@ def operand(
     )
 
 
-def _as_spec(given: object, side: str) -> OperandSpec | None:
-    """An operand of a `MatmulSpec`, where a format or a name stands for `operand` of it."""
-    if given is None or isinstance(given, OperandSpec):
-        return given
-    if isinstance(given, str | BlockFormat):
-        return operand(given)
-    raise TypeError(
-        f"MatmulSpec: {side} must be an OperandSpec, a format, its name or None, got "
-        f"{side}={given!r}; e.g. operand('mxfp4')"
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class MatmulSpec:
     """The two operands of one matmul; None keeps an operand in high precision.
@@ -179,7 +166,14 @@ class MatmulSpec:
 
     def __post_init__(self):
         for side in ("lhs", "rhs"):
-            object.__setattr__(self, side, _as_spec(getattr(self, side), side))
+            given = getattr(self, side)
+            if isinstance(given, str | BlockFormat):
+                object.__setattr__(self, side, operand(given))
+            elif not isinstance(given, OperandSpec | None):
+                raise TypeError(
+                    f"MatmulSpec: {side} must be an OperandSpec, a format, its name or None, got "
+                    f"{side}={given!r}; e.g. operand('mxfp4')"
+                )
         if not isinstance(self.transform, Hadamard | None):
             raise TypeError(
                 "MatmulSpec: transform must be a Hadamard or None, got "
@@ -303,13 +297,20 @@ class MatmulRecipe:
                 f"mask_clipped={self.mask_clipped!r}"
             )
         object.__setattr__(self, "gather", Gather.of(self.gather))
-        object.__setattr__(self, "reduce_dtype", _reduce_dtype(self.reduce_dtype, self.name))
-        if self.reduce_dtype is not None and self.is_high_precision:
-            raise ValueError(
-                f"Recipe {self.name!r}: products in high precision are jax.lax.dot_general's, "
-                f"added up in their own dtype, got reduce_dtype={self.reduce_dtype}; use "
-                "reduce_dtype=None, and preferred_element_type='float32' where you multiply"
-            )
+        if self.reduce_dtype is not None:
+            dtype = np.dtype(self.reduce_dtype)
+            if dtype != np.float32:
+                raise ValueError(
+                    f"Recipe {self.name!r}: reduce_dtype must be float32, or None for the "
+                    f"product's own dtype, got reduce_dtype={self.reduce_dtype!r}"
+                )
+            object.__setattr__(self, "reduce_dtype", dtype)
+            if self.is_high_precision:
+                raise ValueError(
+                    f"Recipe {self.name!r}: products in high precision are jax.lax.dot_general's, "
+                    f"added up in their own dtype, got reduce_dtype={dtype}; use "
+                    "reduce_dtype=None, and preferred_element_type='float32' where you multiply"
+                )
         specs = (self.fwd.lhs, self.fwd.rhs)
         for spec in specs:
             if self.mask_clipped and spec and spec.scale_rule.rounding.random_bits:
@@ -348,14 +349,3 @@ class MatmulRecipe:
             f"{self.name}: output {self.fwd}; grad_input {self.dlhs}; "
             f"grad_weight {self.drhs}; keeps {self.residuals.value}{summed}"
         )
-
-
-def _reduce_dtype(given: DTypeLike | None, name: str) -> np.dtype | None:
-    if given is None:
-        return None
-    if np.dtype(given) != np.float32:
-        raise ValueError(
-            f"Recipe {name!r}: reduce_dtype must be float32, or None for the product's own dtype, "
-            f"got reduce_dtype={given!r}"
-        )
-    return np.dtype(given)

@@ -81,12 +81,34 @@ def gptq(
         )
     axes = contracted(axis, w.ndim)
     sizes = [w.shape[each] for each in axes]
-    hessian = _damped(moment, math.prod(sizes), damping)
+    hessian = check_moment(moment, "gptq")
+    if len(hessian) != math.prod(sizes):
+        raise ValueError(
+            "gptq: moment must have one row and one column for each feature, got "
+            f"moment.shape={hessian.shape} for an axis of length={math.prod(sizes)}"
+        )
+    if not damping > 0:
+        raise ValueError(f"gptq: damping must be above 0, got damping={damping}")
+    # Of mean diagonal 1 + damping; features that were never there count as if independent.
+    mean = np.diag(hessian).mean()
+    hessian = (hessian + hessian.T) / (2 * mean) if mean > 0 else np.zeros_like(hessian)
+    hessian += damping * np.eye(len(hessian))
     diagonal = np.diag(hessian)
     importance = diagonal.astype(np.float32)
     start = search_scales(w, format, axis=axes, importance=importance, tensor_scale=tensor_scale)
     order = np.argsort(-diagonal, kind="stable") if by_activity else np.arange(len(diagonal))
-    factor = _factor(hessian[np.ix_(order, order)])
+    ordered = hessian[np.ix_(order, order)]
+    try:
+        # Of a matrix that is not positive definite LAPACK gives an inverse, but no factor.
+        np.linalg.cholesky(ordered)
+        upper = np.linalg.cholesky(np.linalg.inv(ordered)).T
+    except np.linalg.LinAlgError:
+        raise ValueError(
+            "gptq: moment must be positive semidefinite, as a sum of x x^T is; raise damping if it "
+            "is one but for rounding"
+        ) from None
+    # U with rows over their diagonal: what the features after i take of i's error.
+    factor = (upper / np.diag(upper)[:, None]).astype(np.float32)
 
     ((_, size),) = start.blocks
     extent = sizes[-1] if not isinstance(size, int) else size
@@ -98,35 +120,6 @@ def gptq(
     kept = (n for each, n in enumerate(w.shape) if each not in axes)
     codes = codes[np.argsort(order)].reshape(*sizes, *kept)
     return dataclasses.replace(start, codes=jnp.moveaxis(codes, range(len(axes)), axes))
-
-
-def _damped(moment: jax.typing.ArrayLike, length: int, damping: float) -> np.ndarray:
-    """H, of mean diagonal 1 + damping; features that were never there count as if independent."""
-    hessian = check_moment(moment, "gptq")
-    if len(hessian) != length:
-        raise ValueError(
-            "gptq: moment must have one row and one column for each feature, got "
-            f"moment.shape={hessian.shape} for an axis of length={length}"
-        )
-    if not damping > 0:
-        raise ValueError(f"gptq: damping must be above 0, got damping={damping}")
-    mean = np.diag(hessian).mean()
-    hessian = (hessian + hessian.T) / (2 * mean) if mean > 0 else np.zeros_like(hessian)
-    return hessian + damping * np.eye(length)
-
-
-def _factor(hessian: np.ndarray) -> np.ndarray:
-    """U with rows over their diagonal, float32: what the features after i take of i's error."""
-    try:
-        # Of a matrix that is not positive definite LAPACK gives an inverse, but no factor.
-        np.linalg.cholesky(hessian)
-        upper = np.linalg.cholesky(np.linalg.inv(hessian)).T
-    except np.linalg.LinAlgError:
-        raise ValueError(
-            "gptq: moment must be positive semidefinite, as a sum of x x^T is; raise damping if it "
-            "is one but for rounding"
-        ) from None
-    return (upper / np.diag(upper)[:, None]).astype(np.float32)
 
 
 @functools.partial(jax.jit, static_argnums=4)

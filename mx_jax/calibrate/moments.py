@@ -58,10 +58,29 @@ def moments(
       >>> {path: moment.shape for path, moment in found.items()}, float(found["layers_0"].max())
       ({'layers_0': (4, 4), 'layers_2': (3, 3)}, 10.0)
     """
-    observe = _observer(model, variables)
+    if isinstance(model, nn.Module):
+        if not isinstance(variables, Mapping):
+            raise TypeError(
+                "calibrate.moments: a flax.linen module needs variables=, got "
+                f"variables={type(variables).__name__}"
+            )
+        observe, given = jax.jit(functools.partial(_linen, model)), variables
+    else:
+        # Late: programs of flax.linen alone need not wait for it.
+        from flax import nnx
+
+        if not isinstance(model, nnx.Module):
+            raise TypeError(
+                "calibrate.moments: needs a flax.linen module or a flax.nnx model, got "
+                f"model={type(model).__name__}"
+            )
+        if variables is not None:
+            raise TypeError("calibrate.moments: a flax.nnx model has its own; drop variables=")
+        graph, given = nnx.split(model)
+        observe = jax.jit(functools.partial(_nnx, graph))
     total: Moments | None = None
     for batch in batches:
-        found = observe(*batch) if isinstance(batch, tuple) else observe(batch)
+        found = observe(given, *(batch if isinstance(batch, tuple) else (batch,)))
         total = found if total is None else jax.tree.map(jnp.add, total, found)
     if not total:
         raise ValueError(
@@ -98,30 +117,6 @@ def tell_input(layer: nn.Module, name: str, x: jax.Array) -> None:
     # Initializing makes a variable of every collection.
     if not layer.is_initializing():
         layer.sow(_SOWN, name, x)
-
-
-def _observer(
-    model: "nn.Module | nnx.Module", variables: Mapping[str, Any] | None
-) -> Callable[..., Moments]:
-    if isinstance(model, nn.Module):
-        if not isinstance(variables, Mapping):
-            raise TypeError(
-                "calibrate.moments: a flax.linen module needs variables=, got "
-                f"variables={type(variables).__name__}"
-            )
-        return functools.partial(jax.jit(functools.partial(_linen, model)), variables)
-    # Late: programs of flax.linen alone need not wait for it.
-    from flax import nnx
-
-    if isinstance(model, nnx.Module):
-        if variables is not None:
-            raise TypeError("calibrate.moments: a flax.nnx model has its own; drop variables=")
-        graph, state = nnx.split(model)
-        return functools.partial(jax.jit(functools.partial(_nnx, graph)), state)
-    raise TypeError(
-        "calibrate.moments: needs a flax.linen module or a flax.nnx model, got "
-        f"model={type(model).__name__}"
-    )
 
 
 def _add(into: Moments, path: str, x: jax.Array, axes: Sequence[int] = (-1,)) -> None:

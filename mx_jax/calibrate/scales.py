@@ -41,19 +41,15 @@ class Search:
     largest: int  # likewise
 
 
-def _around(distance: int) -> tuple[int, ...]:
-    return 0, *(sign * step for step in range(1, distance + 1) for sign in (1, -1))
-
-
 def search_for(scale: ScaleFormat, asked_by: str) -> Search:
     """What to try for a scale format: an octave up and down of FLOOR's, or of amax's."""
     if scale.kind == "exponent":
-        return Search(scale_rules.FLOOR, _around(1), 0, 254)
+        return Search(scale_rules.FLOOR, (0, 1, -1), 0, 254)
     if scale.kind == "element" and scale.element is not None:
-        element = scale.element
-        octave = 1 << element.mantissa_bits
+        octave = 1 << scale.element.mantissa_bits
+        steps = (0, *(sign * step for step in range(1, octave + 1) for sign in (1, -1)))
         # Codes of positive values are in the order of the values; the last one may be NaN.
-        return Search(AMAX_WITH_ROOM, _around(octave), octave, element.max_code)
+        return Search(AMAX_WITH_ROOM, steps, octave, scale.element.max_code)
     raise ValueError(
         f"{asked_by}: tries the neighbours of a stored scale, which takes scales in E8M0 or in a "
         f"float of 8 bits, got scale={scale.name} of kind={scale.kind}; quantize by a scale_rule"

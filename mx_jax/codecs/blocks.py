@@ -99,24 +99,40 @@ def spread(scales: jax.Array, inside: tuple[int, ...]) -> jax.Array:
 
 def violation(x: Blocked) -> str | None:
     """The first rule that static facts of an MXArray's parts break, with what they are, or None."""
+    format, blocks, tensor_scale = x.format, x.blocks, x.tensor_scale
     for name, array, dtype in (
         ("codes", x.codes, np.dtype("uint8")),
-        ("scales", x.scales, x.format.scale.storage_dtype),
+        ("scales", x.scales, format.scale.storage_dtype),
     ):
         found = getattr(array, "dtype", type(array).__name__)
         if found != dtype:
             return f"{name} must be {dtype.name}, got {name}.dtype={found}"
     shape = x.codes.shape
-    reason = _blocks(shape, x.format, x.blocks)
-    if reason is not None:
-        return reason
-    expected = scales_shape(shape, x.blocks)
+    if len(dict(blocks)) != len(blocks):
+        return f"each axis may have blocks once, got blocks={blocks}"
+    for axis, size in blocks:
+        if not -len(shape) <= axis < 0:
+            return (
+                "blocks must lie along axes counted from the end, "
+                f"got blocks={blocks}, codes.shape={shape}"
+            )
+        if size not in format.block:
+            return f"blocks must be the format's, block={format.block}, got blocks={blocks}"
+        if not isinstance(size, Whole) and size < 1:
+            return f"blocks must be positive, got blocks={blocks}"
+    expected = scales_shape(shape, blocks)
     if _differ(x.scales.shape, expected):
         return (
             f"scales must have one entry a block, scales.shape={expected}, got "
-            f"scales.shape={x.scales.shape}, codes.shape={shape}, blocks={x.blocks}"
+            f"scales.shape={x.scales.shape}, codes.shape={shape}, blocks={blocks}"
         )
-    return _tensor_scale(shape, x.tensor_scale, x.format, x.blocks)
+    if tensor_scale is None:
+        return "tensor_scale is missing, got tensor_scale=None" if format.tensor_scale else None
+    if not format.tensor_scale:
+        return f"the format has no tensor scale, got tensor_scale.shape={tensor_scale.shape}"
+    if tensor_scale.dtype != np.dtype("float32"):
+        return f"tensor_scale must be float32, got tensor_scale.dtype={tensor_scale.dtype}"
+    return tensor_scale_shape(tensor_scale.shape, shape, blocks)
 
 
 def check_parts(x: Blocked, operation: str) -> None:
@@ -129,35 +145,6 @@ def check_parts(x: Blocked, operation: str) -> None:
             f"{operation}: a malformed MXArray, format={x.format.name}: {reason}; make it with "
             "mx_jax.quantize"
         )
-
-
-def _blocks(shape: Shape, format: BlockFormat, blocks: Blocks) -> str | None:
-    axes = [axis for axis, _ in blocks]
-    if len(set(axes)) != len(axes):
-        return f"each axis may have blocks once, got blocks={blocks}"
-    for axis, size in blocks:
-        if not -len(shape) <= axis < 0:
-            return (
-                "blocks must lie along axes counted from the end, "
-                f"got blocks={blocks}, codes.shape={shape}"
-            )
-        if size not in format.block:
-            return f"blocks must be the format's, block={format.block}, got blocks={blocks}"
-        if not isinstance(size, Whole) and size < 1:
-            return f"blocks must be positive, got blocks={blocks}"
-    return None
-
-
-def _tensor_scale(
-    shape: Shape, tensor_scale: jax.Array | None, format: BlockFormat, blocks: Blocks
-) -> str | None:
-    if tensor_scale is None:
-        return "tensor_scale is missing, got tensor_scale=None" if format.tensor_scale else None
-    if not format.tensor_scale:
-        return f"the format has no tensor scale, got tensor_scale.shape={tensor_scale.shape}"
-    if tensor_scale.dtype != np.dtype("float32"):
-        return f"tensor_scale must be float32, got tensor_scale.dtype={tensor_scale.dtype}"
-    return tensor_scale_shape(tensor_scale.shape, shape, blocks)
 
 
 def tensor_scale_shape(given: Shape, shape: Shape, blocks: Blocks) -> str | None:

@@ -104,34 +104,6 @@ def _rounded(
     return _limit(float32.add(kept, carry), bits, element, saturate)
 
 
-def _rounded_by_addition(
-    magnitude: jax.Array,
-    bits: jax.Array,
-    exponent: int,
-    element: ElementFormat,
-    saturate: bool,
-) -> jax.Array:
-    """The same to nearest in half of the operations: float32's own addition rounds.
-
-    Beside `2^(23 - p)` times a number's power of two its p-th mantissa bit is the last. A subnormal
-    is far below half of the smallest code: it may be flushed.
-    """
-    shift = 23 - element.mantissa_bits
-    lowest = 127 + element.emin + exponent
-    top = (127 + element.emax + exponent) << 23
-    at_most_max = saturate and not element.negative_extra
-    # What overflows does so at the next power of two.
-    most = top + (element.max_mantissa << shift if at_most_max else 1 << 23)
-    capped = float32.min(magnitude, most)
-    field = float32.max(float32.bitwise_and(capped, float32.INF), lowest << 23)
-    beside = float32.from_bits(float32.add(field, shift << 23))
-    total = float32.to_bits(float32.add(float32.from_bits(capped), beside))
-    # The sum's digits beside those of `beside`, and the exponent's steps.
-    digits = float32.add(float32.sub(total, field), float32.shift_right(field, shift))
-    half = float32.sub(digits, (shift << 23) + (lowest << element.mantissa_bits))
-    return half if at_most_max else _limit(half, bits, element, saturate)
-
-
 def _rounded_quotient(
     magnitude: jax.Array,
     bits: jax.Array,
@@ -149,21 +121,40 @@ def _rounded_quotient(
 def _rounded_near(
     magnitude: jax.Array, bits: jax.Array, exponent: int, element: ElementFormat, saturate: bool
 ) -> jax.Array:
-    """The same under a small exponent; where GPUs have an instruction for it, by that."""
-    how = {"exponent": exponent, "element": element, "saturate": saturate}
-    by_addition = functools.partial(_rounded_by_addition, bits=bits, **how)
+    """The same under a small exponent: where GPUs have an instruction for it, by that."""
+
+    def by_addition(magnitude: jax.Array) -> jax.Array:
+        # Half of the operations, since float32's own addition rounds. Beside `2^(23 - p)` times a
+        # number's power of two its p-th mantissa bit is the last. A subnormal is far below half of
+        # the smallest code: it may be flushed.
+        shift = 23 - element.mantissa_bits
+        lowest = 127 + element.emin + exponent
+        top = (127 + element.emax + exponent) << 23
+        at_most_max = saturate and not element.negative_extra
+        # What overflows does so at the next power of two.
+        most = top + (element.max_mantissa << shift if at_most_max else 1 << 23)
+        capped = float32.min(magnitude, most)
+        field = float32.max(float32.bitwise_and(capped, float32.INF), lowest << 23)
+        beside = float32.from_bits(float32.add(field, shift << 23))
+        total = float32.to_bits(float32.add(float32.from_bits(capped), beside))
+        # The sum's digits beside those of `beside`, and the exponent's steps.
+        digits = float32.add(float32.sub(total, field), float32.shift_right(field, shift))
+        half = float32.sub(digits, (shift << 23) + (lowest << element.mantissa_bits))
+        return half if at_most_max else _limit(half, bits, element, saturate)
+
+    def by_conversion(magnitude: jax.Array) -> jax.Array:
+        # Unsigned, so that LLVM sees that nothing overflows, and leaves out what would then be NaN.
+        most = np.float32(element.max).view(np.uint32)
+        capped = float32.min(lax.convert_element_type(magnitude, jnp.uint32), most)
+        value = lax.bitcast_convert_type(capped, jnp.float32)
+        half = lax.bitcast_convert_type(lax.convert_element_type(value, element.dtype), jnp.uint8)
+        return lax.convert_element_type(half, jnp.int32)
+
     if exponent or not saturate or known_element(element) not in _CONVERTED:
         return by_addition(magnitude)
-    converted = functools.partial(_rounded_by_conversion, element=element)
-    return platform_dependent(magnitude, cuda=converted, rocm=converted, default=by_addition)
-
-
-def _rounded_by_conversion(magnitude: jax.Array, element: ElementFormat) -> jax.Array:
-    # Unsigned, so that LLVM sees that nothing overflows, and leaves out what would then be NaN.
-    most = np.float32(element.max).view(np.uint32)
-    capped = float32.min(lax.convert_element_type(magnitude, jnp.uint32), most)
-    half = lax.convert_element_type(lax.bitcast_convert_type(capped, jnp.float32), element.dtype)
-    return lax.convert_element_type(lax.bitcast_convert_type(half, jnp.uint8), jnp.int32)
+    return platform_dependent(
+        magnitude, cuda=by_conversion, rocm=by_conversion, default=by_addition
+    )
 
 
 def _limit(half: jax.Array, bits: jax.Array, element: ElementFormat, saturate: bool) -> jax.Array:
@@ -206,66 +197,54 @@ def _with_sign(
 @elementwise
 def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
     """Float32 patterns of the values of uint8 codes; every element value is a normal or zero."""
-    spelled_out = functools.partial(_decode_in_integers, element=element)
+    in_integers = functools.partial(_decode_in_integers, element=element)
+
+    def by_conversion(codes: jax.Array) -> jax.Array:
+        native = lax.bitcast_convert_type(codes.astype(jnp.uint8), element.dtype)
+        pattern = float32.to_bits(native)
+        nan = float32.gt(float32.bitwise_and(pattern, float32.ABS), float32.INF)
+        return float32.select(nan, float32.NAN, pattern)
+
+    def by_product(codes: jax.Array) -> jax.Array:
+        # The code's fields in float32's places, times a power of two: GPUs have subnormals.
+        wide = lax.convert_element_type(codes, jnp.int32)
+        sign = float32.bitwise_and(wide, element.sign_code)
+        half = float32.bitwise_and(wide, element.sign_code - 1)
+        fields = float32.shift_left(half, 23 - element.mantissa_bits)
+        fields = float32.bitwise_or(fields, float32.shift_left(sign, 32 - element.bits))
+        return float32.to_bits(float32.mul(float32.from_bits(fields), 2.0 ** (127 - element.bias)))
+
     if known_element(element) in _CONVERTED:
-        converted = functools.partial(_decode_by_conversion, element=element)
-        return platform_dependent(codes, cpu=spelled_out, default=converted)
+        return platform_dependent(codes, cpu=in_integers, default=by_conversion)
     is_plain = element.kind == "float" and not element.num_reserved_codes
     # With what is multiplied by a normal number: that of an element of bias 0 to 253.
     if not is_plain or not element.has_negative_zero or not 0 <= element.bias <= 253:
-        return spelled_out(codes)
-    by_product = functools.partial(_decode_by_product, element=element)
-    return platform_dependent(codes, cuda=by_product, rocm=by_product, default=spelled_out)
-
-
-def _decode_by_conversion(codes: jax.Array, element: ElementFormat) -> jax.Array:
-    native = lax.bitcast_convert_type(codes.astype(jnp.uint8), element.dtype)
-    pattern = float32.to_bits(native)
-    nan = float32.gt(float32.bitwise_and(pattern, float32.ABS), float32.INF)
-    return float32.select(nan, float32.NAN, pattern)
-
-
-def _decode_by_product(codes: jax.Array, element: ElementFormat) -> jax.Array:
-    """The code's fields in float32's places, times a power of two: GPUs have subnormals."""
-    wide = lax.convert_element_type(codes, jnp.int32)
-    sign = float32.bitwise_and(wide, element.sign_code)
-    half = float32.bitwise_and(wide, element.sign_code - 1)
-    fields = float32.shift_left(half, 23 - element.mantissa_bits)
-    fields = float32.bitwise_or(fields, float32.shift_left(sign, 32 - element.bits))
-    return float32.to_bits(float32.mul(float32.from_bits(fields), 2.0 ** (127 - element.bias)))
+        return in_integers(codes)
+    return platform_dependent(codes, cuda=by_product, rocm=by_product, default=in_integers)
 
 
 def _decode_in_integers(codes: jax.Array, element: ElementFormat) -> jax.Array:
-    wide = lax.convert_element_type(codes, jnp.int32)
-    codes = float32.bitwise_and(wide, (element.sign_code << 1) - 1)
+    codes = lax.convert_element_type(codes, jnp.int32)
+    codes = float32.bitwise_and(codes, (element.sign_code << 1) - 1)
     negative = float32.ge(codes, element.sign_code)
+    sign = float32.shift_left(lax.convert_element_type(negative, jnp.int32), 31)
+
+    def multiple(half: jax.Array) -> jax.Array:
+        # `half * smallest_subnormal`: an exact integer, its exponent moved.
+        pattern = float32.to_bits(lax.convert_element_type(half, jnp.float32))
+        moved = float32.add(pattern, (element.emin - element.mantissa_bits) << 23)
+        return float32.select(float32.eq(half, 0), 0, moved)
+
     if element.kind == "int":
         half = float32.select(negative, float32.sub(2 * element.sign_code, codes), codes)
-        return _signed(_integer_bits(half, element), negative)
+        return float32.bitwise_or(multiple(half), sign)
     half = float32.bitwise_and(codes, element.sign_code - 1)
     p, rebias = element.mantissa_bits, 127 - element.bias
     normal = float32.add(float32.shift_left(half, 23 - p), rebias << 23)
-    subnormal = _integer_bits(float32.bitwise_and(half, (1 << p) - 1), element)
+    subnormal = multiple(float32.bitwise_and(half, (1 << p) - 1))
     pattern = float32.select(float32.lt(half, 1 << p), subnormal, normal)
-    return _special(_signed(pattern, negative), codes, half, element)
-
-
-def _integer_bits(half: jax.Array, element: ElementFormat) -> jax.Array:
-    """Patterns of `half * smallest_subnormal`: an exact integer, its exponent moved."""
-    pattern = float32.to_bits(lax.convert_element_type(half, jnp.float32))
-    moved = float32.add(pattern, (element.emin - element.mantissa_bits) << 23)
-    return float32.select(float32.eq(half, 0), 0, moved)
-
-
-def _signed(pattern: jax.Array, negative: jax.Array) -> jax.Array:
-    sign = float32.shift_left(lax.convert_element_type(negative, jnp.int32), 31)
-    return float32.bitwise_or(pattern, sign)
-
-
-def _special(
-    pattern: jax.Array, codes: jax.Array, half: jax.Array, element: ElementFormat
-) -> jax.Array:
-    """Put NaN and Inf where the format reserves codes for them."""
+    pattern = float32.bitwise_or(pattern, sign)
+    # NaN and Inf, where the format reserves codes for them.
     if not element.has_negative_zero:
         return float32.select(float32.eq(codes, element.sign_code), float32.NAN, pattern)
     if not element.num_reserved_codes:
@@ -273,7 +252,7 @@ def _special(
     special = float32.select(float32.gt(half, element.max_code), float32.NAN, pattern)
     if element.inf_code is None:
         return special
-    infinity = float32.bitwise_or(float32.bitwise_and(pattern, float32.SIGN), float32.INF)
+    infinity = float32.bitwise_or(sign, float32.INF)
     return float32.select(float32.eq(half, element.inf_code), infinity, special)
 
 

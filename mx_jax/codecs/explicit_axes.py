@@ -16,7 +16,7 @@ from jax.core import ShapedArray
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 Spec = NamedSharding | PartitionSpec
-Partition = str | tuple[str, ...] | None
+
 AxisNames = str | tuple[str, ...]
 
 A = TypeVar("A", jax.Array, np.ndarray)
@@ -79,7 +79,9 @@ def split_axes(x: A, shape: Sequence[int], inside: Sequence[int]) -> A:
     for axis in range(len(shape)):
         if axis in inside:
             part, count = new[-1], shape[axis - 1]
-            new[-1] = part if count > 1 and count % _devices(sharding, part) == 0 else None
+            names = part if isinstance(part, tuple) else (part,) if part else ()
+            devices = math.prod(sharding.mesh.shape[name] for name in names)
+            new[-1] = part if count > 1 and count % devices == 0 else None
             new.append(part if count == 1 else None)
         else:
             new.append(old.pop(0))
@@ -100,12 +102,6 @@ def join_axes(y: A, shape: Sequence[int], inside: Sequence[int]) -> A:
             parts.append(part)
     assert isinstance(y, jax.Array)
     return lax.reshape(y, tuple(shape), out_sharding=with_partitions(sharding, parts))
-
-
-def _devices(sharding: NamedSharding, part: Partition) -> int:
-    """Over how many devices an axis with these mesh axes is spread."""
-    names = part if isinstance(part, tuple) else (part,) if part else ()
-    return math.prod(sharding.mesh.shape[name] for name in names)
 
 
 def result_type(like: ShapedArray, shape: Sequence[int], dtype: jax.typing.DTypeLike) -> Any:

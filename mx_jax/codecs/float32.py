@@ -90,19 +90,15 @@ def from_bits(bits: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> jax
     """The float32 values of int32 patterns, rounded once to `dtype` (nearest, ties to even)."""
     dtype = jnp.dtype(dtype)
     if dtype == jnp.bfloat16:
-        return lax.bitcast_convert_type(_bfloat16_bits(bits), jnp.bfloat16)
+        nan = gt(bitwise_and(bits, ABS), INF)
+        odd = bitwise_and(shift_right(bits, 16), 1)
+        nearest = add(add(bits, 0x7FFF), odd)
+        high = bitwise_and(shift_right(select(nan, NAN, nearest), 16), 0xFFFF)
+        return lax.bitcast_convert_type(lax.convert_element_type(high, jnp.uint16), jnp.bfloat16)
     if dtype == jnp.float16:
         # Float32 subnormals are far below half of float16's quantum: flushing them is right.
         return lax.bitcast_convert_type(bits, jnp.float32).astype(jnp.float16)
     return lax.convert_element_type(lax.bitcast_convert_type(bits, jnp.float32), dtype)
-
-
-def _bfloat16_bits(bits: jax.Array) -> jax.Array:
-    nan = gt(bitwise_and(bits, ABS), INF)
-    odd = bitwise_and(shift_right(bits, 16), 1)
-    rounded = add(add(bits, 0x7FFF), odd)
-    high = shift_right(select(nan, NAN, rounded), 16)
-    return lax.convert_element_type(bitwise_and(high, 0xFFFF), jnp.uint16)
 
 
 def rounded(product: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ from jax.core import Tracer
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocked, Blocks, check_parts, num_blocks, scales_shape
 from mx_jax.codecs.scale import E8M0_NAN
-from mx_jax.formats import WHOLE, BlockSize, ScaleFormat, Whole
+from mx_jax.formats import WHOLE, BlockSize, Whole
 
 Shape = tuple[int, ...]
 Index = int | slice | types.EllipsisType | None | jax.Array | np.ndarray | Sequence[int]
@@ -43,7 +43,14 @@ def index_blocks(
     """Translate `x[index]` to codes and scales; IndexError where it would cut a block."""
     # Axes without blocks take ints and any slice, the first one also an integer array (a gather of
     # rows). A blocked axis takes slices that cut between blocks; a WHOLE one any slice.
-    items = _complete(index, len(shape))
+    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    used = sum(item is not None and item is not Ellipsis for item in items)
+    if used > len(shape):
+        raise IndexError(f"MXArray index: too many indices, got {used} for ndim={len(shape)}")
+    dots = [i for i, item in enumerate(items) if item is Ellipsis] or [len(items)]
+    if len(dots) > 1:
+        raise IndexError(f"MXArray index: only one ellipsis is allowed, got index={index!r}")
+    items[dots[0] : dots[0] + 1] = [slice(None)] * (len(shape) - used)
     sizes = dict(blocks)
     codes: list[Any] = []
     scales: list[Any] = []
@@ -52,16 +59,20 @@ def index_blocks(
     axis = -len(shape)
     for item in items:
         if item is None:
-            codes.append(None)
-            scales.append(None)
-            result.append(None)
-            continue
-        code_item, scale_item, kept = _index_axis(item, axis, shape[axis], sizes.get(axis))
+            code_item, scale_item, kept = None, None, [None]
+        else:
+            code_item, scale_item, kept = _index_axis(item, axis, shape[axis], sizes.get(axis))
+            axis += 1
         codes.append(code_item)
         scales.append(scale_item)
         result += kept
-        axis += 1
-    _check_arrays(items)
+    # A gather may only take rows: elsewhere, NumPy's rules would move axes about.
+    arrays = [i for i, item in enumerate(items) if not isinstance(item, slice) and np.ndim(item)]
+    if arrays and arrays != [0]:
+        raise IndexError(
+            "MXArray index: takes ints, slices, None, an ellipsis and, on the first axis, an "
+            f"integer array; got an array at position {arrays[-1]}; {_REMEDY}"
+        )
     ndim = len(result)
     new_blocks = tuple((i - ndim, size) for i, size in enumerate(result) if size is not None)
     return Indexed(tuple(codes), tuple(scales), new_blocks)
@@ -87,12 +98,15 @@ def index_tensor_scale(tensor_scale: jax.Array, index: tuple[Any, ...]) -> jax.A
 
 def transpose(x: B, axes: tuple[Any, ...]) -> B:
     """An MXArray with its axes permuted; see `MXArray.transpose`."""
+    ndim = x.codes.ndim
     order = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
-    order = tuple(order) or tuple(range(x.codes.ndim))[::-1]
-    in_range = all(-x.codes.ndim <= axis < x.codes.ndim for axis in order)
-    order = tuple(axis % x.codes.ndim for axis in order) if in_range else order
-    if sorted(order) != list(range(x.codes.ndim)):
-        raise ValueError(f"MXArray.transpose: axes={axes} do not permute ndim={x.codes.ndim}")
+    order = tuple(order) or tuple(range(ndim))[::-1]
+    in_range = all(-ndim <= axis < ndim for axis in order)
+    order = tuple(axis % ndim for axis in order) if in_range else order
+    if sorted(order) != list(range(ndim)):
+        raise ValueError(f"MXArray.transpose: axes={axes} do not permute ndim={ndim}")
+    sizes = dict(x.blocks)
+    moved = ((i - ndim, sizes.get(axis - ndim)) for i, axis in enumerate(order))
 
     def move(array: jax.Array | None) -> jax.Array | None:
         return None if array is None else array.transpose(order)
@@ -102,41 +116,9 @@ def transpose(x: B, axes: tuple[Any, ...]) -> B:
         codes=move(x.codes),
         scales=move(x.scales),
         tensor_scale=move(x.tensor_scale),
-        blocks=transpose_blocks(order, x.blocks),
+        blocks=tuple((axis, size) for axis, size in moved if size is not None),
         primal=move(x.primal),
     )
-
-
-def transpose_blocks(axes: tuple[int, ...], blocks: Blocks) -> Blocks:
-    """The blocks of `x.transpose(axes)`; axes are non-negative."""
-    sizes = dict(blocks)
-    ndim = len(axes)
-    moved = ((i - ndim, sizes.get(axis - ndim)) for i, axis in enumerate(axes))
-    return tuple((axis, size) for axis, size in moved if size is not None)
-
-
-def _complete(index: Index | tuple[Index, ...], ndim: int) -> list[Any]:
-    items = list(index) if isinstance(index, tuple) else [index]
-    used = sum(item is not None and item is not Ellipsis for item in items)
-    if used > ndim:
-        raise IndexError(f"MXArray index: too many indices, got {used} for ndim={ndim}")
-    fill = [slice(None)] * (ndim - used)
-    dots = [i for i, item in enumerate(items) if item is Ellipsis]
-    if len(dots) > 1:
-        raise IndexError(f"MXArray index: only one ellipsis is allowed, got index={index!r}")
-    if dots:
-        return items[: dots[0]] + fill + items[dots[0] + 1 :]
-    return items + fill
-
-
-def _check_arrays(items: list[Any]) -> None:
-    """A gather may only take rows: elsewhere, NumPy's rules would move axes about."""
-    arrays = [i for i, item in enumerate(items) if not isinstance(item, slice) and np.ndim(item)]
-    if arrays and arrays != [0]:
-        raise IndexError(
-            "MXArray index: takes ints, slices, None, an ellipsis and, on the first axis, an "
-            f"integer array; got an array at position {arrays[-1]}; {_REMEDY}"
-        )
 
 
 def _index_axis(
@@ -145,10 +127,20 @@ def _index_axis(
     length: int,
     size: BlockSize | None,
 ) -> tuple[Any, Any, list[BlockSize | None]]:
+    """An item for codes, one for scales, and the block sizes of the axes that are left of one."""
     if isinstance(item, slice):
         if size is None:
             return item, item, [None]
-        return item, _slice_scales(item, axis, length, size), [size]
+        start, stop, step = item.indices(length)
+        if isinstance(size, Whole):
+            return item, slice(None) if range(start, stop, step) else slice(0, 0), [size]
+        if step != 1 or start % size or (stop % size and stop != length and stop > start):
+            raise IndexError(
+                f"MXArray index: axis={axis} of length={length} is cut into blocks of {size}; a "
+                f"slice must start and stop between blocks with step 1, got {start}:{stop}:{step}; "
+                f"{_REMEDY}"
+            )
+        return item, slice(start // size, num_blocks(size, max(stop, start))), [size]
     is_mask = isinstance(item, bool) or getattr(item, "dtype", None) == np.dtype(bool)
     if is_mask or isinstance(item, list):
         raise IndexError(
@@ -164,20 +156,6 @@ def _index_axis(
         item = item if isinstance(item, jax.Array) else operator.index(item)
         return item, item, []
     return item, item, [None] * np.ndim(item)
-
-
-def _slice_scales(item: slice, axis: int, length: int, size: BlockSize) -> slice:
-    start, stop, step = item.indices(length)
-    if size is WHOLE:
-        empty = len(range(start, stop, step)) == 0
-        return slice(0, 0) if empty else slice(None)
-    size = int(size)
-    if step != 1 or start % size or (stop % size and stop != length and stop > start):
-        raise IndexError(
-            f"MXArray index: axis={axis} of length={length} is cut into blocks of {size}; a slice "
-            f"must start and stop between blocks with step 1, got {start}:{stop}:{step}; {_REMEDY}"
-        )
-    return slice(start // size, num_blocks(size, max(stop, start)))
 
 
 # Reshaping ----------------------------------------------------------------------------------------
@@ -222,7 +200,22 @@ def reshape_blocks(
     """What `x.reshape(wanted)` does to a blocked tensor, in row-major order."""
     # Axes that are joined or divided together form a group; in a group, blocks may only lie along
     # the last axis, in whole blocks, before and after.
-    new = _complete_shape(wanted, shape)
+    asked: Any = wanted
+    if len(wanted) == 1 and isinstance(wanted[0], Sequence):
+        asked = wanted[0]
+    try:
+        lengths = [operator.index(length) for length in asked]
+    except TypeError:
+        raise TypeError(f"MXArray.reshape: lengths must be ints, got shape={asked!r}") from None
+    size, known = math.prod(shape), math.prod(length for length in lengths if length != -1)
+    if lengths.count(-1) == 1 and known and size % known == 0:
+        lengths[lengths.index(-1)] = size // known
+    if any(length < 0 for length in lengths) or math.prod(lengths) != size:
+        raise ValueError(
+            f"MXArray.reshape: needs a shape of size={size}, got shape={tuple(asked)} for an "
+            f"array of shape={shape}"
+        )
+    new = tuple(lengths)
     if new == shape:
         given = tensor_scale or (1,) * len(shape)
         return Reshaped(new, scales_shape(new, blocks), given, given, blocks)
@@ -249,25 +242,6 @@ def reshape_blocks(
         new_sizes = dict.fromkeys(range(len(new)), WHOLE)
     found = tuple((axis - len(new), size) for axis, size in sorted(new_sizes.items()))
     return Reshaped(new, scales_shape(new, found), tuple(spread), tuple(lengths), found)
-
-
-def _complete_shape(wanted: Any, shape: Shape) -> Shape:
-    """The new lengths, -1 worked out."""
-    if len(wanted) == 1 and isinstance(wanted[0], Sequence):
-        wanted = wanted[0]
-    try:
-        new = [operator.index(length) for length in wanted]
-    except TypeError:
-        raise TypeError(f"MXArray.reshape: lengths must be ints, got shape={wanted!r}") from None
-    size, known = math.prod(shape), math.prod(length for length in new if length != -1)
-    if new.count(-1) == 1 and known and size % known == 0:
-        new[new.index(-1)] = size // known
-    if any(length < 0 for length in new) or math.prod(new) != size:
-        raise ValueError(
-            f"MXArray.reshape: needs a shape of size={size}, got shape={tuple(wanted)} for an "
-            f"array of shape={shape}"
-        )
-    return tuple(new)
 
 
 def _groups(
@@ -377,10 +351,16 @@ def dynamic_update_slice(x: B, update: B, start_indices: Sequence[Any]) -> B:
         if whole or isinstance(size, Whole):
             scale_starts[axis] = jnp.zeros_like(starts[axis])
             continue
-        scale_starts[axis] = starts[axis] // size
+        inside = starts[axis] % size != 0
+        if not isinstance(inside, Tracer) and bool(inside):
+            raise ValueError(
+                f"{operation}: a start must lie between blocks of {size}, got "
+                f"start={starts[axis]} on axis={axis}; use a multiple of {size}"
+            )
         # Codes and scales of the same blocks: where the start lies inside one, all become NaN.
+        scale_starts[axis] = starts[axis] // size
         code_starts[axis] = scale_starts[axis] * size
-        aligned = aligned & _aligned(starts[axis], size, axis, operation)
+        aligned = aligned & ~inside
     ok = aligned & _same_bits(x.tensor_scale, update, operation)
     return dataclasses.replace(
         x,
@@ -408,17 +388,6 @@ def _check_values(values: object, x: Blocked, shape: Shape, blocks: Blocks, oper
         )
 
 
-def _aligned(start: jax.Array, size: int, axis: int, operation: str) -> jax.Array:
-    """Whether a start lies between blocks; raises if it is known not to."""
-    aligned = start % size == 0
-    if not isinstance(aligned, Tracer) and not bool(aligned):
-        raise ValueError(
-            f"{operation}: a start must lie between blocks of {size}, got start={start} on "
-            f"axis={axis}; use a multiple of {size}"
-        )
-    return aligned
-
-
 def _same_bits(tensor_scale: jax.Array | None, values: Blocked, operation: str) -> jax.Array:
     """Whether values are under that tensor scale; raises if they are known not to be."""
     if tensor_scale is None:
@@ -435,13 +404,9 @@ def _same_bits(tensor_scale: jax.Array | None, values: Blocked, operation: str) 
 
 
 def _valid_scales(values: Blocked, valid: jax.Array) -> jax.Array:
-    """The scales of values, or NaN."""
-    return jnp.where(valid, values.scales, _nan_of(values.format.scale))
-
-
-def _nan_of(scale: ScaleFormat) -> np.ndarray:
-    """The scale that makes its block NaN, as it is stored."""
-    if scale.is_float32:
-        return np.array(np.nan, scale.storage_dtype)
-    code = E8M0_NAN if scale.element is None else scale.element.nan_code
-    return np.array(code, scale.storage_dtype)
+    """The scales of values, or the scale that makes a block NaN, as it is stored."""
+    scale = values.format.scale
+    nan = np.nan if scale.is_float32 else E8M0_NAN
+    if scale.element is not None:
+        nan = scale.element.nan_code
+    return jnp.where(valid, values.scales, np.array(nan, scale.storage_dtype))

@@ -178,13 +178,12 @@ def _batch(
 
 def _lower(ctx: Any, *operands: Any, body: _Body, axis: int | None) -> list[Any]:
     given = [(x, own.shape) for x, own in zip(operands, ctx.avals_in, strict=True)]
-    if axis is not None:
-        return [_emit_by_halves(body, *given[0], axis)]
-    results = _emit(body.jaxpr, given)
-    return [_like(*result, own.shape) for result, own in zip(results, ctx.avals_out, strict=True)]
-
-
-def _emit_by_halves(body: _Body, x: mlir.ir.Value, shape: tuple[int, ...], axis: int) -> Any:
+    if axis is None:
+        results = _emit(body.jaxpr, given)
+        return [
+            _like(*result, own.shape) for result, own in zip(results, ctx.avals_out, strict=True)
+        ]
+    ((x, shape),) = given
     while (length := shape[axis]) > 1:
         ends = (0, (length + 1) // 2), (length // 2, length)
         starts, limits = ([0] * len(shape), [0] * len(shape)), (list(shape), list(shape))
@@ -195,7 +194,7 @@ def _emit_by_halves(body: _Body, x: mlir.ir.Value, shape: tuple[int, ...], axis:
         shape = (*shape[:axis], (length + 1) // 2, *shape[axis + 1 :])
         halves = [(hlo.slice(x, *both, ones), shape) for both in zip(*attributes, strict=True)]
         ((x, shape),) = _emit(body.jaxpr, halves)
-    return x
+    return [x]
 
 
 Emitted = tuple[Any, tuple[int, ...]]
@@ -266,11 +265,6 @@ def _comparison(direction: str) -> Callable[..., Any]:
     return emit
 
 
-def _reduced(equation: JaxprEqn, shape: tuple[int, ...], x: mlir.ir.Value) -> list[Any]:
-    bits = (equation.params[name] for name in ("exponent_bits", "mantissa_bits"))
-    return [hlo.reduce_precision(x, *map(mlir.i32_attr, bits))]
-
-
 _OPERATIONS: dict[str, Callable[..., list[Any]]] = {
     "add": _plain(hlo.add),
     "sub": _plain(hlo.subtract),
@@ -290,7 +284,13 @@ _OPERATIONS: dict[str, Callable[..., list[Any]]] = {
     "select_n": lambda equation, shape, which, no, yes: [hlo.select(which, yes, no)],
     "convert_element_type": _to_dtype(hlo.convert),
     "bitcast_convert_type": _to_dtype(hlo.bitcast_convert),
-    "reduce_precision": _reduced,
+    "reduce_precision": lambda equation, shape, x: [
+        hlo.reduce_precision(
+            x,
+            mlir.i32_attr(equation.params["exponent_bits"]),
+            mlir.i32_attr(equation.params["mantissa_bits"]),
+        )
+    ],
     # Of scalars, to scalars.
     "broadcast_in_dim": _plain(lambda x: x),
     **{name: _comparison(name.upper()) for name in ("eq", "ne", "lt", "le", "gt", "ge")},

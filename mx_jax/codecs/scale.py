@@ -316,11 +316,20 @@ def is_tiny(tensor_scale: jax.Array) -> jax.Array:
 
 def lift(x: jax.Array, where: jax.Array) -> jax.Array:
     """Float32 values, times 2^64 where asked; subnormals are the numbers that they are."""
+
+    def by_parts(values: jax.Array, where: jax.Array) -> jax.Array:
+        bits = float32.to_bits(values)
+        magnitude = float32.bitwise_and(bits, float32.ABS)
+        # A subnormal is its pattern times 2^-149, and integers below 2^24 convert exactly.
+        number = lax.convert_element_type(magnitude, jnp.float32)
+        small = float32.to_bits(float32.mul(number, 2.0 ** (LIFT - 149)))
+        small = float32.from_bits(float32.bitwise_or(small, float32.bitwise_xor(bits, magnitude)))
+        is_small = float32.lt(magnitude, float32.HIDDEN)
+        return jnp.where(where, select(is_small, small, float32.mul(values, 2.0**LIFT)), values)
+
     values = float32.from_bits(float32.to_bits(x))
     by_product = functools.partial(_times_factor, factor=2.0**LIFT)
-    return platform_dependent(
-        values, where, cuda=by_product, rocm=by_product, default=_lifted_by_parts
-    )
+    return platform_dependent(values, where, cuda=by_product, rocm=by_product, default=by_parts)
 
 
 def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
@@ -329,40 +338,26 @@ def lower(bits: jax.Array, where: jax.Array) -> jax.Array:
     def by_product(bits: jax.Array, where: jax.Array) -> jax.Array:
         return float32.to_bits(_times_factor(float32.from_bits(bits), where, 2.0**-LIFT))
 
-    return platform_dependent(
-        bits, where, cuda=by_product, rocm=by_product, default=_lowered_by_parts
-    )
+    def by_parts(bits: jax.Array, where: jax.Array) -> jax.Array:
+        magnitude = float32.bitwise_and(bits, float32.ABS)
+        # Beside 2^-62, which is subnormals' end times 2^64, the sum's last bit is their unit:
+        # addition rounds, to nearest and ties to even, and what it adds to the pattern is the
+        # result's pattern.
+        beside = float32.add(float32.from_bits(magnitude), 2.0**-62)
+        subnormal = float32.sub(float32.to_bits(beside), (127 - 62) << 23)
+        lowered = float32.sub(magnitude, LIFT << 23)
+        lowered = select(float32.lt(magnitude, (127 - 62) << 23), subnormal, lowered)
+        fixed = float32.ge(magnitude, float32.INF) | ~where
+        sign = float32.bitwise_xor(bits, magnitude)
+        return float32.bitwise_or(jnp.where(fixed, magnitude, lowered), sign)
+
+    return platform_dependent(bits, where, cuda=by_product, rocm=by_product, default=by_parts)
 
 
 def _times_factor(values: jax.Array, where: jax.Array, factor: float) -> jax.Array:
     """One product, where a platform has subnormals."""
     factors = (lax.full_like(where, x, values.dtype) for x in (factor, 1))
     return float32.mul(values, lax.select(where, *factors))
-
-
-def _lifted_by_parts(values: jax.Array, where: jax.Array) -> jax.Array:
-    bits = float32.to_bits(values)
-    magnitude = float32.bitwise_and(bits, float32.ABS)
-    # A subnormal is its pattern times 2^-149, and integers below 2^24 convert exactly.
-    number = lax.convert_element_type(magnitude, jnp.float32)
-    small = float32.to_bits(float32.mul(number, 2.0 ** (LIFT - 149)))
-    small = float32.from_bits(float32.bitwise_or(small, float32.bitwise_xor(bits, magnitude)))
-    is_small = float32.lt(magnitude, float32.HIDDEN)
-    lifted = select(is_small, small, float32.mul(values, 2.0**LIFT))
-    return jnp.where(where, lifted, values)
-
-
-def _lowered_by_parts(bits: jax.Array, where: jax.Array) -> jax.Array:
-    magnitude = float32.bitwise_and(bits, float32.ABS)
-    # Beside 2^-62, which is subnormals' end times 2^64, the sum's last bit is their unit: addition
-    # rounds, to nearest and ties to even, and what it adds to the pattern is the result's pattern.
-    beside = float32.add(float32.from_bits(magnitude), 2.0**-62)
-    subnormal = float32.sub(float32.to_bits(beside), (127 - 62) << 23)
-    lowered = float32.sub(magnitude, LIFT << 23)
-    lowered = select(float32.lt(magnitude, (127 - 62) << 23), subnormal, lowered)
-    fixed = float32.ge(magnitude, float32.INF) | ~where
-    sign = float32.bitwise_xor(bits, magnitude)
-    return float32.bitwise_or(jnp.where(fixed, magnitude, lowered), sign)
 
 
 def divided(x: jax.Array, tensor_scale: jax.Array, by: Callable[..., Any]) -> Any:

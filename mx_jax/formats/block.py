@@ -8,7 +8,7 @@ Source: OCP Microscaling Formats (MX) v1.0, section 5.3 and table 1; NVIDIA's NV
 import dataclasses
 import enum
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -273,7 +273,22 @@ def block_format(format: FormatLike | None) -> BlockFormat:
         return format
     if isinstance(format, str):
         return _by_name(format, BLOCK_FORMATS, "block format")
-    return _by_dtype(format)
+    try:
+        # NumPy takes None for float64, and a list for the fields of a record.
+        dtype = None if format is None or isinstance(format, list | tuple) else np.dtype(format)
+    except TypeError:
+        dtype = None
+    if dtype is None:
+        raise TypeError(
+            "a block format is given as a BlockFormat, a name or a dtype, "
+            f"got format={format!r} of type {type(format).__name__}; known names: "
+            f"{_names(BLOCK_FORMATS)}"
+        )
+    matches = [known for known in _NAMED_BY_DTYPE if known.element.dtype == dtype]
+    if len(matches) == 1:
+        return matches[0]
+    why = "is stored by several block formats" if matches else "is stored by no block format"
+    raise ValueError(f"dtype={dtype.name} {why}; name one of: {_names(matches or BLOCK_FORMATS)}")
 
 
 def any_format(name: str) -> BlockFormat | ElementFormat | ScaleFormat:
@@ -290,44 +305,19 @@ def any_format(name: str) -> BlockFormat | ElementFormat | ScaleFormat:
     return _by_name(name, (*BLOCK_FORMATS, *ELEMENT_FORMATS, *SCALE_FORMATS), "format")
 
 
-def _by_name(name: str, formats: Iterable[Any], what: str) -> Any:
+def _by_name(name: str, formats: Sequence[Any], what: str) -> Any:
     wanted = name.strip().lower().replace("-", "_")
+    names = [format.name for format in formats]
+    if wanted in names:
+        return formats[names.index(wanted)]
     if wanted in _SHORT:
         return _SHORT[wanted]
-    for format in formats:
-        if format.name == wanted:
-            return format
-    names = [format.name for format in formats]
-    hint = _meant(wanted) or nearest(wanted, (*names, *_SHORT))
-    raise unknown_name(f"{what} name", name, names, hint)
-
-
-def _meant(name: str) -> str:
-    """Block formats that are called so in part, or that have an element of that name."""
-    found = [
+    # Block formats that are called so in part, or that have an element of that name.
+    meant = [
         format.name
         for format in BLOCK_FORMATS
-        if format.name.startswith(f"{name}_")
-        or name in (format.element.name, format.element.dtype_name)
+        if format.name.startswith(f"{wanted}_")
+        or wanted in (format.element.name, format.element.dtype_name)
     ]
-    return f", perhaps one of {', '.join(found)}" if found else ""
-
-
-def _by_dtype(dtype: DTypeLike | None) -> BlockFormat:
-    try:
-        # NumPy takes None for float64, and a list for the fields of a record.
-        wanted = None if dtype is None or isinstance(dtype, list | tuple) else np.dtype(dtype)
-    except TypeError:
-        wanted = None
-    if wanted is None:
-        raise TypeError(
-            "a block format is given as a BlockFormat, a name or a dtype, "
-            f"got format={dtype!r} of type {type(dtype).__name__}; known names: "
-            f"{_names(BLOCK_FORMATS)}"
-        )
-    matches = [format for format in _NAMED_BY_DTYPE if format.element.dtype == wanted]
-    if len(matches) == 1:
-        return matches[0]
-    choices = matches or BLOCK_FORMATS
-    why = "is stored by several block formats" if matches else "is stored by no block format"
-    raise ValueError(f"dtype={wanted.name} {why}; name one of: {_names(choices)}")
+    hint = f", perhaps one of {', '.join(meant)}" if meant else nearest(wanted, (*names, *_SHORT))
+    raise unknown_name(f"{what} name", name, names, hint)

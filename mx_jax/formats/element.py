@@ -228,7 +228,9 @@ class ElementFormat:
             return signed * self.smallest_subnormal
         if not self.has_negative_zero and code == self.sign_code:
             return math.nan
-        magnitude = self._magnitude(half) if half <= self.max_code else self._special(half)
+        magnitude = math.inf if half == self.inf_code else math.nan
+        if half <= self.max_code:
+            magnitude = self._magnitude(half)
         return -magnitude if negative else magnitude
 
     def _magnitude(self, half: int) -> float:
@@ -236,9 +238,6 @@ class ElementFormat:
         if field:
             mantissa += 1 << self.mantissa_bits
         return math.ldexp(mantissa, max(field, 1) - self.bias - self.mantissa_bits)
-
-    def _special(self, half: int) -> float:
-        return math.inf if half == self.inf_code else math.nan
 
     def __repr__(self) -> str:
         return f"ElementFormat({self.name})"

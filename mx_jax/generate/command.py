@@ -121,7 +121,8 @@ def run(options: argparse.Namespace) -> int:
     if not -(2**63) <= options.seed < 2**63:
         raise ValueError(f"generate: --seed must fit 64 bits, got {options.seed}")
     sampling = Sampling(temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
-    settle()
+    # What lives is left out of Python's searches for garbage: a tenth of a small model's step.
+    gc.freeze()
     if not options.no_cache:
         keep_programs(Path(platformdirs.user_cache_dir("mx_jax", appauthor=False), "programs"))
     generator, tokenizer = load(
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
         texts=options.texts,
         sampling=sampling,
     )
-    settle()
+    gc.freeze()
     tokens = tokenizer.encode(tokenizer.chat(prompt) if options.chat else prompt)
     times = [time.perf_counter()]
     found = pieces(generator.stream(tokens, options.max_tokens, options.seed), tokenizer, times)
@@ -170,11 +171,6 @@ def keep_programs(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", _CACHE_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-def settle() -> None:
-    """Leave what lives out of Python's searches for garbage: a tenth of a small model's step."""
-    gc.freeze()
 
 
 def pieces(stream: Iterator[int], tokenizer: Tokenizer, times: list[float]) -> Iterator[str]:

@@ -222,11 +222,6 @@ def config_from_json(
     )
 
 
-def _linear(said: Fields, theta: float, head_width: int) -> tuple[float, ...]:
-    """All frequencies lower by one factor."""
-    return (said("factor", NUMBER),) * (head_width // 2)
-
-
 def _llama3(said: Fields, theta: float, head_width: int) -> tuple[float, ...]:
     """Frequencies whose waves are long lower by a factor, short ones as they are."""
     factor, low, high = (
@@ -246,7 +241,8 @@ def _llama3(said: Fields, theta: float, head_width: int) -> tuple[float, ...]:
 # Ways in which a model reaches beyond its first context, by the hub's names.
 _SCALINGS: dict[str, Callable[[Fields, float, int], tuple[float, ...] | None]] = {
     "default": lambda said, theta, head_width: None,
-    "linear": _linear,
+    # All frequencies lower by one factor.
+    "linear": lambda said, theta, head_width: (said("factor", NUMBER),) * (head_width // 2),
     "llama3": _llama3,
 }
 

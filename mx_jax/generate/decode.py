@@ -44,7 +44,12 @@ class Sampling:
         With a temperature, drawn by the key with probability `softmax(logits / temperature)`.
         """
         if self.temperature == 0:
-            return first_largest(logits)
+            # The first of the largest, or of those that are NaN. XLA's CPU compiler makes scalar
+            # code of argmax, an index beside a value, and vectors of these two.
+            largest = logits.max(-1, keepdims=True)
+            places = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+            is_one = (logits == largest) | jnp.isnan(logits)
+            return jnp.where(is_one, places, logits.shape[-1]).min(-1)
         assert key is not None
         scaled = logits / self.temperature
         if self.top_k is None and self.top_p == 1:
@@ -58,16 +63,6 @@ class Sampling:
             likeliest = jnp.where(before < self.top_p, likeliest, -jnp.inf)
         drawn = jax.random.categorical(key, likeliest)
         return jnp.take_along_axis(tokens, drawn[..., None], -1)[..., 0].astype(jnp.int32)
-
-
-def first_largest(logits: jax.Array) -> jax.Array:
-    """`argmax` over the last axis, int32: the first of the largest, or of those that are NaN.
-
-    XLA's CPU compiler makes scalar code of an index beside a value, and vectors of these two.
-    """
-    largest = logits.max(-1, keepdims=True)
-    places = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
-    return jnp.where((logits == largest) | jnp.isnan(logits), places, logits.shape[-1]).min(-1)
 
 
 GREEDY = Sampling()
@@ -194,13 +189,6 @@ class Generator:
         empty = jax.jit(functools.partial(KVCache.zeros, *shape, **options))
         return tuple(empty() for _ in range(config.layers))
 
-    def step(
-        self, tokens: np.ndarray | jax.Array, caches: Caches, position: int, key: jax.Array | None
-    ) -> tuple[jax.Array, Caches]:
-        """See `advance`."""
-        at = np.int32(position)
-        return advance(self.model, self.sampling, self.params, tokens, caches, at, key)
-
     def steps(
         self, tokens: object, caches: Caches, position: int, key: jax.Array | None
     ) -> tuple[jax.Array, Caches]:
@@ -231,7 +219,8 @@ class Generator:
     def _stream(self, tokens: np.ndarray, count: int, key: jax.Array | None) -> Iterator[int]:
         strides, position = -(-(count - 1) // self.stride), tokens.shape[1]
         caches = self.caches(position + strides * self.stride)
-        ahead, caches = self.step(tokens, caches, 0, key)
+        held = self.model, self.sampling, self.params
+        ahead, caches = advance(*held, tokens, caches, np.int32(0), key)
         # Before the program of a stride is compiled; an index of JAX's would be a program too.
         yield int(np.asarray(ahead)[0, 0])
         last, shown = ahead, np.zeros((1, 0), np.int32)

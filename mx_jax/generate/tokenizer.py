@@ -4,7 +4,6 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -123,8 +122,24 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
     encoder = library.Tokenizer(model)
     encoder.pre_tokenizer = _PRE[pre](library.pre_tokenizers, library.Regex)
     encoder.decoder = library.decoders.ByteLevel()
-    encoder.add_tokens(_special(library, tokens, fields))
-    numbers = _numbers(fields, len(tokens))
+    # Tokens that no merging makes.
+    kinds = np.asarray(fields("token_type", _ROW, ()))[: len(tokens)]
+    encoder.add_tokens(
+        [
+            library.AddedToken(tokens[i], special=bool(kinds[i] == _CONTROL), normalized=False)
+            for i in np.flatnonzero(np.isin(kinds, (_CONTROL, _USER_DEFINED)))
+        ]
+    )
+    numbers: dict[str, int] = {}
+    for name in _ENDS:
+        number = fields.get(f"{name}_token_id")
+        if number is None:
+            continue
+        is_int = isinstance(number, int) and not isinstance(number, bool)
+        if not is_int or not 0 <= number < len(tokens):
+            needed = f"a number below {len(tokens)}, of tokens,"
+            raise fields.refused(f"{name}_token_id", needed, number)
+        numbers[name] = number
     begins = fields("add_bos_token", _FLAG, False)
     said = Fields(metadata, where, "tokenizer.")
     return Tokenizer(
@@ -135,29 +150,6 @@ def tokenizer_of_gguf(metadata: Mapping[str, Any], where: str = "the file") -> T
         words={f"{name}_token": tokens[number] for name, number in numbers.items()},
         where=where,
     )
-
-
-def _special(library: ModuleType, tokens: list[str], fields: Fields) -> list[Any]:
-    """The tokens that no merging makes."""
-    kinds = np.asarray(fields("token_type", _ROW, ()))[: len(tokens)]
-    return [
-        library.AddedToken(tokens[index], special=bool(kinds[index] == _CONTROL), normalized=False)
-        for index in np.flatnonzero(np.isin(kinds, (_CONTROL, _USER_DEFINED)))
-    ]
-
-
-def _numbers(fields: Fields, count: int) -> dict[str, int]:
-    """The tokens that have a role, each one of `count`."""
-    found: dict[str, int] = {}
-    for name in _ENDS:
-        number = fields.get(f"{name}_token_id")
-        if number is None:
-            continue
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
-            needed = f"a number below {count}, of tokens,"
-            raise fields.refused(f"{name}_token_id", needed, number)
-        found[name] = number
-    return found
 
 
 def tokenizer_of_folder(folder: Path) -> Tokenizer:
@@ -176,10 +168,21 @@ def tokenizer_of_folder(folder: Path) -> Tokenizer:
     # What the tokenizer puts before every text, if it does.
     added = encoder.encode("", add_special_tokens=True).ids
     bos = encoder.token_to_id(words["bos_token"]) if "bos_token" in words else None
+    # Every file may name tokens that end a text.
+    stop = [encoder.token_to_id(words["eos_token"])] if "eos_token" in words else []
+    for file in ("generation_config.json", "config.json"):
+        ends = read_json(folder / file).get("eos_token_id")
+        each = ends if isinstance(ends, list) else [ends]
+        if not all(isinstance(token, int | None) for token in each):
+            raise ValueError(
+                f"generate: {folder / file}: needs numbers of tokens as eos_token_id, "
+                f"got eos_token_id={ends!r:.80}"
+            )
+        stop += each
     return Tokenizer(
         encoder=encoder,
         first=bos if bos is not None and added[:1] == [bos] else None,
-        stop=_stop(folder, encoder, words),
+        stop=frozenset(int(token) for token in stop if token is not None),
         template=_template(folder, said),
         words=words,
         where=str(folder),
@@ -191,23 +194,6 @@ def _text(said: Fields, name: str) -> str | None:
     if isinstance(said.get(name), dict):
         return Fields(said.get(name), f"{said.where}, {name}")("content", TEXT)
     return said(name, TEXT, "") or None
-
-
-def _stop(folder: Path, encoder: Any, words: dict[str, str]) -> frozenset[int]:
-    """Tokens that end a text: of all files that name one."""
-    found: list[Any] = []
-    for file in ("generation_config.json", "config.json"):
-        said = read_json(folder / file).get("eos_token_id")
-        each = said if isinstance(said, list) else [said]
-        if not all(isinstance(token, int | None) for token in each):
-            raise ValueError(
-                f"generate: {folder / file}: needs numbers of tokens as eos_token_id, "
-                f"got eos_token_id={said!r:.80}"
-            )
-        found += each
-    if "eos_token" in words:
-        found.append(encoder.token_to_id(words["eos_token"]))
-    return frozenset(int(token) for token in found if token is not None)
 
 
 def _template(folder: Path, said: Fields) -> str | None:

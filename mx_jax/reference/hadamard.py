@@ -158,16 +158,10 @@ def _times(
     )
     if within == groups.ndim - 1:
         return product(groups, jnp.asarray(square), (((within,), (0,)), ((), ())))
-    before = tuple(range(within))
-    return product(
-        _for_each(square, groups, within), groups, (((within + 1,), (within,)), (before, before))
-    )
-
-
-def _for_each(square: np.ndarray, groups: jax.Array, within: int) -> jax.Array:
-    """The matrix once for each of the groups' leading axes, sharded as they are."""
     place = explicit_sharding(groups)
     if place is not None:
         place = with_partitions(place, [*partitions(place, groups.ndim)[:within], None, None])
     shape = (*groups.shape[:within], *square.shape)
-    return jnp.broadcast_to(jnp.asarray(square), shape, out_sharding=place)
+    squares = jnp.broadcast_to(jnp.asarray(square), shape, out_sharding=place)
+    before = tuple(range(within))
+    return product(squares, groups, (((within + 1,), (within,)), (before, before)))

@@ -84,8 +84,11 @@ def encode(x: jax.Array, words: jax.Array, root: bool) -> tuple[jax.Array, jax.A
     if root:
         codes = _codes_of_roots(patterns + _of_elements((127 - exponents) << 24, x.shape), random)
     else:
-        factors = _of_elements(from_bits((254 - exponents) << 23), x.shape)
-        codes = _codes_of_values(from_bits(magnitudes) * factors, random)
+        # E4M3 codes of magnitudes up to 448: up with the odds of what is dropped.
+        values = from_bits(magnitudes) * _of_elements(from_bits((254 - exponents) << 23), x.shape)
+        # Halfway to the smallest normal number the step halves too: subnormal codes count on.
+        subnormal = 0.5 * values + 0.5 * _SMALLEST_NORMAL
+        codes = ((jnp.maximum(to_bits(values), to_bits(subnormal)) + random) >> _SHIFT) - _BIAS
         codes = (codes & 0x7F) | ((patterns >> 24) & 0x80)
     return codes.astype(jnp.uint8), exponents.astype(jnp.uint8)
 
@@ -96,14 +99,6 @@ def _of_elements(factors: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     like, inside = block_shapes.split(jnp.zeros(shape, bool), blocks_of(shape))
     factors = jnp.broadcast_to(lax.expand_dims(factors, inside), like.shape)
     return block_shapes.merge(factors, shape, inside)
-
-
-def _codes_of_values(magnitudes: jax.Array, random: jax.Array) -> jax.Array:
-    """E4M3 codes of magnitudes up to 448: up with the odds of what is dropped."""
-    # Halfway to the smallest normal number the step halves too: subnormal codes count on.
-    subnormal = 0.5 * magnitudes + 0.5 * _SMALLEST_NORMAL
-    pattern = jnp.maximum(to_bits(magnitudes), to_bits(subnormal))
-    return ((pattern + random) >> _SHIFT) - _BIAS
 
 
 def _codes_of_roots(squares: jax.Array, random: jax.Array) -> jax.Array:

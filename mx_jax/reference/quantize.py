@@ -89,7 +89,27 @@ def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     Patterns of non-negative floats order as integers: the maximum is exact, subnormal or not. Those
     of bfloat16 do so before they are widened, and take half the memory between XLA's kernels.
     """
-    amax = _largest(_magnitudes(pieces), inside)
+
+    def reduced(magnitudes: jax.Array) -> jax.Array:
+        return lax.expand_dims(lax.reduce_max(magnitudes, inside), inside)
+
+    magnitudes, on_gpu = _magnitudes(pieces), None
+    if len(inside) == 1 and not has_explicit_axes():
+        axis = inside[0]
+        blocks, length = pieces.shape[axis - 1], pieces.shape[axis]
+        # Nothing is known of a symbolic length. Symbolic blocks are many.
+        many = not (isinstance(blocks, int) and blocks == 1)
+        # A kernel of XLA's holds reductions along one axis alone. Without any, scales along both
+        # axes of an array cost one reading of it, and so do the casts that follow. A thread reads a
+        # block by itself: 32 numbers side by side in four instructions.
+        if many and isinstance(length, int) and length <= _SHORT:
+            on_gpu = functools.partial(by_halves, float32.max, axis=axis)
+        elif not many and isinstance(length, int) and length > _SHORT and length % _PART == 0:
+            on_gpu = functools.partial(_largest_of_parts, axis=axis)
+    if on_gpu is None:
+        amax = reduced(magnitudes)
+    else:
+        amax = platform_dependent(magnitudes, cuda=on_gpu, rocm=on_gpu, default=reduced)
     return _widened(amax) if amax.dtype == jnp.int16 else amax
 
 
@@ -105,43 +125,13 @@ def _widened(bits: jax.Array) -> jax.Array:
     return float32.shift_left(lax.convert_element_type(bits, jnp.int32), 16)
 
 
-def _largest(magnitudes: jax.Array, inside: tuple[int, ...]) -> jax.Array:
-    """The largest of each block of non-negative integers; axes inside blocks kept, at length 1."""
-
-    def reduced(magnitudes: jax.Array) -> jax.Array:
-        return lax.expand_dims(lax.reduce_max(magnitudes, inside), inside)
-
-    if len(inside) != 1 or has_explicit_axes():
-        return reduced(magnitudes)
-    axis, on_gpu = inside[0], None
-    blocks, length = magnitudes.shape[axis - 1], magnitudes.shape[axis]
-    # Nothing is known of a symbolic length. Symbolic blocks are many.
-    many = not (isinstance(blocks, int) and blocks == 1)
-    if many and isinstance(length, int) and length <= _SHORT:
-        on_gpu = functools.partial(_largest_by_halves, axis=axis)
-    elif not many and isinstance(length, int) and length > _SHORT and length % _PART == 0:
-        on_gpu = functools.partial(_largest_of_parts, axis=axis)
-    if on_gpu is None:
-        return reduced(magnitudes)
-    return platform_dependent(magnitudes, cuda=on_gpu, rocm=on_gpu, default=reduced)
-
-
 def _largest_of_parts(magnitudes: jax.Array, axis: int) -> jax.Array:
     """The largest along a whole axis, by halves of its parts: so those along both axes of a matrix
     cost one reading of it too."""
     shape = magnitudes.shape
     parts = magnitudes.reshape(*shape[:axis], -1, _PART, *shape[axis + 1 :])
-    largest = lax.squeeze(_largest_by_halves(parts, axis + 1), (axis + 1,))
+    largest = lax.squeeze(by_halves(float32.max, parts, axis + 1), (axis + 1,))
     return lax.expand_dims(lax.reduce_max(largest, (axis,)), (axis,))
-
-
-def _largest_by_halves(magnitudes: jax.Array, axis: int) -> jax.Array:
-    """The same without a reduction: a kernel of XLA's holds reductions along one axis alone.
-
-    So scales along both axes of an array cost one reading of it, and so do the casts that follow.
-    A thread reads a block by itself: 32 numbers side by side in four instructions.
-    """
-    return by_halves(float32.max, magnitudes, axis)
 
 
 def find_tensor_scale(x: jax.Array, blocks: Blocks, largest_value: float) -> jax.Array:

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import explicit_sharding
-from mx_jax.formats import ElementFormat
 from mx_jax.mxarray import MXArray
 
 Raw = dict[str, jax.Array]
@@ -69,14 +68,24 @@ def of_cast(
     if "underflow" in wanted:
         raw["underflow"] = count((size != 0) & (left == 0))
     if "saturation" in wanted:
-        at_limit = _at_limit(after.codes, after.format.element)
+        # Where codes are the largest, of either sign; NaN and Inf count too.
+        element = after.format.element
+        half = after.codes & (element.sign_code - 1)
+        if element.kind == "int":
+            half = jnp.where((after.codes & element.sign_code) != 0, element.sign_code - half, half)
+        at_limit = half >= element.max_code
         raw["saturated"] = count(at_limit & (size <= float32.INF) & (size > left))
     if "nonfinite" in wanted:
         bad, inside = block_shapes.split(size >= float32.INF, after.blocks)
         bad = jnp.any(bad, axis=inside)
         raw |= {"bad_blocks": count(bad), "blocks": jnp.full((), bad.size, jnp.uint32)}
     if "sqnr" in wanted:
-        raw |= _noise(x, values, raw["amax"])
+        signal = relative(x, amax)
+        noise = signal - relative(values, amax)
+        # Finite only where both are.
+        both = jnp.isfinite(noise)
+        raw["signal"] = total(jnp.where(both, signal * signal, 0))
+        raw["noise"] = total(jnp.where(both, noise * noise, 0))
     if "channels" in wanted:
         raw["channel_amax"] = in_one_piece(channels)
     return raw
@@ -101,14 +110,6 @@ def _magnitude(x: jax.Array) -> jax.Array:
     return float32.to_bits(x) & float32.ABS
 
 
-def _at_limit(codes: jax.Array, element: ElementFormat) -> jax.Array:
-    """Where codes are the largest, of either sign; NaN and Inf count too."""
-    half = codes & (element.sign_code - 1)
-    if element.kind == "int":
-        half = jnp.where((codes & element.sign_code) != 0, element.sign_code - half, half)
-    return half >= element.max_code
-
-
 def _exponents(after: MXArray) -> jax.Array:
     """How many scales have which exponent, by float32's field of it."""
     # Of both halves of the field a row of 0 and 1; their product counts pairs of halves. That is 32
@@ -126,17 +127,6 @@ def _exponents(after: MXArray) -> jax.Array:
     along = tuple(range(len(rows), field.ndim))
     counts = lax.dot_general(high, low, ((along, along), (rows, rows)))
     return jnp.sum(counts.astype(jnp.uint32), axis=rows, dtype=jnp.uint32).ravel()
-
-
-def _noise(x: jax.Array, values: jax.Array, amax: jax.Array) -> Raw:
-    x = relative(x, amax)
-    # Finite only where both are.
-    noise = x - relative(values, amax)
-    both = jnp.isfinite(noise)
-    return {
-        "signal": total(jnp.where(both, x * x, 0)),
-        "noise": total(jnp.where(both, noise * noise, 0)),
-    }
 
 
 def relative(x: jax.Array, amax: jax.Array) -> jax.Array:

@@ -57,7 +57,10 @@ def target(
         )
     if num_devices < 1:
         raise ValueError(f"target: needs a device, got num_devices={num_devices}")
-    if compute_capability is not None and not _are_two_numbers(compute_capability):
+    is_pair = isinstance(compute_capability, tuple) and len(compute_capability) == 2
+    if compute_capability is not None and not (
+        is_pair and all(type(number) is int for number in compute_capability)
+    ):
         raise ValueError(f"target: a compute capability is two numbers, (9, 0), got {given}")
     return use_target(
         Target(
@@ -68,7 +71,3 @@ def target(
             counted=counted,
         )
     )
-
-
-def _are_two_numbers(value: object) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and all(type(x) is int for x in value)

@@ -76,8 +76,14 @@ def in_pairs(operand: Operand, axis: int, negated: bool) -> Operand:
     if not isinstance(operand, MXArray):
         values = np.array(operand)
         return jnp.asarray(_pair(values, -values if negated else values, axis))
-    codes = np.array(operand.codes)
-    seconds = _opposite_codes(operand.format)[codes] if negated else codes
+    seconds = codes = np.array(operand.codes)
+    if negated:
+        # For each finite code the one whose value is nearest to the negative, 0 for the others.
+        element, finite = operand.format.element, finite_codes(operand.format)
+        values = np.array([element.value(int(code)) for code in finite])
+        opposite = np.zeros(1 << element.bits, np.uint8)
+        opposite[finite] = finite[np.argmin(np.abs(values[:, None] + values), axis=1)]
+        seconds = opposite[codes]
     return dataclasses.replace(operand, codes=jnp.asarray(_pair(codes, seconds, axis)))
 
 
@@ -86,16 +92,6 @@ def _pair(firsts: np.ndarray, seconds: np.ndarray, axis: int) -> np.ndarray:
     to_change = result[..., 3::2]
     to_change[...] = np.moveaxis(seconds, axis, -1)[..., 2::2][..., : to_change.shape[-1]]
     return np.moveaxis(result, -1, axis)
-
-
-def _opposite_codes(format: BlockFormat) -> np.ndarray:
-    """For each finite code the one whose value is nearest to the negative, 0 for the others."""
-    finite = finite_codes(format)
-    values = np.array([format.element.value(int(code)) for code in finite])
-    nearest = np.argmin(np.abs(values[:, None] + values[None, :]), axis=1)
-    opposite = np.zeros(1 << format.element.bits, np.uint8)
-    opposite[finite] = finite[nearest]
-    return opposite
 
 
 def finite_codes(format: BlockFormat) -> np.ndarray:

@@ -235,16 +235,6 @@ def test_random_bits_are_needed_for_stochastic_rounding():
         encode(jnp.ones(3), E4M3, rounding=stochastic(8))
 
 
-@pytest.mark.parametrize("element", element_codec._CONVERTED, ids=lambda element: element.name)
-def test_decoding_by_conversion_is_decoding(element: ElementFormat):
-    """What GPUs run, on this platform."""
-    codes = jnp.arange(256, dtype=jnp.uint8)
-    np.testing.assert_array_equal(
-        element_codec._decode_by_conversion(codes, element),
-        element_codec._decode_in_integers(codes, element),
-    )
-
-
 @pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
 def test_subnormals_round_to_zero_without_being_normalized(element: ElementFormat):
     """Over a constant exponent: the same codes as over an array of it, by addition."""

@@ -33,6 +33,8 @@ S = slice(None)
         ((0, np.array([0])), "got an array at position 1"),
         ((np.array([0]), np.array([0])), "got an array at position 1"),
         ((None, np.array([0])), "got an array at position 1"),
+        ((0, S, np.array([0])), "takes ints, slices, None|takes slices only"),
+        ((np.int32(0), np.array([0])), "got an array at position 1"),
     ],
 )
 def test_refused(index: Any, message: str):
@@ -42,9 +44,10 @@ def test_refused(index: Any, message: str):
     assert said == (not message.startswith(("too many", "only one")))
 
 
-def test_what_is_no_int():
+@pytest.mark.parametrize("index", [1.0, "a", slice(0, 1.5)], ids=repr)
+def test_what_is_no_int(index: Any):
     with pytest.raises(TypeError):
-        index_blocks((1.0,), SHAPE, B)
+        index_blocks((0, 0, index) if isinstance(index, slice) else (index,), SHAPE, B)
 
 
 def test_tensor_scales():

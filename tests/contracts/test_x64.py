@@ -14,6 +14,7 @@ from tests.quick import quick
 
 # Each kind of element and scale.
 FORMATS = ["mxfp8_e4m3", "mxfp6_e3m2", "mxfp4_2d", "mxint8", "nvfp4", "float8_rowwise_e4m3"]
+FORMATS += ["float8_blockwise_2d_e4m3"]
 # Each kind of operand: MX, NVFP4, float8, stochastic, with random signs.
 RECIPES = ["mxfp8", "nvfp4", "float8_rowwise", "mxfp4_stochastic"]
 

@@ -1,5 +1,6 @@
 """The examples as modules: they are scripts, found beside each other and not installed."""
 
+import functools
 import importlib
 import json
 import sys
@@ -20,16 +21,30 @@ TINY = (
 ).split()
 
 
+def imported(folder: Path, name: str) -> ModuleType:
+    """A module of a folder that is no package."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return importlib.import_module(name)
+
+
+def disturb(monkeypatch: pytest.MonkeyPatch, module: ModuleType, number: int, happening) -> None:
+    """Let something happen during the n-th of a module's training steps from now."""
+    step, calls = module.train_step, []
+
+    def disturbed(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == number:
+            happening()
+        return step(*args, **kwargs)
+
+    monkeypatch.setattr(module, "train_step", disturbed)
+
+
 @pytest.fixture(scope="session")
 def example() -> Callable[[str], ModuleType]:
     """Imports an example, or a part of one, by its module name."""
-
-    def load(name: str) -> ModuleType:
-        if str(EXAMPLES) not in sys.path:
-            sys.path.append(str(EXAMPLES))
-        return importlib.import_module(name)
-
-    return load
+    return functools.partial(imported, EXAMPLES)
 
 
 @pytest.fixture
@@ -63,20 +78,7 @@ def results(tmp_path):
 @pytest.fixture
 def at_step(example, monkeypatch):
     """Lets something happen during the n-th optimizer step from now."""
-
-    def plan(number: int, happening) -> None:
-        training = example("lm.training")
-        step, calls = training.train_step, []
-
-        def disturbed(*args, **kwargs):
-            calls.append(1)
-            if len(calls) == number:
-                happening()
-            return step(*args, **kwargs)
-
-        monkeypatch.setattr(training, "train_step", disturbed)
-
-    return plan
+    return functools.partial(disturb, monkeypatch, example("lm.training"))
 
 
 @pytest.fixture

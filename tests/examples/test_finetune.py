@@ -1,6 +1,6 @@
 """A Llama fine-tuned by each way, quantized by the command, and made to write."""
 
-import importlib
+import functools
 import json
 import shutil
 import signal
@@ -23,44 +23,32 @@ from mx_jax.cli import main
 from mx_jax.generate import load as loading
 from mx_jax.generate.load import open_model, params_of
 from mx_jax.generate.model import Llama
-from mx_jax.generate.tokenizer import Tokenizer, tokenizer_of_folder
-from tests.examples.conftest import EXAMPLES
+from mx_jax.generate.tokenizer import tokenizer_of_folder
+from tests.examples.conftest import EXAMPLES, disturb, imported
 from tests.generate import smollm2, tiny
 from tests.quick import quick
 
 for package in ("optax", "orbax.checkpoint", "rich"):
     pytest.importorskip(package)
 
-FOLDER = EXAMPLES / "finetune"
+
 STEPS = 4
 SMALL = f"--steps {STEPS} --batch 2 --context 16 --windows 4 --every 2 --lr 3e-3 --rank 4".split()
 TO_SERVE = ["--format", "mxfp4", "--to", "compressed-tensors"]
 
 
-def module(name: str) -> ModuleType:
-    if str(FOLDER) not in sys.path:
-        sys.path.append(str(FOLDER))
-    return importlib.import_module(name)
+module = functools.partial(imported, EXAMPLES / "finetune")
 
 
-def save_model(folder: Path, **config: Any) -> Path:
-    folder.mkdir()
-    safetensors.numpy.save_file(tiny.hub_tensors(), folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(tiny.HUB_CONFIG | config))
-    (folder / "tokenizer.json").write_text("{}")
+def save_model(folder: Path) -> Path:
+    (tiny.put_folder(folder) / "tokenizer.json").write_text("{}")
     return folder
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where one is, with a tiny model and a text; a token is a letter."""
-
-    def tokenizer(folder: Path) -> Tokenizer:
-        return Tokenizer(
-            encoder=tiny.Letters(), first=None, stop=frozenset(), template=None, words={}
-        )
-
-    monkeypatch.setattr(loading, "tokenizer_of_folder", tokenizer)
+    monkeypatch.setattr(loading, "tokenizer_of_folder", lambda folder: tiny.tokenizer())
     save_model(tmp_path / "model")
     text = " ".join(f"{n} times {n} is {n * n};" for n in range(200))
     (tmp_path / "text.txt").write_text(text)
@@ -86,16 +74,11 @@ def losses(out: str, way: str) -> dict[str, Any]:
 
 def stop_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C, once, before a step."""
-    train = module("train")
-    whole, calls = train.train_step, []
 
-    def interrupted(*args: Any) -> Any:
-        calls.append(1)
-        if len(calls) == step:
-            raise KeyboardInterrupt
-        return whole(*args)
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(train, "train_step", interrupted)
+    disturb(monkeypatch, module("train"), step, interrupt)
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from mx_jax.generate.model import Llama
 from mx_jax.packed import unpacked
 from tests.checkpoint.gguf_bytes import F32, STRING, U32, Tensor, array, gguf, text
 from tests.generate import tiny
+from tests.generate.test_model import METADATA
 from tests.quick import quick
 
 TEXT = "The quick brown fox jumps over the lazy dog, and the dog does not mind at all. " * 7
@@ -139,19 +140,15 @@ def test_what_cannot_be_calibrated(folder: Path, capsys: pytest.CaptureFixture[s
 
 
 def fields() -> Iterator[tuple[str, tuple[int, bytes]]]:
-    config = tiny.CONFIG
-    yield "general.architecture", (STRING, text("llama"))
-    yield "tokenizer.ggml.tokens", array(STRING, [text(chr(32 + i)) for i in range(96)])
-    for name, value in (
-        ("attention.head_count", config.heads),
-        ("attention.head_count_kv", config.kv_heads),
-        ("rope.dimension_count", config.head_width),
-        ("embedding_length", config.width),
-        ("block_count", config.layers),
-        ("feed_forward_length", config.hidden),
-    ):
-        yield f"llama.{name}", (U32, np.uint32(value).tobytes())
-    yield "llama.rope.freq_base", (F32, np.float32(config.rope_theta).tobytes())
+    for name, value in METADATA.items():
+        if isinstance(value, list):
+            yield name, array(STRING, [text(each) for each in value])
+        elif isinstance(value, str):
+            yield name, (STRING, text(value))
+        elif isinstance(value, float):
+            yield name, (F32, np.float32(value).tobytes())
+        else:
+            yield name, (U32, np.uint32(value).tobytes())
 
 
 def test_from_a_gguf_file_to_a_folder_that_generate_reads(tmp_path: Path):

@@ -19,7 +19,6 @@ from mx_jax.generate.load import (
     open_model,
     params_of,
     quantized,
-    recipe_for,
 )
 from mx_jax.generate.model import Llama
 from mx_jax.inspect import explain
@@ -124,11 +123,6 @@ def test_explain_says_which_products_stay_apart(shared: bool):
     remarks = explain(lambda params: apply({"params": params}, tiny.TOKENS), params).remarks
     apart = [text.partition(" -> ")[0] for text in remarks if "share no tensor scale" in text]
     assert apart == ([] if shared else ["query, key, value", "gate, up"])
-
-
-def test_activations_beside_what_is_stored():
-    fwd = recipe_for("mxint8").fwd
-    assert fwd == recipes.MatmulSpec(lhs="mxint8", rhs=None)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,8 @@ from tests.needs import needs_library
 from tests.quick import quick
 
 HIGH = recipes.high_precision()
+# Of transformers.
+LOGITS = json.loads((Path(__file__).parent / "tiny_logits.json").read_text())["logits"]
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +37,8 @@ def caches(format=None, length=16):
 def test_logits_are_those_of_transformers(params):
     model = Llama(tiny.CONFIG, HIGH)
     logits, none = quick(lambda params: model.apply({"params": params}, tiny.TOKENS))(params)
-    theirs = json.loads((Path(__file__).parent / "tiny_logits.json").read_text())["logits"]
     assert none is None
-    np.testing.assert_allclose(logits, np.array(theirs), atol=2e-5)
+    np.testing.assert_allclose(logits, np.array(LOGITS), atol=2e-5)
 
 
 def test_token_by_token_is_all_at_once(params):
@@ -181,26 +182,9 @@ def test_tensors_that_do_not_fit():
         params_of(turned, tiny.CONFIG, GGUF)
 
 
-# The model against transformers, with the same weights.
-
-
-COMMITTED = Path(__file__).parent / "tiny_logits.json"
-NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-
-
 def logits_of_transformers(config, tensors, tokens) -> np.ndarray:
+    """The same model by transformers, with the same weights."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-
     theirs = transformers.LlamaConfig(
         vocab_size=config.vocabulary,
         hidden_size=config.width,
@@ -214,22 +198,10 @@ def logits_of_transformers(config, tensors, tokens) -> np.ndarray:
         tie_word_embeddings=config.tied,
     )
     model = transformers.LlamaForCausalLM(theirs).eval()
-    state = {
-        "model.embed_tokens.weight": tensors["token_embd.weight"],
-        "model.norm.weight": tensors["output_norm.weight"],
-        "lm_head.weight": tensors.get("output.weight", tensors["token_embd.weight"]),
-    }
-    for index in range(config.layers):
-        for name, other in NAMES.items():
-            weights = tensors[f"blk.{index}.{name}.weight"]
-            if name in ("attn_q", "attn_k"):
-                # llama.cpp turns neighbours, transformers halves: convert_hf_to_gguf's permutation
-                # undone.
-                pairs = weights.reshape(-1, config.head_width // 2, 2, config.width)
-                weights = pairs.swapaxes(1, 2).reshape(weights.shape)
-            state[f"model.layers.{index}.{other}.weight"] = weights
-    given = {name: torch.from_numpy(np.array(value)) for name, value in state.items()}
-    model.load_state_dict(given)
+    named = tiny.hub_tensors(tensors, config)
+    named.setdefault("lm_head.weight", named["model.embed_tokens.weight"])
+    state = {name: torch.from_numpy(np.array(value)) for name, value in named.items()}
+    model.load_state_dict(state)
     with torch.no_grad():
         return model(torch.from_numpy(np.asarray(tokens, np.int64))).logits.numpy()
 
@@ -237,5 +209,4 @@ def logits_of_transformers(config, tensors, tokens) -> np.ndarray:
 @pytest.mark.slow
 def test_committed_logits_are_those_of_transformers():
     theirs = logits_of_transformers(tiny.CONFIG, tiny.tensors(), tiny.TOKENS)
-    committed = np.array(json.loads(COMMITTED.read_text())["logits"], np.float32)
-    np.testing.assert_allclose(committed, theirs, atol=2e-5)
+    np.testing.assert_allclose(np.array(LOGITS, np.float32), theirs, atol=2e-5)

@@ -53,18 +53,3 @@ def test_tokens_are_those_of_llama_cpp(file):
     assert tokenizer.stop == {2}
     asked = tokenizer.chat("Why?")
     assert "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant" in asked
-
-
-@pytest.mark.slow
-def test_tokenizers_that_are_not_known(file):
-    pytest.importorskip("tokenizers")
-    for change, message in [
-        ({"tokenizer.ggml.model": "llama"}, "got tokenizer.ggml.model='llama'"),
-        ({"tokenizer.ggml.pre": "odd"}, "tokenizer.ggml.pre='odd'"),
-        ({"tokenizer.ggml.merges": ["zzz qqq"]}, "merges do not fit its tokens"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            tokenizer_of_gguf({**file.metadata, **change})
-    without = {key: value for key, value in file.metadata.items() if "template" not in key}
-    with pytest.raises(ValueError, match="has no chat template"):
-        tokenizer_of_gguf(without).chat("Why?")

@@ -1,6 +1,7 @@
 """A tiny model with random weights, by llama.cpp's names and by the hub's."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,46 +43,41 @@ TOKENS = np.array([[5, 90, 3, 3, 41, 17, 66, 0, 12], [9, 1, 88, 2, 54, 73, 31, 9
 
 def tensors(config: LlamaConfig = CONFIG) -> dict[str, np.ndarray]:
     """Weights `[out, in]` and norms, large enough for every part to matter."""
-    rng = np.random.default_rng(0)
-    width, heads, shared = config.width, config.heads, config.kv_heads
+    rng, found = np.random.default_rng(0), {}
 
-    def matrix(rows: int, columns: int) -> np.ndarray:
-        drawn = rng.standard_normal((rows, columns)) * 1.5 / np.sqrt(columns)
-        return drawn.astype(np.float32)
+    def draw(field: str, index: int | None = None) -> None:
+        shape = config.shape(field)
+        if len(shape) == 1:
+            values = rng.uniform(0.5, 1.5, shape)
+        else:
+            values = rng.standard_normal(shape) * 1.5 / np.sqrt(shape[1])
+        found[GGUF.of(field, index)] = values.astype(np.float32)
 
-    def norm() -> np.ndarray:
-        return rng.uniform(0.5, 1.5, width).astype(np.float32)
-
-    found = {"token_embd.weight": matrix(config.vocabulary, width)}
+    draw("embedding")
     for index in range(config.layers):
-        shapes = {
-            "attn_q": (heads * config.head_width, width),
-            "attn_k": (shared * config.head_width, width),
-            "attn_v": (shared * config.head_width, width),
-            "attn_output": (width, heads * config.head_width),
-            "ffn_gate": (config.hidden, width),
-            "ffn_up": (config.hidden, width),
-            "ffn_down": (width, config.hidden),
-        }
-        found |= {f"blk.{index}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
-        found |= {f"blk.{index}.{name}.weight": norm() for name in ("attn_norm", "ffn_norm")}
-    found["output_norm.weight"] = norm()
+        for field in ("query", "key", "value", "out", "gate", "up", "down"):
+            draw(field, index)
+        draw("attention_norm", index)
+        draw("feed_forward_norm", index)
+    draw("norm")
     if not config.tied:
-        found["output.weight"] = matrix(config.vocabulary, width)
+        draw("head")
     return found
 
 
-def hub_tensors() -> dict[str, np.ndarray]:
-    """The tiny model's weights by the hub's names, pairs of turned features half a head apart."""
-    theirs, found = tensors(), {}
+def hub_tensors(
+    theirs: Mapping[str, np.ndarray] | None = None, config: LlamaConfig = CONFIG
+) -> dict[str, np.ndarray]:
+    """Weights by the hub's names, pairs of turned features half a head apart."""
+    theirs, found = tensors(config) if theirs is None else theirs, {}
     for field, name in GGUF.tensors.items():
-        for index in range(CONFIG.layers):
+        for index in range(config.layers):
             key = name.format(index)
             if key not in theirs:
                 continue
             weights = theirs[key]
             if field in ("query", "key"):
-                pairs = weights.reshape(-1, CONFIG.head_width // 2, 2, CONFIG.width)
+                pairs = weights.reshape(-1, config.head_width // 2, 2, config.width)
                 weights = np.ascontiguousarray(pairs.swapaxes(1, 2).reshape(weights.shape))
             found[HUB.of(field, index)] = weights
     return found

@@ -17,6 +17,8 @@ from tests.quick import quick
 
 # Each operand as (format, scale rule, rounding, prescale), in the order x, w of the output; g, w of
 # grad_input; g, x of grad_weight. None: high precision.
+E4M3 = ("mxfp8_e4m3", "rceil", "nearest", 1.0)
+E5M2 = ("mxfp8_e5m2", "rceil", "nearest", 1.0)
 EVEN = ("mxfp4", "even", "nearest", 1.0)
 EVEN_2D = ("mxfp4_2d", "even", "nearest", 1.0)
 RCEIL_SR = ("mxfp4", "rceil", "stochastic", 1.0)
@@ -37,13 +39,20 @@ LINE_E8M0 = ("float8_blockwise_e8m0", "rceil", "nearest", 1.0)
 SQUARE_E8M0 = ("float8_blockwise_2d_e8m0", "rceil", "nearest", 1.0)
 
 OPERANDS = {
+    "mxfp8": (E4M3,) * 6,
+    "mxfp8_hybrid": (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3),
+    "mxfp6": (("mxfp6_e3m2", "even", "nearest", 1.0),) * 6,
+    "mxfp6_e2m3": (("mxfp6_e2m3", "even", "nearest", 1.0),) * 6,
+    "mxfp4": (EVEN,) * 6,
+    "mxint8": (("mxint8", "floor", "nearest", 1.0),) * 6,
+    "nvfp4": (("nvfp4", "amax", "nearest", 1.0),) * 6,
     "mxfp4_backward": (None, None, THREE_QUARTERS, THREE_QUARTERS, THREE_QUARTERS, THREE_QUARTERS),
     "mxfp4_stochastic": (EVEN, EVEN_2D, RCEIL_SR, EVEN_2D, RCEIL_SR, EVEN),
     "quartet": (GAUSSIAN, GAUSSIAN, THREE_QUARTERS, THREE_QUARTERS, THREE_QUARTERS, THREE_QUARTERS),
     "nvfp4_pretraining": (NVFP4, NVFP4_2D, NVFP4_SR, NVFP4_2D, NVFP4_SR, NVFP4),
     "nvfp4_four_over_six": (SIX, SIX_2D, SIX_SR, SIX_2D, SIX_SR, SIX),
     "nvfp4_unbiased": (NVFP4, NVFP4_2D, NVFP4_ROOM, NVFP4_2D, NVFP4_ROOM, NVFP4),
-    "mxfp4_hadamard": (EVEN, EVEN, EVEN, EVEN, EVEN, EVEN),
+    "mxfp4_hadamard": (EVEN,) * 6,
     "quartet_ii": (SIX, SIX, EDEN, EDEN, EDEN, EDEN),
     "deepseek_v3": (LINE, SQUARE, LINE, SQUARE, LINE, LINE),
     "deepseek_v3_1": (LINE_E8M0, SQUARE_E8M0, LINE_E8M0, SQUARE_E8M0, LINE_E8M0, LINE_E8M0),
@@ -58,9 +67,8 @@ TRANSFORMS = {
     "nvfp4_unbiased": (None, None, (16, False)),
     "mxfp4_hadamard": (None, None, (16, False)),
     "quartet_ii": (None, (128, True), (128, True)),
-    "deepseek_v3": (None, None, None),
-    "deepseek_v3_1": (None, None, None),
 }
+KEEPS_CODES = ("quartet", "quartet_ii", "deepseek_v3", "deepseek_v3_1")
 
 
 def products(recipe: Recipe) -> tuple[Any, Any, Any]:
@@ -77,8 +85,10 @@ def test_operands_and_transforms(name: str):
     ]
     assert found == list(OPERANDS[name])
     transforms = [product.transform for product in products(recipe)]
-    assert [t and (t.size, t.is_random) for t in transforms] == list(TRANSFORMS[name])
+    found = [t and (t.size, t.is_random) for t in transforms]
+    assert found == list(TRANSFORMS.get(name, (None, None, None)))
     assert recipe.mask_clipped == (name == "quartet")
+    assert recipe.residuals.value == ("quantized" if name in KEEPS_CODES else "primal")
 
 
 def test_fixed_signs():
