@@ -18,8 +18,7 @@ from mx_jax.calibrate.gptq import GPTQ, SEARCHED
 from mx_jax.calibrate.scales import search_for
 from mx_jax.checkpoint.files import Entry
 from mx_jax.checkpoint.weights import Weights, on_device
-from mx_jax.convert.report import Report
-from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, decide
+from mx_jax.convert.rules import Decision, Layer, Report, Rule, Unknown, decide
 from mx_jax.convert.weights import unstorable
 from mx_jax.formats import BlockFormat, block_format
 from mx_jax.mxarray import MXArray

@@ -9,8 +9,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 import jax
 
 from mx_jax.convert import jaxpr
-from mx_jax.convert.report import Report
-from mx_jax.convert.rules import Decision, Rule, as_rules
+from mx_jax.convert.rules import Decision, Report, Rule, as_rules
 from mx_jax.nn.layers import RNG_STREAM
 from mx_jax.ops.arguments import Key
 from mx_jax.recipes import Recipe

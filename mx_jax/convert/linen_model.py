@@ -35,8 +35,17 @@ from mx_jax.convert.kinds import (
     cast_table,
     kind_of,
 )
-from mx_jax.convert.report import Report, record, recorded, recorders_of
-from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
+from mx_jax.convert.rules import (
+    Decision,
+    Layer,
+    Report,
+    Rule,
+    as_rules,
+    decide,
+    record,
+    recorded,
+    recorders_of,
+)
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.layers import (
     layer_key,

@@ -8,8 +8,7 @@ import flax.linen
 import flax.nnx
 
 from mx_jax.convert import functions, linen_model, nnx_model, trees
-from mx_jax.convert.report import Report
-from mx_jax.convert.rules import Decision, Rule, as_rules
+from mx_jax.convert.rules import Decision, Report, Rule, as_rules
 
 M = TypeVar("M")
 

@@ -24,8 +24,17 @@ from mx_jax.convert.caches import CachedAttention, CacheFormat, as_array, is_pla
 from mx_jax.convert.functions import call_of_model
 from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
 from mx_jax.convert.kinds import ATTENTION, EMBED, Kind, facts_held, kind_of, stack
-from mx_jax.convert.report import Report, record, recorded, recorders_of
-from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
+from mx_jax.convert.rules import (
+    Decision,
+    Layer,
+    Report,
+    Rule,
+    as_rules,
+    decide,
+    record,
+    recorded,
+    recorders_of,
+)
 from mx_jax.inspect.explain import of_arrays
 from mx_jax.nn.cache import CacheRows
 from mx_jax.nn.layers import named_in_errors, nnx_spec, quantized_in, recipe_of

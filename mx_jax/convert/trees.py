@@ -14,8 +14,7 @@ from jax.interpreters import ad, batching, mlir
 
 from mx_jax.convert.functions import call_by_recipe
 from mx_jax.convert.kinds import Kind, facts_held, kind_of
-from mx_jax.convert.report import Report
-from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
+from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide
 from mx_jax.nn.layers import named_in_errors
 from mx_jax.ops.arguments import Key
 from mx_jax.recipes import Recipe

@@ -16,8 +16,16 @@ from mx_jax.axes import Axes
 from mx_jax.calibrate.gptq import Way
 from mx_jax.convert import linen_model, nnx_model
 from mx_jax.convert.kinds import EMBED, stack
-from mx_jax.convert.report import Report, warn_or_raise
-from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, as_rules, decide
+from mx_jax.convert.rules import (
+    Decision,
+    Layer,
+    Report,
+    Rule,
+    Unknown,
+    as_rules,
+    decide,
+    warn_or_raise,
+)
 from mx_jax.mxarray import MXArray
 from mx_jax.nn.layers import StoredParams
 from mx_jax.ops.quantize import store_weights, why_not_stored
