@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule
-from mx_jax.convert.trees import deferred
+from mx_jax.convert.functions import deferred
 from tests.quick import quick
 
 from .helpers import TreeLinear
