@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from mx_jax.convert import jaxpr
 from mx_jax.convert.kinds import facts_held, kind_of
-from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide
+from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide, record
 from mx_jax.nn.layers import RNG_STREAM, named_in_errors
 from mx_jax.ops.arguments import Key
 from mx_jax.recipes import Recipe
@@ -203,18 +203,19 @@ def call_of_model(
     *,
     rules: tuple[Rule, ...],
     modules: Mapping[str, jaxpr.Module],
-    record: Callable[[tuple[Decision, ...]], None],
     key: Key = None,
     runs: bool = True,
     within: str = "",
+    told: Callable[[tuple[Decision, ...]], None] = lambda decisions: None,
 ) -> Any:
     """The result of a pure call of a model, with those products made anew that no layer has."""
     # Its first argument is the state that holds the weights, there all of it or what is below a
-    # path; `record` takes what the rules say.
+    # path.
     static, arrays = _split(function, (0,), args, kwargs, within)
     with jaxpr.tracing(rules):
         traced = _traced(function, rules, static, arrays, modules)
-    record(traced.decisions)
+    record(rules, *traced.decisions)
+    told(traced.decisions)
     if not runs:
         return None
     _check_key(key, traced.plan, "apply")
