@@ -123,12 +123,12 @@ class ConvertedFunction(Generic[P, R]):
     def _compiled(self) -> Any:
         # Of this object alone, so that what the function closes over goes when it goes.
         def run(static: "_Static", arrays: list[Any], key: Key) -> R:
-            traced = _traced(self.function, self.rules, static, arrays)
-            result = Report(rules=self.rules, decisions=traced.decisions)
+            plan, decisions, by_plan = _traced(self.function, self.rules, static, arrays)
+            result = Report(rules=self.rules, decisions=decisions)
             result.check("convert.function", self.strict, self._used)
             self._used.update(result.used)
-            _check_key(key, traced.plan, _name_of(self.function))
-            return traced.run(arrays, key)
+            _check_key(key, plan, _name_of(self.function))
+            return by_plan(arrays, key)
 
         run.__name__ = run.__qualname__ = _name_of(self.function)
         return jax.jit(run, static_argnums=0)
@@ -158,7 +158,7 @@ def decisions(
     fn = fn.function if isinstance(fn, ConvertedFunction) else fn
     _own_key(fn, kwargs)
     static, arrays = _split(fn, _as_arguments(weights), args, kwargs)
-    return _traced(fn, rules, static, arrays).decisions
+    return _traced(fn, rules, static, arrays)[1]
 
 
 def _as_arguments(weights: int | str | Sequence[int | str]) -> Arguments:
@@ -213,51 +213,46 @@ def call_of_model(
     # path.
     static, arrays = _split(function, (0,), args, kwargs, within)
     with jaxpr.tracing(rules):
-        traced = _traced(function, rules, static, arrays, modules)
-    record(rules, *traced.decisions)
-    told(traced.decisions)
+        plan, decisions, by_plan = _traced(function, rules, static, arrays, modules)
+    record(rules, *decisions)
+    told(decisions)
     if not runs:
         return None
-    _check_key(key, traced.plan, "apply")
-    return traced.run(arrays, key)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Traced(Generic[R]):
-    """A call as a jaxpr, the decision about each of its products, and what becomes of it."""
-
-    program: Any
-    plan: jaxpr.Plan
-    decisions: tuple[Decision, ...]
-    # From the arrays of the result to what the function gives back.
-    result: Callable[[Sequence[Any]], R]
-
-    def run(self, arrays: Sequence[Any], key: Key, **options: Any) -> R:
-        """The result of a call with other arrays; options are those of `PlannedBody`."""
-        return self.result(jaxpr.PlannedBody(self.program, self.plan, **options)(arrays, key))
+    _check_key(key, plan, "apply")
+    return by_plan(arrays, key)
 
 
 def _traced(
-    function: Callable[..., R],
+    function: Callable[..., Any],
     rules: tuple[Rule, ...],
     static: "_Static",
     arrays: Sequence[Any],
     modules: Mapping[str, jaxpr.Module] | None = None,
-) -> _Traced[R]:
-    """A call as a jaxpr, and what the rules say of it. What it gives back may be no array too."""
+) -> tuple[jaxpr.Plan, tuple[Decision, ...], Callable[..., Any]]:
+    """What becomes of a call's products, what the rules say of each, and the call by that plan.
+
+    The last takes other arrays, a key, and the options of `PlannedBody`. What it gives back may be
+    no array too.
+    """
     found: list[tuple[Any, list[Any]]] = []
 
     def call(arrays: Sequence[Any]) -> list[Any]:
-        leaves, structure = jax.tree.flatten(static.call(function, arrays))
-        found[:] = [(structure, [None if _is_array(leaf) else leaf for leaf in leaves])]
-        return [leaf for leaf in leaves if _is_array(leaf)]
-
-    def result(values: Sequence[Any]) -> R:
-        given, ((structure, leaves),) = iter(values), found
-        return jax.tree.unflatten(structure, [next(given) if x is None else x for x in leaves])
+        given = iter(arrays)
+        leaves = [next(given) if own is None else own[0] for own in static.constants]
+        args, kwargs = jax.tree.unflatten(static.structure, leaves)
+        results, structure = jax.tree.flatten(function(*args, **kwargs))
+        found[:] = [(structure, [None if _is_array(leaf) else leaf for leaf in results])]
+        return [leaf for leaf in results if _is_array(leaf)]
 
     program = jax.make_jaxpr(call)(arrays)
-    return _Traced(program, *jaxpr.planned(program, static.data, rules, modules), result)
+    plan, decisions = jaxpr.planned(program, static.data, rules, modules)
+
+    def by_plan(arrays: Sequence[Any], key: Key, **options: Any) -> Any:
+        given = iter(jaxpr.PlannedBody(program, plan, **options)(arrays, key))
+        ((structure, leaves),) = found
+        return jax.tree.unflatten(structure, [next(given) if x is None else x for x in leaves])
+
+    return plan, decisions, by_plan
 
 
 def _is_array(leaf: object) -> bool:
@@ -282,12 +277,6 @@ class _Static:
     constants: tuple[tuple[Any, type, str] | None, ...]
     # For each array, whether it is data, or in an argument that holds weights.
     data: tuple[bool, ...]
-
-    def call(self, function: Callable[..., R], arrays: Sequence[Any]) -> R:
-        given = iter(arrays)
-        leaves = [next(given) if own is None else own[0] for own in self.constants]
-        args, kwargs = jax.tree.unflatten(self.structure, leaves)
-        return function(*args, **kwargs)
 
 
 def _split(
@@ -449,14 +438,14 @@ class ConvertedLayer:
             # The kernel is the operand that no argument goes into.
             run = functools.partial(call, self.mx_layer)
             static, arrays = _split(run, (), args, options)
-            traced = _traced(run, (Rule(".*", recipe),), static, arrays)
-            if not traced.plan:
+            plan, _, by_plan = _traced(run, (Rule(".*", recipe),), static, arrays)
+            if not plan:
                 raise ValueError(
                     f"convert: a rule names the type of {name}, but its call contains no "
                     "dot_general or ragged_dot that can be quantized: drop the type from the rule"
                 )
             # Its products go by the layer's name, without subscripts of an einsum.
-            return traced.run(
+            return by_plan(
                 arrays,
                 key if recipe.is_stochastic else None,
                 dot_general=lambda _: deferred(operation),

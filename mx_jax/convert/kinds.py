@@ -356,22 +356,6 @@ def turned(
     return rhs, lhs, params, lambda product: lax.transpose(product, order)
 
 
-def _ragged_facts(
-    plain: dict[str, Any],
-    lhs: ShapedArray,
-    rhs: ShapedArray,
-    sizes: object,
-    params: dict[str, Any],
-) -> dict[str, Any]:
-    obstacle = _unfit((lhs.dtype, rhs.dtype), params)
-    if any(
-        params[name] != plain[name] for name in ("ragged_dot_dimension_numbers", "group_offset")
-    ):
-        obstacle = "no product of rows in groups, as jax.lax.ragged_dot makes it"
-    shape = tuple(rhs.shape)
-    return {"kernel": shape, "shape": shape[1:], "obstacle": obstacle}
-
-
 def _conv_facts(lhs: ShapedArray, rhs: ShapedArray, params: dict[str, Any]) -> dict[str, Any]:
     out, into, *space = params["dimension_numbers"].rhs_spec
     taps = math.prod(rhs.shape[axis] for axis in space)
@@ -417,6 +401,14 @@ def traced_products() -> dict[Any, TracedProduct]:
         options = dict(params)
         return dot_general(*values, options.pop("dimension_numbers"), **options, key=key)
 
+    def ragged_facts(lhs: ShapedArray, rhs: ShapedArray, _: object, params: Params) -> Any:
+        obstacle = _unfit((lhs.dtype, rhs.dtype), params)
+        special = ("ragged_dot_dimension_numbers", "group_offset")
+        if any(params[name] != plain.params[name] for name in special):
+            obstacle = "no product of rows in groups, as jax.lax.ragged_dot makes it"
+        shape = tuple(rhs.shape)
+        return {"kernel": shape, "shape": shape[1:], "obstacle": obstacle}
+
     def ragged(recipe: Recipe, _: object, values: Values, params: Params, key: Key) -> Any:
         options = {name: params[name] for name in ("precision", "preferred_element_type")}
         return ragged_dot(*values, recipe=recipe, **options, key=key)
@@ -426,9 +418,7 @@ def traced_products() -> dict[Any, TracedProduct]:
             type=DotGeneral, facts=_dot_facts, multiply=dot, turned=turned
         ),
         conv_general_dilated_p: TracedProduct(type=Conv, facts=_conv_facts, multiply=_conv),
-        plain.primitive: TracedProduct(
-            type=RaggedDot, facts=functools.partial(_ragged_facts, plain.params), multiply=ragged
-        ),
+        plain.primitive: TracedProduct(type=RaggedDot, facts=ragged_facts, multiply=ragged),
     }
 
 
@@ -537,15 +527,13 @@ class Kind:
         if self.shape is None:
             own = {"named_only": self.named_only, "obstacle": self.obstacle(layer)}
             return own | {"of_activations": True}
-        axes, is_stored = None, self.shape is _as_stored
-        if self.axes is not None:
-            axes = self.axes(layer, kernel, *call)
-        elif is_stored and len(kernel) == 2:
-            axes = Axes.ordered(k_first=True)
-        if is_stored and self.axes is not None:
+        axes = None if self.axes is None else self.axes(layer, kernel, *call)
+        if self.shape is not _as_stored:
+            shape = self.shape(layer, kernel, *call)
+        elif self.axes is not None:
             shape = _seen_shape(axes, kernel)
         else:
-            shape = self.shape(layer, kernel, *call)
+            shape, axes = kernel, Axes.ordered(k_first=True) if len(kernel) == 2 else None
         return {
             "kernel": kernel,
             "shape": shape,

@@ -23,18 +23,10 @@ from flax.linen.dtypes import promote_dtype
 from flax.linen.module import InterceptorContext, merge_param
 from flax.linen.transforms import lift_direct_transform
 
+from mx_jax.convert import kinds
 from mx_jax.convert.caches import CachedAttention
 from mx_jax.convert.functions import call_of_model
 from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
-from mx_jax.convert.kinds import (
-    ATTENTION,
-    EINSUM,
-    EMBED,
-    Kind,
-    attention_einsum,
-    cast_table,
-    kind_of,
-)
 from mx_jax.convert.rules import (
     Decision,
     Layer,
@@ -46,15 +38,8 @@ from mx_jax.convert.rules import (
     recorded,
     recorders_of,
 )
+from mx_jax.nn import layers
 from mx_jax.nn import linen as mx_linen
-from mx_jax.nn.layers import (
-    layer_key,
-    linen_recipe,
-    named_in_errors,
-    quantized_in,
-    recipe_of,
-    stored_param,
-)
 from mx_jax.nn.linen import RNG_STREAM
 from mx_jax.ops.arguments import Key
 from mx_jax.packed import Quantized, rows_of
@@ -224,7 +209,7 @@ def _traced_part(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
     key = None
     draws = [own for rule in self._mx_rules if (own := rule.quantizes) and own.is_stochastic]
     if draws and (self.has_rng(RNG_STREAM) or self.has_rng("params")):
-        key = layer_key(self, draws[0])
+        key = layers.layer_key(self, draws[0])
 
     def lifted(method: Call, scope: Scope, *given: object) -> Any:
         def run(
@@ -301,7 +286,7 @@ def decisions(
 # Layers ------------------------------------------------------------------------------------------
 
 # As an attention_fn takes them, whose attributes end in `_cls`.
-_EINSUMS = tuple(slot.attribute.removesuffix("_cls") for slot in ATTENTION.linen)
+_EINSUMS = tuple(slot.attribute.removesuffix("_cls") for slot in kinds.ATTENTION.linen)
 # Methods below Flax's wrappers.
 _ATTENTION_CALL = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
 _RECIPE_EINSUM: Any = inspect.unwrap(mx_linen.Einsum.__call__)
@@ -352,13 +337,13 @@ class BoundLayer:
 
     def key(self, recipe: Recipe) -> DerivedKey | None:
         """A key from the layer's stream, if the recipe draws random bits."""
-        return layer_key(self.layer, recipe, name=self.path or None)
+        return layers.layer_key(self.layer, recipe, name=self.path or None)
 
 
 def naming(decision: Decision) -> AbstractContextManager[None]:
     """Say in an error which layer and rule it comes from."""
     layer = decision.layer
-    return named_in_errors(
+    return layers.named_in_errors(
         f"{layer.path!r} ({layer.type.__name__}), converted by rule {decision.rule}"
     )
 
@@ -368,7 +353,7 @@ class Product:
     """What a layer multiplies with in place of its own product, the default."""
 
     bound: BoundLayer
-    kind: Kind
+    kind: kinds.Kind
     default: Call
 
     def __call__(
@@ -389,8 +374,10 @@ class Product:
                 return self.default(lhs, rhs, *args, **options)
         with naming(decision), decided():
             key = self.bound.key(recipe)
-            kernel = self.kind.rhs_is_kernel
-            recipe = linen_recipe(self.bound.layer, recipe) if kernel else recipe_of(recipe, None)
+            if self.kind.rhs_is_kernel:
+                recipe = layers.linen_recipe(self.bound.layer, recipe)
+            else:
+                recipe = layers.recipe_of(recipe, None)
             return self.kind.operation(recipe)(lhs, rhs, *args, **options, key=key)
 
 
@@ -411,19 +398,19 @@ class AttentionProducts:
 
     def decide(self) -> dict[Any, Decision]:
         """The decision about each product."""
-        facts = ATTENTION.facts(self.bound.layer, ())
-        return {name: self.bound.decide(name, **facts) for name in ATTENTION.products}
+        facts = kinds.ATTENTION.facts(self.bound.layer, ())
+        return {name: self.bound.decide(name, **facts) for name in kinds.ATTENTION.products}
 
     def __call__(self, *operands: object, **options: object) -> jax.Array:
         products = [functools.partial(self._product, *own) for own in self.decide().items()]
         return self.attention_fn(*operands, **options | dict(zip(_EINSUMS, products, strict=True)))
 
     def _product(self, name: str, decision: Decision, *operands: object) -> jax.Array:
-        recipe = None if decision.recipe is None else recipe_of(decision.recipe, None)
+        recipe = None if decision.recipe is None else layers.recipe_of(decision.recipe, None)
         key = None if recipe is None else self.bound.key(recipe)
         precision = self.bound.layer.precision  # pyright: ignore
         with decided(), contextlib.nullcontext() if recipe is None else naming(decision):
-            return attention_einsum(name, recipe, precision, key)(*operands)
+            return kinds.attention_einsum(name, recipe, precision, key)(*operands)
 
 
 def _answer_einsum(
@@ -432,10 +419,10 @@ def _answer_einsum(
     """flax.linen.Einsum: with a recipe, the method of mx_jax.nn.linen's runs in its place."""
     layer: Any = bound.layer
     subscripts = merge_param("einsum_str", layer.einsum_str, einsum_str)
-    facts = EINSUM.facts(layer, tuple(layer.shape), subscripts)
+    facts = kinds.EINSUM.facts(layer, tuple(layer.shape), subscripts)
     decision = bound.decide(**facts)
     recipe = decision.recipe
-    kernel = quantized_in(layer.get_variable("params", "kernel"))
+    kernel = layers.quantized_in(layer.get_variable("params", "kernel"))
     if recipe is None and facts["shape"] is not None and kernel is not None:
         # A stored kernel is what it is; only the input stays in high precision.
         recipe = high_precision()
@@ -455,7 +442,7 @@ def _answer_lookup(bound: BoundLayer, call: Call, inputs: jax.Array) -> jax.Arra
     """flax.linen.Embed: rows of the quantized table."""
     recipe = _decide_embed(bound).recipe
     layer: Any = bound.layer
-    table = quantized_in(layer.get_variable("params", "embedding"))
+    table = layers.quantized_in(layer.get_variable("params", "embedding"))
     if table is not None:
         # Only the rows that are asked for are decoded.
         dtype = layer.dtype or table.dtype
@@ -465,7 +452,7 @@ def _answer_lookup(bound: BoundLayer, call: Call, inputs: jax.Array) -> jax.Arra
     key = bound.key(recipe)
 
     def promote(table: object, **options: object) -> list[Any]:
-        return [cast_table(entry, recipe, key) for entry in layer_promote(table, **options)]
+        return [kinds.cast_table(entry, recipe, key) for entry in layer_promote(table, **options)]
 
     layer_promote = layer.promote_dtype
     with overriding(layer, {"promote_dtype": promote}):
@@ -478,7 +465,7 @@ def _answer_attend(bound: BoundLayer, call: Call, query: jax.Array) -> jax.Array
     recipe = decision.recipe
     layer: Any = bound.layer
     promote = layer.promote_dtype
-    if quantized_in(layer.get_variable("params", "embedding")) is not None:
+    if layers.quantized_in(layer.get_variable("params", "embedding")) is not None:
         recipe, promote = recipe or high_precision(), mx_linen.promote_operands
     if recipe is None:
         return call(query)
@@ -486,13 +473,13 @@ def _answer_attend(bound: BoundLayer, call: Call, query: jax.Array) -> jax.Array
     dimensions = (((query.ndim - 1,), (1,)), ((), ()))
     with naming(decision):
         key = bound.key(recipe)
-        recipe = linen_recipe(layer, recipe, "embedding")
+        recipe = layers.linen_recipe(layer, recipe, "embedding")
         return recipe.dot_general(query, table, dimensions, key=key)
 
 
 def _decide_embed(bound: BoundLayer):
     layer: Any = bound.layer
-    return bound.decide(**EMBED.facts(layer, (layer.num_embeddings, layer.features)))
+    return bound.decide(**kinds.EMBED.facts(layer, (layer.num_embeddings, layer.features)))
 
 
 # By the functions themselves, below Flax's wrappers: what an interceptor gets to see.
@@ -567,7 +554,7 @@ def _intercept(
         if not isinstance(layer, mx_linen.StoredParams):
             # A `param` that takes quantized weights, for whatever module is not ours.
             own = functools.partial(type(layer).param, layer)
-            param = functools.partial(stored_param, layer, own)
+            param = functools.partial(layers.stored_param, layer, own)
             stack.enter_context(overriding(layer, {"param": param}))
         if tracing.value == rules:
             stack.enter_context(in_module(path))
@@ -614,10 +601,10 @@ def _overrides(bound: BoundLayer) -> dict[str, Any] | None:
     if isinstance(getattr(layer, "recipe", None), Recipe):
         bound.note("has its own recipe")
         return {}
-    kind = kind_of(layer)
+    kind = kinds.kind_of(layer)
     if kind is None:
         return None
-    if kind is ATTENTION:
+    if kind is kinds.ATTENTION:
         own = layer.attention_fn
         own = own.attention_fn if isinstance(own, AttentionProducts) else own
         takes_einsums = {*_EINSUMS} <= inspect.signature(own).parameters.keys()

@@ -150,23 +150,6 @@ class TestModule:
         by_lambda = program(converted, variables, x, method=lambda model, x: model.encoder(x))
         assert by_lambda == expected
 
-    def test_as_a_part_of_another_model(self):
-        class Outer(nn.Module):
-            inner: nn.Module
-
-            @nn.compact
-            def __call__(self, x):
-                return nn.Dense(3)(self.inner(x))
-
-        x = example_input()
-        rule = Rule("Dense_0", MXFP8)
-        model = Outer(convert.linen(Block(), rule))
-        variables = abstract_init(model, x)
-        assert variables == abstract_init(Outer(Block()), x)
-        # Paths are relative to what was converted: the outer Dense_0 is none of the rule's.
-        expected = convert.linen(Outer(Block()), Rule("inner/Dense_0", MXFP8))
-        assert program(model, variables, x) == program(expected, variables, x)
-
     def test_the_inner_conversion_wins(self):
         class Outer(nn.Module):
             inner: nn.Module

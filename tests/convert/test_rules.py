@@ -15,7 +15,8 @@ from mx_jax.convert import Report, Rule, every, gains, numbered
 from mx_jax.convert.kinds import EINSUM
 from mx_jax.convert.rules import Layer, as_rules, decide
 
-MXFP8 = recipes.mxfp8()
+from .helpers import MXFP8
+
 MXFP4 = recipes.mxfp4()
 
 
