@@ -338,8 +338,19 @@ def _has_stream(rngs: flax_nnx.Rngs | None) -> TypeGuard[flax_nnx.Rngs]:
 
 def _take_back(layer: Any) -> None:
     while hasattr(type(layer), "_mx_base"):
-        if "mx_cache" in vars(layer):
-            _take_back_cache(layer)
+        if "mx_cache" in vars(layer) and layer.cached_key is not None:
+            kept: list[Any] = [layer.cached_key, layer.cached_value]
+            keys, values = (variable.get_value() for variable in kept)
+            if keys.codes.ndim == 4:
+                _set_cache(layer, as_array(keys), as_array(values))
+            else:
+                # Decoding is for one axis of sequences.
+                layer.cached_key = layer.cached_value = flax_nnx.data(None)
+                warnings.warn(
+                    "convert: the cache of a stack is dropped when its layers are converted anew; "
+                    "call init_cache again",
+                    stacklevel=2,
+                )
         for name in ("mx_cache", "mx_call", "mx_stream"):
             if name in vars(layer):
                 delattr(layer, name)
@@ -574,22 +585,6 @@ def _cache_obstacle(layer: flax_nnx.MultiHeadAttention) -> str | None:
     if "mask" not in taken and not takes_any:
         return "its attention_fn takes no mask"
     return None
-
-
-def _take_back_cache(layer: Any) -> None:
-    """What the cache holds is decoded, for one axis of sequences."""
-    if layer.cached_key is None:
-        return
-    keys, values = (kept.get_value() for kept in (layer.cached_key, layer.cached_value))
-    if keys.codes.ndim == 4:
-        _set_cache(layer, as_array(keys), as_array(values))
-        return
-    warnings.warn(
-        "convert: the cache of a stack is dropped when its layers are converted anew; call "
-        "init_cache again",
-        stacklevel=2,
-    )
-    layer.cached_key = layer.cached_value = flax_nnx.data(None)
 
 
 def _set_cache(layer: Any, keys: object, values: object) -> None:
