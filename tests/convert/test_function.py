@@ -530,19 +530,6 @@ def test_report_and_tree():
     assert convert.report({"a": stacked}, ALL).decisions[0].layer.kernel == (3, 32, 32)
 
 
-def test_a_layer_that_a_rule_names():
-    """Unknown it is traced."""
-    plain = tree_model()
-    with pytest.warns(convert.UnusedRuleWarning, match="no layer is converted"):
-        assert convert.tree(plain, ALL).layers[0] is plain.layers[0]
-    named = Rule(".*", RECIPE, types=(TreeLinear, Experts))
-    assert convert.report(plain, named, strict=True).num_converted == 3
-    ours = convert.tree(plain, named).rest["experts"](X[0].repeat(2))
-    theirs = plain.rest["experts"](X[0].repeat(2))
-    error = np.linalg.norm(ours - theirs) / np.linalg.norm(theirs)
-    assert 1e-3 < error < 0.1
-
-
 @pytest.mark.usefixtures("registered_linear")
 def test_parts_of_a_model():
     """What Equinox's partition leaves has None in the place of arrays: no layer."""
