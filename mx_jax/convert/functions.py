@@ -95,8 +95,8 @@ def function(
             "pytree of layers"
         )
     fn = fn.function if isinstance(fn, ConvertedFunction) else fn
-    own = as_rules(rules, "convert.function")
-    return ConvertedFunction(fn, own, _as_arguments(weights), strict)
+    named = (weights,) if isinstance(weights, int | str) else tuple(weights)
+    return ConvertedFunction(fn, as_rules(rules, "convert.function"), named, strict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,14 +155,10 @@ def decisions(
     **kwargs: object,
 ) -> tuple[Decision, ...]:
     """What rules say of a function's products, from an abstract trace of a call."""
-    fn = fn.function if isinstance(fn, ConvertedFunction) else fn
-    _own_key(fn, kwargs)
-    static, arrays = _split(fn, _as_arguments(weights), args, kwargs)
-    return _traced(fn, rules, static, arrays)[1]
-
-
-def _as_arguments(weights: int | str | Sequence[int | str]) -> Arguments:
-    return (weights,) if isinstance(weights, int | str) else tuple(weights)
+    converted = function(fn, rules, weights=weights)
+    _own_key(converted.function, kwargs)
+    static, arrays = _split(converted.function, converted.weights, args, kwargs)
+    return _traced(converted.function, rules, static, arrays)[1]
 
 
 def _own_key(function: Callable[..., Any], kwargs: dict[str, Any]) -> Key:
@@ -206,7 +202,7 @@ def call_of_model(
     key: Key = None,
     runs: bool = True,
     within: str = "",
-    told: Callable[[tuple[Decision, ...]], None] = lambda decisions: None,
+    callback: Callable[[tuple[Decision, ...]], None] = lambda decisions: None,
 ) -> Any:
     """The result of a pure call of a model, with those products made anew that no layer has."""
     # Its first argument is the state that holds the weights, there all of it or what is below a
@@ -215,7 +211,7 @@ def call_of_model(
     with jaxpr.tracing(rules):
         plan, decisions, by_plan = _traced(function, rules, static, arrays, modules)
     record(rules, *decisions)
-    told(decisions)
+    callback(decisions)
     if not runs:
         return None
     _check_key(key, plan, "apply")

@@ -534,7 +534,7 @@ def _traced(
             rules=model.rules,
             modules=model.modules,
             key=key,
-            told=functools.partial(model.check, path),
+            callback=functools.partial(model.check, path),
         )
         if after is not None:
             with flax_nnx.merge_context(_TAG, False) as context:
