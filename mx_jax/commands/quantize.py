@@ -67,8 +67,7 @@ from mx_jax.commands.rules import (
     read_rules,
     shared_scales,
 )
-from mx_jax.convert.report import Report
-from mx_jax.convert.rules import Rule
+from mx_jax.convert.rules import Report, Rule
 from mx_jax.generate.load import tensor_moments
 from mx_jax.mxarray import MXArray
 

@@ -2,6 +2,7 @@
 
 from mx_jax.convert.caches import CacheFormat as CacheFormat
 from mx_jax.convert.functions import function as function
+from mx_jax.convert.functions import tree as tree
 from mx_jax.convert.kinds import Conv as Conv
 from mx_jax.convert.kinds import DotGeneral as DotGeneral
 from mx_jax.convert.kinds import Kind as Kind
@@ -12,15 +13,14 @@ from mx_jax.convert.linen_model import linen as linen
 from mx_jax.convert.model import original as original
 from mx_jax.convert.model import report as report
 from mx_jax.convert.nnx_model import nnx as nnx
-from mx_jax.convert.report import Report as Report
-from mx_jax.convert.report import UnusedRuleWarning as UnusedRuleWarning
 from mx_jax.convert.rules import AutoFilter as AutoFilter
 from mx_jax.convert.rules import Decision as Decision
 from mx_jax.convert.rules import Layer as Layer
+from mx_jax.convert.rules import Report as Report
 from mx_jax.convert.rules import Rule as Rule
+from mx_jax.convert.rules import UnusedRuleWarning as UnusedRuleWarning
 from mx_jax.convert.rules import every as every
 from mx_jax.convert.rules import gains as gains
 from mx_jax.convert.rules import numbered as numbered
-from mx_jax.convert.trees import tree as tree
 from mx_jax.convert.weights import weights as weights
 from mx_jax.convert.weights import weights_report as weights_report

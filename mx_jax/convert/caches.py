@@ -1,10 +1,9 @@
 """Caches of keys and values in a block format, in place of the two arrays of Flax's attention."""
 
 import dataclasses
-import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -107,6 +106,19 @@ def as_array(rows: CacheRows) -> jax.Array:
     return rows.read().swapaxes(1, 2)
 
 
+# Options of attention that attention over codes follows, or that say nothing where nothing is
+# dropped; with all others it needs None.
+_HARMLESS = {
+    "dropout_rate",
+    "dropout_rng",
+    "deterministic",
+    "broadcast_dropout",
+    "dtype",
+    "is_causal",
+    "force_fp32_for_softmax",
+}
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class CachedAttention:
     """What an attention calls in place of its attention function while it decodes."""
@@ -118,10 +130,10 @@ class CachedAttention:
     attention_fn: Callable[..., jax.Array]
     # From the new keys to cached keys and values, and the position of the next token; None where
     # the cache has only just been made.
-    get: Callable[[jax.Array], tuple[Any, Any, jax.Array] | None]
+    get: Callable[[jax.Array], Sequence[Any] | None]
     set: Callable[[CacheRows, CacheRows, jax.Array], None]
-    # Whether attention over codes gives what these options ask for.
-    is_plain: Callable[[dict[str, Any]], bool]
+    # Whether it is Flax's own, and multiplies in high precision.
+    is_flaxs: Callable[[], bool]
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -145,49 +157,25 @@ class CachedAttention:
         cache = self.format.of_rows(*rows)
         cache = cache.append(one_batch(keys), one_batch(values), position)
         self.set(cache.keys, cache.values, position + keys.shape[-3])
-        if self.is_plain(options):
+        # Whether attention over codes gives what is asked for.
+        drops = options.get("dropout_rate", 0.0) > 0 and not options.get("deterministic", True)
+        asked = [options[name] for name in options.keys() - _HARMLESS]
+        if not drops and all(own is None for own in asked) and self.is_flaxs():
             return cache.attend(one_batch(query), position).reshape(query.shape)
-        mask = options.pop("mask", None)
-        attention = functools.partial(self.attention_fn, **options)
-        return _over_values(cache, query, position, attention, mask)
-
-
-def _over_values(
-    cache: KVCache,
-    query: jax.Array,
-    position: jax.Array,
-    attention: Callable[..., jax.Array],
-    mask: jax.Array | None,
-) -> jax.Array:
-    """Attention of new tokens over the decoded rows, later ones masked."""
-    batch, tokens = query.shape[:-3], query.shape[-3]
-    keys, values = map(as_array, (cache.keys, cache.values))
-    keys, values = (x.reshape(*batch, *x.shape[1:]) for x in (keys, values))
-    seen = jnp.arange(cache.length) <= position + jnp.arange(tokens)[:, None]
-    seen = jnp.broadcast_to(seen, (*batch, 1, tokens, cache.length))
-    if mask is not None and (mask.ndim != seen.ndim or mask.shape[-1] not in (1, cache.length)):
-        raise ValueError(
-            "convert: attention that decodes needs a mask over its whole cache, "
-            f"[*batch, heads or 1, tokens, {cache.length}], got mask.shape={mask.shape}; later "
-            "tokens are masked without one"
+        # The decoded rows, later ones masked.
+        batch, tokens = query.shape[:-3], query.shape[-3]
+        keys, values = (
+            as_array(rows).reshape(*batch, cache.length, *keys.shape[-2:])
+            for rows in (cache.keys, cache.values)
         )
-    mask = seen if mask is None else jnp.logical_and(mask, seen)
-    return attention(query, keys, values, mask=mask)
-
-
-# What attention over codes does as asked, whatever it is; with all others it is None.
-_HARMLESS = {
-    "dropout_rate",
-    "dropout_rng",
-    "deterministic",
-    "broadcast_dropout",
-    "dtype",
-    "is_causal",
-    "force_fp32_for_softmax",
-}
-
-
-def is_plain(options: dict[str, Any]) -> bool:
-    """Whether the options of an attention ask for no more than attention over codes gives."""
-    drops = options.get("dropout_rate", 0.0) > 0 and not options.get("deterministic", True)
-    return not drops and all(options[name] is None for name in options.keys() - _HARMLESS)
+        seen = jnp.arange(cache.length) <= position + jnp.arange(tokens)[:, None]
+        seen = jnp.broadcast_to(seen, (*batch, 1, tokens, cache.length))
+        mask = options.pop("mask", None)
+        if mask is not None and (mask.ndim != seen.ndim or mask.shape[-1] not in (1, cache.length)):
+            raise ValueError(
+                "convert: attention that decodes needs a mask over its whole cache, "
+                f"[*batch, heads or 1, tokens, {cache.length}], got mask.shape={mask.shape}; later "
+                "tokens are masked without one"
+            )
+        mask = seen if mask is None else jnp.logical_and(mask, seen)
+        return self.attention_fn(query, keys, values, **options, mask=mask)

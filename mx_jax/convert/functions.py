@@ -1,25 +1,34 @@
-"""A function as one whose products follow rules: rewritten, and then differentiated."""
+"""Functions, and pytrees of layers, Equinox's among them, whose products follow rules.
+
+A function is rewritten, and then differentiated. In a tree layers are replaced, one for one.
+"""
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend.core.primitives import dot_general_p
+from jax.interpreters import ad, batching, mlir
 
 from mx_jax.convert import jaxpr
-from mx_jax.convert.report import Report
-from mx_jax.convert.rules import Decision, Rule, as_rules
-from mx_jax.nn.layers import RNG_STREAM
+from mx_jax.convert.kinds import facts_held, kind_of
+from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide, record
+from mx_jax.nn.layers import RNG_STREAM, named_in_errors
 from mx_jax.ops.arguments import Key
 from mx_jax.recipes import Recipe
+from mx_jax.reference.random_bits import DerivedKey
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 # Positions and names of arguments.
 Arguments = tuple[int | str, ...]
-_NAMES = ("__module__", "__name__", "__qualname__", "__doc__")
 
 
 def function(
@@ -85,8 +94,9 @@ def function(
             f"convert.function: needs a function, got {type(fn).__name__}; use convert.tree for a "
             "pytree of layers"
         )
-    own = as_rules(rules, "convert.function")
-    return ConvertedFunction(original(fn), own, _as_arguments(weights), strict)
+    fn = fn.function if isinstance(fn, ConvertedFunction) else fn
+    named = (weights,) if isinstance(weights, int | str) else tuple(weights)
+    return ConvertedFunction(fn, as_rules(rules, "convert.function"), named, strict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,21 +115,20 @@ class ConvertedFunction(Generic[P, R]):
 
     def __post_init__(self):
         # As functools.wraps does it, for jit's names and for signatures.
-        vars(self).update(
-            {name: getattr(self.function, name) for name in _NAMES if hasattr(self.function, name)},
-            __wrapped__=self.function,
-        )
+        names = [name for name in functools.WRAPPER_ASSIGNMENTS if hasattr(self.function, name)]
+        vars(self).update({name: getattr(self.function, name) for name in names})
+        vars(self).update(__wrapped__=self.function)
 
     @functools.cached_property
     def _compiled(self) -> Any:
         # Of this object alone, so that what the function closes over goes when it goes.
         def run(static: "_Static", arrays: list[Any], key: Key) -> R:
-            traced = _traced(self.function, self.rules, static, arrays)
-            result = Report(rules=self.rules, decisions=traced.decisions)
+            plan, decisions, by_plan = _traced(self.function, self.rules, static, arrays)
+            result = Report(rules=self.rules, decisions=decisions)
             result.check("convert.function", self.strict, self._used)
             self._used.update(result.used)
-            _check_key(key, jaxpr.recipes_of(traced.plan), _name_of(self.function))
-            return traced.run(arrays, key)
+            _check_key(key, plan, _name_of(self.function))
+            return by_plan(arrays, key)
 
         run.__name__ = run.__qualname__ = _name_of(self.function)
         return jax.jit(run, static_argnums=0)
@@ -128,10 +137,7 @@ class ConvertedFunction(Generic[P, R]):
         return type(self), (self.function, self.rules, self.weights, self.strict)
 
     def __call__(self, *args: object, **kwargs: object) -> R:
-        rngs = kwargs.get("rngs")
-        key = rngs.get(RNG_STREAM) if isinstance(rngs, Mapping) else None
-        if not _takes_rngs(self.function):
-            _check_streams(kwargs.pop("rngs", None))
+        key = _own_key(self.function, kwargs)
         static, arrays = _split(self.function, self.weights, args, kwargs)
         try:
             hash(static)
@@ -149,43 +155,41 @@ def decisions(
     **kwargs: object,
 ) -> tuple[Decision, ...]:
     """What rules say of a function's products, from an abstract trace of a call."""
-    fn = original(fn)
-    if not _takes_rngs(fn):
-        _check_streams(kwargs.pop("rngs", None))
-    static, arrays = _split(fn, _as_arguments(weights), args, kwargs)
-    return _traced(fn, rules, static, arrays).decisions
+    converted = function(fn, rules, weights=weights)
+    _own_key(converted.function, kwargs)
+    static, arrays = _split(converted.function, converted.weights, args, kwargs)
+    return _traced(converted.function, rules, static, arrays)[1]
 
 
-def original(fn: Callable[P, R]) -> Callable[P, R]:
-    """The function that was converted; one that was not, as it is."""
-    return fn.function if isinstance(fn, ConvertedFunction) else fn
+def _own_key(function: Callable[..., Any], kwargs: dict[str, Any]) -> Key:
+    """The key that a call's `rngs` hold, which stay an argument if the function has one."""
+    rngs = kwargs.get("rngs")
+    if "rngs" not in _parameters(function):
+        kwargs.pop("rngs", None)
+        if rngs is not None and not (isinstance(rngs, Mapping) and set(rngs) == {RNG_STREAM}):
+            raise TypeError(
+                "convert.function: the function has no argument rngs, so only the stream "
+                f"{RNG_STREAM!r} is used, got rngs={rngs!r}; pass rngs={{{RNG_STREAM!r}: key}}"
+            )
+    return rngs.get(RNG_STREAM) if isinstance(rngs, Mapping) else None
 
 
-def _as_arguments(weights: int | str | Sequence[int | str]) -> Arguments:
-    return (weights,) if isinstance(weights, int | str) else tuple(weights)
+def original(model: Any) -> Any:
+    """The function that was converted, or a tree with the layers that it had before."""
+    if isinstance(model, ConvertedFunction):
+        return model.function
+
+    def is_ours(node: object) -> bool:
+        return type(node) is ConvertedLayer
+
+    if not any(map(is_ours, jax.tree.leaves(model, is_leaf=is_ours))):
+        return model
+    return jax.tree.map(
+        lambda node: node.mx_layer if is_ours(node) else node, model, is_leaf=is_ours
+    )
 
 
-def call_by_recipe(
-    function: Callable[..., R],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    *,
-    recipe: Recipe,
-    name: str,
-    key: Key,
-    dot_general: jaxpr.DotGeneral,
-) -> R:
-    """The result of a call whose products are all made by one recipe; errors call it by name."""
-    # The kernel is the operand that no argument goes into.
-    static, arrays = _split(function, (), args, kwargs)
-    traced = _traced(function, (Rule(".*", recipe),), static, arrays)
-    if not traced.plan:
-        raise ValueError(
-            f"convert: a rule names the type of {name}, but its call contains no dot_general "
-            "or ragged_dot that can be quantized: drop the type from the rule"
-        )
-    # Its products go by the layer's name, without subscripts of an einsum.
-    return traced.run(arrays, key, dot_general=dot_general, tagged=False)
+# Calls -------------------------------------------------------------------------------------------
 
 
 def call_of_model(
@@ -195,83 +199,70 @@ def call_of_model(
     *,
     rules: tuple[Rule, ...],
     modules: Mapping[str, jaxpr.Module],
-    record: Callable[[tuple[Decision, ...]], None],
     key: Key = None,
     runs: bool = True,
     within: str = "",
+    callback: Callable[[tuple[Decision, ...]], None] = lambda decisions: None,
 ) -> Any:
     """The result of a pure call of a model, with those products made anew that no layer has."""
     # Its first argument is the state that holds the weights, there all of it or what is below a
-    # path; `record` takes what the rules say.
+    # path.
     static, arrays = _split(function, (0,), args, kwargs, within)
     with jaxpr.tracing(rules):
-        traced = _traced(function, rules, static, arrays, modules)
-    record(traced.decisions)
+        plan, decisions, by_plan = _traced(function, rules, static, arrays, modules)
+    record(rules, *decisions)
+    callback(decisions)
     if not runs:
         return None
-    _check_key(key, jaxpr.recipes_of(traced.plan), "apply")
-    return traced.run(arrays, key)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Traced(Generic[R]):
-    """A call as a jaxpr, the decision about each of its products, and what becomes of it."""
-
-    program: Any
-    plan: jaxpr.Plan
-    decisions: tuple[Decision, ...]
-    # From the arrays of the result to what the function gives back.
-    result: Callable[[Sequence[Any]], R]
-
-    def run(self, arrays: Sequence[Any], key: Key, **options: Any) -> R:
-        """The result of a call with other arrays; options are those of `PlannedBody`."""
-        return self.result(jaxpr.PlannedBody(self.program, self.plan, **options)(arrays, key))
+    _check_key(key, plan, "apply")
+    return by_plan(arrays, key)
 
 
 def _traced(
-    function: Callable[..., R],
+    function: Callable[..., Any],
     rules: tuple[Rule, ...],
     static: "_Static",
     arrays: Sequence[Any],
     modules: Mapping[str, jaxpr.Module] | None = None,
-) -> _Traced[R]:
-    """A call as a jaxpr, and what the rules say of it. What it gives back may be no array too."""
+) -> tuple[jaxpr.Plan, tuple[Decision, ...], Callable[..., Any]]:
+    """What becomes of a call's products, what the rules say of each, and the call by that plan.
+
+    The last takes other arrays, a key, and the options of `PlannedBody`. What it gives back may be
+    no array too.
+    """
     found: list[tuple[Any, list[Any]]] = []
 
     def call(arrays: Sequence[Any]) -> list[Any]:
-        leaves, structure = jax.tree.flatten(static.call(function, arrays))
-        found[:] = [(structure, [None if _is_array(leaf) else leaf for leaf in leaves])]
-        return [leaf for leaf in leaves if _is_array(leaf)]
-
-    def result(values: Sequence[Any]) -> R:
-        given, ((structure, leaves),) = iter(values), found
-        return jax.tree.unflatten(structure, [next(given) if x is None else x for x in leaves])
+        given = iter(arrays)
+        leaves = [next(given) if own is None else own[0] for own in static.constants]
+        args, kwargs = jax.tree.unflatten(static.structure, leaves)
+        results, structure = jax.tree.flatten(function(*args, **kwargs))
+        found[:] = [(structure, [None if _is_array(leaf) else leaf for leaf in results])]
+        return [leaf for leaf in results if _is_array(leaf)]
 
     program = jax.make_jaxpr(call)(arrays)
-    return _Traced(program, *jaxpr.planned(program, static.data, rules, modules), result)
+    plan, decisions = jaxpr.planned(program, static.data, rules, modules)
+
+    def by_plan(arrays: Sequence[Any], key: Key, **options: Any) -> Any:
+        given = iter(jaxpr.PlannedBody(program, plan, **options)(arrays, key))
+        ((structure, leaves),) = found
+        return jax.tree.unflatten(structure, [next(given) if x is None else x for x in leaves])
+
+    return plan, decisions, by_plan
 
 
 def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
-def _check_key(key: Key, recipes: Sequence[Recipe], name: str) -> None:
-    for recipe in recipes:
+def _check_key(key: Key, plan: jaxpr.Plan, name: str) -> None:
+    for recipe in jaxpr.recipes_of(plan):
         # Gradients raise an error of their own.
         if key is None and recipe.fwd.is_stochastic:
             raise ValueError(
                 f"convert.function: recipe {recipe.name!r} draws random bits and needs the "
                 f"{RNG_STREAM!r} stream; call {name}(..., rngs={{{RNG_STREAM!r}: key}})"
             )
-
-
-def _check_streams(rngs: object) -> None:
-    if rngs is None or (isinstance(rngs, Mapping) and set(rngs) == {RNG_STREAM}):
-        return
-    raise TypeError(
-        f"convert.function: the function has no argument rngs, so only the stream {RNG_STREAM!r} "
-        f"is used, got rngs={rngs!r}; pass rngs={{{RNG_STREAM!r}: key}}"
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -282,12 +273,6 @@ class _Static:
     constants: tuple[tuple[Any, type, str] | None, ...]
     # For each array, whether it is data, or in an argument that holds weights.
     data: tuple[bool, ...]
-
-    def call(self, function: Callable[..., R], arrays: Sequence[Any]) -> R:
-        given = iter(arrays)
-        leaves = [next(given) if own is None else own[0] for own in self.constants]
-        args, kwargs = jax.tree.unflatten(self.structure, leaves)
-        return function(*args, **kwargs)
 
 
 def _split(
@@ -333,9 +318,288 @@ def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]
         return {}
 
 
-def _takes_rngs(function: Callable[..., Any]) -> bool:
-    return "rngs" in _parameters(function)
-
-
 def _name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", type(function).__name__)
+
+
+# Trees -------------------------------------------------------------------------------------------
+
+
+def tree(model: T, rules: Rule | Sequence[Rule], *, strict: bool = False) -> T:
+    """A pytree whose layers follow rules: the same leaves at the same paths, the same methods.
+
+    Nodes of known types are replaced, where a rule matches: Equinox's `Linear`, `LSTMCell` and
+    `GRUCell`, those of `convert.register`, and any callable node whose type a rule
+    names. A replaced layer is called as it was, has its attributes and its type for `isinstance`;
+    its products follow the recipe. `jax.vmap` of it is the product of the batch. Nothing else of
+    the tree changes, and nothing of the model that is given.
+
+    Args:
+      model: a pytree; a converted one gets the new rules instead of its old.
+      rules: the first that matches a layer decides; see `Rule`. A path is that of the node,
+        `"layers/0"`.
+      strict: whether a rule that matched nothing is an error instead of an `UnusedRuleWarning`.
+
+    Returns:
+      A pytree of the same type. Recipes that draw random bits draw from the argument `key` of the
+      layer's call, as Equinox's layers take it.
+
+    Raises:
+      TypeError: not a pytree with nodes, or not rules.
+      ValueError: with strict, a rule that matched nothing; in the call, a key missing.
+
+    Examples:
+      >>> import dataclasses, jax, jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> @jax.tree_util.register_dataclass
+      ... @dataclasses.dataclass
+      ... class Affine:
+      ...     weight: jax.Array
+      ...     def __call__(self, x):
+      ...         return x @ self.weight
+      >>> model = {"up": Affine(jnp.ones((64, 32))), "down": Affine(jnp.ones((32, 8)))}
+      >>> rules = convert.Rule("up", "mxfp8", types=Affine)
+      >>> print(convert.report(model, rules))
+      layer  type    kernel  rule  recipe
+      down   Affine  32x8    -     (no rule matches)
+      up     Affine  64x32   0     mxfp8
+      1 of 2 layers converted
+      >>> quantized = convert.tree(model, rules)
+      >>> up = quantized["up"]
+      >>> up(jnp.ones(64)).shape, up.weight is model["up"].weight
+      ((32,), True)
+    """
+    rules, found = as_rules(rules, "convert.tree"), list[Decision]()
+    if not has_nodes(model):
+        raise TypeError(
+            f"convert.tree: needs a pytree of layers, got {type(model).__name__}; use "
+            "convert.function for a function"
+        )
+    converted = _converted(original(model), rules, (), found)
+    Report(rules=rules, decisions=tuple(found)).check("convert.tree", strict)
+    return converted
+
+
+def decisions_of_tree(model: object, rules: tuple[Rule, ...]) -> tuple[Decision, ...]:
+    """What rules say of the layers of a pytree."""
+    found: list[Decision] = []
+    _converted(original(model), rules, (), found)
+    return tuple(found)
+
+
+def has_nodes(model: object) -> bool:
+    """Whether a value is a pytree with a node, and no leaf."""
+    return not jax.tree_util.all_leaves([model])
+
+
+class ConvertedLayer:
+    """A layer of a tree whose products follow a recipe; otherwise the layer itself."""
+
+    # A node with the layer's own children and keys, so that paths of leaves stay. What it
+    # multiplies with is static, and compares by value.
+
+    def __init__(self, layer: object, recipe: Recipe, operation: Callable[..., Any]):
+        # Not by setattr: attributes are the layer's.
+        vars(self).update(mx_layer=layer, mx_static=(recipe, operation))
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return type(self.mx_layer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("mx_"):
+            # A copy that is being made has none yet.
+            raise AttributeError(name)
+        return getattr(self.mx_layer, name)
+
+    def __repr__(self) -> str:
+        return f"{self.mx_layer!r} by {self.mx_static[0].name}"
+
+    def __reduce__(self):
+        return ConvertedLayer, (self.mx_layer, *self.mx_static)
+
+    def __call__(self, *args: object, **options: Any) -> Any:
+        # Not by its path, by which equal layers would differ.
+        name, (recipe, operation) = type(self.mx_layer).__name__, self.mx_static
+        key, call = options.get("key"), type(self.mx_layer).__call__
+        parameters = inspect.signature(call).parameters.values()
+        if not any(own.name == "key" or own.kind is own.VAR_KEYWORD for own in parameters):
+            options.pop("key", None)
+        if key is None and recipe.fwd.is_stochastic:
+            raise ValueError(
+                f"convert.tree: {name} gets recipe {recipe.name!r}, which draws random bits; pass "
+                "key= in the layer's call, or convert the function that calls it: convert.function"
+            )
+        with named_in_errors(f"{name}, converted by convert.tree"):
+            # The kernel is the operand that no argument goes into.
+            run = functools.partial(call, self.mx_layer)
+            static, arrays = _split(run, (), args, options)
+            plan, _, by_plan = _traced(run, (Rule(".*", recipe),), static, arrays)
+            if not plan:
+                raise ValueError(
+                    f"convert: a rule names the type of {name}, but its call contains no "
+                    "dot_general or ragged_dot that can be quantized: drop the type from the rule"
+                )
+            # Its products go by the layer's name, without subscripts of an einsum.
+            return by_plan(
+                arrays,
+                key if recipe.is_stochastic else None,
+                dot_general=lambda _: deferred(operation),
+                tagged=False,
+            )
+
+
+def _flatten(node: ConvertedLayer) -> Any:
+    children, structure = _children(node.mx_layer)
+    return children, (structure, node.mx_static)
+
+
+def _unflatten(static: tuple[Any, tuple[Any, ...]], children: Iterable[Any]) -> ConvertedLayer:
+    structure, own = static
+    return ConvertedLayer(jax.tree.unflatten(structure, list(children)), *own)
+
+
+jax.tree_util.register_pytree_with_keys(ConvertedLayer, _flatten, _unflatten)
+
+
+def _children(node: object) -> tuple[list[tuple[Any, Any]], Any]:
+    """A node's children with their keys, and its structure; for a leaf, itself under no key."""
+    found, structure = jax.tree_util.tree_flatten_with_path(
+        node, is_leaf=lambda inner: inner is not node
+    )
+    return [(path[0] if path else None, child) for path, child in found], structure
+
+
+def _converted(
+    node: object, rules: tuple[Rule, ...], path: tuple[Any, ...], found: list[Decision]
+) -> Any:
+    """A node with its layers replaced; what was decided goes to the list, in the tree's order."""
+    if not has_nodes(node):
+        return node
+    children, structure = _children(node)
+    after: list[Any] = []
+    below: dict[Any, list[Decision]] = {}
+    for key, child in children:
+        own = below.setdefault(key, [])
+        after.append(_converted(child, rules, (*path, key), own))
+    kind, facts = kind_of(node), None
+    if kind is not None and kind.tree:
+        # Equinox leaves None in the place of what it has taken out of a tree.
+        if getattr(kind.kernel(node), "shape", None) is not None:
+            facts = facts_held(node, kind)
+    elif callable(node):
+        # Which axes it contracts is not known: it is traced, if a rule names its type.
+        kind = None
+        shapes = (tuple(getattr(child, "shape", ())) for _, child in children)
+        if kernel := next((shape for shape in shapes if len(shape) >= 2), None):
+            inner = ", ".join(str(key) for key, own in below.items() if own)
+            obstacle = f"has layers of its own: {inner}" if inner else None
+            facts = {"kernel": kernel, "named_only": True, "obstacle": obstacle}
+    if facts is not None:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        decision = decide(rules, Layer(path=name, type=type(node), **facts))
+        found.append(decision)
+        if (recipe := decision.recipe) is not None:
+            made = recipe.dot_general if kind is None else kind.operation(recipe)
+            return ConvertedLayer(node, recipe, made)
+        if kind is not None:
+            return node
+    found += (decision for own in below.values() for decision in own)
+    if all(new is old for new, (_, old) in zip(after, children, strict=True)):
+        return node
+    return jax.tree.unflatten(structure, after)
+
+
+# Products that wait for vmap ---------------------------------------------------------------------
+
+_product_p = Primitive("mx_jax_product")
+
+
+def deferred(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A product, called as `jax.lax.dot_general` with `key`, that vmap makes that of the batch."""
+    # As a primitive it is differentiated after vmap. Otherwise the gradient of a kernel `[k, n]`
+    # would be one for each example, `[batch, k, n]`, in blocks of one row.
+
+    def multiply(
+        lhs: jax.Array,
+        rhs: jax.Array,
+        dimension_numbers: lax.DotDimensionNumbers,
+        precision: object = None,
+        preferred_element_type: jax.typing.DTypeLike | None = None,
+        *,
+        out_sharding: object = None,
+        key: Key = None,
+    ) -> jax.Array:
+        dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype))
+        options = {"precision": precision, "preferred_element_type": dtype}
+        if out_sharding is not None:
+            # On axes of an explicit mesh JAX asks for the product's sharding at once.
+            options |= {"out_sharding": out_sharding, "key": key}
+            return product(lhs, rhs, dimension_numbers, **options)
+        operands = (lhs, rhs) if key is None else (lhs, rhs, DerivedKey.of(key).get())
+        return _product_p.bind(
+            *operands, dimension_numbers=dimension_numbers, product=product, **options
+        )
+
+    return multiply
+
+
+def _make(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *key: jax.Array,
+    dimension_numbers: object,
+    product: Callable[..., jax.Array],
+    **options: object,
+) -> jax.Array:
+    return product(lhs, rhs, dimension_numbers, **options, key=key[0] if key else None)
+
+
+def _shaped(
+    lhs: object, rhs: object, *key: object, product: Callable[..., jax.Array], **params: object
+) -> Any:
+    shaped, _ = dot_general_p.abstract_eval(lhs, rhs, out_sharding=None, **params)
+    return shaped
+
+
+def _differentiated(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    lhs, rhs, *key = primals
+    own = tuple(ad.instantiate_zeros(tangent) for tangent in tangents[:2])
+    return jax.jvp(lambda lhs, rhs: _make(lhs, rhs, *key, **params), (lhs, rhs), own)
+
+
+def _mapped(operands: Sequence[Any], axes: Sequence[Any], **params: Any) -> tuple[Any, int]:
+    lhs, rhs, *key = operands
+    left, right, *others = axes
+    if any(axis is not None for axis in others):
+        # A key for each: then they are as many products.
+        out = jax.vmap(functools.partial(_make, **params), tuple(axes))(*operands)
+        return out, 0
+    # The mapped axis goes first, so that others count one more: of both operands it is a batch axis
+    # of the product, of one it is kept.
+    (lhs_k, rhs_k), (lhs_batch, rhs_batch) = params.pop("dimension_numbers")
+    lhs, lhs_k, lhs_batch = _first(left, lhs, lhs_k, lhs_batch)
+    rhs, rhs_k, rhs_batch = _first(right, rhs, rhs_k, rhs_batch)
+    place = len(lhs_batch)
+    if left is not None and right is not None:
+        lhs_batch, rhs_batch, place = (0, *lhs_batch), (0, *rhs_batch), 0
+    elif left is None:
+        place = lhs.ndim - len(lhs_k)
+    numbers = (lhs_k, rhs_k), (lhs_batch, rhs_batch)
+    return _product_p.bind(lhs, rhs, *key, dimension_numbers=numbers, **params), place
+
+
+def _first(mapped: int | None, operand: jax.Array, *groups: Sequence[int]) -> Any:
+    """An operand with its mapped axis in front, and its other axes as they are numbered then."""
+    if mapped is None:
+        return operand, *map(tuple, groups)
+    operand = jnp.moveaxis(operand, mapped, 0)
+    return operand, *(tuple(axis + 1 for axis in axes) for axes in groups)
+
+
+_STATIC = ("dimension_numbers", "product", "precision", "preferred_element_type")
+_product_p.def_impl(jax.jit(_make, static_argnames=_STATIC))
+_product_p.def_abstract_eval(_shaped)
+ad.primitive_jvps[_product_p] = _differentiated
+batching.primitive_batchers[_product_p] = _mapped
+mlir.register_lowering(_product_p, mlir.lower_fun(_make, multiple_results=False))

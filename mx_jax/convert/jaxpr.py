@@ -59,6 +59,7 @@ _MARK = re.compile(r"\[([^][]*)\]")
 # What JAX writes around the names of what it has transformed, and what of it rules see.
 _TRANSFORMED = re.compile(r"\b(vmap|jvp|transpose)\(([^()]*)\)")
 _GRADIENTS = {"jvp", "transpose"}
+_OF_A_GRADIENT = "of a gradient taken inside: convert what is differentiated, then differentiate"
 _DERIVATIVES = {custom_vjp_call_p: "custom_vjp", custom_jvp_call_p: "custom_jvp"}
 
 
@@ -107,18 +108,23 @@ def planned(
     modules: Mapping[str, Module] | None = None,
 ) -> tuple[Plan, tuple[Decision, ...]]:
     """The plan for a jaxpr, and the decision about each of its products."""
-    # What goes into data, of which each operand has a flag, is no kernel. Without modules, which a
-    # model has, paths are scopes alone.
-    found = []
+    # What goes into data, of which each operand has a flag, is no kernel. By module, and the scopes
+    # in it; without modules, which a model has, by all scopes.
+    found: list[tuple[_Product, tuple[str, str]]] = []
     for product in _walk(program, data)[1]:
-        marks = _MARK.findall(product.scope)
-        if not marks or not marks[-1].endswith("="):
-            found.append(product)
-    scopes = [_scopes(own.scope, modules) for own in found]
-    counts, of_module = collections.Counter(scopes), collections.Counter(own for own, _ in scopes)
+        marks = list(_MARK.finditer(product.scope))
+        if marks and marks[-1][1].endswith("="):
+            continue
+        if modules is None or not marks:
+            module, rest = "", _MARK.sub("", product.scope)
+        else:
+            module, rest = marks[-1][1], product.scope[marks[-1].end() :]
+        found.append((product, (module, "/".join(filter(None, rest.split("/"))))))
+    counts = collections.Counter(key for _, key in found)
+    of_module = collections.Counter(module for _, (module, _) in found)
     seen: collections.Counter[tuple[str, str]] = collections.Counter()
-    decisions = []
-    for product, key in zip(found, scopes, strict=True):
+    plan, decisions = [], []
+    for product, key in found:
         module, scope = key
         # As lax calls it: DotGeneral is dot_general.
         name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", product.type.__name__).lower()
@@ -145,19 +151,9 @@ def planned(
         if known.named_only:
             facts |= {"named_only": True, "product": None}
         decisions.append(decide(rules, Layer(path=path, aliases=tuple(aliases), **facts)))
-    plan = tuple(
-        (product.where, (decision.recipe, product.turned))
-        for product, decision in zip(found, decisions, strict=True)
-        if decision.recipe is not None
-    )
-    return plan, tuple(decisions)
-
-
-def _scopes(scope: str, modules: Mapping[str, Module] | None) -> tuple[str, str]:
-    """The path of the innermost module, and the scopes in it; of a function, all of them."""
-    marks = [] if modules is None else list(_MARK.finditer(scope))
-    rest = scope[marks[-1].end() :] if marks else _MARK.sub("", scope)
-    return marks[-1][1] if marks else "", "/".join(part for part in rest.split("/") if part)
+        if (recipe := decisions[-1].recipe) is not None:
+            plan.append((product.where, (recipe, product.turned)))
+    return tuple(plan), tuple(decisions)
 
 
 def recipes_of(plan: Plan) -> list[Recipe]:
@@ -185,20 +181,27 @@ def _walk(
         return [not isinstance(atom, Literal) and known.get(atom, False) for atom in atoms]
 
     for index, eqn in enumerate(program.jaxpr.eqns):
-        results, products = _met(eqn, among(eqn.invars), scope, (*where, index), obstacle)
+        name, kept = str(eqn.source_info.name_stack), obstacle
+        while match := _TRANSFORMED.search(name):
+            kept = kept or (_OF_A_GRADIENT if match[1] in _GRADIENTS else None)
+            name = name[: match.start()] + match[2] + name[match.end() :]
+        inner, own = "/".join(filter(None, (scope, name))), among(eqn.invars)
+        results, at = [any(own)] * len(eqn.outvars), (*where, index)
+        if eqn.primitive in traced_products():
+            found.append(_product(eqn, own, inner, at, kept))
+        else:
+            results, products = _walk_bodies(eqn, own, inner, at, kept)
+            found += products
         known |= zip(eqn.outvars, results, strict=True)
-        found += products
     return among(program.jaxpr.outvars), found
 
 
-def _met(
+def _walk_bodies(
     eqn: JaxprEqn, data: list[bool], scope: str, where: tuple[int, ...], obstacle: str | None
 ) -> tuple[list[bool], list[_Product]]:
-    """Of one equation: itself, or what is in its bodies."""
-    scope, kept = _scope(scope, eqn)
-    obstacle, results = obstacle or kept, [any(data)] * len(eqn.outvars)
-    if eqn.primitive in traced_products():
-        return results, [_product(eqn, data, scope, where, obstacle)]
+    """The same of an equation that is no product, whose bodies may have some."""
+    # Of each body as it was met last: loops are gone round until nothing changes.
+    below: dict[int, list[_Product]] = {}
     region = regions().get(eqn.primitive)
     if region is not None:
         bodies = region.bodies(eqn.params)
@@ -208,8 +211,6 @@ def _met(
         if eqn.primitive in _DERIVATIVES:
             stays = f"inside a {_DERIVATIVES[eqn.primitive]}, whose gradient is its own"
         obstacle = obstacle or stays
-    # Of each body as it was met last: loops are gone round until nothing changes.
-    below: dict[int, list[_Product]] = {}
 
     def flow(i: int, data: Sequence[bool]) -> list[bool]:
         results, below[i] = _walk(bodies[i], data, scope, (*where, i), obstacle)
@@ -218,21 +219,10 @@ def _met(
     if region is not None:
         results = region.flow(eqn.params, data, flow)
     else:
+        results = [any(data)] * len(eqn.outvars)
         for i, body in enumerate(bodies):
             flow(i, [True] * len(body.jaxpr.invars))
     return results, [product for i in sorted(below) for product in below[i]]
-
-
-def _scope(outer: str, eqn: JaxprEqn) -> tuple[str, str | None]:
-    """The path of an equation, and why products there are not converted, or None."""
-    name, transforms = str(eqn.source_info.name_stack), set[str]()
-    while found := _TRANSFORMED.search(name):
-        transforms.add(found[1])
-        name = name[: found.start()] + found[2] + name[found.end() :]
-    kept = None
-    if transforms & _GRADIENTS:
-        kept = "of a gradient taken inside: convert what is differentiated, then differentiate"
-    return "/".join(part for part in (outer, name) if part), kept
 
 
 def _product(
@@ -274,25 +264,36 @@ class PlannedBody:
         jaxpr = self.program.jaxpr
         known: dict[Any, Any] = dict(zip(jaxpr.constvars, self.program.consts, strict=True))
         known |= zip(jaxpr.invars, values, strict=True)
+
+        def read(atoms: Sequence[Any]) -> Values:
+            return [atom.val if isinstance(atom, Literal) else known[atom] for atom in atoms]
+
         changed, unchanged = {where[0] for where, _ in self.plan}, []
         for index, eqn in enumerate(jaxpr.eqns):
             if index not in changed:
                 unchanged.append(eqn)
                 continue
             _run_unchanged(jaxpr, unchanged, known)
-            unchanged = []
-            operands = [_read(atom, known) for atom in eqn.invars]
+            operands, plan, unchanged = read(eqn.invars), _below(self.plan, index), []
             # By equations, not by products: what rules change does not change others' keys.
             own = folded(key, index)
-            with eqn.ctx.manager, _in_layer(eqn):
-                if eqn.primitive in regions():
-                    results = self._region(eqn, operands, _below(self.plan, index), own)
-                else:
-                    ((_, entry),) = _below(self.plan, index)
+            marks = _MARK.findall(str(eqn.source_info.name_stack))
+            layer = LayerName(marks[-1] or "model").context() if marks else contextlib.nullcontext()
+            with eqn.ctx.manager, layer:
+                region = regions().get(eqn.primitive)
+                if region is None:
+                    ((_, entry),) = plan
                     results = [self._product(eqn, operands, *entry, own)]
+                else:
+                    bodies = [
+                        dataclasses.replace(self, program=body, plan=_below(plan, i))
+                        for i, body in enumerate(region.bodies(eqn.params))
+                    ]
+                    draws = any(recipe.is_stochastic for recipe in recipes_of(plan))
+                    results = region.run(eqn.params, operands, bodies, own if draws else None)
             known |= zip(eqn.outvars, results, strict=True)
         _run_unchanged(jaxpr, unchanged, known)
-        return [_read(atom, known) for atom in jaxpr.outvars]
+        return read(jaxpr.outvars)
 
     def traced(self, values: Sequence[Any], key: Key) -> ClosedJaxpr:
         """The jaxpr of the results; the same for each call of the same under the same plan."""
@@ -302,15 +303,6 @@ class PlannedBody:
             self.traced_before[called] = jax.make_jaxpr(self)(values, key)
         return self.traced_before[called]
 
-    def _region(self, eqn: JaxprEqn, operands: Values, plan: Plan, key: Key) -> Values:
-        region = regions()[eqn.primitive]
-        bodies = [
-            dataclasses.replace(self, program=body, plan=_below(plan, i))
-            for i, body in enumerate(region.bodies(eqn.params))
-        ]
-        draws = any(recipe.is_stochastic for recipe in recipes_of(plan))
-        return region.run(eqn.params, operands, bodies, key if draws else None)
-
     def _product(
         self, eqn: JaxprEqn, operands: Values, recipe: Recipe, turns: bool, key: Key
     ) -> Any:
@@ -319,21 +311,16 @@ class PlannedBody:
         if turns:
             assert row.turned is not None
             *operands, params, back = row.turned(*operands, params)
+        own = key if recipe.is_stochastic else None
+        # Below shard_map, shards that hold different operands draw different bits.
+        axes = frozenset[str]().union(*map(varying, operands)) if own is not None else ()
+        for axis in sorted(axes):
+            own = folded(own, lax.axis_index(axis))
         # The scope that it stood in, for profiles and for what XLA says, and for who watches.
         scope = "" if not self.tagged else _MARK.split(str(eqn.source_info.name_stack))[-1]
         with tag(scope.strip("/")) if scope.strip("/") else contextlib.nullcontext():
-            own = _of_shard(key, operands) if recipe.is_stochastic else None
             product = row.multiply(recipe, self.dot_general(recipe), operands, params, own)
             return product if back is None else back(product)
-
-
-def _in_layer(eqn: JaxprEqn) -> contextlib.AbstractContextManager[None]:
-    marks = _MARK.findall(str(eqn.source_info.name_stack))
-    return LayerName(marks[-1] or "model").context() if marks else contextlib.nullcontext()
-
-
-def _read(atom: object, known: dict[Any, Any]) -> Any:
-    return atom.val if isinstance(atom, Literal) else known[atom]
 
 
 def _run_unchanged(jaxpr: Jaxpr, eqns: list[Any], known: dict[Any, Any]) -> None:
@@ -350,25 +337,7 @@ def _run_unchanged(jaxpr: Jaxpr, eqns: list[Any], known: dict[Any, Any]) -> None
     known |= zip(results, values, strict=True)
 
 
-def _of_shard(key: Key, operands: Values) -> Key:
-    """Below shard_map, shards that hold different operands draw different bits."""
-    for axis in sorted(frozenset[str]().union(*map(varying, operands))):
-        key = folded(key, lax.axis_index(axis))
-    return key
-
-
 # Regions ----------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """How equations of one primitive run their bodies."""
-
-    # From the parameters to the jaxprs.
-    bodies: Callable[[dict[str, Any]], tuple[Any, ...]]
-    # From parameters, which operands come from data, and the flow through a body, to which results.
-    flow: Callable[[dict[str, Any], list[bool], Flow], list[bool]]
-    run: Callable[[dict[str, Any], Values, Sequence[PlannedBody], Key], Values]
 
 
 def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
@@ -376,17 +345,22 @@ def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
     return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
 
 
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """How equations of one primitive run their bodies."""
+
+    run: Callable[[dict[str, Any], Values, Sequence[PlannedBody], Key], Values]
+    # From parameters, which operands come from data, and the flow through a body, to which results.
+    flow: Callable[[dict[str, Any], list[bool], Flow], list[bool]] = lambda _, data, flow: flow(
+        0, data
+    )
+    # From the parameters to the jaxprs.
+    bodies: Callable[[dict[str, Any]], tuple[Any, ...]] = lambda own: (closed(own["jaxpr"]),)
+
+
 def folded(key: Key, number: int | jax.Array) -> Key:
     """A key of its own for a number; None stays None."""
     return None if key is None else DerivedKey.of(key).fold_in(number)
-
-
-def _only_body(params: dict[str, Any]) -> tuple[Any, ...]:
-    return (closed(params["jaxpr"]),)
-
-
-def _straight(params: dict[str, Any], data: list[bool], flow: Flow) -> list[bool]:
-    return flow(0, data)
 
 
 def _settled(
@@ -460,16 +434,14 @@ def _while(
     asked, consts, start = _while_split(params, values)
     condition, body = bodies
 
-    def keys(i: Any) -> list[Key]:
-        own = folded(key, i)
-        return [folded(own, 0), folded(own, 1)]
-
     def goes_on(state: tuple[Any, Values]) -> Any:
-        return condition([*asked, *state[1]], keys(state[0])[0])[0]
+        i, carry = state
+        return condition([*asked, *carry], folded(folded(key, i), 0))[0]
 
     def step(state: tuple[Any, Values]) -> tuple[Any, Values]:
         i, carry = state
-        return None if i is None else i + 1, body([*consts, *carry], keys(i)[1])
+        own = folded(folded(key, i), 1)
+        return None if i is None else i + 1, body([*consts, *carry], own)
 
     first = None if key is None else jnp.uint32(0)
     return lax.while_loop(goes_on, step, (first, start))[1]
@@ -518,11 +490,9 @@ def _plain_operand() -> dict[str, Any]:
     return {name: call.params[name][0] for name in names}
 
 
-def _remat(
-    params: dict[str, Any], values: Values, bodies: Sequence[PlannedBody], key: Key
-) -> Values:
-    prevent, policy = params["prevent_cse"], params["policy"]
-    return jax.checkpoint(bodies[0], prevent_cse=prevent, policy=policy)(values, key)
+def _remat(own: dict[str, Any], values: Values, bodies: Sequence[PlannedBody], key: Key) -> Values:
+    remat = jax.checkpoint(bodies[0], prevent_cse=own["prevent_cse"], policy=own["policy"])
+    return remat(values, key)
 
 
 def _shard_map(
@@ -548,10 +518,10 @@ def regions() -> dict[Any, Region]:
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         (call,) = jax.make_jaxpr(identity)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
     return {
-        jit_p: Region(_only_body, _straight, _jit),
-        remat_p: Region(_only_body, _straight, _remat),
-        scan_p: Region(_only_body, _scan_flow, _scan),
-        while_p: Region(lambda own: (own["cond_jaxpr"], own["body_jaxpr"]), _while_flow, _while),
-        cond_p: Region(lambda params: params["branches"], _cond_flow, _cond),
-        call.primitive: Region(_only_body, _straight, _shard_map),
+        jit_p: Region(_jit),
+        remat_p: Region(_remat),
+        scan_p: Region(_scan, _scan_flow),
+        while_p: Region(_while, _while_flow, lambda own: (own["cond_jaxpr"], own["body_jaxpr"])),
+        cond_p: Region(_cond, _cond_flow, lambda own: own["branches"]),
+        call.primitive: Region(_shard_map),
     }

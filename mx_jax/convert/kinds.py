@@ -11,7 +11,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import flax.linen as nn
@@ -108,7 +108,16 @@ def _patches(
     edges = ((0, 0, 0), *((int(low), int(high), 0) for low, high in padding), (0, 0, 0))
     x = lax.pad(x, jnp.zeros((), x.dtype), edges)
     if tuple(window) == tuple(strides) and tuple(spans) == tuple(window):
-        return _tiles(x, window)
+        # They do not overlap: a reshape and a transpose instead of copies.
+        batch, *space, features = x.shape
+        counts = [size // step for size, step in zip(space, window, strict=True)]
+        # A remainder that no window covers is not read.
+        x = x[:, *(slice(count * step) for count, step in zip(counts, window, strict=True))]
+        split = [size for pair in zip(counts, window, strict=True) for size in pair]
+        n = len(window)
+        order = (0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2), 2 * n + 1)
+        tiles = x.reshape(batch, *split, features).transpose(order)
+        return tiles.reshape(batch, *counts, math.prod(window), features)
     sizes = [
         max((size - span) // stride + 1, 0)
         for size, span, stride in zip(x.shape[1:-1], spans, strides, strict=True)
@@ -124,20 +133,6 @@ def _patches(
         ]
         taps.append(x[:, *cuts])
     return jnp.stack(taps, axis=-2)
-
-
-def _tiles(x: jax.Array, window: Sequence[int]) -> jax.Array:
-    """Patches that do not overlap: a reshape and a transpose instead of copies."""
-    batch, *space, features = x.shape
-    counts = [size // step for size, step in zip(space, window, strict=True)]
-    # A remainder that no window covers is not read.
-    whole = [count * step for count, step in zip(counts, window, strict=True)]
-    x = x[(slice(None), *(slice(size) for size in whole))]
-    split = [size for pair in zip(counts, window, strict=True) for size in pair]
-    x = x.reshape(batch, *split, features)
-    n = len(window)
-    order = (0, *range(1, 2 * n, 2), *range(2, 2 * n + 1, 2), 2 * n + 1)
-    return x.transpose(order).reshape(batch, *counts, math.prod(window), features)
 
 
 def cast_table(table: jax.Array | Quantized, recipe: Recipe, key: Key) -> Any:
@@ -201,6 +196,10 @@ class Attention:
         if is_causal:
             causal = jnp.tril(jnp.ones((query.shape[-3], keys.shape[-3]), bool))
             mask = causal if mask is None else jnp.logical_and(mask, causal)
+        # An nnx module as flax.linen's attention knows modules.
+        sows = module and SimpleNamespace(
+            sow=lambda _, name, value: module.sow(nnx.Intermediate, name, value)
+        )
         keys_of = (None, None) if key is None else DerivedKey.of(key).split()
         qk, av = (
             attention_einsum(name, recipe, precision, own)
@@ -212,7 +211,7 @@ class Attention:
             values,
             bias,
             mask,
-            module=None if module is None else _Sows(module),  # pyright: ignore
+            module=sows,  # pyright: ignore
             force_fp32_for_softmax=True,
             qk_attn_weights_einsum=qk,
             attn_weights_value_einsum=av,
@@ -233,17 +232,6 @@ def attention_einsum(
             return einsum(subscripts, lhs, rhs, recipe=recipe, precision=precision, key=own_key)
 
     return product
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sows:
-    """An nnx module as flax.linen's attention knows modules."""
-
-    module: nnx.Module
-
-    def sow(self, collection: str, name: str, value: jax.Array) -> None:
-        del collection
-        self.module.sow(nnx.Intermediate, name, value)
 
 
 # Equations ---------------------------------------------------------------------------------------
@@ -368,22 +356,6 @@ def turned(
     return rhs, lhs, params, lambda product: lax.transpose(product, order)
 
 
-def _ragged_facts(
-    plain: dict[str, Any],
-    lhs: ShapedArray,
-    rhs: ShapedArray,
-    sizes: object,
-    params: dict[str, Any],
-) -> dict[str, Any]:
-    obstacle = _unfit((lhs.dtype, rhs.dtype), params)
-    if any(
-        params[name] != plain[name] for name in ("ragged_dot_dimension_numbers", "group_offset")
-    ):
-        obstacle = "no product of rows in groups, as jax.lax.ragged_dot makes it"
-    shape = tuple(rhs.shape)
-    return {"kernel": shape, "shape": shape[1:], "obstacle": obstacle}
-
-
 def _conv_facts(lhs: ShapedArray, rhs: ShapedArray, params: dict[str, Any]) -> dict[str, Any]:
     out, into, *space = params["dimension_numbers"].rhs_spec
     taps = math.prod(rhs.shape[axis] for axis in space)
@@ -429,6 +401,14 @@ def traced_products() -> dict[Any, TracedProduct]:
         options = dict(params)
         return dot_general(*values, options.pop("dimension_numbers"), **options, key=key)
 
+    def ragged_facts(lhs: ShapedArray, rhs: ShapedArray, _: object, params: Params) -> Any:
+        obstacle = _unfit((lhs.dtype, rhs.dtype), params)
+        special = ("ragged_dot_dimension_numbers", "group_offset")
+        if any(params[name] != plain.params[name] for name in special):
+            obstacle = "no product of rows in groups, as jax.lax.ragged_dot makes it"
+        shape = tuple(rhs.shape)
+        return {"kernel": shape, "shape": shape[1:], "obstacle": obstacle}
+
     def ragged(recipe: Recipe, _: object, values: Values, params: Params, key: Key) -> Any:
         options = {name: params[name] for name in ("precision", "preferred_element_type")}
         return ragged_dot(*values, recipe=recipe, **options, key=key)
@@ -438,9 +418,7 @@ def traced_products() -> dict[Any, TracedProduct]:
             type=DotGeneral, facts=_dot_facts, multiply=dot, turned=turned
         ),
         conv_general_dilated_p: TracedProduct(type=Conv, facts=_conv_facts, multiply=_conv),
-        plain.primitive: TracedProduct(
-            type=RaggedDot, facts=functools.partial(_ragged_facts, plain.params), multiply=ragged
-        ),
+        plain.primitive: TracedProduct(type=RaggedDot, facts=ragged_facts, multiply=ragged),
     }
 
 
@@ -549,15 +527,13 @@ class Kind:
         if self.shape is None:
             own = {"named_only": self.named_only, "obstacle": self.obstacle(layer)}
             return own | {"of_activations": True}
-        axes, is_stored = None, self.shape is _as_stored
-        if self.axes is not None:
-            axes = self.axes(layer, kernel, *call)
-        elif is_stored and len(kernel) == 2:
-            axes = Axes.ordered(k_first=True)
-        if is_stored and self.axes is not None:
+        axes = None if self.axes is None else self.axes(layer, kernel, *call)
+        if self.shape is not _as_stored:
+            shape = self.shape(layer, kernel, *call)
+        elif self.axes is not None:
             shape = _seen_shape(axes, kernel)
         else:
-            shape = self.shape(layer, kernel, *call)
+            shape, axes = kernel, Axes.ordered(k_first=True) if len(kernel) == 2 else None
         return {
             "kernel": kernel,
             "shape": shape,

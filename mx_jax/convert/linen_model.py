@@ -13,7 +13,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -23,29 +23,23 @@ from flax.linen.dtypes import promote_dtype
 from flax.linen.module import InterceptorContext, merge_param
 from flax.linen.transforms import lift_direct_transform
 
-from mx_jax.convert.caches import CachedAttention, CacheFormat, is_plain
+from mx_jax.convert import kinds
+from mx_jax.convert.caches import CachedAttention
 from mx_jax.convert.functions import call_of_model
 from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
-from mx_jax.convert.kinds import (
-    ATTENTION,
-    EINSUM,
-    EMBED,
-    Kind,
-    attention_einsum,
-    cast_table,
-    kind_of,
+from mx_jax.convert.rules import (
+    Decision,
+    Layer,
+    Report,
+    Rule,
+    as_rules,
+    decide,
+    record,
+    recorded,
+    recorders_of,
 )
-from mx_jax.convert.report import Report, record, recorded, recorders_of
-from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
+from mx_jax.nn import layers
 from mx_jax.nn import linen as mx_linen
-from mx_jax.nn.layers import (
-    layer_key,
-    linen_recipe,
-    named_in_errors,
-    quantized_in,
-    recipe_of,
-    stored_param,
-)
 from mx_jax.nn.linen import RNG_STREAM
 from mx_jax.ops.arguments import Key
 from mx_jax.packed import Quantized, rows_of
@@ -147,91 +141,67 @@ def _rebuilt(module: nn.Module, cls: type) -> nn.Module:
 @functools.lru_cache(maxsize=1024)
 def _converted_class(base: type, rules: tuple[Rule, ...], strict: bool) -> type:
     """A subclass under rules, one for equal ones: Flax compares classes, and names by them."""
-    body = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        # Otherwise the subclass would be given new ones in place of the user's.
-        "__eq__": base.__eq__,
-        "__hash__": base.__hash__,
-        "__reduce__": nn.nowrap(_reduce),
-        "_mx_base": base,
-        "_mx_rules": rules,
-        "_mx_strict": strict,
-        "_call_wrapped_method": nn.nowrap(_call_wrapped_method),
-        "apply": nn.nowrap(_under_rules("apply")),
-        "init_with_output": nn.nowrap(_under_rules("init_with_output")),
-        "bind": nn.nowrap(_bind),
-    }
-    return type(base)(base.__name__, (base,), body)
+    # Its own equality and hash: otherwise it would be given new ones in place of the user's.
+    kept = ("__module__", "__qualname__", "__doc__", "__eq__", "__hash__")
+    body = {name: getattr(base, name) for name in kept}
+    body |= {"_mx_base": base, "_mx_rules": rules, "_mx_strict": strict}
+    return type(base)(base.__name__, (_UnderRules, base), body)
 
 
-def _reduce(self: Any) -> tuple[Any, ...]:
-    return _converted, (original(self), self._mx_rules, self._mx_strict)
+class _UnderRules:
+    """What a converted module does otherwise: in its class these come before the base's."""
 
+    def __reduce__(self: Any) -> tuple[Any, ...]:
+        return _converted, (original(self), self._mx_rules, self._mx_strict)
 
-def _call_wrapped_method(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
-    """Flax's way into every method: also where the module is a part of another."""
-    run = functools.partial(self._mx_base._call_wrapped_method, self, fun, args, kwargs)
-    if self.scope is None:
-        return run()
-    with _converting(self, self.path, whole=fun.__name__ == "__call__") as begins:
-        if not begins or fun.__name__ == "setup":
-            return run()
-        with decided():
-            return _traced_part(self, fun, args, kwargs)
+    def bind(self: object, *args: object, **kwargs: object) -> Any:
+        raise ValueError(
+            f"convert.linen: {type(self).__name__}.bind would leave layers that are called past "
+            "the module's own methods in high precision; use apply(variables, ..., method=lambda "
+            "module, x: module.encoder(x)), or bind convert.original(module)"
+        )
 
-
-def _under_rules(name: str):
-    """`apply` and the like: the method they are given may call submodules directly."""
-
-    def method(self: Any, *args: object, **kwargs: Any) -> Any:
+    def apply(self: Any, *args: object, **kwargs: Any) -> Any:
+        # The method may be a function that calls submodules directly.
         called = kwargs.get("method") or "__call__"
-        # init makes the parameters of all layers, whichever method it runs.
-        whole = name != "apply" or getattr(called, "__name__", called) == "__call__"
-        run = functools.partial(getattr(self._mx_base, name), self)
-        with _converting(self, (), whole=whole):
-            if name == "apply":
-                rngs = kwargs.get("rngs")
-                streams = rngs if isinstance(rngs, Mapping) else {"params": rngs}
-                key = streams.get(RNG_STREAM, streams.get("params"))
-                return _traced(self, run, args, kwargs, key, within="['params']")
-            # What init computes is thrown away; what rules say of it is asked where it matters.
+        rngs = kwargs.get("rngs")
+        streams = rngs if isinstance(rngs, Mapping) else {"params": rngs}
+        key = streams.get(RNG_STREAM, streams.get("params"))
+        run = functools.partial(self._mx_base.apply, self)
+        with _converting(self, (), whole=getattr(called, "__name__", called) == "__call__"):
+            return _traced(self, run, args, kwargs, key, within="['params']")
+
+    def init_with_output(self: Any, *args: object, **kwargs: Any) -> Any:
+        run = functools.partial(self._mx_base.init_with_output, self)
+        # It makes the parameters of all layers, whichever method it runs.
+        with _converting(self, (), whole=True):
+            # What it computes is thrown away; what rules say of it is asked where it matters.
             result = run(*args, **kwargs)
             (recorder, *_) = recorders_of(self._mx_rules)
             found = Report(rules=self._mx_rules, decisions=recorder.decisions)
-            if len(found.used | _known(self).used) < len(self._mx_rules):
+            if len(found.used | _known(self)[0]) < len(self._mx_rules):
                 _traced(self, run, args, kwargs, runs=False)
             return result
 
-    method.__name__ = name
-    return method
+    def _call_wrapped_method(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
+        """Flax's way into every method: also where the module is a part of another."""
+        run = functools.partial(self._mx_base._call_wrapped_method, self, fun, args, kwargs)
+        if self.scope is None:
+            return run()
+        with _converting(self, self.path, whole=fun.__name__ == "__call__") as begins:
+            if not begins or fun.__name__ == "setup":
+                return run()
+            with decided():
+                return _traced_part(self, fun, args, kwargs)
 
 
-def _traced(
-    self: Any,
-    run: Call,
-    args: Args,
-    kwargs: Kwargs,
-    key: Key = None,
-    runs: bool = True,
-    within: str = "",
-) -> Any:
+def _traced(self: Any, run: Call, args: Args, kwargs: Kwargs, key: Key = None, **options: Any):
     """A call of the module whose products are made anew, those of its layers apart."""
     rules = self._mx_rules
-    if not any(rule.quantizes for rule in rules) and runs:
+    if not any(rule.quantizes for rule in rules) and options.get("runs", True):
         return run(*args, **kwargs)
-    return call_of_model(
-        run,
-        args,
-        kwargs,
-        rules=rules,
-        modules=_known(self).modules,
-        key=key,
-        record=lambda decisions: record(rules, *decisions),
-        runs=runs,
-        within=within,
-    )
+    _, modules = _known(self)
+    return call_of_model(run, args, kwargs, rules=rules, modules=modules, key=key, **options)
 
 
 def _traced_part(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -239,7 +209,7 @@ def _traced_part(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
     key = None
     draws = [own for rule in self._mx_rules if (own := rule.quantizes) and own.is_stochastic]
     if draws and (self.has_rng(RNG_STREAM) or self.has_rng("params")):
-        key = layer_key(self, draws[0])
+        key = layers.layer_key(self, draws[0])
 
     def lifted(method: Call, scope: Scope, *given: object) -> Any:
         def run(
@@ -259,14 +229,6 @@ def _traced_part(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
     return lift_direct_transform(lifted, (method,), self, args, kwargs)
 
 
-def _bind(self: object, *args: object, **kwargs: object) -> Any:
-    raise ValueError(
-        f"convert.linen: {type(self).__name__}.bind would leave layers that are called past the "
-        "module's own methods in high precision; use apply(variables, ..., method=lambda module, "
-        "x: module.encoder(x)), or bind convert.original(module)"
-    )
-
-
 @contextlib.contextmanager
 def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[bool]:
     """Intercept methods below a module at a path, once however its methods nest."""
@@ -279,28 +241,21 @@ def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[
     reported = any(recorder.reports for recorder in recorders_of(rules))
     token = _active.set((*active, conversion))
     try:
-        meeting = Interceptor(rules, root, module.name, _known(module).modules)
-        intercepting = nn.intercept_methods(meeting)
-        with recorded(rules, reports=False) as recorder, intercepting:
+        own = functools.partial(_intercept, rules, root, module.name, _known(module)[1])
+        with recorded(rules, reports=False) as recorder, nn.intercept_methods(own):
             yield True
     finally:
         _active.reset(token)
     # Not after an exception; and a report checks its rules itself.
-    used = _known(module).used
+    used, _ = _known(module)
     result = Report(rules=rules, decisions=recorder.decisions)
     if whole and not reported:
         result.check("convert.linen", module._mx_strict, used)
     used |= result.used
 
 
-class _Known(NamedTuple):
+def _known(module: nn.Module) -> tuple[set[int], dict[str, Module]]:
     """Of earlier calls, since nn.jit keeps what it traced: rules that matched, modules by path."""
-
-    used: set[int]
-    modules: dict[str, Module]
-
-
-def _known(module: nn.Module) -> _Known:
     try:
         return _known_of(module if module.scope is None else type(module))
     except TypeError:
@@ -309,8 +264,8 @@ def _known(module: nn.Module) -> _Known:
 
 
 @functools.lru_cache(maxsize=256)
-def _known_of(model: object) -> _Known:
-    return _Known(set(), {})
+def _known_of(model: object) -> tuple[set[int], dict[str, Module]]:
+    return set(), {}
 
 
 def decisions(
@@ -331,7 +286,7 @@ def decisions(
 # Layers ------------------------------------------------------------------------------------------
 
 # As an attention_fn takes them, whose attributes end in `_cls`.
-_EINSUMS = tuple(slot.attribute.removesuffix("_cls") for slot in ATTENTION.linen)
+_EINSUMS = tuple(slot.attribute.removesuffix("_cls") for slot in kinds.ATTENTION.linen)
 # Methods below Flax's wrappers.
 _ATTENTION_CALL = inspect.unwrap(nn.MultiHeadDotProductAttention.__call__)
 _RECIPE_EINSUM: Any = inspect.unwrap(mx_linen.Einsum.__call__)
@@ -382,13 +337,13 @@ class BoundLayer:
 
     def key(self, recipe: Recipe) -> DerivedKey | None:
         """A key from the layer's stream, if the recipe draws random bits."""
-        return layer_key(self.layer, recipe, name=self.path or None)
+        return layers.layer_key(self.layer, recipe, name=self.path or None)
 
 
 def naming(decision: Decision) -> AbstractContextManager[None]:
     """Say in an error which layer and rule it comes from."""
     layer = decision.layer
-    return named_in_errors(
+    return layers.named_in_errors(
         f"{layer.path!r} ({layer.type.__name__}), converted by rule {decision.rule}"
     )
 
@@ -398,7 +353,7 @@ class Product:
     """What a layer multiplies with in place of its own product, the default."""
 
     bound: BoundLayer
-    kind: Kind
+    kind: kinds.Kind
     default: Call
 
     def __call__(
@@ -419,8 +374,10 @@ class Product:
                 return self.default(lhs, rhs, *args, **options)
         with naming(decision), decided():
             key = self.bound.key(recipe)
-            kernel = self.kind.rhs_is_kernel
-            recipe = linen_recipe(self.bound.layer, recipe) if kernel else recipe_of(recipe, None)
+            if self.kind.rhs_is_kernel:
+                recipe = layers.linen_recipe(self.bound.layer, recipe)
+            else:
+                recipe = layers.recipe_of(recipe, None)
             return self.kind.operation(recipe)(lhs, rhs, *args, **options, key=key)
 
 
@@ -441,19 +398,19 @@ class AttentionProducts:
 
     def decide(self) -> dict[Any, Decision]:
         """The decision about each product."""
-        facts = ATTENTION.facts(self.bound.layer, ())
-        return {name: self.bound.decide(name, **facts) for name in ATTENTION.products}
+        facts = kinds.ATTENTION.facts(self.bound.layer, ())
+        return {name: self.bound.decide(name, **facts) for name in kinds.ATTENTION.products}
 
     def __call__(self, *operands: object, **options: object) -> jax.Array:
         products = [functools.partial(self._product, *own) for own in self.decide().items()]
         return self.attention_fn(*operands, **options | dict(zip(_EINSUMS, products, strict=True)))
 
     def _product(self, name: str, decision: Decision, *operands: object) -> jax.Array:
-        recipe = None if decision.recipe is None else recipe_of(decision.recipe, None)
+        recipe = None if decision.recipe is None else layers.recipe_of(decision.recipe, None)
         key = None if recipe is None else self.bound.key(recipe)
         precision = self.bound.layer.precision  # pyright: ignore
         with decided(), contextlib.nullcontext() if recipe is None else naming(decision):
-            return attention_einsum(name, recipe, precision, key)(*operands)
+            return kinds.attention_einsum(name, recipe, precision, key)(*operands)
 
 
 def _answer_einsum(
@@ -462,10 +419,10 @@ def _answer_einsum(
     """flax.linen.Einsum: with a recipe, the method of mx_jax.nn.linen's runs in its place."""
     layer: Any = bound.layer
     subscripts = merge_param("einsum_str", layer.einsum_str, einsum_str)
-    facts = EINSUM.facts(layer, tuple(layer.shape), subscripts)
+    facts = kinds.EINSUM.facts(layer, tuple(layer.shape), subscripts)
     decision = bound.decide(**facts)
     recipe = decision.recipe
-    kernel = quantized_in(layer.get_variable("params", "kernel"))
+    kernel = layers.quantized_in(layer.get_variable("params", "kernel"))
     if recipe is None and facts["shape"] is not None and kernel is not None:
         # A stored kernel is what it is; only the input stays in high precision.
         recipe = high_precision()
@@ -485,7 +442,7 @@ def _answer_lookup(bound: BoundLayer, call: Call, inputs: jax.Array) -> jax.Arra
     """flax.linen.Embed: rows of the quantized table."""
     recipe = _decide_embed(bound).recipe
     layer: Any = bound.layer
-    table = quantized_in(layer.get_variable("params", "embedding"))
+    table = layers.quantized_in(layer.get_variable("params", "embedding"))
     if table is not None:
         # Only the rows that are asked for are decoded.
         dtype = layer.dtype or table.dtype
@@ -495,7 +452,7 @@ def _answer_lookup(bound: BoundLayer, call: Call, inputs: jax.Array) -> jax.Arra
     key = bound.key(recipe)
 
     def promote(table: object, **options: object) -> list[Any]:
-        return [cast_table(entry, recipe, key) for entry in layer_promote(table, **options)]
+        return [kinds.cast_table(entry, recipe, key) for entry in layer_promote(table, **options)]
 
     layer_promote = layer.promote_dtype
     with overriding(layer, {"promote_dtype": promote}):
@@ -508,7 +465,7 @@ def _answer_attend(bound: BoundLayer, call: Call, query: jax.Array) -> jax.Array
     recipe = decision.recipe
     layer: Any = bound.layer
     promote = layer.promote_dtype
-    if quantized_in(layer.get_variable("params", "embedding")) is not None:
+    if layers.quantized_in(layer.get_variable("params", "embedding")) is not None:
         recipe, promote = recipe or high_precision(), mx_linen.promote_operands
     if recipe is None:
         return call(query)
@@ -516,13 +473,13 @@ def _answer_attend(bound: BoundLayer, call: Call, query: jax.Array) -> jax.Array
     dimensions = (((query.ndim - 1,), (1,)), ((), ()))
     with naming(decision):
         key = bound.key(recipe)
-        recipe = linen_recipe(layer, recipe, "embedding")
+        recipe = layers.linen_recipe(layer, recipe, "embedding")
         return recipe.dot_general(query, table, dimensions, key=key)
 
 
 def _decide_embed(bound: BoundLayer):
     layer: Any = bound.layer
-    return bound.decide(**EMBED.facts(layer, (layer.num_embeddings, layer.features)))
+    return bound.decide(**kinds.EMBED.facts(layer, (layer.num_embeddings, layer.features)))
 
 
 # By the functions themselves, below Flax's wrappers: what an interceptor gets to see.
@@ -540,107 +497,81 @@ def _cache_overrides(
     layer: Any = bound.layer
     if method is not _ATTENTION_CALL or all(rule.cache is None for rule in bound.rules):
         return {}
-    attention_fn = overrides.get("attention_fn", layer.attention_fn)
+    own = overrides.get("attention_fn", layer.attention_fn)
     obstacle = None
     if not layer.decode:
         obstacle = "decode=False"
-    elif "mask" not in inspect.signature(attention_fn).parameters:
+    elif "mask" not in inspect.signature(own).parameters:
         obstacle = "its attention_fn takes no mask"
     format = bound.decide("cache", is_cache=True, obstacle=obstacle).cache
     if format is None:
         return {}
-    return {"decode": False, "attention_fn": _cached_attention(layer, format, attention_fn)}
+    names = ("cached_key", "cached_value", "cache_index")
 
-
-def _cached_attention(layer: nn.Module, format: CacheFormat, own: Call) -> CachedAttention:
-    """Keeps keys and values in the variables that Flax's attention would."""
-
-    def get(keys: jax.Array) -> tuple[Any, Any, jax.Array] | None:
+    def get(keys: jax.Array) -> Sequence[Any] | None:
         started = layer.has_variable("cache", "cached_key")
         empty = functools.partial(format.empty, keys.shape, keys.dtype)
-        kept = (
-            layer.variable("cache", "cached_key", lambda: empty().keys),
-            layer.variable("cache", "cached_value", lambda: empty().values),
-            layer.variable("cache", "cache_index", lambda: jnp.array(0, jnp.int32)),
-        )
-        return (kept[0].value, kept[1].value, kept[2].value) if started else None
+        first = (lambda: empty().keys, lambda: empty().values, lambda: jnp.array(0, jnp.int32))
+        # The variables that Flax's attention would have.
+        kept = [layer.variable("cache", *new) for new in zip(names, first, strict=True)]
+        return [variable.value for variable in kept] if started else None
 
-    def put(keys: object, values: object, index: jax.Array) -> None:
-        layer.put_variable("cache", "cached_key", keys)
-        layer.put_variable("cache", "cached_value", values)
-        layer.put_variable("cache", "cache_index", index)
+    def put(*new: object) -> None:
+        for name, value in zip(names, new, strict=True):
+            layer.put_variable("cache", name, value)
 
-    def plain(options: dict[str, Any]) -> bool:
-        flaxs = own
-        if isinstance(own, AttentionProducts):
-            flaxs = (
-                None if any(found.recipe for found in own.decide().values()) else own.attention_fn
-            )
-        return flaxs is nn.dot_product_attention and is_plain(options)
+    def is_flaxs() -> bool:
+        if not isinstance(own, AttentionProducts):
+            return own is nn.dot_product_attention
+        recipes = (found.recipe for found in own.decide().values())
+        return own.attention_fn is nn.dot_product_attention and not any(recipes)
 
-    return CachedAttention(format=format, attention_fn=own, get=get, set=put, is_plain=plain)
+    cached = CachedAttention(format=format, attention_fn=own, get=get, set=put, is_flaxs=is_flaxs)
+    return {"decode": False, "attention_fn": cached}
 
 
-@dataclasses.dataclass(frozen=True)
-class Interceptor:
-    """For `flax.linen.intercept_methods`: rules for the layers below a root."""
-
-    rules: tuple[Rule, ...]
-    # Path and name of the converted module.
-    root: tuple[str, ...]
-    name: str | None
-    # Gets every module that is met, by its path.
-    modules: dict[str, Module]
-
-    def __call__(self, call: Call, args: Args, kwargs: Kwargs, context: InterceptorContext) -> Any:
-        """Run a method of a module, with what the rules say of it."""
-        layer, scope = context.module, context.module.scope
-        path = None if scope is None else self._path(layer)
-        if scope is None or path is None:
-            return call(*args, **kwargs)
-        _mark(scope, hash(self.rules))
-        self.modules[path] = Module(getattr(type(layer), "_mx_base", type(layer)))
-        marked, own = tracing.value == self.rules, functools.partial(type(layer).param, layer)
-        # A `param` that takes quantized weights, for whatever module is not ours.
-        ours = isinstance(layer, mx_linen.StoredParams)
-        with (
-            overriding(
-                layer, {} if ours else {"param": functools.partial(stored_param, layer, own)}
-            ),
-            in_module(path) if marked else contextlib.nullcontext(),
-        ):
-            return self._run(call, args, kwargs, context, path)
-
-    def _run(
-        self, call: Call, args: Args, kwargs: Kwargs, context: InterceptorContext, path: str
-    ) -> Any:
-        layer = context.module
+def _intercept(
+    rules: tuple[Rule, ...],
+    root: tuple[str, ...],
+    name: str | None,
+    modules: dict[str, Module],
+    call: Call,
+    args: Args,
+    kwargs: Kwargs,
+    context: InterceptorContext,
+) -> Any:
+    """Run a method of a module below a root, which has a name, with what the rules say of it."""
+    layer, scope = context.module, context.module.scope
+    if scope is None or layer.path[: len(root)] != root:
+        return call(*args, **kwargs)
+    path = "/".join(layer.path[len(root) :])
+    if not path and layer.name != name:
+        # A submodule that the model applies to parameters of its own making has no path.
+        path = layer.name or ""
+    _mark(scope, hash(rules))
+    modules[path] = Module(getattr(type(layer), "_mx_base", type(layer)))
+    with contextlib.ExitStack() as stack:
+        if not isinstance(layer, mx_linen.StoredParams):
+            # A `param` that takes quantized weights, for whatever module is not ours.
+            own = functools.partial(type(layer).param, layer)
+            param = functools.partial(layers.stored_param, layer, own)
+            stack.enter_context(overriding(layer, {"param": param}))
+        if tracing.value == rules:
+            stack.enter_context(in_module(path))
         if context.method_name == "setup":
             return call(*args, **kwargs)
-        draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in self.rules)
-        bound = BoundLayer(self.rules, path, object() if draws else None, layer)
+        draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in rules)
+        bound = BoundLayer(rules, path, object() if draws else None, layer)
         method = getattr(context.orig_method, "func", None)
-        answer = ANSWERS.get(method)
-        if answer is not None:
-            with decided():
-                return answer(bound, call, *args, **kwargs)
-        overrides = _overrides(bound)
-        own = overrides or {}
-        with (
-            overriding(layer, own | _cache_overrides(bound, method, own)),
-            decided() if overrides == {} else contextlib.nullcontext(),
-        ):
-            return call(*args, **kwargs)
-
-    def _path(self, layer: nn.Module) -> str | None:
-        names = layer.path
-        if names[: len(self.root)] != self.root:
-            return None
-        names = names[len(self.root) :]
-        if not names and layer.name != self.name:
-            # A submodule that the model applies to parameters of its own making has no path.
-            return layer.name or ""
-        return "/".join(names)
+        overrides = None
+        if method not in ANSWERS:
+            overrides = _overrides(bound)
+            cached = _cache_overrides(bound, method, overrides or {})
+            stack.enter_context(overriding(layer, (overrides or {}) | cached))
+        if method in ANSWERS or overrides == {}:
+            stack.enter_context(decided())
+        answer = functools.partial(ANSWERS[method], bound, call) if method in ANSWERS else call
+        return answer(*args, **kwargs)
 
 
 def _mark(scope: Scope, rules: int) -> None:
@@ -670,10 +601,10 @@ def _overrides(bound: BoundLayer) -> dict[str, Any] | None:
     if isinstance(getattr(layer, "recipe", None), Recipe):
         bound.note("has its own recipe")
         return {}
-    kind = kind_of(layer)
+    kind = kinds.kind_of(layer)
     if kind is None:
         return None
-    if kind is ATTENTION:
+    if kind is kinds.ATTENTION:
         own = layer.attention_fn
         own = own.attention_fn if isinstance(own, AttentionProducts) else own
         takes_einsums = {*_EINSUMS} <= inspect.signature(own).parameters.keys()

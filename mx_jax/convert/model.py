@@ -7,9 +7,8 @@ from typing import Any, TypeVar
 import flax.linen
 import flax.nnx
 
-from mx_jax.convert import functions, linen_model, nnx_model, trees
-from mx_jax.convert.report import Report
-from mx_jax.convert.rules import Decision, Rule, as_rules
+from mx_jax.convert import functions, linen_model, nnx_model
+from mx_jax.convert.rules import Decision, Report, Rule, as_rules
 
 M = TypeVar("M")
 
@@ -75,8 +74,8 @@ def _decisions(
     if isinstance(model, flax.linen.Module):
         return linen_model.decisions(model, rules, *args, **options)
     if not isinstance(model, flax.nnx.Module):
-        if trees.has_nodes(model) and not args and not options:
-            return trees.decisions(model, rules)
+        if functions.has_nodes(model) and not args and not options:
+            return functions.decisions_of_tree(model, rules)
         if not args:
             linen_model.refuse_wrapper(model, "convert.report")
         if callable(model):
@@ -107,8 +106,7 @@ def original(model: M) -> M:
     """
     if isinstance(model, flax.linen.Module):
         return linen_model.original(model)  # pyright: ignore[reportReturnType]
-    if isinstance(model, functions.ConvertedFunction) or inspect.isroutine(model):
-        return functions.original(model)  # pyright: ignore[reportReturnType]
-    if not isinstance(model, flax.nnx.Module) and trees.has_nodes(model):
-        return trees.original(model)
+    is_function = isinstance(model, functions.ConvertedFunction) or inspect.isroutine(model)
+    if not isinstance(model, flax.nnx.Module) and (is_function or functions.has_nodes(model)):
+        return functions.original(model)
     return nnx_model.original(model)  # pyright: ignore

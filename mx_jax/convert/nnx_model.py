@@ -11,7 +11,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,20 @@ from flax.nnx.nn.dtypes import promote_dtype
 from jax.sharding import PartitionSpec
 
 from mx_jax.codecs.explicit_axes import Spec
-from mx_jax.convert.caches import CachedAttention, CacheFormat, as_array, is_plain
+from mx_jax.convert.caches import CachedAttention, as_array
 from mx_jax.convert.functions import call_of_model
 from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
 from mx_jax.convert.kinds import ATTENTION, EMBED, Kind, facts_held, kind_of, stack
-from mx_jax.convert.report import Report, record, recorded, recorders_of
-from mx_jax.convert.rules import Decision, Layer, Rule, as_rules, decide
+from mx_jax.convert.rules import (
+    Decision,
+    Layer,
+    Report,
+    Rule,
+    as_rules,
+    decide,
+    recorded,
+    recorders_of,
+)
 from mx_jax.inspect.explain import of_arrays
 from mx_jax.nn.cache import CacheRows
 from mx_jax.nn.layers import named_in_errors, nnx_spec, quantized_in, recipe_of
@@ -112,8 +120,13 @@ def converted(
     for plan in plans:
         if plan.converts:
             _inject(plan, rngs)
-        if plan.cache is not None and plan.cache.cache is not None:
-            _put_cache(plan.layer, plan.cache.cache)
+        if plan.cache is not None and (format := plan.cache.cache) is not None:
+            layer = plan.layer
+            if layer.cached_key is not None:
+                cache = format.holding(layer.cached_key[...], layer.cached_value[...])
+                _set_cache(layer, cache.keys, cache.values)
+            layer.mx_cache = flax_nnx.static(format)
+            _become(layer, _caching)
     found = tuple(decision for plan in plans for decision in plan.judged)
     if traced:
         _trace_calls(plans, _Conversion(rules, strict, {}, found), rngs)
@@ -147,9 +160,14 @@ def decisions(
         with recorded(rules, reports=True) as record:
             jax.eval_shape(*of_arrays(call, state, *args, **kwargs))
         return (*found.decisions, *record.decisions)
-    return tuple(
-        own for plan in _plans(original(model), rules) for own in plan.judged or plan.unseen
-    )
+    judged: list[Decision] = []
+    for plan in _plans(original(model), rules):
+        judged += plan.judged
+        # In its place, if only a call shows what the module's matrix is multiplied by.
+        if not plan.judged and (matrix := matrix_of(plan.layer)) is not None:
+            facts = {"kernel": tuple(matrix.shape), "obstacle": UNSEEN}
+            judged.append(decide((), as_layer(plan.paths, plan.layer, facts)))
+    return tuple(judged)
 
 
 # Layers -------------------------------------------------------------------------------------------
@@ -177,15 +195,6 @@ class _Plan:
     @property
     def judged(self) -> tuple[Decision, ...]:
         return self.decisions if self.cache is None else (*self.decisions, self.cache)
-
-    @property
-    def unseen(self) -> tuple[Decision, ...]:
-        """In its place, if only a call shows what the module's matrix is multiplied by."""
-        matrix = matrix_of(self.layer)
-        if matrix is None:
-            return ()
-        facts = {"kernel": tuple(matrix.shape), "obstacle": UNSEEN}
-        return (decide((), as_layer(self.paths, self.layer, facts)),)
 
 
 def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
@@ -297,46 +306,51 @@ def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
     assert kind is not None and kind.nnx is not None
     if kind.rhs_is_kernel and (spec := nnx_spec(kind.kernel(layer))) is not None:
         where = PartitionSpec(*spec[len(stack(layer, kind)) :])
-    recipes = tuple(
-        None if decision.recipe is None else recipe_of(decision.recipe, where)
-        for decision in plan.decisions
-    )
+    recipes = [own.recipe and recipe_of(own.recipe, where) for own in plan.decisions]
     product = Injected(
         operation=kind.operation(*recipes),
         replaced=getattr(layer, kind.nnx.attribute),
         layer=f"{type(layer).__name__}, converted by convert.nnx",
         name=LayerName(plan.paths[0] or "model"),
     )
-    draws = any(recipe is not None and recipe.is_stochastic for recipe in recipes)
-    key = _key(plan, rngs) if draws else None
     # Static values are a part of the graph definition; a stream is data.
-    wrapped = (
-        flax_nnx.static(product)
-        if key is None
-        else flax_nnx.data(KeyedInjected(product, flax_nnx.RngStream(key, tag=RNG_STREAM)))
-    )
+    wrapped = flax_nnx.static(product)
+    draws = any(recipe is not None and recipe.is_stochastic for recipe in recipes)
+    if draws and _has_stream(rngs):
+        # For one layer, or for each of a stack.
+        key, sizes = rngs[RNG_STREAM](), stack(layer, kind)
+        stream = flax_nnx.RngStream(jax.random.split(key, sizes) if sizes else key, tag=RNG_STREAM)
+        wrapped = flax_nnx.data(KeyedInjected(product, stream))
+    elif draws:
+        for own in plan.decisions:
+            # Where gradients alone draw, they raise an error of their own.
+            if own.recipe is not None and own.recipe.fwd.is_stochastic:
+                raise missing_stream(f"convert.nnx: {own.layer.path!r}", own.recipe, rngs)
     setattr(layer, kind.nnx.attribute, wrapped)
     if getattr(layer, "promote_dtype", None) is promote_dtype:
         # A kernel may be an MXArray, which is then used as it is.
         layer.promote_dtype = flax_nnx.static(promote_operands)
 
 
-def _key(plan: _Plan, rngs: flax_nnx.Rngs | None) -> jax.Array | None:
-    """A key for one layer, or for each of a stack; None without rngs, for forward passes only."""
-    if rngs is None or not {RNG_STREAM, "default"} & {*rngs}:
-        for own in plan.decisions:
-            if own.recipe is not None and own.recipe.fwd.is_stochastic:
-                raise missing_stream(f"convert.nnx: {own.layer.path!r}", own.recipe, rngs)
-        return None
-    assert plan.kind is not None
-    key, sizes = rngs[RNG_STREAM](), stack(plan.layer, plan.kind)
-    return jax.random.split(key, sizes) if sizes else key
+def _has_stream(rngs: flax_nnx.Rngs | None) -> TypeGuard[flax_nnx.Rngs]:
+    return rngs is not None and bool({RNG_STREAM, "default"} & {*rngs})
 
 
 def _take_back(layer: Any) -> None:
     while hasattr(type(layer), "_mx_base"):
-        if "mx_cache" in vars(layer):
-            _take_back_cache(layer)
+        if "mx_cache" in vars(layer) and layer.cached_key is not None:
+            kept: list[Any] = [layer.cached_key, layer.cached_value]
+            keys, values = (variable.get_value() for variable in kept)
+            if keys.codes.ndim == 4:
+                _set_cache(layer, as_array(keys), as_array(values))
+            else:
+                # Decoding is for one axis of sequences.
+                layer.cached_key = layer.cached_value = flax_nnx.data(None)
+                warnings.warn(
+                    "convert: the cache of a stack is dropped when its layers are converted anew; "
+                    "call init_cache again",
+                    stacklevel=2,
+                )
         for name in ("mx_cache", "mx_call", "mx_stream"):
             if name in vars(layer):
                 delattr(layer, name)
@@ -416,9 +430,8 @@ class _Conversion:
     # Rules that matched something so far.
     used: set[int] = dataclasses.field(compare=False, default_factory=set[int])
 
-    def record(self, path: str, decisions: tuple[Decision, ...]) -> None:
-        """Record decisions; if they are those of the whole model, warn of rules without any."""
-        record(self.rules, *decisions)
+    def check(self, path: str, decisions: tuple[Decision, ...]) -> None:
+        """Warn of rules without any decision, if these are those of the whole model."""
         result = Report(rules=self.rules, decisions=(*self.decisions, *decisions))
         if not path and not recorders_of(self.rules) and self.strict is not None:
             result.check("convert.nnx", self.strict, self.used)
@@ -458,22 +471,17 @@ def _trace_calls(plans: Sequence[_Plan], model: _Conversion, rngs: flax_nnx.Rngs
     for plan in calls:
         plan.layer.mx_call = flax_nnx.static(_Call(model, plan.paths[0], plan.is_decided))
         # That of the outermost call is all products': inside a stack there might be many.
-        if draws and not plan.paths[0] and rngs and {RNG_STREAM, "default"} & {*rngs}:
+        if draws and not plan.paths[0] and _has_stream(rngs):
             plan.layer.mx_stream = flax_nnx.RngStream(rngs[RNG_STREAM](), tag=RNG_STREAM)
         _become(plan.layer, _traced_methods)
 
 
 def _traced_methods(base: type) -> dict[str, Any]:
-    return {name: _in_call(name, method) for name, method in _methods(base).items()}
-
-
-@functools.lru_cache(maxsize=1024)
-def _methods(base: type) -> dict[str, Callable[..., Any]]:
-    """The methods that a class does not have of flax.nnx, private ones apart."""
+    """The methods that a class does not have of flax.nnx, private ones apart, with their trace."""
     inherited = {*dir(flax_nnx.Module)} - {"__call__"}
     found = {name: inspect.getattr_static(base, name) for name in {*dir(base)} - inherited}
     return {
-        name: member
+        name: _in_call(name, member)
         for name, member in found.items()
         # nnx.jit makes objects of them.
         if callable(member) and hasattr(member, "__get__") and not isinstance(member, type)
@@ -526,7 +534,7 @@ def _traced(
             rules=model.rules,
             modules=model.modules,
             key=key,
-            record=functools.partial(model.record, path),
+            callback=functools.partial(model.check, path),
         )
         if after is not None:
             with flax_nnx.merge_context(_TAG, False) as context:
@@ -579,37 +587,10 @@ def _cache_obstacle(layer: flax_nnx.MultiHeadAttention) -> str | None:
     return None
 
 
-def _put_cache(layer: Any, format: CacheFormat) -> None:
-    """Make a layer keep its cache in a format, the one that it has included."""
-    if layer.cached_key is not None:
-        cache = format.holding(layer.cached_key[...], layer.cached_value[...])
-        _set_cache(layer, cache.keys, cache.values, layer.cache_index[...])
-    layer.mx_cache = flax_nnx.static(format)
-    _become(layer, _caching)
-
-
-def _take_back_cache(layer: Any) -> None:
-    """What the cache holds is decoded, for one axis of sequences."""
-    if layer.cached_key is None:
-        return
-    keys, values = (kept.get_value() for kept in (layer.cached_key, layer.cached_value))
-    if keys.codes.ndim == 4:
-        _set_cache(layer, as_array(keys), as_array(values), layer.cache_index[...])
-        return
-    warnings.warn(
-        "convert: the cache of a stack is dropped when its layers are converted anew; call "
-        "init_cache again",
-        stacklevel=2,
-    )
-    layer.cached_key = layer.cached_value = flax_nnx.data(None)
-
-
-def _set_cache(
-    layer: Any, keys: jax.Array | CacheRows, values: jax.Array | CacheRows, index: jax.Array
-) -> None:
+def _set_cache(layer: Any, keys: object, values: object) -> None:
     """New Variables: the model that was converted goes on with its own."""
     layer.cached_key, layer.cached_value = flax_nnx.Cache(keys), flax_nnx.Cache(values)
-    layer.cache_index = flax_nnx.Cache(index)
+    layer.cache_index = flax_nnx.Cache(layer.cache_index[...])
 
 
 def _caching(base: type) -> dict[str, Any]:
@@ -621,42 +602,34 @@ def _caching(base: type) -> dict[str, Any]:
         flaxs.init_cache(self, *args, **options)
         arrays = self.cached_key[...]
         cache = self.mx_cache.empty(arrays.shape, arrays.dtype)
-        _set_cache(self, cache.keys, cache.values, self.cache_index[...])
+        _set_cache(self, cache.keys, cache.values)
 
     def call(self: Any, *args: object, decode: bool | None = None, **options: object) -> Any:
-        decodes = self.decode if decode is None else decode
+        own, decodes = self.attention_fn, self.decode if decode is None else decode
         if not decodes or self.cached_key is None:
             return flaxs.__call__(self, *args, decode=decode, **options)
+
+        def put(keys: CacheRows, values: CacheRows, index: jax.Array) -> None:
+            self.cached_key.set_value(keys)
+            self.cached_value.set_value(values)
+            self.cache_index[...] = index
+
+        def attention_fn(*args: object, module: object = None, **options: object) -> jax.Array:
+            # Weights are sown into the layer, not into its copy.
+            sown = {} if module is None else {"module": self}
+            # The rows up to a token's own are what causal attention sees.
+            return own(*args, **options | sown | {"is_causal": False})
+
+        kept = (self.cached_key, self.cached_value, self.cache_index)
         # Of the call alone: threads may share the layer. Its Variables are the layer's.
         inner = copy.copy(self)
-        vars(inner)["attention_fn"] = _cached_attention(self)
+        vars(inner)["attention_fn"] = CachedAttention(
+            format=self.mx_cache,
+            attention_fn=attention_fn,
+            get=lambda keys: [variable.get_value() for variable in kept],
+            set=put,
+            is_flaxs=lambda: own is flax_nnx.dot_product_attention,
+        )
         return flaxs.__call__(inner, *args, decode=False, **options)
 
     return {"__call__": call, "init_cache": init_cache}
-
-
-def _cached_attention(layer: Any) -> CachedAttention:
-    own = layer.attention_fn
-
-    def get(keys: jax.Array) -> tuple[Any, Any, jax.Array]:
-        kept = (layer.cached_key, layer.cached_value, layer.cache_index)
-        return tuple(variable.get_value() for variable in kept)
-
-    def put(keys: CacheRows, values: CacheRows, index: jax.Array) -> None:
-        layer.cached_key.set_value(keys)
-        layer.cached_value.set_value(values)
-        layer.cache_index[...] = index
-
-    def attention_fn(*args: object, module: object = None, **options: object) -> jax.Array:
-        # Weights are sown into the layer, not into its copy.
-        sown = {} if module is None else {"module": layer}
-        # The rows up to a token's own are what causal attention sees.
-        return own(*args, **options | sown | {"is_causal": False})
-
-    return CachedAttention(
-        format=layer.mx_cache,
-        attention_fn=attention_fn,
-        get=get,
-        set=put,
-        is_plain=lambda options: own is flax_nnx.dot_product_attention and is_plain(options),
-    )

@@ -1,15 +1,22 @@
-"""Rules: which layer gets which recipe, decided by path, type and size; and filters for them."""
+"""Rules: which layer gets which recipe, by path, type and size; what is decided, as a table."""
 
+import contextlib
+import contextvars
 import dataclasses
 import math
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
+
+from rich.table import Table
+from rich.text import Text
 
 from mx_jax.axes import Axes
 from mx_jax.convert.caches import CacheFormat
 from mx_jax.formats import BlockFormat, Whole
+from mx_jax.inspect.tables import aligned
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes import MatmulSpec, Recipe
 
@@ -97,12 +104,6 @@ class Rule:
         """The recipe, also where it was given by name; None for high precision."""
         assert not isinstance(self.recipe, str)
         return None if self.recipe is None or self.recipe.is_high_precision else self.recipe
-
-    @property
-    def cache_format(self) -> CacheFormat | None:
-        """The format of caches, also where it was given by name."""
-        assert self.cache is None or isinstance(self.cache, CacheFormat)
-        return self.cache
 
     def __str__(self) -> str:
         return repr(self.pattern)
@@ -214,8 +215,8 @@ def decide(rules: tuple[Rule, ...], layer: Layer) -> Decision:
             continue
         note = _handed_on(rule, layer)
         if note is None:
-            if layer.is_cache and rule.cache is not None:
-                return Decision(layer=layer, rule=index, cache=rule.cache_format)
+            if layer.is_cache and isinstance(rule.cache, CacheFormat):
+                return Decision(layer=layer, rule=index, cache=rule.cache)
             if layer.is_cache or rule.quantizes is None:
                 # The layer's own product then, to the bit, whatever order it multiplies in.
                 return Decision(layer=layer, rule=index, reason="kept by its rule")
@@ -250,26 +251,211 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
     return f"{getattr(rule.filter, '__name__', rule.filter)} says no"
 
 
-# Filters -----------------------------------------------------------------------------------------
+# Reports -----------------------------------------------------------------------------------------
+
+COLUMNS = ("layer", "type", "kernel", "rule", "recipe")
+
+
+class UnusedRuleWarning(UserWarning):
+    """A rule decided about no layer of a model, or there was no rule at all.
+
+    Examples:
+      >>> import warnings, flax.linen as nn, jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> rules = [convert.Rule(".*", "mxfp8"), convert.Rule("haed", None)]
+      >>> with warnings.catch_warnings():
+      ...     warnings.simplefilter("error", convert.UnusedRuleWarning)
+      ...     convert.report(nn.Dense(8), rules, jnp.ones((2, 64)))
+      Traceback (most recent call last):
+      mx_jax.convert.rules.UnusedRuleWarning: convert.report: rules that matched no ...
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
-    """When a product of `[m, k]` and `[k, n]` is too small to gain."""
+class Report:
+    """What rules do to a model. Print it, or hand it to rich.
 
-    # k and n must be multiples of it.
-    multiple: int
-    # Pairs (k, n): no gain where both sizes are at most these. None: any size.
-    too_small: tuple[tuple[int | None, int | None], ...]
+    Attributes:
+      rules: the rules, in order.
+      decisions: one for each layer, in the model's order.
+
+    Examples:
+      >>> import flax.linen as nn, jax.numpy as jnp
+      >>> from mx_jax import convert
+      >>> rules = [convert.Rule("layers_0", "mxfp8"), convert.Rule(".*", None)]
+      >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
+      >>> found = convert.report(model, rules, jnp.ones((4, 64)))
+      >>> print(found.summary)
+      1 of 2 layers converted
+      >>> [decision.rule for decision in found.decisions]
+      [0, 1]
+    """
+
+    rules: tuple[Rule, ...]
+    decisions: tuple[Decision, ...]
+
+    @property
+    def used(self) -> set[int]:
+        """Indices of the rules that decided about some layer."""
+        return {own.rule for own in self.decisions if own.rule is not None}
+
+    @property
+    def unused(self) -> tuple[int, ...]:
+        """Indices of the rules that decided about no layer."""
+        return tuple(sorted({*range(len(self.rules))} - self.used))
+
+    @property
+    def num_converted(self) -> int:
+        """How many layers get a recipe, or a cache its format."""
+        return sum(decision.gets is not None for decision in self.decisions)
+
+    @property
+    def summary(self) -> str:
+        """How many layers are converted, and which rules are unused."""
+        text = f"{self.num_converted} of {len(self.decisions)} layers converted"
+        unused = [f"rule {i} ({self.rules[i]}) matched nothing" for i in self.unused]
+        return "\n".join([text, *unused])
+
+    def check(
+        self,
+        operation: str,
+        strict: bool,
+        used: Set[int] = frozenset(),
+        *,
+        caches: bool = True,
+    ) -> None:
+        """Warn of rules that matched nothing, or raise ValueError if strict.
+
+        Args:
+          operation: for the message.
+          strict: whether to raise.
+          used: rules that are known to have matched at other times.
+          caches: whether the model's caches would have been met.
+        """
+        unused = [index for index in self.unused if index not in used]
+        met = not caches or any(decision.layer.is_cache for decision in self.decisions)
+        asking = {i for i, rule in enumerate(self.rules) if rule.cache is not None}
+        if missed := sorted(asking.difference(used, unused)) if not met else []:
+            text = (
+                f"{operation}: rules with a cache, but no layer that keeps one: "
+                f"{self._listed(missed)}; caches are those of Flax's own MultiHeadAttention; in an "
+                "attention of your own use mx_jax.nn.KVCache"
+            )
+            warn_or_raise(text, strict)
+        if self.rules and not unused:
+            return
+        rules = self._listed(unused)
+        paths = ", ".join(repr(decision.layer.path) for decision in self.decisions[:8])
+        more = ", ..." if len(self.decisions) > 8 else ""
+        complaint = f"rules that matched no layer: {rules}" if rules else "there are no rules"
+        if self.num_converted == 0 and not used:
+            complaint += "; no layer is converted"
+        # Of layers that a pattern matches, and that only another rule would convert.
+        left = {own.reason: None for own in self.decisions if own.layer.named_only}
+        kept = "".join(f"; {reason}" for reason in left if "types=" in reason)
+        text = (
+            f"{operation}: {complaint}; the model has {paths or 'no layer that a rule reaches'}"
+            f"{more}{kept}; patterns match whole paths, and the first rule that matches decides"
+        )
+        warn_or_raise(text, strict)
+
+    def _listed(self, indices: Iterable[int]) -> str:
+        return ", ".join(f"{index} ({self.rules[index]})" for index in indices)
+
+    def __str__(self) -> str:
+        return f"{aligned([COLUMNS, *map(_row, self.decisions)])}\n{self.summary}"
+
+    def __rich__(self) -> Table:
+        table = Table(*COLUMNS, caption=self.summary)
+        for decision in self.decisions:
+            # A bracket in a layer's path is no markup.
+            table.add_row(*map(Text, _row(decision)), style=None if decision.gets else "dim")
+        return table
 
 
-# By which axes of an operand share a scale: (all kept axes, all contracting axes). The numbers are
-# torchao's, measured on H100: `_auto_filter_for_tensorwise` and `_auto_filter_for_rowwise` of
-# torchao 0.18. Formats with blocks have no measured limits; their block is the multiple.
-LIMITS: dict[tuple[bool, bool], Limits] = {
-    (True, True): Limits(multiple=16, too_small=((4096, 1024),)),
-    (False, True): Limits(multiple=16, too_small=((None, 2048), (1024, None), (2048, 4096))),
-    (False, False): Limits(multiple=1, too_small=()),
+def warn_or_raise(text: str, strict: bool) -> None:
+    """Warn the caller of the caller's caller, or raise ValueError if strict."""
+    if strict:
+        raise ValueError(text)
+    warnings.warn(text, UnusedRuleWarning, stacklevel=4)
+
+
+def _row(decision: Decision) -> tuple[str, ...]:
+    layer = decision.layer
+    kernel = _size(layer.kernel) if layer.kernel else "-"
+    if layer.input is not None:
+        kernel = f"{_size(layer.input)} by {kernel}"
+    rule = "-" if decision.rule is None else str(decision.rule)
+    recipe = decision.gets or f"({decision.reason})"
+    return (layer.path or ".", layer.type.__name__, kernel, rule, recipe)
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+# Recorders ---------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Decisions in the order of the trace, each once, and layers that no rule could reach."""
+
+    def __init__(self, rules: tuple[Rule, ...], *, reports: bool):
+        self.rules, self.reports = rules, reports
+        self.decided: dict[tuple[str, tuple[int, ...] | None], Decision] = {}
+        # With an obstacle, in case nothing else is said of them.
+        self.bare: dict[str, Layer] = {}
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        known = {path for path, _ in self.decided}
+        bare = [layer for path, layer in self.bare.items() if path not in known]
+        return (*self.decided.values(), *(decide((), layer) for layer in bare))
+
+
+# Where decisions go while models run.
+_recorders: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar(
+    "recorders", default=()
+)
+
+
+@contextlib.contextmanager
+def recorded(rules: tuple[Rule, ...], *, reports: bool) -> Iterator[Recorder]:
+    """A recorder of what these rules decide meanwhile."""
+    recorder = Recorder(rules, reports=reports)
+    token = _recorders.set((*_recorders.get(), recorder))
+    try:
+        yield recorder
+    finally:
+        _recorders.reset(token)
+
+
+def recorders_of(rules: tuple[Rule, ...]) -> list[Recorder]:
+    """The recorders that keep these rules' decisions now."""
+    return [recorder for recorder in _recorders.get() if recorder.rules == rules]
+
+
+def record(rules: tuple[Rule, ...], *decisions: Decision) -> None:
+    """Record decisions wherever those of these rules are kept now."""
+    for recorder in recorders_of(rules):
+        for decision in decisions:
+            key = decision.layer.path, decision.layer.kernel
+            recorder.decided.setdefault(key, decision)
+
+
+# Filters -----------------------------------------------------------------------------------------
+
+
+# When a product of `[m, k]` and `[k, n]` is too small to gain, by which axes of an operand share a
+# scale (all kept axes, all contracting axes): a number that k and n must be multiples of, and pairs
+# (k, n): no gain where both sizes are at most these, None for any size. The numbers are torchao's,
+# measured on H100: `_auto_filter_for_tensorwise` and `_auto_filter_for_rowwise` of torchao 0.18.
+# Formats with blocks have no measured limits; their block is the multiple.
+_Pairs = tuple[tuple[int | None, int | None], ...]
+_LIMITS: dict[tuple[bool, bool], tuple[int, _Pairs]] = {
+    (True, True): (16, ((4096, 1024),)),
+    (False, True): (16, ((None, 2048), (1024, None), (2048, 4096))),
+    (False, False): (1, ()),
 }
 
 
@@ -321,11 +507,11 @@ class AutoFilter:
 gains = AutoFilter()
 
 
-def _limits(spec: MatmulSpec) -> Iterator[tuple[BlockFormat, Limits]]:
+def _limits(spec: MatmulSpec) -> Iterator[tuple[BlockFormat, int, _Pairs]]:
     """The format of each operand that has one, and when products by it are too small."""
     for operand in filter(None, (spec.lhs, spec.rhs)):
         kept, contracting = (isinstance(size, Whole) for size in operand.format.block)
-        yield operand.format, LIMITS[kept, contracting]
+        yield operand.format, *_LIMITS[kept, contracting]
 
 
 def _misaligned(shape: tuple[int, ...], recipe: Recipe) -> str | None:
@@ -333,32 +519,28 @@ def _misaligned(shape: tuple[int, ...], recipe: Recipe) -> str | None:
     # Blocks run along the last contracting axis alone.
     k, n = ("k", shape[-2]), ("n", shape[-1])
     for spec, (contracting, kept) in ((recipe.fwd, (k, n)), (recipe.dlhs, (n, k))):
-        for format, limits in _limits(spec):
+        for format, multiple, _ in _limits(spec):
             # Only the right operand is the kernel: its kept blocks run along the other axis.
             kernel = spec.rhs is not None and format == spec.rhs.format
             kept_block = format.block[0] if kernel else 1
             for (name, size), block in ((contracting, format.block[1]), (kept, kept_block)):
-                divisor = math.lcm(limits.multiple, 1 if isinstance(block, Whole) else block)
+                divisor = math.lcm(multiple, 1 if isinstance(block, Whole) else block)
                 if size % divisor:
                     return f"{name}={size} is no multiple of {divisor} ({format.name})"
     return None
 
 
 def _too_small(shape: tuple[int, ...], recipe: Recipe) -> str | None:
-    k, n = math.prod(shape[:-1]), shape[-1]
+    sizes = {"k": math.prod(shape[:-1]), "n": shape[-1]}
     for spec in (recipe.fwd, recipe.dlhs, recipe.drhs):
         # One operand alone in low precision saves memory, not time: sizes say nothing then.
         if spec.lhs is None or spec.rhs is None:
             continue
-        for format, limits in _limits(spec):
-            for k_limit, n_limit in limits.too_small:
-                small_k = k_limit is None or k <= k_limit
-                if small_k and (n_limit is None or n <= n_limit):
-                    texts = [
-                        f"{name}={size} <= {limit}"
-                        for name, size, limit in (("k", k, k_limit), ("n", n, n_limit))
-                        if limit is not None
-                    ]
+        for format, _, pairs in _limits(spec):
+            for pair in pairs:
+                limits = {name: limit for name, limit in zip("kn", pair, strict=True) if limit}
+                if all(sizes[name] <= limit for name, limit in limits.items()):
+                    texts = (f"{name}={sizes[name]} <= {limit}" for name, limit in limits.items())
                     return f"too small to gain: {', '.join(texts)} ({format.name})"
     return None
 

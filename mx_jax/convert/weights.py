@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen
@@ -16,9 +16,16 @@ from mx_jax.axes import Axes
 from mx_jax.calibrate.gptq import Way
 from mx_jax.convert import linen_model, nnx_model
 from mx_jax.convert.kinds import EMBED, stack
-from mx_jax.convert.report import Report, warn_or_raise
-from mx_jax.convert.rules import Decision, Layer, Rule, Unknown, as_rules, decide
-from mx_jax.mxarray import MXArray
+from mx_jax.convert.rules import (
+    Decision,
+    Layer,
+    Report,
+    Rule,
+    Unknown,
+    as_rules,
+    decide,
+    warn_or_raise,
+)
 from mx_jax.nn.layers import StoredParams
 from mx_jax.ops.quantize import store_weights, why_not_stored
 from mx_jax.packed import Quantized, gives_rows, unpacked
@@ -61,32 +68,30 @@ class _Kernel:
         layer, recipe = self.decision.layer, self.decision.recipe
         if recipe is None or layer.axes is None:
             return value
+        search, spec = None, recipe.fwd.rhs
+        if by is not None and spec is not None:
+            (axis, _), *others = layer.axes.blocks(spec.format)
+            if others:
+                raise ValueError(
+                    f"convert.weights: by={by!r} needs blocks along one axis, but the recipe of "
+                    f"{layer.path!r} has format={spec.format.name}"
+                )
+            search = functools.partial(
+                by,
+                (layer.path, *layer.aliases),
+                format=spec.format,
+                axis=axis if len(layer.axes.contracting) == 1 else layer.axes.contracting,
+                looked_up=self.looked_up,
+            )
         stored = store_weights(
             jnp.asarray(value),
             recipe,
             layer.axes,
             num_stacked=self.num_stacked,
             packed=pack,
-            by=None if by is None else self._by(by),
+            by=search,
         )
         return stored if not self.looked_up or gives_rows(stored) else unpacked(stored)
-
-    def _by(self, by: Way) -> Callable[[jax.Array], MXArray]:
-        layer, spec = self.decision.layer, self.decision.recipe and self.decision.recipe.fwd.rhs
-        assert layer.axes is not None and spec is not None
-        contracting, ((axis, _), *others) = layer.axes.contracting, layer.axes.blocks(spec.format)
-        if others:
-            raise ValueError(
-                f"convert.weights: by={by!r} needs blocks along one axis, but the recipe of "
-                f"{layer.path!r} has format={spec.format.name}"
-            )
-        return functools.partial(
-            by,
-            (layer.path, *layer.aliases),
-            format=spec.format,
-            axis=axis if len(contracting) == 1 else contracting,
-            looked_up=self.looked_up,
-        )
 
 
 def unstorable(value: Any) -> str | None:
@@ -156,18 +161,28 @@ def weights(
     rules = as_rules(rules, "convert.weights")
     if isinstance(params, nnx.Module):
         _check_arguments(params, model, args)
-        result, found = _weights_of_model(params, rules, pack, by, rngs)
+        # Quantized kernels are new Variables; one that several layers hold stays one.
+        result, _ = nnx_model.converted(params, rules, rngs)
+        kernels, stored = [], dict[int, Any]()
+        for layer, name, kernel in list(_kernels_of_model(result, rules)):
+            kernels.append(kernel)
+            if kernel.decision.recipe is None:
+                continue
+            variable = getattr(layer, name)
+            if id(variable) not in stored:
+                stored[id(variable)] = variable.replace(kernel.store(variable[...], pack, by))
+            setattr(layer, name, stored[id(variable)])
+            # One that is no longer Flax's does as it was written.
+            nnx_model.read_stored(layer)
     else:
-        leaves, structure = _flat(params)
-        kernels = _kernels(leaves, rules, _layers(model, args))
-        result = jax.tree.unflatten(
-            structure,
-            [
-                leaf if kernel is None else _with(leaf, kernel.store(_value(leaf), pack, by))
-                for (_, leaf), kernel in zip(leaves, kernels, strict=True)
-            ],
-        )
-        found = _report(rules, kernels)
+        kernels, leaves, structure = _kernels_of_tree(params, rules, model, args)
+        for i, kernel in kernels.items():
+            leaf, value = leaves[i], kernel.store(_value(leaves[i]), pack, by)
+            if isinstance(leaf, nnx.Variable):
+                value = leaf.replace(value)
+            leaves[i] = leaf.replace_boxed(value) if isinstance(leaf, meta.AxisMetadata) else value
+        result, kernels = jax.tree.unflatten(structure, leaves), kernels.values()
+    found = Report(rules=rules, decisions=tuple(kernel.decision for kernel in kernels))
     found.check("convert.weights", strict, caches=False)
     _warn_of_unstored(found, strict)
     return result
@@ -218,9 +233,10 @@ def weights_report(
     rules = as_rules(rules, "convert.weights_report")
     if isinstance(params, nnx.Module):
         _check_arguments(params, model, args)
-        found = _report(rules, [kernel for *_, kernel in _found(params, rules)])
+        kernels = [kernel for *_, kernel in _kernels_of_model(params, rules)]
     else:
-        found = _report(rules, _kernels(_flat(params)[0], rules, _layers(model, args)))
+        kernels = _kernels_of_tree(params, rules, model, args)[0].values()
+    found = Report(rules=rules, decisions=tuple(kernel.decision for kernel in kernels))
     found.check("convert.weights_report", strict, caches=False)
     return found
 
@@ -233,61 +249,44 @@ def _check_arguments(params: object, model: object, args: object) -> None:
         )
 
 
-def _flat(params: object) -> tuple[list[tuple[tuple[str, ...], Any]], Any]:
-    """Parameters with the names that lead to them, and how to put them together."""
+def _kernels_of_tree(
+    params: object, rules: tuple[Rule, ...], model: flax.linen.Module | None, args: Sequence[Any]
+) -> tuple[dict[int, _Kernel], list[Any], Any]:
+    """What the rules say of the leaves that are kernels, by number; all leaves; the structure."""
     if not isinstance(params, Mapping | nnx.State):
         raise TypeError(
             "convert.weights: needs a flax.nnx model or state, or flax.linen's parameters, got "
             f"{type(params).__name__}; of a flax.linen module pass what init gave"
         )
-    found, structure = jax.tree.flatten_with_path(
+    layers: dict[str, Layer] = {}
+    if model is not None:
+        decided = linen_model.decisions(linen_model.original(model), (), *args)
+        layers = {own.layer.path: own.layer for own in decided}
+    leaves, structure = jax.tree.flatten_with_path(
         params, is_leaf=lambda node: isinstance(node, Quantized | meta.AxisMetadata | nnx.Variable)
     )
-    name = functools.partial(jax.tree_util.keystr, simple=True)
-    return [(tuple(name((key,)) for key in path), leaf) for path, leaf in found], structure
-
-
-def _value(leaf: object) -> Any:
-    return leaf[...] if isinstance(leaf, nnx.Variable) else meta.unbox(leaf)
-
-
-def _with(leaf: object, value: object) -> Any:
-    if isinstance(leaf, nnx.Variable):
-        return leaf.replace(value)
-    return leaf.replace_boxed(value) if isinstance(leaf, meta.AxisMetadata) else value
-
-
-def _layers(model: flax.linen.Module | None, args: Sequence[Any]) -> Mapping[str, Layer]:
-    if model is None:
-        return {}
-    found = linen_model.decisions(linen_model.original(model), (), *args)
-    return {decision.layer.path: decision.layer for decision in found}
-
-
-def _kernels(
-    leaves: Sequence[tuple[tuple[str, ...], Any]],
-    rules: tuple[Rule, ...],
-    layers: Mapping[str, Layer],
-) -> list[_Kernel | None]:
-    """What the rules say of each parameter; None of what is no kernel."""
-    variables = any(names[0] == "params" for names, _ in leaves if len(names) > 1)
-    found: list[_Kernel | None] = []
-    for names, leaf in leaves:
+    key_name = functools.partial(jax.tree_util.keystr, simple=True)
+    paths = [tuple(key_name((key,)) for key in path) for path, _ in leaves]
+    variables = any(names[0] == "params" for names in paths if len(names) > 1)
+    kernels: dict[int, _Kernel] = {}
+    for i, (names, (_, leaf)) in enumerate(zip(paths, leaves, strict=True)):
         value = _value(leaf)
         other = variables and names[0] != "params"
         if other or getattr(value, "ndim", 0) < 2 or names[-1] in _VECTORS:
-            found.append(None)
             continue
         names = names[1:] if variables else names
-        known = layers.get("/".join(names[:-1]))
-        layer = _layer(names, value, known)
+        layer = _layer(names, value, layers.get("/".join(names[:-1])))
         if isinstance(leaf, nnx.Variable) and layer.type is flax.linen.Embed:
             obstacle = (
                 "flax.nnx's Embed looks rows up in an array: pass the model in place of its state"
             )
             layer = dataclasses.replace(layer, obstacle=obstacle)
-        found.append(_Kernel.judge(rules, layer, value))
-    return found
+        kernels[i] = _Kernel.judge(rules, layer, value)
+    return kernels, [leaf for _, leaf in leaves], structure
+
+
+def _value(leaf: object) -> Any:
+    return leaf[...] if isinstance(leaf, nnx.Variable) else meta.unbox(leaf)
 
 
 def _layer(
@@ -312,35 +311,9 @@ def _layer(
     return dataclasses.replace(layer, shape=shape, axes=Axes.ordered(k_first=True))
 
 
-def _report(rules: tuple[Rule, ...], kernels: Sequence[_Kernel | None]) -> Report:
-    decisions = (kernel.decision for kernel in kernels if kernel is not None)
-    return Report(rules=rules, decisions=tuple(decisions))
-
-
-# flax.nnx's models -------------------------------------------------------------------------------
-
-
-def _weights_of_model(
-    model: nnx.Module, rules: tuple[Rule, ...], pack: bool, by: Way | None, rngs: nnx.Rngs | None
-) -> tuple[nnx.Module, Report]:
-    """A converted copy whose quantized kernels are new Variables; all others are the model's."""
-    copy, _ = nnx_model.converted(model, rules, rngs)
-    found = list(_found(copy, rules))
-    # A Variable that several layers hold stays one.
-    stored: dict[int, Any] = {}
-    for layer, name, kernel in found:
-        if kernel.decision.recipe is None:
-            continue
-        variable = getattr(layer, name)
-        if id(variable) not in stored:
-            stored[id(variable)] = variable.replace(kernel.store(variable[...], pack, by))
-        setattr(layer, name, stored[id(variable)])
-        # One that is no longer Flax's does as it was written.
-        nnx_model.read_stored(layer)
-    return copy, _report(rules, [kernel for *_, kernel in found])
-
-
-def _found(model: nnx.Module, rules: tuple[Rule, ...]) -> Iterator[tuple[Any, str, _Kernel]]:
+def _kernels_of_model(
+    model: nnx.Module, rules: tuple[Rule, ...]
+) -> Iterator[tuple[Any, str, _Kernel]]:
     """Layers, the attributes that hold their kernels, and what the rules say of those."""
     for paths, layer in nnx_model.layers_of(model):
         kind, facts = nnx_model.judged(layer) or (None, {})

@@ -1,7 +1,7 @@
 """Convolutions as products of patches: the same numbers, and recipes where a rule names them."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -20,9 +20,9 @@ from mx_jax.convert.kinds import ConvOfDotGeneral
 from tests.needs import needs_library
 from tests.quick import quick
 
-from .helpers import recipe_names
+from .helpers import MXFP8, recipe_names
 
-MXFP8 = recipes.mxfp8()
+BY_PRODUCTS = ConvOfDotGeneral(dot_general=lax.dot_general)
 CASES = {
     "1x1": dict(kernel_size=(1, 1)),
     "3x3 same": dict(kernel_size=(3, 3)),
@@ -41,50 +41,21 @@ CASES = {
     "cut patches": dict(kernel_size=(2, 2), strides=(2, 2), padding=((-1, -1), (-2, -1))),
     "cut below the kernel": dict(kernel_size=(3, 2), padding=((-4, -1), (0, 0))),
 }
-# What stands for the others by default.
-FIRST = (
-    "1x1",
-    "3x3 valid, strides",
-    "cut",
-    "cut below the kernel",
-    "patches, padded",
-    "dilated",
-    "circular",
-)
 
 
-class Both(NamedTuple):
-    """A convolution, the same one by products, their variables and an input."""
-
-    conv: nn.Conv
-    ours: nn.Conv
-    variables: Any
-    x: np.ndarray
-
-
-def both(name: str) -> Both:
-    conv, rng = nn.Conv(5, **CASES[name]), np.random.default_rng(1)
-    ours = conv.copy(
-        conv_general_dilated=lambda *args, **options: ConvOfDotGeneral(dot_general=lax.dot_general)(
-            *args, **options
-        )
-    )
+@pytest.mark.slow(but="1x1|valid, strides|cut$|cut below|patches, padded|dilated$|circular")
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_convolution(name: str):
+    rng = np.random.default_rng(1)
 
     def integers(shape: tuple[int, ...]) -> np.ndarray:
         """Small ones: sums are exact in any order."""
         return rng.integers(-4, 5, shape).astype(np.float32)
 
-    x = integers((2, 6, 9, 3))
+    conv, x = nn.Conv(5, **CASES[name]), integers((2, 6, 9, 3))
+    ours = conv.copy(conv_general_dilated=lambda *args, **options: BY_PRODUCTS(*args, **options))
     shapes = jax.eval_shape(conv.init, jax.random.key(0), x)
-    return Both(conv, ours, jax.tree.map(lambda leaf: integers(leaf.shape), shapes), x)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [name if name in FIRST else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
-)
-def test_equals_the_convolution(name: str):
-    conv, ours, variables, x = both(name)
+    variables = jax.tree.map(lambda leaf: integers(leaf.shape), shapes)
 
     def products(module: nn.Module) -> Any:
         def run(variables: Any, x: jax.Array) -> Any:
@@ -98,8 +69,9 @@ def test_equals_the_convolution(name: str):
 
 def test_patches_that_do_not_overlap_are_not_copied():
     x, kernel = jnp.ones((1, 8, 8, 4)), jnp.ones((4, 4, 4, 5))
-    conv = ConvOfDotGeneral(dot_general=lax.dot_general)
-    run = functools.partial(conv, window_strides=(4, 4), padding="VALID", rhs_dilation=(1, 1))
+    run = functools.partial(
+        BY_PRODUCTS, window_strides=(4, 4), padding="VALID", rhs_dilation=(1, 1)
+    )
     primitives = {eqn.primitive.name for eqn in jax.make_jaxpr(run)(x, kernel).eqns}
     assert "dot_general" in primitives and "concatenate" not in primitives
 

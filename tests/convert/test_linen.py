@@ -1,4 +1,4 @@
-"""convert.linen: what the converted module is, and what becomes of each kind of layer."""
+"""convert.linen: models, what the converted module is, and what becomes of each kind of layer."""
 
 import copy
 import functools
@@ -19,8 +19,8 @@ from mx_jax.convert import Rule, UnusedRuleWarning
 from mx_jax.nn.linen import RNG_STREAM
 from tests.quick import quick
 
-from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, recipe_names
-from .linen_models import WIDTH, Block, Compact, Scanned, example_input
+from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, by_hand, recipe_names
+from .linen_models import MODELS, WIDTH, Block, Scanned, Twice, example_input
 
 KEPT = (Rule(".*", None),)
 
@@ -34,15 +34,83 @@ def abstract_init(module: nn.Module, *args: Any) -> Any:
     return jax.eval_shape(module.init, jax.random.key(0), *args)
 
 
+# Converted models equal models written by hand, bit for bit, whatever contains them.
+
+
+def loss_and_output(module: nn.Module, variables: Any, x: jax.Array):
+    y: Any = module.apply(variables, x)
+    return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype).reshape(y.shape))), y
+
+
+run = jax.value_and_grad(loss_and_output, argnums=(1, 2), has_aux=True)
+
+
+def ours() -> Any:
+    """A context in which Flax's layers have the recipe."""
+    einsum = functools.partial(mx_jax.einsum, recipe=MXFP8)
+    attention = functools.partial(
+        nn.MultiHeadDotProductAttention,
+        qkv_dot_general=MXFP8.dot_general,
+        out_dot_general=MXFP8.dot_general,
+        qk_attn_weights_einsum_cls=lambda: einsum,
+        attn_weights_value_einsum_cls=lambda: einsum,
+    )
+    return by_hand(nn, mx_jax.nn.linen, MXFP8, MultiHeadDotProductAttention=attention)
+
+
+@pytest.mark.slow(but="compact|recurrent")
+@pytest.mark.parametrize("name", MODELS)
+def test_converted_models(name: str):
+    make, num_layers = MODELS[name]
+    model, x = make(), example_input()
+    converted = convert.linen(model, Rule(".*", MXFP8))
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    assert jax.eval_shape(converted.init, jax.random.key(0), x) == variables
+
+    def trained(module: nn.Module) -> str:
+        """Output, gradients by parameters and by the input: equal programs give equal bits."""
+        return str(jax.make_jaxpr(functools.partial(run, module))(variables, x))
+
+    original, of_converted = trained(model), trained(converted)
+    with ours():
+        assert of_converted == trained(make()) != original
+    assert trained(convert.linen(model, KEPT)) == original
+    assert convert.report(model, Rule(".*", MXFP8), x).num_converted == num_layers
+
+
+def test_below_nn_jit():
+    """Flax compiles equal modules once, wherever they are; rules go by path."""
+    model, x = Twice(), example_input()
+    variables = quick(model.init)(jax.random.key(0), x)
+    by_path = [convert.linen(model, Rule(f"{name}/.*", MXFP8)) for name in ("first", "second")]
+    first, second, original = (quick(own.apply)(variables, x) for own in (*by_path, model))
+    assert np.any(first != original) and np.any(second != original) and np.any(first != second)
+    rule = Rule(".*", MXFP8)
+    both = quick(functools.partial(run, convert.linen(model, rule)))(variables, x)
+    with ours():
+        # Without nn.jit, whose programs Flax keeps.
+        expected = quick(functools.partial(run, Twice(lambda block: block)))(variables, x)
+    jax.tree.map(np.testing.assert_array_equal, both, expected)
+    assert convert.report(model, rule, x).num_converted == 2
+
+
+def test_a_cell_that_joins_its_parameters():
+    """As the plain cell, which has the same parameters."""
+    x, rule = jnp.ones((2, 3, 32)), Rule(".*", "mxfp8")
+    model, plain = nn.RNN(nn.OptimizedLSTMCell(32)), nn.RNN(nn.LSTMCell(32))
+    assert convert.report(model, rule, x).summary == "2 of 2 layers converted"
+    variables = quick(model.init)(jax.random.key(0), x)
+    joined = quick(convert.linen(model, rule).apply)(variables, x)
+    np.testing.assert_array_equal(joined, quick(convert.linen(plain, rule).apply)(variables, x))
+    assert 0 < abs(joined - quick(model.apply)(variables, x)).max() < 0.1
+
+
 class TestModule:
     """The converted module as a module."""
 
-    def test_is_of_its_own_class(self):
-        converted = convert.linen(Compact(), KEPT)
-        assert isinstance(converted, Compact) and type(converted).__name__ == "Compact"
-
     def test_clone_and_deepcopy(self):
         converted = convert.linen(nn.Dense(3), KEPT)
+        assert isinstance(converted, nn.Dense) and type(converted).__name__ == "Dense"
         assert converted.clone() == converted
         assert converted.copy(features=4) == convert.linen(nn.Dense(4), KEPT)
         model = convert.linen(Block(), Rule(".*", MXFP8))
@@ -81,23 +149,6 @@ class TestModule:
         assert program(converted, variables, x, method=Model.encode) == expected
         by_lambda = program(converted, variables, x, method=lambda model, x: model.encoder(x))
         assert by_lambda == expected
-
-    def test_as_a_part_of_another_model(self):
-        class Outer(nn.Module):
-            inner: nn.Module
-
-            @nn.compact
-            def __call__(self, x):
-                return nn.Dense(3)(self.inner(x))
-
-        x = example_input()
-        rule = Rule("Dense_0", MXFP8)
-        model = Outer(convert.linen(Block(), rule))
-        variables = abstract_init(model, x)
-        assert variables == abstract_init(Outer(Block()), x)
-        # Paths are relative to what was converted: the outer Dense_0 is none of the rule's.
-        expected = convert.linen(Outer(Block()), Rule("inner/Dense_0", MXFP8))
-        assert program(model, variables, x) == program(expected, variables, x)
 
     def test_the_inner_conversion_wins(self):
         class Outer(nn.Module):
@@ -230,24 +281,26 @@ RANDOM = Rule(".*", STOCHASTIC)
 KEYS = [jax.random.key(seed) for seed in (1, 2)]
 
 
-def setup_model(module: nn.Module):
-    x = example_input()
+def setup_model(module: nn.Module) -> tuple[Any, Any, Any]:
+    """Its variables; it converted, as a function of streams, compiled and not."""
+    x, converted = example_input(), convert.linen(module, RANDOM)
     variables = quick(module.init)(jax.random.key(0), x)
-    converted = convert.linen(module, RANDOM)
-    apply = quick(lambda variables, x, rngs: converted.apply(variables, x, rngs=rngs))
-    return variables, x, converted, apply
+
+    def run(rngs: Any = None) -> Any:
+        return converted.apply(variables, x, rngs=rngs)
+
+    return variables, quick(run), run
 
 
 def test_same_key_same_bits_as_by_hand():
-    variables, x, converted, apply = setup_model(nn.Dense(5))
-    by_hand = mx_jax.nn.linen.Dense(5, recipe=STOCHASTIC)
-    expected = quick(lambda v, x, rngs: by_hand.apply(v, x, rngs=rngs))
+    variables, run, _ = setup_model(nn.Dense(5))
+    layer = mx_jax.nn.linen.Dense(5, recipe=STOCHASTIC)
+    expected = quick(lambda rngs: layer.apply(variables, example_input(), rngs=rngs))
     for stream in (RNG_STREAM, "params"):
-        results = [apply(variables, x, {stream: key}) for key in KEYS]
+        results = [run({stream: key}) for key in KEYS]
         for key, result in zip(KEYS, results, strict=True):
-            np.testing.assert_array_equal(result, expected(variables, x, {stream: key}))
+            np.testing.assert_array_equal(result, expected({stream: key}))
         assert np.any(results[0] != results[1])
-    del converted
 
 
 class Layers(nn.Module):
@@ -291,8 +344,8 @@ DRAWING = {
 @pytest.mark.parametrize("name", DRAWING)
 def test_every_layer_use_and_step_draws_anew(name: str):
     module, stream = DRAWING[name]
-    variables, x, _, apply = setup_model(module)
-    first, again, other = (apply(variables, x, {stream: key}) for key in (*KEYS[:1] * 2, KEYS[1]))
+    _, run, _ = setup_model(module)
+    first, again, other = (run({stream: key}) for key in (*KEYS[:1] * 2, KEYS[1]))
     np.testing.assert_array_equal(first, again)
     assert np.any(first != other)
     assert len({np.asarray(own).tobytes() for own in first}) == len(first)
@@ -306,21 +359,16 @@ def test_init_needs_no_stream_and_draws_nothing_from_the_others():
 
 
 def test_a_missing_stream_is_named():
-    module = nn.Sequential([nn.Dense(3)])
-    variables, x, converted, _ = setup_model(module)
+    """None is there, or the model's scan does not list it."""
+    listing = r"list 'quantize' in split_rngs, or pass the key as 'params'"
     message = (
         r"layers_0: recipe 'stochastic weight' draws random bits and needs the 'quantize' stream"
-        r"; call apply\(..., rngs=\{'quantize': key\}\). Below nn.scan or nn.vmap, list 'quantize' "
-        r"in split_rngs, or pass the key as 'params'"
+        r"; call apply\(..., rngs=\{'quantize': key\}\). Below nn.scan or nn.vmap, " + listing
     )
     with pytest.raises(ValueError, match=message):
-        converted.apply(variables, x)
-
-
-def test_a_stream_that_the_model_does_not_list():
-    variables, x, converted, _ = setup_model(Scanned())
-    with pytest.raises(ValueError, match="list 'quantize' in split_rngs"):
-        converted.apply(variables, x, rngs={RNG_STREAM: KEYS[0]})
+        setup_model(nn.Sequential([nn.Dense(3)]))[2]()
+    with pytest.raises(ValueError, match=listing):
+        setup_model(Scanned())[2]({RNG_STREAM: KEYS[0]})
 
 
 # Rules that match nothing: a module learns of them when its layers first appear.

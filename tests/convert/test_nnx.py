@@ -98,14 +98,6 @@ class TestLayers:
         names = recipe_names(nnx.Sequential(outer), Rule("layers/0/right/split", MXFP8))
         assert names["layers/0/left/split"] == "mxfp8"
 
-    def test_linears_inside_lora(self):
-        rngs = nnx.Rngs(0)
-        wrapped = nnx.LoRA(4, 2, 3, base_module=nnx.Linear(4, 3, rngs=rngs), rngs=rngs)
-        assert recipe_names(wrapped, Rule(".*", MXFP8)) == {
-            "base_module": "mxfp8",
-            "": "its products show in a call: give the report example arguments",
-        }
-
 
 class TestStacks:
     """Layers made by nnx.vmap, run by nnx.scan or nnx.vmap."""

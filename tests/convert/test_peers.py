@@ -4,7 +4,6 @@ They need packages that the other tests do not; docs/accuracy.md names them and 
 `-s`, the reports are printed.
 """
 
-import dataclasses
 import importlib
 import importlib.util
 import sys
@@ -12,11 +11,13 @@ import types
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.flatten_util import ravel_pytree
 
 import mx_jax
 from mx_jax import convert, recipes
@@ -57,10 +58,7 @@ def judge(name: str, report: Any, run: Any, original: Any, converted: Any, param
         for module in (original, converted)
     ]
     sqnr = mx_jax.inspect.sqnr_db(before, after)
-    flat = [
-        jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(gradient)])
-        for gradient in gradients
-    ]
+    flat = [ravel_pytree(gradient)[0] for gradient in gradients]
     gradient_sqnr = mx_jax.inspect.sqnr_db(*flat)
     norms = jnp.linalg.norm(flat[0]) * jnp.linalg.norm(flat[1])
     cosine = float(jnp.vdot(*flat) / norms)
@@ -71,68 +69,45 @@ def judge(name: str, report: Any, run: Any, original: Any, converted: Any, param
     assert 12 < sqnr < 45 and 8 < gradient_sqnr < 45
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A flax.linen model of transformers."""
-
-    model: str
-    config: str
-    options: dict[str, Any]
-    arguments: tuple[Any, ...]
-    num_converted: int
+TEXT = {"vocab_size": 64, "max_position_embeddings": 32}
+IMAGES = np.random.default_rng(1).standard_normal((2, 16, 16, 3), np.float32)
 
 
-CASES = [
-    Case(
-        "FlaxBertModel",
-        "BertConfig",
-        {"vocab_size": 64, "max_position_embeddings": 32},
-        (TOKENS, np.ones_like(TOKENS), np.zeros_like(TOKENS), POSITIONS, np.ones((2, 4))),
-        17,
-    ),
-    Case(
-        "FlaxLlamaForCausalLM",
-        "LlamaConfig",
-        {"vocab_size": 64, "max_position_embeddings": 32},
-        (TOKENS, np.ones_like(TOKENS), POSITIONS),
-        19,
-    ),
-    Case(
-        "FlaxViTModel",
-        "ViTConfig",
-        {"image_size": 16, "patch_size": 8},
-        (np.random.default_rng(1).standard_normal((2, 16, 16, 3), np.float32),),
-        18,
-    ),
-]
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.model)
-def test_transformers(case: Case):
+@pytest.mark.parametrize(
+    ("model", "config", "options", "arguments", "num_converted"),
+    [
+        (
+            "FlaxBertModel",
+            "BertConfig",
+            TEXT,
+            (TOKENS, np.ones_like(TOKENS), np.zeros_like(TOKENS), POSITIONS, np.ones((2, 4))),
+            17,
+        ),
+        (
+            "FlaxLlamaForCausalLM",
+            "LlamaConfig",
+            TEXT,
+            (TOKENS, np.ones_like(TOKENS), POSITIONS),
+            19,
+        ),
+        ("FlaxViTModel", "ViTConfig", {"image_size": 16, "patch_size": 8}, (IMAGES,), 18),
+    ],
+)
+def test_transformers(model: str, config: str, options: Any, arguments: Any, num_converted: int):
     transformers = pytest.importorskip("transformers")
-    config = getattr(transformers, case.config)(**SIZES, **case.options)
-    outer = getattr(transformers, case.model)(config, _do_init=False)
-    module = outer.module
-    rules = [
-        Rule(".*", recipes.mxfp8()),
-        Rule(".*patch_embeddings.*", recipes.mxfp8(), types=flax_conv()),
-    ]
-    rules = rules if "ViT" in case.model else rules[:1]
-    report = convert.report(module, rules, *case.arguments)
-    assert report.num_converted == case.num_converted
-    variables = module.init(jax.random.key(0), *case.arguments)
-    params = random_like(variables["params"])
+    sizes = getattr(transformers, config)(**SIZES, **options)
+    module = getattr(transformers, model)(sizes, _do_init=False).module
+    rules = [Rule(".*", recipes.mxfp8())]
+    if model == "FlaxViTModel":
+        rules.append(Rule(".*patch_embeddings.*", recipes.mxfp8(), types=nn.Conv))
+    report = convert.report(module, rules, *arguments)
+    assert report.num_converted == num_converted
+    params = random_like(module.init(jax.random.key(0), *arguments)["params"])
 
     def run(module):
-        return lambda params: module.apply({"params": params}, *case.arguments)[0]
+        return lambda params: module.apply({"params": params}, *arguments)[0]
 
-    judge(case.model, report, run, module, convert.linen(module, rules), params)
-
-
-def flax_conv() -> type:
-    import flax.linen
-
-    return flax.linen.Conv
+    judge(model, report, run, module, convert.linen(module, rules), params)
 
 
 def tunix_model(name: str) -> types.ModuleType:

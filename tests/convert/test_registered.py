@@ -19,11 +19,11 @@ import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.convert import Rule, kinds
 
+from .helpers import MXFP8 as RECIPE
 from .helpers import STOCHASTIC
 
 X = np.random.default_rng(1).standard_normal((3, 64), np.float32)
 WEIGHT = np.random.default_rng(2).standard_normal((2, 64, 32), np.float32)
-RECIPE = recipes.mxfp8()
 
 
 def multiply_heads(x: jax.Array, heads: jax.Array) -> jax.Array:

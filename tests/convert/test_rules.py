@@ -11,11 +11,12 @@ import pytest
 from rich.console import Console
 
 from mx_jax import convert, recipes
-from mx_jax.convert import AutoFilter, Report, Rule, every, gains, numbered
+from mx_jax.convert import Report, Rule, every, gains, numbered
 from mx_jax.convert.kinds import EINSUM
 from mx_jax.convert.rules import Layer, as_rules, decide
 
-MXFP8 = recipes.mxfp8()
+from .helpers import MXFP8
+
 MXFP4 = recipes.mxfp4()
 
 
@@ -63,15 +64,6 @@ class TestRule:
         assert decide(rules, dense("a", (31, 32))).reason == (
             "rule 0: k=31 is no multiple of 32 (mxfp8_e4m3); rule 1: tall says no"
         )
-
-    def test_obstacles_come_first(self):
-        decision = decide((Rule(".*", MXFP8),), dense("a", obstacle="has its own recipe"))
-        assert decision.recipe is None and decision.rule is None
-        assert decision.reason == "has its own recipe"
-
-    def test_high_precision_keeps_the_layers_own_product(self):
-        decision = decide((Rule(".*", recipes.high_precision()),), dense("a"))
-        assert decision.recipe is None and decision.rule == 0
 
     def test_equal_and_hashable(self):
         assert Rule("a", recipes.mxfp8(), types=[nn.Dense]) == Rule("a", MXFP8, types=nn.Dense)
@@ -166,11 +158,6 @@ class TestAutoFilter:
         assert (found is None) == gains("a/b", shape, recipe)
         assert found is None if reason is None else found is not None and reason in found
 
-    def test_skip(self):
-        skips = AutoFilter(("wk", "gate"))
-        assert skips("moe/up", (64, 64), MXFP8)
-        assert skips.why_not("moe/gate/up", (64, 64), MXFP8) == "the path contains 'gate'"
-
 
 class TestNumbered:
     def test_numbered(self):
@@ -183,10 +170,6 @@ class TestNumbered:
     def test_every(self):
         assert [i for i in range(9) if every(3, start=1)(f"x/{i}/9", None, None)] == [1, 4, 7]
         assert every(3).why_not("2", None, None) == "2 is not one of 0, 3, 6, ..."
-
-    def test_as_rules(self):
-        rules = (Rule(".*", None, filter=every(2)), Rule(".*", MXFP8))
-        assert [decide(rules, dense(f"layers_{i}/up")).rule for i in range(4)] == [0, 1, 0, 1]
 
     def test_errors(self):
         with pytest.raises(ValueError, match=r"numbered: of needs one group .* of='\d' with 0"):

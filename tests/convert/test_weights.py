@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import mx_jax
-from mx_jax import checkpoint, convert, recipes
+from mx_jax import checkpoint, convert
 from mx_jax.backends.cpu_ffi import products
 from mx_jax.backends.select import only_backend
 from mx_jax.convert import Rule
@@ -142,31 +142,13 @@ def test_parameters_alone_tell_less():
         convert.weights(params, rules, strict=True)
 
 
-@pytest.mark.parametrize(
-    "recipe, reason",
-    [
-        (recipes.quartet(), "its recipe transforms weights in every product"),
-        (recipes.mxfp4_backward(), "its recipe leaves weights in high precision"),
-    ],
-    ids=["transform", "high"],
-)
-def test_recipes_that_cannot_read_what_is_stored(recipe: Any, reason: str):
-    params = {"up": {"kernel": jnp.ones((64, 8))}}
-    report = convert.weights_report(params, Rule(".*", recipe))
-    assert [d.reason for d in report.decisions] == [reason]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", convert.UnusedRuleWarning)
-        same = convert.weights(params, Rule(".*", recipe))
-    assert same["up"]["kernel"] is params["up"]["kernel"]
-
-
 @pytest.mark.parametrize("model", [False, True])
 def test_rules_that_store_nothing_are_told(model: bool):
     """Whoever serves by a recipe that transforms weights would serve float32 without a word."""
     rules = [Rule("up", weight_only("mxfp4")), Rule(".*", "quartet")]
     layers = {name: nnx.Linear(32, 8, rngs=nnx.Rngs(0)) for name in ("up", "down")}
-    params: Any = {"up": {"kernel": jnp.ones((32, 8))}, "down": {"kernel": jnp.ones((32, 8))}}
-    params = nnx.Dict(layers) if model else params
+    ones = jnp.ones((32, 8))
+    params: Any = nnx.Dict(layers) if model else {name: {"kernel": ones} for name in layers}
     rngs: dict[str, Any] = {"rngs": nnx.Rngs(quantize=0)} if model else {}
     text = (
         r"weights: rule 1 \('\.\*'\) stores nothing: its recipe transforms weights in every "
@@ -178,7 +160,12 @@ def test_rules_that_store_nothing_are_told(model: bool):
         convert.weights(params, rules, strict=True, **rngs)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        convert.weights(params, [rules[0], Rule(".*", "mxfp4_backward")], **rngs)
+        high = [rules[0], Rule(".*", "mxfp4_backward")]
+        kept: Any = convert.weights(params, high, **rngs)["down"]
+    kernel, before = (kept.kernel, layers["down"].kernel) if model else (*kept.values(), ones)
+    assert kernel is before
+    reasons = [decision.reason for decision in convert.weights_report(params, high).decisions]
+    assert reasons == ["its recipe leaves weights in high precision", ""]
 
 
 def test_stored_again_and_boxed():
