@@ -23,7 +23,6 @@ from mx_jax.backends.calls import (
     RaggedCall,
 )
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, architecture, rejections
-from mx_jax.backends.pallas_gpu.architecture import capabilities
 from mx_jax.backends.pallas_gpu.layouts import meet
 from mx_jax.backends.select import only_backend, prefer_backends, select
 from mx_jax.backends.target import Target
@@ -106,7 +105,11 @@ TAKEN: list[tuple[Call, Target]] = [
     (dense(rhs=MXFP4.with_block(48)), H200),
     (dense(k=(3, 64), rhs_k_first=True), H200),
     (dense(m=(0,)), H200),
-    *((dense(), Target(platform="cuda", compute_capability=own)) for own in capabilities()),
+    *(
+        (dense(), Target(platform="cuda", compute_capability=own))
+        for row in architecture.ARCHITECTURES
+        for own in row.capabilities
+    ),
     (pack(), H200),
     (pack(shape=(2, 96, 4, 8), blocks=((-3, 32),), num_batch=1), H200),
     (pack(lhs_format=MXFP4), B200),

@@ -120,7 +120,7 @@ def test_which_kernel_blackwell_starts(
     def stop(name: Any, *args: Any, **kwargs: Any) -> None:
         raise Asked(name)
 
-    monkeypatch.setattr(products, "_dequantize_dot", functools.partial(stop, "xla"))
+    monkeypatch.setattr(products.lax, "dot_general", functools.partial(stop, "xla"))
     monkeypatch.setattr(Kernel, "load", lambda kernel: stop(kernel.name))
     case = MatmulCase(lhs=lhs, rhs=rhs, dtype="bfloat16", m=(rows,), n=(3,), k=(64,))
     backend = backend_for(architecture=SM100)

@@ -86,17 +86,7 @@ def test_what_cp_async_copies_is_one_piece(bits: int):
     codes = (8, 4096 // decoder.group, ROWS, WORDS)
     arrays = codes, (8, 4096 // 2 // decoder.granularity, ROWS)
     for _, tiles in MMA.tiles[bits]:
-        sizes = decode.DecodingProgram(
-            decoder=decoder,
-            tiles=tiles,
-            out_dtype=jnp.dtype("float32"),
-            batch=1,
-            num_m=1,
-            num_n=8,
-            num_k=4096 // tiles.k,
-            weight_tiles=8,
-        )
-        _, *plain = sizes.blocks
+        _, *plain = decoder.blocks(tiles)
         for (block, _, transforms), shape in zip(plain, arrays, strict=True):
             assert not transforms and len(block) == len(shape)
             partial = [i for i, size in enumerate(block) if size != shape[i]]
