@@ -13,7 +13,8 @@ from jax import lax
 
 # A sample takes at least so many seconds: the clock, and starting from Python, weigh little then.
 _SAMPLE = 5e-3
-ROUNDS, _MAX_ROUNDS = 5, 200
+# At the least, however long they take; and at the most.
+_ROUNDS, _MAX_ROUNDS = 5, 200
 # Copies together take so many bytes: far more than any GPU's L2 cache holds.
 _BEYOND_CACHE = 384 << 20
 _MAX_COPIES = 48
@@ -58,17 +59,16 @@ class Way:
 
 
 def microseconds(
-    runs: Mapping[str, Callable[[], Any]], seconds: float, count: int, rounds: int = ROUNDS
+    runs: Mapping[str, Callable[[], Any]], seconds: float, count: int
 ) -> dict[str, list[float]]:
-    """Microseconds of one of `count` products or casts in a run, by the clock.
+    """Microseconds of one of `count` products in a run, by the clock.
 
     Rounds: each runs everything, in an order drawn anew; so a clock that falls slows all.
 
     Args:
       runs: by name; what a run returns is waited for.
       seconds: to spend.
-      count: products or casts in a run.
-      rounds: at the least, however long they take.
+      count: products in a run.
     """
     repeats = {}
     for name, run in runs.items():
@@ -78,7 +78,7 @@ def microseconds(
     order, draw = list(runs), random.Random(0)
     started = time.perf_counter()
     for done in range(_MAX_ROUNDS):
-        if done >= rounds and time.perf_counter() - started > seconds:
+        if done >= _ROUNDS and time.perf_counter() - started > seconds:
             break
         draw.shuffle(order)
         for name in order:
@@ -97,7 +97,7 @@ def _seconds(run: Callable[[], Any], repeats: int) -> float:
     return time.perf_counter() - started
 
 
-def on_device(chain: Callable[..., Any], way: Way, runs: int = 5) -> float | None:
+def on_device(chain: Callable[..., Any], way: Way) -> float | None:
     """Median microseconds of one copy by the GPU's own clock (CUPTI); None without it."""
     if jax.devices()[0].platform != "gpu":
         return None
@@ -105,19 +105,10 @@ def on_device(chain: Callable[..., Any], way: Way, runs: int = 5) -> float | Non
         from jax.experimental.mosaic.gpu import profiler
 
         measured: Any = profiler.measure(chain)
-        found = [measured(way.x, way.copies)[1] for _ in range(runs)]
+        found = [measured(way.x, way.copies)[1] for _ in range(_ROUNDS)]
     except Exception:
         # Not by this version of JAX, no CUPTI here, or another tool holds it.
         return None
     if any(one is None for one in found):
         return None
     return 1e3 * statistics.median(found) / len(way.copies)
-
-
-def ratios(samples: Mapping[str, Sequence[float]], kernel: str) -> dict[str, float]:
-    """Time of each of the others over the kernel's: within each round, then the median."""
-    return {
-        name: statistics.median(a / b for a, b in zip(own, samples[kernel], strict=True))
-        for name, own in samples.items()
-        if name != kernel
-    }

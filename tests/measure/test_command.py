@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from mx_jax.backends import evidence
-from mx_jax.backends.evidence import Row, read, write
+from mx_jax.backends.evidence import read, write
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import BACKENDS
 from mx_jax.backends.target import Target
@@ -137,7 +137,7 @@ def test_nowhere_to_write(tmp_path: Path):
 
 
 def test_every_size_of_a_kind_must_be_faster():
-    row: Row = bench("").row_of(CASES[0], RIGHT)
+    row = bench("").row_of(CASES[0], RIGHT)
     slow = dataclasses.replace(row, shape=(1, 32, 64), over_plain=0.9)
     wrong = dataclasses.replace(row, shape=(1, 32, 32), error=3.0)
     assert command.verdict(row, [row, slow]) == "off: right and faster, but not at another size"
@@ -148,7 +148,7 @@ def test_every_size_of_a_kind_must_be_faster():
 
 def test_slower_than_bfloat16_is_said():
     """Operands are quantized: the kernel is on where nothing else multiplies them as fast."""
-    row: Row = bench("").row_of(CASES[0], RIGHT | {"over_bfloat16": 0.8, "plain": "xla_scaled"})
+    row = bench("").row_of(CASES[0], RIGHT | {"over_bfloat16": 0.8, "plain": "xla_scaled"})
     assert row.switches_on and verdict(row, [row]) == "on, slower than bfloat16"
     assert str(row).endswith("the plain path's speed, slower than bfloat16 (0.8 of its speed)")
     assert best(row) == 0.8
@@ -208,7 +208,7 @@ def test_what_a_process_started_ends_with_it(tmp_path: Path):
     mark = tmp_path / "mark"
     child = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    _, why, _ = run_process([sys.executable, "-c", program], 0.7)
+    _, why, _ = run_process([sys.executable, "-c", program], "{}", 0.7)
     assert why == "no answer after 0.7 s, it hangs?"
     time.sleep(1.5)
     assert not mark.exists()
@@ -218,7 +218,7 @@ def test_a_case_ends_by_itself(monkeypatch: pytest.MonkeyPatch):
     """By the system's clock, though the command that started it has ended."""
     asked: list[int] = []
     monkeypatch.setattr(signal, "alarm", asked.append)
-    monkeypatch.setattr(worker, "answer", lambda *_, **__: 0)
+    monkeypatch.setattr(worker, "answer", lambda text: 0)
     assert main(["gpu", "--limit", "2.5", "--one", "{}"]) == 0
     assert asked == [8]
 

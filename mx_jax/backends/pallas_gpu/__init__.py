@@ -72,7 +72,7 @@ def backend_for(architecture: Architecture | None = None, interpret: object = No
                 lays_out=lays_out_groups,
             ),
             _offer(calls.QuantizeCall, quantize.rejects, how(quantize.quantize)),
-            _offer(calls.QuantizeBothCall, quantize.rejects, how(quantize.quantize_both)),
+            _offer(calls.QuantizeBothCall, quantize.rejects, how(quantize.quantize)),
             # Plain JAX, for products below a shard_map too.
             _offer(
                 calls.PackCall,

@@ -45,10 +45,6 @@ class Tile:
         """The smallest view of whole tiles."""
         return tuple(n + -n % tile for n, tile in zip(shape, self.shape, strict=True))
 
-    def counts(self, shape: Shape) -> Shape:
-        """Tiles along each axis of a view."""
-        return tuple(n // tile for n, tile in zip(shape, self.shape, strict=True))
-
 
 def _along_rows(num_blocks: int, block: int, itemsize: int) -> Tile:
     """Of a view `[blocks, block]`: whole blocks one after another in memory."""
@@ -74,7 +70,13 @@ def _along_columns(shape: Shape, block: int, itemsize: int) -> Tile:
     """
     line, inside = _LINE_BYTES // itemsize, shape[3:]
     vector, wide = _VECTOR_BYTES // itemsize, line // math.prod(inside)
-    down, across = _share((shape[0], shape[2]), (1, wide))
+
+    def area(warps: tuple[int, int]) -> int:
+        sizes = zip((shape[0], shape[2]), (warps[0], warps[1] * wide), strict=True)
+        return math.prod(n + -n % size for n, size in sizes)
+
+    # So many down and across: the way that pads least, the widest of those.
+    down, across = min(((1, WARPS), (2, WARPS // 2), (WARPS, 1)), key=area)
     all_warps = (down, block, across * wide, *inside)
     return Tile(
         axes=(1, 3) if inside else (1,),
@@ -84,16 +86,6 @@ def _along_columns(shape: Shape, block: int, itemsize: int) -> Tile:
         lanes=(1, LANES * vector // line, wide, *inside),
         vector=(*(1,) * (len(shape) - 1), vector),
     )
-
-
-def _share(lengths: tuple[int, int], sizes: tuple[int, int]) -> tuple[int, int]:
-    """How many warps there are down and across: the way that pads least, the widest of those."""
-
-    def area(way: tuple[int, int]) -> int:
-        tiles = (size * warps for size, warps in zip(sizes, way, strict=True))
-        return math.prod(n + -n % tile for n, tile in zip(lengths, tiles, strict=True))
-
-    return min(((1, WARPS), (2, WARPS // 2), (WARPS, 1)), key=area)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,8 +141,7 @@ class View:
 
     def codes(self, codes: jax.Array) -> jax.Array:
         """The kernel's codes in the tensor's shape."""
-        codes = cut(codes, self.shape).reshape(self.whole)
-        return cut(codes, self.split).reshape(self.original)
+        return self._cut(codes, self.shape, self.whole, self.split).reshape(self.original)
 
     def scales(self, scales: jax.Array, index: int, shape: tuple[int, ...]) -> jax.Array:
         """The kernel's scales along the first or second of the blocked axes, in their own shape."""
@@ -159,7 +150,12 @@ class View:
         kept = self.shape[:inside] + self.shape[inside + 1 :]
         whole, split = list(self.whole), list(self.split)
         whole[axis] = split[axis] = whole[axis] // self.block
-        return cut(cut(scales, kept).reshape(whole), tuple(split)).reshape(shape)
+        return self._cut(scales, kept, whole, split).reshape(shape)
+
+    @staticmethod
+    def _cut(x: jax.Array, kept: Sequence[int], whole: Sequence[int], split: Any) -> jax.Array:
+        """Without what whole tiles added, then without what whole blocks did."""
+        return x[tuple(map(slice, kept))].reshape(whole)[tuple(map(slice, split))]
 
 
 def padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
@@ -167,8 +163,3 @@ def padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     if x.shape == shape:
         return x
     return jnp.pad(x, [(0, wide - n) for n, wide in zip(x.shape, shape, strict=True)])
-
-
-def cut(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """x without what padding added."""
-    return x if x.shape == shape else x[tuple(slice(n) for n in shape)]
