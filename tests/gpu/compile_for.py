@@ -35,7 +35,7 @@ from mx_jax.backends.calls import QuantizeBothCall
 from mx_jax.backends.pallas_gpu import backend_for, products
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand, stored_bits, visits
-from mx_jax.backends.pallas_gpu.views import View
+from mx_jax.backends.pallas_gpu.quantize_kernel import View
 from mx_jax.testing.cases import QuantizeCase
 
 

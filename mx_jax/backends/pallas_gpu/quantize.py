@@ -11,7 +11,6 @@ from jax.custom_batching import sequential_vmap
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu.architecture import Architecture, current_architecture
 from mx_jax.backends.pallas_gpu.rejections import rejects_machine
-from mx_jax.backends.pallas_gpu.views import View, padded
 from mx_jax.backends.target import Target
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
@@ -142,11 +141,11 @@ def _run(
         whole = [(x.shape, block_shapes.scales_shape(x.shape, call.blocks)) for call in calls]
         return tuple(jnp.zeros(shape, jnp.uint8) for shapes in whole for shape in shapes)
     # Mosaic GPU is missing from older versions of JAX, which `rejects` keeps away from here.
-    from mx_jax.backends.pallas_gpu import quantize_kernel
+    from mx_jax.backends.pallas_gpu import quantize_kernel as kernel
 
     # The kernel's order: columns before rows.
     ordered = sorted(calls, key=lambda call: call.blocks)
-    view = View.of(x.shape, tuple(call.blocks[0] for call in ordered))
+    view = kernel.View.of(x.shape, tuple(call.blocks[0] for call in ordered))
     tile, encoders = view.tile(x.dtype.itemsize), []
     for call in ordered:
         of, smallest = call.format.scale.element, 0.0
@@ -154,7 +153,7 @@ def _run(
             subnormal = _ELEMENT_RULES[call.scale_rule.scales]
             smallest = of.smallest_subnormal if subnormal else of.smallest_normal
         encoders.append(
-            quantize_kernel.Encoder(
+            kernel.Encoder(
                 format=call.format,
                 threshold=call.scale_rule.kernel_threshold(call.format.element),
                 smallest_scale=smallest,
@@ -162,8 +161,8 @@ def _run(
                 interpreted=interpret is not None,
             )
         )
-    outs = quantize_kernel.quantize(
-        padded(view.into(x), tile.padded(view.shape)),
+    outs = kernel.quantize(
+        kernel.padded(view.into(x), tile.padded(view.shape)),
         None if tensor_scale is None else tensor_scale.reshape(1),
         tile=tile,
         encoders=encoders,

@@ -26,7 +26,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 
 from mx_jax.backends.pallas_gpu.device import plgpu
-from mx_jax.backends.pallas_gpu.views import Tile
 from mx_jax.codecs import float32
 from mx_jax.codecs.scale import E8M0_NAN, opaque_divide
 from mx_jax.formats import E4M3, E5M2, BlockFormat, ElementFormat
@@ -38,12 +37,22 @@ _MANTISSA_BITS = 23
 # What `cvt.rn.satfinite` writes, from compute capability 8.9 on.
 _CONVERTED = (E4M3, E5M2)
 
+Shape = tuple[int, ...]
+
+LANES = 32
+WARPS = 4
+# What a thread loads at a time, and what a warp reads of a row, where rows are longer.
+_VECTOR_BYTES = 16
+_LINE_BYTES = 128
+# Values that a thread holds of a tile of rows.
+_PER_THREAD = 32
+
 
 def quantize(
     x: jax.Array,
     tensor_scale: jax.Array | None,
     *,
-    tile: Tile,
+    tile: "Tile",
     encoders: Sequence["Encoder"],
     interpret: object = None,
 ) -> list[jax.Array]:
@@ -127,7 +136,7 @@ def _division(layout: Any, shape: tuple[int, ...], axis: int) -> Any:
     return divided
 
 
-def _layout(tile: Tile) -> Any:
+def _layout(tile: "Tile") -> Any:
     """Who holds what, in Mosaic's terms: each tiling appends its axes, the last are a vector's."""
     tiling = fragmented_array.Tiling((tile.all_warps, tile.warp, tile.lanes, tile.vector))
     rank = len(tile.shape)
@@ -139,6 +148,144 @@ def _layout(tile: Tile) -> Any:
         _check_canonical=False,
     ).canonicalize()
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+# How the kernel sees a tensor, and what one program takes of it at a time ------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What one program quantizes of a view, and how its warps, their lanes and registers share it.
+
+    Each size below divides the one before, axis by axis; the view has as many axes.
+
+    Attributes:
+      axes: along each of these a tile has one whole block.
+      shape: the tile.
+      all_warps: what four warps hold in their first registers.
+      warp: what a warp holds of that.
+      lanes: what its lanes hold in one vector each.
+      vector: what one lane loads at a time.
+    """
+
+    axes: tuple[int, ...]
+    shape: Shape
+    all_warps: Shape
+    warp: Shape
+    lanes: Shape
+    vector: Shape
+
+    def padded(self, shape: Shape) -> Shape:
+        """The smallest view of whole tiles."""
+        return tuple(n + -n % tile for n, tile in zip(shape, self.shape, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class View:
+    """How the kernel sees a tensor: `[outer * length / block, block, ...]`.
+
+    Attributes:
+      original: the tensor's shape.
+      split: the same as `[outer, length]`, `[outer, length, inner]` for blocks along another axis
+        than the last, or `[outer, length, last]` for blocks along both.
+      block: elements of a block.
+      both: whether there are blocks along the last axis too.
+    """
+
+    original: tuple[int, ...]
+    split: tuple[int, ...]
+    block: int
+    both: bool = False
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], blocks: Sequence[tuple[int, Any]]) -> "View":
+        """The view for blocks along these axes, ascending."""
+        axis, block = blocks[0]
+        axis %= len(shape)
+        outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+        both = len(blocks) > 1
+        split = (outer, shape[axis], inner) if both or inner > 1 else (outer, shape[axis])
+        return cls(original=shape, split=split, block=block, both=both)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """`split` in whole blocks."""
+        blocked = (1, 2) if self.both else (1,)
+        return tuple(n + -n % self.block if i in blocked else n for i, n in enumerate(self.split))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the kernel sees, before it is padded to whole tiles."""
+        outer, length, *inner = self.whole
+        if self.both:
+            inner = [inner[0] // self.block, self.block]
+        return (outer * (length // self.block), self.block, *inner)
+
+    def tile(self, itemsize: int) -> Tile:
+        """What one program quantizes of it."""
+        shape, block = self.shape, self.block
+        line, vector = _LINE_BYTES // itemsize, _VECTOR_BYTES // itemsize
+        if len(shape) == 2:
+            # Whole blocks one after another in memory.
+            rows, repeats = LANES * vector // block, _PER_THREAD // vector
+            while shape[0] % (WARPS * rows * repeats) and repeats > 1:
+                repeats //= 2
+            return Tile(
+                axes=(1,),
+                shape=(WARPS * rows * repeats, block),
+                all_warps=(WARPS * rows, block),
+                warp=(rows, block),
+                lanes=(rows, block),
+                vector=(1, vector),
+            )
+        # Lines of 128 bytes under each other; with blocks along rows too, those are the last axis.
+        inside = shape[3:]
+        wide = line // math.prod(inside)
+
+        def area(warps: tuple[int, int]) -> int:
+            sizes = zip((shape[0], shape[2]), (warps[0], warps[1] * wide), strict=True)
+            return math.prod(n + -n % size for n, size in sizes)
+
+        # So many warps down and across: the way that pads least, the widest of those.
+        down, across = min(((1, WARPS), (2, WARPS // 2), (WARPS, 1)), key=area)
+        all_warps = (down, block, across * wide, *inside)
+        return Tile(
+            axes=(1, 3) if inside else (1,),
+            shape=all_warps,
+            all_warps=all_warps,
+            warp=(1, block, wide, *inside),
+            lanes=(1, LANES * vector // line, wide, *inside),
+            vector=(*(1,) * (len(shape) - 1), vector),
+        )
+
+    def into(self, x: jax.Array) -> jax.Array:
+        """The tensor as the view; a copy only where its last blocks are partial."""
+        return padded(x.reshape(self.split), self.whole).reshape(self.shape)
+
+    def codes(self, codes: jax.Array) -> jax.Array:
+        """The kernel's codes in the tensor's shape."""
+        return self._cut(codes, self.shape, self.whole, self.split).reshape(self.original)
+
+    def scales(self, scales: jax.Array, index: int, shape: tuple[int, ...]) -> jax.Array:
+        """The kernel's scales along the first or second of the blocked axes, in their own shape."""
+        axis = 1 + index
+        inside = 2 * axis - 1
+        kept = self.shape[:inside] + self.shape[inside + 1 :]
+        whole, split = list(self.whole), list(self.split)
+        whole[axis] = split[axis] = whole[axis] // self.block
+        return self._cut(scales, kept, whole, split).reshape(shape)
+
+    @staticmethod
+    def _cut(x: jax.Array, kept: Sequence[int], whole: Sequence[int], split: Any) -> jax.Array:
+        """Without what whole tiles added, then without what whole blocks did."""
+        return x[tuple(map(slice, kept))].reshape(whole)[tuple(map(slice, split))]
+
+
+def padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """x with zeros behind, up to a shape."""
+    if x.shape == shape:
+        return x
+    return jnp.pad(x, [(0, wide - n) for n, wide in zip(x.shape, shape, strict=True)])
 
 
 # Values to codes and scales -----------------------------------------------------------------------
