@@ -35,8 +35,7 @@ from mx_jax.measure.cases import (
     one_of_each,
     rank,
 )
-from mx_jax.measure.timing import Way, copies_beyond_cache
-from mx_jax.measure.worker import speeds, subject, uneven
+from mx_jax.measure.worker import Way, copies_beyond_cache, speeds, subject, uneven
 from mx_jax.ops import ragged_product as ops
 from tests.backends.altered import altered
 from tests.backends.mosaic import interpreter, needs_mosaic, with_any_jax
