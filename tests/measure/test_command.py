@@ -68,26 +68,34 @@ def run(
     return command.measure(bench(program, **facts), wanted, out, deadline, again)
 
 
-def test_a_hang_a_crash_and_a_refusal_cost_one_row_each(
+def test_a_hang_a_crash_and_what_is_wrong_cost_one_row_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(evidence.VARIABLE, "shipped")
-    hangs = "if case[0] == 1: time.sleep(60)\n"
-    crashes = "if case[0] == 16: os.abort()\n"
+    program = """
+import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+if case[0] == 1: time.sleep(60)
+if case[0] == 16: os.abort()
+if case[0] == 32: x = bytearray(1 << 40)
+if case[0] == 256: print(json.dumps({'error': 7.0})); sys.exit()
+"""
+    wanted = [dataclasses.replace(CASES[0], shape=(m, 64, 64)) for m in (1, 16, 32, 256, 64)]
     started, out = time.monotonic(), tmp_path / "rows.json"
-    assert run(out, hangs + crashes + SAY_RIGHT, limit=3.0) == 0
+    assert run(out, program + SAY_RIGHT, limit=3.0, wanted=wanted) == 0
     assert time.monotonic() - started < 20
-    hung, crashed, right = rows = read(out)
+    hung, crashed, full, wrong, right = rows = read(out)
     assert hung.failed == "no answer after 3 s, it hangs?: it said nothing"
     assert crashed.failed == "the process ended by signal SIGABRT: it said nothing"
-    assert [row.switches_on for row in rows] == [False, False, True]
+    assert full.failed == "the process ended by exit status 1: MemoryError"
+    assert wrong.error == 7.0
+    assert [row.switches_on for row in rows] == [False] * 4 + [True]
     assert (right.error, right.over_plain, right.kernel) == (0.5, 2.0, "k")
     assert right.work == CASES[2].work and right.driver == MACHINE["driver"]
-    verdicts = [command.verdict(row, rows) for row in rows]
-    assert verdicts == [f"off: failed: {hung.failed}", f"off: failed: {crashed.failed}", "on"]
+    failed = [f"off: failed: {row.failed}" for row in rows[:3]]
+    assert [verdict(row, rows) for row in rows] == [*failed, "off: wrong numbers", "on"]
     text = capsys.readouterr().out
-    assert "2/3 planted: bf16 x mxfp4, 16 x 64 x 64: failed: the process ended by signal SI" in text
-    assert "Switched on by default: 1 of 3 rows of kernels." in text
+    assert "2/5 planted: bf16 x mxfp4, 16 x 64 x 64: failed: the process ended by signal SI" in text
+    assert "Switched on by default: 1 of 4 rows of kernels." in text
     assert f"Now {evidence.VARIABLE}=shipped decides instead." in text
 
 
@@ -185,20 +193,6 @@ def test_what_computes_by_default_has_rows_too(tmp_path: Path):
     (row,) = read(tmp_path / "rows.json")
     assert (row.backend, row.source, row.failed) == ("xla_bfloat16", "", "")
     assert verdict(row, [row]) == "default, slower than bfloat16"
-
-
-def test_a_worker_that_is_wrong_or_out_of_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    out = tmp_path / "rows.json"
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
-    full = f"{limit}if case[0] == 1: x = bytearray(1 << 40)\n"
-    wrong = "if case[0] == 16: print(json.dumps({'error': 7.0})); sys.exit()\n"
-    assert run(out, full + wrong + SAY_RIGHT) == 0
-    rows = read(out)
-    assert rows[0].failed == "the process ended by exit status 1: MemoryError"
-    assert [row.error for row in rows] == [None, 7.0, 0.5]
-    assert [verdict(row, rows) for row in rows[1:]] == ["off: wrong numbers", "on"]
 
 
 # Processes ----------------------------------------------------------------------------------------

@@ -318,12 +318,9 @@ def ragged_dot(
     The rows are `[p, k]`, or `[p, m]` if they are contracted; rhs has a matrix for each group,
     packed or not, or is `[p, n]`.
     """
-    how: dict[str, Any] = {
-        "architecture": architecture or current_architecture(),
-        "interpret": interpret,
-    }
+    architecture = architecture or current_architecture()
     if call.contracts_rows:
-        return _sum_groups(lhs, rhs, group_sizes, call, **how)
+        return _sum_groups(lhs, rhs, group_sizes, call, architecture, interpret)
     if 0 in (*call.lhs.shape, *call.rhs.shape):
         return jnp.zeros((call.lhs.shape[0], call.rhs.rows), call.out_dtype)
     if isinstance(rhs, PackedMXArray):
@@ -334,19 +331,17 @@ def ragged_dot(
         matrices, _ = as_matrices(dataclasses.replace(rhs, tensor_scale=None), call.rhs.axes)
         scale = rhs.tensor_scale
     assert not isinstance(matrices, jax.Array)
-    row = how["architecture"]
-    if row.kernel(call.lhs.format, call.rhs.format) is row.direct:
+    how: dict[str, Any] = {"group_sizes": group_sizes, "interpret": interpret}
+    if architecture.kernel(call.lhs.format, call.rhs.format) is architecture.direct:
         assert isinstance(lhs, MXArray)
         # What is packed is laid out to be decoded.
         unpacked = matrices if isinstance(matrices, MXArray) else matrices.unpack()
         weights = dataclasses.replace(ScaledOperand.of(unpacked), tensor_scale=scale)
-        sizes = {"group_sizes": group_sizes}
-        return multiply_scaled(lhs, weights, call.out_dtype, **sizes, **how)[0]
+        return multiply_scaled(lhs, weights, call.out_dtype, architecture, **how)[0]
     weights = PackedWeights.of(matrices) if isinstance(matrices, MXArray) else matrices
     x, factor = _in_high_precision(lhs)
     factors = factors_of((scale, factor), call.num_groups)
-    of_groups = {"group_sizes": group_sizes, "factors": factors}
-    return multiply(x[None], weights, call.out_dtype, **of_groups, **how)[0]
+    return multiply(x[None], weights, call.out_dtype, architecture, factors=factors, **how)[0]
 
 
 def _tiles_of_groups(
