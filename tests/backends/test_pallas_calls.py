@@ -139,6 +139,7 @@ def test_takes(call: Call, target: Target):
 REJECTED_ON_HOPPER: list[tuple[Call, str]] = [
     (dense(rhs=None), f"{NO_WEIGHTS}is in high precision; rhs is in high precision"),
     (dense(lhs=ROWWISE, rhs=ROWWISE), "is float8_rowwise_e4m3; rhs is float8_rowwise"),
+    (dense(rhs=FNUZ), f"{NO_WEIGHTS}is in high precision; rhs is mxfp8_e4m3"),
     (dense(rhs=MXFP4.with_block(8)), "rhs has blocks (1, 8), not (1, a multiple of 16)"),
     (dense(rhs=formats.MXFP4_2D), "rhs has blocks (32, 32), not (1, a multiple of 16)"),
     (dense(dtype="float32"), "activations in bfloat16 or float16, got lhs in float32"),
