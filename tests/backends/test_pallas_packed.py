@@ -136,12 +136,10 @@ def test_which_kernel_blackwell_starts(
 
 
 @pytest.fixture
-def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+def blackwell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ops choose Blackwell's kernels, in the interpreter, for packing and for forward products."""
-    asked: list[Call] = []
 
     def select(call: Call) -> Choice:
-        asked.append(call)
         mine = isinstance(call, PackCall) or (
             isinstance(call, MatmulCall) and meet(call.lhs.format, call.rhs.format)
         )
@@ -152,7 +150,6 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
 
     monkeypatch.setattr(ops_packing, "choose", select)
     monkeypatch.setattr(dense, "choose", select)
-    return asked
 
 
 def drawn(*shape: int) -> jax.Array:
