@@ -49,7 +49,7 @@ from mx_jax.backends.pallas_gpu.rejections import rejects
 from mx_jax.backends.select import current_target
 from mx_jax.backends.target import Target
 from mx_jax.formats import MX_FORMATS, MXFP4, MXFP8_E4M3, NVFP4
-from mx_jax.measure import timing
+from mx_jax.measure import worker
 from mx_jax.testing.cases import MatmulCase
 
 FORMATS = {format.name: format for format in (*MX_FORMATS, NVFP4)}
@@ -165,7 +165,7 @@ class ProductMakers:
                 x = draw()
                 if name != BASELINE:
                     _check(known, weights, name, x)
-                way = timing.Way(one=known[name].product, x=x, copies=weights[name])
+                way = worker.Way(one=known[name].product, x=x, copies=weights[name])
                 return chain_of(name, way, self._options.calls)
 
             return make

@@ -17,8 +17,7 @@ from mx_jax.backends.calls import QuantizeBothCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.formats import BlockFormat
-from mx_jax.measure.timing import Way, copies_beyond_cache
-from mx_jax.measure.worker import PLAIN, same_bits
+from mx_jax.measure.worker import PLAIN, Way, copies_beyond_cache, same_bits
 from mx_jax.testing.cases import QuantizeCase
 
 COPY = "copy"

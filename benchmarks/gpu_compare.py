@@ -1,7 +1,7 @@
 """Ways to compute one thing on a GPU, timed beside each other; what fails is written down.
 
 One jitted function computes the same of many arrays that together no cache holds, one after the
-other (`mx_jax.measure.timing.Way`), since a product of few rows takes less time than starting it
+other (`mx_jax.measure.worker.Way`), since a product of few rows takes less time than starting it
 from Python. A sample is several calls of that function. All ways run in one process in alternating
 order, as `benchmarks.timing` says; ratios are medians over rounds. Where CUPTI is there, each way
 is timed by the GPU's own clock too, whose ratio then counts.
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from benchmarks.timing import Case, Samples, Spread, measure, ratio
-from mx_jax.measure.timing import Way, on_device
+from mx_jax.measure.worker import Way, on_device
 
 DEVICE, WALL = "device", "wall"
 # A way's name, and what makes its case; it may raise.

@@ -16,7 +16,7 @@ from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_o
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand
 from mx_jax.backends.target import Target
 from mx_jax.formats import BlockFormat
-from mx_jax.measure.timing import copies_beyond_cache
+from mx_jax.measure.worker import copies_beyond_cache
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import MatmulCase
 

@@ -21,8 +21,7 @@ from benchmarks.gpu_products import BASELINE, KERNEL
 from benchmarks.timing import Case
 from mx_jax import recipes
 from mx_jax.backends import evidence
-from mx_jax.measure.timing import Way
-from mx_jax.measure.worker import PLAIN
+from mx_jax.measure.worker import PLAIN, Way
 
 # What a step with kernels may differ by from the plain path's, over its norm: sums are rounded to
 # bfloat16 in another order, and some of what follows then to another code.

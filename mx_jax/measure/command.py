@@ -24,7 +24,7 @@ from rich.table import Table
 from mx_jax.backends import evidence
 from mx_jax.backends.evidence import Row
 from mx_jax.backends.select import known_backends, only_if_named
-from mx_jax.backends.target import Backend, Target
+from mx_jax.backends.target import Target
 from mx_jax.formats import block_format
 from mx_jax.measure import worker
 from mx_jax.measure.cases import Case, Wanted, all_cases, cases, default_path, one_of_each
@@ -119,10 +119,20 @@ def run(options: argparse.Namespace) -> int:
     # Those behind the reference that say where their source is.
     backends = [own for own in known_backends() if own.name in asleep and own.source is not None]
     facts, asked = _machine(words), wanted_by(options)
-    wanted = cases(backends, facts["target"], asked)
+    target = facts["target"]
+    wanted = cases(backends, target, asked)
     if not wanted:
-        raise ValueError(_what_is_missing(backends, facts["target"]))
-    first = *default_path(facts["target"], asked), *one_of_each(wanted)
+        reasons = []
+        for own in backends:
+            found = next(own.rejects(case.call, target) for case in all_cases(own))
+            reasons.append(f"{own.name}: {found or 'takes none of what is asked for'}")
+        got = f"platform={target.platform}, device_kind={target.device_kind!r}"
+        raise ValueError(
+            f"gpu: needs an NVIDIA GPU that a kernel runs on, got {got} ({'; '.join(reasons)}). On "
+            'a machine with such a GPU install JAX for it, `pip install -U "jax[cuda13]"`; `python '
+            "-m mx_jax env` shows what JAX finds"
+        )
+    first = *default_path(target, asked), *one_of_each(wanted)
     bench = Bench(words=words, limit=options.limit, **facts)
     queue = list(dict.fromkeys((*first, *wanted)))
     return measure(bench, queue, options.out or evidence.cache_path(), deadline, options.again)
@@ -151,9 +161,7 @@ class Bench:
 
     def row(self, case: Case) -> Row:
         """Measure a case in a process of its own: whatever that does, it costs one row."""
-        words = [*self.words, "--limit", f"{self.limit:g}", "--one"]
-        words.append(json.dumps(dataclasses.asdict(case)))
-        found, why, last = run_process(words, self.limit, {evidence.VARIABLE: "off"})
+        found, why, last = run_process(self.words, json.dumps(dataclasses.asdict(case)), self.limit)
         failed = {"failed": f"{why}: {last}" if why else "the process gave no answer"}
         return self.row_of(case, found or failed)
 
@@ -181,22 +189,22 @@ class Bench:
 
 
 def run_process(
-    words: Sequence[str], seconds: float, environment: Mapping[str, str] = {}
+    words: Sequence[str], case: str, seconds: float
 ) -> tuple[dict[str, Any] | None, str | None, str]:
-    """Run a command for at most so long; then it and what it started are killed.
+    """Run the command for one case for at most so long; then it and what it started are killed.
 
     Returns:
       The last whole line of JSON that it wrote, why it did not end well, and its last words.
     """
     process = subprocess.Popen(
-        words,
+        [*words, "--limit", f"{seconds:g}", "--one", case],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        # A GPU's memory is shared with what else runs there.
-        env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, **environment},
+        # A GPU's memory is shared with what else runs there; rows decide nothing.
+        env={"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ, evidence.VARIABLE: "off"},
         start_new_session=True,
     )
     why = None
@@ -205,13 +213,13 @@ def run_process(
         if status := process.returncode:
             shown = f"signal {signal.Signals(-status).name}" if status < 0 else None
             why = f"the process ended by {shown or f'exit status {status}'}"
-    except subprocess.TimeoutExpired:
-        _kill(process)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
         out, err = process.communicate()
         why = f"no answer after {seconds:g} s, {_HANGS}"
-    except BaseException:
-        _kill(process)
-        raise
     found = None
     for line in out.splitlines():
         with contextlib.suppress(ValueError):
@@ -219,16 +227,9 @@ def run_process(
     return found, why, (err.strip().splitlines() or ["it said nothing"])[-1]
 
 
-def _kill(process: subprocess.Popen[str]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
 def _machine(words: Sequence[str]) -> dict[str, Any]:
     """What a process of its own finds, as a `Bench` has it: this one leaves the GPU alone."""
-    found, why, last = run_process(
-        [*words, "--limit", f"{_TO_START:g}", "--one", json.dumps("machine")], _TO_START
-    )
+    found, why, last = run_process(words, json.dumps("machine"), _TO_START)
     if found is None or "failed" in found:
         why = found["failed"] if found else f"{why}: {last}"
         raise ValueError(f"gpu: needs a JAX that finds a device; asking it failed, {why}")
@@ -239,19 +240,6 @@ def _machine(words: Sequence[str]) -> dict[str, Any]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions.append((name, importlib.metadata.version(name)))
     return {"target": target, "driver": evidence.driver(), "versions": tuple(versions)}
-
-
-def _what_is_missing(backends: Sequence[Backend], target: Target) -> str:
-    reasons = []
-    for backend in backends:
-        found = (backend.rejects(case.call, target) for case in all_cases(backend))
-        reasons.append(f"{backend.name}: {next(found) or 'takes none of what is asked for'}")
-    got = f"platform={target.platform}, device_kind={target.device_kind!r}"
-    return (
-        f"gpu: needs an NVIDIA GPU that a kernel runs on, got {got} ({'; '.join(reasons)}). On a "
-        'machine with such a GPU install JAX for it, `pip install -U "jax[cuda13]"`; `python -m '
-        "mx_jax env` shows what JAX finds"
-    )
 
 
 # Rows and tables ----------------------------------------------------------------------------------
@@ -285,7 +273,13 @@ def measure(
         if _HANGS in row.failed:
             hung.add((row.backend, row.kernel))
         rows.append(row)
-        _write(out, known, rows)
+        try:
+            evidence.write(out, evidence.merged(known, rows))
+        except OSError as error:
+            raise ValueError(
+                f"gpu: cannot write rows, got out={str(out)!r}: {error}; name another file with "
+                "--out"
+            ) from None
         beside = f", {row.over_bfloat16:.2g} of bfloat16's" if row.over_bfloat16 else ""
         place = f"{len(rows) - before}/{len(rows) - before + len(queue)}"
         console.print(f"{place} {case}: {str(row).partition(': ')[2]}{beside}", markup=False)
@@ -306,15 +300,6 @@ def measure(
         said = "cases were not begun for lack of time; run it again, and it goes on."
         console.print(f"{len(queue)} {said}")
     return 0 if any(not row.failed for row in rows) else 1
-
-
-def _write(out: Path, known: Sequence[Row], rows: Sequence[Row]) -> None:
-    try:
-        evidence.write(out, evidence.merged(known, rows))
-    except OSError as error:
-        raise ValueError(
-            f"gpu: cannot write rows, got out={str(out)!r}: {error}; name another file with --out"
-        ) from None
 
 
 def _switched_on(row: Row, rows: Iterable[Row]) -> bool:
@@ -339,11 +324,11 @@ def verdict(row: Row, rows: Iterable[Row]) -> str:
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """A line for each row, with its verdict; casts have a copy where products have bfloat16."""
+    """A line for each row, with its verdict."""
     found = Table(title="Kernels beside what computes without them", title_justify="left")
     for name in ("kernel", "of", "shape"):
         found.add_column(name)
-    for name in ("error over allowed", "x plain path", "x unpacking", "x bfloat16, copy"):
+    for name in ("error over allowed", "x plain path", "x unpacking", "x bfloat16"):
         found.add_column(name, justify="right")
     found.add_column("best x bfloat16", justify="right")
     found.add_column("verdict")
@@ -359,7 +344,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def best(row: Row) -> float | None:
-    """Speed over bfloat16's, or a copy's, of the kernel if it is right, or of the plain path."""
+    """Speed over bfloat16's of the kernel if it is right, or of the plain path."""
     if row.over_bfloat16 is None:
         return None
     plain = row.over_bfloat16 / row.over_plain if row.over_plain else 0.0

@@ -8,11 +8,14 @@ import dataclasses
 import functools
 import json
 import math
+import operator
+import random
 import statistics
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +28,6 @@ from mx_jax.backends.select import Choice, current_target, known_backends, selec
 from mx_jax.backends.target import Backend
 from mx_jax.formats import block_format
 from mx_jax.measure.cases import Case, copy_bits, takes
-from mx_jax.measure.timing import Way, copies_beyond_cache, microseconds, on_device, ratios
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.quantize import quantize
 from mx_jax.packed import PackedMXArray
@@ -34,9 +36,49 @@ from mx_jax.reference.ragged import grouped_dot, ragged_rows, scaled_ragged_dot
 
 KERNEL, PLAIN, UNPACKING, BFLOAT16 = "kernel", "plain path", "unpacking first", "bfloat16"
 _REPEATS = 5
+# A sample takes at least so many seconds: the clock, and starting from Python, weigh little then.
+_SAMPLE = 5e-3
+# At the least, however long they take; and at the most.
+_ROUNDS, _MAX_ROUNDS = 5, 200
+# Copies together take so many bytes: far more than any GPU's L2 cache holds.
+_BEYOND_CACHE = 384 << 20
+_MAX_COPIES = 48
 
 # What is reported.
 Found = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to compute what is timed.
+
+    Attributes:
+      one: computes it once, of x and a copy.
+      x: what every copy meets.
+      copies: together larger than the GPU's cache.
+    """
+
+    one: Callable[[Any, Any], Any]
+    x: Any
+    copies: Sequence[Any]
+
+    def chain(self) -> Callable[[Any, Sequence[Any]], list[Any]]:
+        """A jitted function of x and all copies: one after the other.
+
+        Each waits for the one before it, without reading what that gave. The one inside is jitted
+        too, so that it is lowered once.
+        """
+        one = jax.jit(self.one)
+
+        def run(x: Any, copies: Sequence[Any]) -> list[Any]:
+            outs: list[Any] = []
+            for copy in copies:
+                if outs:
+                    x, copy, _ = lax.optimization_barrier((x, copy, outs[-1]))
+                outs.append(one(x, copy))
+            return outs
+
+        return jax.jit(run)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,12 +100,7 @@ class Subject:
     plain: str
 
 
-def _print(line: str) -> None:
-    # At once: a process that ends by a signal writes nothing more.
-    print(line, flush=True)
-
-
-def answer(text: str, write: Callable[[str], None] = _print) -> int:
+def answer(text: str) -> int:
     """Measure the case that a JSON text describes, in lines of JSON; returns the exit status.
 
     `"machine"` asks what machine this is. What fails after something was found goes to stderr.
@@ -72,7 +109,8 @@ def answer(text: str, write: Callable[[str], None] = _print) -> int:
 
     def report(found: Found) -> None:
         reported.append(found)
-        write(json.dumps(found))
+        # At once: a process that ends by a signal writes nothing more.
+        print(json.dumps(found), flush=True)
 
     facts = json.loads(text)
     try:
@@ -82,7 +120,12 @@ def answer(text: str, write: Callable[[str], None] = _print) -> int:
             report({name: getattr(target, name) for name in names})
         else:
             case = Case.from_json(facts)
-            measure(case, _backend(case), report)
+            known = {own.name: own for own in known_backends()}
+            if case.backend not in known:
+                raise ValueError(
+                    f"gpu: knows no backend of this name, got backend={case.backend!r}"
+                )
+            measure(case, known[case.backend], report)
     except Exception as error:
         if reported:
             traceback.print_exc()
@@ -90,13 +133,6 @@ def answer(text: str, write: Callable[[str], None] = _print) -> int:
         last = "".join(traceback.format_exception_only(error)).strip()
         report({"failed": last[:500], "traceback": traceback.format_exc()})
     return 0
-
-
-def _backend(case: Case) -> Backend:
-    found = next((own for own in known_backends() if own.name == case.backend), None)
-    if found is None:
-        raise ValueError(f"gpu: knows no backend of this name, got backend={case.backend!r}")
-    return found
 
 
 def measure(
@@ -124,7 +160,22 @@ def measure(
         name: functools.partial(chain, ways[name].x, ways[name].copies)
         for name, chain in chains.items()
     }
-    error = _error(compared, runs[KERNEL], checks)
+    run = runs[KERNEL]
+    # So that memory which nobody writes is likely to show.
+    like = jax.eval_shape(run)
+    nonsense = jax.tree.map(lambda own: jnp.full(own.shape, jnp.nan, own.dtype), like)
+    jax.block_until_ready(nonsense)
+    del nonsense
+    outs = jax.block_until_ready(run())
+    error = compared.error(outs)
+    for _ in range(_REPEATS):
+        if error <= 1 and not same_bits(outs, run()):
+            # Sums are added in a fixed order: a race shows as other bits.
+            error = math.inf
+    del outs
+    for check in compared.elsewhere[:checks]:
+        if error <= 1:
+            error = max(error, check())
     kernel = backend.kernel(case.call, current_target(1))
     # Infinity is no number in JSON.
     found: Found = {"error": min(error, sys.float_info.max), "kernel": kernel}
@@ -134,40 +185,22 @@ def measure(
         return
     samples = microseconds(runs, seconds, len(ways[KERNEL].copies))
     medians = {name: statistics.median(own) for name, own in samples.items()}
-    report(found | {"microseconds": medians, "clock": "wall"} | _speeds(samples))
+    report(found | {"microseconds": medians, "clock": "wall"} | speeds(samples))
     on_gpu = {name: on_device(chain, ways[name]) for name, chain in chains.items()}
     if all(on_gpu.values()):
-        speeds = _speeds({name: [own] for name, own in on_gpu.items() if own})
-        report(found | {"microseconds": on_gpu, "clock": "device"} | speeds)
+        over = speeds({name: [own] for name, own in on_gpu.items() if own})
+        report(found | {"microseconds": on_gpu, "clock": "device"} | over)
 
 
-def _speeds(samples: Mapping[str, Sequence[float]]) -> Found:
-    """Time of each other way over the kernel's."""
-    over = ratios(samples, KERNEL)
-    names = {"over_plain": PLAIN, "over_unpacking": UNPACKING, "over_bfloat16": BFLOAT16}
-    return {field: over.get(name) for field, name in names.items()}
-
-
-def _error(compared: Subject, run: Callable[[], list[Any]], checks: int | None) -> float:
-    """The largest error of what is timed, and of what else its row stands for."""
-    # So that memory which nobody writes is likely to show.
-    nonsense = jax.tree.map(_nonsense, jax.eval_shape(run))
-    del nonsense
-    outs = jax.block_until_ready(run())
-    error = compared.error(outs)
-    for _ in range(_REPEATS):
-        if error <= 1 and not same_bits(outs, run()):
-            # Sums are added in a fixed order: a race shows as other bits.
-            return math.inf
-    del outs
-    for check in compared.elsewhere[:checks]:
-        if error <= 1:
-            error = max(error, check())
-    return error
-
-
-def _nonsense(like: jax.ShapeDtypeStruct) -> jax.Array:
-    return jax.block_until_ready(jnp.full(like.shape, jnp.nan, like.dtype))
+def speeds(samples: Mapping[str, Sequence[float]]) -> Found:
+    """Time of each other way over the kernel's: within each round, then the median."""
+    ways = {"over_plain": PLAIN, "over_unpacking": UNPACKING, "over_bfloat16": BFLOAT16}
+    ratios = {
+        field: map(operator.truediv, samples[way], samples[KERNEL])
+        for field, way in ways.items()
+        if way in samples
+    }
+    return {field: statistics.median(ratios[field]) if field in ratios else None for field in ways}
 
 
 def same_bits(left: Any, right: Any) -> bool:
@@ -195,39 +228,37 @@ def subject(case: Case, backend: Backend, copies: int) -> Subject:
       backend: whose kernel it is.
       copies: of weights, or of gradients whose rows are summed.
     """
-    given = _operands(case, copies)
+    x, weights, dense_x, dense = _operands(case, copies)
     call, unpacked = case.call, dataclasses.replace(case, packed=False).call
-    kernels = _given(given.weights, backend, case)
+    kernels = _given(weights, backend, case)
 
     def way(run: Callable[..., Any], call: Call, copies: list[Any], take: Any = lambda w: w) -> Way:
         def one(x: Any, w: Any) -> jax.Array:
             return run(x[0], take(w), *x[1:], call)
 
-        return Way(one=one, x=given.x, copies=copies)
+        return Way(one=one, x=x, copies=copies)
 
-    in_bfloat16 = functools.partial(_in_bfloat16, case)
     ways = {
         KERNEL: way(_kernel_of(backend, call), call, kernels),
-        BFLOAT16: Way(one=in_bfloat16, x=given.dense_x, copies=given.dense),
+        BFLOAT16: Way(one=functools.partial(_in_bfloat16, case), x=dense_x, copies=dense),
     }
-    plain_call, laid_out = unpacked, given.weights
+    plain_call, laid_out = unpacked, weights
     if case.packed:
         run = _plain_path(unpacked).offer.run
         ways[UNPACKING] = way(run, unpacked, kernels, lambda w: w.unpack())
         # Without the kernel `pack_weights` lays out for the plain path, where that has a layout.
         packing = _plain_path(case.packing)
-        laid_out = _packed(laid_out, packing.offer.run, case)
+        laid_out = _packed(weights, packing.offer.run, case)
         if isinstance(laid_out[0], PackedMXArray):
             rhs = dataclasses.replace(unpacked.rhs, packed_by=packing.backend.name)
             plain_call = dataclasses.replace(unpacked, rhs=rhs)
     plain = _plain_path(plain_call)
     if plain.backend != backend:
         ways[PLAIN] = way(plain.offer.run, plain_call, laid_out)
+    product_error = functools.partial(_product_error, call=unpacked, bound=backend.epsilon_bound)
 
     def error(outs: list[Any]) -> float:
-        how = {"call": unpacked, "bound": backend.epsilon_bound}
-        pairs = zip(outs, given.weights, strict=True)
-        return max(float(_product_error(out, given.x, w, **how)) for out, w in pairs)
+        return max(float(product_error(out, x, w)) for out, w in zip(outs, weights, strict=True))
 
     checks = [
         functools.partial(_error_elsewhere, other, backend, sizes)
@@ -252,23 +283,14 @@ def _plain_path(call: Call) -> Choice:
         return select(call, current_target(1))
 
 
-class _Operands(NamedTuple):
-    """Operands of products, and those of XLA's own product in bfloat16.
+def _operands(
+    case: Case, copies: int, sizes: jax.Array | None = None
+) -> tuple[tuple[Any, ...], list[MXArray], tuple[Any, ...], list[jax.Array]]:
+    """What every copy meets, and the copies; then both in bfloat16, for XLA's own product.
 
-    Attributes:
-      x: what every copy meets: rows and, where they are in groups, the sizes of those.
-      weights: quantized, or gradients where rows are summed; as many as there are copies.
-      dense_x: as x.
-      dense: as weights.
+    The first is the rows and, where they are in groups, the sizes of those; copies are of quantized
+    weights, or of gradients where rows are summed.
     """
-
-    x: tuple[Any, ...]
-    weights: list[MXArray]
-    dense_x: tuple[Any, ...]
-    dense: list[jax.Array]
-
-
-def _operands(case: Case, copies: int, sizes: jax.Array | None = None) -> _Operands:
     m, n, k = case.shape
     sums, dtype = case.kind == "ragged sums", jnp.dtype(case.dtype)
     lhs, rhs = (None if name is None else block_format(name) for name in case.formats)
@@ -289,13 +311,10 @@ def _operands(case: Case, copies: int, sizes: jax.Array | None = None) -> _Opera
         x, taken = cast(rows), layout.sizes
     elif lhs is not None:
         x = jax.jit(lambda x: quantize(x, lhs))(rows)
-    in_groups, dense_x = case.groups > 0, rows.astype(jnp.bfloat16)
-    return _Operands(
-        x=(x, taken) if in_groups else (x,),
-        weights=[cast(w) for w in dense],
-        dense_x=(dense_x, sizes) if in_groups else (dense_x,),
-        dense=[w.astype(jnp.bfloat16) for w in dense],
-    )
+    dense_x, in_bfloat16 = rows.astype(jnp.bfloat16), [w.astype(jnp.bfloat16) for w in dense]
+    if case.groups:
+        return (x, taken), [cast(w) for w in dense], (dense_x, sizes), in_bfloat16
+    return (x,), [cast(w) for w in dense], (dense_x,), in_bfloat16
 
 
 def uneven(case: Case) -> jax.Array:
@@ -349,12 +368,11 @@ def _elsewhere(case: Case) -> Iterator[tuple[Case, jax.Array | None]]:
 
 def _error_elsewhere(case: Case, backend: Backend, sizes: jax.Array | None) -> float:
     """The error of a product of fresh operands."""
-    given, call = _operands(case, 1, sizes), case.call
-    (w,), run = _given(given.weights, backend, case), _kernel_of(backend, call)
-    out = jax.jit(lambda x, w: run(x[0], w, *x[1:], call))(given.x, w)
+    (x, weights, *_), call = _operands(case, 1, sizes), case.call
+    (w,), run = _given(weights, backend, case), _kernel_of(backend, call)
+    out = jax.jit(lambda x, w: run(x[0], w, *x[1:], call))(x, w)
     unpacked = dataclasses.replace(case, packed=False).call
-    how = {"call": unpacked, "bound": backend.epsilon_bound}
-    return float(_product_error(out, given.x, given.weights[0], **how))
+    return float(_product_error(out, x, weights[0], call=unpacked, bound=backend.epsilon_bound))
 
 
 @functools.partial(jax.jit, static_argnames=("call", "bound"))
@@ -385,3 +403,67 @@ def _absolute(operand: Any) -> jax.Array:
     """Magnitudes of an operand's values, in float32."""
     dense = operand.dequantize(jnp.float32) if isinstance(operand, MXArray) else operand
     return jnp.abs(dense.astype(jnp.float32))
+
+
+# Time: chains under one jit, in rounds, by the clock and by the GPU's own -------------------------
+
+
+def copies_beyond_cache(bits: float) -> int:
+    """How many copies of so many bits no GPU's cache holds together, within reason."""
+    return min(_MAX_COPIES, max(2, math.ceil(_BEYOND_CACHE * 8 / bits)))
+
+
+def microseconds(
+    runs: Mapping[str, Callable[[], Any]], seconds: float, count: int
+) -> dict[str, list[float]]:
+    """Microseconds of one of `count` products in a run, by the clock.
+
+    Rounds: each runs everything, in an order drawn anew; so a clock that falls slows all.
+
+    Args:
+      runs: by name; what a run returns is waited for.
+      seconds: to spend.
+      count: products in a run.
+    """
+    repeats = {}
+    for name, run in runs.items():
+        _seconds(run, 1)  # compiles
+        repeats[name] = max(1, round(_SAMPLE / max(_seconds(run, 1), 1e-9)))
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    order, draw = list(runs), random.Random(0)
+    started = time.perf_counter()
+    for done in range(_MAX_ROUNDS):
+        if done >= _ROUNDS and time.perf_counter() - started > seconds:
+            break
+        draw.shuffle(order)
+        for name in order:
+            took = _seconds(runs[name], repeats[name])
+            samples[name].append(1e6 * took / repeats[name] / count)
+    return samples
+
+
+def _seconds(run: Callable[[], Any], repeats: int) -> float:
+    """Of runs that are started one after the other, until the last is done."""
+    result = None
+    started = time.perf_counter()
+    for _ in range(repeats):
+        result = run()
+    jax.block_until_ready(result)
+    return time.perf_counter() - started
+
+
+def on_device(chain: Callable[..., Any], way: Way) -> float | None:
+    """Median microseconds of one copy by the GPU's own clock (CUPTI); None without it."""
+    if jax.devices()[0].platform != "gpu":
+        return None
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+
+        measured: Any = profiler.measure(chain)
+        found = [measured(way.x, way.copies)[1] for _ in range(_ROUNDS)]
+    except Exception:
+        # Not by this version of JAX, no CUPTI here, or another tool holds it.
+        return None
+    if any(one is None for one in found):
+        return None
+    return 1e3 * statistics.median(found) / len(way.copies)

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import mx_jax
 from mx_jax.backends.pallas_gpu import architecture
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import MatmulCase
@@ -47,6 +49,17 @@ def has_race(run: Callable[[], jax.Array]) -> bool:
         # What the interpreter asks for after a kernel that failed.
         gpu_callbacks.reset_gpu_interpret_mode_state()
     return False
+
+
+def lowered(
+    run: Callable[..., Any],
+    *given: Any,
+    capability: tuple[int, int] = (9, 0),
+    backends: Callable[[str], AbstractContextManager[None]] = mx_jax.prefer_backends,
+) -> str:
+    """A program for a GPU whose kernels are preferred, or the only ones."""
+    with mx_jax.testing.target("cuda", capability), backends("pallas_gpu"):
+        return jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def mostly_slow(cases: Sequence[Any], *quick: Any) -> list[Any]:

@@ -23,7 +23,6 @@ from mx_jax.backends.calls import (
     RaggedCall,
 )
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, architecture, rejections
-from mx_jax.backends.pallas_gpu.architecture import capabilities
 from mx_jax.backends.pallas_gpu.layouts import meet
 from mx_jax.backends.select import only_backend, prefer_backends, select
 from mx_jax.backends.target import Target
@@ -96,32 +95,39 @@ def with_lhs(call: Any, **changes: Any) -> Any:
 
 
 FLOAT16 = jnp.dtype("float16")
+ON_HOPPER: list[Call] = [
+    dense(rhs=MXFP8_E4M3, dtype="float16", out_dtype="float16"),
+    dense(lhs=MXFP8_E5M2, rhs=None),
+    dense(lhs=formats.MXFP6_E2M3),
+    dense(lhs=MXFP4, rhs=MXINT8),
+    dense(rhs=formats.MXFP6_E3M2),
+    dense(lhs=NVFP4, rhs=formats.NVFP4_ONE_LEVEL),
+    dense(rhs=MXFP4.with_block(48)),
+    dense(k=(3, 64), rhs_k_first=True),
+    dense(m=(0,)),
+    pack(),
+    pack(shape=(2, 96, 4, 8), blocks=((-3, 32),), num_batch=1),
+    groups(),
+    groups(lhs=MXFP8_E4M3, rhs_k_first=False, out_dtype="float16"),
+    sums(MXFP4, MXFP8_E4M3),
+    sums(None, NVFP4),
+    sums(MXFP4.with_block(WHOLE), MXFP4),
+    *(cast(format, dtype="float16") for format in formats.MX_FORMATS),
+    cast(NVFP4, shape=(7,)),
+    cast(axis=0, block_size=16, shape=(0, 3, 1)),
+    casts(-2, -1),
+]
 TAKEN: list[tuple[Call, Target]] = [
-    (dense(rhs=MXFP8_E4M3, dtype="float16", out_dtype="float16"), H200),
-    (dense(lhs=MXFP8_E5M2, rhs=None), H200),
-    (dense(lhs=formats.MXFP6_E2M3), H200),
-    (dense(lhs=MXFP4, rhs=MXINT8), H200),
-    (dense(rhs=formats.MXFP6_E3M2), H200),
-    (dense(lhs=NVFP4, rhs=formats.NVFP4_ONE_LEVEL), H200),
-    (dense(rhs=MXFP4.with_block(48)), H200),
-    (dense(k=(3, 64), rhs_k_first=True), H200),
-    (dense(m=(0,)), H200),
-    *((dense(), Target(platform="cuda", compute_capability=own)) for own in capabilities()),
-    (pack(), H200),
-    (pack(shape=(2, 96, 4, 8), blocks=((-3, 32),), num_batch=1), H200),
+    *((call, H200) for call in ON_HOPPER),
+    *(
+        (dense(), Target(platform="cuda", compute_capability=own))
+        for row in architecture.ARCHITECTURES
+        for own in row.capabilities
+    ),
     (pack(lhs_format=MXFP4), B200),
     (pack(MXINT8), B200),
-    (groups(), H200),
-    (groups(lhs=MXFP8_E4M3, rhs_k_first=False, out_dtype="float16"), H200),
     (groups(MXFP8_E5M2, lhs=MXFP8_E4M3), B200),
     (groups(NVFP4, lhs=NVFP4), B200),
-    (sums(MXFP4, MXFP8_E4M3), H200),
-    (sums(None, NVFP4), H200),
-    (sums(MXFP4.with_block(WHOLE), MXFP4), H200),
-    *((cast(format, dtype="float16"), H200) for format in formats.MX_FORMATS),
-    (cast(NVFP4, shape=(7,)), H200),
-    (cast(axis=0, block_size=16, shape=(0, 3, 1)), H200),
-    (casts(-2, -1), H200),
 ]
 
 
@@ -130,130 +136,76 @@ def test_takes(call: Call, target: Target):
     assert PALLAS_GPU.rejects(call, target) is None
 
 
-@pytest.mark.parametrize(
-    ("call", "target", "reason"),
-    [
-        (dense(), CPU, "runs on platform=cuda, got platform=cpu"),
-        (groups(), Target(platform="rocm"), "runs on platform=cuda, got platform=rocm"),
-        (
-            cast(),
-            Target(platform="cuda"),
-            f"has kernels for CUDA compute capability {KNOWN}, got N",
-        ),
-        (pack(), TURING, f"has kernels for CUDA compute capability {KNOWN}, got 7.5"),
-        (dense(rhs=None), H200, f"{NO_WEIGHTS}is in high precision; rhs is in high precision"),
-        (dense(lhs=ROWWISE, rhs=ROWWISE), H200, "is float8_rowwise_e4m3; rhs is float8_rowwise"),
-        (dense(rhs=MXFP4.with_block(8)), H200, "rhs has blocks (1, 8), not (1, a multiple of 16)"),
-        (dense(rhs=formats.MXFP4_2D), H200, "rhs has blocks (32, 32), not (1, a multiple of 16)"),
-        (dense(dtype="float32"), H200, "activations in bfloat16 or float16, got lhs in float32"),
-        (with_lhs(dense(), dtype=None), H200, "bfloat16 or float16, got lhs in None"),
-        (dense(lhs=MXFP4, rhs=None, dtype="float32"), H200, "got rhs in float32"),
-        (
-            dense(lhs=ROWWISE),
-            H200,
-            "needs values that bfloat16 holds on both sides, got lhs=float8",
-        ),
-        (dense(out_dtype="float64"), H200, "gives float32, bfloat16 or float16, got out_dtype=flo"),
-        (
-            dense(k=(2, 40)),
-            H200,
-            "whole blocks of 32, got rhs_shape=(7, 2, 40), contracting=(1, 2)",
-        ),
-        (dense(m=(2**20,), k=(2**11,)), H200, "at most 2147483647 elements, got lhs_shape=(104857"),
-        (
-            dense(n=(65535 * 64 + 1,), k=(32,)),
-            H200,
-            "at most 4194240 rows, got rhs_shape=(4194241,",
-        ),
-        (pack(formats.MXFP4_2D, blocks=((-2, 32), (-1, 32))), H200, "packs blocks along one"),
-        (pack(ROWWISE, blocks=((-1, WHOLE),)), H200, "packs blocks that end, got"),
-        (pack(blocks=((-1, 8),)), H200, "has blocks (1, 8), not (1, a multiple of 16)"),
-        (pack(blocks=((-2, 32),)), H200, "packs blocks along the last contracted axis, got"),
-        (pack(shape=(8, 96, 4), blocks=((-2, 32),)), H200, "axes before or after all kept"),
-        (pack(shape=(3, 40, 8), blocks=((-2, 32),), contracting=(0, 1)), H200, "whole blocks"),
-        (pack(shape=(0, 96)), H200, "packs weights that have elements, got shape=(0, 96)"),
-        (
-            groups(),
-            A100,
-            "rows in groups on CUDA compute capability 9.0, 10.0, 10.3, 11.0, got 8.0",
-        ),
-        (groups(), B200, f"{WHERE_FORMATS_MEET}None, rhs=mxfp4"),
-        (groups(lhs=MXFP8_E4M3), B200, f"{WHERE_FORMATS_MEET}mxfp8_e4m3, rhs=mxfp4"),
-        (with_lhs(groups(), dtype=FLOAT16), H200, "needs rows in bfloat16, got lhs in float16"),
-        (groups(None, lhs=MXFP4), H200, "groups' matrices in a block format: rhs is in high prec"),
-        (
-            groups(MXFP4.with_block(8)),
-            H200,
-            "matrices in a block format: rhs has blocks (1, 8), not",
-        ),
-        (groups(lhs=ROWWISE), H200, "bfloat16 holds on both sides, got lhs=float8_rowwise_e4m3"),
-        (
-            groups(out_dtype="float64"),
-            H200,
-            "gives float32, bfloat16 or float16, got out_dtype=flo",
-        ),
-        (
-            dataclasses.replace(groups(), rhs=dataclasses.replace(groups().rhs, scale_axes=(1,))),
-            H200,
-            "got one for each position of axes=() of lhs, axes=(1,) of rhs",
-        ),
-        (groups(rows=2**20, k=2**11), H200, "2147483647 elements, got lhs_shape=(1048576,"),
-        (
-            groups(sizes=(0,) * 2**11, k=2**13, n=2**11),
-            H200,
-            "at most 2147483647 words of codes, go",
-        ),
-        (groups(n=2**22, k=32, sizes=(1,)), H200, "at most 4194240 columns of a matrix"),
-        (
-            sums(MXFP8_E4M3, MXFP8_E4M3),
-            B200,
-            "sums over rows of groups on CUDA compute capability 9",
-        ),
-        (with_lhs(sums(None, MXFP4), dtype=FLOAT16), H200, "rows in bfloat16, got lhs in float16"),
-        (sums(MXFP4, ROWWISE), H200, "needs values that bfloat16 holds on both sides, got rhs=flo"),
-        (
-            sums(MXFP4.with_block(8), MXFP4.with_block(24)),
-            H200,
-            "multiple of 16 rows, got blocks=[8",
-        ),
-        (sums(MXFP4.with_block(WHOLE), None), H200, "groups in blocks of a multiple of 16 rows"),
-        (sums(MXFP4, MXFP4, k=2**27), H200, "at most 2147483647 elements, got lhs_shape=(32,"),
-        (
-            with_lhs(sums(MXFP4, MXFP4), scale_axes=(1,)),
-            H200,
-            "one tensor scale at most, got lhs wi",
-        ),
-        (
-            dataclasses.replace(cast(), dtype=np.dtype("float64")),
-            H200,
-            "bfloat16 or float16, got dty",
-        ),
-        (cast(rounding="stochastic"), H200, "rounds to nearest even, got rounding='stochastic'"),
-        (cast(block_size=64), H200, f"{ONE_AXIS}((-1, 64),)"),
-        (cast(formats.MXFP4_2D), H200, f"{ONE_AXIS}((-2, 32)"),
-        (cast(ROWWISE), H200, f"{ONE_AXIS}((-1, WHOLE),)"),
-        (cast(scale_rule="gaussian"), H200, "computes no scales by the rule 'gaussian'"),
-        (cast(NVFP4, scale_rule="four_over_six"), H200, "no scales by the rule 'four_over_six'"),
-        (cast(FNUZ), H200, "needs elements with a negative zero, got element=e4m3fnuz"),
-        (cast(NV_E4M3), H200, "needs elements without NaN under float scales, got element=e4m3"),
-        (
-            cast(shape=(2**16, 2**15)),
-            H200,
-            "needs at most 2147483647 elements, got shape=(65536, 3",
-        ),
-        (
-            casts(-1, -3, shape=(2, 64, 64)),
-            H200,
-            "both ways along the last two axes, got axes (-1, ",
-        ),
-        (casts(-1, -2, rounding="away"), H200, "rounds to nearest even, got rounding='away'"),
-        (
-            QuantizeBothCall(first=cast(MXFP4), second=cast(NVFP4, axis=-2)),
-            H200,
-            "casts both ways in blocks of one size, got 32 and 16",
-        ),
-    ],
-)
+REJECTED_ON_HOPPER: list[tuple[Call, str]] = [
+    (dense(rhs=None), f"{NO_WEIGHTS}is in high precision; rhs is in high precision"),
+    (dense(lhs=ROWWISE, rhs=ROWWISE), "is float8_rowwise_e4m3; rhs is float8_rowwise"),
+    (dense(rhs=FNUZ), f"{NO_WEIGHTS}is in high precision; rhs is mxfp8_e4m3"),
+    (dense(rhs=MXFP4.with_block(8)), "rhs has blocks (1, 8), not (1, a multiple of 16)"),
+    (dense(rhs=formats.MXFP4_2D), "rhs has blocks (32, 32), not (1, a multiple of 16)"),
+    (dense(dtype="float32"), "activations in bfloat16 or float16, got lhs in float32"),
+    (with_lhs(dense(), dtype=None), "bfloat16 or float16, got lhs in None"),
+    (dense(lhs=MXFP4, rhs=None, dtype="float32"), "got rhs in float32"),
+    (dense(lhs=ROWWISE), "needs values that bfloat16 holds on both sides, got lhs=float8"),
+    (dense(out_dtype="float64"), "gives float32, bfloat16 or float16, got out_dtype=flo"),
+    (dense(k=(2, 40)), "whole blocks of 32, got rhs_shape=(7, 2, 40), contracting=(1, 2)"),
+    (dense(m=(2**20,), k=(2**11,)), "at most 2147483647 elements, got lhs_shape=(104857"),
+    (dense(n=(65535 * 64 + 1,), k=(32,)), "at most 4194240 rows, got rhs_shape=(4194241,"),
+    (pack(formats.MXFP4_2D, blocks=((-2, 32), (-1, 32))), "packs blocks along one"),
+    (pack(ROWWISE, blocks=((-1, WHOLE),)), "packs blocks that end, got"),
+    (pack(blocks=((-1, 8),)), "has blocks (1, 8), not (1, a multiple of 16)"),
+    (pack(blocks=((-2, 32),)), "packs blocks along the last contracted axis, got"),
+    (pack(shape=(8, 96, 4), blocks=((-2, 32),)), "axes before or after all kept"),
+    (pack(shape=(3, 40, 8), blocks=((-2, 32),), contracting=(0, 1)), "whole blocks"),
+    (pack(shape=(0, 96)), "packs weights that have elements, got shape=(0, 96)"),
+    (with_lhs(groups(), dtype=FLOAT16), "needs rows in bfloat16, got lhs in float16"),
+    (groups(None, lhs=MXFP4), "groups' matrices in a block format: rhs is in high prec"),
+    (groups(MXFP4.with_block(8)), "matrices in a block format: rhs has blocks (1, 8), not"),
+    (groups(lhs=ROWWISE), "bfloat16 holds on both sides, got lhs=float8_rowwise_e4m3"),
+    (groups(out_dtype="float64"), "gives float32, bfloat16 or float16, got out_dtype=flo"),
+    (
+        dataclasses.replace(groups(), rhs=dataclasses.replace(groups().rhs, scale_axes=(1,))),
+        "got one for each position of axes=() of lhs, axes=(1,) of rhs",
+    ),
+    (groups(rows=2**20, k=2**11), "2147483647 elements, got lhs_shape=(1048576,"),
+    (groups(sizes=(0,) * 2**11, k=2**13, n=2**11), "at most 2147483647 words of codes, go"),
+    (groups(n=2**22, k=32, sizes=(1,)), "at most 4194240 columns of a matrix"),
+    (with_lhs(sums(None, MXFP4), dtype=FLOAT16), "rows in bfloat16, got lhs in float16"),
+    (sums(MXFP4, ROWWISE), "needs values that bfloat16 holds on both sides, got rhs=flo"),
+    (sums(MXFP4.with_block(8), MXFP4.with_block(24)), "multiple of 16 rows, got blocks=[8"),
+    (sums(MXFP4.with_block(WHOLE), None), "groups in blocks of a multiple of 16 rows"),
+    (sums(MXFP4, MXFP4, k=2**27), "at most 2147483647 elements, got lhs_shape=(32,"),
+    (with_lhs(sums(MXFP4, MXFP4), scale_axes=(1,)), "one tensor scale at most, got lhs wi"),
+    (dataclasses.replace(cast(), dtype=np.dtype("float64")), "bfloat16 or float16, got dty"),
+    (cast(rounding="stochastic"), "rounds to nearest even, got rounding='stochastic'"),
+    (cast(block_size=64), f"{ONE_AXIS}((-1, 64),)"),
+    (cast(formats.MXFP4_2D), f"{ONE_AXIS}((-2, 32)"),
+    (cast(ROWWISE), f"{ONE_AXIS}((-1, WHOLE),)"),
+    (cast(scale_rule="gaussian"), "computes no scales by the rule 'gaussian'"),
+    (cast(NVFP4, scale_rule="four_over_six"), "no scales by the rule 'four_over_six'"),
+    (cast(FNUZ), "needs elements with a negative zero, got element=e4m3fnuz"),
+    (cast(NV_E4M3), "needs elements without NaN under float scales, got element=e4m3"),
+    (cast(shape=(2**16, 2**15)), "needs at most 2147483647 elements, got shape=(65536, 3"),
+    (casts(-1, -3, shape=(2, 64, 64)), "both ways along the last two axes, got axes (-1, "),
+    (casts(-1, -2, rounding="away"), "rounds to nearest even, got rounding='away'"),
+    (
+        QuantizeBothCall(first=cast(MXFP4), second=cast(NVFP4, axis=-2)),
+        "casts both ways in blocks of one size, got 32 and 16",
+    ),
+]
+REJECTED: list[tuple[Call, Target, str]] = [
+    *((call, H200, reason) for call, reason in REJECTED_ON_HOPPER),
+    (dense(), CPU, "runs on platform=cuda, got platform=cpu"),
+    (groups(), Target(platform="rocm"), "runs on platform=cuda, got platform=rocm"),
+    (cast(), Target(platform="cuda"), f"has kernels for CUDA compute capability {KNOWN}, got N"),
+    (pack(), TURING, f"has kernels for CUDA compute capability {KNOWN}, got 7.5"),
+    (groups(), A100, "rows in groups on CUDA compute capability 9.0, 10.0, 10.3, 11.0, got 8.0"),
+    (groups(), B200, f"{WHERE_FORMATS_MEET}None, rhs=mxfp4"),
+    (groups(lhs=MXFP8_E4M3), B200, f"{WHERE_FORMATS_MEET}mxfp8_e4m3, rhs=mxfp4"),
+    (sums(MXFP8_E4M3, MXFP8_E4M3), B200, "sums over rows of groups on CUDA compute capability 9"),
+]
+
+
+@pytest.mark.parametrize(("call", "target", "reason"), REJECTED)
 def test_rejects(call: Call, target: Target, reason: str):
     found = PALLAS_GPU.rejects(call, target)
     assert found is not None and reason in found

@@ -47,10 +47,6 @@ def how() -> dict[str, Any]:
     return {"architecture": SM90, "interpret": interpreter()}
 
 
-def as_batch(w: MXArray) -> MXArray:
-    return jax.tree.map(lambda a: a[None], w)
-
-
 def case_of(rhs: BlockFormat, dtype: str = "bfloat16", **facts: Any) -> MatmulCase:
     return MatmulCase(lhs=None, rhs=rhs, dtype=dtype, **facts)
 
@@ -297,7 +293,7 @@ def hopper_product(format: BlockFormat, tiles: Tiles, out_dtype: str) -> tuple[A
     """The kernel's, as a function to be called, and the reference's."""
     case = case_of(format, m=(3,), n=(200,), k=(1000,), out_dtype=out_dtype)
     x, w = whole_numbers(np.random.default_rng(0), case)
-    packed = jax.jit(PackedWeights.of)(as_batch(w))
+    packed = jax.jit(PackedWeights.of)(jax.tree.map(lambda a: a[None], w))
     how = {"architecture": SM90, "tiles": tiles, "interpret": interpreter()}
     expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
     return lambda: products.multiply(x[None], packed, out_dtype, **how)[0], expected

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mx_jax.backends.pallas_gpu import quantize, views
+from mx_jax.backends.pallas_gpu import quantize, quantize_kernel
 from mx_jax.backends.pallas_gpu.architecture import MMA, SM80, SM90, Architecture
 from mx_jax.backends.pallas_gpu.layouts import CHUNK, ROWS, WORDS, slots_of
-from mx_jax.backends.pallas_gpu.views import Tile, View
+from mx_jax.backends.pallas_gpu.quantize_kernel import View
 from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
 from tests.backends.mosaic import needs_mosaic
 
@@ -86,17 +86,7 @@ def test_what_cp_async_copies_is_one_piece(bits: int):
     codes = (8, 4096 // decoder.group, ROWS, WORDS)
     arrays = codes, (8, 4096 // 2 // decoder.granularity, ROWS)
     for _, tiles in MMA.tiles[bits]:
-        sizes = decode.DecodingProgram(
-            decoder=decoder,
-            tiles=tiles,
-            out_dtype=jnp.dtype("float32"),
-            batch=1,
-            num_m=1,
-            num_n=8,
-            num_k=4096 // tiles.k,
-            weight_tiles=8,
-        )
-        _, *plain = sizes.blocks
+        _, *plain = decoder.blocks(tiles)
         for (block, _, transforms), shape in zip(plain, arrays, strict=True):
             assert not transforms and len(block) == len(shape)
             partial = [i for i, size in enumerate(block) if size != shape[i]]
@@ -108,34 +98,21 @@ def test_what_cp_async_copies_is_one_piece(bits: int):
 # Casts --------------------------------------------------------------------------------------------
 
 
-def tiles_of(block: int, itemsize: int) -> list[tuple[tuple[int, ...], Tile]]:
-    """Every kind of tile, on views of whole tiles, wide and narrow."""
-    line = 128 // itemsize
-    found: list[tuple[tuple[int, ...], Tile]] = [
-        (view, views._along_rows(view[0], block, itemsize))
-        for view in ((4096, block), (192, block))
-    ]
-    for down, across in ((2, 4), (4, 1)):
-        view = (down, block, across * line)
-        found.append((view, views._along_columns(view, block, itemsize)))
-        view = (down, block, across * line // block, block)
-        found.append((view, views._along_columns(view, block, itemsize)))
-    return found
-
-
-def layout_of(tile: Tile) -> Any:
-    from mx_jax.backends.pallas_gpu.quantize_kernel import _layout
-
-    return _layout(tile).to_mgpu()
-
-
 @pytest.mark.parametrize("block", quantize.BLOCKS)
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_who_holds_what(block: int, itemsize: int):
-    for view, tile in tiles_of(block, itemsize):
-        assert tile.padded(view) == view, "no padding in these"
-        elements = np.arange(np.prod(view)).reshape(view)[tuple(map(slice, tile.shape))]
-        held = of_threads(elements, layout_of(tile))
+    """Of every kind of tile, on views of whole tiles, wide and narrow."""
+    rows, columns = (-1, block), (-2, block)
+    seen = [View.of((number * block,), (rows,)) for number in (4096, 192)]
+    for down, across in ((2, 4), (4, 1)):
+        shape = down * block, across * 128 // itemsize
+        seen += [View.of(shape, (columns,)), View.of(shape, (columns, rows))]
+    for view in seen:
+        tile = view.tile(itemsize)
+        assert tile.padded(view.shape) == view.shape, "no padding in these"
+        elements = np.arange(np.prod(view.shape)).reshape(view.shape)
+        elements = elements[tuple(map(slice, tile.shape))]
+        held = of_threads(elements, quantize_kernel._layout(tile).to_mgpu())
         assert sorted(held.ravel()) == sorted(elements.ravel()), "each by one thread"
         vector = held.shape[-1]
         assert vector * itemsize == 16 and (np.diff(held) == 1).all(), "16 bytes at a time"
@@ -169,8 +146,6 @@ def test_what_is_padded(shape: tuple[int, ...], axis: int, itemsize: int, paddin
 
 def test_a_product_by_the_reciprocal_is_the_quotient():
     """What only a GPU computes, in NumPy, which keeps subnormals: every bfloat16, many scales."""
-    from mx_jax.backends.pallas_gpu import quantize_kernel
-
     x = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)
     x = x[np.isfinite(x.astype(np.float32))]
     exact = jax.jit(quantize_kernel.over_power_of_two)

@@ -16,7 +16,7 @@ from mx_jax.backends.calls import Call, MatmulCall, QuantizeBothCall, QuantizeCa
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for
 from mx_jax.backends.select import BACKENDS
 from mx_jax.backends.target import Offer
-from tests.backends.mosaic import interpreter, needs_mosaic
+from tests.backends.mosaic import interpreter, lowered, needs_mosaic
 
 # Powers of two and small integers: their sums are exact in any order.
 X = np.random.default_rng(0).integers(-2, 3, (3, 64)).astype(np.float32)
@@ -85,9 +85,7 @@ def test_gradients_are_the_references(on_h200: pytest.MonkeyPatch):
 def test_a_training_step_lowers_to_kernels(on_h200: pytest.MonkeyPatch):
     asked = watch(on_h200)
     x = jnp.asarray(X, jnp.bfloat16)
-    with mx_jax.prefer_backends("pallas_gpu"):
-        traced = jax.jit(gradients).trace(parameters(), x)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(gradients, parameters(), x)
     assert count(asked, MatmulCall) == 3
     assert (count(asked, QuantizeCall), count(asked, QuantizeBothCall)) == (4, 1)
     # Nobody wants the output itself: what is left are its two gradients, and their three casts.
@@ -116,10 +114,6 @@ def test_lowers_where_integers_have_64_bits(
     def run(x: jax.Array, w: jax.Array) -> Any:
         return mx_jax.matmul(x, w, recipe=recipe), mx_jax.quantize_both(x, "mxfp4")
 
-    with (
-        mx_jax.testing.target("cuda", capability),
-        mx_jax.prefer_backends("pallas_gpu"),
-        jax.enable_x64(True),
-    ):
-        text = jax.jit(run).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    with jax.enable_x64(True):
+        text = lowered(run, x, w, capability=capability)
     assert kernel in text and "mx_jax_quantize" in text

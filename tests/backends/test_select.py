@@ -12,7 +12,7 @@ from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall, QuantizeBothCall
 from mx_jax.backends.cudnn import CUDNN
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
-from mx_jax.backends.pallas_gpu.architecture import capabilities
+from mx_jax.backends.pallas_gpu.architecture import ARCHITECTURES
 from mx_jax.backends.pallas_gpu.rejections import rejects_machine
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import (
@@ -205,7 +205,7 @@ def test_nothing_behind_the_reference_is_asked_unless_named(num_devices: int, ta
     assert f"; pallas_gpu: {reason}" in str(error.value)
 
 
-@pytest.mark.parametrize("capability", capabilities())
+@pytest.mark.parametrize("capability", [own for row in ARCHITECTURES for own in row.capabilities])
 def test_no_gpu_kernel_is_reached_by_default(capability, table, monkeypatch: pytest.MonkeyPatch):
     """Whichever version of JAX is there."""
     table(*BACKENDS)

@@ -35,7 +35,7 @@ from mx_jax.backends.calls import QuantizeBothCall
 from mx_jax.backends.pallas_gpu import backend_for, products
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand, stored_bits, visits
-from mx_jax.backends.pallas_gpu.views import View
+from mx_jax.backends.pallas_gpu.quantize_kernel import View
 from mx_jax.testing.cases import QuantizeCase
 
 
@@ -190,9 +190,9 @@ def groups(gpu: Gpu, name: str) -> None:
 def sums(gpu: Gpu) -> None:
     """Sums over the rows of each group."""
     rows, factors = array(2 * GROUPS, dtype="int32"), array(2, dtype="float32")
-    kernel, tiles = gpu.architecture.decoding.load("group_sums"), products.sums_tiles(N, 2 * N)
+    kernel = gpu.architecture.decoding.load("group_sums")
     for out_dtype in DTYPES:
-        product = functools.partial(kernel, tiles=tiles, out_dtype=out_dtype)
+        product = functools.partial(kernel, out_dtype=out_dtype)
         compile_on(gpu, product, (array(K, N), array(K, 2 * N), rows, factors))
 
 

@@ -26,7 +26,7 @@ from benchmarks.gpu_products import (
 )
 from benchmarks.timing import Spread
 from mx_jax.backends.target import Target
-from mx_jax.measure import timing
+from mx_jax.measure import worker
 from tests.backends.mosaic import needs_mosaic, with_any_jax
 
 H200 = Target(platform="cuda", compute_capability=(9, 0))
@@ -111,7 +111,7 @@ def test_both_baselines_agree(lhs: Any):
 
 
 def run_chain(way: Way, n: int) -> Any:
-    timed = timing.Way(one=way.product, x=X, copies=way.weights(n, 64, 2))
+    timed = worker.Way(one=way.product, x=X, copies=way.weights(n, 64, 2))
     return chain_of("any", timed, 2).run()
 
 

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from mx_jax.backends import evidence
-from mx_jax.backends.evidence import Row, read, write
+from mx_jax.backends.evidence import read, write
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import BACKENDS
 from mx_jax.backends.target import Target
@@ -68,26 +68,34 @@ def run(
     return command.measure(bench(program, **facts), wanted, out, deadline, again)
 
 
-def test_a_hang_a_crash_and_a_refusal_cost_one_row_each(
+def test_a_hang_a_crash_and_what_is_wrong_cost_one_row_each(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv(evidence.VARIABLE, "shipped")
-    hangs = "if case[0] == 1: time.sleep(60)\n"
-    crashes = "if case[0] == 16: os.abort()\n"
+    program = """
+import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+if case[0] == 1: time.sleep(60)
+if case[0] == 16: os.abort()
+if case[0] == 32: x = bytearray(1 << 40)
+if case[0] == 256: print(json.dumps({'error': 7.0})); sys.exit()
+"""
+    wanted = [dataclasses.replace(CASES[0], shape=(m, 64, 64)) for m in (1, 16, 32, 256, 64)]
     started, out = time.monotonic(), tmp_path / "rows.json"
-    assert run(out, hangs + crashes + SAY_RIGHT, limit=3.0) == 0
+    assert run(out, program + SAY_RIGHT, limit=3.0, wanted=wanted) == 0
     assert time.monotonic() - started < 20
-    hung, crashed, right = rows = read(out)
+    hung, crashed, full, wrong, right = rows = read(out)
     assert hung.failed == "no answer after 3 s, it hangs?: it said nothing"
     assert crashed.failed == "the process ended by signal SIGABRT: it said nothing"
-    assert [row.switches_on for row in rows] == [False, False, True]
+    assert full.failed == "the process ended by exit status 1: MemoryError"
+    assert wrong.error == 7.0
+    assert [row.switches_on for row in rows] == [False] * 4 + [True]
     assert (right.error, right.over_plain, right.kernel) == (0.5, 2.0, "k")
     assert right.work == CASES[2].work and right.driver == MACHINE["driver"]
-    verdicts = [command.verdict(row, rows) for row in rows]
-    assert verdicts == [f"off: failed: {hung.failed}", f"off: failed: {crashed.failed}", "on"]
+    failed = [f"off: failed: {row.failed}" for row in rows[:3]]
+    assert [verdict(row, rows) for row in rows] == [*failed, "off: wrong numbers", "on"]
     text = capsys.readouterr().out
-    assert "2/3 planted: bf16 x mxfp4, 16 x 64 x 64: failed: the process ended by signal SI" in text
-    assert "Switched on by default: 1 of 3 rows of kernels." in text
+    assert "2/5 planted: bf16 x mxfp4, 16 x 64 x 64: failed: the process ended by signal SI" in text
+    assert "Switched on by default: 1 of 4 rows of kernels." in text
     assert f"Now {evidence.VARIABLE}=shipped decides instead." in text
 
 
@@ -137,7 +145,7 @@ def test_nowhere_to_write(tmp_path: Path):
 
 
 def test_every_size_of_a_kind_must_be_faster():
-    row: Row = bench("").row_of(CASES[0], RIGHT)
+    row = bench("").row_of(CASES[0], RIGHT)
     slow = dataclasses.replace(row, shape=(1, 32, 64), over_plain=0.9)
     wrong = dataclasses.replace(row, shape=(1, 32, 32), error=3.0)
     assert command.verdict(row, [row, slow]) == "off: right and faster, but not at another size"
@@ -148,7 +156,7 @@ def test_every_size_of_a_kind_must_be_faster():
 
 def test_slower_than_bfloat16_is_said():
     """Operands are quantized: the kernel is on where nothing else multiplies them as fast."""
-    row: Row = bench("").row_of(CASES[0], RIGHT | {"over_bfloat16": 0.8, "plain": "xla_scaled"})
+    row = bench("").row_of(CASES[0], RIGHT | {"over_bfloat16": 0.8, "plain": "xla_scaled"})
     assert row.switches_on and verdict(row, [row]) == "on, slower than bfloat16"
     assert str(row).endswith("the plain path's speed, slower than bfloat16 (0.8 of its speed)")
     assert best(row) == 0.8
@@ -187,20 +195,6 @@ def test_what_computes_by_default_has_rows_too(tmp_path: Path):
     assert verdict(row, [row]) == "default, slower than bfloat16"
 
 
-def test_a_worker_that_is_wrong_or_out_of_memory(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    out = tmp_path / "rows.json"
-    limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
-    full = f"{limit}if case[0] == 1: x = bytearray(1 << 40)\n"
-    wrong = "if case[0] == 16: print(json.dumps({'error': 7.0})); sys.exit()\n"
-    assert run(out, full + wrong + SAY_RIGHT) == 0
-    rows = read(out)
-    assert rows[0].failed == "the process ended by exit status 1: MemoryError"
-    assert [row.error for row in rows] == [None, 7.0, 0.5]
-    assert [verdict(row, rows) for row in rows[1:]] == ["off: wrong numbers", "on"]
-
-
 # Processes ----------------------------------------------------------------------------------------
 
 
@@ -208,7 +202,7 @@ def test_what_a_process_started_ends_with_it(tmp_path: Path):
     mark = tmp_path / "mark"
     child = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    _, why, _ = run_process([sys.executable, "-c", program], 0.7)
+    _, why, _ = run_process([sys.executable, "-c", program], "{}", 0.7)
     assert why == "no answer after 0.7 s, it hangs?"
     time.sleep(1.5)
     assert not mark.exists()
@@ -218,7 +212,7 @@ def test_a_case_ends_by_itself(monkeypatch: pytest.MonkeyPatch):
     """By the system's clock, though the command that started it has ended."""
     asked: list[int] = []
     monkeypatch.setattr(signal, "alarm", asked.append)
-    monkeypatch.setattr(worker, "answer", lambda *_, **__: 0)
+    monkeypatch.setattr(worker, "answer", lambda text: 0)
     assert main(["gpu", "--limit", "2.5", "--one", "{}"]) == 0
     assert asked == [8]
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,7 @@ from mx_jax.measure.cases import (
     one_of_each,
     rank,
 )
-from mx_jax.measure.timing import Way, copies_beyond_cache, ratios
-from mx_jax.measure.worker import subject, uneven
+from mx_jax.measure.worker import Way, copies_beyond_cache, speeds, subject, uneven
 from mx_jax.ops import ragged_product as ops
 from tests.backends.altered import altered
 from tests.backends.mosaic import interpreter, needs_mosaic, with_any_jax
@@ -148,40 +148,41 @@ def test_packed_weights_are_compared_with_unpacking():
     assert "unpacking first" in answer["microseconds"]
 
 
-def test_what_fails_says_so(monkeypatch: pytest.MonkeyPatch):
-    said: list[str] = []
+@pytest.fixture
+def answer(capsys: pytest.CaptureFixture[str]) -> Callable[[Any], dict[str, Any]]:
+    """What a process says last that is asked for a case."""
+
+    def ask(case: Case, **changes: Any) -> dict[str, Any]:
+        facts = dataclasses.asdict(dataclasses.replace(case, **changes))
+        assert worker.answer(json.dumps(facts)) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return ask
+
+
+def test_what_fails_says_so(answer: Any, monkeypatch: pytest.MonkeyPatch):
+    assert (
+        "gpu: knows no backend of this name, got backend='none'"
+        in answer(PRODUCT, backend="none")["failed"]
+    )
+    said = answer(PRODUCT, backend="pallas_gpu")["failed"]
+    assert "pallas_gpu does not take this on Target(platform='cpu'" in said
+    # What has no room in memory.
+    said = answer(PRODUCT, backend="reference", shape=(1, 2**20, 2**22))["failed"]
+    assert "Out of memory allocating" in said
 
     def refuse(case: Case, backend: Backend, copies: int) -> None:
         raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS\nmore")
 
     monkeypatch.setattr(worker, "subject", refuse)
-    case = dataclasses.replace(PRODUCT, backend="reference")
-    assert worker.answer(json.dumps(dataclasses.asdict(case)), said.append) == 0
-    answer = json.loads(said[-1])
-    assert answer["failed"] == "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS\nmore"
-    assert "in refuse" in answer["traceback"]
-    unknown = dataclasses.replace(PRODUCT, backend="none")
-    worker.answer(json.dumps(dataclasses.asdict(unknown)), said.append)
-    assert "gpu: knows no backend of this name" in json.loads(said[-1])["failed"]
-    gpu = dataclasses.replace(PRODUCT, backend="pallas_gpu")
-    monkeypatch.undo()
-    worker.answer(json.dumps(dataclasses.asdict(gpu)), said.append)
-    assert (
-        "pallas_gpu does not take this on Target(platform='cpu'" in json.loads(said[-1])["failed"]
-    )
+    found = answer(PRODUCT, backend="reference")
+    assert found["failed"] == "RuntimeError: CUDA_ERROR_ILLEGAL_ADDRESS\nmore"
+    assert "in refuse" in found["traceback"]
 
 
-def test_what_has_no_room_in_memory_says_so():
-    said: list[str] = []
-    case = dataclasses.replace(PRODUCT, backend="reference", shape=(1, 2**20, 2**22))
-    assert worker.answer(json.dumps(dataclasses.asdict(case)), said.append) == 0
-    assert "Out of memory allocating" in json.loads(said[-1])["failed"]
-
-
-def test_the_machine():
-    said: list[str] = []
-    worker.answer('"machine"', said.append)
-    assert json.loads(said[0]) == {
+def test_the_machine(capsys: pytest.CaptureFixture[str]):
+    worker.answer('"machine"')
+    assert json.loads(capsys.readouterr().out) == {
         "platform": "cpu",
         "compute_capability": None,
         "device_kind": None,
@@ -277,8 +278,9 @@ def test_a_chain_computes_each_and_lowers_one():
 
 
 def test_ratios_are_taken_within_a_round():
-    samples = {"kernel": [1.0, 10.0, 1.0], "plain": [2.0, 20.0, 4.0]}
-    assert ratios(samples, "kernel") == {"plain": 2.0}
+    samples = {"kernel": [1.0, 10.0, 1.0], "plain path": [2.0, 20.0, 4.0]}
+    found = speeds(samples)
+    assert found == {"over_plain": 2.0, "over_unpacking": None, "over_bfloat16": None}
 
 
 def test_what_fails_later_leaves_what_was_found(
@@ -290,11 +292,11 @@ def test_what_fails_later_leaves_what_was_found(
     monkeypatch.setattr(worker, "on_device", fail)
     monkeypatch.setattr(worker, "copies_beyond_cache", lambda bits: 2)
     monkeypatch.setattr(worker, "microseconds", lambda runs, *_: {key: [1.0] for key in runs})
-    monkeypatch.setattr(worker, "_backend", lambda case: PLANTED)
-    lines: list[str] = []
-    assert worker.answer(json.dumps(dataclasses.asdict(PRODUCT)), lines.append) == 1
-    assert json.loads(lines[-1])["over_plain"] == 1
-    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in capsys.readouterr().err
+    monkeypatch.setattr(worker, "known_backends", lambda: [PLANTED])
+    assert worker.answer(json.dumps(dataclasses.asdict(PRODUCT))) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out.splitlines()[-1])["over_plain"] == 1
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS" in said.err
 
 
 # Gradients of experts' matrices -------------------------------------------------------------------

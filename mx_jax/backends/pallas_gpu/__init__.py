@@ -10,15 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mx_jax.axes import Side
-from mx_jax.backends.calls import (
-    Call,
-    MatmulCall,
-    PackCall,
-    QuantizeBothCall,
-    QuantizeCall,
-    RaggedCall,
-    rejects_symbolic,
-)
+from mx_jax.backends import calls
+from mx_jax.backends.calls import Call, rejects_symbolic
 from mx_jax.backends.pallas_gpu import products, quantize, rejections
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.target import Backend, Offer, Target
@@ -36,17 +29,15 @@ def _offer(
 
     def reason(call: Any, target: Target) -> str | None:
         found = rejects_symbolic(call) or rejects(call, target)
-        return found or (None if partitioned else rejections.rejects_devices(target))
+        if found or partitioned or target.num_devices == 1:
+            return found
+        # XLA would gather a kernel's operands, and each device do all of the work.
+        return (
+            "runs on one device or below jax.shard_map: jit does not split a kernel, got "
+            f"num_devices={target.num_devices}; only_backend('pallas_gpu') insists"
+        )
 
     return Offer(inline=True, call=call, rejects=reason, run=run, lays_out=lays_out)
-
-
-def _kernel(call: Call, target: Target, architecture: Architecture | None = None) -> str:
-    """Which of the machine's kernels multiplies; the kernel that casts has no row."""
-    if not isinstance(call, MatmulCall | RaggedCall):
-        return "quantize"
-    row = architecture or architecture_of(target.compute_capability)
-    return "" if row is None else row.kernel(call.lhs.format, call.rhs.format).name
 
 
 def backend_for(architecture: Architecture | None = None, interpret: object = None) -> Backend:
@@ -56,24 +47,42 @@ def backend_for(architecture: Architecture | None = None, interpret: object = No
       architecture: the GPU, for tests; None: that of the machine it is for.
       interpret: parameters of Mosaic's interpreter, for tests on a CPU; None compiles.
     """
-    on = functools.partial(functools.partial, architecture=architecture)
-    how = functools.partial(on, interpret=interpret)
-    lays_out, in_groups = on(products.lays_out), products.lays_out_groups
+
+    def kernel(call: Call, target: Target) -> str:
+        if not isinstance(call, calls.MatmulCall | calls.RaggedCall):
+            return "quantize"
+        row = architecture or architecture_of(target.compute_capability)
+        return "" if row is None else row.kernel(call.lhs.format, call.rhs.format).name
+
+    def lays_out_groups(call: calls.RaggedCall) -> Side | None:
+        return None if call.contracts_rows or call.rhs.packed_by is not None else "rhs"
+
+    lays_out = functools.partial(products.lays_out, architecture=architecture)
+    how = functools.partial(functools.partial, architecture=architecture, interpret=interpret)
+    multiply, multiply_groups = how(products.scaled_matmul), how(products.ragged_dot)
     return Backend(
         name="pallas_gpu",
         epsilon_bound=4.0,
         table=(
-            _offer(MatmulCall, rejections.rejects, how(products.scaled_matmul), lays_out=lays_out),
+            _offer(calls.MatmulCall, rejections.rejects, multiply, lays_out=lays_out),
             _offer(
-                RaggedCall, rejections.rejects_groups, how(products.ragged_dot), lays_out=in_groups
+                calls.RaggedCall,
+                rejections.rejects_groups,
+                multiply_groups,
+                lays_out=lays_out_groups,
             ),
-            _offer(QuantizeCall, quantize.rejects, how(quantize.quantize)),
-            _offer(QuantizeBothCall, quantize.rejects, how(quantize.quantize_both)),
+            _offer(calls.QuantizeCall, quantize.rejects, how(quantize.quantize)),
+            _offer(calls.QuantizeBothCall, quantize.rejects, how(quantize.quantize)),
             # Plain JAX, for products below a shard_map too.
-            _offer(PackCall, rejections.rejects_packing, products.pack_weights, partitioned=True),
+            _offer(
+                calls.PackCall,
+                rejections.rejects_packing,
+                products.pack_weights,
+                partitioned=True,
+            ),
         ),
         source=lambda: list(Path(__file__).parent.rglob("*.py")),
-        kernel=on(_kernel),
+        kernel=kernel,
     )
 
 

@@ -91,13 +91,6 @@ def _stages(tiles: Tiles, lhs_bits: int, rhs_bits: int) -> int:
 
 # Ampere's, which also compiles for Ada and every Blackwell.
 
-
-def _possible_mma(code_bits: int, tiles: Tiles) -> bool:
-    # A row of accumulators for every 8 activations; cp.async copies at least four tiles of 8 by 64.
-    rows = tiles.m % 8 == 0 and tiles.m <= 128
-    return rows and tiles.n == 64 and tiles.m * tiles.k % (4 * 8 * 64) == 0
-
-
 _FEW_ON_AMPERE: Table = (
     (8, Tiles(m=8, n=64, k=256, splits=16)),
     (16, Tiles(m=16, n=64, splits=16)),
@@ -107,8 +100,11 @@ _FEW_ON_AMPERE: Table = (
 MMA = Kernel(
     name="mma",
     tiles={4: _FEW_ON_AMPERE, 8: _FEW_ON_AMPERE},
-    possible=_possible_mma,
-    shared_memory=lambda code_bits, tiles: _stages(tiles, 16, code_bits),
+    # A row of accumulators for every 8 activations; cp.async copies at least four tiles of 8 by 64.
+    possible=lambda bits, tiles: (
+        tiles.m in range(8, 129, 8) and tiles.n == 64 and tiles.m * tiles.k % (4 * 8 * 64) == 0
+    ),
+    shared_memory=lambda bits, tiles: _stages(tiles, 16, bits),
     resident=2,
     crossover=256,
 )
@@ -119,13 +115,6 @@ MMA = Kernel(
 
 # Mosaic keeps the phases of a pipeline's barriers in the bits of one word.
 _MAX_STAGES = 32
-
-
-def _possible_wgmma(code_bits: int, tiles: Tiles) -> bool:
-    """At most four warpgroups, and registers for them."""
-    warpgroups, rest = divmod(tiles.n, 64)
-    rows = tiles.m % 8 == 0 and tiles.m <= 128 and warpgroups * tiles.m <= 256
-    return rows and not rest and warpgroups <= 4 and tiles.stages <= _MAX_STAGES
 
 
 def _tiles_of_wgmma(few: tuple[Tiles, ...], stages: int, many: int) -> Table:
@@ -157,7 +146,13 @@ _FEW_OF_8_BITS = tuple(
 WGMMA = Kernel(
     name="wgmma",
     tiles={4: _tiles_of_wgmma(_FEW_OF_4_BITS, 6, 7), 8: _tiles_of_wgmma(_FEW_OF_8_BITS, 4, 5)},
-    possible=_possible_wgmma,
+    # At most four warpgroups, and registers for them.
+    possible=lambda bits, tiles: (
+        tiles.m in range(8, 129, 8)
+        and tiles.n in range(64, 257, 64)
+        and tiles.m * tiles.n <= 256 * 64
+        and tiles.stages <= _MAX_STAGES
+    ),
     shared_memory=lambda bits, tiles: _stages(tiles, 16, bits) + tiles.n * tiles.m * 4,
     resident=1,
     crossover=1024,
@@ -266,11 +261,6 @@ ARCHITECTURES = (SM80, SM89, SM90, SM100)
 def architecture_of(capability: Capability | None) -> Architecture | None:
     """The row that serves a compute capability."""
     return next((row for row in ARCHITECTURES if capability in row.capabilities), None)
-
-
-def capabilities() -> list[Capability]:
-    """Compute capabilities with kernels, ascending."""
-    return sorted({capability for row in ARCHITECTURES for capability in row.capabilities})
 
 
 def current_architecture() -> Architecture:

@@ -20,7 +20,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mx_jax.backends.pallas_gpu.device import Program, plgpu, transforms
+from mx_jax.backends.pallas_gpu.architecture import Tiles
+from mx_jax.backends.pallas_gpu.device import plgpu, transforms
 from mx_jax.backends.pallas_gpu.layouts import (
     CHUNK,
     ROWS,
@@ -51,7 +52,7 @@ class Decoder:
 
     @property
     def group(self) -> int:
-        """Codes of a row that `operands` decodes."""
+        """Codes of a row that are decoded together."""
         return codes_in_group(self.format.element)
 
     @property
@@ -61,29 +62,45 @@ class Decoder:
         assert isinstance(block, int)
         return granularity(block)
 
-    @property
-    def pairs(self) -> int:
-        """Words of scales of a row of a group."""
-        return self.group // (2 * self.granularity)
+    def blocks(self, tiles: Tiles) -> tuple[tuple[tuple[int, ...], Any, tuple[Any, ...]], ...]:
+        """What a step copies of activations, codes and scales: shape, dtype, transforms.
 
-    def operands(self, words: Any, scales: Any, layout: Any) -> list[Any]:
-        """A group of 64 rows as bfloat16 operands `[64, 64]`, in the order of k.
-
-        Of references to packed codes, int32 `[64, 16]`, and scales, `[pairs, 64]`. In the layout,
-        thread c has a row's columns `2 c, 2 c + 1` of each 8.
+        cp.async takes what has no tiling for one piece of memory, and says nothing if it is not:
+        codes and scales of one tile of rows are.
         """
-        # Of a row, thread c has words `4 c` to `4 c + 3`.
-        loaded = plgpu.load(words, layout=plgpu.Layout.WGMMA_8BIT, optimized=False)
-        values = self.values(loaded, layout)
-        factors = []
-        for pair in range(self.pairs):
-            both = plgpu.load(scales.at[pair], layout=layout.reduce(1), optimized=False)
-            factors += [_scale(both & 0xFFFF), _scale(_moved(both, -16))]
-        per_chunk = CHUNK // self.granularity
-        return [
-            chunk * _spread(factors[i * per_chunk : (i + 1) * per_chunk], layout)
-            for i, chunk in enumerate(values)
-        ]
+        rows, pairs = tiles.n // ROWS, tiles.k // (2 * self.granularity)
+        return (
+            ((tiles.m, tiles.k), jnp.bfloat16, transforms(CHUNK)),
+            ((rows, tiles.k // self.group, ROWS, WORDS), jnp.int32, ()),
+            ((rows, pairs, ROWS), jnp.int32, ()),
+        )
+
+    def step(
+        self, codes: Any, scales: Any, row_tile: Any, k: int, layout: Any
+    ) -> Iterator[tuple[Any, Any]]:
+        """Operands `[64, 64]` of a tile of rows, as bfloat16, each with its columns of a step.
+
+        Of references to what is copied of codes and scales. In the layout, thread c has a row's
+        columns `2 c, 2 c + 1` of each 8.
+        """
+        pairs, per_chunk = self.group // (2 * self.granularity), CHUNK // self.granularity
+        for group in range(k // self.group):
+            # Of a row, thread c has words `4 c` to `4 c + 3`.
+            words = plgpu.load(
+                codes.at[row_tile, group], layout=plgpu.Layout.WGMMA_8BIT, optimized=False
+            )
+            values = self.values(words, layout)
+            of_group, factors = scales.at[row_tile, pl.ds(group * pairs, pairs)], []
+            for pair in range(pairs):
+                both = plgpu.load(of_group.at[pair], layout=layout.reduce(1), optimized=False)
+                factors += [_scale(both & 0xFFFF), _scale(_moved(both, -16))]
+            # All of them before the first is multiplied.
+            operands = [
+                chunk * _spread(factors[i * per_chunk : (i + 1) * per_chunk], layout)
+                for i, chunk in enumerate(values)
+            ]
+            for i, operand in enumerate(operands):
+                yield operand, pl.ds(group * self.group + i * CHUNK, CHUNK)
 
     def values(self, words: Any, layout: Any) -> list[Any]:
         """The elements' own values, before scales: a list of bfloat16 `[64, 64]`."""
@@ -174,11 +191,8 @@ def _scale(half: Any) -> Any:
 
 def _spread(factors: list[Any], layout: Any) -> Any:
     """Scales of rows over the columns `[64, 64]` of an operand."""
-    columns = CHUNK // len(factors)
-    spread = [
-        plgpu.layout_cast(lax.broadcast_in_dim(f, (f.shape[0], columns), (0,)), layout)
-        for f in factors
-    ]
+    shape = ROWS, CHUNK // len(factors)
+    spread = [plgpu.layout_cast(lax.broadcast_in_dim(own, shape, (0,)), layout) for own in factors]
     return spread[0] if len(spread) == 1 else lax.concatenate(spread, 1)
 
 
@@ -212,53 +226,3 @@ def _mosaic_halves(arrays: Any, count: int, layout: Any) -> Any:
             mgpu.FragmentedArray(_registers=out.reshape(shape), _layout=target, _is_signed=None)
         )
     return tuple(operands)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodingProgram(Program):
-    """A program that multiplies by weights, each product's in `weight_tiles` tiles of 64 rows."""
-
-    decoder: Decoder
-    weight_tiles: int
-
-    @property
-    def row_tiles(self) -> int:
-        """Tiles of 64 rows of weights that a program has."""
-        return self.tiles.n // ROWS
-
-    @property
-    def blocks(self) -> tuple[tuple[tuple[int, ...], Any, tuple[Any, ...]], ...]:
-        """What a step copies of activations, codes and scales: shape, dtype, transforms.
-
-        cp.async takes what has no tiling for one piece of memory, and says nothing if it is not:
-        codes and scales of one tile of rows are.
-        """
-        tiles, decoder, rows = self.tiles, self.decoder, self.row_tiles
-        return (
-            ((tiles.m, tiles.k), jnp.bfloat16, transforms(CHUNK)),
-            ((rows, tiles.k // decoder.group, ROWS, WORDS), jnp.int32, ()),
-            ((rows, tiles.k // (2 * decoder.granularity), ROWS), jnp.int32, ()),
-        )
-
-    def weights_at(self, codes: Any, scales: Any, matrix: Any, n: Any, step: Any) -> list[Any]:
-        """A step's codes and scales of a tile along n, of one product of the batch."""
-        first = matrix * self.weight_tiles + n * self.row_tiles
-        taken = []
-        for ref, (shape, _, _) in zip((codes, scales), self.blocks[1:], strict=True):
-            rows, pieces = shape[:2]
-            taken.append(ref.at[pl.ds(first, rows), pl.ds(step * pieces, pieces)])
-        return taken
-
-    def operands(
-        self, codes_smem: Any, scales_smem: Any, row_tile: Any, layout: Any
-    ) -> Iterator[tuple[Any, Any]]:
-        """The operands `[64, 64]` of a step's tile of rows, each with its columns of the step."""
-        decoder = self.decoder
-        for group in range(self.tiles.k // decoder.group):
-            operands = decoder.operands(
-                codes_smem.at[row_tile, group],
-                scales_smem.at[row_tile, pl.ds(group * decoder.pairs, decoder.pairs)],
-                layout,
-            )
-            for chunk, operand in enumerate(operands):
-                yield operand, pl.ds(group * decoder.group + chunk * CHUNK, CHUNK)

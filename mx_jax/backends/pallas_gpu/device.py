@@ -4,6 +4,7 @@ Device code; imports Mosaic GPU, so only kernels import this file.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -60,21 +61,6 @@ def copyable(size: int, tile: int, unit: int) -> int:
     return size + -size % to
 
 
-def copyable_columns(n: int, dtype: Any) -> int:
-    """Columns of a result that is copied in swizzled tiles."""
-    return copyable(n, SWIZZLE // dtype.itemsize, _LINE // dtype.itemsize)
-
-
-def copyable_rows(n: int, dtype: Any) -> int:
-    """Columns of a result of which any row is copied by itself, `ROWS` of them at a time."""
-    return copyable(n, ROWS, _LINE // dtype.itemsize)
-
-
-def added(out: jax.Array, lead: int) -> jax.Array:
-    """`[splits * lead, ...]` summed over the splits, in a fixed order."""
-    return out if out.shape[0] == lead else out.reshape(-1, lead, *out.shape[1:]).sum(0)
-
-
 # Kernels of which one warp copies and others multiply ---------------------------------------------
 
 
@@ -105,8 +91,6 @@ class Program:
       tiles: sizes.
       out_dtype: of the result.
       batch: products, or groups.
-      num_m: tiles along m of one product, or visits.
-      num_n: tiles along n.
       num_k: steps along k, all splits together.
       in_groups: whether a list of visits says which rows are a program's own.
     """
@@ -114,12 +98,10 @@ class Program:
     tiles: Tiles
     out_dtype: jnp.dtype
     batch: int
-    num_m: int
-    num_n: int
     num_k: int
-    in_groups: bool = False
+    in_groups: bool
 
-    def launch(self) -> dict[str, Any]:
+    def launch(self, operands: tuple[jax.Array, ...]) -> dict[str, Any]:
         """Threads of a program and what they share, `out_smem` for its result among it."""
         raise NotImplementedError
 
@@ -137,64 +119,65 @@ class Program:
         return values, piece
 
     def run(
-        self, name: str, operands: tuple[Any, ...], lists: tuple[Any, ...], columns: int, how: Any
+        self, name: str, operands: tuple[Any, ...], lists: tuple[Any, ...], n: int, how: Any
     ) -> jax.Array:
-        """`[splits * batch, m, columns]`, of rows in groups `[splits, rows, columns]`.
+        """`[batch, m, n']`, of rows in groups `[1, rows, n']`; n' is n, padded to be copied.
 
         The left operand, `[batch, m, k]` or `[1, rows, k]`, comes first; `lists` are visits and
         factors `[2 * groups]` of rows in groups.
         """
-        lead, rows = operands[0].shape[:2]
-        out = jax.ShapeDtypeStruct((self.tiles.splits * lead, rows, columns), self.out_dtype)
-        visits = self.num_m if self.in_groups else self.batch * self.num_m
+        tiles, dtype, (lead, rows) = self.tiles, self.out_dtype, operands[0].shape[:2]
+        # Swizzled tiles are copied, or of rows in groups any row by itself.
+        width = ROWS if self.in_groups else SWIZZLE // dtype.itemsize
+        columns = copyable(n, width, _LINE // dtype.itemsize)
+        num_m = -(-rows // tiles.m)
+        visits = lists[0].shape[0] // FIELDS if self.in_groups else self.batch * num_m
 
         def body(*gmem: Any, **scratch: Any) -> None:
-            self._body(gmem[: len(operands)], gmem[len(operands) : -1], gmem[-1], **scratch)
+            given, out_gmem = gmem[: len(operands)], gmem[-1]
+            place = self._place(num_m, *gmem[len(operands) : -1])
+
+            def keep(sums: jax.Array, piece: Any, columns: Any) -> None:
+                for factor in place.factors:
+                    sums = sums * factor
+                if place.own is None:
+                    values, target = self.staged(sums.astype(dtype), piece)
+                    target[...] = values
+                    plgpu.commit_smem()
+                    to = out_gmem.at[place.out, pl.ds(place.row, tiles.m), columns]
+                    plgpu.copy_smem_to_gmem(piece, to)
+                else:
+                    summed = jnp.broadcast_to(place.steps > 0, sums.shape)
+                    sums = jnp.where(summed, sums, jnp.zeros_like(sums))
+                    values, target = self.staged(sums.astype(dtype), piece)
+                    plgpu.store(target, values, optimized=False)
+                    plgpu.commit_smem()
+                    copy_rows(piece, out_gmem, (place.out, place.row, columns), *place.own)
+
+            sources = functools.partial(self.sources, given, place)
+            self.multiply(place, lambda step: sources(place.begin + step), keep, **scratch)
 
         semantics = plgpu.LoweringSemantics.Warpgroup
-        return plgpu.kernel(
+        out = plgpu.kernel(
             body,
-            out_type=out,
-            grid=(self.tiles.splits, self.num_n, visits),
+            out_type=jax.ShapeDtypeStruct((tiles.splits * lead, rows, columns), dtype),
+            grid=(tiles.splits, -(-n // tiles.n), visits),
             grid_names=("split", "n", "row"),
             thread_name="warpgroup",
             compiler_params=plgpu.CompilerParams(lowering_semantics=semantics),
             kernel_name=name,
             interpret=how,
-            **self.launch(),
+            **self.launch(operands),
         )(*operands, *lists)
+        # Shares of a tile are added in a fixed order.
+        return out if tiles.splits == 1 else out.reshape(-1, lead, rows, columns).sum(0)
 
-    def _body(self, operands: Any, lists: Any, out_gmem: Any, **scratch: Any) -> None:
-        place = self._place(*lists)
-
-        def keep(sums: jax.Array, piece: Any, columns: Any) -> None:
-            for factor in place.factors:
-                sums = sums * factor
-            if place.own is None:
-                values, target = self.staged(sums.astype(self.out_dtype), piece)
-                target[...] = values
-                plgpu.commit_smem()
-                to = out_gmem.at[place.out, pl.ds(place.row, self.tiles.m), columns]
-                plgpu.copy_smem_to_gmem(piece, to)
-            else:
-                summed = jnp.broadcast_to(place.steps > 0, sums.shape)
-                sums = jnp.where(summed, sums, jnp.zeros_like(sums))
-                values, target = self.staged(sums.astype(self.out_dtype), piece)
-                plgpu.store(target, values, optimized=False)
-                plgpu.commit_smem()
-                copy_rows(piece, out_gmem, (place.out, place.row, columns), *place.own)
-
-        def sources(step: Any) -> tuple[Any, ...]:
-            return self.sources(operands, place, place.begin + step)
-
-        self.multiply(place, sources, keep, **scratch)
-
-    def _place(self, visits: Any = None, factors: Any = None) -> Place:
+    def _place(self, num_m: int, visits: Any = None, factors: Any = None) -> Place:
         split, row = lax.axis_index("split"), lax.axis_index("row")
         begin, steps = share(split, self.tiles.splits, self.num_k)
         of_k: dict[str, Any] = {"tile": row, "begin": begin, "steps": steps}
         if not self.in_groups:
-            matrix, m = (each(row, jnp.int32(self.num_m)) for each in (lax.div, lax.rem))
+            matrix, m = (each(row, jnp.int32(num_m)) for each in (lax.div, lax.rem))
             out, first = split * self.batch + matrix, m * self.tiles.m
             return Place(matrix=matrix, lead=matrix, out=out, row=first, **of_k)
         group, first, begin, end = (visits[row * FIELDS + i] for i in range(FIELDS))
@@ -211,20 +194,21 @@ class Program:
 def copy_steps(
     steps: Any,
     stages: int,
-    copies: Callable[[Any, Any], Iterable[tuple[Any, Any]]],
+    sources: Callable[[Any], Iterable[Any]],
+    targets: Iterable[Any],
     full: Any,
     empty: Any,
 ) -> None:
-    """One warp's work: each step to a stage of shared memory, once those who read it are done.
+    """One warp's work: what `sources` gives of each step, to a stage of the targets.
 
-    `copies` gives pairs of source and target of a step and a stage. They arrive at `full`; readers
-    arrive at `empty`, for which the first `stages` steps do not wait.
+    Once those who read it are done: they arrive at `empty`, for which the first `stages` steps do
+    not wait. Copies arrive at `full`.
     """
 
     def copy(i: Any, stage: Any) -> None:
         pl.when(i >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
-        for gmem, smem in copies(i, stage):
-            plgpu.copy_gmem_to_smem(gmem, smem, full.at[stage])
+        for gmem, smem in zip(sources(i), targets, strict=True):
+            plgpu.copy_gmem_to_smem(gmem, smem.at[stage], full.at[stage])
 
     staged_loop(steps, stages, copy)
 

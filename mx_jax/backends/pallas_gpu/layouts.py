@@ -144,22 +144,36 @@ class PackedWeights:
     @classmethod
     def of(cls, weights: MXArray) -> "PackedWeights":
         """Weights `[batch, n, k]`, with blocks along k and scales of one byte, laid out."""
-        format, element = weights.format, weights.format.element
-        batch, n, k = weights.shape
-        _, block = format.block
+        format, element, scale = weights.format, weights.format.element, weights.format.scale
+        (batch, n, k), (_, block) = weights.shape, format.block
         assert isinstance(block, int)
-        extra = ((0, 0), (0, -n % PAD_N), (0, -k % PAD_K))
-        padded_k = k + -k % PAD_K
-        spread = functools.partial(jnp.repeat, repeats=block // granularity(block), axis=2)
-        scales = spread(_bfloat16_bits(_with_nans(weights, block), format))
-        scales = scales[..., : padded_k // granularity(block)]
-        width = padded_k // granularity(block) - scales.shape[2]
-        scales = jnp.pad(scales, (*extra[:2], (0, width)))
-        scales = scales.reshape(batch, -1, ROWS, scales.shape[2] // 2, 2)
+        rows, columns, shared = n + -n % PAD_N, k + -k % PAD_K, granularity(block)
+        scales = weights.scales
+        if element.nan_code is not None:
+            nan = (weights.codes & (element.sign_code - 1)) > element.max_code + element.has_inf
+            nan = jnp.pad(nan, ((0, 0), (0, 0), (0, -k % block)))
+            nan = nan.reshape(batch, n, -1, block).any(-1)
+            byte = scale_codec.E8M0_NAN if scale.element is None else scale.element.nan_code
+            scales = jnp.where(nan, jnp.uint8(byte), scales)
+        # As patterns of bfloat16: exact, 2^-127 as a subnormal.
+        values = scale_codec.scale_to_float32(scales, scale)
+        halves = lax.bitcast_convert_type(values, jnp.uint16)[..., 1]
+        halves = jnp.repeat(halves, block // shared, axis=2)[..., : columns // shared]
+        missing = columns // shared - halves.shape[2]
+        halves = jnp.pad(halves, ((0, 0), (0, rows - n), (0, missing)))
+        halves = halves.reshape(batch, -1, ROWS, halves.shape[2] // 2, 2)
+        # k = (group, chunk, t, thread, lane); a thread's words hold (chunk, t) in this order.
+        size, slots = codes_in_group(element), len(slots_of(element))
+        codes = jnp.pad(weights.codes, ((0, 0), (0, rows - n), (0, columns - k)))
+        codes = codes.reshape(
+            batch, rows // ROWS, ROWS, columns // size, size // CHUNK, CHUNK // 8, 4, 2
+        )
+        codes = codes.transpose(0, 1, 3, 2, 6, 4, 5, 7)
+        codes = codes.reshape(*codes.shape[:4], WORDS, slots, 2).astype(jnp.uint16)
         tensor_scale = weights.tensor_scale
         return cls(
-            codes=words_of(_to_threads(jnp.pad(weights.codes, extra), element), element),
-            scales=lax.bitcast_convert_type(scales, jnp.int32).swapaxes(2, 3),
+            codes=words_of([codes[..., slot, :] for slot in range(slots)], element),
+            scales=lax.bitcast_convert_type(halves, jnp.int32).swapaxes(2, 3),
             scale_bytes=weights.scales,
             tensor_scale=None if tensor_scale is None else tensor_scale.reshape(()),
             shape=(batch, n, k),
@@ -194,62 +208,23 @@ class PackedWeights:
         """Contracted length, padded."""
         return self.codes.shape[2] * codes_in_group(self.format.element)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that kernels read: codes and scales."""
-        return 4 * int(np.prod(self.codes.shape) + np.prod(self.scales.shape))
-
     def unpack(self) -> MXArray:
         """The weights as an MXArray `[batch, n, k]` with blocks along k."""
-        _, n, k = self.shape
-        element = self.format.element
-        codes = _from_threads(jnp.stack(codes_of(self.codes, element), axis=-1), self.padded_k)
+        batch, n, k = self.shape
+        tiles, groups = self.codes.shape[1:3]
+        # [batch, tile, group, row, word, lane, slot], whose words and slots count (chunk, t).
+        codes = jnp.stack(codes_of(self.codes, self.format.element), axis=-1).swapaxes(5, 6)
+        codes = codes.reshape(batch, tiles, groups, ROWS, 4, -1, CHUNK // 8, 2)
+        codes = codes.transpose(0, 1, 3, 2, 5, 6, 4, 7)
         tensor_scale = self.tensor_scale
         return MXArray(
-            codes=codes[:, :n, :k],
+            codes=codes.reshape(batch, tiles * ROWS, self.padded_k)[:, :n, :k],
             scales=self.scale_bytes,
             tensor_scale=None if tensor_scale is None else tensor_scale.reshape(-1, 1, 1),
             format=self.format,
             blocks=((-1, self.format.block[1]),),
             dtype=self.dtype,
         )
-
-
-def _to_threads(codes: jax.Array, element: ElementFormat) -> list[jax.Array]:
-    """Codes `[batch, n, k]` of each slot: uint16 `[batch, tile, group, 64, word, lane]`."""
-    (batch, n, k), size, slots = codes.shape, codes_in_group(element), len(slots_of(element))
-    # k = (group, chunk, t, thread, lane); a thread's words hold (chunk, t) in this order.
-    split = codes.reshape(batch, n // ROWS, ROWS, k // size, size // CHUNK, CHUNK // 8, 4, 2)
-    split = split.transpose(0, 1, 3, 2, 6, 4, 5, 7)
-    split = split.reshape(*split.shape[:4], WORDS, slots, 2).astype(jnp.uint16)
-    return [split[..., slot, :] for slot in range(slots)]
-
-
-def _from_threads(slots: jax.Array, k: int) -> jax.Array:
-    """Codes `[batch, n, k]` of uint8 `[batch, tile, group, 64, word, lane, slot]`."""
-    batch, tiles, groups = slots.shape[:3]
-    split = slots.swapaxes(5, 6).reshape(batch, tiles, groups, ROWS, 4, -1, CHUNK // 8, 2)
-    return split.transpose(0, 1, 3, 2, 5, 6, 4, 7).reshape(batch, tiles * ROWS, k)
-
-
-def _with_nans(weights: MXArray, block: int) -> jax.Array:
-    """Scales, with NaN for every block with a code that is NaN."""
-    element = weights.format.element
-    if element.nan_code is None:
-        return weights.scales
-    half = weights.codes & (element.sign_code - 1)
-    nan = half > element.max_code + element.has_inf
-    batch, n, k = nan.shape
-    nan = jnp.pad(nan, ((0, 0), (0, 0), (0, -k % block))).reshape(batch, n, -1, block).any(-1)
-    scale = weights.format.scale
-    nan_byte = scale_codec.E8M0_NAN if scale.element is None else scale.element.nan_code
-    return jnp.where(nan, jnp.uint8(nan_byte), weights.scales)
-
-
-def _bfloat16_bits(scales: jax.Array, format: BlockFormat) -> jax.Array:
-    """Scales as patterns of bfloat16, uint16: exact, 2^-127 as a subnormal."""
-    values = scale_codec.scale_to_float32(scales, format.scale)
-    return lax.bitcast_convert_type(values, jnp.uint16)[..., 1]
 
 
 def unpack(packed: PackedMXArray) -> MXArray:
@@ -287,19 +262,13 @@ _COPIED_ROWS = 8
 
 def meet(lhs: BlockFormat | None, rhs: BlockFormat | None) -> bool:
     """Whether the tensor cores multiply operands of two formats as they are."""
-    if lhs is None or rhs is None or _kind(lhs) is None:
+    if lhs is None or rhs is None or (lhs.scale, lhs.block) != (rhs.scale, rhs.block):
         return False
-    return _kind(lhs) == _kind(rhs) and (lhs.scale, lhs.block) == (rhs.scale, rhs.block)
-
-
-def _kind(format: BlockFormat) -> int | None:
-    """Which of `KINDS` a format belongs to."""
-    kept, block = format.block
-    element, scale = known_element(format.element), known_scale(format.scale)
-    for index, (elements, scales) in enumerate(KINDS):
-        if kept == 1 and element in elements and (scale, block) in scales:
-            return index
-    return None
+    (kept, block), scale = lhs.block, known_scale(lhs.scale)
+    both = {known_element(lhs.element), known_element(rhs.element)}
+    return kept == 1 and any(
+        both.issubset(elements) and (scale, block) in scales for elements, scales in KINDS
+    )
 
 
 @functools.partial(
@@ -391,12 +360,6 @@ CHUNK_ROWS = 8
 FIELDS = 4
 
 
-def num_visits(num_rows: int, num_groups: int, tile_rows: int) -> int:
-    """The most tiles that groups of any sizes take: one for each group beyond those of all rows."""
-    chunks = -(-num_rows // CHUNK_ROWS)
-    return -(-chunks * CHUNK_ROWS // tile_rows) + min(num_groups, num_rows - 1)
-
-
 def visits(sizes: jax.Array, num_rows: int, tile_rows: int) -> jax.Array:
     """What each program reads, `[visits * FIELDS]`.
 
@@ -418,7 +381,9 @@ def visits(sizes: jax.Array, num_rows: int, tile_rows: int) -> jax.Array:
     firsts = starts // CHUNK_ROWS * CHUNK_ROWS
     tiles = jnp.where(ends > starts, -(-(ends - firsts) // tile_rows), 0)
     last = jnp.cumsum(tiles, dtype=jnp.int32)
-    visit = jnp.arange(num_visits(num_rows, sizes.shape[0], tile_rows), dtype=jnp.int32)
+    # The most tiles that groups of any sizes take: one for each beyond those of all rows.
+    of_rows = -(-(num_rows + -num_rows % CHUNK_ROWS) // tile_rows)
+    visit = jnp.arange(of_rows + min(sizes.shape[0], num_rows - 1), dtype=jnp.int32)
     group = jnp.searchsorted(last, visit, side="right", method="compare_all").astype(jnp.int32)
 
     def of(each: jax.Array) -> jax.Array:

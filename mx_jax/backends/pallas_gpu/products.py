@@ -50,35 +50,32 @@ def pack_weights(x: MXArray, call: PackCall) -> PackedMXArray:
     matrices, _ = as_matrices(x, call.weights.axes)
     ((_, block),) = call.blocks
     assert isinstance(matrices, MXArray) and isinstance(block, int)
-    format = call.format.with_block(block)
-    _, kept, k = call.weights.axes.sizes(call.weights.shape)
+    matrices = dataclasses.replace(matrices, format=call.format.with_block(block))
+    batch, kept, k = call.weights.axes.sizes(call.weights.shape)
+    if not batch:
+        arrays = PackedWeights.of(matrices)
+    else:
+        # One by one, `[*batch]` in front of every array.
+        scale = matrices.tensor_scale
+        if scale is not None:
+            scale = jnp.broadcast_to(scale, (matrices.shape[0], 1, 1))[:, None]
+        singles = dataclasses.replace(
+            matrices,
+            codes=matrices.codes[:, None],
+            scales=matrices.scales[:, None],
+            tensor_scale=scale,
+        )
+        stacked = jax.vmap(PackedWeights.of)(singles)
+        arrays = jax.tree.map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), stacked)
     return PackedMXArray(
-        arrays=_stack(dataclasses.replace(matrices, format=format), call),
+        arrays=arrays,
         layout=MATRICES,
         kept=kept,
         k=k,
         k_first=call.weights.axes.k_first,
-        format=format,
+        format=matrices.format,
         dtype=matrices.dtype,
     )
-
-
-def _stack(matrices: MXArray, call: PackCall) -> PackedWeights:
-    """Matrices `[batch, n, k]` laid out one by one, `[*batch]` in front of every array."""
-    batch, _, _ = call.weights.axes.sizes(call.weights.shape)
-    if not batch:
-        return PackedWeights.of(matrices)
-    scale = matrices.tensor_scale
-    if scale is not None:
-        scale = jnp.broadcast_to(scale, (matrices.shape[0], 1, 1))[:, None]
-    singles = dataclasses.replace(
-        matrices,
-        codes=matrices.codes[:, None],
-        scales=matrices.scales[:, None],
-        tensor_scale=scale,
-    )
-    stacked = jax.vmap(PackedWeights.of)(singles)
-    return jax.tree.map(lambda leaf: leaf.reshape(*batch, *leaf.shape[1:]), stacked)
 
 
 def scaled_matmul(
@@ -163,7 +160,12 @@ def multiply_scaled(
         elements = lax.bitcast_convert_type(packing.pack(codes, bits), lhs.format.element.dtype)
         elements = elements.reshape(1, *codes.shape)
         table = visits(group_sizes, codes.shape[0], tiles.m)
-        scales = _scales_of_visits(lhs, table, tiles.m, k // block)
+        # Tiles of the scales of each visit's rows, whosever they are.
+        first = table.reshape(-1, FIELDS)[:, 1:2]
+        rows = (first + jnp.arange(tiles.m, dtype=jnp.int32)).reshape(-1)
+        taken = jnp.take(lhs.scales, rows, axis=0, mode="clip")
+        taken = jnp.pad(taken, ((0, 0), (0, k // block - taken.shape[1])))
+        scales = lax.bitcast_convert_type(scale_tiles(taken), lhs.format.scale.dtype)
         lists = table, factors_of((lhs.tensor_scale, rhs.tensor_scale), batch)
         once, factors = dtype != jnp.float16, []
     sums = kernel.load()(
@@ -203,10 +205,19 @@ def by_weights(
         unpacked = weights if isinstance(weights, MXArray) else weights.unpack()
         unpacked = lax.optimization_barrier(without_tensor_scale(unpacked))
         values = lax.optimization_barrier(unpacked.dequantize(jnp.bfloat16))
-        out = _dequantize_dot(activations, values, weights.tensor_scale, between)
+        parts, scale, m = _bfloat16_parts(activations), weights.tensor_scale, activations.shape[1]
+        exact = parts is activations and scale is None
+        sums = lax.dot_general(
+            parts,
+            values,
+            (((2,), (2,)), ((0,), (0,))),
+            preferred_element_type=np.dtype(between) if exact else jnp.float32,
+        )
+        sums = sums.reshape(values.shape[0], -1, m, values.shape[1]).sum(1)
+        out = (sums if scale is None else sums * scale).astype(between)
     else:
         packed = PackedWeights.of(weights) if isinstance(weights, MXArray) else weights
-        out = multiply(activations, packed, between, architecture=architecture, interpret=interpret)
+        out = multiply(activations, packed, between, architecture, interpret=interpret)
     return out if factor is None else (out * factor).astype(out_dtype)
 
 
@@ -219,26 +230,14 @@ def _in_high_precision(activations: Operand) -> tuple[jax.Array, jax.Array | Non
     return values, activations.tensor_scale
 
 
-def _dequantize_dot(
-    x: jax.Array, values: jax.Array, factor: jax.Array | None, out_dtype: np.dtype
-) -> jax.Array:
-    """`x[batch, m, k]` by bfloat16 `values[batch, n, k]` and a factor, by XLA, rounded once."""
-    m, parts = x.shape[1], _bfloat16_parts(x)
-    kept = np.dtype(out_dtype) if parts is x and factor is None else jnp.float32
-    numbers = (((2,), (2,)), ((0,), (0,)))
-    sums = lax.dot_general(parts, values, numbers, preferred_element_type=kept)
-    out = sums.reshape(x.shape[0], -1, m, values.shape[1]).sum(1)
-    return (out if factor is None else out * factor).astype(out_dtype)
-
-
 def multiply(
     x: jax.Array,
     weights: PackedWeights,
     out_dtype: np.dtype,
+    architecture: Architecture,
     *,
     group_sizes: jax.Array | None = None,
     factors: jax.Array | None = None,
-    architecture: Architecture | None = None,
     tiles: Tiles | None = None,
     interpret: object = None,
 ) -> jax.Array:
@@ -248,13 +247,12 @@ def multiply(
       x: bfloat16 or float16; of rows in groups bfloat16 `[1, rows, k]`. No axis is empty.
       weights: packed; in groups their tensor scale is left out.
       out_dtype: float32, bfloat16 or float16.
+      architecture: the GPU.
       group_sizes: int32 `[g]`, which sum to at most all rows; None: no groups.
       factors: of the groups' sums, as the kernel takes them.
-      architecture: the GPU; None: that of the machine it is for.
       tiles: instead of the table's.
       interpret: parameters of Mosaic's interpreter.
     """
-    architecture = architecture or current_architecture()
     kernel, parts = architecture.decoding, _bfloat16_parts(x)
     bits = stored_bits(weights.format.element)
     (batch, m, k), n, dtype = x.shape, weights.shape[1], np.dtype(out_dtype)
@@ -320,12 +318,9 @@ def ragged_dot(
     The rows are `[p, k]`, or `[p, m]` if they are contracted; rhs has a matrix for each group,
     packed or not, or is `[p, n]`.
     """
-    how: dict[str, Any] = {
-        "architecture": architecture or current_architecture(),
-        "interpret": interpret,
-    }
+    architecture = architecture or current_architecture()
     if call.contracts_rows:
-        return _sum_groups(lhs, rhs, group_sizes, call, **how)
+        return _sum_groups(lhs, rhs, group_sizes, call, architecture, interpret)
     if 0 in (*call.lhs.shape, *call.rhs.shape):
         return jnp.zeros((call.lhs.shape[0], call.rhs.rows), call.out_dtype)
     if isinstance(rhs, PackedMXArray):
@@ -336,33 +331,17 @@ def ragged_dot(
         matrices, _ = as_matrices(dataclasses.replace(rhs, tensor_scale=None), call.rhs.axes)
         scale = rhs.tensor_scale
     assert not isinstance(matrices, jax.Array)
-    row = how["architecture"]
-    if row.kernel(call.lhs.format, call.rhs.format) is row.direct:
+    how: dict[str, Any] = {"group_sizes": group_sizes, "interpret": interpret}
+    if architecture.kernel(call.lhs.format, call.rhs.format) is architecture.direct:
         assert isinstance(lhs, MXArray)
         # What is packed is laid out to be decoded.
         unpacked = matrices if isinstance(matrices, MXArray) else matrices.unpack()
         weights = dataclasses.replace(ScaledOperand.of(unpacked), tensor_scale=scale)
-        sizes = {"group_sizes": group_sizes}
-        return multiply_scaled(lhs, weights, call.out_dtype, **sizes, **how)[0]
+        return multiply_scaled(lhs, weights, call.out_dtype, architecture, **how)[0]
     weights = PackedWeights.of(matrices) if isinstance(matrices, MXArray) else matrices
     x, factor = _in_high_precision(lhs)
     factors = factors_of((scale, factor), call.num_groups)
-    of_groups = {"group_sizes": group_sizes, "factors": factors}
-    return multiply(x[None], weights, call.out_dtype, **of_groups, **how)[0]
-
-
-def lays_out_groups(call: RaggedCall) -> Side | None:
-    """The side that `ragged_dot` lays out: the groups' matrices, unless packed before."""
-    return None if call.contracts_rows or call.rhs.packed_by is not None else "rhs"
-
-
-def _scales_of_visits(x: MXArray, table: jax.Array, tile_rows: int, columns: int) -> jax.Array:
-    """Tiles of the scales of each visit's rows, whosever they are."""
-    first = table.reshape(-1, FIELDS)[:, 1:2]
-    rows = (first + jnp.arange(tile_rows, dtype=jnp.int32)).reshape(-1)
-    taken = jnp.take(x.scales, rows, axis=0, mode="clip")
-    taken = jnp.pad(taken, ((0, 0), (0, columns - taken.shape[1])))
-    return lax.bitcast_convert_type(scale_tiles(taken), x.format.scale.dtype)
+    return multiply(x[None], weights, call.out_dtype, architecture, factors=factors, **how)[0]
 
 
 def _tiles_of_groups(
@@ -407,13 +386,7 @@ def _sum_groups(
         right,
         jnp.concatenate([starts, group_sizes]),
         jnp.ones(2, jnp.float32) if factors is None else factors,
-        tiles=sums_tiles(left.shape[1], right.shape[1]),
         out_dtype=_FLOAT32 if call.out_dtype == jnp.float16 else call.out_dtype,
         interpret=interpret,
     )
     return sums[:, :m, :n].astype(call.out_dtype)
-
-
-def sums_tiles(m: int, n: int) -> Tiles:
-    """Two operands of 128 columns and 64 rows at a step, of which four are in flight."""
-    return Tiles(m=min(m, 128), n=min(n, 128), k=64, stages=4)

@@ -11,7 +11,6 @@ from jax.custom_batching import sequential_vmap
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall
 from mx_jax.backends.pallas_gpu.architecture import Architecture, current_architecture
 from mx_jax.backends.pallas_gpu.rejections import rejects_machine
-from mx_jax.backends.pallas_gpu.views import View, padded
 from mx_jax.backends.target import Target
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
@@ -32,11 +31,16 @@ _ELEMENT_RULES = {AMAX.scales: False, AMAX_SUBNORMAL.scales: True}
 
 def rejects(call: QuantizeCall | QuantizeBothCall, target: Target) -> str | None:
     """Why the kernel does not take a call on a machine, or None."""
-    if reason := rejects_machine(target):
-        return reason
     if isinstance(call, QuantizeCall):
-        return _rejects(call)
-    return _rejects(call.first) or _rejects(call.second) or _rejects_pair(call)
+        return rejects_machine(target) or _rejects(call)
+    if reason := rejects_machine(target) or _rejects(call.first) or _rejects(call.second):
+        return reason
+    ((first, size),), ((second, other_size),) = call.first.blocks, call.second.blocks
+    if {first, second} != {-1, -2}:
+        return f"casts both ways along the last two axes, got axes {(first, second)}"
+    if size != other_size:
+        return f"casts both ways in blocks of one size, got {size} and {other_size}"
+    return None
 
 
 def _rejects(call: QuantizeCall) -> str | None:
@@ -68,56 +72,36 @@ def _rejects(call: QuantizeCall) -> str | None:
     return None
 
 
-def _rejects_pair(call: QuantizeBothCall) -> str | None:
-    ((first, size),), ((second, other_size),) = call.first.blocks, call.second.blocks
-    if {first, second} != {-1, -2}:
-        return f"casts both ways along the last two axes, got axes {(first, second)}"
-    if size != other_size:
-        return f"casts both ways in blocks of one size, got {size} and {other_size}"
-    return None
-
-
 def quantize(
     x: jax.Array,
-    random_bits: jax.Array | None,
+    random_bits: Any,
     tensor_scale: jax.Array | None,
-    call: QuantizeCall,
+    call: QuantizeCall | QuantizeBothCall,
     *,
     architecture: Architecture | None = None,
     interpret: object = None,
-) -> MXArray:
-    """x quantized along one axis, by a tensor scale that is given or computed."""
-    (out,) = _cast(x, (call,), tensor_scale, architecture, interpret)
-    return out
+) -> Any:
+    """x quantized along one axis, by a tensor scale that is given or computed.
 
-
-def quantize_both(
-    x: jax.Array,
-    random_bits: tuple[jax.Array | None, jax.Array | None],
-    tensor_scale: jax.Array | None,
-    call: QuantizeBothCall,
-    *,
-    architecture: Architecture | None = None,
-    interpret: object = None,
-) -> tuple[MXArray, MXArray]:
-    """x quantized along its last two axes, read once; see `quantize`."""
-    first, second = _cast(x, (call.first, call.second), tensor_scale, architecture, interpret)
-    return first, second
-
-
-def _cast(
-    x: jax.Array,
-    calls: tuple[QuantizeCall, ...],
-    tensor_scale: jax.Array | None,
-    architecture: Architecture | None,
-    interpret: object,
-) -> list[MXArray]:
+    Or along its last two axes, read once: a pair.
+    """
     x = lax.stop_gradient(x)
+    calls = (call,) if isinstance(call, QuantizeCall) else (call.first, call.second)
     architecture = architecture or current_architecture()
-    if len({call.format.tensor_scale for call in calls}) > 1:
+    if len({own.format.tensor_scale for own in calls}) > 1:
         # One may lift x, and the other must not.
-        return [_cast(x, (c,), tensor_scale, architecture, interpret)[0] for c in calls]
-    factors = [_tensor_scale(x, call, tensor_scale) for call in calls]
+        how: dict[str, Any] = {"architecture": architecture, "interpret": interpret}
+        return tuple(quantize(x, None, tensor_scale, own, **how) for own in calls)
+    # Where there are two, both are of the same tensor and of the same kind.
+    factors = [tensor_scale] * len(calls)
+    if calls[0].format.tensor_scale and tensor_scale is None:
+        factors = []
+        for own in calls:
+            pieces, inside = block_shapes.split(x, own.blocks)
+            magnitudes = float32.to_bits(pieces) & float32.ABS
+            amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
+            largest = own.scale_rule.largest_value(own.format)
+            factors.append(reference.tensor_scale_of(amax, largest, x.ndim))
     if factors[0] is None:
         arrays = _run(x, None, calls, architecture, interpret)
     else:
@@ -128,33 +112,21 @@ def _cast(
                 x, tensor_scale, lambda x, scale: _run(x, scale, calls, architecture, interpret)
             )
 
-        # Where there are two, both are of the same tensor.
         arrays = scaled(x, factors[0].reshape(()))
-    return [
+    found = tuple(
         MXArray(
             codes=codes,
             scales=scales,
             tensor_scale=factor,
-            format=call.format,
-            blocks=call.blocks,
-            dtype=call.dtype,
+            format=own.format,
+            blocks=own.blocks,
+            dtype=own.dtype,
         )
-        for call, factor, codes, scales in zip(
+        for own, factor, codes, scales in zip(
             calls, factors, arrays[::2], arrays[1::2], strict=True
         )
-    ]
-
-
-def _tensor_scale(
-    x: jax.Array, call: QuantizeCall, tensor_scale: jax.Array | None
-) -> jax.Array | None:
-    """The scale that is given, or computed from x by XLA; None where the format has none."""
-    if not call.format.tensor_scale or tensor_scale is not None:
-        return tensor_scale
-    pieces, inside = block_shapes.split(x, call.blocks)
-    magnitudes = float32.to_bits(pieces) & float32.ABS
-    amax = jnp.max(magnitudes, axis=inside, keepdims=True, initial=0)
-    return reference.tensor_scale_of(amax, call.scale_rule.largest_value(call.format), x.ndim)
+    )
+    return found if isinstance(call, QuantizeBothCall) else found[0]
 
 
 def _run(
@@ -169,15 +141,28 @@ def _run(
         whole = [(x.shape, block_shapes.scales_shape(x.shape, call.blocks)) for call in calls]
         return tuple(jnp.zeros(shape, jnp.uint8) for shapes in whole for shape in shapes)
     # Mosaic GPU is missing from older versions of JAX, which `rejects` keeps away from here.
-    from mx_jax.backends.pallas_gpu import quantize_kernel
+    from mx_jax.backends.pallas_gpu import quantize_kernel as kernel
 
     # The kernel's order: columns before rows.
     ordered = sorted(calls, key=lambda call: call.blocks)
-    view = View.of(x.shape, tuple(call.blocks[0] for call in ordered))
-    tile = view.tile(x.dtype.itemsize)
-    encoders = tuple(_encoder(call, architecture, interpret is not None) for call in ordered)
-    outs = quantize_kernel.quantize(
-        padded(view.into(x), tile.padded(view.shape)),
+    view = kernel.View.of(x.shape, tuple(call.blocks[0] for call in ordered))
+    tile, encoders = view.tile(x.dtype.itemsize), []
+    for call in ordered:
+        of, smallest = call.format.scale.element, 0.0
+        if of is not None:
+            subnormal = _ELEMENT_RULES[call.scale_rule.scales]
+            smallest = of.smallest_subnormal if subnormal else of.smallest_normal
+        encoders.append(
+            kernel.Encoder(
+                format=call.format,
+                threshold=call.scale_rule.kernel_threshold(call.format.element),
+                smallest_scale=smallest,
+                converts=architecture.converts_float8,
+                interpreted=interpret is not None,
+            )
+        )
+    outs = kernel.quantize(
+        kernel.padded(view.into(x), tile.padded(view.shape)),
         None if tensor_scale is None else tensor_scale.reshape(1),
         tile=tile,
         encoders=encoders,
@@ -191,20 +176,3 @@ def _run(
         for i, call in enumerate(ordered)
     }
     return tuple(array for call in calls for array in found[call])
-
-
-def _encoder(call: QuantizeCall, architecture: Architecture, interpreted: bool) -> Any:
-    from mx_jax.backends.pallas_gpu.quantize_kernel import Encoder
-
-    rule, of = call.scale_rule, call.format.scale.element
-    smallest = 0.0
-    if of is not None:
-        subnormal = _ELEMENT_RULES[rule.scales]
-        smallest = of.smallest_subnormal if subnormal else of.smallest_normal
-    return Encoder(
-        format=call.format,
-        threshold=rule.kernel_threshold(call.format.element),
-        smallest_scale=smallest,
-        converts=architecture.converts_float8,
-        interpreted=interpreted,
-    )

@@ -15,9 +15,8 @@ Device code; imports Mosaic GPU, so the adapter imports this file only when it t
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +26,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array
 
 from mx_jax.backends.pallas_gpu.device import plgpu
-from mx_jax.backends.pallas_gpu.views import Tile
 from mx_jax.codecs import float32
 from mx_jax.codecs.scale import E8M0_NAN, opaque_divide
 from mx_jax.formats import E4M3, E5M2, BlockFormat, ElementFormat
@@ -39,13 +37,23 @@ _MANTISSA_BITS = 23
 # What `cvt.rn.satfinite` writes, from compute capability 8.9 on.
 _CONVERTED = (E4M3, E5M2)
 
+Shape = tuple[int, ...]
+
+LANES = 32
+WARPS = 4
+# What a thread loads at a time, and what a warp reads of a row, where rows are longer.
+_VECTOR_BYTES = 16
+_LINE_BYTES = 128
+# Values that a thread holds of a tile of rows.
+_PER_THREAD = 32
+
 
 def quantize(
     x: jax.Array,
     tensor_scale: jax.Array | None,
     *,
-    tile: Tile,
-    encoders: tuple["Encoder", ...],
+    tile: "Tile",
+    encoders: Sequence["Encoder"],
     interpret: object = None,
 ) -> list[jax.Array]:
     """For each of the tile's axes, uint8 codes like x and uint8 scales, which lack the axis.
@@ -57,15 +65,49 @@ def quantize(
       encoders: one for each axis.
       interpret: parameters of Mosaic's interpreter, None to compile.
     """
-    shapes = []
-    for axis in tile.axes:
-        shapes += [x.shape, x.shape[:axis] + x.shape[axis + 1 :]]
-    program = QuantizeProgram(tile=tile, encoders=encoders, counts=tile.counts(x.shape))
-    operands = (x,) if tensor_scale is None else (x, tensor_scale)
+    layout, shape, count = _layout(tile), tile.shape, 2 * len(encoders)
+    tiles = [n // length for n, length in zip(x.shape, shape, strict=True)]
+
+    def body(x_gmem, *rest):
+        given, outs = rest[:-count], rest[-count:]
+        # Where this program's tile begins; the last axis runs fastest.
+        index, at = lax.axis_index("tile"), ()
+        for number, length in zip(tiles[::-1], shape[::-1], strict=True):
+            at = pl.ds(lax.rem(index, jnp.int32(number)) * length, length), *at
+            index = lax.div(index, jnp.int32(number))
+        x = plgpu.load(x_gmem.at[at], layout=layout, optimized=False)
+        for axis, encoder, codes_gmem, scales_gmem in zip(
+            tile.axes, encoders, outs[::2], outs[1::2], strict=True
+        ):
+            kept = tuple(a for a in range(len(shape)) if a != axis)
+
+            def spread(blocks: Any, kept: Any = kept) -> Any:
+                """One number a block to one an element."""
+                return plgpu.layout_cast(lax.broadcast_in_dim(blocks, shape, kept), layout)
+
+            of_tensor = given[0][0] if given else None
+            # float32 patterns of magnitudes.
+            if x.dtype == jnp.bfloat16:
+                bits = lax.bitcast_convert_type(x, jnp.int16).astype(jnp.int32) << 16
+            else:
+                bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+            amax = jnp.max(bits & jnp.int32(float32.ABS), axis=axis)
+            divide = opaque_divide if encoder.interpreted else _division(layout, shape, axis)
+            stored, factor = encoder.scales(amax, of_tensor, divide)
+            codes = encoder.codes(x, stored, factor, spread)
+            plgpu.store(codes_gmem.at[at], codes, optimized=False)
+            of_blocks = at[:axis] + at[axis + 1 :]
+            plgpu.store(scales_gmem.at[of_blocks], stored.astype(jnp.uint8), optimized=False)
+
+    of_scales = (x.shape[:axis] + x.shape[axis + 1 :] for axis in tile.axes)
     return plgpu.kernel(
-        program.body,
-        out_type=[jax.ShapeDtypeStruct(shape, jnp.uint8) for shape in shapes],
-        grid=(math.prod(program.counts),),
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct(own, jnp.uint8)
+            for scales in of_scales
+            for own in (x.shape, scales)
+        ],
+        grid=(math.prod(tiles),),
         grid_names=("tile",),
         compiler_params=plgpu.CompilerParams(
             lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -74,41 +116,7 @@ def quantize(
         ),
         kernel_name=f"mx_jax_quantize_{encoders[0].format.name}",
         interpret=interpret,
-    )(*operands)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class QuantizeProgram:
-    """What each program runs; `counts` are tiles along each axis."""
-
-    tile: Tile
-    encoders: tuple["Encoder", ...]
-    counts: tuple[int, ...]
-
-    def body(self, x_gmem, *rest):
-        """One tile: load, then quantize along each axis and store."""
-        count = 2 * len(self.encoders)
-        given, outs = rest[:-count], rest[-count:]
-        at, layout, shape = self._at(), _layout(self.tile), self.tile.shape
-        x = plgpu.load(x_gmem.at[at], layout=layout, optimized=False)
-        for i, (axis, encoder) in enumerate(zip(self.tile.axes, self.encoders, strict=True)):
-            codes_gmem, scales_gmem = outs[2 * i : 2 * i + 2]
-            tensor_scale = given[0][0] if given else None
-            amax = jnp.max(magnitudes(x), axis=axis)
-            divide = opaque_divide if encoder.interpreted else _division(layout, shape, axis)
-            stored, factor = encoder.scales(amax, tensor_scale, divide)
-            spread = functools.partial(_spread, layout=layout, shape=shape, axis=axis)
-            codes, of_blocks = encoder.codes(x, stored, factor, spread), at[:axis] + at[axis + 1 :]
-            plgpu.store(codes_gmem.at[at], codes, optimized=False)
-            plgpu.store(scales_gmem.at[of_blocks], stored.astype(jnp.uint8), optimized=False)
-
-    def _at(self) -> tuple[Any, ...]:
-        """Where this program's tile begins; the last axis runs fastest."""
-        index, at = lax.axis_index("tile"), []
-        for count, length in zip(self.counts[::-1], self.tile.shape[::-1], strict=True):
-            at.append(pl.ds(lax.rem(index, jnp.int32(count)) * length, length))
-            index = lax.div(index, jnp.int32(count))
-        return tuple(at[::-1])
+    )(x, *(() if tensor_scale is None else (tensor_scale,)))
 
 
 def _division(layout: Any, shape: tuple[int, ...], axis: int) -> Any:
@@ -128,13 +136,7 @@ def _division(layout: Any, shape: tuple[int, ...], axis: int) -> Any:
     return divided
 
 
-def _spread(blocks: Any, *, layout: Any, shape: tuple[int, ...], axis: int) -> Any:
-    """One number a block to one an element."""
-    kept = tuple(a for a in range(len(shape)) if a != axis)
-    return plgpu.layout_cast(lax.broadcast_in_dim(blocks, shape, kept), layout)
-
-
-def _layout(tile: Tile) -> Any:
+def _layout(tile: "Tile") -> Any:
     """Who holds what, in Mosaic's terms: each tiling appends its axes, the last are a vector's."""
     tiling = fragmented_array.Tiling((tile.all_warps, tile.warp, tile.lanes, tile.vector))
     rank = len(tile.shape)
@@ -148,16 +150,145 @@ def _layout(tile: Tile) -> Any:
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
 
 
+# How the kernel sees a tensor, and what one program takes of it at a time ------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What one program quantizes of a view, and how its warps, their lanes and registers share it.
+
+    Each size below divides the one before, axis by axis; the view has as many axes.
+
+    Attributes:
+      axes: along each of these a tile has one whole block.
+      shape: the tile.
+      all_warps: what four warps hold in their first registers.
+      warp: what a warp holds of that.
+      lanes: what its lanes hold in one vector each.
+      vector: what one lane loads at a time.
+    """
+
+    axes: tuple[int, ...]
+    shape: Shape
+    all_warps: Shape
+    warp: Shape
+    lanes: Shape
+    vector: Shape
+
+    def padded(self, shape: Shape) -> Shape:
+        """The smallest view of whole tiles."""
+        return tuple(n + -n % tile for n, tile in zip(shape, self.shape, strict=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class View:
+    """How the kernel sees a tensor: `[outer * length / block, block, ...]`.
+
+    Attributes:
+      original: the tensor's shape.
+      split: the same as `[outer, length]`, `[outer, length, inner]` for blocks along another axis
+        than the last, or `[outer, length, last]` for blocks along both.
+      block: elements of a block.
+      both: whether there are blocks along the last axis too.
+    """
+
+    original: tuple[int, ...]
+    split: tuple[int, ...]
+    block: int
+    both: bool = False
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], blocks: Sequence[tuple[int, Any]]) -> "View":
+        """The view for blocks along these axes, ascending."""
+        axis, block = blocks[0]
+        axis %= len(shape)
+        outer, inner = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
+        both = len(blocks) > 1
+        split = (outer, shape[axis], inner) if both or inner > 1 else (outer, shape[axis])
+        return cls(original=shape, split=split, block=block, both=both)
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """`split` in whole blocks."""
+        blocked = (1, 2) if self.both else (1,)
+        return tuple(n + -n % self.block if i in blocked else n for i, n in enumerate(self.split))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """What the kernel sees, before it is padded to whole tiles."""
+        outer, length, *inner = self.whole
+        if self.both:
+            inner = [inner[0] // self.block, self.block]
+        return (outer * (length // self.block), self.block, *inner)
+
+    def tile(self, itemsize: int) -> Tile:
+        """What one program quantizes of it."""
+        shape, block = self.shape, self.block
+        line, vector = _LINE_BYTES // itemsize, _VECTOR_BYTES // itemsize
+        if len(shape) == 2:
+            # Whole blocks one after another in memory.
+            rows, repeats = LANES * vector // block, _PER_THREAD // vector
+            while shape[0] % (WARPS * rows * repeats) and repeats > 1:
+                repeats //= 2
+            return Tile(
+                axes=(1,),
+                shape=(WARPS * rows * repeats, block),
+                all_warps=(WARPS * rows, block),
+                warp=(rows, block),
+                lanes=(rows, block),
+                vector=(1, vector),
+            )
+        # Lines of 128 bytes under each other; with blocks along rows too, those are the last axis.
+        inside = shape[3:]
+        wide = line // math.prod(inside)
+
+        def area(warps: tuple[int, int]) -> int:
+            sizes = zip((shape[0], shape[2]), (warps[0], warps[1] * wide), strict=True)
+            return math.prod(n + -n % size for n, size in sizes)
+
+        # So many warps down and across: the way that pads least, the widest of those.
+        down, across = min(((1, WARPS), (2, WARPS // 2), (WARPS, 1)), key=area)
+        all_warps = (down, block, across * wide, *inside)
+        return Tile(
+            axes=(1, 3) if inside else (1,),
+            shape=all_warps,
+            all_warps=all_warps,
+            warp=(1, block, wide, *inside),
+            lanes=(1, LANES * vector // line, wide, *inside),
+            vector=(*(1,) * (len(shape) - 1), vector),
+        )
+
+    def into(self, x: jax.Array) -> jax.Array:
+        """The tensor as the view; a copy only where its last blocks are partial."""
+        return padded(x.reshape(self.split), self.whole).reshape(self.shape)
+
+    def codes(self, codes: jax.Array) -> jax.Array:
+        """The kernel's codes in the tensor's shape."""
+        return self._cut(codes, self.shape, self.whole, self.split).reshape(self.original)
+
+    def scales(self, scales: jax.Array, index: int, shape: tuple[int, ...]) -> jax.Array:
+        """The kernel's scales along the first or second of the blocked axes, in their own shape."""
+        axis = 1 + index
+        inside = 2 * axis - 1
+        kept = self.shape[:inside] + self.shape[inside + 1 :]
+        whole, split = list(self.whole), list(self.split)
+        whole[axis] = split[axis] = whole[axis] // self.block
+        return self._cut(scales, kept, whole, split).reshape(shape)
+
+    @staticmethod
+    def _cut(x: jax.Array, kept: Sequence[int], whole: Sequence[int], split: Any) -> jax.Array:
+        """Without what whole tiles added, then without what whole blocks did."""
+        return x[tuple(map(slice, kept))].reshape(whole)[tuple(map(slice, split))]
+
+
+def padded(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """x with zeros behind, up to a shape."""
+    if x.shape == shape:
+        return x
+    return jnp.pad(x, [(0, wide - n) for n, wide in zip(x.shape, shape, strict=True)])
+
+
 # Values to codes and scales -----------------------------------------------------------------------
-
-
-def magnitudes(x: Any) -> Any:
-    """float32 patterns of |x|."""
-    if x.dtype == jnp.bfloat16:
-        bits = lax.bitcast_convert_type(x, jnp.int16).astype(jnp.int32) << 16
-    else:
-        bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
-    return bits & jnp.int32(float32.ABS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,14 +313,28 @@ class Encoder:
     def scales(
         self, amax: Any, tensor_scale: Any, divide: Callable[[Any, Any], Any]
     ) -> tuple[Any, Any]:
-        """Stored scales as int32, and what `codes` multiplies by, of blocks' largest `magnitudes`.
+        """Stored scales as int32, and what `codes` multiplies by, of patterns of the largest.
 
         `divide` is given two arrays, or an array and a scalar, and rounds once.
         """
-        if self.threshold is None:
-            return self._element_scales(amax, tensor_scale, divide)
-        stored = power_of_two_scale(amax, self.format.element, self.threshold)
-        return stored, stored if self.interpreted else reciprocal(stored)
+        if self.threshold is not None:
+            stored = power_of_two_scale(amax, self.format.element, self.threshold)
+            return stored, stored if self.interpreted else reciprocal(stored)
+        # NVFP4's own arithmetic: each step rounds in float32.
+        of = self.format.scale.element
+        assert of is not None
+        finite = amax < float32.INF
+        largest = lax.bitcast_convert_type(jnp.where(finite, amax, 0), jnp.float32)
+        scale = divide(largest, jnp.float32(self.format.element.max))
+        if tensor_scale is not None:
+            scale = divide(scale, tensor_scale)
+        known = finite & (scale == scale)
+        scale = jnp.minimum(jnp.maximum(scale, self.smallest_scale), of.max)
+        stored = jnp.where(known, halves(scale, of), self._nan_scale)
+        factor = jnp.ones_like(largest)
+        if tensor_scale is not None:
+            factor = divide(factor, tensor_scale)
+        return stored, divide(factor, _decoded(stored, of))
 
     def codes(self, x: Any, stored: Any, factor: jax.Array, spread: Callable[[Any], Any]) -> Any:
         """uint8 codes of x; blocks with a NaN or Inf get the format's NaN, or 0.
@@ -200,8 +345,12 @@ class Encoder:
           factor: what `scales` gave with them.
           spread: from one number a block to one an element.
         """
-        element = self.format.element
-        values = self._scaled(x, spread(factor))
+        element, factor = self.format.element, spread(factor)
+        if self.threshold is not None and self.interpreted:
+            # XLA on CPU flushes subnormals: exponents there are added, not multiplied.
+            values = over_power_of_two(x, factor)
+        else:
+            values = x.astype(jnp.float32) * factor
         if self.threshold is None:
             # Where a tensor scale is so small that its reciprocal is infinite, zeros become NaN.
             values = jnp.where(values == values, values, jnp.float32(0))
@@ -214,23 +363,21 @@ class Encoder:
     @property
     def _nan_scale(self) -> int:
         of = self.format.scale.element
-        if of is None:
-            return E8M0_NAN
-        assert of.nan_code is not None
-        return of.nan_code
-
-    def _scaled(self, x: Any, factor: jax.Array) -> Any:
-        """x over its scale, in float32."""
-        if self.threshold is None or not self.interpreted:
-            return x.astype(jnp.float32) * factor
-        # XLA on CPU flushes subnormals: exponents there are added, not multiplied.
-        return over_power_of_two(x, factor)
+        code = E8M0_NAN if of is None else of.nan_code
+        assert code is not None
+        return code
 
     def _rounded(self, values: jax.Array) -> Any:
         """uint8 codes, of blocks that hold no NaN."""
         element = self.format.element
         if element.kind == "int":
-            return _integers(values, element)
+            # Two's complement: the low bits of a sum whose last place is the element's quantum.
+            quantum = element.smallest_subnormal
+            lowest = -(element.max + quantum * element.negative_extra)
+            values = jnp.maximum(values, jnp.float32(lowest))
+            sums = jnp.minimum(values, jnp.float32(element.max))
+            sums += jnp.float32(1.5 * 2.0**_MANTISSA_BITS * quantum)
+            return lax.bitcast_convert_type(sums, jnp.int32).astype(jnp.uint8)
         if self.converts and known_element(element) in _CONVERTED:
             if self.interpreted:
                 # XLA's conversion does not saturate.
@@ -239,25 +386,6 @@ class Encoder:
         signs = lax.bitcast_convert_type(values, jnp.int32)
         signs = lax.shift_right_logical(signs, jnp.full_like(signs, 32 - element.bits))
         return (halves(values, element) | signs & element.sign_code).astype(jnp.uint8)
-
-    def _element_scales(
-        self, pattern: jax.Array, tensor_scale: Any, divide: Callable[[Any, Any], Any]
-    ) -> tuple[Any, Any]:
-        """Scales in an element format, by NVFP4's own arithmetic: each step rounds in float32."""
-        of = self.format.scale.element
-        assert of is not None
-        finite = pattern < float32.INF
-        amax = lax.bitcast_convert_type(jnp.where(finite, pattern, 0), jnp.float32)
-        scale = divide(amax, jnp.float32(self.format.element.max))
-        if tensor_scale is not None:
-            scale = divide(scale, tensor_scale)
-        known = finite & (scale == scale)
-        scale = jnp.minimum(jnp.maximum(scale, self.smallest_scale), of.max)
-        stored = jnp.where(known, halves(scale, of), self._nan_scale)
-        factor = jnp.ones_like(amax)
-        if tensor_scale is not None:
-            factor = divide(factor, tensor_scale)
-        return stored, divide(factor, _decoded(stored, of))
 
 
 def power_of_two_scale(pattern: jax.Array, element: ElementFormat, threshold: int) -> Any:
@@ -308,15 +436,6 @@ def halves(values: jax.Array, element: ElementFormat) -> Any:
     sums = magnitude + lax.bitcast_convert_type(large, jnp.float32)
     significand = lax.bitcast_convert_type(sums, jnp.int32) - large
     return significand + ((top - smallest) >> dropped)
-
-
-def _integers(values: jax.Array, element: ElementFormat) -> Any:
-    """Two's complement codes: the low bits of a sum whose last place is the element's quantum."""
-    quantum = element.smallest_subnormal
-    lowest = -(element.max + quantum * element.negative_extra)
-    clipped = jnp.minimum(jnp.maximum(values, jnp.float32(lowest)), jnp.float32(element.max))
-    sums = clipped + jnp.float32(1.5 * 2.0**_MANTISSA_BITS * quantum)
-    return lax.bitcast_convert_type(sums, jnp.int32).astype(jnp.uint8)
 
 
 def _decoded(codes: jax.Array, element: ElementFormat) -> Any:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from mx_jax.backends.calls import MatmulCall, OperandType, PackCall, RaggedCall
 from mx_jax.backends.pallas_gpu import architecture as gpus
-from mx_jax.backends.pallas_gpu.architecture import ARCHITECTURES, Architecture, architecture_of
+from mx_jax.backends.pallas_gpu.architecture import Architecture
 from mx_jax.backends.pallas_gpu.layouts import MIN_BLOCK, ROWS, stored_bits
 from mx_jax.backends.sums import rejects_parts_of_blocks, rejects_scale_axes
 from mx_jax.backends.target import Target
@@ -27,9 +27,9 @@ def rejects_machine(target: Target) -> str | None:
     """Why there is no kernel for a machine, or None."""
     if target.platform != "cuda":
         return f"runs on platform=cuda, got platform={target.platform}"
-    if architecture_of(target.compute_capability) is None:
-        known, got = ", ".join(map(_dotted, gpus.capabilities())), target.compute_capability
-        shown = None if got is None else _dotted(got)
+    got = target.compute_capability
+    if gpus.architecture_of(got) is None:
+        known, shown = _capabilities(lambda row: True), None if got is None else _dotted(got)
         return f"has kernels for CUDA compute capability {known}, got {shown}"
     if jax.__version_info__ < gpus.MIN_JAX:
         return f"needs jax>={_dotted(gpus.MIN_JAX)}, got jax=={_dotted(jax.__version_info__)}"
@@ -40,14 +40,13 @@ def _dotted(numbers: Iterable[int]) -> str:
     return ".".join(map(str, numbers))
 
 
-def rejects_devices(target: Target) -> str | None:
-    """Why there is no kernel for a call that `jit` may split between devices, or None."""
-    # XLA would gather a kernel's operands, and each device do all of the work.
-    if target.num_devices == 1:
-        return None
-    return (
-        "runs on one device or below jax.shard_map: jit does not split a kernel, got "
-        f"num_devices={target.num_devices}; only_backend('pallas_gpu') insists"
+def _capabilities(able: Callable[[Architecture], bool]) -> str:
+    """Compute capabilities of the rows that are able to do something."""
+    return ", ".join(
+        map(
+            _dotted,
+            sorted(own for row in gpus.ARCHITECTURES if able(row) for own in row.capabilities),
+        )
     )
 
 
@@ -56,13 +55,23 @@ def rejects_devices(target: Target) -> str | None:
 
 def rejects(call: MatmulCall, target: Target) -> str | None:
     """Why no kernel takes a call on a machine, or None."""
-    return (
-        rejects_machine(target)
-        or _rejects_result(call)
-        or rejects_scale_axes(call, batch=False)
-        or _rejects_formats(call)
-        or _rejects_sizes(call)
-    )
+    reason = rejects_machine(target) or _rejects_result(call)
+    if reason := reason or rejects_scale_axes(call, batch=False):
+        return reason
+    reasons = [rejects_weights(own.format) for _, own in call.sides]
+    if all(reasons):
+        return f"needs weights in a block format on one side: lhs {reasons[0]}; rhs {reasons[1]}"
+    side, activations = call.sides[1 if reasons[1] else 0]
+    if activations.format is None and activations.dtype not in _ACTIVATIONS:
+        return f"needs activations in bfloat16 or float16, got {side} in {activations.dtype}"
+    if reason := _rejects_values(side, activations):
+        return reason
+    for side, own in call.sides:
+        if reason := _rejects_elements(side, own):
+            return reason
+        if own.rows > _MAX_ROWS:
+            return f"needs at most {_MAX_ROWS} rows, got {side}_shape={own.shape}"
+    return rejects_parts_of_blocks(call)
 
 
 def _rejects_result(call: MatmulCall | RaggedCall) -> str | None:
@@ -71,19 +80,15 @@ def _rejects_result(call: MatmulCall | RaggedCall) -> str | None:
     return None
 
 
-def _rejects_formats(call: MatmulCall) -> str | None:
-    reasons = [rejects_weights(own.format) for _, own in call.sides]
-    if all(reasons):
-        return f"needs weights in a block format on one side: lhs {reasons[0]}; rhs {reasons[1]}"
-    side, activations = call.sides[1 if reasons[1] else 0]
-    if activations.format is None and activations.dtype not in _ACTIVATIONS:
-        return f"needs activations in bfloat16 or float16, got {side} in {activations.dtype}"
-    return _rejects_values(side, activations)
-
-
 def _rejects_values(side: str, own: OperandType) -> str | None:
     if own.format is not None and not fits_bfloat16(own.format):
         return f"needs values that bfloat16 holds on both sides, got {side}={own.format.name}"
+    return None
+
+
+def _rejects_elements(side: str, own: OperandType) -> str | None:
+    if math.prod(own.shape) > _MAX_ELEMENTS:
+        return f"needs at most {_MAX_ELEMENTS} elements, got {side}_shape={own.shape}"
     return None
 
 
@@ -101,43 +106,20 @@ def rejects_weights(format: BlockFormat | None) -> str | None:
 
 def fits_bfloat16(format: BlockFormat) -> bool:
     """Whether each element times its block's scale is a bfloat16, exponent aside."""
-    element, scale = format.element, format.scale
-    if (
-        not format.is_known
-        or scale.is_float32
-        or (element.kind == "float" and not element.has_negative_zero)
-    ):
-        return False
-    in_scale = 0 if scale.element is None else scale.element.mantissa_bits + 1
-    return element.mantissa_bits + 1 + in_scale <= _SIGNIFICANT
-
-
-def _rejects_sizes(call: MatmulCall) -> str | None:
-    for side, own in call.sides:
-        if reason := _rejects_elements(side, own):
-            return reason
-        if own.rows > _MAX_ROWS:
-            return f"needs at most {_MAX_ROWS} rows, got {side}_shape={own.shape}"
-    return rejects_parts_of_blocks(call)
-
-
-def _rejects_elements(side: str, own: OperandType) -> str | None:
-    if math.prod(own.shape) > _MAX_ELEMENTS:
-        return f"needs at most {_MAX_ELEMENTS} elements, got {side}_shape={own.shape}"
-    return None
+    element, bits = format.element, format.significand_bits
+    signed = element.kind != "float" or element.has_negative_zero
+    return format.is_known and signed and bits is not None and bits <= _SIGNIFICANT
 
 
 def rejects_packing(call: PackCall, target: Target) -> str | None:
     """Why weights are not packed for a machine, or None."""
-    reason = rejects_machine(target)
-    reason = reason or call.rejects_layout() or rejects_scale_axes(call, batch=False)
-    if reason is not None:
+    reason = rejects_machine(target) or call.rejects_layout()
+    if reason := reason or rejects_scale_axes(call, batch=False):
         return reason
     ((_, block),) = call.blocks
     if not isinstance(block, int):
         return f"packs blocks that end, got blocks={call.blocks}"
-    reason = rejects_weights(call.format.with_block(block))
-    if reason is not None:
+    if reason := rejects_weights(call.format.with_block(block)):
         return f"packs weights in a block format: this {reason}"
     if 0 in call.weights.shape:
         return f"packs weights that have elements, got shape={call.weights.shape}"
@@ -149,39 +131,28 @@ def rejects_packing(call: PackCall, target: Target) -> str | None:
 
 def rejects_groups(call: RaggedCall, target: Target) -> str | None:
     """Why no kernel takes a product of rows in groups on a machine, or None."""
-    return (
-        rejects_machine(target)
-        or _rejects_kernel(call, target)
-        or _rejects_result(call)
-        or (_rejects_sums(call) if call.contracts_rows else _rejects_operands(call))
-    )
-
-
-def _rejects_kernel(call: RaggedCall, target: Target) -> str | None:
-    row, lhs, rhs = architecture_of(target.compute_capability), call.lhs.format, call.rhs.format
+    if reason := rejects_machine(target):
+        return reason
+    row, got = gpus.architecture_of(target.compute_capability), target.compute_capability or ()
     assert row is not None
-    got = _dotted(target.compute_capability or ())
     if not _takes_groups(row):
         known = _capabilities(_takes_groups)
-        return f"multiplies rows in groups on CUDA compute capability {known}, got {got}"
+        return f"multiplies rows in groups on CUDA compute capability {known}, got {_dotted(got)}"
     if call.contracts_rows and not row.decoding.sums_groups:
         known = _capabilities(lambda row: row.decoding.sums_groups)
-        return f"sums over rows of groups on CUDA compute capability {known}, got {got}"
-    if not call.contracts_rows and not row.kernel(lhs, rhs).groups:
-        names = (None if format is None else format.name for format in (lhs, rhs))
+        return f"sums over rows of groups on CUDA compute capability {known}, got {_dotted(got)}"
+    if not call.contracts_rows and not row.kernel(call.lhs.format, call.rhs.format).groups:
+        lhs, rhs = (own.format and own.format.name for own in (call.lhs, call.rhs))
         return (
-            f"multiplies rows in groups on CUDA compute capability {got} where formats meet, got "
-            "lhs={}, rhs={}".format(*names)
+            f"multiplies rows in groups on CUDA compute capability {_dotted(got)} where formats "
+            f"meet, got lhs={lhs}, rhs={rhs}"
         )
-    return None
+    reason = _rejects_result(call)
+    return reason or (_rejects_sums(call) if call.contracts_rows else _rejects_operands(call))
 
 
 def _takes_groups(row: Architecture) -> bool:
     return row.decoding.groups or (row.direct is not None and row.direct.groups)
-
-
-def _capabilities(able: Callable[[Architecture], bool]) -> str:
-    return ", ".join(_dotted(own) for row in ARCHITECTURES if able(row) for own in row.capabilities)
 
 
 def _rejects_sums(call: RaggedCall) -> str | None:

@@ -20,15 +20,12 @@ from mx_jax.backends.pallas_gpu.device import (
     SWIZZLE,
     Place,
     Program,
-    added,
     copy_steps,
-    copyable_columns,
-    copyable_rows,
     plgpu,
     staged_loop,
     transforms,
 )
-from mx_jax.backends.pallas_gpu.layouts import FIELDS, SCALE_COLUMNS, SCALE_ROWS
+from mx_jax.backends.pallas_gpu.layouts import SCALE_COLUMNS, SCALE_ROWS
 
 # Codes and scales of both operands.
 _COPIES = 4
@@ -67,39 +64,26 @@ def multiply(
       interpret: parameters of Mosaic's interpreter, None to compile.
     """
     batch, _, k = rhs.shape
-    dtype = jnp.dtype(out_dtype)
-    columns = copyable_columns(n, dtype) if visits is None else copyable_rows(n, dtype)
     program = Tcgen05Program(
         block=block,
         tiles=tiles,
-        out_dtype=dtype,
+        out_dtype=jnp.dtype(out_dtype),
         batch=batch,
-        num_m=-(-lhs.shape[1] // tiles.m) if visits is None else visits.shape[0] // FIELDS,
-        num_n=-(-n // tiles.n),
         num_k=k // tiles.k,
         in_groups=visits is not None,
-        dtypes=(lhs.dtype, rhs.dtype, lhs_scales.dtype, rhs_scales.dtype),
-        rhs_scale_tiles=rhs_scales.shape[0] // batch,
         interpreted=interpret is not None,
     )
     grouped = "" if visits is None else "grouped_"
     name = f"mx_jax_{grouped}tcgen05_{lhs.dtype}_{rhs.dtype}_{block}"
     lists = tuple(each for each in (visits, factors) if each is not None)
-    out = program.run(name, (lhs, rhs, lhs_scales, rhs_scales), lists, columns, interpret)
-    return added(out, lhs.shape[0])[..., :n]
+    return program.run(name, (lhs, rhs, lhs_scales, rhs_scales), lists, n, interpret)[..., :n]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tcgen05Program(Program):
-    """A warpgroup that copies and multiplies, and one that writes the sums.
-
-    `dtypes` are those of both operands' codes, then of their scales; `rhs_scale_tiles` how many
-    tiles of 128 rows one matrix's scales lie in.
-    """
+    """A warpgroup that copies and multiplies, and one that writes the sums."""
 
     block: int
-    dtypes: tuple[Any, ...]
-    rhs_scale_tiles: int
     interpreted: bool
 
     @property
@@ -112,9 +96,9 @@ class Tcgen05Program(Program):
         """Tiles of scales along one step of k."""
         return self.tiles.k // (self.block * SCALE_COLUMNS)
 
-    def launch(self) -> dict[str, Any]:
+    def launch(self, operands: tuple[jax.Array, ...]) -> dict[str, Any]:
         """Shared memory, tensor memory, barriers."""
-        tiles, stages, dtypes = self.tiles, self.tiles.stages, self.dtypes
+        tiles, stages, dtypes = self.tiles, self.tiles.stages, [x.dtype for x in operands]
         sides = (tiles.m, dtypes[0], dtypes[2]), (tiles.n, dtypes[1], dtypes[3])
         # Pieces of the result are copied as a whole, or any row by itself.
         how = _tiles_of(self.out_dtype)
@@ -152,7 +136,7 @@ class Tcgen05Program(Program):
         tiles, n, count = self.tiles, lax.axis_index("n"), self.tiles.n // SCALE_ROWS
         along_k = pl.ds(step * tiles.k, tiles.k)
         scales_along_k = pl.ds(step * self.scale_tiles, self.scale_tiles)
-        first = place.matrix * self.rhs_scale_tiles + n * count
+        first = place.matrix * (rhs_scales.shape[0] // self.batch) + n * count
         return (
             lhs.at[place.lead, pl.ds(place.row, tiles.m), along_k],
             rhs.at[place.matrix, pl.ds(n * tiles.n, tiles.n), along_k],
@@ -173,17 +157,27 @@ class Tcgen05Program(Program):
         done: Any,
         acc: Any,
         out_smem: Any,
-        **memory: Any,
+        tensor_scales: tuple[Any, ...],
+        values: tuple[Any, ...] | None = None,
     ) -> None:
         """One warp copies, one starts products, a warpgroup writes their sums."""
         tiles, warpgroup = self.tiles, lax.axis_index("warpgroup")
 
-        def copies(i: Any, stage: Any) -> Any:
-            return zip(sources(i), (ref.at[stage] for ref in (*codes, *scales)), strict=True)
-
         def multiply(i: Any, stage: Any) -> None:
             plgpu.barrier_wait(full.at[stage])
-            self._step(acc, i > 0, stage, codes, scales, empty, **memory)
+            lhs, rhs = (ref.at[stage] for ref in codes)
+            scaled = {}
+            if values is not None:
+                lhs, rhs = (
+                    scaled_values(ref, scale.at[stage], value.at[stage], self.block)
+                    for ref, scale, value in zip((lhs, rhs), scales, values, strict=True)
+                )
+            else:
+                for source, target in zip(scales, tensor_scales, strict=True):
+                    plgpu.async_copy_scales_to_tmem(source.at[stage], target)
+                scaled = {"a_scale": tensor_scales[0], "b_scale": tensor_scales[1]}
+            # The tensor cores free the stage when they have read it.
+            plgpu.tcgen05_mma(acc, lhs, rhs.T, empty.at[stage], accumulate=i > 0, **scaled)
 
         @pl.when(warpgroup == 0)
         def _():
@@ -191,7 +185,7 @@ class Tcgen05Program(Program):
             def _(warp):
                 @pl.when(warp == 0)
                 def _():
-                    copy_steps(place.steps, tiles.stages, copies, full, empty)
+                    copy_steps(place.steps, tiles.stages, sources, (*codes, *scales), full, empty)
 
                 @pl.when(warp == 1)
                 def _():
@@ -208,23 +202,6 @@ class Tcgen05Program(Program):
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             plgpu.wait_load_tmem()
             plgpu.wait_smem_to_gmem(0)
-
-    def _step(
-        self, acc, accumulate, stage, codes, scales, empty, *, tensor_scales, values=None
-    ) -> None:
-        """Start a step's products; the tensor cores free its stage when they have read it."""
-        lhs, rhs = (ref.at[stage] for ref in codes)
-        if values is not None:
-            lhs, rhs = (
-                scaled_values(ref, scale.at[stage], value.at[stage], self.block)
-                for ref, scale, value in zip((lhs, rhs), scales, values, strict=True)
-            )
-            scaled = {}
-        else:
-            for source, target in zip(scales, tensor_scales, strict=True):
-                plgpu.async_copy_scales_to_tmem(source.at[stage], target)
-            scaled = {"a_scale": tensor_scales[0], "b_scale": tensor_scales[1]}
-        plgpu.tcgen05_mma(acc, lhs, rhs.T, empty.at[stage], accumulate=accumulate, **scaled)
 
 
 def scaled_values(codes: jax.Array, scales: Any, values: Any, block: int) -> Any:

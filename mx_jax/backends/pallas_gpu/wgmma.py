@@ -7,6 +7,7 @@ decode them to bfloat16 and multiply, 64 rows of weights each.
 Device code; imports Mosaic GPU, so the adapter imports this file only when it takes a call.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -16,20 +17,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mx_jax.backends.pallas_gpu.architecture import Tiles
-from mx_jax.backends.pallas_gpu.decode import Decoder, DecodingProgram
+from mx_jax.backends.pallas_gpu.decode import Decoder
 from mx_jax.backends.pallas_gpu.device import (
     SWIZZLE,
     Place,
-    added,
+    Program,
     copy_steps,
     copyable,
-    copyable_columns,
-    copyable_rows,
     plgpu,
     staged_loop,
     transforms,
 )
-from mx_jax.backends.pallas_gpu.layouts import CHUNK, CHUNK_ROWS, FIELDS, ROWS
+from mx_jax.backends.pallas_gpu.layouts import CHUNK, CHUNK_ROWS, ROWS
 from mx_jax.formats import BlockFormat
 
 # Activations, codes and scales.
@@ -82,32 +81,40 @@ def multiply(
       out_dtype: bfloat16 or float32; float32 where programs share tiles.
       interpret: parameters of Mosaic's interpreter, None to compile.
     """
-    (lead, m, k), dtype, in_groups = x.shape, jnp.dtype(out_dtype), visits is not None
-    rows = copyable(m, CHUNK_ROWS, CHUNK_ROWS if in_groups else 1)
+    _, m, k = x.shape
+    rows = copyable(m, CHUNK_ROWS, 1 if visits is None else CHUNK_ROWS)
     x = jnp.pad(x, ((0, 0), (0, rows - m), (0, copyable(k, CHUNK, 8) - k)))
     program = WgmmaProgram(
         decoder=Decoder(format=format, interpreted=interpret is not None),
         tiles=tiles,
-        out_dtype=dtype,
+        out_dtype=jnp.dtype(out_dtype),
         batch=codes.shape[0],
-        num_m=-(-m // tiles.m) if visits is None else visits.shape[0] // FIELDS,
-        num_n=-(-n // tiles.n),
         num_k=-(-k // tiles.k),
-        in_groups=in_groups,
+        in_groups=visits is not None,
         weight_tiles=codes.shape[1],
     )
-    columns = copyable_rows(n, dtype) if in_groups else copyable_columns(n, dtype)
     operands = (x, codes.reshape(-1, *codes.shape[2:]), scales.reshape(-1, *scales.shape[2:]))
     lists = tuple(each for each in (visits, factors) if each is not None)
-    name = f"mx_jax_{'grouped_' * in_groups}wgmma_{format.name}"
-    out = program.run(name, operands, lists, columns, interpret)
-    return added(out, lead)[:, :m, :n]
+    name = f"mx_jax_{'' if visits is None else 'grouped_'}wgmma_{format.name}"
+    return program.run(name, operands, lists, n, interpret)[:, :m, :n]
 
 
-class WgmmaProgram(DecodingProgram):
-    """Warpgroups that decode and multiply 64 rows of weights each, and one that copies."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WgmmaProgram(Program):
+    """Warpgroups that decode and multiply 64 rows of weights each, and one that copies.
 
-    def launch(self) -> dict[str, Any]:
+    A matrix of weights has `weight_tiles` tiles of 64 rows.
+    """
+
+    decoder: Decoder
+    weight_tiles: int
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of 64 rows of weights, and warpgroups that multiply them."""
+        return self.tiles.n // ROWS
+
+    def launch(self, operands: tuple[jax.Array, ...]) -> dict[str, Any]:
         """Stages, barriers, the result of each warpgroup, a stand-in's operand."""
         stages, shape = self.tiles.stages, (self.row_tiles, self.tiles.m, ROWS)
         # Whole tiles are copied, or any row by itself.
@@ -116,7 +123,7 @@ class WgmmaProgram(DecodingProgram):
         scratch = {
             "smem": tuple(
                 plgpu.SMEM((stages, *shape), dtype, transforms=how)
-                for shape, dtype, how in self.blocks
+                for shape, dtype, how in self.decoder.blocks(self.tiles)
             ),
             "full": plgpu.Barrier(num_arrivals=_COPIES, num_barriers=stages),
             "empty": plgpu.Barrier(num_arrivals=self.row_tiles, num_barriers=stages),
@@ -128,11 +135,15 @@ class WgmmaProgram(DecodingProgram):
 
     def sources(self, operands: tuple[Any, ...], place: Place, step: Any) -> tuple[Any, ...]:
         """Activations, codes and scales of a step."""
-        x, codes, scales = operands
+        x, *weights = operands
         rows, along_k = pl.ds(place.row, self.tiles.m), pl.ds(step * self.tiles.k, self.tiles.k)
         n = lax.axis_index("n")
-        weights = self.weights_at(codes, scales, place.matrix, n, step)
-        return x.at[place.lead, rows, along_k], *weights
+        first = place.matrix * self.weight_tiles + n * self.row_tiles
+        found = [x.at[place.lead, rows, along_k]]
+        for ref, (shape, _, _) in zip(weights, self.decoder.blocks(self.tiles)[1:], strict=True):
+            count, pieces = shape[:2]
+            found.append(ref.at[pl.ds(first, count), pl.ds(step * pieces, pieces)])
+        return tuple(found)
 
     def staged(self, values: jax.Array, piece: Any) -> tuple[Any, Any]:
         """Transposed once more, as shared memory takes them."""
@@ -153,6 +164,21 @@ class WgmmaProgram(DecodingProgram):
         """A warp of the last warpgroup copies, each of the others sums up its rows of weights."""
         warpgroup, stages = lax.axis_index("warpgroup"), self.tiles.stages
 
+        def step(acc: Any, stage: Any) -> None:
+            own = lax.axis_index("warpgroup")
+            plgpu.barrier_wait(full.at[stage])
+            x, codes, scales = smem
+            weights = codes.at[stage], scales.at[stage], own
+            for left, columns in self.decoder.step(*weights, self.tiles.k, plgpu.Layout.WGMMA):
+                if operand is not None:
+                    # For the interpreter, which lacks wgmma with a left operand in registers.
+                    operand[own] = left
+                    plgpu.commit_smem()
+                    left = operand.at[own]
+                plgpu.wgmma(acc, left, x.at[stage, :, columns].T)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(empty.at[stage])
+
         @pl.when(warpgroup == self.row_tiles)
         def _():
             plgpu.set_max_registers(COPYING_REGISTERS, action="decrease")
@@ -161,42 +187,20 @@ class WgmmaProgram(DecodingProgram):
             def _(warp):
                 @pl.when(warp == 0)
                 def _():
-                    def copies(i: Any, stage: Any) -> Any:
-                        return zip(sources(i), (ref.at[stage] for ref in smem), strict=True)
-
-                    copy_steps(place.steps, stages, copies, full, empty)
+                    copy_steps(place.steps, stages, sources, smem, full, empty)
 
         @pl.when(warpgroup < self.row_tiles)
         def _():
             plgpu.set_max_registers(multiplying_registers(self.row_tiles), action="increase")
 
             def sum_up(acc: Any) -> Any:
-                step = functools.partial(self._step, acc, smem, full, empty, operand)
-                staged_loop(place.steps, stages, lambda _, stage: step(stage))
+                staged_loop(place.steps, stages, lambda _, stage: step(acc, stage))
                 return acc[...]
 
             sums = pl.run_scoped(sum_up, plgpu.ACC((ROWS, self.tiles.m), jnp.float32))
             columns = lax.axis_index("n") * self.tiles.n + warpgroup * ROWS
             keep(sums, out_smem.at[warpgroup], pl.ds(columns, ROWS))
             plgpu.wait_smem_to_gmem(0)
-
-    def _step(
-        self, acc: Any, smem: Any, full: Any, empty: Any, operand_smem: Any, stage: Any
-    ) -> None:
-        """A multiplying warpgroup's part of a step."""
-        warpgroup = lax.axis_index("warpgroup")
-        plgpu.barrier_wait(full.at[stage])
-        x_smem, *weights = smem
-        codes, scales = (ref.at[stage] for ref in weights)
-        for operand, columns in self.operands(codes, scales, warpgroup, plgpu.Layout.WGMMA):
-            if operand_smem is not None:
-                # For the interpreter, which lacks wgmma with a left operand in registers.
-                operand_smem[warpgroup] = operand
-                plgpu.commit_smem()
-                operand = operand_smem.at[warpgroup]
-            plgpu.wgmma(acc, operand, x_smem.at[stage, :, columns].T)
-        plgpu.wgmma_wait(0)
-        plgpu.barrier_arrive(empty.at[stage])
 
 
 # Sums over the rows of each group -----------------------------------------------------------------
@@ -208,8 +212,8 @@ def group_sums(
     rows: jax.Array,
     factors: jax.Array,
     *,
-    tiles: Tiles,
     out_dtype: jnp.dtype,
+    tiles: Tiles | None = None,
     interpret: object = None,
 ) -> jax.Array:
     """`lhs[rows of j]^T rhs[rows of j]` of each group j: the gradient of groups' matrices.
@@ -224,11 +228,12 @@ def group_sums(
       rhs: bfloat16 `[p, n]`; n a multiple of 64.
       rows: int32 `[2 * g]`: where groups begin, and how many rows they have, multiples of `UNIT`.
       factors: float32 `[2]`, of the sums, one after the other.
-      tiles: m and n of a tile, k rows a step, steps in flight.
       out_dtype: bfloat16 or float32.
+      tiles: m and n of a tile, k rows a step, steps in flight; None: at most 128, 128, 64 and 4.
       interpret: parameters of Mosaic's interpreter, None to compile.
     """
     groups, (_, m), (_, n) = rows.shape[0] // 2, lhs.shape, rhs.shape
+    tiles = tiles or Tiles(m=min(m, 128), n=min(n, 128), k=64, stages=4)
 
     def body(lhs_gmem, rhs_gmem, rows_gmem, factors_gmem, out_gmem):
         group = lax.axis_index("group")
