@@ -29,7 +29,7 @@ from mx_jax.backends import calls, evidence
 from mx_jax.backends.select import MARK, Selection, recording
 from mx_jax.backends.target import Target, current_target, use_target
 from mx_jax.formats import BlockFormat
-from mx_jax.ops.arguments import as_recipe, makes_recipe
+from mx_jax.ops.arguments import NAMED, as_recipe
 from mx_jax.ops.dot_general import matmul
 from mx_jax.specs import MatmulRecipe
 
@@ -114,7 +114,7 @@ def explain(what: object, /, *args: object, target: Target | None = None, **kwar
     """
     machine = contextlib.nullcontext() if target is None else use_target(target)
     with machine:
-        of_recipe = isinstance(what, str | MatmulRecipe) or makes_recipe(what)
+        of_recipe = isinstance(what, str | MatmulRecipe) or what in NAMED.values()
         if of_recipe or not (callable(what) or _is_linen(what)):
             recipe = as_recipe(what, "explain")
             return _of_recipe(recipe, **_with_sizes(recipe, args, kwargs))
