@@ -243,12 +243,12 @@ def product_fwd(
             kept = no_derivative(given.value)
         operands.append(kept)
     static = product, np.dtype(only(result).dtype)
-    value = with_derivative(only(result), exact_forward, static, *operands, extra)
+    value = with_derivative(only(result), exact_fwd, static, *operands, extra)
     result = (value, *result[1:]) if isinstance(result, tuple) else value
     return result, (left, right, avals, saved)
 
 
-def exact_forward(
+def exact_fwd(
     product: AnyProduct, dtype: np.dtype, lhs: AnyResidual, rhs: AnyResidual, extra: object
 ) -> jax.Array:
     """The product in float32, of operands as they came: `product_fwd` is differentiated as this."""
@@ -275,7 +275,7 @@ def product_bwd(
         value = sum_over(value, aval.varying).astype(aval.dtype)
         found.append(product.masked(side, value, own, saved))
     static = product, avals
-    lhs_ct, rhs_ct = with_derivative(found, exact_backward, static, lhs, rhs, only(g), saved)
+    lhs_ct, rhs_ct = with_derivative(found, exact_bwd, static, lhs, rhs, only(g), saved)
     if extra_ct is None:
         extra_ct = zero_cotangents(saved)
     return Primal(lhs_ct, None), Primal(rhs_ct, None), extra_ct
@@ -284,7 +284,7 @@ def product_bwd(
 differentiable.defvjp(product_fwd, product_bwd)
 
 
-def exact_backward(
+def exact_bwd(
     product: AnyProduct,
     avals: Avals,
     lhs: AnyResidual,
