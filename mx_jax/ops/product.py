@@ -75,7 +75,7 @@ ProductResiduals = tuple[AnyResidual, AnyResidual, Avals, Saved]
 
 
 class Product(Protocol[Result, Extra, Saved]):
-    """One kind of product: a frozen value, static under `jit`. What a kind does is said here."""
+    """One kind of product: a frozen value, static under `jit`; kinds inherit from it."""
 
     # `extra` is whatever else it depends on: a key, group sizes, scale states.
 
@@ -116,7 +116,7 @@ class Product(Protocol[Result, Extra, Saved]):
         ...
 
     def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Saved) -> jax.Array:
-        """An operand's cotangent without what the forward product clipped of it; if it masks."""
+        """An operand's cotangent without what the forward product clipped of it: by default all."""
         del side, own, saved
         return cotangent
 
