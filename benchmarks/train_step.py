@@ -22,7 +22,7 @@ from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax import recipes
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.dense import DenseProduct, Task
+from mx_jax.ops.dense import DenseProduct, Taken, Task
 from mx_jax.recipes import MatmulSpec, Recipe
 
 CLOCKS = {"all": "wall", "one": "cpu"}
@@ -80,8 +80,8 @@ def multiply_function(recipe: Recipe) -> Callable[..., Any]:
         found = []
         for (spec, axes, _), (lhs, rhs) in zip(products(recipe), prepared, strict=True):
             how = DenseProduct(recipe=recipe, axes=axes, out_dtype=FLOAT)
-            fast = spec.fast_accumulation
-            found.append(how.multiply(lhs, rhs, axes, FLOAT, fast_accumulation=fast))
+            taken = Taken(Task(lhs, rhs, spec, axes), (lhs, rhs), (lhs, rhs))
+            found.append(how.multiply(taken, FLOAT))
         return found
 
     return multiply

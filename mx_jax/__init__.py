@@ -44,10 +44,12 @@ from mx_jax.mxarray import MXArray as MXArray
 from mx_jax.ops import only_backend as only_backend
 from mx_jax.ops import prefer_backends as prefer_backends
 from mx_jax.ops.dot_general import dot_general as dot_general
+from mx_jax.ops.dot_general import einsum as einsum
 from mx_jax.ops.dot_general import matmul as matmul
-from mx_jax.ops.einsum import einsum as einsum
-from mx_jax.ops.export import export_targets as export_targets
 from mx_jax.ops.packing import pack_weights as pack_weights
+from mx_jax.ops.programs import export_targets as export_targets
+from mx_jax.ops.programs import save_products as save_products
+from mx_jax.ops.programs import save_quantized as save_quantized
 from mx_jax.ops.quantize import cast as cast
 from mx_jax.ops.quantize import cast_cotangent as cast_cotangent
 from mx_jax.ops.quantize import dequantize as dequantize
@@ -55,8 +57,6 @@ from mx_jax.ops.quantize import quantize as quantize
 from mx_jax.ops.quantize import quantize_both as quantize_both
 from mx_jax.ops.ragged_dot import expert_ragged_dot as expert_ragged_dot
 from mx_jax.ops.ragged_dot import ragged_dot as ragged_dot
-from mx_jax.ops.remat import save_products as save_products
-from mx_jax.ops.remat import save_quantized as save_quantized
 from mx_jax.optimizer import quantize_state as quantize_state
 from mx_jax.packed import PackedMXArray as PackedMXArray
 

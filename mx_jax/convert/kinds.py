@@ -30,7 +30,7 @@ from mx_jax.axes import Axes
 from mx_jax.convert.rules import Shape
 from mx_jax.nn.nnx import RecipeEinsum
 from mx_jax.ops.arguments import QUANTIZABLE, Key
-from mx_jax.ops.einsum import einsum
+from mx_jax.ops.dot_general import einsum
 from mx_jax.ops.quantize import cast
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.ops.tags import tag

@@ -30,7 +30,7 @@ from mx_jax.backends import calls, evidence
 from mx_jax.backends.select import MARK, Selection, recording
 from mx_jax.backends.target import Target, current_target, use_target
 from mx_jax.formats import BlockFormat
-from mx_jax.ops.arguments import as_recipe, makes_recipe
+from mx_jax.ops.arguments import NAMED, as_recipe
 from mx_jax.ops.dot_general import matmul
 from mx_jax.specs import MatmulRecipe
 
@@ -114,7 +114,7 @@ def explain(what: object, /, *args: object, target: Target | None = None, **kwar
       0.5
     """
     with contextlib.nullcontext() if target is None else use_target(target):
-        of_recipe = isinstance(what, str | MatmulRecipe) or makes_recipe(what)
+        of_recipe = isinstance(what, str | MatmulRecipe) or any(what is f for f in NAMED.values())
         if of_recipe or not (callable(what) or _is_linen(what)):
             return _of_recipe(as_recipe(what, "explain"), args, kwargs)
         return _of_function(what, *args, **kwargs)

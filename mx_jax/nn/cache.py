@@ -16,10 +16,8 @@ from jax.core import Tracer
 from mx_jax.codecs import explicit_axes, packing
 from mx_jax.formats import BlockFormat, Whole, block_format
 from mx_jax.formats.block import FormatLike
-from mx_jax.mxarray import MXArray
-from mx_jax.ops.attention import attend_matrices
 from mx_jax.ops.dense import quantize_operand
-from mx_jax.ops.quantize import dequantize
+from mx_jax.ops.quantize import attend_matrices, dequantize
 from mx_jax.packed import PackedRows, Rows
 from mx_jax.recipes.base import measured_operand
 
@@ -79,10 +77,15 @@ class CacheRows:
             return dataclasses.replace(
                 self, codes=_put(self.codes, rows.astype(self.dtype), position)
             )
-        scale = self.tensor_scale
-        each = scale is not None and not self.scale_is_fixed
-        new = _quantize(rows, self.format, scale, each)
-        if scale is not None and new.tensor_scale is not None and each:
+        rows, scale = _no_gradient(rows), self.tensor_scale
+        spec, blocks = measured_operand(self.format), ((-1, self.format.block[1]),)
+        if scale is None or self.scale_is_fixed:
+            new = quantize_operand(rows, spec, blocks, None, scale)
+        else:
+            # Every row is a tensor of its own.
+            of_row = lambda row: quantize_operand(row, spec, blocks)  # noqa: E731
+            new = jax.vmap(jax.vmap(jax.vmap(of_row)))(rows)
+            assert new.tensor_scale is not None
             scale = _put(scale, new.tensor_scale, position)
         assert self.scales is not None
         return dataclasses.replace(
@@ -140,19 +143,7 @@ def _(primals: tuple[jax.Array], tangents: object) -> Any:
     )
 
 
-def _quantize(
-    rows: jax.Array, format: BlockFormat, tensor_scale: jax.Array | None, each: bool
-) -> MXArray:
-    """Blocks along the last axis; with `each`, every row is a tensor of its own."""
-    spec, blocks = measured_operand(format), ((-1, format.block[1]),)
-    rows = _no_gradient(rows)
-    if not each:
-        return quantize_operand(rows, spec, blocks, None, tensor_scale)
-    of_row = lambda row: quantize_operand(row, spec, blocks)  # noqa: E731
-    return jax.vmap(jax.vmap(jax.vmap(of_row)))(rows)
-
-
-def empty_rows(
+def _empty_rows(
     shape: tuple[int, ...], form: BlockFormat | None, dtype: np.dtype, tensor_scale: float | None
 ) -> CacheRows:
     """Rows `[batch, heads, length, features]` with nothing in them."""
@@ -243,11 +234,11 @@ class KVCache:
         form = None if format is None else row_format(format)
         check_tensor_scales(tensor_scales, form)
         shape = (batch, heads, length, features)
-        keys, values = tensor_scales or (None, None)
-        return cls(
-            keys=empty_rows(shape, form, np.dtype(dtype), keys),
-            values=empty_rows(shape, form, np.dtype(dtype), values),
+        keys, values = (
+            _empty_rows(shape, form, np.dtype(dtype), scale)
+            for scale in tensor_scales or (None, None)
         )
+        return cls(keys=keys, values=values)
 
     @property
     def length(self) -> int:
@@ -307,8 +298,13 @@ class KVCache:
         """
         needs_four_axes("KVCache", query=query)
         positions = checked_position(position, len(query))
-        if length is not None:
-            must_see(length, position, query.shape[1])
+        tokens, known = query.shape[1], not isinstance(position, Tracer)
+        if length is not None and known and length < np.asarray(position).max() + tokens:
+            raise ValueError(
+                "KVCache: every query must see its own token, got "
+                f"length={length}, position={position}, tokens={tokens}; leave length out, or give "
+                "at least position + tokens"
+            )
         return attend(query, self.keys.held(length), self.values.held(length), positions)
 
 
@@ -367,16 +363,6 @@ def checked_position(position: jax.typing.ArrayLike, batch: int) -> jax.typing.A
     return jnp.asarray(position) if shape else position
 
 
-def must_see(length: int, position: jax.typing.ArrayLike, tokens: int) -> None:
-    """Raise ValueError for a number of rows that hides a query's own token; traced ones pass."""
-    if not isinstance(position, Tracer) and length < np.asarray(position).max() + tokens:
-        raise ValueError(
-            "KVCache: every query must see its own token, got "
-            f"length={length}, position={position}, tokens={tokens}; leave length out, or give at "
-            "least position + tokens"
-        )
-
-
 def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.ArrayLike) -> jax.Array:
     """`softmax(q k^T / sqrt(features)) v`, query `i` over the rows up to `position + i`.
 
@@ -414,10 +400,10 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
     place = keys.codes if isinstance(keys, PackedRows) else keys
     shape = (batch, heads, num_queries // heads * tokens, features)
     shared = explicit_axes.reshape_along(jnp.asarray(shared), shape, place, axes=2)
-    axes = 0, *map(_sequence_axes, (keys, values)), 0 if jnp.ndim(position) else None
+    rows, axes = zip(*map(_by_sequence, (keys, values)), strict=True)
+    axes = 0, *axes, 0 if jnp.ndim(position) else None
     run = jax.vmap(functools.partial(attend_matrices, tokens), axes)
-    rows = jax.tree.map(jnp.asarray, tuple(map(_without_sequences, (keys, values))))
-    attended = run(shared, *rows, along_sequences(position, place))
+    attended = run(shared, *jax.tree.map(jnp.asarray, rows), along_sequences(position, place))
     if tokens > 1:
         shape = (batch, num_queries, tokens, features)
         attended = explicit_axes.reshape_along(attended, shape, attended, axes=2).swapaxes(1, 2)
@@ -440,23 +426,12 @@ def along_sequences(position: jax.typing.ArrayLike, place: jax.Array) -> jax.typ
     )
 
 
-def _is_shared(rows: Rows) -> bool:
-    """Whether one tensor scale is for all sequences."""
-    scale = rows.tensor_scale if isinstance(rows, PackedRows) else None
-    return scale is not None and scale.shape[0] != rows.shape[0]
-
-
-def _sequence_axes(rows: Rows) -> Any:
-    """The axes along which `vmap` takes sequences."""
+def _by_sequence(rows: Rows) -> tuple[Rows, Any]:
+    """Rows for a `vmap` over sequences, and its axes: a tensor scale for all sequences has none."""
     if not isinstance(rows, PackedRows):
-        return 0
-    axes: dict[str, Any] = dict(codes=0, scales=0, tensor_scale=None if _is_shared(rows) else 0)
-    return dataclasses.replace(rows, **axes)
-
-
-def _without_sequences(rows: Rows) -> Rows:
-    """A tensor scale that is for all of them without the axis that counts them."""
-    if not isinstance(rows, PackedRows) or not _is_shared(rows):
-        return rows
-    assert rows.tensor_scale is not None
-    return dataclasses.replace(rows, tensor_scale=rows.tensor_scale[0])
+        return rows, 0
+    scale, axes = rows.tensor_scale, dict[str, Any](codes=0, scales=0, tensor_scale=0)
+    if scale is not None and scale.shape[0] != rows.shape[0]:
+        axes["tensor_scale"] = None
+        rows = dataclasses.replace(rows, tensor_scale=scale[0])
+    return rows, dataclasses.replace(rows, **axes)

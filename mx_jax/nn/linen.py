@@ -5,6 +5,7 @@ blocked along its contracting axis, or what `pack_weights` makes of it, and is u
 """
 
 import dataclasses
+import functools
 import types
 from typing import Any, Literal, Unpack
 
@@ -22,8 +23,7 @@ from mx_jax.nn.layers import StoredParams as StoredParams
 from mx_jax.nn.layers import layer_key, layer_recipe, linen_recipe, named_in_errors, promoted
 from mx_jax.ops import delayed
 from mx_jax.ops.arguments import as_recipe
-from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral, dot_general
-from mx_jax.ops.einsum import einsum
+from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral, dot_general, einsum
 from mx_jax.packed import OperandLike
 from mx_jax.recipes import Recipe
 from mx_jax.reference.random_bits import DerivedKey
@@ -316,17 +316,14 @@ class DelayedDotGeneral(flax_nn.Module):
             self.forward_element, self.forward_element, self.gradient_element
         )
         scaling = delayed.Scaling(self.margin, self.amax_compute_algo == "most_recent")
-        states = delayed.DelayedStates(
-            *(self._scale_state(name) for name in ("input", "kernel", "output_grad"))
-        )
-        chain = self._chain(states)
-        product, chain[-1] = delayed.delayed_dot_general(
-            lhs, rhs, dimension_numbers, chain[-1], elements, out_dtype, scaling
-        )
-        return product
-
-    def _chain(self, states: delayed.DelayedStates) -> list[delayed.DelayedStates]:
-        """States as variables hold them, and as the latest product in this trace left them."""
+        found: list[delayed.DelayedState] = []
+        for name in ("input", "kernel", "output_grad"):
+            variable = functools.partial(self.variable, OVERWRITE_WITH_GRADIENT)
+            scale = variable(f"{name}_scale", jnp.ones, (1,))
+            history = variable(f"{name}_amax_history", jnp.zeros, (self.history_length,))
+            found.append(delayed.DelayedState(scale.value, history.value))
+        states = delayed.DelayedStates(*found)
+        # States as variables hold them, and as the latest product in this trace left them.
         assert self.scope is not None
         chains = vars(self.scope.root).setdefault(_CHAINS, {})
         trace = current_trace()
@@ -335,11 +332,7 @@ class DelayedDotGeneral(flax_nn.Module):
         if made_in != trace or any(old is not new for old, new in leaves):
             chain = [states, states]
             chains[self.path] = (trace, chain)
-        return chain
-
-    def _scale_state(self, name: str) -> delayed.DelayedState:
-        scale = self.variable(OVERWRITE_WITH_GRADIENT, f"{name}_scale", jnp.ones, (1,))
-        history = self.variable(
-            OVERWRITE_WITH_GRADIENT, f"{name}_amax_history", jnp.zeros, (self.history_length,)
+        product, chain[-1] = delayed.delayed_dot_general(
+            lhs, rhs, dimension_numbers, chain[-1], elements, out_dtype, scaling
         )
-        return delayed.DelayedState(scale.value, history.value)
+        return product

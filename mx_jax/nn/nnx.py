@@ -19,8 +19,7 @@ from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.layers import layer_recipe, named_in_errors, nnx_spec, promoted, recipe_of
 from mx_jax.nn.layers import trainable as trainable
 from mx_jax.ops.arguments import as_recipe
-from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral
-from mx_jax.ops.einsum import einsum
+from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral, einsum
 from mx_jax.ops.tags import LayerName
 from mx_jax.packed import OperandLike
 from mx_jax.recipes import Recipe

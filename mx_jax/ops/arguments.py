@@ -1,13 +1,12 @@
 """What the differentiable products take: operands, dtypes, dimension numbers, keys."""
 
-import operator
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 
 from mx_jax.axes import Side
@@ -35,18 +34,6 @@ def as_operand(
         return x
     if not recipe.is_high_precision:
         x = _widened(x)
-    dtype = getattr(x, "dtype", None)
-    array = x if isinstance(x, jax.Array) else _as_array(x, side, operation)
-    name = np.dtype(dtype if dtype is not None else array.dtype).name
-    if name in QUANTIZABLE or recipe.is_high_precision:
-        return array
-    raise TypeError(
-        f"{operation}: {side} must be float32, bfloat16, float16 or an MXArray, got dtype={name}, "
-        f"shape={array.shape}; convert it first, e.g. {side}.astype(jnp.float32)"
-    )
-
-
-def _as_array(x: jax.typing.ArrayLike, side: str, operation: str) -> jax.Array:
     if isinstance(x, np.ndarray | np.generic) and not x.dtype.isnative:
         raise TypeError(
             f"{operation}: {side} must have this machine's byte order, got dtype={x.dtype.str}, "
@@ -54,7 +41,7 @@ def _as_array(x: jax.typing.ArrayLike, side: str, operation: str) -> jax.Array:
             f"{side}.astype({side}.dtype.newbyteorder('='))"
         )
     try:
-        return jnp.asarray(x)
+        array = x if isinstance(x, jax.Array) else jnp.asarray(x)
     except jax.errors.JAXTypeError:
         # About tracers: JAX says it best.
         raise
@@ -65,6 +52,14 @@ def _as_array(x: jax.typing.ArrayLike, side: str, operation: str) -> jax.Array:
             f"{operation}: {side} must be an array of numbers or an MXArray, got {side} of type "
             f"{described}; pass what jnp.asarray takes"
         ) from None
+    # asarray quietly narrows NumPy's float64 and int64: what was passed is judged.
+    name = np.dtype(getattr(x, "dtype", array.dtype)).name
+    if name in QUANTIZABLE or recipe.is_high_precision:
+        return array
+    raise TypeError(
+        f"{operation}: {side} must be float32, bfloat16, float16 or an MXArray, got dtype={name}, "
+        f"shape={array.shape}; convert it first, e.g. {side}.astype(jnp.float32)"
+    )
 
 
 def goes_to_lax(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> bool:
@@ -91,68 +86,31 @@ def dtype_of_product(
     return np.dtype(jnp.result_type(lhs.dtype, rhs.dtype) if wanted is None else wanted)
 
 
-def check_depth(dimension_numbers: lax.DotDimensionNumbers) -> lax.DotDimensionNumbers:
-    """Dimension numbers as tuples of ints; raises where they are not nested as dot_general's."""
-    try:
-        (lhs_k, rhs_k), (lhs_batch, rhs_batch) = dimension_numbers
-        groups = [tuple(group) for group in (lhs_k, rhs_k, lhs_batch, rhs_batch)]
-    except (TypeError, ValueError):
-        raise ValueError(
-            "dot_general: dimension_numbers must be ((lhs_contracting, rhs_contracting), "
-            "(lhs_batch, rhs_batch)), each a sequence of axes, got "
-            f"dimension_numbers={dimension_numbers!r}; for matrices, (((1,), (0,)), ((), ()))"
-        ) from None
-    try:
-        lhs_k, rhs_k, lhs_batch, rhs_batch = (tuple(map(operator.index, group)) for group in groups)
-    except TypeError:
-        raise TypeError(
-            f"dot_general: axes must be integers, got dimension_numbers={dimension_numbers!r}"
-        ) from None
-    return (lhs_k, rhs_k), (lhs_batch, rhs_batch)
-
-
 R = TypeVar("R", bound=MatmulRecipe)
 
-_NAMED: dict[str, Callable[[], MatmulRecipe]] = {}
-# Those that a name alone does not make.
+NAMED: dict[str, Callable[[], MatmulRecipe]] = {}
+"""What makes the recipe that a name stands for."""
+
 RECIPES_OF_A_FORMAT: dict[str, Callable[[str], MatmulRecipe]] = {}
-
-
-def enter_recipe(name: str, make: Callable[[], MatmulRecipe]) -> None:
-    """Let a name stand for the recipe that a function without arguments makes."""
-    _NAMED[name] = make
-
-
-def recipe_names() -> tuple[str, ...]:
-    """The names that stand for recipes."""
-    return tuple(_NAMED)
-
-
-def makes_recipe(what: object) -> bool:
-    """Whether it is the function of a named recipe, which somebody forgot to call."""
-    return any(what is make for make in _NAMED.values())
+"""Those that a name alone does not make."""
 
 
 def named_recipe(name: str) -> MatmulRecipe:
     """The recipe of a name; case and `-` for `_` do not matter, as in the names of formats."""
-    make = _NAMED.get(name.strip().lower().replace("-", "_"))
-    if make is None:
-        raise unknown_name("recipe name", name, _NAMED, _meant(name))
-    return make()
-
-
-def _meant(name: str) -> str:
-    """What to write instead of a name that is a format's, or that a format has to follow."""
+    make = NAMED.get(name.strip().lower().replace("-", "_"))
+    if make is not None:
+        return make()
+    meant = ""
     if name in RECIPES_OF_A_FORMAT:
-        return f", a recipe of a format: write recipes.{name}(format)"
-    try:
-        block_format(name)
-    except ValueError:
-        return ""
-    return (
-        ", a block format: recipes.weight_only and qat take one, and with_(weights=, activations=, "
-        "gradients=) of a recipe"
-    )
+        meant = f", a recipe of a format: write recipes.{name}(format)"
+    else:
+        with contextlib.suppress(ValueError):
+            block_format(name)
+            meant = (
+                ", a block format: recipes.weight_only and qat take one, and with_(weights=, "
+                "activations=, gradients=) of a recipe"
+            )
+    raise unknown_name("recipe name", name, NAMED, meant)
 
 
 def as_recipe(recipe: object, operation: str, kind: type[R] = MatmulRecipe) -> R:
@@ -172,7 +130,7 @@ def as_recipe(recipe: object, operation: str, kind: type[R] = MatmulRecipe) -> R
     hint = "call it: recipes are functions" if callable(recipe) else "e.g. mx_jax.recipes.mxfp8()"
     raise TypeError(
         f"{operation}: recipe must be a Recipe ({hint}), got recipe={recipe!r}; or the name of "
-        f"one: {', '.join(_NAMED)}"
+        f"one: {', '.join(NAMED)}"
     )
 
 
@@ -188,10 +146,8 @@ def _widened(x: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
 def as_quantizable(x: jax.typing.ArrayLike, operation: str) -> jax.Array:
     """x as an array of a dtype that can be quantized; TypeError with the remedy for any other."""
     x = _widened(x)
-    dtype = getattr(x, "dtype", None)
     array = x if isinstance(x, jax.Array) else jnp.asarray(x)
-    # asarray would quietly narrow NumPy's float64 and int64: judge what was passed.
-    name = np.dtype(dtype if dtype is not None else array.dtype).name
+    name = np.dtype(getattr(x, "dtype", array.dtype)).name  # as above
     if name not in QUANTIZABLE:
         raise TypeError(
             f"{operation}: needs float32, bfloat16 or float16 input, got dtype={name}, "
@@ -222,17 +178,13 @@ def blocks_along(shape: tuple[int, ...], axis: int, format: BlockFormat) -> Bloc
     if isinstance(kept_size, Whole):
         sizes |= {other: kept_size for other in range(-len(shape), 0) if other != contracting}
     elif kept_size != 1:
-        sizes[_neighbour(contracting, shape, format)] = kept_size
+        if len(shape) < 2:
+            raise ValueError(
+                f"quantize: format={format.name} has two-dimensional blocks={format.block} and "
+                f"needs at least two axes, got shape={shape}"
+            )
+        sizes[contracting + (1 if contracting == -len(shape) else -1)] = kept_size
     return tuple(sorted(sizes.items()))
-
-
-def _neighbour(axis: int, shape: tuple[int, ...], format: BlockFormat) -> int:
-    if len(shape) < 2:
-        raise ValueError(
-            f"quantize: format={format.name} has two-dimensional blocks={format.block} and needs "
-            f"at least two axes, got shape={shape}"
-        )
-    return axis - 1 if axis > -len(shape) else axis + 1
 
 
 def check_key(key: object, spec: OperandSpec, operation: str) -> None:
@@ -305,7 +257,13 @@ def check_tensor_scale(
     scale = jnp.asarray(tensor_scale, jnp.float32)
     if scale.size == 1 and scale.ndim < len(shape):
         scale = scale.reshape((1,) * len(shape))
-    reason = _leading_axes(scale.shape, shape) or tensor_scale_shape(scale.shape, shape, blocks)
+    reason = tensor_scale_shape(scale.shape, shape, blocks)
+    last = max((axis for axis, length in enumerate(scale.shape) if length != 1), default=0)
+    if any(scale.shape[axis] == 1 != shape[axis] for axis in range(last)):
+        reason = (
+            "a tensor scale belongs to the whole tensor, or to each position of its first axes, "
+            f"got tensor_scale.shape={scale.shape}, shape={shape}"
+        )
     if reason is not None:
         raise ValueError(f"quantize: {reason}; pass one number, or one for each matrix of a batch")
     # By its bits: XLA takes subnormals for zeros when it compares.
@@ -317,17 +275,6 @@ def check_tensor_scale(
             "leave it out, and it is computed"
         )
     return jnp.where(valid, scale, jnp.float32(jnp.nan))
-
-
-def _leading_axes(given: tuple[int, ...], shape: tuple[int, ...]) -> str | None:
-    """Why scales are not one for all, or one for each position of x's first axes."""
-    varying = [axis for axis, length in enumerate(given) if length != 1]
-    if all(given[axis] != 1 or shape[axis] == 1 for axis in range(max(varying, default=0))):
-        return None
-    return (
-        "a tensor scale belongs to the whole tensor, or to each position of its first axes, got "
-        f"tensor_scale.shape={given}, shape={shape}"
-    )
 
 
 Key = jax.Array | DerivedKey | None

@@ -6,6 +6,7 @@ collection wants it: a training step writes it back instead of handing it to the
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,27 +19,27 @@ from jax.sharding import PartitionSpec
 from mx_jax.axes import ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, Operand
 from mx_jax.backends.target import follow
-from mx_jax.codecs.explicit_axes import explicit_mesh
+from mx_jax.codecs.explicit_axes import explicit_mesh, varying
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.codecs.scale import encode_scaled, true_divide
 from mx_jax.formats import F32, WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.dense import HIGH_PRECISION, SIDES, DenseProduct
+from mx_jax.ops.dense import HIGH_PRECISION, DenseProduct, Taken, Task
 from mx_jax.ops.dot_general import canonicalize, check_dimension_numbers
 from mx_jax.ops.product import (
     AnyProduct,
     AnyResidual,
     CotangentAval,
     Primal,
+    Product,
     Residual,
-    max_like,
     no_derivative,
     note_cast,
     run_product,
 )
-from mx_jax.ops.remat import QUANTIZED
+from mx_jax.ops.programs import QUANTIZED
 from mx_jax.ops.sharded_operands import product_spec
-from mx_jax.ops.tags import GRADIENT, Free, watching
+from mx_jax.ops.tags import GRADIENT, SIDES, Free, watching
 from mx_jax.ops.watched import watched
 from mx_jax.packed import Quantized
 
@@ -129,30 +130,43 @@ def next_state(
 ) -> DelayedState:
     """The scale to use now, from the amaxes so far, and the history with x's amax in front."""
     # Zeros, Inf or NaN in the history keep the scale; so does an amax whose scale is not normal.
-    before = _as_float32(state)
-    history = before.amax_history
+    # A state may have a dtype of its own, such as Flax's `fp32_max_grad`.
+    before, history = (lax.convert_element_type(leaf, jnp.float32) for leaf in state)
     amax = history[0] if scaling.most_recent else jnp.max(history)
     fresh = true_divide(amax, element.max) * 2.0**scaling.margin
     usable = (fresh > 0) & jnp.isfinite(fresh)
-    newest = max_like(jnp.max(jnp.abs(x.astype(jnp.float32))), history)
-    scale = jnp.where(usable, fresh, before.scale)
+    newest = _max_like(jnp.max(jnp.abs(x.astype(jnp.float32))), history)
+    scale = jnp.where(usable, fresh, before)
     return DelayedState(scale, jnp.roll(history, 1).at[0].set(newest))
 
 
-def _as_float32(state: DelayedState) -> DelayedState:
-    """A state of a dtype of its own, such as Flax's `fp32_max_grad`, as numbers."""
-    return DelayedState(*(lax.convert_element_type(leaf, jnp.float32) for leaf in state))
+def _max_like(value: jax.Array, state: jax.Array) -> jax.Array:
+    """The largest over vmap's lanes and shard_map's shards that share a state."""
+    # With `check_vma=False` JAX does not say what differs: all axes of the mesh count then.
+    axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+    if any(varying(lax.axis_index(axis)) for axis in axes):
+        axes = varying(value) - varying(state)
+    value = lax.pmax(value, tuple(sorted(axes))) if axes else value
+    return _max_of_lanes(value, state)
 
 
-def _next_bar(own: DelayedState, later: DelayedState, state: DelayedState) -> DelayedState:
-    """A state's cotangent: its next value, or that of the step's later products where larger."""
-    largest = jax.tree.map(jnp.maximum, own, _as_float32(later))
-    return DelayedState(
-        *(
-            lax.convert_element_type(leaf, like.dtype)
-            for leaf, like in zip(largest, state, strict=True)
-        )
-    )
+@jax.custom_batching.custom_vmap
+def _max_of_lanes(value: jax.Array, state: jax.Array) -> jax.Array:
+    del state
+    return value
+
+
+@_max_of_lanes.def_vmap
+def _max_of_lanes_vmap(
+    axis_size: int, in_batched: Sequence[bool], value: jax.Array, state: jax.Array
+) -> tuple[jax.Array, bool]:
+    value_batched, state_batched = in_batched
+    if state_batched:
+        # Lanes with states of their own are from here on parts of one value.
+        if not value_batched:
+            value = jnp.broadcast_to(value, (axis_size, *value.shape))
+        return _max_of_lanes(value, state), True
+    return _max_of_lanes(jnp.max(value, axis=0) if value_batched else value, state), False
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -177,7 +191,8 @@ def _multiply(
     lhs: AnyOperand, rhs: AnyOperand, axes: ProductAxes, out_dtype: np.dtype
 ) -> jax.Array:
     product = DenseProduct(recipe=HIGH_PRECISION, axes=axes, out_dtype=out_dtype)
-    return product.multiply(lhs, rhs, axes, out_dtype)
+    task = Task(lhs, rhs, HIGH_PRECISION.fwd, axes)
+    return product.multiply(Taken(task, (lhs, rhs), (lhs, rhs)), out_dtype)
 
 
 class _Saved(NamedTuple):
@@ -189,7 +204,7 @@ class _Saved(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DelayedProduct:
+class DelayedProduct(Product[tuple[jax.Array, DelayedStates], DelayedStates, _Saved]):
     """A product of operands with scales of their states, and the states again."""
 
     elements: Elements
@@ -230,8 +245,14 @@ class DelayedProduct:
         codes, new_g = self._quantize(own, states.cotangent, self.elements.cotangent)
         for side in SIDES:
             note_cast("lhs", own, codes, _RULE, self.axes.of_g(side).block_axis, GRADIENT[side])
-        news = (saved.lhs, saved.rhs, new_g)
-        return (codes, codes), DelayedStates(*map(_next_bar, news, later, states))
+
+        def next_or_later(new: jax.Array, later: jax.Array, state: jax.Array) -> jax.Array:
+            largest = jnp.maximum(new, lax.convert_element_type(later, jnp.float32))
+            return lax.convert_element_type(largest, state.dtype)
+
+        # Of the step's later products where those are larger.
+        news = DelayedStates(saved.lhs, saved.rhs, new_g)
+        return (codes, codes), jax.tree.map(next_or_later, news, later, states)
 
     def gradient(
         self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: _Saved
@@ -242,13 +263,6 @@ class DelayedProduct:
         axes, g_is_lhs = self.axes.cotangent(side)
         left, right = (g, other) if g_is_lhs else (other, g)
         return _multiply(left, right, axes, aval.dtype)
-
-    def masked(
-        self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: _Saved
-    ) -> jax.Array:
-        """The cotangent as it is: what the next step's scale is for is not masked."""
-        del side, own, saved
-        return cotangent
 
     def in_high_precision(self) -> AnyProduct:
         return DenseProduct(

@@ -1,13 +1,13 @@
 """Products by a recipe: how operands are taken, what of them gradients keep, and the dense product.
 
-Products of rows in groups (`ragged_product`) have the same base.
+Products of rows in groups (`ragged_dot`) have the same base.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +37,15 @@ from mx_jax.ops.packing import tell_of_packing, unpacked_for
 from mx_jax.ops.product import (
     AnyResidual,
     CotangentAval,
+    Product,
     Residual,
     note_cast,
     noted,
     one_program,
 )
-from mx_jax.ops.remat import QUANTIZED
+from mx_jax.ops.programs import QUANTIZED
 from mx_jax.ops.sharded_operands import Placed, place, twice
-from mx_jax.ops.tags import GRADIENT, Free, remark
+from mx_jax.ops.tags import GRADIENT, SIDES, Free, remark
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.random_bits import DerivedKey
@@ -53,9 +54,6 @@ from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
 
 X = TypeVar("X", bound=AnyOperand)
 E = TypeVar("E")  # what a product depends on besides its operands
-Sides = tuple[Side, Side]
-Turn = tuple[Hadamard | None, Key]
-SIDES: Sides = ("lhs", "rhs")
 
 _HIGH = MatmulSpec(lhs=None, rhs=None)
 HIGH_PRECISION = MatmulRecipe(name="high precision", fwd=_HIGH, dlhs=_HIGH, drhs=_HIGH)
@@ -70,29 +68,21 @@ class Task(NamedTuple):
     spec: MatmulSpec
     axes: ProductAxes
     moves: Moves = STAY  # None: as the compiler brings an operand
-    back: Movement | None = None  # how the operand moved whose cotangent it gives
-    sides: Sides = SIDES  # what captures call the operands: g is the left one
+    sides: tuple[Side, Side] = SIDES  # what captures call the operands: g is the left one
+    prepares: tuple[Callable[..., Any], ...] = ()  # what quantizes each operand
+    sizes: jax.Array | None = None  # of groups of rows
 
 
 class Taken(NamedTuple):
     """Both operands as they came, transformed, and quantized, as their product takes them."""
 
-    given: tuple[AnyOperand, AnyOperand]
+    task: Task
     turned: tuple[AnyOperand, AnyOperand]
     operands: tuple[AnyOperand, AnyOperand]
-    sizes: jax.Array | None = None  # of groups of rows
-
-
-class Prepared(NamedTuple):
-    """A product's task, what quantizes each of its operands, and the sizes of groups of rows."""
-
-    task: Task
-    prepares: tuple[Callable[..., Any], Callable[..., Any]]
-    sizes: jax.Array | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecipeProduct(Generic[E]):
+class RecipeProduct(Product[jax.Array, E, E]):
     """What all kinds of product do by a recipe. A kind takes its operands, and multiplies them."""
 
     recipe: MatmulRecipe
@@ -104,20 +94,12 @@ class RecipeProduct(Generic[E]):
     def key_of(self, extra: E) -> Key:
         raise NotImplementedError
 
-    def prepared(self, task: Task, extra: E) -> Prepared:
-        """How operands are quantized, by default each alone."""
-        return Prepared(task, (prepare, prepare))
+    def prepared(self, task: Task, extra: E) -> Task:
+        """What quantizes the operands: by default each alone."""
+        return task._replace(prepares=(prepare, prepare))
 
     def multiply(
-        self,
-        lhs: AnyOperand,
-        rhs: AnyOperand,
-        axes: ProductAxes,
-        out_dtype: np.dtype,
-        *,
-        fast_accumulation: bool = False,
-        stored: Collection[Side] = (),
-        sizes: jax.Array | None = None,
+        self, taken: Taken, out_dtype: np.dtype, stored: Collection[Side] = ()
     ) -> jax.Array:
         """The product of operands as they were taken."""
         raise NotImplementedError
@@ -134,19 +116,11 @@ class RecipeProduct(Generic[E]):
         key = product_key(self.recipe, "fwd", self.key_of(extra))
         with jax.named_scope("output"):
             taken = self.take(Task(lhs, rhs, spec, self.axes, self.moves), extra, key)
-            product = self.multiply(
-                *taken.operands,
-                self.axes,
-                self.out_dtype,
-                fast_accumulation=spec.fast_accumulation,
-                stored=stored,
-                sizes=taken.sizes,
-            )
-            return unscaled(product, *taken.given, spec)
+            return unscaled(self.multiply(taken, self.out_dtype, stored), taken.task)
 
     def take(self, task: Task, extra: E, key: Key) -> Taken:
         """Both operands where their product is, transformed, and quantized by their specs."""
-        task, prepares, sizes = self.prepared(task, extra)
+        task = self.prepared(task, extra)
         spec, axes, keys = task.spec, (task.axes.lhs, task.axes.rhs), operand_keys(key)
         given = (task.lhs, task.rhs), task.moves, (spec.lhs, spec.rhs), axes, keys[:2]
         placed = [
@@ -157,16 +131,16 @@ class RecipeProduct(Generic[E]):
         ]
         left, right = (found.operand for found in placed)
         if spec.transform is not None:
-            left = _transform(left, spec.transform, keys[2], axes[0].block_axis)
-            right = _transform(right, spec.transform, keys[2], axes[1].block_axis)
+            left = transformed(left, spec.transform, keys[2], axes[0].block_axis)
+            right = transformed(right, spec.transform, keys[2], axes[1].block_axis)
         operands = []
         for i, (x, own) in enumerate(((left, spec.lhs), (right, spec.rhs))):
             found = placed[i]
-            x = prepares[i](x, own, axes[i], found.key, found.tensor_scale, task.sides[i])
+            x = task.prepares[i](x, own, axes[i], found.key, found.tensor_scale, task.sides[i])
             if found.move is not None and isinstance(x, MXArray):
                 x = found.move.move_codes(x)
             operands.append(x)
-        return Taken((task.lhs, task.rhs), (left, right), (operands[0], operands[1]), sizes)
+        return Taken(task, (left, right), (operands[0], operands[1]))
 
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: E
@@ -178,22 +152,16 @@ class RecipeProduct(Generic[E]):
 
     @one_program("self")
     def _kept(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyResidual, AnyResidual]:
-        recipe, left, right = self.recipe, self.axes.lhs, self.axes.rhs
-        check_whole_groups(recipe, lhs, left, self.moves[0])
-        check_whole_groups(recipe, rhs, right, self.moves[1])
+        recipe, axes = self.recipe, (self.axes.lhs, self.axes.rhs)
+        for x, own, move in zip((lhs, rhs), axes, self.moves, strict=True):
+            _check_whole_groups(recipe, x, own, move)
         key = product_key(recipe, "fwd", self.key_of(extra))
         taken = self.take(Task(lhs, rhs, recipe.fwd, self.axes), extra, key)
-        return (
-            _residual(recipe, lhs, taken.turned[0], taken.operands[0], left),
-            _residual(recipe, rhs, taken.turned[1], taken.operands[1], right),
+        left, right = (
+            _residual(recipe, *own)
+            for own in zip((lhs, rhs), taken.turned, taken.operands, axes, strict=True)
         )
-
-    def cotangents(
-        self, g: jax.Array, saved: E, both: bool
-    ) -> tuple[tuple[Operand, Operand], None]:
-        """g for each gradient, which quantizes it itself."""
-        del both
-        return (g, g), None
+        return left, right
 
     @one_program("self", "side", "aval")
     def gradient(
@@ -206,25 +174,23 @@ class RecipeProduct(Generic[E]):
             # Devices of shard_map add up what this returns.
             dtype = reduced_in(dtype, asked)
         with jax.named_scope(GRADIENT[side]):
-            task = self._backward(side, g, _operand_of(other))
+            spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
+            back, move = self.moves if side == "lhs" else self.moves[::-1]
+            kept, move = reuse(_operand_of(other), move, spec, axes.rhs if g_is_lhs else axes.lhs)
+            if g_is_lhs:
+                task = Task(g, kept, spec, axes, (None, move))
+            else:
+                task = Task(kept, g, spec.swapped(), axes, (move, None), ("rhs", "lhs"))
             taken = self.take(task, saved, key)
-            fast = task.spec.fast_accumulation
-            product = self.multiply(
-                *taken.operands, task.axes, dtype, fast_accumulation=fast, sizes=taken.sizes
-            )
-            product = unscaled(product, *taken.given, task.spec)
-            return product if task.back is None else task.back.move_back(product)
-
-    def _backward(self, side: Side, g: Operand, other: AnyOperand) -> Task:
-        spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
-        back, move = self.moves if side == "lhs" else self.moves[::-1]
-        other, move = reuse(other, move, spec, axes.rhs if g_is_lhs else axes.lhs)
-        if g_is_lhs:
-            return Task(g, other, spec, axes, (None, move), back)
-        return Task(other, g, spec.swapped(), axes, (move, None), back, ("rhs", "lhs"))
+            product = unscaled(self.multiply(taken, dtype), taken.task)
+            return product if back is None else back.move_back(product)
 
     def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: E) -> jax.Array:
-        return mask_clipped(self.recipe, side, self.axes, cotangent, own, self.key_of(saved))
+        """The cotangent before the transform, without what the recipe masks of clipped."""
+        untouched = not self.recipe.mask_clipped or isinstance(own, Quantized)
+        if untouched and not isinstance(own, Residual):
+            return cotangent
+        return _masked(self.recipe, side, self.axes, cotangent, own, self.key_of(saved))
 
     def in_high_precision(self) -> Any:
         return dataclasses.replace(
@@ -247,18 +213,10 @@ class DenseProduct(RecipeProduct[Key]):
         return extra
 
     def multiply(
-        self,
-        lhs: AnyOperand,
-        rhs: AnyOperand,
-        axes: ProductAxes,
-        out_dtype: np.dtype,
-        *,
-        fast_accumulation: bool = False,
-        stored: Collection[Side] = (),
-        sizes: jax.Array | None = None,
+        self, taken: Taken, out_dtype: np.dtype, stored: Collection[Side] = ()
     ) -> jax.Array:
-        """Two canonical operands, as they are, by the backend that takes their product."""
-        split = self.recipe.gather is None
+        """By the backend that takes the product of the operands, which are canonical."""
+        (lhs, rhs), axes, split = taken.operands, taken.task.axes, self.recipe.gather is None
         if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
             return lax.dot_general(
                 lhs,
@@ -272,15 +230,14 @@ class DenseProduct(RecipeProduct[Key]):
             rhs=OperandType.of(rhs, axes.rhs),
             out_dtype=out_dtype,
             precision=self.precision,
-            fast_accumulation=fast_accumulation,
+            fast_accumulation=taken.task.spec.fast_accumulation,
             moves_codes=split,
             reduce_dtype=self.recipe.reduce_dtype,
         )
         if not stored and not isinstance(rhs, PackedMXArray) and active.value is None:
             return bind(call, lhs, rhs)
         choice = choose(call)
-        sides: tuple[tuple[Side, AnyOperand], ...] = ("lhs", lhs), ("rhs", rhs)
-        for side, operand in sides:
+        for side, operand in zip(SIDES, (lhs, rhs), strict=True):
             if side in stored and isinstance(operand, MXArray):
                 tell_of_packing(operand, call, choice, side=side)
         whole = isinstance(rhs, PackedMXArray) and rhs.layout.cut is None and compiler_splits()
@@ -291,37 +248,39 @@ class DenseProduct(RecipeProduct[Key]):
             mesh = jax.sharding.get_abstract_mesh()
             names = recorder.axes if mesh.empty else mesh.axis_names
             if names and (mesh.empty or compiler_splits()):
-                remark(_moves(lhs, rhs, call, names))
+                what = "whole tiles" if isinstance(rhs, PackedMXArray) else "codes and scales"
+                remark(
+                    f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> "
+                    f"{what}, where the compiler moves them along mesh axes={names}{twice(lhs)}"
+                    f"{twice(rhs)}; parts of the product are added up in "
+                    f"{reduced_in(call.out_dtype, call.reduce_dtype)}"
+                )
         return choice.offer.run(lhs, rhs, call)
 
     def cotangents(
         self, g: jax.Array, saved: Key, both: bool
     ) -> tuple[tuple[Operand, Operand], None]:
         """g for both gradients: quantized in one call if a backend reads it once, else as it is."""
-        casts = [self._cotangent_cast(side, g, saved) for side in GRADIENTS] if both else []
-        found = [cast for cast in casts if cast is not None]
-        if len(found) < 2:
+        casts: list[QuantizeCall] = []
+        keys: list[Key] = []
+        for side in GRADIENTS if both else ():
+            spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
+            own = spec.lhs
+            if own is None or own.prescale != 1.0 or spec.transform is not None:
+                return (g, g), None  # not cast, or changed first
+            lhs_key, rhs_key, _ = operand_keys(product_key(self.recipe, GRADIENTS[side], saved))
+            where, drawn = (axes.lhs, lhs_key) if g_is_lhs else (axes.rhs, rhs_key)
+            casts.append(cast_call(g, own, where.blocks(own.format)))
+            keys.append(drawn if own.random_bits else None)
+        if not both:
             return (g, g), None
-        (left, left_key), (right, right_key) = found
-        with jax.named_scope("grad_both"):
-            pair = quantize_operand_both(g, (left, right), (left_key, right_key))
+        with jax.named_scope("grad_both"), follow(g):
+            pair = quantize_operand_both(g, tuple(keys), casts=tuple(casts))
         if noted.get() is not None:
-            for side, (call, _), codes in zip(GRADIENTS, found, pair, strict=True):
+            for side, call, codes in zip(GRADIENTS, casts, pair, strict=True):
                 axis = self.axes.of_g(side).block_axis
                 note_cast("lhs", g, codes, call.scale_rule.name, axis, GRADIENT[side])
         return pair, None
-
-    def _cotangent_cast(
-        self, side: Side, g: jax.Array, key: Key
-    ) -> tuple[QuantizeCall, Key] | None:
-        """How one gradient quantizes g, and by which key; None if it changes g first, or not."""
-        spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
-        own = spec.lhs
-        if own is None or own.prescale != 1.0 or spec.transform is not None:
-            return None
-        lhs_key, rhs_key, _ = operand_keys(product_key(self.recipe, GRADIENTS[side], key))
-        where, drawn = (axes.lhs, lhs_key) if g_is_lhs else (axes.rhs, rhs_key)
-        return cast_call(g, own, where.blocks(own.format)), drawn if own.random_bits else None
 
     def free(self, side: Side | None) -> tuple[Free, ...]:
         """The axes that a product has from one operand, unless devices pass the operands on."""
@@ -334,16 +293,6 @@ class DenseProduct(RecipeProduct[Key]):
             *(Free(left, axis, batch + i) for i, axis in enumerate(axes.lhs.kept)),
             *(Free(right, axis, batch + kept + i) for i, axis in enumerate(axes.rhs.kept)),
         )
-
-
-def _moves(lhs: AnyOperand, rhs: AnyOperand, call: MatmulCall, axes: tuple[str, ...]) -> str:
-    """What `explain` says of a product that the compiler splits along mesh axes."""
-    what = "whole tiles" if isinstance(rhs, PackedMXArray) else "codes and scales"
-    return (
-        f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> {what}, where "
-        f"the compiler moves them along mesh axes={axes}{twice(lhs)}{twice(rhs)}; parts of the "
-        f"product are added up in {reduced_in(call.out_dtype, call.reduce_dtype)}"
-    )
 
 
 # Operands -----------------------------------------------------------------------------------------
@@ -385,9 +334,9 @@ def prescaled(x: jax.Array, spec: OperandSpec) -> jax.Array:
     return product if x.dtype == jnp.float32 else lax.optimization_barrier(product)
 
 
-def unscaled(product: jax.Array, lhs: AnyOperand, rhs: AnyOperand, spec: MatmulSpec) -> jax.Array:
+def unscaled(product: jax.Array, task: Task) -> jax.Array:
     """A product without the prescales of its operands; one that came quantized never had any."""
-    sides = (lhs, spec.lhs), (rhs, spec.rhs)
+    sides = (task.lhs, task.spec.lhs), (task.rhs, task.spec.rhs)
     prescales = [own.prescale for x, own in sides if own and not isinstance(x, Quantized)]
     factor = 1.0 / math.prod(prescales)
     if factor == 1.0:
@@ -397,20 +346,22 @@ def unscaled(product: jax.Array, lhs: AnyOperand, rhs: AnyOperand, spec: MatmulS
     return (product.astype(wide) * jnp.asarray(factor, wide)).astype(product.dtype)
 
 
-def _transform(operand: AnyOperand, transform: Hadamard, key: Key, axis: int) -> jax.Array:
-    if isinstance(operand, Quantized):
+def transformed(
+    x: AnyOperand,
+    transform: Hadamard | None,
+    key: Key,
+    axis: int,
+    back_to: int | None = None,
+) -> Any:
+    """`T(x)`, or its inverse of so many values along the axis: see `reference.hadamard`."""
+    if transform is None:
+        return x
+    if isinstance(x, Quantized):
         raise ValueError(
             "matmul: the recipe transforms its operands before quantizing, which an MXArray no "
-            f"longer allows, got format={operand.format.name}, shape={operand.shape}; pass "
-            "dequantize(), or a recipe without transform"
+            f"longer allows, got format={x.format.name}, shape={x.shape}; pass dequantize(), or a "
+            "recipe without transform"
         )
-    return transformed(operand, transform, key, axis)
-
-
-def transformed(
-    x: jax.Array, transform: Hadamard, key: Key, axis: int, back_to: int | None = None
-) -> jax.Array:
-    """`T(x)`, or its inverse of so many values along the axis: see `reference.hadamard`."""
     call = TransformCall(
         shape=x.shape,
         dtype=np.dtype(x.dtype),
@@ -465,7 +416,7 @@ def _residual(
     return Residual(operand=taken, clipped=clipped, length=given.shape[axes.block_axis])
 
 
-def check_whole_groups(
+def _check_whole_groups(
     recipe: MatmulRecipe, x: AnyOperand, axes: Axes, move: Movement | None
 ) -> None:
     """Raise ValueError if a device of shard_map would transform a part of a group."""
@@ -494,22 +445,6 @@ def beyond(values: jax.Array, quantized: MXArray) -> jax.Array:
     return jnp.abs(values.astype(jnp.float32)) > jnp.abs(limit)
 
 
-def mask_clipped(
-    recipe: MatmulRecipe,
-    side: Side,
-    axes: ProductAxes,
-    cotangent: jax.Array,
-    operand: AnyResidual,
-    key: Key,
-) -> jax.Array:
-    """The cotangent of an operand before its transform, without what the recipe masks of
-    clipped."""
-    kept = isinstance(operand, Residual)
-    if not kept and (not recipe.mask_clipped or isinstance(operand, Quantized)):
-        return cotangent
-    return _masked(recipe, side, axes, cotangent, operand, key)
-
-
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _masked(
     recipe: MatmulRecipe,
@@ -519,41 +454,26 @@ def _masked(
     operand: AnyResidual,
     key: Key,
 ) -> jax.Array:
+    """`T^-1(T(cotangent) * [|T(operand)| is representable])`, with T the forward's transform."""
     fwd = recipe.fwd
     spec, own = (fwd.lhs, axes.lhs) if side == "lhs" else (fwd.rhs, axes.rhs)
-    turn = fwd.transform, operand_keys(product_key(recipe, "fwd", key))[2]
+    signs = operand_keys(product_key(recipe, "fwd", key))[2]
+    turn = functools.partial(transformed, transform=fwd.transform, key=signs, axis=own.block_axis)
     if isinstance(operand, Residual):
-        return _turned_back(cotangent, operand.clips(), turn, operand.length, own.block_axis)
-    assert not isinstance(operand, Quantized), "codes have nothing clipped"
-    return cotangent if spec is None else _without_clipped(cotangent, operand, spec, own, turn)
-
-
-def _turned_back(
-    turned: jax.Array, clipped: jax.Array | None, turn: Turn, length: int, axis: int
-) -> jax.Array:
-    """`T^-1` of a cotangent without what belongs to clipped values, in the cotangent's dtype."""
+        # The product was one of what is transformed already.
+        turned, clipped, length = cotangent, operand.clips(), operand.length
+    elif spec is None:
+        return cotangent
+    else:
+        values = prescaled(turn(operand), spec)
+        # Scales are deterministic, and what lies beyond the largest code saturates however it is
+        # rounded: the mask needs none of the forward's random bits.
+        nearest = dataclasses.replace(spec, rounding=NEAREST)
+        quantized = quantize_operand(values, nearest, own.blocks(spec.format))
+        turned, length = turn(cotangent), cotangent.shape[own.block_axis]
+        clipped = beyond(values, quantized)
     kept = turned if clipped is None else jnp.where(clipped, 0, turned)
-    return _turned(kept, turn, axis, back_to=length).astype(turned.dtype)
-
-
-def _without_clipped(
-    cotangent: jax.Array, operand: jax.Array, spec: OperandSpec, axes: Axes, turn: Turn
-) -> jax.Array:
-    """`T^-1(T(cotangent) * [|T(operand)| is representable])`, with T the forward's transform."""
-    axis, blocks = axes.block_axis, axes.blocks(spec.format)
-    values = prescaled(_turned(operand, turn, axis), spec)
-    # Scales are deterministic, and what lies beyond the largest code saturates however it is
-    # rounded: the mask needs none of the forward's random bits.
-    nearest = dataclasses.replace(spec, rounding=NEAREST)
-    quantized = quantize_operand(values, nearest, blocks)
-    turned, length = _turned(cotangent, turn, axis), cotangent.shape[axis]
-    kept = _turned_back(turned, beyond(values, quantized), turn, length, axis)
-    return kept.astype(cotangent.dtype)
-
-
-def _turned(x: jax.Array, turn: Turn, axis: int, back_to: int | None = None) -> jax.Array:
-    transform, key = turn
-    return x if transform is None else transformed(x, transform, key, axis, back_to)
+    return turn(kept, back_to=length).astype(cotangent.dtype)
 
 
 # Casts --------------------------------------------------------------------------------------------
@@ -594,27 +514,18 @@ def cast_operand(
 quantize_operand = one_program("spec", "blocks")(cast_operand)
 
 
+@one_program("casts")
 def quantize_operand_both(
     x: jax.Array,
-    casts: tuple[QuantizeCall, QuantizeCall],
-    keys: tuple[Key, Key],
+    keys: tuple[Key, ...],
     tensor_scale: jax.Array | None = None,
+    *,
+    casts: tuple[QuantizeCall, ...],
 ) -> tuple[MXArray, MXArray]:
     """Quantize a checked array twice: in one call where a backend takes both, else in two."""
-    with follow(x):
-        return _quantize_both(x, keys, tensor_scale, casts=casts)
-
-
-@one_program("casts")
-def _quantize_both(
-    x: jax.Array,
-    keys: tuple[Key, Key],
-    tensor_scale: jax.Array | None,
-    *,
-    casts: tuple[QuantizeCall, QuantizeCall],
-) -> tuple[MXArray, MXArray]:
     drawn = tuple(None if key is None else DerivedKey.of(key) for key in keys)
-    call = QuantizeBothCall(first=casts[0], second=casts[1])
+    first, second = casts
+    call = QuantizeBothCall(first=first, second=second)
     return checkpoint_name(bind(call, x, drawn, tensor_scale), QUANTIZED)
 
 

@@ -1,4 +1,4 @@
-"""Differentiable products with a recipe: dot_general, matmul, and a callable to inject.
+"""Differentiable products with a recipe: dot_general, matmul, einsum, and a callable to inject.
 
 Any dot_general is brought into one axis order by transposes alone, and by none where possible: lhs
 becomes `[*batch, *m, *k]` or `[*batch, *k, *m]`, rhs `[*batch, *n, *k]` or `[*batch, *k, *n]`, and
@@ -7,7 +7,7 @@ an all-gather. Quantizing a transposed copy costs XLA several times what the oth
 """
 
 import dataclasses
-from collections.abc import Sequence
+import operator
 from typing import Any, TypedDict
 
 import jax
@@ -17,13 +17,19 @@ from jax import lax
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.target import follow
-from mx_jax.codecs.explicit_axes import Spec, explicit_mesh, partitions, with_partitions
+from mx_jax.codecs.explicit_axes import (
+    Spec,
+    explicit_mesh,
+    has_explicit_axes,
+    partitions,
+    with_partitions,
+)
 from mx_jax.ops import arguments
 from mx_jax.ops.dense import DenseProduct
 from mx_jax.ops.packing import packed_for
 from mx_jax.ops.product import Primal, run_product
 from mx_jax.ops.sharded_operands import gathered_once, gathering, given_moves, product_spec
-from mx_jax.ops.tags import watching
+from mx_jax.ops.tags import SIDES, watching
 from mx_jax.ops.watched import watched
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized
 from mx_jax.sharding.movement import STAY, Movement, Moves, as_gathered
@@ -78,10 +84,10 @@ def dot_general(
       >>> mx_jax.dot_general(x, w, (((1,), (0,)), ((), ())), recipe=recipe)[0]
       Array([32., 32., 32.], dtype=float32)
     """
+    dimension_numbers = _as_tuples(dimension_numbers)
     recipe = arguments.as_recipe(recipe, "dot_general")
     lhs = arguments.as_operand(lhs, "lhs", recipe, "dot_general")
     rhs = arguments.as_operand(rhs, "rhs", recipe, "dot_general")
-    dimension_numbers = arguments.check_depth(dimension_numbers)
     if arguments.goes_to_lax(recipe, lhs, rhs) or not dimension_numbers[0][0]:
         # What contracts nothing has nothing to quantize either, and draws nothing.
         return lax.dot_general(
@@ -126,14 +132,14 @@ def dot_general(
     with follow(lhs, rhs):
         run = watched if watching.value else run_product
         value = run(product, Primal.of(lhs), Primal.of(rhs), key)
-    return constrain(lax.squeeze(value, empty) if empty else value, out_sharding)
+    return _constrain(lax.squeeze(value, empty) if empty else value, out_sharding)
 
 
 def _values(operand: AnyOperand) -> jax.Array:
     return operand.dequantize() if isinstance(operand, Quantized) else operand
 
 
-def constrain(product: jax.Array, out_sharding: Spec | None) -> jax.Array:
+def _constrain(product: jax.Array, out_sharding: Spec | None) -> jax.Array:
     """The product where the caller wants it; meshes with explicit axes move it, others hint."""
     if out_sharding is None:
         return product
@@ -185,8 +191,22 @@ def matmul(
     if recipe.gather is not None:
         moves = given_moves(recipe, lhs, rhs)
         left, right = (as_gathered(x, m).shape for x, m in zip((lhs, rhs), moves, strict=True))
-    _check_matmul_shapes(left, right, rhs_contracting)
-    batch = _broadcast_batch(lhs.shape[:-2], rhs.shape[:-2])
+    if not left or not right:
+        raise ValueError(
+            f"matmul: both operands need an axis, got lhs.shape={left}, rhs.shape={right}"
+        )
+    if left[-1] != right[rhs_contracting]:
+        raise ValueError(
+            f"matmul: contracting sizes must agree, got lhs.shape={left} with k={left[-1]} and "
+            f"rhs.shape={right} with k={right[rhs_contracting]}"
+        )
+    left, right = lhs.shape[:-2], rhs.shape[:-2]
+    try:
+        batch = jnp.broadcast_shapes(left, right)
+    except ValueError:
+        raise ValueError(
+            f"matmul: leading axes must broadcast, got lhs batch={left} and rhs batch={right}"
+        ) from None
     # Leading axes of lhs alone are kept axes; only what both sides have is a batch.
     num_batch = len(batch) if rhs.ndim > 2 else 0
     if num_batch:
@@ -212,29 +232,6 @@ def matmul(
     return jnp.squeeze(product, drop) if drop else product
 
 
-def _check_matmul_shapes(
-    lhs_shape: tuple[int, ...], rhs_shape: tuple[int, ...], rhs_contracting: int
-) -> None:
-    if not lhs_shape or not rhs_shape:
-        raise ValueError(
-            f"matmul: both operands need an axis, got lhs.shape={lhs_shape}, rhs.shape={rhs_shape}"
-        )
-    if lhs_shape[-1] != rhs_shape[rhs_contracting]:
-        raise ValueError(
-            f"matmul: contracting sizes must agree, got lhs.shape={lhs_shape} with k="
-            f"{lhs_shape[-1]} and rhs.shape={rhs_shape} with k={rhs_shape[rhs_contracting]}"
-        )
-
-
-def _broadcast_batch(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...]:
-    try:
-        return jnp.broadcast_shapes(left, right)
-    except ValueError:
-        raise ValueError(
-            f"matmul: leading axes must broadcast, got lhs batch={left} and rhs batch={right}"
-        ) from None
-
-
 def _with_batch(operand: AnyOperand, batch: tuple[int, ...]) -> AnyOperand:
     if operand.shape[:-2] == batch:
         return operand
@@ -245,6 +242,160 @@ def _with_batch(operand: AnyOperand, batch: tuple[int, ...]) -> AnyOperand:
         )
     tail = operand.shape[-2:] if operand.ndim > 1 else (1, *operand.shape)
     return jnp.broadcast_to(operand, (*batch, *tail))
+
+
+def einsum(
+    subscripts: str,
+    lhs: OperandLike,
+    rhs: OperandLike,
+    *,
+    recipe: MatmulRecipe | str,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: jax.typing.DTypeLike | None = None,
+    out_sharding: Spec | None = None,
+    key: arguments.Key = None,
+) -> jax.Array:
+    """`jnp.einsum` of two operands with a recipe.
+
+    Letters in both operands and not in the result are contracted, blocks lie along the last of
+    them in lhs's order; letters in all three are batch axes. Letters of one operand that are in
+    nothing else are summed first, in high precision. Without a contracted letter there is nothing
+    to quantize.
+
+    Args:
+      subscripts: e.g. `"...td,dhk->...thk"`; without `->`, letters that occur once, in order.
+      lhs: values or an MXArray blocked along the last contracted axis.
+      rhs: likewise.
+      recipe: what to quantize, or a recipe's name.
+      precision: as in `jax.lax.dot_general`.
+      preferred_element_type: dtype of the product.
+      out_sharding: sharding of the product.
+      key: PRNG key, if a product that runs draws random bits; others do not use it.
+
+    Returns:
+      The product, axes as the subscripts say.
+
+    Raises:
+      ValueError: subscripts that do not fit the operands; a letter twice in one operand; a sum
+        over an MXArray's own axis.
+      TypeError: subscripts that are no string.
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> x, w = jnp.ones((2, 5, 64)), jnp.ones((64, 4, 8))
+      >>> mx_jax.einsum("btd,dhk->bthk", x, w, recipe=mx_jax.recipes.mxfp8()).shape
+      (2, 5, 4, 8)
+    """
+    recipe = arguments.as_recipe(recipe, "einsum")
+    lhs = arguments.as_operand(lhs, "lhs", recipe, "einsum")
+    rhs = arguments.as_operand(rhs, "rhs", recipe, "einsum")
+    left, right, out = _parse(subscripts, lhs.ndim, rhs.ndim)
+    lhs, left = _sum_alone(lhs, left, right + out, subscripts)
+    rhs, right = _sum_alone(rhs, right, left + out, subscripts)
+    both = [letter for letter in left if letter in right]
+    batch = [letter for letter in both if letter in out]
+    contracted = [letter for letter in both if letter not in out]
+    if contracted and not arguments.goes_to_lax(recipe, lhs, rhs):
+        arguments.check_out_dtype(preferred_element_type, "einsum")
+    sizes = dict(zip(left, lhs.shape, strict=True))
+    for letter, size in zip(right, rhs.shape, strict=True):
+        if sizes.get(letter, size) != size:
+            raise ValueError(
+                f"einsum: sizes of {letter!r} in subscripts={subscripts!r} must agree, got "
+                f"lhs.shape={lhs.shape} with {sizes[letter]} and rhs.shape={rhs.shape} with {size}"
+            )
+    order = batch + [c for c in left if c not in right] + [c for c in right if c not in left]
+    before = None  # the product's sharding before its axes are permuted
+    if out_sharding is not None and has_explicit_axes():
+        parts = partitions(out_sharding, len(order))
+        before = with_partitions(out_sharding, [parts[out.index(c)] for c in order])
+    product = dot_general(
+        lhs,
+        rhs,
+        (
+            ([left.index(c) for c in contracted], [right.index(c) for c in contracted]),
+            ([left.index(c) for c in batch], [right.index(c) for c in batch]),
+        ),
+        recipe=recipe,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=before,
+        key=key,
+    )
+    product = jnp.transpose(product, [order.index(letter) for letter in out])
+    return _constrain(product, out_sharding)
+
+
+def _parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
+    """A letter an axis of both operands and of the product; letters of an ellipsis are upper-case
+    Greek, which nobody types."""
+    if not isinstance(subscripts, str):
+        raise TypeError(
+            "einsum: subscripts must be a string such as 'mk,kn->mn', got "
+            f"subscripts={subscripts!r}"
+        )
+    text = subscripts.replace(" ", "")
+    inputs, arrow, out = text.partition("->")
+    if inputs.count(",") != 1:
+        raise ValueError(f"einsum: needs exactly two operands, got subscripts={subscripts!r}")
+    left, right = inputs.split(",")
+    num_dots = max(_num_dots(left, lhs_ndim, text), _num_dots(right, rhs_ndim, text))
+    left, right = _expand(left, lhs_ndim, num_dots), _expand(right, rhs_ndim, num_dots)
+    if arrow:
+        out = _expand(out, None, num_dots)
+    else:
+        # Implicit form: ellipsis axes first, then letters that occur once, in alphabetical order.
+        dots = _expand("...", None, num_dots)
+        both = left + right
+        out = dots + "".join(sorted(c for c in set(both) - set(dots) if both.count(c) == 1))
+    for term in (left, right, out):
+        if len(set(term)) != len(term):
+            raise ValueError(
+                f"einsum: a letter may occur once in each term, got subscripts={subscripts!r}"
+            )
+    unknown = set(out) - set(left + right)
+    if unknown:
+        raise ValueError(
+            f"einsum: result letters {sorted(unknown)} are in no operand, "
+            f"got subscripts={subscripts!r}"
+        )
+    return left, right, out
+
+
+def _num_dots(term: str, ndim: int, text: str) -> int:
+    """How many axes the ellipsis of one operand stands for."""
+    letters = term.replace("...", "", 1)
+    if not all(c.isascii() and c.isalpha() for c in letters):
+        raise ValueError(f"einsum: subscripts are letters and '...', got subscripts={text!r}")
+    dots = ndim - len(letters)
+    if dots < 0 or (dots and "..." not in term):
+        raise ValueError(
+            f"einsum: term {term!r} of subscripts={text!r} names {len(letters)} axes, "
+            f"the operand has ndim={ndim}"
+        )
+    return dots
+
+
+def _expand(term: str, ndim: int | None, num_dots: int) -> str:
+    """Replace the ellipsis by its letters; shorter ellipses align at the right, as in NumPy."""
+    own = num_dots if ndim is None else ndim - len(term.replace("...", "", 1))
+    letters = "".join(chr(0x0391 + index) for index in range(num_dots))
+    return term.replace("...", letters[num_dots - own :], 1)
+
+
+def _sum_alone(
+    operand: AnyOperand, term: str, others: str, subscripts: str
+) -> tuple[AnyOperand, str]:
+    """Sum over the letters that are in this operand alone."""
+    alone = [axis for axis, letter in enumerate(term) if letter not in others]
+    if not alone:
+        return operand, term
+    if isinstance(operand, Quantized):
+        raise ValueError(
+            f"einsum: subscripts={subscripts!r} sum over an axis of an MXArray alone; pass "
+            "dequantize() instead"
+        )
+    return operand.sum(alone), "".join(c for c in term if c in others)
 
 
 class ProductOptions(TypedDict, total=False):
@@ -302,6 +453,26 @@ class RecipeDotGeneral:
 # Canonical order ----------------------------------------------------------------------------------
 
 
+def _as_tuples(dimension_numbers: lax.DotDimensionNumbers) -> lax.DotDimensionNumbers:
+    """Dimension numbers as tuples of ints; raises where they are not nested so."""
+    try:
+        (lhs_k, rhs_k), (lhs_batch, rhs_batch) = dimension_numbers
+        groups = [tuple(group) for group in (lhs_k, rhs_k, lhs_batch, rhs_batch)]
+    except (TypeError, ValueError):
+        raise ValueError(
+            "dot_general: dimension_numbers must be ((lhs_contracting, rhs_contracting), "
+            "(lhs_batch, rhs_batch)), each a sequence of axes, got "
+            f"dimension_numbers={dimension_numbers!r}; for matrices, (((1,), (0,)), ((), ()))"
+        ) from None
+    try:
+        lhs_k, rhs_k, lhs_batch, rhs_batch = (tuple(map(operator.index, group)) for group in groups)
+    except TypeError:
+        raise TypeError(
+            f"dot_general: axes must be integers, got dimension_numbers={dimension_numbers!r}"
+        ) from None
+    return (lhs_k, rhs_k), (lhs_batch, rhs_batch)
+
+
 def canonicalize(
     lhs: AnyOperand,
     rhs: AnyOperand,
@@ -321,11 +492,10 @@ def canonicalize(
         left, right = as_gathered(lhs, moves[0]), as_gathered(rhs, moves[1])
     (lhs_k, rhs_k), (lhs_b, rhs_b) = check_dimension_numbers(left, right, dimension_numbers)
     assert lhs_k, "nothing to lay blocks along: dot_general leaves it to XLA"
-    lhs_m, rhs_n = _kept(lhs, lhs_k, lhs_b, "lhs"), _kept(rhs, rhs_k, rhs_b, "rhs")
-    lhs, left, lhs_move = _arrange(lhs, Axes(lhs_b, lhs_m, lhs_k), "lhs", moves[0])
-    rhs, right, rhs_move = _arrange(rhs, Axes(rhs_b, rhs_n, rhs_k), "rhs", moves[1])
+    lhs, left, lhs_move, lhs_empty = _arrange(lhs, lhs_b, lhs_k, "lhs", moves[0])
+    rhs, right, rhs_move, rhs_empty = _arrange(rhs, rhs_b, rhs_k, "rhs", moves[1])
     first_n = len(lhs_b) + len(left.kept)
-    empty = (len(lhs_b),) * (not lhs_m) + (first_n,) * (not rhs_n)
+    empty = (len(lhs_b),) * lhs_empty + (first_n,) * rhs_empty
     return lhs, rhs, ProductAxes(left, right), empty, (lhs_move, rhs_move)
 
 
@@ -335,72 +505,59 @@ def check_dimension_numbers(
     dimension_numbers: lax.DotDimensionNumbers,
 ) -> tuple[Pair, Pair]:
     """Dimension numbers with non-negative axes, checked against both shapes."""
-    (lhs_k, rhs_k), (lhs_b, rhs_b) = dimension_numbers
-    lhs_k, lhs_b = _axes(lhs_k, lhs, "lhs"), _axes(lhs_b, lhs, "lhs")
-    rhs_k, rhs_b = _axes(rhs_k, rhs, "rhs"), _axes(rhs_b, rhs, "rhs")
-    _check_pairs("contracting", lhs, rhs, lhs_k, rhs_k)
-    _check_pairs("batch", lhs, rhs, lhs_b, rhs_b)
-    return (lhs_k, rhs_k), (lhs_b, rhs_b)
-
-
-def _axes(
-    axes: Sequence[int], operand: AnyOperand | jax.ShapeDtypeStruct, side: str
-) -> tuple[int, ...]:
-    axes = tuple(int(axis) for axis in axes)
-    for axis in axes:
-        if not -operand.ndim <= axis < operand.ndim:
+    found: list[Pair] = []
+    for what, pair in zip(("contracting", "batch"), dimension_numbers, strict=True):
+        checked = []
+        for side, x, axes in zip(SIDES, (lhs, rhs), pair, strict=True):
+            for axis in axes:
+                if not -x.ndim <= axis < x.ndim:
+                    raise ValueError(
+                        f"dot_general: axis={axis} is out of range for {side} of shape={x.shape}"
+                    )
+            checked.append(tuple(int(axis) % x.ndim for axis in axes))
+        left, right = checked
+        sizes = tuple(lhs.shape[axis] for axis in left), tuple(rhs.shape[axis] for axis in right)
+        if sizes[0] != sizes[1]:
             raise ValueError(
-                f"dot_general: axis={axis} is out of range for {side} of shape={operand.shape}"
+                f"dot_general: {what} sizes must agree, got lhs.shape={lhs.shape} with {what} axes "
+                f"{left} of sizes {sizes[0]} and rhs.shape={rhs.shape} with {what} axes {right} of "
+                f"sizes {sizes[1]}"
             )
-    return tuple(axis % operand.ndim for axis in axes)
+        found.append((left, right))
+    contracting, batch = found
+    return contracting, batch
 
 
-def _check_pairs(
-    what: str,
-    lhs: AnyOperand | jax.ShapeDtypeStruct,
-    rhs: AnyOperand | jax.ShapeDtypeStruct,
-    lhs_axes: tuple[int, ...],
-    rhs_axes: tuple[int, ...],
-) -> None:
-    left = tuple(lhs.shape[axis] for axis in lhs_axes)
-    right = tuple(rhs.shape[axis] for axis in rhs_axes)
-    if left != right:
-        raise ValueError(
-            f"dot_general: {what} sizes must agree, got lhs.shape={lhs.shape} with "
-            f"{what} axes {lhs_axes} of sizes {left} and rhs.shape={rhs.shape} with {what} axes "
-            f"{rhs_axes} of sizes {right}"
-        )
-
-
-def _kept(
-    operand: AnyOperand, contracting: tuple[int, ...], batch: tuple[int, ...], side: str
-) -> tuple[int, ...]:
+def _arrange(
+    operand: AnyOperand,
+    batch: tuple[int, ...],
+    contracting: tuple[int, ...],
+    side: str,
+    move: Movement | None,
+) -> tuple[AnyOperand, Axes, Movement | None, bool]:
+    """The operand as `[*batch, *kept, *k]`, or `[*batch, *k, *kept]` if it is that already; and
+    whether its kept axis had to be put in."""
     used = (*contracting, *batch)
     if len(set(used)) != len(used):
         raise ValueError(
             f"dot_general: each axis of {side} may appear once, got contracting={contracting} "
             f"and batch={batch}"
         )
-    return tuple(axis for axis in range(operand.ndim) if axis not in used)
-
-
-def _arrange(
-    operand: AnyOperand, axes: Axes, side: str, move: Movement | None
-) -> tuple[AnyOperand, Axes, Movement | None]:
-    """The operand as `[*batch, *kept, *k]`, or `[*batch, *k, *kept]` if it is that already."""
     if isinstance(operand, Quantized):
-        check_blocks(operand, axes.contracting[-1], side)
-    batch, kept, k = (len(group) for group in (axes.batch, axes.kept, axes.contracting))
+        check_blocks(operand, contracting[-1], side)
+    kept = tuple(axis for axis in range(operand.ndim) if axis not in used)
+    axes = Axes(batch, kept, contracting)
     if axes.is_canonical and kept:
-        return operand, axes, move
-    order = (*axes.batch, *axes.kept, *axes.contracting)
+        return operand, axes, move, False
+    order = (*batch, *kept, *contracting)
     if order != tuple(range(axes.ndim)):
         operand = operand.transpose(order)
     if not kept:
-        operand = operand[(slice(None),) * batch + (None,)]
+        operand = operand[(slice(None),) * len(batch) + (None,)]
     if move is not None:
-        move = move.transposed(order, None if kept else batch)
-    return operand, Axes.ordered(batch=batch, kept=max(kept, 1), contracting=k), move
+        move = move.transposed(order, None if kept else len(batch))
+    axes = Axes.ordered(batch=len(batch), kept=max(len(kept), 1), contracting=len(contracting))
+    return operand, axes, move, not kept
 
 
 def check_blocks(

@@ -1,11 +1,10 @@
 """Weights quantized once, and laid out once, for many products."""
 
+import contextlib
 import dataclasses
 import warnings
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 
-import jax
 import numpy as np
 from jax import lax
 from jax.core import Tracer
@@ -20,7 +19,7 @@ from mx_jax.codecs.blocks import check_parts
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import as_axes, as_axis, as_recipe
 from mx_jax.packed import PackedMXArray, Quantized
-from mx_jax.sharding.layout import put_packed, why_not_cut
+from mx_jax.sharding.movement import put_packed, why_not_cut
 from mx_jax.specs import MatmulRecipe
 
 
@@ -101,20 +100,17 @@ def packed_where_they_lie(
     )
     codes = weights.codes
     sharding = None if isinstance(codes, Tracer) else getattr(codes, "sharding", None)
-    with follow(weights), _on_all_of(sharding):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(follow(weights))
+        if sharding is not None and (devices := len(sharding.device_set)) > 1:
+            # Programs with these weights have as many.
+            machine = dataclasses.replace(current_target(), program_devices=devices)
+            stack.enter_context(use_target(machine))
         packed = choose(call).offer.run(weights, call)
     if isinstance(packed, MXArray) or not isinstance(sharding, NamedSharding):
         return packed, None
     reason = why_not_cut(packed, sharding)
     return (put_packed(packed, sharding), None) if reason is None else (weights, reason)
-
-
-def _on_all_of(sharding: jax.sharding.Sharding | None) -> AbstractContextManager[None]:
-    """A context that knows on how many devices weights lie: their programs have as many."""
-    devices = 1 if sharding is None else len(sharding.device_set)
-    if devices == 1:
-        return nullcontext()
-    return use_target(dataclasses.replace(current_target(), program_devices=devices))
 
 
 def _axes(weights: MXArray, contracting: int | Sequence[int] | None, num_batch: int) -> Axes:
@@ -189,20 +185,17 @@ def tell_of_packing(
     """Warn who passes stored weights to a backend that lays them out for itself at every call."""
     if choice.offer.lays_out(call) != side:
         return
-    if side == "rhs":
-        how = "(..., contracting=1, num_batch=1)" if isinstance(call, RaggedCall) else ""
-        _tell(
-            f"{operation}: weights are laid out for backend {choice.backend.name} at every call, "
-            f"which takes longer than a product of few rows: shape={weights.shape}, "
-            f"format={weights.format.name}; lay them out once with mx_jax.pack_weights{how}"
-        )
-    else:
-        _tell(
-            f"{operation}: the left operand is laid out for backend {choice.backend.name} at every "
-            f"call, which takes longer than a product of few rows: shape={weights.shape}, "
-            f"format={weights.format.name}; put the weights on the right and pack them once with "
-            "mx_jax.pack_weights"
-        )
+    what, remedy = "weights are", "lay them out once with mx_jax.pack_weights"
+    if side == "lhs":
+        what = "the left operand is"
+        remedy = "put the weights on the right and pack them once with mx_jax.pack_weights"
+    elif isinstance(call, RaggedCall):
+        remedy += "(..., contracting=1, num_batch=1)"
+    _tell(
+        f"{operation}: {what} laid out for backend {choice.backend.name} at every call, which "
+        f"takes longer than a product of few rows: shape={weights.shape}, "
+        f"format={weights.format.name}; {remedy}"
+    )
 
 
 def _tell(text: str) -> None:

@@ -23,7 +23,7 @@ from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand, Operand
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.mxarray import MXArray, decode
-from mx_jax.ops.tags import GRADIENT, Free
+from mx_jax.ops.tags import GRADIENT, SIDES, Free
 from mx_jax.ops.tags import Product as Name
 from mx_jax.packed import Quantized, unpacked
 
@@ -54,10 +54,6 @@ class Residual:
     clipped: jax.Array | None  # eight a byte along the last axis; None: not asked
     length: int  # of the contracted axis before the transform padded it
 
-    def unmasked(self) -> "Residual":
-        """The same, as if nothing had been clipped."""
-        return dataclasses.replace(self, clipped=None)
-
     def clips(self) -> jax.Array | None:
         """Where the cast clipped, as booleans in the shape of the operand."""
         if self.clipped is None:
@@ -79,7 +75,7 @@ ProductResiduals = tuple[AnyResidual, AnyResidual, Avals, Saved]
 
 
 class Product(Protocol[Result, Extra, Saved]):
-    """One kind of product: a frozen value, static under `jit`."""
+    """One kind of product: a frozen value, static under `jit`; kinds inherit from it."""
 
     # `extra` is whatever else it depends on: a key, group sizes, scale states.
 
@@ -99,8 +95,11 @@ class Product(Protocol[Result, Extra, Saved]):
     def cotangents(
         self, g: Result, saved: Saved, both: bool
     ) -> tuple[tuple[Operand, Operand], Any]:
-        """g as the products for lhs and rhs take it, and the cotangent of `extra` if it has one."""
-        ...
+        """g as the products for lhs and rhs take it, and the cotangent of `extra` if it has one: by
+        default as it is, for each gradient to quantize."""
+        del saved, both
+        own: Any = g
+        return (own, own), None
 
     def gradient(
         self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: Saved
@@ -117,8 +116,9 @@ class Product(Protocol[Result, Extra, Saved]):
         ...
 
     def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Saved) -> jax.Array:
-        """An operand's cotangent without what the forward product clipped of it."""
-        ...
+        """An operand's cotangent without what the forward product clipped of it: by default all."""
+        del side, own, saved
+        return cotangent
 
 
 AnyProduct = Product[Any, Any, Any]
@@ -235,28 +235,24 @@ def product_fwd(
     left, right, saved = product.keep(lhs.operand, rhs.operand, extra)
     avals = CotangentAval.of(lhs.value), CotangentAval.of(rhs.value)
     result = product.forward(left, right, extra, stored_sides(lhs, rhs))
-    exact = ExactForward(product, np.dtype(only(result).dtype))
-    operands = (
-        # The other operand's gradient multiplies what is kept: codes have no derivative.
-        no_derivative(given.value) if given.value is not None and _in_codes(kept) else kept
-        for given, kept in ((lhs, left), (rhs, right))
-    )
-    value = with_derivative(only(result), exact, *operands, extra)
+    operands = []
+    for given, kept in ((lhs, left), (rhs, right)):
+        codes = kept.operand if isinstance(kept, Residual) else kept
+        if given.value is not None and isinstance(codes, Quantized):
+            # The other operand's gradient multiplies what is kept: codes have no derivative.
+            kept = no_derivative(given.value)
+        operands.append(kept)
+    static = product, np.dtype(only(result).dtype)
+    value = with_derivative(only(result), exact_fwd, static, *operands, extra)
     result = (value, *result[1:]) if isinstance(result, tuple) else value
     return result, (left, right, avals, saved)
 
 
-@dataclasses.dataclass(frozen=True)
-class ExactForward:
+def exact_fwd(
+    product: AnyProduct, dtype: np.dtype, lhs: AnyResidual, rhs: AnyResidual, extra: object
+) -> jax.Array:
     """The product in float32, of operands as they came: `product_fwd` is differentiated as this."""
-
-    product: AnyProduct
-    dtype: np.dtype
-
-    def __call__(self, lhs: AnyResidual, rhs: AnyResidual, extra: object) -> jax.Array:
-        """The product in its own dtype."""
-        exact = self.product.in_high_precision()
-        return exact.forward(values(lhs), values(rhs), extra).astype(self.dtype)
+    return product.in_high_precision().forward(values(lhs), values(rhs), extra).astype(dtype)
 
 
 def product_bwd(
@@ -264,11 +260,22 @@ def product_bwd(
 ) -> tuple[Primal, Primal, Any]:
     """The cotangents of what `differentiable` is given."""
     lhs, rhs, avals, saved = residuals
-    (g_lhs, g_rhs), extra_ct = product.cotangents(g, saved, None not in avals)
-    lhs_ct = _cotangent(product, "lhs", g_lhs, lhs, rhs, avals[0], saved)
-    rhs_ct = _cotangent(product, "rhs", g_rhs, rhs, lhs, avals[1], saved)
-    exact = ExactBackward(product, avals)
-    lhs_ct, rhs_ct = with_derivative((lhs_ct, rhs_ct), exact, lhs, rhs, only(g), saved)
+    both, extra_ct = product.cotangents(g, saved, None not in avals)
+    found: list[jax.Array | None] = []
+    operands = zip(SIDES, both, (lhs, rhs), (rhs, lhs), avals, strict=True)
+    for side, own_g, own, other, aval in operands:
+        if aval is None:
+            found.append(None)
+            continue
+        before = _computed.set(GRADIENT[side])
+        try:
+            value = product.gradient(side, own_g, other, aval, saved)
+        finally:
+            _computed.reset(before)
+        value = sum_over(value, aval.varying).astype(aval.dtype)
+        found.append(product.masked(side, value, own, saved))
+    static = product, avals
+    lhs_ct, rhs_ct = with_derivative(found, exact_bwd, static, lhs, rhs, only(g), saved)
     if extra_ct is None:
         extra_ct = zero_cotangents(saved)
     return Primal(lhs_ct, None), Primal(rhs_ct, None), extra_ct
@@ -277,51 +284,26 @@ def product_bwd(
 differentiable.defvjp(product_fwd, product_bwd)
 
 
-def _cotangent(
+def exact_bwd(
     product: AnyProduct,
-    side: Side,
-    g: Operand,
-    own: AnyResidual,
-    other: AnyResidual,
-    aval: CotangentAval | None,
+    avals: Avals,
+    lhs: AnyResidual,
+    rhs: AnyResidual,
+    g: jax.Array,
     saved: object,
-) -> jax.Array | None:
-    if aval is None:
-        return None
-    before = _computed.set(GRADIENT[side])
-    try:
-        value = product.gradient(side, g, other, aval, saved)
-    finally:
-        _computed.reset(before)
-    value = sum_over(value, aval.varying).astype(aval.dtype)
-    return product.masked(side, value, own, saved)
-
-
-@dataclasses.dataclass(frozen=True)
-class ExactBackward:
+) -> list[jax.Array | None]:
     """The cotangents in float32: `product_bwd` is differentiated as this."""
-
-    product: AnyProduct
-    avals: Avals
-
-    def __call__(
-        self, lhs: AnyResidual, rhs: AnyResidual, g: jax.Array, saved: object
-    ) -> tuple[Any, Any]:
-        """The cotangents in the values' own dtypes."""
-        left, right = values(lhs), values(rhs)
-        return self._bar("lhs", g, lhs, right, saved), self._bar("rhs", g, rhs, left, saved)
-
-    def _bar(
-        self, side: Side, g: jax.Array, own: AnyResidual, other: jax.Array, saved: object
-    ) -> Any:
-        aval = self.avals[side == "rhs"]
+    found: list[jax.Array | None] = []
+    for side, own, other, aval in zip(SIDES, (lhs, rhs), (rhs, lhs), avals, strict=True):
         if aval is None:
-            return None
+            found.append(None)
+            continue
         wide = dataclasses.replace(aval, dtype=np.dtype(np.float32))
-        value = self.product.in_high_precision().gradient(side, g, other, wide, saved)
+        value = product.in_high_precision().gradient(side, g, values(other), wide, saved)
         own = jax.lax.stop_gradient(own)  # of which the clipped are to be found
-        value = self.product.masked(side, sum_over(value, aval.varying), own, saved)
-        return value.astype(aval.dtype)
+        value = product.masked(side, sum_over(value, aval.varying), own, saved)
+        found.append(value.astype(aval.dtype))
+    return found
 
 
 def zero_cotangents(tree: object) -> Any:
@@ -332,10 +314,6 @@ def zero_cotangents(tree: object) -> Any:
 def only(result: jax.Array | tuple[jax.Array, object]) -> jax.Array:
     """The product alone, of a kind that gives states too."""
     return result[0] if isinstance(result, tuple) else result
-
-
-def _in_codes(kept: AnyResidual) -> bool:
-    return isinstance(kept.operand if isinstance(kept, Residual) else kept, Quantized)
 
 
 def values(operand: AnyResidual) -> jax.Array:
@@ -354,65 +332,38 @@ def sum_over(cotangent: jax.Array, own: frozenset[str]) -> jax.Array:
     return lax.psum(cotangent, tuple(sorted(extra))) if extra else cotangent
 
 
-def max_like(value: jax.Array, state: jax.Array) -> jax.Array:
-    """The largest over vmap's lanes and shard_map's shards that share a state."""
-    # With `check_vma=False` JAX does not say what differs: all axes of the mesh count then.
-    axes = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
-    if any(varying(lax.axis_index(axis)) for axis in axes):
-        axes = varying(value) - varying(state)
-    value = lax.pmax(value, tuple(sorted(axes))) if axes else value
-    return _max_of_lanes(value, state)
-
-
-@jax.custom_batching.custom_vmap
-def _max_of_lanes(value: jax.Array, state: jax.Array) -> jax.Array:
-    del state
-    return value
-
-
-@_max_of_lanes.def_vmap
-def _max_of_lanes_vmap(
-    axis_size: int, in_batched: Sequence[bool], value: jax.Array, state: jax.Array
-) -> tuple[jax.Array, bool]:
-    value_batched, state_batched = in_batched
-    if state_batched:
-        # Lanes with states of their own are from here on parts of one value.
-        if not value_batched:
-            value = jnp.broadcast_to(value, (axis_size, *value.shape))
-        return _max_of_lanes(value, state), True
-    return _max_of_lanes(jnp.max(value, axis=0) if value_batched else value, state), False
-
-
-# A frozen value that computes what is differentiated: a pytree of arrays like the values.
-Function = Callable[..., Any]
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Derivative:
-    """The static parameter: the function, its operands' tree, how many values, and `vmap`s."""
+    """The static parameter: a function and its first, static arguments; the tree of the others, how
+    many values it gives, and `vmap`s."""
 
-    function: Function
+    function: Callable[..., Any]
+    static: tuple[Any, ...]
     tree: Any
     number: int
     batches: tuple[tuple[int | None, ...], ...] = ()
 
     def __repr__(self) -> str:
-        return type(self.function).__name__
+        return self.function.__name__
 
     def compute(self, *leaves: jax.Array) -> list[jax.Array]:
         def compute(*leaves: jax.Array) -> list[jax.Array]:
-            return jax.tree.leaves(self.function(*jax.tree.unflatten(self.tree, leaves)))
+            operands = jax.tree.unflatten(self.tree, leaves)
+            return jax.tree.leaves(self.function(*self.static, *operands))
 
         for axes in self.batches:
             compute = jax.vmap(compute, axes)
         return compute(*leaves)
 
 
-def with_derivative(results: R, function: Function, *operands: object) -> R:
-    """`results` with the derivative of `function(*operands)`, which runs where one is taken."""
+def with_derivative(
+    results: R, function: Callable[..., Any], static: tuple[Any, ...], *operands: object
+) -> R:
+    """`results` with the derivative of `function(*static, *operands)`, which runs where one is
+    taken."""
     found, result_tree = jax.tree.flatten(results)
     leaves, tree = jax.tree.flatten(operands)
-    of = _Derivative(function, tree, len(found))
+    of = _Derivative(function, static, tree, len(found))
     return jax.tree.unflatten(result_tree, _linked.bind(*found, *leaves, of=of))
 
 
@@ -441,12 +392,6 @@ def _batch(values: Sequence[jax.Array], axes: Sequence[int | None], *, of: _Deri
     return found, [0] * of.number
 
 
-def _lower(
-    ctx: mlir.LoweringRuleContext, *values: mlir.ir.Value, of: _Derivative
-) -> list[mlir.ir.Value]:
-    return list(values[: of.number])
-
-
 _linked: Any = Primitive("mx_derivative")
 _linked.multiple_results = True
 _linked.is_high = lambda *types, **params: False
@@ -454,7 +399,7 @@ _linked.def_abstract_eval(_first)
 _linked.def_impl(functools.partial(_first))
 ad.primitive_jvps[_linked] = _jvp
 batching.primitive_batchers[_linked] = _batch
-mlir.register_lowering(_linked, _lower)
+mlir.register_lowering(_linked, lambda ctx, *values, of: list(values[: of.number]))
 
 
 def no_derivative(x: jax.Array) -> jax.Array:

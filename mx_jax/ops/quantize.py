@@ -1,6 +1,8 @@
-"""The public casts: checked once, with straight-through gradients. Weights cast to be stored."""
+"""The public casts: checked once, with straight-through gradients. Weights cast to be stored; what
+reads or steps what is stored: attention over a cache, optimizers' moments."""
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypedDict, Unpack
@@ -11,8 +13,9 @@ import numpy as np
 from jax.core import Tracer
 
 from mx_jax.axes import Axes
-from mx_jax.backends.calls import MomentCall
-from mx_jax.backends.primitive import bind
+from mx_jax.backends.calls import AttendCall, MomentCall
+from mx_jax.backends.primitive import bind, choose_if_any
+from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import check_parts
 from mx_jax.codecs.rounding import Rounding
@@ -35,7 +38,8 @@ from mx_jax.ops.dense import (
 )
 from mx_jax.ops.packing import packed_where_they_lie
 from mx_jax.ops.product import one_program, zero_cotangents
-from mx_jax.packed import PackedMXArray, unpacked
+from mx_jax.packed import PackedMXArray, PackedRows, Rows, unpacked
+from mx_jax.reference import matmul
 from mx_jax.reference.moments import Stored
 from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.reference.scale_rules import ScaleRule
@@ -282,8 +286,9 @@ def quantize_both(
     check_key(key, spec, "quantize_both")
     keys = (None, None) if key is None else DerivedKey.of(key).split()
     scale = check_tensor_scale(tensor_scale, spec.format, array.shape, pair[0] + pair[1])
-    first, second = (cast_call(array, spec, blocks, scale) for blocks in pair)
-    results = quantize_operand_both(array, (first, second), (keys[0], keys[1]), scale)
+    casts = tuple(cast_call(array, spec, blocks, scale) for blocks in pair)
+    with follow(array):
+        results = quantize_operand_both(array, keys, scale, casts=casts)
     traced = array if isinstance(array, Tracer) else None
     first, second = (dataclasses.replace(codes, primal=traced) for codes in results)
     return first, second
@@ -303,6 +308,45 @@ def step_moments(
     flat = jnp.stack([jnp.float32(factor) for pair in factors for factor in pair])
     with follow(added):
         return bind(call, tuple(stored), added, flat, words.reshape(-1))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def attend_matrices(
+    tokens: int, shared: jax.Array, keys: Rows, values: Rows, position: jax.typing.ArrayLike
+) -> jax.Array:
+    """`softmax(q k^T / sqrt(features)) v`: see `mx_jax.reference.matmul.attend`.
+
+    Codes that no kernel of attention reads are decoded by whichever backend does that.
+    """
+    formats = [rows.format if isinstance(rows, PackedRows) else None for rows in (keys, values)]
+    call = AttendCall(
+        queries=shared.shape,
+        keys=keys.shape,
+        dtypes=tuple(np.dtype(x.dtype) for x in (shared, keys, values)),
+        tokens=tokens,
+        format=formats[0],
+    )
+    choice = choose_if_any(call) if formats[0] == formats[1] else None
+    if any(formats) and (choice is None or choice.backend == REFERENCE):
+        decoded = (
+            dequantize(rows.unpacked()) if isinstance(rows, PackedRows) else rows
+            for rows in (keys, values)
+        )
+        return attend_matrices(tokens, shared, *decoded, position)
+    if choice is None:
+        return matmul.attend(shared, keys, values, position, tokens)
+    return choice.offer.run(shared, keys, values, position, call)
+
+
+@attend_matrices.defjvp
+def _(
+    tokens: int,
+    primals: tuple[jax.Array, Rows, Rows, jax.Array],
+    tangents: tuple[jax.Array, Rows, Rows, jax.Array],
+) -> Any:
+    """Kernels have no derivatives; plain JAX has."""
+    plain = functools.partial(matmul.attend, tokens=tokens)
+    return jax.jvp(plain, primals, tangents)
 
 
 # Weights that are stored --------------------------------------------------------------------------
@@ -342,11 +386,14 @@ def store_weights(
     spec = recipe.fwd.rhs
     assert spec is not None
 
-    def quantized(weight: jax.Array) -> MXArray:
-        return quantize_operand(weight, spec, axes.blocks(spec.format))
-
     with follow(x):
-        stored = _stacked(quantized, x, num_stacked) if by is None else _each(by, x, num_stacked)
+        if by is not None:
+            stored = _each(by, x, num_stacked)
+        else:
+            quantized = lambda weight: quantize_operand(weight, spec, axes.blocks(spec.format))  # noqa: E731
+            for _ in range(num_stacked):
+                quantized = jax.vmap(quantized)
+            stored = quantized(x)
     num_batch = num_stacked + len(axes.batch)
     if not packed or axes.batch != tuple(range(len(axes.batch))):
         return stored
@@ -357,12 +404,6 @@ def store_weights(
     if reason is not None:
         warnings.warn(f"convert.weights: stored as MXArray: {reason}", stacklevel=2)
     return found
-
-
-def _stacked(quantized: Callable[[jax.Array], MXArray], x: jax.Array, num_stacked: int) -> MXArray:
-    for _ in range(num_stacked):
-        quantized = jax.vmap(quantized)
-    return quantized(x)
 
 
 def _each(by: Callable[[jax.Array], MXArray], x: jax.Array, num_stacked: int) -> MXArray:

@@ -1,45 +1,59 @@
-"""ragged_dot with a recipe: rows in consecutive groups, each with a right operand of its own."""
+"""ragged_dot with a recipe: rows in consecutive groups, each with a right operand of its own.
+
+Two of the three products keep the rows (output, grad_input), the third sums over those of each
+group (grad_weight). Nothing is transposed: blocks lie along whichever axis is contracted.
+"""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+import functools
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
-from mx_jax.backends.calls import AnyOperand
+from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.backends.calls import AnyOperand, OperandType, RaggedCall
+from mx_jax.backends.primitive import choose
 from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import AxisNames, explicit_mesh
+from mx_jax.codecs.rounding import NEAREST
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.arguments import (
-    Key,
-    as_operand,
-    as_recipe,
-    check_matmul_key,
-    dtype_of_product,
-    goes_to_lax,
-    product_key,
-)
-from mx_jax.ops.dense import operand_keys, quantize_operand
+from mx_jax.ops import arguments, dense
+from mx_jax.ops.arguments import Key, as_operand
 from mx_jax.ops.dot_general import check_blocks
-from mx_jax.ops.packing import packed_for
-from mx_jax.ops.product import Primal, run_product
-from mx_jax.ops.ragged_product import LAST, Groups, RaggedProduct
+from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
+from mx_jax.ops.product import AnyResidual, Primal, Residual, note_cast, run_product
+from mx_jax.ops.programs import QUANTIZED
 from mx_jax.ops.sharded_operands import agreed_scale, given_moves, stored
-from mx_jax.ops.tags import watching
+from mx_jax.ops.tags import Free, remark, watching
 from mx_jax.ops.watched import watched
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized
-from mx_jax.reference.ragged import ragged_rows
+from mx_jax.reference import ragged
+from mx_jax.reference.ragged import RaggedRows, ragged_rows
 from mx_jax.reference.random_bits import DerivedKey
-from mx_jax.sharding.dispatch import as_int32, dispatch
+from mx_jax.sharding.exchange import as_int32, dispatch
 from mx_jax.sharding.movement import Movement, as_gathered, spec_of
-from mx_jax.specs import MatmulRecipe, MatmulSpec
+from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
 
+# Dimension numbers of what packed weights are laid out for.
 _EXPERTS = (((1,), (1,)), ((), (0,)))
+# The axis of experts is no batch axis here: a format that is WHOLE takes one matrix at a time.
+LAST = Axes.ordered()
+AXES = ProductAxes(LAST, Axes.ordered(k_first=True))
+_GRAD_WEIGHT = AXES.cotangent("rhs")[0]
+# Of `[m, k]` by `[g, k, n]` to `[m, n]`, of g by `[g, k, n]` to `[m, k]`, of g by `[m, k]`.
+_FREE: dict[Side | None, tuple[Free, ...]] = {
+    None: (Free(1, 2, 1),),
+    "lhs": (Free(1, 1, 1),),
+    "rhs": (Free(0, 1, 2), Free(1, 1, 1)),
+}
 
 
 def ragged_dot(
@@ -94,63 +108,52 @@ def ragged_dot(
              [128., 128.],
              [  0.,   0.]], dtype=float32)
     """
-    recipe = as_recipe(recipe, "ragged_dot")
+    recipe = arguments.as_recipe(recipe, "ragged_dot")
     lhs = as_operand(lhs, "lhs", recipe, "ragged_dot")
     rhs = as_operand(rhs, "rhs", recipe, "ragged_dot")
     if isinstance(rhs, PackedMXArray):
         rhs = packed_for(rhs, _EXPERTS, "ragged_dot")
-    sizes, to_lax = as_group_sizes(group_sizes), goes_to_lax(recipe, lhs, rhs)
+    sizes, to_lax = as_group_sizes(group_sizes), arguments.goes_to_lax(recipe, lhs, rhs)
     move = None if to_lax else experts_move(recipe, lhs, rhs)
-    check_shapes(lhs, as_gathered(rhs, move), sizes)
+    _check_shapes(lhs, as_gathered(rhs, move), sizes)
     sizes = as_int32(sizes, lhs.shape[0])
-    key = check_matmul_key(key, recipe)
+    key = arguments.check_matmul_key(key, recipe)
     if to_lax:
         assert not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized)
         return lax.ragged_dot(
             lhs, rhs, sizes, precision=precision, preferred_element_type=preferred_element_type
         )
-    check_rows(recipe)
-    out_dtype = dtype_of_product(preferred_element_type, lhs, rhs, "ragged_dot")
+    _check_rows(recipe)
+    out_dtype = arguments.dtype_of_product(preferred_element_type, lhs, rhs, "ragged_dot")
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
         if isinstance(operand, MXArray):
             check_blocks(operand, 1, side, "ragged_dot")
-    groups = Groups(ragged_rows(sizes, lhs.shape[0], unit=1).sizes, key)
+    own, groups = recipe, Groups(ragged_rows(sizes, lhs.shape[0], unit=1).sizes, key)
 
-    def run(lhs: Primal, rhs: Primal, groups: Groups, recipe: MatmulRecipe) -> jax.Array:
-        moves = None, experts_move(recipe, lhs.operand, rhs.operand)
-        product = RaggedProduct(
-            recipe=recipe, out_dtype=out_dtype, precision=precision, moves=moves
-        )
+    def multiply(lhs: Primal, rhs: Primal, groups: Groups) -> jax.Array:
+        moves = None, experts_move(own, lhs.operand, rhs.operand)
+        product = RaggedProduct(recipe=own, out_dtype=out_dtype, precision=precision, moves=moves)
         return (watched if watching.value else run_product)(product, lhs, rhs, groups)
 
     with follow(lhs, rhs):
-        # JAX infers no types of ragged products: rows are sharded as lhs's, columns as rhs's.
         mesh, given = explicit_mesh(lhs, rhs), (Primal.of(lhs), Primal.of(rhs), groups)
-        return run(*given, recipe) if mesh is None else _on_explicit_axes(mesh, run, *given, recipe)
-
-
-def _on_explicit_axes(
-    mesh: AbstractMesh,
-    multiply: Callable[..., jax.Array],
-    lhs: Primal,
-    rhs: Primal,
-    groups: Groups,
-    recipe: MatmulRecipe,
-) -> jax.Array:
-    with jax.sharding.use_abstract_mesh(mesh):
-        rows, lies = stored(lhs.operand)[0], stored(rhs.operand)
-        gathered = frozenset[str]()
-        if recipe.gather is not None:
-            gathered = recipe.gather.on_mesh()
-            own = dataclasses.replace(recipe.gather, rhs=spec_of(lies))
-            recipe = dataclasses.replace(recipe, gather=own)
-        columns = tuple(name for name in lies[2] if name not in {*gathered, *rows})
-        run: Any = jax.sharding.auto_axes(
-            lambda lhs, rhs, groups: multiply(lhs, rhs, groups, recipe),
-            axes=mesh.explicit_axes,
-            out_sharding=PartitionSpec(rows or None, columns or None),
-        )
-        return run(lhs, rhs, groups)
+        if mesh is None:
+            return multiply(*given)
+        # JAX infers no types of ragged products: rows are sharded as lhs's, columns as rhs's.
+        with jax.sharding.use_abstract_mesh(mesh):
+            rows, lies = stored(lhs)[0], stored(rhs)
+            gathered = frozenset[str]()
+            if recipe.gather is not None:
+                gathered = recipe.gather.on_mesh()
+                where = dataclasses.replace(recipe.gather, rhs=spec_of(lies))
+                own = dataclasses.replace(recipe, gather=where)
+            columns = tuple(name for name in lies[2] if name not in {*gathered, *rows})
+            run: Any = jax.sharding.auto_axes(
+                multiply,
+                axes=mesh.explicit_axes,
+                out_sharding=PartitionSpec(rows or None, columns or None),
+            )
+            return run(*given)
 
 
 # What it refuses ----------------------------------------------------------------------------------
@@ -159,7 +162,16 @@ def _on_explicit_axes(
 def as_group_sizes(group_sizes: jax.typing.ArrayLike | Sequence[int]) -> jax.Array:
     """Group sizes as an array of integers; known ones that it could not hold are refused."""
     if not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(group_sizes)):
-        _check_numbers(np.asarray(group_sizes))
+        # JAX would wrap what is larger than its integers, without a word.
+        known = np.asarray(group_sizes)
+        largest = jnp.iinfo(jnp.asarray(0).dtype).max
+        for size in known.flat if known.dtype.kind in "iuO" else ():
+            if isinstance(size, int | np.integer) and not 0 <= size <= largest:
+                raise ValueError(
+                    f"ragged_dot: group_sizes must lie in 0..{largest}, got {size} among "
+                    f"{known.size}; what exceeds the rows of lhs is cut off: "
+                    "numpy.clip(group_sizes, 0, lhs.shape[0])"
+                )
     sizes = group_sizes if isinstance(group_sizes, jax.Array) else jnp.asarray(group_sizes)
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(
@@ -169,21 +181,9 @@ def as_group_sizes(group_sizes: jax.typing.ArrayLike | Sequence[int]) -> jax.Arr
     return sizes
 
 
-def _check_numbers(sizes: np.ndarray) -> None:
-    """JAX would wrap what is larger than its integers, without a word."""
-    if sizes.dtype.kind not in "iuO" or not sizes.size:
-        return
-    largest = jnp.iinfo(jnp.asarray(0).dtype).max
-    for size in sizes.flat:
-        if isinstance(size, int | np.integer) and not 0 <= size <= largest:
-            raise ValueError(
-                f"ragged_dot: group_sizes must lie in 0..{largest}, got {size} among "
-                f"{sizes.size}; what exceeds the rows of lhs is cut off: "
-                "numpy.clip(group_sizes, 0, lhs.shape[0])"
-            )
-
-
-def check_shapes(lhs: AnyOperand, rhs: AnyOperand | jax.ShapeDtypeStruct, sizes: jax.Array) -> None:
+def _check_shapes(
+    lhs: AnyOperand, rhs: AnyOperand | jax.ShapeDtypeStruct, sizes: jax.Array
+) -> None:
     """Raise ValueError unless the shapes are those of a ragged product."""
     if lhs.ndim != 2 or rhs.ndim != 3 or sizes.ndim != 1:
         rule = "needs lhs [m, k], rhs [g, k, n] and group_sizes [g] (jax.vmap adds a batch)"
@@ -199,7 +199,7 @@ def check_shapes(lhs: AnyOperand, rhs: AnyOperand | jax.ShapeDtypeStruct, sizes:
     )
 
 
-def check_rows(recipe: MatmulRecipe) -> None:
+def _check_rows(recipe: MatmulRecipe) -> None:
     """Raise for what a recipe asks of the ragged axis and cannot have."""
     fwd, dlhs, drhs = recipe.fwd, recipe.dlhs, recipe.drhs
     over_rows = [("fwd.lhs", fwd.lhs, 0), ("dlhs.lhs", dlhs.lhs, 0)]
@@ -237,6 +237,143 @@ def experts_move(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Move
             "lhs out, or send rows to their experts with mx_jax.expert_ragged_dot"
         )
     return given_moves(recipe, lhs, rhs)[1]
+
+
+# The product --------------------------------------------------------------------------------------
+
+
+class Groups(NamedTuple):
+    """What a ragged product depends on besides its operands."""
+
+    sizes: jax.Array
+    key: Key
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RaggedProduct(dense.RecipeProduct[Groups]):
+    """`[m, k]` by `[g, k, n]` to `[m, n]`, by a recipe."""
+
+    axes: ProductAxes = AXES
+
+    def key_of(self, extra: Groups) -> Key:
+        return extra.key
+
+    def prepared(self, task: dense.Task, extra: Groups) -> dense.Task:
+        lhs, own, sizes = task.lhs, task.spec.lhs, extra.sizes
+        if task.axes == _GRAD_WEIGHT:
+            # The rows of each group are padded to whole blocks.
+            assert not isinstance(task.rhs, Quantized), "g comes as values"
+            # So that blocks and transforms along the rows end with their group.
+            given = [x for x in (task.spec.lhs, task.spec.rhs) if x is not None]
+            units = [x.format.block[1] for x in given] + [x.scale_rule.group for x in given]
+            if task.spec.transform is not None:
+                units.append(task.spec.transform.size)
+            unit = math.lcm(*(size for size in units if isinstance(size, int)))
+            rows = ragged_rows(sizes, task.rhs.shape[0], unit)
+            if isinstance(lhs, MXArray):
+                # Its square blocks end within groups.
+                lhs = dense.dequantize_operand(lhs, np.dtype(np.float32), saturates=True)
+            assert not isinstance(lhs, PackedMXArray)
+            lhs, rhs = rows.place(lhs), rows.place(task.rhs)
+            along_rows = functools.partial(_prepare_contracted, rows)
+            prepares = along_rows, along_rows
+            return task._replace(lhs=lhs, rhs=rhs, prepares=prepares, sizes=rows.sizes)
+        # Products leave out the rows of no group; scales of more than a row would count them.
+        if own is not None and (own.format.tensor_scale or isinstance(own.format.block[0], Whole)):
+            lhs = without_unused(lhs, sizes)
+        by_row = functools.partial(_prepare_rows, sizes)
+        return task._replace(lhs=lhs, prepares=(by_row, dense.prepare), sizes=sizes)
+
+    def multiply(
+        self, taken: dense.Taken, out_dtype: np.dtype, stored: Collection[Side] = ()
+    ) -> jax.Array:
+        (lhs, rhs), axes, sizes = taken.operands, taken.task.axes, taken.task.sizes
+        assert sizes is not None
+        if axes != _GRAD_WEIGHT:
+            axes = dataclasses.replace(axes, rhs=axes.rhs.in_batch())
+        if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
+            contracting = axes.lhs.block_axis, axes.rhs.block_axis
+            shapes = " x ".join(f"{x.dtype} {list(x.shape)}" for x in (lhs, rhs))
+            groups = f"{sizes.shape[0]} groups, to {out_dtype}"
+            remark(f"ragged product {shapes}, {groups} -> jax.lax, not quantized")
+            return ragged.scaled_ragged_dot(lhs, rhs, sizes, contracting, out_dtype, self.precision)
+        call = RaggedCall(
+            lhs=OperandType.of(lhs, axes.lhs),
+            rhs=OperandType.of(rhs, axes.rhs),
+            num_groups=sizes.shape[0],
+            out_dtype=out_dtype,
+            precision=self.precision,
+        )
+        choice = choose(call)
+        if "rhs" in stored and isinstance(rhs, MXArray):
+            tell_of_packing(rhs, call, choice, "ragged_dot")
+        if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
+            rhs = unpacked_for(rhs, choice, "ragged_dot")
+            call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
+        return choice.offer.run(lhs, rhs, sizes, call)
+
+    def masked(
+        self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Groups
+    ) -> jax.Array:
+        if side == "lhs" and not isinstance(own, Residual):
+            own = without_unused(own, saved.sizes)
+        return super().masked(side, cotangent, own, saved)
+
+    def free(self, side: Side | None) -> tuple[Free, ...]:
+        """The columns, unless devices pass the matrices on; groups part the rows."""
+        return () if self.moves[1] is not None else _FREE[side]
+
+
+def without_unused(x: AnyOperand, sizes: jax.Array) -> AnyOperand:
+    """x with zeros in the rows of no group, which a tensor scale would count."""
+    return x if isinstance(x, Quantized) else ragged_rows(sizes, x.shape[0], unit=1).place(x)
+
+
+def _prepare_rows(
+    sizes: jax.Array, x: AnyOperand, spec: OperandSpec | None, axes: Axes, key: Key, *others: object
+) -> AnyOperand:
+    """`[m, k]` quantized along k, in blocks that end with their group if they hold several rows."""
+    if spec is None or isinstance(x, Quantized) or spec.format.block[0] == 1:
+        return dense.prepare(x, spec, axes, key)
+    height = spec.format.block[0]
+    if isinstance(height, Whole):
+        return _quantize_groups(ragged_rows(sizes, x.shape[0], unit=1), x, spec, axes, key, "lhs")
+    rows = ragged_rows(sizes, x.shape[0], unit=height)
+    padded = dense.prepare(rows.place(x), spec, axes, key)
+    assert isinstance(padded, MXArray)
+    quantized = rows.restore(padded)
+    # Instead of the padded rows.
+    note_cast("lhs", dense.prescaled(x, spec), quantized, spec.scale_rule.name, axes.block_axis)
+    return quantized
+
+
+def _prepare_contracted(
+    rows: RaggedRows,
+    x: jax.Array,
+    spec: OperandSpec | None,
+    axes: Axes,
+    key: Key,
+    tensor_scale: None,
+    side: Side,
+) -> AnyOperand:
+    """`[p, c]` quantized along p, where groups start with blocks."""
+    if spec is None or not isinstance(spec.format.block[1], Whole):
+        return dense.prepare(x, spec, axes, key, tensor_scale, side)
+    return _quantize_groups(rows, x, spec, axes, key, side)
+
+
+def _quantize_groups(
+    rows: RaggedRows, x: jax.Array, spec: OperandSpec, axes: Axes, key: Key, side: Side
+) -> MXArray:
+    """`[p, c]` in blocks that hold all rows of a group: scales come from the groups' peaks."""
+    x = dense.prescaled(x, spec)
+    nearest = dataclasses.replace(spec, rounding=NEAREST)
+    peaks = dense.quantize_operand(ragged.group_peaks(x, rows), nearest, axes.blocks(spec.format))
+    width = spec.rounding.random_bits
+    bits = arguments.draw_bits(key, x.shape, width) if key is not None and width else None
+    codes = ragged.encode_by_group(x, rows, peaks, spec.rounding, bits)
+    note_cast(side, x, codes, spec.scale_rule.name, axes.block_axis)
+    return checkpoint_name(codes, QUANTIZED)
 
 
 # Experts on several devices -----------------------------------------------------------------------
@@ -294,16 +431,29 @@ def expert_ragged_dot(
       >>> jax.jit(run)(jnp.ones((4, 64)), jnp.ones((2, 64, 8)), jnp.array([1, 2]))[:, 0]
       Array([64., 64., 64.,  0.], dtype=float32)
     """
-    recipe = as_recipe(recipe, "expert_ragged_dot")
+    recipe = arguments.as_recipe(recipe, "expert_ragged_dot")
     lhs = as_operand(lhs, "lhs", recipe, "expert_ragged_dot")
     sizes = as_int32(as_group_sizes(group_sizes), lhs.shape[0])
-    key = check_matmul_key(key, recipe)
+    key = arguments.check_matmul_key(key, recipe)
     if key is not None:
         key = DerivedKey.of(key).fold_in(lax.axis_index(axis_name))
     assert not isinstance(lhs, PackedMXArray)
-    given = isinstance(lhs, MXArray)
-    rows = lhs if given else _quantized(lhs, recipe, sizes, axis_name, key)
-    sent = dispatch(rows, sizes, axis_name, capacity=capacity, same_scale=not given)
+    assert not isinstance(lhs, PackedMXArray)
+    rows, spec = lhs, recipe.fwd.lhs
+    if not isinstance(lhs, MXArray) and spec is not None and goes_by_row(recipe.fwd):
+        if spec.format.tensor_scale:
+            # The scale of all rows is that of those in groups.
+            lhs = ragged_rows(sizes, lhs.shape[0], unit=1).place(lhs)
+        blocks = LAST.blocks(spec.format)
+        axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+        drawn = None
+        if spec.random_bits:
+            drawn = dense.operand_keys(arguments.product_key(recipe, "fwd", key))[0]
+        tensor_scale = agreed_scale(lhs, spec, blocks, axes)
+        codes = dense.quantize_operand(lhs, spec, blocks, drawn, tensor_scale)
+        rows = dataclasses.replace(codes, primal=lhs)
+    same_scale = not isinstance(lhs, MXArray)
+    sent = dispatch(rows, sizes, axis_name, capacity=capacity, same_scale=same_scale)
     y = ragged_dot(
         sent.rows,
         rhs,
@@ -314,25 +464,6 @@ def expert_ragged_dot(
         key=key,
     )
     return sent.send_back(y)
-
-
-def _quantized(
-    x: jax.Array, recipe: MatmulRecipe, sizes: jax.Array, axis_name: AxisNames, key: Key
-) -> jax.Array | MXArray:
-    """Rows as the product takes them, unless it takes rows together, or changes them first."""
-    if not goes_by_row(recipe.fwd):
-        return x
-    spec = recipe.fwd.lhs
-    assert spec is not None
-    if spec.format.tensor_scale:
-        # The scale of all rows is that of those in groups.
-        x = ragged_rows(sizes, x.shape[0], unit=1).place(x)
-    blocks = LAST.blocks(spec.format)
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
-    drawn = operand_keys(product_key(recipe, "fwd", key))[0] if spec.random_bits else None
-    tensor_scale = agreed_scale(x, spec, blocks, axes)
-    codes = quantize_operand(x, spec, blocks, drawn, tensor_scale)
-    return dataclasses.replace(codes, primal=x)
 
 
 def goes_by_row(spec: MatmulSpec) -> bool:

@@ -15,21 +15,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mx_jax.axes import Axes, Side
+from mx_jax.axes import Axes
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.partition import agreed_scale as agreed
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.explicit_axes import (
-    Spec,
-    explicit_sharding,
-    has_explicit_axes,
-    partitions,
-    with_partitions,
-)
+from mx_jax.codecs.explicit_axes import Spec, explicit_sharding
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
-from mx_jax.ops.tags import remark
+from mx_jax.ops.tags import SIDES, remark
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.random_bits import DerivedKey
@@ -45,18 +39,6 @@ from mx_jax.sharding.movement import (
     with_maxima,
 )
 from mx_jax.specs import MatmulRecipe, OperandSpec, Residuals
-
-
-def permuted_sharding(out_sharding: Spec | None, order: Sequence[int]) -> Spec | None:
-    """A product's sharding before its axes were permuted: axis i was to become `order[i]`.
-
-    Returns:
-      The same for the product; None on meshes without explicit axes.
-    """
-    if out_sharding is None or not has_explicit_axes():
-        return None
-    parts = partitions(out_sharding, len(order))
-    return with_partitions(out_sharding, [parts[axis] for axis in order])
 
 
 def stored(operand: AnyOperand) -> tuple[Part, ...]:
@@ -137,9 +119,6 @@ def _of_values(
     return Gather(tuple(sorted(names)), lhs=left, rhs=right or PartitionSpec(), as_codes=False)
 
 
-SIDES: tuple[Side, Side] = ("lhs", "rhs")
-
-
 def given_moves(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Moves:
     """How operands move where no type says so: as their recipe does.
 
@@ -181,15 +160,11 @@ def gathered_once(
     moves = given_moves(recipe, lhs, rhs)
     if gather is None or gather.as_codes or {*mesh.axis_types} != {AxisType.Auto}:
         return lhs, rhs, recipe, moves
-    left, right = (
-        x if move is None or isinstance(x, Quantized) else _gathered(move, x)
+    (left, left_move), (right, right_move) = (
+        (x, move) if move is None or isinstance(x, Quantized) else (_gathered(move, x), None)
         for x, move in zip((lhs, rhs), moves, strict=True)
     )
-    kept = tuple(
-        move if isinstance(x, Quantized) else None
-        for x, move in zip((lhs, rhs), moves, strict=True)
-    )
-    return left, right, dataclasses.replace(recipe, gather=None), (kept[0], kept[1])
+    return left, right, dataclasses.replace(recipe, gather=None), (left_move, right_move)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -242,7 +217,10 @@ def place(
     if spec is None:
         return Placed(move.move(operand), None, key)
     if not move.as_codes:
-        _explain(operand, move, f"values: {_bits_of(operand, spec)}")
+        # Both orientations of codes move, values once.
+        codes, values = 2 * spec.format.bits_per_element, 8 * operand.dtype.itemsize
+        bits = f"{values} bits an element once, codes of two orientations {codes:g}"
+        _explain(operand, move, f"values: {bits}")
         return Placed(move.move(operand), None, key)
     blocks = axes.blocks(spec.format)
     check_whole_blocks(operand.shape, blocks, move, spec.format.name, stored=False)
@@ -275,12 +253,6 @@ def _explain(operand: jax.Array, move: Movement, what: str) -> None:
     """Say to whoever records how an operand moves."""
     names = sorted(move.gathered)
     remark(f"operand of shape={operand.shape} -> gathered along mesh axes={names} as {what}")
-
-
-def _bits_of(operand: jax.Array, spec: OperandSpec) -> str:
-    """Why codes are no fewer bytes, where both orientations move while values move once."""
-    codes, values = 2 * spec.format.bits_per_element, 8 * operand.dtype.itemsize
-    return f"{values} bits an element once, codes of two orientations {codes:g}"
 
 
 def twice(operand: AnyOperand) -> str:

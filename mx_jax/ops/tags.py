@@ -8,24 +8,22 @@ import contextvars
 import dataclasses
 import functools
 import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
 from mx_jax.axes import Side
 from mx_jax.backends.select import active
-from mx_jax.codecs.explicit_axes import explicit_sharding, partitions
 
 IntScalar = int | np.integer | jax.Array
 Product = Literal["output", "grad_input", "grad_weight"]
 
+SIDES: tuple[Side, Side] = ("lhs", "rhs")
 # The product that gives which operand's cotangent, as tags and the program's names call it.
 GRADIENT: dict[Side, Product] = {"lhs": "grad_input", "rhs": "grad_weight"}
 
@@ -282,30 +280,22 @@ def at_step(step: IntScalar) -> Iterator[None]:
     _check_scalar(step, "at_step", "step")
     if not watching.value:
         yield
-    elif eager() and not isinstance(step, Tracer):
-        with _host_step(int(step)):
-            yield
-    else:
+    elif not eager() or isinstance(step, Tracer):
         value = jnp.asarray(step, jnp.int32)
         with at(dataclasses.replace(counters(), step=value, on_host=False), value):
             yield
-
-
-@contextlib.contextmanager
-def _host_step(step: int) -> Iterator[None]:
-    """A context of a step known on the host, in which only captures that it is due for run."""
-    watchers = tuple(watcher for watcher in watching.value if watcher.is_due(step))
-    with watching(watchers), contextlib.ExitStack() as stack:
-        for watcher in watchers:
-            stack.enter_context(watcher.at_host_step(step))
-        if watchers:
-            # The step is in no key: programs are the same for all that are due.
-            stack.enter_context(
-                at(dataclasses.replace(counters(), step=None, on_host=True), "on_host")
-            )
-            # Callbacks that still run come before the next step.
-            stack.callback(jax.effects_barrier)
-        yield
+    else:
+        watchers = tuple(watcher for watcher in watching.value if watcher.is_due(int(step)))
+        with watching(watchers), contextlib.ExitStack() as stack:
+            for watcher in watchers:
+                stack.enter_context(watcher.at_host_step(int(step)))
+            if watchers:
+                # The step is in no key: programs are the same for all that are due.
+                now = dataclasses.replace(counters(), step=None, on_host=True)
+                stack.enter_context(at(now, "on_host"))
+                # Callbacks that still run come before the next step.
+                stack.callback(jax.effects_barrier)
+            yield
 
 
 def _check_scalar(value: jax.typing.ArrayLike, operation: str, what: str) -> None:
@@ -346,63 +336,9 @@ class LayerName:
             yield
 
 
-POSITIONS = 128
-"""Of each operand: a product whose operands keep no more is compared as a whole."""
-
-
 class Free(NamedTuple):
     """An axis of operand 0 or 1 that a product has from it alone, and the one that it becomes."""
 
     operand: int
     axis: int
     result: int
-
-
-def sample(
-    free: Sequence[Free], operands: Sequence[jax.Array], product: jax.Array
-) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
-    """Distances between compared positions along axes of both operands, and of their product."""
-    found: tuple[dict[int, int], ...] = ({}, {}, {})
-    for number, operand in enumerate(operands):
-        # Along axes that are whole, where types say where arrays lie.
-        own = [
-            axis
-            for axis in free
-            if axis.operand == number
-            and _whole(operand, axis.axis)
-            and _whole(product, axis.result)
-        ]
-        steps = strides([operand.shape[axis.axis] for axis in own])
-        for axis, step in zip(own, steps, strict=True):
-            found[number][axis.axis] = found[2][axis.result] = step
-    left, right, result = found
-    return left, right, result
-
-
-def strides(sizes: Sequence[int]) -> list[int]:
-    """Odd distances along axes of these sizes that leave at most `POSITIONS` of them together."""
-    found = [1] * len(sizes)
-
-    def count(axis: int) -> int:
-        return -(-sizes[axis] // found[axis])
-
-    axes = range(len(sizes))
-    while math.prod(map(count, axes)) > POSITIONS:
-        longest = max(axes, key=count)
-        others = math.prod(count(axis) for axis in axes if axis != longest)
-        least = -(-sizes[longest] // max(POSITIONS // others, count(longest) // 2))
-        found[longest] = max(found[longest] + 2, least | 1)
-    return found
-
-
-def _whole(x: jax.Array, axis: int) -> bool:
-    sharding = explicit_sharding(x)
-    return sharding is None or partitions(sharding, x.ndim)[axis] is None
-
-
-def every(x: jax.Array, steps: dict[int, int]) -> jax.Array:
-    """Positions of an array at these distances along its axes; all where none is over 1."""
-    if max(steps.values(), default=1) == 1:
-        return x
-    own = [steps.get(axis, 1) for axis in range(x.ndim)]
-    return lax.slice(x, [0] * x.ndim, x.shape, own)

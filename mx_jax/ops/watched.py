@@ -6,6 +6,7 @@ forward products twice, and their gradients once. Without a gradient the forward
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
@@ -13,9 +14,11 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand
+from mx_jax.codecs.explicit_axes import explicit_sharding, partitions
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import tags
 from mx_jax.ops.product import (
@@ -69,16 +72,15 @@ class ObservedProduct:
 
     def observations(self, whole: bool) -> Iterator[tuple[tags.Tag, Callable[[], Observation]]]:
         """Tags, and functions that compute their observations."""
-        sides: tuple[Side, Side] = ("lhs", "rhs")
         found = [
             self.casts.get((self.name, side)) or _stored(operand)
-            for side, operand in zip(sides, self.operands, strict=True)
+            for side, operand in zip(tags.SIDES, self.operands, strict=True)
         ]
         texts = [
             ("high precision",) * 2 if cast is None else (cast.after.format.name, cast.rule)
             for cast in found
         ]
-        for side, cast, names in zip(sides, found, texts, strict=True):
+        for side, cast, names in zip(tags.SIDES, found, texts, strict=True):
             if cast is not None:
                 observed = functools.partial(Observation, cast.before, cast.after)
                 yield self._tag(side, cast.axis, *names), observed
@@ -141,22 +143,18 @@ class CallSite:
     order: tuple[int, ...]  # place in the order in which a trace met loops and products
 
 
-def call_site() -> CallSite:
-    """The site of the product that is being traced."""
+def watched(
+    product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
+) -> Result:
+    """`differentiable`, reported to the captures in context."""
     here: tags.Place = tags.place.value
     watchers: tuple[Watcher, ...] = tags.watching.value
     path = here.path or "unnamed"
     # Numbered as they come, once for all traces: a shared module in another is one number too.
     known = watchers[0].calls.setdefault(path, {})
     call = known.setdefault(tags.entered(here).calls, len(known))
-    return CallSite(watchers, path, call, (*here.loops, next(tags.numbers)))
-
-
-def watched(
-    product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
-) -> Result:
-    """`differentiable`, reported to the captures in context."""
-    return _watched(product, call_site(), lhs, rhs, extra, tags.counters())
+    site = CallSite(watchers, path, call, (*here.loops, next(tags.numbers)))
+    return _watched(product, site, lhs, rhs, extra, tags.counters())
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -198,7 +196,8 @@ def _watched_bwd(
     g: Result,
 ):
     residuals, seen, now = saved
-    g = jax.tree.map(_instantiated, g)
+    is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)  # noqa: E731
+    g = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if is_zero(x) else x, g)
     with noted_casts() as casts:
         cotangents = product_bwd(product, residuals, g)
     products = tuple(_backward(product, site, residuals, g, cotangents[:2], casts))
@@ -208,13 +207,6 @@ def _watched_bwd(
 
 
 _watched.defvjp(_watched_fwd, _watched_bwd, symbolic_zeros=True)
-
-
-def _instantiated(g: jax.Array | jax.custom_derivatives.SymbolicZero) -> jax.Array:
-    if not isinstance(g, jax.custom_derivatives.SymbolicZero):
-        return g
-    aval: Any = g.aval
-    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _forward(
@@ -229,10 +221,10 @@ def _forward(
     def errors(whole: bool) -> Observation:
         exact, actual = product.in_high_precision(), only(result)
         operands = values(lhs.operand), values(rhs.operand)
-        *steps, compared = tags.sample(() if whole else exact.free(None), operands, actual)
-        left, right = map(tags.every, operands, steps)
+        *steps, compared = _sample(() if whole else exact.free(None), operands, actual)
+        left, right = map(_every, operands, steps)
         value = exact.forward(left, right, extra)
-        return Observation(value, actual, tags.every(actual, compared))
+        return Observation(value, actual, _every(actual, compared))
 
     return ObservedProduct(site, "output", casts, errors, (lhs.operand, rhs.operand))
 
@@ -247,9 +239,8 @@ def _backward(
 ) -> Iterator[ObservedProduct]:
     """Of both gradients, those that there are."""
     lhs, rhs, avals, saved = residuals
-    sides: tuple[Side, Side] = ("lhs", "rhs")
     for side, own, other, aval, given in zip(
-        sides, (lhs, rhs), (rhs, lhs), avals, found, strict=True
+        tags.SIDES, (lhs, rhs), (rhs, lhs), avals, found, strict=True
     ):
         if aval is None:
             continue
@@ -265,21 +256,71 @@ def _backward(
             wide = dataclasses.replace(aval, dtype=np.dtype(np.float32))
             exact, actual = product.in_high_precision(), given.value
             assert actual is not None
-            operands = only(g), values(other)
-            *steps, compared = tags.sample(
-                () if whole else _free(exact, side, own), operands, actual
-            )
-            left, right = map(tags.every, operands, steps)
+            operands, free = (only(g), values(other)), () if whole else exact.free(side)
+            if isinstance(own, Residual):
+                # What turned the residual takes all that the other one gives.
+                free = [axis for axis in free if not axis.operand]
+            *steps, compared = _sample(free, operands, actual)
+            left, right = map(_every, operands, steps)
             value = sum_over(exact.gradient(side, left, right, wide, saved), aval.varying)
             if isinstance(own, Residual):
-                value = product.masked(side, value, own.unmasked(), saved)
-            return Observation(value, actual, tags.every(actual, compared))
+                value = product.masked(side, value, dataclasses.replace(own, clipped=None), saved)
+            return Observation(value, actual, _every(actual, compared))
 
         yield ObservedProduct(site, tags.GRADIENT[side], casts, errors)
 
 
-def _free(product: AnyProduct, side: Side, own: AnyResidual) -> tuple[tags.Free, ...]:
-    """Along which axes a gradient can be compared in part."""
-    # What turned the residual takes all that the other one gives.
-    free = product.free(side)
-    return tuple(axis for axis in free if not axis.operand) if isinstance(own, Residual) else free
+# What of a product is compared --------------------------------------------------------------------
+
+POSITIONS = 128
+"""Of each operand: a product whose operands keep no more is compared as a whole."""
+
+
+def _sample(
+    free: Sequence[tags.Free], operands: Sequence[jax.Array], product: jax.Array
+) -> tuple[dict[int, int], dict[int, int], dict[int, int]]:
+    """Distances between compared positions along axes of both operands, and of their product."""
+    found: tuple[dict[int, int], ...] = ({}, {}, {})
+    for number, operand in enumerate(operands):
+        # Along axes that are whole, where types say where arrays lie.
+        own = [
+            axis
+            for axis in free
+            if axis.operand == number
+            and _whole(operand, axis.axis)
+            and _whole(product, axis.result)
+        ]
+        steps = strides([operand.shape[axis.axis] for axis in own])
+        for axis, step in zip(own, steps, strict=True):
+            found[number][axis.axis] = found[2][axis.result] = step
+    left, right, result = found
+    return left, right, result
+
+
+def strides(sizes: Sequence[int]) -> list[int]:
+    """Odd distances along axes of these sizes that leave at most `POSITIONS` of them together."""
+    found = [1] * len(sizes)
+
+    def count(axis: int) -> int:
+        return -(-sizes[axis] // found[axis])
+
+    axes = range(len(sizes))
+    while math.prod(map(count, axes)) > POSITIONS:
+        longest = max(axes, key=count)
+        others = math.prod(count(axis) for axis in axes if axis != longest)
+        least = -(-sizes[longest] // max(POSITIONS // others, count(longest) // 2))
+        found[longest] = max(found[longest] + 2, least | 1)
+    return found
+
+
+def _whole(x: jax.Array, axis: int) -> bool:
+    sharding = explicit_sharding(x)
+    return sharding is None or partitions(sharding, x.ndim)[axis] is None
+
+
+def _every(x: jax.Array, steps: dict[int, int]) -> jax.Array:
+    """Positions of an array at these distances along its axes; all where none is over 1."""
+    if max(steps.values(), default=1) == 1:
+        return x
+    own = [steps.get(axis, 1) for axis in range(x.ndim)]
+    return lax.slice(x, [0] * x.ndim, x.shape, own)

@@ -2,8 +2,8 @@
 
 from types import ModuleType as _ModuleType
 
+from mx_jax.ops.arguments import NAMED as _NAMED
 from mx_jax.ops.arguments import named_recipe as _named_recipe
-from mx_jax.ops.arguments import recipe_names as _recipe_names
 from mx_jax.recipes.base import Recipe as Recipe
 from mx_jax.recipes.float8 import AXISWISE as AXISWISE
 from mx_jax.recipes.float8 import DISABLED as DISABLED
@@ -49,7 +49,7 @@ def names() -> tuple[str, ...]:
       >>> recipes.names()[:3], "rowwise" in recipes.names()
       (('high_precision', 'mxfp8', 'mxfp8_hybrid'), True)
     """
-    return _recipe_names()
+    return tuple(_NAMED)
 
 
 def from_name(name: str) -> Recipe:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from mx_jax.formats import E4M3, block_format
 from mx_jax.formats.block import FormatLike
-from mx_jax.ops.arguments import RECIPES_OF_A_FORMAT, enter_recipe
+from mx_jax.ops.arguments import NAMED, RECIPES_OF_A_FORMAT
 from mx_jax.recipes.base import HIGH, Recipe, measured_operand
 from mx_jax.recipes.float8 import AXISWISE, DISABLED, Cast, Float8Config
 from mx_jax.reference.hadamard import Hadamard
@@ -22,7 +22,7 @@ def named(recipe: Callable[[], Recipe]) -> Callable[[], Recipe]:
     """Enter a recipe by the name of its function."""
     # It is not called yet: float8's formats depend on JAX's platform, and a program may still have
     # to choose it, or to start jax.distributed, when it imports this.
-    enter_recipe(recipe.__name__, recipe)
+    NAMED[recipe.__name__] = recipe
     return recipe
 
 
@@ -508,9 +508,11 @@ def _forward_only(name: str, lhs: OperandSpec | None, rhs: OperandSpec) -> Recip
 
 
 # torchao's own names for its recipes.
-enter_recipe("tensorwise", float8_tensorwise)
-enter_recipe("rowwise", float8_rowwise)
-enter_recipe("rowwise_with_gw_hp", float8_rowwise_with_gw_hp)
+NAMED.update(
+    tensorwise=float8_tensorwise,
+    rowwise=float8_rowwise,
+    rowwise_with_gw_hp=float8_rowwise_with_gw_hp,
+)
 
 
 def weight_only(format: FormatLike, scale_rule: ScaleRule | str | None = None) -> Recipe:

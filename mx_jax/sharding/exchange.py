@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.codecs.explicit_axes import AxisNames
+from mx_jax.codecs import packing
+from mx_jax.codecs.explicit_axes import AxisNames, vary_alike
 from mx_jax.mxarray import MXArray
 from mx_jax.sharding.movement import moved_packed
 
@@ -46,7 +49,23 @@ def all_to_all(x: MXArray, axis_name: AxisNames, split_axis: int, concat_axis: i
     """
     _check_is_quantized("all_to_all", x)
     split_axis, concat_axis = split_axis % x.ndim, concat_axis % x.ndim
-    _check(x, lax.axis_size(axis_name), split_axis, concat_axis)
+    devices, blocked = lax.axis_size(axis_name), {axis % x.ndim: size for axis, size in x.blocks}
+    for name, axis in (("split_axis", split_axis), ("concat_axis", concat_axis)):
+        if axis in blocked:
+            raise ValueError(
+                f"all_to_all: blocks stay whole, got {name}={axis} of {x!r} with block="
+                f"{blocked[axis]} along it; quantize along another axis"
+            )
+    if x.shape[split_axis] % devices:
+        raise ValueError(
+            f"all_to_all: each device gets an equal part, got shape={x.shape} with split_axis="
+            f"{split_axis} for {devices} devices; pad it to a multiple"
+        )
+    if x.tensor_scale is not None:
+        raise ValueError(
+            f"all_to_all: rows that arrive would have their senders' tensor scales, got format="
+            f"{x.format.name}; use a format without one, such as mxfp4"
+        )
     move = functools.partial(
         lax.all_to_all,
         axis_name=axis_name,
@@ -101,26 +120,6 @@ def _check_is_quantized(operation: str, x: object) -> None:
         )
 
 
-def _check(x: MXArray, devices: int, split_axis: int, concat_axis: int) -> None:
-    blocked = {axis % x.ndim: size for axis, size in x.blocks}
-    for name, axis in (("split_axis", split_axis), ("concat_axis", concat_axis)):
-        if axis in blocked:
-            raise ValueError(
-                f"all_to_all: blocks stay whole, got {name}={axis} of {x!r} with block="
-                f"{blocked[axis]} along it; quantize along another axis"
-            )
-    if x.shape[split_axis] % devices:
-        raise ValueError(
-            f"all_to_all: each device gets an equal part, got shape={x.shape} with split_axis="
-            f"{split_axis} for {devices} devices; pad it to a multiple"
-        )
-    if x.tensor_scale is not None:
-        raise ValueError(
-            f"all_to_all: rows that arrive would have their senders' tensor scales, got format="
-            f"{x.format.name}; use a format without one, such as mxfp4"
-        )
-
-
 def _sent(
     x: MXArray,
     move: Callable[..., jax.Array],
@@ -139,11 +138,11 @@ def _sent(
     )
     if x.primal is None:
         return moved
-    return dataclasses.replace(moved, primal=linked(back, x.primal, moved))
+    return dataclasses.replace(moved, primal=_linked(back, x.primal, moved))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def linked(
+def _linked(
     back: Callable[..., jax.Array], primal: jax.Array, moved: MXArray, *route: object
 ) -> jax.Array:
     """What arrives, as values that hand their gradient back to where they came from."""
@@ -151,7 +150,339 @@ def linked(
     return moved.dequantize(primal.dtype)
 
 
-linked.defvjp(
-    lambda back, primal, moved, *route: (linked(back, primal, moved, *route), route),
+_linked.defvjp(
+    lambda back, primal, moved, *route: (_linked(back, primal, moved, *route), route),
     lambda back, route, g: (back(g, *route), None, *(None for _ in route)),
 )
+
+
+# To experts, and back ----------------------------------------------------------------------------
+
+
+class Route(NamedTuple):
+    """How rows move, int32, on one of d devices; p = d times capacity.
+
+    Attributes:
+      sent: `[d]`, rows to each device.
+      starts: `[d]`, the first of them among the device's own rows.
+      received: `[d]`, rows from each device.
+      returned: `[d]`, the first of them among the rows of the device that sent them.
+      slot: `[p]`, where a row by expert is among those by sender; p behind the last.
+      position: `[p]`, the inverse.
+      sizes: rows of each of the device's own experts.
+      most: rows that any device sends to any other at most, the same on all devices.
+    """
+
+    sent: jax.Array
+    starts: jax.Array
+    received: jax.Array
+    returned: jax.Array
+    slot: jax.Array
+    position: jax.Array
+    sizes: jax.Array
+    most: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        """Rows that there is room for from each device."""
+        return self.slot.size // self.sent.size
+
+
+def route(group_sizes: jax.Array, num_rows: int, axis_name: AxisNames, capacity: int) -> Route:
+    """The route of rows that lie by expert, an equal part of the experts on each device."""
+    devices, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    every = lax.all_gather(_at_most(group_sizes, num_rows), axis_name)
+    # [sender, receiver, its experts]
+    wanted = every.reshape(devices, devices, -1)
+    totals = wanted.sum(2)
+    starts = jnp.cumsum(totals, axis=1) - totals
+    kept = jax.vmap(jax.vmap(functools.partial(_at_most, most=capacity)))(wanted)
+    arriving = kept[:, me]
+    slot = _slots(arriving, capacity)
+    empty = jnp.full_like(slot, slot.size)
+    return Route(
+        sent=kept[me].sum(1),
+        starts=starts[me],
+        received=arriving.sum(1),
+        returned=starts[:, me],
+        slot=slot,
+        position=empty.at[slot].set(jnp.arange(slot.size, dtype=jnp.int32), mode="drop"),
+        sizes=arriving.sum(0),
+        most=kept.sum(2).max(),
+    )
+
+
+def _at_most(sizes: jax.Array, most: int) -> jax.Array:
+    """Sizes that add up to no more than `most`: the last ones are cut off."""
+    sizes = jnp.minimum(sizes, most)
+    ends = lax.associative_scan(lambda a, b: jnp.minimum(a, most - b) + b, sizes)
+    return jnp.diff(ends, prepend=jnp.zeros_like(ends[:1]))
+
+
+def _slots(arriving: jax.Array, capacity: int) -> jax.Array:
+    """Where the rows of each expert, in the order of their senders, are among those by sender."""
+    senders, experts = arriving.shape
+    first = jnp.arange(senders, dtype=jnp.int32)[:, None] * capacity
+    first = first + jnp.cumsum(arriving, axis=1) - arriving
+    sizes, first = arriving.T.reshape(-1), first.T.reshape(-1)
+    ends = jnp.cumsum(sizes)
+    row = jnp.arange(senders * capacity, dtype=jnp.int32)
+    run = jnp.searchsorted(ends, row, side="right", method="compare_all")
+    run = jnp.minimum(run, senders * experts - 1)
+    slot = first[run] + row - (ends - sizes)[run]
+    return jnp.where(row < ends[-1], slot, senders * capacity).astype(jnp.int32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def go(axis_name: AxisNames, num_rows: int, x: jax.Array, to: Route) -> jax.Array:
+    """A device's rows `[m, c]` to where their experts are: `[p, c]` by expert, zeros behind."""
+    del num_rows
+
+    def as_ragged(x: jax.Array, to: Route) -> jax.Array:
+        room = jnp.zeros((to.slot.size, x.shape[1]), x.dtype)
+        mine = jnp.full_like(to.sent, lax.axis_index(axis_name) * to.capacity)
+        numbers = vary_alike((x, room, to.starts, to.sent, mine, to.received))
+        return lax.ragged_all_to_all(*numbers, axis_name=axis_name)
+
+    padded = functools.partial(_go_padded, axis_name)
+    return _take(lax.platform_dependent(x, to, cpu=padded, default=as_ragged), to.slot)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def come_back(axis_name: AxisNames, num_rows: int, y: jax.Array, to: Route) -> jax.Array:
+    """Undo `go`: `[p, c]` by expert to `[m, c]`, zeros in rows that stayed."""
+
+    def as_ragged(y: jax.Array, to: Route) -> jax.Array:
+        room = jnp.zeros((num_rows, y.shape[1]), y.dtype)
+        senders = jnp.arange(to.sent.size, dtype=jnp.int32) * to.capacity
+        numbers = vary_alike((y, room, senders, to.received, to.returned, to.sent))
+        return lax.ragged_all_to_all(*numbers, axis_name=axis_name)
+
+    padded = functools.partial(_back_padded, axis_name, num_rows)
+    return lax.platform_dependent(_take(y, to.position), to, cpu=padded, default=as_ragged)
+
+
+def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
+    if not x.shape[0]:
+        return jnp.zeros((rows.size, *x.shape[1:]), x.dtype)
+    return jnp.take(x, rows, axis=0, mode="fill", fill_value=0)
+
+
+def _turn(to: Route, num_rows: int) -> jax.Array:
+    """Which rows for each device move in the first turn: an even share, if there is room."""
+    share = max(-(-num_rows // to.sent.size), 1)
+    return jnp.arange(min(share, to.capacity), dtype=jnp.int32)
+
+
+def _in_turns(
+    to: Route, size: int, turn: Callable[..., jax.Array], room: jax.Array, *alike: jax.Array
+) -> jax.Array:
+    """Room filled in as many turns as the fullest exchange needs: CPUs send no ragged arrays."""
+    room, *_ = vary_alike((room, to.sent, *alike))
+    first = jnp.zeros_like(to.most)
+    if to.capacity <= size:
+        return turn(first, room)
+    step = lambda state: (state[0] + size, turn(*state))  # noqa: E731
+    return lax.while_loop(lambda state: state[0] < to.most, step, (first, room))[1]
+
+
+def _go_padded(axis_name: AxisNames, x: jax.Array, to: Route) -> jax.Array:
+    row, devices, capacity = _turn(to, len(x)), to.sent.size, to.capacity
+
+    def turn(first: jax.Array, room: jax.Array) -> jax.Array:
+        index = first + row
+        source = jnp.where(index < to.sent[:, None], to.starts[:, None] + index, len(x))
+        arrived = lax.all_to_all(_take(x, source.reshape(-1)), axis_name, 0, 0, tiled=True)
+        arrived = arrived.reshape(devices, row.size, -1)
+        return lax.dynamic_update_slice_in_dim(room, arrived, first, 1)
+
+    room = jnp.zeros((devices, capacity + -capacity % row.size, x.shape[1]), x.dtype)
+    return _in_turns(to, row.size, turn, room, x)[:, :capacity].reshape(-1, x.shape[1])
+
+
+def _back_padded(axis_name: AxisNames, num_rows: int, y: jax.Array, to: Route) -> jax.Array:
+    size, devices, capacity = _turn(to, num_rows).size, to.sent.size, to.capacity
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    device = jnp.searchsorted(to.starts, row, side="right", method="compare_all") - 1
+    index = jnp.where(row < to.starts[device] + to.sent[device], row - to.starts[device], -1)
+    y = jnp.pad(y.reshape(devices, capacity, -1), ((0, 0), (0, -capacity % size), (0, 0)))
+
+    def turn(first: jax.Array, room: jax.Array) -> jax.Array:
+        moved = lax.dynamic_slice_in_dim(y, first, size, 1).reshape(devices * size, -1)
+        moved = lax.all_to_all(moved, axis_name, 0, 0, tiled=True)
+        is_in = (first <= index) & (index < first + size)
+        rows = jnp.where(is_in, device * size + index - first, 0)
+        return jnp.where(is_in[:, None], moved[rows], room)
+
+    return _in_turns(to, size, turn, jnp.zeros((num_rows, y.shape[2]), y.dtype), y)
+
+
+# Each is the other's transpose.
+go.defvjp(
+    lambda axis, rows, x, to: (go(axis, rows, x, to), to),
+    lambda axis, rows, to, g: (come_back(axis, rows, g, to), None),
+)
+come_back.defvjp(
+    lambda axis, rows, y, to: (come_back(axis, rows, y, to), to),
+    lambda axis, rows, to, g: (go(axis, rows, g, to), None),
+)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("rows", "group_sizes", "route"),
+    meta_fields=("axis_name", "num_rows"),
+)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Dispatched:
+    """Rows that arrived at one device, by expert.
+
+    Attributes:
+      rows: `[p, k]`, an MXArray where one was sent; zeros behind the last group.
+      group_sizes: int32 `[experts of this device]`, as `ragged_dot` takes them.
+      route: how they came.
+      axis_name: mesh axis that they came along.
+      num_rows: m, of this device before.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> def arrived(x, group_sizes):
+      ...     sent = mx_jax.sharding.dispatch(x, group_sizes, "expert")
+      ...     return sent.rows[:, 0], sent.group_sizes
+      >>> run = jax.shard_map(arrived, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+      >>> jax.jit(run)(jnp.ones((3, 32)), jnp.array([1, 1]))
+      (Array([1., 1., 0.], dtype=float32), Array([1, 1], dtype=int32))
+    """
+
+    rows: Any
+    group_sizes: jax.Array
+    route: Route
+    axis_name: AxisNames
+    num_rows: int
+
+    def send_back(self, y: jax.Array) -> jax.Array:
+        """`[p, n]`, what was made of the rows, to where they came from: `[m, n]`, in y's dtype.
+
+        Rows of no group, and rows beyond the capacity, get zeros.
+        """
+        if y.ndim != 2 or y.shape[0] != self.rows.shape[0]:
+            raise ValueError(
+                f"send_back: needs a row for each that arrived, got y.shape={y.shape} for "
+                f"rows.shape={self.rows.shape}; pass what ragged_dot makes of rows"
+            )
+        return come_back(self.axis_name, self.num_rows, y, self.route)
+
+
+def dispatch(
+    rows: jax.Array | MXArray,
+    group_sizes: jax.typing.ArrayLike,
+    axis_name: AxisNames,
+    *,
+    capacity: int | None = None,
+    same_scale: bool = False,
+) -> Dispatched:
+    """Send rows to the devices that have their experts; inside `jax.shard_map`.
+
+    For layers of several products between the two all-to-alls; `mx_jax.expert_ragged_dot` is one
+    product with both. Of d devices each has the same number of consecutive experts. An MXArray
+    moves as codes at their real width and scales, as one array of bytes; what was quantized in the
+    same trace gets its gradient back the same way, in high precision. As many rows as there are
+    move (`jax.lax.ragged_all_to_all`); on CPUs padded ones, in turns of m / d to each device until
+    all have moved. Either way nothing is lost unless a capacity says so.
+
+    Args:
+      rows: `[m, k]`, this device's, by expert: values, or an MXArray with blocks along k alone.
+      group_sizes: integers `[experts]`, this device's rows for each of all experts.
+      axis_name: mesh axis, or axes, of d devices.
+      capacity: rows that one device sends to another at most; those beyond it get zeros back.
+        Default: m, which is always enough, and makes room for d m rows.
+      same_scale: whether a tensor scale (NVFP4) is the same on all devices. Otherwise each row
+        takes its sender's along, in four bytes.
+
+    Returns:
+      A `Dispatched` with p = d capacity rows.
+
+    Raises:
+      ValueError: shapes that do not fit, blocks along the rows, a capacity below one.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mesh = jax.make_mesh((1,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,))
+      >>> def double(x, group_sizes):
+      ...     tokens = mx_jax.quantize(x, "mxfp4")
+      ...     sent = mx_jax.sharding.dispatch(tokens, group_sizes, "expert")
+      ...     return sent.send_back(2 * sent.rows.dequantize())
+      >>> run = jax.shard_map(double, mesh=mesh, in_specs=P("expert"), out_specs=P("expert"))
+      >>> jax.jit(run)(jnp.ones((3, 32)), jnp.array([1, 1]))[:, 0]
+      Array([2., 2., 0.], dtype=float32)
+    """
+    devices, sizes = lax.axis_size(axis_name), jnp.asarray(group_sizes)
+    if rows.ndim != 2 or sizes.ndim != 1 or not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"dispatch: needs rows [m, k] and integer group_sizes [experts], got rows.shape="
+            f"{rows.shape}, group_sizes.shape={sizes.shape}, dtype={sizes.dtype}"
+        )
+    if not sizes.size or sizes.size % devices:
+        raise ValueError(
+            f"dispatch: each device has an equal part of the experts, got {sizes.size} group sizes "
+            f"for {devices} devices; group_sizes has an entry for each of all experts"
+        )
+    if isinstance(rows, MXArray) and any(axis % 2 == 0 for axis, _ in rows.blocks):
+        raise ValueError(
+            f"dispatch: rows move one by one, got {rows!r} with blocks={rows.blocks} along rows; "
+            "quantize along the last axis alone, or send values"
+        )
+    num_rows = rows.shape[0]
+    if capacity is not None and capacity < 1:
+        raise ValueError(f"dispatch: room for a row is needed, got capacity={capacity}")
+    most = max(num_rows, 1)
+    room = most if capacity is None else min(capacity, most)
+    to = route(as_int32(sizes, num_rows), num_rows, axis_name, room)
+    if isinstance(rows, MXArray):
+        arrived = _go_coded(axis_name, rows, to, same_scale)
+    else:
+        arrived = go(axis_name, num_rows, rows, to)
+    return Dispatched(
+        rows=arrived, group_sizes=to.sizes, route=to, axis_name=axis_name, num_rows=num_rows
+    )
+
+
+def as_int32(sizes: jax.Array, most: int) -> jax.Array:
+    """Sizes of which none exceeds `most`, as int32."""
+    # Narrow integers would overflow in sums, wide ones when they are made narrow.
+    if sizes.dtype.itemsize >= 4:
+        sizes = jnp.minimum(sizes, jnp.asarray(most, sizes.dtype))
+    return sizes.astype(jnp.int32)
+
+
+def _go_coded(axis_name: AxisNames, rows: MXArray, to: Route, same_scale: bool) -> MXArray:
+    """Codes and all scales of a row, moved as its bytes."""
+    bits, num_rows = rows.format.element.bits, rows.shape[0]
+    parts = [packing.pack(rows.codes, bits), rows.scales]
+    if rows.tensor_scale is not None and not same_scale:
+        parts.append(jnp.broadcast_to(rows.tensor_scale, (num_rows, 1)))
+    as_bytes = [lax.bitcast_convert_type(part, jnp.uint8).reshape(num_rows, -1) for part in parts]
+    moved = go(axis_name, num_rows, jnp.concatenate(as_bytes, axis=1), to)
+    found, start = [], 0
+    for part in parts:
+        width, itemsize = part.shape[1], part.dtype.itemsize
+        own = moved[:, start : start + width * itemsize]
+        start += width * itemsize
+        if itemsize > 1:
+            own = own.reshape(-1, width, itemsize)
+        found.append(lax.bitcast_convert_type(own, part.dtype))
+    codes, scales, *own = found
+    arrived = dataclasses.replace(
+        rows,
+        codes=packing.unpack(codes, bits, rows.shape[1]),
+        scales=scales,
+        tensor_scale=own[0] if own else rows.tensor_scale,
+        primal=None,
+    )
+    if rows.primal is None:
+        return arrived
+    back = functools.partial(come_back, axis_name, num_rows)
+    return dataclasses.replace(arrived, primal=_linked(back, rows.primal, arrived, to))

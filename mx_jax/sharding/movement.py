@@ -1,4 +1,5 @@
-"""Moving an operand to where its product multiplies it: values, or codes at their real width.
+"""Where operands and quantized arrays lie on a mesh, and how they move: values, or codes at their
+real width.
 
 Blocks that several devices have a part of are quantized under the maximum of all parts. A device's
 part is given one position more, which holds the largest magnitude that any of them has in the
@@ -9,26 +10,29 @@ gives the codes of the whole block, and what moves are maxima.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from mx_jax.axes import Side
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, packing
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import Spec, partitions
-from mx_jax.formats import WHOLE
+from mx_jax.formats import WHOLE, Whole, block_format
+from mx_jax.formats.block import FormatLike
 from mx_jax.mxarray import ArrayOfCodes, MXArray
+from mx_jax.packed import PackedMXArray, Quantized
 
 # The mesh axes of one axis of an array, the slowest first; () where it is whole.
 Part = tuple[str, ...]
 
 X = TypeVar("X", bound=jax.Array | ArrayOfCodes)
+Q = TypeVar("Q", bound=Quantized)
 
 
 def parts_of(sharding: Spec, ndim: int) -> tuple[Part, ...]:
@@ -37,7 +41,7 @@ def parts_of(sharding: Spec, ndim: int) -> tuple[Part, ...]:
     return tuple(part if isinstance(part, tuple) else (part,) if part else () for part in found)
 
 
-def spec_of(parts: tuple[Part, ...]) -> PartitionSpec:
+def spec_of(parts: Sequence[Part]) -> PartitionSpec:
     """Undo `parts_of`."""
     return PartitionSpec(*(part if len(part) > 1 else part[0] if part else None for part in parts))
 
@@ -103,8 +107,9 @@ class Movement:
 
     def move(self, x: jax.Array) -> jax.Array:
         """An array with the operand's axes, gathered; axes of length one are whole already."""
-        if self.gathered & manual_axes():
-            x = self._all_gather(x)
+        for axis, part in enumerate(self.stored):
+            if names := tuple(name for name in part if name in self.gathered & manual_axes()):
+                x = lax.all_gather(x, names, axis=axis, tiled=True)
         stored, used = (self._outside(parts, x.shape) for parts in (self.stored, self.used))
         if stored == used:
             return x
@@ -137,21 +142,13 @@ class Movement:
         """A cotangent of what was gathered, summed and scattered to where the operand lies."""
         manual = manual_axes()
         for axis, part in enumerate(self.stored):
-            names = tuple(name for name in part if name in self.gathered & manual)
-            if names:
+            if names := tuple(name for name in part if name in self.gathered & manual):
                 cotangent = lax.psum_scatter(cotangent, names, scatter_dimension=axis, tiled=True)
         stored, used = (self._outside(parts, cotangent.shape) for parts in (self.stored, self.used))
         if stored == used or any(type_of(name) is AxisType.Explicit for name in self.gathered):
             # On meshes with explicit axes a product says itself where it goes.
             return cotangent
         return lax.with_sharding_constraint(cotangent, spec_of(stored))
-
-    def _all_gather(self, x: jax.Array) -> jax.Array:
-        for axis, part in enumerate(self.stored):
-            names = tuple(name for name in part if name in self.gathered & manual_axes())
-            if names:
-                x = lax.all_gather(x, names, axis=axis, tiled=True)
-        return x
 
     def _outside(self, parts: tuple[Part, ...], shape: tuple[int, ...]) -> tuple[Part, ...]:
         """Parts that are not shard_map's own, of an array that may be whole along some axes."""
@@ -318,15 +315,11 @@ class Gather:
                 f"gather: a spec has at most one entry for each axis, got {side}={spec} for an "
                 f"operand with ndim={ndim}"
             )
-        return moving(parts_of(spec, ndim), names, as_codes=self.as_codes)
-
-
-def moving(stored: tuple[Part, ...], names: frozenset[str], *, as_codes: bool) -> Movement | None:
-    """The movement along those of some mesh axes that an operand is sharded along."""
-    gathered = names & frozenset(name for part in stored for name in part)
-    if not gathered:
-        return None
-    return Movement(stored=stored, gathered=gathered, as_codes=as_codes)
+        stored = parts_of(spec, ndim)
+        gathered = names & frozenset(name for part in stored for name in part)
+        if not gathered:
+            return None
+        return Movement(stored=stored, gathered=gathered, as_codes=self.as_codes)
 
 
 def with_maxima(x: jax.Array, blocks: Blocks, axis: int, names: Sequence[str]) -> jax.Array:
@@ -348,3 +341,184 @@ def without_maxima(array: MXArray, axis: int) -> MXArray:
     length = array.codes.shape[axis] - 1
     codes = lax.slice_in_dim(array.codes, 0, length, axis=axis % array.ndim)
     return dataclasses.replace(array, codes=codes, primal=None)
+
+
+# Arrays that lie on devices -----------------------------------------------------------------------
+
+
+class Specs(NamedTuple):
+    """Where codes, block scales and the tensor scale lie; None: the format has no tensor scale.
+
+    Examples:
+      >>> import mx_jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> mx_jax.sharding.spec_for(P("fsdp", "model"), "nvfp4")
+      Specs(codes=P('fsdp', 'model'), scales=P('fsdp', 'model'), tensor_scale=P(None, None))
+    """
+
+    codes: PartitionSpec
+    scales: PartitionSpec
+    tensor_scale: PartitionSpec | None
+
+
+def spec_for(
+    array_spec: PartitionSpec, format: FormatLike, *, axis: int = -1, num_batch: int = 0
+) -> Specs:
+    """Where the parts of an MXArray lie whose values lie as a PartitionSpec says.
+
+    Codes lie as the values do, and scales with the blocks that they belong to: along an axis with
+    one scale they are whole. Shards hold whole blocks: `device_put` checks it.
+
+    Args:
+      array_spec: of the values, with an entry for each axis.
+      format: as `mx_jax.quantize` takes it.
+      axis: the axis that blocks lie along.
+      num_batch: first axes along which each tensor was quantized alone (`jax.vmap`), such as the
+        experts of a layer: tensor scales lie there as the values do.
+
+    Raises:
+      ValueError: an axis without an entry.
+
+    Examples:
+      >>> import mx_jax
+      >>> from jax.sharding import PartitionSpec as P
+      >>> specs = mx_jax.sharding.spec_for(P("fsdp", "model"), "mxfp4", axis=0)
+      >>> specs.scales, mx_jax.sharding.spec_for(P("fsdp", "model"), "nvfp4").tensor_scale
+      (P('fsdp', 'model'), P(None, None))
+    """
+    format, ndim = block_format(format), len(array_spec)
+    if not -ndim <= axis < ndim:
+        raise ValueError(
+            f"spec_for: array_spec needs an entry for each axis, got array_spec={array_spec} with "
+            f"axis={axis}; write None where an axis is whole"
+        )
+    parts = list(parts_of(array_spec, ndim))
+    kept_size, size = format.block
+    codes = spec_of(parts)
+    if isinstance(size, Whole):
+        parts[axis] = ()
+    each = (*parts[:num_batch], *((),) * (ndim - num_batch))
+    scales = each if isinstance(kept_size, Whole) else parts
+    return Specs(codes, spec_of(scales), spec_of(each) if format.tensor_scale else None)
+
+
+def device_put(x: Q, sharding: NamedSharding) -> Q:
+    """`jax.device_put` of an MXArray or packed weights, their parts where the values are to lie.
+
+    Args:
+      x: quantized; packed weights are cut by whole tiles, and along k packed anew in parts.
+      sharding: of its values.
+
+    Raises:
+      ValueError: a shard that would have a part of a block or tile; the message names axis, shard
+        size, block and remedy.
+      TypeError: no MXArray or packed weights, or no NamedSharding.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, mx_jax
+      >>> mesh = jax.make_mesh((1,), ("fsdp",))
+      >>> place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("fsdp"))
+      >>> mx_jax.sharding.device_put(mx_jax.quantize(jnp.ones((64, 32)), "mxfp4"), place).shape
+      (64, 32)
+    """
+    if isinstance(x, PackedMXArray) and isinstance(sharding, NamedSharding):
+        placed: Any = put_packed(x, sharding)
+        return placed
+    if not isinstance(x, MXArray) or not isinstance(sharding, NamedSharding):
+        raise TypeError(
+            "device_put: needs an MXArray and a NamedSharding, got "
+            f"{type(x).__name__} and {type(sharding).__name__}; jax.device_put takes other arrays"
+        )
+    parts = parts_of(sharding, x.ndim)
+    for axis, size in x.blocks:
+        length, part = x.shape[axis], parts[axis]
+        devices = _devices(sharding.mesh, part)
+        if devices == 1 or not isinstance(size, int) or length % (devices * size) == 0:
+            continue
+        whole = f"along mesh axes whose devices divide {length // size} blocks evenly"
+        padded = f"pad to a multiple of {devices * size}"
+        raise ValueError(
+            f"device_put: every shard needs whole blocks along axis={axis % x.ndim}, got shard "
+            f"size={length / devices:g} ({length} over {devices} devices, mesh axes={part}) with "
+            f"block={size} of {x.format.name}, shape={x.shape}; shard another axis, or "
+            f"{padded if length % size or length == size else whole}"
+        )
+
+    def put(array: jax.Array) -> jax.Array:
+        own = tuple(
+            part if length == whole or length > 1 else ()
+            for part, length, whole in zip(parts, array.shape, x.shape, strict=True)
+        )
+        return jax.device_put(array, NamedSharding(sharding.mesh, spec_of(own)))
+
+    moved: Any = dataclasses.replace(
+        x,
+        codes=put(x.codes),
+        scales=put(x.scales),
+        tensor_scale=None if x.tensor_scale is None else put(x.tensor_scale),
+        primal=None,
+    )
+    return moved
+
+
+def put_packed(x: PackedMXArray, sharding: NamedSharding) -> PackedMXArray:
+    """Packed weights placed as their values are to lie; cut along k, they are packed anew."""
+    if (reason := why_not_cut(x, sharding)) is not None:
+        raise ValueError(f"device_put: {reason}")
+    parts, mesh = parts_of(sharding, x.ndim), sharding.mesh
+    if x.layout.cut is None:
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec()))
+    cut = x.layout.cut(x)
+    if (k := _devices(mesh, parts[x.first_k])) != cut.parts:
+        x = cut.in_parts(x, k)
+        assert x.layout.cut is not None
+        cut = x.layout.cut(x)
+    lies: dict[Any, Part] = {"n": parts[x.first_kept], "k": parts[x.first_k]}
+    lies |= {axis: parts[axis] for axis in range(len(x.batch))}
+    leaves, tree = jax.tree.flatten(x)
+    placed = [
+        jax.device_put(leaf, NamedSharding(mesh, spec_of([lies.get(axis, ()) for axis in counts])))
+        for leaf, counts in zip(leaves, cut.arrays, strict=True)
+    ]
+    return jax.tree.unflatten(tree, placed)
+
+
+def why_not_cut(x: PackedMXArray, sharding: NamedSharding) -> str | None:
+    """Why packed weights cannot lie where their values are to lie; None: they can."""
+    parts, mesh = parts_of(sharding, x.ndim), sharding.mesh
+    devices = [_devices(mesh, part) for part in parts]
+    may = {*range(len(x.batch)), x.first_kept, x.first_k} if x.layout.cut else set[int]()
+    whole = [axis for axis, number in enumerate(devices) if number > 1 and axis not in may]
+    if whole:
+        return (
+            f"packed weights cannot be cut along axis={whole[0]}, got {x!r} with sharding="
+            f"{sharding.spec}; shard the first of the kept or contracted axes of weights packed "
+            "for CPUs, or the MXArray"
+        )
+    if x.layout.cut is None:
+        return None
+    ((_, block),) = x.blocks
+    axis, rows, tile = x.first_kept, math.prod(x.kept), x.layout.cut(x).rows
+    number = devices[axis]
+    if number > 1 and (x.kept[0] % number or rows % (number * tile)):
+        return (
+            f"every shard needs whole tiles of packed weights along axis={axis}, got shard size="
+            f"{rows / number:g} ({rows} rows over {number} devices, mesh axes={parts[axis]}) with "
+            f"tiles of {tile} rows, {x!r}; shard another axis, or along mesh axes that "
+            f"{-(-rows // tile)} tiles divide by, or the MXArray"
+        )
+    axis, first = x.first_k, x.k[0]
+    number = devices[axis]
+    size = first / number
+    in_blocks = len(x.k) > 1 or (isinstance(block, int) and size % block == 0)
+    if number > 1 and (first % number or not in_blocks):
+        return (
+            f"every shard needs whole blocks along axis={axis}, got shard size={size:g} ({first} "
+            f"over {number} devices, mesh axes={parts[axis]}) with block={block} of {x!r}; shard "
+            "another axis, or along mesh axes that its blocks divide by"
+        )
+    return None
+
+
+def _devices(mesh: Mesh | AbstractMesh, part: Part) -> int:
+    return math.prod(mesh.shape[name] for name in part)

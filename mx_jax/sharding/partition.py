@@ -87,18 +87,15 @@ def fine_mesh(mesh: Mesh, x: jax.ShapeDtypeStruct) -> Mesh:
             devices = np.array(list(x.sharding.devices_indices_map(x.shape)))
         except ValueError:  # split unevenly: `stored_parts` counts it as whole, in any order
             devices = np.array(sorted(x.sharding.device_set, key=lambda device: device.id))
-    sizes = [prime for size in devices.shape for prime in _primes(size)]
+    sizes = []
+    for size in devices.shape:
+        prime = 2
+        while size > 1:
+            while size % prime == 0:
+                sizes.append(prime)
+                size //= prime
+            prime += 1
     return Mesh(devices.reshape(sizes), tuple(f"axis{i}" for i in range(len(sizes))))
-
-
-def _primes(size: int) -> list[int]:
-    found, prime = [], 2
-    while size > 1:
-        while size % prime == 0:
-            found.append(prime)
-            size //= prime
-        prime += 1
-    return found
 
 
 def stored_parts(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> tuple[Part, ...]:

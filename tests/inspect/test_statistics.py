@@ -21,7 +21,7 @@ from mx_jax import inspect, recipes
 from mx_jax.formats import E4M3, E5M2, E8M0
 from mx_jax.inspect import saturated_fraction, sqnr_db
 from mx_jax.inspect.statistics import numbers
-from mx_jax.ops import tags
+from mx_jax.ops import watched
 from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_dot_general
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.reference import statistics
@@ -295,12 +295,12 @@ OPERANDS = [RNG.normal(size=shape).astype(np.float32) for shape in ((48, 64), (6
     "sizes", [[1], [128], [129], [1024], [4096], [50257], [512, 128], [64, 3, 96]]
 )
 def test_positions_are_few_at_odd_distances_and_reach_the_end(sizes):
-    found = tags.strides(sizes)
+    found = watched.strides(sizes)
     counts = [len(range(0, size, step)) for size, step in zip(sizes, found, strict=True)]
-    assert math.prod(counts) <= tags.POSITIONS and all(step % 2 for step in found)
-    assert math.prod(sizes) > tags.POSITIONS or found == [1] * len(sizes)
+    assert math.prod(counts) <= watched.POSITIONS and all(step % 2 for step in found)
+    assert math.prod(sizes) > watched.POSITIONS or found == [1] * len(sizes)
     if len(sizes) == 1:
-        assert counts[0] >= min(sizes[0], tags.POSITIONS) // 3
+        assert counts[0] >= min(sizes[0], watched.POSITIONS) // 3
 
 
 def products(function: Any, *operands: Any, stats: Any = "error") -> dict[str, Any]:
@@ -312,7 +312,7 @@ def products(function: Any, *operands: Any, stats: Any = "error") -> dict[str, A
 
 def test_the_error_is_that_of_the_sampled_entries(monkeypatch):
     whole = products(matmul, *OPERANDS, stats=("arrays", "error"))
-    monkeypatch.setattr(tags, "POSITIONS", 16)
+    monkeypatch.setattr(watched, "POSITIONS", 16)
     part = products(matmul, *OPERANDS)
     # Rows of one operand and columns of the other: 48, 40 and 64 positions at these distances.
     steps = {"output": (3, 3), "grad_input": (3, 5), "grad_weight": (5, 3)}
@@ -353,7 +353,7 @@ def test_samples_of_any_product(function, left, right, monkeypatch):
     """Sampled errors are near the whole ones; noise of other entries would not be."""
     x, w = (RNG.normal(size=shape).astype(np.float32) for shape in (left, right))
     whole = products(function, x, w)
-    monkeypatch.setattr(tags, "POSITIONS", 16)
+    monkeypatch.setattr(watched, "POSITIONS", 16)
     for name, record in products(function, x, w).items():
         assert record.stats["compared"] < record.stats["entries"]
         assert record.stats["error"] == pytest.approx(whole[name].stats["error"], rel=0.3)
@@ -361,7 +361,7 @@ def test_samples_of_any_product(function, left, right, monkeypatch):
 
 def test_delayed_products_on_explicit_axes_are_sampled_too(monkeypatch):
     """They are computed on automatic axes, along which anything can be sliced."""
-    monkeypatch.setattr(tags, "POSITIONS", 16)
+    monkeypatch.setattr(watched, "POSITIONS", 16)
     states = DelayedStates(*(DelayedState(jnp.float32(1 / 64), jnp.zeros(2)) for _ in range(3)))
     elements = Elements(E4M3, E4M3, E5M2)
 

@@ -36,7 +36,7 @@ from mx_jax.measure.cases import (
     rank,
 )
 from mx_jax.measure.worker import Way, copies_beyond_cache, speeds, subject, uneven
-from mx_jax.ops import ragged_product as ops
+from mx_jax.ops import ragged_dot as ops
 from tests.backends.altered import altered
 from tests.backends.mosaic import interpreter, needs_mosaic, with_any_jax
 from tests.needs import needs_library

@@ -81,70 +81,43 @@ def test_recipes(recipe: Any, hint: str):
             call()
 
 
+# Shapes, dimension numbers, and what is said of them.
+DIMENSIONS = {
+    "contracting": (
+        *((2, 40), (41, 3), (((1,), (0,)), ((), ()))),
+        "contracting sizes must agree, got lhs.shape=(2, 40) with contracting axes (1,) of sizes "
+        "(40,) and rhs.shape=(41, 3) with contracting axes (0,) of sizes (41,)",
+    ),
+    "batch": (
+        *((4, 2, 40), (5, 40, 3), (((2,), (1,)), ((0,), (0,)))),
+        "batch sizes must agree, got lhs.shape=(4, 2, 40) with batch axes (0,) of sizes (4,) and "
+        "rhs.shape=(5, 40, 3) with batch axes (0,) of sizes (5,)",
+    ),
+    "count": (
+        *((2, 40), (2, 40), (((1, 0), (1,)), ((), ()))),
+        "contracting sizes must agree, got lhs.shape=(2, 40) with contracting axes (1, 0)",
+    ),
+    "range": (
+        *((2, 40), (40, 3), (((2,), (0,)), ((), ()))),
+        "axis=2 is out of range for lhs of shape=(2, 40)",
+    ),
+    "negative range": (
+        *((2, 40), (40, 3), (((1,), (-3,)), ((), ()))),
+        "axis=-3 is out of range for rhs of shape=(40, 3)",
+    ),
+    "twice": (
+        *((40, 40), (40, 40), (((1, -1), (0, 1)), ((), ()))),
+        "each axis of lhs may appear once, got contracting=(1, 1) and batch=()",
+    ),
+    "batch and contracting": (
+        *((40, 40), (40, 40), (((1,), (1,)), ((0,), (1,)))),
+        "each axis of rhs may appear once, got contracting=(1,) and batch=(1,)",
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    ("lhs", "rhs", "dimensions", "message"),
-    [
-        (
-            (2, 40),
-            (41, 3),
-            (((1,), (0,)), ((), ())),
-            "contracting sizes must agree, got lhs.shape=(2, 40) with contracting axes (1,) of "
-            "sizes (40,) and rhs.shape=(41, 3) with contracting axes (0,) of sizes (41,)",
-        ),
-        (
-            (4, 2, 40),
-            (5, 40, 3),
-            (((2,), (1,)), ((0,), (0,))),
-            "batch sizes must agree, got lhs.shape=(4, 2, 40) with batch axes (0,) of sizes (4,) "
-            "and rhs.shape=(5, 40, 3) with batch axes (0,) of sizes (5,)",
-        ),
-        (
-            (2, 40),
-            (2, 40),
-            (((1, 0), (1,)), ((), ())),
-            "contracting sizes must agree, got lhs.shape=(2, 40) with contracting axes (1, 0)",
-        ),
-        (
-            (2, 40),
-            (40, 3),
-            (((2,), (0,)), ((), ())),
-            "axis=2 is out of range for lhs of shape=(2, 40)",
-        ),
-        (
-            (2, 40),
-            (40, 3),
-            (((1,), (-3,)), ((), ())),
-            "axis=-3 is out of range for rhs of shape=(40, 3)",
-        ),
-        (
-            (40, 40),
-            (40, 40),
-            (((1, -1), (0, 1)), ((), ())),
-            "each axis of lhs may appear once, got contracting=(1, 1) and batch=()",
-        ),
-        (
-            (2, 40),
-            (2, 40),
-            (((1,), (1,)), ((0,), (1,))),
-            "batch sizes must agree",
-        ),
-        (
-            (40, 40),
-            (40, 40),
-            (((1,), (1,)), ((0,), (1,))),
-            "each axis of rhs may appear once, got contracting=(1,) and batch=(1,)",
-        ),
-    ],
-    ids=[
-        "contracting",
-        "batch",
-        "count",
-        "range",
-        "negative_range",
-        "twice",
-        "batch_of_other_size",
-        "batch_and_contracting",
-    ],
+    ("lhs", "rhs", "dimensions", "message"), DIMENSIONS.values(), ids=DIMENSIONS
 )
 def test_dimension_numbers(lhs, rhs, dimensions, message: str):
     left, right = np.ones(lhs, np.float32), np.ones(rhs, np.float32)

@@ -130,41 +130,28 @@ def test_blocks_lie_along_the_last_contracted_letter_of_lhs(rng: np.random.Gener
     assert not np.array_equal(actual, other)
 
 
-@pytest.mark.parametrize(
-    ("subscripts", "left", "right", "message"),
-    [
-        ("ij->i", (3, 40), (40, 4), "needs exactly two operands, got subscripts='ij->i'"),
-        ("ij,jk,kl->il", (3, 40), (40, 4), "needs exactly two operands"),
-        ("ii,ij->j", (3, 3), (3, 4), "a letter may occur once in each term, got subscripts='ii,ij"),
-        ("ij,jk->ii", (3, 40), (40, 4), "a letter may occur once in each term"),
-        ("ij,jk->iz", (3, 40), (40, 4), "result letters ['z'] are in no operand"),
-        (
-            "ij,jk->ik",
-            (3, 40),
-            (41, 4),
-            "sizes of 'j' in subscripts='ij,jk->ik' must agree, got "
-            "lhs.shape=(3, 40) with 40 and rhs.shape=(41, 4) with 41",
-        ),
-        (
-            "ijk,kl->il",
-            (3, 40),
-            (40, 4),
-            "term 'ijk' of subscripts='ijk,kl->il' names 3 axes, the operand has ndim=2",
-        ),
-        ("j,jk->k", (3, 40), (40, 4), "names 1 axes, the operand has ndim=2"),
-        (
-            "i1,1k->ik",
-            (3, 40),
-            (40, 4),
-            "subscripts are letters and '...', got subscripts='i1,1k->",
-        ),
-    ],
-    ids=str,
-)
-def test_errors(subscripts, left, right, message):
-    lhs, rhs = np.ones(left, np.float32), np.ones(right, np.float32)
-    with pytest.raises(ValueError, match=f"^einsum: .*{re.escape(message)}"):
-        mx_jax.einsum(subscripts, lhs, rhs, recipe=recipes.mxfp8())
+# Of operands [3, 40] and [40, 4], but for two.
+OTHER_SHAPES = {"ii,ij->j": ((3, 3), (3, 4)), "ij,jk->ik": ((3, 40), (41, 4))}
+ERRORS = {
+    "ij->i": "needs exactly two operands, got subscripts='ij->i'",
+    "ij,jk,kl->il": "needs exactly two operands",
+    "ii,ij->j": "a letter may occur once in each term, got subscripts='ii,ij",
+    "ij,jk->ii": "a letter may occur once in each term",
+    "ij,jk->iz": "result letters ['z'] are in no operand",
+    "ij,jk->ik": "sizes of 'j' in subscripts='ij,jk->ik' must agree, got lhs.shape=(3, 40) with 40 "
+    "and rhs.shape=(41, 4) with 41",
+    "ijk,kl->il": "term 'ijk' of subscripts='ijk,kl->il' names 3 axes, the operand has ndim=2",
+    "j,jk->k": "names 1 axes, the operand has ndim=2",
+    "i1,1k->ik": "subscripts are letters and '...', got subscripts='i1,1k->",
+}
+
+
+@pytest.mark.parametrize("subscripts", ERRORS)
+def test_errors(subscripts: str):
+    shapes = OTHER_SHAPES.get(subscripts, ((3, 40), (40, 4)))
+    operands = [np.ones(shape, np.float32) for shape in shapes]
+    with pytest.raises(ValueError, match=f"^einsum: .*{re.escape(ERRORS[subscripts])}"):
+        mx_jax.einsum(subscripts, *operands, recipe=recipes.mxfp8())
 
 
 def test_a_sum_over_an_mxarray_is_refused():

@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.ops import delayed, dense, ragged_product
+from mx_jax.ops import delayed, dense, ragged_dot
 from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_dot_general
-from mx_jax.ops.remat import QUANTIZED
+from mx_jax.ops.programs import QUANTIZED
 from mx_jax.recipes import Recipe
 from tests.needs import needs_library
 from tests.quick import quick
@@ -218,7 +218,7 @@ def test_a_name_is_no_operation(monkeypatch: pytest.MonkeyPatch):
 
     named = lowered()
     called = []
-    for module in (dense, ragged_product, delayed):
+    for module in (dense, ragged_dot, delayed):
         assert module.checkpoint_name is checkpoint_name
         monkeypatch.setattr(module, "checkpoint_name", lambda x, name: called.append(name) or x)
     assert lowered() == named

@@ -243,27 +243,21 @@ def test_inside_shard_map(
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-4)
 
 
-def test_parts_of_tiles_inside_shard_map_are_refused(mesh: Mesh):
-    """Rows that do not fill the last tile: which device has it is not told."""
-    packed = mx_jax.pack_weights(mx_jax.quantize(jnp.ones((64, 112)), "mxfp4", axis=0))
-    run = jax.shard_map(
-        product(0, MXFP4), mesh=mesh, in_specs=(P(), P("model")), out_specs=P(None, "model")
-    )
-    message = r"whole tiles of packed weights, got PackedMXArray.* with 1 tiles of 32 rows on a de"
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(run, jnp.ones((ROWS, 64)), packed)
+REFUSED = {
+    # Rows that do not fill the last tile: which device has it is not told.
+    "parts of tiles": ("mxfp4", 112, "whole tiles of .* got PackedMXArray.* of 32 rows on a de"),
+    # Its scales lie beside the panels.
+    "another layout": ("float8_rowwise_e4m3", 128, "of this layout are not cut, got PackedMXArray"),
+}
 
 
-def test_layouts_that_are_not_cut_are_refused_inside_shard_map(mesh: Mesh):
-    """float8 whose scales lie beside the panels."""
-    packed = mx_jax.pack_weights(
-        mx_jax.quantize(jnp.ones((64, 128)), "float8_rowwise_e4m3", axis=0)
-    )
+@pytest.mark.parametrize(("format", "columns", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_shard_map_refuses(format: str, columns: int, message: str, mesh: Mesh):
+    packed = mx_jax.pack_weights(mx_jax.quantize(jnp.ones((64, columns)), format, axis=0))
     assert isinstance(packed, PackedMXArray)
     run = jax.shard_map(
         product(0, MXFP4), mesh=mesh, in_specs=(P(), P("model")), out_specs=P(None, "model")
     )
-    message = r"of this layout are not cut, got PackedMXArray.* with 1 tiles"
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(run, jnp.ones((ROWS, 64)), packed)
 

@@ -130,22 +130,14 @@ def test_the_layer_has_margin_and_choice():
         assert float(grads[STATE][name]["input_scale"][0]) == scale
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        (
-            {"history_length": 0},
-            ValueError,
-            "history_length must be at least 1, got history_length=0",
-        ),
-        ({"margin": 0.5}, TypeError, "margin must be an int, a power of two, got margin=0.5"),
-        (
-            {"amax_compute_algo": "min"},
-            ValueError,
-            "'max' or 'most_recent', got amax_compute_algo='m",
-        ),
-    ],
-)
+ERRORS = [
+    ({"history_length": 0}, ValueError, "history_length must be at least 1, got history_length=0"),
+    ({"margin": 0.5}, TypeError, "margin must be an int, a power of two, got margin=0.5"),
+    ({"amax_compute_algo": "min"}, ValueError, "'max' or 'most_recent', got amax_compute_algo='m"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), ERRORS)
 def test_errors(options, error, message):
     with pytest.raises(error, match=f"DelayedDotGeneral: .*{message}"):
         DelayedDotGeneral(**options)

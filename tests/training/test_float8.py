@@ -88,58 +88,35 @@ def test_fast_accumulation_is_a_choice_of_each_product():
     assert chosen == [False, False, True]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"cast_config_input": DISABLED},
-            r"both operands of output .* got input=high precision and weight=float8 tensorwise",
-        ),
-        (
-            {"cast_config_weight": DISABLED},
-            r"both operands of output .* got input=float8 tensorwise and weight=high precision",
-        ),
-        (
-            {"cast_config_grad_output": DISABLED},
-            r"both operands of grad_input .* got grad_output=high precision",
-        ),
-        (
-            {"cast_config_weight_for_grad_input": DISABLED},
-            r"both operands of grad_input .* weight_for_grad_input=high precision",
-        ),
-        (
-            {"cast_config_input_for_grad_weight": DISABLED},
-            r"both operands of grad_weight .* input_for_grad_weight=high precision",
-        ),
-        (
-            {"cast_config_grad_output_for_grad_weight": DISABLED},
-            r"both operands of grad_weight .* grad_output_for_grad_weight=high precision",
-        ),
-        (
-            {"cast_config_input_for_grad_weight": Cast(element=E5M2)},
-            r"input must be cast to one element format .* got e4m3 and e5m2",
-        ),
-        (
-            {"cast_config_weight_for_grad_input": Cast(element=E5M2)},
-            r"weight must be cast to one element format .* got e4m3 and e5m2",
-        ),
-        (
-            {"cast_config_grad_output_for_grad_weight": Cast(element=E4M3)},
-            r"grad_output must be cast to one element format .* got e5m2 and e4m3",
-        ),
-        (
-            {
-                "cast_config_grad_output": Cast(element=E4M3),
-                "cast_config_input_for_grad_weight": DISABLED,
-                "cast_config_grad_output_for_grad_weight": DISABLED,
-            },
-            r"got e4m3 and e5m2; give both casts the same element \(a disabled cast, too",
-        ),
-    ],
-)
-def test_invalid_configs_name_both_sides(options, message):
+E4M3_CAST, E5M2_CAST = Cast(element=E4M3), Cast(element=E5M2)
+INVALID = [
+    ({"input": DISABLED}, "operands of output .* got input=high precision and weight=float8 tens"),
+    ({"weight": DISABLED}, "operands of output .* got input=float8 tensorwise and weight=high pr"),
+    ({"grad_output": DISABLED}, "operands of grad_input .* got grad_output=high precision"),
+    ({"weight_for_grad_input": DISABLED}, "of grad_input .* weight_for_grad_input=high precision"),
+    ({"input_for_grad_weight": DISABLED}, "of grad_weight .* input_for_grad_weight=high precision"),
+    (
+        {"grad_output_for_grad_weight": DISABLED},
+        "operands of grad_weight .* grad_output_for_grad_weight=high precision",
+    ),
+    ({"input_for_grad_weight": E5M2_CAST}, "input must be cast to one .* got e4m3 and e5m2"),
+    ({"weight_for_grad_input": E5M2_CAST}, "weight must be cast to one .* got e4m3 and e5m2"),
+    ({"grad_output_for_grad_weight": E4M3_CAST}, "grad_output must be .* got e5m2 and e4m3"),
+    (
+        {
+            "grad_output": E4M3_CAST,
+            "input_for_grad_weight": DISABLED,
+            "grad_output_for_grad_weight": DISABLED,
+        },
+        r"got e4m3 and e5m2; give both casts the same element \(a disabled cast, too",
+    ),
+]
+
+
+@pytest.mark.parametrize(("casts", "message"), INVALID)
+def test_invalid_configs_name_both_sides(casts, message):
     with pytest.raises(ValueError, match=message):
-        Float8Config(**options)
+        Float8Config(**{f"cast_config_{name}": cast for name, cast in casts.items()})
 
 
 @pytest.mark.parametrize(
