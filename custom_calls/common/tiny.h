@@ -1,5 +1,6 @@
 // Tensor scales, of which those near the bottom of float32 do their arithmetic 2^64 times as large,
-// exactly: the twin of mx_jax/codecs/tiny.py. Where it runs, a thread keeps subnormals.
+// exactly: the twin of `lift` and `lower` of mx_jax/codecs/scale.py. Where it runs, a thread keeps
+// subnormals.
 #ifndef MX_JAX_CUSTOM_CALLS_COMMON_TINY_H_
 #define MX_JAX_CUSTOM_CALLS_COMMON_TINY_H_
 

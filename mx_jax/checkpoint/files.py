@@ -160,6 +160,18 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def _partial(path: Path) -> tuple[Any, str]:
+    """A file beside `path`, locked until it is closed or the process ends, and its name."""
+    while True:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_PARTIAL, dir=path.parent)
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # no locks on that disk
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return os.fdopen(handle, "wb"), name
+        os.close(handle)  # Removed as if abandoned, before it was locked.
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Any]:
     """A file beside `path` that takes its place at the end, or is gone; errors name `path`."""
@@ -170,19 +182,13 @@ def replacing(path: Path) -> Iterator[Any]:
             with contextlib.suppress(OSError), left.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 left.unlink()
-    name = None
     try:
-        while True:
-            handle, name = tempfile.mkstemp(
-                prefix=f".{path.name}.", suffix=_PARTIAL, dir=path.parent
-            )
-            if fcntl is not None:
-                with contextlib.suppress(OSError):  # no locks on that disk
-                    fcntl.flock(handle, fcntl.LOCK_EX)
-            if os.fstat(handle).st_nlink:
-                break
-            os.close(handle)  # Removed as if abandoned, before it was locked.
-        with os.fdopen(handle, "wb") as file:
+        made, name = _partial(path)
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
+    try:
+        with made as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -192,12 +198,10 @@ def replacing(path: Path) -> Iterator[Any]:
         os.chmod(name, 0o666 & ~mask)
         os.replace(name, path)
     except BaseException as error:
-        if name is not None:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
-        # Where the disk is full, the error names no file; mkstemp's names its own.
-        unnamed = name is None or (isinstance(error, OSError) and error.filename is None)
-        if unnamed and isinstance(error, OSError) and error.errno is not None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
+            # Where the disk is full, the error names no file.
             error.filename = os.fspath(path)
         raise
 
@@ -337,17 +341,7 @@ def write_files(
                     opened, _ = readers_of(path, "")
                     own = {name: reader.path.name for reader in opened for name in reader.tensors}
                     write_json(path / INDEX, {"weight_map": own})
-            # The tensors in order, cut where a file would become too large; one file at least.
-            shards: list[dict[str, Entry]] = [{}]
-            held = 0
-            for _, names in itertools.groupby(entries, group):
-                part = {name: entries[name] for name in names}
-                size = sum(entry.nbytes for entry in part.values())
-                if shards[-1] and held + size > max_shard_size:
-                    shards.append({})
-                    held = 0
-                shards[-1] |= part
-                held += size
+            shards = _shards(entries, max_shard_size, group)
             named: dict[str, str] = {}
             for number, shard in enumerate(shards, 1):
                 name = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -360,6 +354,23 @@ def write_files(
                 is_own = NUMBERED.fullmatch(left.name) or left.name in whole
                 if is_own and left.name not in new:
                     left.unlink()
+
+
+def _shards(
+    entries: Mapping[str, Entry], max_shard_size: int, group: Callable[[str], str]
+) -> list[dict[str, Entry]]:
+    """The tensors in order, cut where a file would become too large; one file at least."""
+    shards: list[dict[str, Entry]] = [{}]
+    held = 0
+    for _, names in itertools.groupby(entries, group):
+        part = {name: entries[name] for name in names}
+        size = sum(entry.nbytes for entry in part.values())
+        if shards[-1] and held + size > max_shard_size:
+            shards.append({})
+            held = 0
+        shards[-1] |= part
+        held += size
+    return shards
 
 
 def _write_shard(

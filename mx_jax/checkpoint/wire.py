@@ -412,28 +412,30 @@ def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weig
                     raise ValueError(f"path={list(keys)!r}")
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise ValueError(f"{where}: its metadata is damaged: {error}") from error
-        undescribed = set(reader.tensors)
+        undescribed, tensors = set(reader.tensors), []
         for keys, mx in described:
             name = _joined(keys)
-            at = f"{where}: {name}"
-            if name in paths:
-                raise ValueError(f"{where}: its metadata is damaged: {name} is there twice")
-            paths[name] = keys
             own = {part: f"{name}/{part}" for part in (CODES, SCALES, TENSOR_SCALE)}
             if own[TENSOR_SCALE] not in reader.tensors:  # as of most formats
                 del own[TENSOR_SCALE]
             undescribed -= {name} if mx is None else {*own.values()}
-            if mx is None:
-                stored[name] = stored_plain(reader[name], at)
-            else:
-                parts = {part: reader[each] for part, each in own.items()}
-                stored[name] = _stored(parts, Described.read(mx, at), at)
+            tensors.append((name, keys, mx, own))
         if undescribed:
             raise ValueError(
                 f"{where}: its metadata is damaged: they do not describe {min(undescribed)!r}, "
                 f"which {reader.path.name} holds ({len(undescribed)} of {len(reader.tensors)} "
                 "tensors)"
             )
+        for name, keys, mx, own in tensors:
+            at = f"{where}: {name}"
+            if name in paths:
+                raise ValueError(f"{where}: its metadata is damaged: {name} is there twice")
+            paths[name] = keys
+            if mx is None:
+                stored[name] = stored_plain(reader[name], at)
+            else:
+                parts = {part: reader[each] for part, each in own.items()}
+                stored[name] = _stored(parts, Described.read(mx, at), at)
     return Weights(path, stored, {"paths": paths})
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.core import Tracer
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     DropVar,
@@ -474,7 +475,11 @@ def _jit(params: dict[str, Any], values: Values, bodies: Sequence[PlannedBody], 
     if key is not None:
         # As an array: equal calls share a jaxpr, to which what derives a key would belong.
         key = DerivedKey.of(DerivedKey.of(key).get())
-    params["jaxpr"] = bodies[0].traced(values, key)
+    made = bodies[0].traced(values, key)
+    if any(isinstance(const, Tracer) for const in made.consts):
+        # A capture in a scan names the layer by the scan's index, which no jaxpr of its own has.
+        return bodies[0](values, key)
+    params["jaxpr"] = made
     if key is not None:
         values = [*values, *jax.tree.leaves(key)]
         for name, plain in _plain_operand().items():

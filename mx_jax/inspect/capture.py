@@ -37,7 +37,6 @@ Filter = Callable[[Tag], bool]
 # Of one product: what its operands and itself are called, and their statistics, before they are
 # sent to the host.
 Observed = list[tuple[Tag, Raw]]
-jax.tree_util.register_static(Tag)
 _ARRAYS = "arrays"
 _PATHS_IN_WARNING = 3
 

@@ -6,6 +6,7 @@ which the template draws by their names; it escapes all texts.
 
 import collections
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -91,9 +92,8 @@ def report(
             check_apart(Path(out), Path(path), "report: ")
     compared = None
     if reference is not None:
-        # A mapping that is no checkpoint has no path.
-        given = isinstance(reference, Mapping) and not isinstance(reference, Weights)
-        compared = "the given arrays" if given else str(getattr(reference, "path", reference))
+        path = reference.path if isinstance(reference, Weights) else reference
+        compared = os.fspath(path) if isinstance(path, str | os.PathLike) else "the given arrays"
     if isinstance(source, str | os.PathLike):
         source = _read(Path(source))
     if isinstance(source, Weights):
@@ -132,14 +132,18 @@ def _read(path: Path) -> Memory | Weights:
     return memory
 
 
-def page(title: str, lead: str, sections: Mapping[str, Sequence[Any]]) -> str:
-    """A page as text: a title, a line below it, and blocks by headings."""
+@functools.cache
+def _template() -> Any:
     import jinja2  # only those who write a page wait for it
 
     text = Path(__file__).with_name("report_page.html").read_text(encoding="utf-8")
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(text)
-    return template.render(title=title, lead=lead, sections=sections).lstrip()
+    return environment.from_string(text)
+
+
+def page(title: str, lead: str, sections: Mapping[str, Sequence[Any]]) -> str:
+    """A page as text: a title, a line below it, and blocks by headings."""
+    return _template().render(title=title, lead=lead, sections=sections).lstrip()
 
 
 class Bad(str):

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import json
 import math
-import operator
 import random
 import statistics
 import sys
@@ -195,12 +194,12 @@ def measure(
 def speeds(samples: Mapping[str, Sequence[float]]) -> Found:
     """Time of each other way over the kernel's: within each round, then the median."""
     ways = {"over_plain": PLAIN, "over_unpacking": UNPACKING, "over_bfloat16": BFLOAT16}
-    ratios = {
-        field: map(operator.truediv, samples[way], samples[KERNEL])
-        for field, way in ways.items()
-        if way in samples
-    }
-    return {field: statistics.median(ratios[field]) if field in ratios else None for field in ways}
+    found: Found = dict.fromkeys(ways)
+    for field, way in ways.items():
+        if way in samples:
+            pairs = zip(samples[way], samples[KERNEL], strict=True)
+            found[field] = statistics.median(other / own for other, own in pairs)
+    return found
 
 
 def same_bits(left: Any, right: Any) -> bool:

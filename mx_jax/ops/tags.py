@@ -43,6 +43,7 @@ def remark(text: str) -> None:
         recorder.entries.append(text)
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tag:
     """Which operand of which product of which layer, and how it is quantized.

@@ -24,8 +24,6 @@ from mx_jax.testing.draw import draw_few_octaves
 from tests.needs import needs_library
 from tests.quick import quick
 
-pytestmark = needs_library
-
 P = PartitionSpec
 MXFP4 = mx_jax.formats.MXFP4
 
@@ -61,6 +59,7 @@ def handlers(run: Any, *operands: Any) -> list[str]:
     return sorted(re.findall(r"@(mx_jax_cpu_\w+)", jax.jit(run).lower(*operands).as_text()))
 
 
+@needs_library
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_unsharded_programs_call_handlers(run: Any, x: jax.Array, w: jax.Array):
     with mx_jax.only_backend("cpu_ffi"):
@@ -71,6 +70,7 @@ def test_unsharded_programs_call_handlers(run: Any, x: jax.Array, w: jax.Array):
     assert handlers(run, *map(jax.typeof, (x, w))) == expected
 
 
+@needs_library
 def test_sharded_programs_call_handlers_part_by_part(x: jax.Array, w: jax.Array):
     """Each device casts and multiplies its part; only the compiler knows which."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
@@ -123,6 +123,7 @@ def test_where_arrays_lie_decides(run: Any):
         assert (run(jax.device_put(x, NamedSharding(mesh, spec))) == -1).all()
 
 
+@needs_library
 def test_nested_vmaps():
     """Each along an axis of its own: the outer one the last, the inner one the first."""
     sums = answering("sums", DequantizeCall, lambda x, call: jnp.cumsum(x), True)
@@ -131,6 +132,7 @@ def test_nested_vmaps():
     np.testing.assert_array_equal(found, np.moveaxis(np.cumsum(x, axis=1), 2, 0))
 
 
+@needs_library
 def test_on_each_device_by_itself():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     each = jax.shard_map(way, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
@@ -138,6 +140,7 @@ def test_on_each_device_by_itself():
     assert (jax.pmap(way)(jnp.zeros((8, 1))) == 1).all()
 
 
+@needs_library
 def test_derivatives_are_those_of_plain_jax(x: jax.Array, w: jax.Array):
     """A kernel has none: here one that gives zeros."""
     zeros = answering("zeros", MatmulCall, lambda x, w, call: jnp.zeros((8, 32)), True)
@@ -160,6 +163,7 @@ def test_derivatives_are_those_of_plain_jax(x: jax.Array, w: jax.Array):
         np.testing.assert_allclose(slope, expected, rtol=1e-6)
 
 
+@needs_library
 def test_lowered_for_another_platform_than_traced(x: jax.Array, w: jax.Array):
     """The platform of the program decides: arrays on the CPU of a host that has a GPU."""
     with mx_jax.testing.target("cuda", (9, 0)):
@@ -171,6 +175,7 @@ def test_lowered_for_another_platform_than_traced(x: jax.Array, w: jax.Array):
     assert "mx_jax_cpu" not in expected
 
 
+@needs_library
 def test_explained(x: jax.Array, w: jax.Array):
     """Devices that share a product compute their parts as one computes all, and so do casts."""
     lines = str(explain_call(product, x, w)).splitlines()
@@ -178,6 +183,7 @@ def test_explained(x: jax.Array, w: jax.Array):
     assert found == [" cpu_ffi"] * 3
 
 
+@needs_library
 def test_debug_nans_names_the_call(x: jax.Array):
     """What it finds it runs once more, equation by equation: not without end."""
     nan = jnp.full_like(x, jnp.inf)

@@ -150,6 +150,14 @@ def test_files_of_others(tmp_path: Path):
         checkpoint.load(path)
 
 
+def test_tensors_that_the_metadata_does_not_describe(tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    checkpoint.save(path, {"n": np.ones(3, np.float32)})
+    path.write_bytes(path.read_bytes().replace(rb"[\"n\"]", rb"[\"m\"]"))
+    with pytest.raises(ValueError, match="metadata is damaged: they do not describe 'n', which "):
+        checkpoint.load(path)
+
+
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, bytes]:
     path = tmp_path_factory.mktemp("sample") / "model.safetensors"

@@ -53,7 +53,8 @@ def test_x64_is_on():
 def cast(format: str) -> Any:
     def casts(x: jax.Array) -> Any:
         q = mx_jax.quantize(x, format)
-        return q, *(mx_jax.dequantize(q, dtype) for dtype in ("float32", "bfloat16", "float16"))
+        back = (mx_jax.dequantize(q, dtype) for dtype in ("float32", "bfloat16", "float16"))
+        return q, mx_jax.cast(x, format), *back
 
     return casts
 

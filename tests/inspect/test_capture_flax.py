@@ -176,6 +176,16 @@ def test_an_index_by_hand_is_instead_of_the_counted_one():
     assert {record.index for record in records.all()} == {(0,), (10,), (20,)}
 
 
+def test_a_jitted_function_in_a_scan_of_a_converted_function():
+    """The index of the scan, which names the layers, is no part of the inner function's jaxpr."""
+
+    def run(x, weights):
+        return lax.scan(lambda c, w: (jax.jit(jnp.matmul)(c, w), None), x, weights)[0]
+
+    records = captured(convert.function(run, RULE), X, WEIGHTS, stats="amax")
+    assert [record.index for record in of(records, "weight")] == [(0,), (1,), (2,)]
+
+
 def test_flax_has_jaxs_scan_again_without_a_capture():
     def scans():
         return vars(axes_scan)["lax"].scan, nnx_iteration.jax.lax.scan

@@ -187,6 +187,11 @@ def test_what_is_no_array(x):
         mx_jax.quantize(x, MXFP4)
 
 
+def test_integers_of_numpy():
+    blocks = mx_jax.quantize(X, MXFP4, axis=np.int32(0), block_size=np.int64(16)).blocks
+    assert blocks == ((-2, 16),)
+
+
 @pytest.mark.parametrize("rule", [3, 1.5, ("floor",), object], ids=repr)
 def test_rule_of_the_wrong_type(rule):
     """The message names what was passed."""
