@@ -28,7 +28,8 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.primitive import bind, choose, compiler_splits
 from mx_jax.backends.select import active
-from mx_jax.backends.target import follow
+from mx_jax.backends.target import follow, only_named
+from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks, varying_axes
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
@@ -436,13 +437,25 @@ def _check_whole_groups(
 def beyond(values: jax.Array, quantized: MXArray) -> jax.Array:
     """Which values lie beyond the largest code of their block."""
     element = quantized.format.element
-    # On each value's own side of zero, and where the codes lie.
-    largest = jnp.full_like(quantized.codes, element.max_code)
-    if element.negative_extra:
-        largest = jnp.where(values < 0, jnp.uint8(element.sign_code), largest)
-    limit = dataclasses.replace(quantized, codes=largest, primal=None)
-    limit = dequantize_operand(limit, np.dtype(np.float32), saturates=False)
-    return jnp.abs(values.astype(jnp.float32)) > jnp.abs(limit)
+
+    def limit(code: int) -> jax.Array:
+        # What the code means in each block: an array of the scales' shape.
+        own = dataclasses.replace(
+            quantized,
+            codes=jnp.full_like(quantized.scales, code, jnp.uint8),
+            blocks=tuple((axis, 1) for axis, _ in quantized.blocks),
+            primal=None,
+        )
+        if only_named.value is not None:  # to multiply: it need not decode
+            return jnp.abs(own.dequantize(jnp.float32))
+        return jnp.abs(dequantize_operand(own, np.dtype(np.float32), saturates=False))
+
+    split, inside = block_shapes.split(values.astype(jnp.float32), quantized.blocks)
+    found = jnp.abs(split) > block_shapes.spread(limit(element.max_code), inside)
+    if element.negative_extra:  # on each value's own side of zero
+        lowest = jnp.abs(split) > block_shapes.spread(limit(element.sign_code), inside)
+        found = jnp.where(split < 0, lowest, found)
+    return block_shapes.merge(found, values.shape, inside)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

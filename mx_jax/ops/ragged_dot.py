@@ -438,7 +438,6 @@ def expert_ragged_dot(
     if key is not None:
         key = DerivedKey.of(key).fold_in(lax.axis_index(axis_name))
     assert not isinstance(lhs, PackedMXArray)
-    assert not isinstance(lhs, PackedMXArray)
     rows, spec = lhs, recipe.fwd.lhs
     if not isinstance(lhs, MXArray) and spec is not None and goes_by_row(recipe.fwd):
         if spec.format.tensor_scale:

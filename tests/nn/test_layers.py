@@ -195,6 +195,15 @@ def test_a_promote_dtype_of_the_users_own_is_respected(flaxs: Linen, case: Case)
     assert y.dtype == jnp.float16
 
 
+@both
+@cases
+def test_the_recipe_is_required(flaxs: Linen, case: Case):
+    name, *arguments = case.nnx if isinstance(flaxs, Nnx) else case.linen
+    options = {"rngs": flax_nnx.Rngs(0)} if isinstance(flaxs, Nnx) else {}
+    with pytest.raises(TypeError, match="recipe"):
+        getattr(nnx if options else linen, name)(*arguments, **options)
+
+
 # linen --------------------------------------------------------------------------------------------
 
 

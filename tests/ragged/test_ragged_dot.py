@@ -95,6 +95,17 @@ def test_vmap(axes, rng: np.random.Generator):
         assert_all_close([x[i] for x in actual], compiled(*chosen))
 
 
+@pytest.mark.slow
+def test_vmap_twice(rng: np.random.Generator):
+    lhs, rhs, sizes, g = draw(rng, 2, 3)
+    inner = jax.vmap(products, (0, None, None, 0))
+    actual = quick(jax.vmap(inner, (0, 0, None, 0)))(lhs, rhs[:, 0], sizes[0, 0], g)
+    for i in range(2):
+        for j in range(3):
+            expected = compiled(lhs[i, j], rhs[i, 0], sizes[0, 0], g[i, j])
+            assert_all_close([x[i, j] for x in actual], expected)
+
+
 @pytest.mark.slow(but="shape1")
 @pytest.mark.parametrize("shape", [(0, K, GROUPS), (M, K, 0), (M, 0, GROUPS)])
 def test_nothing_to_multiply(shape):
