@@ -390,10 +390,10 @@ def store_weights(
         if by is not None:
             stored = _each(by, x, num_stacked)
         else:
-            quantized = lambda weight: quantize_operand(weight, spec, axes.blocks(spec.format))  # noqa: E731
+            cast = functools.partial(quantize_operand, spec=spec, blocks=axes.blocks(spec.format))
             for _ in range(num_stacked):
-                quantized = jax.vmap(quantized)
-            stored = quantized(x)
+                cast = jax.vmap(cast)
+            stored = cast(x)
     num_batch = num_stacked + len(axes.batch)
     if not packed or axes.batch != tuple(range(len(axes.batch))):
         return stored

@@ -128,9 +128,9 @@ def ragged_dot(
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
         if isinstance(operand, MXArray):
             check_blocks(operand, 1, side, "ragged_dot")
-    own, groups = recipe, Groups(ragged_rows(sizes, lhs.shape[0], unit=1).sizes, key)
+    groups = Groups(ragged_rows(sizes, lhs.shape[0], unit=1).sizes, key)
 
-    def multiply(lhs: Primal, rhs: Primal, groups: Groups) -> jax.Array:
+    def multiply(own: MatmulRecipe, lhs: Primal, rhs: Primal, groups: Groups) -> jax.Array:
         moves = None, experts_move(own, lhs.operand, rhs.operand)
         product = RaggedProduct(recipe=own, out_dtype=out_dtype, precision=precision, moves=moves)
         return (watched if watching.value else run_product)(product, lhs, rhs, groups)
@@ -138,10 +138,10 @@ def ragged_dot(
     with follow(lhs, rhs):
         mesh, given = explicit_mesh(lhs, rhs), (Primal.of(lhs), Primal.of(rhs), groups)
         if mesh is None:
-            return multiply(*given)
+            return multiply(recipe, *given)
         # JAX infers no types of ragged products: rows are sharded as lhs's, columns as rhs's.
         with jax.sharding.use_abstract_mesh(mesh):
-            rows, lies = stored(lhs)[0], stored(rhs)
+            rows, lies, own = stored(lhs)[0], stored(rhs), recipe
             gathered = frozenset[str]()
             if recipe.gather is not None:
                 gathered = recipe.gather.on_mesh()
@@ -149,7 +149,7 @@ def ragged_dot(
                 own = dataclasses.replace(recipe, gather=where)
             columns = tuple(name for name in lies[2] if name not in {*gathered, *rows})
             run: Any = jax.sharding.auto_axes(
-                multiply,
+                functools.partial(multiply, own),
                 axes=mesh.explicit_axes,
                 out_sharding=PartitionSpec(rows or None, columns or None),
             )
