@@ -40,6 +40,7 @@ from mx_jax import formats as formats
 from mx_jax import nn as nn
 from mx_jax import recipes as recipes
 from mx_jax import sharding as sharding
+from mx_jax.formats.removed import missing_attribute as _missing_attribute
 from mx_jax.mxarray import MXArray as MXArray
 from mx_jax.ops import only_backend as only_backend
 from mx_jax.ops import prefer_backends as prefer_backends
@@ -75,7 +76,7 @@ _LATE = ("calibrate", "checkpoint", "convert", "inspect", "testing")
 def __getattr__(name: str) -> _Any:
     if name in _LATE:
         return _importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    raise _missing_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from mx_jax.formats.removed import whereabouts
+
 # By name, the module that has `add_to`, in the order in which --help lists them; imported when its
 # command is asked for: together they take half a second.
 COMMANDS = {
@@ -33,6 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
     sys.stderr = sys.stderr or Path(os.devnull).open("w")  # noqa: SIM115
     words = sys.argv[1:] if arguments is None else arguments
+    if words and words[0] not in COMMANDS and (place := whereabouts(words[0])):
+        print(f"mx_jax: no command {words[0]}{place}", file=sys.stderr)
+        return 2
     parser = command_parser(words[0] if words else None)
     options = parser.parse_args(words)
     if options.command is None:

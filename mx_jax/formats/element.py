@@ -13,6 +13,8 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
+from mx_jax.formats.removed import whereabouts
+
 
 @functools.lru_cache(1 << 14)
 def _edits(a: str, b: str) -> int:
@@ -36,9 +38,9 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
 
 def unknown_name(what: str, name: object, known: Iterable[str], hint: str = "") -> ValueError:
-    """The error about a name that nothing has; without a hint, it suggests the nearest name."""
+    """The error about a name that nothing has, with where it went, or the nearest name."""
     known = tuple(known)
-    hint = hint or nearest(name, known)
+    hint = hint or whereabouts(name) or nearest(name, known)
     return ValueError(f"unknown {what}={name!r}{hint}; known: {', '.join(known)}")
 
 

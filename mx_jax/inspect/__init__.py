@@ -1,5 +1,8 @@
 """Making quantization visible: what it does as programs run, and how products are computed."""
 
+from typing import NoReturn as _NoReturn
+
+from mx_jax.formats.removed import missing_attribute as _missing_attribute
 from mx_jax.inspect.bias import GradientBias as GradientBias
 from mx_jax.inspect.bias import gradient_bias as gradient_bias
 from mx_jax.inspect.bias import passes as passes
@@ -29,3 +32,7 @@ from mx_jax.inspect.statistics import sqnr_db as sqnr_db
 from mx_jax.ops.tags import Tag as Tag
 from mx_jax.ops.tags import at_step as at_step
 from mx_jax.ops.tags import tag as tag
+
+
+def __getattr__(name: str) -> _NoReturn:
+    raise _missing_attribute(__name__, name)

@@ -1,7 +1,9 @@
 """Named recipes: functions that return a frozen Recipe."""
 
 from types import ModuleType as _ModuleType
+from typing import NoReturn as _NoReturn
 
+from mx_jax.formats.removed import missing_attribute as _missing_attribute
 from mx_jax.ops.arguments import NAMED as _NAMED
 from mx_jax.ops.arguments import named_recipe as _named_recipe
 from mx_jax.recipes.base import Recipe as Recipe
@@ -68,6 +70,10 @@ def from_name(name: str) -> Recipe:
     recipe = _named_recipe(name)
     assert isinstance(recipe, Recipe)
     return recipe
+
+
+def __getattr__(name: str) -> _NoReturn:
+    raise _missing_attribute(__name__, name)
 
 
 def __dir__() -> list[str]:
