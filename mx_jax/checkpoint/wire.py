@@ -299,10 +299,12 @@ def save(
     fetched from its device.
 
     What is there stays as it is until all is written; killed at any moment, `load` gives all of the
-    old or all of the new. A file takes its place when it is whole. Several files change with their
-    index: where an earlier one names `model-00001-of-00004.safetensors` a new one gets
-    `model-00001-of-00004-2.safetensors`, and what is replaced is removed at last. Readers that go
-    by the index, as transformers and vLLM do, see one checkpoint.
+    old or all of the new. A file takes its place when it is whole; where that is a link, what it
+    names is replaced. Several files change with their index: the first are called
+    `model-00001-of-00004.safetensors`, those that replace them
+    `model-3f9c01d2-00001-of-00004.safetensors`, with digits that no other save has, and what they
+    replace is removed at last. Readers that go by the index, as transformers and vLLM do, see one
+    checkpoint. Threads and processes that save to one folder wait for each other.
 
     Args:
       path: of the file, `.safetensors` by custom; of a folder, where there are to be several.

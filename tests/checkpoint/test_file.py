@@ -18,8 +18,8 @@ from flax import nnx
 
 import mx_jax
 from mx_jax import checkpoint
-from mx_jax.checkpoint.files import replacing
 from mx_jax.checkpoint.weights import on_device
+from mx_jax.checkpoint.writers import replacing
 from mx_jax.formats import MXFP4, MXFP6_E3M2, NVFP4
 from tests.checkpoint.stored import assert_same, draw
 from tests.processes import run_python
@@ -267,7 +267,7 @@ def test_it_is_copied_once(monkeypatch: pytest.MonkeyPatch):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mx_jax.checkpoint.files import replacing
+from mx_jax.checkpoint.writers import replacing
 with replacing(Path(sys.argv[1])) as file:
     file.write(b"half")
     file.flush()
