@@ -348,6 +348,8 @@ def _write_tensors(
         tree: dict[Any, Any] = {}
         for name, tensor in tensors.items():
             put(tree, paths[name] if paths else (name,), tensor, f"{path}")
+        for keys in weights.metadata["empty"] if paths is not None else ():
+            put(tree, keys, {}, f"{path}")
         checkpoint.save(path, tree, **how)
     elif layout is not None:
         checkpoint.write(path, tensors, layout=layout, **how)

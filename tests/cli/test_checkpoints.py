@@ -299,8 +299,10 @@ def test_a_program_without_a_layout_for_the_format(model: Path, out: Path, cli: 
 
 def test_a_tree_stays_a_tree(tmp_path: Path, out: Path, cli: Cli):
     path = tmp_path / "tree.safetensors"
-    checkpoint.save(path, {"layers": {0: {"kernel": jnp.asarray(matrix().T)}}})
+    tree = {"layers": {0: {"kernel": jnp.asarray(matrix().T)}, 1: {}}}
+    checkpoint.save(path, tree)
     cli("quantize", path, out, "--format", "mxfp4")
+    assert checkpoint.load(out)["layers"][1] == {}
     kernel = checkpoint.load(out)["layers"][0]["kernel"]
     # A kernel is [in, out].
     assert kernel.format.name == "mxfp4" and kernel.blocks == ((-2, 32),)
