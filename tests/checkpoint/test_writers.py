@@ -282,6 +282,16 @@ def test_a_reader_sees_one_checkpoint(
     assert loaded(tmp_path) == saves
 
 
+def test_names_never_come_again(tmp_path: Path):
+    """For readers that do not look at the index twice; the first are as everybody's."""
+    seen: list[str] = []
+    for number in range(4):
+        save(tmp_path, number)
+        seen += [name for name in names(tmp_path) if name != INDEX]
+    assert seen[:3] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert len({*seen}) == 12 and all(files.NUMBERED.fullmatch(name) for name in seen)
+
+
 def test_a_reader_of_a_folder_that_another_takes_the_place_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
