@@ -1,6 +1,10 @@
 """What left the package, by its former name; whoever is asked for one says so until 0.3."""
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "Console": "a sink of your own has write(record) and close(), docs/training.md",
+    "Csv": "inspect.Jsonl writes the same numbers, and pandas.read_json(lines=True) reads them",
+    "TensorBoard": "a sink of your own has write(record) and close(), docs/training.md",
+}
 """By the name of a command, recipe, rule, layout or function: what takes its place, in a line."""
 
 

@@ -53,8 +53,8 @@ PUBLIC = {
         KVCache join_stored linen nnx split_stored
     """,
     "mx_jax.inspect": """
-        Budget Console Csv Explanation GradientBias Jsonl Memory NonFiniteError Record
-        STATISTICS Scalar Sensitivity Sink Tag TensorBoard at_step capture evidence_of
+        Budget Explanation GradientBias Jsonl Memory NonFiniteError Record
+        STATISTICS Scalar Sensitivity Sink Tag at_step capture evidence_of
         explain explain_call gradient_bias guard passes report saturated_fraction scalar
         sensitivity sqnr_db tag
     """,
