@@ -378,26 +378,6 @@ class TransformCall:
         return RandomBitsCall.of(key, (self.size,), 32)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MomentCall:
-    """A step of an optimizer's moments that are kept in MXFP8: see `reference.moments.step`.
-
-    Attributes:
-      shape: of a moment, in float32.
-      is_root: of each moment, whether its codes are of its root.
-      is_square: of each moment, whether the square is added of what is added to all.
-    """
-
-    shape: tuple[int, ...]
-    is_root: tuple[bool, ...]
-    is_square: tuple[bool, ...]
-
-    @property
-    def text(self) -> str:
-        """The call in a jaxpr."""
-        return " and ".join("a root" if is_root else "a moment" for is_root in self.is_root)
-
-
 Call = (
     MatmulCall
     | RaggedCall
@@ -409,7 +389,6 @@ Call = (
     | AttendCall
     | RandomBitsCall
     | TransformCall
-    | MomentCall
 )
 
 # Why a backend does not take a kind of call that it does not offer.
@@ -422,7 +401,6 @@ NOT_OFFERED: Mapping[type[Call], str] = {
     PackCall: "has no layout of its own for weights",
     CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
     RandomBitsCall: "draws nothing: XLA compiles jax.random's own code",
-    MomentCall: "moves nothing: XLA fuses the reference's own code",
     TransformCall: "turns nothing: XLA's own dot does",
     AttendCall: "attends to nothing: XLA's own dot and softmax do",
 }
@@ -460,8 +438,6 @@ def result_of(call: Call, *operands: Any) -> Any:
             return jax.ShapeDtypeStruct(operands[0].shape, call.dtype)
         case RandomBitsCall():
             return jax.ShapeDtypeStruct(call.shape, np.int32)
-        case MomentCall():
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.uint8), operands[0])
         case TransformCall():
             before, after = call.shape[: call.axis], call.shape[call.axis + 1 :]
             return jax.ShapeDtypeStruct((*before, call.result_length, *after), np.float32)

@@ -34,7 +34,6 @@ _SLOPELESS = (
     QuantizeBothCall,
     calls.CastStatisticsCall,
     calls.RandomBitsCall,
-    calls.MomentCall,
 )
 _DRAWS = (QuantizeCall, QuantizeBothCall, calls.TransformCall)
 

@@ -167,8 +167,7 @@ class Offer:
         what `reference.statistics.of_cast` gives: counts alike, sums within float32's rounding;
         subnormal values count in sums or not, as they do for the machine's arithmetic.
         RandomBitsCall: `(key, call)` to int32, by a `DerivedKey`. TransformCall: `(x, signs,
-        call)` to float32, within a product's bound. MomentCall: `(stored, added, factors, words,
-        call)` to new pairs of codes and scales, as `reference.moments.step` takes and gives them.
+        call)` to float32, within a product's bound.
       how: what computes it, in words, where the backend's name does not say it.
       describes: given a call that it takes and the target, what takes the place of `how`.
       lays_out: the side whose weights, which did not come packed, it brings into a layout of its

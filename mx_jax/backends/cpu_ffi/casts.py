@@ -13,7 +13,6 @@ from jax import lax
 from mx_jax.backends.calls import (
     CastStatisticsCall,
     DequantizeCall,
-    MomentCall,
     QuantizeBothCall,
     QuantizeCall,
     RandomBitsCall,
@@ -26,8 +25,8 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
-from mx_jax.reference import moments, scale_rules
 from mx_jax.reference import quantize as reference
+from mx_jax.reference import scale_rules
 from mx_jax.reference import statistics as reference_statistics
 from mx_jax.reference.random_bits import DerivedKey
 
@@ -555,40 +554,3 @@ def draw_bits(key: DerivedKey, call: RandomBitsCall) -> jax.Array:
         sizes=dict(zip(names, call.shape, strict=True)),
     )
     return bits
-
-
-# Moments ------------------------------------------------------------------------------------------
-
-STEP_MOMENTS = "mx_jax_cpu_step_moments"
-_MOST_MOMENTS = 4
-
-
-def rejects_moments(call: MomentCall) -> str | None:
-    """Why the handler does not take a call, or None."""
-    if call.shape[-1] % moments.BLOCK:
-        return f"needs whole blocks along the last axis, got shape={call.shape}"
-    if len(call.is_root) > _MOST_MOMENTS:
-        return f"steps at most {_MOST_MOMENTS} moments at once, got moments={len(call.is_root)}"
-    return rejects_symbolic(call)
-
-
-def step_moments(
-    stored: tuple[moments.Stored, ...],
-    added: jax.Array,
-    factors: jax.Array,
-    words: jax.Array,
-    call: MomentCall,
-) -> tuple[moments.Stored, ...]:
-    """`reference.moments.step` of each, by the handler."""
-    names = " ".join(f"e{axis}" for axis in range(len(call.shape)))
-    pairs = ", ".join([f"*b {names}, *b {names}/{moments.BLOCK}"] * len(stored))
-    leaves, tree = jax.tree.flatten(stored)
-    flags = {"is_root": call.is_root, "is_square": call.is_square}
-    found = handler.call(
-        STEP_MOMENTS,
-        f"*b {names}, *b factors, *b words, {pairs} -> {pairs}",
-        *(added, factors, words, *leaves),
-        dtypes=["uint8"] * len(leaves),
-        attributes={name: np.array(own, np.int32) for name, own in flags.items()},
-    )
-    return jax.tree.unflatten(tree, found)
