@@ -23,7 +23,7 @@ from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes
 from mx_jax.codecs.float32 import clip, select
-from mx_jax.codecs.lowering import elementwise, platform_dependent
+from mx_jax.codecs.lowering import platform_dependent
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat, ScaleFormat
 
@@ -150,7 +150,6 @@ def is_nan_scale(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
     return lax.ne(values, values)
 
 
-@elementwise
 def encode_scaled(
     x: jax.Array,
     scales: jax.Array,
@@ -189,7 +188,6 @@ def encode_scaled(
     return select(broadcast_like(is_nan_scale(scales, format.scale), codes), nan_code, codes)
 
 
-@elementwise
 def over_float_scale(
     values: jax.Array, scales: jax.Array, format: BlockFormat, tensor_scale: jax.Array | None
 ) -> jax.Array:
@@ -209,17 +207,14 @@ def over_float_scale(
     return float32.mul(values, true_divide(lax.full_like(scale, 1), scale))
 
 
-@elementwise
 def _lifted(x: jax.Array, tensor_scale: jax.Array) -> jax.Array:
     return lift(x, is_tiny(tensor_scale))
 
 
-@elementwise
 def _times_lifted(values: jax.Array, tensor_scale: jax.Array, factor: jax.Array) -> jax.Array:
     return float32.mul(_lifted(values, tensor_scale), factor)
 
 
-@elementwise
 def _divided_twice(
     scales: jax.Array,
     tensor_scale: jax.Array,
@@ -247,7 +242,6 @@ def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) 
     return platform_dependent(scales, tensor_scale, cuda=looked_up, rocm=looked_up, default=divided)
 
 
-@elementwise
 def decode_scaled(
     codes: jax.Array,
     scales: jax.Array,

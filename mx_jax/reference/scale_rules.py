@@ -22,7 +22,6 @@ from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like
 from mx_jax.codecs.float32 import clip, select
-from mx_jax.codecs.lowering import elementwise
 from mx_jax.codecs.rounding import NEAREST, STOCHASTIC, Rounding
 from mx_jax.codecs.scale import (
     E8M0_BIAS,
@@ -75,7 +74,6 @@ class PowerOfTwo:
         return _power_of_two(data.amax, element.emax, carry)
 
 
-@elementwise
 def _power_of_two(amax: jax.Array, emax: int, carry: int) -> jax.Array:
     pattern = amax
     # Elsewhere a subnormal amax has the smallest scale, whatever its exponent.
@@ -101,7 +99,6 @@ class FromAmax:
         return _from_amax(data.amax, data.tensor_scale, self.function, data.format)
 
 
-@elementwise
 def _from_amax(
     amax: jax.Array,
     tensor_scale: jax.Array | None,
