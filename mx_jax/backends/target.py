@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -39,10 +39,26 @@ class Target:
     device_kind: str | None = None
     program_devices: int = 1
 
+    @property
+    def unsplit(self) -> str | None:
+        """Why its compiler cannot be told how devices share a call; None: it can."""
+        return PLATFORMS.get(self.platform, Platform()).unsplit
+
+
+class Platform(NamedTuple):
+    """What the compilers of platforms differ in: see `Target`."""
+
+    unsplit: str | None = None
+
 
 # jax.Device is no type to a type checker.
 Device = Any
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+PLATFORMS: Mapping[str, Platform] = {
+    "cpu": Platform(),
+    "cuda": Platform(),
+    "rocm": Platform(),
+    "tpu": Platform(unsplit="TPUs have no custom partitioning"),
+}
 
 # Both enter jit's cache key: what was traced for one machine is not reused for another.
 _named = jax.make_user_context(default_value=None)

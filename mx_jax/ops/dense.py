@@ -28,7 +28,7 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.primitive import bind, choose, compiler_splits
 from mx_jax.backends.select import active
-from mx_jax.backends.target import follow, only_named
+from mx_jax.backends.target import current_target, follow, only_named
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks, varying_axes
 from mx_jax.codecs.rounding import NEAREST
@@ -245,7 +245,7 @@ class DenseProduct(RecipeProduct[Key]):
         if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
             rhs = unpacked_for(rhs, choice)
             call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
-        if (recorder := active.value) is not None and split:
+        if (recorder := active.value) is not None and split and not current_target().unsplit:
             mesh = jax.sharding.get_abstract_mesh()
             names = recorder.axes if mesh.empty else mesh.axis_names
             if names and (mesh.empty or compiler_splits()):
