@@ -10,11 +10,10 @@ from typing import Any
 
 from benchmarks import goals, report
 from benchmarks.gpu_casts import Cast
-from benchmarks.gpu_compare import Measured
+from benchmarks.gpu_compare import PLAIN, Measured
 from benchmarks.gpu_products import KERNEL, Pair, Timed
 from benchmarks.gpu_steps import Step
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4, BlockFormat
-from mx_jax.measure.worker import PLAIN
 
 What = Timed | Cast | Step
 HOPPER = ("H100", "H200")

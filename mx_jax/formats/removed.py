@@ -1,6 +1,9 @@
 """What left the package, by its former name; whoever is asked for one says so until 0.3."""
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "gpu": "a table has what was measured; `python -m benchmarks.gpu` measures",
+    "evidence_of": "inspect.explain says what was measured; versions of mx_jax and JAX decide it",
+}
 """By the name of a command, recipe, rule, layout or function: what takes its place, in a line."""
 
 

@@ -12,7 +12,7 @@ import pytest
 import mx_jax
 from benchmarks import gpu, gpu_casts, gpu_steps
 from benchmarks.gpu_casts import Cast
-from benchmarks.gpu_compare import Chain, Comparison, Measured, compare
+from benchmarks.gpu_compare import PLAIN, Chain, Comparison, Measured, compare
 from benchmarks.gpu_goals import GOALS, sheet, verdicts
 from benchmarks.gpu_products import BASELINE, KERNEL, Pair, Timed
 from benchmarks.gpu_steps import Step, compare_steps
@@ -22,7 +22,6 @@ from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4
-from mx_jax.measure.worker import PLAIN
 from tests.backends.altered import altered
 from tests.backends.mosaic import needs_mosaic
 
