@@ -2,7 +2,7 @@
 
 Each is timed beside plain JAX and bfloat16 and, where PyTorch and Triton are installed, the same
 product there (`benchmarks.gpu_peers`); then it is said how near all are to the machine's limits,
-and which of the project's goals (`benchmarks.gpu_goals`) are met: of products, casts, and a
+and which of the project's goals (`benchmarks.gpu_goals`) are met: of products and a
 training step of a decoder's block. Last come rows for `mx_jax/backends/measured.py`, of the
 products by weights that a kernel computes faster than XLA: by them it runs by default.
 
@@ -11,8 +11,8 @@ bytes over the memory's bandwidth, or operations over the tensor cores' peak, wh
 longer.
 
 Before it is timed, a kernel's first product must be within its bound of the reference's, and have
-the same bits again; its casts must have the reference's bits, and a step come near the plain
-path's. What fails is written down with its traceback, and the rest goes on.
+the same bits again, and a step come near the plain path's. What fails is written down with its
+traceback, and the rest goes on.
 """
 
 import argparse
@@ -33,7 +33,6 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import environment, gpu_peers, report
-from benchmarks.gpu_casts import Cast, compare_casts
 from benchmarks.gpu_compare import (
     PLAIN,
     Comparison,
@@ -67,7 +66,7 @@ FORMATS = {format.name: format for format in (*MX_FORMATS, NVFP4)}
 # How often a kernel's first product must have the same bits: a race would show as others.
 _REPEATS = 5
 
-PARTS: Mapping[str, type] = {"products": Timed, "steps": Step, "casts": Cast}
+PARTS: Mapping[str, type] = {"products": Timed, "steps": Step}
 # Rows of activations that products are timed for, beside those of goals.
 ROWS = (1, 16, 64, 256, 4096)
 # (n, k) of weights, beside those of goals: square, and of a model's feed-forward layer.
@@ -137,8 +136,6 @@ def comparison(
     """
     if isinstance(what, Step):
         return compare_steps(what, options.calls)
-    if not isinstance(what, Timed):
-        return compare_casts(what, options.calls, options.copies)
     copies = what.copies if options.copies is None else options.copies
     return Comparison(
         what=what,
@@ -229,7 +226,7 @@ def sheets(measured: Sequence[Measured], found: Sequence[Verdict]) -> list[repor
     """Goals, times and speeds."""
     times = report.Sheet("Microseconds", ("", "way", "wall clock", "GPU's clock"))
     speeds = report.Sheet(
-        "Speed over the baseline's; of casts, share of a copy's bandwidth",
+        "Speed over the baseline's",
         ("", "way", "wall clock", "GPU's clock", "bound"),
     )
     for own in measured:
@@ -286,7 +283,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--copies",
         type=int,
         default=None,
-        help="of weights, and of what is cast (default: beyond any cache)",
+        help="of weights (default: beyond any cache)",
     )
     parser.add_argument("--calls", type=int, default=10, help="of all copies, in one sample")
     parser.add_argument("--seconds", type=float, default=4.0, help="budget of a comparison")

@@ -119,7 +119,6 @@ class Comparison:
       makers: of the ways, by name.
       baseline: name of the way that speeds are ratios to.
       count: how often a sample computes it.
-      worth: what speeds are multiplied by: bytes of a cast over those of the copy beside it.
       bound: that no speed exceeds, where the machine's peaks are known.
     """
 
@@ -127,7 +126,6 @@ class Comparison:
     makers: Sequence[Maker]
     baseline: str
     count: int
-    worth: float = 1.0
     bound: float | None = None
 
 
@@ -194,7 +192,7 @@ def compare(comparison: Comparison, seconds: float) -> Measured:
 def _measured(
     comparison: Comparison, samples: Mapping[str, Samples], device: Mapping[str, float]
 ) -> Measured:
-    base, worth = comparison.baseline, comparison.worth
+    base = comparison.baseline
     others = [name for name in samples if name != base and base in samples]
     return Measured(
         what=comparison.what,
@@ -203,15 +201,11 @@ def _measured(
             name: 1e3 * of.summary()["wall_ms"]["median"] / comparison.count
             for name, of in samples.items()
         },
-        speed={name: _times(ratio(samples[base], samples[name], WALL), worth) for name in others},
+        speed={name: ratio(samples[base], samples[name], WALL) for name in others},
         device_microseconds=device,
         device_speed={
-            name: device[base] / own * worth
+            name: device[base] / own
             for name, own in device.items()
             if base in device and name != base
         },
     )
-
-
-def _times(spread: Spread, factor: float) -> Spread:
-    return Spread(*(factor * value for value in dataclasses.astuple(spread)))

@@ -87,11 +87,11 @@ class Step:
         return self._function(self._multiply)
 
     def with_kernels(self, backend: str) -> StepFunction:
-        """In the recipe, every cast and product by one backend; what it rejects raises."""
+        """In the recipe, every product that a backend takes by that one."""
         step = self._function(self._multiply)
 
         def by_kernels(weights: Weights, x: jax.Array, g: jax.Array) -> tuple[Any, ...]:
-            with mx_jax.only_backend(backend):
+            with mx_jax.prefer_backends(backend):
                 return step(weights, x, g)
 
         return by_kernels

@@ -1,4 +1,4 @@
-"""Block-scaled products and casts on GPUs by Pallas kernels (Mosaic GPU).
+"""Block-scaled products on GPUs by Pallas kernels (Mosaic GPU).
 
 Optional: where JAX is too old or the GPU another, every call is rejected with that reason. Nothing
 here imports Mosaic GPU before a call is taken.
@@ -11,7 +11,7 @@ from typing import Any
 from mx_jax.axes import Side
 from mx_jax.backends import calls
 from mx_jax.backends.calls import Call, rejects_symbolic
-from mx_jax.backends.pallas_gpu import products, quantize, rejections
+from mx_jax.backends.pallas_gpu import products, rejections
 from mx_jax.backends.pallas_gpu.architecture import Architecture
 from mx_jax.backends.target import Backend, Offer, Target
 
@@ -64,8 +64,6 @@ def backend_for(architecture: Architecture | None = None, interpret: object = No
                 multiply_groups,
                 lays_out=lays_out_groups,
             ),
-            _offer(calls.QuantizeCall, quantize.rejects, how(quantize.quantize)),
-            _offer(calls.QuantizeBothCall, quantize.rejects, how(quantize.quantize)),
             # Plain JAX, for products below a shard_map too.
             _offer(
                 calls.PackCall,
