@@ -4,9 +4,8 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -214,16 +213,11 @@ class Backend:
       name: what `only_backend` and `explain` call it.
       epsilon_bound: c in `|C - exact| <= c * 2^-24 * sqrt(k) * sum |a b|` for float32 products.
       table: what it offers, a row for each kind of call; of any other it says that it does not.
-      source: files that decide what its kernels compute: what was measured of others does not
-        count. None: nothing is measured of it.
-      kernel: name of the kernel that takes a call on a machine, where it has several.
     """
 
     name: str
     epsilon_bound: float
     table: tuple[Offer, ...]
-    source: Callable[[], Iterable[Path]] | None = None
-    kernel: Callable[[Call, Target], str] = lambda call, target: ""
 
     @functools.cached_property
     def offers(self) -> Mapping[type[Call], Offer]:

@@ -12,12 +12,10 @@ lowered again, in integers.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
@@ -352,26 +350,3 @@ def _times_factor(values: jax.Array, where: jax.Array, factor: float) -> jax.Arr
     """One product, where a platform has subnormals."""
     factors = (lax.full_like(where, x, values.dtype) for x in (factor, 1))
     return float32.mul(values, lax.select(where, *factors))
-
-
-def divided(x: jax.Array, tensor_scale: jax.Array, by: Callable[..., Any]) -> Any:
-    """`by(x, tensor_scale)`, or of both lifted; x is read for that only if a scale is tiny."""
-    tiny = is_tiny(tensor_scale)
-    return lax.cond(
-        any_of(tiny),
-        lambda: by(lift(x, tiny), lift(tensor_scale, tiny)),
-        lambda: by(x, tensor_scale),
-    )
-
-
-@custom_vmap
-def any_of(mask: jax.Array) -> jax.Array:
-    """`jnp.any`, also over the axes that vmap adds: a cond stays a branch there."""
-    return jnp.any(mask)
-
-
-@any_of.def_vmap
-def _any_of_batch(
-    axis_size: int, in_batched: list[bool], mask: jax.Array
-) -> tuple[jax.Array, bool]:
-    return any_of(mask), False

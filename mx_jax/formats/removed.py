@@ -4,6 +4,8 @@ REMOVED: dict[str, str] = {
     "Console": "a sink of your own has write(record) and close(), docs/training.md",
     "Csv": "inspect.Jsonl writes the same numbers, and pandas.read_json(lines=True) reads them",
     "TensorBoard": "a sink of your own has write(record) and close(), docs/training.md",
+    "gpu": "a table has what was measured; `python -m benchmarks.gpu` measures",
+    "evidence_of": "inspect.explain says what was measured; versions of mx_jax and JAX decide it",
 }
 """By the name of a command, recipe, rule, layout or function: what takes its place, in a line."""
 

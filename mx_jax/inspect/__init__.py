@@ -11,7 +11,6 @@ from mx_jax.inspect.capture import capture as capture
 from mx_jax.inspect.capture import guard as guard
 from mx_jax.inspect.capture import scalar as scalar
 from mx_jax.inspect.explain import Explanation as Explanation
-from mx_jax.inspect.explain import evidence_of as evidence_of
 from mx_jax.inspect.explain import explain as explain
 from mx_jax.inspect.explain import explain_call as explain_call
 from mx_jax.inspect.records import Jsonl as Jsonl

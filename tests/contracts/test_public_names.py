@@ -54,7 +54,7 @@ PUBLIC = {
     """,
     "mx_jax.inspect": """
         Budget Explanation GradientBias Jsonl Memory NonFiniteError Record
-        STATISTICS Scalar Sensitivity Sink Tag at_step capture evidence_of
+        STATISTICS Scalar Sensitivity Sink Tag at_step capture
         explain explain_call gradient_bias guard passes report saturated_fraction scalar
         sensitivity sqnr_db tag
     """,

@@ -11,15 +11,12 @@ import pytest
 
 import mx_jax
 from mx_jax.backends.calls import QuantizeCall
-from mx_jax.backends.pallas_gpu import quantize as pallas_quantize
-from mx_jax.backends.target import Target
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.codecs.rounding import NEAREST, STOCHASTIC, Rounding
 from mx_jax.formats import NVFP4, NVFP4_2D
 from mx_jax.reference import hadamard
 from mx_jax.reference.quantize import quantize
 from mx_jax.reference.scale_rules import AMAX, AMAX_HEADROOM, MS_EDEN, ScaleRule
-from tests.backends.mosaic import with_any_jax
 from tests.quick import quick
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -195,27 +192,6 @@ def test_scales_draw_a_number_for_each_block():
     assert (call.random_bits, call.random_shape) == (16, (4, 3))
     plain = dataclasses.replace(call, scale_rule=AMAX)
     assert (plain.random_bits, plain.random_shape) == (0, (4, 40))
-
-
-def on_blackwell(call: QuantizeCall) -> str | None:
-    target = Target(platform="cuda", compute_capability=(10, 0))
-    return pallas_quantize.rejects(call, target)
-
-
-def test_the_gpu_kernel_refuses_it(monkeypatch: pytest.MonkeyPatch):
-    """Also with scales that it knows: what a rule stores afterwards is part of it."""
-    with_any_jax(monkeypatch)
-    call = QuantizeCall(
-        shape=(128, 128),
-        dtype=np.dtype(np.float32),
-        format=NVFP4,
-        blocks=((-1, 16),),
-        scale_rule=dataclasses.replace(AMAX, correction=MS_EDEN.correction),
-        rounding=NEAREST,
-    )
-    reason = "stores scales as the rule gives them, got 'amax', which corrects them"
-    plain = dataclasses.replace(call, scale_rule=AMAX)
-    assert on_blackwell(call) == reason and on_blackwell(plain) is None
 
 
 def test_a_key_is_needed_and_fits():
