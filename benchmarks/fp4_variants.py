@@ -130,7 +130,6 @@ def variants(layers: int) -> list[Variant]:
     published = rows(
         "Other recipes",
         ("mxfp4_backward", "high-precision forward (Tseng et al.)", recipes.mxfp4_backward()),
-        ("quartet", "Quartet", recipes.quartet()),
         ("quartet_ii", "Quartet II", recipes.quartet_ii()),
         ("deepseek_v3", "float8 in blocks of 128", recipes.deepseek_v3()),
         ("deepseek_v3_1", "the same with E8M0 scales", recipes.deepseek_v3_1()),

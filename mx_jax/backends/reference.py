@@ -16,12 +16,6 @@ def _offer(call: type[Call], run: Callable[..., Any], how: str = "") -> Offer:
     return Offer(call=call, rejects=lambda call, target: None, run=run, how=how)
 
 
-def _transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array:
-    if call.length is None:
-        return hadamard.apply(x, signs, call.axis)
-    return hadamard.invert(x, signs, call.length, call.axis)
-
-
 def _step_moments(
     stored: tuple[moments.Stored, ...],
     added: jax.Array,
@@ -81,6 +75,10 @@ REFERENCE = Backend(
             lambda key, call: random_bits.draw_bits(key.get(), call.shape, call.width),
         ),
         _offer(MomentCall, _step_moments),
-        _offer(TransformCall, _transform, how="XLA float32 dot, HIGHEST"),
+        _offer(
+            TransformCall,
+            lambda x, signs, call: hadamard.apply(x, signs, call.axis),
+            how="XLA float32 dot, HIGHEST",
+        ),
     ),
 )

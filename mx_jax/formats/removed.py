@@ -1,6 +1,10 @@
 """What left the package, by its former name; whoever is asked for one says so until 0.3."""
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "gaussian": "a function of one's own, from a block's values to its scale, is a ScaleRule",
+    "mask_clipped": "gradients pass what was clipped; a scale rule such as rceil clips nothing",
+    "quartet": "mxfp4_hadamard and mxfp4_backward are MXFP4 with Hadamard transforms",
+}
 """By the name of a command, recipe, rule, layout or function: what takes its place, in a line."""
 
 

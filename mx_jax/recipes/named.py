@@ -247,42 +247,6 @@ def mxfp4_hadamard() -> Recipe:
 
 
 @named
-def quartet() -> Recipe:
-    """MXFP4 in all three products after Hadamard transforms of 32.
-
-    | product | lhs | rhs |
-    |---|---|---|
-    | output | x: MXFP4, GAUSSIAN, nearest | W: the same |
-    | grad_input | g: MXFP4, RCEIL of 3/4 g, stochastic | W: the output's codes, anew as g |
-    | grad_weight | g: the same | x: the output's codes, anew as g |
-
-    No transform has signs: the authors' code draws some for the backward products, but multiplies
-    by them after the transform, where they change no magnitude and cancel in the product. The
-    backward products multiply what the output's product did, transformed along its axis: so their
-    results are gradients of transformed operands. Those of values that the output's product
-    clipped are zero, and the rest is turned back. Needs a key, for stochastic rounding. Source:
-    Quartet, arXiv 2505.14669.
-
-    Examples:
-      >>> from mx_jax import recipes
-      >>> recipe = recipes.quartet()
-      >>> recipe.fwd.transform.size, recipe.mask_clipped, recipe.residuals.value
-      (32, True, 'quantized')
-    """
-    forward = operand("mxfp4", scale_rule="gaussian")
-    transform = Hadamard(size=32, signs=(1,) * 32)
-    backward = MatmulSpec(lhs=_THREE_QUARTERS, rhs=_THREE_QUARTERS, transform=transform)
-    return Recipe(
-        name="quartet",
-        fwd=MatmulSpec(lhs=forward, rhs=forward, transform=transform),
-        dlhs=backward,
-        drhs=backward,
-        residuals=Residuals.QUANTIZED,
-        mask_clipped=True,
-    )
-
-
-@named
 def quartet_ii() -> Recipe:
     """NVFP4 in all three products, with unbiased gradients of half stochastic rounding's error.
 

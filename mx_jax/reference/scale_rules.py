@@ -29,7 +29,6 @@ from mx_jax.codecs.scale import (
     E8M0_NAN,
     decode_scaled,
     encode_scaled,
-    exponent_to_e8m0,
     is_nan_scale,
     is_tiny,
     lift,
@@ -132,19 +131,6 @@ def above_max(element: ElementFormat) -> int:
     """RCEIL's threshold."""
     # amax <= max * 2^k compares mantissas once the exponents agree.
     return (element.max_mantissa << (23 - element.mantissa_bits)) + 1
-
-
-def gaussian(data: BlockData) -> jax.Array:
-    """A power of two from the standard deviation."""
-    # 2.92247856 standard deviations at E2M1's 6 lose least of a normal distribution.
-    # Squares from 2^60 on might leave float32's range: such blocks are measured times 2^-64.
-    large = data.amax >= (127 + 60) << 23
-    values = data.values.astype(jnp.float32) * jnp.where(large, 2.0**-64, 1.0)
-    mean = jnp.mean(values, axis=data.inside, keepdims=True)
-    variance = jnp.mean(jnp.square(values - mean), axis=data.inside, keepdims=True)
-    spread = jnp.sqrt(variance) * (2.92247856 / data.format.element.max) + 1e-8
-    stored = exponent_to_e8m0((float32.to_bits(spread) >> 23) - jnp.where(large, 127 - 64, 127))
-    return select(data.amax >= float32.INF, E8M0_NAN, stored)
 
 
 def _scale_element(scale: ScaleFormat) -> ElementFormat:
@@ -433,10 +419,6 @@ CEIL = power_of_two("ceil", above_power_of_two)
 EVEN = power_of_two("even", rounds_up)
 RCEIL = power_of_two("rceil", above_max)
 
-# Quartet's forward scale (arXiv 2505.14669): clips on purpose. A float mean, so the only rule whose
-# bits may differ between backends that add in another order.
-GAUSSIAN = ScaleRule(name="gaussian", kinds=("exponent",), scales=gaussian)
-
 AMAX = ScaleRule(name="amax", kinds=("element",), scales=FromAmax(amax))
 AMAX_SUBNORMAL = ScaleRule(
     name="amax_subnormal", kinds=("element",), scales=FromAmax(amax_subnormal)
@@ -493,7 +475,6 @@ SCALE_RULES: tuple[ScaleRule, ...] = (
     CEIL,
     EVEN,
     RCEIL,
-    GAUSSIAN,
     AMAX,
     AMAX_SUBNORMAL,
     FOUR_OVER_SIX,

@@ -30,6 +30,7 @@ from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, MXINT8, NVFP4, WHOLE, 
 from mx_jax.ops import quantize as ops_quantize
 from mx_jax.testing.cases import MatmulCase, QuantizeCase, RaggedCase
 from tests.backends.mosaic import with_any_jax
+from tests.extending.least_error import LEAST_ERROR
 
 CPU, TURING, A100, H200, B200 = (
     Target(platform="cpu"),
@@ -180,7 +181,7 @@ REJECTED_ON_HOPPER: list[tuple[Call, str]] = [
     (cast(block_size=64), f"{ONE_AXIS}((-1, 64),)"),
     (cast(formats.MXFP4_2D), f"{ONE_AXIS}((-2, 32)"),
     (cast(ROWWISE), f"{ONE_AXIS}((-1, WHOLE),)"),
-    (cast(scale_rule="gaussian"), "computes no scales by the rule 'gaussian'"),
+    (cast(scale_rule=LEAST_ERROR), "computes no scales by the rule 'least_error'"),
     (cast(NVFP4, scale_rule="four_over_six"), "no scales by the rule 'four_over_six'"),
     (cast(FNUZ), "needs elements with a negative zero, got element=e4m3fnuz"),
     (cast(NV_E4M3), "needs elements without NaN under float scales, got element=e4m3"),

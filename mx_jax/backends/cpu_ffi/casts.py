@@ -501,7 +501,7 @@ def rejects_transform(call: TransformCall) -> str | None:
 
 
 def transform(x: jax.Array, signs: jax.Array | DerivedKey, call: TransformCall) -> jax.Array:
-    """`reference.hadamard.apply`, or `invert`, by the handler."""
+    """`reference.hadamard.apply`, by the handler."""
     names = [f"e{axis}" for axis in range(len(call.shape))]
     before, after = " ".join(names[: call.axis]), " ".join(names[call.axis + 1 :])
     (turned,) = handler.call(
@@ -512,7 +512,6 @@ def transform(x: jax.Array, signs: jax.Array | DerivedKey, call: TransformCall) 
         dtypes=("float32",),
         attributes={
             "derivations": _numbers(signs),
-            "is_inverse": call.length is not None,
             "num_inner": np.int32(len(call.shape) - 1 - call.axis),
             "size": np.int32(call.size),
         },
