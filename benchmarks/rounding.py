@@ -22,6 +22,7 @@ from jax import lax
 
 import mx_jax
 from benchmarks import environment, report
+from examples.recipes.quartet_ii import MS_EDEN
 from mx_jax import recipes
 from mx_jax.ops.arguments import draw_bits
 from mx_jax.reference import hadamard
@@ -30,7 +31,6 @@ from mx_jax.reference.scale_rules import (
     AMAX_HEADROOM,
     AMAX_SUBNORMAL,
     FOUR_OVER_SIX,
-    MS_EDEN,
     ScaleRule,
 )
 
@@ -42,7 +42,6 @@ RECIPES = (
     "nvfp4_pretraining",
     "nvfp4_unbiased",
     "nvfp4_four_over_six",
-    "quartet_ii",
     "mxfp4",
     "mxfp4_hadamard",
     "mxfp4_stochastic",
@@ -76,12 +75,6 @@ class Way:
     rotated: bool = True
 
 
-def _eden_of_groups(size: int) -> ScaleRule:
-    eden = MS_EDEN.correction
-    assert eden is not None
-    return dataclasses.replace(MS_EDEN, correction=dataclasses.replace(eden, group=size))
-
-
 WAYS = (
     Way(name="nearest, amax", rule=AMAX, rotated=False),
     Way(name="nearest, 4/6", rule=FOUR_OVER_SIX, rotated=False),
@@ -90,7 +83,6 @@ WAYS = (
     Way(name="stochastic, amax_headroom", rule=AMAX_HEADROOM, rounding="stochastic"),
     Way(name="MS-EDEN", rule=MS_EDEN),
     Way(name="MS-EDEN without rotation", rule=MS_EDEN, rotated=False),
-    Way(name="MS-EDEN, groups of 128", rule=_eden_of_groups(128)),
 )
 
 

@@ -258,8 +258,8 @@ class RaggedProduct(dense.RecipeProduct[Groups]):
             # The rows of each group are padded to whole blocks.
             assert not isinstance(task.rhs, Quantized), "g comes as values"
             # So that blocks and transforms along the rows end with their group.
-            given = [x for x in (task.spec.lhs, task.spec.rhs) if x is not None]
-            units = [x.format.block[1] for x in given] + [x.scale_rule.group for x in given]
+            given = (task.spec.lhs, task.spec.rhs)
+            units = [x.format.block[1] for x in given if x is not None]
             if task.spec.transform is not None:
                 units.append(task.spec.transform.size)
             unit = math.lcm(*(size for size in units if isinstance(size, int)))

@@ -31,7 +31,6 @@ from mx_jax.recipes.named import nvfp4_four_over_six as nvfp4_four_over_six
 from mx_jax.recipes.named import nvfp4_pretraining as nvfp4_pretraining
 from mx_jax.recipes.named import nvfp4_unbiased as nvfp4_unbiased
 from mx_jax.recipes.named import qat as qat
-from mx_jax.recipes.named import quartet_ii as quartet_ii
 from mx_jax.recipes.named import weight_only as weight_only
 from mx_jax.recipes.schedule import Schedule as Schedule
 from mx_jax.recipes.schedule import heal as heal

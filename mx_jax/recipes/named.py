@@ -247,38 +247,6 @@ def mxfp4_hadamard() -> Recipe:
 
 
 @named
-def quartet_ii() -> Recipe:
-    """NVFP4 in all three products, with unbiased gradients of half stochastic rounding's error.
-
-    | product | lhs | rhs |
-    |---|---|---|
-    | output | x: NVFP4 1 x 16, 4/6, nearest | W: the same |
-    | grad_input | g: NVFP4 1 x 16, MS-EDEN | W: the output's codes, anew with MS-EDEN |
-    | grad_weight | g: NVFP4 1 x 16, MS-EDEN | x: the output's codes, anew with MS-EDEN |
-
-    MS-EDEN rounds elements to nearest after a block Hadamard transform of 128 with new random
-    signs, and block scales stochastically, after each was corrected for what its block lost. Needs
-    a key. Differs from the authors' training code in these: each block of 16 is corrected by
-    itself, as in their kernels (there groups of 128); each product draws its own signs (there both
-    share them); ties round to even (there away from zero); blocks below the smallest scale use it
-    (there they become zeros). Source: Quartet II, arXiv 2601.22813.
-
-    Examples:
-      >>> from mx_jax import recipes
-      >>> recipe = recipes.quartet_ii()
-      >>> recipe.dlhs.lhs.scale_rule.name, recipe.dlhs.transform.size
-      ('ms_eden', 128)
-    """
-    forward = operand("nvfp4", scale_rule="four_over_six")
-    gradient = operand("nvfp4", scale_rule="ms_eden")
-    backward = MatmulSpec(lhs=gradient, rhs=gradient, transform=Hadamard(size=128, signs=None))
-    fwd = MatmulSpec(lhs=forward, rhs=forward)
-    return Recipe(
-        name="quartet_ii", fwd=fwd, dlhs=backward, drhs=backward, residuals=Residuals.QUANTIZED
-    )
-
-
-@named
 def nvfp4_pretraining() -> Recipe:
     """NVFP4 in all three products, as NVIDIA pre-trained with it.
 

@@ -161,7 +161,6 @@ QUANTIZE_CASES: tuple[QuantizeCase, ...] = (
             (formats.NVFP4, (64, 20), "amax_headroom", "stochastic", "float32"),
             (formats.NVFP4, (3, 40, 5), "four_over_six", "stochastic", "float32"),
             (formats.NVFP4_2D, (64, 96), "four_over_six", "stochastic", "bfloat16"),
-            (formats.NVFP4, (3, 40, 5), "ms_eden", "nearest", "float32"),
         )
     ),
     # Ranks, axes and block sizes.

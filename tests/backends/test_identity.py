@@ -34,7 +34,6 @@ from mx_jax.reference.scale_rules import (
     AMAX,
     FLOOR,
     FOUR_OVER_SIX,
-    MS_EDEN,
     SCALE_RULES,
     FromAmax,
     PowerOfTwo,
@@ -69,12 +68,25 @@ def always_up(element) -> int:
     return 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Doubled:
+    """Stores twice the scales that elements were divided by."""
+
+    rounding: Rounding = NEAREST
+
+    def __call__(self, data, scales, codes, random_bits) -> jax.Array:
+        assert codes.shape == data.values.shape and random_bits is None
+        return scales + (1 if data.format.scale.kind == "exponent" else 8)
+
+
 RULES = {
     "amax": ("nvfp4", ScaleRule(name="amax", kinds=("element",), scales=smallest)),
     "floor": ("mxfp4", ScaleRule(name="floor", kinds=("exponent",), scales=ones)),
     "own_threshold": ("mxfp8_e4m3", power_of_two("floor", one_third_up)),
     "threshold_out_of_range": ("mxfp8_e4m3", power_of_two("floor", always_up)),
     "largest_scale": ("nvfp4", dataclasses.replace(AMAX, largest_scale=256.0)),
+    "corrected": ("mxfp4", dataclasses.replace(FLOOR, correction=Doubled())),
+    "corrected_amax": ("nvfp4", dataclasses.replace(AMAX, correction=Doubled())),
 }
 
 
@@ -274,9 +286,9 @@ def test_the_library_s_own_are_pickled_by_name():
 
 def test_reads_values():
     names = {rule.name for rule in SCALE_RULES if rule.reads_values}
-    assert names == {"four_over_six", "ms_eden"}
+    assert names == {"four_over_six"}
     # Codes are values of the block, whatever the scales were made of.
-    assert dataclasses.replace(FLOOR, correction=MS_EDEN.correction).reads_values
+    assert dataclasses.replace(FLOOR, correction=Doubled()).reads_values
     # Nobody knows what a function of one's own looks at, unless it cannot.
     assert ScaleRule(name="amax", kinds=("element",), scales=smallest).reads_values
     assert not ScaleRule(name="mine", kinds=("element",), scales=FromAmax(smallest)).reads_values

@@ -30,7 +30,6 @@ NVFP4_ROOM = ("nvfp4", "amax_headroom", "stochastic", 1.0)
 SIX = ("nvfp4", "four_over_six", "nearest", 1.0)
 SIX_2D = ("nvfp4_2d", "four_over_six", "nearest", 1.0)
 SIX_SR = ("nvfp4", "four_over_six", "stochastic", 1.0)
-EDEN = ("nvfp4", "ms_eden", "nearest", 1.0)
 LINE = ("float8_blockwise_e4m3", "amax_multiplier", "nearest", 1.0)
 SQUARE = ("float8_blockwise_2d_e4m3", "amax_multiplier", "nearest", 1.0)
 LINE_E8M0 = ("float8_blockwise_e8m0", "rceil", "nearest", 1.0)
@@ -50,7 +49,6 @@ OPERANDS = {
     "nvfp4_four_over_six": (SIX, SIX_2D, SIX_SR, SIX_2D, SIX_SR, SIX),
     "nvfp4_unbiased": (NVFP4, NVFP4_2D, NVFP4_ROOM, NVFP4_2D, NVFP4_ROOM, NVFP4),
     "mxfp4_hadamard": (EVEN,) * 6,
-    "quartet_ii": (SIX, SIX, EDEN, EDEN, EDEN, EDEN),
     "deepseek_v3": (LINE, SQUARE, LINE, SQUARE, LINE, LINE),
     "deepseek_v3_1": (LINE_E8M0, SQUARE_E8M0, LINE_E8M0, SQUARE_E8M0, LINE_E8M0, LINE_E8M0),
 }
@@ -62,9 +60,8 @@ TRANSFORMS = {
     "nvfp4_four_over_six": (None, None, (16, False)),
     "nvfp4_unbiased": (None, None, (16, False)),
     "mxfp4_hadamard": (None, None, (16, False)),
-    "quartet_ii": (None, (128, True), (128, True)),
 }
-KEEPS_CODES = ("quartet_ii", "deepseek_v3", "deepseek_v3_1")
+KEEPS_CODES = ("deepseek_v3", "deepseek_v3_1")
 
 
 def products(recipe: Recipe) -> tuple[Any, Any, Any]:
@@ -121,13 +118,12 @@ def test_nvfp4_keeps_rows_that_the_smallest_normal_scale_loses():
     """A row five to six decades below the largest: scales of 2^-6 would make zeros of it."""
     x = np.ones((2, 16), np.float32)
     x[1:] *= 6e-7
-    names = "nvfp4_pretraining", "nvfp4_unbiased", "nvfp4_four_over_six", "quartet_ii"
+    names = "nvfp4_pretraining", "nvfp4_unbiased", "nvfp4_four_over_six"
     specs = [(p.lhs, p.rhs) for name in names for p in products(recipes.from_name(name))]
     rules = {spec.scale_rule for pair in specs for spec in pair}
-    assert len(rules) == 4
+    assert len(rules) == 3
     for rule in rules:
-        key = jax.random.key(0) if rule.rounding.random_bits else None
-        kept = quick(functools.partial(mx_jax.cast, format="nvfp4", scale_rule=rule))(x, key=key)
+        kept = quick(functools.partial(mx_jax.cast, format="nvfp4", scale_rule=rule))(x)
         np.testing.assert_allclose(kept[1:], 6e-7, rtol=0.3, err_msg=str(rule))
     assert not np.any(mx_jax.cast(x, "nvfp4")[1:])
 

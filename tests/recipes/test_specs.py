@@ -29,9 +29,6 @@ def test_operand_from_names_and_objects():
     assert operand("nvfp4") == OperandSpec(format=NVFP4, scale_rule=AMAX, rounding=NEAREST)
 
 
-EDEN = operand("nvfp4", scale_rule="ms_eden")
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -43,11 +40,6 @@ EDEN = operand("nvfp4", scale_rule="ms_eden")
         (
             lambda: OperandSpec(format=NVFP4, scale_rule=FLOOR, rounding=NEAREST),
             "scale rule 'floor' fills scales of kind exponent, but format=nvfp4 has e4m3 scales",
-        ),
-        (
-            lambda: operand("nvfp4", scale_rule="ms_eden", rounding="stochastic"),
-            "OperandSpec: scale_rule='ms_eden' rounds scales stochastically, which already makes "
-            "nearest elements right on average, got rounding='stochastic'; use rounding='nearest'",
         ),
         (lambda: operand("mxfp5"), "'mxfp5'"),
         (
