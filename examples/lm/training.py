@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from recipes.schedule import heal
 from tqdm import tqdm
 
 import mx_jax
-from mx_jax.recipes import heal
 
 from .data import Corpus
 from .kernels import settle_evidence

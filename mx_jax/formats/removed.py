@@ -1,7 +1,9 @@
 """What left the package, by its former name; whoever is asked for one says so until 0.3."""
 
 REMOVED: dict[str, str] = {
+    "Schedule": "copy examples/recipes/schedule.py",
     "gaussian": "a function of one's own, from a block's values to its scale, is a ScaleRule",
+    "heal": "copy examples/recipes/schedule.py",
     "mask_clipped": "gradients pass what was clipped; a scale rule such as rceil clips nothing",
     "ms_eden": "copy MS_EDEN of examples/recipes/quartet_ii.py, and pass the value",
     "quartet": "mxfp4_hadamard and mxfp4_backward are MXFP4 with Hadamard transforms",

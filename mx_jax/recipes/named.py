@@ -47,9 +47,8 @@ def high_precision() -> Recipe:
 
     Examples:
       >>> from mx_jax import recipes
-      >>> schedule = recipes.Schedule([(0, "mxfp4"), (900, recipes.high_precision())])
-      >>> schedule.at(899).is_high_precision, schedule.at(900).is_high_precision
-      (False, True)
+      >>> recipes.high_precision().is_high_precision, recipes.mxfp4().is_high_precision
+      (True, False)
     """
     return Recipe(name="high_precision", fwd=HIGH, dlhs=HIGH, drhs=HIGH)
 
