@@ -342,34 +342,28 @@ class RandomBitsCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformCall:
-    """A block Hadamard transform along an axis, or its inverse, to float32.
+    """A block Hadamard transform along an axis, to float32; it fills the last group.
 
     Attributes:
       shape: of the values.
       dtype: likewise.
       axis: along which groups lie, from the front.
       size: values of a group.
-      length: of an inverse, how many values along the axis are wanted; None: a transform, which
-        fills the last group.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     axis: int
     size: int
-    length: int | None = None
 
     @property
     def text(self) -> str:
         """The call in a jaxpr."""
-        what = "Hadamard" if self.length is None else "inverse Hadamard"
-        return f"{what} {self.size} along axis {self.axis}"
+        return f"Hadamard {self.size} along axis {self.axis}"
 
     @property
     def result_length(self) -> int:
         """Values along the axis of the result."""
-        if self.length is not None:
-            return self.length
         return num_blocks(self.size, self.shape[self.axis]) * self.size
 
     def drawn_by(self, key: DerivedKey) -> RandomBitsCall:

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from mx_jax.backends import calls
 from mx_jax.backends.calls import Call, TransformCall
 from mx_jax.backends.target import Backend, Offer
@@ -14,12 +12,6 @@ from mx_jax.reference import hadamard, matmul, quantize, ragged, random_bits, st
 
 def _offer(call: type[Call], run: Callable[..., Any], how: str = "") -> Offer:
     return Offer(call=call, rejects=lambda call, target: None, run=run, how=how)
-
-
-def _transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array:
-    if call.length is None:
-        return hadamard.apply(x, signs, call.axis)
-    return hadamard.invert(x, signs, call.length, call.axis)
 
 
 # Dequantize to float32, then XLA's own dot: defines what the others must give. Of a pair of casts
@@ -66,6 +58,10 @@ REFERENCE = Backend(
             calls.RandomBitsCall,
             lambda key, call: random_bits.draw_bits(key.get(), call.shape, call.width),
         ),
-        _offer(TransformCall, _transform, how="XLA float32 dot, HIGHEST"),
+        _offer(
+            TransformCall,
+            lambda x, signs, call: hadamard.apply(x, signs, call.axis),
+            how="XLA float32 dot, HIGHEST",
+        ),
     ),
 )

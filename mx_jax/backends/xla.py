@@ -333,7 +333,7 @@ def _scale_of_groups(
 def _rejects_transform(call: calls.TransformCall, target: Target) -> str | None:
     if target.platform == "cpu":
         return _NO_CPU
-    if call.dtype != jnp.bfloat16 or call.length is not None:
+    if call.dtype != jnp.bfloat16:
         return f"needs values that bfloat16 holds, got dtype={call.dtype}"
     return None
 

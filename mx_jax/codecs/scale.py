@@ -117,12 +117,6 @@ def _parts(pattern: jax.Array) -> tuple[jax.Array, jax.Array]:
     return exponent, pattern & float32.MANTISSA | float32.HIDDEN
 
 
-def exponent_to_e8m0(exponent: jax.Array) -> jax.Array:
-    """E8M0 bytes of unbiased exponents, clamped to -127..127 (byte 254 is the largest scale)."""
-    biased = float32.add(clip(exponent, -E8M0_BIAS, E8M0_BIAS), E8M0_BIAS)
-    return lax.convert_element_type(biased, jnp.uint8)
-
-
 def scale_to_float32(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
     """Float32 values of stored scales (E8M0's 2^-127 is a subnormal: do no arithmetic with it)."""
     if scale.kind == "exponent":

@@ -428,8 +428,7 @@ def described(call: calls.Call) -> Described:
             work = f"pack {_operand(own)} for axes {list(own.axes.contracting)}"
             return Described("pack", work, 0.0, 2 * _bytes(own.shape, own.format, own.dtype))
         case calls.TransformCall():
-            what = "Hadamard transform" if call.length is None else "inverse Hadamard transform"
-            work = f"{what} of {call.dtype} {list(call.shape)}"
+            work = f"Hadamard transform of {call.dtype} {list(call.shape)}"
             moved = math.prod(call.shape) * (call.dtype.itemsize + 4.0)
             return Described("transform", work, 0.0, moved)
         case calls.AttendCall():

@@ -25,7 +25,6 @@ MOST_LINES = {
     "float8_rowwise": 36,
     "mxfp4_stochastic": 32,
     "nvfp4_pretraining": 46,
-    "quartet": 220,
 }
 RECIPES = (
     *("mxfp8", "mxfp4", "nvfp4", "float8_rowwise"),

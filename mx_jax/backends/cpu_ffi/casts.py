@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -153,12 +153,12 @@ def _rounding(rounding: Rounding) -> str | None:
     return None if rounding.random_bits else _ROUNDINGS.get(rounding.apply)
 
 
-def _first_cast(call: QuantizeCall) -> QuantizeCall:
-    """The cast that is made first: by the rule without a correction, or by the first of two."""
+def _first_of_two(call: QuantizeCall) -> QuantizeCall:
+    """The first of the casts that `LeastLoss` chooses between; else the cast itself."""
     scales = call.scale_rule.scales
-    if isinstance(scales, scale_rules.LeastLoss):
-        scales = scale_rules.FromAmax(scales.rules[0])
-    rule = dataclasses.replace(call.scale_rule, scales=scales, correction=None)
+    if not isinstance(scales, scale_rules.LeastLoss):
+        return call
+    rule = dataclasses.replace(call.scale_rule, scales=scale_rules.FromAmax(scales.rules[0]))
     return dataclasses.replace(call, scale_rule=rule)
 
 
@@ -166,7 +166,7 @@ def rejects_quantize(call: QuantizeCall) -> str | None:
     """Why the handler does not take a call, or None."""
     if call.dtype not in DTYPES:
         return f"needs float32, bfloat16 or float16, got dtype={call.dtype}"
-    if _rule(_first_cast(call)) is None:
+    if call.scale_rule.correction is not None or _rule(_first_of_two(call)) is None:
         return f"computes no scales by the rule {call.scale_rule.name!r} for {call.format.name}"
     if _rounding(call.rounding) is None:
         return f"knows no rounding={call.rounding.name!r}"
@@ -176,26 +176,12 @@ def rejects_quantize(call: QuantizeCall) -> str | None:
 def quantize(
     x: jax.Array, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeCall
 ) -> MXArray:
-    """x quantized: elements by the handler, what some rules do besides by plain JAX."""
-    rule = call.scale_rule
-    if rule.correction is None and not isinstance(rule.scales, scale_rules.LeastLoss):
+    """x quantized by the handler; twice by a rule that takes the better of two."""
+    if not isinstance(call.scale_rule.scales, scale_rules.LeastLoss):
         return _quantize(x, random_bits, tensor_scale, call)
     if isinstance(random_bits, DerivedKey):
         random_bits = draw_bits(random_bits, call.drawn_by(random_bits))
-    if rule.correction is None:
-        return _of_least_loss(x, random_bits, tensor_scale, call)
-    found = _quantize(x, None, tensor_scale, _first_cast(call))
-    pieces, inside = block_shapes.split(x, call.blocks, fill=True)
-    codes, _ = block_shapes.split(found.codes, call.blocks, fill=True)
-    spread, scales, drawn = (
-        None if own is None else block_shapes.spread(own, inside)
-        for own in (found.tensor_scale, found.scales, random_bits)
-    )
-    unseen: Any = None
-    data = scale_rules.BlockData(pieces, inside, unseen, call.format, spread)
-    assert scales is not None
-    scales = rule.correction(data, scales, codes, drawn)
-    return dataclasses.replace(found, scales=lax.squeeze(scales, inside))
+    return _of_least_loss(x, random_bits, tensor_scale, call)
 
 
 def _of_least_loss(
@@ -500,7 +486,7 @@ def rejects_transform(call: TransformCall) -> str | None:
 
 
 def transform(x: jax.Array, signs: jax.Array | DerivedKey, call: TransformCall) -> jax.Array:
-    """`reference.hadamard.apply`, or `invert`, by the handler."""
+    """`reference.hadamard.apply`, by the handler."""
     names = [f"e{axis}" for axis in range(len(call.shape))]
     before, after = " ".join(names[: call.axis]), " ".join(names[call.axis + 1 :])
     (turned,) = handler.call(
@@ -511,7 +497,6 @@ def transform(x: jax.Array, signs: jax.Array | DerivedKey, call: TransformCall) 
         dtypes=("float32",),
         attributes={
             "derivations": _numbers(signs),
-            "is_inverse": call.length is not None,
             "num_inner": np.int32(len(call.shape) - 1 - call.axis),
             "size": np.int32(call.size),
         },
