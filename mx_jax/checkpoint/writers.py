@@ -134,6 +134,7 @@ def only_writer(folder: Path, busy: str | None = None) -> Iterator[None]:
 
 def _locked(folder: Path, wait: bool) -> int | None:
     """A handle of the folder at a path, locked; None where another has it and nobody waits."""
+    assert fcntl is not None
     while True:
         # The lock is the handle's, not the process's, so that threads exclude each other.
         try:
@@ -144,14 +145,17 @@ def _locked(folder: Path, wait: bool) -> int | None:
             return None  # Another has just moved it into its place.
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            # Meanwhile another folder may have taken its place.
+            if _identity(handle) == _identity(folder):
+                return handle
         except BlockingIOError:
             os.close(handle)
             return None
         except OSError:  # no locks on that disk
             return handle
-        # Meanwhile another folder may have taken its place.
-        if _identity(handle) == _identity(folder):
-            return handle
+        except BaseException:  # Ctrl-C
+            os.close(handle)
+            raise
         os.close(handle)
 
 

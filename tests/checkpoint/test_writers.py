@@ -134,14 +134,15 @@ def test_a_folder_that_moves_while_one_waits_for_it(tmp_path: Path):
     """As a command does that replaces a folder: what was locked has another place by then."""
     folder, apart = tmp_path / "m", tmp_path / "apart"
     save(folder, 1)
-    with writers.only_writer(folder):
-        waiting = threading.Thread(target=save, args=(folder, 2))
-        waiting.start()
-        waiting.join(0.1)
-        folder.rename(apart)
-        save(folder, 3)
-        with a_save_that_stops(folder, 4):
-            pass
+    with contextlib.ExitStack() as stack:
+        with writers.only_writer(folder):
+            waiting = threading.Thread(target=save, args=(folder, 2))
+            waiting.start()
+            waiting.join(0.1)
+            folder.rename(apart)
+            stack.enter_context(a_save_that_stops(folder, 3))
+        waiting.join(0.2)
+        assert waiting.is_alive()
     waiting.join()
     assert (loaded(apart), loaded(folder)) == (1, 2)
 
