@@ -16,6 +16,7 @@ from mx_jax import checkpoint
 from mx_jax.checkpoint import files
 from mx_jax.cli import main
 from mx_jax.commands import stream
+from tests.checkpoint.killed import at_each_change
 from tests.cli.conftest import Cli
 
 
@@ -119,6 +120,28 @@ def test_of_two_runs_the_second_is_refused(
     first.join()
     assert status == [-1, 0] and main(words) == (0 if force else 2)
     assert checkpoint.read(out).quantized and not [*tmp_path.glob(".*")]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_file_is_whole_or_not_there(before: bool, model: Path, tmp_path: Path):
+    """Stopped before and after every file operation; the next run leaves nothing of it."""
+    out = tmp_path / "out.safetensors"
+    words = ["quantize", str(model), str(out), "--format", "mxfp4"]
+
+    def prepare() -> None:
+        shutil.rmtree(stream.partial_folder(out), ignore_errors=True)
+        out.unlink(missing_ok=True)
+        if before:
+            checkpoint.save(out, {"before": np.ones(3, np.float32)})
+
+    def check(last: str) -> None:
+        found = checkpoint.read(out) if before or not last or out.exists() else None
+        assert found is None or found.quantized or (before and last), last
+        if last.startswith("after"):
+            assert main([*words, "--force"]) == 0
+            assert checkpoint.read(out).quantized and not [*tmp_path.glob(".*")]
+
+    at_each_change(prepare, lambda: main([*words, *(["--force"] if before else [])]), check)
 
 
 def test_one_file_beside_the_index_of_others(model: Path, tmp_path: Path, cli: Cli):
