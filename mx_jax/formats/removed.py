@@ -6,6 +6,7 @@ REMOVED: dict[str, str] = {
     "TensorBoard": "a sink of your own has write(record) and close(), docs/training.md",
     "gpu": "a table has what was measured; `python -m benchmarks.gpu` measures",
     "evidence_of": "inspect.explain says what was measured; versions of mx_jax and JAX decide it",
+    "DelayedDotGeneral": "float8 with scales of earlier steps is Flax's: flax.linen.fp8_ops",
     "Schedule": "copy examples/recipes/schedule.py",
     "gaussian": "a function of one's own, from a block's values to its scale, is a ScaleRule",
     "heal": "copy examples/recipes/schedule.py",

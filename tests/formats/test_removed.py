@@ -9,6 +9,7 @@ from mx_jax import inspect, recipes
 from mx_jax.cli import main
 from mx_jax.formats.removed import REMOVED
 
+MODULES = mx_jax, mx_jax.nn.linen, recipes, inspect
 WHERE = "former, which left mx_jax in 0.2: see the new place"
 
 
@@ -17,7 +18,7 @@ def former(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(REMOVED, "former", "see the new place")
 
 
-@pytest.mark.parametrize("module", [mx_jax, recipes, inspect])
+@pytest.mark.parametrize("module", MODULES)
 def test_an_attribute(module: object):
     with pytest.raises(AttributeError, match="has no attribute 'former', which left mx_jax"):
         module.former  # noqa: B018
@@ -40,9 +41,7 @@ def test_a_name(take: Callable[[str], object]):
 
 
 def test_a_word_of_a_recipe():
-    with pytest.raises(
-        TypeError, match=r"'former', which left mx_jax in 0\.2: see the new place, f"
-    ):
+    with pytest.raises(TypeError, match=r"'former', which left mx_jax in 0\.2: see the new"):
         recipes.mxfp4().with_(former=True)  # pyright: ignore[reportCallIssue]
 
 
@@ -53,4 +52,4 @@ def test_a_command(capsys: pytest.CaptureFixture[str]):
 
 def test_none_is_there_still():
     for name in REMOVED:
-        assert not any(name in vars(module) for module in (mx_jax, recipes, inspect))
+        assert not any(name in vars(module) for module in MODULES)
