@@ -108,7 +108,7 @@ ONE_PYTHON = {
         backends/test_cpu_matmul""",
     "frozen values, and what is chosen by them": """
         backends/test_identity backends/test_select formats recipes/test_measured
-        recipes/test_named recipes/test_page recipes/test_published recipes/test_schedule
+        recipes/test_named recipes/test_page recipes/test_published
         recipes/test_specs recipes/test_with""",
     "the project's sources, pages and pictures; pages of docs are slow tests": """
         benchmarks examples contracts/test_docs contracts/test_examples
