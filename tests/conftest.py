@@ -98,6 +98,14 @@ def insist() -> Iterator[None]:
 
 
 @pytest.fixture
+def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels multiply any number of rows, which is XLA's dot's on some instruction sets."""
+    from mx_jax.backends.cpu_ffi import library, products
+
+    monkeypatch.setattr(products, "FLOAT32_ROWS", dict.fromkeys(library.ISAS, 2**31))
+
+
+@pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator of its own for each test, seeded by the test's name."""
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))
