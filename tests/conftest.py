@@ -37,6 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Workers, and the programs that tests start, find by its code and options what another has
     compiled. The cache ends with the run: the next compiles everything anew.
     """
+    check_instruction_set()
     if hasattr(config, "workerinput"):
         return
     cache = tempfile.TemporaryDirectory(prefix="mx_jax_tests_", ignore_cleanup_errors=True)
@@ -46,6 +47,16 @@ def pytest_configure(config: pytest.Config) -> None:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+
+
+def check_instruction_set() -> None:
+    """An instruction set that is asked for must be in force: tests would skip, or try another."""
+    if asked := os.environ.get("MX_JAX_CPU_ISA"):
+        from mx_jax.backends.cpu_ffi import library
+
+        loaded = library.load()
+        if getattr(loaded, "isa", None) != asked:
+            raise pytest.UsageError(f"MX_JAX_CPU_ISA={asked} is not in force: {loaded}")
 
 
 def pytest_collection_finish() -> None:
@@ -133,11 +144,48 @@ ONE_PYTHON = {
         quantize/test_float_scales quantize/test_properties quantize/test_tensor_scales""",
 }
 
+# What an instruction set of the C++ library may change, and how: under the best of the machine CI
+# runs it on 3.11, under others (MX_JAX_CPU_ISA) on 3.12; its slow tests under the best, on 3.12.
+EVERY_SET = {
+    "kernels of casts, products, packed weights and attention": """
+        backends/test_cast_statistics backends/test_cpu_attend backends/test_cpu_calls
+        backends/test_cpu_casts backends/test_cpu_ffi backends/test_cpu_matmul
+        backends/test_cpu_programs backends/test_cpu_random_bits backends/test_suite
+        conformance/test_quantized ops/test_extremes ops/test_matmul ops/test_packing
+        quantize/test_quantize_both ragged/test_products""",
+    "by how many rows kernels are worth while, on each of several devices too": """
+        cli/test_env contracts/test_docs convert/test_weights inspect/test_explain
+        nn/test_stored_kernels sharding/test_batches sharding/test_packed
+        sharding/test_partition""",
+    "bits of whole programs, and of recipes": "fingerprint recipes/test_named recipes/test_quartet",
+}
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--newest", action="store_true", help="leave out what ONE_PYTHON of tests/conftest.py names"
+        "--newest",
+        action="store_true",
+        help="leave out what ONE_PYTHON and EVERY_SET of tests/conftest.py name",
     )
+    parser.addoption(
+        "--every-set", action="store_true", help="only what EVERY_SET of tests/conftest.py names"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under `--every-set` no other file is read."""
+    if not config.getoption("--every-set") or collection_path.suffix != ".py":
+        return None
+    return not is_among(collection_path, EVERY_SET) or None
+
+
+def is_among(path: Path, table: dict[str, str]) -> bool:
+    """Whether a table names a file, or a folder that it is in."""
+    here = Path(__file__).parent
+    named = {(here / name).resolve() for names in table.values() for name in names.split()}
+    if lost := [path for path in named if not (path.is_dir() or path.with_suffix(".py").exists())]:
+        raise pytest.UsageError(f"tests/conftest.py names what is not there: {lost}")
+    return not named.isdisjoint((path.with_suffix(""), *path.parents))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -145,7 +193,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Cases are thinned, and what takes long begins first: no worker ends waiting for another."""
     thin(items, whole=not any("::" in arg for arg in config.args))
     if config.getoption("--newest"):
-        leave_out_what_one_python_runs(config, items)
+        leave_out_what_others_run(config, items)
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
 
@@ -179,16 +227,17 @@ def thin(items: list[pytest.Item], whole: bool) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def leave_out_what_one_python_runs(config: pytest.Config, items: list[pytest.Item]) -> None:
+def leave_out_what_others_run(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests, and those that the other Python skips, stay."""
-    here = Path(__file__).parent
-    named = {(here / name).resolve() for names in ONE_PYTHON.values() for name in names.split()}
-    if lost := [path for path in named if not (path.is_dir() or path.with_suffix(".py").exists())]:
-        raise pytest.UsageError(f"ONE_PYTHON names what is not there: {lost}")
+    named = {
+        path
+        for path in {item.path for item in items}
+        if is_among(path, ONE_PYTHON) or is_among(path, EVERY_SET)
+    }
     left = [
         item
         for item in items
-        if not named.isdisjoint((item.path.with_suffix(""), *item.path.parents))
+        if item.path in named
         and not item.get_closest_marker("slow")
         and not any("Python 3.12" in str(mark.kwargs) for mark in item.iter_markers("skipif"))
     ]
