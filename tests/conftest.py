@@ -127,7 +127,7 @@ ONE_PYTHON = {
         backends/test_cpu_matmul""",
     "frozen values, and what is chosen by them": """
         backends/test_identity backends/test_select formats recipes/test_measured
-        recipes/test_named recipes/test_page recipes/test_published recipes/test_schedule
+        recipes/test_named recipes/test_page recipes/test_published
         recipes/test_specs recipes/test_with""",
     "the project's sources, pages and pictures; pages of docs are slow tests": """
         benchmarks examples contracts/test_docs contracts/test_examples
@@ -135,7 +135,7 @@ ONE_PYTHON = {
         contracts/test_packaging contracts/test_public_names contracts/test_site
         contracts/test_size contracts/test_style ../mx_jax""",
     "pages, tables and processes of plain Python": """
-        inspect/test_report inspect/test_report_browser inspect/test_sinks measure""",
+        inspect/test_report inspect/test_report_browser inspect/test_sinks""",
     "choices among codes, and laws of them, that tests/codecs has on every Python": """
         calibrate extending inspect/test_bias inspect/test_sensitivity quantize/test_bad_input
         quantize/test_float_scales quantize/test_properties quantize/test_tensor_scales""",
@@ -154,7 +154,7 @@ EVERY_SET = {
         cli/test_env contracts/test_docs convert/test_weights inspect/test_explain
         nn/test_stored_kernels sharding/test_batches sharding/test_packed
         sharding/test_partition""",
-    "bits of whole programs, and of recipes": "fingerprint recipes/test_named recipes/test_quartet",
+    "bits of whole programs, and of recipes": "fingerprint recipes/test_named",
 }
 
 
