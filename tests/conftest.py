@@ -138,7 +138,8 @@ ONE_PYTHON = {
         inspect/test_report inspect/test_report_browser inspect/test_sinks""",
     "choices among codes, and laws of them, that tests/codecs has on every Python": """
         calibrate extending inspect/test_bias inspect/test_sensitivity quantize/test_bad_input
-        quantize/test_float_scales quantize/test_properties quantize/test_tensor_scales""",
+        quantize/test_float_scales quantize/test_properties quantize/test_tensor_scales
+        reference/test_scale_rules""",
 }
 
 # What an instruction set of the C++ library may change, and how: under the best of the machine CI
@@ -173,24 +174,30 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Under `--every-set` no other file is read."""
     if not config.getoption("--every-set") or collection_path.suffix != ".py":
         return None
-    return not is_among(collection_path, EVERY_SET) or None
+    return not is_among(collection_path, named(EVERY_SET)) or None
 
 
-def is_among(path: Path, table: dict[str, str]) -> bool:
-    """Whether a table names a file, or a folder that it is in."""
+def named(table: dict[str, str]) -> set[Path]:
+    """Files, without their suffix, and folders."""
     here = Path(__file__).parent
-    named = {(here / name).resolve() for names in table.values() for name in names.split()}
-    if lost := [path for path in named if not (path.is_dir() or path.with_suffix(".py").exists())]:
+    paths = {(here / name).resolve() for names in table.values() for name in names.split()}
+    if lost := [path for path in paths if not (path.is_dir() or path.with_suffix(".py").exists())]:
         raise pytest.UsageError(f"tests/conftest.py names what is not there: {lost}")
-    return not named.isdisjoint((path.with_suffix(""), *path.parents))
+    return paths
+
+
+def is_among(path: Path, paths: set[Path]) -> bool:
+    """Whether a file, or a folder that it is in, is one of the paths."""
+    return not paths.isdisjoint((path.with_suffix(""), *path.parents))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Cases are thinned, and what takes long begins first: no worker ends waiting for another."""
     thin(items, whole=not any("::" in arg for arg in config.args))
+    elsewhere = named(ONE_PYTHON) | named(EVERY_SET)
     if config.getoption("--newest"):
-        leave_out_what_others_run(config, items)
+        leave_out(elsewhere, config, items)
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
 
@@ -224,19 +231,15 @@ def thin(items: list[pytest.Item], whole: bool) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def leave_out_what_others_run(config: pytest.Config, items: list[pytest.Item]) -> None:
+def leave_out(paths: set[Path], config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests, and those that the other Python skips, stay."""
-    named = {
-        path
-        for path in {item.path for item in items}
-        if is_among(path, ONE_PYTHON) or is_among(path, EVERY_SET)
-    }
     left = [
         item
         for item in items
-        if item.path in named
+        if is_among(item.path, paths)
         and not item.get_closest_marker("slow")
         and not any("Python 3.12" in str(mark.kwargs) for mark in item.iter_markers("skipif"))
     ]
     config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in set(left)]
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]
