@@ -62,8 +62,8 @@ _FAST: dict[str, tuple[set[str], ...]] = {
 }
 # Rows of the smaller operand up to which float32 panels win over XLA's dot of decoded operands:
 # beyond them its dot, which needs no panels of codes, is faster. Measured.
-_FEW = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 96}
-FLOAT32_ROWS: dict[str, int] = {isa: _FEW.get(isa, 512) for isa in library.ISAS}
+FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 96}
+FLOAT32_ROWS |= dict.fromkeys(("avx512", "avx512_vnni", "avx512_bf16"), 512)
 
 
 def rejects(call: MatmulCall) -> str | None:
