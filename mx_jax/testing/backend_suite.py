@@ -366,8 +366,7 @@ def _what_the_handlers_compute(call: calls.Call, target: Target) -> bool:
         return False
     if isinstance(call, calls.MatmulCall):
         given = (call.lhs.format, call.rhs.format)
-        small = max((*call.lhs.shape, *call.rhs.shape)) <= 1024
-        return small and all(f is None or not f.scale.is_float32 for f in given)
+        return all(f is None or not f.scale.is_float32 for f in given)
     always = (calls.QuantizeBothCall, calls.RaggedCall, calls.RandomBitsCall, calls.TransformCall)
     if isinstance(call, always):
         return True
