@@ -169,7 +169,6 @@ class Offer:
         call)` to float32, within a product's bound. MomentCall: `(stored, added, factors, words,
         call)` to new pairs of codes and scales, as `reference.moments.step` takes and gives them.
       how: what computes it, in words, where the backend's name does not say it.
-      describes: given a call that it takes and the target, what takes the place of `how`.
       lays_out: the side whose weights, which did not come packed, it brings into a layout of its
         own, at every call and in more than one kernel: then who stored them is told of
         `pack_weights`. None: neither.
@@ -183,7 +182,6 @@ class Offer:
     rejects: Callable[[Any, Target], str | None]
     run: Callable[..., Any]
     how: str = ""
-    describes: Callable[[Any, Target], str] | None = None
     lays_out: Callable[[Any], Side | None] = lambda call: None
     takes_keys: bool = False
     inline: bool = False
