@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from recipes.schedule import heal
 from tqdm import tqdm
-
-from mx_jax.recipes import heal
 
 from .data import Corpus
 from .mesh import place_batch, place_state, together

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -38,10 +38,26 @@ class Target:
     device_kind: str | None = None
     program_devices: int = 1
 
+    @property
+    def unsplit(self) -> str | None:
+        """Why its compiler cannot be told how devices share a call; None: it can."""
+        return PLATFORMS.get(self.platform, Platform()).unsplit
+
+
+class Platform(NamedTuple):
+    """What the compilers of platforms differ in: see `Target`."""
+
+    unsplit: str | None = None
+
 
 # jax.Device is no type to a type checker.
 Device = Any
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+PLATFORMS: Mapping[str, Platform] = {
+    "cpu": Platform(),
+    "cuda": Platform(),
+    "rocm": Platform(),
+    "tpu": Platform(unsplit="TPUs have no custom partitioning"),
+}
 
 # Both enter jit's cache key: what was traced for one machine is not reused for another.
 _named = jax.make_user_context(default_value=None)
@@ -166,8 +182,7 @@ class Offer:
         what `reference.statistics.of_cast` gives: counts alike, sums within float32's rounding;
         subnormal values count in sums or not, as they do for the machine's arithmetic.
         RandomBitsCall: `(key, call)` to int32, by a `DerivedKey`. TransformCall: `(x, signs,
-        call)` to float32, within a product's bound. MomentCall: `(stored, added, factors, words,
-        call)` to new pairs of codes and scales, as `reference.moments.step` takes and gives them.
+        call)` to float32, within a product's bound.
       how: what computes it, in words, where the backend's name does not say it.
       lays_out: the side whose weights, which did not come packed, it brings into a layout of its
         own, at every call and in more than one kernel: then who stored them is told of

@@ -427,12 +427,8 @@ def described(call: calls.Call) -> Described:
         case calls.PackCall(weights=own):
             work = f"pack {_operand(own)} for axes {list(own.axes.contracting)}"
             return Described("pack", work, 0.0, 2 * _bytes(own.shape, own.format, own.dtype))
-        case calls.MomentCall():
-            moved = (4 + 4.125 * len(call.is_root)) * math.prod(call.shape)
-            return Described("moment", f"a step of {call.text} {list(call.shape)}", 0.0, moved)
         case calls.TransformCall():
-            what = "Hadamard transform" if call.length is None else "inverse Hadamard transform"
-            work = f"{what} of {call.dtype} {list(call.shape)}"
+            work = f"Hadamard transform of {call.dtype} {list(call.shape)}"
             moved = math.prod(call.shape) * (call.dtype.itemsize + 4.0)
             return Described("transform", work, 0.0, moved)
         case calls.AttendCall():

@@ -369,7 +369,7 @@ def _what_the_handlers_compute(call: calls.Call, target: Target) -> bool:
         small = max((*call.lhs.shape, *call.rhs.shape)) <= 1024
         return small and all(f is None or not f.scale.is_float32 for f in given)
     always = (calls.QuantizeBothCall, calls.RaggedCall, calls.RandomBitsCall, calls.TransformCall)
-    if isinstance(call, (*always, calls.MomentCall)):
+    if isinstance(call, always):
         return True
     if isinstance(call, calls.AttendCall):
         return call.tokens == 1 and set(call.dtypes) == {jnp.dtype(jnp.float32)}

@@ -196,7 +196,7 @@ def test_every_named_recipe_is_known_once(example):
 
 def test_each_recipe_has_a_panel(example, tiny, tmp_path, monkeypatch):
     report, run_of = example("lm.report"), example("lm.storage").Run
-    names = ("float32", "mxfp8", "mxfp4", "mxfp4+ends", "nvfp4", "quartet")
+    names = ("float32", "mxfp8", "mxfp4", "mxfp4+ends", "nvfp4", "mxfp6")
     runs = [
         run_of(
             recipe=name,

@@ -140,6 +140,15 @@ def test_weights_that_are_packed_for_nothing():
     assert lines.index(remark) == 4 and "belongs to backend cpu_ffi, and reference takes" in remark
 
 
+def test_several_tpus():
+    """XLA splits what it computes, and moves what it likes; nobody says that codes move."""
+    with mx_jax.testing.target("tpu", num_devices=4):
+        text = explain_call(jax.grad(loss, (0, 1)), X, W)
+    answers = [line.partition(" -> ")[2] for line in titles(text)[1:]]
+    assert answers and "codes and scales" not in text
+    assert all("split between devices by XLA: TPUs have no custom" in answer for answer in answers)
+
+
 def test_experts():
     """Casts of a ragged product are selected, and its products."""
 
