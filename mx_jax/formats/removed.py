@@ -4,6 +4,7 @@ REMOVED: dict[str, str] = {
     "Console": "a sink of your own has write(record) and close(), docs/training.md",
     "Csv": "inspect.Jsonl writes the same numbers, and pandas.read_json(lines=True) reads them",
     "TensorBoard": "a sink of your own has write(record) and close(), docs/training.md",
+    "cudnn": "xla_scaled multiplies by jax.lax.scaled_dot on Blackwell",
     "gpu": "a table has what was measured; `python -m benchmarks.gpu` measures",
     "evidence_of": "inspect.explain says what was measured; versions of mx_jax and JAX decide it",
     "DelayedDotGeneral": "float8 with scales of earlier steps is Flax's: flax.linen.fp8_ops",
