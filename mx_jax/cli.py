@@ -21,7 +21,6 @@ COMMANDS = {
     "diff": "mx_jax.commands.diff",
     "generate": "mx_jax.generate.command",
     "gpu": "mx_jax.measure.command",
-    "plan": "mx_jax.plan.command",
 }
 
 

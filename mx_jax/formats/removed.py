@@ -1,6 +1,8 @@
 """What left the package, by its former name; whoever is asked for one says so until 0.3."""
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "plan": "docs/sharding.md shows how to compile your own step for devices that are not there",
+}
 """By the name of a command, recipe, rule, layout or function: what takes its place, in a line."""
 
 
