@@ -18,9 +18,6 @@ os.environ["XLA_FLAGS"] = (
     " --xla_cpu_parallel_codegen_split_count=1"
 ).strip()
 
-# What was measured on the machine that runs the tests is no part of them.
-os.environ["MX_JAX_EVIDENCE"] = "shipped"
-
 import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -111,7 +108,7 @@ ONE_PYTHON = {
         backends/test_cpu_matmul""",
     "frozen values, and what is chosen by them": """
         backends/test_identity backends/test_select formats recipes/test_measured
-        recipes/test_named recipes/test_page recipes/test_published recipes/test_schedule
+        recipes/test_named recipes/test_page recipes/test_published
         recipes/test_specs recipes/test_with""",
     "the project's sources, pages and pictures; pages of docs are slow tests": """
         benchmarks examples contracts/test_docs contracts/test_examples

@@ -61,12 +61,10 @@ def can_split(call: calls.Call, target: Target) -> bool:
         case calls.QuantizeBothCall():
             return can_split(call.first, target) and can_split(call.second, target)
         case QuantizeCall(scale_rule=rule, rounding=rounding):
-            lengths = [size for _, size in call.blocks if isinstance(size, int)]
             return (
                 not call.scale_axes
                 and call.format.is_known
                 and rule in SCALE_RULES
-                and rule.group <= max(lengths, default=1)
                 and (rounding.is_stochastic or rounding in ROUNDINGS)
                 and all(isinstance(size, int) and size > 0 for size in call.shape)
             )

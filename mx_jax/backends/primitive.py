@@ -34,7 +34,6 @@ _SLOPELESS = (
     QuantizeBothCall,
     calls.CastStatisticsCall,
     calls.RandomBitsCall,
-    calls.MomentCall,
 )
 _DRAWS = (QuantizeCall, QuantizeBothCall, calls.TransformCall)
 # What `partition` splits between devices.
@@ -139,7 +138,7 @@ def _record(call: Call, target: Target, choice: Choice | None) -> None:
             rejections=selection.ask(call, target)[1] if choice is None else choice.rejections,
             on_request=selection.on_request(call, target),
             how=how,
-            evidence=None if choice is None else choice.evidence,
+            measured=None if choice is None else choice.measured,
         )
     )
 
@@ -276,8 +275,7 @@ class OnOneDevice:
 
     def __call__(self, call: Call, *operands: Any) -> Any:
         """What a call asks for, its operands behind it."""
-        # Processes that share a program must select alike: no measurement of one of them counts.
-        target = dataclasses.replace(self.target, num_devices=1, device_kind=None)
+        target = dataclasses.replace(self.target, num_devices=1)
         with machine.on_one_device(True), self.asked.on(target), lowered_for(target.platform):
             choice = find(call, target)
             if choice is not None and choice.offer.inline:
@@ -389,7 +387,7 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
         splits = not work.batches and partition.can_split(call, target)
         if isinstance(call, QuantizeCall) and splits:
             # XLA's own partition moves values where blocks are cut.
-            choice = find(call, dataclasses.replace(target, num_devices=1, device_kind=None))
+            choice = find(call, dataclasses.replace(target, num_devices=1))
             if choice is not None and not choice.offer.inline:
                 return partition.quantize(on_each, call, *operands)
         return _compute(call, target, *operands)

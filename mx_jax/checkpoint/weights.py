@@ -55,8 +55,6 @@ class Stored:
       layout: what a quantized weight is stored as, by name; None of a plain array.
       dequantized: whether it is quantized in a way that no MXArray holds, and read as the float32
         values that it stands for.
-      rotation: the name of the matrix by which inputs have to be multiplied, in groups along their
-        last axis, before they meet this weight; None where nothing is asked of them.
       fetch: reads it.
       encoded: reads the blocks of one that is `dequantized`; None where no program decodes them.
       host: of a plain array that is stored as it is, reads it without a copy; else None.
@@ -78,7 +76,6 @@ class Stored:
     fetch: Callable[[], "MXArray | jax.Array"]
     layout: str | None = None
     dequantized: bool = False
-    rotation: str | None = None
     encoded: Callable[[], Encoded | None] = lambda: None
     host: Callable[[], np.ndarray] | None = None
     dtype: np.dtype | None = None
@@ -140,7 +137,6 @@ class Weights(Mapping[str, "MXArray | jax.Array"]):
             names = [name for name, one in quantized.items() if one == layout]
             one = self.stored[names[0]]
             read = ", read as float32" * one.dequantized
-            read += ", for rotated inputs" * (one.rotation is not None)
             layouts.append(f"{len(names)} {layout}{read}")
         return (
             f"Weights({str(self.path)!r}, {len(self)} tensors, {len(quantized)} of them "

@@ -82,13 +82,12 @@ def facts_of(
     progress: bool = False,
 ) -> list[TensorFacts]:
     """Facts of tensors of a checkpoint, of which one at a time is in memory."""
-    # What the reference does not have is not compared, nor are weights for rotated inputs, whose
-    # values are others on purpose.
+    # What the reference does not have is not compared.
     rows, found = {name: weights.stored[name] for name in names}, []
     with progress_bar("read", sum(row.nbytes for row in rows.values()), progress) as step:
         for name, row in rows.items():
             exact = None
-            if reference is not None and name in reference and row.rotation is None:
+            if reference is not None and name in reference:
                 whole = isinstance(reference, Weights)
                 exact = reference.stored[name].look() if whole else reference[name]
             try:

@@ -15,8 +15,8 @@ from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.partition import can_split
 from mx_jax.backends.target import Target
 from mx_jax.codecs.rounding import NEAREST
-from mx_jax.formats import MXFP4, NVFP4
-from mx_jax.reference.scale_rules import MS_EDEN, power_of_two
+from mx_jax.formats import MXFP4
+from mx_jax.reference.scale_rules import power_of_two
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
@@ -119,6 +119,3 @@ def test_only_numbers_of_the_library_are_split():
     }
     for name, other in others.items():
         assert not can_split(dataclasses.replace(own, **{name: other}), CPU)
-    wide = dataclasses.replace(own, format=NVFP4, blocks=((-1, 8),), scale_rule=MS_EDEN)
-    assert not can_split(wide, CPU)
-    assert can_split(dataclasses.replace(wide, blocks=((-1, 16),)), CPU)

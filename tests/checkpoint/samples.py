@@ -21,7 +21,7 @@ from mx_jax.commands.stream import RECORD, partial_folder, record_options
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 from mx_jax.generate.tokenizer import Tokenizer, tokenizer_of_folder, tokenizer_of_gguf
 from tests.checkpoint.gguf_bytes import BOOL, F32, I32, STRING, U32, Tensor, array, gguf, text
-from tests.checkpoint.stored import draw, put
+from tests.checkpoint.stored import draw
 
 Reader = Callable[[Path], None]
 Files = dict[str, bytes]
@@ -29,7 +29,7 @@ Files = dict[str, bytes]
 
 def read_all(path: Path) -> None:
     """Every tensor of somebody's checkpoint."""
-    weights = checkpoint.read(path, rotated=True)
+    weights = checkpoint.read(path)
     repr(weights)
     for name in weights:
         weights[name]
@@ -175,21 +175,8 @@ def _sample(row: Layout, rng: np.random.Generator) -> Sample:
         stated = dict(row.configs[-1])
     config = {"torch_dtype": "float32"} | ({"quantization_config": stated} if stated else {})
     name = f"layout {row.name}"
-    if row.rotation is None:
-        weights = {"a" + row.weight: x, "norm": jnp.ones(3)}
-        return Sample(name, written(weights, row.name, config), read_all)
-    # A weight that is read only.
-    scales = rng.integers(50, 60, row.scales_shape(shape)).astype(np.uint8)
-    tensors = {
-        "a.qweight": rng.integers(0, 256, (4, 32)).astype(np.uint8),
-        "a.scales": scales,
-        "a.weight_global_scale": np.array([10], np.float32),
-        "a.forward_hadamard_matrix": np.eye(16, dtype=np.float32)[::-1].copy(),
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        content = put(Path(folder) / "model.safetensors", tensors).read_bytes()
-    files = {"model.safetensors": content, "config.json": json.dumps(config).encode()}
-    return Sample(name, files, read_all)
+    weights = {"a" + row.weight: x, "norm": jnp.ones(3)}
+    return Sample(name, written(weights, row.name, config), read_all)
 
 
 def _nvfp4() -> bytes:

@@ -61,7 +61,7 @@ def test_what_waits_for_its_name(monkeypatch: pytest.MonkeyPatch):
     assert text.count("-> xla_scaled (XLA's scaled dot, MXFP8 from JAX 0.10.2 on)") == 2
     assert text.count("-> xla_bfloat16 (XLA bfloat16 dot, float32 sums)") == 1
     for name in ("pallas_gpu", "cudnn"):
-        line = f"  {name} takes it if named, by prefer_backends('{name}'): not proved on hardware"
+        line = f"  {name} takes it if named, by prefer_backends('{name}'): nothing was measured"
         assert text.count(line) == 3
     with mx_jax.prefer_backends("cudnn"):
         named = explain(recipes.mxfp8(), 8, 64, 32, dtype="bfloat16", target=b200)

@@ -4,6 +4,7 @@ float8 under scales of whole rows is packed for the kernels of MXFP8, its scales
 """
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax import formats, recipes
+from mx_jax import checkpoint, formats, recipes
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import OperandType
 from mx_jax.backends.cpu_ffi import CPU_FFI, products
@@ -94,6 +95,18 @@ def test_four_codes_of_six_bits_lie_in_three_bytes(format: str):
     expected[1, :, 2, 1] = np.array([0b01, 0b10, 0b11]) << 6  # position 13
     np.testing.assert_array_equal(words, expected)
     assert_bitwise_equal(packed.unpack().codes, codes, what="codes")
+
+
+@needs_library
+@pytest.mark.usefixtures("insist")
+@pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
+def test_weights_of_no_rows(format: BlockFormat, tmp_path: Path):
+    x = mx_jax.quantize(np.ones((0, 128), np.float32), format)
+    packed = pack(x)
+    assert packed.unpack().codes.shape == (0, 128) and packed.unpack().blocks == x.blocks
+    path = tmp_path / "model.safetensors"
+    checkpoint.save(path, {"x": packed})
+    assert checkpoint.load(path)["x"].scales.shape == x.scales.shape
 
 
 @needs_library
