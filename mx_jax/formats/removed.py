@@ -19,6 +19,7 @@ REMOVED: dict[str, str] = {
     "quartet": "mxfp4_hadamard and mxfp4_backward are MXFP4 with Hadamard transforms",
     "quartet_ii": "copy examples/recipes/quartet_ii.py, and pass quartet_ii() instead of the name",
     "to_qarray": "copy examples/integrations/qwix_qarray.py",
+    "plan": "docs/sharding.md shows how to compile your own step for devices that are not there",
 }
 """By the name of a command, recipe, rule, layout or function: what takes its place, in a line."""
 

@@ -426,7 +426,7 @@ def expert_ragged_dot(
         key = DerivedKey.of(key).fold_in(lax.axis_index(axis_name))
     assert not isinstance(lhs, PackedMXArray)
     rows, spec = lhs, recipe.fwd.lhs
-    if not isinstance(lhs, MXArray) and spec is not None and goes_by_row(recipe.fwd):
+    if not isinstance(lhs, MXArray) and spec is not None and _goes_by_row(recipe.fwd):
         if spec.format.tensor_scale:
             # The scale of all rows is that of those in groups.
             lhs = ragged_rows(sizes, lhs.shape[0], unit=1).place(lhs)
@@ -452,7 +452,7 @@ def expert_ragged_dot(
     return sent.send_back(y)
 
 
-def goes_by_row(spec: MatmulSpec) -> bool:
+def _goes_by_row(spec: MatmulSpec) -> bool:
     """Whether a product takes its rows as they are quantized one by one, wherever they lie."""
     own = spec.lhs
     if own is None or own.prescale != 1.0 or spec.transform is not None:

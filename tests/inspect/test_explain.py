@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType
 from rich.console import Console
 
 import mx_jax
@@ -142,7 +143,8 @@ def test_weights_that_are_packed_for_nothing():
 
 def test_several_tpus():
     """XLA splits what it computes, and moves what it likes; nobody says that codes move."""
-    with mx_jax.testing.target("tpu", num_devices=4):
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    with mx_jax.testing.target("tpu", num_devices=8), jax.set_mesh(mesh):
         text = explain_call(jax.grad(loss, (0, 1)), X, W)
     answers = [line.partition(" -> ")[2] for line in titles(text)[1:]]
     assert answers and "codes and scales" not in text
