@@ -19,9 +19,10 @@ from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import check_parts
 from mx_jax.codecs.rounding import Rounding
+from mx_jax.codecs.straight_through import straight_through
 from mx_jax.formats import BlockSize, Whole, check_block_size
 from mx_jax.formats.block import FormatLike
-from mx_jax.mxarray import MXArray, straight_through
+from mx_jax.mxarray import MXArray, unlinked
 from mx_jax.ops.arguments import (
     Key,
     as_axes,
@@ -148,7 +149,7 @@ def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = 
     if not jnp.issubdtype(wanted, jnp.floating):
         raise TypeError(f"dequantize: needs a float dtype, got dtype={wanted.name}")
     with follow(x):
-        values = _dequantize(x, dtype=wanted)
+        values = _dequantize(unlinked(x), dtype=wanted)
     return values if x.primal is None else straight_through(values, x.primal)
 
 
