@@ -236,8 +236,8 @@ class MXArray(ArrayOfCodes):
     def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """The values, exact in float32, rounded once to any other dtype.
 
-        The gradient is the identity: it passes straight through to the array that was quantized in
-        the same trace.
+        The gradient is the identity: it passes straight through to the array that was quantized,
+        or is an error where codes parted from it.
 
         Args:
           dtype: a float dtype; default: the dtype that was quantized.

@@ -62,8 +62,9 @@ def quantize(
 
     Per block, `scale = rule(max |x|)` and `codes = round(x / scale)`, rounded once from the exact
     quotient and saturated (OCP MX v1.0, section 6.3). A block with NaN or Inf becomes NaN. The
-    gradient is the identity: `quantize(x).dequantize()` passes cotangents straight through to x
-    within one trace; an MXArray that crosses a jit boundary is integers, which carry none.
+    gradient is the identity: `quantize(x).dequantize()` passes cotangents straight through to x,
+    through `vmap` too. Codes that leave jit, scan or another transformation are integers: a
+    gradient by x is an error there.
 
     Args:
       x: float32, bfloat16 or float16, any shape; float8 and narrower count as bfloat16.
