@@ -16,20 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import environment, report
-from mx_jax.calibrate import SearchedScales
-from mx_jax.checkpoint.foreign import read
-from mx_jax.formats import block_format
-from mx_jax.generate.config import GGUF, LlamaConfig, config_from_gguf
-from mx_jax.generate.decode import Generator
-from mx_jax.generate.load import (
+from benchmarks.llama import (
     DEFAULT,
+    Generator,
+    Llama,
+    LlamaConfig,
     find_model,
     formats_of,
+    open_model,
     params_of,
     quantized,
 )
-from mx_jax.generate.model import Llama
-from mx_jax.generate.tokenizer import tokenizer_of_gguf
+from mx_jax.calibrate import SearchedScales
+from mx_jax.formats import block_format
 from mx_jax.nn import KVCache
 from mx_jax.packed import Quantized
 from mx_jax.recipes import high_precision
@@ -67,7 +66,7 @@ def log_probabilities(model: Llama, params: Any, tokens: jax.Array, caches: Any)
 @functools.partial(jax.jit, static_argnums=0)
 def filled(model: Llama, params: Any, tokens: jax.Array, caches: Any) -> Any:
     """The caches after a text."""
-    applied: Any = model.apply({"params": params}, tokens, caches, last=True)
+    applied: Any = model.apply({"params": params}, tokens, caches)
     return applied[1]
 
 
@@ -144,11 +143,11 @@ def speed(model: Llama, params: Any, dispatches: int = 12) -> float:
 
 def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     """One row a format of weights, and one a format of the cache."""
-    file = read(find_model(options.model))
-    config = config_from_gguf(file.metadata, file)
-    params = params_of(file, config, GGUF)
+    source = open_model(find_model(options.model))
+    config = source.config
+    params = params_of(source.weights, config, source.names)
     model = Llama(config, high_precision())
-    tokenizer, length = tokenizer_of_gguf(file.metadata), options.length
+    tokenizer, length = source.tokenizer(), options.length
     sequences = cut(tokenizer.encode(text_of(PAGES)), options.sequences, length)
     step("float32")
     exact = [log_probabilities(model, params, tokens, None) for tokens in sequences]
@@ -162,8 +161,8 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     for name in options.weights:
         step(f"weights {name}")
         by = SearchedScales() if name.endswith(SEARCHED) else None
-        store = quantized(formats_of(name.removesuffix(SEARCHED)), by=by)
-        packed = params_of(file, config, GGUF, store)
+        store = quantized(formats_of(name.removesuffix(SEARCHED)), model.recipe, by)
+        packed = params_of(source.weights, config, source.names, store)
         # The values that packed weights stand for: one program serves all formats.
         values = jax.tree.map(
             lambda leaf: leaf.dequantize() if isinstance(leaf, Quantized) else leaf,

@@ -1,6 +1,8 @@
 """What left the package, by its former name; whoever is asked for one says so until 0.3."""
 
-REMOVED: dict[str, str] = {}
+REMOVED: dict[str, str] = {
+    "generate": "a program that uses it, `python examples/generate MODEL --prompt TEXT`",
+}
 """By the name of a command, recipe, rule, layout or function: what takes its place, in a line."""
 
 
