@@ -18,9 +18,6 @@ os.environ["XLA_FLAGS"] = (
     " --xla_cpu_parallel_codegen_split_count=1"
 ).strip()
 
-# What was measured on the machine that runs the tests is no part of them.
-os.environ["MX_JAX_EVIDENCE"] = "shipped"
-
 import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402

@@ -7,7 +7,6 @@ would dequantize without a word, in the product's dtype, which may be too narrow
 import dataclasses
 import itertools
 import math
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -91,5 +90,4 @@ CUDNN = Backend(
     name="cudnn",
     epsilon_bound=4.0,
     table=(Offer(call=MatmulCall, rejects=_rejects, run=_multiply, inline=True),),
-    source=lambda: (Path(__file__),),
 )

@@ -2,6 +2,18 @@
 
 REMOVED: dict[str, str] = {
     "generate": "a program that uses it, `python examples/generate MODEL --prompt TEXT`",
+    "Console": "a sink of your own has write(record) and close(), docs/training.md",
+    "Csv": "inspect.Jsonl writes the same numbers, and pandas.read_json(lines=True) reads them",
+    "TensorBoard": "a sink of your own has write(record) and close(), docs/training.md",
+    "gpu": "a table has what was measured; `python -m benchmarks.gpu` measures",
+    "evidence_of": "inspect.explain says what was measured; versions of mx_jax and JAX decide it",
+    "Schedule": "copy examples/recipes/schedule.py",
+    "gaussian": "a function of one's own, from a block's values to its scale, is a ScaleRule",
+    "heal": "copy examples/recipes/schedule.py",
+    "mask_clipped": "gradients pass what was clipped; a scale rule such as rceil clips nothing",
+    "ms_eden": "copy MS_EDEN of examples/recipes/quartet_ii.py, and pass the value",
+    "quartet": "mxfp4_hadamard and mxfp4_backward are MXFP4 with Hadamard transforms",
+    "quartet_ii": "copy examples/recipes/quartet_ii.py, and pass quartet_ii() instead of the name",
 }
 """By the name of a command, recipe, rule, layout or function: what takes its place, in a line."""
 

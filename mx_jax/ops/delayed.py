@@ -28,11 +28,9 @@ from mx_jax.ops.dense import HIGH_PRECISION, DenseProduct, Taken, Task
 from mx_jax.ops.dot_general import canonicalize, check_dimension_numbers
 from mx_jax.ops.product import (
     AnyProduct,
-    AnyResidual,
     CotangentAval,
     Primal,
     Product,
-    Residual,
     no_derivative,
     note_cast,
     run_product,
@@ -192,7 +190,7 @@ def _multiply(
 ) -> jax.Array:
     product = DenseProduct(recipe=HIGH_PRECISION, axes=axes, out_dtype=out_dtype)
     task = Task(lhs, rhs, HIGH_PRECISION.fwd, axes)
-    return product.multiply(Taken(task, (lhs, rhs), (lhs, rhs)), out_dtype)
+    return product.multiply(Taken(task, (lhs, rhs)), out_dtype)
 
 
 class _Saved(NamedTuple):
@@ -214,8 +212,8 @@ class DelayedProduct(Product[tuple[jax.Array, DelayedStates], DelayedStates, _Sa
 
     def forward(
         self,
-        lhs: AnyResidual,
-        rhs: AnyResidual,
+        lhs: AnyOperand,
+        rhs: AnyOperand,
         extra: DelayedStates,
         stored: tuple[Side, ...] = (),
     ) -> tuple[jax.Array, DelayedStates]:
@@ -225,11 +223,9 @@ class DelayedProduct(Product[tuple[jax.Array, DelayedStates], DelayedStates, _Sa
         return _multiply(lhs, rhs, self.axes, self.out_dtype), extra
 
     def keep(
-        self, lhs: AnyResidual, rhs: AnyResidual, extra: DelayedStates
+        self, lhs: AnyOperand, rhs: AnyOperand, extra: DelayedStates
     ) -> tuple[MXArray, MXArray, _Saved]:
-        assert not isinstance(lhs, Quantized | Residual) and not isinstance(
-            rhs, Quantized | Residual
-        )
+        assert not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized)
         left, new_lhs = self._quantize(lhs, extra.lhs, self.elements.lhs)
         right, new_rhs = self._quantize(rhs, extra.rhs, self.elements.rhs)
         note_cast("lhs", lhs, left, _RULE, self.axes.lhs.block_axis)
@@ -255,10 +251,9 @@ class DelayedProduct(Product[tuple[jax.Array, DelayedStates], DelayedStates, _Sa
         return (codes, codes), jax.tree.map(next_or_later, news, later, states)
 
     def gradient(
-        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: _Saved
+        self, side: Side, g: Operand, other: AnyOperand, aval: CotangentAval, saved: _Saved
     ) -> jax.Array:
         """The forward's codes serve both gradients."""
-        assert not isinstance(other, Residual)
         del saved
         axes, g_is_lhs = self.axes.cotangent(side)
         left, right = (g, other) if g_is_lhs else (other, g)

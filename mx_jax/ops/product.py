@@ -43,35 +43,14 @@ class CotangentAval:
         return cls(dtype=np.dtype(value.dtype), varying=varying(value))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("operand", "clipped"), meta_fields=("length",)
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Residual:
-    """What the forward product took of an operand."""
-
-    operand: AnyOperand  # codes, or values in high precision, after the transform
-    clipped: jax.Array | None  # eight a byte along the last axis; None: not asked
-    length: int  # of the contracted axis before the transform padded it
-
-    def clips(self) -> jax.Array | None:
-        """Where the cast clipped, as booleans in the shape of the operand."""
-        if self.clipped is None:
-            return None
-        length = self.operand.shape[-1]
-        bits = jnp.unpackbits(self.clipped, axis=-1, count=length, bitorder="little")
-        return bits.astype(jnp.bool_)
-
-
 Extra = TypeVar("Extra", contravariant=True)
 Saved = TypeVar("Saved")
 Result = TypeVar("Result", bound=jax.Array | tuple[jax.Array, object])
 P = ParamSpec("P")
 R = TypeVar("R")
-AnyResidual = AnyOperand | Residual
 Avals = tuple[CotangentAval | None, CotangentAval | None]
 # Of both operands, avals of both cotangents, and what `keep` saved.
-ProductResiduals = tuple[AnyResidual, AnyResidual, Avals, Saved]
+ProductResiduals = tuple[AnyOperand, AnyOperand, Avals, Saved]
 
 
 class Product(Protocol[Result, Extra, Saved]):
@@ -80,7 +59,7 @@ class Product(Protocol[Result, Extra, Saved]):
     # `extra` is whatever else it depends on: a key, group sizes, scale states.
 
     def forward(
-        self, lhs: AnyResidual, rhs: AnyResidual, extra: Extra, stored: tuple[Side, ...] = ()
+        self, lhs: AnyOperand, rhs: AnyOperand, extra: Extra, stored: tuple[Side, ...] = ()
     ) -> Result:
         """The product of operands as they came, or as `keep` gives them."""
         # `stored` names those that came quantized: weights could have come packed.
@@ -88,7 +67,7 @@ class Product(Protocol[Result, Extra, Saved]):
 
     def keep(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: Extra
-    ) -> tuple[AnyResidual, AnyResidual, Saved]:
+    ) -> tuple[AnyOperand, AnyOperand, Saved]:
         """The operands as they are saved for the backward pass, and what is saved of `extra`."""
         ...
 
@@ -102,7 +81,7 @@ class Product(Protocol[Result, Extra, Saved]):
         return (own, own), None
 
     def gradient(
-        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: Saved
+        self, side: Side, g: Operand, other: AnyOperand, aval: CotangentAval, saved: Saved
     ) -> jax.Array:
         """The cotangent of one operand: the product of g and the other operand."""
         ...
@@ -114,11 +93,6 @@ class Product(Protocol[Result, Extra, Saved]):
     def free(self, side: Side | None) -> tuple[Free, ...]:
         """The axes that the product has from one operand alone; for a cotangent g is operand 0."""
         ...
-
-    def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Saved) -> jax.Array:
-        """An operand's cotangent without what the forward product clipped of it: by default all."""
-        del side, own, saved
-        return cotangent
 
 
 AnyProduct = Product[Any, Any, Any]
@@ -237,8 +211,7 @@ def product_fwd(
     result = product.forward(left, right, extra, stored_sides(lhs, rhs))
     operands = []
     for given, kept in ((lhs, left), (rhs, right)):
-        codes = kept.operand if isinstance(kept, Residual) else kept
-        if given.value is not None and isinstance(codes, Quantized):
+        if given.value is not None and isinstance(kept, Quantized):
             # The other operand's gradient multiplies what is kept: codes have no derivative.
             kept = no_derivative(given.value)
         operands.append(kept)
@@ -249,7 +222,7 @@ def product_fwd(
 
 
 def exact_fwd(
-    product: AnyProduct, dtype: np.dtype, lhs: AnyResidual, rhs: AnyResidual, extra: object
+    product: AnyProduct, dtype: np.dtype, lhs: AnyOperand, rhs: AnyOperand, extra: object
 ) -> jax.Array:
     """The product in float32, of operands as they came: `product_fwd` is differentiated as this."""
     return product.in_high_precision().forward(values(lhs), values(rhs), extra).astype(dtype)
@@ -262,8 +235,7 @@ def product_bwd(
     lhs, rhs, avals, saved = residuals
     both, extra_ct = product.cotangents(g, saved, None not in avals)
     found: list[jax.Array | None] = []
-    operands = zip(SIDES, both, (lhs, rhs), (rhs, lhs), avals, strict=True)
-    for side, own_g, own, other, aval in operands:
+    for side, own_g, other, aval in zip(SIDES, both, (rhs, lhs), avals, strict=True):
         if aval is None:
             found.append(None)
             continue
@@ -272,8 +244,7 @@ def product_bwd(
             value = product.gradient(side, own_g, other, aval, saved)
         finally:
             _computed.reset(before)
-        value = sum_over(value, aval.varying).astype(aval.dtype)
-        found.append(product.masked(side, value, own, saved))
+        found.append(sum_over(value, aval.varying).astype(aval.dtype))
     static = product, avals
     lhs_ct, rhs_ct = with_derivative(found, exact_bwd, static, lhs, rhs, only(g), saved)
     if extra_ct is None:
@@ -287,22 +258,20 @@ differentiable.defvjp(product_fwd, product_bwd)
 def exact_bwd(
     product: AnyProduct,
     avals: Avals,
-    lhs: AnyResidual,
-    rhs: AnyResidual,
+    lhs: AnyOperand,
+    rhs: AnyOperand,
     g: jax.Array,
     saved: object,
 ) -> list[jax.Array | None]:
     """The cotangents in float32: `product_bwd` is differentiated as this."""
     found: list[jax.Array | None] = []
-    for side, own, other, aval in zip(SIDES, (lhs, rhs), (rhs, lhs), avals, strict=True):
+    for side, other, aval in zip(SIDES, (rhs, lhs), avals, strict=True):
         if aval is None:
             found.append(None)
             continue
         wide = dataclasses.replace(aval, dtype=np.dtype(np.float32))
         value = product.in_high_precision().gradient(side, g, values(other), wide, saved)
-        own = jax.lax.stop_gradient(own)  # of which the clipped are to be found
-        value = product.masked(side, sum_over(value, aval.varying), own, saved)
-        found.append(value.astype(aval.dtype))
+        found.append(sum_over(value, aval.varying).astype(aval.dtype))
     return found
 
 
@@ -316,9 +285,8 @@ def only(result: jax.Array | tuple[jax.Array, object]) -> jax.Array:
     return result[0] if isinstance(result, tuple) else result
 
 
-def values(operand: AnyResidual) -> jax.Array:
+def values(operand: AnyOperand) -> jax.Array:
     """What an operand stands for, in float32 if it is quantized."""
-    operand = operand.operand if isinstance(operand, Residual) else operand
     if not isinstance(operand, Quantized):
         return operand
     operand = unpacked(operand)

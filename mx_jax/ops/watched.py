@@ -23,14 +23,12 @@ from mx_jax.mxarray import MXArray
 from mx_jax.ops import tags
 from mx_jax.ops.product import (
     AnyProduct,
-    AnyResidual,
     Cast,
     CotangentAval,
     Extra,
     Primal,
     Product,
     ProductResiduals,
-    Residual,
     Result,
     Saved,
     noted_casts,
@@ -239,17 +237,14 @@ def _backward(
 ) -> Iterator[ObservedProduct]:
     """Of both gradients, those that there are."""
     lhs, rhs, avals, saved = residuals
-    for side, own, other, aval, given in zip(
-        tags.SIDES, (lhs, rhs), (rhs, lhs), avals, found, strict=True
-    ):
+    for side, other, aval, given in zip(tags.SIDES, (rhs, lhs), avals, found, strict=True):
         if aval is None:
             continue
 
         def errors(
             whole: bool,
             side: Side = side,
-            own: AnyResidual = own,
-            other: AnyResidual = other,
+            other: AnyOperand = other,
             aval: CotangentAval = aval,
             given: Primal = given,
         ) -> Observation:
@@ -257,14 +252,9 @@ def _backward(
             exact, actual = product.in_high_precision(), given.value
             assert actual is not None
             operands, free = (only(g), values(other)), () if whole else exact.free(side)
-            if isinstance(own, Residual):
-                # What turned the residual takes all that the other one gives.
-                free = [axis for axis in free if not axis.operand]
             *steps, compared = _sample(free, operands, actual)
             left, right = map(_every, operands, steps)
             value = sum_over(exact.gradient(side, left, right, wide, saved), aval.varying)
-            if isinstance(own, Residual):
-                value = product.masked(side, value, dataclasses.replace(own, clipped=None), saved)
             return Observation(value, actual, _every(actual, compared))
 
         yield ObservedProduct(site, tags.GRADIENT[side], casts, errors)

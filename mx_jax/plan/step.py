@@ -483,9 +483,7 @@ def block_residuals(model: Model, setup: Setup, recipe: MatmulRecipe) -> float:
 
     itemsize, is_whole = setup.dtype.itemsize, setup.remat == "none"
     total = 0.0 if is_whole else setup.tokens_between * model.width * itemsize
-    # What says which elements were clipped, where codes are kept: a bit each.
-    is_primal, clips = recipe.residuals is Residuals.PRIMAL, recipe.mask_clipped
-    mask = 1 / 8 if clips and not is_primal else 0.0
+    is_primal = recipe.residuals is Residuals.PRIMAL
     lhs, rhs = recipe.fwd.lhs, recipe.fwd.rhs
     for linear in model.linears:
         is_shared = linear.split == "row" or setup.sequence
@@ -504,9 +502,9 @@ def block_residuals(model: Model, setup: Setup, recipe: MatmulRecipe) -> float:
         # Codes of both forward operands; the input may stay as it came.
         weight = linear.k * linear.n * setup.matrices(linear) / (setup.fsdp * setup.model)
         if lhs is not None:
-            total += stored(lhs, elements) + mask * elements
+            total += stored(lhs, elements)
         elif is_whole:
             total += elements * itemsize
         if rhs is not None:
-            total += stored(rhs, weight) + mask * weight
+            total += stored(rhs, weight)
     return total

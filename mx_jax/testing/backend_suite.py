@@ -369,7 +369,7 @@ def _what_the_handlers_compute(call: calls.Call, target: Target) -> bool:
         small = max((*call.lhs.shape, *call.rhs.shape)) <= 1024
         return small and all(f is None or not f.scale.is_float32 for f in given)
     always = (calls.QuantizeBothCall, calls.RaggedCall, calls.RandomBitsCall, calls.TransformCall)
-    if isinstance(call, (*always, calls.MomentCall)):
+    if isinstance(call, always):
         return True
     if isinstance(call, calls.AttendCall):
         return call.tokens == 1 and set(call.dtypes) == {jnp.dtype(jnp.float32)}
@@ -380,13 +380,10 @@ def _what_the_handlers_compute(call: calls.Call, target: Target) -> bool:
     return len(call.blocks) == 1 or [axis for axis, _ in call.blocks] == [-2, -1]
 
 
-def _casts_and_few_bit_weights_from_ampere_on(call: calls.Call, target: Target) -> bool:
+def _few_bit_weights_from_ampere_on(call: calls.Call, target: Target) -> bool:
     capability = target.compute_capability
     if capability is None or capability < (8, 0) or jax.__version_info__ < (0, 12, 0):
         return False
-    if isinstance(call, calls.QuantizeCall):
-        plain = call.rounding == NEAREST and call.scale_rule.threshold is not None
-        return plain and call.format in MX_FORMATS
     if not isinstance(call, calls.MatmulCall) or len(call.lhs.axes.contracting) > 1:
         return False
     values = call.lhs.format in MX_FORMATS or call.lhs.dtype == jnp.bfloat16
@@ -407,7 +404,7 @@ PROMISES: Mapping[str, Promise] = {
     "xla_scaled": _mxfp8_on_one_gpu_from_ada_on_but_hopper,
     "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
     "reference": lambda call, target: not isinstance(call, calls.QuantizeBothCall),
-    "pallas_gpu": _casts_and_few_bit_weights_from_ampere_on,
+    "pallas_gpu": _few_bit_weights_from_ampere_on,
     "cudnn": _mxfp8_and_nvfp4_on_blackwell,
 }
 

@@ -39,6 +39,13 @@ def test_a_name(take: Callable[[str], object]):
         take("former")
 
 
+def test_a_word_of_a_recipe():
+    with pytest.raises(
+        TypeError, match=r"'former', which left mx_jax in 0\.2: see the new place, f"
+    ):
+        recipes.mxfp4().with_(former=True)  # pyright: ignore[reportCallIssue]
+
+
 def test_a_command(capsys: pytest.CaptureFixture[str]):
     assert main(["former", "--option"]) == 2
     assert capsys.readouterr().err == f"mx_jax: no command {WHERE}\n"

@@ -60,7 +60,7 @@ def test_what_waits_for_its_name(monkeypatch: pytest.MonkeyPatch):
     assert text.count("-> xla_scaled (XLA's scaled dot, MXFP8 from JAX 0.10.2 on)") == 2
     assert text.count("-> xla_bfloat16 (XLA bfloat16 dot, float32 sums)") == 1
     for name in ("pallas_gpu", "cudnn"):
-        line = f"  {name} takes it if named, by prefer_backends('{name}'): not proved on hardware"
+        line = f"  {name} takes it if named, by prefer_backends('{name}'): nothing was measured"
         assert text.count(line) == 3
     with mx_jax.prefer_backends("cudnn"):
         named = explain(recipes.mxfp8(), 8, 64, 32, dtype="bfloat16", target=b200)
@@ -140,6 +140,15 @@ def test_weights_that_are_packed_for_nothing():
     assert "pack mxfp4 [64, 32] for axes [0] -> cpu_ffi" in lines
     (remark,) = (line for line in lines if "unpacked at every call" in line)
     assert lines.index(remark) == 4 and "belongs to backend cpu_ffi, and reference takes" in remark
+
+
+def test_several_tpus():
+    """XLA splits what it computes, and moves what it likes; nobody says that codes move."""
+    with mx_jax.testing.target("tpu", num_devices=4):
+        text = explain_call(jax.grad(loss, (0, 1)), X, W)
+    answers = [line.partition(" -> ")[2] for line in titles(text)[1:]]
+    assert answers and "codes and scales" not in text
+    assert all("split between devices by XLA: TPUs have no custom" in answer for answer in answers)
 
 
 def test_experts():

@@ -125,9 +125,9 @@ def test_casts_of_a_step_in_cpp(recipe: Recipe, policy: str | None, expected: in
     assert found["mx_quantize_both"] == 1
 
 
-@pytest.mark.parametrize("name", ["nvfp4_pretraining", "quartet", "float8_tensorwise"])
+@pytest.mark.parametrize("name", ["nvfp4_pretraining", "mxfp4_stochastic", "float8_tensorwise"])
 def test_other_recipes_quantize_as_without(name: str):
-    """With a transform, a tensor scale, a clip mask, stochastic rounding."""
+    """With a transform, a tensor scale, stochastic rounding."""
     recipe = recipes.from_name(name)
     with mx_jax.only_backend("reference"):
         plain, kept = (counts(step(recipe, policy), X, W) for policy in (None, "quantized"))

@@ -28,8 +28,6 @@ from tests.plan.test_traffic import (
 
 ROWS = 64
 KEPT = recipes.mxfp8().with_(name="codes kept", residuals="quantized")
-# Quartet keeps codes of what it transforms, and what it clips.
-MASKED = recipes.quartet().with_(name="masked", rounding="nearest")
 
 
 def kept_bytes(setup: Setup, recipe: Recipe) -> int:
@@ -56,7 +54,7 @@ def kept_bytes(setup: Setup, recipe: Recipe) -> int:
 @pytest.mark.parametrize("remat", list(POLICIES))
 @pytest.mark.parametrize(
     "recipe",
-    [recipes.high_precision(), recipes.mxfp8(), KEPT, MASKED, recipes.weight_only("mxfp4")],
+    [recipes.high_precision(), recipes.mxfp8(), KEPT, recipes.weight_only("mxfp4")],
     ids=lambda recipe: recipe.name,
 )
 def test_residuals_are_what_a_block_keeps(recipe: Recipe, remat: str):

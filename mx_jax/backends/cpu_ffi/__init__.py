@@ -9,7 +9,6 @@ from mx_jax.backends.calls import (
     CastStatisticsCall,
     DequantizeCall,
     MatmulCall,
-    MomentCall,
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
@@ -63,7 +62,6 @@ CPU_FFI = Backend(
         _offer(PackCall, weights.TARGET, weights.rejects_pack, weights.pack),
         _offer(AttendCall, attend.TARGET, attend.rejects, attend.attend),
         _offer(RandomBitsCall, casts.RANDOM_BITS, casts.rejects_random_bits, casts.draw_bits),
-        _offer(MomentCall, casts.STEP_MOMENTS, casts.rejects_moments, casts.step_moments),
         _offer(TransformCall, casts.TRANSFORM, casts.rejects_transform, casts.transform),
         _offer(
             CastStatisticsCall, casts.STATISTICS, casts.rejects_statistics, casts.cast_statistics

@@ -2,7 +2,7 @@
 
 import pickle
 import re
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import mx_jax
+from examples.recipes.schedule import Schedule, heal
 from mx_jax import recipes
-from mx_jax.recipes import Schedule, heal
 from tests.quick import quick
 
 HIGH = recipes.high_precision()
@@ -22,7 +22,6 @@ def test_each_phase_lasts_to_the_next():
     names = [schedule.at(step).name for step in range(7)]
     assert names == ["mxfp8"] * 3 + ["mxfp4"] * 2 + ["high_precision"] * 2
     assert schedule.at(np.int64(4)) == schedule.at(jnp.int32(3)) == recipes.mxfp4()
-    assert str(schedule) == "mxfp8 from 0, mxfp4 from 3, high_precision from 5"
 
 
 def test_schedules_are_values():
@@ -76,49 +75,21 @@ def test_one_program_for_each_phase():
 
 
 @pytest.mark.parametrize(
-    ("make", "error", "message"),
+    ("make", "message"),
     [
-        (
-            lambda: Schedule([]),
-            ValueError,
-            "Schedule: phases must start at step 0 and ascend, got ",
-        ),
-        (lambda: Schedule([(1, "mxfp4")]), ValueError, "got first steps [1]; e.g. [(0, 'mxfp4')"),
-        (
-            lambda: Schedule([(0, "mxfp4"), (5, "mxfp8"), (5, "mxfp6")]),
-            ValueError,
-            "must start at step 0 and ascend, got first steps [0, 5, 5]",
-        ),
-        (lambda: Schedule([(0, "mxfp9")]), ValueError, "Schedule: unknown recipe name='mxfp9'"),
-        (lambda: Schedule([(0, None)]), TypeError, "Schedule: recipe must be a Recipe"),  # pyright: ignore
-        (
-            lambda: Schedule(["mxfp4"]),
-            TypeError,
-            "a pair of its first step and a recipe, got phase=",
-        ),  # pyright: ignore
-        (lambda: Schedule([(0.5, "mxfp4")]), TypeError, "got phase=(0.5, 'mxfp4')"),  # pyright: ignore
-        (
-            lambda: heal("mxfp4", 10).at(-1),
-            ValueError,
-            "Schedule.at: steps count from 0, got step=-1",
-        ),
-        (lambda: heal("mxfp4", 10, last=10), ValueError, "got steps=10, last=10.0; last is a part"),
-        (
-            lambda: heal("mxfp4", 10.0),
-            TypeError,
-            "steps must be an int and last a part of them, got",
-        ),  # pyright: ignore
-        (lambda: heal("mxfp4", 10, last="a"), TypeError, "got steps=10, last='a'; e.g. steps=1000"),  # pyright: ignore
-        (lambda: Schedule(5), TypeError, "phases must be pairs of a first step and a recipe, got"),  # pyright: ignore
+        (lambda: Schedule([]), "Schedule: phases must start at step 0 and ascend, got "),
+        (lambda: Schedule([(1, "mxfp4")]), "got first steps [1]; e.g. [(0, 'mxfp4')"),
+        (lambda: Schedule([(0, "mxfp4"), (5, "mxfp8"), (5, "mxfp6")]), "first steps [0, 5, 5]"),
+        (lambda: Schedule([(0, "mxfp9")]), "unknown recipe name='mxfp9'"),
+        (lambda: heal("mxfp4", 10).at(-1), "Schedule.at: steps count from 0, got step=-1"),
+        (lambda: heal("mxfp4", 10, last=10), "got steps=10, last=10; last is a part"),
     ],
 )
-def test_errors_teach(make: Any, error: type[Exception], message: str):
-    with pytest.raises(error, match=re.escape(message)):
+def test_errors_teach(make: Callable[[], object], message: str):
+    with pytest.raises(ValueError, match=re.escape(message)):
         make()
 
 
 def test_a_traced_step_is_refused():
-    with pytest.raises(
-        TypeError, match=r"Schedule.at: step must be an int, .* ask outside jit, and"
-    ):
+    with pytest.raises(jax.errors.TracerIntegerConversionError):
         jax.eval_shape(lambda step: jnp.ones(heal("mxfp4", 10).at(step).fwd.lhs.format.block), 3)
