@@ -77,7 +77,7 @@ class Taken(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecipeProduct(Product[jax.Array, E, E]):
+class RecipeProduct(Product[E]):
     """What all kinds of product do by a recipe. A kind takes its operands, and multiplies them."""
 
     recipe: MatmulRecipe
@@ -132,11 +132,11 @@ class RecipeProduct(Product[jax.Array, E, E]):
             operands.append(x)
         return Taken(task, (operands[0], operands[1]))
 
-    def keep(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand, E]:
+    def keep(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand]:
         if self.recipe.residuals is Residuals.QUANTIZED:
             # The same key gives the same codes as without a gradient.
-            return *self._kept(lhs, rhs, extra), extra
-        return lhs, rhs, extra
+            return self._kept(lhs, rhs, extra)
+        return lhs, rhs
 
     @one_program("self")
     def _kept(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand]:
@@ -145,10 +145,10 @@ class RecipeProduct(Product[jax.Array, E, E]):
 
     @one_program("self", "side", "aval")
     def gradient(
-        self, side: Side, g: Operand, other: AnyOperand, aval: CotangentAval, saved: E
+        self, side: Side, g: Operand, other: AnyOperand, aval: CotangentAval, extra: E
     ) -> jax.Array:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
-        key = product_key(self.recipe, GRADIENTS[side], self.key_of(saved))
+        key = product_key(self.recipe, GRADIENTS[side], self.key_of(extra))
         dtype, asked = aval.dtype, self.recipe.reduce_dtype
         if asked is not None and manual_axes():
             # Devices of shard_map add up what this returns.
@@ -161,7 +161,7 @@ class RecipeProduct(Product[jax.Array, E, E]):
                 task = Task(g, kept, spec, axes, (None, move))
             else:
                 task = Task(kept, g, spec.swapped(), axes, (move, None), ("rhs", "lhs"))
-            taken = self.take(task, saved, key)
+            taken = self.take(task, extra, key)
             product = unscaled(self.multiply(taken, dtype), taken.task)
             return product if back is None else back.move_back(product)
 
@@ -226,9 +226,7 @@ class DenseProduct(RecipeProduct[Key]):
                 )
         return choice.offer.run(lhs, rhs, call)
 
-    def cotangents(
-        self, g: jax.Array, saved: Key, both: bool
-    ) -> tuple[tuple[Operand, Operand], None]:
+    def cotangents(self, g: jax.Array, extra: Key, both: bool) -> tuple[Operand, Operand]:
         """g for both gradients: quantized in one call if a backend reads it once, else as it is."""
         casts: list[QuantizeCall] = []
         keys: list[Key] = []
@@ -236,20 +234,20 @@ class DenseProduct(RecipeProduct[Key]):
             spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
             own = spec.lhs
             if own is None or own.prescale != 1.0 or spec.transform is not None:
-                return (g, g), None  # not cast, or changed first
-            lhs_key, rhs_key, _ = operand_keys(product_key(self.recipe, GRADIENTS[side], saved))
+                return g, g  # not cast, or changed first
+            lhs_key, rhs_key, _ = operand_keys(product_key(self.recipe, GRADIENTS[side], extra))
             where, drawn = (axes.lhs, lhs_key) if g_is_lhs else (axes.rhs, rhs_key)
             casts.append(cast_call(g, own, where.blocks(own.format)))
             keys.append(drawn if own.random_bits else None)
         if not both:
-            return (g, g), None
+            return g, g
         with jax.named_scope("grad_both"), follow(g):
             pair = quantize_operand_both(g, tuple(keys), casts=tuple(casts))
         if noted.get() is not None:
             for side, call, codes in zip(GRADIENTS, casts, pair, strict=True):
                 axis = self.axes.of_g(side).block_axis
                 note_cast("lhs", g, codes, call.scale_rule.name, axis, GRADIENT[side])
-        return pair, None
+        return pair
 
     def free(self, side: Side | None) -> tuple[Free, ...]:
         """The axes that a product has from one operand, unless devices pass the operands on."""

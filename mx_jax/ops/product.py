@@ -1,4 +1,4 @@
-"""The one differentiable product: every kind, dense, ragged or delayed, is a parameter of it.
+"""The one differentiable product: every kind, dense or ragged, is a parameter of it.
 
 An operand enters as the value that has a gradient, or as codes, or as both: codes that were made of
 a value in the same trace multiply, and the value gets their cotangent. So each side has one.
@@ -22,7 +22,8 @@ from jax.interpreters import ad, batching, mlir
 from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand, Operand
 from mx_jax.codecs.explicit_axes import varying
-from mx_jax.mxarray import MXArray, decode
+from mx_jax.codecs.straight_through import no_derivative
+from mx_jax.mxarray import MXArray, decode, unlinked
 from mx_jax.ops.tags import GRADIENT, SIDES, Free
 from mx_jax.ops.tags import Product as Name
 from mx_jax.packed import Quantized, unpacked
@@ -44,49 +45,41 @@ class CotangentAval:
 
 
 Extra = TypeVar("Extra", contravariant=True)
-Saved = TypeVar("Saved")
-Result = TypeVar("Result", bound=jax.Array | tuple[jax.Array, object])
 P = ParamSpec("P")
 R = TypeVar("R")
 Avals = tuple[CotangentAval | None, CotangentAval | None]
-# Of both operands, avals of both cotangents, and what `keep` saved.
-ProductResiduals = tuple[AnyOperand, AnyOperand, Avals, Saved]
+# Of both operands, avals of both cotangents, and what else the product depends on.
+ProductResiduals = tuple[AnyOperand, AnyOperand, Avals, Extra]
 
 
-class Product(Protocol[Result, Extra, Saved]):
+class Product(Protocol[Extra]):
     """One kind of product: a frozen value, static under `jit`; kinds inherit from it."""
 
-    # `extra` is whatever else it depends on: a key, group sizes, scale states.
+    # `extra` is whatever else it depends on: a key, group sizes.
 
     def forward(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: Extra, stored: tuple[Side, ...] = ()
-    ) -> Result:
+    ) -> jax.Array:
         """The product of operands as they came, or as `keep` gives them."""
         # `stored` names those that came quantized: weights could have come packed.
         ...
 
-    def keep(
-        self, lhs: AnyOperand, rhs: AnyOperand, extra: Extra
-    ) -> tuple[AnyOperand, AnyOperand, Saved]:
-        """The operands as they are saved for the backward pass, and what is saved of `extra`."""
+    def keep(self, lhs: AnyOperand, rhs: AnyOperand, extra: Extra) -> tuple[AnyOperand, AnyOperand]:
+        """The operands as they are saved for the backward pass."""
         ...
 
-    def cotangents(
-        self, g: Result, saved: Saved, both: bool
-    ) -> tuple[tuple[Operand, Operand], Any]:
-        """g as the products for lhs and rhs take it, and the cotangent of `extra` if it has one: by
-        default as it is, for each gradient to quantize."""
-        del saved, both
-        own: Any = g
-        return (own, own), None
+    def cotangents(self, g: jax.Array, extra: Extra, both: bool) -> tuple[Operand, Operand]:
+        """g as the products for lhs and rhs take it: by default as it is, for each to quantize."""
+        del extra, both
+        return g, g
 
     def gradient(
-        self, side: Side, g: Operand, other: AnyOperand, aval: CotangentAval, saved: Saved
+        self, side: Side, g: Operand, other: AnyOperand, aval: CotangentAval, extra: Extra
     ) -> jax.Array:
         """The cotangent of one operand: the product of g and the other operand."""
         ...
 
-    def in_high_precision(self) -> "Product[jax.Array, Any, Any]":
+    def in_high_precision(self) -> "Product[Any]":
         """The same product of values as they are, in float32."""
         ...
 
@@ -95,7 +88,7 @@ class Product(Protocol[Result, Extra, Saved]):
         ...
 
 
-AnyProduct = Product[Any, Any, Any]
+AnyProduct = Product[Any]
 
 
 class Cast(NamedTuple):
@@ -143,7 +136,8 @@ class Primal(NamedTuple):
     def of(cls, operand: AnyOperand) -> "Primal":
         """Codes that were made of a value in the same trace pass their cotangent to that value."""
         if isinstance(operand, Quantized):
-            return cls(operand.primal if isinstance(operand, MXArray) else None, operand)
+            value = operand.primal if isinstance(operand, MXArray) else None
+            return cls(value, unlinked(operand))
         return cls(operand, None)
 
     @property
@@ -185,17 +179,13 @@ def stored_sides(lhs: Primal, rhs: Primal) -> tuple[Side, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def differentiable(
-    product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
-) -> Result:
+def differentiable(product: Product[Extra], lhs: Primal, rhs: Primal, extra: Extra) -> jax.Array:
     """What `product.forward` gives, with the product's own gradient; called in `follow(...)`."""
     # Derivatives of the gradient are those of the product in float32, its casts being identities.
     return product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
 
 
-def run_product(
-    product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
-) -> Result:
+def run_product(product: Product[Extra], lhs: Primal, rhs: Primal, extra: Extra) -> jax.Array:
     """`differentiable`; of concrete operands `forward` alone: custom_vjp costs more than it."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((lhs, rhs, extra))):
         return differentiable(product, lhs, rhs, extra)
@@ -203,10 +193,10 @@ def run_product(
 
 
 def product_fwd(
-    product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
-) -> tuple[Any, ProductResiduals[Saved]]:
-    """The product, and what its gradient needs: operands, avals of cotangents, what was saved."""
-    left, right, saved = product.keep(lhs.operand, rhs.operand, extra)
+    product: Product[Extra], lhs: Primal, rhs: Primal, extra: Extra
+) -> tuple[jax.Array, ProductResiduals[Extra]]:
+    """The product, and what its gradient needs: operands, avals of cotangents, `extra`."""
+    left, right = product.keep(lhs.operand, rhs.operand, extra)
     avals = CotangentAval.of(lhs.value), CotangentAval.of(rhs.value)
     result = product.forward(left, right, extra, stored_sides(lhs, rhs))
     operands = []
@@ -215,10 +205,9 @@ def product_fwd(
             # The other operand's gradient multiplies what is kept: codes have no derivative.
             kept = no_derivative(given.value)
         operands.append(kept)
-    static = product, np.dtype(only(result).dtype)
-    value = with_derivative(only(result), exact_fwd, static, *operands, extra)
-    result = (value, *result[1:]) if isinstance(result, tuple) else value
-    return result, (left, right, avals, saved)
+    static = product, np.dtype(result.dtype)
+    result = with_derivative(result, exact_fwd, static, *operands, extra)
+    return result, (left, right, avals, extra)
 
 
 def exact_fwd(
@@ -229,11 +218,11 @@ def exact_fwd(
 
 
 def product_bwd(
-    product: Product[Result, Extra, Saved], residuals: ProductResiduals[Saved], g: Result
+    product: Product[Extra], residuals: ProductResiduals[Extra], g: jax.Array
 ) -> tuple[Primal, Primal, Any]:
     """The cotangents of what `differentiable` is given."""
-    lhs, rhs, avals, saved = residuals
-    both, extra_ct = product.cotangents(g, saved, None not in avals)
+    lhs, rhs, avals, extra = residuals
+    both = product.cotangents(g, extra, None not in avals)
     found: list[jax.Array | None] = []
     for side, own_g, other, aval in zip(SIDES, both, (rhs, lhs), avals, strict=True):
         if aval is None:
@@ -241,15 +230,13 @@ def product_bwd(
             continue
         before = _computed.set(GRADIENT[side])
         try:
-            value = product.gradient(side, own_g, other, aval, saved)
+            value = product.gradient(side, own_g, other, aval, extra)
         finally:
             _computed.reset(before)
         found.append(sum_over(value, aval.varying).astype(aval.dtype))
     static = product, avals
-    lhs_ct, rhs_ct = with_derivative(found, exact_bwd, static, lhs, rhs, only(g), saved)
-    if extra_ct is None:
-        extra_ct = zero_cotangents(saved)
-    return Primal(lhs_ct, None), Primal(rhs_ct, None), extra_ct
+    lhs_ct, rhs_ct = with_derivative(found, exact_bwd, static, lhs, rhs, g, extra)
+    return Primal(lhs_ct, None), Primal(rhs_ct, None), zero_cotangents(extra)
 
 
 differentiable.defvjp(product_fwd, product_bwd)
@@ -261,7 +248,7 @@ def exact_bwd(
     lhs: AnyOperand,
     rhs: AnyOperand,
     g: jax.Array,
-    saved: object,
+    extra: object,
 ) -> list[jax.Array | None]:
     """The cotangents in float32: `product_bwd` is differentiated as this."""
     found: list[jax.Array | None] = []
@@ -270,7 +257,7 @@ def exact_bwd(
             found.append(None)
             continue
         wide = dataclasses.replace(aval, dtype=np.dtype(np.float32))
-        value = product.in_high_precision().gradient(side, g, values(other), wide, saved)
+        value = product.in_high_precision().gradient(side, g, values(other), wide, extra)
         found.append(sum_over(value, aval.varying).astype(aval.dtype))
     return found
 
@@ -278,11 +265,6 @@ def exact_bwd(
 def zero_cotangents(tree: object) -> Any:
     """The cotangent of integers and keys."""
     return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), tree)
-
-
-def only(result: jax.Array | tuple[jax.Array, object]) -> jax.Array:
-    """The product alone, of a kind that gives states too."""
-    return result[0] if isinstance(result, tuple) else result
 
 
 def values(operand: AnyOperand) -> jax.Array:
@@ -368,27 +350,3 @@ _linked.def_impl(functools.partial(_first))
 ad.primitive_jvps[_linked] = _jvp
 batching.primitive_batchers[_linked] = _batch
 mlir.register_lowering(_linked, lambda ctx, *values, of: list(values[: of.number]))
-
-
-def no_derivative(x: jax.Array) -> jax.Array:
-    """x, of which codes are made: a derivative by it is an error, for it would be zero."""
-    return _without.bind(x)
-
-
-def _refuse(primals: Sequence[jax.Array], tangents: object) -> Any:
-    (x,) = primals
-    raise ValueError(
-        f"quantize: codes have no derivative, got one by x of shape={x.shape}, dtype={x.dtype}; a "
-        "product's gradient can be differentiated again if its recipe keeps the operands as they "
-        "came: recipe.with_(residuals='primal'), no delayed scales; elsewhere write "
-        "lax.stop_gradient around x"
-    )
-
-
-_without: Any = Primitive("mx_no_derivative")
-_without.is_high = lambda *types, **params: False
-_without.def_abstract_eval(lambda x: x)
-_without.def_impl(lambda x: x)
-ad.primitive_jvps[_without] = _refuse
-batching.primitive_batchers[_without] = lambda values, axes: (_without.bind(*values), axes[0])
-mlir.register_lowering(_without, lambda ctx, x: [x])

@@ -23,9 +23,8 @@ PUBLIC = {
         search_scales tell_input
     """,
     "mx_jax.checkpoint": """
-        Certificate LAYOUTS Layout Plausibility Stored Weights from_packed from_qarray
-        from_wire load plausibility quantization_config read save to_qarray to_wire transcode
-        write
+        Certificate LAYOUTS Layout Plausibility Stored Weights from_packed from_wire
+        load plausibility quantization_config read save to_wire transcode write
     """,
     "mx_jax.convert": """
         AutoFilter CacheFormat Conv Decision DotGeneral Kind Layer RaggedDot Report Rule Slot

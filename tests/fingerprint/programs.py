@@ -346,16 +346,6 @@ def _linear() -> Program:
     )
 
 
-@row("linen.Dense, delayed scaling")
-def _delayed() -> Program:
-    layer = nn.Dense(32, dot_general_cls=functools.partial(mx_jax.nn.linen.DelayedDotGeneral))
-    x = drawn(9, 32, 64)
-    params = jax.eval_shape(functools.partial(layer.init), jax.random.key(0), x)
-    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, leaf.dtype), params)
-    params["params"] = filled(params["params"])
-    return Program(loss_step(layer.apply), (params, x))
-
-
 @row("converted linen model: mxfp8 but the last")
 def _converted() -> Program:
     model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(32)])

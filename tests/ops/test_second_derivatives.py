@@ -2,7 +2,6 @@
 
 import functools
 
-import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -158,17 +157,6 @@ QUANTIZED = recipes.mxfp8().with_(residuals="quantized")
 def test_codes_kept_for_gradients_are_refused(multiply):
     with pytest.raises(ValueError, match=NO_DERIVATIVE):
         losses(multiply(QUANTIZED))
-
-
-def test_delayed_scales_are_refused():
-    dense = flax.linen.Dense(8, dot_general_cls=mx_jax.nn.linen.DelayedDotGeneral, use_bias=False)
-    params = jax.eval_shape(dense.init, KEYS[0], X)
-
-    def loss(x, params):
-        return (jnp.asarray(dense.apply(params, x)) ** 2).sum()
-
-    with pytest.raises(ValueError, match=NO_DERIVATIVE):
-        jax.eval_shape(jax.grad(lambda x, p: (jax.grad(loss)(x, p) ** 2).sum()), X, params)
 
 
 def test_gradients_mapped_twice_are_differentiated():

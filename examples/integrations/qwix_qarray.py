@@ -1,6 +1,9 @@
-"""Qwix's QArray, both ways: the same numbers, or an error.
+"""Qwix's QArray as an MXArray and back: the same numbers, or an error. Copy this file.
 
 Elements in their own dtype, float scales: `value = qvalue * scale`. Source: Qwix 0.1.8.
+
+    x = from_qarray(qwix.quantize(w, "mxfp8", tiled_axes={0: 32}))
+    array = to_qarray(mx_jax.quantize(w, "mxfp4", axis=0))
 """
 
 import importlib
@@ -38,15 +41,6 @@ def from_qarray(array: Any, *, format: formats.BlockFormat | str | None = None) 
 
     Raises:
       ValueError: a zero point, elements, tiles or scales that the format does not have.
-
-    Examples:
-      >>> import types
-      >>> import jax.numpy as jnp, mx_jax
-      >>> q = jnp.ones((64, 2), jnp.float8_e4m3fn)  # or array = qwix.quantize(...)
-      >>> scale = jnp.full((2, 2), 0.5)
-      >>> array = types.SimpleNamespace(qvalue=q, scale=scale, zero_point=None, qtype="mxfp8")
-      >>> mx_jax.checkpoint.from_qarray(array).format.name
-      'mxfp8_e4m3'
     """
     if getattr(array, "zero_point", None) is not None:
         _refuse("an MXArray has no zero point; quantize with calibration_method='absmax'")
@@ -110,16 +104,6 @@ def to_qarray(x: MXArray, *, dtype: jax.typing.DTypeLike | None = None) -> Any:
     Raises:
       ValueError: elements, blocks or scales that a QArray does not have.
       ImportError: Qwix is not installed.
-
-    Examples:
-      >>> import jax.numpy as jnp, mx_jax
-      >>> from mx_jax.checkpoint import to_qarray
-      >>> q = mx_jax.quantize(jnp.ones((64, 2)), "mxfp8_e4m3", axis=0)
-      >>> to_qarray(q).qtype  # doctest: +SKIP
-      'mxfp8'
-      >>> to_qarray(mx_jax.quantize(jnp.ones((64, 2)), "mxfp6_e3m2", axis=0))
-      Traceback (most recent call last):
-      ValueError: to_qarray: no exact twin: Qwix has no elements of e3m2, got format=mxfp6_e3m2
     """
     if not isinstance(x, MXArray):
         raise TypeError(f"to_qarray: needs an MXArray, got {type(x).__name__}")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax.checkpoint import from_qarray, to_qarray
+from examples.integrations.qwix_qarray import from_qarray, to_qarray
 from mx_jax.checkpoint.scales import decoded
 from mx_jax.formats import E4M3, F32, WHOLE, BlockFormat
 
