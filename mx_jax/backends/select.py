@@ -133,6 +133,8 @@ def ask(call: Call, target: Target) -> tuple[Choice | None, tuple[tuple[str, str
         elif offer is None:
             reason = NOT_OFFERED[type(call)]
         elif (reason := offer.rejects(call, target)) is None:
+            if offer.describes is not None:
+                offer = dataclasses.replace(offer, how=offer.describes(call, target))
             tried = tuple(rejections)
             own = row if row is not None and row.backend == name else None
             return Choice(backend=backend, offer=offer, rejections=tried, measured=own), tried

@@ -184,6 +184,7 @@ class Offer:
         RandomBitsCall: `(key, call)` to int32, by a `DerivedKey`. TransformCall: `(x, signs,
         call)` to float32, within a product's bound.
       how: what computes it, in words, where the backend's name does not say it.
+      describes: given a call that it takes and the target, what takes the place of `how`.
       lays_out: the side whose weights, which did not come packed, it brings into a layout of its
         own, at every call and in more than one kernel: then who stored them is told of
         `pack_weights`. None: neither.
@@ -197,6 +198,7 @@ class Offer:
     rejects: Callable[[Any, Target], str | None]
     run: Callable[..., Any]
     how: str = ""
+    describes: Callable[[Any, Target], str] | None = None
     lays_out: Callable[[Any], Side | None] = lambda call: None
     takes_keys: bool = False
     inline: bool = False
