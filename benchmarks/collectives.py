@@ -8,6 +8,7 @@ there is a backend's own; on CPUs it widens bfloat16 to float32.
 import argparse
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -74,7 +75,7 @@ LAYOUTS = {
 
 
 # Programs that are more than a product: in which ways there are.
-EXPERTS = {"experts, no capacity": None, "experts, capacity": TOKENS // DEVICES**2}
+EXPERTS = {"experts, no capacity": False, "experts, capacity": True}
 MODEL = "language model"
 OTHERS = dict.fromkeys(EXPERTS, ("shard_map",)) | {MODEL: ("set_mesh", "no mesh")}
 VOCABULARY, TIME, HEADS = 256, 64, 8
@@ -100,22 +101,30 @@ def cases(recipe: str) -> Iterator[Case]:
 
 def program(case: Case) -> str:
     """The module of a case as each device runs it, before what XLA does for one platform."""
+    return partitioned(lowered(case, jax.devices()[:DEVICES]))
+
+
+def lowered(case: Case, devices: Sequence[Any]) -> Any:
+    """A case for these devices, which need not be there."""
     build = _language_model if case.layout == MODEL else _experts
     if case.layout in LAYOUTS:
         build = _product
-    function, mesh, operands, places = build(case)
+    function, mesh, operands, places = build(case, devices)
     contexts = {"no mesh": contextlib.nullcontext(), "with mesh": mesh}
     with contexts.get(case.way) or jax.set_mesh(mesh):
-        return partitioned(jax.jit(function, out_shardings=places).lower(*operands))
+        return jax.jit(function, out_shardings=places).lower(*operands)
 
 
-def _product(case: Case) -> tuple[Any, Mesh, Any, Any]:
+def _mesh(devices: Sequence[Any], kind: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
+    types = (kind,) * len(sizes)
+    return jax.make_mesh((*sizes.values(),), (*sizes,), axis_types=types, devices=devices)
+
+
+def _product(case: Case, devices: Sequence[Any]) -> tuple[Any, Mesh, Any, Any]:
     layout = LAYOUTS[case.layout]
     kind = AxisType.Explicit if case.way == "explicit" else AxisType.Auto
-    both = "model" in str(layout)
-    axes = ("data", "model") if both else ("data",)
-    sizes = (DEVICES // 2, 2) if both else (DEVICES,)
-    mesh = jax.make_mesh(sizes, axes, axis_types=(kind,) * len(axes))
+    model = {"model": 2} if "model" in str(layout) else {}
+    mesh = _mesh(devices, kind, data=len(devices) // math.prod(model.values()), **model)
     units = FEATURES if layout.layers else UNITS
     stacked, kernels = layout.w, (FEATURES, units)
     if layout.layers:
@@ -131,21 +140,21 @@ def _product(case: Case) -> tuple[Any, Mesh, Any, Any]:
     return function, mesh, operands, tuple(NamedSharding(mesh, spec) for spec in results)
 
 
-def _experts(case: Case) -> tuple[Any, Mesh, Any, Any]:
+def _experts(case: Case, devices: Sequence[Any]) -> tuple[Any, Mesh, Any, Any]:
     """Rows to two experts a device and back, an even part of them for each expert."""
-    mesh = jax.make_mesh((DEVICES,), ("data",), axis_types=(AxisType.Auto,))
-    each = TOKENS // DEVICES // (2 * DEVICES)
+    mesh, n = _mesh(devices, data=len(devices)), len(devices)
+    each = TOKENS // n // (2 * n)
 
     def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         if case.recipe != PLAIN:
-            capacity = EXPERTS[case.layout]
+            capacity = TOKENS // n**2 if EXPERTS[case.layout] else None
             how: dict[str, Any] = {"recipe": case.recipe, "capacity": capacity}
             return mx_jax.expert_ragged_dot(x, w, sizes, "data", **how)
         # By receiver, expert and row; then by expert, sender and row.
-        x = lax.all_to_all(x.reshape(DEVICES, 2, each, -1), "data", 0, 0)
+        x = lax.all_to_all(x.reshape(n, 2, each, -1), "data", 0, 0)
         x = x.swapaxes(0, 1).reshape(len(x) * 2 * each, -1)
-        y = lax.ragged_dot(x, w, jnp.full(2, DEVICES * each))
-        y = y.reshape(2, DEVICES, each, -1).swapaxes(0, 1)
+        y = lax.ragged_dot(x, w, jnp.full(2, n * each))
+        y = y.reshape(2, n, each, -1).swapaxes(0, 1)
         return lax.all_to_all(y, "data", 0, 0).reshape(len(x), -1)
 
     def step(x: jax.Array, w: jax.Array, g: jax.Array, sizes: jax.Array) -> Any:
@@ -153,19 +162,19 @@ def _experts(case: Case) -> tuple[Any, Mesh, Any, Any]:
         return y, *pullback(g)
 
     place = NamedSharding(mesh, P("data"))
-    shapes = (TOKENS, FEATURES), (2 * DEVICES, FEATURES, UNITS), (TOKENS, UNITS)
+    shapes = (TOKENS, FEATURES), (2 * n, FEATURES, UNITS), (TOKENS, UNITS)
     operands = [jax.ShapeDtypeStruct(shape, case.dtype, sharding=place) for shape in shapes]
-    operands.append(jax.ShapeDtypeStruct((2 * DEVICES**2,), jnp.int32, sharding=place))
+    operands.append(jax.ShapeDtypeStruct((2 * n**2,), jnp.int32, sharding=place))
     sharded = jax.shard_map(step, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
     return sharded, mesh, operands, place
 
 
-def _language_model(case: Case) -> tuple[Any, Mesh, Any, Any]:
+def _language_model(case: Case, devices: Sequence[Any]) -> tuple[Any, Mesh, Any, Any]:
     """A loss and its gradients: examples/lm's blocks, float32 parameters where it puts them."""
     # Not for every case: orbax and optax take seconds.
     from benchmarks.language_model import WEIGHTS, Block
 
-    mesh = jax.make_mesh((2, 2, 2), ("data", "fsdp", "model"), axis_types=(AxisType.Auto,) * 3)
+    mesh = _mesh(devices, data=len(devices) // 4, fsdp=2, model=2)
     recipe = recipes.from_name("high_precision" if case.recipe == PLAIN else case.recipe)
     dtype, key = jnp.dtype(case.dtype), jax.random.key(0)
     block = Block(time=TIME, heads=HEADS, layers=LAYERS, recipe=recipe, dtype=dtype)

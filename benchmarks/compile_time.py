@@ -38,8 +38,6 @@ SLOW = (
     "nvfp4_pretraining",
     "nvfp4_unbiased",
     "nvfp4_four_over_six",
-    "quartet",
-    "quartet_ii",
 )
 # What a case is called, its recipe and the dtype of its arrays.
 CASES = {

@@ -6,6 +6,7 @@ from typing import Any
 
 from benchmarks.language_model import Precision, precision
 from benchmarks.residuals import choices
+from examples.recipes.quartet_ii import quartet_ii
 from mx_jax import recipes
 from mx_jax.formats import MXFP4, MXFP4_2D
 from mx_jax.recipes import Hadamard, OperandSpec, Recipe, operand
@@ -130,8 +131,7 @@ def variants(layers: int) -> list[Variant]:
     published = rows(
         "Other recipes",
         ("mxfp4_backward", "high-precision forward (Tseng et al.)", recipes.mxfp4_backward()),
-        ("quartet", "Quartet", recipes.quartet()),
-        ("quartet_ii", "Quartet II", recipes.quartet_ii()),
+        ("quartet_ii", "Quartet II", quartet_ii()),
         ("deepseek_v3", "float8 in blocks of 128", recipes.deepseek_v3()),
         ("deepseek_v3_1", "the same with E8M0 scales", recipes.deepseek_v3_1()),
         ("float8_tensorwise", "torchao", recipes.float8_tensorwise()),

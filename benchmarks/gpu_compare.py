@@ -1,25 +1,89 @@
 """Ways to compute one thing on a GPU, timed beside each other; what fails is written down.
 
 One jitted function computes the same of many arrays that together no cache holds, one after the
-other (`mx_jax.measure.worker.Way`), since a product of few rows takes less time than starting it
+other (`Repeated`), since a product of few rows takes less time than starting it
 from Python. A sample is several calls of that function. All ways run in one process in alternating
 order, as `benchmarks.timing` says; ratios are medians over rounds. Where CUPTI is there, each way
 is timed by the GPU's own clock too, whose ratio then counts.
 """
 
 import dataclasses
+import math
+import statistics
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import lax
 
 from benchmarks.timing import Case, Samples, Spread, measure, ratio
-from mx_jax.measure.worker import Way, on_device
 
 DEVICE, WALL = "device", "wall"
+# What computes without a kernel of the library's own.
+PLAIN = "plain path"
+# Copies together take so many bytes: far more than any GPU's L2 cache holds.
+_BEYOND_CACHE = 384 << 20
+_MAX_COPIES = 48
+# How often the GPU's own clock times a chain.
+_ROUNDS = 5
 # A way's name, and what makes its case; it may raise.
 Maker = tuple[str, Callable[[], Case]]
+
+
+def copies_beyond_cache(bits: float) -> int:
+    """How many copies of so many bits no GPU's cache holds together, within reason."""
+    return min(_MAX_COPIES, max(2, math.ceil(_BEYOND_CACHE * 8 / bits)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Repeated:
+    """What is timed, of many copies.
+
+    Attributes:
+      one: computes it once, of x and a copy.
+      x: what every copy meets.
+      copies: together larger than the GPU's cache.
+    """
+
+    one: Callable[[Any, Any], Any]
+    x: Any
+    copies: Sequence[Any]
+
+    def chain(self) -> Callable[[Any, Sequence[Any]], list[Any]]:
+        """A jitted function of x and all copies: one after the other.
+
+        Each waits for the one before it, without reading what that gave. The one inside is jitted
+        too, so that it is lowered once.
+        """
+        one = jax.jit(self.one)
+
+        def run(x: Any, copies: Sequence[Any]) -> list[Any]:
+            outs: list[Any] = []
+            for copy in copies:
+                if outs:
+                    x, copy, _ = lax.optimization_barrier((x, copy, outs[-1]))
+                outs.append(one(x, copy))
+            return outs
+
+        return jax.jit(run)
+
+
+def on_device(chain: Callable[..., Any], way: Repeated) -> float | None:
+    """Median microseconds of one copy by the GPU's own clock (CUPTI); None without it."""
+    if jax.devices()[0].platform != "gpu":
+        return None
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+
+        measured: Any = profiler.measure(chain)
+        found = [measured(way.x, way.copies)[1] for _ in range(_ROUNDS)]
+    except Exception:
+        # Not by this version of JAX, no CUPTI here, or another tool holds it.
+        return None
+    if any(one is None for one in found):
+        return None
+    return 1e3 * statistics.median(found) / len(way.copies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +97,7 @@ class Chain(Case):
     device: Callable[[], float | None] = lambda: None
 
 
-def chain_of(name: str, way: Way, calls: int) -> Chain:
+def chain_of(name: str, way: Repeated, calls: int) -> Chain:
     """All copies of a way, one after the other, `calls` times over."""
     run = way.chain()
 
@@ -55,7 +119,6 @@ class Comparison:
       makers: of the ways, by name.
       baseline: name of the way that speeds are ratios to.
       count: how often a sample computes it.
-      worth: what speeds are multiplied by: bytes of a cast over those of the copy beside it.
       bound: that no speed exceeds, where the machine's peaks are known.
     """
 
@@ -63,7 +126,6 @@ class Comparison:
     makers: Sequence[Maker]
     baseline: str
     count: int
-    worth: float = 1.0
     bound: float | None = None
 
 
@@ -130,7 +192,7 @@ def compare(comparison: Comparison, seconds: float) -> Measured:
 def _measured(
     comparison: Comparison, samples: Mapping[str, Samples], device: Mapping[str, float]
 ) -> Measured:
-    base, worth = comparison.baseline, comparison.worth
+    base = comparison.baseline
     others = [name for name in samples if name != base and base in samples]
     return Measured(
         what=comparison.what,
@@ -139,15 +201,11 @@ def _measured(
             name: 1e3 * of.summary()["wall_ms"]["median"] / comparison.count
             for name, of in samples.items()
         },
-        speed={name: _times(ratio(samples[base], samples[name], WALL), worth) for name in others},
+        speed={name: ratio(samples[base], samples[name], WALL) for name in others},
         device_microseconds=device,
         device_speed={
-            name: device[base] / own * worth
+            name: device[base] / own
             for name, own in device.items()
             if base in device and name != base
         },
     )
-
-
-def _times(spread: Spread, factor: float) -> Spread:
-    return Spread(*(factor * value for value in dataclasses.astuple(spread)))

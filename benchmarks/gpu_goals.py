@@ -1,7 +1,6 @@
 """What is to be reached on a GPU, and how far what was measured is from it.
 
-Goals of products and training steps are speeds over bfloat16's in the same run; those of casts are
-shares of a copy's bandwidth.
+Goals are speeds over bfloat16's in the same run.
 """
 
 import dataclasses
@@ -9,14 +8,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import goals, report
-from benchmarks.gpu_casts import Cast
-from benchmarks.gpu_compare import Measured
+from benchmarks.gpu_compare import PLAIN, Measured
 from benchmarks.gpu_products import KERNEL, Pair, Timed
 from benchmarks.gpu_steps import Step
-from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4, BlockFormat
-from mx_jax.measure.worker import PLAIN
+from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
 
-What = Timed | Cast | Step
+What = Timed | Step
 HOPPER = ("H100", "H200")
 LARGE = (8192, 8192)
 
@@ -26,7 +23,7 @@ class Goal:
     """One goal.
 
     Attributes:
-      what: product of so many rows, cast, or training step.
+      what: product of so many rows, or training step.
       ratio: to reach, by the GPU's clock where it is there.
       way: to compute it.
       devices: words of the device's name, one of which it must have; empty: any GPU.
@@ -82,11 +79,6 @@ GOALS: tuple[Goal, ...] = (
     *_products(MXFP4, (2880, 2880), _OF_MODELS),
     Goal(what=Step(recipe="mxfp8"), ratio=0.8, way=PLAIN),
     Goal(what=Step(recipe="mxfp8"), ratio=0.95, devices=HOPPER),
-    *(
-        Goal(what=Cast(format=format, axes=axes, shape=LARGE), ratio=0.9)
-        for format in (MXFP8_E4M3, MXFP4, NVFP4)
-        for axes in ((-1,), (-2,), (-1, -2))
-    ),
 )
 
 
@@ -170,9 +162,7 @@ def _verdict(goal: Goal, measured: Measured) -> Verdict:
 def sheet(found: Sequence[Verdict]) -> report.Sheet:
     """A line for each goal."""
     columns = ("", "GPU", "goal", "limit", "measured", "clock", "verdict")
-    result = report.Sheet(
-        "Goals: speed over bfloat16's; of casts, share of a copy's bandwidth", columns
-    )
+    result = report.Sheet("Goals: speed over bfloat16's", columns)
     for own in found:
         result.rows.append(
             [

@@ -1,7 +1,9 @@
-"""Products that GPUs are timed by: x by one weight after the other, each of its own."""
+"""Products that GPUs are timed by: x by one weight after the other, each of its own; and whether
+what they give is right."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,18 +12,19 @@ import jax.numpy as jnp
 from jax import lax
 
 import mx_jax
-from mx_jax.backends import cudnn
+from benchmarks.gpu_compare import PLAIN, copies_beyond_cache
+from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu import products as kernels
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand
-from mx_jax.backends.target import Target
+from mx_jax.backends.target import Backend, Target
+from mx_jax.backends.xla import XLA_BFLOAT16
+from mx_jax.backends.xla_scaled import XLA_SCALED
 from mx_jax.formats import BlockFormat
-from mx_jax.measure.worker import copies_beyond_cache
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import MatmulCase
 
-KERNEL, BASELINE, DEQUANTIZE = "pallas_gpu", "bf16 dot", "dequantize, dot"
-CUDNN = cudnn.CUDNN.name
+KERNEL, BASELINE = PALLAS_GPU.name, "bf16 dot"
 
 # Bytes and bfloat16 operations a second, from NVIDIA's data sheets (dense).
 PEAKS = {
@@ -157,15 +160,22 @@ def products(pair: Pair, n: int, k: int, target: Target) -> dict[str, Way]:
     known: dict[str, tuple[Callable[[jax.Array], Any], Product]] = {
         KERNEL: (lambda w: lay_out(mx_jax.quantize(w, pair.rhs)), kernel),
         BASELINE: (lambda w: w, dot),
-        DEQUANTIZE: (
-            lambda w: mx_jax.quantize(w, pair.rhs),
-            lambda x, w: dot(_cast(x, pair.lhs), w.dequantize(jnp.bfloat16)),
-        ),
     }
-    case = MatmulCase(lhs=pair.lhs, rhs=pair.rhs, m=(1,), n=(n,), k=(k,), dtype="bfloat16")
-    if cudnn.CUDNN.rejects(case.call, target) is None:
-        known[CUDNN] = known[DEQUANTIZE][0], functools.partial(_cudnn, pair)
+    for name, backend in ((PLAIN, XLA_BFLOAT16), (XLA_SCALED.name, XLA_SCALED)):
+        if backend.rejects(_case(pair, 1, n, k).call, target) is None:
+            by = functools.partial(_by_backend, pair, backend)
+            known[name] = functools.partial(mx_jax.quantize, format=pair.rhs), by
     return {name: Way(lay_out=way, product=of) for name, (way, of) in known.items()}
+
+
+def _case(pair: Pair, m: int, n: int, k: int) -> MatmulCase:
+    facts: dict[str, Any] = {"lhs": pair.lhs, "rhs": pair.rhs, "m": (m,), "n": (n,), "k": (k,)}
+    return MatmulCase(dtype="bfloat16", out_dtype="bfloat16", **facts)
+
+
+def _by_backend(pair: Pair, backend: Backend, x: jax.Array, w: MXArray) -> jax.Array:
+    left = x if pair.lhs is None else mx_jax.quantize(x, pair.lhs)
+    return backend.run(_case(pair, *x.shape[:1], *w.shape).call, left, w)
 
 
 def _cast(x: jax.Array, format: BlockFormat | None) -> jax.Array:
@@ -173,15 +183,18 @@ def _cast(x: jax.Array, format: BlockFormat | None) -> jax.Array:
     return x if format is None else mx_jax.quantize(x, format).dequantize(jnp.bfloat16)
 
 
-def _cudnn(pair: Pair, x: jax.Array, w: MXArray) -> jax.Array:
-    assert pair.lhs is not None
-    left = mx_jax.quantize(x, pair.lhs)
-    call = MatmulCase(
-        lhs=pair.lhs,
-        rhs=pair.rhs,
-        m=x.shape[:1],
-        n=w.shape[:1],
-        k=x.shape[1:],
-        out_dtype="bfloat16",
-    ).call
-    return cudnn.CUDNN.run(call, left, w)
+@functools.partial(jax.jit, static_argnums=0)
+def error(pair: Pair, out: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
+    """The largest error of a product by bfloat16 weights that were quantized, over what backends'
+    bounds and one rounding to bfloat16 allow; Inf where one side alone is NaN."""
+    left = _cast(x, pair.lhs).astype(jnp.float32)
+    right = mx_jax.quantize(w, pair.rhs).dequantize(jnp.float32)
+    multiply = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
+    expected, magnitude = multiply(left, right.T), multiply(abs(left), abs(right).T)
+    # Twice: the reference has an error of its own.
+    allowed = 2 * PALLAS_GPU.epsilon_bound * math.sqrt(x.shape[1]) * 2.0**-24 * magnitude
+    info = jnp.finfo(out.dtype)
+    allowed += float(info.eps) / 2 * (abs(expected) + allowed) + float(info.smallest_normal)
+    actual = out.astype(jnp.float32)
+    over = jnp.where(actual == expected, 0.0, abs(actual - expected) / allowed)
+    return jnp.max(jnp.where(jnp.isnan(over), jnp.inf, over))

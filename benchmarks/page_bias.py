@@ -12,7 +12,7 @@ from benchmarks.page_tables import Table, result
 _ROWS = (
     *("bf16", "mxfp8", "mxfp4_floor", "mxfp4", "mxfp4, forward alone", "mxfp4, backward alone"),
     *("mxfp4_stochastic", "mxfp4, ends", "mxfp4, head too", "mxfp4_backward"),
-    *("nvfp4", "nvfp4_pretraining", "nvfp4_unbiased", "quartet", "quartet_ii", "deepseek_v3"),
+    *("nvfp4", "nvfp4_pretraining", "nvfp4_unbiased", "quartet_ii", "deepseek_v3"),
 )
 _STEPS, _MIDDLE = (300, 800), 300
 

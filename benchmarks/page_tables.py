@@ -17,8 +17,7 @@ _WAYS = {
     "stochastic, amax_subnormal": "stochastic, `amax_subnormal` (`nvfp4_pretraining`)",
     "stochastic, 4/6": "stochastic, `four_over_six` (`nvfp4_four_over_six`)",
     "stochastic, amax_headroom": "stochastic, `amax_headroom` (`nvfp4_unbiased`)",
-    "MS-EDEN": "MS-EDEN (`quartet_ii`)",
-    "MS-EDEN, groups of 128": "MS-EDEN with one correction for each group of 128",
+    "MS-EDEN": "MS-EDEN (`examples/recipes/quartet_ii.py`)",
 }
 _PEERS = ("jax.nn", "Qwix", "torchao eager", "torchao compiled")
 # Operation, format, dtype and axis of a cast, and what the page calls it.

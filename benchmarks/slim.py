@@ -19,7 +19,6 @@ _DROPPED = {
     "samples",
     "train_loss",
     "validation",
-    "evidence",
     "parameters",
 }
 # Kept as they are: bytes and counts that tests compare, and rows that `fp4_ablation` adds to.

@@ -3,7 +3,7 @@
     python examples/train_lm.py --quick --out look            # in about a minute
     python examples/train_lm.py                               # float32, mxfp8 and mxfp4
     python examples/train_lm.py --resume                      # after Ctrl-C, or a crash
-    python examples/train_lm.py --resume --recipes nvfp4,quartet --seeds 0,1,2   # adds runs
+    python examples/train_lm.py --resume --recipes nvfp4,mxfp4_backward --seeds 0,1,2   # adds runs
     python examples/train_lm.py --resume --recipes all        # adds every named recipe
     python examples/train_lm.py --heal 0.1 --out healed       # last tenth in high precision
     python examples/train_lm.py --states mxfp8 --out states   # Adam's moments in 8 bits

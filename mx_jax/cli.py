@@ -19,9 +19,6 @@ COMMANDS = {
     "convert": "mx_jax.commands.convert",
     "inspect": "mx_jax.commands.inspect",
     "diff": "mx_jax.commands.diff",
-    "generate": "mx_jax.generate.command",
-    "gpu": "mx_jax.measure.command",
-    "plan": "mx_jax.plan.command",
 }
 
 

@@ -22,7 +22,6 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, indexing, packing
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.blocks import Blocks, check_parts, violation
-from mx_jax.codecs.lowering import elementwise
 from mx_jax.codecs.straight_through import (
     is_differentiated,
     parted_codes,
@@ -461,7 +460,6 @@ def decode(
     return block_shapes.merge(_decoded(*operands, **how), x.shape, inside)
 
 
-@elementwise
 def _decoded(
     codes: jax.Array,
     scales: jax.Array,

@@ -1,20 +1,20 @@
 """Optimizer states in 8 bits: the moments of optax's optimizers in MXFP8, right on average."""
 
-from __future__ import annotations
-
-import collections
-from collections.abc import Callable, Sequence
+import functools
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
+from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.explicit_axes import explicit_sharding
+from mx_jax.codecs.float32 import ABS, HIDDEN, INF, MANTISSA, from_bits, to_bits
 from mx_jax.ops.arguments import check_is_key
-from mx_jax.ops.quantize import step_moments
-from mx_jax.reference.moments import Stored, decode, encode
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -54,8 +54,7 @@ def quantize_state(
     `(nu - low^2) / (high^2 - low^2)` between the codes low and high, which keep its square right
     on average. A root below the smallest normal code of its block is stored as that, never as 0.
 
-    On CPUs the C++ library reads, moves and rounds a moment in one pass, where it is a running mean
-    `keep * moment + add * gradient`, or of squares, as in Adam, Lion and momentum.
+    All of it is plain JAX; on CPUs an update takes about three times optax's time.
 
     Blocks lie along the last axis that 32 divides. The state is sharded as the parameters, and
     takes their PartitionSpecs; where devices hold whole blocks, nothing more is communicated.
@@ -143,35 +142,11 @@ def quantize_state(
             leaf if root is None else decode(leaf, scale, root, moment.dtype)
             for (_, leaf), scale, root, moment in zip(paths, scales, roots, like, strict=True)
         ]
-        updates, after, means = _update_and_means(
-            lambda moments: own.update(updates, tree.unflatten(moments), params, **extra),
-            before,
-            [number for number, root in enumerate(roots) if root is not None],
-        )
+        updates, after = own.update(updates, tree.unflatten(before), params, **extra)
         first, second = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
         words = jax.random.bits(first, (len(paths), 2), jnp.uint32)
-        # Running means step in one pass, those of one gradient together.
-        alike = collections.defaultdict[int, list[int]](list)
-        for number, mean in means.items():
-            alike[id(mean.added)].append(number)
-        stepped: dict[int, Stored] = {}
-        for numbers in alike.values():
-            them = [means[number] for number in numbers]
-            found = step_moments(
-                [(paths[number][1], scales[number]) for number in numbers],
-                them[0].added,
-                [(mean.keep, mean.add) for mean in them],
-                words[np.array(numbers)],
-                is_root=[bool(roots[number]) for number in numbers],
-                is_square=[mean.is_square for mean in them],
-            )
-            stepped |= dict(zip(numbers, found, strict=True))
         parts = [
-            (leaf, scale)
-            if root is None
-            else stepped[number]
-            if number in stepped
-            else encode(leaf, words[number], root)
+            (leaf, scale) if root is None else encode(leaf, words[number], root)
             for number, (leaf, scale, root) in enumerate(
                 zip(tree.flatten_up_to(after), scales, roots, strict=True)
             )
@@ -207,98 +182,116 @@ def _fields_of(path: jax.tree_util.KeyPath) -> list[str]:
     return [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
 
 
-# Running means -----------------------------------------------------------------------------------
-#
-# Where a new moment is `keep * moment + add * added`, one kernel reads the codes, moves the moment
-# and writes codes. What is so is read from the jaxpr of the optimizer, not from its name.
-
-
-class _Mean(NamedTuple):
-    """What becomes of a moment: `keep * moment + add * added`, or of `added` squared.
-
-    Attributes:
-      keep: a scalar; a variable or number of a jaxpr, or its value.
-      add: likewise.
-      added: likewise, of the moment's shape.
-      is_square: whether the square of `added` is added.
-    """
-
-    keep: Any
-    add: Any
-    added: Any
-    is_square: bool
-
-
 def _wide(x: jax.typing.ArrayLike) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.promote_types(jnp.result_type(x), jnp.float32))
 
 
-def _update_and_means(
-    update: Callable[[list[Any]], tuple[U, Any]], before: list[Any], moments: list[int]
-) -> tuple[U, Any, dict[int, _Mean]]:
-    """What an update of the leaves of a state gives, and which of its moments are running means."""
+# Moments as codes ---------------------------------------------------------------------------------
+#
+# Casts of their own: as the library's, they would take half of a step. XLA makes them a part of the
+# kernels that compute the moments, which are never written as float32. What they give up is what
+# Adam has no use for: numbers below 2^-126, and odds finer than 2^-20, of roots 2^-17.
 
-    def of_moments(given: list[jax.Array]) -> tuple[U, Any]:
-        leaves = list(before)
-        for number, moment in zip(moments, given, strict=True):
-            leaves[number] = moment
-        return update(leaves)
-
-    given = [before[number] for number in moments]
-    try:
-        closed, shapes = jax.make_jaxpr(of_moments, return_shape=True)(given)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
-        # It asks for values, which it has outside of jit.
-        return *of_moments(given), {}
-    jaxpr, num_updates = closed.jaxpr, len(jax.tree.leaves(shapes[0]))
-    made = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
-    means = {}
-    for number, moment in zip(moments, jaxpr.invars, strict=True):
-        if before[number].dtype != jnp.float32:
-            continue
-        mean = _mean_of(made, jaxpr.outvars[num_updates + number], moment)
-        if mean is not None:
-            means[number] = mean
-    wanted = [x for mean in means.values() for x in mean[:3] if isinstance(x, Var)]
-    wider = closed.replace(jaxpr=jaxpr.replace(outvars=[*jaxpr.outvars, *wanted]))
-    found = jaxpr_as_fun(wider)(*given)
-    values = dict(zip(wanted, found[len(jaxpr.outvars) :], strict=True))
-    for number, mean in means.items():
-        keep, add, added = (x.val if isinstance(x, Literal) else values.get(x, x) for x in mean[:3])
-        means[number] = _Mean(keep, add, added, mean.is_square)
-    updates, after = jax.tree.unflatten(jax.tree.structure(shapes), found[: len(jaxpr.outvars)])
-    return updates, after, means
+BLOCK = 32
+# E4M3 as float32 patterns: a code shifted by _SHIFT, its exponent counted from _BIAS.
+_SHIFT, _BIAS = 20, (127 - 7) << 3
+_SMALLEST_NORMAL, _LARGEST = 2.0**-6, 448.0
 
 
-def _mean_of(made: dict[Var, JaxprEqn], after: object, moment: Var) -> _Mean | None:
-    """How a moment becomes another, if that is a running mean."""
-
-    def equation_of(x: object, *names: str) -> JaxprEqn | None:
-        found = made.get(x) if isinstance(x, Var) else None
-        return found if found is not None and found.primitive.name in names else None
-
-    def scaled(x: object) -> tuple[object, object]:
-        product = equation_of(x, "mul")
-        for scale, other in () if product is None else _both_ways(product.invars):
-            if scale.aval.shape == () != other.aval.shape:
-                return scale, other
-        return 1.0, x
-
-    total = equation_of(after, "add")
-    for kept, new in () if total is None else _both_ways(total.invars):
-        (keep, old), (add, added) = scaled(kept), scaled(new)
-        is_square = False
-        while (power := equation_of(added, "integer_pow", "square")) is not None:
-            exponent = power.params.get("y", 2)
-            if exponent not in (1, 2) or is_square:
-                break
-            added, is_square = power.invars[0], exponent == 2
-        alike = isinstance(added, Var) and added is not moment and added.aval == moment.aval
-        if old is moment and alike:
-            return _Mean(keep, add, added, is_square)
-    return None
+def blocks_of(shape: tuple[int, ...]) -> Blocks:
+    """Along the last axis that 32 divides, or the last."""
+    whole = [axis for axis in range(-len(shape), 0) if shape[axis] % BLOCK == 0]
+    return (((whole or [-1])[-1], BLOCK),)
 
 
-def _both_ways(pair: Sequence[Any]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
-    left, right = pair
-    return (left, right), (right, left)
+@functools.partial(jax.jit, static_argnames=("root", "dtype"), inline=True)
+def decode(codes: jax.Array, scales: jax.Array, root: bool, dtype: np.dtype) -> jax.Array:
+    """The values, or the squares of roots; as `dequantize`, but numbers below 2^-126 are 0."""
+    exponents = scales.astype(jnp.int32)
+    factors = from_bits(jnp.where(exponents == 255, INF | 1, exponents << 23))
+    if root:
+        values = from_bits((codes.astype(jnp.int32) + _BIAS) << _SHIFT)
+        return jnp.square(values * _of_elements(factors, codes.shape)).astype(dtype)
+    # Sign, exponent and mantissa where float16 has them, 2^8 too small, subnormals included.
+    half = (lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int16) << 7) & ~0x4000
+    values = lax.bitcast_convert_type(half, jnp.float16).astype(jnp.float32)
+    # By 2^4 twice: the factor of the largest moments has no 2^8 left.
+    return (16 * values * _of_elements(16 * factors, codes.shape)).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnames="root", inline=True)
+def encode(x: jax.Array, words: jax.Array, root: bool) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of x, or of its root, rounded stochastically by two random words."""
+    x = x.astype(jnp.float32)
+    patterns, random = to_bits(x), random_bits(x, words)
+    # As unsigned: a negative number is larger than NaN. So of squares it is an error, as NaN is.
+    magnitudes = lax.bitcast_convert_type(patterns, jnp.uint32) if root else patterns & ABS
+    pieces, inside = block_shapes.split(magnitudes, blocks_of(x.shape))
+    amax = jnp.minimum(lax.reduce_max(pieces, inside), INF).astype(jnp.int32)
+    # RCEIL: the smallest power of two that brings the largest to at most 448 = 1.75 * 2^8.
+    if root:
+        # Of squares to 448^2 = 1.53125 * 2^17, by a power of four; zeros stay zeros.
+        exponents = 127 + ((((amax + (MANTISSA - 0x440000)) >> 23) - 127 - 16) >> 1)
+        exponents = jnp.where(amax < HIDDEN, 1, exponents)
+    else:
+        exponents = jnp.maximum(((amax + (MANTISSA - 0x600000)) >> 23) - 8, 1)
+    exponents = lax.optimization_barrier(jnp.where(amax >= INF, 255, exponents))
+    if root:
+        codes = _codes_of_roots(patterns + _of_elements((127 - exponents) << 24, x.shape), random)
+    else:
+        # E4M3 codes of magnitudes up to 448: up with the odds of what is dropped.
+        values = from_bits(magnitudes) * _of_elements(from_bits((254 - exponents) << 23), x.shape)
+        # Halfway to the smallest normal number the step halves too: subnormal codes count on.
+        subnormal = 0.5 * values + 0.5 * _SMALLEST_NORMAL
+        codes = ((jnp.maximum(to_bits(values), to_bits(subnormal)) + random) >> _SHIFT) - _BIAS
+        codes = (codes & 0x7F) | ((patterns >> 24) & 0x80)
+    return codes.astype(jnp.uint8), exponents.astype(jnp.uint8)
+
+
+def _of_elements(factors: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Each element's factor. Behind a barrier: computed once a block, and not by each element."""
+    factors = lax.optimization_barrier(factors)
+    like, inside = block_shapes.split(jnp.zeros(shape, bool), blocks_of(shape))
+    factors = jnp.broadcast_to(lax.expand_dims(factors, inside), like.shape)
+    return block_shapes.merge(factors, shape, inside)
+
+
+def _codes_of_roots(squares: jax.Array, random: jax.Array) -> jax.Array:
+    """Normal E4M3 codes of roots up to 448, by the patterns of their squares.
+
+    A root is m + f by some power of two, m from 8 to 15: up has the odds
+    `((m + f)^2 - m^2) / ((m + 1)^2 - m^2)`, which keep the square right. All numbers but the root
+    are exact, and of that only the integer counts: so every machine has the same bits.
+    """
+    squares = jnp.clip(squares, _pattern(_SMALLEST_NORMAL**2), _pattern(_LARGEST**2))
+    squares = squares - _pattern(1.0)
+    # In [64, 256), by some power of four.
+    square = from_bits((squares & 0xFFFFFF) + _pattern(64.0))
+    m = jnp.floor(jnp.sqrt(square))
+    # From 1 to 2, in steps of 2^-17.
+    odds = from_bits(((random << 3) & 0x7FFFC0) + _pattern(1 + 2.0**-18))
+    up = square > odds * (2 * m + 1) + (m * (m - 2) - 1)
+    return ((squares >> 24) << 3) + (m.astype(jnp.int32) + 48) + up.astype(jnp.int32)
+
+
+def _pattern(value: float) -> int:
+    return int(np.float32(value).view(np.int32))
+
+
+def random_bits(x: jax.Array, words: jax.Array) -> jax.Array:
+    """20 random bits an element of x, int32: a hash of its position and two random words.
+
+    Fused into what reads it and sharded as x; threefry takes as long as the step. Positions that
+    are 16 apart, the halves of a block, take one hash, which the second turns by 16 bits.
+    """
+    strides = [math.prod(x.shape[axis + 1 :]) for axis in range(x.ndim)]
+    position = sum(
+        lax.broadcasted_iota(jnp.uint32, x.shape, axis, out_sharding=explicit_sharding(x))
+        * jnp.uint32(stride % 2**32)
+        for axis, stride in enumerate(strides)
+    )
+    mixed = (position & ~jnp.uint32(16)) * jnp.uint32(0x9E3779B1) + words[0]
+    mixed = (mixed ^ (mixed >> 16)) * (words[1] | 1)
+    mixed = (mixed ^ (mixed >> 15)) * jnp.uint32(0x735A2D97)
+    mixed = jnp.where(position & 16, (mixed << 16) | (mixed >> 16), mixed)
+    return (mixed >> (32 - _SHIFT)).astype(jnp.int32)

@@ -235,8 +235,7 @@ class Residuals(enum.Enum):
 
     PRIMAL: the operands as they came; the backward matmuls quantize them anew along their own
     contracting axes. QUANTIZED: the forward's codes and scales, dequantized and requantized along
-    the other axis: less memory, a second rounding error. A product that transforms keeps codes of
-    transformed values, whose gradients are turned back; one that masks, a bit for each value too.
+    the other axis: less memory, a second rounding error.
 
     Examples:
       >>> from mx_jax import recipes
@@ -267,16 +266,14 @@ class MatmulRecipe:
       dlhs: gradient of the left operand; its lhs is the incoming cotangent.
       drhs: gradient of the right operand; its lhs is the incoming cotangent.
       residuals: what is saved for the backward products.
-      mask_clipped: whether values that the forward product clipped get no gradient, instead of
-        passing it straight through.
       gather: mesh axes along which operands are gathered as codes, or names of such axes. None: on
         automatic axes those that the compiler has to gather along, on others none. `()`: none.
       reduce_dtype: in which devices add up their parts of a product or a gradient: float32, or
         None for the product's own dtype, as `jax.lax.dot_general` does.
 
     Raises:
-      TypeError: a name, a mask or a dtype that is none.
-      ValueError: residuals or a mask that the forward product does not allow.
+      TypeError: a name or a dtype that is none.
+      ValueError: residuals that the forward product does not allow.
     """
 
     name: str
@@ -284,18 +281,12 @@ class MatmulRecipe:
     dlhs: MatmulSpec
     drhs: MatmulSpec
     residuals: Residuals = Residuals.PRIMAL
-    mask_clipped: bool = False
     gather: Gather | None = None
     reduce_dtype: np.dtype | None = None
 
     def __post_init__(self):
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"Recipe: name must be a text, got name={self.name!r}; e.g. 'mine'")
-        if not isinstance(self.mask_clipped, bool):
-            raise TypeError(
-                f"Recipe {self.name!r}: mask_clipped must be True or False, got "
-                f"mask_clipped={self.mask_clipped!r}"
-            )
         object.__setattr__(self, "gather", Gather.of(self.gather))
         if self.reduce_dtype is not None:
             dtype = np.dtype(self.reduce_dtype)
@@ -312,18 +303,12 @@ class MatmulRecipe:
                     "reduce_dtype=None, and preferred_element_type='float32' where you multiply"
                 )
         specs = (self.fwd.lhs, self.fwd.rhs)
-        for spec in specs:
-            if self.mask_clipped and spec and spec.scale_rule.rounding.random_bits:
-                raise ValueError(
-                    f"Recipe {self.name!r}: mask_clipped=True needs scales that are the same each "
-                    f"time, got fwd={self.fwd}; use mask_clipped=False, or another scale rule"
-                )
-        prescaled = any(spec is not None and spec.prescale != 1.0 for spec in specs)
-        if self.residuals is Residuals.QUANTIZED and prescaled:
+        changes = self.fwd.transform or any(spec and spec.prescale != 1.0 for spec in specs)
+        if self.residuals is Residuals.QUANTIZED and changes:
             raise ValueError(
                 f"Recipe {self.name!r}: residuals=QUANTIZED keeps the forward's codes for the "
-                f"backward products, but fwd ({self.fwd}) prescales what it quantizes; use "
-                "residuals=PRIMAL"
+                f"backward products, but fwd ({self.fwd}) transforms or prescales what it "
+                "quantizes; use residuals='primal'"
             )
 
     def gradient(self, side: Side) -> MatmulSpec:

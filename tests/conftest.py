@@ -18,9 +18,6 @@ os.environ["XLA_FLAGS"] = (
     " --xla_cpu_parallel_codegen_split_count=1"
 ).strip()
 
-# What was measured on the machine that runs the tests is no part of them.
-os.environ["MX_JAX_EVIDENCE"] = "shipped"
-
 import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
@@ -37,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Workers, and the programs that tests start, find by its code and options what another has
     compiled. The cache ends with the run: the next compiles everything anew.
     """
+    check_instruction_set()
     if hasattr(config, "workerinput"):
         return
     cache = tempfile.TemporaryDirectory(prefix="mx_jax_tests_", ignore_cleanup_errors=True)
@@ -46,6 +44,16 @@ def pytest_configure(config: pytest.Config) -> None:
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
+
+
+def check_instruction_set() -> None:
+    """An instruction set that is asked for must be in force: tests would skip, or try another."""
+    if asked := os.environ.get("MX_JAX_CPU_ISA"):
+        from mx_jax.backends.cpu_ffi import library
+
+        loaded = library.load()
+        if getattr(loaded, "isa", None) != asked:
+            raise pytest.UsageError(f"MX_JAX_CPU_ISA={asked} is not in force: {loaded}")
 
 
 def pytest_collection_finish() -> None:
@@ -69,7 +77,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 # Of what tests/quick.py is not for, these folders and files ask nothing.
-QUICK_FOLDERS = {"benchmarks", "calibrate", "cli", "convert", "examples", "generate", "nn"}
+QUICK_FOLDERS = {"benchmarks", "calibrate", "cli", "convert", "examples", "nn"}
 QUICK_FOLDERS |= {"test_docs.py"}
 
 
@@ -98,6 +106,14 @@ def insist() -> Iterator[None]:
 
 
 @pytest.fixture
+def kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels multiply any number of rows, which is XLA's dot's on some instruction sets."""
+    from mx_jax.backends.cpu_ffi import library, products
+
+    monkeypatch.setattr(products, "FLOAT32_ROWS", dict.fromkeys(library.ISAS, 2**31))
+
+
+@pytest.fixture
 def rng(request: pytest.FixtureRequest) -> np.random.Generator:
     """A generator of its own for each test, seeded by the test's name."""
     return np.random.default_rng(zlib.crc32(request.node.name.encode()))
@@ -105,13 +121,13 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 # What depends on no version of Python or JAX, and why: CI runs it on 3.11, its slow tests on 3.12.
 ONE_PYTHON = {
-    "bytes of files in and out; what is computed is tested elsewhere": "checkpoint cli generate",
+    "bytes of files in and out; what is computed is tested elsewhere": "checkpoint cli",
     "a C++ library, the same one, computes these bits": """
         backends/test_cast_statistics backends/test_cpu_calls backends/test_cpu_casts
         backends/test_cpu_matmul""",
     "frozen values, and what is chosen by them": """
         backends/test_identity backends/test_select formats recipes/test_measured
-        recipes/test_named recipes/test_page recipes/test_published recipes/test_schedule
+        recipes/test_named recipes/test_page recipes/test_published
         recipes/test_specs recipes/test_with""",
     "the project's sources, pages and pictures; pages of docs are slow tests": """
         benchmarks examples contracts/test_docs contracts/test_examples
@@ -119,25 +135,69 @@ ONE_PYTHON = {
         contracts/test_packaging contracts/test_public_names contracts/test_site
         contracts/test_size contracts/test_style ../mx_jax""",
     "pages, tables and processes of plain Python": """
-        inspect/test_report inspect/test_report_browser inspect/test_sinks measure""",
+        inspect/test_report inspect/test_report_browser inspect/test_sinks""",
     "choices among codes, and laws of them, that tests/codecs has on every Python": """
         calibrate extending inspect/test_bias inspect/test_sensitivity quantize/test_bad_input
-        quantize/test_float_scales quantize/test_properties quantize/test_tensor_scales""",
+        quantize/test_float_scales quantize/test_properties quantize/test_tensor_scales
+        reference/test_scale_rules""",
+}
+
+# What an instruction set of the C++ library may change, and how: under the best of the machine CI
+# runs it on 3.11, under others (MX_JAX_CPU_ISA) on 3.12; its slow tests under the best, on 3.12.
+EVERY_SET = {
+    "kernels of casts, products, packed weights and attention": """
+        backends/test_cast_statistics backends/test_cpu_attend backends/test_cpu_calls
+        backends/test_cpu_casts backends/test_cpu_ffi backends/test_cpu_matmul
+        backends/test_cpu_programs backends/test_cpu_random_bits backends/test_suite
+        conformance/test_quantized ops/test_extremes ops/test_matmul ops/test_packing
+        quantize/test_quantize_both ragged/test_products""",
+    "by how many rows kernels are worth while, on each of several devices too": """
+        cli/test_env contracts/test_docs convert/test_weights inspect/test_explain
+        nn/test_stored_kernels sharding/test_batches sharding/test_packed
+        sharding/test_partition""",
+    "bits of whole programs, and of recipes": "fingerprint recipes/test_named",
 }
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--newest", action="store_true", help="leave out what ONE_PYTHON of tests/conftest.py names"
+        "--newest",
+        action="store_true",
+        help="leave out what ONE_PYTHON and EVERY_SET of tests/conftest.py name",
     )
+    parser.addoption(
+        "--every-set", action="store_true", help="only what EVERY_SET of tests/conftest.py names"
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under `--every-set` no other file is read."""
+    if not config.getoption("--every-set") or collection_path.suffix != ".py":
+        return None
+    return not is_among(collection_path, named(EVERY_SET)) or None
+
+
+def named(table: dict[str, str]) -> set[Path]:
+    """Files, without their suffix, and folders."""
+    here = Path(__file__).parent
+    paths = {(here / name).resolve() for names in table.values() for name in names.split()}
+    if lost := [path for path in paths if not (path.is_dir() or path.with_suffix(".py").exists())]:
+        raise pytest.UsageError(f"tests/conftest.py names what is not there: {lost}")
+    return paths
+
+
+def is_among(path: Path, paths: set[Path]) -> bool:
+    """Whether a file, or a folder that it is in, is one of the paths."""
+    return not paths.isdisjoint((path.with_suffix(""), *path.parents))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Cases are thinned, and what takes long begins first: no worker ends waiting for another."""
     thin(items, whole=not any("::" in arg for arg in config.args))
+    elsewhere = named(ONE_PYTHON) | named(EVERY_SET)
     if config.getoption("--newest"):
-        leave_out_what_one_python_runs(config, items)
+        leave_out(elsewhere, config, items)
     long = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in long)
 
@@ -171,18 +231,15 @@ def thin(items: list[pytest.Item], whole: bool) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def leave_out_what_one_python_runs(config: pytest.Config, items: list[pytest.Item]) -> None:
+def leave_out(paths: set[Path], config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests, and those that the other Python skips, stay."""
-    here = Path(__file__).parent
-    named = {(here / name).resolve() for names in ONE_PYTHON.values() for name in names.split()}
-    if lost := [path for path in named if not (path.is_dir() or path.with_suffix(".py").exists())]:
-        raise pytest.UsageError(f"ONE_PYTHON names what is not there: {lost}")
     left = [
         item
         for item in items
-        if not named.isdisjoint((item.path.with_suffix(""), *item.path.parents))
+        if is_among(item.path, paths)
         and not item.get_closest_marker("slow")
         and not any("Python 3.12" in str(mark.kwargs) for mark in item.iter_markers("skipif"))
     ]
     config.hook.pytest_deselected(items=left)
-    items[:] = [item for item in items if item not in set(left)]
+    gone = set(left)
+    items[:] = [item for item in items if item not in gone]

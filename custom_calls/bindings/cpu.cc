@@ -17,7 +17,6 @@ XLA_FFI_DECLARE_HANDLER_SYMBOL(MxPackWeights);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxQuantize);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxQuantizeBoth);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxRandomBits);
-XLA_FFI_DECLARE_HANDLER_SYMBOL(MxStepMoments);
 XLA_FFI_DECLARE_HANDLER_SYMBOL(MxTransform);
 
 namespace {
@@ -34,7 +33,6 @@ const mx::Target kTargets[] = {
     {"mx_jax_cpu_quantize", reinterpret_cast<void*>(MxQuantize)},
     {"mx_jax_cpu_quantize_both", reinterpret_cast<void*>(MxQuantizeBoth)},
     {"mx_jax_cpu_random_bits", reinterpret_cast<void*>(MxRandomBits)},
-    {"mx_jax_cpu_step_moments", reinterpret_cast<void*>(MxStepMoments)},
     {"mx_jax_cpu_transform", reinterpret_cast<void*>(MxTransform)},
 };
 

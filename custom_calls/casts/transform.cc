@@ -1,4 +1,4 @@
-// The handler of block Hadamard transforms along an axis, and of their inverses.
+// The handler of block Hadamard transforms along an axis.
 #include "casts/transform.h"
 
 #include <algorithm>
@@ -27,11 +27,11 @@ const TransformKernels& ChosenTransformKernels() {
 }
 
 // `x` `[*batch, *outer, length, *inner]` and int32 `signs` `[*batch, size]`, of which negative ones
-// stand for -1, or keys that they are drawn by, to `[*batch, *outer, out_length, *inner]`; out_length
-// is length in whole groups, or less of an inverse. `num_inner` axes are inner ones.
+// stand for -1, or keys that they are drawn by, to `[*batch, *outer, turned, *inner]`; turned is
+// length in whole groups. `num_inner` axes are inner ones.
 ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer signs,
-                     ffi::Result<ffi::Buffer<ffi::F32>> out, bool is_inverse, int32_t num_inner,
-                     int32_t size, ffi::Span<const int64_t> derivations) {
+                     ffi::Result<ffi::Buffer<ffi::F32>> out, int32_t num_inner, int32_t size,
+                     ffi::Span<const int64_t> derivations) {
   const auto given = x.dimensions(), signed_by = signs.dimensions(), wanted = out->dimensions();
   const int64_t rank = static_cast<int64_t>(given.size());
   const int64_t batch = static_cast<int64_t>(signed_by.size()) - 1, axis = rank - 1 - num_inner;
@@ -44,7 +44,7 @@ ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sign
   if (!fits) {
     return InvalidArgument(
         "mx_jax transform: needs x [*batch, *outer, length, *inner], signs [*batch, size] and out ",
-        "[*batch, *outer, out_length, *inner], got x.shape=", Shape(given), ", signs.shape=",
+        "[*batch, *outer, turned, *inner], got x.shape=", Shape(given), ", signs.shape=",
         Shape(signed_by), ", out.shape=", Shape(wanted), ", num_inner=", num_inner, ", size=", size);
   }
   TransformPlan plan;
@@ -55,23 +55,19 @@ ffi::Error Transform(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer sign
   }
   MX_RETURN_IF_ERROR(ParseFloatType("transform", x, &plan.type));
   plan.length = given[axis];
-  plan.out_length = wanted[axis];
   const auto product = [&](int64_t first, int64_t last) {
     return std::accumulate(given.begin() + first, given.begin() + last, int64_t{1},
                            std::multiplies<int64_t>());
   };
   plan.inner = product(axis + 1, rank);
-  plan.is_inverse = is_inverse;
   const int64_t groups = (plan.length + plan.size - 1) / plan.size;
-  const bool whole = is_inverse ? plan.length % plan.size == 0 &&
-                                      plan.out_length <= plan.length
-                                : plan.out_length == groups * plan.size;
-  if (!whole) {
-    return InvalidArgument("mx_jax transform: lengths must be of whole groups, got length=",
-                           plan.length, ", out_length=", plan.out_length, ", size=", plan.size);
+  const int64_t turned = groups * plan.size;
+  if (wanted[axis] != turned) {
+    return InvalidArgument("mx_jax transform: the result must be of whole groups, got length=",
+                           plan.length, ", turned=", wanted[axis], ", size=", plan.size);
   }
   const int64_t outer = product(batch, axis), in_stride = plan.length * plan.inner;
-  const int64_t out_stride = plan.out_length * plan.inner, slices = product(0, axis);
+  const int64_t out_stride = turned * plan.inner, slices = product(0, axis);
   if (slices == 0 || groups == 0 || plan.inner == 0) return ffi::Error::Success();
   std::vector<uint32_t> keys;
   std::vector<int32_t> own_signs;
@@ -114,7 +110,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(MxTransform, mx::Transform,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
-                                  .Attr<bool>("is_inverse")
                                   .Attr<int32_t>("num_inner")
                                   .Attr<int32_t>("size")
                                   .Attr<xla::ffi::Span<const int64_t>>("derivations"));

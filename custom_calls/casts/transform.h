@@ -17,11 +17,9 @@ struct TransformPlan {
   FloatType type;
   const int32_t* signs;  // [size], by which of them are negative
   float* out;
-  int64_t size;        // a power of two
-  int64_t length;      // values of x along the axis: what the last group has no more is zero
-  int64_t out_length;  // rows that are wanted of it
+  int64_t size;    // a power of two
+  int64_t length;  // values of x along the axis: what the last group has no more is zero
   int64_t inner;
-  bool is_inverse;     // signs after the sums
 };
 
 struct TransformKernels {

@@ -84,26 +84,21 @@ template <int64_t kSize, class T>
 void Rows(const TransformPlan& plan, const T* x, int64_t first, int64_t last) {
   const int64_t size = kSize == 0 ? plan.size : kSize;
   const float factor = Factor(size);
-  alignas(64) float v[kMaxTransform], before[kMaxTransform], after[kMaxTransform];
-  for (int64_t i = 0; i < size; ++i) {
-    const float sign = SignOf(plan, i);
-    before[i] = plan.is_inverse ? factor : sign * factor;
-    after[i] = plan.is_inverse ? sign : 1.0f;
-  }
+  alignas(64) float v[kMaxTransform], before[kMaxTransform];
+  for (int64_t i = 0; i < size; ++i) before[i] = SignOf(plan, i) * factor;
   for (int64_t group = first; group < last; ++group) {
     const int64_t at = group * size;
-    if (at + size <= plan.length && at + size <= plan.out_length) {
+    if (at + size <= plan.length) {
       for (int64_t i = 0; i < size; ++i) v[i] = Widen(x[at + i]) * before[i];
       TurnRow(v, size);
-      for (int64_t i = 0; i < size; ++i) plan.out[at + i] = v[i] * after[i];
+      for (int64_t i = 0; i < size; ++i) plan.out[at + i] = v[i];
       continue;
     }
     const int64_t given = Least(size, plan.length - at);
     for (int64_t i = 0; i < given; ++i) v[i] = Widen(x[at + i]) * before[i];
     for (int64_t i = given; i < size; ++i) v[i] = 0.0f;
     TurnRow(v, size);
-    const int64_t wanted = Least(size, plan.out_length - at);
-    for (int64_t i = 0; i < wanted; ++i) plan.out[at + i] = v[i] * after[i];
+    for (int64_t i = 0; i < size; ++i) plan.out[at + i] = v[i];
   }
 }
 
@@ -116,13 +111,12 @@ void Columns(const TransformPlan& plan, const T* x, int64_t first, int64_t last)
   for (int64_t group = first; group < last; ++group) {
     const int64_t at = group * plan.size;
     const int64_t given = Least(plan.size, plan.length - at);
-    const int64_t wanted = Least(plan.size, plan.out_length - at);
     for (int64_t column = 0; column < plan.inner; column += strip) {
       const int64_t width = Least(strip, plan.inner - column);
       for (int64_t row = 0; row < plan.size; ++row) {
         float* MX_RESTRICT to = v + row * width;
         const T* from = x + (at + row) * plan.inner + column;
-        const float by = plan.is_inverse ? factor : SignOf(plan, row) * factor;
+        const float by = SignOf(plan, row) * factor;
         if (row < given) {
           for (int64_t i = 0; i < width; ++i) to[i] = Widen(from[i]) * by;
         } else {
@@ -130,11 +124,10 @@ void Columns(const TransformPlan& plan, const T* x, int64_t first, int64_t last)
         }
       }
       StagesOfRows(v, plan.size, width);
-      for (int64_t row = 0; row < wanted; ++row) {
+      for (int64_t row = 0; row < plan.size; ++row) {
         const float* MX_RESTRICT from = v + row * width;
         float* MX_RESTRICT to = plan.out + (at + row) * plan.inner + column;
-        const float by = plan.is_inverse ? SignOf(plan, row) : 1.0f;
-        for (int64_t i = 0; i < width; ++i) to[i] = from[i] * by;
+        for (int64_t i = 0; i < width; ++i) to[i] = from[i];
       }
     }
   }

@@ -11,7 +11,7 @@
 namespace mx {
 
 // Raised whenever a handler's operands or attributes change, so that a stale build is refused.
-constexpr int32_t kInterface = 8;
+constexpr int32_t kInterface = 9;
 
 struct Target {
   const char* name;  // as jax.ffi.ffi_call takes it

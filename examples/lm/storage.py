@@ -42,8 +42,6 @@ class Run:
     # Of optimizer steps alone: without compiling, validating and saving.
     step_seconds: float = 0.0
     timed_steps: int = 0
-    # Rows of measurements that chose kernels for its steps; None: nobody recorded them.
-    evidence: list[dict[str, Any]] | None = None
 
     @property
     def name(self) -> str:
@@ -78,8 +76,8 @@ class Run:
     @classmethod
     def from_dict(cls, entry: Mapping[str, Any]) -> Run:
         """The run behind `dataclasses.asdict` and a round trip through JSON; extra keys pass."""
-        # What was written before these were recorded can be added to.
-        entry = {"evidence": None, "averaged_loss": None, **entry}
+        # What was written before this was recorded can be added to.
+        entry = {"averaged_loss": None, **entry}
         run = cls(**{f.name: entry[f.name] for f in fields(cls)})
         run.validation = [(step, loss) for step, loss in run.validation]
         return run

@@ -15,13 +15,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from recipes.schedule import heal
 from tqdm import tqdm
 
-import mx_jax
-from mx_jax.recipes import heal
-
 from .data import Corpus
-from .kernels import settle_evidence
 from .mesh import place_batch, place_state, together
 from .model import Transformer, predict
 from .settings import STATES, Precision, Settings, precision
@@ -177,7 +174,6 @@ class Trainer:
 
     def train(self, *, checkpoint_every: int, stop: Callable[[], bool]) -> None:
         """Trains until done or diverged; raises `Interrupted`, state saved, when `stop` says so."""
-        self._settle_evidence()
         with Progress(self.run, self.settings) as progress:
             while self.run.step < self.settings.steps and self.run.diverged_at is None:
                 if stop():
@@ -189,15 +185,6 @@ class Trainer:
             self.run.finished = self.run.diverged_at is None
         if self.run.finished:
             self.checkpoints.save(self.state, self.run)
-
-    def _settle_evidence(self) -> None:
-        """Records which measured kernels the steps use, and says so if they were others before."""
-        step = partial(train_step, model=self.model, settings=self.settings)
-        rows = mx_jax.inspect.evidence_of(
-            step, self.state, self._tokens(), self.run.seed, self.run.step
-        )
-        folder = self.checkpoints.folder
-        settle_evidence(self.run, rows, folder.with_name(f"{folder.name}.evidence.json"))
 
     def _tokens(self) -> Any:
         settings, run = self.settings, self.run

@@ -342,60 +342,34 @@ class RandomBitsCall:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TransformCall:
-    """A block Hadamard transform along an axis, or its inverse, to float32.
+    """A block Hadamard transform along an axis, to float32; it fills the last group.
 
     Attributes:
       shape: of the values.
       dtype: likewise.
       axis: along which groups lie, from the front.
       size: values of a group.
-      length: of an inverse, how many values along the axis are wanted; None: a transform, which
-        fills the last group.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     axis: int
     size: int
-    length: int | None = None
 
     @property
     def text(self) -> str:
         """The call in a jaxpr."""
-        what = "Hadamard" if self.length is None else "inverse Hadamard"
-        return f"{what} {self.size} along axis {self.axis}"
+        return f"Hadamard {self.size} along axis {self.axis}"
 
     @property
     def result_length(self) -> int:
         """Values along the axis of the result."""
-        if self.length is not None:
-            return self.length
         return num_blocks(self.size, self.shape[self.axis]) * self.size
 
     def drawn_by(self, key: DerivedKey) -> RandomBitsCall:
         """Its signs, of which negative ones stand for -1: the bits of `jax.random.bernoulli`."""
         # `jax.random.rademacher`'s depend on `jax_enable_x64`.
         return RandomBitsCall.of(key, (self.size,), 32)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MomentCall:
-    """A step of an optimizer's moments that are kept in MXFP8: see `reference.moments.step`.
-
-    Attributes:
-      shape: of a moment, in float32.
-      is_root: of each moment, whether its codes are of its root.
-      is_square: of each moment, whether the square is added of what is added to all.
-    """
-
-    shape: tuple[int, ...]
-    is_root: tuple[bool, ...]
-    is_square: tuple[bool, ...]
-
-    @property
-    def text(self) -> str:
-        """The call in a jaxpr."""
-        return " and ".join("a root" if is_root else "a moment" for is_root in self.is_root)
 
 
 Call = (
@@ -409,7 +383,6 @@ Call = (
     | AttendCall
     | RandomBitsCall
     | TransformCall
-    | MomentCall
 )
 
 # Why a backend does not take a kind of call that it does not offer.
@@ -422,7 +395,6 @@ NOT_OFFERED: Mapping[type[Call], str] = {
     PackCall: "has no layout of its own for weights",
     CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
     RandomBitsCall: "draws nothing: XLA compiles jax.random's own code",
-    MomentCall: "moves nothing: XLA fuses the reference's own code",
     TransformCall: "turns nothing: XLA's own dot does",
     AttendCall: "attends to nothing: XLA's own dot and softmax do",
 }
@@ -460,8 +432,6 @@ def result_of(call: Call, *operands: Any) -> Any:
             return jax.ShapeDtypeStruct(operands[0].shape, call.dtype)
         case RandomBitsCall():
             return jax.ShapeDtypeStruct(call.shape, np.int32)
-        case MomentCall():
-            return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, np.uint8), operands[0])
         case TransformCall():
             before, after = call.shape[: call.axis], call.shape[call.axis + 1 :]
             return jax.ShapeDtypeStruct((*before, call.result_length, *after), np.float32)

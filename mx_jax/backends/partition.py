@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends import calls
 from mx_jax.backends.calls import MatmulCall, OperandType, QuantizeCall
+from mx_jax.backends.target import Target
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.rounding import ROUNDINGS
@@ -45,25 +46,25 @@ Compute = Callable[..., Any]
 Struct = jax.ShapeDtypeStruct
 
 
-def can_split(call: calls.Call) -> bool:
-    """Whether the compiler can be told how a product or casts are split: of constant sizes.
+def can_split(call: calls.Call, target: Target) -> bool:
+    """Whether a machine's compiler can be told how a product or casts are split: of constant sizes.
 
     Of casts also one tensor scale, and numbers of the library's own: a name in the program tells
     them apart, for compilation caches, and a part says as much of a block as the whole array does.
     """
+    if target.unsplit:
+        return False
     match call:
         case MatmulCall():
             shapes = (*call.lhs.shape, *call.rhs.shape)
             return call.moves_codes and all(isinstance(size, int) and size > 0 for size in shapes)
         case calls.QuantizeBothCall():
-            return can_split(call.first) and can_split(call.second)
+            return can_split(call.first, target) and can_split(call.second, target)
         case QuantizeCall(scale_rule=rule, rounding=rounding):
-            lengths = [size for _, size in call.blocks if isinstance(size, int)]
             return (
                 not call.scale_axes
                 and call.format.is_known
                 and rule in SCALE_RULES
-                and rule.group <= max(lengths, default=1)
                 and (rounding.is_stochastic or rounding in ROUNDINGS)
                 and all(isinstance(size, int) and size > 0 for size in call.shape)
             )

@@ -34,9 +34,10 @@ _SLOPELESS = (
     QuantizeBothCall,
     calls.CastStatisticsCall,
     calls.RandomBitsCall,
-    calls.MomentCall,
 )
 _DRAWS = (QuantizeCall, QuantizeBothCall, calls.TransformCall)
+# What `partition` splits between devices.
+_SPLIT = (MatmulCall, QuantizeCall, QuantizeBothCall)
 
 
 def bind(call: Call, *operands: Any) -> Any:
@@ -73,7 +74,7 @@ def choose(call: Call) -> Choice:
 def choose_if_any(call: Call) -> Choice | None:
     """As `choose`, for calls that can be made of others: None if all that are asked reject."""
     target, choice = machine.current_target(), None
-    if isinstance(call, MatmulCall) and compiler_splits() and partition.can_split(call):
+    if isinstance(call, MatmulCall) and compiler_splits() and partition.can_split(call, target):
         # A mesh in context says that the compiler splits the product: who computes the parts?
         choice = find(call, dataclasses.replace(target, num_devices=1, counted=True))
         choice = None if choice is None or choice.offer.inline else choice
@@ -115,10 +116,12 @@ def compiler_splits() -> bool:
 def _record(call: Call, target: Target, choice: Choice | None) -> None:
     """Add what was decided to the active record."""
     how = "" if choice is None else choice.offer.how
+    if target.unsplit and target.num_devices > 1 and isinstance(call, _SPLIT):
+        how = "; ".join(filter(None, (how, f"split between devices by XLA: {target.unsplit}")))
     if choice is not None and not target.counted and not isinstance(call, PackCall):
         shared = dataclasses.replace(target, program_devices=target.num_devices, counted=True)
         # Devices that share a product or a cast each compute their part by the same backend.
-        if partition.can_split(call) and not choice.offer.inline:
+        if partition.can_split(call, target) and not choice.offer.inline:
             shared = dataclasses.replace(shared, num_devices=1)
         found = [find(call, shared)]
         if found == [None] and isinstance(call, QuantizeBothCall):
@@ -135,7 +138,7 @@ def _record(call: Call, target: Target, choice: Choice | None) -> None:
             rejections=selection.ask(call, target)[1] if choice is None else choice.rejections,
             on_request=selection.on_request(call, target),
             how=how,
-            evidence=None if choice is None else choice.evidence,
+            measured=None if choice is None else choice.measured,
         )
     )
 
@@ -272,8 +275,7 @@ class OnOneDevice:
 
     def __call__(self, call: Call, *operands: Any) -> Any:
         """What a call asks for, its operands behind it."""
-        # Processes that share a program must select alike: no measurement of one of them counts.
-        target = dataclasses.replace(self.target, num_devices=1, device_kind=None)
+        target = dataclasses.replace(self.target, num_devices=1)
         with machine.on_one_device(True), self.asked.on(target), lowered_for(target.platform):
             choice = find(call, target)
             if choice is not None and choice.offer.inline:
@@ -380,11 +382,12 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
         if isinstance(call, QuantizeBothCall):
             # Each cast may be split along other axes, as its product is.
             return _each(how, call, *operands)
-        if isinstance(call, MatmulCall) and partition.can_split(call):
+        if isinstance(call, MatmulCall) and partition.can_split(call, target):
             return partition.multiply(on_each, call, *operands)
-        if isinstance(call, QuantizeCall) and not work.batches and partition.can_split(call):
+        splits = not work.batches and partition.can_split(call, target)
+        if isinstance(call, QuantizeCall) and splits:
             # XLA's own partition moves values where blocks are cut.
-            choice = find(call, dataclasses.replace(target, num_devices=1, device_kind=None))
+            choice = find(call, dataclasses.replace(target, num_devices=1))
             if choice is not None and not choice.offer.inline:
                 return partition.quantize(on_each, call, *operands)
         return _compute(call, target, *operands)

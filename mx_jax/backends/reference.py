@@ -3,37 +3,15 @@
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from mx_jax.backends import calls
-from mx_jax.backends.calls import Call, MomentCall, TransformCall
+from mx_jax.backends.calls import Call, TransformCall
 from mx_jax.backends.target import Backend, Offer
 from mx_jax.mxarray import decode
-from mx_jax.reference import hadamard, matmul, moments, quantize, ragged, random_bits, statistics
+from mx_jax.reference import hadamard, matmul, quantize, ragged, random_bits, statistics
 
 
 def _offer(call: type[Call], run: Callable[..., Any], how: str = "") -> Offer:
     return Offer(call=call, rejects=lambda call, target: None, run=run, how=how)
-
-
-def _transform(x: jax.Array, signs: jax.Array, call: TransformCall) -> jax.Array:
-    if call.length is None:
-        return hadamard.apply(x, signs, call.axis)
-    return hadamard.invert(x, signs, call.length, call.axis)
-
-
-def _step_moments(
-    stored: tuple[moments.Stored, ...],
-    added: jax.Array,
-    factors: jax.Array,
-    words: jax.Array,
-    call: MomentCall,
-) -> tuple[moments.Stored, ...]:
-    kinds = zip(stored, call.is_root, call.is_square, strict=True)
-    return tuple(
-        moments.step(own, added, factors[2 * i : 2 * i + 2], words[2 * i : 2 * i + 2], root, square)
-        for i, (own, root, square) in enumerate(kinds)
-    )
 
 
 # Dequantize to float32, then XLA's own dot: defines what the others must give. Of a pair of casts
@@ -80,7 +58,10 @@ REFERENCE = Backend(
             calls.RandomBitsCall,
             lambda key, call: random_bits.draw_bits(key.get(), call.shape, call.width),
         ),
-        _offer(MomentCall, _step_moments),
-        _offer(TransformCall, _transform, how="XLA float32 dot, HIGHEST"),
+        _offer(
+            TransformCall,
+            lambda x, signs, call: hadamard.apply(x, signs, call.axis),
+            how="XLA float32 dot, HIGHEST",
+        ),
     ),
 )

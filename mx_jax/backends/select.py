@@ -9,8 +9,7 @@ import jax
 
 from mx_jax.backends.calls import NOT_OFFERED, Call
 from mx_jax.backends.cpu_ffi import CPU_FFI
-from mx_jax.backends.cudnn import CUDNN
-from mx_jax.backends.evidence import Row, row_about, switches_on, why_asleep
+from mx_jax.backends.measured import Row, row_about
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Backend, Offer, Target, current_target, only_named
@@ -29,7 +28,6 @@ BACKENDS: tuple[Backend, ...] = (
     XLA_BFLOAT16,
     REFERENCE,
     PALLAS_GPU,
-    CUDNN,
 )
 
 
@@ -44,8 +42,7 @@ class Selection:
     # (name, why it is not asked) of those that would accept if they were named.
     on_request: tuple[tuple[str, str], ...]
     how: str = ""  # what the one that accepts says of how it computes, in words; may be empty
-    # The measurement that the backend is asked for; None if it is asked anyway.
-    evidence: Row | None = None
+    measured: Row | None = None  # what was measured of the backend, where it is fastest
 
 
 # In the name stack of what computes an entry of a recorder, with the entry's index behind.
@@ -100,7 +97,7 @@ class Choice:
     backend: Backend
     offer: Offer  # `offer.run` computes this call
     rejections: tuple[tuple[str, str], ...]  # (name, reason) of those tried before
-    evidence: Row | None = None  # the measurement that it is asked for; None if it is asked anyway
+    measured: Row | None = None  # what was measured of it, where it is fastest
 
 
 def select(call: Call, target: Target | None = None) -> Choice:
@@ -122,29 +119,25 @@ def find(call: Call, target: Target) -> Choice | None:
 def ask(call: Call, target: Target) -> tuple[Choice | None, tuple[tuple[str, str], ...]]:
     """The first backend that accepts; the name of each before it, and its reason."""
     target, table = _counted(target), {backend.name: backend for backend in known_backends()}
-    only, preferred = only_named.value, preferred_names.value
-    unproved = only_if_named() - {only, *preferred}
-    rows = {} if only is not None else _measured(call, target, unproved)
-    proved = {name: row for name, row in rows.items() if switches_on(call, row)}
-    # Those that are preferred by name, those that were measured, the fastest first, the others.
-    fastest = sorted(proved, key=lambda name: -proved[name].speed)
-    names = [*(name for name in preferred if name in table), *fastest, *table]
+    row, only = row_about(call, target), only_named.value
+    unasked = _unasked(row)
+    # Those that are preferred by name, the one that was measured to be the fastest, the others.
+    names = [*preferred_names.value, *([row.backend] if row else []), *table]
     rejections: list[tuple[str, str]] = []
-    for name in dict.fromkeys(names):
+    for name in (own for own in dict.fromkeys(names) if own in table):
         backend, offer = table[name], table[name].offers.get(type(call))
         if only is not None and name != only:
             reason = f"not asked: only_backend({only!r})"
-        elif name in unproved and name not in proved:
-            reason = f"not asked: {rows.get(name, 'not proved on hardware')}; "
-            reason += f"prefer_backends({name!r}) asks it"
+        elif name in unasked:
+            reason = f"not asked: {_why_unasked(target)}; prefer_backends({name!r}) asks it"
         elif offer is None:
             reason = NOT_OFFERED[type(call)]
         elif (reason := offer.rejects(call, target)) is None:
             if offer.describes is not None:
-                offer = dataclasses.replace(offer, how=offer.describes(call, target))
+                offer = dataclasses.replace(offer, how=offer.describes(call))
             tried = tuple(rejections)
-            row = proved.get(name)
-            return Choice(backend=backend, offer=offer, rejections=tried, evidence=row), tried
+            own = row if row is not None and row.backend == name else None
+            return Choice(backend=backend, offer=offer, rejections=tried, measured=own), tried
         rejections.append((name, reason))
     return None, tuple(rejections)
 
@@ -152,32 +145,30 @@ def ask(call: Call, target: Target) -> tuple[Choice | None, tuple[tuple[str, str
 def on_request(call: Call, target: Target) -> tuple[tuple[str, str], ...]:
     """(name, why) of the backends that are asked only by name and would take the call."""
     target = _counted(target)
-    asleep = only_if_named() - {only_named.value, *preferred_names.value}
-    rows = _measured(call, target, asleep)
+    unasked, why = _unasked(row_about(call, target)), _why_unasked(target)
     return tuple(
-        (backend.name, why_asleep(call, rows.get(backend.name), target))
+        (backend.name, why)
         for backend in known_backends()
-        if backend.name in asleep
-        and backend.rejects(call, target) is None
-        and not (only_named.value is None and switches_on(call, rows.get(backend.name)))
+        if backend.name in unasked and backend.rejects(call, target) is None
     )
+
+
+def _unasked(row: Row | None) -> set[str]:
+    """Names of those behind the reference for which neither a name nor a measurement speaks."""
+    measured = set() if row is None else {row.backend}
+    return only_if_named() - {only_named.value, *preferred_names.value, *measured}
+
+
+def _why_unasked(target: Target) -> str:
+    """Why what stands behind the reference is asked only by name."""
+    if target.num_devices > 1:
+        return f"not measured on several devices, got num_devices={target.num_devices}"
+    return f"nothing was measured of this on {target.device_kind or 'this machine'}"
 
 
 def _counted(target: Target) -> Target:
     """The machine as a program of one device has it, where the devices are not counted."""
     return target if target.counted else dataclasses.replace(target, num_devices=1, counted=True)
-
-
-def _measured(call: Call, target: Target, names: set[str]) -> dict[str, Row]:
-    """What evidence says of those of these names that take the call, on one device."""
-    if target.device_kind is None or target.num_devices > 1:
-        return {}
-    found = {
-        backend.name: row_about(call, backend, target)
-        for backend in known_backends()
-        if backend.name in names and backend.rejects(call, target) is None
-    }
-    return {name: row for name, row in found.items() if row is not None}
 
 
 def only_if_named() -> set[str]:
@@ -221,8 +212,8 @@ def prefer_backends(*names: str) -> contextlib.AbstractContextManager[None]:
     """A context in which the named backends are asked first, and all others after them.
 
     What they reject goes to the next, as it always does. This is how to use a backend that stands
-    behind the reference, such as the GPU kernels, where nothing was measured of it, or whatever was
-    measured. It enters jit's cache key.
+    behind the reference, such as the GPU kernels, where nothing was measured of it. It enters jit's
+    cache key.
 
     Args:
       names: of backends, in order of preference; none lifts an outer preference.
@@ -236,7 +227,7 @@ def prefer_backends(*names: str) -> contextlib.AbstractContextManager[None]:
     Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> x = mx_jax.quantize(jnp.ones((4, 32)), "mxfp4")
-      >>> with mx_jax.prefer_backends("pallas_gpu", "cudnn"):
+      >>> with mx_jax.prefer_backends("pallas_gpu"):
       ...     mx_jax.matmul(x, jnp.ones((32, 2)), recipe=mx_jax.recipes.mxfp4()).shape
       (4, 2)
     """

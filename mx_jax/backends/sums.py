@@ -13,7 +13,6 @@ from mx_jax.axes import Axes, Side
 from mx_jax.backends.calls import MatmulCall, Operand, PackCall
 from mx_jax.codecs import float32
 from mx_jax.codecs.float32 import select
-from mx_jax.codecs.lowering import elementwise
 from mx_jax.codecs.scale import scale_to_float32, true_divide
 from mx_jax.mxarray import MXArray
 
@@ -74,12 +73,10 @@ def scaled(sums: jax.Array, *scales: SumScale) -> jax.Array:
     return _product(sums, *lax.optimization_barrier((*first, *second)))
 
 
-@elementwise
 def _product(*factors: jax.Array) -> jax.Array:
     return functools.reduce(float32.mul, factors)
 
 
-@elementwise
 def _halves(values: jax.Array, divides: bool) -> tuple[jax.Array, jax.Array]:
     """Two factors of about equal exponents; of zero, Inf and NaN, one is 1."""
     bits = float32.to_bits(values)

@@ -4,10 +4,9 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -39,10 +38,26 @@ class Target:
     device_kind: str | None = None
     program_devices: int = 1
 
+    @property
+    def unsplit(self) -> str | None:
+        """Why its compiler cannot be told how devices share a call; None: it can."""
+        return PLATFORMS.get(self.platform, Platform()).unsplit
+
+
+class Platform(NamedTuple):
+    """What the compilers of platforms differ in: see `Target`."""
+
+    unsplit: str | None = None
+
 
 # jax.Device is no type to a type checker.
 Device = Any
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+PLATFORMS: Mapping[str, Platform] = {
+    "cpu": Platform(),
+    "cuda": Platform(),
+    "rocm": Platform(),
+    "tpu": Platform(unsplit="TPUs have no custom partitioning"),
+}
 
 # Both enter jit's cache key: what was traced for one machine is not reused for another.
 _named = jax.make_user_context(default_value=None)
@@ -168,10 +183,9 @@ class Offer:
         what `reference.statistics.of_cast` gives: counts alike, sums within float32's rounding;
         subnormal values count in sums or not, as they do for the machine's arithmetic.
         RandomBitsCall: `(key, call)` to int32, by a `DerivedKey`. TransformCall: `(x, signs,
-        call)` to float32, within a product's bound. MomentCall: `(stored, added, factors, words,
-        call)` to new pairs of codes and scales, as `reference.moments.step` takes and gives them.
+        call)` to float32, within a product's bound.
       how: what computes it, in words, where the backend's name does not say it.
-      describes: given a call that it takes and the target, what takes the place of `how`.
+      describes: given a call that it takes, what takes the place of `how`.
       lays_out: the side whose weights, which did not come packed, it brings into a layout of its
         own, at every call and in more than one kernel: then who stored them is told of
         `pack_weights`. None: neither.
@@ -185,7 +199,7 @@ class Offer:
     rejects: Callable[[Any, Target], str | None]
     run: Callable[..., Any]
     how: str = ""
-    describes: Callable[[Any, Target], str] | None = None
+    describes: Callable[[Any], str] | None = None
     lays_out: Callable[[Any], Side | None] = lambda call: None
     takes_keys: bool = False
     inline: bool = False
@@ -200,16 +214,11 @@ class Backend:
       name: what `only_backend` and `explain` call it.
       epsilon_bound: c in `|C - exact| <= c * 2^-24 * sqrt(k) * sum |a b|` for float32 products.
       table: what it offers, a row for each kind of call; of any other it says that it does not.
-      source: files that decide what its kernels compute: what was measured of others does not
-        count. None: nothing is measured of it.
-      kernel: name of the kernel that takes a call on a machine, where it has several.
     """
 
     name: str
     epsilon_bound: float
     table: tuple[Offer, ...]
-    source: Callable[[], Iterable[Path]] | None = None
-    kernel: Callable[[Call, Target], str] = lambda call, target: ""
 
     @functools.cached_property
     def offers(self) -> Mapping[type[Call], Offer]:

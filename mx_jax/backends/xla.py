@@ -21,7 +21,7 @@ from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs import blocks
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs.float32 import power_of_two, select
-from mx_jax.codecs.lowering import elementwise, platform_dependent
+from mx_jax.codecs.lowering import platform_dependent
 from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN, scale_to_float32
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray, decode
@@ -194,7 +194,6 @@ def block_values(operand: Operand) -> tuple[jax.Array, float]:
     return decode(sums.without_tensor_scale(operand), jnp.bfloat16), 1.0
 
 
-@elementwise
 def _under_exponent(codes: jax.Array, scales: jax.Array, element: ElementFormat) -> jax.Array:
     """Bfloat16 values under E8M0 scales, times 2^-2: exact from 2^-124 on, Inf as in float32."""
     # Multiplied twice, each time by a normal power of two; GPUs have subnormals, and multiply the
@@ -334,7 +333,7 @@ def _scale_of_groups(
 def _rejects_transform(call: calls.TransformCall, target: Target) -> str | None:
     if target.platform == "cpu":
         return _NO_CPU
-    if call.dtype != jnp.bfloat16 or call.length is not None:
+    if call.dtype != jnp.bfloat16:
         return f"needs values that bfloat16 holds, got dtype={call.dtype}"
     return None
 

@@ -1,8 +1,8 @@
 """safetensors files, one or several with an index, written and read one tensor at a time.
 
 The package of that name checks what is read. It writes only what is in memory whole, so writing is
-done here. Files get names that the earlier index does not have: the checkpoint changes at the
-moment at which the new index takes its place.
+done here. Several files get names that no other checkpoint had: it changes at the moment at which
+the new index takes its place, and who reads an earlier one meets no file of a later one.
 """
 
 import contextlib
@@ -10,11 +10,12 @@ import dataclasses
 import itertools
 import json
 import math
+import numbers
 import os
 import re
+import secrets
 import sys
-import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path, PurePath
 from typing import Any, Literal
 
@@ -25,10 +26,7 @@ import safetensors
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+from mx_jax.checkpoint.writers import only_writer, replacing
 
 # The format's dtypes, by its names for them.
 DTYPES = {
@@ -48,12 +46,12 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 # Tensors start at multiples of it.
 _ALIGNMENT = 8
-# Suffix of files that are not complete yet.
-_PARTIAL = ".mx_jax-partial"
 
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-NUMBERED = re.compile(r"model-(\d{5})-of-(\d{5})(?:-\d+)?\.safetensors")
+# With what makes a later checkpoint's names its own before the numbers, where others that go by
+# names expect it; behind them it was before.
+NUMBERED = re.compile(r"model-(?:[0-9a-f]{8}-)?(\d{5})-of-(\d{5})(?:-\d+)?\.safetensors")
 # Whether complete files of an interrupted call are reused: never, after comparing every value, or
 # ("vouched") after comparing the first, where the caller knows that the arguments were the same.
 Resume = bool | Literal["vouched"]
@@ -160,95 +158,6 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _partial(path: Path) -> tuple[Any, str]:
-    """A file beside `path`, locked until it is closed or the process ends, and its name."""
-    while True:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_PARTIAL, dir=path.parent)
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # no locks on that disk
-                fcntl.flock(handle, fcntl.LOCK_EX)
-        if os.fstat(handle).st_nlink:
-            return os.fdopen(handle, "wb"), name
-        os.close(handle)  # Removed as if abandoned, before it was locked.
-
-
-@contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Any]:
-    """A file beside `path` that takes its place at the end, or is gone; errors name `path`."""
-    # What a process that was killed left there, so that nobody has it locked, goes when the next
-    # one writes to the folder.
-    if fcntl is not None:
-        for left in path.parent.glob(f".*{_PARTIAL}"):
-            with contextlib.suppress(OSError), left.open("rb") as file:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                left.unlink()
-    try:
-        made, name = _partial(path)
-    except OSError as error:
-        error.filename = os.fspath(path)
-        raise
-    try:
-        with made as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        # As a file that `open` makes: mkstemp's is for its owner alone.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, path)
-    except BaseException as error:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            # Where the disk is full, the error names no file.
-            error.filename = os.fspath(path)
-        raise
-
-
-# Folders that this process has locked: a second lock of its own would wait for the first.
-_LOCKED: set[tuple[int, int]] = set()
-
-
-@contextlib.contextmanager
-def only_writer(folder: Path, *, wait: bool = False) -> Iterator[None]:
-    """Lock a folder for one process that writes to it; where another has: `wait`, or ValueError."""
-    if fcntl is None:
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY | (0 if wait else os.O_NOFOLLOW))
-    facts = os.fstat(handle)
-    own = {(facts.st_dev, facts.st_ino)} - _LOCKED
-    try:
-        try:
-            if own:
-                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            # Before that another process may have moved it into its place.
-            busy = not (wait or own <= _identities(folder))
-        except OSError as error:  # others: no locks on that disk
-            busy = isinstance(error, BlockingIOError)
-        if busy:
-            raise ValueError(f"another process is writing to {folder}; try again when it has ended")
-        _LOCKED.update(own)
-        yield
-    finally:
-        _LOCKED.difference_update(own)
-        os.close(handle)
-
-
-def check_apart(out: Path, source: Path, where: str) -> None:
-    """ValueError if files are to be replaced that are read, by whatever path or link."""
-    if _identities(out) & _identities(source):
-        raise ValueError(f"{where}{out} is what is read; write to another place")
-
-
-def _identities(path: Path) -> set[tuple[int, int]]:
-    """Of a path and, of a folder, the files in it: what is the same for all links."""
-    files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else []
-    facts = [one.stat() for one in (path, *files) if one.exists()]
-    return {(one.st_dev, one.st_ino) for one in facts}
-
-
 @dataclasses.dataclass(frozen=True)
 class Reader:
     """A file whose header has been checked; its tensors are views of the file, which is mapped."""
@@ -265,15 +174,16 @@ class Reader:
         path.open("rb").close()  # For safetensors there is no file where one may not be read.
         try:
             # Lengths, offsets and sizes: all of it is checked there before anything is believed.
-            with safetensors.safe_open(str(path), framework="numpy") as checked:
-                metadata = checked.metadata() or {}
+            with safetensors.safe_open(str(path), framework="numpy"):
+                pass
         except (safetensors.SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"checkpoint: {path} is no whole safetensors file: {error}") from error
         # A plain view: slices of a memmap are slow.
         content = np.asarray(np.memmap(path, np.uint8, mode="r"))
         start = 8 + int.from_bytes(content[:8].tobytes(), "little")
         header = json.loads(content[8:start].tobytes())
-        header.pop(_METADATA, None)
+        # Of the same file as what follows: another may have taken the place of the checked one.
+        metadata = header.pop(_METADATA, None) or {}
         tensors = {}
         for name, facts in header.items():
             check_name(name, f"checkpoint: {path}")
@@ -304,8 +214,10 @@ def check_sizes(largest: int | None, resume: Resume, where: str) -> None:
     """ValueError for a size of files that is none, or something to resume where there is one."""
     if resume not in (False, True, "vouched"):
         raise ValueError(f"{where}: resume={resume!r} must be True, False or 'vouched'")
-    if largest is not None and largest < 1:
-        raise ValueError(f"{where}: max_shard_size={largest} must be positive")
+    if largest is not None and not (isinstance(largest, numbers.Real) and largest >= 1):
+        raise ValueError(
+            f"{where}: max_shard_size={largest!r} must be positive, a number of bytes as 5 * 10**9"
+        )
     if resume and largest is None:
         raise ValueError(f"{where}: resume needs several files; give max_shard_size")
 
@@ -321,39 +233,120 @@ def write_files(
     group: Callable[[str], str] = str,
 ) -> None:
     """Write a file, or files of up to `max_shard_size` bytes of tensors and an index of them."""
-    # Each file appears when it is whole, the index when all are. Until then an earlier checkpoint
-    # in the folder is read as it was; then its files go. Neighbours of one `group` share a file.
-    if max_shard_size is None and path.name == WHOLE and _named(path.parent) - {WHOLE}:
+    total = sum(entry.nbytes for entry in entries.values())
+    with progress_bar("write", total, progress) as step:
+        if max_shard_size is None:
+            with only_file(path):
+                write(path, entries, metadata(entries), step)
+            return
+        path.mkdir(parents=True, exist_ok=True)
+        shards = _shards(entries, max_shard_size, group)
+        with only_writer(path):
+            _write_shards(path, shards, metadata, resume, step)
+
+
+@contextlib.contextmanager
+def only_file(path: Path) -> Iterator[None]:
+    """Lock the folder of a file that is all of its folder's checkpoint, as its name says."""
+    if path.name != WHOLE or not path.parent.is_dir():
+        yield
+        return
+    with only_writer(path.parent):
+        check_alone(path)
+        if _named(path.parent):
+            # By a save of several files that was stopped: it tells of tensors that are to go.
+            for file in _numbered(path.parent):
+                file.unlink()
+            (path.parent / INDEX).unlink()
+        yield
+
+
+def check_alone(path: Path) -> None:
+    """ValueError for a folder's one file beside the index of others."""
+    if path.name == WHOLE and _named(path.parent) - {WHOLE}:
         raise ValueError(
             f"checkpoint: {path.parent} has an {INDEX} of other files, which readers of the folder "
             f"would go by; write to another folder, or remove {INDEX} and its files"
         )
-    total = sum(entry.nbytes for entry in entries.values())
-    with progress_bar("write", total, progress) as step:
-        if max_shard_size is None:
-            write(path, entries, metadata(entries), step)
-            return
-        path.mkdir(parents=True, exist_ok=True)
-        with only_writer(path, wait=True):
-            if not (path / INDEX).is_file():
-                # A checkpoint that is read without gets one: what comes beside it is no part of it.
-                with contextlib.suppress(ValueError, FileNotFoundError):  # nothing that can be read
-                    opened, _ = readers_of(path, "")
-                    own = {name: reader.path.name for reader in opened for name in reader.tensors}
-                    write_json(path / INDEX, {"weight_map": own})
-            shards = _shards(entries, max_shard_size, group)
-            named: dict[str, str] = {}
-            for number, shard in enumerate(shards, 1):
-                name = f"model-{number:05}-of-{len(shards):05}.safetensors"
-                file = _write_shard(path, name, shard, metadata(shard), resume, step)
-                named |= dict.fromkeys(shard, file)
-            # The index takes the place of the earlier one, and what only that named is removed.
-            whole, new = {WHOLE} & _named(path), set(named.values())
-            write_json(path / INDEX, {"metadata": {"total_size": total}, "weight_map": named})
-            for left in sorted(path.glob("*.safetensors")):
-                is_own = NUMBERED.fullmatch(left.name) or left.name in whole
-                if is_own and left.name not in new:
-                    left.unlink()
+
+
+def _write_shards(
+    folder: Path,
+    shards: list[dict[str, Entry]],
+    metadata: Callable[[Collection[str]], Mapping[str, str]],
+    resume: Resume,
+    step: Step,
+) -> None:
+    """Write files and their index to a folder that is locked."""
+    # Each file appears when it is whole, the index when all are. Until then an earlier checkpoint
+    # in the folder is read as it was; then its files go. What was never finished goes first, or a
+    # full disk would stay full.
+    earlier, count = _earlier(folder), f"{len(shards):05}"
+    for file, (_, of) in _numbered(folder).items():
+        if file.name not in earlier and not (resume and of == count):
+            file.unlink()
+    mark = f"{secrets.token_hex(4)}-" if earlier else ""
+    new, named = set[str](), dict[str, str]()
+    for number, shard in enumerate(shards, 1):
+        own, said = (f"{number:05}", count), metadata(shard)
+        there = [file for file, which in _numbered(folder).items() if resume and which == own]
+        file = next((file for file in there if _holds(file, shard, said, resume)), None)
+        if file is None:
+            for file in there:
+                if file.name not in earlier:
+                    file.unlink()
+            file = folder / f"model-{mark}{number:05}-of-{count}.safetensors"
+            write(file, shard, said, step)
+        else:
+            for name, entry in shard.items():
+                step(name, entry.nbytes)
+        new.add(file.name)
+        named |= dict.fromkeys(shard, file.name)
+    # Where a disk has no locks, another may have taken them for what was never finished.
+    if gone := [file for file in sorted(new) if not (folder / file).is_file()]:
+        raise ValueError(
+            f"checkpoint: {folder / gone[0]} was removed before all was written, as another that "
+            "writes to the folder would; the checkpoint stays as it was; save again"
+        )
+    total = sum(entry.nbytes for shard in shards for entry in shard.values())
+    write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": named})
+    for file in (*_numbered(folder), folder / WHOLE):
+        if file.name not in new:
+            file.unlink(missing_ok=True)
+
+
+def _earlier(folder: Path) -> set[str]:
+    """Files that the folder's checkpoint may consist of; it gets an index if it can be read."""
+    files = sorted(folder.glob("*.safetensors"))
+    names = {file.name for file in files}
+    if (folder / INDEX).is_file():
+        # One that is damaged may be mended, and name any of them.
+        return _named(folder) or names
+    names -= {name for part in _incomplete(names).values() for name in part}
+    # What is read without an index gets one: what comes beside it is no part of it.
+    with contextlib.suppress(ValueError):  # Others may read what is not read here.
+        weight_map = _located([Reader.open(file) for file in files if file.name in names], "")
+        if weight_map:
+            write_json(folder / INDEX, {"weight_map": weight_map})
+    return names
+
+
+def _numbered(folder: Path) -> dict[Path, tuple[str, str]]:
+    """Numbered files of a folder: the number of each, and of how many."""
+    found = [(file, NUMBERED.fullmatch(file.name)) for file in sorted(folder.glob("*.safetensors"))]
+    return {file: (match[1], match[2]) for file, match in found if match is not None}
+
+
+def _incomplete(names: Iterable[str]) -> dict[int, list[str]]:
+    """Numbered files by how many there should be, where one is missing, or there twice."""
+    numbered: dict[str, list[re.Match[str]]] = {}
+    for match in filter(None, map(NUMBERED.fullmatch, names)):
+        numbered.setdefault(match[2], []).append(match)
+    return {
+        int(count): [match[0] for match in matches]
+        for count, matches in numbered.items()
+        if not int(count) <= len({match[1] for match in matches}) == len(matches)
+    }
 
 
 def _shards(
@@ -373,39 +366,22 @@ def _shards(
     return shards
 
 
-def _write_shard(
-    folder: Path,
-    name: str,
-    shard: Mapping[str, Entry],
-    metadata: Mapping[str, str],
-    resume: Resume,
-    step: Step,
-) -> str:
-    """Write a shard, unless an equal one is there; returns the name of its file."""
-    text = _header(shard, metadata)
-    compared = list(shard.items())[: 1 if resume == "vouched" else None]
-    like_it = sorted(folder.glob(name.replace(".", "*."))) if resume else []
-    for there in filter(Path.is_file, like_it):
-        with there.open("rb") as file:
-            if file.read(len(text)) != text:
-                continue
-        try:
-            reader = Reader.open(there)
-        except ValueError:
-            continue
-        if all(
-            np.asarray(reader[tensor]).tobytes() == np.asarray(entry).tobytes()
-            for tensor, entry in compared
-        ):
-            for tensor, entry in shard.items():
-                step(tensor, entry.nbytes)
-            return there.name
-    # The name, or with a number the first that no file has.
-    stem = name.removesuffix(".safetensors")
-    names = itertools.chain([name], (f"{stem}-{i}.safetensors" for i in itertools.count(2)))
-    free = next(one for one in names if not os.path.lexists(folder / one))
-    write(folder / free, shard, metadata, step)
-    return free
+def _holds(
+    file: Path, shard: Mapping[str, Entry], metadata: Mapping[str, str], resume: Resume
+) -> bool:
+    """Whether a file holds a shard; `resume` as of `write_files`."""
+    text, compared = _header(shard, metadata), list(shard.items())
+    with file.open("rb") as there:
+        if there.read(len(text)) != text:
+            return False
+    try:
+        reader = Reader.open(file)
+    except ValueError:
+        return False
+    return all(
+        np.asarray(reader[name]).tobytes() == np.asarray(entry).tobytes()
+        for name, entry in compared[: 1 if resume == "vouched" else None]
+    )
 
 
 def _named(folder: Path) -> set[str]:
@@ -421,7 +397,43 @@ def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Entry]]:
     if not path.is_dir():
         reader = Reader.open(path)
         return [reader], dict(reader.tensors)
-    index, named = path / INDEX, None
+    while True:
+        with _same(path / INDEX) as is_same:
+            try:
+                found = _readers(path, where)
+            except (ValueError, OSError):
+                if is_same():
+                    raise
+            else:
+                if is_same():
+                    return found
+        # Another has replaced the checkpoint, and removed files before they were opened.
+
+
+@contextlib.contextmanager
+def _same(path: Path) -> Iterator[Callable[[], bool]]:
+    """Yields a function that tells whether the file at a path, or none, is still what it was."""
+
+    def facts(file: Path | int) -> tuple[int, ...] | None:
+        try:
+            found = os.stat(file)
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        yield lambda: facts(path) is None
+        return
+    with file:  # While it is open, no other file gets its number.
+        before = facts(file.fileno())
+        yield lambda: facts(path) == before
+
+
+def _readers(path: Path, where: str) -> tuple[list[Reader], dict[str, Entry]]:
+    """What a folder's index names now, or all files where it has none, or one that names none."""
+    index, named = path / INDEX, dict[str, Any]()
     if index.is_file():
         named = read_table(index, "checkpoint.read").get("weight_map")
         if not isinstance(named, dict):
@@ -431,39 +443,36 @@ def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Entry]]:
                 raise ValueError(
                     f"{where}: {INDEX} names {file!r}, which is no file of this folder"
                 )
-        files = [path / file for file in sorted(set(named.values()))]
-    else:
-        files = sorted(path.glob("*.safetensors"))
-        if not files:
-            raise FileNotFoundError(f"{where}: no safetensors file in this folder")
-    # Of numbered files none may be missing, or there twice.
-    numbered: dict[str, list[str]] = {}
-    for shard in filter(None, (NUMBERED.fullmatch(file.name) for file in files)):
-        numbered.setdefault(shard[2], []).append(shard[1])
-    for count, numbers in numbered.items():
-        if len({*numbers}) < int(count) or len(numbers) > len({*numbers}):
-            are = f"there and no {INDEX}" if named is None else f"named by {INDEX}"
-            raise ValueError(
-                f"{where}: {len(numbers)} of {int(count)} files are {are}: it was "
-                "not written to its end; write it again, or with resume=True"
-            )
+    files = sorted({path / file for file in named.values()} or path.glob("*.safetensors"))
+    if not files and not index.is_file():
+        raise FileNotFoundError(f"{where}: no safetensors file in this folder")
+    for count, names in _incomplete(file.name for file in files).items():
+        are = f"named by {INDEX}" if named else f"there and no {INDEX}"
+        raise ValueError(
+            f"{where}: {len(names)} of {count} files are {are}: it was not written to its end; "
+            "write it again, or with resume=True"
+        )
     opened = {file.name: Reader.open(file) for file in files}
-    if named is None:
-        named = {}
-        for file, reader in opened.items():
-            for name in reader.tensors:
-                if name in named:
-                    raise ValueError(
-                        f"{where}: {name} is in two files, {named[name]} and {file}, and no "
-                        f"{INDEX} tells which counts; remove one"
-                    )
-                named[name] = file
     found: dict[str, Entry] = {}
-    for name, file in named.items():
+    for name, file in (named or _located([*opened.values()], where)).items():
         if name not in opened[file].tensors:
             raise ValueError(f"{where}: {INDEX} says that {name} is in {file}, which has no such")
         found[name] = opened[file].tensors[name]
     return [*opened.values()], found
+
+
+def _located(readers: list[Reader], where: str) -> dict[str, str]:
+    """From tensors to the names of their files; ValueError for one that is in two."""
+    located: dict[str, str] = {}
+    for reader in readers:
+        for name in reader.tensors:
+            if name in located:
+                raise ValueError(
+                    f"{where}: {name} is in two files, {located[name]} and {reader.path.name}, and "
+                    f"no {INDEX} tells which counts; remove one"
+                )
+            located[name] = reader.path.name
+    return located
 
 
 # Beside the tensors ----------------------------------------------------------------------------

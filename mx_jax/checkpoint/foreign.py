@@ -15,18 +15,15 @@ import numpy as np
 from mx_jax.checkpoint import files
 from mx_jax.checkpoint.gguf import gguf_in, read_gguf
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout, config_of, named
-from mx_jax.checkpoint.scales import block_scales, stored_parts, tensor_scale
+from mx_jax.checkpoint.scales import stored_parts
 from mx_jax.checkpoint.torchao import NAMES, TORCHAO, read_torchao, torchao_parts
 from mx_jax.checkpoint.weights import Stored, Weights, assembled, stored_plain
 from mx_jax.checkpoint.wire import DESCRIPTION, own_weights
-from mx_jax.formats import MXFP4
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import unpacked
 
 
-def read(
-    path: str | os.PathLike[str], *, layout: str | None = None, rotated: bool = False
-) -> Weights:
+def read(path: str | os.PathLike[str], *, layout: str | None = None) -> Weights:
     """Open a checkpoint, one that `save` wrote or in a layout that is in use elsewhere.
 
     A folder with `config.json` says what it is; a bare file is read if its names, dtypes and shapes
@@ -36,8 +33,6 @@ def read(
     Args:
       path: a GGUF file, a safetensors file, or a folder of these, with or without an index.
       layout: the name of one, to read this and no other; `mx_jax.checkpoint.LAYOUTS` has them.
-      rotated: whether to read weights whose inputs have to be rotated (FP-Quant) as they are;
-        `Weights.stored` names the matrix of each, and rotating is up to the caller.
 
     Returns:
       A mapping from names to MXArrays `[..., out, in]` and plain arrays.
@@ -45,8 +40,8 @@ def read(
     Raises:
       FileNotFoundError: there is nothing, or a file that the index names is missing.
       ValueError: a weight that fits two layouts, scales that fit none or have another shape, scales
-        that are NaN or negative, a tensor scale that is stored the other way around, weights for
-        rotated inputs without `rotated`, damaged files.
+        that are NaN or negative, a tensor scale that is stored the other way around, weights that
+        ask something of their inputs (AWQ, SVDQuant, FP-Quant), damaged files.
 
     Examples:
       >>> import os, tempfile, numpy as np, safetensors.numpy
@@ -87,13 +82,6 @@ def read(
         raise ValueError(f"{where}: quantization_config is no table, got {stated!r}")
     candidates = (named(layout),) if layout else [row for row in LAYOUTS if row.used_by(stated)]
     stored = _read_layouts(tensors, tuple(candidates) or LAYOUTS, jnp.dtype(dtype), where)
-    turned = [name for name, one in stored.items() if one.rotation is not None]
-    if turned and not rotated:
-        raise ValueError(
-            f"{where}: {len(turned)} weights take inputs that were rotated, such as {turned[0]} by "
-            f"{stored[turned[0]].rotation}; without that they give nonsense. Rotate the inputs, "
-            "and say rotated=True"
-        )
     return Weights(path, stored, metadata)
 
 
@@ -103,8 +91,8 @@ _SCALE_NAMES = tuple(
     - {".scale", ".scales"}
 )
 
-# What ModelOpt's AWQ and SVDQuant ask of inputs, or add to products. Unread, it would be missed.
-_ASKED = (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b")
+# What AWQ, SVDQuant and FP-Quant ask of inputs, or add to products. Unread, it would be missed.
+_ASKED = (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b", ".forward_hadamard_matrix")
 
 
 def _read_layouts(
@@ -114,9 +102,9 @@ def _read_layouts(
     asked = [name for name in tensors if name.endswith(_ASKED)]
     if asked:
         raise ValueError(
-            f"{where}: {len(asked)} tensors such as {asked[0]} belong to weights of AWQ or "
-            "SVDQuant, which give nonsense without them, and mx_jax does not apply them; export "
-            "the model without"
+            f"{where}: {len(asked)} tensors such as {asked[0]} belong to weights of AWQ, "
+            "SVDQuant or FP-Quant, which give nonsense without them, and mx_jax does not apply "
+            "them; export the model without"
         )
     # Layouts that a weight may have, by its name, with the base of its tensors' names.
     accepting: dict[str, tuple[str, list[Layout]]] = {}
@@ -137,18 +125,11 @@ def _read_layouts(
             )
         row = fitting[0]
         parts = {part: tensors[each] for part, each in row.parts(base).items()}
-        rotation = None if row.rotation is None else base + row.rotation
-        if rotation is not None:
-            matrix = np.asarray(tensors[rotation], np.float32)
-            # The identity asks nothing of the inputs.
-            if matrix.ndim == 2 and np.array_equal(matrix, np.eye(*matrix.shape)):
-                rotation = None
         stored[name] = Stored(
             shape=row.shape(parts["codes"].shape),
             nbytes=sum(entry.nbytes for entry in parts.values()),
             fetch=functools.partial(_quantized, row, parts, dtype, f"{where}: {name}"),
             layout=row.name,
-            rotation=rotation,
         )
         for each in row.parts(base).values():
             plain.pop(each, None)
@@ -210,12 +191,6 @@ def _quantized(
     found = {part: np.asarray(entry) for part, entry in parts.items()}
     shape, scales = layout.shape(found["codes"].shape), found["scales"]
     whole, stated = found.get("tensor_scale"), {"divides": layout.divides, "layout": layout.name}
-    if layout.padded:
-        scales = scales[tuple(slice(count) for count in layout.scales_shape(shape))]
-    if layout.exponents and whole is not None:
-        factor = tensor_scale(whole, shape, **stated, where=where)
-        powers = block_scales(scales, MXFP4, where).astype(np.int32) - 127
-        scales, whole = np.ldexp(factor, powers), None
     facts: Any = {"format": layout.format, "blocks": layout.blocks, "dtype": dtype} | stated
     bits = layout.format.element.bits
     return assembled(found["codes"], scales, whole, bits=bits, shape=shape, **facts, where=where)
@@ -273,11 +248,6 @@ def entries_of(
 ) -> tuple[dict[str, files.Entry], dict[str, str]]:
     """What `write` writes, tensors and metadata; ValueError where the layout cannot hold it."""
     row = None if layout == TORCHAO else named(layout)
-    if row is not None and row.rotation is not None:
-        raise ValueError(
-            f"checkpoint.write: {row.name} holds weights that were rotated before they were "
-            "quantized, and is read only; choose another layout"
-        )
 
     # A weight is fetched again when its turn comes.
     def parts_of(name: str) -> tuple[dict[str, files.Entry], dict[str, str]]:

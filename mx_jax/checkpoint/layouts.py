@@ -26,6 +26,7 @@ from mx_jax.formats import (
     BlockFormat,
     Whole,
 )
+from mx_jax.formats.removed import whereabouts
 from mx_jax.packed import Quantized
 
 
@@ -49,11 +50,6 @@ class Layout:
       scales_dtypes: those that the scales may have.
       divides: whether the tensor scale is stored as what it divides by.
       scale_shape: of the tensor scale as it is written; any of one number is read.
-      rotation: suffix of the matrix by which inputs have to be rotated, in groups along their last
-        axis, before they meet such a weight; None for weights as they were trained.
-      padded: whether the scales may be padded to whole tiles of 128 x 4, rows in order.
-      exponents: whether E8M0 scales and the tensor scale are stored that make float32 scales
-        together, `2^(scale - 127)` times the tensor's.
       split: whether the codes' last axis is cut into blocks `[..., in / 32, 16]`.
       configs: what `quantization_config` says where the layout is used: pairs of key and value.
 
@@ -74,9 +70,6 @@ class Layout:
     scales_dtypes: tuple[str, ...] = ("U8",)
     divides: bool = False
     scale_shape: tuple[int, ...] = (1,)
-    rotation: str | None = None
-    padded: bool = False
-    exponents: bool = False
     split: bool = False
     configs: tuple[tuple[tuple[str, str], ...], ...] = ()
 
@@ -112,8 +105,6 @@ class Layout:
         """What a weight of that name would need, in words: tensors, other dtypes, whole codes."""
         dtypes = {"codes": (self.codes_dtype,), "scales": self.scales_dtypes}
         wanted = {name: dtypes.get(part) for part, name in self.parts(base).items()}
-        if self.rotation is not None:
-            wanted[base + self.rotation] = None
         found = []
         for name, kinds in wanted.items():
             if name not in tensors:
@@ -131,8 +122,7 @@ class Layout:
         parts = self.parts(base)
         shape, given = self.shape(tensors[parts["codes"]].shape), tensors[parts["scales"]].shape
         expected = self.scales_shape(shape)
-        tiles = -(-expected[0] // 128) * 128, -(-expected[-1] // 4) * 4
-        if given == expected or (*given, 1) == expected or (self.padded and given == tiles):
+        if given == expected or (*given, 1) == expected:
             return None
         hint = "they may be swizzled for tensor cores, or of another block size"
         if given == (*expected[:-2], *reversed(expected[-2:])):
@@ -174,24 +164,6 @@ def _float8(
     return _row(name, format, ".weight", scales, *configs, **more)
 
 
-def _fp_quant(format: BlockFormat, name: str) -> Layout:
-    """Codes of a rotated weight, under a scale of the tensor that divides: 1, 3 or 10 by custom."""
-    return _row(
-        f"fp-quant-{name}",
-        format,
-        ".qweight",
-        ".scales",
-        {"quant_method": "fp_quant", "forward_dtype": name},
-        tensor_scale=".weight_global_scale",
-        divides=True,
-        rotation=".forward_hadamard_matrix",
-        padded=True,
-        exponents=format.scale.is_float32,
-    )
-
-
-# MXFP4 under a scale of the whole tensor, which no format has: both are one float32 number.
-_FP4_FLOAT32 = dataclasses.replace(MXFP4, name="mxfp4_float32_scale", scale=F32)
 _FP8_ROWS = BlockFormat(name="float8_channelwise_e4m3", element=E4M3, scale=F32, block=(1, WHOLE))
 
 LAYOUTS: tuple[Layout, ...] = (
@@ -263,8 +235,6 @@ LAYOUTS: tuple[Layout, ...] = (
         codes_dtype="I8",
         scales_dtypes=("F8_E8M0",),
     ),
-    _fp_quant(_FP4_FLOAT32, "mxfp4"),
-    _fp_quant(NVFP4, "nvfp4"),
 )
 
 
@@ -274,7 +244,8 @@ def named(name: str) -> Layout:
         if layout.name == name:
             return layout
     raise ValueError(
-        f"checkpoint: unknown layout={name!r}; known: {', '.join(row.name for row in LAYOUTS)}"
+        f"checkpoint: unknown layout={name!r}{whereabouts(name)}; known: "
+        f"{', '.join(row.name for row in LAYOUTS)}"
     )
 
 

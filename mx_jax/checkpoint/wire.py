@@ -6,6 +6,7 @@ safetensors files. The description has every fact of the format: a reader needs 
 
 import dataclasses
 import enum
+import itertools
 import json
 import os
 import re
@@ -299,10 +300,12 @@ def save(
     fetched from its device.
 
     What is there stays as it is until all is written; killed at any moment, `load` gives all of the
-    old or all of the new. A file takes its place when it is whole. Several files change with their
-    index: where an earlier one names `model-00001-of-00004.safetensors` a new one gets
-    `model-00001-of-00004-2.safetensors`, and what is replaced is removed at last. Readers that go
-    by the index, as transformers and vLLM do, see one checkpoint.
+    old or all of the new. A file takes its place when it is whole; where that is a link, what it
+    names is replaced. Several files change with their index: the first are called
+    `model-00001-of-00004.safetensors`, those that replace them
+    `model-3f9c01d2-00001-of-00004.safetensors`, with digits that no other save has, and what they
+    replace is removed at last. Readers that go by the index, as transformers and vLLM do, see one
+    checkpoint. Threads and processes that save to one folder wait for each other.
 
     Args:
       path: of the file, `.safetensors` by custom; of a folder, where there are to be several.
@@ -334,8 +337,12 @@ def save(
     # The tensor of each entry, and the description of each tensor.
     owner: dict[str, str] = {}
     described: dict[str, dict[str, Any]] = {}
+    empty: list[Keys] = []
     for keys, leaf in _leaves(tree, ()):
         name = _joined(keys)
+        if isinstance(leaf, Mapping):
+            empty.append(keys)
+            continue
         described[name], found = {"path": list(keys)}, {name: leaf}
         if isinstance(leaf, Quantized):
             leaf = unpacked(leaf)
@@ -348,7 +355,9 @@ def save(
 
     def metadata(names: Collection[str]) -> dict[str, str]:
         own = dict.fromkeys(owner[name] for name in names)
-        said = {"version": VERSION, "tensors": [described[name] for name in own]}
+        said: dict[str, Any] = {"version": VERSION, "tensors": [described[name] for name in own]}
+        if empty and {*names} >= {*itertools.islice(entries, 1)}:  # the first file
+            said["empty"] = empty
         return {"format": DESCRIPTION, DESCRIPTION: json.dumps(said)}
 
     sizes: Any = {"max_shard_size": max_shard_size, "resume": resume, "progress": progress}
@@ -388,13 +397,19 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
         for name, one in weights.stored.items():
             put(tree, weights.metadata["paths"][name], one.fetch(), where)
             step(name, one.nbytes)
+    for keys in weights.metadata["empty"]:
+        put(tree, keys, {}, where)
     return tree
 
 
 def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weights:
-    """What `save` wrote, each tensor read when asked for; `metadata["paths"]` has the keys."""
+    """What `save` wrote, each tensor read when asked for.
+
+    `metadata["paths"]` has the keys of each, `metadata["empty"]` those of dicts without any.
+    """
     stored: dict[str, Stored] = {}
     paths: dict[str, Keys] = {}
+    empty: list[Keys] = []
     for reader in readers:
         text = reader.metadata.get(DESCRIPTION)
         if text is None:
@@ -407,7 +422,8 @@ def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weig
             if listed["version"] != VERSION:
                 raise ValueError(f"version={listed['version']!r}, this mx_jax reads {VERSION}")
             described = [(tuple(tensor["path"]), tensor.get("mx")) for tensor in listed["tensors"]]
-            for keys, _ in described:
+            empty += (bare := [tuple(keys) for keys in listed.get("empty", ())])
+            for keys in (*bare, *(keys for keys, _ in described)):
                 if not keys or not all(isinstance(key, str | int) for key in keys):
                     raise ValueError(f"path={list(keys)!r}")
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -415,28 +431,29 @@ def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weig
         undescribed, tensors = set(reader.tensors), []
         for keys, mx in described:
             name = _joined(keys)
-            own = {part: f"{name}/{part}" for part in (CODES, SCALES, TENSOR_SCALE)}
-            if own[TENSOR_SCALE] not in reader.tensors:  # as of most formats
-                del own[TENSOR_SCALE]
-            undescribed -= {name} if mx is None else {*own.values()}
-            tensors.append((name, keys, mx, own))
+            facts = None if mx is None else Described.read(mx, f"{where}: {name}")
+            # By what the format has, not by what is there: a tensor beside it may be called so.
+            has_one = facts is not None and facts.format.tensor_scale
+            parts = (CODES, SCALES, TENSOR_SCALE) if has_one else (CODES, SCALES)
+            own = {part: f"{name}/{part}" for part in parts}
+            undescribed -= {name} if facts is None else {*own.values()}
+            tensors.append((name, keys, facts, own))
         if undescribed:
             raise ValueError(
                 f"{where}: its metadata is damaged: they do not describe {min(undescribed)!r}, "
                 f"which {reader.path.name} holds ({len(undescribed)} of {len(reader.tensors)} "
                 "tensors)"
             )
-        for name, keys, mx, own in tensors:
+        for name, keys, facts, own in tensors:
             at = f"{where}: {name}"
             if name in paths:
                 raise ValueError(f"{where}: its metadata is damaged: {name} is there twice")
             paths[name] = keys
-            if mx is None:
+            if facts is None:
                 stored[name] = stored_plain(reader[name], at)
             else:
-                parts = {part: reader[each] for part, each in own.items()}
-                stored[name] = _stored(parts, Described.read(mx, at), at)
-    return Weights(path, stored, {"paths": paths})
+                stored[name] = _stored({part: reader[own[part]] for part in own}, facts, at)
+    return Weights(path, stored, {"paths": paths, "empty": empty})
 
 
 def _stored(parts: Mapping[str, files.Entry], described: Described, where: str) -> Stored:
@@ -449,7 +466,9 @@ def _stored(parts: Mapping[str, files.Entry], described: Described, where: str) 
 
 
 def _leaves(node: object, keys: Keys) -> Iterator[tuple[Keys, Any]]:
-    if isinstance(node, Mapping):
+    if isinstance(node, Mapping) and not node and keys:
+        yield keys, node
+    elif isinstance(node, Mapping):
         for key, value in node.items():
             if not isinstance(key, str | int) or isinstance(key, bool):
                 raise TypeError(

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from mx_jax.codecs import float32
-from mx_jax.codecs.lowering import elementwise, platform_dependent
+from mx_jax.codecs.lowering import platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.formats import E4M3, E5M2, ElementFormat
 from mx_jax.formats.element import known_element
@@ -24,7 +24,6 @@ _CONVERTED = (E4M3, E5M2)
 _NEAR = 64
 
 
-@elementwise
 def encode(
     x: jax.Array,
     element: ElementFormat,
@@ -194,7 +193,6 @@ def _with_sign(
     return lax.convert_element_type(code, jnp.uint8)
 
 
-@elementwise
 def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
     """Float32 patterns of the values of uint8 codes; every element value is a normal or zero."""
     in_integers = functools.partial(_decode_in_integers, element=element)
@@ -256,7 +254,6 @@ def _decode_in_integers(codes: jax.Array, element: ElementFormat) -> jax.Array:
     return float32.select(float32.eq(half, element.inf_code), infinity, special)
 
 
-@elementwise
 def decode(
     codes: jax.Array, element: ElementFormat, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> jax.Array:

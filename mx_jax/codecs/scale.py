@@ -12,18 +12,16 @@ lowered again, in integers.
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.custom_batching import custom_vmap
 
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes
 from mx_jax.codecs.float32 import clip, select
-from mx_jax.codecs.lowering import elementwise, platform_dependent
+from mx_jax.codecs.lowering import platform_dependent
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.formats import BlockFormat, ScaleFormat
 
@@ -119,12 +117,6 @@ def _parts(pattern: jax.Array) -> tuple[jax.Array, jax.Array]:
     return exponent, pattern & float32.MANTISSA | float32.HIDDEN
 
 
-def exponent_to_e8m0(exponent: jax.Array) -> jax.Array:
-    """E8M0 bytes of unbiased exponents, clamped to -127..127 (byte 254 is the largest scale)."""
-    biased = float32.add(clip(exponent, -E8M0_BIAS, E8M0_BIAS), E8M0_BIAS)
-    return lax.convert_element_type(biased, jnp.uint8)
-
-
 def scale_to_float32(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
     """Float32 values of stored scales (E8M0's 2^-127 is a subnormal: do no arithmetic with it)."""
     if scale.kind == "exponent":
@@ -150,7 +142,6 @@ def is_nan_scale(scales: jax.Array, scale: ScaleFormat) -> jax.Array:
     return lax.ne(values, values)
 
 
-@elementwise
 def encode_scaled(
     x: jax.Array,
     scales: jax.Array,
@@ -189,7 +180,6 @@ def encode_scaled(
     return select(broadcast_like(is_nan_scale(scales, format.scale), codes), nan_code, codes)
 
 
-@elementwise
 def over_float_scale(
     values: jax.Array, scales: jax.Array, format: BlockFormat, tensor_scale: jax.Array | None
 ) -> jax.Array:
@@ -209,17 +199,14 @@ def over_float_scale(
     return float32.mul(values, true_divide(lax.full_like(scale, 1), scale))
 
 
-@elementwise
 def _lifted(x: jax.Array, tensor_scale: jax.Array) -> jax.Array:
     return lift(x, is_tiny(tensor_scale))
 
 
-@elementwise
 def _times_lifted(values: jax.Array, tensor_scale: jax.Array, factor: jax.Array) -> jax.Array:
     return float32.mul(_lifted(values, tensor_scale), factor)
 
 
-@elementwise
 def _divided_twice(
     scales: jax.Array,
     tensor_scale: jax.Array,
@@ -247,7 +234,6 @@ def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) 
     return platform_dependent(scales, tensor_scale, cuda=looked_up, rocm=looked_up, default=divided)
 
 
-@elementwise
 def decode_scaled(
     codes: jax.Array,
     scales: jax.Array,
@@ -358,26 +344,3 @@ def _times_factor(values: jax.Array, where: jax.Array, factor: float) -> jax.Arr
     """One product, where a platform has subnormals."""
     factors = (lax.full_like(where, x, values.dtype) for x in (factor, 1))
     return float32.mul(values, lax.select(where, *factors))
-
-
-def divided(x: jax.Array, tensor_scale: jax.Array, by: Callable[..., Any]) -> Any:
-    """`by(x, tensor_scale)`, or of both lifted; x is read for that only if a scale is tiny."""
-    tiny = is_tiny(tensor_scale)
-    return lax.cond(
-        any_of(tiny),
-        lambda: by(lift(x, tiny), lift(tensor_scale, tiny)),
-        lambda: by(x, tensor_scale),
-    )
-
-
-@custom_vmap
-def any_of(mask: jax.Array) -> jax.Array:
-    """`jnp.any`, also over the axes that vmap adds: a cond stays a branch there."""
-    return jnp.any(mask)
-
-
-@any_of.def_vmap
-def _any_of_batch(
-    axis_size: int, in_batched: list[bool], mask: jax.Array
-) -> tuple[jax.Array, bool]:
-    return any_of(mask), False

@@ -67,7 +67,7 @@ class Conversion:
 
 def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the command to a parser's subparsers."""
-    written = [stream.OWN, *(row.name for row in LAYOUTS if row.rotation is None), TORCHAO]
+    written = [stream.OWN, *(row.name for row in LAYOUTS), TORCHAO]
     help = "store quantized weights as another program does"
     text = (
         f"{__doc__ or ''}\nlayouts: {', '.join(written)}\nprograms: {', '.join(stream.programs())}"

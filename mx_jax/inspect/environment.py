@@ -13,7 +13,7 @@ import numpy as np
 from rich.table import Table
 
 from mx_jax import recipes
-from mx_jax.backends import calls, evidence, select
+from mx_jax.backends import calls, select
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.inspect.tables import rich_table
@@ -26,7 +26,6 @@ _PACKAGES = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy")
 _VARIABLES = (
     library.LIBRARY_VARIABLE,
     library.ISA_VARIABLE,
-    evidence.VARIABLE,
     "JAX_PLATFORMS",
     "JAX_ENABLE_X64",
     "JAX_NUM_CPU_DEVICES",

@@ -26,7 +26,7 @@ from rich.console import Group
 from rich.markup import escape
 from rich.table import Table
 
-from mx_jax.backends import calls, evidence
+from mx_jax.backends import calls
 from mx_jax.backends.select import MARK, Selection, recording
 from mx_jax.backends.target import Target, current_target, use_target
 from mx_jax.formats import BlockFormat
@@ -226,42 +226,6 @@ def _answer(title: str, selection: Selection) -> list[str]:
     return [answer, *(f"  {reason}" for reason in reasons(selection))]
 
 
-def evidence_of(
-    function: Callable[..., Any], *args: object, **kwargs: object
-) -> tuple[evidence.Row, ...]:
-    """The measured rows by which kernels take parts of a call: what to record beside its results.
-
-    The function is traced as `jit` would, without computing; where no row counts, not even that.
-    Another program, or the same one where other rows count, may round otherwise. A file of the
-    rows, which `mx_jax.backends.evidence.write` makes, gives the same choices back:
-    `MX_JAX_EVIDENCE` names it.
-
-    Args:
-      function: what is called, of any kind: a model's `apply`, a train step.
-      *args: its arguments; arrays may be `jax.ShapeDtypeStruct`.
-      **kwargs: likewise.
-
-    Returns:
-      Each row once, in the order of use; none where no kernel was asked for a measurement's sake.
-
-    Raises:
-      ValueError: whatever the call itself raises.
-
-    Examples:
-      >>> import jax.numpy as jnp, mx_jax
-      >>> mx_jax.inspect.evidence_of(mx_jax.quantize, jnp.ones((8, 64)), "mxfp4")
-      ()
-    """
-    # Rows are of GPUs: where there is none, nothing is traced for them.
-    nowhere = jax.default_backend() == "cpu" and current_target(1).device_kind is None
-    if nowhere or not evidence.in_force():
-        return ()
-    with recording() as recorder:
-        jax.eval_shape(*of_arrays(function, *args, **kwargs))
-    rows = (selection.evidence for selection in recorder.selections)
-    return tuple(dict.fromkeys(row for row in rows if row is not None))
-
-
 # Streams that layers draw from; a module takes those that it has.
 _STREAMS = ("params", "dropout", "quantize")
 _MARK = re.compile(rf"{re.escape(MARK)}(\d+)")
@@ -406,7 +370,7 @@ class Explanation:
 
 def reasons(selection: Selection) -> tuple[str, ...]:
     """What a selection rests on, why other backends do not take the call, and which would."""
-    own = selection.evidence
+    own = selection.measured
     proof = () if own is None else (f"{selection.backend}: {own}",)
     rejected = (f"not {name}: {reason}" for name, reason in selection.rejections)
     named = (
@@ -463,12 +427,8 @@ def described(call: calls.Call) -> Described:
         case calls.PackCall(weights=own):
             work = f"pack {_operand(own)} for axes {list(own.axes.contracting)}"
             return Described("pack", work, 0.0, 2 * _bytes(own.shape, own.format, own.dtype))
-        case calls.MomentCall():
-            moved = (4 + 4.125 * len(call.is_root)) * math.prod(call.shape)
-            return Described("moment", f"a step of {call.text} {list(call.shape)}", 0.0, moved)
         case calls.TransformCall():
-            what = "Hadamard transform" if call.length is None else "inverse Hadamard transform"
-            work = f"{what} of {call.dtype} {list(call.shape)}"
+            work = f"Hadamard transform of {call.dtype} {list(call.shape)}"
             moved = math.prod(call.shape) * (call.dtype.itemsize + 4.0)
             return Described("transform", work, 0.0, moved)
         case calls.AttendCall():

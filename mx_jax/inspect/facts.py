@@ -82,13 +82,12 @@ def facts_of(
     progress: bool = False,
 ) -> list[TensorFacts]:
     """Facts of tensors of a checkpoint, of which one at a time is in memory."""
-    # What the reference does not have is not compared, nor are weights for rotated inputs, whose
-    # values are others on purpose.
+    # What the reference does not have is not compared.
     rows, found = {name: weights.stored[name] for name in names}, []
     with progress_bar("read", sum(row.nbytes for row in rows.values()), progress) as step:
         for name, row in rows.items():
             exact = None
-            if reference is not None and name in reference and row.rotation is None:
+            if reference is not None and name in reference:
                 whole = isinstance(reference, Weights)
                 exact = reference.stored[name].look() if whole else reference[name]
             try:
@@ -135,9 +134,9 @@ def values_of(value: object) -> np.ndarray:
     return array.astype(np.float32)
 
 
-def size(nbytes: float, digits: int = 4) -> str:
+def size(nbytes: float) -> str:
     """Bytes with a decimal unit, as `12.3 MB`."""
     units = ["B", "kB", "MB", "GB", "TB"]
-    while nbytes >= 1000 - 0.5 * 10.0 ** (3 - digits) and len(units) > 1:
+    while nbytes >= 999.95 and len(units) > 1:
         nbytes, units = nbytes / 1000, units[1:]
-    return f"{nbytes:.{digits}g} {units[0]}"
+    return f"{nbytes:.4g} {units[0]}"

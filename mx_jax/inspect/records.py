@@ -1,23 +1,16 @@
 """Records of a capture and its sinks, which have `write(record)` and `close()`."""
 
 import collections
-import csv
 import dataclasses
 import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 import numpy as np
-from rich.box import SIMPLE_HEAD
-from rich.console import Console as RichConsole
 
-from mx_jax.inspect.statistics import columns, decibel, headed, nonfinite
-from mx_jax.inspect.tables import rich_table
 from mx_jax.ops.tags import Tag
-
-_TAG = ("path", "call", "product", "side", "axis", "format", "rule")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -193,42 +186,7 @@ class Memory(dict[Tag, list[Record]]):
         """Nothing ends."""
 
 
-class _Numbers:
-    """A sink without arrays: below `shard_map` one record has the numbers of all devices."""
-
-    def write(self, record: Record | Scalar) -> None:
-        """Take a record, unless it is of another device than the first."""
-        if isinstance(record, Scalar) or not any(record.shard.values()):
-            self._write(record)
-
-    def _write(self, record: Record | Scalar) -> None:
-        raise NotImplementedError
-
-
-class _File(_Numbers):
-    """A file that is appended to, and written as records come."""
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self._file: Any = None
-
-    def _write(self, record: Record | Scalar) -> None:
-        if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8", newline="")
-        self._append(self._file, record)
-        self._file.flush()
-
-    def _append(self, file: TextIO, record: Record | Scalar) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-class Jsonl(_File):
+class Jsonl:
     """A file with a line of JSON for each record: what `report` reads. Written as it comes.
 
     Args:
@@ -243,153 +201,21 @@ class Jsonl(_File):
       {"step": 0, "scalar": "loss", "value": 2.5}
     """
 
-    def _append(self, file: TextIO, record: Record | Scalar) -> None:
-        file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._file: Any = None
 
-
-class Csv(_File):
-    """A table with a row for each record, without histograms and channels; numbers besides.
-
-    Args:
-      path: of the file; a file that is there is continued.
-
-    Examples:
-      >>> import csv, pathlib, tempfile, mx_jax
-      >>> path = pathlib.Path(tempfile.mkdtemp(), "run.csv")
-      >>> with mx_jax.inspect.capture(sink=mx_jax.inspect.Csv(path)):
-      ...     mx_jax.inspect.scalar("loss", 2.5)
-      >>> rows = csv.DictReader(path.read_text().splitlines())
-      >>> [(row["step"], row["path"], row["value"]) for row in rows]
-      [('0', 'loss', '2.5')]
-    """
-
-    def _append(self, file: TextIO, record: Record | Scalar) -> None:
-        rows = csv.DictWriter(file, ("step", "index", *_TAG, *columns(), "value"), restval="")
-        if not file.tell():
-            rows.writeheader()
-        if isinstance(record, Scalar):
-            rows.writerow({"step": record.step, "path": record.name, "value": record.value})
-        else:
-            row: dict[str, Any] = {name: getattr(record.tag, name) for name in _TAG}
-            row |= {name: record.stats[name] for name in columns() if name in record.stats}
-            index = "/".join(map(str, record.index))
-            rows.writerow({"step": record.step, "index": index, **row})
-
-
-class TensorBoard(_Numbers):
-    """Numbers for TensorBoard.
-
-    Args:
-      writer: a folder, which tensorboardX writes (`pip install "mx_jax[tensorboard]"`); or whatever
-        has `add_scalar(name, value, step)`, as tensorboardX's `SummaryWriter` and torch's do, or
-        `write_scalars(step, {name: value})`, as clu's writers do.
-
-    Raises:
-      ImportError: a folder, and no tensorboardX.
-      TypeError: a writer that has neither.
-
-    Examples:
-      >>> import mx_jax
-      >>> class Writer:
-      ...     def add_scalar(self, name, value, step):
-      ...         print(f"step {step}: {name} {value}")
-      >>> with mx_jax.inspect.capture(sink=mx_jax.inspect.TensorBoard(Writer())):
-      ...     mx_jax.inspect.scalar("loss", 2.5)
-      step 0: loss 2.5
-    """
-
-    def __init__(self, writer: Any):
-        if isinstance(writer, str | Path):
-            try:
-                from tensorboardX import SummaryWriter  # pyright: ignore
-            except ImportError as error:
-                raise ImportError(
-                    f"TensorBoard: writing into folder={str(writer)!r} needs tensorboardX, which "
-                    'is not installed; pip install "mx_jax[tensorboard]", or give a writer that '
-                    "you have"
-                ) from error
-            writer = SummaryWriter(str(writer))
-        if not hasattr(writer, "add_scalar") and not hasattr(writer, "write_scalars"):
-            raise TypeError(
-                "TensorBoard: needs a folder, or a writer with add_scalar (tensorboardX) or "
-                f"write_scalars (clu), got writer of type {type(writer).__name__}"
-            )
-        self._writer = writer
-
-    def _write(self, record: Record | Scalar) -> None:
-        if isinstance(record, Scalar):
-            numbers = {record.name: record.value}
-        else:
-            own = f"{record.path}/{record.tag.product}/{record.tag.tensor}"
-            own += f"/{record.tag.call}" if record.tag.call else ""
-            # An operand without an error has an SQNR of Inf: no news, and no point in a plot.
-            numbers = {
-                f"{own}/{name}": record.stats[name]
-                for name in columns()
-                if name in record.stats and math.isfinite(record.stats[name])
-            }
-        if hasattr(self._writer, "write_scalars"):
-            self._writer.write_scalars(record.step, numbers)
+    def write(self, record: Record | Scalar) -> None:
+        """Append it; below `shard_map` one record has the numbers of all devices."""
+        if isinstance(record, Record) and any(record.shard.values()):
             return
-        for name, value in numbers.items():
-            self._writer.add_scalar(name, value, record.step)
+        if self._file is None:
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
+        self._file.flush()
 
     def close(self) -> None:
-        """Hand on what the writer holds back."""
-        if hasattr(self._writer, "flush"):
-            self._writer.flush()
-
-
-class Console(_Numbers):
-    """A table for each step, printed when the next begins, and at the end. It fits a terminal of
-    80 columns.
-
-    Args:
-      console: where to; default: standard output.
-      worst: how many rows: those with Inf or NaN first, then those with the lowest SQNR. That of a
-        product is against the same product in float32.
-
-    Examples:
-      >>> import mx_jax
-      >>> with mx_jax.inspect.capture(sink=mx_jax.inspect.Console(worst=5)):
-      ...     mx_jax.inspect.scalar("loss", 2.5)
-      step 0: loss = 2.5
-    """
-
-    def __init__(self, console: RichConsole | None = None, worst: int = 10):
-        self._console = RichConsole() if console is None else console
-        self._worst, self._step = worst, 0
-        self._records: list[Record] = []
-
-    def _write(self, record: Record | Scalar) -> None:
-        if isinstance(record, Scalar):
-            self._console.print(f"step {record.step}: {record.name} = {record.value:.6g}")
-            return
-        if record.step != self._step:
-            self.close()
-            self._step = record.step
-        self._records.append(record)
-
-    def close(self) -> None:
-        """Print the last step."""
-        records, self._records = self._records, []
-        if not records:
-            return
-
-        def worst(record: Record) -> tuple[float, float]:
-            return -nonfinite(record.stats), decibel(record.stats)
-
-        columns = headed()
-        rows = (
-            (
-                f"{record.path} {record.tag.product} {record.tag.tensor}",
-                record.tag.format,
-                *(column.text(record.stats) for column in columns),
-            )
-            for record in sorted(records, key=worst)[: self._worst]
-        )
-        title = f"step {self._step}: {len(records)} records, the worst first"
-        heads = ("operand", "format", *(column.heading for column in columns))
-        table = rich_table(title, heads, rows, left=2, box=SIMPLE_HEAD)
-        table.padding = (0, 1, 0, 0)
-        self._console.print(table)
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None

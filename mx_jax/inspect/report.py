@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mx_jax.checkpoint.files import check_apart, replacing
 from mx_jax.checkpoint.foreign import read as read_weights
 from mx_jax.checkpoint.weights import Weights
+from mx_jax.checkpoint.writers import check_apart, replacing
 from mx_jax.inspect import statistics
 from mx_jax.inspect.facts import HEADS, TensorFacts, facts_of, size
 from mx_jax.inspect.records import Memory, Record, Scalar, from_json

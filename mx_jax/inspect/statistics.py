@@ -37,10 +37,10 @@ _MORE_SATURATED, _GROWN = 0.02, 3
 
 
 class Column(NamedTuple):
-    """A number of `Record.stats` as tables have it; without a heading, files alone."""
+    """A number of `Record.stats` as tables have it."""
 
     number: str
-    heading: str = ""
+    heading: str
     # What tables for people have in its place.
     shown: Callable[[Stats], float | None] | None = None
 
@@ -217,7 +217,6 @@ TABLE = (
             "noise": "squares",
         },
         of=_error,
-        columns=(Column("error"), Column("cosine")),
         plot=Plot("Error of products by layer", "error", "|exact - actual| / |exact|", -1),
     ),
 )
@@ -244,14 +243,9 @@ ARRAYS = frozenset({"before", "after"})
 """What raw statistics may hold besides: arrays of the user, which do not join."""
 
 
-def columns() -> tuple[str, ...]:
-    """Numbers that a row of a table holds."""
-    return tuple(column.number for row in TABLE for column in row.columns)
-
-
 def headed() -> list[Column]:
     """Columns of tables for people: what they are sorted by, the SQNR, first."""
-    found = [column for row in TABLE for column in row.columns if column.heading]
+    found = [column for row in TABLE for column in row.columns]
     return sorted(found, key=lambda column: column.heading != "dB")
 
 

@@ -4,7 +4,6 @@ Products of rows in groups (`ragged_dot`) have the same base.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple, TypeVar
@@ -28,18 +27,14 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.primitive import bind, choose, compiler_splits
 from mx_jax.backends.select import active
-from mx_jax.backends.target import follow, only_named
-from mx_jax.codecs import blocks as block_shapes
+from mx_jax.backends.target import current_target, follow
 from mx_jax.codecs.blocks import Blocks, varying_axes
-from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import GRADIENTS, Key, product_key
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
 from mx_jax.ops.product import (
-    AnyResidual,
     CotangentAval,
     Product,
-    Residual,
     note_cast,
     noted,
     one_program,
@@ -75,15 +70,14 @@ class Task(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Both operands as they came, transformed, and quantized, as their product takes them."""
+    """Both operands as they came, and transformed and quantized, as their product takes them."""
 
     task: Task
-    turned: tuple[AnyOperand, AnyOperand]
     operands: tuple[AnyOperand, AnyOperand]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecipeProduct(Product[jax.Array, E, E]):
+class RecipeProduct(Product[E]):
     """What all kinds of product do by a recipe. A kind takes its operands, and multiplies them."""
 
     recipe: MatmulRecipe
@@ -107,16 +101,11 @@ class RecipeProduct(Product[jax.Array, E, E]):
 
     @one_program("self", "stored")
     def forward(
-        self, lhs: AnyResidual, rhs: AnyResidual, extra: E, stored: tuple[Side, ...] = ()
+        self, lhs: AnyOperand, rhs: AnyOperand, extra: E, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
-        spec = self.recipe.fwd
-        if isinstance(lhs, Residual) or isinstance(rhs, Residual):
-            # Residuals are transformed.
-            lhs, rhs = _operand_of(lhs), _operand_of(rhs)
-            spec = dataclasses.replace(spec, transform=None)
         key = product_key(self.recipe, "fwd", self.key_of(extra))
         with jax.named_scope("output"):
-            taken = self.take(Task(lhs, rhs, spec, self.axes, self.moves), extra, key)
+            taken = self.take(Task(lhs, rhs, self.recipe.fwd, self.axes, self.moves), extra, key)
             return unscaled(self.multiply(taken, self.out_dtype, stored), taken.task)
 
     def take(self, task: Task, extra: E, key: Key) -> Taken:
@@ -141,35 +130,25 @@ class RecipeProduct(Product[jax.Array, E, E]):
             if found.move is not None and isinstance(x, MXArray):
                 x = found.move.move_codes(x)
             operands.append(x)
-        return Taken(task, (left, right), (operands[0], operands[1]))
+        return Taken(task, (operands[0], operands[1]))
 
-    def keep(
-        self, lhs: AnyOperand, rhs: AnyOperand, extra: E
-    ) -> tuple[AnyResidual, AnyResidual, E]:
+    def keep(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand]:
         if self.recipe.residuals is Residuals.QUANTIZED:
             # The same key gives the same codes as without a gradient.
-            return *self._kept(lhs, rhs, extra), extra
-        return lhs, rhs, extra
+            return self._kept(lhs, rhs, extra)
+        return lhs, rhs
 
     @one_program("self")
-    def _kept(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyResidual, AnyResidual]:
-        recipe, axes = self.recipe, (self.axes.lhs, self.axes.rhs)
-        for x, own, move in zip((lhs, rhs), axes, self.moves, strict=True):
-            _check_whole_groups(recipe, x, own, move)
-        key = product_key(recipe, "fwd", self.key_of(extra))
-        taken = self.take(Task(lhs, rhs, recipe.fwd, self.axes), extra, key)
-        left, right = (
-            _residual(recipe, *own)
-            for own in zip((lhs, rhs), taken.turned, taken.operands, axes, strict=True)
-        )
-        return left, right
+    def _kept(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand]:
+        key = product_key(self.recipe, "fwd", self.key_of(extra))
+        return self.take(Task(lhs, rhs, self.recipe.fwd, self.axes), extra, key).operands
 
     @one_program("self", "side", "aval")
     def gradient(
-        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: E
+        self, side: Side, g: Operand, other: AnyOperand, aval: CotangentAval, extra: E
     ) -> jax.Array:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
-        key = product_key(self.recipe, GRADIENTS[side], self.key_of(saved))
+        key = product_key(self.recipe, GRADIENTS[side], self.key_of(extra))
         dtype, asked = aval.dtype, self.recipe.reduce_dtype
         if asked is not None and manual_axes():
             # Devices of shard_map add up what this returns.
@@ -177,21 +156,14 @@ class RecipeProduct(Product[jax.Array, E, E]):
         with jax.named_scope(GRADIENT[side]):
             spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
             back, move = self.moves if side == "lhs" else self.moves[::-1]
-            kept, move = reuse(_operand_of(other), move, spec, axes.rhs if g_is_lhs else axes.lhs)
+            kept, move = reuse(other, move, spec, axes.rhs if g_is_lhs else axes.lhs)
             if g_is_lhs:
                 task = Task(g, kept, spec, axes, (None, move))
             else:
                 task = Task(kept, g, spec.swapped(), axes, (move, None), ("rhs", "lhs"))
-            taken = self.take(task, saved, key)
+            taken = self.take(task, extra, key)
             product = unscaled(self.multiply(taken, dtype), taken.task)
             return product if back is None else back.move_back(product)
-
-    def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: E) -> jax.Array:
-        """The cotangent before the transform, without what the recipe masks of clipped."""
-        untouched = not self.recipe.mask_clipped or isinstance(own, Quantized)
-        if untouched and not isinstance(own, Residual):
-            return cotangent
-        return _masked(self.recipe, side, self.axes, cotangent, own, self.key_of(saved))
 
     def in_high_precision(self) -> Any:
         return dataclasses.replace(
@@ -200,10 +172,6 @@ class RecipeProduct(Product[jax.Array, E, E]):
             out_dtype=np.dtype(np.float32),
             precision=lax.Precision.HIGHEST,
         )
-
-
-def _operand_of(x: AnyResidual) -> AnyOperand:
-    return x.operand if isinstance(x, Residual) else x
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -245,7 +213,7 @@ class DenseProduct(RecipeProduct[Key]):
         if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
             rhs = unpacked_for(rhs, choice)
             call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
-        if (recorder := active.value) is not None and split:
+        if (recorder := active.value) is not None and split and not current_target().unsplit:
             mesh = jax.sharding.get_abstract_mesh()
             names = recorder.axes if mesh.empty else mesh.axis_names
             if names and (mesh.empty or compiler_splits()):
@@ -258,9 +226,7 @@ class DenseProduct(RecipeProduct[Key]):
                 )
         return choice.offer.run(lhs, rhs, call)
 
-    def cotangents(
-        self, g: jax.Array, saved: Key, both: bool
-    ) -> tuple[tuple[Operand, Operand], None]:
+    def cotangents(self, g: jax.Array, extra: Key, both: bool) -> tuple[Operand, Operand]:
         """g for both gradients: quantized in one call if a backend reads it once, else as it is."""
         casts: list[QuantizeCall] = []
         keys: list[Key] = []
@@ -268,20 +234,20 @@ class DenseProduct(RecipeProduct[Key]):
             spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
             own = spec.lhs
             if own is None or own.prescale != 1.0 or spec.transform is not None:
-                return (g, g), None  # not cast, or changed first
-            lhs_key, rhs_key, _ = operand_keys(product_key(self.recipe, GRADIENTS[side], saved))
+                return g, g  # not cast, or changed first
+            lhs_key, rhs_key, _ = operand_keys(product_key(self.recipe, GRADIENTS[side], extra))
             where, drawn = (axes.lhs, lhs_key) if g_is_lhs else (axes.rhs, rhs_key)
             casts.append(cast_call(g, own, where.blocks(own.format)))
             keys.append(drawn if own.random_bits else None)
         if not both:
-            return (g, g), None
+            return g, g
         with jax.named_scope("grad_both"), follow(g):
             pair = quantize_operand_both(g, tuple(keys), casts=tuple(casts))
         if noted.get() is not None:
             for side, call, codes in zip(GRADIENTS, casts, pair, strict=True):
                 axis = self.axes.of_g(side).block_axis
                 note_cast("lhs", g, codes, call.scale_rule.name, axis, GRADIENT[side])
-        return pair, None
+        return pair
 
     def free(self, side: Side | None) -> tuple[Free, ...]:
         """The axes that a product has from one operand, unless devices pass the operands on."""
@@ -349,14 +315,11 @@ def unscaled(product: jax.Array, task: Task) -> jax.Array:
 
 def transformed(
     x: AnyOperand,
-    transform: Hadamard | None,
+    transform: Hadamard,
     key: Key,
     axis: int,
-    back_to: int | None = None,
 ) -> Any:
-    """`T(x)`, or its inverse of so many values along the axis: see `reference.hadamard`."""
-    if transform is None:
-        return x
+    """`T(x)`: see `reference.hadamard`."""
     if isinstance(x, Quantized):
         raise ValueError(
             "matmul: the recipe transforms its operands before quantizing, which an MXArray no "
@@ -368,7 +331,6 @@ def transformed(
         dtype=np.dtype(x.dtype),
         axis=axis % x.ndim,
         size=transform.size,
-        length=back_to,
     )
     if transform.signs is not None:
         return bind(call, x, jnp.asarray(transform.signs, jnp.int32))
@@ -376,7 +338,7 @@ def transformed(
     return bind(call, x, DerivedKey.of(key))
 
 
-# What gradients keep, and mask --------------------------------------------------------------------
+# What gradients keep ------------------------------------------------------------------------------
 
 
 def reuse(
@@ -398,95 +360,6 @@ def reuse(
     if not reusable or product.transform is not None:
         operand = dequantize_operand(operand, np.dtype(np.float32), saturates=True)
     return operand, move
-
-
-def _residual(
-    recipe: MatmulRecipe, given: AnyOperand, turned: AnyOperand, taken: AnyOperand, axes: Axes
-) -> AnyResidual:
-    """What is kept of one operand: its codes alone, if they say it all."""
-    masks = recipe.mask_clipped and isinstance(taken, MXArray)
-    if isinstance(given, Quantized) or not (masks or recipe.fwd.transform):
-        return taken
-    clipped = None
-    if masks:
-        assert isinstance(taken, MXArray) and not isinstance(turned, Quantized)
-        clips = beyond(turned, taken)
-        with jax.enable_x64(False):  # else packbits adds in 64 bits
-            bits = jnp.packbits(clips, axis=-1, bitorder="little")
-        clipped = checkpoint_name(bits, QUANTIZED)
-    return Residual(operand=taken, clipped=clipped, length=given.shape[axes.block_axis])
-
-
-def _check_whole_groups(
-    recipe: MatmulRecipe, x: AnyOperand, axes: Axes, move: Movement | None
-) -> None:
-    """Raise ValueError if a device of shard_map would transform a part of a group."""
-    transform, k = recipe.fwd.transform, axes.block_axis
-    if transform is None or move is None:
-        return
-    names = [name for name in move.stored[k] if name in move.manual]
-    if names and x.shape[k] % transform.size:
-        raise ValueError(
-            f"gather: residuals=QUANTIZED of recipe {recipe.name!r} keeps what each device "
-            f"transforms, but a group of {transform} would lie on two along axis={k % x.ndim}, got "
-            f"shard size={x.shape[k]} along mesh axes={names} of shard_map; use "
-            "residuals='primal', or shard another axis"
-        )
-
-
-def beyond(values: jax.Array, quantized: MXArray) -> jax.Array:
-    """Which values lie beyond the largest code of their block."""
-    element = quantized.format.element
-
-    def limit(code: int) -> jax.Array:
-        # What the code means in each block: an array of the scales' shape.
-        own = dataclasses.replace(
-            quantized,
-            codes=jnp.full_like(quantized.scales, code, jnp.uint8),
-            blocks=tuple((axis, 1) for axis, _ in quantized.blocks),
-            primal=None,
-        )
-        if only_named.value is not None:  # to multiply: it need not decode
-            return jnp.abs(own.dequantize(jnp.float32))
-        return jnp.abs(dequantize_operand(own, np.dtype(np.float32), saturates=False))
-
-    split, inside = block_shapes.split(values.astype(jnp.float32), quantized.blocks)
-    found = jnp.abs(split) > block_shapes.spread(limit(element.max_code), inside)
-    if element.negative_extra:  # on each value's own side of zero
-        lowest = jnp.abs(split) > block_shapes.spread(limit(element.sign_code), inside)
-        found = jnp.where(split < 0, lowest, found)
-    return block_shapes.merge(found, values.shape, inside)
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _masked(
-    recipe: MatmulRecipe,
-    side: Side,
-    axes: ProductAxes,
-    cotangent: jax.Array,
-    operand: AnyResidual,
-    key: Key,
-) -> jax.Array:
-    """`T^-1(T(cotangent) * [|T(operand)| is representable])`, with T the forward's transform."""
-    fwd = recipe.fwd
-    spec, own = (fwd.lhs, axes.lhs) if side == "lhs" else (fwd.rhs, axes.rhs)
-    signs = operand_keys(product_key(recipe, "fwd", key))[2]
-    turn = functools.partial(transformed, transform=fwd.transform, key=signs, axis=own.block_axis)
-    if isinstance(operand, Residual):
-        # The product was one of what is transformed already.
-        turned, clipped, length = cotangent, operand.clips(), operand.length
-    elif spec is None:
-        return cotangent
-    else:
-        values = prescaled(turn(operand), spec)
-        # Scales are deterministic, and what lies beyond the largest code saturates however it is
-        # rounded: the mask needs none of the forward's random bits.
-        nearest = dataclasses.replace(spec, rounding=NEAREST)
-        quantized = quantize_operand(values, nearest, own.blocks(spec.format))
-        turned, length = turn(cotangent), cotangent.shape[own.block_axis]
-        clipped = beyond(values, quantized)
-    kept = turned if clipped is None else jnp.where(clipped, 0, turned)
-    return turn(kept, back_to=length).astype(cotangent.dtype)
 
 
 # Casts --------------------------------------------------------------------------------------------

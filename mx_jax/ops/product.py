@@ -1,4 +1,4 @@
-"""The one differentiable product: every kind, dense, ragged or delayed, is a parameter of it.
+"""The one differentiable product: every kind, dense or ragged, is a parameter of it.
 
 An operand enters as the value that has a gradient, or as codes, or as both: codes that were made of
 a value in the same trace multiply, and the value gets their cotangent. So each side has one.
@@ -44,71 +44,42 @@ class CotangentAval:
         return cls(dtype=np.dtype(value.dtype), varying=varying(value))
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("operand", "clipped"), meta_fields=("length",)
-)
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Residual:
-    """What the forward product took of an operand."""
-
-    operand: AnyOperand  # codes, or values in high precision, after the transform
-    clipped: jax.Array | None  # eight a byte along the last axis; None: not asked
-    length: int  # of the contracted axis before the transform padded it
-
-    def clips(self) -> jax.Array | None:
-        """Where the cast clipped, as booleans in the shape of the operand."""
-        if self.clipped is None:
-            return None
-        length = self.operand.shape[-1]
-        bits = jnp.unpackbits(self.clipped, axis=-1, count=length, bitorder="little")
-        return bits.astype(jnp.bool_)
-
-
 Extra = TypeVar("Extra", contravariant=True)
-Saved = TypeVar("Saved")
-Result = TypeVar("Result", bound=jax.Array | tuple[jax.Array, object])
 P = ParamSpec("P")
 R = TypeVar("R")
-AnyResidual = AnyOperand | Residual
 Avals = tuple[CotangentAval | None, CotangentAval | None]
-# Of both operands, avals of both cotangents, and what `keep` saved.
-ProductResiduals = tuple[AnyResidual, AnyResidual, Avals, Saved]
+# Of both operands, avals of both cotangents, and what else the product depends on.
+ProductResiduals = tuple[AnyOperand, AnyOperand, Avals, Extra]
 
 
-class Product(Protocol[Result, Extra, Saved]):
+class Product(Protocol[Extra]):
     """One kind of product: a frozen value, static under `jit`; kinds inherit from it."""
 
-    # `extra` is whatever else it depends on: a key, group sizes, scale states.
+    # `extra` is whatever else it depends on: a key, group sizes.
 
     def forward(
-        self, lhs: AnyResidual, rhs: AnyResidual, extra: Extra, stored: tuple[Side, ...] = ()
-    ) -> Result:
+        self, lhs: AnyOperand, rhs: AnyOperand, extra: Extra, stored: tuple[Side, ...] = ()
+    ) -> jax.Array:
         """The product of operands as they came, or as `keep` gives them."""
         # `stored` names those that came quantized: weights could have come packed.
         ...
 
-    def keep(
-        self, lhs: AnyOperand, rhs: AnyOperand, extra: Extra
-    ) -> tuple[AnyResidual, AnyResidual, Saved]:
-        """The operands as they are saved for the backward pass, and what is saved of `extra`."""
+    def keep(self, lhs: AnyOperand, rhs: AnyOperand, extra: Extra) -> tuple[AnyOperand, AnyOperand]:
+        """The operands as they are saved for the backward pass."""
         ...
 
-    def cotangents(
-        self, g: Result, saved: Saved, both: bool
-    ) -> tuple[tuple[Operand, Operand], Any]:
-        """g as the products for lhs and rhs take it, and the cotangent of `extra` if it has one: by
-        default as it is, for each gradient to quantize."""
-        del saved, both
-        own: Any = g
-        return (own, own), None
+    def cotangents(self, g: jax.Array, extra: Extra, both: bool) -> tuple[Operand, Operand]:
+        """g as the products for lhs and rhs take it: by default as it is, for each to quantize."""
+        del extra, both
+        return g, g
 
     def gradient(
-        self, side: Side, g: Operand, other: AnyResidual, aval: CotangentAval, saved: Saved
+        self, side: Side, g: Operand, other: AnyOperand, aval: CotangentAval, extra: Extra
     ) -> jax.Array:
         """The cotangent of one operand: the product of g and the other operand."""
         ...
 
-    def in_high_precision(self) -> "Product[jax.Array, Any, Any]":
+    def in_high_precision(self) -> "Product[Any]":
         """The same product of values as they are, in float32."""
         ...
 
@@ -116,13 +87,8 @@ class Product(Protocol[Result, Extra, Saved]):
         """The axes that the product has from one operand alone; for a cotangent g is operand 0."""
         ...
 
-    def masked(self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Saved) -> jax.Array:
-        """An operand's cotangent without what the forward product clipped of it: by default all."""
-        del side, own, saved
-        return cotangent
 
-
-AnyProduct = Product[Any, Any, Any]
+AnyProduct = Product[Any]
 
 
 class Cast(NamedTuple):
@@ -215,17 +181,13 @@ def stored_sides(lhs: Primal, rhs: Primal) -> tuple[Side, ...]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def differentiable(
-    product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
-) -> Result:
+def differentiable(product: Product[Extra], lhs: Primal, rhs: Primal, extra: Extra) -> jax.Array:
     """What `product.forward` gives, with the product's own gradient; called in `follow(...)`."""
     # Derivatives of the gradient are those of the product in float32, its casts being identities.
     return product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
 
 
-def run_product(
-    product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
-) -> Result:
+def run_product(product: Product[Extra], lhs: Primal, rhs: Primal, extra: Extra) -> jax.Array:
     """`differentiable`; of concrete operands `forward` alone: custom_vjp costs more than it."""
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves((lhs, rhs, extra))):
         return differentiable(product, lhs, rhs, extra)
@@ -233,56 +195,50 @@ def run_product(
 
 
 def product_fwd(
-    product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
-) -> tuple[Any, ProductResiduals[Saved]]:
-    """The product, and what its gradient needs: operands, avals of cotangents, what was saved."""
-    left, right, saved = product.keep(lhs.operand, rhs.operand, extra)
+    product: Product[Extra], lhs: Primal, rhs: Primal, extra: Extra
+) -> tuple[jax.Array, ProductResiduals[Extra]]:
+    """The product, and what its gradient needs: operands, avals of cotangents, `extra`."""
+    left, right = product.keep(lhs.operand, rhs.operand, extra)
     avals = CotangentAval.of(lhs.value), CotangentAval.of(rhs.value)
     result = product.forward(left, right, extra, stored_sides(lhs, rhs))
     operands = []
     for given, kept in ((lhs, left), (rhs, right)):
-        codes = kept.operand if isinstance(kept, Residual) else kept
-        if given.value is not None and isinstance(codes, Quantized):
+        if given.value is not None and isinstance(kept, Quantized):
             # The other operand's gradient multiplies what is kept: codes have no derivative.
             kept = no_derivative(given.value)
         operands.append(kept)
-    static = product, np.dtype(only(result).dtype)
-    value = with_derivative(only(result), exact_fwd, static, *operands, extra)
-    result = (value, *result[1:]) if isinstance(result, tuple) else value
-    return result, (left, right, avals, saved)
+    static = product, np.dtype(result.dtype)
+    result = with_derivative(result, exact_fwd, static, *operands, extra)
+    return result, (left, right, avals, extra)
 
 
 def exact_fwd(
-    product: AnyProduct, dtype: np.dtype, lhs: AnyResidual, rhs: AnyResidual, extra: object
+    product: AnyProduct, dtype: np.dtype, lhs: AnyOperand, rhs: AnyOperand, extra: object
 ) -> jax.Array:
     """The product in float32, of operands as they came: `product_fwd` is differentiated as this."""
     return product.in_high_precision().forward(values(lhs), values(rhs), extra).astype(dtype)
 
 
 def product_bwd(
-    product: Product[Result, Extra, Saved], residuals: ProductResiduals[Saved], g: Result
+    product: Product[Extra], residuals: ProductResiduals[Extra], g: jax.Array
 ) -> tuple[Primal, Primal, Any]:
     """The cotangents of what `differentiable` is given."""
-    lhs, rhs, avals, saved = residuals
-    both, extra_ct = product.cotangents(g, saved, None not in avals)
+    lhs, rhs, avals, extra = residuals
+    both = product.cotangents(g, extra, None not in avals)
     found: list[jax.Array | None] = []
-    operands = zip(SIDES, both, (lhs, rhs), (rhs, lhs), avals, strict=True)
-    for side, own_g, own, other, aval in operands:
+    for side, own_g, other, aval in zip(SIDES, both, (rhs, lhs), avals, strict=True):
         if aval is None:
             found.append(None)
             continue
         before = _computed.set(GRADIENT[side])
         try:
-            value = product.gradient(side, own_g, other, aval, saved)
+            value = product.gradient(side, own_g, other, aval, extra)
         finally:
             _computed.reset(before)
-        value = sum_over(value, aval.varying).astype(aval.dtype)
-        found.append(product.masked(side, value, own, saved))
+        found.append(sum_over(value, aval.varying).astype(aval.dtype))
     static = product, avals
-    lhs_ct, rhs_ct = with_derivative(found, exact_bwd, static, lhs, rhs, only(g), saved)
-    if extra_ct is None:
-        extra_ct = zero_cotangents(saved)
-    return Primal(lhs_ct, None), Primal(rhs_ct, None), extra_ct
+    lhs_ct, rhs_ct = with_derivative(found, exact_bwd, static, lhs, rhs, g, extra)
+    return Primal(lhs_ct, None), Primal(rhs_ct, None), zero_cotangents(extra)
 
 
 differentiable.defvjp(product_fwd, product_bwd)
@@ -291,22 +247,20 @@ differentiable.defvjp(product_fwd, product_bwd)
 def exact_bwd(
     product: AnyProduct,
     avals: Avals,
-    lhs: AnyResidual,
-    rhs: AnyResidual,
+    lhs: AnyOperand,
+    rhs: AnyOperand,
     g: jax.Array,
-    saved: object,
+    extra: object,
 ) -> list[jax.Array | None]:
     """The cotangents in float32: `product_bwd` is differentiated as this."""
     found: list[jax.Array | None] = []
-    for side, own, other, aval in zip(SIDES, (lhs, rhs), (rhs, lhs), avals, strict=True):
+    for side, other, aval in zip(SIDES, (rhs, lhs), avals, strict=True):
         if aval is None:
             found.append(None)
             continue
         wide = dataclasses.replace(aval, dtype=np.dtype(np.float32))
-        value = product.in_high_precision().gradient(side, g, values(other), wide, saved)
-        own = jax.lax.stop_gradient(own)  # of which the clipped are to be found
-        value = product.masked(side, sum_over(value, aval.varying), own, saved)
-        found.append(value.astype(aval.dtype))
+        value = product.in_high_precision().gradient(side, g, values(other), wide, extra)
+        found.append(sum_over(value, aval.varying).astype(aval.dtype))
     return found
 
 
@@ -315,14 +269,8 @@ def zero_cotangents(tree: object) -> Any:
     return jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), tree)
 
 
-def only(result: jax.Array | tuple[jax.Array, object]) -> jax.Array:
-    """The product alone, of a kind that gives states too."""
-    return result[0] if isinstance(result, tuple) else result
-
-
-def values(operand: AnyResidual) -> jax.Array:
+def values(operand: AnyOperand) -> jax.Array:
     """What an operand stands for, in float32 if it is quantized."""
-    operand = operand.operand if isinstance(operand, Residual) else operand
     if not isinstance(operand, Quantized):
         return operand
     operand = unpacked(operand)

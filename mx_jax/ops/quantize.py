@@ -4,7 +4,7 @@ reads or steps what is stored: attention over a cache, optimizers' moments."""
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, TypedDict, Unpack
 
 import jax
@@ -13,8 +13,8 @@ import numpy as np
 from jax.core import Tracer
 
 from mx_jax.axes import Axes
-from mx_jax.backends.calls import AttendCall, MomentCall
-from mx_jax.backends.primitive import bind, choose_if_any
+from mx_jax.backends.calls import AttendCall
+from mx_jax.backends.primitive import choose_if_any
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import check_parts
@@ -41,7 +41,6 @@ from mx_jax.ops.packing import packed_where_they_lie
 from mx_jax.ops.product import one_program, zero_cotangents
 from mx_jax.packed import PackedMXArray, PackedRows, Rows, unpacked
 from mx_jax.reference import matmul
-from mx_jax.reference.moments import Stored
 from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import MatmulRecipe, OperandSpec, operand
@@ -294,22 +293,6 @@ def quantize_both(
     traced = array if isinstance(array, Tracer) else None
     first, second = (dataclasses.replace(codes, primal=traced) for codes in results)
     return first, second
-
-
-def step_moments(
-    stored: Sequence[Stored],
-    added: jax.Array,
-    factors: Sequence[tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]],
-    words: jax.Array,
-    *,
-    is_root: Sequence[bool],
-    is_square: Sequence[bool],
-) -> tuple[Stored, ...]:
-    """`reference.moments.step` of moments to which the same is added; words are `[moments, 2]`."""
-    call = MomentCall(shape=added.shape, is_root=tuple(is_root), is_square=tuple(is_square))
-    flat = jnp.stack([jnp.float32(factor) for pair in factors for factor in pair])
-    with follow(added):
-        return bind(call, tuple(stored), added, flat, words.reshape(-1))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

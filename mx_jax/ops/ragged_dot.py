@@ -29,7 +29,7 @@ from mx_jax.ops import arguments, dense
 from mx_jax.ops.arguments import Key, as_operand
 from mx_jax.ops.dot_general import check_blocks
 from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
-from mx_jax.ops.product import AnyResidual, Primal, Residual, note_cast, run_product
+from mx_jax.ops.product import Primal, note_cast, run_product
 from mx_jax.ops.programs import QUANTIZED
 from mx_jax.ops.sharded_operands import agreed_scale, given_moves, stored
 from mx_jax.ops.tags import Free, remark, watching
@@ -219,12 +219,6 @@ def _check_rows(recipe: MatmulRecipe) -> None:
                 "the largest value; use another rule, or blocks of a fixed size (a function of "
                 "one's own that looks at amax alone: FromAmax(function))"
             )
-    if recipe.mask_clipped and fwd.lhs is not None and fwd.lhs.format.block[0] != 1:
-        raise ValueError(
-            f"ragged_dot: mask_clipped=True of recipe {recipe.name!r} needs blocks of one row in "
-            f"fwd.lhs, got block={fwd.lhs.format.block} of format={fwd.lhs.format.name}; use such "
-            "a format, or mask_clipped=False"
-        )
 
 
 def experts_move(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Movement | None:
@@ -267,8 +261,8 @@ class RaggedProduct(dense.RecipeProduct[Groups]):
             # The rows of each group are padded to whole blocks.
             assert not isinstance(task.rhs, Quantized), "g comes as values"
             # So that blocks and transforms along the rows end with their group.
-            given = [x for x in (task.spec.lhs, task.spec.rhs) if x is not None]
-            units = [x.format.block[1] for x in given] + [x.scale_rule.group for x in given]
+            given = (task.spec.lhs, task.spec.rhs)
+            units = [x.format.block[1] for x in given if x is not None]
             if task.spec.transform is not None:
                 units.append(task.spec.transform.size)
             unit = math.lcm(*(size for size in units if isinstance(size, int)))
@@ -314,13 +308,6 @@ class RaggedProduct(dense.RecipeProduct[Groups]):
             rhs = unpacked_for(rhs, choice, "ragged_dot")
             call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
         return choice.offer.run(lhs, rhs, sizes, call)
-
-    def masked(
-        self, side: Side, cotangent: jax.Array, own: AnyResidual, saved: Groups
-    ) -> jax.Array:
-        if side == "lhs" and not isinstance(own, Residual):
-            own = without_unused(own, saved.sizes)
-        return super().masked(side, cotangent, own, saved)
 
     def free(self, side: Side | None) -> tuple[Free, ...]:
         """The columns, unless devices pass the matrices on; groups part the rows."""
@@ -442,7 +429,7 @@ def expert_ragged_dot(
         key = DerivedKey.of(key).fold_in(lax.axis_index(axis_name))
     assert not isinstance(lhs, PackedMXArray)
     rows, spec = lhs, recipe.fwd.lhs
-    if not isinstance(lhs, MXArray) and spec is not None and goes_by_row(recipe.fwd):
+    if not isinstance(lhs, MXArray) and spec is not None and _goes_by_row(recipe.fwd):
         if spec.format.tensor_scale:
             # The scale of all rows is that of those in groups.
             lhs = ragged_rows(sizes, lhs.shape[0], unit=1).place(lhs)
@@ -468,7 +455,7 @@ def expert_ragged_dot(
     return sent.send_back(y)
 
 
-def goes_by_row(spec: MatmulSpec) -> bool:
+def _goes_by_row(spec: MatmulSpec) -> bool:
     """Whether a product takes its rows as they are quantized one by one, wherever they lie."""
     own = spec.lhs
     if own is None or own.prescale != 1.0 or spec.transform is not None:

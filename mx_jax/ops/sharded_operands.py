@@ -6,7 +6,6 @@ with `gather` moves operands to a product: as codes, or before their cast.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -231,7 +230,7 @@ def place(
         names = [name for a, _ in blocks for name in move.stored[a] if name in move.manual]
         operand = with_maxima(operand, blocks, cut[0], names)
         return Placed(operand, dataclasses.replace(move, maxima=cut[0]), _folded(key, move))
-    whole = math.lcm(1 if transform is None else transform.size, spec.scale_rule.group)
+    whole = 1 if transform is None else transform.size
     if not move.keeps_blocks(operand.shape, blocks) or (
         move.shard(operand.shape)[k] % whole and move.stored[k]
     ):

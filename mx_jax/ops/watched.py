@@ -23,18 +23,13 @@ from mx_jax.mxarray import MXArray
 from mx_jax.ops import tags
 from mx_jax.ops.product import (
     AnyProduct,
-    AnyResidual,
     Cast,
     CotangentAval,
     Extra,
     Primal,
     Product,
     ProductResiduals,
-    Residual,
-    Result,
-    Saved,
     noted_casts,
-    only,
     product_bwd,
     product_fwd,
     stored_sides,
@@ -143,9 +138,7 @@ class CallSite:
     order: tuple[int, ...]  # place in the order in which a trace met loops and products
 
 
-def watched(
-    product: Product[Result, Extra, Saved], lhs: Primal, rhs: Primal, extra: Extra
-) -> Result:
+def watched(product: Product[Extra], lhs: Primal, rhs: Primal, extra: Extra) -> jax.Array:
     """`differentiable`, reported to the captures in context."""
     here: tags.Place = tags.place.value
     watchers: tuple[Watcher, ...] = tags.watching.value
@@ -159,13 +152,13 @@ def watched(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _watched(
-    product: Product[Result, Extra, Saved],
+    product: Product[Extra],
     site: CallSite,
     lhs: Primal,
     rhs: Primal,
     extra: Extra,
     now: tags.Counters,
-) -> Result:
+) -> jax.Array:
     with noted_casts() as casts:
         result = product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
     forward = _forward(product, site, lhs, rhs, extra, result, casts)
@@ -177,27 +170,26 @@ def _watched(
 def _watched_fwd(product: AnyProduct, site: CallSite, left: Primal, right: Primal, *others: object):
     lhs, rhs, extra, now = jax.tree.map(lambda x: x.value, (left, right, *others))
     with noted_casts() as casts:
-        result, (*kept, avals, saved) = product_fwd(product, lhs, rhs, extra)
+        result, (*kept, avals, _) = product_fwd(product, lhs, rhs, extra)
     # A gradient that nobody asked for is no part of the program that is watched.
     avals = tuple(
         aval if any(leaf.perturbed for leaf in jax.tree.leaves(given.value)) else None
         for aval, given in zip(avals, (left, right), strict=True)
     )
-    residuals = (*kept, avals, saved)
+    residuals = (*kept, avals, extra)
     forward = _forward(product, site, lhs, rhs, extra, result, casts)
     seen = tuple(watcher.observe(forward, now) for watcher in site.watchers)
     return result, (residuals, seen, now)
 
 
 def _watched_bwd(
-    product: Product[Result, Extra, Saved],
+    product: Product[Extra],
     site: CallSite,
-    saved: tuple[ProductResiduals[Saved], tuple[Any, ...], tags.Counters],
-    g: Result,
+    saved: tuple[ProductResiduals[Extra], tuple[Any, ...], tags.Counters],
+    g: jax.Array,
 ):
     residuals, seen, now = saved
-    is_zero = lambda x: isinstance(x, jax.custom_derivatives.SymbolicZero)  # noqa: E731
-    g = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype) if is_zero(x) else x, g)
+    g = jnp.zeros(g.shape, g.dtype) if isinstance(g, jax.custom_derivatives.SymbolicZero) else g
     with noted_casts() as casts:
         cotangents = product_bwd(product, residuals, g)
     products = tuple(_backward(product, site, residuals, g, cotangents[:2], casts))
@@ -215,11 +207,11 @@ def _forward(
     lhs: Primal,
     rhs: Primal,
     extra: object,
-    result: jax.Array | tuple[jax.Array, object],
+    result: jax.Array,
     casts: Casts,
 ) -> ObservedProduct:
     def errors(whole: bool) -> Observation:
-        exact, actual = product.in_high_precision(), only(result)
+        exact, actual = product.in_high_precision(), result
         operands = values(lhs.operand), values(rhs.operand)
         *steps, compared = _sample(() if whole else exact.free(None), operands, actual)
         left, right = map(_every, operands, steps)
@@ -233,38 +225,30 @@ def _backward(
     product: Product,
     site: CallSite,
     residuals: ProductResiduals[Any],
-    g: jax.Array | tuple[jax.Array, object],
+    g: jax.Array,
     found: Sequence[Primal],
     casts: Casts,
 ) -> Iterator[ObservedProduct]:
     """Of both gradients, those that there are."""
-    lhs, rhs, avals, saved = residuals
-    for side, own, other, aval, given in zip(
-        tags.SIDES, (lhs, rhs), (rhs, lhs), avals, found, strict=True
-    ):
+    lhs, rhs, avals, extra = residuals
+    for side, other, aval, given in zip(tags.SIDES, (rhs, lhs), avals, found, strict=True):
         if aval is None:
             continue
 
         def errors(
             whole: bool,
             side: Side = side,
-            own: AnyResidual = own,
-            other: AnyResidual = other,
+            other: AnyOperand = other,
             aval: CotangentAval = aval,
             given: Primal = given,
         ) -> Observation:
             wide = dataclasses.replace(aval, dtype=np.dtype(np.float32))
             exact, actual = product.in_high_precision(), given.value
             assert actual is not None
-            operands, free = (only(g), values(other)), () if whole else exact.free(side)
-            if isinstance(own, Residual):
-                # What turned the residual takes all that the other one gives.
-                free = [axis for axis in free if not axis.operand]
+            operands, free = (g, values(other)), () if whole else exact.free(side)
             *steps, compared = _sample(free, operands, actual)
             left, right = map(_every, operands, steps)
-            value = sum_over(exact.gradient(side, left, right, wide, saved), aval.varying)
-            if isinstance(own, Residual):
-                value = product.masked(side, value, dataclasses.replace(own, clipped=None), saved)
+            value = sum_over(exact.gradient(side, left, right, wide, extra), aval.varying)
             return Observation(value, actual, _every(actual, compared))
 
         yield ObservedProduct(site, tags.GRADIENT[side], casts, errors)

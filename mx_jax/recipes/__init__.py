@@ -31,11 +31,7 @@ from mx_jax.recipes.named import nvfp4_four_over_six as nvfp4_four_over_six
 from mx_jax.recipes.named import nvfp4_pretraining as nvfp4_pretraining
 from mx_jax.recipes.named import nvfp4_unbiased as nvfp4_unbiased
 from mx_jax.recipes.named import qat as qat
-from mx_jax.recipes.named import quartet as quartet
-from mx_jax.recipes.named import quartet_ii as quartet_ii
 from mx_jax.recipes.named import weight_only as weight_only
-from mx_jax.recipes.schedule import Schedule as Schedule
-from mx_jax.recipes.schedule import heal as heal
 from mx_jax.reference.hadamard import Hadamard as Hadamard
 from mx_jax.specs import MatmulSpec as MatmulSpec
 from mx_jax.specs import OperandSpec as OperandSpec

@@ -14,6 +14,7 @@ from mx_jax import formats
 from mx_jax.codecs.rounding import NEAREST, ROUNDINGS, Rounding, rounding_mode
 from mx_jax.formats.block import FormatLike, known_block
 from mx_jax.formats.element import nearest
+from mx_jax.formats.removed import whereabouts
 from mx_jax.mxarray import html_table
 from mx_jax.ops.arguments import RECIPES_OF_A_FORMAT, named_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
@@ -82,7 +83,7 @@ _SIDES = ("lhs", "rhs")
 _OF_ALL = ("scale_rule", "rounding", "transform")
 _OF_PRODUCT = ("lhs", "rhs", "transform", "fast_accumulation")
 _OF_OPERAND = ("format", "scale_rule", "rounding", "prescale")
-_OF_RECIPE = ("residuals", "mask_clipped", "gather", "reduce_dtype")
+_OF_RECIPE = ("residuals", "gather", "reduce_dtype")
 _WORDS = (*_OF_TENSORS, *_OF_ALL, *TENSORS, *_OF_RECIPE)
 HIGH = MatmulSpec(lhs=None, rhs=None)
 
@@ -265,7 +266,6 @@ class Recipe(MatmulRecipe):
         dlhs: _Product = ...,
         drhs: _Product = ...,
         residuals: Residuals | str | EllipsisType = ...,
-        mask_clipped: bool | EllipsisType = ...,
         gather: Gather | str | Sequence[str] | EllipsisType | None = ...,
         reduce_dtype: jax.typing.DTypeLike | EllipsisType | None = ...,
         **unknown: Never,
@@ -293,7 +293,6 @@ class Recipe(MatmulRecipe):
           dlhs: the gradient of the left operand, likewise.
           drhs: the gradient of the right operand, likewise.
           residuals: what is saved for the backward products, or its name.
-          mask_clipped: whether values that the forward product clipped get no gradient.
           gather: mesh axes along which operands are gathered as codes; not shown in the name.
           reduce_dtype: in which devices add up their parts of a product: float32, or None for the
             product's own dtype.
@@ -322,7 +321,8 @@ class Recipe(MatmulRecipe):
         operation = f"with_: recipe {self.name!r}"
         for word in unknown:
             raise TypeError(
-                f"{operation} got an unexpected keyword argument {word!r}{nearest(word, _WORDS)}, "
+                f"{operation} got an unexpected keyword argument "
+                f"{word!r}{whereabouts(word) or nearest(word, _WORDS)}, "
                 f"{word}={unknown[word]!r}; it takes: name, {', '.join(_WORDS)}"
             )
         parts = {word: given[word] for word in _OF_RECIPE if word in given}

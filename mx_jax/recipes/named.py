@@ -47,9 +47,8 @@ def high_precision() -> Recipe:
 
     Examples:
       >>> from mx_jax import recipes
-      >>> schedule = recipes.Schedule([(0, "mxfp4"), (900, recipes.high_precision())])
-      >>> schedule.at(899).is_high_precision, schedule.at(900).is_high_precision
-      (False, True)
+      >>> recipes.high_precision().is_high_precision, recipes.mxfp4().is_high_precision
+      (True, False)
     """
     return Recipe(name="high_precision", fwd=HIGH, dlhs=HIGH, drhs=HIGH)
 
@@ -244,74 +243,6 @@ def mxfp4_hadamard() -> Recipe:
     """
     transform = Hadamard(size=16, signs=(1,) * 16)
     return mxfp4().with_(drhs={"transform": transform}, name="mxfp4_hadamard")
-
-
-@named
-def quartet() -> Recipe:
-    """MXFP4 in all three products after Hadamard transforms of 32.
-
-    | product | lhs | rhs |
-    |---|---|---|
-    | output | x: MXFP4, GAUSSIAN, nearest | W: the same |
-    | grad_input | g: MXFP4, RCEIL of 3/4 g, stochastic | W: the output's codes, anew as g |
-    | grad_weight | g: the same | x: the output's codes, anew as g |
-
-    No transform has signs: the authors' code draws some for the backward products, but multiplies
-    by them after the transform, where they change no magnitude and cancel in the product. The
-    backward products multiply what the output's product did, transformed along its axis: so their
-    results are gradients of transformed operands. Those of values that the output's product
-    clipped are zero, and the rest is turned back. Needs a key, for stochastic rounding. Source:
-    Quartet, arXiv 2505.14669.
-
-    Examples:
-      >>> from mx_jax import recipes
-      >>> recipe = recipes.quartet()
-      >>> recipe.fwd.transform.size, recipe.mask_clipped, recipe.residuals.value
-      (32, True, 'quantized')
-    """
-    forward = operand("mxfp4", scale_rule="gaussian")
-    transform = Hadamard(size=32, signs=(1,) * 32)
-    backward = MatmulSpec(lhs=_THREE_QUARTERS, rhs=_THREE_QUARTERS, transform=transform)
-    return Recipe(
-        name="quartet",
-        fwd=MatmulSpec(lhs=forward, rhs=forward, transform=transform),
-        dlhs=backward,
-        drhs=backward,
-        residuals=Residuals.QUANTIZED,
-        mask_clipped=True,
-    )
-
-
-@named
-def quartet_ii() -> Recipe:
-    """NVFP4 in all three products, with unbiased gradients of half stochastic rounding's error.
-
-    | product | lhs | rhs |
-    |---|---|---|
-    | output | x: NVFP4 1 x 16, 4/6, nearest | W: the same |
-    | grad_input | g: NVFP4 1 x 16, MS-EDEN | W: the output's codes, anew with MS-EDEN |
-    | grad_weight | g: NVFP4 1 x 16, MS-EDEN | x: the output's codes, anew with MS-EDEN |
-
-    MS-EDEN rounds elements to nearest after a block Hadamard transform of 128 with new random
-    signs, and block scales stochastically, after each was corrected for what its block lost. Needs
-    a key. Differs from the authors' training code in these: each block of 16 is corrected by
-    itself, as in their kernels (there groups of 128); each product draws its own signs (there both
-    share them); ties round to even (there away from zero); blocks below the smallest scale use it
-    (there they become zeros). Source: Quartet II, arXiv 2601.22813.
-
-    Examples:
-      >>> from mx_jax import recipes
-      >>> recipe = recipes.quartet_ii()
-      >>> recipe.dlhs.lhs.scale_rule.name, recipe.dlhs.transform.size
-      ('ms_eden', 128)
-    """
-    forward = operand("nvfp4", scale_rule="four_over_six")
-    gradient = operand("nvfp4", scale_rule="ms_eden")
-    backward = MatmulSpec(lhs=gradient, rhs=gradient, transform=Hadamard(size=128, signs=None))
-    fwd = MatmulSpec(lhs=forward, rhs=forward)
-    return Recipe(
-        name="quartet_ii", fwd=fwd, dlhs=backward, drhs=backward, residuals=Residuals.QUANTIZED
-    )
 
 
 @named

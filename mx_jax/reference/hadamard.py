@@ -8,7 +8,6 @@ along the contracting axis it cancels: `T(a) . T(b) = a . b`.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -106,43 +105,24 @@ def apply(
     Returns:
       float32, length k' along the axis, the next multiple of g: the transform fills the padding.
     """
-
-    def turn(groups: jax.Array, signs: jax.Array, within: int) -> jax.Array:
-        if not in_bfloat16:
-            values = groups.astype(jnp.float32) * signs
-            return _times(values, matrix(signs.size), within, lax.Precision.HIGHEST)
-        values, square = groups * signs.astype(jnp.bfloat16), _sylvester(signs.size)
-        sums = _times(values, square.astype(jnp.bfloat16), within, lax.Precision.DEFAULT)
-        return sums * jnp.float32(1 / math.sqrt(signs.size))
-
-    return _in_groups(x, signs, axis, turn)
-
-
-def invert(y: jax.Array, signs: jax.Array, length: int, axis: int = -1) -> jax.Array:
-    """Undo `apply` and drop its padding down to `length` values along the axis."""
-
-    def turn(groups: jax.Array, signs: jax.Array, within: int) -> jax.Array:
-        return _times(groups, matrix(signs.size), within, lax.Precision.HIGHEST) * signs
-
-    return _in_groups(y, signs, axis, turn, length)
-
-
-def _in_groups(
-    x: jax.Array,
-    signs: jax.Array,
-    axis: int,
-    turn: Callable[[jax.Array, jax.Array, int], jax.Array],
-    length: int | None = None,
-) -> jax.Array:
-    """Transform groups without moving the axis, which XLA on CPU takes long for."""
+    # Groups are split without moving the axis, which XLA on CPU takes long for.
     size = signs.shape[0]
     axis %= x.ndim
     groups, (within,) = block_shapes.split(x, ((axis - x.ndim, size),), fill=True)
     signs = jnp.where(signs < 0, jnp.float32(-1), jnp.float32(1))
     signs = jnp.expand_dims(signs, [at for at in range(groups.ndim) if at != within])
-    turned = turn(groups, signs, within)
-    length = groups.shape[axis] * size if length is None else length
-    return block_shapes.merge(turned, (*x.shape[:axis], length, *x.shape[axis + 1 :]), (within,))
+    filled = groups.shape[axis] * size
+    shape = (*x.shape[:axis], filled, *x.shape[axis + 1 :])
+    return block_shapes.merge(_turned(groups, signs, within, in_bfloat16), shape, (within,))
+
+
+def _turned(groups: jax.Array, signs: jax.Array, within: int, in_bfloat16: bool) -> jax.Array:
+    if not in_bfloat16:
+        values = groups.astype(jnp.float32) * signs
+        return _times(values, matrix(signs.size), within, lax.Precision.HIGHEST)
+    values, square = groups * signs.astype(jnp.bfloat16), _sylvester(signs.size)
+    sums = _times(values, square.astype(jnp.bfloat16), within, lax.Precision.DEFAULT)
+    return sums * jnp.float32(1 / math.sqrt(signs.size))
 
 
 def _times(

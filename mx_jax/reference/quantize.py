@@ -11,7 +11,7 @@ from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 from mx_jax.codecs.float32 import select
-from mx_jax.codecs.lowering import by_halves, elementwise, platform_dependent
+from mx_jax.codecs.lowering import by_halves, platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.codecs.scale import encode_scaled, lift, lower, true_divide
 from mx_jax.formats import BlockFormat
@@ -113,14 +113,12 @@ def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     return _widened(amax) if amax.dtype == jnp.int16 else amax
 
 
-@elementwise
 def _magnitudes(x: jax.Array) -> jax.Array:
     narrow = x.dtype == jnp.bfloat16
     bits = lax.bitcast_convert_type(x, jnp.int16) if narrow else float32.to_bits(x)
     return float32.bitwise_and(bits, bits.dtype.type(jnp.iinfo(bits.dtype).max))
 
 
-@elementwise
 def _widened(bits: jax.Array) -> jax.Array:
     return float32.shift_left(lax.convert_element_type(bits, jnp.int32), 16)
 
@@ -154,12 +152,10 @@ def tensor_scale_of(
     return _tensor_scale(largest.reshape((1,) * ndim), largest_value)
 
 
-@elementwise
 def _finite(amax: jax.Array) -> jax.Array:
     return select(float32.lt(amax, float32.INF), amax, 0)
 
 
-@elementwise
 def _tensor_scale(largest: jax.Array, largest_value: float) -> jax.Array:
     # Above 2^-64 even the smallest scale is far from subnormals.
     small = float32.lt(largest, (127 - 64) << 23)

@@ -10,30 +10,24 @@ Two rules are one if what they compute is: backends compare a rule's functions, 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
-from mx_jax.codecs.explicit_axes import broadcast_like
 from mx_jax.codecs.float32 import clip, select
-from mx_jax.codecs.lowering import elementwise
-from mx_jax.codecs.rounding import NEAREST, STOCHASTIC, Rounding
+from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.codecs.scale import (
     E8M0_BIAS,
     E8M0_NAN,
     decode_scaled,
     encode_scaled,
-    exponent_to_e8m0,
-    is_nan_scale,
     is_tiny,
     lift,
-    over_float_scale,
     true_divide,
 )
 from mx_jax.formats import BlockFormat, ElementFormat, ScaleFormat
@@ -75,7 +69,6 @@ class PowerOfTwo:
         return _power_of_two(data.amax, element.emax, carry)
 
 
-@elementwise
 def _power_of_two(amax: jax.Array, emax: int, carry: int) -> jax.Array:
     pattern = amax
     # Elsewhere a subnormal amax has the smallest scale, whatever its exponent.
@@ -101,7 +94,6 @@ class FromAmax:
         return _from_amax(data.amax, data.tensor_scale, self.function, data.format)
 
 
-@elementwise
 def _from_amax(
     amax: jax.Array,
     tensor_scale: jax.Array | None,
@@ -132,19 +124,6 @@ def above_max(element: ElementFormat) -> int:
     """RCEIL's threshold."""
     # amax <= max * 2^k compares mantissas once the exponents agree.
     return (element.max_mantissa << (23 - element.mantissa_bits)) + 1
-
-
-def gaussian(data: BlockData) -> jax.Array:
-    """A power of two from the standard deviation."""
-    # 2.92247856 standard deviations at E2M1's 6 lose least of a normal distribution.
-    # Squares from 2^60 on might leave float32's range: such blocks are measured times 2^-64.
-    large = data.amax >= (127 + 60) << 23
-    values = data.values.astype(jnp.float32) * jnp.where(large, 2.0**-64, 1.0)
-    mean = jnp.mean(values, axis=data.inside, keepdims=True)
-    variance = jnp.mean(jnp.square(values - mean), axis=data.inside, keepdims=True)
-    spread = jnp.sqrt(variance) * (2.92247856 / data.format.element.max) + 1e-8
-    stored = exponent_to_e8m0((float32.to_bits(spread) >> 23) - jnp.where(large, 127 - 64, 127))
-    return select(data.amax >= float32.INF, E8M0_NAN, stored)
 
 
 def _scale_element(scale: ScaleFormat) -> ElementFormat:
@@ -274,24 +253,15 @@ def multiplier(data: BlockData) -> jax.Array:
     return select(data.amax < float32.INF, scale, jnp.nan)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Eden:
-    """Scales that make up for what rounding to nearest did to the elements (MS-EDEN).
-
-    Stored are `round(scale * <x, x> / <x, q>)` of codes q that were made with `scale`. Rounding to
-    nearest shortens or lengthens a vector in its own direction; with this factor its codes have the
-    right length again, and after a random rotation their expected value is x: with half the error
-    of stochastic rounding. Scales are rounded stochastically, so the factor is kept on average.
-    Source: Quartet II, arXiv 2601.22813; EDEN without blocks: Vargaftik et al., arXiv 2108.08842.
+class Correction(Protocol):
+    """Changes scales after the cast: a frozen value, which rules compare.
 
     Attributes:
-      group: elements along the blocked axis that share a factor: as many whole blocks as it
-        holds, at least one. Over several blocks, each counts as its elements are over its scale.
-      rounding: how the product of scale and factor is rounded.
+      rounding: how it rounds scales: where this draws, the cast needs a key.
     """
 
-    group: int
-    rounding: Rounding
+    @property
+    def rounding(self) -> Rounding: ...
 
     def __call__(
         self,
@@ -302,40 +272,13 @@ class Eden:
     ) -> jax.Array:
         """The stored scales.
 
-        The sums are float sums, whose last bits depend on their order.
-
         Args:
-          data: what was quantized; scales are in an element format.
+          data: what was quantized.
           scales: stored scales that the elements were divided by, of amax's shape.
           codes: what became of the elements.
-          random_bits: int32 of amax's shape, for stochastic rounding.
+          random_bits: int32 of amax's shape, where `rounding` draws.
         """
-        of = _scale_element(data.format.scale)
-        values = data.values.astype(jnp.float32)
-        x = over_float_scale(values, scales, data.format, data.tensor_scale)
-        q = element_codec.decode(codes, data.format.element)
-        # A block of NaN leaves the scales of its neighbours alone.
-        lost = is_nan_scale(scales, data.format.scale)
-        length = self._total(jnp.where(lost, 0, x * x), data.inside)
-        along = self._total(jnp.where(lost, 0, x * q), data.inside)
-        factor = jnp.where(along == 0, jnp.float32(1), true_divide(length, along))
-        return element_codec.encode(
-            element_codec.decode(scales, of) * factor,
-            of,
-            rounding=self.rounding,
-            random_bits=random_bits,
-        )
-
-    def _total(self, terms: jax.Array, inside: tuple[int, ...]) -> jax.Array:
-        """Sums over each group, at every block of it: float32 of amax's shape."""
-        num_blocks = max(self.group // terms.shape[inside[-1]], 1)
-        sums = jnp.sum(terms, axis=inside)
-        if num_blocks == 1:
-            return lax.expand_dims(sums, inside)
-        axis = inside[-1] - len(inside) - sums.ndim
-        groups, within = block_shapes.split(sums, ((axis, num_blocks),), fill=True)
-        totals = broadcast_like(jnp.sum(groups, axis=within, keepdims=True), groups)
-        return lax.expand_dims(block_shapes.merge(totals, sums.shape, within), inside)
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -355,7 +298,8 @@ class ScaleRule:
       largest_scale: the block scale that a tensor scale leaves room for; None: the format's max.
       largest_element: what amax becomes, over that scale; None: the element's max.
       correction: from the scales that elements were divided by, and their codes, to the scales
-        that are stored; None: they are the same. No kernel knows one.
+        that are stored, as in `examples/recipes/quartet_ii.py`; None: they are the same. No kernel
+        knows one.
     """
 
     name: str
@@ -363,7 +307,7 @@ class ScaleRule:
     scales: Callable[[BlockData], jax.Array]
     largest_scale: float | None = None
     largest_element: float | None = None
-    correction: Eden | None = None
+    correction: Correction | None = None
 
     def largest_value(self, format: BlockFormat) -> float:
         """What a tensor's largest magnitude becomes over its tensor scale."""
@@ -374,11 +318,6 @@ class ScaleRule:
     def rounding(self) -> Rounding:
         """How stored scales are rounded, as far as random bits decide."""
         return NEAREST if self.correction is None else self.correction.rounding
-
-    @property
-    def group(self) -> int:
-        """Elements along the blocked axis whose scales depend on each other, beyond a block."""
-        return 1 if self.correction is None else self.correction.group
 
     @property
     def threshold(self) -> Callable[[ElementFormat], int] | None:
@@ -433,10 +372,6 @@ CEIL = power_of_two("ceil", above_power_of_two)
 EVEN = power_of_two("even", rounds_up)
 RCEIL = power_of_two("rceil", above_max)
 
-# Quartet's forward scale (arXiv 2505.14669): clips on purpose. A float mean, so the only rule whose
-# bits may differ between backends that add in another order.
-GAUSSIAN = ScaleRule(name="gaussian", kinds=("exponent",), scales=gaussian)
-
 AMAX = ScaleRule(name="amax", kinds=("element",), scales=FromAmax(amax))
 AMAX_SUBNORMAL = ScaleRule(
     name="amax_subnormal", kinds=("element",), scales=FromAmax(amax_subnormal)
@@ -451,30 +386,13 @@ FOUR_OVER_SIX = ScaleRule(
 )
 
 
-def _amax_becomes(
-    name: str,
-    largest: float,
-    largest_scale: float | None = None,
-    correction: Eden | None = None,
-) -> ScaleRule:
-    return ScaleRule(
-        name=name,
-        kinds=("element",),
-        scales=FromAmax(AmaxBecomes(largest)),
-        largest_scale=largest_scale,
-        largest_element=largest,
-        correction=correction,
-    )
-
-
 # A scale that rounds to nearest in E4M3 is up to 17/16 too small: with so much room below E2M1's 6
 # nothing clips, and stochastic rounding is right on average.
-AMAX_HEADROOM = _amax_becomes("amax_headroom", 6 * 16 / 17)
-# Quartet II's backward rule (arXiv 2601.22813): 0.93 loses least of what its rotation makes of a
-# tensor; above a block scale of 255.99 there is room for the correction. Each block has its own, as
-# in its kernels; groups of 128, as in its training code, lose more and are 0.05 % too short.
-MS_EDEN = _amax_becomes(
-    "ms_eden", 6 / (17 / 16 * 0.93), 255.99, Eden(group=16, rounding=STOCHASTIC)
+AMAX_HEADROOM = ScaleRule(
+    name="amax_headroom",
+    kinds=("element",),
+    scales=FromAmax(AmaxBecomes(6 * 16 / 17)),
+    largest_element=6 * 16 / 17,
 )
 
 FLOAT8 = ScaleRule(name="float8", kinds=("divisor",), scales=FromAmax(divisor))
@@ -493,12 +411,10 @@ SCALE_RULES: tuple[ScaleRule, ...] = (
     CEIL,
     EVEN,
     RCEIL,
-    GAUSSIAN,
     AMAX,
     AMAX_SUBNORMAL,
     FOUR_OVER_SIX,
     AMAX_HEADROOM,
-    MS_EDEN,
     FLOAT8,
     FLOAT8_POWER_OF_TWO,
     AMAX_MULTIPLIER,

@@ -23,7 +23,7 @@ from mx_jax.backends.select import BACKENDS, current_target
 from mx_jax.backends.target import Backend, Target
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.codecs.rounding import NEAREST
-from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, WHOLE
+from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.quantize import quantize
 from mx_jax.reference.scale_rules import scale_rule_for
@@ -347,9 +347,9 @@ def _what_bfloat16_holds_on_accelerators(call: calls.Call, target: Target) -> bo
     return all(own.format in BLOCK_FORMATS or own.dtype == jnp.bfloat16 for _, own in call.sides)
 
 
-def _mxfp8_on_one_gpu_from_ada_on_but_hopper(call: calls.Call, target: Target) -> bool:
+def _mxfp8_on_one_blackwell(call: calls.Call, target: Target) -> bool:
     capability = target.compute_capability
-    if target.num_devices > 1 or capability in (None, (9, 0)) or capability < (8, 9):
+    if target.num_devices > 1 or capability is None or capability < (10, 0):
         return False
     if not isinstance(call, calls.MatmulCall) or len(call.lhs.axes.contracting) != 1:
         return False
@@ -366,10 +366,9 @@ def _what_the_handlers_compute(call: calls.Call, target: Target) -> bool:
         return False
     if isinstance(call, calls.MatmulCall):
         given = (call.lhs.format, call.rhs.format)
-        small = max((*call.lhs.shape, *call.rhs.shape)) <= 1024
-        return small and all(f is None or not f.scale.is_float32 for f in given)
+        return all(f is None or not f.scale.is_float32 for f in given)
     always = (calls.QuantizeBothCall, calls.RaggedCall, calls.RandomBitsCall, calls.TransformCall)
-    if isinstance(call, (*always, calls.MomentCall)):
+    if isinstance(call, always):
         return True
     if isinstance(call, calls.AttendCall):
         return call.tokens == 1 and set(call.dtypes) == {jnp.dtype(jnp.float32)}
@@ -380,35 +379,24 @@ def _what_the_handlers_compute(call: calls.Call, target: Target) -> bool:
     return len(call.blocks) == 1 or [axis for axis, _ in call.blocks] == [-2, -1]
 
 
-def _casts_and_few_bit_weights_from_ampere_on(call: calls.Call, target: Target) -> bool:
+def _few_bit_weights_from_ampere_on(call: calls.Call, target: Target) -> bool:
     capability = target.compute_capability
     if capability is None or capability < (8, 0) or jax.__version_info__ < (0, 12, 0):
         return False
-    if isinstance(call, calls.QuantizeCall):
-        plain = call.rounding == NEAREST and call.scale_rule.threshold is not None
-        return plain and call.format in MX_FORMATS
     if not isinstance(call, calls.MatmulCall) or len(call.lhs.axes.contracting) > 1:
         return False
     values = call.lhs.format in MX_FORMATS or call.lhs.dtype == jnp.bfloat16
     return values and call.rhs.format in (MXFP4, MXFP8_E4M3, MXFP8_E5M2)
 
 
-def _mxfp8_and_nvfp4_on_blackwell(call: calls.Call, target: Target) -> bool:
-    if target.compute_capability != (10, 0) or not isinstance(call, calls.MatmulCall):
-        return False
-    pairs = ((MXFP8_E4M3, MXFP8_E4M3), (MXFP8_E4M3, MXFP8_E5M2), (NVFP4, NVFP4))
-    return len(call.lhs.axes.contracting) == 1 and (call.lhs.format, call.rhs.format) in pairs
-
-
 # What each backend of the table must take: the one line that a new backend adds.
 PROMISES: Mapping[str, Promise] = {
     "xla": _whole_axis_float8_on_gpu,
     "cpu_ffi": _what_the_handlers_compute,
-    "xla_scaled": _mxfp8_on_one_gpu_from_ada_on_but_hopper,
+    "xla_scaled": _mxfp8_on_one_blackwell,
     "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
     "reference": lambda call, target: not isinstance(call, calls.QuantizeBothCall),
-    "pallas_gpu": _casts_and_few_bit_weights_from_ampere_on,
-    "cudnn": _mxfp8_and_nvfp4_on_blackwell,
+    "pallas_gpu": _few_bit_weights_from_ampere_on,
 }
 
 TARGETS: tuple[Target, ...] = (

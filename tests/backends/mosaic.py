@@ -3,7 +3,6 @@
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -51,14 +50,9 @@ def has_race(run: Callable[[], jax.Array]) -> bool:
     return False
 
 
-def lowered(
-    run: Callable[..., Any],
-    *given: Any,
-    capability: tuple[int, int] = (9, 0),
-    backends: Callable[[str], AbstractContextManager[None]] = mx_jax.prefer_backends,
-) -> str:
-    """A program for a GPU whose kernels are preferred, or the only ones."""
-    with mx_jax.testing.target("cuda", capability), backends("pallas_gpu"):
+def lowered(run: Callable[..., Any], *given: Any, capability: tuple[int, int] = (9, 0)) -> str:
+    """A program for a GPU whose kernels are preferred."""
+    with mx_jax.testing.target("cuda", capability), mx_jax.prefer_backends("pallas_gpu"):
         return jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
 
 

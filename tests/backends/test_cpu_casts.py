@@ -30,16 +30,15 @@ CASTS = {
     "headroom, stochastic": ("amax_headroom", "stochastic"),
     "4/6": ("four_over_six", "nearest"),
     "4/6, stochastic": ("four_over_six", "stochastic"),
-    "eden": ("ms_eden", "nearest"),
 }
-HANDLERS = {"amax_headroom": 1, "four_over_six": 2, "ms_eden": 1}
+HANDLERS = {"amax_headroom": 1, "four_over_six": 2}
 
 
 @pytest.mark.parametrize("name", CASTS)
 def test_what_casts(name: str):
     """Elements are rounded by the handler; 4/6 casts twice, and once more each to draw."""
     rule, rounding = CASTS[name]
-    key = jax.random.key(1) if rounding == "stochastic" or rule == "ms_eden" else None
+    key = jax.random.key(1) if rounding == "stochastic" else None
     cast = lambda x: mx_jax.quantize(  # noqa: E731
         x, "nvfp4", scale_rule=rule, rounding=rounding, key=key
     )
@@ -117,9 +116,6 @@ def test_the_values_of_the_reference(size: int, dtype: str):
         exact = (groups * np.asarray(transform.signs, np.float64) @ square).reshape(padded.shape)
         assert turned.dtype == jnp.float32
         assert is_near(turned, np.moveaxis(exact, -1, axis), size), (shape, axis)
-        back = transformed(turned, transform, None, axis, back_to=x.shape[axis])
-        assert back.shape == x.shape
-        assert is_near(back, np.asarray(x, np.float64), size), (shape, axis)
 
 
 def test_infinity_and_nan_stay_in_their_groups():

@@ -104,6 +104,14 @@ def test_every_instruction_set():
     assert len(digests) == 1, digests
 
 
+@needs_library
+def test_programs_that_tests_start_have_the_set_of_the_tests():
+    """`MX_JAX_CPU_ISA` is theirs too; tests/conftest.py sees to it that it is in force here."""
+    assert isinstance(LOADED, library.Library)
+    asked = "from mx_jax.backends.cpu_ffi import library; print(library.load().isa)"
+    assert printed("-c", asked).split() == [LOADED.isa]
+
+
 # Threads ------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ FORMATS = (*formats.MX_FORMATS, formats.NVFP4)
 NUM_RANDOM = 60
 DTYPES = ("float32", "bfloat16", "float16")
 
-pytestmark = [needs_library, pytest.mark.slow(but=5)]
+pytestmark = [needs_library, pytest.mark.usefixtures("kernels_alone"), pytest.mark.slow(but=5)]
 
 
 def product(case: MatmulCase, lhs: Any, rhs: Any) -> jax.Array:

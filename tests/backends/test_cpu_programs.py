@@ -23,7 +23,7 @@ from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
 
 P = PartitionSpec
-pytestmark = [needs_library, pytest.mark.usefixtures("insist")]
+pytestmark = [needs_library, pytest.mark.usefixtures("insist", "kernels_alone")]
 
 
 def draw(*shape: int) -> jax.Array:

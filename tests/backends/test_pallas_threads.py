@@ -1,16 +1,13 @@
-"""Which thread of a GPU holds what: Mosaic's layouts, taken apart with NumPy; exact arithmetic."""
+"""Which thread of a GPU holds what: Mosaic's layouts, taken apart with NumPy."""
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mx_jax.backends.pallas_gpu import quantize, quantize_kernel
 from mx_jax.backends.pallas_gpu.architecture import MMA, SM80, SM90, Architecture
 from mx_jax.backends.pallas_gpu.layouts import CHUNK, ROWS, WORDS, slots_of
-from mx_jax.backends.pallas_gpu.quantize_kernel import View
 from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
 from tests.backends.mosaic import needs_mosaic
 
@@ -93,72 +90,3 @@ def test_what_cp_async_copies_is_one_piece(bits: int):
             assert all(size == 1 for size in block[: partial[-1]])
             # At least four bytes for each of 128 threads.
             assert np.prod(block) % 128 == 0
-
-
-# Casts --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("block", quantize.BLOCKS)
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_who_holds_what(block: int, itemsize: int):
-    """Of every kind of tile, on views of whole tiles, wide and narrow."""
-    rows, columns = (-1, block), (-2, block)
-    seen = [View.of((number * block,), (rows,)) for number in (4096, 192)]
-    for down, across in ((2, 4), (4, 1)):
-        shape = down * block, across * 128 // itemsize
-        seen += [View.of(shape, (columns,)), View.of(shape, (columns, rows))]
-    for view in seen:
-        tile = view.tile(itemsize)
-        assert tile.padded(view.shape) == view.shape, "no padding in these"
-        elements = np.arange(np.prod(view.shape)).reshape(view.shape)
-        elements = elements[tuple(map(slice, tile.shape))]
-        held = of_threads(elements, quantize_kernel._layout(tile).to_mgpu())
-        assert sorted(held.ravel()) == sorted(elements.ravel()), "each by one thread"
-        vector = held.shape[-1]
-        assert vector * itemsize == 16 and (np.diff(held) == 1).all(), "16 bytes at a time"
-        # What a warp loads at a time is whole sectors of memory.
-        loads = np.sort(held.reshape(4, 32, -1, vector).swapaxes(1, 2).reshape(-1, 32 * vector))
-        sectors = loads.reshape(len(loads), -1, 32 // itemsize)
-        assert (np.diff(sectors) == 1).all() and (sectors[..., 0] * itemsize % 32 == 0).all()
-        warps = np.empty(tile.shape, int)
-        places = np.searchsorted(elements.ravel(), held.reshape(4, -1))
-        warps.ravel()[places] = np.arange(4)[:, None]
-        for axis in tile.axes:
-            assert (warps == warps.take([0], axis)).all(), "a block lies within a warp"
-
-
-@pytest.mark.parametrize(
-    ("shape", "axis", "itemsize", "padding"),
-    [
-        ((4096, 8192), -1, 2, 1),
-        ((1, 2880), -1, 2, 96 / 90),
-        ((3, 2880), -2, 2, 48 / 45),
-        ((4096, 2880), -2, 2, 1),
-        ((4, 32, 192), -2, 4, 1),
-    ],
-)
-def test_what_is_padded(shape: tuple[int, ...], axis: int, itemsize: int, padding: float):
-    view = View.of(shape, ((axis, 32),))
-    padded = view.tile(itemsize).padded(view.shape)
-    whole = np.prod(view.shape)
-    assert np.prod(padded) / whole == pytest.approx(padding)
-
-
-def test_a_product_by_the_reciprocal_is_the_quotient():
-    """What only a GPU computes, in NumPy, which keeps subnormals: every bfloat16, many scales."""
-    x = np.arange(1 << 16, dtype=np.uint16).view(jnp.bfloat16)
-    x = x[np.isfinite(x.astype(np.float32))]
-    exact = jax.jit(quantize_kernel.over_power_of_two)
-    for stored in (*range(0, 255, 11), 1, 2, 253, 254):
-        factor = quantize_kernel.reciprocal(jnp.int32(stored))
-        with np.errstate(over="ignore"):
-            product = x.astype(np.float32) * np.asarray(factor)
-        # No scale is so small that its own block overflows.
-        in_range = np.isfinite(product)
-        product = product[in_range]
-        found = np.asarray(exact(jnp.asarray(x), jnp.int32(stored)))[in_range]
-        # Far below any element's smallest value, one flushes and the other rounds.
-        tiny = np.abs(product) <= np.finfo(np.float32).tiny
-        assert (np.signbit(found) == np.signbit(product)).all()
-        assert (np.abs(found[tiny]) <= np.finfo(np.float32).tiny).all()
-        np.testing.assert_array_equal(found[~tiny], product[~tiny])

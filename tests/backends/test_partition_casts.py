@@ -1,6 +1,7 @@
-"""Casts in programs of several CPU devices: parts in C++, one device's bits, no value moved."""
+"""Casts in programs of several devices: on CPUs parts in C++, one device's bits, no value moved."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,15 +13,18 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax.backends.calls import QuantizeCall
 from mx_jax.backends.partition import can_split
+from mx_jax.backends.target import Target
 from mx_jax.codecs.rounding import NEAREST
-from mx_jax.formats import MXFP4, NVFP4
-from mx_jax.reference.scale_rules import MS_EDEN, power_of_two
+from mx_jax.formats import MXFP4
+from mx_jax.reference.scale_rules import power_of_two
 from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
+from tests.quick import with_gradients
 from tests.sharding.collectives import collectives
 
 P = PartitionSpec
+CPU = Target(platform="cpu")
 pytestmark = needs_library
 FORMATS = (
     *("mxfp8", "mxfp4", "nvfp4", "float8_rowwise_e4m3", "float8_tensorwise_e4m3"),
@@ -73,20 +77,38 @@ def test_shared_blocks_by_other_rules(name: str, rng: np.random.Generator):
         assert_bitwise_equal(one, other)
 
 
-@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
-def test_casts_of_several_gpus_too(name: str):
-    """In plain JAX: left to XLA, shards that cut blocks would pass their values to each other."""
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize(("name", "number"), [("mxfp8", 9), ("nvfp4", 7)])
+def test_casts_and_products_of_accelerators_too(name: str, number: int, platform: str):
+    """In plain JAX: left to XLA, shards that cut blocks would pass their values to each other.
+
+    TPUs have no custom partitioning (`tests/tpu` compiles).
+    """
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=NamedSharding(mesh, P("a")))
-    traced = jax.jit(lambda x: mx_jax.quantize(x, name, axis=0)).trace(x)
-    program = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert program.count("@CustomSPMDPartitioning") == 1
+
+    def step(x: jax.Array) -> Any:
+        product = with_gradients(functools.partial(mx_jax.matmul, recipe=name))(x, x, x)
+        return product, mx_jax.quantize_both(x, name)
+
+    program = jax.jit(step).trace(x).lower(lowering_platforms=(platform,)).as_text()
+    expected = 0 if platform == "tpu" else number
+    assert program.count("@CustomSPMDPartitioning") == expected
+
+
+def test_handlers_are_of_cpus():
+    """Weights that were packed for CPUs reach no other platform: JAX names the primitive."""
+    packed = jax.jit(lambda w: mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0)))
+    traced = packed.trace(jax.ShapeDtypeStruct((64, 64), jnp.bfloat16))
+    with pytest.raises(NotImplementedError, match=r"mx_cpu_ffi.* not found for platform tpu"):
+        traced.lower(lowering_platforms=("tpu",))
 
 
 def test_only_numbers_of_the_library_are_split():
     """Names tell programs apart in a compilation cache; a rule of others may look at all blocks."""
     own = QuantizeCase(format=MXFP4, shape=(64, 64)).call
-    assert isinstance(own, QuantizeCall) and can_split(own)
+    assert isinstance(own, QuantizeCall) and can_split(own, CPU)
+    assert not can_split(own, Target(platform="tpu"))
     rule = power_of_two("mine", lambda element: 1 << 22)
     rounding = dataclasses.replace(NEAREST, name="mine")
     element = dataclasses.replace(MXFP4.element, bias=2)
@@ -96,6 +118,4 @@ def test_only_numbers_of_the_library_are_split():
         "format": dataclasses.replace(MXFP4, element=element),
     }
     for name, other in others.items():
-        assert not can_split(dataclasses.replace(own, **{name: other}))
-    wide = dataclasses.replace(own, format=NVFP4, blocks=((-1, 8),), scale_rule=MS_EDEN)
-    assert not can_split(wide) and can_split(dataclasses.replace(wide, blocks=((-1, 16),)))
+        assert not can_split(dataclasses.replace(own, **{name: other}), CPU)

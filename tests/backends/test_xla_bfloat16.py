@@ -356,22 +356,6 @@ def test_the_transform_of_bfloat16_is_a_bfloat16_dot(dtype: str):
     assert f"-> {backend} ({how})" in line
 
 
-def test_the_inverse_of_a_transform_is_on_record():
-    """Of cotangents of what the forward product turned: float32, whatever the operands' dtype."""
-
-    def loss(x: jax.Array, w: jax.Array, key: jax.Array) -> jax.Array:
-        return mx_jax.matmul(x, w, recipe=recipes.quartet(), key=key).astype(jnp.float32).sum()
-
-    shapes = (array(32, 128), array(128, 64), jax.eval_shape(lambda: jax.random.key(0)))
-    for step, expected in ((jax.grad(loss, 0), {"32, 128", "128, 64"}), (loss, set())):
-        with mx_jax.testing.target("tpu"):
-            lines = mx_jax.inspect.explain_call(step, *shapes).splitlines()
-        found = [line for line in lines if "inverse Hadamard" in line]
-        assert all("-> reference (XLA float32 dot, HIGHEST)" in line for line in found)
-        shown = {re.findall(r"transform of bfloat16 \[(.*?)\]", line)[0] for line in found}
-        assert shown == expected
-
-
 @pytest.mark.parametrize("size", [16, 32, 64])
 def test_the_transform_in_bfloat16(size: int):
     """Products by 1 and -1 are exact: as near to float64 as float32's."""

@@ -179,7 +179,7 @@ def test_sqnr(run: Runner):
 
 @pytest.mark.slow
 def test_rounding(run: Runner):
-    options = ["--size", "128", "--draws", "8", "--data", "normal", "--recipes", "quartet_ii"]
+    options = ["--size", "128", "--draws", "8", "--data", "normal", "--recipes", "nvfp4_unbiased"]
     options += ["--ways", "nearest, amax", "stochastic, amax_headroom", "MS-EDEN"]
     result, table = run("rounding", *options)
     casts = {row["way"]: row for row in result["casts"]}
@@ -197,7 +197,7 @@ def test_rounding(run: Runner):
     (gradients,) = result["gradients"]
     assert 0.02 < gradients["dw"]["error"]["mean"] < 0.04
     assert 0.005 < gradients["dx"]["bias"]["mean"] < gradients["dx"]["error"]["mean"] / 2
-    assert "| quartet_ii |" in table
+    assert "| nvfp4_unbiased |" in table
 
 
 def test_train_step(run: Runner):

@@ -33,6 +33,8 @@ def killed(at: int) -> Iterator[list[str]]:
                 raise Killed
             done = change(*args, **named)
             if 2 * len(changes) - 1 == at:
+                if isinstance(done, io.IOBase):
+                    done.close()
                 raise Killed
             return done
 

@@ -427,5 +427,6 @@ def test_scales_of_inputs(tmp_path: Path):
     fixture = FIXTURES[6]
     weights = {"up.input_scale": floats((), [0.5])} | fixture.tensors
     assert float(checkpoint.read(put(tmp_path, weights))["up.input_scale"]) == 0.5
-    said = refused(tmp_path, weights | {"up.pre_quant_scale": floats((64,), [1.0] * 64)})
-    assert ": 1 tensors such as up.pre_quant_scale belong to weights of AWQ" in said
+    for asked in ("up.pre_quant_scale", "up.forward_hadamard_matrix"):
+        said = refused(tmp_path, weights | {asked: floats((64,), [1.0] * 64)})
+        assert f": 1 tensors such as {asked} belong to weights of AWQ, SVDQuant or FP-Qu" in said

@@ -18,8 +18,8 @@ from flax import nnx
 
 import mx_jax
 from mx_jax import checkpoint
-from mx_jax.checkpoint.files import replacing
 from mx_jax.checkpoint.weights import on_device
+from mx_jax.checkpoint.writers import replacing
 from mx_jax.formats import MXFP4, MXFP6_E3M2, NVFP4
 from tests.checkpoint.stored import assert_same, draw
 from tests.processes import run_python
@@ -55,6 +55,38 @@ def test_there_and_back(tree: dict[Any, Any], tmp_path: Path):
             assert isinstance(one, jax.Array) and one.dtype == other.dtype
             np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
     assert os.listdir(tmp_path) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("size", [None, 1, 10**6])
+def test_dicts_without_arrays_stay(size: int | None, tmp_path: Path):
+    path = tmp_path / ("one.safetensors" if size is None else "several")
+    for tree in (
+        {"a": {}, "b": {"c": {}, "d": {1: {}}}, "d": {"x": np.ones(3), "y": np.ones(2)}},
+        {"a": {"b": {}}},
+        {},
+    ):
+        checkpoint.save(path, tree, max_shard_size=size)
+        assert jax.tree.structure(checkpoint.load(path)) == jax.tree.structure(tree)
+
+
+def test_a_name_like_that_of_a_part(tmp_path: Path, rng: np.random.Generator):
+    """Which tensors are an MXArray's its format says; only names that are the same clash."""
+    path = tmp_path / "model.safetensors"
+    for format, parts in (
+        (MXFP4, ("codes", "scales")),
+        (NVFP4, ("codes", "scales", "tensor_scale")),
+    ):
+        x, beside = draw(format, (4, 64), rng), np.ones(3, np.float32)
+        for part in parts:
+            for tree in ({"x": x, f"x/{part}": beside}, {f"x/{part}": beside, "x": x}):
+                with pytest.raises(ValueError, match=f"would be named 'x/{part}'; rename one"):
+                    checkpoint.save(path, tree)
+        others = {"x/tensor_scale", "x/mx_jax", "codes"} - {f"x/{part}" for part in parts}
+        checkpoint.save(path, {"x": x} | dict.fromkeys(others, beside))
+        for back in (checkpoint.load(path), dict(checkpoint.read(path))):
+            assert back.keys() == {"x", *others}
+            assert_same(back["x"], x)
+            assert all(back[name].tolist() == [1, 1, 1] for name in others)
 
 
 def test_what_others_see(tree: dict[Any, Any], tmp_path: Path):
@@ -230,6 +262,12 @@ def test_headers_that_lie(sample: tuple[Path, bytes]):
         {"tensors": listed["tensors"] * 2},
         {"tensors": [*listed["tensors"], {"path": ["b", "c"]}]},
         {"tensors": listed["tensors"][:1]},
+        {"empty": 3},
+        {"empty": [[]]},
+        {"empty": [[["a"]]]},
+        {"empty": [["a", 0]]},
+        {"empty": [["b", "c"]]},
+        {"empty": [["c"], ["c"]]},
         {"tensors": []},
     ):
         assert not put(__metadata__={"mx_jax": json.dumps(listed | change)}), change
@@ -267,7 +305,7 @@ def test_it_is_copied_once(monkeypatch: pytest.MonkeyPatch):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from mx_jax.checkpoint.files import replacing
+from mx_jax.checkpoint.writers import replacing
 with replacing(Path(sys.argv[1])) as file:
     file.write(b"half")
     file.flush()

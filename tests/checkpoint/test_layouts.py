@@ -5,20 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 import mx_jax
 from mx_jax import checkpoint
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout
-from tests.checkpoint.stored import assert_same, draw, put, put_model, values
-
-WRITTEN = [row for row in LAYOUTS if row.rotation is None]
+from tests.checkpoint.stored import assert_same, draw, put
 
 
 @pytest.mark.parametrize("rows", [130, 0])
-@pytest.mark.parametrize("row", WRITTEN, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", LAYOUTS, ids=lambda row: row.name)
 def test_there_and_back(row: Layout, rows: int, tmp_path: Path, rng: np.random.Generator):
     """Written and read by itself: the file alone says what it is."""
     x = draw(row.format, (2, rows, 64) if row.split else (rows, 192), rng)
@@ -132,67 +129,3 @@ def test_tensor_scales_that_readers_take_for_the_inverse_are_not_written(
         ValueError, match=r"up.weight has tensor_scale=1.25, for values beyond 2688"
     ):
         checkpoint.write(path, {"up.weight": mx_jax.quantize(1.25 * w, "nvfp4")}, layout=layout)
-
-
-# FP-Quant: weights for rotated inputs, read only for those who know --------------------------
-
-HADAMARD = np.array([[1, 1], [1, -1]], np.float32) / np.float32(2**0.5)
-
-
-def put_rotated(
-    folder: Path,
-    size: int,
-    kind: str,
-    matrix: np.ndarray,
-    padded: tuple[int, int] | None = None,
-) -> None:
-    """Codes 2 and 1 in 3 rows of 64, block scales one, under a scale of 4 that divides."""
-    one = 127 if kind == "mxfp4" else np.array(1, ml_dtypes.float8_e4m3fn).view(np.uint8)
-    scales = np.full(padded or (3, 64 // size), 255, np.uint8)
-    scales[:3, : 64 // size] = one
-    bfloat16 = ml_dtypes.bfloat16
-    tensors = {
-        "up.qweight": np.full((3, 32), 0x12, np.uint8),
-        "up.scales": scales,
-        "up.weight_global_scale": np.full(1, 4, bfloat16),
-        "up.act_global_scale": np.full(1, 4, bfloat16),
-        "up.forward_hadamard_matrix": matrix.astype(bfloat16),
-    }
-    stated = {"quant_method": "fp_quant", "forward_dtype": kind}
-    put_model(folder, tensors, {"quantization_config": stated})
-
-
-@pytest.mark.parametrize(("kind", "size"), [("mxfp4", 32), ("nvfp4", 16)])
-@pytest.mark.parametrize("padded", [None, (128, 4)])
-def test_rotated_is_read_by_those_who_know(kind: str, size: int, padded: Any, tmp_path: Path):
-    put_rotated(tmp_path, size, kind, HADAMARD, padded)
-    complaint = "1 weights take inputs that were rotated, such as up.weight by up.forward_hadamard"
-    with pytest.raises(ValueError, match=f"{complaint}_matrix.*say rotated=True"):
-        checkpoint.read(tmp_path)
-    weights = checkpoint.read(tmp_path, rotated=True)
-    assert weights.quantized == {"up.weight": f"fp-quant-{kind}"}
-    assert weights.stored["up.weight"].rotation == "up.forward_hadamard_matrix"
-    assert "1 fp-quant-" in repr(weights) and "for rotated inputs" in repr(weights)
-    expected = np.tile([1 / 4, 0.5 / 4], (3, 32))
-    np.testing.assert_array_equal(values(weights["up.weight"]), expected)
-    # The matrix is there to rotate with.
-    assert weights["up.forward_hadamard_matrix"].shape == (2, 2)
-
-
-def test_a_rotation_by_nothing(tmp_path: Path):
-    """Its initialization \"identity\" asks nothing of the inputs."""
-    put_rotated(tmp_path, 32, "mxfp4", np.eye(2))
-    assert checkpoint.read(tmp_path).stored["up.weight"].rotation is None
-
-
-def test_scales_that_are_padded_otherwise(tmp_path: Path):
-    put_rotated(tmp_path, 32, "mxfp4", HADAMARD, (128, 8))
-    with pytest.raises(
-        ValueError, match=r"needs scales of shape=\(3, 2\), got up\.scales of shape"
-    ):
-        checkpoint.read(tmp_path, rotated=True)
-
-
-def test_rotated_is_read_only(tmp_path: Path):
-    with pytest.raises(ValueError, match="fp-quant-mxfp4 holds weights that were rotated"):
-        checkpoint.write(tmp_path / "a", {}, layout="fp-quant-mxfp4")

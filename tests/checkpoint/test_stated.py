@@ -13,7 +13,6 @@ from mx_jax.checkpoint.layouts import LAYOUTS, named
 from mx_jax.cli import main
 from tests.checkpoint.stored import draw, put_model
 
-WRITTEN = [row for row in LAYOUTS if row.rotation is None]
 # Found by names and shapes alone: released without a configuration, or written by Quark.
 UNSTATED = {"gpt-oss-original", "quark-mxfp4", "quark-float8"}
 
@@ -29,7 +28,7 @@ def weights_of(row: checkpoint.Layout, rng: np.random.Generator) -> dict[str, An
 
 
 def test_our_reader_finds_what_is_stated(tmp_path: Path, rng: np.random.Generator):
-    for row in WRITTEN:
+    for row in LAYOUTS:
         weights = weights_of(row, rng)
         stated = checkpoint.quantization_config(weights, layout=row.name)
         assert (stated is None) == (row.name in UNSTATED), row.name

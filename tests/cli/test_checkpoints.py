@@ -20,9 +20,9 @@ import safetensors.numpy
 
 import mx_jax
 from mx_jax import calibrate, checkpoint
-from mx_jax.checkpoint import files
+from mx_jax.checkpoint import files, writers
 from mx_jax.cli import main
-from mx_jax.commands import rules, stream
+from mx_jax.commands import inspect, rules, stream
 from mx_jax.commands.stream import partial_folder
 from mx_jax.mxarray import MXArray
 from tests.checkpoint.gguf_bytes import Tensor, gguf
@@ -299,8 +299,10 @@ def test_a_program_without_a_layout_for_the_format(model: Path, out: Path, cli: 
 
 def test_a_tree_stays_a_tree(tmp_path: Path, out: Path, cli: Cli):
     path = tmp_path / "tree.safetensors"
-    checkpoint.save(path, {"layers": {0: {"kernel": jnp.asarray(matrix().T)}}})
+    tree = {"layers": {0: {"kernel": jnp.asarray(matrix().T)}, 1: {}}}
+    checkpoint.save(path, tree)
     cli("quantize", path, out, "--format", "mxfp4")
+    assert checkpoint.load(out)["layers"][1] == {}
     kernel = checkpoint.load(out)["layers"][0]["kernel"]
     # A kernel is [in, out].
     assert kernel.format.name == "mxfp4" and kernel.blocks == ((-2, 32),)
@@ -578,7 +580,7 @@ def test_a_disk_that_is_full_leaves_no_half_tokenizer(
     source.mkdir()
     model.rename(source / "model.safetensors")
     (source / "tokenizer.json").write_text("{}")
-    replacing = files.replacing
+    replacing = writers.replacing
 
     @contextlib.contextmanager
     def full(path: Path) -> Iterator[Any]:
@@ -587,19 +589,26 @@ def test_a_disk_that_is_full_leaves_no_half_tokenizer(
             if path.name == "tokenizer.json":
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(files, "replacing", full)
+    monkeypatch.setattr(writers, "replacing", full)
     said = cli.error("quantize", source, out, "--format", "mxfp4")
     assert "No space left on device: '" in said and "tokenizer.json" in said
     assert [*tmp_path.iterdir()] == [source]
 
 
-def test_a_page_replaces_nothing_unasked(model: Path, tmp_path: Path, cli: Cli):
+def test_a_page_replaces_nothing_unasked(
+    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
+):
     page = tmp_path / "page.html"
     cli("inspect", model, "--html", page)
     before = model.read_bytes()
     assert "is what is read" in cli.error("inspect", model, "--html", model, "--force")
     assert f"{page} is there already" in cli.error("inspect", model, "--html", page)
     cli("inspect", model, "--html", page, "--force")
+    page.unlink()
+    with monkeypatch.context() as patch:  # one that appears meanwhile
+        look = inspect.facts_of
+        patch.setattr(inspect, "facts_of", lambda *_, **__: page.write_text("") or look(*_, **__))
+        assert f"{page} is there already" in cli.error("inspect", model, "--html", page)
     nowhere = tmp_path / "none" / "page.html"
     assert f"{nowhere} must be a file in a folder" in cli.error("inspect", model, "--html", nowhere)
     with pytest.raises(ValueError, match=r"report: .*model\.safetensors is what is read"):

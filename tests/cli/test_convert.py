@@ -261,7 +261,6 @@ def test_help_names_what_can_be_written(capsys: pytest.CaptureFixture[str]):
         main(["convert", "--help"])
     layouts = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("layouts: "))
     assert {"mx_jax", "torchao", "gpt-oss"} < set(layouts.removeprefix("layouts: ").split(", "))
-    assert "fp-quant" not in layouts
 
 
 @pytest.mark.parametrize(

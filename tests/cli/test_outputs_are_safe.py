@@ -1,5 +1,6 @@
 """What other processes, signals and links may do to an output while a command writes it."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -12,7 +13,10 @@ import numpy as np
 import pytest
 
 from mx_jax import checkpoint
+from mx_jax.checkpoint import files
+from mx_jax.cli import main
 from mx_jax.commands import stream
+from tests.checkpoint.killed import at_each_change
 from tests.cli.conftest import Cli
 
 
@@ -51,8 +55,102 @@ def test_a_folder_that_another_process_writes(
     """Refused before anything is read; if it began after that, before anything is written."""
     monkeypatch.setattr(stream, missing, lambda options: None)
     said = cli.error("quantize", model, tmp_path / "out", "--format", "mxfp4", *more)
-    assert "another process is writing to" in said
+    assert f"another process is writing to {tmp_path / 'out'}; try again" in said
     assert (locked / "model.safetensors").read_text() == "theirs"
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out"])
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("when", ["read", "write"])
+def test_an_output_that_appears_meanwhile_stays(
+    when: str, links: bool, name: str, model: Path, tmp_path: Path, cli: Cli, monkeypatch: Any
+):
+    """After it was looked for, and after all is written; on disks without hard links too."""
+    out = tmp_path / name
+    module, during = (stream, "read") if when == "read" else (files, "write")
+    act = getattr(module, during)
+
+    def meanwhile(*rest: Any) -> Any:
+        done = act(*rest)
+        if not out.exists():
+            checkpoint.save(out, {"theirs": np.ones(3, np.float32)}, max_shard_size=SIZE[name])
+        return done
+
+    def no_links(*_: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, during, meanwhile)
+        if not links:
+            patch.setattr(os, "link", no_links)
+        words = ("quantize", model, out, "--format", "mxfp4")
+        assert f"{out} is there already; replace it with --force" in cli.error(*words)
+    assert checkpoint.load(out).keys() == {"theirs"}
+    cli(*words, "--force")
+    assert checkpoint.read(out).quantized and not [*tmp_path.glob(".*")]
+
+
+# Of files in a folder; a file has none.
+SIZE = {"out.safetensors": None, "out": 100}
+
+
+@pytest.mark.parametrize("name", ["out.safetensors", "out"])
+@pytest.mark.parametrize("force", [(), ("--force",)])
+def test_of_two_runs_the_second_is_refused(
+    force: tuple[str, ...], name: str, model: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
+):
+    """Before it reads; or, without --force, when the first has ended meanwhile."""
+    out, begun, go_on, status = tmp_path / name, threading.Event(), threading.Event(), [-1]
+    words = ["quantize", str(model), str(out), "--format", "mxfp4", *force]
+    write = files.write
+
+    def waiting(*rest: Any) -> None:
+        monkeypatch.setattr(files, "write", write)
+        begun.set()
+        assert go_on.wait(60)
+        write(*rest)
+
+    monkeypatch.setattr(files, "write", waiting)
+    first = threading.Thread(target=lambda: status.append(main(words)))
+    first.start()
+    assert begun.wait(60)
+    assert main(words) == 2
+    assert f"another process is writing to {out}; try again" in capfd.readouterr().err
+    go_on.set()
+    first.join()
+    assert status == [-1, 0] and main(words) == (0 if force else 2)
+    assert checkpoint.read(out).quantized and not [*tmp_path.glob(".*")]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_file_is_whole_or_not_there(before: bool, model: Path, tmp_path: Path):
+    """Stopped before and after every file operation; the next run leaves nothing of it."""
+    out = tmp_path / "out.safetensors"
+    words = ["quantize", str(model), str(out), "--format", "mxfp4"]
+
+    def prepare() -> None:
+        shutil.rmtree(stream.partial_folder(out), ignore_errors=True)
+        out.unlink(missing_ok=True)
+        if before:
+            checkpoint.save(out, {"before": np.ones(3, np.float32)})
+
+    def check(last: str) -> None:
+        found = checkpoint.read(out) if before or not last or out.exists() else None
+        assert found is None or found.quantized or (before and last), last
+        if last.startswith("after"):
+            assert main([*words, "--force"]) == 0
+            assert checkpoint.read(out).quantized and not [*tmp_path.glob(".*")]
+
+    at_each_change(prepare, lambda: main([*words, *(["--force"] if before else [])]), check)
+
+
+def test_one_file_beside_the_index_of_others(model: Path, tmp_path: Path, cli: Cli):
+    """Refused before anything is read: readers of the folder would go by the index."""
+    folder = tmp_path / "folder"
+    checkpoint.save(folder, {"a": np.ones(3, np.float32)}, max_shard_size=100)
+    out = folder / "model.safetensors"
+    said = cli.error("quantize", model, out, "--format", "mxfp4")
+    assert "json of other files" in said and not [*folder.glob(".*")]
 
 
 def test_nobody_begins_in_the_old_folder_while_it_is_removed(
@@ -88,7 +186,8 @@ def test_a_folder_that_another_process_filled_meanwhile(
         (out / "theirs.txt").write_text("theirs")
 
     monkeypatch.setattr(stream, "_write_beside", filled)
-    assert "not empty" in cli.error("quantize", model, out, "--format", "mxfp4")
+    said = cli.error("quantize", model, out, "--format", "mxfp4")
+    assert f"{out} is there already; replace it with --force" in said
     assert os.listdir(out) == ["theirs.txt"] and not stream.partial_folder(out).exists()
 
 
@@ -109,7 +208,8 @@ def test_save_waits_for_another_process(tmp_path: Path):
 @pytest.mark.parametrize("name", ["out", "out.safetensors"])
 def test_a_link_to_itself(name: str, model: Path, tmp_path: Path, cli: Cli):
     (tmp_path / name).symlink_to(name)
-    cli("quantize", model, tmp_path / name, "--format", "mxfp4", status=2 if name == "out" else 0)
+    said = cli.error("quantize", model, tmp_path / name, "--format", "mxfp4")
+    assert "is there already" in said and (tmp_path / name).is_symlink()
 
 
 @pytest.mark.parametrize("to", ["compressed-tensors", "torchao", "mxfp4-pack-quantized", "none"])

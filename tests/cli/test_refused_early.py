@@ -10,7 +10,6 @@ import pytest
 
 from mx_jax import checkpoint
 from mx_jax.cli import main
-from mx_jax.generate.load import load
 from tests.cli.conftest import Cli
 
 ROOT = Path(__file__).parents[2]
@@ -32,11 +31,6 @@ def test_a_size_of_files_that_is_none(size: str, file: Path, cli: Cli):
     assert not out.exists()
 
 
-def test_a_format_that_a_cache_cannot_have(tmp_path: Path):
-    with pytest.raises(ValueError, match="blocks must lie along the features of one token"):
-        load(tmp_path / "none", cache="float8_tensorwise_e4m3")
-
-
 def test_closed_streams_are_no_error(file: Path, monkeypatch: pytest.MonkeyPatch):
     """A daemon's: Python has None in their place."""
     for name in ("stdout", "stderr"):
@@ -44,17 +38,6 @@ def test_closed_streams_are_no_error(file: Path, monkeypatch: pytest.MonkeyPatch
     assert main(["inspect", str(file)]) == 0
     sys.stdout.close()
     sys.stderr.close()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--prompt", "caf\udce9"], "the prompt is no UTF-8 text"),
-        (["--prompt", "a", "--seed", str(2**64)], "--seed must fit 64 bits"),
-    ],
-)
-def test_what_generate_cannot_take(words: list[str], message: str, tmp_path: Path, cli: Cli):
-    assert message in cli.error("generate", tmp_path, *words)
 
 
 # Without JAX: what the program does around a command, which a stand-in has the place of.
@@ -113,9 +96,8 @@ def test_a_reader_that_has_gone(file: Path, monkeypatch: pytest.MonkeyPatch):
     """Few lines wait until the end; a table is written by rich, here by a program that ends."""
     reading, writing = os.pipe()
     os.close(reading)
-    table = ["plan", "--params", "7e9", "--layers", "32", "--mesh", "fsdp=8"]
     result = subprocess.run(
-        [sys.executable, "-m", "mx_jax", *table],
+        [sys.executable, "-m", "mx_jax", "formats"],
         stdout=writing,
         stderr=subprocess.PIPE,
         cwd=ROOT,

@@ -23,9 +23,8 @@ PUBLIC = {
         search_scales tell_input
     """,
     "mx_jax.checkpoint": """
-        Certificate LAYOUTS Layout Plausibility Stored Weights from_packed from_qarray
-        from_wire load plausibility quantization_config read save to_qarray to_wire transcode
-        write
+        Certificate LAYOUTS Layout Plausibility Stored Weights from_packed from_wire
+        load plausibility quantization_config read save to_wire transcode write
     """,
     "mx_jax.convert": """
         AutoFilter CacheFormat Conv Decision DotGeneral Kind Layer RaggedDot Report Rule Slot
@@ -43,18 +42,18 @@ PUBLIC = {
     """,
     "mx_jax.recipes": """
         AXISWISE Cast DISABLED Float8Config Hadamard MatmulSpec OperandSpec Recipe Residuals
-        Schedule deepseek_v3 deepseek_v3_1 float8_rowwise float8_rowwise_with_gw_hp
-        float8_tensorwise from_name heal high_precision mxfp4 mxfp4_backward mxfp4_hadamard
+        deepseek_v3 deepseek_v3_1 float8_rowwise float8_rowwise_with_gw_hp
+        float8_tensorwise from_name high_precision mxfp4 mxfp4_backward mxfp4_hadamard
         mxfp4_stochastic mxfp6 mxfp6_e2m3 mxfp8 mxfp8_hybrid mxint8 names nvfp4
-        nvfp4_four_over_six nvfp4_pretraining nvfp4_unbiased operand qat quartet quartet_ii
+        nvfp4_four_over_six nvfp4_pretraining nvfp4_unbiased operand qat
         weight_only
     """,
     "mx_jax.nn": """
         KVCache join_stored linen nnx split_stored
     """,
     "mx_jax.inspect": """
-        Budget Console Csv Explanation GradientBias Jsonl Memory NonFiniteError Record
-        STATISTICS Scalar Sensitivity Sink Tag TensorBoard at_step capture evidence_of
+        Budget Explanation GradientBias Jsonl Memory NonFiniteError Record
+        STATISTICS Scalar Sensitivity Sink Tag at_step capture
         explain explain_call gradient_bias guard passes report saturated_fraction scalar
         sensitivity sqnr_db tag
     """,

@@ -104,7 +104,7 @@ def test_same_bits(name: str, backend: str | None):
         same_bits(*PROGRAMS[name])
 
 
-@pytest.mark.slow(but="mxfp8$|nvfp4$|quartet$|deepseek|tensorwise|stochastic")
+@pytest.mark.slow(but="mxfp8$|nvfp4$|deepseek|tensorwise|stochastic")
 @pytest.mark.parametrize("name", sorted({recipes.from_name(name).name for name in recipes.names()}))
 def test_no_array_is_64_bits_wide(name: str):
     assert wide_arrays(training(name), X, W) == []

@@ -17,7 +17,7 @@ from mx_jax.backends.select import only_backend
 from mx_jax.convert import Rule
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray, Quantized
-from mx_jax.recipes import weight_only
+from mx_jax.recipes import Hadamard, mxfp4, weight_only
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
 
@@ -145,14 +145,15 @@ def test_parameters_alone_tell_less():
 @pytest.mark.parametrize("model", [False, True])
 def test_rules_that_store_nothing_are_told(model: bool):
     """Whoever serves by a recipe that transforms weights would serve float32 without a word."""
-    rules = [Rule("up", weight_only("mxfp4")), Rule(".*", "quartet")]
+    turned = mxfp4().with_(transform=Hadamard(size=16, signs=(1,) * 16), name="turned")
+    rules = [Rule("up", weight_only("mxfp4")), Rule(".*", turned)]
     layers = {name: nnx.Linear(32, 8, rngs=nnx.Rngs(0)) for name in ("up", "down")}
     ones = jnp.ones((32, 8))
     params: Any = nnx.Dict(layers) if model else {name: {"kernel": ones} for name in layers}
     rngs: dict[str, Any] = {"rngs": nnx.Rngs(quantize=0)} if model else {}
     text = (
         r"weights: rule 1 \('\.\*'\) stores nothing: its recipe transforms weights in every "
-        r"product, got recipe='quartet'; its layers stay in high precision"
+        r"product, got recipe='turned'; its layers stay in high precision"
     )
     with pytest.warns(convert.UnusedRuleWarning, match=text):
         convert.weights(params, rules, **rngs)

@@ -122,7 +122,6 @@ def test_divergence_is_reported(call, results, example, monkeypatch, capsys):
         return state, np.float32([3, 2, np.inf][step])
 
     monkeypatch.setattr(training, "train_step", train_step)
-    monkeypatch.setattr(training.mx_jax.inspect, "evidence_of", lambda *args: [])
     assert call("--recipes", "float32") == 1
     (run,) = results()["runs"]
     assert run["diverged_at"] == len(run["train_loss"]) < STEPS
@@ -144,7 +143,6 @@ def test_a_run_is_healed_by_its_last_steps(call, results, example, monkeypatch, 
 
     monkeypatch.setattr(training, "train_step", train_step)
     monkeypatch.setattr(training, "validate", lambda params, batches, model: np.float32(1))
-    monkeypatch.setattr(training.mx_jax.inspect, "evidence_of", lambda *args: [])
     assert call("--recipes", "mxfp4", "--heal", "0.5") == 0
     assert used == ["mxfp4"] * 3 + ["high_precision"] * 3
     assert results()["runs"][0]["timed_steps"] == STEPS - 2
@@ -198,7 +196,7 @@ def test_every_named_recipe_is_known_once(example):
 
 def test_each_recipe_has_a_panel(example, tiny, tmp_path, monkeypatch):
     report, run_of = example("lm.report"), example("lm.storage").Run
-    names = ("float32", "mxfp8", "mxfp4", "mxfp4+ends", "nvfp4", "quartet")
+    names = ("float32", "mxfp8", "mxfp4", "mxfp4+ends", "nvfp4", "mxfp6")
     runs = [
         run_of(
             recipe=name,

@@ -3,7 +3,7 @@
 Places to touch: one, the row (before: 12 to 14).
 """
 
-import csv
+import json
 from typing import Any
 
 import jax
@@ -42,18 +42,18 @@ def matmul(x: Any, w: Any) -> jax.Array:
 def test_a_row_is_all(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any):
     """Beside a kernel's statistics and without one; of all lanes of a vmap."""
     monkeypatch.setattr(statistics, "TABLE", (*statistics.TABLE, CHANGED))
-    memory, table = inspect.Memory(), inspect.Csv(tmp_path / "run.csv")
+    memory, file = inspect.Memory(), inspect.Jsonl(tmp_path / "run.jsonl")
     w = np.ones((64, 4), np.float32)
     with (
         mx_jax.prefer_backends(backend),
-        inspect.capture(stats=("changed", "amax"), sink=[memory, table]),
+        inspect.capture(stats=("changed", "amax"), sink=[memory, file]),
     ):
         quick(jax.vmap(matmul, (0, None)))(X, w)
     changed = {record.tag.tensor: record.stats.get("changed") for record in memory.all()}
     expected = np.mean(np.asarray(mx_jax.cast(X, "mxfp4", scale_rule="even")) != X)
     assert changed == {"input": pytest.approx(expected), "weight": 0}
-    rows = csv.DictReader(table.path.read_text().splitlines())
-    assert {float(row["changed"]) for row in rows} == {changed["input"], 0}
+    rows = map(json.loads, file.path.read_text().splitlines())
+    assert {row["changed"] for row in rows} == {changed["input"], 0}
     inspect.report(memory, tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text()
     assert f"the input of output (mxfp4) changes {expected:.0%} of its values" in page

@@ -1,14 +1,20 @@
 """Names that left the package say where they went, wherever they were taken."""
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 import mx_jax
-from mx_jax import inspect, recipes
-from mx_jax.cli import main
+from mx_jax import checkpoint, inspect, recipes
+from mx_jax.checkpoint import LAYOUTS
+from mx_jax.cli import COMMANDS, main
 from mx_jax.formats.removed import REMOVED
+from mx_jax.reference.scale_rules import SCALE_RULES
 
+ROOT = Path(__file__).parents[2]
+MODULES = mx_jax, mx_jax.nn.linen, checkpoint, recipes, inspect
 WHERE = "former, which left mx_jax in 0.2: see the new place"
 
 
@@ -17,7 +23,7 @@ def former(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(REMOVED, "former", "see the new place")
 
 
-@pytest.mark.parametrize("module", [mx_jax, recipes, inspect])
+@pytest.mark.parametrize("module", MODULES)
 def test_an_attribute(module: object):
     with pytest.raises(AttributeError, match="has no attribute 'former', which left mx_jax"):
         module.former  # noqa: B018
@@ -25,18 +31,23 @@ def test_an_attribute(module: object):
         module.never  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "take",
-    [
-        recipes.from_name,
-        lambda name: mx_jax.quantize([1.0], "mxfp4", scale_rule=name),
-        lambda name: mx_jax.quantize([1.0], name),
-    ],
-    ids=["recipe", "rule", "format"],
-)
+TAKE: dict[str, Callable[[str], object]] = {
+    "recipe": recipes.from_name,
+    "rule": lambda name: mx_jax.quantize([1.0], "nvfp4", scale_rule=name),
+    "format": lambda name: mx_jax.quantize([1.0], name),
+    "layout": lambda name: checkpoint.write("model.safetensors", {}, layout=name),
+}
+
+
+@pytest.mark.parametrize("take", TAKE.values(), ids=TAKE)
 def test_a_name(take: Callable[[str], object]):
     with pytest.raises(ValueError, match=r"='former', which left mx_jax in 0\.2: see the new"):
         take("former")
+
+
+def test_a_word_of_a_recipe():
+    with pytest.raises(TypeError, match=r"'former', which left mx_jax in 0\.2: see the new"):
+        recipes.mxfp4().with_(former=True)  # pyright: ignore[reportCallIssue]
 
 
 def test_a_command(capsys: pytest.CaptureFixture[str]):
@@ -44,6 +55,40 @@ def test_a_command(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err == f"mx_jax: no command {WHERE}\n"
 
 
+ATTRIBUTES = {
+    recipes: "quartet quartet_ii Schedule heal",
+    mx_jax.nn.linen: "DelayedDotGeneral",
+    checkpoint: "from_qarray to_qarray",
+}
+NAMES = {
+    "recipe": "quartet quartet-ii",
+    "rule": "gaussian ms_eden",
+    "layout": "fp-quant-mxfp4 fp-quant-nvfp4",
+}
+
+
+def test_what_left_says_where_it_went():
+    for module, names in ATTRIBUTES.items():
+        for name in names.split():
+            with pytest.raises(AttributeError, match=", which left mx_jax in"):
+                getattr(module, name)
+    for kind, names in NAMES.items():
+        for name in names.split():
+            with pytest.raises(ValueError, match=", which left mx_jax in"):
+                TAKE[kind](name)
+    with pytest.raises(TypeError, match="'mask_clipped', which left mx_jax in"):
+        recipes.mxfp4().with_(mask_clipped=True)  # pyright: ignore[reportCallIssue]
+
+
 def test_none_is_there_still():
+    known = {*recipes.names(), *(rule.name for rule in SCALE_RULES), *COMMANDS}
+    known |= {row.name.replace("-", "_") for row in LAYOUTS}
     for name in REMOVED:
-        assert not any(name in vars(module) for module in (mx_jax, recipes, inspect))
+        assert name not in known
+        assert not any(name in vars(module) for module in MODULES)
+
+
+def test_files_to_copy_are_there():
+    places = " ".join(REMOVED.values())
+    files = re.findall(r"\bexamples/[\w/]+(?:\.py)?", places)
+    assert files and [file for file in files if not (ROOT / file).exists()] == []

@@ -6,17 +6,15 @@
     python tests/gpu/compile_for.py sm_90a sums
     python tests/gpu/compile_for.py sm_100a scaled mxfp4 mxfp4
     python tests/gpu/compile_for.py sm_100a scaled_groups nvfp4
-    python tests/gpu/compile_for.py sm_90a casts mxfp8_e4m3:bfloat16:rows mxfp4:float32:both
 
 Weights of a format that are decoded, also of groups of rows, and sums over the rows of groups; two
-operands that are taken as they are; casts. Every entry of the table of tiles is compiled, with the
+operands that are taken as they are. Every entry of the table of tiles is compiled, with the
 dtypes that the kernel writes. The files' names end in the count of compiles before. A process of
 its own: the CUDA plugin stays loaded, and a failed compile may abort.
 """
 
 import dataclasses
 import functools
-import json
 import math
 import os
 import sys
@@ -31,12 +29,9 @@ from jax.experimental import topologies
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.calls import QuantizeBothCall
-from mx_jax.backends.pallas_gpu import backend_for, products
+from mx_jax.backends.pallas_gpu import products
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand, stored_bits, visits
-from mx_jax.backends.pallas_gpu.quantize_kernel import View
-from mx_jax.testing.cases import QuantizeCase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +117,6 @@ N, K = 256, 65536
 GROUPS, ROWS = 4, 1024
 DTYPES = ("float32", "bfloat16")
 FORMATS = {format.name: format for format in formats.BLOCK_FORMATS}
-AXES = {"rows": (-1,), "columns": (-2,), "both": (-1, -2)}
 
 
 def compile_on(gpu: Gpu, product: Callable[..., Any], operands: Any) -> Any:
@@ -243,29 +237,7 @@ def scaled_groups(gpu: Gpu, name: str) -> None:
         compile_on(gpu, product, (x, w, array(GROUPS, dtype="int32")))
 
 
-def casts(gpu: Gpu, *names: str) -> None:
-    """Casts of a square array; prints how many elements a thread of each quantizes, as JSON."""
-    backend, found = backend_for(architecture=gpu.architecture), []
-    for name, dtype, way in (name.split(":") for name in names):
-        facts = {"format": FORMATS[name], "shape": (4096, 4096), "dtype": dtype}
-        calls = [QuantizeCase(axis=axis, **facts).call for axis in AXES[way]]
-        # As if it were known: what finds it is not of the kernel.
-        scale = jnp.ones((1, 1)) if FORMATS[name].tensor_scale else None
-
-        def cast(x, calls=calls, scale=scale):
-            if len(calls) == 1:
-                return backend.run(calls[0], x, None, scale)
-            both = QuantizeBothCall(first=calls[0], second=calls[1])
-            return backend.run(both, x, (None, None), scale)
-
-        x = array(4096, 4096, dtype=dtype)
-        compile_on(gpu, cast, (x,))
-        view = View.of(x.shape, sorted(call.blocks[0] for call in calls))
-        found.append(math.prod(view.tile(x.dtype.itemsize).shape) // 128)
-    print(json.dumps(found))
-
-
 if __name__ == "__main__":
     target, what, *names = sys.argv[1:]
-    ways = (weights, groups, sums, scaled, scaled_groups, casts)
+    ways = (weights, groups, sums, scaled, scaled_groups)
     {way.__name__: way for way in ways}[what](GPUS[target], *names)

@@ -1,5 +1,7 @@
 """`benchmarks.gpu` as far as a machine without a GPU goes: chains, tables, its refusal."""
 
+import dataclasses
+import datetime
 import json
 import os
 import subprocess
@@ -7,17 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import mx_jax
 from benchmarks import gpu, gpu_peers
-from benchmarks.gpu_compare import Measured, chain_of
+from benchmarks.gpu_compare import PLAIN, Measured, Repeated, chain_of
 from benchmarks.gpu_goals import GOALS
 from benchmarks.gpu_products import (
     BASELINE,
-    DEQUANTIZE,
     KERNEL,
     Pair,
     Timed,
@@ -25,8 +27,8 @@ from benchmarks.gpu_products import (
     products,
 )
 from benchmarks.timing import Spread
+from mx_jax.backends import measured
 from mx_jax.backends.target import Target
-from mx_jax.measure import worker
 from tests.backends.mosaic import needs_mosaic, with_any_jax
 
 H200 = Target(platform="cuda", compute_capability=(9, 0))
@@ -50,22 +52,42 @@ def test_the_whole_command_without_a_gpu(tmp_path: Path, monkeypatch: pytest.Mon
     assert {own["is_met"] for own in result["goals"]} == {None}
     assert set(row["failed"]) == {KERNEL}
     assert row["failed"][KERNEL].startswith("Traceback")
-    assert set(row["microseconds"]) == {BASELINE, DEQUANTIZE}
+    assert set(row["microseconds"]) == {BASELINE, PLAIN}
     text = out.with_suffix(".md").read_text()
     assert f"bf16 x mxfp4, 3 x 256 x 128: {KERNEL} failed: " in text and "Traceback" not in text
     assert "| any | 2.30 | - | - | - | not measured here: not asked for |" in text
 
 
-@pytest.mark.parametrize("add", [0.25, np.nan])
-def test_what_is_wrong_is_not_timed(add: float):
-    known = products(Pair(rhs=gpu.MXFP4), 64, 64, H200)
-    right = known[DEQUANTIZE]
+@pytest.mark.parametrize("add", [0.02, np.nan])
+@pytest.mark.parametrize("lhs", [None, gpu.MXFP8_E4M3])
+def test_what_is_wrong_is_not_timed(lhs: Any, add: float):
+    pair = Pair(lhs=lhs, rhs=gpu.MXFP8_E4M3)
+    known = products(pair, 64, 64, H200)
+    right, (w,) = known[PLAIN], known[BASELINE].weights(64, 64, 1)
+    (laid_out,), x = right.weights(64, 64, 1), jnp.ones((3, 64), jnp.bfloat16)
+    gpu._check(KERNEL, pair, right, x, laid_out, w)
     wrong = Way(lay_out=right.lay_out, product=lambda x, w: right.product(x, w).at[-1, -1].add(add))
-    weights = {name: right.weights(64, 64, 1) for name in (KERNEL, DEQUANTIZE)}
-    x = jnp.ones((3, 64), jnp.bfloat16)
-    gpu._check(known | {KERNEL: right}, weights, KERNEL, x)
+    with pytest.raises(ArithmeticError, match=f"{KERNEL} is wrong: error=.* of what is allowed"):
+        gpu._check(KERNEL, pair, wrong, x, laid_out, w)
     with pytest.raises(ArithmeticError, match=f"{KERNEL} is wrong: error="):
-        gpu._check(known | {KERNEL: wrong}, weights, KERNEL, x)
+        gpu._check(KERNEL, pair, known[BASELINE], x, w, w)
+
+
+def test_other_bits_each_time_are_wrong():
+    pair, times = Pair(rhs=gpu.MXFP4), iter(range(9))
+    known = products(pair, 64, 64, H200)
+    right, (w,) = known[PLAIN], known[BASELINE].weights(64, 64, 1)
+    (laid_out,) = right.weights(64, 64, 1)
+    near = jnp.float32(1 + 2.0**-8)
+
+    def races(x: Any, w: Any) -> Any:
+        again = jax.pure_callback(
+            lambda: np.float32(next(times) > 2), jax.ShapeDtypeStruct((), "f4")
+        )
+        return (right.product(x, w) * jnp.where(again > 0, near, 1)).astype(jnp.bfloat16)
+
+    with pytest.raises(ArithmeticError, match="the same product has other bits each time"):
+        gpu._check(KERNEL, pair, Way(lay_out=right.lay_out, product=races), X, laid_out, w)
 
 
 def test_a_peer_that_cannot_be_imported_is_one_failure(monkeypatch: pytest.MonkeyPatch):
@@ -101,9 +123,7 @@ def test_needs_a_gpu(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize("lhs", [None, gpu.MXFP8_E4M3])
 def test_both_baselines_agree(lhs: Any):
     known = products(Pair(lhs=lhs, rhs=gpu.MXFP8_E4M3), 96, 64, H200)
-    outs = [
-        np.asarray(run_chain(known[name], 96)).astype(np.float32) for name in (BASELINE, DEQUANTIZE)
-    ]
+    outs = [np.asarray(run_chain(known[name], 96)).astype(np.float32) for name in (BASELINE, PLAIN)]
     assert [out.shape for out in outs] == [(2, 3, 96)] * 2
     assert not np.array_equal(outs[0][0], outs[0][1]), "each weight is another one"
     difference = np.abs(outs[1] - outs[0]).mean() / np.abs(outs[0]).mean()
@@ -111,7 +131,7 @@ def test_both_baselines_agree(lhs: Any):
 
 
 def run_chain(way: Way, n: int) -> Any:
-    timed = worker.Way(one=way.product, x=X, copies=way.weights(n, 64, 2))
+    timed = Repeated(one=way.product, x=X, copies=way.weights(n, 64, 2))
     return chain_of("any", timed, 2).run()
 
 
@@ -124,8 +144,25 @@ def row(m: int, bound: float | None) -> Measured:
         device_microseconds={KERNEL: 14.0},
         device_speed={KERNEL: 2.1},
         bound=bound,
-        failed={DEQUANTIZE: "Traceback\nValueError: why"},
+        failed={PLAIN: "Traceback\nValueError: why"},
     )
+
+
+def test_rows_for_the_table():
+    """As `measured` has them, of what is faster than XLA's product by the GPU's own clock."""
+    fast = {BASELINE: 30.0, KERNEL: 15.0, PLAIN: 90.0}
+    (line,) = gpu.rows(
+        [
+            dataclasses.replace(row(16, None), device_microseconds=fast),
+            dataclasses.replace(row(64, None), device_microseconds=fast | {PLAIN: 14.0}),
+            dataclasses.replace(row(16, None), device_microseconds={KERNEL: 15.0}),
+        ],
+        measured.H200,
+    )
+    names = {"Row": measured.Row, "MXFP4": gpu.MXFP4}
+    (found,) = eval(f"[{line}]", names)
+    assert found[2:7] == ("{}.{}".format(*jax.__version_info__), gpu.MXFP4, 2**26, (16, 16), 6.0)
+    assert found[:2] == (KERNEL, measured.H200) and datetime.date.fromisoformat(found.date)
 
 
 def test_tables():
@@ -133,6 +170,6 @@ def test_tables():
     title = "| bf16 x mxfp4, 1 x 8192 x 8192 | "
     assert f"{title}{KERNEL} | 15.0 | 14.0 |" in times.markdown()
     assert f"{title}{BASELINE} | 30.0 | - |" in times.markdown()
-    assert f"1 x 8192 x 8192: {DEQUANTIZE} failed: ValueError: why" in times.markdown()
+    assert f"1 x 8192 x 8192: {PLAIN} failed: ValueError: why" in times.markdown()
     assert f"{title}{KERNEL} | 2.00 | 2.10 | 3.76 |" in speeds.markdown()
     assert [line[-1] for line in speeds.rows] == ["3.76", "-"]

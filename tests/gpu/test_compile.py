@@ -3,19 +3,17 @@
 Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu`.
 """
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from mx_jax.backends.cudnn import PAIRS
-from mx_jax.backends.pallas_gpu.architecture import SM100, TCGEN05, WGMMA, architecture_of
+from mx_jax.backends.pallas_gpu.architecture import TCGEN05, WGMMA
 from mx_jax.backends.pallas_gpu.layouts import stored_bits
 from mx_jax.formats import BLOCK_FORMATS
 from tests.gpu import sass
 from tests.gpu.compile_for import GPUS
-from tests.gpu.tools import NEEDS_COMPILER, compiled, disassembly, registers, run, slow
+from tests.gpu.tools import NEEDS_COMPILER, compiled, disassembly, registers, slow
 
 pytestmark = NEEDS_COMPILER
 
@@ -145,78 +143,3 @@ def test_groups_on_blackwell(name: str, tmp_path: Path):
         text = disassembly(path, "sm_100a")
         assert text.count("UTMASTG") >= 3, path
         assert len(sass.main_loop(text, "UTCQMMA" if eight else "UTCOMMA")) <= 150
-
-
-def test_cudnn_gets_every_product_that_its_backend_takes(tmp_path: Path):
-    found = json.loads(run("compile_cudnn.py", tmp_path))
-    assert len(found) == 3 * len(PAIRS)
-    assert set(map(tuple, found.values())) == {("__cudnn$blockScaledDot",)}
-
-
-# Casts --------------------------------------------------------------------------------------------
-
-# Of 65536: three programs of 128 threads at a time, two where elements are rounded by additions.
-MAX_REGISTERS, MAX_REGISTERS_ONE_BY_ONE = 168, 200
-# Most instructions that a thread issues for an element; a little above what was found.
-QUICK = {
-    "mxfp8_e4m3:bfloat16:rows": 10.5,
-    "mxfp8_e4m3:bfloat16:both": 19.0,
-    "mxfp4:bfloat16:rows": 20.0,
-}
-SLOW = {
-    "mxfp8_e4m3:bfloat16:columns": 13.0,
-    "mxfp4:bfloat16:both": 36.0,
-    "mxfp8_e5m2:bfloat16:rows": 10.5,
-    "mxfp4:bfloat16:columns": 21.0,
-    "mxfp6_e2m3:bfloat16:rows": 20.0,
-    "mxint8:bfloat16:rows": 13.5,
-    "mxint8:bfloat16:both": 23.5,
-    "mxfp8_e4m3:float32:rows": 11.5,
-    "mxfp8_e4m3:float32:columns": 10.5,
-    "mxfp8_e4m3:float32:both": 20.0,
-    "mxfp4:float32:rows": 20.0,
-    "mxfp4:float32:both": 36.0,
-    "mxfp4:float16:rows": 17.5,
-    "nvfp4:bfloat16:rows": 32.0,
-    "nvfp4:bfloat16:columns": 43.5,
-    "nvfp4:float32:rows": 40.5,
-}
-BEFORE_HOPPER = {"mxfp8_e4m3:bfloat16:rows": 21.0, "mxint8:bfloat16:both": 24.0}
-THOR = {"mxfp8_e4m3:bfloat16:rows": 14.5}
-BLACKWELL = {
-    "mxfp8_e4m3:bfloat16:rows": 10.5,
-    "mxfp8_e4m3:bfloat16:both": 17.5,
-    "mxfp4:bfloat16:rows": 19.0,
-    "nvfp4:bfloat16:rows": 32.0,
-}
-
-
-def few(target: str) -> dict[str, float]:
-    """What is compiled for a GPU that is not Hopper."""
-    if architecture_of(GPUS[target].capability) != SM100:
-        return BEFORE_HOPPER
-    return THOR if target == "sm_110a" else BLACKWELL
-
-
-@pytest.mark.parametrize(
-    ("target", "limits"),
-    [
-        ("sm_90a", QUICK),
-        slow("sm_90a", SLOW),
-        *(slow(target, few(target)) for target in GPUS if target != "sm_90a"),
-    ],
-)
-def test_casts(target: str, limits: dict[str, float], tmp_path: Path):
-    """Rounded as IEEE 754 says, in few instructions an element."""
-    elements = json.loads(run("compile_for.py", tmp_path, target, "casts", *limits))
-    for i, (cast, count) in enumerate(zip(limits, elements, strict=True)):
-        (report,) = tmp_path.glob(f"*_{i}.ptxas")
-        text, ptx = report.read_text(), report.with_suffix(".ptx")
-        assert f"for '{target}'" in text and "0 bytes spill stores, 0 bytes spill loads" in text
-        assert not re.findall(r"\S*(?:\.ftz|\.approx|\.full)\S*", ptx.read_text())
-        issued = sass.instructions(disassembly(ptx, target))
-        assert sum("LD.E.128" in each or "LDG.E.128" in each for each in issued) >= 1, cast
-        assert limits[cast] / 1.25 < len(issued) / count <= limits[cast], cast
-        converted = cast.startswith("mxfp8") and limits is not BEFORE_HOPPER
-        most = MAX_REGISTERS if converted else MAX_REGISTERS_ONE_BY_ONE
-        assert registers(report) <= most, cast

@@ -85,8 +85,8 @@ def test_noise_of_keys_is_no_bias():
 
 
 def test_passes_are_recipes():
-    whole, forward, backward = passes("quartet").values()
-    assert whole == recipes.quartet()
+    whole, forward, backward = passes("mxfp4_stochastic").values()
+    assert whole == recipes.mxfp4_stochastic()
     assert forward.fwd == whole.fwd and forward.dlhs.is_high_precision
     assert backward.fwd.is_high_precision and backward.drhs == whole.drhs
     assert passes("deepseek_v3")["deepseek_v3, backward alone"].residuals is Residuals.PRIMAL

@@ -2,7 +2,6 @@
 worst stands first, whoever wrote the file.
 """
 
-import dataclasses
 import html.parser
 import math
 import re
@@ -19,7 +18,6 @@ import mx_jax
 from mx_jax import checkpoint, inspect
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.formats import MXFP4
-from mx_jax.inspect.facts import facts_of
 from mx_jax.inspect.report import Histogram, Table, findings, page, place_of
 from mx_jax.mxarray import MXArray
 from tests.checkpoint.gguf_bytes import Tensor, gguf
@@ -340,14 +338,6 @@ def test_a_reference_in_any_form(files: tuple[Path, Path], tmp_path: Path):
     assert "; 4 compared" in out.read_text()
     with pytest.raises(ValueError, match=r"report: head\.weight: sqnr_db: shapes must agree"):
         inspect.report(small, out, reference=arrays | {HEAD: np.ones(3)})
-
-
-def test_weights_for_rotated_inputs_are_not_compared(files: tuple[Path, Path]):
-    exact, weights = checkpoint.read(files[1]), checkpoint.read(files[0])
-    turned = dataclasses.replace(weights.stored[HEAD], rotation="hadamard")
-    weights = Weights(weights.path, {**weights.stored, HEAD: turned})
-    found = facts_of(weights, [HEAD, UP.format(0)], exact, operation="test")
-    assert [facts.sqnr_db is None for facts in found] == [True, False]
 
 
 def test_a_folder_and_gguf(page_of: Any, tmp_path: Path):

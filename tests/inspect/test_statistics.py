@@ -18,11 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax import inspect, recipes
-from mx_jax.formats import E4M3, E5M2, E8M0
+from mx_jax.formats import E8M0
 from mx_jax.inspect import saturated_fraction, sqnr_db
 from mx_jax.inspect.statistics import numbers
 from mx_jax.ops import watched
-from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_dot_general
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.reference import statistics
 from mx_jax.reference.hadamard import Hadamard
@@ -357,24 +356,6 @@ def test_samples_of_any_product(function, left, right, monkeypatch):
     for name, record in products(function, x, w).items():
         assert record.stats["compared"] < record.stats["entries"]
         assert record.stats["error"] == pytest.approx(whole[name].stats["error"], rel=0.3)
-
-
-def test_delayed_products_on_explicit_axes_are_sampled_too(monkeypatch):
-    """They are computed on automatic axes, along which anything can be sliced."""
-    monkeypatch.setattr(watched, "POSITIONS", 16)
-    states = DelayedStates(*(DelayedState(jnp.float32(1 / 64), jnp.zeros(2)) for _ in range(3)))
-    elements = Elements(E4M3, E4M3, E5M2)
-
-    def delayed(x, w):
-        dimensions = (((1,), (0,)), ((), ()))
-        return delayed_dot_general(x, w, dimensions, states, elements, jnp.float32)[0]
-
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(mesh):
-        places = [NamedSharding(mesh, spec) for spec in (P("data", None), P(None, None))]
-        records = captured(quick(delayed), *map(jax.device_put, OPERANDS, places), stats="error")
-    (record,) = of(records, "product")
-    assert record.stats["compared"] == 16 * len(range(0, 40, 3))
 
 
 @pytest.mark.parametrize("size", [4.0, 2.0**100, 2.0**-100], ids=["1", "large", "small"])

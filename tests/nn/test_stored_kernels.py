@@ -32,7 +32,7 @@ from tests.quick import quick
 STORED = "mxfp8_e4m3"
 RECIPE = recipes.weight_only("mxfp4")
 RULE = convert.Rule(".*", RECIPE)
-pytestmark = pytest.mark.usefixtures("insist")
+pytestmark = pytest.mark.usefixtures("insist", "kernels_alone")
 
 
 def params_of(case: Case) -> dict[str, Any]:

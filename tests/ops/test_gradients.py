@@ -6,6 +6,7 @@ no float32 sum rounds, so MX results must agree bit for bit.
 """
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -270,3 +271,21 @@ def test_residuals_quantized_keep_no_primal():
 
     assert kept(DISTINCT) == ["float32"]
     assert kept(QUANTIZED) == ["uint8"]
+
+
+def test_square_blocks_are_transformed_anew(rng: np.random.Generator):
+    """Codes that lie along both axes can be reused, but not where a product transforms them."""
+    x, w, g = (rng.standard_normal((32, 32), np.float32) for _ in range(3))
+    recipe = recipes.mxfp4().with_(
+        weights={"format": "mxfp4_2d", "scale_rule": "even"},
+        residuals="quantized",
+        dlhs={"transform": recipes.mxfp4_hadamard().drhs.transform},
+    )
+
+    @functools.partial(quick, static_argnums=0)
+    def grad_input(recipe: Recipe, w: jax.Array) -> jax.Array:
+        return jax.vjp(lambda x: mx_jax.matmul(x, w, recipe=recipe), x)[1](g)[0]
+
+    values = mx_jax.quantize(w.T, "mxfp4_2d", scale_rule="even").dequantize().T
+    plain = recipe.with_(residuals="primal")
+    assert_bitwise_equal(grad_input(recipe, w), grad_input(plain, values))

@@ -14,8 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.ops import delayed, dense, ragged_dot
-from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_dot_general
+from mx_jax.ops import dense, ragged_dot
 from mx_jax.ops.programs import QUANTIZED
 from mx_jax.recipes import Recipe
 from tests.needs import needs_library
@@ -61,7 +60,7 @@ def counts(function: Callable[..., Any], *args: Any) -> collections.Counter[str]
 
 
 def casts(function: Callable[..., Any], *args: Any) -> int:
-    """Casts of one operand; those with delayed scales encode in plain JAX."""
+    """Casts of one operand; those of groups encode in plain JAX."""
     found = counts(function, *args)
     return found["mx_quantize"] + found["to uint8"]
 
@@ -125,9 +124,9 @@ def test_casts_of_a_step_in_cpp(recipe: Recipe, policy: str | None, expected: in
     assert found["mx_quantize_both"] == 1
 
 
-@pytest.mark.parametrize("name", ["nvfp4_pretraining", "quartet", "float8_tensorwise"])
+@pytest.mark.parametrize("name", ["nvfp4_pretraining", "mxfp4_stochastic", "float8_tensorwise"])
 def test_other_recipes_quantize_as_without(name: str):
-    """With a transform, a tensor scale, a clip mask, stochastic rounding."""
+    """With a transform, a tensor scale, stochastic rounding."""
     recipe = recipes.from_name(name)
     with mx_jax.only_backend("reference"):
         plain, kept = (counts(step(recipe, policy), X, W) for policy in (None, "quantized"))
@@ -159,30 +158,17 @@ def test_casts_of_flax_layers(policy: str):
 
 @pytest.mark.slow(but="quantized")
 @pytest.mark.parametrize("policy", ["nothing", "quantized"])
-def test_groups_and_delayed_scales_are_kept_too(policy: str):
-    sizes = jnp.array([8, 24])
-    state = DelayedState(jnp.ones(1), jnp.ones(4))
-    e4m3, e5m2 = mx_jax.formats.E4M3, mx_jax.formats.E5M2
-
-    def by_group(x: jax.Array, w: jax.Array) -> jax.Array:
-        return mx_jax.ragged_dot(x, w, sizes, recipe="float8_tensorwise")
-
-    def late(x: jax.Array, w: jax.Array) -> jax.Array:
-        states, elements = DelayedStates(state, state, state), Elements(e4m3, e4m3, e5m2)
-        numbers = (((1,), (0,)), ((), ()))
-        return delayed_dot_general(x, w, numbers, states, elements, jnp.float32)[0]
+def test_groups_are_kept_too(policy: str):
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        sizes = jnp.array([8, 24])
+        return jax.nn.gelu(mx_jax.ragged_dot(x, w, sizes, recipe="float8_tensorwise"))
 
     experts = jax.ShapeDtypeStruct((2, *W.shape), W.dtype)
-    for function, w in ((by_group, experts), (late, W)):
-
-        def run(x: jax.Array, w: jax.Array, function: Any = function) -> jax.Array:
-            return jax.nn.gelu(function(x, w))
-
-        with mx_jax.only_backend("reference"):
-            plain = casts(gradients(run), X, w)
-            again = casts(gradients(jax.checkpoint(run, policy=POLICIES[policy])), X, w)
-        assert plain > 0
-        assert (again == plain) == (policy == "quantized")
+    with mx_jax.only_backend("reference"):
+        plain = casts(gradients(run), X, experts)
+        again = casts(gradients(jax.checkpoint(run, policy=POLICIES[policy])), X, experts)
+    assert plain > 0
+    assert (again == plain) == (policy == "quantized")
 
 
 @needs_library
@@ -218,7 +204,7 @@ def test_a_name_is_no_operation(monkeypatch: pytest.MonkeyPatch):
 
     named = lowered()
     called = []
-    for module in (dense, ragged_dot, delayed):
+    for module in (dense, ragged_dot):
         assert module.checkpoint_name is checkpoint_name
         monkeypatch.setattr(module, "checkpoint_name", lambda x, name: called.append(name) or x)
     assert lowered() == named

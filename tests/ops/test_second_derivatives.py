@@ -1,9 +1,7 @@
 """Gradients of gradients: of the product in float32, its casts being identities, or refused."""
 
-import dataclasses
 import functools
 
-import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -152,18 +150,6 @@ def test_what_formats_hold_is_differentiated_exactly(recipe):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_a_clipped_value_has_no_second_derivative_either():
-    recipe = dataclasses.replace(recipes.mxfp4().with_(scale_rule="floor"), mask_clipped=True)
-    x = jnp.ones((1, 32)).at[0, 0].set(7.9)  # beyond 6 under the floor rule's scale
-
-    def loss(x, w):
-        return (mx_jax.matmul(x, w, recipe=recipe) ** 2).sum()
-
-    w = jnp.ones((32, 4))
-    slope = quick(jax.jacrev(lambda w: jax.grad(loss)(x, w)[0, :2]))(w)
-    assert not np.asarray(slope[0]).any() and np.asarray(slope[1]).any()
-
-
 QUANTIZED = recipes.mxfp8().with_(residuals="quantized")
 
 
@@ -171,17 +157,6 @@ QUANTIZED = recipes.mxfp8().with_(residuals="quantized")
 def test_codes_kept_for_gradients_are_refused(multiply):
     with pytest.raises(ValueError, match=NO_DERIVATIVE):
         losses(multiply(QUANTIZED))
-
-
-def test_delayed_scales_are_refused():
-    dense = flax.linen.Dense(8, dot_general_cls=mx_jax.nn.linen.DelayedDotGeneral, use_bias=False)
-    params = jax.eval_shape(dense.init, KEYS[0], X)
-
-    def loss(x, params):
-        return (jnp.asarray(dense.apply(params, x)) ** 2).sum()
-
-    with pytest.raises(ValueError, match=NO_DERIVATIVE):
-        jax.eval_shape(jax.grad(lambda x, p: (jax.grad(loss)(x, p) ** 2).sum()), X, params)
 
 
 def test_gradients_mapped_twice_are_differentiated():

@@ -1,6 +1,5 @@
 """Sharded operands, under jit and under shard_map: the bits of the unsharded result."""
 
-import contextlib
 import functools
 
 import jax
@@ -10,10 +9,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mx_jax
-from mx_jax import formats, recipes
-from mx_jax.ops.delayed import DelayedState, DelayedStates, Elements, delayed_dot_general
+from mx_jax import recipes
 from tests.quick import quick, with_gradients
-from tests.sharding.collectives import check, draw_all, mesh_of, partitioned, place, received
+from tests.sharding.collectives import check, draw_all, mesh_of, place
 
 P = PartitionSpec
 RECIPE = recipes.mxfp4()
@@ -118,35 +116,3 @@ def test_out_sharding_of_a_sharded_sum(arrays, expected, spec):
     assert jax.typeof(product).sharding.spec == P(*spec, *(None,) * (2 - len(spec)))
     assert jax.typeof(turned).sharding.spec == P(None, *(spec or (None,)))
     check([product, row, turned.T], [expected[0], expected[0][3], expected[0]])
-
-
-@pytest.mark.parametrize("in_context", [True, False], ids=["set_mesh", "no mesh"])
-def test_delayed_scales_on_explicit_axes(in_context: bool, arrays):
-    """Types say where results lie, and codes are what moves, with the mesh in context or not."""
-    mesh, (element, wide) = mesh_of(AxisType.Explicit), (formats.E4M3, formats.E5M2)
-    state = DelayedState(jnp.ones(1), jnp.full(4, 8.0))
-
-    def run(x, w, g):
-        x, w, g = (a.astype(jnp.bfloat16) for a in (x, w, g))
-        states, elements = DelayedStates(state, state, state), Elements(element, element, wide)
-        product, pullback = jax.vjp(
-            lambda x, w, states: delayed_dot_general(
-                x, w, (((1,), (0,)), ((), ())), states, elements, x.dtype
-            )[0],
-            *(x, w, states),
-        )
-        return product, *pullback(g)
-
-    expected = quick(run)(*arrays)
-    specs = P("fsdp", None), P("fsdp", None), P("fsdp", None)
-    operands = place(mesh, arrays, specs)
-    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
-        actual = quick(run)(*operands)
-        found = received(partitioned(jax.jit(run).lower(*operands)), 4)
-    assert tuple(result.sharding.spec for result in actual[:3]) == specs
-    for one, other in zip(*map(jax.tree.leaves, (actual, expected)), strict=True):
-        one, other = np.asarray(one, np.float32), np.asarray(other, np.float32)
-        np.testing.assert_allclose(one, other, atol=2.0**-7 * np.abs(other).max())
-    whole = arrays[1].size * 3 // 4
-    assert found["all-gather", "u8"] == whole and found["reduce-scatter", "bf16"] == 2 * whole
-    assert not [key for key in found if key[0] == "all-gather" and key[1] != "u8"]

@@ -64,8 +64,7 @@ def _transforms(specs: dict[str, MatmulSpec]) -> str:
 
 
 def _kept(recipe: Recipe) -> str:
-    kept = {Residuals.PRIMAL: "operands", Residuals.QUANTIZED: "codes"}[recipe.residuals]
-    return f"{kept}; no gradient where clipped" if recipe.mask_clipped else kept
+    return {Residuals.PRIMAL: "operands", Residuals.QUANTIZED: "codes"}[recipe.residuals]
 
 
 def main() -> None:

@@ -103,7 +103,7 @@ def test_a_format_brings_its_rule_and_keeps_rounding_and_prescale():
     unbiased = recipes.nvfp4().with_(gradients={"format": "nvfp4", "rounding": "stochastic"})
     headroom = operand("nvfp4", scale_rule="amax_headroom", rounding="stochastic")
     assert unbiased.dlhs == MatmulSpec(lhs=headroom, rhs=recipes.nvfp4().fwd.rhs)
-    plain = recipes.quartet().with_(activations=MXFP4)
+    plain = recipes.qat(MXFP4).with_(activations=MXFP4)
     assert plain.fwd.lhs == operand(MXFP4, scale_rule="even")
     given = operand(MXFP4_2D, scale_rule="ceil")
     assert recipes.mxfp4_stochastic().with_(weights=given).dlhs.rhs == given
@@ -176,10 +176,10 @@ def test_other_fields():
     )
     assert base.with_(gather="fsdp") == dataclasses.replace(base, gather="fsdp")
     assert base.with_(gather="fsdp").with_(gather=None) == base
-    quartet = recipes.quartet()
-    changed = quartet.with_(mask_clipped=False, residuals=Residuals.PRIMAL, name="x")
-    fields = {"name": "x", "mask_clipped": False, "residuals": Residuals.PRIMAL}
-    assert changed == dataclasses.replace(quartet, **fields) != quartet
+    blockwise = recipes.deepseek_v3()
+    changed = blockwise.with_(residuals=Residuals.PRIMAL, reduce_dtype="float32", name="x")
+    fields = {"name": "x", "residuals": Residuals.PRIMAL, "reduce_dtype": "float32"}
+    assert changed == dataclasses.replace(blockwise, **fields) != blockwise
     assert base.with_() == base and base.with_(name="y").name == "y"
 
 
@@ -304,7 +304,6 @@ def test_errors_teach(base: Recipe, words: dict[str, Any], message: str):
         ),
         ({"name": ""}, "Recipe: name must be a text, got name=''; e.g. 'mine'"),
         ({"name": 3}, "Recipe: name must be a text, got name=3"),
-        ({"mask_clipped": "yes"}, "Recipe 'mxfp4': mask_clipped must be True or False, got mask"),
     ],
 )
 def test_wrong_types(words: dict[str, Any], message: str):

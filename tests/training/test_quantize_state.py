@@ -15,13 +15,11 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mx_jax
+from mx_jax import optimizer as of
 from mx_jax.codecs.rounding import STOCHASTIC
 from mx_jax.formats import MXFP8_E4M3
-from mx_jax.ops.quantize import step_moments
-from mx_jax.reference import moments as of
 from mx_jax.reference.quantize import quantize as reference_quantize
 from mx_jax.reference.scale_rules import RCEIL
-from tests.needs import needs_library
 from tests.quick import quick
 from tests.sharding.collectives import collectives
 
@@ -140,6 +138,12 @@ def test_random_bits_are_uniform_and_independent():
         together = (centred[:, lag:] * centred[:, :-lag]).mean(axis=1)
         assert np.abs(together).max() < limit
     assert np.abs((centred[1:] * centred[:-1]).mean(axis=1)).max() < limit
+
+
+def test_bits_are_those_of_the_position_in_memory():
+    flat = np.asarray(of.random_bits(jnp.zeros(3 * 5 * 64), WORDS))
+    shaped = np.asarray(of.random_bits(jnp.zeros((3, 5, 64)), WORDS))
+    np.testing.assert_array_equal(shaped.reshape(-1), flat)
 
 
 def test_bytes_and_what_stays():
@@ -372,86 +376,6 @@ def test_errors_name_the_remedy():
     named = mx_jax.quantize_state(optax.adagrad(1e-3), squares=("sum_of_squares",))
     state: Any = named.init(params_of())
     assert state.state[0].sum_of_squares["kernel"].dtype == jnp.uint8
-
-
-STEP = "@mx_jax_cpu_step_moments"
-
-
-@needs_library
-@pytest.mark.parametrize("is_square", [False, True], ids=["values", "squared"])
-@pytest.mark.parametrize("is_root", [False, True], ids=["moment", "root"])
-def test_the_handler_has_the_bits_of_the_reference(is_root, is_square, rng):
-    @jax.jit
-    def step(stored, added, factors, words):
-        """Two moments that differ in their words."""
-        return step_moments(
-            (stored, stored),
-            added,
-            (factors, factors),
-            jnp.stack([words, words + 9]),
-            is_root=(is_root,) * 2,
-            is_square=(is_square,) * 2,
-        )
-
-    @jax.jit
-    def reference(*operands):
-        *rest, words = operands
-        return tuple(of.step(*rest, own, is_root, is_square) for own in (words, words + 9))
-
-    for shape in ((3, 5, 544), (1003, 32)):
-        x, added = spread(rng, shape), spread(rng, shape)
-        x, added = (np.square(x), abs(added)) if is_root else (x, added)
-        flat = added.reshape(-1, 32)
-        # A block of its own each: no numbers, too large, zeros, barely more than none.
-        flat[0, 3], flat[1, 5] = np.nan, np.inf
-        flat[2], x.reshape(-1, 32)[2] = 0, 0
-        flat[3], x.reshape(-1, 32)[3] = 1e-25, 1e-36
-        operands = of.encode(jnp.asarray(x), WORDS, is_root), jnp.asarray(added)
-        factors = jnp.array([0.9, 0.1], jnp.float32)
-        assert STEP in step.lower(*operands, factors, WORDS).as_text()
-        for ours, theirs in zip(
-            *(f(*operands, factors, WORDS + 7) for f in (step, reference)), strict=True
-        ):
-            np.testing.assert_array_equal(ours[1], theirs[1])
-            is_number = np.repeat(np.asarray(theirs[1]) != 255, 32, axis=-1)
-            # A product and its sum may be rounded apart, on machines that do not fuse them.
-            apart = np.asarray(ours[0]).astype(int) - np.asarray(theirs[0]).astype(int)
-            assert np.count_nonzero(apart[is_number]) <= 1 and np.abs(apart[is_number]).max() <= 1
-    batch = [jnp.stack([x, 2 * x]) for x in (operands[1], factors)]
-    words = jnp.stack([WORDS, WORDS + 1])
-    many = jax.vmap(step, in_axes=(None, 0, 0, 0))(operands[0], *batch, words)
-    for index in range(2):
-        single = step(operands[0], *(x[index] for x in batch), words[index])
-        assert_same([x[index] for x in jax.tree.leaves(many)], jax.tree.leaves(single))
-
-
-@needs_library
-@pytest.mark.parametrize(
-    ("optimizer", "count"),
-    [
-        (optax.adamw(1e-2), 1),
-        (optax.lion(1e-3), 1),
-        (optax.chain(optax.clip_by_global_norm(1.0), optax.nadam(1e-2)), 1),
-        (optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2), 1),
-        (optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation(), 0),
-    ],
-    ids="adamw lion clipped injected multi_steps".split(),
-)
-def test_who_steps(optimizer, count, monkeypatch):
-    """The handler, where a moment is a running mean; and what it gives is what plain JAX gives."""
-    optimizer = mx_jax.quantize_state(optimizer)
-    params = params_of()
-    state = quick(optimizer.init)(params)
-    gradients = params_of(1)
-    program = jax.jit(optimizer.update).lower(gradients, state, params)
-    assert program.as_text().count(STEP) == count
-    ours = program.compile()(gradients, state, params)
-    monkeypatch.setattr("mx_jax.optimizer._mean_of", lambda *operands: None)
-    theirs = jax.jit(lambda *own: optimizer.update(*own))(gradients, state, params)
-    assert_same(ours[1], theirs[1])
-    jax.tree.map(
-        functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), ours[0], theirs[0]
-    )
 
 
 @pytest.mark.parametrize("others", [{"a": 1}, {"a": 1, "b": 1, "c": 1}], ids=["fewer", "more"])

@@ -80,7 +80,7 @@ def steps_of_nnx(recipe: Recipe, traces: list[Any]) -> Callable[[], None]:
     return take
 
 
-@pytest.mark.slow(but="mxfp4|mxfp8|quartet|nvfp4_pretraining|float8_tensorwise")
+@pytest.mark.slow(but="mxfp4|mxfp8|nvfp4_pretraining|float8_tensorwise")
 @pytest.mark.parametrize("steps", [steps_of_linen, steps_of_nnx])
 @pytest.mark.parametrize("name", NAMES)
 def test_one_trace_for_rebuilt_models_and_repeated_steps(name: str, steps: Any):

@@ -9,7 +9,6 @@ from mx_jax.backends.calls import (
     CastStatisticsCall,
     DequantizeCall,
     MatmulCall,
-    MomentCall,
     PackCall,
     QuantizeBothCall,
     QuantizeCall,
@@ -23,7 +22,11 @@ from mx_jax.codecs.explicit_axes import has_explicit_axes
 
 
 def _offer(
-    call: type[Call], handler: str, rejects: Callable[[Any], str | None], run: Callable[..., Any]
+    call: type[Call],
+    handler: str,
+    rejects: Callable[[Any], str | None],
+    run: Callable[..., Any],
+    describes: Callable[[Any], str] | None = None,
 ) -> Offer:
     """A kind of call, taken where the library has its handler, unless that does not compute it."""
 
@@ -47,7 +50,12 @@ def _offer(
             return f"was built without {handler}; build it again"
         return rejects(call)
 
-    return Offer(call=call, rejects=rejects_on, run=run, takes_keys=True)
+    return Offer(call=call, rejects=rejects_on, run=run, describes=describes, takes_keys=True)
+
+
+def _product(call: type[Call], rejects: Callable[[Any], str | None], run: Any) -> Offer:
+    """A product, which says where it is XLA's dot that multiplies."""
+    return _offer(call, products.MATMUL, rejects, run, products.describe)
 
 
 # Quantize and multiply in `custom_calls/`, by the widest vectors that the machine has.
@@ -55,15 +63,14 @@ CPU_FFI = Backend(
     name="cpu_ffi",
     epsilon_bound=2.0,
     table=(
-        _offer(MatmulCall, products.MATMUL, products.rejects, products.multiply),
-        _offer(RaggedCall, products.MATMUL, products.rejects_groups, products.multiply_groups),
+        _product(MatmulCall, products.rejects, products.multiply),
+        _product(RaggedCall, products.rejects_groups, products.multiply_groups),
         _offer(QuantizeCall, casts.QUANTIZE, casts.rejects_quantize, casts.quantize),
         _offer(QuantizeBothCall, casts.QUANTIZE_BOTH, casts.rejects_both, casts.quantize_both),
         _offer(DequantizeCall, casts.DEQUANTIZE, casts.rejects_dequantize, casts.dequantize),
         _offer(PackCall, weights.TARGET, weights.rejects_pack, weights.pack),
         _offer(AttendCall, attend.TARGET, attend.rejects, attend.attend),
         _offer(RandomBitsCall, casts.RANDOM_BITS, casts.rejects_random_bits, casts.draw_bits),
-        _offer(MomentCall, casts.STEP_MOMENTS, casts.rejects_moments, casts.step_moments),
         _offer(TransformCall, casts.TRANSFORM, casts.rejects_transform, casts.transform),
         _offer(
             CastStatisticsCall, casts.STATISTICS, casts.rejects_statistics, casts.cast_statistics

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from jax import lax
 from mx_jax.backends.calls import (
     CastStatisticsCall,
     DequantizeCall,
-    MomentCall,
     QuantizeBothCall,
     QuantizeCall,
     RandomBitsCall,
@@ -26,8 +25,8 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
-from mx_jax.reference import moments, scale_rules
 from mx_jax.reference import quantize as reference
+from mx_jax.reference import scale_rules
 from mx_jax.reference import statistics as reference_statistics
 from mx_jax.reference.random_bits import DerivedKey
 
@@ -154,12 +153,12 @@ def _rounding(rounding: Rounding) -> str | None:
     return None if rounding.random_bits else _ROUNDINGS.get(rounding.apply)
 
 
-def _first_cast(call: QuantizeCall) -> QuantizeCall:
-    """The cast that is made first: by the rule without a correction, or by the first of two."""
+def _first_of_two(call: QuantizeCall) -> QuantizeCall:
+    """The first of the casts that `LeastLoss` chooses between; else the cast itself."""
     scales = call.scale_rule.scales
-    if isinstance(scales, scale_rules.LeastLoss):
-        scales = scale_rules.FromAmax(scales.rules[0])
-    rule = dataclasses.replace(call.scale_rule, scales=scales, correction=None)
+    if not isinstance(scales, scale_rules.LeastLoss):
+        return call
+    rule = dataclasses.replace(call.scale_rule, scales=scale_rules.FromAmax(scales.rules[0]))
     return dataclasses.replace(call, scale_rule=rule)
 
 
@@ -167,7 +166,7 @@ def rejects_quantize(call: QuantizeCall) -> str | None:
     """Why the handler does not take a call, or None."""
     if call.dtype not in DTYPES:
         return f"needs float32, bfloat16 or float16, got dtype={call.dtype}"
-    if _rule(_first_cast(call)) is None:
+    if call.scale_rule.correction is not None or _rule(_first_of_two(call)) is None:
         return f"computes no scales by the rule {call.scale_rule.name!r} for {call.format.name}"
     if _rounding(call.rounding) is None:
         return f"knows no rounding={call.rounding.name!r}"
@@ -177,26 +176,12 @@ def rejects_quantize(call: QuantizeCall) -> str | None:
 def quantize(
     x: jax.Array, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeCall
 ) -> MXArray:
-    """x quantized: elements by the handler, what some rules do besides by plain JAX."""
-    rule = call.scale_rule
-    if rule.correction is None and not isinstance(rule.scales, scale_rules.LeastLoss):
+    """x quantized by the handler; twice by a rule that takes the better of two."""
+    if not isinstance(call.scale_rule.scales, scale_rules.LeastLoss):
         return _quantize(x, random_bits, tensor_scale, call)
     if isinstance(random_bits, DerivedKey):
         random_bits = draw_bits(random_bits, call.drawn_by(random_bits))
-    if rule.correction is None:
-        return _of_least_loss(x, random_bits, tensor_scale, call)
-    found = _quantize(x, None, tensor_scale, _first_cast(call))
-    pieces, inside = block_shapes.split(x, call.blocks, fill=True)
-    codes, _ = block_shapes.split(found.codes, call.blocks, fill=True)
-    spread, scales, drawn = (
-        None if own is None else block_shapes.spread(own, inside)
-        for own in (found.tensor_scale, found.scales, random_bits)
-    )
-    unseen: Any = None
-    data = scale_rules.BlockData(pieces, inside, unseen, call.format, spread)
-    assert scales is not None
-    scales = rule.correction(data, scales, codes, drawn)
-    return dataclasses.replace(found, scales=lax.squeeze(scales, inside))
+    return _of_least_loss(x, random_bits, tensor_scale, call)
 
 
 def _of_least_loss(
@@ -501,7 +486,7 @@ def rejects_transform(call: TransformCall) -> str | None:
 
 
 def transform(x: jax.Array, signs: jax.Array | DerivedKey, call: TransformCall) -> jax.Array:
-    """`reference.hadamard.apply`, or `invert`, by the handler."""
+    """`reference.hadamard.apply`, by the handler."""
     names = [f"e{axis}" for axis in range(len(call.shape))]
     before, after = " ".join(names[: call.axis]), " ".join(names[call.axis + 1 :])
     (turned,) = handler.call(
@@ -512,7 +497,6 @@ def transform(x: jax.Array, signs: jax.Array | DerivedKey, call: TransformCall) 
         dtypes=("float32",),
         attributes={
             "derivations": _numbers(signs),
-            "is_inverse": call.length is not None,
             "num_inner": np.int32(len(call.shape) - 1 - call.axis),
             "size": np.int32(call.size),
         },
@@ -555,40 +539,3 @@ def draw_bits(key: DerivedKey, call: RandomBitsCall) -> jax.Array:
         sizes=dict(zip(names, call.shape, strict=True)),
     )
     return bits
-
-
-# Moments ------------------------------------------------------------------------------------------
-
-STEP_MOMENTS = "mx_jax_cpu_step_moments"
-_MOST_MOMENTS = 4
-
-
-def rejects_moments(call: MomentCall) -> str | None:
-    """Why the handler does not take a call, or None."""
-    if call.shape[-1] % moments.BLOCK:
-        return f"needs whole blocks along the last axis, got shape={call.shape}"
-    if len(call.is_root) > _MOST_MOMENTS:
-        return f"steps at most {_MOST_MOMENTS} moments at once, got moments={len(call.is_root)}"
-    return rejects_symbolic(call)
-
-
-def step_moments(
-    stored: tuple[moments.Stored, ...],
-    added: jax.Array,
-    factors: jax.Array,
-    words: jax.Array,
-    call: MomentCall,
-) -> tuple[moments.Stored, ...]:
-    """`reference.moments.step` of each, by the handler."""
-    names = " ".join(f"e{axis}" for axis in range(len(call.shape)))
-    pairs = ", ".join([f"*b {names}, *b {names}/{moments.BLOCK}"] * len(stored))
-    leaves, tree = jax.tree.flatten(stored)
-    flags = {"is_root": call.is_root, "is_square": call.is_square}
-    found = handler.call(
-        STEP_MOMENTS,
-        f"*b {names}, *b factors, *b words, {pairs} -> {pairs}",
-        *(added, factors, words, *leaves),
-        dtypes=["uint8"] * len(leaves),
-        attributes={name: np.array(own, np.int32) for name, own in flags.items()},
-    )
-    return jax.tree.unflatten(tree, found)

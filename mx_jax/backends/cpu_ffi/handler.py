@@ -241,7 +241,7 @@ def _lower(ctx: Any, *values: mlir.ir.Value, handler: Handler, is_split: bool) -
 
 
 # `Work` is what equal calls share: a function for each handler inside would be a second.
-mlir.register_lowering(_HANDLER, _lower, cacheable=False)
+mlir.register_lowering(_HANDLER, _lower, platform="cpu", cacheable=False)
 
 
 def _compute(handler: Handler, *operands: jax.Array) -> Arrays:

@@ -23,7 +23,7 @@ LIBRARY_VARIABLE = "MX_JAX_CPU_LIBRARY"
 ISA_VARIABLE = "MX_JAX_CPU_ISA"
 
 # What `custom_calls/common/library.h` calls kInterface: what handlers take and give.
-INTERFACE = 8
+INTERFACE = 9
 
 # What `custom_calls/common/isas.h` calls them, from least to most: a machine that has one has those
 # before it.

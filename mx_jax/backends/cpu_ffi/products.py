@@ -1,7 +1,9 @@
 """Products by the compiled handlers, of codes as they are or of packed weights, dense or in groups.
 
-Float8 under float32 scales is decoded by a handler, and multiplied by XLA's float32 dot. XLA's own
-ragged product multiplies masked rows by every group's matrix on CPUs, g times the work: here a loop
+Float8 under float32 scales is decoded by a handler, and multiplied by XLA's float32 dot. Many rows
+that an instruction set would multiply in float32 are decoded too, in plain JAX: which backend takes
+a product, and whether packed weights are read, depends on no instruction set. XLA's own ragged
+product multiplies masked rows by every group's matrix on CPUs, g times the work: here a loop
 multiplies each tile of a group's rows by the one matrix that is its group's.
 """
 
@@ -39,7 +41,8 @@ from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.scale import scale_to_float32
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.packed import PackedMXArray
+from mx_jax.packed import PackedMXArray, unpacked
+from mx_jax.reference.matmul import scaled_matmul
 
 # The handlers: of codes as they are, and of packed weights.
 MATMUL = "mx_jax_cpu_matmul"
@@ -57,22 +60,20 @@ _FAST: dict[str, tuple[set[str], ...]] = {
     "avx512_vnni": (_INT8, _INT16),
     "avx512_bf16": (_INT8, {*_INTEGERS, "bfloat16"}),
 }
-# Rows of the smaller operand up to which float32 panels win over XLA's dot of dequantized
-# operands: beyond them its dot, which needs no panels of codes, is faster. Measured.
-_FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 96}
-_FLOAT32_ROWS_OF_OTHERS = 512
+# Rows of the smaller operand up to which float32 panels win over XLA's dot of decoded operands:
+# beyond them its dot, which needs no panels of codes, is faster. Measured.
+FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 96}
+FLOAT32_ROWS |= dict.fromkeys(("avx512", "avx512_vnni", "avx512_bf16"), 512)
 
 
 def rejects(call: MatmulCall) -> str | None:
-    """Why no handler multiplies or decodes for a product, or None."""
-    reason = rejects_kernels(call)
+    """Why a product is neither multiplied nor decoded here, or None."""
+    reason = _rejects_kernels(call)
     return None if reason is None or _is_decoded(call) else reason
 
 
-def rejects_kernels(call: MatmulCall) -> str | None:
-    """Why the handlers of products do not take a call, or None."""
-    loaded = library.load()
-    assert not isinstance(loaded, str), loaded
+def _rejects_kernels(call: MatmulCall) -> str | None:
+    """Why the handlers of products do not take a call of any number of rows, or None."""
     if call.rhs.packed_by == "cpu_ffi" and plain_format(call.rhs.format) is not None:
         call = _of_codes_alone(call)
     if call.out_dtype not in casts.DTYPES:
@@ -89,22 +90,33 @@ def rejects_kernels(call: MatmulCall) -> str | None:
             return reason
     if len({format.block[1] for format in formats}) > 1:
         return f"needs one block size, got lhs={call.lhs.format}, rhs={call.rhs.format}"
+    return None
 
-    limit = _FLOAT32_ROWS.get(loaded.isa, _FLOAT32_ROWS_OF_OTHERS)
+
+def describe(call: MatmulCall | RaggedCall) -> str:
+    """How a product that is taken is computed, where it is not by the handlers of products."""
+    tile = _tile_call(call) if isinstance(call, RaggedCall) else call
+    return "" if _is_decoded(tile) else _why_decoded(tile)
+
+
+def _why_decoded(call: MatmulCall) -> str:
+    """Why XLA's dot multiplies what kernels could, in words, or nothing."""
+    loaded = library.load()
+    assert not isinstance(loaded, str), loaded
+    isa, limit = loaded.isa, FLOAT32_ROWS[loaded.isa]
     m, n = call.lhs.rows, call.rhs.rows
     # Symbolic rows may be few, and every number of them is multiplied rightly.
     if not isinstance(m, int) or not isinstance(n, int) or min(m, n) <= limit:
-        return None
+        return ""
+    if call.rhs.packed_by == "cpu_ffi" and plain_format(call.rhs.format) is not None:
+        call = _of_codes_alone(call)
     elements = [
         str(own.dtype) if own.format is None else weights.names(own.format)[0]
         for _, own in call.sides
     ]
-    if any(fast.issuperset(elements) for fast in _FAST.get(loaded.isa, ())):
-        return None
-    return (
-        f"multiplies these in float32 on {loaded.isa}, where XLA's dot of dequantized operands is "
-        f"faster beyond {limit} rows, got m={m}, n={n}"
-    )
+    if any(fast.issuperset(elements) for fast in _FAST.get(isa, ())):
+        return ""
+    return f"by XLA's dot: {isa} would multiply in float32, which is slower beyond {limit} rows"
 
 
 def _of_codes_alone(call: MatmulCall) -> MatmulCall:
@@ -136,10 +148,8 @@ def _dequantize_call(own: OperandType, format: BlockFormat) -> DequantizeCall:
 
 def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> jax.Array:
     """The product `[*batch, *m, *n]`. Packed weights give the bits that they give unpacked."""
-    if isinstance(rhs, PackedMXArray):
-        return _by_packed(call, lhs, rhs)
-    if not _is_decoded(call):
-        return _by_codes(call, lhs, rhs)
+    if isinstance(rhs, PackedMXArray) or not _is_decoded(call):
+        return _multiply_codes(call, lhs, rhs)
 
     def values(x: Operand, own: OperandType) -> jax.Array:
         if not isinstance(x, MXArray):
@@ -154,6 +164,16 @@ def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> ja
         precision=lax.Precision.HIGHEST if quantized else call.precision,
         preferred_element_type=jnp.float32,
     ).astype(call.out_dtype)
+
+
+def _multiply_codes(call: MatmulCall, lhs: Operand, rhs: Operand | PackedMXArray) -> jax.Array:
+    """The product by the handlers, or of many rows by XLA's dot."""
+    if _why_decoded(call):
+        numbers, whole = call.dimension_numbers, unpacked(rhs)
+        return scaled_matmul(lhs, whole, numbers, call.out_dtype, call.precision)
+    if isinstance(rhs, PackedMXArray):
+        return _by_packed(call, lhs, rhs)
+    return _by_codes(call, lhs, rhs)
 
 
 def _by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
@@ -310,8 +330,8 @@ def _tile_call(call: RaggedCall) -> MatmulCall:
 
 
 def rejects_groups(call: RaggedCall) -> str | None:
-    """Why the handler does not take the product of a tile, or None."""
-    return rejects_symbolic(call) or rejects_kernels(_tile_call(call))
+    """Why the product of a tile is not taken, or None."""
+    return rejects_symbolic(call) or _rejects_kernels(_tile_call(call))
 
 
 def multiply_groups(
@@ -355,11 +375,10 @@ def multiply_groups(
 
         if call.contracts_rows:
             so_far = lax.dynamic_index_in_dim(out, group, keepdims=False)
-            added = so_far + _by_codes(tile, _each(lhs, only), _each(rhs, only))
+            added = so_far + _multiply_codes(tile, _each(lhs, only), _each(rhs, only))
             return lax.dynamic_update_index_in_dim(out, added, group, 0)
         matrix = _each(rhs, lambda x: lax.dynamic_index_in_dim(x, group, keepdims=False))
-        by_handler: Any = _by_packed if isinstance(matrix, PackedMXArray) else _by_codes
-        product = by_handler(tile, _each(lhs, of_tile), matrix)
+        product = _multiply_codes(tile, _each(lhs, of_tile), matrix)
         product = jnp.where(counts[:, None], product, lax.dynamic_slice_in_dim(out, first, rows))
         return lax.dynamic_update_slice_in_dim(out, product, first, 0)
 

@@ -120,20 +120,23 @@ def unpack_panels(packed: PackedMXArray) -> MXArray:
     padded, padded_k = num_panels * PANEL_ROWS, records * RECORD * CHUNK
     split = panels[..., SUMMARY:].reshape(*batch, num_panels, records, num_scales + num_codes)
 
-    words = split[..., num_scales:].reshape(*batch, num_panels, -1, PANEL_ROWS, 4)
+    # No axis is left open: of no rows it could have any length.
+    columns = records * num_codes // (4 * PANEL_ROWS)
+    words = split[..., num_scales:].reshape(*batch, num_panels, columns, PANEL_ROWS, 4)
     if bits == 4:
         words = jnp.concatenate([words & 15, words >> 4], axis=-1)
     elif bits == 6:
         # Three words hold four: bits 6 and 7 of each are two bits of the last.
-        threes = words.reshape(*batch, num_panels, -1, 3, PANEL_ROWS, 4)
+        threes = words.reshape(*batch, num_panels, columns // 3, 3, PANEL_ROWS, 4)
         first, second, third = (threes[..., i, :, :] >> 6 for i in range(3))
         last = first | second << 2 | third << 4
         words = jnp.concatenate([threes & 63, last[..., None, :, :]], axis=-3)
-        words = words.reshape(*batch, num_panels, -1, PANEL_ROWS, 4)
+        words = words.reshape(*batch, num_panels, columns // 3 * 4, PANEL_ROWS, 4)
     codes = jnp.swapaxes(words, -3, -2).reshape(*batch, padded, padded_k)
 
-    scales = split[..., :num_scales].reshape(*batch, num_panels, -1, PANEL_ROWS)
-    scales = jnp.swapaxes(scales, -2, -1).reshape(*batch, padded, padded_k // block)
+    blocks = padded_k // block
+    scales = split[..., :num_scales].reshape(*batch, num_panels, blocks, PANEL_ROWS)
+    scales = jnp.swapaxes(scales, -2, -1).reshape(*batch, padded, blocks)
     scale_k = (*packed.k[:-1], -(-packed.k[-1] // block))
     ones = (1,) * (len(packed.kept) + len(packed.k))
     return MXArray(
@@ -250,7 +253,8 @@ def unpack_parts(packed: PackedMXArray) -> MXArray:
     def together(x: jax.Array) -> jax.Array:
         axis = packed.first_k
         x = jnp.moveaxis(x, len(batch), axis)
-        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        length = x.shape[axis] * x.shape[axis + 1]
+        return x.reshape(*x.shape[:axis], length, *x.shape[axis + 2 :])
 
     scale = each.tensor_scale
     return dataclasses.replace(

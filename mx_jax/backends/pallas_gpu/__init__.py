@@ -1,4 +1,4 @@
-"""Block-scaled products and casts on GPUs by Pallas kernels (Mosaic GPU).
+"""Block-scaled products on GPUs by Pallas kernels (Mosaic GPU).
 
 Optional: where JAX is too old or the GPU another, every call is rejected with that reason. Nothing
 here imports Mosaic GPU before a call is taken.
@@ -6,14 +6,13 @@ here imports Mosaic GPU before a call is taken.
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from mx_jax.axes import Side
 from mx_jax.backends import calls
 from mx_jax.backends.calls import Call, rejects_symbolic
-from mx_jax.backends.pallas_gpu import products, quantize, rejections
-from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
+from mx_jax.backends.pallas_gpu import products, rejections
+from mx_jax.backends.pallas_gpu.architecture import Architecture
 from mx_jax.backends.target import Backend, Offer, Target
 
 
@@ -48,12 +47,6 @@ def backend_for(architecture: Architecture | None = None, interpret: object = No
       interpret: parameters of Mosaic's interpreter, for tests on a CPU; None compiles.
     """
 
-    def kernel(call: Call, target: Target) -> str:
-        if not isinstance(call, calls.MatmulCall | calls.RaggedCall):
-            return "quantize"
-        row = architecture or architecture_of(target.compute_capability)
-        return "" if row is None else row.kernel(call.lhs.format, call.rhs.format).name
-
     def lays_out_groups(call: calls.RaggedCall) -> Side | None:
         return None if call.contracts_rows or call.rhs.packed_by is not None else "rhs"
 
@@ -71,8 +64,6 @@ def backend_for(architecture: Architecture | None = None, interpret: object = No
                 multiply_groups,
                 lays_out=lays_out_groups,
             ),
-            _offer(calls.QuantizeCall, quantize.rejects, how(quantize.quantize)),
-            _offer(calls.QuantizeBothCall, quantize.rejects, how(quantize.quantize)),
             # Plain JAX, for products below a shard_map too.
             _offer(
                 calls.PackCall,
@@ -81,8 +72,6 @@ def backend_for(architecture: Architecture | None = None, interpret: object = No
                 partitioned=True,
             ),
         ),
-        source=lambda: list(Path(__file__).parent.rglob("*.py")),
-        kernel=kernel,
     )
 
 

@@ -195,7 +195,6 @@ class Architecture:
       capabilities: CUDA's compute capabilities that it stands for.
       num_sms: of the GPU whose processors tiles are to fill.
       shared_memory: bytes that a program may ask for, a KiB of it left for barriers.
-      converts_float8: whether one instruction converts to float8, on all of these GPUs.
       decoding: the kernel that decodes weights to bfloat16, which takes every product that is
         taken at all.
       direct: the kernel that multiplies two block-scaled operands as they are, where they `meet`.
@@ -205,7 +204,6 @@ class Architecture:
     capabilities: tuple[Capability, ...]
     num_sms: int
     shared_memory: int
-    converts_float8: bool
     decoding: Kernel
     direct: Kernel | None = None
 
@@ -227,7 +225,6 @@ SM80 = Architecture(
     capabilities=((8, 0), (8, 7)),
     num_sms=108,  # A100
     shared_memory=162 * _KIB,
-    converts_float8=False,
     decoding=MMA,
 )
 # 12.x has other instructions for block-scaled operands than 10.x, and the memory of 8.9.
@@ -243,7 +240,6 @@ SM90 = Architecture(
     capabilities=((9, 0),),
     num_sms=132,  # H100, H200
     shared_memory=226 * _KIB,
-    converts_float8=True,
     decoding=WGMMA,
 )
 SM100 = dataclasses.replace(

@@ -1,0 +1,239 @@
+"""Programs of four TPUs compile, by libtpu on a machine without one.
+
+libtpu has no `custom_partitioning`: a program that binds it anywhere is an error there. Small
+shapes: this is about that they compile, and what moves.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import mx_jax
+from benchmarks import collectives
+from mx_jax import recipes
+from mx_jax.sharding import Gather
+from tests.contracts.test_docs import section
+from tests.processes import ROOT
+from tests.quick import compilation_cache_off, with_gradients
+from tests.sharding.collectives import gathered
+
+pytestmark = [
+    pytest.mark.tpu,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None,
+        reason="needs libtpu: pip install '.[tpu-compile]', and JAX_PLATFORMS=cpu",
+    ),
+]
+
+P = PartitionSpec
+TOKENS, FEATURES, UNITS = 256, 128, 256
+DTYPE = jnp.bfloat16
+CODES = recipes.mxfp8().with_(gather=Gather("fsdp", rhs=P("fsdp")))
+# Asks no server which TPU this machine is, and lets two processes load it.
+ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+@pytest.fixture(scope="module")
+def devices() -> Iterator[list[Any]]:
+    with pytest.MonkeyPatch.context() as patch, compilation_cache_off():
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, os.environ.get(name, value))
+        for name in ("TOKENS", "FEATURES", "UNITS"):
+            patch.setattr(collectives, name, globals()[name])
+        yield topologies.get_topology_desc(platform="tpu", topology_name="v6e:2x2").devices
+
+
+@pytest.fixture(scope="module")
+def mesh(devices: list[Any]) -> Mesh:
+    return jax.make_mesh(
+        (2, 2), ("fsdp", "model"), axis_types=(AxisType.Auto,) * 2, devices=devices
+    )
+
+
+def lying(mesh: Mesh, spec: PartitionSpec, *shape: int, dtype: Any = DTYPE) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+def compiled(run: Callable[..., Any], *operands: Any, out: Any = None) -> str:
+    """The program, none of which asks how it is split."""
+    lowered = jax.jit(run, out_shardings=out).lower(*operands)
+    assert "CustomSPMDPartitioning" not in lowered.as_text()
+    return str(lowered.compile().as_text())
+
+
+PRODUCTS = ("data", "FSDP by k", "FSDP, scanned", "tensor, column", "tensor, row")
+
+
+@pytest.mark.parametrize("way", ("set_mesh", "no mesh", "explicit", "shard_map"))
+@pytest.mark.parametrize("layout", [*PRODUCTS, "FSDP, tensor column"])
+def test_layouts(layout: str, way: str, devices: list[Any]):
+    """A product and its gradients; inside shard_map weights are gathered as codes."""
+    lowered = collectives.lowered(collectives.Case(layout, way, "mxfp4", "bfloat16"), devices)
+    text = lowered.compile().as_text()
+    if layout.startswith("FSDP"):
+        moved = {"u8": gathered(text, "u8"), "bf16": gathered(text, "bf16")}
+        assert [dtype for dtype, size in moved.items() if size] == [
+            "u8" if way == "shard_map" else "bf16"
+        ]
+    else:
+        assert not gathered(text)
+
+
+def test_rows_go_to_experts(devices: list[Any]):
+    case = collectives.Case("experts, no capacity", "shard_map", "mxfp4", "bfloat16")
+    assert "ragged-all-to-all" in collectives.lowered(case, devices).compile().as_text()
+
+
+@pytest.mark.parametrize("name", sorted({recipes.from_name(name).name for name in recipes.names()}))
+def test_recipes(name: str, mesh: Mesh):
+    """Forward and gradients, FSDP and tensor parallel at once."""
+    recipe = recipes.from_name(name)
+
+    def step(x: jax.Array, w: jax.Array, g: jax.Array, key: jax.Array) -> Any:
+        drawn = key if recipe.is_stochastic else None
+        multiply = functools.partial(mx_jax.matmul, recipe=recipe, key=drawn)
+        return with_gradients(multiply)(x, w, g)
+
+    x, w, g = P("fsdp"), P("fsdp", "model"), P("fsdp", "model")
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    compiled(
+        step,
+        lying(mesh, x, TOKENS, FEATURES),
+        lying(mesh, w, FEATURES, UNITS),
+        lying(mesh, g, TOKENS, UNITS),
+        lying(mesh, P(), dtype=key.dtype),
+        out=tuple(NamedSharding(mesh, spec) for spec in (g, x, w)),
+    )
+
+
+class Net(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = mx_jax.nn.linen.Dense(UNITS, recipe="mxfp8", dtype=DTYPE)(x)
+        return mx_jax.nn.linen.Dense(FEATURES, recipe="mxfp8", dtype=DTYPE)(nn.relu(x))
+
+
+# Where the kernels of both layers lie.
+KERNELS = {
+    "data": (P(), P()),
+    "FSDP": (P("fsdp"), P("fsdp")),
+    "tensor": (P(None, "model"), P("model")),
+}
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["no mesh", "mesh"])
+@pytest.mark.parametrize("layout", KERNELS)
+def test_a_train_step(layout: str, known: bool, mesh: Mesh):
+    """Of Dense layers: value, gradients and SGD."""
+    optimizer, kernels = optax.sgd(0.1), iter(KERNELS[layout])
+
+    def place(x: Any) -> Any:
+        return lying(mesh, next(kernels) if x.ndim == 2 else P(), *x.shape, dtype=x.dtype)
+
+    x = lying(mesh, P("fsdp"), TOKENS, FEATURES)
+    params = jax.eval_shape(Net().init, jax.random.key(0), x)
+    params = jax.tree.map(place, params)
+
+    def step(params: Any, x: jax.Array) -> Any:
+        loss = lambda params: (Net().apply(params, x).astype(jnp.float32) ** 2).mean()  # noqa: E731
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, _ = optimizer.update(grads, optimizer.init(params))
+        return value, optax.apply_updates(params, updates)
+
+    with jax.set_mesh(mesh) if known else contextlib.nullcontext():
+        places = NamedSharding(mesh, P()), jax.tree.map(lambda x: x.sharding, params)
+        compiled(step, params, x, out=places)
+
+
+def _casts(x: jax.Array, w: jax.Array) -> Any:
+    return mx_jax.quantize(x, "mxfp8"), mx_jax.quantize(w, "nvfp4", axis=0)
+
+
+def _both(x: jax.Array, w: jax.Array) -> Any:
+    return mx_jax.quantize_both(x, "mxfp8"), mx_jax.cast(w, "mxfp4", axis=0)
+
+
+def _batched(x: jax.Array, w: jax.Array) -> jax.Array:
+    multiply = functools.partial(mx_jax.matmul, recipe="mxfp4")
+    return jax.vmap(multiply, (0, None))(x.reshape(4, -1, FEATURES), w)
+
+
+def _stored(x: jax.Array, w: jax.Array) -> jax.Array:
+    packed = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))
+    return mx_jax.matmul(x, packed, recipe=recipes.weight_only("mxfp4"))
+
+
+def _rematerialized(x: jax.Array, w: jax.Array) -> Any:
+    layer = lambda x, w: jax.nn.relu(mx_jax.matmul(x, w, recipe="mxfp8"))  # noqa: E731
+    saved = jax.checkpoint(layer, policy=mx_jax.save_quantized)
+    return jax.grad(lambda x, w: saved(x, w).astype(jnp.float32).sum(), (0, 1))(x, w)
+
+
+def _groups(x: jax.Array, w: jax.Array) -> jax.Array:
+    sizes, experts = jnp.array([TOKENS // 4, 3 * TOKENS // 4]), jnp.stack([w, 2 * w])
+    return mx_jax.ragged_dot(x, experts, sizes, recipe="mxfp4")
+
+
+def _moments(x: jax.Array, w: jax.Array) -> Any:
+    optimizer = mx_jax.quantize_state(optax.adam(1e-3))
+    return optimizer.update(w, optimizer.init(w))
+
+
+def _part_of_a_mesh(x: jax.Array, w: jax.Array) -> jax.Array:
+    run = functools.partial(mx_jax.matmul, recipe="mxfp8")
+    specs: Any = dict(in_specs=(P("fsdp"), P()), out_specs=P("fsdp"), axis_names={"fsdp"})
+    return jax.shard_map(run, **specs)(x, w)
+
+
+def _converted(x: jax.Array, w: jax.Array) -> jax.Array:
+    layer = nnx.Linear(FEATURES, UNITS, use_bias=False, rngs=nnx.Rngs(0))
+    layer.kernel.set_value(w)
+    return mx_jax.convert.nnx(layer, mx_jax.convert.Rule(".*", "mxfp8"))(x)
+
+
+PROGRAMS = {
+    function.__name__.strip("_").replace("_", " "): function
+    for function in (
+        *(_casts, _both, _batched, _stored, _rematerialized, _groups, _moments, _part_of_a_mesh),
+        _converted,
+    )
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_others(name: str, mesh: Mesh):
+    """Traced for the TPU too."""
+    x = lying(mesh, P("fsdp"), TOKENS, FEATURES)
+    w = lying(mesh, P("fsdp", "model"), FEATURES, UNITS)
+    with jax.default_device(mesh.devices.flat[0]), jax.set_mesh(mesh):
+        compiled(PROGRAMS[name], x, w)
+
+
+def test_the_step_of_the_docs(devices: list[Any]):
+    page = section(ROOT / "docs" / "sharding.md", "A step for devices that are not there")
+    for recipe, dtype in {"high_precision": "bf16", CODES: "u8"}.items():
+        peak, flops, moved = page["summary"](page["compiled_for"](devices, recipe))
+        assert peak > 0 and flops == pytest.approx(4 * 512**2 * 1024, rel=0.2)
+        gathers = [key.split()[1] for key in moved if key.startswith("all-gather")]
+        assert {key.partition("[")[0] for key in gathers} == {dtype}
+
+
+def test_what_a_recipe_gathers_moves_as_codes(mesh: Mesh):
+    """On automatic axes, where XLA by itself moves values."""
+    run = functools.partial(mx_jax.matmul, recipe=CODES)
+    x, w = lying(mesh, P("fsdp"), TOKENS, FEATURES), lying(mesh, P("fsdp"), FEATURES, UNITS)
+    with jax.set_mesh(mesh):
+        text = compiled(run, x, w, out=NamedSharding(mesh, P("fsdp")))
+    assert gathered(text) == gathered(text, "u8") == FEATURES * UNITS * 33 // 32
