@@ -23,7 +23,6 @@ from mx_jax.codecs import float32, indexing, packing
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.blocks import Blocks, check_parts, violation
 from mx_jax.codecs.straight_through import (
-    arrays_of,
     is_differentiated,
     parted_codes,
     straight_through,
@@ -57,7 +56,7 @@ class ArrayOfCodes:
     @property
     def nbytes(self) -> int:
         """Bytes that the arrays take as they are."""
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays_of(self))
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(unlinked(self)))
 
     def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """The values."""
@@ -138,7 +137,7 @@ def _values(other: object) -> Any:
 
 def _has_values(x: ArrayOfCodes) -> bool:
     """Not where leaves are shapes or shardings: these are compared by identity."""
-    return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in arrays_of(x))
+    return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(unlinked(x)))
 
 
 # Modules that ask for an array to write it; packages stand for all that is in them.

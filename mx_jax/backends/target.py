@@ -13,7 +13,6 @@ from jax.core import Tracer
 
 from mx_jax.axes import Side
 from mx_jax.backends.calls import NOT_OFFERED, Call
-from mx_jax.codecs.straight_through import arrays_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,7 +79,8 @@ def use_target(target: Target) -> AbstractContextManager[None]:
 
 def follow(*operands: Any) -> AbstractContextManager[None]:
     """A context for the devices of committed arrays, if all operands are such: outside `jit`."""
-    leaves = arrays_of(operands)
+    # Codes that have a source are traced, and stay with it.
+    leaves = jax.tree.leaves(operands, is_leaf=lambda x: getattr(x, "primal", None) is not None)
     if not leaves or any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in leaves):
         return contextlib.nullcontext()
     devices = [min(x.devices(), key=lambda device: device.id) for x in leaves if x.committed]

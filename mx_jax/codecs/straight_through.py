@@ -48,19 +48,6 @@ def is_differentiated(x: jax.Array) -> bool:
     return answer.met
 
 
-def arrays_of(tree: object) -> list[Any]:
-    """The leaves of a tree that is only looked at: codes stay with their source."""
-    found = []
-    for x in jax.tree.leaves(tree, is_leaf=_has_source):
-        parts = (x.codes, x.scales, x.tensor_scale) if _has_source(x) else (x,)
-        found += [part for part in parts if part is not None]
-    return found
-
-
-def _has_source(x: Any) -> bool:
-    return hasattr(x, "codes") and getattr(x, "primal", None) is not None
-
-
 # Who meets a derivative ---------------------------------------------------------------------------
 
 

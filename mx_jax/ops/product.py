@@ -23,7 +23,7 @@ from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand, Operand
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.codecs.straight_through import no_derivative
-from mx_jax.mxarray import MXArray, decode, unlinked
+from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.tags import GRADIENT, SIDES, Free
 from mx_jax.ops.tags import Product as Name
 from mx_jax.packed import Quantized, unpacked
@@ -137,7 +137,9 @@ class Primal(NamedTuple):
         """Codes that were made of a value in the same trace pass their cotangent to that value."""
         if isinstance(operand, Quantized):
             value = operand.primal if isinstance(operand, MXArray) else None
-            return cls(value, unlinked(operand))
+            return cls(
+                value, operand if value is None else dataclasses.replace(operand, primal=None)
+            )
         return cls(operand, None)
 
     @property
