@@ -88,15 +88,6 @@ def test_quantize(run: Runner):
 
 
 @pytest.mark.slow
-@can_pin
-def test_quantize_on_one_core(tmp_path: Path):
-    options = "--formats mxint8 --shapes 8x32 --dtypes bfloat16 --no-peers --cores one".split()
-    rows, shown = run_alone(tmp_path / "out.json", "quantize", *options, "--seconds", "0")
-    assert {(row["cores"], row["clock"]) for row in rows} == {("one", "cpu")}
-    assert "quantize mxint8 floor, bfloat16" in shown
-
-
-@pytest.mark.slow
 @needs_library
 @can_pin
 def test_commands_on_one_core(tmp_path: Path):

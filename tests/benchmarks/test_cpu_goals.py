@@ -1,16 +1,12 @@
 """Goals on a CPU: what is said of what was measured; the library of bounds, built as it says."""
 
-import shutil
 import subprocess
-import sys
 from pathlib import Path
-
-import pytest
 
 from benchmarks.cpu_goal_cases import FLOAT32, GROUPS, ONNX, READ, Group
 from benchmarks.cpu_goals import GOALS, VNNI, sheet, verdicts
 from benchmarks.timing import Samples
-from tests.processes import ROOT, run_python
+from tests.processes import run_python
 
 BEYOND = "1 row, weights beyond the cache"
 ROW, BOTH = "float32 x mxfp4, packed", "mxint8 x mxfp4, packed"
@@ -60,22 +56,6 @@ print(sorted(limits.load().targets))
 
 def load(path: Path) -> subprocess.CompletedProcess[str]:
     return run_python("-c", SCRIPT, MX_JAX_LIMITS_LIBRARY=str(path), MX_JAX_CPU_ISA="")
-
-
-@pytest.mark.slow
-def test_the_command_builds_what_benchmarks_load(tmp_path: Path):
-    if shutil.which("cmake") is None:
-        pytest.skip("needs CMake")
-    configure = ["cmake", "-S", ROOT / "custom_calls", "-B", tmp_path]
-    subprocess.run(
-        [*configure, f"-DPython_EXECUTABLE={sys.executable}"], check=True, capture_output=True
-    )
-    build = ["cmake", "--build", tmp_path, "--target", "limits"]
-    subprocess.run(build, check=True, capture_output=True)
-    done = load(tmp_path / "limits.so")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "['mx_jax_cpu_peak', 'mx_jax_cpu_traffic']"
-    assert not list(tmp_path.rglob("native*.so"))
 
 
 def test_without_it_a_benchmark_names_the_command(tmp_path: Path):

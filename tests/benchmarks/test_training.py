@@ -10,8 +10,6 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from mx_jax import recipes
-
 for package in ("matplotlib", "optax", "orbax.checkpoint", "tqdm"):
     pytest.importorskip(package)
 
@@ -25,19 +23,6 @@ ROOT = Path(__file__).parents[2]
 SETTINGS = dataclasses.replace(
     ablation.SETTINGS, d_model=32, heads=1, layers=2, context=32, batch=2
 )
-
-
-@pytest.mark.slow
-def test_bytes_of_linear_layers():
-    """Kept operands are as wide as their dtype; kept codes a byte, and one of scale in 32."""
-    # x of the four linears of both blocks, [64, k] with k of 32, 32, 32 and 128.
-    elements, weights = 2 * 64 * (3 * 32 + 128), 2 * 32 * (3 * 32 + 32 + 2 * 4 * 32)
-    primal, codes, high = residuals.choices(recipes.mxfp8()).values()
-    # W is a parameter in float32, and a copy of one in bfloat16.
-    assert residuals.linear_bytes(primal, jnp.float32, SETTINGS) == 4 * elements
-    assert residuals.linear_bytes(high, jnp.bfloat16, SETTINGS) == 2 * (elements + weights)
-    expected = (elements + weights) * 33 // 32
-    assert residuals.linear_bytes(codes, jnp.float32, SETTINGS) == expected
 
 
 @pytest.mark.slow

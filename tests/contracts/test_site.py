@@ -14,9 +14,9 @@ from pathlib import Path
 import matplotlib.image
 import numpy as np
 import pytest
+from tests.inspect.test_report_browser import BROWSER
 
 from tests.contracts.test_docs import build
-from tests.inspect.test_report_browser import BROWSER
 
 ROOT = Path(__file__).parents[2]
 # What dark pages are drawn with, by the variables of the style sheet.

@@ -128,8 +128,6 @@ LLAMA = [
     for i in range(2)
     for name in ("up", "down", *(f"attn/{name}" for name in ATTENTION))
 ]
-# Products of two activations, and the embedding, stay.
-AS_A_FUNCTION = [Rule(r".*->.*|Gpt2/wte.attend", None), ALL]
 
 
 @functools.cache
@@ -195,19 +193,6 @@ class TestModels:
 
 
 class TestGpt2:
-    def test_layers_as_a_function(self):
-        """By the function's scopes the same products as by the module's paths and types."""
-        own = Linen()
-        report = convert.report(own.model.apply, AS_A_FUNCTION, own.params, TOKENS, weights=0)
-        assert [found.layer.path for found in report.decisions] == [
-            *(f"Gpt2/{path}" for path in GPT2),
-            "Gpt2/wte.attend",
-        ]
-        kernels = [found.layer.kernel for found in report.decisions if found.recipe]
-        assert kernels[:2] == [(32, 96), (32, 32)] and report.num_converted == 6
-        found = convert.report(own.model, AS_A_FUNCTION, TOKENS).decisions
-        assert {own.layer.type for own in found} == {nn.Embed, Conv1D, Block}
-
     def test_rules_by_path_type_and_product(self):
         own = Linen()
 

@@ -3,10 +3,6 @@
 import functools
 import json
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +17,6 @@ from generate import command
 from generate import load as loading
 from generate.load import open_model, params_of
 from generate.model import Llama
-from generate.tokenizer import tokenizer_of_folder
 
 from mx_jax import convert, recipes
 from mx_jax.cli import main
@@ -227,46 +222,6 @@ def test_batches_are_of_seed_and_step_alone(here: Path):
     # Held out: nothing of it is trained on.
     spoken = "".join(chr(32 + token) for token in data.windows[0])
     assert spoken in Path("text.txt").read_text() and spoken not in data.text
-
-
-@pytest.mark.slow
-def test_killed_and_resumed(here: Path):
-    """As if the power failed: no handler runs."""
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {chr(32 + number): number for number in range(96)}
-    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=" "))
-    library.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    library.save("model/tokenizer.json")
-    many = ["--model", "model", "--text", "text.txt", *SMALL, "--steps", "40", "--ways", "mxfp8"]
-    program = [sys.executable, str(EXAMPLES / "finetune" / "train.py")]
-    subprocess.run([*program, *many, "--out", "whole"], check=True)
-    with subprocess.Popen([*program, *many]) as killed:
-        saved = Path("finetuned", "mxfp8", "checkpoints", "2")
-        while not saved.exists() and killed.poll() is None:
-            time.sleep(0.01)
-        killed.send_signal(signal.SIGKILL)
-    assert killed.returncode == -signal.SIGKILL
-    subprocess.run([*program, "--resume"], check=True)
-    assert losses("finetuned", "mxfp8") == losses("whole", "mxfp8")
-
-
-@pytest.mark.slow
-def test_smollm2_from_its_package_to_a_text(tmp_path: Path, monkeypatch, capsys):
-    pytest.importorskip("tokenizers")
-    monkeypatch.chdir(tmp_path)
-    path = tiny.smollm2()
-    few = "--layers 2 --steps 2 --batch 1 --context 16 --windows 2 --ways lora:nvfp4".split()
-    assert module("train").main(["--model", str(path), *few]) == 0
-    ours, theirs = tokenizer_of_folder(Path("finetuned/lora-nvfp4")), open_model(path).tokenizer()
-    text = "def f(x):\n    return 'naïve' # 123"
-    assert ours.encode(text) == theirs.encode(text) and ours.decode(ours.encode(text)) == text
-    assert ours.chat("Why?") == theirs.chat("Why?")
-    assert (ours.first, ours.stop) == (theirs.first, theirs.stop)
-    words = ["quantize", "finetuned/lora-nvfp4", "small", "--format", "nvfp4"]
-    assert main([*words, "--to", "compressed-tensors"]) == 0
-    capsys.readouterr()
-    assert command.main(["small", "--prompt", "Once", "--max-tokens", "2"]) == 0
-    assert capsys.readouterr().out.startswith("Once")
 
 
 # What a run of examples/finetune leaves alone, and what it is taken up from.

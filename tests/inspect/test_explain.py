@@ -1,6 +1,5 @@
 """explain: each cast and product, how often, where, who takes it and why no other backend does."""
 
-import functools
 import io
 from typing import Any
 
@@ -41,13 +40,6 @@ def test_the_target_decides():
     text = explain(recipe, 8, 64, 32, target=H200)
     assert text.count("-> xla") == 3 and "not " not in text
     assert explain(recipe, 8, 64, 32) == explain(recipe, 8, 64, 32, target=current_target())
-
-
-def test_high_precision_products_are_jax():
-    text = explain(recipes.weight_only("mxfp4"), 8, 64, 32, dtype="float16", target=CPU)
-    assert text.startswith("output [8, 64] x [32, 64]: high precision x mxfp4")
-    assert text.count("-> jax.lax.dot_general") == 2
-    assert explain(recipes.high_precision(), 8, 64, 32).count("-> jax.lax.dot_general") == 3
 
 
 def test_what_waits_for_its_name(monkeypatch: pytest.MonkeyPatch):
@@ -254,17 +246,6 @@ def test_a_cast_along_both_axes_reads_its_values_once():
         (row,) = explain(lambda x: quantize_both(x, "mxfp8_e4m3"), ROWS).rows
     assert row.backend == "cpu_ffi" and " along axis -1; with it cast " in row.work
     assert row.bytes == 16 * 64 * (4 + 2 * 8.25 / 8)
-
-
-def test_gradients():
-    with mx_jax.testing.target("cuda", (9, 0)):
-        layer = functools.partial(mx_jax.matmul, recipe="mxfp8")
-        found = explain(layer, ROWS, SQUARE, backward=True)
-    assert found.machine == "on platform=cuda, compute_capability=(9, 0), num_devices=1"
-    products = [row for row in found.rows if row.kind == "product"]
-    backward = [[place.backward for place in row.places] for row in products]
-    assert backward == [[False], [True], [True]]
-    assert found.quantized_share == 1 and not found.high
 
 
 def test_equal_calls_are_counted():

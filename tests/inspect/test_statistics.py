@@ -290,18 +290,6 @@ def test_below_shard_map_with_steps_that_do_not_count():
 OPERANDS = [RNG.normal(size=shape).astype(np.float32) for shape in ((48, 64), (64, 40))]
 
 
-@pytest.mark.parametrize(
-    "sizes", [[1], [128], [129], [1024], [4096], [50257], [512, 128], [64, 3, 96]]
-)
-def test_positions_are_few_at_odd_distances_and_reach_the_end(sizes):
-    found = watched.strides(sizes)
-    counts = [len(range(0, size, step)) for size, step in zip(sizes, found, strict=True)]
-    assert math.prod(counts) <= watched.POSITIONS and all(step % 2 for step in found)
-    assert math.prod(sizes) > watched.POSITIONS or found == [1] * len(sizes)
-    if len(sizes) == 1:
-        assert counts[0] >= min(sizes[0], watched.POSITIONS) // 3
-
-
 def products(function: Any, *operands: Any, stats: Any = "error") -> dict[str, Any]:
     """Records of the three products."""
     step = both(lambda *own: (function(*own) ** 2).sum())

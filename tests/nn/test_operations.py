@@ -6,7 +6,6 @@ from typing import Any
 
 import flax.linen as flax_nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx as flax_nnx
@@ -145,38 +144,6 @@ def test_through_the_bridge_to_nnx():
     assert np.any(first != second), "both calls rounded alike"
 
 
-@pytest.mark.slow
-def test_below_scan_each_layer_draws_its_own_bits():
-    class Layer(flax_nn.Module):
-        @flax_nn.compact
-        def __call__(self, x, _):
-            y = flax_nn.Dense(
-                32, kernel_init=KERNEL, dot_general_cls=DotGeneral(stochastic()), use_bias=False
-            )(x)
-            return x, y
-
-    class Model(flax_nn.Module):
-        @flax_nn.compact
-        def __call__(self, x):
-            stack = flax_nn.scan(
-                flax_nn.remat(Layer),
-                variable_axes={"params": 0},
-                split_rngs={"params": True, "quantize": True},
-                length=2,
-            )
-            return stack(name="layers")(x, None)[1]
-
-    variables = init(Model())
-
-    def loss(variables, x, key):
-        y: Any = Model().apply(variables, x, rngs={"quantize": key})
-        return jnp.sum(y**2), y
-
-    gradients, y = quick(jax.grad(loss, has_aux=True))(variables, X, KEY)
-    assert np.any(y[0] != y[1])
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradients))
-
-
 def test_another_stream_can_be_named():
     """A stack that hands its modules no stream of our name may have one of its own."""
     layer = flax_nn.Dense(8, dot_general_cls=DotGeneral(stochastic(), stream="noise"))
@@ -252,31 +219,6 @@ def test_nnx_products_are_the_recipes_with_the_streams_key(kind: str):
     assert_bitwise_equal(y, z)
     assert_trees_equal(gradients, expected)
     assert count == 1
-
-
-@pytest.mark.slow
-def test_a_shared_stream_gives_each_use_its_own_key():
-    rngs = flax_nnx.Rngs(0, quantize=1)
-    shared: Any = nnx.DotGeneral(stochastic(), rngs=rngs)
-    layer = flax_nnx.Linear(32, 8, dot_general=shared, rngs=rngs)
-    twin = flax_nnx.Linear(32, 8, dot_general=shared, rngs=flax_nnx.Rngs(0))
-    model = flax_nnx.Sequential(layer, twin)
-
-    @flax_nnx.jit
-    def run(model, x):
-        layer, twin = model.layers
-        return layer(x), twin(x), layer(x)
-
-    first, second, third = run(model, EXACT + 0.01)
-    assert np.any(first != second) and np.any(first != third) and np.any(second != third)
-    assert shared.stream.count[...] == 3
-
-
-def test_an_injected_recipe_is_the_layer_of_this_library():
-    rngs = functools.partial(flax_nnx.Rngs, 0)
-    injected = flax_nnx.Linear(32, 8, dot_general=MXFP4.dot_general, rngs=rngs())
-    layer = nnx.Linear(32, 8, recipe=MXFP4, rngs=rngs())
-    assert_bitwise_equal(injected(X), layer(X))
 
 
 def test_operations_made_one_after_the_other_differ():
