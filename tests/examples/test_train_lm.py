@@ -2,7 +2,6 @@ import dataclasses
 import math
 import signal
 
-import jax
 import numpy as np
 import pytest
 
@@ -194,8 +193,8 @@ def test_every_named_recipe_is_known_once(example):
     assert len({settings.precision(name) for name in known}) == len(known)
 
 
-def test_weights_are_averaged_over_the_last_quarter(example, tiny):
-    training, settings = example("lm.training"), dataclasses.replace(tiny[0], steps=8)
+def test_weights_are_averaged_over_the_last_quarter(example, train_lm):
+    training, settings = example("lm.training"), dataclasses.replace(train_lm.DEFAULT, steps=8)
     steps = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     average = np.zeros(3, np.float32)
     for step, params in enumerate(steps):
@@ -203,47 +202,6 @@ def test_weights_are_averaged_over_the_last_quarter(example, tiny):
         if step < 6:
             np.testing.assert_array_equal(average, params)
     np.testing.assert_allclose(average, steps[-2:].mean(0), rtol=1e-6)
-
-
-@pytest.fixture
-def tiny(example):
-    """Settings of a model that compiles fast, its first state, and a batch."""
-    settings = example("lm.settings").Settings(
-        d_model=32,
-        layers=2,
-        heads=1,
-        context=32,
-        batch=2,
-        steps=1,
-        lr=1e-3,
-        weight_decay=0.1,
-        grad_clip=1.0,
-        eval_every=1,
-        eval_tokens=64,
-    )
-    state = example("lm.training").initial_state(0, settings=settings, vocabulary=16)
-    return settings, state, np.arange(66, dtype=np.int32).reshape(2, 33) % 16
-
-
-@pytest.mark.slow
-def test_chosen_blocks_and_the_head_follow_their_own_recipe(example, tiny):
-    """High-precision blocks are what float32's model computes; the others are not."""
-    training, (settings, state, tokens) = example("lm.training"), tiny
-    predict = jax.jit(example("lm.model").predict, static_argnames="model")
-
-    def logits(**options):
-        chosen = example("lm.settings").Precision(**{"recipe": recipes.mxfp4(), **options})
-        model = training.build_model(chosen, settings, 16)
-        return predict(state.params, tokens[:, :-1], model, jax.random.key(0))
-
-    plain = logits(recipe=recipes.high_precision())
-    ends = example("lm.settings").precision("mxfp4+ends")
-    both = logits(high_blocks=ends.high_blocks, recipe=ends.recipe)
-    np.testing.assert_allclose(both, plain, rtol=1e-5, atol=1e-6)
-    error = {kept: np.linalg.norm(logits(high_blocks=kept) - plain) for kept in ((), (1,))}
-    assert error[()] > error[1,] > 1e-4 * np.linalg.norm(plain)
-    with_head = logits(recipe=recipes.high_precision(), head=recipes.mxfp4())
-    assert 1e-3 < np.linalg.norm(with_head - plain) / np.linalg.norm(plain) < 0.5
 
 
 def test_default_text_is_english_and_batches_are_reproducible(example):

@@ -106,15 +106,6 @@ def test_models_of_nnx_and_rules():
     assert 0 < found.whole[0].one_batch < 0.5
 
 
-def test_printed():
-    found = gradient_bias(planted, PARAMS, batches(), {"none": 0.0, "[some]": 0.25}, exact=0.0)
-    lines = str(found).splitlines()
-    assert lines[0].split() == ["recipe", "bias", "interval", "one", "batch", "slope", "loss"]
-    assert lines[1].startswith("none ") and "at most 0 %" in lines[1]
-    assert lines[2].startswith("[some]") and " 25" in lines[2]
-    assert lines[3].startswith("n = 8 batches at one checkpoint") and "95 %" in lines[3]
-
-
 def test_hidden_by_noise():
     """Nothing is made up where the exact mean itself cannot be told from 0."""
     data = batches(6)

@@ -79,21 +79,6 @@ def test_sharding_is_kept(example: Any):
     assert quantized[-1].sharding.spec[-1] == "tensor"
 
 
-@pytest.mark.parametrize("call", ["jax.lax", "megablox"])
-def test_sparse_products_are_mx_jaxs(example: Any, call: str):
-    def run(w, x):
-        with example.ragged_products(MXFP8):
-            if call == "megablox":
-                return example.megablox.gmm(lhs=x, rhs=w, group_sizes=jnp.asarray(SIZES))
-            return lax.ragged_dot(x, w, jnp.asarray(SIZES))
-
-    actual = value_and_gradients(run, EXPERTS, X)
-    expected = value_and_gradients(
-        lambda w, x: mx_jax.ragged_dot(x, w, SIZES, recipe=MXFP8), EXPERTS, X
-    )
-    assert_trees_equal(actual, expected)
-
-
 def test_ragged_products_end_and_refuse(example: Any):
     plain = lax.ragged_dot
     operands = jnp.asarray(X), jnp.asarray(EXPERTS), jnp.asarray(SIZES)
