@@ -153,6 +153,36 @@ def test_tunix(name: str, model: str):
     judge(model, report, run, network, convert.nnx(network, rules), random_like(params))
 
 
+def test_gpt2():
+    """Its layers are not Flax's: modules and functions reach the same products."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=64, n_layer=2, n_head=4, n_inner=128
+    )
+    outer = transformers.FlaxGPT2LMHeadModel(config, _do_init=False)
+    with pytest.raises(TypeError, match=r"put it back: model._module = convert.linen"):
+        convert.linen(outer, Rule(".*", recipes.mxfp8()))
+    module, arguments = outer.module, (TOKENS, np.ones_like(TOKENS), POSITIONS)
+    rules = Rule(".*", recipes.mxfp8())
+    report = convert.report(module, rules, *arguments)
+    kernels = [
+        own.layer.kernel for own in report.decisions if own.layer.type.__name__[4:8] == "Conv"
+    ]
+    # Each block's c_attn, c_proj, c_fc, c_proj; the head is tied to the embedding.
+    assert kernels == [(64, 192), (64, 64), (64, 128), (128, 64)] * 2
+    assert report.num_converted == 13
+    params = random_like(module.init(jax.random.key(0), *arguments)["params"])
+
+    def run(module: Any) -> Any:
+        return lambda params: module.apply({"params": params}, *arguments)[0]
+
+    converted = convert.linen(module, rules, strict=True)
+    assert products(run(converted), params) == {"mx_matmul": 13}
+    function = convert.function(run(module), rules, weights=0, strict=True)
+    np.testing.assert_array_equal(jax.jit(run(converted))(params), function(params))
+    judge("FlaxGPT2LMHeadModel", report, run, module, converted, params)
+
+
 def test_equinox():
     """Layers replaced in the tree: trained, serialised, taken apart and put together."""
     eqx = pytest.importorskip("equinox")

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx as flax_nnx
 
 import mx_jax
-from mx_jax import convert, recipes
+from mx_jax import recipes
 from mx_jax.nn import linen, nnx
 from mx_jax.nn.linen import DotGeneral, EinsumOp
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -36,16 +36,6 @@ def test_errors(name: str):
         with pytest.raises(ValueError, match=f"{missing}, got {re.escape(found)}"):
             in_nnx(stochastic(), rngs=rngs)
     assert in_nnx("mxfp8").stream is None
-
-
-def test_conversion_leaves_them_alone():
-    for layer, args, reason in (
-        (flax_nn.Dense(8, dot_general_cls=DotGeneral(MXFP4)), (X,), "has its own dot_general_cls"),
-        (make("Linear", MXFP4), (), "has its own dot_general"),
-    ):
-        with pytest.warns(convert.UnusedRuleWarning):
-            report = convert.report(layer, convert.Rule(".*", recipes.mxfp8()), *args)
-        assert {own.layer.path: own.reason for own in report.decisions} == {"": reason}
 
 
 # linen --------------------------------------------------------------------------------------------

@@ -272,17 +272,6 @@ def test_unconverted_nnx_warns(convert_it: bool):
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-@needs_library
-def test_unconverted_linen_refuses():
-    """Flax compares the packed array's shape before anything of ours is asked."""
-    case = CASES["dense"]
-    params = params_of(case)
-    kernel = pack(case, params["kernel"])
-    stored, run = run_linen(Linen().build(case), params | {"kernel": kernel})
-    with pytest.raises(flax_errors.ScopeParamShapeError):
-        run(stored, draw(*case.x))
-
-
 class Own(flax_nn.Module):
     """A layer of a user's own: its product is the library's, its parameter Flax's."""
 

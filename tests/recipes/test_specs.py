@@ -170,16 +170,8 @@ def test_text():
         (recipes.weight_only("mxfp4"), "weight_only('mxfp4')"),
         (recipes.mxfp8().with_(weights="mxfp4"), "mxfp8().with_(weights='mxfp4')"),
         (
-            recipes.weight_only("mxfp4").with_(activations="mxfp8_e4m3"),
-            "weight_only('mxfp4').with_(activations='mxfp8_e4m3')",
-        ),
-        (
             recipes.mxfp8().with_(drhs=None, reduce_dtype="float32", gather="fsdp"),
             "mxfp8().with_(drhs=None, gather='fsdp', reduce_dtype='float32')",
-        ),
-        (
-            recipes.mxfp8().with_(gradients={"rounding": "stochastic"}, fwd={"lhs": None}),
-            "mxfp8().with_(gradients={'rounding': 'stochastic'}, fwd={'lhs': None})",
         ),
         (
             recipes.mxfp8().with_(rounding="stochastic", name="mine"),
@@ -196,10 +188,9 @@ def test_text():
         (recipes.deepseek_v3().with_(residuals="primal", name="mine"), None),
         (recipes.mxfp8().with_(gather=mx_jax.sharding.Gather("x", as_codes=False)), None),
         (dataclasses.replace(recipes.mxfp4(), name="mxfp8"), None),
-        (dataclasses.replace(recipes.nvfp4(), name="mxfp8"), None),
         (dataclasses.replace(recipes.nvfp4(), name="another"), None),
     ],
-    ids=map(str, range(13)),
+    ids=map(str, range(10)),
 )
 def test_what_a_changed_recipe_shows_is_python(recipe: Recipe, text: str | None):
     names = vars(recipes) | {"Gather": mx_jax.sharding.Gather}

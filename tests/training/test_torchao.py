@@ -97,6 +97,33 @@ def test_every_cast_of_a_linear_layer_has_torchaos_bits(name, dtype, monkeypatch
         )
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_and_gradients_of_a_linear_layer_are_torchaos(name, dtype, monkeypatch):
+    """Same codes, same scales: products differ by float32's order of summation alone.
+
+    Either side is within (length + 2) * eps * sum |a b| of the exact product of the dequantized
+    operands, whose rounding adds one eps each; a bfloat16 result is rounded once more.
+    """
+    theirs = run_torchao(name, dtype, monkeypatch)
+    recipe = mx_jax.recipes.from_name(name)
+    x, w, g = (jnp.asarray(theirs.values[key]).astype(dtype) for key in "xwg")
+    output, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w.T)
+    grad_input, grad_weight = pullback(g)
+    for ours, expected, (left, right, length) in (
+        (output, theirs.output, (x, w.T, K)),
+        (grad_input, theirs.grad_input, (g, w, N)),
+        (grad_weight.T, theirs.grad_weight, (g.T, x, M)),
+    ):
+        left, right = (np.abs(np.asarray(side, np.float32)) for side in (left, right))
+        bound = 2 * (length + 4) * 2.0**-24 * 1.2 * (left @ right)
+        if dtype == "bfloat16":
+            bound = bound + 2.0**-8 * np.abs(expected)
+        difference = np.abs(np.asarray(ours, np.float32) - expected)
+        assert (difference <= bound).all()
+        assert np.abs(expected).max() > 100 * bound.max() or dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("high_weight", [False, True])
 @pytest.mark.parametrize("rule", ["rceil", "floor"])
 def test_the_mxfp8_training_layer_has_our_bits(rule: str, high_weight: bool):
