@@ -20,11 +20,8 @@ import numpy as np
 import mx_jax
 from benchmarks import environment, report
 from benchmarks.language_model_formats import PAGES, cut, judge, log_probabilities, text_of
+from benchmarks.llama import GGUF, Llama, LlamaConfig, find_model, manual, open_model, params_of
 from mx_jax import calibrate, checkpoint, recipes
-from mx_jax.generate.config import GGUF, LlamaConfig, config_from_gguf
-from mx_jax.generate.load import find_model, manual, params_of
-from mx_jax.generate.model import Llama
-from mx_jax.generate.tokenizer import tokenizer_of_gguf
 
 FORMATS = ("mxfp4", "nvfp4")
 # From a weight, the axis that a product contracts, and the moment of its inputs.
@@ -211,14 +208,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of each")
     options = parser.parse_args(arguments)
     facts = environment.describe()
-    file = checkpoint.read(find_model(options.model))
-    config, tokenizer = config_from_gguf(file.metadata, file), tokenizer_of_gguf(file.metadata)
+    source = open_model(find_model(options.model))
+    config, tokenizer = source.config, source.tokenizer()
     texts = (
         cut(tokenizer.encode(manual()), options.calibration, options.length),
         cut(tokenizer.encode(text_of(PAGES)), options.sequences, options.length),
     )
     count = 2 + len(options.stored) + sum(len(ways(name)) for name in options.formats)
-    params = params_of(file, config, GGUF)
+    params = params_of(source.weights, config, source.names)
     with report.progress(count) as step:
         found = list(rows(config, params, texts, options.formats, step, options.stored))
     # Where folders lie is of no interest, what they hold is in their rows.

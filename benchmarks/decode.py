@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environment, report
+from benchmarks.llama import find_model
 from benchmarks.timing import Samples, add_pace, ratio
-from mx_jax.generate.load import find_model
 
 COMMAND = "cpu/decode"
 OURS = {

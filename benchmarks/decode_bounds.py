@@ -18,9 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import environment, report
+from benchmarks.llama import decode, find_model, load, model
 from benchmarks.timing import Samples, add_pace, ratio
-from mx_jax.generate import decode, model
-from mx_jax.generate.load import find_model, load
 
 COMMAND = "cpu/decode_bounds"
 AGAIN = "as it is, again"

@@ -21,8 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mx_jax.generate.decode import Generator, advance
-from mx_jax.generate.load import load
+from benchmarks.llama import Generator, advance, load
 
 
 def time_of_parts(generator: Generator, tokens: int) -> dict[str, float]:

@@ -13,19 +13,18 @@ from jax import lax
 
 import mx_jax
 from benchmarks.gpu_compare import PLAIN, copies_beyond_cache
-from mx_jax.backends import cudnn
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu import products as kernels
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand
 from mx_jax.backends.target import Backend, Target
 from mx_jax.backends.xla import XLA_BFLOAT16
+from mx_jax.backends.xla_scaled import XLA_SCALED
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import MatmulCase
 
 KERNEL, BASELINE = PALLAS_GPU.name, "bf16 dot"
-CUDNN = cudnn.CUDNN.name
 
 # Bytes and bfloat16 operations a second, from NVIDIA's data sheets (dense).
 PEAKS = {
@@ -162,7 +161,7 @@ def products(pair: Pair, n: int, k: int, target: Target) -> dict[str, Way]:
         KERNEL: (lambda w: lay_out(mx_jax.quantize(w, pair.rhs)), kernel),
         BASELINE: (lambda w: w, dot),
     }
-    for name, backend in ((PLAIN, XLA_BFLOAT16), (CUDNN, cudnn.CUDNN)):
+    for name, backend in ((PLAIN, XLA_BFLOAT16), (XLA_SCALED.name, XLA_SCALED)):
         if backend.rejects(_case(pair, 1, n, k).call, target) is None:
             by = functools.partial(_by_backend, pair, backend)
             known[name] = functools.partial(mx_jax.quantize, format=pair.rhs), by

@@ -1,7 +1,8 @@
-"""What formats of weights and of caches cost a language model: loss on held text, KL to float32.
+"""What formats of weights, activations and caches cost a language model: loss, KL to float32.
 
 Text: the pages of docs/, cut into sequences. Loss is in nats a token; KL is the mean over tokens of
-the divergence of a format's distribution from that of float32 weights and cache. Tensor scales of
+the divergence of a format's distribution from that of float32 weights and cache. Activations are
+compared with float32's beside the same weights, sequence by sequence. Tensor scales of
 the cache that are fixed were found on other pages. Speed is that of single sequences, in tokens a
 second of CPU time, of the fastest dispatch: other programs on the machine slow down all the others.
 """
@@ -14,22 +15,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import stats
 
 from benchmarks import environment, report
-from mx_jax.calibrate import SearchedScales
-from mx_jax.checkpoint.foreign import read
-from mx_jax.formats import block_format
-from mx_jax.generate.config import GGUF, LlamaConfig, config_from_gguf
-from mx_jax.generate.decode import Generator
-from mx_jax.generate.load import (
+from benchmarks.llama import (
     DEFAULT,
+    Generator,
+    Llama,
+    LlamaConfig,
     find_model,
     formats_of,
+    open_model,
     params_of,
     quantized,
+    recipe_for,
 )
-from mx_jax.generate.model import Llama
-from mx_jax.generate.tokenizer import tokenizer_of_gguf
+from mx_jax.calibrate import SearchedScales
+from mx_jax.formats import block_format
 from mx_jax.nn import KVCache
 from mx_jax.packed import Quantized
 from mx_jax.recipes import high_precision
@@ -67,7 +69,7 @@ def log_probabilities(model: Llama, params: Any, tokens: jax.Array, caches: Any)
 @functools.partial(jax.jit, static_argnums=0)
 def filled(model: Llama, params: Any, tokens: jax.Array, caches: Any) -> Any:
     """The caches after a text."""
-    applied: Any = model.apply({"params": params}, tokens, caches, last=True)
+    applied: Any = model.apply({"params": params}, tokens, caches)
     return applied[1]
 
 
@@ -108,17 +110,19 @@ def cut(tokens: Sequence[int], count: int, length: int) -> np.ndarray:
 
 def judge(
     model: Llama, params: Any, sequences: np.ndarray, exact: Sequence[Any], caches: Any = None
-) -> dict[str, float]:
-    """Loss, KL and the share of equal first choices, a token, over all sequences."""
+) -> dict[str, Any]:
+    """Loss, KL and the share of equal first choices, a token, over all sequences; each's loss."""
     sums = [
         measure(log_probabilities(model, params, tokens, caches), right, tokens)
         for tokens, right in zip(sequences, exact, strict=True)
     ]
+    length = sequences.shape[-1] - 1
     total = {key: sum(each[key] for each in sums) for key in sums[0]}
     return {
         "loss": total["nll"] / sequences[:, :, 1:].size,
         "kl": total["kl"] / sequences.size,
         "same": total["same"] / sequences.size,
+        "losses": [one["nll"] / length for one in sums],
     }
 
 
@@ -144,16 +148,18 @@ def speed(model: Llama, params: Any, dispatches: int = 12) -> float:
 
 def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     """One row a format of weights, and one a format of the cache."""
-    file = read(find_model(options.model))
-    config = config_from_gguf(file.metadata, file)
-    params = params_of(file, config, GGUF)
+    source = open_model(find_model(options.model))
+    config = source.config
+    params = params_of(source.weights, config, source.names)
     model = Llama(config, high_precision())
-    tokenizer, length = tokenizer_of_gguf(file.metadata), options.length
+    tokenizer, length = source.tokenizer(), options.length
     sequences = cut(tokenizer.encode(text_of(PAGES)), options.sequences, length)
     step("float32")
     exact = [log_probabilities(model, params, tokens, None) for tokens in sequences]
 
-    def row(kind: str, name: str, bits: float, weights: Any, caches: Any) -> dict[str, Any]:
+    def row(
+        kind: str, name: str, bits: float, weights: Any, caches: Any, model: Llama = model
+    ) -> dict[str, Any]:
         found = judge(model, weights, sequences, exact, caches)
         return {"of": kind, "format": name, "bits": bits, **found}
 
@@ -162,8 +168,8 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
     for name in options.weights:
         step(f"weights {name}")
         by = SearchedScales() if name.endswith(SEARCHED) else None
-        store = quantized(formats_of(name.removesuffix(SEARCHED)), by=by)
-        packed = params_of(file, config, GGUF, store)
+        store = quantized(formats_of(name.removesuffix(SEARCHED)), model.recipe, by)
+        packed = params_of(source.weights, config, source.names, store)
         # The values that packed weights stand for: one program serves all formats.
         values = jax.tree.map(
             lambda leaf: leaf.dequantize() if isinstance(leaf, Quantized) else leaf,
@@ -172,6 +178,15 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
         )
         one = row("weights", name, round(bits_of(packed), 2), values, None)
         found.append(one | {"speed": speed(model, packed)})
+        if options.activations:
+            step(f"weights {name}, activations {options.activations}")
+            formats = tuple(formats_of(name.removesuffix(SEARCHED)).values())
+            low = Llama(config, recipe_for(options.activations, formats))
+            kind = f"activations {options.activations}"
+            two = row(kind, name, one["bits"], packed, None, low)
+            over = np.subtract(two["losses"], one["losses"])
+            half = stats.t.ppf(0.975, len(over) - 1) * stats.sem(over)
+            found.append(two | {"over": [float(over.mean()), float(half)]})
     for name in options.caches:
         step(f"cache {name}")
         plain = name == "bfloat16"
@@ -196,19 +211,20 @@ def rows(options: Any, step: Any) -> list[dict[str, Any]]:
 def sheets(result: dict[str, Any]) -> list[report.Sheet]:
     """One table."""
     columns = ["format", "of", "bits a value", "loss", "over float32", "KL", "same first choice"]
-    columns = [*columns, "tokens a CPU second"]
+    columns = [*columns, "tokens a CPU second", "over float32 activations"]
     sheet = report.Sheet("Loss in nats a token, KL to float32", columns)
     base = result["rows"][0]["loss"]
     for row in result["rows"]:
         numbers = [f"{row['loss']:.4f}", f"{row['loss'] / base - 1:+.2%}", f"{row['kl']:.5f}"]
         cells = [row["format"], row["of"], f"{row['bits']:g}", *numbers, f"{row['same']:.1%}"]
         cells.append(f"{row['speed']:.0f}" if "speed" in row else "")
+        cells.append("{:+.4f} ± {:.4f}".format(*row["over"]) if "over" in row else "")
         sheet.rows.append(cells)
     sheet.notes = [
         f"{result['sequences']} sequences of {result['length']} tokens of docs/. The other side of "
         "each row is float32; NVFP4's cache has a tensor scale for each token and head, or where "
         f"it says so one for a layer's keys and one for its values, by {result['length']} tokens "
-        "of other pages: the largest magnitude over 2688."
+        "of other pages: the largest magnitude over 2688. Intervals are of 95 %, over sequences."
     ]
     return [sheet]
 
@@ -218,12 +234,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser(COMMAND, __doc__)
     parser.add_argument("--model", default="smollm2", help="a GGUF file, or smollm2")
     parser.add_argument("--weights", nargs="*", default=WEIGHTS, help="formats of weights")
+    parser.add_argument("--activations", help="a format that goes with all those of weights")
     parser.add_argument("--caches", nargs="*", default=CACHES, help="formats of caches")
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     options = parser.parse_args(arguments)
     described = environment.describe()
-    with report.progress(1 + len(options.weights) + len(options.caches)) as step:
+    count = 1 + len(options.weights) * (1 + bool(options.activations)) + len(options.caches)
+    with report.progress(count) as step:
         found = rows(options, step)
     sizes = {"sequences": options.sequences, "length": options.length}
     result = {"environment": described, **sizes, "rows": found}

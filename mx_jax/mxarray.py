@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,14 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, indexing, packing
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.blocks import Blocks, check_parts, violation
+from mx_jax.codecs.straight_through import (
+    is_differentiated,
+    parted_codes,
+    straight_through,
+)
 from mx_jax.formats import BlockFormat
+
+X = TypeVar("X")
 
 
 class ArrayOfCodes:
@@ -49,7 +56,7 @@ class ArrayOfCodes:
     @property
     def nbytes(self) -> int:
         """Bytes that the arrays take as they are."""
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(self))
+        return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(unlinked(self)))
 
     def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """The values."""
@@ -130,7 +137,7 @@ def _values(other: object) -> Any:
 
 def _has_values(x: ArrayOfCodes) -> bool:
     """Not where leaves are shapes or shardings: these are compared by identity."""
-    return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(x))
+    return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(unlinked(x)))
 
 
 # Modules that ask for an array to write it; packages stand for all that is in them.
@@ -142,12 +149,6 @@ def _writes(frame: FrameType) -> bool:
     return any(module == writer or module.startswith(f"{writer}.") for writer in _WRITERS)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("codes", "scales", "tensor_scale"),
-    meta_fields=("format", "blocks", "dtype"),
-    drop_fields=("primal",),
-)
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MXArray(ArrayOfCodes):
     """A tensor stored as element codes and shared block scales.
@@ -186,8 +187,8 @@ class MXArray(ArrayOfCodes):
     format: BlockFormat
     blocks: Blocks
     dtype: np.dtype
-    # What was quantized, while it is being traced: dequantize() hands it the gradient. Not part
-    # of the pytree, so it never leaves the trace, costs nothing and ends at every jit boundary.
+    # What was quantized, while it is traced: dequantize() hands it the gradient. Part of the pytree
+    # only while a derivative by it is taken, see `_flatten`.
     primal: jax.Array | None = None
 
     @property
@@ -233,8 +234,8 @@ class MXArray(ArrayOfCodes):
     def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """The values, exact in float32, rounded once to any other dtype.
 
-        The gradient is the identity: it passes straight through to the array that was quantized in
-        the same trace.
+        The gradient is the identity: it passes straight through to the array that was quantized,
+        or is an error where codes parted from it.
 
         Args:
           dtype: a float dtype; default: the dtype that was quantized.
@@ -246,7 +247,7 @@ class MXArray(ArrayOfCodes):
         dtype = self.dtype if dtype is None else jnp.dtype(dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"dequantize: needs a float dtype, got dtype={dtype.name}")
-        values = decode(self, dtype)
+        values = decode(unlinked(self), dtype)
         return values if self.primal is None else straight_through(values, self.primal)
 
     def __jax_array__(self) -> jax.Array:
@@ -311,8 +312,8 @@ class MXArray(ArrayOfCodes):
         """`lax.dynamic_update_slice` of whole blocks: a cache takes new rows, and nothing moves.
 
         Starts may be traced. Along blocked axes they lie between blocks: any other is refused, or,
-        traced, makes as many blocks as it would write NaN, from the one that it lies in; so is
-        another tensor scale. No gradient passes.
+        traced, makes all blocks that it touches NaN; so is another tensor scale. No gradient
+        passes: one by what either was made of is an error.
 
         Args:
           update: of the same format and blocks, whole blocks of it.
@@ -353,6 +354,64 @@ class MXArray(ArrayOfCodes):
         return text + ")"
 
 
+# As a pytree ------------------------------------------------------------------------------------
+
+
+def unlinked(x: X) -> X:
+    """x without the value that its codes were made of: no gradient passes."""
+    linked = isinstance(x, MXArray) and x.primal is not None
+    return dataclasses.replace(x, primal=None) if linked else x
+
+
+_ARRAYS = ("codes", "scales", "tensor_scale")
+
+
+def _flatten(x: MXArray) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The arrays, and what is static. Codes that leave what traces them are integers, of which a
+    derivative is an error; where one is taken at this moment, the value goes along."""
+    codes, primal, static = x.codes, x.primal, (x.format, x.blocks, x.dtype)
+    if isinstance(primal, Tracer) and not is_differentiated(primal):
+        # What traces a program learns of derivatives later: trees are equal to those of stored
+        # codes there, as carries and branches have to be. But vmap gives back what it is given.
+        caller = _caller()
+        if caller not in _VMAP:
+            stops = caller == "stop_gradient"
+            codes, primal = codes if stops else parted_codes(x), None
+    arrays = (codes, x.scales, x.tensor_scale)
+    return (arrays if primal is None else (*arrays, primal)), static
+
+
+def _caller() -> str:
+    """The function, of JAX or a user's, that asks for the leaves of a tree or their names."""
+    frame = sys._getframe(1)
+    while str(frame.f_globals.get("__name__")).startswith(_PASSES) and frame.f_back is not None:
+        frame = frame.f_back
+    return frame.f_code.co_name
+
+
+_PASSES = (__name__, "jax._src.tree", "jax._src.api_util")
+# What flattens the arguments and the results of what vmap is given.
+_VMAP = ("vmap_f", "flatten_fun_for_vmap")
+
+
+def _flatten_with_keys(x: MXArray) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    leaves, static = _flatten(x)
+    keys = map(jax.tree_util.GetAttrKey, (*_ARRAYS, "primal"))
+    return tuple(zip(keys, leaves, strict=False)), static
+
+
+def _unflatten(static: tuple[Any, ...], leaves: Sequence[Any]) -> MXArray:
+    parts = dict(zip((*_ARRAYS, "primal"), leaves, strict=False))
+    primal = parts.get("primal")
+    if isinstance(primal, jax.Array | np.ndarray) and not isinstance(primal, Tracer):
+        del parts["primal"]  # nothing is traced: it would be kept alive for nothing
+    format, blocks, dtype = static
+    return MXArray(**parts, format=format, blocks=blocks, dtype=dtype)
+
+
+jax.tree_util.register_pytree_with_keys(MXArray, _flatten_with_keys, _unflatten, _flatten)
+
+
 def html_table(caption: str, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
     """A table as notebooks show it; None is an empty cell."""
 
@@ -362,20 +421,6 @@ def html_table(caption: str, header: Iterable[str], rows: Iterable[Iterable[Any]
 
     lines = [row("th", header), *(row("td", cells) for cells in rows)]
     return f"<table><caption>{html.escape(caption)}</caption>{''.join(lines)}</table>"
-
-
-@jax.custom_jvp
-def straight_through(values: jax.Array, primal: jax.Array) -> jax.Array:
-    """`values`, with the gradient of `primal`: the rounding counts as the identity."""
-    return values
-
-
-@straight_through.defjvp
-def _straight_through_jvp(
-    primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
-) -> tuple[jax.Array, jax.Array]:
-    values, primal = primals
-    return straight_through(values, primal), tangents[1].astype(values.dtype)
 
 
 # One program, also where nothing is traced: operation by operation it would be dozens of them for

@@ -134,8 +134,9 @@ def quantize_state(
             for (path, _), scale in zip(paths, scales, strict=True)
         ]
         # The dtypes of moments, which codes do not have; without parameters, of float32 ones.
-        like = jax.tree.leaves(
-            jax.eval_shape(own.init, jax.tree.map(_wide, updates) if params is None else params)
+        like = _like(
+            paths,
+            jax.eval_shape(own.init, jax.tree.map(_wide, updates) if params is None else params),
         )
         before = [
             leaf if root is None else decode(leaf, scale, root, moment.dtype)
@@ -154,6 +155,19 @@ def quantize_state(
         return updates, QuantizedState(jax.random.key_data(second), scales, codes)
 
     return own._replace(init=init, update=update)
+
+
+def _like(paths: Sequence[tuple[jax.tree_util.KeyPath, object]], state: object) -> list[Any]:
+    """The leaves of a state of parameters as they are, where those of `init` are kept."""
+    leaves = jax.tree.leaves_with_path(state)
+    kept, new = ([jax.tree_util.keystr(path) for path, _ in own] for own in (paths, leaves))
+    if kept != new:
+        raise ValueError(
+            "quantize_state: update needs the tree that init was given, got another: "
+            f"missing={sorted({*kept} - {*new})[:4]}, new={sorted({*new} - {*kept})[:4]} among "
+            f"{len(new)} leaves of the state; init again for other parameters"
+        )
+    return [leaf for _, leaf in leaves]
 
 
 def _squares(path: jax.tree_util.KeyPath, fields: dict[str, bool]) -> bool | None:

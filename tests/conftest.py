@@ -77,7 +77,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 # Of what tests/quick.py is not for, these folders and files ask nothing.
-QUICK_FOLDERS = {"benchmarks", "calibrate", "cli", "convert", "examples", "generate", "nn"}
+QUICK_FOLDERS = {"benchmarks", "calibrate", "cli", "convert", "examples", "nn"}
 QUICK_FOLDERS |= {"test_docs.py"}
 
 
@@ -121,7 +121,7 @@ def rng(request: pytest.FixtureRequest) -> np.random.Generator:
 
 # What depends on no version of Python or JAX, and why: CI runs it on 3.11, its slow tests on 3.12.
 ONE_PYTHON = {
-    "bytes of files in and out; what is computed is tested elsewhere": "checkpoint cli generate",
+    "bytes of files in and out; what is computed is tested elsewhere": "checkpoint cli",
     "a C++ library, the same one, computes these bits": """
         backends/test_cast_statistics backends/test_cpu_calls backends/test_cpu_casts
         backends/test_cpu_matmul""",

@@ -1,5 +1,5 @@
 // The products of one step of decoding and nothing around them: a row by every packed matrix of
-// SmolLM2-135M, one after the other, as mx_jax.generate calls them; and a plain read of the same
+// SmolLM2-135M, one after the other, as examples/generate calls them; and a plain read of the same
 // bytes in the same rounds.
 //
 //     decode [rounds] [threads] [rows]

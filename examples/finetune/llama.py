@@ -1,4 +1,4 @@
-"""A Llama in flax.nnx: from a file that `python -m mx_jax generate` reads, and to a folder.
+"""A Llama in flax.nnx: from a file that `examples/generate` reads, and to a folder.
 
 Plain Flax that knows of no format: `train.py` converts it by rules. All blocks are one `nnx.scan`,
 so that a step of thirty blocks compiles as fast as that of one. What reads the same input is one
@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,16 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import mx_jax
-from mx_jax.generate.config import HUB, LlamaConfig
-from mx_jax.generate.load import open_model, params_of
-from mx_jax.generate.model import PRODUCTS, rotate, rotations
-from mx_jax.generate.tokenizer import Tokenizer
 from mx_jax.packed import Quantized
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from generate.config import HUB, LlamaConfig
+from generate.load import find_model as find_model
+from generate.load import open_model as open_model
+from generate.load import params_of
+from generate.model import PRODUCTS, rotate, rotations
+from generate.tokenizer import Tokenizer
 
 # Weights come from a file: random ones would take longer than reading it.
 ZEROS = nnx.initializers.zeros

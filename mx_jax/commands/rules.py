@@ -127,7 +127,7 @@ class Judged:
 
     def quantize(
         self,
-        value: Any,
+        value: np.ndarray | jax.Array,
         moment: np.ndarray | jax.Array | None = None,
         tensor_scale: object = None,
     ) -> MXArray:

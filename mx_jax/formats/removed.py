@@ -1,9 +1,11 @@
 """What left the package, by its former name; whoever is asked for one says so until 0.3."""
 
 REMOVED: dict[str, str] = {
+    "generate": "a program that uses it, `python examples/generate MODEL --prompt TEXT`",
     "Console": "a sink of your own has write(record) and close(), docs/training.md",
     "Csv": "inspect.Jsonl writes the same numbers, and pandas.read_json(lines=True) reads them",
     "TensorBoard": "a sink of your own has write(record) and close(), docs/training.md",
+    "cudnn": "xla_scaled multiplies by jax.lax.scaled_dot on Blackwell",
     "gpu": "a table has what was measured; `python -m benchmarks.gpu` measures",
     "evidence_of": "inspect.explain says what was measured; versions of mx_jax and JAX decide it",
     "DelayedDotGeneral": "float8 with scales of earlier steps is Flax's: flax.linen.fp8_ops",
@@ -18,6 +20,7 @@ REMOVED: dict[str, str] = {
     "quartet": "mxfp4_hadamard and mxfp4_backward are MXFP4 with Hadamard transforms",
     "quartet_ii": "copy examples/recipes/quartet_ii.py, and pass quartet_ii() instead of the name",
     "to_qarray": "copy examples/integrations/qwix_qarray.py",
+    "plan": "docs/sharding.md shows how to compile your own step for devices that are not there",
 }
 """By the name of a command, recipe, rule, layout or function: what takes its place, in a line."""
 

@@ -134,9 +134,9 @@ def values_of(value: object) -> np.ndarray:
     return array.astype(np.float32)
 
 
-def size(nbytes: float, digits: int = 4) -> str:
+def size(nbytes: float) -> str:
     """Bytes with a decimal unit, as `12.3 MB`."""
     units = ["B", "kB", "MB", "GB", "TB"]
-    while nbytes >= 1000 - 0.5 * 10.0 ** (3 - digits) and len(units) > 1:
+    while nbytes >= 999.95 and len(units) > 1:
         nbytes, units = nbytes / 1000, units[1:]
-    return f"{nbytes:.{digits}g} {units[0]}"
+    return f"{nbytes:.4g} {units[0]}"

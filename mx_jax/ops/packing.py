@@ -16,6 +16,7 @@ from mx_jax.backends.primitive import choose
 from mx_jax.backends.select import Choice, active, current_target
 from mx_jax.backends.target import follow, use_target
 from mx_jax.codecs.blocks import check_parts
+from mx_jax.codecs.straight_through import parted_codes
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import as_axes, as_axis, as_recipe
 from mx_jax.packed import PackedMXArray, Quantized
@@ -98,7 +99,7 @@ def packed_where_they_lie(
         lhs_format=None if activations is None else activations.format,
         dtype=np.dtype(weights.dtype),
     )
-    codes = weights.codes
+    weights = dataclasses.replace(weights, codes=(codes := parted_codes(weights)), primal=None)
     sharding = None if isinstance(codes, Tracer) else getattr(codes, "sharding", None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(follow(weights))

@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand, Operand
 from mx_jax.codecs.explicit_axes import varying
+from mx_jax.codecs.straight_through import no_derivative
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.ops.tags import GRADIENT, SIDES, Free
 from mx_jax.ops.tags import Product as Name
@@ -135,7 +136,10 @@ class Primal(NamedTuple):
     def of(cls, operand: AnyOperand) -> "Primal":
         """Codes that were made of a value in the same trace pass their cotangent to that value."""
         if isinstance(operand, Quantized):
-            return cls(operand.primal if isinstance(operand, MXArray) else None, operand)
+            value = operand.primal if isinstance(operand, MXArray) else None
+            return cls(
+                value, operand if value is None else dataclasses.replace(operand, primal=None)
+            )
         return cls(operand, None)
 
     @property
@@ -348,26 +352,3 @@ _linked.def_impl(functools.partial(_first))
 ad.primitive_jvps[_linked] = _jvp
 batching.primitive_batchers[_linked] = _batch
 mlir.register_lowering(_linked, lambda ctx, *values, of: list(values[: of.number]))
-
-
-def no_derivative(x: jax.Array) -> jax.Array:
-    """x, of which codes are made: a derivative by it is an error, for it would be zero."""
-    return _without.bind(x)
-
-
-def _refuse(primals: Sequence[jax.Array], tangents: object) -> Any:
-    (x,) = primals
-    raise ValueError(
-        f"quantize: codes have no derivative, got one by x of shape={x.shape}, dtype={x.dtype}; a "
-        "product's gradient can be differentiated again if its recipe keeps the operands as they "
-        "came: recipe.with_(residuals='primal'); elsewhere write lax.stop_gradient around x"
-    )
-
-
-_without: Any = Primitive("mx_no_derivative")
-_without.is_high = lambda *types, **params: False
-_without.def_abstract_eval(lambda x: x)
-_without.def_impl(lambda x: x)
-ad.primitive_jvps[_without] = _refuse
-batching.primitive_batchers[_without] = lambda values, axes: (_without.bind(*values), axes[0])
-mlir.register_lowering(_without, lambda ctx, x: [x])

@@ -19,9 +19,10 @@ from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import check_parts
 from mx_jax.codecs.rounding import Rounding
+from mx_jax.codecs.straight_through import straight_through
 from mx_jax.formats import BlockSize, Whole, check_block_size
 from mx_jax.formats.block import FormatLike
-from mx_jax.mxarray import MXArray, straight_through
+from mx_jax.mxarray import MXArray, unlinked
 from mx_jax.ops.arguments import (
     Key,
     as_axes,
@@ -60,8 +61,9 @@ def quantize(
 
     Per block, `scale = rule(max |x|)` and `codes = round(x / scale)`, rounded once from the exact
     quotient and saturated (OCP MX v1.0, section 6.3). A block with NaN or Inf becomes NaN. The
-    gradient is the identity: `quantize(x).dequantize()` passes cotangents straight through to x
-    within one trace; an MXArray that crosses a jit boundary is integers, which carry none.
+    gradient is the identity: `quantize(x).dequantize()` passes cotangents straight through to x,
+    through `vmap` too. Codes that leave jit, scan or another transformation are integers: a
+    gradient by x is an error there.
 
     Args:
       x: float32, bfloat16 or float16, any shape; float8 and narrower count as bfloat16.
@@ -147,7 +149,7 @@ def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = 
     if not jnp.issubdtype(wanted, jnp.floating):
         raise TypeError(f"dequantize: needs a float dtype, got dtype={wanted.name}")
     with follow(x):
-        values = _dequantize(x, dtype=wanted)
+        values = _dequantize(unlinked(x), dtype=wanted)
     return values if x.primal is None else straight_through(values, x.primal)
 
 

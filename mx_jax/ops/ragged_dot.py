@@ -74,7 +74,8 @@ def ragged_dot(
     `drhs[j] = Q(lhs[I_j])^T Q(g[I_j])`: what `matmul` gives for each group alone, so no block
     crosses a group border, and blocks along the rows start at each group's first. Only a tensor
     scale (NVFP4) belongs to a whole operand. Rows beyond the last group, whatever they hold, give
-    zeros and take part in nothing.
+    zeros and take part in nothing; NaN in a matrix is in the rows of its group alone (without a
+    kernel for it, Inf counts as NaN).
 
     Args:
       lhs: float32, bfloat16 or float16 values, or an MXArray blocked along its last axis, which is
@@ -82,7 +83,7 @@ def ragged_dot(
       rhs: likewise, blocked along its second-last axis.
       group_sizes: integers, not negative; what they add up to beyond m is cut off.
       recipe: what to quantize, e.g. `mx_jax.recipes.mxfp8()` or its name; `high_precision()` is
-        `jax.lax.ragged_dot` itself.
+        `jax.lax.ragged_dot`, but for NaN in the matrices of other groups.
       precision: as in `jax.lax.ragged_dot`, for high-precision operands.
       preferred_element_type: dtype of the product; default: the operands' common dtype.
       key: PRNG key, if a product that runs draws random bits; others do not use it.
@@ -120,9 +121,11 @@ def ragged_dot(
     key = arguments.check_matmul_key(key, recipe)
     if to_lax:
         assert not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized)
-        return lax.ragged_dot(
-            lhs, rhs, sizes, precision=precision, preferred_element_type=preferred_element_type
-        )
+        if not jnp.issubdtype(rhs.dtype, jnp.floating):
+            how: Any = {"preferred_element_type": preferred_element_type}
+            return lax.ragged_dot(lhs, rhs, sizes, precision=precision, **how)
+        dtype = preferred_element_type or jnp.result_type(lhs, rhs)
+        return ragged.grouped_dot(lhs, rhs, sizes, (-1, -2), precision, dtype)
     _check_rows(recipe)
     out_dtype = arguments.dtype_of_product(preferred_element_type, lhs, rhs, "ragged_dot")
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
@@ -426,7 +429,7 @@ def expert_ragged_dot(
         key = DerivedKey.of(key).fold_in(lax.axis_index(axis_name))
     assert not isinstance(lhs, PackedMXArray)
     rows, spec = lhs, recipe.fwd.lhs
-    if not isinstance(lhs, MXArray) and spec is not None and goes_by_row(recipe.fwd):
+    if not isinstance(lhs, MXArray) and spec is not None and _goes_by_row(recipe.fwd):
         if spec.format.tensor_scale:
             # The scale of all rows is that of those in groups.
             lhs = ragged_rows(sizes, lhs.shape[0], unit=1).place(lhs)
@@ -452,7 +455,7 @@ def expert_ragged_dot(
     return sent.send_back(y)
 
 
-def goes_by_row(spec: MatmulSpec) -> bool:
+def _goes_by_row(spec: MatmulSpec) -> bool:
     """Whether a product takes its rows as they are quantized one by one, wherever they lie."""
     own = spec.lhs
     if own is None or own.prescale != 1.0 or spec.transform is not None:

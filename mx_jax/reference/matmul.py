@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from mx_jax.codecs.scale import LIFT, is_tiny, lift
-from mx_jax.mxarray import MXArray, decode, straight_through
+from mx_jax.codecs.straight_through import straight_through
+from mx_jax.mxarray import MXArray, decode, unlinked
 from mx_jax.packed import PackedRows, Rows
 
 
@@ -70,7 +71,7 @@ def scaled_values(operand: jax.Array | MXArray) -> ScaledValues:
         small = is_tiny(scale)
         scaled, lifted = dataclasses.replace(operand, tensor_scale=lift(scale, small)), True
         factor = jnp.where(small, jnp.float32(2.0**-LIFT), jnp.float32(1)).reshape(())
-    values = decode(scaled, jnp.float32, exponent=exponent, lifted=lifted)
+    values = decode(unlinked(scaled), jnp.float32, exponent=exponent, lifted=lifted)
     if operand.primal is not None:
         values = straight_through(values, operand.primal.astype(jnp.float32) / factor)
     return ScaledValues(values, factor)

@@ -188,12 +188,33 @@ def grouped_dot(
     precision: lax.PrecisionLike,
     dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
-    """`lax.ragged_dot_general`, but with `vmap` of some operands and second derivatives."""
+    """`lax.ragged_dot_general`, but with `vmap` of some operands and second derivatives, and with
+    NaN and Inf of one group's matrix in its rows alone, as NaN."""
     how = {"precision": precision, "preferred_element_type": np.dtype(dtype)}
     return _grouped.bind(*vary_alike((lhs, rhs, group_sizes)), contracting=contracting, **how)
 
 
 def _dot(
+    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, contracting: tuple[int, int], **how: Any
+) -> jax.Array:
+    if contracting == (-2, -2):
+        return _ragged(lhs, rhs, sizes, contracting, **how)
+    # XLA multiplies zeros by the matrices of other groups.
+    finite = jnp.isfinite(rhs)
+    product = _ragged(lhs, jnp.where(finite, rhs, 0), sizes, contracting, **how)
+    spoilt = functools.partial(_of_rows, num_rows=lhs.shape[-2])
+    for _ in range(sizes.ndim - 1):
+        spoilt = jax.vmap(spoilt)
+    return jnp.where(spoilt(~finite.all(contracting[1]), sizes), jnp.nan, product)
+
+
+def _of_rows(of_groups: jax.Array, sizes: jax.Array, num_rows: int) -> jax.Array:
+    """`[g, n]` as each of the rows has it, `[m, n]`; False for rows of no group."""
+    group = _group_of(jnp.arange(num_rows), jnp.cumsum(sizes))
+    return jnp.pad(of_groups, ((0, 1), (0, 0)))[group]
+
+
+def _ragged(
     lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, contracting: tuple[int, int], **how: Any
 ) -> jax.Array:
     rows_contracted, num_batch = contracting == (-2, -2), sizes.ndim - 1

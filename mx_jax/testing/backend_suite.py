@@ -23,7 +23,7 @@ from mx_jax.backends.select import BACKENDS, current_target
 from mx_jax.backends.target import Backend, Target
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.codecs.rounding import NEAREST
-from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, WHOLE
+from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.quantize import quantize
 from mx_jax.reference.scale_rules import scale_rule_for
@@ -347,9 +347,9 @@ def _what_bfloat16_holds_on_accelerators(call: calls.Call, target: Target) -> bo
     return all(own.format in BLOCK_FORMATS or own.dtype == jnp.bfloat16 for _, own in call.sides)
 
 
-def _mxfp8_on_one_gpu_from_ada_on_but_hopper(call: calls.Call, target: Target) -> bool:
+def _mxfp8_on_one_blackwell(call: calls.Call, target: Target) -> bool:
     capability = target.compute_capability
-    if target.num_devices > 1 or capability in (None, (9, 0)) or capability < (8, 9):
+    if target.num_devices > 1 or capability is None or capability < (10, 0):
         return False
     if not isinstance(call, calls.MatmulCall) or len(call.lhs.axes.contracting) != 1:
         return False
@@ -389,22 +389,14 @@ def _few_bit_weights_from_ampere_on(call: calls.Call, target: Target) -> bool:
     return values and call.rhs.format in (MXFP4, MXFP8_E4M3, MXFP8_E5M2)
 
 
-def _mxfp8_and_nvfp4_on_blackwell(call: calls.Call, target: Target) -> bool:
-    if target.compute_capability != (10, 0) or not isinstance(call, calls.MatmulCall):
-        return False
-    pairs = ((MXFP8_E4M3, MXFP8_E4M3), (MXFP8_E4M3, MXFP8_E5M2), (NVFP4, NVFP4))
-    return len(call.lhs.axes.contracting) == 1 and (call.lhs.format, call.rhs.format) in pairs
-
-
 # What each backend of the table must take: the one line that a new backend adds.
 PROMISES: Mapping[str, Promise] = {
     "xla": _whole_axis_float8_on_gpu,
     "cpu_ffi": _what_the_handlers_compute,
-    "xla_scaled": _mxfp8_on_one_gpu_from_ada_on_but_hopper,
+    "xla_scaled": _mxfp8_on_one_blackwell,
     "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
     "reference": lambda call, target: not isinstance(call, calls.QuantizeBothCall),
     "pallas_gpu": _few_bit_weights_from_ampere_on,
-    "cudnn": _mxfp8_and_nvfp4_on_blackwell,
 }
 
 TARGETS: tuple[Target, ...] = (

@@ -233,8 +233,6 @@ def test_another_name_is_no_other_value(format: formats.BlockFormat):
     for target in (Target(platform="cpu"), Target(platform="cuda", compute_capability=(10, 0))):
         for ours, theirs in zip(calls_with(renamed), calls_with(format), strict=True):
             for backend in BACKENDS:
-                if backend.name == "cudnn":  # takes formats, whole, that XLA names
-                    continue
                 taken = [backend.rejects(call, target) is None for call in (ours, theirs)]
                 assert taken[0] == taken[1], (backend.name, ours)
     product, same = (

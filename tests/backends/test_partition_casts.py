@@ -96,6 +96,14 @@ def test_casts_and_products_of_accelerators_too(name: str, number: int, platform
     assert program.count("@CustomSPMDPartitioning") == expected
 
 
+def test_handlers_are_of_cpus():
+    """Weights that were packed for CPUs reach no other platform: JAX names the primitive."""
+    packed = jax.jit(lambda w: mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0)))
+    traced = packed.trace(jax.ShapeDtypeStruct((64, 64), jnp.bfloat16))
+    with pytest.raises(NotImplementedError, match=r"mx_cpu_ffi.* not found for platform tpu"):
+        traced.lower(lowering_platforms=("tpu",))
+
+
 def test_only_numbers_of_the_library_are_split():
     """Names tell programs apart in a compilation cache; a rule of others may look at all blocks."""
     own = QuantizeCase(format=MXFP4, shape=(64, 64)).call

@@ -11,7 +11,6 @@ import mx_jax
 from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall, QuantizeBothCall
 from mx_jax.backends.cpu_ffi import CPU_FFI
-from mx_jax.backends.cudnn import CUDNN
 from mx_jax.backends.pallas_gpu.architecture import ARCHITECTURES
 from mx_jax.backends.pallas_gpu.rejections import rejects_machine
 from mx_jax.backends.reference import REFERENCE
@@ -168,7 +167,7 @@ def test_every_backend_has_its_own_name():
     names = [backend.name for backend in BACKENDS]
     assert len(set(names)) == len(names)
     # The one that takes everything; behind it, only what has not been measured yet.
-    assert names[names.index(REFERENCE.name) :] == ["reference", "pallas_gpu", "cudnn"]
+    assert names[names.index(REFERENCE.name) :] == ["reference", "pallas_gpu"]
 
 
 def takes_all(call, target):
@@ -190,10 +189,8 @@ def both_call() -> QuantizeBothCall:
 def test_nothing_behind_the_reference_is_asked_unless_named(num_devices: int, table):
     """Not even for a call that the reference refuses, which two casts stand in for."""
     target = dataclasses.replace(H200, num_devices=num_devices)
-    table(NOT_BUILT, REFERENCE, CUDNN, TAKES_ALL)
+    table(NOT_BUILT, REFERENCE, TAKES_ALL)
     assert find(both_call(), target) is None
-    with prefer_backends("cudnn"):
-        assert find(both_call(), target) is None
     for named in (prefer_backends, only_backend):
         with named("pallas_gpu"):
             choice = find(both_call(), target)
@@ -204,7 +201,7 @@ def test_nothing_behind_the_reference_is_asked_unless_named(num_devices: int, ta
     if num_devices > 1:
         why = "not measured on several devices, got num_devices=8"
     reason = f"not asked: {why}; prefer_backends('pallas_gpu') asks it"
-    assert "reference: casts once at a time; cudnn: not asked" in str(error.value)
+    assert "reference: casts once at a time; pallas_gpu: not asked" in str(error.value)
     assert f"; pallas_gpu: {reason}" in str(error.value)
 
 

@@ -12,10 +12,9 @@ from safetensors.numpy import save_file
 import mx_jax
 from benchmarks import calibration, gradient_bias
 from benchmarks import sentence_embeddings as sentences
-from mx_jax.generate.config import GGUF
-from mx_jax.generate.load import params_of
+from benchmarks.llama import GGUF, params_of
 from tests.examples import bert
-from tests.generate.tiny import CONFIG, tensors
+from tests.examples.tiny_llama import CONFIG, tensors
 
 OPTIONS = argparse.Namespace(sequences=3, length=9, calibration=3)
 

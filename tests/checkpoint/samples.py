@@ -19,8 +19,7 @@ from mx_jax.checkpoint.layouts import LAYOUTS, Layout
 from mx_jax.cli import command_parser
 from mx_jax.commands.stream import RECORD, partial_folder, record_options
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
-from mx_jax.generate.tokenizer import Tokenizer, tokenizer_of_folder, tokenizer_of_gguf
-from tests.checkpoint.gguf_bytes import BOOL, F32, I32, STRING, U32, Tensor, array, gguf, text
+from tests.checkpoint.gguf_bytes import F32, I32, STRING, U32, Tensor, array, gguf, text
 from tests.checkpoint.stored import draw
 
 Reader = Callable[[Path], None]
@@ -194,8 +193,6 @@ def _nvfp4() -> bytes:
 
 # The digest of a file that is resumed from has its path, which is another each time.
 _SOURCE = "@source@"
-_TOKENS = ["a", "b", "ab", "<s>", "</s>"]
-_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 _RULES = """
 [[rule]]
 pattern = "skipped.*"
@@ -216,35 +213,11 @@ scales = "mse"
 
 
 def word_samples() -> list[Sample]:
-    """One of each; of tokenizers only where the libraries are that read them (extra `generate`)."""
-    needs = [importlib.util.find_spec(name) for name in ("tokenizers", "jinja2")]
-    tokenizers = [
-        Sample("tokenizer folder", _tokenizer_folder(), read_tokenizer),
-        Sample("tokenizer gguf", {"model.gguf": _tokenizer_gguf()}, read_tokenizer_gguf),
-    ]
+    """One of each."""
     return [
-        *(tokenizers if all(needs) else []),
         Sample("rules", {"rules.toml": _RULES.encode()}, judge_by_rules),
         Sample("resume", _stopped(), resume),
     ]
-
-
-def _use(tokenizer: Tokenizer) -> None:
-    tokens = tokenizer.encode("abba")
-    tokenizer.decode([*tokens, 0, 10**6])
-    if tokenizer.template:
-        tokenizer.chat("ab")
-
-
-def read_tokenizer(path: Path) -> None:
-    """A tokenizer of a model's folder."""
-    _use(tokenizer_of_folder(path))
-
-
-def read_tokenizer_gguf(path: Path) -> None:
-    """The same of a GGUF file's fields."""
-    file = path / "model.gguf"
-    _use(tokenizer_of_gguf(checkpoint.read(file).metadata, str(file)))
 
 
 def judge_by_rules(path: Path) -> None:
@@ -289,50 +262,3 @@ def _stopped() -> dict[str, bytes]:
         record.write_text(json.dumps(said))
         kept = [path / "model.safetensors", record, *sorted(made.glob("*-00001-*"))]
         return {str(file.relative_to(path)): file.read_bytes() for file in kept}
-
-
-def _tokenizer_folder() -> dict[str, bytes]:
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    tokenizer: dict[str, Any] = {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": 3 + i, "content": token, "special": True}
-            | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-            for i, token in enumerate(_TOKENS[3:])
-        ],
-        "pre_tokenizer": byte_level | {"use_regex": True},
-        "decoder": byte_level | {"use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {token: i for i, token in enumerate(_TOKENS)},
-            "merges": ["a b"],
-        },
-    }
-    stated = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "chat_template": _TEMPLATE}
-    files = {
-        "tokenizer.json": tokenizer,
-        "tokenizer_config.json": stated,
-        "generation_config.json": {"eos_token_id": [4]},
-        "config.json": {"eos_token_id": 4},
-    }
-    return {name: json.dumps(said).encode() for name, said in files.items()}
-
-
-def _tokenizer_gguf() -> bytes:
-    def number(value: int) -> tuple[int, bytes]:
-        return U32, value.to_bytes(4, "little")
-
-    begin = "tokenizer.ggml."
-    types = [one.to_bytes(4, "little") for one in (1, 1, 1, 3, 3)]
-    pairs = {
-        f"{begin}model": (STRING, text("gpt2")),
-        f"{begin}pre": (STRING, text("smollm")),
-        f"{begin}tokens": array(STRING, [text(token) for token in _TOKENS]),
-        f"{begin}token_type": array(I32, types),
-        f"{begin}merges": array(STRING, [text("a b")]),
-        f"{begin}bos_token_id": number(3),
-        f"{begin}eos_token_id": number(4),
-        f"{begin}add_bos_token": (BOOL, b"\1"),
-        "tokenizer.chat_template": (STRING, text(_TEMPLATE)),
-    }
-    return gguf({}, pairs)

@@ -114,10 +114,10 @@ def test_of_two_runs_the_second_is_refused(
     first = threading.Thread(target=lambda: status.append(main(words)))
     first.start()
     assert begun.wait(60)
-    assert main(words) == 2
-    assert f"another process is writing to {out}; try again" in capfd.readouterr().err
+    second, said = main(words), capfd.readouterr().err
     go_on.set()
     first.join()
+    assert second == 2 and f"another process is writing to {out}; try again" in said
     assert status == [-1, 0] and main(words) == (0 if force else 2)
     assert checkpoint.read(out).quantized and not [*tmp_path.glob(".*")]
 

@@ -11,7 +11,6 @@ import pytest
 from mx_jax import checkpoint
 from mx_jax.cli import main
 from mx_jax.commands.output import print_table
-from mx_jax.generate.load import load
 from tests.cli.conftest import Cli
 from tests.processes import printed, run_python
 
@@ -34,11 +33,6 @@ def test_a_size_of_files_that_is_none(size: str, file: Path, cli: Cli):
     assert not out.exists()
 
 
-def test_a_format_that_a_cache_cannot_have(tmp_path: Path):
-    with pytest.raises(ValueError, match="blocks must lie along the features of one token"):
-        load(tmp_path / "none", cache="float8_tensorwise_e4m3")
-
-
 def test_closed_streams_are_no_error(file: Path, monkeypatch: pytest.MonkeyPatch):
     """A daemon's: Python has None in their place."""
     for name in ("stdout", "stderr"):
@@ -46,17 +40,6 @@ def test_closed_streams_are_no_error(file: Path, monkeypatch: pytest.MonkeyPatch
     assert main(["inspect", str(file)]) == 0
     sys.stdout.close()
     sys.stderr.close()
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--prompt", "caf\udce9"], "the prompt is no UTF-8 text"),
-        (["--prompt", "a", "--seed", str(2**64)], "--seed must fit 64 bits"),
-    ],
-)
-def test_what_generate_cannot_take(words: list[str], message: str, tmp_path: Path, cli: Cli):
-    assert message in cli.error("generate", tmp_path, *words)
 
 
 # Without JAX: what the program does around a command, which a stand-in has the place of.
@@ -217,8 +200,9 @@ def test_a_dry_run_refuses_what_the_run_refuses(file: Path, cli: Cli):
         [],
         [*force, "--resume"],
         [*force, "--max-shard-size", "0"],
-        [*force, "--texts", file],
-        [*force, "--scales", "gptq", "--texts", file.with_name("none")],
+        [*force, "--moments", file],
+        [*force, "--scales", "gptq"],
+        [*force, "--scales", "gptq", "--moments", file.with_name("none")],
     )
     for more in options:
         words = ("quantize", file, out, "--format", "mxfp4", "--keep", "", *more)

@@ -75,9 +75,17 @@ def test_files_of_the_architecture_exist():
     assert [path for path in named if not any((at / path).exists() for at in (ROOT, PACKAGE))] == []
 
 
-def run_examples(page: Path) -> list[str]:
-    """Run the python blocks of a page in one namespace, and collect what went wrong."""
-    text, complaints, namespace = page.read_text(), [], dict[str, Any](__name__="__main__")
+def section(page: Path, heading: str) -> dict[str, Any]:
+    """What the examples below one heading of a page define; they must not fail."""
+    text, namespace = page.read_text().partition(f"\n## {heading}\n")[2], dict[str, Any]()
+    complaints = run_examples(page, text.partition("\n## ")[0], namespace)
+    assert not complaints, "".join(complaints)
+    return namespace
+
+
+def run_examples(page: Path, text: str, namespace: dict[str, Any]) -> list[str]:
+    """Run the python blocks of a page's text in one namespace, and collect what went wrong."""
+    complaints: list[str] = []
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     runner = doctest.DocTestRunner(verbose=False, optionflags=options)
     for block in BLOCK.finditer(text):
@@ -107,5 +115,5 @@ def _name(page: Path) -> str:
     ],
 )
 def test_examples(page: Path):
-    complaints = run_examples(page)
+    complaints = run_examples(page, page.read_text(), {"__name__": "__main__"})
     assert not complaints, "".join(complaints)

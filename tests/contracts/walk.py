@@ -36,6 +36,8 @@ from mx_jax.backends.primitive import equation
 
 PACKAGE = os.path.dirname(mx_jax.__file__) + os.sep
 _INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
+# JAX takes trees apart and puts them together: no step that a reader follows.
+_OF_TREES = ("_flatten", "_flatten_with_keys", "_unflatten")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +115,7 @@ def _kernels() -> frozenset[CodeType]:
 
 def _file(code: CodeType) -> str | None:
     """Where a frame is written, inside mx_jax; None elsewhere."""
-    if not code.co_filename.startswith(PACKAGE) or code.co_name in _INLINED:
+    if not code.co_filename.startswith(PACKAGE) or code.co_name in _INLINED + _OF_TREES:
         return None
     return code.co_filename[len(PACKAGE) :]
 

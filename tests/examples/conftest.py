@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+sys.path.append(str(EXAMPLES))
 
 STEPS = 6
 TINY = (

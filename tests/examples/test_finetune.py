@@ -17,15 +17,16 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from flax import nnx
+from generate import command
+from generate import load as loading
+from generate.load import open_model, params_of
+from generate.model import Llama
+from generate.tokenizer import tokenizer_of_folder
 
 from mx_jax import convert, recipes
 from mx_jax.cli import main
-from mx_jax.generate import load as loading
-from mx_jax.generate.load import open_model, params_of
-from mx_jax.generate.model import Llama
-from mx_jax.generate.tokenizer import tokenizer_of_folder
+from tests.examples import tiny_llama as tiny
 from tests.examples.conftest import EXAMPLES, disturb, imported
-from tests.generate import smollm2, tiny
 from tests.quick import quick
 
 for package in ("optax", "orbax.checkpoint", "rich"):
@@ -120,7 +121,7 @@ def test_trained_in_codes_stopped_resumed_served(call, monkeypatch, capsys):
     assert module("train").main(["--evaluate", "small"]) == 0
     np.testing.assert_allclose(runs()["small"]["after"], found["after"], rtol=1e-5)
     capsys.readouterr()
-    assert main(["generate", "small", "--prompt", "9 times", "--max-tokens", "1"]) == 0
+    assert command.main(["small", "--prompt", "9 times", "--max-tokens", "1"]) == 0
     assert capsys.readouterr().out.startswith("9 times")
 
 
@@ -193,7 +194,7 @@ def test_every_way_learns_and_resumes(way: str, call, monkeypatch, capsys):
         (("--context", "400"), "the last tenth has 444 tokens, and --windows 4 of --context 400"),
         (("--text", "none.txt"), "none.txt"),
         (("--text", "model/model.safetensors"), "model/model.safetensors is no text in UTF-8"),
-        (("--model", "nowhere"), "'nowhere' is neither a file nor a folder"),
+        (("--model", "nowhere"), "there is no nowhere; a small model to try"),
         (("--evaluate", "small"), "finetuned holds nothing"),
     ],
     ids=lambda x: "=".join(x).strip("-").replace("/", "-") if isinstance(x, tuple) else "",
@@ -253,7 +254,7 @@ def test_killed_and_resumed(here: Path):
 def test_smollm2_from_its_package_to_a_text(tmp_path: Path, monkeypatch, capsys):
     pytest.importorskip("tokenizers")
     monkeypatch.chdir(tmp_path)
-    path = smollm2.path()
+    path = tiny.smollm2()
     few = "--layers 2 --steps 2 --batch 1 --context 16 --windows 2 --ways lora:nvfp4".split()
     assert module("train").main(["--model", str(path), *few]) == 0
     ours, theirs = tokenizer_of_folder(Path("finetuned/lora-nvfp4")), open_model(path).tokenizer()
@@ -264,7 +265,7 @@ def test_smollm2_from_its_package_to_a_text(tmp_path: Path, monkeypatch, capsys)
     words = ["quantize", "finetuned/lora-nvfp4", "small", "--format", "nvfp4"]
     assert main([*words, "--to", "compressed-tensors"]) == 0
     capsys.readouterr()
-    assert main(["generate", "small", "--prompt", "Once", "--max-tokens", "2"]) == 0
+    assert command.main(["small", "--prompt", "Once", "--max-tokens", "2"]) == 0
     assert capsys.readouterr().out.startswith("Once")
 
 

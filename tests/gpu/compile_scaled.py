@@ -1,10 +1,10 @@
 """What XLA makes of the products that `xla_scaled` offers for a GPU; prints JSON.
 
-    python tests/gpu/compile_scaled.py sm_90a [forms]
+    python tests/gpu/compile_scaled.py sm_100a [forms]
 
-For each pair of formats that a row of the table has in this version of JAX: how many scaled dots
-the optimized product holds, and how many dots and calls of libraries beside them. With `forms`, of
-two pairs: each order of axes, few rows, batches and `vmap` too, and rows in groups by every format.
+For each pair of formats that the table has in this version of JAX: how many scaled dots the
+optimized product holds, and how many dots and calls of libraries beside them. With `forms`, of two
+pairs: each order of axes, few rows, batches and `vmap` too.
 Last, of a product that four devices share, and of one below shard_map. A process of its own, as
 `compile_for.py` is: an error may abort.
 """
@@ -29,23 +29,23 @@ from mx_jax import formats, recipes
 from mx_jax.backends import xla_scaled
 from mx_jax.backends.target import Target
 from mx_jax.mxarray import MXArray
-from mx_jax.testing.cases import MatmulCase, RaggedCase
+from mx_jax.testing.cases import MatmulCase
 from tests.gpu.compile_for import GPUS, Gpu, compile_on
 
 FORMATS = {
     xla_scaled.kind_of(format): format
     for format in (formats.MXFP8_E4M3, formats.MXFP8_E5M2, formats.MXFP4, formats.NVFP4)
-} | {None: None}
+}
 SIZES: dict[str, Any] = dict(m=(256,), n=(512,), k=(1024,), dtype="bfloat16", out_dtype="bfloat16")
 
 
-def pairs_on(gpu: Gpu) -> list[tuple[Any, Any]]:
-    """Formats of lhs and rhs that the table has for a GPU and this version of JAX."""
+def pairs() -> list[tuple[Any, Any]]:
+    """Formats of lhs and rhs that the table has for this version of JAX."""
+    known = xla_scaled.NATIVE.items()
     return [
         (FORMATS[lhs], FORMATS[rhs])
-        for row in xla_scaled.NATIVE
-        if gpu.capability in row.capabilities and jax.__version_info__ >= row.jax
-        for lhs, rhs in row.pairs
+        for (lhs, rhs), version in known
+        if jax.__version_info__ >= version
     ]
 
 
@@ -63,19 +63,9 @@ def forms_of(pair: tuple[Any, Any]) -> list[MatmulCase]:
     return [MatmulCase(lhs=lhs, rhs=rhs, **SIZES | each) for each in changes]
 
 
-def groups_of(pair: tuple[Any, Any]) -> list[RaggedCase]:
-    """Products of rows in groups: in several steps, in one, and by few of many matrices."""
-    facts: dict[str, Any] = dict(lhs=pair[0], rhs=pair[1], k=2880, n=256, out_dtype="bfloat16")
-    return [
-        RaggedCase(sizes=(8,) * 8, rows=64, **facts),
-        RaggedCase(sizes=(2,) * 8, rows=16, rhs_k_first=False, **facts),
-        RaggedCase(sizes=(1,) * 32, rows=4, **facts),
-    ]
-
-
 def compiled(
     gpu: Gpu,
-    case: MatmulCase | RaggedCase,
+    case: MatmulCase,
     batched: tuple[int | None, int | None] | None = None,
     merged: bool = False,
     halves: bool = False,
@@ -83,11 +73,7 @@ def compiled(
     """The text of a product; or of one under `vmap`, or whose rows are merged with its batch, or
     whose codes come from two halves of a byte."""
     target = Target(platform="cuda", compute_capability=gpu.capability)
-    if isinstance(case, RaggedCase):
-        assert xla_scaled.XLA_SCALED.rejects(case.call, target) is None, case
-    else:
-        # Also where it compiles and another backend is the faster one.
-        assert isinstance(xla_scaled.row_of(case.call, target), xla_scaled.Native), case
+    assert xla_scaled.XLA_SCALED.rejects(case.call, target) is None, case
     operands = case.operands(np.random.default_rng(0))
 
     def product(*operands: Any) -> jax.Array:
@@ -148,12 +134,12 @@ def on_four(gpu: Gpu, *, by_shard_map: bool) -> str:
 
 if __name__ == "__main__":
     gpu, found = GPUS[sys.argv[1]], {}
-    pairs = pairs_on(gpu)
-    for pair in pairs:
+    known = pairs()
+    for pair in known:
         case = MatmulCase(lhs=pair[0], rhs=pair[1], **SIZES)
         found[str(case)] = seen(compiled(gpu, case))
     if "forms" in sys.argv[2:]:
-        for pair in (pairs[0], pairs[-1]):
+        for pair in (known[0], known[-1]):
             for case in forms_of(pair):
                 found[str(case)] = seen(compiled(gpu, case))
             case = MatmulCase(lhs=pair[0], rhs=pair[1], **SIZES)
@@ -163,10 +149,5 @@ if __name__ == "__main__":
             found[f"{case}, merged"] = seen(compiled(gpu, case, (0, 0), merged=True))
             batch = dataclasses.replace(case, batch=(3,))
             found[f"{batch}, merged"] = seen(compiled(gpu, batch, merged=True))
-    # Weights are on the right; of formats by bfloat16, and of two.
-    of_groups = {(pair[0] is None, pair[1]): pair for pair in pairs if pair[1] is not None}
-    for pair in list(of_groups.values())[None if "forms" in sys.argv[2:] else -1 :]:
-        for case in groups_of(pair):
-            found[str(case)] = seen(compiled(gpu, case))
-    several = [seen(on_four(gpu, by_shard_map=way)) for way in (False, True)] if pairs else []
+    several = [seen(on_four(gpu, by_shard_map=way)) for way in (False, True)]
     print(json.dumps({"products": found, "four devices": several}))

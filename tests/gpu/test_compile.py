@@ -3,19 +3,17 @@
 Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu`.
 """
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 
-from mx_jax.backends.cudnn import PAIRS
 from mx_jax.backends.pallas_gpu.architecture import TCGEN05, WGMMA
 from mx_jax.backends.pallas_gpu.layouts import stored_bits
 from mx_jax.formats import BLOCK_FORMATS
 from tests.gpu import sass
 from tests.gpu.compile_for import GPUS
-from tests.gpu.tools import NEEDS_COMPILER, compiled, disassembly, registers, run, slow
+from tests.gpu.tools import NEEDS_COMPILER, compiled, disassembly, registers, slow
 
 pytestmark = NEEDS_COMPILER
 
@@ -145,9 +143,3 @@ def test_groups_on_blackwell(name: str, tmp_path: Path):
         text = disassembly(path, "sm_100a")
         assert text.count("UTMASTG") >= 3, path
         assert len(sass.main_loop(text, "UTCQMMA" if eight else "UTCOMMA")) <= 150
-
-
-def test_cudnn_gets_every_product_that_its_backend_takes(tmp_path: Path):
-    found = json.loads(run("compile_cudnn.py", tmp_path))
-    assert len(found) == 3 * len(PAIRS)
-    assert set(map(tuple, found.values())) == {("__cudnn$blockScaledDot",)}

@@ -1,5 +1,6 @@
 """Indexing, transposing, reshaping and updating: equal to doing it to the values, or refused."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -327,10 +328,19 @@ def test_whole_blocks_along_a_blocked_axis():
     got = write(cache, block, 64)
     np.testing.assert_array_equal(got.codes, cache.codes.at[:, 64:96].set(block.codes))
     np.testing.assert_array_equal(got.scales, cache.scales.at[:, 2:3].set(block.scales))
-    # Between blocks only: known, it is refused; traced, what it writes is NaN.
-    whole = cache.dequantize()
-    for update, start, first in ((block, 48, 32), (array((2, 64)), 33, 32), (block, 127, 96)):
-        torn, last = write(cache, update, start).dequantize(), first + update.shape[1]
+    # Between blocks only: known, it is refused; traced, what it touches is NaN. Far starts are
+    # moved, as JAX moves them: the last place for a block lies between blocks of the array.
+    whole, wide = cache.dequantize(), array((2, 64))
+    for update, start, first, last in (
+        (block, 8, 0, 64),
+        (block, 48, 32, 96),
+        (wide, 33, 32, 128),
+        (block, 127, 96, 128),
+        (block, -120, 0, 64),
+        (array((2, 96)), 31, 0, 128),
+        (array((2, 96)), 33, 32, 128),
+    ):
+        torn = write(cache, update, start).dequantize()
         assert bool(jnp.isnan(torn[:, first:last]).all())
         np.testing.assert_array_equal(torn[:, :first], whole[:, :first])
         np.testing.assert_array_equal(torn[:, last:], whole[:, last:])
@@ -340,6 +350,26 @@ def test_whole_blocks_along_a_blocked_axis():
         cache.dynamic_update_slice(array((2, 20)), (0, 0))
     with pytest.raises(ValueError, match="a start for each axis, got 1 starts"):
         cache.dynamic_update_slice(block, (0,))
+
+
+def test_a_start_inside_square_blocks():
+    """On both axes, or on one: rows of blocks beside it keep what they hold."""
+    square = dataclasses.replace(MXFP4, name="square", block=(32, 32))
+    rng = np.random.default_rng(1)
+    cache, update = (
+        mx_jax.quantize(rng.standard_normal(shape, np.float32), square)
+        for shape in ((96, 128), (32, 64))
+    )
+    write = jax.jit(lambda *start: cache.dynamic_update_slice(update, start))
+    for start, rows, columns in (
+        ((8, 40), (0, 64), (32, 128)),
+        ((32, 1), (32, 64), (0, 96)),
+        ((63, 32), (32, 96), (32, 96)),
+    ):
+        torn, touched = write(*start).dequantize(), np.zeros((96, 128), bool)
+        touched[slice(*rows), slice(*columns)] = True
+        np.testing.assert_array_equal(np.isnan(torn), touched)
+        np.testing.assert_array_equal(torn[~touched], cache.dequantize()[~touched])
 
 
 def test_at_sets_whole_blocks():

@@ -24,6 +24,8 @@ import mx_jax
 from benchmarks import collectives
 from mx_jax import recipes
 from mx_jax.sharding import Gather
+from tests.contracts.test_docs import section
+from tests.processes import ROOT
 from tests.quick import compilation_cache_off, with_gradients
 from tests.sharding.collectives import gathered
 
@@ -38,6 +40,7 @@ pytestmark = [
 P = PartitionSpec
 TOKENS, FEATURES, UNITS = 256, 128, 256
 DTYPE = jnp.bfloat16
+CODES = recipes.mxfp8().with_(gather=Gather("fsdp", rhs=P("fsdp")))
 # Asks no server which TPU this machine is, and lets two processes load it.
 ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
@@ -218,10 +221,18 @@ def test_others(name: str, mesh: Mesh):
         compiled(PROGRAMS[name], x, w)
 
 
+def test_the_step_of_the_docs(devices: list[Any]):
+    page = section(ROOT / "docs" / "sharding.md", "A step for devices that are not there")
+    for recipe, dtype in {"high_precision": "bf16", CODES: "u8"}.items():
+        peak, flops, moved = page["summary"](page["compiled_for"](devices, recipe))
+        assert peak > 0 and flops == pytest.approx(4 * 512**2 * 1024, rel=0.2)
+        gathers = [key.split()[1] for key in moved if key.startswith("all-gather")]
+        assert {key.partition("[")[0] for key in gathers} == {dtype}
+
+
 def test_what_a_recipe_gathers_moves_as_codes(mesh: Mesh):
     """On automatic axes, where XLA by itself moves values."""
-    recipe = recipes.mxfp8().with_(gather=Gather("fsdp", rhs=P("fsdp", None)))
-    run = functools.partial(mx_jax.matmul, recipe=recipe)
+    run = functools.partial(mx_jax.matmul, recipe=CODES)
     x, w = lying(mesh, P("fsdp"), TOKENS, FEATURES), lying(mesh, P("fsdp"), FEATURES, UNITS)
     with jax.set_mesh(mesh):
         text = compiled(run, x, w, out=NamedSharding(mesh, P("fsdp")))

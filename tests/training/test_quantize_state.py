@@ -376,3 +376,15 @@ def test_errors_name_the_remedy():
     named = mx_jax.quantize_state(optax.adagrad(1e-3), squares=("sum_of_squares",))
     state: Any = named.init(params_of())
     assert state.state[0].sum_of_squares["kernel"].dtype == jnp.uint8
+
+
+@pytest.mark.parametrize("others", [{"a": 1}, {"a": 1, "b": 1, "c": 1}], ids=["fewer", "more"])
+def test_an_update_of_other_parameters(others: dict[str, int]):
+    """Said by name, with parameters given or not."""
+    optimizer = mx_jax.quantize_state(optax.adam(1e-3))
+    state = optimizer.init({name: jnp.ones((64, 128)) for name in "ab"})
+    params = {name: jnp.ones((64, 128)) for name in others}
+    names = "missing=.*'b'.* new=\\[\\]" if len(others) == 1 else "missing=\\[\\], new=.*'c'"
+    for given in (params, None):
+        with pytest.raises(ValueError, match=f"quantize_state: update needs the tree .*{names}"):
+            optimizer.update(params, state, given)

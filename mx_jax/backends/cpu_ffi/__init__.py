@@ -26,7 +26,7 @@ def _offer(
     handler: str,
     rejects: Callable[[Any], str | None],
     run: Callable[..., Any],
-    describes: Callable[[Any, Target], str] | None = None,
+    describes: Callable[[Any], str] | None = None,
 ) -> Offer:
     """A kind of call, taken where the library has its handler, unless that does not compute it."""
 
@@ -55,7 +55,7 @@ def _offer(
 
 def _product(call: type[Call], rejects: Callable[[Any], str | None], run: Any) -> Offer:
     """A product, which says where it is XLA's dot that multiplies."""
-    return _offer(call, products.MATMUL, rejects, run, lambda call, _: products.describe(call))
+    return _offer(call, products.MATMUL, rejects, run, products.describe)
 
 
 # Quantize and multiply in `custom_calls/`, by the widest vectors that the machine has.

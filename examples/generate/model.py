@@ -4,21 +4,20 @@ What reads the same input is one product where its weights are: queries, keys an
 and up.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from generate.config import LlamaConfig
 
-from mx_jax.calibrate.moments import tell_input
-from mx_jax.generate.config import LlamaConfig
-from mx_jax.mxarray import MXArray
-from mx_jax.nn.cache import KVCache, attend
-from mx_jax.nn.linen import Dense, StoredParams
-from mx_jax.ops.dot_general import dot_general
-from mx_jax.ops.tags import remark
-from mx_jax.packed import PackedMXArray, Quantized
+import mx_jax
+from mx_jax import MXArray, PackedMXArray, calibrate, recipes
+from mx_jax.nn import KVCache
+from mx_jax.nn.linen import Dense
 from mx_jax.recipes import Recipe
 
 Turn = tuple[jax.Array, jax.Array]
@@ -58,7 +57,12 @@ def rotate(x: jax.Array, turn: Turn) -> jax.Array:
     return (x * cosines + swapped * sines).astype(x.dtype)
 
 
-def look_up(embedding: jax.Array | Quantized, tokens: jax.Array) -> jax.Array:
+def is_quantized(x: object) -> bool:
+    """Whether weights are codes, packed or not."""
+    return isinstance(x, MXArray | PackedMXArray)
+
+
+def look_up(embedding: Any, tokens: jax.Array) -> jax.Array:
     """Rows of the embedding, `[*tokens, width]`, of which only those are decoded."""
     with jax.named_scope("embedding"):
         packed = isinstance(embedding, PackedMXArray)
@@ -66,23 +70,18 @@ def look_up(embedding: jax.Array | Quantized, tokens: jax.Array) -> jax.Array:
         return rows.dequantize() if isinstance(rows, MXArray) else rows
 
 
-class Llama(StoredParams, nn.Module):
-    """A causal language model; weights are arrays, MXArrays or packed."""
+class Llama(nn.Module):
+    """A causal language model; weights are arrays, MXArrays or packed, and come from a file."""
 
     config: LlamaConfig
-    recipe: Recipe  # of every product by weights, the head's included
+    recipe: Recipe  # of products by weights that are codes
     dtype: Any = jnp.float32
 
     def setup(self):
-        config, init = self.config, nn.initializers.normal(0.02)
-        shape = (config.vocabulary, config.width)
-        self.embedding: Any = self.param("embedding", init, shape)
-        self.norm = nn.RMSNorm(config.epsilon, dtype=self.dtype)
-        if not config.tied:
-            self.head: Any = self.param("head", init, shape)
+        self.norm = nn.RMSNorm(self.config.epsilon, dtype=self.dtype)
 
     @property
-    def block(self) -> "Block":
+    def block(self) -> Block:
         """What each of the blocks is, without parameters."""
         return Block(self.config, self.recipe, self.dtype, parent=None)
 
@@ -92,34 +91,32 @@ class Llama(StoredParams, nn.Module):
         tokens: jax.Array,
         caches: Caches | None = None,
         position: jax.typing.ArrayLike = 0,
-        *,
-        last: bool = False,
     ) -> tuple[jax.Array, Caches | None]:
         """Logits for tokens that follow what the caches hold, and the caches with them.
 
-        Of int32 `[batch, tokens]` float32 `[batch, tokens, vocabulary]`, with `last` of the last
-        token alone.
+        Of int32 `[batch, tokens]` float32 `[batch, tokens, vocabulary]`.
         """
-        x = look_up(self.embedding, tokens).astype(self.dtype)
+        x = look_up(self.get_variable("params", "embedding"), tokens).astype(self.dtype)
         turn = rotations(self.config, tokens.shape[1], position)
         new = []
         for index in range(self.config.layers):
             block = self.block.clone(parent=self, name=f"layers_{index}")
             x, cache = block(x, turn, None if caches is None else caches[index], position)
             new.append(cache)
-        return self.logits(x[:, -1:] if last else x), None if caches is None else tuple(new)
+        return self.logits(x), None if caches is None else tuple(new)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """float32 `[batch, tokens, vocabulary]` of what the last block gives."""
         x, name = self.norm(x), "embedding" if self.config.tied else "head"
-        tell_input(self, name, x)
-        head: Any = getattr(self, name)
-        if not isinstance(head, Quantized):
+        calibrate.tell_input(self, name, x)
+        head: Any = self.get_variable("params", name)
+        recipe = self.recipe if is_quantized(head) else recipes.high_precision()
+        if not is_quantized(head):
             head = head.astype(self.dtype)
         contracting = (((2,), (1,)), ((), ()))
         with jax.named_scope("head"):
-            return dot_general(
-                x, head, contracting, recipe=self.recipe, preferred_element_type=jnp.float32
+            return mx_jax.dot_general(
+                x, head, contracting, recipe=recipe, preferred_element_type=jnp.float32
             )
 
 
@@ -150,7 +147,7 @@ class Block(nn.Module):
             turned, values = rotate(y[:, :, : heads + shared], turn), y[:, :, heads + shared :]
         query, keys = jnp.split(turned, [heads], 2)
         if cache is None:
-            attended = attend(query, keys.swapaxes(1, 2), values.swapaxes(1, 2), 0)
+            attended = jax.nn.dot_product_attention(query, keys, values, is_causal=True)
         else:
             with jax.named_scope("cache"):
                 cache = cache.append(keys, values, position)
@@ -169,11 +166,11 @@ class Block(nn.Module):
         """Products that read the same input, by one kernel, or by those that there are."""
         if not self.has_variable("params", PRODUCTS[name][0]):
             return self._dense(name, sum(features))(y)
-        names = ", ".join(PRODUCTS[name])
-        remark(f"{names} -> a product each: their codes share no tensor scale, or no format")
         with jax.named_scope(name):
             parts = zip(PRODUCTS[name], features, strict=True)
             return jnp.concatenate([self._dense(part, out)(y) for part, out in parts], -1)
 
     def _dense(self, name: str, features: int) -> Dense:
-        return Dense(features, use_bias=False, dtype=self.dtype, recipe=self.recipe, name=name)
+        quantized = is_quantized(self.get_variable("params", name)["kernel"])
+        recipe = self.recipe if quantized else recipes.high_precision()
+        return Dense(features, use_bias=False, dtype=self.dtype, recipe=recipe, name=name)

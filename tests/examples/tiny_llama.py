@@ -1,15 +1,16 @@
-"""A tiny model with random weights, by llama.cpp's names and by the hub's."""
+"""A tiny Llama with random weights, by llama.cpp's names and by the hub's; where SmolLM2 lies."""
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import safetensors.numpy
 
-from mx_jax.generate.config import GGUF, HUB, LlamaConfig
-from mx_jax.generate.tokenizer import Tokenizer
+from benchmarks.llama import GGUF, HUB, LlamaConfig, Tokenizer, find_model
 
 CONFIG = LlamaConfig(
     vocabulary=96,
@@ -45,8 +46,16 @@ def tensors(config: LlamaConfig = CONFIG) -> dict[str, np.ndarray]:
     """Weights `[out, in]` and norms, large enough for every part to matter."""
     rng, found = np.random.default_rng(0), {}
 
+    queries, keys = (count * config.head_width for count in (config.heads, config.kv_heads))
+    width, hidden = config.width, config.hidden
+    table = (config.vocabulary, width)
+    shapes = {"query": (queries, width), "key": (keys, width), "value": (keys, width)}
+    shapes |= {"out": (width, queries), "down": (width, hidden)}
+    shapes |= dict.fromkeys(("gate", "up"), (hidden, width))
+    shapes |= dict.fromkeys(("embedding", "head"), table)
+
     def draw(field: str, index: int | None = None) -> None:
-        shape = config.shape(field)
+        shape = shapes.get(field, (width,))
         if len(shape) == 1:
             values = rng.uniform(0.5, 1.5, shape)
         else:
@@ -107,3 +116,11 @@ def tokenizer(*stop: int) -> Tokenizer:
     """One of `Letters`, and the tokens that end a text."""
     ends = frozenset(stop)
     return Tokenizer(encoder=Letters(), first=None, stop=ends, template=None, words={})
+
+
+def smollm2() -> Path:
+    """SmolLM2's GGUF file, of its package or as MX_JAX_SMOLLM2 says; else the test is skipped."""
+    try:
+        return find_model(os.environ.get("MX_JAX_SMOLLM2") or "smollm2")
+    except ValueError as error:
+        pytest.skip(str(error))

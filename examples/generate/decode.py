@@ -1,19 +1,22 @@
 """Text token by token: a prompt at once, then some steps a dispatch, the caches in place."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from generate.model import Block, Caches, Llama, Turn, look_up, rotations
 
-from mx_jax.generate.model import Block, Caches, Llama, Turn, look_up, rotations
-from mx_jax.nn.cache import KVCache
+from mx_jax.nn import KVCache
 
-Params = Mapping[str, Any]
+# Rows of a cache come in multiples of this, so that prompts of like length share a program.
+_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,64 +24,42 @@ class Sampling:
     """How the next token is chosen."""
 
     temperature: float = 0.0  # what logits are divided by; 0 takes the most likely token
-    top_k: int | None = None  # how many of the likeliest are drawn from; None: all
-    # Of these, the likeliest that together have at least this probability are drawn from.
+    # The likeliest that together have at least this probability are drawn from.
     top_p: float = 1.0
 
     def __post_init__(self):
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
+        if not (0 <= self.temperature < math.inf and 0 < self.top_p <= 1):
             raise ValueError(
-                "Sampling: temperature must be finite and at least 0, got "
-                f"temperature={self.temperature}"
-            )
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"Sampling: top_k must be at least 1, got top_k={self.top_k}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(
-                f"Sampling: top_p must be above 0 and at most 1, got top_p={self.top_p}"
+                "Sampling: temperature must be finite and at least 0, and top_p above 0 and at "
+                f"most 1, got temperature={self.temperature}, top_p={self.top_p}"
             )
 
     def choose(self, logits: jax.Array, key: jax.Array | None) -> jax.Array:
-        """Token numbers, int32 `[batch]`, from float32 logits `[batch, vocabulary]`.
-
-        With a temperature, drawn by the key with probability `softmax(logits / temperature)`.
-        """
-        if self.temperature == 0:
+        """Token numbers, int32 `[batch]`, from float32 logits `[batch, vocabulary]`."""
+        if key is None:
             # The first of the largest, or of those that are NaN. XLA's CPU compiler makes scalar
             # code of argmax, an index beside a value, and vectors of these two.
             largest = logits.max(-1, keepdims=True)
             places = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
             is_one = (logits == largest) | jnp.isnan(logits)
             return jnp.where(is_one, places, logits.shape[-1]).min(-1)
-        assert key is not None
         scaled = logits / self.temperature
-        if self.top_k is None and self.top_p == 1:
+        if self.top_p == 1:
             return jax.random.categorical(key, scaled).astype(jnp.int32)
-        count = logits.shape[-1]
-        likeliest, tokens = jax.lax.top_k(scaled, min(self.top_k or count, count))
-        if self.top_p < 1:
-            probabilities = jax.nn.softmax(likeliest)
-            # Of the likelier ones: those that reach top_p without this one leave it out.
-            before = jnp.cumsum(probabilities, -1) - probabilities
-            likeliest = jnp.where(before < self.top_p, likeliest, -jnp.inf)
-        drawn = jax.random.categorical(key, likeliest)
+        likeliest, tokens = jax.lax.top_k(scaled, logits.shape[-1])
+        probabilities = jax.nn.softmax(likeliest)
+        # Of the likelier ones: those that reach top_p without this one leave it out.
+        before = jnp.cumsum(probabilities, -1) - probabilities
+        drawn = jax.random.categorical(key, jnp.where(before < self.top_p, likeliest, -jnp.inf))
         return jnp.take_along_axis(tokens, drawn[..., None], -1)[..., 0].astype(jnp.int32)
 
 
 GREEDY = Sampling()
 
 
-# Rows of a cache come in multiples of this, so that prompts of like length share a program.
-_ROWS = 64
-
-
 @functools.partial(jax.jit, static_argnames="model")
 def _embed(
-    model: Llama,
-    params: Params,
-    tokens: jax.Array,
-    position: jax.typing.ArrayLike,
-    turn: Turn | None,
+    model: Llama, params: Any, tokens: jax.Array, position: Any, turn: Turn | None
 ) -> tuple[jax.Array, Turn]:
     turn = rotations(model.config, tokens.shape[1], position) if turn is None else turn
     return look_up(params["embedding"], tokens).astype(model.dtype), turn
@@ -86,41 +67,30 @@ def _embed(
 
 @functools.partial(jax.jit, static_argnames="block", donate_argnames="cache")
 def _attend_and_feed(
-    block: Block,
-    params: Params,
-    x: jax.Array,
-    turn: Turn,
-    cache: KVCache,
-    position: jax.typing.ArrayLike,
-) -> tuple[jax.Array, KVCache]:
+    block: Block, params: Any, x: jax.Array, turn: Turn, cache: KVCache, position: Any
+) -> Any:
     """One program for all blocks of a model: they have equal shapes."""
-    found: Any = block.apply({"params": params}, x, turn, cache, position)
-    return found
+    return block.apply({"params": params}, x, turn, cache, position)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "sampling"))
 def _choose(
-    model: Llama,
-    sampling: Sampling,
-    params: Params,
-    x: jax.Array,
-    position: jax.typing.ArrayLike,
-    key: jax.Array | None,
+    model: Llama, sampling: Sampling, params: Any, x: jax.Array, position: Any, key: Any
 ) -> jax.Array:
     """The token after the last of `x`, `[batch, 1]`, at this position."""
     logits: Any = model.apply({"params": params}, x[:, -1:], method="logits")
     with jax.named_scope("sampling"):
-        own = None if key is None else jax.random.fold_in(key, position)
-        return sampling.choose(logits[:, -1], own)[:, None]
+        key = None if key is None else jax.random.fold_in(key, position)
+        return sampling.choose(logits[:, -1], key)[:, None]
 
 
 def advance(
     model: Llama,
     sampling: Sampling,
-    params: Params,
+    params: Any,
     tokens: np.ndarray | jax.Array,
     caches: Caches,
-    position: jax.typing.ArrayLike,
+    position: Any,
     key: jax.Array | None,
     turn: Turn | None = None,
 ) -> tuple[jax.Array, Caches]:
@@ -146,7 +116,7 @@ def advance(
 def advance_many(
     model: Llama,
     sampling: Sampling,
-    params: Params,
+    params: Any,
     tokens: jax.Array,
     caches: Caches,
     position: jax.Array,
@@ -190,7 +160,7 @@ class Generator:
         return tuple(empty() for _ in range(config.layers))
 
     def steps(
-        self, tokens: object, caches: Caches, position: int, key: jax.Array | None
+        self, tokens: Any, caches: Caches, position: int, key: jax.Array | None
     ) -> tuple[jax.Array, Caches]:
         """`stride` steps: see `advance_many`."""
         held, at = (self.model, self.sampling, self.params), np.int32(position)
@@ -198,28 +168,19 @@ class Generator:
 
     def stream(self, prompt: Sequence[int], max_tokens: int, seed: int = 0) -> Iterator[int]:
         """Tokens after a prompt: the first as soon as it is there, then `stride` at a time."""
-        config, length = self.model.config, len(prompt)
-        if not 0 < length < config.context:
+        position, context = len(prompt), self.model.config.context
+        if not 0 < position < context:
             raise ValueError(
                 "generate: a prompt must have at least one token and leave room in the context, "
-                f"got {length} tokens, context={config.context}"
+                f"got {position} tokens, context={context}"
             )
-        if not all(0 <= token < config.vocabulary for token in prompt):
-            raise ValueError(
-                f"generate: tokens must lie in [0, {config.vocabulary}), got prompt={prompt}"
-            )
-        if max_tokens < 0:
-            raise ValueError(f"generate: max_tokens must be at least 0, got {max_tokens}")
-        count = min(max_tokens, config.context - length)
+        count = min(max_tokens, context - position)
         if count < 1:
-            return iter(())
+            return
         key = jax.random.key(seed) if self.sampling.temperature else None
-        return self._stream(np.asarray([prompt], np.int32), count, key)
-
-    def _stream(self, tokens: np.ndarray, count: int, key: jax.Array | None) -> Iterator[int]:
-        strides, position = -(-(count - 1) // self.stride), tokens.shape[1]
+        strides = -(-(count - 1) // self.stride)
         caches = self.caches(position + strides * self.stride)
-        held = self.model, self.sampling, self.params
+        held, tokens = (self.model, self.sampling, self.params), np.asarray([prompt], np.int32)
         ahead, caches = advance(*held, tokens, caches, np.int32(0), key)
         # Before the program of a stride is compiled; an index of JAX's would be a program too.
         yield int(np.asarray(ahead)[0, 0])

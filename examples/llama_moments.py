@@ -1,0 +1,93 @@
+"""Writes what GPTQ needs of a Llama: second moments of the inputs of its matrices, from texts.
+
+    python examples/llama_moments.py smollm2 moments.safetensors
+    python examples/llama_moments.py model/ moments.safetensors --texts articles.txt
+    python -m mx_jax quantize model/ small/ --format mxfp4 --keep '' --scales gptq \\
+        --moments moments.safetensors
+
+Texts should be of the kind that the model is to be good at; without them it reads Python's own
+manual. The file has a float32 matrix of k x k for every matrix with k inputs, by its name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from generate.config import LlamaConfig
+from generate.load import WHOLE, Source, find_model, open_model, params_of
+from generate.model import Llama
+from rich.console import Console
+from rich.progress import track
+from safetensors.numpy import save_file
+
+from mx_jax import calibrate, recipes
+
+# More texts bring little: how many tokens are read at most, and in sequences of what length.
+TOKENS, LENGTH = 20480, 512
+
+
+def manual() -> str:
+    """Python's own manual of its language, which every installation has; in order of its topics."""
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics))
+
+
+def model_moments(params: object, config: LlamaConfig, tokens: Sequence[int]) -> calibrate.Moments:
+    """`calibrate.moments` of a model, its head's among them, by paths of its parameters."""
+    length = min(LENGTH, config.context)
+    count = min(len(tokens), TOKENS) // length
+    if not count:
+        raise ValueError(f"needs a text of {length} tokens at least, got {len(tokens)}")
+    sequences = np.array(tokens[: count * length], np.int32).reshape(count, 1, length)
+    read = track(sequences, "calibrate", console=Console(stderr=True), transient=True)
+    model = Llama(config, recipes.high_precision())
+    return calibrate.moments(model, read, variables={"params": params})
+
+
+def tensor_moments(source: Source, texts: Sequence[str]) -> dict[str, np.ndarray]:
+    """Moments by the names of a checkpoint's tensors; the model joins some of their products."""
+    config, name = source.config, source.names.of
+    params = params_of(source.weights, config, source.names)
+    found = model_moments(params, config, source.tokenizer().encode("\n".join(texts)))
+    by_name = {
+        name(field, index): found[f"layers_{index}/{path}"]
+        for index in range(config.layers)
+        for field, path in WHOLE.items()
+    }
+    head = "embedding" if config.tied else "head"
+    by_name[name(head)] = found[head]
+    return {name: np.asarray(moment, np.float32) for name, moment in by_name.items()}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the program and returns its exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", help="a GGUF file, a folder, or smollm2")
+    parser.add_argument("out", type=Path, help="the safetensors file to write")
+    parser.add_argument("--texts", metavar="FILE", nargs="+", type=Path, default=())
+    options = parser.parse_args(argv)
+    try:
+        source = open_model(find_model(options.model))
+        texts = [path.read_text(encoding="utf-8") for path in options.texts]
+        found = tensor_moments(source, texts or [manual()])
+        save_file(found, options.out)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"llama_moments: {error}", file=sys.stderr)
+        return 2
+    print(
+        f"{options.out}: of {len(found)} matrices; next, with a format of your choice:\n"
+        f"python -m mx_jax quantize {source.weights.path} small/ --format mxfp4 --keep '' "
+        f"--scales gptq --moments {options.out}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Language models, their weights and caches in block formats, that write text."""

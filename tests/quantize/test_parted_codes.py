@@ -1,0 +1,253 @@
+"""Codes that part from the value that they were made of: a gradient passes or is an error, and is
+never zero; without a derivative nothing changes."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import mx_jax
+from mx_jax.mxarray import MXArray
+from tests.quick import quick
+
+KEYS = jax.random.split(jax.random.key(0), 2)
+X = jax.random.normal(KEYS[0], (10, 64))
+EXPERTS = jax.random.normal(KEYS[1], (3, 64, 32))
+SIZES = jnp.array([4, 0, 5])
+ERROR = (
+    r"quantize: codes have no derivative, got one by x of shape=\({}64, 32\), dtype=float32; they "
+)
+FORMATS = ("mxfp4", "nvfp4")
+
+
+def encode(w: jax.Array, format: str = "mxfp4") -> MXArray:
+    return mx_jax.quantize(w, format, axis=-2)
+
+
+def ragged(w: MXArray | jax.Array, recipe: str = "mxfp4") -> jax.Array:
+    return jnp.sum(mx_jax.ragged_dot(X, w, SIZES, recipe=recipe) ** 2)
+
+
+def multiply(w: MXArray | jax.Array) -> jax.Array:
+    return jnp.sum(mx_jax.matmul(X, w, recipe="mxfp4") ** 2)
+
+
+def by_rows(multiply: Callable[..., jax.Array], w: Any) -> jax.Array:
+    return lax.scan(lambda total, w: (total + multiply(w), None), 0.0, w)[0]
+
+
+def of_the_last(w: jax.Array, q: MXArray) -> jax.Array:
+    """A loop that quantizes what it carries."""
+    return multiply(lax.scan(lambda q, _: (encode(q.dequantize() / 2), None), q, None, 2)[0])
+
+
+Loss = Callable[[jax.Array], jax.Array]
+# What it does, and the same with codes that do not part.
+PASSES: dict[str, tuple[Loss, Loss]] = {
+    "vmap": (lambda w: ragged(jax.vmap(encode)(w)), lambda w: ragged(encode(w))),
+    "vmap of vmap": (
+        lambda w: (
+            jax.vmap(jax.vmap(lambda row: mx_jax.quantize(row, "mxfp4")))(w)
+            .dequantize()[1, 2]
+            .sum()
+        ),
+        lambda w: mx_jax.quantize(w, "mxfp4").dequantize()[1, 2].sum(),
+    ),
+    "into vmap": (
+        lambda w: jax.vmap(multiply)(encode(w)).sum(),
+        lambda w: sum(map(multiply, encode(w))),
+    ),
+    "vmap inside scan": (
+        lambda w: by_rows(lambda w: ragged(jax.vmap(encode)(w)), jnp.stack([w, 2 * w])),
+        lambda w: ragged(encode(w)) + ragged(encode(2 * w)),
+    ),
+    "closed over": (
+        lambda w: (lambda q: by_rows(lambda x: x * multiply(q), jnp.ones(2)))(encode(w[0])),
+        lambda w: 2 * multiply(encode(w[0])),
+    ),
+    "inside scan": (
+        lambda w: by_rows(lambda w: multiply(encode(w)), w),
+        lambda w: sum(multiply(encode(row)) for row in w),
+    ),
+    "inside checkpoint": (
+        lambda w: jax.checkpoint(lambda w: multiply(encode(w)))(w[0]),
+        lambda w: multiply(encode(w[0])),
+    ),
+    "beside their size": (
+        lambda w: (lambda q: multiply(q) * q.nbytes)(encode(w[0])),
+        lambda w: multiply(encode(w[0])) * (64 * 32 + 2 * 32),
+    ),
+    "stopped values": (
+        lambda w: jnp.sum(lax.stop_gradient(encode(w).dequantize()) * w),
+        lambda w: jnp.sum(encode(lax.stop_gradient(w)).dequantize() * w),
+    ),
+    "stopped codes": (
+        lambda w: multiply(lax.stop_gradient(encode(w[0]))) * w.sum(),
+        lambda w: multiply(encode(lax.stop_gradient(w[0]))) * w.sum(),
+    ),
+    "stopped sources": (
+        lambda w: multiply(jax.jit(encode)(lax.stop_gradient(w[0]))) * w.sum(),
+        lambda w: multiply(encode(lax.stop_gradient(w[0]))) * w.sum(),
+    ),
+}
+# Codes that enter a transformation: the value goes along where the derivative is taken around it.
+ENTERS: dict[str, tuple[Loss, Loss]] = {
+    "scan": (
+        lambda w: by_rows(multiply, encode(w)),
+        lambda w: sum(map(multiply, encode(w))),
+    ),
+    "jit": (lambda w: jax.jit(multiply)(encode(w[0])), lambda w: multiply(encode(w[0]))),
+    "checkpoint": (
+        lambda w: jax.checkpoint(multiply)(encode(w[0])),
+        lambda w: multiply(encode(w[0])),
+    ),
+    "cond": (
+        lambda w: lax.cond(w[0, 0, 0] > 9, lambda q: 2 * multiply(q), multiply, encode(w[0])),
+        lambda w: multiply(encode(w[0])),
+    ),
+    "tree.map": (
+        lambda w: multiply(jax.tree.map(lambda leaf: leaf, encode(w[0]))),
+        lambda w: multiply(encode(w[0])),
+    ),
+}
+LEAVES: dict[str, Loss] = {
+    "scan": lambda w: ragged(lax.scan(lambda _, row: (None, encode(row)), None, w)[1]),
+    "jit": lambda w: multiply(jax.jit(encode)(w[0])),
+    "cond": lambda w: multiply(
+        lax.cond(w[0, 0, 0] > 9, lambda w: encode(2 * w), encode, w[0]),
+    ),
+    "checkpoint": lambda w: multiply(jax.checkpoint(encode)(w[0])),
+    "jit in vmap": lambda w: ragged(jax.vmap(jax.jit(encode))(w)),
+    "dequantized": lambda w: jax.jit(encode)(w[0]).dequantize().sum(),
+    "written": lambda w: multiply(encode(w[0]).at[:, 2:4].set(encode(w[1])[:, 2:4])),
+    "packed": lambda w: multiply(mx_jax.pack_weights(encode(w[0]))),
+}
+WAYS: dict[str, Callable[[Loss], Loss]] = {
+    "grad": jax.grad,
+    "jit of grad": lambda f: quick(jax.grad(f)),
+    "grad of jit": lambda f: jax.grad(jax.jit(f)),
+    "grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
+}
+
+
+@pytest.mark.parametrize("case", PASSES)
+def test_the_gradient_passes(case: str):
+    loss, same = PASSES[case]
+    wanted = quick(jax.grad(same))(EXPERTS)
+    assert jnp.abs(wanted).max() > 0
+    for way in ("jit of grad", "grad of jit"):
+        gradient = WAYS[way](loss)(EXPERTS)
+        np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-4, err_msg=way)
+    for way in ("grad", "grad of checkpoint"):
+        assert jax.eval_shape(WAYS[way](loss), EXPERTS).shape == EXPERTS.shape
+
+
+@pytest.mark.parametrize("case", ENTERS)
+def test_the_value_goes_along_where_a_derivative_is_taken(case: str):
+    loss, same = ENTERS[case]
+    wanted = quick(jax.grad(same))(EXPERTS)
+    assert jnp.abs(wanted).max() > 0
+    for way in ("grad", "jit of grad"):
+        np.testing.assert_allclose(WAYS[way](loss)(EXPERTS), wanted, rtol=1e-4, atol=1e-4)
+    for way in ("grad of jit", "grad of checkpoint"):
+        with pytest.raises(ValueError, match=ERROR.format(".*")):
+            jax.eval_shape(WAYS[way](loss), EXPERTS)
+
+
+@pytest.mark.parametrize("case", LEAVES)
+def test_a_gradient_of_codes_that_left_is_an_error(case: str):
+    loss = LEAVES[case]
+    assert jnp.isfinite(quick(loss)(EXPERTS))
+    for way in WAYS.values():
+        with pytest.raises(ValueError, match=ERROR.format(".*") + "left the jit, scan, cond"):
+            jax.eval_shape(way(loss), EXPERTS)
+        # Whatever else is differentiated, and where a gradient is stopped.
+        assert jax.eval_shape(way(lambda x: loss(EXPERTS) * x.sum()), X).shape == X.shape
+        jax.eval_shape(way(lambda w: loss(lax.stop_gradient(w)) + w.sum()), EXPERTS)
+
+
+def test_forward_mode():
+    tangent = jnp.ones_like(EXPERTS)
+    values = lambda w: jax.vmap(encode)(w).dequantize()  # noqa: E731
+    np.testing.assert_array_equal(jax.jvp(jax.jit(values), (EXPERTS,), (tangent,))[1], tangent)
+    _, linear = jax.linearize(values, EXPERTS)
+    np.testing.assert_array_equal(linear(tangent), tangent)
+    with pytest.raises(ValueError, match=ERROR.format(".*")):
+        jax.jvp(LEAVES["dequantized"], (EXPERTS,), (tangent,))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_each_expert_under_a_scale_of_its_own(format: str):
+    """What docs/recipes.md shows, in a scan over layers that are computed again."""
+    layers = jnp.stack([EXPERTS, -EXPERTS])
+
+    def loss(layers, encode_all):
+        @jax.checkpoint
+        def layer(total, experts):
+            return total + ragged(encode_all(experts), format), None
+
+        return lax.scan(layer, 0.0, layers)[0]
+
+    one_by_one = lambda w: jax.vmap(lambda w: encode(w, format))(w)  # noqa: E731
+    gradient = jax.grad(jax.jit(lambda layers: loss(layers, one_by_one)))(layers)
+    assert bool((jnp.abs(gradient).max((2, 3)) > 0)[:, [0, 2]].all())
+    assert not gradient[:, 1].any(), "no row uses it"
+    if format == "mxfp4":
+        whole = quick(jax.grad(lambda layers: loss(layers, encode)))(layers)
+        np.testing.assert_allclose(gradient, whole, rtol=1e-4, atol=1e-4)
+
+
+def test_trees_are_those_of_stored_codes():
+    """A loop may carry codes that it quantizes anew, from codes that were stored."""
+    stored = encode(EXPERTS[0])
+    structures = []
+
+    @jax.jit
+    def trace(w):
+        structures.append(jax.tree.structure(encode(w)))
+        return lax.cond(w[0, 0] > 0, lambda w: encode(w), lambda w: stored, w)
+
+    result = trace(EXPERTS[0])
+    assert structures == [jax.tree.structure(stored)] == [jax.tree.structure(result)]
+    assert result.primal is None
+    assert jax.vmap(encode)(EXPERTS).primal is None, "nothing is kept alive"
+    assert jnp.isfinite(jax.jit(of_the_last)(EXPERTS[0], encode(EXPERTS[0])))
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(stored)]
+    assert paths == [".codes", ".scales"]
+
+
+def test_codes_may_be_looked_at_under_a_derivative():
+    def loss(w):
+        q = encode(w)
+        assert q.nbytes == 64 * 32 + 2 * 32
+        assert len(jax.tree.leaves(q)) == 3, "with the value"
+        return multiply(q), q
+
+    gradient, q = jax.grad(loss, has_aux=True)(EXPERTS[0])
+    assert jnp.abs(gradient).max() > 0
+    assert q.primal is None
+    np.testing.assert_array_equal(q.codes, encode(EXPERTS[0]).codes)
+
+
+def test_codes_that_leave_shard_map():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    w = jnp.tile(EXPERTS[0], (8, 1, 1))
+    encode_parts = jax.shard_map(encode, mesh=mesh, in_specs=P("d"), out_specs=P("d"))
+
+    def loss(w):
+        return jnp.sum(encode_parts(w).dequantize() ** 2)
+
+    wanted = jax.grad(lambda w: jnp.sum(encode(w).dequantize() ** 2))(w)
+    for way, derivative in WAYS.items():
+        try:
+            gradient = derivative(loss)(w)
+        except ValueError as error:
+            assert re.match(ERROR.format(".*"), str(error)), way
+        else:
+            np.testing.assert_array_equal(gradient, wanted, err_msg=way)
