@@ -82,6 +82,7 @@ def _run() -> int:
         if loading is not signal.SIG_IGN:  # as shells have commands in the background
             signal.signal(signal.SIGINT, _interrupted)
 
+    status = 0
     try:
         from mx_jax.cli import main
 
