@@ -1,6 +1,5 @@
 """Benchmarks of whole models, on tiny ones: calibration, decoding, gradients, sentences."""
 
-import argparse
 import json
 from pathlib import Path
 
@@ -14,8 +13,6 @@ from benchmarks import sentence_embeddings as sentences
 from benchmarks.llama import GGUF, params_of
 from tests.examples import bert
 from tests.examples.tiny_llama import CONFIG, tensors
-
-OPTIONS = argparse.Namespace(sequences=3, length=9, calibration=3)
 
 
 @pytest.mark.slow
@@ -41,8 +38,6 @@ def test_calibration_of_a_tiny_model(rng: np.random.Generator):
     assert own["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     gaps = {row["way"]: row["loss"] - own["loss"] for row in rows[1:]}
     assert rows[-2]["closed"] == pytest.approx(1 - gaps["gptq"] / gaps["plain"])
-    (cells,) = (c for c in calibration.sheet(rows, OPTIONS).rows if c[0] == "mxfp4, gptq")
-    assert cells[4] == f"{100 * rows[-2]['closed']:.0f} %"
 
 
 TINY = (

@@ -69,19 +69,6 @@ def test_a_bit_that_flipped_is_noticed(example, interrupted, checkpoints, capsys
 
 
 @pytest.mark.slow
-def test_a_message_where_no_checkpoint_is_whole(call, interrupted, checkpoints, capfd):
-    for folder in list(checkpoints.iterdir()):
-        truncate(folder / "run" / "metadata")
-    assert call(*OPTIONS, "--resume") == NO_DISK
-    output, errors = capfd.readouterr()
-    assert f"cannot read any checkpoint in {checkpoints} (step 5: run/metadata is dam" in errors
-    assert "delete that folder and pass --resume: other runs are kept" in errors
-    assert len(errors.splitlines()) == 1
-    assert output.splitlines()[-1].endswith("--resume")
-    assert {path.name for path in checkpoints.iterdir()} == {"2", "4", "5"}
-
-
-@pytest.mark.slow
 def test_a_full_disk_is_one_message(example, call, results, checkpoints, monkeypatch, capfd):
     disk = example("lm.disk")
     usage = type(disk.shutil.disk_usage("/"))

@@ -157,7 +157,7 @@ def test_adapters_over_codes_are_written_as_one_matrix(llama, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["float32", "mxfp4_stochastic", "lora:mxfp4"])
+@pytest.mark.parametrize("way", ["mxfp4_stochastic", "lora:mxfp4"])
 def test_every_way_learns_and_resumes(way: str, call, monkeypatch, capsys):
     states = ("--states", "mxfp8" if way == "mxfp4_stochastic" else "float32")
     assert call("--ways", way, "--out", "whole", *states) == 0
@@ -167,13 +167,9 @@ def test_every_way_learns_and_resumes(way: str, call, monkeypatch, capsys):
     found = losses("whole", way)
     assert losses("finetuned", way) == found
     assert np.mean(found["after"]) < np.mean(found["before"]) - 0.1
-    if way != "float32":
-        return
-    # Done before, and shown beside what is added.
     capsys.readouterr()
-    assert call("--resume", "--ways", f"{way},qat:nvfp4") == 0
+    assert call("--resume") == 0
     assert f"{way}: done before" in capsys.readouterr().out
-    assert runs().keys() == {way, "qat:nvfp4"}
 
 
 @pytest.mark.parametrize(

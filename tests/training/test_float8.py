@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax.formats import E4M3, E5M2, INT8, WHOLE
+from mx_jax.formats import E4M3, E5M2, INT8
 from mx_jax.recipes import DISABLED, Cast, Float8Config
 
 ELEMENTS = {"e4m3": (E4M3, 448.0), "e5m2": (E5M2, 57344.0)}
@@ -59,23 +59,6 @@ def test_scales_and_codes_equal_torchao(kind, axis, element, power_of_two, dtype
         )
         np.testing.assert_array_equal(np.asarray(ours.scales).ravel(), scale.numpy().ravel(), name)
         np.testing.assert_array_equal(np.asarray(ours.codes), codes, name)
-
-
-def test_named_recipes_do_what_torchaos_do():
-    tensorwise = mx_jax.recipes.float8_tensorwise()
-    assert tensorwise.fwd.lhs.format.block == (WHOLE, WHOLE)
-    assert [spec.lhs.format.element for spec in (tensorwise.fwd, tensorwise.dlhs)] == [E4M3, E5M2]
-    assert tensorwise.fwd.lhs.scale_rule.name == "float8"
-    rowwise = mx_jax.recipes.float8_rowwise()
-    for spec in (rowwise.fwd, rowwise.dlhs, rowwise.drhs):
-        for operand in (spec.lhs, spec.rhs):
-            assert operand.format.block == (1, WHOLE)
-            assert operand.format.element == E4M3
-            assert operand.scale_rule.name == "float8_power_of_two"
-    mixed = mx_jax.recipes.float8_rowwise_with_gw_hp()
-    assert mixed.dlhs.lhs.format.block == (1, WHOLE)
-    assert mixed.dlhs.rhs.format.block == (WHOLE, WHOLE)
-    assert mixed.drhs.is_high_precision
 
 
 def test_fast_accumulation_is_a_choice_of_each_product():
