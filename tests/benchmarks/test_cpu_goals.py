@@ -1,4 +1,4 @@
-"""Goals on a CPU: what is said of what was measured; the library of bounds, built as it says."""
+"""Goals on a CPU: what is said of what was measured, and where the library of bounds is missing."""
 
 import subprocess
 from pathlib import Path

@@ -28,12 +28,8 @@ CASES = {
     "3x3 same": dict(kernel_size=(3, 3)),
     "3x3 valid, strides": dict(kernel_size=(3, 3), strides=(2, 1), padding="VALID"),
     "patches": dict(kernel_size=(2, 3), strides=(2, 3), padding="VALID"),
-    "patches with a remainder": dict(kernel_size=(4, 4), strides=(4, 4), padding="VALID"),
     "patches, padded": dict(kernel_size=(4, 4), strides=(4, 4), padding="SAME"),
     "dilated": dict(kernel_size=(2, 3), kernel_dilation=(3, 2)),
-    "dilated, strides of the kernel's size": dict(
-        kernel_size=(2, 2), strides=(2, 2), kernel_dilation=(2, 3), padding="VALID"
-    ),
     "circular": dict(kernel_size=(3, 3), padding="CIRCULAR"),
     "pairs": dict(kernel_size=(3, 2), padding=((1, 0), (2, 3))),
     "cut": dict(kernel_size=(3, 2), padding=((-1, 0), (2, -3))),

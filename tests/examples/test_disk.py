@@ -1,4 +1,4 @@
-"""A full disk, damaged checkpoints and power cuts: one clear message, and nothing lost."""
+"""A full disk and damaged checkpoints: one clear message, and nothing lost."""
 
 import os
 import signal

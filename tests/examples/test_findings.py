@@ -1,4 +1,4 @@
-"""examples/findings: what each script says holds, and each draws its figure."""
+"""examples/findings: what each script says holds, and its figure is on the page."""
 
 import importlib
 import sys

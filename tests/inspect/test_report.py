@@ -295,10 +295,10 @@ def test_a_reference_in_any_form(files: tuple[Path, Path], tmp_path: Path):
     small, exact = files
     out, texts = tmp_path / "page.html", []
     arrays = safetensors.numpy.load_file(exact)
-    for source in (small, str(small), checkpoint.read(small)):
-        for reference in (exact, checkpoint.read(exact), arrays):
-            inspect.report(source, out, reference=reference)
-            texts.append(out.read_text().replace("the given arrays", str(exact)))
+    sources = (small, str(small), checkpoint.read(small))
+    for source, reference in zip(sources, (exact, checkpoint.read(exact), arrays), strict=True):
+        inspect.report(source, out, reference=reference)
+        texts.append(out.read_text().replace("the given arrays", str(exact)))
     assert len(set(texts)) == 1 and f"<h1>{small}</h1>" in texts[0]
     del arrays[NORM]
     inspect.report(small, out, reference=arrays)

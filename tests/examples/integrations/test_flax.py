@@ -1,4 +1,4 @@
-"""Flax's own hooks: the examples learn in quantized products, which are `mx_jax.matmul`'s."""
+"""Flax's own hooks: the examples learn in quantized products, which their report names."""
 
 import dataclasses
 from typing import Any
