@@ -21,6 +21,7 @@ from tests.quick import quick
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).standard_normal((2, 5, 32), np.float32)
+KERNEL = flax_nn.initializers.constant(0.3)
 
 
 @pytest.mark.parametrize("name", ["DotGeneral", "EinsumOp"])
@@ -58,11 +59,36 @@ def apply(model: flax_nn.Module, variables: Any, x: Any, key: Any) -> Any:
     return model.apply(variables, x, rngs={"quantize": key})
 
 
+class Twins(flax_nn.Module):
+    """Two equal layers, which differ by their rounding alone, and the first once more."""
+
+    dot_general: Any
+
+    @flax_nn.compact
+    def __call__(self, x):
+        first, second = (
+            flax_nn.Dense(8, kernel_init=KERNEL, dot_general_cls=self.dot_general) for _ in range(2)
+        )
+        return first(x), second(x), first(x)
+
+
 @forms
 def test_linen_parameters_are_those_of_the_layer_without_it(form: Any):
     layer = flax_nn.DenseGeneral((2, 4), dot_general_cls=form(stochastic()))
     expected = jax.eval_shape(flax_nn.DenseGeneral((2, 4)).init, KEY, X)
     assert jax.eval_shape(layer.init, KEY, X) == expected
+
+
+@pytest.mark.slow(but="class")
+@forms
+def test_each_product_draws_its_own_bits(form: Any):
+    model = Twins(form(stochastic()))
+    draw = functools.partial(apply, model, init(model), X)
+    first, second, again = draw(KEY)
+    assert np.any(first != second) and np.any(first != again)
+    for left, right in zip(draw(KEY), (first, second, again), strict=True):
+        assert_bitwise_equal(left, right)
+    assert np.any(draw(jax.random.key(1))[0] != first)
 
 
 @pytest.mark.parametrize(
