@@ -16,12 +16,11 @@ from generate import load as loading
 from generate.command import main, pieces
 from generate.config import GGUF
 from generate.decode import Generator, Sampling
-from generate.load import DEFAULT, find_model, formats_of, load, open_model, params_of, recipe_for
-from generate.model import PRODUCTS, Llama
+from generate.load import find_model, formats_of, load, open_model, params_of, recipe_for
+from generate.model import Llama
 from generate.tokenizer import tokenizer_of_folder, tokenizer_of_gguf
 
-from mx_jax import calibrate, checkpoint, cli, recipes
-from mx_jax.packed import unpacked
+from mx_jax import checkpoint, cli, recipes
 from tests.checkpoint.gguf_bytes import F32, STRING, U32, Tensor, array, gguf, text
 from tests.examples import tiny_llama as tiny
 from tests.examples.test_generate_model import METADATA
@@ -110,7 +109,7 @@ def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert find_model("smollm2") == package / "model.gguf"
 
 
-def test_formats_by_name(folder: Path):
+def test_formats_by_name():
     found = formats_of("mxfp8,gate_up=nvfp4,head=mxint8")
     names = {part: format.name for part, format in found.items()}
     assert names == {
@@ -125,12 +124,6 @@ def test_formats_by_name(folder: Path):
     assert recipe.fwd.lhs.format.name == "mxint8" and recipe.fwd.rhs is None
     with pytest.raises(ValueError, match="nvfp4"):
         recipe_for("mxint8", tuple(found.values()))
-    # Without one, that of each part of the default.
-    params = load(folder)[0].params
-    own = {part: params["layers_1"][part]["kernel"] for part in PRODUCTS}
-    for part, format in formats_of(DEFAULT).items():
-        w = params["embedding"] if part == "head" else own[part]
-        assert unpacked(w).format == format
 
 
 # Tokens ------------------------------------------------------------------------------------------
@@ -254,9 +247,9 @@ def test_from_a_gguf_file_to_a_folder(folder: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.startswith("Once")
 
 
-def test_gptq_of_a_llama(folder: Path, capsys: pytest.CaptureFixture[str]):
-    """Moments by the names of the tensors, the head's among them; the command rounds by them."""
-    out, moments, texts = (folder.parent / name for name in ("small", "moments", "text.txt"))
+def test_moments_of_a_llama(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """By the names of the tensors, the head's among them: `mx_jax quantize` takes them."""
+    moments, texts = folder.parent / "moments", folder.parent / "text.txt"
     words = [str(folder), str(moments), "--texts", str(texts)]
     texts.write_text("few")
     assert llama_moments.main(words) == 2
@@ -274,13 +267,3 @@ def test_gptq_of_a_llama(folder: Path, capsys: pytest.CaptureFixture[str]):
     eye = {**params, "head": jnp.eye(source.config.vocabulary, source.config.width)}
     rows = np.asarray(quick(untied.apply)({"params": eye}, tokens)[0])[0, :, : source.config.width]
     np.testing.assert_allclose(found[table], rows.T @ rows, rtol=1e-4, atol=1e-3)
-
-    words = ["quantize", str(folder), str(out), "--format", "mxfp4", "--keep", ""]
-    assert cli.main([*words, "--scales", "gptq", "--moments", str(moments)]) == 0
-    assert f"15 of 20 tensors by GPTQ, by {moments}" in capsys.readouterr().err
-    small: Any = checkpoint.read(out)
-    for name in (table, "model.layers.1.mlp.down_proj.weight"):
-        want = calibrate.gptq(tensors[name], "mxfp4", found[name], axis=1)
-        np.testing.assert_array_equal(small[name].codes, want.codes)
-        plain = calibrate.search_scales(tensors[name], "mxfp4", axis=1)
-        assert (want.codes != plain.codes).any()

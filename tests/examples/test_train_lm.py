@@ -22,8 +22,9 @@ def fails(capsys, run) -> str:
 
 
 @pytest.mark.slow
-def test_results_table_and_plot(call, results, tmp_path, capsys):
-    assert call("--recipes", "float32,mxfp4", "--seeds", "0,1") == 0
+def test_results_table_plot_log_and_sample(call, results, tmp_path, capfd):
+    options = ("--recipes", "float32,mxfp4", "--seeds", "0,1")
+    assert call(*options, "--sample", "9", "--prompt", "7 times") == 0
     document = results()
     assert document["config"]["steps"] == STEPS
     assert {"jax", "flax", "mx_jax", "python", "device"} <= document["environment"].keys()
@@ -42,18 +43,13 @@ def test_results_table_and_plot(call, results, tmp_path, capsys):
         runs["mxfp4", 0]["train_loss"][0], rel=0.01
     )
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    output = capsys.readouterr().out
+    output, errors = capfd.readouterr()
+    assert "7 times" in output
+    # A line each validation, and no bar.
+    assert output.count("float32, seed 0: step ") == 2 and "%|" not in output + errors
     losses = {key: run["final_validation_loss"] for key, run in runs.items()}
     gap = np.mean([losses["mxfp4", seed] / losses["float32", seed] - 1 for seed in (0, 1)])
     assert f"{100 * gap:+.2f} ±" in output
-
-
-def test_log_has_a_line_each_validation_no_bar_and_a_sample(call, capfd):
-    assert call("--recipes", "float32", "--sample", "9", "--prompt", "7 times") == 0
-    output, errors = capfd.readouterr()
-    assert "7 times" in output
-    assert output.count("float32, seed 0: step ") == 2
-    assert "%|" not in output + errors
 
 
 @pytest.mark.slow

@@ -250,7 +250,6 @@ def two_steps(cache, keys, values, query):
     [
         (None, P("data"), None),
         ("mxfp4", P("data"), "model"),
-        ("mxfp4", P("data", "model"), "model"),
         ("nvfp4", P("data", "model"), None),
     ],
 )

@@ -141,8 +141,8 @@ def test_random_bits_are_uniform_and_independent():
 
 
 def test_bits_are_those_of_the_position_in_memory():
-    flat = np.asarray(of.random_bits(jnp.zeros(3 * 5 * 64), WORDS))
-    shaped = np.asarray(of.random_bits(jnp.zeros((3, 5, 64)), WORDS))
+    draw = quick(of.random_bits)
+    flat, shaped = (np.asarray(draw(jnp.zeros(s), WORDS)) for s in (3 * 5 * 64, (3, 5, 64)))
     np.testing.assert_array_equal(shaped.reshape(-1), flat)
 
 
@@ -318,7 +318,7 @@ def test_sharded_as_its_parameters_without_a_collective(types):
 
 def test_orbax_saves_and_resumes_bit_for_bit(tmp_path: Path):
     optimizer = mx_jax.quantize_state(optax.adamw(1e-2))
-    step = jax.jit(lambda carry, number: step_of(optimizer)(carry, number)[0])
+    step = quick(lambda carry, number: step_of(optimizer)(carry, number)[0])
     carry = params_of(), quick(optimizer.init)(params_of())
     for number in range(3):
         carry = step(carry, jnp.asarray(number))
