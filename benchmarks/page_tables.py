@@ -172,14 +172,6 @@ def exchanged() -> Table:
     return ("layout", *(f"{d}, {w.replace('set_mesh', 'jit')}" for d, w in ways)), rows
 
 
-def packed_layers() -> Table:
-    found = {(r["case"], r["format"]): r["of_float32"] for r in result("cpu/packed_layers")["rows"]}
-    formats = list(dict.fromkeys(name for _, name in found))
-    cases = [case for case in dict.fromkeys(case for case, _ in found) if "float32" not in case]
-    rows = [(case, *(_times(found[case, own], 2) for own in formats)) for case in cases]
-    return ("layer", *formats), rows
-
-
 def ragged() -> Table:
     found = result("cpu/ragged")["rows"]
     formats = list(dict.fromkeys(row["format"] for row in found))
@@ -208,15 +200,6 @@ def compile_time() -> Table:
     return ("recipe", "C++", "reference"), rows
 
 
-def train_step() -> Table:
-    rows = [
-        (row["recipe"], number(row["overhead_percent"], 0))
-        for row in result("train_step")["rows"]
-        if row["cores"] == "one"
-    ]
-    return ("recipe", "over float32's products (%)"), rows
-
-
 TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
@@ -227,10 +210,8 @@ TABLES: dict[str, Callable[[], Table]] = {
         casts,
         products,
         exchanged,
-        packed_layers,
         ragged,
         compile_time,
-        train_step,
     )
 }
 
