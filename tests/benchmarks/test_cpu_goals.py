@@ -45,5 +45,6 @@ def test_every_goal_is_of_a_group_that_there_is():
 
 def test_without_it_a_benchmark_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(limits.VARIABLE, str(tmp_path / "limits.so"))
+    limits.load.cache_clear()
     with pytest.raises(SystemExit, match=r"cannot be loaded.*cmake --build build --target limits"):
         limits.load()
