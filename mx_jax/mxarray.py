@@ -42,6 +42,7 @@ class ArrayOfCodes:
 
     __hash__: Any = None
     shape: Any
+    primal: Any = None  # the value that codes were made of, which an MXArray may know
 
     @property
     def ndim(self) -> int:
@@ -359,8 +360,10 @@ class MXArray(ArrayOfCodes):
 
 def unlinked(x: X) -> X:
     """x without the value that its codes were made of: no gradient passes."""
-    linked = isinstance(x, MXArray) and x.primal is not None
-    return dataclasses.replace(x, primal=None) if linked else x
+    found: Any = x
+    if isinstance(x, MXArray) and x.primal is not None:
+        found = dataclasses.replace(x, primal=None)
+    return found
 
 
 _ARRAYS = ("codes", "scales", "tensor_scale")
@@ -400,7 +403,7 @@ def _flatten_with_keys(x: MXArray) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(zip(keys, leaves, strict=False)), static
 
 
-def _unflatten(static: tuple[Any, ...], leaves: Sequence[Any]) -> MXArray:
+def _unflatten(static: tuple[Any, ...], leaves: Iterable[Any]) -> MXArray:
     parts = dict(zip((*_ARRAYS, "primal"), leaves, strict=False))
     primal = parts.get("primal")
     if isinstance(primal, jax.Array | np.ndarray) and not isinstance(primal, Tracer):

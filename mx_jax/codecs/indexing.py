@@ -153,10 +153,10 @@ def _index_axis(
             f"MXArray index: axis={axis} is cut into blocks of {size}, which share a scale, and "
             f"takes slices only; got index={item!r}; {_REMEDY}"
         )
-    if np.ndim(item) == 0:
-        item = item if isinstance(item, jax.Array) else operator.index(item)
-        return item, item, []
-    return item, item, [None] * np.ndim(item)
+    places: Any = item
+    if np.ndim(places) == 0:
+        places = places if isinstance(places, jax.Array) else operator.index(places)
+    return places, places, [None] * np.ndim(places)
 
 
 # Reshaping ----------------------------------------------------------------------------------------
