@@ -22,11 +22,7 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, indexing, packing
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.blocks import Blocks, check_parts, violation
-from mx_jax.codecs.straight_through import (
-    is_differentiated,
-    parted_codes,
-    straight_through,
-)
+from mx_jax.codecs.straight_through import is_differentiated, parted_codes, straight_through
 from mx_jax.formats import BlockFormat
 
 X = TypeVar("X")

@@ -328,12 +328,11 @@ class RandomBitsCall:
     def of(cls, key: DerivedKey, shape: tuple[int, ...], width: int) -> "RandomBitsCall":
         """The bits that are drawn by a key."""
         config: Any = jax.config
-        is_partitionable = bool(config.jax_threefry_partitionable)
         return cls(
             shape=shape,
             width=width,
             implementation=key.implementation,
-            is_partitionable=is_partitionable,
+            is_partitionable=bool(config.jax_threefry_partitionable),
         )
 
     @property
