@@ -14,7 +14,7 @@ from mx_jax.backends.calls import MatmulCall, QuantizeCall
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import only_backend, prefer_backends, with_backends
 from mx_jax.backends.target import Backend, Offer
-from mx_jax.commands import env
+from mx_jax.inspect import environment
 from mx_jax.testing import backend_suite
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 from tests.extending.four_rows import FOUR_ROWS
@@ -54,7 +54,7 @@ def test_it_is_explained():
 
 def test_it_is_listed():
     with with_backends(FOUR_ROWS):
-        names = [backend["name"] for backend in env.describe()["backends"]]
+        names = [backend["name"] for backend in environment.describe()["backends"]]
     assert names[:2] == ["four_rows", "xla"]
 
 
