@@ -26,11 +26,6 @@ class Axes:
       batch: axes that the product holds once for both operands.
       kept: axes that the product has from this operand.
       contracting: axes that are summed over; blocks lie along the last.
-
-    Examples:
-      >>> from mx_jax.axes import Axes
-      >>> Axes.ordered(batch=1, k_first=True)
-      Axes(batch=(0,), kept=(2,), contracting=(1,))
     """
 
     batch: tuple[int, ...]

@@ -22,11 +22,7 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, indexing, packing
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.blocks import Blocks, check_parts, violation
-from mx_jax.codecs.straight_through import (
-    is_differentiated,
-    parted_codes,
-    straight_through,
-)
+from mx_jax.codecs.straight_through import is_differentiated, parted_codes, straight_through
 from mx_jax.formats import BlockFormat
 
 X = TypeVar("X")
@@ -42,6 +38,7 @@ class ArrayOfCodes:
 
     __hash__: Any = None
     shape: Any
+    primal: Any = None  # the value that codes were made of, which an MXArray may know
 
     @property
     def ndim(self) -> int:
@@ -359,8 +356,10 @@ class MXArray(ArrayOfCodes):
 
 def unlinked(x: X) -> X:
     """x without the value that its codes were made of: no gradient passes."""
-    linked = isinstance(x, MXArray) and x.primal is not None
-    return dataclasses.replace(x, primal=None) if linked else x
+    found: Any = x
+    if isinstance(x, MXArray) and x.primal is not None:
+        found = dataclasses.replace(x, primal=None)
+    return found
 
 
 _ARRAYS = ("codes", "scales", "tensor_scale")
@@ -400,7 +399,7 @@ def _flatten_with_keys(x: MXArray) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     return tuple(zip(keys, leaves, strict=False)), static
 
 
-def _unflatten(static: tuple[Any, ...], leaves: Sequence[Any]) -> MXArray:
+def _unflatten(static: tuple[Any, ...], leaves: Iterable[Any]) -> MXArray:
     parts = dict(zip((*_ARRAYS, "primal"), leaves, strict=False))
     primal = parts.get("primal")
     if isinstance(primal, jax.Array | np.ndarray) and not isinstance(primal, Tracer):

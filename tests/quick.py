@@ -36,7 +36,8 @@ def with_gradients(operation: Callable[[Any, Any], Any]) -> Callable[[Any, Any, 
 @contextlib.contextmanager
 def compilation_cache_off() -> Iterator[None]:
     """Compile anew: tests share a cache of programs, from which nothing is compiled twice."""
-    before = jax.config.jax_enable_compilation_cache
+    config: Any = jax.config
+    before = config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     # JAX looks at its flag once, at the first program of a process.
     compilation_cache.reset_cache()

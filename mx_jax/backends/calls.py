@@ -327,11 +327,12 @@ class RandomBitsCall:
     @classmethod
     def of(cls, key: DerivedKey, shape: tuple[int, ...], width: int) -> "RandomBitsCall":
         """The bits that are drawn by a key."""
+        config: Any = jax.config
         return cls(
             shape=shape,
             width=width,
             implementation=key.implementation,
-            is_partitionable=bool(jax.config.jax_threefry_partitionable),
+            is_partitionable=bool(config.jax_threefry_partitionable),
         )
 
     @property

@@ -29,12 +29,7 @@ from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.random_bits import DerivedKey
 
 # What codes and integers are the results of: no derivative reaches through them.
-_SLOPELESS = (
-    QuantizeCall,
-    QuantizeBothCall,
-    calls.CastStatisticsCall,
-    calls.RandomBitsCall,
-)
+_SLOPELESS = (QuantizeCall, QuantizeBothCall, calls.CastStatisticsCall, calls.RandomBitsCall)
 _DRAWS = (QuantizeCall, QuantizeBothCall, calls.TransformCall)
 # What `partition` splits between devices.
 _SPLIT = (MatmulCall, QuantizeCall, QuantizeBothCall)

@@ -21,14 +21,7 @@ from mx_jax.formats.element import unknown_name
 # XLA compiles it for that hardware. What stands behind the reference is not yet: `select` and
 # `find` ask it only where `prefer_backends` or `only_backend` names it, also for calls that the
 # reference refuses. Once measured, its place is the first.
-BACKENDS: tuple[Backend, ...] = (
-    XLA,
-    CPU_FFI,
-    XLA_SCALED,
-    XLA_BFLOAT16,
-    REFERENCE,
-    PALLAS_GPU,
-)
+BACKENDS: tuple[Backend, ...] = (XLA, CPU_FFI, XLA_SCALED, XLA_BFLOAT16, REFERENCE, PALLAS_GPU)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,14 +69,6 @@ def recording(*, marks: bool = False, axes: tuple[str, ...] = ()) -> Iterator[Re
 
     It records what is traced: of a function under `jit`, the first of several equal calls. With
     `marks` the jaxpr says which of its equations compute which entry: see `MARK`.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp, mx_jax
-      >>> from mx_jax.backends.select import recording
-      >>> with recording() as recorder:
-      ...     shape = jax.eval_shape(lambda x: mx_jax.cast(x, "mxfp4"), jnp.ones(32))
-      >>> [type(selection.call).__name__ for selection in recorder.selections]
-      ['QuantizeCall', 'DequantizeCall']
     """
     recorder = Recorder(marks=marks, axes=axes)
     with active(recorder):

@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.core import Tracer
@@ -41,23 +41,12 @@ class Target:
     @property
     def unsplit(self) -> str | None:
         """Why its compiler cannot be told how devices share a call; None: it can."""
-        return PLATFORMS.get(self.platform, Platform()).unsplit
-
-
-class Platform(NamedTuple):
-    """What the compilers of platforms differ in: see `Target`."""
-
-    unsplit: str | None = None
+        return "TPUs have no custom partitioning" if self.platform == "tpu" else None
 
 
 # jax.Device is no type to a type checker.
 Device = Any
-PLATFORMS: Mapping[str, Platform] = {
-    "cpu": Platform(),
-    "cuda": Platform(),
-    "rocm": Platform(),
-    "tpu": Platform(unsplit="TPUs have no custom partitioning"),
-}
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
 # Both enter jit's cache key: what was traced for one machine is not reused for another.
 _named = jax.make_user_context(default_value=None)

@@ -213,12 +213,13 @@ def _dot(k_first: tuple[bool, bool]) -> Any:
         is_batch = arrays[0].shape[0] > 1
         lhs, rhs, lhs_scale, rhs_scale = arrays if is_batch else (x[0] for x in arrays)
         batch = (0,) * is_batch
+        axes: Any = tuple((is_batch + (not first),) for first in k_first), (batch, batch)
         product = lax.scaled_dot(
             lhs,
             rhs,
             lhs_scale=lhs_scale,
             rhs_scale=rhs_scale,
-            dimension_numbers=(tuple((is_batch + (not first),) for first in k_first), (batch,) * 2),
+            dimension_numbers=axes,
             preferred_element_type=jnp.float32,
         )
         return lax.optimization_barrier(product) if is_batch else product[None]

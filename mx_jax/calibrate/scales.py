@@ -178,9 +178,7 @@ def _search(w: jax.Array, first: MXArray, importance: jax.Array, search: Search)
     how = {"tensor_scale": tensor_scale, "rounding": NEAREST, "random_bits": None}
     codes = encode_scaled(pieces, scales, first.format, **how)
     return dataclasses.replace(
-        first,
-        codes=block_shapes.merge(codes, w.shape, inside),
-        scales=lax.squeeze(scales, inside),
+        first, codes=block_shapes.merge(codes, w.shape, inside), scales=lax.squeeze(scales, inside)
     )
 
 

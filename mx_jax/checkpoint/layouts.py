@@ -119,10 +119,6 @@ class Layout:
             shape = (*shape[:-2], shape[-2] * shape[-1])
         return shape if codes.dtype in PACKED_BITS else (*shape[:-1], shape[-1] * 8 // bits)
 
-    def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """What the scales of a weight of that shape have to be."""
-        return scales_shape(shape, self.blocks)
-
     @property
     def least_axes(self) -> int:
         """Axes that stored codes have at least."""
@@ -159,7 +155,7 @@ class Layout:
         """What is wrong with the shape of the scales; they may leave out a last axis of one."""
         parts = self.parts(base)
         shape, given = self.shape(tensors[parts["codes"]]), tensors[parts["scales"]].shape
-        expected = self.scales_shape(shape)
+        expected = scales_shape(shape, self.blocks)
         if given == expected or (*given, 1) == expected:
             return None
         hint = "they may be swizzled for tensor cores, or of another block size"

@@ -184,7 +184,7 @@ def torchao_parts(name: str, value: MXArray | Any) -> tuple[dict[str, Entry], di
         codes = element.dtype
     shape = (*value.shape[:-1], value.shape[-1] * bits // 8)
     # One number has no axes there, one an expert three.
-    whole = np.shape(value.tensor_scale)
+    whole = () if value.tensor_scale is None else value.tensor_scale.shape
     how: Any = {"bits": bits, "scale_shape": () if math.prod(whole) == 1 else whole}
     parts = stored_parts(value, name, shape, (codes, value.format.scale.dtype), **how)
     roles = ROLES[: len(parts)]

@@ -153,10 +153,10 @@ def _index_axis(
             f"MXArray index: axis={axis} is cut into blocks of {size}, which share a scale, and "
             f"takes slices only; got index={item!r}; {_REMEDY}"
         )
-    if np.ndim(item) == 0:
-        item = item if isinstance(item, jax.Array) else operator.index(item)
-        return item, item, []
-    return item, item, [None] * np.ndim(item)
+    places: Any = item
+    if np.ndim(places) == 0:
+        places = places if isinstance(places, jax.Array) else operator.index(places)
+    return places, places, [None] * np.ndim(places)
 
 
 # Reshaping ----------------------------------------------------------------------------------------
@@ -265,11 +265,7 @@ def _groups(
 
 
 def _blocks_of_group(
-    old_axes: list[int],
-    new_axes: list[int],
-    shape: Shape,
-    new: Shape,
-    sizes: dict[int, BlockSize],
+    old_axes: list[int], new_axes: list[int], shape: Shape, new: Shape, sizes: dict[int, BlockSize]
 ) -> dict[int, BlockSize] | None:
     """The blocks of a group's new axes; None if some would not stay whole."""
     if all(sizes.get(axis) is WHOLE for axis in old_axes) and len(sizes) == len(shape):
@@ -367,10 +363,7 @@ def dynamic_update_slice(x: B, update: B, start_indices: Sequence[Any]) -> B:
         scales = _mark_cut(scales, written.shape, scale_starts, inside, _nan_scale(x))
     codes, values = parted_codes(x), parted_codes(update)
     return dataclasses.replace(
-        x,
-        codes=lax.dynamic_update_slice(codes, values, code_starts),
-        scales=scales,
-        primal=None,
+        x, codes=lax.dynamic_update_slice(codes, values, code_starts), scales=scales, primal=None
     )
 
 

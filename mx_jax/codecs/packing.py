@@ -39,12 +39,6 @@ def pack(codes: A, bits: int) -> A:
 
     Returns:
       uint8 `[..., packed_length(n, bits)]`, of the same kind.
-
-    Examples:
-      >>> import jax.numpy as jnp
-      >>> from mx_jax.codecs.packing import pack
-      >>> pack(jnp.array([0x1, 0x2, 0xF], jnp.uint8), 4)
-      Array([33, 15], dtype=uint8)
     """
     group = codes_per_group(bits)
     if group == 1:

@@ -169,12 +169,7 @@ def encode_scaled(
     else:
         x = over_float_scale(x, scales, format, tensor_scale)
     codes = element_codec.encode(
-        x,
-        element,
-        exponent=exponent,
-        rounding=rounding,
-        random_bits=random_bits,
-        has_nan=has_nan,
+        x, element, exponent=exponent, rounding=rounding, random_bits=random_bits, has_nan=has_nan
     )
     nan_code = 0 if element.nan_code is None else element.nan_code
     return select(broadcast_like(is_nan_scale(scales, format.scale), codes), nan_code, codes)
@@ -186,8 +181,9 @@ def over_float_scale(
     """Values over their float scales in float32, which is what `encode_scaled` rounds."""
     if tensor_scale is not None:
         # x * ((1 / p) / s), in this order: NVFP4's own arithmetic, each step rounded.
-        reciprocal = _reciprocal(scales, _lifted(tensor_scale, tensor_scale), format.scale)
-        return _times_lifted(values, tensor_scale, reciprocal)
+        lifted = lift(tensor_scale, is_tiny(tensor_scale))
+        reciprocal = _reciprocal(scales, lifted, format.scale)
+        return float32.mul(lift(values, is_tiny(tensor_scale)), reciprocal)
     values, scale = (
         float32.from_bits(float32.to_bits(values)),
         scale_to_float32(scales, format.scale),
@@ -199,28 +195,16 @@ def over_float_scale(
     return float32.mul(values, true_divide(lax.full_like(scale, 1), scale))
 
 
-def _lifted(x: jax.Array, tensor_scale: jax.Array) -> jax.Array:
-    return lift(x, is_tiny(tensor_scale))
-
-
-def _times_lifted(values: jax.Array, tensor_scale: jax.Array, factor: jax.Array) -> jax.Array:
-    return float32.mul(_lifted(values, tensor_scale), factor)
-
-
-def _divided_twice(
-    scales: jax.Array,
-    tensor_scale: jax.Array,
-    scale: ScaleFormat,
-    divide: Callable[[jax.Array, jax.Array], jax.Array] = opaque_divide,
-) -> jax.Array:
-    values = scale_to_float32(scales, scale)
-    return divide(divide(jnp.ones_like(values), tensor_scale), values)
-
-
 def _reciprocal(scales: jax.Array, tensor_scale: jax.Array, scale: ScaleFormat) -> jax.Array:
     """`(1 / p) / s` of a tensor scale p and block scales s."""
 
-    divided = functools.partial(_divided_twice, scale=scale)
+    def divided(
+        scales: jax.Array,
+        tensor_scale: jax.Array,
+        divide: Callable[[jax.Array, jax.Array], jax.Array] = opaque_divide,
+    ) -> jax.Array:
+        values = scale_to_float32(scales, scale)
+        return divide(divide(jnp.ones_like(values), tensor_scale), values)
 
     def looked_up(scales: jax.Array, tensor_scale: jax.Array) -> jax.Array:
         every = jnp.arange(256, dtype=jnp.uint8)

@@ -47,10 +47,7 @@ _WIDEST = 10_000
 
 
 def _stacked(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    left: Collection[str],
-    title: str | None,
+    columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str], title: str | None
 ) -> Iterator[str]:
     """Lines of a table that is wider than the terminal: two a row, names above its numbers."""
     names = len([*itertools.takewhile(lambda column: column in left, columns)])

@@ -166,7 +166,8 @@ def run(options: argparse.Namespace) -> int:
     def quantized(name: str) -> MXArray:
         """Called when the tensor is written, when `scales` has its entries."""
         one, each = weights.stored[name], judged[name]
-        made = each.quantize((one.host or one.fetch)(), moments.get(name), scales.get(name))
+        value: Any = one.look()
+        made = each.quantize(value, moments.get(name), scales.get(name))
         if bad := int((~np.isfinite(effective_scales(made))).sum()):
             if options.to != stream.OWN:
                 raise ValueError(

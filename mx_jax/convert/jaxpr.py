@@ -343,7 +343,7 @@ def _run_unchanged(jaxpr: Jaxpr, eqns: list[Any], known: dict[Any, Any]) -> None
 
 def closed(jaxpr: Jaxpr | ClosedJaxpr) -> ClosedJaxpr:
     """A jaxpr with its constants: some equations hold one without."""
-    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
 @dataclasses.dataclass(frozen=True)

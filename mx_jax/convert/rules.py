@@ -317,12 +317,7 @@ class Report:
         return "\n".join([text, *unused])
 
     def check(
-        self,
-        operation: str,
-        strict: bool,
-        used: Set[int] = frozenset(),
-        *,
-        caches: bool = True,
+        self, operation: str, strict: bool, used: Set[int] = frozenset(), *, caches: bool = True
     ) -> None:
         """Warn of rules that matched nothing, or raise ValueError if strict.
 

@@ -26,12 +26,7 @@ REMOVED: dict[str, str] = {
 
 
 def whereabouts(name: object) -> str:
-    """What an error adds about a name that left the package, or nothing.
-
-    Examples:
-      >>> whereabouts("mxfp8")
-      ''
-    """
+    """What an error adds about a name that left the package, or nothing."""
     place = REMOVED.get(str(name).strip().replace("-", "_"))
     return f", which left mx_jax in 0.2: {place}" if place else ""
 

@@ -137,11 +137,7 @@ class Capture:
     """What `capture` returns: a context; entered again, it compiles no program anew."""
 
     def __init__(
-        self,
-        filter: str | Filter | None,
-        stats: frozenset[str],
-        every: int,
-        sinks: Sequence[Sink],
+        self, filter: str | Filter | None, stats: frozenset[str], every: int, sinks: Sequence[Sink]
     ):
         self.pattern = filter
         self.filter: Filter = lambda tag: True
@@ -162,7 +158,9 @@ class Capture:
                 )
             self.filter = filter
         self.stats, self.every, self.sinks = stats, every, tuple(sinks)
+        # Of each path that was entered from none, the trace that did last, and how often.
         self.uses: dict[str, tuple[Any, int]] = {}
+        # The uses of each path, numbered.
         self.calls: dict[str, dict[tuple[int, ...], int]] = {}
         # What `at_step` says around the program.
         self._host_step: int | None = None

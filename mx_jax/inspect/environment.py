@@ -5,7 +5,7 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,6 @@ from mx_jax import recipes
 from mx_jax.backends import calls, select
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.formats import MXFP4, MXFP8_E4M3
-from mx_jax.inspect.tables import rich_table
 from mx_jax.ops.dot_general import matmul
 from mx_jax.ops.packing import pack_weights
 from mx_jax.ops.quantize import dequantize, quantize, quantize_both
@@ -131,9 +130,7 @@ def tables(found: dict[str, Any]) -> list[Table]:
         devices = {f"{row['number']} x {row['kind']}": row["platform"] for row in found["devices"]}
         devices["calls are for"] = f"{machine}, num_devices={target['num_devices']}"
         pairs["Devices"] = devices
-    shown = [
-        rich_table(title, ("what", "value"), rows.items(), left=2) for title, rows in pairs.items()
-    ]
+    shown = [_table(title, ("what", "value"), rows.items()) for title, rows in pairs.items()]
     if "error" in found:
         return shown
     by_backend = []
@@ -147,12 +144,18 @@ def tables(found: dict[str, Any]) -> list[Table]:
         asked = "only if named" if backend["only_if_named"] else "by default"
         takes = ", ".join(backend["takes"]) or "-"
         by_backend.append((backend["name"], asked, takes, "\n".join(reasons) or "-"))
-    by_call, columns = (
-        found["calls"].items(),
-        ("backend", "asked", "takes", "does not take, because"),
-    )
+    columns = "backend", "asked", "takes", "does not take, because"
     return [
         *shown,
-        rich_table("Who computes what by default", ("call", "backend"), by_call, left=2),
-        rich_table("Backends, in order", columns, by_backend, left=4),
+        _table("Who computes what by default", ("call", "backend"), found["calls"].items()),
+        _table("Backends, in order", columns, by_backend),
     ]
+
+
+def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for head in heads:
+        table.add_column(head, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

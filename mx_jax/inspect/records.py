@@ -138,11 +138,9 @@ class Sink(Protocol):
 
     def write(self, record: Record | Scalar) -> None:
         """Take a record; called from the thread that runs callbacks, one at a time."""
-        ...
 
     def close(self) -> None:
         """The capture ends; it may begin again."""
-        ...
 
 
 class Memory(dict[Tag, list[Record]]):

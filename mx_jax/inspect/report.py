@@ -363,7 +363,8 @@ def _worst_operands(records: Sequence[Record]) -> Table:
     lowest: dict[str, Record] = {}
     for record in sorted(known, key=lambda record: record.stats["sqnr_db"]):
         lowest.setdefault(_name(record), record)
-    columns = statistics.headed()
+    columns = [column for row in statistics.TABLE for column in row.columns]
+    columns.sort(key=lambda column: column.heading != "dB")  # what they are sorted by first
     rows = [
         (
             name,

@@ -243,12 +243,6 @@ ARRAYS = frozenset({"before", "after"})
 """What raw statistics may hold besides: arrays of the user, which do not join."""
 
 
-def headed() -> list[Column]:
-    """Columns of tables for people: what they are sorted by, the SQNR, first."""
-    found = [column for row in TABLE for column in row.columns]
-    return sorted(found, key=lambda column: column.heading != "dB")
-
-
 def of_cast(before: jax.Array | None, after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
     """What the wanted statistics of a cast need; without `before` nothing of what it lost."""
     rows = [row for row in TABLE if row.name in wanted and row.name != "error"]

@@ -32,13 +32,7 @@ from mx_jax.codecs.blocks import Blocks, varying_axes
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import GRADIENTS, Key, product_key
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
-from mx_jax.ops.product import (
-    CotangentAval,
-    Product,
-    note_cast,
-    noted,
-    one_program,
-)
+from mx_jax.ops.product import CotangentAval, Product, note_cast, noted, one_program
 from mx_jax.ops.programs import QUANTIZED
 from mx_jax.ops.sharded_operands import Placed, place, twice
 from mx_jax.ops.tags import GRADIENT, SIDES, Free, remark
@@ -313,12 +307,7 @@ def unscaled(product: jax.Array, task: Task) -> jax.Array:
     return (product.astype(wide) * jnp.asarray(factor, wide)).astype(product.dtype)
 
 
-def transformed(
-    x: AnyOperand,
-    transform: Hadamard,
-    key: Key,
-    axis: int,
-) -> Any:
+def transformed(x: AnyOperand, transform: Hadamard, key: Key, axis: int) -> Any:
     """`T(x)`: see `reference.hadamard`."""
     if isinstance(x, Quantized):
         raise ValueError(
@@ -326,12 +315,8 @@ def transformed(
             f"longer allows, got format={x.format.name}, shape={x.shape}; pass dequantize(), or a "
             "recipe without transform"
         )
-    call = TransformCall(
-        shape=x.shape,
-        dtype=np.dtype(x.dtype),
-        axis=axis % x.ndim,
-        size=transform.size,
-    )
+    dtype = np.dtype(x.dtype)
+    call = TransformCall(shape=x.shape, dtype=dtype, axis=axis % x.ndim, size=transform.size)
     if transform.signs is not None:
         return bind(call, x, jnp.asarray(transform.signs, jnp.int32))
     assert key is not None, "random signs without a key"

@@ -31,12 +31,7 @@ from mx_jax.ops.arguments import (
     check_key,
     check_tensor_scale,
 )
-from mx_jax.ops.dense import (
-    cast_call,
-    dequantize_operand,
-    quantize_operand,
-    quantize_operand_both,
-)
+from mx_jax.ops.dense import cast_call, dequantize_operand, quantize_operand, quantize_operand_both
 from mx_jax.ops.packing import packed_where_they_lie
 from mx_jax.ops.product import one_program, zero_cotangents
 from mx_jax.packed import PackedMXArray, PackedRows, Rows, unpacked

@@ -276,8 +276,9 @@ class RaggedProduct(dense.RecipeProduct[Groups]):
             prepares = along_rows, along_rows
             return task._replace(lhs=lhs, rhs=rhs, prepares=prepares, sizes=rows.sizes)
         # Products leave out the rows of no group; scales of more than a row would count them.
-        if own is not None and (own.format.tensor_scale or isinstance(own.format.block[0], Whole)):
-            lhs = without_unused(lhs, sizes)
+        shared = own and (own.format.tensor_scale or isinstance(own.format.block[0], Whole))
+        if shared and not isinstance(lhs, Quantized):
+            lhs = ragged_rows(sizes, lhs.shape[0], unit=1).place(lhs)
         by_row = functools.partial(_prepare_rows, sizes)
         return task._replace(lhs=lhs, prepares=(by_row, dense.prepare), sizes=sizes)
 
@@ -312,11 +313,6 @@ class RaggedProduct(dense.RecipeProduct[Groups]):
     def free(self, side: Side | None) -> tuple[Free, ...]:
         """The columns, unless devices pass the matrices on; groups part the rows."""
         return () if self.moves[1] is not None else _FREE[side]
-
-
-def without_unused(x: AnyOperand, sizes: jax.Array) -> AnyOperand:
-    """x with zeros in the rows of no group, which a tensor scale would count."""
-    return x if isinstance(x, Quantized) else ragged_rows(sizes, x.shape[0], unit=1).place(x)
 
 
 def _prepare_rows(

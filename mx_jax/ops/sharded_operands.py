@@ -159,10 +159,11 @@ def gathered_once(
     moves = given_moves(recipe, lhs, rhs)
     if gather is None or gather.as_codes or {*mesh.axis_types} != {AxisType.Auto}:
         return lhs, rhs, recipe, moves
-    (left, left_move), (right, right_move) = (
+    moved: Any = (
         (x, move) if move is None or isinstance(x, Quantized) else (_gathered(move, x), None)
         for x, move in zip((lhs, rhs), moves, strict=True)
     )
+    (left, left_move), (right, right_move) = moved
     return left, right, dataclasses.replace(recipe, gather=None), (left_move, right_move)
 
 

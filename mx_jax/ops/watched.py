@@ -8,8 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,39 +99,11 @@ def _stored(operand: AnyOperand | None) -> Cast | None:
     return Cast(None, after, STORED, after.blocks[-1][0])
 
 
-class Watcher(Protocol):
-    """A capture; equal only to itself, since jit's key has it."""
-
-    # Of each path that was entered from none, the trace that did last, and how often.
-    uses: dict[str, tuple[Any, int]]
-    calls: dict[str, dict[tuple[int, ...], int]]  # the uses of each path, numbered
-
-    def is_due(self, step: int) -> bool: ...
-
-    def at_host_step(self, step: int) -> AbstractContextManager[Any]:
-        """A context of a step that is known on the host, and in no program."""
-        ...
-
-    def observe(self, product: ObservedProduct, now: tags.Counters) -> Any:
-        """Statistics of a forward product, as arrays."""
-        ...
-
-    def record(
-        self,
-        forward: Any,
-        products: Sequence[ObservedProduct],
-        site: "CallSite",
-        now: tags.Counters,
-    ) -> None:
-        """Send to the host what `observe` gave, or None, and statistics of more products."""
-        ...
-
-
 @dataclasses.dataclass(frozen=True)
 class CallSite:
     """Where a product is called, and the captures there."""
 
-    watchers: tuple[Watcher, ...]
+    watchers: tuple[Any, ...]  # each an `inspect.capture.Capture`
     path: str
     call: int  # which use of the path this is in its function
     order: tuple[int, ...]  # place in the order in which a trace met loops and products
@@ -141,7 +112,7 @@ class CallSite:
 def watched(product: Product[Extra], lhs: Primal, rhs: Primal, extra: Extra) -> jax.Array:
     """`differentiable`, reported to the captures in context."""
     here: tags.Place = tags.place.value
-    watchers: tuple[Watcher, ...] = tags.watching.value
+    watchers: tuple[Any, ...] = tags.watching.value
     path = here.path or "unnamed"
     # Numbered as they come, once for all traces: a shared module in another is one number too.
     known = watchers[0].calls.setdefault(path, {})

@@ -90,11 +90,7 @@ _HEADROOM = 2
 
 
 def attend(
-    shared: jax.Array,
-    keys: Rows,
-    values: Rows,
-    position: jax.typing.ArrayLike,
-    tokens: int,
+    shared: jax.Array, keys: Rows, values: Rows, position: jax.typing.ArrayLike, tokens: int
 ) -> jax.Array:
     """Causal attention: `softmax(q k^T / sqrt(features)) v`, each query over rows up to its own.
 

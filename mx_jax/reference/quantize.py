@@ -147,13 +147,9 @@ def tensor_scale_of(
     since they become NaN by themselves; a tensor of zeros has scale 1, and no other a smaller one
     than the smallest float32.
     """
-    largest = jnp.max(_finite(amax), initial=0)
+    largest = jnp.max(select(float32.lt(amax, float32.INF), amax, 0), initial=0)
     largest = lax.pmax(largest, axis_names) if axis_names else largest
     return _tensor_scale(largest.reshape((1,) * ndim), largest_value)
-
-
-def _finite(amax: jax.Array) -> jax.Array:
-    return select(float32.lt(amax, float32.INF), amax, 0)
 
 
 def _tensor_scale(largest: jax.Array, largest_value: float) -> jax.Array:

@@ -64,7 +64,8 @@ def ragged_rows(group_sizes: jax.Array, num_rows: int, unit: int) -> RaggedRows:
     padded = (ends - starts + unit - 1) // unit * unit
     padded_ends = jnp.cumsum(padded)
     padded_starts = padded_ends - padded
-    num_padded = layout_length(num_rows, num_groups, unit)
+    # Every group may need padding.
+    num_padded = (num_rows + min(num_groups, num_rows) * (unit - 1)) // unit * unit
 
     layout_row = jnp.arange(num_padded, dtype=jnp.int32)
     group = _group_of(layout_row, padded_ends)
@@ -80,11 +81,6 @@ def ragged_rows(group_sizes: jax.Array, num_rows: int, unit: int) -> RaggedRows:
         source=jnp.where(filled, _of_group(starts, group) + offset, num_rows),
         position=jnp.where(row_group < num_groups, position, num_padded),
     )
-
-
-def layout_length(num_rows: int, num_groups: int, unit: int) -> int:
-    """Rows of a layout in which every group may need padding."""
-    return (num_rows + min(num_groups, num_rows) * (unit - 1)) // unit * unit
 
 
 def _sums_up_to(most: int, sizes: jax.Array) -> jax.Array:
@@ -260,13 +256,7 @@ def _jvp(
 
 
 def _transpose(
-    g: jax.Array,
-    lhs: Any,
-    rhs: Any,
-    sizes: jax.Array,
-    *,
-    contracting: tuple[int, int],
-    **how: Any,
+    g: jax.Array, lhs: Any, rhs: Any, sizes: jax.Array, *, contracting: tuple[int, int], **how: Any
 ) -> tuple[jax.Array | None, ...]:
     """The cotangent of the one operand that the product is linear in."""
     is_lhs = ad.is_undefined_primal(lhs)

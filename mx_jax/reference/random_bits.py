@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +29,10 @@ class DerivedKey:
         """A key of JAX, typed or raw, or one that is derived already."""
         if isinstance(key, DerivedKey):
             return key
+        typed: Any = key
         if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-            key = jax.random.wrap_key_data(key)
-        return cls(jax.random.key_data(key), str(jax.random.key_impl(key)))
+            typed = jax.random.wrap_key_data(key)
+        return cls(jax.random.key_data(typed), str(jax.random.key_impl(typed)))
 
     def fold_in(self, number: jax.typing.ArrayLike) -> "DerivedKey":
         """`jax.random.fold_in`, at once if the number is traced."""

@@ -264,11 +264,7 @@ class Correction(Protocol):
     def rounding(self) -> Rounding: ...
 
     def __call__(
-        self,
-        data: BlockData,
-        scales: jax.Array,
-        codes: jax.Array,
-        random_bits: jax.Array | None,
+        self, data: BlockData, scales: jax.Array, codes: jax.Array, random_bits: jax.Array | None
     ) -> jax.Array:
         """The stored scales.
 
@@ -278,7 +274,6 @@ class Correction(Protocol):
           codes: what became of the elements.
           random_bits: int32 of amax's shape, where `rounding` draws.
         """
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -397,9 +392,7 @@ AMAX_HEADROOM = ScaleRule(
 
 FLOAT8 = ScaleRule(name="float8", kinds=("divisor",), scales=FromAmax(divisor))
 FLOAT8_POWER_OF_TWO = ScaleRule(
-    name="float8_power_of_two",
-    kinds=("divisor",),
-    scales=FromAmax(divisor_power_of_two),
+    name="float8_power_of_two", kinds=("divisor",), scales=FromAmax(divisor_power_of_two)
 )
 # DeepSeek-V3's `scale_inv`: value = code * (amax / max).
 AMAX_MULTIPLIER = ScaleRule(

@@ -465,7 +465,7 @@ def _go_coded(axis_name: AxisNames, rows: MXArray, to: Route, same_scale: bool) 
     if rows.tensor_scale is not None and not same_scale:
         parts.append(jnp.broadcast_to(rows.tensor_scale, (num_rows, 1)))
     as_bytes = [lax.bitcast_convert_type(part, jnp.uint8).reshape(num_rows, -1) for part in parts]
-    moved = go(axis_name, num_rows, jnp.concatenate(as_bytes, axis=1), to)
+    moved: Any = go(axis_name, num_rows, jnp.concatenate(as_bytes, axis=1), to)
     found, start = [], 0
     for part in parts:
         width, itemsize = part.shape[1], part.dtype.itemsize

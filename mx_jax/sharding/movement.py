@@ -75,14 +75,6 @@ class Movement:
         mesh = jax.sharding.get_abstract_mesh()
         return tuple(name for name in mesh.manual_axes if name in self.gathered)
 
-    def gathered_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that a product sees. Only inside shard_map it is another."""
-        sizes = jax.sharding.get_abstract_mesh().shape
-        return tuple(
-            length * math.prod(sizes[name] for name in part if name in self.manual)
-            for length, part in zip(shape, self.stored, strict=True)
-        )
-
     def shard(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of one device's part. Inside shard_map an array has that shape already."""
         manual = manual_axes()
@@ -165,22 +157,19 @@ STAY: Moves = (None, None)
 
 
 def as_gathered(operand: X, movement: Movement | None) -> X | jax.ShapeDtypeStruct:
-    """What has the shape of an operand where a product multiplies it."""
+    """What has the shape that a product sees; only inside shard_map it is another."""
     if movement is None:
         return operand
-    return jax.ShapeDtypeStruct(movement.gathered_shape(operand.shape), operand.dtype)
+    sizes = jax.sharding.get_abstract_mesh().shape
+    shape = tuple(
+        length * math.prod(sizes[name] for name in part if name in movement.manual)
+        for length, part in zip(operand.shape, movement.stored, strict=True)
+    )
+    return jax.ShapeDtypeStruct(shape, operand.dtype)
 
 
 def reduced_in(dtype: np.dtype, asked: np.dtype | None) -> np.dtype:
-    """In which dtype devices add up their parts of a product: its own, or a wider one if asked.
-
-    Examples:
-      >>> import numpy as np
-      >>> from mx_jax.sharding.movement import reduced_in
-      >>> half = np.dtype("float16")
-      >>> reduced_in(half, np.dtype("float32")), reduced_in(half, None)
-      (dtype('float32'), dtype('float16'))
-    """
+    """In which dtype devices add up their parts of a product: its own, or a wider one if asked."""
     return dtype if asked is None else np.dtype(jnp.promote_types(dtype, asked))
 
 

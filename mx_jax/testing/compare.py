@@ -25,11 +25,7 @@ def bit_patterns(array: ArrayLike) -> np.ndarray:
 
 
 def assert_bitwise_equal(
-    actual: ArrayLike,
-    expected: ArrayLike,
-    *,
-    what: str = "array",
-    any_nan: bool = False,
+    actual: ArrayLike, expected: ArrayLike, *, what: str = "array", any_nan: bool = False
 ) -> None:
     """Raise unless both arrays have the same dtype, shape and bits.
 

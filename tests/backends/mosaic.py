@@ -28,8 +28,9 @@ def with_any_jax(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def interpreter() -> Any:
     """Parameters that interpret a kernel; a race raises, with both accesses in the message."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+    from jax.experimental.pallas import mosaic_gpu
 
+    plgpu: Any = mosaic_gpu
     return plgpu.InterpretGPUParams(detect_races=True)
 
 

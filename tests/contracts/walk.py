@@ -1,7 +1,8 @@
 """How far it is from what a user calls to the kernel: `python -m tests.contracts.walk`.
 
 A frame is a call of a Python function that is written in a file of mx_jax. Comprehensions are not
-counted (Python 3.12 has none), nor is what dataclasses generate. For each walk:
+counted (Python 3.12 has none), nor is what dataclasses generate, nor what JAX calls to take an
+MXArray apart as a tree, and to put it together: no step that a reader follows. For each walk:
 
 - `depth`: frames of mx_jax that are on the stack when a call is bound as an equation, or a kernel
   is called (Pallas's `kernel` and `pallas_call`), at most; `way files`: the files of these.
@@ -36,7 +37,6 @@ from mx_jax.backends.primitive import equation
 
 PACKAGE = os.path.dirname(mx_jax.__file__) + os.sep
 _INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
-# JAX takes trees apart and puts them together: no step that a reader follows.
 _OF_TREES = ("_flatten", "_flatten_with_keys", "_unflatten")
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def former(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_an_attribute(module: object):
+def test_an_attribute(module: Any):
     with pytest.raises(AttributeError, match="has no attribute 'former', which left mx_jax"):
         module.former  # noqa: B018
     with pytest.raises(AttributeError, match=r"has no attribute 'never'$"):

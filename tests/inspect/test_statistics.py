@@ -96,7 +96,7 @@ def product_of(exact: np.ndarray, actual: np.ndarray) -> dict[str, float]:
     norms = np.linalg.norm(exact), np.linalg.norm(actual)
     return {
         "amax": max(np.abs(exact).max(), np.abs(actual).max()),
-        "error": np.linalg.norm(exact - actual) / norms[0],
+        "error": float(np.linalg.norm(exact - actual) / norms[0]),
         "cosine": float(np.sum(exact * actual) / (norms[0] * norms[1])),
     }
 

@@ -38,7 +38,7 @@ def multiply(w: MXArray | jax.Array) -> jax.Array:
     return jnp.sum(mx_jax.matmul(X, w, recipe="mxfp4") ** 2)
 
 
-def by_rows(multiply: Callable[..., jax.Array], w: Any) -> jax.Array:
+def by_rows(multiply: Callable[..., jax.Array], w: Any) -> Any:
     return lax.scan(lambda total, w: (total + multiply(w), None), 0.0, w)[0]
 
 
@@ -47,7 +47,7 @@ def of_the_last(w: jax.Array, q: MXArray) -> jax.Array:
     return multiply(lax.scan(lambda q, _: (encode(q.dequantize() / 2), None), q, None, 2)[0])
 
 
-Loss = Callable[[jax.Array], jax.Array]
+Loss = Callable[[jax.Array], Any]
 # What it does, and the same with codes that do not part.
 PASSES: dict[str, tuple[Loss, Loss]] = {
     "vmap": (lambda w: ragged(jax.vmap(encode)(w)), lambda w: ragged(encode(w))),

@@ -241,10 +241,3 @@ def test_lifting_is_exact():
     got = np.asarray(float32.to_bits(tiny.lift(x, jnp.asarray(True))))
     exact = patterns.view(np.float32).astype(np.float64) * 2.0**64
     np.testing.assert_array_equal(got, exact.astype(np.float32).view(np.int32))
-
-
-def test_one_tiny_scale_is_enough_to_lift():
-    """Also of the lanes of a vmap, which share the branch."""
-    some = jnp.array([[False, True], [False, False]])
-    assert [bool(tiny.any_of(row)) for row in some] == [True, False]
-    assert jax.vmap(tiny.any_of, out_axes=None)(some).tolist() is True

@@ -147,7 +147,7 @@ def test_a_train_step(layout: str, known: bool, mesh: Mesh):
     params = jax.tree.map(place, params)
 
     def step(params: Any, x: jax.Array) -> Any:
-        loss = lambda params: (Net().apply(params, x).astype(jnp.float32) ** 2).mean()  # noqa: E731
+        loss = lambda params: (jnp.asarray(Net().apply(params, x), jnp.float32) ** 2).mean()  # noqa: E731
         value, grads = jax.value_and_grad(loss)(params)
         updates, _ = optimizer.update(grads, optimizer.init(params))
         return value, optax.apply_updates(params, updates)

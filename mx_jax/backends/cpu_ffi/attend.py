@@ -24,11 +24,7 @@ def rejects(call: AttendCall) -> str | None:
 
 
 def attend(
-    shared: jax.Array,
-    keys: Rows,
-    values: Rows,
-    position: jax.typing.ArrayLike,
-    call: AttendCall,
+    shared: jax.Array, keys: Rows, values: Rows, position: jax.typing.ArrayLike, call: AttendCall
 ) -> jax.Array:
     """What the reference gives, within rounding; rows beyond position are not read."""
     at = jnp.asarray(position).astype(jnp.int32).reshape(1)

@@ -445,10 +445,7 @@ def cast_statistics(
     axes = cast_axes(call.blocks, depth=len(call.shape))
     given = (axes.elements, axes.elements, *axes.scales, *[axes.tensor_scale] * len(scale))
     # No result has an axis of the operands', so that devices which share a tensor gather it.
-    lengths = {
-        "channel_amax": call.shape[call.axis],
-        "exponents": reference_statistics.EXPONENTS,
-    }
+    lengths = {"channel_amax": call.shape[call.axis], "exponents": reference_statistics.EXPONENTS}
     results = (f"*b {lengths[name]}" if name in lengths else "*b" for name in _STATISTICS)
     found = handler.call(
         STATISTICS,

@@ -20,15 +20,7 @@ from mx_jax.axes import Axes
 from mx_jax.backends.calls import OperandType, PackCall
 from mx_jax.backends.cpu_ffi import handler
 from mx_jax.backends.sums import rejects_scale_axes
-from mx_jax.formats import (
-    E4M3_SCALE,
-    E8M0,
-    MX_FORMATS,
-    MXFP8_E4M3,
-    MXFP8_E5M2,
-    WHOLE,
-    BlockFormat,
-)
+from mx_jax.formats import E4M3_SCALE, E8M0, MX_FORMATS, MXFP8_E4M3, MXFP8_E5M2, WHOLE, BlockFormat
 from mx_jax.formats.element import known_element, known_scale
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Cut, Layout, PackedMXArray
@@ -97,11 +89,6 @@ class Panels:
 
     bytes: jax.Array  # uint8 `[*batch, ceil(n / 32), bytes of a panel]`, with n the product of kept
     tensor_scale: jax.Array | None  # float32 `[*batch]` (NVFP4), else None
-
-
-def panels_batch(panels: Panels) -> tuple[int, ...]:
-    """Sizes of the batch axes."""
-    return panels.bytes.shape[:-2]
 
 
 def _records(format: BlockFormat, k: int) -> tuple[int, int, int]:
@@ -197,7 +184,7 @@ def cut(packed: PackedMXArray) -> Cut:
 
 PANELS = Layout(
     backend="cpu_ffi",
-    batch=panels_batch,
+    batch=lambda panels: panels.bytes.shape[:-2],
     unpack=unpack_panels,
     take=take,
     cut=cut,
@@ -225,10 +212,7 @@ def in_parts(packed: PackedMXArray, number: int) -> PackedMXArray:
         tensor_scale=None if scale is None else jnp.expand_dims(scale, batch),
     )
     axes = Axes.ordered(
-        batch=batch + 1,
-        kept=len(packed.kept),
-        contracting=len(packed.k),
-        k_first=packed.k_first,
+        batch=batch + 1, kept=len(packed.kept), contracting=len(packed.k), k_first=packed.k_first
     )
     operand = OperandType.of(weights, axes)
     call = PackCall(weights=operand, blocks=weights.blocks, dtype=packed.dtype)
@@ -265,13 +249,13 @@ def unpack_parts(packed: PackedMXArray) -> MXArray:
     )
 
 
-def parts_batch(arrays: Panels) -> tuple[int, ...]:
-    """Sizes of the batch axes."""
-    return arrays.bytes.shape[:-3]
-
-
 PARTS = Layout(
-    backend="cpu_ffi", batch=parts_batch, unpack=unpack_parts, cut=cut, local=local, parts=1
+    backend="cpu_ffi",
+    batch=lambda panels: panels.bytes.shape[:-3],
+    unpack=unpack_parts,
+    cut=cut,
+    local=local,
+    parts=1,
 )
 
 
@@ -297,11 +281,6 @@ def codes_alone(packed: PackedMXArray) -> PackedMXArray:
     format = plain_format(packed.format)
     assert format is not None
     return dataclasses.replace(packed, arrays=packed.arrays.panels, layout=PANELS, format=format)
-
-
-def rows_batch(rows: Rows) -> tuple[int, ...]:
-    """Sizes of the batch axes."""
-    return panels_batch(rows.panels)
 
 
 def unpack_rows(packed: PackedMXArray) -> MXArray:
@@ -347,7 +326,11 @@ def local_rows(packed: PackedMXArray) -> PackedMXArray:
 
 
 ROWS = Layout(
-    backend="cpu_ffi", batch=rows_batch, unpack=unpack_rows, take=take_rows, local=local_rows
+    backend="cpu_ffi",
+    batch=lambda rows: rows.panels.bytes.shape[:-2],
+    unpack=unpack_rows,
+    take=take_rows,
+    local=local_rows,
 )
 
 
