@@ -64,25 +64,6 @@ def test_gradient_has_the_dtype_of_x(dtype, x: np.ndarray, weights: np.ndarray):
         assert_bitwise_equal(gradient, cotangent)
 
 
-def test_gradient_with_options(x: np.ndarray, weights: np.ndarray):
-    key = jax.random.key(0)
-    options = [
-        {"axis": 0, "block_size": 2},
-        {"scale_rule": "rceil", "rounding": "away"},
-        {"rounding": "stochastic", "key": key},
-    ]
-
-    @jax.jit
-    def gradients(x):
-        losses = (
-            lambda x, how=how: jnp.sum(mx_jax.cast(x, MXFP4, **how) * weights) for how in options
-        )
-        return [jax.grad(loss)(x) for loss in losses]
-
-    for gradient in gradients(x):
-        assert_bitwise_equal(gradient, weights)
-
-
 def test_gradient_through_index_and_transpose(x: np.ndarray, weights: np.ndarray):
     """The link follows what happens to the codes."""
 
@@ -138,23 +119,6 @@ def test_jit_vmap_scan_and_remat_change_no_bit(rng: np.random.Generator):
         for way, result in results.items():
             for left, right in zip(result, alone, strict=True):
                 assert_bitwise_equal(left, right, what=f"{name} under {way}")
-
-
-def test_an_mxarray_as_carry_and_through_cond(x: np.ndarray):
-    quantized = mx_jax.quantize(x, MXFP4)
-
-    @jax.jit
-    def run(quantized, x):
-        same, _ = jax.lax.scan(lambda q, _: (q, None), quantized, None, length=3)
-        other = jax.lax.cond(
-            x[0, 0] > 100, lambda: quantized, lambda: mx_jax.quantize(2 * x, MXFP4)
-        )
-        return same, other
-
-    same, other = run(quantized, x)
-    assert_bitwise_equal(same.codes, quantized.codes)
-    assert_bitwise_equal(other.codes, quantized.codes)
-    assert_bitwise_equal(other.scales, np.asarray(quantized.scales) + np.uint8(1))
 
 
 def test_cast_is_quantize_and_dequantize(x: np.ndarray):
