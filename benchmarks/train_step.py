@@ -80,7 +80,7 @@ def multiply_function(recipe: Recipe) -> Callable[..., Any]:
         found = []
         for (spec, axes, _), (lhs, rhs) in zip(products(recipe), prepared, strict=True):
             how = DenseProduct(recipe=recipe, axes=axes, out_dtype=FLOAT)
-            taken = Taken(Task(lhs, rhs, spec, axes), (lhs, rhs), (lhs, rhs))
+            taken = Taken(Task(lhs, rhs, spec, axes), (lhs, rhs))
             found.append(how.multiply(taken, FLOAT))
         return found
 

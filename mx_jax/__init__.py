@@ -32,9 +32,24 @@ Several devices, and looking inside
 """
 
 import importlib as _importlib
+import os as _os
+import signal as _signal
+import sys as _sys
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
+
+if (
+    _sys.argv[:1] == ["-m"]  # while Python looks for what it is to run: `python -m mx_jax`
+    and _sys.orig_argv[-len(_sys.argv)].endswith("mx_jax")
+    and _signal.getsignal(_signal.SIGINT) is not _signal.SIG_IGN
+):
+    # Ctrl-C while modules load: nothing is half made, and an exception could be dropped.
+    def _quit(*_: object) -> None:
+        _os.write(2, b"mx_jax: interrupted\n")
+        _os._exit(128 + _signal.SIGINT)
+
+    _signal.signal(_signal.SIGINT, _quit)
 
 from mx_jax import formats as formats
 from mx_jax import nn as nn

@@ -2,9 +2,10 @@
 
 import argparse
 import importlib
+import itertools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mx_jax.formats.removed import whereabouts
@@ -22,11 +23,14 @@ COMMANDS = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(
+    arguments: Sequence[str] | None = None, started: Callable[[], object] | None = None
+) -> int:
     """Run a command; returns the exit status.
 
     Args:
       arguments: words after the program's name; default: those of the process.
+      started: called once the command's modules are loaded and its words are understood.
     """
     # Closed when Python started, as a daemon's are; a file that is opened would take their number.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
@@ -36,24 +40,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"mx_jax: no command {words[0]}{place}", file=sys.stderr)
         return 2
     parser = command_parser(words[0] if words else None)
+    for word in itertools.takewhile(lambda word: word != "--", words):
+        # In Python 3.11 and 3.12 argparse takes the value away and fails.
+        if word.startswith("-") and word.endswith("=--"):
+            parser.error(f"argument {word.removesuffix('=--')}: expected a value, got --")
     options = parser.parse_args(words)
     if options.command is None:
         parser.print_help()
         return 0
+    if started is not None:
+        started()
     try:
         status = options.run(options)
         sys.stdout.flush()
-    except (BrokenPipeError, SystemExit) as error:
-        # rich ends the program with status 1 where its reader has gone.
-        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
-            raise
-        # The reader (head, less) has closed the pipe; nothing may be flushed at exit either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (ValueError, OSError) as error:
-        print(f"mx_jax: {error}", file=sys.stderr)
-        return 2
+        return _refused(str(error))
+    except Exception:
+        # Whatever JAX raises where a platform is named that the machine lacks.
+        from mx_jax.inspect.environment import no_device
+
+        if (reason := no_device()) is None:
+            raise
+        return _refused(reason)
     return status
+
+
+def _refused(text: str) -> int:
+    print(f"mx_jax: {text}", file=sys.stderr)
+    return 2
 
 
 def command_parser(command: str | None = None) -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ the new index takes its place, and who reads an earlier one meets no file of a l
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -27,6 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mx_jax.checkpoint.writers import only_writer, replacing
+from mx_jax.codecs import packing
 
 # The format's dtypes, by its names for them.
 DTYPES = {
@@ -41,7 +43,15 @@ DTYPES = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+    "F4": np.dtype(ml_dtypes.float4_e2m1fn),
+    "F6_E2M3": np.dtype(ml_dtypes.float6_e2m3fn),
+    "F6_E3M2": np.dtype(ml_dtypes.float6_e3m2fn),
+    "C64": np.dtype(np.complex64),
 }
+# Bits of those that a file packs, little-endian; in memory each code has a byte.
+PACKED_BITS = {DTYPES[name]: int(name[1]) for name in ("F4", "F6_E2M3", "F6_E3M2")}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
 # Tensors start at multiples of it.
@@ -85,7 +95,7 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return math.prod(self.shape) * _bits(self.dtype) // 8
 
     @property
     def kind(self) -> str:
@@ -97,6 +107,11 @@ class Entry:
 
     def __str__(self) -> str:
         return f"{self.kind}{list(self.shape)}"
+
+
+def _bits(dtype: np.dtype) -> int:
+    """Of an element in a file."""
+    return PACKED_BITS.get(dtype, 8 * dtype.itemsize)
 
 
 def deferred(make: Callable[[], Any], like: object) -> Any:
@@ -131,7 +146,9 @@ def write(
                     f"checkpoint: {name} changed while it was written: announced "
                     f"{entry.dtype}{list(entry.shape)}, got {tensor.dtype}{list(tensor.shape)}"
                 )
-            file.write(np.ascontiguousarray(tensor).reshape(-1).view(np.uint8))
+            stored = np.ascontiguousarray(tensor).reshape(-1).view(np.uint8)
+            bits = PACKED_BITS.get(tensor.dtype)
+            file.write(stored if bits is None else packing.pack(stored, bits))
             step(name, entry.nbytes)
 
 
@@ -146,6 +163,11 @@ def _header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> bytes:
             raise ValueError(
                 f"checkpoint: {name} has dtype={entry.dtype}, which safetensors cannot hold; "
                 f"cast it, or keep it elsewhere; it holds {', '.join(map(str, DTYPE_NAMES))}"
+            )
+        if math.prod(entry.shape) * _bits(entry.dtype) % 8:
+            raise ValueError(
+                f"checkpoint: {name} of dtype={entry.dtype}, shape={entry.shape} fills no whole "
+                "bytes, which safetensors needs; cast it, or pad it"
             )
         begin, end = end, end + entry.nbytes
         header[name] = {
@@ -197,14 +219,20 @@ class Reader:
             if elements * dtype.itemsize > sys.maxsize or len(shape) > 64:  # NumPy's limits
                 raise ValueError(f"checkpoint: {path}: {name} has shape={shape}, which is damaged")
             stored = content[start:][slice(*facts["data_offsets"])]
-            fetch = lambda x=stored, dtype=dtype, shape=shape: x.view(dtype).reshape(shape)  # noqa: E731
-            tensors[name] = Entry(shape, dtype, fetch)
+            tensors[name] = Entry(shape, dtype, functools.partial(_array, stored, dtype, shape))
         return cls(path, metadata, tensors)
 
     def __getitem__(self, name: str) -> Entry:
         if name not in self.tensors:
             raise ValueError(f"checkpoint: {self.path} has no tensor {name!r}")
         return self.tensors[name]
+
+
+def _array(stored: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """The tensor of a file's bytes: a view, but of codes that are packed."""
+    if (bits := PACKED_BITS.get(dtype)) is not None:
+        stored = np.asarray(packing.unpack(stored, bits, math.prod(shape)))
+    return stored.view(dtype).reshape(shape)
 
 
 # Several files ---------------------------------------------------------------------------------

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.checkpoint import files
 from mx_jax.checkpoint.gguf import gguf_in, read_gguf
-from mx_jax.checkpoint.layouts import LAYOUTS, Layout, config_of, named
+from mx_jax.checkpoint.layouts import ABSENT, LAYOUTS, Layout, config_of, named, stated_by
 from mx_jax.checkpoint.scales import stored_parts
 from mx_jax.checkpoint.torchao import NAMES, TORCHAO, read_torchao, torchao_parts
 from mx_jax.checkpoint.weights import Stored, Weights, assembled, stored_plain
@@ -35,13 +36,15 @@ def read(path: str | os.PathLike[str], *, layout: str | None = None) -> Weights:
       layout: the name of one, to read this and no other; `mx_jax.checkpoint.LAYOUTS` has them.
 
     Returns:
-      A mapping from names to MXArrays `[..., out, in]` and plain arrays.
+      A mapping from names to MXArrays `[..., out, in]` and plain arrays; gpt-oss's experts are
+      `[experts, in, out]`, as in the unquantized model.
 
     Raises:
       FileNotFoundError: there is nothing, or a file that the index names is missing.
       ValueError: a weight that fits two layouts, scales that fit none or have another shape, scales
         that are NaN or negative, a tensor scale that is stored the other way around, weights that
-        ask something of their inputs (AWQ, SVDQuant, FP-Quant), damaged files.
+        ask something of their inputs (AWQ, SVDQuant, FP-Quant), methods that are not read (GPTQ),
+        damaged files.
 
     Examples:
       >>> import os, tempfile, numpy as np, safetensors.numpy
@@ -77,9 +80,7 @@ def read(path: str | os.PathLike[str], *, layout: str | None = None) -> Weights:
     dtype = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
     if dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"{where}: config.json names dtype={dtype!r}, no dtype of a model")
-    stated = config.get("quantization_config") or {}
-    if not layout and not isinstance(stated, dict):
-        raise ValueError(f"{where}: quantization_config is no table, got {stated!r}")
+    stated = {} if layout else stated_by(config, where)
     candidates = (named(layout),) if layout else [row for row in LAYOUTS if row.used_by(stated)]
     stored = _read_layouts(tensors, tuple(candidates) or LAYOUTS, jnp.dtype(dtype), where)
     return Weights(path, stored, metadata)
@@ -91,6 +92,18 @@ _SCALE_NAMES = tuple(
     - {".scale", ".scales"}
 )
 
+# Dtypes that codes may have.
+_CODES = {kind for row in LAYOUTS for kind in row.dtypes["codes"]} | {"F8_E5M2"}
+
+# Tensors of methods that nothing here reads; as plain numbers they would be nonsense.
+_UNREAD = {
+    ".qzeros": "GPTQ or AWQ",
+    ".g_idx": "GPTQ",
+    ".absmax": "bitsandbytes",
+    ".quant_map": "bitsandbytes",
+    ".SCB": "bitsandbytes",
+}
+
 # What AWQ, SVDQuant and FP-Quant ask of inputs, or add to products. Unread, it would be missed.
 _ASKED = (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b", ".forward_hadamard_matrix")
 
@@ -99,6 +112,12 @@ def _read_layouts(
     tensors: Mapping[str, files.Entry], candidates: tuple[Layout, ...], dtype: np.dtype, where: str
 ) -> dict[str, Stored]:
     """The tensors of files, those that are a quantized weight together as one of that dtype."""
+    for suffix, method in _UNREAD.items():
+        if unread := [name for name in tensors if name.endswith(suffix)]:
+            raise ValueError(
+                f"{where}: {len(unread)} tensors such as {unread[0]} belong to weights that "
+                f"{method} quantized, which mx_jax does not read; take the unquantized model"
+            )
     asked = [name for name in tensors if name.endswith(_ASKED)]
     if asked:
         raise ValueError(
@@ -125,10 +144,15 @@ def _read_layouts(
             )
         row = fitting[0]
         parts = {part: tensors[each] for part, each in row.parts(base).items()}
+        fetch = functools.partial(_quantized, row, parts, dtype, f"{where}: {name}")
+        shape = row.shape(parts["codes"])
+        if row.turns(name, len(shape)):
+            shape = (shape[0], shape[2], shape[1])
+            fetch = lambda fetch=fetch: fetch().mT  # noqa: E731
         stored[name] = Stored(
-            shape=row.shape(parts["codes"].shape),
+            shape=shape,
             nbytes=sum(entry.nbytes for entry in parts.values()),
-            fetch=functools.partial(_quantized, row, parts, dtype, f"{where}: {name}"),
+            fetch=fetch,
             layout=row.name,
         )
         for each in row.parts(base).values():
@@ -147,12 +171,21 @@ def _check_left(
 
     def needs(rows: Iterable[tuple[Layout, str]]) -> str:
         """What the layout that needs least lacks of weights whose tensors' names begin so."""
+        # A tensor that is missing is likelier than one of another dtype.
         lacks = [(row.name, row.lacks(base, tensors)) for row, base in rows]
-        row, lack = min(lacks, key=lambda each: len(each[1]))
+        count = lambda each: (sum(ABSENT not in text for text in each[1]), len(each[1]))  # noqa: E731
+        row, lack = min(lacks, key=count)
         return f"{row} needs {' and '.join(lack)}"
 
     stated = len(candidates) < len(LAYOUTS)
-    scales = [n for n, x in left.items() if n.endswith(_SCALE_NAMES) or x.kind == "F8_E8M0"]
+    # E8M0 of whatever name, where something is left that may be its codes.
+    codes = any(x.kind in _CODES for x in left.values())
+    scales = [
+        name
+        for name, x in left.items()
+        if name.endswith(_SCALE_NAMES)
+        or (x.kind == "F8_E8M0" and (codes or "scale" in name.rpartition(".")[2]))
+    ]
     if scales:
         of = "any layout that mx_jax reads"
         if stated:
@@ -174,7 +207,7 @@ def _check_left(
             (row, name.removesuffix(row.codes))
             for row in candidates
             if name.endswith(row.codes)
-            and row.codes_dtype == one.kind
+            and one.kind in row.dtypes["codes"]
             and len(one.shape) >= row.least_axes
             and (certain or row.codes != row.weight)
         ]
@@ -189,10 +222,12 @@ def _quantized(
     layout: Layout, parts: Mapping[str, files.Entry], dtype: np.dtype, where: str
 ) -> MXArray:
     found = {part: np.asarray(entry) for part, entry in parts.items()}
-    shape, scales = layout.shape(found["codes"].shape), found["scales"]
+    shape, scales = layout.shape(parts["codes"]), found["scales"]
     whole, stated = found.get("tensor_scale"), {"divides": layout.divides, "layout": layout.name}
     facts: Any = {"format": layout.format, "blocks": layout.blocks, "dtype": dtype} | stated
-    bits = layout.format.element.bits
+    # Codes whose dtype says what they are come one in a byte.
+    typed = parts["codes"].dtype in files.PACKED_BITS
+    bits = 8 if typed else layout.format.element.bits
     return assembled(found["codes"], scales, whole, bits=bits, shape=shape, **facts, where=where)
 
 
@@ -217,7 +252,7 @@ def write(
 
     Args:
       path: of the file; of a folder, where there are to be several.
-      weights: from names to MXArrays `[..., out, in]`, blocks along `in`, and plain arrays.
+      weights: from names to MXArrays as `read` gives them, blocks along `in`, and plain arrays.
       layout: the name of one of `mx_jax.checkpoint.LAYOUTS`, or `"torchao"`.
       max_shard_size: bytes of tensors in a file, for files `model-00001-of-...` with an index.
       resume: whether to keep whole files of an earlier call, as with `save`.
@@ -270,24 +305,36 @@ def entries_of(
 
 
 def _stored(name: str, x: MXArray, row: Layout) -> dict[str, files.Entry]:
-    base = name.removesuffix(row.weight)
-    bits, width = x.format.element.bits, x.shape[-1] if x.ndim else 0
+    base, blocks = name.removesuffix(row.weight), row.blocks_of(name, x.ndim)
     facts = f"{name}: format={x.format.name}, shape={x.shape}, blocks={x.blocks}"
-    if dataclasses.replace(x.format, name=row.format.name) != row.format or x.blocks != row.blocks:
+    if dataclasses.replace(x.format, name=row.format.name) != row.format or x.blocks != blocks:
         raise ValueError(
-            f"checkpoint.write: {row.name} holds {row.format.name} with blocks={row.blocks}, got "
+            f"checkpoint.write: {row.name} holds {row.format.name} with blocks={blocks}, got "
             f"{facts}; quantize it so, or transpose it"
         )
+    if row.turns(name, x.ndim):
+        x = dataclasses.replace(jax.tree.map(_matrices_transposed, x), blocks=row.blocks)
+    bits, width = x.format.element.bits, x.shape[-1] if x.ndim else 0
     if base + row.weight != name or width * bits % 8 or (row.split and width % 32):
         raise ValueError(
             f"checkpoint.write: {row.name} needs names that end in {row.weight!r} and rows of "
             f"whole {'blocks' if row.split else 'bytes'}, got {facts}"
         )
-    last = (width // 32, 16) if row.split else (width * bits // 8,)
     dtypes = files.DTYPES[row.codes_dtype], files.DTYPES[row.scales_dtypes[0]]
+    if dtypes[0] in files.PACKED_BITS:  # in the file, by who writes it
+        bits = 8
+    last = (width // 32, 16) if row.split else (width * bits // 8,)
     count = math.prod(getattr(x.tensor_scale, "shape", ()))
     if row.tensor_scale is not None and count != 1:
         raise ValueError(f"checkpoint.write: needs one tensor scale, got {count}: {facts}")
     how: Any = {"bits": bits, "scale_shape": row.scale_shape, "divides": row.divides}
     entries = stored_parts(x, name, (*x.shape[:-1], *last), dtypes, **how)
     return dict(zip(row.parts(base).values(), entries, strict=True))
+
+
+def _matrices_transposed(x: Any) -> files.Entry:
+    """An array, or one that is made when its turn comes, with its last two axes exchanged."""
+    entry = files.Entry.of(x)
+    *outer, rows, columns = entry.shape
+    swapped = lambda: np.asarray(entry).swapaxes(-2, -1)  # noqa: E731
+    return files.Entry((*outer, columns, rows), entry.dtype, swapped)

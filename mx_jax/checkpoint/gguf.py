@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from mx_jax.checkpoint.files import check_name
-from mx_jax.checkpoint.weights import Stored, Weights, assembled, plain
+from mx_jax.checkpoint.files import Entry, check_name
+from mx_jax.checkpoint.weights import Stored, Weights, assembled, plain, stored_plain
 from mx_jax.formats import MXFP4, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 
@@ -50,6 +50,7 @@ class GgufType:
     # as `format` has them; None: the package `gguf` gives the values.
     decode: Callable[[Any], Any] | None = None
     format: BlockFormat | None = None  # of the MXArrays that hold it; None if none does
+    dtype: np.dtype | None = None  # of plain numbers
 
     @property
     def quantized(self) -> bool:
@@ -57,7 +58,8 @@ class GgufType:
 
 
 def _plain(name: str, dtype: type) -> GgufType:
-    return GgufType(name, np.dtype(dtype).itemsize, decode=lambda blocks: blocks.view(dtype))
+    made = np.dtype(dtype)
+    return GgufType(name, made.itemsize, decode=lambda blocks: blocks.view(made), dtype=made)
 
 
 def _nibbles(packed: np.ndarray) -> np.ndarray:
@@ -351,12 +353,17 @@ def read_gguf(path: Path, where: str) -> Weights:
         if name in taken:
             continue
         row, scale = tensor.type, scales.get(name)
+        if row.dtype is not None:
+            fetch = lambda each=tensor: each.read().reshape(each.shape)  # noqa: E731
+            entry = Entry(tensor.shape, row.dtype, fetch)
+            stored[name] = stored_plain(entry, f"{where}: {name}")
+            continue
         stored[name] = Stored(
             shape=tensor.shape,
             nbytes=tensor.nbytes + (0 if scale is None else tensors[scale].nbytes),
             fetch=functools.partial(_fetch, tensors, name, scale, f"{where}: {name}"),
-            layout=f"gguf-{row.name.lower()}" if row.quantized else None,
-            dequantized=row.quantized and row.format is None,
+            layout=f"gguf-{row.name.lower()}",
+            dequantized=row.format is None,
         )
     return Weights(path, stored, metadata)
 

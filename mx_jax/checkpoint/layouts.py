@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from mx_jax.checkpoint.files import Entry, read_table
+from mx_jax.checkpoint.files import PACKED_BITS, Entry, read_table
 from mx_jax.codecs.blocks import Blocks, scales_shape
 from mx_jax.formats import (
     E4M3,
@@ -20,6 +20,7 @@ from mx_jax.formats import (
     FLOAT8_BLOCKWISE_2D_E8M0,
     MXFP4,
     MXFP6_E2M3,
+    MXFP6_E3M2,
     MXFP8_E4M3,
     NVFP4,
     WHOLE,
@@ -28,6 +29,15 @@ from mx_jax.formats import (
 )
 from mx_jax.formats.removed import whereabouts
 from mx_jax.packed import Quantized
+
+
+def turned(blocks: Blocks) -> Blocks:
+    """Of blocks along the last two axes, those of the transposed matrices."""
+    return tuple(sorted((-3 - axis, size) for axis, size in blocks))
+
+
+# What is said of a tensor that a weight lacks.
+ABSENT = "which is not there"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,11 +56,13 @@ class Layout:
       scales: suffix of the block scales' name.
       tensor_scale: of the tensor scale's name, or None.
       weight: of the weight's name.
-      codes_dtype: safetensors' name of the codes' dtype.
-      scales_dtypes: those that the scales may have.
+      codes_dtype: safetensors' name of the codes' dtype; that of the element itself is read too.
+      scales_dtypes: those that the scales may have, the first as they are written.
       divides: whether the tensor scale is stored as what it divides by.
       scale_shape: of the tensor scale as it is written; any of one number is read.
       split: whether the codes' last axis is cut into blocks `[..., in / 32, 16]`.
+      turned: regular expression for names of experts that the unquantized model has as
+        `[experts, in, out]`; they are read and written so, with blocks along `in`.
       configs: what `quantization_config` says where the layout is used: pairs of key and value.
 
     Examples:
@@ -71,6 +83,7 @@ class Layout:
     divides: bool = False
     scale_shape: tuple[int, ...] = (1,)
     split: bool = False
+    turned: str | None = None
     configs: tuple[tuple[tuple[str, str], ...], ...] = ()
 
     @property
@@ -79,6 +92,19 @@ class Layout:
         sizes = zip((-2, -1), self.format.block, strict=True)
         return tuple((axis, size) for axis, size in sizes if size != 1)
 
+    @property
+    def orientations(self) -> tuple[Blocks, ...]:
+        """Blocks that its weights may have."""
+        return (self.blocks,) if self.turned is None else (self.blocks, turned(self.blocks))
+
+    def turns(self, name: str, ndim: int) -> bool:
+        """Whether a weight of that name is `[experts, in, out]`, and stored transposed."""
+        return self.turned is not None and ndim == 3 and bool(re.fullmatch(self.turned, name))
+
+    def blocks_of(self, name: str, ndim: int) -> Blocks:
+        """Those of a weight of that name."""
+        return turned(self.blocks) if self.turns(name, ndim) else self.blocks
+
     def parts(self, base: str) -> dict[str, str]:
         """Names of a weight's tensors."""
         found = {"codes": base + self.codes, "scales": base + self.scales}
@@ -86,11 +112,12 @@ class Layout:
             found["tensor_scale"] = base + self.tensor_scale
         return found
 
-    def shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
-        """The weight's shape, from that of its stored codes."""
+    def shape(self, codes: Entry) -> tuple[int, ...]:
+        """The weight's shape, from its stored codes."""
+        shape, bits = codes.shape, self.format.element.bits
         if self.split:
-            codes = (*codes[:-2], codes[-2] * codes[-1])
-        return (*codes[:-1], codes[-1] * 8 // self.format.element.bits)
+            shape = (*shape[:-2], shape[-2] * shape[-1])
+        return shape if codes.dtype in PACKED_BITS else (*shape[:-1], shape[-1] * 8 // bits)
 
     def scales_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """What the scales of a weight of that shape have to be."""
@@ -101,30 +128,46 @@ class Layout:
         """Axes that stored codes have at least."""
         return 3 if self.split else 2
 
+    @property
+    def dtypes(self) -> dict[str, tuple[str, ...]]:
+        """By part, the dtypes of codes and scales that are read."""
+        # Codes and scales may say themselves what they are.
+        element = _ELEMENTS.get(self.format.element.name)
+        codes = (self.codes_dtype, element) if element else (self.codes_dtype,)
+        typed = ("F8_E8M0",) if self.format.scale.kind == "exponent" else ()
+        scales = dict.fromkeys((*self.scales_dtypes, *typed))
+        return {"codes": tuple(dict.fromkeys(codes)), "scales": tuple(scales)}
+
     def lacks(self, base: str, tensors: Mapping[str, Entry]) -> list[str]:
         """What a weight of that name would need, in words: tensors, other dtypes, whole codes."""
-        dtypes = {"codes": (self.codes_dtype,), "scales": self.scales_dtypes}
+        dtypes = self.dtypes
         wanted = {name: dtypes.get(part) for part, name in self.parts(base).items()}
         found = []
         for name, kinds in wanted.items():
             if name not in tensors:
-                found.append(f"{name}, which is not there")
+                found.append(f"{name}, {ABSENT}")
             elif kinds is not None and tensors[name].kind not in kinds:
                 found.append(f"{name} of dtype {' or '.join(kinds)}, got {tensors[name].kind}")
         if not found:
-            codes = tensors[base + self.codes].shape
-            if len(codes) < self.least_axes or codes[-1] * 8 % self.format.element.bits:
+            codes, bits = tensors[base + self.codes], self.format.element.bits
+            odd = codes.dtype not in PACKED_BITS and codes.shape[-1:] and codes.shape[-1] * 8 % bits
+            if len(codes.shape) < self.least_axes or odd:
                 found.append("codes of whole bytes")
         return found
 
     def misfit(self, base: str, tensors: Mapping[str, Entry]) -> str | None:
         """What is wrong with the shape of the scales; they may leave out a last axis of one."""
         parts = self.parts(base)
-        shape, given = self.shape(tensors[parts["codes"]].shape), tensors[parts["scales"]].shape
+        shape, given = self.shape(tensors[parts["codes"]]), tensors[parts["scales"]].shape
         expected = self.scales_shape(shape)
         if given == expected or (*given, 1) == expected:
             return None
         hint = "they may be swizzled for tensor cores, or of another block size"
+        if all(size == 1 for size in given):
+            hint = (
+                "it is one scale for the whole tensor, which mx_jax does not read; take a "
+                "checkpoint with scales of rows or blocks, or the unquantized model"
+            )
         if given == (*expected[:-2], *reversed(expected[-2:])):
             hint = "they lie the other way around"
         return (
@@ -137,6 +180,8 @@ class Layout:
         return any(all(config.get(key) == value for key, value in pairs) for pairs in self.configs)
 
 
+# safetensors' dtypes of elements of few bits, by the element's name.
+_ELEMENTS = {"e2m1": "F4", "e2m3": "F6_E2M3", "e3m2": "F6_E3M2"}
 # Entries of the `quantization_config` by which a layout is known.
 _QUARK, _FP8 = {"quant_method": "quark"}, {"quant_method": "fp8"}
 
@@ -167,7 +212,16 @@ def _float8(
 _FP8_ROWS = BlockFormat(name="float8_channelwise_e4m3", element=E4M3, scale=F32, block=(1, WHOLE))
 
 LAYOUTS: tuple[Layout, ...] = (
-    _row("gpt-oss", MXFP4, "_blocks", "_scales", {"quant_method": "mxfp4"}, weight="", split=True),
+    _row(
+        "gpt-oss",
+        MXFP4,
+        "_blocks",
+        "_scales",
+        {"quant_method": "mxfp4"},
+        weight="",
+        split=True,
+        turned=r"(.*\.)?experts\.(gate_up_proj|down_proj)",
+    ),
     _row("gpt-oss-original", MXFP4, ".blocks", ".scales", weight="", split=True),
     *(
         _row(name, format, ".weight_packed", ".weight_scale", _compressed(name))
@@ -235,6 +289,18 @@ LAYOUTS: tuple[Layout, ...] = (
         codes_dtype="I8",
         scales_dtypes=("F8_E8M0",),
     ),
+    # Of nobody's: codes whose dtype says the element, for which no program has names.
+    *(
+        _row(
+            name,
+            format,
+            ".weight",
+            ".weight_scale",
+            codes_dtype=_ELEMENTS[format.element.name],
+            scales_dtypes=("F8_E8M0",),
+        )
+        for name, format in (("mxfp6-e2m3", MXFP6_E2M3), ("mxfp6-e3m2", MXFP6_E3M2))
+    ),
 )
 
 
@@ -268,6 +334,21 @@ def config_of(path: Path) -> dict[str, Any]:
             raise ValueError(f"checkpoint.read: {own}: quantization is no table, got {stated!r}")
         found["quantization_config"] = {"quant_method": "modelopt"} | stated
     return found
+
+
+def stated_by(config: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The `quantization_config`; ValueError for what is none, and for methods that are not read."""
+    stated = config.get("quantization_config") or config.get("compression_config") or {}
+    if not isinstance(stated, dict):
+        raise ValueError(f"{where}: quantization_config is no table, got {stated!r}")
+    method = stated.get("quant_method")
+    known = sorted({dict(pairs)["quant_method"] for row in LAYOUTS for pairs in row.configs})
+    if method is not None and method not in known:
+        raise ValueError(
+            f"{where}: config.json says quant_method={method!r}, which mx_jax does not read; it "
+            f"reads {', '.join(known)}. Take the unquantized model, or dequantize it by {method}"
+        )
+    return stated
 
 
 def quantization_config(

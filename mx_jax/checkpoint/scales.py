@@ -54,7 +54,7 @@ def stored_parts(
         return packing.pack(np.asarray(x.codes), bits).reshape(shape).view(dtypes[0])
 
     def whole() -> np.ndarray:
-        value = small_tensor_scale(x, name).reshape(scale_shape)
+        value = small_tensor_scale(x, name, divides).reshape(scale_shape)
         return np.asarray(1 / value if divides else value)
 
     scales = Entry(x.scales.shape, dtypes[1], lambda: finite_scales(x, name).view(dtypes[1]))
@@ -75,13 +75,22 @@ def finite_scales(x: MXArray, name: str) -> np.ndarray:
     return scales
 
 
-def small_tensor_scale(x: MXArray, name: str) -> np.ndarray:
-    """The tensor scale of such a weight; ValueError for what others take for an inverse one."""
-    if (largest := float(np.max(scale := np.asarray(x.tensor_scale)))) > 1:
+def small_tensor_scale(x: MXArray, name: str, divides: bool = False) -> np.ndarray:
+    """The tensor scale of a weight that is written; ValueError for one that readers misread."""
+    scale = np.asarray(x.tensor_scale)
+    if (largest := float(np.max(scale))) > 1:
         raise ValueError(
             f"checkpoint.write: {name} has tensor_scale={largest:g}, for values beyond "
             f"{_NVFP4_MAX:g}; readers take one above 1 for the inverse; scale the weight down, or "
             "save it in mx_jax's own files"
+        )
+    with np.errstate(all="ignore"):
+        inverse = 1 / scale
+    if divides and not np.isfinite(inverse).all():
+        raise ValueError(
+            f"checkpoint.write: {name} has tensor_scale={float(scale.min()):g}, whose reciprocal, "
+            "which this layout stores, is beyond float32; scale the weight up, or take a layout "
+            "that stores the factor, as modelopt-nvfp4"
         )
     return scale
 
@@ -173,6 +182,13 @@ def decoded(x: MXArray) -> Iterator[np.ndarray]:
         yield table[codes[rows]] * shared
 
 
+def real_pairs(x: np.ndarray) -> np.ndarray:
+    """Complex numbers as pairs of real ones along a last axis of two; others as they are."""
+    if x.dtype.kind != "c":
+        return x
+    return np.stack([np.real(x), np.imag(x)], axis=-1)
+
+
 # Trained weights are well within these; a tensor scale that is taken the other way around, or
 # twice, does not.
 _LARGEST, _SMALLEST = 1e3, 1e-6
@@ -234,12 +250,12 @@ def plausibility(x: Quantized | jax.Array | np.ndarray) -> Plausibility:
         magnitudes = np.asarray(given.codes) & (given.format.element.sign_code - 1)
         largest = int((magnitudes == given.format.element.max_code).sum())
         saturated = largest / max(given.size, 1)
-        parts, (octaves, odd) = decoded(given), _scales(given, magnitudes)
+        flat, parts, (octaves, odd) = given, decoded(given), _scales(given, magnitudes)
     else:
-        flat = np.asarray(x).reshape(-1)
+        flat = real_pairs(np.asarray(x)).reshape(-1)
         parts = (flat[at : at + _CHUNK].astype(np.float64) for at in range(0, flat.size, _CHUNK))
         saturated, octaves, odd = 0.0, 0.0, []
-    amax, zeros, finite, size = 0.0, 0, 0, x.size
+    amax, zeros, finite, size = 0.0, 0, 0, flat.size
     for values in parts:
         good = np.abs(values[np.isfinite(values)])
         amax = max(amax, float(good.max(initial=0)))

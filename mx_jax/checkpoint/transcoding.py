@@ -146,7 +146,7 @@ def _blocks(x: MXArray, format: BlockFormat, row: Layout | None) -> Blocks:
     axes = sorted(axis for axis, _ in x.blocks)
     sizes = [size for size in format.block if size != 1]
     blocks = tuple(zip(axes, sizes, strict=False))
-    fits = len(axes) == len(sizes) and (row is None or blocks == row.blocks)
+    fits = len(axes) == len(sizes) and (row is None or blocks in row.orientations)
     divisor = "divisor" in (one.scale.kind, other.scale.kind)
     if not alike or not fits or divisor:
         raise ValueError(

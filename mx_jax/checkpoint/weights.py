@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mx_jax.checkpoint.files import Entry
+from mx_jax.checkpoint.files import DTYPES, PACKED_BITS, Entry
 from mx_jax.checkpoint.scales import block_scales, tensor_scale
 from mx_jax.codecs import packing
 from mx_jax.codecs.blocks import Blocks, check_parts, scales_shape
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 
+# Of the dtypes that files pack, what JAX has as well.
+_IN_JAX = {DTYPES["F4"]}
 # Bytes, XLA's own on CPUs.
 _ALIGNMENT = 64
 
@@ -25,7 +27,8 @@ class Stored:
     """How one tensor is stored in a checkpoint.
 
     Attributes:
-      shape: of the weight, its last axis the one that is contracted.
+      shape: of the weight, its last axis the one that is contracted; of gpt-oss's experts the one
+        before.
       nbytes: in the file, scales included.
       layout: what a quantized weight is stored as, by name; None of a plain array.
       dequantized: whether it is quantized in a way that no MXArray holds, and read as the float32
@@ -132,15 +135,28 @@ def on_device(array: np.ndarray | jax.Array) -> jax.Array:
 
 
 def plain(array: np.ndarray, where: str) -> jax.Array:
-    """An array of a file on the device; ValueError for integers that this JAX would wrap around."""
-    found = on_device(array)
-    narrowed = array.dtype.kind in "iu" and found.dtype != array.dtype
-    if narrowed and (array != np.asarray(found)).any():
+    """An array of a file on the device; ValueError for what JAX, as it is set, does not hold."""
+    if array.dtype in PACKED_BITS and array.dtype not in _IN_JAX:
+        raise ValueError(
+            f"{where}: has dtype={array.dtype}, which jax does not have; read(path).stored[name]"
+            ".look() gives it as a NumPy array"
+        )
+    with np.errstate(all="ignore"):
+        found = on_device(array)
+        lost = found.dtype != array.dtype and _is_lost(array, np.asarray(found))
+    if lost:
         raise ValueError(
             f"{where}: has {array.dtype} values from {array.min()} up to {array.max()}, which jax "
             f"holds as {found.dtype}; set jax_enable_x64"
         )
     return found
+
+
+def _is_lost(array: np.ndarray, held: np.ndarray) -> bool:
+    """Whether integers are other numbers, or numbers infinite."""
+    if array.dtype.kind in "iu":
+        return bool((held != array).any())
+    return bool((np.isinf(held) != np.isinf(array)).any())
 
 
 def stored_plain(entry: Entry, where: str) -> Stored:

@@ -22,6 +22,7 @@ import dataclasses
 import enum
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -84,8 +85,7 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    if not options.dry_run:
-        stream.check_output(options)
+    stream.check_output(options)
     weights = stream.read(options)
     # A program's layout depends on the formats that are there, which are read for it alone.
     read_all = weights.stored.items() if options.to in stream.programs() else ()
@@ -109,8 +109,6 @@ def run(options: argparse.Namespace) -> int:
     tensors = {each.name: each.tensor for each in planned}
     if options.dry_run:
         _print(changed or planned)
-        stream.check_layout(tensors, layout)
-        return 0
     if inexact and not options.inexact:
         first = inexact[0]
         why = first.reason or f"{first.unfit} of {first.blocks} blocks do not fit"
@@ -119,6 +117,9 @@ def run(options: argparse.Namespace) -> int:
             f"as {layout} without loss, such as {first.name} in {first.source}: {why}; "
             "--dry-run lists them, --inexact changes their values"
         )
+    if options.dry_run:
+        stream.check_layout(tensors, layout, values=True)
+        return 0
     stream.report_dequantized(weights, weights)
     sizes = stream.write_out(options, weights, tensors, layout, options.to)
     _print(changed)
@@ -146,8 +147,9 @@ def _planned(name: str, one: Stored, row: Layout | None) -> Conversion:
         return Conversion(source=str(one.layout), target=str(x.dtype), **same)
     finite_scales(x, name)  # as when it is written: a dry run reports it too
     same |= {"source": x.format.name, "target": row.format.name}
-    factor = None if x.tensor_scale is None else small_tensor_scale(x, name)
-    if dataclasses.replace(x.format, name=row.format.name) == row.format and x.blocks == row.blocks:
+    factor = None if x.tensor_scale is None else small_tensor_scale(x, name, row.divides)
+    alike = dataclasses.replace(x.format, name=row.format.name) == row.format
+    if alike and x.blocks == row.blocks_of(name, x.ndim):
         # Codes and scales stay. Does the tensor scale, where it is stored inverted?
         if factor is not None:
             same["tensor_scale"] = float(factor.item()) if factor.size == 1 else None
@@ -184,9 +186,10 @@ def _transcoded(
 
 
 def _requantized(name: str, one: Stored, row: Layout) -> Any:
-    """Quantized anew along the last axis by the rule that loses least, or a ValueError."""
+    """Quantized anew along the contracted axis by the rule that loses least, or a ValueError."""
     struct = jax.ShapeDtypeStruct(one.shape, jnp.float32)
-    judged = judge((format_rule(".*", row.format, axis=-1),), name, struct)
+    axis = -2 if row.turns(name, len(one.shape)) else -1
+    judged = judge((format_rule(".*", row.format, axis=axis),), name, struct)
     if not judged.quantizes:
         reason = judged.decision.reason if judged.decision else "it has one axis"
         raise ValueError(f"convert: {name} cannot be quantized to {row.format.name}: {reason}")
@@ -226,11 +229,12 @@ def _scaled_alike(weights: Weights, planned: list[Conversion], row: Layout) -> l
     return list(by_name.values())
 
 
-# gpt-oss keeps all experts of a layer in one tensor, where rows of gate and up take turns; other
-# layouts hold a matrix each. The names are llm-compressor's: `experts.7.up_proj.weight`, `.bias`.
+# gpt-oss keeps all experts of a layer in one tensor, `[experts, in, out]`, where outputs of gate
+# and up take turns; other layouts hold a matrix each, `[out, in]`. The names are llm-compressor's:
+# `experts.7.up_proj.weight`, `.bias`.
 _FUSED = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)(_bias)?")
-# Of a fused tensor's rows, those of each matrix.
-_ROWS = {
+# Of a fused tensor's outputs, those of each matrix.
+_OUTPUTS = {
     "gate_up_proj": {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)},
     "down_proj": {"down_proj": slice(None)},
 }
@@ -271,17 +275,23 @@ def _experts_apart(weights: Weights, row: Layout) -> Weights:
             stored[name] = one
             continue
         base, fused, bias = found.groups()
-        experts, rows, *rest = one.shape
+        experts, *inputs, outputs = one.shape
         for index in range(experts):
-            for part, own in _ROWS[fused].items():
-                count = len(range(rows)[own])
-                read = lambda name=name, at=(index, own): whole(name)[at]  # noqa: E731
+            for part, own in _OUTPUTS[fused].items():
+                count = len(range(outputs)[own])
                 made = f"{base}.{index}.{part}.{'bias' if bias else 'weight'}"
+                read = functools.partial(_expert, whole, name, index, own)
                 stored[made] = dataclasses.replace(
                     one,
-                    shape=(count, *rest),
-                    nbytes=one.nbytes * count // (experts * rows),
+                    shape=(count, *inputs),
+                    nbytes=one.nbytes * count // (experts * outputs),
                     fetch=lambda read=read: jax.tree.map(jnp.asarray, read()),
                     host=None if one.host is None else read,
                 )
     return dataclasses.replace(weights, stored=stored)
+
+
+def _expert(whole: Callable[[str], Any], name: str, index: int, outputs: slice) -> Any:
+    """One expert's matrix, `[out, in]`, or its bias."""
+    found = whole(name)[index, ..., outputs]
+    return found.mT if found.ndim == 2 else found

@@ -99,10 +99,13 @@ def difference(name: str, a: Tensor, b: Tensor) -> Difference:
         and isinstance(b, MXArray)
         and (a.format, a.blocks) == (b.format, b.blocks)
     ):
-        codes, scales = _unequal(a.codes, b.codes), _unequal(a.scales, b.scales)
-        scales += 0 if a.tensor_scale is None else _unequal(a.tensor_scale, b.tensor_scale)
+        codes, scales = _unequal_bits(a.codes, b.codes), _unequal_bits(a.scales, b.scales)
+        scales += 0 if a.tensor_scale is None else _unequal_bits(a.tensor_scale, b.tensor_scale)
     if not values:
-        alike = formats[0] == formats[1] and not (codes or scales)
+        if isinstance(a, MXArray) or isinstance(b, MXArray):
+            alike = codes == scales == 0
+        else:
+            alike = formats[0] == formats[1] and not _unequal_bits(a, b)
         result = "same" if alike else "same values"
         return Difference(name=name, formats=formats, result=result, values=0)
     return Difference(
@@ -122,12 +125,14 @@ def _apart(x: np.ndarray, y: np.ndarray) -> tuple[int, float, float]:
     # Some values at a time: in float64 all would be many bytes.
     values, largest, signal, noise = 0, np.float64(0), np.float64(0), np.float64(0)
     x, y = x.reshape(-1), y.reshape(-1)
+    # On most machines exact for integers of 64 bits.
+    wide = np.longdouble if {"i8", "u8"} & {x.dtype.str[1:], y.dtype.str[1:]} else np.float64
     for at in range(0, x.size, _CHUNK):
         one, other = x[at : at + _CHUNK], y[at : at + _CHUNK]
-        unequal = (one != other) & ~((one != one) & (other != other))
+        unequal = ~_equal(one, other)
         values += int(unequal.sum())
-        exact, found = one.astype(np.float64), other.astype(np.float64)
-        with np.errstate(invalid="ignore"):
+        exact, found = one.astype(wide), other.astype(wide)
+        with np.errstate(invalid="ignore", over="ignore"):
             error = exact - found
             largest = np.maximum(largest, np.max(np.abs(error[unequal]), initial=0))
             signal, noise = signal + np.sum(np.square(exact)), noise + np.sum(np.square(error))
@@ -135,8 +140,24 @@ def _apart(x: np.ndarray, y: np.ndarray) -> tuple[int, float, float]:
         return values, float(largest), float(10 * np.log10(signal / noise))
 
 
-def _unequal(a: object, b: object) -> int:
-    return int((np.asarray(a) != np.asarray(b)).sum())
+def _equal(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Where numbers are the same, as real numbers; NaN is the same as NaN."""
+    if x.dtype.kind == "f" and y.dtype.kind in "iu":
+        x, y = y, x
+    if x.dtype.kind not in "iu" or y.dtype.kind != "f":
+        return (x == y) | ((x != x) & (y != y))
+    # NumPy would round integers of 64 bits to floats. A float that is an integer becomes one.
+    facts = np.iinfo(x.dtype)
+    whole = (y >= float(facts.min)) & (y < 2.0 ** (facts.bits - (x.dtype.kind == "i")))
+    whole &= np.floor(y) == y
+    return whole & (np.where(whole, y, 0).astype(x.dtype) == x)
+
+
+def _unequal_bits(a: object, b: object) -> int:
+    """How many numbers of two arrays of one dtype are not the same bits."""
+    x, y = (np.ascontiguousarray(each) for each in (a, b))
+    raw = f"u{x.dtype.itemsize}"
+    return int((x.view(raw) != y.view(raw)).sum())
 
 
 def _format(x: Tensor | None) -> str | None:

@@ -1,10 +1,12 @@
 """How commands print: tables, lines for people, and whether a progress bar is seen."""
 
+import itertools
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 
@@ -26,9 +28,42 @@ def print_table(
     table = Table(title_justify="left", title=title, box=box)
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", overflow="fold")
-    for row in rows:
+    held = [tuple(row) for row in rows]
+    for row in held:
         table.add_row(*row)
-    console().print(table)
+    out = console()
+    needs = Measurement.get(out, out.options.update(max_width=_WIDEST), table)
+    if not sys.stdout.isatty():
+        out.width = max(out.width, needs.maximum)
+    if needs.minimum <= out.width:  # lines break between words
+        out.print(table)
+        return
+    for line in _stacked(columns, held, left, title):
+        out.print(line, soft_wrap=True)
+
+
+# More than any table needs.
+_WIDEST = 10_000
+
+
+def _stacked(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    left: Collection[str],
+    title: str | None,
+) -> Iterator[str]:
+    """Lines of a table that is wider than the terminal: two a row, names above its numbers."""
+    names = len([*itertools.takewhile(lambda column: column in left, columns)])
+    names = names if 0 < names < len(columns) else 1
+    below = [[row[at] for row in (columns, *rows)] for at in range(names, len(columns))]
+    widths = [max(map(len, cells)) for cells in below]
+    if title is not None:
+        yield title
+    for row in (columns, *rows):
+        yield "  ".join(row[:names])
+        cells = zip(columns[names:], row[names:], widths, strict=True)
+        aligned = (x.ljust(n) if column in left else x.rjust(n) for column, x, n in cells)
+        yield "  " + "  ".join(aligned).rstrip()
 
 
 def say(text: str) -> None:

@@ -49,13 +49,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from mx_jax.calibrate.gptq import GPTQ
 from mx_jax.checkpoint.files import Entry, deferred
 from mx_jax.checkpoint.foreign import read
-from mx_jax.checkpoint.scales import effective_scales
+from mx_jax.checkpoint.scales import decoded, effective_scales
 from mx_jax.checkpoint.weights import Stored
 from mx_jax.commands import stream
 from mx_jax.commands.output import console, say
@@ -137,13 +138,15 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         choices=("float32", "bfloat16", "float16"),
         help="of the values (default: what was quantized)",
     )
+    parser.add_argument(
+        "--inexact", action="store_true", help="write values beyond the dtype's range as inf"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     rules = _rules(options)
-    if not options.dry_run:
-        stream.check_output(options)
+    stream.check_output(options)
     weights = stream.read(options)
     tensors = {name: stream.as_it_is(one) for name, one in weights.stored.items()}
     judged = {name: judge(rules, name, tensor) for name, tensor in tensors.items()}
@@ -187,12 +190,14 @@ def run(options: argparse.Namespace) -> int:
         raise ValueError(
             f"{error}; or leave it as it is, by --keep or a rule with skip = true"
         ) from error
-    if options.dry_run:
-        return 0
-    stream.report_dequantized(weights, (name for name in weights if not judged[name].quantizes))
     if layout != stream.OWN:
         # Nothing is quantized before it is written.
         scales |= shared_scales(weights, judged)
+    if options.dry_run:
+        # Our own file holds whatever the values are; GPTQ takes long.
+        stream.check_layout(tensors, layout, values=layout != stream.OWN and not moments)
+        return 0
+    stream.report_dequantized(weights, (name for name in weights if not judged[name].quantizes))
     sizes = stream.write_out(options, weights, tensors, layout, options.to)
     if spoilt:
         first = next(iter(spoilt))
@@ -262,8 +267,11 @@ def _moments(
 
 def run_dequantize(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
+    stream.check_output(options)
+    weights = stream.read(options)
+    infinite: dict[str, int] = {}
 
-    def values(one: Stored) -> Any:
+    def values(name: str, one: Stored) -> Any:
         tensor = stream.as_it_is(one)
         if one.layout is None:
             return tensor
@@ -273,13 +281,35 @@ def run_dequantize(options: argparse.Namespace) -> int:
             value = one.fetch()
             # What no MXArray holds comes dequantized.
             is_quantized = isinstance(value, MXArray)
-            return value.dequantize(wanted) if is_quantized else value.astype(wanted)
+            made = value.dequantize(wanted) if is_quantized else value.astype(wanted)
+            if lost := _became_infinite(value, np.asarray(made)):
+                infinite[name] = lost
+                if not options.inexact:
+                    raise ValueError(
+                        f"dequantize: {weights.path}: {name} holds {lost} of {made.size} values "
+                        f"beyond {float(jnp.finfo(wanted).max):g}, the largest of {wanted.name}; "
+                        "choose another --dtype, or write them as inf by --inexact"
+                    )
+            return made
 
         return Entry(one.shape, wanted, fetch)
 
-    stream.check_output(options)
-    weights = stream.read(options)
-    tensors = {name: values(one) for name, one in weights.stored.items()}
+    tensors = {name: values(name, one) for name, one in weights.stored.items()}
     sizes = stream.write_out(options, weights, tensors)
+    if infinite:
+        many = f"{sum(infinite.values())} values of {len(infinite)} tensors"
+        say(f"{weights.path}: {many}, such as {next(iter(infinite))}, became inf")
     say(f"{options.out}: {len(weights.quantized)} tensors dequantized, {sizes}")
     return 0
+
+
+def _became_infinite(exact: MXArray | jax.Array, made: np.ndarray) -> int:
+    """How many values are infinite that were not before they were rounded."""
+    if not np.isinf(made).any():
+        return 0
+    parts = decoded(exact) if isinstance(exact, MXArray) else [np.asarray(exact)]
+    flat, count, at = made.reshape(-1), 0, 0
+    for part in parts:
+        count += int((np.isinf(flat[at : at + part.size]) & np.isfinite(part.reshape(-1))).sum())
+        at += part.size
+    return count

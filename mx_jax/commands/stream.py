@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
+
 from mx_jax import checkpoint
 from mx_jax.checkpoint import files, writers
 from mx_jax.checkpoint.foreign import entries_of
@@ -179,6 +182,8 @@ def _busy(out: Path) -> str:
 def check_replaceable(out: Path, source: Path) -> None:
     """ValueError for an output that is part of the input, or a folder whose files would be lost."""
     writers.check_apart(out, source, "")
+    if out.exists() and not (out.is_file() or out.is_dir()):
+        raise ValueError(f"{out} is a device or a pipe; name a file, or a new one")
     if out.is_dir() and (os.path.ismount(out) or out.samefile(Path.cwd())):
         raise ValueError(
             f"{out} is a mount point or the folder that you are in, and a new one cannot take its "
@@ -271,10 +276,13 @@ def is_file_name(out: Path) -> bool:
     return out.suffix == ".safetensors" and not out.is_dir()
 
 
-def check_layout(tensors: Mapping[str, Any], layout: str) -> None:
-    """ValueError for tensors that `write_out` would refuse; nothing is read."""
+def check_layout(tensors: Mapping[str, Any], layout: str, *, values: bool = False) -> None:
+    """ValueError for tensors that `write_out` would refuse; `values`: each one is made."""
+    written: Any = tensors
     if layout != OWN:
-        entries_of(tensors, layout)
+        written, _ = entries_of(tensors, layout)
+    for part in jax.tree.leaves(written) if values else ():
+        np.asarray(part)
 
 
 def write_out(

@@ -52,6 +52,17 @@ _EXAMPLES: dict[str, tuple[type[calls.Call], Callable[[jax.Array], Any]]] = {
 }
 
 
+def no_device() -> str | None:
+    """Why JAX has no device here, as where JAX_PLATFORMS names what the machine lacks, or None."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # of a platform that it knows, and has not
+        said = str(error) or "this machine, or this installation of JAX, has none of its devices"
+        asked = os.environ.get("JAX_PLATFORMS")
+        return f"JAX finds no device for JAX_PLATFORMS={asked}: {' '.join(said.split())}"
+    return None
+
+
 def describe() -> dict[str, Any]:
     """Versions, devices, the C++ library, backends in order, and variables, as JSON takes them."""
     # The checkout that runs, which need not be what is installed.
@@ -68,10 +79,9 @@ def describe() -> dict[str, Any]:
         "cpu_library": dict(zip(facts, native, strict=True)),
         "variables": {name: os.environ.get(name) for name in _VARIABLES},
     }
-    try:
-        devices = jax.devices()
-    except RuntimeError as error:
-        return found | {"error": f"JAX finds no device: {error}"}
+    if (error := no_device()) is not None:
+        return found | {"error": error}
+    devices = jax.devices()
     numbers = Counter((device.platform, device.device_kind) for device in devices)
     target, selections = select.current_target(), {}
     x = jax.ShapeDtypeStruct((_SIZE, _SIZE), np.dtype("bfloat16"))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mx_jax.checkpoint.files import progress_bar
-from mx_jax.checkpoint.scales import Plausibility, effective_scales, plausibility
+from mx_jax.checkpoint.scales import Plausibility, effective_scales, plausibility, real_pairs
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.inspect.statistics import sqnr_db
 from mx_jax.mxarray import MXArray
@@ -125,10 +125,10 @@ def _facts(name: str, stored: Stored, reference: object) -> TensorFacts:
 
 
 def values_of(value: object) -> np.ndarray:
-    """Values on the host: floats in float32 or wider, integers as they are."""
+    """Values on the host: floats in float32 or wider, integers as they are, complex as pairs."""
     if isinstance(value, MXArray):
         return np.asarray(value.dequantize(np.float32))
-    array = np.asarray(value)
+    array = real_pairs(np.asarray(value))
     if array.dtype.kind in "biu" or array.dtype == np.float64:
         return array
     return array.astype(np.float32)

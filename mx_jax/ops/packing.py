@@ -99,7 +99,9 @@ def packed_where_they_lie(
         lhs_format=None if activations is None else activations.format,
         dtype=np.dtype(weights.dtype),
     )
-    weights = dataclasses.replace(weights, codes=(codes := parted_codes(weights)), primal=None)
+    codes = parted_codes(weights)
+    if weights.primal is not None:
+        weights = dataclasses.replace(weights, codes=codes, primal=None)
     sharding = None if isinstance(codes, Tracer) else getattr(codes, "sharding", None)
     with contextlib.ExitStack() as stack:
         stack.enter_context(follow(weights))

@@ -87,7 +87,10 @@ def samples() -> list[Sample]:
     nv, norm = draw(NVFP4, (8, 64), rng), {"norm": jnp.ones(3)}
     one, fused = draw(MXFP4, (8, 64), rng), draw(MXFP4, (2, 4, 64), rng)
     one, fused = (dataclasses.replace(x, scales=x.scales % 8 + 120) for x in (one, fused))
-    experts = {"mlp.experts.gate_up_proj": fused, "mlp.experts.gate_up_proj_bias": jnp.ones((2, 4))}
+    experts = {
+        "mlp.experts.gate_up_proj": fused.mT,
+        "mlp.experts.gate_up_proj_bias": jnp.ones((2, 4)),
+    }
     parts, packed = {"max_shard_size": 200}, "mxfp4-pack-quantized"
     theirs = {"a.weight": nv, "b.weight": fp8, "c.weight": mx}
     compressed = {"quant_method": "compressed-tensors", "format": packed}

@@ -129,3 +129,31 @@ def test_tensor_scales_that_readers_take_for_the_inverse_are_not_written(
         ValueError, match=r"up.weight has tensor_scale=1.25, for values beyond 2688"
     ):
         checkpoint.write(path, {"up.weight": mx_jax.quantize(1.25 * w, "nvfp4")}, layout=layout)
+
+
+@pytest.mark.parametrize("amax", [7e-36, 1e-37, 1e-38])
+def test_a_tensor_scale_without_a_reciprocal_is_not_written(amax: float, tmp_path: Path):
+    """Where the factor is what is stored it stays."""
+    path, weights = tmp_path / "model.safetensors", np.full((8, 64), amax, np.float32)
+    tiny = {"up.weight": mx_jax.quantize(weights, "nvfp4")}
+    with pytest.raises(ValueError, match=r"up.weight has tensor_scale=.*, whose reciprocal, "):
+        checkpoint.write(path, tiny, layout="nvfp4-pack-quantized")
+    assert not path.exists()
+    checkpoint.write(path, tiny, layout="modelopt-nvfp4")
+    found: Any = checkpoint.read(path)["up.weight"]
+    np.testing.assert_array_equal(found.tensor_scale, tiny["up.weight"].tensor_scale)
+
+
+@pytest.mark.parametrize(
+    ("names", "method"),
+    [
+        ({"up.qweight": np.int32, "up.qzeros": np.int32, "up.scales": np.float16}, "GPTQ or AWQ"),
+        ({"up.weight": np.uint8, "up.weight.absmax": np.uint8}, "bitsandbytes"),
+        ({"up.weight": np.int8, "up.SCB": np.float32}, "bitsandbytes"),
+    ],
+)
+def test_methods_that_are_not_read(names: dict[str, Any], method: str, tmp_path: Path):
+    """Known by their names in a bare file."""
+    path = put(tmp_path / "a.safetensors", {n: np.ones((4, 4), d) for n, d in names.items()})
+    with pytest.raises(ValueError, match=f"belong to weights that {method} quantized"):
+        checkpoint.read(path)

@@ -13,8 +13,8 @@ from mx_jax.checkpoint.layouts import LAYOUTS, named
 from mx_jax.cli import main
 from tests.checkpoint.stored import draw, put_model
 
-# Found by names and shapes alone: released without a configuration, or written by Quark.
-UNSTATED = {"gpt-oss-original", "quark-mxfp4", "quark-float8"}
+# Found by names, dtypes and shapes alone: without a configuration, or written by Quark.
+UNSTATED = {"gpt-oss-original", "quark-mxfp4", "quark-float8", "mxfp6-e2m3", "mxfp6-e3m2"}
 
 
 def weights_of(row: checkpoint.Layout, rng: np.random.Generator) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from mx_jax import calibrate, checkpoint
 from mx_jax.checkpoint import files, writers
 from mx_jax.cli import main
 from mx_jax.commands import inspect, rules, stream
+from mx_jax.commands.diff import difference
 from mx_jax.commands.stream import partial_folder
 from mx_jax.mxarray import MXArray
 from tests.checkpoint.gguf_bytes import Tensor, gguf
@@ -328,6 +329,66 @@ def test_gguf_of_values_that_only_ggml_stores(tmp_path: Path, out: Path, cli: Cl
     assert checkpoint.load(out)["token_embd.weight"].format.name == "mxfp4"
 
 
+def test_numbers_of_gguf_stay_what_they_are(tmp_path: Path, out: Path, cli: Cli):
+    """In 64 bits, which JAX as it is set does not hold."""
+    path = tmp_path / "m.gguf"
+    floats, integers = np.array([0.1, 1e300]), np.array([2**53 + 1, 7])
+    tensors = {"f": Tensor(28, (2,), floats.tobytes()), "i": Tensor(27, (2,), integers.tobytes())}
+    path.write_bytes(gguf(tensors))
+    for command in (["convert", "--to", "mx_jax"], ["dequantize"]):
+        cli(command[0], path, out, *command[1:], "--force")
+        found = values(out)
+        assert found["f"].tolist() == floats.tolist() and found["f"].dtype == np.float64
+        assert found["i"].tolist() == integers.tolist() and found["i"].dtype == np.int64
+        assert {row["result"] for row in cli.json("diff", path, out)["tensors"]} == {"same"}
+    assert cli.json("inspect", path)["tensors"][0]["amax"] == 1e300
+    with pytest.raises(
+        ValueError, match=r"f: has float64 values from 0.1 up to 1e\+300, which jax"
+    ):
+        checkpoint.read(path)["f"]
+
+
+def test_values_beyond_a_dtype_are_counted(tmp_path: Path, out: Path, cli: Cli):
+    path = tmp_path / "a.safetensors"
+    rows = np.full((4, 64), 2.0, np.float32)
+    rows[1, :2] = 1e5, -1e5
+    checkpoint.save(path, {"up": mx_jax.quantize(rows, "mxfp8_e5m2"), "gate": jnp.ones((4, 64))})
+    words = ("dequantize", path, out, "--dtype", "float16")
+    said = cli.error(*words)
+    assert "up holds 2 of 256 values beyond 65504, the largest of float16" in said
+    assert not out.exists()
+    _, said = cli(*words, "--inexact")
+    assert "2 values of 1 tensors, such as up, became inf" in said
+    assert np.isinf(values(out)["up"]).sum() == 2
+    _, said = cli("dequantize", path, out, "--dtype", "bfloat16", "--force")
+    assert "became inf" not in said
+    # float32 has a largest value as well.
+    big = dataclasses.replace(checkpoint.load(path)["up"], scales=jnp.full((4, 2), 254, jnp.uint8))
+    checkpoint.save(path, {"up": big})
+    assert "beyond 3.40282e+38" in cli.error("dequantize", path, out, "--force")
+
+
+@pytest.mark.parametrize("command", ["quantize", "dequantize", "convert", "inspect", "diff"])
+def test_models_that_others_quantized(command: str, tmp_path: Path, out: Path, cli: Cli):
+    """What nothing here reads is no plain model, whose `quantization_config` could go."""
+    folder = tmp_path / "theirs"
+    folder.mkdir()
+    safetensors.numpy.save_file({"up.qweight": np.ones((8, 8), np.int32)}, folder / files.WHOLE)
+    more = {
+        "quantize": [out, "--format", "mxfp4"],
+        "dequantize": [out],
+        "convert": [out, "--to", "mx_jax"],
+        "inspect": [],
+        "diff": [folder],
+    }[command]
+    for key in ("quantization_config", "compression_config"):
+        for method in ("gptq", "awq", "bitsandbytes"):
+            (folder / "config.json").write_text(json.dumps({key: {"quant_method": method}}))
+            said = cli.error(command, folder, *more)
+            assert f"{folder}: config.json says quant_method={method!r}, which" in said
+    assert not out.exists()
+
+
 # inspect and diff ---------------------------------------------------------------------------------
 
 
@@ -412,6 +473,44 @@ def test_diff_says_how_far(tmp_path: Path, cli: Cli):
     assert "6 tensors, 5 of them differ" in table and " nan " not in table
     same, _ = cli("diff", a, a)
     assert same == "5 the same\n"
+
+
+def numbers(*each: Any, dtype: str = "float32") -> np.ndarray:
+    return np.array(each, dtype)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "result"),
+    [
+        (numbers(0.0, np.nan), numbers(0.0, np.nan), "same"),
+        (numbers(0.0), numbers(-0.0), "same values"),
+        (numbers(1.0), numbers(1.0, dtype="float64"), "same values"),
+        (numbers(2**53 + 1, dtype="int64"), numbers(2.0**53, dtype="float64"), "differs"),
+        (numbers(2.0**53, dtype="float64"), numbers(2**53 + 1, dtype="int64"), "differs"),
+        (numbers(2**63 - 1, dtype="int64"), numbers(2.0**63, dtype="float64"), "differs"),
+        (numbers(-(2**63), dtype="int64"), numbers(-(2.0**63), dtype="float64"), "same values"),
+        (numbers(2**64 - 1, dtype="uint64"), numbers(-1, dtype="int64"), "differs"),
+        (numbers(2**63, dtype="uint64"), numbers(2.0**63, dtype="float64"), "same values"),
+        (numbers(7, dtype="int8"), numbers(7.5), "differs"),
+        (numbers(0, dtype="int8"), numbers(np.nan), "differs"),
+        (numbers(1 + 2j, dtype="complex64"), numbers(1 + 3j, dtype="complex64"), "differs"),
+    ],
+)
+def test_the_same_to_the_bit(a: np.ndarray, b: np.ndarray, result: str):
+    found = difference("x", a, b)
+    assert (found.result, found.values) == (result, int(result == "differs"))
+
+
+def test_an_error_beyond_53_bits():
+    found = difference("x", numbers(2**53 + 1, dtype="int64"), numbers(2**53, dtype="int64"))
+    assert (found.result, found.max_error) == ("differs", 1)
+
+
+def test_the_same_codes_in_other_blocks(rng: np.random.Generator):
+    """Ones, under scales that are alike, along either axis: the same values, stored otherwise."""
+    ones = [mx_jax.quantize(np.ones((32, 32), np.float32), "mxfp4", axis=axis) for axis in (0, 1)]
+    assert difference("x", *ones).result == "same values"
+    assert difference("x", ones[0], ones[0]).result == "same"
 
 
 # Files that are not right -------------------------------------------------------------------------

@@ -10,7 +10,9 @@ import pytest
 
 from mx_jax import checkpoint
 from mx_jax.cli import main
+from mx_jax.commands.output import print_table
 from tests.cli.conftest import Cli
+from tests.processes import printed, run_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
-    checkpoint.save(path, {"up": np.ones((8, 64), np.float32)})
+    checkpoint.save(path, {"up": {"kernel": np.ones((64, 8), np.float32)}})
     return path
 
 
@@ -54,7 +56,8 @@ spec.loader.exec_module(program)
 # Ignored, if who runs the tests ignores it, as shells have commands in the background do.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-def run(arguments=None):
+def run(arguments=None, started=None):
+    started()
     os.kill(os.getpid(), signal.{name})
     signal.pause()
 
@@ -71,7 +74,8 @@ def callback(phase, facts):
     os.kill(os.getpid(), signal.{name})
     sum(range(1000))
 
-def run(arguments=None):
+def run(arguments=None, started=None):
+    started()
     gc.callbacks.append(callback)
     gc.collect()
     for _ in range(2000):
@@ -92,19 +96,138 @@ def test_a_stopped_command_says_one_line_at_most(name: str, status: int, said: s
     assert (result.returncode, result.stderr) == (status, said)
 
 
-def test_a_reader_that_has_gone(file: Path, monkeypatch: pytest.MonkeyPatch):
-    """Few lines wait until the end; a table is written by rich, here by a program that ends."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    result = subprocess.run(
-        [sys.executable, "-m", "mx_jax", "formats"],
-        stdout=writing,
-        stderr=subprocess.PIPE,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONUNBUFFERED": ""},
-        check=False,
+# What is raised may be dropped, or become another error, as in the modules of a library.
+@pytest.mark.parametrize("after", ["pass", "raise ImportError"])
+def test_an_interruption_that_is_caught(after: str):
+    caught = f"""
+def run(arguments=None, started=None):
+    started()
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+        signal.pause()
+    except BaseException:
+        {after}
+    return 0
+"""
+    script = STOPPED.replace("cli.main = run", f"{caught}\ncli.main = run").format(name="SIGINT")
+    done = run_python("-c", script)
+    assert (done.returncode, done.stderr) == (130, "mx_jax: interrupted\n")
+
+
+@pytest.mark.parametrize("module", ["ml_dtypes", "jax", "flax", "argparse"])
+def test_an_interruption_while_modules_load(module: str, tmp_path: Path):
+    """Whatever loads may catch what Ctrl-C raises; so nothing is raised."""
+    catches = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    sum(range(1000))
+except BaseException:
+    pass
+raise SystemExit(7)
+"""
+    (tmp_path / f"{module}.py").write_text(catches)
+    start = "import signal, runpy, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    start += "sys.orig_argv = ['python', '-m', 'mx_jax', 'formats']; sys.argv = ['-m', 'formats']; "
+    start += "runpy.run_module('mx_jax', run_name='__main__')"
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = run_python("-c", start, PYTHONPATH=path)
+    assert (done.returncode, done.stderr) == (130, "mx_jax: interrupted\n")
+
+
+def test_importing_mx_jax_leaves_ctrl_c_alone():
+    script = "import signal; before = signal.getsignal(signal.SIGINT); import mx_jax"
+    printed("-c", f"{script}; assert signal.getsignal(signal.SIGINT) is before", "mx_jax")
+
+
+def test_a_reader_that_has_gone(file: Path):
+    """The status is that of the command: files that differ, however few lines of it are read."""
+    other = file.with_name("other.safetensors")
+    checkpoint.save(other, {"up": {"kernel": np.zeros((64, 8), np.float32)}})
+    for status, words in ((1, ["diff", file, other]), (0, ["inspect", file, "--json"])):
+        reading, writing = os.pipe()
+        os.close(reading)
+        result = subprocess.run(
+            [sys.executable, "-m", "mx_jax", *words],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": ""},
+            check=False,
+        )
+        os.close(writing)
+        assert (result.returncode, result.stderr) == (status, b"")
+
+
+@pytest.mark.parametrize("place", [1, -1])
+def test_a_value_of_two_dashes(
+    place: int, file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """argparse would take it away, and find no value; after -- all words are files."""
+    words = ["quantize", str(file), str(file.with_name("out")), "--format", "mxfp4"]
+    words.insert(place, "--scale-rule=--")
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "argument --scale-rule: expected a value, got --" in capsys.readouterr().err
+    monkeypatch.chdir(file.parent)
+    assert main(["inspect", "--", "--a=--"]) == 2
+    assert "no file at --a=--" in capsys.readouterr().err
+
+
+def test_a_device_is_not_replaced(file: Path, cli: Cli):
+    """A pipe here: a test that fails would leave the machine without the device."""
+    pipe = file.with_name("pipe.safetensors")
+    os.mkfifo(pipe)
+    for words in (["quantize", file, pipe, "--format", "mxfp4"], ["inspect", file, "--html", pipe]):
+        assert f"{pipe} is a device or a pipe" in cli.error(*words, "--force")
+    assert pipe.is_fifo()
+
+
+def test_a_platform_that_is_not_there(file: Path):
+    words = ("quantize", file, file.with_name("out"), "--format", "mxfp4")
+    done = run_python("-m", "mx_jax", *words, JAX_PLATFORMS="cuda")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith("mx_jax: JAX finds no device for JAX_PLATFORMS=cuda: ")
+
+
+def test_a_dry_run_refuses_what_the_run_refuses(file: Path, cli: Cli):
+    out, broken = file.with_name("out.safetensors"), file.with_name("nan.safetensors")
+    out.write_text("there")
+    checkpoint.save(broken, {"up.weight": np.full((8, 64), np.nan, np.float32)})
+    force = ["--force"]
+    options = (
+        [],
+        [*force, "--resume"],
+        [*force, "--max-shard-size", "0"],
+        [*force, "--moments", file],
+        [*force, "--scales", "gptq"],
+        [*force, "--scales", "gptq", "--moments", file.with_name("none")],
     )
-    assert (result.returncode, result.stderr) == (0, b"")
-    with os.fdopen(writing, "w") as gone:
-        monkeypatch.setattr(sys, "stdout", gone)
-        assert main(["inspect", str(file), "--json"]) == 0
+    for more in options:
+        words = ("quantize", file, out, "--format", "mxfp4", "--keep", "", *more)
+        assert cli.error(*words, "--dry-run") == cli.error(*words)
+    assert "is there already" in cli.error("convert", file, out, "--to", "mx_jax", "--dry-run")
+    words = ("quantize", broken, out, "--format", "nvfp4", "--to", "modelopt", "--keep", "", *force)
+    said = cli.error(*words)
+    assert cli.error(*words, "--dry-run") == said and "makes 32 blocks NaN" in said
+    assert out.read_text() == "there"
+
+
+def test_a_table_that_is_wider_than_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Names stay whole: they stand above the numbers."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    name = f"model.layers.0.{'x' * 30}.weight"
+    columns, row = ("tensor", "format", "bits", "SQNR dB"), (name, "float32", "32", "18.5")
+    print_table(columns, [row], left=columns[:2], title="1 tensors")
+    expected = "1 tensors\ntensor  format\n  bits  SQNR dB\n"
+    assert capsys.readouterr().out == f"{expected}{name}  float32\n    32     18.5\n"
+    print_table(columns, [("a", *row[1:])], left=columns[:2])
+    assert "│ a " in capsys.readouterr().out
+    # Through a pipe tables are as wide as they have to be.
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    print_table(columns, [(name * 5, *row[1:])], left=columns[:2])
+    assert f"│ {name * 5} │ float32 │" in capsys.readouterr().out
