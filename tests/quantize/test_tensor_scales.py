@@ -243,8 +243,3 @@ def test_lifting_is_exact():
     np.testing.assert_array_equal(got, exact.astype(np.float32).view(np.int32))
 
 
-def test_one_tiny_scale_is_enough_to_lift():
-    """Also of the lanes of a vmap, which share the branch."""
-    some = jnp.array([[False, True], [False, False]])
-    assert [bool(tiny.any_of(row)) for row in some] == [True, False]
-    assert jax.vmap(tiny.any_of, out_axes=None)(some).tolist() is True
