@@ -19,27 +19,6 @@ from tests.needs import needs_library
 
 pytestmark = needs_library
 
-CASTS = {
-    "headroom": ("amax_headroom", "nearest"),
-    "headroom, stochastic": ("amax_headroom", "stochastic"),
-    "4/6": ("four_over_six", "nearest"),
-    "4/6, stochastic": ("four_over_six", "stochastic"),
-}
-HANDLERS = {"amax_headroom": 1, "four_over_six": 2}
-
-
-@pytest.mark.parametrize("name", CASTS)
-def test_what_casts(name: str):
-    """Elements are rounded by the handler; 4/6 casts twice, and once more each to draw."""
-    rule, rounding = CASTS[name]
-    key = jax.random.key(1) if rounding == "stochastic" else None
-    cast = lambda x: mx_jax.quantize(  # noqa: E731
-        x, "nvfp4", scale_rule=rule, rounding=rounding, key=key
-    )
-    text = jax.jit(cast).lower(jnp.ones((64, 96))).as_text()
-    drawn_too = rule == "four_over_six" and rounding == "stochastic"
-    assert len(re.findall("@mx_jax_cpu_quantize", text)) == HANDLERS[rule] * (1 + drawn_too)
-
 
 # Squares of errors of the smallest are subnormal, which XLA takes for 0.
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 1), ("bfloat16", 1), ("float32", 1e-20)])

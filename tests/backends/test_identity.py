@@ -36,14 +36,12 @@ from mx_jax.reference.scale_rules import (
     FOUR_OVER_SIX,
     SCALE_RULES,
     FromAmax,
-    PowerOfTwo,
     ScaleRule,
     power_of_two,
 )
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.extending.least_error import LEAST_ERROR
 from tests.needs import needs_library
-from tests.quick import quick
 from tests.recipes.uniform import uniform
 
 X = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
@@ -100,14 +98,6 @@ def test_a_rule_of_ones_own_under_a_known_name(format: str, rule: ScaleRule):
     assert_bitwise_equal(ours.codes, expected.codes)
     assert_bitwise_equal(ours.scales, expected.scales)
     assert not np.array_equal(ours.dequantize(), known.dequantize())
-
-
-def test_a_threshold_says_all_of_a_power_of_two_rule():
-    rule = power_of_two("mine", one_third_up)
-    assert rule.scales == PowerOfTwo(one_third_up) and rule.threshold is one_third_up
-    assert rule == power_of_two("mine", one_third_up)
-    assert dataclasses.replace(FLOOR, name="mine").threshold is FLOOR.threshold
-    assert dataclasses.replace(FLOOR, scales=ones).threshold is None
 
 
 @needs_library
@@ -312,16 +302,3 @@ def test_ragged_dot_asks_what_a_rule_reads(rule: ScaleRule):
     recipe = uniform(spec)
     with pytest.raises(ValueError, match=rf"scale_rule={rule.name!r} cannot fill.*FromAmax"):
         mx_jax.ragged_dot(X, np.ones((1, 64, 8), np.float32), [4], recipe=recipe)
-
-
-def test_ragged_dot_takes_a_rule_of_amax_of_ones_own():
-    """A power-of-two rule of one's own over all rows of a group gives matmul's weight gradient."""
-    spec = operand(
-        dataclasses.replace(MXFP8_E4M3, block=(1, WHOLE)),
-        scale_rule=power_of_two("mine", one_third_up),
-    )
-    recipe = uniform(spec)
-    w = np.random.default_rng(1).standard_normal((64, 8)).astype(np.float32)
-    ours = quick(jax.grad(lambda w: mx_jax.ragged_dot(X, w[None], [4], recipe=recipe).sum()))(w)
-    expected = quick(jax.grad(lambda w: mx_jax.matmul(X, w, recipe=recipe).sum()))(w)
-    np.testing.assert_allclose(ours, expected, rtol=1e-5)

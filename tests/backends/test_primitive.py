@@ -164,14 +164,6 @@ def test_derivatives_are_those_of_plain_jax(x: jax.Array, w: jax.Array):
 
 
 @needs_library
-def test_explained(x: jax.Array, w: jax.Array):
-    """Devices that share a product compute their parts as one computes all, and so do casts."""
-    lines = str(explain_call(product, x, w)).splitlines()
-    found = [line.partition("->")[2] for line in lines if "->" in line]
-    assert found == [" cpu_ffi"] * 3
-
-
-@needs_library
 def test_debug_nans_names_the_call(x: jax.Array):
     """What it finds it runs once more, equation by equation: not without end."""
     nan = jnp.full_like(x, jnp.inf)

@@ -366,38 +366,3 @@ def test_products_of_experts(recipe: str):
         difference = np.abs(np.asarray(got, np.float64) - np.asarray(want, np.float64))
         # The cotangents are bfloat16, of sums that differ in their last bits.
         assert difference.max() <= largest * (2.0**-8 if want.dtype == jnp.bfloat16 else 2.0**-20)
-
-
-@pytest.mark.slow(but="mxfp8")
-@pytest.mark.parametrize(
-    ("lhs", "rhs", "collective"),
-    [(("x", None), (None, None), None), ((None, "x"), ("x", None), "all-reduce")],
-)
-@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_it_is_partitioned_as_a_plain_dot(recipe: str, lhs: Any, rhs: Any, collective: str | None):
-    """Rows alone, without a word between devices; the contracted axis, by adding what each has."""
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    x, w = mx_jax.quantize(X, FORMAT[recipe]), mx_jax.quantize(W, FORMAT[recipe], axis=0)
-    place = [jax.NamedSharding(mesh, jax.P(*axes)) for axes in (lhs, rhs)]
-    whole = jax.NamedSharding(mesh, jax.P())
-
-    def put(q: MXArray, sharding: Any) -> MXArray:
-        scale = None if q.tensor_scale is None else jax.device_put(q.tensor_scale, whole)
-        codes, scales = (jax.device_put(each, sharding) for each in (q.codes, q.scales))
-        return dataclasses.replace(q, codes=codes, scales=scales, tensor_scale=scale)
-
-    product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))
-    with mx_jax.testing.target("tpu", num_devices=8):
-        operands = put(x, place[0]), put(w, place[1])
-        text = str(product.lower(*operands).compile().as_text())
-        found = product(*operands)
-    assert ("all-reduce" in text) == (collective == "all-reduce")
-    assert "all-gather" not in text and "all-to-all" not in text
-    expected = np.asarray(x.dequantize(jnp.float32), np.float64) @ np.asarray(w.dequantize())
-    np.testing.assert_allclose(np.asarray(found), expected, atol=2.0**-20 * np.abs(expected).max())
-
-
-X, W = (
-    np.random.default_rng(0).normal(size=size).astype(np.float32) for size in ((16, 512), (512, 8))
-)
-FORMAT = {"mxfp8": "mxfp8_e4m3", "nvfp4": "nvfp4"}

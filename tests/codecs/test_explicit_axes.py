@@ -7,7 +7,6 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from mx_jax.codecs.explicit_axes import (
-    join_axes,
     partitions,
     split_axes,
     vary_alike,
@@ -50,21 +49,6 @@ def _abstract():
 )
 def test_split(shape, spec, pieces, inside, parts):
     assert lies(lambda x: split_axes(x, pieces, inside), (shape, spec)) == (pieces, parts)
-
-
-def test_join():
-    """The joined axis lies where either part did."""
-    for spec, parts in (
-        (P("a", "b", None), ("a", "b")),
-        (P("a", None, "b"), ("a", "b")),
-        (P(None, None, None), (None, None)),
-    ):
-        joined = lies(lambda x: join_axes(x, (8, 64), (2,)), ((8, 4, 16), spec))
-        assert joined == ((8, 64), parts)
-    behind = lies(
-        lambda x: join_axes(x, (8, 4, 32), (3,)), ((8, 4, 2, 16), P("a", None, None, "b"))
-    )
-    assert behind == ((8, 4, 32), ("a", None, "b"))
 
 
 def test_operands_vary_along_the_axes_of_all():

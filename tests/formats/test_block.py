@@ -144,14 +144,6 @@ def test_rows_under_any_name(known, rows):
         assert known(dataclasses.replace(row, name="mine")) is row
 
 
-def test_parts_under_any_name():
-    mine = dataclasses.replace(E4M3_SCALE, element=dataclasses.replace(E4M3, name="mine"))
-    assert known_scale(mine) is E4M3_SCALE
-    element = dataclasses.replace(E2M1, name="mine")
-    format = dataclasses.replace(NVFP4, element=element, scale=mine)
-    assert known_block(format) is NVFP4 and format.is_known
-
-
 def test_strangers():
     assert known_element(STRANGER) is None
     assert known_scale(dataclasses.replace(E4M3_SCALE, element=STRANGER)) is None
@@ -164,12 +156,6 @@ def test_strangers():
         {"scale": E8M0, "tensor_scale": False, "block": (16, 1)},
     ):
         assert known_block(dataclasses.replace(NVFP4, **facts)) is None
-
-
-def test_kernels_ask_element_and_scale_alone():
-    assert MXFP4.with_block(7).is_known
-    assert not dataclasses.replace(MXFP4, element=STRANGER).is_known
-    assert not dataclasses.replace(MXFP4, scale=dataclasses.replace(E8M0, bits=7)).is_known
 
 
 @pytest.mark.parametrize(
