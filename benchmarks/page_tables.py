@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from benchmarks.language_model import intervals
@@ -43,14 +43,6 @@ PRODUCTS: tuple[tuple[tuple[int, int, int], str], ...] = (
     ((1, _ROWS, _ROWS), "float32 x mxfp8_e4m3, packed"),
     *(((rows, _ROWS, _ROWS), "mxfp4 x mxfp4, packed") for rows in (1, 8, 32)),
 )
-_DATA = {
-    "normal": "normal",
-    "student_t": "Student's t",
-    "lognormal": "lognormal",
-    "outliers": "outlier columns",
-}
-# The recipes that were trained at other learning rates too.
-_SWEPT = ("mxfp8", "mxfp4")
 
 
 def result(name: str) -> dict[str, Any]:
@@ -82,45 +74,16 @@ def training() -> Table:
     rows = [_trained(recipe, own, runs["float32"]) for recipe, own in runs.items()]
     # By gap: recipes of other seeds have another mean loss for that alone.
     rows.sort(key=lambda row: float(row[3].split()[0]) if row[3] else -100)
-    heads = ("recipe", "seeds", "loss", "gap to float32 (%)", "training gap (%)")
-    return (*heads, "averaged gap (%)"), rows
+    return ("recipe", "seeds", "loss", "gap to float32 (%)", "training gap (%)"), rows
 
 
 def _trained(recipe: str, own: dict[int, Any], exact: dict[int, Any]) -> tuple[str, ...]:
     loss = statistics.mean(run["final_validation_loss"] for run in own.values())
     gaps, late = (_over(own, exact, n) for n in ("final_validation_loss", "late_train_loss"))
-    cells: tuple[str, ...] = ("", "", "")
+    cells = ("", "")
     if own is not exact:
-        averaged = _averaged_gaps(own, exact)
-        fewer = f" (n = {len(averaged)})" if 0 < len(averaged) < len(own) else ""
-        cells = (
-            intervals.text(gaps, "+.2f"),
-            intervals.text(late, "+.2f"),
-            intervals.text(averaged, "+.2f") + fewer,
-        )
+        cells = intervals.text(gaps, "+.2f"), intervals.text(late, "+.2f")
     return recipe, str(len(own)), f"{loss:.4f}", *cells
-
-
-def _averaged_gaps(own: dict[int, Any], exact: dict[int, Any]) -> list[float]:
-    """Of weights averaged over the last quarter, for seeds where both were recorded."""
-    losses = ((own[s].get("averaged_loss"), exact[s].get("averaged_loss")) for s in sorted(own))
-    return [100 * (mine / other - 1) for mine, other in losses if mine and other]
-
-
-def learning_rates() -> Table:
-    """One seed, the same for every rate."""
-    found = {}
-    for path in (RESULTS / "train_lm").glob("*.json"):
-        own = result(f"train_lm/{path.stem}")
-        losses = {
-            run["recipe"]: run["final_validation_loss"] for run in own["runs"] if run["seed"] == 0
-        }
-        found[own["config"]["lr"]] = losses
-    rows = []
-    for rate, losses in sorted(found.items()):
-        gaps = (100 * (losses[name] / losses["float32"] - 1) for name in _SWEPT)
-        rows.append((f"{rate}", f"{losses['float32']:.4f}", *(f"{gap:+.2f}" for gap in gaps)))
-    return ("peak learning rate", "float32's loss", *(f"{n}'s gap (%)" for n in _SWEPT)), rows
 
 
 def optimizer_states() -> Table:
@@ -159,26 +122,6 @@ def rounding() -> Table:
     return ("way", "slope", "error (%)", "bias (%)"), rows
 
 
-def quantize() -> Table:
-    rows = [
-        (
-            row["format"],
-            row["dtype"],
-            number(row["timings"]["mx_jax"]["cpu_ms"]["median"], 1),
-            _times(row["ratio_to_x_plus_1"]),
-            *_peers(row["ratio_of_peer_to_mx_jax"], _PEERS),
-        )
-        for row in result("quantize")["rows"]
-        if (row["operation"], row["shape"], row["cores"]) == ("quantize", [4096, 4096], "one")
-        and (row["format"], row["rule"]) in _QUANTIZED
-    ]
-    heads = ("to", "from", "time (ms)", "time / time of `x + 1`")
-    return (*heads, *(f"{peer} / ours" for peer in _PEERS)), rows
-
-
-_QUANTIZED = {("mxfp8_e4m3", "rceil"), ("mxfp4", "even"), ("nvfp4", "amax")}
-
-
 def casts() -> Table:
     found = {
         (row["operation"], row["format"], row["dtype"]): row
@@ -210,22 +153,6 @@ def products() -> Table:
     return heads, rows
 
 
-def cpu_goals() -> Table:
-    goal = ("group", "what", "over")
-    intel = {
-        tuple(row[name] for name in goal): row
-        for file in ("cpu/goals_intel", "cpu/goals_intel_rows")
-        for row in result(file)["rows"]
-    }
-    rows = []
-    for row in result("cpu/goals")["rows"]:
-        names = tuple(row[name] for name in goal)
-        other = intel.get(names)
-        cells = _reached(row), "" if other is None else _reached(other)
-        rows.append((*names, f"{row['ratio_to_reach']:g}", *cells))
-    return ("", "of", "over", "goal", "Zen 4", "Intel, Emerald Rapids"), rows
-
-
 def exchanged() -> Table:
     """MXFP8's and MXFP4's bytes over plain JAX's."""
     names = ("layout", "dtype", "way", "recipe")
@@ -243,37 +170,6 @@ def exchanged() -> Table:
         )
         rows.append((layout, *cells))
     return ("layout", *(f"{d}, {w.replace('set_mesh', 'jit')}" for d, w in ways)), rows
-
-
-def _reached(row: Mapping[str, Any]) -> str:
-    """What was measured, its limit if one is known, and whether it is the goal."""
-    if row["ratio"] is None:
-        return "not measured"
-    limit = "" if row["limit"] is None else f" of {row['limit']:.2f}"
-    is_met = "met" if row["missed_by"] is None else "missed"
-    return f"{row['ratio']['median']:.2f}{limit}: {is_met}"
-
-
-def data() -> Table:
-    shape = [1, _ROWS, _ROWS]
-    found = {
-        (row["case"], row["data"]): row["over_float32"]["median"]
-        for row in result("cpu/matmul_data")["rows"]
-        if row["shape"] == shape and row["case"].startswith("cpu_ffi")
-    }
-    rows = [
-        (name, *(number(found[f"cpu_ffi float32 x {name}, packed", own], 1) for own in _DATA))
-        for name in ("mxfp4", "mxfp8_e4m3", "mxfp6_e3m2", "nvfp4")
-    ]
-    return ("weights", *_DATA.values()), rows
-
-
-def packed_layers() -> Table:
-    found = {(r["case"], r["format"]): r["of_float32"] for r in result("cpu/packed_layers")["rows"]}
-    formats = list(dict.fromkeys(name for _, name in found))
-    cases = [case for case in dict.fromkeys(case for case, _ in found) if "float32" not in case]
-    rows = [(case, *(_times(found[case, own], 2) for own in formats)) for case in cases]
-    return ("layer", *formats), rows
 
 
 def ragged() -> Table:
@@ -304,47 +200,18 @@ def compile_time() -> Table:
     return ("recipe", "C++", "reference"), rows
 
 
-def capture() -> Table:
-    rows = [
-        (
-            row["watching"],
-            str(row["rows"]),
-            number(1e3 * row["cpu_s"], 1),
-            "" if row["watching"] == "unwatched" else f"{100 * row['overhead']:+.0f}",
-        )
-        for row in result("cpu/capture")["rows"]
-    ]
-    return ("watching", "rows", "CPU time of a step (ms)", "over unwatched (%)"), rows
-
-
-def train_step() -> Table:
-    rows = [
-        (row["recipe"], number(row["overhead_percent"], 0))
-        for row in result("train_step")["rows"]
-        if row["cores"] == "one"
-    ]
-    return ("recipe", "over float32's products (%)"), rows
-
-
 TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
         training,
-        learning_rates,
         optimizer_states,
         sqnr,
         rounding,
-        quantize,
         casts,
         products,
-        cpu_goals,
         exchanged,
-        data,
-        packed_layers,
         ragged,
         compile_time,
-        capture,
-        train_step,
     )
 }
 

@@ -109,7 +109,7 @@ def test_tables_are_written_anew_without_training(tmp_path):
     for row in json.loads(out.read_text())["rows"]:
         # The page leaves some rows out.
         if row["name"] != "float32" and len(row["seeds"]) > 1 and f"| {row['name']} |" in docs:
-            gap = language_model.intervals.text(row["training_gaps_percent"], "+.2f")
+            gap = language_model.intervals.text(row["gaps_percent"], "+.2f")
             assert gap in docs, row["name"]
             shown += 1
     assert shown > 5
