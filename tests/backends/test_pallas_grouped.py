@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax import recipes
 from mx_jax.backends.calls import OperandType, PackCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for, products
 from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture, Tiles
@@ -193,38 +192,6 @@ def test_rows_are_masked_only_for_a_scale_that_counts_them(recipe: str):
     assert "mx_jax_grouped_wgmma" in text
     masks = re.findall(r"stablehlo.select .*tensor<64x512x(?:bf16|f32)>", text)
     assert bool(masks) == (recipe == "nvfp4")
-
-
-@needs_mosaic
-def test_explain_names_what_takes_each_product():
-    """Of a step on a Hopper: three products, blocks along the rows among them."""
-    tokens, experts = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((2, 64, 64), jnp.bfloat16)
-    sizes = np.array([3, 13], np.int32)
-
-    def step(recipe: Any) -> str:
-        def loss(x: jax.Array, w: jax.Array) -> jax.Array:
-            return mx_jax.ragged_dot(x, w, sizes, recipe=recipe).sum()
-
-        with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
-            return mx_jax.inspect.explain_call(jax.grad(loss, (0, 1)), tokens, experts)
-
-    text = step(recipes.mxfp8())
-    products = [line for line in text.splitlines() if line.startswith("ragged product")]
-    assert len(products) == 3 and all("-> pallas_gpu" in line for line in products)
-    plain = step(recipes.float8_rowwise())
-    products = [line for line in plain.splitlines() if line.startswith("ragged product")]
-    assert len(products) == 3 and not any("-> pallas_gpu" in line for line in products), plain
-    # Experts in few bits are no operand of these gradients any more: the plain path takes them.
-    weights = mx_jax.quantize(experts, "mxfp4", axis=1)
-    weight_only = recipes.weight_only("mxfp4")
-    with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
-        text = mx_jax.inspect.explain_call(
-            jax.grad(lambda x: mx_jax.ragged_dot(x, weights, sizes, recipe=weight_only).sum()),
-            tokens,
-        )
-    forward, gradient = (line for line in text.splitlines() if line.startswith("ragged product"))
-    assert forward.endswith("-> pallas_gpu")
-    assert gradient.endswith("2 groups, to bfloat16 -> jax.lax, not quantized"), text
 
 
 @needs_mosaic
