@@ -148,15 +148,3 @@ def test_packed_experts_that_do_not_serve_say_so(rng: np.random.Generator):
     along_n = mx_jax.pack_weights(mx_jax.quantize(rhs, "mxfp4"), contracting=2, num_batch=1)
     with pytest.raises(ValueError, match="has its blocks along axis=2"):
         product(along_n)
-
-
-@pytest.mark.slow
-def test_x64(rng: np.random.Generator):
-    lhs, rhs, g = draw(rng)
-    sizes = SIZES["within tiles"]
-    expected = products("mxfp4")(lhs, rhs, g, np.array(sizes, np.int32))
-    with jax.enable_x64(True):
-        actual = products("mxfp4")(lhs, rhs, g, np.array(sizes, np.int64))
-    for found, wanted in zip(actual, expected, strict=True):
-        assert found.dtype == jnp.float32
-        assert_bitwise_equal(found, wanted, what="with x64")
