@@ -135,7 +135,7 @@ ONE_PYTHON = {
         contracts/test_packaging contracts/test_public_names contracts/test_site
         contracts/test_size contracts/test_style ../mx_jax""",
     "pages, tables and processes of plain Python": """
-        inspect/test_report inspect/test_report_browser inspect/test_sinks""",
+        inspect/test_report inspect/test_sinks""",
     "choices among codes, and laws of them, that tests/codecs has on every Python": """
         calibrate extending inspect/test_bias inspect/test_sensitivity quantize/test_bad_input
         quantize/test_float_scales quantize/test_properties quantize/test_tensor_scales

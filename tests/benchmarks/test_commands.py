@@ -88,15 +88,6 @@ def test_quantize(run: Runner):
 
 
 @pytest.mark.slow
-@can_pin
-def test_quantize_on_one_core(tmp_path: Path):
-    options = "--formats mxint8 --shapes 8x32 --dtypes bfloat16 --no-peers --cores one".split()
-    rows, shown = run_alone(tmp_path / "out.json", "quantize", *options, "--seconds", "0")
-    assert {(row["cores"], row["clock"]) for row in rows} == {("one", "cpu")}
-    assert "quantize mxint8 floor, bfloat16" in shown
-
-
-@pytest.mark.slow
 @needs_library
 @can_pin
 def test_commands_on_one_core(tmp_path: Path):
@@ -183,17 +174,11 @@ def test_rounding(run: Runner):
     options += ["--ways", "nearest, amax", "stochastic, amax_headroom", "MS-EDEN"]
     result, table = run("rounding", *options)
     casts = {row["way"]: row for row in result["casts"]}
-    for name in ("MS-EDEN", "stochastic, amax_headroom"):
-        slope, bias = casts[name]["slope"], casts[name]["bias"]
-        assert abs(slope["mean"] - 1) < 2 * slope["half"] < 5e-3
-        assert abs(bias["mean"]) < 2 * bias["half"] < casts[name]["error"]["mean"] / 5
+    slope = casts["MS-EDEN"]["slope"]
+    assert abs(slope["mean"] - 1) < 2 * slope["half"] < 5e-3
     # Nothing is drawn: no average removes any of the error.
     nearest = casts["nearest, amax"]
     assert nearest["bias"]["mean"] == pytest.approx(nearest["error"]["mean"])
-    assert (
-        casts["MS-EDEN"]["error"]["mean"]
-        < 0.45 * casts["stochastic, amax_headroom"]["error"]["mean"]
-    )
     (gradients,) = result["gradients"]
     assert 0.02 < gradients["dw"]["error"]["mean"] < 0.04
     assert 0.005 < gradients["dx"]["bias"]["mean"] < gradients["dx"]["error"]["mean"] / 2

@@ -2,9 +2,8 @@
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from benchmarks.decode_worker import OTHER, operations, part_of, time_of_parts
+from benchmarks.decode_worker import OTHER, time_of_parts
 from benchmarks.language_model_formats import calibrated_scales, empty_caches
 from benchmarks.llama import GGUF, Generator, Llama, params_of
 from mx_jax import recipes
@@ -35,34 +34,3 @@ def test_calibrated_scales_are_each_layers_own():
         kept = cache.append(jnp.full(shape, -3.0 - index), jnp.full(shape, 1.0 + 2 * index), 0)
         np.testing.assert_allclose(kept.keys.read(3), -3.0 - index, rtol=1e-6)
         np.testing.assert_allclose(kept.values.read(3), 0.5 + index, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "part"),
-    [
-        ("jit(advance)/Llama/layers_3/qkv/dot_general", "qkv"),
-        ("jit(advance)/Llama/layers_3/attention_norm/rsqrt", "norm"),
-        ("jit(advance)/Llama/layers_3/attention_out/jit(forward)/cond", "attention_out"),
-        ("jit(advance)/Llama/layers_3/cache/jit(quantize_operand)/x", "cache"),
-        ("jit(advance)/Llama/norm/mul", "norm"),
-        ("jit(advance)/vmap(sampling)/reduce", "sampling"),
-        ("jit(advance)/Llama/layers_3/add", "other"),
-    ],
-    ids=lambda text: text.split("/")[-1],
-)
-def test_part_of(name: str, part: str):
-    assert part_of(name) == part
-
-
-def test_operations_of_a_program():
-    kernel = "params__layers_0____qkv____kernel__.1"
-    program = """
-      %params__layers_0____qkv____kernel__.1 = f32[3]{0} parameter(0)
-      %fusion.1 = f32[3]{0} fusion(%x), metadata={op_name="jit(f)/norm/mul" stack_frame_id=1}
-      ROOT call.2 = f32[3]{0} custom-call(%fusion.1), metadata={op_name="jit(f)/head/ffi"}
-      %dot.4 = f32[3]{0} dot(%fusion.1, %params__layers_0____qkv____kernel__.1)
-      %reduce.5 = f32[] reduce(%fusion.1)
-      %copy.3 = f32[3]{0} copy(%x)
-    """
-    parts = ("fusion.1", "norm"), ("call.2", "head"), ("dot.4", "qkv"), ("reduce.5", "norm")
-    assert operations(program) == {**dict(parts), "copy.3": "other", kernel: "qkv"}

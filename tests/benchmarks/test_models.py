@@ -1,7 +1,5 @@
 """Benchmarks of whole models, on tiny ones: calibration, decoding, gradients, sentences."""
 
-import argparse
-import dataclasses
 import json
 from pathlib import Path
 
@@ -15,8 +13,6 @@ from benchmarks import sentence_embeddings as sentences
 from benchmarks.llama import GGUF, params_of
 from tests.examples import bert
 from tests.examples.tiny_llama import CONFIG, tensors
-
-OPTIONS = argparse.Namespace(sequences=3, length=9, calibration=3)
 
 
 @pytest.mark.slow
@@ -42,24 +38,6 @@ def test_calibration_of_a_tiny_model(rng: np.random.Generator):
     assert own["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
     gaps = {row["way"]: row["loss"] - own["loss"] for row in rows[1:]}
     assert rows[-2]["closed"] == pytest.approx(1 - gaps["gptq"] / gaps["plain"])
-    (cells,) = (c for c in calibration.sheet(rows, OPTIONS).rows if c[0] == "mxfp4, gptq")
-    assert cells[4] == f"{100 * rows[-2]['closed']:.0f} %"
-
-
-@pytest.mark.slow
-def test_the_head_s_moment_is_that_of_what_it_multiplies(rng: np.random.Generator):
-    params = params_of(tensors(), CONFIG, GGUF)
-    params["head"] = params["embedding"]
-    model = calibration.Llama(
-        dataclasses.replace(CONFIG, tied=False), mx_jax.recipes.high_precision()
-    )
-    tokens = rng.integers(0, CONFIG.vocabulary, (3, 1, 9), np.int32)
-    found = {"params": params}
-    moments = mx_jax.calibrate.moments(model, list(tokens), variables=found)
-    # The head is linear and of full rank: its inputs are what gives these logits.
-    rows = [np.asarray(model.apply({"params": params}, each)[0], np.float64)[0] for each in tokens]
-    inputs = np.linalg.lstsq(np.asarray(params["head"], np.float64), np.concatenate(rows).T)[0]
-    np.testing.assert_allclose(moments["head"], inputs @ inputs.T, rtol=1e-3, atol=1e-3)
 
 
 TINY = (
@@ -99,20 +77,6 @@ def test_a_checkpoint_measured_and_not_again(tmp_path: Path, capsys: pytest.Capt
     assert "| 50.0 |" in out.with_suffix(".md").read_text()
     with pytest.raises(SystemExit, match="made with other settings"):
         gradient_bias.main([*arguments, "--batches", "4"])
-
-
-def test_every_format_and_rule_is_wanted():
-    rows = sentences.wanted(sentences.FORMATS, sentences.RULES)
-    assert len(rows) == len(set(rows))
-    casts = [row.choice for row in rows if row.way == "cast" and row.choice.words is None]
-    # Six MX formats under four rules, and three with rules of their own; alone and both.
-    assert len(casts) == 2 * (6 * 4 + 3)
-    assert sum(choice.activations is None for choice in casts) == 27
-    assert all(choice.activations in (None, choice.weights) for choice in casts)
-    assert {(row.choice.weights, row.way) for row in rows if row.way != "cast"} == {
-        (name, way) for name in ("mxfp4", "nvfp4") for way in ("searched", "gptq")
-    }
-    assert {row.choice.words for row in rows} - {None} == {*sentences.MX, "nvfp4"}
 
 
 def letters(texts: list[str]) -> list[list[int]]:

@@ -3,12 +3,10 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
-import matplotlib.figure
 import pytest
 
-from benchmarks import page, page_pictures, page_tables, slim
+from benchmarks import page, page_pictures, page_tables
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,17 +32,6 @@ def test_drawings_are_those_of_the_results():
     assert {path.stem for path in page_pictures.FOLDER.iterdir()} == set(page_pictures.PICTURES)
 
 
-def test_bars_show_means_and_intervals():
-    axes: Any = matplotlib.figure.Figure().subplots()
-    page_pictures.gaps(axes, [("one", [1.0, 3.0]), ("far", [50.0, 54.0]), ("alone", [2.0])])
-    assert [bar.get_width() for bar in axes.patches] == [2, 2]
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["one", "alone"]
-    assert axes.get_title() == "not shown: far +52 %"
-    (interval,) = axes.containers[1].lines[2][0].get_segments()
-    # Student's t of two values: 12.7 standard errors, of 1.
-    assert interval[:, 0] == pytest.approx([2 - 12.706, 2 + 12.706], abs=0.001)
-
-
 def test_pages_quote_the_results():
     """What README and the page of formats say of training and of one row."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -65,21 +52,6 @@ def test_pages_quote_the_results():
         if (row["group"], row["what"]) == ("1 row", "float32 x mxfp4, packed")
     )
     assert f"{row['ratio']['median']:.1f} times (Zen 4)" in readme
-
-
-def test_results_hold_what_tables_show(tmp_path, monkeypatch):
-    """No raw numbers in git, and what is slim already stays as it is."""
-    for path in slim.RESULTS.rglob("*.json"):
-        (tmp_path / path.relative_to(slim.RESULTS)).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path.relative_to(slim.RESULTS)).write_text(path.read_text())
-    raw = tmp_path / "train_lm" / "raw.json"
-    raw.write_text(json.dumps({"runs": [{"seed": 0, "train_loss": [9.0] * 9 + [1.0] * 200}]}))
-    monkeypatch.setattr(slim, "RESULTS", tmp_path)
-    slim.main()
-    assert json.loads(raw.read_text()) == {"runs": [{"seed": 0, "late_train_loss": 1.0}]}
-    for path in (ROOT / "benchmarks" / "results").rglob("*.json"):
-        again = tmp_path / path.relative_to(ROOT / "benchmarks" / "results")
-        assert again.read_text() == path.read_text(), "run python -m benchmarks.slim"
 
 
 def test_other_results_write_another_page(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import html
 import http.server
 import json
 import re
+import shutil
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -16,9 +17,9 @@ import numpy as np
 import pytest
 
 from tests.contracts.test_docs import build
-from tests.inspect.test_report_browser import BROWSER
 
 ROOT = Path(__file__).parents[2]
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
 # What dark pages are drawn with, by the variables of the style sheet.
 VARIABLE = re.compile(r"--(\w+): #([0-9a-f]{6});")
 

@@ -1,14 +1,11 @@
 """What tests of conversion share: recipes, a layer, what a report says and a program makes."""
 
 import collections
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import pytest
 from flax import nnx
 from jax.extend.core import jaxprs_in_params
 
@@ -26,17 +23,6 @@ def recipe_names(model: Any, rules: Any, *args: Any, **options: Any) -> dict[str
     """Recipe's name, or the reason why there is none, of each path."""
     report = convert.report(model, rules, *args, **options)
     return {d.layer.path: d.recipe.name if d.recipe else d.reason for d in report.decisions}
-
-
-@contextlib.contextmanager
-def by_hand(flaxs: Any, ours: Any, recipe: recipes.Recipe, **others: Any) -> Iterator[None]:
-    """A context in which the layers that Flax gives are ours of the same name, with a recipe."""
-    names = {"Dense", "DenseGeneral", "Linear", "LinearGeneral", "Einsum"} & {*vars(ours)}
-    layers = {name: functools.partial(getattr(ours, name), recipe=recipe) for name in names}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, layer in (layers | others).items():
-            patch.setattr(flaxs, name, layer)
-        yield
 
 
 def products(function: Any, *args: Any) -> dict[str, int]:

@@ -20,7 +20,7 @@ from mx_jax.convert.kinds import ConvOfDotGeneral
 from tests.needs import needs_library
 from tests.quick import quick
 
-from .helpers import MXFP8, recipe_names
+from .helpers import MXFP8
 
 BY_PRODUCTS = ConvOfDotGeneral(dot_general=lax.dot_general)
 CASES = {
@@ -28,12 +28,8 @@ CASES = {
     "3x3 same": dict(kernel_size=(3, 3)),
     "3x3 valid, strides": dict(kernel_size=(3, 3), strides=(2, 1), padding="VALID"),
     "patches": dict(kernel_size=(2, 3), strides=(2, 3), padding="VALID"),
-    "patches with a remainder": dict(kernel_size=(4, 4), strides=(4, 4), padding="VALID"),
     "patches, padded": dict(kernel_size=(4, 4), strides=(4, 4), padding="SAME"),
     "dilated": dict(kernel_size=(2, 3), kernel_dilation=(3, 2)),
-    "dilated, strides of the kernel's size": dict(
-        kernel_size=(2, 2), strides=(2, 2), kernel_dilation=(2, 3), padding="VALID"
-    ),
     "circular": dict(kernel_size=(3, 3), padding="CIRCULAR"),
     "pairs": dict(kernel_size=(3, 2), padding=((1, 0), (2, 3))),
     "cut": dict(kernel_size=(3, 2), padding=((-1, 0), (2, -3))),
@@ -144,25 +140,6 @@ def test_what_is_no_product(options: dict[str, Any], reason: str, kind: type):
     plain = str(jax.make_jaxpr(of_kernel(layer))(kernel, X))
     with pytest.warns(convert.UnusedRuleWarning):
         assert str(jax.make_jaxpr(of_kernel(layer, rule))(kernel, X)) == plain
-
-
-@pytest.mark.slow
-def test_transposed_and_local_convolutions():
-    """What is no product of patches and kernel stays; what else a layer multiplies does not."""
-    x, strides = jnp.ones((1, 4, 4, 8)), {"strides": (2, 2)}
-    models: list[Any] = [
-        nn.ConvTranspose(4, (2, 2), **strides),
-        nnx.ConvTranspose(8, 4, (2, 2), **strides, rngs=nnx.Rngs(0)),
-        nn.ConvLocal(4, (2, 2)),
-    ]
-    rule = Rule(".*", MXFP8, types=tuple(map(type, models)))
-    with pytest.warns(convert.UnusedRuleWarning):
-        *transposed, local = (recipe_names(model, rule, x) for model in models)
-    assert transposed == [{"": "input_dilation=(2, 2): a transposed convolution"}] * 2
-    assert local["conv_0"].startswith("feature_group_count=8: each group")
-    assert local["dot_general_1"] == "mxfp8"
-    # Without strides it is a convolution as any other.
-    assert recipe_names(nn.ConvTranspose(4, (2, 2)), rule, x) == {"": "mxfp8"}
 
 
 @pytest.mark.slow(but="packed")

@@ -536,15 +536,6 @@ class TestKinds:
             "head": (WIDTH, 11),
         }
 
-    def test_first_match_wins(self, way: Any):
-        rules = [Rule(".*/qk", None), Rule("attention/.*", WEIGHT_ONLY), Rule(".*", MXFP8)]
-        names = way.names(way.kinds(), rules)
-        assert names["attention/qk"] == "kept by its rule"
-        assert names["attention/out"] == "weight_only(mxfp4)"
-        # Of weights alone: neither operand is one.
-        assert names["attention/av"] == "mxfp8"
-        assert names["split"] == names["head"] == "mxfp8"
-
     def test_an_attention_fn_of_ones_own(self, way: Any):
         """What it multiplies shows in a call, if it does."""
         names = way.names(way.kinds(own_attention), Rule(".*", MXFP8))

@@ -75,25 +75,6 @@ def test_every_region(taken: Any):
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
-def test_the_program_multiplies_codes_where_the_report_says():
-    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
-        up = jax.named_scope("up")(lambda x: x @ w[0])
-        x = lax.scan(lambda x, _: (jnp.sin(jax.jit(up)(x)), None), x, length=2)[0]
-        with jax.named_scope("down"):
-            return x @ w[1]
-
-    rules = Rule("up", RECIPE)
-    found = decisions(fn, W, X, rules=rules, weights=0)
-    assert {path: own.recipe for path, own in found.items()} == {"up": RECIPE, "down": None}
-    text = jax.jit(convert.function(fn, rules, weights=0)).lower(W, X).compile().as_text()
-    assert text is not None
-    lines = text.splitlines()
-    casts = [line for line in lines if "u8[" in line and "/output/" in line]
-    assert {scope for scope in found for line in casts if f"/{scope}/" in line} == {"up"}
-    plain = [line for line in lines if '/dot_general"' in line and "/output/" not in line]
-    assert {scope for scope in found for line in plain if f"/{scope}/" in line} == {"down"}
-
-
 def test_what_no_rule_matches_is_the_same_program():
     fn = everywhere(jnp.matmul)
     with pytest.warns(convert.UnusedRuleWarning):
@@ -440,16 +421,6 @@ def test_x64():
         assert "dtype=float64" in found[""].reason
         low, high = converted(X)
     assert (low.dtype, high.dtype) == (jnp.float32, jnp.float64)
-
-
-def test_equal_calls_of_a_jitted_function_draw_anew():
-    """They share a jaxpr, not a key."""
-    layer = jax.jit(lambda w, x: x @ w)
-    model = convert.function(
-        lambda w, x: [layer(w, x) for _ in range(2)], Rule(".*", STOCHASTIC), weights=0
-    )
-    first, second = quick(lambda w, x, key: model(w, x, rngs={"quantize": key}))(W[0], X, KEY)
-    assert (first != second).any()
 
 
 def test_a_function_that_has_no_signature():

@@ -124,7 +124,6 @@ class TestAutoFilter:
             (recipes.float8_tensorwise(), (4096, 1024), "too small to gain: k=4096 <= 4096, n="),
             (recipes.float8_tensorwise(), (4096, 1040), None),
             (recipes.float8_tensorwise(), (4112, 1024), None),
-            (recipes.float8_tensorwise(), (4104, 2048), "k=4104 is no multiple of 16"),
             (recipes.float8_tensorwise(), (8192, 2040), "n=2040 is no multiple of 16"),
             # Row-wise: no gain up to n 2048, k 1024, or (2048, 4096).
             (recipes.float8_rowwise(), (8192, 2048), "too small to gain: n=2048 <= 2048"),
@@ -132,18 +131,14 @@ class TestAutoFilter:
             (recipes.float8_rowwise(), (2048, 4096), "too small to gain: k=2048 <= 2048, n=4096"),
             (recipes.float8_rowwise(), (2064, 4096), None),
             (recipes.float8_rowwise(), (2048, 4112), None),
-            (recipes.float8_rowwise_with_gw_hp(), (1024, 8192), "too small to gain: k=1024"),
             # Blocks: whole ones along k, and along n for the gradient of the input.
             (MXFP8, (64, 96), None),
             (MXFP8, (48, 96), "k=48 is no multiple of 32 (mxfp8_e4m3)"),
             (MXFP8, (64, 80), "n=80 is no multiple of 32 (mxfp8_e4m3)"),
-            (recipes.nvfp4(), (48, 80), None),
-            (recipes.nvfp4(), (40, 80), "k=40 is no multiple of 16 (nvfp4)"),
             (recipes.deepseek_v3(), (256, 192), "n=192 is no multiple of 128"),
             # The forward alone: only k has to fit.
             (recipes.weight_only("mxfp4"), (64, 7), None),
             (recipes.weight_only("mxfp4"), (63, 64), "k=63 is no multiple of 32 (mxfp4)"),
-            (recipes.weight_only("float8_rowwise_e4m3"), (64, 64), None),
             # Blocks lie along the last contracting axis; sizes count all of them.
             (MXFP8, (3, 64, 96), None),
             (MXFP8, (64, 3, 96), "k=3 is no multiple of 32 (mxfp8_e4m3)"),

@@ -2,11 +2,6 @@
 
 import functools
 import json
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +16,6 @@ from generate import command
 from generate import load as loading
 from generate.load import open_model, params_of
 from generate.model import Llama
-from generate.tokenizer import tokenizer_of_folder
 
 from mx_jax import convert, recipes
 from mx_jax.cli import main
@@ -163,7 +157,7 @@ def test_adapters_over_codes_are_written_as_one_matrix(llama, tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["float32", "mxfp4_stochastic", "lora:mxfp4"])
+@pytest.mark.parametrize("way", ["mxfp4_stochastic", "lora:mxfp4"])
 def test_every_way_learns_and_resumes(way: str, call, monkeypatch, capsys):
     states = ("--states", "mxfp8" if way == "mxfp4_stochastic" else "float32")
     assert call("--ways", way, "--out", "whole", *states) == 0
@@ -173,13 +167,9 @@ def test_every_way_learns_and_resumes(way: str, call, monkeypatch, capsys):
     found = losses("whole", way)
     assert losses("finetuned", way) == found
     assert np.mean(found["after"]) < np.mean(found["before"]) - 0.1
-    if way != "float32":
-        return
-    # Done before, and shown beside what is added.
     capsys.readouterr()
-    assert call("--resume", "--ways", f"{way},qat:nvfp4") == 0
+    assert call("--resume") == 0
     assert f"{way}: done before" in capsys.readouterr().out
-    assert runs().keys() == {way, "qat:nvfp4"}
 
 
 @pytest.mark.parametrize(
@@ -229,46 +219,6 @@ def test_batches_are_of_seed_and_step_alone(here: Path):
     assert spoken in Path("text.txt").read_text() and spoken not in data.text
 
 
-@pytest.mark.slow
-def test_killed_and_resumed(here: Path):
-    """As if the power failed: no handler runs."""
-    tokenizers = pytest.importorskip("tokenizers")
-    words = {chr(32 + number): number for number in range(96)}
-    library = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token=" "))
-    library.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    library.save("model/tokenizer.json")
-    many = ["--model", "model", "--text", "text.txt", *SMALL, "--steps", "40", "--ways", "mxfp8"]
-    program = [sys.executable, str(EXAMPLES / "finetune" / "train.py")]
-    subprocess.run([*program, *many, "--out", "whole"], check=True)
-    with subprocess.Popen([*program, *many]) as killed:
-        saved = Path("finetuned", "mxfp8", "checkpoints", "2")
-        while not saved.exists() and killed.poll() is None:
-            time.sleep(0.01)
-        killed.send_signal(signal.SIGKILL)
-    assert killed.returncode == -signal.SIGKILL
-    subprocess.run([*program, "--resume"], check=True)
-    assert losses("finetuned", "mxfp8") == losses("whole", "mxfp8")
-
-
-@pytest.mark.slow
-def test_smollm2_from_its_package_to_a_text(tmp_path: Path, monkeypatch, capsys):
-    pytest.importorskip("tokenizers")
-    monkeypatch.chdir(tmp_path)
-    path = tiny.smollm2()
-    few = "--layers 2 --steps 2 --batch 1 --context 16 --windows 2 --ways lora:nvfp4".split()
-    assert module("train").main(["--model", str(path), *few]) == 0
-    ours, theirs = tokenizer_of_folder(Path("finetuned/lora-nvfp4")), open_model(path).tokenizer()
-    text = "def f(x):\n    return 'naïve' # 123"
-    assert ours.encode(text) == theirs.encode(text) and ours.decode(ours.encode(text)) == text
-    assert ours.chat("Why?") == theirs.chat("Why?")
-    assert (ours.first, ours.stop) == (theirs.first, theirs.stop)
-    words = ["quantize", "finetuned/lora-nvfp4", "small", "--format", "nvfp4"]
-    assert main([*words, "--to", "compressed-tensors"]) == 0
-    capsys.readouterr()
-    assert command.main(["small", "--prompt", "Once", "--max-tokens", "2"]) == 0
-    assert capsys.readouterr().out.startswith("Once")
-
-
 # What a run of examples/finetune leaves alone, and what it is taken up from.
 
 
@@ -278,22 +228,3 @@ def test_a_folder_that_is_no_runs_is_not_written_over(here: Path, call, capsys):
     assert call("--ways", "float32") == 2
     assert "finetuned/float32 is no run's, and would be written over" in capsys.readouterr().err
     assert (here / "finetuned" / "float32" / "model.safetensors").read_text() == "mine"
-
-
-@pytest.mark.slow
-def test_killed_while_its_checkpoints_are_removed(here: Path, call, monkeypatch, capsys):
-    remove = shutil.rmtree
-
-    def interrupted(folder: Path, *rest: Any, **options: Any) -> None:
-        if Path(folder).name == "checkpoints":
-            for path in [*Path(folder).rglob("*")][::2]:
-                path.unlink() if path.is_file() else None
-            raise KeyboardInterrupt
-        remove(folder, *rest, **options)
-
-    monkeypatch.setattr(module("train").shutil, "rmtree", interrupted)
-    assert call("--ways", "float32") == 130
-    monkeypatch.setattr(module("train").shutil, "rmtree", remove)
-    assert call("--resume") == 0
-    assert "float32: done before" in capsys.readouterr().out and "float32" in runs()
-    assert not (here / "finetuned" / "float32" / "checkpoints").exists()

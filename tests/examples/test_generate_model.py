@@ -14,7 +14,6 @@ from generate.model import Llama, is_quantized, rotations
 
 import mx_jax
 from mx_jax import MXArray, PackedMXArray, only_backend, recipes
-from mx_jax.cli import main
 from mx_jax.nn import KVCache
 from tests.examples import tiny_llama as tiny
 from tests.needs import needs_library
@@ -138,15 +137,6 @@ def test_token_by_token_is_all_at_once(params):
     np.testing.assert_allclose(np.concatenate(found, 1), whole, atol=2e-5)
 
 
-def test_head_of_its_own():
-    config = dataclasses.replace(tiny.CONFIG, tied=False, layers=1)
-    params = params_of(tiny.tensors(config), config, GGUF)
-    logits, _ = quick(Llama(config, HIGH).apply)({"params": params}, tiny.TOKENS)
-    halved = params | {"head": params["head"] / 2}
-    half, _ = quick(Llama(config, HIGH).apply)({"params": halved}, tiny.TOKENS)
-    np.testing.assert_allclose(half, logits / 2, atol=1e-6)
-
-
 def leaves(params: Any) -> list[Any]:
     return jax.tree.leaves(params, is_leaf=is_quantized)
 
@@ -183,38 +173,6 @@ def cast(kernel: jax.Array, format: str) -> MXArray:
 
 
 # Codes as they are stored ------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "whole"),
-    [
-        (("--format", "mxfp4", "--keep", "", "--max-shard-size", "40kB"), True),
-        # Seven products a layer instead of four, as each matrix has a tensor scale of its own.
-        (("--format", "nvfp4"), False),
-        (("--format", "nvfp4", "--to", "compressed-tensors"), True),
-    ],
-    ids=["own", "tensor scales", "shared tensor scales"],
-)
-def test_quantized_by_the_command_and_run_as_stored(
-    tmp_path: Path, options: tuple[str, ...], whole: bool
-):
-    folder, out = tiny.put_folder(tmp_path / "model"), tmp_path / "small"
-    assert main(["quantize", str(folder), str(out), *options]) == 0
-    source = open_model(out)
-    parts = source.weights, source.config, source.names
-    apply = quick(Llama(source.config, HIGH).apply)
-    with only_backend("reference"):
-        params = params_of(*parts, quantized({}, HIGH), stored=True)
-        kernels = params["layers_1"]
-        assert ("qkv" in kernels and "gate_up" in kernels) is whole
-        assert ("query" in kernels and "up" in kernels) is not whole
-        assert isinstance(kernels["down"]["kernel"], MXArray)
-        assert isinstance(params["embedding"], MXArray) is ("--keep" in options)
-        found = apply({"params": params}, tiny.TOKENS)[0]
-        # The same values in float32.
-        expected = apply({"params": params_of(*parts)}, tiny.TOKENS)[0]
-    np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
 def test_matrices_are_joined_under_a_tensor_scale_that_they_share():

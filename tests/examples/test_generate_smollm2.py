@@ -6,7 +6,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from generate.command import main
 from generate.load import open_model, params_of
 from generate.model import Llama
 
@@ -42,11 +41,3 @@ def test_tokens_are_those_of_llama_cpp(source):
     assert tokenizer.stop == {2}
     asked = tokenizer.chat("Why?")
     assert "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant" in asked
-
-
-@pytest.mark.slow
-def test_it_answers(source, capsys: pytest.CaptureFixture[str]):
-    pytest.importorskip("tokenizers")
-    words = [str(source.weights.path), "--chat", "--prompt", "What is the capital of France?"]
-    assert main([*words, "--max-tokens", "12"]) == 0
-    assert "Paris" in capsys.readouterr().out

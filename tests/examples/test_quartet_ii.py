@@ -123,20 +123,6 @@ def test_unbiased_with_less_than_half_the_error_of_stochastic_rounding():
     assert error["eden"] < 0.42 * error["headroom"] and error["eden"] < 0.53 * error["none"]
 
 
-def test_scales_draw_a_number_for_each_block():
-    call = QuantizeCall(
-        shape=(4, 40),
-        dtype=np.dtype(np.float32),
-        format=NVFP4,
-        blocks=((-1, 16),),
-        scale_rule=MS_EDEN,
-        rounding=NEAREST,
-    )
-    assert (call.random_bits, call.random_shape) == (16, (4, 3))
-    plain = dataclasses.replace(call, scale_rule=AMAX)
-    assert (plain.random_bits, plain.random_shape) == (0, (4, 40))
-
-
 def test_no_kernel_takes_it():
     """Not with scales that one knows either: what a rule stores afterwards is part of it."""
     corrected = dataclasses.replace(AMAX, correction=MS_EDEN.correction)

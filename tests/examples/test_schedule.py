@@ -1,6 +1,5 @@
 """Recipes by step: values, and one compilation for each phase."""
 
-import pickle
 import re
 from collections.abc import Callable
 
@@ -22,14 +21,6 @@ def test_each_phase_lasts_to_the_next():
     names = [schedule.at(step).name for step in range(7)]
     assert names == ["mxfp8"] * 3 + ["mxfp4"] * 2 + ["high_precision"] * 2
     assert schedule.at(np.int64(4)) == schedule.at(jnp.int32(3)) == recipes.mxfp4()
-
-
-def test_schedules_are_values():
-    schedule = Schedule([(0, "mxfp4"), (9, "high_precision")])
-    other = Schedule(((0, recipes.mxfp4()), (np.int32(9), HIGH)))
-    assert schedule == other and hash(schedule) == hash(other)
-    assert pickle.loads(pickle.dumps(schedule)) == schedule
-    assert schedule != Schedule([(0, "mxfp4"), (8, "high_precision")])
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from mx_jax import calibrate, convert
+from mx_jax import convert
 from tests.examples import bert
 from tests.quick import quick
 
@@ -101,21 +101,6 @@ def test_conversion_quantizes_what_is_chosen(parts, tiny):
     # Packed for this machine, its rows fill whole tiles.
     table = parts.formats.table_bytes(low.variables) - 4 * 64 * (24 + 2)
     assert 90 * (64 + 2) <= table <= 96 * (64 + 4)
-
-
-@pytest.mark.slow
-def test_calibration_knows_every_dense_layer(parts, tiny):
-    model, variables = tiny
-    batches = list(parts.embedding.batches(bert.TINY_SENTENCES, 64))
-    moments = parts.formats.moments(model, variables, batches)
-    assert len(moments) == 2 * 6 and "layer_0/attention/out" in moments
-    choice, way = parts.formats.Choice("nvfp4"), calibrate.Gptq(moments)
-    stored = parts.formats.quantized(model, variables, choice, way).variables["params"]
-    kernel = stored["layer_1"]["down"]["kernel"]
-    kernel = kernel if hasattr(kernel, "codes") else kernel.unpack()
-    own = variables["params"]["layer_1"]["down"]["kernel"]
-    want = calibrate.gptq(own, "nvfp4", moments["layer_1/down"])
-    np.testing.assert_array_equal(kernel.codes, want.codes)
 
 
 def test_batches_and_neighbors(parts):

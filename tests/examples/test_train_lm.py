@@ -2,7 +2,6 @@ import dataclasses
 import math
 import signal
 
-import jax
 import numpy as np
 import pytest
 
@@ -23,8 +22,9 @@ def fails(capsys, run) -> str:
 
 
 @pytest.mark.slow
-def test_results_table_and_plot(call, results, tmp_path, capsys):
-    assert call("--recipes", "float32,mxfp4", "--seeds", "0,1") == 0
+def test_results_table_plot_log_and_sample(call, results, tmp_path, capfd):
+    options = ("--recipes", "float32,mxfp4", "--seeds", "0,1")
+    assert call(*options, "--sample", "9", "--prompt", "7 times") == 0
     document = results()
     assert document["config"]["steps"] == STEPS
     assert {"jax", "flax", "mx_jax", "python", "device"} <= document["environment"].keys()
@@ -43,18 +43,13 @@ def test_results_table_and_plot(call, results, tmp_path, capsys):
         runs["mxfp4", 0]["train_loss"][0], rel=0.01
     )
     assert (tmp_path / "out" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    output = capsys.readouterr().out
+    output, errors = capfd.readouterr()
+    assert "7 times" in output
+    # A line each validation, and no bar.
+    assert output.count("float32, seed 0: step ") == 2 and "%|" not in output + errors
     losses = {key: run["final_validation_loss"] for key, run in runs.items()}
     gap = np.mean([losses["mxfp4", seed] / losses["float32", seed] - 1 for seed in (0, 1)])
     assert f"{100 * gap:+.2f} ±" in output
-
-
-def test_log_has_a_line_each_validation_no_bar_and_a_sample(call, capfd):
-    assert call("--recipes", "float32", "--sample", "9", "--prompt", "7 times") == 0
-    output, errors = capfd.readouterr()
-    assert "7 times" in output
-    assert output.count("float32, seed 0: step ") == 2
-    assert "%|" not in output + errors
 
 
 @pytest.mark.slow
@@ -194,34 +189,8 @@ def test_every_named_recipe_is_known_once(example):
     assert len({settings.precision(name) for name in known}) == len(known)
 
 
-def test_each_recipe_has_a_panel(example, tiny, tmp_path, monkeypatch):
-    report, run_of = example("lm.report"), example("lm.storage").Run
-    names = ("float32", "mxfp8", "mxfp4", "mxfp4+ends", "nvfp4", "mxfp6")
-    runs = [
-        run_of(
-            recipe=name,
-            seed=seed,
-            train_loss=[2 - 0.1 * step for step in range(6)],
-            validation=[(3, 2.0 + 0.1 * place), (6, 1.0 + 0.1 * place + 0.01 * seed)],
-            finished=True,
-        )
-        for place, name in enumerate(names)
-        for seed in (0, 1)
-    ]
-    figures = []
-    monkeypatch.setattr(report.plt, "close", figures.append)
-    report.save_plot(tmp_path / "loss.png", runs, tiny[0])
-    panels = figures[0].axes
-    titles = [panel.get_title(loc="left") for panel in panels]
-    assert titles[:2] == ["float32: 1.005", "mxfp8: +9.95 %"]
-    assert [title.partition(":")[0] for title in titles] == list(names)
-    # Its own curve with the range of its seeds, over those of all.
-    assert [len(panel.collections) for panel in panels] == [1] * len(names)
-    assert len(panels[2].lines) == len(names) + 1
-
-
-def test_weights_are_averaged_over_the_last_quarter(example, tiny):
-    training, settings = example("lm.training"), dataclasses.replace(tiny[0], steps=8)
+def test_weights_are_averaged_over_the_last_quarter(example, train_lm):
+    training, settings = example("lm.training"), dataclasses.replace(train_lm.DEFAULT, steps=8)
     steps = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
     average = np.zeros(3, np.float32)
     for step, params in enumerate(steps):
@@ -229,65 +198,6 @@ def test_weights_are_averaged_over_the_last_quarter(example, tiny):
         if step < 6:
             np.testing.assert_array_equal(average, params)
     np.testing.assert_allclose(average, steps[-2:].mean(0), rtol=1e-6)
-
-
-@pytest.fixture
-def tiny(example):
-    """Settings of a model that compiles fast, its first state, and a batch."""
-    settings = example("lm.settings").Settings(
-        d_model=32,
-        layers=2,
-        heads=1,
-        context=32,
-        batch=2,
-        steps=1,
-        lr=1e-3,
-        weight_decay=0.1,
-        grad_clip=1.0,
-        eval_every=1,
-        eval_tokens=64,
-    )
-    state = example("lm.training").initial_state(0, settings=settings, vocabulary=16)
-    return settings, state, np.arange(66, dtype=np.int32).reshape(2, 33) % 16
-
-
-@pytest.mark.slow
-def test_what_a_step_draws_is_a_function_of_seed_and_step(example, tiny):
-    training, (settings, state, tokens) = example("lm.training"), tiny
-    chosen = example("lm.settings").precision("mxfp4_backward")
-    model = training.build_model(chosen, settings, 16)
-
-    def kernels(seed: int, step: int) -> np.ndarray:
-        given = jax.tree.map(jax.numpy.copy, state)  # a step donates its state
-        after, _ = training.train_step(given, tokens, seed, step, model=model, settings=settings)
-        return np.asarray(after.optimizer[1][0].mu["blocks"]["up"]["kernel"])
-
-    first = kernels(0, 0)
-    np.testing.assert_array_equal(kernels(0, 0), first)
-    assert not np.array_equal(kernels(0, 1), first)
-    assert not np.array_equal(kernels(1, 0), first)
-    assert not np.array_equal(first[0], 0 * first[0])
-
-
-@pytest.mark.slow
-def test_chosen_blocks_and_the_head_follow_their_own_recipe(example, tiny):
-    """High-precision blocks are what float32's model computes; the others are not."""
-    training, (settings, state, tokens) = example("lm.training"), tiny
-    predict = jax.jit(example("lm.model").predict, static_argnames="model")
-
-    def logits(**options):
-        chosen = example("lm.settings").Precision(**{"recipe": recipes.mxfp4(), **options})
-        model = training.build_model(chosen, settings, 16)
-        return predict(state.params, tokens[:, :-1], model, jax.random.key(0))
-
-    plain = logits(recipe=recipes.high_precision())
-    ends = example("lm.settings").precision("mxfp4+ends")
-    both = logits(high_blocks=ends.high_blocks, recipe=ends.recipe)
-    np.testing.assert_allclose(both, plain, rtol=1e-5, atol=1e-6)
-    error = {kept: np.linalg.norm(logits(high_blocks=kept) - plain) for kept in ((), (1,))}
-    assert error[()] > error[1,] > 1e-4 * np.linalg.norm(plain)
-    with_head = logits(recipe=recipes.high_precision(), head=recipes.mxfp4())
-    assert 1e-3 < np.linalg.norm(with_head - plain) / np.linalg.norm(plain) < 0.5
 
 
 def test_default_text_is_english_and_batches_are_reproducible(example):

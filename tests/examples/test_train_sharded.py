@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.processes import printed, run_python
+from tests.processes import printed
 
 PROGRAM = "examples/train_sharded.py"
 
@@ -18,8 +18,3 @@ def test_codes_travel_and_the_loss_falls():
     assert re.search(r"mxfp4 .* as u8", text) and not re.search(r"float32 .* as u8", text)
     before, after = map(float, re.findall(r"step +\d+  loss ([\d.]+)", text))
     assert after < before - 0.2
-
-
-def test_unknown_recipes_are_refused():
-    run = run_python(PROGRAM, "--recipe", "mxfp5")
-    assert run.returncode == 2 and "mxfp5" in run.stderr

@@ -283,17 +283,6 @@ def test_without_jit_and_with_a_step_that_is_traced_inside_too():
     assert steps(records, "loss") == [0, 4]
 
 
-def test_layers_of_flax_do_not_count_either():
-    layer = mx_jax.nn.linen.Dense(64, recipe="mxfp8")
-    variables = quick(layer.init)(jax.random.key(0), X)
-    run, traces = counted(lambda x: layer.apply(variables, x))
-    with inspect.capture(stats="amax", every=2) as records:
-        for step in (1, 2):
-            with inspect.at_step(step), inspect.tag("model"):
-                run(X)
-    assert traces == [0, 1] and {record.step for record in records.all()} == {2}
-
-
 def test_a_step_that_counts_is_waited_for(monkeypatch):
     """Callbacks may run after the call has returned: not on CPUs, where nothing would show."""
     capture, waits = inspect.capture(every=3), []

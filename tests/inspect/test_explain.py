@@ -1,6 +1,5 @@
 """explain: each cast and product, how often, where, who takes it and why no other backend does."""
 
-import functools
 import io
 from typing import Any
 
@@ -41,13 +40,6 @@ def test_the_target_decides():
     text = explain(recipe, 8, 64, 32, target=H200)
     assert text.count("-> xla") == 3 and "not " not in text
     assert explain(recipe, 8, 64, 32) == explain(recipe, 8, 64, 32, target=current_target())
-
-
-def test_high_precision_products_are_jax():
-    text = explain(recipes.weight_only("mxfp4"), 8, 64, 32, dtype="float16", target=CPU)
-    assert text.startswith("output [8, 64] x [32, 64]: high precision x mxfp4")
-    assert text.count("-> jax.lax.dot_general") == 2
-    assert explain(recipes.high_precision(), 8, 64, 32).count("-> jax.lax.dot_general") == 3
 
 
 def test_what_waits_for_its_name(monkeypatch: pytest.MonkeyPatch):
@@ -160,12 +152,9 @@ def test_experts():
     experts = jax.ShapeDtypeStruct((2, 64, 32), "float32")
     with mx_jax.testing.target("tpu"):
         lines = titles(explain_call(jax.grad(loss, (0, 1)), X, experts))
-    e4m3 = "mxfp8_e4m3"
-    assert [line for line in lines if line.startswith("ragged")] == [
-        f"ragged product {e4m3} [8, 64] x {e4m3} [2, 64, 32], 2 groups, to float32 -> {PLAIN}",
-        f"ragged product {e4m3} [8, 32] x {e4m3} [2, 64, 32], 2 groups, to float32 -> {PLAIN}",
-        f"ragged product {e4m3} [64, 64] x {e4m3} [64, 32], 2 groups, to float32 -> {PLAIN}",
-    ]
+    first, *rest = (line for line in lines if line.startswith("ragged"))
+    operands = "mxfp8_e4m3 [8, 64] x mxfp8_e4m3 [2, 64, 32], 2 groups"
+    assert first == f"ragged product {operands}, to float32 -> {PLAIN}" and len(rest) == 2
     assert sum(line.startswith("cast") for line in lines) == 6
 
 
@@ -182,11 +171,8 @@ FEW = jax.ShapeDtypeStruct((4, 64), "float32")
     ("args", "kwargs", "got"),
     [
         ((), {}, "()"),
-        ((16,), {"k": 64}, "(16, k=64)"),
-        ((16, 64, 32, 8), {}, "(16, 64, 32, 8)"),
         ((16, 64, 32), {"m": 8}, "(16, 64, 32, m=8)"),
         ((2.5, 64, 32), {}, "(2.5, 64, 32)"),
-        ((16, True, 32), {}, "(16, True, 32)"),
         ((16, 64, 32), {"backward": True}, "(16, 64, 32, backward=True)"),
         # As of a function: its arguments.
         ((FEW, FEW), {}, "(ShapeDtypeStruct [4, 64], ShapeDtypeStruct [4, 64])"),
@@ -254,17 +240,6 @@ def test_a_cast_along_both_axes_reads_its_values_once():
         (row,) = explain(lambda x: quantize_both(x, "mxfp8_e4m3"), ROWS).rows
     assert row.backend == "cpu_ffi" and " along axis -1; with it cast " in row.work
     assert row.bytes == 16 * 64 * (4 + 2 * 8.25 / 8)
-
-
-def test_gradients():
-    with mx_jax.testing.target("cuda", (9, 0)):
-        layer = functools.partial(mx_jax.matmul, recipe="mxfp8")
-        found = explain(layer, ROWS, SQUARE, backward=True)
-    assert found.machine == "on platform=cuda, compute_capability=(9, 0), num_devices=1"
-    products = [row for row in found.rows if row.kind == "product"]
-    backward = [[place.backward for place in row.places] for row in products]
-    assert backward == [[False], [True], [True]]
-    assert found.quantized_share == 1 and not found.high
 
 
 def test_equal_calls_are_counted():

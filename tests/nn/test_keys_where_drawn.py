@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import flax.errors
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
@@ -113,27 +112,3 @@ def test_a_layers_keys_are_those_of_make_rng(make: Any, streams: tuple[str, ...]
             for own in (True, False)
         )
         assert found == expected and len(set(map(int, jax.tree.leaves(found)))) == 4
-
-
-def test_keys_of_layers_belong_to_a_program_only_where_one_is_traced():
-    """Else equal layers would not share one. What Flax refuses is refused in both cases."""
-    derived = []
-
-    class Layer(flax_nn.Module):
-        @flax_nn.compact
-        def __call__(self) -> None:
-            key = layer_key(self, RECIPE)
-            assert key is not None
-            derived.append(bool(key.derivations))
-
-    def apply(**options: Any) -> Any:
-        return Layer().apply({}, rngs={"quantize": jax.random.key(0)}, **options)
-
-    apply()
-    jax.make_jaxpr(apply)()
-    assert derived == [False, True]
-    unbound: Any = apply(method=lambda layer: layer)
-    with pytest.raises(flax.errors.InvalidScopeError):
-        layer_key(unbound, RECIPE)
-    with pytest.raises(flax.errors.InvalidScopeError):
-        jax.make_jaxpr(lambda key: layer_key(unbound.clone(parent=unbound.scope), RECIPE).get())(0)

@@ -17,7 +17,6 @@ from jax import lax
 
 from mx_jax import recipes
 from mx_jax.nn import linen, nnx
-from mx_jax.recipes import MatmulSpec, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
 from tests.nn.layers import (
@@ -102,18 +101,6 @@ def test_mxfp4_is_einsum(flaxs: Linen, case: Case):
     assert_trees_equal(ours, expected)
 
 
-@some_cases
-@both
-@cases
-def test_an_mxarray_kernel_is_used_as_it_is(flaxs: Linen, case: Case):
-    """Only x is cast to MXFP4; the kernel keeps its MXINT8 codes."""
-    params, x = tame(flaxs, case), case.drawn()
-    both = MXFP4.with_(fwd=MatmulSpec(lhs=MXFP4.fwd.lhs, rhs=operand("mxint8")))
-    stored = params | {"kernel": case.stored(params["kernel"], "mxint8")}
-    actual = quick(flaxs.run(flaxs.build(case, MXFP4)))(stored, x)
-    assert_bitwise_equal(actual, quick(flaxs.run(flaxs.build(case, both)))(params, x))
-
-
 @both
 def test_an_mxarray_kernel_in_an_unmodified_layer(flaxs: Linen):
     """Through __jax_array__: the values of the codes, multiplied in high precision."""
@@ -121,19 +108,6 @@ def test_an_mxarray_kernel_in_an_unmodified_layer(flaxs: Linen):
     kernel = DENSE.stored(params["kernel"], "mxint8")
     actual, expected = (run(params | {"kernel": k}, x) for k in (kernel, kernel.dequantize()))
     assert_bitwise_equal(actual, expected)
-
-
-@both
-def test_gradient_past_an_mxarray_kernel(flaxs: Linen):
-    """Biases and inputs of a frozen quantized layer train."""
-    params, x, run = tame(flaxs, DENSE), DENSE.drawn(), flaxs.run(flaxs.build(DENSE, MXFP4))
-    kernel = DENSE.stored(params["kernel"], "mxint8")
-
-    def loss(bias: Any, x: Any) -> Any:
-        return jnp.sum(run({"kernel": kernel, "bias": bias}, x) ** 2)
-
-    by_bias, by_x = quick(jax.grad(loss, argnums=(0, 1)))(params["bias"], x)
-    assert np.all(np.abs(by_bias) > 0) and np.all(np.any(np.abs(by_x) > 0, axis=-1))
 
 
 @both

@@ -6,13 +6,12 @@ from typing import Any
 
 import flax.linen as flax_nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx as flax_nnx
 
 import mx_jax
-from mx_jax import convert, recipes
+from mx_jax import recipes
 from mx_jax.nn import linen, nnx
 from mx_jax.nn.linen import DotGeneral, EinsumOp
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -38,16 +37,6 @@ def test_errors(name: str):
         with pytest.raises(ValueError, match=f"{missing}, got {re.escape(found)}"):
             in_nnx(stochastic(), rngs=rngs)
     assert in_nnx("mxfp8").stream is None
-
-
-def test_conversion_leaves_them_alone():
-    for layer, args, reason in (
-        (flax_nn.Dense(8, dot_general_cls=DotGeneral(MXFP4)), (X,), "has its own dot_general_cls"),
-        (make("Linear", MXFP4), (), "has its own dot_general"),
-    ):
-        with pytest.warns(convert.UnusedRuleWarning):
-            report = convert.report(layer, convert.Rule(".*", recipes.mxfp8()), *args)
-        assert {own.layer.path: own.reason for own in report.decisions} == {"": reason}
 
 
 # linen --------------------------------------------------------------------------------------------
@@ -135,48 +124,6 @@ def test_attention_products(as_class: bool):
         assert np.any(one != other) == (recipe != "mxfp8")
 
 
-def test_through_the_bridge_to_nnx():
-    rngs = flax_nnx.Rngs(0, quantize=1)
-    layer = flax_nn.Dense(8, dot_general_cls=DotGeneral(stochastic()))
-    model = flax_nnx.bridge.ToNNX(layer, rngs=rngs)
-    model.lazy_init(X)
-    first, second = model(X), model(X)
-    assert first.shape == (2, 5, 8)
-    assert np.any(first != second), "both calls rounded alike"
-
-
-@pytest.mark.slow
-def test_below_scan_each_layer_draws_its_own_bits():
-    class Layer(flax_nn.Module):
-        @flax_nn.compact
-        def __call__(self, x, _):
-            y = flax_nn.Dense(
-                32, kernel_init=KERNEL, dot_general_cls=DotGeneral(stochastic()), use_bias=False
-            )(x)
-            return x, y
-
-    class Model(flax_nn.Module):
-        @flax_nn.compact
-        def __call__(self, x):
-            stack = flax_nn.scan(
-                flax_nn.remat(Layer),
-                variable_axes={"params": 0},
-                split_rngs={"params": True, "quantize": True},
-                length=2,
-            )
-            return stack(name="layers")(x, None)[1]
-
-    variables = init(Model())
-
-    def loss(variables, x, key):
-        y: Any = Model().apply(variables, x, rngs={"quantize": key})
-        return jnp.sum(y**2), y
-
-    gradients, y = quick(jax.grad(loss, has_aux=True))(variables, X, KEY)
-    assert np.any(y[0] != y[1])
-    assert all(np.all(np.isfinite(leaf)) for leaf in jax.tree.leaves(gradients))
-
-
 def test_another_stream_can_be_named():
     """A stack that hands its modules no stream of our name may have one of its own."""
     layer = flax_nn.Dense(8, dot_general_cls=DotGeneral(stochastic(), stream="noise"))
@@ -252,31 +199,6 @@ def test_nnx_products_are_the_recipes_with_the_streams_key(kind: str):
     assert_bitwise_equal(y, z)
     assert_trees_equal(gradients, expected)
     assert count == 1
-
-
-@pytest.mark.slow
-def test_a_shared_stream_gives_each_use_its_own_key():
-    rngs = flax_nnx.Rngs(0, quantize=1)
-    shared: Any = nnx.DotGeneral(stochastic(), rngs=rngs)
-    layer = flax_nnx.Linear(32, 8, dot_general=shared, rngs=rngs)
-    twin = flax_nnx.Linear(32, 8, dot_general=shared, rngs=flax_nnx.Rngs(0))
-    model = flax_nnx.Sequential(layer, twin)
-
-    @flax_nnx.jit
-    def run(model, x):
-        layer, twin = model.layers
-        return layer(x), twin(x), layer(x)
-
-    first, second, third = run(model, EXACT + 0.01)
-    assert np.any(first != second) and np.any(first != third) and np.any(second != third)
-    assert shared.stream.count[...] == 3
-
-
-def test_an_injected_recipe_is_the_layer_of_this_library():
-    rngs = functools.partial(flax_nnx.Rngs, 0)
-    injected = flax_nnx.Linear(32, 8, dot_general=MXFP4.dot_general, rngs=rngs())
-    layer = nnx.Linear(32, 8, recipe=MXFP4, rngs=rngs())
-    assert_bitwise_equal(injected(X), layer(X))
 
 
 def test_operations_made_one_after_the_other_differ():

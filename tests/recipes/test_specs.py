@@ -37,45 +37,25 @@ def test_operand_from_names_and_objects():
             "scale rule 'amax' fills scales of kind element, but format=mxfp4 has e8m0 scales of "
             "kind exponent; use one of: floor, ceil, even, rceil",
         ),
-        (
-            lambda: OperandSpec(format=NVFP4, scale_rule=FLOOR, rounding=NEAREST),
-            "scale rule 'floor' fills scales of kind exponent, but format=nvfp4 has e4m3 scales",
-        ),
         (lambda: operand("mxfp5"), "'mxfp5'"),
         (
             lambda: operand("mxfp4", prescale=0.0),
             "OperandSpec: prescale must be positive, got 0.0",
         ),
         (
-            lambda: operand("mxfp4", prescale=float("nan")),
-            "OperandSpec: prescale must be positive, got nan",
-        ),
-        (
             lambda: operand("mxfp4", prescale=float("inf")),
             "OperandSpec: prescale and its reciprocal must be normal float32 numbers, 2^-126 to "
             "2^126, got prescale=inf",
         ),
-        (lambda: operand("mxfp4", prescale=1e-40), "2^-126 to 2^126, got prescale=1e-40"),
         (
             lambda: MatmulSpec(lhs=operand(MXFP8_E4M3), rhs=operand(MXFP4_OF_16)),
             "MatmulSpec: blocks of both operands must have one size along the contracting axis, "
             "got lhs=mxfp8_e4m3 with block=32 and rhs=mxfp4_16 with block=16" + REMEDY,
         ),
         (
-            lambda: MatmulSpec(
-                lhs=operand("float8_rowwise_e4m3"), rhs=operand("float8_blockwise_e4m3")
-            ),
-            "got lhs=float8_rowwise_e4m3 with block=WHOLE and rhs=float8_blockwise_e4m3 with "
-            "block=128" + REMEDY,
-        ),
-        (
             lambda: MatmulSpec(lhs=operand(NVFP4), rhs=operand(MXFP4_OF_16)),
             "MatmulSpec: both operands must have scales in one format, got lhs=nvfp4 with e4m3 and "
             "rhs=mxfp4_16 with e8m0" + REMEDY,
-        ),
-        (
-            lambda: MatmulSpec(lhs=operand(MXFP4_OF_16), rhs=operand(NVFP4)),
-            "got lhs=mxfp4_16 with e8m0 and rhs=nvfp4 with e4m3" + REMEDY,
         ),
         (
             lambda: MatmulSpec(lhs=None, rhs=None, transform=Hadamard(size=16, signs=None)),
@@ -93,7 +73,6 @@ def test_operand_from_names_and_objects():
             "transforms or prescales what it quantizes; use residuals='primal'",
         ),
     ],
-    ids=map(str, range(15)),
 )
 def test_wrong_combinations(build: Any, message: str):
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -129,15 +108,10 @@ def test_a_format_stands_for_its_operand():
             "Hadamard: size must be an int, got size='16'; e.g. Hadamard(size=16, signs=None)",
         ),
         (
-            lambda: Hadamard(size=16.0, signs=None),  # pyright: ignore
-            "Hadamard: size must be an int, got size=16.0",
-        ),
-        (
             lambda: Hadamard(size=2, signs=[1, -1]),  # pyright: ignore
             "Hadamard: signs must be a tuple or None, got signs=[1, -1]; e.g. (1, -1)",
         ),
     ],
-    ids=["number", "function", "transform", "text", "float", "list"],
 )
 def test_wrong_types(build: Any, message: str):
     with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
@@ -196,16 +170,8 @@ def test_text():
         (recipes.weight_only("mxfp4"), "weight_only('mxfp4')"),
         (recipes.mxfp8().with_(weights="mxfp4"), "mxfp8().with_(weights='mxfp4')"),
         (
-            recipes.weight_only("mxfp4").with_(activations="mxfp8_e4m3"),
-            "weight_only('mxfp4').with_(activations='mxfp8_e4m3')",
-        ),
-        (
             recipes.mxfp8().with_(drhs=None, reduce_dtype="float32", gather="fsdp"),
             "mxfp8().with_(drhs=None, gather='fsdp', reduce_dtype='float32')",
-        ),
-        (
-            recipes.mxfp8().with_(gradients={"rounding": "stochastic"}, fwd={"lhs": None}),
-            "mxfp8().with_(gradients={'rounding': 'stochastic'}, fwd={'lhs': None})",
         ),
         (
             recipes.mxfp8().with_(rounding="stochastic", name="mine"),
@@ -222,10 +188,9 @@ def test_text():
         (recipes.deepseek_v3().with_(residuals="primal", name="mine"), None),
         (recipes.mxfp8().with_(gather=mx_jax.sharding.Gather("x", as_codes=False)), None),
         (dataclasses.replace(recipes.mxfp4(), name="mxfp8"), None),
-        (dataclasses.replace(recipes.nvfp4(), name="mxfp8"), None),
         (dataclasses.replace(recipes.nvfp4(), name="another"), None),
     ],
-    ids=map(str, range(13)),
+    ids=map(str, range(10)),
 )
 def test_what_a_changed_recipe_shows_is_python(recipe: Recipe, text: str | None):
     names = vars(recipes) | {"Gather": mx_jax.sharding.Gather}

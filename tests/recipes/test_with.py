@@ -114,7 +114,6 @@ def test_a_format_brings_its_rule_and_keeps_rounding_and_prescale():
     [
         ("mxfp4", {"gradients": {"rounding": "stochastic"}}, ["dlhs.lhs", "drhs.lhs"]),
         ("mxfp4", {"dlhs": {"lhs": {"rounding": "stochastic"}}}, ["dlhs.lhs"]),
-        ("nvfp4", {"weights": {"rounding": "stochastic"}}, ["fwd.rhs", "dlhs.rhs"]),
         ("mxint8", {"rounding": "stochastic"}, [f"{product}.{side}" for product, side in SIDES]),
         # Named, brought by a format, given whole, with room, unclipped, as stochastic as before.
         ("mxfp4", {"gradients": {"rounding": "stochastic", "scale_rule": "even"}}, []),
@@ -124,7 +123,6 @@ def test_a_format_brings_its_rule_and_keeps_rounding_and_prescale():
         ("mxfp4", {"gradients": operand("mxfp4", scale_rule="even", rounding="stochastic")}, []),
         ("mxfp4", {"gradients": {"rounding": "stochastic", "prescale": 0.75}}, []),
         ("mxfp8", {"rounding": "stochastic"}, []),
-        ("float8_rowwise", {"gradients": {"rounding": "stochastic"}}, []),
         ("nvfp4_pretraining", {"transform": RANDOM}, []),
     ],
 )
@@ -195,13 +193,11 @@ def test_equal_however_it_was_said():
     ("words", "name"),
     [
         ({"weights": "MXFP4"}, "mxfp8, weights=mxfp4"),
-        ({"weights": MXFP4, "gather": "fsdp"}, "mxfp8, weights=mxfp4"),
         (
             {"drhs": None, "residuals": "quantized"},
             "mxfp8, drhs=high precision, residuals=quantized",
         ),
         ({"gradients": operand("mxfp4")}, "mxfp8, gradients=mxfp4 (floor, nearest)"),
-        ({"activations": None}, "mxfp8, activations=high precision"),
         ({"transform": RANDOM}, "mxfp8, transform=Hadamard 32, random signs"),
         (
             {"gradients": {"rounding": "stochastic", "scale_rule": "ceil"}},
@@ -233,16 +229,6 @@ def test_the_name_says_what_was_changed(words: dict[str, Any], name: str):
             "are in high precision or were given whole, got weights=mxfp4; start from a recipe "
             "that quantizes them, as weight_only('mxfp4') or mxfp4(), or name the product's own "
             "operands, as fwd={'lhs': None, 'rhs': 'mxfp4'}",
-        ),
-        (
-            recipes.weight_only("mxfp4"),
-            {"gradients": {"rounding": "stochastic"}},
-            "gradients changes products that quantize, but dlhs, drhs are in high precision",
-        ),
-        (
-            recipes.high_precision(),
-            {"rounding": "stochastic"},
-            "rounding changes products that quantize, but fwd, dlhs, drhs are in high precision",
         ),
         (
             recipes.mxfp4(),
@@ -295,15 +281,12 @@ def test_errors_teach(base: Recipe, words: dict[str, Any], message: str):
             "transform must be a Hadamard or None, got transform=16; e.g. Hadamard(",
         ),
         ({"ends_high": 2}, "unexpected keyword argument 'ends_high'"),
-        ({"weights": {"format": None}}, "a name or a dtype, got format=None of type NoneType;"),
-        ({"gradients": []}, "a name or a dtype, got format=[] of type list; known names: mxfp8_"),
         ({"weights": {"prescale": "x"}}, "OperandSpec: prescale must be a number, got 'x'; fwd"),
         (
             {"drhs": {"fast_accumulation": 1}},
             "drhs: MatmulSpec: fast_accumulation must be True or False, got fast_accumulation=1",
         ),
         ({"name": ""}, "Recipe: name must be a text, got name=''; e.g. 'mine'"),
-        ({"name": 3}, "Recipe: name must be a text, got name=3"),
     ],
 )
 def test_wrong_types(words: dict[str, Any], message: str):

@@ -141,8 +141,8 @@ def test_random_bits_are_uniform_and_independent():
 
 
 def test_bits_are_those_of_the_position_in_memory():
-    flat = np.asarray(of.random_bits(jnp.zeros(3 * 5 * 64), WORDS))
-    shaped = np.asarray(of.random_bits(jnp.zeros((3, 5, 64)), WORDS))
+    draw = quick(of.random_bits)
+    flat, shaped = (np.asarray(draw(jnp.zeros(s), WORDS)) for s in (3 * 5 * 64, (3, 5, 64)))
     np.testing.assert_array_equal(shaped.reshape(-1), flat)
 
 
@@ -252,17 +252,12 @@ def test_a_step_holds_no_moment_in_float32():
         lambda: optax.inject_hyperparams(
             lambda rate: mx_jax.quantize_state(optax.adamw(rate)),
         )(rate=optax.linear_schedule(0.0, 1e-2, 4)),
-        lambda: mx_jax.quantize_state(optax.inject_hyperparams(optax.adamw)(learning_rate=1e-2)),
-        lambda: optax.apply_if_finite(mx_jax.quantize_state(optax.adamw(1e-2)), 3),
-        lambda: mx_jax.quantize_state(
-            optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(1e-2, momentum=0.9))
-        ),
         lambda: optax.masked(
             mx_jax.quantize_state(optax.lion(1e-3)), {"kernel": True, "bias": False}
         ),
         lambda: mx_jax.quantize_state(optax.contrib.schedule_free_adamw(1e-2)),
     ],
-    ids="multi_steps of_multi_steps inject of_inject if_finite chain masked schedule_free".split(),
+    ids="multi_steps of_multi_steps inject masked schedule_free".split(),
 )
 def test_composes(wrapped):
     optimizer = wrapped()
@@ -323,7 +318,7 @@ def test_sharded_as_its_parameters_without_a_collective(types):
 
 def test_orbax_saves_and_resumes_bit_for_bit(tmp_path: Path):
     optimizer = mx_jax.quantize_state(optax.adamw(1e-2))
-    step = jax.jit(lambda carry, number: step_of(optimizer)(carry, number)[0])
+    step = quick(lambda carry, number: step_of(optimizer)(carry, number)[0])
     carry = params_of(), quick(optimizer.init)(params_of())
     for number in range(3):
         carry = step(carry, jnp.asarray(number))

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import jax
 import pytest
 
-import mx_jax
 from tests.examples.integrations.conftest import assert_learned
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -28,14 +26,3 @@ def test_the_trainer_learns(example: Any):
     assert report.quantized.items() >= {f"{blocks}/{layer}": every for layer in layers}.items()
     assert all("Llama" in layer for layer in report.quantized), report
     assert "Linear" in report.plain, "the head stays"
-
-
-def test_the_configuration_builds_the_model_with_the_recipe(example: Any):
-    config = example.MxLlamaConfig(
-        seq_len=8, hidden_dim=32, intermediate_dim=32, num_layers=1, num_heads=1, num_kv_heads=1
-    )
-    model = jax.eval_shape(lambda: config.build(example.Vocab, key=jax.random.PRNGKey(0)))
-    layers = jax.tree.leaves(model, is_leaf=lambda leaf: isinstance(leaf, example.hnn.Linear))
-    linears = [leaf for leaf in layers if isinstance(leaf, example.hnn.Linear)]
-    mine = example.MxDotGeneral(mx_jax.recipes.mxfp8())
-    assert [layer.dot_general == mine for layer in linears] == [True] * 7 + [False]

@@ -79,35 +79,6 @@ def test_sharding_is_kept(example: Any):
     assert quantized[-1].sharding.spec[-1] == "tensor"
 
 
-def test_an_einsum_is_the_product(example: Any):
-    class Parent(nnx.Module):
-        def __init__(self):
-            self.rngs = nnx.Rngs(0)
-
-        def __call__(self, x, w):
-            einsum = example.MxQuantization(MXFP8).einsum(mesh_axes=("embed", "mlp"))
-            apply = example.quantizations.apply_einsum_in_nnx
-            return apply(self, "wi", einsum, ["aqt"], "mk,kn->mn", x, w)
-
-    actual = Parent()(jnp.asarray(X), jnp.asarray(W))
-    assert_bitwise_equal(actual, mx_jax.matmul(X, W, recipe=MXFP8))
-
-
-@pytest.mark.parametrize("call", ["jax.lax", "megablox"])
-def test_sparse_products_are_mx_jaxs(example: Any, call: str):
-    def run(w, x):
-        with example.ragged_products(MXFP8):
-            if call == "megablox":
-                return example.megablox.gmm(lhs=x, rhs=w, group_sizes=jnp.asarray(SIZES))
-            return lax.ragged_dot(x, w, jnp.asarray(SIZES))
-
-    actual = value_and_gradients(run, EXPERTS, X)
-    expected = value_and_gradients(
-        lambda w, x: mx_jax.ragged_dot(x, w, SIZES, recipe=MXFP8), EXPERTS, X
-    )
-    assert_trees_equal(actual, expected)
-
-
 def test_ragged_products_end_and_refuse(example: Any):
     plain = lax.ragged_dot
     operands = jnp.asarray(X), jnp.asarray(EXPERTS), jnp.asarray(SIZES)
@@ -119,16 +90,6 @@ def test_ragged_products_end_and_refuse(example: Any):
         with pytest.raises(ValueError, match="transpose_rhs and partial_sum"):
             example.megablox.gmm(*operands, transpose_rhs=True)
     assert lax.ragged_dot is plain
-
-
-def test_a_recipe_is_chosen_by_name(example: Any, monkeypatch: pytest.MonkeyPatch):
-    quantizations = example.quantizations
-    monkeypatch.setattr(quantizations, "configure_quantization", None)
-    example.use_recipe("mxfp4_stochastic")
-    made = quantizations.configure_quantization(None)
-    assert made == example.MxQuantization(mx_jax.recipes.mxfp4_stochastic())
-    assert made.needs_apply_rngs and not example.MxQuantization(MXFP8).needs_apply_rngs
-    assert not quantizations.in_serve_mode(made) and not quantizations.in_convert_mode(made)
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_stochastic"])

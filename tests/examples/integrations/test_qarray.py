@@ -151,32 +151,22 @@ def of(dtype: str, *scales: int) -> QArray:
 BAD: dict[str, tuple[Any, Any, str]] = {
     "zero point": (zero_point, None, "no zero point"),
     "nf4": (lambda: of("uint4", 1, 6), None, "elements must be of .* got uint4, qtype='uint4'"),
-    "int4": (lambda: of("int4", 1, 6), None, "elements must be of float8_e4m3fn, .* got int4"),
     "no power of two": (
         lambda: drawn(FP8, any_scales(2, 96), qtype="mxfp8"),
         None,
         "format=mxfp8_e4m3 has scales in e8m0, got scale=",
-    ),
-    "beyond E8M0": (
-        lambda: drawn(FP8, np.full((2, 96), 2.0**-128), qtype="mxfp8"),
-        None,
-        "has scales in e8m0",
     ),
     "tiles of 16": (
         lambda: drawn(FP8, powers(4, 96), qtype="mxfp8"),
         None,
         r"format=mxfp8_e4m3 has blocks of \(1, 32\), got tiles={-2: \(16, 4\)}",
     ),
-    "two axes": (lambda: drawn(FP8, powers(2, 3), qtype="mxfp8"), None, "has blocks of"),
-    "one axis of two": (lambda: drawn(FP4, powers(2, 96)), "mxfp4_2d", "has blocks of"),
     "elements": (
         lambda: drawn(FP8, powers(2, 96)),
         "mxfp4",
         "format=mxfp4 has other elements, or a tensor scale; got e4m3",
     ),
-    "tensor scale": (lambda: drawn(FP4, powers(4, 96)), "nvfp4", "or a tensor scale"),
     "negative": (lambda: drawn(FP8, -powers(2, 96)), None, "and not negative, got scale="),
-    "infinite": (lambda: drawn(FP8, np.full((2, 96), np.inf)), None, r"negative, got scale=\[inf"),
     "three sizes": (lambda: of(FP8, 2, 2, 2), None, r"two sizes of tiles, got \[2, 3, 5\]"),
     "rank": (lambda: drawn("int8", powers(96)), None, r"of qvalue's rank, got float32\[96\]"),
     "partial": (lambda: drawn("int8", powers(5, 96)), None, "tiles must divide their axis"),
@@ -205,11 +195,6 @@ def test_an_mxarray_without_a_twin_is_refused(
     x = mx_jax.quantize(VALUES * factor, format)
     with pytest.raises(ValueError, match=f"^to_qarray: no exact twin: .*{message}"):
         to_qarray(x, dtype=dtype)
-
-
-def test_powers_of_two_divide_exactly(stand_in: None):
-    x = mx_jax.quantize(np.full((32, 32), 448.0, np.float32), "float8_rowwise_e4m3")
-    np.testing.assert_array_equal(dequantize(to_qarray(x)), values_of(x))
 
 
 def test_other_errors(monkeypatch: pytest.MonkeyPatch, stand_in: None):

@@ -1,4 +1,4 @@
-"""optax and orbax around a quantized model; grain and clu where they are installed."""
+"""optax and orbax around a quantized model; grain and clu too, where they are installed."""
 
 from typing import Any
 
@@ -9,7 +9,9 @@ import pytest
 from mx_jax.testing.compare import assert_bitwise_equal
 
 
-def run(integration: Any) -> None:
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_it_learns_and_is_restored(integration: Any):
     example = integration("training_loop")
     losses, report, kept, restored = example.main()
     assert losses[0] > 1.0 and np.mean(losses[-5:]) < 0.6 * np.mean(losses[:5]), losses
@@ -21,16 +23,3 @@ def run(integration: Any) -> None:
         assert_bitwise_equal(left, right)
     assert kept["step"] == 20
     assert example.mean([1.0, 2.0]) == 1.5
-
-
-@pytest.mark.slow
-def test_with_optax_and_orbax(integration: Any):
-    run(integration)
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_with_grain_and_clu_too(integration: Any):
-    pytest.importorskip("grain")
-    pytest.importorskip("clu.metrics")
-    run(integration)
