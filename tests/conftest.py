@@ -150,7 +150,7 @@ EVERY_SET = {
         backends/test_cpu_casts backends/test_cpu_ffi backends/test_cpu_matmul
         backends/test_cpu_programs backends/test_cpu_random_bits backends/test_suite
         conformance/test_quantized ops/test_extremes ops/test_matmul ops/test_packing
-        quantize/test_quantize_both ragged/test_products""",
+        ragged/test_products""",
     "by how many rows kernels are worth while, on each of several devices too": """
         cli/test_env contracts/test_docs convert/test_weights inspect/test_explain
         nn/test_stored_kernels sharding/test_batches sharding/test_packed

@@ -11,40 +11,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.backends.calls import QuantizeCall
-from mx_jax.backends.cpu_ffi import casts, library
-from mx_jax.backends.target import on_one_device
-from mx_jax.formats import NVFP4, NVFP4_2D, BlockFormat
 from mx_jax.ops.dense import transformed
 from mx_jax.recipes import Hadamard
 from mx_jax.reference import hadamard
-from mx_jax.reference.quantize import quantize
-from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
 
 pytestmark = needs_library
-
-CASTS = {
-    "headroom": ("amax_headroom", "nearest"),
-    "headroom, stochastic": ("amax_headroom", "stochastic"),
-    "4/6": ("four_over_six", "nearest"),
-    "4/6, stochastic": ("four_over_six", "stochastic"),
-}
-HANDLERS = {"amax_headroom": 1, "four_over_six": 2}
-
-
-@pytest.mark.parametrize("name", CASTS)
-def test_what_casts(name: str):
-    """Elements are rounded by the handler; 4/6 casts twice, and once more each to draw."""
-    rule, rounding = CASTS[name]
-    key = jax.random.key(1) if rounding == "stochastic" else None
-    cast = lambda x: mx_jax.quantize(  # noqa: E731
-        x, "nvfp4", scale_rule=rule, rounding=rounding, key=key
-    )
-    text = jax.jit(cast).lower(jnp.ones((64, 96))).as_text()
-    drawn_too = rule == "four_over_six" and rounding == "stochastic"
-    assert len(re.findall("@mx_jax_cpu_quantize", text)) == HANDLERS[rule] * (1 + drawn_too)
 
 
 # Squares of errors of the smallest are subnormal, which XLA takes for 0.
@@ -148,55 +121,6 @@ def test_groups_that_are_too_large():
 
 
 # Casts find the reference's tensor scale, and a program computes nothing else for it.
-
-
-LOADED = library.load()
-
-
-def found(x: jax.Array, call: QuantizeCall) -> jax.Array:
-    """The tensor scale that the handler finds."""
-    with on_one_device(True):
-        scale = casts.quantize(x, None, None, call).tensor_scale
-    assert scale is not None
-    return scale
-
-
-@pytest.mark.slow(but=5)
-@pytest.mark.parametrize(
-    ("shape", "axis", "dtype", "format"),
-    [
-        ((64, 96), -1, "float32", NVFP4),
-        ((64, 96), 0, "bfloat16", NVFP4),
-        ((3, 40, 50), 1, "float16", NVFP4),
-        ((3, 40, 50), 0, "float32", NVFP4),
-        ((40, 1), 0, "bfloat16", NVFP4),
-        ((41,), 0, "float32", NVFP4),
-        ((2, 40, 50), -1, "float32", NVFP4_2D),
-        ((33, 1), -1, "bfloat16", NVFP4_2D),
-    ],
-)
-def test_the_reference_s_scale(shape: tuple[int, ...], axis: int, dtype: str, format: BlockFormat):
-    call = QuantizeCase(format=format, shape=shape, axis=axis, dtype=dtype).call
-
-    @jax.jit
-    def both(x):
-        scale = quantize(x, call.format, call.blocks, call.scale_rule).tensor_scale
-        return found(x, call), scale
-
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal(shape).astype(np.float32)
-    for special in (0.0, np.inf, np.nan, -np.inf):
-        # The largest value shares its block with what leaves the block out.
-        x.flat[[3, 17 % x.size]] = 1e4, special
-        for values in (x, np.full(shape, special, np.float32)):
-            assert_bitwise_equal(*both(jnp.asarray(values, dtype)))
-
-
-@pytest.mark.parametrize("shape", [(0, 32), (3, 0)])
-@pytest.mark.parametrize("axis", [0, 1])
-def test_an_empty_tensor_has_scale_one(shape: tuple[int, ...], axis: int):
-    call = QuantizeCase(format=NVFP4, shape=shape, axis=axis).call
-    assert found(jnp.zeros(shape), call).tolist() == [[1.0]]
 
 
 # Programs -----------------------------------------------------------------------------------------

@@ -91,20 +91,6 @@ def test_an_unknown_instruction_set_is_a_reason():
 
 
 @needs_library
-@pytest.mark.slow
-def test_every_instruction_set():
-    """Random casts and products of every one that is here, forced in a process of its own."""
-    assert isinstance(LOADED, library.Library)
-    digests = set()
-    for isa in library.ISAS[: library.ISAS.index(LOADED.detected_isa) + 1]:
-        text = printed("tests/backends/handlers_process.py", "9", MX_JAX_CPU_ISA=isa, XLA_FLAGS="")
-        casts, digest = text.splitlines()
-        assert casts.startswith(f"{isa}: "), text
-        digests.add(digest)
-    assert len(digests) == 1, digests
-
-
-@needs_library
 def test_programs_that_tests_start_have_the_set_of_the_tests():
     """`MX_JAX_CPU_ISA` is theirs too; tests/conftest.py sees to it that it is in force here."""
     assert isinstance(LOADED, library.Library)
@@ -166,11 +152,3 @@ def test_training_reads_cotangents_once(stochastic: bool, monkeypatch: pytest.Mo
     assert "@mx_jax_cpu_quantize_both" not in text
     for left, right in zip(together, apart, strict=True):
         assert_bitwise_equal(left, right)
-
-
-@needs_library
-@pytest.mark.usefixtures("insist")
-@pytest.mark.slow
-def test_transformed_cotangents_are_cast_one_by_one():
-    _, text = gradient(mx_jax.recipes.mxfp4_backward(), jax.random.key(0))
-    assert "@mx_jax_cpu_quantize" in text and "@mx_jax_cpu_quantize_both" not in text

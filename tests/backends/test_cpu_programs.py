@@ -146,16 +146,6 @@ def of_codes(lhs: Any, rhs: Any, y: Any, gathers: int) -> Any:
     return run, operands, (lhs, rhs), y, gathers
 
 
-def of_packed(lhs: Any, rhs: Any, y: Any, gathers: int) -> Any:
-    return (
-        product,
-        lambda: [draw(16, 128), packed(128, 256, format="nvfp4")],
-        (lhs, rhs),
-        y,
-        gathers,
-    )
-
-
 def of_casts(run: Any, spec: Any) -> Any:
     return run, lambda: [draw(128, 256)], (spec,), spec, 0
 
@@ -191,17 +181,6 @@ DEVICES: dict[str, tuple[Any, Any, tuple[Any, ...], Any, int | None]] = {
     # A sharded k is gathered, codes and scales, on one side or on both.
     "matmul, k": of_codes(P("a", "b"), P(), P("a"), 2),
     "matmul, k of both": of_codes(P(None, "a"), P("a", "b"), P(None, "b"), 4),
-    "packed": of_packed(P("a"), P("b"), P("a", "b"), 0),
-    "packed, rows": of_packed(P("a"), P(), P("a"), 0),
-    "packed, panels": of_packed(P(), P(("a", "b")), P(None, ("a", "b")), 0),
-    "packed, k of both": of_packed(P("a", "b"), P(None, "a"), P("a"), 2),
-    "packed batch": (
-        product,
-        lambda: [draw(8, 3, 64), packed(8, 64, 64, num_batch=1)],
-        (P("a"), P("a", "b")),
-        P("a", None, "b"),
-        0,
-    ),
     "packing": (
         lambda w: jax.tree.leaves(mx_jax.pack_weights(w)),
         lambda: [quantized(128, 256)],
@@ -233,7 +212,7 @@ def placed(tree: Any, mesh: Mesh, spec: PartitionSpec) -> Any:
     return jax.tree.map(place, tree)
 
 
-@pytest.mark.slow(but="columns|both$|drawn|matmul$|k of both|batch|packing")
+@pytest.mark.slow(but="columns|both$|drawn|matmul$|k of both|packing")
 @pytest.mark.parametrize("name", DEVICES)
 def test_devices_compute_their_parts(name: str, mesh: Mesh):
     run, make, specs, first, gathers = DEVICES[name]

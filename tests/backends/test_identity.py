@@ -7,6 +7,7 @@ agree in every bit.
 import copy
 import dataclasses
 import pickle
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,14 +37,12 @@ from mx_jax.reference.scale_rules import (
     FOUR_OVER_SIX,
     SCALE_RULES,
     FromAmax,
-    PowerOfTwo,
     ScaleRule,
     power_of_two,
 )
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.extending.least_error import LEAST_ERROR
 from tests.needs import needs_library
-from tests.quick import quick
 from tests.recipes.uniform import uniform
 
 X = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
@@ -90,24 +89,22 @@ RULES = {
 }
 
 
+def as_the_reference(x: np.ndarray, format: Any, **how: Any) -> mx_jax.MXArray:
+    """A cast of the default way, which has the reference's codes and scales."""
+    ours = mx_jax.quantize(x, format, **how)
+    with mx_jax.only_backend("reference"):
+        expected = mx_jax.quantize(x, format, **how)
+    assert_bitwise_equal(ours.codes, expected.codes)
+    assert_bitwise_equal(ours.scales, expected.scales)
+    return ours
+
+
 @pytest.mark.slow(but="amax|own_threshold")
 @pytest.mark.parametrize(("format", "rule"), RULES.values(), ids=RULES)
 def test_a_rule_of_ones_own_under_a_known_name(format: str, rule: ScaleRule):
     known = mx_jax.quantize(X, format, scale_rule=rule.name)
-    ours = mx_jax.quantize(X, format, scale_rule=rule)
-    with mx_jax.only_backend("reference"):
-        expected = mx_jax.quantize(X, format, scale_rule=rule)
-    assert_bitwise_equal(ours.codes, expected.codes)
-    assert_bitwise_equal(ours.scales, expected.scales)
+    ours = as_the_reference(X, format, scale_rule=rule)
     assert not np.array_equal(ours.dequantize(), known.dequantize())
-
-
-def test_a_threshold_says_all_of_a_power_of_two_rule():
-    rule = power_of_two("mine", one_third_up)
-    assert rule.scales == PowerOfTwo(one_third_up) and rule.threshold is one_third_up
-    assert rule == power_of_two("mine", one_third_up)
-    assert dataclasses.replace(FLOOR, name="mine").threshold is FLOOR.threshold
-    assert dataclasses.replace(FLOOR, scales=ones).threshold is None
 
 
 @needs_library
@@ -134,11 +131,7 @@ def test_a_threshold_of_ones_own_reaches_the_kernels():
 def test_a_rule_of_another_kind_of_scale_is_the_reference_s():
     """E8M0's bytes in E4M3's place mean what the reference says."""
     rule = dataclasses.replace(FLOOR, kinds=("exponent", "element"))
-    ours = mx_jax.quantize(X, "nvfp4", scale_rule=rule)
-    with mx_jax.only_backend("reference"):
-        expected = mx_jax.quantize(X, "nvfp4", scale_rule=rule)
-    assert_bitwise_equal(ours.codes, expected.codes)
-    assert_bitwise_equal(ours.scales, expected.scales)
+    as_the_reference(X, "nvfp4", scale_rule=rule)
 
 
 OWN = {
@@ -155,11 +148,7 @@ OWN = {
 def test_elements_and_scales_of_ones_own_under_known_names(format: formats.BlockFormat):
     """Casts are the reference's, and products those of the values, packed or not."""
     recipe = recipes.weight_only(format)
-    q = mx_jax.quantize(X.T, format, axis=0)
-    with mx_jax.only_backend("reference"):
-        expected = mx_jax.quantize(X.T, format, axis=0)
-    assert_bitwise_equal(q.codes, expected.codes)
-    assert_bitwise_equal(q.scales, expected.scales)
+    q = as_the_reference(X.T, format, axis=0)
     exact = X.astype(np.float64) @ np.asarray(q.dequantize(), np.float64)
     for w in (q, mx_jax.pack_weights(q)):
         np.testing.assert_allclose(mx_jax.matmul(X, w, recipe=recipe), exact, rtol=1e-5, atol=1e-5)
@@ -312,16 +301,3 @@ def test_ragged_dot_asks_what_a_rule_reads(rule: ScaleRule):
     recipe = uniform(spec)
     with pytest.raises(ValueError, match=rf"scale_rule={rule.name!r} cannot fill.*FromAmax"):
         mx_jax.ragged_dot(X, np.ones((1, 64, 8), np.float32), [4], recipe=recipe)
-
-
-def test_ragged_dot_takes_a_rule_of_amax_of_ones_own():
-    """A power-of-two rule of one's own over all rows of a group gives matmul's weight gradient."""
-    spec = operand(
-        dataclasses.replace(MXFP8_E4M3, block=(1, WHOLE)),
-        scale_rule=power_of_two("mine", one_third_up),
-    )
-    recipe = uniform(spec)
-    w = np.random.default_rng(1).standard_normal((64, 8)).astype(np.float32)
-    ours = quick(jax.grad(lambda w: mx_jax.ragged_dot(X, w[None], [4], recipe=recipe).sum()))(w)
-    expected = quick(jax.grad(lambda w: mx_jax.matmul(X, w, recipe=recipe).sum()))(w)
-    np.testing.assert_allclose(ours, expected, rtol=1e-5)

@@ -19,8 +19,7 @@ from mx_jax.backends.calls import (
     PackCall,
     RaggedCall,
 )
-from mx_jax.backends.pallas_gpu import PALLAS_GPU, architecture, rejections
-from mx_jax.backends.pallas_gpu.layouts import meet
+from mx_jax.backends.pallas_gpu import PALLAS_GPU, architecture
 from mx_jax.backends.select import only_backend, prefer_backends, select
 from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, MXINT8, NVFP4, WHOLE, BlockFormat
@@ -37,10 +36,8 @@ CPU, TURING, A100, H200, B200 = (
 )
 ROWWISE = formats.FLOAT8_ROWWISE_E4M3
 FNUZ = dataclasses.replace(MXFP8_E4M3, element=formats.E4M3FNUZ)
-NV_E4M3 = dataclasses.replace(NVFP4, element=formats.E4M3)
 KNOWN = "8.0, 8.6, 8.7, 8.9, 9.0, 10.0, 10.3, 11.0, 12.0, 12.1"
 NO_WEIGHTS = "needs weights in a block format on one side: lhs "
-ONE_AXIS = "takes blocks of 16 or 32 along one axis, got blocks="
 WHERE_FORMATS_MEET = (
     "multiplies rows in groups on CUDA compute capability 10.0 where formats meet, got lhs="
 )
@@ -198,29 +195,6 @@ def test_jit_does_not_split_a_kernel():
             taken = select(dense(), target).backend == PALLAS_GPU
         assert taken == (target == H200)
     assert PALLAS_GPU.rejects(pack(), eight) is None
-
-
-@pytest.mark.parametrize(
-    ("lhs", "rhs", "expected"),
-    [
-        (None, MXFP4, False),
-        (MXFP4, None, False),
-        (MXFP4, formats.MXFP6_E2M3, False),
-        (MXINT8, MXINT8, False),
-        (MXFP4.with_block(64), MXFP4.with_block(64), False),
-        (MXFP8_E4M3, MXFP4, False),
-        (MXFP4, NVFP4, False),
-        (formats.NVFP4_2D, formats.NVFP4_2D, False),
-        (MXFP4, MXFP4, True),
-        (MXFP4.with_block(16), MXFP4.with_block(16), True),
-        (MXFP8_E4M3, MXFP8_E5M2, True),
-        (NVFP4, formats.NVFP4_ONE_LEVEL, True),
-    ],
-)
-def test_which_formats_meet(lhs: BlockFormat | None, rhs: BlockFormat | None, expected: bool):
-    assert meet(lhs, rhs) == expected
-    if expected:
-        assert rejections.rejects_weights(rhs) is None, "what is taken as it is can be decoded too"
 
 
 def test_as_ops_ask_it():

@@ -12,24 +12,19 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax import recipes
-from mx_jax.backends.calls import OperandType, PackCall, RaggedCall
+from mx_jax.backends.calls import OperandType, PackCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, backend_for, products
 from mx_jax.backends.pallas_gpu.architecture import SM90, SM100, Architecture, Tiles
-from mx_jax.backends.pallas_gpu.layouts import FIELDS, PackedWeights, visits
+from mx_jax.backends.pallas_gpu.layouts import FIELDS, visits
 from mx_jax.backends.pallas_gpu.products import pack_weights
-from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.select import Choice
 from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.ops import ragged_dot as ops
 from mx_jax.reference.ragged import scaled_ragged_dot
 from mx_jax.testing.backend_suite import check_ragged
 from mx_jax.testing.cases import RAGGED_CASES, RaggedCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.backends.mosaic import few_octaves, interpreter, lowered, mostly_slow, needs_mosaic
-from tests.quick import quick
 
 H200 = Target(platform="cuda", compute_capability=(9, 0))
 # Groups of none, of one, of several and of more than a tile, and rows of none.
@@ -74,12 +69,6 @@ def test_every_row_is_one_visits_own(tile_rows: int, rng: np.random.Generator):
             assert (group_of[begin:end] == group).all()
             owners[begin:end] += 1
         assert (owners == 1).all()
-
-
-def test_a_small_groups_weights_are_read_once():
-    of_sizes = quick(visits, static_argnums=(1, 2))
-    found = np.asarray(of_sizes(np.array([5, 9, 9, 9], np.int32), 32, 16)).reshape(-1, FIELDS)
-    assert sorted(found[found[:, 2] < found[:, 3]][:, 0]) == [0, 1, 2, 3]
 
 
 # Numbers --------------------------------------------------------------------------------------
@@ -146,18 +135,6 @@ def test_a_tensor_scale_of_each_matrix(rng: np.random.Generator):
 
 
 @needs_mosaic
-@pytest.mark.slow
-def test_rows_of_no_group_are_zeros_whatever_the_scales():
-    x, w, sizes = operands(case_of(MXFP4, sizes=(4,), rows=16))
-    how = {"architecture": SM90, "interpret": interpreter()}
-    packed, factors = PackedWeights.of(w.transpose(0, 2, 1)), jnp.full(2, jnp.nan)
-    found = products.multiply(
-        x[None], packed, "float32", group_sizes=sizes, factors=factors, **how
-    )[0]
-    assert np.isnan(found[:4]).all() and not np.asarray(found[4:]).any()
-
-
-@needs_mosaic
 @pytest.mark.parametrize(
     ("sizes", "tiles", "out_dtype"),
     [
@@ -193,28 +170,6 @@ def test_sums_are_exact(
 
 
 @needs_mosaic
-def test_nothing_is_padded_gathered_or_masked_around_the_kernel():
-    case = case_of(MXFP4, sizes=(0,) * 8, rows=64, k=512, n=256, out_dtype="bfloat16")
-    x = jax.ShapeDtypeStruct((64, 512), jnp.bfloat16)
-    w = jax.eval_shape(PackedWeights.of, operands(case)[1].transpose(0, 2, 1))
-    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
-
-    def run(x: Any, w: Any, sizes: Any) -> jax.Array:
-        return products.multiply(x[None], w, "bfloat16", group_sizes=sizes, architecture=SM90)[0]
-
-    text = jax.jit(run).trace(x, w, sizes).lower(lowering_platforms=("cuda",)).as_text()
-    (call,) = (line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)
-    assert "(tensor<1x64x512xbf16>, tensor<32x4x64x16xi32>, tensor<32x8x64xi32>" in call
-    assert "-> tensor<1x64x256xbf16>" in call
-    around = [line for line in text.splitlines() if "64x512xbf16" in line or "64x256xbf16" in line]
-    free = re.compile(
-        r"custom_call @mosaic_gpu|func\.func|return|call @|reshape|broadcast_in_dim|"
-        r"high = \[0, 0, 0\]"
-    )
-    assert all(free.search(line) for line in around)
-
-
-@needs_mosaic
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=str)
 @pytest.mark.parametrize("n", [40, 1000])
 def test_any_number_of_columns_is_lowered(n: int, capability: tuple[int, int]):
@@ -237,76 +192,6 @@ def test_rows_are_masked_only_for_a_scale_that_counts_them(recipe: str):
     assert "mx_jax_grouped_wgmma" in text
     masks = re.findall(r"stablehlo.select .*tensor<64x512x(?:bf16|f32)>", text)
     assert bool(masks) == (recipe == "nvfp4")
-
-
-@needs_mosaic
-@pytest.mark.slow
-def test_a_training_step_by_the_kernels_alone(
-    monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator
-):
-    """The output, both gradients and the casts along the rows, in groups of any length."""
-    backend = backend_for(architecture=SM90, interpret=interpreter())
-    asked = []
-
-    def select(call: RaggedCall) -> Choice:
-        reason = backend.rejects(call, H200)
-        asked.append((call.contracts_rows, reason))
-        chosen = backend if reason is None else REFERENCE
-        return Choice(backend=chosen, offer=chosen.offers[RaggedCall], rejections=())
-
-    tokens, experts, g = (
-        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
-        for shape in ((24, 64), (3, 64, 64), (24, 64))
-    )
-    sizes = np.array([13, 0, 6], np.int32)
-
-    def three(tokens: jax.Array, experts: jax.Array, g: jax.Array) -> tuple[jax.Array, ...]:
-        def product(x: jax.Array, w: jax.Array) -> jax.Array:
-            return mx_jax.ragged_dot(x, w, sizes, recipe="nvfp4")
-
-        y, pullback = jax.vjp(product, tokens, experts)
-        return y, *pullback(g)
-
-    with mx_jax.only_backend("reference"):
-        expected = jax.jit(three)(tokens, experts, g)
-    monkeypatch.setattr(ops, "choose", select)
-    found = jax.jit(lambda *given: three(*given))(tokens, experts, g)
-    assert asked == [(False, None), (False, None), (True, None)]
-    for actual, wanted in zip(found, expected, strict=True):
-        wide = np.float32(wanted)
-        np.testing.assert_allclose(np.float32(actual), wide, atol=2e-2 * np.abs(wide).max())
-
-
-@needs_mosaic
-def test_explain_names_what_takes_each_product():
-    """Of a step on a Hopper: three products, blocks along the rows among them."""
-    tokens, experts = jnp.zeros((64, 64), jnp.bfloat16), jnp.zeros((2, 64, 64), jnp.bfloat16)
-    sizes = np.array([3, 13], np.int32)
-
-    def step(recipe: Any) -> str:
-        def loss(x: jax.Array, w: jax.Array) -> jax.Array:
-            return mx_jax.ragged_dot(x, w, sizes, recipe=recipe).sum()
-
-        with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
-            return mx_jax.inspect.explain_call(jax.grad(loss, (0, 1)), tokens, experts)
-
-    text = step(recipes.mxfp8())
-    products = [line for line in text.splitlines() if line.startswith("ragged product")]
-    assert len(products) == 3 and all("-> pallas_gpu" in line for line in products)
-    plain = step(recipes.float8_rowwise())
-    products = [line for line in plain.splitlines() if line.startswith("ragged product")]
-    assert len(products) == 3 and not any("-> pallas_gpu" in line for line in products), plain
-    # Experts in few bits are no operand of these gradients any more: the plain path takes them.
-    weights = mx_jax.quantize(experts, "mxfp4", axis=1)
-    weight_only = recipes.weight_only("mxfp4")
-    with mx_jax.testing.target("cuda", (9, 0)), mx_jax.prefer_backends("pallas_gpu"):
-        text = mx_jax.inspect.explain_call(
-            jax.grad(lambda x: mx_jax.ragged_dot(x, weights, sizes, recipe=weight_only).sum()),
-            tokens,
-        )
-    forward, gradient = (line for line in text.splitlines() if line.startswith("ragged product"))
-    assert forward.endswith("-> pallas_gpu")
-    assert gradient.endswith("2 groups, to bfloat16 -> jax.lax, not quantized"), text
 
 
 @needs_mosaic

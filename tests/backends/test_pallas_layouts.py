@@ -10,7 +10,6 @@ import pytest
 from mx_jax import formats
 from mx_jax.backends.pallas_gpu import products
 from mx_jax.backends.pallas_gpu.layouts import (
-    SLOTS,
     PackedWeights,
     ScaledOperand,
 )
@@ -85,32 +84,6 @@ def test_a_nan_among_the_codes_becomes_its_blocks_scale(rng: np.random.Generator
     halves = np.asarray(jax.jit(lambda w: PackedWeights.of(w).scales)(weights)).view(jnp.bfloat16)
     first, second = halves.astype(np.float32).reshape(2, -1, 64, 2)[0, 0, :2]
     np.testing.assert_array_equal([first, second], [[1, 1], [1, np.nan]])
-
-
-def test_packing_is_what_its_docstring_says(rng: np.random.Generator):
-    weights = random_weights(rng, (1, 1, 256), MXFP4)
-    scales = jnp.arange(120, 128, dtype=jnp.uint8).reshape(1, 1, 8)
-    weights, codes = dataclasses.replace(weights, scales=scales), np.asarray(weights.codes)
-    packed = jax.jit(PackedWeights.of)(weights)
-    assert packed.codes.shape == (1, 2, 2, 64, 16)
-    for group, thread, pair, lane in np.ndindex(2, 4, 16, 2):
-        chunk, t = divmod(pair, 8)
-        code = codes[0, 0, 128 * group + 64 * chunk + 8 * t + 2 * thread + lane]
-        word, slot = divmod(pair, 4)
-        half = int(packed.codes[0, 0, group, 0, 4 * thread + word]) >> 16 * lane
-        at = SLOTS[4][slot]
-        assert half >> at.magnitude & 7 | (half >> at.sign & 1) << 3 == code
-    assert packed.scales.shape == (1, 2, 4, 64)
-    for i in range(4):
-        first, second = (120 + 2 * i) << 7, (121 + 2 * i) << 7
-        assert int(packed.scales[0, 0, i, 0]) == second << 16 | first
-    np.testing.assert_array_equal(packed.scales[0, :, :, 1:], 0)
-
-
-def test_places_for_codes_do_not_overlap():
-    for bits, slots in SLOTS.items():
-        taken = {slot.magnitude + i for slot in slots for i in range(bits - 1)}
-        assert sorted([*taken, *(slot.sign for slot in slots)]) == list(range(16))
 
 
 # As tensor cores take both operands --------------------------------------------------------------

@@ -1,7 +1,6 @@
 """Numbers of products by GPU kernels, in Mosaic's interpreter on the CPU, its race detector on."""
 
 import dataclasses
-import functools
 import importlib
 from typing import Any
 
@@ -25,7 +24,6 @@ from mx_jax.backends.pallas_gpu.architecture import (
 from mx_jax.backends.pallas_gpu.layouts import (
     PackedWeights,
     ScaledOperand,
-    codes_in_group,
     slots_of,
     words_of,
 )
@@ -263,27 +261,6 @@ def test_every_code_under_every_scale(format: BlockFormat):
         np.testing.assert_array_equal(decoded, expected)
 
 
-# As they are: what a tile has beyond one row, or beyond k, is filled and clipped. More rows than 8:
-# a multiple.
-@pytest.mark.parametrize(
-    ("format", "m", "n", "k"),
-    [(MXFP8_E4M3, 17, 256, 1024), (MXFP4, 1, 2880, 2880), (NVFP4, 1, 200, 1024)],
-)
-def test_lowers_for_cuda_without_a_plugin(format: BlockFormat, m: int, n: int, k: int):
-    from mx_jax.backends.pallas_gpu.decode import Decoder
-
-    case = case_of(format, m=(m,), n=(n,), k=(k,), out_dtype="bfloat16")
-    arrays = case.operands(np.random.default_rng(0))
-    run = jax.jit(lambda lhs, rhs: products.scaled_matmul(lhs, rhs, case.call, architecture=SM90))
-    text = run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    (call,) = (line for line in text.splitlines() if "custom_call @mosaic_gpu" in line)
-    tiles, padded_k = (n + -n % 128) // 64, k + -k % 128
-    words = f"{tiles}x{padded_k // codes_in_group(format.element)}x64x16xi32"
-    pairs = padded_k // (2 * Decoder(format=format).granularity)
-    operands = f"1x{24 if m == 17 else m}x{k}xbf16", words, f"{tiles}x{pairs}x64xi32"
-    assert f"({', '.join(f'tensor<{operand}>' for operand in operands)})" in call
-
-
 FOUR = MXFP4, Tiles(m=8, n=256, k=128, stages=3), "bfloat16"
 # Shares that differ by a step, one of them beyond k; more steps than stages.
 SHARED = MXFP4, Tiles(m=8, n=128, k=128, stages=2, splits=3), "bfloat16"
@@ -356,21 +333,3 @@ def test_blackwells_missing_wait_is_a_race(
     how = {"architecture": SM100, "tiles": tiles, "interpret": interpreter()}
     assert has_race(lambda: products.multiply_scaled(left, right, "float32", **how))
     assert len(traced) == 3
-
-
-@pytest.mark.parametrize(("rows", "laid_out_rows"), [(3, 3), (70, 72), (130, 136)])
-def test_rows_are_not_padded_to_tiles(rows: int, laid_out_rows: int, rng: np.random.Generator):
-    from mx_jax.backends.pallas_gpu import tcgen05
-
-    case = MatmulCase(lhs=MXFP4, rhs=MXFP4, batch=(2,), m=(rows,), n=(40,), k=(512,))
-    left, right = map(ScaledOperand.of, whole_numbers(rng, case))
-    assert left.codes.shape == (2, laid_out_rows, 256) and right.codes.shape == (2, 40, 256)
-    kernel = functools.partial(
-        tcgen05.multiply,
-        block=32,
-        n=40,
-        tiles=Tiles(m=128, k=256, stages=2, splits=2),
-        out_dtype=jnp.dtype("float32"),
-    )
-    arrays = (left.elements, right.elements, left.scale_values, right.scale_values)
-    assert jax.eval_shape(kernel, *arrays).shape == (2, laid_out_rows, 40)

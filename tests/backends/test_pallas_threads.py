@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mx_jax.backends.pallas_gpu.architecture import MMA, SM80, SM90, Architecture
+from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, Architecture
 from mx_jax.backends.pallas_gpu.layouts import CHUNK, ROWS, WORDS, slots_of
 from mx_jax.formats import MXFP4, MXFP8_E4M3, BlockFormat
 from tests.backends.mosaic import needs_mosaic
@@ -73,20 +73,3 @@ def test_threads_get_what_the_interpreter_says(
         for i, register in enumerate(registers.reshape(-1)):
             pair = np.concatenate([register << 1, register << 1 | 1], axis=1) & 0xFFFF
             np.testing.assert_array_equal(held[:, i], pair)
-
-
-@pytest.mark.parametrize("bits", STORED)
-def test_what_cp_async_copies_is_one_piece(bits: int):
-    from mx_jax.backends.pallas_gpu import decode
-
-    decoder = decode.Decoder(format=STORED[bits])
-    codes = (8, 4096 // decoder.group, ROWS, WORDS)
-    arrays = codes, (8, 4096 // 2 // decoder.granularity, ROWS)
-    for _, tiles in MMA.tiles[bits]:
-        _, *plain = decoder.blocks(tiles)
-        for (block, _, transforms), shape in zip(plain, arrays, strict=True):
-            assert not transforms and len(block) == len(shape)
-            partial = [i for i, size in enumerate(block) if size != shape[i]]
-            assert all(size == 1 for size in block[: partial[-1]])
-            # At least four bytes for each of 128 threads.
-            assert np.prod(block) % 128 == 0

@@ -108,15 +108,6 @@ def test_choice(m: int, n: int, k: int, expected: dict[str, int]):
     assert SM90.possible(WGMMA, 8, tiles)
 
 
-@pytest.mark.parametrize(("bits", "stored"), [(4, 4.5), (8, 8.5)])
-def test_enough_is_on_its_way_for_few_rows(bits: int, stored: float):
-    """About what an H200 reads in a microsecond, beside what each processor multiplies."""
-    wanted = 0.95 * 4.8e12 * 1e-6 / SM90.num_sms
-    for limit, tiles in WGMMA.tiles[bits]:
-        waiting = (tiles.stages - 1) * tiles.k * tiles.n * stored / 8
-        assert limit > 64 or waiting >= wanted, tiles
-
-
 @pytest.mark.parametrize(("m", "n"), [(3, 256), (300, 128), (300, 384)])
 def test_every_choice_is_possible(m: int, n: int):
     for k in range(256, 256 * 20, 128):
@@ -131,27 +122,6 @@ def test_every_choice_is_possible(m: int, n: int):
 
 # A Hopper with the memory of an RTX and few processors.
 SMALL_HOPPER = dataclasses.replace(SM90, name="sm99", num_sms=24, shared_memory=98 * 1024)
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_tiles_follow_from_memory(bits: int):
-    """Those of a Hopper, less deep: rows have no tables of their own."""
-    smaller = 0
-    for m in (1, 16, 32, 64, 4096):
-        for n, k in ((128, 128), (256, 640), (4096, 8192)):
-            sizes = {"batch": 1, "m": m, "n": n, "k": k}
-            tiles = choose(SMALL_HOPPER, WGMMA, bits, **sizes)
-            assert SMALL_HOPPER.possible(WGMMA, bits, tiles)
-            smaller += not SMALL_HOPPER.possible(WGMMA, bits, choose(SM90, WGMMA, bits, **sizes))
-    assert smaller, "an H200's would not do"
-
-
-def test_splits_follow_from_processors():
-    splits = [
-        choose(row, WGMMA, 8, batch=1, m=64, n=4096, k=8192).splits
-        for row in (SM90, dataclasses.replace(SM90, num_sms=24))
-    ]
-    assert splits[0] > splits[1] == 1
 
 
 def test_memory_that_no_tiles_fit():

@@ -164,26 +164,6 @@ def test_derivatives_are_those_of_plain_jax(x: jax.Array, w: jax.Array):
 
 
 @needs_library
-def test_lowered_for_another_platform_than_traced(x: jax.Array, w: jax.Array):
-    """The platform of the program decides: arrays on the CPU of a host that has a GPU."""
-    with mx_jax.testing.target("cuda", (9, 0)):
-        traced = jax.jit(product).trace(x, w)
-        text = traced.lower(lowering_platforms=("cpu",)).as_text()
-        expected = jax.jit(product).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
-    called = sorted(re.findall(r"@(mx_jax_cpu_\w+)", text))
-    assert called == handlers(product, x, w) != []
-    assert "mx_jax_cpu" not in expected
-
-
-@needs_library
-def test_explained(x: jax.Array, w: jax.Array):
-    """Devices that share a product compute their parts as one computes all, and so do casts."""
-    lines = str(explain_call(product, x, w)).splitlines()
-    found = [line.partition("->")[2] for line in lines if "->" in line]
-    assert found == [" cpu_ffi"] * 3
-
-
-@needs_library
 def test_debug_nans_names_the_call(x: jax.Array):
     """What it finds it runs once more, equation by equation: not without end."""
     nan = jnp.full_like(x, jnp.inf)

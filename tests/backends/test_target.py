@@ -15,7 +15,6 @@ import mx_jax
 from mx_jax.backends.select import current_target
 from mx_jax.backends.target import Target
 from mx_jax.testing import target
-from tests.backends.mosaic import needs_mosaic
 
 CPU = jax.devices("cpu")
 H200 = Target(platform="cuda", compute_capability=(9, 0), device_kind="NVIDIA H200")
@@ -219,19 +218,3 @@ def test_targets_that_are_none(arguments: Any, message: str):
         target(*arguments)
     with pytest.raises(ValueError, match=re.escape("target: needs a device, got num_devices=0")):
         target("cpu", num_devices=0)
-
-
-@needs_mosaic
-def test_kernels_are_lowered_for_a_gpu_that_is_not_there():
-    w = mx_jax.quantize(jnp.ones((256, 128)), "mxfp4", axis=0)
-    recipe = mx_jax.recipes.weight_only("mxfp4")
-    x = jnp.ones((4, 256), jnp.bfloat16)
-    product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))
-
-    def lowered() -> str:
-        return product.trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
-
-    with target("cuda", (9, 0)):
-        assert "mosaic_gpu" not in lowered(), "not by default"
-        with mx_jax.prefer_backends("pallas_gpu"), pytest.warns(match="mx_jax.pack_weights"):
-            assert "custom_call @mosaic_gpu" in lowered()

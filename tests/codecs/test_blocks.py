@@ -7,14 +7,10 @@ import pytest
 
 import mx_jax
 from mx_jax.codecs.blocks import (
-    block_extent,
     merge,
-    num_blocks,
     scales_shape,
     split,
     spread,
-    tensor_scale_shape,
-    varying_axes,
 )
 from mx_jax.formats import WHOLE
 from tests.extending.least_error import LEAST_ERROR
@@ -60,20 +56,6 @@ def test_split_and_merge(shape, blocks, counts, pieces, inside):
     assert all(have in (1, want) for have, want in zip(spread_shape, pieces, strict=True))
 
 
-def test_position_in_a_block():
-    x = jnp.arange(10.0).reshape(2, 5)
-    pieces, _ = split(x, ((-1, 3),))
-    expected = [[[0, 1, 2], [3, 4, 0]], [[5, 6, 7], [8, 9, 0]]]
-    np.testing.assert_array_equal(pieces, expected)
-
-
-def test_counts():
-    assert [num_blocks(32, n) for n in (0, 1, 31, 32, 33, 64)] == [0, 1, 1, 1, 2, 2]
-    assert [num_blocks(WHOLE, n) for n in (0, 1, 33)] == [0, 1, 1]
-    assert [block_extent(WHOLE, n) for n in (0, 1, 33)] == [1, 1, 33]
-    assert block_extent(32, 5) == 32
-
-
 def test_an_axis_shorter_than_its_block_is_not_padded():
     x = jnp.ones((3, 5))
     pieces, inside = split(x, ((-1, 1_000_000),))
@@ -97,33 +79,3 @@ def test_a_block_longer_than_its_axis_gives_the_same_bits(format: str, rule: str
         np.testing.assert_array_equal(short.scales, full.scales)
         values = map(np.asarray, map(mx_jax.dequantize, (short, full)))
         np.testing.assert_array_equal(next(values), next(values)[:, :40])
-
-
-BLOCKS = ((-1, 16),)
-
-
-@pytest.mark.parametrize(
-    ("given", "fits"),
-    [
-        ((1, 1, 1), True),
-        ((2, 1, 1), True),
-        ((2, 3, 1), True),
-        ((1, 3, 1), True),
-        ((2, 3, 2), False),
-        ((1, 1, 32), False),
-        ((3, 1, 1), False),
-        ((1, 1), False),
-        ((1, 1, 1, 1), False),
-    ],
-)
-def test_one_for_all_or_for_each_position_without_blocks(given: tuple[int, ...], fits: bool):
-    reason = tensor_scale_shape(given, (2, 3, 32), BLOCKS)
-    assert reason is None if fits else reason is not None and f"shape={given}" in reason
-
-
-def test_axes_along_which_it_differs():
-    class Of:
-        shape = (2, 1, 3)
-
-    assert varying_axes(Of) == (0, 2)
-    assert varying_axes(None) == ()

@@ -2,21 +2,15 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from mx_jax.codecs.explicit_axes import (
-    broadcast_like,
-    explicit_sharding,
-    has_explicit_axes,
-    join_axes,
     partitions,
     split_axes,
     vary_alike,
     varying,
-    with_partitions,
 )
 
 
@@ -57,50 +51,6 @@ def test_split(shape, spec, pieces, inside, parts):
     assert lies(lambda x: split_axes(x, pieces, inside), (shape, spec)) == (pieces, parts)
 
 
-def test_join():
-    """The joined axis lies where either part did."""
-    for spec, parts in (
-        (P("a", "b", None), ("a", "b")),
-        (P("a", None, "b"), ("a", "b")),
-        (P(None, None, None), (None, None)),
-    ):
-        joined = lies(lambda x: join_axes(x, (8, 64), (2,)), ((8, 4, 16), spec))
-        assert joined == ((8, 64), parts)
-    behind = lies(
-        lambda x: join_axes(x, (8, 4, 32), (3,)), ((8, 4, 2, 16), P("a", None, None, "b"))
-    )
-    assert behind == ((8, 4, 32), ("a", None, "b"))
-
-
-def test_broadcast():
-    found = lies(broadcast_like, ((), P()), ((8, 4), P("a", "b")))
-    assert found == ((8, 4), ("a", "b"))
-
-
-def test_meshes_that_ask_nothing():
-    """Without a mesh, and with automatic axes; one explicit axis is enough to be asked."""
-    x = jnp.arange(6.0)
-    assert not has_explicit_axes() and explicit_sharding(x) is None
-    np.testing.assert_array_equal(split_axes(x, (2, 3), (1,)), np.arange(6.0).reshape(2, 3))
-    np.testing.assert_array_equal(join_axes(x.reshape(2, 3), (6,), (1,)), x)
-    for types, asked in (
-        ((AxisType.Auto, AxisType.Auto), False),
-        ((AxisType.Auto, AxisType.Explicit), True),
-    ):
-        with jax.set_mesh(mesh(*types)):
-            assert has_explicit_axes() == asked
-
-
-def test_partitions():
-    """As many as there are axes; of the same kind as what they come from."""
-    assert partitions(P("a"), 3) == ["a", None, None]
-    assert with_partitions(P("a"), [None, "b"]) == P(None, "b")
-    sharding = NamedSharding(mesh(AxisType.Auto, AxisType.Auto), P("a"))
-    assert partitions(sharding, 2) == ["a", None]
-    moved = with_partitions(sharding, ["b"])
-    assert moved == NamedSharding(sharding.mesh, P("b"))
-
-
 def test_operands_vary_along_the_axes_of_all():
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     seen = []
@@ -116,9 +66,3 @@ def test_operands_vary_along_the_axes_of_all():
     jax.eval_shape(jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=P("a", "b")), x, x, x)
     assert seen[0] == [{"a"}, {"b"}, set()]
     assert seen[1] == [{"a", "b"}] * 3
-
-
-def test_nothing_varies_outside():
-    x = jnp.ones(2)
-    assert varying(x) == frozenset()
-    assert vary_alike((x, x))[0] is x

@@ -7,7 +7,6 @@ import pytest
 
 from mx_jax.codecs.indexing import (
     index_blocks,
-    index_tensor_scale,
     reshape_blocks,
 )
 from mx_jax.formats import WHOLE
@@ -48,26 +47,6 @@ def test_refused(index: Any, message: str):
 def test_what_is_no_int(index: Any):
     with pytest.raises(TypeError):
         index_blocks((0, 0, index) if isinstance(index, slice) else (index,), SHAPE, B)
-
-
-def test_tensor_scales():
-    """Axes of one stand for any position; the others are indexed as codes are."""
-    one = np.full((1, 1, 1), 5.0)
-    each = np.arange(3.0).reshape(3, 1, 1)
-    rows = np.array([[2, 0]])
-    for index, of_one, of_each in (
-        ((1, S, S), np.full((1, 1), 5.0), np.full((1, 1), 1.0)),
-        ((slice(1, 3), 2, slice(32, 64)), one[:, 0], each[1:3, 0]),
-        ((None, slice(0, 2), S, slice(9, 9)), one[None], each[None, :2]),
-        (
-            (rows, S, S),
-            np.full((1, 2, 1, 1), 5.0),
-            np.array([[2, 0]], np.float64).reshape(1, 2, 1, 1),
-        ),
-    ):
-        for given, expected in ((one, of_one), (each, of_each)):
-            found: Any = index_tensor_scale(given, index)  # pyright: ignore[reportArgumentType]
-            assert found.shape == expected.shape and (found == expected).all()
 
 
 BOTH = ((-2, 32), (-1, 32))

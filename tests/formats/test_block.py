@@ -42,8 +42,8 @@ from mx_jax.formats import (
     block_format,
     check_block_size,
 )
-from mx_jax.formats.block import FLOAT8_BLOCKWISE_2D_E8M0, FLOAT8_BLOCKWISE_E8M0, known_block
-from mx_jax.formats.element import known_element, known_scale, nearest
+from mx_jax.formats.block import FLOAT8_BLOCKWISE_2D_E8M0, FLOAT8_BLOCKWISE_E8M0
+from mx_jax.formats.element import nearest
 
 TABLE = {
     "mxfp8_e4m3": ("e4m3", "e8m0", (1, 32), False),
@@ -128,48 +128,6 @@ def test_a_tensor_scale_needs_an_element_scale():
 def test_repr():
     assert repr(MXFP4) == "BlockFormat(mxfp4, block=(1, 32))"
     assert repr(FLOAT8_ROWWISE_E4M3) == "BlockFormat(float8_rowwise_e4m3, block=(1, WHOLE))"
-
-
-STRANGER = dataclasses.replace(E2M1, bias=2)
-
-
-@pytest.mark.parametrize(
-    ("known", "rows"),
-    [(known_element, ELEMENT_FORMATS), (known_scale, SCALE_FORMATS), (known_block, BLOCK_FORMATS)],
-    ids=["element", "scale", "block"],
-)
-def test_rows_under_any_name(known, rows):
-    for row in rows:
-        assert known(row) is row
-        assert known(dataclasses.replace(row, name="mine")) is row
-
-
-def test_parts_under_any_name():
-    mine = dataclasses.replace(E4M3_SCALE, element=dataclasses.replace(E4M3, name="mine"))
-    assert known_scale(mine) is E4M3_SCALE
-    element = dataclasses.replace(E2M1, name="mine")
-    format = dataclasses.replace(NVFP4, element=element, scale=mine)
-    assert known_block(format) is NVFP4 and format.is_known
-
-
-def test_strangers():
-    assert known_element(STRANGER) is None
-    assert known_scale(dataclasses.replace(E4M3_SCALE, element=STRANGER)) is None
-    assert known_scale(dataclasses.replace(E4M3_SCALE, element=E5M2)) is None
-    assert known_scale(dataclasses.replace(E8M0, bits=7)) is None
-    for facts in (
-        {"element": STRANGER},
-        {"scale": dataclasses.replace(E4M3_SCALE, bits=7)},
-        {"block": (1, 17)},
-        {"scale": E8M0, "tensor_scale": False, "block": (16, 1)},
-    ):
-        assert known_block(dataclasses.replace(NVFP4, **facts)) is None
-
-
-def test_kernels_ask_element_and_scale_alone():
-    assert MXFP4.with_block(7).is_known
-    assert not dataclasses.replace(MXFP4, element=STRANGER).is_known
-    assert not dataclasses.replace(MXFP4, scale=dataclasses.replace(E8M0, bits=7)).is_known
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ Last, of a product that four devices share, and of one below shard_map. A proces
 `compile_for.py` is: an error may abort.
 """
 
-import dataclasses
+import functools
 import json
 import os
 import re
@@ -28,7 +28,6 @@ import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.backends import xla_scaled
 from mx_jax.backends.target import Target
-from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import MatmulCase
 from tests.gpu.compile_for import GPUS, Gpu, compile_on
 
@@ -64,24 +63,14 @@ def forms_of(pair: tuple[Any, Any]) -> list[MatmulCase]:
 
 
 def compiled(
-    gpu: Gpu,
-    case: MatmulCase,
-    batched: tuple[int | None, int | None] | None = None,
-    merged: bool = False,
-    halves: bool = False,
+    gpu: Gpu, case: MatmulCase, batched: tuple[int | None, int | None] | None = None
 ) -> Any:
-    """The text of a product; or of one under `vmap`, or whose rows are merged with its batch, or
-    whose codes come from two halves of a byte."""
+    """The text of a product, or of one under `vmap`."""
     target = Target(platform="cuda", compute_capability=gpu.capability)
     assert xla_scaled.XLA_SCALED.rejects(case.call, target) is None, case
     operands = case.operands(np.random.default_rng(0))
 
-    def product(*operands: Any) -> jax.Array:
-        if halves:
-            operands = tuple(_from_halves(x) if isinstance(x, MXArray) else x for x in operands)
-        found = xla_scaled.XLA_SCALED.run(case.call, *operands)
-        return found.reshape(-1, found.shape[-1]) if merged else found
-
+    product: Any = functools.partial(xla_scaled.XLA_SCALED.run, case.call)
     if batched is not None:
         operands = tuple(
             x if axis is None else jax.tree.map(lambda leaf: jnp.stack([leaf] * 3), x)
@@ -89,13 +78,6 @@ def compiled(
         )
         product = jax.vmap(product, batched)
     return compile_on(gpu, product, operands).as_text()
-
-
-def _from_halves(x: MXArray) -> MXArray:
-    """The same array, whose codes are stacked and reshaped, as unpacking does."""
-    pairs = x.codes.reshape(*x.codes.shape[:-1], -1, 2)
-    codes = jnp.stack([pairs[..., 0] & 15, pairs[..., 1] & 15], axis=-1).reshape(x.codes.shape)
-    return dataclasses.replace(x, codes=codes)
 
 
 def seen(text: str) -> dict[str, int]:
@@ -145,9 +127,5 @@ if __name__ == "__main__":
             case = MatmulCase(lhs=pair[0], rhs=pair[1], **SIZES)
             for batched in ((0, None), (None, 0), (0, 0)):
                 found[f"{case} under vmap {batched}"] = seen(compiled(gpu, case, batched))
-            found[f"{case} of halves"] = seen(compiled(gpu, case, halves=True))
-            found[f"{case}, merged"] = seen(compiled(gpu, case, (0, 0), merged=True))
-            batch = dataclasses.replace(case, batch=(3,))
-            found[f"{batch}, merged"] = seen(compiled(gpu, batch, merged=True))
     several = [seen(on_four(gpu, by_shard_map=way)) for way in (False, True)]
     print(json.dumps({"products": found, "four devices": several}))

@@ -72,9 +72,6 @@ def test_saturated_values_differ_only_where_codes_are_finite_and_values_are_not(
 # What hostile programs found: ends of ranges, and dtypes that few people train with.
 
 
-KEY = jax.random.key(0)
-
-
 def test_states_of_float64_parameters():
     """They once stayed as they were, and nothing said so."""
     optimizer = mx_jax.quantize_state(optax.adam(1e-2), min_size=1)

@@ -21,8 +21,6 @@ from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import Shape, draw_few_octaves
 from tests.quick import quick, with_gradients
 
-HIGH = MatmulSpec(lhs=None, rhs=None)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DotGeneralCase:

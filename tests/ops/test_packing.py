@@ -83,23 +83,6 @@ def test_packed_weights_take_the_bits_of_their_codes(format: str, bits: int):
 
 @needs_library
 @pytest.mark.usefixtures("insist")
-@pytest.mark.parametrize("format", ["mxfp6_e2m3", "mxfp6_e3m2"])
-def test_four_codes_of_six_bits_lie_in_three_bytes(format: str):
-    """Twelve of sixteen codes where they are looked up, four in bits 6 and 7 of those."""
-    x = mx_jax.quantize(np.zeros((32, 32), np.float32), format)
-    codes = x.codes.at[2, 16].set(0b10_0110).at[2, 16 + 13].set(0b11_1001)
-    packed = pack(dataclasses.replace(x, codes=codes))
-    # Behind what sums the panel up, and the scales of two blocks.
-    words = np.asarray(packed.arrays.bytes)[..., 128 : 128 + 32 * 32 * 6 // 8].reshape(2, 3, 32, 4)
-    expected = np.zeros_like(words)
-    expected[1, 0, 2, 0] = 0b10_0110  # position 0 of the second sixteen
-    expected[1, :, 2, 1] = np.array([0b01, 0b10, 0b11]) << 6  # position 13
-    np.testing.assert_array_equal(words, expected)
-    assert_bitwise_equal(packed.unpack().codes, codes, what="codes")
-
-
-@needs_library
-@pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize("format", FORMATS, ids=lambda format: format.name)
 def test_weights_of_no_rows(format: BlockFormat, tmp_path: Path):
     x = mx_jax.quantize(np.ones((0, 128), np.float32), format)
@@ -108,19 +91,6 @@ def test_weights_of_no_rows(format: BlockFormat, tmp_path: Path):
     path = tmp_path / "model.safetensors"
     checkpoint.save(path, {"x": packed})
     assert checkpoint.load(path)["x"].scales.shape == x.scales.shape
-
-
-@needs_library
-@pytest.mark.usefixtures("insist")
-def test_scales_lie_before_the_codes_that_they_scale():
-    """A record of 64 positions: 32 bytes for each block, then its codes."""
-    x = mx_jax.quantize(np.ones((32, 128), np.float32), "nvfp4")
-    scales = jnp.arange(32 * 8, dtype=jnp.uint8).reshape(32, 8) % 126
-    packed = pack(dataclasses.replace(x, scales=scales))
-    records = np.asarray(packed.arrays.bytes)[0, 64:].reshape(2, 4 * 32 + 64 * 32 // 2)
-    found = records[:, : 4 * 32].reshape(8, 32).T
-    np.testing.assert_array_equal(found, scales)
-    assert_bitwise_equal(packed.unpack().scales, scales, what="scales")
 
 
 @needs_library
@@ -232,39 +202,6 @@ def test_other_axes_are_unpacked():
     with pytest.warns(UserWarning, match="is unpacked and dequantized, which is slow: only mx_"):
         assert_bitwise_equal(jnp.asarray(packed), kernel.dequantize(), what="values")
     assert_bitwise_equal(packed[3:5].codes, kernel[3:5].codes, what="codes")
-
-
-@needs_library
-@pytest.mark.usefixtures("insist")
-def test_gradients_go_to_the_other_operand():
-    kernel, x = mx_jax.quantize(draw(64, 40), "mxfp4", axis=0), draw(3, 64, seed=1)
-    packed = pack(kernel)
-
-    def loss(x, w):
-        return (mx_jax.matmul(x, w, recipe=recipes.mxfp8()) ** 2).sum()
-
-    gradient = jax.jit(jax.grad(loss))
-    assert_bitwise_equal(gradient(x, packed), gradient(x, kernel), what="gradient")
-
-
-@needs_library
-@pytest.mark.usefixtures("insist")
-@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
-def test_vmap_is_one_call(axes: tuple[int | None, int | None]):
-    kernels = mx_jax.quantize(draw(5, 64, 40), "mxfp4", axis=1)
-    stacked = jax.vmap(mx_jax.pack_weights)(kernels)
-    x = draw(5, 3, 64, seed=1)
-    if axes[0] is None:
-        x = x[0]
-    if axes[1] is None:
-        kernels, stacked = kernels[0], pack(kernels[0])
-
-    @jax.jit
-    def product(x, w):
-        return jax.vmap(lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4), in_axes=axes)(x, w)
-
-    assert num_calls(product, x, stacked) == 1
-    assert_bitwise_equal(product(x, stacked), product(x, kernels), what="product")
 
 
 @needs_library

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.ops import dense, ragged_dot
 from mx_jax.ops.programs import QUANTIZED
 from mx_jax.recipes import Recipe
 from tests.needs import needs_library
@@ -189,25 +187,3 @@ def test_the_same_gradients(rng: np.random.Generator):
     plain, kept = (quick(step(recipe, policy))(x, w) for policy in (None, "quantized"))
     for ours, theirs in zip(kept, plain, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-
-
-@pytest.mark.slow
-def test_a_name_is_no_operation(monkeypatch: pytest.MonkeyPatch):
-    """Lowered, a program without rematerialization is what it would be without names."""
-
-    def lowered() -> list[str]:
-        jax.clear_caches()
-        return [
-            jax.jit(step(recipes.from_name(name), None)).lower(X, W).as_text()
-            for name in ("mxfp8", "mxfp4_stochastic")
-        ]
-
-    named = lowered()
-    called = []
-    for module in (dense, ragged_dot):
-        assert module.checkpoint_name is checkpoint_name
-        monkeypatch.setattr(module, "checkpoint_name", lambda x, name: called.append(name) or x)
-    assert lowered() == named
-    assert set(called) == {QUANTIZED}
-    monkeypatch.undo()
-    jax.clear_caches()

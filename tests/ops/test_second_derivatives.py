@@ -174,21 +174,3 @@ def test_gradients_mapped_twice_are_differentiated():
 
     found, expected = (quick(jax.grad(each))(x) for each in (mapped, one_by_one))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_mapped_and_in_bfloat16():
-    def hvp(multiply, x, w, v):
-        def loss(w, x):
-            return (jnp.tanh(multiply(x, w)) ** 2).sum()
-
-        return jax.grad(lambda w: (jax.grad(loss)(w, x) * v).sum())(w)
-
-    x, w, v = (jnp.stack([each, 2 * each]).astype(jnp.bfloat16) for each in (X, W, V))
-    run = functools.partial(hvp, lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
-    mapped = quick(jax.vmap(run, (0, None, 1)))(x, w[0], jnp.moveaxis(v, 0, 1))
-    for i in range(2):
-        alone = quick(run)(x[i], w[0], v[i])
-        assert alone.dtype == jnp.bfloat16
-        np.testing.assert_allclose(
-            mapped[i].astype(np.float32), alone.astype(np.float32), rtol=0.05, atol=0.02
-        )

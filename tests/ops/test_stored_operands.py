@@ -11,13 +11,10 @@ from jax.extend.core import jaxprs_in_params
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.recipes import MatmulSpec, Residuals, operand
+from mx_jax.recipes import Residuals, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick, with_gradients
 from tests.recipes.uniform import uniform
-
-HIGH = MatmulSpec(lhs=None, rhs=None)
-
 
 # Prescales ----------------------------------------------------------------------------------------
 

@@ -77,15 +77,6 @@ def test_bits_are_those_of_the_plain_call(arrays, expected, name: str):
     check(quick(TRANSFORMED[name])(*arrays), expected)
 
 
-def test_vmap_over_one_operand(arrays):
-    x, w, _ = arrays
-    gradient = jax.grad(lambda x, w: matmul(x, w).sum(), argnums=(0, 1))
-    actual = quick(jax.vmap(gradient, in_axes=(0, None)))(x, w[0])
-    expected = quick(jax.vmap(gradient))(x, np.stack([w[0]] * NUM))
-    for left, right in zip(actual, expected, strict=True):
-        assert_bitwise_equal(left + 0.0, right + 0.0)
-
-
 def test_mxarrays_under_vmap_and_scan(arrays, expected):
     """A stack of kernels, quantized one by one or at once, multiplied one by one or at once."""
     x, w, _ = arrays

@@ -1,7 +1,6 @@
 """quantize_both gives what two calls of quantize give, whatever JAX does to it."""
 
 import re
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -9,20 +8,12 @@ import pytest
 
 import mx_jax
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.needs import needs_library
 
 
-@pytest.fixture(params=["any", pytest.param("cpu_ffi", marks=needs_library)])
-def x(request) -> Iterator[jax.Array]:
-    """Eight devices, where pairs are two casts; and one, where the handler may take them."""
-    from mx_jax.backends.select import only_backend
-
-    values = jax.random.normal(jax.random.key(0), (3, 40, 96))
-    if request.param == "any":
-        yield values
-    else:
-        with only_backend("cpu_ffi"):
-            yield values
+@pytest.fixture
+def x() -> jax.Array:
+    """On eight devices, where pairs are two casts; the shared suite asks the handler."""
+    return jax.random.normal(jax.random.key(0), (3, 40, 96))
 
 
 def singly(x, axes=(-1, -2), key=None, **options):
@@ -39,7 +30,7 @@ def check_same(actual, expected):
         assert_bitwise_equal(left.scales, right.scales, what="scales")
 
 
-@pytest.mark.slow(but="any-mxfp8|any-nvfp4|cpu_ffi-mxfp4")
+@pytest.mark.slow(but="mxfp8|nvfp4|mxfp4")
 @pytest.mark.parametrize(
     "options",
     [
@@ -59,7 +50,6 @@ def codes(x):
     return [(q.codes, q.scales) for q in mx_jax.quantize_both(x, "mxfp4")]
 
 
-@pytest.mark.slow(but="any")
 def test_vmap_and_scan(x: jax.Array):
     expected = jax.tree.leaves([(q.codes, q.scales) for q in singly(x, format="mxfp4")])
     for actual in (jax.vmap(codes)(x), jax.lax.map(codes, x)):
@@ -67,7 +57,6 @@ def test_vmap_and_scan(x: jax.Array):
             assert_bitwise_equal(left, right)
 
 
-@pytest.mark.slow(but="cpu")
 def test_gradients_pass_straight_through_both(x: jax.Array):
     weights = jax.random.normal(jax.random.key(2), (2, *x.shape))
 

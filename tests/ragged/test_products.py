@@ -14,7 +14,6 @@ import mx_jax
 from mx_jax.formats import FLOAT8_TENSORWISE_E5M2, MXFP4, MXFP6_E3M2, MXFP8_E4M3, NVFP4, WHOLE
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, Residuals, operand
-from mx_jax.reference.ragged import ragged_rows
 from tests.quick import quick, with_gradients
 
 # One shape for every cast of the loop, so that each operand spec compiles once.
@@ -248,30 +247,3 @@ def test_saved_codes_are_quantized_anew(rng: np.random.Generator):
     gradients = loop(recipe, saved_lhs, saved_rhs, GROUP_SIZES, g)
     expected, sums = (Products(y.output, *gs[1:]) for y, gs in zip(output, gradients, strict=True))
     assert_close(actual, expected, sums, SIZE)
-
-
-@pytest.mark.parametrize("unit", [1, 4, 6])
-def test_layout(unit: int, rng: np.random.Generator):
-    m, num_groups = 23, 5
-    layout = quick(lambda sizes: dataclasses.astuple(ragged_rows(sizes, m, unit))[1:])
-    place = quick(lambda sizes, x: ragged_rows(sizes, m, unit).place(x))
-    x = rng.standard_normal((m, 2)).astype(np.float32)
-    for _ in range(20):
-        asked = rng.multinomial(rng.integers(0, m + 9), rng.dirichlet([0.4] * num_groups))
-        # What goes beyond the rows is cut off.
-        sizes = np.diff(np.minimum(np.cumsum(asked), m), prepend=0)
-        expected, group_of, where = [], [], []
-        for j, (size, end) in enumerate(zip(sizes, np.cumsum(sizes), strict=True)):
-            where += [len(expected) + i for i in range(size)]
-            rows = list(range(end - size, end)) + [m] * (-size % unit)
-            expected, group_of = expected + rows, group_of + [j] * len(rows)
-        padded, group, source, position = (np.asarray(a) for a in layout(np.int32(asked)))
-        num_padded = len(source)
-        assert len(expected) <= num_padded <= m + num_groups * (unit - 1)
-        rest = num_padded - len(expected)
-        assert padded.tolist() == [-(-size // unit) * unit for size in sizes]
-        assert group.tolist() == group_of + [num_groups] * rest
-        assert source.tolist() == expected + [m] * rest
-        assert position.tolist() == where + [num_padded] * (m - len(where))
-        placed = np.concatenate([x, np.zeros((1, 2), np.float32)])[source]
-        np.testing.assert_array_equal(place(np.int32(asked), x), placed)

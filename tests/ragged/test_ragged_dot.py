@@ -10,10 +10,8 @@ from jax import lax
 
 import mx_jax
 from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4
-from mx_jax.ops.ragged_dot import as_group_sizes, ragged_dot
+from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, operand
-from mx_jax.reference.ragged import ragged_rows
-from mx_jax.sharding.exchange import as_int32
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick, with_gradients
 from tests.recipes.uniform import uniform
@@ -95,17 +93,6 @@ def test_vmap(axes, rng: np.random.Generator):
         assert_all_close([x[i] for x in actual], compiled(*chosen))
 
 
-@pytest.mark.slow
-def test_vmap_twice(rng: np.random.Generator):
-    lhs, rhs, sizes, g = draw(rng, 2, 3)
-    inner = jax.vmap(products, (0, None, None, 0))
-    actual = quick(jax.vmap(inner, (0, 0, None, 0)))(lhs, rhs[:, 0], sizes[0, 0], g)
-    for i in range(2):
-        for j in range(3):
-            expected = compiled(lhs[i, j], rhs[i, 0], sizes[0, 0], g[i, j])
-            assert_all_close([x[i, j] for x in actual], expected)
-
-
 @pytest.mark.slow(but="shape1")
 @pytest.mark.parametrize("shape", [(0, K, GROUPS), (M, K, 0), (M, 0, GROUPS)])
 def test_nothing_to_multiply(shape):
@@ -114,15 +101,6 @@ def test_nothing_to_multiply(shape):
     sizes = jnp.full(num_groups, m // 3, jnp.int32)
     for array, like in zip(compiled(lhs, rhs, sizes, g), (g, lhs, rhs), strict=True):
         assert_bitwise_equal(array, np.zeros(like.shape, np.float32))
-
-
-def test_narrow_group_sizes_do_not_overflow(rng: np.random.Generator):
-    lhs = rng.standard_normal((300, 8), np.float32)
-    rhs = rng.standard_normal((2, 8, 1), np.float32)
-    dot = quick(functools.partial(ragged_dot, recipe=uniform(None)))
-    narrow, wide = (dot(lhs, rhs, np.array([200, 100], t)) for t in (np.uint8, np.int32))
-    assert_bitwise_equal(narrow, wide)
-    assert (narrow != 0).all()
 
 
 # Operands ------------------------------------------------------------------------------------
@@ -291,16 +269,6 @@ def test_sizes_beyond_the_rows_are_cut_off(sizes, rng: np.random.Generator):
     given = jnp.asarray(sizes)
     for actual in (compiled(lhs, rhs, given, g), products(lhs, rhs, given, g)):
         assert_all_close(actual, expected)
-
-
-@pytest.mark.slow
-def test_wide_sizes_with_x64():
-    with jax.enable_x64(True):
-        sizes = as_group_sizes(np.array([5, 2**32, 3], np.int64))
-        assert sizes.dtype == jnp.int64
-        for cut in (as_int32(sizes, M), jax.jit(as_int32, static_argnums=1)(sizes, M)):
-            assert cut.dtype == jnp.int32 and cut.tolist() == [5, 12, 3]
-        assert ragged_rows(cut, M, unit=1).sizes.tolist() == [5, 7, 0]
 
 
 # Keys ----------------------------------------------------------------------------------------

@@ -114,20 +114,6 @@ def test_nothing_of_a_group_reaches_another(rng: np.random.Generator):
         assert np.isnan(np.delete(np.asarray(found), others, 0)).all()
 
 
-@pytest.mark.slow
-def test_each_expert_may_have_its_own_tensor_scale(rng: np.random.Generator):
-    lhs, rhs, _ = draw(rng)
-    rhs = jax.vmap(functools.partial(mx_jax.quantize, format="nvfp4", axis=0))(rhs * 2.0**-9)
-    assert rhs.tensor_scale is not None and rhs.tensor_scale.shape == (GROUPS, 1, 1)
-    sizes, recipe = np.array(SIZES["within tiles"], np.int32), recipes.weight_only("nvfp4")
-    found = []
-    for backend in ("cpu_ffi", "reference"):
-        with mx_jax.only_backend(backend):
-            run = quick(lambda x, w: ragged_dot(x, w, sizes, recipe=recipe))
-            found.append(run(lhs, rhs))
-    np.testing.assert_allclose(*found, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
 def test_packed_experts_give_the_same_bits(format, rng: np.random.Generator):
     lhs, rhs, g = draw(rng)
@@ -162,15 +148,3 @@ def test_packed_experts_that_do_not_serve_say_so(rng: np.random.Generator):
     along_n = mx_jax.pack_weights(mx_jax.quantize(rhs, "mxfp4"), contracting=2, num_batch=1)
     with pytest.raises(ValueError, match="has its blocks along axis=2"):
         product(along_n)
-
-
-@pytest.mark.slow
-def test_x64(rng: np.random.Generator):
-    lhs, rhs, g = draw(rng)
-    sizes = SIZES["within tiles"]
-    expected = products("mxfp4")(lhs, rhs, g, np.array(sizes, np.int32))
-    with jax.enable_x64(True):
-        actual = products("mxfp4")(lhs, rhs, g, np.array(sizes, np.int64))
-    for found, wanted in zip(actual, expected, strict=True):
-        assert found.dtype == jnp.float32
-        assert_bitwise_equal(found, wanted, what="with x64")

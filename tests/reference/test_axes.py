@@ -19,44 +19,6 @@ TWO_OF_EACH = Axes((0, 1), (2, 3), (4, 5))
 K_FIRST = Axes((0, 1), (4, 5), (2, 3))
 
 
-def test_canonical_orders():
-    assert Axes.ordered() == Axes((), (0,), (1,))
-    assert Axes.ordered(k_first=True) == Axes((), (1,), (0,))
-    assert Axes.ordered(batch=2, kept=2, contracting=2) == TWO_OF_EACH
-    assert Axes.ordered(batch=2, kept=2, contracting=2, k_first=True) == K_FIRST
-    assert Axes.ordered(batch=1, kept=1, contracting=2) == Axes((0,), (1,), (2, 3))
-    assert Axes.ordered(kept=2, contracting=1, k_first=True) == Axes((), (1, 2), (0,))
-
-
-def test_facts():
-    for axes, k_first in ((TWO_OF_EACH, False), (K_FIRST, True)):
-        assert (axes.ndim, axes.k_first, axes.is_canonical) == (6, k_first, True)
-        assert axes.order == (0, 1, 2, 3, 4, 5)
-        assert axes.sizes((2, 3, 4, 5, 6, 7)) == (
-            ((2, 3), (6, 7), (4, 5)) if k_first else ((2, 3), (4, 5), (6, 7))
-        )
-    assert (TWO_OF_EACH.block_axis, K_FIRST.block_axis) == (-1, -3)
-    assert TWO_OF_EACH.exchanged() == K_FIRST
-    for contracting in (1, 3):
-        assert Axes.ordered(kept=2, contracting=contracting).block_axis == -1
-        assert Axes.ordered(kept=2, contracting=contracting, k_first=True).block_axis == -3
-    mixed = Axes((2,), (3,), (0, 1))
-    assert (mixed.ndim, mixed.k_first, mixed.is_canonical) == (4, True, False)
-    assert (mixed.order, mixed.block_axis) == ((2, 0, 1, 3), -3)
-    # Which comes first is asked of the first axis of each group; without kept axes, nothing does.
-    assert not Axes((), (0, 2), (1,)).k_first
-    assert Axes((), (1,), (0, 2)).k_first
-    assert not Axes((), (), (0, 1)).k_first
-
-
-def test_as_matrices():
-    x = np.arange(2 * 3 * 4 * 5 * 6 * 7).reshape(2, 3, 4, 5, 6, 7)
-    assert TWO_OF_EACH.as_matrices(x).shape == (2, 3, 20, 42)  # pyright: ignore
-    assert K_FIRST.as_matrices(x).shape == (2, 3, 20, 42)  # pyright: ignore
-    assert Axes.ordered(kept=2, k_first=True).as_matrices(x[0, 0, 0]).shape == (5, 42)  # pyright: ignore
-    assert Axes.ordered(kept=2).as_matrices(x[0, 0, 0]).shape == (30, 7)  # pyright: ignore
-
-
 @pytest.mark.parametrize(
     ("format", "blocks", "k_first"),
     [

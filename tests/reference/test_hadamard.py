@@ -44,12 +44,6 @@ def test_signs_are_one_each():
         Hadamard(size=True, signs=None)
 
 
-def test_where_signs_come_from():
-    fixed, drawn = Hadamard(size=2, signs=(1, -1)), Hadamard(size=2, signs=None)
-    assert (fixed.is_random, drawn.is_random) == (False, True)
-    assert len({fixed, drawn, Hadamard(size=2, signs=(1, -1))}) == 2
-
-
 def test_transform_along_an_axis():
     """In float32, from any dtype; what fills the last group up is transformed with it."""
     x = np.random.default_rng(0).integers(-8, 8, (3, 6, 2)).astype(np.float32)

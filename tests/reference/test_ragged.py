@@ -11,7 +11,6 @@ from mx_jax.codecs.rounding import NEAREST, STOCHASTIC, TOWARD_ZERO
 from mx_jax.formats import FLOAT8_TENSORWISE_E4M3, NVFP4, WHOLE
 from mx_jax.reference.quantize import quantize
 from mx_jax.reference.ragged import (
-    _sums_up_to,
     encode_by_group,
     group_peaks,
     ragged_rows,
@@ -21,36 +20,7 @@ from mx_jax.reference.scale_rules import scale_rule_for
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
 
-MAX = np.iinfo(np.int32).max
-
-
-@pytest.mark.parametrize(
-    ("most", "sizes"),
-    [
-        (MAX, [MAX, MAX, 5]),
-        (MAX, [3, MAX - 5, 1, 1, 9]),
-        (MAX // 3, [MAX, 0, 1]),
-        (MAX // 3 + 1, [7, MAX, 0, 1]),
-        (10, [3, 0, 9, 2]),
-    ],
-)
-def test_sums_stop_at_the_most(most: int, sizes: list[int]):
-    """However large the sizes are: added in 64 bits, and cut off."""
-    expected = np.minimum(np.cumsum(np.minimum(np.array(sizes, np.int64), most)), most)
-    sums = quick(_sums_up_to, static_argnums=0)(most, np.array(sizes, np.int32))
-    assert sums.tolist() == expected.tolist()
-
-
 ROWS = np.array([[1, -2], [3, 0.5], [-7, np.inf], [0, -1e-45], [9, 9]], np.float32)
-
-
-def test_peaks_of_groups():
-    """The largest magnitude, as it is; 0 for a group without rows; rows of no group count not."""
-    peaks = jax.jit(lambda x, sizes: group_peaks(x, ragged_rows(sizes, 5, 1)))(
-        np.asarray(ROWS), np.array([2, 0, 1, 1], np.int32)
-    )
-    expected = np.array([[[3, 2]], [[0, 0]], [[7, np.inf]], [[0, 1e-45]]], np.float32)
-    assert_bitwise_equal(peaks, expected)
 
 
 @pytest.mark.parametrize("format", [FLOAT8_TENSORWISE_E4M3, NVFP4], ids=lambda f: f.name)

@@ -11,7 +11,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
-from tests.needs import needs_library
 from tests.quick import OPTIONS, with_gradients
 from tests.sharding.collectives import gathered
 
@@ -90,13 +89,3 @@ def test_batches_of_batches(axes: tuple[int | None, int | None], mesh: Mesh):
     expected = run(x, w)
     with jax.set_mesh(mesh):
         assert_bitwise_equal(jax.jit(run, compiler_options=OPTIONS)(x, w), expected)
-
-
-@needs_library
-def test_packed_weights_of_several_devices(mesh: Mesh):
-    w = mx_jax.quantize(draw(FEATURES, 4 * UNITS), "mxfp4", axis=0)
-    packed = mx_jax.pack_weights(w)
-    placed = mx_jax.sharding.device_put(packed, NamedSharding(mesh, P(None, "fsdp")))
-    x = draw(BATCH, TOKENS, FEATURES)
-    run = jax.jit(jax.vmap(product, (0, None)), compiler_options=OPTIONS)
-    assert_bitwise_equal(run(x, placed), run(x, packed))

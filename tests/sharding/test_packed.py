@@ -12,7 +12,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import convert
-from mx_jax.inspect import explain_call
 from mx_jax.packed import PackedMXArray
 from mx_jax.sharding import device_put
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -304,13 +303,6 @@ def test_gradients_on_explicit_axes(x: jax.Array):
         == P(None, "model")
     )
     np.testing.assert_allclose(result, quick(step)(x, packed), rtol=1e-5, atol=1e-2)
-
-
-def test_explained(mesh: Mesh, x: jax.Array):
-    packed = mx_jax.pack_weights(weights("mxfp4", 0))
-    with jax.set_mesh(mesh):
-        text = str(explain_call(product(0, MXFP4), x, packed))
-    assert "whole tiles, where the compiler moves them along mesh axes=('data', 'model')" in text
 
 
 def test_a_layout_that_devices_cannot_share_is_unpacked():

@@ -14,7 +14,6 @@ import mx_jax
 from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import library, products
 from mx_jax.sharding import Gather
-from mx_jax.sharding.partition import fine_mesh, stored_parts
 from tests.quick import OPTIONS, quick, with_gradients
 from tests.sharding.collectives import (
     check,
@@ -241,22 +240,6 @@ def test_explain_says_what_moves(mesh: Mesh, arrays: Any):
     assert (
         "codes and scales, where the compiler moves them along mesh axes=('fsdp', 'm" in explained
     )
-
-
-@pytest.mark.parametrize("spec", [P("a", "b"), P(("b", "a")), P(None, "a")], ids=str)
-def test_stored_parts(spec: PartitionSpec):
-    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    sharding = NamedSharding(mesh, spec)
-    fine = fine_mesh(mesh, None)
-    assert fine.devices.shape == (2, 2, 2)
-    names = {"a": ("axis0",), "b": ("axis1", "axis2")}
-    wanted = [
-        tuple(name for own in (part if isinstance(part, tuple) else (part,)) for name in names[own])
-        if part
-        else ()
-        for part in (*spec, *(None,) * (2 - len(spec)))
-    ]
-    assert stored_parts(sharding, (16, 16), fine) == tuple(wanted)
 
 
 EXPLICIT = {
