@@ -2,13 +2,9 @@
 
 import json
 import os
-import stat
-import sys
 from pathlib import Path
 from typing import Any
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,10 +15,8 @@ from flax import nnx
 import mx_jax
 from mx_jax import checkpoint
 from mx_jax.checkpoint.weights import on_device
-from mx_jax.checkpoint.writers import replacing
 from mx_jax.formats import MXFP4, MXFP6_E3M2, NVFP4
 from tests.checkpoint.stored import assert_same, draw
-from tests.processes import run_python
 
 DTYPES = ("float32", "bfloat16", "float16", "int32", "uint8", "bool", "float8_e4m3fn")
 
@@ -120,13 +114,6 @@ def test_a_model_of_nnx(tmp_path: Path):
     np.testing.assert_array_equal(np.asarray(other(x)), np.asarray(model(x)))
 
 
-def test_written_as_others_write_files(tmp_path: Path):
-    path = tmp_path / "model.safetensors"
-    checkpoint.save(path, {"x": jnp.ones(3)})
-    (tmp_path / "plain").write_text("")
-    assert stat.S_IMODE(path.stat().st_mode) == stat.S_IMODE((tmp_path / "plain").stat().st_mode)
-
-
 @pytest.mark.parametrize(
     ("tree", "error", "complaint"),
     [
@@ -218,20 +205,6 @@ def test_cut_short(sample: tuple[Path, bytes]):
     assert check_mutant(path, content)
 
 
-# `--hypothesis-profile=explore` for more.
-EDITS = st.tuples(st.floats(0, 1, exclude_max=True), st.binary(max_size=3))
-
-
-@hypothesis.given(st.lists(EDITS, min_size=1, max_size=4))
-def test_mutants(sample: tuple[Path, bytes], edits: list[tuple[float, bytes]]):
-    path, content = sample
-    changed = bytearray(content)
-    for place, put in edits:
-        at = int(place * len(content))
-        changed[at : at + len(put)] = put
-    check_mutant(path, bytes(changed))
-
-
 def test_headers_that_lie(sample: tuple[Path, bytes]):
     path, content = sample
     length = int.from_bytes(content[:8], "little")
@@ -300,26 +273,3 @@ def test_it_is_copied_once(monkeypatch: pytest.MonkeyPatch):
     for _ in range(8):
         found = on_device(np.ones((65, 63), np.float32)[1:])
         assert found.unsafe_buffer_pointer() == handed[-1].ctypes.data
-
-
-KILLED = """
-import os, signal, sys
-from pathlib import Path
-from mx_jax.checkpoint.writers import replacing
-with replacing(Path(sys.argv[1])) as file:
-    file.write(b"half")
-    file.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no locks that end with a process")
-def test_what_a_killed_process_left_goes_and_what_is_being_written_stays(tmp_path: Path):
-    run_python("-c", KILLED, tmp_path / "model.safetensors")
-    (left,) = os.listdir(tmp_path)
-    with replacing(tmp_path / "other.safetensors") as file:
-        file.write(b"whole")
-        checkpoint.save(tmp_path / "model.safetensors", {"x": jnp.ones(3)})
-        assert left not in os.listdir(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["model.safetensors", "other.safetensors"]
-    assert (tmp_path / "other.safetensors").read_bytes() == b"whole"

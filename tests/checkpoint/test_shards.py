@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import textwrap
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +20,6 @@ from mx_jax.checkpoint.files import NUMBERED
 from mx_jax.formats import MXFP4
 from tests.checkpoint.killed import at_each_change
 from tests.checkpoint.stored import draw
-from tests.processes import printed
 
 LAYOUT = "mxfp4-pack-quantized"
 INDEX = "model.safetensors.index.json"
@@ -196,36 +194,6 @@ def test_killed_at_every_change_a_save_is_whole_or_not_there(
         assert {*names(folder)} == files | others | {INDEX, note.name}
 
 
-def test_killed_twice(tmp_path: Path):
-    """What a save left that was killed over another's files is no part of the next."""
-    checkpoint.save(tmp_path / "old", OLD, max_shard_size=16)
-    checkpoint.save(tmp_path / "other", NEW, max_shard_size=16)
-    folder, start = tmp_path / "m", tmp_path / "start"
-
-    def check(last: str) -> None:
-        values = {float(value) for leaf in checkpoint.load(folder).values() for value in leaf}
-        assert values in ({1.0}, {2.0}, {3.0}), last
-
-    third = {name: array + 2 for name, array in OLD.items()}
-    for left in (1, 2, 3):
-        anew(start, tmp_path / "old")
-        for file in sorted((tmp_path / "other").glob("*.safetensors"))[:left]:
-            shutil.copy(file, start / file.name.replace(".safetensors", "-2.safetensors"))
-        save = lambda: checkpoint.save(folder, third, max_shard_size=16)  # noqa: E731
-        at_each_change(lambda: anew(folder, start), save, check)
-        assert len(names(folder)) == 4
-
-
-def test_one_file_beside_an_index_of_others(tmp_path: Path):
-    checkpoint.save(tmp_path, OLD, max_shard_size=16)
-    with pytest.raises(
-        ValueError, match=r"index\.json of other files, which readers of the folder"
-    ):
-        checkpoint.save(tmp_path / "model.safetensors", NEW)
-    assert "model.safetensors" not in names(tmp_path)
-    checkpoint.save(tmp_path / "other.safetensors", NEW)
-
-
 def test_a_name_in_two_files_and_files_that_the_index_lost(tmp_path: Path):
     """Which of the two is meant nobody knows; neither did a file go without a trace."""
     for file in ("x", "y"):
@@ -315,48 +283,3 @@ def test_our_own_files(weights: dict[str, Any], tmp_path: Path):
         checkpoint.read(tmp_path)
     with pytest.raises(ValueError, match=r"checkpoint\.save: resume needs several files"):
         checkpoint.save(tmp_path / "a", tree, resume=True)
-
-
-@pytest.mark.slow
-def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
-    """A file of 24 tensors, 8 MiB of codes each, is read and written where 192 MiB
-    more would be refused by the system."""
-    program = textwrap.dedent(
-        """
-        import re, resource, sys
-        from pathlib import Path
-        from mx_jax import checkpoint
-        from tests.checkpoint.gguf_bytes import Tensor, gguf
-
-        folder = Path(sys.argv[1])
-        block = b"\\x7e" + bytes(range(16))
-        one = gguf({"w": Tensor(39, (4096, 2048), block * (4096 * 64))})
-        (folder / "one.gguf").write_bytes(one)
-        del one
-
-        class Lazily(dict):
-            def __getitem__(self, name):
-                return super().__getitem__(name)()
-
-        fetch = checkpoint.read(folder / "one.gguf").stored["w"].fetch
-        weights = Lazily({f"{i}.weight": fetch for i in range(24)})
-        few = Lazily({f"{i}.weight": fetch for i in range(2)})
-        write = dict(layout="mxfp4-pack-quantized", max_shard_size=10 << 20)
-        checkpoint.write(folder / "few", few, **write)
-        data = 1024 * int(re.search(r"VmData:\\s+(\\d+)", open("/proc/self/status").read())[1])
-        limit = data + (96 << 20)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        checkpoint.write(folder / "many", weights, **write)
-        print(len(checkpoint.read(folder / "many")))
-        hold = []
-        try:
-            for name in weights:
-                hold.append(weights[name])
-            print("all of them fit")
-        except MemoryError:
-            print("refused")
-        except Exception as error:
-            print("refused" if "memory" in str(error).lower() else error)
-        """
-    )
-    assert printed("-c", program, tmp_path).split("\n")[:2] == ["24", "refused"]

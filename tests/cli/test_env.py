@@ -60,26 +60,6 @@ def test_the_library_and_what_it_takes(cli: Cli):
     assert set(found["calls"].values()) == {"cpu_ffi"}
 
 
-@pytest.mark.slow
-def test_another_machine(cli: Cli):
-    """A GPU's backends are shown, but nothing is given to what must be named."""
-    with mx_jax.testing.target("cuda", (10, 0), num_devices=2):
-        found = cli.json("env")
-        text, _ = cli("env")
-    target = {"platform": "cuda", "compute_capability": [10, 0], "num_devices": 2}
-    assert found["target"] == target
-    calls = found["calls"]
-    assert calls.pop("float8 x float8, scales by rows") == "xla"
-    assert calls.pop("cast along both axes") == "two casts"
-    products = {name for name, backend in calls.items() if backend == "xla_bfloat16"}
-    assert products == {"bfloat16 x MXFP4", "MXFP8 x MXFP8", "NVFP4 x NVFP4"}
-    assert set(calls.values()) == {"reference", "xla_bfloat16"}
-    (gpu,) = [own for own in found["backends"] if own["only_if_named"]]
-    assert gpu["name"] == "pallas_gpu" and "cast to MXFP8" in gpu["rejects"]
-    assert "runs on platform=cpu, got platform=cuda" in text
-    assert text.count("only if named") == 1
-
-
 def test_as_tables(cli: Cli):
     text, _ = cli("env")
     for words in ("Versions", "C++ library", "Backends", "MXFP8 x MXFP8", jax.__version__):
