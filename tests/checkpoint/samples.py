@@ -120,7 +120,6 @@ def samples() -> list[Sample]:
         Sample("gguf", {"model.gguf": _gguf()}, read_all),
         *(Sample(name, files, readers.get(name, read_all)) for name, files in made.items()),
         *(_sample(row, rng) for row in LAYOUTS),
-        Sample("gguf nvfp4", {"model.gguf": _nvfp4()}, read_all),
         *word_samples(),
     ]
 
@@ -159,6 +158,7 @@ def _gguf() -> bytes:
         "a.weight": Tensor(39, (64, 2), (b"\x7f" + bytes(16)) * 4),
         "b.weight": Tensor(40, (64, 2), (b"\x38" * 4 + bytes(32)) * 2),
         "b.scale": Tensor(0, (1,), struct.pack("<f", 0.5)),
+        "b.input_scale": Tensor(0, (1,), struct.pack("<f", 1.0)),
         "c.weight": Tensor(3, (32, 2), bytes(40)),
         "d.weight": Tensor(8, (32,), bytes(34)),
         "e.weight": Tensor(30, (3, 2, 2), bytes(24)),
@@ -179,16 +179,6 @@ def _sample(row: Layout, rng: np.random.Generator) -> Sample:
     name = f"layout {row.name}"
     weights = {"a" + row.weight: x, "norm": jnp.ones(3)}
     return Sample(name, written(weights, row.name, config), read_all)
-
-
-def _nvfp4() -> bytes:
-    block = b"\x38\x30\x28\x20" + bytes(range(32))
-    tensors = {
-        "a.weight": Tensor(40, (128, 2), block * 4),
-        "a.scale": Tensor(0, (1,), struct.pack("<f", 0.25)),
-        "a.input_scale": Tensor(0, (1,), struct.pack("<f", 1.0)),
-    }
-    return gguf(tensors)
 
 
 # The digest of a file that is resumed from has its path, which is another each time.

@@ -349,22 +349,24 @@ def test_scales_of_another_dtype(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [("a.weight", "F8_E4M3"), ("a.weight", "I8"), ("a.weight", "U8")]
+    ("name", "dtype", "shape"),
+    [
+        *(("a.weight", dtype, (2, 64)) for dtype in ("F8_E4M3", "I8", "U8")),
+        # Names that only codes have.
+        ("a.weight_packed", "U8", (2, 32)),
+        ("a_blocks", "U8", (2, 1, 32)),
+    ],
 )
-def test_scales_by_a_name_that_is_not_known(name: str, dtype: str, tmp_path: Path):
-    """A bare file of codes with something called a scale beside them."""
-    tensors = {name: tensor(dtype, (2, 64), FP4 * 2), "a.scale_weight": floats((), [0.5])}
+def test_scales_by_a_name_that_is_not_known(
+    name: str, dtype: str, shape: tuple[int, ...], tmp_path: Path
+):
+    """A bare file of codes, with something called a scale beside what may be a plain weight."""
+    tensors = {name: tensor(dtype, shape, (FP4 * 2)[: int(np.prod(shape))])}
+    if name == "a.weight":
+        tensors["a.scale_weight"] = floats((), [0.5])
     said = refused(tmp_path, tensors)
-    assert f"{name} {dtype}[2, 64] holds codes that no scales belong to" in said
+    assert f"{name} {dtype}{list(shape)} holds codes that no scales belong to" in said
     assert "as plain numbers they would be nonsense" in said
-
-
-@pytest.mark.parametrize(
-    ("suffix", "shape"), [(".weight_packed", (2, 32)), ("_blocks", (2, 1, 32))]
-)
-def test_names_that_only_codes_have(suffix: str, shape: tuple[int, ...], tmp_path: Path):
-    said = refused(tmp_path, {f"a{suffix}": tensor("U8", shape, FP4)})
-    assert f"a{suffix} U8{list(shape)} holds codes that no scales belong to" in said
 
 
 def test_codes_of_too_few_axes(tmp_path: Path):

@@ -22,7 +22,6 @@ from tests.checkpoint.gguf_bytes import (
     STRING,
     U8,
     U32,
-    U64,
     Tensor,
     array,
     gguf,
@@ -143,8 +142,6 @@ def test_a_folder(tmp_path: Path):
         checkpoint.read(tmp_path, layout="gpt-oss")
     (tmp_path / "elsewhere").write_bytes(content)
     assert list(checkpoint.read(tmp_path / "elsewhere")) == ["x"]
-    with pytest.raises(FileNotFoundError, match="no file at"):
-        checkpoint.read(tmp_path / "none.gguf")
     # The only one there is meant, unless safetensors files are the model.
     safetensors.numpy.save_file({"other": np.ones(2)}, tmp_path / "model.safetensors")
     assert list(checkpoint.read(tmp_path)) == ["other"]
@@ -158,22 +155,17 @@ KEY = "general.alignment"
     ("content", "complaint"),
     [
         (b"GGML" + bytes(60), "is no GGUF file: it does not begin with GGUF"),
-        (b"", "does not begin with GGUF"),
         (gguf({}, version=1), r"has version=1, this mx_jax reads \(2, 3\)"),
         (gguf({}, version=3 << 24), "version=50331648.*little-endian"),
         (gguf({"x": ONE})[:-1], r"x of shape=\(8,\) in F32 would end at byte 96, .* has 95"),
         (gguf({"x": ONE})[:40], "the shape of x .* would take 8 bytes, and the file has 3"),
         (gguf({}, count=2**60), "number of axes of .* would take 4 bytes, and the file has 0 more"),
         (gguf({}, count_pairs=2**60), "the type of '' .* would take 4 bytes, and the file has 0"),
-        (gguf({"x": Tensor(0, (2**62, 4), b"")}), "would end at byte 73786976294838206"),
         (gguf({"x": Tensor(0, (2**63, 2**63), b"")}), r"x of shape=\(9223372036854775808, 92"),
         (gguf({"x": Tensor(0, (0, 2**60))}), r"x has shape=\(1152921504606846976, 0\)"),
         (gguf({"x": Tensor(39, (33,), bytes(34))}), r"x has shape=\(33,\), and MXFP4 needs rows"),
-        (gguf({"x": Tensor(39, (), bytes(34))}), r"shape=\(\), and MXFP4 needs rows of whole"),
         (gguf({"x": Tensor(0, (1,) * 9, bytes(34))}), "x has 9 axes, GGUF has up to 4"),
         (gguf({"x": Tensor(9, (32,), bytes(40))}), r"x has type=9 \(Q8_1\).*it reads F32, "),
-        (gguf({"x": Tensor(12, (300,), bytes(144))}), r"x has shape=\(300,\), and Q4_K needs rows"),
-        (gguf({"x": Tensor(12, (512,), bytes(144))}), r"x of shape=\(512,\) in Q4_K would end at"),
         (gguf({"x": Tensor(99, (256,), bytes(144))}), r"x has type=99 \(unknown\)"),
         (gguf({"x": Tensor(0, (4,), bytes(32), offset=8)}), "x lies at offset=8, no multiple"),
         (gguf({"x": Tensor(0, (8,), bytes(32), offset=2**63)}), "would end at byte 92233720"),
@@ -186,10 +178,6 @@ KEY = "general.alignment"
         (gguf({"x": ONE}).replace(b"x", b"\xff"), "name of tensor 0 of 1 is no UTF-8"),
         (gguf({}, {"a": (13, b"")}), "value of 'a' has type=13, which GGUF does not have"),
         (gguf({}, {"a": (STRING, struct.pack("<Q", 2**60))}), "the value of 'a'.*would take 11529"),
-        (
-            gguf({}, {"a": (ARRAY, struct.pack("<IQ", U64, 2**60))}),
-            "would take 9223372036854775808",
-        ),
         (
             gguf({}, {"a": array(ARRAY, [struct.pack("<IQ", U8, 0)])}),
             "the value of 'a' is an array of type=9, which is not read",

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +17,6 @@ import safetensors.numpy
 from mx_jax import checkpoint
 from mx_jax.checkpoint.files import NUMBERED
 from mx_jax.formats import MXFP4
-from tests.checkpoint.killed import at_each_change
 from tests.checkpoint.stored import draw
 
 LAYOUT = "mxfp4-pack-quantized"
@@ -132,66 +130,7 @@ def test_every_value_is_compared(weights: dict[str, Any], tmp_path: Path, resume
     np.testing.assert_array_equal(found, codes(weights, same))
 
 
-def anew(folder: Path, start: Path) -> None:
-    """Make the folder what it was at the start."""
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(start, folder)
-
-
 OLD, NEW = ({"a": np.full(4, i), "b": np.full(4, i), "c": np.full(4, i)} for i in (1.0, 2.0))
-
-
-@pytest.mark.parametrize(
-    ("before", "size"),
-    [
-        (None, 16),  # nothing
-        ("save", 16),  # as many files
-        ("save", 32),  # fewer
-        ("one", 16),  # model.safetensors
-        ("no index", 16),  # files that lost their index
-        ("stopped", 16),  # files of a save that did not end
-        ("two", 16),  # files of other names, without an index
-    ],
-)
-def test_killed_at_every_change_a_save_is_whole_or_not_there(
-    before: str | None, size: int, tmp_path: Path
-):
-    folder, start, note = tmp_path / "m", tmp_path / "start", tmp_path / "m" / "model-notes.txt"
-    start.mkdir()
-    (start / note.name).write_text("mine")
-    if before == "one":
-        checkpoint.save(start / "model.safetensors", OLD)
-    elif before == "two":
-        checkpoint.save(start / "x.safetensors", {"a": OLD["a"]})
-        checkpoint.save(start / "y.safetensors", {"b": OLD["b"], "c": OLD["c"]})
-    elif before is not None:
-        checkpoint.save(start, OLD, max_shard_size=16)
-        if before != "save":
-            (start / INDEX).unlink()
-        if before == "stopped":
-            (start / "model-00003-of-00003.safetensors").unlink()
-
-    def check(last: str) -> None:
-        assert note.read_text() == "mine"
-        try:
-            found = checkpoint.load(folder)
-        except (FileNotFoundError, ValueError) as error:
-            assert before in (None, "stopped") and last, (last, error)
-            return
-        values = {float(value) for leaf in found.values() for value in leaf}
-        assert len(found) == 3 and values in ({1.0}, {2.0}), (last, found)
-        assert values == {2.0} or (before not in (None, "stopped") and last), last
-
-    for resume in (False, True):
-        at_each_change(
-            lambda: anew(folder, start),
-            lambda resume=resume: checkpoint.save(folder, NEW, max_shard_size=size, resume=resume),
-            check,
-        )
-        # Nothing of the earlier checkpoint is left, but for names that are not ours.
-        others = {"x.safetensors", "y.safetensors"} if before == "two" else set()
-        files = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-        assert {*names(folder)} == files | others | {INDEX, note.name}
 
 
 def test_a_name_in_two_files_and_files_that_the_index_lost(tmp_path: Path):
@@ -266,13 +205,6 @@ def test_our_own_files(weights: dict[str, Any], tmp_path: Path):
     found = checkpoint.read(tmp_path)
     assert found.metadata["paths"]["layers/2/kernel"] == ("layers", 2, "kernel")
     assert {*found.quantized.values()} == {"mx_jax"} and len(found) == 5
-    # Taken up again: the first two stay, the others are written.
-    before = inodes(tmp_path)
-    (tmp_path / INDEX).unlink()
-    (tmp_path / names(tmp_path)[2]).write_bytes(b"")
-    checkpoint.save(tmp_path, tree, max_shard_size=540, resume=True)
-    same = [a == b for a, b in zip(before, inodes(tmp_path), strict=True)]
-    assert same == [True, True, False, True]
     # A file of somebody else's among them is not passed over.
     weight = {"a": jnp.ones(2)}
     checkpoint.write(tmp_path / names(tmp_path)[0], weight, layout=LAYOUT)

@@ -9,15 +9,11 @@ import pytest
 
 import mx_jax
 from mx_jax import checkpoint, formats
-from mx_jax.checkpoint import scales, transcoding
+from mx_jax.checkpoint import transcoding
 from mx_jax.checkpoint.layouts import named
 from mx_jax.formats import (
     F32,
-    FLOAT8_ROWWISE_E4M3,
     MXFP4,
-    MXFP4_2D,
-    MXFP8_E4M3,
-    MXINT8,
     NVFP4,
     BlockFormat,
 )
@@ -189,26 +185,3 @@ def test_a_value_that_changed_is_found(rng: np.random.Generator, monkeypatch: py
     monkeypatch.setattr(transcoding, "encoded_scales", double)
     with pytest.raises(AssertionError, match="fp4_f32 changed a value; please report it"):
         checkpoint.transcode(mxfp4([127], rng), FP4_F32)
-
-
-FORMATS = (MXFP4, MXFP4_2D, MXFP8_E4M3, MXINT8, NVFP4, FLOAT8_ROWWISE_E4M3)
-
-
-@pytest.mark.parametrize(
-    ("format", "shape", "axis"),
-    [
-        *((format, (5, 70), -1) for format in FORMATS),
-        (MXFP4, (70, 3), -2),
-        (NVFP4, (2, 40, 33), -1),
-    ],
-    ids=str,
-)
-def test_decoded(format, shape: tuple[int, ...], axis: int, rng: np.random.Generator):
-    """Partial blocks, and several pieces: all of them whole rows."""
-    x = draw(format, shape, rng, axis=axis)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scales, "_CHUNK", 2 * x.size // len(x))
-        pieces = list(scales.decoded(x))
-    assert [len(piece) for piece in pieces] == [2] * (len(x) // 2) + [1] * (len(x) % 2)
-    assert {piece.dtype for piece in pieces} == {np.dtype(np.float64)}
-    np.testing.assert_array_equal(np.concatenate(pieces).astype(np.float32), values(x))

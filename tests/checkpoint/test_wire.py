@@ -49,14 +49,6 @@ def test_there_and_back(format: BlockFormat, shape: Any, axis: int, rng: np.rand
     assert back["a"][1] == 1
 
 
-def test_real_width(rng: np.random.Generator):
-    """Bits an element, scales included, are the format's; the description is left out."""
-    for format, bits in ((MXFP4, 4.25), (MXFP6_E2M3, 6.25), (NVFP4, 4.5)):
-        wire = checkpoint.to_wire(draw(format, (64, 128), rng))
-        nbytes = wire["codes"].nbytes + wire["scales"].nbytes
-        assert nbytes * 8 / (64 * 128) == bits == format.bits_per_element
-
-
 @pytest.mark.parametrize("format", ["mxfp4", "mxfp6_e2m3", "mxfp8_e4m3", "nvfp4"])
 def test_from_packed(format: str, rng: np.random.Generator):
     x = draw(formats.block_format(format), (3, 64), rng, axis=-2)

@@ -412,7 +412,10 @@ def save(number, path, size=None, resume=False):
     checkpoint.save(path, tree, max_shard_size=size, resume=resume)
 
 def loaded():
-    _, found = files.readers_of(folder, "")
+    try:
+        _, found = files.readers_of(folder, "")
+    except (FileNotFoundError, ValueError):
+        return None
     assert found.keys() == {*"abc"}, found
     (number,) = {float(value) for entry in found.values() for value in np.asarray(entry)}
     return number
@@ -434,33 +437,54 @@ def killed(at, act):
     finally:
         os._exit(1)
 
-def check(prepare, act, most):
+def check(prepare, act, most, before=1.0, others=()):
     prepare(start)
+    (start / "model-notes.txt").write_text("mine")
     at = 0
     while True:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(start, folder)
         again = killed(at, act)
-        assert loaded() in ({1.0, 2.0} if again else {2.0}), at
+        assert loaded() in ({before, 2.0} if again else {2.0}), at
+        assert (folder / "model-notes.txt").read_text() == "mine"
         if not again:
             break
         killed(at, act)  # What the first left, the second does not add to.
-        assert loaded() in (1.0, 2.0), at
+        assert loaded() in (before, 2.0), at
         assert len(list(folder.glob("*.safetensors"))) <= most, os.listdir(folder)
         act()
         assert loaded() == 2.0
         assert not list(folder.glob(".*")), os.listdir(folder)
-        named = files._named(folder)
-        assert {file.name for file in folder.glob("*.safetensors")} == (named or {files.WHOLE})
+        named = files._named(folder) or {files.WHOLE}
+        assert {file.name for file in folder.glob("*.safetensors")} == {*named, *others}
         at += 1
     shutil.rmtree(start)
     print(at)
 
-several = lambda number: lambda folder: save(number, folder, 16)
+def several(start, *gone):
+    save(1, start, 16)
+    for name in gone:
+        (start / name).unlink()
+
+def two(start):
+    start.mkdir()
+    for name, part in ("x", "a"), ("y", "bc"):
+        arrays = {each: np.full(4, 1, np.float32) for each in part}
+        checkpoint.save(start / f"{name}.safetensors", arrays)
+
+lost = lambda start: several(start, files.INDEX)
+stopped = lambda start: several(start, files.INDEX, "model-00003-of-00003.safetensors")
+whole = lambda start: start.mkdir() or save(1, one(start))
 for resume in (False, True):
-    check(several(1), lambda: save(2, folder, 16, resume), 6)
-check(lambda start: start.mkdir() or save(1, one(start)), lambda: save(2, folder, 16), 4)
-check(lambda start: start.mkdir() or save(1, one(start)), lambda: save(2, one(folder)), 1)
+    act = lambda: save(2, folder, 16, resume)
+    check(several, act, 6)
+    check(lost, act, 6)
+    check(stopped, act, 5, before=None)
+check(Path.mkdir, act, 3, before=None)
+check(several, lambda: save(2, folder, 32), 5)
+check(two, act, 5, others=["x.safetensors", "y.safetensors"])
+check(whole, act, 4)
+check(whole, lambda: save(2, one(folder)), 1)
 """
 
 
@@ -468,4 +492,4 @@ def test_killed_at_each_operation(tmp_path: Path):
     done = run_python("-c", KILLED, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     operations = [int(number) for number in done.stdout.split()]
-    assert len(operations) == 4 and min(operations[:3]) > 20 and operations[3] > 5
+    assert len(operations) == 11 and min(operations[:-1]) > 15 and operations[-1] > 5

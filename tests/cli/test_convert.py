@@ -227,11 +227,19 @@ def test_gpt_oss_as_its_unquantized_model(
     assert f"with blocks=((-2, 32),), got {name}: " in cli.error(*words)
 
 
-def test_gpt_oss_as_nvfp4(tmp_path: Path, cli: Cli, rng: np.random.Generator):
-    """Every value stays; gate and up, which servers merge, have one tensor scale, 2^(kmax - 8)."""
-    fused, layout = gpt_oss(tmp_path / "model", rng, 3), "nvfp4-pack-quantized"
+@pytest.mark.parametrize(("low", "merges"), [(3, True), (20, False)])
+def test_gpt_oss_as_nvfp4(
+    low: int, merges: bool, tmp_path: Path, cli: Cli, rng: np.random.Generator
+):
+    """Every value stays; gate and up, which servers merge, have one tensor scale, 2^(kmax - 8).
+
+    Each of its own where they fit under no one, and that is said.
+    """
+    fused, layout = gpt_oss(tmp_path / "model", rng, low), "nvfp4-pack-quantized"
     _, said = cli("convert", tmp_path / "model", tmp_path / "out", "--to", layout)
-    assert "6 transcoded exactly" in said and "fit under no one" not in said
+    apart = "2 groups of tensors, such as model.layers.0.mlp.experts.0.gate_proj.weight, "
+    assert "6 transcoded exactly" in said and (apart in said) != merges
+    assert ("fit under no one tensor scale and keep their own" in said) != merges
     found: Any = checkpoint.read(tmp_path / "out")
     assert set(found.quantized.values()) == {layout}
     rows = {"gate": ("gate_up", slice(0, None, 2)), "up": ("gate_up", slice(1, None, 2))}
@@ -240,22 +248,9 @@ def test_gpt_oss_as_nvfp4(tmp_path: Path, cli: Cli, rng: np.random.Generator):
         for part, (name, own) in (rows | {"down": ("down", slice(None))}).items():
             x, y = fused[f"{name}_proj"], found[f"{base}.{part}_proj.weight"]
             np.testing.assert_array_equal(values(y).T, values(x)[expert][:, own])
-            largest = int(np.asarray(x.scales)[expert].max())
+            scales = np.asarray(x.scales)[expert]
+            largest = int((scales if merges else scales[:, own]).max())
             assert float(np.asarray(y.tensor_scale).item()) == 2.0 ** (largest - 127 - 8)
-
-
-def test_gate_and_up_that_fit_under_no_one_scale(
-    tmp_path: Path, cli: Cli, rng: np.random.Generator
-):
-    """Each fits alone, so each keeps a scale of its own, and that is said."""
-    fused = gpt_oss(tmp_path / "model", rng, 20)
-    words = ("convert", tmp_path / "model", tmp_path / "out", "--to", "modelopt-nvfp4")
-    _, said = cli(*words)
-    assert "6 transcoded exactly" in said
-    assert "2 groups of tensors, such as model.layers.0.mlp.experts.0.gate_proj.weight, " in said
-    assert "fit under no one tensor scale and keep their own" in said
-    gate = checkpoint.read(tmp_path / "out")["model.layers.0.mlp.experts.1.gate_proj.weight"]
-    np.testing.assert_array_equal(values(gate).T, values(fused["gate_up_proj"])[1][:, 0::2])
 
 
 @pytest.mark.parametrize(("factor", "merges"), [(0.5, True), (0.3, False)])
@@ -294,13 +289,6 @@ def test_a_file_that_fits_two_layouts(tmp_path: Path, cli: Cli):
     said = cli.error(*words)
     assert "fits several layouts: " in said
     assert "say which with layout=, at the command line with --from" in said
-
-
-def test_help_names_what_can_be_written(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit):
-        main(["convert", "--help"])
-    layouts = next(x for x in capsys.readouterr().out.splitlines() if x.startswith("layouts: "))
-    assert {"mx_jax", "torchao", "gpt-oss"} < set(layouts.removeprefix("layouts: ").split(", "))
 
 
 # Tensor scales of matrices that servers lay side by side.

@@ -100,10 +100,3 @@ def test_reasons_for_no_library(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(library, "find", lambda: None)
     reason = library._load.__wrapped__()
     assert reason == "not built: with a C++ compiler, pip install -v . builds it, or shows why not"
-
-
-def test_help(cli: Cli, capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as stop:
-        cli("env", "--help")
-    text = capsys.readouterr().out
-    assert stop.value.code == 0 and "--json" in text and "C++ library" in text

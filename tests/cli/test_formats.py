@@ -95,6 +95,21 @@ def test_formats_without_a_list_of_codes(name: str, complaint: str, cli: Cli):
     assert cli.error("formats", "--values", name).startswith(f"mx_jax: {complaint}")
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("quantize", ["[[rule]]", "--format nvfp4 --dry-run"]),
+        ("convert", ["layouts: ", "mx_jax", "torchao", "gpt-oss"]),
+        ("env", ["--json", "C++ library"]),
+    ],
+)
+def test_help_of_commands(command: str, words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as stop:
+        main([command, "--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and all(word in text for word in words)
+
+
 def test_help(capsys: pytest.CaptureFixture[str]):
     assert main([]) == 0
     assert "usage: python -m mx_jax" in capsys.readouterr().out

@@ -86,25 +86,6 @@ def wait_until(happened: Callable[[], bool], process: subprocess.Popen[str]) -> 
         time.sleep(0.005)
 
 
-def checkpoints(folder: Path, out: str) -> list[Path]:
-    return list((folder / out / "checkpoints").glob("*/*"))
-
-
-def kill(process: subprocess.Popen[str], number: int) -> None:
-    """Kill one of the processes, and read what the program says of it."""
-    os.kill(workers(process)[number], signal.SIGKILL)
-    killed = time.monotonic()
-    status, _, complained = ended(process)
-    assert status == 4
-    assert time.monotonic() - killed < 60
-    (line,) = complained.strip().splitlines()
-    assert line.startswith(
-        f"stopped: process {number} of 2 was killed by SIGKILL; the others have ended, and every "
-        "checkpoint is whole; to continue: python "
-    )
-    assert line.endswith("--recipes mxfp8 --processes 2 --resume")
-
-
 @pytest.mark.slow
 def test_two_processes_of_which_one_is_killed_learn_what_one_does(folder: Path):
     """Killed is the one that coordinates the others, while it saves a checkpoint: the worst moment.
@@ -115,12 +96,17 @@ def test_two_processes_of_which_one_is_killed_learn_what_one_does(folder: Path):
     """
 
     def is_saving() -> bool:
-        saved = checkpoints(folder, "killed")
+        saved = list((folder / "killed" / "checkpoints").glob("*/*"))
         return any(path.name == "2" for path in saved) and any(path.suffix for path in saved)
 
     process = start(folder, "killed", 2)
     wait_until(is_saving, process)
-    kill(process, 0)
+    os.kill(workers(process)[0], signal.SIGKILL)
+    killed = time.monotonic()
+    status, _, complained = ended(process)
+    assert status == 4 and time.monotonic() - killed < 60
+    assert complained.startswith("stopped: process 0 of 2 was killed by SIGKILL; ")
+    assert complained.endswith("--recipes mxfp8 --processes 2 --resume\n")
     # The command that the message names, but by this Python.
     resumed, alone = finished(folder, "killed", 2, "--resume"), finished(folder, "alone", 1)
     for name, learned in alone.items():
