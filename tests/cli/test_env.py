@@ -92,10 +92,7 @@ def test_falling_back_is_said_once():
     assert line.endswith("MX_JAX_CPU_LIBRARY=none leaves it out without a word")
 
 
-def test_reasons_for_no_library(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("MX_JAX_CPU_LIBRARY", "/no/such/file.so")
-    reason = str(library._load.__wrapped__())
-    assert reason.startswith("cannot be loaded: /no/such/file.so: cannot open")
+def test_a_library_that_is_not_built(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("MX_JAX_CPU_LIBRARY", raising=False)
     monkeypatch.setattr(library, "find", lambda: None)
     reason = library._load.__wrapped__()

@@ -72,23 +72,18 @@ PROGRAM = textwrap.dedent(
 )
 
 
-def growth(folder: Path) -> dict[str, float]:
-    """MiB that a command takes for a file of 12 tensors beyond what it takes for 2."""
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads memory from /proc")
+def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
+    """A command takes few MiB more for a file of 12 tensors than for one of 2."""
     # Memory that is freed goes back at once, where glibc would keep some.
-    text = printed("-c", PROGRAM, folder, MALLOC_MMAP_THRESHOLD_="65536")
+    text = printed("-c", PROGRAM, tmp_path, MALLOC_MMAP_THRESHOLD_="65536")
     peaks: dict[str, dict[str, float]] = {"first": {}, "few": {}, "many": {}}
     for line in text.splitlines():
         name, command, mib = line.split()
         peaks[name][command] = max(float(mib), peaks[name].get(command, 0))
-    return {command: mib - peaks["few"][command] for command, mib in peaks["many"].items()}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads memory from /proc")
-def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
-    found = growth(tmp_path)
-    assert len(found) == 4
-    assert max(found.values()) < 8, found
+    found = {command: mib - peaks["few"][command] for command, mib in peaks["many"].items()}
+    assert len(found) == 4 and max(found.values()) < 8, found
 
 
 def test_values_are_compared_in_pieces(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch):

@@ -1,12 +1,11 @@
-"""BERT for tests: tiny random weights by its names, and vectors of another implementation."""
+"""BERT for tests: tiny random weights by its names, and sentences as tokens."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 HERE = Path(__file__).parent
 # Sentences, and their tokens as `tokenizers` cuts them.
@@ -58,23 +57,3 @@ def tensors(said: Mapping[str, Any] = TINY) -> dict[str, np.ndarray]:
         dense(f"{name}.output.dense", width, hidden)
         norm(f"{name}.output.LayerNorm")
     return found
-
-
-def vectors_of_transformers(
-    said: Mapping[str, Any], tensors: Mapping[str, np.ndarray], sentences: Sequence[Sequence[int]]
-) -> np.ndarray:
-    """Mean of the last layer over a sentence, of length 1, as sentence-transformers takes it."""
-    transformers = pytest.importorskip("transformers")
-    import torch
-
-    config = transformers.BertConfig(**{**said, "attn_implementation": "eager"})
-    model = transformers.BertModel(config, add_pooling_layer=False).eval()
-    state = {name: torch.from_numpy(np.array(value)) for name, value in tensors.items()}
-    missing, _ = model.load_state_dict(state, strict=False)
-    assert not [name for name in missing if "position_ids" not in name], missing
-    found = []
-    with torch.no_grad():
-        for sentence in sentences:
-            mean = model(torch.tensor([list(sentence)])).last_hidden_state[0].mean(0)
-            found.append((mean / mean.norm()).numpy())
-    return np.stack(found)

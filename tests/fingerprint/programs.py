@@ -326,17 +326,6 @@ def _dense() -> Program:
     return linen_program(mx_jax.nn.linen.Dense(32, recipe="mxfp8"), 32, 64)
 
 
-@row("linen.DenseGeneral: mxfp4")
-def _dense_general() -> Program:
-    return linen_program(mx_jax.nn.linen.DenseGeneral((2, 32), recipe="mxfp4"), 2, 16, 64)
-
-
-@row("linen.Einsum: mxfp6")
-def _linen_einsum() -> Program:
-    layer = mx_jax.nn.linen.Einsum((4, 64, 32), "bgd,gdf->bgf", recipe="mxfp6")
-    return linen_program(layer, 8, 4, 64)
-
-
 @row("nnx.Linear: mxfp8")
 def _linear() -> Program:
     layer = mx_jax.nn.nnx.Linear(64, 32, recipe="mxfp8", rngs=nnx.Rngs(0))

@@ -15,7 +15,7 @@ import pytest
 import mx_jax
 from examples.integrations.qwix_qarray import from_qarray, to_qarray
 from mx_jax.checkpoint.scales import decoded
-from mx_jax.formats import E4M3, F32, WHOLE, BlockFormat
+from mx_jax.formats import WHOLE
 
 VALUES = np.random.default_rng(0).standard_normal((64, 96), np.float32)
 
@@ -104,15 +104,6 @@ def test_a_qarray_keeps_its_values(case: Any, stand_in: None):
     np.testing.assert_array_equal(np.asarray(back.scale), np.asarray(array.scale))
     np.testing.assert_array_equal(*(np.asarray(a.qvalue).view(np.uint8) for a in (back, array)))
     assert back.qtype == (qtype or array.qvalue.dtype)
-
-
-def test_known_formats_keep_their_names():
-    array = drawn("float8_e4m3fn", any_scales(64, 1))
-    assert from_qarray(array).format == BlockFormat(
-        name="qwix_1xwhole_e4m3", element=E4M3, scale=F32, block=(1, WHOLE)
-    )
-    rows = QArray(jnp.ones((256, 256), "float8_e4m3fn"), jnp.ones((2, 2)), None, None)
-    assert from_qarray(rows).format.name == "float8_blockwise_2d_e4m3"
 
 
 def test_one_scale_for_an_axis_is_one_for_each_position():
