@@ -40,8 +40,7 @@ REFERENCE = Backend(
             ),
         ),
         _offer(
-            calls.DequantizeCall,
-            lambda x, call: decode(x, call.dtype, saturates=call.saturates),
+            calls.DequantizeCall, lambda x, call: decode(x, call.dtype, saturates=call.saturates)
         ),
         _offer(calls.PackCall, lambda x, call: x),
         _offer(
@@ -51,8 +50,7 @@ REFERENCE = Backend(
             ),
         ),
         _offer(
-            calls.CastStatisticsCall,
-            lambda x, array, call: statistics.of_cast(x, array, call.axis),
+            calls.CastStatisticsCall, lambda x, array, call: statistics.of_cast(x, array, call.axis)
         ),
         _offer(
             calls.RandomBitsCall,

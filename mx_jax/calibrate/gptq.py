@@ -201,6 +201,7 @@ class Way(Protocol):
           axis: that the product contracts, or several; blocks lie along the last.
           looked_up: whether it is a table that rows are looked up in.
         """
+        ...
 
 
 class UncalibratedWarning(UserWarning):

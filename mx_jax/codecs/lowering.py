@@ -36,13 +36,8 @@ def _jitted(primitive: Primitive, params: tuple[tuple[str, Hashable], ...]) -> A
 
 
 def by_halves(function: Callable[..., jax.Array], x: jax.Array, axis: int) -> jax.Array:
-    """A function of the two halves of an axis, and so on until its length is 1.
-
-    Args:
-      function: of two arrays; of an odd length the one in the middle counts twice.
-      x: any array.
-      axis: of a length above 0.
-    """
+    """A function of the two halves of an axis that has a length, and so on until that is 1; of an
+    odd length the one in the middle counts twice."""
     while (length := x.shape[axis]) > 1:
         ends = (0, (length + 1) // 2), (length // 2, length)
         x = function(*(lax.slice_in_dim(x, *end, axis=axis) for end in ends))

@@ -1,7 +1,7 @@
 """What left the package, by its former name; whoever is asked for one says so until 0.3."""
 
 REMOVED: dict[str, str] = {
-    "generate": "a program that uses it, `python examples/generate MODEL --prompt TEXT`",
+    "generate": "run `python examples/generate MODEL --prompt TEXT` in a clone, docs/generate.md",
     "Console": "a sink of your own has write(record) and close(), docs/training.md",
     "Csv": "inspect.Jsonl writes the same numbers, and pandas.read_json(lines=True) reads them",
     "TensorBoard": "a sink of your own has write(record) and close(), docs/training.md",

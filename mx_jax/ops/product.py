@@ -62,9 +62,11 @@ class Product(Protocol[Extra]):
     ) -> jax.Array:
         """The product of operands as they came, or as `keep` gives them."""
         # `stored` names those that came quantized: weights could have come packed.
+        ...
 
     def keep(self, lhs: AnyOperand, rhs: AnyOperand, extra: Extra) -> tuple[AnyOperand, AnyOperand]:
         """The operands as they are saved for the backward pass."""
+        ...
 
     def cotangents(self, g: jax.Array, extra: Extra, both: bool) -> tuple[Operand, Operand]:
         """g as the products for lhs and rhs take it: by default as it is, for each to quantize."""
@@ -75,12 +77,15 @@ class Product(Protocol[Extra]):
         self, side: Side, g: Operand, other: AnyOperand, aval: CotangentAval, extra: Extra
     ) -> jax.Array:
         """The cotangent of one operand: the product of g and the other operand."""
+        ...
 
     def in_high_precision(self) -> "Product[Any]":
         """The same product of values as they are, in float32."""
+        ...
 
     def free(self, side: Side | None) -> tuple[Free, ...]:
         """The axes that the product has from one operand alone; for a cotangent g is operand 0."""
+        ...
 
 
 AnyProduct = Product[Any]

@@ -274,6 +274,7 @@ class Correction(Protocol):
           codes: what became of the elements.
           random_bits: int32 of amax's shape, where `rounding` draws.
         """
+        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -66,10 +66,7 @@ def backend_for(architecture: Architecture | None = None, interpret: object = No
             ),
             # Plain JAX, for products below a shard_map too.
             _offer(
-                calls.PackCall,
-                rejections.rejects_packing,
-                products.pack_weights,
-                partitioned=True,
+                calls.PackCall, rejections.rejects_packing, products.pack_weights, partitioned=True
             ),
         ),
     )
