@@ -32,7 +32,7 @@ def rows(rng: np.random.Generator) -> np.ndarray:
     """Ordinary, tied, huge, tiny and special numbers; the second block of a row is not full."""
     x = rng.standard_normal((6, 40)).astype(np.float32)
     ties = np.array([(a + b) / 2 for a, b in itertools.pairwise(VALUES)], np.float32)
-    x[1, :15], x[1, 15:32] = ties, -7
+    x[1, :15], x[1, 15:32], x[1, 32] = ties, -7, 15  # where EVEN takes the next exponent
     x[2] *= np.float32(2.0**126)
     x[3] *= np.float32(2.0**-130)
     x[4, :32], x[4, 32:] = 0, (-0.0, 7, 7.5, 8, 15, 15.5, -15.5, 1e-30)
