@@ -10,8 +10,9 @@ ROOT = Path(__file__).parents[2]
 MOST = {
     "mx_jax/**/*.py": 36_000,
     "tests/**/*.py": 41_000,
-    "custom_calls/**/*.[ch]*": 13_000,
-    "docs/*.md": 34_000,
+    "custom_calls/**/*.cc": 3_640,
+    "custom_calls/**/*.h": 9_360,
+    "docs/*.md": 33_950,
     "README.md": 1_050,
 }
 MOST_FILES = 135
