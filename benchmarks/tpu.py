@@ -1,0 +1,118 @@
+"""What programs cost on TPUs, by libtpu's own schedule, on a machine without a TPU.
+
+libtpu compiles for v5e, v6e and tpu7x ahead of time, and dumps the bundles that each kernel
+executes. `benchmarks.tpu_schedule` counts how often; `benchmarks.tpu_programs` makes an estimate of
+it, and has the programs. Nothing here has run on a TPU.
+
+Each program is compiled in a process of its own, since libtpu takes the folder that it dumps to
+when it is loaded. What does not compile is written down with its error, and the rest goes on.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks import environment, report
+from benchmarks.tpu_programs import DEVICES, ENVIRONMENT, PROGRAMS, cost, require_libtpu
+
+_MIB = 2**20
+
+
+def rows(names: Sequence[str], device: str) -> list[dict[str, Any]]:
+    """What each program costs on a device, a process for each."""
+    with report.progress(len(names)) as step:
+        found = []
+        for name in names:
+            step(f"{device}: {name}")
+            found.append(_in_a_process(name, device))
+    return found
+
+
+def _in_a_process(name: str, device: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.tpu", "--worker", name, "--devices", device]
+    own = os.environ | ENVIRONMENT
+    done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
+    known = {"program": name, "title": PROGRAMS[name]().title}
+    if done.returncode:
+        return known | {"device": device, "failed": done.stderr.strip()[-3000:]}
+    return known | json.loads(done.stdout.splitlines()[-1])
+
+
+def _work(name: str, device: str) -> None:
+    program = PROGRAMS[name]()
+    print(json.dumps(cost(program.function, *program.shapes, device=device).as_json()))
+
+
+def sheet(found: Sequence[dict[str, Any]], device: str) -> report.Sheet:
+    """A row for each program."""
+    facts = DEVICES[device]
+    result = report.Sheet(
+        f"{device}, by libtpu's schedule: nothing has run on a TPU",
+        (
+            *("program", "microseconds", "bundles", "MiB read", "MiB written"),
+            *("unit in use most", "kernels", "compiled in seconds"),
+        ),
+        notes=[
+            f"At {facts.clock / 1e9:.2f} GHz, {facts.bandwidth / 1e12:.2f} TB/s of HBM, "
+            f"{facts.peak / 1e12:.0f} TFLOP/s in bfloat16. MiB are those of DMAs to and from HBM.",
+            *(f"{row['title']}: {row['doubt']}." for row in found if row.get("doubt")),
+            *(
+                f"{row['title']} failed: {report.last_line(row['failed'])}"
+                for row in found
+                if "failed" in row
+            ),
+        ],
+    )
+    for row in found:
+        if "failed" in row:
+            result.rows.append([row["title"], *"-" * (len(result.columns) - 1)])
+            continue
+        # The top level is none.
+        calls = sum(kernel["calls"] for kernel in row["kernels"]) - 1
+        moved = (f"{row[way] / _MIB:.1f}" for way in ("read", "written"))
+        unit = f"{row['unit']} {100 * row['share']:.0f} %"
+        seconds = f"{row['compile_seconds']:.1f}"
+        cells = (
+            f"{row['microseconds']:.1f}",
+            f"{row['bundles']:,}",
+            *moved,
+            unit,
+            str(calls),
+            seconds,
+        )
+        result.rows.append([row["title"], *cells])
+    return result
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
+    parser = report.parser("tpu", __doc__)
+    parser.add_argument("--devices", nargs="+", choices=tuple(DEVICES), default=list(DEVICES))
+    parser.add_argument(
+        "--programs", nargs="+", choices=tuple(PROGRAMS), metavar="PROGRAM", default=list(PROGRAMS)
+    )
+    parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    try:
+        require_libtpu("benchmarks.tpu")
+    except ModuleNotFoundError as error:
+        raise SystemExit(str(error)) from None
+    if options.worker is not None:
+        return _work(options.worker, *options.devices)
+    if hasattr(options, "out") and len(options.devices) > 1:
+        parser.error(f"--out is a file for one device, got --devices {' '.join(options.devices)}")
+    for device in options.devices:
+        found = rows(options.programs, device)
+        result = {"environment": environment.describe(["libtpu"]), "rows": found}
+        out = getattr(options, "out", report.RESULTS / "tpu" / f"{device}.json")
+        own = argparse.Namespace(out=out)
+        report.publish("tpu", own, result, [sheet(found, device)])
+    return None
+
+
+if __name__ == "__main__":
+    main()

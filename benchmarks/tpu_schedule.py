@@ -1,0 +1,477 @@
+"""How often a TPU executes each bundle of a program, from the bundles that libtpu dumps.
+
+A TPU's core issues one bundle of instructions a cycle, in the order that the compiler chose. Scalar
+instructions decide its loops, predicates and branches, nearly always from the program's constants:
+executing those alone, in Python, says how often every bundle runs, how many bytes every DMA moves
+and how many slots of every unit are filled. What memory or an input decides is unknown; it is
+counted (`Execution.undecided`), and never guessed where it decides how often a loop runs
+(`Execution.endless`).
+
+Waits, for a DMA or another unit, are no bundles.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+# The program that calls all kernels; what libtpu adds to its ends is `<late-...>`.
+TOP_LEVEL = "TLP"
+# Bundles behind a branch that execute before it is taken.
+DELAY_SLOTS = 4
+# The unit of a DMA's size.
+GRANULE = 32
+# Bundles with scalar instructions; millions are a loop that does not end, for all that is known.
+_MOST_STEPS = 5_000_000
+_WORD = 0xFFFFFFFF
+
+_BUNDLE = re.compile(r"^[ \t]*(?:0x[0-9a-f]+|0)[ \t]+(?:[A-Z]{2})?[ \t]*:[ \t>]*\{", re.MULTILINE)
+_COMMENT = re.compile(r"/\*(.*?)\*/", re.DOTALL)
+_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
+_CALL = re.compile(r"\binlined_call\b[^/;]*/\*\s*%?([^\s=*]+)")
+_INSTRUCTION = re.compile(
+    r"(?:%[a-z]*\d+(?:_([a-z]+\d+))?\s*=\s*)?([A-Za-z_][\w.\-]*)\s*(.*)", re.DOTALL
+)
+_ADDRESS = re.compile(r"(\[(?:[^\[\]]|\[[^\]]*\])*\])\s*(.*)", re.DOTALL)
+_PREDICATE = re.compile(r"\((!?%[^,)]*)(?:,\s*([^)]*))?\)\s*,?\s*(.*)", re.DOTALL)
+_REGISTER = re.compile(r"(!?)%[a-z]*\d+_([sp]\d+)")
+_DUMP = re.compile(r"(\d+-(.+))-\d+-final_bundles\.txt")
+
+Value = int | None
+Registers = dict[str, Value]
+
+
+class Operand(NamedTuple):
+    """A register, negated if it is a predicate that is so, or a constant, or unknown."""
+
+    register: str = ""
+    value: Value = None
+    negated: bool = False
+
+    def read(self, registers: Registers) -> Value:
+        if not self.register:
+            return self.value
+        value = registers.get(self.register)
+        return 1 - value if self.negated and value is not None else value
+
+
+class Instruction(NamedTuple):
+    """A scalar instruction.
+
+    Attributes:
+      opcode: its name; of those that this file tells apart by more, `"branch"`, `"dma"`, `"call"`.
+      result: the register that it sets, or where it spills to.
+      operands: of a DMA its size, in granules.
+      predicate: whether it executes, if not always.
+      otherwise: what the result becomes where the predicate is false, if not what it was.
+      label: the region that a branch leads to, the opcode of a DMA, or the kernel that is called.
+    """
+
+    opcode: str
+    result: str = ""
+    operands: tuple[Operand, ...] = ()
+    predicate: Operand = Operand(value=1)
+    otherwise: Operand | None = None
+    label: str = ""
+
+    def reads(self) -> Iterable[str]:
+        """Registers; "" for none."""
+        operands = (*self.operands, self.predicate, self.otherwise)
+        return (operand.register for operand in operands if operand is not None)
+
+
+class Execution(NamedTuple):
+    """What a run came to.
+
+    Attributes:
+      counts: how often each bundle executed.
+      moved: bytes by a DMA's opcode.
+      calls: how often each kernel was called.
+      undecided: branches and DMAs as executed that something unknown decides.
+      endless: whether a loop's number of turns is unknown: counts are no more than a lower bound.
+    """
+
+    counts: list[int]
+    moved: Counter[str]
+    calls: Counter[str]
+    undecided: int
+    endless: bool
+
+
+def _signed(value: int) -> int:
+    return ((value & _WORD) ^ 0x80000000) - 0x80000000
+
+
+def _unsigned(value: int) -> int:
+    return value & _WORD
+
+
+_COMPARE: dict[str, Callable[[int, int], bool]] = {
+    "eq": lambda a, b: a == b,
+    "ne": lambda a, b: a != b,
+    "lt": lambda a, b: a < b,
+    "le": lambda a, b: a <= b,
+    "gt": lambda a, b: a > b,
+    "ge": lambda a, b: a >= b,
+}
+_ARITHMETIC: dict[str, Callable[[int, int], int]] = {
+    "sadd": lambda a, b: a + b,
+    "ssub": lambda a, b: a - b,
+    "smul": lambda a, b: a * b,
+    "sshll": lambda a, b: a << (b & 31),
+    "sshrl": lambda a, b: _unsigned(a) >> (b & 31),
+    "sshra": lambda a, b: _signed(a) >> (b & 31),
+    "sand": lambda a, b: a & b,
+    "sor": lambda a, b: a | b,
+    "sxor": lambda a, b: a ^ b,
+    "pxor": lambda a, b: a ^ b,
+    "smin": min,
+    "smax": max,
+}
+# Addresses are counted from the beginning of their buffer: they decide nothing but differences.
+_COPIES = ("smov", "pmov", "int_to_ptr")
+_BUFFERS = ("inlined_call_operand", "scalar_parameter_address")
+
+
+def _and(values: Sequence[Value]) -> Value:
+    if 0 in values:
+        return 0
+    return None if None in values else 1
+
+
+def _not(value: Value) -> Value:
+    return None if value is None else 1 - value
+
+
+def computed(opcode: str, values: Sequence[Value], upper: bool = False) -> Value:
+    """The result of a scalar instruction; None where it is unknown.
+
+    Args:
+      opcode: as dumped, such as `"scmp.lt.s32.totalorder"`.
+      values: of its operands.
+      upper: whether a selection that is unknown takes the larger of both.
+    """
+    name, *kind = opcode.split(".")
+    if name in _BUFFERS:
+        return 0
+    if name == "scalar_select":
+        condition, *choices = values
+        if condition is not None:
+            return choices[0 if condition else 1]
+        known = [choice for choice in choices if choice is not None]
+        return max(known) if upper and len(known) == 2 else None
+    if name == "pand":
+        return _and(values)
+    if name == "pnand":
+        return _not(_and(values))
+    if name == "por":
+        return _not(_and([_not(value) for value in values]))
+    known = [value for value in values if value is not None]
+    if not known or len(known) < len(values):
+        return None
+    if name == "pneg":
+        return 1 - known[0]
+    if name in _COPIES:
+        return known[0]
+    if name == "scalar_lea":
+        return _unsigned(sum(known))
+    if len(known) != 2 or name not in (*_ARITHMETIC, "scmp"):
+        return None
+    typed = _signed if "s32" in kind else _unsigned
+    a, b = map(typed, known)
+    return int(_COMPARE[kind[0]](a, b)) if name == "scmp" else _unsigned(_ARITHMETIC[name](a, b))
+
+
+class Schedule:
+    """The bundles of a kernel, of which it keeps what decides how often each executes."""
+
+    def __init__(self, text: str):
+        """
+        Args:
+          text: of a file `...-final_bundles.txt`.
+        """
+        starts = list(_BUNDLE.finditer(text))
+        ends = [start.start() for start in starts[1:]] + [len(text)]
+        self.regions: dict[str, int] = {}
+        self.bundles: list[list[Instruction]] = []
+        for start, end in zip(starts, ends, strict=True):
+            chunk = text[start.end() : end]
+            self.regions |= dict.fromkeys(_REGION.findall(chunk), len(self.bundles))
+            self.bundles.append(_instructions(chunk))
+        self._slice()
+
+    def __len__(self) -> int:
+        return len(self.bundles)
+
+    def _slice(self) -> None:
+        """Drop every instruction whose result decides nothing."""
+        actions = "branch", "dma", "call"
+        every = [own for bundle in self.bundles for own in bundle]
+        needed = {name for own in every if own.opcode in actions for name in own.reads()}
+        before = -1
+        while len(needed) > before:
+            before = len(needed)
+            needed |= {name for own in every if own.result in needed for name in own.reads()} - {""}
+        self.bundles = [
+            [own for own in bundle if own.opcode in actions or own.result in needed]
+            for bundle in self.bundles
+        ]
+
+    def run(self, upper: bool = False) -> Execution:
+        """Execute it once.
+
+        Args:
+          upper: whether what is skipped, or a DMA that is left out, for an unknown reason counts.
+            False is for kernels, where data decide of rare cases; True for the top level, where
+            XLA asks whether an operand was already fetched, or the random numbers' state was set.
+        """
+        return _Machine(self, upper).run()
+
+
+class _Machine:
+    """The state of a run."""
+
+    def __init__(self, schedule: Schedule, upper: bool):
+        self._schedule, self._upper = schedule, upper
+        self._registers: Registers = {}
+        self._moved: Counter[str] = Counter()
+        self._calls: Counter[str] = Counter()
+        self._undecided, self._endless = 0, False
+
+    def run(self) -> Execution:
+        bundles, size = self._schedule.bundles, len(self._schedule)
+        # The next bundle that has instructions, from each on: between them nothing is decided.
+        following = [size] * (size + 1)
+        for index in reversed(range(size)):
+            following[index] = index if bundles[index] else following[index + 1]
+        # +1 where a straight stretch begins, -1 behind its end.
+        changes = [0] * (size + 1)
+        index = begin = steps = 0
+        target, leave = None, size
+        while steps < _MOST_STEPS:
+            steps += 1
+            index = following[index]
+            if index >= leave:
+                changes[begin] += 1
+                changes[leave] -= 1
+                if target is None:
+                    break
+                index = begin = target
+                target, leave = None, size
+                continue
+            branch = self._execute(index)
+            if branch is not None and target is None:
+                target, leave = branch, min(index + 1 + DELAY_SLOTS, size)
+            index += 1
+        else:
+            self._endless = True
+        counts, total = [], 0
+        for change in changes[:-1]:
+            total += change
+            counts.append(total)
+        return Execution(counts, self._moved, self._calls, self._undecided, self._endless)
+
+    def _execute(self, index: int) -> int | None:
+        """A bundle, whose instructions read before any writes; where it branches to, if so."""
+        registers, target = self._registers, None
+        written: Registers = {}
+        for own in self._schedule.bundles[index]:
+            predicate = own.predicate.read(registers)
+            if own.opcode == "branch":
+                to = self._schedule.regions[own.label]
+                if self._is_taken(predicate, is_back=to <= index):
+                    target = to
+            elif own.opcode == "call":
+                self._calls[own.label] += 1
+            elif own.opcode == "dma":
+                self._move(own, predicate)
+            elif predicate is None:
+                written[own.result] = None
+            elif predicate:
+                values = [operand.read(registers) for operand in own.operands]
+                written[own.result] = computed(own.opcode, values, self._upper)
+            elif own.otherwise is not None:
+                written[own.result] = own.otherwise.read(registers)
+        registers.update(written)
+        return target
+
+    def _is_taken(self, predicate: Value, is_back: bool) -> bool:
+        if predicate is not None:
+            return bool(predicate)
+        self._undecided += 1
+        self._endless |= is_back
+        return not is_back and not self._upper
+
+    def _move(self, own: Instruction, predicate: Value) -> None:
+        size = own.operands[0].read(self._registers)
+        if predicate is None or (predicate and size is None):
+            self._undecided += 1
+        if size is not None and (predicate or (predicate is None and self._upper)):
+            self._moved[own.label] += size * GRANULE
+
+
+def _instructions(chunk: str) -> list[Instruction]:
+    """The scalar instructions of a bundle."""
+    calls = iter(_CALL.findall(chunk))
+    text = _COMMENT.sub(lambda note: "size=" if "_in_granules=" in note[1] else "", chunk)
+    found = []
+    for piece in text[: text.rfind("}")].split(";;"):
+        match = _INSTRUCTION.match(piece.strip())
+        if match is None:
+            continue
+        result, opcode, rest = match.groups()
+        if opcode == "inlined_call":
+            found.append(Instruction("call", label=next(calls)))
+        elif opcode.startswith(("sbr", "dma.")) or opcode == "sst":
+            found += _action(opcode, rest)
+        elif result and result[0] in "sp" and opcode != "sphi":
+            # An sphi's operands and result are one register.
+            found.append(_scalar(result, opcode, rest))
+    return found
+
+
+def _action(opcode: str, rest: str) -> Iterable[Instruction]:
+    """A branch, a DMA or a spilled register."""
+    address, rest = _address(rest)
+    predicate, _, rest = _predicated(rest)
+    if opcode.startswith("sbr"):
+        label = rest.partition("$region")[2].split()[0]
+        yield Instruction("branch", predicate=predicate, label=label)
+    elif opcode == "sst":
+        if "_spill" in address:
+            yield Instruction("smov", address, (_operand(rest),), predicate)
+    elif not opcode.startswith("dma.done"):
+        size = rest.partition("size=")[2].partition(",")[0]
+        yield Instruction("dma", "", (_operand(size),), predicate, label=opcode)
+
+
+def _scalar(result: str, opcode: str, rest: str) -> Instruction:
+    """What sets a scalar register."""
+    if opcode == "sld":
+        address, rest = _address(rest)
+        predicate, otherwise, _ = _predicated(rest)
+        source = Operand(address) if "_spill" in address else Operand()
+        return Instruction("smov", result, (source,), predicate, otherwise)
+    predicate, otherwise, rest = _predicated(rest)
+    operands = tuple(
+        _operand(operand) for operand in re.sub(r"\[[^\]]*:[^\]]*\]", "", rest).split(",")
+    )
+    if opcode.startswith("int_to_ptr"):
+        # A name, not an instruction: in the bundle that sets the same register.
+        predicate = Operand(value=0) if operands[0].register == result else predicate
+    return Instruction(opcode, result, operands, predicate, otherwise)
+
+
+def _address(rest: str) -> tuple[str, str]:
+    match = _ADDRESS.match(rest)
+    return (match[1], match[2]) if match else ("", rest)
+
+
+def _predicated(rest: str) -> tuple[Operand, Operand | None, str]:
+    """`(!%p) a, b` or `(%p, old), new`: predicate, what else the result is, and the rest."""
+    match = _PREDICATE.match(rest)
+    if match is None:
+        return Operand(value=1), None, rest
+    return _operand(match[1]), _operand(match[2]) if match[2] else None, match[3]
+
+
+def _operand(text: str) -> Operand:
+    text = text.strip()
+    if match := _REGISTER.fullmatch(text):
+        return Operand(match[2], negated=bool(match[1]))
+    if text.startswith("["):
+        return Operand(value=0)
+    number = re.match(r"-?\d+", text)
+    return Operand(value=int(number[0])) if number else Operand()
+
+
+class Kernel(NamedTuple):
+    """A kernel of a program, in all its calls.
+
+    Attributes:
+      name: of its HLO instruction.
+      calls: of it.
+      bundles: as executed.
+      read: bytes from HBM.
+      written: bytes to HBM.
+      units: bundles that each unit needs at least: its slots that are filled, over those it has.
+      undecided: as in `Execution`.
+      endless: as in `Execution`.
+    """
+
+    name: str
+    calls: int
+    bundles: int
+    read: int
+    written: int
+    units: dict[str, float]
+    undecided: int
+    endless: bool
+
+
+def kernels(folder: Path) -> list[Kernel]:
+    """Of the program whose dump lies in a folder; the top level, with its DMAs, first.
+
+    Raises:
+      ValueError: there is no program, or a kernel's bundles were not dumped.
+    """
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if match := _DUMP.fullmatch(path.name):
+            files[match[2]] = path, match[1]
+    if TOP_LEVEL not in files:
+        raise ValueError(
+            f"kernels: libtpu dumped no program: folder={folder}; its flags count where it is "
+            "first loaded, and a program from JAX's compilation cache dumps nothing"
+        )
+    calls, found = Counter({TOP_LEVEL: 1}), list[Kernel]()
+    names = [TOP_LEVEL]
+    for name in names:
+        if name not in files:
+            raise ValueError(f"kernels: libtpu dumped no bundles of kernel={name}")
+        kernel, called = _kernel(name, calls[name], *files[name])
+        found.append(kernel)
+        for callee, count in called.items():
+            if not callee.startswith("<"):
+                calls[callee] += count * calls[name]
+                names += [callee] if callee not in names else []
+    return found
+
+
+def _kernel(name: str, times: int, path: Path, prefix: str) -> tuple[Kernel, Counter[str]]:
+    """A kernel from its files, in all its calls, and what one of them calls."""
+    execution = Schedule(path.read_text(errors="replace")).run(upper=name == TOP_LEVEL)
+    moved = execution.moved.items()
+    kernel = Kernel(
+        name=name,
+        calls=times,
+        bundles=times * sum(execution.counts),
+        read=times * sum(size for way, size in moved if way.startswith("dma.hbm_to")),
+        written=times * sum(size for way, size in moved if way.endswith("to_hbm")),
+        units=_units(path.parent, prefix, [times * count for count in execution.counts]),
+        undecided=execution.undecided,
+        endless=execution.endless,
+    )
+    return kernel, execution.calls
+
+
+def _units(folder: Path, prefix: str, counts: Sequence[int]) -> dict[str, float]:
+    """Filled slots of each unit as executed, over its slots in a bundle."""
+    (path,) = (
+        path
+        for path in folder.iterdir()
+        if path.name.startswith(prefix + "-") and path.name.endswith("per-bundle-utilization.txt")
+    )
+    _, names, slots, _, *rows = path.read_text().splitlines()
+    used = [0] * len(slots.split())
+    for count, row in zip(counts, filter(None, rows), strict=True):
+        if count:
+            used = [
+                total + count * int(each) for total, each in zip(used, row.split(), strict=True)
+            ]
+    capacity = map(int, slots.split())
+    return {
+        unit.strip(): total / max(most, 1)
+        for unit, total, most in zip(names.split(","), used, capacity, strict=True)
+    }
