@@ -36,6 +36,8 @@ _INSTRUCTION = re.compile(
 _ADDRESS = re.compile(r"(\[(?:[^\[\]]|\[[^\]]*\])*\])\s*(.*)", re.DOTALL)
 _PREDICATE = re.compile(r"\((!?%[^,)]*)(?:,\s*([^)]*))?\)\s*,?\s*(.*)", re.DOTALL)
 _REGISTER = re.compile(r"(!?)%[a-z]*\d+_([sp]\d+)")
+# What lies where: of names, each of which is set once.
+_SPACE = re.compile(r"%(\w+) = [a-z_]+\.(hbm|vmem|smem)\b")
 _DUMP = re.compile(r"(\d+-(.+))-\d+-final_bundles\.txt")
 
 Value = int | None
@@ -191,6 +193,7 @@ class Schedule:
         Args:
           text: of a file `...-final_bundles.txt`.
         """
+        spaces = dict(_SPACE.findall(text))
         starts = list(_BUNDLE.finditer(text))
         ends = [start.start() for start in starts[1:]] + [len(text)]
         self.regions: dict[str, int] = {}
@@ -198,7 +201,7 @@ class Schedule:
         for start, end in zip(starts, ends, strict=True):
             chunk = text[start.end() : end]
             self.regions |= dict.fromkeys(_REGION.findall(chunk), len(self.bundles))
-            self.bundles.append(_instructions(chunk))
+            self.bundles.append(_instructions(chunk, spaces))
         self._slice()
 
     def __len__(self) -> int:
@@ -311,7 +314,7 @@ class _Machine:
             self._moved[own.label] += size * GRANULE
 
 
-def _instructions(chunk: str) -> list[Instruction]:
+def _instructions(chunk: str, spaces: dict[str, str]) -> list[Instruction]:
     """The scalar instructions of a bundle."""
     calls = iter(_CALL.findall(chunk))
     text = _COMMENT.sub(lambda note: "size=" if "_in_granules=" in note[1] else "", chunk)
@@ -324,14 +327,14 @@ def _instructions(chunk: str) -> list[Instruction]:
         if opcode == "inlined_call":
             found.append(Instruction("call", label=next(calls)))
         elif opcode.startswith(("sbr", "dma.")) or opcode == "sst":
-            found += _action(opcode, rest)
+            found += _action(opcode, rest, spaces)
         elif result and result[0] in "sp" and opcode != "sphi":
             # An sphi's operands and result are one register.
             found.append(_scalar(result, opcode, rest))
     return found
 
 
-def _action(opcode: str, rest: str) -> Iterable[Instruction]:
+def _action(opcode: str, rest: str, spaces: dict[str, str]) -> Iterable[Instruction]:
     """A branch, a DMA or a spilled register."""
     address, rest = _address(rest)
     predicate, _, rest = _predicated(rest)
@@ -342,8 +345,17 @@ def _action(opcode: str, rest: str) -> Iterable[Instruction]:
         if "_spill" in address:
             yield Instruction("smov", address, (_operand(rest),), predicate)
     elif not opcode.startswith("dma.done"):
-        size = rest.partition("size=")[2].partition(",")[0]
+        source, _, behind = rest.partition("size=")
+        size, target, *_ = [*behind.split(","), ""]
+        if opcode == "dma.general":
+            ends = [spaces.get(name.strip(" ,%"), "") for name in (source, target)]
+            source = ends[0] or _OTHER[ends[1]]
+            opcode = f"dma.{source}_to_{ends[1] or _OTHER[source]}"
         yield Instruction("dma", "", (_operand(size),), predicate, label=opcode)
+
+
+# Where a DMA's other end is, if nothing tells.
+_OTHER = {"hbm": "vmem", "vmem": "hbm", "smem": "hbm", "": "hbm"}
 
 
 def _scalar(result: str, opcode: str, rest: str) -> Instruction:

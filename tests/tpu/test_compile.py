@@ -22,6 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mx_jax
 from benchmarks import collectives
+from benchmarks.tpu_programs import ENVIRONMENT
 from mx_jax import recipes
 from mx_jax.sharding import Gather
 from tests.contracts.test_docs import section
@@ -41,8 +42,6 @@ P = PartitionSpec
 TOKENS, FEATURES, UNITS = 256, 128, 256
 DTYPE = jnp.bfloat16
 CODES = recipes.mxfp8().with_(gather=Gather("fsdp", rhs=P("fsdp")))
-# Asks no server which TPU this machine is, and lets two processes load it.
-ENVIRONMENT = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,75 @@
+"""How often a TPU executes each bundle: of a kernel written here, and of programs by libtpu."""
+
+import importlib.util
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from benchmarks import tpu_schedule as schedule
+from tests.processes import ROOT, printed
+
+# Three turns, whose counter goes through memory; a DMA in the first two; four delay slots.
+KERNEL = """
+     0   :  { %s1_s0 = smov.u32 0  ;;  %v2_v0 = vld [vmem:[%s1_s0] sm:$0xff] } /* Start region 1 */
+   0x1 LB: > { %s3_s0 = sphi %s1_s0, %s9_s0 /* {} */  ;;  %s4_s2 = sadd.s32 1, %s3_s0 } /* check
+of: {} */ /* Start region 7 :: Start/End empty region 8 */
+   0x2   : > { %p5_p0 = scmp.lt.s32.totalorder %s3_s0, 2  ;;  %6 = sst [smem:[#a_spill]] %s4_s2 }
+   0x3   : > { %7 = dma.hbm_to_vmem [thread:$0]  (%p5_p0), /*size_in_granules=*/8, /*vmem=*/%s8_s9 }
+   0x4   : > { %s9_s0 = sld [smem:[#a_spill]]  ;;  %s10_s0 = int_to_ptr.smem %s9_s0 }
+   0x5   : > { %p11_p1 = scmp.ge.s32.totalorder %s10_s0, 3 }
+   0x6   :  { %12 = sbr.rel (!%p11_p1) target = $region7 }
+   0x7   :  {}
+   0x8   :  { %v13_v0 = vadd.f32 %v2_v0, %v2_v0 }
+   0x9   :  {}
+   0xa   :  { %14 = dma.general /*src=*/%s8_s9, /*size_in_granules=*/4, /*dst=*/%s15_s4 }
+   0xb   :  { %s15_s4 = scalar_lea.hbm %s16_s5, 32 }
+"""
+# Calls it twice, in a branch that memory decides.
+TOP = """
+     0   :  { %s1_s0 = sld [smem:[#a]] }
+   0x1   :  { %p2_p0 = scmp.eq.s32.totalorder %s1_s0, 0 }
+   0x2   :  { %3 = sbr.rel (%p2_p0) target = $region4 }
+   0x3   :  { %4 = inlined_call %s1_s0 /* %fusion.1 = fusion(%a) */ }
+   0x4   :  { %5 = inlined_call %s1_s0 /* %fusion.1 = fusion(%a) */ } /* Start region 4 */
+"""
+
+
+def dump(folder: Path, name: str, text: str) -> None:
+    (folder / f"1-{name}-02-final_bundles.txt").write_text(text)
+    rows = "1 0\n" * (len(text.splitlines()) - 1 - text.count("\nof"))
+    units = f"== CAPACITY:\nVALU, SALU\n 4 2\n== UTILIZATION:\n{rows}"
+    (folder / f"1-{name}-00-final_hlo-static-per-bundle-utilization.txt").write_text(units)
+
+
+def test_a_program(tmp_path: Path):
+    with pytest.raises(ValueError, match=r"libtpu dumped no program: folder=.*its flags"):
+        schedule.kernels(tmp_path)
+    dump(tmp_path, "TLP", TOP)
+    with pytest.raises(ValueError, match=r"no bundles of kernel=fusion\.1"):
+        schedule.kernels(tmp_path)
+    dump(tmp_path, "fusion.1", KERNEL)
+    top, kernel = schedule.kernels(tmp_path)
+    assert (top.bundles, top.undecided, kernel.undecided, kernel.endless) == (5, 1, 0, False)
+    assert (kernel.calls, kernel.bundles) == (2, 2 * (1 + 3 * 10 + 1))
+    assert (kernel.read, kernel.written) == (2 * 2 * 8 * 32, 2 * 3 * 4 * 32)
+    assert kernel.units == {"VALU": kernel.bundles / 4, "SALU": 0}
+
+
+def test_a_loop_of_unknown_length():
+    execution = schedule.Schedule(KERNEL.replace("smov.u32 0 ", "sld [smem:[#a]] ")).run()
+    assert execution.endless and execution.counts == [1] * 12
+
+
+@pytest.mark.tpu
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+def test_what_is_known_of_v6e(tmp_path: Path):
+    """262,144 multiply-adds a cycle, and a copy's bytes."""
+    options = "--devices v6e --programs product copy --out".split()
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    shown = printed("-m", "benchmarks.tpu", *options, tmp_path / "v6e.json", PYTHONPATH=paths)
+    product, copy = json.loads((tmp_path / "v6e.json").read_text())["rows"]
+    assert 1 <= product["bundles"] / (4096**3 / 262_144) < 1.1 and product["unit"] == "MATMUL"
+    assert copy["read"] == copy["written"] == 2**28 and copy["unit"] == "HBM"
+    assert not product["doubt"] + copy["doubt"] and "bfloat16 product 4096^3" in shown
