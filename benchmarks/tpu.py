@@ -1,25 +1,118 @@
 """What programs cost on TPUs, by libtpu's own schedule, on a machine without a TPU.
 
 libtpu compiles for v5e, v6e and tpu7x ahead of time, and dumps the bundles that each kernel
-executes. `benchmarks.tpu_schedule` counts how often; `benchmarks.tpu_programs` makes an estimate of
-it, and has the programs. Nothing here has run on a TPU.
+executes. `benchmarks.tpu_schedule` counts how often, and `benchmarks.tpu_cost` makes an estimate of
+it. Nothing here has run on a TPU.
 
 Each program is compiled in a process of its own, since libtpu takes the folder that it dumps to
 when it is loaded. What does not compile is written down with its error, and the rest goes on.
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+
+import mx_jax
 from benchmarks import environment, report
-from benchmarks.tpu_programs import DEVICES, ENVIRONMENT, PROGRAMS, cost, require_libtpu
+from benchmarks.tpu_cost import DEVICES, ENVIRONMENT, cost, require_libtpu
+from mx_jax import recipes
 
 _MIB = 2**20
+
+
+class Program(NamedTuple):
+    """What is compiled.
+
+    Attributes:
+      title: what the table calls it.
+      function: of arrays.
+      shapes: its arguments.
+    """
+
+    title: str
+    function: Callable[..., Any]
+    shapes: tuple[Any, ...]
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    """An argument."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+SIDE, WIDE = 4096, 8192
+TOKENS, FEATURES, UNITS = 2048, 2048, 4096
+RECIPES = ("mxfp8", "float8_rowwise", "float8_tensorwise")
+WEIGHTS = ("mxfp4", "mxfp8")
+ROWS = (1, 16)
+
+
+def step(recipe: str | None) -> Program:
+    """The step of a Dense layer: output and both gradients; in bfloat16 if there is no recipe."""
+
+    def run(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
+        multiply = jnp.matmul
+        if recipe is not None:
+            multiply = functools.partial(mx_jax.matmul, recipe=recipe)
+        y, pullback = jax.vjp(multiply, x, w)
+        return y, *pullback(g)
+
+    title = f"step of Dense {TOKENS} x {FEATURES} -> {UNITS}, {recipe or 'bfloat16'}"
+    return Program(
+        title, run, (array(TOKENS, FEATURES), array(FEATURES, UNITS), array(TOKENS, UNITS))
+    )
+
+
+def cast(axis: int) -> Program:
+    """Of bfloat16 to MXFP8."""
+    function = functools.partial(mx_jax.quantize, format="mxfp8", axis=axis)
+    return Program(f"cast of {SIDE} x {SIDE} to MXFP8, axis {axis}", function, (array(SIDE, SIDE),))
+
+
+def dequantized(axis: int) -> Program:
+    """MXFP8 to bfloat16."""
+    codes = jax.eval_shape(cast(axis).function, array(SIDE, SIDE))
+    title = f"dequantize of {SIDE} x {SIDE} in MXFP8, axis {axis}"
+    return Program(title, lambda x: x.dequantize(jnp.bfloat16), (codes,))
+
+
+def weights(format: str | None, rows: int) -> Program:
+    """Few rows of bfloat16 by stored weights; in bfloat16 if there is no format."""
+    title = f"{rows} row{'s' * (rows > 1)} by {WIDE} x {WIDE} weights, {format or 'bfloat16'}"
+    x, w = array(rows, WIDE), array(WIDE, WIDE)
+    if format is None:
+        return Program(title, jnp.matmul, (x, w))
+    recipe = recipes.weight_only(format)
+    stored = jax.eval_shape(functools.partial(mx_jax.quantize, format=format, axis=0), w)
+    return Program(title, functools.partial(mx_jax.matmul, recipe=recipe), (x, stored))
+
+
+PROGRAMS: Mapping[str, Callable[[], Program]] = {
+    "product": lambda: Program(
+        f"bfloat16 product {SIDE}^3", jnp.matmul, (array(SIDE, SIDE), array(SIDE, SIDE))
+    ),
+    "copy": lambda: Program(
+        "copy of 256 MiB, times two", lambda x: x * 2, (array(SIDE, 8 * SIDE),)
+    ),
+    **{
+        f"step-{recipe or 'bfloat16'}": functools.partial(step, recipe)
+        for recipe in (None, *RECIPES)
+    },
+    **{f"cast{axis}": functools.partial(cast, axis) for axis in (-1, 0)},
+    **{f"dequantize{axis}": functools.partial(dequantized, axis) for axis in (-1, 0)},
+    **{
+        f"weights-{format or 'bfloat16'}-{rows}": functools.partial(weights, format, rows)
+        for rows in ROWS
+        for format in (None, *WEIGHTS)
+    },
+}
 
 
 def rows(names: Sequence[str], device: str) -> list[dict[str, Any]]:
@@ -58,7 +151,8 @@ def sheet(found: Sequence[dict[str, Any]], device: str) -> report.Sheet:
         ),
         notes=[
             f"At {facts.clock / 1e9:.2f} GHz, {facts.bandwidth / 1e12:.2f} TB/s of HBM, "
-            f"{facts.peak / 1e12:.0f} TFLOP/s in bfloat16. MiB are those of DMAs to and from HBM.",
+            f"{facts.peak / 1e12:.0f} TFLOP/s in bfloat16. MiB are those of DMAs to and from HBM; units "
+            "are named as libtpu names their slots: MATMUL is the MXU.",
             *(f"{row['title']}: {row['doubt']}." for row in found if row.get("doubt")),
             *(
                 f"{row['title']} failed: {report.last_line(row['failed'])}"

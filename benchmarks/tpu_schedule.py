@@ -13,11 +13,8 @@ Waits, for a DMA or another unit, are no bundles.
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
-# The program that calls all kernels; what libtpu adds to its ends is `<late-...>`.
-TOP_LEVEL = "TLP"
 # Bundles behind a branch that execute before it is taken.
 DELAY_SLOTS = 4
 # The unit of a DMA's size.
@@ -38,7 +35,6 @@ _PREDICATE = re.compile(r"\((!?%[^,)]*)(?:,\s*([^)]*))?\)\s*,?\s*(.*)", re.DOTAL
 _REGISTER = re.compile(r"(!?)%[a-z]*\d+_([sp]\d+)")
 # What lies where: of names, each of which is set once.
 _SPACE = re.compile(r"%(\w+) = [a-z_]+\.(hbm|vmem|smem)\b")
-_DUMP = re.compile(r"(\d+-(.+))-\d+-final_bundles\.txt")
 
 Value = int | None
 Registers = dict[str, Value]
@@ -396,94 +392,3 @@ def _operand(text: str) -> Operand:
         return Operand(value=0)
     number = re.match(r"-?\d+", text)
     return Operand(value=int(number[0])) if number else Operand()
-
-
-class Kernel(NamedTuple):
-    """A kernel of a program, in all its calls.
-
-    Attributes:
-      name: of its HLO instruction.
-      calls: of it.
-      bundles: as executed.
-      read: bytes from HBM.
-      written: bytes to HBM.
-      units: bundles that each unit needs at least: its slots that are filled, over those it has.
-      undecided: as in `Execution`.
-      endless: as in `Execution`.
-    """
-
-    name: str
-    calls: int
-    bundles: int
-    read: int
-    written: int
-    units: dict[str, float]
-    undecided: int
-    endless: bool
-
-
-def kernels(folder: Path) -> list[Kernel]:
-    """Of the program whose dump lies in a folder; the top level, with its DMAs, first.
-
-    Raises:
-      ValueError: there is no program, or a kernel's bundles were not dumped.
-    """
-    files = {}
-    for path in sorted(folder.iterdir()):
-        if match := _DUMP.fullmatch(path.name):
-            files[match[2]] = path, match[1]
-    if TOP_LEVEL not in files:
-        raise ValueError(
-            f"kernels: libtpu dumped no program: folder={folder}; its flags count where it is "
-            "first loaded, and a program from JAX's compilation cache dumps nothing"
-        )
-    calls, found = Counter({TOP_LEVEL: 1}), list[Kernel]()
-    names = [TOP_LEVEL]
-    for name in names:
-        if name not in files:
-            raise ValueError(f"kernels: libtpu dumped no bundles of kernel={name}")
-        kernel, called = _kernel(name, calls[name], *files[name])
-        found.append(kernel)
-        for callee, count in called.items():
-            if not callee.startswith("<"):
-                calls[callee] += count * calls[name]
-                names += [callee] if callee not in names else []
-    return found
-
-
-def _kernel(name: str, times: int, path: Path, prefix: str) -> tuple[Kernel, Counter[str]]:
-    """A kernel from its files, in all its calls, and what one of them calls."""
-    execution = Schedule(path.read_text(errors="replace")).run(upper=name == TOP_LEVEL)
-    moved = execution.moved.items()
-    kernel = Kernel(
-        name=name,
-        calls=times,
-        bundles=times * sum(execution.counts),
-        read=times * sum(size for way, size in moved if way.startswith("dma.hbm_to")),
-        written=times * sum(size for way, size in moved if way.endswith("to_hbm")),
-        units=_units(path.parent, prefix, [times * count for count in execution.counts]),
-        undecided=execution.undecided,
-        endless=execution.endless,
-    )
-    return kernel, execution.calls
-
-
-def _units(folder: Path, prefix: str, counts: Sequence[int]) -> dict[str, float]:
-    """Filled slots of each unit as executed, over its slots in a bundle."""
-    (path,) = (
-        path
-        for path in folder.iterdir()
-        if path.name.startswith(prefix + "-") and path.name.endswith("per-bundle-utilization.txt")
-    )
-    _, names, slots, _, *rows = path.read_text().splitlines()
-    used = [0] * len(slots.split())
-    for count, row in zip(counts, filter(None, rows), strict=True):
-        if count:
-            used = [
-                total + count * int(each) for total, each in zip(used, row.split(), strict=True)
-            ]
-    capacity = map(int, slots.split())
-    return {
-        unit.strip(): total / max(most, 1)
-        for unit, total, most in zip(names.split(","), used, capacity, strict=True)
-    }

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mx_jax
 from benchmarks import collectives
-from benchmarks.tpu_programs import ENVIRONMENT
+from benchmarks.tpu_cost import ENVIRONMENT
 from mx_jax import recipes
 from mx_jax.sharding import Gather
 from tests.contracts.test_docs import section

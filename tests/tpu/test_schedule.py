@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import tpu_schedule as schedule
+from benchmarks.tpu_cost import kernels
+from benchmarks.tpu_schedule import Schedule
 from tests.processes import ROOT, printed
 
 # Three turns, whose counter goes through memory; a DMA in the first two; four delay slots.
@@ -45,12 +46,12 @@ def dump(folder: Path, name: str, text: str) -> None:
 
 def test_a_program(tmp_path: Path):
     with pytest.raises(ValueError, match=r"libtpu dumped no program: folder=.*its flags"):
-        schedule.kernels(tmp_path)
+        kernels(tmp_path)
     dump(tmp_path, "TLP", TOP)
     with pytest.raises(ValueError, match=r"no bundles of kernel=fusion\.1"):
-        schedule.kernels(tmp_path)
+        kernels(tmp_path)
     dump(tmp_path, "fusion.1", KERNEL)
-    top, kernel = schedule.kernels(tmp_path)
+    top, kernel = kernels(tmp_path)
     assert (top.bundles, top.undecided, kernel.undecided, kernel.endless) == (5, 1, 0, False)
     assert (kernel.calls, kernel.bundles) == (2, 2 * (1 + 3 * 10 + 1))
     assert (kernel.read, kernel.written) == (2 * 2 * 8 * 32, 2 * 3 * 4 * 32)
@@ -58,7 +59,7 @@ def test_a_program(tmp_path: Path):
 
 
 def test_a_loop_of_unknown_length():
-    execution = schedule.Schedule(KERNEL.replace("smov.u32 0 ", "sld [smem:[#a]] ")).run()
+    execution = Schedule(KERNEL.replace("smov.u32 0 ", "sld [smem:[#a]] ")).run()
     assert execution.endless and execution.counts == [1] * 12
 
 

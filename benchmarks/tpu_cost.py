@@ -2,8 +2,7 @@
 
 `cost(function, *shapes, device="v6e")` is an estimate: of each kernel the longer of its bundles by
 the clock and its DMAs by the memory's bandwidth; of a program the sum over its kernels, and no less
-than all its DMAs, or its products at the peak rate, take. `PROGRAMS` are those that
-`benchmarks.tpu` makes its table of.
+than all its DMAs, or its products at the peak rate, take.
 
 Bundles stand for cycles but where the MXU runs behind them: on v6e they do, for a bfloat16 product
 of 4096^3 is 3 % above its multiply-adds by the MXU's rate; on v5e and tpu7x they fall short, and
@@ -14,22 +13,20 @@ import dataclasses
 import functools
 import importlib.util
 import os
+import re
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-import mx_jax
-from benchmarks.tpu_schedule import TOP_LEVEL, Kernel, kernels
-from mx_jax import recipes
+from benchmarks.tpu_schedule import Schedule
 
 # What the environment of a process that compiles for TPUs has. Asks no server which TPU this
 # machine is, lets two processes load libtpu, and compiles what a cache would have: that dumps none.
@@ -47,6 +44,9 @@ _FLAGS = (
     "--xla_jf_dump_llo_pass_label_regex=.*final.*(bundles|utilization).*",
     "--xla_jf_emit_annotations=true",
 )
+# The program that calls all kernels; what libtpu adds to its ends is `<late-...>`.
+TOP_LEVEL = "TLP"
+_DUMP = re.compile(r"(\d+-(.+))-\d+-final_bundles\.txt")
 HBM = "HBM"
 # As libtpu's dump names the matrix unit's products.
 _MXU = "MATMUL"
@@ -77,6 +77,97 @@ DEVICES = {
     "v6e": Device("v6e:2x2", 1.75e9, 1.64e12, 918e12, exact=True),
     "tpu7x": Device("tpu7x:2x2x1", 1.5e9, 3.69e12, 1153e12),
 }
+
+
+class Kernel(NamedTuple):
+    """A kernel of a program, in all its calls.
+
+    Attributes:
+      name: of its HLO instruction.
+      calls: of it.
+      bundles: as executed.
+      read: bytes from HBM.
+      written: bytes to HBM.
+      units: bundles that each unit needs at least: its slots that are filled, over those it has.
+      undecided: as in `Execution`.
+      endless: as in `Execution`.
+    """
+
+    name: str
+    calls: int
+    bundles: int
+    read: int
+    written: int
+    units: dict[str, float]
+    undecided: int
+    endless: bool
+
+
+def kernels(folder: Path) -> list[Kernel]:
+    """Of the program whose dump lies in a folder; the top level, with its DMAs, first.
+
+    Raises:
+      ValueError: there is no program, or a kernel's bundles were not dumped.
+    """
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if match := _DUMP.fullmatch(path.name):
+            files[match[2]] = path, match[1]
+    if TOP_LEVEL not in files:
+        raise ValueError(
+            f"kernels: libtpu dumped no program: folder={folder}; its flags count where it is "
+            "first loaded, and a program from JAX's compilation cache dumps nothing"
+        )
+    calls, found = Counter({TOP_LEVEL: 1}), list[Kernel]()
+    names = [TOP_LEVEL]
+    for name in names:
+        if name not in files:
+            raise ValueError(f"kernels: libtpu dumped no bundles of kernel={name}")
+        kernel, called = _kernel(name, calls[name], *files[name])
+        found.append(kernel)
+        for callee, count in called.items():
+            if not callee.startswith("<"):
+                calls[callee] += count * calls[name]
+                names += [callee] if callee not in names else []
+    return found
+
+
+def _kernel(name: str, times: int, path: Path, prefix: str) -> tuple[Kernel, Counter[str]]:
+    """A kernel from its files, in all its calls, and what one of them calls."""
+    execution = Schedule(path.read_text(errors="replace")).run(upper=name == TOP_LEVEL)
+    moved = execution.moved.items()
+    kernel = Kernel(
+        name=name,
+        calls=times,
+        bundles=times * sum(execution.counts),
+        read=times * sum(size for way, size in moved if way.startswith("dma.hbm_to")),
+        written=times * sum(size for way, size in moved if way.endswith("to_hbm")),
+        units=_units(path.parent, prefix, [times * count for count in execution.counts]),
+        undecided=execution.undecided,
+        endless=execution.endless,
+    )
+    return kernel, execution.calls
+
+
+def _units(folder: Path, prefix: str, counts: Sequence[int]) -> dict[str, float]:
+    """Filled slots of each unit as executed, over its slots in a bundle."""
+    (path,) = (
+        path
+        for path in folder.iterdir()
+        if path.name.startswith(prefix + "-") and path.name.endswith("per-bundle-utilization.txt")
+    )
+    _, names, slots, _, *rows = path.read_text().splitlines()
+    used = [0] * len(slots.split())
+    for count, row in zip(counts, filter(None, rows), strict=True):
+        if count:
+            used = [
+                total + count * int(each) for total, each in zip(used, row.split(), strict=True)
+            ]
+    capacity = map(int, slots.split())
+    return {
+        unit.strip(): total / max(most, 1)
+        for unit, total, most in zip(names.split(","), used, capacity, strict=True)
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,93 +315,3 @@ _KEPT: list[tempfile.TemporaryDirectory[str]] = []
 @functools.cache
 def _devices(topology: str) -> list[Any]:
     return list(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
-
-
-# Programs ---------------------------------------------------------------------------------------
-
-
-class Program(NamedTuple):
-    """What is compiled.
-
-    Attributes:
-      title: what the table calls it.
-      function: of arrays.
-      shapes: its arguments.
-    """
-
-    title: str
-    function: Callable[..., Any]
-    shapes: tuple[Any, ...]
-
-
-def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
-    """An argument."""
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-SIDE, WIDE = 4096, 8192
-TOKENS, FEATURES, UNITS = 2048, 2048, 4096
-RECIPES = ("mxfp8", "float8_rowwise", "float8_tensorwise")
-WEIGHTS = ("mxfp4", "mxfp8")
-ROWS = (1, 16)
-
-
-def step(recipe: str | None) -> Program:
-    """The step of a Dense layer: output and both gradients; in bfloat16 if there is no recipe."""
-
-    def run(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
-        multiply = jnp.matmul
-        if recipe is not None:
-            multiply = functools.partial(mx_jax.matmul, recipe=recipe)
-        y, pullback = jax.vjp(multiply, x, w)
-        return y, *pullback(g)
-
-    title = f"step of Dense {TOKENS} x {FEATURES} -> {UNITS}, {recipe or 'bfloat16'}"
-    return Program(
-        title, run, (array(TOKENS, FEATURES), array(FEATURES, UNITS), array(TOKENS, UNITS))
-    )
-
-
-def cast(axis: int) -> Program:
-    """Of bfloat16 to MXFP8."""
-    function = functools.partial(mx_jax.quantize, format="mxfp8", axis=axis)
-    return Program(f"cast of {SIDE} x {SIDE} to MXFP8, axis {axis}", function, (array(SIDE, SIDE),))
-
-
-def dequantized(axis: int) -> Program:
-    """MXFP8 to bfloat16."""
-    codes = jax.eval_shape(cast(axis).function, array(SIDE, SIDE))
-    title = f"dequantize of {SIDE} x {SIDE} in MXFP8, axis {axis}"
-    return Program(title, lambda x: x.dequantize(jnp.bfloat16), (codes,))
-
-
-def weights(format: str | None, rows: int) -> Program:
-    """Few rows of bfloat16 by stored weights; in bfloat16 if there is no format."""
-    title = f"{rows} row{'s' * (rows > 1)} by {WIDE} x {WIDE} weights, {format or 'bfloat16'}"
-    x, w = array(rows, WIDE), array(WIDE, WIDE)
-    if format is None:
-        return Program(title, jnp.matmul, (x, w))
-    recipe = recipes.weight_only(format)
-    stored = jax.eval_shape(functools.partial(mx_jax.quantize, format=format, axis=0), w)
-    return Program(title, functools.partial(mx_jax.matmul, recipe=recipe), (x, stored))
-
-
-PROGRAMS: Mapping[str, Callable[[], Program]] = {
-    "product": lambda: Program(
-        f"bfloat16 product {SIDE}^3", jnp.matmul, (array(SIDE, SIDE), array(SIDE, SIDE))
-    ),
-    "copy": lambda: Program(
-        "copy of 256 MiB, times two", lambda x: x * 2, (array(SIDE, 8 * SIDE),)
-    ),
-    **{
-        f"step-{recipe or 'bfloat16'}": functools.partial(step, recipe)
-        for recipe in (None, *RECIPES)
-    },
-    **{f"cast{axis}": functools.partial(cast, axis) for axis in (-1, 0)},
-    **{f"dequantize{axis}": functools.partial(dequantized, axis) for axis in (-1, 0)},
-    **{
-        f"weights-{format or 'bfloat16'}-{rows}": functools.partial(weights, format, rows)
-        for rows in ROWS
-        for format in (None, *WEIGHTS)
-    },
-}
