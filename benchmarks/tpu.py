@@ -151,7 +151,7 @@ def sheet(found: Sequence[dict[str, Any]], device: str) -> report.Sheet:
         ),
         notes=[
             f"At {facts.clock / 1e9:.2f} GHz, {facts.bandwidth / 1e12:.2f} TB/s of HBM, "
-            f"{facts.peak / 1e12:.0f} TFLOP/s in bfloat16. MiB are those of DMAs to and from HBM; units "
+            f"{facts.peak / 1e12:.0f} TFLOP/s in bfloat16. MiB are of DMAs to and from HBM; units "
             "are named as libtpu names their slots: MATMUL is the MXU.",
             *(f"{row['title']}: {row['doubt']}." for row in found if row.get("doubt")),
             *(
