@@ -47,6 +47,13 @@ _FLAGS = (
 # The program that calls all kernels; what libtpu adds to its ends is `<late-...>`.
 TOP_LEVEL = "TLP"
 _DUMP = re.compile(r"(\d+-(.+))-\d+-final_bundles\.txt")
+# Of an optimized module: a computation's head, an instruction, what of it does not tell what it
+# computes, names, and computations that it calls.
+_COMPUTATION = re.compile(r"(?:ENTRY )?%([\w.\-]+) \(.*\{$")
+_HLO = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (.*)")
+_NOTES = re.compile(r", (?:metadata|backend_config|frontend_attributes|sharding)=.*")
+_NAME = re.compile(r"%([\w.\-]+)")
+_CALLED = re.compile(r"(?<=calls=)%([\w.\-]+)")
 HBM = "HBM"
 # As libtpu's dump names the matrix unit's products.
 _MXU = "MATMUL"
@@ -103,8 +110,12 @@ class Kernel(NamedTuple):
     endless: bool
 
 
-def kernels(folder: Path) -> list[Kernel]:
+def kernels(folder: Path, program: str = "") -> list[Kernel]:
     """Of the program whose dump lies in a folder; the top level, with its DMAs, first.
+
+    Args:
+      folder: of the dump.
+      program: the optimized module. Of kernels that are the same, libtpu compiles the first.
 
     Raises:
       ValueError: there is no program, or a kernel's bundles were not dumped.
@@ -118,18 +129,48 @@ def kernels(folder: Path) -> list[Kernel]:
             f"kernels: libtpu dumped no program: folder={folder}; its flags count where it is "
             "first loaded, and a program from JAX's compilation cache dumps nothing"
         )
+    known = _meanings(program)
     calls, found = Counter({TOP_LEVEL: 1}), list[Kernel]()
     names = [TOP_LEVEL]
     for name in names:
-        if name not in files:
+        alike = (other for other in files if name in known and known.get(other) == known[name])
+        twin = name if name in files else next(alike, None)
+        if twin is None:
             raise ValueError(f"kernels: libtpu dumped no bundles of kernel={name}")
-        kernel, called = _kernel(name, calls[name], *files[name])
+        kernel, called = _kernel(name, calls[name], *files[twin])
         found.append(kernel)
         for callee, count in called.items():
             if not callee.startswith("<"):
                 calls[callee] += count * calls[name]
                 names += [callee] if callee not in names else []
     return found
+
+
+def _meanings(program: str) -> dict[str, str]:
+    """What each instruction of a module computes, of what types and layouts, without names."""
+    lines: dict[str, list[tuple[str, str]]] = {}
+    types: dict[str, str] = {}
+    for line in program.splitlines():
+        if header := _COMPUTATION.match(line):
+            body = lines.setdefault(header[1], [])
+        elif match := _HLO.match(line):
+            body.append((match[1], _NOTES.sub("", match[2])))
+            types[match[1]] = match[2].partition(" ")[0]
+
+    @functools.cache
+    def computed_by(name: str) -> str:
+        order: dict[str, str] = {}
+        text = "\n".join(f"%{result} = {called(own)}" for result, own in lines.get(name, ()))
+        return _NAME.sub(lambda found: order.setdefault(found[1], str(len(order))), text)
+
+    def called(own: str) -> str:
+        return _CALLED.sub(lambda found: f"{{{computed_by(found[1])}}}", own)
+
+    return {
+        result: _NAME.sub(lambda found: types.get(found[1], ""), called(own))
+        for body in lines.values()
+        for result, own in body
+    }
 
 
 def _kernel(name: str, times: int, path: Path, prefix: str) -> tuple[Kernel, Counter[str]]:
@@ -296,7 +337,7 @@ def cost(function: Callable[..., Any], *shapes: Any, device: str) -> Cost:
         compiled = jax.jit(function).lower(*own).compile()
     seconds = time.perf_counter() - begin
     operations = (compiled.cost_analysis() or {}).get("flops", 0.0)
-    return Cost(device, kernels(folder), operations, seconds)
+    return Cost(device, kernels(folder, compiled.as_text()), operations, seconds)
 
 
 @functools.cache
