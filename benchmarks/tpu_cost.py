@@ -134,8 +134,8 @@ def kernels(folder: Path, program: str = "") -> list[Kernel]:
     names = [TOP_LEVEL]
     for name in names:
         alike = (other for other in files if name in known and known.get(other) == known[name])
-        twin = name if name in files else next(alike, None)
-        if twin is None:
+        twin = name if name in files else next(alike, "")
+        if not twin:
             raise ValueError(f"kernels: libtpu dumped no bundles of kernel={name}")
         kernel, called = _kernel(name, calls[name], *files[twin])
         found.append(kernel)
@@ -150,6 +150,7 @@ def _meanings(program: str) -> dict[str, str]:
     """What each instruction of a module computes, of what types and layouts, without names."""
     lines: dict[str, list[tuple[str, str]]] = {}
     types: dict[str, str] = {}
+    body: list[tuple[str, str]] = []
     for line in program.splitlines():
         if header := _COMPUTATION.match(line):
             body = lines.setdefault(header[1], [])
@@ -337,7 +338,7 @@ def cost(function: Callable[..., Any], *shapes: Any, device: str) -> Cost:
         compiled = jax.jit(function).lower(*own).compile()
     seconds = time.perf_counter() - begin
     operations = (compiled.cost_analysis() or {}).get("flops", 0.0)
-    return Cost(device, kernels(folder, compiled.as_text()), operations, seconds)
+    return Cost(device, kernels(folder, compiled.as_text() or ""), operations, seconds)
 
 
 @functools.cache

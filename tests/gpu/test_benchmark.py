@@ -15,14 +15,7 @@ import mx_jax
 from benchmarks import gpu
 from benchmarks.gpu_compare import PLAIN, Measured
 from benchmarks.gpu_goals import GOALS
-from benchmarks.gpu_products import (
-    BASELINE,
-    KERNEL,
-    Pair,
-    Timed,
-    Way,
-    products,
-)
+from benchmarks.gpu_products import BASELINE, KERNEL, Pair, Timed, Way, products
 from benchmarks.timing import Spread
 from mx_jax.backends import measured
 from mx_jax.backends.target import Target

@@ -27,13 +27,23 @@ of: {} */ /* Start region 7 :: Start/End empty region 8 */
    0xa   :  { %14 = dma.general /*src=*/%s8_s9, /*size_in_granules=*/4, /*dst=*/%s15_s4 }
    0xb   :  { %s15_s4 = scalar_lea.hbm %s16_s5, 32 }
 """
-# Calls it twice, in a branch that memory decides.
+# Calls it and one that is the same, in a branch that memory decides.
 TOP = """
      0   :  { %s1_s0 = sld [smem:[#a]] }
    0x1   :  { %p2_p0 = scmp.eq.s32.totalorder %s1_s0, 0 }
    0x2   :  { %3 = sbr.rel (%p2_p0) target = $region4 }
    0x3   :  { %4 = inlined_call %s1_s0 /* %fusion.1 = fusion(%a) */ }
-   0x4   :  { %5 = inlined_call %s1_s0 /* %fusion.1 = fusion(%a) */ } /* Start region 4 */
+   0x4   :  { %5 = inlined_call %s1_s0 /* %fusion.2 = fusion(%fusion.1) */ } /* Start region 4 */
+"""
+PROGRAM = """
+%one (p: u8[8]) -> u8[8] {
+  ROOT %p = u8[8]{0} parameter(0)
+%two (q: u8[8]) -> u8[8] {
+  ROOT %q = u8[8]{0} parameter(0)
+ENTRY %main (a: u8[8]) -> u8[8] {
+  %a = u8[8]{0} parameter(0)
+  %fusion.1 = u8[8]{0} fusion(%a), calls=%one, metadata={op_name="x"}
+  ROOT %fusion.2 = u8[8]{0} fusion(%fusion.1), calls=%two
 """
 
 
@@ -48,13 +58,14 @@ def test_a_program(tmp_path: Path):
     with pytest.raises(ValueError, match=r"libtpu dumped no program: folder=.*its flags"):
         kernels(tmp_path)
     dump(tmp_path, "TLP", TOP)
-    with pytest.raises(ValueError, match=r"no bundles of kernel=fusion\.1"):
-        kernels(tmp_path)
     dump(tmp_path, "fusion.1", KERNEL)
-    top, kernel = kernels(tmp_path)
+    with pytest.raises(ValueError, match=r"no bundles of kernel=fusion\.2"):
+        kernels(tmp_path, PROGRAM.replace("%q = u8", "%q = s8"))
+    top, kernel, twin = kernels(tmp_path, PROGRAM)
+    assert twin == kernel._replace(name="fusion.2")
     assert (top.bundles, top.undecided, kernel.undecided, kernel.endless) == (5, 1, 0, False)
-    assert (kernel.calls, kernel.bundles) == (2, 2 * (1 + 3 * 10 + 1))
-    assert (kernel.read, kernel.written) == (2 * 2 * 8 * 32, 2 * 3 * 4 * 32)
+    assert (kernel.calls, kernel.bundles) == (1, 1 + 3 * 10 + 1)
+    assert (kernel.read, kernel.written) == (2 * 8 * 32, 3 * 4 * 32)
     assert kernel.units == {"VALU": kernel.bundles / 4, "SALU": 0}
 
 
