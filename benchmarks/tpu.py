@@ -185,9 +185,20 @@ def sheet(found: Sequence[dict[str, Any]], device: str) -> report.Sheet:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = report.parser("tpu", __doc__)
-    parser.add_argument("--devices", nargs="+", choices=tuple(DEVICES), default=list(DEVICES))
     parser.add_argument(
-        "--programs", nargs="+", choices=tuple(PROGRAMS), metavar="PROGRAM", default=list(PROGRAMS)
+        "--devices",
+        nargs="+",
+        choices=tuple(DEVICES),
+        default=list(DEVICES),
+        help="to compile for; without --out, each has benchmarks/results/tpu/DEVICE.json",
+    )
+    parser.add_argument(
+        "--programs",
+        nargs="+",
+        choices=tuple(PROGRAMS),
+        default=list(PROGRAMS),
+        metavar="PROGRAM",
+        help="by name",
     )
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
