@@ -9,6 +9,7 @@ of 4096^3 is 3 % above its multiply-adds by the MXU's rate; on v5e and tpu7x the
 the peak rate holds instead. Not seen: a DMA's latency, contention, cold starts.
 """
 
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -26,7 +27,7 @@ import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from benchmarks.tpu_schedule import Schedule
+from benchmarks.tpu_schedule import Execution, Schedule
 
 # What the environment of a process that compiles for TPUs has. Asks no server which TPU this
 # machine is, lets two processes load libtpu, and compiles what a cache would have: that dumps none.
@@ -39,7 +40,7 @@ ENVIRONMENT = {
 # libtpu would write every pass of every kernel: hundreds of MB.
 _FLAGS = (
     "--xla_jf_dump_to={}",
-    "--xla_jf_dump_hlo_text=false",
+    "--xla_jf_dump_hlo_text=true",
     "--xla_jf_dump_llo_text=true",
     "--xla_jf_dump_llo_pass_label_regex=.*final.*(bundles|utilization).*",
     "--xla_jf_emit_annotations=true",
@@ -70,6 +71,7 @@ class Device:
       bandwidth: of its HBM, bytes a second.
       peak: bfloat16 operations a second.
       exact: whether bundles of products on its MXU stand for cycles.
+      delay_slots: how many bundles behind a branch execute before it is taken.
     """
 
     topology: str
@@ -77,12 +79,13 @@ class Device:
     bandwidth: float
     peak: float
     exact: bool = False
+    delay_slots: int = 4
 
 
 DEVICES = {
     "v5e": Device("v5e:2x2", 1.5e9, 0.82e12, 197e12),
     "v6e": Device("v6e:2x2", 1.75e9, 1.64e12, 918e12, exact=True),
-    "tpu7x": Device("tpu7x:2x2x1", 1.5e9, 3.69e12, 1153e12),
+    "tpu7x": Device("tpu7x:2x2x1", 1.5e9, 3.69e12, 1153e12, delay_slots=1),
 }
 
 
@@ -110,12 +113,12 @@ class Kernel(NamedTuple):
     endless: bool
 
 
-def kernels(folder: Path, program: str = "") -> list[Kernel]:
+def kernels(folder: Path, delay_slots: int) -> list[Kernel]:
     """Of the program whose dump lies in a folder; the top level, with its DMAs, first.
 
     Args:
       folder: of the dump.
-      program: the optimized module. Of kernels that are the same, libtpu compiles the first.
+      delay_slots: as `Device` has them.
 
     Raises:
       ValueError: there is no program, or a kernel's bundles were not dumped.
@@ -129,7 +132,8 @@ def kernels(folder: Path, program: str = "") -> list[Kernel]:
             f"kernels: libtpu dumped no program: folder={folder}; its flags count where it is "
             "first loaded, and a program from JAX's compilation cache dumps nothing"
         )
-    known = _meanings(program)
+    # Of kernels that are the same, libtpu compiles one.
+    known = _meanings((folder / f"{files[TOP_LEVEL][1]}-hlo.txt").read_text())
     calls, found = Counter({TOP_LEVEL: 1}), list[Kernel]()
     names = [TOP_LEVEL]
     for name in names:
@@ -137,9 +141,12 @@ def kernels(folder: Path, program: str = "") -> list[Kernel]:
         twin = name if name in files else next(alike, "")
         if not twin:
             raise ValueError(f"kernels: libtpu dumped no bundles of kernel={name}")
-        kernel, called = _kernel(name, calls[name], *files[twin])
-        found.append(kernel)
-        for callee, count in called.items():
+        path, prefix = files[twin]
+        schedule = Schedule(path.read_text(errors="replace"))
+        execution = schedule.run(delay_slots, upper=name == TOP_LEVEL)
+        units = _units(folder, prefix, [calls[name] * count for count in execution.counts])
+        found.append(_kernel(name, calls[name], execution, units))
+        for callee, count in execution.calls.items():
             if not callee.startswith("<"):
                 calls[callee] += count * calls[name]
                 names += [callee] if callee not in names else []
@@ -174,21 +181,18 @@ def _meanings(program: str) -> dict[str, str]:
     }
 
 
-def _kernel(name: str, times: int, path: Path, prefix: str) -> tuple[Kernel, Counter[str]]:
-    """A kernel from its files, in all its calls, and what one of them calls."""
-    execution = Schedule(path.read_text(errors="replace")).run(upper=name == TOP_LEVEL)
+def _kernel(name: str, times: int, execution: Execution, units: dict[str, float]) -> Kernel:
     moved = execution.moved.items()
-    kernel = Kernel(
+    return Kernel(
         name=name,
         calls=times,
         bundles=times * sum(execution.counts),
         read=times * sum(size for way, size in moved if way.startswith("dma.hbm_to")),
         written=times * sum(size for way, size in moved if way.endswith("to_hbm")),
-        units=_units(path.parent, prefix, [times * count for count in execution.counts]),
+        units=units,
         undecided=execution.undecided,
         endless=execution.endless,
     )
-    return kernel, execution.calls
 
 
 def _units(folder: Path, prefix: str, counts: Sequence[int]) -> dict[str, float]:
@@ -337,8 +341,12 @@ def cost(function: Callable[..., Any], *shapes: Any, device: str) -> Cost:
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         compiled = jax.jit(function).lower(*own).compile()
     seconds = time.perf_counter() - begin
-    operations = (compiled.cost_analysis() or {}).get("flops", 0.0)
-    return Cost(device, kernels(folder, compiled.as_text() or ""), operations, seconds)
+    analysis = {}
+    # JAX cannot read every module that libtpu makes.
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        analysis = compiled.cost_analysis() or {}
+    found = kernels(folder, DEVICES[device].delay_slots)
+    return Cost(device, found, analysis.get("flops", 0.0), seconds)
 
 
 @functools.cache

@@ -15,8 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-# Bundles behind a branch that execute before it is taken.
-DELAY_SLOTS = 4
 # The unit of a DMA's size.
 GRANULE = 32
 # Bundles with scalar instructions; millions are a loop that does not end, for all that is known.
@@ -117,6 +115,7 @@ _ARITHMETIC: dict[str, Callable[[int, int], int]] = {
     "sadd": lambda a, b: a + b,
     "ssub": lambda a, b: a - b,
     "smul": lambda a, b: a * b,
+    "smulhi": lambda a, b: (a * b) >> 32,
     "sshll": lambda a, b: a << (b & 31),
     "sshrl": lambda a, b: _unsigned(a) >> (b & 31),
     "sshra": lambda a, b: _signed(a) >> (b & 31),
@@ -217,22 +216,23 @@ class Schedule:
             for bundle in self.bundles
         ]
 
-    def run(self, upper: bool = False) -> Execution:
+    def run(self, delay_slots: int, upper: bool = False) -> Execution:
         """Execute it once.
 
         Args:
+          delay_slots: how many bundles behind a branch execute before it is taken.
           upper: whether what is skipped, or a DMA that is left out, for an unknown reason counts.
             False is for kernels, where data decide of rare cases; True for the top level, where
             XLA asks whether an operand was already fetched, or the random numbers' state was set.
         """
-        return _Machine(self, upper).run()
+        return _Machine(self, delay_slots, upper).run()
 
 
 class _Machine:
     """The state of a run."""
 
-    def __init__(self, schedule: Schedule, upper: bool):
-        self._schedule, self._upper = schedule, upper
+    def __init__(self, schedule: Schedule, delay_slots: int, upper: bool):
+        self._schedule, self._delay_slots, self._upper = schedule, delay_slots, upper
         self._registers: Registers = {}
         self._moved: Counter[str] = Counter()
         self._calls: Counter[str] = Counter()
@@ -261,7 +261,7 @@ class _Machine:
                 continue
             branch = self._execute(index)
             if branch is not None and target is None:
-                target, leave = branch, min(index + 1 + DELAY_SLOTS, size)
+                target, leave = branch, min(index + 1 + self._delay_slots, size)
             index += 1
         else:
             self._endless = True

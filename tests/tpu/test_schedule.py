@@ -56,12 +56,15 @@ def dump(folder: Path, name: str, text: str) -> None:
 
 def test_a_program(tmp_path: Path):
     with pytest.raises(ValueError, match=r"libtpu dumped no program: folder=.*its flags"):
-        kernels(tmp_path)
+        kernels(tmp_path, 4)
     dump(tmp_path, "TLP", TOP)
+    hlo = tmp_path / "1-TLP-hlo.txt"
+    hlo.write_text(PROGRAM.replace("%q = u8", "%q = s8"))
     dump(tmp_path, "fusion.1", KERNEL)
     with pytest.raises(ValueError, match=r"no bundles of kernel=fusion\.2"):
-        kernels(tmp_path, PROGRAM.replace("%q = u8", "%q = s8"))
-    top, kernel, twin = kernels(tmp_path, PROGRAM)
+        kernels(tmp_path, 4)
+    hlo.write_text(PROGRAM)
+    top, kernel, twin = kernels(tmp_path, 4)
     assert twin == kernel._replace(name="fusion.2")
     assert (top.bundles, top.undecided, kernel.undecided, kernel.endless) == (5, 1, 0, False)
     assert (kernel.calls, kernel.bundles) == (1, 1 + 3 * 10 + 1)
@@ -70,7 +73,7 @@ def test_a_program(tmp_path: Path):
 
 
 def test_a_loop_of_unknown_length():
-    execution = Schedule(KERNEL.replace("smov.u32 0 ", "sld [smem:[#a]] ")).run()
+    execution = Schedule(KERNEL.replace("smov.u32 0 ", "sld [smem:[#a]] ")).run(1)
     assert execution.endless and execution.counts == [1] * 12
 
 
