@@ -71,7 +71,7 @@ class Device:
       bandwidth: of its HBM, bytes a second.
       peak: bfloat16 operations a second.
       exact: whether bundles of products on its MXU stand for cycles.
-      delay_slots: how many bundles behind a branch execute before it is taken.
+      delay_slots: how many bundles behind a branch execute before it is taken; None: it differs.
     """
 
     topology: str
@@ -79,13 +79,13 @@ class Device:
     bandwidth: float
     peak: float
     exact: bool = False
-    delay_slots: int = 4
+    delay_slots: int | None = 4
 
 
 DEVICES = {
     "v5e": Device("v5e:2x2", 1.5e9, 0.82e12, 197e12),
     "v6e": Device("v6e:2x2", 1.75e9, 1.64e12, 918e12, exact=True),
-    "tpu7x": Device("tpu7x:2x2x1", 1.5e9, 3.69e12, 1153e12, delay_slots=1),
+    "tpu7x": Device("tpu7x:2x2x1", 1.5e9, 3.69e12, 1153e12, delay_slots=None),
 }
 
 
@@ -113,7 +113,7 @@ class Kernel(NamedTuple):
     endless: bool
 
 
-def kernels(folder: Path, delay_slots: int) -> list[Kernel]:
+def kernels(folder: Path, delay_slots: int | None) -> list[Kernel]:
     """Of the program whose dump lies in a folder; the top level, with its DMAs, first.
 
     Args:

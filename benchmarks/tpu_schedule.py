@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+# Of branches whose delay slots are as many as the compiler filled: at most.
+_MOST_SLOTS = 6
 # The unit of a DMA's size.
 GRANULE = 32
 # Bundles with scalar instructions; millions are a loop that does not end, for all that is known.
@@ -193,10 +195,15 @@ class Schedule:
         ends = [start.start() for start in starts[1:]] + [len(text)]
         self.regions: dict[str, int] = {}
         self.bundles: list[list[Instruction]] = []
+        # Where a region begins, and what is in no loop and not empty.
+        self.begins: list[bool] = []
+        self.outside: list[bool] = []
         for start, end in zip(starts, ends, strict=True):
             chunk = text[start.end() : end]
             self.regions |= dict.fromkeys(_REGION.findall(chunk), len(self.bundles))
             self.bundles.append(_instructions(chunk, spaces))
+            self.begins.append("Start region" in chunk)
+            self.outside.append(">" not in start[0] and bool(chunk.partition("}")[0].strip()))
         self._slice()
 
     def __len__(self) -> int:
@@ -216,11 +223,22 @@ class Schedule:
             for bundle in self.bundles
         ]
 
-    def run(self, delay_slots: int, upper: bool = False) -> Execution:
+    def behind(self, index: int, target: int, delay_slots: int | None) -> int:
+        """The first bundle that a branch that is taken skips."""
+        if delay_slots is not None:
+            return min(index + 1 + delay_slots, len(self))
+        end = min(index + 1 + _MOST_SLOTS, len(self))
+        for at in range(index + 1, end):
+            if self.begins[at] or (target <= index and self.outside[at]):
+                return at
+        return end
+
+    def run(self, delay_slots: int | None, upper: bool = False) -> Execution:
         """Execute it once.
 
         Args:
-          delay_slots: how many bundles behind a branch execute before it is taken.
+          delay_slots: how many bundles behind a branch execute before it is taken; None: up to
+            where, by libtpu's notes, something else begins.
           upper: whether what is skipped, or a DMA that is left out, for an unknown reason counts.
             False is for kernels, where data decide of rare cases; True for the top level, where
             XLA asks whether an operand was already fetched, or the random numbers' state was set.
@@ -231,7 +249,7 @@ class Schedule:
 class _Machine:
     """The state of a run."""
 
-    def __init__(self, schedule: Schedule, delay_slots: int, upper: bool):
+    def __init__(self, schedule: Schedule, delay_slots: int | None, upper: bool):
         self._schedule, self._delay_slots, self._upper = schedule, delay_slots, upper
         self._registers: Registers = {}
         self._moved: Counter[str] = Counter()
@@ -261,7 +279,7 @@ class _Machine:
                 continue
             branch = self._execute(index)
             if branch is not None and target is None:
-                target, leave = branch, min(index + 1 + self._delay_slots, size)
+                target, leave = branch, self._schedule.behind(index, branch, self._delay_slots)
             index += 1
         else:
             self._endless = True

@@ -72,8 +72,10 @@ def test_a_program(tmp_path: Path):
     assert kernel.units == {"VALU": kernel.bundles / 4, "SALU": 0}
 
 
-def test_a_loop_of_unknown_length():
-    execution = Schedule(KERNEL.replace("smov.u32 0 ", "sld [smem:[#a]] ")).run(1)
+def test_loops():
+    """Delay slots up to what is behind the loop; a loop of unknown length."""
+    assert Schedule(KERNEL).run(None).counts == [1, *[3] * 7, *[1] * 4]
+    execution = Schedule(KERNEL.replace("smov.u32 0 ", "sld [smem:[#a]] ")).run(4)
     assert execution.endless and execution.counts == [1] * 12
 
 
