@@ -1,7 +1,4 @@
-"""What four H200s exchange, of modules compiled ahead of time: needs no GPU.
-
-Layouts of products are counted by tests/sharding/test_traffic.py, as the compiler splits them.
-"""
+"""What four H200s exchange; layouts of products are counted by tests/sharding/test_traffic.py."""
 
 import json
 from pathlib import Path
