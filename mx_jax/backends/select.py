@@ -104,7 +104,8 @@ def find(call: Call, target: Target) -> Choice | None:
 def ask(call: Call, target: Target) -> tuple[Choice | None, tuple[tuple[str, str], ...]]:
     """The first backend that accepts; the name of each before it, and its reason."""
     target, table = _counted(target), {backend.name: backend for backend in known_backends()}
-    row, only = row_about(call, target), only_named.value
+    only = only_named.value
+    row = row_about(call, target) if only is None else None
     unasked = _unasked(row)
     # Those that are preferred by name, the one that was measured to be the fastest, the others.
     names = [*preferred_names.value, *([row.backend] if row else []), *table]

@@ -140,8 +140,9 @@ def test_lines_of_a_jaxpr(recipe: str):
 
 # Lines of a layer with its gradients as a program for an H200.
 MOST_GPU_LINES = {"mxfp8": 690, "mxfp4": 795, "nvfp4": 1750, "float8_rowwise": 835}
-# Of float32's CPU time to trace and lower: each of these is 3.5 to 7.5.
-MOST_TIMES_FOR_A_GPU = 10
+# Of float32's CPU time to trace and lower: 8, nvfp4 14, on a busy machine 15 and 24. A model's step
+# takes 2 to 2.6 times.
+MOST_TIMES_FOR_A_GPU = 30
 
 
 @pytest.mark.parametrize("recipe", MOST_GPU_LINES)
