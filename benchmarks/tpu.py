@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 import mx_jax
 from benchmarks import environment, report
+from benchmarks.gpu_steps import Step
 from benchmarks.tpu_cost import DEVICES, ENVIRONMENT, cost, require_libtpu
 from mx_jax import recipes
 
@@ -50,6 +51,7 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 SIDE, WIDE = 4096, 8192
 TOKENS, FEATURES, UNITS = 2048, 2048, 4096
 RECIPES = ("mxfp8", "float8_rowwise", "float8_tensorwise", "deepseek_v3")
+BLOCKS = (None, "mxfp8")
 WEIGHTS = ("mxfp4", "mxfp8")
 ROWS = (1, 16)
 
@@ -68,6 +70,15 @@ def step(recipe: str | None) -> Program:
     return Program(
         title, run, (array(TOKENS, FEATURES), array(FEATURES, UNITS), array(TOKENS, UNITS))
     )
+
+
+def block(recipe: str | None) -> Program:
+    """The step of a transformer's block, as `benchmarks.gpu_steps` has it."""
+    sizes = {"width": FEATURES, "hidden": 4 * FEATURES, "heads": 8, "kv_heads": 8}
+    own = Step(recipe=recipe or "mxfp8", **sizes, sequences=1, length=TOKENS)
+    run = own.on_plain_path() if recipe else own.in_bfloat16()
+    title = f"step of a block, {TOKENS} tokens, {FEATURES} wide, {recipe or 'bfloat16'}"
+    return Program(title, run, jax.eval_shape(own.draw))
 
 
 def cast(axis: int) -> Program:
@@ -105,6 +116,12 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
         f"step-{recipe or 'bfloat16'}": functools.partial(step, recipe)
         for recipe in (None, *RECIPES)
     },
+    **{f"block-{recipe or 'bfloat16'}": functools.partial(block, recipe) for recipe in BLOCKS},
+    "cast-both": lambda: Program(
+        f"casts of {SIDE} x {SIDE} to MXFP8, both axes",
+        lambda x: mx_jax.quantize_both(x, "mxfp8"),
+        (array(SIDE, SIDE),),
+    ),
     **{f"cast{axis}": functools.partial(cast, axis) for axis in (-1, 0)},
     **{f"dequantize{axis}": functools.partial(dequantized, axis) for axis in (-1, 0)},
     **{
