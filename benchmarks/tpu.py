@@ -22,7 +22,6 @@ import jax.numpy as jnp
 
 import mx_jax
 from benchmarks import environment, report
-from benchmarks.gpu_steps import Step
 from benchmarks.tpu_cost import DEVICES, ENVIRONMENT, cost, require_libtpu
 from mx_jax import recipes
 
@@ -49,7 +48,7 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 SIDE, WIDE = 4096, 8192
-TOKENS, FEATURES, UNITS = 2048, 2048, 4096
+TOKENS, FEATURES, UNITS, HEADS = 2048, 2048, 4096, 8
 RECIPES = ("mxfp8", "float8_rowwise", "float8_tensorwise", "deepseek_v3")
 BLOCKS = (None, "mxfp8")
 WEIGHTS = ("mxfp4", "mxfp8")
@@ -73,12 +72,23 @@ def step(recipe: str | None) -> Program:
 
 
 def block(recipe: str | None) -> Program:
-    """The step of a transformer's block, as `benchmarks.gpu_steps` has it."""
-    sizes = {"width": FEATURES, "hidden": 4 * FEATURES, "heads": 8, "kv_heads": 8}
-    own = Step(recipe=recipe or "mxfp8", **sizes, sequences=1, length=TOKENS)
-    run = own.on_plain_path() if recipe else own.in_bfloat16()
-    title = f"step of a block, {TOKENS} tokens, {FEATURES} wide, {recipe or 'bfloat16'}"
-    return Program(title, run, jax.eval_shape(own.draw))
+    """The step of a transformer's block: output and gradients of its weights and of x."""
+    multiply = jnp.matmul if recipe is None else functools.partial(mx_jax.matmul, recipe=recipe)
+
+    def forward(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        normed = jax.nn.standardize(x)
+        q, k, v = (multiply(normed, w[name]).reshape(1, TOKENS, HEADS, -1) for name in "qkv")
+        x = x + multiply(jax.nn.dot_product_attention(q, k, v).reshape(x.shape), w["o"])
+        return x + multiply(jax.nn.gelu(multiply(jax.nn.standardize(x), w["up"])), w["down"])
+
+    def run(w: dict[str, jax.Array], x: jax.Array, g: jax.Array) -> Any:
+        y, pullback = jax.vjp(forward, w, x)
+        return y, *pullback(g)
+
+    x, square = array(TOKENS, FEATURES), array(FEATURES, FEATURES)
+    w = {"up": array(FEATURES, 4 * FEATURES), "down": array(4 * FEATURES, FEATURES)}
+    title = f"step of a block {FEATURES} wide, {TOKENS} tokens, {recipe or 'bfloat16'}"
+    return Program(title, run, (w | dict.fromkeys("qkvo", square), x, x))
 
 
 def cast(axis: int) -> Program:
