@@ -423,7 +423,7 @@ class ConvertedLayer:
                 arrays,
                 key if recipe.is_stochastic else None,
                 dot_general=lambda _: deferred(operation),
-                tagged=False,
+                named=False,
             )
 
 

@@ -17,11 +17,11 @@ from jax.extend.core import (
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.convert.kinds import traced_products
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
+from mx_jax.jaxpr.names import LayerName
 from mx_jax.jaxpr.read import Site, name_of, walk
 from mx_jax.jaxpr.regions import Values, regions
 from mx_jax.jaxpr.rewrite import Plan, Read
 from mx_jax.ops.arguments import Key
-from mx_jax.ops.tags import LayerName, iteration, place, tag, watching
 from mx_jax.recipes import Recipe
 from mx_jax.reference.random_bits import DerivedKey
 
@@ -179,8 +179,8 @@ class ByRecipe:
 
     # What products of each recipe are made by.
     dot_general: DotGeneral = lambda recipe: recipe.dot_general
-    # Whether the scope of a product is a part of its name for captures.
-    tagged: bool = True
+    # Whether the scope of a product is a part of its name.
+    named: bool = True
 
     def below(self, state: Key, number: int) -> Key:
         # By equations, not by products: what rules change does not change others' keys.
@@ -190,26 +190,28 @@ class ByRecipe:
         return state if any(recipe.is_stochastic for recipe in recipes_of(plan)) else None
 
     def counts(self, state: Key) -> bool:
-        return state is not None or bool(watching.value)
+        return state is not None
 
-    @contextlib.contextmanager
-    def iteration(self, state: Key, index: jax.Array | None) -> Iterator[Key]:
-        with iteration(index) if watching.value else contextlib.nullcontext():
-            yield folded(state, index)
+    def iteration(self, state: Key, index: jax.Array | None) -> Key:
+        return folded(state, index)
 
     def shared(self, state: Key) -> Key:
         # As an array: to the jaxpr that equal calls share what derives a key would belong.
         return None if state is None else DerivedKey.of(DerivedKey.of(state).get())
 
-    def leaving(self, state: Key) -> None:
-        """Nothing ends."""
+    def body(self, state: Key) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
-    def key(self) -> Any:
-        return watching.value and place.value
-
-    def context(self, eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-        marks = _MARK.findall(name_of(eqn))
-        return LayerName(marks[-1] or "model").context() if marks else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def context(self, eqn: JaxprEqn) -> Iterator[None]:
+        # The scope that it stood in, for profiles, for what XLA says, and for captures.
+        *outer, scope = _MARK.split(name_of(eqn))
+        with contextlib.ExitStack() as stack:
+            if outer:
+                stack.enter_context(LayerName(outer[-1] or "model").context())
+            if self.named and (scope := scope.strip("/")):
+                stack.enter_context(jax.named_scope(scope))
+            yield
 
     def compute(self, eqn: JaxprEqn, read: Read, entry: tuple[Recipe, bool], state: Key) -> Values:
         (recipe, turns), operands = entry, list(map(read, eqn.invars))
@@ -223,11 +225,8 @@ class ByRecipe:
         axes = frozenset[str]().union(*map(varying, operands)) if own is not None else ()
         for axis in sorted(axes):
             own = folded(own, lax.axis_index(axis))
-        # The scope that it stood in, for profiles and for what XLA says, and for who watches.
-        scope = "" if not self.tagged else _MARK.split(name_of(eqn))[-1]
-        with tag(scope.strip("/")) if scope.strip("/") else contextlib.nullcontext():
-            product = row.multiply(recipe, self.dot_general(recipe), operands, params, own)
-            return [product if back is None else back(product)]
+        product = row.multiply(recipe, self.dot_general(recipe), operands, params, own)
+        return [product if back is None else back(product)]
 
 
 def folded(key: Key, number: int | jax.Array | None) -> Key:

@@ -34,7 +34,6 @@ from mx_jax.ops.arguments import QUANTIZABLE, Key
 from mx_jax.ops.dot_general import einsum
 from mx_jax.ops.quantize import cast
 from mx_jax.ops.ragged_dot import ragged_dot
-from mx_jax.ops.tags import tag
 from mx_jax.packed import Quantized
 from mx_jax.recipes import OperandSpec, Recipe
 from mx_jax.reference.random_bits import DerivedKey
@@ -229,7 +228,7 @@ def attention_einsum(
         if recipe is None:
             return jnp.einsum(subscripts, lhs, rhs, precision=precision)
         own_key = key if recipe.is_stochastic else None
-        with tag(name):
+        with jax.named_scope(name):
             return einsum(subscripts, lhs, rhs, recipe=recipe, precision=precision, key=own_key)
 
     return product
