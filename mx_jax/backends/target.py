@@ -40,12 +40,12 @@ class Target:
 
     @property
     def multiplies(self) -> frozenset[str]:
-        """Kinds of 8-bit elements, "float" and "int", that its matrix units multiply as they are, and
-        faster than bfloat16."""
+        """Kinds of 8-bit elements, "float" and "int", that its matrix units multiply as they are,
+        and faster than bfloat16."""
         if self.platform == "cuda":
-            least = _CUDA_UNITS.items()
             has = self.compute_capability or (0, 0)
-            return frozenset(kind for kind, capability in least if has >= capability)
+            units = _CUDA_UNITS.items()
+            return frozenset(kind for kind, (first, end) in units if first <= has < end)
         if self.platform == "tpu":
             return frozenset(_TPU_UNITS.get(self.device_kind or "", ()))
         return frozenset({"float"} if self.platform == "rocm" else ())
@@ -56,8 +56,8 @@ class Target:
         return "TPUs have no custom partitioning" if self.platform == "tpu" else None
 
 
-# From which compute capability on.
-_CUDA_UNITS = {"float": (8, 9)}
+# From which compute capability on, and up to which: Blackwell has few units for integers.
+_CUDA_UNITS = {"float": ((8, 9), (1000, 0)), "int": ((8, 0), (10, 0))}
 # By libtpu's bundles. What others are given, XLA makes bfloat16 or float32 of, element by element;
 # E5M2 alone, which a v6e has too, is no faster there than bfloat16, nor are integers of a v4.
 _TPU_UNITS = {

@@ -31,12 +31,14 @@ from mx_jax.reference.ragged import grouped_dot
 # Codes by codes -----------------------------------------------------------------------------------
 
 # Of so many products of two codes of -128, int32 holds the sum.
-_MOST_INTEGERS = (1 << 31 - 14) - 1
+_MOST_INTEGERS = (1 << 17) - 1
 _NAMES = {"float": "float8", "int": "int8"}
 
 
 def _rejects_codes(call: MatmulCall, target: Target) -> str | None:
     """Why not: units that do not multiply such codes, an operand that has not whole-axis scales."""
+    if not target.multiplies:
+        return f"XLA's dot has no native units for 8 bits on {_described(target)}"
     formats = []
     for side, own in call.sides:
         format = own.format
@@ -53,13 +55,18 @@ def _rejects_codes(call: MatmulCall, target: Target) -> str | None:
     if lhs.element.kind != rhs.element.kind:
         return f"multiplies elements of one kind, got lhs={lhs.name}, rhs={rhs.name}"
     if (kind := lhs.element.kind) not in target.multiplies:
-        own = target.device_kind or target.compute_capability or "unknown"
-        return f"no native {_NAMES[kind]} units in platform={target.platform}, kind={own}"
+        return f"XLA's dot has no native units for {_NAMES[kind]} on {_described(target)}"
     k = [call.lhs.shape[axis] for axis in call.lhs.axes.contracting]
     symbolic = any(not isinstance(size, int) for size in k)
     if kind == "int" and (symbolic or math.prod(k) > _MOST_INTEGERS):
         return f"adds up at most {_MOST_INTEGERS} products in int32, got k={k}"
     return None
+
+
+def _described(target: Target) -> str:
+    named = {"compute_capability": target.compute_capability, "device_kind": target.device_kind}
+    known = [f"{name}={value}" for name, value in named.items() if value is not None]
+    return ", ".join([f"platform={target.platform}", *known])
 
 
 def _multiply_codes(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
@@ -90,7 +97,7 @@ def _multiply_codes(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     elements = lhs.elements, rhs.elements
     product = platform_dependent(*elements, cuda=dot_k_last, tpu=dot_of_stored, default=dot)
     if sums_type == jnp.int32:
-        # Of codes as integers, which are so many units.
+        # Of codes as integers, each so many units.
         unit = math.prod(x.format.element.smallest_subnormal for x in (lhs, rhs))
         product = product.astype(jnp.float32) * unit
     scales = sums.row_scales("lhs", lhs, call), sums.row_scales("rhs", rhs, call)

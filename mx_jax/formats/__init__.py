@@ -44,6 +44,7 @@ from mx_jax.formats.element import F32 as F32
 from mx_jax.formats.element import F32_DIVISOR as F32_DIVISOR
 from mx_jax.formats.element import INT8 as INT8
 from mx_jax.formats.element import INT8_FULL as INT8_FULL
+from mx_jax.formats.element import INTEGER8 as INTEGER8
 from mx_jax.formats.element import SCALE_FORMATS as SCALE_FORMATS
 from mx_jax.formats.element import ElementFormat as ElementFormat
 from mx_jax.formats.element import ScaleFormat as ScaleFormat

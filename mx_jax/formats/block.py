@@ -26,6 +26,7 @@ from mx_jax.formats.element import (
     F32,
     F32_DIVISOR,
     INT8,
+    INTEGER8,
     SCALE_FORMATS,
     ElementFormat,
     ScaleFormat,
@@ -196,7 +197,7 @@ FLOAT8_ROWWISE_E4M3 = _whole("float8_rowwise_e4m3", E4M3, 1)
 FLOAT8_ROWWISE_E5M2 = _whole("float8_rowwise_e5m2", E5M2, 1)
 FLOAT8_TENSORWISE_E4M3 = _whole("float8_tensorwise_e4m3", E4M3, WHOLE)
 FLOAT8_TENSORWISE_E5M2 = _whole("float8_tensorwise_e5m2", E5M2, WHOLE)
-INT8_ROWWISE = _whole("int8_rowwise", INT8, 1)
+INT8_ROWWISE = _whole("int8_rowwise", INTEGER8, 1)
 FLOAT8_BLOCKWISE_E4M3 = BlockFormat(
     name="float8_blockwise_e4m3", element=E4M3, scale=F32, block=(1, 128)
 )

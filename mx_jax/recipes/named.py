@@ -375,19 +375,20 @@ def deepseek_v3_1() -> Recipe:
 def int8_rowwise() -> Recipe:
     """INT8 in all three products, one float32 scale a row or column along the contracting axis.
 
-    The scale is `max / amax`, which values are multiplied with, and nothing clips. Nearest rounding
-    as Qwix trains; `int8_rowwise().with_(gradients={"rounding": "stochastic"})` as AQT rounds g,
-    with `drhs=None` too, which is AQT's default: grad_weight in high precision. `qat("int8_rowwise")`
-    is the forward product alone, Qwix's default. On int8 units (TPU v5e, v5p, v6e) sums are int32.
+    Values are multiplied by `max / amax`, and nothing clips. Rounds to nearest, as Qwix does where
+    `bwd_qtype="int8"` asks for integers in the backward products; without, it has what
+    `qat("int8_rowwise")` is. `with_(gradients={"rounding": "stochastic"})` rounds g as AQT does,
+    whose `config_v4` leaves grad_weight in high precision besides: `drhs=None`.
 
-    Source: Qwix's quantized training with `bwd_qtype="int8"`; AQT's `fully_quantized`. Differs:
-    amax becomes the code 127 (there 127.5, rounded to 127), by one division (there two); operands
-    are quantized anew for each product (in Qwix gradients take on the scales of the forward codes).
+    Source: `docs/source/qt.md` of Qwix; `fully_quantized` in `aqt/jax/v2/config.py`. Differs: amax
+    becomes 127 (there 127.5) by one division (there by two), and operands are quantized anew for
+    each product (in Qwix, g takes on the scales of the forward codes).
 
     Examples:
       >>> import jax.numpy as jnp, mx_jax
-      >>> spec = mx_jax.recipes.int8_rowwise().dlhs.lhs
-      >>> mx_jax.quantize(jnp.array([2.0, -1.0, 0.1]), spec.format, scale_rule="amax_divisor").elements
+      >>> print(mx_jax.recipes.int8_rowwise().dlhs.lhs)
+      int8_rowwise (amax_divisor, nearest)
+      >>> mx_jax.quantize(jnp.array([2.0, -1.0, 0.1]), "int8_rowwise").elements
       Array([127, -64,   6], dtype=int8)
     """
     return _uniform("int8_rowwise", "int8_rowwise")

@@ -52,7 +52,7 @@ def quantize(
     # Rules of values may count them, zeros that fill up the block included.
     fill = scale_rule.reads_values
     pieces, inside = block_shapes.split(x, blocks, fill=fill)
-    amax = block_amax(pieces, inside, exact=not scale_rule.brings_to_max)
+    amax = block_amax(pieces, inside)
     if format.tensor_scale and tensor_scale is None:
         tensor_scale = tensor_scale_of(amax, scale_rule.largest_value(format), x.ndim)
     spread_scale = None if tensor_scale is None else block_shapes.spread(tensor_scale, inside)
@@ -68,11 +68,7 @@ def quantize(
         rounding=rounding,
         random_bits=bits,
         # Powers of two are NaN for a block that holds one, or Inf.
-        has_nan=not (
-            scale_rule.brings_to_max
-            or isinstance(scale_rule.scales, PowerOfTwo)
-            and scale_rule.correction is None
-        ),
+        has_nan=not isinstance(scale_rule.scales, PowerOfTwo) or scale_rule.correction is not None,
         fits=scale_rule.brings_to_max,
     )
     if scale_rule.correction is not None:
@@ -88,31 +84,12 @@ def quantize(
     )
 
 
-def block_amax(pieces: jax.Array, inside: tuple[int, ...], exact: bool = True) -> jax.Array:
+def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     """Float32 patterns of each block's largest magnitude, int32; axes inside blocks kept.
 
     Patterns of non-negative floats order as integers: the maximum is exact, subnormal or not. Those
     of bfloat16 do so before they are widened, and take half the memory between XLA's kernels.
-
-    Args:
-      pieces: values in blocks.
-      inside: their axes inside blocks.
-      exact: whether subnormals count as the numbers that they are, whatever a platform does.
     """
-    by_patterns = functools.partial(_largest_pattern, inside=inside)
-    if exact:
-        return by_patterns(pieces)
-    # A TPU needs two operations for the larger of two integers, and unpacks those of 16 bits.
-    by_values = functools.partial(_largest_value, inside=inside)
-    return platform_dependent(pieces, tpu=by_values, default=by_patterns)
-
-
-def _largest_value(x: jax.Array, inside: tuple[int, ...]) -> jax.Array:
-    largest = lax.reduce_max(lax.abs(lax.convert_element_type(x, jnp.float32)), inside)
-    return float32.to_bits(lax.expand_dims(largest, inside))
-
-
-def _largest_pattern(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
 
     def reduced(magnitudes: jax.Array) -> jax.Array:
         return lax.expand_dims(lax.reduce_max(magnitudes, inside), inside)

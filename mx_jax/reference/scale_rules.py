@@ -414,9 +414,7 @@ FLOAT8_POWER_OF_TWO = ScaleRule(
     name="float8_power_of_two", kinds=("divisor",), scales=FromAmax(divisor_power_of_two)
 )
 # As AQT and Qwix scale integers, but that the quotient of theirs is the reciprocal of this one.
-AMAX_DIVISOR = ScaleRule(
-    name="amax_divisor", kinds=("divisor",), scales=FromAmax(divisor_of_any)
-)
+AMAX_DIVISOR = ScaleRule(name="amax_divisor", kinds=("divisor",), scales=FromAmax(divisor_of_any))
 _BRING_TO_MAX = (FLOAT8.scales, FLOAT8_POWER_OF_TWO.scales, AMAX_DIVISOR.scales)
 # DeepSeek-V3's `scale_inv`: value = code * (amax / max).
 AMAX_MULTIPLIER = ScaleRule(

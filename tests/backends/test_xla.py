@@ -1,4 +1,4 @@
-"""XLA's float8 dot: what it takes, why it does not, and its arithmetic, which runs anywhere."""
+"""XLA's dot of 8 bits: what it takes, why it does not, and its arithmetic, which runs anywhere."""
 
 import dataclasses
 import re
@@ -18,17 +18,24 @@ from mx_jax.testing.backend_suite import check_matmul
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 
 ROWWISE, TENSORWISE = formats.FLOAT8_ROWWISE_E4M3, formats.FLOAT8_TENSORWISE_E5M2
+INT8 = formats.INT8_ROWWISE
 CASES = (
     MatmulCase(lhs=ROWWISE, rhs=ROWWISE),
     MatmulCase(lhs=TENSORWISE, rhs=ROWWISE, out_dtype="bfloat16"),
     MatmulCase(lhs=ROWWISE, rhs=TENSORWISE, batch=(2,), m=(2, 3), n=(4,), k=(3, 16)),
+    MatmulCase(lhs=INT8, rhs=INT8, rhs_k_first=True),
+    MatmulCase(lhs=INT8, rhs=INT8, batch=(2,), m=(2, 3), k=(3, 16), out_dtype="bfloat16"),
 )
 H200 = Target(platform="cuda", compute_capability=(9, 0))
+V6E, TPU7X = (Target(platform="tpu", device_kind=kind) for kind in ("TPU v6 lite", "TPU7x"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products(case: MatmulCase):
-    assert XLA.rejects(case.call, H200) is None
+    """Where units multiply these codes, and there alone."""
+    units, others = ((H200, V6E), (TPU7X,)) if case.lhs is INT8 else ((H200, TPU7X), (V6E,))
+    assert not any(XLA.rejects(case.call, target) for target in units)
+    assert all("no native units for" in (XLA.rejects(case.call, t) or "") for t in others)
     check_matmul(XLA, case)
 
 
@@ -38,23 +45,42 @@ def test_products(case: MatmulCase):
         (
             CASES[0],
             Target(platform="cuda", compute_capability=(8, 0)),
-            "needs CUDA compute capability >= (8, 9) for float8, got (8, 0)",
+            "XLA's dot has no native units for float8 on platform=cuda, compute_capability=(8, 0)",
         ),
         (
             CASES[1],
             Target(platform="cuda"),
-            "needs CUDA compute capability >= (8, 9) for float8, got None",
+            "XLA's dot has no native units for 8 bits on platform=cuda",
         ),
-        (CASES[0], Target(platform="cpu"), "XLA has no native float8 dot on platform=cpu"),
+        (
+            CASES[0],
+            Target(platform="tpu", device_kind="TPU v4"),
+            "XLA's dot has no native units for 8 bits on platform=tpu, device_kind=TPU v4",
+        ),
+        (
+            CASES[3],
+            TPU7X,
+            "XLA's dot has no native units for int8 on platform=tpu, device_kind=TPU7x",
+        ),
+        (
+            MatmulCase(lhs=INT8, rhs=ROWWISE),
+            V6E,
+            "multiplies elements of one kind, got lhs=int8_rowwise, rhs=float8_rowwise_e4m3",
+        ),
+        (
+            dataclasses.replace(CASES[3], k=(2, 1 << 16)),
+            V6E,
+            "adds up at most 131071 products in int32, got k=[2, 65536]",
+        ),
         (
             MatmulCase(lhs=ROWWISE, rhs=None),
             H200,
-            "needs two float8 operands, got rhs in high precision",
+            "needs two operands in 8 bits, got rhs in high precision",
         ),
         (
             MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4),
             H200,
-            "needs float8 elements, got lhs=mxfp4",
+            "needs elements of 8 bits, got lhs=mxfp4",
         ),
         (
             MatmulCase(lhs=ROWWISE, rhs=formats.MXFP8_E4M3),
