@@ -1,6 +1,7 @@
 """XLA's dot of 8 bits: what it takes, why it does not, and its arithmetic, which runs anywhere."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -126,6 +127,25 @@ def test_float8_is_brought_into_the_order_that_units_read():
     assert dots == ["[1] x [1]"] * len(dots) and len(dots) >= 2
     # Rows stay, whatever reads the transposed copy.
     assert text.count("stablehlo.transpose") * 2 == text.count("@LayoutConstraint") > 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "operands"),
+    [
+        ("int8_rowwise", "TPU v6 lite", "i8"),
+        ("int8_rowwise", "TPU7x", "bf16"),
+        ("float8_tensorwise", "TPU7x", "f8E4M3FN f8E5M2"),
+        ("float8_rowwise", "TPU v6 lite", "bf16"),
+    ],
+)
+def test_what_the_units_of_a_tpu_are_given(recipe: str, kind: str, operands: str):
+    multiply = functools.partial(mx_jax.matmul, recipe=recipe)
+    x, w = jax.ShapeDtypeStruct((64, 32), "bfloat16"), jax.ShapeDtypeStruct((32, 128), "bfloat16")
+    with mx_jax.testing.target("tpu", device_kind=kind):
+        step = jax.jit(jax.grad(lambda x, w: multiply(x, w).sum(), argnums=(0, 1))).trace(x, w)
+        text = step.lower(lowering_platforms=("tpu",)).as_text()
+    dots = re.findall(r"stablehlo.dot_general.* : \(tensor<\w+x(\w+)>, tensor<\w+x(\w+)>\)", text)
+    assert len(dots) == 2 and set(sum(dots, ())) == set(operands.split())
 
 
 def test_float8_of_a_symbolic_batch_is_exported_for_gpus():
