@@ -13,7 +13,7 @@ from mx_jax.backends.measured import Row, row_about
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Backend, Offer, Target, current_target, only_named
-from mx_jax.backends.xla import XLA, XLA_BFLOAT16
+from mx_jax.backends.xla import XLA, XLA_BFLOAT16, XLA_ROUNDED
 from mx_jax.backends.xla_scaled import XLA_SCALED
 from mx_jax.formats.element import unknown_name
 
@@ -21,7 +21,10 @@ from mx_jax.formats.element import unknown_name
 # XLA compiles it for that hardware. What stands behind the reference is not yet: `select` and
 # `find` ask it only where `prefer_backends` or `only_backend` names it, also for calls that the
 # reference refuses. Once measured, its place is the first.
-BACKENDS: tuple[Backend, ...] = (XLA, CPU_FFI, XLA_SCALED, XLA_BFLOAT16, REFERENCE, PALLAS_GPU)
+BACKENDS: tuple[Backend, ...] = (
+    *(XLA, CPU_FFI, XLA_SCALED, XLA_BFLOAT16, XLA_ROUNDED),
+    *(REFERENCE, PALLAS_GPU),
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
