@@ -15,6 +15,7 @@ from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.target import Target
 from mx_jax.backends.xla import XLA
+from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.testing.backend_suite import check_matmul
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 
@@ -27,67 +28,35 @@ CASES = (
     MatmulCase(lhs=INT8, rhs=INT8, rhs_k_first=True),
     MatmulCase(lhs=INT8, rhs=INT8, batch=(2,), m=(2, 3), k=(3, 16), out_dtype="bfloat16"),
 )
-H200 = Target(platform="cuda", compute_capability=(9, 0))
-V6E, TPU7X = (Target(platform="tpu", device_kind=kind) for kind in ("TPU v6 lite", "TPU7x"))
+LONG = MatmulCase(lhs=INT8, rhs=INT8, k=(2, 1 << 16))
+A100, H200 = (Target(platform="cuda", compute_capability=(major, 0)) for major in (8, 9))
+V4, V6E, TPU7X = (
+    Target(platform="tpu", device_kind=f"TPU{kind}") for kind in (" v4", " v6 lite", "7x")
+)
+NONE, EIGHT = "XLA's dot has no native units for", "needs two operands in 8 bits"
+OTHER = "multiplies elements of one kind, got lhs=int8_rowwise,"
+WHOLE = "needs one scale along the contracting axis"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products(case: MatmulCase):
-    """Where units multiply these codes, and there alone."""
-    units, others = ((H200, V6E), (TPU7X,)) if case.lhs is INT8 else ((H200, TPU7X), (V6E,))
-    assert not any(XLA.rejects(case.call, target) for target in units)
-    assert all("no native units for" in (XLA.rejects(case.call, t) or "") for t in others)
+    for target in (H200, V6E if case.lhs is INT8 else TPU7X):
+        assert XLA.rejects(case.call, target) is None
     check_matmul(XLA, case)
 
 
 @pytest.mark.parametrize(
     ("case", "target", "reason"),
     [
-        (
-            CASES[0],
-            Target(platform="cuda", compute_capability=(8, 0)),
-            "XLA's dot has no native units for float8 on platform=cuda, compute_capability=(8, 0)",
-        ),
-        (
-            CASES[1],
-            Target(platform="cuda"),
-            "XLA's dot has no native units for 8 bits on platform=cuda",
-        ),
-        (
-            CASES[0],
-            Target(platform="tpu", device_kind="TPU v4"),
-            "XLA's dot has no native units for 8 bits on platform=tpu, device_kind=TPU v4",
-        ),
-        (
-            CASES[3],
-            TPU7X,
-            "XLA's dot has no native units for int8 on platform=tpu, device_kind=TPU7x",
-        ),
-        (
-            MatmulCase(lhs=INT8, rhs=ROWWISE),
-            V6E,
-            "multiplies elements of one kind, got lhs=int8_rowwise, rhs=float8_rowwise_e4m3",
-        ),
-        (
-            dataclasses.replace(CASES[3], k=(2, 1 << 16)),
-            V6E,
-            "adds up at most 131071 products in int32, got k=[2, 65536]",
-        ),
-        (
-            MatmulCase(lhs=ROWWISE, rhs=None),
-            H200,
-            "needs two operands in 8 bits, got rhs in high precision",
-        ),
-        (
-            MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4),
-            H200,
-            "needs elements of 8 bits, got lhs=mxfp4",
-        ),
-        (
-            MatmulCase(lhs=ROWWISE, rhs=formats.MXFP8_E4M3),
-            H200,
-            "needs one scale along the contracting axis, got rhs=mxfp8_e4m3",
-        ),
+        (CASES[0], A100, f"{NONE} float8 on platform=cuda, compute_capability=(8, 0)"),
+        (CASES[1], Target(platform="cuda"), f"{NONE} 8 bits on platform=cuda"),
+        (CASES[0], V4, f"{NONE} 8 bits on platform=tpu, device_kind=TPU v4"),
+        (CASES[3], TPU7X, f"{NONE} int8 on platform=tpu, device_kind=TPU7x"),
+        (MatmulCase(lhs=INT8, rhs=ROWWISE), H200, f"{OTHER} rhs=float8_rowwise_e4m3"),
+        (LONG, V6E, "adds up at most 131071 products in int32, got k=[2, 65536]"),
+        (MatmulCase(lhs=ROWWISE, rhs=None), H200, f"{EIGHT}, got rhs in high precision"),
+        (MatmulCase(lhs=MXFP4, rhs=MXFP4), H200, "needs elements of 8 bits, got lhs=mxfp4"),
+        (MatmulCase(lhs=ROWWISE, rhs=MXFP8_E4M3), H200, f"{WHOLE}, got rhs=mxfp8_e4m3"),
         (
             QuantizeCase(format=ROWWISE, shape=(4, 4)),
             H200,

@@ -111,16 +111,14 @@ def test_deepseek_by_hand(name: str, power_of_two: bool):
     assert differs != power_of_two
 
 
-def by_rows_of_int8(x: np.ndarray, axis: int) -> np.ndarray:
-    """Values of x's cast along an axis."""
-    scale = np.abs(x).max(axis, keepdims=True).astype(np.float64) / 127
-    return np.rint(x / scale) * scale
-
-
 def test_int8_by_hand(arrays: tuple[np.ndarray, ...]):
     """Each operand along the axis that its product contracts; g too, unless `drhs` is None."""
-    x, w, g = arrays
-    by, recipe = by_rows_of_int8, recipes.int8_rowwise()
+    (x, w, g), recipe = arrays, recipes.int8_rowwise()
+
+    def by(x: np.ndarray, axis: int) -> np.ndarray:
+        scale = np.abs(x).max(axis, keepdims=True).astype(np.float64) / 127
+        return np.rint(x / scale) * scale
+
     y, dx, dw = quick(functools.partial(run, recipe))(x, w, g)
     close(y, by(x, 1), by(w, 0))
     close(dx, by(g, 1), by(w, 1).T)
