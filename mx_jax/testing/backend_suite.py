@@ -394,6 +394,7 @@ PROMISES: Mapping[str, Promise] = {
     "xla": _whole_axis_float8_on_gpu,
     "cpu_ffi": _what_the_handlers_compute,
     "xla_scaled": _mxfp8_on_one_blackwell,
+    "pallas_tpu": lambda call, target: False,
     "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
     "reference": lambda call, target: not isinstance(call, calls.QuantizeBothCall),
     "pallas_gpu": _few_bit_weights_from_ampere_on,
