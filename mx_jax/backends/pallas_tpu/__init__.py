@@ -8,7 +8,8 @@ Pallas is imported when a call is taken.
 from collections.abc import Callable
 from typing import Any
 
-from mx_jax.backends.calls import Call, rejects_symbolic
+from mx_jax.backends.calls import Call, MatmulCall, PackCall, rejects_symbolic
+from mx_jax.backends.pallas_tpu import weights
 from mx_jax.backends.target import Backend, Offer, Target
 
 HOW = "faster by libtpu's schedule, not run"
@@ -54,7 +55,11 @@ def offer(
 
 def backend_for(*, interpret: bool = False) -> Backend:
     """The backend; for tests on a machine without a TPU, by Pallas' interpreter."""
-    return Backend(name="pallas_tpu", epsilon_bound=2.0, table=())
+    table = (
+        offer(MatmulCall, weights.rejects, weights.multiply, interpret=interpret),
+        offer(PackCall, weights.rejects_pack, weights.pack, interpret=interpret),
+    )
+    return Backend(name="pallas_tpu", epsilon_bound=2.0, table=table)
 
 
 PALLAS_TPU = backend_for()
