@@ -1,4 +1,4 @@
-"""Kernels for TPUs in Pallas: casts.
+"""Kernels for TPUs in Pallas: few rows by weights.
 
 Nothing here has run on a TPU. libtpu compiles every kernel, Pallas' interpreter has its bits, and
 what is on by default is faster by the schedule that libtpu makes: `benchmarks/results/tpu`.
