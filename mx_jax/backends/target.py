@@ -202,11 +202,13 @@ class Backend:
     Attributes:
       name: what `only_backend` and `explain` call it.
       epsilon_bound: c in `|C - exact| <= c * 2^-24 * sqrt(k) * sum |a b|` for float32 products.
+      value_error: relative, of the values that it multiplies: twice that times `sum |a b|` more.
       table: what it offers, a row for each kind of call; of any other it says that it does not.
     """
 
     name: str
     epsilon_bound: float
+    value_error: float = 0.0
     table: tuple[Offer, ...]
 
     @functools.cached_property

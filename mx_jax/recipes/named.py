@@ -340,8 +340,9 @@ def deepseek_v3() -> Recipe:
 
     Scales are amax / 448, and a code's value is multiplied with them. What is kept of x are its
     codes, as in the source: that second rounding costs grad_weight 1.8 dB on normal data.
-    `deepseek_v3().with_(residuals="primal")` quantizes x from high precision instead. Source:
-    DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3.
+    `deepseek_v3().with_(residuals="primal")` quantizes x from high precision instead. GPUs and TPUs
+    round codes times scales to bfloat16 but by `precision="highest"`. Source: DeepSeek-V3
+    technical report, arXiv 2412.19437, section 3.3.
 
     Examples:
       >>> from mx_jax import recipes

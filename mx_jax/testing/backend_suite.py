@@ -125,15 +125,21 @@ def draw_any_codes(rng: np.random.Generator, call: calls.DequantizeCall) -> MXAr
 HALF_ULP = 2.0**-24
 
 
+def _bound(backend: Backend, added: int) -> float:
+    """Of the error of as many added products, over the sum of their magnitudes."""
+    return backend.epsilon_bound * math.sqrt(added) * HALF_ULP + 2 * backend.value_error
+
+
 def check_matmul(backend: Backend, case: cases.MatmulCase) -> None:
     """Compare products with float64's: codes of all kinds, and sums that nearly cancel.
 
     Rounding errors point either way here, so they stay within the backend's
-    `epsilon_bound * 2^-24 * sqrt(k) * sum |a b|`, plus the rounding to the product's dtype.
+    `epsilon_bound * 2^-24 * sqrt(k) * sum |a b|`, plus the rounding to the product's dtype and of
+    the values, if it rounds those.
     """
     call = case.call
     run = jax.jit(lambda lhs, rhs: backend.run(call, lhs, rhs))
-    bound = backend.epsilon_bound * math.sqrt(max(case.num_products, 1)) * HALF_ULP
+    bound = _bound(backend, max(case.num_products, 1))
     rng = np.random.default_rng(0)
     for lhs, rhs in (case.operands(rng), case.cancelling_operands(rng)):
         _compare_product(run(lhs, rhs), call, lhs, rhs, bound)
@@ -277,7 +283,7 @@ def check_extremes(backend: Backend, case: ExtremeCase) -> None:
     lhs, rhs = case.operands()
     product = jax.jit(lambda lhs, rhs: backend.run(case.call, lhs, rhs))(lhs, rhs)
     assert np.isfinite(np.asarray(product)).all(), f"{case}: not finite, got {product}"
-    bound = backend.epsilon_bound * math.sqrt(case.call.lhs.shape[-1]) * HALF_ULP
+    bound = _bound(backend, case.call.lhs.shape[-1])
     _compare_product(product, case.call, lhs, rhs, bound, FLUSHED)
 
 
@@ -290,7 +296,7 @@ def check_ragged(backend: Backend, case: cases.RaggedCase) -> None:
     exact, magnitude = case.exact(left, right), case.exact(np.abs(left), np.abs(right))
     assert product.dtype == call.out_dtype and product.shape == exact.shape
     added = case.rows if case.contracts_rows else case.k
-    assert_near(product, exact, backend.epsilon_bound * math.sqrt(added) * HALF_ULP * magnitude)
+    assert_near(product, exact, _bound(backend, added) * magnitude)
     if not case.contracts_rows:
         unused = np.asarray(product)[sum(case.sizes) :]
         assert not unused.any(), f"{case}: rows of no group are not zeros"
@@ -396,6 +402,8 @@ PROMISES: Mapping[str, Promise] = {
     "xla_scaled": _mxfp8_on_one_blackwell,
     "pallas_tpu": lambda call, target: False,
     "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
+    # Cases ask for the highest precision, which it does not have.
+    "xla_rounded": lambda call, target: False,
     "reference": lambda call, target: not isinstance(call, calls.QuantizeBothCall),
     "pallas_gpu": _few_bit_weights_from_ampere_on,
 }
