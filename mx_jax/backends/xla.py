@@ -17,7 +17,7 @@ from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends import calls, sums
 from mx_jax.backends.calls import MatmulCall, Operand, RaggedCall
 from mx_jax.backends.sums import SumScale
-from mx_jax.backends.target import Backend, Offer, Target
+from mx_jax.backends.target import Backend, Offer, Target, on_one_device
 from mx_jax.codecs import blocks
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs.float32 import power_of_two, select
@@ -27,6 +27,7 @@ from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.reference import hadamard
 from mx_jax.reference.ragged import grouped_dot
+from mx_jax.sharding.movement import reduced_in
 
 # Float8 by float8 ---------------------------------------------------------------------------------
 
@@ -233,18 +234,21 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         size = _block_size(call.lhs) or _block_size(call.rhs) or 0
         product = _blockwise_dot(left, right, size, of_blocks, call)
     else:
-        product = _dot(left, right, call.dimension_numbers)
+        # What XLA splits between devices they add up in the dtype that the dot has.
+        shared = reduced_in(call.out_dtype, call.reduce_dtype)
+        dtype = jnp.float32 if on_one_device.value else shared
+        product = _dot(left, right, call.dimension_numbers, dtype).astype(jnp.float32)
     product = sums.scaled(product, *of_sums)
     factor = left_factor * right_factor
     return (product if factor == 1.0 else product * factor).astype(call.out_dtype)
 
 
-def _dot(left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers) -> jax.Array:
+def _dot(
+    left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers, dtype: Any = jnp.float32
+) -> jax.Array:
     # Of bfloat16 there is nothing to split, whatever `jax_default_matmul_precision` says.
     default = lax.Precision.DEFAULT
-    return lax.dot_general(
-        left, right, dimensions, precision=default, preferred_element_type=jnp.float32
-    )
+    return lax.dot_general(left, right, dimensions, precision=default, preferred_element_type=dtype)
 
 
 def _block_scales(side: Side, operand: MXArray, call: MatmulCall) -> SumScale:

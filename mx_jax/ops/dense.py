@@ -179,7 +179,7 @@ class DenseProduct(RecipeProduct[Key]):
         self, taken: Taken, out_dtype: np.dtype, stored: Collection[Side] = ()
     ) -> jax.Array:
         """By the backend that takes the product of the operands, which are canonical."""
-        (lhs, rhs), axes, split = taken.operands, taken.task.axes, self.recipe.gather is None
+        (lhs, rhs), axes, gather = taken.operands, taken.task.axes, self.recipe.gather
         if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
             return lax.dot_general(
                 lhs,
@@ -194,7 +194,7 @@ class DenseProduct(RecipeProduct[Key]):
             out_dtype=out_dtype,
             precision=self.precision,
             fast_accumulation=taken.task.spec.fast_accumulation,
-            moves_codes=split,
+            moves_codes=gather is None or bool(gather.axes),
             reduce_dtype=self.recipe.reduce_dtype,
         )
         if not stored and not isinstance(rhs, PackedMXArray) and active.value is None:
@@ -207,7 +207,8 @@ class DenseProduct(RecipeProduct[Key]):
         if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
             rhs = unpacked_for(rhs, choice)
             call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
-        if (recorder := active.value) is not None and split and not current_target().unsplit:
+        unsplit = gather is not None or current_target().unsplit
+        if (recorder := active.value) is not None and not unsplit:
             mesh = jax.sharding.get_abstract_mesh()
             names = recorder.axes if mesh.empty else mesh.axis_names
             if names and (mesh.empty or compiler_splits()):
