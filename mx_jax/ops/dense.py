@@ -40,7 +40,7 @@ from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.sharding.movement import STAY, Movement, Moves, manual_axes, reduced_in
-from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
+from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
 
 X = TypeVar("X", bound=AnyOperand)
 E = TypeVar("E")  # what a product depends on besides its operands
@@ -127,10 +127,13 @@ class RecipeProduct(Product[E]):
         return Taken(task, (operands[0], operands[1]))
 
     def keep(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand]:
-        if self.recipe.residuals is Residuals.QUANTIZED:
-            # The same key gives the same codes as without a gradient.
-            return self._kept(lhs, rhs, extra)
-        return lhs, rhs
+        keeps = [self.recipe.keeps_codes(side) for side in SIDES]
+        if not any(keeps):
+            return lhs, rhs
+        # The same key gives the same codes as without a gradient.
+        pair = zip(keeps, self._kept(lhs, rhs, extra), (lhs, rhs), strict=True)
+        left, right = (codes if kept else x for kept, codes, x in pair)
+        return left, right
 
     @one_program("self")
     def _kept(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand]:
