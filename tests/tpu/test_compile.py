@@ -29,7 +29,7 @@ from mx_jax.sharding import Gather
 from tests.contracts.test_docs import section
 from tests.processes import ROOT
 from tests.quick import compilation_cache_off, with_gradients
-from tests.sharding.collectives import gathered, received
+from tests.sharding.collectives import received
 
 pytestmark = [
     pytest.mark.tpu,
