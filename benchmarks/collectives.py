@@ -39,16 +39,14 @@ TOKENS, FEATURES, UNITS = 1024, 512, 768
 DIMENSIONS = (((1,), (0,)), ((), ()))
 PLAIN = "jax"
 SQUARE = " with "  # between a recipe and its format of weights
-SQUARES = tuple(
-    f"{name}{SQUARE}{weights}"
-    for name, weights in (("mxfp8", "mxfp8_e4m3_2d"), ("mxfp4", "mxfp4_2d"))
-)
+SQUARES = ("mxfp8 with mxfp8_e4m3_2d", "mxfp4 with mxfp4_2d")
 RECIPES = ("mxfp8", "mxfp4", "float8_rowwise", *SQUARES)
 DTYPES = ("float32", "bfloat16")
 WAYS = ("set_mesh", "no mesh", "with mesh", "explicit", "shard_map")
 # Under "gather" the recipe says what is gathered; the mesh is in context, and its axes automatic.
 TPUS, WAYS_OF_TPUS = ("v6e:2x2", "tpu7x:2x2x1"), ("gather", "no mesh", "explicit", "shard_map")
-LAYOUTS_OF_TPUS = ("data", "FSDP by k", "FSDP, scanned", "tensor, row", "FSDP, tensor column")
+LAYOUTS_OF_TPUS = ("FSDP by k", "FSDP, scanned", "FSDP, tensor column")
+SIZE_OF_TPUS = 256  # tokens, features and units: libtpu takes many seconds for more
 
 
 class Layout(NamedTuple):
@@ -301,6 +299,8 @@ def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _work(device: str, recipe: str) -> None:
+    if device != "cpu":
+        globals().update(dict.fromkeys(("TOKENS", "FEATURES", "UNITS"), SIZE_OF_TPUS))
     for case in cases(recipe) if device == "cpu" else cases_of_tpus(recipe):
         exchanged = counted(case) if device == "cpu" else counted_on(device, case)
         bytes_of = {" ".join(key): size for key, size in sorted(exchanged.items()) if size}
@@ -313,19 +313,18 @@ def sheets(found: Sequence[dict[str, Any]]) -> list[report.Sheet]:
     key = ("device", *Case._fields[:4])
     totals = {tuple(row[name] for name in key): row["total"] for row in found}
     names = list(dict.fromkeys(row["recipe"] for row in found))
-    shapes = (
-        f"{TOKENS} tokens, {FEATURES} features, {UNITS} units; forward and both gradients; "
-        "as many rows for each expert."
-    )
     tables = []
     for device, dtype in dict.fromkeys((row["device"], row["dtype"]) for row in found):
         of_cpus = device == "cpu"
         ways, what = (WAYS, f"{DEVICES} devices") if of_cpus else (WAYS_OF_TPUS, f"TPUs {device}")
-        read = "programs after partitioning" if of_cpus else "libtpu's final programs"
+        size, read = f"{SIZE_OF_TPUS} tokens, features and units", "libtpu's final programs"
+        if of_cpus:
+            size = f"{TOKENS} tokens, {FEATURES} features, {UNITS} units, as many rows an expert"
+            read = "programs after partitioning"
         sheet = report.Sheet(
             f"{what}, bytes that each receives, {dtype}: {'; '.join(names[1:])}; over plain JAX",
             ["layout", *ways],
-            notes=[f"{shapes} Read from {read}, nothing measured."],
+            notes=[f"{size}; forward and both gradients. Read from {read}, nothing measured."],
         )
         for layout in (*LAYOUTS, *OTHERS) if of_cpus else LAYOUTS_OF_TPUS:
             cells = []

@@ -234,9 +234,10 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         size = _block_size(call.lhs) or _block_size(call.rhs) or 0
         product = _blockwise_dot(left, right, size, of_blocks, call)
     else:
-        # What XLA splits between devices they add up in the dtype that the dot has.
+        # What XLA splits between devices they add up in the dtype that the dot has; in float16 sums
+        # that lack their scales might be out of range.
         shared = reduced_in(call.out_dtype, call.reduce_dtype)
-        dtype = jnp.float32 if on_one_device.value else shared
+        dtype = jnp.float32 if on_one_device.value or shared == jnp.float16 else shared
         product = _dot(left, right, call.dimension_numbers, dtype).astype(jnp.float32)
     product = sums.scaled(product, *of_sums)
     factor = left_factor * right_factor

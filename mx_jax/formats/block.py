@@ -321,10 +321,10 @@ def _by_name(name: str, formats: Sequence[Any], what: str) -> Any:
     if wanted in _SHORT:
         return _SHORT[wanted]
     if wanted.endswith(_SQUARE):
-        rows = {own.name: own for own in (*MX_FORMATS, NVFP4, NVFP4_ONE_LEVEL)} | _SHORT
-        own = rows.get(wanted.removesuffix(_SQUARE))
-        if own is not None and own.block[0] == 1:
-            return _square(own)
+        rows = {own.name: own for own in formats} | _SHORT
+        row = rows.get(wanted.removesuffix(_SQUARE))
+        if isinstance(row, BlockFormat) and row.block[0] == 1 and row.block[1] is not WHOLE:
+            return _square(row)
     # Block formats that are called so in part, or that have an element of that name.
     meant = [
         format.name

@@ -113,7 +113,7 @@ class Movement:
             length % count for (length, *_), count in zip(pairs, counts, strict=True)
         ):
             # XLA makes one of two equal ones, in both passes, and does not of constraints.
-            return _gathering(stored, used)(x)
+            return _gathering(mesh, stored, used)(x)
         # Said twice, or XLA might gather what x was made of.
         x = lax.with_sharding_constraint(x, spec_of(stored))
         return lax.with_sharding_constraint(x, spec_of(used))
@@ -166,13 +166,15 @@ def all_gather(x: jax.Array, parts: Sequence[Part]) -> jax.Array:
 
 
 @functools.lru_cache(maxsize=4096)
-def _gathering(stored: tuple[Part, ...], used: tuple[Part, ...]) -> Callable[..., jax.Array]:
+def _gathering(
+    mesh: AbstractMesh, stored: tuple[Part, ...], used: tuple[Part, ...]
+) -> Callable[..., jax.Array]:
     """A function that gathers an array of automatic axes along those that are not in `used`."""
     names = {name for part in stored for name in part}
     moved = [part[len(own) :] for part, own in zip(stored, used, strict=True)]
     specs: Any = dict(in_specs=spec_of(stored), out_specs=spec_of(used), axis_names=names)
     run = functools.partial(all_gather, parts=moved)
-    return jax.jit(jax.shard_map(run, check_vma=False, **specs))
+    return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs))
 
 
 def _within(parts: Sequence[Part], names: Collection[str]) -> tuple[Part, ...]:

@@ -81,6 +81,18 @@ def test_inside_shard_map(w_spec: PartitionSpec, check_vma: bool, arrays):
     check(quick(run)(*arrays), quick(step(MXFP4))(*arrays))
 
 
+def test_inside_shard_map_over_a_part(arrays):
+    """Rows lie along one mesh axis of shard_map's; the compiler has the other, and gathers."""
+    recipe = MXFP4.with_(gather=Gather("fsdp", rhs=P("fsdp")))
+    run: Any = lambda x, w: mx_jax.matmul(x, w, recipe=recipe)  # noqa: E731
+    specs: Any = dict(in_specs=(P("model"), P()), out_specs=P("model"), axis_names={"model"})
+    expected = [quick(run)(*arrays[:2])]
+    for each in (run, jax.shard_map(run, mesh=mesh_of(AxisType.Auto), **specs)):
+        text, actual = compiled(each, mesh_of(AxisType.Auto), arrays[:2], (P("model"), P("fsdp")))
+        check([actual], expected)
+        assert gathered(text) == gathered(text, "u8") == W[0] * W[1] // 2 + W[0] * W[1] // 32
+
+
 def on_shards(recipe: Any, w_spec: PartitionSpec, x: Any, w: Any, **options: Any) -> Any:
     """y of a kernel in four parts inside shard_map, with all of the tokens everywhere."""
     gathering = recipe.with_(gather=Gather("fsdp", rhs=w_spec))
