@@ -26,6 +26,7 @@ from mx_jax.formats.element import (
     F32,
     F32_DIVISOR,
     INT8,
+    INTEGER8,
     SCALE_FORMATS,
     ElementFormat,
     ScaleFormat,
@@ -191,7 +192,7 @@ def _square(format: BlockFormat) -> BlockFormat:
     return dataclasses.replace(format, name=f"{format.name}{_SQUARE}", block=(size, size))
 
 
-def _float8(name: str, element: ElementFormat, kept: BlockSize) -> BlockFormat:
+def _whole(name: str, element: ElementFormat, kept: BlockSize) -> BlockFormat:
     return BlockFormat(name=name, element=element, scale=F32_DIVISOR, block=(kept, WHOLE))
 
 
@@ -199,10 +200,11 @@ def _float8(name: str, element: ElementFormat, kept: BlockSize) -> BlockFormat:
 _SQUARE = "_2d"
 MXFP4_2D, NVFP4_2D = _square(MXFP4), _square(NVFP4)
 
-FLOAT8_ROWWISE_E4M3 = _float8("float8_rowwise_e4m3", E4M3, 1)
-FLOAT8_ROWWISE_E5M2 = _float8("float8_rowwise_e5m2", E5M2, 1)
-FLOAT8_TENSORWISE_E4M3 = _float8("float8_tensorwise_e4m3", E4M3, WHOLE)
-FLOAT8_TENSORWISE_E5M2 = _float8("float8_tensorwise_e5m2", E5M2, WHOLE)
+FLOAT8_ROWWISE_E4M3 = _whole("float8_rowwise_e4m3", E4M3, 1)
+FLOAT8_ROWWISE_E5M2 = _whole("float8_rowwise_e5m2", E5M2, 1)
+FLOAT8_TENSORWISE_E4M3 = _whole("float8_tensorwise_e4m3", E4M3, WHOLE)
+FLOAT8_TENSORWISE_E5M2 = _whole("float8_tensorwise_e5m2", E5M2, WHOLE)
+INT8_ROWWISE = _whole("int8_rowwise", INTEGER8, 1)
 FLOAT8_BLOCKWISE_E4M3 = BlockFormat(
     name="float8_blockwise_e4m3", element=E4M3, scale=F32, block=(1, 128)
 )
@@ -230,6 +232,7 @@ BLOCK_FORMATS: tuple[BlockFormat, ...] = (
     FLOAT8_TENSORWISE_E5M2,
     FLOAT8_BLOCKWISE_E4M3,
     FLOAT8_BLOCKWISE_2D_E4M3,
+    INT8_ROWWISE,
 )
 
 
