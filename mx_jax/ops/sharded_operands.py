@@ -14,15 +14,15 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mx_jax.axes import Axes
+from mx_jax.axes import SIDES, Axes
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.partition import agreed_scale as agreed
+from mx_jax.backends.select import remark
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import Spec, explicit_sharding
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
-from mx_jax.ops.tags import SIDES, remark
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.random_bits import DerivedKey
