@@ -3,9 +3,6 @@
 from typing import NoReturn as _NoReturn
 
 from mx_jax.formats.removed import missing_attribute as _missing_attribute
-from mx_jax.inspect.bias import GradientBias as GradientBias
-from mx_jax.inspect.bias import gradient_bias as gradient_bias
-from mx_jax.inspect.bias import passes as passes
 from mx_jax.inspect.capture import Captured as Captured
 from mx_jax.inspect.capture import NonFiniteError as NonFiniteError
 from mx_jax.inspect.capture import capture as capture

@@ -52,9 +52,9 @@ PUBLIC = {
         KVCache join_stored linen nnx split_stored
     """,
     "mx_jax.inspect": """
-        Budget Explanation GradientBias Jsonl Memory NonFiniteError Record
+        Budget Explanation Jsonl Memory NonFiniteError Record
         Captured STATISTICS Scalar Sensitivity Sink Tag capture
-        explain explain_call gradient_bias guard passes report saturated_fraction
+        explain explain_call guard report saturated_fraction
         sensitivity sqnr_db
     """,
     "mx_jax.sharding": """
