@@ -49,7 +49,7 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 SIDE, WIDE = 4096, 8192
 TOKENS, FEATURES, UNITS, HEADS = 2048, 2048, 4096, 8
-RECIPES = ("mxfp8", "float8_rowwise", "float8_tensorwise", "deepseek_v3")
+RECIPES = ("mxfp8", "float8_rowwise", "float8_tensorwise", "deepseek_v3", "int8_rowwise")
 BLOCKS = (None, "mxfp8")
 WEIGHTS = ("mxfp4", "mxfp8")
 ROWS = (1, 16)

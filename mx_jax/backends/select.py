@@ -79,6 +79,12 @@ def recording(*, marks: bool = False, axes: tuple[str, ...] = ()) -> Iterator[Re
         yield recorder
 
 
+def remark(text: str) -> None:
+    """Say something of a call to whoever records it, as `explain` does."""
+    if (recorder := active.value) is not None:
+        recorder.entries.append(text)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
     """The backend that takes a call, and why each one before it does not."""
