@@ -115,6 +115,19 @@ def weights(format: str | None, rows: int) -> Program:
     return Program(title, functools.partial(mx_jax.matmul, recipe=recipe), (x, stored))
 
 
+def packed(format: str, rows: int) -> Program:
+    """The same by weights that were packed on a machine with a TPU."""
+    title, function, (x, stored) = weights(format, rows)
+
+    def run(x: jax.Array, w: Any) -> jax.Array:
+        with mx_jax.testing.target("tpu"):
+            return function(x, w)
+
+    with mx_jax.testing.target("tpu"):
+        laid_out = jax.eval_shape(mx_jax.pack_weights, stored)
+    return Program(title.replace("weights", "packed weights"), run, (x, laid_out))
+
+
 PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "product": lambda: Program(
         f"bfloat16 product {SIDE}^3", jnp.matmul, (array(SIDE, SIDE), array(SIDE, SIDE))
@@ -138,6 +151,11 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
         f"weights-{format or 'bfloat16'}-{rows}": functools.partial(weights, format, rows)
         for rows in ROWS
         for format in (None, *WEIGHTS)
+    },
+    **{
+        f"packed-{format}-{rows}": functools.partial(packed, format, rows)
+        for rows in ROWS
+        for format in (*WEIGHTS, "mxint8", "nvfp4")
     },
 }
 

@@ -404,6 +404,7 @@ PROMISES: Mapping[str, Promise] = {
     "xla": _whole_axis_codes,
     "cpu_ffi": _what_the_handlers_compute,
     "xla_scaled": _mxfp8_on_one_blackwell,
+    "pallas_tpu": lambda call, target: False,
     "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
     # Cases ask for the highest precision, which it does not have.
     "xla_rounded": lambda call, target: False,
