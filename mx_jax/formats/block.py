@@ -26,6 +26,7 @@ from mx_jax.formats.element import (
     F32,
     F32_DIVISOR,
     INT8,
+    INTEGER8,
     SCALE_FORMATS,
     ElementFormat,
     ScaleFormat,
@@ -185,17 +186,18 @@ MX_FORMATS: tuple[BlockFormat, ...] = (
 )
 
 
-def _float8(name: str, element: ElementFormat, kept: BlockSize) -> BlockFormat:
+def _whole(name: str, element: ElementFormat, kept: BlockSize) -> BlockFormat:
     return BlockFormat(name=name, element=element, scale=F32_DIVISOR, block=(kept, WHOLE))
 
 
 MXFP4_2D = dataclasses.replace(MXFP4, name="mxfp4_2d", block=(32, 32))
 NVFP4_2D = dataclasses.replace(NVFP4, name="nvfp4_2d", block=(16, 16))
 
-FLOAT8_ROWWISE_E4M3 = _float8("float8_rowwise_e4m3", E4M3, 1)
-FLOAT8_ROWWISE_E5M2 = _float8("float8_rowwise_e5m2", E5M2, 1)
-FLOAT8_TENSORWISE_E4M3 = _float8("float8_tensorwise_e4m3", E4M3, WHOLE)
-FLOAT8_TENSORWISE_E5M2 = _float8("float8_tensorwise_e5m2", E5M2, WHOLE)
+FLOAT8_ROWWISE_E4M3 = _whole("float8_rowwise_e4m3", E4M3, 1)
+FLOAT8_ROWWISE_E5M2 = _whole("float8_rowwise_e5m2", E5M2, 1)
+FLOAT8_TENSORWISE_E4M3 = _whole("float8_tensorwise_e4m3", E4M3, WHOLE)
+FLOAT8_TENSORWISE_E5M2 = _whole("float8_tensorwise_e5m2", E5M2, WHOLE)
+INT8_ROWWISE = _whole("int8_rowwise", INTEGER8, 1)
 FLOAT8_BLOCKWISE_E4M3 = BlockFormat(
     name="float8_blockwise_e4m3", element=E4M3, scale=F32, block=(1, 128)
 )
@@ -223,6 +225,7 @@ BLOCK_FORMATS: tuple[BlockFormat, ...] = (
     FLOAT8_TENSORWISE_E5M2,
     FLOAT8_BLOCKWISE_E4M3,
     FLOAT8_BLOCKWISE_2D_E4M3,
+    INT8_ROWWISE,
 )
 
 

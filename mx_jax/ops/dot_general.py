@@ -61,7 +61,8 @@ def dot_general(
       rhs: likewise.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
       recipe: what to quantize, e.g. `mx_jax.recipes.mxfp8()`, or a name, e.g. `"mxfp8"`.
-      precision: as in `jax.lax.dot_general`, for high-precision operands.
+      precision: as in `jax.lax.dot_general`, for high-precision operands; `"highest"` also keeps
+        all digits of float8 in blocks of 128, which accelerators else round to bfloat16.
       preferred_element_type: dtype of the product; default: the operands' common dtype.
       out_sharding: sharding of the product, as in `jax.lax.dot_general`.
       key: PRNG key, if a product that runs draws random bits; others do not use it.

@@ -41,6 +41,7 @@ MEASURED_RULES: dict[formats.BlockFormat, scale_rules.ScaleRule] = {
     formats.MXFP4: scale_rules.EVEN,
     formats.MXINT8: scale_rules.FLOOR,
     formats.NVFP4: scale_rules.AMAX,
+    formats.INT8_ROWWISE: scale_rules.AMAX_DIVISOR,
 }
 # Rules of other scales clip nothing: amax becomes the largest element.
 UNCLIPPED: tuple[scale_rules.ScaleRule, ...] = (scale_rules.RCEIL, scale_rules.AMAX_HEADROOM)

@@ -62,6 +62,7 @@ TABLE = {
     "float8_tensorwise_e5m2": ("e5m2", "f32_divisor", (WHOLE, WHOLE), False),
     "float8_blockwise_e4m3": ("e4m3", "f32", (1, 128), False),
     "float8_blockwise_2d_e4m3": ("e4m3", "f32", (128, 128), False),
+    "int8_rowwise": ("integer8", "f32_divisor", (1, WHOLE), False),
 }
 
 
