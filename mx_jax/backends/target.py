@@ -137,6 +137,14 @@ def current_target(num_devices: int | None = None) -> Target:
     )
 
 
+def is_unsplit() -> bool:
+    """Whether the compiler cannot be told how devices share a call, also of a mesh for a machine
+    that is not there."""
+    of_mesh = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    known = None if of_mesh is None else Target(platform=of_mesh.platform).unsplit
+    return bool(known or current_target().unsplit)
+
+
 def of_platform(platform: str) -> Target:
     """One device of a platform, as far as this host has it."""
     try:

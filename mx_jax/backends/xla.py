@@ -17,7 +17,7 @@ from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends import calls, sums
 from mx_jax.backends.calls import MatmulCall, Operand, RaggedCall
 from mx_jax.backends.sums import SumScale
-from mx_jax.backends.target import Backend, Offer, Target
+from mx_jax.backends.target import Backend, Offer, Target, on_one_device
 from mx_jax.codecs import blocks
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs.float32 import power_of_two, select
@@ -27,6 +27,7 @@ from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.reference import hadamard
 from mx_jax.reference.ragged import grouped_dot
+from mx_jax.sharding.movement import reduced_in
 
 # Codes by codes -----------------------------------------------------------------------------------
 
@@ -296,7 +297,7 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         size = _block_size(call.lhs) or _block_size(call.rhs) or 0
         product = _blockwise_dot(left, right, size, of_blocks, call)
     else:
-        product = _dot(left, right, call.dimension_numbers)
+        product = _shared_dot(left, right, call)
     product = sums.scaled(product, *of_sums)
     factor = left_factor * right_factor
     return (product if factor == 1.0 else product * factor).astype(call.out_dtype)
@@ -315,16 +316,25 @@ def _multiply_rounded(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array
     for operand, (side, _) in zip((lhs, rhs), call.sides, strict=True):
         if isinstance(operand, MXArray) and _block_size(operand) is None:
             scales += _sum_scales(side, operand, call)
-    product = sums.scaled(_dot(left, right, call.dimension_numbers), *scales)
+    product = sums.scaled(_shared_dot(left, right, call), *scales)
     return (product * (left_factor * right_factor)).astype(call.out_dtype)
 
 
-def _dot(left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers) -> jax.Array:
+def _shared_dot(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Array:
+    """`_dot`; what XLA splits between devices they add up in the dtype that it has."""
+    dtype = reduced_in(call.out_dtype, call.reduce_dtype)
+    # In float16 sums that lack their scales might be out of range.
+    if on_one_device.value or dtype == jnp.float16:
+        dtype = jnp.float32
+    return _dot(left, right, call.dimension_numbers, dtype).astype(jnp.float32)
+
+
+def _dot(
+    left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers, dtype: Any = jnp.float32
+) -> jax.Array:
     # Of bfloat16 there is nothing to split, whatever `jax_default_matmul_precision` says.
     default = lax.Precision.DEFAULT
-    return lax.dot_general(
-        left, right, dimensions, precision=default, preferred_element_type=jnp.float32
-    )
+    return lax.dot_general(left, right, dimensions, precision=default, preferred_element_type=dtype)
 
 
 def _block_scales(side: Side, operand: MXArray, call: MatmulCall) -> SumScale:

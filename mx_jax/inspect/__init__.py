@@ -3,9 +3,6 @@
 from typing import NoReturn as _NoReturn
 
 from mx_jax.formats.removed import missing_attribute as _missing_attribute
-from mx_jax.inspect.bias import GradientBias as GradientBias
-from mx_jax.inspect.bias import gradient_bias as gradient_bias
-from mx_jax.inspect.bias import passes as passes
 from mx_jax.inspect.capture import Captured as Captured
 from mx_jax.inspect.capture import NonFiniteError as NonFiniteError
 from mx_jax.inspect.capture import capture as capture
@@ -20,9 +17,6 @@ from mx_jax.inspect.records import Scalar as Scalar
 from mx_jax.inspect.records import Sink as Sink
 from mx_jax.inspect.records import Tag as Tag
 from mx_jax.inspect.report import report as report
-from mx_jax.inspect.sensitivities import Budget as Budget
-from mx_jax.inspect.sensitivities import Sensitivity as Sensitivity
-from mx_jax.inspect.sensitivities import sensitivity as sensitivity
 from mx_jax.inspect.statistics import STATISTICS as STATISTICS
 from mx_jax.inspect.statistics import saturated_fraction as saturated_fraction
 from mx_jax.inspect.statistics import sqnr_db as sqnr_db

@@ -40,7 +40,7 @@ from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.sharding.movement import STAY, Movement, Moves, manual_axes, reduced_in
-from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
+from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
 
 X = TypeVar("X", bound=AnyOperand)
 E = TypeVar("E")  # what a product depends on besides its operands
@@ -127,10 +127,13 @@ class RecipeProduct(Product[E]):
         return Taken(task, (operands[0], operands[1]))
 
     def keep(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand]:
-        if self.recipe.residuals is Residuals.QUANTIZED:
-            # The same key gives the same codes as without a gradient.
-            return self._kept(lhs, rhs, extra)
-        return lhs, rhs
+        keeps = [self.recipe.keeps_codes(side) for side in SIDES]
+        if not any(keeps):
+            return lhs, rhs
+        # The same key gives the same codes as without a gradient.
+        pair = zip(keeps, self._kept(lhs, rhs, extra), (lhs, rhs), strict=True)
+        left, right = (codes if kept else x for kept, codes, x in pair)
+        return left, right
 
     @one_program("self")
     def _kept(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand]:
@@ -179,7 +182,7 @@ class DenseProduct(RecipeProduct[Key]):
         self, taken: Taken, out_dtype: np.dtype, stored: Collection[Side] = ()
     ) -> jax.Array:
         """By the backend that takes the product of the operands, which are canonical."""
-        (lhs, rhs), axes, split = taken.operands, taken.task.axes, self.recipe.gather is None
+        (lhs, rhs), axes, gather = taken.operands, taken.task.axes, self.recipe.gather
         if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
             return lax.dot_general(
                 lhs,
@@ -194,7 +197,7 @@ class DenseProduct(RecipeProduct[Key]):
             out_dtype=out_dtype,
             precision=self.precision,
             fast_accumulation=taken.task.spec.fast_accumulation,
-            moves_codes=split,
+            moves_codes=gather is None or bool(gather.axes),
             reduce_dtype=self.recipe.reduce_dtype,
         )
         if not stored and not isinstance(rhs, PackedMXArray) and active.value is None:
@@ -207,7 +210,8 @@ class DenseProduct(RecipeProduct[Key]):
         if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
             rhs = unpacked_for(rhs, choice)
             call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
-        if (recorder := active.value) is not None and split and not current_target().unsplit:
+        unsplit = gather is not None or current_target().unsplit
+        if (recorder := active.value) is not None and not unsplit:
             mesh = jax.sharding.get_abstract_mesh()
             names = recorder.axes if mesh.empty else mesh.axis_names
             if names and (mesh.empty or compiler_splits()):

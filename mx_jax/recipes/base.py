@@ -65,7 +65,11 @@ def measured_operand(format: FormatLike, rounding: Rounding | str = "nearest") -
     # Stochastic rounding is right on average only where nothing clips: with it, power-of-two scales
     # are RCEIL's, and those of NVFP4 leave headroom for their own rounding.
     format, rounding = formats.block_format(format), rounding_mode(rounding)
-    known = known_block(format)
+    rows, columns = format.block
+    # Square blocks as rows of their width.
+    known = known_block(
+        dataclasses.replace(format, block=(1, columns)) if rows == columns else format
+    )
     rule = known and MEASURED_RULES.get(known)
     if rounding.random_bits:
         fitting = (own for own in UNCLIPPED if format.scale.kind in own.kinds)
