@@ -138,7 +138,8 @@ class RecipeProduct(Product[E]):
     @one_program("self")
     def _kept(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand]:
         key = product_key(self.recipe, "fwd", self.key_of(extra))
-        return self.take(Task(lhs, rhs, self.recipe.fwd, self.axes), extra, key).operands
+        with jax.named_scope("output"):
+            return self.take(Task(lhs, rhs, self.recipe.fwd, self.axes), extra, key).operands
 
     @one_program("self", "side", "aval")
     def gradient(
