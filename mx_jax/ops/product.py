@@ -296,8 +296,9 @@ def _batch(values: Sequence[jax.Array], axes: Sequence[int | None], *, of: _Deri
     return found, [0] * of.number
 
 
-def _without_unused(used: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
+def _without_unused(used: Sequence[bool], *given: Any) -> tuple[list[bool], JaxprEqn | None]:
     """A gradient that nobody asks for is not computed for the one that somebody does."""
+    eqn: JaxprEqn = given[-1]  # newest JAX says before it which inputs others read
     if not any(used):
         return [False] * len(eqn.invars), None
     of: _Derivative = eqn.params["of"]
