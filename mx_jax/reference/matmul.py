@@ -1,6 +1,7 @@
 """The meaning of a scaled product and of attention, in plain jnp (OCP MX v1.0, 6.1 and 6.2)."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ def scaled_matmul(
     dimension_numbers: lax.DotDimensionNumbers,
     out_dtype: jax.typing.DTypeLike,
     precision: lax.PrecisionLike = None,
+    decoded: Callable[..., jax.Array] = decode,
 ) -> jax.Array:
     """`sum over blocks of X_A X_B (sum over the block of P_A P_B)`.
 
@@ -41,7 +43,7 @@ def scaled_matmul(
     """
     if isinstance(lhs, MXArray) and isinstance(rhs, MXArray):
         precision = lax.Precision.HIGHEST
-    left, right = scaled_values(lhs), scaled_values(rhs)
+    left, right = scaled_values(lhs, decoded), scaled_values(rhs, decoded)
     product = lax.dot_general(
         left.values,
         right.values,
@@ -59,7 +61,9 @@ class ScaledValues(NamedTuple):
     factor: Any = 1.0
 
 
-def scaled_values(operand: jax.Array | MXArray) -> ScaledValues:
+def scaled_values(
+    operand: jax.Array | MXArray, decoded: Callable[..., jax.Array] = decode
+) -> ScaledValues:
     """The values of an operand, of which none is Inf that the quantized array did not have."""
     if not isinstance(operand, MXArray):
         return ScaledValues(operand.astype(jnp.float32))
@@ -71,7 +75,7 @@ def scaled_values(operand: jax.Array | MXArray) -> ScaledValues:
         small = is_tiny(scale)
         scaled, lifted = dataclasses.replace(operand, tensor_scale=lift(scale, small)), True
         factor = jnp.where(small, jnp.float32(2.0**-LIFT), jnp.float32(1)).reshape(())
-    values = decode(unlinked(scaled), jnp.float32, exponent=exponent, lifted=lifted)
+    values = decoded(unlinked(scaled), jnp.float32, exponent=exponent, lifted=lifted)
     if operand.primal is not None:
         values = straight_through(values, operand.primal.astype(jnp.float32) / factor)
     return ScaledValues(values, factor)

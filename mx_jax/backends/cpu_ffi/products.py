@@ -37,10 +37,11 @@ from mx_jax.backends.sums import (
     row_scales,
     scaled,
 )
+from mx_jax.codecs.blocks import varying_axes
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.scale import scale_to_float32
 from mx_jax.formats import BlockFormat
-from mx_jax.mxarray import MXArray
+from mx_jax.mxarray import MXArray, decode
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.matmul import scaled_matmul
 
@@ -148,29 +149,36 @@ def _dequantize_call(own: OperandType, format: BlockFormat) -> DequantizeCall:
 
 def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> jax.Array:
     """The product `[*batch, *m, *n]`. Packed weights give the bits that they give unpacked."""
-    if isinstance(rhs, PackedMXArray) or not _is_decoded(call):
-        return _multiply_codes(call, lhs, rhs)
+    decoded = not isinstance(rhs, PackedMXArray) and _is_decoded(call)
+    return _by_dot(call, lhs, rhs) if decoded else _multiply_codes(call, lhs, rhs)
 
-    def values(x: Operand, own: OperandType) -> jax.Array:
-        if not isinstance(x, MXArray):
-            return x.astype(jnp.float32)
-        return casts.dequantize(x, _dequantize_call(own, x.format))
 
-    quantized = isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
-    return lax.dot_general(
-        values(lhs, call.lhs),
-        values(rhs, call.rhs),
-        call.dimension_numbers,
-        precision=lax.Precision.HIGHEST if quantized else call.precision,
-        preferred_element_type=jnp.float32,
-    ).astype(call.out_dtype)
+def _by_dot(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
+    """The product by XLA's dot of values that the handler decodes, which compiles in no time."""
+    numbers = call.dimension_numbers
+    return scaled_matmul(lhs, rhs, numbers, call.out_dtype, call.precision, _decoded)
+
+
+def _decoded(
+    x: MXArray, dtype: jax.typing.DTypeLike, *, exponent: int = 0, lifted: bool = False
+) -> jax.Array:
+    """As `mxarray.decode`, by the handler where it takes the array."""
+    call = DequantizeCall(
+        shape=x.shape,
+        dtype=np.dtype(dtype),
+        format=x.format,
+        blocks=x.blocks,
+        scale_axes=varying_axes(x.tensor_scale),
+    )
+    if casts.rejects_dequantize(call) is not None:
+        return decode(x, dtype, exponent=exponent, lifted=lifted)
+    return casts.dequantize(x, call, exponent)
 
 
 def _multiply_codes(call: MatmulCall, lhs: Operand, rhs: Operand | PackedMXArray) -> jax.Array:
     """The product by the handlers, or of many rows by XLA's dot."""
     if _why_decoded(call):
-        numbers, whole = call.dimension_numbers, unpacked(rhs)
-        return scaled_matmul(lhs, whole, numbers, call.out_dtype, call.precision)
+        return _by_dot(call, lhs, unpacked(rhs))
     if isinstance(rhs, PackedMXArray):
         return _by_packed(call, lhs, rhs)
     return _by_codes(call, lhs, rhs)
