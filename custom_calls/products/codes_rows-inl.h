@@ -66,7 +66,7 @@ template <PanelType kType>
 void MultiplyCodes(const CodesProduct& p) {
   ByElement(p.element, [&p](auto element) {
     constexpr Element kElement = decltype(element)::value;
-    if constexpr (kType != kInt8 || FitsInt8(kElement)) MultiplyCodesAs<kType, kElement>(p);
+    if constexpr (Holds(kType, kElement)) MultiplyCodesAs<kType, kElement>(p);
   });
 }
 

@@ -8,7 +8,7 @@
 #else
 #include "products/kernels_plain-inl.h"
 #endif
-#if MX_RANK == MX_RANK_avx2 || defined(__aarch64__)
+#if (MX_RANK >= MX_RANK_avx2 && MX_RANK < MX_RANK_avx512) || defined(__aarch64__)
 #include "products/codes_rows-inl.h"
 #elif MX_RANK == MX_RANK_avx512
 #include "products/pack_codes_avx512-inl.h"
@@ -39,9 +39,27 @@ const MatmulKernels kMatmul = {{&kInt8Panels, &kInt16Panels, nullptr, &avx512::k
 #elif MX_RANK == MX_RANK_avx512
 const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,       PackFew<kFloat32>,
                                      Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr,
-                                     16, true};
+                                     16, kE5M2 + 1};
 const MatmulKernels kMatmul = {{nullptr, nullptr, nullptr, &kFloat32Panels}, PackCodes, Store};
-#elif MX_RANK == MX_RANK_avx2 || defined(__aarch64__)
+#elif MX_RANK == MX_RANK_avx2 || MX_RANK == MX_RANK_avx2_vnni
+#if MX_RANK == MX_RANK_avx2
+const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,       PackFew<kFloat32>,
+                                     Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr,
+                                     8, kE3M2 + 1, kAvx2Anew, false};
+#else
+using avx2::kFloat32Panels;
+#endif
+namespace {
+const PanelKernels kInt8Panels = {PackLhs<kInt8>,  PackRhs<kInt8>,       PackFew<kInt8>,
+                                  Multiply<kInt8>, MultiplyCodes<kInt8>, nullptr,
+                                  8, 0, kAvx2Anew, false, MX_RANK == MX_RANK_avx2};
+const PanelKernels kInt16Panels = {PackLhs<kInt16>,  PackRhs<kInt16>,       PackFew<kInt16>,
+                                   Multiply<kInt16>, MultiplyCodes<kInt16>, nullptr,
+                                   8, 0, kAvx2Anew, false};
+}  // namespace
+const MatmulKernels kMatmul = {
+    {&kInt8Panels, &kInt16Panels, nullptr, &kFloat32Panels}, PackCodesPortable, Store};
+#elif defined(__aarch64__)
 namespace {
 const PanelKernels kInt8Panels = {PackLhs<kInt8>,  PackRhs<kInt8>,       PackFew<kInt8>,
                                   Multiply<kInt8>, MultiplyCodes<kInt8>, nullptr};
