@@ -48,32 +48,40 @@ MX_INLINE __m256i Sixteen(const int8_t* bytes) {
   return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)bytes));
 }
 
+// By how much magnitudes of floats of 6 and 8 bits are lifted, so that what was subnormal is a normal
+// number of bytes.
+constexpr int LiftOf(Element element) {
+  return ElementBits(element) == 6 ? 112 : element == kE4M3 ? 24 : 8;
+}
+
 // What look-ups need of a format.
 template <Element kElement>
 struct CodeTable {
   __m256i low, high;     // low bytes of the integers of codes below 16, and from 16 to 31
   __m256i lower, upper;  // bytes of the bf16 values of codes below 16
-  __m256i lifts;         // of subnormal floats of 6 and 8 bits
+  __m256i lifts;         // what 0 and subnormal floats want beside LiftOf
   const float* values;
 
   CodeTable() {
-    if (kElement > kElementInt8) return;
     const ElementTables& tables = TablesOf(kElement);
     values = tables.float32;
     low = Sixteen(tables.int8), high = Sixteen(tables.int8 + 16);
-    int8_t bytes[2][16];
+    constexpr int kBits = kElementFacts[kElement].mantissa_bits, kNormal = 1 << kBits;
+    int8_t bytes[3][16] = {};
     for (int i = 0; i < 16; ++i) {
       bytes[0][i] = (int8_t)tables.bf16[i], bytes[1][i] = (int8_t)(tables.bf16[i] >> 8);
     }
-    lower = Sixteen(bytes[0]), upper = Sixteen(bytes[1]);
-    const int8_t e4m3[16] = {0, 7, 14, 17, 20, 21, 22, 23}, e5m2[16] = {0, 3, 6, 7};
-    const int8_t e2m3[16] = {-112, -17, -10, -7, -4, -3, -2, -1}, e3m2[16] = {-112, -5, -2, -1};
-    lifts = Sixteen(kElement == kE4M3   ? e4m3
-                    : kElement == kE5M2 ? e5m2
-                    : kElement == kE2M3 ? e2m3
-                                        : e3m2);
+    for (int i = 0, top = 0; kNormal < 16 && i < kNormal; ++i) {
+      if (i >> top > 1) ++top;
+      bytes[2][16 - kNormal + i] = (int8_t)(
+          i == 0 ? -LiftOf(kElement) : (top - kBits) * kNormal + (i << (kBits - top)) - i);
+    }
+    lower = Sixteen(bytes[0]), upper = Sixteen(bytes[1]), lifts = Sixteen(bytes[2]);
   }
 };
+
+template <>
+struct CodeTable<kElementFloat32> {};
 
 // ------------------------------------------------------------------------------------- integers
 
@@ -114,30 +122,26 @@ MX_INLINE void IntegerWords(const CodeTable<kElement>& table, __m256i codes, __m
 // --------------------------------------------------------------------------------------- floats
 
 // What floats of 6 and 8 bits lack as FloatWords gives them.
-MX_INLINE constexpr float BiasFactor(Element element, bool lifted) {
-  return element == kE4M3   ? (lifted ? 0x1p117f : 0x1p120f)
-         : element == kE5M2 ? (lifted ? 0x1p110f : 0x1p112f)
-         : element == kE2M3 ? 0x1p112f
-         : element == kE3M2 ? 0x1p96f
-                            : 1.0f;
+constexpr float BiasFactor(Element element, bool lifted) {
+  if (element == kE2M1 || element == kElementInt8) return 1.0f;
+  const ElementFacts& facts = kElementFacts[element];
+  const bool six = ElementBits(element) == 6;
+  int exponent = 127 - facts.bias - (lifted || six ? LiftOf(element) >> facts.mantissa_bits : 0);
+  float factor = 1.0f;
+  for (; exponent > 0; --exponent) factor *= 2.0f;
+  return factor;
 }
 
 // Lifted magnitudes as bytes: an exponent from 1 on, then the mantissa, or 0.
 template <Element kElement>
 MX_INLINE __m256i LiftedBytes(const CodeTable<kElement>& table, __m256i codes) {
-  constexpr bool kE4 = kElement == kE4M3;
-  if (ElementBits(kElement) == 6) {
-    // An index whose upper bit is set looks up 0.
-    const __m256i index = _mm256_add_epi8(_mm256_and_si256(codes, _mm256_set1_epi8(31)),
-                                          _mm256_set1_epi8(112));
-    return _mm256_add_epi8(index, _mm256_shuffle_epi8(table.lifts, index));
-  }
-  const __m256i magnitude = _mm256_and_si256(codes, _mm256_set1_epi8(0x7f));
-  const __m256i exponent = _mm256_and_si256(codes, _mm256_set1_epi8(kE4 ? 0x78 : 0x7c));
-  const __m256i lift = _mm256_blendv_epi8(_mm256_set1_epi8(kE4 ? 3 << 3 : 2 << 2),
-                                          _mm256_shuffle_epi8(table.lifts, magnitude),
-                                          _mm256_cmpeq_epi8(exponent, _mm256_setzero_si256()));
-  return _mm256_add_epi8(magnitude, lift);
+  constexpr int kNormal = 1 << kElementFacts[kElement].mantissa_bits;
+  const __m256i most = _mm256_set1_epi8((char)((1 << (ElementBits(kElement) - 1)) - 1));
+  const __m256i magnitude = _mm256_and_si256(codes, most);
+  // An index whose upper bit is set looks up 0.
+  const __m256i index = _mm256_adds_epu8(magnitude, _mm256_set1_epi8((char)(128 - kNormal)));
+  return _mm256_add_epi8(_mm256_add_epi8(magnitude, _mm256_set1_epi8((char)LiftOf(kElement))),
+                         _mm256_shuffle_epi8(table.lifts, index));
 }
 
 // bf16 words of the even and the odd bytes of codes, but for BiasFactor. kLifted: where some floats of
@@ -154,20 +158,20 @@ MX_INLINE void FloatWords(const CodeTable<kElement>& table, __m256i codes, __m25
     *odd = _mm256_or_si256(_mm256_andnot_si256(mask, upper), _mm256_srli_epi16(lower, 8));
     return;
   }
-  constexpr bool kE4 = kElement == kE4M3, kSix = ElementBits(kElement) == 6;
+  constexpr bool kSix = ElementBits(kElement) == 6;
+  constexpr int kShift = 7 - kElementFacts[kElement].mantissa_bits;
   if (!kLifted && !kSix) {
-    constexpr int kShift = kE4 ? 4 : 3;
-    const __m256i mask = _mm256_set1_epi16((short)(kE4 ? 0x87f0 : 0x8fe0));
-    *even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(codes, 8), kShift), mask);
-    *odd = _mm256_and_si256(_mm256_srai_epi16(codes, kShift), mask);
+    const __m256i mask = _mm256_set1_epi16((short)(0x8000 | 127 << kShift));
+    *even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(codes, 8), 8 - kShift), mask);
+    *odd = _mm256_and_si256(_mm256_srai_epi16(codes, 8 - kShift), mask);
     return;
   }
   const __m256i bytes = LiftedBytes<kElement>(table, codes);
   // A product with a power of two and 0 takes a byte of each word to where it belongs.
-  constexpr short kFactor = kE4 || kElement == kE2M3 ? 1 << 4 : 1 << 5;
+  constexpr int kFactor = 1 << kShift;
   const __m256i sign = _mm256_set1_epi16((short)0x8000);
   const __m256i signs = kSix ? _mm256_slli_epi16(codes, 2) : codes;
-  *even = _mm256_or_si256(_mm256_maddubs_epi16(bytes, _mm256_set1_epi16(kFactor)),
+  *even = _mm256_or_si256(_mm256_maddubs_epi16(bytes, _mm256_set1_epi16((short)kFactor)),
                           _mm256_and_si256(_mm256_slli_epi16(signs, 8), sign));
   *odd = _mm256_or_si256(_mm256_maddubs_epi16(bytes, _mm256_set1_epi16((short)(kFactor << 8))),
                          _mm256_and_si256(signs, sign));
