@@ -244,19 +244,12 @@ static inline Source SliceOf(const Source& source, int64_t first, int64_t count)
 
 // Of matmul_kernels.cc, compiled for each set. What one does not speed up, it takes from another.
 MX_DECLARE_PRODUCT_KERNELS(MatmulKernels, kMatmul)
-constexpr int64_t kAvx2Anew = 8;
-namespace avx2 {
-extern const PanelKernels kFloat32Panels;
-}  // namespace avx2
 namespace avx512 {
 extern const PanelKernels kFloat32Panels;
 void PackCodes(const Source& source, int64_t first_row, uint8_t* out);
 void Store(const float* tile, int rows, int columns, float alpha, OutType type, void* out,
            int64_t out_stride);
 }  // namespace avx512
-namespace avx512_vnni {
-extern const PanelKernels kInt8Panels, kInt16Panels;
-}  // namespace avx512_vnni
 
 }  // namespace mx
 

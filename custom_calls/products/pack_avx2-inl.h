@@ -41,9 +41,9 @@ MX_INLINE Vector LoadPart(const Source& source, int64_t at, int64_t count) {
 // 8 values of high precision.
 MX_INLINE __m256i LoadValues(const Source& source, int64_t at, int64_t count) {
   if (source.element == kElementFloat32) return LoadPart<__m256i>(source, at, count);
-  const __m128i halves = LoadPart<__m128i>(source, at, count);
-  if (source.element == kElementF16) return (__m256i)_mm256_cvtph_ps(halves);
-  return _mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16);
+  const __m128i words = LoadPart<__m128i>(source, at, count);
+  if (source.element == kElementF16) return (__m256i)_mm256_cvtph_ps(words);
+  return _mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16);
 }
 
 // Words of 4 codes, consecutive along k, of 8 rows.

@@ -20,7 +20,7 @@ def scaled_matmul(
     dimension_numbers: lax.DotDimensionNumbers,
     out_dtype: jax.typing.DTypeLike,
     precision: lax.PrecisionLike = None,
-    decoded: Callable[..., jax.Array] = decode,
+    decoded: Callable = decode,
 ) -> jax.Array:
     """`sum over blocks of X_A X_B (sum over the block of P_A P_B)`.
 
@@ -37,6 +37,7 @@ def scaled_matmul(
       out_dtype: dtype of the product; one rounding from the float32 sum.
       precision: for products with a high-precision operand; two quantized operands always take
         the highest, so that no platform rounds them again on the way in.
+      decoded: decodes an operand, as `decode` does.
 
     Returns:
       The product, axes in `dot_general`'s order.
@@ -44,13 +45,8 @@ def scaled_matmul(
     if isinstance(lhs, MXArray) and isinstance(rhs, MXArray):
         precision = lax.Precision.HIGHEST
     left, right = scaled_values(lhs, decoded), scaled_values(rhs, decoded)
-    product = lax.dot_general(
-        left.values,
-        right.values,
-        dimension_numbers,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    how = {"precision": precision, "preferred_element_type": jnp.float32}
+    product = lax.dot_general(left.values, right.values, dimension_numbers, **how)
     return unscaled(product, left, right).astype(out_dtype)
 
 
@@ -61,9 +57,7 @@ class ScaledValues(NamedTuple):
     factor: Any = 1.0
 
 
-def scaled_values(
-    operand: jax.Array | MXArray, decoded: Callable[..., jax.Array] = decode
-) -> ScaledValues:
+def scaled_values(operand: jax.Array | MXArray, decoded: Callable = decode) -> ScaledValues:
     """The values of an operand, of which none is Inf that the quantized array did not have."""
     if not isinstance(operand, MXArray):
         return ScaledValues(operand.astype(jnp.float32))

@@ -1,10 +1,10 @@
 """Products by the compiled handlers, of codes as they are or of packed weights, dense or in groups.
 
 Float8 under float32 scales is decoded by a handler, and multiplied by XLA's float32 dot. Many rows
-that an instruction set would multiply in float32 are decoded too, in plain JAX: which backend takes
-a product, and whether packed weights are read, depends on no instruction set. XLA's own ragged
-product multiplies masked rows by every group's matrix on CPUs, g times the work: here a loop
-multiplies each tile of a group's rows by the one matrix that is its group's.
+that an instruction set would multiply in float32 are decoded too: which backend takes a product,
+and whether packed weights are read, depends on no instruction set. XLA's own ragged product
+multiplies masked rows by every group's matrix on CPUs, g times the work: here a loop multiplies
+each tile of a group's rows by the one matrix that is its group's.
 """
 
 import dataclasses
@@ -37,7 +37,6 @@ from mx_jax.backends.sums import (
     row_scales,
     scaled,
 )
-from mx_jax.codecs.blocks import varying_axes
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.scale import scale_to_float32
 from mx_jax.formats import BlockFormat
@@ -58,11 +57,8 @@ _INT16 = {name for name, largest in _INTEGERS.items() if largest <= 4095}
 _FAST: dict[str, tuple[set[str], ...]] = {
     "dotprod": (_INT8,),
     "i8mm": (_INT8,),
-    "avx2": (_INT8, _INT16),
-    "avx2_vnni": (_INT8, _INT16),
-    "avx512_vnni": (_INT8, _INT16),
     "avx512_bf16": (_INT8, {*_INTEGERS, "bfloat16"}),
-}
+} | dict.fromkeys(("avx2", "avx2_vnni", "avx512_vnni"), (_INT8, _INT16))
 # Rows of the smaller operand up to which float32 panels win over XLA's dot of decoded operands:
 # beyond them its dot, which needs no panels of codes, is faster. Measured.
 FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 96, "avx2_vnni": 96}
@@ -143,10 +139,9 @@ def _is_decoded(call: MatmulCall) -> bool:
     )
 
 
-def _dequantize_call(own: OperandType, format: BlockFormat) -> DequantizeCall:
-    return DequantizeCall(
-        shape=own.shape, dtype=np.dtype(np.float32), format=format, blocks=own.axes.blocks(format)
-    )
+def _dequantize_call(own: OperandType, format: BlockFormat, blocks: Any = None) -> DequantizeCall:
+    where = {"blocks": blocks or own.axes.blocks(format), "scale_axes": own.scale_axes}
+    return DequantizeCall(shape=own.shape, dtype=np.dtype(np.float32), format=format, **where)
 
 
 def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> jax.Array:
@@ -161,17 +156,9 @@ def _by_dot(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
     return scaled_matmul(lhs, rhs, numbers, call.out_dtype, call.precision, _decoded)
 
 
-def _decoded(
-    x: MXArray, dtype: jax.typing.DTypeLike, *, exponent: int = 0, lifted: bool = False
-) -> jax.Array:
+def _decoded(x: MXArray, dtype: Any, *, exponent: int, lifted: bool) -> jax.Array:
     """As `mxarray.decode`, by the handler where it takes the array."""
-    call = DequantizeCall(
-        shape=x.shape,
-        dtype=np.dtype(dtype),
-        format=x.format,
-        blocks=x.blocks,
-        scale_axes=varying_axes(x.tensor_scale),
-    )
+    call = _dequantize_call(OperandType.of(x, Axes.ordered()), x.format, x.blocks)
     if casts.rejects_dequantize(call) is not None:
         return decode(x, dtype, exponent=exponent, lifted=lifted)
     return casts.dequantize(x, call, exponent)
