@@ -28,6 +28,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.axes import Axes
 from mx_jax.convert.rules import Shape
+from mx_jax.jaxpr.read import equations
 from mx_jax.nn.nnx import RecipeEinsum
 from mx_jax.ops.arguments import QUANTIZABLE, Key
 from mx_jax.ops.dot_general import einsum
@@ -395,7 +396,7 @@ def traced_products() -> dict[Any, TracedProduct]:
     # `jax.extend` does not give what `jax.lax.ragged_dot` traces to.
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 1), (1, 1, 1))]
     sizes = jax.ShapeDtypeStruct((1,), jnp.int32)
-    plain = jax.make_jaxpr(lax.ragged_dot)(*shapes, sizes).eqns[-1]
+    plain = equations(jax.make_jaxpr(lax.ragged_dot)(*shapes, sizes))[-1]
 
     def dot(_: Recipe, dot_general: DotGeneralFn, values: Values, params: Params, key: Key) -> Any:
         options = dict(params)
