@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive  # pyright: ignore[reportPrivateImportUsage]
 from jax.interpreters import ad, batching, mlir
 from numpy.typing import DTypeLike
@@ -370,20 +370,20 @@ def values(x: ArrayOfCodes) -> jax.Array:
     return values_p.bind(*arrays, tree=tree)
 
 
-def _values_of(*arrays: jax.Array, tree: Any) -> jax.Array:
+def _values_of(*arrays: jax.Array, tree: object) -> jax.Array:
     x = jax.tree.unflatten(tree, arrays)
     x.warn_of_values()
     return x.dequantize()
 
 
-def _shape_of_values(*arrays: Any, tree: Any) -> Any:
-    def run(*arrays: Any) -> jax.Array:
+def _shape_of_values(*arrays: ShapedArray, tree: object) -> ShapedArray:
+    def run(*arrays: jax.Array) -> jax.Array:
         return jax.tree.unflatten(tree, arrays).dequantize()
 
     return jax.make_jaxpr(run)(*arrays).out_avals[0]
 
 
-def _stacked_values(arrays: Sequence[Any], axes: Sequence[Any], *, tree: Any) -> Any:
+def _stacked_values(arrays: Sequence[Any], axes: Sequence[Any], *, tree: object) -> Any:
     (size,) = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
     stacks = (batching.bdim_at_front(x, axis, size) for x, axis in zip(arrays, axes, strict=True))
     return values_p.bind(*stacks, tree=tree), 0

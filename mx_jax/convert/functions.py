@@ -509,8 +509,9 @@ def deferred(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     ) -> jax.Array:
         dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype))
         options = {"precision": precision, "preferred_element_type": dtype}
-        if out_sharding is not None:
-            # On axes of an explicit mesh JAX asks for the product's sharding at once.
+        if out_sharding is not None or not all(isinstance(x, jax.Array) for x in (lhs, rhs)):
+            # On axes of an explicit mesh JAX asks for the product's sharding at once. Stored codes
+            # have no gradient.
             options |= {"out_sharding": out_sharding, "key": key}
             return product(lhs, rhs, dimension_numbers, **options)
         operands = (lhs, rhs) if key is None else (lhs, rhs, DerivedKey.of(key).get())

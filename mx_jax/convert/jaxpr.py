@@ -23,7 +23,7 @@ from mx_jax.convert.kinds import (
     ATTENTION_PRODUCTS,
     ATTENTIONS,
     EMBEDDINGS,
-    Conv,
+    DotGeneral,
     Lookup,
     row_of,
 )
@@ -40,7 +40,7 @@ from mx_jax.recipes import Recipe, high_precision
 from mx_jax.reference.random_bits import DerivedKey
 
 # From the recipe to what multiplies as `jax.lax.dot_general`, with `key`.
-DotGeneral = Callable[[Recipe], Callable[..., jax.Array]]
+ByRecipeFn = Callable[[Recipe], Callable[..., jax.Array]]
 
 # The scope of a module's call, by its path; of products that are decided already, with a "=".
 _MARK = re.compile(r"\[([^][]*)\]")
@@ -193,7 +193,7 @@ def planned(
         decision = decide(rules, Layer(path=path, aliases=tuple(aliases), **facts))
         decisions.append(decision)
         recipe = decision.recipe
-        if recipe is None and product.stored and product.type is not Conv:
+        if recipe is None and product.stored and product.type in (DotGeneral, Lookup):
             # What is stored is what it is, and only the input is as it was.
             recipe = high_precision()
         if recipe is not None:
@@ -291,7 +291,7 @@ class ByRecipe:
     # the iteration too.
 
     # What products of each recipe are made by.
-    dot_general: DotGeneral = lambda recipe: recipe.dot_general
+    dot_general: ByRecipeFn = lambda recipe: recipe.dot_general
     # Whether the scope of a product is a part of its name for captures.
     tagged: bool = True
 

@@ -340,7 +340,7 @@ class _Seen:
             stack.enter_context(overriding(layer, overrides))
             return call(*args, **kwargs)
 
-    def _described(self, layer: Any, path: str) -> Module:
+    def _described(self, layer: nn.Module, path: str) -> Module:
         cls = getattr(type(layer), "_mx_base", type(layer))
         if isinstance(layer, nn.Embed):
             facts = kinds.EMBED.facts(layer, (layer.num_embeddings, layer.features))

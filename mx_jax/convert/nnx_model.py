@@ -473,16 +473,17 @@ def _subclass(base: type, own: Callable[[type], dict[str, Any]]) -> type:
     return type(base)(base.__name__, (base,), looks | own(base) | made)
 
 
-def _reduced(self: Any, protocol: Any) -> tuple[Any, ...]:
+def _reduced(self: object, protocol: int) -> tuple[Any, ...]:
     """No module has the class by name: it is pickled by what it is made of."""
-    cls, made = type(self), []
+    cls: Any = type(self)
+    made: list[Any] = []
     while hasattr(cls, "_mx_base"):
         cls, made = cls._mx_base, [cls._mx_own, *made]
     _, _, *state = object.__reduce_ex__(self, 2)
     return _remade, (cls, *made), *state
 
 
-def _remade(cls: type, *made: Callable[[type], dict[str, Any]]) -> Any:
+def _remade(cls: Any, *made: Callable[[type], dict[str, Any]]) -> Any:
     cls = functools.reduce(_subclass, made, cls)
     return cls.__new__(cls)
 

@@ -274,11 +274,6 @@ def _kernels_of_tree(
             continue
         names = names[1:] if variables else names
         layer = _layer(names, value, layers.get("/".join(names[:-1])))
-        if isinstance(leaf, nnx.Variable) and layer.type is flax.linen.Embed:
-            obstacle = (
-                "flax.nnx's Embed looks rows up in an array: pass the model in place of its state"
-            )
-            layer = dataclasses.replace(layer, obstacle=obstacle)
         kernels[i] = _Kernel.judge(rules, layer, value)
     return kernels, [leaf for _, leaf in leaves], structure
 

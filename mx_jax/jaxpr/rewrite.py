@@ -130,7 +130,7 @@ class Rewritten:
         return self.traced_before[called]
 
 
-def as_array(value: Any) -> Any:
+def as_array(value: object) -> Any:
     """A value as an equation takes it that no rule computes: one may put others in its place."""
     return jnp.asarray(value) if hasattr(value, "__jax_array__") else value
 

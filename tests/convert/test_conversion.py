@@ -306,7 +306,7 @@ class Tree(Way):
         return [TreeOwn(OWN, kind)]
 
     def run_own(self, layer: Any, w: jax.Array, x: jax.Array, key: Any = None) -> jax.Array:
-        (own,) = jax.tree.map(lambda _: w, layer)
+        (own,) = jax.tree.unflatten(jax.tree.structure(layer), [w])
         return own(x) if key is None else own(x, key=key)
 
 
@@ -507,6 +507,15 @@ class TestOwnLayers:
         )
         assert_equal(first, again)
         assert np.any(first != other)
+
+    def test_it_multiplies_by_what_is_stored(self, way: Any):
+        """By the codes, which a cast by the recipe would change."""
+        stored = mx_jax.quantize(OWN, "mxfp8_e4m3", axis=1)
+        layer = way.operation(way.own("product"), Rule(".*", WEIGHT_ONLY, types=way.foreign))
+        product = functools.partial(way.run_own, layer)
+        expected = mx_jax.matmul(X, stored[0], recipe=WEIGHT_ONLY)
+        assert_equal(product(stored, X), expected)
+        assert np.any(product(stored.dequantize(), X) != expected)
 
     def test_one_without_a_product(self, way: Any):
         layer = way.operation(way.own("none"), Rule(".*", WEIGHT_ONLY, types=way.foreign))

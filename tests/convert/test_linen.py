@@ -400,3 +400,15 @@ def test_a_part_of_another_model_counts_its_own_rules():
         init(Outer(convert.linen(Model(), TYPO, strict=True)))
     inner = convert.linen(Model(), Rule("head", MXFP8), strict=True)
     init(convert.linen(Outer(inner), Rule("Dense_0", MXFP8), strict=True))
+
+
+@pytest.mark.filterwarnings("error")
+def test_rules_that_keep_a_cells_products_match_them():
+    """By an `apply` that follows no `init`, as after training."""
+    model, x = nn.RNN(nn.SimpleCell(32)), np.ones((2, 3, 32), np.float32)
+    variables = quick(model.init)(KEY, x)
+    kept = convert.linen(model, Rule(".*", "high_precision"), strict=True)
+    assert program(kept, variables, x) == program(model, variables, x)
+    missing = convert.linen(model, Rule("nothing", None), strict=True)
+    with pytest.raises(ValueError, match=r"rules that matched no layer: 0 \('nothing'\)"):
+        program(missing, variables, x)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import mx_jax
 from mx_jax import convert
 from mx_jax.convert import Rule, kinds
 
@@ -32,13 +31,11 @@ def twice(x: jax.Array, heads: jax.Array) -> jax.Array:
 class Heads(nn.Module):
     """`[b, k]` by `[h, k, n]`: the product is an attribute of its own name and signature."""
 
-    features: int = 32
     multiply: Any = multiply_heads
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        shape = (2, x.shape[-1], self.features)
-        return self.multiply(x, self.param("heads", nn.initializers.normal(), shape))
+        return self.multiply(x, self.param("heads", nn.initializers.normal(), WEIGHT.shape))
 
 
 class NnxHeads(nnx.Module):
@@ -70,30 +67,15 @@ def reason(model: Any, *args: Any) -> str:
     return decision.reason
 
 
-def run(model: Any, rule: Rule, x: jax.Array, heads: Any) -> Any:
-    """A converted model of either framework."""
-    if isinstance(model, nn.Module):
-        return convert.linen(model, rule).apply({"params": {"heads": heads}}, x)
-    return convert.nnx(model, rule)(x)
-
-
 @pytest.mark.parametrize("model", [Heads(), NnxHeads()], ids=["linen", "nnx"])
 @pytest.mark.usefixtures("registered")
 def test_registered_it_is_a_layer_like_any_other(model: Any):
-    """Reported with the shape that filters see, with the recipe's products and gradients."""
+    """Reported with the shape that filters see; what a user put there stays."""
     args = (X,) if isinstance(model, nn.Module) else ()
     (decision,) = convert.report(model, Rule(".*", RECIPE), *args).decisions
     assert decision.recipe == RECIPE
     assert (decision.layer.kernel, decision.layer.shape) == ((2, 64, 32), (64, 64))
 
-    def gradients(function: Any) -> Any:
-        return jax.jit(jax.value_and_grad(lambda x: (function(x) ** 2).sum()))(X)
-
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        gradients(lambda x: run(model, Rule(".*", RECIPE), x, WEIGHT)),
-        gradients(lambda x: mx_jax.einsum("bk,hkn->bhn", x, WEIGHT, recipe=RECIPE)),
-    )
     own = Heads(multiply=twice) if args else NnxHeads(twice)
     assert reason(own, *args) == "has its own multiply"
 

@@ -251,13 +251,6 @@ def test_an_nnx_report_says_why():
     reasons = {d.layer.path: d.reason for d in report.decisions}
     assert len(reasons) == 8 and not any(reasons.values())
 
-    # A state does not tell whether its model reads codes.
-    state = nnx.state(nnx.Embed(8, 32, rngs=nnx.Rngs(0)))
-    rule = Rule(".*", weight_only("mxfp4"))
-    with pytest.warns(convert.UnusedRuleWarning):
-        (decision,) = convert.weights_report(state, rule).decisions
-    assert decision.recipe is None
-
 
 @needs_library
 @pytest.mark.parametrize("pack", [False, True], ids=["mxarrays", "packed"])
