@@ -11,18 +11,19 @@ from mx_jax.backends.calls import NOT_OFFERED, Call
 from mx_jax.backends.cpu_ffi import CPU_FFI
 from mx_jax.backends.measured import Row, row_about
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
+from mx_jax.backends.pallas_tpu import PALLAS_TPU
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Backend, Offer, Target, current_target, only_named
 from mx_jax.backends.xla import XLA, XLA_BFLOAT16, XLA_ROUNDED
 from mx_jax.backends.xla_scaled import XLA_SCALED
 from mx_jax.formats.element import unknown_name
 
-# What stands before the reference is checked on the hardware that it accepts; of `xla_scaled`, that
-# XLA compiles it for that hardware. What stands behind the reference is not yet: `select` and
-# `find` ask it only where `prefer_backends` or `only_backend` names it, also for calls that the
-# reference refuses. Once measured, its place is the first.
+# What stands before the reference is checked on the hardware that it accepts; of `xla_scaled` and
+# `pallas_tpu`, that XLA compiles it for that hardware. What stands behind the reference is not yet:
+# `select` and `find` ask it only where `prefer_backends` or `only_backend` names it, also for calls
+# that the reference refuses. Once measured, its place is the first.
 BACKENDS: tuple[Backend, ...] = (
-    *(XLA, CPU_FFI, XLA_SCALED, XLA_BFLOAT16, XLA_ROUNDED),
+    *(XLA, CPU_FFI, XLA_SCALED, PALLAS_TPU, XLA_BFLOAT16, XLA_ROUNDED),
     *(REFERENCE, PALLAS_GPU),
 )
 
@@ -76,6 +77,12 @@ def recording(*, marks: bool = False, axes: tuple[str, ...] = ()) -> Iterator[Re
     recorder = Recorder(marks=marks, axes=axes)
     with active(recorder):
         yield recorder
+
+
+def remark(text: str) -> None:
+    """Say something of a call to whoever records it, as `explain` does."""
+    if (recorder := active.value) is not None:
+        recorder.entries.append(text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -423,7 +423,7 @@ class ConvertedLayer:
                 arrays,
                 key if recipe.is_stochastic else None,
                 dot_general=lambda recipe: deferred(recipe.dot_general),
-                tagged=False,
+                named=False,
             )
 
 

@@ -28,13 +28,13 @@ from mx_jax.convert.kinds import (
     row_of,
 )
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
+from mx_jax.jaxpr.names import LayerName
 from mx_jax.jaxpr.read import Site, name_of, walk
 from mx_jax.jaxpr.regions import Values, regions
 from mx_jax.jaxpr.rewrite import Plan, Read
 from mx_jax.mxarray import values_p
 from mx_jax.nn.layers import named_in_errors, recipe_of
 from mx_jax.ops.arguments import Key
-from mx_jax.ops.tags import LayerName, iteration, place, tag, watching
 from mx_jax.packed import with_dtype
 from mx_jax.recipes import Recipe, high_precision
 from mx_jax.reference.random_bits import DerivedKey
@@ -292,8 +292,8 @@ class ByRecipe:
 
     # What products of each recipe are made by.
     dot_general: ByRecipeFn = lambda recipe: recipe.dot_general
-    # Whether the scope of a product is a part of its name for captures.
-    tagged: bool = True
+    # Whether the scope of a product is a part of its name.
+    named: bool = True
 
     def below(self, state: Key, number: int) -> Key:
         # By equations, not by products: what rules change does not change others' keys.
@@ -303,27 +303,35 @@ class ByRecipe:
         return state if any(recipe.is_stochastic for recipe in recipes_of(plan)) else None
 
     def counts(self, state: Key) -> bool:
-        return state is not None or bool(watching.value)
+        return state is not None
 
-    @contextlib.contextmanager
-    def iteration(self, state: Key, index: jax.Array | None) -> Iterator[Key]:
-        with iteration(index) if watching.value else contextlib.nullcontext():
-            yield folded(state, index)
+    def iteration(self, state: Key, index: jax.Array | None) -> Key:
+        return folded(state, index)
 
     def shared(self, state: Key) -> Key:
         # As an array: to the jaxpr that equal calls share what derives a key would belong.
         return None if state is None else DerivedKey.of(DerivedKey.of(state).get())
 
-    def leaving(self, state: Key) -> None:
-        """Nothing ends."""
+    def body(self, state: Key) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
 
-    def key(self) -> Any:
-        return watching.value and place.value
-
-    def context(self, eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-        marks = _MARK.findall(name_of(eqn))
-        path = marks[-1].partition("@")[0] if marks else ""
-        return LayerName(path or "model").context() if marks else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def context(self, eqn: JaxprEqn) -> Iterator[None]:
+        # The scope that it stood in, for profiles, for what XLA says, and for captures.
+        parts = _MARK.split(name_of(eqn))
+        *outer, scope = parts[::2]
+        scope = scope.strip("/")
+        scope = ATTENTION_PRODUCTS.get(_TRANSFORMED.sub(r"\2", scope), scope)
+        with contextlib.ExitStack() as stack:
+            if outer and outer[0].strip("/"):
+                # Flax's linen has put its own names before each mark.
+                stack.enter_context(jax.named_scope(_joined("/".join(outer))))
+            elif outer:
+                path = parts[-2].partition("@")[0]
+                stack.enter_context(LayerName(path or "model").context())
+            if self.named and scope:
+                stack.enter_context(jax.named_scope(scope))
+            yield
 
     def compute(self, eqn: JaxprEqn, read: Read, entry: Entry, state: Key) -> Values:
         operands, params, recipe = list(map(read, eqn.invars)), eqn.params, entry.recipe
@@ -339,14 +347,7 @@ class ByRecipe:
         axes = frozenset[str]().union(*map(varying, operands)) if own is not None else ()
         for axis in sorted(axes):
             own = folded(own, lax.axis_index(axis))
-        # The scope that it stood in, for profiles and for what XLA says, and for who watches.
-        scope = "" if not self.tagged else _MARK.split(name_of(eqn))[-1].strip("/")
-        scope = ATTENTION_PRODUCTS.get(_TRANSFORMED.sub(r"\2", scope), scope)
-        with contextlib.ExitStack() as stack:
-            if entry.layer:
-                stack.enter_context(named_in_errors(entry.layer))
-            if scope:
-                stack.enter_context(tag(scope))
+        with named_in_errors(entry.layer) if entry.layer else contextlib.nullcontext():
             product = row.multiply(recipe, self.dot_general(recipe), operands, params, own)
             return [product if back is None else back(product)]
 

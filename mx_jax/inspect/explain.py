@@ -29,6 +29,7 @@ from mx_jax.backends import calls
 from mx_jax.backends.select import MARK, Selection, recording
 from mx_jax.backends.target import Target, current_target, use_target
 from mx_jax.formats import BlockFormat
+from mx_jax.inspect.scopes import Place, place_of
 from mx_jax.jaxpr.calls import of_arrays
 from mx_jax.jaxpr.read import Site, live, name_of, walk
 from mx_jax.ops.arguments import NAMED, as_recipe
@@ -230,9 +231,6 @@ def _answer(title: str, selection: Selection) -> list[str]:
 # Streams that layers draw from; a module takes those that it has.
 _STREAMS = ("params", "dropout", "quantize")
 _MARK = re.compile(rf"{re.escape(MARK)}(\d+)")
-# What transformations and calls add to names of scopes.
-_WRAPPERS = re.compile(r"\b(jvp|vmap|transpose|jit|pjit|checkpoint|remat\w*)\(|[()]")
-_NOISE = {"", "checkpoint", "rematted_computation", "while", "body", "cond", "scan", "remat"}
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"}
 _PACKAGE = str(Path(__file__).parents[1])
 # The caller of the explained function: beyond it no frame asks for a product.
@@ -246,13 +244,6 @@ _DECIDED = {
     "convert": "no rule converts its layer",
     "nn": "its layer keeps it in high precision",
 }
-
-
-class Place(NamedTuple):
-    """Where in a function something is computed."""
-
-    path: str  # scopes joined by `/`, layers of Flax among them; `""` outside of all
-    backward: bool  # whether a gradient asks for it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -566,11 +557,8 @@ def _rows(sites: Sequence[Site], entries: Sequence[Selection | str]) -> Iterator
             yield index, row
 
 
-def _place(stack: str) -> Place:
-    plain = _WRAPPERS.sub("", _MARK.sub("", stack))
-    # `convert` writes the path of a module in brackets.
-    names = [name for part in plain.split("/") if (name := part.strip("[=]")) not in _NOISE]
-    return Place(path="/".join(dict.fromkeys(names)), backward="transpose(" in stack)
+def _place(scope: str) -> Place:
+    return place_of(_MARK.sub("", scope))
 
 
 def _high(site: Site) -> Row:

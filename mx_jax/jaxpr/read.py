@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import (
@@ -119,16 +119,14 @@ def _walk_bodies(site: Site) -> tuple[list[bool], list[Site]]:
     return results, [own for i in sorted(below) for own in below[i]]
 
 
-def sources(program: Jaxpr | ClosedJaxpr) -> Callable[[Any], Iterator[JaxprEqn]]:
-    """What gives, of a variable of a program itself, the equation that computes it, then the one
-    that computes that one's first operand, and so on."""
-    made = {out: eqn for eqn in equations(program) for out in eqn.outvars}
+def definitions(sites: Sequence[Site]) -> dict[Any, JaxprEqn]:
+    """The equation that computes each variable."""
+    return {out: site.eqn for site in sites for out in site.eqn.outvars}
 
-    def of(variable: Any) -> Iterator[JaxprEqn]:
-        while not isinstance(variable, Literal) and (eqn := made.get(variable)) is not None:
-            yield eqn
-            if not eqn.invars:
-                return
-            variable = eqn.invars[0]
 
-    return of
+def used(program: ClosedJaxpr, sites: Sequence[Site]) -> set[Any]:
+    """The variables that equations read, or programs return."""
+    programs = [program, *(body for site in sites for body in bodies(site.eqn))]
+    atoms = [atom for own in programs for atom in own.jaxpr.outvars]
+    atoms += [atom for site in sites for atom in site.eqn.invars]
+    return {atom for atom in atoms if not isinstance(atom, Literal)}

@@ -20,6 +20,7 @@ from jax.extend.core import (
     jaxprs_in_params,
 )
 from jax.extend.core.primitives import (
+    closed_call_p,
     cond_p,
     custom_jvp_call_p,
     custom_vjp_call_p,
@@ -108,6 +109,7 @@ def regions() -> dict[Any, Region]:
         while_p: Region(_while, _while_flow, lambda own: (own["cond_jaxpr"], own["body_jaxpr"])),
         cond_p: Region(_cond, _cond_flow, lambda own: own["branches"]),
         call.primitive: Region(_shard_map),
+        closed_call_p: called,
         custom_jvp_call_p: dataclasses.replace(called, derivative="custom_jvp"),
         custom_vjp_call_p: dataclasses.replace(called, derivative="custom_vjp"),
     }

@@ -49,18 +49,16 @@ class Rule(Protocol):
         ...
 
     def iteration(self, state: Any, index: jax.Array | None) -> Any:
-        """A context in which the body of a loop runs, and the state of the iteration."""
+        """The state of an iteration of a loop."""
         ...
 
     def shared(self, state: Any) -> Any:
         """The state as the body of a `jit` takes it, which equal calls share."""
         return state
 
-    def leaving(self, state: Any) -> None:
-        """Called at the end of each body, within it."""
-
-    def key(self) -> Any:
-        """What tells traces of equal calls apart."""
+    def body(self, state: Any) -> contextlib.AbstractContextManager[Any]:
+        """A context in which the equations of one body run."""
+        ...
 
 
 def below(plan: Plan, index: int) -> Plan:
@@ -87,22 +85,22 @@ class Rewritten:
             return atom.val if isinstance(atom, Literal) else known[atom]
 
         changed, unchanged = {where[0] for where, _ in self.plan}, []
-        for index, eqn in enumerate(jaxpr.eqns):
-            if index not in changed:
-                unchanged.append(eqn)
-                continue
+        with self.rule.body(state):
+            for index, eqn in enumerate(jaxpr.eqns):
+                if index not in changed:
+                    unchanged.append(eqn)
+                    continue
+                _run_unchanged(jaxpr, unchanged, known)
+                plan, unchanged, own = below(self.plan, index), [], self.rule.below(state, index)
+                with eqn.ctx.manager, self.rule.context(eqn):
+                    if plan[0][0]:
+                        operands = [as_array(read(atom)) for atom in eqn.invars]
+                        results = self._region(eqn, operands, plan, own)
+                    else:
+                        ((_, entry),) = plan
+                        results = self.rule.compute(eqn, read, entry, own)
+                known |= zip(eqn.outvars, results, strict=True)
             _run_unchanged(jaxpr, unchanged, known)
-            plan, unchanged, own = below(self.plan, index), [], self.rule.below(state, index)
-            with eqn.ctx.manager, self.rule.context(eqn):
-                if plan[0][0]:
-                    operands = [as_array(read(atom)) for atom in eqn.invars]
-                    results = self._region(eqn, operands, plan, own)
-                else:
-                    ((_, entry),) = plan
-                    results = self.rule.compute(eqn, read, entry, own)
-            known |= zip(eqn.outvars, results, strict=True)
-        _run_unchanged(jaxpr, unchanged, known)
-        self.rule.leaving(state)
         return [as_array(read(atom)) for atom in jaxpr.outvars]
 
     def _region(self, eqn: JaxprEqn, operands: Values, plan: Plan, state: Any) -> Values:
@@ -120,11 +118,11 @@ class Rewritten:
         return self.rule.counts(state)
 
     def iterate(self, values: Values, state: Any, index: Any, number: int | None = None) -> Values:
-        with self.rule.iteration(state, index) as own:
-            return self(values, own if number is None else self.rule.below(own, number))
+        own = self.rule.iteration(state, index)
+        return self(values, own if number is None else self.rule.below(own, number))
 
     def traced(self, values: Values, state: Any) -> ClosedJaxpr:
-        called = id(self.program), self.plan, jax.tree.structure(state), self.rule.key()
+        called = id(self.program), self.plan, jax.tree.structure(state)
         if called not in self.traced_before:
             self.traced_before[called] = jax.make_jaxpr(self)(values, state)
         return self.traced_before[called]

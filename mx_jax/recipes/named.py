@@ -373,6 +373,29 @@ def deepseek_v3_1() -> Recipe:
 
 
 @named
+def int8_rowwise() -> Recipe:
+    """INT8 in all three products, one float32 scale a row or column along the contracting axis.
+
+    Values are multiplied by `max / amax`, and nothing clips. Rounds to nearest, as Qwix does where
+    `bwd_qtype="int8"` asks for integers in the backward products; without, it has what
+    `qat("int8_rowwise")` is. `with_(gradients={"rounding": "stochastic"})` rounds g as AQT does,
+    whose `config_v4` leaves grad_weight in high precision besides: `drhs=None`.
+
+    Source: `docs/source/qt.md` of Qwix; `fully_quantized` in `aqt/jax/v2/config.py`. Differs: amax
+    becomes 127 (there 127.5) by one division (there by two), and operands are quantized anew for
+    each product (in Qwix, g takes on the scales of the forward codes).
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> print(mx_jax.recipes.int8_rowwise().dlhs.lhs)
+      int8_rowwise (amax_divisor, nearest)
+      >>> mx_jax.quantize(jnp.array([2.0, -1.0, 0.1]), "int8_rowwise").elements
+      Array([127, -64,   6], dtype=int8)
+    """
+    return _uniform("int8_rowwise", "int8_rowwise")
+
+
+@named
 def float8_tensorwise() -> Recipe:
     """One scale a tensor: E4M3 input and weight, E5M2 gradients, in all three products.
 

@@ -337,14 +337,18 @@ def check_attend(backend: Backend, case: cases.AttendCase) -> None:
 Promise = Callable[[calls.Call, Target], bool]
 
 
-def _whole_axis_float8_on_gpu(call: calls.Call, target: Target) -> bool:
-    capability = target.compute_capability
-    if target.platform != "rocm" and (capability is None or capability < (8, 9)):
+def _whole_axis_codes(call: calls.Call, target: Target) -> bool:
+    capability = target.compute_capability or (0, 0)
+    has = {
+        "float": target.platform == "rocm" or capability >= (8, 9),
+        "int": target.device_kind == "TPU v6 lite" or (8, 0) <= capability < (10, 0),
+    }
+    if not isinstance(call, calls.MatmulCall) or None in (call.lhs.format, call.rhs.format):
         return False
-    whole = [format for format in BLOCK_FORMATS if format.block[1] is WHOLE]
-    return (
-        isinstance(call, calls.MatmulCall) and call.lhs.format in whole and call.rhs.format in whole
-    )
+    formats = [own.format for _, own in call.sides if own.format in BLOCK_FORMATS]
+    kinds = {f.element.kind for f in formats if f.block[1] is WHOLE and f.element.bits == 8}
+    whole = all(f.block[1] is WHOLE for f in formats) and len(formats) == 2
+    return whole and len(kinds) == 1 and has[kinds.pop()]
 
 
 def _what_bfloat16_holds_on_accelerators(call: calls.Call, target: Target) -> bool:
@@ -397,9 +401,10 @@ def _few_bit_weights_from_ampere_on(call: calls.Call, target: Target) -> bool:
 
 # What each backend of the table must take: the one line that a new backend adds.
 PROMISES: Mapping[str, Promise] = {
-    "xla": _whole_axis_float8_on_gpu,
+    "xla": _whole_axis_codes,
     "cpu_ffi": _what_the_handlers_compute,
     "xla_scaled": _mxfp8_on_one_blackwell,
+    "pallas_tpu": lambda call, target: False,
     "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
     # Cases ask for the highest precision, which it does not have.
     "xla_rounded": lambda call, target: False,
@@ -415,6 +420,7 @@ TARGETS: tuple[Target, ...] = (
     Target(platform="cuda", compute_capability=(12, 0)),
     Target(platform="rocm"),
     Target(platform="tpu"),
+    Target(platform="tpu", device_kind="TPU v6 lite"),
 )
 
 _ASKED_CASES = (
