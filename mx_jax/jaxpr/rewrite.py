@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     DropVar,
@@ -93,14 +94,14 @@ class Rewritten:
                 plan, unchanged, own = below(self.plan, index), [], self.rule.below(state, index)
                 with eqn.ctx.manager, self.rule.context(eqn):
                     if plan[0][0]:
-                        operands = list(map(read, eqn.invars))
+                        operands = [as_array(read(atom)) for atom in eqn.invars]
                         results = self._region(eqn, operands, plan, own)
                     else:
                         ((_, entry),) = plan
                         results = self.rule.compute(eqn, read, entry, own)
                 known |= zip(eqn.outvars, results, strict=True)
             _run_unchanged(jaxpr, unchanged, known)
-        return list(map(read, jaxpr.outvars))
+        return [as_array(read(atom)) for atom in jaxpr.outvars]
 
     def _region(self, eqn: JaxprEqn, operands: Values, plan: Plan, state: Any) -> Values:
         inner = [
@@ -127,6 +128,11 @@ class Rewritten:
         return self.traced_before[called]
 
 
+def as_array(value: object) -> Any:
+    """A value as an equation takes it that no rule computes: one may put others in its place."""
+    return jnp.asarray(value) if hasattr(value, "__jax_array__") else value
+
+
 def _run_unchanged(jaxpr: Jaxpr, eqns: list[Any], known: dict[Any, Any]) -> None:
     """Run equations that follow each other as a jaxpr of their own; its results become known."""
     if not eqns:
@@ -137,5 +143,5 @@ def _run_unchanged(jaxpr: Jaxpr, eqns: list[Any], known: dict[Any, Any]) -> None
     )
     given, results = [atom for atom in read if atom not in made], list(made)
     part = jaxpr.replace(constvars=[], invars=given, outvars=results, eqns=eqns)
-    values = jaxpr_as_fun(ClosedJaxpr(part, []))(*(known[variable] for variable in given))
+    values = jaxpr_as_fun(ClosedJaxpr(part, []))(*(as_array(known[variable]) for variable in given))
     known |= zip(results, values, strict=True)
