@@ -17,9 +17,6 @@ from mx_jax.inspect.records import Scalar as Scalar
 from mx_jax.inspect.records import Sink as Sink
 from mx_jax.inspect.records import Tag as Tag
 from mx_jax.inspect.report import report as report
-from mx_jax.inspect.sensitivities import Budget as Budget
-from mx_jax.inspect.sensitivities import Sensitivity as Sensitivity
-from mx_jax.inspect.sensitivities import sensitivity as sensitivity
 from mx_jax.inspect.statistics import STATISTICS as STATISTICS
 from mx_jax.inspect.statistics import saturated_fraction as saturated_fraction
 from mx_jax.inspect.statistics import sqnr_db as sqnr_db

@@ -52,10 +52,10 @@ PUBLIC = {
         KVCache join_stored linen nnx split_stored
     """,
     "mx_jax.inspect": """
-        Budget Explanation Jsonl Memory NonFiniteError Record
-        Captured STATISTICS Scalar Sensitivity Sink Tag capture
+        Explanation Jsonl Memory NonFiniteError Record
+        Captured STATISTICS Scalar Sink Tag capture
         explain explain_call guard report saturated_fraction
-        sensitivity sqnr_db
+        sqnr_db
     """,
     "mx_jax.sharding": """
         Dispatched Gather Specs all_to_all device_put dispatch ppermute spec_for

@@ -38,8 +38,8 @@ class Budget:
       ValueError: none of the limits, several, or one that is not positive.
 
     Examples:
-      >>> import mx_jax
-      >>> mx_jax.inspect.Budget(bits=4.5).bits
+      >>> from examples.choose_formats import Budget
+      >>> Budget(bits=4.5).bits
       4.5
     """
 
@@ -104,7 +104,7 @@ class Sensitivity:
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from mx_jax.inspect import Budget, sensitivity
+      >>> from examples.choose_formats import Budget, sensitivity
       >>> params = {"up": {"kernel": jnp.ones((64, 8))}}
       >>> loss = lambda params, batch: params["up"]["kernel"].sum()
       >>> found = sensitivity(loss, params, [None], ["mxfp4", "mxint8"], budget=Budget(bits=5))
@@ -145,7 +145,7 @@ class Sensitivity:
         Examples:
           >>> import jax, jax.numpy as jnp
           >>> from mx_jax import convert
-          >>> from mx_jax.inspect import Budget, sensitivity
+          >>> from examples.choose_formats import Budget, sensitivity
           >>> params = {"up": {"kernel": jnp.ones((64, 8))}}
           >>> loss = lambda params, batch: jax.tree.leaves(params)[0].sum()
           >>> found = sensitivity(loss, params, [None], ["mxfp4"], budget=Budget(bits=5))
@@ -243,7 +243,7 @@ def sensitivity(
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
-      >>> from mx_jax.inspect import Budget, sensitivity
+      >>> from examples.choose_formats import Budget, sensitivity
       >>> w = jax.random.normal(jax.random.key(0), (64, 64))
       >>> params = {"easy": {"kernel": jnp.sign(w)}, "hard": {"kernel": w}}
       >>> def loss(params, x):

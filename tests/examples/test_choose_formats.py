@@ -12,10 +12,9 @@ import pytest
 from flax import nnx
 
 import mx_jax
+from examples.choose_formats import Budget, Sensitivity, best_choice, sensitivity
 from mx_jax import convert
 from mx_jax.commands.rules import read_rules
-from mx_jax.inspect import Budget, Sensitivity, sensitivity
-from mx_jax.inspect.sensitivities import best_choice
 from tests.quick import quick
 
 FORMATS = ("mxfp4", "mxfp6_e2m3", "mxint8")
