@@ -90,10 +90,7 @@ def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     of bfloat16 do so before they are widened, and take half the memory between XLA's kernels.
     """
 
-    def reduced(magnitudes: jax.Array) -> jax.Array:
-        return lax.expand_dims(lax.reduce_max(magnitudes, inside), inside)
-
-    magnitudes, on_gpu = _magnitudes(pieces), None
+    on_gpu = None
     if len(inside) == 1 and not has_explicit_axes():
         axis = inside[0]
         blocks, length = pieces.shape[axis - 1], pieces.shape[axis]
@@ -106,11 +103,25 @@ def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
             on_gpu = functools.partial(by_halves, float32.max, axis=axis)
         elif not many and isinstance(length, int) and length > _SHORT and length % _PART == 0:
             on_gpu = functools.partial(_largest_of_parts, axis=axis)
-    if on_gpu is None:
-        amax = reduced(magnitudes)
-    else:
-        amax = platform_dependent(magnitudes, cuda=on_gpu, rocm=on_gpu, default=reduced)
-    return _widened(amax) if amax.dtype == jnp.int16 else amax
+
+    def reduced(magnitudes: jax.Array) -> jax.Array:
+        return lax.expand_dims(lax.reduce_max(magnitudes, inside), inside)
+
+    def on_tpus(pieces: jax.Array) -> jax.Array:
+        # They compare 32 bits, and in one instruction unsigned ones.
+        magnitudes = float32.bitwise_and(float32.unpacked_bits(pieces), float32.ABS)
+        largest = reduced(lax.bitcast_convert_type(magnitudes, jnp.uint32))
+        return lax.bitcast_convert_type(largest, jnp.int32)
+
+    def elsewhere(pieces: jax.Array) -> jax.Array:
+        magnitudes = _magnitudes(pieces)
+        if on_gpu is None:
+            amax = reduced(magnitudes)
+        else:
+            amax = platform_dependent(magnitudes, cuda=on_gpu, rocm=on_gpu, default=reduced)
+        return _widened(amax) if amax.dtype == jnp.int16 else amax
+
+    return platform_dependent(pieces, tpu=on_tpus, default=elsewhere)
 
 
 def _magnitudes(x: jax.Array) -> jax.Array:
