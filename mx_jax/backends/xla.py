@@ -245,7 +245,9 @@ def _under_exponent_on_tpus(
     exponent = scales.astype(jnp.int32) - E8M0_BIAS + up
     powers = power_of_two(clip(exponent, -126, 127))
     powers = blocks.spread_minor(select(exponent > 127, 0.0, powers), codes.shape[-1])
-    values = element_codec.decode_as_tpus(blocks.merge_minor(codes), element) * 2.0 ** -(_HEADROOM + up)
+    values = element_codec.decode_as_tpus(blocks.merge_minor(codes), element) * 2.0 ** -(
+        _HEADROOM + up
+    )
     values = select(powers == 0, jnp.nan, values * powers).astype(jnp.bfloat16)
     return split_axes(values, codes.shape, (codes.ndim - 1,))
 

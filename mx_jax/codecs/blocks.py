@@ -106,7 +106,7 @@ def spread(scales: jax.Array, inside: tuple[int, ...]) -> jax.Array:
 def is_minor(scales: jax.Array, like: jax.Array) -> bool:
     """Whether split blocks lie along the last axis, whose registers on TPUs they do not fill."""
     shape = like.shape[-2:]
-    known = all(isinstance(n, int) for n in shape) and len(shape) == 2
+    known = all(isinstance(n, int) for n in shape) and like.ndim > 2
     return known and scales.shape[-1] == 1 < shape[-1] and shape[-1] % _LANES != 0
 
 

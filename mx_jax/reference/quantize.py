@@ -108,7 +108,8 @@ def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
         return lax.expand_dims(lax.reduce_max(magnitudes, inside), inside)
 
     def on_tpus(pieces: jax.Array) -> jax.Array:
-        if not block_shapes.is_minor(pieces[..., :1], pieces):
+        last = pieces.ndim - 1
+        if last not in inside or not block_shapes.is_minor(pieces[..., :1], pieces):
             return _largest_by_registers(pieces, inside)
         # Transposed while it is narrow.
         rows = block_shapes.merge_minor(pieces)
@@ -117,7 +118,7 @@ def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
         columns = split_axes(columns, shape, (len(shape) - 2,))
         largest = _largest_by_registers(columns, (len(shape) - 2,))
         largest = jnp.moveaxis(largest, -1, -3)
-        others = tuple(axis for axis in inside if axis != pieces.ndim - 1)
+        others = tuple(axis for axis in inside if axis != last)
         return lax.expand_dims(lax.reduce_max(largest, others), others) if others else largest
 
     def elsewhere(pieces: jax.Array) -> jax.Array:
