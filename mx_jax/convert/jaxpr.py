@@ -28,6 +28,7 @@ from mx_jax.convert.kinds import (
     row_of,
 )
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
+from mx_jax.jaxpr import rewrite
 from mx_jax.jaxpr.names import LayerName
 from mx_jax.jaxpr.read import Site, name_of, walk
 from mx_jax.jaxpr.regions import Values, regions
@@ -284,7 +285,7 @@ def _obstacle(site: Site) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByRecipe:
+class ByRecipe(rewrite.Rule):
     """The rule by which products of a plan are computed; its state is a key, None for none."""
 
     # Every equation that draws has a key of its own, folded with its index, in loops with that of
@@ -302,18 +303,12 @@ class ByRecipe:
     def entering(self, plan: Plan, state: Key) -> Key:
         return state if any(recipe.is_stochastic for recipe in recipes_of(plan)) else None
 
-    def counts(self, state: Key) -> bool:
-        return state is not None
-
     def iteration(self, state: Key, index: jax.Array | None) -> Key:
         return folded(state, index)
 
     def shared(self, state: Key) -> Key:
         # As an array: to the jaxpr that equal calls share what derives a key would belong.
         return None if state is None else DerivedKey.of(DerivedKey.of(state).get())
-
-    def body(self, state: Key) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def context(self, eqn: JaxprEqn) -> Iterator[None]:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +25,19 @@ Plan = tuple[tuple[tuple[int, ...], Any], ...]
 Read = Callable[[Any], Any]
 
 
-class Rule(Protocol):
+class Rule:
     """How the equations of a plan are computed. `state` is a pytree of arrays that goes down."""
 
     def compute(self, eqn: JaxprEqn, read: Read, entry: Any, state: Any) -> Values:
         """The results of an equation; `read` gives the values of its program's variables."""
-        ...
+        raise NotImplementedError
 
     def context(self, eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
         """What is in context where an equation is computed, or run with other bodies."""
+        return contextlib.nullcontext()
+
+    def body(self, state: Any) -> contextlib.AbstractContextManager[Any]:
+        """A context in which the equations of one body run."""
         return contextlib.nullcontext()
 
     def below(self, state: Any, number: int) -> Any:
@@ -44,21 +48,17 @@ class Rule(Protocol):
         """The state that bodies with such a plan are given."""
         return state
 
-    def counts(self, state: Any) -> bool:
-        """Whether loops count their iterations."""
-        ...
-
-    def iteration(self, state: Any, index: jax.Array | None) -> Any:
-        """The state of an iteration of a loop."""
-        ...
-
     def shared(self, state: Any) -> Any:
         """The state as the body of a `jit` takes it, which equal calls share."""
         return state
 
-    def body(self, state: Any) -> contextlib.AbstractContextManager[Any]:
-        """A context in which the equations of one body run."""
-        ...
+    def counts(self, state: Any) -> bool:
+        """Whether loops count their iterations."""
+        return state is not None
+
+    def iteration(self, state: Any, index: jax.Array | None) -> Any:
+        """The state of an iteration of a loop."""
+        raise NotImplementedError
 
 
 def below(plan: Plan, index: int) -> Plan:

@@ -127,18 +127,18 @@ class RecipeProduct(Product[E]):
         return Taken(task, (operands[0], operands[1]))
 
     def keep(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand]:
-        keeps = [self.recipe.keeps_codes(side) for side in SIDES]
-        if not any(keeps):
+        if not any(map(self.recipe.keeps_codes, SIDES)):
             return lhs, rhs
         # The same key gives the same codes as without a gradient.
-        pair = zip(keeps, self._kept(lhs, rhs, extra), (lhs, rhs), strict=True)
-        left, right = (codes if kept else x for kept, codes, x in pair)
-        return left, right
+        return self._kept(lhs, rhs, extra)
 
     @one_program("self")
     def _kept(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand]:
-        key = product_key(self.recipe, "fwd", self.key_of(extra))
-        return self.take(Task(lhs, rhs, self.recipe.fwd, self.axes), extra, key).operands
+        key, spec = product_key(self.recipe, "fwd", self.key_of(extra)), self.recipe.fwd
+        others = {side: None for side in SIDES if not self.recipe.keeps_codes(side)}
+        spec = dataclasses.replace(spec, **others)
+        with jax.named_scope("output"):
+            return self.take(Task(lhs, rhs, spec, self.axes), extra, key).operands
 
     @one_program("self", "side", "aval")
     def gradient(

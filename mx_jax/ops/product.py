@@ -296,8 +296,10 @@ def _batch(values: Sequence[jax.Array], axes: Sequence[int | None], *, of: _Deri
     return found, [0] * of.number
 
 
-def _without_unused(used: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
+def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], JaxprEqn | None]:
     """A gradient that nobody asks for is not computed for the one that somebody does."""
+    # JAX 0.12 says something of inputs before the equation.
+    eqn: JaxprEqn = others[-1]
     if not any(used):
         return [False] * len(eqn.invars), None
     of: _Derivative = eqn.params["of"]
