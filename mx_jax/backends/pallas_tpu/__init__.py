@@ -8,7 +8,9 @@ Pallas is imported when a call is taken.
 from collections.abc import Callable
 from typing import Any
 
+from mx_jax.backends import calls
 from mx_jax.backends.calls import Call, rejects_symbolic
+from mx_jax.backends.pallas_tpu import casts
 from mx_jax.backends.target import Backend, Offer, Target
 
 HOW = "faster by libtpu's schedule, not run"
@@ -54,7 +56,18 @@ def offer(
 
 def backend_for(*, interpret: bool = False) -> Backend:
     """The backend; for tests on a machine without a TPU, by Pallas' interpreter."""
-    return Backend(name="pallas_tpu", epsilon_bound=2.0, table=())
+    return Backend(
+        name="pallas_tpu",
+        epsilon_bound=2.0,
+        table=tuple(
+            offer(call, rejects, run, interpret=interpret)
+            for call, rejects, run in (
+                (calls.QuantizeCall, casts.rejects, casts.quantize),
+                (calls.QuantizeBothCall, casts.rejects_both, casts.quantize_both),
+                (calls.ValuesCall, casts.rejects_values, casts.values),
+            )
+        ),
+    )
 
 
 PALLAS_TPU = backend_for()
