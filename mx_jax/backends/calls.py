@@ -36,6 +36,8 @@ class OperandType:
     dtype: np.dtype | None = None
     scale_axes: tuple[int, ...] = ()  # axes whose positions have tensor scales of their own
     packed_by: str | None = None  # name of the backend in whose layout it lies, or None
+    # Of codes whose source is an operand of the product too: how to get its values from that.
+    source: "ValuesCall | None" = None
 
     @classmethod
     def of(cls, operand: AnyOperand, axes: Axes) -> "OperandType":

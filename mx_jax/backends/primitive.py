@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+import numpy as np
+from jax.extend.core import Primitive, Var
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jax.sharding import AxisType
 
 from mx_jax.backends import calls, partition
@@ -209,6 +210,18 @@ class Work:
     def __repr__(self) -> str:
         return self.call.text
 
+    def without_sources(self) -> "Work":
+        """Of a product, what it is without the sources behind its operands."""
+        call = self.call
+        if not isinstance(call, MatmulCall) or call.lhs.source is call.rhs.source is None:
+            return self
+        lhs, rhs, _ = jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
+        leaves, tree = jax.tree.flatten((lhs, rhs))
+        left, right = (dataclasses.replace(own, source=None) for _, own in call.sides)
+        call = dataclasses.replace(call, lhs=left, rhs=right)
+        batches = tuple((size, axes[: len(leaves)]) for size, axes in self.batches)
+        return dataclasses.replace(self, call=call, tree=tree, batches=batches)
+
     def compute(self, how: Callable[..., Any], *leaves: jax.Array) -> list[jax.Array]:
         """The results' leaves; `how` is given the call and its operands."""
 
@@ -220,6 +233,26 @@ class Work:
         return compute(*leaves)
 
 
+def _of_values(
+    compute: Callable[..., Any], target: Target, call: MatmulCall, *operands: Any
+) -> Any:
+    """A product with sources behind its operands: of their values, where a backend casts to those.
+
+    Codes that nothing else reads are then computed in vain, and XLA leaves them out.
+    """
+    sides, lifted = [], 0
+    for (_, own), operand, source in zip(call.sides, operands[:2], operands[2], strict=True):
+        plain = dataclasses.replace(own, source=None)
+        if own.source is not None and (choice := find(own.source, target)) is not None:
+            operand = choice.offer.run(source, own.source)
+            plain, lifted = calls.OperandType.of(operand, own.axes), lifted + calls.HEADROOM
+        sides.append((plain, operand))
+    (left, lhs), (right, rhs) = sides
+    dtype = np.dtype(np.float32) if lifted else call.out_dtype
+    found = compute(dataclasses.replace(call, lhs=left, rhs=right, out_dtype=dtype), lhs, rhs)
+    return (found * 2.0**lifted).astype(call.out_dtype) if lifted else found
+
+
 def _each(compute: Callable[..., Any], call: QuantizeBothCall, *operands: Any) -> Any:
     """Two casts, one after the other."""
     x, (first, second), tensor_scale = operands
@@ -229,6 +262,10 @@ def _each(compute: Callable[..., Any], call: QuantizeBothCall, *operands: Any) -
 
 def _compute(call: Call, target: Target, *operands: Any) -> Any:
     """What a call asks for, by the backend that takes it on a machine."""
+    if isinstance(call, MatmulCall) and len(operands) > 2:
+        return _of_values(
+            lambda plain, *own: _compute(plain, target, *own), target, call, *operands
+        )
     choice = find(call, target)
     if choice is None and isinstance(call, QuantizeBothCall):
         return _each(lambda single, *own: _compute(single, target, *own), call, *operands)
@@ -284,6 +321,8 @@ def _plain(call: Call, *operands: Any) -> Any:
     if isinstance(call, QuantizeBothCall):
         return _each(_plain, call, *operands)
     operands = _drawn(call, lambda bits, key: REFERENCE.run(bits, key), *operands)
+    # Sources behind them change nothing.
+    operands = operands[:2] if isinstance(call, MatmulCall) else operands
     return REFERENCE.run(call, *map(unpacked, operands))
 
 
@@ -311,6 +350,8 @@ def _primitive(kind: type[Call]) -> Any:
     p.def_impl(functools.partial(eager, p))
     batching.primitive_batchers[p] = functools.partial(_batch, p)
     ad.primitive_jvps[p] = functools.partial(_jvp, p)
+    if kind is MatmulCall:
+        partial_eval.partial_eval_jaxpr_custom_rules[p] = _rematerialize
     for platform in machine.PLATFORMS:
         rule = functools.partial(_lower, platform)
         # JAX lowers equal equations of a program once; not inlined, they call one function.
@@ -350,6 +391,26 @@ def _jvp(p: Any, primals: Sequence[Any], tangents: Sequence[Any], *, work: Work)
     return jax.jvp(functools.partial(work.compute, _plain), tuple(primals), tangents)
 
 
+def _rematerialize(
+    saveable: Callable[..., Any], unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
+) -> Any:
+    """What `jax.checkpoint` computes of a product in its first pass, and what once more: that is
+    made of codes alone, or saving them would not free their source."""
+    number = len(eqn.outvars)
+    again = eqn
+    if not any(unknown):
+        policy = saveable(eqn.primitive, *(x.aval for x in eqn.invars), **eqn.params)
+        if policy is True or type(policy).__name__ == "SaveableType":
+            return eqn, None, [False] * number, [False] * number, []
+        work = eqn.params["work"].without_sources()
+        leaves = eqn.invars[: work.tree.num_leaves]
+        again = eqn.replace(invars=leaves, params=dict(eqn.params, work=work))
+    pairs = zip(again.invars, instantiated, strict=False)
+    saved = [x for x, is_there in pairs if isinstance(x, Var) and not is_there]
+    first = None if any(unknown) else eqn
+    return first, again, [any(unknown)] * number, [True] * number, saved
+
+
 def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
     context = ctx.module_context.axis_context
     devices = machine.devices_sharing(context)
@@ -369,6 +430,8 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
     on_each = OnOneDevice(asked, target)
 
     def how(call: Call, *operands: Any) -> Any:
+        if isinstance(call, MatmulCall) and len(operands) > 2:
+            return _of_values(how, target, call, *operands)
         if devices > 1:
             # By its key a kernel would draw the same for each device's part.
             operands = _drawn(call, lambda bits, key: _compute(bits, target, key), *operands)
