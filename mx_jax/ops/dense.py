@@ -81,7 +81,13 @@ class Taken(NamedTuple):
         for x, spec, own, move in zip(task[:2], specs, axes, task.moves, strict=True):
             if isinstance(x, MXArray) and task.cotangent is not None:
                 found.append((task.cotangent.values, task.cotangent.call))
-            elif spec is None or isinstance(x, Quantized) or move is not None or spec.prescale != 1.0 or spec.random_bits:
+            elif (
+                spec is None
+                or isinstance(x, Quantized)
+                or move is not None
+                or spec.prescale != 1.0
+                or spec.random_bits
+            ):
                 found.append(None)
             else:
                 cast = cast_call(x, spec, own.blocks(spec.format))

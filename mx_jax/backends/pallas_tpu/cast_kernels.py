@@ -24,14 +24,27 @@ from mx_jax.backends.pallas_tpu.call import call_kernel
 from mx_jax.backends.pallas_tpu.words import (
     Coding,
     as_bytes,
+    down,
     larger,
     magnitudes,
     numbers,
     words,
 )
+from mx_jax.codecs.float32 import (
+    bitwise_and,
+    bitwise_or,
+    eq,
+    gt,
+    lt,
+    select,
+    shift_left,
+    shift_right,
+)
 
 BLOCK, TILE_ROWS, TILE_COLUMNS = 32, 8, 256
 _LANES, _SUBLANES = 128, 8
+# Not a Python number, which is 64 bits wide under `jax_enable_x64`.
+_FIRST = np.int32(0)
 # Registers of 32 rows in a column of pairs of tiles.
 _STRIP = BLOCK // TILE_ROWS
 # Rows whose scales along columns fill a register; columns whose scales along rows do.
@@ -133,7 +146,8 @@ def _put(
     rows = pl.ds(pl.multiple_of(strip * BLOCK, BLOCK), BLOCK)
     for tile in range(2):
         start = pl.multiple_of(pair * TILE_COLUMNS + tile * _LANES, _LANES)
-        codes = jnp.concatenate([w[4 * tile : 4 * tile + 4] for w in found])
+        halves = [lax.slice_in_dim(w, 4 * tile, 4 * tile + 4) for w in found]
+        codes = lax.concatenate(halves, 0)
         result[rows, pl.ds(start, _LANES)] = as_bytes(codes)
 
 
@@ -142,22 +156,23 @@ def _in_turn(count: int, cast: Callable[[Any, bool], jax.Array]) -> None:
     any does, all are."""
 
     def add(part: jax.Array, odd: jax.Array) -> jax.Array:
-        return odd | cast(part, False).astype(jnp.int32)
+        return bitwise_or(odd, cast(part, False))
 
-    odd = lax.fori_loop(0, count, add, jnp.zeros((_SUBLANES, _LANES), jnp.int32))
+    count = np.int32(count)
+    odd = lax.fori_loop(_FIRST, count, add, jnp.zeros((_SUBLANES, _LANES), jnp.int32))
 
     @pl.when(jnp.any(odd != 0))
     def _() -> None:
         def cast_exactly(part: jax.Array, _: None) -> None:
             cast(part, True)
 
-        lax.fori_loop(0, count, cast_exactly, None)
+        lax.fori_loop(_FIRST, count, cast_exactly, None)
 
 
 def _each(count: int, step: Callable[[Any], None], exact: bool) -> None:
     """All steps at once, or in a loop, which compiles sooner."""
     if exact:
-        lax.fori_loop(0, count, lambda i, _: step(i), None)
+        lax.fori_loop(_FIRST, np.int32(count), lambda i, _: step(i), None)
     else:
         for i in range(count):
             step(i)
@@ -169,7 +184,7 @@ def _cast_columns(x: _Registers, results: Any, scratch: Any, coding: Coding) -> 
 
     def cast_piece(step: Any, exact: bool) -> jax.Array:
         """256 rows of a pair of tiles."""
-        above, pair = step // pairs, step % pairs
+        above, pair = lax.div(step, np.int32(pairs)), lax.rem(step, np.int32(pairs))
         # Of each strip in a sublane, for both tiles.
         largest = [jnp.zeros((_SUBLANES, _LANES), jnp.uint32)] * 2
 
@@ -183,8 +198,8 @@ def _cast_columns(x: _Registers, results: Any, scratch: Any, coding: Coding) -> 
             if not exact:
                 other = pltpu.roll(top, 4, 0)
                 for tile, halves in enumerate(((top, other), (other, top))):
-                    spread = jnp.where(sublane < 4, *halves)
-                    largest[tile] = jnp.where(sublane == own, spread, largest[tile])
+                    spread = select(lt(sublane, 4), *halves)
+                    largest[tile] = select(eq(sublane, own), spread, largest[tile])
 
         _each(_SUBLANES, cast_strip, exact)
         stored, odd = zip(*map(coding.scales, largest), strict=True)
@@ -193,21 +208,21 @@ def _cast_columns(x: _Registers, results: Any, scratch: Any, coding: Coding) -> 
             for tile, scales in enumerate(stored):
                 start = pl.multiple_of(pair * TILE_COLUMNS + tile * _LANES, _LANES)
                 scratch[0][count, pl.ds(start, _LANES)] = scales
-        return odd[0] | odd[1]
+        return lax.bitwise_or(*odd)
 
     _in_turn(tall // _STRIP // _SUBLANES * pairs, cast_piece)
     if scratch:
-        scales = scratch[0][...] & np.uint32(0xFF)
-        results[1][...] = pltpu.bitcast(scales, jnp.int32).astype(jnp.uint8)
+        scales = pltpu.bitcast(bitwise_and(scratch[0][...], 0xFF), jnp.int32)
+        results[1][...] = lax.convert_element_type(scales, jnp.uint8)
 
 
 def _largest_of_rows(read: list[jax.Array], sublane: jax.Array) -> jax.Array:
     """The largest of the rows of a pair of tiles, in all halves and sublanes of each tile."""
     top = functools.reduce(larger, map(magnitudes, read))
     for step in (2, 1):
-        up, down = pltpu.roll(top, step, 0), pltpu.roll(top, _SUBLANES - step, 0)
-        top = larger(top, jnp.where((sublane & step) != 0, up, down))
-    return larger(top, (top << 16) | (top >> 16))
+        before, behind = pltpu.roll(top, step, 0), pltpu.roll(top, _SUBLANES - step, 0)
+        top = larger(top, select(gt(bitwise_and(sublane, step), 0), before, behind))
+    return larger(top, bitwise_or(shift_left(top, 16), down(top, 16)))
 
 
 def _cast_rows(x: _Registers, results: Any, coding: Coding) -> None:
@@ -216,6 +231,7 @@ def _cast_rows(x: _Registers, results: Any, coding: Coding) -> None:
     together = next(size for size in (4, 2, 1) if size * pairs <= BLOCK)
     slots = BLOCK // together
     lane = lax.broadcasted_iota(jnp.int32, (_SUBLANES, _LANES), 1)
+    tile = shift_right(lane, 5)
 
     def cast_strip(strip: Any, exact: bool) -> jax.Array:
         """32 rows of all tiles."""
@@ -232,7 +248,7 @@ def _cast_rows(x: _Registers, results: Any, coding: Coding) -> None:
         def gathered(facts: Any, row: int, place: Any, block: jax.Array) -> jax.Array:
             """Of a row of registers: what stands for blocks of each lane's tile."""
             slot = (row % together) * slots + place
-            source = (block << 5) | (BLOCK - 1 - _reversed(slot))
+            source = bitwise_or(shift_left(block, 5), BLOCK - 1 - _reversed(slot))
             return jnp.take_along_axis(
                 facts[row // together], source, axis=1, mode="promise_in_bounds"
             )
@@ -242,7 +258,7 @@ def _cast_rows(x: _Registers, results: Any, coding: Coding) -> None:
 
         def cast_pair(pair: Any) -> None:
             found = [
-                how(x.read(strip * _STRIP + row, pair), gathered(facts, row, pair, lane >> 5))
+                how(x.read(strip * _STRIP + row, pair), gathered(facts, row, pair, tile))
                 for row in range(_STRIP)
             ]
             _put(results[0], strip, pair, found, coding, x.interpret)
@@ -253,12 +269,12 @@ def _cast_rows(x: _Registers, results: Any, coding: Coding) -> None:
             # Lane 4 t + j of a row: block j of tile t, which lies in one half of the sublanes.
             found = []
             for row in range(_STRIP):
-                first = gathered(stored, row, lane >> 3, lane & 3)
+                first = gathered(stored, row, shift_right(lane, 3), bitwise_and(lane, 3))
                 second = pltpu.roll(first, 4, 0)
-                found.append(jnp.where((lane & 4) != 0, second, first)[:4])
+                found.append(select(gt(bitwise_and(lane, 4), 0), second, first)[:4])
             rows = pl.ds(pl.multiple_of(strip * BLOCK, BLOCK), BLOCK)
             results[1][rows, :] = as_bytes(jnp.concatenate(found))[:, : results[1].shape[1]]
-        return functools.reduce(jnp.logical_or, odd)
+        return functools.reduce(lax.bitwise_or, odd)
 
     _in_turn(tall // _STRIP, cast_strip)
 
@@ -284,7 +300,7 @@ def _largest_of_lanes(
         return None
     high = _largest_of_lanes(leaf, first + half, half)
     lane = lax.broadcasted_iota(jnp.int32, low.shape, 1)
-    up = larger(low, pltpu.roll(low, shift, 1))
+    before = larger(low, pltpu.roll(low, shift, 1))
     high = low if high is None else high
-    down = larger(high, pltpu.roll(high, _LANES - shift, 1))
-    return jnp.where((lane & shift) != 0, up, down)
+    behind = larger(high, pltpu.roll(high, _LANES - shift, 1))
+    return select(gt(bitwise_and(lane, shift), 0), before, behind)

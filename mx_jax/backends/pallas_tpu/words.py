@@ -4,6 +4,9 @@ A quotient by a power of two is exact in bfloat16, and one bfloat16 addition rou
 element: beside a number that is larger by a power of two, the element's last digit is the sum's.
 Fields of patterns are cut out of both halves of a word at once. Blocks with NaN or Inf, or so small
 that TPUs would flush something of them to zero, are cast once more, exactly.
+
+By lax's operations, as `codecs.float32` has them: those of arrays are each a function under a `jit`
+of its own, which makes a kernel take seconds to lower.
 """
 
 import dataclasses
@@ -12,9 +15,27 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
 from mx_jax.backends.calls import HEADROOM
+from mx_jax.codecs.float32 import (
+    add,
+    bitwise_and,
+    bitwise_or,
+    bitwise_xor,
+    clip,
+    ge,
+    gt,
+    lt,
+    mul,
+    select,
+    shift_left,
+    shift_right,
+    sub,
+)
+from mx_jax.codecs.float32 import max as maximum
+from mx_jax.codecs.float32 import min as minimum
 from mx_jax.formats import ElementFormat
 
 # Of bfloat16: fraction bits, bias, patterns.
@@ -23,9 +44,9 @@ _SIGN, _MAGNITUDE, _EXPONENT, _NAN = 0x8000, 0x7FFF, 0x7F80, 0x7FC0
 _SCALE_NAN = 255
 
 
-def both(pattern: int) -> np.uint32:
+def both(pattern: int) -> int:
     """16 bits in both halves of a word."""
-    return np.uint32(pattern * 0x10001)
+    return pattern * 0x10001
 
 
 def words(x: jax.Array) -> jax.Array:
@@ -40,44 +61,46 @@ def numbers(w: jax.Array) -> jax.Array:
 
 def larger(a: jax.Array, b: jax.Array) -> jax.Array:
     """Of two words, half by half, the larger magnitudes."""
-    return words(jnp.maximum(numbers(a), numbers(b)))
+    return words(maximum(numbers(a), numbers(b)))
 
 
 def magnitudes(w: jax.Array) -> jax.Array:
     """Words without signs."""
-    return w & both(_MAGNITUDE)
+    return bitwise_and(w, both(_MAGNITUDE))
+
+
+def down(w: jax.Array, digits: int) -> jax.Array:
+    """Words, shifted; what crosses into the lower half is for the caller to cut off."""
+    return lax.shift_right_logical(w, np.uint32(digits))
 
 
 def parts(w: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Both halves as int32."""
-    return pltpu.bitcast(w & np.uint32(0xFFFF), jnp.int32), pltpu.bitcast(w >> 16, jnp.int32)
+    return pltpu.bitcast(bitwise_and(w, 0xFFFF), jnp.int32), pltpu.bitcast(down(w, 16), jnp.int32)
 
 
 def joined(low: jax.Array, high: jax.Array) -> jax.Array:
     """Words of two halves."""
-    return pltpu.bitcast(low | (high << 16), jnp.uint32)
+    return pltpu.bitcast(bitwise_or(low, shift_left(high, 16)), jnp.uint32)
 
 
 def as_bytes(w: jax.Array) -> jax.Array:
     """The low bytes of both halves, `[2 r, n]`."""
-    return pltpu.bitcast(w, jnp.uint16).astype(jnp.uint8)
-
-
-def _power(exponent: int) -> jax.Array:
-    return jnp.bfloat16(2.0**exponent)
+    return lax.convert_element_type(pltpu.bitcast(w, jnp.uint16), jnp.uint8)
 
 
 def _times_power(pattern: jax.Array, exponent: jax.Array) -> jax.Array:
     """A bfloat16 pattern times a power of two, as one: subnormals count, but not in the result."""
-    small = pattern < (1 << _DIGITS)
+    small = lt(pattern, 1 << _DIGITS)
     # A subnormal is its pattern times 2^-133.
-    number = jnp.where(
-        small, pattern.astype(jnp.float32), pltpu.bitcast(pattern << 16, jnp.float32)
-    )
-    exponent = exponent - jnp.where(small, _BIAS - 1 + _DIGITS, 0)
-    for part in (exponent >> 1, exponent - (exponent >> 1)):
-        number = number * pltpu.bitcast((jnp.clip(part, -126, 127) + 127) << 23, jnp.float32)
-    return pltpu.bitcast(number, jnp.int32) >> 16
+    wide = pltpu.bitcast(shift_left(pattern, 16), jnp.float32)
+    number = select(small, lax.convert_element_type(pattern, jnp.float32), wide)
+    exponent = sub(exponent, select(small, lax.full_like(exponent, _BIAS - 1 + _DIGITS), 0))
+    half = shift_right(exponent, 1)
+    for part in (half, sub(exponent, half)):
+        power = shift_left(add(clip(part, -126, 127), 127), 23)
+        number = mul(number, pltpu.bitcast(power, jnp.float32))
+    return shift_right(pltpu.bitcast(number, jnp.int32), 16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,78 +135,84 @@ class Coding:
 
     def reciprocals(self, largest: jax.Array) -> jax.Array:
         """Of scales, as `results` takes them, in words like blocks' largest magnitudes."""
-        exponents = numbers((largest + both(self.carry)) & both(_EXPONENT))
-        exponents = words(jnp.maximum(exponents, _power(self.lowest - _BIAS)))
-        return both((2 * _BIAS + self.element.emax + self.lift) << _DIGITS) - exponents
+        exponents = bitwise_and(add(largest, both(self.carry)), both(_EXPONENT))
+        exponents = words(maximum(numbers(exponents), 2.0 ** (self.lowest - _BIAS)))
+        return sub(both((2 * _BIAS + self.element.emax + self.lift) << _DIGITS), exponents)
 
     def results(self, w: jax.Array, reciprocals: jax.Array) -> jax.Array:
         """Words with codes in the halves' low bytes, or with values; of blocks that need no
         `exact_results`."""
-        sums = self._rounded(numbers(magnitudes(w)) * numbers(reciprocals))
+        total, beside, powers = self._rounded(mul(numbers(magnitudes(w)), numbers(reciprocals)))
         if not self.values:
-            return self._codes(*sums, w)
-        total, beside, _ = sums
-        scales = numbers(both((2 * _BIAS - HEADROOM) << _DIGITS) - reciprocals)
-        return words((total - beside) * scales) | (w & both(_SIGN))
+            return self._codes(total, beside, powers, w)
+        scales = numbers(sub(both((2 * _BIAS - HEADROOM) << _DIGITS), reciprocals))
+        value = words(mul(sub(total, beside), scales))
+        return bitwise_or(value, bitwise_and(w, both(_SIGN)))
 
     def exact_results(self, w: jax.Array, largest: jax.Array) -> jax.Array:
         """The same of any block, by its largest magnitude."""
         stored = [self._stored(half) for half in parts(largest)]
         quotients = (
-            _times_power(half, self.lift + _BIAS - scale)
+            _times_power(half, sub(self.lift + _BIAS, scale))
             for half, scale in zip(parts(magnitudes(w)), stored, strict=True)
         )
-        total, beside, field = self._rounded(numbers(joined(*quotients)))
-        nan = joined(*(jnp.where(scale == _SCALE_NAN, 0xFFFF, 0) for scale in stored))
-        if not self.values:
-            code = self.element.nan_code or 0
-            return (self._codes(total, beside, field, w) & ~nan) | (nan & both(code))
-        rounded = (
-            _times_power(half, scale - (_BIAS + self.lift + HEADROOM))
-            for half, scale in zip(parts(words(total - beside)), stored, strict=True)
-        )
-        value = joined(*rounded) | (w & both(_SIGN))
-        return (value & ~nan) | (nan & both(_NAN))
+        total, beside, powers = self._rounded(numbers(joined(*quotients)))
+        is_nan = (ge(scale, _SCALE_NAN) for scale in stored)
+        nan = joined(*(select(each, lax.full_like(stored[0], 0xFFFF), 0) for each in is_nan))
+        if self.values:
+            rounded = (
+                _times_power(half, sub(scale, _BIAS + self.lift + HEADROOM))
+                for half, scale in zip(parts(words(sub(total, beside))), stored, strict=True)
+            )
+            found = bitwise_or(joined(*rounded), bitwise_and(w, both(_SIGN)))
+        else:
+            found = self._codes(total, beside, powers, w)
+        of_nan = _NAN if self.values else self.element.nan_code or 0
+        kept = bitwise_and(found, bitwise_xor(nan, 0xFFFFFFFF))
+        return bitwise_or(kept, bitwise_and(nan, both(of_nan)))
 
     def scales(self, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Words with stored scales, and where a block needs `exact_results`."""
-        odd = jnp.zeros(largest.shape, bool)
+        """Words with stored scales, and where a block needs `exact_results`, as 1."""
+        odd, stored = [], []
         for half in parts(largest):
-            tiny = (half > 0) & (half + self.carry < (self.lowest << _DIGITS))
-            odd = odd | tiny | (half >= _EXPONENT)
-        return joined(*(self._stored(half) for half in parts(largest))), odd
+            small = lt(add(half, self.carry), self.lowest << _DIGITS)
+            odd.append(bitwise_or(bitwise_and(gt(half, 0), small), ge(half, _EXPONENT)))
+            stored.append(self._stored(half))
+        return joined(*stored), lax.convert_element_type(bitwise_or(*odd), jnp.int32)
 
     def _stored(self, largest: jax.Array) -> jax.Array:
         """E8M0 of a block's largest magnitude, both int32."""
         pattern = largest
         if self.element.emax < 1:
             # Elsewhere a subnormal has the smallest scale, whatever its exponent.
-            number = pltpu.bitcast(pattern.astype(jnp.float32), jnp.int32) >> (23 - _DIGITS)
-            normal = number - ((_BIAS + _DIGITS - 1) << _DIGITS)
-            pattern = jnp.where(pattern < (1 << _DIGITS), normal, pattern)
-        stored = jnp.clip(((pattern + self.carry) >> _DIGITS) - self.element.emax, 0, 254)
-        return jnp.where(largest >= _EXPONENT, _SCALE_NAN, stored)
+            number = pltpu.bitcast(lax.convert_element_type(pattern, jnp.float32), jnp.int32)
+            normal = sub(shift_right(number, 23 - _DIGITS), (_BIAS + _DIGITS - 1) << _DIGITS)
+            pattern = select(lt(pattern, 1 << _DIGITS), normal, pattern)
+        exponent = shift_right(add(pattern, self.carry), _DIGITS)
+        stored = clip(sub(exponent, self.element.emax), 0, 254)
+        return select(ge(largest, _EXPONENT), _SCALE_NAN, stored)
 
     def _rounded(self, quotients: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Sums whose last digit is the element's, what was added, and the quotients' powers."""
         element = self.element
-        capped = jnp.minimum(quotients, jnp.bfloat16(element.max * 2.0**self.lift))
-        powers = numbers(words(capped) & both(_EXPONENT))
-        powers = jnp.maximum(powers, _power(element.emin + self.lift))
-        beside = powers * _power(_DIGITS - element.mantissa_bits)
-        return capped + beside, beside, powers
+        capped = minimum(quotients, element.max * 2.0**self.lift)
+        powers = numbers(bitwise_and(words(capped), both(_EXPONENT)))
+        powers = maximum(powers, 2.0 ** (element.emin + self.lift))
+        beside = mul(powers, 2.0 ** (_DIGITS - element.mantissa_bits))
+        return add(capped, beside), beside, powers
 
     def _codes(
         self, total: jax.Array, beside: jax.Array, powers: jax.Array, w: jax.Array
     ) -> jax.Array:
         """Codes in the low bytes of halves, from `_rounded` and the words with signs."""
         element = self.element
-        digits = words(total) - words(beside)
-        half = digits + (words(powers) >> (_DIGITS - element.mantissa_bits))
-        half = half & both(element.sign_code - 1)
+        digits = sub(words(total), words(beside))
+        half = add(digits, down(words(powers), _DIGITS - element.mantissa_bits))
+        half = bitwise_and(half, both(element.sign_code - 1))
         if element.kind == "float":
-            return half | ((w & both(_SIGN)) >> (16 - element.bits))
+            return bitwise_or(half, down(bitwise_and(w, both(_SIGN)), 16 - element.bits))
         # Two's complement.
-        negative = (w >> 15) & both(1)
-        ones = (negative << element.bits) - negative
-        return ((half ^ ones) + negative) & both((element.sign_code << 1) - 1)
+        negative = bitwise_and(down(w, 15), both(1))
+        ones = sub(shift_left(negative, element.bits), negative)
+        code = add(bitwise_xor(half, ones), negative)
+        return bitwise_and(code, both((element.sign_code << 1) - 1))
