@@ -8,7 +8,6 @@ Along columns a block is four registers, whose sublanes are compared. Along rows
 where rolls count: 62 of them find the largest of 128 blocks in each sublane.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -102,113 +101,106 @@ def cast(
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Registers:
-    """A matrix in pairs of tiles, as words of eight rows by two tiles."""
+def _read(ref: Any, rows: Any, pairs: Any, interpret: bool) -> jax.Array:
+    """Registers of some rows and pairs of tiles, `[rows, pairs, 8, 128]` words."""
+    if not interpret:
+        return ref.bitcast(jnp.uint32)[rows, pairs]
+    return words(ref[rows, pairs])  # the interpreter knows no other type of a reference
 
-    ref: Any
-    interpret: bool
 
-    def read(self, row: Any, pair: Any) -> jax.Array:
-        if self.interpret:  # which knows no other type of a reference
-            return words(self.ref[row, pair])
-        return self.ref.bitcast(jnp.uint32)[row, pair]
-
-    def write(self, row: Any, pair: Any, w: jax.Array) -> None:
-        if self.interpret:
-            self.ref[row, pair] = numbers(w)
+def _put(
+    result: Any, strip: Any, pair: Any, found: jax.Array, values: bool, interpret: bool
+) -> None:
+    """Store what 32 rows of a pair of tiles become, `[4, 8, 128]` words."""
+    if values:
+        rows = pl.ds(strip * _STRIP, _STRIP)
+        if interpret:
+            result[rows, pair] = numbers(found)
         else:
-            self.ref.bitcast(jnp.uint32)[row, pair] = w
+            result.bitcast(jnp.uint32)[rows, pair] = found
+        return
+    rows = pl.ds(pl.multiple_of(strip * BLOCK, BLOCK), BLOCK)
+    for tile in range(2):
+        start = pl.multiple_of(pair * TILE_COLUMNS + tile * _LANES, _LANES)
+        half = lax.slice_in_dim(found, 4 * tile, 4 * tile + 4, axis=1)
+        codes = lax.concatenate([_part(half, row) for row in range(_STRIP)], 0)
+        result[rows, pl.ds(start, _LANES)] = as_bytes(codes)
+
+
+def _part(x: jax.Array, index: int) -> jax.Array:
+    return lax.index_in_dim(x, index, keepdims=False)
 
 
 def _kernel(
     x_ref: Any, *refs: Any, columns: Coding | None, rows: Coding | None, interpret: bool
 ) -> None:
-    left, x = list(refs), _Registers(x_ref, interpret)
+    left = list(refs)
     of_columns, of_rows = (
         [] if coding is None else [left.pop(0) for _ in range(2 - coding.values)]
         for coding in (columns, rows)
     )
     if columns is not None:
-        _cast_columns(x, of_columns, left, columns)
+        _cast_columns(x_ref, of_columns, left, columns, interpret)
     if rows is not None:
-        _cast_rows(x, of_rows, rows)
+        _cast_rows(x_ref, of_rows, rows, interpret)
 
 
-def _put(
-    result: Any, strip: Any, pair: Any, found: list[jax.Array], coding: Coding, interpret: bool
-) -> None:
-    """Store what 32 rows of a pair of tiles become."""
-    if coding.values:
-        for row, w in enumerate(found):
-            _Registers(result, interpret).write(strip * _STRIP + row, pair, w)
-        return
-    rows = pl.ds(pl.multiple_of(strip * BLOCK, BLOCK), BLOCK)
-    for tile in range(2):
-        start = pl.multiple_of(pair * TILE_COLUMNS + tile * _LANES, _LANES)
-        halves = [lax.slice_in_dim(w, 4 * tile, 4 * tile + 4) for w in found]
-        codes = lax.concatenate(halves, 0)
-        result[rows, pl.ds(start, _LANES)] = as_bytes(codes)
-
-
-def _in_turn(count: int, cast: Callable[[Any, bool], jax.Array]) -> None:
+def _in_turn(count: int, cast: Callable[[Any, bool], Any]) -> None:
     """Cast parts of a tile: `cast(part, exact)` tells where a block needs to be cast exactly; if
     any does, all are."""
 
     def add(part: jax.Array, odd: jax.Array) -> jax.Array:
         return bitwise_or(odd, cast(part, False))
 
-    count = np.int32(count)
-    odd = lax.fori_loop(_FIRST, count, add, jnp.zeros((_SUBLANES, _LANES), jnp.int32))
+    zero = jnp.zeros((_SUBLANES, _LANES), jnp.int32)
+    odd = lax.fori_loop(np.int32(0), np.int32(count), add, zero)
 
-    @pl.when(jnp.any(odd != 0))
+    @pl.when(jnp.any(gt(odd, 0)))
     def _() -> None:
-        def cast_exactly(part: jax.Array, _: None) -> None:
-            cast(part, True)
-
-        lax.fori_loop(_FIRST, count, cast_exactly, None)
+        _in_a_loop(count, lambda part: cast(part, True))
 
 
-def _each(count: int, step: Callable[[Any], None], exact: bool) -> None:
-    """All steps at once, or in a loop, which compiles sooner."""
-    if exact:
-        lax.fori_loop(_FIRST, np.int32(count), lambda i, _: step(i), None)
-    else:
-        for i in range(count):
-            step(i)
+def _in_a_loop(count: int, step: Callable[[Any], Any]) -> None:
+    """For what is rare: it compiles sooner."""
+    # Python's numbers are 64 bits wide under `jax_enable_x64`.
+    lax.fori_loop(np.int32(0), np.int32(count), lambda i, _: (step(i), None)[1], None)
 
 
-def _cast_columns(x: _Registers, results: Any, scratch: Any, coding: Coding) -> None:
-    tall, pairs = x.ref.shape[:2]
+def _cast_columns(x: Any, results: Any, scratch: Any, coding: Coding, interpret: bool) -> None:
+    tall, pairs = x.shape[:2]
     sublane = lax.broadcasted_iota(jnp.int32, (_SUBLANES, _LANES), 0)
 
-    def cast_piece(step: Any, exact: bool) -> jax.Array:
+    def cast_piece(step: Any, exact: bool) -> Any:
         """256 rows of a pair of tiles."""
         above, pair = lax.div(step, np.int32(pairs)), lax.rem(step, np.int32(pairs))
-        # Of each strip in a sublane, for both tiles.
+        # Of the first strips and of the last: in a sublane of either tile one strip's.
         largest = [jnp.zeros((_SUBLANES, _LANES), jnp.uint32)] * 2
 
-        def cast_strip(own: Any) -> None:
+        def cast_strip(own: Any) -> jax.Array:
             strip = above * _SUBLANES + own
-            read = [x.read(strip * _STRIP + row, pair) for row in range(_STRIP)]
-            top = _largest_of_rows(read, sublane)
-            fact = top if exact else coding.reciprocals(top)
-            how = coding.exact_results if exact else coding.results
-            _put(results[0], strip, pair, [how(w, fact) for w in read], coding, x.interpret)
-            if not exact:
-                other = pltpu.roll(top, 4, 0)
-                for tile, halves in enumerate(((top, other), (other, top))):
-                    spread = select(lt(sublane, 4), *halves)
-                    largest[tile] = select(eq(sublane, own), spread, largest[tile])
+            w = _read(x, pl.ds(strip * _STRIP, _STRIP), pl.ds(pair, 1), interpret)
+            w = lax.squeeze(w, (1,))
+            top = _largest_of_rows(w, sublane)
+            fact = lax.broadcast(top if exact else coding.reciprocals(top), (_STRIP,))
+            found = (coding.exact_results if exact else coding.results)(w, fact)
+            _put(results[0], strip, pair, found, coding.values, interpret)
+            return top
 
-        _each(_SUBLANES, cast_strip, exact)
-        stored, odd = zip(*map(coding.scales, largest), strict=True)
-        if scratch and not exact:
+        if exact:
+            return _in_a_loop(_SUBLANES, cast_strip)
+        for own in range(_SUBLANES):
+            top = cast_strip(own)
+            half, place = divmod(own, 4)
+            here = eq(bitwise_and(sublane, 3), place)
+            largest[half] = select(here, top, largest[half])
+        (first, last), odd = zip(*map(coding.scales, largest), strict=True)
+        if scratch:
             count = pl.ds(pl.multiple_of(above * _SUBLANES, _SUBLANES), _SUBLANES)
-            for tile, scales in enumerate(stored):
+            tiles = (first, pltpu.roll(last, 4, 0)), (pltpu.roll(first, 4, 0), last)
+            for tile, halves in enumerate(tiles):
                 start = pl.multiple_of(pair * TILE_COLUMNS + tile * _LANES, _LANES)
-                scratch[0][count, pl.ds(start, _LANES)] = scales
-        return lax.bitwise_or(*odd)
+                scratch[0][count, pl.ds(start, _LANES)] = select(lt(sublane, 4), *halves)
+        return bitwise_or(*odd)
 
     _in_turn(tall // _STRIP // _SUBLANES * pairs, cast_piece)
     if scratch:
@@ -216,32 +208,27 @@ def _cast_columns(x: _Registers, results: Any, scratch: Any, coding: Coding) -> 
         results[1][...] = lax.convert_element_type(scales, jnp.uint8)
 
 
-def _largest_of_rows(read: list[jax.Array], sublane: jax.Array) -> jax.Array:
+def _largest_of_rows(w: jax.Array, sublane: jax.Array) -> jax.Array:
     """The largest of the rows of a pair of tiles, in all halves and sublanes of each tile."""
-    top = functools.reduce(larger, map(magnitudes, read))
+    top = functools.reduce(larger, (_part(magnitudes(w), row) for row in range(_STRIP)))
     for step in (2, 1):
         before, behind = pltpu.roll(top, step, 0), pltpu.roll(top, _SUBLANES - step, 0)
         top = larger(top, select(gt(bitwise_and(sublane, step), 0), before, behind))
     return larger(top, bitwise_or(shift_left(top, 16), down(top, 16)))
 
 
-def _cast_rows(x: _Registers, results: Any, coding: Coding) -> None:
-    tall, pairs = x.ref.shape[:2]
+def _cast_rows(x: Any, results: Any, coding: Coding, interpret: bool) -> None:
+    tall, pairs = x.shape[:2]
     # As many of a strip's registers as have their largest magnitudes in one.
     together = next(size for size in (4, 2, 1) if size * pairs <= BLOCK)
     slots = BLOCK // together
     lane = lax.broadcasted_iota(jnp.int32, (_SUBLANES, _LANES), 1)
-    tile = shift_right(lane, 5)
 
-    def cast_strip(strip: Any, exact: bool) -> jax.Array:
+    def cast_strip(strip: Any, exact: bool) -> Any:
         """32 rows of all tiles."""
-
-        def leaf(first: int, slot: int) -> jax.Array | None:
-            row, pair = first + slot // slots, slot % slots
-            return magnitudes(x.read(strip * _STRIP + row, pair)) if pair < pairs else None
-
+        w = _read(x, pl.ds(strip * _STRIP, _STRIP), slice(None), interpret)
         largest = [
-            _largest_of_lanes(functools.partial(leaf, first), 0, BLOCK)
+            _largest_of_lanes(lax.slice_in_dim(magnitudes(w), first, first + together), slots)
             for first in range(0, _STRIP, together)
         ]
 
@@ -254,18 +241,27 @@ def _cast_rows(x: _Registers, results: Any, coding: Coding) -> None:
             )
 
         facts = largest if exact else [*map(coding.reciprocals, largest)]
-        how = coding.exact_results if exact else coding.results
+        tile, how = shift_right(lane, 5), coding.exact_results if exact else coding.results
 
-        def cast_pair(pair: Any) -> None:
-            found = [
-                how(x.read(strip * _STRIP + row, pair), gathered(facts, row, pair, tile))
-                for row in range(_STRIP)
+        def cast_pair(pair: Any, own: jax.Array) -> None:
+            spread = [
+                lax.expand_dims(gathered(facts, row, pair, tile), (0,)) for row in range(_STRIP)
             ]
-            _put(results[0], strip, pair, found, coding, x.interpret)
+            found = how(own, lax.concatenate(spread, 0))
+            _put(results[0], strip, pair, found, coding.values, interpret)
 
-        _each(pairs, cast_pair, exact)
+        if exact:
+            where = pl.ds(strip * _STRIP, _STRIP)
+            return _in_a_loop(
+                pairs,
+                lambda pair: cast_pair(
+                    pair, lax.squeeze(_read(x, where, pl.ds(pair, 1), interpret), (1,))
+                ),
+            )
+        for pair in range(pairs):
+            cast_pair(pair, lax.index_in_dim(w, pair, axis=1, keepdims=False))
         stored, odd = zip(*map(coding.scales, largest), strict=True)
-        if not coding.values and not exact:
+        if not coding.values:
             # Lane 4 t + j of a row: block j of tile t, which lies in one half of the sublanes.
             found = []
             for row in range(_STRIP):
@@ -273,8 +269,9 @@ def _cast_rows(x: _Registers, results: Any, coding: Coding) -> None:
                 second = pltpu.roll(first, 4, 0)
                 found.append(select(gt(bitwise_and(lane, 4), 0), second, first)[:4])
             rows = pl.ds(pl.multiple_of(strip * BLOCK, BLOCK), BLOCK)
-            results[1][rows, :] = as_bytes(jnp.concatenate(found))[:, : results[1].shape[1]]
-        return functools.reduce(lax.bitwise_or, odd)
+            scales = as_bytes(lax.concatenate(found, 0))
+            results[1][rows, :] = scales[:, : results[1].shape[1]]
+        return functools.reduce(bitwise_or, odd)
 
     _in_turn(tall // _STRIP, cast_strip)
 
@@ -284,23 +281,28 @@ def _reversed(slot: Any) -> Any:
     return sum(((slot >> digit) & 1) << (4 - digit) for digit in range(5))
 
 
-def _largest_of_lanes(
-    leaf: Callable[[int], jax.Array | None], first: int, count: int
-) -> jax.Array | None:
-    """The largest of each 32 lanes of up to 32 registers, all in one.
+def _largest_of_lanes(w: jax.Array, slots: int) -> jax.Array:
+    """The largest of each 32 lanes of 32 registers, all in one; `[rows, pairs, 8, 128]`.
 
-    Lane `32 j + 31 - _reversed(slot)` has it of lanes `32 j` to `32 j + 31` of a slot. After each
-    step half of the lanes say nothing new, so that two go on as one: two rolls for each pair.
+    Lane `32 j + 31 - _reversed(slot)` has it of lanes `32 j` to `32 j + 31` of a slot, of which a
+    row has `slots`. After each step half of the lanes say nothing new, so that two registers go on
+    as one: two rolls for each pair.
     """
-    if count == 1:
-        return leaf(first)
-    half, shift = count // 2, BLOCK // count
-    low = _largest_of_lanes(leaf, first, half)
-    if low is None:
-        return None
-    high = _largest_of_lanes(leaf, first + half, half)
-    lane = lax.broadcasted_iota(jnp.int32, low.shape, 1)
-    before = larger(low, pltpu.roll(low, shift, 1))
-    high = low if high is None else high
-    behind = larger(high, pltpu.roll(high, _LANES - shift, 1))
-    return select(gt(bitwise_and(lane, shift), 0), before, behind)
+    rows, pairs = w.shape[:2]
+    zero = jnp.zeros((_SUBLANES, _LANES), jnp.uint32)
+    level = [
+        lax.squeeze(lax.slice(w, (row, pair, 0, 0), (row + 1, pair + 1, 8, 128)), (0, 1))
+        if pair < pairs
+        else zero
+        for row in range(rows)
+        for pair in range(slots)
+    ]
+    top = lax.concatenate([lax.expand_dims(x, (0,)) for x in level], 0)
+    while (shift := top.shape[0] // 2) > 0:
+        pair = top.reshape(shift, 2, _SUBLANES, _LANES)
+        low, high = (lax.index_in_dim(pair, i, axis=1, keepdims=False) for i in range(2))
+        before = larger(low, pltpu.roll(low, shift, 2))
+        behind = larger(high, pltpu.roll(high, _LANES - shift, 2))
+        lane = lax.broadcasted_iota(jnp.int32, low.shape, 2)
+        top = select(gt(bitwise_and(lane, shift), 0), before, behind)
+    return lax.squeeze(top, (0,))
