@@ -13,8 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive, Var
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
 from mx_jax.backends import calls, partition
@@ -210,18 +210,6 @@ class Work:
     def __repr__(self) -> str:
         return self.call.text
 
-    def without_sources(self) -> "Work":
-        """Of a product, what it is without the sources behind its operands."""
-        call = self.call
-        if not isinstance(call, MatmulCall) or call.lhs.source is call.rhs.source is None:
-            return self
-        lhs, rhs, _ = jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
-        leaves, tree = jax.tree.flatten((lhs, rhs))
-        left, right = (dataclasses.replace(own, source=None) for _, own in call.sides)
-        call = dataclasses.replace(call, lhs=left, rhs=right)
-        batches = tuple((size, axes[: len(leaves)]) for size, axes in self.batches)
-        return dataclasses.replace(self, call=call, tree=tree, batches=batches)
-
     def compute(self, how: Callable[..., Any], *leaves: jax.Array) -> list[jax.Array]:
         """The results' leaves; `how` is given the call and its operands."""
 
@@ -350,8 +338,6 @@ def _primitive(kind: type[Call]) -> Any:
     p.def_impl(functools.partial(eager, p))
     batching.primitive_batchers[p] = functools.partial(_batch, p)
     ad.primitive_jvps[p] = functools.partial(_jvp, p)
-    if kind is MatmulCall:
-        partial_eval.partial_eval_jaxpr_custom_rules[p] = _rematerialize
     for platform in machine.PLATFORMS:
         rule = functools.partial(_lower, platform)
         # JAX lowers equal equations of a program once; not inlined, they call one function.
@@ -389,26 +375,6 @@ def _jvp(p: Any, primals: Sequence[Any], tangents: Sequence[Any], *, work: Work)
     # Kernels have no derivatives; plain JAX has.
     tangents = tuple(map(ad.instantiate_zeros, tangents))
     return jax.jvp(functools.partial(work.compute, _plain), tuple(primals), tangents)
-
-
-def _rematerialize(
-    saveable: Callable[..., Any], unknown: Sequence[bool], instantiated: Sequence[bool], eqn: Any
-) -> Any:
-    """What `jax.checkpoint` computes of a product in its first pass, and what once more: that is
-    made of codes alone, or saving them would not free their source."""
-    number = len(eqn.outvars)
-    again = eqn
-    if not any(unknown):
-        policy = saveable(eqn.primitive, *(x.aval for x in eqn.invars), **eqn.params)
-        if policy is True or type(policy).__name__ == "SaveableType":
-            return eqn, None, [False] * number, [False] * number, []
-        work = eqn.params["work"].without_sources()
-        leaves = eqn.invars[: work.tree.num_leaves]
-        again = eqn.replace(invars=leaves, params=dict(eqn.params, work=work))
-    pairs = zip(again.invars, instantiated, strict=False)
-    saved = [x for x, is_there in pairs if isinstance(x, Var) and not is_there]
-    first = None if any(unknown) else eqn
-    return first, again, [any(unknown)] * number, [True] * number, saved
 
 
 def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
