@@ -1,16 +1,15 @@
 """What watching a train step costs: `python -m benchmarks.capture`.
 
-A small MLP in MXFP8, a whole step of it with gradients: unwatched, and under `inspect.capture`
-with all statistics, at every step and at one in ten, whose number is told outside the compiled
-function or traced inside it. Medians over rounds of ten steps, taken in turns, so that a busy
+A small MLP in MXFP8, a whole step of it with gradients: as it is, and by `inspect.capture` with all
+statistics, at every step and at one in ten, whose number is known outside the compiled function or
+traced inside it. Medians over rounds of ten steps, taken in turns, so that a busy
 machine is busy for all of them. What is compared is the process's CPU time, which another
 process's work does not change much; the time on the clock is told beside it.
 """
 
-import contextlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,16 +27,11 @@ def train_step(weights: Any, x: jax.Array) -> Any:
     def loss(weights: Any) -> jax.Array:
         y = x
         for number, w in enumerate(weights):
-            with inspect.tag(f"layer_{number}"):
+            with jax.named_scope(f"layer_{number}"):
                 y = jnp.tanh(mx_jax.matmul(y, w, recipe="mxfp8"))
         return jnp.mean(jnp.square(y))
 
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
-
-
-def told_inside(weights: Any, x: jax.Array, step: jax.Array) -> Any:
-    with inspect.at_step(step):
-        return train_step(weights, x)
 
 
 def measure(rows: int, width: int, rounds: int) -> list[dict[str, Any]]:
@@ -45,30 +39,28 @@ def measure(rows: int, width: int, rounds: int) -> list[dict[str, Any]]:
     keys = jax.random.split(jax.random.key(0), LAYERS + 1)
     x = jax.random.normal(keys[0], (rows, width))
     start = [jax.random.normal(key, (width, width)) / width**0.5 for key in keys[1:]]
-    compiled, inside = jax.jit(train_step), jax.jit(told_inside)
+    compiled = jax.jit(train_step)
 
-    def outside(weights: Any, x: jax.Array, step: int) -> Any:
-        with inspect.at_step(step):
-            return compiled(weights, x)
+    def numbered(weights: Any, x: jax.Array, step: jax.Array) -> Any:
+        return train_step(weights, x)
 
-    # One context each: a program is compiled for the context that watches it.
-    ways: dict[str, tuple[Any, Any]] = {
-        UNWATCHED: (contextlib.nullcontext(), outside),
-        "every=10": (inspect.capture(every=10), outside),
-        "every=10, step traced": (inspect.capture(every=10), inside),
-        "every=1": (inspect.capture(), outside),
+    traced = inspect.capture(numbered, every=10, step=lambda weights, x, step: step)
+    ways: dict[str, Callable[..., Any]] = {
+        UNWATCHED: compiled,
+        "every=10": inspect.capture(compiled, every=10),
+        "every=10, step traced": jax.jit(traced),
+        "every=1": inspect.capture(compiled),
     }
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in ways}
     for number in range(rounds + 1):
-        for name, (context, run) in ways.items():
+        for name, run in ways.items():
             weights = start
-            with context:
-                began = time.process_time(), time.perf_counter()
-                for step in range(STEPS):
-                    weights = run(weights, x, step)
-                jax.block_until_ready(weights)
-                jax.effects_barrier()
-                ended = time.process_time(), time.perf_counter()
+            began = time.process_time(), time.perf_counter()
+            for step in range(STEPS):
+                weights = run(weights, x, *[step] * ("traced" in name))
+            jax.block_until_ready(weights)
+            jax.effects_barrier()
+            ended = time.process_time(), time.perf_counter()
             if number:  # The first compiles.
                 cpu, clock = (b - a for a, b in zip(began, ended, strict=True))
                 times[name].append((cpu / STEPS, clock / STEPS))

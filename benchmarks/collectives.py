@@ -2,11 +2,14 @@
 
 Every layout in every way that a mesh is told of, in float32 and bfloat16, read from the program
 after XLA has partitioned it, on eight virtual CPU devices: counted, not measured. What follows
-there is a backend's own; on CPUs it widens bfloat16 to float32.
+there is a backend's own; on CPUs it widens bfloat16 to float32. Where libtpu is, some of them in
+bfloat16 for TPUs that are not there too, read from the final program.
 """
 
 import argparse
 import contextlib
+import importlib.util
+import itertools
 import json
 import math
 import os
@@ -20,10 +23,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import mx_jax
 from benchmarks import environment, report
+from benchmarks.tpu_cost import ENVIRONMENT
 from mx_jax import recipes
 from mx_jax.sharding import Gather
 from tests.sharding.collectives import partitioned, received
@@ -33,9 +38,15 @@ DEVICES, LAYERS = 8, 2
 TOKENS, FEATURES, UNITS = 1024, 512, 768
 DIMENSIONS = (((1,), (0,)), ((), ()))
 PLAIN = "jax"
-RECIPES = ("mxfp8", "mxfp4", "float8_rowwise")
+SQUARE = " with "  # between a recipe and its format of weights
+SQUARES = ("mxfp8 with mxfp8_e4m3_2d", "mxfp4 with mxfp4_2d")
+RECIPES = ("mxfp8", "mxfp4", "float8_rowwise", *SQUARES)
 DTYPES = ("float32", "bfloat16")
 WAYS = ("set_mesh", "no mesh", "with mesh", "explicit", "shard_map")
+# Under "gather" the recipe says what is gathered; the mesh is in context, and its axes automatic.
+TPUS, WAYS_OF_TPUS = ("v6e:2x2", "tpu7x:2x2x1"), ("gather", "no mesh", "explicit", "shard_map")
+LAYOUTS_OF_TPUS = ("FSDP by k", "FSDP, scanned", "FSDP, tensor column")
+SIZE_OF_TPUS = 256  # tokens, features and units: libtpu takes many seconds for more
 
 
 class Layout(NamedTuple):
@@ -99,6 +110,13 @@ def cases(recipe: str) -> Iterator[Case]:
             yield from (Case(layout, way, recipe, dtype) for dtype in DTYPES)
 
 
+def named(name: str) -> recipes.Recipe:
+    """A recipe by its name, perhaps with a format of its weights."""
+    base, _, weights = name.partition(SQUARE)
+    recipe = recipes.from_name("high_precision" if base == PLAIN else base)
+    return recipe.with_(weights=weights) if weights else recipe
+
+
 def program(case: Case) -> str:
     """The module of a case as each device runs it, before what XLA does for one platform."""
     return partitioned(lowered(case, jax.devices()[:DEVICES]))
@@ -148,7 +166,7 @@ def _experts(case: Case, devices: Sequence[Any]) -> tuple[Any, Mesh, Any, Any]:
     def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
         if case.recipe != PLAIN:
             capacity = TOKENS // n**2 if EXPERTS[case.layout] else None
-            how: dict[str, Any] = {"recipe": case.recipe, "capacity": capacity}
+            how: dict[str, Any] = {"recipe": named(case.recipe), "capacity": capacity}
             return mx_jax.expert_ragged_dot(x, w, sizes, "data", **how)
         # By receiver, expert and row; then by expert, sender and row.
         x = lax.all_to_all(x.reshape(n, 2, each, -1), "data", 0, 0)
@@ -175,7 +193,7 @@ def _language_model(case: Case, devices: Sequence[Any]) -> tuple[Any, Mesh, Any,
     from benchmarks.language_model import WEIGHTS, Block
 
     mesh = _mesh(devices, data=len(devices) // 4, fsdp=2, model=2)
-    recipe = recipes.from_name("high_precision" if case.recipe == PLAIN else case.recipe)
+    recipe = named(case.recipe)
     dtype, key = jnp.dtype(case.dtype), jax.random.key(0)
     block = Block(time=TIME, heads=HEADS, layers=LAYERS, recipe=recipe, dtype=dtype)
 
@@ -211,8 +229,8 @@ def step(case: Case, layout: Layout) -> Any:
     if case.way == "explicit":
         options["out_sharding"] = layout.y
     if case.recipe != PLAIN:
-        multiply, recipe = mx_jax.dot_general, recipes.from_name(case.recipe)
-        if inside and layout.moved in ("w", "x"):
+        multiply, recipe = mx_jax.dot_general, named(case.recipe)
+        if case.way in ("shard_map", "gather") and layout.moved in ("w", "x"):
             of_w = layout.moved == "w"
             gather = Gather("data", lhs=None if of_w else layout.x, rhs=layout.w if of_w else P())
             recipe = recipe.with_(gather=gather)
@@ -250,49 +268,72 @@ def counted(case: Case) -> Counter[tuple[str, str]]:
     return received(program(case), DEVICES)
 
 
+def cases_of_tpus(recipe: str) -> list[Case]:
+    """Those of a recipe that are compiled for TPUs."""
+    every = itertools.product(LAYOUTS_OF_TPUS, WAYS_OF_TPUS)
+    return [Case(layout, way, recipe, "bfloat16") for layout, way in every]
+
+
+def counted_on(name: str, case: Case) -> Counter[tuple[str, str]]:
+    """As `counted`, on TPUs that are not there; of their final program."""
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    return received(lowered(case, devices).compile().as_text(), len(devices))
+
+
 def rows(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Every case of every recipe, a process with eight devices for each recipe."""
+    """Every case of every recipe, a process with eight devices for each recipe; then TPUs."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICES}"
-    own = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    own = os.environ | {"JAX_PLATFORMS": "cpu"}
     found: list[dict[str, Any]] = []
-    for recipe in (PLAIN, *options.recipes):
-        command = [sys.executable, "-m", "benchmarks.collectives", "--worker", recipe]
-        done = subprocess.run(command, env=own, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"collectives: {recipe} failed:\n{done.stderr[-3000:]}")
-        found += map(json.loads, done.stdout.splitlines())
+    for device in ("cpu", *options.tpus):
+        variables = {"XLA_FLAGS": flags} if device == "cpu" else ENVIRONMENT
+        for recipe in (PLAIN, *options.recipes):
+            command = [sys.executable, "-m", "benchmarks.collectives", "--worker", device, recipe]
+            done = subprocess.run(
+                command, env=own | variables, capture_output=True, text=True, check=False
+            )
+            if done.returncode:
+                raise SystemExit(f"collectives: {recipe} failed:\n{done.stderr[-3000:]}")
+            found += map(json.loads, done.stdout.splitlines())
     return found
 
 
-def _work(recipe: str) -> None:
-    for case in cases(recipe):
-        bytes_of = {" ".join(key): size for key, size in sorted(counted(case).items()) if size}
-        row = case._asdict() | {"bytes": bytes_of, "total": sum(bytes_of.values())}
-        print(json.dumps(row), flush=True)
+def _work(device: str, recipe: str) -> None:
+    if device != "cpu":
+        globals().update(dict.fromkeys(("TOKENS", "FEATURES", "UNITS"), SIZE_OF_TPUS))
+    for case in cases(recipe) if device == "cpu" else cases_of_tpus(recipe):
+        exchanged = counted(case) if device == "cpu" else counted_on(device, case)
+        bytes_of = {" ".join(key): size for key, size in sorted(exchanged.items()) if size}
+        row = {"device": device} | case._asdict()
+        print(json.dumps(row | {"bytes": bytes_of, "total": sum(bytes_of.values())}), flush=True)
 
 
 def sheets(found: Sequence[dict[str, Any]]) -> list[report.Sheet]:
     """A table for each dtype: bytes over those of plain JAX, a column for each way."""
-    totals = {tuple(row[name] for name in Case._fields[:4]): row["total"] for row in found}
+    key = ("device", *Case._fields[:4])
+    totals = {tuple(row[name] for name in key): row["total"] for row in found}
     names = list(dict.fromkeys(row["recipe"] for row in found))
     tables = []
-    for dtype in DTYPES:
+    for device, dtype in dict.fromkeys((row["device"], row["dtype"]) for row in found):
+        of_cpus = device == "cpu"
+        ways, what = (WAYS, f"{DEVICES} devices") if of_cpus else (WAYS_OF_TPUS, f"TPUs {device}")
+        size, read = f"{SIZE_OF_TPUS} tokens, features and units", "libtpu's final programs"
+        if of_cpus:
+            size = f"{TOKENS} tokens, {FEATURES} features, {UNITS} units, as many rows an expert"
+            read = "programs after partitioning"
         sheet = report.Sheet(
-            f"Bytes that a device receives, {dtype}: {', '.join(names[1:])} over plain JAX",
-            ["layout", *WAYS],
-            notes=[
-                f"{DEVICES} devices; {TOKENS} tokens, {FEATURES} features, {UNITS} units; forward "
-                "and both gradients; as many rows for each expert. Read from programs after "
-                "partitioning, nothing measured."
-            ],
+            f"{what}, bytes that each receives, {dtype}: {'; '.join(names[1:])}; over plain JAX",
+            ["layout", *ways],
+            notes=[f"{size}; forward and both gradients. Read from {read}, nothing measured."],
         )
-        for layout in (*LAYOUTS, *OTHERS):
+        for layout in (*LAYOUTS, *OTHERS) if of_cpus else LAYOUTS_OF_TPUS:
             cells = []
-            for way in WAYS:
+            for way in ways:
                 ratios = (
-                    totals[layout, way, name, dtype] / totals[layout, way, PLAIN, dtype]
+                    totals[device, layout, way, name, dtype]
+                    / totals[device, layout, way, PLAIN, dtype]
                     for name in names[1:]
-                    if (layout, way, name, dtype) in totals
+                    if (device, layout, way, name, dtype) in totals
                 )
                 cells.append(", ".join(f"{ratio:.2f}" for ratio in ratios))
             sheet.rows.append([layout, *cells])
@@ -304,10 +345,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command."""
     parser = report.parser("collectives", __doc__)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), help="beside plain JAX")
-    parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
+    here = TPUS if importlib.util.find_spec("libtpu") else ()
+    parser.add_argument("--tpus", nargs="*", default=list(here), help="topologies, by libtpu")
+    parser.add_argument("--worker", nargs=2, default=None, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.worker is not None:
-        return _work(options.worker)
+        return _work(*options.worker)
     found = rows(options)
     result = {"environment": environment.describe(), "rows": found}
     report.publish("collectives", options, result, sheets(found))

@@ -2,7 +2,7 @@
 
 A float32 run of each seed is stopped at some steps. There the gradients of the same batches are
 taken with every variant of `fp4_ablation`, and with some of them in one pass alone;
-`mx_jax.inspect.gradient_bias` compares their mean with that of exact gradients. Each row of a
+`benchmarks.bias` compares their mean with that of exact gradients. Each row of a
 checkpoint is a result of its own, written as soon as it is there: a stopped command goes on where
 it was.
 """
@@ -20,8 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
-import mx_jax
-from benchmarks import environment, report
+from benchmarks import bias, environment, report
 from benchmarks.fp4_variants import BASELINE, Variant, variants
 from benchmarks.language_model import (
     Corpus,
@@ -61,7 +60,7 @@ def rows_to_measure(layers: int) -> list[Variant]:
     """Every variant of the ablation but the baseline, and the passes of some."""
     found = [variant for variant in variants(layers) if variant.name != BASELINE]
     for variant in [variant for variant in found if variant.name in SPLIT]:
-        alone = list(mx_jax.inspect.passes(variant.precision.recipe).values())[1:]
+        alone = list(bias.passes(variant.precision.recipe).values())[1:]
         found += [
             Variant(
                 name=f"{variant.name}, {which} alone",
@@ -130,7 +129,7 @@ def measure(
     for variant in chosen:
         by_group.setdefault(variant.group, []).append(variant)
     for group in by_group.values():
-        found = mx_jax.inspect.gradient_bias(
+        found = bias.gradient_bias(
             loss,
             params,
             batches,

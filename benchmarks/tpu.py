@@ -48,8 +48,9 @@ def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 
 
 SIDE, WIDE = 4096, 8192
-TOKENS, FEATURES, UNITS = 2048, 2048, 4096
-RECIPES = ("mxfp8", "float8_rowwise", "float8_tensorwise")
+TOKENS, FEATURES, UNITS, HEADS = 2048, 2048, 4096, 8
+RECIPES = ("mxfp8", "float8_rowwise", "float8_tensorwise", "deepseek_v3", "int8_rowwise")
+BLOCKS = (None, "mxfp8")
 WEIGHTS = ("mxfp4", "mxfp8")
 ROWS = (1, 16)
 
@@ -68,6 +69,26 @@ def step(recipe: str | None) -> Program:
     return Program(
         title, run, (array(TOKENS, FEATURES), array(FEATURES, UNITS), array(TOKENS, UNITS))
     )
+
+
+def block(recipe: str | None) -> Program:
+    """The step of a transformer's block: output and gradients of its weights and of x."""
+    multiply = jnp.matmul if recipe is None else functools.partial(mx_jax.matmul, recipe=recipe)
+
+    def forward(w: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        normed = jax.nn.standardize(x)
+        q, k, v = (multiply(normed, w[name]).reshape(1, TOKENS, HEADS, -1) for name in "qkv")
+        x = x + multiply(jax.nn.dot_product_attention(q, k, v).reshape(x.shape), w["o"])
+        return x + multiply(jax.nn.gelu(multiply(jax.nn.standardize(x), w["up"])), w["down"])
+
+    def run(w: dict[str, jax.Array], x: jax.Array, g: jax.Array) -> Any:
+        y, pullback = jax.vjp(forward, w, x)
+        return y, *pullback(g)
+
+    x, square = array(TOKENS, FEATURES), array(FEATURES, FEATURES)
+    w = {"up": array(FEATURES, 4 * FEATURES), "down": array(4 * FEATURES, FEATURES)}
+    title = f"step of a block {FEATURES} wide, {TOKENS} tokens, {recipe or 'bfloat16'}"
+    return Program(title, run, (w | dict.fromkeys("qkvo", square), x, x))
 
 
 def cast(axis: int) -> Program:
@@ -94,6 +115,19 @@ def weights(format: str | None, rows: int) -> Program:
     return Program(title, functools.partial(mx_jax.matmul, recipe=recipe), (x, stored))
 
 
+def packed(format: str, rows: int) -> Program:
+    """The same by weights that were packed on a machine with a TPU."""
+    title, function, (x, stored) = weights(format, rows)
+
+    def run(x: jax.Array, w: Any) -> jax.Array:
+        with mx_jax.testing.target("tpu"):
+            return function(x, w)
+
+    with mx_jax.testing.target("tpu"):
+        laid_out = jax.eval_shape(mx_jax.pack_weights, stored)
+    return Program(title.replace("weights", "packed weights"), run, (x, laid_out))
+
+
 PROGRAMS: Mapping[str, Callable[[], Program]] = {
     "product": lambda: Program(
         f"bfloat16 product {SIDE}^3", jnp.matmul, (array(SIDE, SIDE), array(SIDE, SIDE))
@@ -105,12 +139,23 @@ PROGRAMS: Mapping[str, Callable[[], Program]] = {
         f"step-{recipe or 'bfloat16'}": functools.partial(step, recipe)
         for recipe in (None, *RECIPES)
     },
+    **{f"block-{recipe or 'bfloat16'}": functools.partial(block, recipe) for recipe in BLOCKS},
+    "cast-both": lambda: Program(
+        f"casts of {SIDE} x {SIDE} to MXFP8, both axes",
+        lambda x: mx_jax.quantize_both(x, "mxfp8"),
+        (array(SIDE, SIDE),),
+    ),
     **{f"cast{axis}": functools.partial(cast, axis) for axis in (-1, 0)},
     **{f"dequantize{axis}": functools.partial(dequantized, axis) for axis in (-1, 0)},
     **{
         f"weights-{format or 'bfloat16'}-{rows}": functools.partial(weights, format, rows)
         for rows in ROWS
         for format in (None, *WEIGHTS)
+    },
+    **{
+        f"packed-{format}-{rows}": functools.partial(packed, format, rows)
+        for rows in ROWS
+        for format in (*WEIGHTS, "mxint8", "nvfp4")
     },
 }
 

@@ -13,13 +13,14 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import re
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,6 +56,11 @@ _HLO = re.compile(r"\s+(?:ROOT )?%([\w.\-]+) = (.*)")
 _NOTES = re.compile(r", (?:metadata|backend_config|frontend_attributes|sharding)=.*")
 _NAME = re.compile(r"%([\w.\-]+)")
 _CALLED = re.compile(r"(?<=calls=)%([\w.\-]+)")
+# Contracted axes of the left operand, and the types.
+_DOT = re.compile(
+    r"dot_general .*contracting_dims = \[([\d, ]*)\] x .* : "
+    r"\(tensor<(\S+)>, tensor<(\S+)>\) -> tensor<(\S+)>"
+)
 HBM = "HBM"
 # As libtpu's dump names the matrix unit's products.
 _MXU = "MATMUL"
@@ -70,6 +76,7 @@ class Device:
         tpu7x it is a guess: compare bundles.
       bandwidth: of its HBM, bytes a second.
       peak: bfloat16 operations a second.
+      rates: of products on its MXU over bfloat16's, by the operands' type in StableHLO.
       exact: whether bundles of products on its MXU stand for cycles.
       delay_slots: how many bundles behind a branch execute before it is taken; None: it differs.
     """
@@ -78,14 +85,16 @@ class Device:
     clock: float
     bandwidth: float
     peak: float
+    rates: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     exact: bool = False
     delay_slots: int | None = 4
 
 
+_FLOAT8 = {"f8E4M3FN": 2, "f8E5M2": 2}
 DEVICES = {
-    "v5e": Device("v5e:2x2", 1.5e9, 0.82e12, 197e12),
+    "v5e": Device("v5e:2x2", 1.5e9, 0.82e12, 197e12, {"i8": 2}),
     "v6e": Device("v6e:2x2", 1.75e9, 1.64e12, 918e12, exact=True),
-    "tpu7x": Device("tpu7x:2x2x1", 1.5e9, 3.69e12, 1153e12, delay_slots=None),
+    "tpu7x": Device("tpu7x:2x2x1", 1.5e9, 3.69e12, 1153e12, _FLOAT8, delay_slots=None),
 }
 
 
@@ -223,7 +232,8 @@ class Cost:
     Attributes:
       device: its name in `DEVICES`.
       kernels: the top level first.
-      operations: as XLA counts them, without Pallas kernels'.
+      operations: as XLA counts them, without Pallas kernels', those of faster products by the
+        device's rate of them.
       compile_seconds: from traced to compiled.
     """
 
@@ -340,14 +350,28 @@ def cost(function: Callable[..., Any], *shapes: Any, device: str) -> Cost:
     # Pallas asks the mesh in context which TPU it compiles for; traces ask where JAX would run.
     device_of_jax = jax.default_device(mesh.devices.flat[0])
     with device_of_jax, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        compiled = jax.jit(function).lower(*own).compile()
+        lowered = jax.jit(function).lower(*own)
+        compiled = lowered.compile()
     seconds = time.perf_counter() - begin
     analysis = {}
     # JAX cannot read every module that libtpu makes.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         analysis = compiled.cost_analysis() or {}
     found = kernels(folder, DEVICES[device].delay_slots)
-    return Cost(device, found, analysis.get("flops", 0.0), seconds)
+    operations = analysis.get("flops", 0.0) * slowness(lowered.as_text(), DEVICES[device].rates)
+    return Cost(device, found, operations, seconds)
+
+
+def slowness(program: str, rates: Mapping[str, float]) -> float:
+    """Time of a program's products by these rates, over that of as many in bfloat16."""
+    at_rate, all_of_them = 0.0, 0.0
+    for dims, lhs, rhs, result in _DOT.findall(program):
+        *shape, dtype = lhs.split("x")
+        products = math.prod(int(shape[int(axis)]) for axis in dims.split(",") if axis)
+        products *= math.prod(map(int, result.split("x")[:-1]))
+        all_of_them += products
+        at_rate += products / (rates.get(dtype, 1) if rhs.endswith("x" + dtype) else 1)
+    return at_rate / all_of_them if all_of_them else 1.0
 
 
 @functools.cache

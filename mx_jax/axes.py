@@ -13,6 +13,12 @@ from mx_jax.formats import BlockFormat, BlockSize, Whole
 
 Shape = tuple[int, ...]
 Side = Literal["lhs", "rhs"]
+# The three products of a call, as tags and the names of programs have them.
+Pass = Literal["output", "grad_input", "grad_weight"]
+
+SIDES: tuple[Side, Side] = ("lhs", "rhs")
+# The product that gives which operand's cotangent.
+GRADIENT: dict[Side, Pass] = {"lhs": "grad_input", "rhs": "grad_weight"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -234,7 +234,8 @@ class Residuals(enum.Enum):
     """What is saved between the forward and the backward pass.
 
     PRIMAL: the operands as they came; the backward matmuls quantize them anew along their own
-    contracting axes. QUANTIZED: the forward's codes and scales, dequantized and requantized along
+    contracting axes. Of an operand in square blocks, which two products quantize alike, the codes
+    that both read. QUANTIZED: the forward's codes and scales, dequantized and requantized along
     the other axis: less memory, a second rounding error.
 
     Examples:
@@ -314,6 +315,19 @@ class MatmulRecipe:
     def gradient(self, side: Side) -> MatmulSpec:
         """The product that gives an operand's cotangent."""
         return self.dlhs if side == "lhs" else self.drhs
+
+    def keeps_codes(self, side: Side) -> bool:
+        """Whether an operand's codes are saved: all are, or both of its products read the same
+        ones, which lie in square blocks.
+        """
+        if self.residuals is Residuals.QUANTIZED:
+            return True
+        own, again = (self.fwd.lhs, self.drhs) if side == "lhs" else (self.fwd.rhs, self.dlhs)
+        if own is None or own != again.rhs or own.random_bits or own.prescale != 1.0:
+            return False
+        rows, columns = own.format.block
+        is_square = isinstance(rows, int) and rows == columns
+        return is_square and self.fwd.transform is None and again.transform is None
 
     @functools.cached_property
     def is_high_precision(self) -> bool:

@@ -137,7 +137,7 @@ ONE_PYTHON = {
     "pages, tables and processes of plain Python": """
         inspect/test_report inspect/test_sinks""",
     "choices among codes, and laws of them, that tests/codecs has on every Python": """
-        calibrate extending inspect/test_bias inspect/test_sensitivity quantize/test_bad_input
+        calibrate extending benchmarks/test_bias inspect/test_sensitivity quantize/test_bad_input
         quantize/test_float_scales quantize/test_properties quantize/test_tensor_scales
         reference/test_scale_rules""",
 }

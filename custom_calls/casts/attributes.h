@@ -64,7 +64,8 @@ inline xla::ffi::Error ParseRounding(std::string_view name, int32_t num_bits, Ro
 }
 
 // rule: "exponent" (E8M0, with a threshold), "amax", "amax_becomes" (a scale in scale_element; of
-// the second amax becomes the target), "float8", "float8_power_of_two" or "amax_multiplier" (float32 scales).
+// the second amax becomes the target), "float8", "float8_power_of_two", "amax_divisor" or
+// "amax_multiplier" (float32 scales).
 inline xla::ffi::Error ParseRule(std::string_view name, int32_t threshold, float target,
                                  xla::ffi::Span<const int32_t> scale_element,
                                  const ElementFormat& element, ScaleRule* rule) {
@@ -98,10 +99,13 @@ inline xla::ffi::Error ParseRule(std::string_view name, int32_t threshold, float
     }
     return xla::ffi::Error::Success();
   }
-  if (name == "float8" || name == "float8_power_of_two") {
+  if (name == "float8" || name == "float8_power_of_two" || name == "amax_divisor") {
     rule->kind = ScaleFormatKind::kDivisor;
-    rule->power_of_two = name != "float8";
-    rule->scale_of_tiny = static_cast<float>(static_cast<double>(rule->target) / 1e-12);
+    rule->power_of_two = name == "float8_power_of_two";
+    // torchao's guard against division by zero, and one that only keeps subnormals away.
+    const double smallest = name == "amax_divisor" ? 0x1p-100 : 1e-12;
+    rule->smallest = static_cast<float>(smallest);
+    rule->scale_of_tiny = static_cast<float>(static_cast<double>(rule->target) / smallest);
     return xla::ffi::Error::Success();
   }
   if (name == "amax_multiplier") {

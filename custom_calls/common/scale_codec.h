@@ -17,11 +17,11 @@ struct ScaleRule {
   // kExponent: the exponent goes up by one from this 23-bit mantissa on.
   int32_t threshold;
   int32_t emax;  // of the element
-  // The others: the element's largest value; kElement: the scale's own format, its smallest scale.
+  // The others: the element's largest value; kElement: the scale's own format, its smallest scale;
+  // kDivisor: the smallest amax, what smaller ones get, whether scales go down to a power of two.
   float target;
   ElementFormat scale_element;
   float smallest;
-  // kDivisor: whether the scale goes down to a power of two; what tiny blocks get.
   bool power_of_two;
   float scale_of_tiny;
 };
@@ -83,8 +83,7 @@ MX_INLINE BlockScale ScaleOfFloat(uint32_t amax, const ScaleRule& rule) {
   const float largest = FloatOf(amax);
   float scale;
   if (rule.kind == ScaleFormatKind::kDivisor) {
-    // torchao's guard against division by zero: an amax below 1e-12 counts as it.
-    scale = largest < 1e-12f ? rule.scale_of_tiny : rule.target / largest;
+    scale = largest < rule.smallest ? rule.scale_of_tiny : rule.target / largest;
     if (rule.power_of_two) scale = FloatOf(BitsOf(scale) & kInf);
   } else {
     scale = largest / rule.target;

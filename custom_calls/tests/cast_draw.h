@@ -78,6 +78,7 @@ inline void DrawRule(Random& random, mx::QuantizePlan& plan) {
     case 1:
       plan.rule.kind = mx::ScaleFormatKind::kDivisor;
       plan.rule.power_of_two = random.Below(2) == 0;
+      plan.rule.smallest = 1e-12f;
       plan.rule.scale_of_tiny = static_cast<float>(double(plan.rule.target) / 1e-12);
       return;
     case 2:

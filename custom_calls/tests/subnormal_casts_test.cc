@@ -60,7 +60,8 @@ mx::ScaleRule RuleOf(mx::ScaleFormatKind kind, const mx::ElementFormat& element)
   rule.kind = kind, rule.threshold = 1 << 23, rule.emax = element.emax;
   rule.target = mx::MaxOf(element);
   rule.scale_element = mx::Derive(mx_test::kFormats[0].facts);
-  rule.smallest = mx::SmallestSubnormal(rule.scale_element);
+  rule.smallest = kind == mx::ScaleFormatKind::kDivisor ? 1e-12f
+                                                        : mx::SmallestSubnormal(rule.scale_element);
   rule.scale_of_tiny = static_cast<float>(double(rule.target) / 1e-12);
   return rule;
 }

@@ -228,7 +228,7 @@ class SplitProduct(Split):
                 operand = _local_packed(operand, each)
             elif any(moved):
                 codes, bits = operand.codes, operand.format.element.bits
-                gather = functools.partial(_gathered, moved=moved)
+                gather = functools.partial(movement.all_gather, parts=moved)
                 cut = [axis for axis, names in enumerate(moved) if names]
                 codes = movement.moved_packed(codes, bits, gather, codes.shape, cut)
                 operand = dataclasses.replace(operand, codes=codes)
@@ -320,13 +320,6 @@ def _packed_moves(
         return none
     moved = tuple(part[len(own) :] for part, own in zip(lies, used, strict=True))
     return none if taken & {name for part in moved for name in part} else moved
-
-
-def _gathered(x: jax.Array, moved: tuple[Part, ...]) -> jax.Array:
-    for axis, names in enumerate(moved):
-        if names:
-            x = lax.all_gather(x, names, axis=axis, tiled=True)
-    return x
 
 
 # Packed weights -----------------------------------------------------------------------------------

@@ -245,7 +245,11 @@ def _each(compute: Callable[..., Any], call: QuantizeBothCall, *operands: Any) -
     """Two casts, one after the other."""
     x, (first, second), tensor_scale = operands
     casts = ((call.first, first), (call.second, second))
-    return tuple(compute(cast, x, bits, tensor_scale) for cast, bits in casts)
+    results = []
+    for name, (cast, bits) in zip(("first", "second"), casts, strict=True):
+        with jax.named_scope(name):
+            results.append(compute(cast, x, bits, tensor_scale))
+    return tuple(results)
 
 
 def _compute(call: Call, target: Target, *operands: Any) -> Any:

@@ -14,7 +14,7 @@ from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_tpu import PALLAS_TPU
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import Backend, Offer, Target, current_target, only_named
-from mx_jax.backends.xla import XLA, XLA_BFLOAT16
+from mx_jax.backends.xla import XLA, XLA_BFLOAT16, XLA_ROUNDED
 from mx_jax.backends.xla_scaled import XLA_SCALED
 from mx_jax.formats.element import unknown_name
 
@@ -23,8 +23,8 @@ from mx_jax.formats.element import unknown_name
 # `select` and `find` ask it only where `prefer_backends` or `only_backend` names it, also for calls
 # that the reference refuses. Once measured, its place is the first.
 BACKENDS: tuple[Backend, ...] = (
-    *(XLA, CPU_FFI, XLA_SCALED, PALLAS_TPU, XLA_BFLOAT16, REFERENCE),
-    PALLAS_GPU,
+    *(XLA, CPU_FFI, XLA_SCALED, PALLAS_TPU, XLA_BFLOAT16, XLA_ROUNDED),
+    *(REFERENCE, PALLAS_GPU),
 )
 
 
@@ -77,6 +77,12 @@ def recording(*, marks: bool = False, axes: tuple[str, ...] = ()) -> Iterator[Re
     recorder = Recorder(marks=marks, axes=axes)
     with active(recorder):
         yield recorder
+
+
+def remark(text: str) -> None:
+    """Say something of a call to whoever records it, as `explain` does."""
+    if (recorder := active.value) is not None:
+        recorder.entries.append(text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

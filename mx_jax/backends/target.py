@@ -39,10 +39,33 @@ class Target:
     program_devices: int = 1
 
     @property
+    def multiplies(self) -> frozenset[str]:
+        """Kinds of 8-bit elements, "float" and "int", that its matrix units multiply as they are,
+        and faster than bfloat16."""
+        if self.platform == "cuda":
+            has = self.compute_capability or (0, 0)
+            units = _CUDA_UNITS.items()
+            return frozenset(kind for kind, (first, end) in units if first <= has < end)
+        if self.platform == "tpu":
+            return frozenset(_TPU_UNITS.get(self.device_kind or "", ()))
+        return frozenset({"float"} if self.platform == "rocm" else ())
+
+    @property
     def unsplit(self) -> str | None:
         """Why its compiler cannot be told how devices share a call; None: it can."""
         return "TPUs have no custom partitioning" if self.platform == "tpu" else None
 
+
+# From which compute capability on, and up to which: Blackwell has few units for integers.
+_CUDA_UNITS = {"float": ((8, 9), (1000, 0)), "int": ((8, 0), (10, 0))}
+# By libtpu's bundles. What others are given, XLA makes bfloat16 or float32 of, element by element;
+# E5M2 alone, which a v6e has too, is no faster there than bfloat16, nor are integers of a v4.
+_TPU_UNITS = {
+    "TPU v5 lite": ("int",),
+    "TPU v5": ("int",),
+    "TPU v6 lite": ("int",),
+    "TPU7x": ("float",),
+}
 
 # jax.Device is no type to a type checker.
 Device = Any
@@ -114,12 +137,22 @@ def current_target(num_devices: int | None = None) -> Target:
     )
 
 
+def is_unsplit() -> bool:
+    """Whether the compiler cannot be told how devices share a call, also of a mesh for a machine
+    that is not there."""
+    of_mesh = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    known = None if of_mesh is None else Target(platform=of_mesh.platform).unsplit
+    return bool(known or current_target().unsplit)
+
+
 def of_platform(platform: str) -> Target:
     """One device of a platform, as far as this host has it."""
     try:
         return _described(jax.devices(platform)[0])
-    except RuntimeError:  # a platform that is not here
-        return Target(platform=platform)
+    except RuntimeError:  # a platform that is not here, of which a mesh may know the kind
+        device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+        named = device is not None and device.platform == platform
+        return Target(platform=platform, device_kind=device.device_kind if named else None)
 
 
 def _described(device: Device) -> Target:
@@ -202,11 +235,13 @@ class Backend:
     Attributes:
       name: what `only_backend` and `explain` call it.
       epsilon_bound: c in `|C - exact| <= c * 2^-24 * sqrt(k) * sum |a b|` for float32 products.
+      value_error: relative, of the values that it multiplies: twice that times `sum |a b|` more.
       table: what it offers, a row for each kind of call; of any other it says that it does not.
     """
 
     name: str
     epsilon_bound: float
+    value_error: float = 0.0
     table: tuple[Offer, ...]
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""XLA's own dots: of float8 under whole-axis scales, and of bfloat16 with float32 sums.
+"""XLA's own dots: of 8-bit codes under whole-axis scales, and of bfloat16 with float32 sums.
 
 With one scale s_a for a row of lhs and s_b for a row of rhs, `C = (sum of a_code b_code) / s_a /
 s_b`: the codes go to the platform's matrix units as they are. All else is decoded to bfloat16.
@@ -17,7 +17,7 @@ from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends import calls, sums
 from mx_jax.backends.calls import MatmulCall, Operand, RaggedCall
 from mx_jax.backends.sums import SumScale
-from mx_jax.backends.target import Backend, Offer, Target
+from mx_jax.backends.target import Backend, Offer, Target, on_one_device
 from mx_jax.codecs import blocks
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs.float32 import power_of_two, select
@@ -27,56 +27,80 @@ from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.reference import hadamard
 from mx_jax.reference.ragged import grouped_dot
+from mx_jax.sharding.movement import reduced_in
 
-# Float8 by float8 ---------------------------------------------------------------------------------
+# Codes by codes -----------------------------------------------------------------------------------
 
-# Matrix units multiply float8 from Ada (8.9) on.
-_CUDA_CAPABILITY = (8, 9)
+# Of so many products of two codes of -128, int32 holds the sum.
+_MOST_INTEGERS = (1 << 17) - 1
+_NAMES = {"float": "float8", "int": "int8"}
 
 
-def _rejects_float8(call: MatmulCall, target: Target) -> str | None:
-    """Why not: a platform without float8 units, an operand that is not whole-axis float8."""
-    if target.platform == "cuda":
-        if target.compute_capability is None or target.compute_capability < _CUDA_CAPABILITY:
-            return (
-                f"needs CUDA compute capability >= {_CUDA_CAPABILITY} for float8, got "
-                f"{target.compute_capability}"
-            )
-    elif target.platform != "rocm":
-        return f"XLA has no native float8 dot on platform={target.platform}"
+def _rejects_codes(call: MatmulCall, target: Target) -> str | None:
+    """Why not: units that do not multiply such codes, an operand that has not whole-axis scales."""
+    if not target.multiplies:
+        return f"XLA's dot has no native units for 8 bits on {_described(target)}"
+    formats = []
     for side, own in call.sides:
         format = own.format
         if format is None:
-            return f"needs two float8 operands, got {side} in high precision"
-        if format.element.bits != 8 or format.element.kind != "float":
-            return f"needs float8 elements, got {side}={format.name}"
+            return f"needs two operands in 8 bits, got {side} in high precision"
+        if format.element.bits != 8:
+            return f"needs elements of 8 bits, got {side}={format.name}"
         if not format.is_known:
-            return f"multiplies the library's own float8, got {side}={format.name} of other facts"
+            return f"multiplies the library's own codes, got {side}={format.name} of other facts"
         if format.block[1] is not WHOLE:
             return f"needs one scale along the contracting axis, got {side}={format.name}"
+        formats.append(format)
+    lhs, rhs = formats
+    if lhs.element.kind != rhs.element.kind:
+        return f"multiplies elements of one kind, got lhs={lhs.name}, rhs={rhs.name}"
+    if (kind := lhs.element.kind) not in target.multiplies:
+        return f"XLA's dot has no native units for {_NAMES[kind]} on {_described(target)}"
+    k = [call.lhs.shape[axis] for axis in call.lhs.axes.contracting]
+    symbolic = any(not isinstance(size, int) for size in k)
+    if kind == "int" and (symbolic or math.prod(k) > _MOST_INTEGERS):
+        return f"adds up at most {_MOST_INTEGERS} products in int32, got k={k}"
     return None
 
 
-def _multiply_float8(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
+def _described(target: Target) -> str:
+    named = {"compute_capability": target.compute_capability, "device_kind": target.device_kind}
+    known = [f"{name}={value}" for name, value in named.items() if value is not None]
+    return ", ".join([f"platform={target.platform}", *known])
+
+
+def _multiply_codes(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     """The dot of the codes over the scales of the kept axes."""
     assert isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
-    # On GPUs, XLA lets float8 products accumulate fast exactly when the precision is DEFAULT.
+    # On GPUs, XLA lets float8 products accumulate fast exactly when the precision is DEFAULT. On
+    # TPUs it makes the same of both.
     precision = lax.Precision.DEFAULT if call.fast_accumulation else lax.Precision.HIGHEST
+    sums_type = jnp.int32 if lhs.format.element.kind == "int" else jnp.float32
 
     def dot(left: jax.Array, right: jax.Array, dimensions: Any = call.dimension_numbers) -> Any:
         return lax.dot_general(
-            left, right, dimensions, precision=precision, preferred_element_type=jnp.float32
+            left, right, dimensions, precision=precision, preferred_element_type=sums_type
         )
 
     def dot_k_last(left: jax.Array, right: jax.Array) -> jax.Array:
-        # In the order that Hopper's units read, the only one for float8. XLA would transpose by
+        # In the order that Hopper's units read, the only one for 8 bits. XLA would transpose by
         # itself, in fusions of its own; so the cast writes both orders at once.
         left, right = _k_last(left, call.lhs.axes), _k_last(right, call.rhs.axes)
         batch, k = tuple(range(call.num_batch)), len(call.lhs.axes.contracting)
         left_k, right_k = (tuple(range(x.ndim - k, x.ndim)) for x in (left, right))
         return dot(left, right, ((left_k, right_k), (batch, batch)))
 
-    product = platform_dependent(lhs.elements, rhs.elements, cuda=dot_k_last, default=dot)
+    def dot_of_stored(left: jax.Array, right: jax.Array) -> jax.Array:
+        # Else XLA encodes them again for each tile of the product, and reads x for each cast.
+        return dot(*lax.optimization_barrier((left, right)))
+
+    elements = lhs.elements, rhs.elements
+    product = platform_dependent(*elements, cuda=dot_k_last, tpu=dot_of_stored, default=dot)
+    if sums_type == jnp.int32:
+        # Of codes as integers, each so many units.
+        unit = math.prod(x.format.element.smallest_subnormal for x in (lhs, rhs))
+        product = product.astype(jnp.float32) * unit
     scales = sums.row_scales("lhs", lhs, call), sums.row_scales("rhs", rhs, call)
     return sums.scaled(product, *scales).astype(call.out_dtype)
 
@@ -91,11 +115,11 @@ def _k_last(elements: jax.Array, axes: Axes) -> jax.Array:
     return lax.optimization_barrier(with_layout_constraint(elements, rows))
 
 
-# `jax.lax.dot_general` on float8 arrays, where the platform multiplies them natively.
+# `jax.lax.dot_general` on arrays of 8 bits, where matrix units multiply them as they are.
 XLA = Backend(
     name="xla",
     epsilon_bound=2.0,
-    table=(Offer(call=MatmulCall, rejects=_rejects_float8, run=_multiply_float8),),
+    table=(Offer(call=MatmulCall, rejects=_rejects_codes, run=_multiply_codes),),
 )
 
 
@@ -141,7 +165,7 @@ def _rejects(call: MatmulCall | RaggedCall, target: Target) -> str | None:
     return None
 
 
-def _block_size(own: calls.OperandType) -> int | None:
+def _block_size(own: calls.OperandType | MXArray) -> int | None:
     """The size of blocks whose float32 scales change along the contracted axis, if they do."""
     format = own.format
     if format is None or not format.scale.is_float32 or format.block[1] is WHOLE:
@@ -149,12 +173,23 @@ def _block_size(own: calls.OperandType) -> int | None:
     return int(format.block[1])
 
 
+def _is_highest(call: MatmulCall | RaggedCall) -> bool:
+    """Whether what the caller asks for is float32's precision, in one of JAX's ways."""
+    asked = call.precision if isinstance(call.precision, tuple) else (call.precision,)
+    return any(own is not None and lax.Precision(own) == lax.Precision.HIGHEST for own in asked)
+
+
 def _rejects_product(call: MatmulCall, target: Target) -> str | None:
-    """As `_rejects`; and blocks under float32 scales lie one after another on one device."""
+    """As `_rejects`; blocks under float32 scales by `precision="highest"`, on one device."""
     sizes = {size for _, own in call.sides if (size := _block_size(own)) is not None}
     reason = _rejects(call, target)
     if not sizes or reason is not None:
         return reason
+    if not _is_highest(call):
+        return (
+            "multiplies blocks under float32 scales one after another, exactly: for "
+            f"precision='highest', got precision={call.precision}"
+        )
     k = [call.lhs.shape[axis] for axis in call.lhs.axes.contracting]
     if len(sizes) > 1 or len(k) > 1 or k == [0]:
         return (
@@ -173,10 +208,30 @@ def _rejects_groups(call: RaggedCall, target: Target) -> str | None:
     """As `_rejects`; and scales must leave the sums of a whole group."""
     for side, own in (("lhs", call.lhs), ("rhs", call.rhs)):
         if own.format is not None and (_block_size(own) is not None or own.scale_axes):
-            return (
-                f"needs scales that leave the sums of a whole group, got {side}="
-                f"{own.format.name}, a tensor scale for each position of axes={own.scale_axes}"
-            )
+            return _no_scale_of_a_group(side, own)
+    return _rejects(call, target)
+
+
+def _no_scale_of_a_group(side: str, own: calls.OperandType) -> str:
+    return (
+        f"needs scales that leave the sums of a whole group, got {side}={own.text}, "
+        f"a tensor scale for each position of axes={own.scale_axes}"
+    )
+
+
+def _rejects_rounded(call: MatmulCall | RaggedCall, target: Target) -> str | None:
+    """As `_rejects`; no blocks under float32 scales, or all of their digits asked for."""
+    if _block_size(call.lhs) is None and _block_size(call.rhs) is None:
+        return (
+            "rounds values of blocks under float32 scales, got "
+            f"lhs={call.lhs.text}, rhs={call.rhs.text}"
+        )
+    if _is_highest(call):
+        return "rounds values to bfloat16, got precision='highest'"
+    if isinstance(call, RaggedCall):
+        for side, own in (("lhs", call.lhs), ("rhs", call.rhs)):
+            if own.scale_axes:
+                return _no_scale_of_a_group(side, own)
     return _rejects(call, target)
 
 
@@ -192,6 +247,17 @@ def block_values(operand: Operand) -> tuple[jax.Array, float]:
         values = _under_exponent(codes, scales, operand.format.element)
         return blocks.merge(values, operand.shape, inside), 2.0**_HEADROOM
     return decode(sums.without_tensor_scale(operand), jnp.bfloat16), 1.0
+
+
+def _rounded_values(operand: Operand) -> tuple[jax.Array, float]:
+    """As `block_values`, but blocks under float32 scales come with them, rounded."""
+    if not isinstance(operand, MXArray) or _block_size(operand) is None:
+        return block_values(operand)
+    # The largest float32 would round to Inf.
+    values = (decode(operand, jnp.float32) * 2.0**-_HEADROOM).astype(jnp.bfloat16)
+    # Fused into the dot on a TPU, it compiles for minutes.
+    apart = platform_dependent(values, tpu=lax.optimization_barrier, default=lambda x: x)
+    return apart, 2.0**_HEADROOM
 
 
 def _under_exponent(codes: jax.Array, scales: jax.Array, element: ElementFormat) -> jax.Array:
@@ -225,26 +291,50 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
             continue
         if _block_size(own) is not None:
             of_blocks.append(_block_scales(side, operand, call))
-        elif operand.format.scale.is_float32:
-            of_sums.append(sums.row_scales(side, operand, call))
         else:
-            of_sums += sums.tensor_scale(side, operand, call)
+            of_sums += _sum_scales(side, operand, call)
     if of_blocks:
         size = _block_size(call.lhs) or _block_size(call.rhs) or 0
         product = _blockwise_dot(left, right, size, of_blocks, call)
     else:
-        product = _dot(left, right, call.dimension_numbers)
+        product = _shared_dot(left, right, call)
     product = sums.scaled(product, *of_sums)
     factor = left_factor * right_factor
     return (product if factor == 1.0 else product * factor).astype(call.out_dtype)
 
 
-def _dot(left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers) -> jax.Array:
+def _sum_scales(side: Side, operand: MXArray, call: MatmulCall) -> tuple[SumScale, ...]:
+    """Scales that `block_values` leaves out, of blocks that are whole along the contracted axes."""
+    if operand.format.scale.is_float32:
+        return (sums.row_scales(side, operand, call),)
+    return sums.tensor_scale(side, operand, call)
+
+
+def _multiply_rounded(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
+    (left, left_factor), (right, right_factor) = _rounded_values(lhs), _rounded_values(rhs)
+    scales: list[SumScale] = []
+    for operand, (side, _) in zip((lhs, rhs), call.sides, strict=True):
+        if isinstance(operand, MXArray) and _block_size(operand) is None:
+            scales += _sum_scales(side, operand, call)
+    product = sums.scaled(_shared_dot(left, right, call), *scales)
+    return (product * (left_factor * right_factor)).astype(call.out_dtype)
+
+
+def _shared_dot(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Array:
+    """`_dot`; what XLA splits between devices they add up in the dtype that it has."""
+    dtype = reduced_in(call.out_dtype, call.reduce_dtype)
+    # In float16 sums that lack their scales might be out of range.
+    if on_one_device.value or dtype == jnp.float16:
+        dtype = jnp.float32
+    return _dot(left, right, call.dimension_numbers, dtype).astype(jnp.float32)
+
+
+def _dot(
+    left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers, dtype: Any = jnp.float32
+) -> jax.Array:
     # Of bfloat16 there is nothing to split, whatever `jax_default_matmul_precision` says.
     default = lax.Precision.DEFAULT
-    return lax.dot_general(
-        left, right, dimensions, precision=default, preferred_element_type=jnp.float32
-    )
+    return lax.dot_general(left, right, dimensions, precision=default, preferred_element_type=dtype)
 
 
 def _block_scales(side: Side, operand: MXArray, call: MatmulCall) -> SumScale:
@@ -293,7 +383,7 @@ def _blockwise_dot(
 def _multiply_groups(
     lhs: Operand, rhs: Operand, group_sizes: jax.Array, call: RaggedCall
 ) -> jax.Array:
-    (left, left_factor), (right, right_factor) = block_values(lhs), block_values(rhs)
+    (left, left_factor), (right, right_factor) = _rounded_values(lhs), _rounded_values(rhs)
     product = grouped_dot(
         left, right, group_sizes, call.contracting, lax.Precision.DEFAULT, jnp.float32
     )
@@ -308,7 +398,7 @@ def _scale_of_groups(
 ) -> SumScale | None:
     """The scale that leaves the sums: of the tensor, or of a row, a matrix, a group's rows."""
     # What has no group has scale 1: its sums are zeros, whatever its scale is.
-    if not isinstance(operand, MXArray):
+    if not isinstance(operand, MXArray) or _block_size(operand) is not None:
         return None
     scale = operand.format.scale
     if not scale.is_float32:
@@ -352,5 +442,20 @@ XLA_BFLOAT16 = Backend(
             run=lambda x, signs, call: hadamard.apply(x, signs, call.axis, in_bfloat16=True),
             how=HOW,
         ),
+    ),
+)
+
+
+ROUNDED = "XLA bfloat16 dot of values rounded to bfloat16, each within 2^-8; float32 sums"
+
+# Blocks of DeepSeek's recipes: element times float32 scale has 28 binary digits. One dot of what
+# bfloat16 keeps of them costs what bfloat16's costs; exactly, it is a dot for each block.
+XLA_ROUNDED = Backend(
+    name="xla_rounded",
+    epsilon_bound=4.0,
+    value_error=2.0**-8,
+    table=(
+        Offer(call=MatmulCall, rejects=_rejects_rounded, run=_multiply_rounded, how=ROUNDED),
+        Offer(call=RaggedCall, rejects=_rejects_rounded, run=_multiply_groups, how=ROUNDED),
     ),
 )

@@ -4,6 +4,7 @@ Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 (element formats) and 6
 """
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ def encode(
     random_bits: jax.Array | None = None,
     saturate: bool = True,
     has_nan: bool = True,
+    fits: bool = False,
 ) -> jax.Array:
     """Codes of `x / 2^exponent`, rounded once from the exact quotient.
 
@@ -49,6 +51,8 @@ def encode(
       saturate: whether finite overflow and Inf become the largest finite value (MX v1.0, 6.3);
         otherwise they become Inf, or NaN where there is no Inf.
       has_nan: whether x may have NaN whose codes matter; else they are any.
+      fits: whether x is a float32 product that is beyond the largest value by no more than its own
+        rounding, or NaN whose codes do not matter.
 
     Returns:
       uint8 codes, one a byte, shape of x. NaN becomes the format's NaN with x's sign, or 0 where
@@ -63,10 +67,13 @@ def encode(
     """
     bits = float32.to_bits(x)
     magnitude = float32.bitwise_and(bits, float32.ABS)
+    near = isinstance(exponent, int) and abs(exponent) < _NEAR
+    if rounding == NEAREST and near and element.kind == "int":
+        return _fixed_point(bits, element, int(exponent), has_nan and not fits, fits)
     if rounding != NEAREST:
         half = _rounded(magnitude, bits, exponent, element, saturate, rounding, random_bits)
-    elif isinstance(exponent, int) and abs(exponent) < _NEAR:
-        half = _rounded_near(magnitude, bits, exponent, element, saturate)
+    elif near:
+        half = _rounded_near(magnitude, bits, int(exponent), element, saturate)
     else:
         how = {"element": element, "saturate": saturate}
         by_product = functools.partial(_rounded_quotient, **how)
@@ -79,6 +86,31 @@ def encode(
             default=functools.partial(_rounded, rounding=rounding, **how),
         )
     return _with_sign(half, bits, magnitude if has_nan else None, element)
+
+
+def _fixed_point(
+    bits: jax.Array, element: ElementFormat, exponent: int, has_nan: bool, fits: bool
+) -> jax.Array:
+    """Codes of two's complement: float32's own addition rounds, and has them in its last bits."""
+    x = float32.from_bits(bits)
+    if fits:
+        # Rounded by itself: TPUs have no instruction that multiplies and adds.
+        x = platform_dependent(x, tpu=lambda x: x, default=float32.rounded)
+    else:
+        least = element.value(element.sign_code + 1 - element.negative_extra)
+        low, high = (math.ldexp(value, exponent) for value in (least, element.max))
+        x = lax.clamp(np.float32(low), x, np.float32(high))
+    # Half of its power of two to spare, which negative numbers take.
+    beside = math.ldexp(1.5, 23 + exponent + element.emin - element.mantissa_bits)
+    codes = float32.to_bits(float32.add(x, beside))
+    if has_nan:
+        nan = float32.gt(float32.bitwise_and(bits, float32.ABS), float32.INF)
+        codes = float32.select(nan, 0, codes)
+    if element.bits < 8:
+        codes = float32.bitwise_and(codes, (1 << element.bits) - 1)
+    # By way of the type that a product takes, which then reads the first of two conversions.
+    codes = lax.convert_element_type(codes, jnp.int8)
+    return lax.bitcast_convert_type(codes, jnp.uint8)
 
 
 def _rounded(

@@ -33,10 +33,16 @@ def true_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.Arr
     """IEEE division, wherever numbers and quotient are normal, hidden from XLA's rewrites.
 
     On GPUs XLA's own division may be two units off: there float64 divides, for one number a block.
+    Of a TPU's nothing is promised either, and it has no float64.
     """
     denominator = jnp.asarray(denominator, jnp.float32)
     return platform_dependent(
-        numerator, denominator, cuda=by_float64, rocm=by_float64, default=opaque_divide
+        numerator,
+        denominator,
+        cuda=by_float64,
+        rocm=by_float64,
+        tpu=_corrected,
+        default=opaque_divide,
     )
 
 
@@ -56,13 +62,14 @@ def by_float64(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
 def divide_elements(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
     """The same of every element: in integers on GPUs, many of which have little float64."""
 
-    def corrected(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-        # Less than five units off: a barrier would make it nearer, and cut XLA's kernels in pieces.
-        return nearest_quotient(numerator / denominator, numerator, denominator)
-
     return platform_dependent(
-        numerator, denominator, cuda=corrected, rocm=corrected, default=opaque_divide
+        numerator, denominator, cuda=_corrected, rocm=_corrected, default=opaque_divide
     )
+
+
+def _corrected(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
+    # Less than five units off: a barrier would make it nearer, and cut XLA's kernels in pieces.
+    return nearest_quotient(numerator / denominator, numerator, denominator)
 
 
 def opaque_divide(numerator: jax.Array, denominator: jax.Array | float) -> jax.Array:
@@ -151,6 +158,7 @@ def encode_scaled(
     rounding: Rounding,
     random_bits: jax.Array | None,
     has_nan: bool = True,
+    fits: bool = False,
 ) -> jax.Array:
     """Codes of x over its block's scale; blocks with a NaN scale get NaN codes, or 0.
 
@@ -162,17 +170,29 @@ def encode_scaled(
       rounding: of the quotients.
       random_bits: for stochastic rounding.
       has_nan: whether NaN may be under another scale than NaN.
+      fits: whether float scales bring the largest finite value to the element's, but for rounding.
     """
     element, exponent = format.element, 0
     if format.scale.kind == "exponent":
         exponent = float32.sub(lax.convert_element_type(scales, jnp.int32), E8M0_BIAS)
     else:
         x = over_float_scale(x, scales, format, tensor_scale)
+    nan = broadcast_like(is_nan_scale(scales, format.scale), x)
+    # What is exact in eight bits: else integers would be brought from one type to another twice.
+    zeroed = fits and element.kind == "int"
+    if zeroed:
+        x = select(nan, 0.0, x)
     codes = element_codec.encode(
-        x, element, exponent=exponent, rounding=rounding, random_bits=random_bits, has_nan=has_nan
+        x,
+        element,
+        exponent=exponent,
+        rounding=rounding,
+        random_bits=random_bits,
+        has_nan=has_nan,
+        fits=fits,
     )
     nan_code = 0 if element.nan_code is None else element.nan_code
-    return select(broadcast_like(is_nan_scale(scales, format.scale), codes), nan_code, codes)
+    return codes if zeroed else select(nan, nan_code, codes)
 
 
 def over_float_scale(
@@ -184,9 +204,12 @@ def over_float_scale(
         lifted = lift(tensor_scale, is_tiny(tensor_scale))
         reciprocal = _reciprocal(scales, lifted, format.scale)
         return float32.mul(lift(values, is_tiny(tensor_scale)), reciprocal)
-    values, scale = (
-        float32.from_bits(float32.to_bits(values)),
-        scale_to_float32(scales, format.scale),
+    scale = scale_to_float32(scales, format.scale)
+    # A TPU converts at once, and has no subnormals in either case.
+    values = platform_dependent(
+        values,
+        tpu=lambda x: lax.convert_element_type(x, jnp.float32),
+        default=lambda x: float32.from_bits(float32.to_bits(x)),
     )
     if format.scale.kind == "divisor":
         return float32.mul(values, scale)

@@ -40,6 +40,11 @@ def parted_codes(x: Any) -> jax.Array:
     return _watched.bind(x.codes, x.primal, met=_refuse_parted)
 
 
+def refuse_derivative(x: jax.Array, refuse: Callable[[jax.Array], None]) -> jax.Array:
+    """x; where a derivative by it is taken, `refuse` is called with it."""
+    return _watched.bind(x, x, met=refuse)
+
+
 def is_differentiated(x: jax.Array) -> bool:
     """Whether a derivative by x is taken at this moment; of what `jit` or `scan` trace before it is
     differentiated, that is not known."""

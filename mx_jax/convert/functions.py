@@ -19,6 +19,8 @@ from jax.interpreters import ad, batching, mlir
 from mx_jax.convert import jaxpr
 from mx_jax.convert.kinds import facts_held, kind_of
 from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide, record
+from mx_jax.jaxpr import calls
+from mx_jax.jaxpr.rewrite import Plan, Rewritten
 from mx_jax.nn.layers import RNG_STREAM, named_in_errors
 from mx_jax.ops.arguments import Key
 from mx_jax.recipes import Recipe
@@ -224,38 +226,22 @@ def _traced(
     static: "_Static",
     arrays: Sequence[Any],
     modules: Mapping[str, jaxpr.Module] | None = None,
-) -> tuple[jaxpr.Plan, tuple[Decision, ...], Callable[..., Any]]:
+) -> tuple[Plan, tuple[Decision, ...], Callable[..., Any]]:
     """What becomes of a call's products, what the rules say of each, and the call by that plan.
 
-    The last takes other arrays, a key, and the options of `PlannedBody`. What it gives back may be
-    no array too.
+    The last takes other arrays, a key, and the options of `ByRecipe`. What it gives back may be no
+    array too.
     """
-    found: list[tuple[Any, list[Any]]] = []
-
-    def call(arrays: Sequence[Any]) -> list[Any]:
-        given = iter(arrays)
-        leaves = [next(given) if own is None else own[0] for own in static.constants]
-        args, kwargs = jax.tree.unflatten(static.structure, leaves)
-        results, structure = jax.tree.flatten(function(*args, **kwargs))
-        found[:] = [(structure, [None if _is_array(leaf) else leaf for leaf in results])]
-        return [leaf for leaf in results if _is_array(leaf)]
-
-    program = jax.make_jaxpr(call)(arrays)
+    program, result = calls.traced(function, static.call, arrays)
     plan, decisions = jaxpr.planned(program, static.data, rules, modules)
 
     def by_plan(arrays: Sequence[Any], key: Key, **options: Any) -> Any:
-        given = iter(jaxpr.PlannedBody(program, plan, **options)(arrays, key))
-        ((structure, leaves),) = found
-        return jax.tree.unflatten(structure, [next(given) if x is None else x for x in leaves])
+        return result(Rewritten(program, plan, jaxpr.ByRecipe(**options))(arrays, key))
 
     return plan, decisions, by_plan
 
 
-def _is_array(leaf: object) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-
-
-def _check_key(key: Key, plan: jaxpr.Plan, name: str) -> None:
+def _check_key(key: Key, plan: Plan, name: str) -> None:
     for recipe in jaxpr.recipes_of(plan):
         # Gradients raise an error of their own.
         if key is None and recipe.fwd.is_stochastic:
@@ -267,10 +253,7 @@ def _check_key(key: Key, plan: jaxpr.Plan, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    # Of `(args, kwargs)`, and each leaf that is no array, None for one. With its type, and a float
-    # with its text, it is equal to what nothing can tell from it: True is not 1, 0.0 not -0.0.
-    structure: Any
-    constants: tuple[tuple[Any, type, str] | None, ...]
+    call: calls.Static
     # For each array, whether it is data, or in an argument that holds weights.
     data: tuple[bool, ...]
 
@@ -295,19 +278,14 @@ def _split(
             f"not called with: {', '.join(map(repr, unknown))}; it was called with {len(args)} "
             f"positional arguments and {sorted(kwargs)}"
         )
-    leaves, structure = jax.tree.flatten_with_path((tuple(args), kwargs))
-    constants, data, arrays = [], [], []
-    for (_, argument, *path), leaf in leaves:
-        if _is_array(leaf):
-            constants.append(None)
-            arrays.append(leaf)
+    data = []
+    for (_, argument, *path), leaf in jax.tree.leaves_with_path((tuple(args), kwargs)):
+        if calls.is_array(leaf):
             given = argument.key if isinstance(argument, jax.tree_util.DictKey) else argument.idx
             is_named = not called[given].isdisjoint(weights)
             data.append(not is_named or not jax.tree_util.keystr(tuple(path)).startswith(within))
-        else:
-            text = repr(leaf) if isinstance(leaf, float | complex) else ""
-            constants.append((leaf, type(leaf), text))
-    return _Static(structure, tuple(constants), tuple(data)), arrays
+    call, arrays = calls.split(args, kwargs)
+    return _Static(call, tuple(data)), arrays
 
 
 def _parameters(function: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
@@ -445,7 +423,7 @@ class ConvertedLayer:
                 arrays,
                 key if recipe.is_stochastic else None,
                 dot_general=lambda _: deferred(operation),
-                tagged=False,
+                named=False,
             )
 
 

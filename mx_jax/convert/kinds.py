@@ -28,12 +28,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.axes import Axes
 from mx_jax.convert.rules import Shape
+from mx_jax.jaxpr.read import equations
 from mx_jax.nn.nnx import RecipeEinsum
 from mx_jax.ops.arguments import QUANTIZABLE, Key
 from mx_jax.ops.dot_general import einsum
 from mx_jax.ops.quantize import cast
 from mx_jax.ops.ragged_dot import ragged_dot
-from mx_jax.ops.tags import tag
 from mx_jax.packed import Quantized
 from mx_jax.recipes import OperandSpec, Recipe
 from mx_jax.reference.random_bits import DerivedKey
@@ -228,7 +228,7 @@ def attention_einsum(
         if recipe is None:
             return jnp.einsum(subscripts, lhs, rhs, precision=precision)
         own_key = key if recipe.is_stochastic else None
-        with tag(name):
+        with jax.named_scope(name):
             return einsum(subscripts, lhs, rhs, recipe=recipe, precision=precision, key=own_key)
 
     return product
@@ -395,7 +395,7 @@ def traced_products() -> dict[Any, TracedProduct]:
     # `jax.extend` does not give what `jax.lax.ragged_dot` traces to.
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 1), (1, 1, 1))]
     sizes = jax.ShapeDtypeStruct((1,), jnp.int32)
-    plain = jax.make_jaxpr(lax.ragged_dot)(*shapes, sizes).eqns[-1]
+    plain = equations(jax.make_jaxpr(lax.ragged_dot)(*shapes, sizes))[-1]
 
     def dot(_: Recipe, dot_general: DotGeneralFn, values: Values, params: Params, key: Key) -> Any:
         options = dict(params)

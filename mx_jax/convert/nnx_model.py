@@ -34,12 +34,12 @@ from mx_jax.convert.rules import (
     recorded,
     recorders_of,
 )
-from mx_jax.inspect.explain import of_arrays
+from mx_jax.jaxpr.calls import of_arrays
+from mx_jax.jaxpr.names import LayerName
 from mx_jax.nn.cache import CacheRows
 from mx_jax.nn.layers import named_in_errors, nnx_spec, quantized_in, recipe_of
 from mx_jax.nn.nnx import RNG_STREAM, missing_stream, next_key, promote_operands
 from mx_jax.ops.dot_general import dot_general
-from mx_jax.ops.tags import LayerName
 from mx_jax.packed import rows_of
 from mx_jax.recipes import Recipe, high_precision
 
@@ -161,7 +161,7 @@ def decisions(
             flax_nnx.merge(graph, state)(*args, **kwargs)
 
         with recorded(rules, reports=True) as record:
-            jax.eval_shape(*of_arrays(call, state, *args, **kwargs))
+            jax.eval_shape(*of_arrays(call, (state, *args), kwargs))
         return (*found.decisions, *record.decisions)
     judged: list[Decision] = []
     for plan in _plans(original(model), rules):

@@ -11,6 +11,7 @@ from mx_jax.formats.block import FLOAT8_ROWWISE_E4M3 as FLOAT8_ROWWISE_E4M3
 from mx_jax.formats.block import FLOAT8_ROWWISE_E5M2 as FLOAT8_ROWWISE_E5M2
 from mx_jax.formats.block import FLOAT8_TENSORWISE_E4M3 as FLOAT8_TENSORWISE_E4M3
 from mx_jax.formats.block import FLOAT8_TENSORWISE_E5M2 as FLOAT8_TENSORWISE_E5M2
+from mx_jax.formats.block import INT8_ROWWISE as INT8_ROWWISE
 from mx_jax.formats.block import MX_FORMATS as MX_FORMATS
 from mx_jax.formats.block import MXFP4 as MXFP4
 from mx_jax.formats.block import MXFP4_2D as MXFP4_2D
@@ -43,6 +44,7 @@ from mx_jax.formats.element import F32 as F32
 from mx_jax.formats.element import F32_DIVISOR as F32_DIVISOR
 from mx_jax.formats.element import INT8 as INT8
 from mx_jax.formats.element import INT8_FULL as INT8_FULL
+from mx_jax.formats.element import INTEGER8 as INTEGER8
 from mx_jax.formats.element import SCALE_FORMATS as SCALE_FORMATS
 from mx_jax.formats.element import ElementFormat as ElementFormat
 from mx_jax.formats.element import ScaleFormat as ScaleFormat

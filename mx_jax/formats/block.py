@@ -26,6 +26,7 @@ from mx_jax.formats.element import (
     F32,
     F32_DIVISOR,
     INT8,
+    INTEGER8,
     SCALE_FORMATS,
     ElementFormat,
     ScaleFormat,
@@ -185,17 +186,25 @@ MX_FORMATS: tuple[BlockFormat, ...] = (
 )
 
 
-def _float8(name: str, element: ElementFormat, kept: BlockSize) -> BlockFormat:
+def _square(format: BlockFormat) -> BlockFormat:
+    """The format in blocks that are as high as wide, whose codes serve both orientations."""
+    size = format.block[1]
+    return dataclasses.replace(format, name=f"{format.name}{_SQUARE}", block=(size, size))
+
+
+def _whole(name: str, element: ElementFormat, kept: BlockSize) -> BlockFormat:
     return BlockFormat(name=name, element=element, scale=F32_DIVISOR, block=(kept, WHOLE))
 
 
-MXFP4_2D = dataclasses.replace(MXFP4, name="mxfp4_2d", block=(32, 32))
-NVFP4_2D = dataclasses.replace(NVFP4, name="nvfp4_2d", block=(16, 16))
+# Behind the name of a format, for its square blocks.
+_SQUARE = "_2d"
+MXFP4_2D, NVFP4_2D = _square(MXFP4), _square(NVFP4)
 
-FLOAT8_ROWWISE_E4M3 = _float8("float8_rowwise_e4m3", E4M3, 1)
-FLOAT8_ROWWISE_E5M2 = _float8("float8_rowwise_e5m2", E5M2, 1)
-FLOAT8_TENSORWISE_E4M3 = _float8("float8_tensorwise_e4m3", E4M3, WHOLE)
-FLOAT8_TENSORWISE_E5M2 = _float8("float8_tensorwise_e5m2", E5M2, WHOLE)
+FLOAT8_ROWWISE_E4M3 = _whole("float8_rowwise_e4m3", E4M3, 1)
+FLOAT8_ROWWISE_E5M2 = _whole("float8_rowwise_e5m2", E5M2, 1)
+FLOAT8_TENSORWISE_E4M3 = _whole("float8_tensorwise_e4m3", E4M3, WHOLE)
+FLOAT8_TENSORWISE_E5M2 = _whole("float8_tensorwise_e5m2", E5M2, WHOLE)
+INT8_ROWWISE = _whole("int8_rowwise", INTEGER8, 1)
 FLOAT8_BLOCKWISE_E4M3 = BlockFormat(
     name="float8_blockwise_e4m3", element=E4M3, scale=F32, block=(1, 128)
 )
@@ -223,6 +232,7 @@ BLOCK_FORMATS: tuple[BlockFormat, ...] = (
     FLOAT8_TENSORWISE_E5M2,
     FLOAT8_BLOCKWISE_E4M3,
     FLOAT8_BLOCKWISE_2D_E4M3,
+    INT8_ROWWISE,
 )
 
 
@@ -252,8 +262,9 @@ def block_format(format: FormatLike | None) -> BlockFormat:
 
     Args:
       format: a `BlockFormat`; a name such as `"mxfp4"` (case and `-` for `_` do not matter;
-        `"mxfp8"` is mxfp8_e4m3 and `"mxfp6"` mxfp6_e3m2, as in the recipes of these names); or an
-        ml_dtypes, NumPy or jnp dtype that only one block format stores.
+        `"mxfp8"` is mxfp8_e4m3 and `"mxfp6"` mxfp6_e3m2, as in the recipes of these names; `_2d`
+        behind it means square blocks); or an ml_dtypes, NumPy or jnp dtype that only one block
+        format stores.
 
     Returns:
       The `BlockFormat`.
@@ -312,6 +323,11 @@ def _by_name(name: str, formats: Sequence[Any], what: str) -> Any:
         return formats[names.index(wanted)]
     if wanted in _SHORT:
         return _SHORT[wanted]
+    if wanted.endswith(_SQUARE):
+        rows = {own.name: own for own in formats} | _SHORT
+        row = rows.get(wanted.removesuffix(_SQUARE))
+        if isinstance(row, BlockFormat) and row.block[0] == 1 and row.block[1] is not WHOLE:
+            return _square(row)
     # Block formats that are called so in part, or that have an element of that name.
     meant = [
         format.name

@@ -52,6 +52,7 @@ class ElementFormat:
     `m * 2^(emin - mantissa_bits)` while its exponent field is 0 and for
     `(1 + m / 2^mantissa_bits) * 2^(field - bias)` after that. INT8 is the same half with a single
     exponent bit (1.6 fixed point, MX v1.0 5.3.4); only its sign differs: two's complement.
+    INTEGER8 has another bias, with which it counts in ones.
 
     Attributes:
       name: short lower-case name, e.g. `"e4m3"`.
@@ -258,13 +259,13 @@ def _float(
     )
 
 
-def _fixed(name: str, negative_extra: bool) -> ElementFormat:
+def _fixed(name: str, *, negative_extra: bool = False, bias: int = 1) -> ElementFormat:
     return ElementFormat(
         name=name,
         kind="int",
         exponent_bits=1,
         mantissa_bits=6,
-        bias=1,
+        bias=bias,
         dtype_name="int8",
         has_negative_zero=False,
         negative_extra=negative_extra,
@@ -276,8 +277,10 @@ E5M2 = _float("e5m2", 5, 2, 15, "float8_e5m2", num_reserved_codes=4, has_inf=Tru
 E2M3 = _float("e2m3", 2, 3, 1, "float6_e2m3fn")
 E3M2 = _float("e3m2", 3, 2, 3, "float6_e3m2fn")
 E2M1 = _float("e2m1", 2, 1, 1, "float4_e2m1fn")
-INT8 = _fixed("int8", negative_extra=False)
+INT8 = _fixed("int8")
 INT8_FULL = _fixed("int8_full", negative_extra=True)
+# A code is its value: then scales are what others call those of integers.
+INTEGER8 = _fixed("integer8", bias=-5)
 E4M3FNUZ = _float("e4m3fnuz", 4, 3, 8, "float8_e4m3fnuz", has_negative_zero=False)
 E5M2FNUZ = _float("e5m2fnuz", 5, 2, 16, "float8_e5m2fnuz", has_negative_zero=False)
 
@@ -289,6 +292,7 @@ ELEMENT_FORMATS: tuple[ElementFormat, ...] = (
     E2M1,
     INT8,
     INT8_FULL,
+    INTEGER8,
     E4M3FNUZ,
     E5M2FNUZ,
 )

@@ -3,13 +3,10 @@
 from typing import NoReturn as _NoReturn
 
 from mx_jax.formats.removed import missing_attribute as _missing_attribute
-from mx_jax.inspect.bias import GradientBias as GradientBias
-from mx_jax.inspect.bias import gradient_bias as gradient_bias
-from mx_jax.inspect.bias import passes as passes
+from mx_jax.inspect.capture import Captured as Captured
 from mx_jax.inspect.capture import NonFiniteError as NonFiniteError
 from mx_jax.inspect.capture import capture as capture
 from mx_jax.inspect.capture import guard as guard
-from mx_jax.inspect.capture import scalar as scalar
 from mx_jax.inspect.explain import Explanation as Explanation
 from mx_jax.inspect.explain import explain as explain
 from mx_jax.inspect.explain import explain_call as explain_call
@@ -18,6 +15,7 @@ from mx_jax.inspect.records import Memory as Memory
 from mx_jax.inspect.records import Record as Record
 from mx_jax.inspect.records import Scalar as Scalar
 from mx_jax.inspect.records import Sink as Sink
+from mx_jax.inspect.records import Tag as Tag
 from mx_jax.inspect.report import report as report
 from mx_jax.inspect.sensitivities import Budget as Budget
 from mx_jax.inspect.sensitivities import Sensitivity as Sensitivity
@@ -25,9 +23,6 @@ from mx_jax.inspect.sensitivities import sensitivity as sensitivity
 from mx_jax.inspect.statistics import STATISTICS as STATISTICS
 from mx_jax.inspect.statistics import saturated_fraction as saturated_fraction
 from mx_jax.inspect.statistics import sqnr_db as sqnr_db
-from mx_jax.ops.tags import Tag as Tag
-from mx_jax.ops.tags import at_step as at_step
-from mx_jax.ops.tags import tag as tag
 
 
 def __getattr__(name: str) -> _NoReturn:

@@ -1,99 +1,110 @@
-"""Tensors before and after quantization, or statistics of them, from programs as they run."""
+"""Tensors before and after quantization, or statistics of them, from a function as it runs.
+
+The function's program is rewritten: behind each cast and product stands what observes it.
+"""
 
 import collections
-import contextlib
 import functools
-import itertools
 import math
 import re
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.core import axes_scan
-from flax.linen.module import InterceptorContext
-from flax.nnx.transforms import iteration as nnx_iteration
+from flax import nnx
 from jax import lax
-from jax.custom_batching import custom_vmap
+from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 
+from mx_jax.codecs.straight_through import refuse_derivative
 from mx_jax.inspect import statistics
-from mx_jax.inspect.records import Memory, Record, Scalar, Sink
-from mx_jax.inspect.statistics import STATISTICS, Raw
-from mx_jax.mxarray import MXArray
-from mx_jax.ops import tags
-from mx_jax.ops.tags import Tag
-from mx_jax.ops.watched import CallSite, ObservedProduct, values
+from mx_jax.inspect.observe import ARRAYS, Entry, Observation, Observed, State, entries_of
+from mx_jax.inspect.records import Memory, Record, Scalar, Sink, Tag
+from mx_jax.inspect.statistics import STATISTICS
+from mx_jax.jaxpr import calls
+from mx_jax.jaxpr.names import parted
+from mx_jax.jaxpr.read import live
+from mx_jax.jaxpr.rewrite import Rewritten
 
+P = ParamSpec("P")
+R = TypeVar("R")
 # Of a pytree packed as words: its tree, and the shape and dtype of each leaf.
 PackedLayout = tuple[Any, Sequence[tuple[tuple[int, ...], np.dtype]]]
-
+IntScalar = int | np.integer | jax.Array
 Filter = Callable[[Tag], bool]
-# Of one product: what its operands and itself are called, and their statistics, before they are
-# sent to the host.
-Observed = list[tuple[Tag, Raw]]
-_ARRAYS = "arrays"
 _PATHS_IN_WARNING = 3
+_EAGER = get_opaque_trace_state()
+_UNKNOWN = -1
 
 
 def capture(
+    function: Callable[P, R],
     filter: str | Filter | None = None,
     *,
     stats: str | Collection[str] = STATISTICS,
     every: int = 1,
+    step: Callable[P, IntScalar] | None = None,
     sink: Sink | Sequence[Sink] | None = None,
-) -> "Capture":
-    """A context that records what quantization does to the operands of products.
+) -> "Captured[P, R]":
+    """A function that records what quantization does to the operands of its products.
 
-    Each operand that is quantized gives one record, forward and backward, and so does each product:
+    Each operand that is cast gives one record, forward and backward, and so does each product:
     under `jit`, `grad`, `vmap` (lanes are one operand), `scan`, `jax.checkpoint` (what is computed
-    again is not recorded again), `shard_map` and with sharded inputs. Products are named by Flax's
-    modules or by `tag`. A function that `jit` compiled before is compiled again. While no capture
-    is entered, nothing of this is in a program.
+    again is not recorded again), `shard_map` and with sharded inputs. So what is captured is a
+    whole train step, with the gradient in it. Its program is traced as `jax.jit` does it, and
+    rewritten: results are the same bits. What it does not use of a product is not recorded.
 
-    Statistics are computed where the arrays are; `STATISTICS` says what there are.
+    Products are named by their scopes, as in `explain`: Flax's modules and `jax.named_scope`. In
+    loops the index is counted. Modules of flax.nnx among the arguments are updated as by the
+    function itself. Statistics are computed where the arrays are; `STATISTICS` says what there are.
 
     Of an operand that came quantized, such as a stored weight, the rule is `"stored"`. It has no
     `underflow`, `saturation`, `sqnr` and `before`: what it was is not known. The error of its
     product is that of the other operand's cast.
 
     Args:
+      function: what runs: a step, jitted or not. A call that is not due calls it as it is.
       filter: a regular expression for whole paths, or a function of a `Tag`; None: all. One that
-        matched nothing is warned of in the end.
+        matches nothing is warned of.
       stats: names of statistics, or one.
-      every: every how many steps; more than 1 needs the step, which `at_step` gives. Without it
-        every call counts.
+      every: every how many steps.
+      step: gives the step of a call from its arguments, as `lambda state, batch: state.step` does;
+        where it is traced (the whole loop is compiled), `every` is a condition around the step.
+        None: calls are counted.
       sink: where records go, one or several; None: a `Memory`.
 
     Returns:
-      A context, which gives the sink.
+      A function of the same arguments. `records` is the sink, once all has arrived there.
 
     Raises:
       ValueError: a statistic that there is not, every less than 1, or a filter that is no regular
         expression.
-      TypeError: a filter or a sink that is none.
+      TypeError: a filter or a sink that is none, or no function.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> @jax.jit
       ... def loss(w, x):
-      ...     with mx_jax.inspect.tag("head"):
+      ...     with jax.named_scope("head"):
       ...         return mx_jax.matmul(x, w, recipe="mxfp4").sum()
+      >>> loss = mx_jax.inspect.capture(loss, stats="amax")
       >>> x = jax.random.normal(jax.random.key(0), (32, 64))
-      >>> with mx_jax.inspect.capture(stats="amax") as records:
-      ...     _ = loss(jnp.ones((64, 32)), x)
-      >>> for tag in records:
+      >>> _ = loss(jnp.ones((64, 32)), x)
+      >>> for tag in loss.records:
       ...     print(tag)
       head output lhs mxfp4 even axis -1
       head output rhs mxfp4 even axis -2
     """
+    if not callable(function):
+        raise TypeError(
+            f"capture: needs a function, got {function!r}; capture(step) is called as step is"
+        )
     names = frozenset((stats,) if isinstance(stats, str) else stats)
-    known = (*(row.name for row in statistics.TABLE), _ARRAYS)
+    known = (*(row.name for row in statistics.TABLE), ARRAYS)
     if unknown := names - {*known}:
         raise ValueError(
             f"capture: stats must be some of {', '.join(known)}, got stats={sorted(unknown)}"
@@ -106,41 +117,15 @@ def capture(
             "capture: sink must be a sink or several, each with write(record) and close(), got "
             f"sink={sink!r}; for a file write sink=inspect.Jsonl(path)"
         )
-    return Capture(filter, names, every, sinks)
+    return Captured(function, _Choice(filter), names, every, step, tuple(sinks))
 
 
-def scalar(name: str, value: jax.typing.ArrayLike) -> None:
-    """Record a number of a step, such as the loss, in the captures in context.
+class _Choice:
+    """What a filter takes."""
 
-    Args:
-      name: what it is.
-      value: a scalar, traced or not. No gradient passes. Below `shard_map` the first device gives
-        its own: sum or average it over devices before.
-
-    Raises:
-      ValueError: not a scalar.
-
-    Examples:
-      >>> import jax, mx_jax
-      >>> with mx_jax.inspect.capture() as records:
-      ...     jax.jit(lambda x: mx_jax.inspect.scalar("loss", x * 2))(1.5)
-      >>> print(*(number.value for number in records.scalars["loss"]))
-      3.0
-    """
-    if jnp.shape(value) != ():
-        raise ValueError(f"scalar: {name!r} must be a scalar, got shape={jnp.shape(value)}")
-    for watcher in tags.watching.value:
-        watcher.send_scalar(name, lax.stop_gradient(jnp.asarray(value)), tags.counters())
-
-
-class Capture:
-    """What `capture` returns: a context; entered again, it compiles no program anew."""
-
-    def __init__(
-        self, filter: str | Filter | None, stats: frozenset[str], every: int, sinks: Sequence[Sink]
-    ):
-        self.pattern = filter
-        self.filter: Filter = lambda tag: True
+    def __init__(self, filter: str | Filter | None):
+        self.given = filter
+        self.takes: Filter = lambda tag: True
         if isinstance(filter, str):
             try:
                 pattern = re.compile(filter)
@@ -149,217 +134,239 @@ class Capture:
                     "capture: filter must be a regular expression for whole paths, got "
                     f"filter={filter!r}: {error}; re.escape makes one of a path"
                 ) from error
-            self.filter = lambda tag: pattern.fullmatch(tag.path) is not None
+            self.takes = lambda tag: pattern.fullmatch(tag.path) is not None
         elif filter is not None:
             if not callable(filter):
                 raise TypeError(
                     "capture: filter must be a regular expression for paths, a function of a "
                     f"Tag or None, got filter={filter!r}"
                 )
-            self.filter = filter
-        self.stats, self.every, self.sinks = stats, every, tuple(sinks)
-        # Of each path that was entered from none, the trace that did last, and how often.
-        self.uses: dict[str, tuple[Any, int]] = {}
-        # The uses of each path, numbered.
-        self.calls: dict[str, dict[tuple[int, ...], int]] = {}
-        # What `at_step` says around the program.
-        self._host_step: int | None = None
-        # Of everything that the filter was asked about: None until then.
-        self._matched: bool | None = None
-        self._refused: dict[str, None] = {}
-        self._counts: collections.Counter[Any] = collections.Counter()
-        self._lock = threading.Lock()
-        self._entered: list[contextlib.ExitStack] = []
+            self.takes = filter
 
-    def __enter__(self) -> Any:
-        with contextlib.ExitStack() as stack:
-            # In reverse: callbacks that still run come before the sinks are closed.
-            for sink in reversed(self.sinks):
-                stack.callback(sink.close)
-            stack.callback(self.uses.clear)
-            stack.callback(jax.effects_barrier)
-            stack.enter_context(tags.watching((*tags.watching.value, self)))
-            stack.enter_context(_named_layers())
-            self._entered.append(stack.pop_all())
-        return self.sinks[0] if len(self.sinks) == 1 else self.sinks
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
-        if self._matched is False and error is None:
-            paths = ", ".join(repr(path) for path in list(self._refused)[:_PATHS_IN_WARNING])
+    def of(self, entries: Sequence[Entry]) -> list[Entry]:
+        """The entries with what is taken of them; if there are any and it takes none, it warns."""
+        kept = [entry.kept(self.takes) for entry in entries]
+        kept = [entry for entry in kept if entry.tags]
+        if entries and not kept:
+            refused = dict.fromkeys(tag.path for entry in entries for tag in entry.tags)
+            paths = ", ".join(repr(path) for path in list(refused)[:_PATHS_IN_WARNING])
             hint = "; a regular expression must match a whole path"
             warnings.warn(
-                f"capture: the filter matched none of {len(self._refused)} paths, so "
-                f"there is no record; got filter={self.pattern!r} and paths {paths}"
-                f"{hint if isinstance(self.pattern, str) else ''}",
+                f"capture: the filter matched none of {len(refused)} paths, so there is no record; "
+                f"got filter={self.given!r} and paths {paths}"
+                f"{hint if isinstance(self.given, str) else ''}",
                 stacklevel=2,
             )
+        return kept
 
-    def is_due(self, step: int) -> bool:
-        return step % self.every == 0
 
-    @contextlib.contextmanager
-    def at_host_step(self, step: int) -> Iterator[None]:
-        """A context of a step that counts and is known on the host."""
-        before, self._host_step = self._host_step, step
-        try:
-            yield
-        finally:
-            self._host_step = before
-        for sink in self.sinks:
-            if isinstance(sink, _FirstNonFinite):
-                sink.check()
+class Captured(Generic[P, R]):
+    """What `capture` returns.
 
-    def observe(self, product: ObservedProduct, now: tags.Counters) -> Observed:
-        """Statistics of a product, or zeros where its step does not count."""
-        return self._if_due(now, lambda: self._compute(product))
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> layer = mx_jax.inspect.capture(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp4"), every=2)
+      >>> for _ in range(3):
+      ...     layer.scalar("sum", layer(jnp.ones((4, 64)), jnp.ones((64, 8))).sum())
+      >>> layer.records
+      <Memory: 6 records of 3 tags, steps 0 to 2; numbers: sum>
+      >>> layer.close()
+    """
 
-    def record(
+    def __init__(
         self,
-        forward: Observed | None,
-        products: Sequence[ObservedProduct],
-        site: CallSite,
-        now: tags.Counters,
-    ) -> None:
-        """Send statistics to the host, and those of more products, if their step counts."""
+        function: Callable[P, R],
+        choice: _Choice,
+        stats: frozenset[str],
+        every: int,
+        step: Callable[P, IntScalar] | None,
+        sinks: tuple[Sink, ...],
+    ):
+        functools.update_wrapper(self, function)
+        self.function, self.choice, self.stats = function, choice, stats
+        self.every, self.step_of, self.sinks = every, step, sinks
+        self._calls, self._step = 0, 0
+        self._counts: collections.Counter[Any] = collections.Counter()
+        self._lock = threading.Lock()
+        self._rule = Observation(stats, self._send)
+        self._compiled = jax.jit(self._run, static_argnums=(0, 1))
 
-        def send() -> jax.Array:
-            found = itertools.chain(forward or (), *map(self._compute, products))
-            return self._send([*found], site, now)
+    @property
+    def records(self) -> Any:
+        """The sink, or all of several, once what was computed has arrived there."""
+        jax.effects_barrier()
+        return self.sinks[0] if len(self.sinks) == 1 else self.sinks
 
-        self._if_due(now, send)
+    def scalar(self, name: str, value: jax.typing.ArrayLike) -> None:
+        """Record a number of the step of the last call, such as its loss, if that step is due.
 
-    def send_scalar(self, name: str, value: jax.Array, now: tags.Counters) -> None:
-        """Send a number to the host, if its step counts."""
+        Args:
+          name: what it is.
+          value: a scalar.
 
-        def receive(value: np.ndarray, now: tags.Counters) -> None:
+        Raises:
+          ValueError: not a scalar.
+        """
+        if jnp.shape(value) != ():
+            raise ValueError(f"scalar: {name!r} must be a scalar, got shape={jnp.shape(value)}")
+        if self._step % self.every == 0:
+            number = Scalar(name=name, step=self._step, value=float(value))
             with self._lock:
-                number = Scalar(name=name, step=self._step(name, now), value=float(value))
                 for sink in self.sinks:
                     sink.write(number)
 
-        def send() -> jax.Array:
-            jax.debug.callback(receive, value, now)
-            return jnp.zeros(())
+    def close(self) -> None:
+        """Wait for what was computed, and close the sinks."""
+        jax.effects_barrier()
+        for sink in self.sinks:
+            sink.close()
 
-        # One step has one number, which devices of shard_map agree on.
-        self._if_due(now, lambda: _on_first(send))
-
-    def _if_due(self, now: tags.Counters, run: Callable[[], Any]) -> Any:
-        """What a function returns, or zeros where the step does not count."""
-        if self.every == 1 or now.on_host:
-            return run()
-        if now.step is None:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        step = None if self.step_of is None else _as_step(self.step_of(*args, **kwargs))
+        traced = get_opaque_trace_state() != _EAGER or isinstance(step, Tracer)
+        if not traced:
+            self._step = self._calls if step is None else int(step)
+            self._calls += 1
+            if self._step % self.every:
+                return self.function(*args, **kwargs)
+            step = jnp.int32(self._step)
+        elif step is None and self.every > 1:
             raise ValueError(
-                f"capture: every={self.every} needs the step, and none is known; write `with "
-                "inspect.at_step(step):` around each step"
+                f"capture: every={self.every} needs the step where calls are traced; pass "
+                "step=lambda *args: ..., which takes it from the arguments"
             )
-        # Zeros like avals differ along the same axes of shard_map as what they stand for.
-        avals = jax.eval_shape(run)
-        zeros = functools.partial(jax.tree.map, jnp.zeros_like, avals)
-        return lax.cond(now.step % self.every == 0, run, zeros)
+        function, args, kwargs, update = _functional(self.function, args, kwargs)
+        static, arrays = calls.split(args, kwargs)
+        run = self._run if traced else self._compiled
+        return update(run(function, static, arrays, step))
 
-    def _compute(self, product: ObservedProduct) -> Observed:
-        arrays, found = _ARRAYS in self.stats, []
-        for tag, observe in product.observations(arrays):
-            if tag.side is None and not self.stats & {"error", _ARRAYS}:
-                continue
-            wanted = self.filter(tag)
-            self._matched = bool(self._matched or wanted)
-            if not wanted:
-                self._refused[tag.path] = None
-                continue
-            before, after, compared = observe()
-            if isinstance(after, MXArray):
-                assert tag.axis is not None
-                raw = statistics.of_cast(before, after, tag.axis, self.stats)
-            else:
-                assert before is not None and compared is not None
-                raw = statistics.of_product(before, compared, after)
-            if arrays:
-                raw |= {"after": values(after)} | ({} if before is None else {"before": before})
-            found.append((tag, statistics.of_shards(raw)))
-        return found
+    def _run(
+        self, function: Callable[..., R], static: calls.Static, arrays: list[Any], step: Any
+    ) -> R:
+        """The function's results, its program rewritten."""
+        with parted(True):
+            program, result = calls.traced(function, static, arrays)
+        program = live(program)
+        arrays = [refuse_derivative(x, _refuse) for x in arrays]
+        plan = tuple((own.where, own) for own in self.choice.of(entries_of(program)))
+        traced = isinstance(step, Tracer) and step.aval
+        state = State(jnp.int32(_UNKNOWN) if step is None else step)
 
-    def _send(self, found: Observed, site: CallSite, now: tags.Counters) -> jax.Array:
-        """Call the host: once, below vmap and shard_map too, or once a device if arrays go."""
-        if not found:
-            return jnp.zeros(())
+        def observed(arrays: list[Any]) -> list[Any]:
+            return Rewritten(program, plan, self._rule)(arrays, state)
+
+        def plain(arrays: list[Any]) -> list[Any]:
+            return Rewritten(program, (), self._rule)(arrays, state)
+
+        if self.every == 1 or not traced:
+            return result(observed(arrays))
+        return result(lax.cond(step % self.every == 0, observed, plain, arrays))
+
+    def _send(self, found: Sequence[Observed], state: State) -> None:
+        """Call the host: once, below shard_map too, or once a device if arrays go."""
         # Statistics are of all shards; arrays are of one, and each device has its own.
-        shard = _device() if _ARRAYS in self.stats else {}
+        shard = _device() if ARRAYS in self.stats else {}
+        arrays = [{k: x for k, x in own.raw.items() if k in statistics.ARRAYS} for own in found]
+        rest = [{k: x for k, x in own.raw.items() if k not in statistics.ARRAYS} for own in found]
 
-        @custom_vmap
-        def send(found: Observed, now: tags.Counters, shard: dict[str, jax.Array]) -> jax.Array:
-            arrays = [{k: x for k, x in raw.items() if k in statistics.ARRAYS} for _, raw in found]
-            rest = [
-                (tag, {k: x for k, x in raw.items() if k not in statistics.ARRAYS})
-                for tag, raw in found
-            ]
-            words, layout = pack((rest, now, shard))
-            jax.debug.callback(functools.partial(self._receive, site, layout), words, arrays)
+        def send() -> jax.Array:
+            words, layout = pack((rest, state, shard))
+            receive = functools.partial(self._receive, [own[:2] for own in found], layout)
+            jax.debug.callback(receive, words, arrays)
             return jnp.zeros(())
 
-        @send.def_vmap
-        def _(
-            lanes: int, batched: Sequence[Any], found: Observed, now: tags.Counters, shard: object
-        ) -> Any:
-            theirs, own, _ = batched
-            if any(jax.tree.leaves(own)):
-                # Lanes with an index of their own are layers.
-                for lane in range(lanes):
-                    of_lane = lambda x, own, lane=lane: x[lane] if own else x  # noqa: E731
-                    send(*jax.tree.map(of_lane, (found, now, shard), tuple(batched)))
-                return jnp.zeros(()), False
-            joined = [
-                (tag, statistics.of_lanes(raw, each, lanes))
-                for (tag, raw), (_, each) in zip(found, theirs, strict=True)
-            ]
-            return send(joined, now, shard), False
-
-        if shard:
-            return send(found, now, shard)
-        return _on_first(lambda: send(found, now, shard))
+        send() if shard else _on_first(send)
 
     def _receive(
         self,
-        site: CallSite,
+        names: Sequence[tuple[Entry, Tag]],
         layout: PackedLayout,
         words: object,
         arrays: Sequence[dict[str, np.ndarray]],
     ) -> None:
-        found, now, shard = unpack(words, layout)
-        index, shard = jax.tree.map(int, (now.index, shard))
-        *loops, own = site.order
-        path = [number for pair in zip(loops, index, strict=False) for number in pair]
+        found, state, shard = unpack(words, layout)
+        step, index = int(state.step), tuple(map(int, state.index))
+        shard = {axis: int(number) for axis, number in shard.items()}
         with self._lock:
-            for (tag, raw), whole in zip(found, arrays, strict=True):
-                # Loops by their index, and gradients backwards, after all outputs.
-                is_forward = tag.product == "output"
-                order = (0, *path, own) if is_forward else (1, *(-x for x in (*path, own)))
+            for (entry, tag), raw, whole in zip(names, found, arrays, strict=True):
+                own, counted = step, (tag, index, *shard.values())
+                if step == _UNKNOWN:
+                    own = self._counts[counted]
+                    self._counts[counted] += 1
                 record = Record(
                     tag=tag,
-                    step=self._step((tag, index, *shard.values()), now),
+                    step=own,
                     index=index,
                     shard=shard,
-                    order=order,
+                    order=entry.order(index),
                     stats=statistics.numbers(raw, self.stats),
                     **{name: np.asarray(x) for name, x in whole.items()},
                 )
                 for sink in self.sinks:
                     sink.write(record)
 
-    def _step(self, counted: object, now: tags.Counters) -> int:
-        """The step that is known, or how many records of this kind came before."""
-        step = self._host_step if now.on_host else now.step
-        if step is not None:
-            return int(step)
-        self._counts[counted] += 1
-        return self._counts[counted] - 1
+
+def _as_step(step: IntScalar) -> IntScalar:
+    shape, dtype = jnp.shape(step), jnp.result_type(step)
+    if shape != () or not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(
+            f"capture: step must give an integer scalar, got step of dtype={dtype}, shape={shape}"
+        )
+    return step.astype(jnp.int32) if isinstance(step, Tracer) else step
+
+
+def _refuse(x: jax.Array) -> None:
+    raise ValueError(
+        f"capture: a derivative of what is captured is taken, by an array of shape={x.shape}, and "
+        "its casts would not be seen; capture the function that takes it: capture(jax.grad(loss))"
+    )
+
+
+def _functional(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Callable[[Any], Any]]:
+    """A call without the objects of flax.nnx that it may change, and what changes them after it."""
+
+    def is_object(x: object) -> bool:
+        return isinstance(x, nnx.Pytree)
+
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=is_object)
+    objects = [x for x in leaves if is_object(x)]
+    if not objects:
+        return function, args, kwargs, lambda result: result
+    others = [None if is_object(x) else x for x in leaves]
+    graph, state = nnx.split(objects)
+
+    def update(result: tuple[Any, Any]) -> Any:
+        nnx.update(objects, result[1])
+        return result[0]
+
+    pure = _Pure(function, tree, tuple(map(is_object, leaves)))
+    return pure, (graph, state, others), {}, update
+
+
+class _Pure:
+    """A function of objects as one of their graph and state, which it returns too; equal by what
+    it is made of."""
+
+    def __init__(self, *parts: Any):
+        self.parts = parts
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Pure) and self.parts == other.parts
+
+    def __hash__(self) -> int:
+        return hash(self.parts)
+
+    def __call__(self, graph: Any, state: Any, others: list[Any]) -> tuple[Any, Any]:
+        function, tree, are_objects = self.parts
+        objects = nnx.merge(graph, state)
+        own = iter(objects)
+        leaves = [
+            next(own) if is_object else x for is_object, x in zip(are_objects, others, strict=True)
+        ]
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        return function(*args, **kwargs), nnx.state(objects)
 
 
 def _device() -> dict[str, jax.Array]:
@@ -447,127 +454,45 @@ class _FirstNonFinite:
             raise NonFiniteError(self.first) from cause
 
 
-@contextlib.contextmanager
-def guard() -> Iterator[None]:
-    """A context that raises at the first block with Inf or NaN in it that is to be quantized.
+class Guarded(Captured[P, R]):
+    """What `guard` returns."""
 
-    Forward products come before their gradients, and the step is over before it raises: so what is
-    named is where it begins, not what is recorded first. With `at_step` around the compiled
-    function that is the end of the bad step. Otherwise the next step is stopped, of which JAX logs
-    an error; or the context raises at its end. Without `at_step` calls are counted.
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        (sink,) = self.sinks
+        assert isinstance(sink, _FirstNonFinite)
+        try:
+            result = super().__call__(*args, **kwargs)
+            jax.effects_barrier()
+        except Exception as error:
+            # JAX wraps what a callback raises in an error of its own.
+            sink.check(error)
+            raise
+        sink.check()
+        return result
+
+
+def guard(
+    function: Callable[P, R], *, step: Callable[P, IntScalar] | None = None
+) -> "Guarded[P, R]":
+    """A function that raises at the first block with Inf or NaN in it that is to be quantized.
+
+    Forward products come before their gradients, and the call is over before it raises: so what is
+    named is where it begins, not what is recorded first. Where calls are traced (the whole loop is
+    compiled) the next step is stopped, of which JAX logs an error.
+
+    Args:
+      function: as `capture` takes it.
+      step: as `capture` takes it.
 
     Raises:
-      NonFiniteError: with the record, which has tag and step.
+      NonFiniteError: in the call, with the record, which has tag and step.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
       >>> x = jnp.ones((4, 64)).at[1, 40].set(jnp.inf)
-      >>> with mx_jax.inspect.guard(), mx_jax.inspect.tag("mlp"):
-      ...     _ = mx_jax.matmul(x, jnp.ones((64, 8)), recipe="mxfp8")
+      >>> layer = jax.named_scope("mlp")(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
+      >>> _ = mx_jax.inspect.guard(layer)(x, jnp.ones((64, 8)))
       Traceback (most recent call last):
       mx_jax.inspect.capture.NonFiniteError: guard: a block must be finite to be quantized, got ...
     """
-    sink = _FirstNonFinite()
-    try:
-        with capture(stats="nonfinite", sink=sink):
-            yield
-    except NonFiniteError:
-        raise
-    except Exception as error:
-        # JAX wraps what a callback raises in an error of its own.
-        sink.check(error)
-        raise
-    sink.check()
-
-
-# Layers of Flax ---------------------------------------------------------------------------------
-#
-# `nn.scan` and `nnx.scan` have no place for a counter, and linen's traces its body once more before
-# it scans: callbacks in there would run twice, and newer versions of Flax refuse them. So Flax's
-# modules get a `jax.lax.scan` that gives its body the index while a capture runs, and a first trace
-# in which none does. `inspect.tag(index=)` cannot stand in for the latter.
-
-
-def _named(
-    call: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    context: InterceptorContext,
-) -> Any:
-    if not tags.watching.value or context.module.scope is None or context.method_name == "setup":
-        return call(*args, **kwargs)
-    with tags.within(context.module.path):
-        return call(*args, **kwargs)
-
-
-class _Instead:
-    """A module with other values for some of its names."""
-
-    def __init__(self, module: object, **values: object):
-        self._module = module
-        vars(self).update(values)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
-
-
-def _scan(
-    f: Callable[..., Any], init: Any, xs: Any = None, length: int | None = None, **options: Any
-) -> Any:
-    """`jax.lax.scan`, whose body knows its index."""
-    if not tags.watching.value:
-        return lax.scan(f, init, xs, length, **options)
-    count = jax.tree.leaves(xs)[0].shape[0] if length is None else length
-
-    def body(carry: Any, indexed: tuple[Any, jax.Array]) -> Any:
-        own, index = indexed
-        with tags.iteration(index):
-            return f(carry, own)
-
-    return lax.scan(body, init, (xs, jnp.arange(count)), length, **options)
-
-
-def _uncaptured(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function in which no capture runs."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with tags.watching(()):
-            return function(*args, **kwargs)
-
-    return run
-
-
-_LAX: Any = _Instead(lax, scan=_scan)
-_PE: Any = vars(axes_scan)["pe"]
-# What linen traces a body with before it scans; which one it is depends on its version.
-_TRACES = {"trace_to_jaxpr_nounits", "trace_to_jaxpr_dynamic"} & {*dir(_PE)}
-# Where Flax calls it: the module, the name there, and what it is to be.
-_PLACES: tuple[tuple[Any, str, Any], ...] = (
-    (axes_scan, "lax", _LAX),
-    (axes_scan, "pe", _Instead(_PE, **{x: _uncaptured(getattr(_PE, x)) for x in _TRACES})),
-    (nnx_iteration, "jax", _Instead(jax, lax=_LAX)),
-)
-_lock = threading.Lock()
-_patches = contextlib.ExitStack()
-_count = 0
-
-
-@contextlib.contextmanager
-def _named_layers() -> Iterator[None]:
-    """A context in which each linen module names what runs in it, as nnx's layers do by themselves,
-    and Flax's scans count their layers; contexts may overlap."""
-    global _count
-    with _lock:
-        _count += 1
-        if _count == 1:
-            for module, name, value in _PLACES:
-                _patches.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, value)
-    try:
-        with nn.intercept_methods(_named):
-            yield
-    finally:
-        with _lock:
-            _count -= 1
-            if not _count:
-                _patches.close()
+    return Guarded(function, _Choice(None), frozenset({"nonfinite"}), 1, step, (_FirstNonFinite(),))

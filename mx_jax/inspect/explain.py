@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import export
-from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params  # pyright: ignore[reportPrivateImportUsage]
-from jax.interpreters import partial_eval
+from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 from rich.box import SIMPLE_HEAD
 from rich.console import Group
@@ -30,6 +29,9 @@ from mx_jax.backends import calls
 from mx_jax.backends.select import MARK, Selection, recording
 from mx_jax.backends.target import Target, current_target, use_target
 from mx_jax.formats import BlockFormat
+from mx_jax.inspect.scopes import Place, place_of
+from mx_jax.jaxpr.calls import of_arrays
+from mx_jax.jaxpr.read import Site, live, name_of, walk
 from mx_jax.ops.arguments import NAMED, as_recipe
 from mx_jax.ops.dot_general import matmul
 from mx_jax.specs import MatmulRecipe
@@ -205,7 +207,7 @@ def explain_call(function: Callable[..., Any], *args: object, **kwargs: object) 
         not xla_scaled: quantizes nothing: XLA fuses the reference's own code
         not xla_bfloat16: quantizes nothing: XLA fuses the reference's own code
     """
-    call, arrays = of_arrays(function, *args, **kwargs)
+    call, arrays = of_arrays(function, args, kwargs)
     with recording(axes=_sharded_along(arrays)) as recorder:
         jax.eval_shape(call, arrays)
     lines, target = [], None
@@ -229,9 +231,6 @@ def _answer(title: str, selection: Selection) -> list[str]:
 # Streams that layers draw from; a module takes those that it has.
 _STREAMS = ("params", "dropout", "quantize")
 _MARK = re.compile(rf"{re.escape(MARK)}(\d+)")
-# What transformations and calls add to names of scopes.
-_WRAPPERS = re.compile(r"\b(jvp|vmap|transpose|jit|pjit|checkpoint|remat\w*)\(|[()]")
-_NOISE = {"", "checkpoint", "rematted_computation", "while", "body", "cond", "scan", "remat"}
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"}
 _PACKAGE = str(Path(__file__).parents[1])
 # The caller of the explained function: beyond it no frame asks for a product.
@@ -245,13 +244,6 @@ _DECIDED = {
     "convert": "no rule converts its layer",
     "nn": "its layer keeps it in high precision",
 }
-
-
-class Place(NamedTuple):
-    """Where in a function something is computed."""
-
-    path: str  # scopes joined by `/`, layers of Flax among them; `""` outside of all
-    backward: bool  # whether a gradient asks for it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -473,24 +465,6 @@ def _bytes(
     return 0.0 if dtype is None else float(math.prod(shape) * dtype.itemsize)
 
 
-def of_arrays(
-    function: Callable[..., Any], *args: object, **kwargs: object
-) -> tuple[Callable[..., Any], list[Any]]:
-    """A call as a function of the list of its arrays alone, and that list."""
-    # Flags such as `train=True`, strings and functions have to stay Python values under a trace.
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, x in enumerate(leaves) if hasattr(x, "shape") and hasattr(x, "dtype")]
-
-    def call(arrays: list[Any]) -> Any:
-        merged = leaves.copy()
-        for place, array in zip(places, arrays, strict=True):
-            merged[place] = array
-        own_args, own_kwargs = jax.tree.unflatten(tree, merged)
-        return function(*own_args, **own_kwargs)
-
-    return call, [leaves[place] for place in places]
-
-
 def _sharded_along(arrays: Sequence[Any]) -> tuple[str, ...]:
     """The axes of the mesh that arguments are sharded on; none if a device has all of them."""
     shardings = (getattr(x, "sharding", None) for x in arrays)
@@ -502,7 +476,7 @@ def _of_function(
     function: object, *args: object, backward: bool = False, **kwargs: object
 ) -> Explanation:
     function, args = _with_parameters(function, args, kwargs)
-    call, arrays = of_arrays(function, *args, **kwargs)
+    call, arrays = of_arrays(function, args, kwargs)
 
     def cotangent(x: jax.Array) -> Any:
         is_float = jnp.issubdtype(jnp.result_type(x), jnp.inexact)
@@ -515,10 +489,9 @@ def _of_function(
         return results, [own for own in gradients if own.dtype != jax.dtypes.float0]
 
     with recording(marks=True, axes=_sharded_along(arrays)) as recorder:
-        closed = jax.make_jaxpr(with_gradients if backward else call)(arrays)
+        program = jax.make_jaxpr(with_gradients if backward else call)(arrays)
     # XLA computes nothing that is not used. Flax, for one, traces the body of a scan twice.
-    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    found = sorted(_rows(jaxpr, recorder.entries, 1, "", marked=False), key=lambda pair: pair[0])
+    found = sorted(_rows(walk(live(program)), recorder.entries), key=lambda pair: pair[0])
     selections = recorder.selections
     # Rows of the same work are one.
     rows: dict[Row, Row] = {}
@@ -546,7 +519,7 @@ def _with_parameters(
     if _is_linen(function):
         rngs = {name: jax.random.key(0) for name in _STREAMS}
         init = functools.partial(function.init, rngs)
-        variables = jax.eval_shape(*of_arrays(init, *args, **kwargs))
+        variables = jax.eval_shape(*of_arrays(init, args, kwargs))
 
         def apply(variables: Mapping[str, Any], *own: object, **named: object) -> Any:
             return function.apply(variables, *own, rngs=rngs, mutable=True, **named)[0]
@@ -558,50 +531,39 @@ def _with_parameters(
     return function, args
 
 
-def _rows(
-    jaxpr: Jaxpr, entries: list[Selection | str], times: int, scopes: str, *, marked: bool
-) -> Iterator[tuple[float, Row]]:
-    """What a jaxpr computes, so many times below these scopes, each with the index of its entry."""
-    # `marked` if an entry stands for all of it.
-    here: dict[int, str] = {}
-    for eqn in jaxpr.eqns:
-        own = str(eqn.source_info.name_stack)
-        stack = f"{scopes}/{own}" if own else scopes
-        marks = [int(index) for index in _MARK.findall(own)]
-        for index in marks:
-            here.setdefault(index, stack)
-        inside = marked or bool(marks)
-        if eqn.primitive.name in _PRODUCTS:
-            avals: list[Any] = [x.aval for x in (*eqn.invars[:2], *eqn.outvars)]
-            if not inside and all(jnp.issubdtype(x.dtype, jnp.floating) for x in avals):
-                yield math.inf, _high(eqn, times, stack)
+def _rows(sites: Sequence[Site], entries: Sequence[Selection | str]) -> Iterator[tuple[float, Row]]:
+    """What equations compute, each with the index of its entry."""
+    # An entry stands for all equations that bear its mark, and for their bodies.
+    marked: dict[tuple[Any, ...], Site] = {}
+    for site in sites:
+        for index in _MARK.findall(name_of(site.eqn)):
+            marked.setdefault((site.where[:-1], int(index)), site)
         # Kernels of Pallas are a backend's own.
-        elif eqn.primitive.name != "pallas_call":
-            again = int(eqn.params.get("length", 1)) if eqn.primitive.name == "scan" else 1
-            for inner in jaxprs_in_params(eqn.params):
-                yield from _rows(inner, entries, times * again, stack, marked=inside)
-    for index, stack in here.items():
+        inside = any(eqn.primitive.name == "pallas_call" for eqn in site.around)
+        if site.eqn.primitive.name in _PRODUCTS and not inside and not _MARK.search(site.scope):
+            avals: list[Any] = [x.aval for x in (*site.eqn.invars[:2], *site.eqn.outvars)]
+            if all(jnp.issubdtype(x.dtype, jnp.floating) for x in avals):
+                yield math.inf, _high(site)
+    for (_, index), site in marked.items():
         if isinstance(selection := entries[index], Selection):
             row = Row(
                 **described(selection.call)._asdict(),
                 backend=selection.backend or "",
-                times=times,
-                places=(_place(stack),),
+                times=site.times,
+                places=(_place(site.scope),),
                 how=selection.how,
                 selection=selection,
             )
             yield index, row
 
 
-def _place(stack: str) -> Place:
-    plain = _WRAPPERS.sub("", _MARK.sub("", stack))
-    # `convert` writes the path of a module in brackets.
-    names = [name for part in plain.split("/") if (name := part.strip("[=]")) not in _NOISE]
-    return Place(path="/".join(dict.fromkeys(names)), backward="transpose(" in stack)
+def _place(scope: str) -> Place:
+    return place_of(_MARK.sub("", scope))
 
 
-def _high(eqn: JaxprEqn, times: int, stack: str) -> Row:
+def _high(site: Site) -> Row:
     """A product that no backend was asked for: by a recipe, a rule, or code that has none."""
+    eqn = site.eqn
     operation = eqn.primitive.name
     dimensions: Any = eqn.params.get("dimension_numbers")
     avals: list[Any] = [x.aval for x in (*eqn.invars[:2], eqn.outvars[0])]
@@ -629,8 +591,8 @@ def _high(eqn: JaxprEqn, times: int, stack: str) -> Row:
         kind="high precision",
         work=f"{operation} {left} x {right}, to {out.dtype}",
         backend="jax.lax",
-        times=times,
-        places=(_place(stack),),
+        times=site.times,
+        places=(_place(site.scope),),
         flops=2.0 * math.prod(out.shape) * contracted,
         bytes=sum(_bytes(x.shape, dtype=x.dtype) for x in avals),
         why=why,

@@ -10,7 +10,60 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mx_jax.ops.tags import Tag
+from mx_jax.axes import Pass, Side
+
+_TENSORS: dict[tuple[str, str], str] = {
+    ("output", "lhs"): "input",
+    ("output", "rhs"): "weight",
+    ("grad_input", "lhs"): "gradient",
+    ("grad_input", "rhs"): "weight",
+    ("grad_weight", "lhs"): "gradient",
+    ("grad_weight", "rhs"): "input",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tag:
+    """Which operand of which product of which layer, and how it is quantized.
+
+    Attributes:
+      path: of the module, parts parted by `/`; and `jax.named_scope`s, as `explain` has them.
+      product: `"output"`, or the product that gives the gradient of the left operand
+        (`"grad_input"`) or of the right one (`"grad_weight"`).
+      side: `"lhs"` or `"rhs"`, as the recipe has them: of a gradient's product, lhs is the incoming
+        gradient. None: the product itself.
+      axis: that blocks lie along, from the end; None for a product.
+      format: name of the block format; of a product, of both operands.
+      rule: name of the scale rule, likewise; `"stored"` of an operand that came quantized.
+      call: which use of the module in its function, from 0.
+
+    Examples:
+      >>> from mx_jax.inspect import Tag
+      >>> operand = {"side": "lhs", "axis": -1, "format": "mxfp4", "rule": "even"}
+      >>> tag = Tag(path="mlp/up", product="output", **operand)
+      >>> print(tag, "|", tag.tensor)
+      mlp/up output lhs mxfp4 even axis -1 | input
+    """
+
+    path: str
+    product: Pass
+    side: Side | None
+    axis: int | None
+    format: str
+    rule: str
+    call: int = 0
+
+    @property
+    def tensor(self) -> str:
+        """What is quantized: the layer's `"input"`, its `"weight"`, or the incoming `"gradient"`;
+        `"product"` for a product."""
+        return "product" if self.side is None else _TENSORS[self.product, self.side]
+
+    def __str__(self) -> str:
+        call = f" call {self.call}" if self.call else ""
+        own = "" if self.side is None else f" {self.side}"
+        axis = "" if self.axis is None else f" axis {self.axis}"
+        return f"{self.path} {self.product}{own} {self.format} {self.rule}{axis}{call}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -69,11 +122,11 @@ class Scalar:
 
     Examples:
       >>> import mx_jax
-      >>> with mx_jax.inspect.capture() as records:
-      ...     for step in (0, 1):
-      ...         mx_jax.inspect.scalar("loss", 2.0 / (step + 1))
-      >>> [(number.step, number.value) for number in records.scalars["loss"]]
-      [(0, 2.0), (1, 1.0)]
+      >>> step = mx_jax.inspect.capture(lambda x: x * x)
+      >>> for x in (2.0, 1.0):
+      ...     step.scalar("loss", step(x))
+      >>> [(number.step, number.value) for number in step.records.scalars["loss"]]
+      [(0, 4.0), (1, 1.0)]
     """
 
     name: str
@@ -130,9 +183,10 @@ class Sink(Protocol):
       ...         self.found = max(self.found, getattr(record, "value", self.found))
       ...     def close(self):
       ...         print("largest:", self.found)
-      >>> with mx_jax.inspect.capture(sink=Largest()):
-      ...     for loss in (4.0, 9.5, 3.0):
-      ...         mx_jax.inspect.scalar("loss", loss)
+      >>> step = mx_jax.inspect.capture(lambda loss: loss, sink=Largest())
+      >>> for loss in (4.0, 9.5, 3.0):
+      ...     step.scalar("loss", step(loss))
+      >>> step.close()
       largest: 9.5
     """
 
@@ -150,11 +204,10 @@ class Memory(dict[Tag, list[Record]]):
       scalars: numbers by name.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, mx_jax
-      >>> layer = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
-      >>> with mx_jax.inspect.capture() as records:
-      ...     _ = layer(jnp.ones((4, 64)), jnp.ones((64, 8)))
-      >>> print(*(tag.tensor for tag in records))
+      >>> import jax.numpy as jnp, mx_jax
+      >>> layer = mx_jax.inspect.capture(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
+      >>> _ = layer(jnp.ones((4, 64)), jnp.ones((64, 8)))
+      >>> print(*(tag.tensor for tag in layer.records))
       input weight product
     """
 
@@ -193,8 +246,8 @@ class Jsonl:
     Examples:
       >>> import pathlib, tempfile, mx_jax
       >>> path = pathlib.Path(tempfile.mkdtemp(), "run.jsonl")
-      >>> with mx_jax.inspect.capture(sink=mx_jax.inspect.Jsonl(path)):
-      ...     mx_jax.inspect.scalar("loss", 2.5)
+      >>> step = mx_jax.inspect.capture(lambda x: x, sink=mx_jax.inspect.Jsonl(path))
+      >>> step.scalar("loss", step(2.5))
       >>> print(path.read_text().strip())
       {"step": 0, "scalar": "loss", "value": 2.5}
     """

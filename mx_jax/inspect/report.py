@@ -76,13 +76,12 @@ def report(
         for a run, or nothing at all; or an `out` that is read.
 
     Examples:
-      >>> import tempfile, pathlib, jax, jax.numpy as jnp, mx_jax
-      >>> layer = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
-      >>> with mx_jax.inspect.capture() as records:
-      ...     _ = layer(jnp.ones((4, 64)), jnp.ones((64, 8)))
+      >>> import tempfile, pathlib, jax.numpy as jnp, mx_jax
+      >>> layer = mx_jax.inspect.capture(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
+      >>> _ = layer(jnp.ones((4, 64)), jnp.ones((64, 8)))
       >>> with tempfile.TemporaryDirectory() as folder:
       ...     page = pathlib.Path(folder) / "run.html"
-      ...     mx_jax.inspect.report(records, page)
+      ...     mx_jax.inspect.report(layer.records, page)
       ...     print(page.read_text().splitlines()[0])
       <!DOCTYPE html>
     """
@@ -287,7 +286,7 @@ def _run_page(title: str, memory: Memory) -> str:
     plots = [row.plot for row in statistics.TABLE if row.plot is not None]
     sections = {
         "Out of the ordinary": [findings(found, scalars)],
-        "Numbers": numbers or ["none; inspect.scalar records them"],
+        "Numbers": numbers or ["none; step.scalar(name, value) of a captured step records them"],
         **{plot.heading: _over_time(found, plot) for plot in plots},
         "Worst layers": [_worst_operands(found)],
         "Saturation": _saturation(found),

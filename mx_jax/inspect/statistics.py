@@ -294,16 +294,10 @@ def of_product(exact: jax.Array, compared: jax.Array, actual: jax.Array) -> Raw:
     }
 
 
-def of_lanes(raw: Raw, batched: Mapping[str, bool], lanes: int) -> Raw:
-    """The statistics of all lanes of a vmap, along a first axis where they differ."""
-    if not any(batched.values()):
-        return raw
-    whole = {
-        name: value if batched[name] else jnp.broadcast_to(value, (lanes, *value.shape))
-        for name, value in raw.items()
-    }
+def of_lanes(raw: Raw) -> Raw:
+    """The statistics of all lanes of a vmap, which lie along a first axis."""
     return _joined(
-        whole, lambda value: jnp.max(value, axis=0), lambda value: jnp.sum(value, 0, value.dtype)
+        raw, lambda value: jnp.max(value, axis=0), lambda value: jnp.sum(value, 0, value.dtype)
     )
 
 

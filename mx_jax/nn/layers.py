@@ -22,6 +22,7 @@ from flax.typing import LogicalRules, PathParts
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from mx_jax.jaxpr.read import equations
 from mx_jax.mxarray import MXArray
 from mx_jax.nn.cache import CacheRows, KVCache
 from mx_jax.ops.arguments import as_recipe
@@ -163,7 +164,7 @@ def _folded_in(suffix: tuple[str | int, ...], separates: bool) -> int:
     """The number that Flax folds into a stream's root for names and counts."""
     del separates  # read by Flax
     root = jax.eval_shape(jax.random.key, 0)
-    (equation,) = jax.make_jaxpr(lambda key: LazyRng(key, suffix).as_jax_rng())(root).eqns
+    (equation,) = equations(jax.make_jaxpr(lambda key: LazyRng(key, suffix).as_jax_rng())(root))
     number: Any = equation.invars[1]
     return int(number.val)
 

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
+from mx_jax.jaxpr.names import LayerName
 from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.layers import layer_recipe, named_in_errors, nnx_spec, promoted, recipe_of
 from mx_jax.nn.layers import trainable as trainable
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral, einsum
-from mx_jax.ops.tags import LayerName
 from mx_jax.packed import OperandLike
 from mx_jax.recipes import Recipe
 
@@ -103,9 +103,9 @@ def name_layers(model: M) -> M:
       >>> import jax.numpy as jnp, mx_jax
       >>> layer = mx_jax.nn.nnx.Linear(64, 8, recipe="mxfp8", rngs=nnx.Rngs(0))
       >>> model = mx_jax.nn.nnx.name_layers(nnx.Sequential(layer, nnx.relu))
-      >>> with mx_jax.inspect.capture(stats="amax") as records:
-      ...     _ = model(jnp.ones((2, 64)))
-      >>> {tag.path for tag in records}
+      >>> step = mx_jax.inspect.capture(lambda model, x: model(x), stats="amax")
+      >>> _ = step(model, jnp.ones((2, 64)))
+      >>> {tag.path for tag in step.records}
       {'layers/0'}
     """
     for path, layer in list(nnx.iter_modules(model)):

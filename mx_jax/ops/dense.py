@@ -3,6 +3,7 @@
 Products of rows in groups (`ragged_dot`) have the same base.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Collection
@@ -14,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.axes import GRADIENT, SIDES, Axes, ProductAxes, Side
 from mx_jax.backends.calls import (
     AnyOperand,
     DequantizeCall,
@@ -27,21 +28,20 @@ from mx_jax.backends.calls import (
     ValuesCall,
 )
 from mx_jax.backends.primitive import bind, choose, compiler_splits
-from mx_jax.backends.select import active
+from mx_jax.backends.select import active, remark
 from mx_jax.backends.target import current_target, follow
 from mx_jax.codecs.blocks import Blocks, varying_axes
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import GRADIENTS, Key, product_key
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
-from mx_jax.ops.product import CotangentAval, Product, note_cast, noted, one_program
+from mx_jax.ops.product import CotangentAval, Product, one_program, with_derivative
 from mx_jax.ops.programs import QUANTIZED
 from mx_jax.ops.sharded_operands import Placed, place, twice
-from mx_jax.ops.tags import GRADIENT, SIDES, Free, remark
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.sharding.movement import STAY, Movement, Moves, manual_axes, reduced_in
-from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals
+from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
 
 X = TypeVar("X", bound=AnyOperand)
 E = TypeVar("E")  # what a product depends on besides its operands
@@ -78,16 +78,12 @@ class Taken(NamedTuple):
         axes, specs = (task.axes.lhs, task.axes.rhs), (task.spec.lhs, task.spec.rhs)
         if current_target().platform != "tpu" or task.spec.transform is not None:
             return [None, None]  # others multiply codes, or decode them on their way
-        for x, spec, own, move in zip(task[:2], specs, axes, task.moves, strict=True):
-            if isinstance(x, MXArray) and task.cotangent is not None:
+        given = zip(task[:2], specs, axes, task.moves, task.sides, strict=True)
+        for x, spec, own, move, side in given:
+            is_cast = spec is not None and not isinstance(x, Quantized) and move is None
+            if task.cotangent is not None and side == "lhs":
                 found.append((task.cotangent.values, task.cotangent.call))
-            elif (
-                spec is None
-                or isinstance(x, Quantized)
-                or move is not None
-                or spec.prescale != 1.0
-                or spec.random_bits
-            ):
+            elif not is_cast or spec.prescale != 1.0 or spec.random_bits:
                 found.append(None)
             else:
                 cast = cast_call(x, spec, own.blocks(spec.format))
@@ -168,10 +164,13 @@ class RecipeProduct(Product[E]):
         return Taken(task, (operands[0], operands[1]))
 
     def keep(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand]:
-        if self.recipe.residuals is Residuals.QUANTIZED:
-            # The same key gives the same codes as without a gradient.
-            return self._kept(lhs, rhs, extra)
-        return lhs, rhs
+        keeps = [self.recipe.keeps_codes(side) for side in SIDES]
+        if not any(keeps):
+            return lhs, rhs
+        # The same key gives the same codes as without a gradient.
+        pair = zip(keeps, self._kept(lhs, rhs, extra), (lhs, rhs), strict=True)
+        left, right = (codes if kept else x for kept, codes, x in pair)
+        return left, right
 
     @one_program("self")
     def _kept(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand]:
@@ -227,7 +226,7 @@ class DenseProduct(RecipeProduct[Key]):
         self, taken: Taken, out_dtype: np.dtype, stored: Collection[Side] = ()
     ) -> jax.Array:
         """By the backend that takes the product of the operands, which are canonical."""
-        (lhs, rhs), axes, split = taken.operands, taken.task.axes, self.recipe.gather is None
+        (lhs, rhs), axes, gather = taken.operands, taken.task.axes, self.recipe.gather
         if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
             return lax.dot_general(
                 lhs,
@@ -242,7 +241,7 @@ class DenseProduct(RecipeProduct[Key]):
             out_dtype=out_dtype,
             precision=self.precision,
             fast_accumulation=taken.task.spec.fast_accumulation,
-            moves_codes=split,
+            moves_codes=gather is None or bool(gather.axes),
             reduce_dtype=self.recipe.reduce_dtype,
         )
         sources, behind = taken.sources(), tuple[Any, ...]()
@@ -266,7 +265,8 @@ class DenseProduct(RecipeProduct[Key]):
         if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
             rhs = unpacked_for(rhs, choice)
             call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
-        if (recorder := active.value) is not None and split and not current_target().unsplit:
+        unsplit = gather is not None or current_target().unsplit
+        if (recorder := active.value) is not None and not unsplit:
             mesh = jax.sharding.get_abstract_mesh()
             names = recorder.axes if mesh.empty else mesh.axis_names
             if names and (mesh.empty or compiler_splits()):
@@ -294,29 +294,14 @@ class DenseProduct(RecipeProduct[Key]):
             keys.append(drawn if own.random_bits else None)
         if not both:
             return g, g
-        with jax.named_scope("grad_both"), follow(g):
+        axes = ".".join(f"axis{self.axes.of_g(side).block_axis}" for side in GRADIENTS)
+        with jax.named_scope("grad_both"), jax.named_scope(axes), follow(g):
             pair = quantize_operand_both(g, tuple(keys), casts=tuple(casts))
-        if noted.get() is not None:
-            for side, call, codes in zip(GRADIENTS, casts, pair, strict=True):
-                axis = self.axes.of_g(side).block_axis
-                note_cast("lhs", g, codes, call.scale_rule.name, axis, GRADIENT[side])
         if current_target().platform != "tpu" or any(keys):
             return pair
         values = (ValuesCall(cast=a, beside=b) for a, b in (casts, casts[::-1]))
         first, second = map(CastCotangent, pair, (g, g), values)
         return first, second
-
-    def free(self, side: Side | None) -> tuple[Free, ...]:
-        """The axes that a product has from one operand, unless devices pass the operands on."""
-        if self.moves != STAY or self.recipe.gather is not None:
-            return ()
-        axes, in_order = (self.axes, True) if side is None else self.axes.cotangent(side)
-        left, right = (0, 1) if in_order else (1, 0)
-        batch, kept = len(axes.lhs.batch), len(axes.lhs.kept)
-        return (
-            *(Free(left, axis, batch + i) for i, axis in enumerate(axes.lhs.kept)),
-            *(Free(right, axis, batch + kept + i) for i, axis in enumerate(axes.rhs.kept)),
-        )
 
 
 # Operands -----------------------------------------------------------------------------------------
@@ -339,13 +324,28 @@ def prepare(
     """One operand, quantized by its spec unless it is or stays what it was."""
     if spec is None or isinstance(operand, Quantized):
         return operand
-    values, blocks = prescaled(operand, spec), axes.blocks(spec.format)
-    own = f"{side}.{spec.format.name}.{spec.scale_rule.name}.axis{axes.block_axis}"
-    with jax.named_scope(own):
+    values = prescaled(operand, spec)
+    with named_cast(side, spec, axes):
         drawn = key if spec.random_bits else None
-        codes = cast_operand(values, spec, blocks, drawn, tensor_scale)
-    if noted.get() is not None:
-        note_cast(side, values, codes, spec.scale_rule.name, axes.block_axis)
+        return cast_operand(values, spec, axes.blocks(spec.format), drawn, tensor_scale)
+
+
+def named_cast(side: Side, spec: OperandSpec, axes: Axes) -> contextlib.AbstractContextManager[Any]:
+    """The scope of a cast, by which captures know it."""
+    return jax.named_scope(
+        f"{side}.{spec.format.name}.{spec.scale_rule.name}.axis{axes.block_axis}"
+    )
+
+
+def as_cast(values: jax.Array, codes: MXArray, spec: OperandSpec) -> MXArray:
+    """Codes that were made of values in plain JAX: a cast to those who look at the program."""
+    return with_derivative(
+        codes, cast_by_hand, (cast_call(values, spec, codes.blocks),), values, codes
+    )
+
+
+def cast_by_hand(call: QuantizeCall, values: jax.Array, codes: MXArray) -> MXArray:
+    """What the derivative of such a cast is that of: the codes as they are."""
     return codes
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.axes import Axes, ProductAxes
+from mx_jax.axes import SIDES, Axes, ProductAxes
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import (
@@ -29,8 +29,6 @@ from mx_jax.ops.dense import DenseProduct
 from mx_jax.ops.packing import packed_for
 from mx_jax.ops.product import Primal, run_product
 from mx_jax.ops.sharded_operands import gathered_once, gathering, given_moves, product_spec
-from mx_jax.ops.tags import SIDES, watching
-from mx_jax.ops.watched import watched
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized
 from mx_jax.sharding.movement import STAY, Movement, Moves, as_gathered
 from mx_jax.specs import MatmulRecipe
@@ -63,7 +61,8 @@ def dot_general(
       rhs: likewise.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`.
       recipe: what to quantize, e.g. `mx_jax.recipes.mxfp8()`, or a name, e.g. `"mxfp8"`.
-      precision: as in `jax.lax.dot_general`, for high-precision operands.
+      precision: as in `jax.lax.dot_general`, for high-precision operands; `"highest"` also keeps
+        all digits of float8 in blocks of 128, which accelerators else round to bfloat16.
       preferred_element_type: dtype of the product; default: the operands' common dtype.
       out_sharding: sharding of the product, as in `jax.lax.dot_general`.
       key: PRNG key, if a product that runs draws random bits; others do not use it.
@@ -130,8 +129,7 @@ def dot_general(
         recipe=recipe, axes=axes, out_dtype=dtype, precision=precision, moves=moves
     )
     with follow(lhs, rhs):
-        run = watched if watching.value else run_product
-        value = run(product, Primal.of(lhs), Primal.of(rhs), key)
+        value = run_product(product, Primal.of(lhs), Primal.of(rhs), key)
     return _constrain(lax.squeeze(value, empty) if empty else value, out_sharding)
 
 

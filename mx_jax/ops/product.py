@@ -4,11 +4,10 @@ An operand enters as the value that has a gradient, or as codes, or as both: cod
 a value in the same trace multiply, and the value gets their cotangent. So each side has one.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
@@ -16,16 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import Tracer
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.extend.core import JaxprEqn, Primitive
+from jax.interpreters import ad, batching, mlir, partial_eval
 
-from mx_jax.axes import Side
+from mx_jax.axes import SIDES, Side
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.codecs.straight_through import no_derivative
 from mx_jax.mxarray import MXArray, decode
-from mx_jax.ops.tags import GRADIENT, SIDES, Free
-from mx_jax.ops.tags import Product as Name
 from mx_jax.packed import Quantized, unpacked
 
 
@@ -83,47 +80,8 @@ class Product(Protocol[Extra]):
         """The same product of values as they are, in float32."""
         ...
 
-    def free(self, side: Side | None) -> tuple[Free, ...]:
-        """The axes that the product has from one operand alone; for a cotangent g is operand 0."""
-        ...
-
 
 AnyProduct = Product[Any]
-
-
-class Cast(NamedTuple):
-    """One operand of a product before its cast (transformed, prescaled) and after it."""
-
-    before: jax.Array | None  # None of an operand that came quantized
-    after: MXArray
-    rule: str  # name of the scale rule
-    axis: int  # that blocks run along, from the end
-
-
-@contextlib.contextmanager
-def noted_casts() -> Iterator[dict[tuple[Name, Side], Cast]]:
-    """A context for those who watch, and what the products in it cast, once they did."""
-    found: dict[tuple[Name, Side], Cast] = {}
-    before = noted.set(found)
-    try:
-        yield found
-    finally:
-        noted.reset(before)
-
-
-def note_cast(
-    side: Side, before: jax.Array, after: MXArray, rule: str, axis: int, of: Name | None = None
-) -> None:
-    """Note an operand as it is quantized, if somebody watches."""
-    found = noted.get()
-    if found is not None:
-        found[of or _computed.get(), side] = Cast(before, after, rule, axis)
-
-
-# Where casts are noted; None: nobody watches.
-noted: contextvars.ContextVar[dict[tuple[Name, Side], Cast] | None]
-noted = contextvars.ContextVar("casts", default=None)
-_computed: contextvars.ContextVar[Name] = contextvars.ContextVar("product", default="output")
 
 
 class Primal(NamedTuple):
@@ -165,9 +123,7 @@ def one_program(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
         def run(*given: P.args, **named: P.kwargs) -> R:
             leaves = jax.tree.leaves((given, named))
             traced = any(isinstance(leaf, Tracer) for leaf in leaves)
-            # What casts give is noted as it is, not as another trace has it.
-            inline = traced or noted.get() is not None
-            return (compute if inline else jitted)(*given, **named)
+            return (compute if traced else jitted)(*given, **named)
 
         return run
 
@@ -230,11 +186,7 @@ def product_bwd(
         if aval is None:
             found.append(None)
             continue
-        before = _computed.set(GRADIENT[side])
-        try:
-            value = product.gradient(side, own_g, other, aval, extra)
-        finally:
-            _computed.reset(before)
+        value = product.gradient(side, own_g, other, aval, extra)
         found.append(sum_over(value, aval.varying).astype(aval.dtype))
     static = product, avals
     lhs_ct, rhs_ct = with_derivative(found, exact_bwd, static, lhs, rhs, g, extra)
@@ -281,22 +233,27 @@ def sum_over(cotangent: jax.Array, own: frozenset[str]) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Derivative:
-    """The static parameter: a function and its first, static arguments; the tree of the others, how
-    many values it gives, and `vmap`s."""
+    """The static parameter: a function and its first, static arguments; the tree of the others,
+    which of the values it gives are used, and `vmap`s."""
 
     function: Callable[..., Any]
     static: tuple[Any, ...]
     tree: Any
-    number: int
+    used: tuple[int, ...]
     batches: tuple[tuple[int | None, ...], ...] = ()
 
     def __repr__(self) -> str:
         return self.function.__name__
 
+    @property
+    def number(self) -> int:
+        return len(self.used)
+
     def compute(self, *leaves: jax.Array) -> list[jax.Array]:
         def compute(*leaves: jax.Array) -> list[jax.Array]:
             operands = jax.tree.unflatten(self.tree, leaves)
-            return jax.tree.leaves(self.function(*self.static, *operands))
+            values = jax.tree.leaves(self.function(*self.static, *operands))
+            return [values[i] for i in self.used]
 
         for axes in self.batches:
             compute = jax.vmap(compute, axes)
@@ -310,7 +267,7 @@ def with_derivative(
     taken."""
     found, result_tree = jax.tree.flatten(results)
     leaves, tree = jax.tree.flatten(operands)
-    of = _Derivative(function, static, tree, len(found))
+    of = _Derivative(function, static, tree, tuple(range(len(found))))
     return jax.tree.unflatten(result_tree, _linked.bind(*found, *leaves, of=of))
 
 
@@ -339,6 +296,17 @@ def _batch(values: Sequence[jax.Array], axes: Sequence[int | None], *, of: _Deri
     return found, [0] * of.number
 
 
+def _without_unused(used: Sequence[bool], eqn: JaxprEqn) -> tuple[list[bool], JaxprEqn | None]:
+    """A gradient that nobody asks for is not computed for the one that somebody does."""
+    if not any(used):
+        return [False] * len(eqn.invars), None
+    of: _Derivative = eqn.params["of"]
+    read = [*used, *[True] * (len(eqn.invars) - of.number)]
+    narrower = dataclasses.replace(of, used=tuple(itertools.compress(of.used, used)))
+    invars, outvars = ([*itertools.compress(own, read)] for own in (eqn.invars, eqn.outvars))
+    return read, eqn.replace(invars=invars, outvars=outvars, params={"of": narrower})
+
+
 _linked: Any = Primitive("mx_derivative")
 _linked.multiple_results = True
 _linked.is_high = lambda *types, **params: False
@@ -346,4 +314,5 @@ _linked.def_abstract_eval(_first)
 _linked.def_impl(functools.partial(_first))
 ad.primitive_jvps[_linked] = _jvp
 batching.primitive_batchers[_linked] = _batch
+partial_eval.dce_rules[_linked] = _without_unused
 mlir.register_lowering(_linked, lambda ctx, *values, of: list(values[: of.number]))

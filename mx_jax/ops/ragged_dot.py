@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, OperandType, RaggedCall
 from mx_jax.backends.primitive import choose
+from mx_jax.backends.select import remark
 from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import AxisNames, explicit_mesh
 from mx_jax.codecs.rounding import NEAREST
@@ -29,11 +30,9 @@ from mx_jax.ops import arguments, dense
 from mx_jax.ops.arguments import Key, as_operand
 from mx_jax.ops.dot_general import check_blocks
 from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
-from mx_jax.ops.product import Primal, note_cast, run_product
+from mx_jax.ops.product import Primal, run_product
 from mx_jax.ops.programs import QUANTIZED
 from mx_jax.ops.sharded_operands import agreed_scale, given_moves, stored
-from mx_jax.ops.tags import Free, remark, watching
-from mx_jax.ops.watched import watched
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized
 from mx_jax.reference import ragged
 from mx_jax.reference.ragged import RaggedRows, ragged_rows
@@ -48,12 +47,6 @@ _EXPERTS = (((1,), (1,)), ((), (0,)))
 LAST = Axes.ordered()
 AXES = ProductAxes(LAST, Axes.ordered(k_first=True))
 _GRAD_WEIGHT = AXES.cotangent("rhs")[0]
-# Of `[m, k]` by `[g, k, n]` to `[m, n]`, of g by `[g, k, n]` to `[m, k]`, of g by `[m, k]`.
-_FREE: dict[Side | None, tuple[Free, ...]] = {
-    None: (Free(1, 2, 1),),
-    "lhs": (Free(1, 1, 1),),
-    "rhs": (Free(0, 1, 2), Free(1, 1, 1)),
-}
 
 
 def ragged_dot(
@@ -136,7 +129,7 @@ def ragged_dot(
     def multiply(own: MatmulRecipe, lhs: Primal, rhs: Primal, groups: Groups) -> jax.Array:
         moves = None, experts_move(own, lhs.operand, rhs.operand)
         product = RaggedProduct(recipe=own, out_dtype=out_dtype, precision=precision, moves=moves)
-        return (watched if watching.value else run_product)(product, lhs, rhs, groups)
+        return run_product(product, lhs, rhs, groups)
 
     with follow(lhs, rhs):
         mesh, given = explicit_mesh(lhs, rhs), (Primal.of(lhs), Primal.of(rhs), groups)
@@ -310,10 +303,6 @@ class RaggedProduct(dense.RecipeProduct[Groups]):
             call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
         return choice.offer.run(lhs, rhs, sizes, call)
 
-    def free(self, side: Side | None) -> tuple[Free, ...]:
-        """The columns, unless devices pass the matrices on; groups part the rows."""
-        return () if self.moves[1] is not None else _FREE[side]
-
 
 def _prepare_rows(
     sizes: jax.Array, x: AnyOperand, spec: OperandSpec | None, axes: Axes, key: Key, *others: object
@@ -325,12 +314,12 @@ def _prepare_rows(
     if isinstance(height, Whole):
         return _quantize_groups(ragged_rows(sizes, x.shape[0], unit=1), x, spec, axes, key, "lhs")
     rows = ragged_rows(sizes, x.shape[0], unit=height)
-    padded = dense.prepare(rows.place(x), spec, axes, key)
-    assert isinstance(padded, MXArray)
-    quantized = rows.restore(padded)
-    # Instead of the padded rows.
-    note_cast("lhs", dense.prescaled(x, spec), quantized, spec.scale_rule.name, axes.block_axis)
-    return quantized
+    padded = dense.prescaled(rows.place(x), spec)
+    drawn = key if spec.random_bits else None
+    codes = rows.restore(dense.cast_operand(padded, spec, axes.blocks(spec.format), drawn))
+    # Not that of the padded rows.
+    with dense.named_cast("lhs", spec, axes):
+        return dense.as_cast(dense.prescaled(x, spec), codes, spec)
 
 
 def _prepare_contracted(
@@ -358,8 +347,8 @@ def _quantize_groups(
     width = spec.rounding.random_bits
     bits = arguments.draw_bits(key, x.shape, width) if key is not None and width else None
     codes = ragged.encode_by_group(x, rows, peaks, spec.rounding, bits)
-    note_cast(side, x, codes, spec.scale_rule.name, axes.block_axis)
-    return checkpoint_name(codes, QUANTIZED)
+    with dense.named_cast(side, spec, axes):
+        return checkpoint_name(dense.as_cast(x, codes, spec), QUANTIZED)
 
 
 # Experts on several devices -----------------------------------------------------------------------

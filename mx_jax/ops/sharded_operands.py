@@ -14,15 +14,16 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from mx_jax.axes import Axes
+from mx_jax.axes import SIDES, Axes
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.partition import agreed_scale as agreed
+from mx_jax.backends.select import remark
+from mx_jax.backends.target import is_unsplit
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import Spec, explicit_sharding
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
-from mx_jax.ops.tags import SIDES, remark
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.random_bits import DerivedKey
@@ -87,35 +88,51 @@ def gathering(
     out: PartitionSpec,
 ) -> MatmulRecipe:
     """A recipe for a product of automatic axes that were explicit: there codes are what moves, so
-    that it has to name axes of which values are wanted.
+    that it has to name axes of which values are wanted, and on TPUs those of which codes are.
     """
     gather = recipe.gather
-    if gather is None or any(type_of(name) is not AxisType.Explicit for name in gather.on_mesh()):
+    told = frozenset[str]() if gather is None else gather.on_mesh()
+    if any(type_of(name) is not AxisType.Explicit for name in told):
         return recipe
-    as_told = dataclasses.replace(gather, rhs=spec_of(stored(rhs)))
-    own = None if gather.as_codes and gather.axes else as_told
-    if not gather.axes and not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
-        own = _of_values(lhs, rhs, dimension_numbers, out)
+    if gather is None or (gather.as_codes and told):
+        by_types = gather is not None or is_unsplit()
+        own = _by_types(lhs, rhs, dimension_numbers, out, told, as_codes=True) if by_types else None
+    elif told or isinstance(lhs, Quantized) or isinstance(rhs, Quantized):
+        own = dataclasses.replace(gather, rhs=spec_of(stored(rhs)))
+    else:
+        own = _by_types(lhs, rhs, dimension_numbers, out, told, as_codes=False)
     return dataclasses.replace(recipe, gather=own)
 
 
-def _of_values(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers, out: PartitionSpec
-) -> Gather:
-    """Values move, once, where the product has a mesh axis from the other operand."""
-    (lhs_contracting, _), batches = dimension_numbers
-    first_n = lhs.ndim - len(lhs_contracting)
-    parts = parts_of(out, first_n + rhs.ndim - len(lhs_contracting) - len(batches[0]))
+def _by_types(
+    lhs: AnyOperand,
+    rhs: AnyOperand,
+    dimension_numbers: lax.DotDimensionNumbers,
+    out: PartitionSpec,
+    told: frozenset[str],
+    as_codes: bool,
+) -> Gather | None:
+    """Operands move where the product has a mesh axis from the other one; None: neither does."""
+    contracting, batches = dimension_numbers
+    first_n = lhs.ndim - len(contracting[0])
+    parts = parts_of(out, first_n + rhs.ndim - len(contracting[0]) - len(batches[0]))
     wanted = parts[first_n:], parts[len(batches[0]) : first_n]
+    lies = stored(lhs), stored(rhs)
+    # What both contract along the same mesh axis stays.
+    pairs = zip(*contracting, strict=True)
+    shared = {name for a, b in pairs for name in lies[0][a] if name in lies[1][b]}
     names, places = set[str](), []
-    for x, batch, others in zip((lhs, rhs), batches, wanted, strict=True):
-        lies = stored(x)
-        own = {name for axis, part in enumerate(lies) if axis not in batch for name in part}
-        moved = own & {name for part in others for name in part}
-        names |= moved
-        places.append(spec_of(lies) if moved else None)
+    for x, own, batch, others in zip((lhs, rhs), lies, batches, wanted, strict=True):
+        moved = {name for axis, part in enumerate(own) if axis not in batch for name in part}
+        moved &= {name for part in others for name in part} - shared
+        moved = moved & told if told else moved
+        stays = not moved or isinstance(x, PackedMXArray)
+        names |= set[str]() if stays else moved
+        places.append(None if stays else spec_of(own))
     left, right = places
-    return Gather(tuple(sorted(names)), lhs=left, rhs=right or PartitionSpec(), as_codes=False)
+    if as_codes and not names:
+        return None
+    return Gather(tuple(sorted(names)), lhs=left, rhs=right or PartitionSpec(), as_codes=as_codes)
 
 
 def given_moves(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Moves:

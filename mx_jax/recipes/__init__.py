@@ -17,6 +17,7 @@ from mx_jax.recipes.named import float8_rowwise as float8_rowwise
 from mx_jax.recipes.named import float8_rowwise_with_gw_hp as float8_rowwise_with_gw_hp
 from mx_jax.recipes.named import float8_tensorwise as float8_tensorwise
 from mx_jax.recipes.named import high_precision as high_precision
+from mx_jax.recipes.named import int8_rowwise as int8_rowwise
 from mx_jax.recipes.named import mxfp4 as mxfp4
 from mx_jax.recipes.named import mxfp4_backward as mxfp4_backward
 from mx_jax.recipes.named import mxfp4_hadamard as mxfp4_hadamard

@@ -41,6 +41,7 @@ MEASURED_RULES: dict[formats.BlockFormat, scale_rules.ScaleRule] = {
     formats.MXFP4: scale_rules.EVEN,
     formats.MXINT8: scale_rules.FLOOR,
     formats.NVFP4: scale_rules.AMAX,
+    formats.INT8_ROWWISE: scale_rules.AMAX_DIVISOR,
 }
 # Rules of other scales clip nothing: amax becomes the largest element.
 UNCLIPPED: tuple[scale_rules.ScaleRule, ...] = (scale_rules.RCEIL, scale_rules.AMAX_HEADROOM)
@@ -64,7 +65,11 @@ def measured_operand(format: FormatLike, rounding: Rounding | str = "nearest") -
     # Stochastic rounding is right on average only where nothing clips: with it, power-of-two scales
     # are RCEIL's, and those of NVFP4 leave headroom for their own rounding.
     format, rounding = formats.block_format(format), rounding_mode(rounding)
-    known = known_block(format)
+    rows, columns = format.block
+    # Square blocks as rows of their width.
+    known = known_block(
+        dataclasses.replace(format, block=(1, columns)) if rows == columns else format
+    )
     rule = known and MEASURED_RULES.get(known)
     if rounding.random_bits:
         fitting = (own for own in UNCLIPPED if format.scale.kind in own.kinds)

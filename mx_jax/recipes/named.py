@@ -340,8 +340,9 @@ def deepseek_v3() -> Recipe:
 
     Scales are amax / 448, and a code's value is multiplied with them. What is kept of x are its
     codes, as in the source: that second rounding costs grad_weight 1.8 dB on normal data.
-    `deepseek_v3().with_(residuals="primal")` quantizes x from high precision instead. Source:
-    DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3.
+    `deepseek_v3().with_(residuals="primal")` quantizes x from high precision instead. GPUs and TPUs
+    round codes times scales to bfloat16 but by `precision="highest"`. Source: DeepSeek-V3
+    technical report, arXiv 2412.19437, section 3.3.
 
     Examples:
       >>> from mx_jax import recipes
@@ -369,6 +370,29 @@ def deepseek_v3_1() -> Recipe:
       ('e8m0', 'rceil')
     """
     return _blockwise("deepseek_v3_1", "float8_blockwise_e8m0", "float8_blockwise_2d_e8m0", "rceil")
+
+
+@named
+def int8_rowwise() -> Recipe:
+    """INT8 in all three products, one float32 scale a row or column along the contracting axis.
+
+    Values are multiplied by `max / amax`, and nothing clips. Rounds to nearest, as Qwix does where
+    `bwd_qtype="int8"` asks for integers in the backward products; without, it has what
+    `qat("int8_rowwise")` is. `with_(gradients={"rounding": "stochastic"})` rounds g as AQT does,
+    whose `config_v4` leaves grad_weight in high precision besides: `drhs=None`.
+
+    Source: `docs/source/qt.md` of Qwix; `fully_quantized` in `aqt/jax/v2/config.py`. Differs: amax
+    becomes 127 (there 127.5) by one division (there by two), and operands are quantized anew for
+    each product (in Qwix, g takes on the scales of the forward codes).
+
+    Examples:
+      >>> import jax.numpy as jnp, mx_jax
+      >>> print(mx_jax.recipes.int8_rowwise().dlhs.lhs)
+      int8_rowwise (amax_divisor, nearest)
+      >>> mx_jax.quantize(jnp.array([2.0, -1.0, 0.1]), "int8_rowwise").elements
+      Array([127, -64,   6], dtype=int8)
+    """
+    return _uniform("int8_rowwise", "int8_rowwise")
 
 
 @named

@@ -69,6 +69,7 @@ def quantize(
         random_bits=bits,
         # Powers of two are NaN for a block that holds one, or Inf.
         has_nan=not isinstance(scale_rule.scales, PowerOfTwo) or scale_rule.correction is not None,
+        fits=scale_rule.brings_to_max,
     )
     if scale_rule.correction is not None:
         drawn = None if random_bits is None else block_shapes.spread(random_bits, inside)

@@ -238,6 +238,18 @@ def divisor(data: BlockData) -> jax.Array:
     return select(float32.lt(data.amax, float32.INF), scale, jnp.nan)
 
 
+# 2^-100: what a smaller amax counts as, so that neither it nor its scale is near subnormals, which
+# some platforms flush.
+_SMALLEST_AMAX = (127 - 100) << 23
+
+
+def divisor_of_any(data: BlockData) -> jax.Array:
+    """`max / max(amax, 2^-100)`, float32: `divisor` without torchao's guard."""
+    values = float32.from_bits(float32.max(data.amax, _SMALLEST_AMAX))
+    scale = true_divide(lax.full_like(values, data.format.element.max), values)
+    return select(float32.lt(data.amax, float32.INF), scale, jnp.nan)
+
+
 def divisor_power_of_two(data: BlockData) -> jax.Array:
     """`max / amax`, rounded down to a power of two."""
     scale = divisor(data)
@@ -326,6 +338,12 @@ class ScaleRule:
         from_amax = isinstance(self.scales, PowerOfTwo | FromAmax)
         return not from_amax or self.correction is not None
 
+    @property
+    def brings_to_max(self) -> bool:
+        """Whether amax over its scale is the element's max or less, but for float32's rounding, and
+        a block with NaN or Inf has the scale NaN."""
+        return self.scales in _BRING_TO_MAX and self.correction is None
+
     def kernel_threshold(self, element: ElementFormat) -> int | None:
         """The threshold for an element, 1 to 2^23; None if that does not say everything."""
         if self.threshold is None or self.correction is not None:
@@ -395,6 +413,9 @@ FLOAT8 = ScaleRule(name="float8", kinds=("divisor",), scales=FromAmax(divisor))
 FLOAT8_POWER_OF_TWO = ScaleRule(
     name="float8_power_of_two", kinds=("divisor",), scales=FromAmax(divisor_power_of_two)
 )
+# As AQT and Qwix scale integers, but that the quotient of theirs is the reciprocal of this one.
+AMAX_DIVISOR = ScaleRule(name="amax_divisor", kinds=("divisor",), scales=FromAmax(divisor_of_any))
+_BRING_TO_MAX = (FLOAT8.scales, FLOAT8_POWER_OF_TWO.scales, AMAX_DIVISOR.scales)
 # DeepSeek-V3's `scale_inv`: value = code * (amax / max).
 AMAX_MULTIPLIER = ScaleRule(
     name="amax_multiplier", kinds=("multiplier",), scales=FromAmax(multiplier)
@@ -411,6 +432,7 @@ SCALE_RULES: tuple[ScaleRule, ...] = (
     AMAX_HEADROOM,
     FLOAT8,
     FLOAT8_POWER_OF_TWO,
+    AMAX_DIVISOR,
     AMAX_MULTIPLIER,
 )
 

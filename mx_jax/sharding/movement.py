@@ -8,6 +8,7 @@ gives the codes of the whole block, and what moves are maxima.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -99,15 +100,20 @@ class Movement:
 
     def move(self, x: jax.Array) -> jax.Array:
         """An array with the operand's axes, gathered; axes of length one are whole already."""
-        for axis, part in enumerate(self.stored):
-            if names := tuple(name for name in part if name in self.gathered & manual_axes()):
-                x = lax.all_gather(x, names, axis=axis, tiled=True)
+        x = all_gather(x, _within(self.stored, self.gathered & manual_axes()))
         stored, used = (self._outside(parts, x.shape) for parts in (self.stored, self.used))
         if stored == used:
             return x
         mesh: Any = jax.sharding.get_abstract_mesh()
         if any(type_of(name) is AxisType.Explicit for name in self.gathered):
             return jax.sharding.reshard(x, NamedSharding(mesh, spec_of(used)))
+        pairs = list(zip(x.shape, stored, used, strict=True))
+        counts = (math.prod(mesh.shape[name] for name in part) for part in stored)
+        if all(part[: len(own)] == own for _, part, own in pairs) and not any(
+            length % count for (length, *_), count in zip(pairs, counts, strict=True)
+        ):
+            # XLA makes one of two equal ones, in both passes, and does not of constraints.
+            return _gathering(mesh, stored, used)(x)
         # Said twice, or XLA might gather what x was made of.
         x = lax.with_sharding_constraint(x, spec_of(stored))
         return lax.with_sharding_constraint(x, spec_of(used))
@@ -149,6 +155,30 @@ class Movement:
             tuple(name for name in part if name not in manual) if length > 1 else ()
             for part, length in zip(parts, shape, strict=True)
         )
+
+
+def all_gather(x: jax.Array, parts: Sequence[Part]) -> jax.Array:
+    """Inside shard_map: gathered along some mesh axes of each of its axes."""
+    for axis, names in enumerate(parts):
+        if names:
+            x = lax.all_gather(x, names, axis=axis, tiled=True)
+    return x
+
+
+@functools.lru_cache(maxsize=4096)
+def _gathering(
+    mesh: AbstractMesh, stored: tuple[Part, ...], used: tuple[Part, ...]
+) -> Callable[..., jax.Array]:
+    """A function that gathers an array of automatic axes along those that are not in `used`."""
+    names = {name for part in stored for name in part}
+    moved = [part[len(own) :] for part, own in zip(stored, used, strict=True)]
+    specs: Any = dict(in_specs=spec_of(stored), out_specs=spec_of(used), axis_names=names)
+    run = functools.partial(all_gather, parts=moved)
+    return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs))
+
+
+def _within(parts: Sequence[Part], names: Collection[str]) -> tuple[Part, ...]:
+    return tuple(tuple(name for name in part if name in names) for part in parts)
 
 
 # How both operands of a product move; None: not at all.

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import mx_jax
 from mx_jax.backends.select import current_target
-from mx_jax.backends.target import Target
+from mx_jax.backends.target import Target, of_platform
 from mx_jax.testing import target
 
 CPU = jax.devices("cpu")
@@ -126,6 +126,9 @@ def test_a_mesh_of_a_machine_that_is_not_there_decides_nothing():
     mesh = jax.sharding.AbstractMesh((1,), ("data",), abstract_device=absent)
     with jax.sharding.use_abstract_mesh(mesh):
         assert current_target().platform == "cpu"
+        # But what is lowered for its platform is for its kind.
+        assert of_platform("tpu").device_kind == "TPU v6"
+    assert of_platform("tpu").device_kind is None
     assert jax.sharding.get_abstract_mesh() == kind
 
 

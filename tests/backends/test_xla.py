@@ -1,6 +1,7 @@
-"""XLA's float8 dot: what it takes, why it does not, and its arithmetic, which runs anywhere."""
+"""XLA's dot of 8 bits: what it takes, why it does not, and its arithmetic, which runs anywhere."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -14,53 +15,48 @@ from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.target import Target
 from mx_jax.backends.xla import XLA
+from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.testing.backend_suite import check_matmul
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
 
 ROWWISE, TENSORWISE = formats.FLOAT8_ROWWISE_E4M3, formats.FLOAT8_TENSORWISE_E5M2
+INT8 = formats.INT8_ROWWISE
 CASES = (
     MatmulCase(lhs=ROWWISE, rhs=ROWWISE),
     MatmulCase(lhs=TENSORWISE, rhs=ROWWISE, out_dtype="bfloat16"),
     MatmulCase(lhs=ROWWISE, rhs=TENSORWISE, batch=(2,), m=(2, 3), n=(4,), k=(3, 16)),
+    MatmulCase(lhs=INT8, rhs=INT8, rhs_k_first=True),
+    MatmulCase(lhs=INT8, rhs=INT8, batch=(2,), m=(2, 3), k=(3, 16), out_dtype="bfloat16"),
 )
-H200 = Target(platform="cuda", compute_capability=(9, 0))
+LONG = MatmulCase(lhs=INT8, rhs=INT8, k=(2, 1 << 16))
+A100, H200 = (Target(platform="cuda", compute_capability=(major, 0)) for major in (8, 9))
+V4, V6E, TPU7X = (
+    Target(platform="tpu", device_kind=f"TPU{kind}") for kind in (" v4", " v6 lite", "7x")
+)
+NONE, EIGHT = "XLA's dot has no native units for", "needs two operands in 8 bits"
+OTHER = "multiplies elements of one kind, got lhs=int8_rowwise,"
+WHOLE = "needs one scale along the contracting axis"
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products(case: MatmulCase):
-    assert XLA.rejects(case.call, H200) is None
+    for target in (H200, V6E if case.lhs is INT8 else TPU7X):
+        assert XLA.rejects(case.call, target) is None
     check_matmul(XLA, case)
 
 
 @pytest.mark.parametrize(
     ("case", "target", "reason"),
     [
-        (
-            CASES[0],
-            Target(platform="cuda", compute_capability=(8, 0)),
-            "needs CUDA compute capability >= (8, 9) for float8, got (8, 0)",
-        ),
-        (
-            CASES[1],
-            Target(platform="cuda"),
-            "needs CUDA compute capability >= (8, 9) for float8, got None",
-        ),
-        (CASES[0], Target(platform="cpu"), "XLA has no native float8 dot on platform=cpu"),
-        (
-            MatmulCase(lhs=ROWWISE, rhs=None),
-            H200,
-            "needs two float8 operands, got rhs in high precision",
-        ),
-        (
-            MatmulCase(lhs=formats.MXFP4, rhs=formats.MXFP4),
-            H200,
-            "needs float8 elements, got lhs=mxfp4",
-        ),
-        (
-            MatmulCase(lhs=ROWWISE, rhs=formats.MXFP8_E4M3),
-            H200,
-            "needs one scale along the contracting axis, got rhs=mxfp8_e4m3",
-        ),
+        (CASES[0], A100, f"{NONE} float8 on platform=cuda, compute_capability=(8, 0)"),
+        (CASES[1], Target(platform="cuda"), f"{NONE} 8 bits on platform=cuda"),
+        (CASES[0], V4, f"{NONE} 8 bits on platform=tpu, device_kind=TPU v4"),
+        (CASES[3], TPU7X, f"{NONE} int8 on platform=tpu, device_kind=TPU7x"),
+        (MatmulCase(lhs=INT8, rhs=ROWWISE), H200, f"{OTHER} rhs=float8_rowwise_e4m3"),
+        (LONG, V6E, "adds up at most 131071 products in int32, got k=[2, 65536]"),
+        (MatmulCase(lhs=ROWWISE, rhs=None), H200, f"{EIGHT}, got rhs in high precision"),
+        (MatmulCase(lhs=MXFP4, rhs=MXFP4), H200, "needs elements of 8 bits, got lhs=mxfp4"),
+        (MatmulCase(lhs=ROWWISE, rhs=MXFP8_E4M3), H200, f"{WHOLE}, got rhs=mxfp8_e4m3"),
         (
             QuantizeCase(format=ROWWISE, shape=(4, 4)),
             H200,
@@ -100,6 +96,25 @@ def test_float8_is_brought_into_the_order_that_units_read():
     assert dots == ["[1] x [1]"] * len(dots) and len(dots) >= 2
     # Rows stay, whatever reads the transposed copy.
     assert text.count("stablehlo.transpose") * 2 == text.count("@LayoutConstraint") > 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kind", "operands"),
+    [
+        ("int8_rowwise", "TPU v6 lite", "i8"),
+        ("int8_rowwise", "TPU7x", "bf16"),
+        ("float8_tensorwise", "TPU7x", "f8E4M3FN f8E5M2"),
+        ("float8_rowwise", "TPU v6 lite", "bf16"),
+    ],
+)
+def test_what_the_units_of_a_tpu_are_given(recipe: str, kind: str, operands: str):
+    multiply = functools.partial(mx_jax.matmul, recipe=recipe)
+    x, w = jax.ShapeDtypeStruct((64, 32), "bfloat16"), jax.ShapeDtypeStruct((32, 128), "bfloat16")
+    with mx_jax.testing.target("tpu", device_kind=kind):
+        step = jax.jit(jax.grad(lambda x, w: multiply(x, w).sum(), argnums=(0, 1))).trace(x, w)
+        text = step.lower(lowering_platforms=("tpu",)).as_text()
+    dots = re.findall(r"stablehlo.dot_general.* : \(tensor<\w+x(\w+)>, tensor<\w+x(\w+)>\)", text)
+    assert len(dots) == 2 and set(sum(dots, ())) == set(operands.split())
 
 
 def test_float8_of_a_symbolic_batch_is_exported_for_gpus():

@@ -14,7 +14,7 @@ import pytest
 import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.backends.target import Target
-from mx_jax.backends.xla import XLA_BFLOAT16, bfloat16_holds
+from mx_jax.backends.xla import XLA_BFLOAT16, XLA_ROUNDED, bfloat16_holds
 from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.backend_suite import (
@@ -131,12 +131,6 @@ def test_tensor_scales_that_meet(lhs_scale: float, rhs_scale: float):
             "needs operands that bfloat16 holds, got lhs_dtype=float16, whose product keeps the "
             "caller's precision",
         ),
-        (dataclasses.replace(SQUARE, rhs=formats.FLOAT8_BLOCKWISE_2D_E4M3), None),
-        (
-            dataclasses.replace(SQUARE, rhs=formats.FLOAT8_BLOCKWISE_2D_E4M3, k=(2, 64)),
-            "needs blocks of one size along one contracted axis under float32 scales, got "
-            "blocks=[128], k=[2, 64]",
-        ),
         (
             dataclasses.replace(SQUARE, rhs=WIDE),
             "needs element times block scale in 8 binary digits, got rhs=wide, significand_bits=10",
@@ -151,12 +145,6 @@ def test_reasons(case: MatmulCase, reason: str | None, target: Target):
 def test_other_machines():
     reason = "for accelerators, whose units multiply bfloat16, got platform=cpu"
     assert XLA_BFLOAT16.rejects(SQUARE.call, Target(platform="cpu")) == reason
-    # Blocks under float32 scales stay on one device.
-    call = dataclasses.replace(SQUARE, rhs=formats.FLOAT8_BLOCKWISE_E4M3).call
-    reason = (
-        "multiplies blocks under float32 scales one after another, on one device, got num_devices=8"
-    )
-    assert XLA_BFLOAT16.rejects(call, dataclasses.replace(TPU, num_devices=8)) == reason
     assert XLA_BFLOAT16.rejects(SQUARE.call, dataclasses.replace(TPU, num_devices=8)) is None
 
 
@@ -171,10 +159,58 @@ BLOCKWISE_CASES = (
 )
 
 
+def default(case: MatmulCase) -> Any:
+    return dataclasses.replace(case.call, precision=None)
+
+
 @pytest.mark.parametrize("case", BLOCKWISE_CASES, ids=str)
 def test_blocks_under_float32_scales(case: MatmulCase):
+    """Rounded to bfloat16, on several devices too; all digits by precision="highest"."""
+    reason = "rounds values to bfloat16, got precision='highest'"
+    assert XLA_ROUNDED.rejects(case.call, TPU) == reason
+    assert XLA_ROUNDED.rejects(default(case), dataclasses.replace(TPU, num_devices=8)) is None
     assert XLA_BFLOAT16.rejects(case.call, TPU) is None
-    check_matmul(XLA_BFLOAT16, case)
+    for backend in (XLA_ROUNDED, XLA_BFLOAT16):
+        check_matmul(backend, case)
+    with pytest.raises(AssertionError):  # the bound is of the rounding, and no wider
+        check_matmul(dataclasses.replace(XLA_ROUNDED, value_error=2.0**-16), case)
+
+
+def test_blocks_that_are_not_multiplied_one_after_another():
+    call = BLOCKWISE_CASES[0].call
+    several = XLA_BFLOAT16.rejects(call, dataclasses.replace(TPU, num_devices=8))
+    assert several == (
+        "multiplies blocks under float32 scales one after another, on one device, got num_devices=8"
+    )
+    call = dataclasses.replace(SQUARE, rhs=BLOCKWISE_2D, k=(2, 64)).call
+    assert XLA_BFLOAT16.rejects(call, TPU) == (
+        "needs blocks of one size along one contracted axis under float32 scales, got "
+        "blocks=[128], k=[2, 64]"
+    )
+    assert XLA_BFLOAT16.rejects(default(BLOCKWISE_CASES[0]), TPU) == (
+        "multiplies blocks under float32 scales one after another, exactly: for "
+        "precision='highest', got precision=None"
+    )
+    assert XLA_ROUNDED.rejects(SQUARE.call, TPU) == (
+        "rounds values of blocks under float32 scales, got lhs=mxfp8_e4m3, rhs=mxfp8_e4m3"
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_deepseek_v3_is_one_dot(dtype: str):
+    """Also of float32 operands, since both are quantized; near the largest and smallest numbers."""
+    step = training_step("deepseek_v3")
+    found = dots(step, array(1024, 2048, dtype=dtype), array(512, 1024, dtype=dtype), target=TPU)
+    assert len(found) == 3 and {x.rsplit("x", 1)[1] for x in found[0][:2]} == {"bf16"}
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 256), (256, 8)))
+    for scale in (3e38 / 4, 1.0, 2.0**-110):
+        with mx_jax.testing.target("tpu"):
+            near = jax.jit(functools.partial(mx_jax.matmul, recipe="deepseek_v3"))(
+                x * scale, w / 64
+            )
+        exact = mx_jax.matmul(x * scale, w / 64, recipe="deepseek_v3")
+        np.testing.assert_allclose(near, exact, atol=2**-7 * scale / 4, rtol=2**-6)
 
 
 def test_tensor_scales_along_the_contracted_axis():

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from benchmarks import limits
@@ -64,6 +65,18 @@ can_pin = pytest.mark.skipif(not CAN_PIN, reason="cannot pin a process or empty 
 
 def check_spread(of: dict[str, float]) -> None:
     assert 0 < of["smallest"] <= of["q1"] <= of["median"] <= of["q3"]
+
+
+def test_tpu_hardware(run: Runner, monkeypatch: pytest.MonkeyPatch):
+    """On a CPU: bits that are the CPU's; other bits are seen."""
+    result, table = run("tpu_hardware", "--programs")
+    assert result["device"] is None and not any(result["bits"].values())
+    assert result["habits"]["the MXU keeps subnormals of float8_e5m2 beside bfloat16"]
+    assert "| casts with the CPU's bits | 14 of 14 |" in table
+    hardware = importlib.import_module("benchmarks.tpu_hardware")
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "device_put", lambda x, _: x[::-1])
+        assert all(hardware.bits().values())
 
 
 def test_quantize(run: Runner):

@@ -35,6 +35,7 @@ OWN = BlockFormat(
     [
         *((format, (3, 70), -1) for format in (*BLOCK_FORMATS, OWN)),
         *((format, (2, 33, 5), -2) for format in (MXFP6_E2M3, NVFP4, formats.NVFP4_2D, OWN)),
+        (formats.block_format("mxfp8_e4m3_2d"), (2, 33, 70), -2),
     ],
     ids=str,
 )

@@ -54,7 +54,7 @@ def test_the_library_and_what_it_takes(cli: Cli):
     }
     assert backends["xla"]["takes"] == []
     reasons = backends["xla"]["rejects"]
-    assert reasons["MXFP8 x MXFP8"] == "XLA has no native float8 dot on platform=cpu"
+    assert reasons["MXFP8 x MXFP8"] == "XLA's dot has no native units for 8 bits on platform=cpu"
     asked = {name: backend["only_if_named"] for name, backend in backends.items()}
     assert [name for name in asked if asked[name]] == ["pallas_gpu"]
     assert set(found["calls"].values()) == {"cpu_ffi"}

@@ -36,13 +36,13 @@ PUBLIC = {
         E5M2FNUZ E8M0 ELEMENT_FORMATS ElementFormat F32 F32_DIVISOR FLOAT8_BLOCKWISE_2D_E4M3
         FLOAT8_BLOCKWISE_2D_E8M0 FLOAT8_BLOCKWISE_E4M3 FLOAT8_BLOCKWISE_E8M0
         FLOAT8_ROWWISE_E4M3 FLOAT8_ROWWISE_E5M2 FLOAT8_TENSORWISE_E4M3 FLOAT8_TENSORWISE_E5M2
-        INT8 INT8_FULL MXFP4 MXFP4_2D MXFP6_E2M3 MXFP6_E3M2 MXFP8_E4M3 MXFP8_E5M2 MXINT8
-        MX_FORMATS NVFP4 NVFP4_2D NVFP4_ONE_LEVEL SCALE_FORMATS ScaleFormat WHOLE Whole
-        any_format block_format check_block_size
+        INT8 INT8_FULL INT8_ROWWISE INTEGER8 MXFP4 MXFP4_2D MXFP6_E2M3 MXFP6_E3M2 MXFP8_E4M3
+        MXFP8_E5M2 MXINT8 MX_FORMATS NVFP4 NVFP4_2D NVFP4_ONE_LEVEL SCALE_FORMATS ScaleFormat WHOLE
+        Whole any_format block_format check_block_size
     """,
     "mx_jax.recipes": """
         AXISWISE Cast DISABLED Float8Config Hadamard MatmulSpec OperandSpec Recipe Residuals
-        deepseek_v3 deepseek_v3_1 float8_rowwise float8_rowwise_with_gw_hp
+        deepseek_v3 deepseek_v3_1 float8_rowwise float8_rowwise_with_gw_hp int8_rowwise
         float8_tensorwise from_name high_precision mxfp4 mxfp4_backward mxfp4_hadamard
         mxfp4_stochastic mxfp6 mxfp6_e2m3 mxfp8 mxfp8_hybrid mxint8 names nvfp4
         nvfp4_four_over_six nvfp4_pretraining nvfp4_unbiased operand qat
@@ -52,10 +52,10 @@ PUBLIC = {
         KVCache join_stored linen nnx split_stored
     """,
     "mx_jax.inspect": """
-        Budget Explanation GradientBias Jsonl Memory NonFiniteError Record
-        STATISTICS Scalar Sensitivity Sink Tag at_step capture
-        explain explain_call gradient_bias guard passes report saturated_fraction scalar
-        sensitivity sqnr_db tag
+        Budget Explanation Jsonl Memory NonFiniteError Record
+        Captured STATISTICS Scalar Sensitivity Sink Tag capture
+        explain explain_call guard report saturated_fraction
+        sensitivity sqnr_db
     """,
     "mx_jax.sharding": """
         Dispatched Gather Specs all_to_all device_put dispatch ppermute spec_for

@@ -2,14 +2,13 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.extend.core import jaxprs_in_params
 
 from mx_jax import convert, recipes
+from mx_jax.jaxpr.read import walk
 
 MXFP8 = recipes.mxfp8()
 WEIGHT_ONLY = recipes.weight_only("mxfp4")
@@ -28,13 +27,8 @@ def recipe_names(model: Any, rules: Any, *args: Any, **options: Any) -> dict[str
 def products(function: Any, *args: Any) -> dict[str, int]:
     """How many products of each kind a program has, in every region: `mx_matmul` is converted."""
 
-    def primitives(jaxpr: Any) -> Iterator[str]:
-        for eqn in jaxpr.eqns:
-            yield eqn.primitive.name
-            for body in jaxprs_in_params(eqn.params):
-                yield from primitives(getattr(body, "jaxpr", body))
-
-    counts = collections.Counter(primitives(jax.make_jaxpr(function)(*args).jaxpr))
+    program = jax.make_jaxpr(function)(*args)
+    counts = collections.Counter(site.eqn.primitive.name for site in walk(program))
     known = ("dot_general", "conv_general_dilated", "mx_matmul")
     return {name: counts[name] for name in known if counts[name]}
 

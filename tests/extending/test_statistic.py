@@ -44,11 +44,11 @@ def test_a_row_is_all(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: A
     monkeypatch.setattr(statistics, "TABLE", (*statistics.TABLE, CHANGED))
     memory, file = inspect.Memory(), inspect.Jsonl(tmp_path / "run.jsonl")
     w = np.ones((64, 4), np.float32)
-    with (
-        mx_jax.prefer_backends(backend),
-        inspect.capture(stats=("changed", "amax"), sink=[memory, file]),
-    ):
-        quick(jax.vmap(matmul, (0, None)))(X, w)
+    run = jax.vmap(matmul, (0, None))
+    step = inspect.capture(run, stats=("changed", "amax"), sink=[memory, file])
+    with mx_jax.prefer_backends(backend):
+        quick(step)(X, w)
+    assert step.records == (memory, file)
     changed = {record.tag.tensor: record.stats.get("changed") for record in memory.all()}
     expected = np.mean(np.asarray(mx_jax.cast(X, "mxfp4", scale_rule="even")) != X)
     assert changed == {"input": pytest.approx(expected), "weight": 0}
@@ -59,4 +59,4 @@ def test_a_row_is_all(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: A
     assert f"the input of output (mxfp4) changes {expected:.0%} of its values" in page
     assert "<h2>Changed values by layer</h2>" in page
     with pytest.raises(ValueError, match=r"must be some of .*, changed, arrays, got stats="):
-        inspect.capture(stats="unknown")
+        inspect.capture(matmul, stats="unknown")

@@ -62,6 +62,7 @@ TABLE = {
     "float8_tensorwise_e5m2": ("e5m2", "f32_divisor", (WHOLE, WHOLE), False),
     "float8_blockwise_e4m3": ("e4m3", "f32", (1, 128), False),
     "float8_blockwise_2d_e4m3": ("e4m3", "f32", (128, 128), False),
+    "int8_rowwise": ("integer8", "f32_divisor", (1, WHOLE), False),
 }
 
 
@@ -207,6 +208,13 @@ def test_by_object_and_name(format: BlockFormat):
     assert block_format(format) is format
     assert block_format(format.name) is format
     assert block_format(f"  {format.name.upper().replace('_', '-')} ") is format
+    rows, size = format.block
+    if rows != 1 or size is WHOLE:
+        with pytest.raises(ValueError, match="unknown block format name"):
+            block_format(f"{format.name}_2d")
+    else:
+        square = dataclasses.replace(format, name=f"{format.name}_2d", block=(size, size))
+        assert block_format(f"{format.name}_2d") == square
 
 
 def test_an_own_format_needs_no_registration():

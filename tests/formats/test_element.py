@@ -92,6 +92,7 @@ def test_nan_inf_and_overflow_codes():
         "e2m1": (None, None, 0x07),
         "int8": (None, None, 0x7F),
         "int8_full": (None, None, 0x7F),
+        "integer8": (None, None, 0x7F),
         "e4m3fnuz": (0x80, None, 0x80),
         "e5m2fnuz": (0x80, None, 0x80),
     }
@@ -107,6 +108,7 @@ def test_dynamic_range():
         "e2m1": 21.58,  # 12
         "int8": 42.08,  # 127
         "int8_full": 42.08,
+        "integer8": 42.08,
         "e4m3fnuz": 107.81,  # 240 * 2^10
         "e5m2fnuz": 197.52,  # 57344 * 2^17
     }

@@ -14,21 +14,21 @@ W = (np.random.default_rng(0).normal(size=(64, 64)) / 8).astype(np.float32)
 X = np.random.default_rng(1).normal(size=(32, 64)).astype(np.float32)
 
 
-def layer(x: Any, w: Any, name: str = "layer", index: Any = None) -> jax.Array:
-    with inspect.tag(name, index=index):
+def layer(x: Any, w: Any, name: str = "layer") -> jax.Array:
+    with jax.named_scope(name):
         return jnp.tanh(mx_jax.matmul(x, w, recipe="mxfp8"))
 
 
 def both(function: Any) -> Any:
-    """Compiled gradients by two operands."""
-    return quick(jax.grad(function, argnums=(0, 1)))
+    """Gradients by two operands, and the value."""
+    return jax.value_and_grad(function, argnums=(0, 1))
 
 
 def captured(function: Any, *operands: Any, **options: Any) -> inspect.Memory:
     """What is recorded of a compiled call."""
-    with inspect.capture(**options) as records:
-        function(*operands)
-    return records
+    step = inspect.capture(function, **options)
+    quick(step)(*operands)
+    return step.records
 
 
 def of(records: inspect.Memory, tensor: str, product: str = "output") -> list[inspect.Record]:

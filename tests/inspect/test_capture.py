@@ -1,9 +1,8 @@
 """capture: one record an operand and a product, with the layer's name, however the program runs.
 
-at_step and guard: a step that does not count costs nothing, and a bad one is the last.
+Steps that do not count run the function as it is, and a bad one is the last.
 """
 
-import functools
 import re
 import warnings
 from typing import Any
@@ -13,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import mx_jax
-from mx_jax import inspect
-from mx_jax.ops.tags import watching
+from mx_jax import inspect, recipes
+from mx_jax.jaxpr.read import walk
+from mx_jax.ops.ragged_dot import ragged_dot
+from mx_jax.sharding.movement import Gather
+from mx_jax.testing.compare import assert_bitwise_equal
 from tests.inspect.kit import W, X, both, by_layer, captured, layer, of
 from tests.needs import needs_library
 from tests.quick import quick
@@ -30,7 +32,9 @@ LAYER = [
     *[("grad_weight", tensor) for tensor in ("gradient", "input", "product")],
 ]
 ERRORS = ("amax", "error")
-amax = functools.partial(inspect.capture, stats="amax")
+STACK = np.stack([W, 2 * W, 4 * W])
+LARGEST = np.abs(W).max()
+DATA = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def each_once(records: inspect.Memory, *names: str) -> bool:
@@ -42,6 +46,16 @@ def two_layers(x, w):
     return layer(layer(x, w, "first"), w, "second").sum()
 
 
+def scanned(x, ws):
+    return lax.scan(lambda x, w: (layer(x, w, "block"), None), x, ws)[0].sum()
+
+
+def counted_down(x, w):
+    """Two layers by a loop that has no gradient of its own, and one in a branch."""
+    x = lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, layer(s[1], w, "loop")), (0, x))[1]
+    return lax.cond(x[0, 0] < 9, lambda: layer(x, w, "branch"), lambda: x)
+
+
 def test_every_operand_and_product_forward_and_backward():
     records = captured(both(two_layers), X, W, stats=ERRORS)
     assert each_once(records, "first", "second")
@@ -51,127 +65,156 @@ def test_every_operand_and_product_forward_and_backward():
     assert order == ["first"] * 3 + ["second"] * 9 + ["first"] * 6, "the order of the program"
 
 
-@needs_library
-def test_a_gradient_that_nobody_asks_for_is_not_computed():
-    """By the kernel alone: two products of three, in the program and in what is recorded."""
-    step = jax.jit(jax.grad(lambda w: layer(jnp.asarray(X), w).sum()))
-    with inspect.capture(stats=ERRORS) as records:
-        assert step.lower(W).as_text().count("@mx_jax_cpu_matmul") == 2
-        step(W)
-    wanted = sorted(own for own in LAYER if own[0] != "grad_input")
-    assert sorted(by_layer(records)["layer"]) == wanted
+SHARDED = NamedSharding(DATA, P("data"))
+PROGRAMS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "plain": (two_layers, (X, W)),
+    "gradient": (both(two_layers), (X, W)),
+    "jit in jit": (both(jax.jit(lambda x, w: jax.jit(two_layers)(x, w))), (X, W)),
+    "remat": (both(jax.checkpoint(two_layers)), (X, W)),
+    "scan of remat": (both(jax.checkpoint(scanned, policy=mx_jax.save_quantized)), (X, STACK)),
+    "while and cond": (counted_down, (X, W)),
+    "drawn": (
+        lambda x, w: mx_jax.matmul(x, w, recipe="nvfp4_pretraining", key=jax.random.key(1)),
+        (X, W),
+    ),
+    "eight devices": (both(two_layers), (jax.device_put(X, SHARDED), W)),
+    "shard_map": (
+        jax.shard_map(
+            lambda x, w: jax.grad(two_layers, 1)(x, w),
+            mesh=DATA,
+            in_specs=(P("data"), P()),
+            out_specs=P(),
+        ),
+        (X, W),
+    ),
+}
 
 
-def test_a_cached_jit_does_not_miss_it_and_is_not_recompiled():
-    traces = []
-
-    @quick
-    def step(x, w):
-        traces.append(None)
-        return layer(x, w).sum()
-
-    step(X, W)
-    watch = amax()
-    for _ in range(2):
-        with watch as records:
-            step(X, W)
-    step(X, W)
-    assert len(traces) == 2
-    assert {record.step for record in records.all()} == {0, 1}, "every call counts"
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_results_are_the_bits_of_the_function(name):
+    function, operands = PROGRAMS[name]
+    step = inspect.capture(function, stats="amax")
+    jax.tree.map(assert_bitwise_equal, quick(step)(*operands), quick(function)(*operands))
+    assert len(step.records) > 1
 
 
-def test_off_it_is_the_same_program():
-    def plain(x, w):
-        for _ in range(3):
-            x = mx_jax.matmul(x, w, recipe="mxfp8")
-        return x.sum()
-
-    def tagged(x, w):
-        with inspect.at_step(3):
-            for number in range(3):
-                with inspect.tag(f"layer_{number}", index=number):
-                    x = mx_jax.matmul(x, w, recipe="mxfp8")
-            loss = x.sum()
-            inspect.scalar("loss", loss)
-            return loss
-
-    off = str(jax.make_jaxpr(jax.grad(tagged))(X, W))
-    assert off == str(jax.make_jaxpr(jax.grad(plain))(X, W))
-    with inspect.capture():
-        on = str(jax.make_jaxpr(jax.grad(tagged))(X, W))
-    assert on.count("debug_callback") > 9 > off.count("debug_callback") == 0
-
-
-def test_tags_are_names_of_the_program():
-    lowered = jax.jit(jax.grad(two_layers)).lower(X, W)
-    text = lowered.as_text(debug_info=True)
-    for name in ("first", "output", "grad_input", "lhs.mxfp8_e4m3.rceil.axis-1"):
-        assert re.search(rf"[/(\"]{re.escape(name)}[)/\"]", text), name
-    # Equal layers share their functions, whose names XLA puts below their callers'.
-    compiled = str(lowered.compile().as_text())
-    assert "first" in compiled and "grad_input/rhs.mxfp8_e4m3.rceil.axis-1" in compiled
-
-
-def test_scan_counts_layers_by_the_index_that_it_is_given():
-    def body(carry, w):
-        x, number = carry
-        return (layer(x, w, "block", number), number + 1), None
-
-    def loss(x, ws):
-        return lax.scan(body, (x, 0), ws)[0][0].sum()
-
-    records = captured(both(loss), X, np.stack([W, 2 * W, 4 * W]), stats="amax")
-    outputs = of(records, "weight")
-    assert [record.index for record in outputs] == [(0,), (1,), (2,)]
-    largest = np.abs(W).max()
-    assert [record.stats["amax"] for record in outputs] == [largest, 2 * largest, 4 * largest]
-    back = of(records, "weight", "grad_input")
+def test_loops_count_and_branches_do_not():
+    found = by_layer(captured(counted_down, X, W, stats="amax"))
+    assert set(found) == {"loop[0]", "loop[1]", "branch"}
+    records = captured(both(scanned), X, STACK, stats="amax")
+    outputs, back = of(records, "weight"), of(records, "weight", "grad_input")
+    assert [record.path for record in outputs] == ["block[0]", "block[1]", "block[2]"]
+    assert [record.stats["amax"] for record in outputs] == [LARGEST, 2 * LARGEST, 4 * LARGEST]
     assert [record.index for record in back] == [(2,), (1,), (0,)], "the order of the program"
 
 
-def test_remat_records_nothing_twice():
-    def loss(x, w):
-        return jax.checkpoint(layer, policy=mx_jax.save_quantized)(x, w).sum()
+def test_a_gradient_that_nobody_asks_for_is_not_computed():
+    step = jax.value_and_grad(lambda w: layer(jnp.asarray(X), w).sum())
+    wanted = sorted(own for own in LAYER if own[0] != "grad_input")
+    assert sorted(by_layer(captured(step, W, stats=ERRORS))["layer"]) == wanted
 
+
+def test_what_is_used_several_times_counts_its_calls():
+    found = by_layer(captured(both(lambda x, w: layer(layer(x, w), w).sum()), X, W, stats="amax"))
+    assert {name: len(own) for name, own in found.items()} == {"layer": 6, "layer#1": 6}
+    # Gradients have the numbers of what they are of.
+    step = jax.value_and_grad(lambda w: layer(layer(jnp.asarray(X), w), 2 * w).sum())
+    records = captured(step, W, stats="amax")
+    (weight,) = of(records, "weight", "grad_input")
+    assert (weight.tag.call, weight.stats["amax"]) == (1, 2 * LARGEST)
+
+
+def test_equal_shapes_are_traced_once():
+    traces = []
+
+    def run(x, w):
+        traces.append(None)
+        return layer(x, w).sum()
+
+    step = inspect.capture(run, stats="amax")
+    for _ in range(3):
+        step(X, W)
+    assert len(traces) == 1
+    assert {record.step for record in step.records.all()} == {0, 1, 2}, "every call counts"
+
+
+def test_names_of_the_program_say_what_is_recorded():
+    program = jax.make_jaxpr(both(two_layers))(X, W)
+    assert "callback" not in str(program)
+    scopes = [site.scope for site in walk(program)]
+    assert any(re.search(r"first\)*/output/lhs\.mxfp8_e4m3\.rceil\.axis-1$", own) for own in scopes)
+    compiled = str(jax.jit(both(two_layers)).lower(X, W).compile().as_text())
+    # Equal layers share their functions, whose names XLA puts below their callers'.
+    assert "first" in compiled and "grad_input/rhs.mxfp8_e4m3.rceil.axis-1" in compiled
+
+
+@pytest.mark.parametrize("policy", [None, mx_jax.save_quantized, mx_jax.save_products])
+def test_remat_records_nothing_twice(policy):
+    loss = jax.checkpoint(lambda x, w: layer(x, w).sum(), policy=policy)
     assert each_once(captured(both(loss), X, W, stats=ERRORS), "layer")
 
 
-def test_lanes_with_an_index_are_layers():
-    lanes = quick(jax.vmap(lambda w, number: layer(X, w, "expert", number)))
-    found = of(captured(lanes, np.stack([W, 3 * W]), np.arange(2), stats="amax"), "weight")
-    largest = np.abs(W).max()
-    weights = {record.path: record.stats["amax"] for record in found}
-    assert weights == {"expert[0]": largest, "expert[1]": 3 * largest}
+def test_what_checkpoint_alone_computes_is_recorded():
+    """The value is not used: the forward product is computed for its gradient, and only there."""
+    loss = jax.checkpoint(lambda w: layer(jnp.asarray(X), w).sum())
+    found = by_layer(captured(jax.grad(loss), W, stats="amax"))["layer"]
+    assert ("output", "weight") in found and len(found) == 4
 
 
-def test_nested_captures_record_each_its_own():
-    with amax() as outer, inspect.capture(stats="sqnr", filter=lambda t: t.side == "rhs") as inner:
-        quick(layer)(X, W)
-    assert [tag.tensor for tag in outer] == ["input", "weight"]
-    assert [tag.tensor for tag in inner] == ["weight"]
-    assert set(inner.all()[0].stats) == {"sqnr_db"} and set(outer.all()[0].stats) == {"amax"}
+def test_captures_of_captures_record_each_its_own():
+    inner = inspect.capture(layer, stats="sqnr", filter=lambda tag: tag.side == "rhs")
+    outer = inspect.capture(inner, stats="amax")
+    outer(X, W)
+    assert [tag.tensor for tag in outer.records] == ["input", "weight"]
+    assert [tag.tensor for tag in inner.records] == ["weight"]
+    assert set(inner.records.all()[0].stats) == {"sqnr_db"}
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [recipes.float8_rowwise(), recipes.mxfp4().with_(activations="mxfp4_2d"), recipes.mxfp8()],
+    ids=["whole groups", "tiles", "rows"],
+)
+def test_rows_in_groups_whose_codes_are_made_in_plain_jax(recipe):
+    experts, sizes = np.stack([W, -W, 2 * W]), jnp.array([10, 0, 22])
+
+    def loss(x, w):
+        return jnp.tanh(ragged_dot(x, w, sizes, recipe=recipe)).sum()
+
+    with mx_jax.only_backend("reference"):
+        records = captured(both(loss), X, experts, stats=("error", "sqnr", "amax"))
+    assert sorted(by_layer(records)["unnamed"]) == sorted(LAYER)
+    for record in records.all():
+        tag, least = record.tag, 12 if "4" in record.tag.format else 20
+        assert record.stats.get("sqnr_db", 99) > least, tag
+        assert 0.001 < record.stats.get("error", 0.01) < 0.5, tag
+
+
+def test_the_error_is_of_all_casts_where_codes_are_gathered():
+    """Shards' codes are moved between their cast and the product; the names are the cast's."""
+    recipe = recipes.mxfp8().with_(gather=Gather("data", rhs=P(None, "data")))
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    specs: Any = {"in_specs": (P(), P(None, "data")), "out_specs": P()}
+    run = jax.shard_map(
+        lambda x, w: mx_jax.matmul(x, w, recipe=recipe), mesh=mesh, check_vma=False, **specs
+    )
+    found = by_layer(captured(run, X, W, stats=ERRORS))
+    assert sorted(found["unnamed"]) == sorted(own for own in LAYER if own[0] == "output")
 
 
 def test_a_filter_that_matches_nothing_warns():
     text = r"the filter matched none of 1 paths, .* got filter={} and paths 'layer'{}$"
     said = text.format("'other'", "; a regular expression must match a whole path")
-    with pytest.warns(UserWarning, match=said), inspect.capture(stats="amax", filter="other"):
-        quick(layer)(X, W)
+    with pytest.warns(UserWarning, match=said):
+        captured(layer, X, W, stats="amax", filter="other")
     # Of a function, what regular expressions match is no remedy.
     nothing = text.format("<function .*<lambda> at .*>", "")
-    with (
-        pytest.warns(UserWarning, match=nothing),
-        inspect.capture(stats="amax", filter=lambda tag: False),
-    ):
-        quick(layer)(X, W)
+    with pytest.warns(UserWarning, match=nothing):
+        captured(layer, X, W, stats="amax", filter=lambda tag: False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        own = inspect.capture(stats="amax", filter="lay.*")
-        for _ in range(2):  # The second time nothing is traced.
-            with own:
-                quick(layer)(X, W)
-        with inspect.capture(stats="amax", filter="other"):
-            pass  # Nothing was there to match.
+        captured(layer, X, W, stats="amax", filter="lay.*")
+        captured(jnp.dot, X, W, stats="amax", filter="other")  # Nothing was there to match.
 
 
 @pytest.mark.parametrize(
@@ -190,23 +233,32 @@ def test_a_filter_that_matches_nothing_warns():
 )
 def test_captures_that_cannot_be(options: Any, error: type[Exception], message: str):
     with pytest.raises(error, match=message):
-        inspect.capture(**options)
+        inspect.capture(layer, **options)
 
 
-def test_what_is_asked_for_wrongly_inside():
-    with pytest.raises(ValueError, match="every=10 needs the step"), inspect.capture(every=10):
-        layer(X, W)
-    message = "step must be an integer scalar, got step of dtype=float"
-    with pytest.raises(TypeError, match=message), inspect.at_step(1.5):
-        pass
-    with pytest.raises(TypeError, match="tag: needs a name, got name=''"), inspect.tag(""):
-        pass
+def test_calls_that_cannot_be():
+    with pytest.raises(TypeError, match="capture: needs a function, got 3"):
+        inspect.capture(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="every=10 needs the step where calls are traced"):
+        jax.jit(inspect.capture(layer, every=10))(X, W)
+    with pytest.raises(TypeError, match="must give an integer scalar, got step of dtype=float"):
+        inspect.capture(layer, step=lambda x, w: 1.5)(X, W)
+    step = inspect.capture(lambda x: layer(x, W).sum())
+    with pytest.raises(ValueError, match=r"by an array of shape=\(32, 64\).*capture\(jax.grad"):
+        jax.grad(step)(X)
     with pytest.raises(ValueError, match=r"'loss' must be a scalar, got shape=\(3,\)"):
-        inspect.scalar("loss", jnp.ones(3))
+        step.scalar("loss", jnp.ones(3))
+    for name, place in {
+        "at_step": "takes the step",
+        "tag": "named_scope",
+        "scalar": "last call",
+    }.items():
+        with pytest.raises(AttributeError, match=f"left mx_jax in 0.2: .*{place}"):
+            getattr(inspect, name)
 
 
 @needs_library
-@pytest.mark.parametrize(("backend", "way"), [("cpu_ffi", both), ("reference", quick)])
+@pytest.mark.parametrize(("backend", "way"), [("cpu_ffi", both), ("reference", lambda f: f)])
 def test_where_nothing_is_promoted(backend: str, way: Any):
     """Under JAX's settings that refuse operands of different dtypes or ranks."""
     with (
@@ -225,142 +277,89 @@ def product(x):
     return mx_jax.matmul(x, W, recipe="mxfp8")
 
 
-def counted(function=product):
-    """A compiled function, and how many captures ran whenever it was traced."""
-    traces: list[int] = []
+def test_steps_that_do_not_count_run_the_function_as_it_is():
+    runs = []
 
-    @quick
     def run(x):
-        traces.append(len(watching.value))
-        inspect.scalar("norm", (x * x).sum())
-        return function(x)
+        runs.append(isinstance(x, jax.core.Tracer))
+        return product(x)
 
-    return run, traces
-
-
-def steps(records: inspect.Memory, name: str = "norm") -> list[int]:
-    return [number.step for number in records.scalars[name]]
-
-
-def test_steps_that_do_not_count_run_the_program_without_a_capture():
-    run, traces = counted()
-    run(X)
-    with inspect.capture(stats="amax", every=3) as records:
-        for step in range(7):
-            with inspect.at_step(step):
-                run(X)
-    run(X)
-    assert traces == [0, 1], "one program without and one with it, whatever the step"
-    assert [record.step for record in records.all()[::2]] == steps(records) == [0, 3, 6]
+    step = inspect.capture(run, stats="amax", every=3)
+    for number in range(7):
+        step(X)
+        step.scalar("norm", number)
+    assert runs == [True, False, False, False, False], "traced once, for the steps that count"
+    memory = step.records
+    assert [record.step for record in memory.all()[::2]] == [0, 3, 6]
+    assert [(own.step, own.value) for own in memory.scalars["norm"]] == [(0, 0), (3, 3), (6, 6)]
 
 
-def test_each_capture_gets_its_own_steps():
-    run, traces = counted()
-    with (
-        pytest.warns(UserWarning, match="filter='no' and paths 'unnamed'"),
-        inspect.capture(stats="amax", every=2) as twos,
-        inspect.capture("no", every=3) as threes,
-    ):
-        for step in np.arange(7):
-            with inspect.at_step(step):
-                run(X)
-    assert (steps(twos), steps(threes)) == ([0, 2, 4, 6], [0, 3, 6])
-    assert traces == [2, 0, 1, 1], "both, none, the first, the second"
-
-
-def test_without_jit_and_with_a_step_that_is_traced_inside_too():
-    @quick
-    def inside(x, step):
-        with inspect.at_step(step):
-            return product(x)
-
-    with inspect.capture(stats="amax", every=4) as records:
-        for step in range(6):
-            with inspect.at_step(step), inspect.tag("eager"):
-                inspect.scalar("loss", X.sum())
-                inside(X, step)
-    assert {record.step for record in records.all()} == {0, 4}
-    assert steps(records, "loss") == [0, 4]
-
-
-def test_a_step_that_counts_is_waited_for(monkeypatch):
-    """Callbacks may run after the call has returned: not on CPUs, where nothing would show."""
-    capture, waits = inspect.capture(every=3), []
-    monkeypatch.setattr(jax, "effects_barrier", lambda: waits.append(capture._host_step))
-    with capture:
-        for step in range(5):
-            with inspect.at_step(step):
-                pass
-    assert waits == [0, 3, None], "before the step is over, and at the end"
-
-
-def test_a_number_below_shard_map_is_recorded_once():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-
-    def loss(x):
-        value = jax.lax.psum(x.sum(), "data")
-        inspect.scalar("loss", value)
-        return value
-
-    run = quick(jax.shard_map(loss, mesh=mesh, in_specs=P("data"), out_specs=P()))
-    with inspect.capture() as records:
-        for factor in (1, 2):
-            run(factor * np.arange(8.0, dtype=np.float32))
-    assert [(own.step, own.value) for own in records.scalars["loss"]] == [(0, 28.0), (1, 56.0)]
+@pytest.mark.parametrize("below", ["jit", "scan", "shard_map"])
+def test_a_step_that_is_traced_is_a_condition(below):
+    step = inspect.capture(
+        lambda x, number: jax.grad(lambda x: layer(x, W).sum())(x),
+        stats=("arrays", "amax"),
+        every=2,
+        step=lambda x, number: number,
+    )
+    run: Any = step
+    if below == "scan":
+        lax.scan(lambda x, number: (run(x, number), None), jnp.asarray(X), jnp.arange(3))
+    else:
+        if below == "shard_map":
+            run = jax.shard_map(run, mesh=DATA, in_specs=(P("data"), P()), out_specs=P("data"))
+        run = quick(run)
+        for number in range(3):
+            run(X, number)
+    each = 8 if below == "shard_map" else 1
+    assert [record.step for record in of(step.records, "input")] == [0] * each + [2] * each
 
 
 ONES = np.ones((32, 64), np.float32)
 
 
-@quick
 def train_step(w, step):
     def forward(w):
         x = ONES
         for number in range(3):
-            with inspect.tag(f"layer_{number}"):
+            with jax.named_scope(f"layer_{number}"):
                 x = jnp.tanh(mx_jax.matmul(x, w, recipe="mxfp8"))
                 # Planted between two layers.
                 x = x + jnp.where((number == 0) & (step == 3), jnp.inf, 0)
         return x.sum()
 
-    with inspect.at_step(step):
-        return w - 1e-3 * jax.grad(forward)(w)
+    return w - 1e-3 * jax.grad(forward)(w)
 
 
-def test_guard_names_the_layer_and_the_step_and_stops_the_next():
+@pytest.mark.parametrize("known", [True, False])
+def test_guard_names_the_layer_and_the_step_which_is_the_last(known, caplog):
+    guarded = inspect.guard(train_step, step=(lambda w, step: step) if known else None)
     w, steps = W, []
-    with pytest.raises(inspect.NonFiniteError) as caught, inspect.guard():
+    with pytest.raises(inspect.NonFiniteError) as caught:
         for step in range(50):
-            w = jax.block_until_ready(train_step(w, step))
             steps.append(step)
+            w = guarded(w, step + 0 * np.int32(step))
     record = caught.value.record
     assert (record.step, record.path, record.tag.product) == (3, "layer_1", "output")
     assert "at step=3, in the input of output, path='layer_1'" in str(caught.value)
+    assert steps == [0, 1, 2, 3] and not caplog.records, "no callback fails"
+
+
+def test_a_guarded_step_in_a_compiled_loop_stops_the_next():
+    guarded, steps = inspect.guard(train_step, step=lambda w, step: step), []
+    run, w = quick(guarded), W
+    with pytest.raises(Exception, match="at step=3, in the input of output, path='layer_1'"):
+        for step in range(50):
+            w = jax.block_until_ready(run(w, step))
+            steps.append(step)
     assert max(steps) < 10, "not after the whole loop"
 
 
-def test_a_step_around_which_at_step_is_is_the_last(caplog):
-    step, steps = quick(product), []
-    with pytest.raises(inspect.NonFiniteError, match="at step=2, in the input"), inspect.guard():
-        for number in range(5):
-            steps.append(number)
-            with inspect.at_step(number):
-                step(ONES * (np.inf if number == 2 else 1))
-    assert steps == [0, 1, 2]
-    assert not caplog.records, "no callback fails"
-
-
-def test_calls_count_without_a_step_and_the_end_raises():
-    step = quick(product)
-    message = r"at step=1, .* path='unnamed'"
-    with pytest.raises(inspect.NonFiniteError, match=message), inspect.guard():
-        for x in (X, X * np.inf):
-            step(x)
-
-
 def test_what_is_finite_passes_and_errors_stay_what_they_are():
-    step = quick(product)
-    with inspect.guard():
-        step(X)
-    with pytest.raises(KeyError, match="own"), inspect.guard():
+    inspect.guard(product)(X)
+
+    def fails(x):
         raise KeyError("own")
+
+    with pytest.raises(KeyError, match="own"):
+        inspect.guard(fails)(X)

@@ -6,10 +6,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
-from flax.core import axes_scan
-from flax.nnx.transforms import iteration
 from jax import lax
 
 import mx_jax
@@ -19,7 +18,6 @@ from tests.quick import quick
 
 # Each layer has an amax of its own, which parts its records from the others'.
 WEIGHTS = np.stack([number * np.eye(64, dtype=np.float32) for number in (1, 2, 3)])
-nnx_iteration: Any = iteration
 RULE = convert.Rule(".*", recipes.mxfp8())
 
 
@@ -41,13 +39,17 @@ class Shared(nn.Module):
 def test_linen_names_its_layers_and_shared_modules_count_their_calls():
     model = Shared()
     variables = quick(model.init)(jax.random.key(0), X)
-    with inspect.capture(stats="amax") as records, inspect.tag("student"):
-        quick(jax.grad(lambda v: jnp.sum(model.apply(v, X))))(variables)
-    found = by_layer(records)
+
+    def loss(v):
+        with jax.named_scope("student"):
+            return jnp.sum(jnp.tanh(model.apply(v, X)))
+
+    found = by_layer(captured(jax.grad(loss), variables, stats="amax"))
     # A gradient of the first input is not wanted.
-    paths = {f"student/block/{name}" for name in ("up", "down")}
+    paths = {f"student/Shared/block/{name}" for name in ("up", "down")}
     assert set(found) == paths | {f"{path}#1" for path in paths}
-    assert len(found["student/block/up#1"]) == 6
+    assert len(found["student/Shared/block/up#1"]) == 6
+    assert len(found["student/Shared/block/up"]) == 4
 
 
 def test_nnx_names_its_layers():
@@ -57,8 +59,7 @@ def test_nnx_names_its_layers():
     model = nnx.Sequential(own, nnx.Linear(64, 64, rngs=rngs), attention)
     rules = convert.Rule(".*", recipes.mxfp8(), types=(nnx.Linear, nnx.MultiHeadAttention))
     graph, state = nnx.split(convert.nnx(mx_jax.nn.nnx.name_layers(model), rules))
-    run = quick(lambda state, x: nnx.merge(graph, state)(x))
-    records = captured(run, state, X[None], stats="amax")
+    records = captured(lambda own, x: nnx.merge(graph, own)(x), state, X[None], stats="amax")
     assert {"layers/0", "layers/1", "layers/2/qk", "layers/2/av"} <= {tag.path for tag in records}
 
 
@@ -118,10 +119,9 @@ def by_index(path: str) -> dict[str, float]:
 def test_nn_scan(reverse):
     model = convert.linen(Model(reverse), RULE)
     variables = {"params": {"layers": {"up": {"kernel": WEIGHTS}}}}
-    step = quick(jax.grad(lambda v: jnp.sum(model.apply(v, X))))
-    records = captured(step, variables, stats="amax")
+    records = captured(jax.grad(lambda v: jnp.sum(model.apply(v, X))), variables, stats="amax")
     for product in ("output", "grad_input"):
-        assert weights_by_index(records, product) == by_index("layers/up")
+        assert weights_by_index(records, product) == by_index("Model/layers/up")
 
 
 class Layer(nnx.Module):
@@ -143,8 +143,7 @@ def test_nnx_scan():
     def run(layer, x):
         return layer(x)
 
-    step = quick(lambda stacked: run(nnx.merge(graph, stacked), X))
-    records = captured(step, stacked, stats="amax")
+    records = captured(lambda own: run(nnx.merge(graph, own), X), stacked, stats="amax")
     assert weights_by_index(records, "output") == by_index("up")
 
 
@@ -158,27 +157,13 @@ def stack(x, weights):
 
 def test_a_converted_function():
     converted = convert.function(stack, RULE)
-    off = str(jax.make_jaxpr(converted)(X, WEIGHTS))
-    records = captured(quick(jax.grad(converted, argnums=1)), X, WEIGHTS, stats="amax")
+    records = captured(jax.grad(converted, argnums=1), X, WEIGHTS, stats="amax")
     for product in ("output", "grad_input"):
         assert weights_by_index(records, product) == by_index("block")
-    assert str(jax.make_jaxpr(converted)(X, WEIGHTS)) == off and "iota" not in off
-
-
-def test_an_index_by_hand_is_instead_of_the_counted_one():
-    def body(x, given):
-        w, number = given
-        with inspect.tag("block", index=10 * number):
-            return mx_jax.matmul(x, w, recipe="mxfp8"), None
-
-    with inspect.capture(stats="amax") as records:
-        nnx_iteration.jax.lax.scan(body, jnp.asarray(X), (WEIGHTS, np.arange(3)))
-    assert {record.index for record in records.all()} == {(0,), (10,), (20,)}
+    assert "iota" not in str(jax.make_jaxpr(converted)(X, WEIGHTS))
 
 
 def test_a_jitted_function_in_a_scan_of_a_converted_function():
-    """The index of the scan, which names the layers, is no part of the inner function's jaxpr."""
-
     def run(x, weights):
         return lax.scan(lambda c, w: (jax.jit(jnp.matmul)(c, w), None), x, weights)[0]
 
@@ -186,12 +171,37 @@ def test_a_jitted_function_in_a_scan_of_a_converted_function():
     assert [record.index for record in of(records, "weight")] == [(0,), (1,), (2,)]
 
 
-def test_flax_has_jaxs_scan_again_without_a_capture():
-    def scans():
-        return vars(axes_scan)["lax"].scan, nnx_iteration.jax.lax.scan
+@pytest.mark.parametrize("way", ["of its jit", "in its jit", "plain"])
+def test_a_step_that_changes_a_model_and_its_optimizer(way):
+    """As without a capture, whether the step is due or not."""
 
-    with inspect.capture(stats="amax"):
-        with inspect.capture(stats="amax"):
-            assert lax.scan not in scans()
-        assert lax.scan not in scans()
-    assert scans() == (lax.scan, lax.scan) and nnx_iteration.jax is jax
+    def step(model, optimizer, x):
+        def loss(model):
+            return jnp.mean(jnp.tanh(model(x)))
+
+        value, gradients = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, gradients)
+        return value
+
+    def run(change):
+        layer = mx_jax.nn.nnx.Linear(64, 64, recipe="mxfp8", rngs=nnx.Rngs(0))
+        model = mx_jax.nn.nnx.name_layers(
+            nnx.Sequential(layer, nnx.Linear(64, 8, rngs=nnx.Rngs(1)))
+        )
+        optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+        own = change(step)
+        values = [own(model, optimizer, X) for _ in range(3)]
+        return own, (values, nnx.state(model), nnx.state(optimizer))
+
+    def change(step):
+        if way == "in its jit":
+            return nnx.jit(inspect.capture(step, stats="amax"))
+        return inspect.capture(nnx.jit(step) if way == "of its jit" else step, every=2)
+
+    own, results = run(change)
+    _, expected = run(nnx.jit)
+    for got, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
+    if way != "in its jit":
+        assert {record.path for record in own.records.all()} == {"layers/0"}
+        assert {record.step for record in own.records.all()} == {0, 2}

@@ -21,7 +21,6 @@ from mx_jax.formats import MXFP4
 from mx_jax.inspect.report import findings
 from mx_jax.mxarray import MXArray
 from tests.checkpoint.gguf_bytes import Tensor, gguf
-from tests.quick import quick
 
 OF_A_RUN = [
     "Out of the ordinary",
@@ -88,21 +87,20 @@ def diverging_run(sink) -> None:
 
     def loss(weights, step):
         gains = jnp.ones(64).at[37].set(10.0 ** step.astype(jnp.float32))
-        with inspect.tag("up"):
+        with jax.named_scope("up"):
             y = jnp.tanh(mx_jax.matmul(x, weights[0], recipe="mxfp4")) * gains
-        with inspect.tag("down"):
+        with jax.named_scope("down"):
             return jnp.mean(jnp.square(mx_jax.matmul(y, weights[1], recipe="mxfp4")))
 
-    @quick
     def train_step(weights, step):
-        with inspect.at_step(step):
-            value, grads = jax.value_and_grad(loss)(weights, step)
-            inspect.scalar("loss", value)
-            return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)
+        value, grads = jax.value_and_grad(loss)(weights, step)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
 
-    with inspect.capture(sink=sink):
-        for step in range(8):
-            weights = train_step(weights, step)
+    run = inspect.capture(train_step, sink=sink)
+    for step in range(8):
+        weights, value = run(weights, np.int32(step))
+        run.scalar("loss", value)
+    run.close()
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import pytest
 from mx_jax import inspect
 from mx_jax.inspect.records import from_json
 from tests.inspect.kit import W, X, captured, layer
-from tests.quick import quick
 
 TAG = inspect.Tag(path="mlp/up", product="output", side="lhs", axis=-1, format="mxfp4", rule="even")
 STATS = {
@@ -70,7 +69,7 @@ def test_a_file_has_numbers_of_all_devices_once(tmp_path):
 
 def test_several_sinks_get_the_same(tmp_path):
     memory, file = inspect.Memory(), inspect.Jsonl(tmp_path / "run.jsonl")
-    assert captured(quick(layer), X, W, stats="amax", sink=[memory, file]) == (memory, file)
+    assert captured(layer, X, W, stats="amax", sink=[memory, file]) == (memory, file)
     lines = file.path.read_text().splitlines()
     assert [vars(from_json(json.loads(line)))["stats"] for line in lines] == [
         record.stats for record in memory.all()

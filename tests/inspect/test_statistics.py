@@ -19,9 +19,8 @@ from jax.sharding import PartitionSpec as P
 import mx_jax
 from mx_jax import inspect, recipes
 from mx_jax.formats import E8M0
-from mx_jax.inspect import saturated_fraction, sqnr_db
+from mx_jax.inspect import observe, saturated_fraction, sqnr_db
 from mx_jax.inspect.statistics import numbers
-from mx_jax.ops import watched
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.reference import statistics
 from tests.inspect.kit import W, X, both, captured, of, same_numbers
@@ -107,7 +106,7 @@ def test_scales_saturation_and_blocks_are_those_of_the_array():
     x[5, 0] = 7.9
     x[5, 1:32] = 1.0
     names = ("scales", "saturation", "nonfinite")
-    (record,) = of(captured(quick(matmul), x, np.ones((64, 8), "f4"), stats=names), "input")
+    (record,) = of(captured(matmul, x, np.ones((64, 8), "f4"), stats=names), "input")
     stats = record.stats
     spec = recipes.mxfp4().fwd.lhs
     assert spec is not None
@@ -160,7 +159,7 @@ def test_what_came_quantized_has_statistics_but_none_of_its_loss(recipe):
     x, w = drawn((8, 64), 0), drawn((64, 32), 1)
     w[5] = 0
     stored = mx_jax.quantize(w, "mxfp4", axis=0)
-    run = quick(functools.partial(mx_jax.matmul, recipe=recipe))
+    run = functools.partial(mx_jax.matmul, recipe=recipe)
     records = captured(run, x, stored, stats=EVERYTHING)
     ((record,), (product,)) = (of(records, tensor) for tensor in ("weight", "product"))
     assert (record.tag.rule, record.tag.format, record.tag.axis) == ("stored", "mxfp4", -2)
@@ -175,13 +174,13 @@ def test_what_came_quantized_has_statistics_but_none_of_its_loss(recipe):
 def test_what_came_quantized_is_recorded_once_below_a_gradient_and_guarded():
     stored = mx_jax.quantize(drawn((64, 32), 1), "mxfp4", axis=0)
     broken = dataclasses.replace(stored, scales=stored.scales.at[1, 3].set(255))
-    step = quick(jax.grad(lambda x: matmul(x, stored).sum()))
+    step = jax.value_and_grad(lambda x: matmul(x, stored).sum())
     records = captured(step, jnp.ones((8, 64)), stats="amax")
     found = [record.tag.product for record in records.all() if record.tag.rule == "stored"]
     assert found == ["output"]
     message = r"nonfinite_blocks=1 of blocks=64.*stored"
-    with pytest.raises(inspect.NonFiniteError, match=message), inspect.guard():
-        quick(matmul)(jnp.ones((8, 64)), broken)
+    with pytest.raises(inspect.NonFiniteError, match=message):
+        inspect.guard(matmul)(jnp.ones((8, 64)), broken)
 
 
 @pytest.mark.parametrize("size", [7, 8, 300, 2**13 + 3])
@@ -206,7 +205,7 @@ def by_tensor(run: Any, *operands: Any) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def whole():
-    found = by_tensor(quick(matmul), X, W)
+    found = by_tensor(matmul, X, W)
     assert all(len(own) == 1 and own[0].shard == {} for own in found.values())
     return {name: own[0] for name, own in found.items()}
 
@@ -219,7 +218,7 @@ def test_sharded_operands_are_recorded_as_whole_ones_are(kind, whole):
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
         w = jax.device_put(W, NamedSharding(mesh, P(None, None)))
-        found = by_tensor(quick(matmul), x, w)
+        found = by_tensor(matmul, x, w)
     for name, (own,) in found.items():
         same_numbers(own, whole[name])
         np.testing.assert_allclose(own.before, whole[name].before, rtol=1e-5, atol=1e-5)
@@ -235,7 +234,7 @@ def test_below_shard_map_each_device_gives_its_part(whole, check, tmp_path):
         "in_specs": (P("data"), P(None, "model")),
         "out_specs": P("data", "model"),
     }
-    run = quick(jax.shard_map(matmul, mesh=mesh, check_vma=check, **specs))
+    run = jax.shard_map(matmul, mesh=mesh, check_vma=check, **specs)
     lines = inspect.Jsonl(tmp_path / "run.jsonl")
     captured(run, X, W, stats=EVERYTHING, sink=lines)
     found = by_tensor(run, X, W)
@@ -259,31 +258,15 @@ def test_below_shard_map_each_device_gives_its_part(whole, check, tmp_path):
 
 def test_lanes_of_vmap_are_one_operand_along_an_axis_in_front(whole):
     xs = np.stack([X, 2 * X, np.zeros_like(X)])
-    records = captured(quick(jax.vmap(matmul, (0, None))), xs, W, stats=EVERYTHING)
+    records = captured(jax.vmap(matmul, (0, None)), xs, W, stats=EVERYTHING)
     assert len(records) == len(records.all()) == 3
     ((weight,), (given,), (result,)) = (of(records, x) for x in ("weight", "input", "product"))
-    same_numbers(given, *of(captured(quick(matmul), xs.reshape(-1, 64), W), "input"))
+    same_numbers(given, *of(captured(matmul, xs.reshape(-1, 64), W), "input"))
     np.testing.assert_array_equal(given.before, xs)
     np.testing.assert_array_equal(weight.after, whole["weight"].after)
     np.testing.assert_array_equal(given.after[0], whole["input"].after)
     assert result.before.shape == result.after.shape == (3, 32, 64)
     np.testing.assert_allclose(result.before[1], 2 * whole["product"].before, rtol=1e-4, atol=1e-4)
-
-
-def test_below_shard_map_with_steps_that_do_not_count():
-    """Zeros in place of what differs from device to device have its type."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-
-    def step(x, w, number):
-        with inspect.at_step(number):
-            return jax.grad(lambda x: matmul(x, w).sum())(x)
-
-    specs: Any = {"in_specs": (P("data"), P(), P()), "out_specs": P("data")}
-    run = quick(jax.shard_map(step, mesh=mesh, **specs))
-    with inspect.capture(stats=("arrays", "amax"), every=2) as records:
-        for number in range(3):
-            run(X, W, number)
-    assert [record.step for record in of(records, "input")] == [0] * 4 + [2] * 4
 
 
 OPERANDS = [RNG.normal(size=shape).astype(np.float32) for shape in ((48, 64), (64, 40))]
@@ -298,7 +281,7 @@ def products(function: Any, *operands: Any, stats: Any = "error") -> dict[str, A
 
 def test_the_error_is_that_of_the_sampled_entries(monkeypatch):
     whole = products(matmul, *OPERANDS, stats=("arrays", "error"))
-    monkeypatch.setattr(watched, "POSITIONS", 16)
+    monkeypatch.setattr(observe, "POSITIONS", 16)
     part = products(matmul, *OPERANDS)
     # Rows of one operand and columns of the other: 48, 40 and 64 positions at these distances.
     steps = {"output": (3, 3), "grad_input": (3, 5), "grad_weight": (5, 3)}
@@ -332,7 +315,7 @@ def test_samples_of_any_product(function, left, right, monkeypatch):
     """Sampled errors are near the whole ones; noise of other entries would not be."""
     x, w = (RNG.normal(size=shape).astype(np.float32) for shape in (left, right))
     whole = products(function, x, w)
-    monkeypatch.setattr(watched, "POSITIONS", 16)
+    monkeypatch.setattr(observe, "POSITIONS", 16)
     for name, record in products(function, x, w).items():
         assert record.stats["compared"] < record.stats["entries"]
         assert record.stats["error"] == pytest.approx(whole[name].stats["error"], rel=0.3)

@@ -1,7 +1,7 @@
 """jax.checkpoint quantizes no more than a program without it, if codes and scales are kept."""
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as linen
@@ -13,6 +13,7 @@ from flax import nnx
 
 import mx_jax
 from mx_jax import recipes
+from mx_jax.jaxpr.read import walk
 from mx_jax.ops.programs import QUANTIZED
 from mx_jax.recipes import Recipe
 from tests.needs import needs_library
@@ -32,28 +33,14 @@ W = jax.ShapeDtypeStruct((64, 64), jnp.float32)
 KEPT = recipes.mxfp8().with_(name="codes kept", residuals="quantized")
 
 
-def equations(value: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
-    """Every equation below a jaxpr, and how often it runs."""
-    if hasattr(value, "eqns"):
-        for equation in value.eqns:
-            yield equation, times
-            again = equation.params["length"] if equation.primitive.name == "scan" else 1
-            yield from equations(tuple(equation.params.values()), times * again)
-    elif hasattr(value, "jaxpr"):
-        yield from equations(value.jaxpr, times)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from equations(each, times)
-
-
 def counts(function: Callable[..., Any], *args: Any) -> collections.Counter[str]:
     """How often a program does what: names, primitives."""
     found = collections.Counter()
-    for equation, times in equations(jax.make_jaxpr(function)(*args)):
-        params = equation.params
-        found[params.get("name") or equation.primitive.name] += times
-        if equation.primitive.name == "convert_element_type":
-            found[f"to {equation.outvars[0].aval.dtype}"] += times
+    for site in walk(jax.make_jaxpr(function)(*args)):
+        name = site.eqn.primitive.name
+        found[site.eqn.params.get("name") or name] += site.times
+        if name == "convert_element_type":
+            found[f"to {site.eqn.outvars[0].aval.dtype}"] += site.times
     return found
 
 

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import jaxprs_in_params
 
 import mx_jax
 from mx_jax import recipes
+from mx_jax.jaxpr.read import walk
 from mx_jax.recipes import Residuals, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick, with_gradients
@@ -155,11 +155,5 @@ def test_saved_codes_of_a_product_in_high_precision_have_the_operand_s_dtype():
 
 def factors(jaxpr) -> set[tuple[str, str]]:
     """Dtypes of the two operands of every dot_general, at any depth."""
-    found = set()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            left, right = (str(operand.aval.dtype) for operand in eqn.invars)
-            found.add((left, right))
-        for inner in jaxprs_in_params(eqn.params):
-            found |= factors(inner)
-    return found
+    dots = (site.eqn for site in walk(jaxpr) if site.eqn.primitive.name == "dot_general")
+    return {tuple(str(operand.aval.dtype) for operand in eqn.invars) for eqn in dots}

@@ -3,6 +3,8 @@
 Here every step is IEEE float32 arithmetic in a fixed order; NumPy does the same steps.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -10,6 +12,8 @@ import numpy as np
 import pytest
 
 import mx_jax
+from mx_jax.backends.reference import REFERENCE
+from mx_jax.codecs.lowering import lowered_for
 from mx_jax.formats import (
     FLOAT8_BLOCKWISE_2D_E4M3,
     FLOAT8_BLOCKWISE_E4M3,
@@ -17,6 +21,7 @@ from mx_jax.formats import (
     FLOAT8_ROWWISE_E5M2,
     FLOAT8_TENSORWISE_E4M3,
     FLOAT8_TENSORWISE_E5M2,
+    INT8_ROWWISE,
     MXFP4,
     MXFP4_2D,
     NVFP4,
@@ -24,6 +29,7 @@ from mx_jax.formats import (
     NVFP4_ONE_LEVEL,
     BlockFormat,
 )
+from mx_jax.testing.cases import QuantizeCase
 from mx_jax.testing.compare import assert_bitwise_equal
 
 F = np.float32
@@ -175,6 +181,34 @@ def test_float8_is_torchaos(rule: str, rng: np.random.Generator):
         assert_bitwise_equal(actual[1], scale, what=f"{format.name} scales")
         assert_bitwise_equal(actual[0], codes.view(np.uint8), what=f"{format.name} codes")
         assert_bitwise_equal(actual[2], values, what=f"{format.name} values")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("axis", [0, 1])
+def test_int8_rows(axis: int, dtype: str, rng: np.random.Generator):
+    """round(x * s), s = 127 / max(amax, 2^-100): on CPUs, in plain JAX, for TPUs."""
+    x = wide_normal(rng, (24, 40))
+    x[:, 3:6] = x[2:5] = 0
+    x[3, 4], x[4, 5], x[2, 3] = 2.0**-140, 1e-30, -3e38
+    # Ties: halves of a unit under a scale that is a power of two.
+    x[5, 6:], x[6:, 6] = np.arange(34) - 20.5, np.arange(18) - 9.5
+    x[5, 7] = x[7, 6] = 127
+    broken = x.astype(dtype).astype(F)
+    broken[10, 20], broken[11, 21], broken[12, 22] = np.nan, np.inf, -np.inf
+    amax = np.abs(broken).max(axis, keepdims=True)
+    with np.errstate(invalid="ignore"):
+        scales = np.where(np.isfinite(amax), F(127) / np.maximum(amax, F(2.0**-100)), np.nan)
+        codes = np.rint(np.nan_to_num(broken * scales) * (amax < np.inf)).astype(np.int8)
+    rule: dict[str, Any] = {"format": INT8_ROWWISE, "axis": axis, "scale_rule": "amax_divisor"}
+    call = QuantizeCase(shape=x.shape, dtype=dtype, **rule).call
+    found = [mx_jax.quantize(jnp.asarray(broken, dtype), **rule)]
+    for platform in ("cpu", "tpu"):
+        with lowered_for(platform):
+            way = jax.jit(lambda x: REFERENCE.run(call, x, None, None))
+            found.append(way(jnp.asarray(broken, dtype)))
+    for quantized in found:
+        assert_bitwise_equal(quantized.scales, scales.astype(F), what="scales")
+        assert_bitwise_equal(quantized.elements, codes, what="codes")
 
 
 @pytest.mark.parametrize("format", [FLOAT8_BLOCKWISE_E4M3, FLOAT8_BLOCKWISE_2D_E4M3], ids=str)

@@ -111,6 +111,24 @@ def test_deepseek_by_hand(name: str, power_of_two: bool):
     assert differs != power_of_two
 
 
+def test_int8_by_hand(arrays: tuple[np.ndarray, ...]):
+    """Each operand along the axis that its product contracts; g too, unless `drhs` is None."""
+    (x, w, g), recipe = arrays, recipes.int8_rowwise()
+
+    def by(x: np.ndarray, axis: int) -> np.ndarray:
+        scale = np.abs(x).max(axis, keepdims=True).astype(np.float64) / 127
+        return np.rint(x / scale) * scale
+
+    y, dx, dw = quick(functools.partial(run, recipe))(x, w, g)
+    close(y, by(x, 1), by(w, 0))
+    close(dx, by(g, 1), by(w, 1).T)
+    close(dw, by(x, 0).T, by(g, 0))
+    *_, high = quick(functools.partial(run, recipe.with_(drhs=None)))(x, w, g)
+    close(high, x.T, g)
+    drawn = recipe.with_(gradients={"rounding": "stochastic"})  # warnings are errors: none clips
+    assert drawn.dlhs.is_stochastic and drawn.drhs.is_stochastic and not drawn.fwd.is_stochastic
+
+
 @pytest.mark.slow(but="mxfp4-even")
 @pytest.mark.parametrize(
     ("format", "rule", "meant"),

@@ -83,7 +83,6 @@ def test_named_recipes_from_each_other():
     )
     mixture = mxfp4.with_(
         weights="mxfp4_2d",
-        scale_rule="even",
         gradients={"scale_rule": "rceil", "rounding": "stochastic"},
         drhs={"transform": RANDOM},
         name="mxfp4_stochastic",
@@ -107,6 +106,21 @@ def test_a_format_brings_its_rule_and_keeps_rounding_and_prescale():
     assert plain.fwd.lhs == operand(MXFP4, scale_rule="even")
     given = operand(MXFP4_2D, scale_rule="ceil")
     assert recipes.mxfp4_stochastic().with_(weights=given).dlhs.rhs == given
+    square = recipes.mxfp8().with_(weights="mxfp8_e4m3_2d")
+    assert square.dlhs.rhs == operand("mxfp8_e4m3_2d", scale_rule="rceil")
+
+
+def test_codes_of_square_blocks_are_kept_where_both_products_read_them():
+    square = recipes.mxfp8().with_(weights="mxfp8_e4m3_2d")
+    assert square.keeps_codes("rhs") and not square.keeps_codes("lhs")
+    for change in (
+        {"dlhs": {"rhs": operand("mxfp8_e4m3_2d", scale_rule="floor")}},
+        {"dlhs": {"transform": RANDOM}},
+        {"weights": {"prescale": 0.75}},
+        {"weights": {"rounding": "stochastic"}},
+        {"weights": "mxfp8_e4m3"},
+    ):
+        assert not square.with_(**change).keeps_codes("rhs")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Operands gathered as codes: the bits of one device, and nothing but bytes on the wire."""
 
+import contextlib
 import dataclasses
 import re
 from typing import Any
@@ -40,19 +41,21 @@ def step(recipe: Any, **options: Any) -> Any:
     )
 
 
-@pytest.mark.slow(but=r"Auto-P\('fsdp|Explicit-P\('model")
+@pytest.mark.slow(but=r"Auto-P\('fsdp|types-P\('model")
 @pytest.mark.parametrize("w_spec", [P("fsdp", "model"), P("model", "fsdp")], ids=str)
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_one_of_two_mesh_axes(kind: AxisType, w_spec: PartitionSpec, arrays):
-    """Tensor parallel along "model" beside FSDP: only "fsdp" is gathered."""
+@pytest.mark.parametrize("way", ["Auto", "Explicit", "types"])
+def test_one_of_two_mesh_axes(way: str, w_spec: PartitionSpec, arrays):
+    """Tensor parallel along "model" beside FSDP: only "fsdp" is gathered; on TPUs by types."""
     column = w_spec[1] == "model"
     specs = P("fsdp", None if column else "model"), w_spec, P("fsdp", "model" if column else None)
-    told = kind is AxisType.Explicit
-    gather = Gather("fsdp", rhs=None if told else w_spec)
-    recipe = MXFP4.with_(gather=gather)
-    run = step(recipe, out_sharding=specs[2] if told else None)
+    kind = AxisType.Auto if way == "Auto" else AxisType.Explicit
+    gather = Gather("fsdp", rhs=w_spec if way == "Auto" else None)
+    recipe = MXFP4 if way == "types" else MXFP4.with_(gather=gather)
+    run = step(recipe, out_sharding=None if way == "Auto" else specs[2])
     expected = quick(step(MXFP4))(*arrays)
-    text, actual = compiled(run, mesh_of(kind), arrays, specs)
+    tpu = mx_jax.testing.target("tpu") if way == "types" else contextlib.nullcontext()
+    with tpu:
+        text, actual = compiled(run, mesh_of(kind), arrays, specs)
     check(actual, expected)
     assert actual[2].sharding.spec == w_spec
     # Half of the codes and scales, in both orientations.
@@ -76,6 +79,18 @@ def test_inside_shard_map(w_spec: PartitionSpec, check_vma: bool, arrays):
     )
     # Four shares of 32 tokens, one block each: so dw is the same sum of the same casts.
     check(quick(run)(*arrays), quick(step(MXFP4))(*arrays))
+
+
+def test_inside_shard_map_over_a_part(arrays):
+    """Rows lie along one mesh axis of shard_map's; the compiler has the other, and gathers."""
+    recipe = MXFP4.with_(gather=Gather("fsdp", rhs=P("fsdp")))
+    run: Any = lambda x, w: mx_jax.matmul(x, w, recipe=recipe)  # noqa: E731
+    specs: Any = dict(in_specs=(P("model"), P()), out_specs=P("model"), axis_names={"model"})
+    expected = [quick(run)(*arrays[:2])]
+    for each in (run, jax.shard_map(run, mesh=mesh_of(AxisType.Auto), **specs)):
+        text, actual = compiled(each, mesh_of(AxisType.Auto), arrays[:2], (P("model"), P("fsdp")))
+        check([actual], expected)
+        assert gathered(text) == gathered(text, "u8") == W[0] * W[1] // 2 + W[0] * W[1] // 32
 
 
 def on_shards(recipe: Any, w_spec: PartitionSpec, x: Any, w: Any, **options: Any) -> Any:
@@ -194,14 +209,21 @@ def test_values_where_they_are_told_to_move(kind: AxisType, arrays: Any):
         check(actual, quick(step(recipes.mxfp8()))(*arrays))
 
 
-SQUARE = dataclasses.replace(mx_jax.formats.MXFP8_E4M3, name="square", block=(32, 32))
-
-
-def test_square_blocks_are_gathered_once(arrays: Any):
-    """Kept, they serve both orientations: 8 bits and a scale for each 1024 elements."""
-    recipe = recipes.mxfp8().with_(weights={"format": SQUARE}, residuals="quantized")
-    found = gathered_by(recipe, AxisType.Auto, arrays, np.float32)
-    assert found == {"u8": W[0] * W[1] + W[0] * W[1] // 1024}
+@pytest.mark.slow(but="Explicit-True-mxfp4|Auto-False-mxfp8")
+@pytest.mark.parametrize("weights", ["mxfp8_e4m3_2d", "mxfp4_2d"])
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_square_blocks_are_gathered_once(kind: AxisType, told: bool, weights: str, arrays: Any):
+    """Kept, they serve both orientations: their bits, and a scale for each 1024 elements."""
+    recipe = recipes.from_name(weights.partition("_")[0]).with_(weights=weights)
+    gather = Gather("fsdp", rhs=P("fsdp", None)) if told else None
+    explicit = {"out_sharding": FSDP[0]} if kind is AxisType.Explicit else {}
+    run = step(recipe.with_(gather=gather), **explicit)
+    text, actual = compiled(run, mesh_of(kind), arrays, FSDP)
+    check(actual, quick(step(recipe))(*arrays))
+    # Unless it is told, the compiler gathers codes of four bits for each product.
+    assert gathered(text, "u8") == W[0] * W[1] // (2 if told and weights == "mxfp4_2d" else 1) + 16
+    assert gathered(text) == gathered(text, "u8")
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,16 @@ from benchmarks.collectives import (
     OTHERS,
     PLAIN,
     RECIPES,
+    SQUARES,
     TOKENS,
+    TPUS,
     UNITS,
     WAYS,
     Case,
     cases,
+    cases_of_tpus,
     counted,
+    named,
     step,
 )
 from mx_jax import recipes
@@ -43,6 +47,7 @@ from tests.sharding.collectives import partitioned, place, received
 P = PartitionSpec
 # Two orientations of eight bits and their scales, beside bfloat16 once; maxima that rows agree on.
 SCALES = {"mxfp8": (1.0, 1.016), "mxfp4": (1.0, 1.0), "float8_rowwise": (1.004, 1.015)}
+SCALES |= dict.fromkeys(SQUARES, (1.0, 1.001))
 
 # The programs that are compiled: every layout in every way, recipes and dtypes taking turns, so
 # that any two of the four meet. Of the others the committed figures are held alone.
@@ -56,9 +61,10 @@ COMPILED += [Case(MODEL, "no mesh", "mxfp8", "bfloat16")]
 
 
 @functools.cache
-def committed() -> dict[Case, Counter[tuple[str, str]]]:
+def committed(device: str = "cpu") -> dict[Case, Counter[tuple[str, str]]]:
     """What the benchmark counted: bytes of each case, by kind of collective and dtype."""
     rows = json.loads((report.RESULTS / "collectives.json").read_text())["rows"]
+    rows = [row for row in rows if row["device"] == device]
     return {
         Case(*(row[field] for field in Case._fields)): Counter(
             {tuple(key.split()): size for key, size in row["bytes"].items()}
@@ -78,17 +84,33 @@ def test_the_committed_table_has_no_more_bytes_than_plain_jax():
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_fsdp_in_bfloat16_moves_what_the_docs_count(name: str):
-    """Two gathers of codes and a gradient; of values one gather, or one in each pass."""
-    found, own = committed(), recipes.from_name(name).fwd.rhs
+    """Two gathers of codes, or one of square blocks, and a gradient; of values one gather, or one
+    in each pass."""
+    found, own = committed(), named(name).fwd.rhs
     assert own is not None
     for layout in ("FSDP by k", "FSDP by n", "FSDP, scanned"):
         for way in WAYS:
             case = Case(layout, way, name, "bfloat16")
             ratio = found[case].total() / found[case._replace(recipe=PLAIN)].total()
             twice = layout == "FSDP, scanned" and way != "shard_map"
-            bits = 2 * own.format.bits_per_element + 16
+            once = name in SQUARES and layout != "FSDP, scanned"
+            once &= own.format.element.bits == 8 or way == "shard_map"
+            bits = (1 if once else 2) * own.format.bits_per_element + 16
             # Rows agree on their maxima besides.
             assert ratio == pytest.approx(bits / (48 if twice else 32), abs=0.016), case
+
+
+@pytest.mark.parametrize("device", TPUS)
+def test_tpus_move_codes_where_they_are_told(device: str):
+    """As other devices do; without a mesh values of each orientation, plain JAX's once or twice."""
+    found = committed(device)
+    for case in (case for recipe in RECIPES for case in cases_of_tpus(recipe)):
+        ratio = found[case].total() / found[case._replace(recipe=PLAIN)].total()
+        once = case.recipe in SQUARES or case.layout == "FSDP, scanned"
+        most = 1.018 if case.way != "no mesh" else 1.0 if once else 1.5
+        assert ratio <= most, case
+        if case.recipe in SQUARES and case.layout == "FSDP by k" and case.way != "no mesh":
+            assert ratio <= (0.751 if "mxfp8" in case.recipe else 0.626), case
 
 
 @pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,7 +29,7 @@ from mx_jax.sharding import Gather
 from tests.contracts.test_docs import section
 from tests.processes import ROOT
 from tests.quick import compilation_cache_off, with_gradients
-from tests.sharding.collectives import gathered
+from tests.sharding.collectives import received
 
 pytestmark = [
     pytest.mark.tpu,
@@ -75,19 +76,38 @@ def compiled(run: Callable[..., Any], *operands: Any, out: Any = None) -> str:
 PRODUCTS = ("data", "FSDP by k", "FSDP, scanned", "tensor, column", "tensor, row")
 
 
-@pytest.mark.parametrize("way", ("set_mesh", "no mesh", "explicit", "shard_map"))
+@pytest.mark.parametrize("way", ("gather", "set_mesh", "no mesh", "explicit", "shard_map"))
 @pytest.mark.parametrize("layout", [*PRODUCTS, "FSDP, tensor column"])
 def test_layouts(layout: str, way: str, devices: list[Any]):
-    """A product and its gradients; inside shard_map weights are gathered as codes."""
-    lowered = collectives.lowered(collectives.Case(layout, way, "mxfp4", "bfloat16"), devices)
-    text = lowered.compile().as_text()
-    if layout.startswith("FSDP"):
-        moved = {"u8": gathered(text, "u8"), "bf16": gathered(text, "bf16")}
-        assert [dtype for dtype, size in moved.items() if size] == [
-            "u8" if way == "shard_map" else "bf16"
-        ]
-    else:
-        assert not gathered(text)
+    """A product and its gradients: codes move where types or recipes say what does, else values;
+    sums in the operands' dtype."""
+    moved, summed = set[str](), set[str]()
+    for (kind, dtype), size in exchanged(layout, way, "mxfp4", devices).items():
+        if size:
+            (moved if kind == "all-gather" else summed).add(dtype)
+    told = way in ("gather", "explicit", "shard_map")
+    assert moved == ({"u8" if told else "bf16"} if layout.startswith("FSDP") else set())
+    assert summed <= {"bf16"}
+
+
+def exchanged(layout: str, way: str, recipe: str, devices: list[Any]) -> Counter[tuple[str, str]]:
+    case = collectives.Case(layout, way, recipe, "bfloat16")
+    return received(collectives.lowered(case, devices).compile().as_text(), len(devices))
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [*zip(collectives.SQUARES, (0.75, 0.63), strict=True), ("mxfp8", 1.016), ("mxfp4", 0.77)],
+)
+def test_square_blocks_are_gathered_once(name: str, ratio: float, devices: list[Any]):
+    """8 or 4 bits, and a gradient of 16, where plain JAX gathers 16; rows are gathered twice."""
+    for way in ("gather", "explicit", "shard_map", "no mesh"):
+        ours, plain = (
+            exchanged("FSDP by n", way, own, devices).total() for own in (name, collectives.PLAIN)
+        )
+        # Values of both orientations are equal.
+        wanted = ratio if way != "no mesh" else 1.0 if name in collectives.SQUARES else 1.5
+        assert ours / plain == pytest.approx(wanted, abs=0.007), way
 
 
 def test_rows_go_to_experts(devices: list[Any]):
@@ -227,12 +247,3 @@ def test_the_step_of_the_docs(devices: list[Any]):
         assert peak > 0 and flops == pytest.approx(4 * 512**2 * 1024, rel=0.2)
         gathers = [key.split()[1] for key in moved if key.startswith("all-gather")]
         assert {key.partition("[")[0] for key in gathers} == {dtype}
-
-
-def test_what_a_recipe_gathers_moves_as_codes(mesh: Mesh):
-    """On automatic axes, where XLA by itself moves values."""
-    run = functools.partial(mx_jax.matmul, recipe=CODES)
-    x, w = lying(mesh, P("fsdp"), TOKENS, FEATURES), lying(mesh, P("fsdp"), FEATURES, UNITS)
-    with jax.set_mesh(mesh):
-        text = compiled(run, x, w, out=NamedSharding(mesh, P("fsdp")))
-    assert gathered(text) == gathered(text, "u8") == FEATURES * UNITS * 33 // 32

@@ -5,9 +5,10 @@ import json
 import os
 from pathlib import Path
 
+import jax
 import pytest
 
-from benchmarks.tpu_cost import kernels
+from benchmarks.tpu_cost import kernels, slowness
 from benchmarks.tpu_schedule import Schedule
 from tests.processes import ROOT, printed
 
@@ -77,6 +78,16 @@ def test_loops():
     assert Schedule(KERNEL).run(None).counts == [1, *[3] * 7, *[1] * 4]
     execution = Schedule(KERNEL.replace("smov.u32 0 ", "sld [smem:[#a]] ")).run(4)
     assert execution.endless and execution.counts == [1] * 12
+
+
+def test_products_at_two_rates():
+    """Of three products the second is twice as fast as bfloat16."""
+    run = jax.jit(lambda x, w, y: (x @ w, y @ y.T, x @ w.astype(x.dtype)))
+    shapes = (((8, 32), "bfloat16"), ((32, 4), "bfloat16"), ((16, 24), "int8"))
+    program = run.lower(*(jax.ShapeDtypeStruct(*each) for each in shapes)).as_text()
+    ours, all_of_them = 16 * 16 * 24, 16 * 16 * 24 + 2 * 8 * 32 * 4
+    assert slowness(program, {"i8": 2}) == 1 - ours / all_of_them / 2
+    assert slowness(program, {}) == slowness("", {"i8": 2}) == 1
 
 
 @pytest.mark.tpu

@@ -115,6 +115,7 @@ _RULES = {
     scale_rules.AMAX_SUBNORMAL.scales: ("amax_becomes", "element"),
     scale_rules.FLOAT8.scales: ("float8", "divisor"),
     scale_rules.FLOAT8_POWER_OF_TWO.scales: ("float8_power_of_two", "divisor"),
+    scale_rules.AMAX_DIVISOR.scales: ("amax_divisor", "divisor"),
     scale_rules.AMAX_MULTIPLIER.scales: ("amax_multiplier", "multiplier"),
 }
 _ROUNDINGS = {NEAREST.apply: "nearest", AWAY.apply: "away", TOWARD_ZERO.apply: "toward_zero"}

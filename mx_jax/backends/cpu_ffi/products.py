@@ -1,6 +1,7 @@
 """Products by the compiled handlers, of codes as they are or of packed weights, dense or in groups.
 
-Float8 under float32 scales is decoded by a handler, and multiplied by XLA's float32 dot. Many rows
+Float8 under float32 scales is decoded by a handler, and multiplied by XLA's float32 dot; integers
+under whole-axis scales are multiplied as MXINT8's where an instruction set has them. Many rows
 that an instruction set would multiply in float32 are decoded too, in plain JAX: which backend takes
 a product, and whether packed weights are read, depends on no instruction set. XLA's own ragged
 product multiplies masked rows by every group's matrix on CPUs, g times the work: here a loop
@@ -37,9 +38,11 @@ from mx_jax.backends.sums import (
     row_scales,
     scaled,
 )
+from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.explicit_axes import vary_alike
-from mx_jax.codecs.scale import scale_to_float32
-from mx_jax.formats import BlockFormat
+from mx_jax.codecs.scale import E8M0_BIAS, scale_to_float32
+from mx_jax.formats import INTEGER8, MXINT8, WHOLE, BlockFormat
+from mx_jax.formats.element import known_element
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.matmul import scaled_matmul
@@ -150,6 +153,11 @@ def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> ja
     """The product `[*batch, *m, *n]`. Packed weights give the bits that they give unpacked."""
     if isinstance(rhs, PackedMXArray) or not _is_decoded(call):
         return _multiply_codes(call, lhs, rhs)
+    own = _in_blocks(call)
+    if isinstance(lhs, MXArray) and isinstance(rhs, MXArray) and own and not _why_decoded(own):
+        sums = _by_codes(own, _under_ones(lhs, own.lhs), _under_ones(rhs, own.rhs))
+        scales = row_scales("lhs", lhs, call), row_scales("rhs", rhs, call)
+        return scaled(sums, *scales).astype(call.out_dtype)
 
     def values(x: Operand, own: OperandType) -> jax.Array:
         if not isinstance(x, MXArray):
@@ -164,6 +172,26 @@ def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> ja
         precision=lax.Precision.HIGHEST if quantized else call.precision,
         preferred_element_type=jnp.float32,
     ).astype(call.out_dtype)
+
+
+def _in_blocks(call: MatmulCall) -> MatmulCall | None:
+    """The product of the same codes as MXINT8, of integers under scales that leave the sums."""
+    for _, own in call.sides:
+        format = own.format
+        if format is None or format.block != (1, WHOLE):
+            return None
+        if known_element(format.element) != INTEGER8:
+            return None
+    lhs, rhs = (dataclasses.replace(own, format=MXINT8) for _, own in call.sides)
+    return dataclasses.replace(call, lhs=lhs, rhs=rhs, out_dtype=np.dtype(np.float32))
+
+
+def _under_ones(x: MXArray, own: OperandType) -> MXArray:
+    """Integers as MXINT8, whose unit is 2^-6, under scales of 2^6."""
+    blocks = own.axes.blocks(MXINT8)
+    shape = block_shapes.scales_shape(x.shape, blocks)
+    scales = jnp.full(shape, E8M0_BIAS + MXINT8.element.mantissa_bits, jnp.uint8)
+    return dataclasses.replace(x, scales=scales, format=MXINT8, blocks=blocks, primal=None)
 
 
 def _multiply_codes(call: MatmulCall, lhs: Operand, rhs: Operand | PackedMXArray) -> jax.Array:

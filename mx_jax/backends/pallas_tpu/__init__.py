@@ -1,4 +1,4 @@
-"""Kernels for TPUs in Pallas: casts.
+"""Kernels for TPUs in Pallas: few rows by weights.
 
 Nothing here has run on a TPU. libtpu compiles every kernel, Pallas' interpreter has its bits, and
 what is on by default is faster by the schedule that libtpu makes: `benchmarks/results/tpu`.
@@ -10,7 +10,7 @@ from typing import Any
 
 from mx_jax.backends import calls
 from mx_jax.backends.calls import Call, rejects_symbolic
-from mx_jax.backends.pallas_tpu import casts
+from mx_jax.backends.pallas_tpu import casts, weights
 from mx_jax.backends.target import Backend, Offer, Target
 
 HOW = "faster by libtpu's schedule, not run"
@@ -56,18 +56,15 @@ def offer(
 
 def backend_for(*, interpret: bool = False) -> Backend:
     """The backend; for tests on a machine without a TPU, by Pallas' interpreter."""
-    return Backend(
-        name="pallas_tpu",
-        epsilon_bound=2.0,
-        table=tuple(
-            offer(call, rejects, run, interpret=interpret)
-            for call, rejects, run in (
-                (calls.QuantizeCall, casts.rejects, casts.quantize),
-                (calls.QuantizeBothCall, casts.rejects_both, casts.quantize_both),
-                (calls.ValuesCall, casts.rejects_values, casts.values),
-            )
-        ),
+    rows = (
+        (calls.QuantizeCall, casts.rejects, casts.quantize),
+        (calls.QuantizeBothCall, casts.rejects_both, casts.quantize_both),
+        (calls.ValuesCall, casts.rejects_values, casts.values),
+        (calls.MatmulCall, weights.rejects, weights.multiply),
+        (calls.PackCall, weights.rejects_pack, weights.pack),
     )
+    table = tuple(offer(*row, interpret=interpret) for row in rows)
+    return Backend(name="pallas_tpu", epsilon_bound=2.0, table=table)
 
 
 PALLAS_TPU = backend_for()

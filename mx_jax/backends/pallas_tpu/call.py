@@ -49,7 +49,8 @@ def call_kernel(
     order = ("parallel",) * parallel + ("arbitrary",) * (dimensions - parallel)
     # Below shard_map results differ between devices as operands do.
     alike = getattr(jax.typeof(operands[0]), "mat", None)
-    with jax.sharding.use_abstract_mesh(mesh):
+    # Kernels and the indices of their blocks have no 64-bit numbers, whatever the program has.
+    with jax.enable_x64(False), jax.sharding.use_abstract_mesh(mesh):
         return pl.pallas_call(
             kernel,
             out_shape=[

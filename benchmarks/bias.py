@@ -94,12 +94,13 @@ class GradientBias:
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
+      >>> from benchmarks.bias import gradient_bias
       >>> batches = [*jax.random.normal(jax.random.key(0), (4, 32, 64))]
       >>> def loss(w, x, recipe):
       ...     return (mx_jax.matmul(x, w["up"], recipe=recipe) ** 2).mean()
       >>> w = {"up": jax.random.normal(jax.random.key(1), (64, 8))}
       >>> recipe = mx_jax.recipes.weight_only("mxfp4")
-      >>> found = mx_jax.inspect.gradient_bias(loss, w, batches, recipe)
+      >>> found = gradient_bias(loss, w, batches, recipe)
       >>> [row.parameter for row in found.parameters()], found.whole[0].bias < 0.2
       (['up'], True)
     """
@@ -183,8 +184,8 @@ def passes(recipe: Recipe | str) -> dict[str, Recipe]:
       in high precision, so that the gradients are of the exact function.
 
     Examples:
-      >>> import mx_jax
-      >>> list(mx_jax.inspect.passes("mxfp4"))
+      >>> from benchmarks.bias import passes
+      >>> list(passes("mxfp4"))
       ['mxfp4', 'mxfp4, forward alone', 'mxfp4, backward alone']
     """
     recipe = as_recipe(recipe, "passes", Recipe)
@@ -246,13 +247,14 @@ def gradient_bias(
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
+      >>> from benchmarks.bias import gradient_bias
       >>> keys = jax.random.split(jax.random.key(0), 9)
       >>> w, batches = jax.random.normal(keys[8], (64, 32)), []
       >>> for key in keys[:8]:
       ...     batches.append(jax.random.normal(key, (128, 64)))
       >>> def loss(w, x, recipe):
       ...     return (mx_jax.matmul(x, w, recipe=recipe) ** 2).mean()
-      >>> found = mx_jax.inspect.gradient_bias(loss, w, batches, {"E4M3": "mxfp8", "E2M1": "mxfp4"})
+      >>> found = gradient_bias(loss, w, batches, {"E4M3": "mxfp8", "E2M1": "mxfp4"})
       >>> eight_bits, four_bits = found.whole
       >>> eight_bits.bias < 0.05 < four_bits.bias < four_bits.one_batch
       True

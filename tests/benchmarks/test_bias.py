@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks.bias import GradientBias, Row, estimate, gradient_bias, inner_products, passes
 from mx_jax import convert, recipes
-from mx_jax.inspect import GradientBias, gradient_bias, passes
-from mx_jax.inspect.bias import Row, estimate, inner_products
 from mx_jax.recipes import Residuals
 
 PARAMS = {"a": np.zeros(64, np.float32), "blocks": {"b": np.zeros((2, 32), np.float32)}}
