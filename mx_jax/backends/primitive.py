@@ -36,17 +36,21 @@ _DRAWS = (QuantizeCall, QuantizeBothCall, calls.TransformCall)
 _SPLIT = (MatmulCall, QuantizeCall, QuantizeBothCall)
 
 
-def bind(call: Call, *operands: Any) -> Any:
+def bind(call: Call, *operands: Any, sources: Callable[[], Sequence[Any]] | None = None) -> Any:
     """What a call asks for, as one equation: who computes it is selected when it is lowered.
 
     Args:
       call: whatever is selected, it is not looked at here: that is what `choose` is for.
       operands: as `Offer.run` takes them.
+      sources: of a product, what each operand's codes were cast from, and how: for TPUs, which
+        multiply values. The derivative of the product is linked outside.
 
     Raises:
       ValueError: as `choose`.
     """
     target = machine.current_target()
+    if sources is not None and target.platform == "tpu":
+        call, operands = _with_sources(call, operands, sources())
     asked = Asked.here(target)
     # A trace for a CPU has no kernels in place, unless somebody adds or names them.
     is_told = asked.only is not None or asked.preferred or asked.added
@@ -219,6 +223,20 @@ class Work:
         for _, axes in self.batches:
             compute = jax.vmap(compute, axes)
         return compute(*leaves)
+
+
+def _with_sources(
+    call: Any, operands: tuple[Any, ...], sources: Sequence[Any]
+) -> tuple[Any, tuple[Any, ...]]:
+    """A product and its operands, with their sources behind them."""
+    if not any(sources):
+        return call, operands
+    values, (left, right) = ([None if own is None else own[i] for own in sources] for i in range(2))
+    lhs, rhs = (
+        dataclasses.replace(own, source=source)
+        for (_, own), source in zip(call.sides, (left, right), strict=True)
+    )
+    return dataclasses.replace(call, lhs=lhs, rhs=rhs), (*operands, tuple(values))
 
 
 def _of_values(

@@ -76,18 +76,19 @@ class Taken(NamedTuple):
         take their place."""
         task, found = self.task, list[tuple[jax.Array, ValuesCall] | None]()
         axes, specs = (task.axes.lhs, task.axes.rhs), (task.spec.lhs, task.spec.rhs)
-        if current_target().platform != "tpu" or task.spec.transform is not None:
-            return [None, None]  # others multiply codes, or decode them on their way
+        if task.spec.transform is not None:
+            return [None, None]
         given = zip(task[:2], specs, axes, task.moves, task.sides, strict=True)
         for x, spec, own, move, side in given:
             is_cast = spec is not None and not isinstance(x, Quantized) and move is None
             if task.cotangent is not None and side == "lhs":
-                found.append((task.cotangent.values, task.cotangent.call))
+                values = lax.stop_gradient(task.cotangent.values)
+                found.append((values, task.cotangent.call))
             elif not is_cast or spec.prescale != 1.0 or spec.random_bits:
                 found.append(None)
             else:
                 cast = cast_call(x, spec, own.blocks(spec.format))
-                found.append((x, ValuesCall(cast=cast)))
+                found.append((lax.stop_gradient(x), ValuesCall(cast=cast)))
         return found
 
 
@@ -244,19 +245,8 @@ class DenseProduct(RecipeProduct[Key]):
             moves_codes=gather is None or bool(gather.axes),
             reduce_dtype=self.recipe.reduce_dtype,
         )
-        sources, behind = taken.sources(), tuple[Any, ...]()
-        if any(sources):
-            left, right = (None if own is None else own[1] for own in sources)
-            call = dataclasses.replace(
-                call,
-                lhs=dataclasses.replace(call.lhs, source=left),
-                rhs=dataclasses.replace(call.rhs, source=right),
-            )
-            # The derivative of the product is linked outside.
-            values = (None if own is None else lax.stop_gradient(own[0]) for own in sources)
-            behind = (tuple(values),)
         if not stored and not isinstance(rhs, PackedMXArray) and active.value is None:
-            return bind(call, lhs, rhs, *behind)
+            return bind(call, lhs, rhs, sources=taken.sources)
         choice = choose(call)
         for side, operand in zip(SIDES, (lhs, rhs), strict=True):
             if side in stored and isinstance(operand, MXArray):
@@ -277,7 +267,7 @@ class DenseProduct(RecipeProduct[Key]):
                     f"{twice(rhs)}; parts of the product are added up in "
                     f"{reduced_in(call.out_dtype, call.reduce_dtype)}"
                 )
-        return choice.offer.run(lhs, rhs, *behind, call)
+        return choice.offer.run(lhs, rhs, call)
 
     def cotangents(self, g: jax.Array, extra: Key, both: bool) -> tuple[Any, Any]:
         """g for both gradients: quantized in one call if a backend reads it once, else as it is."""
@@ -297,7 +287,7 @@ class DenseProduct(RecipeProduct[Key]):
         axes = ".".join(f"axis{self.axes.of_g(side).block_axis}" for side in GRADIENTS)
         with jax.named_scope("grad_both"), jax.named_scope(axes), follow(g):
             pair = quantize_operand_both(g, tuple(keys), casts=tuple(casts))
-        if current_target().platform != "tpu" or any(keys):
+        if any(keys):
             return pair
         values = (ValuesCall(cast=a, beside=b) for a, b in (casts, casts[::-1]))
         first, second = map(CastCotangent, pair, (g, g), values)

@@ -9,7 +9,7 @@ where rolls count: 62 of them find the largest of 128 blocks in each sublane.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,6 +39,10 @@ from mx_jax.codecs.float32 import (
     shift_left,
     shift_right,
 )
+
+# A reference has no type to a type checker.
+Ref = Any
+Index = int | jax.Array
 
 BLOCK, TILE_ROWS, TILE_COLUMNS = 32, 8, 256
 _LANES, _SUBLANES = 128, 8
@@ -101,7 +105,7 @@ def cast(
     ]
 
 
-def _read(ref: Any, rows: Any, pairs: Any, interpret: bool) -> jax.Array:
+def _read(ref: Ref, rows: Any, pairs: Any, interpret: bool) -> jax.Array:
     """Registers of some rows and pairs of tiles, `[rows, pairs, 8, 128]` words."""
     if not interpret:
         return ref.bitcast(jnp.uint32)[rows, pairs]
@@ -109,7 +113,7 @@ def _read(ref: Any, rows: Any, pairs: Any, interpret: bool) -> jax.Array:
 
 
 def _put(
-    result: Any, strip: Any, pair: Any, found: jax.Array, values: bool, interpret: bool
+    result: Ref, strip: Index, pair: Index, found: jax.Array, values: bool, interpret: bool
 ) -> None:
     """Store what 32 rows of a pair of tiles become, `[4, 8, 128]` words."""
     if values:
@@ -132,7 +136,7 @@ def _part(x: jax.Array, index: int) -> jax.Array:
 
 
 def _kernel(
-    x_ref: Any, *refs: Any, columns: Coding | None, rows: Coding | None, interpret: bool
+    x_ref: Ref, *refs: Ref, columns: Coding | None, rows: Coding | None, interpret: bool
 ) -> None:
     left = list(refs)
     of_columns, of_rows = (
@@ -166,17 +170,19 @@ def _in_a_loop(count: int, step: Callable[[Any], Any]) -> None:
     lax.fori_loop(np.int32(0), np.int32(count), lambda i, _: (step(i), None)[1], None)
 
 
-def _cast_columns(x: Any, results: Any, scratch: Any, coding: Coding, interpret: bool) -> None:
+def _cast_columns(
+    x: Ref, results: Sequence[Ref], scratch: Sequence[Ref], coding: Coding, interpret: bool
+) -> None:
     tall, pairs = x.shape[:2]
     sublane = lax.broadcasted_iota(jnp.int32, (_SUBLANES, _LANES), 0)
 
-    def cast_piece(step: Any, exact: bool) -> Any:
+    def cast_piece(step: Index, exact: bool) -> Any:
         """256 rows of a pair of tiles."""
         above, pair = lax.div(step, np.int32(pairs)), lax.rem(step, np.int32(pairs))
         # Of the first strips and of the last: in a sublane of either tile one strip's.
         largest = [jnp.zeros((_SUBLANES, _LANES), jnp.uint32)] * 2
 
-        def cast_strip(own: Any) -> jax.Array:
+        def cast_strip(own: Index) -> jax.Array:
             strip = above * _SUBLANES + own
             w = _read(x, pl.ds(strip * _STRIP, _STRIP), pl.ds(pair, 1), interpret)
             w = lax.squeeze(w, (1,))
@@ -217,14 +223,14 @@ def _largest_of_rows(w: jax.Array, sublane: jax.Array) -> jax.Array:
     return larger(top, bitwise_or(shift_left(top, 16), down(top, 16)))
 
 
-def _cast_rows(x: Any, results: Any, coding: Coding, interpret: bool) -> None:
+def _cast_rows(x: Ref, results: Sequence[Ref], coding: Coding, interpret: bool) -> None:
     tall, pairs = x.shape[:2]
     # As many of a strip's registers as have their largest magnitudes in one.
     together = next(size for size in (4, 2, 1) if size * pairs <= BLOCK)
     slots = BLOCK // together
     lane = lax.broadcasted_iota(jnp.int32, (_SUBLANES, _LANES), 1)
 
-    def cast_strip(strip: Any, exact: bool) -> Any:
+    def cast_strip(strip: Index, exact: bool) -> Any:
         """32 rows of all tiles."""
         w = _read(x, pl.ds(strip * _STRIP, _STRIP), slice(None), interpret)
         largest = [
@@ -232,7 +238,9 @@ def _cast_rows(x: Any, results: Any, coding: Coding, interpret: bool) -> None:
             for first in range(0, _STRIP, together)
         ]
 
-        def gathered(facts: Any, row: int, place: Any, block: jax.Array) -> jax.Array:
+        def gathered(
+            facts: Sequence[jax.Array], row: int, place: Index, block: jax.Array
+        ) -> jax.Array:
             """Of a row of registers: what stands for blocks of each lane's tile."""
             slot = (row % together) * slots + place
             source = bitwise_or(shift_left(block, 5), BLOCK - 1 - _reversed(slot))
@@ -243,7 +251,7 @@ def _cast_rows(x: Any, results: Any, coding: Coding, interpret: bool) -> None:
         facts = largest if exact else [*map(coding.reciprocals, largest)]
         tile, how = shift_right(lane, 5), coding.exact_results if exact else coding.results
 
-        def cast_pair(pair: Any, own: jax.Array) -> None:
+        def cast_pair(pair: Index, own: jax.Array) -> None:
             spread = [
                 lax.expand_dims(gathered(facts, row, pair, tile), (0,)) for row in range(_STRIP)
             ]
@@ -276,7 +284,7 @@ def _cast_rows(x: Any, results: Any, coding: Coding, interpret: bool) -> None:
     _in_turn(tall // _STRIP, cast_strip)
 
 
-def _reversed(slot: Any) -> Any:
+def _reversed(slot: Index) -> Any:
     """The five binary digits of a number in the other order."""
     return sum(((slot >> digit) & 1) << (4 - digit) for digit in range(5))
 

@@ -97,7 +97,8 @@ def _cast(
     x: jax.Array, calls: Sequence[QuantizeCall], interpret: bool, *, values: bool
 ) -> list[list[jax.Array]]:
     """The kernel's results for each cast."""
-    from mx_jax.backends.pallas_tpu import cast_kernels, words
+    from mx_jax.backends.pallas_tpu.cast_kernels import cast
+    from mx_jax.backends.pallas_tpu.words import Coding
 
     codings: dict[int, Any] = {}
     for call in calls:
@@ -105,9 +106,9 @@ def _cast(
         assert threshold is not None, call
         # Of a pattern of bfloat16, whose fraction has 7 bits of float32's 23.
         carry = (1 << 7) - min(-(-threshold >> 16), 1 << 7)
-        codings[call.blocks[0][0]] = words.Coding(call.format.element, carry, values)
+        codings[call.blocks[0][0]] = Coding(call.format.element, carry, values)
     matrix = x.reshape(-1, x.shape[-1])
-    found = cast_kernels.cast(matrix, codings.get(-2), codings.get(-1), interpret)
+    found = cast(matrix, codings.get(-2), codings.get(-1), interpret)
     count = 1 if values else 2
     parts = {axis: [found.pop(0) for _ in range(count)] for axis in (-2, -1) if axis in codings}
     return [parts[call.blocks[0][0]] for call in calls]
