@@ -80,15 +80,16 @@ class Taken(NamedTuple):
             return [None, None]
         given = zip(task[:2], specs, axes, task.moves, task.sides, strict=True)
         for x, spec, own, move, side in given:
-            is_cast = spec is not None and not isinstance(x, Quantized) and move is None
             if task.cotangent is not None and side == "lhs":
                 values = lax.stop_gradient(task.cotangent.values)
                 found.append((values, task.cotangent.call))
-            elif not is_cast or spec.prescale != 1.0 or spec.random_bits:
-                found.append(None)
-            else:
+                continue
+            found.append(None)
+            if spec is None or isinstance(x, Quantized) or move is not None:
+                continue
+            if spec.prescale == 1.0 and not spec.random_bits:
                 cast = cast_call(x, spec, own.blocks(spec.format))
-                found.append((lax.stop_gradient(x), ValuesCall(cast=cast)))
+                found[-1] = lax.stop_gradient(x), ValuesCall(cast=cast)
         return found
 
 
