@@ -159,7 +159,8 @@ def _in_turn(count: int, cast: Callable[[Any, bool], Any]) -> None:
     zero = jnp.zeros((_SUBLANES, _LANES), jnp.int32)
     odd = lax.fori_loop(np.int32(0), np.int32(count), add, zero)
 
-    @pl.when(jnp.any(gt(odd, 0)))
+    # Not `jnp.any`, which Pallas lowers by float64 under `jax_enable_x64`.
+    @pl.when(lax.gt(jnp.max(lax.convert_element_type(odd, jnp.float32)), np.float32(0)))
     def _() -> None:
         _in_a_loop(count, lambda part: cast(part, True))
 

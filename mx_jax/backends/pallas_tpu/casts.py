@@ -108,7 +108,18 @@ def _cast(
         carry = (1 << 7) - min(-(-threshold >> 16), 1 << 7)
         codings[call.blocks[0][0]] = Coding(call.format.element, carry, values)
     matrix = x.reshape(-1, x.shape[-1])
-    found = cast(matrix, codings.get(-2), codings.get(-1), interpret)
+
+    # A batch is more rows of whole blocks.
+    @jax.custom_batching.custom_vmap
+    def run(matrix: jax.Array) -> list[jax.Array]:
+        return cast(matrix, codings.get(-2), codings.get(-1), interpret)
+
+    @run.def_vmap
+    def _(size: int, in_batched: object, matrix: jax.Array) -> Any:
+        found = run(matrix.reshape(-1, matrix.shape[-1]))
+        return [y.reshape(size, -1, y.shape[-1]) for y in found], [True] * len(found)
+
+    found = run(matrix)
     count = 1 if values else 2
     parts = {axis: [found.pop(0) for _ in range(count)] for axis in (-2, -1) if axis in codings}
     return [parts[call.blocks[0][0]] for call in calls]
