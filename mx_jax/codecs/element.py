@@ -94,7 +94,7 @@ def _fixed_point(
     """Codes of two's complement: float32's own addition rounds, and has them in its last bits."""
     x = float32.from_bits(bits)
     if fits:
-        # Rounded by itself: TPUs have no instruction that multiplies and adds.
+        # Rounded by itself: TPUs, up to tpu7x, have no instruction that multiplies and adds.
         x = platform_dependent(x, tpu=lambda x: x, default=float32.rounded)
     else:
         least = element.value(element.sign_code + 1 - element.negative_extra)

@@ -67,25 +67,28 @@ def recipe_of(recipe: AnyRecipe, spec: PartitionSpec | None) -> AnyRecipe:
 
 
 def linen_recipe(layer: flax.linen.Module, recipe: AnyRecipe, name: str = "kernel") -> AnyRecipe:
-    """The recipe of a bound flax.linen layer, which knows how a parameter, its kernel, is sharded:
-    by its box, else by its initializer's.
+    """The recipe of a bound flax.linen layer, which knows how its kernel, a parameter, lies."""
+    if recipe.gather is None or recipe.gather.rhs is not None:
+        return recipe
+    return recipe_of(recipe, linen_spec(layer, name))
+
+
+def linen_spec(layer: flax.linen.Module, name: str = "kernel") -> PartitionSpec | None:
+    """Sharding of a bound flax.linen layer's parameter, by its box, else by its initializer's.
 
     Training states often hold unboxed parameters; what `nn.with_partitioning` made of the
     initializer still knows.
     """
-    if recipe.gather is None or recipe.gather.rhs is not None:
-        return recipe
     box: Any = layer.get_variable("params", name) if layer.scope is not None else None
     if not isinstance(box, meta.AxisMetadata):
         init = getattr(layer, f"{name}_init", None)
         # Only what Flax wraps initializers in makes boxes.
         if init is None or not hasattr(init, "__wrapped__"):
-            return recipe_of(recipe, None)
+            return None
         shape = tuple(getattr(box, "shape", None) or (1, 1))
         box = jax.eval_shape(lambda: init(jax.random.key(0), shape, "float32"))
     spec: Any = getattr(box, "get_partition_spec", None)
-    where = None if spec is None else _on_mesh(spec(), getattr(box, "rules", None))
-    return recipe_of(recipe, where)
+    return None if spec is None else _on_mesh(spec(), getattr(box, "rules", None))
 
 
 def nnx_spec(variable: object) -> PartitionSpec | None:

@@ -137,7 +137,8 @@ class RecipeProduct(Product[E]):
         key, spec = product_key(self.recipe, "fwd", self.key_of(extra)), self.recipe.fwd
         others = {side: None for side in SIDES if not self.recipe.keeps_codes(side)}
         spec = dataclasses.replace(spec, **others)
-        return self.take(Task(lhs, rhs, spec, self.axes), extra, key).operands
+        with jax.named_scope("output"):
+            return self.take(Task(lhs, rhs, spec, self.axes), extra, key).operands
 
     @one_program("self", "side", "aval")
     def gradient(

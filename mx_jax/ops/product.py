@@ -296,9 +296,10 @@ def _batch(values: Sequence[jax.Array], axes: Sequence[int | None], *, of: _Deri
     return found, [0] * of.number
 
 
-def _without_unused(used: Sequence[bool], *given: Any) -> tuple[list[bool], JaxprEqn | None]:
+def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], JaxprEqn | None]:
     """A gradient that nobody asks for is not computed for the one that somebody does."""
-    eqn: JaxprEqn = given[-1]  # newest JAX says before it which inputs others read
+    # JAX 0.12 says something of inputs before the equation.
+    eqn: JaxprEqn = others[-1]
     if not any(used):
         return [False] * len(eqn.invars), None
     of: _Derivative = eqn.params["of"]

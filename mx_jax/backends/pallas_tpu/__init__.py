@@ -53,10 +53,16 @@ def offer(
     return Offer(call=call, rejects=reason, run=run_call, how=HOW)
 
 
+def _multiply(*given: Any) -> Any:
+    from mx_jax.backends.pallas_tpu import columns
+
+    return columns.multiply(*given)
+
+
 def backend_for(*, interpret: bool = False) -> Backend:
     """The backend; for tests on a machine without a TPU, by Pallas' interpreter."""
     table = (
-        offer(MatmulCall, weights.rejects, weights.multiply, interpret=interpret),
+        offer(MatmulCall, weights.rejects, _multiply, interpret=interpret),
         offer(PackCall, weights.rejects_pack, weights.pack, interpret=interpret),
     )
     return Backend(name="pallas_tpu", epsilon_bound=2.0, table=table)
