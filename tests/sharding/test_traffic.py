@@ -111,7 +111,7 @@ def test_tpus_move_codes_where_they_are_told(device: str):
         # Maxima of whole rows are much beside so small weights.
         assert ratio <= most + 0.08 * (case.recipe == "float8_rowwise"), case
         if case.recipe in SQUARES and case.layout == "FSDP by k" and case.way != "no mesh":
-            assert ratio <= (0.751 if "mxfp8" in case.recipe else 0.626), case
+            assert ratio <= (0.755 if "mxfp8" in case.recipe else 0.63), case
 
 
 @pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
