@@ -78,7 +78,7 @@ def _multiply_codes(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     # On GPUs, XLA lets float8 products accumulate fast exactly when the precision is DEFAULT. On
     # TPUs it makes the same of both.
     precision = lax.Precision.DEFAULT if call.fast_accumulation else lax.Precision.HIGHEST
-    sums_type = jnp.int32 if lhs.format.element.kind == "int" else jnp.float32
+    sums_type = jnp.int32 if lhs.format.element.kind == "int" else _shared_dtype(call)
 
     def dot(left: jax.Array, right: jax.Array, dimensions: Any = call.dimension_numbers) -> Any:
         return lax.dot_general(
@@ -104,7 +104,7 @@ def _multiply_codes(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         unit = math.prod(x.format.element.smallest_subnormal for x in (lhs, rhs))
         product = product.astype(jnp.float32) * unit
     scales = sums.row_scales("lhs", lhs, call), sums.row_scales("rhs", rhs, call)
-    return sums.scaled(product, *scales).astype(call.out_dtype)
+    return sums.scaled(product.astype(jnp.float32), *scales).astype(call.out_dtype)
 
 
 def _k_last(elements: jax.Array, axes: Axes) -> jax.Array:
@@ -356,13 +356,15 @@ def _multiply_rounded(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array
     return (product * (left_factor * right_factor)).astype(call.out_dtype)
 
 
-def _shared_dot(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Array:
-    """`_dot`; what XLA splits between devices they add up in the dtype that it has."""
+def _shared_dtype(call: MatmulCall) -> Any:
+    """Of a dot's sums: what XLA splits between devices they add up in the dtype that it has."""
     dtype = reduced_in(call.out_dtype, call.reduce_dtype)
     # In float16 sums that lack their scales might be out of range.
-    if on_one_device.value or dtype == jnp.float16:
-        dtype = jnp.float32
-    return _dot(left, right, call.dimension_numbers, dtype).astype(jnp.float32)
+    return jnp.float32 if on_one_device.value or dtype == jnp.float16 else dtype
+
+
+def _shared_dot(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Array:
+    return _dot(left, right, call.dimension_numbers, _shared_dtype(call)).astype(jnp.float32)
 
 
 def _dot(
