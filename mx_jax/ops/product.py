@@ -305,8 +305,8 @@ def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Jax
     of: _Derivative = eqn.params["of"]
     read = [*used, *[True] * (len(eqn.invars) - of.number)]
     narrower = dataclasses.replace(of, used=tuple(itertools.compress(of.used, used)))
-    invars, outvars = ([*itertools.compress(own, read)] for own in (eqn.invars, eqn.outvars))
-    return read, eqn.replace(invars=invars, outvars=outvars, params={"of": narrower})
+    invars, outvars = itertools.compress(eqn.invars, read), itertools.compress(eqn.outvars, used)
+    return read, eqn.replace(invars=[*invars], outvars=[*outvars], params={"of": narrower})
 
 
 _linked: Any = Primitive("mx_derivative")
