@@ -45,7 +45,7 @@ DTYPES = ("float32", "bfloat16")
 WAYS = ("set_mesh", "no mesh", "with mesh", "explicit", "shard_map")
 # Under "gather" the recipe says what is gathered; the mesh is in context, and its axes automatic.
 TPUS, WAYS_OF_TPUS = ("v6e:2x2", "tpu7x:2x2x1"), ("gather", "no mesh", "explicit", "shard_map")
-LAYOUTS_OF_TPUS = ("FSDP by k", "FSDP, scanned", "FSDP, tensor column")
+LAYOUTS_OF_TPUS = ("FSDP by k", "FSDP, scanned")
 SIZE_OF_TPUS = 256  # tokens, features and units: libtpu takes many seconds for more
 
 

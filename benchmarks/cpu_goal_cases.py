@@ -5,6 +5,7 @@ The cases of a group run in the same rounds, in a process of their own.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -186,6 +187,24 @@ def squares_without_bf16(sizes: Sizes) -> Group:
     return Group(cases=[_float32(*shape), own, *bound], work=work)
 
 
+def by_set(
+    isa: str, m: int, pairs: Sequence[Pair], packed: bool = True, peak: str = "fma256"
+) -> Making:
+    """`m` rows by weights of 1,024 by 1,024 on a smaller instruction set, beside float32."""
+    shape = m, 1024, 1024
+
+    def make(sizes: Sizes) -> Group:
+        del sizes
+        if why := _without_library():
+            return Group(cases=[], left_out={_title(pair, packed): why for pair in pairs})
+        w = draw("normal", shape[1:])
+        cases = [_product(pair, shape, w, packed) for pair in pairs]
+        bound, work = _peak(peak, math.prod(shape))
+        return Group(cases=[_float32(*shape), *cases, *bound], work=work)
+
+    return Making(make=make, isa=isa)
+
+
 def beyond_the_cache(sizes: Sizes) -> Group:
     """One row, and eight, by each of many weights, beside a read of MXFP4's and ONNX's int4."""
     size, many = sizes.size, sizes.many
@@ -260,3 +279,16 @@ GROUPS: dict[str, Making] = {
     "casts": Making(make=casts),
     "attention over 2,048 positions": Making(make=attention),
 }
+_INTEGERS = (_MXFP4, formats.MXFP6_E2M3, _MXINT8)
+_EACH = [(None, own) for own in (_MXFP4, _NVFP4, _MXFP8, *_INTEGERS[1:], formats.MXFP6_E3M2)]
+for _isa, _peak_name in (("avx2", "maddubs256"), ("avx2_vnni", "vnni256")):
+    GROUPS |= {
+        f"{_isa}: 1 row": by_set(_isa, 1, [*_EACH, (_MXINT8, _MXFP4)]),
+        f"{_isa}: 32 rows": by_set(_isa, 32, [(_MXINT8, _MXFP4), *_EACH], peak=_peak_name),
+        f"{_isa}: 96 rows": by_set(_isa, 96, _EACH),
+        f"{_isa}: squares": by_set(
+            _isa, 1024, [(own, own) for own in _INTEGERS], packed=False, peak=_peak_name
+        ),
+        f"{_isa}: casts": Making(make=casts, isa=_isa),
+        f"{_isa}: attention": Making(make=attention, isa=_isa),
+    }

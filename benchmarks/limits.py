@@ -20,9 +20,11 @@ from mx_jax.backends.cpu_ffi import library
 # The library's path; without it, `build/` is where it lies.
 VARIABLE = "MX_JAX_LIMITS_LIBRARY"
 BUILD = "cmake -S custom_calls -B build && cmake --build build --target limits"
-PEAKS = {"fma": 16, "bf16": 32, "vnni": 64}  # products of an instruction
+# Products of an instruction; "256": on registers of 256 bits.
+PEAKS = {"fma256": 8, "maddubs256": 32, "vnni256": 32, "fma": 16, "vnni": 64, "bf16": 32}
 PEAK_ROUNDS = 1_500_000
-_PEAKS_OF = {"avx512": ("fma",), "avx512_vnni": ("fma", "vnni"), "avx512_bf16": tuple(PEAKS)}
+# By instruction set, how many of them it has.
+_PEAKS_OF = {"avx2": 2, "avx2_vnni": 3, "avx512": 4, "avx512_vnni": 5, "avx512_bf16": 6}
 
 
 @functools.cache
@@ -51,4 +53,4 @@ def peaks() -> dict[str, Callable[[], Any]]:
     def peak(instruction: str) -> Callable[[], Any]:
         return jax.jit(lambda: call(instruction=instruction, rounds=np.int64(PEAK_ROUNDS)))
 
-    return {name: peak(name) for name in _PEAKS_OF.get(load().detected_isa, ())}
+    return {name: peak(name) for name in [*PEAKS][: _PEAKS_OF.get(load().detected_isa, 0)]}

@@ -15,7 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.core import Tracer
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import Primitive  # pyright: ignore[reportPrivateImportUsage]
+from jax.interpreters import ad, batching, mlir
 from numpy.typing import DTypeLike
 
 from mx_jax.codecs import blocks as block_shapes
@@ -58,6 +60,9 @@ class ArrayOfCodes:
     def dequantize(self, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
         """The values."""
         raise NotImplementedError
+
+    def warn_of_values(self) -> None:
+        """Say it where values that nobody asked for by a word are slow to make."""
 
     def transpose(self, *axes: int | Sequence[int]) -> Any:
         """Permute axes."""
@@ -248,7 +253,7 @@ class MXArray(ArrayOfCodes):
         return values if self.primal is None else straight_through(values, self.primal)
 
     def __jax_array__(self) -> jax.Array:
-        return self.dequantize()
+        return self.dequantize() if self.primal is not None else values(self)
 
     def __getitem__(self, index: indexing.Index | tuple[indexing.Index, ...]) -> "MXArray":
         """Index between blocks; see `codecs.indexing.index_blocks` for what each axis takes."""
@@ -352,6 +357,45 @@ class MXArray(ArrayOfCodes):
 
 
 # As a pytree ------------------------------------------------------------------------------------
+
+
+# Where JAX asks for an array without a word, the values are one equation: who reads the program
+# (`mx_jax.convert`) may have a product take the codes instead.
+values_p = Primitive("mx_values")
+
+
+def values(x: ArrayOfCodes) -> jax.Array:
+    """The values of an array of codes, by one equation of its arrays."""
+    arrays, tree = jax.tree.flatten(x)
+    return values_p.bind(*arrays, tree=tree)
+
+
+def _values_of(*arrays: jax.Array, tree: object) -> jax.Array:
+    x = jax.tree.unflatten(tree, arrays)
+    x.warn_of_values()
+    return x.dequantize()
+
+
+def _shape_of_values(*arrays: ShapedArray, tree: object) -> ShapedArray:
+    def run(*arrays: jax.Array) -> jax.Array:
+        return jax.tree.unflatten(tree, arrays).dequantize()
+
+    return jax.make_jaxpr(run)(*arrays).out_avals[0]
+
+
+def _stacked_values(arrays: Sequence[Any], axes: Sequence[Any], *, tree: object) -> Any:
+    (size,) = {x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None}
+    stacks = (batching.bdim_at_front(x, axis, size) for x, axis in zip(arrays, axes, strict=True))
+    return values_p.bind(*stacks, tree=tree), 0
+
+
+values_p.def_impl(jax.jit(_values_of, static_argnames="tree"))
+values_p.def_abstract_eval(_shape_of_values)
+ad.primitive_jvps[values_p] = lambda arrays, tangents, *, tree: jax.jvp(
+    functools.partial(_values_of, tree=tree), arrays, tuple(map(ad.instantiate_zeros, tangents))
+)
+batching.primitive_batchers[values_p] = _stacked_values
+mlir.register_lowering(values_p, mlir.lower_fun(_values_of, multiple_results=False))
 
 
 def unlinked(x: X) -> X:

@@ -16,7 +16,7 @@ from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import has_explicit_axes, partitions
 from mx_jax.codecs.indexing import Index
 from mx_jax.formats import BlockFormat
-from mx_jax.mxarray import ArrayOfCodes, MXArray
+from mx_jax.mxarray import ArrayOfCodes, MXArray, values
 
 T = TypeVar("T")
 Q = TypeVar("Q", bound="Quantized")
@@ -202,6 +202,9 @@ class PackedMXArray(ArrayOfCodes):
         return self.unpack().dequantize(dtype)
 
     def __jax_array__(self) -> jax.Array:
+        return values(self)
+
+    def warn_of_values(self) -> None:
         # Where something asks for an array without a word, it is mostly a layer of Flax's own.
         warnings.warn(
             f"{self!r} is unpacked and dequantized, which is slow: only mx_jax.matmul, dot_general "
@@ -209,7 +212,6 @@ class PackedMXArray(ArrayOfCodes):
             "by packed weights as they are; for the values call dequantize()",
             stacklevel=2,
         )
-        return self.dequantize()
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> Any:
         # `x[...]` is how nnx reads a Variable: it must not cost an unpacking.

@@ -13,37 +13,40 @@ namespace {
 namespace ffi = xla::ffi;
 
 #if MX_X86
-// Twelve instructions that do not wait for each other, on the widest registers.
-#define MX_ONE(name, register) name " %%zmm13,%%zmm14,%%zmm" register "\n"
-#define MX_TWELVE(name)                                                                           \
-  MX_ONE(name, "0") MX_ONE(name, "1") MX_ONE(name, "2") MX_ONE(name, "3") MX_ONE(name, "4")       \
-  MX_ONE(name, "5") MX_ONE(name, "6") MX_ONE(name, "7") MX_ONE(name, "8") MX_ONE(name, "9")       \
-  MX_ONE(name, "10") MX_ONE(name, "11")
-#define MX_LOOP(name, count)                                                                      \
+// Twelve instructions that do not wait for each other, on registers "x", "y" or "z".
+#define MX_ONE(name, of, register) name " %%" of "mm13,%%" of "mm14,%%" of "mm" register "\n"
+#define MX_SIX(name, of, a, b, c, d, e, f)                                                 \
+  MX_ONE(name, of, a) MX_ONE(name, of, b) MX_ONE(name, of, c) MX_ONE(name, of, d)          \
+  MX_ONE(name, of, e) MX_ONE(name, of, f)
+#define MX_LOOP(name, of)                                                                         \
   asm volatile(                                                                                   \
-      "vpxord %%zmm13,%%zmm13,%%zmm13\nvpxord %%zmm14,%%zmm14,%%zmm14\n1:\n" MX_TWELVE(name)      \
+      "vpxor %%xmm13,%%xmm13,%%xmm13\nvpxor %%xmm14,%%xmm14,%%xmm14\n1:\n"                        \
+      MX_SIX(name, of, "0", "1", "2", "3", "4", "5") MX_SIX(name, of, "6", "7", "8", "9", "10", "11") \
       "dec %0\njnz 1b\n"                                                                          \
-      : "+r"(count)                                                                               \
+      : "+r"(rounds)                                                                              \
       :                                                                                           \
       : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10",  \
         "xmm11", "xmm13", "xmm14", "cc")
 #endif
 
-// Runs 12 * rounds instructions: 16 products each for "fma", 32 for "bf16", 64 for "vnni".
+// Runs 12 * rounds instructions of a set that this machine has.
 ffi::Error Peak(ffi::Result<ffi::Buffer<ffi::S32>> out, std::string_view instruction,
                 int64_t rounds) {
-  const bool fma = instruction == "fma", bf16 = instruction == "bf16", vnni = instruction == "vnni";
-  const Isa needed = fma ? kAvx512 : vnni ? kAvx512Vnni : kAvx512Bf16;
-  if ((!fma && !bf16 && !vnni) || DetectedIsa() < needed || rounds < 1) {
-    return InvalidArgument("mx_jax peak: needs instruction='fma', 'vnni' or 'bf16', which this ",
-                           "machine has, and rounds >= 1, got instruction='", instruction,
-                           "', rounds=", rounds, " on ", IsaName(DetectedIsa()));
-  }
+  const auto runs = [&](const char* name, Isa isa) {
+    return instruction == name && HasIsa(isa) && rounds >= 1;
+  };
 #if MX_X86
-  if (fma) MX_LOOP("vfmadd231ps", rounds);
-  if (vnni) MX_LOOP("vpdpbusd", rounds);
-  if (bf16) MX_LOOP("vdpbf16ps", rounds);
+  if (runs("fma256", kAvx2)) MX_LOOP("vfmadd231ps", "y");
+  else if (runs("maddubs256", kAvx2)) MX_LOOP("vpmaddubsw", "y");
+  else if (runs("vnni256", kAvx2Vnni)) MX_LOOP("%{vex%} vpdpbusd", "y");
+  else if (runs("fma", kAvx512)) MX_LOOP("vfmadd231ps", "z");
+  else if (runs("vnni", kAvx512Vnni)) MX_LOOP("vpdpbusd", "z");
+  else if (runs("bf16", kAvx512Bf16)) MX_LOOP("vdpbf16ps", "z");
+  else
 #endif
+    return InvalidArgument("mx_jax peak: needs an instruction that this machine has, and rounds ",
+                           ">= 1, got instruction='", instruction, "', rounds=", rounds, " on ",
+                           IsaName(DetectedIsa()));
   for (size_t i = 0; i < out->element_count(); ++i) out->typed_data()[i] = 0;
   return ffi::Error::Success();
 }

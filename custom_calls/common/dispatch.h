@@ -16,6 +16,9 @@ const char* IsaName(Isa isa);
 // The best that this machine has.
 Isa DetectedIsa();
 
+// Whether this machine has one.
+bool HasIsa(Isa isa);
+
 // What runs: the one that MX_JAX_CPU_ISA names, or the detected one where it is unset.
 Isa CurrentIsa();
 

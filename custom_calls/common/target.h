@@ -19,10 +19,11 @@
 #define MX_RANK_dotprod 0
 #define MX_RANK_i8mm 0
 #define MX_RANK_avx2 1
-#define MX_RANK_avx512 2
-#define MX_RANK_avx512_vbmi 3
-#define MX_RANK_avx512_vnni 4
-#define MX_RANK_avx512_bf16 5
+#define MX_RANK_avx2_vnni 2
+#define MX_RANK_avx512 3
+#define MX_RANK_avx512_vbmi 4
+#define MX_RANK_avx512_vnni 5
+#define MX_RANK_avx512_bf16 6
 
 #define MX_JOIN_NOW(a, b) a##b
 #define MX_JOIN(a, b) MX_JOIN_NOW(a, b)

@@ -6,7 +6,7 @@
 #include <immintrin.h>
 #include <string.h>
 
-#include "products/multiply_avx512-inl.h"
+#include "products/multiply_vectors-inl.h"
 
 namespace mx::MX_TARGET {
 namespace {

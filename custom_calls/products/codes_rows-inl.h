@@ -66,7 +66,8 @@ template <PanelType kType>
 void MultiplyCodes(const CodesProduct& p) {
   ByElement(p.element, [&p](auto element) {
     constexpr Element kElement = decltype(element)::value;
-    if constexpr (kType != kInt8 || FitsInt8(kElement)) MultiplyCodesAs<kType, kElement>(p);
+    constexpr bool kHeld = kType == kInt8 ? FitsInt8(kElement) : FitsInt16(kElement);
+    if constexpr (kType == kFloat32 || kHeld) MultiplyCodesAs<kType, kElement>(p);
   });
 }
 

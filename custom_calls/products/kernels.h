@@ -26,6 +26,9 @@ namespace mx {
 constexpr int kTileRows = 6;
 constexpr int kTileColumns = 32;
 constexpr int kChunk = 32;
+// Rows up to which rhs is decoded slice by slice beside its use; with codes decoded on their way,
+// once for every few rows.
+constexpr int64_t kThinRows = 60;
 // Panels of lhs are made five at a time: 30 rows fill nearly a vector of 32.
 constexpr int kLhsPanelsPerGroup = 5;
 constexpr int kLhsGroupRows = kLhsPanelsPerGroup * kTileRows;
@@ -152,6 +155,20 @@ struct CodesProduct {
   bool clear;
 };
 
+// The first `rows` rows of lhs at least, by a panel of rhs, over num_chunks chunks, to a tile:
+// tile = (clear ? 0 : tile) + lhs panel * rhs panel.
+struct PanelProduct {
+  Element lhs_element, rhs_element;
+  int rows;
+  int32_t block;
+  Scaling scaling;
+  int64_t num_chunks;
+  const char* lhs;
+  const char* rhs;
+  float* tile;
+  bool clear;
+};
+
 // How many rows of lhs a panel for multiply_codes has, where so many are left, of `most` at most.
 constexpr int FewRows(int64_t left, int most) {
   return left > 12 && most > 8 ? 16 : left > 4 ? 8 : left > 2 ? 4 : (int)left;
@@ -172,20 +189,22 @@ struct PanelKernels {
   void (*pack_rhs)(const Source& source, int64_t first_row, char* out, ScaleRange* range);
   // Packs one panel of 1 to 16 rows of lhs, which may write 60 bytes beyond its end.
   void (*pack_few)(const Source& source, int64_t first_row, int rows, char* out, ScaleRange* range);
-  // tile = (clear ? 0 : tile) + lhs panel * rhs panel, over num_chunks chunks, of the first `rows`
-  // rows at least.
-  void (*multiply)(int rows, int32_t block, Scaling scaling, int64_t num_chunks, const char* lhs,
-                   const char* rhs, float* tile, bool clear);
+  void (*multiply)(const PanelProduct& product);
   // The same for a panel of codes, decoded on its way, and FewRows rows; null where unpacking it
   // first is as fast.
   void (*multiply_codes)(const CodesProduct& product);
   // The same for kTileRows rows, not folded, which also keeps the panel as pack_rhs gives it, for
   // the rows that follow; null where decoding it anew for them is as fast.
   void (*multiply_keeping)(const CodesProduct& product, char* keep);
-  // The most rows that multiply_codes takes, 8 or 16; and whether it takes them times kFoldLhs, for
-  // floats of 8 bits.
+  // The most rows that multiply_codes takes, 8 or 16; and by how many of the first elements it takes
+  // them times kFoldLhs.
   int most_few = 8;
-  bool folds = false;
+  int folded = 0;
+  // Rows up to which packed codes are decoded anew for every few of them, and whether others are.
+  int64_t most_anew = kThinRows;
+  bool packs_strided = true;
+  // Whether sums of two products have to fit int16, as those of INT8 by INT8 do not.
+  bool adds_pairs = false;
 };
 
 // The kernels of one instruction set.
@@ -231,9 +250,6 @@ void PackCodes(const Source& source, int64_t first_row, uint8_t* out);
 void Store(const float* tile, int rows, int columns, float alpha, OutType type, void* out,
            int64_t out_stride);
 }  // namespace avx512
-namespace avx512_vnni {
-extern const PanelKernels kInt8Panels, kInt16Panels;
-}  // namespace avx512_vnni
 
 }  // namespace mx
 

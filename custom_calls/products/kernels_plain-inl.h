@@ -1,4 +1,4 @@
-// The kernels of kernels.h in plain C++, with AVX2 where there is that: float32 panels and int8 ones.
+// The kernels of kernels.h in plain C++: float32 panels and int8 ones.
 // Sums of a block of integers stay below 2^24, so they are exact in float32 too.
 #ifndef MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_PLAIN_INL_H_
 #define MX_JAX_CUSTOM_CALLS_PRODUCTS_KERNELS_PLAIN_INL_H_
@@ -11,9 +11,7 @@
 #include "products/kernels.h"
 #include "products/weights.h"
 
-#if MX_RANK >= MX_RANK_avx2
-#include <immintrin.h>
-#elif defined(__ARM_FEATURE_DOTPROD)
+#if defined(__ARM_FEATURE_DOTPROD)
 #include <arm_neon.h>
 #endif
 
@@ -65,6 +63,11 @@ struct Numbers<kInt8> {
   using Type = int8_t;
   static const int8_t* Of(Element element) { return TablesOf(element).int8; }
 };
+template <>
+struct Numbers<kInt16> {
+  using Type = int16_t;
+  static const int16_t* Of(Element element) { return TablesOf(element).int16; }
+};
 
 template <class Number>
 MX_INLINE Number Value(const Source& source, const Number* table, int64_t at) {
@@ -103,13 +106,6 @@ MX_INLINE void PanelValues(Layout layout, const uint8_t* codes, const Number* ta
   for (int i = 0; i < rows; ++i) values[i] = table[from[4 * i] >> shift & mask];
 }
 
-MX_INLINE int ScaleByte(const Source& source, int64_t row, int64_t block) {
-  if (source.layout != kStrided) {
-    return ScalesAt(source, row, block)[row % C];
-  }
-  return source.scales[row * source.scale_row_stride + block * source.scale_block_stride];
-}
-
 // Zero blocks have byte 0, 2^-127. Any scale does for them, and an ordinary one costs nothing.
 template <class Number>
 MX_INLINE bool IsZeroBlock(const Source& source, const Number* table, int64_t row, int64_t block) {
@@ -122,6 +118,32 @@ MX_INLINE bool IsZeroBlock(const Source& source, const Number* table, int64_t ro
   return true;
 }
 
+// The scales of a block of `width` rows of a panel, of which there are `rows`.
+template <PanelType kType>
+MX_INLINE void PackScales(const Source& source, int64_t first_row, int64_t block, int rows,
+                          int width, float* scales, ScaleRange* range) {
+  const bool is_code = source.element <= kElementInt8;
+  const auto* table = is_code ? Numbers<kType>::Of(source.element) : nullptr;
+  const float* scale_table = ScaleTable(source.scale_kind, source.element, kType);
+  const bool none = block * source.block >= source.k || source.scale_kind == kNoScale;
+  const bool packed = source.layout != kStrided;
+  const int64_t step = packed ? 1 : source.scale_row_stride;
+  const uint8_t* bytes = none     ? nullptr
+                         : packed ? ScalesAt(source, first_row, block)
+                                  : source.scales + first_row * step + block * source.scale_block_stride;
+  for (int i = 0; i < width; ++i) {
+    scales[i] = 1.0f;
+    if (i >= rows || none) continue;
+    int byte = bytes[i * step];
+    if (byte < 32 && IsZeroBlock(source, table, first_row + i, block)) byte = 127;
+    scales[i] = scale_table[byte];
+    if (byte - 127 < range->low) range->low = byte - 127;
+    const int high = byte == 255 ? 1000 : byte - 127;
+    if (high > range->high) range->high = high;
+  }
+}
+
+#if MX_RANK < MX_RANK_avx2
 // One panel of kRows rows.
 template <PanelType kType, int kRows, bool kLhs>
 MX_INLINE void PackPanel(const Source& source, int64_t first_row, char* out, ScaleRange* range) {
@@ -129,9 +151,7 @@ MX_INLINE void PackPanel(const Source& source, int64_t first_row, char* out, Sca
   constexpr int kWord = kType == kInt8 ? 4 : 1;  // elements that lie together
   const Number* table =
       source.element <= kElementInt8 ? Numbers<kType>::Of(source.element) : nullptr;
-  const float* scale_table = ScaleTable(source.scale_kind, source.element, kType);
   const int64_t num_chunks = (source.k + kChunk - 1) / kChunk;
-  const int64_t num_blocks = (source.k + source.block - 1) / source.block;
   const int per_chunk = kChunk / source.block;
   const int64_t left = source.rows - first_row;
   const int rows = left < 0 ? 0 : left < kRows ? (int)left : kRows;
@@ -141,21 +161,10 @@ MX_INLINE void PackPanel(const Source& source, int64_t first_row, char* out, Sca
     Number* elements = (Number*)(corrections + (kType == kInt8 && kLhs ? per_chunk * kRows : 0));
     out = (char*)(elements + kChunk * kRows);
     for (int s = 0; s < per_chunk; ++s) {
-      const int64_t block = chunk * per_chunk + s;
-      for (int i = 0; i < kRows; ++i) {
-        float scale = 1.0f;
-        if (i < rows && block < num_blocks && source.scale_kind != kNoScale) {
-          int byte = ScaleByte(source, first_row + i, block);
-          if (byte < 32 && IsZeroBlock(source, table, first_row + i, block)) byte = 127;
-          scale = scale_table[byte];
-          if (byte - 127 < range->low) range->low = byte - 127;
-          const int high = byte == 255 ? 1000 : byte - 127;
-          if (high > range->high) range->high = high;
-        }
-        scales[s * kRows + i] = scale;
-        if (kType == kInt8 && kLhs) corrections[s * kRows + i] = 0;
-      }
+      PackScales<kType>(source, first_row, chunk * per_chunk + s, rows, kRows, scales + s * kRows,
+                        range);
     }
+    if (kType == kInt8 && kLhs) memset(corrections, 0, sizeof(int32_t) * per_chunk * kRows);
     for (int k = 0; k < kChunk; ++k) {
       const int64_t at = (chunk * kChunk + k) * source.k_stride + first_row * source.row_stride;
       const int count = chunk * kChunk + k < source.k ? rows : 0;
@@ -203,29 +212,11 @@ void PackRhs(const Source& source, int64_t first_row, char* out, ScaleRange* ran
 // ---------------------------------------------------------------------------------- multiplying
 
 // Columns whose sums stay in registers.
-constexpr int kColumns = MX_RANK >= MX_RANK_avx2 ? 16 : 8;
+constexpr int kColumns = 8;
 
 // sums[R][kColumns] of one block.
 MX_INLINE void MultiplyBlock(int32_t block, const float* MX_RESTRICT lhs,
                              const float* MX_RESTRICT rhs, float* MX_RESTRICT sums) {
-#if MX_RANK >= MX_RANK_avx2
-  __m256 sum[R][2];
-  for (int i = 0; i < R; ++i) sum[i][0] = sum[i][1] = _mm256_setzero_ps();
-  for (int k = 0; k < block; ++k) {
-    const __m256 first = _mm256_loadu_ps(rhs), second = _mm256_loadu_ps(rhs + 8);
-    for (int i = 0; i < R; ++i) {
-      const __m256 factor = _mm256_broadcast_ss(lhs + i);
-      sum[i][0] = _mm256_fmadd_ps(first, factor, sum[i][0]);
-      sum[i][1] = _mm256_fmadd_ps(second, factor, sum[i][1]);
-    }
-    lhs += R;
-    rhs += C;
-  }
-  for (int i = 0; i < R; ++i) {
-    _mm256_storeu_ps(sums + i * kColumns, sum[i][0]);
-    _mm256_storeu_ps(sums + i * kColumns + 8, sum[i][1]);
-  }
-#else
   float sum[R][kColumns];
   for (int i = 0; i < R; ++i) {
     for (int j = 0; j < kColumns; ++j) sum[i][j] = 0.0f;
@@ -244,39 +235,13 @@ MX_INLINE void MultiplyBlock(int32_t block, const float* MX_RESTRICT lhs,
   for (int i = 0; i < R; ++i) {
     for (int j = 0; j < kColumns; ++j) sums[i * kColumns + j] = sum[i][j];
   }
-#endif
 }
 
 // The same of int8 panels, which has no rounding: words of 4 elements, 128 added to those of rhs.
 MX_INLINE void MultiplyBlock(int32_t block, const int32_t* MX_RESTRICT corrections,
                              const int8_t* MX_RESTRICT lhs, const uint8_t* MX_RESTRICT rhs,
                              float* MX_RESTRICT sums) {
-#if MX_RANK >= MX_RANK_avx2
-  __m256i sum[R][2];
-  for (int i = 0; i < R; ++i) sum[i][0] = sum[i][1] = _mm256_set1_epi32(corrections[i]);
-  const __m256i low = _mm256_set1_epi16(255);
-  for (int word = 0; word < block / 4; ++word, lhs += 4 * R, rhs += 4 * C) {
-    __m256i even[2], odd[2];
-    for (int j = 0; j < 2; ++j) {
-      const __m256i bytes = _mm256_loadu_si256((const __m256i*)(rhs + 32 * j));
-      even[j] = _mm256_and_si256(bytes, low);
-      odd[j] = _mm256_srli_epi16(bytes, 8);
-    }
-    for (int i = 0; i < R; ++i) {
-      const __m256i factors = _mm256_set1_epi32(((const int32_t*)lhs)[i]);
-      const __m256i even_factors = _mm256_srai_epi16(_mm256_slli_epi16(factors, 8), 8);
-      const __m256i odd_factors = _mm256_srai_epi16(factors, 8);
-      for (int j = 0; j < 2; ++j) {
-        sum[i][j] = _mm256_add_epi32(sum[i][j], _mm256_madd_epi16(even[j], even_factors));
-        sum[i][j] = _mm256_add_epi32(sum[i][j], _mm256_madd_epi16(odd[j], odd_factors));
-      }
-    }
-  }
-  for (int i = 0; i < R; ++i) {
-    _mm256_storeu_ps(sums + i * kColumns, _mm256_cvtepi32_ps(sum[i][0]));
-    _mm256_storeu_ps(sums + i * kColumns + 8, _mm256_cvtepi32_ps(sum[i][1]));
-  }
-#elif defined(__ARM_FEATURE_MATMUL_INT8)
+#if defined(__ARM_FEATURE_MATMUL_INT8)
   // Matrices of 2 rows or columns by 8 positions.
   int32x4_t sum[R / 2][kColumns / 2];
   for (int i = 0; i < R / 2; ++i) {
@@ -350,12 +315,16 @@ MX_INLINE void MultiplyBlock(int32_t block, const int32_t* MX_RESTRICT correctio
 }
 
 template <PanelType kType>
-void Multiply(int, int32_t block, Scaling scaling, int64_t num_chunks, const char* lhs,
-              const char* rhs, float* tile, bool clear) {
+void Multiply(const PanelProduct& p) {
   using Number = typename Numbers<kType>::Type;
+  const int32_t block = p.block;
+  const Scaling scaling = p.scaling;
+  const char* lhs = p.lhs;
+  const char* rhs = p.rhs;
+  float* tile = p.tile;
   const int per_chunk = kChunk / block;
-  if (clear) memset(tile, 0, sizeof(float) * R * C);
-  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+  if (p.clear) memset(tile, 0, sizeof(float) * R * C);
+  for (int64_t chunk = 0; chunk < p.num_chunks; ++chunk) {
     const float* left = (const float*)lhs;
     const float* right = (const float*)rhs;
     const int32_t* corrections = (const int32_t*)(left + per_chunk * R);
@@ -389,6 +358,8 @@ void Multiply(int, int32_t block, Scaling scaling, int64_t num_chunks, const cha
     rhs += ChunkBytes(kType, block, C, false);
   }
 }
+
+#endif  // MX_RANK < MX_RANK_avx2
 
 // -------------------------------------------------------------------------------------- storing
 

@@ -8,7 +8,7 @@
 #else
 #include "products/kernels_plain-inl.h"
 #endif
-#if MX_RANK == MX_RANK_avx2 || defined(__aarch64__)
+#if (MX_RANK >= MX_RANK_avx2 && MX_RANK < MX_RANK_avx512) || defined(__aarch64__)
 #include "products/codes_rows-inl.h"
 #elif MX_RANK == MX_RANK_avx512
 #include "products/pack_codes_avx512-inl.h"
@@ -24,32 +24,46 @@ const PanelKernels kInt8Panels = {PackLhs<kInt8>,  UnpackRhs<kInt8>,     PackFew
 const PanelKernels kBf16Panels = {PackLhs<kBf16>,  PackRhs<kBf16>,       PackFew<kBf16>,
                                   Multiply<kBf16>, MultiplyCodes<kBf16>, MultiplyKeeping<kBf16>};
 }  // namespace
-const MatmulKernels kMatmul = {{&kInt8Panels, &avx512_vnni::kInt16Panels, &kBf16Panels,
+const MatmulKernels kMatmul = {{&kInt8Panels, nullptr, &kBf16Panels,
                                 &avx512::kFloat32Panels},
                                avx512::PackCodes,
                                avx512::Store};
 #elif MX_RANK == MX_RANK_avx512_vnni
+namespace {
 const PanelKernels kInt8Panels = {PackLhs<kInt8>,  UnpackRhs<kInt8>,     PackFew<kInt8>,
                                   Multiply<kInt8>, MultiplyCodes<kInt8>, MultiplyKeeping<kInt8>};
 const PanelKernels kInt16Panels = {PackLhs<kInt16>,  PackRhs<kInt16>, nullptr,
                                    Multiply<kInt16>, nullptr,         nullptr};
+}  // namespace
 const MatmulKernels kMatmul = {{&kInt8Panels, &kInt16Panels, nullptr, &avx512::kFloat32Panels},
                                avx512::PackCodes,
                                avx512::Store};
 #elif MX_RANK == MX_RANK_avx512
 const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,       PackFew<kFloat32>,
                                      Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr,
-                                     16, true};
+                                     16, kE5M2 + 1};
 const MatmulKernels kMatmul = {{nullptr, nullptr, nullptr, &kFloat32Panels}, PackCodes, Store};
-#elif MX_RANK == MX_RANK_avx2 || defined(__aarch64__)
+#elif MX_RANK >= MX_RANK_avx2 || defined(__aarch64__)
 namespace {
+#if MX_RANK >= MX_RANK_avx2
+constexpr int64_t kAnew = 8;
+const PanelKernels kInt16Panels = {PackLhs<kInt16>,  PackRhs<kInt16>,       PackFew<kInt16>,
+                                   Multiply<kInt16>, MultiplyCodes<kInt16>, nullptr, 8, 0, kAnew, false};
+const PanelKernels* const kShort = &kInt16Panels;
+#else
+constexpr int64_t kAnew = kThinRows;
+const PanelKernels* const kShort = nullptr;
+#endif
+constexpr bool kX86 = MX_RANK >= MX_RANK_avx2;
 const PanelKernels kInt8Panels = {PackLhs<kInt8>,  PackRhs<kInt8>,       PackFew<kInt8>,
-                                  Multiply<kInt8>, MultiplyCodes<kInt8>, nullptr};
+                                  Multiply<kInt8>, MultiplyCodes<kInt8>, nullptr,
+                                  8, 0, kAnew, !kX86, MX_RANK == MX_RANK_avx2};
 const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,       PackFew<kFloat32>,
-                                     Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr};
+                                     Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr,
+                                     8, kX86 ? kE3M2 + 1 : 0, kAnew, !kX86};
 }  // namespace
 const MatmulKernels kMatmul = {
-    {&kInt8Panels, nullptr, nullptr, &kFloat32Panels}, PackCodesPortable, Store};
+    {&kInt8Panels, kShort, nullptr, &kFloat32Panels}, PackCodesPortable, Store};
 #else
 namespace {
 const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>, PackFew<kFloat32>,

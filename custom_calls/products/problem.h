@@ -42,7 +42,11 @@ inline bool FitsBf16(Element element) {
 
 // The fastest type of panel that holds both operands exactly.
 inline PanelType ChoosePanels(const MatmulKernels& kernels, Element lhs, Element rhs) {
-  if (kernels.panels[kInt8] && FitsInt8(lhs) && FitsInt8(rhs)) return kInt8;
+  const bool largest = lhs == kElementInt8 && rhs == kElementInt8;
+  if (kernels.panels[kInt8] && FitsInt8(lhs) && FitsInt8(rhs) &&
+      !(largest && kernels.panels[kInt8]->adds_pairs)) {
+    return kInt8;
+  }
   if (kernels.panels[kBf16] && FitsBf16(lhs) && FitsBf16(rhs)) return kBf16;
   if (kernels.panels[kInt16] && FitsInt16(lhs) && FitsInt16(rhs)) return kInt16;
   return kFloat32;

@@ -93,9 +93,9 @@ inline void RunTask(const MatmulKernels& kernels, const MatmulProblem& problem, 
             ChooseScaling(problem.lhs, problem.rhs, slabs.lhs_ranges[i / kLhsPanelsPerGroup],
                           slabs.rhs_ranges[j]);
         kernels.panels[sizes.type]->multiply(
-            num_rows, problem.lhs.block, scaling, count,
-            slabs.lhs + i * sizes.lhs_panel + chunk * sizes.lhs_chunk,
-            slabs.rhs + j * sizes.rhs_panel + chunk * sizes.rhs_chunk, tile, chunk == 0);
+            {problem.lhs.element, problem.rhs.element, num_rows, problem.lhs.block, scaling, count,
+             slabs.lhs + i * sizes.lhs_panel + chunk * sizes.lhs_chunk,
+             slabs.rhs + j * sizes.rhs_panel + chunk * sizes.rhs_chunk, tile, chunk == 0});
         if (!last) continue;
         StoreTile(kernels, problem, product, tile, num_rows,
                   static_cast<int>(std::min<int64_t>(kTileColumns, n - column)), to);

@@ -17,9 +17,6 @@
 
 namespace mx {
 
-// Rows up to which rhs is decoded slice by slice beside its use; with codes decoded on their way,
-// once for every few rows.
-constexpr int64_t kThinRows = 60;
 // Up to here where decoding takes many instructions: codes of 8 bits to bf16, not packed.
 constexpr int64_t kCostlyRows = 24;
 // Up to here packed codes whose decoded words kernels could keep: the second panel of rows would not
@@ -68,7 +65,8 @@ class ThinProduct {
   bool as_codes() const {
     const bool costly = sizes.type == kBf16 && (rhs.element <= kE5M2 || rhs.element == kElementInt8);
     return rhs.element <= kElementInt8 && panels().multiply_codes != nullptr && !as_kept() &&
-           lhs.rows <= (costly ? kCostlyRows : kThinRows);
+           (is_packed() || panels().packs_strided) &&
+           lhs.rows <= (costly ? kCostlyRows : panels().most_anew);
   }
 
   // `count` chunks of a panel of codes by all rows, from `chunk` of lhs on.
@@ -117,7 +115,7 @@ class ThinProduct {
 
   // Whether rhs may be multiplied faster by a folded lhs: see fold.h.
   bool MayFold() const {
-    return panels().folds && rhs.element <= kE5M2 && rhs.scale_kind == kScaleE8M0;
+    return rhs.element < panels().folded && rhs.scale_kind == kScaleE8M0;
   }
 
   void PackFew() {
@@ -172,10 +170,10 @@ inline void MultiplyThinRows(const ThinProduct& task, const Source& rhs, int64_t
       PrefetchShare(next, bytes, i - first, shares);
     }
     const int rows = static_cast<int>(std::min<int64_t>(kTileRows, m - i * kTileRows));
-    task.panels().multiply(rows, rhs.block, scaling, slice.count, task.Tiles(i, slice.chunk),
-                           panels->unpacked,
-                           panels->tiles[slice.panel] + i * kTileRows * kTileColumns,
-                           slice.chunk == 0);
+    task.panels().multiply({task.lhs.element, rhs.element, rows, rhs.block, scaling, slice.count,
+                            task.Tiles(i, slice.chunk), panels->unpacked,
+                            panels->tiles[slice.panel] + i * kTileRows * kTileColumns,
+                            slice.chunk == 0});
   }
 }
 

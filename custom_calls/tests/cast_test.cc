@@ -225,7 +225,7 @@ int main(int argc, char** argv) {
     const mx::QuantizeKernels* quantize = &mx::portable::kQuantize;
     const mx::DequantizeKernels* dequantize = &mx::portable::kDequantize;
 #if MX_X86
-    if (isa == mx::kAvx2) quantize = &mx::avx2::kQuantize, dequantize = &mx::avx2::kDequantize;
+    if (isa >= mx::kAvx2) quantize = &mx::avx2::kQuantize, dequantize = &mx::avx2::kDequantize;
     if (isa >= mx::kAvx512) {
       quantize = &mx::avx512::kQuantize, dequantize = &mx::avx512::kDequantize;
     }

@@ -192,7 +192,8 @@ bool CheckPanels(const MatmulKernels& kernels, int seed) {
 
 int Run(int count) {
   const MatmulKernels* const all[] = MX_PRODUCT_KERNELS(kMatmul);
-  for (int isa = 0; isa <= DetectedIsa(); ++isa) {
+  for (int isa = 0; isa < kNumIsas; ++isa) {
+    if (!HasIsa(static_cast<Isa>(isa))) continue;
     for (int seed = 0; seed < count; ++seed) {
       if (!CheckPanels(*all[isa], seed)) {
         std::printf("%s: panels of seed %d are wrong\n", IsaName(static_cast<Isa>(isa)), seed);

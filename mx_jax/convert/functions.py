@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 
 from mx_jax.convert import jaxpr
 from mx_jax.convert.kinds import facts_held, kind_of
-from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide, record
+from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide
 from mx_jax.jaxpr import calls
 from mx_jax.jaxpr.rewrite import Plan, Rewritten
 from mx_jax.nn.layers import RNG_STREAM, named_in_errors
@@ -204,16 +204,16 @@ def call_of_model(
     key: Key = None,
     runs: bool = True,
     within: str = "",
-    callback: Callable[[tuple[Decision, ...]], None] = lambda decisions: None,
+    callback: Callable[[tuple[Decision, ...]], None],
 ) -> Any:
-    """The result of a pure call of a model, with those products made anew that no layer has."""
+    """The result of a pure call of a model, with its products made anew."""
     # Its first argument is the state that holds the weights, there all of it or what is below a
     # path.
     static, arrays = _split(function, (0,), args, kwargs, within)
-    with jaxpr.tracing(rules):
+    with jaxpr.tracing_for(rules):
         plan, decisions, by_plan = _traced(function, rules, static, arrays, modules)
-    record(rules, *decisions)
-    callback(decisions)
+    # Those of a module that is called again are the same.
+    callback(tuple({(own.layer.path, own.layer.kernel): own for own in decisions}.values()))
     if not runs:
         return None
     _check_key(key, plan, "apply")
@@ -376,9 +376,9 @@ class ConvertedLayer:
     # A node with the layer's own children and keys, so that paths of leaves stay. What it
     # multiplies with is static, and compares by value.
 
-    def __init__(self, layer: object, recipe: Recipe, operation: Callable[..., Any]):
+    def __init__(self, layer: object, recipe: Recipe):
         # Not by setattr: attributes are the layer's.
-        vars(self).update(mx_layer=layer, mx_static=(recipe, operation))
+        vars(self).update(mx_layer=layer, mx_recipe=recipe)
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -391,14 +391,14 @@ class ConvertedLayer:
         return getattr(self.mx_layer, name)
 
     def __repr__(self) -> str:
-        return f"{self.mx_layer!r} by {self.mx_static[0].name}"
+        return f"{self.mx_layer!r} by {self.mx_recipe.name}"
 
     def __reduce__(self):
-        return ConvertedLayer, (self.mx_layer, *self.mx_static)
+        return ConvertedLayer, (self.mx_layer, self.mx_recipe)
 
     def __call__(self, *args: object, **options: Any) -> Any:
         # Not by its path, by which equal layers would differ.
-        name, (recipe, operation) = type(self.mx_layer).__name__, self.mx_static
+        name, recipe = type(self.mx_layer).__name__, self.mx_recipe
         key, call = options.get("key"), type(self.mx_layer).__call__
         parameters = inspect.signature(call).parameters.values()
         if not any(own.name == "key" or own.kind is own.VAR_KEYWORD for own in parameters):
@@ -422,19 +422,19 @@ class ConvertedLayer:
             return by_plan(
                 arrays,
                 key if recipe.is_stochastic else None,
-                dot_general=lambda _: deferred(operation),
+                dot_general=lambda recipe: deferred(recipe.dot_general),
                 named=False,
             )
 
 
 def _flatten(node: ConvertedLayer) -> Any:
     children, structure = _children(node.mx_layer)
-    return children, (structure, node.mx_static)
+    return children, (structure, node.mx_recipe)
 
 
-def _unflatten(static: tuple[Any, tuple[Any, ...]], children: Iterable[Any]) -> ConvertedLayer:
-    structure, own = static
-    return ConvertedLayer(jax.tree.unflatten(structure, list(children)), *own)
+def _unflatten(static: tuple[Any, Recipe], children: Iterable[Any]) -> ConvertedLayer:
+    structure, recipe = static
+    return ConvertedLayer(jax.tree.unflatten(structure, list(children)), recipe)
 
 
 jax.tree_util.register_pytree_with_keys(ConvertedLayer, _flatten, _unflatten)
@@ -478,8 +478,7 @@ def _converted(
         decision = decide(rules, Layer(path=name, type=type(node), **facts))
         found.append(decision)
         if (recipe := decision.recipe) is not None:
-            made = recipe.dot_general if kind is None else kind.operation(recipe)
-            return ConvertedLayer(node, recipe, made)
+            return ConvertedLayer(node, recipe)
         if kind is not None:
             return node
     found += (decision for own in below.values() for decision in own)
@@ -510,8 +509,9 @@ def deferred(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     ) -> jax.Array:
         dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs.dtype, rhs.dtype))
         options = {"precision": precision, "preferred_element_type": dtype}
-        if out_sharding is not None:
-            # On axes of an explicit mesh JAX asks for the product's sharding at once.
+        if out_sharding is not None or not all(isinstance(x, jax.Array) for x in (lhs, rhs)):
+            # On axes of an explicit mesh JAX asks for the product's sharding at once. Stored codes
+            # have no gradient.
             options |= {"out_sharding": out_sharding, "key": key}
             return product(lhs, rhs, dimension_numbers, **options)
         operands = (lhs, rhs) if key is None else (lhs, rhs, DerivedKey.of(key).get())

@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,21 +13,35 @@ from jax import lax
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     JaxprEqn,
+    Literal,
 )
+from jax.extend.core.primitives import convert_element_type_p, transpose_p
+from jax.sharding import PartitionSpec
 
 from mx_jax.codecs.explicit_axes import varying
-from mx_jax.convert.kinds import traced_products
+from mx_jax.convert.kinds import (
+    ATTENTION_PRODUCTS,
+    ATTENTIONS,
+    EMBEDDINGS,
+    DotGeneral,
+    Lookup,
+    row_of,
+)
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
+from mx_jax.jaxpr import rewrite
 from mx_jax.jaxpr.names import LayerName
 from mx_jax.jaxpr.read import Site, name_of, walk
 from mx_jax.jaxpr.regions import Values, regions
 from mx_jax.jaxpr.rewrite import Plan, Read
+from mx_jax.mxarray import values_p
+from mx_jax.nn.layers import named_in_errors, recipe_of
 from mx_jax.ops.arguments import Key
-from mx_jax.recipes import Recipe
+from mx_jax.packed import with_dtype
+from mx_jax.recipes import Recipe, high_precision
 from mx_jax.reference.random_bits import DerivedKey
 
 # From the recipe to what multiplies as `jax.lax.dot_general`, with `key`.
-DotGeneral = Callable[[Recipe], Callable[..., jax.Array]]
+ByRecipeFn = Callable[[Recipe], Callable[..., jax.Array]]
 
 # The scope of a module's call, by its path; of products that are decided already, with a "=".
 _MARK = re.compile(r"\[([^][]*)\]")
@@ -40,14 +55,44 @@ _OF_A_GRADIENT = "of a gradient taken inside: convert what is differentiated, th
 tracing: Any = jax.make_user_context(default_value=None)
 
 
-def in_module(path: str) -> contextlib.AbstractContextManager[Any]:
+# How often modules have been called in that trace, by path, and the path of the innermost call.
+_calls: contextvars.ContextVar[tuple[collections.Counter[str], str | None]] = (
+    contextvars.ContextVar("calls")
+)
+
+
+@contextlib.contextmanager
+def tracing_for(rules: tuple[Rule, ...]) -> Iterator[None]:
+    """A context in which a call of a model is traced for rules."""
+    token = _calls.set((collections.Counter(), None))
+    try:
+        with tracing(rules):
+            yield
+    finally:
+        _calls.reset(token)
+
+
+@contextlib.contextmanager
+def in_module(path: str) -> Iterator[None]:
     """A scope whose products are a module's, by its path, in a call that is traced for rules."""
-    return jax.named_scope(f"[{path}]")
+    calls, here = _calls.get()
+    if here == path:
+        # A method that another of the same module calls.
+        yield
+        return
+    mark = f"{path}@{calls[path]}" if calls[path] else path
+    calls[path] += 1
+    token = _calls.set((calls, path))
+    try:
+        with jax.named_scope(f"[{mark}]"):
+            yield
+    finally:
+        _calls.reset(token)
 
 
-def decided(path: str = "") -> contextlib.AbstractContextManager[Any]:
+def decided() -> contextlib.AbstractContextManager[Any]:
     """A scope whose products no rule is asked about once more."""
-    return contextlib.nullcontext() if tracing.value is None else in_module(f"{path}=")
+    return contextlib.nullcontext() if tracing.value is None else jax.named_scope("[=]")
 
 
 # Plans ------------------------------------------------------------------------------------------
@@ -59,7 +104,20 @@ class Module:
 
     type: type
     aliases: tuple[str, ...] = ()
-    named_only: bool = False
+    # In place of what the trace shows.
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # How its kernel is sharded.
+    spec: PartitionSpec | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """How one equation is computed: its recipe, None for codes that go on as they are; whether the
+    operands change places; and the layer, for errors."""
+
+    recipe: Recipe | None = None
+    turned: bool = False
+    layer: str = dataclasses.field(default="", compare=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,9 +127,24 @@ class _Product:
     scope: str
     type: type
     facts: dict[str, Any]
-    # Whether the left operand is the kernel.
+    # Whether the left operand is the kernel, and whether the kernel is stored as codes.
     turned: bool
+    stored: bool
     where: tuple[int, ...]
+
+    def placed(self, modules: Mapping[str, Module] | None) -> tuple[str, str, str]:
+        """The path of its module, "=" if it is decided; the call of it; and the scopes in it."""
+        marks = list(_MARK.finditer(self.scope))
+        if marks and marks[-1][1] == "=":
+            return "=", "", ""
+        if modules is None or not marks:
+            return "", "", _joined(_MARK.sub("", self.scope))
+        path, _, call = marks[-1][1].partition("@")
+        return path, call, _joined(self.scope[marks[-1].end() :])
+
+
+def _joined(scope: str) -> str:
+    return "/".join(filter(None, scope.split("/")))
 
 
 def planned(
@@ -80,80 +153,121 @@ def planned(
     rules: tuple[Rule, ...],
     modules: Mapping[str, Module] | None = None,
 ) -> tuple[Plan, tuple[Decision, ...]]:
-    """The plan for a jaxpr, and the decision about each of its products: of an entry the recipe,
-    and whether the operands change places."""
+    """The plan for a jaxpr, and the decision about each of its products."""
     # What goes into data, of which each operand has a flag, is no kernel. By module, and the scopes
     # in it; without modules, which a model has, by all scopes.
-    found: list[tuple[_Product, tuple[str, str]]] = []
-    for product in map(_product, walk(program, data)):
-        if product is None:
-            continue
-        marks = list(_MARK.finditer(product.scope))
-        if marks and marks[-1][1].endswith("="):
-            continue
-        if modules is None or not marks:
-            module, rest = "", _MARK.sub("", product.scope)
-        else:
-            module, rest = marks[-1][1], product.scope[marks[-1].end() :]
-        found.append((product, (module, "/".join(filter(None, rest.split("/"))))))
-    counts = collections.Counter(key for _, key in found)
-    of_module = collections.Counter(module for _, (module, _) in found)
-    seen: collections.Counter[tuple[str, str]] = collections.Counter()
-    plan, decisions = [], []
-    for product, key in found:
-        module, scope = key
-        # As lax calls it: DotGeneral is dot_general.
-        name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", product.type.__name__).lower()
-        names = [scope, f"{scope}/{name}_{seen[key]}"]
-        seen[key] += 1
-        outer, _, last = scope.rpartition("/")
-        # A module's path is that of all its products, if it has several.
-        alone = bool(scope) or modules is None or of_module[module] == 1
-        names = names[:1] if alone and counts[key] == 1 else names[::-1]
-        if "->" in last:
-            # jnp.einsum names a scope after its subscripts.
-            names.append(outer)
-        if modules is not None and of_module[module] == 1:
-            names.insert(0, "")
-        known = (modules or {}).get(module, Module(product.type))
+    plan, products = _read(walk(program, data))
+    found: list[tuple[_Product, tuple[str, str, str], Module]] = []
+    for product in products:
+        at = product.placed(modules)
+        known = (modules or {}).get(at[0], Module(product.type))
+        # Nobody looks rows up in what rules know, but embeddings.
+        if at[0] != "=" and (product.type is not Lookup or issubclass(known.type, EMBEDDINGS)):
+            found.append((product, at, known))
+    counts = collections.Counter(at for _, at, _ in found)
+    of_call = collections.Counter(at[:2] for _, at, _ in found)
+    seen: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    decisions: list[Decision] = []
+    for product, at, known in found:
+        module, _, scope = at
+        alone = modules is not None and of_call[at[:2]] == 1
+        names = _names(product, scope, alone, counts[at], seen[at], modules is None)
+        seen[at] += 1
+        facts: dict[str, Any] = product.facts | {"type": known.type, "product": product.type}
+        # Where nobody says which arguments are weights, any may be.
+        facts["of_activations"] = product.facts["of_activations"] and not all(data)
+        if (name := ATTENTION_PRODUCTS.get(scope)) and issubclass(known.type, ATTENTIONS):
+            names = [name]
+            facts |= {"of_activations": True, "shape": None, "kernel": None, "axes": None}
+        if modules is not None and (name or not facts["of_activations"]):
+            facts["input"] = None
+        # Of Flax's layers alone the kernel is multiplied as it is stored.
+        is_flaxs = known.type.__module__.startswith("flax.")
+        if not is_flaxs:
+            facts["axes"] = None
         path, *aliases = (
             "/".join(part for part in (base, own.lstrip("/")) if part)
             for base in (module, *known.aliases)
             for own in names
         )
-        facts: dict[str, Any] = product.facts | {"type": known.type, "product": product.type}
-        # Where nobody says which arguments are weights, any may be.
-        facts["of_activations"] = product.facts["of_activations"] and not all(data)
-        if known.named_only:
-            facts |= {"named_only": True, "product": None}
-        decisions.append(decide(rules, Layer(path=path, aliases=tuple(aliases), **facts)))
-        if (recipe := decisions[-1].recipe) is not None:
-            plan.append((product.where, (recipe, product.turned)))
-    return tuple(plan), tuple(decisions)
+        facts |= known.facts
+        decision = decide(rules, Layer(path=path, aliases=tuple(aliases), **facts))
+        decisions.append(decision)
+        recipe = decision.recipe
+        if recipe is None and product.stored and product.type in (DotGeneral, Lookup):
+            # What is stored is what it is, and only the input is as it was.
+            recipe = high_precision()
+        if recipe is not None:
+            layer = f"{path!r} ({known.type.__name__}), converted by rule {decision.rule}"
+            recipe = recipe_of(recipe, known.spec) if is_flaxs else recipe
+            plan[product.where] = Entry(recipe, product.turned, layer)
+    return tuple(plan.items()), tuple(decisions)
+
+
+def _names(
+    product: _Product, scope: str, alone: bool, count: int, index: int, is_function: bool
+) -> list[str]:
+    """What a product is called within its module, the first of it in reports."""
+    # As lax calls it: DotGeneral is dot_general.
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", product.type.__name__).lower()
+    names = [scope, f"{scope}/{name}_{index}"]
+    outer, _, last = scope.rpartition("/")
+    # A module's path is that of all its products, if a call makes several.
+    names = names[:1] if (scope or is_function or alone) and count == 1 else names[::-1]
+    if "->" in last:
+        # jnp.einsum names a scope after its subscripts.
+        names.append(outer)
+    return ["", *names] if alone else names
 
 
 def recipes_of(plan: Plan) -> list[Recipe]:
     """The recipes of a plan's products."""
-    return [recipe for _, (recipe, _) in plan]
+    return [entry.recipe for _, entry in plan if entry.recipe is not None]
 
 
-def _product(site: Site) -> _Product | None:
+def _read(sites: Sequence[Site]) -> tuple[dict[tuple[int, ...], Entry], list[_Product]]:
+    """Equations by which codes go on as they are, and products."""
+    codes: dict[tuple[int, ...], Entry] = {}
+    products: list[_Product] = []
+    # Variables that hold codes, of whichever program.
+    stored: set[Any] = set()
+    for site in sites:
+        eqn, obstacle = site.eqn, _obstacle(site)
+        held = tuple(not isinstance(x, Literal) and x in stored for x in eqn.invars[:2])
+        goes_on = eqn.primitive in (convert_element_type_p, transpose_p) and held[0]
+        if (eqn.primitive is values_p or goes_on) and obstacle is None:
+            stored.add(eqn.outvars[0])
+            codes[site.where] = Entry()
+        elif (product := _product(site, obstacle, held)) is not None:
+            products.append(product)
+    return codes, products
+
+
+def _product(site: Site, obstacle: str | None, stored: tuple[bool, ...]) -> _Product | None:
     """The product that an equation is, with what keeps rules from it, or None."""
-    row, params = traced_products().get(site.eqn.primitive), site.eqn.params
+    row, params = row_of(site.eqn), site.eqn.params
     if row is None:
         return None
-    scope, obstacle = site.scope, _obstacle(site)
+    scope = site.scope
     while match := _TRANSFORMED.search(scope):
         obstacle = obstacle or (_OF_A_GRADIENT if match[1] in _GRADIENTS else None)
         scope = scope[: match.start()] + match[2] + scope[match.end() :]
     operands: list[Any] = [atom.aval for atom in site.eqn.invars]
-    turns = site.marked == (False, True) and row.turned is not None
+    left = stored == (True, False) or (stored == (False, False) and site.marked == (False, True))
+    turns = left and row.turned is not None
     if row.turned is not None and turns:
         left, right, params, _ = row.turned(*operands, params)
         operands = [left, right]
     facts = row.facts(*operands, params) | {"input": tuple(operands[0].shape)}
     facts |= {"obstacle": obstacle or facts["obstacle"], "of_activations": all(site.marked[:2])}
-    return _Product(scope=scope, type=row.type, facts=facts, turned=turns, where=site.where)
+    return _Product(
+        scope=scope,
+        type=row.type,
+        facts=facts,
+        turned=turns,
+        stored=any(stored) and obstacle is None,
+        where=site.where,
+    )
 
 
 def _obstacle(site: Site) -> str | None:
@@ -171,14 +285,14 @@ def _obstacle(site: Site) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class ByRecipe:
+class ByRecipe(rewrite.Rule):
     """The rule by which products of a plan are computed; its state is a key, None for none."""
 
     # Every equation that draws has a key of its own, folded with its index, in loops with that of
     # the iteration too.
 
     # What products of each recipe are made by.
-    dot_general: DotGeneral = lambda recipe: recipe.dot_general
+    dot_general: ByRecipeFn = lambda recipe: recipe.dot_general
     # Whether the scope of a product is a part of its name.
     named: bool = True
 
@@ -189,9 +303,6 @@ class ByRecipe:
     def entering(self, plan: Plan, state: Key) -> Key:
         return state if any(recipe.is_stochastic for recipe in recipes_of(plan)) else None
 
-    def counts(self, state: Key) -> bool:
-        return state is not None
-
     def iteration(self, state: Key, index: jax.Array | None) -> Key:
         return folded(state, index)
 
@@ -199,25 +310,31 @@ class ByRecipe:
         # As an array: to the jaxpr that equal calls share what derives a key would belong.
         return None if state is None else DerivedKey.of(DerivedKey.of(state).get())
 
-    def body(self, state: Key) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
     @contextlib.contextmanager
     def context(self, eqn: JaxprEqn) -> Iterator[None]:
         # The scope that it stood in, for profiles, for what XLA says, and for captures.
-        *outer, scope = _MARK.split(name_of(eqn))
+        parts = _MARK.split(name_of(eqn))
+        *outer, scope = parts[::2]
+        scope = scope.strip("/")
+        scope = ATTENTION_PRODUCTS.get(_TRANSFORMED.sub(r"\2", scope), scope)
         with contextlib.ExitStack() as stack:
-            if outer:
-                stack.enter_context(LayerName(outer[-1] or "model").context())
-            if self.named and (scope := scope.strip("/")):
+            if outer and outer[0].strip("/"):
+                # Flax's linen has put its own names before each mark.
+                stack.enter_context(jax.named_scope(_joined("/".join(outer))))
+            elif outer:
+                path = parts[-2].partition("@")[0]
+                stack.enter_context(LayerName(path or "model").context())
+            if self.named and scope:
                 stack.enter_context(jax.named_scope(scope))
             yield
 
-    def compute(self, eqn: JaxprEqn, read: Read, entry: tuple[Recipe, bool], state: Key) -> Values:
-        (recipe, turns), operands = entry, list(map(read, eqn.invars))
-        row, params = traced_products()[eqn.primitive], eqn.params
-        back = None
-        if turns:
+    def compute(self, eqn: JaxprEqn, read: Read, entry: Entry, state: Key) -> Values:
+        operands, params, recipe = list(map(read, eqn.invars)), eqn.params, entry.recipe
+        if recipe is None:
+            return [_codes(eqn, operands)]
+        row, back = row_of(eqn), None
+        assert row is not None
+        if entry.turned:
             assert row.turned is not None
             *operands, params, back = row.turned(*operands, params)
         own = state if recipe.is_stochastic else None
@@ -225,8 +342,18 @@ class ByRecipe:
         axes = frozenset[str]().union(*map(varying, operands)) if own is not None else ()
         for axis in sorted(axes):
             own = folded(own, lax.axis_index(axis))
-        product = row.multiply(recipe, self.dot_general(recipe), operands, params, own)
-        return [product if back is None else back(product)]
+        with named_in_errors(entry.layer) if entry.layer else contextlib.nullcontext():
+            product = row.multiply(recipe, self.dot_general(recipe), operands, params, own)
+            return [product if back is None else back(product)]
+
+
+def _codes(eqn: JaxprEqn, operands: Values) -> Any:
+    """What holds the codes in the place of the values that an equation makes of them."""
+    if eqn.primitive is values_p:
+        return jax.tree.unflatten(eqn.params["tree"], operands)
+    if eqn.primitive is transpose_p:
+        return operands[0].transpose(*eqn.params["permutation"])
+    return with_dtype(operands[0], eqn.params["new_dtype"])
 
 
 def folded(key: Key, number: int | jax.Array | None) -> Key:

@@ -1,9 +1,5 @@
-"""Products that conversion makes, and the one table of layers in whose attributes they are put.
-
-Where a layer's product is an attribute, a row says all: conversion puts another there, in linen for
-the length of a call (`linen_model.py`), in nnx in a copy (`nnx_model.py`). All other products show
-in a trace (`jaxpr.py`): a row for each primitive says what rules judge its equations by, and how
-they are made anew.
+"""Products that conversion makes: a row for each primitive says what rules judge its equations by,
+and how they are made anew (`jaxpr.py`). And the one table of layers: what is known before a call.
 """
 
 import dataclasses
@@ -11,7 +7,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import flax.linen as nn
@@ -22,21 +18,19 @@ from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax import lax
 from jax.core import ShapedArray
-from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p
+from jax.extend.core import JaxprEqn
+from jax.extend.core.primitives import conv_general_dilated_p, dot_general_p, jit_p
 from jax.lax import DotDimensionNumbers
 from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.axes import Axes
 from mx_jax.convert.rules import Shape
 from mx_jax.jaxpr.read import equations
-from mx_jax.nn.nnx import RecipeEinsum
 from mx_jax.ops.arguments import QUANTIZABLE, Key
-from mx_jax.ops.dot_general import einsum
 from mx_jax.ops.quantize import cast
 from mx_jax.ops.ragged_dot import ragged_dot
-from mx_jax.packed import Quantized
+from mx_jax.packed import Quantized, rows_of
 from mx_jax.recipes import OperandSpec, Recipe
-from mx_jax.reference.random_bits import DerivedKey
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,88 +146,6 @@ def cast_table(table: jax.Array | Quantized, recipe: Recipe, key: Key) -> Any:
     return values if spec.prescale == 1.0 else values / spec.prescale
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TablePromotion:
-    """Flax's promote_dtype of an Embed that also casts the table, its last operand."""
-
-    recipe: Recipe
-    promote: Callable[..., Any]
-
-    def __call__(self, args: object, /, *, key: Key = None, **options: object) -> Any:
-        *others, table = self.promote(args, **options)
-        return (*others, cast_table(table, self.recipe, key))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Attention:
-    """A drop-in for `flax.nnx.dot_product_attention`, one recipe for each of its two products."""
-
-    # Flax's own takes no einsum; flax.linen's does, and is the same otherwise. The softmax is in
-    # float32, as in the fused attention that Flax's own calls where it can.
-
-    qk: Recipe | None
-    av: Recipe | None
-
-    def __call__(
-        self,
-        query: jax.Array,
-        keys: jax.Array,
-        values: jax.Array,
-        /,
-        bias: jax.Array | None = None,
-        mask: jax.Array | None = None,
-        *,
-        precision: lax.PrecisionLike = None,
-        module: nnx.Module | None = None,
-        is_causal: bool = False,
-        key: Key = None,
-        **options: Any,
-    ) -> jax.Array:
-        """`[..., time, heads, depth]` operands; fewer key heads than query heads are repeated."""
-        repeats = query.shape[-2] // keys.shape[-2]
-        if repeats > 1:
-            keys, values = (jnp.repeat(operand, repeats, axis=-2) for operand in (keys, values))
-        if is_causal:
-            causal = jnp.tril(jnp.ones((query.shape[-3], keys.shape[-3]), bool))
-            mask = causal if mask is None else jnp.logical_and(mask, causal)
-        # An nnx module as flax.linen's attention knows modules.
-        sows = module and SimpleNamespace(
-            sow=lambda _, name, value: module.sow(nnx.Intermediate, name, value)
-        )
-        keys_of = (None, None) if key is None else DerivedKey.of(key).split()
-        qk, av = (
-            attention_einsum(name, recipe, precision, own)
-            for name, recipe, own in zip(("qk", "av"), (self.qk, self.av), keys_of, strict=True)
-        )
-        return nn.dot_product_attention(
-            query,
-            keys,
-            values,
-            bias,
-            mask,
-            module=sows,  # pyright: ignore
-            force_fp32_for_softmax=True,
-            qk_attn_weights_einsum=qk,
-            attn_weights_value_einsum=av,
-            **options,
-        )
-
-
-def attention_einsum(
-    name: str, recipe: Recipe | None, precision: lax.PrecisionLike, key: Key
-) -> Callable[..., jax.Array]:
-    """One of the two products inside an attention, called as `jnp.einsum`."""
-
-    def product(subscripts: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        if recipe is None:
-            return jnp.einsum(subscripts, lhs, rhs, precision=precision)
-        own_key = key if recipe.is_stochastic else None
-        with jax.named_scope(name):
-            return einsum(subscripts, lhs, rhs, recipe=recipe, precision=precision, key=own_key)
-
-    return product
-
-
 # Equations ---------------------------------------------------------------------------------------
 
 
@@ -282,6 +194,22 @@ class Conv:
       1 of 1 layers converted
     """
 
+
+class Lookup:
+    """The type that rules see of rows taken from a table, as an embedding takes them."""
+
+
+EMBEDDINGS = (nn.Embed, nnx.Embed)
+# Flax's attentions, and what rules call the two products of each, by the scopes that they stand in.
+ATTENTIONS = (nn.MultiHeadDotProductAttention, nnx.MultiHeadAttention)
+ATTENTION_PRODUCTS = {
+    "...qhd,...khd->...hqk": "qk",
+    "...qhgd,...kh1d->...hgqk": "qk",
+    "BTNH,BSNH->BNTS": "qk",
+    "...hqk,...khd->...qhd": "av",
+    "...hgqk,...kh1d->...qhgd": "av",
+    "BNTS,BSNH->BTNH": "av",
+}
 
 Values = Sequence[jax.Array]
 Params = dict[str, Any]
@@ -334,7 +262,8 @@ def _dot_facts(lhs: ShapedArray, rhs: ShapedArray, params: dict[str, Any]) -> di
     shape = _seen_shape(_kernel_axes(params["dimension_numbers"], rhs.ndim), rhs.shape)
     unfit = _unfit((lhs.dtype, rhs.dtype), params)
     obstacle = unfit if shape else "contracts no axis"
-    return {"kernel": tuple(rhs.shape), "shape": shape, "obstacle": obstacle}
+    axes = _kernel_axes(params["dimension_numbers"], rhs.ndim)
+    return {"kernel": tuple(rhs.shape), "shape": shape, "obstacle": obstacle, "axes": axes}
 
 
 def turned(
@@ -367,6 +296,7 @@ def _conv_facts(lhs: ShapedArray, rhs: ShapedArray, params: dict[str, Any]) -> d
         "shape": (taps, rhs.shape[into], rhs.shape[out]),
         "named_only": True,
         "obstacle": obstacle or _unfit((lhs.dtype, rhs.dtype), params),
+        "axes": Axes.ordered(contracting=rhs.ndim - 1, k_first=True),
     }
 
 
@@ -376,7 +306,7 @@ def _conv(_: Recipe, dot_general: DotGeneralFn, values: Values, params: Params, 
     (batch, features, *space), (out, into, *taps), to = params["dimension_numbers"]
     product = ConvOfDotGeneral(dot_general=dot_general)(
         lax.transpose(lhs, (batch, *space, features)),
-        lax.transpose(rhs, (*taps, into, out)),
+        _transposed(rhs, (*taps, into, out)),
         params["window_strides"],
         params["padding"],
         rhs_dilation=params["rhs_dilation"],
@@ -387,6 +317,30 @@ def _conv(_: Recipe, dot_general: DotGeneralFn, values: Values, params: Params, 
     # `to` has the axes of batch, features and space in the result.
     axes = (to[0], *to[2:], to[1])
     return lax.transpose(product, [axes.index(axis) for axis in range(len(axes))])
+
+
+def _transposed(x: Any, order: tuple[int, ...]) -> Any:
+    # What is packed stays as it lies.
+    return x if order == tuple(range(x.ndim)) else x.transpose(order)
+
+
+def _lookup_facts(table: ShapedArray, *_: object) -> dict[str, Any]:
+    return {"kernel": tuple(table.shape), "shape": tuple(table.shape[::-1]), "obstacle": None}
+
+
+def _look_up(recipe: Recipe, _: object, values: Values, params: Params, key: Key) -> Any:
+    """Rows of the quantized table; of codes, only those that are asked for are decoded."""
+    table, indices = values
+    if isinstance(table, Quantized):
+        return rows_of(table, indices).dequantize(table.dtype)
+    return jit_p.bind(cast_table(table, recipe, key), indices, **params)[0]
+
+
+def row_of(eqn: JaxprEqn) -> "TracedProduct | None":
+    """How an equation is judged and made anew, if it is a product."""
+    if eqn.primitive is jit_p and eqn.params["name"] == "_take" and len(eqn.invars) == 2:
+        return TracedProduct(type=Lookup, facts=_lookup_facts, multiply=_look_up)
+    return traced_products().get(eqn.primitive)
 
 
 @functools.cache
@@ -429,8 +383,7 @@ class Slot:
     Attributes:
       types: class of the layers, or classes.
       attribute: its name.
-      defaults: what is there unless a user put something else, which then stays; the last is what
-        such a layer multiplies with.
+      defaults: what is there unless a user put something else, which then stays.
 
     Examples:
       >>> import flax.linen as nn, jax
@@ -438,7 +391,7 @@ class Slot:
       >>> slot = convert.Slot(nn.Dense, "dot_general", (None, jax.lax.dot_general))
       >>> slot.holds(nn.Dense(8)), slot.holds(nn.Embed(8, 4))
       (True, False)
-      >>> slot.obstacle(nn.Dense(8, dot_general=print), ours=())
+      >>> slot.obstacle(nn.Dense(8, dot_general=print))
       'has its own dot_general'
     """
 
@@ -452,84 +405,67 @@ class Slot:
             return False
         return not isinstance(layer, nn.Module) or self.attribute in layer.__dataclass_fields__
 
-    def obstacle(self, layer: object, ours: type | tuple[type, ...]) -> str | None:
-        """Why the slot of a layer is not to be filled, or None."""
+    def obstacle(self, layer: object) -> str | None:
+        """Why what the layer multiplies with stays, or None."""
         if getattr(layer, f"{self.attribute}_cls", None) is not None:
             return f"has its own {self.attribute}_cls"
         value = getattr(layer, self.attribute)
-        if isinstance(value, ours) or any(value is default for default in self.defaults):
+        if any(value is default for default in self.defaults):
             return None
         return f"has its own {self.attribute}"
 
 
-def _as_stored(layer: object, kernel: tuple[int, ...], *call: object) -> Shape:
+def _as_stored(layer: object, kernel: tuple[int, ...]) -> Shape:
     return kernel
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """How layers of one kind are converted. What the report says of them follows from it.
+    """What is known of layers of one kind before they are called; a trace shows their products.
 
     Attributes:
-      linen: where flax.linen modules of this kind hold each of their products.
-      nnx: where flax.nnx modules do; several products may be made by one thing.
+      linen: the attribute in which flax.linen modules of this kind hold their product, so that one
+        of a user's own stays.
+      nnx: that of flax.nnx modules.
       tree: class of nodes of a pytree, or classes, whose call `convert.tree` traces.
-      operation: from the recipe of each product, None for high precision, to what goes there. It is
-        called as what was there before, and with `key` if a recipe draws random bits. In a tree it
-        takes the place of `jax.lax.dot_general`, with the kernel on the right.
-      products: names of the products, if there are several.
-      shape: from the layer, the shape of its kernel and, in linen, what its product is called with
-        after the operands, to the kernel as filters see it; None if nothing is contracted. Left
-        out: `[in, out]`, or as `axes` say. None in its place: there is no kernel.
+      shape: from the layer and the shape of its kernel to the kernel as filters see it; None if
+        nothing is contracted. Left out: `[in, out]`, or as `axes` say.
       axes: the same to the kernel's axes in the product; None where they are not known, so that
         no kernel is stored quantized. Left out: `[in, out]`, if `shape` is so too.
       kernel: the parameter whose leading axes show a stack of nnx layers, or of nodes.
       kernel_ndim: how many axes it has in a single layer.
       named_only: whether only a rule that names the type converts it.
       obstacle: why this layer cannot be converted, or None.
-      reads_stored: whether a quantized kernel is multiplied as it is where no rule decides, or by
-        its values.
-      rhs_is_kernel: whether the right operand is the kernel as it is stored, so that metadata say
-        how it is sharded.
 
     Examples:
       >>> import flax.linen as nn, jax
       >>> from mx_jax import convert
       >>> slot = convert.Slot(nn.Dense, "dot_general", (None, jax.lax.dot_general))
-      >>> kind = convert.Kind(linen=(slot,), operation=lambda recipe: recipe.dot_general)
-      >>> facts = kind.facts(nn.Dense(8), (64, 8))
+      >>> facts = convert.Kind(linen=slot).facts(nn.Dense(8), (64, 8))
       >>> facts["shape"], facts["axes"].contracting
       ((64, 8), (0,))
     """
 
-    linen: tuple[Slot, ...] = ()
+    linen: Slot | None = None
     nnx: Slot | None = None
     tree: type | tuple[type, ...] = ()
-    operation: Callable[..., Callable[..., Any]] = lambda recipe: recipe.dot_general
-    products: tuple[str | None, ...] = (None,)
-    shape: Callable[..., Shape] | None = _as_stored
+    shape: Callable[..., Shape] = _as_stored
     axes: Callable[..., Axes | None] | None = None
     kernel: Callable[[Any], Any] = lambda layer: layer.kernel
     kernel_ndim: Callable[[Any], int] = lambda layer: 2
     named_only: bool = False
     obstacle: Callable[[Any], str | None] = lambda layer: None
-    reads_stored: bool = False
-    rhs_is_kernel: bool = False
 
-    def facts(self, layer: object, kernel: tuple[int, ...], *call: object) -> dict[str, Any]:
+    def facts(self, layer: object, kernel: tuple[int, ...]) -> dict[str, Any]:
         """Fields of `Layer` that rules judge by.
 
         Args:
           layer: the layer.
           kernel: shape of its kernel in a single layer.
-          *call: what the product is called with after the operands, where that is known.
         """
-        if self.shape is None:
-            own = {"named_only": self.named_only, "obstacle": self.obstacle(layer)}
-            return own | {"of_activations": True}
-        axes = None if self.axes is None else self.axes(layer, kernel, *call)
+        axes = None if self.axes is None else self.axes(layer, kernel)
         if self.shape is not _as_stored:
-            shape = self.shape(layer, kernel, *call)
+            shape = self.shape(layer, kernel)
         elif self.axes is not None:
             shape = _seen_shape(axes, kernel)
         else:
@@ -566,14 +502,7 @@ def _dense_counts(layer: nnx.Linear | nnx.LinearGeneral) -> tuple[int, int, int]
     return batch, contracting, kept
 
 
-def _dense_axes(
-    layer: nnx.Linear | nnx.LinearGeneral,
-    kernel: tuple[int, ...],
-    dimensions: DotDimensionNumbers | None = None,
-    *_: object,
-) -> Axes | None:
-    if dimensions is not None:
-        return _kernel_axes(dimensions, len(kernel))
+def _dense_axes(layer: nnx.Linear | nnx.LinearGeneral, kernel: tuple[int, ...]) -> Axes | None:
     batch, contracting, kept = _dense_counts(layer)
     axes = Axes.ordered(batch=batch, kept=kept, contracting=contracting, k_first=True)
     return axes if contracting else None
@@ -581,79 +510,55 @@ def _dense_axes(
 
 # In linen, whatever module has the attribute.
 DENSE = Kind(
-    linen=(Slot(nn.Module, "dot_general", (None, lax.dot_general)),),
+    linen=Slot(nn.Module, "dot_general", (None, lax.dot_general)),
     nnx=Slot((nnx.Linear, nnx.LinearGeneral), "dot_general", (None, lax.dot_general)),
     axes=_dense_axes,
     kernel_ndim=lambda layer: sum(_dense_counts(layer)),
-    reads_stored=True,
-    rhs_is_kernel=True,
 )
 EINSUM = Kind(
     nnx=Slot(nnx.Einsum, "einsum_op", (jnp.einsum,)),
-    operation=lambda recipe: RecipeEinsum(recipe=recipe),
-    axes=lambda layer, kernel, subscripts=None: einsum_axes(subscripts or layer.einsum_str, kernel),
+    axes=lambda layer, kernel: einsum_axes(layer.einsum_str, kernel),
     kernel_ndim=lambda layer: len(layer.kernel_shape),
-    rhs_is_kernel=True,
 )
 CONV = Kind(
-    linen=(Slot(nn.Conv, "conv_general_dilated", (None, lax.conv_general_dilated)),),
+    linen=Slot(nn.Conv, "conv_general_dilated", (None, lax.conv_general_dilated)),
     nnx=Slot(nnx.Conv, "conv_general_dilated", (lax.conv_general_dilated,)),
-    operation=lambda recipe: ConvOfDotGeneral(dot_general=recipe.dot_general),
-    shape=lambda layer, kernel, *call: (math.prod(kernel[:-2]), *kernel[-2:]),
-    axes=lambda layer, kernel, *call: Axes.ordered(contracting=len(kernel) - 1, k_first=True),
+    shape=lambda layer, kernel: (math.prod(kernel[:-2]), *kernel[-2:]),
+    axes=lambda layer, kernel: Axes.ordered(contracting=len(kernel) - 1, k_first=True),
     kernel_ndim=lambda layer: len(layer.kernel_shape),
     named_only=True,
     obstacle=lambda layer: conv_obstacle(layer.feature_group_count, layer.input_dilation),
 )
 EMBED = Kind(
     nnx=Slot(nnx.Embed, "promote_dtype", (promote_dtype,)),
-    operation=lambda recipe: TablePromotion(recipe=recipe, promote=promote_dtype),
     axes=lambda layer, kernel: Axes.ordered(),
     kernel=lambda layer: layer.embedding,
     named_only=True,
 )
-ATTENTION = Kind(
-    linen=tuple(
-        Slot(nn.Module, f"{name}_cls", (None,))
-        for name in ("qk_attn_weights_einsum", "attn_weights_value_einsum")
-    ),
-    nnx=Slot(nnx.MultiHeadAttention, "attention_fn", (nnx.dot_product_attention,)),
-    operation=lambda qk, av: Attention(qk=qk, av=av),
-    products=("qk", "av"),
-    shape=None,
-    kernel=lambda layer: layer.query.kernel,
-    kernel_ndim=lambda layer: 3,
-)
-
-_KINDS: list[Kind] = [DENSE, EINSUM, CONV, EMBED, ATTENTION]
+_KINDS: list[Kind] = [DENSE, EINSUM, CONV, EMBED]
 
 
 def register(kind: Kind) -> None:
-    """Register how layers of a kind multiply, Flax's or anybody's.
+    """Register what is known of layers of a kind, Flax's or anybody's, before they are called.
 
     What is registered last is asked first. Without it, the products of a layer of somebody's own
-    are found by tracing the model's call, and cannot read stored weights.
+    show in the model's call alone.
 
     Args:
-      kind: where the layers hold their product, and what takes its place.
+      kind: where the layers hold their product, and how their kernels lie.
 
     Examples:
-      >>> import functools, flax.linen as nn, jax, jax.numpy as jnp, mx_jax
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
       >>> from mx_jax import convert
-      >>> class Project(nn.Module):
-      ...     multiply: object = jnp.matmul
+      >>> class Project(nnx.Module):
+      ...     def __init__(self):
+      ...         self.kernel, self.multiply = nnx.Param(jnp.ones((64, 8))), jnp.matmul
       ...
-      ...     @nn.compact
       ...     def __call__(self, x):
-      ...         w = self.param("w", nn.initializers.ones, (x.shape[-1], 8))
-      ...         return self.multiply(x, w)
-      >>> convert.register(
-      ...     convert.Kind(
-      ...         linen=(convert.Slot(Project, "multiply", (jnp.matmul,)),),
-      ...         operation=lambda recipe: functools.partial(mx_jax.matmul, recipe=recipe),
-      ...     )
-      ... )
-      >>> print(convert.report(Project(), convert.Rule(".*", "mxfp8"), jnp.ones((4, 64))))
+      ...         return self.multiply(x, self.kernel[...])
+      >>> convert.register(convert.Kind(nnx=convert.Slot(Project, "multiply", (jnp.matmul,))))
+      >>> print(convert.report(Project(), convert.Rule(".*", "mxfp8")))
       layer  type     kernel  rule  recipe
       .      Project  64x8    0     mxfp8
       1 of 1 layers converted
@@ -678,8 +583,8 @@ def kind_of(layer: object) -> Kind | None:
     for kind in (*_KINDS, *_of_equinox(sys.modules.get("equinox"))):
         if kind.tree and isinstance(layer, kind.tree):
             return kind
-        slots = kind.linen if isinstance(layer, nn.Module) else (kind.nnx,)
-        if slots and all(slot is not None and slot.holds(layer) for slot in slots):
+        slot = kind.linen if isinstance(layer, nn.Module) else kind.nnx
+        if slot is not None and slot.holds(layer):
             return kind
     return None
 

@@ -1,11 +1,10 @@
-"""flax.nnx: an unmodified model as a copy whose layers follow rules.
+"""flax.nnx: an unmodified model as a copy whose products follow rules.
 
-A layer with an attribute for its product gets another one there. Other modules, and an attention
-that keeps a cache in a format, become of a subclass with another call.
+Its call is traced, and what it multiplies is made anew in the jaxpr, as `convert.function` does it.
+Modules become of a subclass whose methods stand in scopes of their names, which nnx has none of.
 """
 
 import copy
-import copyreg
 import dataclasses
 import functools
 import inspect
@@ -14,16 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard, TypeVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx as flax_nnx
-from flax.nnx.nn.dtypes import promote_dtype
 from jax.sharding import PartitionSpec
 
-from mx_jax.codecs.explicit_axes import Spec
 from mx_jax.convert.caches import CachedAttention, as_array
 from mx_jax.convert.functions import call_of_model
 from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
-from mx_jax.convert.kinds import ATTENTION, EMBED, Kind, facts_held, kind_of, stack
+from mx_jax.convert.kinds import EMBED, Kind, facts_held, kind_of, stack
 from mx_jax.convert.rules import (
     Decision,
     Layer,
@@ -31,17 +27,12 @@ from mx_jax.convert.rules import (
     Rule,
     as_rules,
     decide,
-    recorded,
-    recorders_of,
 )
 from mx_jax.jaxpr.calls import of_arrays
-from mx_jax.jaxpr.names import LayerName
 from mx_jax.nn.cache import CacheRows
-from mx_jax.nn.layers import named_in_errors, nnx_spec, quantized_in, recipe_of
-from mx_jax.nn.nnx import RNG_STREAM, missing_stream, next_key, promote_operands
-from mx_jax.ops.dot_general import dot_general
-from mx_jax.packed import rows_of
-from mx_jax.recipes import Recipe, high_precision
+from mx_jax.nn.layers import nnx_spec
+from mx_jax.nn.nnx import RNG_STREAM, missing_stream, next_key
+from mx_jax.recipes import Recipe
 
 M = TypeVar("M", bound=flax_nnx.Module)
 UNSEEN = "its products show in a call: give the report example arguments"
@@ -63,11 +54,10 @@ def nnx(
     merge or a transform. What is set on the copy's layers is static and compares by value: a
     rebuilt model does not retrace.
 
-    Layers that Flax gives an attribute for their product get another one there. The call of the
-    model is traced, and what else it multiplies is made anew in its jaxpr, as `convert.function`
-    does it: `convert.report` with example arguments lists both. A warning of
-    rules that match nothing comes when the model is first called, or at once if all of its products
-    are attributes.
+    The call of the model, or of a part of it, is traced, and what it multiplies is made anew in the
+    jaxpr, as by `convert.function`: `convert.report` with example arguments lists it. A warning of
+    rules that match nothing comes when the model is first called, or at once if its layers are all
+    of kinds that are known before.
 
     Only stochastic recipes add state: a stream `"quantize"` in each layer that has one, and one in
     the model. In a stack made by nnx.vmap it has a key for each layer, along the parameters'
@@ -121,14 +111,16 @@ def converted(
     copy = original(model)
     plans = list(_plans(copy, rules))
     for plan in plans:
-        if plan.converts:
-            _inject(plan, rngs)
         if plan.cache is not None and (format := plan.cache.cache) is not None:
             layer = plan.layer
             if layer.cached_key is not None:
                 cache = format.holding(layer.cached_key[...], layer.cached_value[...])
                 _set_cache(layer, cache.keys, cache.values)
-            layer.mx_cache = flax_nnx.static(format)
+            products = (
+                decide(rules, as_layer(plan.paths, layer, {"of_activations": True}, name))
+                for name in ("qk", "av")
+            )
+            layer.mx_cache = flax_nnx.static((format, not any(own.recipe for own in products)))
             _become(layer, _caching)
     found = tuple(decision for plan in plans for decision in plan.judged)
     if traced:
@@ -160,9 +152,8 @@ def decisions(
         def call(state: object, *args: object, **kwargs: object) -> None:
             flax_nnx.merge(graph, state)(*args, **kwargs)
 
-        with recorded(rules, reports=True) as record:
-            jax.eval_shape(*of_arrays(call, (state, *args), kwargs))
-        return (*found.decisions, *record.decisions)
+        jax.eval_shape(*of_arrays(call, (state, *args), kwargs))
+        return copy.mx_call.model.shown if hasattr(copy, "mx_call") else found.decisions
     judged: list[Decision] = []
     for plan in _plans(original(model), rules):
         judged += plan.judged
@@ -178,40 +169,57 @@ def decisions(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What rules say of a module's cache, and of its products where attributes make them."""
+    """What rules say of a module's cache, and of its product where its kind is known."""
 
     layer: Any
     paths: tuple[str, ...]
     kind: Kind | None
-    decisions: tuple[Decision, ...]
+    facts: dict[str, Any]
+    product: Decision | None
     cache: Decision | None
 
     @property
-    def converts(self) -> bool:
-        return any(decision.recipe is not None for decision in self.decisions)
-
-    @property
-    def is_decided(self) -> bool:
-        """Whether what a trace shows of the module is decided."""
-        return self.kind is EMBED or (self.kind is not None and not self.converts)
+    def recipe(self) -> Recipe | None:
+        return None if self.product is None else self.product.recipe
 
     @property
     def judged(self) -> tuple[Decision, ...]:
-        return self.decisions if self.cache is None else (*self.decisions, self.cache)
+        return tuple(own for own in (self.product, self.cache) if own is not None)
+
+    @property
+    def shows_in_a_call(self) -> bool:
+        """Whether the module may multiply, and nothing but its call shows what."""
+        flaxs = class_of(self.layer).__module__.startswith("flax.")
+        multiplies = not isinstance(self.layer, _WITHOUT_PRODUCT)
+        return self.kind is None and multiplies and (callable(self.layer) or not flaxs)
+
+    @property
+    def module(self) -> Module:
+        """What rules know of it while it is traced."""
+        facts: dict[str, Any] = {}
+        if isinstance(self.layer, _ADAPTERS):
+            facts = {"named_only": True, "product": None}
+        if self.kind is None:
+            return Module(class_of(self.layer), self.paths[1:], facts)
+        stacked = len(stack(self.layer, self.kind))
+        if self.kind is EMBED or self.facts["obstacle"] is not None:
+            facts = self.facts
+        elif self.facts["named_only"]:
+            facts = {"named_only": True}
+        spec = nnx_spec(self.kind.kernel(self.layer))
+        where = None if spec is None else PartitionSpec(*spec[stacked:])
+        return Module(class_of(self.layer), self.paths[1:], facts, where)
 
 
 def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
     for paths, layer in layers_of(model):
         kind, facts = judged(layer) or (None, {})
-        decisions = tuple(
-            decide(rules, as_layer(paths, layer, facts, product))
-            for product in (() if kind is None else kind.products)
-        )
+        product = None if kind is None else decide(rules, as_layer(paths, layer, facts))
         cache = None
         if isinstance(layer, flax_nnx.MultiHeadAttention) and any(rule.cache for rule in rules):
             about = {"is_cache": True, "obstacle": _cache_obstacle(layer)}
             cache = decide(rules, as_layer(paths, layer, about, "cache"))
-        yield _Plan(layer, paths, kind, decisions, cache)
+        yield _Plan(layer, paths, kind, facts, product, cache)
 
 
 def as_layer(
@@ -240,23 +248,17 @@ def layers_of(model: flax_nnx.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def judged(layer: object) -> tuple[Kind, dict[str, Any]] | None:
-    """A layer's kind and the fields of `Layer`; None if no attribute makes its product."""
+    """A layer's kind and the fields of `Layer`; None if a call alone shows its products."""
     kind = kind_of(layer)
     if kind is None:
         return None
-    obstacle = _obstacle(layer, kind)
-    if kind is ATTENTION and obstacle == "has its own attention_fn":
-        # A trace of the call shows its products.
-        return None
     facts = facts_held(layer, kind)
-    return kind, facts | {"obstacle": facts["obstacle"] or obstacle}
-
-
-def _obstacle(layer: object, kind: Kind) -> str | None:
     # First: a property of our own layers draws a key when it is read.
     if isinstance(getattr(layer, "recipe", None), Recipe):
-        return "has its own recipe"
-    return kind.nnx and kind.nnx.obstacle(layer, (Injected, KeyedInjected))
+        obstacle = "has its own recipe"
+    else:
+        obstacle = kind.nnx and kind.nnx.obstacle(layer)
+    return kind, facts | {"obstacle": facts["obstacle"] or obstacle}
 
 
 def class_of(layer: object) -> type:
@@ -273,66 +275,6 @@ def matrix_of(layer: object) -> flax_nnx.Param | None:
         return None
     own = (value for value in vars(layer).values() if isinstance(value, flax_nnx.Param))
     return next((value for value in own if len(getattr(value, "shape", ())) >= 2), None)
-
-
-# Attributes ---------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Injected:
-    """A product in the place of a layer's own; static, so equal models have equal graphs."""
-
-    operation: Callable[..., Any]
-    replaced: Any
-    # For errors: not its path, by which equal layers would differ. By its name they do not.
-    layer: str
-    name: LayerName
-
-    def __call__(self, *args: object, **options: object) -> Any:
-        with named_in_errors(self.layer), decided(), self.name.context():
-            return self.operation(*args, **options)
-
-
-class KeyedInjected(flax_nnx.Module):
-    """`Injected`, with a stream that gives each use a fresh key; in a stack, one for each layer."""
-
-    def __init__(self, injected: Injected, stream: flax_nnx.RngStream):
-        self.injected = flax_nnx.static(injected)
-        self.stream = stream
-
-    def __call__(self, *args: object, **options: object) -> Any:
-        return self.injected(*args, **options, key=next_key(self.stream, "convert.nnx"))
-
-
-def _inject(plan: _Plan, rngs: flax_nnx.Rngs | None) -> None:
-    layer, kind, where = plan.layer, plan.kind, None
-    assert kind is not None and kind.nnx is not None
-    if kind.rhs_is_kernel and (spec := nnx_spec(kind.kernel(layer))) is not None:
-        where = PartitionSpec(*spec[len(stack(layer, kind)) :])
-    recipes = [own.recipe and recipe_of(own.recipe, where) for own in plan.decisions]
-    product = Injected(
-        operation=kind.operation(*recipes),
-        replaced=getattr(layer, kind.nnx.attribute),
-        layer=f"{type(layer).__name__}, converted by convert.nnx",
-        name=LayerName(plan.paths[0] or "model"),
-    )
-    # Static values are a part of the graph definition; a stream is data.
-    wrapped = flax_nnx.static(product)
-    draws = any(recipe is not None and recipe.is_stochastic for recipe in recipes)
-    if draws and _has_stream(rngs):
-        # For one layer, or for each of a stack.
-        key, sizes = rngs[RNG_STREAM](), stack(layer, kind)
-        stream = flax_nnx.RngStream(jax.random.split(key, sizes) if sizes else key, tag=RNG_STREAM)
-        wrapped = flax_nnx.data(KeyedInjected(product, stream))
-    elif draws:
-        for own in plan.decisions:
-            # Where gradients alone draw, they raise an error of their own.
-            if own.recipe is not None and own.recipe.fwd.is_stochastic:
-                raise missing_stream(f"convert.nnx: {own.layer.path!r}", own.recipe, rngs)
-    setattr(layer, kind.nnx.attribute, wrapped)
-    if getattr(layer, "promote_dtype", None) is promote_dtype:
-        # A kernel may be an MXArray, which is then used as it is.
-        layer.promote_dtype = flax_nnx.static(promote_operands)
 
 
 def _has_stream(rngs: flax_nnx.Rngs | None) -> TypeGuard[flax_nnx.Rngs]:
@@ -358,56 +300,13 @@ def _take_back(layer: Any) -> None:
             if name in vars(layer):
                 delattr(layer, name)
         object.__setattr__(layer, "__class__", type(layer)._mx_base)
-    kind = kind_of(layer)
-    if kind is None or kind.nnx is None or _obstacle(layer, kind) is not None:
-        return
-    value = getattr(layer, kind.nnx.attribute)
-    value = value.injected if isinstance(value, KeyedInjected) else value
-    if isinstance(value, Injected):
-        setattr(layer, kind.nnx.attribute, flax_nnx.static(value.replaced))
-        if getattr(layer, "promote_dtype", None) is promote_operands:
-            layer.promote_dtype = flax_nnx.static(promote_dtype)
 
 
-class StoredEmbed(flax_nnx.Embed):
-    """An Embed whose table is an MXArray, packed or not: only rows asked for are decoded."""
-
-    # `attend` leaves its query in high precision, as a converted Embed does.
-
-    def __call__(self, inputs: jax.Array, out_sharding: object = None) -> jax.Array:
-        """Rows of the table, `[*inputs, features]`."""
-        table = quantized_in(self.embedding[...])
-        if table is None:
-            return super().__call__(inputs, out_sharding)
-        if not jnp.issubdtype(inputs.dtype, jnp.integer):
-            raise ValueError(f"Embed: needs integers, got inputs.dtype={inputs.dtype}")
-        values = rows_of(table, jnp.asarray(inputs)).dequantize(self.dtype or table.dtype)
-        return values if out_sharding is None else jax.sharding.reshard(values, out_sharding)
-
-    def attend(self, query: jax.Array, out_sharding: Spec | None = None) -> jax.Array:
-        table = quantized_in(self.embedding[...])
-        if table is None:
-            return super().attend(query, out_sharding)
-        query, table = promote_operands((query, table), dtype=self.dtype)
-        multiply = functools.partial(
-            dot_general, recipe=high_precision(), out_sharding=out_sharding
-        )
-        if isinstance(self.promote_dtype, Injected):
-            multiply = dataclasses.replace(self.promote_dtype, operation=multiply)
-        return multiply(query, table, (((query.ndim - 1,), (1,)), ((), ())))
-
-
-def read_stored(layer: object) -> None:
-    """Make Flax's own embedding one that looks rows up in a stored table."""
-    if class_of(layer) is flax_nnx.Embed:
-        object.__setattr__(layer, "__class__", StoredEmbed)
-        if "mx_call" in vars(layer):
-            _become(layer, _traced_methods)
-
-
-# Calls ------------------------------------------------------------------------------------------
+# Calls -------------------------------------------------------------------------------------------
 
 _TAG = "mx_jax"
+# What is called of a layer from outside of its model; other methods then do as they are written.
+_CALLS = ("__call__", "attend")
 # Adapters are trained beside what rules quantize.
 _ADAPTERS = (flax_nnx.LoRA,)
 # They multiply nothing, or elementwise.
@@ -432,11 +331,20 @@ class _Conversion:
     decisions: tuple[Decision, ...] = dataclasses.field(compare=False)
     # Rules that matched something so far.
     used: set[int] = dataclasses.field(compare=False, default_factory=set[int])
+    # The decisions of calls so far.
+    traced: list[Decision] = dataclasses.field(compare=False, default_factory=list[Decision])
+
+    @property
+    def shown(self) -> tuple[Decision, ...]:
+        """What calls showed, and what was known before of layers that they did not show."""
+        paths = {decision.layer.path for decision in self.traced}
+        return (*self.traced, *(own for own in self.decisions if own.layer.path not in paths))
 
     def check(self, path: str, decisions: tuple[Decision, ...]) -> None:
         """Warn of rules without any decision, if these are those of the whole model."""
-        result = Report(rules=self.rules, decisions=(*self.decisions, *decisions))
-        if not path and not recorders_of(self.rules) and self.strict is not None:
+        self.traced[:] = decisions
+        result = Report(rules=self.rules, decisions=self.shown)
+        if not path and self.strict is not None:
             result.check("convert.nnx", self.strict, self.used)
         self.used.update(result.used)
 
@@ -447,36 +355,33 @@ class _Call:
 
     model: _Conversion
     path: str
-    is_decided: bool
-
-
-def _multiplies_itself(layer: object, kind: Kind | None, converts: bool) -> bool:
-    """Whether a trace of a module's call shows products, besides those that it got others for."""
-    flaxs = class_of(layer).__module__.startswith("flax.")
-    if isinstance(layer, _WITHOUT_PRODUCT) or (flaxs and not callable(layer)):
-        return False
-    # An embedding multiplies past its attribute.
-    return not (converts and flaxs) or kind is EMBED
 
 
 def _trace_calls(plans: Sequence[_Plan], model: _Conversion, rngs: flax_nnx.Rngs | None) -> None:
-    """Have the calls traced of all modules but those that got another product."""
-    calls = [plan for plan in plans if _multiplies_itself(plan.layer, plan.kind, plan.converts)]
-    if all(plan.is_decided for plan in calls):
+    """Have the calls of modules traced."""
+    if all(plan.recipe is None and not plan.shows_in_a_call for plan in plans):
         return
     # The whole model's call warns of rules that matched nothing.
-    calls += [plan for plan in plans if not plan.paths[0] and plan not in calls]
+    calls = [
+        plan for plan in plans if plan.kind is not None or plan.shows_in_a_call or not plan.paths[0]
+    ]
+    model.modules.update({plan.paths[0]: plan.module for plan in calls})
     draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in model.rules)
     for plan in calls:
-        path, *aliases = plan.paths
-        adapts = isinstance(plan.layer, _ADAPTERS)
-        model.modules[path] = Module(type(plan.layer), tuple(aliases), adapts)
-    for plan in calls:
-        plan.layer.mx_call = flax_nnx.static(_Call(model, plan.paths[0], plan.is_decided))
-        # That of the outermost call is all products': inside a stack there might be many.
-        if draws and not plan.paths[0] and _has_stream(rngs):
-            plan.layer.mx_stream = flax_nnx.RngStream(rngs[RNG_STREAM](), tag=RNG_STREAM)
-        _become(plan.layer, _traced_methods)
+        layer, recipe, is_root = plan.layer, plan.recipe, not plan.paths[0]
+        layer.mx_call = flax_nnx.static(_Call(model, plan.paths[0]))
+        # That of the outermost call is all products'.
+        if _has_stream(rngs):
+            if (is_root and draws) or (recipe is not None and recipe.is_stochastic):
+                # For one layer, or for each of a stack.
+                key = rngs[RNG_STREAM]()
+                sizes = () if plan.kind is None else stack(layer, plan.kind)
+                keys = jax.random.split(key, sizes) if sizes else key
+                layer.mx_stream = flax_nnx.RngStream(keys, tag=RNG_STREAM)
+        elif recipe is not None and recipe.fwd.is_stochastic:
+            # Where gradients alone draw, they raise an error of their own.
+            raise missing_stream(f"convert.nnx: {plan.paths[0]!r}", recipe, rngs)
+        _become(layer, _traced_methods)
 
 
 def _traced_methods(base: type) -> dict[str, Any]:
@@ -500,21 +405,22 @@ def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *args: object, **kwargs: object) -> Any:
         here: _Call = self.mx_call
         if tracing.value == here.model.rules:
-            with (decided if here.is_decided else in_module)(here.path):
+            with in_module(here.path):
                 return method(self, *args, **kwargs)
-        if name != "__call__" or here.is_decided:
+        if name not in _CALLS:
             return method(self, *args, **kwargs)
         with decided():
-            return _traced(self, here.model, here.path, args, kwargs)
+            return _traced(self, name, here, args, kwargs)
 
     return run
 
 
 def _traced(
-    self: Any, model: _Conversion, path: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    self: Any, name: str, here: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """A call as a function of the state of all that takes part, which changes where it did."""
-    key = self.mx_stream() if "mx_stream" in vars(self) else None
+    model = here.model
+    key = next_key(self.mx_stream, "convert.nnx") if "mx_stream" in vars(self) else None
     nodes = (self, args, kwargs)
     before = flax_nnx.graphdef(nodes)
     with flax_nnx.update_context(_TAG):
@@ -524,7 +430,7 @@ def _traced(
         def call(params: flax_nnx.State, rest: flax_nnx.State) -> Any:
             with flax_nnx.merge_context(_TAG, True) as context:
                 inner = context.merge(graph, params, rest)
-            result = type(self).__call__(inner[0], *inner[1], **inner[2])
+            result = getattr(type(self), name)(inner[0], *inner[1], **inner[2])
             same = flax_nnx.graphdef(inner) == before
             with flax_nnx.split_context(_TAG) as context:
                 after, state = context.split(inner)
@@ -537,7 +443,7 @@ def _traced(
             rules=model.rules,
             modules=model.modules,
             key=key,
-            callback=functools.partial(model.check, path),
+            callback=functools.partial(model.check, here.path),
         )
         if after is not None:
             with flax_nnx.merge_context(_TAG, False) as context:
@@ -563,16 +469,23 @@ def _become(layer: object, own: Callable[[type], dict[str, Any]]) -> None:
 def _subclass(base: type, own: Callable[[type], dict[str, Any]]) -> type:
     """One for each class, so that equal models have equal graphs; it looks like its base."""
     looks = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    body = looks | own(base) | {"_mx_base": base, "_mx_own": staticmethod(own)}
-    return _metaclass(type(base))(base.__name__, (base,), body)
+    made = {"_mx_base": base, "_mx_own": staticmethod(own), "__reduce_ex__": _reduced}
+    return type(base)(base.__name__, (base,), looks | own(base) | made)
 
 
-@functools.cache
-def _metaclass(base: type) -> type:
-    """One whose classes are pickled by what they are made of: no module has them by name."""
-    made = base if base.__name__ == "_Made" else type("_Made", (base,), {})
-    copyreg.pickle(made, lambda cls: (_subclass, (cls._mx_base, cls._mx_own)))
-    return made
+def _reduced(self: object, protocol: int) -> tuple[Any, ...]:
+    """No module has the class by name: it is pickled by what it is made of."""
+    cls: Any = type(self)
+    made: list[Any] = []
+    while hasattr(cls, "_mx_base"):
+        cls, made = cls._mx_base, [cls._mx_own, *made]
+    _, _, *state = object.__reduce_ex__(self, 2)
+    return _remade, (cls, *made), *state
+
+
+def _remade(cls: Any, *made: Callable[[type], dict[str, Any]]) -> Any:
+    cls = functools.reduce(_subclass, made, cls)
+    return cls.__new__(cls)
 
 
 # Caches -------------------------------------------------------------------------------------------
@@ -604,7 +517,7 @@ def _caching(base: type) -> dict[str, Any]:
         """As the class does it: the arrays that it makes are gone when their rows are there."""
         flaxs.init_cache(self, *args, **options)
         arrays = self.cached_key[...]
-        cache = self.mx_cache.empty(arrays.shape, arrays.dtype)
+        cache = self.mx_cache[0].empty(arrays.shape, arrays.dtype)
         _set_cache(self, cache.keys, cache.values)
 
     def call(self: Any, *args: object, decode: bool | None = None, **options: object) -> Any:
@@ -627,11 +540,11 @@ def _caching(base: type) -> dict[str, Any]:
         # Of the call alone: threads may share the layer. Its Variables are the layer's.
         inner = copy.copy(self)
         vars(inner)["attention_fn"] = CachedAttention(
-            format=self.mx_cache,
+            format=self.mx_cache[0],
             attention_fn=attention_fn,
             get=lambda keys: [variable.get_value() for variable in kept],
             set=put,
-            is_flaxs=lambda: own is flax_nnx.dot_product_attention,
+            is_flaxs=lambda: self.mx_cache[1] and own is flax_nnx.dot_product_attention,
         )
         return flaxs.__call__(inner, *args, decode=False, **options)
 

@@ -1,7 +1,5 @@
 """Rules: which layer gets which recipe, by path, type and size; what is decided, as a table."""
 
-import contextlib
-import contextvars
 import dataclasses
 import math
 import re
@@ -230,9 +228,8 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
     """Why a rule whose pattern matches hands a layer on, "" for no reason; None: it decides."""
     types: Any = rule.types
     if types is None and layer.named_only:
-        of_trace = layer.product is not None
-        named = f"convert.{layer.product.__name__}" if of_trace else layer.type.__name__
-        return f"only a rule with types={named} converts it"
+        of_function = "convert." if layer.type is layer.product else ""
+        return f"only a rule with types={of_function}{layer.type.__name__} converts it"
     if types is not None and layer.type is Unknown:
         return "parameters alone do not tell types: give the model"
     if types is not None and not any(
@@ -401,55 +398,6 @@ def _row(decision: Decision) -> tuple[str, ...]:
 
 def _size(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
-
-
-# Recorders ---------------------------------------------------------------------------------------
-
-
-class Recorder:
-    """Decisions in the order of the trace, each once, and layers that no rule could reach."""
-
-    def __init__(self, rules: tuple[Rule, ...], *, reports: bool):
-        self.rules, self.reports = rules, reports
-        self.decided: dict[tuple[str, tuple[int, ...] | None], Decision] = {}
-        # With an obstacle, in case nothing else is said of them.
-        self.bare: dict[str, Layer] = {}
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        known = {path for path, _ in self.decided}
-        bare = [layer for path, layer in self.bare.items() if path not in known]
-        return (*self.decided.values(), *(decide((), layer) for layer in bare))
-
-
-# Where decisions go while models run.
-_recorders: contextvars.ContextVar[tuple[Recorder, ...]] = contextvars.ContextVar(
-    "recorders", default=()
-)
-
-
-@contextlib.contextmanager
-def recorded(rules: tuple[Rule, ...], *, reports: bool) -> Iterator[Recorder]:
-    """A recorder of what these rules decide meanwhile."""
-    recorder = Recorder(rules, reports=reports)
-    token = _recorders.set((*_recorders.get(), recorder))
-    try:
-        yield recorder
-    finally:
-        _recorders.reset(token)
-
-
-def recorders_of(rules: tuple[Rule, ...]) -> list[Recorder]:
-    """The recorders that keep these rules' decisions now."""
-    return [recorder for recorder in _recorders.get() if recorder.rules == rules]
-
-
-def record(rules: tuple[Rule, ...], *decisions: Decision) -> None:
-    """Record decisions wherever those of these rules are kept now."""
-    for recorder in recorders_of(rules):
-        for decision in decisions:
-            key = decision.layer.path, decision.layer.kernel
-            recorder.decided.setdefault(key, decision)
 
 
 # Filters -----------------------------------------------------------------------------------------

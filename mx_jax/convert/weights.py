@@ -15,7 +15,7 @@ from flax.core import meta
 from mx_jax.axes import Axes
 from mx_jax.calibrate.gptq import Way
 from mx_jax.convert import linen_model, nnx_model
-from mx_jax.convert.kinds import EMBED, stack
+from mx_jax.convert.kinds import stack
 from mx_jax.convert.rules import (
     Decision,
     Layer,
@@ -172,8 +172,6 @@ def weights(
             if id(variable) not in stored:
                 stored[id(variable)] = variable.replace(kernel.store(variable[...], pack, by))
             setattr(layer, name, stored[id(variable)])
-            # One that is no longer Flax's does as it was written.
-            nnx_model.read_stored(layer)
     else:
         kernels, leaves, structure = _kernels_of_tree(params, rules, model, args)
         for i, kernel in kernels.items():
@@ -276,11 +274,6 @@ def _kernels_of_tree(
             continue
         names = names[1:] if variables else names
         layer = _layer(names, value, layers.get("/".join(names[:-1])))
-        if isinstance(leaf, nnx.Variable) and layer.type is flax.linen.Embed:
-            obstacle = (
-                "flax.nnx's Embed looks rows up in an array: pass the model in place of its state"
-            )
-            layer = dataclasses.replace(layer, obstacle=obstacle)
         kernels[i] = _Kernel.judge(rules, layer, value)
     return kernels, [leaf for _, leaf in leaves], structure
 
@@ -323,8 +316,6 @@ def _kernels_of_model(
         own = {id(v): name for name, v in vars(layer).items() if isinstance(v, nnx.Variable)}
         if id(kernel) not in own:
             continue
-        if kind is EMBED and nnx_model.class_of(layer) not in (nnx.Embed, nnx_model.StoredEmbed):
-            facts["obstacle"] = "a class of its own may look rows up in an array"
         if isinstance(getattr(layer, "recipe", None), Recipe):
             # A layer of ours reads what is stored, whatever its recipe.
             facts["obstacle"] = None

@@ -4,6 +4,7 @@ The function's program is rewritten: behind each cast and product stands what ob
 """
 
 import collections
+import dataclasses
 import functools
 import math
 import re
@@ -28,7 +29,7 @@ from mx_jax.inspect.statistics import STATISTICS
 from mx_jax.jaxpr import calls
 from mx_jax.jaxpr.names import parted
 from mx_jax.jaxpr.read import live
-from mx_jax.jaxpr.rewrite import Rewritten
+from mx_jax.jaxpr.rewrite import Plan, Rewritten
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -117,47 +118,28 @@ def capture(
             "capture: sink must be a sink or several, each with write(record) and close(), got "
             f"sink={sink!r}; for a file write sink=inspect.Jsonl(path)"
         )
-    return Captured(function, _Choice(filter), names, every, step, tuple(sinks))
+    return Captured(function, filter, names, every, step, tuple(sinks))
 
 
-class _Choice:
-    """What a filter takes."""
-
-    def __init__(self, filter: str | Filter | None):
-        self.given = filter
-        self.takes: Filter = lambda tag: True
-        if isinstance(filter, str):
-            try:
-                pattern = re.compile(filter)
-            except (re.error, RecursionError, OverflowError) as error:
-                raise ValueError(
-                    "capture: filter must be a regular expression for whole paths, got "
-                    f"filter={filter!r}: {error}; re.escape makes one of a path"
-                ) from error
-            self.takes = lambda tag: pattern.fullmatch(tag.path) is not None
-        elif filter is not None:
-            if not callable(filter):
-                raise TypeError(
-                    "capture: filter must be a regular expression for paths, a function of a "
-                    f"Tag or None, got filter={filter!r}"
-                )
-            self.takes = filter
-
-    def of(self, entries: Sequence[Entry]) -> list[Entry]:
-        """The entries with what is taken of them; if there are any and it takes none, it warns."""
-        kept = [entry.kept(self.takes) for entry in entries]
-        kept = [entry for entry in kept if entry.tags]
-        if entries and not kept:
-            refused = dict.fromkeys(tag.path for entry in entries for tag in entry.tags)
-            paths = ", ".join(repr(path) for path in list(refused)[:_PATHS_IN_WARNING])
-            hint = "; a regular expression must match a whole path"
-            warnings.warn(
-                f"capture: the filter matched none of {len(refused)} paths, so there is no record; "
-                f"got filter={self.given!r} and paths {paths}"
-                f"{hint if isinstance(self.given, str) else ''}",
-                stacklevel=2,
-            )
-        return kept
+def _as_filter(filter: str | Filter | None) -> Filter:
+    """Whether a tag is wanted."""
+    if filter is None:
+        return lambda tag: True
+    if isinstance(filter, str):
+        try:
+            pattern = re.compile(filter)
+        except (re.error, RecursionError, OverflowError) as error:
+            raise ValueError(
+                "capture: filter must be a regular expression for whole paths, got "
+                f"filter={filter!r}: {error}; re.escape makes one of a path"
+            ) from error
+        return lambda tag: pattern.fullmatch(tag.path) is not None
+    if not callable(filter):
+        raise TypeError(
+            "capture: filter must be a regular expression for paths, a function of a Tag or None, "
+            f"got filter={filter!r}"
+        )
+    return filter
 
 
 class Captured(Generic[P, R]):
@@ -176,14 +158,15 @@ class Captured(Generic[P, R]):
     def __init__(
         self,
         function: Callable[P, R],
-        choice: _Choice,
+        filter: str | Filter | None,
         stats: frozenset[str],
         every: int,
         step: Callable[P, IntScalar] | None,
         sinks: tuple[Sink, ...],
     ):
         functools.update_wrapper(self, function)
-        self.function, self.choice, self.stats = function, choice, stats
+        self.function, self.filter, self.stats = function, filter, stats
+        self.wants = _as_filter(filter)
         self.every, self.step_of, self.sinks = every, step, sinks
         self._calls, self._step = 0, 0
         self._counts: collections.Counter[Any] = collections.Counter()
@@ -210,7 +193,7 @@ class Captured(Generic[P, R]):
         if jnp.shape(value) != ():
             raise ValueError(f"scalar: {name!r} must be a scalar, got shape={jnp.shape(value)}")
         if self._step % self.every == 0:
-            number = Scalar(name=name, step=self._step, value=float(value))
+            number = Scalar(name=name, step=self._step, value=float(np.asarray(value)))
             with self._lock:
                 for sink in self.sinks:
                     sink.write(number)
@@ -235,8 +218,8 @@ class Captured(Generic[P, R]):
                 f"capture: every={self.every} needs the step where calls are traced; pass "
                 "step=lambda *args: ..., which takes it from the arguments"
             )
-        function, args, kwargs, update = _functional(self.function, args, kwargs)
-        static, arrays = calls.split(args, kwargs)
+        function, own, named, update = _functional(self.function, args, kwargs)
+        static, arrays = calls.split(own, named)
         run = self._run if traced else self._compiled
         return update(run(function, static, arrays, step))
 
@@ -248,8 +231,7 @@ class Captured(Generic[P, R]):
             program, result = calls.traced(function, static, arrays)
         program = live(program)
         arrays = [refuse_derivative(x, _refuse) for x in arrays]
-        plan = tuple((own.where, own) for own in self.choice.of(entries_of(program)))
-        traced = isinstance(step, Tracer) and step.aval
+        plan = self._plan(entries_of(program))
         state = State(jnp.int32(_UNKNOWN) if step is None else step)
 
         def observed(arrays: list[Any]) -> list[Any]:
@@ -258,9 +240,28 @@ class Captured(Generic[P, R]):
         def plain(arrays: list[Any]) -> list[Any]:
             return Rewritten(program, (), self._rule)(arrays, state)
 
-        if self.every == 1 or not traced:
+        if self.every == 1 or not isinstance(step, Tracer):
             return result(observed(arrays))
         return result(lax.cond(step % self.every == 0, observed, plain, arrays))
+
+    def _plan(self, entries: Sequence[Entry]) -> Plan:
+        """What is wanted of the entries; if there are any and nothing is, it warns."""
+        plan = [
+            (own.where, dataclasses.replace(own, looks=looks))
+            for own in entries
+            if (looks := tuple(look for look in own.looks if self.wants(look.tag)))
+        ]
+        if entries and not plan:
+            refused = dict.fromkeys(look.tag.path for own in entries for look in own.looks)
+            paths = ", ".join(repr(path) for path in list(refused)[:_PATHS_IN_WARNING])
+            hint = "; a regular expression must match a whole path"
+            warnings.warn(
+                f"capture: the filter matched none of {len(refused)} paths, so there is no record; "
+                f"got filter={self.filter!r} and paths {paths}"
+                f"{hint if isinstance(self.filter, str) else ''}",
+                stacklevel=2,
+            )
+        return tuple(plan)
 
     def _send(self, found: Sequence[Observed], state: State) -> None:
         """Call the host: once, below shard_map too, or once a device if arrays go."""
@@ -285,7 +286,7 @@ class Captured(Generic[P, R]):
         arrays: Sequence[dict[str, np.ndarray]],
     ) -> None:
         found, state, shard = unpack(words, layout)
-        step, index = int(state.step), tuple(map(int, state.index))
+        step, index = int(state.step), tuple(map(int, state.indices))
         shard = {axis: int(number) for axis, number in shard.items()}
         with self._lock:
             for (entry, tag), raw, whole in zip(names, found, arrays, strict=True):
@@ -341,32 +342,27 @@ def _functional(
         nnx.update(objects, result[1])
         return result[0]
 
-    pure = _Pure(function, tree, tuple(map(is_object, leaves)))
-    return pure, (graph, state, others), {}, update
+    # The tree is a constant of the call, which compares by value.
+    are_objects = list(map(is_object, leaves))
+    return _of_state, (function, tree, are_objects, graph, state, others), {}, update
 
 
-class _Pure:
-    """A function of objects as one of their graph and state, which it returns too; equal by what
-    it is made of."""
-
-    def __init__(self, *parts: Any):
-        self.parts = parts
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Pure) and self.parts == other.parts
-
-    def __hash__(self) -> int:
-        return hash(self.parts)
-
-    def __call__(self, graph: Any, state: Any, others: list[Any]) -> tuple[Any, Any]:
-        function, tree, are_objects = self.parts
-        objects = nnx.merge(graph, state)
-        own = iter(objects)
-        leaves = [
-            next(own) if is_object else x for is_object, x in zip(are_objects, others, strict=True)
-        ]
-        args, kwargs = jax.tree.unflatten(tree, leaves)
-        return function(*args, **kwargs), nnx.state(objects)
+def _of_state(
+    function: Callable[..., Any],
+    tree: Any,
+    are_objects: Sequence[bool],
+    graph: Any,
+    state: Any,
+    others: Sequence[Any],
+) -> tuple[Any, Any]:
+    """The result of a call, and the state of the objects of flax.nnx among its arguments."""
+    objects = nnx.merge(graph, state)
+    left = iter(objects)
+    leaves = [
+        next(left) if is_object else x for is_object, x in zip(are_objects, others, strict=True)
+    ]
+    args, kwargs = jax.tree.unflatten(tree, leaves)
+    return function(*args, **kwargs), nnx.state(objects)
 
 
 def _device() -> dict[str, jax.Array]:
@@ -495,4 +491,4 @@ def guard(
       Traceback (most recent call last):
       mx_jax.inspect.capture.NonFiniteError: guard: a block must be finite to be quantized, got ...
     """
-    return Guarded(function, _Choice(None), frozenset({"nonfinite"}), 1, step, (_FirstNonFinite(),))
+    return Guarded(function, None, frozenset({"nonfinite"}), 1, step, (_FirstNonFinite(),))

@@ -7,9 +7,10 @@ names of its scopes say the rest. A product's error follows from the values behi
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +38,7 @@ from mx_jax.inspect.scopes import Part, casts_of, is_again, product_of
 from mx_jax.inspect.statistics import Raw
 from mx_jax.jaxpr.read import Site, Where, definitions, used, walk
 from mx_jax.jaxpr.regions import Values
-from mx_jax.jaxpr.rewrite import Plan, Read
+from mx_jax.jaxpr.rewrite import Read, Rule
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.dense import cast_by_hand
 from mx_jax.ops.product import values
@@ -51,108 +52,45 @@ STORED = "stored"
 HIGH = "high precision"
 _PRODUCTS = {"mx_matmul", "mx_ragged"}
 # What hands its operands on as they are.
-_PASSING = {
-    "name",
-    "mx_no_derivative",
-    "sharding_constraint",
-    "optimization_barrier",
-    "pvary",
-    "pcast",
-}
+_PASSING = {"name", "mx_no_derivative", "sharding_constraint", "optimization_barrier"}
+_PASSING |= {"pvary", "pcast"}
 _LOOPS = {"scan", "while"}
+# Of each `vmap`, the innermost first, the mapped axis of each array.
+Axes = Sequence[tuple[int | None, ...]]
 
 
-# What a program casts and multiplies --------------------------------------------------------------
+# What there is to see in a program ----------------------------------------------------------------
 
 
-class Cast(NamedTuple):
-    """A cast of a program.
+class Look(NamedTuple):
+    """One cast or product of an equation that is to be observed.
 
     Attributes:
-      call: format, rule and blocks.
-      before: the variable that is cast.
-      results: codes, scales and a tensor scale if there is one.
-      axes: of each `vmap`, the innermost first, the mapped axis of what is cast.
+      tag: its name.
+      variables: what is looked at.
+      axes: in which `vmap`s map these.
+      observe: from names of statistics and the arrays of one lane to the statistics.
     """
 
-    call: QuantizeCall
-    before: Any
-    results: tuple[Any, ...]
-    axes: tuple[int | None, ...]
-
-    def array(self, results: Sequence[jax.Array]) -> MXArray:
-        """The results, of one lane."""
-        codes, scales, *others = results
-        call = self.call
-        options: Any = {"format": call.format, "blocks": call.blocks, "dtype": call.dtype}
-        scale = others[0] if others else None
-        return MXArray(codes=codes, scales=scales, tensor_scale=scale, **options)
+    tag: Tag
+    variables: tuple[Any, ...]
+    axes: Axes
+    observe: Callable[..., Raw]
 
 
-def casts_in(eqn: JaxprEqn) -> list[Cast]:
-    """The casts that an equation makes."""
-    if eqn.primitive.name in ("mx_quantize", "mx_quantize_both"):
-        work = eqn.params["work"]
-        calls, before = [work.call], eqn.invars[0]
-        if isinstance(work.call, QuantizeBothCall):
-            calls = [work.call.first, work.call.second]
-        axes = tuple(axes[0] for _, axes in work.batches)
-    elif eqn.primitive.name == "mx_derivative" and eqn.params["of"].function is cast_by_hand:
-        of = eqn.params["of"]
-        calls, before = [of.static[0]], eqn.invars[of.number]
-        axes = tuple(axes[0] for axes in of.batches)
-    else:
-        return []
-    results = iter(eqn.outvars)
-    sizes = [3 if len(eqn.outvars) == 3 or call.format.tensor_scale else 2 for call in calls]
-    return [
-        Cast(call, before, tuple(itertools.islice(results, size)), axes)
-        for call, size in zip(calls, sizes, strict=True)
-    ]
-
-
-class Operand(NamedTuple):
-    """The values behind an operand of a product: a variable, and its mapped axis in each `vmap`."""
-
-    variable: Any
-    axes: tuple[int | None, ...]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
-    """What is to be observed of an equation.
+    """What is to be observed of one equation.
 
     Attributes:
       where: its place in the program.
       loops: for each loop around, how much of the place leads there, and -1 if it runs backwards.
-      casts: names of the casts that it makes, None for one that is not to be observed.
-      product: name of the product that it is, or None.
-      operands: of a product, what is behind its codes; None if it has none, or nothing is known.
-      stored: of a product, names of its operands that came quantized.
+      looks: in order.
     """
 
     where: Where
-    loops: tuple[tuple[int, int], ...] = ()
-    casts: tuple[Tag | None, ...] = ()
-    product: Tag | None = None
-    operands: tuple[Operand | None, ...] = (None, None)
-    stored: tuple[Tag | None, ...] = (None, None)
-
-    @property
-    def tags(self) -> list[Tag]:
-        """All names."""
-        return [own for own in (*self.casts, *self.stored, self.product) if own is not None]
-
-    def kept(self, wanted: Callable[[Tag], bool]) -> "Entry":
-        """What is wanted of it."""
-
-        def chosen(tags: Sequence[Tag | None]) -> tuple[Tag | None, ...]:
-            return tuple(own if own is not None and wanted(own) else None for own in tags)
-
-        (product,) = chosen((self.product,))
-        return dataclasses.replace(
-            self, casts=chosen(self.casts), stored=chosen(self.stored), product=product
-        )
+    loops: tuple[tuple[int, int], ...]
+    looks: tuple[Look, ...]
 
     def order(self, index: Sequence[int]) -> tuple[int, ...]:
         """When it runs, in these iterations of its loops."""
@@ -163,12 +101,22 @@ class Entry:
         return (*order, *self.where[start:])
 
 
+class _Cast(NamedTuple):
+    """A cast of a program: its call, the variable that is cast, codes and scales, and the mapped
+    axis of the former in each `vmap`."""
+
+    call: QuantizeCall
+    before: Any
+    results: tuple[Any, ...]
+    axes: tuple[int | None, ...]
+
+
 class _Seen(NamedTuple):
-    """A cast (by its number in its equation) or a product (None) of a site."""
+    """A cast or a product (of no cast), and what it is of."""
 
     site: Site
     part: Part
-    number: int | None
+    cast: _Cast | None
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -182,45 +130,68 @@ def entries_of(program: ClosedJaxpr) -> list[Entry]:
     # What is computed again is not observed again.
     first = {own.key for own in seen if not is_again(own.site.scope)}
     seen = [own for own in seen if own.key not in first or not is_again(own.site.scope)]
-    calls, made = _calls(seen), definitions(sites)
-    # Names of casts, by what they are of.
-    tags: dict[tuple[Any, ...], Tag] = {}
-    entries: dict[Where, Entry] = {}
-    for own, call in zip(seen, calls, strict=True):
-        if own.number is not None:
-            cast, part = casts_in(own.site.eqn)[own.number], own.part
-            names = {"format": cast.call.format.name, "rule": cast.call.scale_rule.name}
-            tag = Tag(**part._asdict(), **names, call=call)
-            tags[*own.key, call] = tag
-            entry = entries.setdefault(own.site.where, _entry(own.site, casts=(None, None)))
-            casts = (*entry.casts[: own.number], tag, *entry.casts[own.number + 1 :])
-            entries[own.site.where] = dataclasses.replace(entry, casts=casts)
-    for own, call in zip(seen, calls, strict=True):
-        if own.number is None:
-            entries[own.site.where] = _product(own, call, tags, made)
-    return sorted(entries.values(), key=lambda entry: entry.where)
-
-
-def _seen(sites: Sequence[Site], read: set[Any]) -> Iterator[_Seen]:
-    for site in sites:
-        if site.eqn.primitive.name in _PRODUCTS:
-            if (part := product_of(site.scope)) is not None:
-                yield _Seen(site, part, None)
+    made, tags = definitions(sites), dict[Any, Tag]()
+    looks: dict[Where, list[Look]] = collections.defaultdict(list)
+    for own, call in zip(seen, _calls(seen), strict=True):
+        if own.cast is None:
+            looks[own.site.where] += _of_product(own, call, tags, made)
             continue
-        casts = casts_in(site.eqn)
-        for number, (cast, part) in enumerate(zip(casts, casts_of(site.scope), strict=False)):
+        tag = _tag(own.part, call, own.cast.call.format.name, own.cast.call.scale_rule.name)
+        # Of a product it is found by its codes, or by its name.
+        tags |= {own.cast.results[0]: tag, (*own.key, call): tag}
+        axes = [(axis, *[0] * len(own.cast.results)) for axis in own.cast.axes]
+        variables = (own.cast.before, *own.cast.results)
+        observe = functools.partial(_observe_cast, own.cast.call, tag)
+        looks[own.site.where].append(Look(tag, variables, axes, observe))
+    return [
+        Entry(site.where, _loops(site), tuple(looks[site.where]))
+        for site in sites
+        if site.where in looks
+    ]
+
+
+def _seen(sites: Sequence[Site], read: Collection[Any]) -> Iterator[_Seen]:
+    for site in sites:
+        part = product_of(site.scope) if site.eqn.primitive.name in _PRODUCTS else None
+        if part is not None:
+            yield _Seen(site, part, None)
+        for cast, part in zip(_casts_in(site.eqn), casts_of(site.scope), strict=False):
             # One of a pair may be for a gradient that nobody wants.
-            if not read.isdisjoint(cast.results):
-                yield _Seen(site, part, number)
+            if any(own in read for own in cast.results):
+                yield _Seen(site, part, cast)
 
 
-def _entry(site: Site, **options: Any) -> Entry:
-    loops = tuple(
+def _casts_in(eqn: JaxprEqn) -> list[_Cast]:
+    """The casts that an equation makes."""
+    if eqn.primitive.name in ("mx_quantize", "mx_quantize_both"):
+        work, before = eqn.params["work"], eqn.invars[0]
+        is_pair = isinstance(work.call, QuantizeBothCall)
+        calls = [work.call.first, work.call.second] if is_pair else [work.call]
+        axes = tuple(axes[0] for _, axes in work.batches)
+    elif eqn.primitive.name == "mx_derivative" and eqn.params["of"].function is cast_by_hand:
+        of = eqn.params["of"]
+        calls, before = [of.static[0]], eqn.invars[of.number]
+        axes = tuple(axes[0] for axes in of.batches)
+    else:
+        return []
+    results = iter(eqn.outvars)
+    sizes = [3 if len(eqn.outvars) == 3 or call.format.tensor_scale else 2 for call in calls]
+    return [
+        _Cast(call, before, tuple(itertools.islice(results, size)), axes)
+        for call, size in zip(calls, sizes, strict=True)
+    ]
+
+
+def _tag(part: Part, call: int, format: str, rule: str, **others: Any) -> Tag:
+    return Tag(**(part._asdict() | others), format=format, rule=rule, call=call)
+
+
+def _loops(site: Site) -> tuple[tuple[int, int], ...]:
+    return tuple(
         (2 * depth + 2, -1 if eqn.params.get("reverse") else 1)
         for depth, eqn in enumerate(site.around)
         if eqn.primitive.name in _LOOPS
     )
-    return Entry(where=site.where, loops=loops, **options)
 
 
 def _calls(seen: Sequence[_Seen]) -> list[int]:
@@ -238,55 +209,58 @@ def _calls(seen: Sequence[_Seen]) -> list[int]:
     return calls
 
 
-def _product(own: _Seen, call: int, tags: Any, made: dict[Any, JaxprEqn]) -> Entry:
-    """The entry of a product, whose operands' names are known."""
+def _of_product(
+    own: _Seen, call: int, tags: Mapping[Any, Tag], made: Mapping[Any, JaxprEqn]
+) -> Iterator[Look]:
+    """Looks at a product, and at its operands that came quantized."""
     eqn, part = own.site.eqn, own.part
     work = eqn.params["work"]
-    # Numbers in the place of variables.
-    numbers = jax.tree.unflatten(work.tree, range(len(eqn.invars)))[:2]
-    types: tuple[OperandType, ...] = (work.call.lhs, work.call.rhs)
-    operands, stored, texts = [], [], {}
-    left = [tags.get((part.path, part.product, side, call)) for side in SIDES]
-    for position, (number, type) in enumerate(zip(numbers, types, strict=True)):
-        cast = None
-        if isinstance(number, MXArray):
-            cast = _cast_behind(eqn.invars[number.codes], made)
-        operands.append(None if cast is None else _operand(cast, work, number.codes))
-        side, tag = SIDES[position], left[position]
-        if part.product == "output" and type.format is not None and tag is None:
+    # The number of each operand's codes among the leaves.
+    numbers = [
+        x.codes if isinstance(x, MXArray) else None
+        for x in jax.tree.unflatten(work.tree, range(len(eqn.invars)))[:2]
+    ]
+    casts = [None if i is None else _cast_behind(eqn.invars[i], made) for i in numbers]
+    behind = [
+        None if i is None or cast is None else _mapped(cast, [axes[i] for _, axes in work.batches])
+        for i, cast in zip(numbers, casts, strict=True)
+    ]
+    known = [own for own in behind if own is not None]
+    variables = (*(own.before for own in known), eqn.outvars[0], *eqn.invars)
+    axes = [
+        (*(own.axes[i] for own in known), 0, *mapped) for i, (_, mapped) in enumerate(work.batches)
+    ]
+    parts = functools.partial(_parts, work.tree, [own is not None for own in behind])
+    texts: list[tuple[str, str]] = []
+    swapped = False
+    for position, (type, cast) in enumerate(
+        zip((work.call.lhs, work.call.rhs), casts, strict=True)
+    ):
+        side = SIDES[position]
+        tag = tags.get((part.path, part.product, side, call))
+        if cast is not None and (found := tags.get(cast.results[0])) is not None:
+            tag, swapped = found, swapped or found.side != side
+        if type.format is None:
+            texts.append((HIGH, HIGH))
+            continue
+        if tag is None:
             rule = STORED if cast is None else cast.call.scale_rule.name
-            tag = Tag(
-                path=part.path,
-                product="output",
-                side=side,
-                axis=type.axes.block_axis,
-                format=type.format.name,
-                rule=rule,
-                call=call,
-            )
-            stored.append(tag)
-        else:
-            stored.append(None)
-        left[position] = tag
-    # Of a gradient's product the right operand of the recipe may be the left one of the call.
-    formats = [own.format for own in types if own.format is not None]
-    for side, tag in zip(SIDES, left, strict=True):
-        if tag is not None:
-            texts[side] = tag.format, tag.rule
-            if (same := next((x for x in formats if x.name == tag.format), None)) is not None:
-                formats.remove(same)
-    for side in SIDES:
-        if side not in texts:
-            texts[side] = (formats.pop().name, STORED) if formats else (HIGH, HIGH)
-    format, rule = map(" x ".join, zip(*(texts[side] for side in SIDES), strict=True))
-    tag = Tag(**part._asdict(), format=format, rule=rule, call=call)
-    return _entry(own.site, product=tag, operands=tuple(operands), stored=tuple(stored))
+            stored = {"side": side, "axis": type.axes.block_axis}
+            tag = _tag(part, call, type.format.name, rule, **stored)
+            if part.product == "output":
+                observe = functools.partial(_observe_operand, parts, position, tag)
+                yield Look(tag, variables, axes, observe)
+        texts.append((tag.format, tag.rule))
+    # Of a gradient's product the left operand may be the right one of the recipe's.
+    format, rule = map(" x ".join, zip(*(texts[::-1] if swapped else texts), strict=True))
+    observe = functools.partial(_observe_product, parts, work.call)
+    yield Look(_tag(part, call, format, rule), variables, axes, observe)
 
 
-def _cast_behind(variable: Any, made: dict[Any, JaxprEqn]) -> Cast | None:
+def _cast_behind(variable: Any, made: Mapping[Any, JaxprEqn]) -> _Cast | None:
     """The cast whose codes a variable holds, as they are."""
     while not isinstance(variable, Literal) and (eqn := made.get(variable)) is not None:
-        for cast in casts_in(eqn):
+        for cast in _casts_in(eqn):
             if cast.results[0] is variable:
                 return cast
         if eqn.primitive.name not in _PASSING:
@@ -295,16 +269,71 @@ def _cast_behind(variable: Any, made: dict[Any, JaxprEqn]) -> Cast | None:
     return None
 
 
-def _operand(cast: Cast, work: Any, number: int) -> Operand | None:
-    """What is behind an operand's codes, mapped as they are."""
-    mapped = [axes[number] for _, axes in work.batches]
-    if sum(axis is not None for axis in mapped) != len(cast.axes):
+def _mapped(cast: _Cast, codes: Sequence[int | None]) -> _Cast | None:
+    """A cast in the `vmap`s of its product, which map its codes along these axes."""
+    if sum(axis is not None for axis in codes) != len(cast.axes):
         return None
     own = iter(cast.axes)
-    return Operand(cast.before, tuple(None if axis is None else next(own) for axis in mapped))
+    return cast._replace(axes=tuple(None if axis is None else next(own) for axis in codes))
 
 
-# What of it is observed ---------------------------------------------------------------------------
+# What is seen of it -------------------------------------------------------------------------------
+
+
+def _observe_cast(
+    call: QuantizeCall, tag: Tag, stats: Collection[str], before: jax.Array, *results: jax.Array
+) -> Raw:
+    codes, scales, *others = results
+    options: Any = {"format": call.format, "blocks": call.blocks, "dtype": call.dtype}
+    scale = others[0] if others else None
+    after = MXArray(codes=codes, scales=scales, tensor_scale=scale, **options)
+    return _compare(before, after, tag, stats)
+
+
+def _compare(before: jax.Array | None, after: Any, tag: Tag, stats: Collection[str]) -> Raw:
+    assert tag.axis is not None
+    raw = statistics.of_cast(before, after, tag.axis, stats)
+    if ARRAYS in stats:
+        raw |= {"after": values(after)} | ({} if before is None else {"before": before})
+    return raw
+
+
+def _parts(tree: Any, are_known: Sequence[bool], arrays: Sequence[jax.Array]) -> Any:
+    """Of a product: the values behind both operands, its result, and what it is called with."""
+    left = iter(arrays)
+    known = [next(left) if is_known else None for is_known in are_known]
+    result = next(left)
+    return known, result, jax.tree.unflatten(tree, list(left))
+
+
+def _observe_operand(
+    parts: Any, position: int, tag: Tag, stats: Collection[str], *arrays: jax.Array
+) -> Raw:
+    known, _, operands = parts(arrays)
+    return _compare(known[position], unpacked(operands[position]), tag, stats)
+
+
+def _observe_product(
+    parts: Any, call: MatmulCall | RaggedCall, stats: Collection[str], *arrays: jax.Array
+) -> Raw:
+    """A product against that of the values behind its operands in float32."""
+    known, actual, operands = parts(arrays)
+    exact = [
+        values(own) if before is None else before
+        for before, own in zip(known, operands, strict=False)
+    ]
+    steps = [{}, {}, {}] if ARRAYS in stats else _sample(call, exact)
+    lhs, rhs = (_every(x.astype(jnp.float32), own) for x, own in zip(exact, steps, strict=False))
+    wide = dataclasses.replace(
+        call,
+        lhs=OperandType.of(lhs, call.lhs.axes),
+        rhs=OperandType.of(rhs, call.rhs.axes),
+        out_dtype=np.dtype(np.float32),
+        precision=lax.Precision.HIGHEST,
+    )
+    before = REFERENCE.run(wide, lhs, rhs, *operands[2:])
+    raw = statistics.of_product(before, _every(actual, steps[2]), actual)
+    return raw | {"before": before, "after": actual} if ARRAYS in stats else raw
 
 
 class State(NamedTuple):
@@ -312,11 +341,11 @@ class State(NamedTuple):
 
     Attributes:
       step: of training, int32; -1 if it is not known.
-      index: of the iteration, for each loop around, outermost first.
+      indices: of the iteration, for each loop around, outermost first.
     """
 
     step: jax.Array
-    index: tuple[jax.Array, ...] = ()
+    indices: tuple[jax.Array, ...] = ()
 
 
 class Observed(NamedTuple):
@@ -328,7 +357,7 @@ class Observed(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Observation:
+class Observation(Rule):
     """The rule of a rewritten program: equations compute what they did, and are observed.
 
     Attributes:
@@ -338,27 +367,12 @@ class Observation:
 
     stats: frozenset[str]
     send: Callable[[Sequence[Observed], State], None]
-    # Of each body that runs, the innermost last: meshes in context, and what was observed there.
+    # Of each body that runs, the innermost last.
     _bodies: list[list[tuple[JaxprEqn, Observed]]] = dataclasses.field(default_factory=list)
-
-    def below(self, state: State, number: int) -> State:
-        return state
-
-    def entering(self, plan: Plan, state: State) -> State:
-        return state
-
-    def shared(self, state: State) -> State:
-        return state
-
-    def counts(self, state: State) -> bool:
-        return True
 
     def iteration(self, state: State, index: jax.Array | None) -> State:
         assert index is not None
-        return state._replace(index=(*state.index, index.astype(jnp.int32)))
-
-    def context(self, eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        return state._replace(indices=(*state.indices, index.astype(jnp.int32)))
 
     @contextlib.contextmanager
     def body(self, state: State) -> Iterator[None]:
@@ -375,105 +389,26 @@ class Observation:
             self._bodies.pop()
 
     def compute(self, eqn: JaxprEqn, read: Read, entry: Entry, state: State) -> Values:
-        operands = list(map(read, eqn.invars))
-        results = list(eqn.primitive.bind(*operands, **eqn.params))
+        results = list(eqn.primitive.bind(*map(read, eqn.invars), **eqn.params))
         known = dict(zip(eqn.outvars, results, strict=True))
-        for cast, tag in zip(casts_in(eqn), entry.casts, strict=False):
-            if tag is not None:
-                before = read(cast.before)
-                self._add(eqn, entry, tag, self._of_cast(cast, tag, before, known))
-        if entry.product is not None or any(entry.stored):
-            self._of_product(eqn, entry, read, operands, results[0])
+
+        def read_all(atom: Any) -> Any:
+            return read(atom) if isinstance(atom, Literal) or atom not in known else known[atom]
+
+        for tag, variables, batches, observe in entry.looks:
+            if tag.side is None and not self.stats & {"error", ARRAYS}:
+                continue
+            of_lane: Any = functools.partial(observe, self.stats)
+            for axes in batches:
+                of_lane = _joined(jax.vmap(of_lane, axes))
+            raw = of_lane(*map(read_all, variables))
+            observed = Observed(entry, tag, statistics.of_shards(raw))
+            self._bodies[-1].append((eqn, observed))
         return results
 
-    def _add(self, eqn: JaxprEqn, entry: Entry, tag: Tag, raw: Raw) -> None:
-        self._bodies[-1].append((eqn, Observed(entry, tag, statistics.of_shards(raw))))
 
-    def _of_cast(self, cast: Cast, tag: Tag, before: jax.Array, known: dict[Any, Any]) -> Raw:
-        def of_lane(before: jax.Array, *results: jax.Array) -> Raw:
-            return self._cast(before, cast.array(results), tag)
-
-        axes = [(axis, *[0] * len(cast.results)) for axis in cast.axes]
-        return _of_lanes(of_lane, axes)(before, *(known[own] for own in cast.results))
-
-    def _cast(self, before: jax.Array | None, after: MXArray, tag: Tag) -> Raw:
-        assert tag.axis is not None
-        raw = statistics.of_cast(before, after, tag.axis, self.stats)
-        if ARRAYS in self.stats:
-            raw |= {"after": values(after)} | ({} if before is None else {"before": before})
-        return raw
-
-    def _of_product(
-        self, eqn: JaxprEqn, entry: Entry, read: Read, operands: Values, result: jax.Array
-    ) -> None:
-        """A product, and its operands that came quantized."""
-        work, behind = eqn.params["work"], [own for own in entry.operands if own is not None]
-        given = [*(read(own.variable) for own in behind), result, *operands]
-        axes = [
-            (*(own.axes[i] for own in behind), 0, *mapped)
-            for i, (_, mapped) in enumerate(work.batches)
-        ]
-
-        def parts(*arrays: jax.Array) -> Any:
-            """The values behind both operands, both operands, what else there is; the result."""
-            of_lane = iter(arrays)
-            known = [None if own is None else next(of_lane) for own in entry.operands]
-            result = next(of_lane)
-            return known, jax.tree.unflatten(work.tree, list(of_lane)), result
-
-        for position, tag in enumerate(entry.stored):
-            if tag is not None:
-
-                def of_operand(*arrays: jax.Array, position: int = position, tag: Tag = tag) -> Raw:
-                    known, own, _ = parts(*arrays)
-                    return self._cast(known[position], unpacked(own[position]), tag)
-
-                self._add(eqn, entry, tag, _of_lanes(of_operand, axes)(*given))
-        if entry.product is None or not self.stats & {"error", ARRAYS}:
-            return
-
-        def of_lane(*arrays: jax.Array) -> Raw:
-            known, (lhs, rhs, *others), actual = parts(*arrays)
-            exact = [
-                values(own) if before is None else before
-                for before, own in zip(known, (lhs, rhs), strict=True)
-            ]
-            return self._product(work.call, exact, others, actual)
-
-        self._add(eqn, entry, entry.product, _of_lanes(of_lane, axes)(*given))
-
-    def _product(
-        self,
-        call: MatmulCall | RaggedCall,
-        operands: Sequence[jax.Array],
-        others: Sequence[jax.Array],
-        actual: jax.Array,
-    ) -> Raw:
-        """A product against that of the values behind its operands in float32."""
-        steps: list[dict[int, int]] = [{}, {}, {}]
-        if ARRAYS not in self.stats:
-            steps = _sample(call, operands)
-        lhs, rhs = (
-            _every(x.astype(jnp.float32), own) for x, own in zip(operands, steps, strict=False)
-        )
-        wide = dataclasses.replace(
-            call,
-            lhs=OperandType.of(lhs, call.lhs.axes),
-            rhs=OperandType.of(rhs, call.rhs.axes),
-            out_dtype=np.dtype(np.float32),
-            precision=lax.Precision.HIGHEST,
-        )
-        before = REFERENCE.run(wide, lhs, rhs, *others)
-        raw = statistics.of_product(before, _every(actual, steps[2]), actual)
-        return raw | {"before": before, "after": actual} if ARRAYS in self.stats else raw
-
-
-def _of_lanes(of_lane: Callable[..., Raw], batches: Sequence[tuple[int | None, ...]]) -> Any:
-    """Statistics of all lanes of `vmap`s, the innermost first, whose operands have these axes."""
-    for axes in batches:
-        mapped = jax.vmap(of_lane, axes)
-        of_lane = lambda *arrays, mapped=mapped: statistics.of_lanes(mapped(*arrays))  # noqa: E731
-    return of_lane
+def _joined(lanes: Callable[..., Raw]) -> Callable[..., Raw]:
+    return lambda *arrays: statistics.of_lanes(lanes(*arrays))
 
 
 # What of a product is compared --------------------------------------------------------------------

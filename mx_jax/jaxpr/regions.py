@@ -7,7 +7,7 @@ the same in JAX 0.10 and 0.12, but scan's counts of operands: `_scan_counts` kno
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,32 +33,10 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 Params = dict[str, Any]
 Values = list[Any]
+# The bodies of an equation as they are run: `rewrite.Rewritten`.
+Bodies = Sequence[Any]
 # Which results of an equation's body, by its number, are marked, by which of its operands are.
 Flow = Callable[[int, Sequence[bool]], list[bool]]
-
-
-class Body(Protocol):
-    """A program of an equation as it is run: a function of its operands and a state."""
-
-    def __call__(self, values: Sequence[Any], state: Any) -> Values:
-        """The results."""
-        ...
-
-    def counts(self, state: Any) -> bool:
-        """Whether a loop of this body counts its iterations."""
-        ...
-
-    def iterate(self, values: Values, state: Any, index: Any, number: int | None = None) -> Values:
-        """The results in an iteration; `number` tells the bodies of one loop apart."""
-        ...
-
-    def shared(self, state: Any) -> Any:
-        """The state as the body of a `jit` takes it, which equal calls share."""
-        ...
-
-    def traced(self, values: Values, state: Any) -> ClosedJaxpr:
-        """The jaxpr of the results; the same for each call of the same."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +52,7 @@ class Region:
       derivative: what gives it a derivative of its own, that of its body or not; None: nothing.
     """
 
-    run: Callable[[Params, Values, Sequence[Body], Any], Values]
+    run: Callable[[Params, Values, Bodies, Any], Values]
     flow: Callable[[Params, list[bool], Flow], list[bool]] = lambda _, marked, flow: flow(0, marked)
     bodies: Callable[[Params], Sequence[Any]] = lambda own: (own["jaxpr"],)
     derivative: str | None = None
@@ -141,7 +119,7 @@ def _scan_flow(params: Params, marked: list[bool], flow: Flow) -> list[bool]:
     return _settled(functools.partial(flow, 0), marked, carry)[1]
 
 
-def _scan(params: Params, values: Values, bodies: Sequence[Body], state: Any) -> Values:
+def _scan(params: Params, values: Values, bodies: Bodies, state: Any) -> Values:
     num_consts, num_carry = _scan_counts(params)
     consts, rest = values[:num_consts], values[num_consts:]
     (body,) = bodies
@@ -178,7 +156,7 @@ def _while_flow(params: Params, marked: list[bool], flow: Flow) -> list[bool]:
     return settled
 
 
-def _while(params: Params, values: Values, bodies: Sequence[Body], state: Any) -> Values:
+def _while(params: Params, values: Values, bodies: Bodies, state: Any) -> Values:
     asked, consts, start = _while_split(params, values)
     condition, body = bodies
 
@@ -199,7 +177,7 @@ def _cond_flow(params: Params, marked: list[bool], flow: Flow) -> list[bool]:
     return [any(own) for own in zip(*results, strict=True)]
 
 
-def _cond(params: Params, values: Values, bodies: Sequence[Body], state: Any) -> Values:
+def _cond(params: Params, values: Values, bodies: Bodies, state: Any) -> Values:
     index, *operands = values
     branches = [lambda *given, body=body: body(given, state) for body in bodies]
     platforms = params.get("branches_platforms")
@@ -213,7 +191,7 @@ def _cond(params: Params, values: Values, bodies: Sequence[Body], state: Any) ->
     return lax.platform_dependent(*operands, default=default, **named)
 
 
-def _jit(params: Params, values: Values, bodies: Sequence[Body], state: Any) -> Values:
+def _jit(params: Params, values: Values, bodies: Bodies, state: Any) -> Values:
     """The same call of another jaxpr: name, shardings and donations stay."""
     params, state = dict(params), bodies[0].shared(state)
     made = bodies[0].traced(values, state)
@@ -235,7 +213,7 @@ def _plain_operand() -> Params:
     return {name: call.params[name][0] for name in names}
 
 
-def _remat(params: Params, values: Values, bodies: Sequence[Body], state: Any) -> Values:
+def _remat(params: Params, values: Values, bodies: Bodies, state: Any) -> Values:
     if params["differentiated"]:
         # What is computed again is not to be found in what was computed before.
         values = lax.optimization_barrier(values) if params["prevent_cse"] else values
@@ -244,7 +222,7 @@ def _remat(params: Params, values: Values, bodies: Sequence[Body], state: Any) -
     return remat(values, state)
 
 
-def _shard_map(params: Params, values: Values, bodies: Sequence[Body], state: Any) -> Values:
+def _shard_map(params: Params, values: Values, bodies: Bodies, state: Any) -> Values:
     return jax.shard_map(
         bodies[0],
         mesh=params["mesh"],
@@ -260,6 +238,6 @@ def _called_flow(params: Params, marked: list[bool], flow: Flow) -> list[bool]:
     return [any(marked)] * len(results)
 
 
-def _inlined(params: Params, values: Values, bodies: Sequence[Body], state: Any) -> Values:
+def _inlined(params: Params, values: Values, bodies: Bodies, state: Any) -> Values:
     """The body alone, with its own derivative: for programs that are not differentiated again."""
     return bodies[0](values, state)

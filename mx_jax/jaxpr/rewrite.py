@@ -3,9 +3,10 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import (
     ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]
     DropVar,
@@ -24,15 +25,19 @@ Plan = tuple[tuple[tuple[int, ...], Any], ...]
 Read = Callable[[Any], Any]
 
 
-class Rule(Protocol):
+class Rule:
     """How the equations of a plan are computed. `state` is a pytree of arrays that goes down."""
 
     def compute(self, eqn: JaxprEqn, read: Read, entry: Any, state: Any) -> Values:
         """The results of an equation; `read` gives the values of its program's variables."""
-        ...
+        raise NotImplementedError
 
     def context(self, eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
         """What is in context where an equation is computed, or run with other bodies."""
+        return contextlib.nullcontext()
+
+    def body(self, state: Any) -> contextlib.AbstractContextManager[Any]:
+        """A context in which the equations of one body run."""
         return contextlib.nullcontext()
 
     def below(self, state: Any, number: int) -> Any:
@@ -43,21 +48,17 @@ class Rule(Protocol):
         """The state that bodies with such a plan are given."""
         return state
 
-    def counts(self, state: Any) -> bool:
-        """Whether loops count their iterations."""
-        ...
-
-    def iteration(self, state: Any, index: jax.Array | None) -> Any:
-        """The state of an iteration of a loop."""
-        ...
-
     def shared(self, state: Any) -> Any:
         """The state as the body of a `jit` takes it, which equal calls share."""
         return state
 
-    def body(self, state: Any) -> contextlib.AbstractContextManager[Any]:
-        """A context in which the equations of one body run."""
-        ...
+    def counts(self, state: Any) -> bool:
+        """Whether loops count their iterations."""
+        return state is not None
+
+    def iteration(self, state: Any, index: jax.Array | None) -> Any:
+        """The state of an iteration of a loop."""
+        raise NotImplementedError
 
 
 def below(plan: Plan, index: int) -> Plan:
@@ -93,14 +94,14 @@ class Rewritten:
                 plan, unchanged, own = below(self.plan, index), [], self.rule.below(state, index)
                 with eqn.ctx.manager, self.rule.context(eqn):
                     if plan[0][0]:
-                        operands = list(map(read, eqn.invars))
+                        operands = [as_array(read(atom)) for atom in eqn.invars]
                         results = self._region(eqn, operands, plan, own)
                     else:
                         ((_, entry),) = plan
                         results = self.rule.compute(eqn, read, entry, own)
                 known |= zip(eqn.outvars, results, strict=True)
             _run_unchanged(jaxpr, unchanged, known)
-        return list(map(read, jaxpr.outvars))
+        return [as_array(read(atom)) for atom in jaxpr.outvars]
 
     def _region(self, eqn: JaxprEqn, operands: Values, plan: Plan, state: Any) -> Values:
         inner = [
@@ -127,6 +128,11 @@ class Rewritten:
         return self.traced_before[called]
 
 
+def as_array(value: object) -> Any:
+    """A value as an equation takes it that no rule computes: one may put others in its place."""
+    return jnp.asarray(value) if hasattr(value, "__jax_array__") else value
+
+
 def _run_unchanged(jaxpr: Jaxpr, eqns: list[Any], known: dict[Any, Any]) -> None:
     """Run equations that follow each other as a jaxpr of their own; its results become known."""
     if not eqns:
@@ -137,5 +143,5 @@ def _run_unchanged(jaxpr: Jaxpr, eqns: list[Any], known: dict[Any, Any]) -> None
     )
     given, results = [atom for atom in read if atom not in made], list(made)
     part = jaxpr.replace(constvars=[], invars=given, outvars=results, eqns=eqns)
-    values = jaxpr_as_fun(ClosedJaxpr(part, []))(*(known[variable] for variable in given))
+    values = jaxpr_as_fun(ClosedJaxpr(part, []))(*(as_array(known[variable]) for variable in given))
     known |= zip(results, values, strict=True)

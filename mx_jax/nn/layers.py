@@ -66,26 +66,29 @@ def recipe_of(recipe: AnyRecipe, spec: PartitionSpec | None) -> AnyRecipe:
     return dataclasses.replace(recipe, gather=where)
 
 
-def linen_recipe(layer: flax.linen.Module, recipe: AnyRecipe, name: str = "kernel") -> AnyRecipe:
-    """The recipe of a bound flax.linen layer, which knows how a parameter, its kernel, is sharded:
-    by its box, else by its initializer's.
+def linen_recipe(layer: flax.linen.Module, recipe: AnyRecipe) -> AnyRecipe:
+    """The recipe of a bound flax.linen layer, which knows how its kernel, a parameter, lies."""
+    if recipe.gather is None or recipe.gather.rhs is not None:
+        return recipe
+    return recipe_of(recipe, linen_spec(layer, "kernel"))
+
+
+def linen_spec(layer: flax.linen.Module, name: str) -> PartitionSpec | None:
+    """Sharding of a bound flax.linen layer's parameter, by its box, else by its initializer's.
 
     Training states often hold unboxed parameters; what `nn.with_partitioning` made of the
     initializer still knows.
     """
-    if recipe.gather is None or recipe.gather.rhs is not None:
-        return recipe
     box: Any = layer.get_variable("params", name) if layer.scope is not None else None
     if not isinstance(box, meta.AxisMetadata):
         init = getattr(layer, f"{name}_init", None)
         # Only what Flax wraps initializers in makes boxes.
         if init is None or not hasattr(init, "__wrapped__"):
-            return recipe_of(recipe, None)
+            return None
         shape = tuple(getattr(box, "shape", None) or (1, 1))
         box = jax.eval_shape(lambda: init(jax.random.key(0), shape, "float32"))
     spec: Any = getattr(box, "get_partition_spec", None)
-    where = None if spec is None else _on_mesh(spec(), getattr(box, "rules", None))
-    return recipe_of(recipe, where)
+    return None if spec is None else _on_mesh(spec(), getattr(box, "rules", None))
 
 
 def nnx_spec(variable: object) -> PartitionSpec | None:
@@ -115,15 +118,12 @@ def layer_key(
     layer: flax.linen.Module,
     recipe: MatmulRecipe,
     stream: str = RNG_STREAM,
-    *,
-    name: str | None = None,
 ) -> DerivedKey | None:
     """A key from a bound flax.linen module's stream, if the recipe draws random bits.
 
     As everywhere in Flax, `"params"` stands in for a stream that is not there: nn.scan and nn.vmap
     pass on only the streams that they list, and every model lists that one. Without either it is
-    None, where only the gradients draw: they raise an error when they are taken. Errors call the
-    layer by the name, else by its type.
+    None, where only the gradients draw: they raise an error when they are taken.
     """
     if not recipe.is_stochastic:
         return None
@@ -138,7 +138,7 @@ def layer_key(
     if not recipe.fwd.is_stochastic:
         return None
     raise ValueError(
-        f"{name or type(layer).__name__}: recipe {recipe.name!r} draws random bits and needs the "
+        f"{type(layer).__name__}: recipe {recipe.name!r} draws random bits and needs the "
         f"{stream!r} stream; call apply(..., rngs={{{stream!r}: key}}). Below nn.scan or nn.vmap, "
         f"list {stream!r} in split_rngs, or pass the key as 'params', a stream that they list "
         "already"

@@ -1,6 +1,7 @@
 """The meaning of a scaled product and of attention, in plain jnp (OCP MX v1.0, 6.1 and 6.2)."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ def scaled_matmul(
     dimension_numbers: lax.DotDimensionNumbers,
     out_dtype: jax.typing.DTypeLike,
     precision: lax.PrecisionLike = None,
+    decoded: Callable = decode,
 ) -> jax.Array:
     """`sum over blocks of X_A X_B (sum over the block of P_A P_B)`.
 
@@ -35,20 +37,16 @@ def scaled_matmul(
       out_dtype: dtype of the product; one rounding from the float32 sum.
       precision: for products with a high-precision operand; two quantized operands always take
         the highest, so that no platform rounds them again on the way in.
+      decoded: decodes an operand, as `decode` does.
 
     Returns:
       The product, axes in `dot_general`'s order.
     """
     if isinstance(lhs, MXArray) and isinstance(rhs, MXArray):
         precision = lax.Precision.HIGHEST
-    left, right = scaled_values(lhs), scaled_values(rhs)
-    product = lax.dot_general(
-        left.values,
-        right.values,
-        dimension_numbers,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    left, right = scaled_values(lhs, decoded), scaled_values(rhs, decoded)
+    how = {"precision": precision, "preferred_element_type": jnp.float32}
+    product = lax.dot_general(left.values, right.values, dimension_numbers, **how)
     return unscaled(product, left, right).astype(out_dtype)
 
 
@@ -59,7 +57,7 @@ class ScaledValues(NamedTuple):
     factor: Any = 1.0
 
 
-def scaled_values(operand: jax.Array | MXArray) -> ScaledValues:
+def scaled_values(operand: jax.Array | MXArray, decoded: Callable = decode) -> ScaledValues:
     """The values of an operand, of which none is Inf that the quantized array did not have."""
     if not isinstance(operand, MXArray):
         return ScaledValues(operand.astype(jnp.float32))
@@ -71,7 +69,7 @@ def scaled_values(operand: jax.Array | MXArray) -> ScaledValues:
         small = is_tiny(scale)
         scaled, lifted = dataclasses.replace(operand, tensor_scale=lift(scale, small)), True
         factor = jnp.where(small, jnp.float32(2.0**-LIFT), jnp.float32(1)).reshape(())
-    values = decode(unlinked(scaled), jnp.float32, exponent=exponent, lifted=lifted)
+    values = decoded(unlinked(scaled), jnp.float32, exponent=exponent, lifted=lifted)
     if operand.primal is not None:
         values = straight_through(values, operand.primal.astype(jnp.float32) / factor)
     return ScaledValues(values, factor)

@@ -84,7 +84,7 @@ def test_without_a_library_everything_works(tmp_path: Path):
 def test_an_unknown_instruction_set_is_a_reason():
     result = run_python("-c", REJECTS, MX_JAX_CPU_ISA="mmx")
     assert result.stdout.startswith("MX_JAX_CPU_ISA=mmx is unknown or not on this machine, which")
-    assert f"known, each with those before it: {', '.join(library.ISAS)}" in result.stdout
+    assert f"known, from least to most: {', '.join(library.ISAS)}" in result.stdout
 
 
 # Instruction sets ---------------------------------------------------------------------------------

@@ -47,18 +47,14 @@ def test_tiles_are_possible(key: Key):
     ("architecture", "kernel", "tiles"),
     [
         (SM80, MMA, Tiles(m=8, n=64, k=128)),
-        (SM80, MMA, Tiles(m=8, n=128, k=256)),
         (SM89, MMA, Tiles(m=64, n=64, k=256, stages=4)),
         (SM90, WGMMA, Tiles(m=12)),
-        (SM90, WGMMA, Tiles(m=8, n=320)),
         (SM90, WGMMA, Tiles(m=8, n=256, k=512, stages=4)),
         (SM90, WGMMA, Tiles(m=128, n=256, k=128, stages=2)),
         (SM90, WGMMA, Tiles(m=8, n=64, k=128, stages=36)),
-        (SM90, WGMMA, Tiles(m=8, k=192)),
         (SM90, WGMMA, Tiles(m=128, k=256)),
         (SM100, TCGEN05, Tiles(m=64, k=256)),
         (SM100, TCGEN05, Tiles(m=128, n=256, k=256, stages=5)),
-        (SM100, MMA, Tiles(m=8, n=128, k=256)),
     ],
 )
 def test_impossible_tiles(architecture: Architecture, kernel: Kernel, tiles: Tiles):

@@ -270,6 +270,22 @@ def test_rules_that_match_nothing():
     converted(X, False)
 
 
+def test_the_cause_is_said():
+    """Of products that a rule matches and nothing converts; of others patterns are the cause."""
+
+    def step(x, w):
+        return jax.grad(lambda w: jnp.sum(x @ w))(w)
+
+    cannot = "they match what cannot be converted: "
+    for pattern, cause in (
+        (".*", f"{cannot}'dot_general_0', 'dot_general_1': of a gradient taken inside"),
+        ("dot_general_1", f"{cannot}'dot_general_1': of a gradient"),
+        ("head", "'dot_general_1'; patterns match whole paths"),
+    ):
+        with pytest.warns(convert.UnusedRuleWarning, match=cause):
+            convert.function(step, Rule(pattern, RECIPE))(X, W[0])
+
+
 def test_ragged_products_and_convolutions():
     sizes = jnp.array([1, 3])
     converted = convert.function(lax.ragged_dot, ALL, weights=1)

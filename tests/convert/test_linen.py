@@ -76,15 +76,23 @@ def test_converted_models(name: str):
     variables = jax.eval_shape(model.init, jax.random.key(0), x)
     assert jax.eval_shape(converted.init, jax.random.key(0), x) == variables
 
-    def trained(module: nn.Module) -> str:
-        """Output, gradients by parameters and by the input: equal programs give equal bits."""
-        return str(jax.make_jaxpr(functools.partial(run, module))(variables, x))
-
-    original, of_converted = trained(model), trained(converted)
+    variables = jax.tree.map(lambda leaf: drawn(leaf.shape), variables)
+    of_converted = quick(functools.partial(run, converted))(variables, x)
     with ours():
-        assert of_converted == trained(make()) != original
-    assert trained(convert.linen(model, KEPT)) == original
+        expected = quick(functools.partial(run, make()))(variables, x)
+    (_, output), gradients = of_converted
+    np.testing.assert_array_equal(output, expected[0][1])
+    # Sums of gradients are in another order.
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=2e-6, atol=2e-5), gradients, expected[1]
+    )
+    kept = convert.linen(model, KEPT)
+    assert program(kept, variables, x) == program(model, variables, x)
     assert convert.report(model, Rule(".*", MXFP8), x).num_converted == num_layers
+
+
+def drawn(shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(len(shape)).standard_normal(shape, np.float32) / 6
 
 
 def test_below_nn_jit():
@@ -191,28 +199,6 @@ class TestModule:
 class TestLayers:
     """What becomes of each kind of layer."""
 
-    def test_attention_with_precision(self):
-        attention = nn.MultiHeadDotProductAttention(2, precision=jax.lax.Precision.HIGHEST)
-        x = example_input()
-        variables = abstract_init(attention, x)
-        converted = convert.linen(attention, Rule("qk", MXFP8))
-        # Flax refuses an einsum beside a precision: the product that stays carries its own.
-        original = program(attention, variables, x)
-        assert original.count("HIGHEST") == 12, "six products, two operands each"
-        assert program(converted, variables, x).count("HIGHEST") >= 10
-        kept = convert.linen(attention, KEPT)
-        assert program(kept, variables, x) == original
-
-    def test_attention_with_its_own_einsum(self):
-        attention = nn.MultiHeadDotProductAttention(
-            2,
-            qk_attn_weights_einsum_cls=lambda: jnp.einsum,
-            attn_weights_value_einsum_cls=lambda: jnp.einsum,
-        )
-        names = recipe_names(attention, Rule(".*", MXFP8), example_input())
-        traced = ("...qhd,...khd->...hqk", "...hqk,...khd->...qhd")
-        assert {names[scope] for scope in traced} == {"mxfp8"} and "qk" not in names
-
     def test_a_subclass(self):
         class Scaled(nn.Einsum):
             @nn.compact
@@ -228,17 +214,6 @@ class TestLayers:
         plain = mx_jax.nn.linen.Einsum((WIDTH, 6), "btk,kn->btn", recipe=WEIGHT_ONLY)
         once = plain.apply({"params": variables["params"]["layers_0"]}, x)
         np.testing.assert_array_equal(twice, 2 * once)
-
-    def test_a_module_that_hands_dot_general_on(self):
-        class Hands(nn.Module):
-            dot_general: Any = None
-
-            @nn.compact
-            def __call__(self, x):
-                return nn.Dense(4, dot_general=self.dot_general, name="inner")(x)
-
-        names = recipe_names(Hands(), Rule("inner", MXFP8), example_input())
-        assert names == {"inner": "mxfp8"}
 
     def test_applied_with_parameters_of_its_own_making(self):
         class Tied(nn.Module):
@@ -263,11 +238,10 @@ def test_errors():
         convert.linen(nn.Dense(3), KEPT).bind({"params": {}})
 
 
-def test_an_error_inside_names_layer_and_rule():
+def test_what_has_no_low_precision_is_told():
     model = nn.Sequential([nn.Dense(3, dtype=jnp.complex64)])
-    with pytest.raises(TypeError, match=r"must be float32") as caught:
+    with pytest.warns(UnusedRuleWarning, match="'layers_0': operands of dtype=complex64 are not"):
         convert.report(model, Rule(".*", MXFP8), jnp.ones((2, 4)))
-    assert "in layer 'layers_0' (Dense), converted by rule 0" in caught.value.__notes__
 
 
 # Stochastic recipes draw from the stream "quantize".
@@ -342,16 +316,14 @@ def test_init_needs_no_stream_and_draws_nothing_from_the_others():
 
 
 def test_a_missing_stream_is_named():
-    """None is there, or the model's scan does not list it."""
-    listing = r"list 'quantize' in split_rngs, or pass the key as 'params'"
     message = (
-        r"layers_0: recipe 'stochastic weight' draws random bits and needs the 'quantize' stream"
-        r"; call apply\(..., rngs=\{'quantize': key\}\). Below nn.scan or nn.vmap, " + listing
+        "recipe 'stochastic weight' draws random bits and needs the 'quantize' stream; "
+        r"call apply\(..., rngs=\{'quantize': key\}\)"
     )
     with pytest.raises(ValueError, match=message):
         setup_model(nn.Sequential([nn.Dense(3)]))[2]()
-    with pytest.raises(ValueError, match=listing):
-        setup_model(Scanned())[2]({RNG_STREAM: KEYS[0]})
+    # No scan has to list it.
+    setup_model(Scanned())[2]({RNG_STREAM: KEYS[0]})
 
 
 # Rules that match nothing: a module learns of them when its layers first appear.
@@ -430,28 +402,13 @@ def test_a_part_of_another_model_counts_its_own_rules():
     init(convert.linen(Outer(inner), Rule("Dense_0", MXFP8), strict=True))
 
 
-def test_an_attention_function_that_wants_a_precision():
-    """It is withheld where the layer has one, which is the einsums' then."""
-
-    def own(
-        *operands: Any,
-        bias: Any = None,
-        mask: Any = None,
-        precision: Any,
-        qk_attn_weights_einsum: Any = None,
-        attn_weights_value_einsum: Any = None,
-    ) -> jax.Array:
-        assert precision is None
-        einsums = {
-            "qk_attn_weights_einsum": qk_attn_weights_einsum,
-            "attn_weights_value_einsum": attn_weights_value_einsum,
-        }
-        return nn.dot_product_attention(*operands, bias=bias, mask=mask, **einsums)
-
-    x = np.random.default_rng(0).standard_normal((1, 5, 32), np.float32)
-    layers = nn.MultiHeadAttention(2), nn.MultiHeadAttention(2, attention_fn=own)
-    variables = quick(layers[0].init)(jax.random.key(0), x)
-    plain, asked = (
-        quick(convert.linen(own, Rule(".*", MXFP8)).apply)(variables, x) for own in layers
-    )
-    np.testing.assert_array_equal(asked, plain)
+@pytest.mark.filterwarnings("error")
+def test_rules_that_keep_a_cells_products_match_them():
+    """By an `apply` that follows no `init`, as after training."""
+    model, x = nn.RNN(nn.SimpleCell(32)), np.ones((2, 3, 32), np.float32)
+    variables = quick(model.init)(KEY, x)
+    kept = convert.linen(model, Rule(".*", "high_precision"), strict=True)
+    assert program(kept, variables, x) == program(model, variables, x)
+    missing = convert.linen(model, Rule("nothing", None), strict=True)
+    with pytest.raises(ValueError, match=r"rules that matched no layer: 0 \('nothing'\)"):
+        program(missing, variables, x)

@@ -228,4 +228,4 @@ class TestReport:
     ],
 )
 def test_shape_of_a_kernel_in_an_einsum(subscripts: str, kernel: tuple[int, ...], shape: Any):
-    assert EINSUM.facts(nn.Einsum(kernel, subscripts), kernel, subscripts)["shape"] == shape
+    assert EINSUM.facts(nn.Einsum(kernel, subscripts), kernel)["shape"] == shape

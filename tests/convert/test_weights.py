@@ -251,20 +251,6 @@ def test_an_nnx_report_says_why():
     reasons = {d.layer.path: d.reason for d in report.decisions}
     assert len(reasons) == 8 and not any(reasons.values())
 
-    class Own(nnx.Embed):
-        pass
-
-    embed, rule = Own(8, 32, rngs=nnx.Rngs(0)), Rule(".*", "mxfp8", types=nnx.Embed)
-    with pytest.warns(convert.UnusedRuleWarning):
-        (decision,) = convert.weights_report(embed, rule).decisions
-    assert decision.reason == "a class of its own may look rows up in an array"
-    # A state does not tell whether its model reads codes.
-    state = nnx.state(nnx.Embed(8, 32, rngs=nnx.Rngs(0)))
-    rule = Rule(".*", weight_only("mxfp4"))
-    with pytest.warns(convert.UnusedRuleWarning):
-        (decision,) = convert.weights_report(state, rule).decisions
-    assert decision.recipe is None
-
 
 @needs_library
 @pytest.mark.parametrize("pack", [False, True], ids=["mxarrays", "packed"])
@@ -290,8 +276,6 @@ def test_an_nnx_embedding_is_looked_up_and_attended_to_in_codes(pack: bool):
     assert ("f32[96,64]" not in text) and text.count(products.PACKED_MATMUL) == pack
     half = nnx.Embed(96, 64, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     assert convert.weights(half, rule, pack=pack)(TOKENS[:1]).dtype == jnp.bfloat16
-    with pytest.raises(ValueError, match=r"Embed: needs integers, got inputs\.dtype=float32"):
-        served(jnp.ones(2))
 
 
 def test_a_state_goes_back_into_its_model():

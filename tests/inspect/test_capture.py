@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -54,6 +55,23 @@ def counted_down(x, w):
     """Two layers by a loop that has no gradient of its own, and one in a branch."""
     x = lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, layer(s[1], w, "loop")), (0, x))[1]
     return lax.cond(x[0, 0] < 9, lambda: layer(x, w, "branch"), lambda: x)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4_pretraining", "mxfp4_stochastic", "float8_rowwise"])
+@pytest.mark.parametrize("residuals", ["primal", "quantized"])
+def test_operands_that_are_kept_turned_and_drawn(recipe, residuals):
+    """Each once, with a whole error: of what gradients multiply as it is there is no cast."""
+    own = recipes.from_name(recipe).with_(residuals=residuals)
+
+    def loss(x, w):
+        key = jax.random.key(0) if own.is_stochastic else None
+        return jnp.tanh(mx_jax.matmul(x, w, recipe=own, key=key)).sum()
+
+    records = captured(both(loss), X, W, stats=("error", "sqnr"))
+    found = by_layer(records)["unnamed"]
+    assert len(found) == len(set(found)) and set(found) <= set(LAYER)
+    assert {own for own in LAYER if own[0] == "output" or own[1] == "product"} <= set(found)
+    assert {record.tag.rule for record in records.all()} & {"stored"} == set()
 
 
 def test_every_operand_and_product_forward_and_backward():
@@ -281,7 +299,7 @@ def test_steps_that_do_not_count_run_the_function_as_it_is():
     runs = []
 
     def run(x):
-        runs.append(isinstance(x, jax.core.Tracer))
+        runs.append(isinstance(x, Tracer))
         return product(x)
 
     step = inspect.capture(run, stats="amax", every=3)

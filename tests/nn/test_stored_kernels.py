@@ -186,7 +186,7 @@ LAYERS = {
     "linen": "in layer '' (Dense)",
     "nnx": "in layer Linear",
     "convert.linen": "in layer '' (Dense), converted by rule 0",
-    "convert.nnx": "in layer Linear, converted by convert.nnx",
+    "convert.nnx": "in layer '' (Linear), converted by rule 0",
 }
 
 

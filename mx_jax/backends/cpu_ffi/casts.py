@@ -20,8 +20,8 @@ from mx_jax.backends.calls import (
     rejects_symbolic,
 )
 from mx_jax.backends.cpu_ffi import handler
-from mx_jax.backends.target import on_one_device
 from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs.lowering import on_one_device
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
@@ -385,8 +385,11 @@ def rejects_dequantize(call: DequantizeCall) -> str | None:
     return rejects_parts(call.format) or rejects_blocks(call.blocks)
 
 
-def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
-    """The values of x in `call.dtype`, by the handler."""
+def dequantize(x: MXArray, call: DequantizeCall, exponent: int = 0) -> jax.Array:
+    """The values of x times `2^exponent` in `call.dtype`, by the handler."""
+    attributes = format_attributes(x.format)
+    # A format whose bias is larger is one of smaller values.
+    attributes["element"] -= np.array([0, 0, exponent, 0, 0, 0, 0, 0], np.int32)
     operands = [operand for operand in (x.codes, x.scales, x.tensor_scale) if operand is not None]
     axes = cast_axes(x.blocks)
     given = (axes.elements, *axes.scales, axes.tensor_scale)[: len(operands)]
@@ -396,7 +399,7 @@ def dequantize(x: MXArray, call: DequantizeCall) -> jax.Array:
         f"{', '.join(given)} -> {axes.elements}",
         *operands,
         dtypes=(call.dtype,),
-        attributes=format_attributes(x.format)
+        attributes=attributes
         | {"blocks": flat_blocks(x.blocks), "has_tensor_scale": has_tensor_scale},
     )
     if call.saturates and call.format.scale.kind == "exponent":

@@ -26,8 +26,8 @@ ISA_VARIABLE = "MX_JAX_CPU_ISA"
 INTERFACE = 9
 
 # What `custom_calls/common/isas.h` calls them, from least to most: a machine that has one has those
-# before it.
-_X86_ISAS = ("portable", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
+# before it, but for avx2_vnni, which some with AVX-512 lack.
+_X86_ISAS = ("portable", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16")
 _ARM_ISAS = ("portable", "dotprod", "i8mm")
 ISAS = _ARM_ISAS if platform.machine() in ("aarch64", "arm64") else _X86_ISAS
 
@@ -99,7 +99,7 @@ def register(path: Path) -> Library | str:
     if not description.isa_override_is_valid:
         return (
             f"{ISA_VARIABLE}={os.environ.get(ISA_VARIABLE)} is unknown or not on this machine, "
-            f"which has {detected}; known, each with those before it: {', '.join(ISAS)}"
+            f"which has {detected}; known, from least to most: {', '.join(ISAS)}"
         )
     names: set[str] = set()
     for target in description.targets[: description.num_targets]:

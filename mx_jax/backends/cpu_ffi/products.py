@@ -2,10 +2,10 @@
 
 Float8 under float32 scales is decoded by a handler, and multiplied by XLA's float32 dot; integers
 under whole-axis scales are multiplied as MXINT8's where an instruction set has them. Many rows
-that an instruction set would multiply in float32 are decoded too, in plain JAX: which backend takes
-a product, and whether packed weights are read, depends on no instruction set. XLA's own ragged
-product multiplies masked rows by every group's matrix on CPUs, g times the work: here a loop
-multiplies each tile of a group's rows by the one matrix that is its group's.
+that an instruction set would multiply in float32 are decoded too: which backend takes a product,
+and whether packed weights are read, depends on no instruction set. XLA's own ragged product
+multiplies masked rows by every group's matrix on CPUs, g times the work: here a loop multiplies
+each tile of a group's rows by the one matrix that is its group's.
 """
 
 import dataclasses
@@ -39,11 +39,12 @@ from mx_jax.backends.sums import (
     scaled,
 )
 from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.scale import E8M0_BIAS, scale_to_float32
 from mx_jax.formats import INTEGER8, MXINT8, WHOLE, BlockFormat
 from mx_jax.formats.element import known_element
-from mx_jax.mxarray import MXArray
+from mx_jax.mxarray import MXArray, decode
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.matmul import scaled_matmul
 
@@ -60,12 +61,11 @@ _INT16 = {name for name, largest in _INTEGERS.items() if largest <= 4095}
 _FAST: dict[str, tuple[set[str], ...]] = {
     "dotprod": (_INT8,),
     "i8mm": (_INT8,),
-    "avx512_vnni": (_INT8, _INT16),
     "avx512_bf16": (_INT8, {*_INTEGERS, "bfloat16"}),
-}
+} | dict.fromkeys(("avx2", "avx2_vnni", "avx512_vnni"), (_INT8, _INT16))
 # Rows of the smaller operand up to which float32 panels win over XLA's dot of decoded operands:
 # beyond them its dot, which needs no panels of codes, is faster. Measured.
-FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 96}
+FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 96, "avx2_vnni": 96}
 FLOAT32_ROWS |= dict.fromkeys(("avx512", "avx512_vnni", "avx512_bf16"), 512)
 
 
@@ -143,10 +143,9 @@ def _is_decoded(call: MatmulCall) -> bool:
     )
 
 
-def _dequantize_call(own: OperandType, format: BlockFormat) -> DequantizeCall:
-    return DequantizeCall(
-        shape=own.shape, dtype=np.dtype(np.float32), format=format, blocks=own.axes.blocks(format)
-    )
+def _dequantize_call(own: OperandType, format: BlockFormat, blocks: Blocks = ()) -> DequantizeCall:
+    where = {"blocks": blocks or own.axes.blocks(format), "scale_axes": own.scale_axes}
+    return DequantizeCall(shape=own.shape, dtype=np.dtype(np.float32), format=format, **where)
 
 
 def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> jax.Array:
@@ -158,20 +157,21 @@ def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> ja
         sums = _by_codes(own, _under_ones(lhs, own.lhs), _under_ones(rhs, own.rhs))
         scales = row_scales("lhs", lhs, call), row_scales("rhs", rhs, call)
         return scaled(sums, *scales).astype(call.out_dtype)
+    return _by_dot(call, lhs, rhs)
 
-    def values(x: Operand, own: OperandType) -> jax.Array:
-        if not isinstance(x, MXArray):
-            return x.astype(jnp.float32)
-        return casts.dequantize(x, _dequantize_call(own, x.format))
 
-    quantized = isinstance(lhs, MXArray) and isinstance(rhs, MXArray)
-    return lax.dot_general(
-        values(lhs, call.lhs),
-        values(rhs, call.rhs),
-        call.dimension_numbers,
-        precision=lax.Precision.HIGHEST if quantized else call.precision,
-        preferred_element_type=jnp.float32,
-    ).astype(call.out_dtype)
+def _by_dot(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
+    """The product by XLA's dot of values that the handler decodes, which compiles in no time."""
+    numbers = call.dimension_numbers
+    return scaled_matmul(lhs, rhs, numbers, call.out_dtype, call.precision, _decoded)
+
+
+def _decoded(x: MXArray, dtype: np.dtype, *, exponent: int, lifted: bool) -> jax.Array:
+    """As `mxarray.decode`, by the handler where it takes the array."""
+    call = _dequantize_call(OperandType.of(x, Axes.ordered()), x.format, x.blocks)
+    if casts.rejects_dequantize(call) is not None:
+        return decode(x, dtype, exponent=exponent, lifted=lifted)
+    return casts.dequantize(x, call, exponent)
 
 
 def _in_blocks(call: MatmulCall) -> MatmulCall | None:
@@ -197,8 +197,7 @@ def _under_ones(x: MXArray, own: OperandType) -> MXArray:
 def _multiply_codes(call: MatmulCall, lhs: Operand, rhs: Operand | PackedMXArray) -> jax.Array:
     """The product by the handlers, or of many rows by XLA's dot."""
     if _why_decoded(call):
-        numbers, whole = call.dimension_numbers, unpacked(rhs)
-        return scaled_matmul(lhs, whole, numbers, call.out_dtype, call.precision)
+        return _by_dot(call, lhs, unpacked(rhs))
     if isinstance(rhs, PackedMXArray):
         return _by_packed(call, lhs, rhs)
     return _by_codes(call, lhs, rhs)

@@ -9,6 +9,7 @@ converted to bfloat16 first, by conversions that XLA states to be exact.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,11 +20,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.pallas_tpu.call import call_kernel
 from mx_jax.backends.pallas_tpu.weights import DEPTH, STEP, Columns, generation
+from mx_jax.backends.sums import as_matrices
 from mx_jax.backends.target import current_target
 from mx_jax.formats import E2M1, E4M3, E8M0, INT8, BlockFormat
 from mx_jax.formats.element import known_element, known_scale
+from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
 
 # Columns that a step reads, 2 MiB of bytes, and that one product has.
 _COLUMNS, _LANES = 2048, 512
@@ -31,6 +36,26 @@ _float32, _uint8 = jnp.float32, jnp.uint8
 
 
 def multiply(
+    lhs: jax.Array, rhs: MXArray | PackedMXArray, call: MatmulCall, interpret: bool
+) -> jax.Array:
+    """The product `[*batch, *m, *n]` in `call.out_dtype`."""
+    (x, m), format = as_matrices(lhs, call.lhs.axes), call.rhs.format
+    assert isinstance(x, jax.Array) and format is not None
+    if isinstance(rhs, PackedMXArray):
+        arrays, n = rhs.arrays, rhs.kept
+    else:
+        codes, scales = map(call.rhs.axes.as_matrices, (rhs.codes, rhs.scales))
+        arrays = Columns(codes=codes, scales=scales, tensor_scale=rhs.tensor_scale)
+        _, n, _ = call.rhs.axes.sizes(call.rhs.shape)
+    scale, dtype = arrays.tensor_scale, call.out_dtype
+    within = dtype if scale is None else np.dtype("float32")
+    out = _dot(x, arrays, format, within, interpret)[..., : math.prod(n)]
+    out = out if scale is None else (out * scale.reshape(-1, 1, 1)).astype(dtype)
+    batch = map(max, *(own.axes.sizes(own.shape)[0] for own in (call.lhs, call.rhs)))
+    return out.reshape(*batch, *m, *n)
+
+
+def _dot(
     x: jax.Array, weights: Columns, format: BlockFormat, dtype: np.dtype, interpret: bool
 ) -> jax.Array:
     """Bfloat16 `x[batch, m, k]` by weights of one batch or as many: `[batch, m, n]`."""
@@ -122,11 +147,12 @@ def _decoder(format: BlockFormat) -> Decoder:
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = current_target().device_kind if device is None else device.device_kind
     converts = (generation(kind) or 0) >= 7
-    values, lacking, moved = {
+    decoders: dict[Any, Any] = {
         E2M1: (_e2m1, -2, 0),
         E4M3: (_from(jnp.float8_e4m3fn), 0, 1) if converts else (_e4m3_of_bias_11, 4, 1),
         INT8: (_from(jnp.int8), -6, -2),  # 64 times the values
-    }[known_element(format.element)]
+    }
+    values, lacking, moved = decoders[known_element(format.element)]
     if known_scale(format.scale) == E8M0:
         return Decoder(values, functools.partial(_e8m0, moved=moved), lacking - moved)
     return Decoder(values, _from(jnp.float8_e4m3fn, _float32), lacking)

@@ -10,10 +10,9 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from mx_jax.backends.calls import MatmulCall, PackCall
-from mx_jax.backends.sums import as_matrices, rejects_parts_of_blocks, rejects_scale_axes
+from mx_jax.backends.sums import rejects_parts_of_blocks, rejects_scale_axes
 from mx_jax.backends.target import Target
 from mx_jax.formats import E2M1, E4M3, E4M3_SCALE, E8M0, INT8, BlockFormat
 from mx_jax.formats.element import known_element, known_scale
@@ -21,10 +20,8 @@ from mx_jax.mxarray import MXArray
 from mx_jax.packed import Layout, PackedMXArray
 
 # Values along k that one product on the matrix unit contracts, and that a step of the kernel reads:
-# 32 rows of scales or 64, since a tile has 32 rows of bytes.
-DEPTH, STEP = 256, 1024
-# Of what kept positions are padded to a multiple.
-TILE = 128
+# 32 rows of scales or 64, since a tile has 32 rows of bytes. It has 128 columns.
+DEPTH, STEP, TILE = 256, 1024, 128
 # Elements and scales. Not E5M2: its infinities would make NaN of zeros in other blocks' rows.
 _KINDS = (E2M1, E8M0), (E2M1, E4M3_SCALE), (E4M3, E8M0), (INT8, E8M0)
 
@@ -34,17 +31,11 @@ _KINDS = (E2M1, E8M0), (E2M1, E4M3_SCALE), (E4M3, E8M0), (INT8, E8M0)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Columns:
-    """Weights `[*batch, k, n]`, with both axes padded with zeros to whole steps and tiles.
+    """Weights `[*batch, k, n]`, with both axes padded with zeros to whole steps and tiles."""
 
-    Attributes:
-      codes: uint8, as they are stored; of E2M1 half as many rows, see `paired`.
-      scales: uint8, a row for each block.
-      tensor_scale: float32 `[*batch]` (NVFP4), else None.
-    """
-
-    codes: jax.Array
-    scales: jax.Array
-    tensor_scale: jax.Array | None
+    codes: jax.Array  # uint8, as they are stored; of E2M1 half as many rows, see `paired`
+    scales: jax.Array  # uint8, a row for each block
+    tensor_scale: jax.Array | None  # float32 `[*batch]` (NVFP4), else None
 
 
 def paired(codes: jax.Array) -> jax.Array:
@@ -183,27 +174,3 @@ def rejects(call: MatmulCall, target: Target) -> str | None:
             f"contracting={rhs.axes.contracting}; pack_weights lays out the others"
         )
     return rejects_scale_axes(call, batch=False)
-
-
-# Products -----------------------------------------------------------------------------------------
-
-
-def multiply(
-    lhs: jax.Array, rhs: MXArray | PackedMXArray, call: MatmulCall, interpret: bool
-) -> jax.Array:
-    """The product `[*batch, *m, *n]` in `call.out_dtype`."""
-    from mx_jax.backends.pallas_tpu import columns
-
-    x, m = as_matrices(lhs, call.lhs.axes)
-    if isinstance(rhs, PackedMXArray):
-        arrays, n = rhs.arrays, rhs.kept
-    else:
-        codes, scales = map(call.rhs.axes.as_matrices, (rhs.codes, rhs.scales))
-        arrays = Columns(codes=codes, scales=scales, tensor_scale=rhs.tensor_scale)
-        _, n, _ = call.rhs.axes.sizes(call.rhs.shape)
-    scale, dtype = arrays.tensor_scale, call.out_dtype
-    within = dtype if scale is None else np.dtype("float32")
-    out = columns.multiply(x, arrays, call.rhs.format, within, interpret)[..., : math.prod(n)]
-    out = out if scale is None else (out * scale.reshape(-1, 1, 1)).astype(dtype)
-    batch = map(max, *(own.axes.sizes(own.shape)[0] for own in (call.lhs, call.rhs)))
-    return out.reshape(*batch, *m, *n)
