@@ -245,9 +245,9 @@ def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
 
 
 # By device kind, as docs/gpu.md says.
-KINDS = [("tpu", "TPU v5p"), ("tpu", "TPU v6e"), ("tpu", "TPU v7"), ("rocm", "gfx942")]
-KINDS += [("rocm", "gfx950")]
-FLOAT8 = {"gfx942": "f8E4M3FNUZ", "gfx950": "f8E4M3FN"}
+KINDS = [("tpu", kind) for kind in ("TPU v4", "TPU v5", "TPU v6 lite", "TPU7x")]
+KINDS += [("rocm", "gfx942"), ("rocm", "gfx950")]
+FLOAT8 = {"TPU7x": "f8E4M3FN", "gfx942": "f8E4M3FNUZ", "gfx950": "f8E4M3FN"}
 
 
 @pytest.mark.parametrize(("platform", "kind"), KINDS, ids=str)
