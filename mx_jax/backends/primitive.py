@@ -50,9 +50,8 @@ def bind(call: Call, *operands: Any, sources: Callable[[], Sequence[Any]] | None
     if sources is not None and target.platform == "tpu":
         call, operands = _with_sources(call, operands, sources())
     asked = Asked.here(target)
-    # A trace for a CPU has no kernels in place, unless somebody adds or names them.
-    is_told = asked.only is not None or asked.preferred or asked.added
-    if target.platform != "cpu" or is_told:
+    # What a name alone would reject is an error here; what is named or added may run in place.
+    if asked.only is not None or asked.preferred or asked.added:
         choice = choose_if_any(call)
         if choice is None and isinstance(call, QuantizeBothCall):
             return _each(bind, call, *operands)

@@ -95,8 +95,9 @@ def on_request(call: Call, target: Target) -> tuple[tuple[str, str], ...]:
 
 def _unasked(row: Row | None) -> set[str]:
     """Names of those behind the reference for which neither a name nor a measurement speaks."""
-    measured = set() if row is None else {row.backend}
-    return only_if_named() - {only_named.value, *preferred_names.value, *measured}
+    names = [backend.name for backend in known_backends()]
+    behind, measured = names[names.index(REFERENCE.name) + 1 :], row and row.backend
+    return {*behind} - {only_named.value, *preferred_names.value, measured}
 
 
 def _why_unasked(target: Target) -> str:
@@ -109,12 +110,6 @@ def _why_unasked(target: Target) -> str:
 def _counted(target: Target) -> Target:
     """The machine as a program of one device has it, where the devices are not counted."""
     return target if target.counted else dataclasses.replace(target, num_devices=1, counted=True)
-
-
-def only_if_named() -> set[str]:
-    """Names of those behind the reference, which nothing but their name reaches."""
-    names = [backend.name for backend in known_backends()]
-    return set(names[names.index(REFERENCE.name) + 1 :])
 
 
 # Overrides enter the jit cache key, `target.only_named` too: a function traced under one backend is

@@ -5,14 +5,13 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from rich.table import Table
 
 from mx_jax import recipes
-from mx_jax.backends import select
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.inspect.explain import explain
@@ -72,15 +71,12 @@ def describe() -> dict[str, Any]:
         return found | {"error": error}
     devices = jax.devices()
     numbers = Counter((device.platform, device.device_kind) for device in devices)
-    target, x = select.current_target(), jax.ShapeDtypeStruct((1024, 1024), "bfloat16")
-    rows = {name: explain(function, x).rows[-1] for name, function in _CALLS.items()}
+    x = jax.ShapeDtypeStruct((1024, 1024), "bfloat16")
+    explained = {name: explain(function, x) for name, function in _CALLS.items()}
+    rows = {name: own.rows[-1] for name, own in explained.items()}
     return found | {
         "devices": [{"platform": p, "kind": k, "number": n} for (p, k), n in numbers.items()],
-        "target": {
-            "platform": target.platform,
-            "compute_capability": target.compute_capability and list(target.compute_capability),
-            "num_devices": target.num_devices,
-        },
+        "machine": next(iter(explained.values())).machine,
         "calls": {
             name: {"backend": row.backend, "how": row.how, "reasons": row.reasons}
             for name, row in rows.items()
@@ -101,26 +97,15 @@ def tables(found: dict[str, Any]) -> list[Table]:
         "Variables": {name: value or "-" for name, value in found["variables"].items()},
     }
     if "error" not in found:
-        target = found["target"]
-        capability = ".".join(map(str, target["compute_capability"] or ()))
-        machine = f"{target['platform']} {capability}".strip()
         devices = {f"{row['number']} x {row['kind']}": row["platform"] for row in found["devices"]}
-        devices["calls are for"] = f"{machine}, num_devices={target['num_devices']}"
         pairs["Devices"] = devices
-    shown = [_table(title, ("what", "value"), rows.items()) for title, rows in pairs.items()]
-    if "error" not in found:
-        rows = [
-            (name, row["backend"], "\n".join(row["reasons"]) or "-")
+        pairs[f"Calls {found['machine']}"] = {
+            name: "\n".join([row["backend"], *row["reasons"]])
             for name, row in found["calls"].items()
-        ]
-        shown.append(_table("Calls", ("call", "backend", "why"), rows))
+        }
+    shown = []
+    for title, rows in pairs.items():
+        shown.append(table := Table("what", "value", title=title, title_justify="left"))
+        for row in rows.items():
+            table.add_row(*row)
     return shown
-
-
-def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for head in heads:
-        table.add_column(head, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table

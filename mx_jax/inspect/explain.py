@@ -152,7 +152,7 @@ class Row:
 
     Attributes:
       kind: "product", "ragged product", "cast", "dequantize", "transform", "attention",
-        "statistics", or "high precision" of a product that no backend is asked for.
+        or "high precision" of a product that no backend is asked for.
       work: what is computed, in words, with the shapes and axes of the arrays; below `jax.vmap`
         those of one lane.
       backend: who computes it; "jax.lax" in high precision.
@@ -279,9 +279,6 @@ def _described(call: calls.Call) -> tuple[str, str, float, float]:
         case calls.DequantizeCall():
             work = f"dequantize {call.format.name} {list(call.shape)} to {call.dtype}"
             return ("dequantize", work, 0.0, _values_and_codes(call))
-        case calls.CastStatisticsCall():
-            work = f"statistics of a cast of {list(call.shape)} to {call.format.name}"
-            return ("statistics", work, 0.0, _values_and_codes(call))
         case calls.TransformCall():
             work = f"Hadamard transform of {call.dtype} {list(call.shape)}"
             moved = _count(call.shape) * (call.dtype.itemsize + 4.0)
@@ -313,9 +310,7 @@ def _product(
     return (kind, work, 2.0 * _count((*call.lhs.shape, columns)), size)
 
 
-def _values_and_codes(
-    call: calls.QuantizeCall | calls.DequantizeCall | calls.CastStatisticsCall,
-) -> float:
+def _values_and_codes(call: calls.QuantizeCall | calls.DequantizeCall) -> float:
     return _bytes(call.shape, dtype=call.dtype) + _bytes(call.shape, call.format)
 
 
@@ -399,8 +394,9 @@ def _with_parameters(
 def _selected(site: Site, num_devices: int) -> Iterator[tuple[Row, Target]]:
     """What an equation asks backends for, each with its machine."""
     work = site.eqn.params.get("work")
-    # What is drawn is a part of the cast that it is drawn for.
-    if not isinstance(work, Work) or isinstance(work.call, calls.RandomBitsCall):
+    # What is drawn, and what a capture counts, is a part of a cast.
+    unlisted = calls.RandomBitsCall | calls.CastStatisticsCall
+    if not isinstance(work, Work) or isinstance(work.call, unlisted):
         return
     lanes = math.prod(size for size, _ in work.batches)
     for call, target, choice in answers(work, num_devices):

@@ -26,7 +26,7 @@ def test_versions_devices_and_variables(cli: Cli, monkeypatch: pytest.MonkeyPatc
     assert versions == {name: importlib.metadata.version(name) for name in versions}
     kind = jax.devices()[0].device_kind
     assert found["devices"] == [{"platform": "cpu", "kind": kind, "number": 8}]
-    assert found["target"] == {"platform": "cpu", "compute_capability": None, "num_devices": 8}
+    assert found["machine"] == "on platform=cpu, num_devices=1"
     assert found["variables"]["MX_JAX_CPU_ISA"] == ""
     assert found["variables"]["JAX_PLATFORMS"] is None
     assert "xla_force_host_platform_device_count=8" in found["variables"]["XLA_FLAGS"]
