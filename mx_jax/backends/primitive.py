@@ -51,7 +51,9 @@ def bind(call: Call, *operands: Any, sources: Callable[[], Sequence[Any]] | None
         call, operands = _with_sources(call, operands, sources())
     asked = Asked.here(target)
     # What a name alone would reject is an error here; what is named or added may run in place.
-    if asked.only is not None or asked.preferred or asked.added:
+    is_told = asked.only is not None or asked.preferred or asked.added
+    # Casts that are made one by one share their lowering with equal ones, as two equations.
+    if is_told or (target.platform != "cpu" and isinstance(call, QuantizeBothCall)):
         choice = choose_if_any(call)
         if choice is None and isinstance(call, QuantizeBothCall):
             return _each(bind, call, *operands)

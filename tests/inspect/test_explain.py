@@ -128,21 +128,6 @@ def test_several_devices():
     assert explain(loss, X, W).machine == "on platform=cpu, num_devices=1"
 
 
-def test_experts():
-    """Casts of a ragged product are selected, and its products."""
-
-    def loss(x: jax.Array, w: jax.Array) -> jax.Array:
-        return mx_jax.ragged_dot(x, w, jnp.array([3, 5]), recipe=recipes.mxfp8()).sum()
-
-    experts = jax.ShapeDtypeStruct((2, 64, 32), "float32")
-    with mx_jax.testing.target("tpu"):
-        lines = titles(explain(jax.value_and_grad(loss, (0, 1)), X, experts))
-    first, *rest = (line for line in lines if line.startswith("1 x ragged"))
-    operands = "mxfp8_e4m3 [8, 64] x mxfp8_e4m3 [2, 64, 32], 2 groups"
-    assert first == f"1 x ragged product {operands}, to float32 -> {PLAIN}" and len(rest) == 2
-    assert sum(line.startswith("1 x cast") for line in lines) == 6
-
-
 @pytest.mark.parametrize(
     ("args", "kwargs", "got"),
     [
@@ -289,7 +274,7 @@ def test_reasons_of_what_stays_high():
 
 
 def test_printed():
-    """Who does not explain has the same program, from the same caches."""
+    """And who does not explain has the same program, from the same caches."""
     layer = jax.jit(lambda x: mx_jax.matmul(x, x.T, recipe="mxfp8"))
     before = layer.lower(jnp.ones((16, 64))).as_text(debug_info=True)
     text, found = str(explain(layer, ROWS)), explain(Net(), ROWS)
