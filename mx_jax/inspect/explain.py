@@ -123,10 +123,11 @@ def _of_recipe(
     return _of_function(product, *operands, backward=True)
 
 
-def _is_size(x: object) -> bool:
+def _is_size(x: Any) -> bool:
     # Python counts True and False among whole numbers.
-    is_whole = isinstance(x, numbers.Integral) and not isinstance(x, bool) and int(x) >= 0
-    return is_whole or export.is_symbolic_dim(x)
+    if export.is_symbolic_dim(x):
+        return True
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool) and int(x) >= 0
 
 
 # Streams that layers draw from; a module takes those that it has.
