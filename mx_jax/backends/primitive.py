@@ -318,7 +318,7 @@ class OnOneDevice:
     def __call__(self, call: Call, *operands: Any) -> Any:
         """What a call asks for, its operands behind it."""
         target = dataclasses.replace(self.target, num_devices=1)
-        with on_one_device(True), self.asked.on(target), lowered_for(target.platform):
+        with on_one_device(True), self.asked.on(target), lowered_for(target.units):
             choice = find(call, target)
             if choice is not None and choice.offer.inline:
                 # No kernel of this kind has been seen inside a partitioned call.
@@ -438,7 +438,7 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
                 return partition.quantize(on_each, call, *operands)
         return _compute(call, target, *operands)
 
-    with on_one_device(devices == 1), asked.on(target), lowered_for(platform):
+    with on_one_device(devices == 1), asked.on(target), lowered_for(target.units):
         # Not a partial: JAX reads the signature of what it traces, slowly if it is one.
         lower = mlir.lower_fun(lambda *leaves: work.compute(how, *leaves), multiple_results=True)
         return lower(shown or ctx, *values)
