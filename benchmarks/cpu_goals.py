@@ -235,7 +235,7 @@ def sheet(rows: Sequence[Mapping[str, Any]]) -> report.Sheet:
     )
     result = report.Sheet(
         "Goals on one CPU core: time of the other, divided by this library's; 1 is equal",
-        (*columns, "quartiles", "verdict"),
+        columns,
         notes=[
             "Medians over the same rounds; CPU time of one pinned thread. Limit: what a peak of "
             "the core, or a read of the weights, would reach, measured in the same rounds."

@@ -347,8 +347,9 @@ def cost(function: Callable[..., Any], *shapes: Any, device: str) -> Cost:
     sharding = NamedSharding(mesh, PartitionSpec())
     own = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes)
     begin = time.perf_counter()
-    # Pallas asks the mesh in context which TPU it compiles for.
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+    # Pallas asks the mesh in context which TPU it compiles for; traces ask where JAX would run.
+    device_of_jax = jax.default_device(mesh.devices.flat[0])
+    with device_of_jax, jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         lowered = jax.jit(function).lower(*own)
         compiled = lowered.compile()
     seconds = time.perf_counter() - begin

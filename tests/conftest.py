@@ -138,7 +138,8 @@ ONE_PYTHON = {
         inspect/test_report inspect/test_sinks""",
     "choices among codes, and laws of them, that tests/codecs has on every Python": """
         calibrate extending benchmarks/test_bias examples/test_choose_formats
-        quantize/test_bad_input quantize/test_float_scales quantize/test_properties quantize/test_tensor_scales
+        quantize/test_bad_input quantize/test_float_scales quantize/test_properties
+        quantize/test_tensor_scales
         reference/test_scale_rules""",
 }
 

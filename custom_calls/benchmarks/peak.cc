@@ -38,7 +38,7 @@ ffi::Error Peak(ffi::Result<ffi::Buffer<ffi::S32>> out, std::string_view instruc
 #if MX_X86
   if (runs("fma256", kAvx2)) MX_LOOP("vfmadd231ps", "y");
   else if (runs("maddubs256", kAvx2)) MX_LOOP("vpmaddubsw", "y");
-  else if (runs("vnni256", kAvx2Vnni)) MX_LOOP("{vex} vpdpbusd", "y");
+  else if (runs("vnni256", kAvx2Vnni)) MX_LOOP("%{vex%} vpdpbusd", "y");
   else if (runs("fma", kAvx512)) MX_LOOP("vfmadd231ps", "z");
   else if (runs("vnni", kAvx512Vnni)) MX_LOOP("vpdpbusd", "z");
   else if (runs("bf16", kAvx512Bf16)) MX_LOOP("vdpbf16ps", "z");

@@ -17,6 +17,10 @@ from mx_jax.packed import PackedMXArray
 from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.reference.scale_rules import ScaleRule, scale_rule_for
 
+# Values of blocks that bfloat16 is to hold are kept times 2^-2, since scales that are rounded up
+# bring the largest finite number to 2^128.
+HEADROOM = 2
+
 Operand = jax.Array | MXArray
 AnyOperand = Operand | PackedMXArray
 
@@ -32,6 +36,8 @@ class OperandType:
     dtype: np.dtype | None = None
     scale_axes: tuple[int, ...] = ()  # axes whose positions have tensor scales of their own
     packed_by: str | None = None  # name of the backend in whose layout it lies, or None
+    # Of codes whose source is an operand of the product too: how to get its values from that.
+    source: "ValuesCall | None" = None
 
     @classmethod
     def of(cls, operand: AnyOperand, axes: Axes) -> "OperandType":
@@ -202,6 +208,27 @@ class QuantizeBothCall:
     def text(self) -> str:
         """The call in a jaxpr."""
         return f"{self.first.text}; {self.second.text}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ValuesCall:
+    """A tensor whose bfloat16 values in a format are wanted, times `2^-HEADROOM`, and no codes.
+
+    Where XLA multiplies bfloat16, a product's casts need none. It is no equation: what lowers a
+    product that knows its operands' sources (`MatmulCall`) asks for it.
+
+    Attributes:
+      cast: what codes would come from.
+      beside: another cast of the same tensor, whose values another product asks for: both are
+        computed from one read, as XLA computes the same thing once.
+    """
+
+    cast: QuantizeCall
+    beside: QuantizeCall | None = None
+
+    @property
+    def text(self) -> str:
+        return f"{self.cast.text} -> bfloat16"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -378,6 +405,7 @@ Call = (
     | RaggedCall
     | QuantizeCall
     | QuantizeBothCall
+    | ValuesCall
     | DequantizeCall
     | CastStatisticsCall
     | PackCall
@@ -392,6 +420,7 @@ NOT_OFFERED: Mapping[type[Call], str] = {
     RaggedCall: "multiplies no groups of rows",
     QuantizeCall: "quantizes nothing: XLA fuses the reference's own code",
     QuantizeBothCall: "casts once at a time",
+    ValuesCall: "casts to codes, not to values",
     DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",
     PackCall: "has no layout of its own for weights",
     CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
@@ -448,6 +477,8 @@ def rejects_symbolic(call: Call) -> str | None:
             shapes = call.queries, call.keys
         case QuantizeBothCall():
             shapes = (call.first.shape,)
+        case ValuesCall():
+            shapes = (call.cast.shape,)
         case PackCall():
             shapes = (call.weights.shape,)
         case _:

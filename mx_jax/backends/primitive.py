@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
@@ -24,7 +25,7 @@ from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice, find, select
 from mx_jax.backends.target import Target
 from mx_jax.codecs.explicit_axes import vary_alike
-from mx_jax.codecs.lowering import eager, lowered_for
+from mx_jax.codecs.lowering import eager, lowered_for, on_one_device
 from mx_jax.packed import PackedMXArray, unpacked
 from mx_jax.reference.random_bits import DerivedKey
 
@@ -35,17 +36,21 @@ _DRAWS = (QuantizeCall, QuantizeBothCall, calls.TransformCall)
 _SPLIT = (MatmulCall, QuantizeCall, QuantizeBothCall)
 
 
-def bind(call: Call, *operands: Any) -> Any:
+def bind(call: Call, *operands: Any, sources: Callable[[], Sequence[Any]] | None = None) -> Any:
     """What a call asks for, as one equation: who computes it is selected when it is lowered.
 
     Args:
       call: whatever is selected, it is not looked at here: that is what `choose` is for.
       operands: as `Offer.run` takes them.
+      sources: of a product, what each operand's codes were cast from, and how: for TPUs, which
+        multiply values. The derivative of the product is linked outside.
 
     Raises:
       ValueError: as `choose`.
     """
     target = machine.current_target()
+    if sources is not None and target.platform == "tpu":
+        call, operands = _with_sources(call, operands, sources())
     asked = Asked.here(target)
     # A trace for a CPU has no kernels in place, unless somebody adds or names them.
     is_told = asked.only is not None or asked.preferred or asked.added
@@ -220,6 +225,40 @@ class Work:
         return compute(*leaves)
 
 
+def _with_sources(
+    call: Any, operands: tuple[Any, ...], sources: Sequence[Any]
+) -> tuple[Any, tuple[Any, ...]]:
+    """A product and its operands, with their sources behind them."""
+    if not any(sources):
+        return call, operands
+    values, (left, right) = ([None if own is None else own[i] for own in sources] for i in range(2))
+    lhs, rhs = (
+        dataclasses.replace(own, source=source)
+        for (_, own), source in zip(call.sides, (left, right), strict=True)
+    )
+    return dataclasses.replace(call, lhs=lhs, rhs=rhs), (*operands, tuple(values))
+
+
+def _of_values(
+    compute: Callable[..., Any], target: Target, call: MatmulCall, *operands: Any
+) -> Any:
+    """A product with sources behind its operands: of their values, where a backend casts to those.
+
+    Codes that nothing else reads are then computed in vain, and XLA leaves them out.
+    """
+    sides, lifted = [], 0
+    for (_, own), operand, source in zip(call.sides, operands[:2], operands[2], strict=True):
+        plain = dataclasses.replace(own, source=None)
+        if own.source is not None and (choice := find(own.source, target)) is not None:
+            operand = choice.offer.run(source, own.source)
+            plain, lifted = calls.OperandType.of(operand, own.axes), lifted + calls.HEADROOM
+        sides.append((plain, operand))
+    (left, lhs), (right, rhs) = sides
+    dtype = np.dtype(np.float32) if lifted else call.out_dtype
+    found = compute(dataclasses.replace(call, lhs=left, rhs=right, out_dtype=dtype), lhs, rhs)
+    return (found * 2.0**lifted).astype(call.out_dtype) if lifted else found
+
+
 def _each(compute: Callable[..., Any], call: QuantizeBothCall, *operands: Any) -> Any:
     """Two casts, one after the other."""
     x, (first, second), tensor_scale = operands
@@ -233,6 +272,10 @@ def _each(compute: Callable[..., Any], call: QuantizeBothCall, *operands: Any) -
 
 def _compute(call: Call, target: Target, *operands: Any) -> Any:
     """What a call asks for, by the backend that takes it on a machine."""
+    if isinstance(call, MatmulCall) and len(operands) > 2:
+        return _of_values(
+            lambda plain, *own: _compute(plain, target, *own), target, call, *operands
+        )
     choice = find(call, target)
     if choice is None and isinstance(call, QuantizeBothCall):
         return _each(lambda single, *own: _compute(single, target, *own), call, *operands)
@@ -275,7 +318,7 @@ class OnOneDevice:
     def __call__(self, call: Call, *operands: Any) -> Any:
         """What a call asks for, its operands behind it."""
         target = dataclasses.replace(self.target, num_devices=1)
-        with machine.on_one_device(True), self.asked.on(target), lowered_for(target.platform):
+        with on_one_device(True), self.asked.on(target), lowered_for(target.platform):
             choice = find(call, target)
             if choice is not None and choice.offer.inline:
                 # No kernel of this kind has been seen inside a partitioned call.
@@ -288,6 +331,8 @@ def _plain(call: Call, *operands: Any) -> Any:
     if isinstance(call, QuantizeBothCall):
         return _each(_plain, call, *operands)
     operands = _drawn(call, lambda bits, key: REFERENCE.run(bits, key), *operands)
+    # Sources behind them change nothing.
+    operands = operands[:2] if isinstance(call, MatmulCall) else operands
     return REFERENCE.run(call, *map(unpacked, operands))
 
 
@@ -373,6 +418,8 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
     on_each = OnOneDevice(asked, target)
 
     def how(call: Call, *operands: Any) -> Any:
+        if isinstance(call, MatmulCall) and len(operands) > 2:
+            return _of_values(how, target, call, *operands)
         if devices > 1:
             # By its key a kernel would draw the same for each device's part.
             operands = _drawn(call, lambda bits, key: _compute(bits, target, key), *operands)
@@ -391,7 +438,7 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
                 return partition.quantize(on_each, call, *operands)
         return _compute(call, target, *operands)
 
-    with machine.on_one_device(devices == 1), asked.on(target), lowered_for(platform):
+    with on_one_device(devices == 1), asked.on(target), lowered_for(platform):
         # Not a partial: JAX reads the signature of what it traces, slowly if it is one.
         lower = mlir.lower_fun(lambda *leaves: work.compute(how, *leaves), multiple_results=True)
         return lower(shown or ctx, *values)

@@ -79,10 +79,6 @@ _of_arrays = jax.make_user_context(default_value=None)
 # backend takes it as it is with sharded arrays.
 only_named: Any = jax.make_user_context(default_value=None)
 
-# Set where lowering knows that no devices share a call: then a compiled handler need not tell the
-# compiler how they may split it.
-on_one_device = jax.make_user_context(default_value=False)
-
 
 def use_target(target: Target) -> AbstractContextManager[None]:
     """A context in which every call is for this machine, whether it is there or not."""

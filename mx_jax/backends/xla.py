@@ -4,6 +4,7 @@ With one scale s_a for a row of lhs and s_b for a row of rhs, `C = (sum of a_cod
 s_b`: the codes go to the platform's matrix units as they are. All else is decoded to bfloat16.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,11 +18,12 @@ from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends import calls, sums
 from mx_jax.backends.calls import MatmulCall, Operand, RaggedCall
 from mx_jax.backends.sums import SumScale
-from mx_jax.backends.target import Backend, Offer, Target, on_one_device
+from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs import blocks
 from mx_jax.codecs import element as element_codec
-from mx_jax.codecs.float32 import power_of_two, select
-from mx_jax.codecs.lowering import platform_dependent
+from mx_jax.codecs.explicit_axes import split_axes
+from mx_jax.codecs.float32 import clip, power_of_two, select
+from mx_jax.codecs.lowering import on_one_device, platform_dependent
 from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN, scale_to_float32
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray, decode
@@ -76,7 +78,7 @@ def _multiply_codes(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     # On GPUs, XLA lets float8 products accumulate fast exactly when the precision is DEFAULT. On
     # TPUs it makes the same of both.
     precision = lax.Precision.DEFAULT if call.fast_accumulation else lax.Precision.HIGHEST
-    sums_type = jnp.int32 if lhs.format.element.kind == "int" else jnp.float32
+    sums_type = jnp.int32 if lhs.format.element.kind == "int" else _shared_dtype(call)
 
     def dot(left: jax.Array, right: jax.Array, dimensions: Any = call.dimension_numbers) -> Any:
         return lax.dot_general(
@@ -102,7 +104,7 @@ def _multiply_codes(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         unit = math.prod(x.format.element.smallest_subnormal for x in (lhs, rhs))
         product = product.astype(jnp.float32) * unit
     scales = sums.row_scales("lhs", lhs, call), sums.row_scales("rhs", rhs, call)
-    return sums.scaled(product, *scales).astype(call.out_dtype)
+    return sums.scaled(product.astype(jnp.float32), *scales).astype(call.out_dtype)
 
 
 def _k_last(elements: jax.Array, axes: Axes) -> jax.Array:
@@ -240,13 +242,23 @@ def block_values(operand: Operand) -> tuple[jax.Array, float]:
     if not isinstance(operand, MXArray):
         return operand, 1.0
     if operand.format.scale.is_float32:
-        return element_codec.decode(operand.codes, operand.format.element, jnp.bfloat16), 1.0
+        values = element_codec.decode(operand.codes, operand.format.element, jnp.bfloat16)
+        return _apart(values), 1.0
     if operand.format.scale.kind == "exponent":
         codes, inside = blocks.split(operand.codes, operand.blocks)
         scales = blocks.spread(operand.scales, inside)
-        values = _under_exponent(codes, scales, operand.format.element)
-        return blocks.merge(values, operand.shape, inside), 2.0**_HEADROOM
-    return decode(sums.without_tensor_scale(operand), jnp.bfloat16), 1.0
+        on_tpus, elsewhere = (
+            functools.partial(decode, element=operand.format.element)
+            for decode in (_under_exponent_on_tpus, _under_exponent)
+        )
+        values = platform_dependent(codes, scales, tpu=on_tpus, default=elsewhere)
+        return _apart(blocks.merge(values, operand.shape, inside)), 2.0**_HEADROOM
+    return _apart(decode(sums.without_tensor_scale(operand), jnp.bfloat16)), 1.0
+
+
+def _apart(values: jax.Array) -> jax.Array:
+    """Values in a kernel of their own on TPUs: inside of a product XLA decodes them repeatedly."""
+    return platform_dependent(values, tpu=lax.optimization_barrier, default=lambda values: values)
 
 
 def _rounded_values(operand: Operand) -> tuple[jax.Array, float]:
@@ -277,9 +289,33 @@ def _under_exponent(codes: jax.Array, scales: jax.Array, element: ElementFormat)
     def in_turn(values: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
         return values * first * second
 
-    operands = element_codec.decode(codes, element), first, second
+    decoded = platform_dependent(
+        codes,
+        tpu=functools.partial(element_codec.decode_as_tpus, element=element),
+        default=functools.partial(element_codec.decode, element=element),
+    )
+    operands = decoded, first, second
     values = platform_dependent(*operands, cuda=at_once, rocm=at_once, default=in_turn)
     return values.astype(jnp.bfloat16)
+
+
+def _under_exponent_on_tpus(
+    codes: jax.Array, scales: jax.Array, element: ElementFormat
+) -> jax.Array:
+    """The same, in blocks along the last axis by one product more an element, and no copies."""
+    if not blocks.is_minor(scales, codes):
+        return _under_exponent(codes, scales, element)
+    # Of 255 scales float32 has 254 as normal numbers. What is below 2^-124 may count as zero: so
+    # may all under 2^-127 but for large elements, which are Inf under 2^127, here NaN.
+    up = int(element.max >= 2.0**3)
+    exponent = scales.astype(jnp.int32) - E8M0_BIAS + up
+    powers = power_of_two(clip(exponent, -126, 127))
+    powers = blocks.spread_minor(select(exponent > 127, 0.0, powers), codes.shape[-1])
+    values = element_codec.decode_as_tpus(blocks.merge_minor(codes), element) * 2.0 ** -(
+        _HEADROOM + up
+    )
+    values = select(powers == 0, jnp.nan, values * powers).astype(jnp.bfloat16)
+    return split_axes(values, codes.shape, (codes.ndim - 1,))
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
@@ -320,13 +356,15 @@ def _multiply_rounded(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array
     return (product * (left_factor * right_factor)).astype(call.out_dtype)
 
 
-def _shared_dot(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Array:
-    """`_dot`; what XLA splits between devices they add up in the dtype that it has."""
+def _shared_dtype(call: MatmulCall) -> Any:
+    """Of a dot's sums: what XLA splits between devices they add up in the dtype that it has."""
     dtype = reduced_in(call.out_dtype, call.reduce_dtype)
     # In float16 sums that lack their scales might be out of range.
-    if on_one_device.value or dtype == jnp.float16:
-        dtype = jnp.float32
-    return _dot(left, right, call.dimension_numbers, dtype).astype(jnp.float32)
+    return jnp.float32 if on_one_device.value or dtype == jnp.float16 else dtype
+
+
+def _shared_dot(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Array:
+    return _dot(left, right, call.dimension_numbers, _shared_dtype(call)).astype(jnp.float32)
 
 
 def _dot(

@@ -10,12 +10,18 @@ from typing import Any, ClassVar, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from mx_jax.codecs.explicit_axes import join_axes, split_axes
+from mx_jax.codecs.lowering import on_one_device
 from mx_jax.formats import WHOLE, BlockFormat, BlockSize, Whole
 
 Blocks = tuple[tuple[int, BlockSize], ...]
 Shape = tuple[Any, ...]
+# A register of a TPU has so many columns.
+_LANES = 128
+# A product that spreads scales takes this times as many multiplications as there are elements.
+_MOST_BLOCKS = 512
 
 
 class Blocked(Protocol):
@@ -95,6 +101,39 @@ def merge(y: jax.Array, shape: tuple[int, ...], inside: tuple[int, ...]) -> jax.
 def spread(scales: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     """Give block scales an axis of one wherever `split` made an axis inside blocks."""
     return jnp.expand_dims(scales, inside)
+
+
+def is_minor(scales: jax.Array, like: jax.Array) -> bool:
+    """Whether split blocks lie along the last axis, whose registers on TPUs they do not fill."""
+    shape = like.shape[-2:]
+    known = all(isinstance(n, int) for n in shape) and like.ndim > 2
+    return known and scales.shape[-1] == 1 < shape[-1] and shape[-1] % _LANES != 0
+
+
+def merge_minor(x: jax.Array) -> jax.Array:
+    """Join the last two axes, which `split` made of one."""
+    shape = (*x.shape[:-2], x.shape[-2] * x.shape[-1])
+    return join_axes(x, shape, (x.ndim - 1,))
+
+
+def spread_minor(powers: jax.Array, size: int) -> jax.Array:
+    """Powers of two in bfloat16's range, or zeros, `[..., blocks, 1]`, as `[..., blocks * size]`.
+
+    TPUs copy `[..., blocks, size]` to another layout and back. By a product with a matrix of zeros
+    and ones, which is exact; or, where devices may share it, or it is large, by transposes.
+    """
+    powers = lax.squeeze(powers, (powers.ndim - 1,)).astype(jnp.bfloat16)
+    count = powers.shape[-1]
+    if on_one_device.value and count <= _MOST_BLOCKS:
+        of_block = lax.broadcasted_iota(jnp.int32, (count, count * size), 1) // size
+        place = lax.broadcasted_iota(jnp.int32, (count, count * size), 0)
+        places = lax.convert_element_type(lax.eq(of_block, place), jnp.bfloat16)
+        return jnp.dot(powers, places, preferred_element_type=jnp.float32)
+    # As a second-minor axis, positions are rows of a register.
+    turned = jnp.expand_dims(jnp.moveaxis(powers, -1, 0), 1)
+    shape = (count, size, *turned.shape[2:])
+    spread = join_axes(jnp.broadcast_to(turned, shape), (count * size, *shape[2:]), (1,))
+    return jnp.moveaxis(spread, 0, -1).astype(jnp.float32)
 
 
 def violation(x: Blocked) -> str | None:

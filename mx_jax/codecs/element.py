@@ -5,6 +5,7 @@ Source: OCP Microscaling Formats (MX) v1.0, sections 5.3 (element formats) and 6
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from mx_jax.codecs import float32
+from mx_jax.codecs.explicit_axes import broadcast_like
 from mx_jax.codecs.lowering import platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.formats import E4M3, E5M2, ElementFormat
@@ -85,7 +87,72 @@ def encode(
             rocm=by_product,
             default=functools.partial(_rounded, rounding=rounding, **how),
         )
-    return _with_sign(half, bits, magnitude if has_nan else None, element)
+    code = _with_sign(half, bits, magnitude if has_nan else None, element)
+    return lax.convert_element_type(code, jnp.uint8)
+
+
+def encode_products(
+    x: jax.Array, factors: Sequence[jax.Array], element: ElementFormat, *, has_nan: bool
+) -> jax.Array:
+    """Codes of x times powers of two, saturated, rounded once: exact where TPUs flush subnormals.
+
+    Args:
+      x: as `encode`.
+      factors: one or two, float32, normal numbers, broadcastable to x. Two are the parts of one
+        that float32 may not hold. Where the first is 0, the block is NaN.
+      element: one of `sums_digits`.
+      has_nan: as `encode`.
+    """
+    bits = float32.unpacked_bits(x)
+    magnitude = float32.bitwise_and(bits, float32.ABS)
+    product = float32.from_bits(magnitude)
+    # A pattern, as an integer and times 2^-149, is its number up to twice the smallest normal one,
+    # and less beyond: so the larger of the two is right whether a subnormal counts as zero or not.
+    linear = lax.convert_element_type(magnitude, jnp.float32)
+    for factor, unit in zip(factors, (149,) if len(factors) == 1 else (75, 74), strict=True):
+        product = float32.mul(product, factor)
+        # In integers: 2^-149 is a subnormal, and so would be what XLA makes of two constants.
+        lowered = float32.max(float32.sub(float32.to_bits(factor), unit << 23), 0)
+        linear = float32.mul(linear, float32.from_bits(lowered))
+    half = _sum_of_digits(float32.max(product, linear), bits, element, saturate=True)
+    code = _with_sign(half, bits, magnitude if has_nan else None, element)
+    is_nan = float32.eq(broadcast_like(factors[0], code), 0.0)
+    code = float32.select(is_nan, element.nan_code or 0, code)
+    return lax.convert_element_type(code, jnp.uint8)
+
+
+def sums_digits(element: ElementFormat) -> bool:
+    """Whether `encode_products` takes an element: one whose codes' last digits are a mantissa's."""
+    return element.mantissa_bits > 0
+
+
+def _sum_of_digits(
+    value: jax.Array, bits: jax.Array, element: ElementFormat, saturate: bool
+) -> jax.Array:
+    """As `by_addition` below, in fewer of a TPU's instructions: eight digits and whatever above."""
+    shift, lowest = 23 - element.mantissa_bits, 127 + element.emin
+    at_most_max = saturate and not element.negative_extra
+    most = element.max if at_most_max else 2.0 ** (element.emax + 1)
+    # Unsigned integers are compared in one instruction, signed ones in two; NaN is large.
+    most = np.float32(most).view(np.uint32)
+    capped = float32.min(lax.bitcast_convert_type(value, jnp.uint32), most)
+    value = lax.bitcast_convert_type(capped, jnp.float32)
+    if element.kind == "int":
+        # Fixed point: one digit is the last of all.
+        total = float32.to_bits(float32.add(value, 2.0 ** (element.emin + shift)))
+        half = float32.bitwise_and(total, 0xFF)
+        return half if at_most_max else _limit(half, bits, element, saturate)
+    field = float32.max(float32.bitwise_and(capped, float32.INF), np.uint32(lowest << 23))
+    field = lax.bitcast_convert_type(field, jnp.int32)
+    # An even number leaves the sum's last digit, which says what is even.
+    offset = -(lowest << element.mantissa_bits) & 0xFF
+    beside = float32.from_bits(float32.add(field, (shift << 23) + offset))
+    total = float32.to_bits(float32.add(value, beside))
+    half = float32.add(total, float32.shift_right(field, shift))
+    if at_most_max and element.has_negative_zero:
+        return half
+    half = float32.bitwise_and(half, 0xFF)
+    return half if at_most_max else _limit(half, bits, element, saturate)
 
 
 def _fixed_point(
@@ -181,11 +248,15 @@ def _rounded_near(
         half = lax.bitcast_convert_type(lax.convert_element_type(value, element.dtype), jnp.uint8)
         return lax.convert_element_type(half, jnp.int32)
 
-    if exponent or not saturate or known_element(element) not in _CONVERTED:
-        return by_addition(magnitude)
-    return platform_dependent(
-        magnitude, cuda=by_conversion, rocm=by_conversion, default=by_addition
-    )
+    def by_digits(magnitude: jax.Array) -> jax.Array:
+        return _sum_of_digits(float32.from_bits(magnitude), bits, element, saturate)
+
+    named: dict[str, Callable[[jax.Array], jax.Array]] = {}
+    if not exponent and sums_digits(element):
+        named["tpu"] = by_digits
+    if not exponent and saturate and known_element(element) in _CONVERTED:
+        named |= {"cuda": by_conversion, "rocm": by_conversion}
+    return platform_dependent(magnitude, default=by_addition, **named)
 
 
 def _limit(half: jax.Array, bits: jax.Array, element: ElementFormat, saturate: bool) -> jax.Array:
@@ -202,14 +273,14 @@ def _limit(half: jax.Array, bits: jax.Array, element: ElementFormat, saturate: b
 def _with_sign(
     half: jax.Array, bits: jax.Array, magnitude: jax.Array | None, element: ElementFormat
 ) -> jax.Array:
-    """Whole codes from the half's codes and x's patterns; NaN gets its code here, unless x has
-    no magnitude, and so none."""
+    """Whole codes, int32, from the half's codes and x's patterns; NaN gets its code here, unless x
+    has no magnitude, and so none."""
     nan = None if magnitude is None else float32.gt(magnitude, float32.INF)
     half = half if nan is None else float32.select(nan, element.nan_code or 0, half)
     is_float = element.kind == "float"
     if is_float and element.has_negative_zero and (nan is None or element.nan_code is not None):
         sign = float32.bitwise_and(float32.shift_right(bits, 31), element.sign_code)
-        return lax.convert_element_type(float32.bitwise_or(half, sign), jnp.uint8)
+        return float32.bitwise_or(half, sign)
     # fnuz: the sign bit alone is NaN, so neither zero nor NaN takes a sign.
     fnuz = is_float and not element.has_negative_zero
     negative = float32.lt(bits, 0)
@@ -219,10 +290,16 @@ def _with_sign(
         negative = float32.bitwise_and(negative, lax.bitwise_not(nan))
     if not is_float:
         code = float32.select(negative, lax.neg(half), half)
-        code = float32.bitwise_and(code, (element.sign_code << 1) - 1)
-    else:
-        code = float32.select(negative, float32.bitwise_or(half, element.sign_code), half)
-    return lax.convert_element_type(code, jnp.uint8)
+        return float32.bitwise_and(code, (element.sign_code << 1) - 1)
+    return float32.select(negative, float32.bitwise_or(half, element.sign_code), half)
+
+
+def decode_as_tpus(codes: jax.Array, element: ElementFormat) -> jax.Array:
+    """As `decode`, in float32, for TPUs: NaN has any of its patterns."""
+    if known_element(element) in _CONVERTED:
+        native = lax.bitcast_convert_type(codes, element.dtype)
+        return lax.convert_element_type(native, jnp.float32)
+    return decode(codes, element)
 
 
 def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
@@ -244,13 +321,32 @@ def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
         fields = float32.bitwise_or(fields, float32.shift_left(sign, 32 - element.bits))
         return float32.to_bits(float32.mul(float32.from_bits(fields), 2.0 ** (127 - element.bias)))
 
+    def by_minimum(codes: jax.Array) -> jax.Array:
+        # All are normal numbers. What reads as `(1 + m) 2^(emin - 1)` is `m 2^emin` if its exponent
+        # field is 0: twice that less 2^emin, which is larger than any other code's value.
+        wide = float32.shift_left(lax.convert_element_type(codes, jnp.int32), 32 - element.bits)
+        sign = float32.bitwise_and(wide, float32.SIGN)
+        fields = float32.shift_right(float32.bitwise_xor(wide, sign), 8 - element.exponent_bits)
+        read = float32.from_bits(float32.add(fields, (126 + element.emin) << 23))
+        twice = float32.sub(float32.add(read, read), 2.0**element.emin)
+        pattern = float32.to_bits(float32.min(read, twice))
+        return float32.bitwise_or(pattern, sign)
+
+    def of_integers(codes: jax.Array) -> jax.Array:
+        wide = float32.shift_left(lax.convert_element_type(codes, jnp.int32), 32 - element.bits)
+        unit = 2.0 ** (element.bits - 32 + element.emin - element.mantissa_bits)
+        return float32.to_bits(float32.mul(lax.convert_element_type(wide, jnp.float32), unit))
+
     if known_element(element) in _CONVERTED:
         return platform_dependent(codes, cpu=in_integers, default=by_conversion)
-    is_plain = element.kind == "float" and not element.num_reserved_codes
+    if element.kind == "int":
+        return platform_dependent(codes, tpu=of_integers, default=in_integers)
+    is_plain = not element.num_reserved_codes and element.has_negative_zero
     # With what is multiplied by a normal number: that of an element of bias 0 to 253.
-    if not is_plain or not element.has_negative_zero or not 0 <= element.bias <= 253:
+    if not is_plain or not 0 <= element.bias <= 253:
         return in_integers(codes)
-    return platform_dependent(codes, cuda=by_product, rocm=by_product, default=in_integers)
+    on_gpu = {"cuda": by_product, "rocm": by_product}
+    return platform_dependent(codes, **on_gpu, tpu=by_minimum, default=in_integers)
 
 
 def _decode_in_integers(codes: jax.Array, element: ElementFormat) -> jax.Array:

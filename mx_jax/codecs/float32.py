@@ -86,6 +86,11 @@ def to_bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.int32)
 
 
+def unpacked_bits(x: jax.Array) -> jax.Array:
+    """The same where a conversion of bfloat16 moves bits and does no more, as on TPUs."""
+    return lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.int32)
+
+
 def from_bits(bits: jax.Array, dtype: jax.typing.DTypeLike = jnp.float32) -> jax.Array:
     """The float32 values of int32 patterns, rounded once to `dtype` (nearest, ties to even)."""
     dtype = jnp.dtype(dtype)

@@ -12,6 +12,9 @@ R = TypeVar("R")
 
 # `lowered_for.value` is the platform while a call is lowered, else None.
 lowered_for: Any = jax.make_user_context(default_value=None)
+# Set where lowering knows that no devices share a call: then a compiled handler need not tell the
+# compiler how they may split it.
+on_one_device = jax.make_user_context(default_value=False)
 
 
 def platform_dependent(*operands: Any, default: Callable[..., R], **named: Callable[..., R]) -> R:

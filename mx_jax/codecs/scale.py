@@ -11,18 +11,19 @@ lowered again, in integers.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
-from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes
+from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes, split_axes
 from mx_jax.codecs.float32 import clip, select
 from mx_jax.codecs.lowering import platform_dependent
-from mx_jax.codecs.rounding import Rounding
+from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.formats import BlockFormat, ScaleFormat
 
 E8M0_BIAS = 127
@@ -169,30 +170,68 @@ def encode_scaled(
       tensor_scale: over all scales.
       rounding: of the quotients.
       random_bits: for stochastic rounding.
-      has_nan: whether NaN may be under another scale than NaN.
+      has_nan: whether NaN may be under another scale than NaN; if not, scales are powers of two
+        that a block's largest magnitude gives.
       fits: whether float scales bring the largest finite value to the element's, but for rounding.
     """
-    element, exponent = format.element, 0
-    if format.scale.kind == "exponent":
-        exponent = float32.sub(lax.convert_element_type(scales, jnp.int32), E8M0_BIAS)
-    else:
-        x = over_float_scale(x, scales, format, tensor_scale)
-    nan = broadcast_like(is_nan_scale(scales, format.scale), x)
-    # What is exact in eight bits: else integers would be brought from one type to another twice.
-    zeroed = fits and element.kind == "int"
-    if zeroed:
-        x = select(nan, 0.0, x)
-    codes = element_codec.encode(
-        x,
-        element,
-        exponent=exponent,
-        rounding=rounding,
-        random_bits=random_bits,
-        has_nan=has_nan,
-        fits=fits,
-    )
+    element, is_exponent = format.element, format.scale.kind == "exponent"
     nan_code = 0 if element.nan_code is None else element.nan_code
-    return codes if zeroed else select(nan, nan_code, codes)
+
+    def elsewhere(x: jax.Array, scales: jax.Array) -> jax.Array:
+        exponent: jax.Array | int = 0
+        if is_exponent:
+            exponent = float32.sub(lax.convert_element_type(scales, jnp.int32), E8M0_BIAS)
+        else:
+            x = over_float_scale(x, scales, format, tensor_scale)
+        nan = broadcast_like(is_nan_scale(scales, format.scale), x)
+        # Exact in eight bits: else integers would be brought from one type to another twice.
+        zeroed = fits and element.kind == "int"
+        if zeroed:
+            x = select(nan, 0.0, x)
+        codes = element_codec.encode(
+            x,
+            element,
+            exponent=exponent,
+            rounding=rounding,
+            random_bits=random_bits,
+            has_nan=has_nan,
+            fits=fits,
+        )
+        return codes if zeroed else select(nan, nan_code, codes)
+
+    def on_tpus(x: jax.Array, scales: jax.Array) -> jax.Array:
+        # 2^127 has no inverse in float32. No amax has it for its scale if it is 4 times as large.
+        count = 1 if element.emax >= 2 and not has_nan else 2
+        exponent = float32.sub(E8M0_BIAS, lax.convert_element_type(scales, jnp.int32))
+        powers = _powers_of_two(exponent, count, scales)
+        values, powers = _as_on_tpus(x, powers)
+        codes = element_codec.encode_products(values, powers, element, has_nan=has_nan)
+        return split_axes(codes, x.shape, (x.ndim - 1,)) if codes.ndim < x.ndim else codes
+
+    if is_exponent and rounding == NEAREST and element_codec.sums_digits(element):
+        return platform_dependent(x, scales, tpu=on_tpus, default=elsewhere)
+    return elsewhere(x, scales)
+
+
+def _powers_of_two(exponent: jax.Array, count: int, scales: jax.Array) -> list[jax.Array]:
+    """One or two factors, normal numbers, whose product is `2^exponent`, 0 where a scale is NaN."""
+    if count == 1:
+        exponents = [float32.max(exponent, -126)]
+    else:
+        half = float32.shift_right(exponent, 1)
+        exponents = [half, float32.sub(exponent, half)]
+    first, *second = map(float32.power_of_two, exponents)
+    return [select(float32.eq(scales, E8M0_NAN), 0.0, first), *second]
+
+
+def _as_on_tpus(x: jax.Array, powers: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
+    """Values in split blocks, and powers of two for each block, as TPUs have no need to copy."""
+    if not block_shapes.is_minor(powers[0], x):
+        return x, list(powers)
+    size = x.shape[-1]
+    # Else XLA would widen x once for its largest magnitudes too, and transpose it in float32.
+    values = lax.optimization_barrier(block_shapes.merge_minor(x))
+    return values, [block_shapes.spread_minor(p, size) for p in powers]
 
 
 def over_float_scale(

@@ -193,7 +193,7 @@ class Captured(Generic[P, R]):
         if jnp.shape(value) != ():
             raise ValueError(f"scalar: {name!r} must be a scalar, got shape={jnp.shape(value)}")
         if self._step % self.every == 0:
-            number = Scalar(name=name, step=self._step, value=float(value))
+            number = Scalar(name=name, step=self._step, value=float(np.asarray(value)))
             with self._lock:
                 for sink in self.sinks:
                     sink.write(number)
@@ -218,8 +218,8 @@ class Captured(Generic[P, R]):
                 f"capture: every={self.every} needs the step where calls are traced; pass "
                 "step=lambda *args: ..., which takes it from the arguments"
             )
-        function, args, kwargs, update = _functional(self.function, args, kwargs)
-        static, arrays = calls.split(args, kwargs)
+        function, own, named, update = _functional(self.function, args, kwargs)
+        static, arrays = calls.split(own, named)
         run = self._run if traced else self._compiled
         return update(run(function, static, arrays, step))
 
@@ -232,7 +232,6 @@ class Captured(Generic[P, R]):
         program = live(program)
         arrays = [refuse_derivative(x, _refuse) for x in arrays]
         plan = self._plan(entries_of(program))
-        traced = isinstance(step, Tracer) and step.aval
         state = State(jnp.int32(_UNKNOWN) if step is None else step)
 
         def observed(arrays: list[Any]) -> list[Any]:
@@ -241,7 +240,7 @@ class Captured(Generic[P, R]):
         def plain(arrays: list[Any]) -> list[Any]:
             return Rewritten(program, (), self._rule)(arrays, state)
 
-        if self.every == 1 or not traced:
+        if self.every == 1 or not isinstance(step, Tracer):
             return result(observed(arrays))
         return result(lax.cond(step % self.every == 0, observed, plain, arrays))
 
@@ -287,7 +286,7 @@ class Captured(Generic[P, R]):
         arrays: Sequence[dict[str, np.ndarray]],
     ) -> None:
         found, state, shard = unpack(words, layout)
-        step, index = int(state.step), tuple(map(int, state.index))
+        step, index = int(state.step), tuple(map(int, state.indices))
         shard = {axis: int(number) for axis, number in shard.items()}
         with self._lock:
             for (entry, tag), raw, whole in zip(names, found, arrays, strict=True):

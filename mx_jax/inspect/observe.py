@@ -341,11 +341,11 @@ class State(NamedTuple):
 
     Attributes:
       step: of training, int32; -1 if it is not known.
-      index: of the iteration, for each loop around, outermost first.
+      indices: of the iteration, for each loop around, outermost first.
     """
 
     step: jax.Array
-    index: tuple[jax.Array, ...] = ()
+    indices: tuple[jax.Array, ...] = ()
 
 
 class Observed(NamedTuple):
@@ -372,7 +372,7 @@ class Observation(Rule):
 
     def iteration(self, state: State, index: jax.Array | None) -> State:
         assert index is not None
-        return state._replace(index=(*state.index, index.astype(jnp.int32)))
+        return state._replace(indices=(*state.indices, index.astype(jnp.int32)))
 
     @contextlib.contextmanager
     def body(self, state: State) -> Iterator[None]:

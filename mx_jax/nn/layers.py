@@ -66,14 +66,14 @@ def recipe_of(recipe: AnyRecipe, spec: PartitionSpec | None) -> AnyRecipe:
     return dataclasses.replace(recipe, gather=where)
 
 
-def linen_recipe(layer: flax.linen.Module, recipe: AnyRecipe, name: str = "kernel") -> AnyRecipe:
+def linen_recipe(layer: flax.linen.Module, recipe: AnyRecipe) -> AnyRecipe:
     """The recipe of a bound flax.linen layer, which knows how its kernel, a parameter, lies."""
     if recipe.gather is None or recipe.gather.rhs is not None:
         return recipe
-    return recipe_of(recipe, linen_spec(layer, name))
+    return recipe_of(recipe, linen_spec(layer, "kernel"))
 
 
-def linen_spec(layer: flax.linen.Module, name: str = "kernel") -> PartitionSpec | None:
+def linen_spec(layer: flax.linen.Module, name: str) -> PartitionSpec | None:
     """Sharding of a bound flax.linen layer's parameter, by its box, else by its initializer's.
 
     Training states often hold unboxed parameters; what `nn.with_partitioning` made of the
@@ -118,15 +118,12 @@ def layer_key(
     layer: flax.linen.Module,
     recipe: MatmulRecipe,
     stream: str = RNG_STREAM,
-    *,
-    name: str | None = None,
 ) -> DerivedKey | None:
     """A key from a bound flax.linen module's stream, if the recipe draws random bits.
 
     As everywhere in Flax, `"params"` stands in for a stream that is not there: nn.scan and nn.vmap
     pass on only the streams that they list, and every model lists that one. Without either it is
-    None, where only the gradients draw: they raise an error when they are taken. Errors call the
-    layer by the name, else by its type.
+    None, where only the gradients draw: they raise an error when they are taken.
     """
     if not recipe.is_stochastic:
         return None
@@ -141,7 +138,7 @@ def layer_key(
     if not recipe.fwd.is_stochastic:
         return None
     raise ValueError(
-        f"{name or type(layer).__name__}: recipe {recipe.name!r} draws random bits and needs the "
+        f"{type(layer).__name__}: recipe {recipe.name!r} draws random bits and needs the "
         f"{stream!r} stream; call apply(..., rngs={{{stream!r}: key}}). Below nn.scan or nn.vmap, "
         f"list {stream!r} in split_rngs, or pass the key as 'params', a stream that they list "
         "already"

@@ -25,6 +25,7 @@ from mx_jax.backends.calls import (
     QuantizeBothCall,
     QuantizeCall,
     TransformCall,
+    ValuesCall,
 )
 from mx_jax.backends.primitive import bind, choose, compiler_splits
 from mx_jax.backends.select import active, remark
@@ -61,6 +62,7 @@ class Task(NamedTuple):
     sides: tuple[Side, Side] = SIDES  # what captures call the operands: g is the left one
     prepares: tuple[Callable[..., Any], ...] = ()  # what quantizes each operand
     sizes: jax.Array | None = None  # of groups of rows
+    cotangent: "CastCotangent | None" = None  # whose codes are the operand that came quantized
 
 
 class Taken(NamedTuple):
@@ -68,6 +70,43 @@ class Taken(NamedTuple):
 
     task: Task
     operands: tuple[AnyOperand, AnyOperand]
+
+    def sources(self) -> list[tuple[jax.Array, ValuesCall] | None]:
+        """What each operand's codes were cast from in this product, and how, where its values may
+        take their place."""
+        task, found = self.task, list[tuple[jax.Array, ValuesCall] | None]()
+        axes, specs = (task.axes.lhs, task.axes.rhs), (task.spec.lhs, task.spec.rhs)
+        if task.spec.transform is not None:
+            return [None, None]
+        given = zip(task[:2], specs, axes, task.moves, task.sides, strict=True)
+        for x, spec, own, move, side in given:
+            if task.cotangent is not None and side == "lhs":
+                values = lax.stop_gradient(task.cotangent.values)
+                found.append((values, task.cotangent.call))
+                continue
+            found.append(None)
+            if spec is None or isinstance(x, Quantized) or move is not None:
+                continue
+            if spec.prescale == 1.0 and not spec.random_bits:
+                cast = cast_call(x, spec, own.blocks(spec.format))
+                found[-1] = lax.stop_gradient(x), ValuesCall(cast=cast)
+        return found
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CastCotangent:
+    """A cotangent that was cast for both products at once.
+
+    Attributes:
+      codes: for one of them.
+      values: what was cast.
+      call: how that product gets values instead.
+    """
+
+    codes: MXArray
+    values: jax.Array
+    call: ValuesCall = dataclasses.field(metadata=dict(static=True))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,7 +181,12 @@ class RecipeProduct(Product[E]):
 
     @one_program("self", "side", "aval")
     def gradient(
-        self, side: Side, g: Operand, other: AnyOperand, aval: CotangentAval, extra: E
+        self,
+        side: Side,
+        g: Operand | CastCotangent,
+        other: AnyOperand,
+        aval: CotangentAval,
+        extra: E,
     ) -> jax.Array:
         """The product of a cotangent (spec.lhs) and a saved operand (spec.rhs), in either order."""
         key = product_key(self.recipe, GRADIENTS[side], self.key_of(extra))
@@ -154,11 +198,13 @@ class RecipeProduct(Product[E]):
             spec, (axes, g_is_lhs) = self.recipe.gradient(side), self.axes.cotangent(side)
             back, move = self.moves if side == "lhs" else self.moves[::-1]
             kept, move = reuse(other, move, spec, axes.rhs if g_is_lhs else axes.lhs)
+            cast = g if isinstance(g, CastCotangent) else None
+            g = g.codes if isinstance(g, CastCotangent) else g
             if g_is_lhs:
                 task = Task(g, kept, spec, axes, (None, move))
             else:
                 task = Task(kept, g, spec.swapped(), axes, (move, None), ("rhs", "lhs"))
-            taken = self.take(task, extra, key)
+            taken = self.take(task._replace(cotangent=cast), extra, key)
             product = unscaled(self.multiply(taken, dtype), taken.task)
             return product if back is None else back.move_back(product)
 
@@ -201,7 +247,7 @@ class DenseProduct(RecipeProduct[Key]):
             reduce_dtype=self.recipe.reduce_dtype,
         )
         if not stored and not isinstance(rhs, PackedMXArray) and active.value is None:
-            return bind(call, lhs, rhs)
+            return bind(call, lhs, rhs, sources=taken.sources)
         choice = choose(call)
         for side, operand in zip(SIDES, (lhs, rhs), strict=True):
             if side in stored and isinstance(operand, MXArray):
@@ -224,7 +270,7 @@ class DenseProduct(RecipeProduct[Key]):
                 )
         return choice.offer.run(lhs, rhs, call)
 
-    def cotangents(self, g: jax.Array, extra: Key, both: bool) -> tuple[Operand, Operand]:
+    def cotangents(self, g: jax.Array, extra: Key, both: bool) -> tuple[Any, Any]:
         """g for both gradients: quantized in one call if a backend reads it once, else as it is."""
         casts: list[QuantizeCall] = []
         keys: list[Key] = []
@@ -241,7 +287,12 @@ class DenseProduct(RecipeProduct[Key]):
             return g, g
         axes = ".".join(f"axis{self.axes.of_g(side).block_axis}" for side in GRADIENTS)
         with jax.named_scope("grad_both"), jax.named_scope(axes), follow(g):
-            return quantize_operand_both(g, tuple(keys), casts=tuple(casts))
+            pair = quantize_operand_both(g, tuple(keys), casts=tuple(casts))
+        if any(keys):
+            return pair
+        values = (ValuesCall(cast=a, beside=b) for a, b in (casts, casts[::-1]))
+        first, second = map(CastCotangent, pair, (g, g), values)
+        return first, second
 
 
 # Operands -----------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 
 from mx_jax.axes import SIDES, Side
-from mx_jax.backends.calls import AnyOperand, Operand
+from mx_jax.backends.calls import AnyOperand
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.codecs.straight_through import no_derivative
 from mx_jax.mxarray import MXArray, decode
@@ -65,13 +65,13 @@ class Product(Protocol[Extra]):
         """The operands as they are saved for the backward pass."""
         ...
 
-    def cotangents(self, g: jax.Array, extra: Extra, both: bool) -> tuple[Operand, Operand]:
+    def cotangents(self, g: jax.Array, extra: Extra, both: bool) -> tuple[Any, Any]:
         """g as the products for lhs and rhs take it: by default as it is, for each to quantize."""
         del extra, both
         return g, g
 
     def gradient(
-        self, side: Side, g: Operand, other: AnyOperand, aval: CotangentAval, extra: Extra
+        self, side: Side, g: Any, other: AnyOperand, aval: CotangentAval, extra: Extra
     ) -> jax.Array:
         """The cotangent of one operand: the product of g and the other operand."""
         ...
@@ -305,8 +305,8 @@ def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], Jax
     of: _Derivative = eqn.params["of"]
     read = [*used, *[True] * (len(eqn.invars) - of.number)]
     narrower = dataclasses.replace(of, used=tuple(itertools.compress(of.used, used)))
-    invars, outvars = ([*itertools.compress(own, read)] for own in (eqn.invars, eqn.outvars))
-    return read, eqn.replace(invars=invars, outvars=outvars, params={"of": narrower})
+    invars, outvars = itertools.compress(eqn.invars, read), itertools.compress(eqn.outvars, used)
+    return read, eqn.replace(invars=[*invars], outvars=[*outvars], params={"of": narrower})
 
 
 _linked: Any = Primitive("mx_derivative")

@@ -9,7 +9,7 @@ from jax import lax
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
-from mx_jax.codecs.explicit_axes import has_explicit_axes
+from mx_jax.codecs.explicit_axes import has_explicit_axes, split_axes
 from mx_jax.codecs.float32 import select
 from mx_jax.codecs.lowering import by_halves, platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
@@ -91,10 +91,7 @@ def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     of bfloat16 do so before they are widened, and take half the memory between XLA's kernels.
     """
 
-    def reduced(magnitudes: jax.Array) -> jax.Array:
-        return lax.expand_dims(lax.reduce_max(magnitudes, inside), inside)
-
-    magnitudes, on_gpu = _magnitudes(pieces), None
+    on_gpu = None
     if len(inside) == 1 and not has_explicit_axes():
         axis = inside[0]
         blocks, length = pieces.shape[axis - 1], pieces.shape[axis]
@@ -107,11 +104,40 @@ def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
             on_gpu = functools.partial(by_halves, float32.max, axis=axis)
         elif not many and isinstance(length, int) and length > _SHORT and length % _PART == 0:
             on_gpu = functools.partial(_largest_of_parts, axis=axis)
-    if on_gpu is None:
-        amax = reduced(magnitudes)
-    else:
-        amax = platform_dependent(magnitudes, cuda=on_gpu, rocm=on_gpu, default=reduced)
-    return _widened(amax) if amax.dtype == jnp.int16 else amax
+
+    def reduced(magnitudes: jax.Array) -> jax.Array:
+        return lax.expand_dims(lax.reduce_max(magnitudes, inside), inside)
+
+    def on_tpus(pieces: jax.Array) -> jax.Array:
+        last = pieces.ndim - 1
+        if last not in inside or not block_shapes.is_minor(pieces[..., :1], pieces):
+            return _largest_by_registers(pieces, inside)
+        # Transposed while it is narrow.
+        rows = block_shapes.merge_minor(pieces)
+        columns = lax.optimization_barrier(jnp.swapaxes(rows, -1, -2))
+        shape = (*columns.shape[:-2], *pieces.shape[-2:], columns.shape[-1])
+        columns = split_axes(columns, shape, (len(shape) - 2,))
+        largest = _largest_by_registers(columns, (len(shape) - 2,))
+        largest = jnp.moveaxis(largest, -1, -3)
+        others = tuple(axis for axis in inside if axis != last)
+        return lax.expand_dims(lax.reduce_max(largest, others), others) if others else largest
+
+    def elsewhere(pieces: jax.Array) -> jax.Array:
+        magnitudes = _magnitudes(pieces)
+        if on_gpu is None:
+            amax = reduced(magnitudes)
+        else:
+            amax = platform_dependent(magnitudes, cuda=on_gpu, rocm=on_gpu, default=reduced)
+        return _widened(amax) if amax.dtype == jnp.int16 else amax
+
+    return platform_dependent(pieces, tpu=on_tpus, default=elsewhere)
+
+
+def _largest_by_registers(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    # Of 32 bits each; unsigned integers are compared in one instruction.
+    magnitudes = float32.bitwise_and(float32.unpacked_bits(x), float32.ABS)
+    largest = lax.reduce_max(lax.bitcast_convert_type(magnitudes, jnp.uint32), axes)
+    return lax.expand_dims(lax.bitcast_convert_type(largest, jnp.int32), axes)
 
 
 def _magnitudes(x: jax.Array) -> jax.Array:

@@ -399,12 +399,19 @@ def _few_bit_weights_from_ampere_on(call: calls.Call, target: Target) -> bool:
     return values and call.rhs.format in (MXFP4, MXFP8_E4M3, MXFP8_E5M2)
 
 
+def _whole_tiles_of_bfloat16_on_one_tpu(call: calls.Call, target: Target) -> bool:
+    if target.platform != "tpu" or not isinstance(call, calls.QuantizeCall):
+        return False
+    plain = call.dtype == jnp.bfloat16 and call.rounding == NEAREST
+    return plain and call.format in MX_FORMATS and call.shape == (4096, 4096)
+
+
 # What each backend of the table must take: the one line that a new backend adds.
 PROMISES: Mapping[str, Promise] = {
     "xla": _whole_axis_codes,
     "cpu_ffi": _what_the_handlers_compute,
     "xla_scaled": _mxfp8_on_one_blackwell,
-    "pallas_tpu": lambda call, target: False,
+    "pallas_tpu": _whole_tiles_of_bfloat16_on_one_tpu,
     "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
     # Cases ask for the highest precision, which it does not have.
     "xla_rounded": lambda call, target: False,

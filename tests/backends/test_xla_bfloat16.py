@@ -234,7 +234,10 @@ def dots(function: Any, *shapes: Any, target: Target) -> list[tuple[str, ...]]:
     assert "custom_call" not in lowered
     found = DOT.findall(lowered)
     assert len(found) == lowered.count("stablehlo.dot")
-    return found
+    # By `[blocks, 32 blocks]` zeros and ones TPUs spread scales.
+    spread = re.compile(r"(\d+)x(\d+)xbf16")
+    sizes = [match.groups() if (match := spread.fullmatch(rhs)) else (1, 1) for _, rhs, _ in found]
+    return [types for types, (b, n) in zip(found, sizes, strict=True) if int(n) != 32 * int(b)]
 
 
 def array(*shape: int, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from mx_jax.codecs import element as element_codec
+from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.element import decode, decode_bits, encode
 from mx_jax.codecs.lowering import lowered_for
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, stochastic
@@ -213,9 +214,9 @@ def test_subnormals_round_to_zero_without_being_normalized(element: ElementForma
     assert not (np.asarray(found) & 127).any()
 
 
-@pytest.mark.parametrize("saturate", [True, False])
-@pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=str)
-def test_quotients_on_gpus(element: ElementFormat, saturate: bool, rng: np.random.Generator):
+def patterns_under_scales(
+    element: ElementFormat, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """Under every scale: ties and their neighbours, the ends of float32, and any pattern."""
     scales = np.arange(-127, 128, dtype=np.int32)[:, None]
     ties = np.array(sorted(set(map(abs, edges(element)))), np.float32).view(np.int32)
@@ -227,7 +228,13 @@ def test_quotients_on_gpus(element: ElementFormat, saturate: bool, rng: np.rando
         [0, 1, 2, 3, 1 << 22, (1 << 23) - 1, 1 << 23, 0x7F7FFFFF, 0x7F800000, 0x7FC00000]
     )
     bits = np.concatenate([moved, drawn, np.tile(ends.astype(np.int32), (255, 1))], 1)
-    scales = np.broadcast_to(scales, bits.shape)
+    return bits, np.broadcast_to(scales, bits.shape)
+
+
+@pytest.mark.parametrize("saturate", [True, False])
+@pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=str)
+def test_quotients_on_gpus(element: ElementFormat, saturate: bool, rng: np.random.Generator):
+    bits, scales = patterns_under_scales(element, rng)
     how = {"element": element, "saturate": saturate}
     operands = (bits & 0x7FFFFFFF, bits, scales)
     quotients = functools.partial(element_codec._rounded_quotient, **how)
@@ -240,9 +247,50 @@ def test_quotients_on_gpus(element: ElementFormat, saturate: bool, rng: np.rando
     assert_bitwise_equal(np.where(number, on_gpus, 0), np.where(number, on_cpus, 0))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("flushes", [True, False])
 @pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=str)
-def test_decoding_on_gpus(element: ElementFormat):
-    codes = np.arange(1 << element.bits, dtype=np.uint8)
-    with lowered_for("cuda"):
-        on_gpus = by_numpy(functools.partial(decode_bits, element=element), codes)
-    assert_bitwise_equal(on_gpus, jax.jit(lambda codes: decode_bits(codes, element))(codes))
+def test_products_on_tpus(
+    element: ElementFormat, flushes: bool, count: int, rng: np.random.Generator
+):
+    """Of every bfloat16 too, whether subnormals count as zero or not; 2^127 needs two factors."""
+    bits, scales = patterns_under_scales(element, rng)
+    every = np.arange(1 << 16, dtype=np.uint32).view(np.int32) << 16
+    of_every = np.array([-127, -126, -125, -120, -100, 0, 1, 100, 126, 127], np.int32)
+    bits = np.concatenate([bits.ravel(), np.tile(every, len(of_every))])
+    scales = np.concatenate([scales.ravel(), np.repeat(of_every, len(every))])
+    # Inf makes the scale NaN.
+    kept = (bits & 0x7FFFFFFF != 0x7F800000) & (scales < 126 + count)
+    x, scales = bits[kept].view(np.float32), scales[kept]
+
+    def encoded(x: jax.Array, scales: jax.Array) -> jax.Array:
+        powers = scale_codec._powers_of_two(-scales, count, scales)
+        return element_codec.encode_products(x, powers, element, has_nan=True)
+
+    on_tpus = by_numpy(encoded, x, scales, flushes=flushes)
+    on_cpus = jax.jit(lambda x, scales: encode(x, element, exponent=scales))(x, scales)
+    assert_bitwise_equal(on_tpus, on_cpus)
+
+
+@pytest.mark.parametrize("saturate", [True, False])
+@pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=str)
+def test_every_bfloat16_on_tpus(element: ElementFormat, saturate: bool):
+    """Without a scale, where NaN and Inf have codes."""
+    x = all_values(BFLOAT16).astype(np.float32)
+    how = {"element": element, "saturate": saturate}
+    with lowered_for("tpu"):
+        on_tpus = by_numpy(functools.partial(encode, **how), x, flushes=True)
+    assert_bitwise_equal(on_tpus, jax.jit(functools.partial(encode, **how))(x))
+
+
+@pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=str)
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_decoding_on_accelerators(element: ElementFormat, platform: str):
+    codes = np.arange(256, dtype=np.uint8)
+    if element.bits < 8 and platform == "cuda":
+        codes = codes[: 1 << element.bits]
+    with lowered_for(platform):
+        found = by_numpy(
+            functools.partial(decode_bits, element=element), codes, flushes=platform == "tpu"
+        )
+    assert_bitwise_equal(found, jax.jit(lambda codes: decode_bits(codes, element))(codes))

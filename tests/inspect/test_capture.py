@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.core import Tracer
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -299,7 +300,7 @@ def test_steps_that_do_not_count_run_the_function_as_it_is():
     runs = []
 
     def run(x):
-        runs.append(isinstance(x, jax.core.Tracer))
+        runs.append(isinstance(x, Tracer))
         return product(x)
 
     step = inspect.capture(run, stats="amax", every=3)

@@ -198,6 +198,7 @@ def test_a_step_that_changes_a_model_and_its_optimizer(way):
             return nnx.jit(inspect.capture(step, stats="amax"))
         return inspect.capture(nnx.jit(step) if way == "of its jit" else step, every=2)
 
+    own: Any
     own, results = run(change)
     _, expected = run(nnx.jit)
     for got, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):

@@ -20,8 +20,8 @@ from mx_jax.backends.calls import (
     rejects_symbolic,
 )
 from mx_jax.backends.cpu_ffi import handler
-from mx_jax.backends.target import on_one_device
 from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs.lowering import on_one_device
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray

@@ -25,10 +25,10 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mx_jax.backends.target import devices_sharing, on_one_device, show_devices
+from mx_jax.backends.target import devices_sharing, show_devices
 from mx_jax.codecs.blocks import num_blocks
 from mx_jax.codecs.explicit_axes import result_type, vary_alike
-from mx_jax.codecs.lowering import eager
+from mx_jax.codecs.lowering import eager, on_one_device
 from mx_jax.formats import WHOLE, BlockSize, Whole
 from mx_jax.sharding.partition import fine_mesh, stored_parts
 

@@ -39,6 +39,7 @@ from mx_jax.backends.sums import (
     scaled,
 )
 from mx_jax.codecs import blocks as block_shapes
+from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.scale import E8M0_BIAS, scale_to_float32
 from mx_jax.formats import INTEGER8, MXINT8, WHOLE, BlockFormat
@@ -142,7 +143,7 @@ def _is_decoded(call: MatmulCall) -> bool:
     )
 
 
-def _dequantize_call(own: OperandType, format: BlockFormat, blocks: Any = None) -> DequantizeCall:
+def _dequantize_call(own: OperandType, format: BlockFormat, blocks: Blocks = ()) -> DequantizeCall:
     where = {"blocks": blocks or own.axes.blocks(format), "scale_axes": own.scale_axes}
     return DequantizeCall(shape=own.shape, dtype=np.dtype(np.float32), format=format, **where)
 
@@ -165,7 +166,7 @@ def _by_dot(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
     return scaled_matmul(lhs, rhs, numbers, call.out_dtype, call.precision, _decoded)
 
 
-def _decoded(x: MXArray, dtype: Any, *, exponent: int, lifted: bool) -> jax.Array:
+def _decoded(x: MXArray, dtype: np.dtype, *, exponent: int, lifted: bool) -> jax.Array:
     """As `mxarray.decode`, by the handler where it takes the array."""
     call = _dequantize_call(OperandType.of(x, Axes.ordered()), x.format, x.blocks)
     if casts.rejects_dequantize(call) is not None:

@@ -8,8 +8,9 @@ Pallas is imported when a call is taken.
 from collections.abc import Callable
 from typing import Any
 
-from mx_jax.backends.calls import Call, MatmulCall, PackCall, rejects_symbolic
-from mx_jax.backends.pallas_tpu import weights
+from mx_jax.backends import calls
+from mx_jax.backends.calls import Call, rejects_symbolic
+from mx_jax.backends.pallas_tpu import casts, weights
 from mx_jax.backends.target import Backend, Offer, Target
 
 HOW = "faster by libtpu's schedule, not run"
@@ -61,10 +62,14 @@ def _multiply(*given: Any) -> Any:
 
 def backend_for(*, interpret: bool = False) -> Backend:
     """The backend; for tests on a machine without a TPU, by Pallas' interpreter."""
-    table = (
-        offer(MatmulCall, weights.rejects, _multiply, interpret=interpret),
-        offer(PackCall, weights.rejects_pack, weights.pack, interpret=interpret),
+    rows = (
+        (calls.QuantizeCall, casts.rejects, casts.quantize),
+        (calls.QuantizeBothCall, casts.rejects_both, casts.quantize_both),
+        (calls.ValuesCall, casts.rejects_values, casts.values),
+        (calls.MatmulCall, weights.rejects, _multiply),
+        (calls.PackCall, weights.rejects_pack, weights.pack),
     )
+    table = tuple(offer(*row, interpret=interpret) for row in rows)
     return Backend(name="pallas_tpu", epsilon_bound=2.0, table=table)
 
 
