@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-import mx_jax
 from mx_jax import formats, recipes
 from mx_jax.codecs.rounding import NEAREST, STOCHASTIC, Rounding
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 from mx_jax.recipes import Hadamard, MatmulSpec, OperandSpec, Recipe, Residuals, operand
 from mx_jax.reference.scale_rules import AMAX, EVEN, FLOOR, ScaleRule
+from mx_jax.sharding import Gather
 
 HIGH = MatmulSpec(lhs=None, rhs=None)
 REMEDY = "; give both operands the same, or None to keep one in high precision"
@@ -184,19 +184,13 @@ def test_text():
             "residuals=Residuals.QUANTIZED, reduce_dtype='float32')",
         ),
         (recipes.mxfp4().with_(gradients={"prescale": 0.75, "rounding": STOCHASTIC}), None),
-        (
-            dataclasses.replace(
-                recipes.mxfp8(), gather=mx_jax.sharding.Gather("x", as_codes=False)
-            ),
-            None,
-        ),
+        (dataclasses.replace(recipes.mxfp8(), gather=Gather("x", as_codes=False)), None),
         (dataclasses.replace(recipes.mxfp4(), name="mxfp8"), None),
     ],
     ids=map(str, range(5)),
 )
 def test_what_a_recipe_shows_is_python(recipe: Recipe, text: str | None):
-    names = vars(recipes) | {"Gather": mx_jax.sharding.Gather}
-    assert eval(repr(recipe), names) == recipe
+    assert eval(repr(recipe), vars(recipes) | {"Gather": Gather}) == recipe
     assert text is None or repr(recipe) == text
 
 

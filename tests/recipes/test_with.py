@@ -98,13 +98,10 @@ def test_a_format_brings_its_rule_and_keeps_rounding_and_prescale():
 
 def test_codes_of_square_blocks_are_kept_where_both_products_read_them():
     square = recipes.mxfp8().with_(weights="mxfp8_e4m3_2d")
+    floor = operand("mxfp8_e4m3_2d", scale_rule="floor")
     assert square.keeps_codes("rhs") and not square.keeps_codes("lhs")
     for change in (
-        {
-            "dlhs": dataclasses.replace(
-                square.dlhs, rhs=operand("mxfp8_e4m3_2d", scale_rule="floor")
-            )
-        },
+        {"dlhs": dataclasses.replace(square.dlhs, rhs=floor)},
         {"dlhs": dataclasses.replace(square.dlhs, transform=RANDOM)},
         {"weights": {"prescale": 0.75}},
         {"weights": {"rounding": "stochastic"}},
