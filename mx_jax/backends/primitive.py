@@ -26,8 +26,8 @@ from mx_jax.backends.select import Choice, find, select
 from mx_jax.backends.target import Target
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.lowering import eager, lowered_for, on_one_device
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.packed import PackedMXArray, unpacked
-from mx_jax.reference.random_bits import DerivedKey
 
 # What codes and integers are the results of: no derivative reaches through them.
 _SLOPELESS = (QuantizeCall, QuantizeBothCall, calls.CastStatisticsCall, calls.RandomBitsCall)

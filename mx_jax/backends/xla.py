@@ -28,7 +28,7 @@ from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN, scale_to_float32
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.reference import hadamard
-from mx_jax.reference.ragged import grouped_dot
+from mx_jax.reference.matmul import grouped_dot
 from mx_jax.sharding.movement import reduced_in
 
 # Codes by codes -----------------------------------------------------------------------------------

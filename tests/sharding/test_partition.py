@@ -1,5 +1,6 @@
 """Products on automatic axes: what the compiler moves by itself are codes, and no more than lax."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -64,7 +65,7 @@ RATIOS = {"mxfp8": 0.516, "mxfp6": 0.391, "mxfp4": 0.266, "nvfp4": 0.282}
 def test_weights_move_as_codes(name: str, asked: bool, mesh: Mesh, arrays: Any):
     """By themselves, and as a recipe's `gather` asks."""
     recipe, (x, w, g) = recipes.from_name(name), FSDP
-    given = recipe.with_(gather=Gather("fsdp", rhs=w)) if asked else recipe
+    given = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=w)) if asked else recipe
     text, actual = compiled(step(given), mesh, arrays, FSDP, (g, x, w))
     theirs, _ = compiled(step(None), mesh, arrays, FSDP, (g, x, w))
     assert gathered(text) == gathered(text, "u8") < gathered(theirs)

@@ -5,6 +5,7 @@ shapes: this is about that they compile, and what moves.
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -42,7 +43,7 @@ pytestmark = [
 P = PartitionSpec
 TOKENS, FEATURES, UNITS = 256, 128, 256
 DTYPE = jnp.bfloat16
-CODES = recipes.mxfp8().with_(gather=Gather("fsdp", rhs=P("fsdp")))
+CODES = dataclasses.replace(recipes.mxfp8(), gather=Gather("fsdp", rhs=P("fsdp")))
 
 
 @pytest.fixture(scope="module")
