@@ -216,6 +216,7 @@ class Offer:
         `pack_weights`. None: neither.
       takes_keys: whether it takes a `DerivedKey` in place of random bits or signs, if the backend
         draws them itself; else they are drawn before.
+      takes_parts: whether it may compute a device's part of a call that the compiler splits.
       inline: whether `run` is traced in place and not when it is lowered: interpreters of kernels
         have effects, which JAX wants to see.
     """
@@ -227,6 +228,7 @@ class Offer:
     describes: Callable[[Any], str] | None = None
     lays_out: Callable[[Any], Side | None] = lambda call: None
     takes_keys: bool = False
+    takes_parts: bool = True
     inline: bool = False
 
 

@@ -30,8 +30,7 @@ from mx_jax.convert.kinds import (
 )
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.jaxpr import rewrite
-from mx_jax.jaxpr.names import LayerName
-from mx_jax.jaxpr.read import Site, name_of, walk
+from mx_jax.jaxpr.read import LayerName, Site, name_of, walk
 from mx_jax.jaxpr.regions import Values, regions
 from mx_jax.jaxpr.rewrite import Plan, Read
 from mx_jax.mxarray import values_p

@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, OperandType, RaggedCall
 from mx_jax.backends.primitive import choose
-from mx_jax.backends.select import remark
 from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import AxisNames, explicit_mesh
 from mx_jax.codecs.rounding import NEAREST, DerivedKey
@@ -283,9 +282,6 @@ class RaggedProduct(dense.RecipeProduct[Groups]):
             axes = dataclasses.replace(axes, rhs=axes.rhs.in_batch())
         if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
             contracting = axes.lhs.block_axis, axes.rhs.block_axis
-            shapes = " x ".join(f"{x.dtype} {list(x.shape)}" for x in (lhs, rhs))
-            groups = f"{sizes.shape[0]} groups, to {out_dtype}"
-            remark(f"ragged product {shapes}, {groups} -> jax.lax, not quantized")
             return matmul.scaled_ragged_dot(lhs, rhs, sizes, contracting, out_dtype, self.precision)
         call = RaggedCall(
             lhs=OperandType.of(lhs, axes.lhs),

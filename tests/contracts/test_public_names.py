@@ -54,7 +54,7 @@ PUBLIC = {
     "mx_jax.inspect": """
         Explanation Jsonl Memory NonFiniteError Record
         Captured STATISTICS Scalar Sink Tag capture
-        explain explain_call guard report saturated_fraction
+        explain guard report saturated_fraction
         sqnr_db
     """,
     "mx_jax.sharding": """
