@@ -49,9 +49,7 @@ def test_the_library_and_what_it_takes(cli: Cli):
     assert list(backends) == [backend.name for backend in BACKENDS]
     calls = list(found["calls"])
     assert backends["cpu_ffi"]["takes"] == calls and not backends["cpu_ffi"]["rejects"]
-    assert backends["reference"]["rejects"] == {
-        "cast along both axes": "casts once at a time",
-    }
+    assert backends["reference"]["rejects"] == {"cast along both axes": "casts once at a time"}
     assert backends["xla"]["takes"] == []
     reasons = backends["xla"]["rejects"]
     assert reasons["MXFP8 x MXFP8"] == "XLA's dot has no native units for 8 bits on platform=cpu"
