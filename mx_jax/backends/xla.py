@@ -80,7 +80,11 @@ def _multiply_codes(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     precision = lax.Precision.DEFAULT if call.fast_accumulation else lax.Precision.HIGHEST
     sums_type = jnp.int32 if lhs.format.element.kind == "int" else _shared_dtype(call)
 
-    def dot(left: jax.Array, right: jax.Array, dimensions: Any = call.dimension_numbers) -> Any:
+    def dot(
+        left: jax.Array,
+        right: jax.Array,
+        dimensions: lax.DotDimensionNumbers = call.dimension_numbers,
+    ) -> Any:
         return lax.dot_general(
             left, right, dimensions, precision=precision, preferred_element_type=sums_type
         )
@@ -379,7 +383,10 @@ def _shared_dot(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Arra
 
 
 def _dot(
-    left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers, dtype: Any = jnp.float32
+    left: jax.Array,
+    right: jax.Array,
+    dimensions: lax.DotDimensionNumbers,
+    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> jax.Array:
     # Of bfloat16 there is nothing to split, whatever `jax_default_matmul_precision` says.
     default = lax.Precision.DEFAULT

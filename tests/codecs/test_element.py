@@ -17,15 +17,7 @@ from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.element import decode, decode_bits, encode
 from mx_jax.codecs.lowering import TPU_FLOAT8, lowered_for
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, stochastic
-from mx_jax.formats import (
-    E2M1,
-    E4M3,
-    E5M2,
-    ELEMENT_FORMATS,
-    INT8,
-    INTEGER8,
-    ElementFormat,
-)
+from mx_jax.formats import E2M1, E4M3, E5M2, ELEMENT_FORMATS, INT8, INTEGER8, ElementFormat
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.codecs import oracle
 from tests.codecs.by_numpy import by_numpy

@@ -294,10 +294,7 @@ def test_a_state_goes_back_into_its_model():
 
 
 @needs_library
-@pytest.mark.parametrize(
-    "format, bits",
-    [("mxfp4", 4.25), ("nvfp4", 4.5), ("mxfp6_e2m3", 6.25)],
-)
+@pytest.mark.parametrize("format, bits", [("mxfp4", 4.25), ("nvfp4", 4.5), ("mxfp6_e2m3", 6.25)])
 def test_bits_of_a_parameter(format: str, bits: float, tmp_path: Any):
     params = {"up": {"kernel": np.ones((1024, 256), np.float32)}}
     with only_backend("cpu_ffi"):

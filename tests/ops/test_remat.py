@@ -98,8 +98,7 @@ def test_casts_of_a_step_on_the_reference(recipe: Recipe, policy: str | None, ex
 
 @needs_library
 @pytest.mark.parametrize(
-    ("policy", "expected"),
-    [(None, 4), ("nothing", 6), ("dots", 6), ("quantized", 4), ("both", 4)],
+    ("policy", "expected"), [(None, 4), ("nothing", 6), ("dots", 6), ("quantized", 4), ("both", 4)]
 )
 @pytest.mark.parametrize("recipe", [recipes.mxfp8(), KEPT], ids=lambda recipe: recipe.name)
 def test_casts_of_a_step_in_cpp(recipe: Recipe, policy: str | None, expected: int):

@@ -35,10 +35,7 @@ def test_scales_and_codes_equal_torchao(kind, axis, element, power_of_two, dtype
     utilities = pytest.importorskip("torchao.float8.float8_utils")
 
     target = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[element]
-    granularity = {
-        "tensorwise": granularities.TENSORWISE,
-        "rowwise": granularities.AXISWISE,
-    }[kind]
+    granularity = {"tensorwise": granularities.TENSORWISE, "rowwise": granularities.AXISWISE}[kind]
     for name, x in _tensors().items():
         theirs = torch.tensor(x).to(getattr(torch, dtype))
         scale = utilities.tensor_to_scale(

@@ -53,7 +53,9 @@ def _offer(
     return Offer(call=call, rejects=rejects_on, run=run, describes=describes, takes_keys=True)
 
 
-def _product(call: type[Call], rejects: Callable[[Any], str | None], run: Any) -> Offer:
+def _product(
+    call: type[Call], rejects: Callable[[Any], str | None], run: Callable[..., Any]
+) -> Offer:
     """A product, which says where it is XLA's dot that multiplies."""
     return _offer(call, products.MATMUL, rejects, run, products.describe)
 
