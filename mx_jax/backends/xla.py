@@ -322,14 +322,17 @@ def _under_exponent_on_tpus(
     if not blocks.is_minor(scales, codes):
         return _under_exponent(codes, scales, element)
     # Of 255 scales float32 has 254 as normal numbers. What is below 2^-124 may count as zero: so
-    # may all under 2^-127 but for large elements, which are Inf under 2^127, here NaN.
+    # may all under 2^-127 but for large elements. Theirs are scaled up, and 2^127, which is one too
+    # many then, is told by its sign. NaN is told by zero.
     up = int(element.max >= 2.0**3)
     exponent = scales.astype(jnp.int32) - E8M0_BIAS + up
     powers = power_of_two(clip(exponent, -126, 127))
-    powers = blocks.spread_minor(select(exponent > 127, 0.0, powers), codes.shape[-1])
-    values = element_codec.decode_as_tpus(blocks.merge_minor(codes), element) * 2.0 ** -(
-        _HEADROOM + up
-    )
+    powers = select(exponent > 127, -powers * up, powers)
+    powers = select(scales == E8M0_NAN, 0.0, powers)
+    powers = blocks.spread_minor(powers, codes.shape[-1])
+    factor = 2.0 ** -(_HEADROOM + up)
+    factors = select(powers < 0, -2 * factor, factor) if up else factor
+    values = element_codec.decode_as_tpus(blocks.merge_minor(codes), element) * factors
     values = select(powers == 0, jnp.nan, values * powers).astype(jnp.bfloat16)
     return split_axes(values, codes.shape, (codes.ndim - 1,))
 

@@ -195,6 +195,15 @@ def _stored(x: jax.Array, w: jax.Array) -> jax.Array:
     return mx_jax.matmul(x, packed, recipe=recipes.weight_only("mxfp4"))
 
 
+def test_kernels_under_x64(devices: list[Any]):
+    """A cast and a packed product; Mosaic has no indices of 64 bits."""
+    one = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=devices[:1])
+    x, w = lying(one, P(), 8, 256), lying(one, P(), 256, 256)
+    with jax.default_device(devices[0]), jax.enable_x64(True):
+        text = compiled(lambda x, w: (mx_jax.quantize(w, "mxfp8"), _stored(x, w)), x, w)
+    assert text.count('custom_call_target="tpu_custom_call"') >= 2
+
+
 def _rematerialized(x: jax.Array, w: jax.Array) -> Any:
     layer = lambda x, w: jax.nn.relu(mx_jax.matmul(x, w, recipe="mxfp8"))  # noqa: E731
     saved = jax.checkpoint(layer, policy=mx_jax.save_quantized)

@@ -360,6 +360,9 @@ def _tile_call(call: RaggedCall) -> MatmulCall:
 
 def rejects_groups(call: RaggedCall) -> str | None:
     """Why the product of a tile is not taken, or None."""
+    format = call.lhs.format
+    if format is not None and not call.contracts_rows and block_of(format)[0] > 1:
+        return f"multiplies groups whose blocks have one row, got lhs={format.name}"
     return rejects_symbolic(call) or _rejects_kernels(_tile_call(call))
 
 
