@@ -26,8 +26,8 @@ from mx_jax.backends.select import Choice, find, select
 from mx_jax.backends.target import Target
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.lowering import eager, lowered_for, on_one_device
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.packed import PackedMXArray, unpacked
-from mx_jax.reference.random_bits import DerivedKey
 
 # What codes and integers are the results of: no derivative reaches through them.
 _SLOPELESS = (QuantizeCall, QuantizeBothCall, calls.CastStatisticsCall, calls.RandomBitsCall)
@@ -281,7 +281,7 @@ class OnOneDevice:
     def __call__(self, call: Call, *operands: Any) -> Any:
         """What a call asks for, its operands behind it."""
         target = dataclasses.replace(self.target, num_devices=1)
-        with on_one_device(True), self.asked.on(target), lowered_for(target.platform):
+        with on_one_device(True), self.asked.on(target), lowered_for(target.units):
             # No kernel of Pallas for GPUs has been seen inside a partitioned call.
             part = _of_a_part(call, target)
             return _compute(call, self.target if part is None else target, *operands)
@@ -435,7 +435,7 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
             return partition.quantize(on_each, call, *operands)
         return _compute(call, target, *operands)
 
-    with on_one_device(devices == 1), asked.on(target), lowered_for(platform):
+    with on_one_device(devices == 1), asked.on(target), lowered_for(target.units):
         # Not a partial: JAX reads the signature of what it traces, slowly if it is one.
         lower = mlir.lower_fun(lambda *leaves: work.compute(how, *leaves), multiple_results=True)
         return lower(shown or ctx, *values)

@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from mx_jax.axes import Side
 from mx_jax.backends.calls import NOT_OFFERED, Call
+from mx_jax.codecs.lowering import TPU_FLOAT8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,12 @@ class Target:
         if self.platform == "tpu":
             return frozenset(_TPU_UNITS.get(self.device_kind or "", ()))
         return frozenset({"float"} if self.platform == "rocm" else ())
+
+    @property
+    def units(self) -> str:
+        """What `codecs.lowering.lowered_for` is told."""
+        converts = self.platform == "tpu" and "float" in self.multiplies
+        return TPU_FLOAT8 if converts else self.platform
 
     @property
     def unsplit(self) -> str | None:

@@ -19,6 +19,7 @@ from jax.extend.core.primitives import convert_element_type_p, transpose_p
 from jax.sharding import PartitionSpec
 
 from mx_jax.codecs.explicit_axes import varying
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.convert.kinds import (
     ATTENTION_PRODUCTS,
     ATTENTIONS,
@@ -37,7 +38,6 @@ from mx_jax.nn.layers import named_in_errors, recipe_of
 from mx_jax.ops.arguments import Key
 from mx_jax.packed import with_dtype
 from mx_jax.recipes import Recipe, high_precision
-from mx_jax.reference.random_bits import DerivedKey
 
 # From the recipe to what multiplies as `jax.lax.dot_general`, with `key`.
 ByRecipeFn = Callable[[Recipe], Callable[..., jax.Array]]

@@ -78,7 +78,7 @@ class Rule:
         if self.recipe is not None:
             recipe = as_recipe(self.recipe, f"Rule {self.pattern!r}", Recipe)
             if self.gather is not None:
-                recipe = recipe.with_(gather=self.gather)
+                recipe = dataclasses.replace(recipe, gather=self.gather)
             object.__setattr__(self, "recipe", recipe)
         if self.cache is not None and not isinstance(self.cache, CacheFormat):
             object.__setattr__(self, "cache", CacheFormat(self.cache))

@@ -30,6 +30,7 @@ from mx_jax.backends.calls import (
 from mx_jax.backends.primitive import bind, choose, compiler_splits
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks, varying_axes
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import GRADIENTS, Key, product_key
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
@@ -38,7 +39,6 @@ from mx_jax.ops.programs import QUANTIZED
 from mx_jax.ops.sharded_operands import Placed, place
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
-from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.sharding.movement import STAY, Movement, Moves, manual_axes, reduced_in
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
 

@@ -20,12 +20,12 @@ from mx_jax.backends.partition import agreed_scale as agreed
 from mx_jax.backends.target import is_unsplit
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import Spec, explicit_sharding
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
-from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.sharding.movement import (
     STAY,
     Gather,

@@ -94,9 +94,7 @@ OTHERS = {
     "to pack a batch": dataclasses.replace(
         packing(),
         weights=OperandType(
-            shape=(4, 2048, 2048),
-            axes=Axes.ordered(k_first=True).in_batch(),
-            format=formats.MXFP4,
+            shape=(4, 2048, 2048), axes=Axes.ordered(k_first=True).in_batch(), format=formats.MXFP4
         ),
         blocks=((-2, 32),),
     ),

@@ -27,7 +27,7 @@ def _offer(
 ) -> Offer:
     """A kind of call, taken if its sizes are constant, and by one device unless partitioned."""
 
-    def reason(call: Any, target: Target) -> str | None:
+    def reason(call: Call, target: Target) -> str | None:
         found = rejects_symbolic(call) or rejects(call, target)
         if found or partitioned or target.num_devices == 1:
             return found
