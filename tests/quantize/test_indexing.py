@@ -54,15 +54,8 @@ ALLOWED = [
         1,
         16,
         [
-            at[0],
-            at[:, 16:],
-            at[:, 32:40, 1],
-            at[1, :16, ::2],
-            at[..., -1],
-            at[2, None, 16:32, None],
-            at[ROWS],
-            at[ROWS, 16:],
-            at[ROWS, 16:, 1],
+            *(at[0], at[:, 16:], at[:, 32:40, 1], at[1, :16, ::2], at[..., -1]),
+            *(at[2, None, 16:32, None], at[ROWS], at[ROWS, 16:], at[ROWS, 16:, 1]),
             # NumPy moves the axes of an index array to the front when a slice parts it from an int:
             # blocks must not end up on an axis where they are not.
             at[TABLE, :, 0],
@@ -164,13 +157,8 @@ def test_iterating_and_unpacking(rng: np.random.Generator):
 
 
 ORDERS = [
-    (),
-    (0, 1, 2, 3),
-    (3, 2, 1, 0),
-    (1, 0, 3, 2),
-    (-1, 0, 1, 2),
-    ((2, 0, 3, 1),),
-    ([1, 2, 3, 0],),
+    *((), (0, 1, 2, 3), (3, 2, 1, 0), (1, 0, 3, 2), (-1, 0, 1, 2)),
+    *(((2, 0, 3, 1),), ([1, 2, 3, 0],)),
 ]
 
 
