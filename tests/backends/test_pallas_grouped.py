@@ -20,7 +20,7 @@ from mx_jax.backends.pallas_gpu.products import pack_weights
 from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
-from mx_jax.reference.ragged import scaled_ragged_dot
+from mx_jax.reference.matmul import scaled_ragged_dot
 from mx_jax.testing.backend_suite import check_ragged
 from mx_jax.testing.cases import RAGGED_CASES, RaggedCase
 from mx_jax.testing.compare import assert_bitwise_equal

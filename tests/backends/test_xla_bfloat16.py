@@ -318,6 +318,16 @@ def test_few_bit_weights_multiply_activations(dtype: str, target: Target):
         assert dtype == "bfloat16" or shown in text
 
 
+def test_explain_names_the_way():
+    """From the selection itself; what is not covered, with its reason."""
+    found = mx_jax.inspect.explain("mxfp8", 8, 64, 32, dtype="bfloat16", target=TPU)
+    products = [(row.backend, row.how) for row in found.rows if row.kind == "product"]
+    assert products == 3 * [("xla_bfloat16", "XLA bfloat16 dot, float32 sums")]
+    text = str(mx_jax.inspect.explain(recipes.weight_only("mxfp4"), 8, 64, 32, target=TPU))
+    assert text.count("-> xla_bfloat16") == 0
+    assert "not xla_bfloat16: needs operands that bfloat16 holds, got lhs_dtype=float32" in text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_transform_of_bfloat16_is_a_bfloat16_dot(dtype: str):
@@ -329,7 +339,7 @@ def test_the_transform_of_bfloat16_is_a_bfloat16_dot(dtype: str):
     shown = {"bf16"} if dtype == "bfloat16" else {"bf16", "f32"}
     assert {side.rsplit("x", 1)[1] for types in found for side in types[:2]} == shown
     with mx_jax.testing.target("tpu"):
-        lines = mx_jax.inspect.explain_call(step, *shapes).splitlines()
+        lines = str(mx_jax.inspect.explain(step, *shapes)).splitlines()
     (line,) = {line for line in lines if "Hadamard" in line and "[32, 128]" in line}
     backend, how = (
         ("xla_bfloat16", "XLA bfloat16 dot, float32 sums")
@@ -351,11 +361,11 @@ def test_experts_multiply_bfloat16(recipe: str):
     shapes = array(2, 64, 32), array(16, 64), array(2, dtype="int32")
     with mx_jax.testing.target("tpu"):
         text = jax.jit(step).trace(*shapes).lower(lowering_platforms=("tpu",)).as_text()
-        lines = mx_jax.inspect.explain_call(step, *shapes).splitlines()
+        lines = str(mx_jax.inspect.explain(step, *shapes)).splitlines()
     of = r"tensor<[\dx]*x(\w+)>"
     found = re.findall(rf'"chlo.ragged_dot".*: \({of}, {of}, {of}\) -> {of}', text)
     assert found == [("bf16", "bf16", "i32", "f32")] * 3
-    told = [line for line in lines if line.startswith("ragged product")]
+    told = [line for line in lines if line.startswith("1 x ragged product")]
     assert len(told) == 3 and all(
         line.endswith("(XLA bfloat16 dot, float32 sums)") for line in told
     )

@@ -21,8 +21,7 @@ import safetensors.numpy
 import mx_jax
 from mx_jax import calibrate, checkpoint
 from mx_jax.checkpoint import files, writers
-from mx_jax.cli import main
-from mx_jax.commands import inspect, rules, stream
+from mx_jax.commands import inspect, main, rules, stream
 from mx_jax.commands.diff import difference
 from mx_jax.commands.stream import partial_folder
 from mx_jax.mxarray import MXArray

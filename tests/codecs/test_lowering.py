@@ -12,6 +12,7 @@ from mx_jax.backends.xla import block_values
 from mx_jax.codecs import float32
 from mx_jax.codecs.lowering import by_halves, lowered_for, on_one_device
 from mx_jax.codecs.rounding import Rounding
+from mx_jax.mxarray import MXArray
 from mx_jax.reference.quantize import quantize
 from mx_jax.specs import operand
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -63,3 +64,25 @@ def test_casts_on_tpus(name: str, alone: bool):
         for one, other in zip(found, wanted, strict=True):
             assert_bitwise_equal(one, other)
         np.testing.assert_allclose(on_tpus, values, rtol=0, atol=2.0**-124)
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxint8", "mxfp4"])
+def test_every_stored_scale_on_tpus(name: str):
+    """By every code: what products read is its value down to 2^-124, Inf beyond float32, or NaN."""
+    format = operand(name).format
+    codes = np.tile(np.arange(256, dtype=np.uint8) & ((1 << format.element.bits) - 1), (256, 1))
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
+    stored = MXArray(
+        codes=jnp.asarray(codes),
+        scales=jnp.asarray(scales),
+        format=format,
+        blocks=((-1, 32),),
+        dtype=np.dtype(np.float32),
+    )
+    with lowered_for("tpu"), on_one_device(True):
+        values = jax.jit(lambda x: block_values(x)[0].astype(jnp.float32))(stored)
+    elements = np.array([format.element.value(code) for code in codes[0].tolist()])
+    with np.errstate(over="ignore"):
+        wanted = np.ldexp(elements, scales[:, :1].astype(int) - 129).astype(np.float32)
+    wanted[255] = np.nan
+    np.testing.assert_allclose(values, wanted, rtol=0, atol=2.0**-126)
