@@ -120,12 +120,6 @@ def test_groups_that_are_too_large():
     assert "cpu_ffi: turns groups of at most 1024, got size=2048" in text
 
 
-# Casts find the reference's tensor scale, and a program computes nothing else for it.
-
-
-# Programs -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("batch", [(), (3,)])
 def test_a_program_has_calls_alone(batch: tuple[int, ...]):
     """What XLA compiled around each of them took ten times as long as all else."""

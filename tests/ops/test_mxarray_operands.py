@@ -112,13 +112,6 @@ def test_straight_through_keeps_the_dtype(x: np.ndarray, w: np.ndarray):
     assert jax.eval_shape(jax.grad(loss), jnp.asarray(w, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
-def test_transposed_and_sliced_mxarrays(rng: np.random.Generator, x: np.ndarray):
-    stack = mx_jax.quantize(draw_few_octaves(rng, (3, 5, 70)), "mxint8")
-    actual = mx_jax.matmul(x, stack[1].T, recipe=MXINT8)
-    expected = product(mx_jax.quantize(x, "mxint8"), exact_values(stack)[1].T)
-    assert_bitwise_equal(actual, expected)
-
-
 def test_blocks_along_another_axis(x: np.ndarray, w: np.ndarray):
     wrong = mx_jax.quantize(w, "mxfp4", axis=1)
     message = (

@@ -204,14 +204,6 @@ def test_axes_cut_in_two(arrays: Any):
     check([actual], [quick(run)(x, w)])
 
 
-def test_blocks_that_shards_cut(mesh: Mesh, arrays: Any):
-    """The device that multiplies a block has all of it."""
-    x, w, _ = (a[:64, :64] for a in arrays)
-    run = lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4)  # noqa: E731
-    _, actual = compiled(run, mesh, (x, w), (P(None, "fsdp"), P("fsdp")))
-    check([actual], [quick(run)(x, w)])
-
-
 @pytest.mark.slow(but="vmap")
 @pytest.mark.parametrize("mapped", [jax.vmap, jax.checkpoint, lax.map], ids=lambda f: f.__name__)
 def test_under_transformations(mapped: Any, mesh: Mesh, arrays: Any):
