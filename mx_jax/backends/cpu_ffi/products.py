@@ -67,7 +67,7 @@ _FAST: dict[str, tuple[set[str], ...]] = {
 } | dict.fromkeys(("avx2", "avx2_vnni", "avx512_vnni"), (_INT8, _INT16))
 # Rows of the smaller operand up to which float32 panels win over XLA's dot of decoded operands:
 # beyond them its dot, which needs no panels of codes, is faster. Measured.
-FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 96, "avx2_vnni": 96}
+FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 60, "avx2_vnni": 60}
 FLOAT32_ROWS |= dict.fromkeys(("avx512", "avx512_vnni", "avx512_bf16"), 512)
 
 
