@@ -339,15 +339,26 @@ def are_normal(x: block_shapes.Blocked, exponent: int) -> jax.Array:
     element = x.format.element
     low, high = _normal_scales(element, exponent)
     is_low = float32.lt(x.scales, low)
-    any_is_low = jnp.any(is_low)
+    any_is_low = _anywhere(is_low)
 
     def are_zeros() -> jax.Array:
         magnitude = element.sign_code * (1 if element.kind == "float" else 2) - 1
         codes, inside = block_shapes.split(float32.bitwise_and(x.codes, magnitude), x.blocks)
-        return ~jnp.any(jnp.any(float32.gt(codes, 0), inside) & is_low)
+        return ~_anywhere(jnp.any(float32.gt(codes, 0), inside) & is_low)
 
     zeros_or_none = lax.cond(any_is_low, are_zeros, lambda: ~any_is_low)
-    return zeros_or_none & ~jnp.any(float32.gt(x.scales, high))
+    return zeros_or_none & ~_anywhere(float32.gt(x.scales, high))
+
+
+@jax.custom_batching.custom_vmap
+def _anywhere(where: jax.Array) -> jax.Array:
+    return jnp.any(where)
+
+
+@_anywhere.def_vmap
+def _(size: int, batched: object, where: jax.Array) -> tuple[jax.Array, bool]:
+    # Of a batch as a whole: `lax.cond` would compute both of what differs between its members.
+    return _anywhere(where), False
 
 
 def decode_normal(x: block_shapes.Blocked, dtype: np.dtype, exponent: int) -> jax.Array:
