@@ -11,74 +11,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from mx_jax.backends import calls
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall, ValuesCall
 from mx_jax.backends.pallas_tpu import weights
-from mx_jax.backends.target import Backend, Offer, Target, current_target
+from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
 
-# What is compiled for if nothing tells: kernels differ between TPUs in nothing that this decides.
-_KIND = "TPU v6 lite"
 # JAX's names of TPUs without bfloat16 arithmetic, where plain JAX is faster.
 _WIDENING = ("TPU v2", "TPU v3", "TPU v4", "TPU v5")
 _BLOCK, _ROWS, _COLUMNS = 32, 8, 256
 
-
-def call_kernel(
-    kernel: Callable[..., None],
-    *operands: jax.Array,
-    results: Sequence[tuple[tuple[int, ...], Any]],
-    interpret: bool,
-    parallel: int,
-    vmem: int | None = None,
-    **options: Any,
-) -> list[jax.Array]:
-    """What a kernel computes on one TPU, below a lowering rule: in jit, shard_map, export.
-
-    Args:
-      kernel: of references to blocks of operands and results.
-      *operands: arrays.
-      results: shape and dtype of each.
-      interpret: whether Pallas' interpreter runs it.
-      parallel: how many leading dimensions of the grid may run in any order; the others in turn.
-      vmem: bytes of it that the kernel may use; None: as many as the compiler allows.
-      **options: what else `pallas_call` takes.
-    """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.abstract_device is None and not interpret:
-        # Pallas asks the mesh which TPU it is for. Only below shard_map is there one; elsewhere
-        # JAX's first device would answer, which may be a CPU.
-        kind = current_target().device_kind or _KIND
-        device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
-        mesh = (
-            AbstractMesh((), (), abstract_device=device)
-            if mesh.empty
-            else mesh.update(abstract_device=device)
-        )
-    dimensions = len(options.get("grid", ()))
-    order = ("parallel",) * parallel + ("arbitrary",) * (dimensions - parallel)
-    # Below shard_map results differ between devices as operands do.
-    alike = getattr(jax.typeof(operands[0]), "mat", None)
-    # Kernels and the indices of their blocks have no 64-bit numbers, whatever the program has.
-    with jax.enable_x64(False), jax.sharding.use_abstract_mesh(mesh):
-        return pl.pallas_call(
-            kernel,
-            out_shape=[
-                jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=alike)
-                for shape, dtype in results
-            ],
-            compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=vmem),
-            interpret=interpret,
-            **options,
-        )(*operands)
-
+Casts = QuantizeCall | QuantizeBothCall | ValuesCall
 
 # Casts --------------------------------------------------------------------------------------------
 
@@ -110,7 +56,7 @@ def _rejects_cast(call: QuantizeCall, target: Target) -> str | None:
     return None
 
 
-def _casts_of(call: Any) -> tuple[QuantizeCall, ...]:
+def _casts_of(call: Casts) -> tuple[QuantizeCall, ...]:
     """The cast or casts of a call."""
     if isinstance(call, QuantizeBothCall):
         return call.first, call.second
@@ -119,7 +65,7 @@ def _casts_of(call: Any) -> tuple[QuantizeCall, ...]:
     return (call,)
 
 
-def _rejects_casts(call: Any, target: Target) -> str | None:
+def _rejects_casts(call: Casts, target: Target) -> str | None:
     """Why a cast, a pair of casts or values are not taken."""
     first, *others = _casts_of(call)
     if any(first.blocks == other.blocks for other in others):
@@ -128,7 +74,7 @@ def _rejects_casts(call: Any, target: Target) -> str | None:
     return next(filter(None, reasons), None)
 
 
-def _quantize(x: jax.Array, bits: object, tensor_scale: None, call: Any, interpret: bool) -> Any:
+def _quantize(x: jax.Array, bits: object, tensor_scale: None, call: Casts, interpret: bool) -> Any:
     """One cast, or two."""
     casts = _casts_of(call)
     arrays = tuple(
@@ -195,7 +141,9 @@ def _multiply(*operands: Any) -> Any:
 def backend_for(*, interpret: bool = False) -> Backend:
     """The backend; for tests on a machine without a TPU, by Pallas' interpreter."""
 
-    def offer(call: Any, rejects: Callable[..., str | None], run: Callable[..., Any]) -> Offer:
+    def offer(
+        call: type[calls.Call], rejects: Callable[..., str | None], run: Callable[..., Any]
+    ) -> Offer:
         def reason(call: Any, target: Target) -> str | None:
             if not interpret and target.platform != "tpu":
                 return f"needs platform=tpu, got platform={target.platform}"
