@@ -16,6 +16,7 @@ from jax.extend.core import Primitive  # pyright: ignore[reportPrivateImportUsag
 from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.convert import jaxpr
 from mx_jax.convert.kinds import facts_held, kind_of
 from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide
@@ -24,7 +25,6 @@ from mx_jax.jaxpr.rewrite import Plan, Rewritten
 from mx_jax.nn.layers import RNG_STREAM, named_in_errors
 from mx_jax.ops.arguments import Key
 from mx_jax.recipes import Recipe
-from mx_jax.reference.random_bits import DerivedKey
 
 P = ParamSpec("P")
 R = TypeVar("R")

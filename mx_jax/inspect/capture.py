@@ -27,8 +27,7 @@ from mx_jax.inspect.observe import ARRAYS, Entry, Observation, Observed, State, 
 from mx_jax.inspect.records import Memory, Record, Scalar, Sink, Tag
 from mx_jax.inspect.statistics import STATISTICS
 from mx_jax.jaxpr import calls
-from mx_jax.jaxpr.names import parted
-from mx_jax.jaxpr.read import live
+from mx_jax.jaxpr.read import live, parted
 from mx_jax.jaxpr.rewrite import Plan, Rewritten
 
 P = ParamSpec("P")

@@ -12,13 +12,7 @@ import pytest
 import mx_jax
 from mx_jax import formats
 from mx_jax.axes import Axes
-from mx_jax.backends.calls import (
-    Call,
-    MatmulCall,
-    OperandType,
-    PackCall,
-    RaggedCall,
-)
+from mx_jax.backends.calls import Call, MatmulCall, OperandType, PackCall, RaggedCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, architecture
 from mx_jax.backends.select import only_backend, prefer_backends, select
 from mx_jax.backends.target import Target

@@ -14,8 +14,7 @@ import pytest
 
 from mx_jax import checkpoint
 from mx_jax.checkpoint import files
-from mx_jax.cli import main
-from mx_jax.commands import stream
+from mx_jax.commands import main, stream
 from tests.checkpoint.killed import at_each_change
 from tests.cli.conftest import Cli
 

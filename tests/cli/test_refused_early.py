@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mx_jax import checkpoint
-from mx_jax.cli import main
+from mx_jax.commands import main
 from mx_jax.commands.output import print_table
 from tests.cli.conftest import Cli
 from tests.processes import printed, run_python
@@ -47,7 +47,7 @@ STOPPED = """
 import importlib.util, os, signal, sys, time
 from types import ModuleType
 
-cli = sys.modules["mx_jax.cli"] = ModuleType("cli")
+cli = sys.modules["mx_jax.commands"] = ModuleType("cli")
 sys.modules["mx_jax"] = ModuleType("mx_jax")
 spec = importlib.util.spec_from_file_location("program", "mx_jax/__main__.py")
 program = importlib.util.module_from_spec(spec)

@@ -106,3 +106,25 @@ def test_decoding_on_tpus(name: str, axis: int):
             assert are == normal
             for one, other in zip(found, exact(codes, changed), strict=False):
                 assert_bitwise_equal(one, other, any_nan=True)
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxint8", "mxfp4"])
+def test_every_stored_scale_on_tpus(name: str):
+    """By every code: what products read is its value down to 2^-124, Inf beyond float32, or NaN."""
+    format = operand(name).format
+    codes = np.tile(np.arange(256, dtype=np.uint8) & ((1 << format.element.bits) - 1), (256, 1))
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
+    stored = MXArray(
+        codes=jnp.asarray(codes),
+        scales=jnp.asarray(scales),
+        format=format,
+        blocks=((-1, 32),),
+        dtype=np.dtype(np.float32),
+    )
+    with lowered_for("tpu"), on_one_device(True):
+        values = jax.jit(lambda x: block_values(x)[0].astype(jnp.float32))(stored)
+    elements = np.array([format.element.value(code) for code in codes[0].tolist()])
+    with np.errstate(over="ignore"):
+        wanted = np.ldexp(elements, scales[:, :1].astype(int) - 129).astype(np.float32)
+    wanted[255] = np.nan
+    np.testing.assert_allclose(values, wanted, rtol=0, atol=2.0**-126)
