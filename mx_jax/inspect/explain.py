@@ -27,8 +27,7 @@ from mx_jax.backends.select import Choice, on_request
 from mx_jax.backends.target import Target, current_target, use_target
 from mx_jax.formats import BlockFormat
 from mx_jax.inspect.records import Place, place_of
-from mx_jax.jaxpr.calls import of_arrays
-from mx_jax.jaxpr.read import Site, live, parted, walk
+from mx_jax.jaxpr.read import Site, live, of_arrays, parted, walk
 from mx_jax.ops.arguments import NAMED, as_recipe
 from mx_jax.ops.dot_general import matmul
 from mx_jax.sharding.movement import reduced_in
