@@ -25,7 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mx_jax.inspect.tables import aligned, named_leaves
+from mx_jax.convert.rules import aligned
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes import MatmulSpec, Recipe, Residuals, high_precision
 
@@ -287,7 +287,7 @@ def gradient_bias(
             keys = () if key is None else (jax.random.fold_in(key, index),)
             value, gradient = _loss_and_gradient(loss, recipe, params, batch, keys)
             losses.append(float(value))
-            for name, leaf in named_leaves(jax.device_get(gradient)):
+            for name, leaf in _named_leaves(jax.device_get(gradient)):
                 if scanned is None or not re.fullmatch(scanned, name):
                     found[name].append(leaf)
                     continue
@@ -398,3 +398,13 @@ def _ratio(value: float, unit: float) -> float:
     if unit > 0:
         return value / unit
     return 0.0 if value == 0 else math.inf
+
+
+def _named_leaves(tree: object) -> list[tuple[str, Any]]:
+    """Leaves by their paths, joined by `/`; boxes of Flax end in `value`, which is no name."""
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
+        own = path[:-1] if boxed else path
+        found.append((jax.tree_util.keystr(own, simple=True, separator="/"), leaf))
+    return found

@@ -8,6 +8,7 @@ bfloat16 for TPUs that are not there too, read from the final program.
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import itertools
 import json
@@ -233,9 +234,9 @@ def step(case: Case, layout: Layout) -> Any:
         if case.way in ("shard_map", "gather") and layout.moved in ("w", "x"):
             of_w = layout.moved == "w"
             gather = Gather("data", lhs=None if of_w else layout.x, rhs=layout.w if of_w else P())
-            recipe = recipe.with_(gather=gather)
+            recipe = dataclasses.replace(recipe, gather=gather)
         if case.widened:
-            recipe = recipe.with_(reduce_dtype=jnp.float32)
+            recipe = dataclasses.replace(recipe, reduce_dtype=jnp.float32)
         options["recipe"] = recipe
 
     def product(x: jax.Array, w: jax.Array) -> jax.Array:

@@ -40,7 +40,7 @@ def mxfp4(
     transform: Hadamard | None = None,
 ) -> Recipe:
     """MXFP4 in all three products; the transform is grad_weight's."""
-    drhs = {"transform": transform}
+    drhs = recipes.MatmulSpec(lhs=g, rhs=x, transform=transform)
     return recipes.mxfp4().with_(name=name, activations=x, weights=w, gradients=g, drhs=drhs)
 
 

@@ -33,8 +33,8 @@ def choices(recipe: Recipe) -> dict[str, Recipe]:
     """The three choices by what they say."""
     return {
         "operands as they came, requantized": recipe,
-        "codes, requantized along the other axis": recipe.with_(
-            name=f"{recipe.name}, codes kept", residuals="quantized"
+        "codes, requantized along the other axis": dataclasses.replace(
+            recipe, name=f"{recipe.name}, codes kept", residuals="quantized"
         ),
         "grad_weight in high precision": recipe.with_(name=f"{recipe.name}, high dW", drhs=None),
     }

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mx_jax.convert.rules import aligned
 from mx_jax.formats import BlockFormat, block_format
-from mx_jax.inspect.tables import aligned, named_leaves
 from mx_jax.ops.quantize import cast
 from mx_jax.recipes import weight_only
 
@@ -256,7 +256,7 @@ def sensitivity(
     batches = list(batches)
     if not batches:
         raise ValueError("sensitivity: needs at least one batch, got none")
-    named, tree, compiled = named_leaves(params), jax.tree.structure(params), jax.jit(loss)
+    named, tree, compiled = _named_leaves(params), jax.tree.structure(params), jax.jit(loss)
     weights = {}
     for name, leaf in named:
         if re.fullmatch(layers, name) and jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -392,3 +392,13 @@ def best_choice(
         ],
     )
     return found.x.reshape(costs.shape).argmax(axis=1).tolist()
+
+
+def _named_leaves(tree: object) -> list[tuple[str, Any]]:
+    """Leaves by their paths, joined by `/`; boxes of Flax end in `value`, which is no name."""
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
+        own = path[:-1] if boxed else path
+        found.append((jax.tree_util.keystr(own, simple=True, separator="/"), leaf))
+    return found

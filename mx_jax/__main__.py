@@ -84,7 +84,7 @@ def _run() -> int:
 
     status = 0
     try:
-        from mx_jax.cli import main
+        from mx_jax.commands import main
 
         status = main(started=started)
     except BaseException:

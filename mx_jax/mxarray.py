@@ -24,6 +24,7 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32, indexing, packing
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.blocks import Blocks, check_parts, violation
+from mx_jax.codecs.lowering import platform_dependent
 from mx_jax.codecs.straight_through import is_differentiated, parted_codes, straight_through
 from mx_jax.formats import BlockFormat
 
@@ -492,15 +493,26 @@ def decode(
     Returns:
       An array of the logical shape.
     """
-    codes, inside = block_shapes.split(x.codes, x.blocks)
-    scales = block_shapes.spread(x.scales, inside)
-    tensor_scale = x.tensor_scale
-    if tensor_scale is not None:
-        tensor_scale = block_shapes.spread(tensor_scale, inside)
+    dtype = jnp.dtype(dtype)
     saturates = saturates and x.format.scale.kind == "exponent"
     how = {"exponent": exponent, "saturates": saturates, "lifted": lifted}
-    operands = codes, scales, tensor_scale, x.format, jnp.dtype(dtype)
-    return block_shapes.merge(_decoded(*operands, **how), x.shape, inside)
+
+    def in_integers(x: MXArray) -> jax.Array:
+        codes, inside = block_shapes.split(x.codes, x.blocks)
+        scales = block_shapes.spread(x.scales, inside)
+        tensor_scale = x.tensor_scale
+        if tensor_scale is not None:
+            tensor_scale = block_shapes.spread(tensor_scale, inside)
+        operands = codes, scales, tensor_scale, x.format, dtype
+        return block_shapes.merge(_decoded(*operands, **how), x.shape, inside)
+
+    def on_tpus(x: MXArray) -> jax.Array:
+        by_products = functools.partial(scale_codec.decode_normal, dtype=dtype, exponent=exponent)
+        return lax.cond(scale_codec.are_normal(x, exponent), by_products, in_integers, x)
+
+    if (saturates and dtype == jnp.float16) or not scale_codec.decodes_normal(x, exponent):
+        return in_integers(x)
+    return platform_dependent(x, tpu=on_tpus, default=in_integers)
 
 
 def _decoded(

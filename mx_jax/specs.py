@@ -8,7 +8,7 @@ import dataclasses
 import enum
 import functools
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,12 +22,10 @@ from mx_jax.reference.scale_rules import ScaleRule, scale_rule_for
 from mx_jax.sharding.movement import Gather
 
 
-def arguments_of(x: Any, names: Iterable[str] | None = None) -> str:
-    """Fields of a dataclass as keyword arguments; default: those that have not their default."""
+def arguments_of(x: Any) -> str:
+    """Fields of a dataclass that have not their default, as keyword arguments."""
     fields = {field.name: field.default for field in dataclasses.fields(x)}
-    values = {name: getattr(x, name) for name in fields if names is None or name in names}
-    if names is None:
-        values = {name: value for name, value in values.items() if value != fields[name]}
+    values = {name: getattr(x, name) for name in fields if getattr(x, name) != fields[name]}
     plain = (v.name if isinstance(v, np.dtype) else v for v in values.values())
     return ", ".join(f"{name}={value!r}" for name, value in zip(values, plain, strict=True))
 
@@ -240,7 +238,7 @@ class Residuals(enum.Enum):
 
     Examples:
       >>> from mx_jax import recipes
-      >>> recipes.mxfp4().residuals, recipes.mxfp4().with_(residuals="quantized").residuals.value
+      >>> recipes.mxfp4().residuals, recipes.deepseek_v3().residuals.value
       (Residuals.PRIMAL, 'quantized')
     """
 
@@ -266,7 +264,7 @@ class MatmulRecipe:
       fwd: the product itself.
       dlhs: gradient of the left operand; its lhs is the incoming cotangent.
       drhs: gradient of the right operand; its lhs is the incoming cotangent.
-      residuals: what is saved for the backward products.
+      residuals: what is saved for the backward products, or its name.
       gather: mesh axes along which operands are gathered as codes, or names of such axes. None: on
         automatic axes those that the compiler has to gather along, on others none. `()`: none.
       reduce_dtype: in which devices add up their parts of a product or a gradient: float32, or
@@ -289,6 +287,13 @@ class MatmulRecipe:
         if not isinstance(self.name, str) or not self.name:
             raise TypeError(f"Recipe: name must be a text, got name={self.name!r}; e.g. 'mine'")
         object.__setattr__(self, "gather", Gather.of(self.gather))
+        try:
+            object.__setattr__(self, "residuals", Residuals(self.residuals))
+        except ValueError:
+            raise ValueError(
+                f"Recipe {self.name!r}: residuals must be 'primal' or 'quantized', got "
+                f"residuals={self.residuals!r}"
+            ) from None
         if self.reduce_dtype is not None:
             dtype = np.dtype(self.reduce_dtype)
             if dtype != np.float32:

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "casts/random_bits.h"
 #include "casts/threefry.h"
 #include "common/checks.h"
 #include "common/dispatch.h"

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "casts/attributes.h"
-#include "casts/float_types.h"
+#include "common/float_types.h"
 #include "casts/geometry.h"
 #include "common/checks.h"
 #include "common/thread_pool.h"

@@ -9,7 +9,7 @@
 #include <memory>
 
 #include "casts/dequantize.h"
-#include "casts/float_types.h"
+#include "common/float_types.h"
 #include "casts/quantize.h"
 #include "casts/share.h"
 #include "common/float_environment.h"

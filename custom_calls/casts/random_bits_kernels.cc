@@ -1,5 +1,4 @@
 // The kernels of random bits, compiled for each instruction set: see common/target.h.
-#include "casts/random_bits.h"
 #include "casts/threefry.h"
 #include "common/macros.h"
 #include "common/target.h"

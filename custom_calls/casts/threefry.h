@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 
+#include "common/isas.h"
 #include "common/macros.h"
 
 namespace mx {
@@ -42,6 +43,17 @@ MX_INLINE void Threefry(uint32_t k0, uint32_t k1, uint32_t (&a)[kCount], uint32_
 }
 
 }  // namespace
+
+struct RandomBitsKernels {
+  // The bits at the places first..first + count - 1 of an array, by its key: `width` of them in each
+  // int32, those that `jax.random.bits` gives of uint16 up to 16, of uint32 beyond. The places share
+  // their upper 32 bits.
+  void (*fill)(const uint32_t* key, uint64_t first, int64_t count, int width, int32_t* out);
+};
+
+// Of random_bits_kernels.cc, compiled for each set.
+MX_DECLARE_KERNELS(RandomBitsKernels, kRandomBits)
+
 }  // namespace mx
 
 #endif  // MX_JAX_CUSTOM_CALLS_CASTS_THREEFRY_H_

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#include "casts/float_types.h"
+#include "common/float_types.h"
 #include "common/isas.h"
 
 namespace mx {

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "products/multiply_vectors-inl.h"
+#include "products/weights.h"
 
 namespace mx::MX_TARGET {
 namespace {
@@ -132,16 +133,7 @@ MX_INLINE __m512i BytesOfCodes(const CodeTable& table, __m512i codes) {
 #if MX_RANK >= MX_RANK_avx512_bf16
   if (kCoding == kCode6) return _mm512_permutexvar_epi8(codes, table.part[0]);
 #endif
-  const __m512i low = _mm512_and_si512(codes, _mm512_set1_epi8(15));
-  __m512i found = _mm512_shuffle_epi8(table.part[0], low);
-  if (kCoding == kCode4) return found;
-  const __m512i group = _mm512_and_si512(codes, _mm512_set1_epi8(0x30));
-  MX_UNROLL
-  for (int i = 1; i < 4; ++i) {
-    const __mmask64 mine = _mm512_cmpeq_epi8_mask(group, _mm512_set1_epi8((char)(16 * i)));
-    found = _mm512_mask_shuffle_epi8(found, mine, table.part[i], low);
-  }
-  return found;
+  return LookupBytes(table.part, kCoding == kCode4 ? 1 : 2, codes);
 }
 
 // bf16 values, as words, of the even and the odd bytes of `codes`. For a float32 panel, floats of
@@ -360,14 +352,6 @@ MX_INLINE void AddBlocks(const CodesProduct& p, const CodeTable& table, const ch
       }
     }
   }
-}
-
-// Whether one of some chunks has subnormal codes.
-MX_INLINE bool HasSubnormals(const PanelSummary& summary, int64_t first, int64_t last, int shift) {
-  for (int64_t bit = first >> shift; bit <= last >> shift; ++bit) {
-    if (summary.subnormal[bit / 8] >> bit % 8 & 1) return true;
-  }
-  return false;
 }
 
 // kChunks chunks of a record: both, or the only one at the end of k.

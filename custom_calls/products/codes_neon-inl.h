@@ -175,46 +175,6 @@ MX_INLINE void SumIntegers(const int8x16x4_t& table, const uint8_t* codes, int f
   }
   for (int i = 0; i < kRows; ++i) sum[i] = vcvtq_f32_s32(total[i]);
 }
-#else
-template <int kWords, int kRows>
-struct IntegerRows {
-  const int32_t* values;
-};
-
-template <int kWords, int kRows>
-MX_INLINE IntegerRows<kWords, kRows> LoadRows(const int32_t* values) {
-  return {values};
-}
-
-template <Element kElement, int kWords, int kRows>
-MX_INLINE void SumIntegers(const int8x16x4_t& table, const uint8_t* codes, int first,
-                           const IntegerRows<kWords, kRows>& rows, float32x4_t* sum) {
-  // Sums of so many products are an int16.
-  constexpr int kMost = INT16_MAX / (128 * (static_cast<int>(LargestInteger(kElement)) + 1));
-  int8x16_t integers[kWords];
-  for (int w = 0; w < kWords; ++w) {
-    integers[w] = Integers<kElement>(table, LoadCodes<kElement>(codes, first + w));
-  }
-  for (int i = 0; i < kRows; ++i) {
-    int32x4_t low = vdupq_n_s32(0), high = low;
-    int16x8_t left, right;
-    for (int w = 0; w < kWords; ++w) {
-      const int8x16_t row = vreinterpretq_s8_s32(vdupq_n_s32(rows.values[w * kRows + i]));
-      if (w % kMost == 0) {
-        left = vmull_s8(vget_low_s8(integers[w]), vget_low_s8(row));
-        right = vmull_high_s8(integers[w], row);
-      } else {
-        left = vmlal_s8(left, vget_low_s8(integers[w]), vget_low_s8(row));
-        right = vmlal_high_s8(right, integers[w], row);
-      }
-      if (w % kMost == kMost - 1 || w == kWords - 1) {
-        low = vpadalq_s16(low, left);
-        high = vpadalq_s16(high, right);
-      }
-    }
-    sum[i] = vcvtq_f32_s32(vpaddq_s32(low, high));
-  }
-}
 #endif
 
 // 4 tame scales times the elements' own factor, from a table of 256.
@@ -247,16 +207,21 @@ MX_INLINE void AddChunk(const CodesProduct& p, const CodeTable<kElement>& table,
   const ScaleKind kind = p.scale_kind;
   float* const tile = p.tile;
   for (int block = 0; block < kBlocks; ++block) {
+#if defined(__ARM_FEATURE_DOTPROD)
     const auto rows =
         LoadRows<kWords, kRows>((const int32_t*)mine + kBehind + block * kWords * kRows);
+#endif
     for (int column = 0; column < kTileColumns; column += 4) {
       float32x4_t sum[kRows];
-      if constexpr (kType == kInt8) {
-        SumIntegers<kElement>(table.integers, codes + 4 * column, block * kWords, rows, sum);
-      } else {
+      if constexpr (kType == kFloat32) {
         SumFloats<kElement, kWords, kRows>(table.integers, codes + 4 * column, block * kWords,
                                            mine + kBehind + block * kBlock * kRows, sum);
       }
+#if defined(__ARM_FEATURE_DOTPROD)
+      if constexpr (kType == kInt8) {
+        SumIntegers<kElement>(table.integers, codes + 4 * column, block * kWords, rows, sum);
+      }
+#endif
       const float32x4_t right =
           TameScales(kind, scales + block * kTileColumns + column, unit);
       for (int i = 0; i < kRows; ++i) {

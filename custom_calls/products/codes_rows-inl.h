@@ -13,10 +13,6 @@
 namespace mx::MX_TARGET {
 namespace {
 
-MX_INLINE bool HasSubnormals(const PanelSummary& summary, int64_t chunk, int shift) {
-  return summary.subnormal[(chunk >> shift) / 8] >> (chunk >> shift) % 8 & 1;
-}
-
 template <PanelType kType, Element kElement, int kBlocks, int kRows>
 void MultiplyCodesOf(const CodesProduct& p) {
   constexpr Layout kLayout = LayoutOf(kElement);
@@ -40,7 +36,7 @@ void MultiplyCodesOf(const CodesProduct& p) {
       PrefetchAhead(record + line);
     }
     const char* left = p.lhs + chunk * kLhsChunk;
-    if (kMayLift && HasSubnormals(*p.summary, chunk, shift)) {
+    if (kMayLift && HasSubnormals(*p.summary, chunk, chunk, shift)) {
       AddChunk<kType, kElement, kBlocks, kRows, kMayLift>(p, table, codes, scales, left, unit);
     } else {
       AddChunk<kType, kElement, kBlocks, kRows, false>(p, table, codes, scales, left, unit);

@@ -43,24 +43,20 @@ MX_INLINE Decoder MakeDecoder(Element element, PanelType type) {
   return decoder;
 }
 
-MX_INLINE __m512i LookupBytes(const Decoder& decoder, __m512i codes) {
-  if (decoder.levels == 0) return codes;
-  __m512i found = _mm512_shuffle_epi8(decoder.table[0], codes);
-  if (decoder.levels == 1) return found;
-  // Codes from 16 on, in steps of 16: bits 4 and 5 choose the table.
+// Bytes of codes below 16 (one level), or 64 (two), of which bits 6 and 7 are anything.
+MX_INLINE __m512i LookupBytes(const __m512i* table, int levels, __m512i codes) {
+  if (levels == 0) return codes;
   const __m512i low = _mm512_and_si512(codes, _mm512_set1_epi8(15));
+  __m512i found = _mm512_shuffle_epi8(table[0], low);
+  if (levels == 1) return found;
+  // In steps of 16: bits 4 and 5 choose the table.
   const __m512i group = _mm512_and_si512(codes, _mm512_set1_epi8(0x30));
   MX_UNROLL
   for (int i = 1; i < 4; ++i) {
     const __mmask64 mine = _mm512_cmpeq_epi8_mask(group, _mm512_set1_epi8((char)(16 * i)));
-    found = _mm512_mask_shuffle_epi8(found, mine, decoder.table[i], low);
+    found = _mm512_mask_shuffle_epi8(found, mine, table[i], low);
   }
   return found;
-}
-
-// Whether one look-up of 64 words has all codes.
-MX_INLINE bool IsShort(Element element) {
-  return ElementBits(element) <= 6;
 }
 
 // 32 codes to the 32 words that the table of 256 has for them.

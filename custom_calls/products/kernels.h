@@ -115,6 +115,21 @@ MX_INLINE const uint8_t* ScalesAt(const Source& source, int64_t row, int64_t blo
   return RecordAt(source, row, chunk) + block % (per_chunk * kRecordChunks) * kTileColumns;
 }
 
+// Zero blocks have byte 0, 2^-127. Any scale does for them, and an ordinary one costs nothing.
+MX_INLINE bool IsZeroBlock(const Source& source, int64_t row, int64_t block) {
+  const int64_t begin = block * source.block;
+  int64_t end = begin + source.block;
+  if (end > source.k) end = source.k;
+  // Both zeros of the float formats, and INT8's only one, which -128 is not.
+  const bool is_int = source.element == kElementInt8;
+  const uint8_t magnitude = is_int ? 0xff : (uint8_t)((1 << (ElementBits(source.element) - 1)) - 1);
+  const uint8_t* p = (const uint8_t*)source.elements + row * source.row_stride;
+  for (int64_t k = begin; k < end; ++k) {
+    if (p[k * source.k_stride] & magnitude) return false;
+  }
+  return true;
+}
+
 // Exponents of a panel's scales: a zero block has none, a NaN is larger than any.
 struct ScaleRange {
   int32_t low = 1000;
@@ -148,7 +163,7 @@ struct CodesProduct {
   int64_t num_chunks;
   const char* records;
   const PanelSummary* summary;
-  bool folded;  // whether lhs has the factor kFoldLhs: see fold.h
+  bool folded;  // whether lhs has the factor kFoldLhs: see thin.h
   const char* lhs;  // a panel of `rows` rows
   int rows;         // as FewRows says
   float* tile;
@@ -247,8 +262,6 @@ MX_DECLARE_PRODUCT_KERNELS(MatmulKernels, kMatmul)
 namespace avx512 {
 extern const PanelKernels kFloat32Panels;
 void PackCodes(const Source& source, int64_t first_row, uint8_t* out);
-void Store(const float* tile, int rows, int columns, float alpha, OutType type, void* out,
-           int64_t out_stride);
 }  // namespace avx512
 
 }  // namespace mx

@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#include "common/element_codec.h"
+#include "common/float_types.h"
 #include "common/target.h"
 #include "products/kernels.h"
 #include "products/weights.h"
@@ -21,36 +21,6 @@ namespace {
 constexpr int R = kTileRows;
 constexpr int C = kTileColumns;
 
-MX_INLINE float FromHalf(uint16_t half) {
-  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, magnitude = half & 0x7fff;
-  if (magnitude >= 0x7c00) return FloatOf(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-  // The exponent moves by 112. A subnormal gets a leading bit of 2^-14, which is taken out again: to
-  // multiply a subnormal float32 costs a hundred times as much on some processors.
-  if (magnitude < 0x400) {
-    return FloatOf(sign | BitsOf(FloatOf((magnitude << 13) + (113u << 23)) - 0x1p-14f));
-  }
-  return FloatOf(sign | ((magnitude << 13) + (112u << 23)));
-}
-
-// Rounded to nearest, ties to even; overflow gives infinity.
-MX_INLINE uint16_t ToHalf(float value) {
-  const uint32_t bits = BitsOf(value), sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-  if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00);
-  if (magnitude >= 0x47800000) return (uint16_t)(sign | 0x7c00);
-  if (magnitude < 0x38800000) {
-    // Adding 0.5 leaves the bits of a half's subnormal at the end of the significand.
-    return (uint16_t)(sign | (BitsOf(FloatOf(magnitude) + 0.5f) - 0x3f000000));
-  }
-  const uint32_t odd = magnitude >> 13 & 1;
-  return (uint16_t)(sign | (magnitude - 0x38000000 + 0xfff + odd) >> 13);
-}
-
-MX_INLINE uint16_t ToBf16(float value) {
-  const uint32_t bits = BitsOf(value);
-  if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
-  return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
 // -------------------------------------------------------------------------------------- packing
 
 template <PanelType kType>
@@ -63,11 +33,6 @@ struct Numbers<kInt8> {
   using Type = int8_t;
   static const int8_t* Of(Element element) { return TablesOf(element).int8; }
 };
-template <>
-struct Numbers<kInt16> {
-  using Type = int16_t;
-  static const int16_t* Of(Element element) { return TablesOf(element).int16; }
-};
 
 template <class Number>
 MX_INLINE Number Value(const Source& source, const Number* table, int64_t at) {
@@ -75,9 +40,9 @@ MX_INLINE Number Value(const Source& source, const Number* table, int64_t at) {
     case kElementFloat32:
       return (Number)((const float*)source.elements)[at];
     case kElementBf16:
-      return (Number)FloatOf((uint32_t)((const uint16_t*)source.elements)[at] << 16);
+      return (Number)Widen(((const Bf16*)source.elements)[at]);
     case kElementF16:
-      return (Number)FromHalf(((const uint16_t*)source.elements)[at]);
+      return (Number)Widen(((const F16*)source.elements)[at]);
     default:
       return table[((const uint8_t*)source.elements)[at]];
   }
@@ -106,24 +71,10 @@ MX_INLINE void PanelValues(Layout layout, const uint8_t* codes, const Number* ta
   for (int i = 0; i < rows; ++i) values[i] = table[from[4 * i] >> shift & mask];
 }
 
-// Zero blocks have byte 0, 2^-127. Any scale does for them, and an ordinary one costs nothing.
-template <class Number>
-MX_INLINE bool IsZeroBlock(const Source& source, const Number* table, int64_t row, int64_t block) {
-  if (source.layout != kStrided || source.scale_kind != kScaleE8M0) return false;
-  int64_t end = (block + 1) * source.block;
-  if (end > source.k) end = source.k;
-  for (int64_t k = block * source.block; k < end; ++k) {
-    if (Value(source, table, row * source.row_stride + k * source.k_stride) != 0) return false;
-  }
-  return true;
-}
-
 // The scales of a block of `width` rows of a panel, of which there are `rows`.
 template <PanelType kType>
 MX_INLINE void PackScales(const Source& source, int64_t first_row, int64_t block, int rows,
                           int width, float* scales, ScaleRange* range) {
-  const bool is_code = source.element <= kElementInt8;
-  const auto* table = is_code ? Numbers<kType>::Of(source.element) : nullptr;
   const float* scale_table = ScaleTable(source.scale_kind, source.element, kType);
   const bool none = block * source.block >= source.k || source.scale_kind == kNoScale;
   const bool packed = source.layout != kStrided;
@@ -135,7 +86,8 @@ MX_INLINE void PackScales(const Source& source, int64_t first_row, int64_t block
     scales[i] = 1.0f;
     if (i >= rows || none) continue;
     int byte = bytes[i * step];
-    if (byte < 32 && IsZeroBlock(source, table, first_row + i, block)) byte = 127;
+    const bool may_be_zero = byte < 32 && !packed && source.scale_kind == kScaleE8M0;
+    if (may_be_zero && IsZeroBlock(source, first_row + i, block)) byte = 127;
     scales[i] = scale_table[byte];
     if (byte - 127 < range->low) range->low = byte - 127;
     const int high = byte == 255 ? 1000 : byte - 127;
@@ -237,6 +189,7 @@ MX_INLINE void MultiplyBlock(int32_t block, const float* MX_RESTRICT lhs,
   }
 }
 
+#if defined(__ARM_FEATURE_DOTPROD)
 // The same of int8 panels, which has no rounding: words of 4 elements, 128 added to those of rhs.
 MX_INLINE void MultiplyBlock(int32_t block, const int32_t* MX_RESTRICT corrections,
                              const int8_t* MX_RESTRICT lhs, const uint8_t* MX_RESTRICT rhs,
@@ -272,7 +225,7 @@ MX_INLINE void MultiplyBlock(int32_t block, const int32_t* MX_RESTRICT correctio
       vst1q_f32(to + kColumns, vcvtq_f32_s32(vuzp2q_s32(left, right)));
     }
   }
-#elif defined(__ARM_FEATURE_DOTPROD)
+#else
   (void)corrections;
   const uint8x16_t offset = vdupq_n_u8(128);
   int32x4_t sum[R][kColumns / 4];
@@ -296,23 +249,9 @@ MX_INLINE void MultiplyBlock(int32_t block, const int32_t* MX_RESTRICT correctio
       vst1q_f32(sums + i * kColumns + 4 * j, vcvtq_f32_s32(sum[i][j]));
     }
   }
-#else
-  int32_t sum[R][kColumns];
-  for (int i = 0; i < R; ++i) {
-    for (int j = 0; j < kColumns; ++j) sum[i][j] = corrections[i];
-  }
-  for (int word = 0; word < block / 4; ++word, lhs += 4 * R, rhs += 4 * C) {
-    for (int i = 0; i < R; ++i) {
-      for (int j = 0; j < kColumns; ++j) {
-        for (int byte = 0; byte < 4; ++byte) sum[i][j] += lhs[4 * i + byte] * rhs[4 * j + byte];
-      }
-    }
-  }
-  for (int i = 0; i < R; ++i) {
-    for (int j = 0; j < kColumns; ++j) sums[i * kColumns + j] = (float)sum[i][j];
-  }
 #endif
 }
+#endif
 
 template <PanelType kType>
 void Multiply(const PanelProduct& p) {
@@ -360,20 +299,6 @@ void Multiply(const PanelProduct& p) {
 }
 
 #endif  // MX_RANK < MX_RANK_avx2
-
-// -------------------------------------------------------------------------------------- storing
-
-void Store(const float* tile, int rows, int columns, float alpha, OutType type, void* out,
-           int64_t out_stride) {
-  for (int i = 0; i < rows; ++i) {
-    for (int j = 0; j < columns; ++j) {
-      const float value = tile[i * C + j] * alpha;
-      const int64_t at = i * out_stride + j;
-      if (type == kOutFloat32) ((float*)out)[at] = value;
-      else ((uint16_t*)out)[at] = type == kOutBf16 ? ToBf16(value) : ToHalf(value);
-    }
-  }
-}
 
 }  // namespace
 }  // namespace mx::MX_TARGET

@@ -2,9 +2,9 @@
 #include "products/kernels.h"
 
 #include "common/target.h"
+#include "products/store-inl.h"
 #if MX_RANK >= MX_RANK_avx512
 #include "products/keep_avx512-inl.h"
-#include "products/unpack_avx512-inl.h"
 #else
 #include "products/kernels_plain-inl.h"
 #endif
@@ -12,32 +12,26 @@
 #include "products/codes_rows-inl.h"
 #elif MX_RANK == MX_RANK_avx512
 #include "products/pack_codes_avx512-inl.h"
-#include "products/store_avx512-inl.h"
 #endif
 
 namespace mx::MX_TARGET {
 
-#if MX_RANK == MX_RANK_avx512_bf16
+#if MX_RANK >= MX_RANK_avx512_vnni
 namespace {
-const PanelKernels kInt8Panels = {PackLhs<kInt8>,  UnpackRhs<kInt8>,     PackFew<kInt8>,
+const PanelKernels kInt8Panels = {PackLhs<kInt8>,  PackRhs<kInt8>,       PackFew<kInt8>,
                                   Multiply<kInt8>, MultiplyCodes<kInt8>, MultiplyKeeping<kInt8>};
+#if MX_RANK >= MX_RANK_avx512_bf16
 const PanelKernels kBf16Panels = {PackLhs<kBf16>,  PackRhs<kBf16>,       PackFew<kBf16>,
                                   Multiply<kBf16>, MultiplyCodes<kBf16>, MultiplyKeeping<kBf16>};
-}  // namespace
-const MatmulKernels kMatmul = {{&kInt8Panels, nullptr, &kBf16Panels,
-                                &avx512::kFloat32Panels},
-                               avx512::PackCodes,
-                               avx512::Store};
-#elif MX_RANK == MX_RANK_avx512_vnni
-namespace {
-const PanelKernels kInt8Panels = {PackLhs<kInt8>,  UnpackRhs<kInt8>,     PackFew<kInt8>,
-                                  Multiply<kInt8>, MultiplyCodes<kInt8>, MultiplyKeeping<kInt8>};
+const PanelKernels *const kShort = nullptr, *const kWords = &kBf16Panels;
+#else
 const PanelKernels kInt16Panels = {PackLhs<kInt16>,  PackRhs<kInt16>, nullptr,
                                    Multiply<kInt16>, nullptr,         nullptr};
+const PanelKernels *const kShort = &kInt16Panels, *const kWords = nullptr;
+#endif
 }  // namespace
-const MatmulKernels kMatmul = {{&kInt8Panels, &kInt16Panels, nullptr, &avx512::kFloat32Panels},
-                               avx512::PackCodes,
-                               avx512::Store};
+const MatmulKernels kMatmul = {
+    {&kInt8Panels, kShort, kWords, &avx512::kFloat32Panels}, avx512::PackCodes, Store};
 #elif MX_RANK == MX_RANK_avx512
 const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,       PackFew<kFloat32>,
                                      Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr,
@@ -55,15 +49,20 @@ constexpr int64_t kAnew = kThinRows;
 const PanelKernels* const kShort = nullptr;
 #endif
 constexpr bool kX86 = MX_RANK >= MX_RANK_avx2;
+#if MX_RANK >= MX_RANK_avx2 || defined(__ARM_FEATURE_DOTPROD)
 const PanelKernels kInt8Panels = {PackLhs<kInt8>,  PackRhs<kInt8>,       PackFew<kInt8>,
                                   Multiply<kInt8>, MultiplyCodes<kInt8>, nullptr,
                                   8, 0, kAnew, !kX86, MX_RANK == MX_RANK_avx2};
+const PanelKernels* const kBytes = &kInt8Panels;
+#else
+const PanelKernels* const kBytes = nullptr;
+#endif
 const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>,       PackFew<kFloat32>,
                                      Multiply<kFloat32>, MultiplyCodes<kFloat32>, nullptr,
                                      8, kX86 ? kE3M2 + 1 : 0, kAnew, !kX86};
 }  // namespace
 const MatmulKernels kMatmul = {
-    {&kInt8Panels, kShort, nullptr, &kFloat32Panels}, PackCodesPortable, Store};
+    {kBytes, kShort, nullptr, &kFloat32Panels}, PackCodesPortable, Store};
 #else
 namespace {
 const PanelKernels kFloat32Panels = {PackLhs<kFloat32>,  PackRhs<kFloat32>, PackFew<kFloat32>,

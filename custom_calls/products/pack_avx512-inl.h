@@ -202,7 +202,7 @@ MX_INLINE void SpreadWords(__m512i even, __m512i odd, __m512i* words) {
 // Codes to the words of a panel, of 16 rows.
 template <PanelType kType>
 MX_INLINE void Expand(const Decoder& decoder, const __m512i codes[8], __m512i words[32]) {
-  if (kType != kInt8 && IsShort(decoder.element)) {
+  if (kType != kInt8 && ElementBits(decoder.element) <= 6) {
     constexpr int kWords = (int)BytesPerElement(kType);
     const __m512i first = decoder.table[0], second = decoder.table[1];
     MX_UNROLL
@@ -217,7 +217,7 @@ MX_INLINE void Expand(const Decoder& decoder, const __m512i codes[8], __m512i wo
   MX_UNROLL
   for (int g = 0; g < 8; ++g) {
     if (kType == kInt8) {
-      words[g] = LookupBytes(decoder, codes[g]);
+      words[g] = LookupBytes(decoder.table, decoder.levels, codes[g]);
       continue;
     }
     MX_UNROLL
@@ -345,7 +345,8 @@ void PackLhs(const Source& source, int64_t first_row, char* out, int64_t stride,
 template <PanelType kType>
 MX_INLINE Elements32 Decoded(const Decoder& decoder, __m256i codes) {
   if (kType == kInt8) {
-    return {LookupBytes(decoder, _mm512_castsi256_si512(codes)), _mm512_setzero_si512()};
+    return {LookupBytes(decoder.table, decoder.levels, _mm512_castsi256_si512(codes)),
+            _mm512_setzero_si512()};
   }
   const __m512i words = LookupWords(decoder, codes);
   return kType == kFloat32 ? Widen(words) : Elements32{words, _mm512_setzero_si512()};

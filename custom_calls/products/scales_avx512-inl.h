@@ -9,20 +9,6 @@
 namespace mx::MX_TARGET {
 namespace {
 
-MX_INLINE bool IsZeroBlock(const Source& source, int64_t row, int64_t block) {
-  const int64_t begin = block * source.block;
-  int64_t end = begin + source.block;
-  if (end > source.k) end = source.k;
-  // Both zeros of the float formats, and INT8's only one, which -128 is not.
-  const bool is_int = source.element == kElementInt8;
-  const uint8_t magnitude = is_int ? 0xff : (uint8_t)((1 << (ElementBits(source.element) - 1)) - 1);
-  const uint8_t* p = (const uint8_t*)source.elements + row * source.row_stride;
-  for (int64_t k = begin; k < end; ++k) {
-    if (p[k * source.k_stride] & magnitude) return false;
-  }
-  return true;
-}
-
 MX_INLINE const uint8_t* ScalesOfBlock(const Source& source, int64_t first_row, int64_t block) {
   if (source.layout != kStrided) {
     return ScalesAt(source, first_row, block);
@@ -63,7 +49,6 @@ MX_INLINE __m256i LoadScaleBytes(const Source& source, int64_t first_row, int64_
   return _mm256_loadu_si256((const __m256i*)bytes);
 }
 
-// Zero blocks have byte 0. Any scale does for them, and an ordinary one costs nothing.
 MX_INLINE __m256i WithoutZeroBlocks(const Source& source, int64_t first_row, int64_t block,
                                     __m256i bytes) {
   __mmask32 small = _mm256_cmplt_epu8_mask(bytes, _mm256_set1_epi8(32));
@@ -73,16 +58,6 @@ MX_INLINE __m256i WithoutZeroBlocks(const Source& source, int64_t first_row, int
     if ((small >> i & 1) && IsZeroBlock(source, first_row + i, block)) zero |= 1u << i;
   }
   return _mm256_mask_mov_epi8(bytes, zero, _mm256_set1_epi8(127));
-}
-
-// 2^(byte - 127), times the factor that table[127] holds: the exponent's bits, but for both ends.
-MX_INLINE __m512 PowersOfTwo(__m512i bytes, const float* table) {
-  __m512i bits = _mm512_slli_epi32(bytes, 23);
-  const __mmask16 subnormal = _mm512_testn_epi32_mask(bytes, bytes);
-  const __mmask16 nan = _mm512_cmpeq_epi32_mask(bytes, _mm512_set1_epi32(255));
-  bits = _mm512_mask_mov_epi32(bits, subnormal, _mm512_set1_epi32(0x00400000));
-  bits = _mm512_mask_mov_epi32(bits, nan, _mm512_set1_epi32(0x7fc00000));
-  return _mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(table[127]));
 }
 
 // The float32 scales of 32 rows of one chunk.
@@ -105,8 +80,7 @@ MX_INLINE void LoadScales(const Source& source, const float* table, int64_t firs
     for (int half = 0; half < 2; ++half) {
       const __m512i index = _mm512_cvtepu8_epi32(half ? _mm256_extracti128_si256(bytes, 1)
                                                       : _mm256_castsi256_si128(bytes));
-      scales[s][half] = source.scale_kind == kScaleE8M0 ? PowersOfTwo(index, table)
-                                                        : _mm512_i32gather_ps(index, table, 4);
+      scales[s][half] = _mm512_i32gather_ps(index, table, 4);
     }
   }
 }

@@ -10,7 +10,6 @@
 
 #include "common/float_environment.h"
 #include "common/thread_pool.h"
-#include "products/fold.h"
 #include "products/problem.h"
 #include "products/scratch.h"
 #include "products/weights.h"
@@ -27,6 +26,34 @@ constexpr int64_t kThinPanels = 4;  // of one task, at most
 constexpr int64_t kThinSlice = 16;  // chunks of codes as they came, packed at a time
 constexpr int64_t kThinBytes = kThinPanels * kTileColumns * (kThinSlice * kChunk + 64);
 constexpr int64_t kThinPanelBytes = 24 << 10;  // more than a panel of a slice has
+
+// Whether a float of this magnitude, as bits, is 0, or between 2^-34 and 2^40.
+inline bool IsFoldable(uint32_t magnitude) {
+  const uint32_t lowest = (127 - 34) << 23, highest = (127 + 40) << 23;
+  return (magnitude == 0) | (magnitude - lowest <= highest - lowest);
+}
+
+// Copies a panel of float32 lhs of `rows` rows to `out`, times kFoldLhs. False where that might
+// change a bit or come near a subnormal.
+inline bool FoldLhs(int32_t block, int64_t num_chunks, int rows, const char* lhs, char* out) {
+  const float* from = reinterpret_cast<const float*>(lhs);
+  float* to = reinterpret_cast<float*>(out);
+  const int64_t num_scales = kChunk / block * rows, count = kChunk * rows;
+  for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
+    std::memcpy(to, from, static_cast<size_t>(num_scales) * sizeof(float));
+    from += num_scales, to += num_scales;
+    int outside = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      uint32_t magnitude;
+      std::memcpy(&magnitude, from + i, sizeof magnitude);
+      outside |= !IsFoldable(magnitude & 0x7fffffff);
+    }
+    if (outside) return false;
+    for (int64_t i = 0; i < count; ++i) to[i] = from[i] * kFoldLhs;
+    from += count, to += count;
+  }
+  return true;
+}
 
 // One product, and its lhs in the panels that its way wants.
 class ThinProduct {
@@ -113,7 +140,7 @@ class ThinProduct {
     return bytes;
   }
 
-  // Whether rhs may be multiplied faster by a folded lhs: see fold.h.
+  // Whether rhs may be multiplied faster by a folded lhs: see FoldLhs.
   bool MayFold() const {
     return rhs.element < panels().folded && rhs.scale_kind == kScaleE8M0;
   }

@@ -38,14 +38,6 @@ bool IsSubnormalCode(Element element, uint8_t code) {
   return element <= kE5M2 && magnitude != 0 && magnitude <= fraction;
 }
 
-bool IsZeroBlock(const Source& source, int64_t row, int64_t first, int64_t last) {
-  const float* values = TablesOf(source.element).float32;
-  for (int64_t k = first; k < last; ++k) {
-    if (values[CodeAt(source, row, k)] != 0.0f) return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 void PackCodesPortable(const Source& source, int64_t first_row, uint8_t* out) {
@@ -78,10 +70,8 @@ void PackCodesPortable(const Source& source, int64_t first_row, uint8_t* out) {
     for (int64_t row = 0; row < kTileColumns && first_row + row < source.rows; ++row) {
       uint8_t byte = source.scales[(first_row + row) * source.scale_row_stride +
                                    block * source.scale_block_stride];
-      const int64_t first = block * source.block, last = std::min(first + source.block, source.k);
-      const bool zero = source.scale_kind == kScaleE8M0 && byte < 32 &&
-                        IsZeroBlock(source, first_row + row, first, last);
-      if (zero) byte = one;
+      const bool small = source.scale_kind == kScaleE8M0 && byte < 32;
+      if (small && IsZeroBlock(source, first_row + row, block)) byte = one;
       summary.low = std::min(summary.low, byte);
       summary.high = std::max(summary.high, byte);
       summary.special |= source.scale_kind == kScaleE4M3 && byte >= 0x7f;

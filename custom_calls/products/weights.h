@@ -63,6 +63,14 @@ MX_INLINE const PanelSummary& SummaryOf(const Source& packed, int64_t panel) {
   return ((const PanelSummary*)records)[-1];
 }
 
+// Whether one of some chunks has subnormal codes.
+MX_INLINE bool HasSubnormals(const PanelSummary& summary, int64_t first, int64_t last, int shift) {
+  for (int64_t bit = first >> shift; bit <= last >> shift; ++bit) {
+    if (summary.subnormal[bit / 8] >> bit % 8 & 1) return true;
+  }
+  return false;
+}
+
 }  // namespace mx
 
 #endif  // MX_JAX_CUSTOM_CALLS_PRODUCTS_WEIGHTS_H_

@@ -5,8 +5,8 @@
 
 #include "common/element_codec.h"
 #include "common/scale_codec.h"
+#include "tests/cast_draw.h"
 #include "tests/check.h"
-#include "tests/formats.h"
 
 namespace {
 

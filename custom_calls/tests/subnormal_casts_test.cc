@@ -14,8 +14,7 @@
 #include "common/dispatch.h"
 #include "common/macros.h"
 #include "common/thread_pool.h"
-#include "tests/check.h"
-#include "tests/formats.h"
+#include "tests/cast_draw.h"
 
 #if MX_X86
 #include "tests/subnormal.h"

@@ -106,9 +106,8 @@ def recipe_for(activations: str | None, formats: Sequence[BlockFormat] = ()) -> 
     form = block_format(activations)
     for each in formats:
         recipes.weight_only(each).with_(activations=form)
-    return recipes.high_precision().with_(
-        fwd={"lhs": form, "rhs": None}, name=f"{activations} x stored"
-    )
+    fwd = recipes.MatmulSpec(lhs=recipes.weight_only(form).fwd.rhs, rhs=None)
+    return recipes.high_precision().with_(fwd=fwd, name=f"{activations} x stored")
 
 
 # From the path of a product's weights, and values or codes `[out, in]` of which they consist, as

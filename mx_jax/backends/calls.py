@@ -10,11 +10,10 @@ import numpy as np
 
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.codecs.blocks import Blocks, num_blocks, scales_shape, varying_axes
-from mx_jax.codecs.rounding import Rounding
+from mx_jax.codecs.rounding import DerivedKey, Rounding
 from mx_jax.formats import BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
-from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.reference.scale_rules import ScaleRule, scale_rule_for
 
 # Values of blocks that bfloat16 is to hold are kept times 2^-2, since scales that are rounded up

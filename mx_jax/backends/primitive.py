@@ -26,14 +26,12 @@ from mx_jax.backends.select import Choice, find, select
 from mx_jax.backends.target import Target
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.lowering import eager, lowered_for, on_one_device
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.packed import PackedMXArray, unpacked
-from mx_jax.reference.random_bits import DerivedKey
 
 # What codes and integers are the results of: no derivative reaches through them.
 _SLOPELESS = (QuantizeCall, QuantizeBothCall, calls.CastStatisticsCall, calls.RandomBitsCall)
 _DRAWS = (QuantizeCall, QuantizeBothCall, calls.TransformCall)
-# What `partition` splits between devices.
-_SPLIT = (MatmulCall, QuantizeCall, QuantizeBothCall)
 
 
 def bind(call: Call, *operands: Any, sources: Callable[[], Sequence[Any]] | None = None) -> Any:
@@ -52,9 +50,10 @@ def bind(call: Call, *operands: Any, sources: Callable[[], Sequence[Any]] | None
     if sources is not None and target.platform == "tpu":
         call, operands = _with_sources(call, operands, sources())
     asked = Asked.here(target)
-    # A trace for a CPU has no kernels in place, unless somebody adds or names them.
+    # What a name alone would reject is an error here; what is named or added may run in place.
     is_told = asked.only is not None or asked.preferred or asked.added
-    if target.platform != "cpu" or is_told or selection.active.value is not None:
+    # Casts that are made one by one share their lowering with equal ones, as two equations.
+    if is_told or (target.platform != "cpu" and isinstance(call, QuantizeBothCall)):
         choice = choose_if_any(call)
         if choice is None and isinstance(call, QuantizeBothCall):
             return _each(bind, call, *operands)
@@ -76,13 +75,8 @@ def choose_if_any(call: Call) -> Choice | None:
     target, choice = machine.current_target(), None
     if isinstance(call, MatmulCall) and compiler_splits() and partition.can_split(call, target):
         # A mesh in context says that the compiler splits the product: who computes the parts?
-        choice = find(call, dataclasses.replace(target, num_devices=1, counted=True))
-        choice = None if choice is None or choice.offer.inline else choice
+        choice = _of_a_part(call, dataclasses.replace(target, counted=True))
     choice = choice or find(call, target)
-    # What is drawn is a part of the cast that it is drawn for.
-    recorder = None if isinstance(call, calls.RandomBitsCall) else selection.active.value
-    if recorder is not None:
-        _record(call, target, choice)
     if choice is None:
         return None
     offer = choice.offer
@@ -93,18 +87,11 @@ def choose_if_any(call: Call) -> Choice | None:
         run = functools.partial(equation, Asked.here(target))
     elif isinstance(call, _DRAWS) and not offer.takes_keys:
         run = functools.partial(_with_drawn, run)
-    if recorder is not None and recorder.marks:
-        run = functools.partial(_marked, f"{selection.MARK}{len(recorder.entries) - 1}", run)
     return dataclasses.replace(choice, offer=dataclasses.replace(offer, run=run))
 
 
 def _with_drawn(run: Callable[..., Any], *given: Any) -> Any:
     return run(*_drawn(given[-1], bind, *given[:-1]), given[-1])
-
-
-def _marked(name: str, run: Callable[..., Any], *given: Any) -> Any:
-    with jax.named_scope(name):
-        return run(*given)
 
 
 def compiler_splits() -> bool:
@@ -113,34 +100,10 @@ def compiler_splits() -> bool:
     return mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
 
 
-def _record(call: Call, target: Target, choice: Choice | None) -> None:
-    """Add what was decided to the active record."""
-    how = "" if choice is None else choice.offer.how
-    if target.unsplit and target.num_devices > 1 and isinstance(call, _SPLIT):
-        how = "; ".join(filter(None, (how, f"split between devices by XLA: {target.unsplit}")))
-    if choice is not None and not target.counted and not isinstance(call, PackCall):
-        shared = dataclasses.replace(target, program_devices=target.num_devices, counted=True)
-        # Devices that share a product or a cast each compute their part by the same backend.
-        if partition.can_split(call, target) and not choice.offer.inline:
-            shared = dataclasses.replace(shared, num_devices=1)
-        found = [find(call, shared)]
-        if found == [None] and isinstance(call, QuantizeBothCall):
-            found = [find(call.first, shared), find(call.second, shared)]
-        names = dict.fromkeys(own.backend.name for own in found if own is not None)
-        if list(names) != [choice.backend.name]:
-            others = f"by {' and '.join(names)} where the program has several devices"
-            how = f"{how}; {others}" if how else others
-    selection.active.value.entries.append(
-        selection.Selection(
-            call=call,
-            target=target,
-            backend=None if choice is None else choice.backend.name,
-            rejections=selection.ask(call, target)[1] if choice is None else choice.rejections,
-            on_request=selection.on_request(call, target),
-            how=how,
-            measured=None if choice is None else choice.measured,
-        )
-    )
+def _of_a_part(call: Call, target: Target) -> Choice | None:
+    """The backend that computes one device's part of a call that the compiler splits, if any."""
+    choice = find(call, dataclasses.replace(target, num_devices=1))
+    return choice if choice is not None and choice.offer.takes_parts else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,12 +281,48 @@ class OnOneDevice:
     def __call__(self, call: Call, *operands: Any) -> Any:
         """What a call asks for, its operands behind it."""
         target = dataclasses.replace(self.target, num_devices=1)
-        with on_one_device(True), self.asked.on(target), lowered_for(target.platform):
-            choice = find(call, target)
-            if choice is not None and choice.offer.inline:
-                # No kernel of this kind has been seen inside a partitioned call.
-                target = self.target
-            return _compute(call, target, *operands)
+        with on_one_device(True), self.asked.on(target), lowered_for(target.units):
+            # No kernel of Pallas for GPUs has been seen inside a partitioned call.
+            part = _of_a_part(call, target)
+            return _compute(call, self.target if part is None else target, *operands)
+
+
+def answers(work: Work, num_devices: int = 1) -> list[tuple[Call, Target, Choice]]:
+    """Each call of an equation, the machine, and the backend that lowering would select.
+
+    Args:
+      work: the equation's parameter.
+      num_devices: of the program, where tracing did not count them.
+
+    Raises:
+      ValueError: as `select`.
+    """
+    call, asked, target = work.call, work.asked, work.asked.target
+    if not target.counted:
+        number = num_devices if asked.only is None else 1
+        target = dataclasses.replace(
+            target, num_devices=number, program_devices=num_devices, counted=True
+        )
+    is_split = target.num_devices > 1 and asked.only is None
+    if isinstance(call, MatmulCall):
+        # Values and codes of the same casts are multiplied by the same backend.
+        lhs, rhs = (dataclasses.replace(own, source=None) for _, own in call.sides)
+        call = dataclasses.replace(call, lhs=lhs, rhs=rhs)
+
+    def answer(call: Call) -> Choice:
+        can_split = is_split and partition.can_split(call, target)
+        if can_split and not (work.batches and isinstance(call, QuantizeCall)):
+            part = _of_a_part(call, target)
+            if part is not None:
+                how = "; ".join(filter(None, (part.offer.how, "codes move between devices")))
+                return dataclasses.replace(part, offer=dataclasses.replace(part.offer, how=how))
+        return select(call, target)
+
+    with asked.on(target):
+        each = [call]
+        if isinstance(call, QuantizeBothCall) and (is_split or find(call, target) is None):
+            each = [call.first, call.second]
+        return [(one, target, answer(one)) for one in each]
 
 
 def _plain(call: Call, *operands: Any) -> Any:
@@ -431,14 +430,12 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
         if isinstance(call, MatmulCall) and partition.can_split(call, target):
             return partition.multiply(on_each, call, *operands)
         splits = not work.batches and partition.can_split(call, target)
-        if isinstance(call, QuantizeCall) and splits:
-            # XLA's own partition moves values where blocks are cut.
-            choice = find(call, dataclasses.replace(target, num_devices=1))
-            if choice is not None and not choice.offer.inline:
-                return partition.quantize(on_each, call, *operands)
+        # Without it XLA's own partition moves values where blocks are cut.
+        if isinstance(call, QuantizeCall) and splits and _of_a_part(call, target) is not None:
+            return partition.quantize(on_each, call, *operands)
         return _compute(call, target, *operands)
 
-    with on_one_device(devices == 1), asked.on(target), lowered_for(platform):
+    with on_one_device(devices == 1), asked.on(target), lowered_for(target.units):
         # Not a partial: JAX reads the signature of what it traces, slowly if it is one.
         lower = mlir.lower_fun(lambda *leaves: work.compute(how, *leaves), multiple_results=True)
         return lower(shown or ctx, *values)

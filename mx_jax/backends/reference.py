@@ -6,8 +6,9 @@ from typing import Any
 from mx_jax.backends import calls
 from mx_jax.backends.calls import Call, TransformCall
 from mx_jax.backends.target import Backend, Offer
+from mx_jax.codecs.rounding import draw_bits
 from mx_jax.mxarray import decode
-from mx_jax.reference import hadamard, matmul, quantize, ragged, random_bits, statistics
+from mx_jax.reference import hadamard, matmul, quantize, statistics
 
 
 def _offer(call: type[Call], run: Callable[..., Any], how: str = "") -> Offer:
@@ -29,7 +30,7 @@ REFERENCE = Backend(
         # XLA's own ragged product of dequantized operands.
         _offer(
             calls.RaggedCall,
-            lambda lhs, rhs, group_sizes, call: ragged.scaled_ragged_dot(
+            lambda lhs, rhs, group_sizes, call: matmul.scaled_ragged_dot(
                 lhs, rhs, group_sizes, call.contracting, call.out_dtype, call.precision
             ),
         ),
@@ -54,7 +55,7 @@ REFERENCE = Backend(
         ),
         _offer(
             calls.RandomBitsCall,
-            lambda key, call: random_bits.draw_bits(key.get(), call.shape, call.width),
+            lambda key, call: draw_bits(key.get(), call.shape, call.width),
         ),
         _offer(
             TransformCall,

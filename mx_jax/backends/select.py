@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -26,63 +25,6 @@ BACKENDS: tuple[Backend, ...] = (
     *(XLA, CPU_FFI, XLA_SCALED, PALLAS_TPU, XLA_BFLOAT16, XLA_ROUNDED),
     *(REFERENCE, PALLAS_GPU),
 )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Selection:
-    """One question to the backends, and their answer."""
-
-    call: Call
-    target: Target
-    backend: str | None  # the first that accepts; None if all that are asked reject
-    rejections: tuple[tuple[str, str], ...]  # (name, reason) of those tried before
-    # (name, why it is not asked) of those that would accept if they were named.
-    on_request: tuple[tuple[str, str], ...]
-    how: str = ""  # what the one that accepts says of how it computes, in words; may be empty
-    measured: Row | None = None  # what was measured of the backend, where it is fastest
-
-
-# In the name stack of what computes an entry of a recorder, with the entry's index behind.
-MARK = "mx_jax.entry_"
-
-
-@dataclasses.dataclass(eq=False)
-class Recorder:
-    """What a trace met, in order; equal only to itself."""
-
-    # Selections, and remarks on what is done besides.
-    entries: list[Selection | str] = dataclasses.field(default_factory=list)
-    marks: bool = False  # whether what is selected runs under a name that says which entry it was
-    # Of the mesh along which arguments are sharded, where none is in context.
-    axes: tuple[str, ...] = ()
-
-    @property
-    def selections(self) -> list[Selection]:
-        return [entry for entry in self.entries if isinstance(entry, Selection)]
-
-
-# `active.value` is the recorder in use, or None.
-# In jit's cache key, and no recorder equals another: so nothing that is traced for one is answered
-# from an earlier trace, and no later call from this one.
-active: Any = jax.make_user_context(default_value=None)
-
-
-@contextlib.contextmanager
-def recording(*, marks: bool = False, axes: tuple[str, ...] = ()) -> Iterator[Recorder]:
-    """A context in which every selection is recorded; in nested ones, by the innermost.
-
-    It records what is traced: of a function under `jit`, the first of several equal calls. With
-    `marks` the jaxpr says which of its equations compute which entry: see `MARK`.
-    """
-    recorder = Recorder(marks=marks, axes=axes)
-    with active(recorder):
-        yield recorder
-
-
-def remark(text: str) -> None:
-    """Say something of a call to whoever records it, as `explain` does."""
-    if (recorder := active.value) is not None:
-        recorder.entries.append(text)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,6 +82,8 @@ def ask(call: Call, target: Target) -> tuple[Choice | None, tuple[tuple[str, str
 
 def on_request(call: Call, target: Target) -> tuple[tuple[str, str], ...]:
     """(name, why) of the backends that are asked only by name and would take the call."""
+    if only_named.value is not None:
+        return ()
     target = _counted(target)
     unasked, why = _unasked(row_about(call, target)), _why_unasked(target)
     return tuple(
@@ -151,8 +95,9 @@ def on_request(call: Call, target: Target) -> tuple[tuple[str, str], ...]:
 
 def _unasked(row: Row | None) -> set[str]:
     """Names of those behind the reference for which neither a name nor a measurement speaks."""
-    measured = set() if row is None else {row.backend}
-    return only_if_named() - {only_named.value, *preferred_names.value, *measured}
+    names = [backend.name for backend in known_backends()]
+    behind, measured = names[names.index(REFERENCE.name) + 1 :], row and row.backend
+    return {*behind} - {only_named.value, *preferred_names.value, measured}
 
 
 def _why_unasked(target: Target) -> str:
@@ -165,12 +110,6 @@ def _why_unasked(target: Target) -> str:
 def _counted(target: Target) -> Target:
     """The machine as a program of one device has it, where the devices are not counted."""
     return target if target.counted else dataclasses.replace(target, num_devices=1, counted=True)
-
-
-def only_if_named() -> set[str]:
-    """Names of those behind the reference, which nothing but their name reaches."""
-    names = [backend.name for backend in known_backends()]
-    return set(names[names.index(REFERENCE.name) + 1 :])
 
 
 # Overrides enter the jit cache key, `target.only_named` too: a function traced under one backend is

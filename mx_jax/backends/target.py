@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from mx_jax.axes import Side
 from mx_jax.backends.calls import NOT_OFFERED, Call
+from mx_jax.codecs.lowering import TPU_FLOAT8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,12 @@ class Target:
         if self.platform == "tpu":
             return frozenset(_TPU_UNITS.get(self.device_kind or "", ()))
         return frozenset({"float"} if self.platform == "rocm" else ())
+
+    @property
+    def units(self) -> str:
+        """What `codecs.lowering.lowered_for` is told."""
+        converts = self.platform == "tpu" and "float" in self.multiplies
+        return TPU_FLOAT8 if converts else self.platform
 
     @property
     def unsplit(self) -> str | None:
@@ -209,6 +216,7 @@ class Offer:
         `pack_weights`. None: neither.
       takes_keys: whether it takes a `DerivedKey` in place of random bits or signs, if the backend
         draws them itself; else they are drawn before.
+      takes_parts: whether it may compute a device's part of a call that the compiler splits.
       inline: whether `run` is traced in place and not when it is lowered: interpreters of kernels
         have effects, which JAX wants to see.
     """
@@ -220,6 +228,7 @@ class Offer:
     describes: Callable[[Any], str] | None = None
     lays_out: Callable[[Any], Side | None] = lambda call: None
     takes_keys: bool = False
+    takes_parts: bool = True
     inline: bool = False
 
 

@@ -6,7 +6,7 @@ s_b`: the codes go to the platform's matrix units as they are. All else is decod
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -28,7 +28,7 @@ from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN, scale_to_float32
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray, decode
 from mx_jax.reference import hadamard
-from mx_jax.reference.ragged import grouped_dot
+from mx_jax.reference.matmul import grouped_dot
 from mx_jax.sharding.movement import reduced_in
 
 # Codes by codes -----------------------------------------------------------------------------------
@@ -80,7 +80,11 @@ def _multiply_codes(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     precision = lax.Precision.DEFAULT if call.fast_accumulation else lax.Precision.HIGHEST
     sums_type = jnp.int32 if lhs.format.element.kind == "int" else _shared_dtype(call)
 
-    def dot(left: jax.Array, right: jax.Array, dimensions: Any = call.dimension_numbers) -> Any:
+    def dot(
+        left: jax.Array,
+        right: jax.Array,
+        dimensions: lax.DotDimensionNumbers = call.dimension_numbers,
+    ) -> Any:
         return lax.dot_general(
             left, right, dimensions, precision=precision, preferred_element_type=sums_type
         )
@@ -125,6 +129,10 @@ XLA = Backend(
 )
 
 
+AnyProduct = MatmulCall | RaggedCall
+# Of fewer rows each value is read once, by a kernel that decodes it.
+_FEW = 32
+
 # By bfloat16 -------------------------------------------------------------------------------------
 
 HOW = "XLA bfloat16 dot, float32 sums"
@@ -142,7 +150,7 @@ def bfloat16_holds(format: BlockFormat) -> bool:
     return (format.element.significand_bits if digits is None else digits) <= _DIGITS
 
 
-def _rejects(call: MatmulCall | RaggedCall, target: Target) -> str | None:
+def _rejects(call: AnyProduct, target: Target) -> str | None:
     """Why not: a CPU, an operand that bfloat16 does not hold, scales inside the sums."""
     if target.platform == "cpu":
         return _NO_CPU
@@ -175,7 +183,7 @@ def _block_size(own: calls.OperandType | MXArray) -> int | None:
     return int(format.block[1])
 
 
-def _is_highest(call: MatmulCall | RaggedCall) -> bool:
+def _is_highest(call: AnyProduct) -> bool:
     """Whether what the caller asks for is float32's precision, in one of JAX's ways."""
     asked = call.precision if isinstance(call.precision, tuple) else (call.precision,)
     return any(own is not None and lax.Precision(own) == lax.Precision.HIGHEST for own in asked)
@@ -221,7 +229,7 @@ def _no_scale_of_a_group(side: str, own: calls.OperandType) -> str:
     )
 
 
-def _rejects_rounded(call: MatmulCall | RaggedCall, target: Target) -> str | None:
+def _rejects_rounded(call: AnyProduct, target: Target) -> str | None:
     """As `_rejects`; no blocks under float32 scales, or all of their digits asked for."""
     if _block_size(call.lhs) is None and _block_size(call.rhs) is None:
         return (
@@ -243,7 +251,7 @@ def block_values(operand: Operand) -> tuple[jax.Array, float]:
         return operand, 1.0
     if operand.format.scale.is_float32:
         values = element_codec.decode(operand.codes, operand.format.element, jnp.bfloat16)
-        return _apart(values), 1.0
+        return values, 1.0
     if operand.format.scale.kind == "exponent":
         codes, inside = blocks.split(operand.codes, operand.blocks)
         scales = blocks.spread(operand.scales, inside)
@@ -252,13 +260,23 @@ def block_values(operand: Operand) -> tuple[jax.Array, float]:
             for decode in (_under_exponent_on_tpus, _under_exponent)
         )
         values = platform_dependent(codes, scales, tpu=on_tpus, default=elsewhere)
-        return _apart(blocks.merge(values, operand.shape, inside)), 2.0**_HEADROOM
-    return _apart(decode(sums.without_tensor_scale(operand), jnp.bfloat16)), 1.0
+        return blocks.merge(values, operand.shape, inside), 2.0**_HEADROOM
+    return decode(sums.without_tensor_scale(operand), jnp.bfloat16), 1.0
 
 
-def _apart(values: jax.Array) -> jax.Array:
-    """Values in a kernel of their own on TPUs: inside of a product XLA decodes them repeatedly."""
-    return platform_dependent(values, tpu=lax.optimization_barrier, default=lambda values: values)
+def _values(
+    of: Callable[[Operand], tuple[jax.Array, float]], lhs: Operand, rhs: Operand, call: AnyProduct
+) -> tuple[jax.Array, jax.Array, float]:
+    """Both operands' values as a function gives them, and what their sums lack."""
+    (left, left_factor), (right, right_factor) = of(lhs), of(rhs)
+    if min(call.lhs.rows, call.rhs.rows) > _FEW:
+        # Inside of a product XLA would decode them for each tile, and compile for minutes.
+        left, right = platform_dependent(
+            *(left, right),
+            tpu=lambda *values: lax.optimization_barrier(values),
+            default=lambda *values: values,
+        )
+    return left, right, left_factor * right_factor
 
 
 def _rounded_values(operand: Operand) -> tuple[jax.Array, float]:
@@ -267,9 +285,7 @@ def _rounded_values(operand: Operand) -> tuple[jax.Array, float]:
         return block_values(operand)
     # The largest float32 would round to Inf.
     values = (decode(operand, jnp.float32) * 2.0**-_HEADROOM).astype(jnp.bfloat16)
-    # Fused into the dot on a TPU, it compiles for minutes.
-    apart = platform_dependent(values, tpu=lax.optimization_barrier, default=lambda x: x)
-    return apart, 2.0**_HEADROOM
+    return values, 2.0**_HEADROOM
 
 
 def _under_exponent(codes: jax.Array, scales: jax.Array, element: ElementFormat) -> jax.Array:
@@ -306,20 +322,23 @@ def _under_exponent_on_tpus(
     if not blocks.is_minor(scales, codes):
         return _under_exponent(codes, scales, element)
     # Of 255 scales float32 has 254 as normal numbers. What is below 2^-124 may count as zero: so
-    # may all under 2^-127 but for large elements, which are Inf under 2^127, here NaN.
+    # may all under 2^-127 but for large elements. Theirs are scaled up, and 2^127, which is one too
+    # many then, is told by its sign. NaN is told by zero.
     up = int(element.max >= 2.0**3)
     exponent = scales.astype(jnp.int32) - E8M0_BIAS + up
     powers = power_of_two(clip(exponent, -126, 127))
-    powers = blocks.spread_minor(select(exponent > 127, 0.0, powers), codes.shape[-1])
-    values = element_codec.decode_as_tpus(blocks.merge_minor(codes), element) * 2.0 ** -(
-        _HEADROOM + up
-    )
+    powers = select(exponent > 127, -powers * up, powers)
+    powers = select(scales == E8M0_NAN, 0.0, powers)
+    powers = blocks.spread_minor(powers, codes.shape[-1])
+    factor = 2.0 ** -(_HEADROOM + up)
+    factors = select(powers < 0, -2 * factor, factor) if up else factor
+    values = element_codec.decode_as_tpus(blocks.merge_minor(codes), element) * factors
     values = select(powers == 0, jnp.nan, values * powers).astype(jnp.bfloat16)
     return split_axes(values, codes.shape, (codes.ndim - 1,))
 
 
 def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
-    (left, left_factor), (right, right_factor) = block_values(lhs), block_values(rhs)
+    left, right, factor = _values(block_values, lhs, rhs, call)
     of_sums: list[SumScale] = []
     of_blocks: list[SumScale] = []
     for operand, (side, own) in zip((lhs, rhs), call.sides, strict=True):
@@ -335,7 +354,6 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
     else:
         product = _shared_dot(left, right, call)
     product = sums.scaled(product, *of_sums)
-    factor = left_factor * right_factor
     return (product if factor == 1.0 else product * factor).astype(call.out_dtype)
 
 
@@ -347,13 +365,13 @@ def _sum_scales(side: Side, operand: MXArray, call: MatmulCall) -> tuple[SumScal
 
 
 def _multiply_rounded(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
-    (left, left_factor), (right, right_factor) = _rounded_values(lhs), _rounded_values(rhs)
+    left, right, factor = _values(_rounded_values, lhs, rhs, call)
     scales: list[SumScale] = []
     for operand, (side, _) in zip((lhs, rhs), call.sides, strict=True):
         if isinstance(operand, MXArray) and _block_size(operand) is None:
             scales += _sum_scales(side, operand, call)
     product = sums.scaled(_shared_dot(left, right, call), *scales)
-    return (product * (left_factor * right_factor)).astype(call.out_dtype)
+    return (product * factor).astype(call.out_dtype)
 
 
 def _shared_dtype(call: MatmulCall) -> Any:
@@ -368,7 +386,10 @@ def _shared_dot(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Arra
 
 
 def _dot(
-    left: jax.Array, right: jax.Array, dimensions: lax.DotDimensionNumbers, dtype: Any = jnp.float32
+    left: jax.Array,
+    right: jax.Array,
+    dimensions: lax.DotDimensionNumbers,
+    dtype: jax.typing.DTypeLike = jnp.float32,
 ) -> jax.Array:
     # Of bfloat16 there is nothing to split, whatever `jax_default_matmul_precision` says.
     default = lax.Precision.DEFAULT
@@ -421,14 +442,14 @@ def _blockwise_dot(
 def _multiply_groups(
     lhs: Operand, rhs: Operand, group_sizes: jax.Array, call: RaggedCall
 ) -> jax.Array:
-    (left, left_factor), (right, right_factor) = _rounded_values(lhs), _rounded_values(rhs)
+    left, right, factor = _values(_rounded_values, lhs, rhs, call)
     product = grouped_dot(
         left, right, group_sizes, call.contracting, lax.Precision.DEFAULT, jnp.float32
     )
     sides: tuple[tuple[Side, Operand], ...] = ("lhs", lhs), ("rhs", rhs)
     found = (_scale_of_groups(side, x, group_sizes, call) for side, x in sides)
     product = sums.scaled(product, *(scale for scale in found if scale is not None))
-    return (product * (left_factor * right_factor)).astype(call.out_dtype)
+    return (product * factor).astype(call.out_dtype)
 
 
 def _scale_of_groups(

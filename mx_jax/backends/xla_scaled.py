@@ -38,7 +38,7 @@ NVFP4: Kind = (E2M1, E4M3_SCALE, 16)
 _MXFP8 = (MXFP8_E4M3, MXFP8_E5M2)
 
 # By the kinds of lhs and rhs, the first version of JAX that was seen to compile their product to
-# one kernel, for each of these capabilities: tests/gpu/test_compile_scaled.py compiles them again.
+# one kernel, for each of these capabilities: tests/gpu/test_compile.py compiles them again.
 NATIVE: dict[tuple[Kind, Kind], tuple[int, ...]] = {
     **{(lhs, rhs): (0, 10, 2) for lhs in _MXFP8 for rhs in _MXFP8},
     **{pair: (0, 12, 0) for own in _MXFP8 for pair in ((own, MXFP4), (MXFP4, own))},

@@ -332,7 +332,7 @@ def _stored(name: str, x: MXArray, row: Layout) -> dict[str, files.Entry]:
     return dict(zip(row.parts(base).values(), entries, strict=True))
 
 
-def _matrices_transposed(x: Any) -> files.Entry:
+def _matrices_transposed(x: jax.Array | files.Entry) -> files.Entry:
     """An array, or one that is made when its turn comes, with its last two axes exchanged."""
     entry = files.Entry.of(x)
     *outer, rows, columns = entry.shape

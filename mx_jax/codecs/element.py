@@ -14,7 +14,7 @@ from jax import lax
 
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like
-from mx_jax.codecs.lowering import platform_dependent
+from mx_jax.codecs.lowering import TPU_FLOAT8, lowered_for, platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.formats import E4M3, E5M2, ElementFormat
 from mx_jax.formats.element import known_element
@@ -67,9 +67,12 @@ def encode(
       >>> encode(jnp.array([0.25, 0.75, -5.0, 1e9]), E2M1)
       Array([ 0,  2, 14,  7], dtype=uint8)
     """
+    near = isinstance(exponent, int) and abs(exponent) < _NEAR
+    plain = rounding == NEAREST and saturate and near and not exponent
+    if lowered_for.value == TPU_FLOAT8 and plain and known_element(element) in _CONVERTED:
+        return _converted(x, element, has_nan)
     bits = float32.to_bits(x)
     magnitude = float32.bitwise_and(bits, float32.ABS)
-    near = isinstance(exponent, int) and abs(exponent) < _NEAR
     if rounding == NEAREST and near and element.kind == "int":
         return _fixed_point(bits, element, int(exponent), has_nan and not fits, fits)
     if rounding != NEAREST:
@@ -89,6 +92,18 @@ def encode(
         )
     code = _with_sign(half, bits, magnitude if has_nan else None, element)
     return lax.convert_element_type(code, jnp.uint8)
+
+
+def _converted(x: jax.Array, element: ElementFormat, has_nan: bool) -> jax.Array:
+    """By a device's own conversion, of signed numbers."""
+    x, limit = x.astype(jnp.float32), np.float32(element.max)
+    native = lax.convert_element_type(lax.clamp(-limit, x, limit), element.dtype)
+    code = lax.bitcast_convert_type(native, jnp.uint8)
+    if not has_nan:
+        return code
+    sign = float32.bitwise_and(float32.shift_right(float32.to_bits(x), 24), element.sign_code)
+    nan = lax.convert_element_type(float32.bitwise_or(sign, element.nan_code or 0), jnp.uint8)
+    return float32.select(lax.ne(x, x), nan, code)
 
 
 def encode_products(
@@ -255,7 +270,7 @@ def _rounded_near(
     if not exponent and sums_digits(element):
         named["tpu"] = by_digits
     if not exponent and saturate and known_element(element) in _CONVERTED:
-        named |= {"cuda": by_conversion, "rocm": by_conversion}
+        named |= dict.fromkeys(("cuda", "rocm", TPU_FLOAT8), by_conversion)
     return platform_dependent(magnitude, default=by_addition, **named)
 
 

@@ -10,7 +10,9 @@ from jax.extend.core import Primitive
 
 R = TypeVar("R")
 
-# `lowered_for.value` is the platform while a call is lowered, else None.
+# `lowered_for.value` is the platform while a call is lowered, else None; `TPU_FLOAT8` of those TPUs
+# that convert to float8 in one instruction.
+TPU_FLOAT8 = "tpu, float8"
 lowered_for: Any = jax.make_user_context(default_value=None)
 # Set where lowering knows that no devices share a call: then a compiled handler need not tell the
 # compiler how they may split it.
@@ -19,9 +21,13 @@ on_one_device = jax.make_user_context(default_value=False)
 
 def platform_dependent(*operands: Any, default: Callable[..., R], **named: Callable[..., R]) -> R:
     """`lax.platform_dependent`, which traces one implementation where the platform is known."""
-    if lowered_for.value is None:
+    platform = lowered_for.value
+    if platform is None:
+        named.pop(TPU_FLOAT8, None)
         return lax.platform_dependent(*operands, default=default, **named)
-    return named.get(lowered_for.value, default)(*operands)
+    if platform == TPU_FLOAT8 and platform not in named:
+        platform = "tpu"
+    return named.get(platform, default)(*operands)
 
 
 def eager(primitive: Primitive, *operands: jax.Array, **params: Hashable) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from mx_jax.codecs import blocks as block_shapes
@@ -22,9 +23,9 @@ from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes, split_axes
 from mx_jax.codecs.float32 import clip, select
-from mx_jax.codecs.lowering import platform_dependent
+from mx_jax.codecs.lowering import on_one_device, platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
-from mx_jax.formats import BlockFormat, ScaleFormat
+from mx_jax.formats import BlockFormat, ElementFormat, ScaleFormat
 
 E8M0_BIAS = 127
 E8M0_NAN = 255
@@ -318,6 +319,60 @@ def decode_scaled(
     divides = format.scale.kind == "divisor"
     product = divide_elements(values, scale) if divides else values * scale
     return float32.to_bits(product)
+
+
+def decodes_normal(x: block_shapes.Blocked, exponent: int) -> bool:
+    """Whether `decode_normal` is for an array. On one device: all scales together decide."""
+    constant = on_one_device.value and all(isinstance(n, int) for n in x.codes.shape)
+    low, high = _normal_scales(x.format.element, exponent)
+    return constant and x.format.scale.kind == "exponent" and 0 <= low <= high < E8M0_NAN
+
+
+def _normal_scales(element: ElementFormat, exponent: int) -> tuple[int, int]:
+    """The first and the last under which values but zero are finite normal numbers or NaN."""
+    lowest = 1 - min(element.emin - element.mantissa_bits, 0)
+    return lowest - exponent, 253 - max(element.emax, 0) - max(exponent, 0)
+
+
+def are_normal(x: block_shapes.Blocked, exponent: int) -> jax.Array:
+    """Whether all values are what `decode_normal` has; so are blocks of zeros, under any scale."""
+    element = x.format.element
+    low, high = _normal_scales(element, exponent)
+    is_low = float32.lt(x.scales, low)
+    any_is_low = _anywhere(is_low)
+
+    def are_zeros() -> jax.Array:
+        magnitude = element.sign_code * (1 if element.kind == "float" else 2) - 1
+        codes, inside = block_shapes.split(float32.bitwise_and(x.codes, magnitude), x.blocks)
+        return ~_anywhere(jnp.any(float32.gt(codes, 0), inside) & is_low)
+
+    zeros_or_none = lax.cond(any_is_low, are_zeros, lambda: ~any_is_low)
+    return zeros_or_none & ~_anywhere(float32.gt(x.scales, high))
+
+
+@jax.custom_batching.custom_vmap
+def _anywhere(where: jax.Array) -> jax.Array:
+    return jnp.any(where)
+
+
+@_anywhere.def_vmap
+def _(size: int, batched: object, where: jax.Array) -> tuple[jax.Array, bool]:
+    # Of a batch as a whole: `lax.cond` would compute both of what differs between its members.
+    return _anywhere(where), False
+
+
+def decode_normal(x: block_shapes.Blocked, dtype: np.dtype, exponent: int) -> jax.Array:
+    """Values times `2^exponent` of an array that `are_normal`: one product, as TPUs have it."""
+    exponents = lax.convert_element_type(x.scales, jnp.int32) + (exponent - E8M0_BIAS)
+    powers, blocks = float32.power_of_two(clip(exponents, -126, 127)), dict(x.blocks)
+    if -1 in blocks and powers.shape[-1] > 1:
+        spread = block_shapes.spread_minor(jnp.expand_dims(powers, -1), int(blocks.pop(-1)))
+        powers = spread[..., : x.codes.shape[-1]]
+    codes, inside = block_shapes.split(x.codes, tuple(blocks.items()))
+    number = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32
+    values = element_codec.decode_as_tpus(codes, x.format.element).astype(number)
+    values = float32.mul(values, block_shapes.spread(powers.astype(number), inside))
+    return block_shapes.merge(values, x.codes.shape, inside).astype(dtype)
 
 
 def _times_power_of_two(pattern: jax.Array, exponent: jax.Array) -> jax.Array:

@@ -73,7 +73,7 @@ def _refuse(source: jax.Array, remedy: str) -> None:
 _refuse_again = functools.partial(
     _refuse,
     remedy="a product's gradient can be differentiated again if its recipe keeps the operands as "
-    "they came: recipe.with_(residuals='primal'); elsewhere write "
+    "they came: dataclasses.replace(recipe, residuals='primal'); elsewhere write "
     "lax.stop_gradient around x",
 )
 _refuse_parted = functools.partial(

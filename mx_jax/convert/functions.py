@@ -16,15 +16,15 @@ from jax.extend.core import Primitive  # pyright: ignore[reportPrivateImportUsag
 from jax.extend.core.primitives import dot_general_p
 from jax.interpreters import ad, batching, mlir
 
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.convert import jaxpr
 from mx_jax.convert.kinds import facts_held, kind_of
 from mx_jax.convert.rules import Decision, Layer, Report, Rule, as_rules, decide
-from mx_jax.jaxpr import calls
+from mx_jax.jaxpr import read
 from mx_jax.jaxpr.rewrite import Plan, Rewritten
 from mx_jax.nn.layers import RNG_STREAM, named_in_errors
 from mx_jax.ops.arguments import Key
 from mx_jax.recipes import Recipe
-from mx_jax.reference.random_bits import DerivedKey
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -232,7 +232,7 @@ def _traced(
     The last takes other arrays, a key, and the options of `ByRecipe`. What it gives back may be no
     array too.
     """
-    program, result = calls.traced(function, static.call, arrays)
+    program, result = read.traced(function, static.call, arrays)
     plan, decisions = jaxpr.planned(program, static.data, rules, modules)
 
     def by_plan(arrays: Sequence[Any], key: Key, **options: Any) -> Any:
@@ -253,7 +253,7 @@ def _check_key(key: Key, plan: Plan, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Static:
-    call: calls.Static
+    call: read.Static
     # For each array, whether it is data, or in an argument that holds weights.
     data: tuple[bool, ...]
 
@@ -280,11 +280,11 @@ def _split(
         )
     data = []
     for (_, argument, *path), leaf in jax.tree.leaves_with_path((tuple(args), kwargs)):
-        if calls.is_array(leaf):
+        if read.is_array(leaf):
             given = argument.key if isinstance(argument, jax.tree_util.DictKey) else argument.idx
             is_named = not called[given].isdisjoint(weights)
             data.append(not is_named or not jax.tree_util.keystr(tuple(path)).startswith(within))
-    call, arrays = calls.split(args, kwargs)
+    call, arrays = read.split(args, kwargs)
     return _Static(call, tuple(data)), arrays
 
 

@@ -19,6 +19,7 @@ from jax.extend.core.primitives import convert_element_type_p, transpose_p
 from jax.sharding import PartitionSpec
 
 from mx_jax.codecs.explicit_axes import varying
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.convert.kinds import (
     ATTENTION_PRODUCTS,
     ATTENTIONS,
@@ -29,8 +30,7 @@ from mx_jax.convert.kinds import (
 )
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.jaxpr import rewrite
-from mx_jax.jaxpr.names import LayerName
-from mx_jax.jaxpr.read import Site, name_of, walk
+from mx_jax.jaxpr.read import LayerName, Site, name_of, walk
 from mx_jax.jaxpr.regions import Values, regions
 from mx_jax.jaxpr.rewrite import Plan, Read
 from mx_jax.mxarray import values_p
@@ -38,7 +38,6 @@ from mx_jax.nn.layers import named_in_errors, recipe_of
 from mx_jax.ops.arguments import Key
 from mx_jax.packed import with_dtype
 from mx_jax.recipes import Recipe, high_precision
-from mx_jax.reference.random_bits import DerivedKey
 
 # From the recipe to what multiplies as `jax.lax.dot_general`, with `key`.
 ByRecipeFn = Callable[[Recipe], Callable[..., jax.Array]]

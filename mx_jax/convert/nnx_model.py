@@ -28,7 +28,7 @@ from mx_jax.convert.rules import (
     as_rules,
     decide,
 )
-from mx_jax.jaxpr.calls import of_arrays
+from mx_jax.jaxpr.read import of_arrays
 from mx_jax.nn.cache import CacheRows
 from mx_jax.nn.layers import nnx_spec
 from mx_jax.nn.nnx import RNG_STREAM, missing_stream, next_key

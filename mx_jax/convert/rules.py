@@ -14,7 +14,6 @@ from rich.text import Text
 from mx_jax.axes import Axes
 from mx_jax.convert.caches import CacheFormat
 from mx_jax.formats import BlockFormat, Whole
-from mx_jax.inspect.tables import aligned
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.recipes import MatmulSpec, Recipe
 
@@ -79,7 +78,7 @@ class Rule:
         if self.recipe is not None:
             recipe = as_recipe(self.recipe, f"Rule {self.pattern!r}", Recipe)
             if self.gather is not None:
-                recipe = recipe.with_(gather=self.gather)
+                recipe = dataclasses.replace(recipe, gather=self.gather)
             object.__setattr__(self, "recipe", recipe)
         if self.cache is not None and not isinstance(self.cache, CacheFormat):
             object.__setattr__(self, "cache", CacheFormat(self.cache))
@@ -575,3 +574,9 @@ def _by_number(operation: str, indices: range | frozenset[int], of: str, text: s
             r"e.g. of=r'block_(\d+)'"
         )
     return Numbered(indices, of, text)
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Lines of text whose columns are aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

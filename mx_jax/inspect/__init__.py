@@ -9,7 +9,6 @@ from mx_jax.inspect.capture import capture as capture
 from mx_jax.inspect.capture import guard as guard
 from mx_jax.inspect.explain import Explanation as Explanation
 from mx_jax.inspect.explain import explain as explain
-from mx_jax.inspect.explain import explain_call as explain_call
 from mx_jax.inspect.records import Jsonl as Jsonl
 from mx_jax.inspect.records import Memory as Memory
 from mx_jax.inspect.records import Record as Record

@@ -26,9 +26,8 @@ from mx_jax.inspect import statistics
 from mx_jax.inspect.observe import ARRAYS, Entry, Observation, Observed, State, entries_of
 from mx_jax.inspect.records import Memory, Record, Scalar, Sink, Tag
 from mx_jax.inspect.statistics import STATISTICS
-from mx_jax.jaxpr import calls
-from mx_jax.jaxpr.names import parted
-from mx_jax.jaxpr.read import live
+from mx_jax.jaxpr import read
+from mx_jax.jaxpr.read import live, parted
 from mx_jax.jaxpr.rewrite import Plan, Rewritten
 
 P = ParamSpec("P")
@@ -219,16 +218,16 @@ class Captured(Generic[P, R]):
                 "step=lambda *args: ..., which takes it from the arguments"
             )
         function, own, named, update = _functional(self.function, args, kwargs)
-        static, arrays = calls.split(own, named)
+        static, arrays = read.split(own, named)
         run = self._run if traced else self._compiled
         return update(run(function, static, arrays, step))
 
     def _run(
-        self, function: Callable[..., R], static: calls.Static, arrays: list[Any], step: Any
+        self, function: Callable[..., R], static: read.Static, arrays: list[Any], step: Any
     ) -> R:
         """The function's results, its program rewritten."""
         with parted(True):
-            program, result = calls.traced(function, static, arrays)
+            program, result = read.traced(function, static, arrays)
         program = live(program)
         arrays = [refuse_derivative(x, _refuse) for x in arrays]
         plan = self._plan(entries_of(program))

@@ -5,21 +5,18 @@ import os
 import platform
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 from rich.table import Table
 
 from mx_jax import recipes
-from mx_jax.backends import calls, select
 from mx_jax.backends.cpu_ffi import library
 from mx_jax.formats import MXFP4, MXFP8_E4M3
+from mx_jax.inspect.explain import explain
 from mx_jax.ops.dot_general import matmul
-from mx_jax.ops.packing import pack_weights
 from mx_jax.ops.quantize import dequantize, quantize, quantize_both
-from mx_jax.specs import MatmulRecipe
 
 _PACKAGES = ("jax", "jaxlib", "flax", "ml_dtypes", "numpy")
 _VARIABLES = (
@@ -31,23 +28,15 @@ _VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "XLA_FLAGS",
 )
-_SIZE = 1024
-
-
-def _product(recipe: MatmulRecipe | str) -> tuple[type[calls.Call], Callable[[jax.Array], Any]]:
-    return calls.MatmulCall, lambda x: matmul(x, x, recipe=recipe)
-
-
-# One call of each kind that matters.
-_EXAMPLES: dict[str, tuple[type[calls.Call], Callable[[jax.Array], Any]]] = {
-    "cast to MXFP8": (calls.QuantizeCall, lambda x: quantize(x, MXFP8_E4M3)),
-    "cast along both axes": (calls.QuantizeBothCall, lambda x: quantize_both(x, MXFP8_E4M3)),
-    "dequantize MXFP8": (calls.DequantizeCall, lambda x: dequantize(quantize(x, MXFP8_E4M3))),
-    "bfloat16 x MXFP4": _product(recipes.weight_only(MXFP4)),
-    "pack MXFP4 weights": (calls.PackCall, lambda x: pack_weights(quantize(x, MXFP4))),
-    "MXFP8 x MXFP8": _product("mxfp8"),
-    "NVFP4 x NVFP4": _product("nvfp4"),
-    "float8 x float8, scales by rows": _product("float8_rowwise"),
+# Calls of each kind that matters, of bfloat16 [1024, 1024]: the last that a function makes counts.
+_CALLS: dict[str, Callable[[jax.Array], Any]] = {
+    "cast to MXFP8": lambda x: quantize(x, MXFP8_E4M3),
+    "cast along both axes": lambda x: quantize_both(x, MXFP8_E4M3),
+    "dequantize MXFP8": lambda x: dequantize(quantize(x, MXFP8_E4M3)),
+    "bfloat16 x MXFP4": lambda x: matmul(x, x, recipe=recipes.weight_only(MXFP4)),
+    "MXFP8 x MXFP8": lambda x: matmul(x, x, recipe="mxfp8"),
+    "NVFP4 x NVFP4": lambda x: matmul(x, x, recipe="nvfp4"),
+    "float8 x float8, scales by rows": lambda x: matmul(x, x, recipe="float8_rowwise"),
 }
 
 
@@ -82,32 +71,16 @@ def describe() -> dict[str, Any]:
         return found | {"error": error}
     devices = jax.devices()
     numbers = Counter((device.platform, device.device_kind) for device in devices)
-    target, selections = select.current_target(), {}
-    x = jax.ShapeDtypeStruct((_SIZE, _SIZE), np.dtype("bfloat16"))
-    for name, (kind, function) in _EXAMPLES.items():
-        with select.recording() as recorder:
-            jax.eval_shape(function, x)
-        selections[name] = next(s for s in recorder.selections if isinstance(s.call, kind))
-    backends, named = [], select.only_if_named()
-    for backend in select.known_backends():
-        reasons = {name: backend.rejects(s.call, s.target) for name, s in selections.items()}
-        backends.append(
-            {
-                "name": backend.name,
-                "only_if_named": backend.name in named,
-                "takes": [name for name, reason in reasons.items() if reason is None],
-                "rejects": {name: reason for name, reason in reasons.items() if reason is not None},
-            }
-        )
+    x = jax.ShapeDtypeStruct((1024, 1024), "bfloat16")
+    explained = {name: explain(function, x) for name, function in _CALLS.items()}
+    rows = {name: own.rows[-1] for name, own in explained.items()}
     return found | {
         "devices": [{"platform": p, "kind": k, "number": n} for (p, k), n in numbers.items()],
-        "target": {
-            "platform": target.platform,
-            "compute_capability": target.compute_capability and list(target.compute_capability),
-            "num_devices": target.num_devices,
+        "machine": next(iter(explained.values())).machine,
+        "calls": {
+            name: {"backend": row.backend, "how": row.how, "reasons": row.reasons}
+            for name, row in rows.items()
         },
-        "backends": backends,
-        "calls": {name: s.backend or "two casts" for name, s in selections.items()},
     }
 
 
@@ -124,38 +97,15 @@ def tables(found: dict[str, Any]) -> list[Table]:
         "Variables": {name: value or "-" for name, value in found["variables"].items()},
     }
     if "error" not in found:
-        target = found["target"]
-        capability = ".".join(map(str, target["compute_capability"] or ()))
-        machine = f"{target['platform']} {capability}".strip()
         devices = {f"{row['number']} x {row['kind']}": row["platform"] for row in found["devices"]}
-        devices["calls are for"] = f"{machine}, num_devices={target['num_devices']}"
         pairs["Devices"] = devices
-    shown = [_table(title, ("what", "value"), rows.items()) for title, rows in pairs.items()]
-    if "error" in found:
-        return shown
-    by_backend = []
-    for backend in found["backends"]:
-        by_reason: dict[str, list[str]] = {}
-        for call, reason in backend["rejects"].items():
-            by_reason.setdefault(reason, []).append(call)
-        reasons = [f"{', '.join(calls)}: {reason}" for reason, calls in by_reason.items()]
-        if len(by_reason) == 1 and not backend["takes"]:
-            reasons = list(by_reason)
-        asked = "only if named" if backend["only_if_named"] else "by default"
-        takes = ", ".join(backend["takes"]) or "-"
-        by_backend.append((backend["name"], asked, takes, "\n".join(reasons) or "-"))
-    columns = "backend", "asked", "takes", "does not take, because"
-    return [
-        *shown,
-        _table("Who computes what by default", ("call", "backend"), found["calls"].items()),
-        _table("Backends, in order", columns, by_backend),
-    ]
-
-
-def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
-    for head in heads:
-        table.add_column(head, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+        pairs[f"Calls {found['machine']}"] = {
+            name: "\n".join([row["backend"], *row["reasons"]])
+            for name, row in found["calls"].items()
+        }
+    shown = []
+    for title, rows in pairs.items():
+        shown.append(table := Table("what", "value", title=title, title_justify="left"))
+        for row in rows.items():
+            table.add_row(*row)
+    return shown

@@ -33,8 +33,7 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.inspect import statistics
-from mx_jax.inspect.records import Tag
-from mx_jax.inspect.scopes import Part, casts_of, is_again, product_of
+from mx_jax.inspect.records import Part, Tag, casts_of, is_again, product_of
 from mx_jax.inspect.statistics import Raw
 from mx_jax.jaxpr.read import Site, Where, definitions, used, walk
 from mx_jax.jaxpr.regions import Values

@@ -13,6 +13,7 @@ from jax.extend.core import (
     Jaxpr,
     JaxprEqn,
     Literal,
+    Var,
     jaxpr_as_fun,
 )
 
@@ -81,7 +82,7 @@ class Rewritten:
         known: dict[Any, Any] = dict(zip(jaxpr.constvars, self.program.consts, strict=True))
         known |= zip(jaxpr.invars, values, strict=True)
 
-        def read(atom: Any) -> Any:
+        def read(atom: Literal | Var) -> Any:
             return atom.val if isinstance(atom, Literal) else known[atom]
 
         changed, unchanged = {where[0] for where, _ in self.plan}, []

@@ -22,13 +22,13 @@ from flax.typing import LogicalRules, PathParts
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.jaxpr.read import equations
 from mx_jax.mxarray import MXArray
 from mx_jax.nn.cache import CacheRows, KVCache
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
-from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.sharding.movement import GatherLike
 from mx_jax.specs import MatmulRecipe
 

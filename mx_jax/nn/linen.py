@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax.linen import module as flax_module
 from flax.linen.dtypes import promote_dtype
 
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.formats.removed import missing_attribute
 from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.layers import StoredParams as StoredParams
@@ -22,7 +23,6 @@ from mx_jax.ops.arguments import as_recipe
 from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral, dot_general, einsum
 from mx_jax.packed import OperandLike
 from mx_jax.recipes import Recipe
-from mx_jax.reference.random_bits import DerivedKey
 
 
 def promote_operands(*args: object, dtype: object = None, inexact: bool = True) -> list[Any]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 
-from mx_jax.jaxpr.names import LayerName
+from mx_jax.jaxpr.read import LayerName
 from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.layers import layer_recipe, named_in_errors, nnx_spec, promoted, recipe_of
 from mx_jax.nn.layers import trainable as trainable

@@ -14,11 +14,11 @@ from mx_jax.backends.calls import AnyOperand, RandomBitsCall
 from mx_jax.backends.primitive import bind
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks, check_parts, tensor_scale_shape
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.formats import ELEMENT_FORMATS, BlockFormat, BlockSize, Whole, block_format
 from mx_jax.formats.element import unknown_name
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized
-from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.specs import MatmulRecipe, OperandSpec
 
 

@@ -28,18 +28,17 @@ from mx_jax.backends.calls import (
     ValuesCall,
 )
 from mx_jax.backends.primitive import bind, choose, compiler_splits
-from mx_jax.backends.select import active, remark
-from mx_jax.backends.target import current_target, follow
+from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import Blocks, varying_axes
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import GRADIENTS, Key, product_key
 from mx_jax.ops.packing import tell_of_packing, unpacked_for
 from mx_jax.ops.product import CotangentAval, Product, one_program, with_derivative
 from mx_jax.ops.programs import QUANTIZED
-from mx_jax.ops.sharded_operands import Placed, place, twice
+from mx_jax.ops.sharded_operands import Placed, place
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
-from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.sharding.movement import STAY, Movement, Moves, manual_axes, reduced_in
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
 
@@ -246,7 +245,7 @@ class DenseProduct(RecipeProduct[Key]):
             moves_codes=gather is None or bool(gather.axes),
             reduce_dtype=self.recipe.reduce_dtype,
         )
-        if not stored and not isinstance(rhs, PackedMXArray) and active.value is None:
+        if not stored and not isinstance(rhs, PackedMXArray):
             return bind(call, lhs, rhs, sources=taken.sources)
         choice = choose(call)
         for side, operand in zip(SIDES, (lhs, rhs), strict=True):
@@ -256,18 +255,6 @@ class DenseProduct(RecipeProduct[Key]):
         if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
             rhs = unpacked_for(rhs, choice)
             call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
-        unsplit = gather is not None or current_target().unsplit
-        if (recorder := active.value) is not None and not unsplit:
-            mesh = jax.sharding.get_abstract_mesh()
-            names = recorder.axes if mesh.empty else mesh.axis_names
-            if names and (mesh.empty or compiler_splits()):
-                what = "whole tiles" if isinstance(rhs, PackedMXArray) else "codes and scales"
-                remark(
-                    f"operands of lhs.shape={call.lhs.shape}, rhs.shape={call.rhs.shape} -> "
-                    f"{what}, where the compiler moves them along mesh axes={names}{twice(lhs)}"
-                    f"{twice(rhs)}; parts of the product are added up in "
-                    f"{reduced_in(call.out_dtype, call.reduce_dtype)}"
-                )
         return choice.offer.run(lhs, rhs, call)
 
     def cotangents(self, g: jax.Array, extra: Key, both: bool) -> tuple[Any, Any]:

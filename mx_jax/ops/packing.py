@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from mx_jax.axes import Axes, Side
 from mx_jax.backends.calls import MatmulCall, OperandType, PackCall, RaggedCall
 from mx_jax.backends.primitive import choose
-from mx_jax.backends.select import Choice, active, current_target
+from mx_jax.backends.select import Choice, current_target
 from mx_jax.backends.target import follow, use_target
 from mx_jax.codecs.blocks import check_parts
 from mx_jax.codecs.straight_through import parted_codes
@@ -156,11 +156,12 @@ def packed_for(
     if contracting and contracting[-1] in blocked:
         num_batch = rhs.ndim - len(rhs.kept) - len(rhs.k)
         first = num_batch + (0 if rhs.k_first else len(rhs.kept))
-        _tell(
+        warnings.warn(
             f"{operation}: packed weights are unpacked at every call: {rhs!r} is laid out for "
             f"contracting={tuple(range(first, first + len(rhs.k)))}, num_batch={num_batch}, and "
             f"this product has contracting={contracting}, batch={batch}; pack the MXArray with "
-            f"pack_weights(..., contracting={contracting}, num_batch={len(batch)})"
+            f"pack_weights(..., contracting={contracting}, num_batch={len(batch)})",
+            stacklevel=3,
         )
     return rhs.unpack()
 
@@ -170,10 +171,11 @@ def unpacked_for(rhs: PackedMXArray, choice: Choice, operation: str = "matmul") 
     alike = rhs.backend == choice.backend.name
     why = "devices cannot share its layout" if alike else "it is not asked here"
     reason = dict(choice.rejections).get(rhs.backend, why)
-    _tell(
+    warnings.warn(
         f"{operation}: packed weights are unpacked at every call: {rhs!r} belongs to backend "
         f"{rhs.backend}, and {choice.backend.name} takes this product ({rhs.backend}: {reason}); "
-        "pass the MXArray, or pack it where the product runs"
+        "pass the MXArray, or pack it where the product runs",
+        stacklevel=3,
     )
     return rhs.unpack()
 
@@ -194,17 +196,9 @@ def tell_of_packing(
         remedy = "put the weights on the right and pack them once with mx_jax.pack_weights"
     elif isinstance(call, RaggedCall):
         remedy += "(..., contracting=1, num_batch=1)"
-    _tell(
+    warnings.warn(
         f"{operation}: {what} laid out for backend {choice.backend.name} at every call, which "
         f"takes longer than a product of few rows: shape={weights.shape}, "
-        f"format={weights.format.name}; {remedy}"
+        f"format={weights.format.name}; {remedy}",
+        stacklevel=3,
     )
-
-
-def _tell(text: str) -> None:
-    """Warn the caller of our caller; whoever records what is done is told there."""
-    recorder = active.value
-    if recorder is None:
-        warnings.warn(text, stacklevel=4)
-    else:
-        recorder.entries.append(text)

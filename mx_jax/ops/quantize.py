@@ -18,7 +18,7 @@ from mx_jax.backends.primitive import choose_if_any
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import check_parts
-from mx_jax.codecs.rounding import Rounding
+from mx_jax.codecs.rounding import DerivedKey, Rounding
 from mx_jax.codecs.straight_through import straight_through
 from mx_jax.formats import BlockSize, Whole, check_block_size
 from mx_jax.formats.block import FormatLike
@@ -36,7 +36,6 @@ from mx_jax.ops.packing import packed_where_they_lie
 from mx_jax.ops.product import one_program, zero_cotangents
 from mx_jax.packed import PackedMXArray, PackedRows, Rows, unpacked
 from mx_jax.reference import matmul
-from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import MatmulRecipe, OperandSpec, operand
 

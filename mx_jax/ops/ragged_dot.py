@@ -20,10 +20,9 @@ from jax.sharding import PartitionSpec
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, OperandType, RaggedCall
 from mx_jax.backends.primitive import choose
-from mx_jax.backends.select import remark
 from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import AxisNames, explicit_mesh
-from mx_jax.codecs.rounding import NEAREST
+from mx_jax.codecs.rounding import NEAREST, DerivedKey
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
 from mx_jax.ops import arguments, dense
@@ -34,9 +33,8 @@ from mx_jax.ops.product import Primal, run_product
 from mx_jax.ops.programs import QUANTIZED
 from mx_jax.ops.sharded_operands import agreed_scale, given_moves, stored
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized
-from mx_jax.reference import ragged
-from mx_jax.reference.ragged import RaggedRows, ragged_rows
-from mx_jax.reference.random_bits import DerivedKey
+from mx_jax.reference import matmul
+from mx_jax.reference.matmul import RaggedRows, ragged_rows
 from mx_jax.sharding.exchange import as_int32, dispatch
 from mx_jax.sharding.movement import Movement, as_gathered, spec_of
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
@@ -118,7 +116,7 @@ def ragged_dot(
             how: Any = {"preferred_element_type": preferred_element_type}
             return lax.ragged_dot(lhs, rhs, sizes, precision=precision, **how)
         dtype = preferred_element_type or jnp.result_type(lhs, rhs)
-        return ragged.grouped_dot(lhs, rhs, sizes, (-1, -2), precision, dtype)
+        return matmul.grouped_dot(lhs, rhs, sizes, (-1, -2), precision, dtype)
     _check_rows(recipe)
     out_dtype = arguments.dtype_of_product(preferred_element_type, lhs, rhs, "ragged_dot")
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
@@ -284,10 +282,7 @@ class RaggedProduct(dense.RecipeProduct[Groups]):
             axes = dataclasses.replace(axes, rhs=axes.rhs.in_batch())
         if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
             contracting = axes.lhs.block_axis, axes.rhs.block_axis
-            shapes = " x ".join(f"{x.dtype} {list(x.shape)}" for x in (lhs, rhs))
-            groups = f"{sizes.shape[0]} groups, to {out_dtype}"
-            remark(f"ragged product {shapes}, {groups} -> jax.lax, not quantized")
-            return ragged.scaled_ragged_dot(lhs, rhs, sizes, contracting, out_dtype, self.precision)
+            return matmul.scaled_ragged_dot(lhs, rhs, sizes, contracting, out_dtype, self.precision)
         call = RaggedCall(
             lhs=OperandType.of(lhs, axes.lhs),
             rhs=OperandType.of(rhs, axes.rhs),
@@ -343,10 +338,10 @@ def _quantize_groups(
     """`[p, c]` in blocks that hold all rows of a group: scales come from the groups' peaks."""
     x = dense.prescaled(x, spec)
     nearest = dataclasses.replace(spec, rounding=NEAREST)
-    peaks = dense.quantize_operand(ragged.group_peaks(x, rows), nearest, axes.blocks(spec.format))
+    peaks = dense.quantize_operand(matmul.group_peaks(x, rows), nearest, axes.blocks(spec.format))
     width = spec.rounding.random_bits
     bits = arguments.draw_bits(key, x.shape, width) if key is not None and width else None
-    codes = ragged.encode_by_group(x, rows, peaks, spec.rounding, bits)
+    codes = matmul.encode_by_group(x, rows, peaks, spec.rounding, bits)
     with dense.named_cast(side, spec, axes):
         return checkpoint_name(dense.as_cast(x, codes, spec), QUANTIZED)
 

@@ -17,16 +17,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from mx_jax.axes import SIDES, Axes
 from mx_jax.backends.calls import AnyOperand
 from mx_jax.backends.partition import agreed_scale as agreed
-from mx_jax.backends.select import remark
 from mx_jax.backends.target import is_unsplit
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import Spec, explicit_sharding
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
 from mx_jax.packed import PackedMXArray, Quantized
 from mx_jax.reference.hadamard import Hadamard
-from mx_jax.reference.random_bits import DerivedKey
 from mx_jax.sharding.movement import (
     STAY,
     Gather,
@@ -186,7 +185,6 @@ def gathered_once(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gathered(move: Movement, x: jax.Array) -> jax.Array:
-    _explain(x, move, "values, once for a product and its gradients")
     return move.move(x)
 
 
@@ -231,20 +229,13 @@ def place(
         if move.keeps_blocks(operand.shape, operand.blocks):
             operand = move.move_codes(operand)
         return Placed(operand, None, key)
-    if spec is None:
-        return Placed(move.move(operand), None, key)
-    if not move.as_codes:
-        # Both orientations of codes move, values once.
-        codes, values = 2 * spec.format.bits_per_element, 8 * operand.dtype.itemsize
-        bits = f"{values} bits an element once, codes of two orientations {codes:g}"
-        _explain(operand, move, f"values: {bits}")
+    if spec is None or not move.as_codes:
         return Placed(move.move(operand), None, key)
     blocks = axes.blocks(spec.format)
     check_whole_blocks(operand.shape, blocks, move, spec.format.name, stored=False)
     k = axes.block_axis
     cut = [a for a, size in blocks if size is WHOLE and set(move.stored[a]) & set(move.manual)]
     if cut and transform is None and not spec.scale_rule.reads_values:
-        _explain(operand, move, f"codes of {spec.format.name}, whose scales all parts agree on")
         names = [name for a, _ in blocks for name in move.stored[a] if name in move.manual]
         operand = with_maxima(operand, blocks, cut[0], names)
         return Placed(operand, dataclasses.replace(move, maxima=cut[0]), _folded(key, move))
@@ -252,9 +243,7 @@ def place(
     if not move.keeps_blocks(operand.shape, blocks) or (
         move.shard(operand.shape)[k] % whole and move.stored[k]
     ):
-        _explain(operand, move, "values: a shard would end within a block")
         return Placed(move.move(operand), None, key)
-    _explain(operand, move, f"codes and scales of {spec.format.name}")
     scale = agreed_scale(operand, spec, blocks, move.manual)
     return Placed(operand, move, _folded(key, move), scale)
 
@@ -264,26 +253,6 @@ def _folded(key: Key, move: Movement) -> Key:
     if key is None or not move.manual:
         return key
     return DerivedKey.of(key).fold_in(lax.axis_index(move.manual))
-
-
-def _explain(operand: jax.Array, move: Movement, what: str) -> None:
-    """Say to whoever records how an operand moves."""
-    names = sorted(move.gathered)
-    remark(f"operand of shape={operand.shape} -> gathered along mesh axes={names} as {what}")
-
-
-def twice(operand: AnyOperand) -> str:
-    """What is said of codes that in two orientations are more bytes than the values once."""
-    if not isinstance(operand, MXArray) or len(operand.blocks) == 2:
-        return ""
-    codes, values = 2 * operand.format.bits_per_element, 8 * operand.dtype.itemsize
-    if codes <= values:
-        return ""
-    return (
-        f"; shape={operand.shape} in both orientations of a training step: {codes:g} bits an "
-        f"element, {operand.dtype} {values} if it stays whole between the passes: "
-        "Gather(..., as_codes=False)"
-    )
 
 
 def check_whole_blocks(

@@ -7,10 +7,6 @@ from mx_jax.formats.removed import missing_attribute as _missing_attribute
 from mx_jax.ops.arguments import NAMED as _NAMED
 from mx_jax.ops.arguments import named_recipe as _named_recipe
 from mx_jax.recipes.base import Recipe as Recipe
-from mx_jax.recipes.float8 import AXISWISE as AXISWISE
-from mx_jax.recipes.float8 import DISABLED as DISABLED
-from mx_jax.recipes.float8 import Cast as Cast
-from mx_jax.recipes.float8 import Float8Config as Float8Config
 from mx_jax.recipes.named import deepseek_v3 as deepseek_v3
 from mx_jax.recipes.named import deepseek_v3_1 as deepseek_v3_1
 from mx_jax.recipes.named import float8_rowwise as float8_rowwise

@@ -2,16 +2,12 @@
 
 import contextlib
 import dataclasses
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import EllipsisType
 from typing import Any, Never
 
-import jax
-import jax.numpy as jnp
-
 from mx_jax import formats
-from mx_jax.codecs.rounding import NEAREST, ROUNDINGS, Rounding, rounding_mode
+from mx_jax.codecs.rounding import Rounding, rounding_mode
 from mx_jax.formats.block import FormatLike, known_block
 from mx_jax.formats.element import nearest
 from mx_jax.formats.removed import whereabouts
@@ -19,17 +15,7 @@ from mx_jax.mxarray import html_table
 from mx_jax.ops.arguments import RECIPES_OF_A_FORMAT, named_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.reference import scale_rules
-from mx_jax.reference.hadamard import Hadamard
-from mx_jax.sharding.movement import Gather
-from mx_jax.specs import (
-    MatmulRecipe,
-    MatmulSpec,
-    OperandSpec,
-    Residuals,
-    arguments_of,
-    name_of,
-    operand,
-)
+from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, operand
 
 # The rule that loses least, by measurement: FLOOR, the specification's, clips 2.4 % of normally
 # distributed values in E2M1. Others take their scale kind's default.
@@ -83,158 +69,73 @@ TENSORS = {
     "dlhs": {"lhs": "gradients", "rhs": "weights"},
     "drhs": {"lhs": "gradients", "rhs": "activations"},
 }
-_OF_TENSORS = ("weights", "activations", "gradients")
-_SIDES = ("lhs", "rhs")
-_OF_ALL = ("scale_rule", "rounding", "transform")
-_OF_PRODUCT = ("lhs", "rhs", "transform", "fast_accumulation")
-_OF_OPERAND = ("format", "scale_rule", "rounding", "prescale")
-_OF_RECIPE = ("residuals", "gather", "reduce_dtype")
-_WORDS = (*_OF_TENSORS, *_OF_ALL, *TENSORS, *_OF_RECIPE)
+_OF_ALL = ("scale_rule", "rounding")
+_PARTS = ("format", "scale_rule", "rounding", "prescale")
+_WORDS = ("weights", "activations", "gradients", *_OF_ALL, *TENSORS)
 HIGH = MatmulSpec(lhs=None, rhs=None)
 
 
-def _clipping(before: MatmulRecipe, after: MatmulRecipe, given: dict[str, Any]) -> list[str]:
-    """Operands that came to round stochastically under a rule that clips and that nobody named."""
-    found = []
-    for product, words in TENSORS.items():
-        for side, word in words.items():
-            old, new = (getattr(getattr(recipe, product), side) for recipe in (before, after))
-            own = given.get(product, {})
-            own = own.get(side, given.get(word, {})) if isinstance(own, Mapping) else None
-            is_named = "scale_rule" in given or not isinstance(own, Mapping) or "scale_rule" in own
-            if is_named or old is None or new is None or old.rounding.is_stochastic:
-                continue
-            # A prescale makes room.
-            room = new.prescale != 1.0 or not clips(new.scale_rule, new.format)
-            if new.rounding.is_stochastic and not room:
-                found.append(f"{product}.{side}={new}")
-    return found
-
-
-def _check_all_reach(recipe: MatmulRecipe, given: dict[str, Any], operation: str) -> None:
-    """A word that finds nothing to change is a mistake."""
-    for word in given:
-        if word not in (*_OF_TENSORS, *_OF_ALL):
-            continue
-        of = [p for p, words in TENSORS.items() if word in _OF_ALL or word in words.values()]
-        if not any(_is_reached(recipe, product, given) for product in of):
-            raise ValueError(
-                f"{operation}: {word} changes products that quantize, but {', '.join(of)} are in "
-                f"high precision or were given whole, got {_text(word, given[word])}; start from a "
-                "recipe that quantizes them, as weight_only('mxfp4') or mxfp4(), or name the "
-                "product's own operands, as fwd={'lhs': None, 'rhs': 'mxfp4'}"
-            )
-
-
-def _is_reached(recipe: MatmulRecipe, product: str, given: dict[str, Any]) -> bool:
-    """Whether words of tensors and of all products reach one: it quantizes, and is not whole."""
-    change = given.get(product, {})
-    if not isinstance(change, Mapping):
-        return False
-    return any(change.get(s, getattr(getattr(recipe, product), s)) is not None for s in _SIDES)
-
-
-def _product(recipe: MatmulRecipe, product: str, given: dict[str, Any]) -> MatmulSpec:
-    """One product: its own word first, then those of its tensors, then those of all."""
-    before, change = getattr(recipe, product), given.get(product, {})
-    if change is None:
-        return HIGH
-    if isinstance(change, MatmulSpec):
-        return change
-    if not isinstance(change, Mapping):
-        raise TypeError(
-            f"{product} must be a MatmulSpec, a dict of its parts ({', '.join(_OF_PRODUCT)}) or "
-            f"None for high precision, got {product}={change!r}"
-        )
-    own = _parts(change, _OF_PRODUCT, product)
-    if not _is_reached(recipe, product, given):
-        return dataclasses.replace(before, **own)
-    operands = {
-        side: _operand(getattr(before, side), own.get(side, given.get(word, ...)), word, given)
+def _product(before: MatmulSpec, product: str, changes: Mapping[str, Any]) -> MatmulSpec:
+    """A product whose tensors change, each by its word or by those for all."""
+    sides = {
+        side: _operand(getattr(before, side), word, changes)
         for side, word in TENSORS[product].items()
     }
-    if not any(operands.values()) and "transform" not in own:
-        return HIGH
-    transform = own.get("transform", given.get("transform", before.transform))
-    fast = own.get("fast_accumulation", before.fast_accumulation)
-    return MatmulSpec(**operands, transform=transform, fast_accumulation=fast)
+    return dataclasses.replace(before, **sides) if any(sides.values()) else HIGH
 
 
 def _operand(
-    before: OperandSpec | None, change: object, word: str, given: dict[str, Any]
+    before: OperandSpec | None, word: str, changes: Mapping[str, Any]
 ) -> OperandSpec | None:
-    """One operand: a format brings its rule, and everything that is not named stays."""
+    """An operand: a format brings its rule, and everything that is not named stays."""
+    change = changes.get(word, {})
     if change is None or isinstance(change, OperandSpec):
         return change
-    if change is ...:
-        change = {}
-    elif not isinstance(change, Mapping):
-        change = {"format": change}
-    own = _parts(change, _OF_OPERAND, word)
-    if "format" not in own and before is None:
-        if not own:
+    parts = dict(change) if isinstance(change, Mapping) else {"format": change}
+    for part in parts:
+        if part not in _PARTS:
+            raise ValueError(
+                f"{word} has no part {part!r}{nearest(part, _PARTS)}, got {word}={change!r}; "
+                f"its parts: {', '.join(_PARTS)}"
+            )
+    if before is None and "format" not in parts:
+        if not parts:
             return None
         raise ValueError(
-            f"{word} are in high precision here, got {_text(word, own)}; name their format too, "
-            f"as {word}={{'format': 'mxfp4', ...}}"
+            f"{word} are in high precision here, got {word}={change!r}; name their format too, as "
+            f"{word}={{'format': 'mxfp4', ...}}"
         )
-    format = formats.block_format(own.get("format", before and before.format))
-    rounding = before.rounding if before else NEAREST
-    rounding = rounding_mode(own.get("rounding", given.get("rounding", rounding)))
-    rule = own.get("scale_rule", given.get("scale_rule", ...))
-    if rule is ...:
-        rule = before.scale_rule if before and "format" not in own else None
-    if rule is None:
+    brings_rule = "format" in parts
+    parts = {part: changes[part] for part in _OF_ALL if part in changes} | parts
+    format = formats.block_format(parts.get("format", before and before.format))
+    before = before or operand(format)
+    rounding = rounding_mode(parts.get("rounding", before.rounding))
+    prescale = parts.get("prescale", before.prescale)
+    rule = parts.get("scale_rule", None if brings_rule else before.scale_rule)
+    # Stochastic rounding under a rule that clips has too small a mean; a prescale makes room.
+    starts = rounding.is_stochastic and not before.rounding.is_stochastic and prescale == 1.0
+    if rule is None or (starts and "scale_rule" not in parts and clips(rule, format)):
         rule = measured_operand(format, rounding).scale_rule
-    prescale = own.get("prescale", before.prescale if before else 1.0)
-    return OperandSpec(
-        format=format,
-        scale_rule=scale_rules.scale_rule_for(rule, format),
-        rounding=rounding,
-        prescale=prescale,
-    )
+    return operand(format, scale_rule=rule, rounding=rounding, prescale=prescale)
 
 
-def _parts(change: Mapping[str, Any], known: tuple[str, ...], word: str) -> dict[str, Any]:
-    for part in change:
-        if part not in known:
-            raise ValueError(
-                f"{word} has no part {part!r}{nearest(part, known)}, got {word}={dict(change)!r}; "
-                f"its parts: {', '.join(known)}"
-            )
-    return dict(change)
+def _texts(changes: Mapping[str, Any], specs: Mapping[str, MatmulSpec]) -> Iterator[str]:
+    """Changes as names of recipes show them, the same however they were said."""
+    for word, value in changes.items():
+        if word in _OF_ALL:
+            shown = str(getattr(value, "name", value))
+        elif word in TENSORS:
+            shown = None if specs[word] == HIGH else specs[word]
+        else:
+            of = {p: side for p, sides in TENSORS.items() for side, w in sides.items() if w == word}
+            product = next(p for p in of if p in specs and p not in changes)
+            shown = getattr(specs[product], of[product])
+        yield f"{word}={shown or 'high precision'}"
 
 
-def _named(word: str, value: Any) -> Any:
-    """A value of `with_` by its name where it has one, the same however it was given."""
-    if isinstance(value, Mapping):
-        order = (*_OF_PRODUCT, *_OF_OPERAND)
-        parts = sorted(value, key=lambda part: order.index(part) if part in order else len(order))
-        return {part: _named(part, value[part]) for part in parts}
-    if word == "reduce_dtype" and value is not None:
-        return jnp.dtype(value).name
-    if word in (*_OF_TENSORS, *_SIDES, "format") and not isinstance(value, OperandSpec | None):
-        return name_of(formats.block_format(value), formats.block_format)
-    if isinstance(value, Rounding | scale_rules.ScaleRule):
-        return value.name if value in (*ROUNDINGS, *scale_rules.SCALE_RULES) else value
-    return value.value if isinstance(value, Residuals) else value
-
-
-def _text(word: str, value: Any) -> str:
-    """A change as names of recipes show it: `weights=mxfp4`."""
-    value = _named(word, value)
-    if isinstance(value, dict):
-        return f"{word}=({', '.join(_text(*part) for part in value.items())})"
-    if word in (*TENSORS, *_OF_TENSORS, *_SIDES) and value is None:
-        return f"{word}=high precision"
-    return f"{word}={getattr(value, 'name', value)}"
-
-
-# Changes in turn that a repr shows.
-_MOST_STEPS = 4
 # What a word of `with_` takes for a tensor and for a product; `...`: as it is.
 _Tensor = formats.BlockFormat | str | OperandSpec | Mapping[str, Any] | EllipsisType | None
-_Product = MatmulSpec | Mapping[str, Any] | EllipsisType | None
+_Product = MatmulSpec | EllipsisType | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -266,50 +167,36 @@ class Recipe(MatmulRecipe):
         gradients: _Tensor = ...,
         scale_rule: scale_rules.ScaleRule | str | EllipsisType | None = ...,
         rounding: Rounding | str | EllipsisType = ...,
-        transform: Hadamard | EllipsisType | None = ...,
         fwd: _Product = ...,
         dlhs: _Product = ...,
         drhs: _Product = ...,
-        residuals: Residuals | str | EllipsisType = ...,
-        gather: Gather | str | Sequence[str] | EllipsisType | None = ...,
-        reduce_dtype: jax.typing.DTypeLike | EllipsisType | None = ...,
         **unknown: Never,
     ) -> "Recipe":
-        """This recipe with some decisions made anew; everything that is not named stays.
+        """This recipe with other operands; everything that is not named stays.
 
         The three tensors, each in its two products where that product quantizes anything, are
         weights (`fwd.rhs`, `dlhs.rhs`), activations (`fwd.lhs`, `drhs.rhs`) and gradients
-        (`dlhs.lhs`, `drhs.lhs`). A format brings the scale rule that loses least, one that never
-        clips if the operand rounds stochastically; rounding and prescale stay. None is high
-        precision, an `OperandSpec` is taken as it is, and a dict names parts: `format`,
-        `scale_rule`, `rounding`, `prescale`. Words for one product override those for a tensor,
-        which override those for all products.
+        (`dlhs.lhs`, `drhs.lhs`). None is high precision, an `OperandSpec` is taken as it is, and a
+        dict names parts: `format`, `scale_rule`, `rounding`, `prescale`. A format brings the scale
+        rule that loses least; an operand that comes to round stochastically brings one that never
+        clips. Other fields change by `dataclasses.replace(recipe, residuals=...)`.
 
         Args:
           name: what tables call the result; None: this name, with the changes after it.
           weights: the right operand of the product.
           activations: the left operand of the product.
           gradients: the incoming cotangent.
-          scale_rule: of every quantized operand; None: the one that loses least for its format.
-          rounding: of every quantized operand.
-          transform: of every product that quantizes.
-          fwd: the product itself: None for high precision, a `MatmulSpec`, or a dict of parts
-            (`lhs`, `rhs`, `transform`, `fast_accumulation`).
+          scale_rule: of every quantized operand that has no word of its own; None: the one that
+            loses least for its format.
+          rounding: likewise.
+          fwd: the product itself, whole; None: in high precision.
           dlhs: the gradient of the left operand, likewise.
           drhs: the gradient of the right operand, likewise.
-          residuals: what is saved for the backward products, or its name.
-          gather: mesh axes along which operands are gathered as codes; not shown in the name.
-          reduce_dtype: in which devices add up their parts of a product: float32, or None for the
-            product's own dtype.
 
         Raises:
           ValueError: a word that finds nothing to change, unknown names and parts, or operands
             that do not meet in a product.
           TypeError: a value of another type, or a word that it does not have.
-
-        Warns:
-          UserWarning: an operand comes to round stochastically under a rule that clips, which
-            nobody named: what is clipped makes its mean too small.
 
         Examples:
           >>> from mx_jax import recipes
@@ -319,78 +206,60 @@ class Recipe(MatmulRecipe):
           >>> print(recipes.weight_only("mxfp4").with_(activations="mxfp8_e4m3").fwd)
           mxfp8_e4m3 (rceil, nearest) x mxfp4 (even, nearest)
           >>> recipes.mxfp8().with_(gradients={"rounding": "stochastic"}, drhs=None).name
-          'mxfp8, gradients=(rounding=stochastic), drhs=high precision'
+          'mxfp8, gradients=mxfp8_e4m3 (rceil, stochastic), drhs=high precision'
         """
-        given = {word: value for word, value in locals().items() if word in _WORDS}
-        given = {word: value for word, value in given.items() if value is not ...}
         operation = f"with_: recipe {self.name!r}"
         for word in unknown:
             raise TypeError(
                 f"{operation} got an unexpected keyword argument "
                 f"{word!r}{whereabouts(word) or nearest(word, _WORDS)}, "
-                f"{word}={unknown[word]!r}; it takes: name, {', '.join(_WORDS)}"
+                f"{word}={unknown[word]!r}; it takes: name, {', '.join(_WORDS)}; the rest of a "
+                "recipe changes by dataclasses.replace(recipe, ...)"
             )
-        parts = {word: given[word] for word in _OF_RECIPE if word in given}
-        if "residuals" in given:
-            try:
-                parts["residuals"] = Residuals(residuals)
-            except ValueError:
-                names = " or ".join(repr(one.value) for one in Residuals)
+        values = weights, activations, gradients, scale_rule, rounding, fwd, dlhs, drhs
+        changes = {w: v for w, v in zip(_WORDS, values, strict=True) if v is not ...}
+        specs: dict[str, MatmulSpec] = {}
+        for product in TENSORS:
+            spec = changes.get(product)
+            if not isinstance(spec, MatmulSpec | None):
+                raise TypeError(
+                    f"{operation}: {product} must be a MatmulSpec or None for high precision, got "
+                    f"{product}={spec!r}; e.g. dataclasses.replace(recipe.{product}, lhs=None)"
+                )
+            if product in changes:
+                specs[product] = spec or HIGH
+        reached = [p for p in TENSORS if p not in specs and not getattr(self, p).is_high_precision]
+        for word in (word for word in changes if word not in TENSORS):
+            of = [p for p, sides in TENSORS.items() if word in (*_OF_ALL, *sides.values())]
+            if not {*of} & {*reached}:
                 raise ValueError(
-                    f"{operation}: residuals must be {names}, got residuals={residuals!r}"
-                ) from None
-        _check_all_reach(self, given, operation)
-        for product, words_of in TENSORS.items():
+                    f"{operation}: {word} changes products that quantize, but {', '.join(of)} are "
+                    f"in high precision or were given whole, got {word}={changes[word]!r}; start "
+                    "from a recipe that quantizes them, as weight_only('mxfp4') or mxfp4(), or "
+                    "give the product, as fwd=MatmulSpec(lhs=None, rhs='mxfp4')"
+                )
+        for product in reached:
             try:
-                parts[product] = _product(self, product, given)
+                specs[product] = _product(getattr(self, product), product, changes)
             except (TypeError, ValueError) as error:
                 raise type(error)(
-                    f"{operation}, {product}: {error}; {product} multiplies {words_of['lhs']} and "
-                    f"{words_of['rhs']}"
+                    f"{operation}, {product}: {error}; {product} multiplies "
+                    f"{TENSORS[product]['lhs']} and {TENSORS[product]['rhs']}"
                 ) from None
-        result = dataclasses.replace(self, **parts)
-        if kept := _clipping(self, result, given):
-            warnings.warn(
-                f"{operation}: {', '.join(kept)} now rounds stochastically, but keeps a scale rule "
-                "that clips, so that means come out too small; add scale_rule=None for the rule "
-                "that never clips, or name the rule to keep it",
-                stacklevel=2,
-            )
-        words = {word: _named(word, given[word]) for word in given}
-        if name is not None:
-            words["name"] = name
-        elif dataclasses.replace(result, gather=self.gather) == self:
-            name = self.name
-        else:
-            # Where operands are gathered changes no number: tables need no word for it.
-            shown = [_text(word, given[word]) for word in given if word != "gather"]
-            name = ", ".join((self.name, *shown))
-        result = dataclasses.replace(result, name=name)
-        # For the repr alone: no field, so it takes no part in equality. Nobody reads the text of
-        # many changes in turn.
-        steps = self.__dict__.get("_steps", 0) + 1
-        if steps <= _MOST_STEPS:
-            vars(result).update(_made_by=(self, words), _steps=steps)
-        return result
+        if name is None:
+            is_changed = dataclasses.replace(self, **specs) != self
+            name = ", ".join((self.name, *_texts(changes, specs))) if is_changed else self.name
+        return dataclasses.replace(self, name=name, **specs)
 
     def __repr__(self) -> str:
         """What makes it, as Python reads it after `from mx_jax.recipes import *`; a `Gather` in it
         has to be imported too."""
-        start, _, format = self.name.partition(",")[0].removesuffix(")").partition("(")
-        base: MatmulRecipe | None = None
+        start, _, format = self.name.removesuffix(")").partition("(")
         with contextlib.suppress(ValueError, KeyError):
             base = RECIPES_OF_A_FORMAT[start](format) if format else named_recipe(start)
-            start = f"{start}({format!r})" if format else f"{base.name}()"
             if base == self:
-                return start
-        if "_made_by" in self.__dict__:
-            base, words = self.__dict__["_made_by"]
-            return f"{base!r}.with_({', '.join(f'{word}={words[word]!r}' for word in words)})"
-        if base is None:
-            return super().__repr__()
-        fields = [field.name for field in dataclasses.fields(self)]
-        changed = [f for f in fields if f == "name" or getattr(self, f) != getattr(base, f)]
-        return f"{start}.with_({arguments_of(self, changed)})"
+                return f"{start}({format!r})" if format else f"{base.name}()"
+        return super().__repr__()
 
     def _repr_html_(self) -> str:
         specs = {product: getattr(self, product) for product in TENSORS}

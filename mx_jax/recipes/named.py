@@ -6,13 +6,14 @@ see `measured_operand`.
 """
 
 import dataclasses
+import re
 from collections.abc import Callable
 
-from mx_jax.formats import E4M3, block_format
+from mx_jax.formats import E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, block_format
 from mx_jax.formats.block import FormatLike
+from mx_jax.ops import current_target
 from mx_jax.ops.arguments import NAMED, RECIPES_OF_A_FORMAT
 from mx_jax.recipes.base import HIGH, Recipe, measured_operand
-from mx_jax.recipes.float8 import AXISWISE, DISABLED, Cast, Float8Config
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import MatmulSpec, OperandSpec, Residuals, operand
@@ -241,8 +242,9 @@ def mxfp4_hadamard() -> Recipe:
       >>> recipe.is_stochastic, recipe.fwd.transform, recipe.drhs.transform.size
       (False, None, 16)
     """
-    transform = Hadamard(size=16, signs=(1,) * 16)
-    return mxfp4().with_(drhs={"transform": transform}, name="mxfp4_hadamard")
+    plain = mxfp4()
+    drhs = dataclasses.replace(plain.drhs, transform=Hadamard(size=16, signs=(1,) * 16))
+    return plain.with_(drhs=drhs, name="mxfp4_hadamard")
 
 
 @named
@@ -339,9 +341,9 @@ def deepseek_v3() -> Recipe:
     | grad_weight | g: 128 x 1 | x: the output's codes, dequantized and anew in 128 x 1 |
 
     Scales are amax / 448, and a code's value is multiplied with them. What is kept of x are its
-    codes, as in the source: that second rounding costs grad_weight 1.8 dB on normal data.
-    `deepseek_v3().with_(residuals="primal")` quantizes x from high precision instead. GPUs and TPUs
-    round codes times scales to bfloat16 but by `precision="highest"`. Source: DeepSeek-V3
+    codes, as in the source: that second rounding costs grad_weight 1.8 dB on normal data;
+    `dataclasses.replace(recipe, residuals="primal")` quantizes x from high precision instead. GPUs
+    and TPUs round codes times scales to bfloat16 but by `precision="highest"`. Source: DeepSeek-V3
     technical report, arXiv 2412.19437, section 3.3.
 
     Examples:
@@ -395,10 +397,28 @@ def int8_rowwise() -> Recipe:
     return _uniform("int8_rowwise", "int8_rowwise")
 
 
+# AMD's GPUs that multiply OCP's float8, as others do: gfx942, MI300, has the fnuz formats alone.
+_OCP_ON_ROCM = re.compile("gfx95|gfx12|MI35")
+
+
+def _float8(granularity: str, element: str, *, power_of_two: bool) -> OperandSpec:
+    """A float8 operand in the elements that the machine multiplies, where this is called."""
+    format, target = block_format(f"float8_{granularity}_{element}"), current_target()
+    if target.platform == "rocm" and not _OCP_ON_ROCM.search(target.device_kind or ""):
+        name, fnuz = f"{format.name}fnuz", {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
+        format = dataclasses.replace(format, name=name, element=fnuz[format.element])
+    return operand(format, scale_rule="float8_power_of_two" if power_of_two else "float8")
+
+
+# The output product alone may be added up in lower precision, as in torchao.
+
+
 @named
 def float8_tensorwise() -> Recipe:
     """One scale a tensor: E4M3 input and weight, E5M2 gradients, in all three products.
 
+    Scales are `max / amax`; values are multiplied, clamped and cast, and the product is divided by
+    both scales. On AMD's GPUs that have no other, elements are the fnuz formats.
     Source: torchao.float8, recipe "tensorwise".
 
     Examples:
@@ -407,15 +427,9 @@ def float8_tensorwise() -> Recipe:
       >>> recipe.fwd.lhs.format.name, recipe.dlhs.lhs.format.name
       ('float8_tensorwise_e4m3', 'float8_tensorwise_e5m2')
     """
-    return Float8Config().recipe("float8_tensorwise")
-
-
-_ROWWISE = Float8Config(
-    cast_config_input=AXISWISE,
-    cast_config_weight=AXISWISE,
-    cast_config_grad_output=Cast(granularity="axiswise", element=E4M3),
-    round_scales_to_power_of_2=True,
-)
+    x, g = (_float8("tensorwise", element, power_of_two=False) for element in ("e4m3", "e5m2"))
+    fwd, backward = MatmulSpec(lhs=x, rhs=x, fast_accumulation=True), MatmulSpec(lhs=g, rhs=x)
+    return Recipe(name="float8_tensorwise", fwd=fwd, dlhs=backward, drhs=backward)
 
 
 @named
@@ -431,7 +445,9 @@ def float8_rowwise() -> Recipe:
       Array([[128.],
              [128.]], dtype=float32)
     """
-    return _ROWWISE.recipe("float8_rowwise")
+    spec = _float8("rowwise", "e4m3", power_of_two=True)
+    fwd, backward = (MatmulSpec(lhs=spec, rhs=spec, fast_accumulation=f) for f in (True, False))
+    return Recipe(name="float8_rowwise", fwd=fwd, dlhs=backward, drhs=backward)
 
 
 @named
@@ -447,13 +463,10 @@ def float8_rowwise_with_gw_hp() -> Recipe:
       >>> print(recipes.float8_rowwise_with_gw_hp().drhs)
       high precision x high precision
     """
-    config = dataclasses.replace(
-        _ROWWISE,
-        cast_config_input_for_grad_weight=DISABLED,
-        cast_config_weight_for_grad_input=Cast(),
-        cast_config_grad_output_for_grad_weight=Cast(scaling="disabled", element=E4M3),
-    )
-    return config.recipe("float8_rowwise_with_gw_hp")
+    rowwise, name = float8_rowwise(), "float8_rowwise_with_gw_hp"
+    weight = _float8("tensorwise", "e4m3", power_of_two=True)
+    dlhs = dataclasses.replace(rowwise.dlhs, rhs=weight)
+    return rowwise.with_(name=name, dlhs=dlhs, drhs=None)
 
 
 def _forward_only(name: str, lhs: OperandSpec | None, rhs: OperandSpec) -> Recipe:

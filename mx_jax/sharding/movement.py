@@ -255,10 +255,10 @@ class Gather:
         XLA keeps what it gathered: bfloat16 has 16 bits an element, MXFP8 in two orientations 16.5.
 
     Examples:
-      >>> import jax, mx_jax
+      >>> import dataclasses, mx_jax
       >>> from jax.sharding import PartitionSpec as P
       >>> gather = mx_jax.sharding.Gather("fsdp", rhs=P("fsdp", "model"))
-      >>> recipe = mx_jax.recipes.mxfp4().with_(gather=gather)
+      >>> recipe = dataclasses.replace(mx_jax.recipes.mxfp4(), gather=gather)
     """
 
     axes: Sequence[str]

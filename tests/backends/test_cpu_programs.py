@@ -75,12 +75,7 @@ BATCHES: dict[str, tuple[Any, Any, tuple[tuple[int | None, ...], ...], str]] = {
         ((0,),),
         "quantize_both",
     ),
-    "dequantize": (
-        mx_jax.dequantize,
-        lambda: [quantized(STACK, 40, 64)],
-        ((0,),),
-        "dequantize",
-    ),
+    "dequantize": (mx_jax.dequantize, lambda: [quantized(STACK, 40, 64)], ((0,),), "dequantize"),
     "matmul": (
         lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"),
         lambda: [draw(STACK, 40, 64), draw(STACK, 64, 50)],

@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
+from mx_jax.codecs import rounding
+from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.ops.arguments import draw_bits
 from mx_jax.ops.dense import transformed
 from mx_jax.recipes import Hadamard
-from mx_jax.reference import random_bits
-from mx_jax.reference.random_bits import DerivedKey
 from tests.needs import needs_library
 from tests.quick import quick
 
@@ -37,7 +37,7 @@ def handlers(run: Any, *operands: Any) -> list[str]:
 def test_the_bits_of_jax(shape: tuple[int, ...], width: int):
     draw = lambda key: draw_bits(key, shape, width)  # noqa: E731
     assert handlers(draw, KEY) == ["mx_jax_cpu_random_bits"]
-    found, expected = quick(draw)(KEY), random_bits.draw_bits(KEY, shape, width)
+    found, expected = quick(draw)(KEY), rounding.draw_bits(KEY, shape, width)
     assert found.dtype == expected.dtype == jnp.int32
     np.testing.assert_array_equal(found, expected)
     np.testing.assert_array_equal(draw(KEY), expected)
@@ -56,7 +56,7 @@ def test_other_keys(key: jax.Array, partitionable: bool, expected: list[str]):
     draw = lambda key: draw_bits(key, (8, 32), 16)  # noqa: E731
     with jax.threefry_partitionable(partitionable):
         assert handlers(draw, key) == expected
-        np.testing.assert_array_equal(draw(key), random_bits.draw_bits(key, (8, 32), 16))
+        np.testing.assert_array_equal(draw(key), rounding.draw_bits(key, (8, 32), 16))
 
 
 def derived(key: jax.Array) -> tuple[DerivedKey, jax.Array]:
@@ -70,7 +70,7 @@ def test_the_keys_of_jax(key: jax.Array):
     """Derived in the call that draws, and at once where a number is traced."""
     draw = lambda key: draw_bits(derived(key)[0], (33,), 16)  # noqa: E731
     assert handlers(draw, key) == ["mx_jax_cpu_random_bits"]
-    expected = random_bits.draw_bits(derived(key)[1], (33,), 16)
+    expected = rounding.draw_bits(derived(key)[1], (33,), 16)
     np.testing.assert_array_equal(quick(draw)(key), expected)
     np.testing.assert_array_equal(draw(key), expected)
     own, other = derived(key)
@@ -80,7 +80,7 @@ def test_the_keys_of_jax(key: jax.Array):
     keys = jax.random.split(key, 4)
     found = quick(jax.vmap(draw))(keys)
     for one, bits in zip(keys, found, strict=True):
-        np.testing.assert_array_equal(bits, random_bits.draw_bits(derived(one)[1], (33,), 16))
+        np.testing.assert_array_equal(bits, rounding.draw_bits(derived(one)[1], (33,), 16))
 
 
 def data(keys: jax.Array) -> jax.Array:

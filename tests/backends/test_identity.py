@@ -21,15 +21,7 @@ from mx_jax.backends.calls import DequantizeCall, MatmulCall, OperandType, PackC
 from mx_jax.backends.select import BACKENDS, select
 from mx_jax.backends.target import Target
 from mx_jax.codecs.rounding import NEAREST, ROUNDINGS, TOWARD_ZERO, Rounding, stochastic
-from mx_jax.formats import (
-    E2M1,
-    E4M3,
-    MXFP4,
-    MXFP8_E4M3,
-    MXINT8,
-    NVFP4,
-    WHOLE,
-)
+from mx_jax.formats import E2M1, E4M3, MXFP4, MXFP8_E4M3, MXINT8, NVFP4, WHOLE
 from mx_jax.recipes import operand
 from mx_jax.reference.scale_rules import (
     AMAX,

@@ -9,10 +9,7 @@ import pytest
 
 from mx_jax import formats
 from mx_jax.backends.pallas_gpu import products
-from mx_jax.backends.pallas_gpu.layouts import (
-    PackedWeights,
-    ScaledOperand,
-)
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand
 from mx_jax.formats import MXFP4, MXFP6_E3M2, MXFP8_E4M3, MXFP8_E5M2
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -31,12 +28,7 @@ def test_a_float16_is_two_bfloat16_of_its_sign():
         np.testing.assert_array_equal(np.sign(part[known]), np.sign(every[known]))
 
 
-PACKED = (
-    *formats.MX_FORMATS,
-    formats.NVFP4,
-    MXFP4.with_block(48),
-    MXFP8_E4M3.with_block(128),
-)
+PACKED = (*formats.MX_FORMATS, formats.NVFP4, MXFP4.with_block(48), MXFP8_E4M3.with_block(128))
 
 
 def random_weights(

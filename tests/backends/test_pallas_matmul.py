@@ -13,20 +13,8 @@ import mx_jax
 from mx_jax import formats
 from mx_jax.backends.calls import PackCall
 from mx_jax.backends.pallas_gpu import backend_for, products
-from mx_jax.backends.pallas_gpu.architecture import (
-    SM80,
-    SM90,
-    SM100,
-    Architecture,
-    Kernel,
-    Tiles,
-)
-from mx_jax.backends.pallas_gpu.layouts import (
-    PackedWeights,
-    ScaledOperand,
-    slots_of,
-    words_of,
-)
+from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, SM100, Architecture, Kernel, Tiles
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand, slots_of, words_of
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, MXINT8, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
@@ -73,11 +61,7 @@ PRODUCTS = [
     (SM80, case_of(MXFP4, batch=(2,), m=(9,), n=(70,), k=(1100,), out_dtype="bfloat16"), False),
     (SM100, two(MXFP8_E4M3, MXFP8_E5M2, m=(1,), n=(130,), k=(300,)), False),
     (SM100, two(MXFP4, MXFP4, batch=(2,), m=(3,), k=(2, 256), out_dtype="bfloat16"), False),
-    (
-        SM100,
-        two(NVFP4, NVFP4, m=(130,), k=(40,), rhs_k_first=True, out_dtype="float16"),
-        False,
-    ),
+    (SM100, two(NVFP4, NVFP4, m=(130,), k=(40,), rhs_k_first=True, out_dtype="float16"), False),
 ]
 SLOW_PRODUCTS = [
     (SM90, case_of(MXFP4.with_block(64), k=(200,)), False),

@@ -40,11 +40,7 @@ def pack(
 @pytest.mark.parametrize(
     "which",
     mostly_slow(
-        [
-            (SM90, None, MXFP8_E5M2),
-            (SM90, MXFP4, MXFP4),
-            (SM100, NVFP4, NVFP4),
-        ],
+        [(SM90, None, MXFP8_E5M2), (SM90, MXFP4, MXFP4), (SM100, NVFP4, NVFP4)],
         (SM90, None, MXFP8_E5M2),
         (SM100, NVFP4, NVFP4),
     ),

@@ -58,6 +58,18 @@ def test_casts(format: formats.BlockFormat, rule: str, shape: tuple[int, ...], w
         assert_bitwise_equal(actual, values.astype(BFLOAT16).astype(np.float32) + 0, what="values")
 
 
+@pytest.mark.parametrize(("axis", "shape"), [(-1, (2, 8, 4352)), (-2, SHAPE)])
+def test_casts_under_vmap(axis: int, shape: tuple[int, ...]):
+    x = draw.draw_any_bits(np.random.default_rng(0), shape, BFLOAT16)
+    facts = {"shape": shape[1:], "axis": axis, "dtype": "bfloat16"}
+    case = cases.QuantizeCase(format=formats.MXFP8_E4M3, **facts)
+    casts = (
+        lambda x, backend=backend: backend.run(case.call, x, None, None)
+        for backend in (INTERPRETED, REFERENCE)
+    )
+    backend_suite.assert_same(*(quick(jax.vmap(cast))(x) for cast in casts))
+
+
 def test_products_of_values(monkeypatch: pytest.MonkeyPatch):
     """A step that is traced for a TPU multiplies values; to the bit what codes give."""
     shapes = enumerate(((32, 256), (256, 256), (32, 256)))

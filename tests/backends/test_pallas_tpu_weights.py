@@ -104,7 +104,7 @@ def test_a_user_on_a_tpu():
     multiply = jax.vmap(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), (0, None))
     with mx_jax.testing.target("tpu"), jax.enable_x64(True):
         w = mx_jax.pack_weights(mx_jax.quantize(jnp.ones((96, 8), x.dtype), "mxfp4", axis=0))
-        report = str(mx_jax.inspect.explain_call(mx_jax.matmul, x[0], w, recipe=recipe))
+        report = str(mx_jax.inspect.explain(mx_jax.matmul, x[0], w, recipe=recipe))
         lowered = jax.jit(multiply).trace(x, w).lower(lowering_platforms=("tpu",)).as_text()
     assert "-> pallas_tpu (faster by libtpu's schedule, not run)" in report
     assert lowered.count("@tpu_custom_call") == 1

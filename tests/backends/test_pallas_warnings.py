@@ -103,7 +103,7 @@ def test_operands_kept_for_gradients_are_no_stored_weights(
     recipe: recipes.Recipe, residuals: Residuals
 ):
     """Their codes differ with every step: nothing could be packed once."""
-    recipe = recipe.with_(residuals=residuals)
+    recipe = dataclasses.replace(recipe, residuals=residuals)
 
     def dense(x: jax.Array, w: jax.Array) -> jax.Array:
         return mx_jax.matmul(x, w, recipe=recipe).sum()

@@ -17,7 +17,7 @@ from mx_jax.backends.pallas_gpu.architecture import MIN_JAX
 from mx_jax.backends.primitive import choose
 from mx_jax.backends.select import select, with_backends
 from mx_jax.backends.target import Backend, Offer, Target
-from mx_jax.inspect import explain_call
+from mx_jax.inspect import explain
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from mx_jax.testing.draw import draw_few_octaves
@@ -196,16 +196,17 @@ def test_unsharded_programs_run_the_kernel():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     with HOST(), mx_jax.prefer_backends("pallas_gpu"):
         alone = lowered(weight_only, ROWS, WEIGHTS)
-        split = lowered(weight_only, lying(ROWS, mesh, "data"), lying(WEIGHTS, mesh))
+        cut = lying(ROWS, mesh, "data")
+        split = lowered(weight_only, cut, lying(WEIGHTS, mesh))
         batch = lowered(jax.vmap(weight_only, (0, None)), jnp.stack([ROWS] * 2), WEIGHTS)
         packed = mx_jax.pack_weights(mx_jax.quantize(WEIGHTS, "mxfp4", axis=0))
         assert isinstance(packed, mx_jax.PackedMXArray)
         stored = lowered(weight_only, ROWS, packed)
-        explained = str(explain_call(weight_only, ROWS, WEIGHTS))
+        explained = explain(weight_only, ROWS, WEIGHTS), explain(weight_only, cut, WEIGHTS)
     assert "mosaic_gpu" in alone and "dot_general" not in alone
     assert "mosaic_gpu" not in split and "CustomSPMDPartitioning" in split
     assert "mosaic_gpu" in batch and "mosaic_gpu" in stored
-    assert "-> pallas_gpu (by xla_bfloat16 where the program has several devices)" in explained
+    assert [found.rows[-1].backend for found in explained] == ["pallas_gpu", "xla_bfloat16"]
 
 
 def test_blocks_under_float32_scales():

@@ -70,12 +70,7 @@ def _table(monkeypatch: pytest.MonkeyPatch):
     [
         (128, H200, HOPPER, (FFI_REASON,)),
         (96, H200, REFERENCE, (FFI_REASON, HOPPER_REASON)),
-        (
-            128,
-            CPU,
-            REFERENCE,
-            (FFI_REASON, ("hopper", "needs compute capability 9.0, got cpu")),
-        ),
+        (128, CPU, REFERENCE, (FFI_REASON, ("hopper", "needs compute capability 9.0, got cpu"))),
     ],
 )
 def test_the_first_that_accepts_is_chosen(k, target, backend, rejections):

@@ -133,8 +133,7 @@ def short_accumulator(lhs, rhs, call):
 
 
 @pytest.mark.parametrize(
-    "multiply",
-    [rounded_sum, transposed, wide_result, one_block_forgotten, one_without_a_number],
+    "multiply", [rounded_sum, transposed, wide_result, one_block_forgotten, one_without_a_number]
 )
 def test_wrong_products_are_noticed(multiply: Any):
     square = dataclasses.replace(PRODUCT, m=(7,), k=(90,))

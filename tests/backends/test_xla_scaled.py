@@ -17,23 +17,13 @@ from mx_jax.backends import xla_scaled
 from mx_jax.backends.select import select
 from mx_jax.backends.target import Target
 from mx_jax.backends.xla_scaled import NATIVE, XLA_SCALED, centred
-from mx_jax.testing.backend_suite import (
-    EXTREME_CASES,
-    ExtremeCase,
-    check_extremes,
-    check_matmul,
-)
+from mx_jax.testing.backend_suite import EXTREME_CASES, ExtremeCase, check_extremes, check_matmul
 from mx_jax.testing.cases import MatmulCase
 
 B200 = Target(platform="cuda", compute_capability=(10, 0))
 A100 = Target(platform="cuda", compute_capability=(8, 0))
 H200 = Target(platform="cuda", compute_capability=(9, 0))
-E4M3, E5M2, MXFP4, NVFP4 = (
-    formats.MXFP8_E4M3,
-    formats.MXFP8_E5M2,
-    formats.MXFP4,
-    formats.NVFP4,
-)
+E4M3, E5M2, MXFP4, NVFP4 = (formats.MXFP8_E4M3, formats.MXFP8_E5M2, formats.MXFP4, formats.NVFP4)
 SQUARE = MatmulCase(lhs=E4M3, rhs=E4M3)
 CASES = (
     SQUARE,
@@ -183,12 +173,7 @@ ON = "on compute capability 10.0, 10.3, 11.0, 12.0, 12.1, got"
             NEW,
             "blocks along the contracted axis alone, got mxfp4_2d",
         ),
-        (
-            MatmulCase(lhs=E4M3, rhs=E4M3, k=(90,)),
-            B200,
-            OLD,
-            "whole blocks of 32 along k, got k=9",
-        ),
+        (MatmulCase(lhs=E4M3, rhs=E4M3, k=(90,)), B200, OLD, "whole blocks of 32 along k, got k=9"),
         (MatmulCase(lhs=E4M3, rhs=E4M3, m=(0,)), B200, OLD, "have elements, got lhs_shape"),
         (MatmulCase(lhs=None, rhs=E4M3), B200, OLD, "two quantized operands, got one in high"),
         (MatmulCase(lhs=E4M3, rhs=None), B200, OLD, "two quantized operands, got one in high"),

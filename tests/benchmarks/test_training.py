@@ -31,9 +31,7 @@ def test_residuals(tmp_path, monkeypatch):
     model_bytes = residuals.model_bytes
     of_float32 = functools.cache(lambda *given: model_bytes(given[0], jnp.float32, given[1]))
     monkeypatch.setattr(
-        residuals,
-        "model_bytes",
-        lambda recipe, dtype, settings: of_float32(recipe, settings),
+        residuals, "model_bytes", lambda recipe, dtype, settings: of_float32(recipe, settings)
     )
     out = tmp_path / "results.json"
     options = "--d-model 32 --layers 2 --batch 2 --context 32 --recipes mxfp8".split()

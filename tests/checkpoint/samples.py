@@ -16,7 +16,7 @@ import numpy as np
 
 from mx_jax import checkpoint
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout
-from mx_jax.cli import command_parser
+from mx_jax.commands import command_parser
 from mx_jax.commands.stream import RECORD, partial_folder, record_options
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 from tests.checkpoint.gguf_bytes import F32, I32, STRING, U32, Tensor, array, gguf, text

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from mx_jax import checkpoint
-from mx_jax.cli import main
+from mx_jax.commands import main
 from tests.checkpoint.stored import values
 
 # What lies in a file: the format's name of a dtype, the shape, the bytes.

@@ -10,7 +10,7 @@ import pytest
 
 from mx_jax import checkpoint
 from mx_jax.checkpoint.layouts import LAYOUTS, named
-from mx_jax.cli import main
+from mx_jax.commands import main
 from tests.checkpoint.stored import draw, put_model
 
 # Found by names, dtypes and shapes alone: without a configuration, or written by Quark.

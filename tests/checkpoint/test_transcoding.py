@@ -11,12 +11,7 @@ import mx_jax
 from mx_jax import checkpoint, formats
 from mx_jax.checkpoint import transcoding
 from mx_jax.checkpoint.layouts import named
-from mx_jax.formats import (
-    F32,
-    MXFP4,
-    NVFP4,
-    BlockFormat,
-)
+from mx_jax.formats import F32, MXFP4, NVFP4, BlockFormat
 from tests.checkpoint.stored import assert_same, draw, values
 
 FP4_E4M3 = dataclasses.replace(formats.NVFP4_ONE_LEVEL, name="fp4_e4m3_32", block=(1, 32))

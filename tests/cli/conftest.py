@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mx_jax.cli import main
+from mx_jax.commands import main
 
 
 class Cli:

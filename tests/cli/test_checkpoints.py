@@ -21,8 +21,7 @@ import safetensors.numpy
 import mx_jax
 from mx_jax import calibrate, checkpoint
 from mx_jax.checkpoint import files, writers
-from mx_jax.cli import main
-from mx_jax.commands import inspect, rules, stream
+from mx_jax.commands import inspect, main, rules, stream
 from mx_jax.commands.diff import difference
 from mx_jax.commands.stream import partial_folder
 from mx_jax.mxarray import MXArray
@@ -198,10 +197,7 @@ def test_experts_need_an_axis_and_have_a_tensor_scale_each(
         ({"pattern": "*", "skip": True}, "rule 0: Rule: pattern must be"),
         ({"pattern": "a", "format": "mxfp5"}, "rule 0: unknown block format"),
         ({"pattern": "a", "recipe": "mxfp5"}, "rule 0: Rule 'a': unknown recipe"),
-        (
-            {"pattern": "a", "skip": True, "format": "mxfp4"},
-            "rule 0: needs exactly one of",
-        ),
+        ({"pattern": "a", "skip": True, "format": "mxfp4"}, "rule 0: needs exactly one of"),
         ({"pattern": "a", "skip": True, "axes": 1}, "got pattern, skip, axes"),
         ({"pattern": "a", "format": "mxfp4", "axis": "1"}, "axis must be an integer"),
         (

@@ -12,7 +12,7 @@ import safetensors.numpy
 
 import mx_jax
 from mx_jax import checkpoint
-from mx_jax.cli import main
+from mx_jax.commands import main
 from mx_jax.commands.rules import fused
 from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.checkpoint.stored import draw, put_model, values

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mx_jax.cli import main
+from mx_jax.commands import main
 from mx_jax.formats import BLOCK_FORMATS, ELEMENT_FORMATS, SCALE_FORMATS, any_format
 from tests.cli.conftest import Cli
 from tests.processes import run_python

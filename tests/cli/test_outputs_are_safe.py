@@ -14,8 +14,7 @@ import pytest
 
 from mx_jax import checkpoint
 from mx_jax.checkpoint import files
-from mx_jax.cli import main
-from mx_jax.commands import stream
+from mx_jax.commands import main, stream
 from tests.checkpoint.killed import at_each_change
 from tests.cli.conftest import Cli
 
@@ -191,33 +190,11 @@ def test_a_folder_that_another_process_filled_meanwhile(
     assert os.listdir(out) == ["theirs.txt"] and not stream.partial_folder(out).exists()
 
 
-def test_save_waits_for_another_process(tmp_path: Path):
-    tree = {f"{index}": np.full((8, 64), index, np.float32) for index in range(3)}
-    handle = os.open(tmp_path, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    sizes = {"max_shard_size": 3000}
-    saving = threading.Thread(target=checkpoint.save, args=(tmp_path, tree), kwargs=sizes)
-    saving.start()
-    saving.join(0.2)
-    assert saving.is_alive() and not os.listdir(tmp_path)
-    os.close(handle)
-    saving.join()
-    assert len(checkpoint.load(tmp_path)) == 3
-
-
 @pytest.mark.parametrize("name", ["out", "out.safetensors"])
 def test_a_link_to_itself(name: str, model: Path, tmp_path: Path, cli: Cli):
     (tmp_path / name).symlink_to(name)
     said = cli.error("quantize", model, tmp_path / name, "--format", "mxfp4")
     assert "is there already" in said and (tmp_path / name).is_symlink()
-
-
-@pytest.mark.parametrize("to", ["compressed-tensors", "torchao", "mxfp4-pack-quantized", "none"])
-def test_a_dry_run_refuses_what_the_run_refuses(to: str, model: Path, tmp_path: Path, cli: Cli):
-    words = ("quantize", model, tmp_path / "out", "--format", "mxfp4", "--to", to)
-    dry, run = (cli(*words, *more, status=2)[1] for more in (("--dry-run",), ()))
-    assert dry == run
-    assert to == "none" or ("up.weight" in dry and "by --keep or a rule with skip" in dry)
 
 
 def test_what_may_not_be_read_or_replaced(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mx_jax import checkpoint
-from mx_jax.cli import main
+from mx_jax.commands import main
 from mx_jax.commands.output import print_table
 from tests.cli.conftest import Cli
 from tests.processes import printed, run_python
@@ -47,7 +47,7 @@ STOPPED = """
 import importlib.util, os, signal, sys, time
 from types import ModuleType
 
-cli = sys.modules["mx_jax.cli"] = ModuleType("cli")
+cli = sys.modules["mx_jax.commands"] = ModuleType("cli")
 sys.modules["mx_jax"] = ModuleType("mx_jax")
 spec = importlib.util.spec_from_file_location("program", "mx_jax/__main__.py")
 program = importlib.util.module_from_spec(spec)
@@ -212,6 +212,13 @@ def test_a_dry_run_refuses_what_the_run_refuses(file: Path, cli: Cli):
     said = cli.error(*words)
     assert cli.error(*words, "--dry-run") == said and "makes 32 blocks NaN" in said
     assert out.read_text() == "there"
+    odd = file.with_name("odd.safetensors")  # rows of no whole bytes in FP4
+    checkpoint.write(odd, {"up.weight": np.ones((8, 33), np.float32)}, layout="torchao")
+    for to in ("compressed-tensors", "torchao", "mxfp4-pack-quantized", "none"):
+        words = ("quantize", odd, out, "--format", "mxfp4", "--to", to, *force)
+        said = cli.error(*words)
+        assert cli.error(*words, "--dry-run") == said
+        assert to == "none" or ("up.weight" in said and "by --keep or a rule with skip" in said)
 
 
 def test_a_table_that_is_wider_than_the_terminal(

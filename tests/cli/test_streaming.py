@@ -19,7 +19,7 @@ PROGRAM = textwrap.dedent(
     from pathlib import Path
     import numpy as np
     import safetensors.numpy
-    from mx_jax.cli import main
+    from mx_jax.commands import main
 
     folder = Path(sys.argv[1])
 

@@ -32,10 +32,7 @@ NUMPY = {
 }
 # What moves bits, and flushes nothing.
 MOVES = ("select_n", "broadcast_in_dim", "bitcast_convert_type")
-NUMPY_TYPED = {
-    "bitcast_convert_type": np.ndarray.view,
-    "convert_element_type": np.ndarray.astype,
-}
+NUMPY_TYPED = {"bitcast_convert_type": np.ndarray.view, "convert_element_type": np.ndarray.astype}
 
 
 @np.errstate(all="ignore")

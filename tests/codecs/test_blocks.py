@@ -6,12 +6,7 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax.codecs.blocks import (
-    merge,
-    scales_shape,
-    split,
-    spread,
-)
+from mx_jax.codecs.blocks import merge, scales_shape, split, spread
 from mx_jax.formats import WHOLE
 from tests.extending.least_error import LEAST_ERROR
 from tests.quick import quick

@@ -15,17 +15,9 @@ import pytest
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.element import decode, decode_bits, encode
-from mx_jax.codecs.lowering import lowered_for
+from mx_jax.codecs.lowering import TPU_FLOAT8, lowered_for
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, stochastic
-from mx_jax.formats import (
-    E2M1,
-    E4M3,
-    E5M2,
-    ELEMENT_FORMATS,
-    INT8,
-    INTEGER8,
-    ElementFormat,
-)
+from mx_jax.formats import E2M1, E4M3, E5M2, ELEMENT_FORMATS, INT8, INTEGER8, ElementFormat
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.codecs import oracle
 from tests.codecs.by_numpy import by_numpy
@@ -281,6 +273,16 @@ def test_every_bfloat16_on_tpus(element: ElementFormat, saturate: bool):
     with lowered_for("tpu"):
         on_tpus = by_numpy(functools.partial(encode, **how), x, flushes=True)
     assert_bitwise_equal(on_tpus, jax.jit(functools.partial(encode, **how))(x))
+
+
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=str)
+def test_conversion_on_tpus(element: ElementFormat, rng: np.random.Generator):
+    """Where they have one; float32's ties too."""
+    bits, _ = patterns_under_scales(element, rng)
+    for x in (all_values(BFLOAT16).astype(np.float32), bits.view(np.float32)):
+        with lowered_for(TPU_FLOAT8):
+            found = jax.jit(lambda x: encode(x, element))(x)
+        assert_bitwise_equal(found, jax.jit(lambda x: encode(x, element))(x))
 
 
 @pytest.mark.parametrize("element", ELEMENT_FORMATS, ids=str)

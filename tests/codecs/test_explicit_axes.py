@@ -6,12 +6,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
-from mx_jax.codecs.explicit_axes import (
-    partitions,
-    split_axes,
-    vary_alike,
-    varying,
-)
+from mx_jax.codecs.explicit_axes import partitions, split_axes, vary_alike, varying
 
 
 def mesh(*types: AxisType) -> jax.sharding.Mesh:

@@ -5,10 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mx_jax.codecs.indexing import (
-    index_blocks,
-    reshape_blocks,
-)
+from mx_jax.codecs.indexing import index_blocks, reshape_blocks
 from mx_jax.formats import WHOLE
 
 SHAPE = (3, 4, 80)

@@ -10,11 +10,16 @@ import pytest
 import mx_jax
 from mx_jax.backends.xla import block_values
 from mx_jax.codecs import float32
+from mx_jax.codecs.blocks import scales_shape
 from mx_jax.codecs.lowering import by_halves, lowered_for, on_one_device
 from mx_jax.codecs.rounding import Rounding
+from mx_jax.codecs.scale import are_normal
+from mx_jax.mxarray import MXArray, decode
 from mx_jax.reference.quantize import quantize
 from mx_jax.specs import operand
 from mx_jax.testing.compare import assert_bitwise_equal
+
+DTYPE = np.dtype(jnp.bfloat16)
 
 
 @pytest.mark.parametrize("length", [1, 5, 8])
@@ -63,3 +68,63 @@ def test_casts_on_tpus(name: str, alone: bool):
         for one, other in zip(found, wanted, strict=True):
             assert_bitwise_equal(one, other)
         np.testing.assert_allclose(on_tpus, values, rtol=0, atol=2.0**-124)
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp4", "mxint8"])
+def test_decoding_on_tpus(name: str, axis: int):
+    """By products where values are normal numbers or zeros, else exactly: XLA flushes here too."""
+    format, rng, shape, blocks = (
+        operand(name).format,
+        np.random.default_rng(0),
+        (64, 72),
+        (axis, 32),
+    )
+    element = format.element
+    lowest = 1 - (element.emin - element.mantissa_bits)
+    codes = rng.integers(0, 1 << element.bits, shape).astype(np.uint8)
+    codes[:32, :32] = 0
+    scales = rng.integers(lowest, 240, scales_shape(shape, (blocks,))).astype(np.uint8)
+
+    def values(codes: jax.Array, scales: jax.Array) -> Any:
+        x = MXArray(codes=codes, scales=scales, format=format, blocks=(blocks,), dtype=DTYPE)
+        return decode(x, DTYPE), decode(x, "float32", exponent=-2), are_normal(x, 0)
+
+    exact = jax.jit(values)
+    with lowered_for("tpu"), on_one_device(True):
+        on_tpus = jax.jit(lambda *x: values(*x))
+        # The first scale is of zeros, the last is not.
+        for place, byte, normal in (
+            (0, 0, True),
+            (-1, lowest, True),
+            (-1, lowest - 1, False),
+            (0, 255, False),
+        ):
+            changed = scales.copy()
+            changed[place, place] = byte
+            *found, are = on_tpus(codes, changed)
+            assert are == normal
+            for one, other in zip(found, exact(codes, changed), strict=False):
+                assert_bitwise_equal(one, other, any_nan=True)
+
+
+@pytest.mark.parametrize("name", ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxint8", "mxfp4"])
+def test_every_stored_scale_on_tpus(name: str):
+    """By every code: what products read is its value down to 2^-124, Inf beyond float32, or NaN."""
+    format = operand(name).format
+    codes = np.tile(np.arange(256, dtype=np.uint8) & ((1 << format.element.bits) - 1), (256, 1))
+    scales = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 8, axis=1)
+    stored = MXArray(
+        codes=jnp.asarray(codes),
+        scales=jnp.asarray(scales),
+        format=format,
+        blocks=((-1, 32),),
+        dtype=np.dtype(np.float32),
+    )
+    with lowered_for("tpu"), on_one_device(True):
+        values = jax.jit(lambda x: block_values(x)[0].astype(jnp.float32))(stored)
+    elements = np.array([format.element.value(code) for code in codes[0].tolist()])
+    with np.errstate(over="ignore"):
+        wanted = np.ldexp(elements, scales[:, :1].astype(int) - 129).astype(np.float32)
+    wanted[255] = np.nan
+    np.testing.assert_allclose(values, wanted, rtol=0, atol=2.0**-126)

@@ -5,12 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mx_jax.codecs.packing import (
-    from_blocked_scales,
-    pack,
-    packed_length,
-    unpack,
-)
+from mx_jax.codecs.packing import from_blocked_scales, pack, packed_length, unpack
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
 

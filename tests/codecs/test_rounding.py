@@ -5,12 +5,7 @@ import dataclasses
 
 import pytest
 
-from mx_jax.codecs.rounding import (
-    ROUNDINGS,
-    STOCHASTIC,
-    rounding_mode,
-    stochastic,
-)
+from mx_jax.codecs.rounding import ROUNDINGS, STOCHASTIC, rounding_mode, stochastic
 
 
 def test_names():

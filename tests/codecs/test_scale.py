@@ -130,13 +130,17 @@ def test_every_code_times_every_scale_byte():
 EDGES = np.array([0, 1, 2, 0x3FFFFF, 0x400000, 0x7FFFFE, 0x7FFFFF], np.uint32)
 
 
-def test_a_quotient_of_float64s_is_the_nearest(rng: np.random.Generator):
-    a, b = (rng.integers(0, 1 << 32, 1 << 20, dtype=np.uint32) for _ in range(2))
-    for bits, half in ((a, slice(0, 1 << 19)), (b, slice(1 << 18, 3 << 18))):
-        bits[half] = bits[half] & 0xFF800000 | rng.choice(EDGES, 1 << 19)
-    a, b = a.view(np.float32), b.view(np.float32)
+def quotients(rng: np.random.Generator, n: int) -> tuple[np.ndarray, ...]:
+    """Any bits, half of either side's at the edges, and what NumPy makes of them."""
+    a, b = (rng.integers(0, 1 << 32, n, dtype=np.uint32) for _ in range(2))
+    for bits, half in ((a, slice(0, n // 2)), (b, slice(n // 4, 3 * n // 4))):
+        bits[half] = bits[half] & 0xFF800000 | rng.choice(EDGES, n // 2)
     with np.errstate(all="ignore"):
-        exact = a / b
+        return a.view(np.float32), b.view(np.float32), a.view(np.float32) / b.view(np.float32)
+
+
+def test_a_quotient_of_float64s_is_the_nearest(rng: np.random.Generator):
+    a, b, exact = quotients(rng, 1 << 20)
     # CPUs flush subnormals, and what rounds up from one.
     whole = np.ones(a.shape, bool)
     for x in (a, b, exact):
@@ -148,12 +152,7 @@ def test_a_quotient_of_float64s_is_the_nearest(rng: np.random.Generator):
 
 @pytest.mark.parametrize("units", (-5, -3, -1, 0, 1, 3, 5))
 def test_a_near_quotient_becomes_the_nearest(units: int, rng: np.random.Generator):
-    a, b = (rng.integers(0, 1 << 32, 1 << 17, dtype=np.uint32) for _ in range(2))
-    for bits, half in ((a, slice(0, 1 << 16)), (b, slice(1 << 15, 3 << 15))):
-        bits[half] = bits[half] & 0xFF800000 | rng.choice(EDGES, 1 << 16)
-    a, b = a.view(np.float32), b.view(np.float32)
-    with np.errstate(all="ignore"):
-        exact = a / b
+    a, b, exact = quotients(rng, 1 << 17)
     # Up to the last binades from which five units do not lead out of the normal numbers.
     tiny, huge = np.float32(1.1 * 2.0**-125), np.float32(1.9 * 2.0**126)
     normal = (np.abs(exact) > tiny) & (np.abs(exact) < huge)

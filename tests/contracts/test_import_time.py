@@ -19,6 +19,9 @@ assert not xla_bridge.backends_are_initialized()
 late = {LATE}
 loaded = [name for name in late if f"mx_jax.{{name}}" in sys.modules]
 assert not loaded, sorted(loaded)
+# Kernels for GPUs and their compiler are imported by the calls that they take.
+kernels = {{"jax.experimental.pallas.mosaic_gpu", "mx_jax.backends.pallas_gpu.wgmma"}}
+assert not kernels & {{*sys.modules}}
 assert set(late) <= set(dir(mx_jax))
 assert all(getattr(mx_jax, name) is sys.modules[f"mx_jax.{{name}}"] for name in late)
 assert not hasattr(mx_jax, "nothing")

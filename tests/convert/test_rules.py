@@ -100,16 +100,7 @@ class TestRule:
             ((".*", None), {"types": "Dense"}, TypeError, r"types must be classes.*types='Dense'"),
             ((".*", None), {"filter": 3}, TypeError, r"filter must be a function .* filter=3"),
         ],
-        ids=[
-            "glob",
-            "no text",
-            "too many",
-            "too deep",
-            "recipe not called",
-            "recipe's name",
-            "types",
-            "filter",
-        ],
+        ids="glob,no text,too many,too deep,not called,recipe's name,types,filter".split(","),
     )
     def test_errors(self, arguments: Any, options: Any, error: Any, message: str):
         with pytest.raises(error, match=message):

@@ -1,5 +1,6 @@
 """Weights stored once: the numbers of the model that quantizes in every call, and its few bytes."""
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -145,7 +146,8 @@ def test_parameters_alone_tell_less():
 @pytest.mark.parametrize("model", [False, True])
 def test_rules_that_store_nothing_are_told(model: bool):
     """Whoever serves by a recipe that transforms weights would serve float32 without a word."""
-    turned = mxfp4().with_(transform=Hadamard(size=16, signs=(1,) * 16), name="turned")
+    transform = Hadamard(size=16, signs=(1,) * 16)
+    turned = mxfp4().with_(fwd=dataclasses.replace(mxfp4().fwd, transform=transform), name="turned")
     rules = [Rule("up", weight_only("mxfp4")), Rule(".*", turned)]
     layers = {name: nnx.Linear(32, 8, rngs=nnx.Rngs(0)) for name in ("up", "down")}
     ones = jnp.ones((32, 8))
@@ -292,10 +294,7 @@ def test_a_state_goes_back_into_its_model():
 
 
 @needs_library
-@pytest.mark.parametrize(
-    "format, bits",
-    [("mxfp4", 4.25), ("nvfp4", 4.5), ("mxfp6_e2m3", 6.25)],
-)
+@pytest.mark.parametrize("format, bits", [("mxfp4", 4.25), ("nvfp4", 4.5), ("mxfp6_e2m3", 6.25)])
 def test_bits_of_a_parameter(format: str, bits: float, tmp_path: Any):
     params = {"up": {"kernel": np.ones((1024, 256), np.float32)}}
     with only_backend("cpu_ffi"):

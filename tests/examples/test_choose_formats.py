@@ -166,20 +166,14 @@ def test_scanned_layers_together_and_nnx():
         sensitivity(total, stacked, [1.0], ["mxfp4"], budget=budget)
 
 
-@pytest.mark.parametrize(
-    ("limits", "message"),
-    [
+def test_errors():
+    for limits, message in (
         ({}, r"exactly one of bytes, bits and loss.* got none"),
         ({"bytes": 3, "loss": 1}, "got bytes=3, loss=1; e"),
         ({"bits": -1}, "a positive number, got bits=-1"),
-    ],
-)
-def test_budgets_that_are_none(limits: dict[str, float], message: str):
-    with pytest.raises(ValueError, match=message):
-        Budget(**limits)
-
-
-def test_errors():
+    ):
+        with pytest.raises(ValueError, match=message):
+            Budget(**limits)
     five = Budget(bits=5)
     with pytest.raises(ValueError, match="must be finite while nothing is quantized, got loss=nan"):
         sensitivity(lambda p, x: x * jnp.nan, PARAMS, [np.float32(1)], budget=five)

@@ -1,6 +1,7 @@
-"""examples/findings: what each script says holds, and its figure is on the page."""
+"""Scripts that draw figures of docs/: what each says holds, and its figure is on the page."""
 
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Any
 
 import pytest
 
+from examples import numerics_pictures
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "findings"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "findings_figure")
+pictures: Any = numerics_pictures
 
 # The cheapest claim of all runs by default, the others with the slow tests.
 
@@ -111,3 +115,19 @@ def test_each_is_on_the_page_as_its_script_draws_it(finding: Any):
         drawing = (figure.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
         assert figure.digest(FOLDER / f"{name}.py") in drawing, f"run examples/findings/{name}.py"
     assert len(NAMES) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_the_committed_picture_is_the_scripts(name: str):
+    text = (pictures.FOLDER / f"{name}.svg").read_text(encoding="utf-8")
+    (described,) = re.findall(r"<dc:description>(\w+)</dc:description>", text)
+    own = pictures.digest(Path(pictures.__file__), numbers=pictures.numbers(name))
+    assert described == own, "run examples/numerics_pictures.py"
+    page, _ = pictures.PICTURES[name]
+    assert f"images/numerics/{name}.svg" in (ROOT / "docs" / f"{page}.md").read_text()
+
+
+def test_rules_take_the_scales_that_the_page_says():
+    scales = {rule: pictures.by_rule(rule)["scale"] for rule in pictures.RULES}
+    assert scales == {"floor": 1, "ceil": 2, "even": 1, "rceil": 2}

@@ -18,7 +18,7 @@ from generate.load import open_model, params_of
 from generate.model import Llama
 
 from mx_jax import convert, recipes
-from mx_jax.cli import main
+from mx_jax.commands import main
 from tests.examples import tiny_llama as tiny
 from tests.examples.conftest import EXAMPLES, disturb, imported
 from tests.quick import quick

@@ -17,11 +17,7 @@ def wait(example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
 
     def run(*programs: str) -> tuple[int, str]:
         own = launch.Launch(
-            mesh={"data": 2},
-            processes=len(programs),
-            coordinator=None,
-            process=0,
-            folder=tmp_path,
+            mesh={"data": 2}, processes=len(programs), coordinator=None, process=0, folder=tmp_path
         )
         workers = [subprocess.Popen([sys.executable, "-c", program]) for program in programs]
         status = own._wait(workers, ["--overwrite", "--seeds", "1"])

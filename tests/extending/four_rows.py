@@ -14,10 +14,7 @@ def needs_four_rows(call: QuantizeCall, target: Target) -> str | None:
 
 
 def behind_a_barrier(
-    x: jax.Array,
-    random_bits: jax.Array | None,
-    tensor_scale: jax.Array | None,
-    call: QuantizeCall,
+    x: jax.Array, random_bits: jax.Array | None, tensor_scale: jax.Array | None, call: QuantizeCall
 ) -> MXArray:
     """The reference's cast of what a barrier lets through."""
     return REFERENCE.run(call, jax.lax.optimization_barrier(x), random_bits, tensor_scale)

@@ -15,9 +15,9 @@ import pytest
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.cli import main
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import packing
+from mx_jax.commands import main
 from mx_jax.formats import E2M1, ElementFormat
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.extending.fp5 import FP5, MXFP5

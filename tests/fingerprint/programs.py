@@ -6,6 +6,7 @@ equal bit for bit on every machine. Where that cannot be, a program says so (`ro
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -452,14 +453,14 @@ def _explicit(layout: str) -> Program:
 def _gather(layout: str) -> Program:
     x, w, g = _LAYOUTS[layout]
     gather = Gather("a", rhs=w) if layout == "FSDP on k" else Gather("b", lhs=x, rhs=P())
-    recipe = recipes.mxfp4().with_(gather=gather)
+    recipe = dataclasses.replace(recipes.mxfp4(), gather=gather)
     return on_mesh(matmul_step(recipe), operands(256, 256, 128), (x, w, g), (g, x, w))
 
 
 @rows(["mxfp8", "mxfp4"], "mesh, shard_map, Gather on k:")
 def _shard_map(name: str) -> Program:
     mesh = mesh_of()
-    recipe = recipes.from_name(name).with_(gather=Gather("a", rhs=P("a")))
+    recipe = dataclasses.replace(recipes.from_name(name), gather=Gather("a", rhs=P("a")))
     specs = (P("a"),) * 3
     run = jax.shard_map(matmul_step(recipe), mesh=mesh, in_specs=specs, out_specs=specs)
     return on_mesh(run, operands(256, 256, 128), specs, mesh=mesh)

@@ -16,8 +16,7 @@ SLOW = re.compile(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if SLOW.search(n) else []) for n in PROGRAMS],
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if SLOW.search(n) else []) for n in PROGRAMS]
 )
 def test_as_recorded(name: str):
     """`python -m tests.fingerprint` prints all differences; `--write` records them."""

@@ -163,20 +163,6 @@ def test_how_many_codes_may_be_reserved():
         assert not fact(base, num_reserved_codes=-1, **facts)
 
 
-def test_where_a_format_ends():
-    """At most eight bits, values from 2^-22 to below 2^17."""
-    for mantissa_bits, fits in ((-1, False), (0, True), (5, True), (6, False)):
-        assert bool(fact(E2M1, mantissa_bits=mantissa_bits)) == fits
-    for exponent_bits, fits in ((0, False), (1, True)):
-        assert bool(fact(E2M1, exponent_bits=exponent_bits)) == fits
-    assert not fact(INT8, exponent_bits=2, mantissa_bits=4)
-    for bias, fits in ((22, True), (23, False), (-13, True), (-14, False)):
-        assert bool(fact(E2M1, bias=bias)) == fits
-    for scale in SCALE_FORMATS:
-        assert scale.is_float32 == (scale.bits == 32)
-    assert F32_DIVISOR.element is None
-
-
 @pytest.mark.parametrize("kind", [ElementFormat, ScaleFormat, BlockFormat])
 def test_formats_are_built_by_names(kind: type):
     """Their facts are numbers, whose order nobody remembers."""
@@ -215,11 +201,6 @@ def test_by_object_and_name(format: BlockFormat):
     else:
         square = dataclasses.replace(format, name=f"{format.name}_2d", block=(size, size))
         assert block_format(f"{format.name}_2d") == square
-
-
-def test_an_own_format_needs_no_registration():
-    own = MXFP4.with_block(8)
-    assert block_format(own) is own
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import mx_jax
 from mx_jax import checkpoint, inspect, recipes
 from mx_jax.checkpoint import LAYOUTS
-from mx_jax.cli import COMMANDS, main
+from mx_jax.commands import COMMANDS, main
 from mx_jax.formats.removed import REMOVED
 from mx_jax.reference.scale_rules import SCALE_RULES
 

@@ -75,11 +75,7 @@ def training_step(gpu: Gpu, name: str, dtype: str) -> dict[str, Any]:
         y, pullback = jax.vjp(product, w, x)
         return y, *pullback(g)
 
-    operands = (
-        array(FEATURES, UNITS, dtype=dtype),
-        array(TOKENS, FEATURES),
-        array(TOKENS, UNITS),
-    )
+    operands = (array(FEATURES, UNITS, dtype=dtype), array(TOKENS, FEATURES), array(TOKENS, UNITS))
     return {"what": "training step", "weights": dtype, "by": name, **moved(gpu, step, *operands)}
 
 
@@ -102,10 +98,7 @@ def apart(gpu: Gpu, name: str, dtype: str) -> dict[str, Any]:
     leaves, tree = jax.tree.flatten(pullback)
     there = moved(gpu, lambda w, x: [forward(w, x)[i] for i in new], *operands)
     back = moved(
-        gpu,
-        lambda g, *leaves: jax.tree.unflatten(tree, leaves)(g),
-        array(TOKENS, UNITS),
-        *leaves,
+        gpu, lambda g, *leaves: jax.tree.unflatten(tree, leaves)(g), array(TOKENS, UNITS), *leaves
     )
     found = {key: round(there[key] + back[key], 1) for key in there}
     return {"what": "training step, passes apart", "weights": dtype, "by": name, **found}

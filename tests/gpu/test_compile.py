@@ -1,21 +1,29 @@
 """Ahead of time, for every architecture: no spills, few registers, tensor-core instructions found.
 
+Of XLA: every product that `xla_scaled` offers is one scaled dot, what four H200s exchange, and the
+bytes of whole products are what is committed.
+
 Needs the extra `gpu-compile`, no GPU: run with `pytest -m gpu`.
 """
 
+import json
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
+from benchmarks.collectives import FEATURES, TOKENS, UNITS
+from mx_jax.backends import xla_scaled
 from mx_jax.backends.pallas_gpu.architecture import TCGEN05, WGMMA
 from mx_jax.backends.pallas_gpu.layouts import stored_bits
 from mx_jax.formats import BLOCK_FORMATS
 from tests.gpu import sass
 from tests.gpu.compile_for import GPUS
-from tests.gpu.tools import NEEDS_COMPILER, compiled, disassembly, registers, slow
+from tests.gpu.tools import NEEDS_COMPILER, compiled, disassembly, registers, run, slow
 
 pytestmark = NEEDS_COMPILER
+RECORDED = Path(__file__).parents[2] / "benchmarks" / "results" / "gpu" / "plain_path.json"
 
 
 def bits_of(name: str) -> int:
@@ -143,3 +151,86 @@ def test_groups_on_blackwell(name: str, tmp_path: Path):
         text = disassembly(path, "sm_100a")
         assert text.count("UTMASTG") >= 3, path
         assert len(sass.main_loop(text, "UTCQMMA" if eight else "UTCOMMA")) <= 150
+
+
+# What XLA compiles -------------------------------------------------------------------------------
+
+SCALED, PLAIN = {"scaled": 1, "other": 0}, {"scaled": 0, "other": 1}
+
+
+def test_every_capability_of_the_table_is_compiled_for():
+    assert set(xla_scaled.CAPABILITIES) <= {gpu.capability for gpu in GPUS.values()}
+
+
+@pytest.mark.parametrize(
+    ("target", "forms"),
+    [
+        ("sm_100a", ""),
+        slow("sm_100a", "forms"),
+        *(
+            slow(target, "")
+            for target, gpu in GPUS.items()
+            if gpu.capability in xla_scaled.CAPABILITIES and target != "sm_100a"
+        ),
+    ],
+)
+def test_products(target: str, forms: str, tmp_path: Path):
+    """One scaled dot each; where devices share a product, or its program, a bfloat16 dot."""
+    found = json.loads(run("compile_scaled.py", tmp_path, target, *forms.split()))
+    wrong = {case: seen for case, seen in found["products"].items() if seen != SCALED}
+    assert not wrong
+    assert len(found["products"]) >= 8
+    assert all(seen == PLAIN for seen in found["four devices"])
+
+
+def test_the_step_of_the_docs(tmp_path: Path):
+    """Weights are gathered as codes and scales, their gradient is scattered in bfloat16."""
+    peak, flops, moved = json.loads(run("compile_devices.py", tmp_path, "mxfp8"))
+    assert peak > 0 and flops is None
+    arrays = {key: number for key, number in moved.items() if "all-reduce" not in key}
+    assert arrays == {
+        "all-gather u8[512,1024]": 1,
+        "all-gather u8[16,1024]": 1,
+        "reduce-scatter bf16[128,1024]": 1,
+    }
+
+
+@pytest.mark.slow
+def test_rows_go_to_their_experts_as_codes(tmp_path: Path):
+    """As many rows as there are: what is padded is room on the receiver's side, not on the wire."""
+    found = json.loads(run("compile_devices.py", tmp_path, "experts"))
+    moved = {(kind, dtype): nbytes for kind, dtype, _, nbytes in found if "all-to-all" in kind}
+    rows = TOKENS // 4
+    assert moved == {
+        ("ragged-all-to-all", "u8"): rows * FEATURES * 17 // 32,
+        # y, its cotangent and dx.
+        ("ragged-all-to-all", "bf16"): 2 * rows * (2 * UNITS + FEATURES),
+    }
+
+
+def recorded() -> list[dict]:
+    return json.loads(RECORDED.read_text())["cases"]
+
+
+def test_recorded_ratios():
+    """Of a step, and of one whose passes are apart."""
+    for what, limit in (("training step", 1.75), ("training step, passes apart", 2.15)):
+        steps = [line for line in recorded() if line["what"] == what]
+        assert len(steps) == 8 and all(line["ratio"] <= limit for line in steps)
+
+
+def test_whole_axes():
+    """Of float8_rowwise: each tensor is read twice, for one cast as for both of them."""
+    moved = {(line["what"], line["by"]): line["MiB"] for line in recorded()}
+    assert moved["whole axes", "float8_rowwise"] <= 650
+    assert moved["whole axes, with gradients", "float8_rowwise"] <= 1450
+
+
+@pytest.mark.slow
+def test_traffic(tmp_path: Path):
+    """The same on the version of JAX that it was recorded with; on others, as much at most."""
+    lines = list(map(json.loads, run("plain_traffic.py", tmp_path, "sm_100a").splitlines()))
+    same = json.loads(RECORDED.read_text())["jax"] == jax.__version__
+    for line, before in zip(lines, recorded(), strict=True):
+        assert {key: line[key] for key in ("what", "by")} == {k: before[k] for k in ("what", "by")}
+        assert line["MiB"] == before["MiB"] if same else line["MiB"] <= 1.05 * before["MiB"]

@@ -3,6 +3,7 @@
 Steps that do not count run the function as it is, and a bad one is the last.
 """
 
+import dataclasses
 import re
 import warnings
 from typing import Any
@@ -61,7 +62,7 @@ def counted_down(x, w):
 @pytest.mark.parametrize("residuals", ["primal", "quantized"])
 def test_operands_that_are_kept_turned_and_drawn(recipe, residuals):
     """Each once, with a whole error: of what gradients multiply as it is there is no cast."""
-    own = recipes.from_name(recipe).with_(residuals=residuals)
+    own = dataclasses.replace(recipes.from_name(recipe), residuals=residuals)
 
     def loss(x, w):
         key = jax.random.key(0) if own.is_stochastic else None
@@ -210,7 +211,7 @@ def test_rows_in_groups_whose_codes_are_made_in_plain_jax(recipe):
 
 def test_the_error_is_of_all_casts_where_codes_are_gathered():
     """Shards' codes are moved between their cast and the product; the names are the cast's."""
-    recipe = recipes.mxfp8().with_(gather=Gather("data", rhs=P(None, "data")))
+    recipe = dataclasses.replace(recipes.mxfp8(), gather=Gather("data", rhs=P(None, "data")))
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     specs: Any = {"in_specs": (P(), P(None, "data")), "out_specs": P()}
     run = jax.shard_map(

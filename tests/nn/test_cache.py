@@ -247,11 +247,7 @@ def two_steps(cache, keys, values, query):
 
 @pytest.mark.parametrize(
     ("format", "held_along", "heads_along"),
-    [
-        (None, P("data"), None),
-        ("mxfp4", P("data"), "model"),
-        ("nvfp4", P("data", "model"), None),
-    ],
+    [(None, P("data"), None), ("mxfp4", P("data"), "model"), ("nvfp4", P("data", "model"), None)],
 )
 def test_explicit_axes(format: str | None, held_along: P, heads_along: str | None):
     """The cache stays where it is, queries where they are; its bits are those of one device."""

@@ -56,11 +56,7 @@ def test_narrow_operands_round_once(rng: np.random.Generator):
     def cast(array, axis):
         return exact_values(mx_jax.quantize(array, "mxfp4", axis=axis, scale_rule="even"))
 
-    expected = (
-        cast(x, 1) @ cast(w, 0),
-        cast(g, 1) @ cast(w, 1).T,
-        cast(x, 0).T @ cast(g, 0),
-    )
+    expected = (cast(x, 1) @ cast(w, 0), cast(g, 1) @ cast(w, 1).T, cast(x, 0).T @ cast(g, 0))
     run = with_gradients(lambda x, w: mx_jax.matmul(x, w, recipe=recipes.mxfp4()))
     actual = quick(run)(x, w, g)
     for name, left, right in zip(("product", "dx", "dw"), actual, expected, strict=True):

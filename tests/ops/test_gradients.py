@@ -69,7 +69,7 @@ DISTINCT = Recipe(
     drhs=MatmulSpec(lhs=operand("mxint8", scale_rule="ceil"), rhs=operand("mxfp6_e3m2")),
     residuals=Residuals.PRIMAL,
 )
-QUANTIZED = DISTINCT.with_(name="quantized", residuals="quantized")
+QUANTIZED = dataclasses.replace(DISTINCT, name="quantized", residuals="quantized")
 HIGH_DRHS = DISTINCT.with_(name="high_drhs", drhs=None)
 QUANTIZED_HIGH_DRHS = QUANTIZED.with_(name="quantized_high_drhs", drhs=None)
 ONE_SIDED = dataclasses.replace(
@@ -274,16 +274,14 @@ def test_residuals_quantized_keep_no_primal():
 def test_square_blocks_are_transformed_anew(rng: np.random.Generator):
     """Codes that lie along both axes can be reused, but not where a product transforms them."""
     x, w, g = (rng.standard_normal((32, 32), np.float32) for _ in range(3))
-    recipe = recipes.mxfp4().with_(
-        weights={"format": "mxfp4_2d", "scale_rule": "even"},
-        residuals="quantized",
-        dlhs={"transform": recipes.mxfp4_hadamard().drhs.transform},
-    )
+    square = recipes.mxfp4().with_(weights={"format": "mxfp4_2d", "scale_rule": "even"})
+    dlhs = dataclasses.replace(square.dlhs, transform=recipes.mxfp4_hadamard().drhs.transform)
+    recipe = dataclasses.replace(square, dlhs=dlhs, residuals="quantized")
 
     @functools.partial(quick, static_argnums=0)
     def grad_input(recipe: Recipe, w: jax.Array) -> jax.Array:
         return jax.vjp(lambda x: mx_jax.matmul(x, w, recipe=recipe), x)[1](g)[0]
 
     values = mx_jax.quantize(w.T, "mxfp4_2d", scale_rule="even").dequantize().T
-    plain = recipe.with_(residuals="primal")
+    plain = dataclasses.replace(recipe, residuals="primal")
     assert_bitwise_equal(grad_input(recipe, w), grad_input(plain, values))

@@ -1,5 +1,6 @@
 """MXArrays as operands: used as they are, linked to what they were made of within one trace."""
 
+import dataclasses
 import re
 
 import jax
@@ -87,14 +88,14 @@ def test_an_mxarray_itself_has_no_gradient(x: np.ndarray, w: np.ndarray):
 @pytest.mark.parametrize("residuals", Residuals)
 def test_straight_through_within_one_trace(x: np.ndarray, w: np.ndarray, residuals: Residuals):
     """What was quantized gets the cotangent that it would get as a plain operand."""
-    recipe = MXFP4.with_(residuals=residuals)
+    recipe = dataclasses.replace(MXFP4, residuals=residuals)
     g = np.round(x[:, :5] * 4)
 
     def through(x, w):
         return jnp.sum(mx_jax.matmul(as_mxfp4(x, 1), as_mxfp4(w, 0), recipe=recipe) * g)
 
     def plain(x, w):
-        quantized = recipe.with_(residuals="quantized")
+        quantized = dataclasses.replace(recipe, residuals="quantized")
         return jnp.sum(mx_jax.matmul(x, w, recipe=quantized) * g)
 
     both = [quick(jax.value_and_grad(f, argnums=(0, 1)))(x, w) for f in (through, plain)]
@@ -109,13 +110,6 @@ def test_straight_through_keeps_the_dtype(x: np.ndarray, w: np.ndarray):
         return mx_jax.matmul(x, kernel, recipe=MXFP4).sum()
 
     assert jax.eval_shape(jax.grad(loss), jnp.asarray(w, jnp.bfloat16)).dtype == jnp.bfloat16
-
-
-def test_transposed_and_sliced_mxarrays(rng: np.random.Generator, x: np.ndarray):
-    stack = mx_jax.quantize(draw_few_octaves(rng, (3, 5, 70)), "mxint8")
-    actual = mx_jax.matmul(x, stack[1].T, recipe=MXINT8)
-    expected = product(mx_jax.quantize(x, "mxint8"), exact_values(stack)[1].T)
-    assert_bitwise_equal(actual, expected)
 
 
 def test_blocks_along_another_axis(x: np.ndarray, w: np.ndarray):

@@ -11,10 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import mx_jax
 
-OPTIONS = {
-    "jax_compilation_cache_dir": None,
-    "jax_persistent_cache_min_compile_time_secs": 0.0,
-}
+OPTIONS = {"jax_compilation_cache_dir": None, "jax_persistent_cache_min_compile_time_secs": 0.0}
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """jax.checkpoint quantizes no more than a program without it, if codes and scales are kept."""
 
 import collections
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,7 @@ POLICIES: dict[str, Any] = {
 }
 X = jax.ShapeDtypeStruct((32, 64), jnp.float32)
 W = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-KEPT = recipes.mxfp8().with_(name="codes kept", residuals="quantized")
+KEPT = dataclasses.replace(recipes.mxfp8(), name="codes kept", residuals="quantized")
 
 
 def counts(function: Callable[..., Any], *args: Any) -> collections.Counter[str]:
@@ -97,8 +98,7 @@ def test_casts_of_a_step_on_the_reference(recipe: Recipe, policy: str | None, ex
 
 @needs_library
 @pytest.mark.parametrize(
-    ("policy", "expected"),
-    [(None, 4), ("nothing", 6), ("dots", 6), ("quantized", 4), ("both", 4)],
+    ("policy", "expected"), [(None, 4), ("nothing", 6), ("dots", 6), ("quantized", 4), ("both", 4)]
 )
 @pytest.mark.parametrize("recipe", [recipes.mxfp8(), KEPT], ids=lambda recipe: recipe.name)
 def test_casts_of_a_step_in_cpp(recipe: Recipe, policy: str | None, expected: int):

@@ -1,5 +1,6 @@
 """Products that draw random bits: a function of the key alone, in every transformation."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -66,7 +67,7 @@ def test_every_operand_of_every_product_draws_its_own_bits():
 def test_gradients_do_not_change_the_forward_bits(square: np.ndarray):
     """With residuals kept as codes too: the product is the one without a gradient."""
     for residuals in Residuals:
-        recipe = RECIPE.with_(residuals=residuals)
+        recipe = dataclasses.replace(RECIPE, residuals=residuals)
         alone = mx_jax.matmul(square, square, recipe=recipe, key=KEY)
         with_gradient = quick(functools.partial(value_and_grads, recipe=recipe))
         assert_bitwise_equal(with_gradient(square, square, square, KEY)[0], alone)

@@ -18,11 +18,7 @@ from mx_jax.reference import hadamard
 X = (64, 256)
 KEY = jax.random.key(7)
 # Shapes of meshes of axes a and b, and how x lies there.
-MESHES = [
-    ((8, 1), P(None, "a")),
-    ((2, 4), P("a", "b")),
-    ((4, 2), P(("b", "a"), None)),
-]
+MESHES = [((8, 1), P(None, "a")), ((2, 4), P("a", "b")), ((4, 2), P(("b", "a"), None))]
 
 
 def mesh_of(shape: tuple[int, int]) -> Mesh:

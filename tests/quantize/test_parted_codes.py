@@ -98,10 +98,7 @@ PASSES: dict[str, tuple[Loss, Loss]] = {
 }
 # Codes that enter a transformation: the value goes along where the derivative is taken around it.
 ENTERS: dict[str, tuple[Loss, Loss]] = {
-    "scan": (
-        lambda w: by_rows(multiply, encode(w)),
-        lambda w: sum(map(multiply, encode(w))),
-    ),
+    "scan": (lambda w: by_rows(multiply, encode(w)), lambda w: sum(map(multiply, encode(w)))),
     "jit": (lambda w: jax.jit(multiply)(encode(w[0])), lambda w: multiply(encode(w[0]))),
     "checkpoint": (
         lambda w: jax.checkpoint(multiply)(encode(w[0])),
@@ -119,9 +116,7 @@ ENTERS: dict[str, tuple[Loss, Loss]] = {
 LEAVES: dict[str, Loss] = {
     "scan": lambda w: ragged(lax.scan(lambda _, row: (None, encode(row)), None, w)[1]),
     "jit": lambda w: multiply(jax.jit(encode)(w[0])),
-    "cond": lambda w: multiply(
-        lax.cond(w[0, 0, 0] > 9, lambda w: encode(2 * w), encode, w[0]),
-    ),
+    "cond": lambda w: multiply(lax.cond(w[0, 0, 0] > 9, lambda w: encode(2 * w), encode, w[0])),
     "checkpoint": lambda w: multiply(jax.checkpoint(encode)(w[0])),
     "jit in vmap": lambda w: ragged(jax.vmap(jax.jit(encode))(w)),
     "dequantized": lambda w: jax.jit(encode)(w[0]).dequantize().sum(),

@@ -71,10 +71,7 @@ def test_high_precision_takes_integers():
 # Transformations -----------------------------------------------------------------------------
 
 
-MAPPED = {
-    "weights": (None, 0, None, None),
-    "other axes": (1, 2, None, 1),
-}
+MAPPED = {"weights": (None, 0, None, None), "other axes": (1, 2, None, 1)}
 
 
 @pytest.mark.parametrize("axes", MAPPED.values(), ids=MAPPED)

@@ -55,10 +55,14 @@ def products(recipe, backend=None):
     return on_backend
 
 
-@pytest.mark.slow(but="mxfp8")
+# Of blocks of several rows each row has the scales: the reference's.
+SQUARE = recipes.mxfp4().with_(name="square", activations="mxfp4_2d")
+
+
+@pytest.mark.slow(but="mxfp8|square-within")
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize(
-    "recipe", ["mxfp8", "mxfp4", pytest.param("nvfp4", marks=pytest.mark.slow)]
+    "recipe", ["mxfp8", "mxfp4", SQUARE, pytest.param("nvfp4", marks=pytest.mark.slow)], ids=str
 )
 def test_as_the_reference(recipe, sizes, rng: np.random.Generator):
     operands = *draw(rng), np.array(sizes, np.int32)
@@ -95,10 +99,13 @@ def test_what_runs_is_the_handler_as_often_as_there_are_tiles(rng: np.random.Gen
     text = jax.jit(product).lower(lhs, rhs, np.array(SIZES["nothing"], np.int32)).as_text()
     assert "mx_jax_cpu_matmul" in text and "stablehlo.while" in text
     assert not re.search(r"ragged_dot|dot_general", text)
-    told = mx_jax.inspect.explain_call(product, lhs, rhs, np.array(SIZES["nothing"], np.int32))
+    told = mx_jax.inspect.explain(product, lhs, rhs, np.array(SIZES["nothing"], np.int32))
     assert (
         "ragged product mxfp4 [80, 64] x mxfp4 [4, 64, 48], 4 groups, to float32 -> cpu_ffi"
-    ) in told
+    ) in str(told)
+    run = functools.partial(ragged_dot, recipe=SQUARE)
+    told = mx_jax.inspect.explain(run, lhs, rhs, np.array(SIZES["nothing"], np.int32))
+    assert "multiplies groups whose blocks have one row, got lhs=mxfp4_2d" in str(told)
 
 
 def test_nothing_of_a_group_reaches_another(rng: np.random.Generator):

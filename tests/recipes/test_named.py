@@ -64,8 +64,6 @@ def test_float8_elements_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "device_count", lambda platform=None: 1)
     assert elements() == fnuz
-    given = recipes.Float8Config().recipe("mine", platform="cuda").fwd.lhs
-    assert given is not None and given.format.element == formats.E4M3
 
 
 @pytest.mark.parametrize(

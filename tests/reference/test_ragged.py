@@ -9,13 +9,13 @@ from jax import lax
 import mx_jax
 from mx_jax.codecs.rounding import NEAREST, STOCHASTIC, TOWARD_ZERO
 from mx_jax.formats import FLOAT8_TENSORWISE_E4M3, NVFP4, WHOLE
-from mx_jax.reference.quantize import quantize
-from mx_jax.reference.ragged import (
+from mx_jax.reference.matmul import (
     encode_by_group,
     group_peaks,
     ragged_rows,
     scaled_ragged_dot,
 )
+from mx_jax.reference.quantize import quantize
 from mx_jax.reference.scale_rules import scale_rule_for
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick

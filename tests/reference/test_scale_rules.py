@@ -95,10 +95,7 @@ def test_element_scales(tensor_scale: float | None):
     finite = wanted * p * F(6)
     amax = np.concatenate([finite, NOT_FINITE])
     format = NVFP4_ONE_LEVEL if tensor_scale is None else NVFP4
-    for function, smallest in (
-        (functions.amax, 2.0**-6),
-        (functions.amax_subnormal, 2.0**-9),
-    ):
+    for function, smallest in ((functions.amax, 2.0**-6), (functions.amax_subnormal, 2.0**-9)):
         given = None if tensor_scale is None else np.full((1, 1), p)
         codes = ask(function, amax, format, given)
         expected = np.clip(wanted, F(smallest), F(448)).astype(float8_e4m3fn).view(np.uint8)

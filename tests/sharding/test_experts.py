@@ -80,10 +80,7 @@ def step(multiply: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("recipe", "check_vma"),
-    [
-        (recipes.mxfp4(), True),
-        pytest.param(recipes.mxfp6(), False, marks=pytest.mark.slow),
-    ],
+    [(recipes.mxfp4(), True), pytest.param(recipes.mxfp6(), False, marks=pytest.mark.slow)],
     ids=lambda value: getattr(value, "name", None),
 )
 def test_one_device_gives_the_same(recipe: Any, check_vma: bool, mesh: Mesh, arrays: Any):

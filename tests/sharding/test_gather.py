@@ -50,7 +50,7 @@ def test_one_of_two_mesh_axes(way: str, w_spec: PartitionSpec, arrays):
     specs = P("fsdp", None if column else "model"), w_spec, P("fsdp", "model" if column else None)
     kind = AxisType.Auto if way == "Auto" else AxisType.Explicit
     gather = Gather("fsdp", rhs=w_spec if way == "Auto" else None)
-    recipe = MXFP4 if way == "types" else MXFP4.with_(gather=gather)
+    recipe = MXFP4 if way == "types" else dataclasses.replace(MXFP4, gather=gather)
     run = step(recipe, out_sharding=None if way == "Auto" else specs[2])
     expected = quick(step(MXFP4))(*arrays)
     tpu = mx_jax.testing.target("tpu") if way == "types" else contextlib.nullcontext()
@@ -68,7 +68,7 @@ def test_one_of_two_mesh_axes(way: str, w_spec: PartitionSpec, arrays):
 @pytest.mark.parametrize("w_spec", [P("fsdp", None), P(None, "fsdp")], ids=str)
 def test_inside_shard_map(w_spec: PartitionSpec, check_vma: bool, arrays):
     """Data parallel along the axis that the kernel is stored along: its gradient is summed."""
-    gathering = MXFP4.with_(gather=Gather("fsdp", rhs=w_spec))
+    gathering = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=w_spec))
     specs = (P("fsdp"), w_spec, P("fsdp"))
     run = jax.shard_map(
         step(gathering),
@@ -83,7 +83,7 @@ def test_inside_shard_map(w_spec: PartitionSpec, check_vma: bool, arrays):
 
 def test_inside_shard_map_over_a_part(arrays):
     """Rows lie along one mesh axis of shard_map's; the compiler has the other, and gathers."""
-    recipe = MXFP4.with_(gather=Gather("fsdp", rhs=P("fsdp")))
+    recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=P("fsdp")))
     run: Any = lambda x, w: mx_jax.matmul(x, w, recipe=recipe)  # noqa: E731
     specs: Any = dict(in_specs=(P("model"), P()), out_specs=P("model"), axis_names={"model"})
     expected = [quick(run)(*arrays[:2])]
@@ -95,7 +95,7 @@ def test_inside_shard_map_over_a_part(arrays):
 
 def on_shards(recipe: Any, w_spec: PartitionSpec, x: Any, w: Any, **options: Any) -> Any:
     """y of a kernel in four parts inside shard_map, with all of the tokens everywhere."""
-    gathering = recipe.with_(gather=Gather("fsdp", rhs=w_spec))
+    gathering = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=w_spec))
     run = jax.shard_map(
         lambda x, w: mx_jax.matmul(x, w, recipe=gathering, **options),
         mesh=jax.make_mesh((4,), ("fsdp",), axis_types=(AxisType.Auto,)),
@@ -110,7 +110,7 @@ def test_one_tensor_scale_inside_shard_map(arrays):
     """Parts of a kernel share the scale of all of it, though each device sees only its own."""
     x, w, _ = arrays
     w = w * np.array([1.0] * 96 + [64.0] * 32, np.float32)[:, None]
-    recipe = recipes.weight_only("nvfp4").with_(residuals="primal")
+    recipe = dataclasses.replace(recipes.weight_only("nvfp4"), residuals="primal")
     actual = on_shards(recipe, P("fsdp", None), x, w)
     np.testing.assert_allclose(actual, mx_jax.matmul(x, w, recipe=recipe), rtol=2e-5, atol=2e-3)
 
@@ -128,7 +128,7 @@ def test_blocks_between_devices(arrays):
     """Sixteen rows a device, blocks of 32: jit gathers values, shard_map is refused."""
     x, w = arrays[0][:, :64], arrays[1][:64]
     expected = mx_jax.matmul(x, w, recipe=MXFP4)
-    recipe = MXFP4.with_(gather=Gather("fsdp", rhs=P("fsdp")))
+    recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=P("fsdp")))
     run = lambda x, w: mx_jax.matmul(x, w, recipe=recipe)  # noqa: E731
     text, actual = compiled(run, mesh_of(AxisType.Auto), (x, w), (P(), P("fsdp")))
     assert gathered(text) == gathered(text, "f32") == 4 * w.size
@@ -145,7 +145,7 @@ def test_stored_codes_are_gathered_as_codes(kind: AxisType, arrays):
     told = kind is AxisType.Explicit
     recipe = recipes.weight_only("mxfp4")
     if not told:
-        recipe = recipe.with_(gather=Gather("fsdp", rhs=P("fsdp", None)))
+        recipe = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=P("fsdp", None)))
     y_spec = P("fsdp", None)
     options: dict[str, Any] = {"out_sharding": y_spec} if told else {}
     run = lambda x, w: mx_jax.dot_general(x, w, DIMENSIONS, recipe=recipe, **options)  # noqa: E731
@@ -187,7 +187,7 @@ AS_VALUES = Gather("fsdp", rhs=P("fsdp", None), as_codes=False)
         pytest.param(
             recipes.mxfp8(), jax.numpy.bfloat16, {"u8": EIGHT_BITS}, id="two of eight bits"
         ),
-        pytest.param(MXFP4.with_(gather=()), np.float32, VALUES, id="no axes"),
+        pytest.param(dataclasses.replace(MXFP4, gather=()), np.float32, VALUES, id="no axes"),
         pytest.param(HIGH, np.float32, VALUES, id="lax"),
     ],
 )
@@ -200,7 +200,7 @@ def test_explicit_axes_without_an_argument(recipe: Any, dtype: Any, wanted: Any,
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_values_where_they_are_told_to_move(kind: AxisType, arrays: Any):
     """Once, for the product and both gradients, as lax's; the numbers are those of codes."""
-    recipe = recipes.mxfp8().with_(gather=AS_VALUES)
+    recipe = dataclasses.replace(recipes.mxfp8(), gather=AS_VALUES)
     assert gathered_by(recipe, kind, arrays, jax.numpy.bfloat16) == VALUES
     if kind is AxisType.Auto:
         mesh = mesh_of(kind)
@@ -218,7 +218,7 @@ def test_square_blocks_are_gathered_once(kind: AxisType, told: bool, weights: st
     recipe = recipes.from_name(weights.partition("_")[0]).with_(weights=weights)
     gather = Gather("fsdp", rhs=P("fsdp", None)) if told else None
     explicit = {"out_sharding": FSDP[0]} if kind is AxisType.Explicit else {}
-    run = step(recipe.with_(gather=gather), **explicit)
+    run = step(dataclasses.replace(recipe, gather=gather), **explicit)
     text, actual = compiled(run, mesh_of(kind), arrays, FSDP)
     check(actual, quick(step(recipe))(*arrays))
     # Unless it is told, the compiler gathers codes of four bits for each product.
@@ -235,7 +235,7 @@ def test_square_blocks_are_gathered_once(kind: AxisType, told: bool, weights: st
     ],
 )
 def test_what_cannot_be_gathered(gather: Gather, message: str, arrays):
-    recipe = MXFP4.with_(gather=gather)
+    recipe = dataclasses.replace(MXFP4, gather=gather)
     mx_jax.matmul(*arrays[:2], recipe=recipe)
     mesh = mesh_of(AxisType.Auto)
     with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(message)):
@@ -246,7 +246,7 @@ def test_packed_weights_and_other_kinds_are_refused(arrays):
     x, w, _ = arrays
     with mx_jax.testing.target("cpu"):
         packed = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))
-    recipe = MXFP4.with_(gather=Gather("fsdp", rhs=P("fsdp")))
+    recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=P("fsdp")))
     mesh = mesh_of(AxisType.Auto)
     if isinstance(packed, mx_jax.PackedMXArray):
         with jax.set_mesh(mesh), pytest.raises(ValueError, match="packed weights are not gathered"):

@@ -1,5 +1,6 @@
 """Experts of ragged products on several devices: the bits of one device, and what moves."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -49,7 +50,7 @@ def slow(*values: Any) -> Any:
 def test_under_jit(name: str, kind: AxisType, spec: PartitionSpec, arrays: Any):
     """Rows and experts lie along the same axis; "model" stays where it is."""
     recipe, told = recipes.from_name(name), kind is EXPLICIT
-    gathering = recipe.with_(gather=Gather("fsdp", rhs=None if told else spec))
+    gathering = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=None if told else spec))
     x_spec = P("fsdp", "model" if spec[1] == "model" else None)
     y_spec = P("fsdp", spec[2])
     operands, specs = (*arrays, SIZES), (x_spec, spec, y_spec, P())
@@ -67,7 +68,7 @@ def test_inside_shard_map(arrays: Any):
     x, w, g = arrays
     sizes = np.array([[10, 0, 12, 10], [0, 32, 0, 0], [1, 2, 3, 4], [8, 8, 8, 8]], np.int32)
     spec, rows = P(None, "fsdp"), P("fsdp")
-    gathering = MXFP4.with_(gather=Gather("fsdp", rhs=spec))
+    gathering = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=spec))
     sharded = jax.shard_map(
         step(gathering),
         mesh=jax.make_mesh((4,), ("fsdp",), axis_types=(AUTO,)),
@@ -98,7 +99,9 @@ def test_stored_experts(how: str, spec: PartitionSpec, arrays: Any):
     x, w, _ = arrays
     told = how == "explicit"
     stored = mx_jax.quantize(w, "mxfp4", axis=1)
-    recipe = recipes.weight_only("mxfp4").with_(gather=Gather("fsdp", rhs=None if told else spec))
+    recipe = dataclasses.replace(
+        recipes.weight_only("mxfp4"), gather=Gather("fsdp", rhs=None if told else spec)
+    )
     mesh = mesh_of(EXPLICIT if told else AUTO)
     run: Any = lambda x, w, sizes: mx_jax.ragged_dot(x, w, sizes, recipe=recipe)  # noqa: E731
     if how == "shard_map":
@@ -118,7 +121,7 @@ def test_stored_experts(how: str, spec: PartitionSpec, arrays: Any):
 
 def test_rows_are_not_gathered(arrays: Any):
     x, w, _ = arrays
-    recipe = MXFP4.with_(gather=Gather("fsdp", lhs=P("fsdp"), rhs=P("fsdp")))
+    recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", lhs=P("fsdp"), rhs=P("fsdp")))
     with (
         jax.set_mesh(mesh_of(AUTO)),
         pytest.raises(ValueError, match=r"not rows together.*got lhs=P.*'fsdp'.*lhs.shape=\(128,"),

@@ -5,6 +5,7 @@ shapes: this is about that they compile, and what moves.
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib.util
 import os
@@ -42,7 +43,7 @@ pytestmark = [
 P = PartitionSpec
 TOKENS, FEATURES, UNITS = 256, 128, 256
 DTYPE = jnp.bfloat16
-CODES = recipes.mxfp8().with_(gather=Gather("fsdp", rhs=P("fsdp")))
+CODES = dataclasses.replace(recipes.mxfp8(), gather=Gather("fsdp", rhs=P("fsdp")))
 
 
 @pytest.fixture(scope="module")
@@ -192,6 +193,15 @@ def _batched(x: jax.Array, w: jax.Array) -> jax.Array:
 def _stored(x: jax.Array, w: jax.Array) -> jax.Array:
     packed = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))
     return mx_jax.matmul(x, packed, recipe=recipes.weight_only("mxfp4"))
+
+
+def test_kernels_under_x64(devices: list[Any]):
+    """A cast and a packed product; Mosaic has no indices of 64 bits."""
+    one = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=devices[:1])
+    x, w = lying(one, P(), 8, 256), lying(one, P(), 256, 256)
+    with jax.default_device(devices[0]), jax.enable_x64(True):
+        text = compiled(lambda x, w: (mx_jax.quantize(w, "mxfp8"), _stored(x, w)), x, w)
+    assert text.count('custom_call_target="tpu_custom_call"') >= 2
 
 
 def _rematerialized(x: jax.Array, w: jax.Array) -> Any:

@@ -249,9 +249,9 @@ def test_a_step_holds_no_moment_in_float32():
         lambda: mx_jax.quantize_state(
             optax.MultiSteps(optax.adamw(1e-2), 2).gradient_transformation()
         ),
-        lambda: optax.inject_hyperparams(
-            lambda rate: mx_jax.quantize_state(optax.adamw(rate)),
-        )(rate=optax.linear_schedule(0.0, 1e-2, 4)),
+        lambda: optax.inject_hyperparams(lambda rate: mx_jax.quantize_state(optax.adamw(rate)))(
+            rate=optax.linear_schedule(0.0, 1e-2, 4)
+        ),
         lambda: optax.masked(
             mx_jax.quantize_state(optax.lion(1e-3)), {"kernel": True, "bias": False}
         ),

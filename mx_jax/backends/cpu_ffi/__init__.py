@@ -16,7 +16,7 @@ from mx_jax.backends.calls import (
     RandomBitsCall,
     TransformCall,
 )
-from mx_jax.backends.cpu_ffi import attend, casts, library, products, weights
+from mx_jax.backends.cpu_ffi import casts, library, products, weights
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.codecs.explicit_axes import has_explicit_axes
 
@@ -53,7 +53,9 @@ def _offer(
     return Offer(call=call, rejects=rejects_on, run=run, describes=describes, takes_keys=True)
 
 
-def _product(call: type[Call], rejects: Callable[[Any], str | None], run: Any) -> Offer:
+def _product(
+    call: type[Call], rejects: Callable[[Any], str | None], run: Callable[..., Any]
+) -> Offer:
     """A product, which says where it is XLA's dot that multiplies."""
     return _offer(call, products.MATMUL, rejects, run, products.describe)
 
@@ -69,7 +71,7 @@ CPU_FFI = Backend(
         _offer(QuantizeBothCall, casts.QUANTIZE_BOTH, casts.rejects_both, casts.quantize_both),
         _offer(DequantizeCall, casts.DEQUANTIZE, casts.rejects_dequantize, casts.dequantize),
         _offer(PackCall, weights.TARGET, weights.rejects_pack, weights.pack),
-        _offer(AttendCall, attend.TARGET, attend.rejects, attend.attend),
+        _offer(AttendCall, products.ATTEND, products.rejects_attention, products.attend),
         _offer(RandomBitsCall, casts.RANDOM_BITS, casts.rejects_random_bits, casts.draw_bits),
         _offer(TransformCall, casts.TRANSFORM, casts.rejects_transform, casts.transform),
         _offer(

@@ -22,13 +22,12 @@ from mx_jax.backends.calls import (
 from mx_jax.backends.cpu_ffi import handler
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.lowering import on_one_device
-from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, Rounding
+from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, DerivedKey, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
 from mx_jax.reference import quantize as reference
 from mx_jax.reference import scale_rules
 from mx_jax.reference import statistics as reference_statistics
-from mx_jax.reference.random_bits import DerivedKey
 
 DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 

@@ -22,6 +22,7 @@ from jax import lax
 from mx_jax.axes import Axes, Side
 from mx_jax.backends.calls import (
     AnyOperand,
+    AttendCall,
     DequantizeCall,
     MatmulCall,
     Operand,
@@ -30,6 +31,7 @@ from mx_jax.backends.calls import (
     rejects_symbolic,
 )
 from mx_jax.backends.cpu_ffi import casts, handler, library, weights
+from mx_jax.backends.cpu_ffi.casts import format_attributes, rejects_parts
 from mx_jax.backends.cpu_ffi.weights import block_of, plain_format
 from mx_jax.backends.sums import (
     SumScale,
@@ -42,10 +44,10 @@ from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.scale import E8M0_BIAS, scale_to_float32
-from mx_jax.formats import INTEGER8, MXINT8, WHOLE, BlockFormat
+from mx_jax.formats import INTEGER8, MXINT8, WHOLE, BlockFormat, Whole
 from mx_jax.formats.element import known_element
 from mx_jax.mxarray import MXArray, decode
-from mx_jax.packed import PackedMXArray, unpacked
+from mx_jax.packed import PackedMXArray, PackedRows, Rows, unpacked
 from mx_jax.reference.matmul import scaled_matmul
 
 # The handlers: of codes as they are, and of packed weights.
@@ -65,7 +67,7 @@ _FAST: dict[str, tuple[set[str], ...]] = {
 } | dict.fromkeys(("avx2", "avx2_vnni", "avx512_vnni"), (_INT8, _INT16))
 # Rows of the smaller operand up to which float32 panels win over XLA's dot of decoded operands:
 # beyond them its dot, which needs no panels of codes, is faster. Measured.
-FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 96, "avx2_vnni": 96}
+FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 60, "avx2_vnni": 60}
 FLOAT32_ROWS |= dict.fromkeys(("avx512", "avx512_vnni", "avx512_bf16"), 512)
 
 
@@ -358,6 +360,9 @@ def _tile_call(call: RaggedCall) -> MatmulCall:
 
 def rejects_groups(call: RaggedCall) -> str | None:
     """Why the product of a tile is not taken, or None."""
+    format = call.lhs.format
+    if format is not None and not call.contracts_rows and block_of(format)[0] > 1:
+        return f"multiplies groups whose blocks have one row, got lhs={format.name}"
     return rejects_symbolic(call) or _rejects_kernels(_tile_call(call))
 
 
@@ -430,3 +435,49 @@ def _each(x: AnyOperand, change: Callable[[jax.Array], jax.Array]) -> Any:
         blocks=x.blocks,
         dtype=x.dtype,
     )
+
+
+# Attention of one token, over rows of keys and values as they lie -------------------------------
+
+ATTEND = "mx_jax_cpu_attend"
+ATTEND_CODES = "mx_jax_cpu_attend_codes"
+
+
+def rejects_attention(call: AttendCall) -> str | None:
+    """Why the handlers do not take a call, or None."""
+    if call.tokens != 1:
+        return f"attends with one token, XLA's dot with several, got tokens={call.tokens}"
+    if set(call.dtypes) != {np.dtype(jnp.float32)}:
+        return f"attends in float32, got dtypes={tuple(map(str, call.dtypes))}"
+    return None if call.format is None else rejects_parts(call.format)
+
+
+def attend(
+    shared: jax.Array, keys: Rows, values: Rows, position: jax.typing.ArrayLike, call: AttendCall
+) -> jax.Array:
+    """What the reference gives, within rounding; rows beyond position are not read."""
+    at = jnp.asarray(position).astype(jnp.int32).reshape(1)
+    scale = {"scale": np.float32(call.queries[-1] ** -0.5)}
+    if not isinstance(keys, PackedRows) or not isinstance(values, PackedRows):
+        assert not isinstance(keys, PackedRows) and not isinstance(values, PackedRows), call
+        axes = "*b m q d, *b m n d, *b m n e, *b 1 -> *b m q e"
+        operands = (shared, keys, values, at)
+        return handler.call(ATTEND, axes, *operands, dtypes=("float32",), attributes=scale)[0]
+    # Codes of four bits are read two a byte, others one.
+    is_packed, block = keys.format.element.bits == 4, keys.format.block[1]
+    codes = [x.codes if is_packed else x.unpacked().codes for x in (keys, values)]
+    tensor_scales = [x.tensor_scale for x in (keys, values) if x.tensor_scale is not None]
+    of_scales = ["*b 1 1 1" if x.size == 1 else "*b m n 1" for x in tensor_scales]
+    given = ("*b m q d", "*b m n bk", "*b m n sk", "*b m n bv", "*b m n sv", "*b 1", *of_scales)
+    size = keys.features if isinstance(block, Whole) else block
+    return handler.call(
+        ATTEND_CODES,
+        # Features of an axis of their own: those of queries are contracted.
+        f"{', '.join(given)} -> *b m q e",
+        *(shared, codes[0], keys.scales, codes[1], values.scales, at, *tensor_scales),
+        dtypes=("float32",),
+        attributes=format_attributes(keys.format)
+        | scale
+        | {"block": np.int64(size), "is_packed": is_packed},
+        sizes={"e": keys.features},
+    )[0]

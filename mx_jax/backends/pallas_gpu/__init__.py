@@ -21,12 +21,13 @@ def _offer(
     rejects: Callable[[Any, Target], str | None],
     run: Callable[..., Any],
     *,
+    inline: bool = False,
     partitioned: bool = False,
     lays_out: Callable[[Any], Side | None] = lambda call: None,
 ) -> Offer:
     """A kind of call, taken if its sizes are constant, and by one device unless partitioned."""
 
-    def reason(call: Any, target: Target) -> str | None:
+    def reason(call: Call, target: Target) -> str | None:
         found = rejects_symbolic(call) or rejects(call, target)
         if found or partitioned or target.num_devices == 1:
             return found
@@ -36,7 +37,14 @@ def _offer(
             f"num_devices={target.num_devices}; only_backend('pallas_gpu') insists"
         )
 
-    return Offer(inline=True, call=call, rejects=reason, run=run, lays_out=lays_out)
+    return Offer(
+        call=call,
+        rejects=reason,
+        run=run,
+        lays_out=lays_out,
+        inline=inline,
+        takes_parts=False,
+    )
 
 
 def backend_for(architecture: Architecture | None = None, interpret: object = None) -> Backend:
@@ -50,6 +58,7 @@ def backend_for(architecture: Architecture | None = None, interpret: object = No
     def lays_out_groups(call: calls.RaggedCall) -> Side | None:
         return None if call.contracts_rows or call.rhs.packed_by is not None else "rhs"
 
+    offer = functools.partial(_offer, inline=interpret is not None)
     lays_out = functools.partial(products.lays_out, architecture=architecture)
     how = functools.partial(functools.partial, architecture=architecture, interpret=interpret)
     multiply, multiply_groups = how(products.scaled_matmul), how(products.ragged_dot)
@@ -57,15 +66,15 @@ def backend_for(architecture: Architecture | None = None, interpret: object = No
         name="pallas_gpu",
         epsilon_bound=4.0,
         table=(
-            _offer(calls.MatmulCall, rejections.rejects, multiply, lays_out=lays_out),
-            _offer(
+            offer(calls.MatmulCall, rejections.rejects, multiply, lays_out=lays_out),
+            offer(
                 calls.RaggedCall,
                 rejections.rejects_groups,
                 multiply_groups,
                 lays_out=lays_out_groups,
             ),
             # Plain JAX, for products below a shard_map too.
-            _offer(
+            offer(
                 calls.PackCall, rejections.rejects_packing, products.pack_weights, partitioned=True
             ),
         ),

@@ -15,6 +15,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -102,7 +103,7 @@ class Decoder:
             for i, operand in enumerate(operands):
                 yield operand, pl.ds(group * self.group + i * CHUNK, CHUNK)
 
-    def values(self, words: Any, layout: Any) -> list[Any]:
+    def values(self, words: jax.Array, layout: Any) -> list[Any]:
         """The elements' own values, before scales: a list of bfloat16 `[64, 64]`."""
         element = self.format.element
         placed = [place(words, slot, element) for slot in slots_of(element)]
@@ -112,7 +113,7 @@ class Decoder:
             return [chunk - head for chunk, head in zip(chunks, heads, strict=True)]
         return [self.lift(chunk) for chunk in chunks]
 
-    def lift(self, chunk: Any) -> Any:
+    def lift(self, chunk: jax.Array) -> jax.Array:
         """From bfloat16's smallest exponents, where codes were placed, to the element's own."""
         element = self.format.element
         if self.interpreted:
@@ -146,7 +147,7 @@ class Decoder:
         )
 
 
-def place(words: Any, slot: Slot, element: ElementFormat) -> tuple[Any, Any]:
+def place(words: jax.Array, slot: Slot, element: ElementFormat) -> tuple[Any, Any]:
     """One code of each half of int32 words as patterns of bfloat16.
 
     Floats: `(bits, None)`, where bits are `value * 2^(bias - 127)`. The element's exponent stands
@@ -163,7 +164,7 @@ def place(words: Any, slot: Slot, element: ElementFormat) -> tuple[Any, Any]:
     return _gathered(words, [(slot.magnitude, to, width), (slot.sign, _SIGN_BIT, 1)]), None
 
 
-def _gathered(words: Any, moves: Sequence[tuple[int, int, int]]) -> Any:
+def _gathered(words: jax.Array, moves: Sequence[tuple[int, int, int]]) -> jax.Array:
     """Bits (from, to, how many) of each half; those that move alike go together."""
     masks: dict[int, int] = {}
     for at, to, width in moves:
@@ -172,7 +173,7 @@ def _gathered(words: Any, moves: Sequence[tuple[int, int, int]]) -> Any:
     return functools.reduce(operator.or_, parts)
 
 
-def _moved(words: Any, left: int) -> Any:
+def _moved(words: jax.Array, left: int) -> jax.Array:
     """Shifted to the left, or to the right if negative; what crosses halves is masked later."""
     if left < 0:
         return lax.shift_right_logical(words, jnp.full_like(words, -left))
@@ -184,7 +185,7 @@ def _both(half: int) -> Any:
     return jnp.int32(np.uint32(half * 0x10001).astype(np.int32))
 
 
-def _scale(half: Any) -> Any:
+def _scale(half: jax.Array) -> jax.Array:
     """Low 16 bits of int32 as bfloat16."""
     return lax.bitcast_convert_type(half.astype(jnp.int16), jnp.bfloat16)
 

@@ -20,6 +20,9 @@ from mx_jax.backends.pallas_gpu.layouts import CHUNK_ROWS, FIELDS, ROWS
 # Its declared types differ between versions of JAX, and none fits its own use.
 plgpu: Any = mosaic_gpu
 
+# How often a loop runs: a number, or one that the kernel computes.
+Count = int | jax.Array
+
 # Bytes of a row of a tile in shared memory: 64 bfloat16, as wide as an operand in registers.
 SWIZZLE = 128
 # Bytes that a row in memory is a multiple of, for TMA.
@@ -31,22 +34,22 @@ def transforms(columns: int, swizzle: int = SWIZZLE) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)
 
 
-def loop(count: Any, body: Callable[[Any], None]) -> None:
+def loop(count: Count, body: Callable[[jax.Array], None]) -> None:
     """`body(i)` for i from 0, counted in 32 bits whatever JAX's default is."""
     lax.fori_loop(jnp.int32(0), jnp.int32(count), lambda i, _: body(i), None)
 
 
-def staged_loop(count: Any, stages: int, body: Callable[[Any, Any], None]) -> None:
+def staged_loop(count: Count, stages: int, body: Callable[[jax.Array, jax.Array], None]) -> None:
     """`body(i, stage)` for i from 0, by turns of the stages: found without a division."""
 
-    def step(i: Any, stage: Any) -> Any:
+    def step(i: jax.Array, stage: jax.Array) -> jax.Array:
         body(i, stage)
         return jnp.where(stage == stages - 1, 0, stage + 1)
 
     lax.fori_loop(jnp.int32(0), jnp.int32(count), step, jnp.int32(0))
 
 
-def share(split: Any, splits: int, steps: int) -> tuple[Any, Any]:
+def share(split: jax.Array, splits: int, steps: int) -> tuple[Any, Any]:
     """The first of a program's steps, and how many it has; static if all have as many."""
     count, rest = divmod(steps, splits)
     if not rest:
@@ -105,7 +108,7 @@ class Program:
         """Threads of a program and what they share, `out_smem` for its result among it."""
         raise NotImplementedError
 
-    def sources(self, operands: tuple[Any, ...], place: Place, step: Any) -> tuple[Any, ...]:
+    def sources(self, operands: tuple[Any, ...], place: Place, step: jax.Array) -> tuple[Any, ...]:
         """What a step copies of the operands in memory."""
         raise NotImplementedError
 
@@ -192,9 +195,9 @@ class Program:
 
 
 def copy_steps(
-    steps: Any,
+    steps: Count,
     stages: int,
-    sources: Callable[[Any], Iterable[Any]],
+    sources: Callable[[jax.Array], Iterable[Any]],
     targets: Iterable[Any],
     full: Any,
     empty: Any,
@@ -205,7 +208,7 @@ def copy_steps(
     not wait. Copies arrive at `full`.
     """
 
-    def copy(i: Any, stage: Any) -> None:
+    def copy(i: jax.Array, stage: jax.Array) -> None:
         pl.when(i >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
         for gmem, smem in zip(sources(i), targets, strict=True):
             plgpu.copy_gmem_to_smem(gmem, smem.at[stage], full.at[stage])
@@ -213,7 +216,9 @@ def copy_steps(
     staged_loop(steps, stages, copy)
 
 
-def copy_rows(tile: Any, out_gmem: Any, to: tuple[Any, Any, Any], begin: Any, end: Any) -> None:
+def copy_rows(
+    tile: Any, out_gmem: Any, to: tuple[Any, Any, Any], begin: jax.Array, end: jax.Array
+) -> None:
     """Begin to copy rows of a tile, from `begin` up to `end`, eight at a time where they can be.
 
     `to` is index, row of the tile's first, a multiple of eight, and columns in the result.
@@ -223,7 +228,7 @@ def copy_rows(tile: Any, out_gmem: Any, to: tuple[Any, Any, Any], begin: Any, en
     rest = jnp.maximum(end // CHUNK_ROWS * CHUNK_ROWS, whole)
     chunks = lax.div(rest - whole, jnp.int32(CHUNK_ROWS))
 
-    def copy(row: Any, rows: int) -> None:
+    def copy(row: jax.Array, rows: int) -> None:
         at = out_gmem.at[lead, pl.ds(first + row, rows), columns]
         plgpu.copy_smem_to_gmem(tile.at[pl.ds(row, rows)], at)
 

@@ -130,7 +130,7 @@ class Tcgen05Program(Program):
             )
         return {"num_threads": 2, "scratch_types": scratch}
 
-    def sources(self, operands: tuple[Any, ...], place: Place, step: Any) -> tuple[Any, ...]:
+    def sources(self, operands: tuple[Any, ...], place: Place, step: jax.Array) -> tuple[Any, ...]:
         """Codes of both operands of a step, then their scales."""
         lhs, rhs, lhs_scales, rhs_scales = operands
         tiles, n, count = self.tiles, lax.axis_index("n"), self.tiles.n // SCALE_ROWS
@@ -163,7 +163,7 @@ class Tcgen05Program(Program):
         """One warp copies, one starts products, a warpgroup writes their sums."""
         tiles, warpgroup = self.tiles, lax.axis_index("warpgroup")
 
-        def multiply(i: Any, stage: Any) -> None:
+        def multiply(i: jax.Array, stage: jax.Array) -> None:
             plgpu.barrier_wait(full.at[stage])
             lhs, rhs = (ref.at[stage] for ref in codes)
             scaled = {}
@@ -219,5 +219,5 @@ def scaled_values(codes: jax.Array, scales: Any, values: Any, block: int) -> Any
     return values
 
 
-def _tiles_of(dtype: Any) -> tuple[Any, ...]:
+def _tiles_of(dtype: jnp.dtype) -> tuple[Any, ...]:
     return transforms(SWIZZLE * 8 // jnp.finfo(dtype).bits)

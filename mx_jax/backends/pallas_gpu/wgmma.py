@@ -133,7 +133,7 @@ class WgmmaProgram(Program):
             scratch["operand"] = plgpu.SMEM((self.row_tiles, ROWS, CHUNK), jnp.bfloat16)
         return {"num_threads": self.row_tiles + 1, "scratch_types": scratch}
 
-    def sources(self, operands: tuple[Any, ...], place: Place, step: Any) -> tuple[Any, ...]:
+    def sources(self, operands: tuple[Any, ...], place: Place, step: jax.Array) -> tuple[Any, ...]:
         """Activations, codes and scales of a step."""
         x, *weights = operands
         rows, along_k = pl.ds(place.row, self.tiles.m), pl.ds(step * self.tiles.k, self.tiles.k)
@@ -164,7 +164,7 @@ class WgmmaProgram(Program):
         """A warp of the last warpgroup copies, each of the others sums up its rows of weights."""
         warpgroup, stages = lax.axis_index("warpgroup"), self.tiles.stages
 
-        def step(acc: Any, stage: Any) -> None:
+        def step(acc: Any, stage: jax.Array) -> None:
             own = lax.axis_index("warpgroup")
             plgpu.barrier_wait(full.at[stage])
             x, codes, scales = smem
@@ -276,8 +276,8 @@ def group_sums(
 def _add_steps(
     acc: Any,
     operands: tuple[Any, ...],
-    begin: Any,
-    steps: Any,
+    begin: jax.Array,
+    steps: jax.Array,
     tiles: Tiles,
     rows: int,
     stages: int,

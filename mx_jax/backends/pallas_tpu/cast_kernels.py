@@ -19,10 +19,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from mx_jax.backends.pallas_tpu.call import call_kernel
 from mx_jax.backends.pallas_tpu.words import (
     Coding,
     as_bytes,
+    call_kernel,
     down,
     larger,
     magnitudes,

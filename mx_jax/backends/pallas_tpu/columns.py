@@ -21,8 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from mx_jax.backends.calls import MatmulCall
-from mx_jax.backends.pallas_tpu.call import call_kernel
 from mx_jax.backends.pallas_tpu.weights import DEPTH, STEP, Columns, generation
+from mx_jax.backends.pallas_tpu.words import call_kernel
 from mx_jax.backends.sums import as_matrices
 from mx_jax.backends.target import current_target
 from mx_jax.formats import E2M1, E4M3, E8M0, INT8, BlockFormat

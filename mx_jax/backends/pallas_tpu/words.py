@@ -1,4 +1,4 @@
-"""Arithmetic of casts on words: bfloat16 of two neighbouring rows in each 32-bit lane.
+"""How kernels are called, and casts on words: bfloat16 of two neighbouring rows in 32-bit lanes.
 
 A quotient by a power of two is exact in bfloat16, and one bfloat16 addition rounds it to an
 element: beside a number that is larger by a power of two, the element's last digit is the sum's.
@@ -11,14 +11,19 @@ of its own, which makes a kernel take seconds to lower.
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from mx_jax.backends.calls import HEADROOM
+from mx_jax.backends.target import current_target
 from mx_jax.codecs.float32 import (
     add,
     bitwise_and,
@@ -216,3 +221,58 @@ class Coding:
         ones = sub(shift_left(negative, element.bits), negative)
         code = add(bitwise_xor(half, ones), negative)
         return bitwise_and(code, both((element.sign_code << 1) - 1))
+
+
+# Calls --------------------------------------------------------------------------------------------
+
+# What is compiled for if nothing tells: kernels differ between TPUs in nothing that this decides.
+_KIND = "TPU v6 lite"
+
+
+def call_kernel(
+    kernel: Callable[..., None],
+    *operands: jax.Array,
+    results: Sequence[tuple[tuple[int, ...], Any]],
+    interpret: bool,
+    parallel: int,
+    vmem: int | None = None,
+    **options: Any,
+) -> list[jax.Array]:
+    """What a kernel computes on one TPU, below a lowering rule: in jit, shard_map, export.
+
+    Args:
+      kernel: of references to blocks of operands and results.
+      *operands: arrays.
+      results: shape and dtype of each.
+      interpret: whether Pallas' interpreter runs it.
+      parallel: how many leading dimensions of the grid may run in any order; the others in turn.
+      vmem: bytes of it that the kernel may use; None: as many as the compiler allows.
+      **options: what else `pallas_call` takes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.abstract_device is None and not interpret:
+        # Pallas asks the mesh which TPU it is for. Only below shard_map is there one; elsewhere
+        # JAX's first device would answer, which may be a CPU.
+        kind = current_target().device_kind or _KIND
+        device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+        mesh = (
+            AbstractMesh((), (), abstract_device=device)
+            if mesh.empty
+            else mesh.update(abstract_device=device)
+        )
+    dimensions = len(options.get("grid", ()))
+    order = ("parallel",) * parallel + ("arbitrary",) * (dimensions - parallel)
+    # Below shard_map results differ between devices as operands do.
+    alike = getattr(jax.typeof(operands[0]), "mat", None)
+    # Kernels and the indices of their blocks have no 64-bit numbers, whatever the program has.
+    with jax.enable_x64(False), jax.sharding.use_abstract_mesh(mesh):
+        return pl.pallas_call(
+            kernel,
+            out_shape=[
+                jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=alike)
+                for shape, dtype in results
+            ],
+            compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=vmem),
+            interpret=interpret,
+            **options,
+        )(*operands)

@@ -1,6 +1,6 @@
 // The dtypes of values: from float32 and to it. Included by kernels: see target.h.
-#ifndef MX_JAX_CUSTOM_CALLS_CASTS_FLOAT_TYPES_H_
-#define MX_JAX_CUSTOM_CALLS_CASTS_FLOAT_TYPES_H_
+#ifndef MX_JAX_CUSTOM_CALLS_COMMON_FLOAT_TYPES_H_
+#define MX_JAX_CUSTOM_CALLS_COMMON_FLOAT_TYPES_H_
 
 #include <stdint.h>
 
@@ -75,4 +75,4 @@ MX_INLINE void StoreValue(F16* out, float value) { out->bits = ToF16(value); }
 
 }  // namespace mx
 
-#endif  // MX_JAX_CUSTOM_CALLS_CASTS_FLOAT_TYPES_H_
+#endif  // MX_JAX_CUSTOM_CALLS_COMMON_FLOAT_TYPES_H_
