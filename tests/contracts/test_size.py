@@ -13,7 +13,7 @@ MOST = {
     "tests/**/*.py": 40_900,
     "custom_calls/**/*.cc": 3_640,
     "custom_calls/**/*.h": 9_360,
-    "docs/*.md": 33_900,
+    "docs/*.md": 33_950,
     "README.md": 1_040,
 }
 MOST_FILES = 135
