@@ -20,7 +20,7 @@ from generate.load import find_model, formats_of, load, open_model, params_of, r
 from generate.model import Llama
 from generate.tokenizer import tokenizer_of_folder, tokenizer_of_gguf
 
-from mx_jax import checkpoint, cli, recipes
+from mx_jax import checkpoint, commands, recipes
 from tests.checkpoint.gguf_bytes import F32, STRING, U32, Tensor, array, gguf, text
 from tests.examples import tiny_llama as tiny
 from tests.examples.test_generate_model import METADATA
@@ -234,7 +234,7 @@ def test_from_a_gguf_file_to_a_folder(folder: Path, capsys: pytest.CaptureFixtur
     file, out = folder.parent / "tiny.gguf", folder.parent / "small"
     tensors = {name: Tensor(0, x.shape[::-1], x.tobytes()) for name, x in tiny.tensors().items()}
     file.write_bytes(gguf(tensors, dict(gguf_fields())))
-    assert cli.main(["quantize", str(file), str(out), "--format", "mxfp4", "--keep", ""]) == 0
+    assert commands.main(["quantize", str(file), str(out), "--format", "mxfp4", "--keep", ""]) == 0
     source = open_model(out)
     assert source.names is GGUF and source.config == open_model(file).config == tiny.CONFIG
     stored, _ = load(out)

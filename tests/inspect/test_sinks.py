@@ -70,6 +70,7 @@ def test_a_file_has_numbers_of_all_devices_once(tmp_path):
 def test_several_sinks_get_the_same(tmp_path):
     memory, file = inspect.Memory(), inspect.Jsonl(tmp_path / "run.jsonl")
     assert captured(layer, X, W, stats="amax", sink=[memory, file]) == (memory, file)
+    file.close()
     lines = file.path.read_text().splitlines()
     assert [vars(from_json(json.loads(line)))["stats"] for line in lines] == [
         record.stats for record in memory.all()

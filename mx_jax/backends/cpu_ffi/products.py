@@ -360,10 +360,10 @@ def _tile_call(call: RaggedCall) -> MatmulCall:
 
 def rejects_groups(call: RaggedCall) -> str | None:
     """Why the product of a tile is not taken, or None."""
-    format = call.lhs.format
-    if format is not None and not call.contracts_rows and block_of(format)[0] > 1:
-        return f"multiplies groups whose blocks have one row, got lhs={format.name}"
-    return rejects_symbolic(call) or _rejects_kernels(_tile_call(call))
+    format, reason = call.lhs.format, rejects_symbolic(call) or _rejects_kernels(_tile_call(call))
+    if reason is None and not call.contracts_rows and block_of(format)[0] > 1:
+        return f"multiplies groups whose blocks have one row, got lhs={call.lhs.text}"
+    return reason
 
 
 def multiply_groups(
