@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 # README in words, the others in lines. See sizes.md.
 MOST = {
     "mx_jax/**/*.py": 36_420,
-    "tests/**/*.py": 40_900,
+    "tests/**/*.py": 40_930,
     "custom_calls/**/*.cc": 3_640,
     "custom_calls/**/*.h": 9_360,
     "docs/*.md": 33_950,

@@ -210,6 +210,21 @@ def _rematerialized(x: jax.Array, w: jax.Array) -> Any:
     return jax.grad(lambda x, w: saved(x, w).astype(jnp.float32).sum(), (0, 1))(x, w)
 
 
+def _scanned(x: jax.Array, w: jax.Array) -> Any:
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return mx_jax.matmul(mx_jax.matmul(x, w, recipe="mxfp8"), w.T, recipe="mxfp4"), None
+
+    return jax.grad(lambda w: jax.lax.scan(layer, x, w)[0].astype(jnp.float32).sum())(
+        jnp.stack([w, w])
+    )
+
+
+def _attention(x: jax.Array, w: jax.Array) -> jax.Array:
+    q, k, v = (x.reshape(2, -1, 4, FEATURES // 4) for _ in range(3))
+    scores = mx_jax.einsum("bqhd,bkhd->bhqk", q, k, recipe="mxfp8")
+    return mx_jax.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v, recipe="mxfp8")
+
+
 def _groups(x: jax.Array, w: jax.Array) -> jax.Array:
     sizes, experts = jnp.array([TOKENS // 4, 3 * TOKENS // 4]), jnp.stack([w, 2 * w])
     return mx_jax.ragged_dot(x, experts, sizes, recipe="mxfp4")
@@ -236,7 +251,7 @@ PROGRAMS = {
     function.__name__.strip("_").replace("_", " "): function
     for function in (
         *(_casts, _both, _batched, _stored, _rematerialized, _groups, _moments, _part_of_a_mesh),
-        _converted,
+        *(_converted, _scanned, _attention),
     )
 }
 
@@ -248,6 +263,15 @@ def test_others(name: str, mesh: Mesh):
     w = lying(mesh, P("fsdp", "model"), FEATURES, UNITS)
     with jax.default_device(mesh.devices.flat[0]), jax.set_mesh(mesh):
         compiled(PROGRAMS[name], x, w)
+
+
+def test_exported():
+    """From a CPU, for a TPU, without a mesh."""
+    x, w = (jax.ShapeDtypeStruct(s, DTYPE) for s in ((TOKENS, FEATURES), (FEATURES, UNITS)))
+    step = jax.jit(with_gradients(functools.partial(mx_jax.matmul, recipe="mxfp8")))
+    g = jax.ShapeDtypeStruct((TOKENS, UNITS), DTYPE)
+    exported = jax.export.export(step, platforms=["tpu"])(x, w, g)
+    assert jax.export.deserialize(exported.serialize()).platforms == ("tpu",)
 
 
 def test_the_step_of_the_docs(devices: list[Any]):
