@@ -154,8 +154,9 @@ def of_platform(platform: str) -> Target:
         return _described(jax.devices(platform)[0])
     except RuntimeError:  # a platform that is not here, of which a mesh may know the kind
         device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-        named = device is not None and device.platform == platform
-        return Target(platform=platform, device_kind=device.device_kind if named else None)
+        if device is None or device.platform != platform:
+            return Target(platform=platform)
+        return Target(platform=platform, device_kind=device.device_kind)
 
 
 def _described(device: Device) -> Target:

@@ -366,7 +366,9 @@ def decode_normal(x: block_shapes.Blocked, dtype: np.dtype, exponent: int) -> ja
     exponents = lax.convert_element_type(x.scales, jnp.int32) + (exponent - E8M0_BIAS)
     powers, blocks = float32.power_of_two(clip(exponents, -126, 127)), dict(x.blocks)
     if -1 in blocks and powers.shape[-1] > 1:
-        spread = block_shapes.spread_minor(jnp.expand_dims(powers, -1), int(blocks.pop(-1)))
+        size = blocks.pop(-1)
+        assert isinstance(size, int)
+        spread = block_shapes.spread_minor(jnp.expand_dims(powers, -1), size)
         powers = spread[..., : x.codes.shape[-1]]
     codes, inside = block_shapes.split(x.codes, tuple(blocks.items()))
     number = jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32

@@ -386,6 +386,8 @@ def _what_the_handlers_compute(call: calls.Call, target: Target) -> bool:
         rule = call.scale_rule
         if rule.reads_values:
             return False
+    if isinstance(call, calls.ValuesCall):
+        return False
     return len(call.blocks) == 1 or [axis for axis, _ in call.blocks] == [-2, -1]
 
 

@@ -399,6 +399,7 @@ class TestCallsOfNnx:
                 return self.embed.attend(self.embed(tokens) @ self.w[...])
 
         model = Tied(nnx.Rngs(0))
-        for rules, kept in ((ALL, {"dot_general": 1}), ([Rule(".*", MXFP8, types=nnx.Embed)], {})):
-            run, state = as_function(convert.nnx(model, [*rules, ALL] if not kept else rules))
+        both = [Rule(".*", MXFP8, types=nnx.Embed), ALL]
+        for rules, kept in ((ALL, {"dot_general": 1}), (both, {})):
+            run, state = as_function(convert.nnx(model, rules))
             assert products(run, state, TOKENS) == {**kept, "mx_matmul": 2 - len(kept)}

@@ -100,5 +100,5 @@ def test_in_a_stack():
         del rngs
         return NnxHeads()
 
-    model = convert.nnx(build(nnx.Rngs(0)), Rule(".*", STOCHASTIC), rngs=nnx.Rngs(quantize=0))
+    model: Any = convert.nnx(build(nnx.Rngs(0)), Rule(".*", STOCHASTIC), rngs=nnx.Rngs(quantize=0))
     assert model.mx_stream.key.shape == (3,)

@@ -41,7 +41,8 @@ def counts(function: Callable[..., Any], *args: Any) -> collections.Counter[str]
         name = site.eqn.primitive.name
         found[site.eqn.params.get("name") or name] += site.times
         if name == "convert_element_type":
-            found[f"to {site.eqn.outvars[0].aval.dtype}"] += site.times
+            aval: Any = site.eqn.outvars[0].aval
+            found[f"to {aval.dtype}"] += site.times
     return found
 
 

@@ -2,6 +2,7 @@
 saved codes, and the gradient of a product with a quantized weight."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -153,7 +154,8 @@ def test_saved_codes_of_a_product_in_high_precision_have_the_operand_s_dtype():
     assert sorted(found - {("float32", "float32")}) == [("bfloat16", "bfloat16")]
 
 
-def factors(jaxpr) -> set[tuple[str, str]]:
+def factors(jaxpr: Any) -> set[tuple[str, ...]]:
     """Dtypes of the two operands of every dot_general, at any depth."""
     dots = (site.eqn for site in walk(jaxpr) if site.eqn.primitive.name == "dot_general")
-    return {tuple(str(operand.aval.dtype) for operand in eqn.invars) for eqn in dots}
+    avals: Any = ((operand.aval for operand in eqn.invars) for eqn in dots)
+    return {tuple(str(aval.dtype) for aval in each) for each in avals}

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -386,7 +386,7 @@ def rejects_dequantize(call: DequantizeCall) -> str | None:
 
 def dequantize(x: MXArray, call: DequantizeCall, exponent: int = 0) -> jax.Array:
     """The values of x times `2^exponent` in `call.dtype`, by the handler."""
-    attributes = format_attributes(x.format)
+    attributes: dict[str, Any] = {**format_attributes(x.format)}
     # A format whose bias is larger is one of smaller values.
     attributes["element"] -= np.array([0, 0, exponent, 0, 0, 0, 0, 0], np.int32)
     operands = [operand for operand in (x.codes, x.scales, x.tensor_scale) if operand is not None]

@@ -42,7 +42,7 @@ from mx_jax.codecs.float32 import (
 
 # A reference has no type to a type checker.
 Ref = Any
-Index = int | jax.Array
+Index = Any  # an int, or a traced one
 
 BLOCK, TILE_ROWS, TILE_COLUMNS = 32, 8, 256
 _LANES, _SUBLANES = 128, 8

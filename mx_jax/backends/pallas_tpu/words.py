@@ -261,7 +261,7 @@ def call_kernel(
             else mesh.update(abstract_device=device)
         )
     dimensions = len(options.get("grid", ()))
-    order = ("parallel",) * parallel + ("arbitrary",) * (dimensions - parallel)
+    order: Any = ("parallel",) * parallel + ("arbitrary",) * (dimensions - parallel)
     # Below shard_map results differ between devices as operands do.
     alike = getattr(jax.typeof(operands[0]), "mat", None)
     # Kernels and the indices of their blocks have no 64-bit numbers, whatever the program has.
