@@ -249,6 +249,7 @@ class Jsonl:
       >>> path = pathlib.Path(tempfile.mkdtemp(), "run.jsonl")
       >>> step = mx_jax.inspect.capture(lambda x: x, sink=mx_jax.inspect.Jsonl(path))
       >>> step.scalar("loss", step(2.5))
+      >>> step.close()
       >>> print(path.read_text().strip())
       {"step": 0, "scalar": "loss", "value": 2.5}
     """
