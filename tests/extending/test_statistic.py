@@ -48,6 +48,7 @@ def test_a_row_is_all(backend: str, monkeypatch: pytest.MonkeyPatch, tmp_path: A
     step = inspect.capture(run, stats=("changed", "amax"), sink=[memory, file])
     with mx_jax.prefer_backends(backend):
         quick(step)(X, w)
+    step.close()
     assert step.records == (memory, file)
     changed = {record.tag.tensor: record.stats.get("changed") for record in memory.all()}
     expected = np.mean(np.asarray(mx_jax.cast(X, "mxfp4", scale_rule="even")) != X)

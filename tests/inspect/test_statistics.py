@@ -237,6 +237,7 @@ def test_below_shard_map_each_device_gives_its_part(whole, check, tmp_path):
     run = jax.shard_map(matmul, mesh=mesh, check_vma=check, **specs)
     lines = inspect.Jsonl(tmp_path / "run.jsonl")
     captured(run, X, W, stats=EVERYTHING, sink=lines)
+    lines.close()
     found = by_tensor(run, X, W)
     for name, parts in found.items():
         assert [part.shard for part in parts] == [
