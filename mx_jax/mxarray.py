@@ -381,7 +381,8 @@ def _shape_of_values(*arrays: ShapedArray, tree: object) -> ShapedArray:
     def run(*arrays: jax.Array) -> jax.Array:
         return jax.tree.unflatten(tree, arrays).dequantize()
 
-    return jax.make_jaxpr(run)(*arrays).out_avals[0]
+    avals: Any = jax.make_jaxpr(run)(*arrays).out_avals
+    return avals[0]
 
 
 def _stacked_values(arrays: Sequence[Any], axes: Sequence[Any], *, tree: object) -> Any:

@@ -30,7 +30,7 @@ def test_outputs_are_the_committed_ones(name: str):
         for old, new in zip(cell["outputs"], outputs, strict=True):
             assert notebooks.difference(old, new) is None, "python -m tests.examples.notebooks"
             compared += 1
-    assert compared >= 2
+    assert compared >= 1
 
 
 @pytest.mark.parametrize("name", notebooks.NAMES)

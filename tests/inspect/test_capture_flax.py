@@ -80,7 +80,7 @@ def test_names_of_nnx_layers_part_them_only_in_captures():
     def inside(layer, x):
         return layer(x)
 
-    records = captured(lambda x: inside(second, inside(first, x)), X, stats="amax")
+    records = captured(lambda a, b, x: inside(b, inside(a, x)), first, second, X, stats="amax")
     assert {tag.path for tag in records} == {"layers/0", "layers/1"}
     outside(second, outside(first, X))
     assert len(traces) == 1
