@@ -271,10 +271,10 @@ def _values(
     (left, left_factor), (right, right_factor) = of(lhs), of(rhs)
     if min(call.lhs.rows, call.rhs.rows) > _FEW:
         # Inside of a product XLA would decode them for each tile, and compile for minutes.
-        left, right = platform_dependent(
-            *(left, right),
-            tpu=lambda *values: lax.optimization_barrier(values),
-            default=lambda *values: values,
+        # Each by itself: what products share stays the same to XLA.
+        left, right = (
+            platform_dependent(x, tpu=lax.optimization_barrier, default=lambda x: x)
+            for x in (left, right)
         )
     return left, right, left_factor * right_factor
 
