@@ -132,6 +132,7 @@ def matmul_step(recipe: Any, **options: Any) -> Callable[..., Any]:
 
 # Tensor scales of gradients with headroom, and of what Hadamard transforms make of a tensor.
 _ROUNDED = {
+    "int8_rowwise": (0, 1, 2),
     "quartet_ii": (1, 2),
     "nvfp4_pretraining": (2,),
     "nvfp4_unbiased": (1, 2),
