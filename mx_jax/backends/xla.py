@@ -129,12 +129,11 @@ XLA = Backend(
 )
 
 
+# By bfloat16 -------------------------------------------------------------------------------------
+
 AnyProduct = MatmulCall | RaggedCall
 # Of fewer rows each value is read once, by a kernel that decodes it.
 _FEW = 32
-
-# By bfloat16 -------------------------------------------------------------------------------------
-
 HOW = "XLA bfloat16 dot, float32 sums"
 _NO_CPU = "for accelerators, whose units multiply bfloat16, got platform=cpu"
 _DIGITS = 8
@@ -214,19 +213,15 @@ def _rejects_product(call: MatmulCall, target: Target) -> str | None:
     return calls.rejects_symbolic(call)
 
 
-def _rejects_groups(call: RaggedCall, target: Target) -> str | None:
-    """As `_rejects`; and scales must leave the sums of a whole group."""
+def _rejects_groups(call: RaggedCall, target: Target, *, rounded: bool = False) -> str | None:
+    """As `_rejects`; and scales must leave the sums of a whole group, or be in rounded values."""
     for side, own in (("lhs", call.lhs), ("rhs", call.rhs)):
-        if own.format is not None and (_block_size(own) is not None or own.scale_axes):
-            return _no_scale_of_a_group(side, own)
+        if own.scale_axes or (not rounded and _block_size(own) is not None):
+            return (
+                f"needs scales that leave the sums of a whole group, got {side}={own.text}, "
+                f"a tensor scale for each position of axes={own.scale_axes}"
+            )
     return _rejects(call, target)
-
-
-def _no_scale_of_a_group(side: str, own: calls.OperandType) -> str:
-    return (
-        f"needs scales that leave the sums of a whole group, got {side}={own.text}, "
-        f"a tensor scale for each position of axes={own.scale_axes}"
-    )
 
 
 def _rejects_rounded(call: AnyProduct, target: Target) -> str | None:
@@ -239,9 +234,7 @@ def _rejects_rounded(call: AnyProduct, target: Target) -> str | None:
     if _is_highest(call):
         return "rounds values to bfloat16, got precision='highest'"
     if isinstance(call, RaggedCall):
-        for side, own in (("lhs", call.lhs), ("rhs", call.rhs)):
-            if own.scale_axes:
-                return _no_scale_of_a_group(side, own)
+        return _rejects_groups(call, target, rounded=True)
     return _rejects(call, target)
 
 
@@ -337,17 +330,19 @@ def _under_exponent_on_tpus(
     return split_axes(values, codes.shape, (codes.ndim - 1,))
 
 
-def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
-    left, right, factor = _values(block_values, lhs, rhs, call)
+def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall, *, rounded: bool = False) -> jax.Array:
+    left, right, factor = _values(_rounded_values if rounded else block_values, lhs, rhs, call)
     of_sums: list[SumScale] = []
     of_blocks: list[SumScale] = []
     for operand, (side, own) in zip((lhs, rhs), call.sides, strict=True):
         if not isinstance(operand, MXArray):
             continue
         if _block_size(own) is not None:
-            of_blocks.append(_block_scales(side, operand, call))
+            of_blocks += [] if rounded else [_block_scales(side, operand, call)]
+        elif operand.format.scale.is_float32:
+            of_sums.append(sums.row_scales(side, operand, call))
         else:
-            of_sums += _sum_scales(side, operand, call)
+            of_sums += sums.tensor_scale(side, operand, call)
     if of_blocks:
         size = _block_size(call.lhs) or _block_size(call.rhs) or 0
         product = _blockwise_dot(left, right, size, of_blocks, call)
@@ -355,23 +350,6 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         product = _shared_dot(left, right, call)
     product = sums.scaled(product, *of_sums)
     return (product if factor == 1.0 else product * factor).astype(call.out_dtype)
-
-
-def _sum_scales(side: Side, operand: MXArray, call: MatmulCall) -> tuple[SumScale, ...]:
-    """Scales that `block_values` leaves out, of blocks that are whole along the contracted axes."""
-    if operand.format.scale.is_float32:
-        return (sums.row_scales(side, operand, call),)
-    return sums.tensor_scale(side, operand, call)
-
-
-def _multiply_rounded(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
-    left, right, factor = _values(_rounded_values, lhs, rhs, call)
-    scales: list[SumScale] = []
-    for operand, (side, _) in zip((lhs, rhs), call.sides, strict=True):
-        if isinstance(operand, MXArray) and _block_size(operand) is None:
-            scales += _sum_scales(side, operand, call)
-    product = sums.scaled(_shared_dot(left, right, call), *scales)
-    return (product * factor).astype(call.out_dtype)
 
 
 def _shared_dtype(call: MatmulCall) -> Any:
@@ -514,7 +492,12 @@ XLA_ROUNDED = Backend(
     epsilon_bound=4.0,
     value_error=2.0**-8,
     table=(
-        Offer(call=MatmulCall, rejects=_rejects_rounded, run=_multiply_rounded, how=ROUNDED),
+        Offer(
+            call=MatmulCall,
+            rejects=_rejects_rounded,
+            run=functools.partial(_multiply, rounded=True),
+            how=ROUNDED,
+        ),
         Offer(call=RaggedCall, rejects=_rejects_rounded, run=_multiply_groups, how=ROUNDED),
     ),
 )

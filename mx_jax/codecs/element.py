@@ -270,7 +270,7 @@ def _rounded_near(
     if not exponent and sums_digits(element):
         named["tpu"] = by_digits
     if not exponent and saturate and known_element(element) in _CONVERTED:
-        named |= dict.fromkeys(("cuda", "rocm", TPU_FLOAT8), by_conversion)
+        named |= {"cuda": by_conversion, "rocm": by_conversion}
     return platform_dependent(magnitude, default=by_addition, **named)
 
 

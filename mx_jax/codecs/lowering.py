@@ -21,12 +21,9 @@ on_one_device = jax.make_user_context(default_value=False)
 
 def platform_dependent(*operands: Any, default: Callable[..., R], **named: Callable[..., R]) -> R:
     """`lax.platform_dependent`, which traces one implementation where the platform is known."""
-    platform = lowered_for.value
+    platform = "tpu" if lowered_for.value == TPU_FLOAT8 else lowered_for.value
     if platform is None:
-        named.pop(TPU_FLOAT8, None)
         return lax.platform_dependent(*operands, default=default, **named)
-    if platform == TPU_FLOAT8 and platform not in named:
-        platform = "tpu"
     return named.get(platform, default)(*operands)
 
 
