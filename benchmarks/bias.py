@@ -193,9 +193,9 @@ def passes(recipe: Recipe | str) -> dict[str, Recipe]:
     change = functools.partial(dataclasses.replace, recipe)
     return {
         recipe.name: recipe,
-        forward: change(name=forward, dlhs=_HIGH, drhs=_HIGH),
+        forward: change(name=forward, grad_input=_HIGH, grad_weight=_HIGH),
         # Without codes of the forward product there are none to keep.
-        backward: change(name=backward, fwd=_HIGH, residuals=Residuals.PRIMAL),
+        backward: change(name=backward, output=_HIGH, residuals=Residuals.PRIMAL),
     }
 
 

@@ -40,8 +40,10 @@ def mxfp4(
     transform: Hadamard | None = None,
 ) -> Recipe:
     """MXFP4 in all three products; the transform is grad_weight's."""
-    drhs = recipes.MatmulSpec(lhs=g, rhs=x, transform=transform)
-    return recipes.mxfp4().with_(name=name, activations=x, weights=w, gradients=g, drhs=drhs)
+    grad_weight = recipes.MatmulSpec(lhs=g, rhs=x, transform=transform)
+    return recipes.mxfp4().with_(
+        name=name, activations=x, weights=w, gradients=g, grad_weight=grad_weight
+    )
 
 
 def nvfp4_nearest(name: str) -> Recipe:

@@ -31,12 +31,12 @@ FLOAT32 = {"linen": "float32 flax.linen.Dense", "nnx": "float32 flax.nnx.Linear"
 
 def cases(recipe: recipes.Recipe, rows: int, size: int) -> list[Case]:
     """Layers of `[rows, size]` by `[size, size]`: float32, packed, and an MXArray."""
-    assert recipe.fwd.rhs is not None
+    assert recipe.output.rhs is not None
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((rows, size)), jnp.float32)
     drawn = rng.standard_normal((size, size)) / math.sqrt(size)
     kernel = jnp.asarray(drawn, jnp.float32)
-    stored = mx_jax.quantize(kernel, recipe.fwd.rhs.format, axis=0)
+    stored = mx_jax.quantize(kernel, recipe.output.rhs.format, axis=0)
     packed = mx_jax.pack_weights(stored)
     if not isinstance(packed, PackedMXArray):
         raise SystemExit(f"packed_layers: {len(jax.devices())} devices, needs one CPU device")

@@ -36,7 +36,9 @@ def choices(recipe: Recipe) -> dict[str, Recipe]:
         "codes, requantized along the other axis": dataclasses.replace(
             recipe, name=f"{recipe.name}, codes kept", residuals="quantized"
         ),
-        "grad_weight in high precision": recipe.with_(name=f"{recipe.name}, high dW", drhs=None),
+        "grad_weight in high precision": recipe.with_(
+            name=f"{recipe.name}, high dW", grad_weight=None
+        ),
     }
 
 

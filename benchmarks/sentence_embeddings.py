@@ -104,7 +104,7 @@ def quality(
 
 def rule_of(choice: Choice) -> str:
     """The scale rule of the weights, named or not."""
-    spec = choice.rules()[0].recipe.fwd.rhs
+    spec = choice.rules()[0].recipe.output.rhs
     return spec.scale_rule.name
 
 

@@ -127,7 +127,7 @@ def kernel_rows(step: Callable[[str], None]) -> list[dict[str, Any]]:
     rows = []
     for format in KERNEL_FORMATS:
         step(f"kernels {format.name}")
-        weight = recipes.weight_only(format).fwd.rhs
+        weight = recipes.weight_only(format).output.rhs
         assert weight is not None
         rule = weight.scale_rule
         casts = (mx_jax.cast(kernel, format, axis=0, scale_rule=rule) for kernel in kernels)

@@ -46,12 +46,15 @@ def step_function(recipe: Recipe) -> Callable[..., Any]:
 
 def products(recipe: Recipe) -> list[tuple[MatmulSpec, ProductAxes, str]]:
     """Spec, axes and operands of the three products, as the library runs them."""
-    (dlhs, g_first), (drhs, g_last) = FORWARD.cotangent("lhs"), FORWARD.cotangent("rhs")
+    (grad_input, g_first), (grad_weight, g_last) = (
+        FORWARD.cotangent("lhs"),
+        FORWARD.cotangent("rhs"),
+    )
     assert g_first and not g_last
     return [
-        (recipe.fwd, FORWARD, "xw"),
-        (recipe.dlhs, dlhs, "gw"),
-        (recipe.drhs.swapped(), drhs, "xg"),
+        (recipe.output, FORWARD, "xw"),
+        (recipe.grad_input, grad_input, "gw"),
+        (recipe.grad_weight.swapped(), grad_weight, "xg"),
     ]
 
 

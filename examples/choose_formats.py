@@ -282,7 +282,7 @@ def sensitivity(
         for name, leaf in named:
             if (format := formats.get(name)) is not None:
                 # The scale rule is the one that conversion takes.
-                spec = weight_only(format).fwd.rhs
+                spec = weight_only(format).output.rhs
                 assert spec is not None
                 leaf = cast(leaf, spec.format, axis=axis, scale_rule=spec.scale_rule)
             own.append(leaf)

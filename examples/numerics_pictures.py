@@ -23,7 +23,7 @@ from mx_jax.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, ElementFormat
 FOLDER = Path(__file__).parents[1] / "docs" / "images" / "numerics"
 ELEMENTS = (E2M1, E2M3, E3M2, E4M3, E5M2, INT8)
 GATHERED = ("mxfp4", "mxfp8_e4m3")
-PRODUCTS = {"fwd": "y = x W", "dlhs": "dx = g Wᵀ", "drhs": "dW = xᵀ g"}
+PRODUCTS = {"output": "y = x W", "grad_input": "dx = g Wᵀ", "grad_weight": "dW = xᵀ g"}
 RULES = ("floor", "ceil", "even", "rceil")
 FORMATS = ("mxfp4", "nvfp4", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp8_e5m2", "mxfp8_e4m3", "mxint8")
 # Powers of two below the block's largest value, in quarters.
@@ -91,9 +91,9 @@ def bit_fields(format: str) -> dict[str, Any]:
 
 def operands(product: str) -> list[tuple[str, str, str, str]]:
     """Name, rows, columns and contracted axis of both operands of a product."""
-    if product == "fwd":
+    if product == "output":
         return [("x", "M", "K", "K"), ("W", "K", "N", "K")]
-    if product == "dlhs":
+    if product == "grad_input":
         return [("g", "M", "N", "N"), ("Wᵀ", "N", "K", "N")]
     return [("xᵀ", "K", "M", "M"), ("g", "M", "N", "M")]
 

@@ -255,15 +255,15 @@ class MatmulRecipe:
 
     | product | lhs, blocks along | rhs, blocks along |
     |---|---|---|
-    | fwd: `y = lhs rhs` | lhs: k | rhs: k |
-    | dlhs: `g rhs^T` | g: n | rhs: n |
-    | drhs: `g^T lhs` | g: m | lhs: m |
+    | output: `y = lhs rhs` | lhs: k | rhs: k |
+    | grad_input: `g rhs^T` | g: n | rhs: n |
+    | grad_weight: `g^T lhs` | g: m | lhs: m |
 
     Attributes:
       name: what tables and errors call it.
-      fwd: the product itself.
-      dlhs: gradient of the left operand; its lhs is the incoming cotangent.
-      drhs: gradient of the right operand; its lhs is the incoming cotangent.
+      output: the product itself.
+      grad_input: gradient of the left operand; its lhs is the incoming cotangent.
+      grad_weight: gradient of the right operand; its lhs is the incoming cotangent.
       residuals: what is saved for the backward products, or its name.
       gather: mesh axes along which operands are gathered as codes, or names of such axes. None: on
         automatic axes those that the compiler has to gather along, on others none. `()`: none.
@@ -276,9 +276,9 @@ class MatmulRecipe:
     """
 
     name: str
-    fwd: MatmulSpec
-    dlhs: MatmulSpec
-    drhs: MatmulSpec
+    output: MatmulSpec
+    grad_input: MatmulSpec
+    grad_weight: MatmulSpec
     residuals: Residuals = Residuals.PRIMAL
     gather: Gather | None = None
     reduce_dtype: np.dtype | None = None
@@ -308,18 +308,18 @@ class MatmulRecipe:
                     f"added up in their own dtype, got reduce_dtype={dtype}; use "
                     "reduce_dtype=None, and preferred_element_type='float32' where you multiply"
                 )
-        specs = (self.fwd.lhs, self.fwd.rhs)
-        changes = self.fwd.transform or any(spec and spec.prescale != 1.0 for spec in specs)
+        specs = (self.output.lhs, self.output.rhs)
+        changes = self.output.transform or any(spec and spec.prescale != 1.0 for spec in specs)
         if self.residuals is Residuals.QUANTIZED and changes:
             raise ValueError(
                 f"Recipe {self.name!r}: residuals=QUANTIZED keeps the forward's codes for the "
-                f"backward products, but fwd ({self.fwd}) transforms or prescales what it "
+                f"backward products, but output ({self.output}) transforms or prescales what it "
                 "quantizes; use residuals='primal'"
             )
 
     def gradient(self, side: Side) -> MatmulSpec:
         """The product that gives an operand's cotangent."""
-        return self.dlhs if side == "lhs" else self.drhs
+        return self.grad_input if side == "lhs" else self.grad_weight
 
     def keeps_codes(self, side: Side) -> bool:
         """Whether an operand's codes are saved: all are, or both of its products read the same
@@ -327,22 +327,28 @@ class MatmulRecipe:
         """
         if self.residuals is Residuals.QUANTIZED:
             return True
-        own, again = (self.fwd.lhs, self.drhs) if side == "lhs" else (self.fwd.rhs, self.dlhs)
+        own, again = (
+            (self.output.lhs, self.grad_weight)
+            if side == "lhs"
+            else (self.output.rhs, self.grad_input)
+        )
         if own is None or own != again.rhs or own.random_bits or own.prescale != 1.0:
             return False
         rows, columns = own.format.block
         is_square = isinstance(rows, int) and rows == columns
-        return is_square and self.fwd.transform is None and again.transform is None
+        return is_square and self.output.transform is None and again.transform is None
 
     @functools.cached_property
     def is_high_precision(self) -> bool:
         """Whether no operand of any product is quantized."""
-        return all(spec.is_high_precision for spec in (self.fwd, self.dlhs, self.drhs))
+        return all(
+            spec.is_high_precision for spec in (self.output, self.grad_input, self.grad_weight)
+        )
 
     @functools.cached_property
     def is_stochastic(self) -> bool:
         """Whether any product needs a random key."""
-        return any(spec.is_stochastic for spec in (self.fwd, self.dlhs, self.drhs))
+        return any(spec.is_stochastic for spec in (self.output, self.grad_input, self.grad_weight))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({arguments_of(self)})"
@@ -350,6 +356,6 @@ class MatmulRecipe:
     def __str__(self) -> str:
         summed = "" if self.reduce_dtype is None else f"; devices add up in {self.reduce_dtype}"
         return (
-            f"{self.name}: output {self.fwd}; grad_input {self.dlhs}; "
-            f"grad_weight {self.drhs}; keeps {self.residuals.value}{summed}"
+            f"{self.name}: output {self.output}; grad_input {self.grad_input}; "
+            f"grad_weight {self.grad_weight}; keeps {self.residuals.value}{summed}"
         )

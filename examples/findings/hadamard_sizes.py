@@ -36,7 +36,7 @@ def sqnr(size: int, outlier: float) -> float:
     transform = Hadamard(size=size, signs=None) if size else None
     plain = mx_jax.recipes.mxfp4()
     recipe = dataclasses.replace(
-        plain, name="forward", fwd=MatmulSpec(lhs=spec, rhs=spec, transform=transform)
+        plain, name="forward", output=MatmulSpec(lhs=spec, rhs=spec, transform=transform)
     )
     key = jax.random.key(1) if recipe.is_stochastic else None
     with jax.default_matmul_precision("float32"):

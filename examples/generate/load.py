@@ -106,8 +106,8 @@ def recipe_for(activations: str | None, formats: Sequence[BlockFormat] = ()) -> 
     form = block_format(activations)
     for each in formats:
         recipes.weight_only(each).with_(activations=form)
-    fwd = recipes.MatmulSpec(lhs=recipes.weight_only(form).fwd.rhs, rhs=None)
-    return recipes.high_precision().with_(fwd=fwd, name=f"{activations} x stored")
+    output = recipes.MatmulSpec(lhs=recipes.weight_only(form).output.rhs, rhs=None)
+    return recipes.high_precision().with_(output=output, name=f"{activations} x stored")
 
 
 # From the path of a product's weights, and values or codes `[out, in]` of which they consist, as
@@ -140,7 +140,7 @@ def quantized(
 
 @functools.partial(jax.jit, static_argnums=1)
 def _cast(w: jax.Array, format: BlockFormat) -> MXArray:
-    rule = recipes.weight_only(format).fwd.rhs.scale_rule  # the one that loses least
+    rule = recipes.weight_only(format).output.rhs.scale_rule  # the one that loses least
     return mx_jax.quantize(w, format, axis=-1, scale_rule=rule)
 
 

@@ -88,8 +88,8 @@ def quartet_ii() -> Recipe:
     backward = MatmulSpec(lhs=gradient, rhs=gradient, transform=Hadamard(size=128, signs=None))
     return Recipe(
         name="quartet_ii",
-        fwd=MatmulSpec(lhs=forward, rhs=forward),
-        dlhs=backward,
-        drhs=backward,
+        output=MatmulSpec(lhs=forward, rhs=forward),
+        grad_input=backward,
+        grad_weight=backward,
         residuals=Residuals.QUANTIZED,
     )

@@ -121,7 +121,7 @@ class Judged:
     @property
     def spec(self) -> OperandSpec:
         assert self.decision is not None and self.decision.recipe is not None
-        spec = self.decision.recipe.fwd.rhs
+        spec = self.decision.recipe.output.rhs
         assert spec is not None
         return spec
 

@@ -244,7 +244,7 @@ def _traced(
 def _check_key(key: Key, plan: Plan, name: str) -> None:
     for recipe in jaxpr.recipes_of(plan):
         # Gradients raise an error of their own.
-        if key is None and recipe.fwd.is_stochastic:
+        if key is None and recipe.output.is_stochastic:
             raise ValueError(
                 f"convert.function: recipe {recipe.name!r} draws random bits and needs the "
                 f"{RNG_STREAM!r} stream; call {name}(..., rngs={{{RNG_STREAM!r}: key}})"
@@ -403,7 +403,7 @@ class ConvertedLayer:
         parameters = inspect.signature(call).parameters.values()
         if not any(own.name == "key" or own.kind is own.VAR_KEYWORD for own in parameters):
             options.pop("key", None)
-        if key is None and recipe.fwd.is_stochastic:
+        if key is None and recipe.output.is_stochastic:
             raise ValueError(
                 f"convert.tree: {name} gets recipe {recipe.name!r}, which draws random bits; pass "
                 "key= in the layer's call, or convert the function that calls it: convert.function"

@@ -132,7 +132,7 @@ def _patches(
 def cast_table(table: jax.Array | Quantized, recipe: Recipe, key: Key) -> Any:
     """An embedding's table `[entries, features]` as the recipe's products see a weight."""
     # Blocks run along the features: what is looked up and what is attended to have the same values.
-    spec: OperandSpec | None = recipe.fwd.rhs
+    spec: OperandSpec | None = recipe.output.rhs
     if spec is None or isinstance(table, Quantized):
         return table
     values = cast(

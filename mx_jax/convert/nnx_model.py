@@ -378,7 +378,7 @@ def _trace_calls(plans: Sequence[_Plan], model: _Conversion, rngs: flax_nnx.Rngs
                 sizes = () if plan.kind is None else stack(layer, plan.kind)
                 keys = jax.random.split(key, sizes) if sizes else key
                 layer.mx_stream = flax_nnx.RngStream(keys, tag=RNG_STREAM)
-        elif recipe is not None and recipe.fwd.is_stochastic:
+        elif recipe is not None and recipe.output.is_stochastic:
             # Where gradients alone draw, they raise an error of their own.
             raise missing_stream(f"convert.nnx: {plan.paths[0]!r}", recipe, rngs)
         _become(layer, _traced_methods)

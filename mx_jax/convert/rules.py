@@ -236,8 +236,8 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
     ):
         return ""
     recipe: Any = rule.recipe
-    fwd = None if rule.quantizes is None else rule.quantizes.fwd
-    if layer.of_activations and fwd is not None and fwd.lhs is None and fwd.rhs is not None:
+    spec = None if rule.quantizes is None else rule.quantizes.output
+    if layer.of_activations and spec is not None and spec.lhs is None and spec.rhs is not None:
         return "its recipe quantizes weights alone, and neither operand is one"
     if rule.filter is None or rule.filter(layer.path, layer.shape, recipe):
         return None
@@ -474,7 +474,7 @@ def _misaligned(shape: tuple[int, ...], recipe: Recipe) -> str | None:
     """The product contracts k, the gradient of the input contracts n; the rows are not known."""
     # Blocks run along the last contracting axis alone.
     k, n = ("k", shape[-2]), ("n", shape[-1])
-    for spec, (contracting, kept) in ((recipe.fwd, (k, n)), (recipe.dlhs, (n, k))):
+    for spec, (contracting, kept) in ((recipe.output, (k, n)), (recipe.grad_input, (n, k))):
         for format, multiple, _ in _limits(spec):
             # Only the right operand is the kernel: its kept blocks run along the other axis.
             kernel = spec.rhs is not None and format == spec.rhs.format
@@ -488,7 +488,7 @@ def _misaligned(shape: tuple[int, ...], recipe: Recipe) -> str | None:
 
 def _too_small(shape: tuple[int, ...], recipe: Recipe) -> str | None:
     sizes = {"k": math.prod(shape[:-1]), "n": shape[-1]}
-    for spec in (recipe.fwd, recipe.dlhs, recipe.drhs):
+    for spec in (recipe.output, recipe.grad_input, recipe.grad_weight):
         # One operand alone in low precision saves memory, not time: sizes say nothing then.
         if spec.lhs is None or spec.rhs is None:
             continue

@@ -68,7 +68,7 @@ class _Kernel:
         layer, recipe = self.decision.layer, self.decision.recipe
         if recipe is None or layer.axes is None:
             return value
-        search, spec = None, recipe.fwd.rhs
+        search, spec = None, recipe.output.rhs
         if by is not None and spec is not None:
             (axis, _), *others = layer.axes.blocks(spec.format)
             if others:
@@ -117,10 +117,10 @@ def weights(
     """Kernels as MXArrays, each by the first rule that matches its layer; for inference.
 
     The rules are those of `convert.linen` and `convert.nnx`, and the codes are those that the
-    product by the rule's recipe would make each time: its `fwd.rhs` says format and scale rule, and
-    `recipes.weight_only(format)` leaves activations in high precision. So a model converted by the
-    same rules gives the same numbers from these weights, and reads 4.25 bits a parameter in MXFP4
-    where it read 32. Kernels carry no gradient then.
+    product by the rule's recipe would make each time: its `output.rhs` says format and scale
+    rule, and `recipes.weight_only(format)` leaves activations in high precision. So a model
+    converted by the same rules gives the same numbers from these weights, and reads 4.25 bits a
+    parameter in MXFP4 where it read 32. Kernels carry no gradient then.
 
     A tree of parameters alone does not say which axes a product contracts: there, kernels
     `[in, out]` are quantized, and others with `model`.
@@ -191,7 +191,7 @@ def _warn_of_unstored(found: Report, strict: bool) -> None:
     for index in sorted(found.used):
         recipe = found.rules[index].quantizes
         # One that leaves weights in high precision has nothing to store.
-        if recipe is None or recipe.fwd.rhs is None or not (reason := why_not_stored(recipe)):
+        if recipe is None or recipe.output.rhs is None or not (reason := why_not_stored(recipe)):
             continue
         text = (
             f"convert.weights: rule {index} ({found.rules[index]}) stores nothing: {reason}, got "

@@ -34,6 +34,9 @@ REMOVED: dict[str, str] = {
     "Sensitivity": "copy examples/choose_formats.py",
     "sensitivity": "copy examples/choose_formats.py",
     "to_qarray": "copy examples/integrations/qwix_qarray.py",
+    "dlhs": "grad_input",
+    "drhs": "grad_weight",
+    "fwd": "output",
     "plan": "docs/sharding.md shows how to compile your own step for devices that are not there",
 }
 """By the name of a command, recipe, rule, layout or function: what takes its place, in a line."""

@@ -135,7 +135,7 @@ def layer_key(
         return DerivedKey.of(jax.random.key(0))
     if layer.has_rng("params"):
         return _next_key(layer, "params")
-    if not recipe.fwd.is_stochastic:
+    if not recipe.output.is_stochastic:
         return None
     raise ValueError(
         f"{type(layer).__name__}: recipe {recipe.name!r} draws random bits and needs the "

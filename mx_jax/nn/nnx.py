@@ -69,7 +69,7 @@ def stream_of_layer(rngs: nnx.Rngs, layer: str, recipe: Recipe) -> nnx.RngStream
         key = rngs[RNG_STREAM]()
     elif "default" in rngs:
         key = _next_key(rngs["default"])
-    elif not recipe.fwd.is_stochastic:
+    elif not recipe.output.is_stochastic:
         return None
     else:
         raise missing_stream(layer, recipe, rngs)

@@ -286,13 +286,13 @@ def draw_bits(key: jax.Array | DerivedKey, shape: tuple[int, ...], width: int) -
     return bind(RandomBitsCall.of(of, shape, width), of)
 
 
-Product = Literal["fwd", "dlhs", "drhs"]
+Product = Literal["output", "grad_input", "grad_weight"]
 
 # Which product gives which operand's cotangent.
-GRADIENTS: dict[Side, Product] = {"lhs": "dlhs", "rhs": "drhs"}
+GRADIENTS: dict[Side, Product] = {"lhs": "grad_input", "rhs": "grad_weight"}
 
-# Each product has a stream of its own. The second entry is what errors call it.
-_STREAMS = {"fwd": (0, "output"), "dlhs": (1, "grad_input"), "drhs": (2, "grad_weight")}
+# Each product draws from the stream of its number.
+_STREAMS: tuple[Product, ...] = ("output", "grad_input", "grad_weight")
 
 
 def check_matmul_key(key: Key, recipe: MatmulRecipe) -> Key:
@@ -300,7 +300,7 @@ def check_matmul_key(key: Key, recipe: MatmulRecipe) -> Key:
     # The gradients' own need is only known when they are taken: see `product_key`.
     if key is not None:
         check_is_key(key, "dot_general")
-    elif recipe.fwd.is_stochastic:
+    elif recipe.output.is_stochastic:
         raise ValueError(
             f"dot_general: recipe {recipe.name!r} rounds stochastically and needs a key, got "
             "key=None; pass key=jax.random.key(seed)"
@@ -312,11 +312,10 @@ def product_key(recipe: MatmulRecipe, product: Product, key: Key) -> Key:
     """What one of the three products draws from; None if it draws nothing."""
     if not getattr(recipe, product).is_stochastic:
         return None
-    stream, name = _STREAMS[product]
     if key is None:
         raise ValueError(
-            f"dot_general: recipe {recipe.name!r} rounds stochastically in {name} and needs a key, "
-            "got key=None; pass key=jax.random.key(seed) to the product that is differentiated, or "
-            "the stream 'quantize' to a Flax model"
+            f"dot_general: recipe {recipe.name!r} rounds stochastically in {product} and needs a "
+            "key, got key=None; pass key=jax.random.key(seed) to the product that is "
+            "differentiated, or the stream 'quantize' to a Flax model"
         )
-    return DerivedKey.of(key).fold_in(stream)
+    return DerivedKey.of(key).fold_in(_STREAMS.index(product))

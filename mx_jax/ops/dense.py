@@ -46,7 +46,9 @@ X = TypeVar("X", bound=AnyOperand)
 E = TypeVar("E")  # what a product depends on besides its operands
 
 _HIGH = MatmulSpec(lhs=None, rhs=None)
-HIGH_PRECISION = MatmulRecipe(name="high precision", fwd=_HIGH, dlhs=_HIGH, drhs=_HIGH)
+HIGH_PRECISION = MatmulRecipe(
+    name="high precision", output=_HIGH, grad_input=_HIGH, grad_weight=_HIGH
+)
 """Nothing is quantized: what products are compared with."""
 
 
@@ -135,9 +137,9 @@ class RecipeProduct(Product[E]):
     def forward(
         self, lhs: AnyOperand, rhs: AnyOperand, extra: E, stored: tuple[Side, ...] = ()
     ) -> jax.Array:
-        key = product_key(self.recipe, "fwd", self.key_of(extra))
+        key = product_key(self.recipe, "output", self.key_of(extra))
         with jax.named_scope("output"):
-            taken = self.take(Task(lhs, rhs, self.recipe.fwd, self.axes, self.moves), extra, key)
+            taken = self.take(Task(lhs, rhs, self.recipe.output, self.axes, self.moves), extra, key)
             return unscaled(self.multiply(taken, self.out_dtype, stored), taken.task)
 
     def take(self, task: Task, extra: E, key: Key) -> Taken:
@@ -172,7 +174,7 @@ class RecipeProduct(Product[E]):
 
     @one_program("self")
     def _kept(self, lhs: AnyOperand, rhs: AnyOperand, extra: E) -> tuple[AnyOperand, AnyOperand]:
-        key, spec = product_key(self.recipe, "fwd", self.key_of(extra)), self.recipe.fwd
+        key, spec = product_key(self.recipe, "output", self.key_of(extra)), self.recipe.output
         others = {side: None for side in SIDES if not self.recipe.keeps_codes(side)}
         spec = dataclasses.replace(spec, **others)
         with jax.named_scope("output"):

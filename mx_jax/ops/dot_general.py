@@ -52,8 +52,9 @@ def dot_general(
 
     Each operand of each of the three products is quantized along its own contracting axis, as the
     recipe says; blocks lie along the last contracting axis. With Q the casts,
-    `y = Q(lhs) Q(rhs)`, `dlhs = Q(g) Q(rhs)^T`, `drhs = Q(lhs)^T Q(g)`, and every cast counts as
-    the identity in the gradient. A product that contracts nothing is `jax.lax.dot_general`'s.
+    `y = Q(lhs) Q(rhs)`, `grad_input = Q(g) Q(rhs)^T`, `grad_weight = Q(lhs)^T Q(g)`, and every
+    cast counts as the identity in the gradient. A product that contracts nothing is
+    `jax.lax.dot_general`'s.
 
     Args:
       lhs: float32, bfloat16 or float16 values, or an MXArray blocked along its last contracting

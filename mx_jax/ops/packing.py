@@ -92,7 +92,7 @@ def packed_where_they_lie(
     num_batch = as_axis(num_batch, "pack_weights", "num_batch")
     if recipe is not None:
         recipe = as_recipe(recipe, "pack_weights")
-    activations = None if recipe is None else recipe.fwd.lhs
+    activations = None if recipe is None else recipe.output.lhs
     call = PackCall(
         weights=OperandType.of(weights, _axes(weights, contracting, num_batch)),
         blocks=weights.blocks,

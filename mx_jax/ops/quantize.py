@@ -333,10 +333,10 @@ def _(
 
 def why_not_stored(recipe: MatmulRecipe) -> str | None:
     """Why a product by this recipe cannot read weights quantized before; None: it can."""
-    spec = recipe.fwd.rhs
+    spec = recipe.output.rhs
     if spec is None:
         return "its recipe leaves weights in high precision"
-    if recipe.fwd.transform is not None:
+    if recipe.output.transform is not None:
         return "its recipe transforms weights in every product"
     if spec.random_bits:
         return "its recipe rounds weights anew in every product"
@@ -362,7 +362,7 @@ def store_weights(
       packed: whether to lay the codes out for this machine, where its kernels have a layout.
       by: another way to codes; a Python loop over the stack, so that it may look at values.
     """
-    spec = recipe.fwd.rhs
+    spec = recipe.output.rhs
     assert spec is not None
 
     with follow(x):

@@ -61,12 +61,12 @@ def ragged_dot(
 
     lhs `[m, k]`, rhs `[g, k, n]`, group_sizes `[g]`, product `[m, n]`: the rows of lhs are
     consecutive groups, and each group multiplies its own matrix of rhs. With `I_j` the rows of
-    group j, `y[I_j] = Q(lhs[I_j]) Q(rhs[j])`, `dlhs[I_j] = Q(g[I_j]) Q(rhs[j])^T` and
-    `drhs[j] = Q(lhs[I_j])^T Q(g[I_j])`: what `matmul` gives for each group alone, so no block
-    crosses a group border, and blocks along the rows start at each group's first. Only a tensor
-    scale (NVFP4) belongs to a whole operand. Rows beyond the last group, whatever they hold, give
-    zeros and take part in nothing; NaN in a matrix is in the rows of its group alone (without a
-    kernel for it, Inf counts as NaN).
+    group j, `y[I_j] = Q(lhs[I_j]) Q(rhs[j])`, `grad_input[I_j] = Q(g[I_j]) Q(rhs[j])^T` and
+    `grad_weight[j] = Q(lhs[I_j])^T Q(g[I_j])`: what `matmul` gives for each group alone, so no
+    block crosses a group border, and blocks along the rows start at each group's first. Only a
+    tensor scale (NVFP4) belongs to a whole operand. Rows beyond the last group, whatever they hold,
+    give zeros and take part in nothing; NaN in a matrix is in the rows of its group alone (without
+    a kernel for it, Inf counts as NaN).
 
     Args:
       lhs: float32, bfloat16 or float16 values, or an MXArray blocked along its last axis, which is
@@ -195,9 +195,9 @@ def _check_shapes(
 
 def _check_rows(recipe: MatmulRecipe) -> None:
     """Raise for what a recipe asks of the ragged axis and cannot have."""
-    fwd, dlhs, drhs = recipe.fwd, recipe.dlhs, recipe.drhs
-    over_rows = [("fwd.lhs", fwd.lhs, 0), ("dlhs.lhs", dlhs.lhs, 0)]
-    over_rows += [("drhs.lhs", drhs.lhs, 1), ("drhs.rhs", drhs.rhs, 1)]
+    output, grad_input, grad_weight = recipe.output, recipe.grad_input, recipe.grad_weight
+    over_rows = [("output.lhs", output.lhs, 0), ("grad_input.lhs", grad_input.lhs, 0)]
+    over_rows += [("grad_weight.lhs", grad_weight.lhs, 1), ("grad_weight.rhs", grad_weight.rhs, 1)]
     for name, spec, axis in over_rows:
         if spec is None or not isinstance(spec.format.block[axis], Whole):
             continue
@@ -408,8 +408,8 @@ def expert_ragged_dot(
     if key is not None:
         key = DerivedKey.of(key).fold_in(lax.axis_index(axis_name))
     assert not isinstance(lhs, PackedMXArray)
-    rows, spec = lhs, recipe.fwd.lhs
-    if not isinstance(lhs, MXArray) and spec is not None and _goes_by_row(recipe.fwd):
+    rows, spec = lhs, recipe.output.lhs
+    if not isinstance(lhs, MXArray) and spec is not None and _goes_by_row(recipe.output):
         if spec.format.tensor_scale:
             # The scale of all rows is that of those in groups.
             lhs = ragged_rows(sizes, lhs.shape[0], unit=1).place(lhs)
@@ -417,7 +417,7 @@ def expert_ragged_dot(
         axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
         drawn = None
         if spec.random_bits:
-            drawn = dense.operand_keys(arguments.product_key(recipe, "fwd", key))[0]
+            drawn = dense.operand_keys(arguments.product_key(recipe, "output", key))[0]
         tensor_scale = agreed_scale(lhs, spec, blocks, axes)
         codes = dense.quantize_operand(lhs, spec, blocks, drawn, tensor_scale)
         rows = dataclasses.replace(codes, primal=lhs)

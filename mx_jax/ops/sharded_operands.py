@@ -65,7 +65,7 @@ def product_spec(
         and nothing says where the sum goes.
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
-    is_summed = isinstance(rhs, PackedMXArray) or recipe.fwd.transform is not None
+    is_summed = isinstance(rhs, PackedMXArray) or recipe.output.transform is not None
     types = []
     for x, contracting in zip((lhs, rhs), dimension_numbers[0], strict=True):
         parts = stored(x)
@@ -145,7 +145,7 @@ def given_moves(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Moves
     if gather is None:
         return STAY
     moves = gather.movement("lhs", lhs.ndim), gather.movement("rhs", rhs.ndim)
-    for side, spec, move in zip(SIDES, (recipe.fwd.lhs, recipe.fwd.rhs), moves, strict=True):
+    for side, spec, move in zip(SIDES, (recipe.output.lhs, recipe.output.rhs), moves, strict=True):
         shared = spec is not None and (spec.format.tensor_scale or spec.format.block[1] is WHOLE)
         if shared and move and move.manual and recipe.residuals is Residuals.QUANTIZED:
             raise ValueError(

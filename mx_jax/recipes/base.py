@@ -65,9 +65,9 @@ def measured_operand(format: FormatLike, rounding: Rounding | str = "nearest") -
 
 # The tensor on each side of each product, by the word for it.
 TENSORS = {
-    "fwd": {"lhs": "activations", "rhs": "weights"},
-    "dlhs": {"lhs": "gradients", "rhs": "weights"},
-    "drhs": {"lhs": "gradients", "rhs": "activations"},
+    "output": {"lhs": "activations", "rhs": "weights"},
+    "grad_input": {"lhs": "gradients", "rhs": "weights"},
+    "grad_weight": {"lhs": "gradients", "rhs": "activations"},
 }
 _OF_ALL = ("scale_rule", "rounding")
 _PARTS = ("format", "scale_rule", "rounding", "prescale")
@@ -147,9 +147,9 @@ class Recipe(MatmulRecipe):
     Examples:
       >>> import mx_jax
       >>> recipe = mx_jax.recipes.mxfp8()
-      >>> print(recipe.fwd)
+      >>> print(recipe.output)
       mxfp8_e4m3 (rceil, nearest) x mxfp8_e4m3 (rceil, nearest)
-      >>> recipe.with_(drhs=None, name="mxfp8, high dW").drhs.is_high_precision
+      >>> recipe.with_(grad_weight=None, name="mxfp8, high dW").grad_weight.is_high_precision
       True
     """
 
@@ -167,19 +167,20 @@ class Recipe(MatmulRecipe):
         gradients: _Tensor = ...,
         scale_rule: scale_rules.ScaleRule | str | EllipsisType | None = ...,
         rounding: Rounding | str | EllipsisType = ...,
-        fwd: _Product = ...,
-        dlhs: _Product = ...,
-        drhs: _Product = ...,
+        output: _Product = ...,
+        grad_input: _Product = ...,
+        grad_weight: _Product = ...,
         **unknown: Never,
     ) -> "Recipe":
         """This recipe with other operands; everything that is not named stays.
 
         The three tensors, each in its two products where that product quantizes anything, are
-        weights (`fwd.rhs`, `dlhs.rhs`), activations (`fwd.lhs`, `drhs.rhs`) and gradients
-        (`dlhs.lhs`, `drhs.lhs`). None is high precision, an `OperandSpec` is taken as it is, and a
-        dict names parts: `format`, `scale_rule`, `rounding`, `prescale`. A format brings the scale
-        rule that loses least; an operand that comes to round stochastically brings one that never
-        clips. Other fields change by `dataclasses.replace(recipe, residuals=...)`.
+        weights (`output.rhs`, `grad_input.rhs`), activations (`output.lhs`, `grad_weight.rhs`) and
+        gradients (`grad_input.lhs`, `grad_weight.lhs`). None is high precision, an `OperandSpec` is
+        taken as it is, and a dict names parts: `format`, `scale_rule`, `rounding`, `prescale`. A
+        format brings the scale rule that loses least; an operand that comes to round stochastically
+        brings one that never clips. Other fields change by `dataclasses.replace(recipe,
+        residuals=...)`.
 
         Args:
           name: what tables call the result; None: this name, with the changes after it.
@@ -189,9 +190,9 @@ class Recipe(MatmulRecipe):
           scale_rule: of every quantized operand that has no word of its own; None: the one that
             loses least for its format.
           rounding: likewise.
-          fwd: the product itself, whole; None: in high precision.
-          dlhs: the gradient of the left operand, likewise.
-          drhs: the gradient of the right operand, likewise.
+          output: the product itself, whole; None: in high precision.
+          grad_input: the gradient of the left operand, likewise.
+          grad_weight: the gradient of the right operand, likewise.
 
         Raises:
           ValueError: a word that finds nothing to change, unknown names and parts, or operands
@@ -203,10 +204,10 @@ class Recipe(MatmulRecipe):
           >>> hybrid = recipes.mxfp8().with_(gradients="mxfp8_e5m2", name="mxfp8_hybrid")
           >>> hybrid == recipes.mxfp8_hybrid()
           True
-          >>> print(recipes.weight_only("mxfp4").with_(activations="mxfp8_e4m3").fwd)
+          >>> print(recipes.weight_only("mxfp4").with_(activations="mxfp8_e4m3").output)
           mxfp8_e4m3 (rceil, nearest) x mxfp4 (even, nearest)
-          >>> recipes.mxfp8().with_(gradients={"rounding": "stochastic"}, drhs=None).name
-          'mxfp8, gradients=mxfp8_e4m3 (rceil, stochastic), drhs=high precision'
+          >>> recipes.mxfp8().with_(gradients={"rounding": "stochastic"}, grad_weight=None).name
+          'mxfp8, gradients=mxfp8_e4m3 (rceil, stochastic), grad_weight=high precision'
         """
         operation = f"with_: recipe {self.name!r}"
         for word in unknown:
@@ -216,7 +217,8 @@ class Recipe(MatmulRecipe):
                 f"{word}={unknown[word]!r}; it takes: name, {', '.join(_WORDS)}; the rest of a "
                 "recipe changes by dataclasses.replace(recipe, ...)"
             )
-        values = weights, activations, gradients, scale_rule, rounding, fwd, dlhs, drhs
+        tensors = weights, activations, gradients
+        values = *tensors, scale_rule, rounding, output, grad_input, grad_weight
         changes = {w: v for w, v in zip(_WORDS, values, strict=True) if v is not ...}
         specs: dict[str, MatmulSpec] = {}
         for product in TENSORS:
@@ -236,7 +238,7 @@ class Recipe(MatmulRecipe):
                     f"{operation}: {word} changes products that quantize, but {', '.join(of)} are "
                     f"in high precision or were given whole, got {word}={changes[word]!r}; start "
                     "from a recipe that quantizes them, as weight_only('mxfp4') or mxfp4(), or "
-                    "give the product, as fwd=MatmulSpec(lhs=None, rhs='mxfp4')"
+                    "give the product, as output=MatmulSpec(lhs=None, rhs='mxfp4')"
                 )
         for product in reached:
             try:

@@ -31,7 +31,7 @@ def _uniform(name: str, format: str) -> Recipe:
     """One format for both operands of all three products."""
     spec = measured_operand(format)
     product = MatmulSpec(lhs=spec, rhs=spec)
-    return Recipe(name=name, fwd=product, dlhs=product, drhs=product)
+    return Recipe(name=name, output=product, grad_input=product, grad_weight=product)
 
 
 # Stochastic rounding is right on average only where nothing clips.
@@ -51,7 +51,7 @@ def high_precision() -> Recipe:
       >>> recipes.high_precision().is_high_precision, recipes.mxfp4().is_high_precision
       (True, False)
     """
-    return Recipe(name="high_precision", fwd=HIGH, dlhs=HIGH, drhs=HIGH)
+    return Recipe(name="high_precision", output=HIGH, grad_input=HIGH, grad_weight=HIGH)
 
 
 @named
@@ -62,7 +62,7 @@ def mxfp8() -> Recipe:
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
-      >>> print(mx_jax.recipes.mxfp8().dlhs)
+      >>> print(mx_jax.recipes.mxfp8().grad_input)
       mxfp8_e4m3 (rceil, nearest) x mxfp8_e4m3 (rceil, nearest)
       >>> loss = lambda w: mx_jax.matmul(jnp.ones((4, 64)), w, recipe="mxfp8").sum()
       >>> jax.grad(loss)(jnp.ones((64, 8))).shape
@@ -77,7 +77,7 @@ def mxfp8_hybrid() -> Recipe:
 
     Examples:
       >>> from mx_jax import recipes
-      >>> print(recipes.mxfp8_hybrid().dlhs)
+      >>> print(recipes.mxfp8_hybrid().grad_input)
       mxfp8_e5m2 (rceil, nearest) x mxfp8_e4m3 (rceil, nearest)
     """
     return mxfp8().with_(gradients="mxfp8_e5m2", name="mxfp8_hybrid")
@@ -92,7 +92,7 @@ def mxfp6() -> Recipe:
 
     Examples:
       >>> from mx_jax import recipes
-      >>> print(recipes.mxfp6().with_(scale_rule="floor", rounding="away").fwd.lhs)
+      >>> print(recipes.mxfp6().with_(scale_rule="floor", rounding="away").output.lhs)
       mxfp6_e3m2 (floor, away)
     """
     return _uniform("mxfp6", "mxfp6_e3m2")
@@ -108,7 +108,7 @@ def mxfp6_e2m3() -> Recipe:
     Examples:
       >>> from mx_jax import recipes
       >>> for recipe in (recipes.mxfp6(), recipes.mxfp6_e2m3()):
-      ...     element = recipe.fwd.lhs.format.element
+      ...     element = recipe.output.lhs.format.element
       ...     print(element.name, element.mantissa_bits, element.smallest_subnormal, element.max)
       e3m2 2 0.0625 28.0
       e2m3 3 0.125 7.5
@@ -123,7 +123,7 @@ def mxfp4() -> Recipe:
     Examples:
       >>> from mx_jax import recipes
       >>> gentle = recipes.mxfp4().with_(gradients="mxfp8_e5m2")
-      >>> print(gentle.fwd.lhs, "|", gentle.dlhs.lhs)
+      >>> print(gentle.output.lhs, "|", gentle.grad_input.lhs)
       mxfp4 (even, nearest) | mxfp8_e5m2 (rceil, nearest)
     """
     return _uniform("mxfp4", "mxfp4")
@@ -135,7 +135,7 @@ def mxint8() -> Recipe:
 
     Examples:
       >>> import jax.numpy as jnp, mx_jax
-      >>> print(mx_jax.recipes.mxint8().fwd.lhs)
+      >>> print(mx_jax.recipes.mxint8().output.lhs)
       mxint8 (floor, nearest)
       >>> mx_jax.quantize(jnp.array([1.0, 0.5, -0.25]), "mxint8").elements
       Array([ 64,  32, -16], dtype=int8)
@@ -149,7 +149,7 @@ def nvfp4() -> Recipe:
 
     Examples:
       >>> from mx_jax import recipes
-      >>> format = recipes.nvfp4().fwd.lhs.format
+      >>> format = recipes.nvfp4().output.lhs.format
       >>> format.block, format.scale.name, format.tensor_scale
       ((1, 16), 'e4m3', True)
     """
@@ -177,13 +177,13 @@ def mxfp4_backward() -> Recipe:
       >>> y = mx_jax.matmul(x, w, recipe="mxfp4_backward", key=jax.random.key(0))
       >>> print(f"{y[0, 0] / 64 / 0.1:.1f}")
       5.1
-      >>> print(mx_jax.recipes.mxfp4_backward().dlhs.lhs)
+      >>> print(mx_jax.recipes.mxfp4_backward().grad_input.lhs)
       mxfp4 (rceil, stochastic, times 0.75)
     """
     backward = MatmulSpec(
         lhs=_THREE_QUARTERS, rhs=_THREE_QUARTERS, transform=Hadamard(size=64, signs=None)
     )
-    return Recipe(name="mxfp4_backward", fwd=HIGH, dlhs=backward, drhs=backward)
+    return Recipe(name="mxfp4_backward", output=HIGH, grad_input=backward, grad_weight=backward)
 
 
 @named
@@ -204,9 +204,9 @@ def mxfp4_stochastic() -> Recipe:
     Examples:
       >>> from mx_jax import recipes
       >>> recipe = recipes.mxfp4_stochastic()
-      >>> print(recipe.dlhs)
+      >>> print(recipe.grad_input)
       mxfp4 (rceil, stochastic) x mxfp4_2d (even, nearest)
-      >>> recipe.is_stochastic, recipe.fwd.is_stochastic
+      >>> recipe.is_stochastic, recipe.output.is_stochastic
       (True, False)
     """
     nearest = operand("mxfp4", scale_rule="even")
@@ -214,9 +214,9 @@ def mxfp4_stochastic() -> Recipe:
     gradient = operand("mxfp4", scale_rule="rceil", rounding="stochastic")
     return Recipe(
         name="mxfp4_stochastic",
-        fwd=MatmulSpec(lhs=nearest, rhs=weight),
-        dlhs=MatmulSpec(lhs=gradient, rhs=weight),
-        drhs=MatmulSpec(lhs=gradient, rhs=nearest, transform=Hadamard(size=32, signs=None)),
+        output=MatmulSpec(lhs=nearest, rhs=weight),
+        grad_input=MatmulSpec(lhs=gradient, rhs=weight),
+        grad_weight=MatmulSpec(lhs=gradient, rhs=nearest, transform=Hadamard(size=32, signs=None)),
     )
 
 
@@ -239,12 +239,14 @@ def mxfp4_hadamard() -> Recipe:
     Examples:
       >>> from mx_jax import recipes
       >>> recipe = recipes.mxfp4_hadamard()
-      >>> recipe.is_stochastic, recipe.fwd.transform, recipe.drhs.transform.size
+      >>> recipe.is_stochastic, recipe.output.transform, recipe.grad_weight.transform.size
       (False, None, 16)
     """
     plain = mxfp4()
-    drhs = dataclasses.replace(plain.drhs, transform=Hadamard(size=16, signs=(1,) * 16))
-    return plain.with_(drhs=drhs, name="mxfp4_hadamard")
+    grad_weight = dataclasses.replace(
+        plain.grad_weight, transform=Hadamard(size=16, signs=(1,) * 16)
+    )
+    return plain.with_(grad_weight=grad_weight, name="mxfp4_hadamard")
 
 
 @named
@@ -281,9 +283,9 @@ def nvfp4_pretraining() -> Recipe:
     transform = Hadamard(size=16, signs=_NVFP4_SIGNS)
     return Recipe(
         name="nvfp4_pretraining",
-        fwd=MatmulSpec(lhs=nearest, rhs=weight),
-        dlhs=MatmulSpec(lhs=gradient, rhs=weight),
-        drhs=MatmulSpec(lhs=gradient, rhs=nearest, transform=transform),
+        output=MatmulSpec(lhs=nearest, rhs=weight),
+        grad_input=MatmulSpec(lhs=gradient, rhs=weight),
+        grad_weight=MatmulSpec(lhs=gradient, rhs=nearest, transform=transform),
     )
 
 
@@ -298,7 +300,7 @@ def nvfp4_unbiased() -> Recipe:
 
     Examples:
       >>> from mx_jax import recipes
-      >>> print(recipes.nvfp4_unbiased().dlhs)
+      >>> print(recipes.nvfp4_unbiased().grad_input)
       nvfp4 (amax_headroom, stochastic) x nvfp4_2d (amax_subnormal, nearest)
     """
     gradients = {"scale_rule": "amax_headroom"}
@@ -317,7 +319,7 @@ def nvfp4_four_over_six() -> Recipe:
     Examples:
       >>> from mx_jax import recipes
       >>> recipe = recipes.nvfp4_four_over_six()
-      >>> print(recipe.fwd.lhs, "|", recipe.dlhs.lhs)
+      >>> print(recipe.output.lhs, "|", recipe.grad_input.lhs)
       nvfp4 (four_over_six, nearest) | nvfp4 (four_over_six, stochastic)
     """
     return nvfp4_pretraining().with_(scale_rule="four_over_six", name="nvfp4_four_over_six")
@@ -326,8 +328,14 @@ def nvfp4_four_over_six() -> Recipe:
 def _blockwise(name: str, row: str, square: str, rule: str) -> Recipe:
     """Rows of 128 along the contracting axis for x and g, squares for W; codes are saved."""
     x, w = operand(row, scale_rule=rule), operand(square, scale_rule=rule)
-    fwd, drhs = MatmulSpec(lhs=x, rhs=w), MatmulSpec(lhs=x, rhs=x)
-    return Recipe(name=name, fwd=fwd, dlhs=fwd, drhs=drhs, residuals=Residuals.QUANTIZED)
+    output, grad_weight = MatmulSpec(lhs=x, rhs=w), MatmulSpec(lhs=x, rhs=x)
+    return Recipe(
+        name=name,
+        output=output,
+        grad_input=output,
+        grad_weight=grad_weight,
+        residuals=Residuals.QUANTIZED,
+    )
 
 
 @named
@@ -348,8 +356,8 @@ def deepseek_v3() -> Recipe:
 
     Examples:
       >>> from mx_jax import recipes
-      >>> recipe = recipes.deepseek_v3()
-      >>> recipe.fwd.lhs.format.block, recipe.fwd.rhs.format.block, recipe.fwd.lhs.format.scale.name
+      >>> output = recipes.deepseek_v3().output
+      >>> output.lhs.format.block, output.rhs.format.block, output.lhs.format.scale.name
       ((1, 128), (128, 128), 'f32')
     """
     formats = "float8_blockwise_e4m3", "float8_blockwise_2d_e4m3"
@@ -367,7 +375,7 @@ def deepseek_v3_1() -> Recipe:
 
     Examples:
       >>> from mx_jax import recipes
-      >>> spec = recipes.deepseek_v3_1().fwd.lhs
+      >>> spec = recipes.deepseek_v3_1().output.lhs
       >>> spec.format.scale.name, spec.scale_rule.name
       ('e8m0', 'rceil')
     """
@@ -381,7 +389,7 @@ def int8_rowwise() -> Recipe:
     Values are multiplied by `max / amax`, and nothing clips. Rounds to nearest, as Qwix does where
     `bwd_qtype="int8"` asks for integers in the backward products; without, it has what
     `qat("int8_rowwise")` is. `with_(gradients={"rounding": "stochastic"})` rounds g as AQT does,
-    whose `config_v4` leaves grad_weight in high precision besides: `drhs=None`.
+    whose `config_v4` leaves grad_weight in high precision besides: `grad_weight=None`.
 
     Source: `docs/source/qt.md` of Qwix; `fully_quantized` in `aqt/jax/v2/config.py`. Differs: amax
     becomes 127 (there 127.5) by one division (there by two), and operands are quantized anew for
@@ -389,7 +397,7 @@ def int8_rowwise() -> Recipe:
 
     Examples:
       >>> import jax.numpy as jnp, mx_jax
-      >>> print(mx_jax.recipes.int8_rowwise().dlhs.lhs)
+      >>> print(mx_jax.recipes.int8_rowwise().grad_input.lhs)
       int8_rowwise (amax_divisor, nearest)
       >>> mx_jax.quantize(jnp.array([2.0, -1.0, 0.1]), "int8_rowwise").elements
       Array([127, -64,   6], dtype=int8)
@@ -424,12 +432,14 @@ def float8_tensorwise() -> Recipe:
     Examples:
       >>> from mx_jax import recipes
       >>> recipe = recipes.float8_tensorwise()
-      >>> recipe.fwd.lhs.format.name, recipe.dlhs.lhs.format.name
+      >>> recipe.output.lhs.format.name, recipe.grad_input.lhs.format.name
       ('float8_tensorwise_e4m3', 'float8_tensorwise_e5m2')
     """
     x, g = (_float8("tensorwise", element, power_of_two=False) for element in ("e4m3", "e5m2"))
-    fwd, backward = MatmulSpec(lhs=x, rhs=x, fast_accumulation=True), MatmulSpec(lhs=g, rhs=x)
-    return Recipe(name="float8_tensorwise", fwd=fwd, dlhs=backward, drhs=backward)
+    output, backward = MatmulSpec(lhs=x, rhs=x, fast_accumulation=True), MatmulSpec(lhs=g, rhs=x)
+    return Recipe(
+        name="float8_tensorwise", output=output, grad_input=backward, grad_weight=backward
+    )
 
 
 @named
@@ -440,14 +450,14 @@ def float8_rowwise() -> Recipe:
 
     Examples:
       >>> import jax.numpy as jnp, mx_jax
-      >>> spec = mx_jax.recipes.float8_rowwise().fwd.lhs
+      >>> spec = mx_jax.recipes.float8_rowwise().output.lhs
       >>> mx_jax.quantize(jnp.full((2, 64), 3.0), spec.format, scale_rule=spec.scale_rule).scales
       Array([[128.],
              [128.]], dtype=float32)
     """
     spec = _float8("rowwise", "e4m3", power_of_two=True)
-    fwd, backward = (MatmulSpec(lhs=spec, rhs=spec, fast_accumulation=f) for f in (True, False))
-    return Recipe(name="float8_rowwise", fwd=fwd, dlhs=backward, drhs=backward)
+    output, backward = (MatmulSpec(lhs=spec, rhs=spec, fast_accumulation=f) for f in (True, False))
+    return Recipe(name="float8_rowwise", output=output, grad_input=backward, grad_weight=backward)
 
 
 @named
@@ -460,19 +470,21 @@ def float8_rowwise_with_gw_hp() -> Recipe:
 
     Examples:
       >>> from mx_jax import recipes
-      >>> print(recipes.float8_rowwise_with_gw_hp().drhs)
+      >>> print(recipes.float8_rowwise_with_gw_hp().grad_weight)
       high precision x high precision
     """
     rowwise, name = float8_rowwise(), "float8_rowwise_with_gw_hp"
     weight = _float8("tensorwise", "e4m3", power_of_two=True)
-    dlhs = dataclasses.replace(rowwise.dlhs, rhs=weight)
-    return rowwise.with_(name=name, dlhs=dlhs, drhs=None)
+    grad_input = dataclasses.replace(rowwise.grad_input, rhs=weight)
+    return rowwise.with_(name=name, grad_input=grad_input, grad_weight=None)
 
 
 def _forward_only(name: str, lhs: OperandSpec | None, rhs: OperandSpec) -> Recipe:
     """The backward products are in high precision, of what the forward product multiplied."""
-    fwd = MatmulSpec(lhs=lhs, rhs=rhs)
-    return Recipe(name=name, fwd=fwd, dlhs=HIGH, drhs=HIGH, residuals=Residuals.QUANTIZED)
+    output = MatmulSpec(lhs=lhs, rhs=rhs)
+    return Recipe(
+        name=name, output=output, grad_input=HIGH, grad_weight=HIGH, residuals=Residuals.QUANTIZED
+    )
 
 
 # torchao's own names for its recipes.
@@ -502,7 +514,7 @@ def weight_only(format: FormatLike, scale_rule: ScaleRule | str | None = None) -
     Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> recipe = mx_jax.recipes.weight_only("mxfp4")
-      >>> print(recipe.fwd)
+      >>> print(recipe.output)
       high precision x mxfp4 (even, nearest)
       >>> y = mx_jax.matmul(jnp.full((4, 64), 0.1), jnp.full((64, 8), 5.1), recipe=recipe)
       >>> print(f"{y[0, 0] / 64 / 0.1:.1f}")
@@ -533,9 +545,9 @@ def qat(format: FormatLike, scale_rule: ScaleRule | str | None = None) -> Recipe
     Examples:
       >>> from mx_jax import recipes
       >>> recipe = recipes.qat("mxfp4")
-      >>> print(recipe.fwd)
+      >>> print(recipe.output)
       mxfp4 (rceil, nearest) x mxfp4 (rceil, nearest)
-      >>> print(recipe.drhs, "|", recipe.residuals.value)
+      >>> print(recipe.grad_weight, "|", recipe.residuals.value)
       high precision x high precision | quantized
     """
     format = block_format(format)

@@ -33,8 +33,8 @@ class Hadamard:
     Examples:
       >>> from mx_jax.recipes import Hadamard, MatmulSpec, mxfp4
       >>> spread = MatmulSpec(lhs="mxfp4", rhs="mxfp4", transform=Hadamard(size=32, signs=None))
-      >>> recipe = mxfp4().with_(drhs=spread, name="mxfp4, spread dW")
-      >>> recipe.is_stochastic, recipe.fwd.transform
+      >>> recipe = mxfp4().with_(grad_weight=spread, name="mxfp4, spread dW")
+      >>> recipe.is_stochastic, recipe.output.transform
       (True, None)
     """
 

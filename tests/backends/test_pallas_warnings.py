@@ -94,7 +94,7 @@ def test_stored_experts_warn_of_packing(differentiated: bool):
 
 MXFP8 = recipes.mxfp8()
 # Activations in few bits by weights in high precision.
-LEFT_ALONE = MXFP8.with_(fwd=dataclasses.replace(MXFP8.fwd, rhs=None))
+LEFT_ALONE = MXFP8.with_(output=dataclasses.replace(MXFP8.output, rhs=None))
 
 
 @pytest.mark.parametrize("recipe", [MXFP8, LEFT_ALONE], ids=["both", "left alone"])

@@ -86,8 +86,8 @@ def test_noise_of_keys_is_no_bias():
 def test_passes_are_recipes():
     whole, forward, backward = passes("mxfp4_stochastic").values()
     assert whole == recipes.mxfp4_stochastic()
-    assert forward.fwd == whole.fwd and forward.dlhs.is_high_precision
-    assert backward.fwd.is_high_precision and backward.drhs == whole.drhs
+    assert forward.output == whole.output and forward.grad_input.is_high_precision
+    assert backward.output.is_high_precision and backward.grad_weight == whole.grad_weight
     assert passes("deepseek_v3")["deepseek_v3, backward alone"].residuals is Residuals.PRIMAL
 
 

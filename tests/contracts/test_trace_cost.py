@@ -133,7 +133,7 @@ def test_lines_of_a_jaxpr(recipe: str):
     run, params = gradient(recipe)
     text = str(jax.make_jaxpr(run)(params, X))
     assert len(text.splitlines()) <= 6 * MOST_LINES[recipe]
-    format = mx_jax.recipes.from_name(recipe).fwd.lhs.format
+    format = mx_jax.recipes.from_name(recipe).output.lhs.format
     assert f"work={format.name} along -1" in text
     assert f"work={format.name} x {format.name}]" in text
 

@@ -224,7 +224,7 @@ def test_shards_draw_bits_of_their_own():
 
     eye = jnp.eye(32)
     x = jnp.tile(X[:1], (2, 1))
-    recipe = dataclasses.replace(STOCHASTIC, fwd=MatmulSpec(lhs=STOCHASTIC.fwd.rhs, rhs=None))
+    recipe = dataclasses.replace(STOCHASTIC, output=MatmulSpec(lhs=STOCHASTIC.output.rhs, rhs=None))
     converted = convert.function(fn, Rule(".*", recipe), weights=0)
     first, second = converted(eye, x, rngs={"quantize": KEY})
     assert np.any(first != second)

@@ -121,7 +121,7 @@ def test_formats_by_name():
         with pytest.raises(ValueError, match=f"of qkv, attention_out, .*format='{given}'|unknown"):
             formats_of(given)
     recipe = recipe_for("mxint8", tuple(formats_of("mxfp4").values()))
-    assert recipe.fwd.lhs.format.name == "mxint8" and recipe.fwd.rhs is None
+    assert recipe.output.lhs.format.name == "mxint8" and recipe.output.rhs is None
     with pytest.raises(ValueError, match="nvfp4"):
         recipe_for("mxint8", tuple(found.values()))
 

@@ -158,7 +158,7 @@ def test_packed_weights_give_what_their_values_give():
 
 def test_activations_are_quantized_where_weights_are_codes(params):
     """Float32 weights, as the head's where only blocks are quantized, read what there is."""
-    low = Llama(tiny.CONFIG, HIGH.with_(fwd=recipes.MatmulSpec(lhs="mxfp4", rhs=None)))
+    low = Llama(tiny.CONFIG, HIGH.with_(output=recipes.MatmulSpec(lhs="mxfp4", rhs=None)))
     exact = quick(Llama(tiny.CONFIG, HIGH).apply)({"params": params}, tiny.TOKENS)[0]
     same = quick(low.apply)({"params": params}, tiny.TOKENS)[0]
     np.testing.assert_array_equal(same, exact)

@@ -156,8 +156,8 @@ def test_a_key_is_needed_by_gradients_alone():
 def test_what_the_recipe_says():
     """As docs/recipes.md had it, and a value like the library's own."""
     recipe = quartet_ii()
-    assert str(recipe.fwd) == " x ".join(["nvfp4 (four_over_six, nearest)"] * 2)
+    assert str(recipe.output) == " x ".join(["nvfp4 (four_over_six, nearest)"] * 2)
     backward = " x ".join(["nvfp4 (ms_eden, nearest)"] * 2)
-    assert str(recipe.dlhs) == f"{backward} after Hadamard 128, random signs"
-    assert recipe.drhs == recipe.dlhs and recipe.residuals.value == "quantized"
+    assert str(recipe.grad_input) == f"{backward} after Hadamard 128, random signs"
+    assert recipe.grad_weight == recipe.grad_input and recipe.residuals.value == "quantized"
     assert recipe == pickle.loads(pickle.dumps(quartet_ii()))

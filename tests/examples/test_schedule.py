@@ -83,4 +83,4 @@ def test_errors_teach(make: Callable[[], object], message: str):
 
 def test_a_traced_step_is_refused():
     with pytest.raises(jax.errors.TracerIntegerConversionError):
-        jax.eval_shape(lambda step: jnp.ones(heal("mxfp4", 10).at(step).fwd.lhs.format.block), 3)
+        jax.eval_shape(lambda step: jnp.ones(heal("mxfp4", 10).at(step).output.lhs.format.block), 3)

@@ -76,8 +76,8 @@ def test_conversion_quantizes_what_is_chosen(parts, tiny):
     rules = [convert.Rule(".*->.*", None), *choice.rules()]
     report = convert.report(model, rules, batch.tokens, batch.mask)
     recipes = {str(each.layer.path): each.recipe for each in report.decisions}
-    assert str(recipes["layer_1/up"].fwd) == "mxfp8_e4m3 (ceil, nearest) x mxfp4 (ceil, nearest)"
-    assert recipes["words"].fwd.rhs.format.name == "mxint8" and recipes["positions"] is None
+    assert str(recipes["layer_1/up"].output) == "mxfp8_e4m3 (ceil, nearest) x mxfp4 (ceil, nearest)"
+    assert recipes["words"].output.rhs.format.name == "mxint8" and recipes["positions"] is None
     assert sum(recipe is not None for recipe in recipes.values()) == 2 * 6 + 1
 
     low = parts.formats.quantized(model, variables, choice)

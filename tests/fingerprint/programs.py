@@ -103,7 +103,7 @@ def operands(m: int, k: int, n: int, peak: float = 1.75) -> tuple[np.ndarray, ..
 
 def peak_of(recipe: Any) -> float:
     """The largest operand for which the forward product's tensor scales are powers of two."""
-    spec = recipe.fwd.rhs
+    spec = recipe.output.rhs
     if spec is None or not spec.format.tensor_scale:
         return 1.75
     return spec.scale_rule.largest_value(spec.format) / 256

@@ -280,8 +280,8 @@ def test_a_name_in_part_lists_what_may_be_meant(name: str, meant: str):
 def test_names_of_recipes_for_all_operands_are_those_of_formats():
     """So one name is good wherever a format or a recipe is taken."""
     for name in ("mxfp8", "mxfp6", "mxfp6_e2m3", "mxfp4", "mxint8", "nvfp4"):
-        fwd = recipes.from_name(name).fwd
-        assert fwd.lhs.format == fwd.rhs.format == block_format(name) == any_format(name)
+        output = recipes.from_name(name).output
+        assert output.lhs.format == output.rhs.format == block_format(name) == any_format(name)
     assert block_format("MXFP8").name == "mxfp8_e4m3"
 
 

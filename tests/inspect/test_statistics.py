@@ -108,7 +108,7 @@ def test_scales_saturation_and_blocks_are_those_of_the_array():
     names = ("scales", "saturation", "nonfinite")
     (record,) = of(captured(matmul, x, np.ones((64, 8), "f4"), stats=names), "input")
     stats = record.stats
-    spec = recipes.mxfp4().fwd.lhs
+    spec = recipes.mxfp4().output.lhs
     assert spec is not None
     quantize = quick(lambda x: mx_jax.quantize(x, spec.format, scale_rule=spec.scale_rule))
     array = quantize(x)

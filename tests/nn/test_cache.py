@@ -57,7 +57,7 @@ def test_rows_are_those_of_quantize(format):
     cache = quick(KVCache.append)(empty(format=format, **scales), keys, values, 2)
     for rows, given, index in ((cache.keys, keys, 0), (cache.values, values, 1)):
         scale = {"tensor_scale": scales["tensor_scales"][index]} if scales else {}
-        rule = mx_jax.recipes.weight_only(format).fwd.rhs.scale_rule
+        rule = mx_jax.recipes.weight_only(format).output.rhs.scale_rule
         expected = mx_jax.cast(given, format, scale_rule=rule, **scale).swapaxes(1, 2)
         np.testing.assert_array_equal(rows.read()[:, :, 2:5], expected)
         np.testing.assert_array_equal(rows.read(4)[:, :, 2:], expected[:, :, :2])

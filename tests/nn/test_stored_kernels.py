@@ -209,8 +209,8 @@ def test_blocks_along_another_axis(way: str, packed: bool):
 @needs_library
 def test_a_recipe_that_transforms():
     case, transform = CASES["dense"], Hadamard(size=32, signs=(1,) * 32)
-    fwd = dataclasses.replace(recipes.mxfp4().fwd, transform=transform)
-    recipe = recipes.mxfp4().with_(fwd=fwd)
+    output = dataclasses.replace(recipes.mxfp4().output, transform=transform)
+    recipe = recipes.mxfp4().with_(output=output)
     stored, run = run_linen(Linen().build(case, recipe), params_of(case))
     complaint = "the recipe transforms its operands.*pass dequantize.., or a recipe without trans"
     with pytest.raises(ValueError, match=complaint):

@@ -57,7 +57,7 @@ def test_high_precision_takes_what_lax_takes():
         (recipes.mxfp8, "(call it: recipes are functions), got recipe=<function mxfp8"),
         (3, "(e.g. mx_jax.recipes.mxfp8()), got recipe=3; or the name of one: high_precision"),
         (None, "(e.g. mx_jax.recipes.mxfp8()), got recipe=None"),
-        (MXFP8.fwd, "(e.g. mx_jax.recipes.mxfp8()), got recipe=MatmulSpec("),
+        (MXFP8.output, "(e.g. mx_jax.recipes.mxfp8()), got recipe=MatmulSpec("),
     ],
     ids=["function", "number", "none", "spec"],
 )

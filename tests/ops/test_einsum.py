@@ -92,7 +92,9 @@ def test_high_precision_is_jnp(rng: np.random.Generator):
     actual = all_of_them(lambda s, a, b: mx_jax.einsum(s, a, b, recipe=recipe))(pairs)
     expected = all_of_them(jnp.einsum)(pairs)
     for name, lefts, rights in zip(IDS, actual, expected, strict=True):
-        for what, left, right in zip(("value", "dlhs", "drhs"), lefts, rights, strict=True):
+        for what, left, right in zip(
+            ("value", "grad_input", "grad_weight"), lefts, rights, strict=True
+        ):
             assert_bitwise_equal(left, right, what=f"{name}: {what}")
 
 

@@ -64,27 +64,27 @@ NUM_ROWS = 2048
 # Six operands in six ways: any two of them exchanged show.
 DISTINCT = Recipe(
     name="distinct",
-    fwd=MatmulSpec(lhs=operand("mxfp4", scale_rule="even"), rhs=operand("mxint8")),
-    dlhs=MatmulSpec(lhs=operand("mxfp6_e2m3"), rhs=operand("mxfp4", scale_rule="floor")),
-    drhs=MatmulSpec(lhs=operand("mxint8", scale_rule="ceil"), rhs=operand("mxfp6_e3m2")),
+    output=MatmulSpec(lhs=operand("mxfp4", scale_rule="even"), rhs=operand("mxint8")),
+    grad_input=MatmulSpec(lhs=operand("mxfp6_e2m3"), rhs=operand("mxfp4", scale_rule="floor")),
+    grad_weight=MatmulSpec(lhs=operand("mxint8", scale_rule="ceil"), rhs=operand("mxfp6_e3m2")),
     residuals=Residuals.PRIMAL,
 )
 QUANTIZED = dataclasses.replace(DISTINCT, name="quantized", residuals="quantized")
-HIGH_DRHS = DISTINCT.with_(name="high_drhs", drhs=None)
-QUANTIZED_HIGH_DRHS = QUANTIZED.with_(name="quantized_high_drhs", drhs=None)
+HIGH_DRHS = DISTINCT.with_(name="high_drhs", grad_weight=None)
+QUANTIZED_HIGH_DRHS = QUANTIZED.with_(name="quantized_high_drhs", grad_weight=None)
 ONE_SIDED = dataclasses.replace(
     DISTINCT,
     name="one_sided",
-    fwd=MatmulSpec(lhs=operand("mxfp4"), rhs=None),
-    dlhs=MatmulSpec(lhs=None, rhs=operand("mxfp4")),
-    drhs=MatmulSpec(lhs=operand("mxint8"), rhs=None),
+    output=MatmulSpec(lhs=operand("mxfp4"), rhs=None),
+    grad_input=MatmulSpec(lhs=None, rhs=operand("mxfp4")),
+    grad_weight=MatmulSpec(lhs=operand("mxint8"), rhs=None),
 )
 SQUARE = operand("mxfp4_2d", scale_rule="even")
 SQUARE_BLOCKS = Recipe(
     name="square_blocks",
-    fwd=MatmulSpec(lhs=SQUARE, rhs=SQUARE),
-    dlhs=MatmulSpec(lhs=SQUARE, rhs=SQUARE),
-    drhs=MatmulSpec(lhs=SQUARE, rhs=SQUARE),
+    output=MatmulSpec(lhs=SQUARE, rhs=SQUARE),
+    grad_input=MatmulSpec(lhs=SQUARE, rhs=SQUARE),
+    grad_weight=MatmulSpec(lhs=SQUARE, rhs=SQUARE),
     residuals=Residuals.QUANTIZED,
 )
 RECIPES = (
@@ -150,22 +150,22 @@ def by_hand(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The product and both cotangents, in float64."""
     to = Letters(case)
-    left = cast(lhs, to.lhs, to.k, recipe.fwd.lhs)
-    right = cast(rhs, to.rhs, to.k, recipe.fwd.rhs)
+    left = cast(lhs, to.lhs, to.k, recipe.output.lhs)
+    right = cast(rhs, to.rhs, to.k, recipe.output.rhs)
     product = np.einsum(f"{to.lhs},{to.rhs}->{to.out}", left, right)
     if recipe.residuals is Residuals.QUANTIZED:
         lhs, rhs = left.astype(np.float32), right.astype(np.float32)
-    dlhs = np.einsum(
+    grad_input = np.einsum(
         f"{to.out},{to.rhs}->{to.lhs}",
-        cast(g, to.out, to.n, recipe.dlhs.lhs),
-        cast(rhs, to.rhs, to.n, recipe.dlhs.rhs),
+        cast(g, to.out, to.n, recipe.grad_input.lhs),
+        cast(rhs, to.rhs, to.n, recipe.grad_input.rhs),
     )
-    drhs = np.einsum(
+    grad_weight = np.einsum(
         f"{to.out},{to.lhs}->{to.rhs}",
-        cast(g, to.out, to.m, recipe.drhs.lhs),
-        cast(lhs, to.lhs, to.m, recipe.drhs.rhs),
+        cast(g, to.out, to.m, recipe.grad_weight.lhs),
+        cast(lhs, to.lhs, to.m, recipe.grad_weight.rhs),
     )
-    return product, dlhs, drhs
+    return product, grad_input, grad_weight
 
 
 def draw(case: DotGeneralCase, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
@@ -185,7 +185,9 @@ def compare(case: DotGeneralCase, recipe: Recipe, rng: np.random.Generator, jit=
     arrays = draw(case, rng)
     actual = value_and_grads(recipe.dot_general, case, arrays, jit)
     expected = by_hand(case, recipe, *arrays)
-    for name, left, right in zip(("product", "dlhs", "drhs"), actual, expected, strict=True):
+    for name, left, right in zip(
+        ("product", "grad_input", "grad_weight"), actual, expected, strict=True
+    ):
         if is_exact(recipe):
             # Zeros have no sign worth comparing: where sums start is not said.
             assert_bitwise_equal(np.asarray(left) + 0.0, right.astype(np.float32) + 0.0, what=name)
@@ -196,7 +198,11 @@ def compare(case: DotGeneralCase, recipe: Recipe, rng: np.random.Generator, jit=
 
 def is_exact(recipe: Recipe) -> bool:
     """Whether no product of the recipe needs more bits than float32 has."""
-    specs = [spec for m in (recipe.fwd, recipe.dlhs, recipe.drhs) for spec in (m.lhs, m.rhs)]
+    specs = [
+        spec
+        for m in (recipe.output, recipe.grad_input, recipe.grad_weight)
+        for spec in (m.lhs, m.rhs)
+    ]
     return all(spec is not None and spec.format.scale.kind == "exponent" for spec in specs)
 
 
@@ -230,7 +236,7 @@ def test_the_comparison_sees_axes_and_specs(rng: np.random.Generator):
     lhs, _, _ = draw(PLAIN, rng)
     casts = [
         cast(lhs, "ab", [letter], spec)
-        for matmul in (DISTINCT.fwd, DISTINCT.dlhs, DISTINCT.drhs)
+        for matmul in (DISTINCT.output, DISTINCT.grad_input, DISTINCT.grad_weight)
         for spec in (matmul.lhs, matmul.rhs)
         for letter in "ab"
     ]
@@ -246,7 +252,9 @@ def test_high_precision_is_lax(case: DotGeneralCase, rng: np.random.Generator):
     actual = value_and_grads(recipes.high_precision().dot_general, case, arrays)
     # lax itself takes no negative axes.
     expected = value_and_grads(lax.dot_general, positive(case), arrays)
-    for name, left, right in zip(("product", "dlhs", "drhs"), actual, expected, strict=True):
+    for name, left, right in zip(
+        ("product", "grad_input", "grad_weight"), actual, expected, strict=True
+    ):
         assert_bitwise_equal(left, right, what=name)
 
 
@@ -275,8 +283,10 @@ def test_square_blocks_are_transformed_anew(rng: np.random.Generator):
     """Codes that lie along both axes can be reused, but not where a product transforms them."""
     x, w, g = (rng.standard_normal((32, 32), np.float32) for _ in range(3))
     square = recipes.mxfp4().with_(weights={"format": "mxfp4_2d", "scale_rule": "even"})
-    dlhs = dataclasses.replace(square.dlhs, transform=recipes.mxfp4_hadamard().drhs.transform)
-    recipe = dataclasses.replace(square, dlhs=dlhs, residuals="quantized")
+    grad_input = dataclasses.replace(
+        square.grad_input, transform=recipes.mxfp4_hadamard().grad_weight.transform
+    )
+    recipe = dataclasses.replace(square, grad_input=grad_input, residuals="quantized")
 
     @functools.partial(quick, static_argnums=0)
     def grad_input(recipe: Recipe, w: jax.Array) -> jax.Array:

@@ -29,7 +29,7 @@ def drawing(**products: MatmulSpec) -> Recipe:
 
 
 BOTH = MatmulSpec(lhs=DRAWS, rhs=DRAWS)
-BACKWARD = drawing(dlhs=BOTH, drhs=BOTH)
+BACKWARD = drawing(grad_input=BOTH, grad_weight=BOTH)
 CALLS = {
     "matmul": lambda x, w, **options: mx_jax.matmul(x, w, **options),
     "dot_general": lambda x, w, **options: mx_jax.dot_general(x, w, PLAIN, **options),
@@ -52,9 +52,9 @@ def test_a_forward_product_that_draws_nothing_needs_no_key(call):
 @pytest.mark.parametrize(
     ("recipe", "where"),
     [
-        (drawing(fwd=BOTH), ""),
-        (drawing(dlhs=BOTH), " in grad_input"),
-        (drawing(drhs=BOTH), " in grad_weight"),
+        (drawing(output=BOTH), ""),
+        (drawing(grad_input=BOTH), " in grad_input"),
+        (drawing(grad_weight=BOTH), " in grad_weight"),
     ],
     ids=["output", "lhs", "rhs"],
 )
@@ -70,7 +70,7 @@ def test_a_product_that_draws_says_so(call, recipe: Recipe, where: str):
 
 def test_only_a_gradient_that_is_taken_draws():
     """A stored weight has no cotangent, so its stochastic gradient product never runs."""
-    recipe = drawing(drhs=BOTH)
+    recipe = drawing(grad_weight=BOTH)
     stored = mx_jax.quantize(W, "mxfp4", axis=0, scale_rule="even")
     dx = jax.grad(lambda x: mx_jax.matmul(x, stored, recipe=recipe).sum())(X)
     expected = jax.grad(lambda x: mx_jax.matmul(x, stored, recipe=NEAREST).sum())(X)
@@ -105,15 +105,15 @@ NO_KEYS = {
 def test_what_is_no_key_is_refused(call, key, got: str):
     """By recipes that draw nothing too."""
     message = "key must be one PRNG key from jax.random.key or jax.random.PRNGKey, got " + got
-    for recipe in (NEAREST, drawing(fwd=BOTH)):
+    for recipe in (NEAREST, drawing(output=BOTH)):
         with pytest.raises(TypeError, match=re.escape(message)):
             call(X, W, recipe=recipe, key=key)
 
 
 def test_each_product_has_a_stream_of_its_own():
     """Numbered for good: another number gives other bits to everybody's seeds."""
-    recipe = drawing(fwd=BOTH, dlhs=BOTH, drhs=BOTH)
-    for number, product in enumerate(("fwd", "dlhs", "drhs")):
+    recipe = drawing(output=BOTH, grad_input=BOTH, grad_weight=BOTH)
+    for number, product in enumerate(("output", "grad_input", "grad_weight")):
         found = product_key(recipe, product, KEY)
         assert isinstance(found, DerivedKey)
         assert_bitwise_equal(

@@ -48,7 +48,7 @@ def test_high_precision_is_jnp(rng: np.random.Generator):
 def test_mxfp4_is_the_product_of_casts(rng: np.random.Generator):
     """Blocks lie along the last axis of lhs and the second-last of rhs, whatever broadcasts."""
     recipe = recipes.mxfp4()
-    spec = recipe.fwd.lhs
+    spec = recipe.output.lhs
     assert spec is not None
     picked = [SHAPES.index(shapes) for shapes in SHAPES if shapes[0] in ((40,), (5, 1, 2, 40))]
     pairs = draw(rng)

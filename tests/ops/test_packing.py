@@ -391,7 +391,7 @@ def test_any_product_of_weights(format: str):
                 assert_bitwise_equal(found, expected, what=subscripts)
                 continue
             lhs = left
-            if recipe.fwd.lhs is not None:  # as it quantizes weights
+            if recipe.output.lhs is not None:  # as it quantizes weights
                 k = tuple(i for i, letter in enumerate(subscripts.split(",")[0]) if letter in "hk")
                 lhs = stored(left, recipe, k, 0).dequantize()
             both = np.asarray(lhs, np.float64), np.asarray(kernel.dequantize(), np.float64)

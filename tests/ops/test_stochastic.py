@@ -17,7 +17,9 @@ from tests.quick import quick, with_gradients
 
 SPEC = operand("mxfp4", scale_rule="rceil", rounding="stochastic")
 BOTH = MatmulSpec(lhs=SPEC, rhs=SPEC)
-RECIPE = Recipe(name="stochastic", fwd=BOTH, dlhs=BOTH, drhs=BOTH, residuals=Residuals.PRIMAL)
+RECIPE = Recipe(
+    name="stochastic", output=BOTH, grad_input=BOTH, grad_weight=BOTH, residuals=Residuals.PRIMAL
+)
 NEAREST = recipes.mxfp4()
 KEY = jax.random.key(3)
 
@@ -88,7 +90,7 @@ def test_raw_keys_are_keys(square: np.ndarray):
 
 def test_a_mixed_recipe_draws_only_where_it_says(square: np.ndarray):
     """Nearest forward, stochastic backward: the product does not depend on the key."""
-    recipe = RECIPE.with_(fwd=NEAREST.fwd)
+    recipe = RECIPE.with_(output=NEAREST.output)
     mixed = quick(functools.partial(value_and_grads, recipe=recipe))
     product, dx, _ = mixed(square, square, square, KEY)
     other, other_dx, _ = mixed(square, square, square, jax.random.key(4))

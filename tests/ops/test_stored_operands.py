@@ -77,7 +77,7 @@ def vjp(operation, dtype=jnp.float32):
 def test_weight_only_s_gradient_is_that_of_its_forward(format: str, dtype):
     """grad_input by the weight that was multiplied; grad_weight straight through to the weight."""
     recipe = recipes.weight_only(format)
-    rule = recipe.fwd.rhs.scale_rule  # pyright: ignore[reportOptionalMemberAccess]
+    rule = recipe.output.rhs.scale_rule  # pyright: ignore[reportOptionalMemberAccess]
     quantized = mx_jax.quantize(W.astype(dtype), format, axis=0, scale_rule=rule)
     multiply = functools.partial(mx_jax.matmul, recipe=recipe)
     product, dx, dw = vjp(multiply, dtype)

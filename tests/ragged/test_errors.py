@@ -69,13 +69,13 @@ BAD_RECIPES = {
         uniform(FOUR_OVER_SIX),
         None,
         ValueError,
-        r"drhs.lhs of recipe 'uniform'.*block=\(1, WHOLE\) of format=nvfp4.*'four_over_six'",
+        r"grad_weight.lhs of recipe 'uniform'.*block=\(1, WHOLE\) of format=nvfp4.*'four_over_six'",
     ),
     "rule of values over rows": (
         uniform(operand(dataclasses.replace(MXFP4, block=(WHOLE, 8)), scale_rule=LEAST_ERROR)),
         None,
         ValueError,
-        r"fwd.lhs of recipe 'uniform'.*block=\(WHOLE, 8\) of format=mxfp4.*'least_error'",
+        r"output.lhs of recipe 'uniform'.*block=\(WHOLE, 8\) of format=mxfp4.*'least_error'",
     ),
 }
 
@@ -88,8 +88,8 @@ def test_bad_recipes(recipe, key, error, text: str):
 
 def test_a_transform_does_not_take_an_mxarray():
     hadamard = Hadamard(size=4, signs=(1, 1, 1, 1))
-    fwd = MatmulSpec(lhs=SPEC, rhs=SPEC, transform=hadamard)
+    output = MatmulSpec(lhs=SPEC, rhs=SPEC, transform=hadamard)
     weights = jax.eval_shape(lambda w: mx_jax.quantize(w, SPEC.format, axis=1), W)
-    run = functools.partial(ragged_dot, recipe=uniform(SPEC, fwd=fwd))
+    run = functools.partial(ragged_dot, recipe=uniform(SPEC, output=output))
     with pytest.raises(ValueError, match=r"an MXArray no longer allows, got format=mxfp4"):
         jax.eval_shape(run, X, weights, SIZES)

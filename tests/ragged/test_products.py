@@ -88,12 +88,12 @@ def loop(recipe, lhs, rhs, group_sizes, g) -> tuple[Products, Products]:
     rows = [slice(end - size, end) for size, end in zip(group_sizes, ends, strict=True)]
     xs, gs, ws = [lhs[i] for i in rows], [g[i] for i in rows], list(rhs)
     for kept, results in (
-        (0, products_of_groups(recipe.fwd, xs, [w.T for w in ws])),
-        (1, products_of_groups(recipe.dlhs, gs, ws)),
+        (0, products_of_groups(recipe.output, xs, [w.T for w in ws])),
+        (1, products_of_groups(recipe.grad_input, gs, ws)),
     ):
         for i, (value, total) in zip(rows, results, strict=True):
             values[kept][i], sums[kept][i] = value, total
-    results = products_of_groups(recipe.drhs, [x.T for x in gs], [x.T for x in xs])
+    results = products_of_groups(recipe.grad_weight, [x.T for x in gs], [x.T for x in xs])
     for j, (value, total) in enumerate(results):
         values.grad_weight[j], sums.grad_weight[j] = value.T, total.T
     return values, sums
@@ -133,9 +133,14 @@ def draw(rng, group_sizes, m=SIZE, k=SIZE, n=SIZE, integers=False):
 
 
 def uniform(spec, gradient=None, hadamard=None, **fields) -> Recipe:
-    fwd = MatmulSpec(lhs=spec, rhs=spec, transform=hadamard)
+    output = MatmulSpec(lhs=spec, rhs=spec, transform=hadamard)
     backward = MatmulSpec(lhs=gradient or spec, rhs=spec, transform=hadamard)
-    given = {"fwd": fwd, "dlhs": backward, "drhs": backward, "residuals": Residuals.PRIMAL}
+    given = {
+        "output": output,
+        "grad_input": backward,
+        "grad_weight": backward,
+        "residuals": Residuals.PRIMAL,
+    }
     return Recipe(name="uniform", **(given | fields))
 
 
@@ -146,7 +151,7 @@ def block(format, kept, contracting):
 RECIPES: dict[str, Callable[[], Recipe]] = {
     "mxfp8": mx_jax.recipes.mxfp8,
     "mxfp6, grad_weight high": lambda: dataclasses.replace(
-        uniform(operand(MXFP6_E3M2.with_block(8), scale_rule="even")), drhs=HIGH
+        uniform(operand(MXFP6_E3M2.with_block(8), scale_rule="even")), grad_weight=HIGH
     ),
     "nvfp4": mx_jax.recipes.nvfp4,
     "float8 rowwise": mx_jax.recipes.float8_rowwise,
@@ -233,9 +238,15 @@ def test_any_group_sizes_in_one_program(mxfp4_products, group_sizes, rng: np.ran
 def test_saved_codes_are_quantized_anew(rng: np.random.Generator):
     square = operand(block(MXFP4, 8, 8), scale_rule="rceil")
     line = operand(MXFP4.with_block(8), scale_rule="even")
-    fwd = MatmulSpec(lhs=square, rhs=square)
+    output = MatmulSpec(lhs=square, rhs=square)
     backward = MatmulSpec(lhs=line, rhs=line)
-    recipe = uniform(square, fwd=fwd, dlhs=backward, drhs=backward, residuals=Residuals.QUANTIZED)
+    recipe = uniform(
+        square,
+        output=output,
+        grad_input=backward,
+        grad_weight=backward,
+        residuals=Residuals.QUANTIZED,
+    )
     lhs, rhs, g = draw(rng, GROUP_SIZES)
     actual = run(recipe, lhs, rhs, GROUP_SIZES, g)
     ends = np.cumsum(GROUP_SIZES)

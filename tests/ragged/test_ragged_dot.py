@@ -234,7 +234,7 @@ def test_signs_are_drawn_from_the_key_and_cancel(rng: np.random.Generator):
     # INT8 keeps 7 bits of values that share an octave or two: transforms that do not cancel show.
     spec = operand("mxint8")
     both = MatmulSpec(lhs=spec, rhs=spec, transform=Hadamard(size=8, signs=None))
-    recipe = uniform(spec, fwd=both, dlhs=both, drhs=both)
+    recipe = uniform(spec, output=both, grad_input=both, grad_weight=both)
     lhs, rhs, _, g = draw(rng)
     rounded = quick(functools.partial(rounded_products, recipe))
     once, again, other = (rounded(lhs, rhs, g, jax.random.key(seed)) for seed in (0, 0, 1))

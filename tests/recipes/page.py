@@ -7,7 +7,7 @@ from mx_jax.recipes import MatmulSpec, OperandSpec, Recipe, Residuals
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"
 HEADER = "| recipe | y: x; W | dx: g; W | dW: g; x | transforms; what is kept |"
-PRODUCTS = {"fwd": "y", "dlhs": "dx", "drhs": "dW"}
+PRODUCTS = {"output": "y", "grad_input": "dx", "grad_weight": "dW"}
 
 
 def named() -> dict[str, Recipe]:

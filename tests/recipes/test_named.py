@@ -22,12 +22,12 @@ from mx_jax.reference.scale_rules import AMAX, CEIL, EVEN, FLOOR, RCEIL, ScaleRu
 def operands(recipe: Recipe) -> dict[str, OperandSpec | None]:
     """Every operand by what it is."""
     return {
-        "x": recipe.fwd.lhs,
-        "w": recipe.fwd.rhs,
-        "g for dx": recipe.dlhs.lhs,
-        "w for dx": recipe.dlhs.rhs,
-        "g for dw": recipe.drhs.lhs,
-        "x for dw": recipe.drhs.rhs,
+        "x": recipe.output.lhs,
+        "w": recipe.output.rhs,
+        "g for dx": recipe.grad_input.lhs,
+        "w for dx": recipe.grad_input.rhs,
+        "g for dw": recipe.grad_weight.lhs,
+        "x for dw": recipe.grad_weight.rhs,
     }
 
 
@@ -119,7 +119,7 @@ def test_from_name():
         written = getattr(recipes, name)("mxfp4")
         with pytest.raises(ValueError, match=rf"a recipe of a format: write recipes.{name}\(fo"):
             recipes.from_name(name)
-        assert written.fwd.rhs is not None
+        assert written.output.rhs is not None
 
 
 def program(operation: Callable[..., Any], *operands: Any, **options: Any) -> str:

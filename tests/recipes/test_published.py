@@ -20,10 +20,10 @@ from tests.quick import quick
 
 def test_fixed_signs():
     """NVFP4's are those of a public reference, the same every time; others have none."""
-    transform = recipes.nvfp4_pretraining().drhs.transform
+    transform = recipes.nvfp4_pretraining().grad_weight.transform
     assert transform is not None and transform.signs is not None
     assert "".join("+-"[sign < 0] for sign in transform.signs) == "+++-+------+-+--"
-    transform = recipes.mxfp4_hadamard().drhs.transform
+    transform = recipes.mxfp4_hadamard().grad_weight.transform
     assert transform is not None and transform.signs == (1,) * transform.size
     assert not recipes.mxfp4_hadamard().is_stochastic
 
@@ -55,7 +55,7 @@ def test_nvfp4_keeps_rows_that_the_smallest_normal_scale_loses():
     x[1:] *= 6e-7
     names = "nvfp4_pretraining", "nvfp4_unbiased", "nvfp4_four_over_six"
     made = [recipes.from_name(name) for name in names]
-    products = [product for r in made for product in (r.fwd, r.dlhs, r.drhs)]
+    products = [product for r in made for product in (r.output, r.grad_input, r.grad_weight)]
     rules = {spec.scale_rule for product in products for spec in (product.lhs, product.rhs)}
     assert len(rules) == 3
     for rule in rules:
@@ -112,7 +112,7 @@ def test_deepseek_by_hand(name: str, power_of_two: bool):
 
 
 def test_int8_by_hand(arrays: tuple[np.ndarray, ...]):
-    """Each operand along the axis that its product contracts; g too, unless `drhs` is None."""
+    """Each operand along the axis that its product contracts; g too, but for `grad_weight=None`."""
     (x, w, g), recipe = arrays, recipes.int8_rowwise()
 
     def by(x: np.ndarray, axis: int) -> np.ndarray:
@@ -123,10 +123,14 @@ def test_int8_by_hand(arrays: tuple[np.ndarray, ...]):
     close(y, by(x, 1), by(w, 0))
     close(dx, by(g, 1), by(w, 1).T)
     close(dw, by(x, 0).T, by(g, 0))
-    *_, high = quick(functools.partial(run, recipe.with_(drhs=None)))(x, w, g)
+    *_, high = quick(functools.partial(run, recipe.with_(grad_weight=None)))(x, w, g)
     close(high, x.T, g)
     drawn = recipe.with_(gradients={"rounding": "stochastic"})  # warnings are errors: none clips
-    assert drawn.dlhs.is_stochastic and drawn.drhs.is_stochastic and not drawn.fwd.is_stochastic
+    assert (
+        drawn.grad_input.is_stochastic
+        and drawn.grad_weight.is_stochastic
+        and not drawn.output.is_stochastic
+    )
 
 
 @pytest.mark.slow(but="mxfp4-even")
@@ -148,7 +152,7 @@ def test_qat_takes_a_rule():
     with pytest.raises(ValueError, match="scale rule 'amax' fills scales of kind element, but"):
         recipes.qat("mxfp4", "amax")
     trained, served = recipes.qat("mxfp6_e2m3", "even"), recipes.weight_only("mxfp6_e2m3", "even")
-    assert trained.fwd.rhs == served.fwd.rhs
+    assert trained.output.rhs == served.output.rhs
 
 
 def test_a_high_precision_forward_is_exact(arrays):

@@ -68,11 +68,11 @@ def test_operand_from_names_and_objects():
         (
             lambda: dataclasses.replace(
                 recipes.mxfp8(),
-                fwd=MatmulSpec(lhs=operand("mxfp8_e4m3", prescale=0.75), rhs=None),
+                output=MatmulSpec(lhs=operand("mxfp8_e4m3", prescale=0.75), rhs=None),
                 residuals=Residuals.QUANTIZED,
             ),
             "Recipe 'mxfp8': residuals=QUANTIZED keeps the forward's codes for the backward "
-            "products, but fwd (mxfp8_e4m3 (floor, nearest, times 0.75) x high precision) "
+            "products, but output (mxfp8_e4m3 (floor, nearest, times 0.75) x high precision) "
             "transforms or prescales what it quantizes; use residuals='primal'",
         ),
     ],
@@ -129,7 +129,7 @@ def test_each_side_is_compared_with_the_other():
             assert not MatmulSpec(lhs=lhs, rhs=rhs).is_high_precision
 
 
-@pytest.mark.parametrize("product", ["fwd", "dlhs", "drhs"])
+@pytest.mark.parametrize("product", ["output", "grad_input", "grad_weight"])
 def test_one_product_makes_a_recipe_quantized_and_stochastic(product: str):
     high = recipes.high_precision()
     assert high.is_high_precision and not high.is_stochastic
@@ -161,7 +161,7 @@ def test_text():
     assert repr(recipes.mxfp8_hybrid()) == "mxfp8_hybrid()"
     lines = recipes.mxfp4_stochastic()._repr_html_().split("<tr>")
     assert lines[0] == "<table><caption>mxfp4_stochastic</caption>" and len(lines) == 5
-    assert lines[2].startswith("<td>fwd</td><td>mxfp4 (even, nearest)</td><td>mxfp4_2d (even")
+    assert lines[2].startswith("<td>output</td><td>mxfp4 (even, nearest)</td><td>mxfp4_2d (even")
     assert lines[4].count("<td>") == 4 and "<td>Hadamard 32, random signs</td>" in lines[4]
     named = dataclasses.replace(recipes.mxfp8(), name="<b>")
     assert "<caption>&lt;b&gt;</caption>" in named._repr_html_()
@@ -175,12 +175,13 @@ def test_text():
             dataclasses.replace(
                 recipes.high_precision(),
                 name="mine",
-                drhs=MatmulSpec(lhs=None, rhs=operand("mxfp4")),
+                grad_weight=MatmulSpec(lhs=None, rhs=operand("mxfp4")),
                 reduce_dtype="float32",
                 residuals="quantized",
             ),
-            "Recipe(name='mine', fwd=MatmulSpec(lhs=None, rhs=None), dlhs=MatmulSpec(lhs=None, "
-            "rhs=None), drhs=MatmulSpec(lhs=None, rhs=operand('mxfp4', scale_rule='floor')), "
+            "Recipe(name='mine', output=MatmulSpec(lhs=None, rhs=None), "
+            "grad_input=MatmulSpec(lhs=None, rhs=None), "
+            "grad_weight=MatmulSpec(lhs=None, rhs=operand('mxfp4', scale_rule='floor')), "
             "residuals=Residuals.QUANTIZED, reduce_dtype='float32')",
         ),
         (recipes.mxfp4().with_(gradients={"prescale": 0.75, "rounding": STOCHASTIC}), None),
@@ -233,9 +234,9 @@ def test_recipes_are_values(name: str):
         assert other.dot_general == recipe.dot_general
         assert hash(other.dot_general) == hash(recipe.dot_general)
     for holder, field in (
-        (recipe, "fwd"),
-        (recipe.fwd, "lhs"),
-        (recipe.fwd.rhs or recipe.dlhs.rhs or operand("mxfp4"), "format"),
+        (recipe, "output"),
+        (recipe.output, "lhs"),
+        (recipe.output.rhs or recipe.grad_input.rhs or operand("mxfp4"), "format"),
         (recipe.dot_general, "recipe"),
     ):
         with pytest.raises(dataclasses.FrozenInstanceError):

@@ -13,11 +13,15 @@ from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, operand
 HIGH = MatmulSpec(lhs=None, rhs=None)
 RANDOM = Hadamard(size=32, signs=None)
 CEIL = operand("mxfp4", scale_rule="ceil").scale_rule
-SIDES = [(product, side) for product in ("fwd", "dlhs", "drhs") for side in ("lhs", "rhs")]
+SIDES = [
+    (product, side)
+    for product in ("output", "grad_input", "grad_weight")
+    for side in ("lhs", "rhs")
+]
 OF = {
-    "weights": [("fwd", "rhs"), ("dlhs", "rhs")],
-    "activations": [("fwd", "lhs"), ("drhs", "rhs")],
-    "gradients": [("dlhs", "lhs"), ("drhs", "lhs")],
+    "weights": [("output", "rhs"), ("grad_input", "rhs")],
+    "activations": [("output", "lhs"), ("grad_weight", "rhs")],
+    "gradients": [("grad_input", "lhs"), ("grad_weight", "lhs")],
 }
 
 
@@ -27,7 +31,7 @@ def operands(recipe: Recipe) -> dict[tuple[str, str], Any]:
 
 def hand_built(recipe: Recipe, **changes: Any) -> Recipe:
     """Operands by `product_side`, other fields by their names."""
-    for product in ("fwd", "dlhs", "drhs"):
+    for product in ("output", "grad_input", "grad_weight"):
         sides = {
             s: changes.pop(f"{product}_{s}") for s in ("lhs", "rhs") if f"{product}_{s}" in changes
         }
@@ -49,10 +53,18 @@ def test_a_tensor_is_the_same_in_both_of_its_products(word: str, given: Any):
     }[str(given)]
     expected = {place: new if place in OF[word] else own for place, own in operands(before).items()}
     assert operands(after) == expected
-    assert dataclasses.replace(after, fwd=before.fwd, dlhs=before.dlhs, drhs=before.drhs) == before
+    assert (
+        dataclasses.replace(
+            after,
+            output=before.output,
+            grad_input=before.grad_input,
+            grad_weight=before.grad_weight,
+        )
+        == before
+    )
 
 
-@pytest.mark.parametrize("word", ["fwd", "dlhs", "drhs"])
+@pytest.mark.parametrize("word", ["output", "grad_input", "grad_weight"])
 def test_a_product_alone(word: str):
     base = recipes.mxfp4_stochastic()
     assert base.with_(**{word: None}, name="x") == hand_built(base, name="x", **{word: HIGH})
@@ -72,8 +84,8 @@ def test_named_recipes_from_each_other():
         gradients={"rounding": "stochastic"},
         name="mxfp4_stochastic",
     )
-    drhs = dataclasses.replace(mixture.drhs, transform=RANDOM)
-    assert dataclasses.replace(mixture, drhs=drhs) == recipes.mxfp4_stochastic()
+    grad_weight = dataclasses.replace(mixture.grad_weight, transform=RANDOM)
+    assert dataclasses.replace(mixture, grad_weight=grad_weight) == recipes.mxfp4_stochastic()
     assert mxfp8.with_(**dict.fromkeys(OF), name="high_precision") == recipes.high_precision()
 
 
@@ -82,18 +94,18 @@ def test_a_format_brings_its_rule_and_keeps_rounding_and_prescale():
     base = recipes.mxfp4_backward()
     found = base.with_(weights="mxfp6_e2m3")
     expected = operand("mxfp6_e2m3", scale_rule="rceil", rounding="stochastic", prescale=0.75)
-    assert found.dlhs.rhs == expected and found.dlhs.lhs == base.dlhs.lhs
-    assert found.fwd == HIGH and found.drhs == base.drhs
+    assert found.grad_input.rhs == expected and found.grad_input.lhs == base.grad_input.lhs
+    assert found.output == HIGH and found.grad_weight == base.grad_weight
     assert recipes.mxfp4_stochastic().with_(gradients="mxfp4") == recipes.mxfp4_stochastic()
     unbiased = recipes.nvfp4().with_(gradients={"format": "nvfp4", "rounding": "stochastic"})
     headroom = operand("nvfp4", scale_rule="amax_headroom", rounding="stochastic")
-    assert unbiased.dlhs == MatmulSpec(lhs=headroom, rhs=recipes.nvfp4().fwd.rhs)
+    assert unbiased.grad_input == MatmulSpec(lhs=headroom, rhs=recipes.nvfp4().output.rhs)
     plain = recipes.qat(MXFP4).with_(activations=MXFP4)
-    assert plain.fwd.lhs == operand(MXFP4, scale_rule="even")
+    assert plain.output.lhs == operand(MXFP4, scale_rule="even")
     given = operand(MXFP4_2D, scale_rule="ceil")
-    assert recipes.mxfp4_stochastic().with_(weights=given).dlhs.rhs == given
+    assert recipes.mxfp4_stochastic().with_(weights=given).grad_input.rhs == given
     square = recipes.mxfp8().with_(weights="mxfp8_e4m3_2d")
-    assert square.dlhs.rhs == operand("mxfp8_e4m3_2d", scale_rule="rceil")
+    assert square.grad_input.rhs == operand("mxfp8_e4m3_2d", scale_rule="rceil")
 
 
 def test_codes_of_square_blocks_are_kept_where_both_products_read_them():
@@ -101,8 +113,8 @@ def test_codes_of_square_blocks_are_kept_where_both_products_read_them():
     floor = operand("mxfp8_e4m3_2d", scale_rule="floor")
     assert square.keeps_codes("rhs") and not square.keeps_codes("lhs")
     for change in (
-        {"dlhs": dataclasses.replace(square.dlhs, rhs=floor)},
-        {"dlhs": dataclasses.replace(square.dlhs, transform=RANDOM)},
+        {"grad_input": dataclasses.replace(square.grad_input, rhs=floor)},
+        {"grad_input": dataclasses.replace(square.grad_input, transform=RANDOM)},
         {"weights": {"prescale": 0.75}},
         {"weights": {"rounding": "stochastic"}},
         {"weights": "mxfp8_e4m3"},
@@ -126,8 +138,11 @@ def test_codes_of_square_blocks_are_kept_where_both_products_read_them():
 )
 def test_whatever_comes_to_round_stochastically_never_clips(recipe: str, gradients: Any, rule: str):
     changed = getattr(recipes, recipe)().with_(gradients=gradients)
-    assert changed.dlhs.lhs == changed.drhs.lhs and changed.dlhs.lhs.scale_rule.name == rule
-    assert changed.dlhs.lhs.rounding.name == gradients["rounding"]
+    assert (
+        changed.grad_input.lhs == changed.grad_weight.lhs
+        and changed.grad_input.lhs.scale_rule.name == rule
+    )
+    assert changed.grad_input.lhs.rounding.name == gradients["rounding"]
 
 
 def test_a_product_in_high_precision_stays_so():
@@ -136,7 +151,7 @@ def test_a_product_in_high_precision_stays_so():
     e4m3 = operand("mxfp8_e4m3", scale_rule="rceil")
     assert found == hand_built(weights, name="W4A8", fwd_lhs=e4m3)
     none = recipes.nvfp4_pretraining().with_(activations=None, gradients=None)
-    assert none.drhs == HIGH and none.fwd.rhs == recipes.nvfp4_pretraining().fwd.rhs
+    assert none.grad_weight == HIGH and none.output.rhs == recipes.nvfp4_pretraining().output.rhs
 
 
 def test_the_nearer_word_counts():
@@ -145,15 +160,15 @@ def test_the_nearer_word_counts():
         scale_rule="floor",
         rounding="away",
         gradients={"scale_rule": "rceil"},
-        drhs=MatmulSpec(lhs=operand("mxint8"), rhs=None),
+        grad_weight=MatmulSpec(lhs=operand("mxint8"), rhs=None),
     )
     away = operand("mxfp4", scale_rule="floor", rounding="away")
-    assert found.fwd == MatmulSpec(lhs=away, rhs=away)
+    assert found.output == MatmulSpec(lhs=away, rhs=away)
     up = operand("mxfp4", scale_rule="rceil", rounding="away")
-    assert found.dlhs == MatmulSpec(lhs=up, rhs=away)
-    assert found.drhs == MatmulSpec(lhs=operand("mxint8"), rhs=None)
+    assert found.grad_input == MatmulSpec(lhs=up, rhs=away)
+    assert found.grad_weight == MatmulSpec(lhs=operand("mxint8"), rhs=None)
     measured = found.with_(scale_rule=None)
-    assert measured.fwd.lhs == operand("mxfp4", scale_rule="even", rounding="away")
+    assert measured.output.lhs == operand("mxfp4", scale_rule="even", rounding="away")
 
 
 def test_equal_however_it_was_said():
@@ -162,14 +177,16 @@ def test_equal_however_it_was_said():
     assert mxfp8.with_(weights="MXFP4") == mxfp8.with_(weights=MXFP4)
     one, other = {"scale_rule": "ceil", "format": "mxfp4"}, {"format": MXFP4, "scale_rule": CEIL}
     assert mxfp8.with_(weights=one) == mxfp8.with_(weights=other) == mxfp8.with_(weights=ceil)
-    assert hash(mxfp8.with_(drhs=None, weights=ceil)) == hash(mxfp8.with_(weights=ceil, drhs=None))
+    assert hash(mxfp8.with_(grad_weight=None, weights=ceil)) == hash(
+        mxfp8.with_(weights=ceil, grad_weight=None)
+    )
 
 
 @pytest.mark.parametrize(
     ("words", "name"),
     [
         ({"weights": "MXFP4"}, "mxfp8, weights=mxfp4 (even, nearest)"),
-        ({"drhs": None}, "mxfp8, drhs=high precision"),
+        ({"grad_weight": None}, "mxfp8, grad_weight=high precision"),
         (
             {"scale_rule": CEIL, "activations": None},
             "mxfp8, activations=high precision, scale_rule=ceil",
@@ -187,35 +204,36 @@ def test_the_name_says_what_was_changed(words: dict[str, Any], name: str):
         (
             recipes.mxfp8(),
             {"weights": "nvfp4"},
-            "with_: recipe 'mxfp8', fwd: MatmulSpec: blocks of both operands must have one size "
+            "with_: recipe 'mxfp8', output: MatmulSpec: blocks of both operands must have one size "
             "along the contracting axis, got lhs=mxfp8_e4m3 with block=32 and rhs=nvfp4 with "
-            "block=16; give both operands the same, or None to keep one in high precision; fwd "
+            "block=16; give both operands the same, or None to keep one in high precision; output "
             "multiplies activations and weights",
         ),
         (
             recipes.high_precision(),
             {"weights": "mxfp4"},
-            "with_: recipe 'high_precision': weights changes products that quantize, but fwd, dlhs "
-            "are in high precision or were given whole, got weights='mxfp4'; start from a recipe "
-            "that quantizes them, as weight_only('mxfp4') or mxfp4(), or give the product, as "
-            "fwd=MatmulSpec(lhs=None, rhs='mxfp4')",
+            "with_: recipe 'high_precision': weights changes products that quantize, but output, "
+            "grad_input are in high precision or were given whole, got weights='mxfp4'; start from "
+            "a recipe that quantizes them, as weight_only('mxfp4') or mxfp4(), or give the product, "
+            "as output=MatmulSpec(lhs=None, rhs='mxfp4')",
         ),
         (
             recipes.mxfp4(),
-            {"gradients": "mxfp8_e4m3", "dlhs": None, "drhs": HIGH},
-            "gradients changes products that quantize, but dlhs, drhs are in high precision or",
+            {"gradients": "mxfp8_e4m3", "grad_input": None, "grad_weight": HIGH},
+            "gradients changes products that quantize, but grad_input, grad_weight are in "
+            "high precision or",
         ),
         (
             recipes.weight_only("mxfp4"),
             {"activations": {"rounding": "stochastic"}},
-            "with_: recipe 'weight_only(mxfp4)', fwd: activations are in high precision here, got "
-            "activations={'rounding': 'stochastic'}; name their format too, as activations={",
+            "with_: recipe 'weight_only(mxfp4)', output: activations are in high precision here, "
+            "got activations={'rounding': 'stochastic'}; name their format too, as activations={",
         ),
         (recipes.mxfp8(), {"weights": "mxfp9"}, "unknown block format name='mxfp9' (did "),
         (
             recipes.mxfp4(),
             {"scale_rule": "amax"},
-            "with_: recipe 'mxfp4', fwd: scale rule 'amax' fills scales of kind element, but",
+            "with_: recipe 'mxfp4', output: scale rule 'amax' fills scales of kind element, but",
         ),
         (
             recipes.mxfp4(),
@@ -234,18 +252,22 @@ def test_errors_teach(base: Recipe, words: dict[str, Any], message: str):
     ("words", "message"),
     [
         (
-            {"drhs": "mxfp4"},
-            "with_: recipe 'mxfp4': drhs must be a MatmulSpec or None for high precision, got "
-            "drhs='mxfp4'; e.g. dataclasses.replace(recipe.drhs, lhs=None)",
+            {"grad_weight": "mxfp4"},
+            "with_: recipe 'mxfp4': grad_weight must be a MatmulSpec or None for high precision, "
+            "got grad_weight='mxfp4'; e.g. dataclasses.replace(recipe.grad_weight, lhs=None)",
         ),
-        ({"weights": 4}, "fwd: a block format is given as a BlockFormat, a name or a dtype, got"),
+        (
+            {"weights": 4},
+            "output: a block format is given as a BlockFormat, a name or a dtype, got",
+        ),
         (
             {"residuals": "quantized"},
             "with_: recipe 'mxfp4' got an unexpected keyword argument 'residuals', "
             "residuals='quantized'; it takes: name, weights, activations, gradients, scale_rule, "
-            "rounding, fwd, dlhs, drhs; the rest of a recipe changes by dataclasses.replace(",
+            "rounding, output, grad_input, grad_weight; the rest of a recipe "
+            "changes by dataclasses.replace(",
         ),
-        ({"weights": {"prescale": "x"}}, "OperandSpec: prescale must be a number, got 'x'; fwd"),
+        ({"weights": {"prescale": "x"}}, "OperandSpec: prescale must be a number, got 'x'; output"),
         ({"name": ""}, "Recipe: name must be a text, got name=''; e.g. 'mine'"),
     ],
 )

@@ -7,5 +7,5 @@ from mx_jax.recipes import MatmulSpec, OperandSpec, Recipe, Residuals
 
 def uniform(spec: OperandSpec | None, name: str = "uniform", **fields: Any) -> Recipe:
     both = MatmulSpec(lhs=spec, rhs=spec)
-    given = {"fwd": both, "dlhs": both, "drhs": both, "residuals": Residuals.PRIMAL}
+    given = {"output": both, "grad_input": both, "grad_weight": both, "residuals": Residuals.PRIMAL}
     return Recipe(name=name, **(given | fields))

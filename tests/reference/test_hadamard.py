@@ -73,7 +73,7 @@ def test_weights_that_are_constants_of_the_program():
     rng, transform = np.random.default_rng(0), Hadamard(size=32, signs=(1,) * 32)
     x, w = (rng.standard_normal(shape, np.float32) for shape in ((4, 64), (64, 32)))
     recipe = recipes.mxfp4().with_(
-        fwd=dataclasses.replace(recipes.mxfp4().fwd, transform=transform)
+        output=dataclasses.replace(recipes.mxfp4().output, transform=transform)
     )
     with mx_jax.only_backend("reference"):
         inside = jax.jit(lambda x: mx_jax.matmul(x, w, recipe=recipe))(x)

@@ -41,8 +41,8 @@ def bound(k: int, devices: int) -> float:
 
 def run(x: Any, w: Any) -> Any:
     """What is quantized, and the product of it."""
-    left = mx_jax.quantize(x, "nvfp4", scale_rule=NVFP4.fwd.lhs.scale_rule)
-    right = mx_jax.quantize(w, "nvfp4", axis=0, scale_rule=NVFP4.fwd.rhs.scale_rule)
+    left = mx_jax.quantize(x, "nvfp4", scale_rule=NVFP4.output.lhs.scale_rule)
+    right = mx_jax.quantize(w, "nvfp4", axis=0, scale_rule=NVFP4.output.rhs.scale_rule)
     return left, right, mx_jax.matmul(x, w, recipe=NVFP4)
 
 

@@ -34,7 +34,7 @@ SIZES = np.array(
 )
 NVFP4_ROWS = recipes.nvfp4()
 NVFP4_ROWS = dataclasses.replace(
-    NVFP4_ROWS, name="nvfp4 rows", fwd=dataclasses.replace(NVFP4_ROWS.fwd, rhs=None)
+    NVFP4_ROWS, name="nvfp4 rows", output=dataclasses.replace(NVFP4_ROWS.output, rhs=None)
 )
 
 
@@ -88,7 +88,7 @@ def test_one_device_gives_the_same(recipe: Any, check_vma: bool, mesh: Mesh, arr
     ours = functools.partial(mx_jax.expert_ragged_dot, axis_name="expert", recipe=recipe)
 
     def alone(x, w, sizes):
-        spec = recipe.fwd.lhs
+        spec = recipe.output.lhs
         rows = mx_jax.quantize(x, spec.format, scale_rule=spec.scale_rule)
         return mx_jax.ragged_dot(rows, w, sizes, recipe=recipe)
 
@@ -102,7 +102,7 @@ def test_one_device_gives_the_same(recipe: Any, check_vma: bool, mesh: Mesh, arr
     unused = np.setdiff1d(np.arange(len(x)), order)
     assert len(unused) and not y[unused].any() and not dx[unused].any()
     # A row's codes and scales are bytes side by side. y, its cotangent and dx move as values.
-    bits = recipe.fwd.lhs.format.bits_per_element
+    bits = recipe.output.lhs.format.bits_per_element
     found = [c for c in collectives(program.as_text()) if c.kind == "all-to-all"]
     # Of one turn, in which a device sends no more rows than it has.
     assert {c.dtype: c.nbytes for c in found} == {

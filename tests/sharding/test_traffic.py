@@ -87,7 +87,7 @@ def test_the_committed_table_has_no_more_bytes_than_plain_jax():
 def test_fsdp_in_bfloat16_moves_what_the_docs_count(name: str):
     """Two gathers of codes, or one of square blocks, and a gradient; of values one gather, or one
     in each pass."""
-    found, own = committed(), named(name).fwd.rhs
+    found, own = committed(), named(name).output.rhs
     assert own is not None
     for layout in ("FSDP by k", "FSDP by n", "FSDP, scanned"):
         for way in WAYS:
@@ -165,7 +165,7 @@ def test_sums_of_shards_are_within_their_bound(wide: bool, rng: np.random.Genera
     with jax.set_mesh(mesh := mesh_of(AxisType.Auto)):
         operands = place(mesh, (x, w), (P(None, "d"), P("d")))
         product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))(*operands)
-    spec = recipe.fwd.lhs
+    spec = recipe.output.lhs
     assert spec is not None
     left, right = (
         np.asarray(

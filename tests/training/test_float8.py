@@ -58,5 +58,7 @@ def test_scales_and_codes_equal_torchao(kind, axis, element, power_of_two, dtype
 
 def test_fast_accumulation_is_a_choice_of_each_product():
     recipe = mx_jax.recipes.float8_rowwise()
-    chosen = [spec.fast_accumulation for spec in (recipe.fwd, recipe.dlhs, recipe.drhs)]
+    chosen = [
+        spec.fast_accumulation for spec in (recipe.output, recipe.grad_input, recipe.grad_weight)
+    ]
     assert chosen == [True, False, False]

@@ -74,12 +74,12 @@ def test_every_cast_of_a_linear_layer_has_torchaos_bits(name, dtype, monkeypatch
         zip(
             ROLES,
             (
-                (x, recipe.fwd.lhs, 1),
-                (w.T, recipe.fwd.rhs, 0),
-                (g, recipe.dlhs.lhs, 1),
-                (w.T, recipe.dlhs.rhs, 1),
-                (g, recipe.drhs.lhs, 0),
-                (x, recipe.drhs.rhs, 0),
+                (x, recipe.output.lhs, 1),
+                (w.T, recipe.output.rhs, 0),
+                (g, recipe.grad_input.lhs, 1),
+                (w.T, recipe.grad_input.rhs, 1),
+                (g, recipe.grad_weight.lhs, 0),
+                (x, recipe.grad_weight.rhs, 0),
             ),
             strict=True,
         )
@@ -148,7 +148,7 @@ def test_the_mxfp8_training_layer_has_our_bits(rule: str, high_weight: bool):
     expected.backward(torch.tensor(g, dtype=torch.bfloat16))
     recipe = mx_jax.recipes.mxfp8().with_(scale_rule=rule)
     if high_weight:
-        recipe = recipe.with_(drhs=None)
+        recipe = recipe.with_(grad_weight=None)
     ours, pullback = jax.vjp(
         lambda x, w: mx_jax.matmul(x, w.T, recipe=recipe),
         *(jnp.asarray(a, jnp.bfloat16) for a in (x, w)),

@@ -62,6 +62,8 @@ def test_the_report_tells_high_precision_from_quantized(integration: Any):
 
     assert program(recipes.high_precision()).quantized == {}
     assert program(recipes.high_precision()).plain == ("layer",)
-    half = dataclasses.replace(recipes.mxfp8(), name="half", drhs=recipes.high_precision().drhs)
+    half = dataclasses.replace(
+        recipes.mxfp8(), name="half", grad_weight=recipes.high_precision().grad_weight
+    )
     assert program(half).quantized == {"layer": ("output", "grad_input")}
     assert program(recipes.mxfp8()).quantized == {"layer": ALL}
