@@ -70,8 +70,8 @@ DISTINCT = Recipe(
     residuals=Residuals.PRIMAL,
 )
 QUANTIZED = dataclasses.replace(DISTINCT, name="quantized", residuals="quantized")
-HIGH_DRHS = DISTINCT.with_(name="high_drhs", grad_weight=None)
-QUANTIZED_HIGH_DRHS = QUANTIZED.with_(name="quantized_high_drhs", grad_weight=None)
+HIGH_GRAD_WEIGHT = DISTINCT.with_(name="high_grad_weight", grad_weight=None)
+QUANTIZED_HIGH_GRAD_WEIGHT = QUANTIZED.with_(name="quantized_high_grad_weight", grad_weight=None)
 ONE_SIDED = dataclasses.replace(
     DISTINCT,
     name="one_sided",
@@ -93,8 +93,8 @@ RECIPES = (
     recipes.weight_only("mxfp4"),
     recipes.float8_rowwise_with_gw_hp(),
     QUANTIZED,
-    HIGH_DRHS,
-    QUANTIZED_HIGH_DRHS,
+    HIGH_GRAD_WEIGHT,
+    QUANTIZED_HIGH_GRAD_WEIGHT,
     ONE_SIDED,
     SQUARE_BLOCKS,
 )

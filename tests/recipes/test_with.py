@@ -149,7 +149,7 @@ def test_a_product_in_high_precision_stays_so():
     weights = recipes.weight_only("mxfp4")
     found = weights.with_(activations="mxfp8_e4m3", name="W4A8")
     e4m3 = operand("mxfp8_e4m3", scale_rule="rceil")
-    assert found == hand_built(weights, name="W4A8", fwd_lhs=e4m3)
+    assert found == hand_built(weights, name="W4A8", output_lhs=e4m3)
     none = recipes.nvfp4_pretraining().with_(activations=None, gradients=None)
     assert none.grad_weight == HIGH and none.output.rhs == recipes.nvfp4_pretraining().output.rhs
 
@@ -214,8 +214,8 @@ def test_the_name_says_what_was_changed(words: dict[str, Any], name: str):
             {"weights": "mxfp4"},
             "with_: recipe 'high_precision': weights changes products that quantize, but output, "
             "grad_input are in high precision or were given whole, got weights='mxfp4'; start from "
-            "a recipe that quantizes them, as weight_only('mxfp4') or mxfp4(), or give the product, "
-            "as output=MatmulSpec(lhs=None, rhs='mxfp4')",
+            "a recipe that quantizes them, as weight_only('mxfp4') or mxfp4(), or give the "
+            "product, as output=MatmulSpec(lhs=None, rhs='mxfp4')",
         ),
         (
             recipes.mxfp4(),
