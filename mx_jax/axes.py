@@ -149,6 +149,7 @@ class ProductAxes:
         g, other = g if side == "lhs" else g.exchanged(), other.exchanged()
         return (ProductAxes(other, g), False) if own.k_first else (ProductAxes(g, other), True)
 
-    def of_g(self, side: Side) -> Axes:
-        axes, g_is_lhs = self.cotangent(side)
-        return axes.lhs if g_is_lhs else axes.rhs
+    def blocks(self, *formats: BlockFormat | None) -> list[tuple[int, Blocks]]:
+        """For each operand its last contracted axis, counted from the end, and its blocks."""
+        pairs = zip((self.lhs, self.rhs), formats, strict=True)
+        return [(axes.block_axis, axes.blocks(form) if form else ()) for axes, form in pairs]

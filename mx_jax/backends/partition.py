@@ -27,6 +27,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends import calls
 from mx_jax.backends.calls import MatmulCall, OperandType, QuantizeCall
+from mx_jax.backends.stored import unpacked_for
 from mx_jax.backends.target import Target
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks
@@ -128,8 +129,7 @@ def multiply(
 ) -> jax.Array:
     """A product that the compiler splits between devices."""
     if isinstance(rhs, PackedMXArray) and rhs.layout.cut is None:
-        rhs = unpacked(rhs)
-        call = dataclasses.replace(call, rhs=OperandType.of(rhs, call.rhs.axes))
+        call, rhs = unpacked_for(call, rhs)
     leaves, tree = jax.tree.flatten((unpacked(lhs), rhs))
     return _product(SplitProduct(compute, call, tree), tuple(x.shape for x in leaves))(*leaves)
 

@@ -23,11 +23,13 @@ from mx_jax.backends import target as machine
 from mx_jax.backends.calls import Call, MatmulCall, PackCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice, find, select
+from mx_jax.backends.stored import readable
 from mx_jax.backends.target import Target
+from mx_jax.codecs.blocks import varying_axes
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.lowering import eager, lowered_for, on_one_device
 from mx_jax.codecs.rounding import DerivedKey
-from mx_jax.packed import PackedMXArray, unpacked
+from mx_jax.packed import PackedRows, Rows, unpacked
 
 # What codes and integers are the results of: no derivative reaches through them.
 _SLOPELESS = (QuantizeCall, QuantizeBothCall, calls.CastStatisticsCall, calls.RandomBitsCall)
@@ -50,14 +52,12 @@ def bind(call: Call, *operands: Any, sources: Callable[[], Sequence[Any]] | None
     if sources is not None and target.platform == "tpu":
         call, operands = _with_sources(call, operands, sources())
     asked = Asked.here(target)
-    # What a name alone would reject is an error here; what is named or added may run in place.
-    is_told = asked.only is not None or asked.preferred or asked.added
-    # Casts that are made one by one share their lowering with equal ones, as two equations.
-    if is_told or (target.platform != "cpu" and isinstance(call, QuantizeBothCall)):
-        choice = choose_if_any(call)
-        if choice is None and isinstance(call, QuantizeBothCall):
-            return _each(bind, call, *operands)
-        return (select(call) if choice is None else choice).offer.run(*operands, call)
+    if asked.only is not None or asked.preferred or asked.added:
+        # What a name alone rejects is an error here; interpreters of kernels are traced in place.
+        is_apart = isinstance(call, QuantizeBothCall) and find(call, target) is None
+        choices = [select(one) for one in ((call.first, call.second) if is_apart else (call,))]
+        if target.counted and choices[0].offer.inline:
+            return _compute(call, target, *operands)
     return equation(asked, *operands, call)
 
 
@@ -252,11 +252,28 @@ def _compute(call: Call, target: Target, *operands: Any) -> Any:
     operands = _drawn(call, draw, *operands)
     if isinstance(call, MatmulCall | calls.RaggedCall):
         lhs, rhs, *rest = operands
-        if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
-            rhs = rhs.unpack()
-            call = dataclasses.replace(call, rhs=calls.OperandType.of(rhs, call.rhs.axes))
+        call, rhs = readable(choice, call, lhs, rhs)
         operands = (lhs, rhs, *rest)
+    elif isinstance(call, calls.AttendCall) and choice.backend is REFERENCE:
+        # Codes that no kernel of attention reads are decoded by whichever backend does that.
+        queries, keys, values, position = operands
+        operands = (queries, _decoded(keys, target), _decoded(values, target), position)
     return choice.offer.run(*operands, call)
+
+
+def _decoded(rows: Rows, target: Target) -> jax.Array:
+    """Values of a cache's rows."""
+    if not isinstance(rows, PackedRows):
+        return rows
+    x = rows.unpacked()
+    call = calls.DequantizeCall(
+        shape=x.shape,
+        dtype=x.dtype,
+        format=x.format,
+        blocks=x.blocks,
+        scale_axes=varying_axes(x.tensor_scale),
+    )
+    return _compute(call, target, x)
 
 
 def _drawn(call: Call, draw: Callable[..., Any], *operands: Any) -> tuple[Any, ...]:
@@ -419,6 +436,9 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
     def how(call: Call, *operands: Any) -> Any:
         if isinstance(call, MatmulCall) and len(operands) > 2:
             return _of_values(how, target, call, *operands)
+        if isinstance(call, QuantizeBothCall) and find(call, target) is None:
+            # Equal casts of a program share their lowering, as equations.
+            return _each(lambda one, *own: equation(asked, *own, one), call, *operands)
         if devices > 1:
             # By its key a kernel would draw the same for each device's part.
             operands = _drawn(call, lambda bits, key: _compute(bits, target, key), *operands)

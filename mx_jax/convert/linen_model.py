@@ -33,7 +33,6 @@ from mx_jax.convert.rules import (
     as_rules,
     decide,
 )
-from mx_jax.nn import layers
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.linen import RNG_STREAM
 from mx_jax.ops.arguments import Key
@@ -200,7 +199,7 @@ def _traced_part(self: Any, seen: "_Seen", fun: Call, args: Args, kwargs: Kwargs
     key = None
     draws = [own for rule in self._mx_rules if (own := rule.quantizes) and own.is_stochastic]
     if draws and (self.has_rng(RNG_STREAM) or self.has_rng("params")):
-        key = layers.layer_key(self, draws[0])
+        key = mx_linen.layer_key(self, draws[0])
 
     def lifted(method: Call, scope: Scope, *given: object) -> Any:
         def run(
@@ -329,7 +328,7 @@ class _Seen:
         if not isinstance(layer, mx_linen.StoredParams):
             # A `param` that takes quantized weights, for whatever module is not ours.
             own = functools.partial(type(layer).param, layer)
-            overrides = {"param": functools.partial(layers.stored_param, layer, own)}
+            overrides = {"param": functools.partial(mx_linen.stored_param, layer, own)}
         with contextlib.ExitStack() as stack:
             if context.method_name != "setup":
                 if path not in self.modules:
@@ -361,7 +360,7 @@ class _Seen:
         return Module(cls, facts={"obstacle": obstacle})
 
     def _spec(self, layer: nn.Module, name: str) -> PartitionSpec | None:
-        return layers.linen_spec(layer, name) if self.gathers else None
+        return mx_linen.linen_spec(layer, name) if self.gathers else None
 
     def _cache(self, layer: Any, path: str, method: object) -> dict[str, Any]:
         """What to set on an attention while it decodes, by a rule with a cache."""

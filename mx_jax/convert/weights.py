@@ -26,7 +26,7 @@ from mx_jax.convert.rules import (
     decide,
     warn_or_raise,
 )
-from mx_jax.nn.layers import StoredParams
+from mx_jax.nn.linen import StoredParams
 from mx_jax.ops.quantize import store_weights, why_not_stored
 from mx_jax.packed import Quantized, gives_rows, unpacked
 from mx_jax.recipes import Recipe

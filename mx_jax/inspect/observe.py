@@ -39,8 +39,7 @@ from mx_jax.jaxpr.read import Site, Where, definitions, used, walk
 from mx_jax.jaxpr.regions import Values
 from mx_jax.jaxpr.rewrite import Read, Rule
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.dense import cast_by_hand
-from mx_jax.ops.product import values
+from mx_jax.ops.product import cast_by_hand, values
 from mx_jax.packed import unpacked
 
 ARRAYS = "arrays"

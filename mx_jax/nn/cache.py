@@ -16,7 +16,7 @@ from jax.core import Tracer
 from mx_jax.codecs import explicit_axes, packing
 from mx_jax.formats import BlockFormat, Whole, block_format
 from mx_jax.formats.block import FormatLike
-from mx_jax.ops.dense import quantize_operand
+from mx_jax.ops.product import cast_array
 from mx_jax.ops.quantize import attend_matrices, dequantize
 from mx_jax.packed import PackedRows, Rows
 from mx_jax.recipes.base import measured_operand
@@ -80,10 +80,10 @@ class CacheRows:
         rows, scale = _no_gradient(rows), self.tensor_scale
         spec, blocks = measured_operand(self.format), ((-1, self.format.block[1]),)
         if scale is None or self.scale_is_fixed:
-            new = quantize_operand(rows, spec, blocks, None, scale)
+            new = cast_array(rows, spec, blocks, None, scale)
         else:
             # Every row is a tensor of its own.
-            of_row = lambda row: quantize_operand(row, spec, blocks)  # noqa: E731
+            of_row = lambda row: cast_array(row, spec, blocks)  # noqa: E731
             new = jax.vmap(jax.vmap(jax.vmap(of_row)))(rows)
             assert new.tensor_scale is not None
             scale = _put(scale, new.tensor_scale, position)

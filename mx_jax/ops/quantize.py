@@ -14,8 +14,7 @@ from jax.core import Tracer
 
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import AttendCall
-from mx_jax.backends.primitive import choose_if_any
-from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.primitive import bind
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import check_parts
 from mx_jax.codecs.rounding import DerivedKey, Rounding
@@ -31,9 +30,15 @@ from mx_jax.ops.arguments import (
     check_key,
     check_tensor_scale,
 )
-from mx_jax.ops.dense import cast_call, dequantize_operand, quantize_operand, quantize_operand_both
 from mx_jax.ops.packing import packed_where_they_lie
-from mx_jax.ops.product import one_program, zero_cotangents
+from mx_jax.ops.product import (
+    cast_array,
+    cast_both,
+    cast_call,
+    dequantize_operand,
+    one_program,
+    zero_cotangents,
+)
 from mx_jax.packed import PackedMXArray, PackedRows, Rows, unpacked
 from mx_jax.reference import matmul
 from mx_jax.reference.scale_rules import ScaleRule
@@ -97,8 +102,7 @@ def quantize(
     blocks = blocks_along(array.shape, axis, spec.format)
     check_key(key, spec, "quantize")
     scale = check_tensor_scale(tensor_scale, spec.format, array.shape, blocks)
-    with follow(array):
-        result = quantize_operand(array, spec, blocks, key, scale)
+    result = cast_array(array, spec, blocks, key, scale)
     # Only a traced x can have a gradient; holding on to any other would keep it alive for nothing.
     traced = array if isinstance(array, Tracer) else None
     return dataclasses.replace(result, primal=traced)
@@ -142,8 +146,7 @@ def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = 
     wanted = np.dtype(x.dtype if dtype is None else jnp.dtype(dtype))
     if not jnp.issubdtype(wanted, jnp.floating):
         raise TypeError(f"dequantize: needs a float dtype, got dtype={wanted.name}")
-    with follow(x):
-        values = _dequantize(unlinked(x), dtype=wanted)
+    values = _dequantize(unlinked(x), dtype=wanted)
     return values if x.primal is None else straight_through(values, x.primal)
 
 
@@ -282,8 +285,7 @@ def quantize_both(
     keys = (None, None) if key is None else DerivedKey.of(key).split()
     scale = check_tensor_scale(tensor_scale, spec.format, array.shape, pair[0] + pair[1])
     casts = tuple(cast_call(array, spec, blocks, scale) for blocks in pair)
-    with follow(array):
-        results = quantize_operand_both(array, keys, scale, casts=casts)
+    results = cast_both(array, keys, scale, casts=casts)
     traced = array if isinstance(array, Tracer) else None
     first, second = (dataclasses.replace(codes, primal=traced) for codes in results)
     return first, second
@@ -293,10 +295,7 @@ def quantize_both(
 def attend_matrices(
     tokens: int, shared: jax.Array, keys: Rows, values: Rows, position: jax.typing.ArrayLike
 ) -> jax.Array:
-    """`softmax(q k^T / sqrt(features)) v`: see `mx_jax.reference.matmul.attend`.
-
-    Codes that no kernel of attention reads are decoded by whichever backend does that.
-    """
+    """`softmax(q k^T / sqrt(features)) v`: see `mx_jax.reference.matmul.attend`."""
     formats = [rows.format if isinstance(rows, PackedRows) else None for rows in (keys, values)]
     call = AttendCall(
         queries=shared.shape,
@@ -305,16 +304,12 @@ def attend_matrices(
         tokens=tokens,
         format=formats[0],
     )
-    choice = choose_if_any(call) if formats[0] == formats[1] else None
-    if any(formats) and (choice is None or choice.backend == REFERENCE):
-        decoded = (
-            dequantize(rows.unpacked()) if isinstance(rows, PackedRows) else rows
-            for rows in (keys, values)
+    if formats[0] != formats[1]:
+        plain = (
+            dequantize(x.unpacked()) if isinstance(x, PackedRows) else x for x in (keys, values)
         )
-        return attend_matrices(tokens, shared, *decoded, position)
-    if choice is None:
-        return matmul.attend(shared, keys, values, position, tokens)
-    return choice.offer.run(shared, keys, values, position, call)
+        return attend_matrices(tokens, shared, *plain, position)
+    return bind(call, shared, keys, values, position)
 
 
 @attend_matrices.defjvp
@@ -369,7 +364,7 @@ def store_weights(
         if by is not None:
             stored = _each(by, x, num_stacked)
         else:
-            cast = functools.partial(quantize_operand, spec=spec, blocks=axes.blocks(spec.format))
+            cast = functools.partial(cast_array, spec=spec, blocks=axes.blocks(spec.format))
             for _ in range(num_stacked):
                 cast = jax.vmap(cast)
             stored = cast(x)

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.ops.dense import transformed
+from mx_jax.ops.product import transformed
 from mx_jax.recipes import Hadamard
 from mx_jax.reference import hadamard
 from mx_jax.testing.compare import assert_bitwise_equal

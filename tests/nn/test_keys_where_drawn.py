@@ -14,7 +14,7 @@ from flax import nnx
 from mx_jax import convert, recipes
 from mx_jax.nn import linen
 from mx_jax.nn import nnx as ours
-from mx_jax.nn.layers import layer_key
+from mx_jax.nn.linen import layer_key
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
 

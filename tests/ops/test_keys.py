@@ -11,7 +11,7 @@ import pytest
 import mx_jax
 from mx_jax import recipes
 from mx_jax.codecs.rounding import DerivedKey
-from mx_jax.ops.arguments import product_key
+from mx_jax.ops.product import product_key
 from mx_jax.recipes import MatmulSpec, Recipe, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
