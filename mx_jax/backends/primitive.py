@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
-from mx_jax.backends import calls, partition
+from mx_jax.backends import calls
 from mx_jax.backends import select as selection
 from mx_jax.backends import target as machine
 from mx_jax.backends.calls import Call, MatmulCall, PackCall, QuantizeBothCall, QuantizeCall
@@ -73,7 +73,7 @@ def choose(call: Call) -> Choice:
 def choose_if_any(call: Call) -> Choice | None:
     """As `choose`, for calls that can be made of others: None if all that are asked reject."""
     target, choice = machine.current_target(), None
-    if isinstance(call, MatmulCall) and compiler_splits() and partition.can_split(call, target):
+    if isinstance(call, MatmulCall) and compiler_splits() and _can_split(call, target):
         # A mesh in context says that the compiler splits the product: who computes the parts?
         choice = _of_a_part(call, dataclasses.replace(target, counted=True))
     choice = choice or find(call, target)
@@ -92,6 +92,13 @@ def choose_if_any(call: Call) -> Choice | None:
 
 def _with_drawn(run: Callable[..., Any], *given: Any) -> Any:
     return run(*_drawn(given[-1], bind, *given[:-1]), given[-1])
+
+
+def _can_split(call: Call, target: Target) -> bool:
+    """`partition.can_split`; it is imported where several devices share a call."""
+    from mx_jax.backends import partition
+
+    return partition.can_split(call, target)
 
 
 def compiler_splits() -> bool:
@@ -327,7 +334,7 @@ def answers(work: Work, num_devices: int = 1) -> list[tuple[Call, Target, Choice
         call = dataclasses.replace(call, lhs=lhs, rhs=rhs)
 
     def answer(call: Call) -> Choice:
-        can_split = is_split and partition.can_split(call, target)
+        can_split = is_split and _can_split(call, target)
         if can_split and not (work.batches and isinstance(call, QuantizeCall)):
             part = _of_a_part(call, target)
             if part is not None:
@@ -444,12 +451,14 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
             operands = _drawn(call, lambda bits, key: _compute(bits, target, key), *operands)
         if not is_split:
             return _compute(call, target, *operands)
+        from mx_jax.backends import partition
+
         if isinstance(call, QuantizeBothCall):
             # Each cast may be split along other axes, as its product is.
             return _each(how, call, *operands)
-        if isinstance(call, MatmulCall) and partition.can_split(call, target):
+        if isinstance(call, MatmulCall) and _can_split(call, target):
             return partition.multiply(on_each, call, *operands)
-        splits = not work.batches and partition.can_split(call, target)
+        splits = not work.batches and _can_split(call, target)
         # Without it XLA's own partition moves values where blocks are cut.
         if isinstance(call, QuantizeCall) and splits and _of_a_part(call, target) is not None:
             return partition.quantize(on_each, call, *operands)

@@ -5,10 +5,12 @@ from typing import Any
 
 from mx_jax.backends import calls
 from mx_jax.backends.calls import Call, TransformCall
-from mx_jax.backends.target import Backend, Offer
+from mx_jax.backends.target import Backend, Late, Offer
 from mx_jax.codecs.rounding import draw_bits
 from mx_jax.mxarray import decode
-from mx_jax.reference import hadamard, matmul, quantize, statistics
+from mx_jax.reference import hadamard, matmul, quantize
+
+_statistics = Late("mx_jax.reference.statistics")
 
 
 def _offer(call: type[Call], run: Callable[..., Any], how: str = "") -> Offer:
@@ -51,7 +53,8 @@ REFERENCE = Backend(
             ),
         ),
         _offer(
-            calls.CastStatisticsCall, lambda x, array, call: statistics.of_cast(x, array, call.axis)
+            calls.CastStatisticsCall,
+            lambda x, array, call: _statistics.of_cast(x, array, call.axis),
         ),
         _offer(
             calls.RandomBitsCall,

@@ -17,7 +17,6 @@ from flax.typing import LogicalRules, PathParts
 from jax.sharding import PartitionSpec
 
 from mx_jax.mxarray import MXArray
-from mx_jax.nn.cache import CacheRows, KVCache
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.packed import Quantized
 from mx_jax.recipes import Recipe
@@ -177,9 +176,9 @@ def _is_stored(x: object) -> bool:
 
 # flax.serialization -------------------------------------------------------------------------------
 #
-# State dicts hold the arrays of MXArrays and caches, and of MXArrays what they are: a cache needs a
-# target. Linen takes every attribute of a module apart and puts it together again this way, also
-# while it is traced: so nothing is computed here, and codes are one in a byte.
+# State dicts hold the arrays of MXArrays, and what they are. Linen takes every attribute of a
+# module apart and puts it together again this way, also while it is traced: so nothing is computed
+# here, and codes are one in a byte.
 
 
 def _state(x: MXArray) -> dict[str, Any]:
@@ -214,31 +213,6 @@ def _restored(target: MXArray, state: Mapping[str, Any]) -> MXArray:
     return found
 
 
-def _arrays(x: object) -> dict[str, Any]:
-    """The state dict of a cache, or of its rows: what of it is arrays."""
-    children, _ = jax.tree_util.default_registry.flatten_one_level_with_keys(x)
-    return {
-        key.name: serialization.to_state_dict(child) for key, child in children if child is not None
-    }
-
-
-def _with_arrays(target: KVCache | CacheRows, state: Mapping[str, Any]) -> KVCache | CacheRows:
-    """What was saved; the target's own fields say what it is."""
-    own = _arrays(target)
-    if own.keys() != state.keys():
-        raise ValueError(
-            f"flax.serialization: needs the state of a {type(target).__name__} with the fields "
-            f"{sorted(own)}, got {sorted(state)}; take a target of the same format"
-        )
-    restored = {
-        name: serialization.from_state_dict(getattr(target, name), part, name)
-        for name, part in state.items()
-    }
-    return dataclasses.replace(target, **restored)
-
-
 def register_serialization() -> None:
-    """Register MXArrays and key-value caches with `flax.serialization`."""
+    """Register MXArrays with `flax.serialization`."""
     serialization.register_serialization_state(MXArray, _state, _restored, override=True)
-    for own in (CacheRows, KVCache):
-        serialization.register_serialization_state(own, _arrays, _with_arrays, override=True)

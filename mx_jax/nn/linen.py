@@ -24,7 +24,6 @@ from jax.sharding import PartitionSpec
 
 from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.formats.removed import missing_attribute
-from mx_jax.jaxpr.read import equations
 from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
 from mx_jax.nn.layers import layer_recipe, on_mesh, recipe_of
 from mx_jax.ops.arguments import as_recipe
@@ -146,6 +145,8 @@ def _next_key(layer: flax_nn.Module, stream: str) -> DerivedKey:
 @functools.lru_cache(maxsize=4096)
 def _folded_in(suffix: tuple[str | int, ...], separates: bool) -> int:
     """The number that Flax folds into a stream's root for names and counts."""
+    from mx_jax.jaxpr.read import equations  # late: few recipes draw
+
     del separates  # read by Flax
     root = jax.eval_shape(jax.random.key, 0)
     (equation,) = equations(jax.make_jaxpr(lambda key: LazyRng(key, suffix).as_jax_rng())(root))

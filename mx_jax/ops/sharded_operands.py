@@ -16,7 +16,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mx_jax.axes import SIDES, Axes
 from mx_jax.backends.calls import AnyOperand
-from mx_jax.backends.partition import agreed_scale as agreed
 from mx_jax.backends.target import is_unsplit
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import Spec, explicit_sharding
@@ -281,4 +280,6 @@ def agreed_scale(
     """Inside shard_map the tensor scale is that of all parts; elsewhere a cast sees them all."""
     if not axes or not spec.format.tensor_scale:
         return None
+    from mx_jax.backends.partition import agreed_scale as agreed  # late: one device needs none
+
     return agreed(x, blocks, spec.scale_rule.largest_value(spec.format), axes)
