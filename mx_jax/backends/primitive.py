@@ -338,9 +338,12 @@ def answers(work: Work, num_devices: int = 1) -> list[tuple[Call, Target, Choice
         if can_split and not (work.batches and isinstance(call, QuantizeCall)):
             part = _of_a_part(call, target)
             if part is not None:
-                how = "; ".join(filter(None, (part.offer.how, "codes move between devices")))
-                return dataclasses.replace(part, offer=dataclasses.replace(part.offer, how=how))
-        return select(call, target)
+                return part.noting("codes move between devices")
+        choice = select(call, target)
+        packed_by = getattr(getattr(call, "rhs", None), "packed_by", None)
+        if packed_by not in (None, choice.backend.name):
+            return choice.noting(f"weights packed for {packed_by} are unpacked at every call")
+        return choice
 
     with asked.on(target):
         each = [call]

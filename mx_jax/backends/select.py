@@ -36,6 +36,11 @@ class Choice:
     rejections: tuple[tuple[str, str], ...]  # (name, reason) of those tried before
     measured: Row | None = None  # what was measured of it, where it is fastest
 
+    def noting(self, note: str) -> "Choice":
+        """The same, with more said about how."""
+        how = "; ".join(filter(None, (self.offer.how, note)))
+        return dataclasses.replace(self, offer=dataclasses.replace(self.offer, how=how))
+
 
 def select(call: Call, target: Target | None = None) -> Choice:
     """The first of `known_backends` that does not reject the call."""
