@@ -208,7 +208,7 @@ def _forward(
 ) -> tuple[jax.Array, Any]:
     """The product, and its residuals: operands, types of their cotangents, key and sizes."""
     operands = joined(values, codes)
-    if any(map(matmul.recipe.keeps_codes, SIDES)):
+    if matmul.recipe.kept_as_codes:
         operands = kept(matmul, operands, *extra)
     result = forward(matmul, matmul.output, operands, *extra, stored_sides(values, codes))
     # A gradient multiplies what is kept of the other operand: codes have no derivative.
@@ -227,7 +227,7 @@ def kept(
     """The operands as they are saved for the backward pass."""
     # The same key gives the same codes as without a gradient.
     recipe = matmul.recipe
-    others = {side: None for side in SIDES if not recipe.keeps_codes(side)}
+    others = {side: None for side in SIDES if side not in recipe.kept_as_codes}
     spec = dataclasses.replace(recipe.output, **others)
     this = matmul.output._replace(spec=spec, moves=STAY)
     drawn = product_key(recipe, "output", key)
@@ -361,18 +361,18 @@ def cast_for_both(
         for spec, transform in ((this.spec.lhs, this.spec.transform) for this in passes)
     ):
         return None
-    each = [this.axes.blocks(*(spec and spec.format for spec in this.specs)) for this in passes]
-    casts, keys, names = list[QuantizeCall](), list[Key](), list[str]()
-    for this, blocks in zip(passes, each, strict=True):
-        at = this.sides.index("lhs")
-        spec, (axis, of) = this.specs[at], blocks[at]
-        drawn = operand_keys(product_key(matmul.recipe, this.name, key))[at]
-        assert spec is not None
-        casts.append(cast_call(g, spec, of))
-        keys.append(drawn if spec.random_bits else None)
-        names.append(f"axis{axis}")
-    with jax.named_scope("grad_both"), jax.named_scope(".".join(names)):
-        pair = cast_both(g, tuple(keys), casts=tuple(casts))
+    at = [this.sides.index("lhs") for this in passes]
+    axes = [(this.axes.lhs, this.axes.rhs)[i] for this, i in zip(passes, at, strict=True)]
+    specs: Any = [this.spec.lhs for this in passes]
+    blocks = [own.blocks(spec.format) for own, spec in zip(axes, specs, strict=True)]
+    scope = ".".join(f"axis{own.block_axis}" for own in axes)
+    keys = [
+        operand_keys(product_key(matmul.recipe, this.name, key))[i] if spec.random_bits else None
+        for this, i, spec in zip(passes, at, specs, strict=True)
+    ]
+    casts = tuple(cast_call(g, spec, of) for spec, of in zip(specs, blocks, strict=True))
+    with jax.named_scope("grad_both"), jax.named_scope(scope):
+        pair = cast_both(g, tuple(keys), casts=casts)
     sources = ((g, ValuesCall(cast=a, beside=b)) for a, b in (casts, casts[::-1]))
     return [(x, None if any(keys) else source) for x, source in zip(pair, sources, strict=True)]
 
