@@ -144,10 +144,10 @@ class ProductAxes:
         it holds k first. The second value is whether g is the left operand.
         """
         batch, m, n = len(self.lhs.batch), len(self.lhs.kept), len(self.rhs.kept)
-        own, other = (self.lhs, self.rhs) if side == "lhs" else (self.rhs, self.lhs)
+        axes, other = (self.lhs, self.rhs) if side == "lhs" else (self.rhs, self.lhs)
         g = Axes.ordered(batch=batch, kept=m, contracting=n)
         g, other = g if side == "lhs" else g.exchanged(), other.exchanged()
-        return (ProductAxes(other, g), False) if own.k_first else (ProductAxes(g, other), True)
+        return (ProductAxes(other, g), False) if axes.k_first else (ProductAxes(g, other), True)
 
     def blocks(self, *formats: BlockFormat | None) -> list[tuple[int, Blocks]]:
         """For each operand its last contracted axis, counted from the end, and its blocks."""

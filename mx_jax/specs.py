@@ -164,13 +164,13 @@ class MatmulSpec:
 
     def __post_init__(self):
         for side in ("lhs", "rhs"):
-            given = getattr(self, side)
-            if isinstance(given, str | BlockFormat):
-                object.__setattr__(self, side, operand(given))
-            elif not isinstance(given, OperandSpec | None):
+            spec = getattr(self, side)
+            if isinstance(spec, str | BlockFormat):
+                object.__setattr__(self, side, operand(spec))
+            elif not isinstance(spec, OperandSpec | None):
                 raise TypeError(
                     f"MatmulSpec: {side} must be an OperandSpec, a format, its name or None, got "
-                    f"{side}={given!r}; e.g. operand('mxfp4')"
+                    f"{side}={spec!r}; e.g. operand('mxfp4')"
                 )
         if not isinstance(self.transform, Hadamard | None):
             raise TypeError(

@@ -62,13 +62,14 @@ class CacheRows:
         """The same with `rows`, `[batch, tokens, heads, features]`, from a position on: one for
         all, or `[batch]`."""
         batch, heads, length, _ = self.codes.shape
-        given, tokens, own, features = rows.shape
+        sequences, tokens, row_heads, features = rows.shape
         # What is smaller would be written into a part, and the rest be read as it was.
-        if (given, own, features) != (batch, heads, self.features) or tokens > length:
+        if (sequences, row_heads, features) != (batch, heads, self.features) or tokens > length:
             raise ValueError(
                 "KVCache: keys and values must have the cache's batch, heads and features, and no "
-                f"more tokens than it holds, got batch={given}, tokens={tokens}, heads={own}, "
-                f"features={features}; the cache has {batch}, {length}, {heads} and {self.features}"
+                f"more tokens than it holds, got batch={sequences}, tokens={tokens}, "
+                f"heads={row_heads}, features={features}; the cache has {batch}, {length}, "
+                f"{heads} and {self.features}"
             )
         rows = rows.swapaxes(1, 2)
         if (sharding := explicit_axes.explicit_sharding(self.codes)) is not None:
@@ -151,22 +152,22 @@ def _empty_rows(
     """Rows `[batch, heads, length, features]` with nothing in them."""
     *rows, features = shape
     if form is None:
-        codes, scales, own = jnp.zeros(shape, dtype), None, None
+        codes, scales, scale = jnp.zeros(shape, dtype), None, None
     else:
         size = form.block[1]
         assert isinstance(size, int)
         width = packing.packed_length(features, form.element.bits)
         codes = jnp.zeros((*rows, width), jnp.uint8)
         scales = jnp.zeros((*rows, -(-features // size)), form.scale.storage_dtype)
-        own = None
+        scale = None
         if tensor_scale is not None:
-            own = jnp.full((1, 1, 1, 1), tensor_scale, jnp.float32)
+            scale = jnp.full((1, 1, 1, 1), tensor_scale, jnp.float32)
         elif form.tensor_scale:
-            own = jnp.ones((*rows, 1), jnp.float32)
+            scale = jnp.ones((*rows, 1), jnp.float32)
     return CacheRows(
         codes=codes,
         scales=scales,
-        tensor_scale=own,
+        tensor_scale=scale,
         format=form,
         features=features,
         dtype=dtype,
@@ -321,28 +322,28 @@ def row_format(format: FormatLike) -> BlockFormat:
     return form
 
 
-def check_tensor_scales(given: tuple[float, float] | None, form: BlockFormat | None) -> None:
+def check_tensor_scales(scales: tuple[float, float] | None, form: BlockFormat | None) -> None:
     """Raise ValueError for fixed tensor scales that a cache in a format cannot have."""
-    if given is None:
+    if scales is None:
         return
     if form is None or not form.tensor_scale:
         raise ValueError(
             "KVCache: tensor_scales are for formats with a tensor scale, got "
-            f"tensor_scales={given}, format={form and form.name}; leave them out"
+            f"tensor_scales={scales}, format={form and form.name}; leave them out"
         )
-    if len(given) != 2 or not all(0 < scale < float("inf") for scale in given):
+    if len(scales) != 2 or not all(0 < scale < float("inf") for scale in scales):
         raise ValueError(
             "KVCache: needs a finite and positive tensor scale of the keys and one of the values, "
-            f"got tensor_scales={given}"
+            f"got tensor_scales={scales}"
         )
 
 
 # Attention ----------------------------------------------------------------------------------------
 
 
-def needs_four_axes(operation: str, **given: jax.Array) -> None:
+def needs_four_axes(operation: str, **arrays: jax.Array) -> None:
     """Raise ValueError for arrays that are not `[batch, tokens, heads, features]`."""
-    for name, x in given.items():
+    for name, x in arrays.items():
         if x.ndim != 4:
             raise ValueError(
                 f"{operation}: needs {name} as [batch, tokens, heads, features], got "
@@ -452,11 +453,11 @@ def _arrays(x: object) -> dict[str, Any]:
 
 def _with_arrays(target: KVCache | CacheRows, state: Mapping[str, Any]) -> KVCache | CacheRows:
     """What was saved; the target's own fields say what it is."""
-    own = _arrays(target)
-    if own.keys() != state.keys():
+    arrays = _arrays(target)
+    if arrays.keys() != state.keys():
         raise ValueError(
             f"flax.serialization: needs the state of a {type(target).__name__} with the fields "
-            f"{sorted(own)}, got {sorted(state)}; take a target of the same format"
+            f"{sorted(arrays)}, got {sorted(state)}; take a target of the same format"
         )
     restored = {
         name: serialization.from_state_dict(getattr(target, name), part, name)

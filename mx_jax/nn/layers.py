@@ -29,9 +29,9 @@ RNG_STREAM = "quantize"
 AnyRecipe = TypeVar("AnyRecipe", bound=MatmulRecipe)
 
 
-def layer_recipe(given: object, gather: GatherLike, layer: str) -> Recipe:
+def layer_recipe(recipe: object, gather: GatherLike, layer: str) -> Recipe:
     """A layer's recipe by what its fields say; a `gather` of None leaves the recipe's own."""
-    recipe = as_recipe(given, layer, Recipe)
+    recipe = as_recipe(recipe, layer, Recipe)
     return recipe if gather is None else dataclasses.replace(recipe, gather=gather)
 
 
@@ -67,8 +67,10 @@ def on_mesh(
     if mesh.empty:
         return PartitionSpec(*spec)
     # A logical name without a rule shards nothing.
-    axes = ((part, part if isinstance(part, tuple) else (part,)) for part in spec)
-    return PartitionSpec(*(part if {*own} <= {*mesh.axis_names} else None for part, own in axes))
+    known = {*mesh.axis_names}
+    names_of = (part if isinstance(part, tuple) else (part,) for part in spec)
+    pairs = zip(spec, names_of, strict=True)
+    return PartitionSpec(*(part if {*names} <= known else None for part, names in pairs))
 
 
 @contextlib.contextmanager
@@ -182,7 +184,7 @@ def _is_stored(x: object) -> bool:
 
 
 def _state(x: MXArray) -> dict[str, Any]:
-    # Late, as below: whoever imports the layers pays for no reader of checkpoints.
+    # Late, as below: importing the layers loads no reader of checkpoints.
     from mx_jax.checkpoint import wire
 
     state = {
@@ -197,20 +199,20 @@ def _restored(target: MXArray, state: Mapping[str, Any]) -> MXArray:
     """What was saved; its shape must be the target's, its format may be another."""
     from mx_jax.checkpoint import wire
 
-    own = {
+    arrays = {
         wire.CODES: target.codes,
         wire.SCALES: target.scales,
         wire.TENSOR_SCALE: target.tensor_scale,
     }
-    if all(state.get(name) is array for name, array in own.items()):
+    if all(state.get(name) is array for name, array in arrays.items()):
         return target
-    found = wire.from_wire(state)
-    if not isinstance(found, MXArray) or found.shape != target.shape:
+    restored = wire.from_wire(state)
+    if not isinstance(restored, MXArray) or restored.shape != target.shape:
         raise ValueError(
             f"flax.serialization: needs the state of an MXArray of shape={target.shape}, got "
-            f"{type(found).__name__} of shape={getattr(found, 'shape', None)}"
+            f"{type(restored).__name__} of shape={getattr(restored, 'shape', None)}"
         )
-    return found
+    return restored
 
 
 def register_serialization() -> None:

@@ -123,10 +123,10 @@ class _Keyed:
     layer_name: LayerName | None = None
 
     def _keep_stream(self, rngs: nnx.Rngs) -> None:
-        own = None
+        stream = None
         if self.recipe.is_stochastic:
-            own = stream_of_layer(rngs, type(self).__name__, self.recipe)
-        self.rngs = nnx.data(own)
+            stream = stream_of_layer(rngs, type(self).__name__, self.recipe)
+        self.rngs = nnx.data(stream)
 
     def __call__(self, *args: object, **options: object) -> jax.Array:
         """See Flax's layer of the same name."""

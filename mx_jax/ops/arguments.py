@@ -93,7 +93,7 @@ def explicit_mesh(*operands: object) -> AbstractMesh | None:
         # Codes that have a source stay with it.
         leaves = jax.tree.leaves(operands, is_leaf=lambda x: getattr(x, "primal", None) is not None)
         meshes = (jax.typeof(getattr(x, "codes", x)).sharding.mesh for x in leaves)
-        mesh = next((own for own in meshes if not own.empty), mesh)
+        mesh = next((x_mesh for x_mesh in meshes if not x_mesh.empty), mesh)
     return mesh if AxisType.Explicit in mesh.axis_types else None
 
 

@@ -48,10 +48,10 @@ def with_derivative(
 ) -> R:
     """`results` with the derivative of `function(*static, *operands)`, which runs where one is
     taken."""
-    found, result_tree = jax.tree.flatten(results)
+    values, result_tree = jax.tree.flatten(results)
     leaves, tree = jax.tree.flatten(operands)
-    of = _Derivative(function, static, tree, tuple(range(len(found))))
-    return jax.tree.unflatten(result_tree, _linked.bind(*found, *leaves, of=of))
+    of = _Derivative(function, static, tree, tuple(range(len(values))))
+    return jax.tree.unflatten(result_tree, _linked.bind(*values, *leaves, of=of))
 
 
 def _first(*values: jax.Array, of: _Derivative) -> list[jax.Array]:
@@ -63,8 +63,8 @@ def _jvp(
 ) -> Any:
     leaves = primals[of.number :]
     slopes = map(ad.instantiate_zeros, tangents[of.number :])
-    _, found = jax.jvp(of.compute, tuple(leaves), tuple(slopes))
-    return _linked.bind(*primals, of=of), found
+    _, tangents_out = jax.jvp(of.compute, tuple(leaves), tuple(slopes))
+    return _linked.bind(*primals, of=of), tangents_out
 
 
 def _batch(values: Sequence[jax.Array], axes: Sequence[int | None], *, of: _Derivative) -> Any:
@@ -73,14 +73,14 @@ def _batch(values: Sequence[jax.Array], axes: Sequence[int | None], *, of: _Deri
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(values[: of.number], axes, strict=False)
     ]
-    own = tuple(None if axis is None else int(axis) for axis in axes[of.number :])
-    wider = dataclasses.replace(of, batches=(*of.batches, own))
-    found = _linked.bind(*results, *values[of.number :], of=wider)
-    return found, [0] * of.number
+    leaf_axes = tuple(None if axis is None else int(axis) for axis in axes[of.number :])
+    wider = dataclasses.replace(of, batches=(*of.batches, leaf_axes))
+    batched = _linked.bind(*results, *values[of.number :], of=wider)
+    return batched, [0] * of.number
 
 
 def _without_unused(used: Sequence[bool], *others: Any) -> tuple[list[bool], JaxprEqn | None]:
-    """A gradient that nobody asks for is not computed for the one that somebody does."""
+    """The equation without results that nothing reads: an unused gradient is not computed."""
     # JAX 0.12 says something of inputs before the equation.
     eqn: JaxprEqn = others[-1]
     if not any(used):

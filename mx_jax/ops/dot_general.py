@@ -326,7 +326,7 @@ def einsum(
 
 def _parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
     """A letter an axis of both operands and of the product; letters of an ellipsis are upper-case
-    Greek, which nobody types."""
+    Greek, which subscripts cannot hold."""
     if not isinstance(subscripts, str):
         raise TypeError(
             "einsum: subscripts must be a string such as 'mk,kn->mn', got "
@@ -376,9 +376,9 @@ def _num_dots(term: str, ndim: int, text: str) -> int:
 
 def _expand(term: str, ndim: int | None, num_dots: int) -> str:
     """Replace the ellipsis by its letters; shorter ellipses align at the right, as in NumPy."""
-    own = num_dots if ndim is None else ndim - len(term.replace("...", "", 1))
+    count = num_dots if ndim is None else ndim - len(term.replace("...", "", 1))
     letters = "".join(chr(0x0391 + index) for index in range(num_dots))
-    return term.replace("...", letters[num_dots - own :], 1)
+    return term.replace("...", letters[num_dots - count :], 1)
 
 
 def _sum_alone(
@@ -503,7 +503,7 @@ def check_dimension_numbers(
     dimension_numbers: lax.DotDimensionNumbers,
 ) -> tuple[Pair, Pair]:
     """Dimension numbers with non-negative axes, checked against both shapes."""
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     for what, pair in zip(("contracting", "batch"), dimension_numbers, strict=True):
         checked = []
         for side, x, axes in zip(SIDES, (lhs, rhs), pair, strict=True):
@@ -521,8 +521,8 @@ def check_dimension_numbers(
                 f"{left} of sizes {sizes[0]} and rhs.shape={rhs.shape} with {what} axes {right} of "
                 f"sizes {sizes[1]}"
             )
-        found.append((left, right))
-    contracting, batch = found
+        pairs.append((left, right))
+    contracting, batch = pairs
     return contracting, batch
 
 

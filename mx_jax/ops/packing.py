@@ -123,13 +123,13 @@ def _axes(weights: MXArray, contracting: int | Sequence[int] | None, num_batch: 
         axes = blocked
     else:
         several = contracting if isinstance(contracting, Sequence) else (contracting,)
-        given = as_axes(several, "pack_weights", "contracting")
-        if not all(-weights.ndim <= axis < weights.ndim for axis in given):
+        checked = as_axes(several, "pack_weights", "contracting")
+        if not all(-weights.ndim <= axis < weights.ndim for axis in checked):
             raise ValueError(
                 f"pack_weights: axis out of range, got contracting={contracting}, "
                 f"shape={weights.shape}"
             )
-        axes = tuple(sorted(axis % weights.ndim for axis in given))
+        axes = tuple(sorted(axis % weights.ndim for axis in checked))
     if not 0 <= num_batch < weights.ndim or any(axis < num_batch for axis in axes):
         raise ValueError(
             "pack_weights: the contracted axes must come after the batch axes, got "

@@ -50,7 +50,7 @@ from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
 P = ParamSpec("P")
 R = TypeVar("R")
 Operands = tuple[Any, Any]
-# What was cast for two products at once, and how one of them gets the values of its codes.
+# The array that codes were cast from, and the call that gives their values.
 Source = tuple[jax.Array, ValuesCall]
 
 _HIGH = MatmulSpec(lhs=None, rhs=None)
@@ -130,7 +130,7 @@ class QuantizedMatmul:
 
 
 def parted(operand: AnyOperand) -> tuple[jax.Array | None, Quantized | None]:
-    """What has a gradient, and the codes that multiply."""
+    """The value that has a gradient, and the codes that multiply."""
     if not isinstance(operand, Quantized):
         return operand, None
     if operand.primal is None:
@@ -139,20 +139,20 @@ def parted(operand: AnyOperand) -> tuple[jax.Array | None, Quantized | None]:
 
 
 def joined(values: Operands, codes: Operands) -> Operands:
-    """What multiplies: codes, or values that have none."""
-    lhs, rhs = (x if own is None else own for x, own in zip(values, codes, strict=True))
+    """Both operands as they multiply: codes, or values without."""
+    lhs, rhs = (x if of_x is None else of_x for x, of_x in zip(values, codes, strict=True))
     return lhs, rhs
 
 
 def stored_sides(values: Operands, codes: Operands) -> tuple[Side, ...]:
-    """Which operands came quantized; on the left not what this trace quantized: activations."""
+    """The operands that came quantized; on the left not those of this trace: activations."""
     left: tuple[Side, ...] = ("lhs",) if codes[0] is not None and values[0] is None else ()
     return (*left, "rhs") if codes[1] is not None else left
 
 
 def one_program(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates what is computed by one `jit` of its own where nothing is traced, on the devices of
-    what it is given."""
+    """Decorates a function that is one `jit` program where nothing is traced, on the devices of its
+    arguments."""
     # In a trace, a `jit` loses its equations' names (inlined) or takes many lines of the jaxpr.
 
     def decorate(compute: Callable[P, R]) -> Callable[P, R]:
@@ -265,7 +265,7 @@ Types = tuple[CotangentType | None, CotangentType | None]
 
 
 def _backward(matmul: QuantizedMatmul, residuals: Any, g: jax.Array) -> tuple[Any, None, Any]:
-    """The cotangents of what `_differentiable` is given."""
+    """The cotangents of the arguments of `_differentiable`."""
     operands, types, extra = residuals
     results = gradients(matmul, types, operands, g, *extra)
     none = zero_cotangents(extra)  # of integers and keys
@@ -322,17 +322,17 @@ def gradient_pass(
     if matmul.recipe.reduce_dtype is not None and jax.sharding.get_abstract_mesh().manual_axes:
         # Devices of shard_map add up what this returns.
         dtype = reduced_in(dtype, matmul.recipe.reduce_dtype)
-    moves, sides, (own, g_is_lhs) = (None, matmul.moves[side == "lhs"]), SIDES, axes
+    moves, sides, (pass_axes, g_is_lhs) = (None, matmul.moves[side == "lhs"]), SIDES, axes
     if not g_is_lhs:
         moves, sides = moves[::-1], sides[::-1]
-    return MatmulPass(name, getattr(matmul.recipe, name), own, dtype, moves, sides)
+    return MatmulPass(name, getattr(matmul.recipe, name), pass_axes, dtype, moves, sides)
 
 
 def residual_operand(
     this: MatmulPass, operand: AnyOperand, reuses: bool
 ) -> tuple[AnyOperand, MatmulPass]:
-    """What is saved of an operand, as a gradient's pass takes it; and the pass, without a movement
-    that has been made."""
+    """A saved operand as a gradient's pass multiplies it; and the pass, without a movement that has
+    been made."""
     at = this.sides.index("rhs")
     move, spec, axes = this.moves[at], this.spec.rhs, (this.axes.lhs, this.axes.rhs)[at]
     if move is not None and isinstance(operand, MXArray):
@@ -364,8 +364,8 @@ def cast_for_both(
     at = [this.sides.index("lhs") for this in passes]
     axes = [(this.axes.lhs, this.axes.rhs)[i] for this, i in zip(passes, at, strict=True)]
     specs: Any = [this.spec.lhs for this in passes]
-    blocks = [own.blocks(spec.format) for own, spec in zip(axes, specs, strict=True)]
-    scope = ".".join(f"axis{own.block_axis}" for own in axes)
+    blocks = [g_axes.blocks(spec.format) for g_axes, spec in zip(axes, specs, strict=True)]
+    scope = ".".join(f"axis{g_axes.block_axis}" for g_axes in axes)
     keys = [
         operand_keys(product_key(matmul.recipe, this.name, key))[i] if spec.random_bits else None
         for this, i, spec in zip(passes, at, specs, strict=True)
@@ -410,7 +410,7 @@ def in_high_precision(matmul: QuantizedMatmul) -> QuantizedMatmul:
 
 
 def values(operand: AnyOperand) -> jax.Array:
-    """What an operand stands for, in float32 if it is quantized."""
+    """The values of an operand, in float32 if it is quantized."""
     if not isinstance(operand, Quantized):
         return operand
     operand = unpacked(operand)
@@ -484,13 +484,13 @@ def dequantize_operand(x: MXArray, dtype: np.dtype, *, saturates: bool) -> jax.A
 
 
 def as_cast(values: jax.Array, codes: MXArray, spec: OperandSpec) -> MXArray:
-    """Codes that were made of values in plain JAX: a cast to those who look at the program."""
+    """Codes that were made of values in plain JAX, as a cast that captures see."""
     call = cast_call(values, spec, codes.blocks)
     return with_derivative(codes, cast_by_hand, (call,), values, codes)
 
 
 def cast_by_hand(call: QuantizeCall, values: jax.Array, codes: MXArray) -> MXArray:
-    """What the derivative of such a cast is that of: the codes as they are."""
+    """The codes as they are: such a cast has their derivative."""
     return codes
 
 
@@ -557,18 +557,18 @@ def multiply(
 def _sources(
     this: MatmulPass, operands: Operands, source: Source | None
 ) -> list[tuple[jax.Array, ValuesCall] | None]:
-    """What each operand's codes are cast from in this product, and how, where its values may take
-    their place; of a cotangent that was cast before, what it was cast from."""
+    """The array that each operand's codes are cast from, and how it gives values in their place;
+    None where only codes do."""
     results: list[Source | None] = []
     axes = this.axes.lhs, this.axes.rhs
-    for x, spec, own, move, side in zip(
+    for x, spec, x_axes, move, side in zip(
         operands, this.specs, axes, this.moves, this.sides, strict=True
     ):
         is_cast = spec is not None and not isinstance(x, Quantized) and move is None
         if source is not None and side == "lhs":
             results.append((lax.stop_gradient(source[0]), source[1]))
         elif is_cast and spec.prescale == 1.0 and not spec.random_bits:
-            cast = cast_call(x, spec, own.blocks(spec.format))
+            cast = cast_call(x, spec, x_axes.blocks(spec.format))
             results.append((lax.stop_gradient(x), ValuesCall(cast=cast)))
         else:
             results.append(None)
@@ -615,7 +615,7 @@ def transformed(x: AnyOperand, transform: Hadamard, key: Key, axis: int) -> Any:
 
 
 def prescaled(x: jax.Array, spec: OperandSpec) -> jax.Array:
-    """What an operand's spec quantizes: x times its prescale, in x's dtype."""
+    """x times the prescale of its spec, in x's dtype."""
     if spec.prescale == 1.0:
         return x
     product = x * jnp.asarray(spec.prescale, x.dtype)
@@ -647,8 +647,8 @@ def on_automatic_axes(
 
     def compute(values: Operands, codes: Operands, *others: Any) -> jax.Array:
         lhs, rhs = (
-            x if own is None else own if x is None else dataclasses.replace(own, primal=x)
-            for x, own in zip(values, codes, strict=True)
+            x if of_x is None else of_x if x is None else dataclasses.replace(of_x, primal=x)
+            for x, of_x in zip(values, codes, strict=True)
         )
         return run(lhs, rhs, *others)
 

@@ -374,10 +374,10 @@ def store_weights(
     contracting = tuple(axis + num_stacked for axis in axes.contracting)
     if contracting != tuple(sorted(contracting)):
         return stored
-    found, reason = packed_where_they_lie(stored, contracting, num_batch, recipe)
+    weights, reason = packed_where_they_lie(stored, contracting, num_batch, recipe)
     if reason is not None:
         warnings.warn(f"convert.weights: stored as MXArray: {reason}", stacklevel=2)
-    return found
+    return weights
 
 
 def _each(by: Callable[[jax.Array], MXArray], x: jax.Array, num_stacked: int) -> MXArray:

@@ -437,7 +437,7 @@ def expert_ragged_dot(
 
 def _goes_by_row(spec: MatmulSpec) -> bool:
     """Whether a product takes its rows as they are quantized one by one, wherever they lie."""
-    own = spec.lhs
-    if own is None or own.prescale != 1.0 or spec.transform is not None:
+    rows = spec.lhs
+    if rows is None or rows.prescale != 1.0 or spec.transform is not None:
         return False
-    return own.format.block[0] == 1
+    return rows.format.block[0] == 1

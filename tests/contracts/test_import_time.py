@@ -36,8 +36,8 @@ def test_import_takes_little_beside_jax_and_flax():
     times = [
         tuple(map(float, printed(*run, PYTHONDONTWRITEBYTECODE=None).split())) for _ in range(2)
     ]
-    others, own = map(min, zip(*times, strict=True))
-    assert own < 0.2 * others, f"{own:.2f} s, and jax and flax {others:.2f} s"
+    others, each = map(min, zip(*times, strict=True))
+    assert each < 0.2 * others, f"{each:.2f} s, and jax and flax {others:.2f} s"
 
 
 # Lines of the modules of mx_jax that a program of flax.linen imports.

@@ -80,8 +80,8 @@ def record(run: Callable[[], Any]) -> Walk:
         if file is not None:
             entered.append(file)
         if frame.f_code in kernels:
-            found = _stack(frame)
-            way = found if len(found) > len(way) else way
+            result = _stack(frame)
+            way = result if len(result) > len(way) else way
 
     sys.setprofile(follow)
     try:
@@ -121,14 +121,14 @@ def _file(code: CodeType) -> str | None:
 
 
 def _stack(innermost: FrameType) -> list[tuple[str, str]]:
-    found = []
+    result = []
     frame: FrameType | None = innermost
     while frame is not None:
         file = _file(frame.f_code)
         if file is not None:
-            found.append((file, frame.f_code.co_qualname))
+            result.append((file, frame.f_code.co_qualname))
         frame = frame.f_back
-    return found[::-1]
+    return result[::-1]
 
 
 # The walks ----------------------------------------------------------------------------------------
@@ -228,10 +228,10 @@ def main() -> None:
     for walk in WALKS:
         if walk.__name__ in (options.walks or names()):
             with walk() as run:
-                found = record(run)
-            print(json.dumps({walk.__name__: found.counts()}))
+                result = record(run)
+            print(json.dumps({walk.__name__: result.counts()}))
             if options.draw:
-                print(draw(found))
+                print(draw(result))
 
 
 if __name__ == "__main__":

@@ -60,8 +60,8 @@ def test_mxfp4_is_the_product_of_casts(rng: np.random.Generator):
         quantize = functools.partial(mx_jax.quantize, format=spec.format, scale_rule="even")
         axes = [(-1, max(rhs.ndim - 2, 0)) for _, rhs in pairs]
         return [
-            tuple(quantize(x, axis=axis) for x, axis in zip(pair, own, strict=True))
-            for pair, own in zip(pairs, axes, strict=True)
+            tuple(quantize(x, axis=axis) for x, axis in zip(pair, each, strict=True))
+            for pair, each in zip(pairs, axes, strict=True)
         ]
 
     for index, actual, operands in zip(picked, run(pairs), cast(pairs), strict=True):

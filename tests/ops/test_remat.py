@@ -36,20 +36,20 @@ KEPT = dataclasses.replace(recipes.mxfp8(), name="codes kept", residuals="quanti
 
 def counts(function: Callable[..., Any], *args: Any) -> collections.Counter[str]:
     """How often a program does what: names, primitives."""
-    found = collections.Counter()
+    result = collections.Counter()
     for site in walk(jax.make_jaxpr(function)(*args)):
         name = site.eqn.primitive.name
-        found[site.eqn.params.get("name") or name] += site.times
+        result[site.eqn.params.get("name") or name] += site.times
         if name == "convert_element_type":
             aval: Any = site.eqn.outvars[0].aval
-            found[f"to {aval.dtype}"] += site.times
-    return found
+            result[f"to {aval.dtype}"] += site.times
+    return result
 
 
 def casts(function: Callable[..., Any], *args: Any) -> int:
     """Casts of one operand; those of groups encode in plain JAX."""
-    found = counts(function, *args)
-    return found["mx_quantize"] + 2 * found["mx_quantize_both"] + found["to uint8"]
+    result = counts(function, *args)
+    return result["mx_quantize"] + 2 * result["mx_quantize_both"] + result["to uint8"]
 
 
 def layer(x: jax.Array, w: jax.Array, recipe: Recipe) -> jax.Array:
@@ -153,8 +153,8 @@ def test_two_casts_in_one_are_kept_too(policy: str, expected: int):
         return jnp.sin(rows.dequantize() + columns.dequantize() + w[0])
 
     with mx_jax.only_backend("cpu_ffi"):
-        found = counts(gradients(jax.checkpoint(run, policy=POLICIES[policy])), X, W)
-    assert found["mx_quantize_both"] == expected
+        result = counts(gradients(jax.checkpoint(run, policy=POLICIES[policy])), X, W)
+    assert result["mx_quantize_both"] == expected
 
 
 def test_the_same_gradients(rng: np.random.Generator):
