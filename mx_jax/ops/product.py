@@ -124,7 +124,7 @@ class QuantizedMatmul:
             return _differentiable(self, *operands)
         # custom_vjp costs more than the product of concrete operands.
         values, codes, extra = operands
-        return forward(
+        return forward_program(
             self, self.output, joined(values, codes), *extra, stored_sides(values, codes)
         )
 
@@ -174,7 +174,6 @@ def one_program(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 # Forward ------------------------------------------------------------------------------------------
 
 
-@one_program("matmul", "this", "stored")
 def forward(
     matmul: QuantizedMatmul,
     this: MatmulPass,
@@ -191,6 +190,9 @@ def forward(
         sources = functools.partial(_sources, this, operands, source)
         product = matmul.multiplier(matmul, this, codes, sizes, stored, sources)
         return unscaled(product, this, operands)
+
+
+forward_program = one_program("matmul", "this", "stored")(forward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -210,7 +212,7 @@ def _forward(
     operands = joined(values, codes)
     if matmul.recipe.kept_as_codes:
         operands = kept(matmul, operands, *extra)
-    result = forward(matmul, matmul.output, operands, *extra, stored_sides(values, codes))
+    result = forward_program(matmul, matmul.output, operands, *extra, stored_sides(values, codes))
     # A gradient multiplies what is kept of the other operand: codes have no derivative.
     exact = [
         no_derivative(value) if value is not None and isinstance(x, Quantized) else x
