@@ -8,7 +8,6 @@ examples:
     python -m mx_jax inspect small.safetensors
     python -m mx_jax inspect small.safetensors --reference model.safetensors
     python -m mx_jax inspect model.gguf --only '.*attn.*' --json
-    python -m mx_jax inspect small.safetensors --html report.html
 """
 
 import argparse
@@ -18,11 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint.writers import replacing
-from mx_jax.commands.output import print_table, say, watched
-from mx_jax.commands.stream import add_command, check_replaceable
+from mx_jax.commands.output import print_table, watched
+from mx_jax.commands.stream import add_command
 from mx_jax.inspect.facts import TensorFacts, facts_of, size
-from mx_jax.inspect.report import checkpoint_page
 
 _COLUMNS = ("tensor", "format", "shape", "size", "bits", "amax", "zeros %", "at limit %", "scales")
 
@@ -36,23 +33,10 @@ def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
     )
     parser.add_argument("--only", metavar="PATTERN", help="tensors whose whole name matches")
     parser.add_argument("--json", action="store_true", help="print it as JSON")
-    parser.add_argument(
-        "--html", metavar="PAGE", type=Path, help="write a page, as inspect.report does"
-    )
-    parser.add_argument("--force", action="store_true", help="replace PAGE if it is there")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
-    page = options.html
-    if page is not None and not page.parent.is_dir():
-        raise ValueError(f"{page} must be a file in a folder that is there")
-    if page is not None and page.exists():
-        for path in (options.file, options.reference):
-            if path is not None:
-                check_replaceable(page, path)
-        if page.is_dir() or not options.force:
-            raise ValueError(f"{page} is there already; replace a file with --force")
     weights = checkpoint.read(options.file, layout=options.layout)
     reference = None if options.reference is None else checkpoint.read(options.reference)
     only = options.only
@@ -63,14 +47,9 @@ def run(options: argparse.Namespace) -> int:
     if not names and only is not None:
         raise ValueError(f"--only {only!r} matches none of the {len(weights)} tensors")
     found = facts_of(weights, names, reference, operation="inspect", progress=watched())
-    if page is not None:
-        compared = None if reference is None else str(options.reference)
-        with replacing(page, replace=options.force) as file:
-            file.write(checkpoint_page(str(options.file), found, compared).encode())
-        say(f"{page}: {len(found)} tensors")
     if options.json:
         print(json.dumps({"tensors": [facts.as_json() for facts in found]}, indent=1))
-    elif page is None:
+    else:
         _print(found, reference is not None)
     return 0
 

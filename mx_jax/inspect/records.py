@@ -1,17 +1,15 @@
-"""Records of a capture, the names that they go by, and its sinks."""
+"""Records of a capture, and the names that they go by."""
 
-import collections
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
 from mx_jax.axes import GRADIENT, Pass, Side
+from mx_jax.inspect import statistics
 
 _TENSORS: dict[tuple[str, str], str] = {
     ("output", "lhs"): "input",
@@ -106,172 +104,67 @@ class Record:
         return self.tag.path + "".join(f"[{number}]" for number in self.index)
 
     def as_json(self) -> dict[str, Any]:
-        """What a line of JSON holds; arrays are left out."""
-        stats = {name: _number(value) for name, value in self.stats.items()}
+        """For `json.dumps`, to write a line of a file or of a database; without the arrays."""
+        stats = {
+            name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in self.stats.items()
+        }
         place = {"step": self.step, "index": list(self.index), "order": list(self.order)}
         return {**place, **dataclasses.asdict(self.tag), **stats}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scalar:
-    """A number of a step: a loss, a norm.
+class Records(dict[Tag, list[Record]]):
+    """What a capture recorded: a mapping from each tag to its records, as they came. Print it: a
+    table has the worst record of each operand, those with the lowest SQNR first.
 
-    Attributes:
-      name: what it is.
-      step: of training; without one, how many numbers of the name came before.
-      value: the number.
-
-    Examples:
-      >>> import mx_jax
-      >>> step = mx_jax.inspect.capture(lambda x: x * x)
-      >>> for x in (2.0, 1.0):
-      ...     step.scalar("loss", step(x))
-      >>> [(number.step, number.value) for number in step.records.scalars["loss"]]
-      [(0, 4.0), (1, 1.0)]
-    """
-
-    name: str
-    step: int
-    value: float
-
-    def as_json(self) -> dict[str, Any]:
-        """What a line of JSON holds."""
-        return {"step": self.step, "scalar": self.name, "value": _number(self.value)}
-
-
-def from_json(fields: Mapping[str, Any]) -> Record | Scalar:
-    """The record of a line of JSON; ValueError if it is none."""
-    try:
-        if "scalar" in fields:
-            return Scalar(
-                name=fields["scalar"], step=int(fields["step"]), value=float(fields["value"])
-            )
-        rest = dict(fields)
-        names = [field.name for field in dataclasses.fields(Tag)]
-        tag = Tag(**{name: rest.pop(name) for name in names})
-        return Record(
-            tag=tag,
-            step=int(rest.pop("step")),
-            index=tuple(rest.pop("index")),
-            order=tuple(rest.pop("order")),
-            stats={name: _read(value) for name, value in rest.items()},
-        )
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"no record of a capture: {error!r} in {dict(fields)}") from error
-
-
-def _number(value: object) -> Any:
-    """JSON has no Inf and no NaN."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _read(value: object) -> Any:
-    """Numbers that JSON has as strings; its keys always are."""
-    if isinstance(value, dict):
-        return {int(key): own for key, own in value.items()}
-    return float(value) if isinstance(value, str) else value
-
-
-class Sink(Protocol):
-    """Takes the records of a capture.
-
-    Examples:
-      >>> import mx_jax
-      >>> class Largest:
-      ...     def __init__(self):
-      ...         self.found = float("-inf")
-      ...     def write(self, record):
-      ...         self.found = max(self.found, getattr(record, "value", self.found))
-      ...     def close(self):
-      ...         print("largest:", self.found)
-      >>> step = mx_jax.inspect.capture(lambda loss: loss, sink=Largest())
-      >>> for loss in (4.0, 9.5, 3.0):
-      ...     step.scalar("loss", step(loss))
-      >>> step.close()
-      largest: 9.5
-    """
-
-    def write(self, record: Record | Scalar) -> None:
-        """Take a record; called from the thread that runs callbacks, one at a time."""
-
-    def close(self) -> None:
-        """The capture ends; it may begin again."""
-
-
-class Memory(dict[Tag, list[Record]]):
-    """Records in memory: a mapping from each tag to its records, as they came.
-
-    Attributes:
-      scalars: numbers by name.
+    In a long run take them out: `records.all()`, then `records.clear()`.
 
     Examples:
       >>> import jax.numpy as jnp, mx_jax
       >>> layer = mx_jax.inspect.capture(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8"))
-      >>> _ = layer(jnp.ones((4, 64)), jnp.ones((64, 8)))
-      >>> print(*(tag.tensor for tag in layer.records))
-      input weight product
+      >>> _ = layer(jnp.ones((4, 64)), 1.1 * jnp.ones((64, 8)))
+      >>> print(layer.records)
+      operand                format      step  amax  underflow  saturation  nonfinite_blocks  ...
+      unnamed output weight  mxfp8_e4m3     0   1.1          0           0                 0  ...
+      unnamed output input   mxfp8_e4m3     0     1          0           0                 0  ...
     """
 
-    def __init__(self):
-        super().__init__()
-        self.scalars: dict[str, list[Scalar]] = collections.defaultdict(list)
+    def all(self) -> list[Record]:
+        """All records: steps in order, and within a step the order of the program."""
+        records = (record for each in self.values() for record in each)
+        return sorted(records, key=lambda record: (record.step, record.order))
 
     def __repr__(self) -> str:
         records = self.all()
         span = f", steps {records[0].step} to {records[-1].step}" if records else ""
-        numbers = f"; numbers: {', '.join(self.scalars)}" if self.scalars else ""
-        return f"<Memory: {len(records)} records of {len(self)} tags{span}{numbers}>"
+        return f"<Records: {len(records)} of {len(self)} tags{span}>"
 
-    def all(self) -> list[Record]:
-        """All records: steps in order, and within a step the order of the program."""
-        records = (record for own in self.values() for record in own)
-        return sorted(records, key=lambda record: (record.step, record.order))
+    def __str__(self) -> str:
+        worst: dict[tuple[Tag, tuple[int, ...]], Record] = {}
+        for record in sorted(self.all(), key=_badness):
+            worst.setdefault((record.tag, record.index), record)
+        numbers = [row.shown for row in statistics.TABLE if row.shown]
+        numbers = [name for name in numbers if any(name in own.stats for own in worst.values())]
+        rows = [["operand", "format", "step", *numbers]]
+        for record in worst.values():
+            tag = record.tag
+            call = f" call {tag.call}" if tag.call else ""
+            operand = f"{record.path} {tag.product} {tag.tensor}{call}"
+            cells = (f"{record.stats.get(name, math.nan):.3g}" for name in numbers)
+            rows.append([operand, tag.format, str(record.step), *cells])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        justify = [str.ljust, str.ljust, *[str.rjust] * (len(numbers) + 1)]
+        lines = (
+            [fit(cell, width) for fit, cell, width in zip(justify, row, widths, strict=True)]
+            for row in rows
+        )
+        return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
-    def write(self, record: Record | Scalar) -> None:
-        """Keep it."""
-        if isinstance(record, Scalar):
-            self.scalars[record.name].append(record)
-        else:
-            self.setdefault(record.tag, []).append(record)
 
-    def close(self) -> None:
-        """Nothing ends."""
-
-
-class Jsonl:
-    """A file with a line of JSON for each record: what `report` reads. Written as it comes.
-
-    Args:
-      path: of the file; what it holds stays, so that a run that is resumed goes on.
-
-    Examples:
-      >>> import pathlib, tempfile, mx_jax
-      >>> path = pathlib.Path(tempfile.mkdtemp(), "run.jsonl")
-      >>> step = mx_jax.inspect.capture(lambda x: x, sink=mx_jax.inspect.Jsonl(path))
-      >>> step.scalar("loss", step(2.5))
-      >>> step.close()
-      >>> print(path.read_text().strip())
-      {"step": 0, "scalar": "loss", "value": 2.5}
-    """
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self._file: Any = None
-
-    def write(self, record: Record | Scalar) -> None:
-        """Append it; below `shard_map` one record has the numbers of all devices."""
-        if isinstance(record, Record) and any(record.shard.values()):
-            return
-        if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(record.as_json(), allow_nan=False) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+def _badness(record: Record) -> tuple[float, float]:
+    """Where a record stands in the table: with NaN and Inf first, then by its SQNR."""
+    sqnr = record.stats.get("sqnr_db", math.inf)
+    return -record.stats.get("nonfinite_blocks", 0), math.inf if math.isnan(sqnr) else sqnr
 
 
 # Names of scopes: where in a model an equation is, and of which product ---------------------------

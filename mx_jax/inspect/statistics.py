@@ -8,7 +8,7 @@ one's power of two: gradients of 1e-25 have an SQNR too.
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,32 +30,6 @@ Stats = Mapping[str, Any]
 NUM_CHANNELS = 8
 # What float32's exponent field says of 1.
 _ONE = 127
-# Beyond these a report has a sentence: shares of values, a ratio of amaxes, dB below the first.
-_SATURATED, _UNDERFLOWN, _OUTLYING, _LOST_DB = 0.1, 0.3, 30.0, 6.0
-# Less saturates in healthy runs: 3.5 % of normal values in NVFP4. So less is reported if it grew.
-_MORE_SATURATED, _GROWN = 0.02, 3
-
-
-class Column(NamedTuple):
-    """A number of `Record.stats` as tables have it."""
-
-    number: str
-    heading: str
-    # What tables for people have in its place.
-    shown: Callable[[Stats], float | None] | None = None
-
-    def text(self, stats: Stats, digits: int = 3) -> str:
-        value = stats.get(self.number) if self.shown is None else self.shown(stats)
-        return "" if value is None or math.isnan(value) else f"{value:.{digits}g}"
-
-
-class Plot(NamedTuple):
-    """A number over steps, a section of a report; the sign is 1 if low is bad, -1 if high is."""
-
-    heading: str
-    number: str
-    unit: str
-    sign: int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,35 +45,14 @@ class Statistic:
     # Computes them of a cast: of the values, of what they became, and the channels' axis.
     # None: `reference.statistics` has them, and kernels may, or `of_product`.
     arrays: Callable[[jax.Array, MXArray, int], Raw] | None = None
-    columns: tuple[Column, ...] = ()  # those of the numbers that tables hold
-    # What a report says of a record with the first of them, if anything; of its numbers,
-    # and of the first finite ones that the same operand had.
-    finding: Callable[[Stats, Stats], str | bool] = lambda stats, first: False
-    plot: Plot | None = None  # a section of a report
+    shown: str | None = None  # which of the numbers tables have
     needs_before: bool = False  # whether it compares with the values before the cast
-
-
-def nonfinite(stats: Stats) -> int:
-    """Blocks with Inf or NaN; of a product, entries."""
-    return stats.get("nonfinite_blocks", stats.get("nonfinite", 0))
-
-
-def decibel(stats: Stats) -> float:
-    """The SQNR of an operand, or of a product against float32; Inf where it is not known."""
-    if stats.get("error", 0) > 0:
-        return -20 * math.log10(stats["error"])
-    sqnr = stats.get("sqnr_db", math.inf)
-    return math.inf if math.isnan(sqnr) else sqnr
 
 
 def _ratio(over: float, under: float) -> float:
     if under == 0:
         return math.nan if over == 0 else math.inf
     return over / under
-
-
-def _percent(number: str) -> Callable[[Stats], float | None]:
-    return lambda stats: 100 * stats[number] if number in stats else None
 
 
 def _scales(raw: Stats) -> dict[str, Any]:
@@ -146,65 +99,41 @@ TABLE = (
         name="amax",
         joins={"amax": "max"},
         of=lambda raw: {"amax": float(raw["amax"])},
-        columns=(Column("amax", "amax"),),
+        shown="amax",
     ),
     Statistic(name="scales", joins={"exponents": "sum"}, of=_scales),
     Statistic(
         name="underflow",
         joins={"underflow": "sum"},
         of=lambda raw: {"underflow": float(raw["underflow"]) / float(raw["size"])},
-        columns=(Column("underflow", "zero %", _percent("underflow")),),
-        finding=lambda stats, first: (
-            stats["underflow"] > _UNDERFLOWN
-            and f"loses {stats['underflow']:.0%} of its values to zero"
-        ),
+        shown="underflow",
         needs_before=True,
     ),
     Statistic(
         name="saturation",
         joins={"saturated": "sum"},
         of=lambda raw: {"saturation": float(raw["saturated"]) / float(raw["size"])},
-        columns=(Column("saturation", "sat. %", _percent("saturation")),),
-        finding=lambda stats, first: (
-            stats["saturation"]
-            > min(_SATURATED, max(_MORE_SATURATED, _GROWN * first.get("saturation", 0)))
-            and f"saturates in {stats['saturation']:.1%} of its values"
-        ),
+        shown="saturation",
         needs_before=True,
     ),
     Statistic(
         name="nonfinite",
         joins={"bad_blocks": "sum", "blocks": "sum"},
         of=lambda raw: {"nonfinite_blocks": int(raw["bad_blocks"]), "blocks": int(raw["blocks"])},
-        columns=(Column("nonfinite_blocks", "bad", lambda stats: nonfinite(stats) or None),),
-        finding=lambda stats, first: (
-            stats["nonfinite_blocks"] > 0
-            and f"has Inf or NaN in {stats['nonfinite_blocks']} blocks"
-        ),
+        shown="nonfinite_blocks",
     ),
     Statistic(
         name="sqnr",
         joins={"signal": "squares", "noise": "squares"},
         of=_sqnr,
-        columns=(Column("sqnr_db", "dB", decibel),),
-        finding=lambda stats, first: (
-            math.isfinite(stats["sqnr_db"])
-            and first["sqnr_db"] - stats["sqnr_db"] > _LOST_DB
-            and f"lost {first['sqnr_db'] - stats['sqnr_db']:.0f} dB of SQNR since its first step"
-        ),
-        plot=Plot("SQNR by layer", "sqnr_db", "dB", 1),
+        shown="sqnr_db",
         needs_before=True,
     ),
     Statistic(
         name="channels",
         joins={"channel_amax": "max"},
         of=_channels,
-        columns=(Column("outlier_ratio", "outlier"),),
-        finding=lambda stats, first: (
-            _OUTLYING < stats["outlier_ratio"] < math.inf
-            and f"has an outlier: channel {stats['channels'][0][0]} is "
-            f"{stats['outlier_ratio']:.0f} times the median"
-        ),
+        shown="outlier_ratio",
     ),
     Statistic(
         name="error",
@@ -217,7 +146,6 @@ TABLE = (
             "noise": "squares",
         },
         of=_error,
-        plot=Plot("Error of products by layer", "error", "|exact - actual| / |exact|", -1),
     ),
 )
 STATISTICS = tuple(row.name for row in TABLE)

@@ -179,8 +179,8 @@ def test_a_device_is_not_replaced(file: Path, cli: Cli):
     """A pipe here: a test that fails would leave the machine without the device."""
     pipe = file.with_name("pipe.safetensors")
     os.mkfifo(pipe)
-    for words in (["quantize", file, pipe, "--format", "mxfp4"], ["inspect", file, "--html", pipe]):
-        assert f"{pipe} is a device or a pipe" in cli.error(*words, "--force")
+    words = ("quantize", file, pipe, "--format", "mxfp4", "--force")
+    assert f"{pipe} is a device or a pipe" in cli.error(*words)
     assert pipe.is_fifo()
 
 

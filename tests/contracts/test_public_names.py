@@ -52,10 +52,9 @@ PUBLIC = {
         KVCache join_stored linen nnx split_stored
     """,
     "mx_jax.inspect": """
-        Explanation Jsonl Memory NonFiniteError Record
-        Captured STATISTICS Scalar Sink Tag capture
-        explain guard report saturated_fraction
-        sqnr_db
+        Captured Explanation NonFiniteError Record Records
+        STATISTICS Tag capture explain guard
+        saturated_fraction sqnr_db
     """,
     "mx_jax.sharding": """
         Dispatched Gather Specs all_to_all device_put dispatch ppermute spec_for

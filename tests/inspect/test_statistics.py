@@ -5,6 +5,7 @@ The error of large products comes from a fixed sample of their entries.
 
 import dataclasses
 import functools
+import json
 import math
 import re
 from typing import Any
@@ -51,7 +52,7 @@ def drawn(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> np.ndarray:
     return (values * scale).astype(np.float32)
 
 
-def step_of(recipe, stats=EVERYTHING, scale=1.0) -> inspect.Memory:
+def step_of(recipe, stats=EVERYTHING, scale=1.0) -> inspect.Records:
     """Records of a product and its gradients."""
     key = jax.random.key(0) if recipe.is_stochastic else None
 
@@ -228,16 +229,13 @@ def test_sharded_operands_are_recorded_as_whole_ones_are(kind, whole):
 @pytest.mark.parametrize(
     "check", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["vma", "no vma"]
 )
-def test_below_shard_map_each_device_gives_its_part(whole, check, tmp_path):
+def test_below_shard_map_each_device_gives_its_part(whole, check):
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     specs: dict[str, Any] = {
         "in_specs": (P("data"), P(None, "model")),
         "out_specs": P("data", "model"),
     }
     run = jax.shard_map(matmul, mesh=mesh, check_vma=check, **specs)
-    lines = inspect.Jsonl(tmp_path / "run.jsonl")
-    captured(run, X, W, stats=EVERYTHING, sink=lines)
-    lines.close()
     found = by_tensor(run, X, W)
     for name, parts in found.items():
         assert [part.shard for part in parts] == [
@@ -253,8 +251,6 @@ def test_below_shard_map_each_device_gives_its_part(whole, check, tmp_path):
             # Statistics are of all devices; without types nothing says what is a replica.
             if check or name == "product":
                 same_numbers(part, whole[name])
-    written = (tmp_path / "run.jsonl").read_text().splitlines()
-    assert len(written) == len(found), "numbers are written once"
 
 
 def test_lanes_of_vmap_are_one_operand_along_an_axis_in_front(whole):
@@ -320,6 +316,27 @@ def test_samples_of_any_product(function, left, right, monkeypatch):
     for name, record in products(function, x, w).items():
         assert record.stats["compared"] < record.stats["entries"]
         assert record.stats["error"] == pytest.approx(whole[name].stats["error"], rel=0.3)
+
+
+TAG = inspect.Tag(path="up", product="output", side="lhs", axis=-1, format="mxfp4", rule="even")
+
+
+def test_records_print_the_worst_of_each_operand_and_are_lines_of_json():
+    records = inspect.Records()
+    assert repr(records) == "<Records: 0 of 0 tags>"
+    numbers = [(0, {"amax": 1.5, "sqnr_db": 20.0}), (1, {"amax": 3.0, "sqnr_db": 12.0})]
+    records[TAG] = [inspect.Record(tag=TAG, step=step, stats=own) for step, own in numbers]
+    down = dataclasses.replace(TAG, path="down", side="rhs", call=1)
+    bad = {"nonfinite_blocks": 2, "sqnr_db": math.inf, "scales": {-3: 7}}
+    records[down] = [inspect.Record(tag=down, step=1, index=(4,), stats=bad)]
+    assert repr(records) == "<Records: 3 of 2 tags, steps 0 to 1>"
+    assert [line.split() for line in str(records).splitlines()] == [
+        ["operand", "format", "step", "amax", "nonfinite_blocks", "sqnr_db"],
+        ["down[4]", "output", "weight", "call", "1", "mxfp4", "1", "nan", "2", "inf"],
+        ["up", "output", "input", "mxfp4", "1", "3", "nan", "12"],
+    ]
+    line = json.loads(json.dumps(records[down][0].as_json(), allow_nan=False))
+    assert line["scales"] == {"-3": 7} and line["sqnr_db"] == "inf" and line["index"] == [4]
 
 
 @pytest.mark.parametrize("size", [4.0, 2.0**100, 2.0**-100], ids=["1", "large", "small"])
