@@ -1,6 +1,6 @@
 """Tensors before and after quantization, or statistics of them, from a function as it runs.
 
-The function's program is rewritten: behind each cast and product stands what observes it.
+The function's program is rewritten: behind each cast stands what observes it.
 """
 
 import collections
@@ -51,19 +51,15 @@ def capture(
 ) -> "Captured[P, R]":
     """A function that records what quantization does to the operands of its products.
 
-    Each operand that is cast gives one record, forward and backward, and so does each product:
-    under `jit`, `grad`, `vmap` (lanes are one operand), `scan`, `jax.checkpoint` (what is computed
-    again is not recorded again), `shard_map` and with sharded inputs. So what is captured is a
-    whole train step, with the gradient in it. Its program is traced as `jax.jit` does it, and
-    rewritten: results are the same bits. What it does not use of a product is not recorded.
+    Each operand that is cast gives one record, forward and backward: under `jit`, `grad`, `vmap`
+    (lanes are one operand), `scan`, `jax.checkpoint` (what is computed again is not recorded
+    again), `shard_map` and with sharded inputs. So what is captured is a whole train step, with the
+    gradient in it. Its program is traced as `jax.jit` does it, and rewritten: results are the same
+    bits. What it does not use of a product is not recorded.
 
     Products are named by their scopes, as in `explain`: Flax's modules and `jax.named_scope`. In
     loops the index is counted. Modules of flax.nnx among the arguments are updated as by the
     function itself. Statistics are computed where the arrays are; `STATISTICS` says what there are.
-
-    Of an operand that came quantized, such as a stored weight, the rule is `"stored"`. It has no
-    `underflow`, `saturation`, `sqnr` and `before`: what it was is not known. The error of its
-    product is that of the other operand's cast.
 
     Args:
       function: what runs: a step, jitted or not. A call that is not due calls it as it is.
@@ -142,7 +138,7 @@ class Captured(Generic[P, R]):
       >>> for _ in range(3):
       ...     _ = layer(jnp.ones((4, 64)), jnp.ones((64, 8)))
       >>> layer.records
-      <Records: 6 of 3 tags, steps 0 to 2>
+      <Records: 4 of 2 tags, steps 0 to 2>
     """
 
     def __init__(
@@ -213,12 +209,12 @@ class Captured(Generic[P, R]):
     def _plan(self, entries: Sequence[Entry]) -> Plan:
         """What is wanted of the entries; if there are any and nothing is, it warns."""
         plan = [
-            (own.where, dataclasses.replace(own, looks=looks))
-            for own in entries
-            if (looks := tuple(look for look in own.looks if self.wants(look.tag)))
+            (entry.where, dataclasses.replace(entry, casts=casts))
+            for entry in entries
+            if (casts := tuple(x for x in entry.casts if self.wants(x[0])))
         ]
         if entries and not plan:
-            refused = dict.fromkeys(look.tag.path for own in entries for look in own.looks)
+            refused = dict.fromkeys(tag.path for entry in entries for tag, _ in entry.casts)
             paths = ", ".join(repr(path) for path in list(refused)[:_PATHS_IN_WARNING])
             hint = "; a regular expression must match a whole path"
             warnings.warn(

@@ -30,10 +30,10 @@ class Tag:
       product: `"output"`, or the product that gives the gradient of the left operand
         (`"grad_input"`) or of the right one (`"grad_weight"`).
       side: `"lhs"` or `"rhs"`, as the recipe has them: of a gradient's product, lhs is the incoming
-        gradient. None: the product itself.
-      axis: that blocks lie along, from the end; None for a product.
-      format: name of the block format; of a product, of both operands.
-      rule: name of the scale rule, likewise; `"stored"` of an operand that came quantized.
+        gradient.
+      axis: that blocks lie along, from the end.
+      format: name of the block format.
+      rule: name of the scale rule.
       call: which use of the module in its function, from 0.
 
     Examples:
@@ -46,28 +46,26 @@ class Tag:
 
     path: str
     product: Pass
-    side: Side | None
-    axis: int | None
+    side: Side
+    axis: int
     format: str
     rule: str
     call: int = 0
 
     @property
     def tensor(self) -> str:
-        """What is quantized: the layer's `"input"`, its `"weight"`, or the incoming `"gradient"`;
-        `"product"` for a product."""
-        return "product" if self.side is None else _TENSORS[self.product, self.side]
+        """What is quantized: the `"input"`, the `"weight"`, or the incoming `"gradient"`."""
+        return _TENSORS[self.product, self.side]
 
     def __str__(self) -> str:
         call = f" call {self.call}" if self.call else ""
-        own = "" if self.side is None else f" {self.side}"
-        axis = "" if self.axis is None else f" axis {self.axis}"
-        return f"{self.path} {self.product}{own} {self.format} {self.rule}{axis}{call}"
+        how = f"{self.format} {self.rule} axis {self.axis}"
+        return f"{self.path} {self.product} {self.side} {how}{call}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Record:
-    """One operand of one product, or the product, at one step.
+    """One operand of one product at one step.
 
     Attributes:
       tag: what it is.
@@ -76,9 +74,8 @@ class Record:
       stats: statistics by name: see `capture`.
       order: records of one step, sorted by it, are in the order of the program.
       shard: whose the arrays are below `shard_map`: the device's index along each axis of the mesh.
-      before: the values, if arrays were asked for, lanes of `vmap` along axes in front; None of an
-        operand that came quantized.
-      after: what the cast made of them, in float32; of a product, what it is.
+      before: the values, if `stats` has `"arrays"`, lanes of `vmap` along axes in front; else None.
+      after: what the cast made of them, in float32.
 
     Examples:
       >>> from mx_jax.inspect import Record, Tag
@@ -188,12 +185,12 @@ class Place(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A product, or an operand of one that is cast."""
+    """An operand of a product that is cast."""
 
     path: str
     product: Pass
-    side: Side | None
-    axis: int | None  # that the blocks of a cast lie along
+    side: Side
+    axis: int  # that the blocks lie along
 
 
 def names_of(scope: str) -> list[str]:
@@ -213,12 +210,6 @@ def is_again(scope: str) -> bool:
     return _AGAIN in scope
 
 
-def product_of(scope: str) -> Part | None:
-    """The product that a scope is of, or None."""
-    *outer, last = names_of(scope) or [""]
-    return _part(outer, cast(Pass, last)) if last in _PRODUCTS else None
-
-
 def casts_of(scope: str) -> Iterator[Part]:
     """The operand that each cast of an equation of this scope casts; none if it is nobody's."""
     names = names_of(scope)
@@ -233,8 +224,6 @@ def casts_of(scope: str) -> Iterator[Part]:
                 yield _part(outer, name, "lhs", int(found[i + 1]))
 
 
-def _part(
-    outer: list[str], product: Pass, side: Side | None = None, axis: int | None = None
-) -> Part:
+def _part(outer: list[str], product: Pass, side: Side, axis: int) -> Part:
     path = "/".join(filter(None, dict.fromkeys(outer)))
     return Part(path or UNNAMED, product, side, axis)

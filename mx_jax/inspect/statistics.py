@@ -1,4 +1,4 @@
-"""Statistics of casts and products: one row of `TABLE` for each, with all that is its own.
+"""Statistics of casts: one row of `TABLE` for each, with all that is its own.
 
 On the device a statistic is a few sums and maxima, so that those of vmap's lanes and of shards add
 up to those of the whole; the host makes numbers of them. Squares are of values over the largest
@@ -23,7 +23,7 @@ from mx_jax.codecs.explicit_axes import varying
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.quantize import dequantize
 from mx_jax.reference import statistics as plain
-from mx_jax.reference.statistics import Raw, count, exponent, power, relative, total
+from mx_jax.reference.statistics import Raw, exponent, power
 
 Stats = Mapping[str, Any]
 
@@ -43,10 +43,9 @@ class Statistic:
     # Numbers for `Record.stats`, of these arrays and `size` on the host.
     of: Callable[[Stats], dict[str, Any]]
     # Computes them of a cast: of the values, of what they became, and the channels' axis.
-    # None: `reference.statistics` has them, and kernels may, or `of_product`.
+    # None: `reference.statistics` has them, and kernels may.
     arrays: Callable[[jax.Array, MXArray, int], Raw] | None = None
     shown: str | None = None  # which of the numbers tables have
-    needs_before: bool = False  # whether it compares with the values before the cast
 
 
 def _ratio(over: float, under: float) -> float:
@@ -83,17 +82,6 @@ def _channels(raw: Stats) -> dict[str, Any]:
     }
 
 
-def _error(raw: Stats) -> dict[str, Any]:
-    exact, actual = float(raw["exact"]), float(raw["actual"])
-    return {
-        "error": math.sqrt(_ratio(float(raw["noise"]), exact)),
-        "cosine": _ratio(float(raw["dot"]), math.sqrt(exact * actual)),
-        "nonfinite": int(raw["bad"]),
-        "entries": int(raw["size"]),
-        "compared": int(raw["compared"]),
-    }
-
-
 TABLE = (
     Statistic(
         name="amax",
@@ -107,14 +95,12 @@ TABLE = (
         joins={"underflow": "sum"},
         of=lambda raw: {"underflow": float(raw["underflow"]) / float(raw["size"])},
         shown="underflow",
-        needs_before=True,
     ),
     Statistic(
         name="saturation",
         joins={"saturated": "sum"},
         of=lambda raw: {"saturation": float(raw["saturated"]) / float(raw["size"])},
         shown="saturation",
-        needs_before=True,
     ),
     Statistic(
         name="nonfinite",
@@ -127,25 +113,12 @@ TABLE = (
         joins={"signal": "squares", "noise": "squares"},
         of=_sqnr,
         shown="sqnr_db",
-        needs_before=True,
     ),
     Statistic(
         name="channels",
         joins={"channel_amax": "max"},
         of=_channels,
         shown="outlier_ratio",
-    ),
-    Statistic(
-        name="error",
-        joins={
-            "compared": "sum",
-            "bad": "sum",
-            "dot": "squares",
-            "exact": "squares",
-            "actual": "squares",
-            "noise": "squares",
-        },
-        of=_error,
     ),
 )
 STATISTICS = tuple(row.name for row in TABLE)
@@ -159,24 +132,17 @@ STATISTICS = tuple(row.name for row in TABLE)
 - `"sqnr"`: signal to quantization noise, in dB, `sqnr_db`;
 - `"channels"`: the largest amaxes along the axis of the blocks, pairs of index and amax, and the
   first over the median, `outlier_ratio`;
-- `"error"`, of products: `|exact - actual| / |exact|` and their `cosine`, where exact is the
-  product of the same operands in float32; of gradients too. A large product is compared in a fixed
-  sample of its entries, `compared` of `entries`: the rows and columns at an odd distance, at most
-  128 of each, so that one of 128 by 128 is compared as a whole;
 - `"arrays"`, only if named: the values before and after, whole on one device, even where they are
   sharded. Below `shard_map` each device gives a record with its part, and `Record.shard` says
-  which. Products are then compared as a whole.
+  which. A product of the `before` of both sides is what a product of the `after` should be.
 """
 ARRAYS = frozenset({"before", "after"})
 """What raw statistics may hold besides: arrays of the user, which do not join."""
 
 
-def of_cast(before: jax.Array | None, after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
-    """What the wanted statistics of a cast need; without `before` nothing of what it lost."""
-    rows = [row for row in TABLE if row.name in wanted and row.name != "error"]
-    if before is None:
-        rows = [row for row in rows if not row.needs_before]
-        before = plain.finite_values(after, dequantize)
+def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str]) -> Raw:
+    """What the wanted statistics of a cast need."""
+    rows = [row for row in TABLE if row.name in wanted]
     after = dataclasses.replace(after, primal=None)
     call = CastStatisticsCall(
         shape=after.shape,
@@ -200,26 +166,6 @@ def of_cast(before: jax.Array | None, after: MXArray, axis: int, wanted: Collect
             return raw
     # Only what is wanted and no kernel has, of values that a kernel may decode.
     return raw | plain.of_cast(before, after, axis, {row.name for row in rows}, dequantize)
-
-
-def of_product(exact: jax.Array, compared: jax.Array, actual: jax.Array) -> Raw:
-    """What a product's error and cosine need; `compared`: the entries of it that `exact` has."""
-    x, y = (value.astype(jnp.float32) for value in (exact, compared))
-    both = jnp.isfinite(x) & jnp.isfinite(y)
-    x, y = jnp.where(both, x, 0), jnp.where(both, y, 0)
-    largest = jnp.where(jnp.isfinite(actual), jnp.abs(actual), 0).astype(jnp.float32)
-    amax = jnp.maximum(jnp.max(jnp.abs(x)), jnp.max(largest))
-    x, y = relative(x, amax), relative(y, amax)
-    return {
-        "amax": amax,
-        "size": jnp.full((), actual.size, jnp.uint32),
-        "compared": jnp.full((), x.size, jnp.uint32),
-        "bad": count(~both),
-        "dot": total(x * y),
-        "exact": total(x * x),
-        "actual": total(y * y),
-        "noise": total(jnp.square(x - y)),
-    }
 
 
 def of_lanes(raw: Raw) -> Raw:
@@ -260,10 +206,10 @@ def _joined(
 
 
 def numbers(raw: Stats, wanted: Collection[str]) -> dict[str, Any]:
-    """`Record.stats` of raw statistics, on the host; arrays of a product come with its error."""
+    """`Record.stats` of raw statistics, on the host."""
     found: dict[str, Any] = {}
     for row in TABLE:
-        if row.joins.keys() <= raw.keys() and row.name in {*wanted, "error"}:
+        if row.name in wanted:
             found |= row.of(raw)
     return found
 

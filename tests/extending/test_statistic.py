@@ -25,7 +25,6 @@ CHANGED = Statistic(
     joins={"changed": "sum"},
     of=lambda raw: {"changed": int(raw["changed"]) / int(raw["size"])},
     shown="changed",
-    needs_before=True,
 )
 
 

@@ -32,7 +32,7 @@ def captured(function: Any, *operands: Any, **options: Any) -> inspect.Records:
 
 
 def of(records: inspect.Records, tensor: str, product: str = "output") -> list[inspect.Record]:
-    """Records of one operand, or of a product, in the order of the program."""
+    """Records of one operand in the order of the program."""
     return [r for r in records.all() if (r.tag.product, r.tag.tensor) == (product, tensor)]
 
 
