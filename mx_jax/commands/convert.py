@@ -179,7 +179,7 @@ def _transcoded(
 
     def make() -> MXArray:
         stored: Any = one.fetch()
-        return checkpoint.transcode(stored, row.name, tensor_scale=scale)[0]
+        return checkpoint.transcode(stored, row.name, tensor_scale=scale)
 
     facts = {"how": How.TRANSCODED, "blocks": unfit.size, "unfit": int(unfit.sum())}
     return facts | {"tensor_scale": scale, "tensor": deferred(make, like)}

@@ -23,7 +23,7 @@ PUBLIC = {
         search_scales tell_input
     """,
     "mx_jax.checkpoint": """
-        Certificate LAYOUTS Layout Plausibility Stored Weights from_packed from_wire
+        LAYOUTS Layout Plausibility Stored Weights from_packed from_wire
         load plausibility quantization_config read save to_wire transcode write
     """,
     "mx_jax.convert": """
