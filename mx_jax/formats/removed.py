@@ -14,6 +14,7 @@ REMOVED: dict[str, str] = {
     "cudnn": "xla_scaled multiplies by jax.lax.scaled_dot on Blackwell",
     "gpu": "a table has what was measured; `python -m benchmarks.gpu` measures",
     "at_step": "capture(step, every=10, step=lambda *args: ...) takes the step from the arguments",
+    "saturated_fraction": "checkpoint.plausibility(q).saturated; of a captured cast `saturation`",
     "scalar": "a loss is logged by whatever logs it; record.step says of what step a record is",
     "tag": "jax.named_scope names products; loops are counted",
     "explain_call": "inspect.explain says it of a function: print(explain(function, *args))",

@@ -13,7 +13,6 @@ from mx_jax.inspect.records import Record as Record
 from mx_jax.inspect.records import Records as Records
 from mx_jax.inspect.records import Tag as Tag
 from mx_jax.inspect.statistics import STATISTICS as STATISTICS
-from mx_jax.inspect.statistics import saturated_fraction as saturated_fraction
 from mx_jax.inspect.statistics import sqnr_db as sqnr_db
 
 

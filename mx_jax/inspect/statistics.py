@@ -68,17 +68,11 @@ def _sqnr(raw: Stats) -> dict[str, Any]:
 def _channels(raw: Stats) -> dict[str, Any]:
     """The largest channels, of equal ones the first; the largest over the one in the middle."""
     amaxes = raw["channel_amax"]
-    # One partition finds the middle and the least of the largest without sorting the others.
-    size, few = amaxes.size, min(NUM_CHANNELS, amaxes.size)
-    low, high = (size - 1) // 2, size // 2
-    parted = np.partition(amaxes, (low, high, size - few))
-    where = (amaxes >= parted[size - few]).nonzero()[0]
-    where = where[(-amaxes[where]).argsort(kind="stable")[:few]]
-    median = parted[low] if low == high else (parted[low] + parted[high]) / 2
-    pairs = zip(where.tolist(), amaxes[where].tolist(), strict=True)
+    largest = (-amaxes).argsort(kind="stable")[:NUM_CHANNELS]
+    pairs = zip(largest.tolist(), amaxes[largest].tolist(), strict=True)
     return {
         "channels": [[index, amax] for index, amax in pairs],
-        "outlier_ratio": _ratio(float(amaxes[where[0]]), float(median)),
+        "outlier_ratio": _ratio(float(amaxes[largest[0]]), float(np.median(amaxes))),
     }
 
 
@@ -245,38 +239,3 @@ def sqnr_db(exact: jax.typing.ArrayLike, approximate: jax.typing.ArrayLike) -> f
         return math.inf
     with np.errstate(divide="ignore", invalid="ignore"):
         return float(10.0 * np.log10(np.sum(np.square(exact)) / noise))
-
-
-def saturated_fraction(x: jax.typing.ArrayLike, quantized: MXArray) -> float:
-    """The share of x whose magnitude is above what its block can represent, 0 to 1.
-
-    Args:
-      x: what was quantized.
-      quantized: `quantize(x, ...)`.
-
-    Returns:
-      A float.
-
-    Raises:
-      ValueError: if the shapes differ.
-      TypeError: if quantized is not an MXArray.
-
-    Examples:
-      >>> import jax.numpy as jnp, mx_jax
-      >>> x = jnp.array([7.9, 1.0, 2.0, 3.0])
-      >>> mx_jax.inspect.saturated_fraction(x, mx_jax.quantize(x, "mxfp4"))
-      0.25
-    """
-    if not isinstance(quantized, MXArray):
-        raise TypeError(
-            "saturated_fraction: needs an MXArray, got quantized of type "
-            f"{type(quantized).__name__}; quantize x first"
-        )
-    if np.shape(x) != quantized.shape:
-        raise ValueError(
-            "saturated_fraction: shapes must agree, got "
-            f"x.shape={np.shape(x)}, quantized.shape={quantized.shape}; pass what was quantized"
-        )
-    of_cast = jax.jit(plain.of_cast, static_argnames=("axis", "wanted"))
-    raw = of_cast(jnp.asarray(x), quantized, axis=-1, wanted=("saturation",))
-    return float(raw["saturated"]) / max(1, quantized.size)

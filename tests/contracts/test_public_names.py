@@ -54,7 +54,7 @@ PUBLIC = {
     "mx_jax.inspect": """
         Captured Explanation NonFiniteError Record Records
         STATISTICS Tag capture explain guard
-        saturated_fraction sqnr_db
+        sqnr_db
     """,
     "mx_jax.sharding": """
         Dispatched Gather Specs all_to_all device_put dispatch ppermute spec_for
