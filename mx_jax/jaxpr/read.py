@@ -121,11 +121,6 @@ def _walk_bodies(site: Site) -> tuple[list[bool], list[Site]]:
     return results, [own for i in sorted(below) for own in below[i]]
 
 
-def definitions(sites: Sequence[Site]) -> dict[Any, JaxprEqn]:
-    """The equation that computes each variable."""
-    return {out: site.eqn for site in sites for out in site.eqn.outvars}
-
-
 def used(program: ClosedJaxpr, sites: Sequence[Site]) -> set[Any]:
     """The variables that equations read, or programs return."""
     programs = [program, *(body for site in sites for body in bodies(site.eqn))]
