@@ -1,8 +1,9 @@
 """Converting models that know nothing of recipes, by rules, and back."""
 
+from typing import NoReturn as _NoReturn
+
 from mx_jax.convert.caches import CacheFormat as CacheFormat
 from mx_jax.convert.functions import function as function
-from mx_jax.convert.functions import tree as tree
 from mx_jax.convert.kinds import Conv as Conv
 from mx_jax.convert.kinds import DotGeneral as DotGeneral
 from mx_jax.convert.kinds import Kind as Kind
@@ -24,3 +25,8 @@ from mx_jax.convert.rules import gains as gains
 from mx_jax.convert.rules import numbered as numbered
 from mx_jax.convert.weights import weights as weights
 from mx_jax.convert.weights import weights_report as weights_report
+from mx_jax.formats.removed import missing_attribute as _missing_attribute
+
+
+def __getattr__(name: str) -> _NoReturn:
+    raise _missing_attribute(__name__, name)

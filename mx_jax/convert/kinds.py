@@ -5,9 +5,7 @@ and how they are made anew (`jaxpr.py`). And the one table of layers: what is kn
 import dataclasses
 import functools
 import math
-import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import flax.linen as nn
@@ -427,12 +425,11 @@ class Kind:
       linen: the attribute in which flax.linen modules of this kind hold their product, so that one
         of a user's own stays.
       nnx: that of flax.nnx modules.
-      tree: class of nodes of a pytree, or classes, whose call `convert.tree` traces.
       shape: from the layer and the shape of its kernel to the kernel as filters see it; None if
         nothing is contracted. Left out: `[in, out]`, or as `axes` say.
       axes: the same to the kernel's axes in the product; None where they are not known, so that
         no kernel is stored quantized. Left out: `[in, out]`, if `shape` is so too.
-      kernel: the parameter whose leading axes show a stack of nnx layers, or of nodes.
+      kernel: the parameter whose leading axes show a stack of nnx layers.
       kernel_ndim: how many axes it has in a single layer.
       named_only: whether only a rule that names the type converts it.
       obstacle: why this layer cannot be converted, or None.
@@ -448,7 +445,6 @@ class Kind:
 
     linen: Slot | None = None
     nnx: Slot | None = None
-    tree: type | tuple[type, ...] = ()
     shape: Callable[..., Shape] = _as_stored
     axes: Callable[..., Axes | None] | None = None
     kernel: Callable[[Any], Any] = lambda layer: layer.kernel
@@ -566,23 +562,9 @@ def register(kind: Kind) -> None:
     _KINDS.insert(0, kind)
 
 
-@functools.cache
-def _of_equinox(equinox: ModuleType | None) -> tuple[Kind, ...]:
-    """Equinox's layers, where somebody has imported it. They store kernels `[out, in]`."""
-    if equinox is None:
-        return ()
-    layers, row = equinox.nn, functools.partial(Kind, shape=lambda layer, kernel: kernel[::-1])
-    return (
-        row(tree=layers.Linear, kernel=lambda layer: layer.weight),
-        row(tree=(layers.LSTMCell, layers.GRUCell), kernel=lambda layer: layer.weight_hh),
-    )
-
-
 def kind_of(layer: object) -> Kind | None:
-    """The kind of a layer that holds its products in attributes, or is a known node of a tree."""
-    for kind in (*_KINDS, *_of_equinox(sys.modules.get("equinox"))):
-        if kind.tree and isinstance(layer, kind.tree):
-            return kind
+    """The kind of a layer that holds its products in attributes."""
+    for kind in _KINDS:
         slot = kind.linen if isinstance(layer, nn.Module) else kind.nnx
         if slot is not None and slot.holds(layer):
             return kind
@@ -590,7 +572,7 @@ def kind_of(layer: object) -> Kind | None:
 
 
 def stack(layer: object, kind: Kind) -> tuple[int, ...]:
-    """The leading axes of a stack of layers, of nnx.vmap or a tree; () for a single one."""
+    """The leading axes of a stack of layers, of nnx.vmap; () for a single one."""
     shape = kind.kernel(layer).shape
     return tuple(shape[: len(shape) - kind.kernel_ndim(layer)])
 

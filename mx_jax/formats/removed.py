@@ -10,6 +10,7 @@ REMOVED: dict[str, str] = {
     "at_step": "capture(step, every=10, step=lambda *args: ...) takes the step from the arguments",
     "scalar": "a captured function records numbers of its last call: step.scalar(name, value)",
     "tag": "jax.named_scope names products; loops are counted",
+    "tree": "convert.function(loss, rules, weights=0) names layers by their places in the model",
     "explain_call": "inspect.explain says it of a function: print(explain(function, *args))",
     "evidence_of": "inspect.explain says what was measured; versions of mx_jax and JAX decide it",
     "DelayedDotGeneral": "float8 with scales of earlier steps is Flax's: flax.linen.fp8_ops",

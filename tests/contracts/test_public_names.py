@@ -29,7 +29,7 @@ PUBLIC = {
     "mx_jax.convert": """
         AutoFilter CacheFormat Conv Decision DotGeneral Kind Layer RaggedDot Report Rule Slot
         UnusedRuleWarning every function gains linen nnx numbered original register report
-        tree weights weights_report
+        weights weights_report
     """,
     "mx_jax.formats": """
         BLOCK_FORMATS BlockFormat BlockSize E2M1 E2M3 E3M2 E4M3 E4M3FNUZ E4M3_SCALE E5M2
