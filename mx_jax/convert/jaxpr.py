@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.codecs.rounding import DerivedKey
-from mx_jax.convert.kinds import (
+from mx_jax.convert.products import (
     ATTENTION_PRODUCTS,
     ATTENTIONS,
     EMBEDDINGS,

@@ -21,8 +21,9 @@ from flax.linen.module import InterceptorContext
 from flax.linen.transforms import lift_direct_transform
 from jax.sharding import PartitionSpec
 
-from mx_jax.convert import kinds
+from mx_jax.axes import Axes
 from mx_jax.convert.caches import CachedAttention
+from mx_jax.convert.flax_layers import users_choice
 from mx_jax.convert.functions import call_of_model
 from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
 from mx_jax.convert.rules import (
@@ -37,7 +38,6 @@ from mx_jax.nn import layers
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.linen import RNG_STREAM
 from mx_jax.ops.arguments import Key
-from mx_jax.recipes import Recipe
 
 Call = Callable[..., Any]
 Variables = Mapping[str, Any]
@@ -343,19 +343,15 @@ class _Seen:
     def _described(self, layer: nn.Module, path: str) -> Module:
         cls = getattr(type(layer), "_mx_base", type(layer))
         if isinstance(layer, nn.Embed):
-            facts = kinds.EMBED.facts(layer, (layer.num_embeddings, layer.features))
-            del facts["obstacle"]
+            kernel = (layer.num_embeddings, layer.features)
+            facts = {"kernel": kernel, "shape": kernel[::-1], "named_only": True}
+            facts["axes"] = Axes.ordered()
             return Module(cls, facts=facts, spec=self._spec(layer, "embedding"))
-        kind, obstacle = kinds.kind_of(layer), None
-        if isinstance(layer, mx_linen.Operation) or isinstance(
-            getattr(layer, "recipe", None), Recipe
-        ):
+        obstacle = users_choice(layer)
+        if isinstance(layer, mx_linen.Operation):
             obstacle = "has its own recipe"
-        elif kind is not None and kind.linen is not None:
-            obstacle = kind.linen.obstacle(layer)
         if obstacle is None:
-            named_only = {"named_only": True} if kind is not None and kind.named_only else {}
-            return Module(cls, facts=named_only, spec=self._spec(layer, "kernel"))
+            return Module(cls, spec=self._spec(layer, "kernel"))
         if not isinstance(layer, mx_linen.Operation):
             self.bare[path] = Layer(path=path, type=cls, obstacle=obstacle)
         return Module(cls, facts={"obstacle": obstacle})

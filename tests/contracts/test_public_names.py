@@ -27,8 +27,8 @@ PUBLIC = {
         load plausibility quantization_config read save to_wire transcode write
     """,
     "mx_jax.convert": """
-        AutoFilter CacheFormat Conv Decision DotGeneral Kind Layer RaggedDot Report Rule Slot
-        UnusedRuleWarning every function gains linen nnx numbered original register report
+        AutoFilter CacheFormat Conv Decision DotGeneral Layer RaggedDot Report Rule
+        UnusedRuleWarning every function gains linen nnx numbered original report
         weights weights_report
     """,
     "mx_jax.formats": """

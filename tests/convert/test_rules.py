@@ -12,7 +12,8 @@ from rich.console import Console
 
 from mx_jax import convert, recipes
 from mx_jax.convert import Report, Rule, every, gains, numbered
-from mx_jax.convert.kinds import EINSUM
+from mx_jax.convert.flax_layers import einsum_axes
+from mx_jax.convert.products import shape_in_product
 from mx_jax.convert.rules import Layer, as_rules, decide
 
 from .helpers import MXFP8
@@ -219,4 +220,4 @@ class TestReport:
     ],
 )
 def test_shape_of_a_kernel_in_an_einsum(subscripts: str, kernel: tuple[int, ...], shape: Any):
-    assert EINSUM.facts(nn.Einsum(kernel, subscripts), kernel)["shape"] == shape
+    assert shape_in_product(einsum_axes(subscripts, kernel), kernel) == shape
