@@ -39,7 +39,7 @@ from mx_jax.ops.arguments import Key
 from mx_jax.packed import with_dtype
 from mx_jax.recipes import Recipe, high_precision
 
-# The scope of a module's call, by its path; of products that are decided already, with a "=".
+# The scope of a module's call, by its path.
 _MARK = re.compile(r"\[([^][]*)\]")
 # What JAX writes around the names of what it has transformed, and what of it rules see.
 _TRANSFORMED = re.compile(r"\b(vmap|jvp|transpose)\(([^()]*)\)")
@@ -86,11 +86,6 @@ def in_module(path: str) -> Iterator[None]:
         _calls.reset(token)
 
 
-def decided() -> contextlib.AbstractContextManager[Any]:
-    """A scope whose products no rule is asked about once more."""
-    return contextlib.nullcontext() if tracing.value is None else jax.named_scope("[=]")
-
-
 # Plans ------------------------------------------------------------------------------------------
 
 
@@ -131,10 +126,8 @@ class _Product:
     where: tuple[int, ...]
 
     def placed(self, modules: Mapping[str, Module] | None) -> tuple[str, str, str]:
-        """The path of its module, "=" if it is decided; the call of it; and the scopes in it."""
+        """The path of its module, the call of it, and the scopes in it."""
         marks = list(_MARK.finditer(self.scope))
-        if marks and marks[-1][1] == "=":
-            return "=", "", ""
         if modules is None or not marks:
             return "", "", _joined(_MARK.sub("", self.scope))
         path, _, call = marks[-1][1].partition("@")
@@ -202,7 +195,7 @@ def planned(
             layer, paths = _named_by(product, weights)
             known = Module(layer)
         # Nobody looks rows up in what rules know, but embeddings.
-        if at[0] != "=" and (product.type is not Lookup or issubclass(known.type, EMBEDDINGS)):
+        if product.type is not Lookup or issubclass(known.type, EMBEDDINGS):
             found.append((product, at, known, paths))
     counts = collections.Counter(at for _, at, *_ in found)
     of_call = collections.Counter(at[:2] for _, at, *_ in found)

@@ -11,6 +11,7 @@ from mx_jax.convert import functions, linen_model, nnx_model
 from mx_jax.convert.rules import Decision, Report, Rule, as_rules
 
 M = TypeVar("M")
+_LINEN = (flax.linen.Module, linen_model.ConvertedModule)
 
 
 def report(
@@ -71,7 +72,7 @@ def report(
 def _decisions(
     model: object, rules: tuple[Rule, ...], args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Decision, ...]:
-    if isinstance(model, flax.linen.Module):
+    if isinstance(model, _LINEN):
         return linen_model.decisions(model, rules, *args, **options)
     if not isinstance(model, flax.nnx.Module):
         if not args:
@@ -101,8 +102,8 @@ def original(model: M) -> M:
       >>> convert.original(convert.linen(model, convert.Rule(".*", recipes.mxfp8()))) == model
       True
     """
-    if isinstance(model, flax.linen.Module):
-        return linen_model.original(model)  # pyright: ignore[reportReturnType]
+    if isinstance(model, _LINEN):
+        return linen_model.original(model)
     if isinstance(model, functions.ConvertedFunction):
         return model.function
     if inspect.isroutine(model):

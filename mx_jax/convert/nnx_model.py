@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from mx_jax.convert.caches import CachedAttention, as_array
 from mx_jax.convert.flax_layers import KnownLayer, known_layer
 from mx_jax.convert.functions import call_of_model
-from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
+from mx_jax.convert.jaxpr import Module, in_module, tracing
 from mx_jax.convert.rules import (
     Decision,
     Layer,
@@ -392,8 +392,7 @@ def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
                 return method(self, *args, **kwargs)
         if name not in _CALLS:
             return method(self, *args, **kwargs)
-        with decided():
-            return _traced(self, name, here, args, kwargs)
+        return _traced(self, name, here, args, kwargs)
 
     return run
 
