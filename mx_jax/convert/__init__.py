@@ -17,9 +17,7 @@ from mx_jax.convert.rules import Layer as Layer
 from mx_jax.convert.rules import Report as Report
 from mx_jax.convert.rules import Rule as Rule
 from mx_jax.convert.rules import UnusedRuleWarning as UnusedRuleWarning
-from mx_jax.convert.rules import every as every
 from mx_jax.convert.rules import gains as gains
-from mx_jax.convert.rules import numbered as numbered
 from mx_jax.convert.weights import weights as weights
 from mx_jax.convert.weights import weights_report as weights_report
 from mx_jax.formats.removed import missing_attribute as _missing_attribute

@@ -60,7 +60,8 @@ class KnownLayer:
 
 def known_layer(layer: Any) -> KnownLayer | None:
     """What is known of a layer of flax.nnx; None if its call alone shows its products."""
-    kernel, named_only, obstacle = getattr(layer, "kernel", None), False, None
+    kernel: Any = getattr(layer, "kernel", None)
+    named_only, obstacle = False, None
     if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
         sizes = (getattr(layer, "batch_axis", ()), layer.in_features, layer.out_features)
         batch, contracting, kept = (1 if isinstance(x, int) else len(x) for x in sizes)
@@ -69,7 +70,7 @@ def known_layer(layer: Any) -> KnownLayer | None:
         axes = axes if contracting else None
     elif isinstance(layer, nnx.Einsum):
         attribute, ndim = "einsum_op", len(layer.kernel_shape)
-        axes = einsum_axes(layer.einsum_str, layer.kernel_shape)
+        axes = einsum_axes(layer.einsum_str, tuple(layer.kernel_shape))
     elif isinstance(layer, nnx.Conv):
         attribute, ndim, named_only = "conv_general_dilated", len(layer.kernel_shape), True
         axes = Axes.ordered(contracting=ndim - 1, k_first=True)

@@ -163,7 +163,7 @@ class ConvertedModule:
         """As `flax.linen.Module.init`."""
         return self.init_with_output(*args, **kwargs)[1]
 
-    def init_with_output(self, *args: object, **kwargs: Any) -> Any:
+    def init_with_output(self, *args: Any, **kwargs: Any) -> Any:
         """As `flax.linen.Module.init_with_output`."""
         seen, run = _Seen(self.module, self.rules), self.module.init_with_output
         with nn.intercept_methods(seen):

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import flax.linen
 import flax.nnx
@@ -10,7 +10,6 @@ import flax.nnx
 from mx_jax.convert import functions, linen_model, nnx_model
 from mx_jax.convert.rules import Decision, Report, Rule, as_rules
 
-M = TypeVar("M")
 _LINEN = (flax.linen.Module, linen_model.ConvertedModule)
 
 
@@ -82,7 +81,7 @@ def _decisions(
     return nnx_model.decisions(model, rules, *args, **options)
 
 
-def original(model: M) -> M:
+def original(model: Any) -> Any:
     """The model before conversion: the way back from `convert.linen`, `nnx` and `function`.
 
     Args:
@@ -108,4 +107,4 @@ def original(model: M) -> M:
         return model.function
     if inspect.isroutine(model):
         return model
-    return nnx_model.original(model)  # pyright: ignore
+    return nnx_model.original(model)

@@ -28,7 +28,7 @@ PUBLIC = {
     """,
     "mx_jax.convert": """
         AutoFilter CacheFormat Conv Decision DotGeneral Layer RaggedDot Report Rule
-        UnusedRuleWarning every function gains linen nnx numbered original report
+        UnusedRuleWarning function gains linen nnx original report
         weights weights_report
     """,
     "mx_jax.formats": """
