@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from mx_jax.backends.target import devices_sharing, show_devices
 from mx_jax.codecs.blocks import num_blocks
 from mx_jax.codecs.explicit_axes import result_type, vary_alike
-from mx_jax.codecs.lowering import eager, on_one_device
+from mx_jax.codecs.lowering import eager, lowering
 from mx_jax.formats import WHOLE, BlockSize, Whole
 from mx_jax.sharding.partition import fine_mesh, stored_parts
 
@@ -77,7 +77,9 @@ def call(
         ),
         sizes=tuple((sizes or {}).items()),
     )
-    return tuple(_HANDLER.bind(*operands, handler=handler, is_split=not on_one_device.value))
+    return tuple(
+        _HANDLER.bind(*operands, handler=handler, is_split=not lowering.value.on_one_device)
+    )
 
 
 # Axes ---------------------------------------------------------------------------------------------
