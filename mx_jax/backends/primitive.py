@@ -311,7 +311,7 @@ def answers(work: Work, num_devices: int = 1) -> list[tuple[Call, Target, Choice
 
     def answer(call: Call) -> Choice:
         can_split = is_split and partition.can_split(call, target)
-        if can_split and not (work.batches and isinstance(call, QuantizeCall)):
+        if can_split:
             part = _of_a_part(call, target)
             if part is not None:
                 how = "; ".join(filter(None, (part.offer.how, "codes move between devices")))
@@ -429,9 +429,9 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
             return _each(how, call, *operands)
         if isinstance(call, MatmulCall) and partition.can_split(call, target):
             return partition.multiply(on_each, call, *operands)
-        splits = not work.batches and partition.can_split(call, target)
         # Without it XLA's own partition moves values where blocks are cut.
-        if isinstance(call, QuantizeCall) and splits and _of_a_part(call, target) is not None:
+        splits = isinstance(call, QuantizeCall) and partition.can_split(call, target)
+        if splits and _of_a_part(call, target) is not None:
             return partition.quantize(on_each, call, *operands)
         return _compute(call, target, *operands)
 
