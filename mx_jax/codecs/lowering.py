@@ -14,8 +14,7 @@ R = TypeVar("R")
 # that convert to float8 in one instruction.
 TPU_FLOAT8 = "tpu, float8"
 lowered_for: Any = jax.make_user_context(default_value=None)
-# Set where lowering knows that no devices share a call: then a compiled handler need not tell the
-# compiler how they may split it.
+# Set where lowering knows that no devices share a call.
 on_one_device = jax.make_user_context(default_value=False)
 
 
