@@ -57,7 +57,7 @@ def can_split(call: calls.Call, target: Target) -> bool:
     match call:
         case MatmulCall():
             shapes = (*call.lhs.shape, *call.rhs.shape)
-            return call.moves_codes and all(isinstance(size, int) and size > 0 for size in shapes)
+            return all(isinstance(size, int) and size > 0 for size in shapes)
         case QuantizeCall(scale_rule=rule, rounding=rounding):
             return (
                 not call.scale_axes

@@ -21,7 +21,6 @@ from tests.sharding.collectives import (
     draw_all,
     gathered,
     mesh_of,
-    place,
 )
 
 P = PartitionSpec
@@ -176,7 +175,6 @@ CODES = 2 * (W[0] * W[1] // 2 + W[0] * W[1] // 32)
 EIGHT_BITS = 2 * (W[0] * W[1] + W[0] * W[1] // 32)
 # XLA on CPU gathers bfloat16 as float32.
 VALUES = {"f32": 4 * W[0] * W[1]}
-AS_VALUES = Gather("fsdp", rhs=P("fsdp", None), as_codes=False)
 
 
 @pytest.mark.slow(but="codes of four bits")
@@ -187,26 +185,12 @@ AS_VALUES = Gather("fsdp", rhs=P("fsdp", None), as_codes=False)
         pytest.param(
             recipes.mxfp8(), jax.numpy.bfloat16, {"u8": EIGHT_BITS}, id="two of eight bits"
         ),
-        pytest.param(dataclasses.replace(MXFP4, gather=()), np.float32, VALUES, id="no axes"),
         pytest.param(HIGH, np.float32, VALUES, id="lax"),
     ],
 )
 def test_explicit_axes_without_an_argument(recipe: Any, dtype: Any, wanted: Any, arrays: Any):
     """As on automatic axes: codes; MXFP8 has 16.5 bits in two orientations, values 16."""
     assert gathered_by(recipe, AxisType.Explicit, arrays, dtype) == wanted
-
-
-@pytest.mark.slow(but="Auto")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_values_where_they_are_told_to_move(kind: AxisType, arrays: Any):
-    """Once, for the product and both gradients, as lax's; the numbers are those of codes."""
-    recipe = dataclasses.replace(recipes.mxfp8(), gather=AS_VALUES)
-    assert gathered_by(recipe, kind, arrays, jax.numpy.bfloat16) == VALUES
-    if kind is AxisType.Auto:
-        mesh = mesh_of(kind)
-        with jax.set_mesh(mesh):
-            actual = quick(step(recipe))(*place(mesh, arrays, FSDP))
-        check(actual, quick(step(recipes.mxfp8()))(*arrays))
 
 
 @pytest.mark.slow(but="Explicit-True-mxfp4|Auto-False-mxfp8")
