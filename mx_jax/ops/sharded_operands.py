@@ -169,19 +169,18 @@ def place(
     """An operand where it is to be quantized.
 
     Raises:
-      ValueError: inside shard_map, a block that lies on two devices.
+      ValueError: inside shard_map, a quantized operand of which a block lies on two devices.
     """
     if move is None or isinstance(operand, PackedMXArray):
         return Placed(operand, None, key)
     if isinstance(operand, MXArray):
-        check_whole_blocks(operand.shape, operand.blocks, move, operand.format.name, stored=True)
+        _check_stored(operand, move)
         if move.keeps_blocks(operand.shape, operand.blocks):
             operand = move.move_codes(operand)
         return Placed(operand, None, key)
     if spec is None:
         return Placed(move.move(operand), None, key)
     blocks = axes.blocks(spec.format)
-    check_whole_blocks(operand.shape, blocks, move, spec.format.name, stored=False)
     k = axes.block_axis
     cut = [a for a, size in blocks if size is WHOLE and set(move.stored[a]) & set(move.manual)]
     if cut and transform is None and not spec.scale_rule.reads_values:
@@ -204,24 +203,18 @@ def _folded(key: Key, move: Movement) -> Key:
     return DerivedKey.of(key).fold_in(lax.axis_index(move.manual))
 
 
-def check_whole_blocks(
-    shape: tuple[int, ...], blocks: Blocks, move: Movement, format: str, stored: bool
-) -> None:
-    """Raise ValueError if a device of shard_map has a part of a block."""
-    for axis, size in blocks:
+def _check_stored(x: MXArray, move: Movement) -> None:
+    """Raise ValueError if a device of shard_map has a part of a block of a quantized operand."""
+    for axis, size in x.blocks:
         names = [name for name in move.stored[axis] if name in move.manual]
-        if names and not isinstance(size, int) and stored:
-            raise ValueError(
-                f"gather: an MXArray with one scale along axis={axis % len(shape)} is not gathered "
-                f"along it, got shard size={shape[axis]} of {format} along mesh axes={names}; "
-                "pass dequantize(), or shard another axis"
-            )
-        if names and isinstance(size, int) and shape[axis] % size:
-            raise ValueError(
-                f"gather: a block would lie on two devices along axis={axis % len(shape)}, got "
-                f"shard size={shape[axis]} with block={size} of {format} along mesh axes={names}; "
-                "shard another axis, or gather the values with jax.lax.all_gather first"
-            )
+        length = x.shape[axis]
+        if not names or (isinstance(size, int) and length % size == 0):
+            continue
+        raise ValueError(
+            f"gather: a block would lie on two devices along axis={axis % x.ndim}, got shard "
+            f"size={length} with block={size} of {x.format.name} along mesh axes={names}; pass "
+            "dequantize(), or shard another axis"
+        )
 
 
 def agreed_scale(

@@ -124,7 +124,7 @@ def test_parts_of_a_kernel_draw_their_own_bits():
 
 
 def test_blocks_between_devices(arrays):
-    """Sixteen rows a device, blocks of 32: jit gathers values, shard_map is refused."""
+    """Sixteen rows a device, blocks of 32: values are gathered; stored codes are refused."""
     x, w = arrays[0][:, :64], arrays[1][:64]
     expected = mx_jax.matmul(x, w, recipe=MXFP4)
     recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=P("fsdp")))
@@ -132,9 +132,18 @@ def test_blocks_between_devices(arrays):
     text, actual = compiled(run, mesh_of(AxisType.Auto), (x, w), (P(), P("fsdp")))
     assert gathered(text) == gathered(text, "f32") == 4 * w.size
     check([actual], [expected])
-    message = "along axis=0, got shard size=16 with block=32 of mxfp4 along mesh axes=['fsdp']; sha"
+    np.testing.assert_allclose(on_shards(MXFP4, P("fsdp"), x, w), expected, rtol=1e-6)
+    stored = mx_jax.quantize(w, "mxfp4", axis=0)
+    part = dataclasses.replace(stored, codes=stored.codes[:16], scales=stored.scales[:1])
+    local = jax.shard_map(
+        lambda x: mx_jax.matmul(x, part, recipe=recipe),
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=P(),
+        out_specs=P(),
+    )
+    message = "along axis=0, got shard size=16 with block=32 of mxfp4 along mesh axes=['fsdp']; pas"
     with pytest.raises(ValueError, match=re.escape(message)):
-        on_shards(MXFP4, P("fsdp"), x, w)
+        jax.eval_shape(local, x)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
