@@ -20,8 +20,6 @@ from mx_jax.backends.primitive import bind
 from mx_jax.codecs.blocks import varying_axes
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.quantize import dequantize
-from mx_jax.reference import statistics as plain
 from mx_jax.reference.statistics import Raw, exponent, power
 
 Stats = Mapping[str, Any]
