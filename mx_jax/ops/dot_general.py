@@ -25,7 +25,7 @@ from mx_jax.codecs.explicit_axes import (
 from mx_jax.ops import arguments
 from mx_jax.ops.packing import packed_for
 from mx_jax.ops.product import QuantizedMatmul, multiply, on_automatic_axes, quantize_operands
-from mx_jax.ops.sharded_operands import gathered_once, gathering, given_moves, product_spec
+from mx_jax.ops.sharded_operands import gathering, moves_of, product_spec
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized
 from mx_jax.sharding.movement import STAY, Movement, Moves, as_gathered
 from mx_jax.specs import MatmulRecipe
@@ -118,9 +118,7 @@ def dot_general(
                 )
 
             return on_automatic_axes(run, mesh, out, lhs, rhs, key)
-    moves = STAY
-    if recipe.gather is not None:
-        lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs)
+    moves = STAY if recipe.gather is None else moves_of(recipe, lhs, rhs)
     lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
     product = QuantizedMatmul(
         recipe=recipe,
@@ -187,7 +185,7 @@ def matmul(
     rhs_contracting = max(rhs.ndim - 2, 0)
     left, right = lhs.shape, rhs.shape
     if recipe.gather is not None:
-        moves = given_moves(recipe, lhs, rhs)
+        moves = moves_of(recipe, lhs, rhs)
         left, right = (as_gathered(x, m).shape for x, m in zip((lhs, rhs), moves, strict=True))
     if not left or not right:
         raise ValueError(

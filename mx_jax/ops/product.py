@@ -474,14 +474,7 @@ def cast_both(
 
 def dequantize_operand(x: MXArray, dtype: np.dtype, *, saturates: bool) -> jax.Array:
     """`mxarray.decode`, on the backend that takes it."""
-    call = DequantizeCall(
-        shape=x.shape,
-        dtype=dtype,
-        format=x.format,
-        blocks=x.blocks,
-        scale_axes=varying_axes(x.tensor_scale),
-        saturates=saturates,
-    )
+    call = DequantizeCall.of(x, dtype, saturates=saturates)
     return bind(call, dataclasses.replace(x, primal=None))
 
 
@@ -549,7 +542,6 @@ def multiply(
         out_dtype=this.dtype,
         precision=matmul.precision,
         fast_accumulation=this.spec.fast_accumulation,
-        moves_codes=recipe.gather is None or bool(recipe.gather.axes),
         reduce_dtype=recipe.reduce_dtype,
         stored=tuple(stored),
     )

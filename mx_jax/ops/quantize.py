@@ -40,7 +40,6 @@ from mx_jax.ops.product import (
     zero_cotangents,
 )
 from mx_jax.packed import PackedMXArray, PackedRows, Rows, unpacked
-from mx_jax.reference import matmul
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import MatmulRecipe, OperandSpec, operand
 
@@ -291,36 +290,25 @@ def quantize_both(
     return first, second
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attend_matrices(
     tokens: int, shared: jax.Array, keys: Rows, values: Rows, position: jax.typing.ArrayLike
 ) -> jax.Array:
     """`softmax(q k^T / sqrt(features)) v`: see `mx_jax.reference.matmul.attend`."""
-    formats = [rows.format if isinstance(rows, PackedRows) else None for rows in (keys, values)]
+    keys_format, values_format = (getattr(rows, "format", None) for rows in (keys, values))
+    if keys_format != values_format:
+        keys, values = (
+            dequantize(rows.unpacked()) if isinstance(rows, PackedRows) else rows
+            for rows in (keys, values)
+        )
+        keys_format = None
     call = AttendCall(
         queries=shared.shape,
         keys=keys.shape,
         dtypes=tuple(np.dtype(x.dtype) for x in (shared, keys, values)),
         tokens=tokens,
-        format=formats[0],
+        format=keys_format,
     )
-    if formats[0] != formats[1]:
-        plain = (
-            dequantize(x.unpacked()) if isinstance(x, PackedRows) else x for x in (keys, values)
-        )
-        return attend_matrices(tokens, shared, *plain, position)
-    return bind(call, shared, keys, values, position)
-
-
-@attend_matrices.defjvp
-def _(
-    tokens: int,
-    primals: tuple[jax.Array, Rows, Rows, jax.Array],
-    tangents: tuple[jax.Array, Rows, Rows, jax.Array],
-) -> Any:
-    """Kernels have no derivatives; plain JAX has."""
-    plain = functools.partial(matmul.attend, tokens=tokens)
-    return jax.jvp(plain, primals, tangents)
+    return bind(call, shared, keys, values, jnp.asarray(position))
 
 
 # Weights that are stored --------------------------------------------------------------------------

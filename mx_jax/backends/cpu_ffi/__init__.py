@@ -23,12 +23,7 @@ _casts, _products, _weights = (
 
 
 def _offer(
-    call: type[Call],
-    module: Late,
-    handler: str,
-    rejects: str,
-    run: str,
-    describes: str | None = None,
+    call: type[Call], module: Late, handler: str, rejects: str, run: str, label: str = ""
 ) -> Offer:
     """A kind of call, taken where the library has its handler, unless that does not compute it."""
 
@@ -57,7 +52,7 @@ def _offer(
         call=call,
         rejects=rejects_on,
         run=lambda *operands: getattr(module, run)(*operands),
-        describes=describes and (lambda call: getattr(module, describes)(call)),
+        label=label and (lambda call: getattr(module, label)(call)),
         takes_keys=True,
     )
 
@@ -67,6 +62,7 @@ CPU_FFI = Backend(
     name="cpu_ffi",
     epsilon_bound=2.0,
     table=(
+        # Products say where it is XLA's dot that multiplies.
         _offer(MatmulCall, _products, "MATMUL", "rejects", "multiply", "describe"),
         _offer(RaggedCall, _products, "MATMUL", "rejects_groups", "multiply_groups", "describe"),
         _offer(QuantizeCall, _casts, "QUANTIZE", "rejects_quantize", "quantize"),

@@ -16,7 +16,6 @@ from mx_jax.backends.target import Backend, Late, Offer, Target
 if TYPE_CHECKING:
     from mx_jax.backends.pallas_gpu.architecture import Architecture
 
-
 _products, _rejections = (Late(f"{__name__}.{name}") for name in ("products", "rejections"))
 
 
@@ -25,7 +24,7 @@ def _offer(
     rejects: str,
     run: Callable[..., Any],
     *,
-    inline: bool = False,
+    trace_in_place: bool = False,
     partitioned: bool = False,
     lays_out: Callable[[Any], Side | None] = lambda call: None,
 ) -> Offer:
@@ -48,7 +47,7 @@ def _offer(
         rejects=reason,
         run=run,
         lays_out=lays_out,
-        inline=inline,
+        trace_in_place=trace_in_place,
         takes_parts=False,
     )
 
@@ -64,15 +63,8 @@ def backend_for(architecture: "Architecture | None" = None, interpret: object = 
     def lays_out_groups(call: calls.RaggedCall) -> Side | None:
         return None if call.contracts_rows or call.rhs.packed_by is not None else "rhs"
 
-    offer = functools.partial(_offer, inline=interpret is not None)
-
-    def lays_out(call: calls.MatmulCall) -> Side | None:
-        return _products.lays_out(call, architecture=architecture)
-
-    def run(name: str) -> Callable[..., Any]:
-        how = {"architecture": architecture, "interpret": interpret}
-        return lambda *operands: getattr(_products, name)(*operands, **how)
-
+    offer = functools.partial(_offer, trace_in_place=interpret is not None)
+    how = {"architecture": architecture, "interpret": interpret}
     return Backend(
         name="pallas_gpu",
         epsilon_bound=4.0,
@@ -80,13 +72,13 @@ def backend_for(architecture: "Architecture | None" = None, interpret: object = 
             offer(
                 calls.MatmulCall,
                 "rejects",
-                run("scaled_matmul"),
-                lays_out=lays_out,
+                lambda *operands: _products.scaled_matmul(*operands, **how),
+                lays_out=lambda call: _products.lays_out(call, architecture=architecture),
             ),
             offer(
                 calls.RaggedCall,
                 "rejects_groups",
-                run("ragged_dot"),
+                lambda *operands: _products.ragged_dot(*operands, **how),
                 lays_out=lays_out_groups,
             ),
             # Plain JAX, for products below a shard_map too.
