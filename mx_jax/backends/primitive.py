@@ -56,8 +56,9 @@ def bind(call: Call, *operands: Any, sources: Callable[[], Sequence[Any]] | None
         call, operands = _with_sources(call, operands, sources())
     if context.only is not None or context.preferred or context.added:
         # What a name alone would reject is an error here.
-        is_apart = isinstance(call, QuantizeBothCall) and find(call, target) is None
-        one = call.first if is_apart else call
+        one = call
+        if isinstance(call, QuantizeBothCall) and find(call, target) is None:
+            one = call.first
         if select(one, target).offer.trace_in_place and target.counted:
             return _compute(call, target, *operands)
     mesh = jax.sharding.get_abstract_mesh()

@@ -35,7 +35,7 @@ def readable(choice: Any, call: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
         reason = f"{choice.backend.name} takes this product ({rhs.backend}: {why})"
         return unpacked_for(call, rhs, reason)
     side = choice.offer.lays_out(call) if call.stored else None
-    weights = {"lhs": lhs, "rhs": rhs}.get(side)
+    weights = lhs if side == "lhs" else rhs
     if side in call.stored and isinstance(weights, MXArray):
         what, remedy = "weights are", "lay them out once with mx_jax.pack_weights"
         if side == "lhs":

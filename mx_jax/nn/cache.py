@@ -405,7 +405,7 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
     shared = explicit_axes.reshape_along(jnp.asarray(shared), shape, place, axes=2)
     rows, axes = zip(*map(_by_sequence, (keys, values)), strict=True)
     axes = 0, *axes, 0 if jnp.ndim(position) else None
-    run = jax.vmap(functools.partial(attend_matrices, tokens), axes)
+    run: Any = jax.vmap(functools.partial(attend_matrices, tokens), axes)
     attended = run(shared, *jax.tree.map(jnp.asarray, rows), along_sequences(position, place))
     if tokens > 1:
         shape = (batch, num_queries, tokens, features)

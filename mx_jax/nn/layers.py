@@ -62,7 +62,7 @@ def on_mesh(
     names: PartitionSpec | Sequence[str | None], rules: LogicalRules | None
 ) -> PartitionSpec:
     """Names of axes as mesh axes, by the rules of the variable and those in context."""
-    spec = spmd.apply_rules(tuple(getattr(names, "spec", names)), rules)
+    spec: Any = spmd.apply_rules(tuple(getattr(names, "spec", names)), rules)
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return PartitionSpec(*spec)

@@ -81,8 +81,8 @@ class MatmulPass(NamedTuple):
     @property
     def specs(self) -> tuple[OperandSpec | None, OperandSpec | None]:
         """How each operand is quantized."""
-        pair = self.spec.lhs, self.spec.rhs
-        return pair if self.sides == SIDES else pair[::-1]
+        lhs, rhs = self.spec.lhs, self.spec.rhs
+        return (lhs, rhs) if self.sides == SIDES else (rhs, lhs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -324,10 +324,9 @@ def gradient_pass(
     if matmul.recipe.reduce_dtype is not None and jax.sharding.get_abstract_mesh().manual_axes:
         # Devices of shard_map add up what this returns.
         dtype = reduced_in(dtype, matmul.recipe.reduce_dtype)
-    moves, sides, (pass_axes, g_is_lhs) = (None, matmul.moves[side == "lhs"]), SIDES, axes
-    if not g_is_lhs:
-        moves, sides = moves[::-1], sides[::-1]
-    return MatmulPass(name, getattr(matmul.recipe, name), pass_axes, dtype, moves, sides)
+    (pass_axes, g_is_lhs), move = axes, matmul.moves[side == "lhs"]
+    this = MatmulPass(name, getattr(matmul.recipe, name), pass_axes, dtype, (None, move))
+    return this if g_is_lhs else this._replace(moves=(move, None), sides=("rhs", "lhs"))
 
 
 def residual_operand(
@@ -394,9 +393,12 @@ def exact_bwd(
     matmul: QuantizedMatmul, types: Types, operands: Operands, g: jax.Array, extra: Any
 ) -> Operands:
     """The cotangents in float32: as these they are differentiated."""
-    wide = (of and dataclasses.replace(of, dtype=np.dtype(np.float32)) for of in types)
+    float32 = np.dtype(np.float32)
+    left, right = (of and dataclasses.replace(of, dtype=float32) for of in types)
     lhs, rhs = operands
-    pair = gradients(in_high_precision(matmul), tuple(wide), (values(lhs), values(rhs)), g, *extra)
+    pair = gradients(
+        in_high_precision(matmul), (left, right), (values(lhs), values(rhs)), g, *extra
+    )
     lhs_ct, rhs_ct = (x if of is None else of.cast(x) for x, of in zip(pair, types, strict=True))
     return lhs_ct, rhs_ct
 
@@ -558,14 +560,14 @@ def _sources(
     for x, spec, x_axes, move, side in zip(
         operands, this.specs, axes, this.moves, this.sides, strict=True
     ):
-        is_cast = spec is not None and not isinstance(x, Quantized) and move is None
+        results.append(None)
         if source is not None and side == "lhs":
-            results.append((lax.stop_gradient(source[0]), source[1]))
-        elif is_cast and spec.prescale == 1.0 and not spec.random_bits:
+            results[-1] = lax.stop_gradient(source[0]), source[1]
+        elif spec is None or isinstance(x, Quantized) or move is not None:
+            continue
+        elif spec.prescale == 1.0 and not spec.random_bits:
             cast = cast_call(x, spec, x_axes.blocks(spec.format))
-            results.append((lax.stop_gradient(x), ValuesCall(cast=cast)))
-        else:
-            results.append(None)
+            results[-1] = lax.stop_gradient(x), ValuesCall(cast=cast)
     return [None, None] if this.spec.transform is not None else results
 
 

@@ -140,7 +140,9 @@ def ragged_dot(
             check_blocks(operand, 1, side, "ragged_dot")
     sizes = ragged_rows(sizes, lhs.shape[0], unit=1).sizes
 
-    def run(lhs: AnyOperand, rhs: AnyOperand, key: Key, sizes: jax.Array) -> jax.Array:
+    def run(
+        recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand, key: Key, sizes: jax.Array
+    ) -> jax.Array:
         return QuantizedMatmul(
             recipe=recipe,
             axes=AXES,
@@ -153,7 +155,7 @@ def ragged_dot(
 
     mesh = arguments.explicit_mesh(lhs, rhs)
     if mesh is None:
-        return run(lhs, rhs, key, sizes)
+        return run(recipe, lhs, rhs, key, sizes)
     # JAX infers no types of ragged products: rows are sharded as lhs's, columns as rhs's.
     with jax.sharding.use_abstract_mesh(mesh):
         rows, lies = stored(lhs)[0], stored(rhs)
@@ -164,7 +166,8 @@ def ragged_dot(
             recipe = dataclasses.replace(recipe, gather=where)
         columns = tuple(name for name in lies[2] if name not in {*gathered, *rows})
         out = PartitionSpec(rows or None, columns or None)
-        return on_automatic_axes(run, mesh, out, lhs, rhs, key, sizes)
+        by_recipe = functools.partial(run, recipe)
+        return on_automatic_axes(by_recipe, mesh, out, lhs, rhs, key, sizes)
 
 
 # What it refuses ----------------------------------------------------------------------------------
