@@ -122,7 +122,7 @@ def dot_general(
                 out_sharding=out,
             )
             return run(Primal.of(lhs), Primal.of(rhs), key)
-    moves = moves_of(recipe, lhs, rhs)
+    moves = STAY if recipe.gather is None else moves_of(recipe, lhs, rhs)
     lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
     product = DenseProduct(
         recipe=recipe, axes=axes, out_dtype=dtype, precision=precision, moves=moves
