@@ -34,7 +34,7 @@ def explicit_mesh(*operands: object) -> AbstractMesh | None:
         # Codes that have a source stay with it.
         leaves = jax.tree.leaves(operands, is_leaf=lambda x: getattr(x, "primal", None) is not None)
         meshes = (jax.typeof(getattr(x, "codes", x)).sharding.mesh for x in leaves)
-        mesh = next((own for own in meshes if not own.empty), mesh)
+        mesh = next((each for each in meshes if not each.empty), mesh)
     return mesh if AxisType.Explicit in mesh.axis_types else None
 
 
@@ -120,9 +120,9 @@ def varying(x: jax.Array) -> frozenset[str]:
 
 def vary_alike(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """The same values, each differing along the axes of all of them, as JAX wants of operands."""
-    found = [varying(x) for x in arrays]
-    axes = frozenset[str]().union(*found)
+    each = [varying(x) for x in arrays]
+    axes = frozenset[str]().union(*each)
     return tuple(
-        lax.pcast(x, tuple(sorted(axes - own)), to="varying") if axes - own else x
-        for x, own in zip(arrays, found, strict=True)
+        lax.pcast(x, tuple(sorted(axes - names)), to="varying") if axes - names else x
+        for x, names in zip(arrays, each, strict=True)
     )
