@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -248,6 +247,18 @@ class DequantizeCall:
     scale_axes: tuple[int, ...] = ()
     saturates: bool = False
 
+    @classmethod
+    def of(cls, x: MXArray, dtype: np.dtype, *, saturates: bool = False) -> "DequantizeCall":
+        """The call of an array."""
+        return cls(
+            shape=x.shape,
+            dtype=np.dtype(dtype),
+            format=x.format,
+            blocks=x.blocks,
+            scale_axes=varying_axes(x.tensor_scale),
+            saturates=saturates,
+        )
+
     @property
     def text(self) -> str:
         """The call in a jaxpr."""
@@ -409,21 +420,6 @@ Call = (
     | RandomBitsCall
     | TransformCall
 )
-
-# Why a backend does not take a kind of call that it does not offer.
-NOT_OFFERED: Mapping[type[Call], str] = {
-    MatmulCall: "multiplies nothing: XLA's own dot does",
-    RaggedCall: "multiplies no groups of rows",
-    QuantizeCall: "quantizes nothing: XLA fuses the reference's own code",
-    QuantizeBothCall: "casts once at a time",
-    ValuesCall: "casts to codes, not to values",
-    DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",
-    PackCall: "has no layout of its own for weights",
-    CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
-    RandomBitsCall: "draws nothing: XLA compiles jax.random's own code",
-    TransformCall: "turns nothing: XLA's own dot does",
-    AttendCall: "attends to nothing: XLA's own dot and softmax do",
-}
 
 
 def result_of(call: Call, *operands: Any) -> Any:

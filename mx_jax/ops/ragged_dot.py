@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, OperandType, RaggedCall
-from mx_jax.backends.primitive import choose
+from mx_jax.backends.primitive import bind, choose
 from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import AxisNames, explicit_mesh
 from mx_jax.codecs.rounding import NEAREST, DerivedKey
@@ -296,7 +296,7 @@ class RaggedProduct(dense.RecipeProduct[Groups]):
         if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
             rhs = unpacked_for(rhs, choice, "ragged_dot")
             call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
-        return choice.offer.run(lhs, rhs, sizes, call)
+        return bind(call, lhs, rhs, sizes)
 
 
 def _prepare_rows(
