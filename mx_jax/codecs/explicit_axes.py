@@ -109,9 +109,9 @@ def varying(x: jax.Array) -> frozenset[str]:
 
 def vary_alike(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """The same values, each differing along the axes of all of them, as JAX wants of operands."""
-    found = [varying(x) for x in arrays]
-    axes = frozenset[str]().union(*found)
+    each = [varying(x) for x in arrays]
+    axes = frozenset[str]().union(*each)
     return tuple(
-        lax.pcast(x, tuple(sorted(axes - own)), to="varying") if axes - own else x
-        for x, own in zip(arrays, found, strict=True)
+        lax.pcast(x, tuple(sorted(axes - names)), to="varying") if axes - names else x
+        for x, names in zip(arrays, each, strict=True)
     )

@@ -101,14 +101,14 @@ def gathering(
     shared = {name for a, b in pairs for name in lies[0][a] if name in lies[1][b]}
     moved, places = set[str](), []
     # An operand moves where the product has a mesh axis from the other one.
-    for x, own, batch, wanted in zip((lhs, rhs), lies, batches, others, strict=True):
-        along = {name for axis, part in enumerate(own) if axis not in batch for name in part}
-        along &= {name for part in wanted for name in part} - shared
+    for x, parts, batch, other in zip((lhs, rhs), lies, batches, others, strict=True):
+        along = {name for axis, part in enumerate(parts) if axis not in batch for name in part}
+        along &= {name for part in other for name in part} - shared
         along = along & names if names else along
         if isinstance(x, PackedMXArray):
             along = set()
         moved |= along
-        places.append(spec_of(own) if along else None)
+        places.append(spec_of(parts) if along else None)
     left, right = places
     gather = Gather(tuple(sorted(moved)), lhs=left, rhs=right or PartitionSpec())
     return dataclasses.replace(recipe, gather=gather if moved else None)
