@@ -290,20 +290,17 @@ class _Seen:
             return call(*args, **kwargs)
 
     def _described(self, layer: nn.Module, path: str) -> Module:
-        cls = type(layer)
         if isinstance(layer, nn.Embed):
-            kernel = (layer.num_embeddings, layer.features)
-            facts = {"kernel": kernel, "shape": kernel[::-1], "named_only": True}
-            facts["axes"] = Axes.ordered()
-            return Module(cls, facts=facts, spec=self._spec(layer, "embedding"))
-        obstacle = users_choice(layer)
-        if isinstance(layer, mx_linen.Operation):
-            obstacle = "has its own recipe"
+            kernel, axes = (layer.num_embeddings, layer.features), Axes.ordered()
+            facts = {"kernel": kernel, "shape": kernel[::-1], "axes": axes, "named_only": True}
+            return Module(type(layer), facts=facts, spec=self._spec(layer, "embedding"))
+        is_operation = isinstance(layer, mx_linen.Operation)
+        obstacle = "has its own recipe" if is_operation else users_choice(layer)
         if obstacle is None:
-            return Module(cls, spec=self._spec(layer, "kernel"))
-        if not isinstance(layer, mx_linen.Operation):
-            self.bare[path] = Layer(path=path, type=cls, obstacle=obstacle)
-        return Module(cls, facts={"obstacle": obstacle})
+            return Module(type(layer), spec=self._spec(layer, "kernel"))
+        if not is_operation:
+            self.bare[path] = Layer(path=path, type=type(layer), obstacle=obstacle)
+        return Module(type(layer), facts={"obstacle": obstacle})
 
     def _spec(self, layer: nn.Module, name: str) -> PartitionSpec | None:
         return layers.linen_spec(layer, name) if self.gathers else None
@@ -317,11 +314,10 @@ class _Seen:
             obstacle = "decode=False"
         elif "mask" not in inspect.signature(layer.attention_fn).parameters:
             obstacle = "its attention_fn takes no mask"
-        cls = type(layer)
 
         def decide_on(name: str, **facts: Any) -> Decision:
             own = "/".join(filter(None, (path, name)))
-            return decide(self.rules, Layer(path=own, type=cls, **facts))
+            return decide(self.rules, Layer(path=own, type=type(layer), **facts))
 
         decision = decide_on("cache", is_cache=True, obstacle=obstacle)
         self.learn([decision])
