@@ -103,7 +103,7 @@ def converted(
     *,
     always: bool = True,
 ) -> tuple[M, Report]:
-    """The copy that `nnx` gives, and what the rules said of its layers; calls may be traced only
+    """The result of `nnx`, and the decisions about its layers. Unless always, calls are traced only
     where rules quantize."""
     # One whose call is traced is checked there, as strict says: the trace shows other products.
     copy = original(model)
@@ -118,7 +118,8 @@ def converted(
                 decide(rules, as_layer(plan.paths, layer, {"of_activations": True}, name))
                 for name in ("qk", "av")
             )
-            layer.mx_cache = flax_nnx.static((format, not any(own.recipe for own in products)))
+            are_plain = not any(decision.recipe for decision in products)
+            layer.mx_cache = flax_nnx.static((format, are_plain))
             _become_converted(layer)
     judged = tuple(decision for plan in plans for decision in plan.judged)
     report = Report(rules=rules, decisions=judged)
@@ -145,7 +146,7 @@ def decisions(
     model: Any, rules: tuple[Rule, ...], *args: object, **kwargs: object
 ) -> tuple[Decision, ...]:
     """What rules say of a model's layers, and of products that an abstract call shows."""
-    copy, found = converted(model, rules, flax_nnx.Rngs(0))
+    copy, report = converted(model, rules, flax_nnx.Rngs(0))
     if args or kwargs:
         graph, state = flax_nnx.split(copy)
 
@@ -153,7 +154,7 @@ def decisions(
             flax_nnx.merge(graph, state)(*args, **kwargs)
 
         jax.eval_shape(*of_arrays(call, (state, *args), kwargs))
-        return copy.mx_call.model.shown if hasattr(copy, "mx_call") else found.decisions
+        return copy.mx_call.model.shown if hasattr(copy, "mx_call") else report.decisions
     judged: list[Decision] = []
     for plan in _plans(original(model), rules):
         judged += plan.judged
@@ -169,7 +170,7 @@ def decisions(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What rules say of a module's cache, and of its product where its kind is known."""
+    """The decisions about a module's cache, and about its product where it is known."""
 
     layer: Any
     paths: tuple[str, ...]
@@ -183,7 +184,7 @@ class _Plan:
 
     @property
     def judged(self) -> tuple[Decision, ...]:
-        return tuple(own for own in (self.product, self.cache) if own is not None)
+        return tuple(decision for decision in (self.product, self.cache) if decision is not None)
 
     @property
     def shows_in_a_call(self) -> bool:
@@ -194,7 +195,7 @@ class _Plan:
 
     @property
     def module(self) -> Module:
-        """What rules know of it while it is traced."""
+        """The module as rules see it in a trace."""
         facts, spec = dict[str, Any](), None
         if isinstance(self.layer, _ADAPTERS):
             facts = {"named_only": True, "product": None}
@@ -239,7 +240,7 @@ def layers_of(model: flax_nnx.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
             for other in group
             if other != place
         )
-        yield tuple("/".join(map(str, own)) for own in (path, *others)), layer
+        yield tuple("/".join(map(str, parts)) for parts in (path, *others)), layer
 
 
 def class_of(layer: object) -> type:
@@ -251,8 +252,8 @@ def matrix_of(layer: object) -> flax_nnx.Param | None:
     """The first parameter of two axes or more that a module has beside known layers."""
     if known_layer(layer) is not None or isinstance(layer, _WITHOUT_PRODUCT):
         return None
-    own = (value for value in vars(layer).values() if isinstance(value, flax_nnx.Param))
-    return next((value for value in own if len(getattr(value, "shape", ())) >= 2), None)
+    params = (value for value in vars(layer).values() if isinstance(value, flax_nnx.Param))
+    return next((value for value in params if len(getattr(value, "shape", ())) >= 2), None)
 
 
 def _has_stream(rngs: flax_nnx.Rngs | None) -> TypeGuard[flax_nnx.Rngs]:
@@ -298,7 +299,7 @@ _WITHOUT_PRODUCT = (
 
 @dataclasses.dataclass(frozen=True)
 class _Conversion:
-    """What a converted model knows of itself; static, and equal for equal models."""
+    """The rules of a converted model, and their decisions; static, equal for equal models."""
 
     rules: tuple[Rule, ...]
     # Whether a rule that matches nothing is an error; None: there is no warning either.
@@ -315,7 +316,10 @@ class _Conversion:
     def shown(self) -> tuple[Decision, ...]:
         """What calls showed, and what was known before of layers that they did not show."""
         paths = {decision.layer.path for decision in self.traced}
-        return (*self.traced, *(own for own in self.decisions if own.layer.path not in paths))
+        return (
+            *self.traced,
+            *(decision for decision in self.decisions if decision.layer.path not in paths),
+        )
 
     def check(self, path: str, decisions: tuple[Decision, ...]) -> None:
         """Warn of rules without any decision, if these are those of the whole model."""
@@ -328,7 +332,7 @@ class _Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What a module of a converted model knows when it is called."""
+    """The place of a module in a converted model."""
 
     model: _Conversion
     path: str
@@ -450,12 +454,12 @@ def _traced(
             with flax_nnx.merge_context(_TAG, False) as context:
                 context.merge(after, state)
             return result
-    given = dict(flax_nnx.to_flat_state(flax_nnx.merge_state(params, rest)))
+    old = dict(flax_nnx.to_flat_state(flax_nnx.merge_state(params, rest)))
     # Whether what a Variable holds is what it held.
     changed = [
         (at, new)
         for at, new in flax_nnx.to_flat_state(state)
-        if any(x is not y for x, y in zip(*map(jax.tree.leaves, (new, given[at])), strict=True))
+        if any(x is not y for x, y in zip(*map(jax.tree.leaves, (new, old[at])), strict=True))
     ]
     if changed:
         flax_nnx.update(nodes, flax_nnx.from_flat_state(changed))
@@ -470,9 +474,9 @@ def _cache_obstacle(layer: flax_nnx.MultiHeadAttention) -> str | None:
         return "has a call of its own"
     if layer.query.kernel.ndim > 3 and layer.cached_key is not None:
         return "is a stack with a cache already: convert it before init_cache"
-    taken = inspect.signature(layer.attention_fn).parameters
-    takes_any = any(own.kind is inspect.Parameter.VAR_KEYWORD for own in taken.values())
-    if "mask" not in taken and not takes_any:
+    parameters = inspect.signature(layer.attention_fn).parameters
+    takes_any = any(entry.kind is entry.VAR_KEYWORD for entry in parameters.values())
+    if "mask" not in parameters and not takes_any:
         return "its attention_fn takes no mask"
     return None
 
