@@ -120,11 +120,6 @@ def _walk_bodies(site: Site) -> tuple[list[int], list[Site]]:
     return results, [inner_site for i in sorted(below) for inner_site in below[i]]
 
 
-def definitions(sites: Sequence[Site]) -> dict[Any, JaxprEqn]:
-    """The equation that computes each variable."""
-    return {out: site.eqn for site in sites for out in site.eqn.outvars}
-
-
 def used(program: ClosedJaxpr, sites: Sequence[Site]) -> set[Any]:
     """The variables that equations read, or programs return."""
     programs = [program, *(body for site in sites for body in bodies(site.eqn))]

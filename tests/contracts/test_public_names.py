@@ -23,7 +23,7 @@ PUBLIC = {
         search_scales tell_input
     """,
     "mx_jax.checkpoint": """
-        Certificate LAYOUTS Layout Plausibility Stored Weights from_packed from_wire
+        LAYOUTS Layout Plausibility Stored Weights from_packed from_wire
         load plausibility quantization_config read save to_wire transcode write
     """,
     "mx_jax.convert": """
@@ -52,9 +52,8 @@ PUBLIC = {
         KVCache join_stored linen nnx split_stored
     """,
     "mx_jax.inspect": """
-        Explanation Jsonl Memory NonFiniteError Record
-        Captured STATISTICS Scalar Sink Tag capture
-        explain guard report saturated_fraction
+        Captured Explanation NonFiniteError Record Records
+        STATISTICS Tag capture explain guard
         sqnr_db
     """,
     "mx_jax.sharding": """
