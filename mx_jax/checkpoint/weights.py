@@ -130,8 +130,8 @@ def on_device(array: np.ndarray | jax.Array) -> jax.Array:
     first = -held.ctypes.data % _ALIGNMENT
     held = held[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
     held[...] = array
-    found: jax.Array = jax.device_put(held)
-    return found
+    placed: jax.Array = jax.device_put(held)
+    return placed
 
 
 def plain(array: np.ndarray, where: str) -> jax.Array:
@@ -142,14 +142,14 @@ def plain(array: np.ndarray, where: str) -> jax.Array:
             ".look() gives it as a NumPy array"
         )
     with np.errstate(all="ignore"):
-        found = on_device(array)
-        lost = found.dtype != array.dtype and _is_lost(array, np.asarray(found))
+        placed = on_device(array)
+        lost = placed.dtype != array.dtype and _is_lost(array, np.asarray(placed))
     if lost:
         raise ValueError(
             f"{where}: has {array.dtype} values from {array.min()} up to {array.max()}, which jax "
-            f"holds as {found.dtype}; set jax_enable_x64"
+            f"holds as {placed.dtype}; set jax_enable_x64"
         )
-    return found
+    return placed
 
 
 def _is_lost(array: np.ndarray, held: np.ndarray) -> bool:
@@ -175,7 +175,7 @@ def built(
     where: str,
 ) -> MXArray:
     """An MXArray on the device, if its parts fit together; `where` begins the error."""
-    found = MXArray(
+    array = MXArray(
         codes=on_device(codes),
         scales=on_device(scales),
         tensor_scale=None if whole is None else jnp.asarray(whole),
@@ -183,8 +183,8 @@ def built(
         blocks=blocks,
         dtype=jnp.dtype(dtype),
     )
-    check_parts(found, where)
-    return found
+    check_parts(array, where)
+    return array
 
 
 def assembled(

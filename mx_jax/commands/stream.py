@@ -211,8 +211,8 @@ def _move_into_place(made: Path, out: Path, force: bool) -> None:
     with writers.only_writer(out):
         # Its files that are no tensors, and that the new one lacks, are linked into that.
         for path in out.iterdir():
-            own = any(path.match(pattern) for pattern in _REPLACED)
-            if not own and not (made / path.name).exists():
+            is_replaced = any(path.match(pattern) for pattern in _REPLACED)
+            if not is_replaced and not (made / path.name).exists():
                 try:
                     os.link(path, made / path.name)
                 except OSError:  # no hard links there
@@ -245,7 +245,7 @@ def record_options(options: argparse.Namespace, made: Path) -> None:
 
 def _digests(options: argparse.Namespace) -> dict[str, str]:
     """A digest of each option, and of the files that it names; no path of this machine."""
-    found = {}
+    digests = {}
     for name, value in sorted(vars(options).items()):
         if name in _APART:
             continue
@@ -258,8 +258,8 @@ def _digests(options: argparse.Namespace) -> dict[str, str]:
             for file in sorted(each.glob("*.safetensors")) if each.is_dir() else [each]:
                 if file.is_file():
                     facts.append((file.name, file.stat().st_size, file.stat().st_mtime_ns))
-        found[name] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return found
+        digests[name] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return digests
 
 
 def is_file_name(out: Path) -> bool:
@@ -378,9 +378,9 @@ def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> No
 
 
 def _nbytes(text: str) -> int:
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?([kMGT]?)B?", text)
-    size = 0 if found is None else int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
-    if found is None or size < 1:
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?([kMGT]?)B?", text)
+    size = 0 if match is None else int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
+    if match is None or size < 1:
         raise ValueError(f"--max-shard-size needs a size as 5GB, got {text!r}")
     return size
 
@@ -428,9 +428,9 @@ def layout_for(to: str, tensors: Mapping[str, Any], where: Path) -> str:
 
 def programs() -> dict[str, list[Layout]]:
     """Layouts by the programs that a `quantization_config` names."""
-    found: dict[str, list[Layout]] = {}
+    by_program: dict[str, list[Layout]] = {}
     for row in LAYOUTS:
         for pairs in row.configs:
-            rows = found.setdefault(dict(pairs).get("quant_method", ""), [])
+            rows = by_program.setdefault(dict(pairs).get("quant_method", ""), [])
             rows += [] if row in rows else [row]
-    return found
+    return by_program

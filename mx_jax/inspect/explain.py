@@ -236,7 +236,7 @@ def _reasons(call: calls.Call, target: Target, choice: Choice) -> tuple[str, ...
     names: dict[str, list[str]] = {}
     for name, reason in choice.rejections:
         names.setdefault(reason, []).append(name)
-    rejected = (f"not {', '.join(own)}: {reason}" for reason, own in names.items())
+    rejected = (f"not {', '.join(backends)}: {reason}" for reason, backends in names.items())
     named = (
         f"{name} takes it if named, by prefer_backends({name!r}): {why}"
         for name, why in on_request(call, target)
@@ -258,7 +258,7 @@ def _described(call: calls.Call) -> tuple[str, str, float, float]:
     """Its kind, its work in words, its flops, and the bytes that it reads and writes."""
     match call:
         case calls.MatmulCall(lhs=lhs, rhs=rhs):
-            left, right = (list(own.axes.contracting) for own in (lhs, rhs))
+            left, right = (list(operand.axes.contracting) for operand in (lhs, rhs))
             batch = [lhs.shape[axis] for axis in lhs.axes.batch]
             return _product("product", call, f" over axes {left} and {right}", rhs.rows, batch)
         case calls.RaggedCall(rhs=rhs, num_groups=groups):
@@ -294,8 +294,8 @@ def _described(call: calls.Call) -> tuple[str, str, float, float]:
     raise AssertionError(f"no equation is read for {call}")
 
 
-def _operand(own: calls.OperandType) -> str:
-    return f"{own.text} {list(own.shape)}"
+def _operand(operand: calls.OperandType) -> str:
+    return f"{operand.text} {list(operand.shape)}"
 
 
 def _product(
@@ -303,7 +303,9 @@ def _product(
 ) -> tuple[str, str, float, float]:
     """A product of lhs and so many columns; bytes are of both operands and of so many results."""
     size = _bytes((*times, call.lhs.rows, columns), dtype=call.out_dtype)
-    size += sum(_bytes(own.shape, own.format, own.dtype) for own in (call.lhs, call.rhs))
+    size += sum(
+        _bytes(operand.shape, operand.format, operand.dtype) for operand in (call.lhs, call.rhs)
+    )
     work = f"{kind} {_operand(call.lhs)} x {_operand(call.rhs)}{how}, to {call.out_dtype}"
     if isinstance(call, calls.MatmulCall) and call.reduce_dtype is not None:
         work += f", added up in {reduced_in(call.out_dtype, call.reduce_dtype)}"
@@ -332,7 +334,10 @@ def _bytes(
 def _num_devices(arrays: Sequence[Any]) -> int:
     """Of the program, as far as its arguments say."""
     shardings = (getattr(x, "sharding", None) for x in arrays)
-    return max((own.mesh.size for own in shardings if isinstance(own, NamedSharding)), default=1)
+    return max(
+        (sharding.mesh.size for sharding in shardings if isinstance(sharding, NamedSharding)),
+        default=1,
+    )
 
 
 def _of_function(
@@ -349,21 +354,21 @@ def _of_function(
         """The call and its gradients by every float, of cotangents of ones."""
         results, pullback = jax.vjp(call, arrays)
         (gradients,) = pullback(jax.tree.map(cotangent, results))
-        return results, [own for own in gradients if own.dtype != jax.dtypes.float0]
+        return results, [gradient for gradient in gradients if gradient.dtype != jax.dtypes.float0]
 
     with parted(True):
         program = jax.make_jaxpr(with_gradients if backward else call)(arrays)
     # XLA computes nothing that is not used. Flax, for one, traces the body of a scan twice.
     sites = walk(live(program))
     rows: dict[Row, Row] = {}
-    own = [pair for site in sites for pair in _selected(site, _num_devices(arrays))]
-    for row in (*(row for row, _ in own), *filter(None, map(_high, sites))):
+    selected = [pair for site in sites for pair in _selected(site, _num_devices(arrays))]
+    for row in (*(row for row, _ in selected), *filter(None, map(_high, sites))):
         # Rows of the same work are one.
         key = dataclasses.replace(row, times=0, places=())
         known = rows.get(key, key)
         places = tuple(dict.fromkeys((*known.places, *row.places)))
         rows[key] = dataclasses.replace(known, times=known.times + row.times, places=places)
-    target = own[0][1] if own else current_target()
+    target = selected[0][1] if selected else current_target()
     return Explanation(rows=tuple(rows.values()), machine=_machine(target))
 
 
@@ -381,13 +386,16 @@ def _with_parameters(
         init = functools.partial(function.init, rngs)
         variables = jax.eval_shape(*of_arrays(init, args, kwargs))
 
-        def apply(variables: Mapping[str, Any], *own: object, **named: object) -> Any:
-            return function.apply(variables, *own, rngs=rngs, mutable=True, **named)[0]
+        def apply(variables: Mapping[str, Any], *arguments: object, **keywords: object) -> Any:
+            return function.apply(variables, *arguments, rngs=rngs, mutable=True, **keywords)[0]
 
         return apply, (variables, *args)
     if jax.tree.leaves(function) != [function]:
         # A model that is a pytree, as those of flax.nnx are.
-        return lambda model, *own, **named: model(*own, **named), (function, *args)
+        return lambda model, *arguments, **keywords: model(*arguments, **keywords), (
+            function,
+            *args,
+        )
     return function, args
 
 

@@ -153,8 +153,8 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
     choice = choose_if_any(call)
     if choice is not None and choice.backend != REFERENCE:
         needed = {"amax", "size"}.union(*(row.joins for row in rows))
-        found = choice.offer.run(before, after, call)
-        raw |= {name: value for name, value in found.items() if name in needed}
+        computed = choice.offer.run(before, after, call)
+        raw |= {name: value for name, value in computed.items() if name in needed}
         rows = [row for row in rows if not row.joins.keys() <= raw.keys()]
         if not rows:
             return raw
@@ -201,11 +201,11 @@ def _joined(
 
 def numbers(raw: Stats, wanted: Collection[str]) -> dict[str, Any]:
     """`Record.stats` of raw statistics, on the host."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for row in TABLE:
         if row.name in wanted:
-            found |= row.of(raw)
-    return found
+            values |= row.of(raw)
+    return values
 
 
 def sqnr_db(exact: jax.typing.ArrayLike, approximate: jax.typing.ArrayLike) -> float:
