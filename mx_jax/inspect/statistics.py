@@ -16,13 +16,10 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends.calls import CastStatisticsCall
-from mx_jax.backends.primitive import choose_if_any
-from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.primitive import bind
 from mx_jax.codecs.blocks import varying_axes
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.quantize import dequantize
-from mx_jax.reference import statistics as plain
 from mx_jax.reference.statistics import Raw, exponent, power
 
 Stats = Mapping[str, Any]
@@ -149,17 +146,10 @@ def of_cast(before: jax.Array, after: MXArray, axis: int, wanted: Collection[str
     raw: Raw = {}
     for row in rows:
         raw |= {} if row.arrays is None else row.arrays(before, after, axis)
-    rows = [row for row in rows if row.arrays is None]
-    choice = choose_if_any(call)
-    if choice is not None and choice.backend != REFERENCE:
-        needed = {"amax", "size"}.union(*(row.joins for row in rows))
-        computed = choice.offer.run(before, after, call)
-        raw |= {name: value for name, value in computed.items() if name in needed}
-        rows = [row for row in rows if not row.joins.keys() <= raw.keys()]
-        if not rows:
-            return raw
-    # Only what is wanted and no kernel has, of values that a kernel may decode.
-    return raw | plain.of_cast(before, after, axis, {row.name for row in rows}, dequantize)
+    needed = {"amax", "size"}.union(*(row.joins for row in rows if row.arrays is None))
+    # XLA leaves out what is not wanted.
+    counted = bind(call, before, after)
+    return raw | {name: value for name, value in counted.items() if name in needed}
 
 
 def of_lanes(raw: Raw) -> Raw:

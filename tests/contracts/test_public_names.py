@@ -27,9 +27,9 @@ PUBLIC = {
         load plausibility quantization_config read save to_wire transcode write
     """,
     "mx_jax.convert": """
-        AutoFilter CacheFormat Conv Decision DotGeneral Kind Layer RaggedDot Report Rule Slot
-        UnusedRuleWarning every function gains linen nnx numbered original register report
-        tree weights weights_report
+        AutoFilter CacheFormat Conv Decision DotGeneral Layer RaggedDot Report Rule
+        UnusedRuleWarning function gains linen nnx original report
+        weights weights_report
     """,
     "mx_jax.formats": """
         BLOCK_FORMATS BlockFormat BlockSize E2M1 E2M3 E3M2 E4M3 E4M3FNUZ E4M3_SCALE E5M2
