@@ -23,8 +23,8 @@ U = TypeVar("U")
 class QuantizedState(NamedTuple):
     """What `quantize_state` keeps between two steps.
 
-    All of it are arrays, in trees of the optimizer's own structure: whatever goes by that, as
-    `optax.tree_map_params`, `nnx.Optimizer` and orbax do, finds what it knows.
+    All arrays, in trees of the optimizer's structure, which `optax.tree_map_params`,
+    `nnx.Optimizer` and orbax go by.
 
     Attributes:
       key: uint32 data of the PRNG key that the next step draws from.
@@ -192,7 +192,7 @@ def _wide(x: jax.typing.ArrayLike) -> jax.ShapeDtypeStruct:
 
 # Moments as codes ---------------------------------------------------------------------------------
 #
-# Casts of their own: as the library's, they would take half of a step. XLA makes them a part of the
+# Not the library's casts, which would take half of a step. XLA makes them a part of the
 # kernels that compute the moments, which are never written as float32. What they give up is what
 # Adam has no use for: numbers below 2^-126, and odds finer than 2^-20, of roots 2^-17.
 

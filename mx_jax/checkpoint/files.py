@@ -116,7 +116,7 @@ def _bits(dtype: np.dtype) -> int:
 
 def deferred(make: Callable[[], Any], like: object) -> Any:
     """`like` with an Entry for each array: `make` gives them when the first one is written."""
-    # Each array is handed out once; asked for again, it is made again.
+    # Each array is handed out once; the second time it is made again.
     held: dict[int, np.ndarray] = {}
 
     def part(index: int) -> np.ndarray:
@@ -204,7 +204,7 @@ class Reader:
         content = np.asarray(np.memmap(path, np.uint8, mode="r"))
         start = 8 + int.from_bytes(content[:8].tobytes(), "little")
         header = json.loads(content[8:start].tobytes())
-        # Of the same file as what follows: another may have taken the place of the checked one.
+        # Of the same file as what follows: the checked one may be replaced by now.
         metadata = header.pop(_METADATA, None) or {}
         tensors = {}
         for name, facts in header.items():

@@ -28,8 +28,8 @@ def read(path: str | os.PathLike[str], *, layout: str | None = None) -> Weights:
     """Open a checkpoint, one that `save` wrote or in a layout that is in use elsewhere.
 
     A folder with `config.json` says what it is; a bare file is read if its names, dtypes and shapes
-    fit one layout. GGUF says itself what it holds. Tensors are read as they are asked for, so a
-    model larger than memory can be gone through.
+    fit one layout. GGUF says itself what it holds. A tensor is read at its look-up, so a model
+    may be larger than memory.
 
     Args:
       path: a GGUF file, a safetensors file, or a folder of these, with or without an index.

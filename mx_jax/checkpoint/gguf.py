@@ -1,7 +1,7 @@
 """GGUF files, as llama.cpp and its kin store them.
 
 No length, count or offset of a header is believed before it is checked. Types of integers with many
-scales are left to llama.cpp's own package `gguf`, which gets bytes of the right number only.
+scales are left to llama.cpp's package `gguf`, which gets bytes of the right number only.
 Source: the GGUF description, versions 2 and 3, little-endian, and ggml's block structures.
 """
 
@@ -33,7 +33,7 @@ _ALIGNMENT = "general.alignment"
 # By their numbers in a file, as the struct module and NumPy call them.
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-# ggml's own.
+# ggml's limit.
 _MOST_AXES = 4
 
 # Types ----------------------------------------------------------------------------------------

@@ -271,7 +271,7 @@ LAYOUTS: tuple[Layout, ...] = (
     _row("quark-mxfp4", MXFP4, ".weight", ".weight_quantizer.scale", _QUARK),
     # The float8 layers that it leaves as DeepSeek has them, scales renamed.
     _float8("quark-float8", FLOAT8_BLOCKWISE_2D_E4M3, ".weight_scale", "F32", _QUARK),
-    # DeepSeek's own are float32; others store theirs in bfloat16.
+    # DeepSeek's scales are float32, those of others bfloat16.
     _float8("deepseek-v3", FLOAT8_BLOCKWISE_2D_E4M3, ".weight_scale_inv", "F32 BF16", _FP8),
     _float8("deepseek-v3.1", FLOAT8_BLOCKWISE_2D_E8M0, ".weight_scale_inv", "F8_E8M0", _FP8),
     # V4 before its last training, with experts in float8 too.
@@ -322,7 +322,7 @@ _MODELOPT_FILE = "hf_quant_config.json"
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """config.json, with ModelOpt's own file in its place for quantization."""
+    """config.json; where it says nothing of quantization, with what hf_quant_config.json says."""
     folder = path if path.is_dir() else path.parent
     path_of_config, modelopt = folder / "config.json", folder / _MODELOPT_FILE
     config = read_table(path_of_config, "checkpoint.read") if path_of_config.is_file() else {}
@@ -389,7 +389,7 @@ def quantization_config(
 
 
 def hf_quant_config(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """ModelOpt's own file, hf_quant_config.json, from the `quantization_config`."""
+    """ModelOpt's hf_quant_config.json, from the `quantization_config`."""
     weights = stated["config_groups"]["group_0"]["weights"]
     return {
         "producer": stated["producer"],

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by name, whoever wrote it; each is read when it is asked for."""
+"""The tensors of a checkpoint by name, whoever wrote it; each is read at its look-up."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ from mx_jax.mxarray import MXArray
 
 # Of the dtypes that files pack, what JAX has as well.
 _IN_JAX = {DTYPES["F4"]}
-# Bytes, XLA's own on CPUs.
+# Bytes, as XLA aligns memory on CPUs.
 _ALIGNMENT = 64
 
 
@@ -63,7 +63,7 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights(Mapping[str, "MXArray | jax.Array"]):
-    """The tensors of a checkpoint by name, each read when it is asked for.
+    """The tensors of a checkpoint by name, each read at its look-up.
 
     A mapping: `weights["model.layers.0.mlp.up_proj.weight"]`, `dict(weights)`, `len(weights)`.
     Names and axes are the checkpoint's: weights `[out, in]`, blocks along `in`.
@@ -96,7 +96,7 @@ class Weights(Mapping[str, "MXArray | jax.Array"]):
         return len(self.stored)
 
     def __contains__(self, name: object) -> bool:
-        # Mapping's own would read the tensor.
+        # That of Mapping would read the tensor.
         return name in self.stored
 
     def __getitem__(self, name: str) -> "MXArray | jax.Array":

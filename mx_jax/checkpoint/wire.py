@@ -30,7 +30,7 @@ from mx_jax.packed import Quantized, unpacked
 
 # Of the description, not of the package. A reader refuses what it does not know.
 VERSION = 1
-# The key of the description, by which `from_wire` knows its own; in a file, of the metadata.
+# The key of the description, by which `from_wire` knows a dict; in a file, of the metadata.
 DESCRIPTION = "mx_jax"
 CODES, SCALES, TENSOR_SCALE = "codes", "scales", "tensor_scale"
 Keys = tuple[str | int, ...]
@@ -406,7 +406,7 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
 
 
 def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weights:
-    """What `save` wrote, each tensor read when asked for.
+    """What `save` wrote, each tensor read at its look-up.
 
     `metadata["paths"]` has the keys of each, `metadata["empty"]` those of dicts without any.
     """

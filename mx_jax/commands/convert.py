@@ -13,8 +13,7 @@ examples:
     python -m mx_jax convert mxfp4/ nvfp4/ --to modelopt-nvfp4 --dry-run
     python -m mx_jax convert mxfp4/ nvfp4/ --to modelopt-nvfp4
 
-LAYOUT is mx_jax, a layout's name, or that of a program, of whose layouts the one is taken that
-holds the format that is there.
+LAYOUT is mx_jax, a layout's name, or a program's, which means its layout for the tensors' format.
 """
 
 import argparse

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _format(text: str) -> AnyFormat:
-    """A format by its name; by `module:NAME` one of the user's own."""
+    """A format by its name, or the user's by `module:NAME`."""
     if ":" not in text:
         return formats.any_format(text)
     module, _, name = text.partition(":")

@@ -195,7 +195,7 @@ def run(options: argparse.Namespace) -> int:
         # Nothing is quantized before it is written.
         scales |= shared_scales(weights, judged)
     if options.dry_run:
-        # Our own file holds whatever the values are; GPTQ takes long.
+        # mx_jax's file holds any values; GPTQ takes long.
         stream.check_layout(tensors, layout, values=layout != stream.OWN and not moments)
         return 0
     stream.report_dequantized(weights, (name for name in weights if not judged[name].quantizes))

@@ -37,7 +37,7 @@ _DECIDING = ("format", "recipe", "skip")
 class FileRule:
     """A rule, and along which axis the tensors that it matches have their blocks."""
 
-    rule: Rule  # conversion's own; its recipe's weight says format and scale rule
+    rule: Rule  # as conversion has it; its recipe's weight says format and scale rule
     axis: int | None = None  # of the tensor; None: the one that its name implies
     # In place of the recipe's scale rule: `"mse"`, each block's scale by squared error;
     # `"gptq"`, codes by what they are multiplied with as well.

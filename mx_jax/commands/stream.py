@@ -28,7 +28,7 @@ from mx_jax.checkpoint.wire import put
 from mx_jax.commands.output import Commands, add_parser, say, size, watched
 from mx_jax.mxarray import MXArray
 
-# What our own files are called where a layout is asked for.
+# The name of mx_jax's files among layouts.
 OWN = "mx_jax"
 # The options of an interrupted run, beside its files: the same command alone resumes it.
 RECORD = ".mx_jax_resume.json"
@@ -41,7 +41,7 @@ _OF_TENSORS = ("*.index.json", "hf_quant_config.json")
 _QUANTIZED = ("quantization_config", "compression_config")
 # What a GGUF file says of its model, in the folder that its tensors are written to.
 GGUF_FIELDS = "gguf.json"
-# Files of a folder that are not taken over into the one that replaces it.
+# Files of a folder that the one in its place does not get.
 _REPLACED = ("*.safetensors", *_OF_TENSORS, GGUF_FIELDS, RECORD)
 
 
@@ -237,7 +237,7 @@ def _move_into_place(made: Path, out: Path, force: bool) -> None:
 
 
 def record_options(options: argparse.Namespace, made: Path) -> None:
-    """Write what is asked to the folder that is being made; clear what a killed run left half."""
+    """Write the options to the folder that is being made; remove half files of a killed run."""
     for file in made.glob(".model*"):
         file.unlink()
     files.write_json(made / RECORD, _digests(options))
@@ -294,7 +294,7 @@ def write_out(
     made.mkdir(exist_ok=True)
     with writers.only_writer(made, _busy(options.out)):
         try:
-            check_free(options.out, options.force)  # Another may have ended since it was asked.
+            check_free(options.out, options.force)  # Another run may have ended meanwhile.
             for left in () if options.resume else made.iterdir():
                 left.unlink()
             if largest is not None:
@@ -310,7 +310,7 @@ def write_out(
                 _move_into_place(made, out, options.force)
                 (out / RECORD).unlink(missing_ok=True)  # complete: nothing to resume
         except BaseException:
-            if largest is None:  # nothing of it could be taken up
+            if largest is None:  # a run of one file cannot be resumed
                 shutil.rmtree(made, ignore_errors=True)
             raise
     written = options.out.glob("*.safetensors") if options.out.is_dir() else [options.out]
@@ -329,7 +329,7 @@ def _write_tensors(
     largest, paths = options.max_shard_size, weights.metadata.get("paths")
     how: dict[str, Any] = {
         "max_shard_size": None if largest is None else _nbytes(largest),
-        # `check_output` has compared what this command was asked with what the earlier one was.
+        # `check_output` has compared the options with those of the earlier run.
         "resume": "vouched" if options.resume else False,
         "progress": watched(),
     }
@@ -360,7 +360,7 @@ def _write_beside(
             else:
                 with writers.replacing(made / path.name) as file:
                     file.write(path.read_bytes())
-        # ModelOpt's loaders read a file of its own as well.
+        # ModelOpt's loaders read a second file as well.
         if stated is not None and "quant_algo" in stated:
             files.write_json(made / "hf_quant_config.json", hf_quant_config(stated))
     elif is_gguf(weights.path):

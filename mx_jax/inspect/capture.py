@@ -186,7 +186,11 @@ class Captured(Generic[P, R]):
         return update(run(function, static, arrays, step))
 
     def _run(
-        self, function: Callable[..., R], static: read.Static, arrays: list[Any], step: Any
+        self,
+        function: Callable[..., R],
+        static: read.Static,
+        arrays: list[Any],
+        step: IntScalar | None,
     ) -> R:
         """The function's results, its program rewritten."""
         with parted(True):
@@ -194,7 +198,7 @@ class Captured(Generic[P, R]):
         program = live(program)
         arrays = [refuse_derivative(x, _refuse) for x in arrays]
         plan = self._plan(entries_of(program))
-        state = State(jnp.int32(_UNKNOWN) if step is None else step)
+        state = State(jnp.int32(_UNKNOWN if step is None else step))
 
         def observed(arrays: list[Any]) -> list[Any]:
             return Rewritten(program, plan, self._rule)(arrays, state)
@@ -270,7 +274,7 @@ class Captured(Generic[P, R]):
                 self._keep(record)
 
     def _keep(self, record: Record) -> None:
-        """Take a record; called from the thread that runs callbacks, one at a time."""
+        """Add a record; called from the thread that runs callbacks, one at a time."""
         self._records.setdefault(record.tag, []).append(record)
 
 

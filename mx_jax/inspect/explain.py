@@ -132,9 +132,9 @@ def _is_size(x: Any) -> bool:
 _STREAMS = ("params", "dropout", "quantize")
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"}
 _PACKAGE = str(Path(__file__).parents[1])
-# The caller of the explained function: beyond it no frame asks for a product.
+# The caller of the explained function: frames around it multiply nothing.
 _EXPLAINER = str(Path(__file__).parent)
-# Not the user's own code.
+# Frames of libraries, not of the user.
 _LIBRARIES = re.compile(r"[/\\](jax|jaxlib|flax)[/\\]")
 _STDLIB = sysconfig.get_paths()["stdlib"]
 # Who decided on a product that mx_jax itself leaves to JAX, by the folder that asks for it.
@@ -151,7 +151,7 @@ class Row:
 
     Attributes:
       kind: "product", "ragged product", "cast", "dequantize", "transform", "attention",
-        or "high precision" of a product that no backend is asked for.
+        or "high precision" of a product of `jax.lax`.
       work: what is computed, in words, with the shapes and axes of the arrays; below `jax.vmap`
         those of one lane.
       backend: who computes it; "jax.lax" in high precision.
@@ -186,7 +186,7 @@ class Explanation:
 
     Attributes:
       rows: in the order of the trace; products in high precision last.
-      machine: what selection was asked for.
+      machine: the platform and number of devices, as selection sees them.
 
     Examples:
       >>> import jax, mx_jax
@@ -268,7 +268,11 @@ def _described(call: calls.Call) -> tuple[str, str, float]:
         case calls.QuantizeCall():
             how = f"{call.format.name} ({call.scale_rule.name}, {call.rounding.name})"
             blocks = " and ".join(f"{size} along axis {axis}" for axis, size in call.blocks)
-            return "cast", f"cast {_array(call)} to {how} in blocks of {blocks}", 0.0
+            return (
+                "cast",
+                f"cast {_array(call.dtype, call.shape)} to {how} in blocks of {blocks}",
+                0.0,
+            )
         case calls.QuantizeBothCall():
             first, second = (_described(cast)[1] for cast in (call.first, call.second))
             return "cast", f"{first}; with it {second}", 0.0
@@ -276,7 +280,7 @@ def _described(call: calls.Call) -> tuple[str, str, float]:
             work = f"dequantize {call.format.name} {list(call.shape)} to {call.dtype}"
             return "dequantize", work, 0.0
         case calls.TransformCall():
-            return "transform", f"Hadamard transform of {_array(call)}", 0.0
+            return "transform", f"Hadamard transform of {_array(call.dtype, call.shape)}", 0.0
         case calls.AttendCall():
             matrices, length, features = call.keys
             kind = call.dtypes[1] if call.format is None else call.format.name
@@ -285,8 +289,8 @@ def _described(call: calls.Call) -> tuple[str, str, float]:
     raise AssertionError(f"no equation is read for {call}")
 
 
-def _array(x: Any) -> str:
-    return f"{x.dtype} {list(x.shape)}"
+def _array(dtype: np.dtype, shape: Sequence[int]) -> str:
+    return f"{dtype} {list(shape)}"
 
 
 def _product(
@@ -397,7 +401,7 @@ def _selected(site: Site, num_devices: int) -> Iterator[tuple[Row, Target]]:
 
 
 def _high(site: Site) -> Row | None:
-    """A product that no backend is asked for: by a recipe, a rule, or code that has none."""
+    """A product of `jax.lax`, or None: a recipe, a rule or code without one leaves it there."""
     eqn, operation = site.eqn, site.eqn.primitive.name
     # Kernels of Pallas multiply for themselves.
     if operation not in _PRODUCTS or any(x.primitive.name == "pallas_call" for x in site.around):
@@ -407,6 +411,7 @@ def _high(site: Site) -> Row | None:
         return None
     dimensions: Any = eqn.params.get("dimension_numbers")
     lhs, rhs, out = avals
+    left, right = (_array(x.dtype, x.shape) for x in (lhs, rhs))
     # How many products each element of the result sums.
     if operation == "dot_general":
         contracted = math.prod(lhs.shape[axis] for axis in dimensions[0][0])
@@ -416,7 +421,7 @@ def _high(site: Site) -> Row | None:
         contracted = lhs.shape[-1]
     return Row(
         kind="high precision",
-        work=f"{operation} {_array(lhs)} x {_array(rhs)}, to {out.dtype}",
+        work=f"{operation} {left} x {right}, to {out.dtype}",
         backend="jax.lax",
         times=site.times,
         places=(place_of(site.scope),),

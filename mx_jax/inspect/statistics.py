@@ -1,4 +1,4 @@
-"""Statistics of casts: one row of `TABLE` for each, with all that is its own.
+"""Statistics of casts: one row of `TABLE` for each.
 
 On the device a statistic is a few sums and maxima, so that those of vmap's lanes and of shards add
 up to those of the whole; the host makes numbers of them. Squares are of values over the largest

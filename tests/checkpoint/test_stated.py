@@ -75,7 +75,7 @@ def test_commands_state_it(tmp_path: Path):
         assert main([str(word) for word in words]) == 0
         return json.loads((Path(words[2]) / "config.json").read_text())
 
-    theirs, each = tmp_path / "theirs", tmp_path / "own"
+    theirs, ours = tmp_path / "theirs", tmp_path / "own"
     config = run("quantize", model, theirs, "--format", "mxfp8_e4m3", "--to", "modelopt")
     assert config["model_type"] == "llama"
     assert config["quantization_config"]["quant_algo"] == "MXFP8"
@@ -87,7 +87,7 @@ def test_commands_state_it(tmp_path: Path):
         "exclude_modules": ["lm_head"],
     }
     assert checkpoint.read(theirs).quantized == {"up.weight": "mxfp8-quantized"}
-    assert "quantization_config" not in run("convert", theirs, each, "--to", "mx_jax")
+    assert "quantization_config" not in run("convert", theirs, ours, "--to", "mx_jax")
     # Without config.json's word, ModelOpt's own file is heard.
     (theirs / "config.json").write_text(json.dumps({"model_type": "llama"}))
     said["quantization"]["quant_algo"] = "NVFP4"
@@ -95,7 +95,7 @@ def test_commands_state_it(tmp_path: Path):
     with pytest.raises(ValueError, match="no weight of the layouts modelopt-nvfp4"):
         checkpoint.read(theirs)
     # Another layout in the same folder: ModelOpt's file would be wrong.
-    words = ("convert", each, theirs, "--to", "compressed-tensors", "--force")
+    words = ("convert", ours, theirs, "--to", "compressed-tensors", "--force")
     assert run(*words)["quantization_config"]["quant_method"] == "compressed-tensors"
     assert not (theirs / "hf_quant_config.json").exists()
 

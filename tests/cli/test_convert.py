@@ -161,10 +161,13 @@ def test_experts_of_gpt_oss_become_a_matrix_each(
     rows_of = {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2)}
     for part, (name, first, step) in (rows_of | {"down_proj": ("down_proj", 0, 1)}).items():
         for expert in range(3):
-            one, each = result[f"{base}.{expert}.{part}.weight"], (expert, slice(first, None, step))
-            np.testing.assert_array_equal(one.codes.T, fused[name].codes[expert][:, each[1]])
-            np.testing.assert_array_equal(one.scales.T, fused[name].scales[expert][:, each[1]])
-            bias = np.asarray(biases[name][each], np.float32)
+            one, place = (
+                result[f"{base}.{expert}.{part}.weight"],
+                (expert, slice(first, None, step)),
+            )
+            np.testing.assert_array_equal(one.codes.T, fused[name].codes[expert][:, place[1]])
+            np.testing.assert_array_equal(one.scales.T, fused[name].scales[expert][:, place[1]])
+            bias = np.asarray(biases[name][place], np.float32)
             np.testing.assert_array_equal(result[f"{base}.{expert}.{part}.bias"], bias)
     stated = json.loads((out / "config.json").read_text())["quantization_config"]
     assert stated["ignore"] == ["model.layers.0.mlp.router", "lm_head"]
@@ -201,7 +204,7 @@ def test_gpt_oss_as_its_unquantized_model(
     theirs = {f"{name}_blocks": codes, f"{name}_scales": scales}
     theirs[f"{name}_bias"] = np.ones((2, 32), np.float32)
     released, again, exact = tmp_path / "released", tmp_path / "again", tmp_path / "exact"
-    each = tmp_path / "own"
+    ours = tmp_path / "own"
     put_model(released, theirs, {"model_type": "gpt_oss"})
     nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(2, 32, 32)
     e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -215,8 +218,8 @@ def test_gpt_oss_as_its_unquantized_model(
     decided = rules("", inputs | {"axis": -2})
     cli("quantize", exact, again, "--rules", decided, "--to", "gpt-oss")
     assert cli.json("diff", released, again)["equal"]
-    cli("convert", released, each, "--to", "mx_jax")
-    cli("convert", each, again, "--to", "gpt-oss", "--force")
+    cli("convert", released, ours, "--to", "mx_jax")
+    cli("convert", ours, again, "--to", "gpt-oss", "--force")
     assert all(
         np.array_equal(array, theirs[key])
         for key, array in safetensors.numpy.load_file(again / "model.safetensors").items()
@@ -317,27 +320,27 @@ def test_one_tensor_scale(
     layout: str, scales: str | None, tmp_path: Path, rng: np.random.Generator
 ):
     """That of the largest matrix, and every block as a cast under it; our own file needs none."""
-    operand = {
+    tensors = {
         f"l.0.{name}.weight": (rng.standard_normal((32, 64)) * 2**i).astype(np.float32)
         for i, name in enumerate(NAMES)
     }
     source, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    safetensors.numpy.save_file(operand, source)
+    safetensors.numpy.save_file(tensors, source)
     words = ["quantize", str(source), str(out), "--format", "nvfp4", "--to", layout]
     assert main([*words, *([] if scales is None else ["--scales", scales])]) == 0
     result: Any = checkpoint.read(out)
     held = {name: float(np.asarray(x.tensor_scale).item()) for name, x in result.items()}
-    q, k, v, gate, up = (held[name] for name in operand)
+    q, k, v, gate, up = (held[name] for name in tensors)
     if layout == "mx_jax":
         assert len({q, k, v}) == 3 and gate != up
         return
     assert q == k == v and gate == up and q < gate
     name = f"l.0.{NAMES[0]}.weight"
     if scales is None:
-        largest = np.abs(operand[f"l.0.{NAMES[2]}.weight"]).max() / np.float32(2688)
+        largest = np.abs(tensors[f"l.0.{NAMES[2]}.weight"]).max() / np.float32(2688)
         np.testing.assert_allclose(q, largest, rtol=2.0**-22)
-        expected = mx_jax.quantize(operand[name], "nvfp4", tensor_scale=largest)
+        expected = mx_jax.quantize(tensors[name], "nvfp4", tensor_scale=largest)
         np.testing.assert_array_equal(result[name].codes, expected.codes)
         np.testing.assert_array_equal(result[name].scales, expected.scales)
-    error = values(result[name]) - operand[name]
-    assert np.square(error).mean() < 0.02 * np.square(operand[name]).mean()
+    error = values(result[name]) - tensors[name]
+    assert np.square(error).mean() < 0.02 * np.square(tensors[name]).mean()

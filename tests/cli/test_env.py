@@ -44,9 +44,9 @@ def test_the_library_and_what_it_takes(cli: Cli):
         "best_instruction_set": loaded.detected_isa,
         "missing": None,
     }
-    each = result["calls"]
-    assert {call["backend"] for call in each.values()} == {"cpu_ffi"}
-    assert each["MXFP8 x MXFP8"]["reasons"] == [
+    calls = result["calls"]
+    assert {call["backend"] for call in calls.values()} == {"cpu_ffi"}
+    assert calls["MXFP8 x MXFP8"]["reasons"] == [
         "not xla: XLA's dot has no native units for 8 bits on platform=cpu"
     ]
 

@@ -61,13 +61,13 @@ def counted_down(x, w):
 
 @pytest.mark.parametrize("recipe", ["nvfp4_pretraining", "mxfp4_stochastic", "float8_rowwise"])
 @pytest.mark.parametrize("residuals", ["primal", "quantized"])
-def test_operands_that_are_kept_turned_and_drawn(recipe, residuals):
+def test_operands_that_are_kept_transformed_and_drawn(recipe, residuals):
     """Each once: of what gradients multiply as it is there is no cast."""
-    each = dataclasses.replace(recipes.from_name(recipe), residuals=residuals)
+    kept = dataclasses.replace(recipes.from_name(recipe), residuals=residuals)
 
     def loss(x, w):
-        key = jax.random.key(0) if each.is_stochastic else None
-        return jnp.tanh(mx_jax.matmul(x, w, recipe=each, key=key)).sum()
+        key = jax.random.key(0) if kept.is_stochastic else None
+        return jnp.tanh(mx_jax.matmul(x, w, recipe=kept, key=key)).sum()
 
     result = by_layer(captured(both(loss), X, W, stats="amax"))["unnamed"]
     assert len(result) == len(set(result)) and set(result) <= set(LAYER)

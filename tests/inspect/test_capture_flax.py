@@ -54,9 +54,9 @@ def test_linen_names_its_layers_and_shared_modules_count_their_calls():
 
 def test_nnx_names_its_layers():
     rngs = nnx.Rngs(0)
-    each = mx_jax.nn.nnx.Linear(64, 64, recipe="mxfp8", rngs=rngs)
+    linear = mx_jax.nn.nnx.Linear(64, 64, recipe="mxfp8", rngs=rngs)
     attention = nnx.MultiHeadAttention(2, 64, decode=False, rngs=rngs)
-    model = nnx.Sequential(each, nnx.Linear(64, 64, rngs=rngs), attention)
+    model = nnx.Sequential(linear, nnx.Linear(64, 64, rngs=rngs), attention)
     rules = convert.Rule(".*", recipes.mxfp8(), types=(nnx.Linear, nnx.MultiHeadAttention))
     graph, state = nnx.split(convert.nnx(mx_jax.nn.nnx.name_layers(model), rules))
     records = captured(lambda each, x: nnx.merge(graph, each)(x), state, X[None], stats="amax")
@@ -189,20 +189,20 @@ def test_a_step_that_changes_a_model_and_its_optimizer(way):
             nnx.Sequential(layer, nnx.Linear(64, 8, rngs=nnx.Rngs(1)))
         )
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-        each = change(step)
-        values = [each(model, optimizer, X) for _ in range(3)]
-        return each, (values, nnx.state(model), nnx.state(optimizer))
+        changed = change(step)
+        values = [changed(model, optimizer, X) for _ in range(3)]
+        return changed, (values, nnx.state(model), nnx.state(optimizer))
 
     def change(step):
         if way == "in its jit":
             return nnx.jit(inspect.capture(step, stats="amax"))
         return inspect.capture(nnx.jit(step) if way == "of its jit" else step, every=2)
 
-    each: Any
-    each, results = run(change)
+    changed: Any
+    changed, results = run(change)
     _, expected = run(nnx.jit)
     for got, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
     if way != "in its jit":
-        assert {record.path for record in each.records.all()} == {"layers/0"}
-        assert {record.step for record in each.records.all()} == {0, 2}
+        assert {record.path for record in changed.records.all()} == {"layers/0"}
+        assert {record.step for record in changed.records.all()} == {0, 2}

@@ -165,10 +165,10 @@ def test_casts_products_and_what_stays():
     with mx_jax.testing.target("tpu"):
         result = explain(function, ROWS, SQUARE)
     assert kinds(result) == [("cast", 1), ("cast", 1), ("product", 1)] + 2 * [("high precision", 1)]
-    cast, _, product, each, kept = result.rows
-    assert product.flops == each.flops == 2 * 16 * 64 * 64
+    cast, _, product, plain, kept = result.rows
+    assert product.flops == plain.flops == 2 * 16 * 64 * 64
     assert result.quantized_share == pytest.approx(1 / 3)
-    (why,) = each.reasons
+    (why,) = plain.reasons
     assert why.startswith("no recipe reaches it: test_explain.py:")
     assert why.endswith("(test_casts_products_and_what_stays.<locals>.function)")
     assert kept.reasons == ("its recipe keeps both operands in high precision",)

@@ -204,13 +204,13 @@ def test_sizes_far_from_one(size):
         assert (result < step * x).all() and (result > x / step).all()
 
 
-def test_follows_float32():
+def test_loss_falls_as_in_float32():
     adam = optax.adamw(1e-2)
     (exact, _), (ours, _) = run(adam, 60), run(mx_jax.quantize_state(adam), 60)
     x = jax.random.normal(jax.random.key(9), (256, 64))
-    before, after, each = (float(loss(p, x)) for p in (params_of(), exact, ours))
+    before, after, quantized = (float(loss(p, x)) for p in (params_of(), exact, ours))
     assert after < 0.7 * before
-    assert each == pytest.approx(after, rel=0.03)
+    assert quantized == pytest.approx(after, rel=0.03)
 
 
 def test_scan_and_donated_steps_give_the_same_bits():
@@ -268,7 +268,7 @@ def test_composes(wrapped):
     assert (params["kernel"] != params_of()["kernel"]).any()
 
 
-def test_arguments_beyond_parameters_reach_the_optimizer():
+def test_further_arguments_reach_the_optimizer():
     optimizer = mx_jax.quantize_state(
         optax.chain(optax.adamw(1e-2), optax.contrib.reduce_on_plateau(patience=1))
     )
@@ -303,10 +303,10 @@ def test_sharded_as_its_parameters_without_a_collective(types):
     single = mx_jax.quantize_state(optax.adamw(1e-2))
     expected: Any = jax.jit(single.update)(gradients, quick(single.init)(params_of()), params_of())
     with jax.set_mesh(mesh):
-        params, each = (jax.device_put(tree, place) for tree in (params_of(), gradients))
+        params, placed = (jax.device_put(tree, place) for tree in (params_of(), gradients))
         state: Any = single.init(params)
-        program = jax.jit(single.update).lower(each, state, params).compile()
-        result: Any = program(each, state, params)
+        program = jax.jit(single.update).lower(placed, state, params).compile()
+        result: Any = program(placed, state, params)
     assert not collectives(program.as_text() or "")
     for after in (state, result[1]):
         for tree in (after.state[0], after.scales[0]):
