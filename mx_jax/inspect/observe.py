@@ -197,7 +197,7 @@ class Observation(Rule):
 
     Attributes:
       stats: names of statistics.
-      send: is given what was observed in one body, and the body's state.
+      send: takes the statistics of one body to the host, with the body's state.
     """
 
     stats: frozenset[str]

@@ -1,4 +1,4 @@
-"""Statistics of casts: one row of `TABLE` for each, with all that is its own.
+"""Statistics of casts: one row of `TABLE` for each.
 
 On the device a statistic is a few sums and maxima, so that those of vmap's lanes and of shards add
 up to those of the whole; the host makes numbers of them. Squares are of values over the largest
@@ -191,11 +191,11 @@ def _joined(
 
 def numbers(raw: Stats, wanted: Collection[str]) -> dict[str, Any]:
     """`Record.stats` of raw statistics, on the host."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for row in TABLE:
         if row.name in wanted:
-            found |= row.of(raw)
-    return found
+            values |= row.of(raw)
+    return values
 
 
 def sqnr_db(exact: jax.typing.ArrayLike, approximate: jax.typing.ArrayLike) -> float:
