@@ -39,7 +39,7 @@ from jax.experimental import pallas as pl
 
 import mx_jax
 from mx_jax.backends.calls import Call
-from mx_jax.backends.primitive import equation
+from mx_jax.backends.primitive import bind
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 DRAWING = re.compile(r"(?<=<!-- walk -->\n\n```text\n).*?(?=\n```)", re.DOTALL)
@@ -112,7 +112,7 @@ def clear_caches() -> None:
 
 
 def _kernels() -> frozenset[CodeType]:
-    functions: list[Any] = [equation, jax.ffi.ffi_call, pl.pallas_call]
+    functions: list[Any] = [bind, jax.ffi.ffi_call, pl.pallas_call]
     with contextlib.suppress(ImportError):
         from jax.experimental.pallas import mosaic_gpu
 
