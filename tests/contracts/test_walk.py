@@ -1,4 +1,4 @@
-"""The way from a call to its equation stays short."""
+"""The way from a call to its equation stays short, and docs/architecture.md draws it as it is."""
 
 import json
 
@@ -32,3 +32,13 @@ def test_no_walk_exceeds_its_limits():
     measured = {name: row for line in text.splitlines() for name, row in json.loads(line).items()}
     assert set(measured) == set(walk.names())
     assert longer(measured) == []
+
+
+def test_the_page_draws_the_walk():
+    text = printed(
+        *("-W", "error", "-m", "tests.contracts.walk", "--draw", "dense_backward"),
+        JAX_PLATFORMS="cpu",
+    )
+    _, _, drawing = text.strip().partition("\n")
+    (on_the_page,) = walk.DRAWING.findall(walk.PAGE.read_text())
+    assert on_the_page == drawing, "run python -m tests.contracts.walk --write"
