@@ -81,6 +81,10 @@ def test_functions_stay(tied: bool):
         assert size == sum(w.size for w in jax.tree.leaves(plain)) + table
     np.testing.assert_array_equal(equalized["embedding"], plain["embedding"])
     assert set(np.unique(rotated["norm"]["scale"])) == {1.0}
+    # Or one table, behind a kernel; where the head is a parameter, none is needed.
+    one_table = calibrate.rotate(plain, channels, tied="head_input")
+    assert_same(logits(one_table), exact)
+    assert set(one_table) == {*plain, *(["head_input"] if tied else [])}
 
 
 @pytest.mark.parametrize("style", ["gguf", "hub"])
