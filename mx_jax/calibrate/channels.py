@@ -19,13 +19,16 @@ class Features:
       path: of the parameter, with slashes.
       axis: along which the features lie.
       start: the first of them, where a parameter holds others before.
-      stop: the one behind the last.
+
+    Examples:
+      >>> from mx_jax import calibrate
+      >>> calibrate.Features("mlp/gate_up/kernel", axis=1, start=1536).path
+      'mlp/gate_up/kernel'
     """
 
     path: str
     axis: int = 0
     start: int | None = None
-    stop: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +41,13 @@ class Pair:
     Attributes:
       written: a gain, or the columns of a kernel, with those of its bias if it has one.
       read: by kernels along the axis that they contract.
-      head_width: for values: features in a head. Heads that are written may be fewer than those
-        that are read; each then is read by so many in a row.
+      head_width: of values. A head that is written may be read by several in a row.
+
+    Examples:
+      >>> from mx_jax.calibrate import Features, Pair
+      >>> norm = Pair((Features("norm/scale"),), (Features("query/kernel"), Features("key/kernel")))
+      >>> len(norm.read)
+      2
     """
 
     written: tuple[Features, ...]
@@ -56,8 +64,13 @@ class Channels:
       values: heads' values, and the output of attention.
       hidden: the features between two layers of a gated feed-forward layer.
       stream: parameters that write the residual stream, the embedding's table among them.
-      copies: a head that is tied, by the path that it gets where it is a parameter of its own;
-        and the table.
+      copies: the table of a head that is tied, by the path of the head once it is not.
+
+    Examples:
+      >>> from mx_jax.calibrate import Channels, Features, Pair
+      >>> hidden = Pair((Features("up/kernel", 1),), (Features("down/kernel"),))
+      >>> Channels(hidden=(hidden,)).copies
+      {}
     """
 
     norms: tuple[Pair, ...] = ()
@@ -65,11 +78,6 @@ class Channels:
     hidden: tuple[Pair, ...] = ()
     stream: tuple[Features, ...] = ()
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def pairs(self) -> tuple[Pair, ...]:
-        """All of them, in the order in which scales are best chosen."""
-        return self.values + self.hidden + self.norms
 
 
 # By role: what llama.cpp calls it, the hub, and `examples/generate`.
@@ -121,7 +129,7 @@ def llama(params: Mapping[str, Any], head_width: int) -> Channels:
       >>> ends = {"embedding": jnp.ones((9, 8)), "norm": {"scale": jnp.ones(8)}}
       >>> channels = calibrate.llama({**ends, "layers_0": layer}, head_width=4)
       >>> channels.hidden[0].written
-      (Features(path='layers_0/gate_up/kernel', axis=1, start=16, stop=None),)
+      (Features(path='layers_0/gate_up/kernel', axis=1, start=16),)
       >>> channels.copies
       {'head': 'embedding'}
     """
@@ -201,7 +209,7 @@ class Parameters:
     def look(self, features: Features) -> np.ndarray:
         """float64 `[..., features]`."""
         w = np.asarray(self.leaves[features.path], np.float64)
-        return np.moveaxis(w, features.axis, -1)[..., features.start : features.stop]
+        return np.moveaxis(w, features.axis, -1)[..., features.start :]
 
     def scale(self, features: Features, scales: np.ndarray) -> None:
         """Multiply each feature by its scale."""
@@ -217,7 +225,7 @@ class Parameters:
     def _change(self, features: Features, values: np.ndarray) -> None:
         dtype = np.promote_types(self._dtypes[features.path], np.float32)
         w = np.array(self.leaves[features.path], dtype)
-        np.moveaxis(w, features.axis, -1)[..., features.start : features.stop] = values
+        np.moveaxis(w, features.axis, -1)[..., features.start :] = values
         self.leaves[features.path] = w
 
     def tree(self) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def equalize(
     """
     result, form = Parameters(params, channels.copies), block_format(format)
     inputs = dict(moments)
-    for pair in channels.pairs:
+    for pair in channels.values + channels.hidden + channels.norms:
         names = [_moment_name(each.path, inputs, channels.copies) for each in pair.read]
         known = next((name for name in names if name is not None), None)
         if known is None:
@@ -94,15 +94,15 @@ def equalize(
         written = result.look(pair.written[0]).shape[-1]
         scales = _scales(kernels, moment, form, pair, written)
         for each in pair.read:
-            result.scale(each, scales)
+            result.put(each, result.look(each) * scales)
         # Heads that share what is written have equal scales.
         first = _heads(scales, pair, written)[:, 0].ravel()
         for each in pair.written:
-            result.scale(each, 1 / first)
+            result.put(each, result.look(each) / first)
         for each, name in zip(pair.read, names, strict=True):
             if name is not None:
                 value = jnp.asarray(moment / np.outer(scales, scales), jnp.float32)
-                del inputs[name]
+                inputs.pop(name, None)
                 table = channels.copies.get(each.path)
                 inputs[each.path if name == table else name] = value
     return result.tree(), inputs

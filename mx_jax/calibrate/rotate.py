@@ -73,7 +73,7 @@ def rotate(
             added[tied] = {"kernel": jnp.asarray((turn.T * factors) @ turn, jnp.float32)}
         else:
             for each in pair.read:
-                result.scale(each, factors)
+                result.put(each, result.look(each) * factors)
             readers += pair.read
         result.leaves[gain.path] = np.ones_like(factors)
     for each in (*channels.stream, *readers):
