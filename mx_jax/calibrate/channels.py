@@ -211,18 +211,14 @@ class Parameters:
         w = np.asarray(self.leaves[features.path], np.float64)
         return np.moveaxis(w, features.axis, -1)[..., features.start :]
 
-    def scale(self, features: Features, scales: np.ndarray) -> None:
-        """Multiply each feature by its scale."""
-        self._change(features, self.look(features) * scales)
-
     def turn(self, features: Features, matrix: np.ndarray) -> None:
         """Multiply features, as many as the matrix has rows at a time, from the right."""
         w = self.look(features)
-        self._change(
-            features, (w.reshape(*w.shape[:-1], -1, len(matrix)) @ matrix).reshape(w.shape)
-        )
+        turned = w.reshape(*w.shape[:-1], -1, len(matrix)) @ matrix
+        self.put(features, turned.reshape(w.shape))
 
-    def _change(self, features: Features, values: np.ndarray) -> None:
+    def put(self, features: Features, values: np.ndarray) -> None:
+        """Replace what `look` gives."""
         dtype = np.promote_types(self._dtypes[features.path], np.float32)
         w = np.array(self.leaves[features.path], dtype)
         np.moveaxis(w, features.axis, -1)[..., features.start :] = values
