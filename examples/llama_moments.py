@@ -2,8 +2,7 @@
 
     python examples/llama_moments.py smollm2 moments.safetensors
     python examples/llama_moments.py model/ moments.safetensors --texts articles.txt
-    python -m mx_jax quantize model/ small/ --format mxfp4 --keep '' --scales gptq \\
-        --moments moments.safetensors
+    python -m mx_jax quantize model/ small/ --format mxfp4 --keep '' --moments moments.safetensors
 
 Texts should be of the kind that the model is to be good at; without them it reads Python's own
 manual. The file has a float32 matrix of k x k for every matrix with k inputs, by its name.
@@ -84,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(
         f"{options.out}: of {len(found)} matrices; next, with a format of your choice:\n"
         f"python -m mx_jax quantize {source.weights.path} small/ --format mxfp4 --keep '' "
-        f"--scales gptq --moments {options.out}"
+        f"--moments {options.out}"
     )
     return 0
 

@@ -108,6 +108,9 @@ class Llama(nn.Module):
     def logits(self, x: jax.Array) -> jax.Array:
         """float32 `[batch, tokens, vocabulary]` of what the last block gives."""
         x, name = self.norm(x), "embedding" if self.config.tied else "head"
+        if self.has_variable("params", "head_input"):  # of `calibrate.rotate`
+            kernel: Any = self.get_variable("params", "head_input")["kernel"]
+            x = jnp.matmul(x, kernel.astype(self.dtype))
         calibrate.tell_input(self, name, x)
         head: Any = self.get_variable("params", name)
         recipe = self.recipe if is_quantized(head) else recipes.high_precision()

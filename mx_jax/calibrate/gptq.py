@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from scipy.linalg import solve_triangular
 
 from mx_jax.calibrate.scales import by_feature, check_moment, contracted, search_scales
 from mx_jax.codecs import float32
@@ -99,9 +100,9 @@ def gptq(
     order = np.argsort(-diagonal, kind="stable") if by_activity else np.arange(len(diagonal))
     ordered = hessian[np.ix_(order, order)]
     try:
-        # Of a matrix that is not positive definite LAPACK gives an inverse, but no factor.
-        np.linalg.cholesky(ordered)
-        upper = np.linalg.cholesky(np.linalg.inv(ordered)).T
+        # H = R R^T with R upper triangular, so the factor of its inverse is that of R.
+        backwards = np.linalg.cholesky(ordered[::-1, ::-1])[::-1, ::-1]
+        upper = solve_triangular(backwards, np.eye(len(ordered)))
     except np.linalg.LinAlgError:
         raise ValueError(
             "gptq: moment must be positive semidefinite, as a sum of x x^T is; raise damping if it "

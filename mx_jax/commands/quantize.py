@@ -19,8 +19,7 @@ examples:
     python -m mx_jax quantize model/ small.safetensors --format nvfp4 --scales mse
 
   by what each matrix is multiplied with, embedding and head too (docs/calibrate.md):
-    python -m mx_jax quantize model/ small/ --format mxfp4 --keep '' --scales gptq \\
-        --moments moments.safetensors
+    python -m mx_jax quantize model/ small/ --format mxfp4 --keep '' --moments moments.safetensors
 
   layer by layer:
     python -m mx_jax quantize model/ small.safetensors --rules rules.toml
@@ -105,7 +104,7 @@ def add_to(commands: Commands) -> None:
         "--scales",
         choices=SCALES,
         help="with --format: mse searches each block's scale by squared error; gptq rounds weights "
-        "so that their errors on typical inputs cancel, which takes --moments",
+        "so that their errors on typical inputs cancel, the default with --moments",
     )
     parser.add_argument(
         "--moments",
@@ -212,6 +211,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
     format, scales, has_file = options.format, options.scales, options.rules is not None
+    if format is not None and options.moments is not None and options.scale_rule is None:
+        scales = scales or GPTQ
     wrong = {
         "needs --format, e.g. --format mxfp4, or --rules": format is None and not has_file,
         "--scale-rule goes with --format; a rule has its own": options.scale_rule and not format,

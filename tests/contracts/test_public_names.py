@@ -19,8 +19,8 @@ PUBLIC = {
         quantize quantize_both quantize_state ragged_dot save_products save_quantized
     """,
     "mx_jax.calibrate": """
-        Gptq Moments SearchedScales UncalibratedWarning Way gptq moments output_error
-        search_scales tell_input
+        Channels Features Gptq Moments Pair SearchedScales UncalibratedWarning Way equalize gptq
+        llama moments output_error rotate search_scales tell_input
     """,
     "mx_jax.checkpoint": """
         LAYOUTS Layout Plausibility Stored Weights from_packed from_wire

@@ -256,7 +256,7 @@ def test_moments_of_a_llama(folder: Path, capsys: pytest.CaptureFixture[str]):
     assert "needs a text of 512 tokens at least, got 3" in capsys.readouterr().err
     texts.write_text("The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 9)
     assert llama_moments.main(words) == 0
-    assert f"--scales gptq --moments {moments}" in capsys.readouterr().out
+    assert f"--keep '' --moments {moments}" in capsys.readouterr().out
     tensors, found = tiny.hub_tensors(), checkpoint.read(moments)
     assert set(found) == {name for name, x in tensors.items() if x.ndim == 2}
     # A head that is one gives back what it is multiplied with.
