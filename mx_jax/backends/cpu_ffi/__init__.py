@@ -28,7 +28,7 @@ def _offer(
     run: Callable[..., Any],
     describes: Callable[[Any], str] | None = None,
 ) -> Offer:
-    """A kind of call, taken where the library has its handler, unless that does not compute it."""
+    """A kind of call, by the library's handler of it, which may reject calls."""
 
     def rejects_on(call: Call, target: Target) -> str | None:
         if target.platform != "cpu":

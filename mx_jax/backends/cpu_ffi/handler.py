@@ -58,26 +58,31 @@ class Handler:
 
 def call(
     target: str,
-    axes: str,
-    *operands: jax.Array,
-    dtypes: Iterable[str | np.dtype],
+    operands: Iterable[tuple[jax.Array | None, str]],
+    results: Iterable[tuple[str, str | np.dtype]],
+    *,
     attributes: Mapping[str, Any],
     sizes: Mapping[str, int] | None = None,
 ) -> Arrays:
-    """The results of a handler; `sizes` are those of the axes that no operand has in full."""
+    """The results of a handler, by operands with their axes, of which None is left out.
+
+    Results are named by axes and dtype; `sizes` are those of the axes that no operand has in full.
+    """
+    arrays, of_operands = zip(*((x, axes) for x, axes in operands if x is not None), strict=True)
+    of_results, dtypes = zip(*results, strict=True)
     if jax.sharding.get_abstract_mesh().manual_axes:
-        operands = vary_alike(operands)
+        arrays = vary_alike(arrays)
     handler = Handler(
         target=target,
-        axes=axes,
-        dtypes=tuple(np.dtype(dtype) for dtype in dtypes),
+        axes=f"{', '.join(of_operands)} -> {', '.join(of_results)}",
+        dtypes=tuple(map(np.dtype, dtypes)),
         attributes=tuple(
             (name, (value.dtype.name, *value.tolist()) if isinstance(value, np.ndarray) else value)
             for name, value in sorted(attributes.items())
         ),
         sizes=tuple((sizes or {}).items()),
     )
-    return tuple(_HANDLER.bind(*operands, handler=handler, is_split=not on_one_device.value))
+    return tuple(_HANDLER.bind(*arrays, handler=handler, is_split=not on_one_device.value))
 
 
 # Axes ---------------------------------------------------------------------------------------------
@@ -111,9 +116,9 @@ def parse(axes: str) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         return Axis(name, None if not size else WHOLE if size == name else int(size))
 
     def array(text: str) -> Array:
-        found = re.findall(r"\*(\w+)|\(([^)]*)\)|([\w/]+)", text)
-        groups = ([one] if one else group.split() for letters, group, one in found if not letters)
-        batch = "".join(letters for letters, _, _ in found)
+        parts = re.findall(r"\*(\w+)|\(([^)]*)\)|([\w/]+)", text)
+        groups = ([one] if one else group.split() for letters, group, one in parts if not letters)
+        batch = "".join(letters for letters, _, _ in parts)
         return Array(batch, tuple(tuple(map(axis, group)) for group in groups))
 
     operands, results = (tuple(map(array, side.split(","))) for side in axes.split("->"))
@@ -187,16 +192,16 @@ class Geometry:
         """What devices split of each axis, by one name for all that have it; None: they do not."""
         # A place in any batch is one, except where a single matrix stands for many; it is no
         # `Axis`.
-        given, wanted = (
+        inputs, outputs = (
             {axis.name for array in side for axis in array.axes}
             for side in (self.operands, self.results)
         )
         batch, full = self.batches.get(array.batch, ()), self.batches[self.results[0].batch]
         pairs: list[tuple[str | None, Axis | None]] = [
-            (f"batch{place}" if own != 1 or wide == 1 else None, None)
-            for place, (own, wide) in enumerate(zip(batch, full, strict=False))
+            (f"batch{place}" if length != 1 or wide == 1 else None, None)
+            for place, (length, wide) in enumerate(zip(batch, full, strict=False))
         ]
-        shared = {name for name in given & wanted if not name.isdigit()}
+        shared = {name for name in inputs & outputs if not name.isdigit()}
         return pairs + [(axis.name if axis.name in shared else None, axis) for axis in array.axes]
 
 
@@ -224,7 +229,9 @@ def _lower(ctx: Any, *values: mlir.ir.Value, handler: Handler, is_split: bool) -
     # Arrays that are as the handler takes them, of sizes that are known, need no more.
     lengths = (*geometry.sizes.values(), *chain(*geometry.batches.values()))
     groups = chain(*(array.groups for array in (*geometry.operands, *geometry.results)))
-    is_merged = all(isinstance(n, int) for n in lengths) and all(len(own) == 1 for own in groups)
+    is_merged = all(isinstance(n, int) for n in lengths) and all(
+        len(group) == 1 for group in groups
+    )
     if not is_split and is_merged:
         return jax.ffi.ffi_lowering(handler.target)(ctx, *values, **handler.arguments)
     compute: Any = functools.partial(_compute, handler)
@@ -235,7 +242,7 @@ def _lower(ctx: Any, *values: mlir.ir.Value, handler: Handler, is_split: bool) -
             partition=functools.partial(_partition, handler, geometry),
             # A reshape may have cut a mesh axis, which no NamedSharding can say.
             decode_shardings=False,
-            sharding_rule=lambda mesh, given, wanted: _sharding_rule(geometry),
+            sharding_rule=lambda mesh, inputs, outputs: _sharding_rule(geometry),
         )
     return mlir.lower_fun(compute, multiple_results=True)(ctx, *values)
 
@@ -250,10 +257,12 @@ def _compute(handler: Handler, *operands: jax.Array) -> Arrays:
     shapes = geometry.result_shapes()
     like, every = jax.typeof(operands[0]), zip(shapes, handler.dtypes, strict=True)
     types = tuple(result_type(like, merged, dtype) for (merged, _), dtype in every)
-    found = jax.ffi.ffi_call(handler.target, types)(*geometry.merge(operands), **handler.arguments)
+    results = jax.ffi.ffi_call(handler.target, types)(
+        *geometry.merge(operands), **handler.arguments
+    )
     return tuple(
         result if shape == merged else result.reshape(shape)
-        for (merged, shape), result in zip(shapes, found, strict=True)
+        for (merged, shape), result in zip(shapes, results, strict=True)
     )
 
 
@@ -286,7 +295,7 @@ batching.primitive_batchers[_HANDLER] = _batch
 
 
 def _sharding_rule(geometry: Geometry) -> tuple[str, dict[str, Any]]:
-    """What Shardy is told: a factor for each axis, which of them stay whole, and sizes."""
+    """The rule for Shardy: a factor for each axis, which of them stay whole, and sizes."""
     whole: set[str] = set()
     sizes: dict[str, int] = {}
 
@@ -309,14 +318,14 @@ def _sharding_rule(geometry: Geometry) -> tuple[str, dict[str, Any]]:
         whole.add(factor)
         return inside if axis.block is None else factor
 
-    given, wanted = (
+    inputs, outputs = (
         ", ".join(
             " ".join(named(factor, axis) for factor, axis in geometry.factors(array))
             for array in side
         )
         for side in (geometry.operands, geometry.results)
     )
-    rule = f"{given} -> {wanted}"
+    rule = f"{inputs} -> {outputs}"
     ordered = dict.fromkeys(re.findall(r"\w+", rule))
     return rule, {"need_replication_factors": tuple(f for f in ordered if f in whole), **sizes}
 
@@ -325,11 +334,11 @@ def _partition(
     handler: Handler,
     geometry: Geometry,
     mesh: Mesh,
-    given: tuple[jax.ShapeDtypeStruct, ...],
-    wanted: Sequence[jax.ShapeDtypeStruct],
+    inputs: tuple[jax.ShapeDtypeStruct, ...],
+    outputs: Sequence[jax.ShapeDtypeStruct],
 ) -> Any:
     """The same call on each device's shard, cut as the first result is wanted, between blocks."""
-    result = wanted[0]
+    result = outputs[0]
     mesh = fine_mesh(mesh, result)
 
     def num_devices(part: Sequence[str]) -> int:
@@ -344,11 +353,11 @@ def _partition(
             return False
         return size % (block * num_devices(part)) == 0
 
-    found = stored_parts(result.sharding, result.shape, mesh)
+    stored = stored_parts(result.sharding, result.shape, mesh)
     factors = geometry.factors(geometry.results[0])
     parts: dict[str | None, Any] = {
         factor: part
-        for (factor, axis), part in zip(factors, found, strict=False)
+        for (factor, axis), part in zip(factors, stored, strict=False)
         if factor is not None and part and cuts_no_block(axis, part)
     }
     results, operands = (
