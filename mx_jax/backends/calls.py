@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -76,8 +75,6 @@ class MatmulCall:
       out_dtype: dtype of the product.
       precision: what `jax.lax.dot_general` takes, for high-precision operands.
       fast_accumulation: whether a native kernel may add in lower precision.
-      moves_codes: whether the compiler, where it splits the product between devices, is told to
-        move codes; else it moves what it likes.
       reduce_dtype: in which devices add up what each has of the sums, if that is wider than the
         product's; None: in the product's.
     """
@@ -87,7 +84,6 @@ class MatmulCall:
     out_dtype: np.dtype
     precision: Any = None
     fast_accumulation: bool = False
-    moves_codes: bool = True
     reduce_dtype: np.dtype | None = None
 
     @property
@@ -251,6 +247,18 @@ class DequantizeCall:
     scale_axes: tuple[int, ...] = ()
     saturates: bool = False
 
+    @classmethod
+    def of(cls, x: MXArray, dtype: np.dtype, *, saturates: bool = False) -> "DequantizeCall":
+        """The call of an array."""
+        return cls(
+            shape=x.shape,
+            dtype=np.dtype(dtype),
+            format=x.format,
+            blocks=x.blocks,
+            scale_axes=varying_axes(x.tensor_scale),
+            saturates=saturates,
+        )
+
     @property
     def text(self) -> str:
         """The call in a jaxpr."""
@@ -412,21 +420,6 @@ Call = (
     | RandomBitsCall
     | TransformCall
 )
-
-# Why a backend does not take a kind of call that it does not offer.
-NOT_OFFERED: Mapping[type[Call], str] = {
-    MatmulCall: "multiplies nothing: XLA's own dot does",
-    RaggedCall: "multiplies no groups of rows",
-    QuantizeCall: "quantizes nothing: XLA fuses the reference's own code",
-    QuantizeBothCall: "casts once at a time",
-    ValuesCall: "casts to codes, not to values",
-    DequantizeCall: "dequantizes nothing: XLA fuses the reference's own code",
-    PackCall: "has no layout of its own for weights",
-    CastStatisticsCall: "counts nothing: XLA fuses the reference's own code",
-    RandomBitsCall: "draws nothing: XLA compiles jax.random's own code",
-    TransformCall: "turns nothing: XLA's own dot does",
-    AttendCall: "attends to nothing: XLA's own dot and softmax do",
-}
 
 
 def result_of(call: Call, *operands: Any) -> Any:

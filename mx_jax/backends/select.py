@@ -2,17 +2,22 @@
 
 import contextlib
 import dataclasses
-from typing import Any
 
-import jax
-
-from mx_jax.backends.calls import NOT_OFFERED, Call
+from mx_jax.backends.calls import Call
 from mx_jax.backends.cpu_ffi import CPU_FFI
 from mx_jax.backends.measured import Row, row_about
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_tpu import PALLAS_TPU
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.target import Backend, Offer, Target, current_target, only_named
+from mx_jax.backends.target import (
+    Backend,
+    Offer,
+    SelectionContext,
+    Target,
+    current_target,
+    selecting,
+    selection,
+)
 from mx_jax.backends.xla import XLA, XLA_BFLOAT16, XLA_ROUNDED
 from mx_jax.backends.xla_scaled import XLA_SCALED
 from mx_jax.formats.element import unknown_name
@@ -32,16 +37,20 @@ class Choice:
     """The backend that takes a call, and why each one before it does not."""
 
     backend: Backend
-    offer: Offer  # `offer.run` computes this call
+    offer: Offer
+    label: str  # what computes it, where the backend's name does not say it
     rejections: tuple[tuple[str, str], ...]  # (name, reason) of those tried before
     measured: Row | None = None  # what was measured of it, where it is fastest
 
 
 def select(call: Call, target: Target | None = None) -> Choice:
-    """The first of `known_backends` that does not reject the call."""
-    # All reject only under `only_backend`: the error lists every reason.
+    """The first of `known_backends` that does not reject the call.
+
+    Raises:
+      ValueError: if all reject, which happens only under `only_backend`; every reason is listed.
+    """
     target = current_target() if target is None else target
-    choice, rejections = ask(call, target)
+    choice, rejections = _first_taker(call, target)
     if choice is None:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in rejections)
         raise ValueError(f"no backend takes {call} on {target}: {reasons}")
@@ -50,72 +59,67 @@ def select(call: Call, target: Target | None = None) -> Choice:
 
 def find(call: Call, target: Target) -> Choice | None:
     """As `select`, for calls that can be made of others: None if all that are asked reject."""
-    return ask(call, target)[0]
+    return _first_taker(call, target)[0]
 
 
-def ask(call: Call, target: Target) -> tuple[Choice | None, tuple[tuple[str, str], ...]]:
-    """The first backend that accepts; the name of each before it, and its reason."""
-    target, table = _counted(target), {backend.name: backend for backend in known_backends()}
-    only = only_named.value
-    row = row_about(call, target) if only is None else None
-    unasked = _unasked(row)
+def _first_taker(call: Call, target: Target) -> tuple[Choice | None, tuple[tuple[str, str], ...]]:
+    """The choice; the name of each backend before it, and its reason."""
+    target, context = _counted(target), selection()
+    table = {backend.name: backend for backend in (*context.added, *BACKENDS)}
+    row = row_about(call, target) if context.only is None else None
+    unasked = _unasked(row, target, context, list(table))
     # Those that are preferred by name, the one that was measured to be the fastest, the others.
-    names = [*preferred_names.value, *([row.backend] if row else []), *table]
+    names = dict.fromkeys([*context.preferred, *([row.backend] if row else []), *table])
     rejections: list[tuple[str, str]] = []
-    for name in (own for own in dict.fromkeys(names) if own in table):
-        backend, offer = table[name], table[name].offers.get(type(call))
-        if only is not None and name != only:
-            reason = f"not asked: only_backend({only!r})"
+    for name in names:
+        backend = table.get(name)
+        if backend is None:
+            continue
+        if context.only is not None and name != context.only:
+            reason = f"not asked: only_backend({context.only!r})"
         elif name in unasked:
-            reason = f"not asked: {_why_unasked(target)}; prefer_backends({name!r}) asks it"
-        elif offer is None:
-            reason = NOT_OFFERED[type(call)]
+            reason = f"not asked: {unasked[name]}; prefer_backends({name!r}) asks it"
+        elif (offer := backend.offers.get(type(call))) is None:
+            reason = backend.rejects(call, target)
         elif (reason := offer.rejects(call, target)) is None:
-            if offer.describes is not None:
-                offer = dataclasses.replace(offer, how=offer.describes(call))
-            tried = tuple(rejections)
-            own = row if row is not None and row.backend == name else None
-            return Choice(backend=backend, offer=offer, rejections=tried, measured=own), tried
-        rejections.append((name, reason))
+            return Choice(
+                backend=backend,
+                offer=offer,
+                label=offer.label if isinstance(offer.label, str) else offer.label(call),
+                rejections=tuple(rejections),
+                measured=row if row is not None and row.backend == name else None,
+            ), ()
+        rejections.append((name, str(reason)))
     return None, tuple(rejections)
 
 
 def on_request(call: Call, target: Target) -> tuple[tuple[str, str], ...]:
     """(name, why) of the backends that are asked only by name and would take the call."""
-    if only_named.value is not None:
+    target, context = _counted(target), selection()
+    if context.only is not None:
         return ()
-    target = _counted(target)
-    unasked, why = _unasked(row_about(call, target)), _why_unasked(target)
+    table = {backend.name: backend for backend in known_backends()}
+    unasked = _unasked(row_about(call, target), target, context, list(table))
     return tuple(
-        (backend.name, why)
-        for backend in known_backends()
-        if backend.name in unasked and backend.rejects(call, target) is None
+        (name, why) for name, why in unasked.items() if table[name].rejects(call, target) is None
     )
 
 
-def _unasked(row: Row | None) -> set[str]:
-    """Names of those behind the reference for which neither a name nor a measurement speaks."""
-    names = [backend.name for backend in known_backends()]
-    behind, measured = names[names.index(REFERENCE.name) + 1 :], row and row.backend
-    return {*behind} - {only_named.value, *preferred_names.value, measured}
-
-
-def _why_unasked(target: Target) -> str:
-    """Why what stands behind the reference is asked only by name."""
+def _unasked(
+    row: Row | None, target: Target, context: SelectionContext, names: list[str]
+) -> dict[str, str]:
+    """Backends behind the reference that are asked only by name, for nothing was measured; why."""
+    why = f"nothing was measured of this on {target.device_kind or 'this machine'}"
     if target.num_devices > 1:
-        return f"not measured on several devices, got num_devices={target.num_devices}"
-    return f"nothing was measured of this on {target.device_kind or 'this machine'}"
+        why = f"not measured on several devices, got num_devices={target.num_devices}"
+    behind = names[names.index(REFERENCE.name) + 1 :]
+    asked = {context.only, *context.preferred, row and row.backend}
+    return {name: why for name in behind if name not in asked}
 
 
 def _counted(target: Target) -> Target:
     """The machine as a program of one device has it, where the devices are not counted."""
     return target if target.counted else dataclasses.replace(target, num_devices=1, counted=True)
-
-
-# Overrides enter the jit cache key, `target.only_named` too: a function traced under one backend is
-# not reused for another.
-preferred_names: Any = jax.make_user_context(default_value=())
-added_backends: Any = jax.make_user_context(default_value=())
 
 
 def only_backend(name: str | None) -> contextlib.AbstractContextManager[None]:
@@ -140,7 +144,7 @@ def only_backend(name: str | None) -> contextlib.AbstractContextManager[None]:
     """
     if name is not None:
         _check_known("only_backend", name)
-    return only_named(name)
+    return selecting(only=name)
 
 
 def prefer_backends(*names: str) -> contextlib.AbstractContextManager[None]:
@@ -168,7 +172,7 @@ def prefer_backends(*names: str) -> contextlib.AbstractContextManager[None]:
     """
     for name in names:
         _check_known("prefer_backends", name)
-    return preferred_names(names)
+    return selecting(preferred=names)
 
 
 def with_backends(*backends: Backend) -> contextlib.AbstractContextManager[None]:
@@ -204,12 +208,12 @@ def with_backends(*backends: Backend) -> contextlib.AbstractContextManager[None]
     taken = sorted({name for name in names if names.count(name) > 1})
     if taken:
         raise ValueError(f"with_backends: each backend needs a name of its own, got names={taken}")
-    return added_backends(backends)
+    return selecting(added=backends)
 
 
 def known_backends() -> tuple[Backend, ...]:
     """Those that `with_backends` adds, and the table's."""
-    return (*added_backends.value, *BACKENDS)
+    return (*selection().added, *BACKENDS)
 
 
 def _check_known(operation: str, name: str) -> None:

@@ -1,10 +1,10 @@
-"""The machine that a call is for: what a context names, else where JAX would run it."""
+"""What selection knows: backends by what they offer, the machine of a call, what contexts say."""
 
 import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,8 +12,8 @@ import jax
 from jax.core import Tracer
 
 from mx_jax.axes import Side
-from mx_jax.backends.calls import NOT_OFFERED, Call
-from mx_jax.codecs.lowering import TPU_FLOAT8
+from mx_jax.backends.calls import Call
+from mx_jax.codecs.lowering import Lowering, lowering
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,11 +51,10 @@ class Target:
             return frozenset(_TPU_UNITS.get(self.device_kind or "", ()))
         return frozenset({"float"} if self.platform == "rocm" else ())
 
-    @property
-    def units(self) -> str:
-        """What `codecs.lowering.lowered_for` is told."""
+    def lowering(self, on_one_device: bool) -> AbstractContextManager[None]:
+        """The context of codecs in what is lowered for it."""
         converts = self.platform == "tpu" and "float" in self.multiplies
-        return TPU_FLOAT8 if converts else self.platform
+        return lowering(Lowering(self.platform, converts, on_one_device))
 
     @property
     def unsplit(self) -> str | None:
@@ -78,18 +77,56 @@ _TPU_UNITS = {
 Device = Any
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
-# Both enter jit's cache key: what was traced for one machine is not reused for another.
-_named = jax.make_user_context(default_value=None)
-_of_arrays = jax.make_user_context(default_value=None)
 
-# The backend that `only_backend` names, in whose context every call is for one device: who names a
-# backend takes it as it is with sharded arrays.
-only_named: Any = jax.make_user_context(default_value=None)
+@dataclasses.dataclass(frozen=True)
+class SelectionContext:
+    """What a caller's contexts say of selection: in jit's cache key, and in every equation.
+
+    Attributes:
+      target: the machine, named by `use_target` or known to an equation; None: where JAX would run.
+      device: that committed arrays lie on, outside `jit`.
+      only: what `only_backend` names. Every call is for one device then: who names a backend takes
+        it as it is with sharded arrays.
+      preferred: what `prefer_backends` names.
+      added: what `with_backends` adds.
+    """
+
+    target: Target | None = None
+    device: Device | None = None
+    only: str | None = None
+    preferred: tuple[str, ...] = ()
+    added: tuple[Any, ...] = ()
+
+    @classmethod
+    def capture(cls) -> "SelectionContext":
+        """The context in force, with the machine that it is for."""
+        return dataclasses.replace(selection(), target=current_target())
+
+    def restore(self) -> AbstractContextManager[None]:
+        """A context in which selection is what it was here."""
+        return _context(self)
+
+
+# None for the usual one: jit hashes it at every call.
+_context: Any = jax.make_user_context(default_value=None)
+_USUAL = SelectionContext()
+
+
+def selection() -> SelectionContext:
+    """The context of selection in force."""
+    return _context.value or _USUAL
+
+
+@contextlib.contextmanager
+def selecting(**changes: Any) -> Iterator[None]:
+    """A context of selection that differs in some attributes."""
+    with _context(dataclasses.replace(selection(), **changes)):
+        yield
 
 
 def use_target(target: Target) -> AbstractContextManager[None]:
     """A context in which every call is for this machine, whether it is there or not."""
-    return _named(target)
+    return selecting(target=target)
 
 
 def follow(*operands: Any) -> AbstractContextManager[None]:
@@ -102,7 +139,7 @@ def follow(*operands: Any) -> AbstractContextManager[None]:
     if devices:
         own, usual = devices[0], _device()
         if (own.platform, own.device_kind) != (usual.platform, usual.device_kind):
-            return _of_arrays(own)
+            return selecting(device=own)
     return contextlib.nullcontext()
 
 
@@ -116,10 +153,10 @@ def current_target(num_devices: int | None = None) -> Target:
     Args:
       num_devices: None: those of the machine; under `only_backend` one.
     """
-    if num_devices is None and only_named.value is not None:
+    context = selection()
+    if num_devices is None and context.only is not None:
         num_devices = 1
-    named = _named.value
-    if named is not None:
+    if (named := context.target) is not None:
         return named if num_devices is None else dataclasses.replace(named, num_devices=num_devices)
     device, mesh, counted = _device(), jax.sharding.get_abstract_mesh(), True
     if num_devices is None:
@@ -174,8 +211,8 @@ def _described(device: Device) -> Target:
 
 def _device() -> Device:
     """A device like the one that jax would use."""
-    if _of_arrays.value is not None:
-        return _of_arrays.value
+    if (device := selection().device) is not None:
+        return device
     of_mesh = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if of_mesh is not None:
         # A mesh for a machine that is not there decides nothing; `testing.target` names one.
@@ -210,27 +247,26 @@ class Offer:
         subnormal values count in sums or not, as they do for the machine's arithmetic.
         RandomBitsCall: `(key, call)` to int32, by a `DerivedKey`. TransformCall: `(x, signs,
         call)` to float32, within a product's bound.
-      how: what computes it, in words, where the backend's name does not say it.
-      describes: given a call that it takes, what takes the place of `how`.
+      label: what computes it, in words, where the backend's name does not say it; or a function
+        of a call that it takes.
       lays_out: the side whose weights, which did not come packed, it brings into a layout of its
         own, at every call and in more than one kernel: then who stored them is told of
         `pack_weights`. None: neither.
       takes_keys: whether it takes a `DerivedKey` in place of random bits or signs, if the backend
         draws them itself; else they are drawn before.
       takes_parts: whether it may compute a device's part of a call that the compiler splits.
-      inline: whether `run` is traced in place and not when it is lowered: interpreters of kernels
-        have effects, which JAX wants to see.
+      trace_in_place: whether `run` is traced with its caller and not when it is lowered:
+        interpreters of kernels have effects, which JAX wants to see.
     """
 
     call: type[Call]
     rejects: Callable[[Any, Target], str | None]
     run: Callable[..., Any]
-    how: str = ""
-    describes: Callable[[Any], str] | None = None
+    label: str | Callable[[Any], str] = ""
     lays_out: Callable[[Any], Side | None] = lambda call: None
     takes_keys: bool = False
     takes_parts: bool = True
-    inline: bool = False
+    trace_in_place: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -258,7 +294,9 @@ class Backend:
     def rejects(self, call: Call, target: Target) -> str | None:
         """Why a call is not taken on a machine, or None."""
         offer = self.offers.get(type(call))
-        return NOT_OFFERED[type(call)] if offer is None else offer.rejects(call, target)
+        if offer is None:
+            return f"does not implement {type(call).__name__}"
+        return offer.rejects(call, target)
 
     def run(self, call: Call, *operands: Any) -> Any:
         """What a call that is not rejected asks for: see `Offer.run`."""

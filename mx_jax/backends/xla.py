@@ -23,11 +23,10 @@ from mx_jax.codecs import blocks
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs.explicit_axes import split_axes
 from mx_jax.codecs.float32 import clip, power_of_two, select
-from mx_jax.codecs.lowering import on_one_device, platform_dependent
+from mx_jax.codecs.lowering import lowering, platform_dependent
 from mx_jax.codecs.scale import E8M0_BIAS, E8M0_NAN, scale_to_float32
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat
 from mx_jax.mxarray import MXArray, decode
-from mx_jax.reference import hadamard
 from mx_jax.reference.matmul import grouped_dot
 from mx_jax.sharding.movement import reduced_in
 
@@ -356,7 +355,7 @@ def _shared_dtype(call: MatmulCall) -> Any:
     """Of a dot's sums: what XLA splits between devices they add up in the dtype that it has."""
     dtype = reduced_in(call.out_dtype, call.reduce_dtype)
     # In float16 sums that lack their scales might be out of range.
-    return jnp.float32 if on_one_device.value or dtype == jnp.float16 else dtype
+    return jnp.float32 if lowering.value.on_one_device or dtype == jnp.float16 else dtype
 
 
 def _shared_dot(left: jax.Array, right: jax.Array, call: MatmulCall) -> jax.Array:
@@ -457,28 +456,14 @@ def _scale_of_groups(
     return SumScale(values, scale.kind == "divisor")
 
 
-def _rejects_transform(call: calls.TransformCall, target: Target) -> str | None:
-    if target.platform == "cpu":
-        return _NO_CPU
-    if call.dtype != jnp.bfloat16:
-        return f"needs values that bfloat16 holds, got dtype={call.dtype}"
-    return None
-
-
 # The bound is wider than the reference's: matrix units add as they like, and scales that leave the
 # sums round twice each.
 XLA_BFLOAT16 = Backend(
     name="xla_bfloat16",
     epsilon_bound=4.0,
     table=(
-        Offer(call=MatmulCall, rejects=_rejects_product, run=_multiply, how=HOW),
-        Offer(call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, how=HOW),
-        Offer(
-            call=calls.TransformCall,
-            rejects=_rejects_transform,
-            run=lambda x, signs, call: hadamard.apply(x, signs, call.axis, in_bfloat16=True),
-            how=HOW,
-        ),
+        Offer(call=MatmulCall, rejects=_rejects_product, run=_multiply, label=HOW),
+        Offer(call=RaggedCall, rejects=_rejects_groups, run=_multiply_groups, label=HOW),
     ),
 )
 
@@ -496,8 +481,8 @@ XLA_ROUNDED = Backend(
             call=MatmulCall,
             rejects=_rejects_rounded,
             run=functools.partial(_multiply, rounded=True),
-            how=ROUNDED,
+            label=ROUNDED,
         ),
-        Offer(call=RaggedCall, rejects=_rejects_rounded, run=_multiply_groups, how=ROUNDED),
+        Offer(call=RaggedCall, rejects=_rejects_rounded, run=_multiply_groups, label=ROUNDED),
     ),
 )

@@ -264,5 +264,5 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
 XLA_SCALED = Backend(
     name="xla_scaled",
     epsilon_bound=4.0,
-    table=(Offer(call=MatmulCall, rejects=rejects, run=_multiply, how="JAX's scaled dot"),),
+    table=(Offer(call=MatmulCall, rejects=rejects, run=_multiply, label="JAX's scaled dot"),),
 )

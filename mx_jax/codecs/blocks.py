@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 
 from mx_jax.codecs.explicit_axes import join_axes, split_axes
-from mx_jax.codecs.lowering import on_one_device
+from mx_jax.codecs.lowering import lowering
 from mx_jax.formats import WHOLE, BlockFormat, BlockSize, Whole
 
 Blocks = tuple[tuple[int, BlockSize], ...]
@@ -124,7 +124,7 @@ def spread_minor(powers: jax.Array, size: int) -> jax.Array:
     """
     powers = lax.squeeze(powers, (powers.ndim - 1,)).astype(jnp.bfloat16)
     count = powers.shape[-1]
-    if on_one_device.value and count <= _MOST_BLOCKS:
+    if lowering.value.on_one_device and count <= _MOST_BLOCKS:
         of_block = lax.broadcasted_iota(jnp.int32, (count, count * size), 1) // size
         place = lax.broadcasted_iota(jnp.int32, (count, count * size), 0)
         places = lax.convert_element_type(lax.eq(of_block, place), jnp.bfloat16)

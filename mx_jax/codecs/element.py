@@ -14,7 +14,7 @@ from jax import lax
 
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like
-from mx_jax.codecs.lowering import TPU_FLOAT8, lowered_for, platform_dependent
+from mx_jax.codecs.lowering import lowering, platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.formats import E4M3, E5M2, ElementFormat
 from mx_jax.formats.element import known_element
@@ -69,7 +69,7 @@ def encode(
     """
     near = isinstance(exponent, int) and abs(exponent) < _NEAR
     plain = rounding == NEAREST and saturate and near and not exponent
-    if lowered_for.value == TPU_FLOAT8 and plain and known_element(element) in _CONVERTED:
+    if lowering.value.converts_float8 and plain and known_element(element) in _CONVERTED:
         return _converted(x, element, has_nan)
     bits = float32.to_bits(x)
     magnitude = float32.bitwise_and(bits, float32.ABS)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax import lax
@@ -10,18 +10,27 @@ from jax.extend.core import Primitive
 
 R = TypeVar("R")
 
-# `lowered_for.value` is the platform while a call is lowered, else None; `TPU_FLOAT8` of those TPUs
-# that convert to float8 in one instruction.
-TPU_FLOAT8 = "tpu, float8"
-lowered_for: Any = jax.make_user_context(default_value=None)
-# Set where lowering knows that no devices share a call: then a compiled handler need not tell the
-# compiler how they may split it.
-on_one_device = jax.make_user_context(default_value=False)
+
+class Lowering(NamedTuple):
+    """What is known of the program that a call is lowered in.
+
+    Attributes:
+      platform: its name; None while nothing is lowered.
+      converts_float8: whether it is of TPUs that convert to float8 in one instruction.
+      on_one_device: whether no devices share a call.
+    """
+
+    platform: str | None = None
+    converts_float8: bool = False
+    on_one_device: bool = False
+
+
+lowering: Any = jax.make_user_context(default_value=Lowering())
 
 
 def platform_dependent(*operands: Any, default: Callable[..., R], **named: Callable[..., R]) -> R:
     """`lax.platform_dependent`, which traces one implementation where the platform is known."""
-    platform = "tpu" if lowered_for.value == TPU_FLOAT8 else lowered_for.value
+    platform = lowering.value.platform
     if platform is None:
         return lax.platform_dependent(*operands, default=default, **named)
     return named.get(platform, default)(*operands)

@@ -23,7 +23,7 @@ from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import float32
 from mx_jax.codecs.explicit_axes import broadcast_like, has_explicit_axes, split_axes
 from mx_jax.codecs.float32 import clip, select
-from mx_jax.codecs.lowering import on_one_device, platform_dependent
+from mx_jax.codecs.lowering import lowering, platform_dependent
 from mx_jax.codecs.rounding import NEAREST, Rounding
 from mx_jax.formats import BlockFormat, ElementFormat, ScaleFormat
 
@@ -323,7 +323,7 @@ def decode_scaled(
 
 def decodes_normal(x: block_shapes.Blocked, exponent: int) -> bool:
     """Whether `decode_normal` is for an array. On one device: all scales together decide."""
-    constant = on_one_device.value and all(isinstance(n, int) for n in x.codes.shape)
+    constant = lowering.value.on_one_device and all(isinstance(n, int) for n in x.codes.shape)
     low, high = _normal_scales(x.format.element, exponent)
     return constant and x.format.scale.kind == "exponent" and 0 <= low <= high < E8M0_NAN
 

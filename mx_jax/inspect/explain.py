@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn
 from jax.sharding import NamedSharding
 
 from mx_jax.backends import calls
-from mx_jax.backends.primitive import Work, answers
+from mx_jax.backends.primitive import Work
 from mx_jax.backends.select import Choice, on_request
 from mx_jax.backends.target import Target, current_target, use_target
 from mx_jax.formats import BlockFormat
@@ -399,8 +399,8 @@ def _selected(site: Site, num_devices: int) -> Iterator[tuple[Row, Target]]:
     if not isinstance(work, Work) or isinstance(work.call, unlisted):
         return
     lanes = math.prod(size for size, _ in work.batches)
-    for call, target, choice in answers(work, num_devices):
-        with work.asked.on(target):
+    for call, target, choice in work.answers(num_devices):
+        with dataclasses.replace(work.context, target=target).restore():
             reasons = _reasons(call, target, choice)
         kind, text, flops, moved = _described(call)
         row = Row(
@@ -411,7 +411,7 @@ def _selected(site: Site, num_devices: int) -> Iterator[tuple[Row, Target]]:
             backend=choice.backend.name,
             times=site.times * lanes,
             places=(place_of(site.scope),),
-            how=choice.offer.how,
+            how=choice.label,
             reasons=reasons,
         )
         yield row, target

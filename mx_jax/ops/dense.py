@@ -229,7 +229,7 @@ class DenseProduct(RecipeProduct[Key]):
         self, taken: Taken, out_dtype: np.dtype, stored: Collection[Side] = ()
     ) -> jax.Array:
         """By the backend that takes the product of the operands, which are canonical."""
-        (lhs, rhs), axes, gather = taken.operands, taken.task.axes, self.recipe.gather
+        (lhs, rhs), axes = taken.operands, taken.task.axes
         if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
             return lax.dot_general(
                 lhs,
@@ -244,7 +244,6 @@ class DenseProduct(RecipeProduct[Key]):
             out_dtype=out_dtype,
             precision=self.precision,
             fast_accumulation=taken.task.spec.fast_accumulation,
-            moves_codes=gather is None or bool(gather.axes),
             reduce_dtype=self.recipe.reduce_dtype,
         )
         if not stored and not isinstance(rhs, PackedMXArray):
@@ -257,7 +256,7 @@ class DenseProduct(RecipeProduct[Key]):
         if isinstance(rhs, PackedMXArray) and (whole or rhs.backend != choice.backend.name):
             rhs = unpacked_for(rhs, choice)
             call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
-        return choice.offer.run(lhs, rhs, call)
+        return bind(call, lhs, rhs)
 
     def cotangents(self, g: jax.Array, extra: Key, both: bool) -> tuple[Any, Any]:
         """g for both gradients: quantized in one call if a backend reads it once, else as it is."""
@@ -445,12 +444,5 @@ def quantize_operand_both(
 
 def dequantize_operand(x: MXArray, dtype: np.dtype, *, saturates: bool) -> jax.Array:
     """`mxarray.decode`, on the backend that takes it."""
-    call = DequantizeCall(
-        shape=x.shape,
-        dtype=dtype,
-        format=x.format,
-        blocks=x.blocks,
-        scale_axes=varying_axes(x.tensor_scale),
-        saturates=saturates,
-    )
+    call = DequantizeCall.of(x, dtype, saturates=saturates)
     return bind(call, dataclasses.replace(x, primal=None))

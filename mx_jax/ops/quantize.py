@@ -14,8 +14,7 @@ from jax.core import Tracer
 
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import AttendCall
-from mx_jax.backends.primitive import choose_if_any
-from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.primitive import bind
 from mx_jax.backends.target import follow
 from mx_jax.codecs.blocks import check_parts
 from mx_jax.codecs.rounding import DerivedKey, Rounding
@@ -35,7 +34,6 @@ from mx_jax.ops.dense import cast_call, dequantize_operand, quantize_operand, qu
 from mx_jax.ops.packing import packed_where_they_lie
 from mx_jax.ops.product import one_program, zero_cotangents
 from mx_jax.packed import PackedMXArray, PackedRows, Rows, unpacked
-from mx_jax.reference import matmul
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import MatmulRecipe, OperandSpec, operand
 
@@ -289,43 +287,25 @@ def quantize_both(
     return first, second
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attend_matrices(
     tokens: int, shared: jax.Array, keys: Rows, values: Rows, position: jax.typing.ArrayLike
 ) -> jax.Array:
-    """`softmax(q k^T / sqrt(features)) v`: see `mx_jax.reference.matmul.attend`.
-
-    Codes that no kernel of attention reads are decoded by whichever backend does that.
-    """
-    formats = [rows.format if isinstance(rows, PackedRows) else None for rows in (keys, values)]
+    """`softmax(q k^T / sqrt(features)) v`: see `mx_jax.reference.matmul.attend`."""
+    keys_format, values_format = (getattr(rows, "format", None) for rows in (keys, values))
+    if keys_format != values_format:
+        keys, values = (
+            dequantize(rows.unpacked()) if isinstance(rows, PackedRows) else rows
+            for rows in (keys, values)
+        )
+        keys_format = None
     call = AttendCall(
         queries=shared.shape,
         keys=keys.shape,
         dtypes=tuple(np.dtype(x.dtype) for x in (shared, keys, values)),
         tokens=tokens,
-        format=formats[0],
+        format=keys_format,
     )
-    choice = choose_if_any(call) if formats[0] == formats[1] else None
-    if any(formats) and (choice is None or choice.backend == REFERENCE):
-        decoded = (
-            dequantize(rows.unpacked()) if isinstance(rows, PackedRows) else rows
-            for rows in (keys, values)
-        )
-        return attend_matrices(tokens, shared, *decoded, position)
-    if choice is None:
-        return matmul.attend(shared, keys, values, position, tokens)
-    return choice.offer.run(shared, keys, values, position, call)
-
-
-@attend_matrices.defjvp
-def _(
-    tokens: int,
-    primals: tuple[jax.Array, Rows, Rows, jax.Array],
-    tangents: tuple[jax.Array, Rows, Rows, jax.Array],
-) -> Any:
-    """Kernels have no derivatives; plain JAX has."""
-    plain = functools.partial(matmul.attend, tokens=tokens)
-    return jax.jvp(plain, primals, tangents)
+    return bind(call, shared, keys, values, jnp.asarray(position))
 
 
 # Weights that are stored --------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from jax import lax
 
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.explicit_axes import explicit_sharding, partitions, with_partitions
+from mx_jax.codecs.lowering import platform_dependent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -90,17 +91,16 @@ def matrix(size: int) -> np.ndarray:
     return (_sylvester(size) / math.sqrt(size)).astype(np.float32)
 
 
-def apply(
-    x: jax.Array, signs: jax.Array, axis: int = -1, *, in_bfloat16: bool = False
-) -> jax.Array:
+def apply(x: jax.Array, signs: jax.Array, axis: int = -1) -> jax.Array:
     """`T(x)` along one axis, in float32.
+
+    Accelerators multiply bfloat16 values by 1 and -1, which is exact, and divide the float32 sums
+    by sqrt(g): the same but for rounding, on units that are faster.
 
     Args:
       x: values, length k along the axis.
       signs: `[g]`, of which negative ones stand for -1.
       axis: the axis.
-      in_bfloat16: whether to multiply bfloat16 values by 1 and -1, which is exact, and divide the
-        float32 sums by sqrt(g): the same but for rounding, on units that are faster.
 
     Returns:
       float32, length k' along the axis, the next multiple of g: the transform fills the padding.
@@ -113,13 +113,21 @@ def apply(
     signs = jnp.expand_dims(signs, [at for at in range(groups.ndim) if at != within])
     filled = groups.shape[axis] * size
     shape = (*x.shape[:axis], filled, *x.shape[axis + 1 :])
-    return block_shapes.merge(_turned(groups, signs, within, in_bfloat16), shape, (within,))
+    in_float32 = functools.partial(_in_float32, within=within)
+    if x.dtype == jnp.bfloat16:
+        in_bfloat16 = functools.partial(_in_bfloat16, within=within)
+        transformed = platform_dependent(groups, signs, cpu=in_float32, default=in_bfloat16)
+    else:
+        transformed = in_float32(groups, signs)
+    return block_shapes.merge(transformed, shape, (within,))
 
 
-def _turned(groups: jax.Array, signs: jax.Array, within: int, in_bfloat16: bool) -> jax.Array:
-    if not in_bfloat16:
-        values = groups.astype(jnp.float32) * signs
-        return _times(values, matrix(signs.size), within, lax.Precision.HIGHEST)
+def _in_float32(groups: jax.Array, signs: jax.Array, within: int) -> jax.Array:
+    values = groups.astype(jnp.float32) * signs
+    return _times(values, matrix(signs.size), within, lax.Precision.HIGHEST)
+
+
+def _in_bfloat16(groups: jax.Array, signs: jax.Array, within: int) -> jax.Array:
     values, square = groups * signs.astype(jnp.bfloat16), _sylvester(signs.size)
     sums = _times(values, square.astype(jnp.bfloat16), within, lax.Precision.DEFAULT)
     return sums * jnp.float32(1 / math.sqrt(signs.size))

@@ -14,7 +14,7 @@ import mx_jax
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.calls import DequantizeCall, MatmulCall, OperandType
 from mx_jax.backends.pallas_gpu.architecture import MIN_JAX
-from mx_jax.backends.primitive import choose
+from mx_jax.backends.primitive import bind
 from mx_jax.backends.select import select, with_backends
 from mx_jax.backends.target import Backend, Offer, Target
 from mx_jax.inspect import explain
@@ -109,7 +109,7 @@ def way(x: jax.Array, *backends: Backend) -> jax.Array:
         shape=x.shape, dtype=np.dtype(np.float32), format=mx_jax.formats.MXFP4, blocks=((-1, 32),)
     )
     with with_backends(*(backends or (ONE, SEVERAL))):
-        return choose(call).offer.run(x, call)
+        return bind(call, x)
 
 
 @pytest.mark.parametrize("run", [way, jax.vmap(way), quick(way), quick(jax.vmap(way))], ids=IDS)
@@ -154,7 +154,7 @@ def test_derivatives_are_those_of_plain_jax(x: jax.Array, w: jax.Array):
 
     def multiply(x: jax.Array) -> jax.Array:
         with with_backends(zeros):
-            return choose(call).offer.run(x, stored, call)
+            return bind(call, x, stored)
 
     for run in (lambda x: x, quick):
         assert (run(multiply)(x) == 0).all()

@@ -196,7 +196,9 @@ def test_nothing_behind_the_reference_is_asked_unless_named(num_devices: int, ta
     if num_devices > 1:
         why = "not measured on several devices, got num_devices=8"
     reason = f"not asked: {why}; prefer_backends('pallas_gpu') asks it"
-    assert "reference: casts once at a time; pallas_gpu: not asked" in str(error.value)
+    assert "reference: does not implement QuantizeBothCall; pallas_gpu: not asked" in str(
+        error.value
+    )
     assert f"; pallas_gpu: {reason}" in str(error.value)
 
 

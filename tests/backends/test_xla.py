@@ -15,7 +15,7 @@ from mx_jax import formats
 from mx_jax.backends.calls import MatmulCall
 from mx_jax.backends.target import Target
 from mx_jax.backends.xla import XLA
-from mx_jax.codecs.lowering import on_one_device
+from mx_jax.codecs.lowering import Lowering, lowering
 from mx_jax.formats import MXFP4, MXFP8_E4M3
 from mx_jax.testing.backend_suite import check_matmul
 from mx_jax.testing.cases import MatmulCase, QuantizeCase
@@ -43,7 +43,7 @@ WHOLE = "needs one scale along the contracting axis"
 def test_products(case: MatmulCase):
     for target in (H200, V6E if case.lhs is INT8 else TPU7X):
         assert XLA.rejects(case.call, target) is None
-    with on_one_device(True):  # several may add up in the product's dtype
+    with lowering(Lowering(on_one_device=True)):  # several may add up in the product's dtype
         check_matmul(XLA, case)
 
 

@@ -341,13 +341,8 @@ def test_the_transform_of_bfloat16_is_a_bfloat16_dot(dtype: str):
     with mx_jax.testing.target("tpu"):
         lines = str(mx_jax.inspect.explain(step, *shapes)).splitlines()
     (line,) = {line for line in lines if "Hadamard" in line and "[32, 128]" in line}
-    backend, how = (
-        ("xla_bfloat16", "XLA bfloat16 dot, float32 sums")
-        if dtype == "bfloat16"
-        else ("reference", "XLA float32 dot, HIGHEST")
-    )
     assert f"Hadamard transform of {dtype} [32, 128]" in line
-    assert f"-> {backend} ({how})" in line
+    assert line.endswith("-> reference")
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "float8_rowwise", "float8_tensorwise"])

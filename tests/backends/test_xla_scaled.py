@@ -137,7 +137,7 @@ def test_sums_are_moved_back(name: str):
 def test_one_before_the_plain_way():
     choice = select(SQUARE.call, B200)
     assert choice.backend.name == "xla_scaled"
-    assert choice.offer.how == "JAX's scaled dot"
+    assert choice.label == "JAX's scaled dot"
     for target in (A100, H200, dataclasses.replace(B200, num_devices=4), Target(platform="tpu")):
         assert select(SQUARE.call, target).backend.name == "xla_bfloat16"
 

@@ -15,7 +15,7 @@ import pytest
 from mx_jax.codecs import element as element_codec
 from mx_jax.codecs import scale as scale_codec
 from mx_jax.codecs.element import decode, decode_bits, encode
-from mx_jax.codecs.lowering import TPU_FLOAT8, lowered_for
+from mx_jax.codecs.lowering import Lowering, lowering
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, stochastic
 from mx_jax.formats import E2M1, E4M3, E5M2, ELEMENT_FORMATS, INT8, INTEGER8, ElementFormat
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -231,7 +231,7 @@ def test_quotients_on_gpus(element: ElementFormat, saturate: bool, rng: np.rando
     operands = (bits & 0x7FFFFFFF, bits, scales)
     quotients = functools.partial(element_codec._rounded_quotient, **how)
     integers = functools.partial(element_codec._rounded, rounding=NEAREST, **how)
-    with lowered_for("cuda"):
+    with lowering(Lowering("cuda")):
         on_gpus = by_numpy(quotients, *operands)
     # Inf and NaN make the scale NaN, which overwrites their codes.
     number = operands[0] < 0x7F800000
@@ -270,7 +270,7 @@ def test_every_bfloat16_on_tpus(element: ElementFormat, saturate: bool):
     """Without a scale, where NaN and Inf have codes."""
     x = all_values(BFLOAT16).astype(np.float32)
     how = {"element": element, "saturate": saturate}
-    with lowered_for("tpu"):
+    with lowering(Lowering("tpu")):
         on_tpus = by_numpy(functools.partial(encode, **how), x, flushes=True)
     assert_bitwise_equal(on_tpus, jax.jit(functools.partial(encode, **how))(x))
 
@@ -280,7 +280,7 @@ def test_conversion_on_tpus(element: ElementFormat, rng: np.random.Generator):
     """Where they have one; float32's ties too."""
     bits, _ = patterns_under_scales(element, rng)
     for x in (all_values(BFLOAT16).astype(np.float32), bits.view(np.float32)):
-        with lowered_for(TPU_FLOAT8):
+        with lowering(Lowering("tpu", converts_float8=True)):
             found = jax.jit(lambda x: encode(x, element))(x)
         assert_bitwise_equal(found, jax.jit(lambda x: encode(x, element))(x))
 
@@ -291,7 +291,7 @@ def test_decoding_on_accelerators(element: ElementFormat, platform: str):
     codes = np.arange(256, dtype=np.uint8)
     if element.bits < 8 and platform == "cuda":
         codes = codes[: 1 << element.bits]
-    with lowered_for(platform):
+    with lowering(Lowering(platform)):
         found = by_numpy(
             functools.partial(decode_bits, element=element), codes, flushes=platform == "tpu"
         )

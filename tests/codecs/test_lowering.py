@@ -11,7 +11,7 @@ import mx_jax
 from mx_jax.backends.xla import block_values
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import scales_shape
-from mx_jax.codecs.lowering import by_halves, lowered_for, on_one_device
+from mx_jax.codecs.lowering import Lowering, by_halves, lowering
 from mx_jax.codecs.rounding import Rounding
 from mx_jax.codecs.scale import are_normal
 from mx_jax.mxarray import MXArray, decode
@@ -63,7 +63,7 @@ def test_casts_on_tpus(name: str, alone: bool):
             return q.codes, q.scales, block_values(q)[0].astype(jnp.float32)
 
         *wanted, values = jax.jit(cast)(x)
-        with lowered_for("tpu"), on_one_device(alone):
+        with lowering(Lowering("tpu", on_one_device=alone)):
             *found, on_tpus = jax.jit(lambda x, cast=cast: cast(x))(x)
         for one, other in zip(found, wanted, strict=True):
             assert_bitwise_equal(one, other)
@@ -91,7 +91,7 @@ def test_decoding_on_tpus(name: str, axis: int):
         return decode(x, DTYPE), decode(x, "float32", exponent=-2), are_normal(x, 0)
 
     exact = jax.jit(values)
-    with lowered_for("tpu"), on_one_device(True):
+    with lowering(Lowering("tpu", on_one_device=True)):
         on_tpus = jax.jit(lambda *x: values(*x))
         # The first scale is of zeros, the last is not.
         for place, byte, normal in (
@@ -121,7 +121,7 @@ def test_every_stored_scale_on_tpus(name: str):
         blocks=((-1, 32),),
         dtype=np.dtype(np.float32),
     )
-    with lowered_for("tpu"), on_one_device(True):
+    with lowering(Lowering("tpu", on_one_device=True)):
         values = jax.jit(lambda x: block_values(x)[0].astype(jnp.float32))(stored)
     elements = np.array([format.element.value(code) for code in codes[0].tolist()])
     with np.errstate(over="ignore"):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mx_jax.codecs import float32
-from mx_jax.codecs.lowering import lowered_for
+from mx_jax.codecs.lowering import Lowering, lowering
 from mx_jax.codecs.scale import (
     by_float64,
     decode_scaled,
@@ -191,7 +191,7 @@ def test_lifting_by_products_on_gpus(asked: bool, rng: np.random.Generator):
     # What is lowered came lifted, from 2^-100 at most.
     bits = np.where(np.abs(x) > 2.0**-126, x, 1).view(np.int32)
     lifted, lowered = jax.jit(lift)(x, where), jax.jit(lower)(bits, where)
-    with lowered_for("cuda"):
+    with lowering(Lowering("cuda")):
         in_range = np.isfinite(lifted)
         assert_bitwise_equal(by_numpy(lift, x, where)[in_range], np.asarray(lifted)[in_range])
         assert_bitwise_equal(by_numpy(lower, bits, where), lowered)

@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 import mx_jax
-from mx_jax.backends.primitive import equation
+from mx_jax.backends.primitive import bind
 
 PACKAGE = os.path.dirname(mx_jax.__file__) + os.sep
 _INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
@@ -105,7 +105,7 @@ def clear_caches() -> None:
 
 
 def _kernels() -> frozenset[CodeType]:
-    functions: list[Any] = [equation, jax.ffi.ffi_call, pl.pallas_call]
+    functions: list[Any] = [bind, jax.ffi.ffi_call, pl.pallas_call]
     with contextlib.suppress(ImportError):
         from jax.experimental.pallas import mosaic_gpu
 

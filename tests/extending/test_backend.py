@@ -48,7 +48,7 @@ def test_it_is_explained():
     assert "blocks of 32 along axis -1 -> four_rows\n" in taken
     assert "  not four_rows: needs 4 rows, got shape=(8, 64)" in left
     # What is not in its table is not offered, and one place says so.
-    assert "  not four_rows, xla, xla_scaled" in taken and ": dequantizes nothing" in taken
+    assert "  not four_rows, xla, xla_scaled" in taken and ": does not implement Deq" in taken
 
 
 def test_it_has_a_name_like_any_other():
@@ -90,7 +90,9 @@ def test_one_that_is_traced_in_place_gets_random_bits():
         found.append(bits.dtype)
         return REFERENCE.run(call, x, bits, tensor_scale)
 
-    offer = Offer(call=QuantizeCall, rejects=lambda call, target: None, run=run, inline=True)
+    offer = Offer(
+        call=QuantizeCall, rejects=lambda call, target: None, run=run, trace_in_place=True
+    )
     own = Backend(name="own", epsilon_bound=2.0, table=(offer,))
     x, key = jnp.ones((8, 32)), jax.random.key(7)
     cast = lambda x, key: mx_jax.quantize(x, "mxfp4", rounding="stochastic", key=key).codes  # noqa: E731

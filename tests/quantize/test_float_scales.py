@@ -13,7 +13,7 @@ import pytest
 
 import mx_jax
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.codecs.lowering import lowered_for
+from mx_jax.codecs.lowering import Lowering, lowering
 from mx_jax.formats import (
     FLOAT8_BLOCKWISE_2D_E4M3,
     FLOAT8_BLOCKWISE_E4M3,
@@ -210,7 +210,7 @@ def test_int8_rows(axis: int, dtype: str, rng: np.random.Generator):
     found = [mx_jax.quantize(jnp.asarray(broken, dtype), **rule)]
     for platform in ("cpu", "tpu"):
         # What TPUs compute, op by op: a CPU has an instruction that multiplies and adds.
-        with lowered_for(platform), jax.disable_jit(platform == "tpu"):
+        with lowering(Lowering(platform)), jax.disable_jit(platform == "tpu"):
             way = jax.jit(lambda x: REFERENCE.run(call, x, None, None))
             found.append(way(jnp.asarray(broken, dtype)))
     for quantized in found:

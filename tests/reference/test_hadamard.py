@@ -10,6 +10,7 @@ import pytest
 
 import mx_jax
 from mx_jax import recipes
+from mx_jax.codecs.lowering import Lowering, lowering
 from mx_jax.reference import hadamard
 from mx_jax.reference.hadamard import Hadamard
 from tests.quick import quick
@@ -50,11 +51,12 @@ def test_transform_along_an_axis():
     x = np.random.default_rng(0).integers(-8, 8, (3, 6, 2)).astype(np.float32)
     padded = np.pad(x, ((0, 0), (0, 2), (0, 0))).reshape(3, 2, 4, 2)
     expected = np.einsum("agij,ik->agkj", padded * SIGNS[:, None], sylvester(4)).reshape(3, 8, 2)
-    apply = quick(hadamard.apply, static_argnames=("axis", "in_bfloat16"))
+    apply = quick(hadamard.apply, static_argnames="axis")
     turned = apply(jnp.bfloat16(x), np.asarray(SIGNS), axis=1)
     assert turned.dtype == jnp.float32
     np.testing.assert_array_equal(turned, expected)
-    fast = apply(jnp.bfloat16(x), np.asarray(SIGNS), axis=1, in_bfloat16=True)
+    with lowering(Lowering("tpu")):
+        fast = apply(jnp.bfloat16(x), np.asarray(SIGNS), axis=1)
     assert fast.dtype == jnp.float32
     np.testing.assert_array_equal(fast, expected)
     # By default along the last axis; shorter than a group too. No operand's rank is promoted.

@@ -26,7 +26,7 @@ def _offer(
     handler: str,
     rejects: Callable[[Any], str | None],
     run: Callable[..., Any],
-    describes: Callable[[Any], str] | None = None,
+    label: str | Callable[[Any], str] = "",
 ) -> Offer:
     """A kind of call, by the library's handler of it, which may reject calls."""
 
@@ -50,7 +50,7 @@ def _offer(
             return f"was built without {handler}; build it again"
         return rejects(call)
 
-    return Offer(call=call, rejects=rejects_on, run=run, describes=describes, takes_keys=True)
+    return Offer(call=call, rejects=rejects_on, run=run, label=label, takes_keys=True)
 
 
 def _product(

@@ -21,7 +21,7 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.cpu_ffi import handler
 from mx_jax.codecs import blocks as block_shapes
-from mx_jax.codecs.lowering import on_one_device
+from mx_jax.codecs.lowering import lowering
 from mx_jax.codecs.rounding import AWAY, NEAREST, TOWARD_ZERO, DerivedKey, Rounding
 from mx_jax.formats import WHOLE, BlockFormat, ElementFormat, Whole
 from mx_jax.mxarray import MXArray
@@ -240,7 +240,7 @@ def _by_handler(
     casts = list(calls.values())
     finds = casts[0].format.tensor_scale and tensor_scale is None
     tensor_scales = [tensor_scale] * len(casts)
-    if finds and not on_one_device.value:
+    if finds and not lowering.value.on_one_device:
         finds = False
         # One each: blocks with NaN or Inf count for neither, and they are other blocks.
         tensor_scales = [

@@ -21,7 +21,7 @@ def _offer(
     rejects: Callable[[Any, Target], str | None],
     run: Callable[..., Any],
     *,
-    inline: bool = False,
+    trace_in_place: bool = False,
     partitioned: bool = False,
     lays_out: Callable[[Any], Side | None] = lambda call: None,
 ) -> Offer:
@@ -42,7 +42,7 @@ def _offer(
         rejects=reason,
         run=run,
         lays_out=lays_out,
-        inline=inline,
+        trace_in_place=trace_in_place,
         takes_parts=False,
     )
 
@@ -58,7 +58,7 @@ def backend_for(architecture: Architecture | None = None, interpret: object = No
     def lays_out_groups(call: calls.RaggedCall) -> Side | None:
         return None if call.contracts_rows or call.rhs.packed_by is not None else "rhs"
 
-    offer = functools.partial(_offer, inline=interpret is not None)
+    offer = functools.partial(_offer, trace_in_place=interpret is not None)
     lays_out = functools.partial(products.lays_out, architecture=architecture)
     how = functools.partial(functools.partial, architecture=architecture, interpret=interpret)
     multiply, multiply_groups = how(products.scaled_matmul), how(products.ragged_dot)

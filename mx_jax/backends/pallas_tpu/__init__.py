@@ -154,8 +154,8 @@ def backend_for(*, interpret: bool = False) -> Backend:
                 )
             return calls.rejects_symbolic(call) or rejects(call, target)
 
-        how = "faster by libtpu's schedule, not run"
-        return Offer(call=call, rejects=reason, run=lambda *x: run(*x, interpret), how=how)
+        label = "faster by libtpu's schedule, not run"
+        return Offer(call=call, rejects=reason, run=lambda *x: run(*x, interpret), label=label)
 
     table = (
         offer(QuantizeCall, _rejects_casts, _quantize),
