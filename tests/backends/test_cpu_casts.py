@@ -117,7 +117,7 @@ def test_who_transforms():
 def test_groups_that_are_too_large():
     x, transform = drawn((4096,), "float32", 2048)
     text = str(mx_jax.inspect.explain(lambda x: transformed(x, transform, None, 0), x))
-    assert "cpu_ffi: turns groups of at most 1024, got size=2048" in text
+    assert "cpu_ffi: transforms groups of at most 1024, got size=2048" in text
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])

@@ -25,7 +25,7 @@ _casts, _products, _weights = (
 def _offer(
     call: type[Call], module: Late, handler: str, rejects: str, run: str, label: str = ""
 ) -> Offer:
-    """A kind of call, taken where the library has its handler, unless that does not compute it."""
+    """A kind of call, by the library's handler of it, which may reject calls."""
 
     def rejects_on(call: Call, target: Target) -> str | None:
         if target.platform != "cpu":
