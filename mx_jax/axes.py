@@ -128,10 +128,6 @@ class ProductAxes:
     rhs: Axes
 
     @functools.cached_property
-    def ndim(self) -> int:
-        return len(self.lhs.batch) + len(self.lhs.kept) + len(self.rhs.kept)
-
-    @functools.cached_property
     def dimension_numbers(self) -> lax.DotDimensionNumbers:
         """What `jax.lax.dot_general` takes."""
         return (self.lhs.contracting, self.rhs.contracting), (self.lhs.batch, self.rhs.batch)

@@ -261,7 +261,8 @@ def _compute(call: Call, target: Target, *operands: Any) -> Any:
         operands = (queries, *(_decoded(x, target) for x in rows), position)
     if isinstance(call, MatmulCall | calls.RaggedCall):
         lhs, rhs, *rest = operands
-        call, rhs = readable(choice, call, lhs, rhs)
+        name, offer, rejections = choice.backend.name, choice.offer, choice.rejections
+        call, rhs = readable(call, lhs, rhs, offer, name, rejections)
         operands = (lhs, rhs, *rest)
     return choice.offer.run(*operands, call)
 

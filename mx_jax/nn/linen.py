@@ -33,7 +33,9 @@ from mx_jax.recipes import Recipe
 from mx_jax.specs import MatmulRecipe
 
 
-def promote_operands(*args: Any, dtype: object = None, inexact: bool = True) -> list[Any]:
+def promote_operands(
+    *args: jax.Array | Quantized | None, dtype: object = None, inexact: bool = True
+) -> list[Any]:
     """Flax's `promote_dtype`, which leaves MXArrays codes, to be read in the dtype."""
     plain = (jnp.zeros((), x.dtype) if isinstance(x, Quantized) else x for x in args)
     return [
@@ -46,8 +48,8 @@ def multiplied(
     layer: flax_nn.Module,
     recipe: Recipe,
     operation: Callable[..., jax.Array],
-    *args: Any,
-    **options: Any,
+    *args: object,
+    **options: object,
 ) -> jax.Array:
     """A product of a bound layer, by its recipe and with a key from its stream; its errors name the
     layer."""
@@ -67,7 +69,7 @@ class _LayerDotGeneral:
     recipe: Recipe
     layer: Any = dataclasses.field(compare=False, repr=False)
 
-    def __call__(self, *args: Any, **options: Unpack[ProductOptions]) -> jax.Array:
+    def __call__(self, *args: object, **options: Unpack[ProductOptions]) -> jax.Array:
         """See `mx_jax.dot_general`."""
         return multiplied(self.layer, self.recipe, dot_general, *args, **options)
 

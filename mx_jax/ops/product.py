@@ -50,6 +50,7 @@ from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
 P = ParamSpec("P")
 R = TypeVar("R")
 Operands = tuple[Any, Any]
+Extra = tuple[Key, jax.Array | None]  # and sizes of groups
 # The array that codes were cast from, and the call that gives their values.
 Source = tuple[jax.Array, ValuesCall]
 
@@ -197,7 +198,7 @@ forward_program = one_program("matmul", "this", "stored")(forward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(
-    matmul: QuantizedMatmul, values: Operands, codes: Operands, extra: tuple[Key, jax.Array | None]
+    matmul: QuantizedMatmul, values: Operands, codes: Operands, extra: Extra
 ) -> jax.Array:
     # Derivatives of the gradient are those of the product in float32, its casts being identities.
     return forward(
@@ -206,7 +207,7 @@ def _differentiable(
 
 
 def _forward(
-    matmul: QuantizedMatmul, values: Operands, codes: Operands, extra: tuple[Key, jax.Array | None]
+    matmul: QuantizedMatmul, values: Operands, codes: Operands, extra: Extra
 ) -> tuple[jax.Array, Any]:
     """The product, and its residuals: operands, types of their cotangents, key and sizes."""
     operands = joined(values, codes)
@@ -266,7 +267,9 @@ class CotangentType:
 Types = tuple[CotangentType | None, CotangentType | None]
 
 
-def _backward(matmul: QuantizedMatmul, residuals: Any, g: jax.Array) -> tuple[Any, None, Any]:
+def _backward(
+    matmul: QuantizedMatmul, residuals: tuple[Operands, Types, Extra], g: jax.Array
+) -> tuple[Any, None, Any]:
     """The cotangents of the arguments of `_differentiable`."""
     operands, types, extra = residuals
     results = gradients(matmul, types, operands, g, *extra)
@@ -382,7 +385,7 @@ def cast_for_both(
 
 
 def exact_fwd(
-    matmul: QuantizedMatmul, dtype: np.dtype, lhs: AnyOperand, rhs: AnyOperand, extra: Any
+    matmul: QuantizedMatmul, dtype: np.dtype, lhs: AnyOperand, rhs: AnyOperand, extra: Extra
 ) -> jax.Array:
     """The product of operands as they came, in float32: as this it is differentiated."""
     exact = in_high_precision(matmul)
@@ -390,7 +393,7 @@ def exact_fwd(
 
 
 def exact_bwd(
-    matmul: QuantizedMatmul, types: Types, operands: Operands, g: jax.Array, extra: Any
+    matmul: QuantizedMatmul, types: Types, operands: Operands, g: jax.Array, extra: Extra
 ) -> Operands:
     """The cotangents in float32: as these they are differentiated."""
     float32 = np.dtype(np.float32)
@@ -637,11 +640,11 @@ def on_automatic_axes(
     out_sharding: PartitionSpec,
     lhs: AnyOperand,
     rhs: AnyOperand,
-    *others: Any,
+    *others: object,
 ) -> jax.Array:
     """`run(lhs, rhs, *others)`, with automatic axes in place of explicit ones."""
 
-    def compute(values: Operands, codes: Operands, *others: Any) -> jax.Array:
+    def compute(values: Operands, codes: Operands, *others: object) -> jax.Array:
         lhs, rhs = (
             x if of_x is None else of_x if x is None else dataclasses.replace(of_x, primal=x)
             for x, of_x in zip(values, codes, strict=True)

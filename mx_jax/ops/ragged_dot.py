@@ -323,11 +323,19 @@ def _quantize_by_row(
         return as_cast(x, codes, spec)
 
 
-def _quantize_along_rows(rows: RaggedRows, x: jax.Array, spec: OperandSpec, *how: Any) -> MXArray:
+def _quantize_along_rows(
+    rows: RaggedRows,
+    x: jax.Array,
+    spec: OperandSpec,
+    blocks: Blocks,
+    key: Key,
+    tensor_scale: None,
+    scope: str,
+) -> MXArray:
     """`[p, c]` quantized along p, where groups start with blocks."""
     if not isinstance(spec.format.block[1], Whole):
-        return cast_operand(x, spec, *how)
-    return _quantize_groups(rows, x, spec, *how)
+        return cast_operand(x, spec, blocks, key, tensor_scale, scope)
+    return _quantize_groups(rows, x, spec, blocks, key, tensor_scale, scope)
 
 
 def _quantize_groups(
