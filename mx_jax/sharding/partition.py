@@ -164,10 +164,10 @@ def _operation(split: Split, shapes: tuple[Shape, ...]) -> Any:
     def divide(mesh: Mesh, arrays: Sequence[Any], wanted: Sequence[Any]) -> tuple[Mesh, Division]:
         mesh = fine_mesh(mesh, arrays[1])  # behind the name
 
-        def placed(x: Any, axes: ArrayAxes) -> Placed:
-            known = x is not None
-            lies = stored_parts(x.sharding, x.shape, mesh) if known else ((),) * len(axes)
-            return Placed(axes, lies)
+        def placed(x: jax.ShapeDtypeStruct | None, axes: ArrayAxes) -> Placed:
+            if x is None:
+                return Placed(axes, ((),) * len(axes))
+            return Placed(axes, stored_parts(x.sharding, x.shape, mesh))
 
         devices = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
         lies = list(map(placed, arrays[1:], operands)), list(map(placed, wanted, results))
@@ -176,7 +176,7 @@ def _operation(split: Split, shapes: tuple[Shape, ...]) -> Any:
     def place(mesh: Mesh, arrays: Sequence[tuple[Part, ...]]) -> list[NamedSharding]:
         return [NamedSharding(mesh, spec_of(parts)) for parts in arrays]
 
-    def infer(mesh: Mesh, arrays: Sequence[Any], wanted: Any) -> Any:
+    def infer(mesh: Mesh, arrays: Sequence[Any], wanted: object) -> list[NamedSharding]:
         # The older partitioner's question; the newer has the rule.
         mesh, division = divide(mesh, arrays, [None] * len(results))
         return place(mesh, division.results)
