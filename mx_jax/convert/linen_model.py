@@ -112,7 +112,7 @@ def refuse_wrapper(model: object, operation: str) -> None:
     )
 
 
-def original(module: Any) -> Any:
+def original(module: object) -> Any:
     """The module that was converted; one that was not, as it is."""
     return module.module if isinstance(module, ConvertedModule) else module
 

@@ -81,7 +81,7 @@ def _decisions(
     return nnx_model.decisions(model, rules, *args, **options)
 
 
-def original(model: Any) -> Any:
+def original(model: object) -> Any:
     """The model before conversion: the way back from `convert.linen`, `nnx` and `function`.
 
     Args:
@@ -107,4 +107,4 @@ def original(model: Any) -> Any:
         return model.function
     if inspect.isroutine(model):
         return model
-    return nnx_model.original(model)
+    return nnx_model.original(model)  # pyright: ignore[reportArgumentType]

@@ -184,6 +184,13 @@ def test_which_operand_is_the_kernel():
     # What is carried is data from the second round on.
     (decision,) = decisions(carried, W, X, weights="x").values()
     assert (decision.layer.kernel, decision.layer.input) == ((32, 32), (4, 32))
+
+    def exchanged(params: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, _: (c[::-1], c[0] @ c[1]), (params, x), length=2)[1]
+
+    # Either operand is data in some round.
+    (decision,) = decisions(exchanged, W[0], W[1], weights=0).values()
+    assert decision.layer.of_activations
     with pytest.raises(ValueError, match=r"names arguments that fn was not called with: 'y'"):
         convert.function(fn, ALL, weights=["y", 0])(W, X)
 
