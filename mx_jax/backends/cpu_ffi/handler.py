@@ -199,7 +199,8 @@ def _types(*types: ShapedArray, handler: Handler) -> tuple[Any, ...]:
 
 
 def _lower(ctx: mlir.LoweringRuleContext, *values: mlir.ir.Value, handler: Handler) -> Any:
-    geometry = Geometry(handler, tuple(x.shape for x in ctx.avals_in))
+    avals: tuple[Any, ...] = tuple(ctx.avals_in)
+    geometry = Geometry(handler, tuple(x.shape for x in avals))
     # Arrays that are as the handler takes them, of sizes that are known, need no more.
     lengths = (*geometry.sizes.values(), *chain(*geometry.batches.values()))
     groups = chain(*(array.groups for array in (*geometry.operands, *geometry.results)))
