@@ -364,7 +364,11 @@ def format_attributes(format: BlockFormat) -> dict[str, object]:
 
 def _operands(x: MXArray, axes: CastAxes) -> list[tuple[jax.Array | None, str]]:
     """Codes, scales and the tensor scale, with their axes."""
-    return [(x.codes, axes.elements), (x.scales, *axes.scales), (x.tensor_scale, axes.tensor_scale)]
+    return [
+        (x.codes, axes.elements),
+        (x.scales, axes.scales[0]),
+        (x.tensor_scale, axes.tensor_scale),
+    ]
 
 
 def rejects_dequantize(call: DequantizeCall) -> str | None:

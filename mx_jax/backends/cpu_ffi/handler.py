@@ -39,7 +39,7 @@ class Handler:
     axes: str  # of the operands and results
     dtypes: tuple[np.dtype, ...]  # of the results
     # The dtype's name is the first entry of an array: so they are hashable.
-    attributes: tuple[tuple[str, Any], ...]
+    attributes: tuple[tuple[str, object], ...]
     sizes: tuple[tuple[str, int], ...]  # of the axes that no operand has in full
 
     @property
@@ -55,7 +55,7 @@ def call(
     operands: Iterable[tuple[jax.Array | None, str]],
     results: Iterable[tuple[str, str | np.dtype]],
     *,
-    attributes: Mapping[str, Any],
+    attributes: Mapping[str, object],
     sizes: Mapping[str, int] | None = None,
 ) -> Arrays:
     """The results of a handler, by operands with their axes, of which None is left out.
@@ -198,8 +198,9 @@ def _types(*types: ShapedArray, handler: Handler) -> tuple[Any, ...]:
     return tuple(result_type(types[0], shape, dtype) for (_, shape), dtype in every)
 
 
-def _lower(ctx: Any, *values: mlir.ir.Value, handler: Handler) -> Any:
-    geometry = Geometry(handler, tuple(x.shape for x in ctx.avals_in))
+def _lower(ctx: mlir.LoweringRuleContext, *values: mlir.ir.Value, handler: Handler) -> Any:
+    avals: tuple[Any, ...] = tuple(ctx.avals_in)
+    geometry = Geometry(handler, tuple(x.shape for x in avals))
     # Arrays that are as the handler takes them, of sizes that are known, need no more.
     lengths = (*geometry.sizes.values(), *chain(*geometry.batches.values()))
     groups = chain(*(array.groups for array in (*geometry.operands, *geometry.results)))
