@@ -224,10 +224,6 @@ class ValuesCall:
     cast: QuantizeCall
     beside: QuantizeCall | None = None
 
-    @property
-    def text(self) -> str:
-        return f"{self.cast.text} -> bfloat16"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DequantizeCall:
@@ -265,7 +261,7 @@ class DequantizeCall:
     @property
     def text(self) -> str:
         """The call in a jaxpr."""
-        return f"{self.format.name} -> {self.dtype}"
+        return f"dequantize {self.format.name} to {self.dtype}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -277,10 +273,6 @@ class PackCall:
     # Of the activations; None for high precision, or if it is not known.
     lhs_format: BlockFormat | None = None
     dtype: np.dtype | None = None  # that the weights had; None if it is not known
-
-    @property
-    def text(self) -> str:
-        return self.format.name
 
     @property
     def format(self) -> BlockFormat:
@@ -324,9 +316,8 @@ class AttendCall:
     @property
     def text(self) -> str:
         """The call in a jaxpr."""
-        return (
-            f"{self.dtypes[0]} over {self.dtypes[1] if self.format is None else self.format.name}"
-        )
+        rows = self.dtypes[1] if self.format is None else self.format.name
+        return f"attention of {self.dtypes[0]} over {rows}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -342,7 +333,7 @@ class CastStatisticsCall:
 
     @property
     def text(self) -> str:
-        return self.format.name
+        return f"statistics of {self.format.name}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -375,7 +366,7 @@ class RandomBitsCall:
     @property
     def text(self) -> str:
         """The call in a jaxpr."""
-        return f"{self.width} of {self.implementation}"
+        return f"{self.width} random bits of {self.implementation}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

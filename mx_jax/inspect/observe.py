@@ -49,7 +49,7 @@ POSITIONS = 128
 # The rule of operands that came quantized, as tags have it.
 STORED = "stored"
 HIGH = "high precision"
-_PRODUCTS = {"mx_matmul", "mx_ragged"}
+_PRODUCTS = {"mx_matmul"}
 # What hands its operands on as they are.
 _PASSING = {"name", "mx_no_derivative", "sharding_constraint", "optimization_barrier"}
 _PASSING |= {"pvary", "pcast"}
@@ -162,7 +162,7 @@ def _seen(sites: Sequence[Site], read: Collection[Any]) -> Iterator[_Seen]:
 
 def _casts_in(eqn: JaxprEqn) -> list[_Cast]:
     """The casts that an equation makes."""
-    if eqn.primitive.name in ("mx_quantize", "mx_quantize_both"):
+    if eqn.primitive.name == "mx_quantize":
         work, before = eqn.params["work"], eqn.invars[0]
         is_pair = isinstance(work.call, QuantizeBothCall)
         calls = [work.call.first, work.call.second] if is_pair else [work.call]
