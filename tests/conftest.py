@@ -134,8 +134,6 @@ ONE_PYTHON = {
         contracts/test_import_time contracts/test_imports contracts/test_migrate
         contracts/test_packaging contracts/test_public_names contracts/test_site
         contracts/test_size contracts/test_style ../mx_jax""",
-    "pages, tables and processes of plain Python": """
-        inspect/test_report inspect/test_sinks""",
     "choices among codes, and laws of them, that tests/codecs has on every Python": """
         calibrate extending benchmarks/test_bias examples/test_choose_formats
         quantize/test_bad_input quantize/test_float_scales quantize/test_properties

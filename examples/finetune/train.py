@@ -9,7 +9,14 @@
 A way is the name of a recipe (float32, mxfp8, nvfp4 ...) for the products of the blocks, or weights
 in a format: `qat:mxfp4` trains what is rounded to it in each product, `lora:mxfp4` keeps its codes
 and trains adapters beside them. All start from the same weights, read the same batches, and leave a
-folder of Hugging Face's hub in float32, adapters merged. From there to few bits and a text, all by
+folder of Hugging Face's hub in float32, adapters merged. With `--teacher MODEL` they learn from the
+probabilities that a model in float32 gives each token (distillation), such as the one that they
+start from, or the one that was fine-tuned first:
+
+    python examples/finetune/train.py --ways qat:mxfp4,lora:nvfp4 --teacher finetuned/float32 \\
+        --out distilled
+
+From there to few bits and a text, all by
 calibration on what was trained on, and the loss of the result beside the others:
 
     python examples/llama_moments.py finetuned/mxfp8 moments.safetensors \\
@@ -59,7 +66,7 @@ PRODUCTS = "blocks/(qkv|attention_out|gate_up|down)"
 WAYS = ("float32", "mxfp8", "nvfp4", "qat:mxfp4", "lora:mxfp4")
 # What a run may not change when it is taken up again.
 FIXED = ("model", "text", "layers", "steps", "batch", "context", "windows", "lr", "rank", "seed")
-FIXED += ("states",)
+FIXED += ("states", "teacher")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     n: dict[str, Any] = {"type": int, "metavar": "N"}
     add("--model", default="smollm2", help="a GGUF file, a folder, or smollm2 (default)")
     add("--text", type=Path, metavar="FILE", help="UTF-8 (default: Python's own manual)")
+    add("--teacher", metavar="MODEL", help="learn a model's probabilities in place of the text's")
     add("--ways", default=",".join(WAYS), metavar="WAY,...", help="(default: %(default)s)")
     add("--out", type=Path, default=Path("finetuned"), metavar="FOLDER", help="(finetuned)")
     add("--resume", action="store_true", help="go on in OUT, by the options that it began with")
@@ -112,9 +120,9 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         began = earlier["options"]
         command_line.set_defaults(**began)
         options = command_line.parse_args(argv)
-        changed = [name for name, value in fixed(options).items() if value != began[name]]
+        changed = [name for name, value in fixed(options).items() if value != began.get(name)]
         if changed:
-            was = ", ".join(f"--{name} {began[name]}" for name in changed)
+            was = ", ".join(f"--{name} {began.get(name)}" for name in changed)
             raise ValueError(f"{options.out} was begun with {was}; leave it out, or another --out")
     elif earlier:
         raise ValueError(f"{options.out} holds earlier runs; go on with --resume, or another --out")
@@ -157,6 +165,19 @@ def check(options: argparse.Namespace) -> None:
         raise ValueError(f"--lr must be above 0, got {options.lr}")
     for way in options.ways.split(","):
         recipe_of(way)
+
+
+def check_teacher(options: argparse.Namespace) -> None:
+    """Refuse a teacher whose probabilities are of other words.
+
+    Raises:
+      ValueError: its vocabulary has another size.
+    """
+    paths = {"--model": options.path, "--teacher": find_model(options.teacher)}
+    sizes = {name: open_model(path).config.vocabulary for name, path in paths.items()}
+    if len(set(sizes.values())) > 1:
+        said = ", ".join(f"{name} has {size} tokens" for name, size in sizes.items())
+        raise ValueError(f"a teacher must know the same tokens: {said}")
 
 
 # The text ----------------------------------------------------------------------------------------
@@ -237,10 +258,23 @@ def losses(model: Llama, tokens: jax.typing.ArrayLike) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean(-1)
 
 
+def divergence(model: Llama, expected: jax.Array, tokens: jax.typing.ArrayLike) -> jax.Array:
+    """The mean of KL(expected, model) over tokens, in nats; expected: a teacher's probabilities."""
+    logits = model(jnp.asarray(tokens)[:, :-1])
+    return optax.losses.kl_divergence(jax.nn.log_softmax(logits), expected).mean()
+
+
 @nnx.jit(donate_argnames=("model", "optimizer"))
-def train_step(model: Llama, optimizer: nnx.Optimizer, tokens: jax.typing.ArrayLike) -> jax.Array:
+def train_step(
+    model: Llama, optimizer: nnx.Optimizer, tokens: jax.typing.ArrayLike, teacher: Llama | None
+) -> jax.Array:
+    if teacher is not None:
+        expected = jax.nn.softmax(teacher(jnp.asarray(tokens)[:, :-1]))
+
     def loss(model: Llama) -> jax.Array:
-        return losses(model, tokens).mean()
+        if teacher is None:
+            return losses(model, tokens).mean()
+        return divergence(model, expected, tokens)
 
     value, gradients = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, optimizer.wrt))(model)
     optimizer.update(model, gradients)
@@ -276,6 +310,10 @@ def train(
       step_done: called with the number of steps and the last loss, for a bar.
     """
     model, trained = prepare(way, options)
+    teacher = None
+    if options.teacher is not None:
+        path = find_model(options.teacher)
+        teacher = read_llama(path, layers=options.layers, rngs=nnx.Rngs(options.seed))
     # Adapters learn ten times as fast.
     peak = options.lr * (10 if trained is nnx.LoRAParam else 1)
     optimizer = nnx.Optimizer(model, adamw(peak, options.steps, options.states), wrt=trained)
@@ -300,7 +338,7 @@ def train(
         seconds = []
         for step in range(len(run["train"]), options.steps):
             started = time.perf_counter()
-            loss = float(train_step(model, optimizer, data.batch(options, step)))
+            loss = float(train_step(model, optimizer, data.batch(options, step), teacher))
             seconds.append(time.perf_counter() - started)
             run["train"].append(loss)
             step_done(step + 1, loss)
@@ -353,6 +391,8 @@ def table(runs: dict[str, Any]) -> Table:
 def run(options: argparse.Namespace, console: Console) -> None:
     """Everything behind the options."""
     options.path = find_model(options.model)
+    if options.teacher is not None:
+        check_teacher(options)
     data = Data(options)
     save(options)
     (options.out / "train.txt").write_text(data.text, encoding="utf-8")

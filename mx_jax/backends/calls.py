@@ -75,8 +75,6 @@ class MatmulCall:
       out_dtype: dtype of the product.
       precision: what `jax.lax.dot_general` takes, for high-precision operands.
       fast_accumulation: whether a native kernel may add in lower precision.
-      moves_codes: whether the compiler, where it splits the product between devices, is told to
-        move codes; else it moves what it likes.
       reduce_dtype: in which devices add up what each has of the sums, if that is wider than the
         product's; None: in the product's.
     """
@@ -86,7 +84,6 @@ class MatmulCall:
     out_dtype: np.dtype
     precision: Any = None
     fast_accumulation: bool = False
-    moves_codes: bool = True
     reduce_dtype: np.dtype | None = None
 
     @property

@@ -139,9 +139,7 @@ class Work:
     def part(self, call: Call, target: Target) -> Choice | None:
         """The backend of each device's part of a call, where it is selected by parts."""
         is_split = target.num_devices > 1 and partition.can_split(call, target)
-        if not is_split or (self.batches and isinstance(call, QuantizeCall)):
-            return None
-        return _of_a_part(call, target)
+        return _of_a_part(call, target) if is_split else None
 
     def answers(self, num_devices: int = 1) -> list[tuple[Call, Target, Choice]]:
         """Each call of the equation, the machine, and the backend that lowering would select.

@@ -9,7 +9,6 @@ from mx_jax.checkpoint.layouts import Layout as Layout
 from mx_jax.checkpoint.layouts import quantization_config as quantization_config
 from mx_jax.checkpoint.scales import Plausibility as Plausibility
 from mx_jax.checkpoint.scales import plausibility as plausibility
-from mx_jax.checkpoint.transcoding import Certificate as Certificate
 from mx_jax.checkpoint.transcoding import transcode as transcode
 from mx_jax.checkpoint.weights import Stored as Stored
 from mx_jax.checkpoint.weights import Weights as Weights

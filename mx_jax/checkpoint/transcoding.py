@@ -8,7 +8,7 @@ import numpy as np
 
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout
 from mx_jax.checkpoint.scales import decoded, effective_scales, element_values, encoded_scales
-from mx_jax.codecs.blocks import Blocks, block_extent, check_parts, scales_shape
+from mx_jax.codecs.blocks import Blocks, block_extent, check_parts
 from mx_jax.formats import BlockFormat, ScaleFormat, block_format
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import Quantized, unpacked
@@ -17,37 +17,9 @@ from mx_jax.packed import Quantized, unpacked
 _LARGEST_POWER, _SMALLEST_NORMAL = 8, -126
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Certificate:
-    """What `transcode` proved: every value of the result is the source's, as a real number.
-
-    Attributes:
-      source: format of the tensor that was given.
-      target: of the result.
-      shape: of both.
-      blocks: how many the source has; all of them fit.
-      values: how many were decoded from both and compared, in float64, which is exact here.
-      tensor_scale: that was chosen for the result, or None.
-
-    Examples:
-      >>> import jax.numpy as jnp, mx_jax
-      >>> x = mx_jax.quantize(jnp.full((2, 32), 3.0), "mxfp4")
-      >>> _, certificate = mx_jax.checkpoint.transcode(x, "nvfp4")
-      >>> certificate.source.name, certificate.target.name, certificate.values
-      ('mxfp4', 'nvfp4', 64)
-    """
-
-    source: BlockFormat
-    target: BlockFormat
-    shape: tuple[int, ...]
-    blocks: int
-    values: int
-    tensor_scale: float | None
-
-
 def transcode(
     x: Quantized, target: BlockFormat | str, *, tensor_scale: float | None = None
-) -> tuple[MXArray, Certificate]:
+) -> MXArray:
     """Store a quantized tensor under scales of another kind, without changing a value.
 
     Codes stay; block scales are split, joined and encoded anew. MXFP4 becomes NVFP4 where its
@@ -61,7 +33,7 @@ def transcode(
         above.
 
     Returns:
-      The tensor, and what was proved of it.
+      The tensor: every value is that of x, decoded and compared.
 
     Raises:
       ValueError: elements or axes of another kind, a tensor scale for a target that has none, or
@@ -71,9 +43,9 @@ def transcode(
       >>> import jax.numpy as jnp, mx_jax
       >>> from mx_jax import checkpoint
       >>> x = mx_jax.quantize(jnp.linspace(-4, 4, 64).reshape(1, 64), "mxfp4")
-      >>> y, certificate = checkpoint.transcode(x, "nvfp4")
-      >>> y.scales.shape, certificate.blocks, certificate.values, certificate.tensor_scale
-      ((1, 4), 2, 64, 0.00390625)
+      >>> y = checkpoint.transcode(x, "nvfp4")
+      >>> y.scales.shape, float(y.tensor_scale[0, 0])
+      ((1, 4), 0.00390625)
       >>> bool((x.dequantize() == y.dequantize()).all())
       True
     """
@@ -87,19 +59,10 @@ def transcode(
         )
     check_parts(made, "transcode")
     # The proof: both decoded and compared, to the sign of zero. An error is one of this module.
-    values = 0
     for one, other in zip(decoded(given), decoded(made), strict=True):
         if (one.view(np.int64) != other.view(np.int64)).any():
             raise AssertionError(f"transcode: {made.format.name} changed a value; please report it")
-        values += one.size
-    return made, Certificate(
-        source=given.format,
-        target=made.format,
-        shape=given.shape,
-        blocks=math.prod(scales_shape(given.shape, given.blocks)),
-        values=values,
-        tensor_scale=single_tensor_scale(made),
-    )
+    return made
 
 
 def under_scales_of(

@@ -17,8 +17,7 @@ class Lowering(NamedTuple):
     Attributes:
       platform: its name; None while nothing is lowered.
       converts_float8: whether it is of TPUs that convert to float8 in one instruction.
-      on_one_device: whether no devices share a call: then a compiled handler need not tell the
-        compiler how they may split it.
+      on_one_device: whether no devices share a call.
     """
 
     platform: str | None = None

@@ -36,7 +36,7 @@ from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.checkpoint.transcoding import single_tensor_scale, under_scales_of
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.commands import stream
-from mx_jax.commands.output import print_table, say, watched
+from mx_jax.commands.output import Commands, print_table, say, watched
 from mx_jax.commands.rules import format_rule, fused, judge, quantized_like
 from mx_jax.mxarray import MXArray
 
@@ -66,7 +66,7 @@ class Conversion:
     tensor_scale: float | None = None
 
 
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_to(commands: Commands) -> None:
     """Add the command to a parser's subparsers."""
     written = [stream.OWN, *(row.name for row in LAYOUTS), TORCHAO]
     help = "store quantized weights as another program does"
@@ -179,7 +179,7 @@ def _transcoded(
 
     def make() -> MXArray:
         stored: Any = one.fetch()
-        return checkpoint.transcode(stored, row.name, tensor_scale=scale)[0]
+        return checkpoint.transcode(stored, row.name, tensor_scale=scale)
 
     facts = {"how": How.TRANSCODED, "blocks": unfit.size, "unfit": int(unfit.sum())}
     return facts | {"tensor_scale": scale, "tensor": deferred(make, like)}

@@ -19,9 +19,8 @@ import numpy as np
 
 from mx_jax import checkpoint
 from mx_jax.checkpoint.files import progress_bar
-from mx_jax.commands.output import print_table, watched
-from mx_jax.commands.stream import add_command, stored_bytes
-from mx_jax.inspect.facts import values_of
+from mx_jax.commands.output import Commands, print_table, watched
+from mx_jax.commands.stream import add_command, stored_bytes, values_of
 from mx_jax.mxarray import MXArray
 
 Tensor = MXArray | jax.Array | np.ndarray
@@ -52,7 +51,7 @@ class Difference:
         return self.result in ("same", "same values")
 
 
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_to(commands: Commands) -> None:
     """Add the command to a parser's subparsers."""
     help = "compare two checkpoints tensor by tensor"
     parser = add_command(commands, run, "diff", "a", "b", help=help, text=__doc__)

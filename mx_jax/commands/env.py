@@ -1,23 +1,19 @@
-"""`python -m mx_jax env`."""
+"""Print versions and devices, whether the C++ library is used, and which backend computes what."""
 
 import argparse
 import json
 import logging
+from typing import Any
 
-from mx_jax.commands.output import console
+from mx_jax.commands.output import Commands, add_parser, print_table
 from mx_jax.inspect import environment
 
 
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_to(commands: Commands) -> None:
     """Add the command to a parser's subparsers."""
-    env = commands.add_parser(
-        "env",
-        help="print versions, devices, the C++ library and backends",
-        description="Print versions and devices, whether the C++ library is used or why not, and "
-        "which backend computes what on this machine.",
-    )
-    env.add_argument("--json", action="store_true", help="print it as JSON")
-    env.set_defaults(run=run)
+    help = "print versions, devices, the C++ library and backends"
+    parser = add_parser(commands, run, "env", help=help, text=__doc__)
+    parser.add_argument("--json", action="store_true", help="print it as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -27,15 +23,36 @@ def run(options: argparse.Namespace) -> int:
     # Not the warning that the library is missing: the table has it.
     logger.setLevel(logging.ERROR)
     try:
-        found = environment.describe()
+        facts = environment.describe()
     finally:
         logger.setLevel(before)
     if options.json:
-        print(json.dumps(found, indent=1))
-        return 1 if "error" in found else 0
-    out = console()
-    for table in environment.tables(found):
-        out.print(table)
-    if "error" in found:
-        out.print(found["error"])
-    return 1 if "error" in found else 0
+        print(json.dumps(facts, indent=1))
+    else:
+        _print(facts)
+    return 1 if "error" in facts else 0
+
+
+def _print(facts: dict[str, Any]) -> None:
+    """One table for each kind of facts."""
+    path, used, best, missing = facts["cpu_library"].values()
+    library_rows = {"path": "-", "not used, because": f"{missing}"}
+    if path is not None:
+        more = "" if best == used else f", where the machine has {best}"
+        library_rows = {"path": path, "instruction set": used + more}
+    tables = {
+        "Versions": facts["versions"] | {"system": facts["system"]},
+        "C++ library": library_rows,
+        "Variables": {name: value or "-" for name, value in facts["variables"].items()},
+    }
+    if "error" not in facts:
+        devices = {f"{row['number']} x {row['kind']}": row["platform"] for row in facts["devices"]}
+        tables["Devices"] = devices
+        tables[f"Calls {facts['machine']}"] = {
+            name: "\n".join([row["backend"], *row["reasons"]])
+            for name, row in facts["calls"].items()
+        }
+    for title, rows in tables.items():
+        print_table(("what", "value"), rows.items(), ("what", "value"), title)
+    if "error" in facts:
+        print(facts["error"])

@@ -1,28 +1,26 @@
-"""`python -m mx_jax formats`."""
+"""Print what each element, scale and block format can represent.
+
+FORMAT is a name, e.g. e2m1, e8m0 or mxfp4, or module:NAME, a format of your own.
+"""
 
 import argparse
 import importlib
 from collections.abc import Mapping, Sequence
 
 from mx_jax import formats
-from mx_jax.commands.output import print_table
+from mx_jax.commands.output import Commands, add_parser, print_table
 
 AnyFormat = formats.BlockFormat | formats.ElementFormat | formats.ScaleFormat
 
 
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_to(commands: Commands) -> None:
     """Add the command to a parser's subparsers."""
-    parser = commands.add_parser(
-        "formats",
-        help="print the table of formats, or every code of one",
-        description="Print what each element, scale and block format can represent. FORMAT is a "
-        "name, e.g. e2m1, e8m0 or mxfp4, or module:NAME, a format of your own.",
-    )
+    help = "print the table of formats, or every code of one"
+    parser = add_parser(commands, run, "formats", help=help, text=__doc__)
     parser.add_argument(
         "formats", metavar="FORMAT", nargs="*", help="only these, and what they consist of"
     )
     parser.add_argument("--values", metavar="FORMAT", help="list every code of a format")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:

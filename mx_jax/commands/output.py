@@ -1,13 +1,37 @@
-"""How commands print: tables, lines for people, and whether a progress bar is seen."""
+"""What all commands share: their place in --help, and how they print."""
 
-import itertools
+import argparse
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import TypeAlias
 
 from rich.box import HEAVY_HEAD, Box
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_parser(
+    commands: Commands,
+    run: Callable[[argparse.Namespace], int],
+    name: str,
+    *,
+    help: str,
+    text: str | None,
+) -> argparse.ArgumentParser:
+    """Add a command; `text`, such as its module's docstring, is a description, then examples."""
+    description, examples, epilog = (text or "").partition("examples:")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=help,
+        description=description,
+        epilog=examples + epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
 
 
 def console() -> Console:
@@ -24,43 +48,30 @@ def print_table(
     title: str | None = None,
     box: Box | None = HEAVY_HEAD,
 ) -> None:
-    """Print rows of cells; `left`: the columns that begin at the left, as names do."""
+    """Print rows of cells; `left`: the columns that begin at the left, as names do.
+
+    In a terminal that is narrower than the table, names go on below themselves; numbers stay whole.
+    """
     table = Table(title_justify="left", title=title, box=box)
     for column in columns:
-        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
-    held = [tuple(row) for row in rows]
-    for row in held:
+        is_name = column in left
+        table.add_column(
+            column,
+            justify="left" if is_name else "right",
+            overflow="fold",
+            no_wrap=not is_name,
+        )
+    for row in rows:
         table.add_row(*row)
     out = console()
-    needs = Measurement.get(out, out.options.update(max_width=_WIDEST), table)
     if not sys.stdout.isatty():
+        needs = Measurement.get(out, out.options.update(max_width=_WIDEST), table)
         out.width = max(out.width, needs.maximum)
-    if needs.minimum <= out.width:  # lines break between words
-        out.print(table)
-        return
-    for line in _stacked(columns, held, left, title):
-        out.print(line, soft_wrap=True)
+    out.print(table)
 
 
 # More than any table needs.
 _WIDEST = 10_000
-
-
-def _stacked(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[str], title: str | None
-) -> Iterator[str]:
-    """Lines of a table that is wider than the terminal: two a row, names above its numbers."""
-    names = len([*itertools.takewhile(lambda column: column in left, columns)])
-    names = names if 0 < names < len(columns) else 1
-    below = [[row[at] for row in (columns, *rows)] for at in range(names, len(columns))]
-    widths = [max(map(len, cells)) for cells in below]
-    if title is not None:
-        yield title
-    for row in (columns, *rows):
-        yield "  ".join(row[:names])
-        cells = zip(columns[names:], row[names:], widths, strict=True)
-        aligned = (x.ljust(n) if column in left else x.rjust(n) for column, x, n in cells)
-        yield "  " + "  ".join(aligned).rstrip()
 
 
 def say(text: str) -> None:
@@ -71,3 +82,11 @@ def say(text: str) -> None:
 def watched() -> bool:
     """Whether somebody sees a progress bar."""
     return sys.stderr.isatty()
+
+
+def size(nbytes: float) -> str:
+    """Bytes with a decimal unit, as `12.3 MB`."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while nbytes >= 999.95 and len(units) > 1:
+        nbytes, units = nbytes / 1000, units[1:]
+    return f"{nbytes:.4g} {units[0]}"

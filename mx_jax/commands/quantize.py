@@ -59,7 +59,7 @@ from mx_jax.checkpoint.foreign import read
 from mx_jax.checkpoint.scales import decoded, effective_scales
 from mx_jax.checkpoint.weights import Stored
 from mx_jax.commands import stream
-from mx_jax.commands.output import console, say
+from mx_jax.commands.output import Commands, console, say
 from mx_jax.commands.rules import (
     SCALES,
     FileRule,
@@ -86,7 +86,7 @@ examples:
 KEPT = r"(.*[./])?(\w*embed\w*|token_embd|wte|wpe|lm_head|output|head|tokens)"
 
 
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_to(commands: Commands) -> None:
     """Add both commands to a parser's subparsers."""
     help = "quantize a checkpoint's weights, by a format or by rules"
     parser = stream.add_command(

@@ -21,11 +21,11 @@ from mx_jax.checkpoint import files, writers
 from mx_jax.checkpoint.foreign import entries_of
 from mx_jax.checkpoint.gguf import is_gguf
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout, hf_quant_config, named
+from mx_jax.checkpoint.scales import real_pairs
 from mx_jax.checkpoint.torchao import TORCHAO
 from mx_jax.checkpoint.weights import Stored, Weights
 from mx_jax.checkpoint.wire import put
-from mx_jax.commands.output import say, watched
-from mx_jax.inspect.facts import size
+from mx_jax.commands.output import Commands, add_parser, say, size, watched
 from mx_jax.mxarray import MXArray
 
 # What our own files are called where a layout is asked for.
@@ -46,7 +46,7 @@ _REPLACED = ("*.safetensors", *_OF_TENSORS, GGUF_FIELDS, RECORD)
 
 
 def add_command(
-    commands: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    commands: Commands,
     run: Callable[[argparse.Namespace], int],
     name: str,
     *inputs: str,
@@ -55,15 +55,7 @@ def add_command(
     writes: bool = False,
 ) -> argparse.ArgumentParser:
     """Add a command that reads checkpoints, named by `inputs`, and may write OUT."""
-    # `text`, such as its module's docstring, is what --help prints: a description, then examples.
-    description, examples, epilog = (text or "").partition("examples:")
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=help,
-        description=description,
-        epilog=examples + epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = add_parser(commands, run, name, help=help, text=text)
     for each in inputs:
         parser.add_argument(
             each,
@@ -95,7 +87,6 @@ def add_command(
         parser.add_argument(
             "--resume", action="store_true", help="keep whole files that an earlier run left in OUT"
         )
-    parser.set_defaults(run=run)
     return parser
 
 
@@ -397,6 +388,16 @@ def _nbytes(text: str) -> int:
 def stored_bytes(weights: Weights, names: Iterable[str] | None = None) -> int:
     """Bytes that tensors take in their file; default: all of them."""
     return sum(weights.stored[name].nbytes for name in (weights if names is None else names))
+
+
+def values_of(value: object) -> np.ndarray:
+    """Values on the host: floats in float32 or wider, integers as they are, complex as pairs."""
+    if isinstance(value, MXArray):
+        return np.asarray(value.dequantize(np.float32))
+    array = real_pairs(np.asarray(value))
+    if array.dtype.kind in "biu" or array.dtype == np.float64:
+        return array
+    return array.astype(np.float32)
 
 
 def report_dequantized(weights: Weights, names: Iterable[str]) -> None:

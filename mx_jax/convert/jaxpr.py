@@ -5,7 +5,7 @@ import contextlib
 import contextvars
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.codecs.rounding import DerivedKey
-from mx_jax.convert.kinds import (
+from mx_jax.convert.products import (
     ATTENTION_PRODUCTS,
     ATTENTIONS,
     EMBEDDINGS,
@@ -30,7 +30,7 @@ from mx_jax.convert.kinds import (
 )
 from mx_jax.convert.rules import Decision, Layer, Rule, decide
 from mx_jax.jaxpr import rewrite
-from mx_jax.jaxpr.read import LayerName, Site, name_of, walk
+from mx_jax.jaxpr.read import LayerName, Site, is_array, name_of, walk
 from mx_jax.jaxpr.regions import Values, regions
 from mx_jax.jaxpr.rewrite import Plan, Read
 from mx_jax.mxarray import values_p
@@ -39,10 +39,7 @@ from mx_jax.ops.arguments import Key
 from mx_jax.packed import with_dtype
 from mx_jax.recipes import Recipe, high_precision
 
-# From the recipe to what multiplies as `jax.lax.dot_general`, with `key`.
-ByRecipeFn = Callable[[Recipe], Callable[..., jax.Array]]
-
-# The scope of a module's call, by its path; of products that are decided already, with a "=".
+# The scope of a module's call, by its path.
 _MARK = re.compile(r"\[([^][]*)\]")
 # What JAX writes around the names of what it has transformed, and what of it rules see.
 _TRANSFORMED = re.compile(r"\b(vmap|jvp|transpose)\(([^()]*)\)")
@@ -89,11 +86,6 @@ def in_module(path: str) -> Iterator[None]:
         _calls.reset(token)
 
 
-def decided() -> contextlib.AbstractContextManager[Any]:
-    """A scope whose products no rule is asked about once more."""
-    return contextlib.nullcontext() if tracing.value is None else jax.named_scope("[=]")
-
-
 # Plans ------------------------------------------------------------------------------------------
 
 
@@ -129,13 +121,13 @@ class _Product:
     # Whether the left operand is the kernel, and whether the kernel is stored as codes.
     turned: bool
     stored: bool
+    # What the kernel is computed from.
+    marks: int
     where: tuple[int, ...]
 
     def placed(self, modules: Mapping[str, Module] | None) -> tuple[str, str, str]:
-        """The path of its module, "=" if it is decided; the call of it; and the scopes in it."""
+        """The path of its module, the call of it, and the scopes in it."""
         marks = list(_MARK.finditer(self.scope))
-        if marks and marks[-1][1] == "=":
-            return "=", "", ""
         if modules is None or not marks:
             return "", "", _joined(_MARK.sub("", self.scope))
         path, _, call = marks[-1][1].partition("@")
@@ -146,31 +138,75 @@ def _joined(scope: str) -> str:
     return "/".join(filter(None, scope.split("/")))
 
 
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """An array of a function's argument: its path there, and the class of the layer that holds it,
+    a node that can be called."""
+
+    path: str
+    layer: type | None
+
+
+def weights_of(node: object, path: tuple[Any, ...] = (), layer: type | None = None) -> list[Weight]:
+    """The arrays of a pytree, in its order."""
+    if jax.tree_util.all_leaves([node]):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return [Weight(name, layer)] if is_array(node) else []
+    layer = type(node) if callable(node) else None
+    children = jax.tree.leaves_with_path(node, is_leaf=lambda inner: inner is not node)
+    return [
+        weight for (key,), child in children for weight in weights_of(child, (*path, key), layer)
+    ]
+
+
+# The mark of what is computed from data. Those of weights are the powers of two after it.
+_DATA = 1
+
+
+def _named_by(product: _Product, weights: Sequence[Weight]) -> tuple[type, list[str]]:
+    """The class and the paths of what holds the kernel of a function's product."""
+    kernel = [weight for i, weight in enumerate(weights) if product.marks >> 1 + i & 1]
+    holders = {(weight.path.rpartition("/")[0], weight.layer) for weight in kernel}
+    if product.marks & _DATA or len(holders) != 1:
+        return product.type, []
+    ((holder, layer),) = holders
+    paths = [holder] if layer or holder else []
+    paths += [weight.path for weight in kernel if len(kernel) == 1]
+    return layer or product.type, paths
+
+
 def planned(
     program: ClosedJaxpr,
     data: Sequence[bool],
     rules: tuple[Rule, ...],
     modules: Mapping[str, Module] | None = None,
+    weights: Sequence[Weight] = (),
 ) -> tuple[Plan, tuple[Decision, ...]]:
     """The plan for a jaxpr, and the decision about each of its products."""
     # What goes into data, of which each operand has a flag, is no kernel. By module, and the scopes
-    # in it; without modules, which a model has, by all scopes.
-    plan, products = _read(walk(program, data))
-    found: list[tuple[_Product, tuple[str, str, str], Module]] = []
+    # in it; without modules, which a model has, by all scopes, and by what holds the kernel.
+    marks = [_DATA if flag else 2 << i if weights else 0 for i, flag in enumerate(data)]
+    plan, products = _read(walk(program, marks))
+    found: list[tuple[_Product, tuple[str, str, str], Module, list[str]]] = []
     for product in products:
         at = product.placed(modules)
-        known = (modules or {}).get(at[0], Module(product.type))
+        known, paths = (modules or {}).get(at[0]), list[str]()
+        if known is None:
+            layer, paths = _named_by(product, weights)
+            known = Module(layer)
         # Nobody looks rows up in what rules know, but embeddings.
-        if at[0] != "=" and (product.type is not Lookup or issubclass(known.type, EMBEDDINGS)):
-            found.append((product, at, known))
-    counts = collections.Counter(at for _, at, _ in found)
-    of_call = collections.Counter(at[:2] for _, at, _ in found)
+        if product.type is not Lookup or issubclass(known.type, EMBEDDINGS):
+            found.append((product, at, known, paths))
+    counts = collections.Counter(at for _, at, *_ in found)
+    of_call = collections.Counter(at[:2] for _, at, *_ in found)
     seen: collections.Counter[tuple[str, str, str]] = collections.Counter()
     decisions: list[Decision] = []
-    for product, at, known in found:
+    for product, at, known, paths in found:
         module, _, scope = at
         alone = modules is not None and of_call[at[:2]] == 1
         names = _names(product, scope, alone, counts[at], seen[at], modules is None)
+        # A layer goes before scopes, a mere table of weights after them.
+        names = names + paths if known.type is product.type else paths + names
         seen[at] += 1
         facts: dict[str, Any] = product.facts | {"type": known.type, "product": product.type}
         # Where nobody says which arguments are weights, any may be.
@@ -252,19 +288,21 @@ def _product(site: Site, obstacle: str | None, stored: tuple[bool, ...]) -> _Pro
         obstacle = obstacle or (_OF_A_GRADIENT if match[1] in _GRADIENTS else None)
         scope = scope[: match.start()] + match[2] + scope[match.end() :]
     operands: list[Any] = [atom.aval for atom in site.eqn.invars]
-    left = stored == (True, False) or (stored == (False, False) and site.marked == (False, True))
+    data = [mark & _DATA for mark in site.marks[:2]]
+    left = stored == (True, False) or (stored == (False, False) and data == [0, _DATA])
     turns = left and row.turned is not None
     if row.turned is not None and turns:
         left, right, params, _ = row.turned(*operands, params)
         operands = [left, right]
     facts = row.facts(*operands, params) | {"input": tuple(operands[0].shape)}
-    facts |= {"obstacle": obstacle or facts["obstacle"], "of_activations": all(site.marked[:2])}
+    facts |= {"obstacle": obstacle or facts["obstacle"], "of_activations": all(data)}
     return _Product(
         scope=scope,
         type=row.type,
         facts=facts,
         turned=turns,
         stored=any(stored) and obstacle is None,
+        marks=site.marks[0 if turns else 1],
         where=site.where,
     )
 
@@ -283,17 +321,11 @@ def _obstacle(site: Site) -> str | None:
 # Running ----------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
 class ByRecipe(rewrite.Rule):
     """The rule by which products of a plan are computed; its state is a key, None for none."""
 
     # Every equation that draws has a key of its own, folded with its index, in loops with that of
     # the iteration too.
-
-    # What products of each recipe are made by.
-    dot_general: ByRecipeFn = lambda recipe: recipe.dot_general
-    # Whether the scope of a product is a part of its name.
-    named: bool = True
 
     def below(self, state: Key, number: int) -> Key:
         # By equations, not by products: what rules change does not change others' keys.
@@ -323,7 +355,7 @@ class ByRecipe(rewrite.Rule):
             elif outer:
                 path = parts[-2].partition("@")[0]
                 stack.enter_context(LayerName(path or "model").context())
-            if self.named and scope:
+            if scope:
                 stack.enter_context(jax.named_scope(scope))
             yield
 
@@ -342,7 +374,7 @@ class ByRecipe(rewrite.Rule):
         for axis in sorted(axes):
             own = folded(own, lax.axis_index(axis))
         with named_in_errors(entry.layer) if entry.layer else contextlib.nullcontext():
-            product = row.multiply(recipe, self.dot_general(recipe), operands, params, own)
+            product = row.multiply(recipe, recipe.dot_general, operands, params, own)
             return [product if back is None else back(product)]
 
 

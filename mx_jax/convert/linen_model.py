@@ -5,7 +5,6 @@ What rules know of modules, which a trace does not show, an interceptor of Flax'
 """
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import inspect
@@ -16,15 +15,15 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax.core import Scope, freeze, lift
+from flax.core import freeze
 from flax.linen.module import InterceptorContext
-from flax.linen.transforms import lift_direct_transform
 from jax.sharding import PartitionSpec
 
-from mx_jax.convert import kinds
+from mx_jax.axes import Axes
 from mx_jax.convert.caches import CachedAttention
+from mx_jax.convert.flax_layers import users_choice
 from mx_jax.convert.functions import call_of_model
-from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
+from mx_jax.convert.jaxpr import Module, in_module, tracing
 from mx_jax.convert.rules import (
     Decision,
     Layer,
@@ -36,26 +35,22 @@ from mx_jax.convert.rules import (
 from mx_jax.nn import layers
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.linen import RNG_STREAM
-from mx_jax.ops.arguments import Key
-from mx_jax.recipes import Recipe
 
 Call = Callable[..., Any]
-Variables = Mapping[str, Any]
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
-# Conversions that are under way: (rules, path of the root).
-_active: contextvars.ContextVar[tuple[Any, ...]] = contextvars.ContextVar("active", default=())
 
 
-def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = False) -> nn.Module:
+def linen(
+    module: "nn.Module | ConvertedModule", rules: Rule | Sequence[Rule], *, strict: bool = False
+) -> "ConvertedModule":
     """A module whose layers follow rules: same parameters, same names, same methods.
 
-    The module is of a subclass of its own class with the same fields. While one of its methods
-    runs, layers below it that have an attribute for their product are given another one, and what
-    else the call multiplies is made anew in its jaxpr, as by `convert.function`. Nothing is stored,
-    neither in the module nor in its variables, so checkpoints go both ways and `original` takes the
-    conversion back. Modules with equal fields and rules are equal: a rebuilt model does not
-    retrace. Stochastic recipes draw from the stream `"quantize"`.
+    Its `init` and `apply` are the module's, and what `apply` multiplies is made anew in its jaxpr,
+    as by `convert.function`. Nothing is stored, neither in the module nor in its variables, so
+    checkpoints go both ways and `original` takes the conversion back. Equal modules with equal
+    rules are equal: a rebuilt model does not retrace. Stochastic recipes draw from the stream
+    `"quantize"`.
 
     A linen module has no layers before it runs: a warning of rules that match nothing comes at the
     end of `init`, and of an `apply` of `__call__`, unless they matched before.
@@ -66,8 +61,9 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
       strict: whether a rule that matched nothing is an error instead of an `UnusedRuleWarning`.
 
     Returns:
-      An unbound module. `bind` is not offered: layers called past the module's own methods would
-      silently stay in high precision.
+      What has the module's attributes, `init`, `apply` and `clone`. It cannot be a part of another
+      module: convert the whole, with rules for the part. `bind` is not offered: layers called past
+      the module's own methods would silently stay in high precision.
 
     Raises:
       TypeError: not a flax.linen module, or not rules.
@@ -88,6 +84,7 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
       layers_2  Dense  64x10   -     (no rule matches)
       1 of 2 layers converted
     """
+    module = original(module)
     if not isinstance(module, nn.Module):
         refuse_wrapper(module, "convert.linen")
         raise TypeError(
@@ -100,7 +97,7 @@ def linen(module: nn.Module, rules: Rule | Sequence[Rule], *, strict: bool = Fal
             f"{'/'.join(module.path)!r}; convert the whole model before init and apply, with rules "
             "for the part"
         )
-    return _converted(original(module), as_rules(rules, "convert.linen"), strict)
+    return ConvertedModule(module, as_rules(rules, "convert.linen"), strict)
 
 
 def refuse_wrapper(model: object, operation: str) -> None:
@@ -116,158 +113,105 @@ def refuse_wrapper(model: object, operation: str) -> None:
     )
 
 
-def _converted(module: nn.Module, rules: tuple[Rule, ...], strict: bool) -> nn.Module:
-    return _rebuilt(module, _converted_class(type(module), rules, strict))
+def original(module: Any) -> Any:
+    """The module that was converted; one that was not, as it is."""
+    return module.module if isinstance(module, ConvertedModule) else module
 
 
-def original(module: nn.Module) -> nn.Module:
-    """The module that was converted; a module that was not, as it is."""
-    base = getattr(type(module), "_mx_base", None)
-    return module if base is None else _rebuilt(module, base)
+@dataclasses.dataclass(frozen=True)
+class ConvertedModule:
+    """What `convert.linen` gives, with its arguments. Other attributes are the module's."""
 
+    module: nn.Module
+    rules: tuple[Rule, ...]
+    strict: bool = False
 
-def _rebuilt(module: nn.Module, cls: type) -> nn.Module:
-    fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
-    return cls(**fields)
+    # Rules that matched something so far.
+    _used: set[int] = dataclasses.field(
+        init=False, repr=False, compare=False, default_factory=set[int]
+    )
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "module" or name.startswith("__"):
+            # A copy that is being made has none yet.
+            raise AttributeError(name)
+        return getattr(self.module, name)
 
-@functools.lru_cache(maxsize=1024)
-def _converted_class(base: type, rules: tuple[Rule, ...], strict: bool) -> type:
-    """A subclass under rules, one for equal ones: Flax compares classes, and names by them."""
-    # Its own equality and hash: otherwise it would be given new ones in place of the user's.
-    kept = ("__module__", "__qualname__", "__doc__", "__eq__", "__hash__")
-    body = {name: getattr(base, name) for name in kept}
-    body |= {"_mx_base": base, "_mx_rules": rules, "_mx_strict": strict}
-    return type(base)(base.__name__, (_UnderRules, base), body)
+    def clone(self, **options: Any) -> "ConvertedModule":
+        """As `flax.linen.Module.clone`."""
+        return dataclasses.replace(self, module=self.module.clone(**options))
 
+    def copy(self, **options: Any) -> "ConvertedModule":
+        """As `flax.linen.Module.copy`."""
+        return dataclasses.replace(self, module=self.module.copy(**options))
 
-class _UnderRules:
-    """What a converted module does otherwise: in its class these come before the base's."""
-
-    def __reduce__(self: Any) -> tuple[Any, ...]:
-        return _converted, (original(self), self._mx_rules, self._mx_strict)
-
-    def bind(self: object, *args: object, **kwargs: object) -> Any:
+    def bind(self, *args: object, **kwargs: object) -> Any:
+        """Raise ValueError."""
         raise ValueError(
-            f"convert.linen: {type(self).__name__}.bind would leave layers that are called past "
-            "the module's own methods in high precision; use apply(variables, ..., method=lambda "
-            "module, x: module.encoder(x)), or bind convert.original(module)"
+            f"convert.linen: {type(self.module).__name__}.bind would leave layers that are called "
+            "past the module's own methods in high precision; use apply(variables, ..., "
+            "method=lambda module, x: module.encoder(x)), or bind convert.original(module)"
         )
 
-    def apply(self: Any, *args: object, **kwargs: Any) -> Any:
-        # The method may be a function that calls submodules directly.
-        called = kwargs.get("method") or "__call__"
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        raise ValueError(
+            f"convert.linen: {type(self.module).__name__} is called by init and apply, not as a "
+            "part of another module; convert the whole model, with rules for the part"
+        )
+
+    def init(self, *args: object, **kwargs: Any) -> Any:
+        """As `flax.linen.Module.init`."""
+        return self.init_with_output(*args, **kwargs)[1]
+
+    def init_with_output(self, *args: Any, **kwargs: Any) -> Any:
+        """As `flax.linen.Module.init_with_output`."""
+        seen, run = _Seen(self.module, self.rules), self.module.init_with_output
+        with nn.intercept_methods(seen):
+            # What it computes is thrown away; what rules say of it is asked where it matters.
+            result = run(*args, **kwargs)
+            found = Report(rules=self.rules, decisions=seen.decisions)
+            if len(found.used | self._used) < len(self.rules):
+                seen.traced(run, args, kwargs, runs=False)
+        # It makes the parameters of all layers, whichever method it runs.
+        self._check(seen, whole=True)
+        return result
+
+    def apply(self, *args: object, **kwargs: Any) -> Any:
+        """As `flax.linen.Module.apply`."""
         rngs = kwargs.get("rngs")
         streams = rngs if isinstance(rngs, Mapping) else {"params": rngs}
         key = streams.get(RNG_STREAM, streams.get("params"))
-        run = functools.partial(self._mx_base.apply, self)
-        with _converting(self, (), whole=getattr(called, "__name__", called) == "__call__") as seen:
-            return _traced(self, seen, run, args, kwargs, key, within="['params']")
-
-    def init_with_output(self: Any, *args: object, **kwargs: Any) -> Any:
-        run = functools.partial(self._mx_base.init_with_output, self)
-        # It makes the parameters of all layers, whichever method it runs.
-        with _converting(self, (), whole=True) as seen:
-            # What it computes is thrown away; what rules say of it is asked where it matters.
-            result = run(*args, **kwargs)
-            found = Report(rules=self._mx_rules, decisions=seen.decisions)
-            if len(found.used | _used(self)) < len(self._mx_rules):
-                _traced(self, seen, run, args, kwargs, runs=False)
-            return result
-
-    def _call_wrapped_method(self: Any, fun: Call, args: Args, kwargs: Kwargs) -> Any:
-        """Flax's way into every method: also where the module is a part of another."""
-        run = functools.partial(self._mx_base._call_wrapped_method, self, fun, args, kwargs)
-        if self.scope is None:
-            return run()
-        with _converting(self, self.path, whole=fun.__name__ == "__call__") as seen:
-            if seen is None or fun.__name__ == "setup":
-                return run()
-            with decided():
-                return _traced_part(self, seen, fun, args, kwargs)
-
-
-def _traced(
-    self: Any, seen: "_Seen", run: Call, args: Args, kwargs: Kwargs, key: Key = None, **options: Any
-) -> Any:
-    """A call of the module whose products are made anew."""
-    options |= {"rules": self._mx_rules, "modules": seen.modules, "callback": seen.learn}
-    return call_of_model(run, args, kwargs, key=key, **options)
-
-
-def _traced_part(self: Any, seen: "_Seen", fun: Call, args: Args, kwargs: Kwargs) -> Any:
-    """As `_traced`, of a module in another, which is bound: its scope becomes an argument."""
-    key = None
-    draws = [own for rule in self._mx_rules if (own := rule.quantizes) and own.is_stochastic]
-    if draws and (self.has_rng(RNG_STREAM) or self.has_rng("params")):
-        key = layers.layer_key(self, draws[0])
-
-    def lifted(method: Call, scope: Scope, *given: object) -> Any:
-        def run(
-            of: Call, repack: Call, variables: Variables, rngs: Variables, *given: object
-        ) -> Any:
-            def call(variables: Variables, rngs: Variables, *given: object) -> Any:
-                scope = of(variables, rngs)
-                return method(scope, *given), repack(scope)
-
-            return _traced(self, seen, call, (variables, rngs, *given), {}, key)
-
-        return lift.pack(run, (True,), (True,), (True,))(scope, *given)
-
-    def method(module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
-        return module._call_wrapped_method(fun, args, kwargs)
-
-    return lift_direct_transform(lifted, (method,), self, args, kwargs)
-
-
-@contextlib.contextmanager
-def _converting(module: Any, root: tuple[str, ...], *, whole: bool) -> Iterator[Any]:
-    """See modules below a module at a path, once however its methods nest: `_Seen`, then None."""
-    # If the method meets the whole module, rules that matched no layer are warned of.
-    rules = module._mx_rules
-    active, conversion = _active.get(), (rules, root)
-    if conversion in active:
-        yield None
-        return
-    token = _active.set((*active, conversion))
-    seen = _Seen(rules, root, module.name)
-    try:
+        seen = _Seen(self.module, self.rules)
         with nn.intercept_methods(seen):
-            yield seen
-    finally:
-        _active.reset(token)
-    # Not after an exception.
-    result, used = Report(rules=rules, decisions=seen.decisions), _used(module)
-    if whole:
-        result.check("convert.linen", module._mx_strict, used)
-    used |= result.used
+            result = seen.traced(self.module.apply, args, kwargs, key=key, within="['params']")
+        # The method may be a function that calls submodules directly.
+        called = kwargs.get("method") or "__call__"
+        self._check(seen, whole=getattr(called, "__name__", called) == "__call__")
+        return result
 
-
-def _used(module: nn.Module) -> set[int]:
-    """Rules that matched in earlier calls."""
-    try:
-        return _used_of(module if module.scope is None else type(module))
-    except TypeError:
-        # A field that cannot be hashed.
-        return _used_of(type(module))
-
-
-@functools.lru_cache(maxsize=256)
-def _used_of(model: object) -> set[int]:
-    return set()
+    def _check(self, seen: "_Seen", whole: bool) -> None:
+        # If the method meets the whole module, rules that matched no layer are warned of.
+        result = Report(rules=self.rules, decisions=seen.decisions)
+        if whole:
+            result.check("convert.linen", self.strict, self._used)
+        self._used.update(result.used)
 
 
 def decisions(
-    module: nn.Module, rules: tuple[Rule, ...], *args: object, rngs: object = None, **kwargs: object
+    module: nn.Module | ConvertedModule,
+    rules: tuple[Rule, ...],
+    *args: object,
+    rngs: object = None,
+    **kwargs: object,
 ) -> tuple[Decision, ...]:
     """What rules say of a module's layers, from an abstract trace of its init."""
-    converted: Any = linen(module, rules)
+    module = linen(module, rules).module
     if rngs is None:
         rngs = {name: jax.random.key(0) for name in ("params", "dropout", RNG_STREAM)}
-    # The parameters that init makes come of its keys alone.
-    run = functools.partial(converted._mx_base.init_with_output, converted)
-    with _converting(converted, (), whole=False) as seen:
-        _traced(converted, seen, run, (rngs, *args), kwargs, runs=False)
+    seen = _Seen(module, rules)
+    with nn.intercept_methods(seen):
+        # The parameters that init makes come of its keys alone.
+        seen.traced(module.init_with_output, (rngs, *args), kwargs, runs=False)
     return seen.decisions
 
 
@@ -291,12 +235,12 @@ _numbers = itertools.count()
 
 
 class _Seen:
-    """What an interceptor sees in one call of a converted module: the modules below a root, by
+    """What an interceptor of Flax's sees in one call of a converted module: the modules in it, by
     path, whose products stand in scopes of their names. It changes a call only for what is stored:
     parameters that are codes, and caches."""
 
-    def __init__(self, rules: tuple[Rule, ...], root: tuple[str, ...], name: str | None):
-        self.rules, self.root, self.name = rules, root, name
+    def __init__(self, module: nn.Module, rules: tuple[Rule, ...]):
+        self.rules, self.name = rules, module.name
         self.gathers = any(rule.quantizes and rule.quantizes.gather for rule in rules)
         self.modules: dict[str, Module] = {}
         # In the order of the trace, each once; and layers that no rule could reach, in case nothing
@@ -311,6 +255,11 @@ class _Seen:
         bare = [layer for path, layer in self.bare.items() if path not in known]
         return (*self.decided.values(), *(decide((), layer) for layer in bare))
 
+    def traced(self, run: Call, args: Args, kwargs: Kwargs, **options: Any) -> Any:
+        """A call of the module whose products are made anew."""
+        options |= {"rules": self.rules, "modules": self.modules, "callback": self.learn}
+        return call_of_model(run, args, kwargs, **options)
+
     def learn(self, decisions: Sequence[Decision]) -> None:
         """Keep what the rules say of layers."""
         for own in decisions:
@@ -318,9 +267,9 @@ class _Seen:
 
     def __call__(self, call: Call, args: Args, kwargs: Kwargs, context: InterceptorContext) -> Any:
         layer, scope = context.module, context.module.scope
-        if scope is None or layer.path[: len(self.root)] != self.root:
+        if scope is None:
             return call(*args, **kwargs)
-        path = "/".join(layer.path[len(self.root) :])
+        path = "/".join(layer.path)
         if not path and layer.name != self.name:
             # A submodule that the model applies to parameters of its own making has no path.
             path = layer.name or ""
@@ -341,21 +290,17 @@ class _Seen:
             return call(*args, **kwargs)
 
     def _described(self, layer: nn.Module, path: str) -> Module:
-        cls = getattr(type(layer), "_mx_base", type(layer))
+        cls = type(layer)
         if isinstance(layer, nn.Embed):
-            facts = kinds.EMBED.facts(layer, (layer.num_embeddings, layer.features))
-            del facts["obstacle"]
+            kernel = (layer.num_embeddings, layer.features)
+            facts = {"kernel": kernel, "shape": kernel[::-1], "named_only": True}
+            facts["axes"] = Axes.ordered()
             return Module(cls, facts=facts, spec=self._spec(layer, "embedding"))
-        kind, obstacle = kinds.kind_of(layer), None
-        if isinstance(layer, mx_linen.Operation) or isinstance(
-            getattr(layer, "recipe", None), Recipe
-        ):
+        obstacle = users_choice(layer)
+        if isinstance(layer, mx_linen.Operation):
             obstacle = "has its own recipe"
-        elif kind is not None and kind.linen is not None:
-            obstacle = kind.linen.obstacle(layer)
         if obstacle is None:
-            named_only = {"named_only": True} if kind is not None and kind.named_only else {}
-            return Module(cls, facts=named_only, spec=self._spec(layer, "kernel"))
+            return Module(cls, spec=self._spec(layer, "kernel"))
         if not isinstance(layer, mx_linen.Operation):
             self.bare[path] = Layer(path=path, type=cls, obstacle=obstacle)
         return Module(cls, facts={"obstacle": obstacle})
@@ -372,7 +317,7 @@ class _Seen:
             obstacle = "decode=False"
         elif "mask" not in inspect.signature(layer.attention_fn).parameters:
             obstacle = "its attention_fn takes no mask"
-        cls = getattr(type(layer), "_mx_base", type(layer))
+        cls = type(layer)
 
         def decide_on(name: str, **facts: Any) -> Decision:
             own = "/".join(filter(None, (path, name)))

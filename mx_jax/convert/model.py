@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import flax.linen
 import flax.nnx
@@ -10,25 +10,25 @@ import flax.nnx
 from mx_jax.convert import functions, linen_model, nnx_model
 from mx_jax.convert.rules import Decision, Report, Rule, as_rules
 
-M = TypeVar("M")
+_LINEN = (flax.linen.Module, linen_model.ConvertedModule)
 
 
 def report(
     model: object,
     rules: Rule | Sequence[Rule],
+    /,
     *args: object,
     strict: bool = False,
     **options: object,
 ) -> Report:
     """Every layer's decision, as a table to print, and the rules that matched nothing.
 
-    Nothing is computed: a pytree is walked, all others are traced abstractly. A flax.nnx model
-    without example arguments is walked too: products that its own code makes are missing then. A
-    pytree that is called, with example arguments, is a function.
+    Nothing is computed: the call is traced abstractly. A flax.nnx model without example arguments
+    is walked instead: products that its own code makes are missing then.
 
     Args:
-      model: of flax.linen or flax.nnx, a function, or a pytree of layers, converted or not.
-      rules: what `convert.linen`, `nnx`, `function` or `tree` would be given.
+      model: of flax.linen or flax.nnx, or a function, converted or not.
+      rules: what `convert.linen`, `nnx` or `function` would be given.
       *args: example arguments, arrays or `jax.ShapeDtypeStruct`.
       strict: whether a rule that matched nothing is an error instead of an `UnusedRuleWarning`.
       **options: flax.linen: keyword arguments of the module, `method`, and `rngs` for its init.
@@ -71,11 +71,9 @@ def report(
 def _decisions(
     model: object, rules: tuple[Rule, ...], args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Decision, ...]:
-    if isinstance(model, flax.linen.Module):
+    if isinstance(model, _LINEN):
         return linen_model.decisions(model, rules, *args, **options)
     if not isinstance(model, flax.nnx.Module):
-        if functions.has_nodes(model) and not args and not options:
-            return functions.decisions_of_tree(model, rules)
         if not args:
             linen_model.refuse_wrapper(model, "convert.report")
         if callable(model):
@@ -83,12 +81,11 @@ def _decisions(
     return nnx_model.decisions(model, rules, *args, **options)
 
 
-def original(model: M) -> M:
-    """The model before conversion: the way back from `convert.linen`, `nnx`, `function` and `tree`.
+def original(model: Any) -> Any:
+    """The model before conversion: the way back from `convert.linen`, `nnx` and `function`.
 
     Args:
-      model: of flax.linen or flax.nnx, a function, or a pytree of layers; one that was never
-        converted is all right.
+      model: of flax.linen or flax.nnx, or a function; one that was never converted is all right.
 
     Returns:
       flax.linen: the module that was converted. flax.nnx: a copy that shares the Variables, with
@@ -104,9 +101,10 @@ def original(model: M) -> M:
       >>> convert.original(convert.linen(model, convert.Rule(".*", recipes.mxfp8()))) == model
       True
     """
-    if isinstance(model, flax.linen.Module):
-        return linen_model.original(model)  # pyright: ignore[reportReturnType]
-    is_function = isinstance(model, functions.ConvertedFunction) or inspect.isroutine(model)
-    if not isinstance(model, flax.nnx.Module) and (is_function or functions.has_nodes(model)):
-        return functions.original(model)
-    return nnx_model.original(model)  # pyright: ignore
+    if isinstance(model, _LINEN):
+        return linen_model.original(model)
+    if isinstance(model, functions.ConvertedFunction):
+        return model.function
+    if inspect.isroutine(model):
+        return model
+    return nnx_model.original(model)

@@ -17,9 +17,9 @@ from flax import nnx as flax_nnx
 from jax.sharding import PartitionSpec
 
 from mx_jax.convert.caches import CachedAttention, as_array
+from mx_jax.convert.flax_layers import KnownLayer, known_layer
 from mx_jax.convert.functions import call_of_model
-from mx_jax.convert.jaxpr import Module, decided, in_module, tracing
-from mx_jax.convert.kinds import EMBED, Kind, facts_held, kind_of, stack
+from mx_jax.convert.jaxpr import Module, in_module, tracing
 from mx_jax.convert.rules import (
     Decision,
     Layer,
@@ -173,8 +173,7 @@ class _Plan:
 
     layer: Any
     paths: tuple[str, ...]
-    kind: Kind | None
-    facts: dict[str, Any]
+    known: KnownLayer | None
     product: Decision | None
     cache: Decision | None
 
@@ -191,35 +190,31 @@ class _Plan:
         """Whether the module may multiply, and nothing but its call shows what."""
         flaxs = class_of(self.layer).__module__.startswith("flax.")
         multiplies = not isinstance(self.layer, _WITHOUT_PRODUCT)
-        return self.kind is None and multiplies and (callable(self.layer) or not flaxs)
+        return self.known is None and multiplies and (callable(self.layer) or not flaxs)
 
     @property
     def module(self) -> Module:
         """What rules know of it while it is traced."""
-        facts: dict[str, Any] = {}
+        facts, spec = dict[str, Any](), None
         if isinstance(self.layer, _ADAPTERS):
             facts = {"named_only": True, "product": None}
-        if self.kind is None:
-            return Module(class_of(self.layer), self.paths[1:], facts)
-        stacked = len(stack(self.layer, self.kind))
-        if self.kind is EMBED or self.facts["obstacle"] is not None:
-            facts = self.facts
-        elif self.facts["named_only"]:
-            facts = {"named_only": True}
-        spec = nnx_spec(self.kind.kernel(self.layer))
-        where = None if spec is None else PartitionSpec(*spec[stacked:])
-        return Module(class_of(self.layer), self.paths[1:], facts, where)
+        if (known := self.known) is not None:
+            if isinstance(self.layer, flax_nnx.Embed) or known.facts["obstacle"] is not None:
+                facts = known.facts
+            spec = nnx_spec(known.kernel)
+            spec = None if spec is None else PartitionSpec(*spec[len(known.stack) :])
+        return Module(class_of(self.layer), self.paths[1:], facts, spec)
 
 
 def _plans(model: flax_nnx.Module, rules: tuple[Rule, ...]) -> Iterator[_Plan]:
     for paths, layer in layers_of(model):
-        kind, facts = judged(layer) or (None, {})
-        product = None if kind is None else decide(rules, as_layer(paths, layer, facts))
+        known = known_layer(layer)
+        product = known and decide(rules, as_layer(paths, layer, known.facts))
         cache = None
         if isinstance(layer, flax_nnx.MultiHeadAttention) and any(rule.cache for rule in rules):
             about = {"is_cache": True, "obstacle": _cache_obstacle(layer)}
             cache = decide(rules, as_layer(paths, layer, about, "cache"))
-        yield _Plan(layer, paths, kind, facts, product, cache)
+        yield _Plan(layer, paths, known, product, cache)
 
 
 def as_layer(
@@ -247,20 +242,6 @@ def layers_of(model: flax_nnx.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
         yield tuple("/".join(map(str, own)) for own in (path, *others)), layer
 
 
-def judged(layer: object) -> tuple[Kind, dict[str, Any]] | None:
-    """A layer's kind and the fields of `Layer`; None if a call alone shows its products."""
-    kind = kind_of(layer)
-    if kind is None:
-        return None
-    facts = facts_held(layer, kind)
-    # First: a property of our own layers draws a key when it is read.
-    if isinstance(getattr(layer, "recipe", None), Recipe):
-        obstacle = "has its own recipe"
-    else:
-        obstacle = kind.nnx and kind.nnx.obstacle(layer)
-    return kind, facts | {"obstacle": facts["obstacle"] or obstacle}
-
-
 def class_of(layer: object) -> type:
     """The class that a module had before conversion."""
     cls: Any = type(layer)
@@ -271,7 +252,7 @@ def class_of(layer: object) -> type:
 
 def matrix_of(layer: object) -> flax_nnx.Param | None:
     """The first parameter of two axes or more that a module has beside known layers."""
-    if kind_of(layer) is not None or isinstance(layer, _WITHOUT_PRODUCT):
+    if known_layer(layer) is not None or isinstance(layer, _WITHOUT_PRODUCT):
         return None
     own = (value for value in vars(layer).values() if isinstance(value, flax_nnx.Param))
     return next((value for value in own if len(getattr(value, "shape", ())) >= 2), None)
@@ -363,7 +344,9 @@ def _trace_calls(plans: Sequence[_Plan], model: _Conversion, rngs: flax_nnx.Rngs
         return
     # The whole model's call warns of rules that matched nothing.
     calls = [
-        plan for plan in plans if plan.kind is not None or plan.shows_in_a_call or not plan.paths[0]
+        plan
+        for plan in plans
+        if plan.known is not None or plan.shows_in_a_call or not plan.paths[0]
     ]
     model.modules.update({plan.paths[0]: plan.module for plan in calls})
     draws = any(rule.quantizes and rule.quantizes.is_stochastic for rule in model.rules)
@@ -375,7 +358,7 @@ def _trace_calls(plans: Sequence[_Plan], model: _Conversion, rngs: flax_nnx.Rngs
             if (is_root and draws) or (recipe is not None and recipe.is_stochastic):
                 # For one layer, or for each of a stack.
                 key = rngs[RNG_STREAM]()
-                sizes = () if plan.kind is None else stack(layer, plan.kind)
+                sizes = () if plan.known is None else plan.known.stack
                 keys = jax.random.split(key, sizes) if sizes else key
                 layer.mx_stream = flax_nnx.RngStream(keys, tag=RNG_STREAM)
         elif recipe is not None and recipe.output.is_stochastic:
@@ -409,8 +392,7 @@ def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
                 return method(self, *args, **kwargs)
         if name not in _CALLS:
             return method(self, *args, **kwargs)
-        with decided():
-            return _traced(self, name, here, args, kwargs)
+        return _traced(self, name, here, args, kwargs)
 
     return run
 

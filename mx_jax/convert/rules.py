@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
@@ -499,81 +498,6 @@ def _too_small(shape: tuple[int, ...], recipe: Recipe) -> str | None:
                     texts = (f"{name}={sizes[name]} <= {limit}" for name, limit in limits.items())
                     return f"too small to gain: {', '.join(texts)} ({format.name})"
     return None
-
-
-@dataclasses.dataclass(frozen=True)
-class Numbered:
-    """A filter by the number in a layer's path; build it with `numbered` or `every`."""
-
-    indices: range | frozenset[int]
-    # With one group, the number; the first place it is found counts.
-    of: str
-    # How the report calls the numbers.
-    text: str
-
-    def __call__(self, path: str, shape: Shape, recipe: Recipe | None) -> bool:
-        return self.why_not(path, shape, recipe) is None
-
-    def why_not(self, path: str, shape: Shape, recipe: Recipe | None) -> str | None:
-        found = re.search(self.of, path)
-        if found is None:
-            return f"the path has no number {self.of!r}"
-        number = int(found[1])
-        return None if number in self.indices else f"{number} is not {self.text}"
-
-
-def numbered(indices: Iterable[int], *, of: str = r"(\d+)") -> Numbered:
-    """A filter that passes layers whose path has one of these numbers.
-
-    Args:
-      indices: e.g. `range(54, 62)` for the last eight of 62 blocks, or `{0, 1, 61}`.
-      of: regular expression with one group that finds the number; default: the path's first.
-
-    Raises:
-      ValueError: an expression with another number of groups.
-
-    Examples:
-      >>> from mx_jax import convert
-      >>> ends = convert.numbered({0, 11}, of=r"block_(\\d+)")
-      >>> keep_ends = convert.Rule(".*", None, filter=ends)
-      >>> ends("mlp_0/block_11/up", (64, 64), None), ends("mlp_0/block_7/up", (64, 64), None)
-      (True, False)
-    """
-    entries = indices if isinstance(indices, range) else frozenset(indices)
-    text = f"in {entries if isinstance(entries, range) else sorted(entries)}"
-    return _by_number("numbered", entries, of, text)
-
-
-def every(n: int, *, start: int = 0, of: str = r"(\d+)") -> Numbered:
-    """A filter that passes the layers numbered start, start + n, start + 2 n and so on.
-
-    Args:
-      n: the step.
-      start: the first.
-      of: as `numbered` takes it.
-
-    Raises:
-      ValueError: a step below 1, or an expression with another number of groups.
-
-    Examples:
-      >>> from mx_jax import convert
-      >>> fourth = convert.every(4)
-      >>> tuple(fourth(f"layers_{i}/up", (64, 64), None) for i in range(6))
-      (True, False, False, False, True, False)
-    """
-    if n < 1:
-        raise ValueError(f"every: n must be at least 1, got n={n}")
-    text = f"one of {start}, {start + n}, {start + 2 * n}, ..."
-    return _by_number("every", range(start, sys.maxsize, n), of, text)
-
-
-def _by_number(operation: str, indices: range | frozenset[int], of: str, text: str) -> Numbered:
-    if (groups := re.compile(of).groups) != 1:
-        raise ValueError(
-            f"{operation}: of needs one group around the number, got of={of!r} with {groups}; "
-            r"e.g. of=r'block_(\d+)'"
-        )
-    return Numbered(indices, of, text)
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:

@@ -15,7 +15,7 @@ from flax.core import meta
 from mx_jax.axes import Axes
 from mx_jax.calibrate.gptq import Way
 from mx_jax.convert import linen_model, nnx_model
-from mx_jax.convert.kinds import stack
+from mx_jax.convert.flax_layers import known_layer
 from mx_jax.convert.rules import (
     Decision,
     Layer,
@@ -309,17 +309,16 @@ def _kernels_of_model(
 ) -> Iterator[tuple[Any, str, _Kernel]]:
     """Layers, the attributes that hold their kernels, and what the rules say of those."""
     for paths, layer in nnx_model.layers_of(model):
-        kind, facts = nnx_model.judged(layer) or (None, {})
-        kernel: Any = nnx_model.matrix_of(layer) if kind is None else None
-        if kind is not None and facts.get("kernel"):
-            kernel = kind.kernel(layer)
-        own = {id(v): name for name, v in vars(layer).items() if isinstance(v, nnx.Variable)}
-        if id(kernel) not in own:
+        known = known_layer(layer)
+        kernel: Any = nnx_model.matrix_of(layer) if known is None else known.kernel
+        names = {id(v): name for name, v in vars(layer).items() if isinstance(v, nnx.Variable)}
+        if id(kernel) not in names:
             continue
+        facts = {} if known is None else dict(known.facts)
         if isinstance(getattr(layer, "recipe", None), Recipe):
             # A layer of ours reads what is stored, whatever its recipe.
             facts["obstacle"] = None
-        stacked = () if kind is None else stack(layer, kind)
+        stacked = () if known is None else known.stack
         facts["kernel"] = tuple(kernel.shape)[len(stacked) :]
         judged_as = _Kernel.judge(rules, nnx_model.as_layer(paths, layer, facts), kernel[...])
-        yield layer, own[id(kernel)], judged_as
+        yield layer, names[id(kernel)], judged_as

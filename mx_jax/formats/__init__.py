@@ -51,5 +51,5 @@ from mx_jax.formats.element import ScaleFormat as ScaleFormat
 
 
 def __dir__() -> list[str]:
-    own = (name for name, value in globals().items() if not isinstance(value, _ModuleType))
-    return sorted(name for name in own if not name.startswith("_"))
+    public = (name for name, value in globals().items() if not isinstance(value, _ModuleType))
+    return sorted(name for name in public if not name.startswith("_"))

@@ -324,7 +324,7 @@ def _by_name(name: str, formats: Sequence[Any], what: str) -> Any:
     if wanted in _SHORT:
         return _SHORT[wanted]
     if wanted.endswith(_SQUARE):
-        rows = {own.name: own for own in formats} | _SHORT
+        rows = {known.name: known for known in formats} | _SHORT
         row = rows.get(wanted.removesuffix(_SQUARE))
         if isinstance(row, BlockFormat) and row.block[0] == 1 and row.block[1] is not WHOLE:
             return _square(row)

@@ -9,15 +9,10 @@ from mx_jax.inspect.capture import capture as capture
 from mx_jax.inspect.capture import guard as guard
 from mx_jax.inspect.explain import Explanation as Explanation
 from mx_jax.inspect.explain import explain as explain
-from mx_jax.inspect.records import Jsonl as Jsonl
-from mx_jax.inspect.records import Memory as Memory
 from mx_jax.inspect.records import Record as Record
-from mx_jax.inspect.records import Scalar as Scalar
-from mx_jax.inspect.records import Sink as Sink
+from mx_jax.inspect.records import Records as Records
 from mx_jax.inspect.records import Tag as Tag
-from mx_jax.inspect.report import report as report
 from mx_jax.inspect.statistics import STATISTICS as STATISTICS
-from mx_jax.inspect.statistics import saturated_fraction as saturated_fraction
 from mx_jax.inspect.statistics import sqnr_db as sqnr_db
 
 

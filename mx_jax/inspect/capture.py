@@ -1,6 +1,6 @@
 """Tensors before and after quantization, or statistics of them, from a function as it runs.
 
-The function's program is rewritten: behind each cast and product stands what observes it.
+The function's program is rewritten: behind each cast stands what observes it.
 """
 
 import collections
@@ -24,7 +24,7 @@ from jax.extend.core import get_opaque_trace_state
 from mx_jax.codecs.straight_through import refuse_derivative
 from mx_jax.inspect import statistics
 from mx_jax.inspect.observe import ARRAYS, Entry, Observation, Observed, State, entries_of
-from mx_jax.inspect.records import Memory, Record, Scalar, Sink, Tag
+from mx_jax.inspect.records import Record, Records, Tag
 from mx_jax.inspect.statistics import STATISTICS
 from mx_jax.jaxpr import read
 from mx_jax.jaxpr.read import live, parted
@@ -48,23 +48,18 @@ def capture(
     stats: str | Collection[str] = STATISTICS,
     every: int = 1,
     step: Callable[P, IntScalar] | None = None,
-    sink: Sink | Sequence[Sink] | None = None,
 ) -> "Captured[P, R]":
     """A function that records what quantization does to the operands of its products.
 
-    Each operand that is cast gives one record, forward and backward, and so does each product:
-    under `jit`, `grad`, `vmap` (lanes are one operand), `scan`, `jax.checkpoint` (what is computed
-    again is not recorded again), `shard_map` and with sharded inputs. So what is captured is a
-    whole train step, with the gradient in it. Its program is traced as `jax.jit` does it, and
-    rewritten: results are the same bits. What it does not use of a product is not recorded.
+    Each operand that is cast gives one record, forward and backward: under `jit`, `grad`, `vmap`
+    (lanes are one operand), `scan`, `jax.checkpoint` (what is computed again is not recorded
+    again), `shard_map` and with sharded inputs. So what is captured is a whole train step, with the
+    gradient in it. Its program is traced as `jax.jit` does it, and rewritten: results are the same
+    bits. What it does not use of a product is not recorded.
 
     Products are named by their scopes, as in `explain`: Flax's modules and `jax.named_scope`. In
     loops the index is counted. Modules of flax.nnx among the arguments are updated as by the
     function itself. Statistics are computed where the arrays are; `STATISTICS` says what there are.
-
-    Of an operand that came quantized, such as a stored weight, the rule is `"stored"`. It has no
-    `underflow`, `saturation`, `sqnr` and `before`: what it was is not known. The error of its
-    product is that of the other operand's cast.
 
     Args:
       function: what runs: a step, jitted or not. A call that is not due calls it as it is.
@@ -75,15 +70,14 @@ def capture(
       step: gives the step of a call from its arguments, as `lambda state, batch: state.step` does;
         where it is traced (the whole loop is compiled), `every` is a condition around the step.
         None: calls are counted.
-      sink: where records go, one or several; None: a `Memory`.
 
     Returns:
-      A function of the same arguments. `records` is the sink, once all has arrived there.
+      A function of the same arguments. Its `records` are `Records`; print them.
 
     Raises:
       ValueError: a statistic that there is not, every less than 1, or a filter that is no regular
         expression.
-      TypeError: a filter or a sink that is none, or no function.
+      TypeError: a filter that is none, or no function.
 
     Examples:
       >>> import jax, jax.numpy as jnp, mx_jax
@@ -111,13 +105,7 @@ def capture(
         )
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"capture: every must be an integer of at least 1, got every={every!r}")
-    sinks = (Memory(),) if sink is None else sink if isinstance(sink, Sequence) else (sink,)
-    if not sinks or not all(hasattr(own, "write") and hasattr(own, "close") for own in sinks):
-        raise TypeError(
-            "capture: sink must be a sink or several, each with write(record) and close(), got "
-            f"sink={sink!r}; for a file write sink=inspect.Jsonl(path)"
-        )
-    return Captured(function, filter, names, every, step, tuple(sinks))
+    return Captured(function, filter, names, every, step)
 
 
 def _as_filter(filter: str | Filter | None) -> Filter:
@@ -148,10 +136,9 @@ class Captured(Generic[P, R]):
       >>> import jax.numpy as jnp, mx_jax
       >>> layer = mx_jax.inspect.capture(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp4"), every=2)
       >>> for _ in range(3):
-      ...     layer.scalar("sum", layer(jnp.ones((4, 64)), jnp.ones((64, 8))).sum())
+      ...     _ = layer(jnp.ones((4, 64)), jnp.ones((64, 8)))
       >>> layer.records
-      <Memory: 6 records of 3 tags, steps 0 to 2; numbers: sum>
-      >>> layer.close()
+      <Records: 4 of 2 tags, steps 0 to 2>
     """
 
     def __init__(
@@ -161,57 +148,33 @@ class Captured(Generic[P, R]):
         stats: frozenset[str],
         every: int,
         step: Callable[P, IntScalar] | None,
-        sinks: tuple[Sink, ...],
     ):
         functools.update_wrapper(self, function)
         self.function, self.filter, self.stats = function, filter, stats
         self.wants = _as_filter(filter)
-        self.every, self.step_of, self.sinks = every, step, sinks
-        self._calls, self._step = 0, 0
+        self.every, self.step_of = every, step
+        self._records = Records()
+        self._calls = 0
         self._counts: collections.Counter[Any] = collections.Counter()
         self._lock = threading.Lock()
         self._rule = Observation(stats, self._send)
         self._compiled = jax.jit(self._run, static_argnums=(0, 1))
 
     @property
-    def records(self) -> Any:
-        """The sink, or all of several, once what was computed has arrived there."""
+    def records(self) -> Records:
+        """What was recorded, once what was computed has arrived here."""
         jax.effects_barrier()
-        return self.sinks[0] if len(self.sinks) == 1 else self.sinks
-
-    def scalar(self, name: str, value: jax.typing.ArrayLike) -> None:
-        """Record a number of the step of the last call, such as its loss, if that step is due.
-
-        Args:
-          name: what it is.
-          value: a scalar.
-
-        Raises:
-          ValueError: not a scalar.
-        """
-        if jnp.shape(value) != ():
-            raise ValueError(f"scalar: {name!r} must be a scalar, got shape={jnp.shape(value)}")
-        if self._step % self.every == 0:
-            number = Scalar(name=name, step=self._step, value=float(np.asarray(value)))
-            with self._lock:
-                for sink in self.sinks:
-                    sink.write(number)
-
-    def close(self) -> None:
-        """Wait for what was computed, and close the sinks."""
-        jax.effects_barrier()
-        for sink in self.sinks:
-            sink.close()
+        return self._records
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         step = None if self.step_of is None else _as_step(self.step_of(*args, **kwargs))
         traced = get_opaque_trace_state() != _EAGER or isinstance(step, Tracer)
         if not traced:
-            self._step = self._calls if step is None else int(step)
+            number = self._calls if step is None else int(step)
             self._calls += 1
-            if self._step % self.every:
+            if number % self.every:
                 return self.function(*args, **kwargs)
-            step = jnp.int32(self._step)
+            step = jnp.int32(number)
         elif step is None and self.every > 1:
             raise ValueError(
                 f"capture: every={self.every} needs the step where calls are traced; pass "
@@ -246,12 +209,12 @@ class Captured(Generic[P, R]):
     def _plan(self, entries: Sequence[Entry]) -> Plan:
         """What is wanted of the entries; if there are any and nothing is, it warns."""
         plan = [
-            (own.where, dataclasses.replace(own, looks=looks))
-            for own in entries
-            if (looks := tuple(look for look in own.looks if self.wants(look.tag)))
+            (entry.where, dataclasses.replace(entry, casts=casts))
+            for entry in entries
+            if (casts := tuple(x for x in entry.casts if self.wants(x[0])))
         ]
         if entries and not plan:
-            refused = dict.fromkeys(look.tag.path for own in entries for look in own.looks)
+            refused = dict.fromkeys(tag.path for entry in entries for tag, _ in entry.casts)
             paths = ", ".join(repr(path) for path in list(refused)[:_PATHS_IN_WARNING])
             hint = "; a regular expression must match a whole path"
             warnings.warn(
@@ -302,8 +265,11 @@ class Captured(Generic[P, R]):
                     stats=statistics.numbers(raw, self.stats),
                     **{name: np.asarray(x) for name, x in whole.items()},
                 )
-                for sink in self.sinks:
-                    sink.write(record)
+                self._keep(record)
+
+    def _keep(self, record: Record) -> None:
+        """Take a record; called from the thread that runs callbacks, one at a time."""
+        self._records.setdefault(record.tag, []).append(record)
 
 
 def _as_step(step: IntScalar) -> IntScalar:
@@ -424,45 +390,30 @@ class NonFiniteError(FloatingPointError):
         )
 
 
-class _FirstNonFinite:
-    """A sink that keeps the first bad record, and stops the program once its step is over."""
+class Guarded(Captured[P, R]):
+    """What `guard` returns: it keeps the first bad record, and raises once its step is over."""
 
-    def __init__(self):
-        self.first: Record | None = None
+    first: Record | None = None
 
-    def write(self, record: Record | Scalar) -> None:
-        if isinstance(record, Scalar):
-            return
+    def _keep(self, record: Record) -> None:
         first = self.first
         if first is not None and record.step > first.step:
             raise NonFiniteError(first)
-        if not record.stats["nonfinite_blocks"]:
-            return
-        if first is None or (record.step, record.order) < (first.step, first.order):
+        is_bad = record.stats["nonfinite_blocks"] > 0
+        if is_bad and (first is None or (record.step, record.order) < (first.step, first.order)):
             self.first = record
 
-    def close(self) -> None:
-        """Nothing ends."""
-
-    def check(self, cause: BaseException | None = None) -> None:
-        if self.first is not None:
-            raise NonFiniteError(self.first) from cause
-
-
-class Guarded(Captured[P, R]):
-    """What `guard` returns."""
-
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        (sink,) = self.sinks
-        assert isinstance(sink, _FirstNonFinite)
         try:
             result = super().__call__(*args, **kwargs)
             jax.effects_barrier()
         except Exception as error:
             # JAX wraps what a callback raises in an error of its own.
-            sink.check(error)
+            if self.first is not None:
+                raise NonFiniteError(self.first) from error
             raise
-        sink.check()
+        if self.first is not None:
+            raise NonFiniteError(self.first)
         return result
 
 
@@ -490,4 +441,4 @@ def guard(
       Traceback (most recent call last):
       mx_jax.inspect.capture.NonFiniteError: guard: a block must be finite to be quantized, got ...
     """
-    return Guarded(function, None, frozenset({"nonfinite"}), 1, step, (_FirstNonFinite(),))
+    return Guarded(function, None, frozenset({"nonfinite"}), 1, step)

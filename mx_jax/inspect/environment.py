@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from rich.table import Table
 
 from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import library
@@ -82,30 +81,3 @@ def describe() -> dict[str, Any]:
             for name, row in rows.items()
         },
     }
-
-
-def tables(found: dict[str, Any]) -> list[Table]:
-    """What `describe` found, for people: one table for each kind of facts."""
-    path, used, best, missing = found["cpu_library"].values()
-    library_rows = {"path": "-", "not used, because": f"{missing}"}
-    if path is not None:
-        more = "" if best == used else f", where the machine has {best}"
-        library_rows = {"path": path, "instruction set": used + more}
-    pairs = {
-        "Versions": found["versions"] | {"system": found["system"]},
-        "C++ library": library_rows,
-        "Variables": {name: value or "-" for name, value in found["variables"].items()},
-    }
-    if "error" not in found:
-        devices = {f"{row['number']} x {row['kind']}": row["platform"] for row in found["devices"]}
-        pairs["Devices"] = devices
-        pairs[f"Calls {found['machine']}"] = {
-            name: "\n".join([row["backend"], *row["reasons"]])
-            for name, row in found["calls"].items()
-        }
-    shown = []
-    for title, rows in pairs.items():
-        shown.append(table := Table("what", "value", title=title, title_justify="left"))
-        for row in rows.items():
-            table.add_row(*row)
-    return shown

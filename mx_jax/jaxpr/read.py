@@ -16,7 +16,7 @@ from jax.extend.core import (
 )
 from jax.interpreters import partial_eval
 
-from mx_jax.jaxpr.regions import bodies, closed, regions
+from mx_jax.jaxpr.regions import Marks, bodies, closed, joined, regions
 
 # Place of an equation: its index, below the indices of those around it and of their bodies.
 Where = tuple[int, ...]
@@ -30,13 +30,13 @@ class Site:
       eqn: the equation.
       where: its place.
       around: the equations whose bodies it is in, outermost first.
-      marked: which of its operands come from marked arguments.
+      marks: of each operand, those of the arguments that it comes from.
     """
 
     eqn: JaxprEqn
     where: Where
     around: tuple[JaxprEqn, ...]
-    marked: tuple[bool, ...]
+    marks: Marks
 
     @functools.cached_property
     def scope(self) -> str:
@@ -69,61 +69,55 @@ def live(program: ClosedJaxpr) -> ClosedJaxpr:
     return program.replace(jaxpr=jaxpr)
 
 
-def walk(program: Jaxpr | ClosedJaxpr, marked: Sequence[bool] | None = None) -> list[Site]:
+def walk(program: Jaxpr | ClosedJaxpr, marks: Marks | None = None) -> list[Site]:
     """All equations of a program in order, each before those in its bodies.
 
     Args:
       program: a jaxpr.
-      marked: of each argument, whether what comes from it is to be marked.
+      marks: of each argument, bits that what is computed from it is to have.
     """
     program = closed(program)
-    own = [False] * len(program.jaxpr.invars) if marked is None else marked
-    return _walk(program, own, (), ())[1]
+    return _walk(program, marks or [0] * len(program.jaxpr.invars), (), ())[1]
 
 
 def _walk(
-    program: ClosedJaxpr, marked: Sequence[bool], where: Where, around: tuple[JaxprEqn, ...]
-) -> tuple[list[bool], list[Site]]:
-    """Which results are marked, and the equations."""
+    program: ClosedJaxpr, marks: Marks, where: Where, around: tuple[JaxprEqn, ...]
+) -> tuple[list[int], list[Site]]:
+    """The marks of the results, and the equations."""
     jaxpr = program.jaxpr
-    known: dict[Any, bool] = dict(zip(jaxpr.invars, marked, strict=True))
+    known: dict[Any, int] = dict(zip(jaxpr.invars, marks, strict=True))
     sites: list[Site] = []
 
-    def read(atoms: Sequence[Any]) -> list[bool]:
-        return [not isinstance(atom, Literal) and known.get(atom, False) for atom in atoms]
+    def read(atoms: Sequence[Any]) -> list[int]:
+        return [0 if isinstance(atom, Literal) else known.get(atom, 0) for atom in atoms]
 
     for index, eqn in enumerate(jaxpr.eqns):
-        site = Site(eqn=eqn, where=(*where, index), around=around, marked=tuple(read(eqn.invars)))
+        site = Site(eqn=eqn, where=(*where, index), around=around, marks=read(eqn.invars))
         results, inner = _walk_bodies(site)
         sites += [site, *inner]
         known |= zip(eqn.outvars, results, strict=True)
     return read(jaxpr.outvars), sites
 
 
-def _walk_bodies(site: Site) -> tuple[list[bool], list[Site]]:
+def _walk_bodies(site: Site) -> tuple[list[int], list[Site]]:
     """The same of an equation's bodies."""
-    eqn, marked = site.eqn, list(site.marked)
+    eqn, marks = site.eqn, list(site.marks)
     inner = bodies(eqn)
     # Of each body as it was met last: loops are gone round until nothing changes.
     below: dict[int, list[Site]] = {}
 
-    def flow(i: int, marked: Sequence[bool]) -> list[bool]:
-        results, below[i] = _walk(inner[i], marked, (*site.where, i), (*site.around, eqn))
+    def flow(i: int, marks: Marks) -> list[int]:
+        results, below[i] = _walk(inner[i], marks, (*site.where, i), (*site.around, eqn))
         return results
 
     region = regions().get(eqn.primitive)
     if region is not None:
-        results = region.flow(eqn.params, marked, flow)
+        results = region.flow(eqn.params, marks, flow)
     else:
-        results = [any(marked)] * len(eqn.outvars)
+        results = [joined(marks)] * len(eqn.outvars)
         for i, body in enumerate(inner):
-            flow(i, [True] * len(body.jaxpr.invars))
-    return results, [own for i in sorted(below) for own in below[i]]
-
-
-def definitions(sites: Sequence[Site]) -> dict[Any, JaxprEqn]:
-    """The equation that computes each variable."""
-    return {out: site.eqn for site in sites for out in site.eqn.outvars}
+            flow(i, [joined(marks)] * len(body.jaxpr.invars))
+    return results, [inner_site for i in sorted(below) for inner_site in below[i]]
 
 
 def used(program: ClosedJaxpr, sites: Sequence[Site]) -> set[Any]:

@@ -6,6 +6,7 @@ the same in JAX 0.10 and 0.12, but scan's counts of operands: `_scan_counts` kno
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,8 +36,10 @@ Params = dict[str, Any]
 Values = list[Any]
 # The bodies of an equation as they are run: `rewrite.Rewritten`.
 Bodies = Sequence[Any]
-# Which results of an equation's body, by its number, are marked, by which of its operands are.
-Flow = Callable[[int, Sequence[bool]], list[bool]]
+# Of each operand or result, bits that say what it is computed from.
+Marks = Sequence[int]
+# The marks of the results of an equation's body, by its number, from those of its operands.
+Flow = Callable[[int, Marks], list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,14 +49,14 @@ class Region:
     Attributes:
       run: the results, from parameters, operands, the bodies, and the state that goes down to them:
         any pytree of arrays, None for none.
-      flow: from parameters, which operands are marked, and the flow through a body, to which
-        results are.
+      flow: from parameters, the marks of operands, and the flow through a body, to those of the
+        results.
       bodies: from the parameters to the jaxprs.
       derivative: what gives it a derivative of its own, that of its body or not; None: nothing.
     """
 
     run: Callable[[Params, Values, Bodies, Any], Values]
-    flow: Callable[[Params, list[bool], Flow], list[bool]] = lambda _, marked, flow: flow(0, marked)
+    flow: Callable[[Params, list[int], Flow], list[int]] = lambda _, marks, flow: flow(0, marks)
     bodies: Callable[[Params], Sequence[Any]] = lambda own: (own["jaxpr"],)
     derivative: str | None = None
 
@@ -79,7 +82,7 @@ def regions() -> dict[Any, Region]:
     # Whatever mesh the caller has set.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         (call,) = jax.make_jaxpr(identity)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
-    called = Region(_inlined, _called_flow, lambda own: (own["call_jaxpr"],))
+    called = Region(_inlined, bodies=lambda own: (own["call_jaxpr"],))
     return {
         jit_p: Region(_jit),
         remat_p: Region(_remat),
@@ -93,17 +96,22 @@ def regions() -> dict[Any, Region]:
     }
 
 
+def joined(marks: Marks) -> int:
+    """The marks of what is computed from all of some operands."""
+    return functools.reduce(operator.or_, marks, 0)
+
+
 def _settled(
-    flow: Callable[[Sequence[bool]], list[bool]], marked: list[bool], carry: slice
-) -> tuple[list[bool], list[bool]]:
-    """What of a loop's carry is marked once all has gone round; its results in that round."""
-    marked = list(marked)
+    flow: Callable[[Marks], list[int]], marks: list[int], carry: slice
+) -> tuple[list[int], list[int]]:
+    """The marks of a loop's carry once all has gone round; its results in that round."""
+    marks = list(marks)
     while True:
-        results = flow(marked)
-        after = [before or result for before, result in zip(marked[carry], results, strict=False)]
-        if after == marked[carry]:
+        results = flow(marks)
+        after = [before | result for before, result in zip(marks[carry], results, strict=False)]
+        if after == marks[carry]:
             return after, results
-        marked[carry] = after
+        marks[carry] = after
 
 
 def _scan_counts(params: Params) -> tuple[int, int]:
@@ -113,10 +121,10 @@ def _scan_counts(params: Params) -> tuple[int, int]:
     return params["num_consts"], params["num_carry"]
 
 
-def _scan_flow(params: Params, marked: list[bool], flow: Flow) -> list[bool]:
+def _scan_flow(params: Params, marks: list[int], flow: Flow) -> list[int]:
     num_consts, num_carry = _scan_counts(params)
     carry = slice(num_consts, num_consts + num_carry)
-    return _settled(functools.partial(flow, 0), marked, carry)[1]
+    return _settled(functools.partial(flow, 0), marks, carry)[1]
 
 
 def _scan(params: Params, values: Values, bodies: Bodies, state: Any) -> Values:
@@ -148,11 +156,11 @@ def _while_split(params: Params, values: list[Any]) -> tuple[Any, Any, Any]:
     return values[:first], values[first:second], values[second:]
 
 
-def _while_flow(params: Params, marked: list[bool], flow: Flow) -> list[bool]:
-    asked, consts, start = _while_split(params, marked)
+def _while_flow(params: Params, marks: list[int], flow: Flow) -> list[int]:
+    of_condition, consts, start = _while_split(params, marks)
     carry = slice(len(consts), None)
     settled, _ = _settled(functools.partial(flow, 1), [*consts, *start], carry)
-    flow(0, [*asked, *settled])
+    flow(0, [*of_condition, *settled])
     return settled
 
 
@@ -172,9 +180,9 @@ def _while(params: Params, values: Values, bodies: Bodies, state: Any) -> Values
     return lax.while_loop(goes_on, step, (first, start))[1]
 
 
-def _cond_flow(params: Params, marked: list[bool], flow: Flow) -> list[bool]:
-    results = (flow(i, marked[1:]) for i, _ in enumerate(params["branches"]))
-    return [any(own) for own in zip(*results, strict=True)]
+def _cond_flow(params: Params, marks: list[int], flow: Flow) -> list[int]:
+    results = (flow(i, marks[1:]) for i, _ in enumerate(params["branches"]))
+    return [joined(of_branches) for of_branches in zip(*results, strict=True)]
 
 
 def _cond(params: Params, values: Values, bodies: Bodies, state: Any) -> Values:
@@ -231,11 +239,6 @@ def _shard_map(params: Params, values: Values, bodies: Bodies, state: Any) -> Va
         axis_names=params["newly_manual_axes"],
         check_vma=params["check_vma"],
     )(values, state)
-
-
-def _called_flow(params: Params, marked: list[bool], flow: Flow) -> list[bool]:
-    results = flow(0, [True] * len(marked))
-    return [any(marked)] * len(results)
 
 
 def _inlined(params: Params, values: Values, bodies: Bodies, state: Any) -> Values:

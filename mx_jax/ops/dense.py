@@ -229,7 +229,7 @@ class DenseProduct(RecipeProduct[Key]):
         self, taken: Taken, out_dtype: np.dtype, stored: Collection[Side] = ()
     ) -> jax.Array:
         """By the backend that takes the product of the operands, which are canonical."""
-        (lhs, rhs), axes, gather = taken.operands, taken.task.axes, self.recipe.gather
+        (lhs, rhs), axes = taken.operands, taken.task.axes
         if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
             return lax.dot_general(
                 lhs,
@@ -244,7 +244,6 @@ class DenseProduct(RecipeProduct[Key]):
             out_dtype=out_dtype,
             precision=self.precision,
             fast_accumulation=taken.task.spec.fast_accumulation,
-            moves_codes=gather is None or bool(gather.axes),
             reduce_dtype=self.recipe.reduce_dtype,
         )
         if not stored and not isinstance(rhs, PackedMXArray):

@@ -28,7 +28,7 @@ from mx_jax.ops import arguments
 from mx_jax.ops.dense import DenseProduct
 from mx_jax.ops.packing import packed_for
 from mx_jax.ops.product import Primal, run_product
-from mx_jax.ops.sharded_operands import gathered_once, gathering, given_moves, product_spec
+from mx_jax.ops.sharded_operands import gathering, moves_of, product_spec
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized
 from mx_jax.sharding.movement import STAY, Movement, Moves, as_gathered
 from mx_jax.specs import MatmulRecipe
@@ -122,9 +122,7 @@ def dot_general(
                 out_sharding=out,
             )
             return run(Primal.of(lhs), Primal.of(rhs), key)
-    moves = STAY
-    if recipe.gather is not None:
-        lhs, rhs, recipe, moves = gathered_once(recipe, lhs, rhs)
+    moves = moves_of(recipe, lhs, rhs)
     lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
     product = DenseProduct(
         recipe=recipe, axes=axes, out_dtype=dtype, precision=precision, moves=moves
@@ -188,7 +186,7 @@ def matmul(
     rhs_contracting = max(rhs.ndim - 2, 0)
     left, right = lhs.shape, rhs.shape
     if recipe.gather is not None:
-        moves = given_moves(recipe, lhs, rhs)
+        moves = moves_of(recipe, lhs, rhs)
         left, right = (as_gathered(x, m).shape for x, m in zip((lhs, rhs), moves, strict=True))
     if not left or not right:
         raise ValueError(

@@ -31,7 +31,7 @@ from mx_jax.ops.dot_general import check_blocks
 from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
 from mx_jax.ops.product import Primal, run_product
 from mx_jax.ops.programs import QUANTIZED
-from mx_jax.ops.sharded_operands import agreed_scale, given_moves, stored
+from mx_jax.ops.sharded_operands import agreed_scale, moves_of, stored
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized
 from mx_jax.reference import matmul
 from mx_jax.reference.matmul import RaggedRows, ragged_rows
@@ -224,7 +224,7 @@ def experts_move(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Move
             f"would be torn apart, got lhs={recipe.gather.lhs} with lhs.shape={lhs.shape}; leave "
             "lhs out, or send rows to their experts with mx_jax.expert_ragged_dot"
         )
-    return given_moves(recipe, lhs, rhs)[1]
+    return moves_of(recipe, lhs, rhs)[1]
 
 
 # The product --------------------------------------------------------------------------------------

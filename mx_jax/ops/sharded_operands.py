@@ -5,7 +5,6 @@ with `gather` moves operands to a product: as codes, or before their cast.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +23,7 @@ from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.formats import WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.ops.arguments import Key
-from mx_jax.packed import PackedMXArray, Quantized
+from mx_jax.packed import PackedMXArray
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.sharding.movement import (
     STAY,
@@ -86,55 +85,37 @@ def gathering(
     dimension_numbers: lax.DotDimensionNumbers,
     out: PartitionSpec,
 ) -> MatmulRecipe:
-    """A recipe for a product of automatic axes that were explicit: there codes are what moves, so
-    that it has to name axes of which values are wanted, and on TPUs those of which codes are.
-    """
-    gather = recipe.gather
-    told = frozenset[str]() if gather is None else gather.on_mesh()
-    if any(type_of(name) is not AxisType.Explicit for name in told):
+    """A recipe for a product of automatic axes that were explicit: it says what types said of the
+    axes that it gathers, and where the compiler cannot be told of codes (TPUs), of all."""
+    names = frozenset[str]() if recipe.gather is None else recipe.gather.on_mesh()
+    if any(type_of(name) is not AxisType.Explicit for name in names):
         return recipe
-    if gather is None or (gather.as_codes and told):
-        by_types = gather is not None or is_unsplit()
-        own = _by_types(lhs, rhs, dimension_numbers, out, told, as_codes=True) if by_types else None
-    elif told or isinstance(lhs, Quantized) or isinstance(rhs, Quantized):
-        own = dataclasses.replace(gather, rhs=spec_of(stored(rhs)))
-    else:
-        own = _by_types(lhs, rhs, dimension_numbers, out, told, as_codes=False)
-    return dataclasses.replace(recipe, gather=own)
-
-
-def _by_types(
-    lhs: AnyOperand,
-    rhs: AnyOperand,
-    dimension_numbers: lax.DotDimensionNumbers,
-    out: PartitionSpec,
-    told: frozenset[str],
-    as_codes: bool,
-) -> Gather | None:
-    """Operands move where the product has a mesh axis from the other one; None: neither does."""
+    if not names and not is_unsplit():
+        return recipe
     contracting, batches = dimension_numbers
     first_n = lhs.ndim - len(contracting[0])
     parts = parts_of(out, first_n + rhs.ndim - len(contracting[0]) - len(batches[0]))
-    wanted = parts[first_n:], parts[len(batches[0]) : first_n]
+    others = parts[first_n:], parts[len(batches[0]) : first_n]
     lies = stored(lhs), stored(rhs)
     # What both contract along the same mesh axis stays.
     pairs = zip(*contracting, strict=True)
     shared = {name for a, b in pairs for name in lies[0][a] if name in lies[1][b]}
-    names, places = set[str](), []
-    for x, own, batch, others in zip((lhs, rhs), lies, batches, wanted, strict=True):
-        moved = {name for axis, part in enumerate(own) if axis not in batch for name in part}
-        moved &= {name for part in others for name in part} - shared
-        moved = moved & told if told else moved
-        stays = not moved or isinstance(x, PackedMXArray)
-        names |= set[str]() if stays else moved
-        places.append(None if stays else spec_of(own))
+    moved, places = set[str](), []
+    # An operand moves where the product has a mesh axis from the other one.
+    for x, own, batch, wanted in zip((lhs, rhs), lies, batches, others, strict=True):
+        along = {name for axis, part in enumerate(own) if axis not in batch for name in part}
+        along &= {name for part in wanted for name in part} - shared
+        along = along & names if names else along
+        if isinstance(x, PackedMXArray):
+            along = set()
+        moved |= along
+        places.append(spec_of(own) if along else None)
     left, right = places
-    if as_codes and not names:
-        return None
-    return Gather(tuple(sorted(names)), lhs=left, rhs=right or PartitionSpec(), as_codes=as_codes)
+    gather = Gather(tuple(sorted(moved)), lhs=left, rhs=right or PartitionSpec())
+    return dataclasses.replace(recipe, gather=gather if moved else None)
 
 
-def given_moves(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Moves:
+def moves_of(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Moves:
     """How operands move where no type says so: as their recipe does.
 
     Raises:
@@ -159,38 +140,6 @@ def given_moves(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Moves
             f"{gather.axes}; pass the MXArray"
         )
     return moves
-
-
-def gathered_once(
-    recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand
-) -> tuple[AnyOperand, AnyOperand, MatmulRecipe, Moves]:
-    """Operands, recipe and how operands move; values are gathered here on automatic axes.
-
-    Once for a product and both gradients, which keep what is whole: two gathers of the same array,
-    one in each pass, XLA would not make one. Elsewhere each product gathers for itself: inside
-    shard_map a gradient is summed in float32 on its way back, and on explicit axes JAX's types make
-    it one gather.
-    """
-    gather, mesh = recipe.gather, jax.sharding.get_abstract_mesh()
-    moves = given_moves(recipe, lhs, rhs)
-    if gather is None or gather.as_codes or {*mesh.axis_types} != {AxisType.Auto}:
-        return lhs, rhs, recipe, moves
-    moved: Any = (
-        (x, move) if move is None or isinstance(x, Quantized) else (_gathered(move, x), None)
-        for x, move in zip((lhs, rhs), moves, strict=True)
-    )
-    (left, left_move), (right, right_move) = moved
-    return left, right, dataclasses.replace(recipe, gather=None), (left_move, right_move)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gathered(move: Movement, x: jax.Array) -> jax.Array:
-    return move.move(x)
-
-
-_gathered.defvjp(
-    lambda move, x: (_gathered(move, x), None), lambda move, _, g: (move.move_back(g),)
-)
 
 
 class Placed(NamedTuple):
@@ -220,19 +169,18 @@ def place(
     """An operand where it is to be quantized.
 
     Raises:
-      ValueError: inside shard_map, a block that lies on two devices.
+      ValueError: inside shard_map, a quantized operand of which a block lies on two devices.
     """
     if move is None or isinstance(operand, PackedMXArray):
         return Placed(operand, None, key)
     if isinstance(operand, MXArray):
-        check_whole_blocks(operand.shape, operand.blocks, move, operand.format.name, stored=True)
+        _check_stored(operand, move)
         if move.keeps_blocks(operand.shape, operand.blocks):
             operand = move.move_codes(operand)
         return Placed(operand, None, key)
-    if spec is None or not move.as_codes:
+    if spec is None:
         return Placed(move.move(operand), None, key)
     blocks = axes.blocks(spec.format)
-    check_whole_blocks(operand.shape, blocks, move, spec.format.name, stored=False)
     k = axes.block_axis
     cut = [a for a, size in blocks if size is WHOLE and set(move.stored[a]) & set(move.manual)]
     if cut and transform is None and not spec.scale_rule.reads_values:
@@ -255,24 +203,18 @@ def _folded(key: Key, move: Movement) -> Key:
     return DerivedKey.of(key).fold_in(lax.axis_index(move.manual))
 
 
-def check_whole_blocks(
-    shape: tuple[int, ...], blocks: Blocks, move: Movement, format: str, stored: bool
-) -> None:
-    """Raise ValueError if a device of shard_map has a part of a block."""
-    for axis, size in blocks:
+def _check_stored(x: MXArray, move: Movement) -> None:
+    """Raise ValueError if a device of shard_map has a part of a block of a quantized operand."""
+    for axis, size in x.blocks:
         names = [name for name in move.stored[axis] if name in move.manual]
-        if names and not isinstance(size, int) and stored:
-            raise ValueError(
-                f"gather: an MXArray with one scale along axis={axis % len(shape)} is not gathered "
-                f"along it, got shard size={shape[axis]} of {format} along mesh axes={names}; "
-                "pass dequantize(), or shard another axis"
-            )
-        if names and isinstance(size, int) and shape[axis] % size:
-            raise ValueError(
-                f"gather: a block would lie on two devices along axis={axis % len(shape)}, got "
-                f"shard size={shape[axis]} with block={size} of {format} along mesh axes={names}; "
-                "shard another axis, or gather the values with jax.lax.all_gather first"
-            )
+        length = x.shape[axis]
+        if not names or (isinstance(size, int) and length % size == 0):
+            continue
+        raise ValueError(
+            f"gather: a block would lie on two devices along axis={axis % x.ndim}, got shard "
+            f"size={length} with block={size} of {x.format.name} along mesh axes={names}; pass "
+            "dequantize(), or shard another axis"
+        )
 
 
 def agreed_scale(

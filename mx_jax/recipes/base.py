@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping
 from types import EllipsisType
-from typing import Any, Never
+from typing import Any, Literal, Never, get_args
 
 from mx_jax import formats
 from mx_jax.codecs.rounding import Rounding, rounding_mode
@@ -15,7 +15,7 @@ from mx_jax.mxarray import html_table
 from mx_jax.ops.arguments import RECIPES_OF_A_FORMAT, named_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.reference import scale_rules
-from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, operand
+from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals, operand
 
 # The rule that loses least, by measurement: FLOOR, the specification's, clips 2.4 % of normally
 # distributed values in E2M1. Others take their scale kind's default.
@@ -58,7 +58,7 @@ def measured_operand(format: FormatLike, rounding: Rounding | str = "nearest") -
     )
     rule = known and MEASURED_RULES.get(known)
     if rounding.random_bits:
-        fitting = (own for own in UNCLIPPED if format.scale.kind in own.kinds)
+        fitting = (free for free in UNCLIPPED if format.scale.kind in free.kinds)
         rule = next(fitting, rule)
     return operand(format, scale_rule=rule, rounding=rounding)
 
@@ -71,8 +71,9 @@ TENSORS = {
 }
 _OF_ALL = ("scale_rule", "rounding")
 _PARTS = ("format", "scale_rule", "rounding", "prescale")
-_WORDS = ("weights", "activations", "gradients", *_OF_ALL, *TENSORS)
+_WORDS = ("weights", "activations", "gradients", *_OF_ALL, *TENSORS, "backward")
 HIGH = MatmulSpec(lhs=None, rhs=None)
+Backward = Literal["high_precision", "dequantized", "quantized"]
 
 
 def _product(before: MatmulSpec, product: str, changes: Mapping[str, Any]) -> MatmulSpec:
@@ -133,6 +134,29 @@ def _texts(changes: Mapping[str, Any], specs: Mapping[str, MatmulSpec]) -> Itera
         yield f"{word}={shown or 'high precision'}"
 
 
+def _with_backward(recipe: "Recipe", output: MatmulSpec, backward: str) -> "Recipe":
+    """The recipe with that `output` and the backward products of one of the words."""
+    if backward not in (words := get_args(Backward)):
+        raise ValueError(
+            f"backward must be one of {', '.join(words)}{nearest(backward, words)}, got "
+            f"backward={backward!r}"
+        )
+    is_high = recipe.grad_input.is_high_precision and recipe.grad_weight.is_high_precision
+    if backward == "quantized" and not is_high:
+        return recipe
+    if output.is_high_precision and backward != "high_precision":
+        raise ValueError(
+            "backward follows what the output quantizes, but output is in high precision, got "
+            f"backward={backward!r}; start from a recipe that quantizes it, as mxfp8()"
+        )
+    products = {"grad_input": HIGH, "grad_weight": HIGH}
+    if backward == "quantized":
+        x, w = output.lhs, output.rhs
+        products = {"grad_input": MatmulSpec(lhs=x, rhs=w), "grad_weight": MatmulSpec(lhs=x, rhs=x)}
+    residuals = Residuals.QUANTIZED if backward == "dequantized" else Residuals.PRIMAL
+    return dataclasses.replace(recipe, output=output, residuals=residuals, **products)
+
+
 # What a word of `with_` takes for a tensor and for a product; `...`: as it is.
 _Tensor = formats.BlockFormat | str | OperandSpec | Mapping[str, Any] | EllipsisType | None
 _Product = MatmulSpec | EllipsisType | None
@@ -170,6 +194,7 @@ class Recipe(MatmulRecipe):
         output: _Product = ...,
         grad_input: _Product = ...,
         grad_weight: _Product = ...,
+        backward: Backward | EllipsisType = ...,
         **unknown: Never,
     ) -> "Recipe":
         """This recipe with other operands; everything that is not named stays.
@@ -193,6 +218,10 @@ class Recipe(MatmulRecipe):
           output: the product itself, whole; None: in high precision.
           grad_input: the gradient of the left operand, likewise.
           grad_weight: the gradient of the right operand, likewise.
+          backward: both products of gradients, before other words change them. "high_precision":
+            of the operands as they came; "dequantized": in high precision, of the values that the
+            output multiplied; "quantized": as the recipe has it, and where it quantizes neither
+            product, gradients as it quantizes activations.
 
         Raises:
           ValueError: a word that finds nothing to change, unknown names and parts, or operands
@@ -218,7 +247,7 @@ class Recipe(MatmulRecipe):
                 "recipe changes by dataclasses.replace(recipe, ...)"
             )
         tensors = weights, activations, gradients
-        values = *tensors, scale_rule, rounding, output, grad_input, grad_weight
+        values = *tensors, scale_rule, rounding, output, grad_input, grad_weight, backward
         changes = {w: v for w, v in zip(_WORDS, values, strict=True) if v is not ...}
         specs: dict[str, MatmulSpec] = {}
         for product in TENSORS:
@@ -230,7 +259,13 @@ class Recipe(MatmulRecipe):
                 )
             if product in changes:
                 specs[product] = spec or HIGH
-        reached = [p for p in TENSORS if p not in specs and not getattr(self, p).is_high_precision]
+        base = self
+        if (word := changes.pop("backward", None)) is not None:
+            try:
+                base = _with_backward(self, specs.get("output", self.output), word)
+            except ValueError as error:
+                raise ValueError(f"{operation}: {error}") from None
+        reached = [p for p in TENSORS if p not in specs and not getattr(base, p).is_high_precision]
         for word in (word for word in changes if word not in TENSORS):
             of = [p for p, sides in TENSORS.items() if word in (*_OF_ALL, *sides.values())]
             if not {*of} & {*reached}:
@@ -242,16 +277,17 @@ class Recipe(MatmulRecipe):
                 )
         for product in reached:
             try:
-                specs[product] = _product(getattr(self, product), product, changes)
+                specs[product] = _product(getattr(base, product), product, changes)
             except (TypeError, ValueError) as error:
                 raise type(error)(
                     f"{operation}, {product}: {error}; {product} multiplies "
                     f"{TENSORS[product]['lhs']} and {TENSORS[product]['rhs']}"
                 ) from None
         if name is None:
-            is_changed = dataclasses.replace(self, **specs) != self
-            name = ", ".join((self.name, *_texts(changes, specs))) if is_changed else self.name
-        return dataclasses.replace(self, name=name, **specs)
+            texts = [] if base == self else [f"backward={backward}"]
+            texts += [] if dataclasses.replace(base, **specs) == base else _texts(changes, specs)
+            name = ", ".join((self.name, *texts))
+        return dataclasses.replace(base, name=name, **specs)
 
     def __repr__(self) -> str:
         """What makes it, as Python reads it after `from mx_jax.recipes import *`; a `Gather` in it

@@ -221,45 +221,46 @@ def _at_most(sizes: jax.Array, most: int) -> jax.Array:
 
 def _slots(arriving: jax.Array, capacity: int) -> jax.Array:
     """Where the rows of each expert, in the order of their senders, are among those by sender."""
-    senders, experts = arriving.shape
-    first = jnp.arange(senders, dtype=jnp.int32)[:, None] * capacity
-    first = first + jnp.cumsum(arriving, axis=1) - arriving
-    sizes, first = arriving.T.reshape(-1), first.T.reshape(-1)
-    ends = jnp.cumsum(sizes)
-    row = jnp.arange(senders * capacity, dtype=jnp.int32)
-    run = jnp.searchsorted(ends, row, side="right", method="compare_all")
-    run = jnp.minimum(run, senders * experts - 1)
-    slot = first[run] + row - (ends - sizes)[run]
-    return jnp.where(row < ends[-1], slot, senders * capacity).astype(jnp.int32)
+    row = jnp.arange(capacity, dtype=jnp.int32)
+    search = functools.partial(jnp.searchsorted, side="right", method="compare_all")
+    # Behind the last row of a sender all experts are past.
+    expert = jax.vmap(search, (0, None))(jnp.cumsum(arriving, axis=1), row).reshape(-1)
+    slot = jnp.argsort(expert, stable=True).astype(jnp.int32)
+    return jnp.where(jnp.arange(slot.size) < arriving.sum(), slot, slot.size)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def go(axis_name: AxisNames, num_rows: int, x: jax.Array, to: Route) -> jax.Array:
-    """A device's rows `[m, c]` to where their experts are: `[p, c]` by expert, zeros behind."""
-    del num_rows
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def exchange(axis_name: AxisNames, num_rows: int, back: bool, x: jax.Array, to: Route) -> jax.Array:
+    """A device's rows `[m, c]` to where their experts are, `[p, c]` by expert, zeros behind; or
+    back: `[p, c]` by expert to `[m, c]`, zeros in rows that stayed."""
+    room = jnp.zeros((num_rows if back else to.slot.size, x.shape[1]), x.dtype)
+    slots = jnp.arange(to.sent.size, dtype=jnp.int32) * to.capacity
+    share = min(max(-(-num_rows // to.sent.size), 1), to.capacity)
+    x = _take(x, to.position) if back else x
 
     def as_ragged(x: jax.Array, to: Route) -> jax.Array:
-        room = jnp.zeros((to.slot.size, x.shape[1]), x.dtype)
-        mine = jnp.full_like(to.sent, lax.axis_index(axis_name) * to.capacity)
-        numbers = vary_alike((x, room, to.starts, to.sent, mine, to.received))
-        return lax.ragged_all_to_all(*numbers, axis_name=axis_name)
+        if back:
+            sizes = slots, to.received, to.returned, to.sent
+        else:
+            mine = jnp.full_like(to.sent, lax.axis_index(axis_name) * to.capacity)
+            sizes = to.starts, to.sent, mine, to.received
+        return lax.ragged_all_to_all(*vary_alike((x, room, *sizes)), axis_name=axis_name)
 
-    padded = functools.partial(_go_padded, axis_name)
-    return _take(lax.platform_dependent(x, to, cpu=padded, default=as_ragged), to.slot)
+    def padded(x: jax.Array, to: Route) -> jax.Array:
+        sides = (to.starts, to.sent), (slots, to.received)
+        sends, lands = sides[::-1] if back else sides
+        most = to.most if to.capacity > share else None
+        return _in_turns(axis_name, x, room, sends, lands, share, most)
+
+    moved = lax.platform_dependent(x, to, cpu=padded, default=as_ragged)
+    return moved if back else _take(moved, to.slot)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def come_back(axis_name: AxisNames, num_rows: int, y: jax.Array, to: Route) -> jax.Array:
-    """Undo `go`: `[p, c]` by expert to `[m, c]`, zeros in rows that stayed."""
-
-    def as_ragged(y: jax.Array, to: Route) -> jax.Array:
-        room = jnp.zeros((num_rows, y.shape[1]), y.dtype)
-        senders = jnp.arange(to.sent.size, dtype=jnp.int32) * to.capacity
-        numbers = vary_alike((y, room, senders, to.received, to.returned, to.sent))
-        return lax.ragged_all_to_all(*numbers, axis_name=axis_name)
-
-    padded = functools.partial(_back_padded, axis_name, num_rows)
-    return lax.platform_dependent(_take(y, to.position), to, cpu=padded, default=as_ragged)
+# Each way is the other's transpose.
+exchange.defvjp(
+    lambda axis, rows, back, x, to: (exchange(axis, rows, back, x, to), to),
+    lambda axis, rows, back, to, g: (exchange(axis, rows, not back, g, to), None),
+)
 
 
 def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
@@ -268,64 +269,44 @@ def _take(x: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.take(x, rows, axis=0, mode="fill", fill_value=0)
 
 
-def _turn(to: Route, num_rows: int) -> jax.Array:
-    """Which rows for each device move in the first turn: an even share, if there is room."""
-    share = max(-(-num_rows // to.sent.size), 1)
-    return jnp.arange(min(share, to.capacity), dtype=jnp.int32)
-
-
 def _in_turns(
-    to: Route, size: int, turn: Callable[..., jax.Array], room: jax.Array, *alike: jax.Array
+    axis_name: AxisNames,
+    x: jax.Array,
+    room: jax.Array,
+    sends: tuple[jax.Array, jax.Array],
+    lands: tuple[jax.Array, jax.Array],
+    share: int,
+    most: jax.Array | None,
 ) -> jax.Array:
-    """Room filled in as many turns as the fullest exchange needs: CPUs send no ragged arrays."""
-    room, *_ = vary_alike((room, to.sent, *alike))
-    first = jnp.zeros_like(to.most)
-    if to.capacity <= size:
-        return turn(first, room)
-    step = lambda state: (state[0] + size, turn(*state))  # noqa: E731
-    return lax.while_loop(lambda state: state[0] < to.most, step, (first, room))[1]
+    """`lax.ragged_all_to_all`, which CPUs do not have, by shares of equal numbers of rows.
 
-
-def _go_padded(axis_name: AxisNames, x: jax.Array, to: Route) -> jax.Array:
-    row, devices, capacity = _turn(to, len(x)), to.sent.size, to.capacity
-
-    def turn(first: jax.Array, room: jax.Array) -> jax.Array:
-        index = first + row
-        source = jnp.where(index < to.sent[:, None], to.starts[:, None] + index, len(x))
-        arrived = lax.all_to_all(_take(x, source.reshape(-1)), axis_name, 0, 0, tiled=True)
-        arrived = arrived.reshape(devices, row.size, -1)
-        return lax.dynamic_update_slice_in_dim(room, arrived, first, 1)
-
-    room = jnp.zeros((devices, capacity + -capacity % row.size, x.shape[1]), x.dtype)
-    return _in_turns(to, row.size, turn, room, x)[:, :capacity].reshape(-1, x.shape[1])
-
-
-def _back_padded(axis_name: AxisNames, num_rows: int, y: jax.Array, to: Route) -> jax.Array:
-    size, devices, capacity = _turn(to, num_rows).size, to.sent.size, to.capacity
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    device = jnp.searchsorted(to.starts, row, side="right", method="compare_all") - 1
-    index = jnp.where(row < to.starts[device] + to.sent[device], row - to.starts[device], -1)
-    y = jnp.pad(y.reshape(devices, capacity, -1), ((0, 0), (0, -capacity % size), (0, 0)))
+    Args:
+      axis_name: mesh axis.
+      x: rows.
+      room: where those that arrive go.
+      sends: first row for each device, and how many.
+      lands: first row of each sender in the room, and how many.
+      share: rows to each device in a turn.
+      most: rows from any device to any other; None: no more than a share.
+    """
+    row, at = (jnp.arange(size, dtype=jnp.int32) for size in (share, len(room)))
+    (starts, sizes), (first_rows, numbers) = sends, lands
+    sender = jnp.searchsorted(first_rows, at, side="right", method="compare_all") - 1
+    index = at - first_rows[sender]
+    index = jnp.where(index < numbers[sender], index, -1)
 
     def turn(first: jax.Array, room: jax.Array) -> jax.Array:
-        moved = lax.dynamic_slice_in_dim(y, first, size, 1).reshape(devices * size, -1)
-        moved = lax.all_to_all(moved, axis_name, 0, 0, tiled=True)
-        is_in = (first <= index) & (index < first + size)
-        rows = jnp.where(is_in, device * size + index - first, 0)
+        source = jnp.where(first + row < sizes[:, None], starts[:, None] + first + row, len(x))
+        moved = lax.all_to_all(_take(x, source.reshape(-1)), axis_name, 0, 0, tiled=True)
+        is_in = (first <= index) & (index < first + share)
+        rows = jnp.where(is_in, sender * share + index - first, 0)
         return jnp.where(is_in[:, None], moved[rows], room)
 
-    return _in_turns(to, size, turn, jnp.zeros((num_rows, y.shape[2]), y.dtype), y)
-
-
-# Each is the other's transpose.
-go.defvjp(
-    lambda axis, rows, x, to: (go(axis, rows, x, to), to),
-    lambda axis, rows, to, g: (come_back(axis, rows, g, to), None),
-)
-come_back.defvjp(
-    lambda axis, rows, y, to: (come_back(axis, rows, y, to), to),
-    lambda axis, rows, to, g: (go(axis, rows, g, to), None),
-)
+    room, *_ = vary_alike((room, x, sizes, numbers))
+    if most is None:
+        return turn(jnp.zeros_like(row[0]), room)
+    step = lambda state: (state[0] + share, turn(*state))  # noqa: E731
+    return lax.while_loop(lambda state: state[0] < most, step, (jnp.zeros_like(most), room))[1]
 
 
 @functools.partial(
@@ -372,7 +353,7 @@ class Dispatched:
                 f"send_back: needs a row for each that arrived, got y.shape={y.shape} for "
                 f"rows.shape={self.rows.shape}; pass what ragged_dot makes of rows"
             )
-        return come_back(self.axis_name, self.num_rows, y, self.route)
+        return exchange(self.axis_name, self.num_rows, True, y, self.route)
 
 
 def dispatch(
@@ -444,7 +425,7 @@ def dispatch(
     if isinstance(rows, MXArray):
         arrived = _go_coded(axis_name, rows, to, same_scale)
     else:
-        arrived = go(axis_name, num_rows, rows, to)
+        arrived = exchange(axis_name, num_rows, False, rows, to)
     return Dispatched(
         rows=arrived, group_sizes=to.sizes, route=to, axis_name=axis_name, num_rows=num_rows
     )
@@ -465,7 +446,7 @@ def _go_coded(axis_name: AxisNames, rows: MXArray, to: Route, same_scale: bool) 
     if rows.tensor_scale is not None and not same_scale:
         parts.append(jnp.broadcast_to(rows.tensor_scale, (num_rows, 1)))
     as_bytes = [lax.bitcast_convert_type(part, jnp.uint8).reshape(num_rows, -1) for part in parts]
-    moved: Any = go(axis_name, num_rows, jnp.concatenate(as_bytes, axis=1), to)
+    moved: Any = exchange(axis_name, num_rows, False, jnp.concatenate(as_bytes, axis=1), to)
     found, start = [], 0
     for part in parts:
         width, itemsize = part.shape[1], part.dtype.itemsize
@@ -484,5 +465,5 @@ def _go_coded(axis_name: AxisNames, rows: MXArray, to: Route, same_scale: bool) 
     )
     if rows.primal is None:
         return arrived
-    back = functools.partial(come_back, axis_name, num_rows)
+    back = functools.partial(exchange, axis_name, num_rows, True)
     return dataclasses.replace(arrived, primal=_linked(back, rows.primal, arrived, to))

@@ -53,7 +53,6 @@ class Movement:
 
     stored: tuple[Part, ...]  # where it lies
     gathered: frozenset[str]
-    as_codes: bool  # whether it moves once it is quantized, or before
     maxima: int | None = None  # axis along which codes have the maxima of their blocks behind them
 
     @property
@@ -104,9 +103,7 @@ class Movement:
         stored, used = (self._outside(parts, x.shape) for parts in (self.stored, self.used))
         if stored == used:
             return x
-        mesh: Any = jax.sharding.get_abstract_mesh()
-        if any(type_of(name) is AxisType.Explicit for name in self.gathered):
-            return jax.sharding.reshard(x, NamedSharding(mesh, spec_of(used)))
+        mesh = jax.sharding.get_abstract_mesh()
         pairs = list(zip(x.shape, stored, used, strict=True))
         counts = (math.prod(mesh.shape[name] for name in part) for part in stored)
         if all(part[: len(own)] == own for _, part, own in pairs) and not any(
@@ -143,8 +140,7 @@ class Movement:
             if names := tuple(name for name in part if name in self.gathered & manual):
                 cotangent = lax.psum_scatter(cotangent, names, scatter_dimension=axis, tiled=True)
         stored, used = (self._outside(parts, cotangent.shape) for parts in (self.stored, self.used))
-        if stored == used or any(type_of(name) is AxisType.Explicit for name in self.gathered):
-            # On meshes with explicit axes a product says itself where it goes.
+        if stored == used:
             return cotangent
         return lax.with_sharding_constraint(cotangent, spec_of(stored))
 
@@ -251,8 +247,6 @@ class Gather:
       rhs: where the right operand, the weight, lies: mesh axes of each of its axes. None: what its
         type says, on a mesh with explicit axes; in layers, what Flax's metadata say.
       lhs: likewise for the left operand; None on other meshes: it is not gathered.
-      as_codes: False gathers values in place of codes, once for a product and its gradients where
-        XLA keeps what it gathered: bfloat16 has 16 bits an element, MXFP8 in two orientations 16.5.
 
     Examples:
       >>> import dataclasses, mx_jax
@@ -265,7 +259,6 @@ class Gather:
     _: dataclasses.KW_ONLY
     rhs: PartitionSpec | None = None
     lhs: PartitionSpec | None = None
-    as_codes: bool = True
 
     def __post_init__(self):
         axes: Any = (self.axes,) if isinstance(self.axes, str) else self.axes
@@ -338,7 +331,7 @@ class Gather:
         gathered = names & frozenset(name for part in stored for name in part)
         if not gathered:
             return None
-        return Movement(stored=stored, gathered=gathered, as_codes=self.as_codes)
+        return Movement(stored=stored, gathered=gathered)
 
 
 def with_maxima(x: jax.Array, blocks: Blocks, axis: int, names: Sequence[str]) -> jax.Array:

@@ -1,82 +1,245 @@
-"""Which part of a product each device computes, once the compiler knows where its operands lie.
+"""Operations that the compiler splits between devices, by what the axes of their arrays count.
 
-What each device multiplies, along which mesh axes sums are added up, and so what has to move. An
-operand is gathered only along mesh axes that the product has from the other one, as for
-`jax.lax.dot_general`.
+XLA asks when it compiles and knows real shardings. An operation names the axes of its operands and
+results; Shardy's rule, shardings of all arrays, each device's part and batches follow from that.
 """
 
 import dataclasses
+import functools
+import hashlib
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, Sharding
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from mx_jax.axes import ProductAxes
 from mx_jax.sharding.movement import Part, spec_of
 
-# An axis of the product: its group ("b", "m", "n" or "k") and its number there.
-Factor = tuple[str, int]
+Shape = tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Factors:
-    """The axes of both operands and of their product, by what they have in common."""
+class Axis(NamedTuple):
+    """What an axis of an array counts: `count` entries for each `unit` positions of a factor.
 
-    lhs: tuple[Factor, ...]
-    rhs: tuple[Factor, ...]
-    out: tuple[Factor, ...]
+    Factors are axes of the operation, such as "m0"; those that begin with "k" are summed over.
+    """
 
-    @classmethod
-    def of(cls, axes: ProductAxes) -> "Factors":
-        """Those of operands in canonical order, as `("k", 0)`."""
-        sides = []
-        for kept, own in (("m", axes.lhs), ("n", axes.rhs)):
-            names: dict[int, Factor] = {}
-            for group, found in (("b", own.batch), (kept, own.kept), ("k", own.contracting)):
-                names |= {axis: (group, number) for number, axis in enumerate(found)}
-            sides.append(tuple(names[axis] for axis in range(own.ndim)))
-        out = (
-            *(("b", number) for number in range(len(axes.lhs.batch))),
-            *(("m", number) for number in range(len(axes.lhs.kept))),
-            *(("n", number) for number in range(len(axes.rhs.kept))),
-        )
-        return cls(sides[0], sides[1], out)
+    factor: str
+    unit: int = 1
+    count: int = 1
 
 
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """What each device computes of a product."""
+# What devices may split of an array; None: that axis stays whole.
+ArrayAxes = tuple[Axis | None, ...]
 
-    mesh: Mesh  # of axes as fine as any sharding can cut them
-    parts: Mapping[Factor, Part]  # for each factor the mesh axes that split it
-    # For axes of the product, the mesh axes along which its sums are scattered.
-    scattered: Mapping[Factor, Part]
+
+def axes_like(
+    shape: Sequence[int], whole: Sequence[int], factors: Sequence[str], blocks: Sequence[int | None]
+) -> ArrayAxes:
+    """The axes of an array that has an entry for each position of another, each block, or all."""
+
+    def axis(length: int, size: int, factor: str, block: int | None) -> Axis | None:
+        if length == size:
+            return Axis(factor)
+        if block is None or length != -(-size // block):
+            return None
+        # Blocks of which the last is a part have no other parts.
+        return Axis(factor, size, length) if size % block else Axis(factor, block)
+
+    return tuple(map(axis, shape, whole, factors, blocks))
+
+
+class Placed(NamedTuple):
+    """An array as it lies: what each of its axes counts, and the mesh axes that split it."""
+
+    axes: ArrayAxes
+    parts: tuple[Part, ...]
 
     @property
-    def summed(self) -> Part:
-        """The mesh axes along which sums are added up and not scattered."""
-        names = [name for factor, part in self.parts.items() if factor[0] == "k" for name in part]
-        gone = {name for part in self.scattered.values() for name in part}
-        return tuple(name for name in names if name not in gone)
+    def by_factor(self) -> dict[str, Part]:
+        """The mesh axes of each factor."""
+        pairs = zip(self.axes, self.parts, strict=True)
+        return {axis.factor: part for axis, part in pairs if axis is not None}
 
-    def operand(self, factors: Sequence[Factor]) -> tuple[Part, ...]:
-        """Where an operand lies as it is multiplied."""
-        return tuple(self.parts[factor] for factor in factors)
 
-    def product(self, factors: Sequence[Factor]) -> tuple[Part, ...]:
-        """Where the product lies."""
-        return tuple((*self.parts[factor], *self.scattered.get(factor, ())) for factor in factors)
+class Factors(NamedTuple):
+    """The factors of an operation."""
 
-    def sharding(self, parts: tuple[Part, ...], shape: Sequence[int], whole: Sequence[int]) -> Any:
-        """The sharding of an array with one entry along some axes of an operand `whole`."""
-        own = tuple(
-            part if length > 1 or size == 1 else ()
-            for part, length, size in zip(parts, shape, whole, strict=True)
-        )
-        return NamedSharding(self.mesh, spec_of(own))
+    sizes: dict[str, int]  # in positions
+    units: dict[str, int]  # of which all arrays have whole entries
+
+    @classmethod
+    def of(
+        cls, operands: Sequence[ArrayAxes], shapes: Sequence[Shape], results: Sequence[ArrayAxes]
+    ) -> "Factors":
+        """Those of operands of these shapes, and of results."""
+        sizes, units = dict[str, int](), dict[str, int]()
+        for axis in itertools.chain(*operands, *results):
+            if axis is not None:
+                units[axis.factor] = math.lcm(units.get(axis.factor, 1), axis.unit)
+        for axis, length in zip(itertools.chain(*operands), itertools.chain(*shapes), strict=True):
+            if axis is not None:
+                sizes[axis.factor] = length * axis.unit // axis.count
+        return cls(sizes, units)
+
+
+class Division(NamedTuple):
+    """What each device computes: a function of its parts, and which parts of arrays these are."""
+
+    operands: Sequence[tuple[Part, ...]]
+    results: Sequence[tuple[Part, ...]]
+    compute: Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """An operation that the compiler splits between devices.
+
+    Attributes:
+      compute: `compute(call, *operands)`, for each device's part; a hashable value.
+      call: what is computed.
+      tree: of the operands.
+      batches: for each `vmap`, the innermost first, which leaves have its axis in front.
+    """
+
+    compute: Callable[..., Any]
+    call: Any
+    tree: Any
+    batches: tuple[tuple[bool, ...], ...] = ()
+
+    def axes(self, shapes: Sequence[Shape]) -> tuple[list[ArrayAxes], list[ArrayAxes]]:
+        """Of the operands' leaves, which have these shapes, and of the results."""
+        raise NotImplementedError
+
+    def divide(
+        self,
+        devices: Mapping[str, int],
+        factors: Factors,
+        operands: list[Placed],
+        results: list[Placed],
+    ) -> Division:
+        """What each device computes, by where operands lie and results are wanted, on a mesh of so
+        many devices along each axis."""
+        raise NotImplementedError
+
+    def __call__(self, *leaves: jax.Array) -> list[jax.Array]:
+        return _operation(self, tuple(x.shape for x in leaves))(*leaves)
+
+    def run(self, *leaves: jax.Array) -> list[jax.Array]:
+        """The results' leaves, without a batch."""
+        return jax.tree.leaves(self.compute(self.call, *jax.tree.unflatten(self.tree, leaves)))
+
+    def mapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of leaves without batches, of those with them."""
+        for batched in self.batches:
+            function = jax.vmap(function, tuple(0 if own else None for own in batched))
+        return function
+
+    def all_axes(self, shapes: Sequence[Shape]) -> tuple[list[ArrayAxes], list[ArrayAxes]]:
+        """The axes of operands and results, with those of batches."""
+        every = [Axis(f"v{number}") for number in reversed(range(len(self.batches)))]
+        batches = [
+            [axis for axis, batched in zip(every, self.batches[::-1], strict=True) if batched[leaf]]
+            for leaf in range(len(shapes))
+        ]
+        inner = [shape[len(own) :] for shape, own in zip(shapes, batches, strict=True)]
+        operands, results = self.axes(inner)
+        operands = [(*own, *axes) for own, axes in zip(batches, operands, strict=True)]
+        return operands, [(*every, *axes) for axes in results]
+
+
+@functools.lru_cache(maxsize=4096)
+def _operation(split: Split, shapes: tuple[Shape, ...]) -> Any:
+    """A split as one operation, with its rules for devices and batches."""
+    operands, results = split.all_axes(shapes)
+    factors = Factors.of(operands, shapes, results)
+
+    def divide(mesh: Mesh, arrays: Sequence[Any], wanted: Sequence[Any]) -> tuple[Mesh, Division]:
+        mesh = fine_mesh(mesh, arrays[1])  # behind the name
+
+        def placed(x: Any, axes: ArrayAxes) -> Placed:
+            known = x is not None
+            lies = stored_parts(x.sharding, x.shape, mesh) if known else ((),) * len(axes)
+            return Placed(axes, lies)
+
+        devices = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
+        lies = list(map(placed, arrays[1:], operands)), list(map(placed, wanted, results))
+        return mesh, split.divide(devices, factors, *lies)
+
+    def place(mesh: Mesh, arrays: Sequence[tuple[Part, ...]]) -> list[NamedSharding]:
+        return [NamedSharding(mesh, spec_of(parts)) for parts in arrays]
+
+    def infer(mesh: Mesh, arrays: Sequence[Any], wanted: Any) -> Any:
+        # The older partitioner's question; the newer has the rule.
+        mesh, division = divide(mesh, arrays, [None] * len(results))
+        return place(mesh, division.results)
+
+    def partition(mesh: Mesh, arrays: Sequence[Any], wanted: Sequence[Any]) -> Any:
+        mesh, division = divide(mesh, arrays, wanted)
+
+        def run(name: jax.Array, *leaves: jax.Array) -> Any:
+            # Types have no mesh's explicit axes while the compiler asks.
+            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                return division.compute(*leaves)
+
+        places = (NamedSharding(mesh, PartitionSpec(None)), *place(mesh, division.operands))
+        return mesh, run, place(mesh, division.results), places
+
+    rule, summed, sizes = sharding_rule(operands, results, factors)
+    partitioned: Any = custom_partitioning(lambda name, *leaves: split.mapped(split.run)(*leaves))
+    partitioned.def_partition(
+        partition=partition,
+        infer_sharding_from_operands=infer,
+        # A reshape may have cut a mesh axis in two, which no NamedSharding of its mesh says.
+        decode_shardings=False,
+        sharding_rule=f"name, {rule}",
+        reduction_factors=summed,
+        **sizes,
+    )
+    # Nothing reads the name: it tells programs apart in the key of a compilation cache.
+    name = np.frombuffer(hashlib.sha256(repr(split).encode()).digest(), np.uint32)
+    operation: Any = custom_vmap(functools.partial(partitioned, name))
+
+    @operation.def_vmap
+    def _(size: int, in_batched: Sequence[bool], *leaves: jax.Array) -> Any:
+        wider = dataclasses.replace(split, batches=(*split.batches, tuple(in_batched)))
+        return wider(*leaves), [True] * len(results)
+
+    return operation
+
+
+def sharding_rule(
+    operands: Sequence[ArrayAxes], results: Sequence[ArrayAxes], factors: Factors
+) -> tuple[str, tuple[str, ...], dict[str, int]]:
+    """Shardy's rule, the factors that are summed over, and sizes of factors below an axis."""
+    # Shardy takes no factor of one beside another.
+    counts = [(name, size, factors.units[name]) for name, size in factors.sizes.items()]
+    shared = {name for name, size, unit in counts if size > unit and size % unit == 0}
+    sizes: dict[str, int] = {}
+    summed: dict[str, None] = {}
+    alone = itertools.count()
+
+    def word(axis: Axis | None) -> str:
+        if axis is None or (axis.factor not in shared and axis.unit > 1):
+            return f"own{next(alone)}"
+        names = [axis.factor]
+        entries = 1
+        if axis.factor in shared:
+            entries = factors.units[axis.factor] // axis.unit * axis.count
+        if entries > 1:
+            names.append(f"{axis.factor}_{entries}")
+            sizes[names[-1]] = entries
+        if axis.factor.startswith("k"):
+            summed.update(dict.fromkeys(names))
+        return names[0] if len(names) == 1 else f"({' '.join(names)})"
+
+    sides = (", ".join(" ".join(map(word, axes)) for axes in side) for side in (operands, results))
+    return " -> ".join(sides), tuple(summed), sizes
 
 
 def fine_mesh(mesh: Mesh, x: jax.ShapeDtypeStruct) -> Mesh:
@@ -128,57 +291,3 @@ def _part_of(starts: list[int], length: int, names: Sequence[str], sizes: Sequen
             return ()
         stride *= sizes[i]
     return tuple(names[i] for _, i in reversed(minor_first))
-
-
-def share(
-    mesh: Mesh,
-    factors: Factors,
-    stored: tuple[tuple[Part, ...], tuple[Part, ...], tuple[Part, ...]],
-    sizes: Mapping[Factor, int],
-    granules: Mapping[Factor, Sequence[int]],
-) -> Share:
-    """What each device computes."""
-    owners = [
-        {name: factor for factor, part in zip(own, parts, strict=True) for name in part}
-        for own, parts in zip((factors.lhs, factors.rhs, factors.out), stored, strict=True)
-    ]
-    # In the order that the product has, or else an operand.
-    order = dict.fromkeys(
-        name for parts in (stored[2], *stored[:2]) for part in parts for name in part
-    )
-    count = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
-    parts: dict[Factor, Part] = dict.fromkeys(sizes, ())
-    scattered: dict[Factor, Part] = {}
-    for name in order:
-        lhs, rhs, out = (owner.get(name) for owner in owners)
-        factor = _factor_of(lhs, rhs, out)
-        if factor is None:
-            continue
-        wider = (*parts[factor], name)
-        each, rest = divmod(sizes[factor], math.prod(count[own] for own in wider))
-        if rest or any(each % granule for granule in granules.get(factor, ())):
-            continue
-        parts[factor] = wider
-        if factor[0] == "k" and out is not None:
-            scattered[out] = (*scattered.get(out, ()), name)
-    # What is contracted lies as it does in an operand: in another order, all of it would move.
-    lies = [name for parts in stored[:2] for part in parts for name in part]
-    for factor, part in parts.items():
-        if factor[0] == "k":
-            parts[factor] = tuple(sorted(part, key=lies.index))
-    for factor, part in list(scattered.items()):
-        if sizes[factor] % math.prod(count[own] for own in (*parts[factor], *part)):
-            del scattered[factor]
-    return Share(mesh, parts, scattered)
-
-
-def _factor_of(lhs: Factor | None, rhs: Factor | None, out: Factor | None) -> Factor | None:
-    """What a mesh axis splits, by what it splits of operands and product as they lie."""
-    if lhs is not None and lhs == rhs:
-        return lhs
-    if out is not None:
-        return out
-    for own in (lhs, rhs):
-        if own is not None and own[0] != "k":
-            return own
-    return lhs or rhs

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from mx_jax.backends.select import only_backend
 from mx_jax.nn.cache import KVCache, attend
@@ -103,19 +102,6 @@ def test_transforms(name: str):
     found = run(query, cache, positions)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5)
-
-
-def test_devices_share_the_heads_of_codes():
-    query, cache = held(5, 24, 32, "mxfp8_e4m3")
-    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows = NamedSharding(mesh, PartitionSpec(None, "heads"))
-    run = jax.jit(KVCache.attend)
-    with only_backend("cpu_ffi"), jax.set_mesh(mesh):
-        program = run.lower(jax.device_put(cache, rows), query, 11).compile()
-        found = program(jax.device_put(cache, rows), query, 11)
-    assert "mx_jax_cpu_attend_codes" in str(program.as_text())
-    assert "all-gather" not in str(program.as_text())
-    np.testing.assert_array_equal(found, run(cache, query, 11))
 
 
 def test_keys_and_values_in_different_formats_are_decoded():

@@ -3,10 +3,8 @@
 import contextlib
 import dataclasses
 import errno
-import html
 import json
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +19,7 @@ import safetensors.numpy
 import mx_jax
 from mx_jax import calibrate, checkpoint
 from mx_jax.checkpoint import files, writers
-from mx_jax.commands import inspect, main, rules, stream
+from mx_jax.commands import main, rules, stream
 from mx_jax.commands.diff import difference
 from mx_jax.commands.stream import partial_folder
 from mx_jax.mxarray import MXArray
@@ -388,12 +386,12 @@ def test_inspect_tells_what_a_divisor_multiplies_by(tmp_path: Path, cli: Cli):
 def test_inspect(tmp_path: Path, cli: Cli):
     exact = np.zeros((2, 64), np.float32)
     exact[0, :3], exact[1, 32], exact[1, 40] = (1, 4, 6.5), 0.3, np.nan
-    whole, path, page = (tmp_path / name for name in ("w.safetensors", "a.safetensors", "a.html"))
+    whole, path = tmp_path / "w.safetensors", tmp_path / "a.safetensors"
     safetensors.numpy.save_file({"<up>.weight": np.nan_to_num(exact)}, whole)
     stored = mx_jax.quantize(np.nan_to_num(exact), "mxfp4")
     checkpoint.save(path, {"<up>.weight": stored, "norm": jnp.asarray(exact[1])})
     words = ("inspect", path, "--reference", whole)
-    up, norm = cli.json(*words, "--html", page)["tensors"]
+    up, norm = cli.json(*words)["tensors"]
     # amax 6.5 and 0.3 get the scales 1 and 2^-4, blocks of zeros the smallest.
     assert up["scales"] == {"-127": 2, "-4": 1, "0": 1}
     assert up["format"] == "mxfp4" and up["stored"] == "mx_jax" and up["bits"] == 4.25
@@ -402,17 +400,6 @@ def test_inspect(tmp_path: Path, cli: Cli):
     assert norm["not_finite"] == 1 and norm["scales"] is None
     assert norm["amax"] == pytest.approx(0.3) and norm["format"] == "float32"
     assert up["warnings"][-1].endswith("are zero") and "NaN or infinite" in str(norm["warnings"])
-    drawn = page.read_text()
-    tags = re.findall(r"<(\w+)", drawn)
-    # Blocks of zeros are told in words: their scale says nothing.
-    assert tags.count("rect") == 4, "of the tensor, and of those of its kind"
-    assert "2 at 2^-127, as zeros are" in drawn
-    # Nothing is fetched from elsewhere, and a name is no tag.
-    assert set(re.findall(r'(?:src|href)="(\w*:?)', drawn)) <= {"data:"}
-    assert "script" not in tags and "up" not in tags
-    assert norm["warnings"][0] in html.unescape(drawn)
-    mx_jax.inspect.report(path, tmp_path / "b.html", reference=whole)
-    assert drawn == (tmp_path / "b.html").read_text()
     table, _ = cli(*words)
     assert f"norm: {norm['warnings'][0]}" in table
     table, _ = cli(*words, "--only", ".*up.*")
@@ -537,16 +524,13 @@ def test_an_output_that_is_there(model: Path, tmp_path: Path, cli: Cli):
     folder.mkdir()
     linked.symlink_to(model)
     os.link(model, folder / "model.safetensors")
-    config = tmp_path / "config.json"
-    config.write_text("{}")
-    # By a link, in a folder, and as a file that is read beside tensors.
+    # By a link, and in a folder.
     for words_of_one in (
         ("quantize", linked, folder, "--format", "mxfp4", "--force"),
         ("convert", folder, linked, "--to", "mx_jax", "--force"),
-        ("inspect", tmp_path, "--html", config, "--force"),
     ):
         assert "is what is read; write to another place" in cli.error(*words_of_one)
-    assert model.read_bytes() == before and config.read_text() == "{}"
+    assert model.read_bytes() == before
     (folder / "model.safetensors").rename(folder / "adapter.safetensors")
     linked.unlink()
     safetensors.numpy.save_file({UP: matrix()}, linked)
@@ -660,24 +644,3 @@ def test_a_disk_that_is_full_leaves_no_half_tokenizer(
     said = cli.error("quantize", source, out, "--format", "mxfp4")
     assert "No space left on device: '" in said and "tokenizer.json" in said
     assert [*tmp_path.iterdir()] == [source]
-
-
-def test_a_page_replaces_nothing_unasked(
-    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-):
-    page = tmp_path / "page.html"
-    cli("inspect", model, "--html", page)
-    before = model.read_bytes()
-    assert "is what is read" in cli.error("inspect", model, "--html", model, "--force")
-    assert f"{page} is there already" in cli.error("inspect", model, "--html", page)
-    cli("inspect", model, "--html", page, "--force")
-    page.unlink()
-    with monkeypatch.context() as patch:  # one that appears meanwhile
-        look = inspect.facts_of
-        patch.setattr(inspect, "facts_of", lambda *_, **__: page.write_text("") or look(*_, **__))
-        assert f"{page} is there already" in cli.error("inspect", model, "--html", page)
-    nowhere = tmp_path / "none" / "page.html"
-    assert f"{nowhere} must be a file in a folder" in cli.error("inspect", model, "--html", nowhere)
-    with pytest.raises(ValueError, match=r"report: .*model\.safetensors is what is read"):
-        mx_jax.inspect.report(checkpoint.read(model), model)
-    assert model.read_bytes() == before

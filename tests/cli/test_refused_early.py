@@ -179,8 +179,8 @@ def test_a_device_is_not_replaced(file: Path, cli: Cli):
     """A pipe here: a test that fails would leave the machine without the device."""
     pipe = file.with_name("pipe.safetensors")
     os.mkfifo(pipe)
-    for words in (["quantize", file, pipe, "--format", "mxfp4"], ["inspect", file, "--html", pipe]):
-        assert f"{pipe} is a device or a pipe" in cli.error(*words, "--force")
+    words = ("quantize", file, pipe, "--format", "mxfp4", "--force")
+    assert f"{pipe} is a device or a pipe" in cli.error(*words)
     assert pipe.is_fifo()
 
 
@@ -224,16 +224,17 @@ def test_a_dry_run_refuses_what_the_run_refuses(file: Path, cli: Cli):
 def test_a_table_that_is_wider_than_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Names stay whole: they stand above the numbers."""
+    """Names go on below themselves, and numbers stay whole."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("COLUMNS", "50")
     name = f"model.layers.0.{'x' * 30}.weight"
     columns, row = ("tensor", "format", "bits", "SQNR dB"), (name, "float32", "32", "18.5")
     print_table(columns, [row], left=columns[:2], title="1 tensors")
-    expected = "1 tensors\ntensor  format\n  bits  SQNR dB\n"
-    assert capsys.readouterr().out == f"{expected}{name}  float32\n    32     18.5\n"
-    print_table(columns, [("a", *row[1:])], left=columns[:2])
-    assert "│ a " in capsys.readouterr().out
+    first, *others = [
+        line.split("│") for line in capsys.readouterr().out.splitlines() if "│" in line
+    ]
+    assert [cell.strip() for cell in first[2:5]] == ["float32", "32", "18.5"]
+    assert others and "".join(line[1].strip() for line in (first, *others)) == name
     # Through a pipe tables are as wide as they have to be.
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     print_table(columns, [(name * 5, *row[1:])], left=columns[:2])

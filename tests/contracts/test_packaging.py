@@ -69,6 +69,4 @@ def test_a_build_without_the_library_says_so(tmp_path: Path):
     assert "python -m mx_jax env" in output
     (wheel,) = tmp_path.glob("*.whl")
     assert wheel.name.partition("-py3-")[2] == "none-any.whl"
-    assert {"mx_jax/inspect/report_page.html", "mx_jax/py.typed"} <= set(
-        zipfile.ZipFile(wheel).namelist()
-    )
+    assert "mx_jax/py.typed" in zipfile.ZipFile(wheel).namelist()

@@ -23,13 +23,13 @@ PUBLIC = {
         search_scales tell_input
     """,
     "mx_jax.checkpoint": """
-        Certificate LAYOUTS Layout Plausibility Stored Weights from_packed from_wire
+        LAYOUTS Layout Plausibility Stored Weights from_packed from_wire
         load plausibility quantization_config read save to_wire transcode write
     """,
     "mx_jax.convert": """
-        AutoFilter CacheFormat Conv Decision DotGeneral Kind Layer RaggedDot Report Rule Slot
-        UnusedRuleWarning every function gains linen nnx numbered original register report
-        tree weights weights_report
+        AutoFilter CacheFormat Conv Decision DotGeneral Layer RaggedDot Report Rule
+        UnusedRuleWarning function gains linen nnx original report
+        weights weights_report
     """,
     "mx_jax.formats": """
         BLOCK_FORMATS BlockFormat BlockSize E2M1 E2M3 E3M2 E4M3 E4M3FNUZ E4M3_SCALE E5M2
@@ -52,9 +52,8 @@ PUBLIC = {
         KVCache join_stored linen nnx split_stored
     """,
     "mx_jax.inspect": """
-        Explanation Jsonl Memory NonFiniteError Record
-        Captured STATISTICS Scalar Sink Tag capture
-        explain guard report saturated_fraction
+        Captured Explanation NonFiniteError Record Records
+        STATISTICS Tag capture explain guard
         sqnr_db
     """,
     "mx_jax.sharding": """

@@ -1,7 +1,6 @@
 """What tests of conversion share: recipes, a layer, what a report says and a program makes."""
 
 import collections
-import dataclasses
 from typing import Any
 
 import jax
@@ -37,17 +36,3 @@ def as_function(model: nnx.Module) -> tuple[Any, Any]:
     """An nnx model as a function of its state and of arguments, and that state."""
     graph, state = nnx.split(model)
     return lambda state, *args, **kwargs: nnx.merge(graph, state)(*args, **kwargs), state
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TreeLinear:
-    """As Equinox has it: of one example, a kernel `[out, in]`, and a key that it may be given."""
-
-    weight: Any
-    bias: Any = None
-    name: str = dataclasses.field(default="", metadata={"static": True})
-
-    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
-        x = self.weight @ x
-        return x if self.bias is None else x + self.bias

@@ -1,6 +1,5 @@
 """Convolutions as products of patches: the same numbers, and recipes where a rule names them."""
 
-import functools
 from typing import Any
 
 import flax.linen as nn
@@ -9,20 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import lax
 
 import mx_jax
 from mx_jax import convert, recipes
 from mx_jax.backends.cpu_ffi import products
 from mx_jax.backends.select import only_backend
 from mx_jax.convert import Rule
-from mx_jax.convert.kinds import ConvOfDotGeneral
+from mx_jax.jaxpr.read import walk
 from tests.needs import needs_library
 from tests.quick import quick
 
 from .helpers import MXFP8
 
-BY_PRODUCTS = ConvOfDotGeneral(dot_general=lax.dot_general)
+# Exact for small integers.
+BY_PRODUCTS = Rule(".*", recipes.weight_only("mxfp8"), types=convert.Conv)
 CASES = {
     "1x1": dict(kernel_size=(1, 1)),
     "3x3 same": dict(kernel_size=(3, 3)),
@@ -49,7 +48,7 @@ def test_equals_the_convolution(name: str):
         return rng.integers(-4, 5, shape).astype(np.float32)
 
     conv, x = nn.Conv(5, **CASES[name]), integers((2, 6, 9, 3))
-    ours = conv.copy(conv_general_dilated=lambda *args, **options: BY_PRODUCTS(*args, **options))
+    ours = convert.linen(conv, BY_PRODUCTS)
     shapes = jax.eval_shape(conv.init, jax.random.key(0), x)
     variables = jax.tree.map(lambda leaf: integers(leaf.shape), shapes)
 
@@ -65,11 +64,10 @@ def test_equals_the_convolution(name: str):
 
 def test_patches_that_do_not_overlap_are_not_copied():
     x, kernel = jnp.ones((1, 8, 8, 4)), jnp.ones((4, 4, 4, 5))
-    run = functools.partial(
-        BY_PRODUCTS, window_strides=(4, 4), padding="VALID", rhs_dilation=(1, 1)
-    )
-    primitives = {eqn.primitive.name for eqn in jax.make_jaxpr(run)(x, kernel).eqns}
-    assert "dot_general" in primitives and "concatenate" not in primitives
+    run = convert.linen(nn.Conv(5, (4, 4), (4, 4)), BY_PRODUCTS).apply
+    program = jax.make_jaxpr(run)({"params": {"kernel": kernel, "bias": jnp.ones(5)}}, x)
+    primitives = {site.eqn.primitive.name for site in walk(program)}
+    assert "mx_matmul" in primitives and "concatenate" not in primitives
 
 
 X = np.random.default_rng(2).standard_normal((2, 4, 4, 64), np.float32)

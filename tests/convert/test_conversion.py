@@ -1,10 +1,9 @@
-"""What every way to convert must give, stated once and asked of each: linen, nnx, trees, functions.
+"""What every way to convert must give, stated once and asked of each: linen, nnx, functions.
 
 All convert one small model, `tanh(x up) down` without biases, whose products written by hand are
 what they are compared with. What is a matter of one framework alone is in the files of their names.
 """
 
-import dataclasses
 import functools
 import pickle
 import re
@@ -25,7 +24,7 @@ from mx_jax import convert, recipes
 from mx_jax.convert import Report, Rule, UnusedRuleWarning
 from tests.quick import quick
 
-from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, TreeLinear, recipe_names
+from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, recipe_names
 from .linen_models import WIDTH, Compact
 
 ALL = Rule(".*", MXFP8)
@@ -78,16 +77,6 @@ class NnxOwn(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return by_name(self.kind, x, self.w[...])
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TreeOwn:
-    w: Any
-    kind: str = dataclasses.field(metadata={"static": True})
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return by_name(self.kind, x, self.w)
 
 
 class Way:
@@ -277,39 +266,6 @@ class Nnx(Way):
         return table, lambda method, x: getattr(converted, method)(x)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class TreeModel:
-    up: Any
-    down: Any
-
-    def __call__(self, x: jax.Array, *, key: Any = None) -> jax.Array:
-        keys = (None, None) if key is None else jax.random.split(key)
-        return self.down(jnp.tanh(self.up(x, key=keys[0])), key=keys[1])
-
-
-class Tree(Way):
-    operation, foreign = staticmethod(convert.tree), TreeOwn
-
-    def model(self, kernels: Kernels = KERNELS) -> Any:
-        return TreeModel(*(TreeLinear(kernels[name].T) for name in ("up", "down")))
-
-    def run(self, model: Any, kernels: Kernels, x: jax.Array, key: Any = None) -> jax.Array:
-        leaves = jax.tree.leaves(self.model(kernels))
-        model = jax.tree.unflatten(jax.tree.structure(model), leaves)
-        return jax.vmap(functools.partial(model, key=key))(x)
-
-    def identity(self, model: Any) -> Any:
-        return jax.tree.structure(model)
-
-    def own(self, kind: str) -> Any:
-        return [TreeOwn(OWN, kind)]
-
-    def run_own(self, layer: Any, w: jax.Array, x: jax.Array, key: Any = None) -> jax.Array:
-        (own,) = jax.tree.unflatten(jax.tree.structure(layer), [w])
-        return own(x) if key is None else own(x, key=key)
-
-
 def function_model(kernels: Kernels, x: jax.Array) -> jax.Array:
     with jax.named_scope("up"):
         x = jnp.tanh(x @ kernels["up"])
@@ -332,11 +288,8 @@ class Function(Way):
         return convert.report(function_model, rules, KERNELS, X, weights=0, **options)
 
 
-WAYS = {"linen": Linen(), "nnx": Nnx(), "tree": Tree(), "function": Function()}
+WAYS = {"linen": Linen(), "nnx": Nnx(), "function": Function()}
 OWN_LAYERS = [name for name, way in WAYS.items() if way.foreign]
-
-
-pytestmark = pytest.mark.usefixtures("registered_linear")
 
 
 @pytest.fixture
@@ -465,11 +418,6 @@ class TestOwnLayers:
     """A layer that conversion does not know and that multiplies by name."""
 
     def test_which_rules_convert_it(self, way: Any):
-        """Each; of a tree, whose nodes are converted one by one, those that name its type."""
-        if isinstance(way, Tree):
-            with pytest.warns(UnusedRuleWarning, match="only a rule with types=TreeOwn converts"):
-                assert way.operation(way.own("product"), ALL) == way.own("product")
-            return
         (decision,) = convert.report(way.own("product"), ALL, X).decisions
         layer = decision.layer
         assert (layer.path, layer.type, layer.product) == ("", way.foreign, convert.DotGeneral)
@@ -519,10 +467,7 @@ class TestOwnLayers:
 
     def test_one_without_a_product(self, way: Any):
         layer = way.operation(way.own("none"), Rule(".*", WEIGHT_ONLY, types=way.foreign))
-        missing = pytest.warns(UnusedRuleWarning, match="the model has no layer that a rule reac")
-        if isinstance(way, Tree):
-            missing = pytest.raises(ValueError, match=r"names the type of .*, but its call")
-        with missing:
+        with pytest.warns(UnusedRuleWarning, match="the model has no layer that a rule reac"):
             way.run_own(layer, OWN, X)
 
 

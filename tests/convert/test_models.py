@@ -193,8 +193,7 @@ class TestGpt2:
         # A recipe of weights alone says nothing of products without.
         assert made(Rule(".*", WEIGHT_ONLY)) == {"dot_general": 5, "mx_matmul": 6}
 
-    def test_a_converted_part_of_another_model(self):
-        """Its scope is an argument of the trace: what it keeps, sows and draws is as before."""
+    def test_what_a_part_keeps_sows_and_draws_is_as_before(self):
 
         class Part(nn.Module):
             @nn.compact
@@ -212,11 +211,12 @@ class TestGpt2:
                 return nn.Dense(8)(self.part(self.part(x, scale=2.0), scale=1.0))
 
         x, rngs = jnp.ones((2, 4, 32)), {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-        plain, ours = Outer(Part()), Outer(convert.linen(Part(), ALL, strict=True))
+        plain, rule = Outer(Part()), Rule("part(/.*)?", MXFP8)
+        ours = convert.linen(plain, rule, strict=True)
         variables = quick(plain.init)(rngs, x)
         jax.tree.map(np.testing.assert_array_equal, quick(ours.init)(rngs, x), variables)
 
-        def run(module: nn.Module) -> Any:
+        def run(module: Any) -> Any:
             return functools.partial(module.apply, rngs=rngs, mutable=["calls", "intermediates"])
 
         assert products(run(plain), variables, x) == {"dot_general": 3}

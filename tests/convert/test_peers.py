@@ -184,38 +184,39 @@ def test_gpt2():
 
 
 def test_equinox():
-    """Layers replaced in the tree: trained, serialised, taken apart and put together."""
+    """Layers by their places in the model, which is an argument: trained, in cells too."""
     eqx = pytest.importorskip("equinox")
-    plain = eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0))
-    report = convert.report(plain, Rule(".*", recipes.mxfp8()))
-    assert [own.layer.path for own in report.decisions] == ["layers/0", "layers/1", "layers/2"]
-    assert [own.layer.shape for own in report.decisions] == [(64, 128), (128, 128), (128, 64)]
-    converted = convert.tree(plain, Rule(".*", recipes.mxfp8()), strict=True)
+    model = {
+        "mlp": eqx.nn.MLP(64, 64, 128, 2, key=jax.random.key(0)),
+        "lstm": eqx.nn.LSTMCell(64, 32, key=jax.random.key(0)),
+    }
     x = np.random.default_rng(0).standard_normal((32, 64), np.float32)
-    _, static = eqx.partition(plain, eqx.is_array)
-    params, of_converted = eqx.partition(converted, eqx.is_array)
 
-    def run(static: Any) -> Any:
-        return lambda params: jax.vmap(eqx.combine(params, static))(x)
+    def run(model: Any, x: Any) -> Any:
+        hidden, _ = jax.lax.scan(
+            lambda state, x: (model["lstm"](x, state), None), (x[0, :32], x[1, :32]), x
+        )
+        return jax.vmap(model["mlp"])(x), hidden
 
-    plain_params = convert.original(params)
-    assert eqx.tree_equal(plain_params, eqx.filter(plain, eqx.is_array))
-    assert eqx.tree_equal(convert.original(converted), plain)
-    before, after = run(static)(plain_params), run(of_converted)(params)
-    assert 20 < mx_jax.inspect.sqnr_db(before, after) < 45
+    def loss(model: Any, x: Any) -> Any:
+        return jnp.mean((run(model, x)[0] - x) ** 2)
 
-    @eqx.filter_jit
-    @eqx.filter_value_and_grad
-    def loss(model: Any) -> Any:
-        return jnp.mean((jax.vmap(model)(x) - x) ** 2)
-
-    first, _ = last, _ = loss(converted)
+    rules = [Rule("mlp/.*", recipes.mxfp8()), Rule(".*", None, types=eqx.nn.LSTMCell)]
+    report = convert.report(run, rules, model, x, weights=0)
+    assert [(own.layer.path, own.layer.shape, own.rule) for own in report.decisions] == [
+        ("lstm", (64, 128), 1),
+        ("lstm", (32, 128), 1),
+        ("mlp/layers/0", (64, 128), 0),
+        ("mlp/layers/1", (128, 128), 0),
+        ("mlp/layers/2", (128, 64), 0),
+    ]
+    converted = eqx.filter_jit(convert.function(run, rules, weights=0, strict=True))
+    before, after = run(model, x), converted(model, x)
+    assert 20 < mx_jax.inspect.sqnr_db(before[0], after[0]) < 45
+    np.testing.assert_allclose(before[1], after[1], rtol=1e-5, atol=1e-6)
+    step = eqx.filter_jit(eqx.filter_value_and_grad(convert.function(loss, rules, weights=0)))
+    first, _ = last, _ = step(model, x)
     for _ in range(20):
-        last, gradient = loss(converted)
-        converted = eqx.apply_updates(converted, jax.tree.map(lambda g: -g, gradient))
+        last, gradient = step(model, x)
+        model = eqx.apply_updates(model, jax.tree.map(lambda g: -g, gradient))
     assert last < 0.95 * first
-    assert isinstance(converted.layers[0], eqx.nn.Linear)
-    cells = {"lstm": eqx.nn.LSTMCell(32, 32, key=jax.random.key(0)), "other": [x]}
-    cells = convert.tree(cells, Rule("lstm", recipes.mxfp8()), strict=True)
-    hidden, _ = cells["lstm"](x[0, :32], (x[1, :32], x[2, :32]))
-    assert hidden.shape == (32,)

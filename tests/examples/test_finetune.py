@@ -170,9 +170,23 @@ def test_every_way_learns_and_resumes(way: str, call, monkeypatch, capsys):
     assert f"{way}: done before" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+def test_a_teacher_is_what_is_learned(here: Path, call):
+    """Divergences: none from oneself, and less and less of what few bits cost."""
+    gently = "--lr", "5e-4", "--steps", "12"
+    assert (
+        call("--ways", "float32,qat:mxfp4", "--teacher", "model", "--out", "distilled", *gently)
+        == 0
+    )
+    itself, coarse = (losses("distilled", way) for way in ("float32", "qat:mxfp4"))
+    assert abs(itself["train"][0]) < 1e-6
+    assert 1e-3 < coarse["train"][-1] < 0.9 * coarse["train"][0]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (("--teacher", "nowhere"), "there is no nowhere; a small model to try"),
         (("--ways", "mxfp5"), "mxfp5"),
         (("--ways", "ptq:mxfp4"), "a way is RECIPE, qat:FORMAT or lora:FORMAT, got 'ptq:mxfp4'"),
         (("--ways", "qat:mxfp5"), "mxfp5"),

@@ -24,19 +24,19 @@ def both(function: Any) -> Any:
     return jax.value_and_grad(function, argnums=(0, 1))
 
 
-def captured(function: Any, *operands: Any, **options: Any) -> inspect.Memory:
+def captured(function: Any, *operands: Any, **options: Any) -> inspect.Records:
     """What is recorded of a compiled call."""
     step = inspect.capture(function, **options)
     quick(step)(*operands)
     return step.records
 
 
-def of(records: inspect.Memory, tensor: str, product: str = "output") -> list[inspect.Record]:
-    """Records of one operand, or of a product, in the order of the program."""
+def of(records: inspect.Records, tensor: str, product: str = "output") -> list[inspect.Record]:
+    """Records of one operand in the order of the program."""
     return [r for r in records.all() if (r.tag.product, r.tag.tensor) == (product, tensor)]
 
 
-def by_layer(records: inspect.Memory) -> dict[str, list[tuple[str, str]]]:
+def by_layer(records: inspect.Records) -> dict[str, list[tuple[str, str]]]:
     """What was recorded of each layer, with its index and call: products and tensors."""
     found: dict[str, list[tuple[str, str]]] = {}
     for record in records.all():

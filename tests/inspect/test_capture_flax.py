@@ -102,7 +102,7 @@ class Model(nn.Module):
         return layers(name="layers")(x, None)[0]
 
 
-def weights_by_index(records: inspect.Memory, product: str) -> dict[str, float]:
+def weights_by_index(records: inspect.Records, product: str) -> dict[str, float]:
     found = of(records, "weight", product)
     amaxes = {f"{record.path}#{record.tag.call}": record.stats["amax"] for record in found}
     assert len(amaxes) == len(found), "recorded once"

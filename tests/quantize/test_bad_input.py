@@ -235,13 +235,6 @@ def test_axes_of_packed_weights_that_are_no_ints():
         mx_jax.pack_weights(weights, num_batch=0.0)
 
 
-def test_saturated_fraction_of_another_shape():
-    with pytest.raises(ValueError, match=r"x.shape=\(32,\), quantized.shape=\(2, 32\); pass what"):
-        mx_jax.inspect.saturated_fraction(X[0], mx_jax.quantize(X, MXFP4))
-    with pytest.raises(TypeError, match="needs an MXArray, got quantized of type ndarray"):
-        mx_jax.inspect.saturated_fraction(X, X)
-
-
 def test_errors_come_at_trace_time():
     """Also under jit and before anything runs."""
     with pytest.raises(ValueError, match=r"axis=5 is out of range for shape=\(2, 32\)"):
@@ -326,7 +319,6 @@ ENTRIES: dict[str, Callable[[MXArray], Any]] = {
     "einsum": lambda w: mx_jax.einsum("mk,kn->mn", ACTIVATIONS, w, recipe=RECIPE),
     "ragged_dot": lambda w: mx_jax.ragged_dot(ACTIVATIONS, w, jnp.array([2]), recipe=RECIPE),
     "pack_weights": mx_jax.pack_weights,
-    "saturated_fraction": lambda w: mx_jax.inspect.saturated_fraction(WEIGHTS, w),
     "index": lambda w: w[:, :1],
     "reshape": lambda w: w.reshape(64, 2, 2),
     "at": lambda w: w.at[:, :1].set(w),

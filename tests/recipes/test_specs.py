@@ -185,7 +185,7 @@ def test_text():
             "residuals=Residuals.QUANTIZED, reduce_dtype='float32')",
         ),
         (recipes.mxfp4().with_(gradients={"prescale": 0.75, "rounding": STOCHASTIC}), None),
-        (dataclasses.replace(recipes.mxfp8(), gather=Gather("x", as_codes=False)), None),
+        (dataclasses.replace(recipes.mxfp8(), gather=Gather("x")), None),
         (dataclasses.replace(recipes.mxfp4(), name="mxfp8"), None),
     ],
     ids=map(str, range(5)),

@@ -4,9 +4,11 @@ import dataclasses
 import re
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 
-from mx_jax import recipes
+from mx_jax import matmul, recipes
 from mx_jax.formats import MXFP4, MXFP4_2D
 from mx_jax.recipes import Hadamard, MatmulSpec, Recipe, operand
 
@@ -154,6 +156,24 @@ def test_a_product_in_high_precision_stays_so():
     assert none.grad_weight == HIGH and none.output.rhs == recipes.nvfp4_pretraining().output.rhs
 
 
+def test_backward_by_one_word():
+    mxfp8, qat = recipes.mxfp8(), recipes.qat("mxfp8_e4m3")
+    assert mxfp8.with_(backward="dequantized", name=qat.name) == qat
+    assert (
+        qat.with_(backward="quantized", name="mxfp8") == mxfp8 == mxfp8.with_(backward="quantized")
+    )
+    assert mxfp8.with_(backward="quantized", gradients="mxfp8_e5m2").grad_input.lhs == operand(
+        "mxfp8_e5m2", scale_rule="rceil"
+    )
+    high = mxfp8.with_(backward="high_precision")
+    assert high.name == "mxfp8, backward=high_precision" and high.output == mxfp8.output
+    assert recipes.mxfp4_backward().with_(backward="quantized") == recipes.mxfp4_backward()
+    x, w = np.linspace(-1.0, 3.0, 2 * 64 * 8, dtype=np.float32).reshape(2, 64, 8)
+    gradients = jax.grad(lambda x, w: matmul(x.T, w, recipe=high).sum(), (0, 1))(x, w)
+    for gradient, exact in zip(gradients, (w.sum(1), x.sum(1)), strict=True):
+        np.testing.assert_allclose(gradient, np.repeat(exact[:, None], 8, 1), rtol=1e-6)
+
+
 def test_the_nearer_word_counts():
     """A product's before a tensor's before everything's."""
     found = recipes.mxfp4().with_(
@@ -229,6 +249,17 @@ def test_the_name_says_what_was_changed(words: dict[str, Any], name: str):
             "with_: recipe 'weight_only(mxfp4)', output: activations are in high precision here, "
             "got activations={'rounding': 'stochastic'}; name their format too, as activations={",
         ),
+        (
+            recipes.mxfp8(),
+            {"backward": "quantised"},
+            "with_: recipe 'mxfp8': backward must be one of high_precision, dequantized, quantized "
+            "(did you mean 'quantized'?), got backward='quantised'",
+        ),
+        (
+            recipes.high_precision(),
+            {"backward": "dequantized"},
+            "backward follows what the output quantizes, but output is in high precision, got",
+        ),
         (recipes.mxfp8(), {"weights": "mxfp9"}, "unknown block format name='mxfp9' (did "),
         (
             recipes.mxfp4(),
@@ -264,8 +295,8 @@ def test_errors_teach(base: Recipe, words: dict[str, Any], message: str):
             {"residuals": "quantized"},
             "with_: recipe 'mxfp4' got an unexpected keyword argument 'residuals', "
             "residuals='quantized'; it takes: name, weights, activations, gradients, scale_rule, "
-            "rounding, output, grad_input, grad_weight; the rest of a recipe "
-            "changes by dataclasses.replace(",
+            "rounding, output, grad_input, grad_weight, backward; the rest of "
+            "a recipe changes by dataclasses.replace(",
         ),
         ({"weights": {"prescale": "x"}}, "OperandSpec: prescale must be a number, got 'x'; output"),
         ({"name": ""}, "Recipe: name must be a text, got name=''; e.g. 'mine'"),

@@ -21,7 +21,6 @@ from tests.sharding.collectives import (
     draw_all,
     gathered,
     mesh_of,
-    place,
 )
 
 P = PartitionSpec
@@ -125,7 +124,7 @@ def test_parts_of_a_kernel_draw_their_own_bits():
 
 
 def test_blocks_between_devices(arrays):
-    """Sixteen rows a device, blocks of 32: jit gathers values, shard_map is refused."""
+    """Sixteen rows a device, blocks of 32: values are gathered; stored codes are refused."""
     x, w = arrays[0][:, :64], arrays[1][:64]
     expected = mx_jax.matmul(x, w, recipe=MXFP4)
     recipe = dataclasses.replace(MXFP4, gather=Gather("fsdp", rhs=P("fsdp")))
@@ -133,9 +132,18 @@ def test_blocks_between_devices(arrays):
     text, actual = compiled(run, mesh_of(AxisType.Auto), (x, w), (P(), P("fsdp")))
     assert gathered(text) == gathered(text, "f32") == 4 * w.size
     check([actual], [expected])
-    message = "along axis=0, got shard size=16 with block=32 of mxfp4 along mesh axes=['fsdp']; sha"
+    np.testing.assert_allclose(on_shards(MXFP4, P("fsdp"), x, w), expected, rtol=1e-6)
+    stored = mx_jax.quantize(w, "mxfp4", axis=0)
+    part = dataclasses.replace(stored, codes=stored.codes[:16], scales=stored.scales[:1])
+    local = jax.shard_map(
+        lambda x: mx_jax.matmul(x, part, recipe=recipe),
+        mesh=mesh_of(AxisType.Auto),
+        in_specs=P(),
+        out_specs=P(),
+    )
+    message = "along axis=0, got shard size=16 with block=32 of mxfp4 along mesh axes=['fsdp']; pas"
     with pytest.raises(ValueError, match=re.escape(message)):
-        on_shards(MXFP4, P("fsdp"), x, w)
+        jax.eval_shape(local, x)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -176,7 +184,6 @@ CODES = 2 * (W[0] * W[1] // 2 + W[0] * W[1] // 32)
 EIGHT_BITS = 2 * (W[0] * W[1] + W[0] * W[1] // 32)
 # XLA on CPU gathers bfloat16 as float32.
 VALUES = {"f32": 4 * W[0] * W[1]}
-AS_VALUES = Gather("fsdp", rhs=P("fsdp", None), as_codes=False)
 
 
 @pytest.mark.slow(but="codes of four bits")
@@ -187,26 +194,12 @@ AS_VALUES = Gather("fsdp", rhs=P("fsdp", None), as_codes=False)
         pytest.param(
             recipes.mxfp8(), jax.numpy.bfloat16, {"u8": EIGHT_BITS}, id="two of eight bits"
         ),
-        pytest.param(dataclasses.replace(MXFP4, gather=()), np.float32, VALUES, id="no axes"),
         pytest.param(HIGH, np.float32, VALUES, id="lax"),
     ],
 )
 def test_explicit_axes_without_an_argument(recipe: Any, dtype: Any, wanted: Any, arrays: Any):
     """As on automatic axes: codes; MXFP8 has 16.5 bits in two orientations, values 16."""
     assert gathered_by(recipe, AxisType.Explicit, arrays, dtype) == wanted
-
-
-@pytest.mark.slow(but="Auto")
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_values_where_they_are_told_to_move(kind: AxisType, arrays: Any):
-    """Once, for the product and both gradients, as lax's; the numbers are those of codes."""
-    recipe = dataclasses.replace(recipes.mxfp8(), gather=AS_VALUES)
-    assert gathered_by(recipe, kind, arrays, jax.numpy.bfloat16) == VALUES
-    if kind is AxisType.Auto:
-        mesh = mesh_of(kind)
-        with jax.set_mesh(mesh):
-            actual = quick(step(recipe))(*place(mesh, arrays, FSDP))
-        check(actual, quick(step(recipes.mxfp8()))(*arrays))
 
 
 @pytest.mark.slow(but="Explicit-True-mxfp4|Auto-False-mxfp8")

@@ -1,11 +1,9 @@
-"""One call of a compiled handler as JAX sees it: batched, split between devices, of open sizes.
+"""One call of a compiled handler as JAX sees it: batched, and of open sizes.
 
-All of that follows from a string that names the axes of its operands and results. `*b` stands for
-any number of batch axes, a number for an axis of that length. `k/32` counts the blocks of 32 along
-k, `k/k` those that are whole. The handler takes axes in parentheses as one.
-
-`vmap` adds a batch axis in front. Devices split batch axes and those that a result has too, blocked
-ones between blocks. An axis that no result has is gathered: its shards may cut blocks.
+Both follow from a string that names the axes of its operands and results. `*b` stands for any
+number of batch axes, a number for an axis of that length. `k/32` counts the blocks of 32 along k,
+`k/k` those that are whole. The handler takes axes in parentheses as one. `vmap` adds a batch axis
+in front. Devices that share a call each compute all of it: `backends/partition.py` splits calls.
 """
 
 import dataclasses
@@ -20,17 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from mx_jax.backends.target import devices_sharing, show_devices
 from mx_jax.codecs.blocks import num_blocks
 from mx_jax.codecs.explicit_axes import result_type, vary_alike
-from mx_jax.codecs.lowering import eager, lowering
-from mx_jax.formats import WHOLE, BlockSize, Whole
-from mx_jax.sharding.partition import fine_mesh, stored_parts
+from mx_jax.codecs.lowering import eager
+from mx_jax.formats import WHOLE, BlockSize
 
 Shape = tuple[int, ...]
 Shapes = tuple[Shape, ...]
@@ -77,9 +71,7 @@ def call(
         ),
         sizes=tuple((sizes or {}).items()),
     )
-    return tuple(
-        _HANDLER.bind(*operands, handler=handler, is_split=not lowering.value.on_one_device)
-    )
+    return tuple(_HANDLER.bind(*operands, handler=handler))
 
 
 # Axes ---------------------------------------------------------------------------------------------
@@ -185,22 +177,6 @@ class Geometry:
             shapes.append(((*batch, *map(math.prod, groups)), (*batch, *chain(*groups))))
         return shapes
 
-    def factors(self, array: Array) -> list[tuple[str | None, Axis | None]]:
-        """What devices split of each axis, by one name for all that have it; None: they do not."""
-        # A place in any batch is one, except where a single matrix stands for many; it is no
-        # `Axis`.
-        given, wanted = (
-            {axis.name for array in side for axis in array.axes}
-            for side in (self.operands, self.results)
-        )
-        batch, full = self.batches.get(array.batch, ()), self.batches[self.results[0].batch]
-        pairs: list[tuple[str | None, Axis | None]] = [
-            (f"batch{place}" if own != 1 or wide == 1 else None, None)
-            for place, (own, wide) in enumerate(zip(batch, full, strict=False))
-        ]
-        shared = {name for name in given & wanted if not name.isdigit()}
-        return pairs + [(axis.name if axis.name in shared else None, axis) for axis in array.axes]
-
 
 # The primitive ------------------------------------------------------------------------------------
 
@@ -211,34 +187,20 @@ _HANDLER.def_impl(functools.partial(eager, _HANDLER))
 
 
 @_HANDLER.def_abstract_eval
-def _types(*types: ShapedArray, handler: Handler, **_: object) -> tuple[Any, ...]:
+def _types(*types: ShapedArray, handler: Handler) -> tuple[Any, ...]:
     shapes = Geometry(handler, tuple(x.shape for x in types)).result_shapes()
     every = zip(shapes, handler.dtypes, strict=True)
     return tuple(result_type(types[0], shape, dtype) for (_, shape), dtype in every)
 
 
-def _lower(ctx: Any, *values: mlir.ir.Value, handler: Handler, is_split: bool) -> Any:
-    shapes, module = tuple(x.shape for x in ctx.avals_in), ctx.module_context
-    geometry = Geometry(handler, shapes)
-    # Exported programs hold no partitioning.
-    is_split &= devices_sharing(module.axis_context) > 1
-    is_split &= not module.lowering_parameters.for_export
+def _lower(ctx: Any, *values: mlir.ir.Value, handler: Handler) -> Any:
+    geometry = Geometry(handler, tuple(x.shape for x in ctx.avals_in))
     # Arrays that are as the handler takes them, of sizes that are known, need no more.
     lengths = (*geometry.sizes.values(), *chain(*geometry.batches.values()))
     groups = chain(*(array.groups for array in (*geometry.operands, *geometry.results)))
-    is_merged = all(isinstance(n, int) for n in lengths) and all(len(own) == 1 for own in groups)
-    if not is_split and is_merged:
+    if all(isinstance(n, int) for n in lengths) and all(len(group) == 1 for group in groups):
         return jax.ffi.ffi_lowering(handler.target)(ctx, *values, **handler.arguments)
-    compute: Any = functools.partial(_compute, handler)
-    if is_split:
-        ctx = show_devices(ctx, "cpu") or ctx
-        compute = custom_partitioning(compute)
-        compute.def_partition(
-            partition=functools.partial(_partition, handler, geometry),
-            # A reshape may have cut a mesh axis, which no NamedSharding can say.
-            decode_shardings=False,
-            sharding_rule=lambda mesh, given, wanted: _sharding_rule(geometry),
-        )
+    compute = functools.partial(_compute, handler)
     return mlir.lower_fun(compute, multiple_results=True)(ctx, *values)
 
 
@@ -259,9 +221,7 @@ def _compute(handler: Handler, *operands: jax.Array) -> Arrays:
     )
 
 
-def _batch(
-    operands: Sequence[jax.Array], axes: Sequence[int | None], *, handler: Handler, is_split: bool
-) -> Any:
+def _batch(operands: Sequence[jax.Array], axes: Sequence[int | None], *, handler: Handler) -> Any:
     """One more batch axis in front; a batch that has none gets one of length one."""
     (size, *_) = [x.shape[a] for x, a in zip(operands, axes, strict=True) if a is not None]
     arrays, results = parse(handler.axes)
@@ -278,88 +238,7 @@ def _batch(
             length = size if array.batch in wide or len(array.batch) > 1 else 1
             operand = jnp.broadcast_to(operand, (length, *operand.shape))
         lifted.append(operand)
-    return _HANDLER.bind(*lifted, handler=handler, is_split=is_split), (0,) * len(results)
+    return _HANDLER.bind(*lifted, handler=handler), (0,) * len(results)
 
 
 batching.primitive_batchers[_HANDLER] = _batch
-
-
-# Devices ------------------------------------------------------------------------------------------
-
-
-def _sharding_rule(geometry: Geometry) -> tuple[str, dict[str, Any]]:
-    """What Shardy is told: a factor for each axis, which of them stay whole, and sizes."""
-    whole: set[str] = set()
-    sizes: dict[str, int] = {}
-
-    def named(factor: str | None, axis: Axis | None) -> str:
-        if factor is None:
-            # Numbers are no names, and one operand may have two of them.
-            alike = axis is not None and axis.block is None and not axis.name.isdigit()
-            factor = f"whole_{axis.name}" if axis is not None and alike else f"whole{len(whole)}"
-            whole.add(factor)
-            return factor
-        block = None if axis is None else geometry.blocks.get(axis.name)
-        if axis is None or block is None:
-            return factor
-        size, inside = geometry.sizes[axis.name], f"{factor}_inside"
-        whole.add(inside)
-        # A symbolic axis counts as one that is cut nowhere.
-        if isinstance(block, int) and isinstance(size, int) and size > block and not size % block:
-            sizes[inside] = block
-            return f"({factor} {inside})" if axis.block is None else factor
-        whole.add(factor)
-        return inside if axis.block is None else factor
-
-    given, wanted = (
-        ", ".join(
-            " ".join(named(factor, axis) for factor, axis in geometry.factors(array))
-            for array in side
-        )
-        for side in (geometry.operands, geometry.results)
-    )
-    rule = f"{given} -> {wanted}"
-    ordered = dict.fromkeys(re.findall(r"\w+", rule))
-    return rule, {"need_replication_factors": tuple(f for f in ordered if f in whole), **sizes}
-
-
-def _partition(
-    handler: Handler,
-    geometry: Geometry,
-    mesh: Mesh,
-    given: tuple[jax.ShapeDtypeStruct, ...],
-    wanted: Sequence[jax.ShapeDtypeStruct],
-) -> Any:
-    """The same call on each device's shard, cut as the first result is wanted, between blocks."""
-    result = wanted[0]
-    mesh = fine_mesh(mesh, result)
-
-    def num_devices(part: Sequence[str]) -> int:
-        return math.prod(mesh.shape[name] for name in part)
-
-    def cuts_no_block(axis: Axis | None, part: Sequence[str]) -> bool:
-        block = None if axis is None else geometry.blocks.get(axis.name)
-        if axis is None or block is None:
-            return True
-        size = geometry.sizes[axis.name]
-        if isinstance(block, Whole) or not isinstance(size, int):
-            return False
-        return size % (block * num_devices(part)) == 0
-
-    found = stored_parts(result.sharding, result.shape, mesh)
-    factors = geometry.factors(geometry.results[0])
-    parts: dict[str | None, Any] = {
-        factor: part
-        for (factor, axis), part in zip(factors, found, strict=False)
-        if factor is not None and part and cuts_no_block(axis, part)
-    }
-    results, operands = (
-        tuple(
-            NamedSharding(mesh, PartitionSpec(*(parts.get(f) for f, _ in geometry.factors(array))))
-            for array in side
-        )
-        for side in (geometry.results, geometry.operands)
-    )
-    sizes = tuple((name, size // num_devices(parts.get(name, ()))) for name, size in handler.sizes)
-    local = functools.partial(_compute, dataclasses.replace(handler, sizes=sizes))
-    return mesh, local, results, operands
