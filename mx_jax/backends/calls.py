@@ -418,8 +418,8 @@ def result_of(call: Call, *operands: Any) -> Any:
     match call:
         case MatmulCall():
             (left, m), (right, n) = (
-                ([own.shape[a] for a in own.axes.batch], [own.shape[a] for a in own.axes.kept])
-                for own in (call.lhs, call.rhs)
+                ([side.shape[a] for a in side.axes.batch], [side.shape[a] for a in side.axes.kept])
+                for side in (call.lhs, call.rhs)
             )
             batch = [b if a == 1 else a for a, b in zip(left, right, strict=True)]
             return jax.ShapeDtypeStruct((*batch, *m, *n), call.out_dtype)
@@ -440,7 +440,7 @@ def result_of(call: Call, *operands: Any) -> Any:
         case QuantizeBothCall():
             x, bits, tensor_scale = operands
             pair = zip((call.first, call.second), bits, strict=True)
-            return tuple(result_of(single, x, own, tensor_scale) for single, own in pair)
+            return tuple(result_of(single, x, side, tensor_scale) for single, side in pair)
         case DequantizeCall():
             return jax.ShapeDtypeStruct(operands[0].shape, call.dtype)
         case RandomBitsCall():

@@ -28,7 +28,7 @@ from mx_jax.backends.calls import (
     ValuesCall,
 )
 from mx_jax.backends.primitive import bind, choose, compiler_splits
-from mx_jax.backends.target import follow
+from mx_jax.backends.target import on_devices_of
 from mx_jax.codecs.blocks import Blocks, varying_axes
 from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.mxarray import MXArray
@@ -274,7 +274,7 @@ class DenseProduct(RecipeProduct[Key]):
         if not both:
             return g, g
         axes = ".".join(f"axis{self.axes.of_g(side).block_axis}" for side in GRADIENTS)
-        with jax.named_scope("grad_both"), jax.named_scope(axes), follow(g):
+        with jax.named_scope("grad_both"), jax.named_scope(axes), on_devices_of(g):
             pair = quantize_operand_both(g, tuple(keys), casts=tuple(casts))
         if any(keys):
             return pair
@@ -416,7 +416,7 @@ def cast_operand(
 ) -> MXArray:
     """Quantize a checked array by its spec, on the backend that takes it on the machine in context.
 
-    Whoever calls it outside a product says `with follow(x)`.
+    Whoever calls it outside a product says `with on_devices_of(x)`.
     """
     call = cast_call(x, spec, blocks, tensor_scale)
     drawn = None if key is None else DerivedKey.of(key)

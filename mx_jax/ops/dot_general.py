@@ -16,7 +16,7 @@ from jax import lax
 
 from mx_jax.axes import SIDES, Axes, ProductAxes
 from mx_jax.backends.calls import AnyOperand
-from mx_jax.backends.target import follow
+from mx_jax.backends.target import on_devices_of
 from mx_jax.codecs.explicit_axes import (
     Spec,
     explicit_mesh,
@@ -127,7 +127,7 @@ def dot_general(
     product = DenseProduct(
         recipe=recipe, axes=axes, out_dtype=dtype, precision=precision, moves=moves
     )
-    with follow(lhs, rhs):
+    with on_devices_of(lhs, rhs):
         value = run_product(product, Primal.of(lhs), Primal.of(rhs), key)
     return _constrain(lax.squeeze(value, empty) if empty else value, out_sharding)
 

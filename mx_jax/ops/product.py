@@ -138,7 +138,7 @@ def stored_sides(lhs: Primal, rhs: Primal) -> tuple[Side, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def differentiable(product: Product[Extra], lhs: Primal, rhs: Primal, extra: Extra) -> jax.Array:
-    """What `product.forward` gives, with the product's own gradient; called in `follow(...)`."""
+    """The result of `product.forward` with the product's own gradient, in `on_devices_of(...)`."""
     # Derivatives of the gradient are those of the product in float32, its casts being identities.
     return product.forward(lhs.operand, rhs.operand, extra, stored_sides(lhs, rhs))
 

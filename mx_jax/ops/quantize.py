@@ -15,7 +15,7 @@ from jax.core import Tracer
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import AttendCall
 from mx_jax.backends.primitive import bind
-from mx_jax.backends.target import follow
+from mx_jax.backends.target import on_devices_of
 from mx_jax.codecs.blocks import check_parts
 from mx_jax.codecs.rounding import DerivedKey, Rounding
 from mx_jax.codecs.straight_through import straight_through
@@ -95,7 +95,7 @@ def quantize(
     blocks = blocks_along(array.shape, axis, spec.format)
     check_key(key, spec, "quantize")
     scale = check_tensor_scale(tensor_scale, spec.format, array.shape, blocks)
-    with follow(array):
+    with on_devices_of(array):
         result = quantize_operand(array, spec, blocks, key, scale)
     # Only a traced x can have a gradient; holding on to any other would keep it alive for nothing.
     traced = array if isinstance(array, Tracer) else None
@@ -140,7 +140,7 @@ def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = 
     wanted = np.dtype(x.dtype if dtype is None else jnp.dtype(dtype))
     if not jnp.issubdtype(wanted, jnp.floating):
         raise TypeError(f"dequantize: needs a float dtype, got dtype={wanted.name}")
-    with follow(x):
+    with on_devices_of(x):
         values = _dequantize(unlinked(x), dtype=wanted)
     return values if x.primal is None else straight_through(values, x.primal)
 
@@ -280,7 +280,7 @@ def quantize_both(
     keys = (None, None) if key is None else DerivedKey.of(key).split()
     scale = check_tensor_scale(tensor_scale, spec.format, array.shape, pair[0] + pair[1])
     casts = tuple(cast_call(array, spec, blocks, scale) for blocks in pair)
-    with follow(array):
+    with on_devices_of(array):
         results = quantize_operand_both(array, keys, scale, casts=casts)
     traced = array if isinstance(array, Tracer) else None
     first, second = (dataclasses.replace(codes, primal=traced) for codes in results)
@@ -345,7 +345,7 @@ def store_weights(
     spec = recipe.output.rhs
     assert spec is not None
 
-    with follow(x):
+    with on_devices_of(x):
         if by is not None:
             stored = _each(by, x, num_stacked)
         else:

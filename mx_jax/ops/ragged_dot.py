@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, OperandType, RaggedCall
 from mx_jax.backends.primitive import bind, choose
-from mx_jax.backends.target import follow
+from mx_jax.backends.target import on_devices_of
 from mx_jax.codecs.explicit_axes import AxisNames, explicit_mesh
 from mx_jax.codecs.rounding import NEAREST, DerivedKey
 from mx_jax.formats import Whole
@@ -129,7 +129,7 @@ def ragged_dot(
         product = RaggedProduct(recipe=own, out_dtype=out_dtype, precision=precision, moves=moves)
         return run_product(product, lhs, rhs, groups)
 
-    with follow(lhs, rhs):
+    with on_devices_of(lhs, rhs):
         mesh, given = explicit_mesh(lhs, rhs), (Primal.of(lhs), Primal.of(rhs), groups)
         if mesh is None:
             return multiply(recipe, *given)

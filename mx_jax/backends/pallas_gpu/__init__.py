@@ -28,9 +28,9 @@ def _offer(
     """A kind of call, taken if its sizes are constant, and by one device unless partitioned."""
 
     def reason(call: Call, target: Target) -> str | None:
-        found = rejects_symbolic(call) or rejects(call, target)
-        if found or partitioned or target.num_devices == 1:
-            return found
+        rejection = rejects_symbolic(call) or rejects(call, target)
+        if rejection or partitioned or target.num_devices == 1:
+            return rejection
         # XLA would gather a kernel's operands, and each device do all of the work.
         return (
             "runs on one device or below jax.shard_map: jit does not split a kernel, got "
