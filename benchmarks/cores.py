@@ -12,13 +12,19 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
+from benchmarks import held
+
 # Read by glibc when a process starts; other C libraries and systems take no notice.
 HUGE_PAGES = ("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
 
 
 def pin() -> None:
-    """Keep this process on the last of its cores; the first ones serve interrupts."""
+    """Keep this process on the last of its cores; the first ones serve interrupts.
+
+    Where the library is held to AVX2, XLA is too, as on a machine that has no more.
+    """
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    held.hold()
 
 
 def on_one_core(function: Callable[..., Any], *arguments: Any) -> Any:

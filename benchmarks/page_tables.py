@@ -11,14 +11,6 @@ from benchmarks.report import RESULTS, number
 Table = tuple[Sequence[str], Iterable[Sequence[str]]]
 _SQNR = ("mxint8", "mxfp8", "mxfp8_hybrid", "mxfp6", "nvfp4", "mxfp4")
 # What a result calls a way to round, and what the page does.
-_WAYS = {
-    "nearest, amax": "nearest, `amax`",
-    "MS-EDEN without rotation": "MS-EDEN without the transform",
-    "stochastic, amax_subnormal": "stochastic, `amax_subnormal` (`nvfp4_pretraining`)",
-    "stochastic, 4/6": "stochastic, `four_over_six` (`nvfp4_four_over_six`)",
-    "stochastic, amax_headroom": "stochastic, `amax_headroom` (`nvfp4_unbiased`)",
-    "MS-EDEN": "MS-EDEN (`examples/recipes/quartet_ii.py`)",
-}
 _PEERS = ("jax.nn", "Qwix", "torchao eager", "torchao compiled")
 # Operation, format, dtype and axis of a cast, and what the page calls it.
 _CASTS = {
@@ -107,19 +99,6 @@ def sqnr() -> Table:
     heads = ("recipe", "output (dB)", "input gradient (dB)", "weight gradient (dB)")
     products = ("output", "grad_input", "grad_weight")
     return heads, [(n, *(number(rows[n][product], 1) for product in products)) for n in _SQNR]
-
-
-def rounding() -> Table:
-    found = {row["way"]: row for row in result("rounding")["casts"] if row["data"] == "normal"}
-    rows = [
-        (
-            text,
-            _interval(found[way]["slope"], 1, 5),
-            *(_interval(found[way][what], 100, 3) for what in ("error", "bias")),
-        )
-        for way, text in _WAYS.items()
-    ]
-    return ("way", "slope", "error (%)", "bias (%)"), rows
 
 
 def casts() -> Table:
@@ -223,7 +202,6 @@ TABLES: dict[str, Callable[[], Table]] = {
         training,
         optimizer_states,
         sqnr,
-        rounding,
         casts,
         products,
         exchanged,
@@ -232,11 +210,6 @@ TABLES: dict[str, Callable[[], Table]] = {
         calibration,
     )
 }
-
-
-def _interval(value: dict[str, float], factor: float, digits: int) -> str:
-    mean, half = (f"{factor * value[name]:.{digits}f}" for name in ("mean", "half"))
-    return f"{mean} ± {half}"
 
 
 def _times(quartiles: dict[str, float], digits: int = 1) -> str:

@@ -20,10 +20,16 @@ from benchmarks import cores, environment, report
 from benchmarks.sqnr import all_recipes, operands, size
 from benchmarks.timing import Case, Samples, add_pace, measure, pace, ratio
 from mx_jax import recipes
-from mx_jax.axes import Axes, ProductAxes
+from mx_jax.axes import SIDES, Axes, ProductAxes
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.dense import DenseProduct, Taken, Task
-from mx_jax.recipes import MatmulSpec, Recipe
+from mx_jax.ops.product import (
+    MatmulPass,
+    QuantizedMatmul,
+    gradient_pass,
+    multiply,
+    quantize_operands,
+)
+from mx_jax.recipes import Recipe
 
 CLOCKS = {"all": "wall", "one": "cpu"}
 FLOAT32, STEP, QUANTIZE, MULTIPLY = "float32", "step", "quantize", "dequantize and multiply"
@@ -44,18 +50,20 @@ def step_function(recipe: Recipe) -> Callable[..., Any]:
     return step
 
 
-def products(recipe: Recipe) -> list[tuple[MatmulSpec, ProductAxes, str]]:
-    """Spec, axes and operands of the three products, as the library runs them."""
-    (grad_input, g_first), (grad_weight, g_last) = (
-        FORWARD.cotangent("lhs"),
-        FORWARD.cotangent("rhs"),
+def products(recipe: Recipe) -> list[tuple[QuantizedMatmul, MatmulPass, str]]:
+    """The three products, as the library runs them, and their operands."""
+    matmul = QuantizedMatmul(
+        recipe=recipe,
+        axes=FORWARD,
+        out_dtype=FLOAT,
+        quantizer=quantize_operands,
+        multiplier=multiply,
     )
-    assert g_first and not g_last
-    return [
-        (recipe.output, FORWARD, "xw"),
-        (recipe.grad_input, grad_input, "gw"),
-        (recipe.grad_weight.swapped(), grad_weight, "xg"),
-    ]
+    output = MatmulPass("output", recipe.output, FORWARD, FLOAT)
+    grad_input, grad_weight = (
+        gradient_pass(matmul, side, FORWARD.cotangent(side)) for side in SIDES
+    )
+    return [(matmul, output, "xw"), (matmul, grad_input, "gw"), (matmul, grad_weight, "xg")]
 
 
 def quantize_function(recipe: Recipe) -> Callable[..., Any]:
@@ -63,13 +71,10 @@ def quantize_function(recipe: Recipe) -> Callable[..., Any]:
 
     @jax.jit
     def quantize(x, w, g):
-        arrays = {"x": x, "w": w, "g": g}
-        prepared = []
-        for spec, axes, (lhs, rhs) in products(recipe):
-            key = jax.random.key(7) if spec.is_stochastic else None
-            task = Task(arrays[lhs], arrays[rhs], spec, axes)
-            how = DenseProduct(recipe=recipe, axes=axes, out_dtype=FLOAT)
-            prepared.append(how.take(task, None, key).operands)
+        arrays, prepared = {"x": x, "w": w, "g": g}, []
+        for _, this, (lhs, rhs) in products(recipe):
+            key = jax.random.key(7) if this.spec.is_stochastic else None
+            prepared.append(quantize_operands(this, (arrays[lhs], arrays[rhs]), key)[0])
         return prepared
 
     return quantize
@@ -79,15 +84,14 @@ def multiply_function(recipe: Recipe) -> Callable[..., Any]:
     """The three products of prepared operands, on the backend that takes them, jitted."""
 
     @jax.jit
-    def multiply(prepared):
-        found = []
-        for (spec, axes, _), (lhs, rhs) in zip(products(recipe), prepared, strict=True):
-            how = DenseProduct(recipe=recipe, axes=axes, out_dtype=FLOAT)
-            taken = Taken(Task(lhs, rhs, spec, axes), (lhs, rhs))
-            found.append(how.multiply(taken, FLOAT))
-        return found
+    def run(prepared):
+        each = zip(products(recipe), prepared, strict=True)
+        return [
+            multiply(matmul, this, operands, None, (), lambda: (None, None))
+            for (matmul, this, _), operands in each
+        ]
 
-    return multiply
+    return run
 
 
 def cases(recipe: Recipe, x: jax.Array, w: jax.Array, g: jax.Array) -> list[Case]:

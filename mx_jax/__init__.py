@@ -71,9 +71,6 @@ from mx_jax.ops.quantize import cast_cotangent as cast_cotangent
 from mx_jax.ops.quantize import dequantize as dequantize
 from mx_jax.ops.quantize import quantize as quantize
 from mx_jax.ops.quantize import quantize_both as quantize_both
-from mx_jax.ops.ragged_dot import expert_ragged_dot as expert_ragged_dot
-from mx_jax.ops.ragged_dot import ragged_dot as ragged_dot
-from mx_jax.optimizer import quantize_state as quantize_state
 from mx_jax.packed import PackedMXArray as PackedMXArray
 
 if _TYPE_CHECKING:
@@ -82,15 +79,25 @@ if _TYPE_CHECKING:
     from mx_jax import convert as convert
     from mx_jax import inspect as inspect
     from mx_jax import testing as testing
+    from mx_jax.ops.ragged_dot import expert_ragged_dot as expert_ragged_dot
+    from mx_jax.ops.ragged_dot import ragged_dot as ragged_dot
+    from mx_jax.optimizer import quantize_state as quantize_state
 
 __version__ = "0.1.0"
 # Imported when they are first used: few programs need them, and together they take half the time.
 _LATE = ("calibrate", "checkpoint", "convert", "inspect", "testing")
+_LATE_FUNCTIONS = {
+    "ragged_dot": "ops.ragged_dot",
+    "expert_ragged_dot": "ops.ragged_dot",
+    "quantize_state": "optimizer",
+}
 
 
 def __getattr__(name: str) -> _Any:
     if name in _LATE:
         return _importlib.import_module(f"{__name__}.{name}")
+    if name in _LATE_FUNCTIONS:
+        return getattr(_importlib.import_module(f"{__name__}.{_LATE_FUNCTIONS[name]}"), name)
     raise _missing_attribute(__name__, name)
 
 
@@ -98,4 +105,5 @@ def __dir__() -> list[str]:
     """What users need: neither what this module imports for itself nor the modules inside."""
     own = {name for name, value in globals().items() if not isinstance(value, _ModuleType)}
     public = {name for name in own if not name.startswith("_")}
-    return sorted({*public, *_LATE, "formats", "nn", "recipes", "sharding", "__version__"})
+    late = {*_LATE, *_LATE_FUNCTIONS}
+    return sorted({*public, *late, "formats", "nn", "recipes", "sharding", "__version__"})

@@ -128,10 +128,6 @@ class ProductAxes:
     rhs: Axes
 
     @functools.cached_property
-    def ndim(self) -> int:
-        return len(self.lhs.batch) + len(self.lhs.kept) + len(self.rhs.kept)
-
-    @functools.cached_property
     def dimension_numbers(self) -> lax.DotDimensionNumbers:
         """What `jax.lax.dot_general` takes."""
         return (self.lhs.contracting, self.rhs.contracting), (self.lhs.batch, self.rhs.batch)
@@ -144,11 +140,12 @@ class ProductAxes:
         it holds k first. The second value is whether g is the left operand.
         """
         batch, m, n = len(self.lhs.batch), len(self.lhs.kept), len(self.rhs.kept)
-        own, other = (self.lhs, self.rhs) if side == "lhs" else (self.rhs, self.lhs)
+        axes, other = (self.lhs, self.rhs) if side == "lhs" else (self.rhs, self.lhs)
         g = Axes.ordered(batch=batch, kept=m, contracting=n)
         g, other = g if side == "lhs" else g.exchanged(), other.exchanged()
-        return (ProductAxes(other, g), False) if own.k_first else (ProductAxes(g, other), True)
+        return (ProductAxes(other, g), False) if axes.k_first else (ProductAxes(g, other), True)
 
-    def of_g(self, side: Side) -> Axes:
-        axes, g_is_lhs = self.cotangent(side)
-        return axes.lhs if g_is_lhs else axes.rhs
+    def blocks(self, *formats: BlockFormat | None) -> list[tuple[int, Blocks]]:
+        """For each operand its last contracted axis, counted from the end, and its blocks."""
+        pairs = zip((self.lhs, self.rhs), formats, strict=True)
+        return [(axes.block_axis, axes.blocks(form) if form else ()) for axes, form in pairs]

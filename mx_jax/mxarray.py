@@ -63,7 +63,7 @@ class ArrayOfCodes:
         raise NotImplementedError
 
     def warn_of_values(self) -> None:
-        """Say it where values that nobody asked for by a word are slow to make."""
+        """Warn where implicit values are slow to make."""
 
     def transpose(self, *axes: int | Sequence[int]) -> Any:
         """Permute axes."""
@@ -360,8 +360,8 @@ class MXArray(ArrayOfCodes):
 # As a pytree ------------------------------------------------------------------------------------
 
 
-# Where JAX asks for an array without a word, the values are one equation: who reads the program
-# (`mx_jax.convert`) may have a product take the codes instead.
+# Where JAX asks for an array without a word, the values are one equation: a rewriter of the
+# program (`mx_jax.convert`) may have a product take the codes instead.
 values_p = Primitive("mx_values")
 
 
@@ -402,10 +402,10 @@ mlir.register_lowering(values_p, mlir.lower_fun(_values_of, multiple_results=Fal
 
 def unlinked(x: X) -> X:
     """x without the value that its codes were made of: no gradient passes."""
-    found: Any = x
+    result: Any = x
     if isinstance(x, MXArray) and x.primal is not None:
-        found = dataclasses.replace(x, primal=None)
-    return found
+        result = dataclasses.replace(x, primal=None)
+    return result
 
 
 _ARRAYS = ("codes", "scales", "tensor_scale")

@@ -23,8 +23,8 @@ U = TypeVar("U")
 class QuantizedState(NamedTuple):
     """What `quantize_state` keeps between two steps.
 
-    All of it are arrays, in trees of the optimizer's own structure: whatever goes by that, as
-    `optax.tree_map_params`, `nnx.Optimizer` and orbax do, finds what it knows.
+    All arrays, in trees of the optimizer's structure, which `optax.tree_map_params`,
+    `nnx.Optimizer` and orbax go by.
 
     Attributes:
       key: uint32 data of the PRNG key that the next step draws from.
@@ -84,8 +84,10 @@ def quantize_state(
       >>> mu["kernel"].dtype, scales["kernel"].shape, mu["bias"].dtype
       (dtype('uint8'), (64, 2), dtype('float32'))
     """
-    own: Any = optimizer
-    if not all(callable(getattr(own, name, None)) for name in ("init", "update", "_replace")):
+    transformation: Any = optimizer
+    if not all(
+        callable(getattr(transformation, name, None)) for name in ("init", "update", "_replace")
+    ):
         raise TypeError(
             "quantize_state: needs an optax.GradientTransformation, got optimizer of type "
             f"{type(optimizer).__name__}; of optax.MultiSteps pass what its "
@@ -98,7 +100,7 @@ def quantize_state(
 
     def init(params: object) -> QuantizedState:
         start = jax.random.key(0) if key is None else key
-        paths, tree = jax.tree.flatten_with_path(own.init(params))
+        paths, tree = jax.tree.flatten_with_path(transformation.init(params))
         floats = (jnp.float64, jnp.float32, jnp.bfloat16, jnp.float16)
         large = [
             getattr(leaf, "dtype", None) in floats and leaf.ndim > 0 and leaf.size >= min_size
@@ -136,13 +138,15 @@ def quantize_state(
         # The dtypes of moments, which codes do not have; without parameters, of float32 ones.
         like = _like(
             paths,
-            jax.eval_shape(own.init, jax.tree.map(_wide, updates) if params is None else params),
+            jax.eval_shape(
+                transformation.init, jax.tree.map(_wide, updates) if params is None else params
+            ),
         )
         before = [
             leaf if root is None else decode(leaf, scale, root, moment.dtype)
             for (_, leaf), scale, root, moment in zip(paths, scales, roots, like, strict=True)
         ]
-        updates, after = own.update(updates, tree.unflatten(before), params, **extra)
+        updates, after = transformation.update(updates, tree.unflatten(before), params, **extra)
         first, second = jax.random.split(jax.random.wrap_key_data(state.key, impl=implementation))
         words = jax.random.bits(first, (len(paths), 2), jnp.uint32)
         parts = [
@@ -154,13 +158,13 @@ def quantize_state(
         codes, scales = (jax.tree.unflatten(tree, [part[i] for part in parts]) for i in (0, 1))
         return updates, QuantizedState(jax.random.key_data(second), scales, codes)
 
-    return own._replace(init=init, update=update)
+    return transformation._replace(init=init, update=update)
 
 
 def _like(paths: Sequence[tuple[jax.tree_util.KeyPath, object]], state: object) -> list[Any]:
     """The leaves of a state of parameters as they are, where those of `init` are kept."""
     leaves = jax.tree.leaves_with_path(state)
-    kept, new = ([jax.tree_util.keystr(path) for path, _ in own] for own in (paths, leaves))
+    kept, new = ([jax.tree_util.keystr(path) for path, _ in pairs] for pairs in (paths, leaves))
     if kept != new:
         raise ValueError(
             "quantize_state: update needs the tree that init was given, got another: "
@@ -188,7 +192,7 @@ def _wide(x: jax.typing.ArrayLike) -> jax.ShapeDtypeStruct:
 
 # Moments as codes ---------------------------------------------------------------------------------
 #
-# Casts of their own: as the library's, they would take half of a step. XLA makes them a part of the
+# Not the library's casts, which would take half of a step. XLA makes them a part of the
 # kernels that compute the moments, which are never written as float32. What they give up is what
 # Adam has no use for: numbers below 2^-126, and odds finer than 2^-20, of roots 2^-17.
 

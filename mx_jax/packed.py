@@ -170,8 +170,8 @@ class PackedMXArray(ArrayOfCodes):
         array = jax.tree.leaves(self)[0]
         named: dict[Any, int] = {"n": self.first_kept, "k": self.first_k}
         axes = [named.get(count, count) for count in self.layout.cut(self).arrays[0]]
-        found = dict(zip(axes, partitions(jax.typeof(array).sharding, array.ndim), strict=True))
-        return [found.get(axis) for axis in range(self.ndim)]
+        parts = dict(zip(axes, partitions(jax.typeof(array).sharding, array.ndim), strict=True))
+        return [parts.get(axis) for axis in range(self.ndim)]
 
     def local(self) -> "PackedMXArray":
         """The same with the sizes of its arrays: shard_map cuts arrays and keeps static sizes."""
@@ -219,8 +219,8 @@ class PackedMXArray(ArrayOfCodes):
 
     def transpose(self, *axes: int | Sequence[int]) -> "MXArray | PackedMXArray":
         """Permute axes: kept ones for contracted ones without moving a byte, others unpacked."""
-        given: Any = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
-        order = [axis % self.ndim for axis in given] or [*reversed(range(self.ndim))]
+        axis_order: Any = axes[0] if len(axes) == 1 and isinstance(axes[0], tuple | list) else axes
+        order = [axis % self.ndim for axis in axis_order] or [*reversed(range(self.ndim))]
         batch, second = len(self.batch), max(self.first_kept, self.first_k)
         if order == [*range(batch), *range(second, self.ndim), *range(batch, second)]:
             # Kernels read panels of kept rows, in whichever order the MXArray names its axes.

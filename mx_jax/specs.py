@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mx_jax.axes import Side
+from mx_jax.axes import SIDES, Side
 from mx_jax.codecs.rounding import NEAREST, Rounding, rounding_mode
 from mx_jax.formats import BlockFormat, block_format
 from mx_jax.formats.block import FormatLike
@@ -164,13 +164,13 @@ class MatmulSpec:
 
     def __post_init__(self):
         for side in ("lhs", "rhs"):
-            given = getattr(self, side)
-            if isinstance(given, str | BlockFormat):
-                object.__setattr__(self, side, operand(given))
-            elif not isinstance(given, OperandSpec | None):
+            spec = getattr(self, side)
+            if isinstance(spec, str | BlockFormat):
+                object.__setattr__(self, side, operand(spec))
+            elif not isinstance(spec, OperandSpec | None):
                 raise TypeError(
                     f"MatmulSpec: {side} must be an OperandSpec, a format, its name or None, got "
-                    f"{side}={given!r}; e.g. operand('mxfp4')"
+                    f"{side}={spec!r}; e.g. operand('mxfp4')"
                 )
         if not isinstance(self.transform, Hadamard | None):
             raise TypeError(
@@ -215,10 +215,6 @@ class MatmulSpec:
         if self.transform is not None and self.transform.is_random:
             return True
         return any(spec is not None and spec.random_bits for spec in (self.lhs, self.rhs))
-
-    def swapped(self) -> "MatmulSpec":
-        """The same product with its operands exchanged."""
-        return dataclasses.replace(self, lhs=self.rhs, rhs=self.lhs)
 
     def __repr__(self) -> str:
         return f"MatmulSpec({arguments_of(self)})"
@@ -317,26 +313,25 @@ class MatmulRecipe:
                 "quantizes; use residuals='primal'"
             )
 
-    def gradient(self, side: Side) -> MatmulSpec:
-        """The product that gives an operand's cotangent."""
-        return self.grad_input if side == "lhs" else self.grad_weight
-
-    def keeps_codes(self, side: Side) -> bool:
-        """Whether an operand's codes are saved: all are, or both of its products read the same
-        ones, which lie in square blocks.
-        """
+    @functools.cached_property
+    def kept_as_codes(self) -> tuple[Side, ...]:
+        """The operands whose codes are saved: all are, or both of its products read the same ones,
+        which lie in square blocks."""
         if self.residuals is Residuals.QUANTIZED:
-            return True
-        own, again = (
-            (self.output.lhs, self.grad_weight)
-            if side == "lhs"
-            else (self.output.rhs, self.grad_input)
+            return "lhs", "rhs"
+        pairs = (self.output.lhs, self.grad_weight), (self.output.rhs, self.grad_input)
+        return tuple(
+            side
+            for side, (spec, again) in zip(SIDES, pairs, strict=True)
+            if spec is not None
+            and spec == again.rhs
+            and not spec.random_bits
+            and spec.prescale == 1.0
+            and isinstance(spec.format.block[0], int)
+            and spec.format.block[0] == spec.format.block[1]
+            and self.output.transform is None
+            and again.transform is None
         )
-        if own is None or own != again.rhs or own.random_bits or own.prescale != 1.0:
-            return False
-        rows, columns = own.format.block
-        is_square = isinstance(rows, int) and rows == columns
-        return is_square and self.output.transform is None and again.transform is None
 
     @functools.cached_property
     def is_high_precision(self) -> bool:

@@ -12,45 +12,6 @@ namespace {
 // Elements that are widened to float32 at a time: they stay in the first-level cache.
 constexpr int64_t kPiece = 1024;
 
-// Constants of rounding to nearest even by adding a magic number.
-struct Magic {
-  int32_t smallest_field;  // exponent field of the smallest normal
-  int32_t add;             // from a value's exponent field to its magic number's
-  int32_t shift;           // bits below the code's last
-  int32_t offset;          // what the smallest normal's field adds to the code
-  int32_t max_code;
-  int32_t sign_shift;
-  int32_t sign_code;   // 0 for integers
-  int32_t integer;     // -1 for integers, else 0
-  int32_t extra;       // what a negative code may exceed max_code by
-};
-
-MX_INLINE Magic MagicOf(const ElementFormat& element) {
-  const int32_t p = element.mantissa_bits;
-  Magic magic;
-  magic.smallest_field = (element.emin + 127) << 23;
-  magic.add = (23 - p) << 23;
-  magic.shift = 23 - p;
-  magic.offset = (element.emin + 127) << p;
-  magic.max_code = element.max_code;
-  magic.sign_shift = 32 - element.bits;
-  magic.sign_code = element.is_integer ? 0 : element.sign_code;
-  magic.integer = element.is_integer ? -1 : 0;
-  magic.extra = element.negative_extra ? -1 : 0;
-  return magic;
-}
-
-// The sum's last bit is the code's: the addition itself rounds to nearest even. What a carry or the
-// leading bit adds to the sum's pattern is what it adds to the code's exponent.
-MX_INLINE int32_t HalfOf(float magnitude, const Magic& magic) {
-  const int32_t field = static_cast<int32_t>(BitsOf(magnitude) & kInf);
-  const int32_t floor = field > magic.smallest_field ? field : magic.smallest_field;
-  const uint32_t number = static_cast<uint32_t>(floor) + static_cast<uint32_t>(magic.add);
-  const uint32_t counted = BitsOf(magnitude + FloatOf(number)) - number;
-  const uint32_t exponent = static_cast<uint32_t>(floor >> magic.shift);
-  return static_cast<int32_t>(counted + exponent - static_cast<uint32_t>(magic.offset));
-}
-
 template <bool kInteger>
 MX_INLINE int32_t NearestCode(float y, const Magic& magic) {
   const uint32_t bits = BitsOf(y);
@@ -70,22 +31,37 @@ MX_INLINE bool IsSimple(const ElementFormat& element) {
   return element.is_integer || element.has_negative_zero;
 }
 
-// Codes of y = x * factor, or x / factor, for any element, rounding and factor.
-template <class Code>
-void EncodeAny(const float* x, int64_t n, float factor, bool divides, const QuantizePlan& plan,
-               const int32_t* random, Code* codes) {
-  for (int64_t i = 0; i < n; ++i) {
-    const float y = divides ? x[i] / factor : x[i] * factor;
-    const uint32_t bits = random == nullptr ? 0 : static_cast<uint32_t>(random[i]);
-    codes[i] = Encode(BitsOf(y), plan.element, plan.rounding, plan.num_random_bits, bits);
+// Codes of values for any element and rounding.
+template <class Value>
+MX_INLINE void EncodeValues(const Value& value, int64_t n, const QuantizePlan& plan,
+                            const int32_t* MX_RESTRICT random, uint8_t* MX_RESTRICT codes) {
+  const ElementFormat element = plan.element;
+  const int32_t num_bits = plan.num_random_bits;
+  if (plan.rounding == Rounding::kStochastic) {
+    for (int64_t i = 0; i < n; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(random[i]);
+      codes[i] = Encode(BitsOf(value(i)), element, Rounding::kStochastic, num_bits, bits);
+    }
+    return;
   }
+  for (int64_t i = 0; i < n; ++i) codes[i] = Encode(BitsOf(value(i)), element, plan.rounding, 0, 0);
 }
 
-template <bool kInteger, bool kDivides>
-void EncodeNearest(const float* MX_RESTRICT x, int64_t n, float factor, const Magic& given,
-                   float limit, uint8_t* MX_RESTRICT codes) {
+// Those of x * factor, or x / factor, for any factor: of all, or of each.
+template <bool kEach>
+void EncodeAny(const float* MX_RESTRICT x, int64_t n, const float* MX_RESTRICT factors, bool divides,
+               const QuantizePlan& plan, const int32_t* random, uint8_t* codes) {
+  const auto factor = [&](int64_t i) { return factors[kEach ? i : 0]; };
+  if (divides) EncodeValues([&](int64_t i) { return x[i] / factor(i); }, n, plan, random, codes);
+  else EncodeValues([&](int64_t i) { return x[i] * factor(i); }, n, plan, random, codes);
+}
+
+template <bool kInteger, bool kDivides, bool kEach>
+MX_INLINE void EncodeNearest(const float* MX_RESTRICT x, int64_t n, const float* MX_RESTRICT factors,
+                             const Magic& given, float limit, uint8_t* MX_RESTRICT codes) {
   const Magic magic = given;
   for (int64_t i = 0; i < n; ++i) {
+    const float factor = factors[kEach ? i : 0];
     float y = kDivides ? x[i] / factor : x[i] * factor;
     // Far above every code, and still small enough for the magic number.
     y = y > limit ? limit : y;
@@ -96,27 +72,36 @@ void EncodeNearest(const float* MX_RESTRICT x, int64_t n, float factor, const Ma
 
 MX_INLINE bool IsFinite(float x) { return (BitsOf(x) & kAbs) < kInf; }
 
-// Codes of n values that share one scale.
-MX_INLINE void EncodeRun(const float* x, int64_t n, const BlockScale& scale,
-                         const QuantizePlan& plan, const Magic& magic, const int32_t* random,
-                         uint8_t* codes) {
-  if (scale.is_nan) {
-    memset(codes, plan.element.nan_code < 0 ? 0 : plan.element.nan_code, static_cast<size_t>(n));
-    return;
-  }
+// Codes of n values under one factor, or one for each; `finite`: whether all of them are.
+template <bool kEach>
+MX_INLINE void EncodeScaled(const float* x, int64_t n, const float* factors, bool finite,
+                            const QuantizePlan& plan, const Magic& magic, const int32_t* random,
+                            uint8_t* codes) {
   const bool divides = plan.rule.kind == ScaleFormatKind::kMultiplier;
-  if (plan.rounding != Rounding::kNearest || !IsSimple(plan.element) || !IsFinite(scale.factor)) {
-    EncodeAny(x, n, scale.factor, divides, plan, random, codes);
+  if (plan.rounding != Rounding::kNearest || !IsSimple(plan.element) || !finite) {
+    EncodeAny<kEach>(x, n, factors, divides, plan, random, codes);
     return;
   }
   const float limit = PowerOfTwo(plan.element.emax + 2);
   if (plan.element.is_integer) {
-    divides ? EncodeNearest<true, true>(x, n, scale.factor, magic, limit, codes)
-            : EncodeNearest<true, false>(x, n, scale.factor, magic, limit, codes);
+    divides ? EncodeNearest<true, true, kEach>(x, n, factors, magic, limit, codes)
+            : EncodeNearest<true, false, kEach>(x, n, factors, magic, limit, codes);
   } else {
-    divides ? EncodeNearest<false, true>(x, n, scale.factor, magic, limit, codes)
-            : EncodeNearest<false, false>(x, n, scale.factor, magic, limit, codes);
+    divides ? EncodeNearest<false, true, kEach>(x, n, factors, magic, limit, codes)
+            : EncodeNearest<false, false, kEach>(x, n, factors, magic, limit, codes);
   }
+}
+
+MX_INLINE int NanCode(const QuantizePlan& plan) {
+  return plan.element.nan_code < 0 ? 0 : plan.element.nan_code;
+}
+
+// Codes of n values that share one scale.
+MX_INLINE void EncodeRun(const float* x, int64_t n, const BlockScale& scale,
+                         const QuantizePlan& plan, const Magic& magic, const int32_t* random,
+                         uint8_t* codes) {
+  if (scale.is_nan) memset(codes, NanCode(plan), static_cast<size_t>(n));
+  else EncodeScaled<false>(x, n, &scale.factor, IsFinite(scale.factor), plan, magic, random, codes);
 }
 
 template <class T>
@@ -148,14 +133,10 @@ MX_INLINE void StoreScale(const QuantizePlan& plan, int64_t index, uint32_t stor
   }
 }
 
-// One block of contiguous values, piece by piece.
+// One block of n contiguous values, from `start` on.
 template <class T>
-void RowBlock(const QuantizePlan& plan, const Magic& magic, int64_t index, float* buffer) {
-  const int64_t row = index / plan.blocks_per_row;
-  const int64_t first = (index - row * plan.blocks_per_row) * plan.block;
-  const int64_t rest = plan.length - first;
-  const int64_t n = rest < plan.block ? rest : plan.block;
-  const int64_t start = row * plan.length + first;
+MX_INLINE void RowBlock(const QuantizePlan& plan, const Magic& magic, int64_t index, int64_t start,
+                        int64_t n, float* buffer) {
   const T* x = static_cast<const T*>(plan.x) + start;
   uint32_t amax = 0;
   const float* values = buffer;
@@ -165,7 +146,7 @@ void RowBlock(const QuantizePlan& plan, const Magic& magic, int64_t index, float
     const uint32_t largest = AmaxOf(values, count);
     amax = largest > amax ? largest : amax;
   }
-  const BlockScale scale = ScaleOf(amax, plan.rule, TensorScale(plan, row));
+  const BlockScale scale = ScaleOf(amax, plan.rule, TensorScale(plan, index / plan.blocks_per_row));
   StoreScale(plan, index, scale.stored);
   for (int64_t at = 0; at < n; at += kPiece) {
     const int64_t count = n - at < kPiece ? n - at : kPiece;
@@ -179,42 +160,36 @@ template <class T>
 void RowBlocks(const QuantizePlan& plan, int64_t begin, int64_t end) {
   alignas(64) float buffer[kPiece];
   const Magic magic = MagicOf(plan.element);
-  for (int64_t index = begin; index < end; ++index) RowBlock<T>(plan, magic, index, buffer);
+  for (int64_t index = begin; index < end; ++index) {
+    const int64_t row = index / plan.blocks_per_row;
+    const int64_t first = (index - row * plan.blocks_per_row) * plan.block;
+    const int64_t rest = plan.length - first, start = row * plan.length + first;
+    const int64_t n = rest < plan.block ? rest : plan.block;
+    // Loops of known length have no ends to look after.
+    if (n == 32) RowBlock<T>(plan, magic, index, start, 32, buffer);
+    else if (n == 16) RowBlock<T>(plan, magic, index, start, 16, buffer);
+    else RowBlock<T>(plan, magic, index, start, n, buffer);
+  }
 }
 
 // The scales of some columns, each with its own block.
 struct ColumnScales {
   alignas(64) int32_t amax[kColumnTile];
   alignas(64) float factor[kColumnTile];
-  alignas(64) int32_t keep[kColumnTile];  // 0 where the block is NaN, else -1
-  alignas(64) int32_t nan[kColumnTile];   // the NaN code there, else 0
-  bool simple;                            // whether every factor is finite
+  bool is_nan[kColumnTile];  // whether the block is
+  bool some_nan, finite;     // whether one of them is, and every factor
 };
 
 MX_INLINE void FindColumnScales(const QuantizePlan& plan, int64_t columns, const float* tensor,
                                 int64_t index, ColumnScales* scales) {
-  const int32_t nan_code = plan.element.nan_code < 0 ? 0 : plan.element.nan_code;
-  scales->simple = true;
+  scales->some_nan = false, scales->finite = true;
   for (int64_t j = 0; j < columns; ++j) {
     const BlockScale scale = ScaleOf(static_cast<uint32_t>(scales->amax[j]), plan.rule, tensor);
     StoreScale(plan, index + j, scale.stored);
     scales->factor[j] = scale.is_nan ? 0.0f : scale.factor;
-    scales->keep[j] = scale.is_nan ? 0 : -1;
-    scales->nan[j] = scale.is_nan ? nan_code : 0;
-    scales->simple = scales->simple && (scale.is_nan || IsFinite(scale.factor));
-  }
-}
-
-template <bool kInteger, bool kDivides>
-void EncodeColumns(const float* MX_RESTRICT x, int64_t columns, const ColumnScales& scales,
-                   const Magic& given, float limit, uint8_t* MX_RESTRICT codes) {
-  const Magic magic = given;
-  for (int64_t j = 0; j < columns; ++j) {
-    float y = kDivides ? x[j] / scales.factor[j] : x[j] * scales.factor[j];
-    y = y > limit ? limit : y;
-    y = y < -limit ? -limit : y;
-    const int32_t code = NearestCode<kInteger>(y, magic);
-    codes[j] = static_cast<uint8_t>((code & scales.keep[j]) | scales.nan[j]);
+    scales->is_nan[j] = scale.is_nan;
+    scales->some_nan = scales->some_nan || scale.is_nan;
+    scales->finite = scales->finite && (scale.is_nan || IsFinite(scale.factor));
   }
 }
 
@@ -222,22 +197,9 @@ void EncodeColumns(const float* MX_RESTRICT x, int64_t columns, const ColumnScal
 MX_INLINE void EncodeColumnRow(const float* x, int64_t columns, const ColumnScales& scales,
                                const QuantizePlan& plan, const Magic& magic, const int32_t* random,
                                uint8_t* codes) {
-  const bool divides = plan.rule.kind == ScaleFormatKind::kMultiplier;
-  const float limit = PowerOfTwo(plan.element.emax + 2);
-  if (plan.rounding != Rounding::kNearest || !IsSimple(plan.element) || !scales.simple) {
-    for (int64_t j = 0; j < columns; ++j) {
-      EncodeAny(x + j, 1, scales.factor[j], divides, plan, random == nullptr ? nullptr : random + j,
-                codes + j);
-      codes[j] = static_cast<uint8_t>((codes[j] & scales.keep[j]) | scales.nan[j]);
-    }
-    return;
-  }
-  if (plan.element.is_integer) {
-    divides ? EncodeColumns<true, true>(x, columns, scales, magic, limit, codes)
-            : EncodeColumns<true, false>(x, columns, scales, magic, limit, codes);
-  } else {
-    divides ? EncodeColumns<false, true>(x, columns, scales, magic, limit, codes)
-            : EncodeColumns<false, false>(x, columns, scales, magic, limit, codes);
+  EncodeScaled<true>(x, columns, scales.factor, scales.finite, plan, magic, random, codes);
+  for (int64_t j = 0; scales.some_nan && j < columns; ++j) {
+    if (scales.is_nan[j]) codes[j] = static_cast<uint8_t>(NanCode(plan));
   }
 }
 

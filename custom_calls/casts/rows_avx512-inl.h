@@ -115,7 +115,7 @@ MX_INLINE void EncodeGroup(const T* x, int64_t n, int shift, const GroupScales& 
 MX_INLINE void OverwriteNan(const QuantizePlan& plan, const GroupScales& scales, int64_t count,
                             uint8_t* out) {
   // Formats without a NaN write 0.
-  const int code = plan.element.nan_code < 0 ? 0 : plan.element.nan_code;
+  const int code = NanCode(plan);
   for (int64_t i = 0; i < count; ++i) {
     if (scales.nan >> i & 1) memset(out + i * plan.block, code, static_cast<size_t>(plan.block));
   }
@@ -130,7 +130,7 @@ void RepairGroup(const QuantizePlan& plan, const GroupScales& scales, const T* x
     if (IsFinite(scales.factor[i]) || (scales.nan >> i & 1)) continue;
     CopyWidened(x + i * plan.block, plan.block, values);
     const int32_t* drawn = random == nullptr ? nullptr : random + i * plan.block;
-    EncodeAny(values, plan.block, scales.factor[i], false, plan, drawn, out + i * plan.block);
+    EncodeAny<false>(values, plan.block, scales.factor + i, false, plan, drawn, out + i * plan.block);
   }
 }
 

@@ -150,28 +150,66 @@ MX_INLINE uint32_t RoundedShift(uint32_t significand, int32_t shift, Rounding ro
   return 0;
 }
 
-// The saturated code of a float32 pattern, rounded once; NaN becomes the format's NaN, or 0.
+// The saturated code of a float32 pattern, rounded once; NaN becomes the format's NaN, or 0. Without
+// branches, so that compilers make vectors of loops over it.
 MX_INLINE uint8_t Encode(uint32_t pattern, const ElementFormat& element, Rounding rounding,
                          int32_t num_bits, uint32_t random) {
   const uint32_t magnitude = pattern & kAbs;
-  bool negative = (pattern >> 31) != 0;
-  int32_t half;
-  if (magnitude > kInf) {
-    half = element.nan_code < 0 ? 0 : element.nan_code;
-    negative = negative && element.nan_code >= 0;
-  } else {
-    // A subnormal's exponent is far below any element's: what follows makes 0 of it.
-    const int32_t above = static_cast<int32_t>(magnitude >> 23) - (127 + element.emin);
-    const int32_t shift = 23 - element.mantissa_bits + (above < 0 ? -above : 0);
-    const uint32_t significand = magnitude == 0 ? 0 : (magnitude & kMantissa) | kHidden;
-    half = static_cast<int32_t>(RoundedShift(significand, shift, rounding, num_bits, random));
-    half += (above > 0 ? above : 0) << element.mantissa_bits;
-    const int32_t top = element.max_code + (negative && element.negative_extra ? 1 : 0);
-    half = half < top ? half : top;
-  }
-  if (element.is_integer) return static_cast<uint8_t>(negative ? -half : half);
-  if (!element.has_negative_zero) negative = negative && half > 0;
-  return static_cast<uint8_t>(negative ? half | element.sign_code : half);
+  const int32_t sign = static_cast<int32_t>(pattern) >> 31;
+  // A subnormal's exponent is far below any element's: what follows makes 0 of it.
+  const int32_t above = static_cast<int32_t>(magnitude >> 23) - (127 + element.emin);
+  const int32_t shift = 23 - element.mantissa_bits + (above < 0 ? -above : 0);
+  const uint32_t significand = magnitude == 0 ? 0 : (magnitude & kMantissa) | kHidden;
+  int32_t half = static_cast<int32_t>(RoundedShift(significand, shift, rounding, num_bits, random));
+  half += (above > 0 ? above : 0) << element.mantissa_bits;
+  const int32_t integer = -element.is_integer, has_nan = -static_cast<int32_t>(element.nan_code >= 0);
+  const int32_t top = element.max_code - (sign & -element.negative_extra);
+  half = half < top ? half : top;
+  const int32_t is_number = -static_cast<int32_t>(magnitude <= kInf);
+  half = (half & is_number) | (element.nan_code & has_nan & ~is_number);
+  const int32_t has_sign = -static_cast<int32_t>(half > 0) | -element.has_negative_zero | integer;
+  const int32_t negative = sign & (is_number | has_nan) & has_sign;
+  half = (half ^ (negative & integer)) - (negative & integer);
+  return static_cast<uint8_t>(half | (negative & element.sign_code & ~integer));
+}
+
+// Constants of rounding to nearest even by adding a magic number.
+struct Magic {
+  int32_t smallest_field;  // exponent field of the smallest normal
+  int32_t add;             // from a value's exponent field to its magic number's
+  int32_t shift;           // bits below the code's last
+  int32_t offset;          // what the smallest normal's field adds to the code
+  int32_t max_code;
+  int32_t sign_shift;
+  int32_t sign_code;   // 0 for integers
+  int32_t integer;     // -1 for integers, else 0
+  int32_t extra;       // what a negative code may exceed max_code by
+};
+
+MX_INLINE Magic MagicOf(const ElementFormat& element) {
+  const int32_t p = element.mantissa_bits;
+  Magic magic;
+  magic.smallest_field = (element.emin + 127) << 23;
+  magic.add = (23 - p) << 23;
+  magic.shift = 23 - p;
+  magic.offset = (element.emin + 127) << p;
+  magic.max_code = element.max_code;
+  magic.sign_shift = 32 - element.bits;
+  magic.sign_code = element.is_integer ? 0 : element.sign_code;
+  magic.integer = element.is_integer ? -1 : 0;
+  magic.extra = element.negative_extra ? -1 : 0;
+  return magic;
+}
+
+// The sum's last bit is the code's: the addition itself rounds to nearest even. What a carry or the
+// leading bit adds to the sum's pattern is what it adds to the code's exponent.
+MX_INLINE int32_t HalfOf(float magnitude, const Magic& magic) {
+  const int32_t field = static_cast<int32_t>(BitsOf(magnitude) & kInf);
+  const int32_t floor = field > magic.smallest_field ? field : magic.smallest_field;
+  const uint32_t number = static_cast<uint32_t>(floor) + static_cast<uint32_t>(magic.add);
+  const uint32_t counted = BitsOf(magnitude + FloatOf(number)) - number;
+  const uint32_t exponent = static_cast<uint32_t>(floor >> magic.shift);
+  return static_cast<int32_t>(counted + exponent - static_cast<uint32_t>(magic.offset));
 }
 
 }  // namespace mx

@@ -65,13 +65,11 @@ MX_INLINE BlockScale ScaleOfElement(uint32_t amax, const ScaleRule& rule, const 
   // A NaN passes both comparisons, as it should.
   if (scale < rule.smallest) scale = rule.smallest;
   if (scale > largest) scale = largest;
+  const int32_t code = HalfOf(scale, MagicOf(rule.scale_element));
   BlockScale block;
-  block.stored = Encode(BitsOf(scale), rule.scale_element, Rounding::kNearest, 0, 0);
-  if (amax >= kInf) {
-    block.stored = static_cast<uint32_t>(rule.scale_element.nan_code);
-  }
+  block.is_nan = amax >= kInf || scale != scale;
+  block.stored = static_cast<uint32_t>(block.is_nan ? rule.scale_element.nan_code : code);
   const float stored = Decode(static_cast<int32_t>(block.stored), rule.scale_element);
-  block.is_nan = stored != stored;
   // x * ((1 / p) / s), in this order: NVFP4's own arithmetic, each step rounded.
   block.factor = tensor == nullptr ? 1.0f / stored : (1.0f / *tensor) / stored;
   return block;

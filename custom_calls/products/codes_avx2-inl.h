@@ -89,8 +89,7 @@ MX_INLINE void AddChunkOf(const CodesProduct& p, const CodeTable<kElement>& tabl
         for (int i = 0; i < kRows; ++i) {
           float* total = p.tile + i * kTileColumns + at;
           const __m256 factor = _mm256_mul_ps(_mm256_broadcast_ss(mine + block * kRows + i), right);
-          const __m256 added = _mm256_mul_ps(sum[i][j], factor);
-          _mm256_store_ps(total, _mm256_add_ps(_mm256_load_ps(total), added));
+          _mm256_store_ps(total, _mm256_fmadd_ps(sum[i][j], factor, _mm256_load_ps(total)));
         }
       }
     }

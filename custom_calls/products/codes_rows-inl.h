@@ -52,18 +52,15 @@ MX_INLINE void MultiplyCodesRows(const CodesProduct& p) {
   MultiplyCodesOf<kType, kElement, kBlocks, 8>(p);
 }
 
-template <PanelType kType, Element kElement>
-MX_INLINE void MultiplyCodesAs(const CodesProduct& p) {
-  if (p.block == kChunk) return MultiplyCodesRows<kType, kElement, 1>(p);
-  MultiplyCodesRows<kType, kElement, 2>(p);
-}
-
 template <PanelType kType>
 void MultiplyCodes(const CodesProduct& p) {
   ByElement(p.element, [&p](auto element) {
     constexpr Element kElement = decltype(element)::value;
     constexpr bool kHeld = kType == kInt8 ? FitsInt8(kElement) : FitsInt16(kElement);
-    if constexpr (kType == kFloat32 || kHeld) MultiplyCodesAs<kType, kElement>(p);
+    if constexpr (kType == kFloat32 || kHeld) {
+      if (p.block == kChunk) return MultiplyCodesRows<kType, kElement, 1>(p);
+      MultiplyCodesRows<kType, kElement, 2>(p);
+    }
   });
 }
 

@@ -26,9 +26,8 @@ namespace mx {
 constexpr int kTileRows = 6;
 constexpr int kTileColumns = 32;
 constexpr int kChunk = 32;
-// Rows up to which rhs is decoded slice by slice beside its use; with codes decoded on their way,
-// once for every few rows.
-constexpr int64_t kThinRows = 60;
+// Rows up to which rhs is decoded slice by slice beside its use.
+constexpr int64_t kThinRows = 192;
 // Panels of lhs are made five at a time: 30 rows fill nearly a vector of 32.
 constexpr int kLhsPanelsPerGroup = 5;
 constexpr int kLhsGroupRows = kLhsPanelsPerGroup * kTileRows;
@@ -216,7 +215,7 @@ struct PanelKernels {
   int most_few = 8;
   int folded = 0;
   // Rows up to which packed codes are decoded anew for every few of them, and whether others are.
-  int64_t most_anew = kThinRows;
+  int64_t most_anew = 60;
   bool packs_strided = true;
   // Whether sums of two products have to fit int16, as those of INT8 by INT8 do not.
   bool adds_pairs = false;

@@ -77,22 +77,26 @@ MX_INLINE void PackScales(const Source& source, int64_t first_row, int64_t block
                           int width, float* scales, ScaleRange* range) {
   const float* scale_table = ScaleTable(source.scale_kind, source.element, kType);
   const bool none = block * source.block >= source.k || source.scale_kind == kNoScale;
-  const bool packed = source.layout != kStrided;
+  const bool packed = source.layout != kStrided, powers = source.scale_kind != kScaleE4M3;
   const int64_t step = packed ? 1 : source.scale_row_stride;
-  const uint8_t* bytes = none     ? nullptr
-                         : packed ? ScalesAt(source, first_row, block)
-                                  : source.scales + first_row * step + block * source.scale_block_stride;
-  for (int i = 0; i < width; ++i) {
-    scales[i] = 1.0f;
-    if (i >= rows || none) continue;
-    int byte = bytes[i * step];
-    const bool may_be_zero = byte < 32 && !packed && source.scale_kind == kScaleE8M0;
-    if (may_be_zero && IsZeroBlock(source, first_row + i, block)) byte = 127;
-    scales[i] = scale_table[byte];
-    if (byte - 127 < range->low) range->low = byte - 127;
-    const int high = byte == 255 ? 1000 : byte - 127;
-    if (high > range->high) range->high = high;
+  uint8_t bytes[C];
+  memset(bytes, powers ? 127 : 0x38, sizeof bytes);
+  if (!none) {
+    const uint8_t* from = packed ? ScalesAt(source, first_row, block)
+                                 : source.scales + first_row * step + block * source.scale_block_stride;
+    for (int i = 0; i < rows; ++i) bytes[i] = from[i * step];
+    for (int i = 0; powers && !packed && i < rows; ++i) {
+      if (bytes[i] < 32 && IsZeroBlock(source, first_row + i, block)) bytes[i] = 127;
+    }
   }
+  uint8_t low = bytes[0], high = bytes[0];
+  for (int i = 0; i < C; ++i) {
+    low = bytes[i] < low ? bytes[i] : low, high = bytes[i] > high ? bytes[i] : high;
+  }
+  if (low - 127 < range->low) range->low = low - 127;
+  const int highest = high == 255 ? 1000 : high - 127;
+  if (highest > range->high) range->high = highest;
+  for (int i = 0; i < width; ++i) scales[i] = scale_table[bytes[i]];
 }
 
 #if MX_RANK < MX_RANK_avx2

@@ -45,7 +45,7 @@ const PanelKernels kInt16Panels = {PackLhs<kInt16>,  PackRhs<kInt16>,       Pack
                                    Multiply<kInt16>, MultiplyCodes<kInt16>, nullptr, 8, 0, kAnew, false};
 const PanelKernels* const kShort = &kInt16Panels;
 #else
-constexpr int64_t kAnew = kThinRows;
+constexpr int64_t kAnew = 60;
 const PanelKernels* const kShort = nullptr;
 #endif
 constexpr bool kX86 = MX_RANK >= MX_RANK_avx2;

@@ -82,12 +82,11 @@ MX_INLINE Floats AddScaled(Floats total, Floats sum, Floats rhs_scale, float lhs
     return MX_V(fmadd_ps)(sum, (Floats)scale, total);
   }
   const Floats lhs = MX_V(set1_ps)(lhs_scale);
+  if (kScaling == kProduct) return MX_V(fmadd_ps)(sum, rhs_scale * lhs, total);
 #if MX_RANK >= MX_RANK_avx512
-  if (kScaling == kProduct) return _mm512_fmadd_ps(sum, _mm512_mul_ps(rhs_scale, lhs), total);
   const __m512 exponent = _mm512_add_ps(_mm512_getexp_ps(rhs_scale), _mm512_getexp_ps(lhs));
   return _mm512_add_ps(total, _mm512_scalef_ps(sum, exponent));
 #else
-  if (kScaling == kProduct) return total + sum * (rhs_scale * lhs);
   for (int j = 0; j < kWidth; ++j) {
     total[j] += (float)((double)sum[j] * (double)lhs_scale * (double)rhs_scale[j]);
   }
@@ -95,19 +94,22 @@ MX_INLINE Floats AddScaled(Floats total, Floats sum, Floats rhs_scale, float lhs
 #endif
 }
 
-// The first kRows rows of a tile, two vectors of columns at a time.
+// The first kRows rows of a tile, by so many columns at a time that sums do not wait for each other.
 template <PanelType kType, int kBlocks, Scaling kScaling, int kRows, int kPairs>
 void MultiplyOf(const PanelProduct& p) {
   constexpr int kWords = kChunk * (int)BytesPerElement(kType) / 4 / kBlocks;
-  for (int column = 0; column < C; column += 2 * kWidth) {
+  constexpr int kVectors = kRows <= 2 ? C / kWidth : 2;
+  for (int column = 0; column < C; column += kVectors * kWidth) {
     const char* MX_RESTRICT lhs = p.lhs;
     const char* MX_RESTRICT rhs = p.rhs;
     float* MX_RESTRICT tile = p.tile + column;
-    Floats total[kRows][2];
+    Floats total[kRows][kVectors];
     MX_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      total[i][0] = p.clear ? Floats{} : MX_V(load_ps)(tile + i * C);
-      total[i][1] = p.clear ? Floats{} : MX_V(load_ps)(tile + i * C + kWidth);
+      MX_UNROLL
+      for (int j = 0; j < kVectors; ++j) {
+        total[i][j] = p.clear ? Floats{} : MX_V(load_ps)(tile + i * C + j * kWidth);
+      }
     }
     for (int64_t chunk = 0; chunk < p.num_chunks; ++chunk) {
       const float* lhs_scales = (const float*)lhs;
@@ -117,38 +119,43 @@ void MultiplyOf(const PanelProduct& p) {
       const int32_t* columns = (const int32_t*)(rhs + kBlocks * C * 4) + column;
       MX_UNROLL
       for (int s = 0; s < kBlocks; ++s) {
-        Integers32 sum[kRows][2], pairs[kRows][2];
+        Integers32 sum[kRows][kVectors], pairs[kRows][kVectors];
         MX_UNROLL
         for (int i = 0; i < kRows; ++i) {
           const int32_t correction = kType == kInt8 ? corrections[s * R + i] : 0;
-          sum[i][0] = sum[i][1] = MX_V(set1_epi32)(
-              kPairs ? (correction >> 7) * OffsetOf(p.rhs_element) : correction);
+          MX_UNROLL
+          for (int j = 0; j < kVectors; ++j) {
+            sum[i][j] = MX_V(set1_epi32)(
+                kPairs ? (correction >> 7) * OffsetOf(p.rhs_element) : correction);
+          }
         }
         MX_UNROLL
         for (int g = 0; g < kWords; ++g) {
-          const Integers32 first = *(const Integers32*)columns;
-          const Integers32 second = *(const Integers32*)(columns + kWidth);
+          Integers32 values[kVectors];
+          MX_UNROLL
+          for (int j = 0; j < kVectors; ++j) values[j] = *(const Integers32*)(columns + j * kWidth);
           MX_UNROLL
           for (int i = 0; i < kRows; ++i) {
             const Integers32 word = MX_V(set1_epi32)(words[i]);
-            AddWord<kType, kPairs>(g, &pairs[i][0], &sum[i][0], first, word);
-            AddWord<kType, kPairs>(g, &pairs[i][1], &sum[i][1], second, word);
+            MX_UNROLL
+            for (int j = 0; j < kVectors; ++j) {
+              AddWord<kType, kPairs>(g, &pairs[i][j], &sum[i][j], values[j], word);
+            }
           }
           columns += C;
           words += R;
         }
-        Floats scale[2] = {MX_V(load_ps)(rhs_scales + s * C),
-                           MX_V(load_ps)(rhs_scales + s * C + kWidth)};
-        if (kScaling == kNormal) {
-          const Integers32 bias = MX_V(set1_epi32)(127 << 23);
-          scale[0] = (Floats)MX_V(sub_epi32)((Integers32)scale[0], bias);
-          scale[1] = (Floats)MX_V(sub_epi32)((Integers32)scale[1], bias);
-        }
         MX_UNROLL
-        for (int i = 0; i < kRows; ++i) {
-          const float left = lhs_scales[s * R + i];
-          total[i][0] = AddScaled<kScaling>(total[i][0], AsFloat<kType>(sum[i][0]), scale[0], left);
-          total[i][1] = AddScaled<kScaling>(total[i][1], AsFloat<kType>(sum[i][1]), scale[1], left);
+        for (int j = 0; j < kVectors; ++j) {
+          Floats scale = MX_V(load_ps)(rhs_scales + s * C + j * kWidth);
+          if (kScaling == kNormal) {
+            scale = (Floats)MX_V(sub_epi32)((Integers32)scale, MX_V(set1_epi32)(127 << 23));
+          }
+          MX_UNROLL
+          for (int i = 0; i < kRows; ++i) {
+            total[i][j] = AddScaled<kScaling>(total[i][j], AsFloat<kType>(sum[i][j]), scale,
+                                              lhs_scales[s * R + i]);
+          }
         }
       }
       lhs = (const char*)words;
@@ -156,8 +163,8 @@ void MultiplyOf(const PanelProduct& p) {
     }
     MX_UNROLL
     for (int i = 0; i < kRows; ++i) {
-      MX_V(store_ps)(tile + i * C, total[i][0]);
-      MX_V(store_ps)(tile + i * C + kWidth, total[i][1]);
+      MX_UNROLL
+      for (int j = 0; j < kVectors; ++j) MX_V(store_ps)(tile + i * C + j * kWidth, total[i][j]);
     }
   }
 }

@@ -54,7 +54,10 @@ inline PanelType ChoosePanels(const MatmulKernels& kernels, Element lhs, Element
 
 inline Scaling ChooseScaling(const Source& lhs, const Source& rhs, const ScaleRange& left,
                              const ScaleRange& right) {
-  if (lhs.scale_kind == kScaleE4M3 || rhs.scale_kind == kScaleE4M3) return kProduct;
+  if (lhs.scale_kind == kScaleE4M3 || rhs.scale_kind == kScaleE4M3) {
+    // Of two scales, one of which is 1, the exponents may be added, whatever the other is.
+    return lhs.scale_kind == kNoScale || rhs.scale_kind == kNoScale ? kNormal : kProduct;
+  }
   // Room for the elements' factors, at most 2^-12, and for the blocks' sums.
   const int low = std::min(left.low, 0) + std::min(right.low, 0);
   const int high = std::max(left.high, 0) + std::max(right.high, 0);

@@ -272,12 +272,8 @@ inline Source Gathered(const Source& rhs, int64_t first_row, int64_t chunk, int6
   const int64_t step = rows_first ? rhs.row_stride : rhs.k_stride;
   const int64_t packed = rows_first ? kThinSlice * kChunk + 64 : kThinPanels * kTileColumns;
   for (int64_t line = 0; line < lines; ++line) {
-#if defined(__GNUC__) || defined(__clang__)
-    if (line + 8 < lines) {
-      const char* ahead = from + (line + 8) * step;
-      for (int64_t at = 0; at < length; at += 64) __builtin_prefetch(ahead + at, 0, 3);
-    }
-#endif
+    const int64_t ahead = line + 8 < lines ? length : 0;
+    for (int64_t at = 0; at < ahead; at += 64) MX_PREFETCH(from + (line + 8) * step + at);
     std::memcpy(to + line * packed, from + line * step, static_cast<size_t>(length));
   }
   slice.elements = to;

@@ -10,7 +10,7 @@ import numpy as np
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.codecs.blocks import Blocks, num_blocks, scales_shape, varying_axes
 from mx_jax.codecs.rounding import DerivedKey, Rounding
-from mx_jax.formats import BlockFormat
+from mx_jax.formats import WHOLE, BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 from mx_jax.reference.scale_rules import ScaleRule, scale_rule_for
@@ -41,11 +41,12 @@ class OperandType:
     def of(cls, operand: AnyOperand, axes: Axes) -> "OperandType":
         """The type of an array; packed weights had their tensor scales looked at before."""
         if isinstance(operand, MXArray):
+            scale = operand.tensor_scale
             return cls(
                 shape=operand.codes.shape,
                 axes=axes,
                 format=operand.format,
-                scale_axes=varying_axes(operand.tensor_scale),
+                scale_axes=() if scale is None else varying_axes(scale),
             )
         if isinstance(operand, PackedMXArray):
             by = operand.layout.backend
@@ -77,6 +78,7 @@ class MatmulCall:
       fast_accumulation: whether a native kernel may add in lower precision.
       reduce_dtype: in which devices add up what each has of the sums, if that is wider than the
         product's; None: in the product's.
+      stored: the operands that came quantized: weights, which could have come packed.
     """
 
     lhs: OperandType
@@ -85,6 +87,7 @@ class MatmulCall:
     precision: Any = None
     fast_accumulation: bool = False
     reduce_dtype: np.dtype | None = None
+    stored: tuple[Side, ...] = ()
 
     @property
     def text(self) -> str:
@@ -115,7 +118,7 @@ class RaggedCall:
       lhs: `[p, k]`, or `[k, m]` if the rows are contracted.
       rhs: a matrix for each group, its only batch axis; or `[k, n]`.
       num_groups: g; the product is `[p, n]`, or `[g, m, n]`.
-      out_dtype: as in `MatmulCall`, and precision.
+      out_dtype: as in `MatmulCall`, and precision and stored.
     """
 
     lhs: OperandType
@@ -123,6 +126,7 @@ class RaggedCall:
     num_groups: int
     out_dtype: np.dtype
     precision: Any = None
+    stored: tuple[Side, ...] = ()
 
     @property
     def text(self) -> str:
@@ -438,7 +442,13 @@ def result_of(call: Call, *operands: Any) -> Any:
             x, _, tensor_scale = operands
             if tensor_scale is None and call.format.tensor_scale:
                 tensor_scale = jax.ShapeDtypeStruct((1,) * len(x.shape), np.float32)
-            scales = scales_shape(x.shape, call.blocks)
+            # As `blocks.scales_shape`, in sight.
+            sizes, ndim = dict(call.blocks), len(x.shape)
+            extents = [
+                max(n, 1) if sizes.get(a - ndim) is WHOLE else sizes.get(a - ndim, 1)
+                for a, n in enumerate(x.shape)
+            ]
+            scales = tuple(-(-n // size) for n, size in zip(x.shape, extents, strict=True))
             arrays: dict[str, Any] = dict(
                 codes=jax.ShapeDtypeStruct(x.shape, np.uint8),
                 scales=jax.ShapeDtypeStruct(scales, call.format.scale.storage_dtype),

@@ -21,6 +21,7 @@ from jax import lax
 from mx_jax.axes import Axes
 from mx_jax.backends import calls
 from mx_jax.backends.calls import MatmulCall, OperandType, QuantizeCall
+from mx_jax.backends.stored import unpacked_for
 from mx_jax.backends.target import Target
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs.blocks import Blocks
@@ -77,8 +78,7 @@ def multiply(
 ) -> jax.Array:
     """A product that the compiler splits between devices."""
     if isinstance(rhs, PackedMXArray) and rhs.layout.cut is None:
-        rhs = unpacked(rhs)
-        call = dataclasses.replace(call, rhs=OperandType.of(rhs, call.rhs.axes))
+        call, rhs = unpacked_for(call, rhs)
     leaves, tree = jax.tree.flatten((unpacked(lhs), rhs))
     (product,) = SplitProduct(compute, call, tree)(*leaves)
     return product
@@ -94,12 +94,15 @@ class SplitProduct(Split):
 
         def named(axes: Axes, kept: str) -> tuple[str, ...]:
             groups = (("b", axes.batch), (kept, axes.kept), ("k", axes.contracting))
-            names = {axis: f"{name}{i}" for name, own in groups for i, axis in enumerate(own)}
+            names = {axis: f"{name}{i}" for name, group in groups for i, axis in enumerate(group)}
             return tuple(names[axis] for axis in range(axes.ndim))
 
         lhs, rhs = named(self.call.lhs.axes, "m"), named(self.call.rhs.axes, "n")
-        own = [name for name in lhs if name[0] in "bm"] + [name for name in rhs if name[0] == "n"]
-        return lhs, rhs, tuple(own)
+        kept = (
+            *(name for name in lhs if name[0] in "bm"),
+            *(name for name in rhs if name[0] == "n"),
+        )
+        return lhs, rhs, kept
 
     def axes(self, shapes: Sequence[Shape]) -> tuple[list[ArrayAxes], list[ArrayAxes]]:
         structs = [jax.ShapeDtypeStruct(shape, np.uint8) for shape in shapes]
@@ -123,19 +126,19 @@ class SplitProduct(Split):
         operands: list[Placed],
         results: list[Placed],
     ) -> Division:
-        sides, firsts = jax.tree.unflatten(self.tree, range(len(operands))), []
-        for x in sides:
-            firsts.append(jax.tree.leaves(x)[0])
+        sides: Any = jax.tree.unflatten(self.tree, range(len(operands)))
+        firsts = [jax.tree.leaves(x)[0] for x in sides]
         lies = [operands[first].by_factor for first in firsts]
         parts, scattered = shared(devices, factors, lies, results[0].by_factor)
         places = [
             tuple(() if axis is None else parts[axis.factor] for axis in array.axes)
             for array in operands
         ]
-        moves = dict[int, tuple[Part, ...]]()
+        moves = dict[int, tuple[int, tuple[Part, ...]]]()
         for x, first in zip(sides, firsts, strict=True):
-            if isinstance(x, MXArray) and x.format.element.bits < 8:
-                moves[first] = moved = _moves(operands[first].parts, places[first])
+            if isinstance(x, MXArray) and (bits := x.format.element.bits) < 8:
+                moved = _moves(operands[first].parts, places[first])
+                moves[first] = bits, moved
                 pairs = zip(places[first], moved, strict=True)
                 places[first] = tuple((*part, *more) for part, more in pairs)
         names = [axis.factor for axis in results[0].axes if axis is not None]
@@ -148,31 +151,31 @@ class SplitProduct(Split):
 
     def part(
         self,
-        moves: Mapping[int, tuple[Part, ...]],
+        moves: Mapping[int, tuple[int, tuple[Part, ...]]],
         summed: Part,
         scattered: Sequence[Part],
         *leaves: jax.Array,
     ) -> list[jax.Array]:
         """One device's part: its codes gathered, its product, and its sums scattered or added."""
         arrays = list(leaves)
-        for x in jax.tree.unflatten(self.tree, range(len(leaves))):
-            if isinstance(x, MXArray) and any(parts := moves.get(x.codes, ())):
+        for number, (bits, parts) in moves.items():
+            if any(parts):
                 gather = functools.partial(movement.all_gather, parts=parts)
                 cut = [axis for axis, names in enumerate(parts) if names]
-                codes, bits = arrays[x.codes], x.format.element.bits
-                arrays[x.codes] = movement.moved_packed(codes, bits, gather, codes.shape, cut)
-        own, dtype = self.call, self.call.out_dtype
+                codes = arrays[number]
+                arrays[number] = movement.moved_packed(codes, bits, gather, codes.shape, cut)
+        whole, dtype = self.call, self.call.out_dtype
         if summed or any(scattered):
-            dtype = movement.reduced_in(dtype, own.reduce_dtype)
+            dtype = movement.reduced_in(dtype, whole.reduce_dtype)
 
         def multiply(*leaves: jax.Array) -> jax.Array:
             lhs, rhs = jax.tree.unflatten(self.tree, leaves)
             rhs = rhs.local() if isinstance(rhs, PackedMXArray) else rhs
             types = {
-                "lhs": OperandType.of(lhs, own.lhs.axes),
-                "rhs": OperandType.of(rhs, own.rhs.axes),
+                "lhs": OperandType.of(lhs, whole.lhs.axes),
+                "rhs": OperandType.of(rhs, whole.rhs.axes),
             }
-            return self.compute(dataclasses.replace(own, out_dtype=dtype, **types), lhs, rhs)
+            return self.compute(dataclasses.replace(whole, out_dtype=dtype, **types), lhs, rhs)
 
         product = self.mapped(multiply)(*arrays)
         for axis, names in enumerate(scattered):
@@ -180,7 +183,7 @@ class SplitProduct(Split):
                 product = lax.psum_scatter(product, names, scatter_dimension=axis, tiled=True)
         if summed:
             product = lax.psum(product, summed)
-        return [product.astype(own.out_dtype)]
+        return [product.astype(whole.out_dtype)]
 
 
 def shared(
@@ -196,7 +199,7 @@ def shared(
         for lies in (*operands, product)
     ]
     # In the order that the product has, or else an operand.
-    lies = [name for own in operands for part in own.values() for name in part]
+    lies = [name for operand in operands for part in operand.values() for name in part]
     order = dict.fromkeys([*owners[2], *lies])
     parts: dict[str, Part] = dict.fromkeys(factors.sizes, ())
     scattered: dict[str, Part] = {}
@@ -204,7 +207,7 @@ def shared(
         lhs, rhs, out = (owner.get(name) for owner in owners)
         factor = _factor_of(lhs, rhs, out)
         wider = (*parts.get(factor, ()), name)
-        each = math.prod(devices[own] for own in wider) * factors.units.get(factor, 1)
+        each = math.prod(devices[axis] for axis in wider) * factors.units.get(factor, 1)
         if factor not in factors.sizes or factors.sizes[factor] % each:
             continue
         parts[factor] = wider
@@ -215,7 +218,7 @@ def shared(
         if factor[0] == "k":
             parts[factor] = tuple(sorted(part, key=lies.index))
     for factor, part in list(scattered.items()):
-        if factors.sizes[factor] % math.prod(devices[own] for own in (*parts[factor], *part)):
+        if factors.sizes[factor] % math.prod(devices[axis] for axis in (*parts[factor], *part)):
             del scattered[factor]
     return parts, scattered
 
@@ -224,7 +227,7 @@ def _factor_of(lhs: str | None, rhs: str | None, out: str | None) -> str:
     """What a mesh axis splits, by what it splits of operands and product as they lie."""
     if lhs is not None and lhs == rhs:
         return lhs
-    kept = (own for own in (out, lhs, rhs) if own is not None and own[0] != "k")
+    kept = (name for name in (out, lhs, rhs) if name is not None and name[0] != "k")
     factor = next(kept, lhs or rhs)
     assert factor is not None
     return factor
@@ -233,9 +236,9 @@ def _factor_of(lhs: str | None, rhs: str | None, out: str | None) -> str:
 def _moves(lies: tuple[Part, ...], used: tuple[Part, ...]) -> tuple[Part, ...]:
     """The mesh axes along which codes are gathered packed; XLA gathers whole bytes by itself."""
     none = ((),) * len(lies)
-    if any(part[: len(own)] != own for part, own in zip(lies, used, strict=True) if part):
+    if any(part[: len(kept)] != kept for part, kept in zip(lies, used, strict=True) if part):
         return none
-    moved = tuple(part[len(own) :] for part, own in zip(lies, used, strict=True))
+    moved = tuple(part[len(kept) :] for part, kept in zip(lies, used, strict=True))
     names = {name for part in used for name in part}
     return none if names & {name for part in moved for name in part} else moved
 
@@ -251,7 +254,7 @@ def _packed_axes(packed: PackedMXArray) -> list[ArrayAxes]:
     named["n"] = Axis("n0", entries, entries * inner // cut.rows)
     if packed.kept[0] % entries:
         named["n"] = Axis("n0", packed.kept[0], -(-packed.kept[0] * inner // cut.rows))
-    return [tuple(named.get(count) for count in own) for own in cut.arrays]
+    return [tuple(named.get(count) for count in counts) for counts in cut.arrays]
 
 
 # Casts --------------------------------------------------------------------------------------------
@@ -316,9 +319,8 @@ class SplitCast(Split):
                 for axis in array.axes
             )
 
-        own = [parts.get(factor, ()) for factor in blocks]
-        outer_parts = [whole.get(factor, ()) for factor in blocks]
-        part = self.mapped(functools.partial(self.part, own, outer_parts))
+        of_axes = [[each.get(factor, ()) for factor in blocks] for each in (parts, whole)]
+        part = self.mapped(functools.partial(self.part, *of_axes))
         return Division(list(map(place, operands)), list(map(place, results)), part)
 
     def part(
@@ -335,14 +337,14 @@ class SplitCast(Split):
         inner = ((axis, parts[axis][len(whole[axis]) :]) for axis, _ in call.blocks)
         shared = {axis: names for axis, names in inner if names}
         if not shared:
-            own = dataclasses.replace(call, shape=x.shape)
-            return jax.tree.leaves(self.compute(own, x, bits, scale))
+            local = dataclasses.replace(call, shape=x.shape)
+            return jax.tree.leaves(self.compute(local, x, bits, scale))
         axis, names = next(iter(shared)), [name for part in shared.values() for name in part]
         if bits is not None and not call.scale_rule.rounding.random_bits:
             bits = jnp.concatenate([bits, lax.slice_in_dim(bits, 0, 1, axis=axis % x.ndim)], axis)
         x = movement.with_maxima(x, call.blocks, axis, names)
-        own = dataclasses.replace(call, shape=x.shape)
-        array = self.compute(own, x, bits, scale)
+        local = dataclasses.replace(call, shape=x.shape)
+        array = self.compute(local, x, bits, scale)
         return jax.tree.leaves(movement.without_maxima(array, axis))
 
 

@@ -16,16 +16,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
 
-from mx_jax.backends import calls, partition
+from mx_jax.backends import calls
 from mx_jax.backends import target as machine
 from mx_jax.backends.calls import Call, MatmulCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice, find, select
+from mx_jax.backends.stored import readable
 from mx_jax.backends.target import SelectionContext, Target
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.lowering import eager
 from mx_jax.codecs.rounding import DerivedKey
-from mx_jax.packed import PackedMXArray, PackedRows, Rows, unpacked
+from mx_jax.packed import PackedRows, Rows, unpacked
 
 # Calls whose results are codes and integers: no derivative reaches through them.
 _NON_DIFFERENTIABLE = (
@@ -53,17 +54,13 @@ def bind(call: Call, *operands: Any, sources: Callable[[], Sequence[Any]] | None
     assert target is not None
     if sources is not None and target.platform == "tpu":
         call, operands = _with_sources(call, operands, sources())
-    both = isinstance(call, QuantizeBothCall)
-    is_named = context.only is not None or context.preferred or context.added
-    if is_named or (both and target.platform != "cpu"):
-        choice = find(call, target)
-        if choice is None and both:
-            # Casts that are made one by one share their lowering with equal ones, as two equations.
-            return _each(bind, call, *operands)
+    if context.only is not None or context.preferred or context.added:
         # What a name alone would reject is an error here.
-        offer = (choice or select(call, target)).offer
-        if offer.trace_in_place and target.counted:
-            return offer.run(*_drawn(call, bind, *operands), call)
+        one = call
+        if isinstance(call, QuantizeBothCall) and find(call, target) is None:
+            one = call.first
+        if select(one, target).offer.trace_in_place and target.counted:
+            return _compute(call, target, *operands)
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types:
         # Types would have to say where results lie: plain JAX's do.
@@ -85,10 +82,17 @@ def choose(call: Call) -> Choice:
     """
     target = machine.current_target()
     part = None
-    if compiler_splits() and partition.can_split(call, target):
+    if compiler_splits() and _can_split(call, target):
         # A mesh in context says that the compiler splits the product: who computes the parts?
         part = _of_a_part(call, dataclasses.replace(target, counted=True))
     return part or select(call, target)
+
+
+def _can_split(call: Call, target: Target) -> bool:
+    """`partition.can_split`; it is imported where several devices share a call."""
+    from mx_jax.backends import partition
+
+    return partition.can_split(call, target)
 
 
 def compiler_splits() -> bool:
@@ -136,7 +140,7 @@ class Work:
 
     def part(self, call: Call, target: Target) -> Choice | None:
         """The backend of each device's part of a call, where it is selected by parts."""
-        is_split = target.num_devices > 1 and partition.can_split(call, target)
+        is_split = target.num_devices > 1 and _can_split(call, target)
         return _of_a_part(call, target) if is_split else None
 
     def answers(self, num_devices: int = 1) -> list[tuple[Call, Target, Choice]]:
@@ -164,11 +168,15 @@ class Work:
                 if is_split or find(call, target) is None:
                     single = call.first, call.second
             for one in single:
-                choice = self.part(one, target)
-                if choice is not None:
-                    label = "; ".join(filter(None, (choice.label, "codes move between devices")))
-                    choice = dataclasses.replace(choice, label=label)
-                answers.append((one, target, choice or select(one, target)))
+                part = self.part(one, target)
+                choice = select(one, target) if part is None else part
+                packed_by = getattr(getattr(one, "rhs", None), "packed_by", None)
+                if part is not None:
+                    choice = part.noting("codes move between devices")
+                elif packed_by not in (None, choice.backend.name):
+                    note = f"weights packed for {packed_by} are unpacked at every call"
+                    choice = choice.noting(note)
+                answers.append((one, target, choice))
         return answers
 
 
@@ -253,9 +261,8 @@ def _compute(call: Call, target: Target, *operands: Any) -> Any:
         operands = (queries, *(_decoded(x, target) for x in rows), position)
     if isinstance(call, MatmulCall | calls.RaggedCall):
         lhs, rhs, *rest = operands
-        if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
-            rhs = rhs.unpack()
-            call = dataclasses.replace(call, rhs=calls.OperandType.of(rhs, call.rhs.axes))
+        name, offer, rejections = choice.backend.name, choice.offer, choice.rejections
+        call, rhs = readable(call, lhs, rhs, offer, name, rejections)
         operands = (lhs, rhs, *rest)
     return choice.offer.run(*operands, call)
 
@@ -392,15 +399,18 @@ def _lower(platform: str, ctx: Any, *values: Any, work: Work) -> Any:
     def how(call: Call, *operands: Any) -> Any:
         if isinstance(call, MatmulCall) and len(operands) > 2:
             return _of_values(how, target, call, *operands)
+        if isinstance(call, QuantizeBothCall) and (is_split or find(call, target) is None):
+            # Equal casts of a program share their lowering, as equations; and each may be split
+            # along other axes, as its product is.
+            return _each(bind, call, *operands)
         if devices > 1:
             # By its key a kernel would draw the same for each device's part.
             operands = _drawn(call, lambda bits, key: _compute(bits, target, key), *operands)
         if not is_split:
             return _compute(call, target, *operands)
-        if isinstance(call, QuantizeBothCall):
-            # Each cast may be split along other axes, as its product is.
-            return _each(how, call, *operands)
-        if isinstance(call, MatmulCall) and partition.can_split(call, target):
+        from mx_jax.backends import partition
+
+        if isinstance(call, MatmulCall) and _can_split(call, target):
             return partition.multiply(on_each, call, *operands)
         # Without it XLA's own partition moves values where blocks are cut.
         if isinstance(call, QuantizeCall) and work.part(call, target) is not None:

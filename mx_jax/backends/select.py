@@ -42,6 +42,10 @@ class Choice:
     rejections: tuple[tuple[str, str], ...]  # (name, reason) of those tried before
     measured: Row | None = None  # what was measured of it, where it is fastest
 
+    def noting(self, note: str) -> "Choice":
+        """The same, with more in its label."""
+        return dataclasses.replace(self, label="; ".join(filter(None, (self.label, note))))
+
 
 def select(call: Call, target: Target | None = None) -> Choice:
     """The first of `known_backends` that does not reject the call.

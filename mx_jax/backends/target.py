@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -224,6 +225,16 @@ def _device() -> Device:
     if isinstance(default, str):
         return jax.devices(default)[0]
     return jax.devices()[0] if default is None else default
+
+
+@dataclasses.dataclass(frozen=True)
+class Late:
+    """A module of a backend, imported when a call for the backend's platform is first asked."""
+
+    module: str
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self.module), name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

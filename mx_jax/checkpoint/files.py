@@ -116,7 +116,7 @@ def _bits(dtype: np.dtype) -> int:
 
 def deferred(make: Callable[[], Any], like: object) -> Any:
     """`like` with an Entry for each array: `make` gives them when the first one is written."""
-    # Each array is handed out once; asked for again, it is made again.
+    # Each array is handed out once; the second time it is made again.
     held: dict[int, np.ndarray] = {}
 
     def part(index: int) -> np.ndarray:
@@ -204,7 +204,7 @@ class Reader:
         content = np.asarray(np.memmap(path, np.uint8, mode="r"))
         start = 8 + int.from_bytes(content[:8].tobytes(), "little")
         header = json.loads(content[8:start].tobytes())
-        # Of the same file as what follows: another may have taken the place of the checked one.
+        # Of the same file as what follows: the checked one may be replaced by now.
         metadata = header.pop(_METADATA, None) or {}
         tensors = {}
         for name, facts in header.items():
@@ -316,8 +316,8 @@ def _write_shards(
     mark = f"{secrets.token_hex(4)}-" if earlier else ""
     new, named = set[str](), dict[str, str]()
     for number, shard in enumerate(shards, 1):
-        own, said = (f"{number:05}", count), metadata(shard)
-        there = [file for file, which in _numbered(folder).items() if resume and which == own]
+        place, said = (f"{number:05}", count), metadata(shard)
+        there = [file for file, which in _numbered(folder).items() if resume and which == place]
         file = next((file for file in there if _holds(file, shard, said, resume)), None)
         if file is None:
             for file in there:
@@ -361,8 +361,10 @@ def _earlier(folder: Path) -> set[str]:
 
 def _numbered(folder: Path) -> dict[Path, tuple[str, str]]:
     """Numbered files of a folder: the number of each, and of how many."""
-    found = [(file, NUMBERED.fullmatch(file.name)) for file in sorted(folder.glob("*.safetensors"))]
-    return {file: (match[1], match[2]) for file, match in found if match is not None}
+    matches = [
+        (file, NUMBERED.fullmatch(file.name)) for file in sorted(folder.glob("*.safetensors"))
+    ]
+    return {file: (match[1], match[2]) for file, match in matches if match is not None}
 
 
 def _incomplete(names: Iterable[str]) -> dict[int, list[str]]:
@@ -428,13 +430,13 @@ def readers_of(path: Path, where: str) -> tuple[list[Reader], dict[str, Entry]]:
     while True:
         with _same(path / INDEX) as is_same:
             try:
-                found = _readers(path, where)
+                opened = _readers(path, where)
             except (ValueError, OSError):
                 if is_same():
                     raise
             else:
                 if is_same():
-                    return found
+                    return opened
         # Another has replaced the checkpoint, and removed files before they were opened.
 
 
@@ -444,10 +446,10 @@ def _same(path: Path) -> Iterator[Callable[[], bool]]:
 
     def facts(file: Path | int) -> tuple[int, ...] | None:
         try:
-            found = os.stat(file)
+            status = os.stat(file)
         except OSError:
             return None
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
     try:
         file = path.open("rb")
@@ -481,12 +483,12 @@ def _readers(path: Path, where: str) -> tuple[list[Reader], dict[str, Entry]]:
             "write it again, or with resume=True"
         )
     opened = {file.name: Reader.open(file) for file in files}
-    found: dict[str, Entry] = {}
+    entries: dict[str, Entry] = {}
     for name, file in (named or _located([*opened.values()], where)).items():
         if name not in opened[file].tensors:
             raise ValueError(f"{where}: {INDEX} says that {name} is in {file}, which has no such")
-        found[name] = opened[file].tensors[name]
-    return [*opened.values()], found
+        entries[name] = opened[file].tensors[name]
+    return [*opened.values()], entries
 
 
 def _located(readers: list[Reader], where: str) -> dict[str, str]:
@@ -509,12 +511,12 @@ def _located(readers: list[Reader], where: str) -> dict[str, str]:
 def read_table(path: Path, where: str) -> dict[str, Any]:
     """A JSON file's table; ValueError, which begins with `where`, if it holds none."""
     try:
-        found = json.loads(path.read_bytes())
+        table = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: {path} is no JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{where}: {path} holds no table, got {type(found).__name__}")
-    return found
+    if not isinstance(table, dict):
+        raise ValueError(f"{where}: {path} holds no table, got {type(table).__name__}")
+    return table
 
 
 def write_json(path: Path, table: Mapping[str, Any]) -> None:

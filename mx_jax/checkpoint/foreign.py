@@ -28,8 +28,8 @@ def read(path: str | os.PathLike[str], *, layout: str | None = None) -> Weights:
     """Open a checkpoint, one that `save` wrote or in a layout that is in use elsewhere.
 
     A folder with `config.json` says what it is; a bare file is read if its names, dtypes and shapes
-    fit one layout. GGUF says itself what it holds. Tensors are read as they are asked for, so a
-    model larger than memory can be gone through.
+    fit one layout. GGUF says itself what it holds. A tensor is read at its look-up, so a model
+    may be larger than memory.
 
     Args:
       path: a GGUF file, a safetensors file, or a folder of these, with or without an index.
@@ -105,7 +105,7 @@ _UNREAD = {
 }
 
 # What AWQ, SVDQuant and FP-Quant ask of inputs, or add to products. Unread, it would be missed.
-_ASKED = (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b", ".forward_hadamard_matrix")
+_INPUTS = (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b", ".forward_hadamard_matrix")
 
 
 def _read_layouts(
@@ -118,10 +118,10 @@ def _read_layouts(
                 f"{where}: {len(unread)} tensors such as {unread[0]} belong to weights that "
                 f"{method} quantized, which mx_jax does not read; take the unquantized model"
             )
-    asked = [name for name in tensors if name.endswith(_ASKED)]
-    if asked:
+    of_inputs = [name for name in tensors if name.endswith(_INPUTS)]
+    if of_inputs:
         raise ValueError(
-            f"{where}: {len(asked)} tensors such as {asked[0]} belong to weights of AWQ, "
+            f"{where}: {len(of_inputs)} tensors such as {of_inputs[0]} belong to weights of AWQ, "
             "SVDQuant or FP-Quant, which give nonsense without them, and mx_jax does not apply "
             "them; export the model without"
         )
@@ -146,7 +146,7 @@ def _read_layouts(
         parts = {part: tensors[each] for part, each in row.parts(base).items()}
         fetch = functools.partial(_quantized, row, parts, dtype, f"{where}: {name}")
         shape = row.shape(parts["codes"])
-        if row.turns(name, len(shape)):
+        if row.transposes(name, len(shape)):
             shape = (shape[0], shape[2], shape[1])
             fetch = lambda fetch=fetch: fetch().mT  # noqa: E731
         stored[name] = Stored(
@@ -221,14 +221,14 @@ def _check_left(
 def _quantized(
     layout: Layout, parts: Mapping[str, files.Entry], dtype: np.dtype, where: str
 ) -> MXArray:
-    found = {part: np.asarray(entry) for part, entry in parts.items()}
-    shape, scales = layout.shape(parts["codes"]), found["scales"]
-    whole, stated = found.get("tensor_scale"), {"divides": layout.divides, "layout": layout.name}
+    arrays = {part: np.asarray(entry) for part, entry in parts.items()}
+    shape, scales = layout.shape(parts["codes"]), arrays["scales"]
+    whole, stated = arrays.get("tensor_scale"), {"divides": layout.divides, "layout": layout.name}
     facts: Any = {"format": layout.format, "blocks": layout.blocks, "dtype": dtype} | stated
     # Codes whose dtype says what they are come one in a byte.
     typed = parts["codes"].dtype in files.PACKED_BITS
     bits = 8 if typed else layout.format.element.bits
-    return assembled(found["codes"], scales, whole, bits=bits, shape=shape, **facts, where=where)
+    return assembled(arrays["codes"], scales, whole, bits=bits, shape=shape, **facts, where=where)
 
 
 # Writing ---------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def _stored(name: str, x: MXArray, row: Layout) -> dict[str, files.Entry]:
             f"checkpoint.write: {row.name} holds {row.format.name} with blocks={blocks}, got "
             f"{facts}; quantize it so, or transpose it"
         )
-    if row.turns(name, x.ndim):
+    if row.transposes(name, x.ndim):
         x = dataclasses.replace(jax.tree.map(_matrices_transposed, x), blocks=row.blocks)
     bits, width = x.format.element.bits, x.shape[-1] if x.ndim else 0
     if base + row.weight != name or width * bits % 8 or (row.split and width % 32):

@@ -1,7 +1,7 @@
 """GGUF files, as llama.cpp and its kin store them.
 
 No length, count or offset of a header is believed before it is checked. Types of integers with many
-scales are left to llama.cpp's own package `gguf`, which gets bytes of the right number only.
+scales are left to llama.cpp's package `gguf`, which gets bytes of the right number only.
 Source: the GGUF description, versions 2 and 3, little-endian, and ggml's block structures.
 """
 
@@ -33,7 +33,7 @@ _ALIGNMENT = "general.alignment"
 # By their numbers in a file, as the struct module and NumPy call them.
 _SCALARS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-# ggml's own.
+# ggml's limit.
 _MOST_AXES = 4
 
 # Types ----------------------------------------------------------------------------------------
@@ -249,16 +249,16 @@ class _Cursor:
 
     def texts(self, count: int, what: str) -> tuple[str, ...]:
         """Strings that may be any bytes, a vocabulary's for one: no message is made for each."""
-        length, found = struct.Struct("<Q").unpack_from, list[str]()
+        length, texts = struct.Struct("<Q").unpack_from, list[str]()
         for _ in range(count):
             start = self.at + 8
             # `take` says what is missing of a file that is cut short.
             end = start + length(self.content, self.at)[0] if start <= len(self.content) else start
             if end > len(self.content):
                 self.take(length(self.take(8, f"the length of {what}"))[0], what)
-            found.append(self.content[start:end].decode(errors="backslashreplace"))
+            texts.append(self.content[start:end].decode(errors="backslashreplace"))
             self.at = end
-        return tuple(found)
+        return tuple(texts)
 
 
 def _value(cursor: _Cursor, kind: int, what: str) -> Any:
@@ -282,12 +282,12 @@ def _value(cursor: _Cursor, kind: int, what: str) -> Any:
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTensor]:
-    content, found = np.frombuffer(cursor.content, np.uint8), dict[str, GgufTensor]()
+    content, tensors = np.frombuffer(cursor.content, np.uint8), dict[str, GgufTensor]()
     for index in range(count):
         name = cursor.text(f"the name of tensor {index} of {count}")
         check_name(name, cursor.where)
         where = f"{cursor.where}: {name}"
-        if name in found:
+        if name in tensors:
             raise ValueError(f"{where} is there twice")
         axes = cursor.number("I", f"the number of axes of {name}")
         if axes > _MOST_AXES:
@@ -308,21 +308,21 @@ def _tensors(cursor: _Cursor, count: int, alignment: int) -> dict[str, GgufTenso
             )
         if offset % alignment:
             raise ValueError(f"{where} lies at offset={offset}, no multiple of {alignment}")
-        found[name] = GgufTensor(row, shape, offset, content)
+        tensors[name] = GgufTensor(row, shape, offset, content)
     # Offsets count from where the header has ended.
     start = cursor.at + -cursor.at % alignment
-    found = {n: dataclasses.replace(each, first=start + each.first) for n, each in found.items()}
-    for name, each in found.items():
+    tensors = {n: dataclasses.replace(x, first=start + x.first) for n, x in tensors.items()}
+    for name, each in tensors.items():
         if each.end > len(content):
             raise ValueError(
                 f"{cursor.where}: {name} of shape={each.shape} in {each.type.name} would end at "
                 f"byte {each.end}, and the file has {len(content)}; it is damaged or cut short"
             )
-    ordered = sorted(found.items(), key=lambda item: item[1].first)
+    ordered = sorted(tensors.items(), key=lambda item: item[1].first)
     for (name, one), (other, next) in itertools.pairwise(ordered):
         if one.end > next.first:
             raise ValueError(f"{cursor.where}: {name} and {other} overlap at byte {next.first}")
-    return found
+    return tensors
 
 
 # Weights --------------------------------------------------------------------------------------
@@ -341,16 +341,16 @@ def read_gguf(path: Path, where: str) -> Weights:
     # No MXArray holds blocks of integers with a float16 scale. Values are float32, as in ggml.
     metadata, tensors = _open(path)
     scales = {
-        name: found
+        name: candidate
         for name, tensor in tensors.items()
         if tensor.type.format is not None and tensor.type.format.tensor_scale
-        for found in (f"{name.removesuffix('.weight')}.scale", f"{name}.scale")
-        if found in tensors
+        for candidate in (f"{name.removesuffix('.weight')}.scale", f"{name}.scale")
+        if candidate in tensors
     }
-    taken = set(scales.values())
+    tensor_scales = set(scales.values())
     stored: dict[str, Stored] = {}
     for name, tensor in tensors.items():
-        if name in taken:
+        if name in tensor_scales:
             continue
         row, scale = tensor.type, scales.get(name)
         if row.dtype is not None:

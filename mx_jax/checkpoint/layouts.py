@@ -31,7 +31,7 @@ from mx_jax.formats.removed import whereabouts
 from mx_jax.packed import Quantized
 
 
-def turned(blocks: Blocks) -> Blocks:
+def transposed_blocks(blocks: Blocks) -> Blocks:
     """Of blocks along the last two axes, those of the transposed matrices."""
     return tuple(sorted((-3 - axis, size) for axis, size in blocks))
 
@@ -61,7 +61,7 @@ class Layout:
       divides: whether the tensor scale is stored as what it divides by.
       scale_shape: of the tensor scale as it is written; any of one number is read.
       split: whether the codes' last axis is cut into blocks `[..., in / 32, 16]`.
-      turned: regular expression for names of experts that the unquantized model has as
+      transposed: regular expression for names of experts that the unquantized model has as
         `[experts, in, out]`; they are read and written so, with blocks along `in`.
       configs: what `quantization_config` says where the layout is used: pairs of key and value.
 
@@ -83,7 +83,7 @@ class Layout:
     divides: bool = False
     scale_shape: tuple[int, ...] = (1,)
     split: bool = False
-    turned: str | None = None
+    transposed: str | None = None
     configs: tuple[tuple[tuple[str, str], ...], ...] = ()
 
     @property
@@ -95,22 +95,24 @@ class Layout:
     @property
     def orientations(self) -> tuple[Blocks, ...]:
         """Blocks that its weights may have."""
-        return (self.blocks,) if self.turned is None else (self.blocks, turned(self.blocks))
+        others = () if self.transposed is None else (transposed_blocks(self.blocks),)
+        return (self.blocks, *others)
 
-    def turns(self, name: str, ndim: int) -> bool:
+    def transposes(self, name: str, ndim: int) -> bool:
         """Whether a weight of that name is `[experts, in, out]`, and stored transposed."""
-        return self.turned is not None and ndim == 3 and bool(re.fullmatch(self.turned, name))
+        pattern = self.transposed
+        return pattern is not None and ndim == 3 and bool(re.fullmatch(pattern, name))
 
     def blocks_of(self, name: str, ndim: int) -> Blocks:
         """Those of a weight of that name."""
-        return turned(self.blocks) if self.turns(name, ndim) else self.blocks
+        return transposed_blocks(self.blocks) if self.transposes(name, ndim) else self.blocks
 
     def parts(self, base: str) -> dict[str, str]:
         """Names of a weight's tensors."""
-        found = {"codes": base + self.codes, "scales": base + self.scales}
+        names = {"codes": base + self.codes, "scales": base + self.scales}
         if self.tensor_scale is not None:
-            found["tensor_scale"] = base + self.tensor_scale
-        return found
+            names["tensor_scale"] = base + self.tensor_scale
+        return names
 
     def shape(self, codes: Entry) -> tuple[int, ...]:
         """The weight's shape, from its stored codes."""
@@ -138,37 +140,37 @@ class Layout:
         """What a weight of that name would need, in words: tensors, other dtypes, whole codes."""
         dtypes = self.dtypes
         wanted = {name: dtypes.get(part) for part, name in self.parts(base).items()}
-        found = []
+        needs = []
         for name, kinds in wanted.items():
             if name not in tensors:
-                found.append(f"{name}, {ABSENT}")
+                needs.append(f"{name}, {ABSENT}")
             elif kinds is not None and tensors[name].kind not in kinds:
-                found.append(f"{name} of dtype {' or '.join(kinds)}, got {tensors[name].kind}")
-        if not found:
+                needs.append(f"{name} of dtype {' or '.join(kinds)}, got {tensors[name].kind}")
+        if not needs:
             codes, bits = tensors[base + self.codes], self.format.element.bits
             odd = codes.dtype not in PACKED_BITS and codes.shape[-1:] and codes.shape[-1] * 8 % bits
             if len(codes.shape) < self.least_axes or odd:
-                found.append("codes of whole bytes")
-        return found
+                needs.append("codes of whole bytes")
+        return needs
 
     def misfit(self, base: str, tensors: Mapping[str, Entry]) -> str | None:
         """What is wrong with the shape of the scales; they may leave out a last axis of one."""
         parts = self.parts(base)
-        shape, given = self.shape(tensors[parts["codes"]]), tensors[parts["scales"]].shape
+        shape, actual = self.shape(tensors[parts["codes"]]), tensors[parts["scales"]].shape
         expected = scales_shape(shape, self.blocks)
-        if given == expected or (*given, 1) == expected:
+        if actual == expected or (*actual, 1) == expected:
             return None
         hint = "they may be swizzled for tensor cores, or of another block size"
-        if all(size == 1 for size in given):
+        if all(size == 1 for size in actual):
             hint = (
                 "it is one scale for the whole tensor, which mx_jax does not read; take a "
                 "checkpoint with scales of rows or blocks, or the unquantized model"
             )
-        if given == (*expected[:-2], *reversed(expected[-2:])):
+        if actual == (*expected[:-2], *reversed(expected[-2:])):
             hint = "they lie the other way around"
         return (
             f"of shape={shape} in {self.name} needs scales of shape={expected}, got "
-            f"{parts['scales']} of shape={given}; {hint}"
+            f"{parts['scales']} of shape={actual}; {hint}"
         )
 
     def used_by(self, config: Mapping[str, Any]) -> bool:
@@ -216,7 +218,7 @@ LAYOUTS: tuple[Layout, ...] = (
         {"quant_method": "mxfp4"},
         weight="",
         split=True,
-        turned=r"(.*\.)?experts\.(gate_up_proj|down_proj)",
+        transposed=r"(.*\.)?experts\.(gate_up_proj|down_proj)",
     ),
     _row("gpt-oss-original", MXFP4, ".blocks", ".scales", weight="", split=True),
     *(
@@ -269,7 +271,7 @@ LAYOUTS: tuple[Layout, ...] = (
     _row("quark-mxfp4", MXFP4, ".weight", ".weight_quantizer.scale", _QUARK),
     # The float8 layers that it leaves as DeepSeek has them, scales renamed.
     _float8("quark-float8", FLOAT8_BLOCKWISE_2D_E4M3, ".weight_scale", "F32", _QUARK),
-    # DeepSeek's own are float32; others store theirs in bfloat16.
+    # DeepSeek's scales are float32, those of others bfloat16.
     _float8("deepseek-v3", FLOAT8_BLOCKWISE_2D_E4M3, ".weight_scale_inv", "F32 BF16", _FP8),
     _float8("deepseek-v3.1", FLOAT8_BLOCKWISE_2D_E8M0, ".weight_scale_inv", "F8_E8M0", _FP8),
     # V4 before its last training, with experts in float8 too.
@@ -320,16 +322,18 @@ _MODELOPT_FILE = "hf_quant_config.json"
 
 
 def config_of(path: Path) -> dict[str, Any]:
-    """config.json, with ModelOpt's own file in its place for quantization."""
+    """config.json; where it says nothing of quantization, with what hf_quant_config.json says."""
     folder = path if path.is_dir() else path.parent
-    config, own = folder / "config.json", folder / _MODELOPT_FILE
-    found = read_table(config, "checkpoint.read") if config.is_file() else {}
-    if "quantization_config" not in found and own.is_file():
-        stated = read_table(own, "checkpoint.read").get("quantization") or {}
+    path_of_config, modelopt = folder / "config.json", folder / _MODELOPT_FILE
+    config = read_table(path_of_config, "checkpoint.read") if path_of_config.is_file() else {}
+    if "quantization_config" not in config and modelopt.is_file():
+        stated = read_table(modelopt, "checkpoint.read").get("quantization") or {}
         if not isinstance(stated, dict):
-            raise ValueError(f"checkpoint.read: {own}: quantization is no table, got {stated!r}")
-        found["quantization_config"] = {"quant_method": "modelopt"} | stated
-    return found
+            raise ValueError(
+                f"checkpoint.read: {modelopt}: quantization is no table, got {stated!r}"
+            )
+        config["quantization_config"] = {"quant_method": "modelopt"} | stated
+    return config
 
 
 def stated_by(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -385,7 +389,7 @@ def quantization_config(
 
 
 def hf_quant_config(stated: Mapping[str, Any]) -> dict[str, Any]:
-    """ModelOpt's own file, hf_quant_config.json, from the `quantization_config`."""
+    """ModelOpt's hf_quant_config.json, from the `quantization_config`."""
     weights = stated["config_groups"]["group_0"]["weights"]
     return {
         "producer": stated["producer"],

@@ -58,8 +58,10 @@ def stored_parts(
         return np.asarray(1 / value if divides else value)
 
     scales = Entry(x.scales.shape, dtypes[1], lambda: finite_scales(x, name).view(dtypes[1]))
-    found = [Entry(shape, dtypes[0], codes), scales]
-    return found + [Entry(scale_shape, np.dtype(np.float32), whole)] * (x.tensor_scale is not None)
+    entries = [Entry(shape, dtypes[0], codes), scales]
+    if x.tensor_scale is not None:
+        entries.append(Entry(scale_shape, np.dtype(np.float32), whole))
+    return entries
 
 
 def finite_scales(x: MXArray, name: str) -> np.ndarray:
@@ -246,11 +248,11 @@ def plausibility(x: Quantized | jax.Array | np.ndarray) -> Plausibility:
       (1.0, ('all values are zero',))
     """
     if isinstance(x, Quantized):
-        given = unpacked(x)
-        magnitudes = np.asarray(given.codes) & (given.format.element.sign_code - 1)
-        largest = int((magnitudes == given.format.element.max_code).sum())
-        saturated = largest / max(given.size, 1)
-        flat, parts, (octaves, odd) = given, decoded(given), _scales(given, magnitudes)
+        array = unpacked(x)
+        magnitudes = np.asarray(array.codes) & (array.format.element.sign_code - 1)
+        largest = int((magnitudes == array.format.element.max_code).sum())
+        saturated = largest / max(array.size, 1)
+        flat, parts, (octaves, odd) = array, decoded(array), _scales(array, magnitudes)
     else:
         flat = real_pairs(np.asarray(x)).reshape(-1)
         parts = (flat[at : at + _CHUNK].astype(np.float64) for at in range(0, flat.size, _CHUNK))

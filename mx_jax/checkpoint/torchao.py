@@ -113,13 +113,13 @@ def _stored(kind: str, data: Mapping[str, Any], parts: Mapping[str, Entry], wher
         )
 
     def fetch() -> MXArray:
-        given, whole = np.asarray(scales), parts.get(TENSOR_SCALE)
+        stored, whole = np.asarray(scales), parts.get(TENSOR_SCALE)
         if swizzled:
             sizes = math.prod(expected[:-1]), expected[-1]
-            given = packing.from_blocked_scales(given.reshape(_tiles(expected)), *sizes)
+            stored = packing.from_blocked_scales(stored.reshape(_tiles(expected)), *sizes)
         return assembled(
             np.asarray(codes),
-            given,
+            stored,
             None if whole is None else np.asarray(whole),
             bits=bits,
             shape=shape,
@@ -202,7 +202,7 @@ def _class_and_attributes(name: str, x: MXArray) -> tuple[str, dict[str, Any]]:
         if row is formats.NVFP4:
             return NVFP4_TENSOR, rows | {"block_size": 16, "use_triton_kernel": False}
         if row is not None:
-            element = next(name for name, own in ELEMENTS.items() if own is row)
+            element = next(name for name, format in ELEMENTS.items() if format is row)
             # FP6 is no dtype of torch's.
             typed = {"_type": "torch.dtype", "_data": element}
             named = {"elem_dtype": element if element.startswith("fp6") else typed}

@@ -49,32 +49,32 @@ def transcode(
       >>> bool((x.dequantize() == y.dequantize()).all())
       True
     """
-    given = unpacked(x)
-    made, misfits = under_scales_of(given, target, tensor_scale)
+    source = unpacked(x)
+    made, misfits = under_scales_of(source, target, tensor_scale)
     if misfits.any():
         raise ValueError(
             f"transcode: {int(misfits.sum())} of {misfits.size} blocks of {made.format.name} "
-            f"cannot hold what {given.format.name} of shape={given.shape} holds; quantize the "
+            f"cannot hold what {source.format.name} of shape={source.shape} holds; quantize the "
             "high-precision tensor anew"
         )
     check_parts(made, "transcode")
     # The proof: both decoded and compared, to the sign of zero. An error is one of this module.
-    for one, other in zip(decoded(given), decoded(made), strict=True):
+    for one, other in zip(decoded(source), decoded(made), strict=True):
         if (one.view(np.int64) != other.view(np.int64)).any():
             raise AssertionError(f"transcode: {made.format.name} changed a value; please report it")
     return made
 
 
 def under_scales_of(
-    given: MXArray, target: BlockFormat | str, tensor_scale: float | None = None
+    source: MXArray, target: BlockFormat | str, tensor_scale: float | None = None
 ) -> tuple[MXArray, np.ndarray]:
     """What `transcode` makes, and which of its blocks are not what they should be."""
-    check_parts(given, "transcode")
+    check_parts(source, "transcode")
     row = next((row for row in LAYOUTS if row.name == target), None)
     format = row.format if row is not None else block_format(target)
-    blocks = _blocks(given, format, row)
-    wanted, unfit = _wanted(given, blocks, format.scale)
-    whole = _tensor_scale(given, format, wanted)
+    blocks = _blocks(source, format, row)
+    wanted, unfit = _wanted(source, blocks, format.scale)
+    whole = _tensor_scale(source, format, wanted)
     if tensor_scale is not None:
         if not format.tensor_scale or not 2.0**_SMALLEST_NORMAL <= tensor_scale < math.inf:
             raise ValueError(
@@ -92,12 +92,12 @@ def under_scales_of(
         # What divides is the factor's reciprocal, which float32 has of powers of two alone.
         unfit = np.ones_like(unfit)
     made = MXArray(
-        codes=given.codes,
+        codes=source.codes,
         scales=jnp.asarray(scales),
         tensor_scale=jnp.asarray(whole, jnp.float32) if format.tensor_scale else None,
         format=format,
         blocks=blocks,
-        dtype=given.dtype,
+        dtype=source.dtype,
     )
     return made, unfit
 
@@ -127,11 +127,11 @@ def _wanted(x: MXArray, blocks: Blocks, scale: ScaleFormat) -> tuple[np.ndarray,
     targets, shared = dict(blocks), dict[int, int]()
     for axis, size in x.blocks:
         length = x.shape[axis]
-        given = block_extent(size, length)
-        common = math.gcd(given, block_extent(targets[axis], length))
+        extent = block_extent(size, length)
+        common = math.gcd(extent, block_extent(targets[axis], length))
         places = np.arange(0, length, common)
         used = np.logical_or.reduceat(used, places, axis) if length else used
-        scales, bad = (np.take(part, places // given, axis) for part in (scales, bad))
+        scales, bad = (np.take(part, places // extent, axis) for part in (scales, bad))
         shared[axis] = common
     high, low = np.where(used, scales, 0), np.where(used, scales, np.inf)
     for axis, size in blocks:

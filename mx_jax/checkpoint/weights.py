@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by name, whoever wrote it; each is read when it is asked for."""
+"""The tensors of a checkpoint by name, whoever wrote it; each is read at its look-up."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +18,7 @@ from mx_jax.mxarray import MXArray
 
 # Of the dtypes that files pack, what JAX has as well.
 _IN_JAX = {DTYPES["F4"]}
-# Bytes, XLA's own on CPUs.
+# Bytes, as XLA aligns memory on CPUs.
 _ALIGNMENT = 64
 
 
@@ -63,7 +63,7 @@ class Stored:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Weights(Mapping[str, "MXArray | jax.Array"]):
-    """The tensors of a checkpoint by name, each read when it is asked for.
+    """The tensors of a checkpoint by name, each read at its look-up.
 
     A mapping: `weights["model.layers.0.mlp.up_proj.weight"]`, `dict(weights)`, `len(weights)`.
     Names and axes are the checkpoint's: weights `[out, in]`, blocks along `in`.
@@ -96,7 +96,7 @@ class Weights(Mapping[str, "MXArray | jax.Array"]):
         return len(self.stored)
 
     def __contains__(self, name: object) -> bool:
-        # Mapping's own would read the tensor.
+        # That of Mapping would read the tensor.
         return name in self.stored
 
     def __getitem__(self, name: str) -> "MXArray | jax.Array":
@@ -130,8 +130,8 @@ def on_device(array: np.ndarray | jax.Array) -> jax.Array:
     first = -held.ctypes.data % _ALIGNMENT
     held = held[first : first + array.nbytes].view(array.dtype).reshape(array.shape)
     held[...] = array
-    found: jax.Array = jax.device_put(held)
-    return found
+    placed: jax.Array = jax.device_put(held)
+    return placed
 
 
 def plain(array: np.ndarray, where: str) -> jax.Array:
@@ -142,14 +142,14 @@ def plain(array: np.ndarray, where: str) -> jax.Array:
             ".look() gives it as a NumPy array"
         )
     with np.errstate(all="ignore"):
-        found = on_device(array)
-        lost = found.dtype != array.dtype and _is_lost(array, np.asarray(found))
+        placed = on_device(array)
+        lost = placed.dtype != array.dtype and _is_lost(array, np.asarray(placed))
     if lost:
         raise ValueError(
             f"{where}: has {array.dtype} values from {array.min()} up to {array.max()}, which jax "
-            f"holds as {found.dtype}; set jax_enable_x64"
+            f"holds as {placed.dtype}; set jax_enable_x64"
         )
-    return found
+    return placed
 
 
 def _is_lost(array: np.ndarray, held: np.ndarray) -> bool:
@@ -175,7 +175,7 @@ def built(
     where: str,
 ) -> MXArray:
     """An MXArray on the device, if its parts fit together; `where` begins the error."""
-    found = MXArray(
+    array = MXArray(
         codes=on_device(codes),
         scales=on_device(scales),
         tensor_scale=None if whole is None else jnp.asarray(whole),
@@ -183,8 +183,8 @@ def built(
         blocks=blocks,
         dtype=jnp.dtype(dtype),
     )
-    check_parts(found, where)
-    return found
+    check_parts(array, where)
+    return array
 
 
 def assembled(

@@ -30,7 +30,7 @@ from mx_jax.packed import Quantized, unpacked
 
 # Of the description, not of the package. A reader refuses what it does not know.
 VERSION = 1
-# The key of the description, by which `from_wire` knows its own; in a file, of the metadata.
+# The key of the description, by which `from_wire` knows a dict; in a file, of the metadata.
 DESCRIPTION = "mx_jax"
 CODES, SCALES, TENSOR_SCALE = "codes", "scales", "tensor_scale"
 Keys = tuple[str | int, ...]
@@ -71,33 +71,33 @@ class Described:
             # Later versions may say more.
             known = {name: facts[name] for name in ("format", "blocks", "shape", "dtype")}
             packed = facts.get("packed") is not False
-            found: Described = from_json(cls, known | {"packed": packed}, "the description")
+            described: Described = from_json(cls, known | {"packed": packed}, "the description")
             # What has the right type, and is impossible all the same.
-            least: list[tuple[int, int]] = [(length, 0) for length in found.shape]
-            least += [(size, 1) for _, size in found.blocks if not isinstance(size, Whole)]
+            least: list[tuple[int, int]] = [(length, 0) for length in described.shape]
+            least += [(size, 1) for _, size in described.blocks if not isinstance(size, Whole)]
             for value, smallest in least:
                 if value < smallest:
                     raise ValueError(f"needs integers from {smallest}, got {value}")
-            scale = found.format.scale
+            scale = described.format.scale
             if (scale.kind == "element") != (scale.element is not None):
                 raise ValueError(f"a scale of kind={scale.kind!r} with element={scale.element}")
             if scale.bits != (32 if scale.is_float32 else 8):
                 raise ValueError(f"a scale of kind={scale.kind!r} with bits={scale.bits}")
-            named = [("dtype", found.dtype)]
-            for each in (found.format.element, scale, scale.element):
+            named = [("dtype", described.dtype)]
+            for each in (described.format.element, scale, scale.element):
                 named += [("dtype_name", each.dtype_name)] if each and each.dtype_name else []
             for what, name in named:
                 if not _DTYPE_NAME.fullmatch(name):
                     raise ValueError(f"{what}={name!r} names no dtype")
-            if not jnp.issubdtype(jnp.dtype(found.dtype), jnp.floating):
-                raise ValueError(f"dtype={found.dtype!r} is no float dtype")
+            if not jnp.issubdtype(jnp.dtype(described.dtype), jnp.floating):
+                raise ValueError(f"dtype={described.dtype!r} is no float dtype")
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(
                 f"{where}: its description is no MXArray's: {said}; was it damaged, or written by "
                 "a newer mx_jax?"
             ) from error
-        return found
+        return described
 
 
 def from_json(kind: Any, facts: Any, name: str) -> Any:
@@ -256,9 +256,9 @@ def _parts(x: MXArray) -> dict[str, files.Entry]:
     bits = x.format.element.bits if x.ndim else 8
     shape, byte = _stored_shape(x.shape, bits), np.dtype("uint8")
     codes = files.Entry(shape, byte, lambda: packing.pack(np.asarray(x.codes), bits))
-    found = {CODES: codes, SCALES: files.Entry.of(x.scales)}
+    entries = {CODES: codes, SCALES: files.Entry.of(x.scales)}
     whole = x.tensor_scale
-    return found if whole is None else found | {TENSOR_SCALE: files.Entry.of(whole)}
+    return entries if whole is None else entries | {TENSOR_SCALE: files.Entry.of(whole)}
 
 
 def _stored_shape(shape: tuple[int, ...], bits: int) -> tuple[int, ...]:
@@ -343,19 +343,22 @@ def save(
         if isinstance(leaf, Mapping):
             empty.append(keys)
             continue
-        described[name], found = {"path": list(keys)}, {name: leaf}
+        described[name], parts = {"path": list(keys)}, {name: leaf}
         if isinstance(leaf, Quantized):
             leaf = unpacked(leaf)
             described[name]["mx"] = describe(leaf)
-            found = {f"{name}/{part}": entry for part, entry in _parts(leaf).items()}
-        for key, entry in found.items():
+            parts = {f"{name}/{part}": entry for part, entry in _parts(leaf).items()}
+        for key, entry in parts.items():
             if key in entries:
                 raise ValueError(f"checkpoint.save: two tensors would be named {key!r}; rename one")
             entries[key], owner[key] = files.Entry.of(entry), name
 
     def metadata(names: Collection[str]) -> dict[str, str]:
-        own = dict.fromkeys(owner[name] for name in names)
-        said: dict[str, Any] = {"version": VERSION, "tensors": [described[name] for name in own]}
+        tensor_names = dict.fromkeys(owner[name] for name in names)
+        said: dict[str, Any] = {
+            "version": VERSION,
+            "tensors": [described[name] for name in tensor_names],
+        }
         if empty and {*names} >= {*itertools.islice(entries, 1)}:  # the first file
             said["empty"] = empty
         return {"format": DESCRIPTION, DESCRIPTION: json.dumps(said)}
@@ -403,7 +406,7 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
 
 
 def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weights:
-    """What `save` wrote, each tensor read when asked for.
+    """What `save` wrote, each tensor read at its look-up.
 
     `metadata["paths"]` has the keys of each, `metadata["empty"]` those of dicts without any.
     """
@@ -434,17 +437,17 @@ def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weig
             facts = None if mx is None else Described.read(mx, f"{where}: {name}")
             # By what the format has, not by what is there: a tensor beside it may be called so.
             has_one = facts is not None and facts.format.tensor_scale
-            parts = (CODES, SCALES, TENSOR_SCALE) if has_one else (CODES, SCALES)
-            own = {part: f"{name}/{part}" for part in parts}
-            undescribed -= {name} if facts is None else {*own.values()}
-            tensors.append((name, keys, facts, own))
+            held = (CODES, SCALES, TENSOR_SCALE) if has_one else (CODES, SCALES)
+            part_names = {part: f"{name}/{part}" for part in held}
+            undescribed -= {name} if facts is None else {*part_names.values()}
+            tensors.append((name, keys, facts, part_names))
         if undescribed:
             raise ValueError(
                 f"{where}: its metadata is damaged: they do not describe {min(undescribed)!r}, "
                 f"which {reader.path.name} holds ({len(undescribed)} of {len(reader.tensors)} "
                 "tensors)"
             )
-        for name, keys, facts, own in tensors:
+        for name, keys, facts, part_names in tensors:
             at = f"{where}: {name}"
             if name in paths:
                 raise ValueError(f"{where}: its metadata is damaged: {name} is there twice")
@@ -452,7 +455,8 @@ def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weig
             if facts is None:
                 stored[name] = stored_plain(reader[name], at)
             else:
-                stored[name] = _stored({part: reader[own[part]] for part in own}, facts, at)
+                parts = {part: reader[part_name] for part, part_name in part_names.items()}
+                stored[name] = _stored(parts, facts, at)
     return Weights(path, stored, {"paths": paths, "empty": empty})
 
 

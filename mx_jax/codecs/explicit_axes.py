@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.core import ShapedArray
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 Spec = NamedSharding | PartitionSpec
 
@@ -25,17 +25,6 @@ A = TypeVar("A", jax.Array, np.ndarray)
 def has_explicit_axes() -> bool:
     """Whether the mesh in use has axes of `AxisType.Explicit`."""
     return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
-
-
-def explicit_mesh(*operands: object) -> AbstractMesh | None:
-    """The mesh in use, else that of an operand, if it has axes of `AxisType.Explicit`; or None."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        # Codes that have a source stay with it.
-        leaves = jax.tree.leaves(operands, is_leaf=lambda x: getattr(x, "primal", None) is not None)
-        meshes = (jax.typeof(getattr(x, "codes", x)).sharding.mesh for x in leaves)
-        mesh = next((own for own in meshes if not own.empty), mesh)
-    return mesh if AxisType.Explicit in mesh.axis_types else None
 
 
 def explicit_sharding(x: jax.Array | np.ndarray) -> NamedSharding | None:
@@ -120,9 +109,9 @@ def varying(x: jax.Array) -> frozenset[str]:
 
 def vary_alike(arrays: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """The same values, each differing along the axes of all of them, as JAX wants of operands."""
-    found = [varying(x) for x in arrays]
-    axes = frozenset[str]().union(*found)
+    each = [varying(x) for x in arrays]
+    axes = frozenset[str]().union(*each)
     return tuple(
-        lax.pcast(x, tuple(sorted(axes - own)), to="varying") if axes - own else x
-        for x, own in zip(arrays, found, strict=True)
+        lax.pcast(x, tuple(sorted(axes - names)), to="varying") if axes - names else x
+        for x, names in zip(arrays, each, strict=True)
     )

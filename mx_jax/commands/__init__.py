@@ -11,7 +11,7 @@ from pathlib import Path
 from mx_jax.formats.removed import whereabouts
 
 # By name, the module that has `add_to`, in the order in which --help lists them; imported when its
-# command is asked for: together they take half a second.
+# command runs: together they take half a second.
 COMMANDS = {
     "formats": "mx_jax.commands.formats",
     "env": "mx_jax.commands.env",
@@ -71,7 +71,7 @@ def _refused(text: str) -> int:
 
 
 def command_parser(command: str | None = None) -> argparse.ArgumentParser:
-    """The parser of a command, or without one of all; what it gives has the command's `run`."""
+    """The parser of one command, or of all; parsed options have the command's `run`."""
     made = argparse.ArgumentParser(
         prog="python -m mx_jax", description="Microscaling (MX) and float8 formats for JAX."
     )

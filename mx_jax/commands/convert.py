@@ -13,8 +13,7 @@ examples:
     python -m mx_jax convert mxfp4/ nvfp4/ --to modelopt-nvfp4 --dry-run
     python -m mx_jax convert mxfp4/ nvfp4/ --to modelopt-nvfp4
 
-LAYOUT is mx_jax, a layout's name, or that of a program, of whose layouts the one is taken that
-holds the format that is there.
+LAYOUT is mx_jax, a layout's name, or a program's, which means its layout for the tensors' format.
 """
 
 import argparse
@@ -188,7 +187,7 @@ def _transcoded(
 def _requantized(name: str, one: Stored, row: Layout) -> Any:
     """Quantized anew along the contracted axis by the rule that loses least, or a ValueError."""
     struct = jax.ShapeDtypeStruct(one.shape, jnp.float32)
-    axis = -2 if row.turns(name, len(one.shape)) else -1
+    axis = -2 if row.transposes(name, len(one.shape)) else -1
     judged = judge((format_rule(".*", row.format, axis=axis),), name, struct)
     if not judged.quantizes:
         reason = judged.decision.reason if judged.decision else "it has one axis"
@@ -259,28 +258,28 @@ def _experts_apart(weights: Weights, row: Layout) -> Weights:
 
     stored: dict[str, Stored] = {}
     for name, one in weights.stored.items():
-        found = _FUSED.fullmatch(name)
+        match = _FUSED.fullmatch(name)
         # The matrix, of a bias too.
-        matrix = None if found is None else weights.stored.get(f"{found[1]}.{found[2]}")
+        matrix = None if match is None else weights.stored.get(f"{match[1]}.{match[2]}")
         is_fused = (
-            found is not None
+            match is not None
             and matrix is not None
-            and len(one.shape) + bool(found[3]) == 3  # a bias has one axis less
+            and len(one.shape) + bool(match[3]) == 3  # a bias has one axis less
             # Other models' gate and up do not take turns.
             and (
                 matrix.layout == "gpt-oss" or config_of(weights.path).get("model_type") == "gpt_oss"
             )
         )
-        if found is None or not is_fused:
+        if match is None or not is_fused:
             stored[name] = one
             continue
-        base, fused, bias = found.groups()
+        base, fused, bias = match.groups()
         experts, *inputs, outputs = one.shape
         for index in range(experts):
-            for part, own in _OUTPUTS[fused].items():
-                count = len(range(outputs)[own])
+            for part, selection in _OUTPUTS[fused].items():
+                count = len(range(outputs)[selection])
                 made = f"{base}.{index}.{part}.{'bias' if bias else 'weight'}"
-                read = functools.partial(_expert, whole, name, index, own)
+                read = functools.partial(_expert, whole, name, index, selection)
                 stored[made] = dataclasses.replace(
                     one,
                     shape=(count, *inputs),
@@ -293,5 +292,5 @@ def _experts_apart(weights: Weights, row: Layout) -> Weights:
 
 def _expert(whole: Callable[[str], Any], name: str, index: int, outputs: slice) -> Any:
     """One expert's matrix, `[out, in]`, or its bias."""
-    found = whole(name)[index, ..., outputs]
-    return found.mT if found.ndim == 2 else found
+    matrix = whole(name)[index, ..., outputs]
+    return matrix.mT if matrix.ndim == 2 else matrix

@@ -63,26 +63,26 @@ def run(options: argparse.Namespace) -> int:
     """Run the command; returns the exit status."""
     a = checkpoint.read(options.a, layout=options.layout)
     b = checkpoint.read(options.b, layout=options.layout)
-    found = []
+    compared = []
     both = [name for name in a if name in b]
     with progress_bar("read", stored_bytes(a, both) + stored_bytes(b, both), watched()) as step:
         for name in dict.fromkeys((*a, *b)):
             x, y = (each.stored[name].look() if name in each else None for each in (a, b))
             if x is None or y is None:
                 formats, where = (_format(x), _format(y)), "A" if y is None else "B"
-                found.append(Difference(name=name, formats=formats, result=f"only in {where}"))
+                compared.append(Difference(name=name, formats=formats, result=f"only in {where}"))
             else:
-                found.append(difference(name, x, y))
+                compared.append(difference(name, x, y))
                 step(name, a.stored[name].nbytes + b.stored[name].nbytes)
-    differing = [each for each in found if not each.equal]
+    differing = [each for each in compared if not each.equal]
     if options.json:
-        rows = [dataclasses.asdict(each) for each in found]
+        rows = [dataclasses.asdict(each) for each in compared]
         print(json.dumps({"equal": not differing, "tensors": rows}, indent=1))
     else:
-        if shown := found if options.all else differing:
+        if shown := compared if options.all else differing:
             print_table(_COLUMNS, map(_row, shown), left=_COLUMNS[:4])
         many = f" tensors, {len(differing)} of them differ" if differing else " the same"
-        print(f"{len(found)}{many}")
+        print(f"{len(compared)}{many}")
     return 1 if differing else 0
 
 
@@ -130,9 +130,9 @@ def _apart(x: np.ndarray, y: np.ndarray) -> tuple[int, float, float]:
         one, other = x[at : at + _CHUNK], y[at : at + _CHUNK]
         unequal = ~_equal(one, other)
         values += int(unequal.sum())
-        exact, found = one.astype(wide), other.astype(wide)
+        exact, actual = one.astype(wide), other.astype(wide)
         with np.errstate(invalid="ignore", over="ignore"):
-            error = exact - found
+            error = exact - actual
             largest = np.maximum(largest, np.max(np.abs(error[unequal]), initial=0))
             signal, noise = signal + np.sum(np.square(exact)), noise + np.sum(np.square(error))
     with np.errstate(divide="ignore", invalid="ignore"):

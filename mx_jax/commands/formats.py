@@ -28,13 +28,13 @@ def run(options: argparse.Namespace) -> int:
     if options.values:
         _print_codes(_format(options.values))
         return 0
-    own = (*formats.BLOCK_FORMATS, *formats.ELEMENT_FORMATS, *formats.SCALE_FORMATS)
-    given = [_format(each) for each in options.formats] or own
-    blocks = [each for each in given if isinstance(each, formats.BlockFormat)]
+    known = (*formats.BLOCK_FORMATS, *formats.ELEMENT_FORMATS, *formats.SCALE_FORMATS)
+    chosen = [_format(each) for each in options.formats] or known
+    blocks = [each for each in chosen if isinstance(each, formats.BlockFormat)]
     # What is named, and what the blocks consist of, each once.
-    elements = [each for each in given if isinstance(each, formats.ElementFormat)]
+    elements = [each for each in chosen if isinstance(each, formats.ElementFormat)]
     elements = dict.fromkeys((*elements, *(block.element for block in blocks)))
-    scales = [each for each in given if isinstance(each, formats.ScaleFormat)]
+    scales = [each for each in chosen if isinstance(each, formats.ScaleFormat)]
     scales = dict.fromkeys((*scales, *(block.scale for block in blocks)))
     title = "Block formats (elements that share a scale: kept x contracting axis)"
     _print("Element formats", [*map(_element_row, elements)], "special values", "dtype")
@@ -48,19 +48,19 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _format(text: str) -> AnyFormat:
-    """A format by its name; by `module:NAME` one of the user's own."""
+    """A format by its name, or the user's by `module:NAME`."""
     if ":" not in text:
         return formats.any_format(text)
     module, _, name = text.partition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        format = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"formats: cannot import {text!r}: {error}") from None
-    if not isinstance(found, AnyFormat):
+    if not isinstance(format, AnyFormat):
         raise ValueError(
-            f"formats: {text!r} must be a BlockFormat, ElementFormat or ScaleFormat, got {found!r}"
+            f"formats: {text!r} must be a BlockFormat, ElementFormat or ScaleFormat, got {format!r}"
         )
-    return found
+    return format
 
 
 def _print(title: str, rows: Sequence[Mapping[str, str]], *left: str) -> None:

@@ -150,13 +150,13 @@ def run(options: argparse.Namespace) -> int:
     tensors = {name: stream.as_it_is(one) for name, one in weights.stored.items()}
     judged = {name: judge(rules, name, tensor) for name, tensor in tensors.items()}
     decisions = (each.decision for each in judged.values() if each.decision is not None)
-    found = Report(rules=tuple(each.rule for each in rules), decisions=tuple(decisions))
-    for index in found.unused:
+    report = Report(rules=tuple(each.rule for each in rules), decisions=tuple(decisions))
+    for index in report.unused:
         text = f"quantize: rule {index} ({rules[index].rule}) decides about no tensor"
         # The default rule for embeddings and heads may match nothing.
         if options.strict and options.rules is not None:
             raise ValueError(f"{text}; --dry-run shows the names")
-        if options.rules is not None or found.num_converted == 0:
+        if options.rules is not None or report.num_converted == 0:
             say(text)
     spoilt: dict[str, int] = {}
     scales: dict[str, float] = {}
@@ -182,7 +182,7 @@ def run(options: argparse.Namespace) -> int:
             like = quantized_like(each, tensors[name])
             tensors[name] = deferred(functools.partial(quantized, name), like)
     if options.dry_run:
-        console().print(found)
+        console().print(report)
     layout = stream.layout_for(options.to, tensors, weights.path)
     try:
         stream.check_layout(tensors, layout)
@@ -194,7 +194,7 @@ def run(options: argparse.Namespace) -> int:
         # Nothing is quantized before it is written.
         scales |= shared_scales(weights, judged)
     if options.dry_run:
-        # Our own file holds whatever the values are; GPTQ takes long.
+        # mx_jax's file holds any values; GPTQ takes long.
         stream.check_layout(tensors, layout, values=layout != stream.OWN and not moments)
         return 0
     stream.report_dequantized(weights, (name for name in weights if not judged[name].quantizes))
@@ -205,29 +205,29 @@ def run(options: argparse.Namespace) -> int:
             f"{weights.path}: {len(spoilt)} tensors hold NaN or infinite values, which makes whole "
             f"blocks NaN: {spoilt[first]} of {first}"
         )
-    say(f"{options.out}: {found.num_converted} of {len(weights)} tensors quantized, {sizes}")
+    say(f"{options.out}: {report.num_converted} of {len(weights)} tensors quantized, {sizes}")
     return 0
 
 
 def _rules(options: argparse.Namespace) -> tuple[FileRule, ...]:
-    format, scales, given = options.format, options.scales, options.rules is not None
+    format, scales, has_file = options.format, options.scales, options.rules is not None
     if format is not None and options.moments is not None and options.scale_rule is None:
         scales = scales or GPTQ
     wrong = {
-        "needs --format, e.g. --format mxfp4, or --rules": format is None and not given,
+        "needs --format, e.g. --format mxfp4, or --rules": format is None and not has_file,
         "--scale-rule goes with --format; a rule has its own": options.scale_rule and not format,
         f"--scales {scales} chooses the scales; leave out --scale-rule": (
             scales and options.scale_rule
         ),
         "--scales goes with --format; a rule has its own": scales and not format,
         "--keep goes without --rules; write a rule with skip = true": (
-            given and options.keep is not None
+            has_file and options.keep is not None
         ),
     }
     for text, holds in wrong.items():
         if holds:
             raise ValueError(f"quantize: {text}")
-    if given:
+    if has_file:
         rules = read_rules(options.rules)
     else:
         kept = KEPT if options.keep is None else options.keep
@@ -250,21 +250,21 @@ def _moments(
         raise ValueError(f"quantize: {lacks if wanted else extra}")
     if not wanted:
         return {}
-    found = read(options.moments)
-    unknown = [name for name in wanted if name not in found]
+    moments = read(options.moments)
+    unknown = [name for name in wanted if name not in moments]
     for name in wanted:
         axes = judged[name].axes
         assert axes is not None
         k = tensors[name].shape[judged[name].num_stacked :][axes.contracting[0]]
-        if name in found and found.stored[name].shape != (k, k):
+        if name in moments and moments.stored[name].shape != (k, k):
             raise ValueError(
                 f"quantize: {options.moments}: needs shape={(k, k)} of {name}, which has {k} "
-                f"inputs, got shape={found.stored[name].shape}"
+                f"inputs, got shape={moments.stored[name].shape}"
             )
     say(f"{len(wanted) - len(unknown)} of {len(judged)} tensors by GPTQ, by {options.moments}")
     if unknown:
         say(f"{len(unknown)} have no moment there, such as {unknown[0]}: scales by mse")
-    return found
+    return moments
 
 
 def run_dequantize(options: argparse.Namespace) -> int:

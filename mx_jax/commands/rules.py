@@ -37,7 +37,7 @@ _DECIDING = ("format", "recipe", "skip")
 class FileRule:
     """A rule, and along which axis the tensors that it matches have their blocks."""
 
-    rule: Rule  # conversion's own; its recipe's weight says format and scale rule
+    rule: Rule  # as conversion has it; its recipe's weight says format and scale rule
     axis: int | None = None  # of the tensor; None: the one that its name implies
     # In place of the recipe's scale rule: `"mse"`, each block's scale by squared error;
     # `"gptq"`, codes by what they are multiplied with as well.
@@ -47,13 +47,13 @@ class FileRule:
 def read_rules(path: Path) -> tuple[FileRule, ...]:
     """The rules of a file, in order; ValueError names the number of the one that is wrong."""
     try:
-        found = tomllib.loads(path.read_bytes().decode())
+        table = tomllib.loads(path.read_bytes().decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"rules: {path} is no TOML: {error}") from error
-    rows = found.get("rule")
-    if not isinstance(rows, list) or set(found) != {"rule"} or not rows:
+    rows = table.get("rule")
+    if not isinstance(rows, list) or set(table) != {"rule"} or not rows:
         raise ValueError(
-            f"rules: {path} must consist of [[rule]] tables, got {', '.join(found) or 'nothing'}"
+            f"rules: {path} must consist of [[rule]] tables, got {', '.join(table) or 'nothing'}"
         )
     return tuple(_rule(row, f"rules: {path}: rule {i}") for i, row in enumerate(rows))
 
@@ -139,7 +139,7 @@ class Judged:
         if not self.scales:
             how = functools.partial(quantize, scale_rule=spec.scale_rule)
         by = functools.partial(how, format=spec.format, axis=axis, tensor_scale=tensor_scale)
-        found = store_weights(
+        stored = store_weights(
             on_device(value),
             recipe,
             self.axes,
@@ -147,8 +147,8 @@ class Judged:
             packed=False,
             by=by if self.scales or tensor_scale is not None else None,
         )
-        assert isinstance(found, MXArray)
-        return found
+        assert isinstance(stored, MXArray)
+        return stored
 
 
 def judge(rules: tuple[FileRule, ...], name: str, tensor: Entry | jax.ShapeDtypeStruct) -> Judged:
@@ -211,16 +211,16 @@ def fused(names: Iterable[str]) -> list[tuple[str, ...]]:
     """Names of tensors that become one, those of a layer together; none that stand alone."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in names:
-        found = _NAME.fullmatch(name)
-        if found is not None and found[2] in _PLACE:
-            key = (found[1] or "", *_PLACE[found[2]], found[3])
+        match = _NAME.fullmatch(name)
+        if match is not None and match[2] in _PLACE:
+            key = (match[1] or "", *_PLACE[match[2]], match[3])
             groups.setdefault(key, []).append(name)
     return [tuple(group) for group in groups.values() if len(group) > 1]
 
 
 def shared_scales(weights: Weights, judged: Mapping[str, Judged]) -> dict[str, float]:
     """Tensor scales of matrices that are quantized alike and become one: that of the largest."""
-    found: dict[str, float] = {}
+    scales: dict[str, float] = {}
     # Those of one matrix, which are quantized under one tensor scale.
     single = {name: x for name, x in judged.items() if x.quantizes and x.num_stacked == 0}
     for group in fused(name for name, x in single.items() if x.spec.format.tensor_scale):
@@ -232,8 +232,8 @@ def shared_scales(weights: Weights, judged: Mapping[str, Judged]) -> dict[str, f
         # Rules differ in what they make of the largest value; a row of it has what a matrix has.
         row = first.quantize(jnp.full((1, first.spec.format.block[1]), amax, jnp.float32))
         assert row.tensor_scale is not None
-        found |= dict.fromkeys(group, float(row.tensor_scale.item()))
-    return found
+        scales |= dict.fromkeys(group, float(row.tensor_scale.item()))
+    return scales
 
 
 @jax.jit

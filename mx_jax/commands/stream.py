@@ -28,7 +28,7 @@ from mx_jax.checkpoint.wire import put
 from mx_jax.commands.output import Commands, add_parser, say, size, watched
 from mx_jax.mxarray import MXArray
 
-# What our own files are called where a layout is asked for.
+# The name of mx_jax's files among layouts.
 OWN = "mx_jax"
 # The options of an interrupted run, beside its files: the same command alone resumes it.
 RECORD = ".mx_jax_resume.json"
@@ -41,7 +41,7 @@ _OF_TENSORS = ("*.index.json", "hf_quant_config.json")
 _QUANTIZED = ("quantization_config", "compression_config")
 # What a GGUF file says of its model, in the folder that its tensors are written to.
 GGUF_FIELDS = "gguf.json"
-# Files of a folder that are not taken over into the one that replaces it.
+# Files of a folder that the one in its place does not get.
 _REPLACED = ("*.safetensors", *_OF_TENSORS, GGUF_FIELDS, RECORD)
 
 
@@ -211,8 +211,8 @@ def _move_into_place(made: Path, out: Path, force: bool) -> None:
     with writers.only_writer(out):
         # Its files that are no tensors, and that the new one lacks, are linked into that.
         for path in out.iterdir():
-            own = any(path.match(pattern) for pattern in _REPLACED)
-            if not own and not (made / path.name).exists():
+            is_replaced = any(path.match(pattern) for pattern in _REPLACED)
+            if not is_replaced and not (made / path.name).exists():
                 try:
                     os.link(path, made / path.name)
                 except OSError:  # no hard links there
@@ -237,7 +237,7 @@ def _move_into_place(made: Path, out: Path, force: bool) -> None:
 
 
 def record_options(options: argparse.Namespace, made: Path) -> None:
-    """Write what is asked to the folder that is being made; clear what a killed run left half."""
+    """Write the options to the folder that is being made; remove half files of a killed run."""
     for file in made.glob(".model*"):
         file.unlink()
     files.write_json(made / RECORD, _digests(options))
@@ -245,7 +245,7 @@ def record_options(options: argparse.Namespace, made: Path) -> None:
 
 def _digests(options: argparse.Namespace) -> dict[str, str]:
     """A digest of each option, and of the files that it names; no path of this machine."""
-    found = {}
+    digests = {}
     for name, value in sorted(vars(options).items()):
         if name in _APART:
             continue
@@ -258,8 +258,8 @@ def _digests(options: argparse.Namespace) -> dict[str, str]:
             for file in sorted(each.glob("*.safetensors")) if each.is_dir() else [each]:
                 if file.is_file():
                     facts.append((file.name, file.stat().st_size, file.stat().st_mtime_ns))
-        found[name] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
-    return found
+        digests[name] = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    return digests
 
 
 def is_file_name(out: Path) -> bool:
@@ -294,7 +294,7 @@ def write_out(
     made.mkdir(exist_ok=True)
     with writers.only_writer(made, _busy(options.out)):
         try:
-            check_free(options.out, options.force)  # Another may have ended since it was asked.
+            check_free(options.out, options.force)  # Another run may have ended meanwhile.
             for left in () if options.resume else made.iterdir():
                 left.unlink()
             if largest is not None:
@@ -310,7 +310,7 @@ def write_out(
                 _move_into_place(made, out, options.force)
                 (out / RECORD).unlink(missing_ok=True)  # complete: nothing to resume
         except BaseException:
-            if largest is None:  # nothing of it could be taken up
+            if largest is None:  # a run of one file cannot be resumed
                 shutil.rmtree(made, ignore_errors=True)
             raise
     written = options.out.glob("*.safetensors") if options.out.is_dir() else [options.out]
@@ -329,7 +329,7 @@ def _write_tensors(
     largest, paths = options.max_shard_size, weights.metadata.get("paths")
     how: dict[str, Any] = {
         "max_shard_size": None if largest is None else _nbytes(largest),
-        # `check_output` has compared what this command was asked with what the earlier one was.
+        # `check_output` has compared the options with those of the earlier run.
         "resume": "vouched" if options.resume else False,
         "progress": watched(),
     }
@@ -360,7 +360,7 @@ def _write_beside(
             else:
                 with writers.replacing(made / path.name) as file:
                     file.write(path.read_bytes())
-        # ModelOpt's loaders read a file of its own as well.
+        # ModelOpt's loaders read a second file as well.
         if stated is not None and "quant_algo" in stated:
             files.write_json(made / "hf_quant_config.json", hf_quant_config(stated))
     elif is_gguf(weights.path):
@@ -378,9 +378,9 @@ def _write_config(path: Path, out: Path, stated: Mapping[str, Any] | None) -> No
 
 
 def _nbytes(text: str) -> int:
-    found = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?([kMGT]?)B?", text)
-    size = 0 if found is None else int(float(found[1]) * 1000 ** " kMGT".index(found[2] or " "))
-    if found is None or size < 1:
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d+)?) ?([kMGT]?)B?", text)
+    size = 0 if match is None else int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
+    if match is None or size < 1:
         raise ValueError(f"--max-shard-size needs a size as 5GB, got {text!r}")
     return size
 
@@ -428,9 +428,9 @@ def layout_for(to: str, tensors: Mapping[str, Any], where: Path) -> str:
 
 def programs() -> dict[str, list[Layout]]:
     """Layouts by the programs that a `quantization_config` names."""
-    found: dict[str, list[Layout]] = {}
+    by_program: dict[str, list[Layout]] = {}
     for row in LAYOUTS:
         for pairs in row.configs:
-            rows = found.setdefault(dict(pairs).get("quant_method", ""), [])
+            rows = by_program.setdefault(dict(pairs).get("quant_method", ""), [])
             rows += [] if row in rows else [row]
-    return found
+    return by_program

@@ -78,9 +78,9 @@ class CacheFormat:
         if not isinstance(keys, CacheRows) or not isinstance(values, CacheRows):
             return self.holding(keys, values)
         if keys.format != self.format or values.format != self.format:
-            found = keys.format and keys.format.name
+            stored = keys.format and keys.format.name
             raise ValueError(
-                f"convert: the cache is in format={found}, and its rule asks for "
+                f"convert: the cache is in format={stored}, and its rule asks for "
                 f"format={self.name}; make the cache with this model"
             )
         if self.tensor_scales is not None:
@@ -157,10 +157,10 @@ class CachedAttention:
         cache = self.format.of_rows(*rows)
         cache = cache.append(one_batch(keys), one_batch(values), position)
         self.set(cache.keys, cache.values, position + keys.shape[-3])
-        # Whether attention over codes gives what is asked for.
+        # Whether attention over codes computes all of the options.
         drops = options.get("dropout_rate", 0.0) > 0 and not options.get("deterministic", True)
-        asked = [options[name] for name in options.keys() - _HARMLESS]
-        if not drops and all(own is None for own in asked) and self.is_flaxs():
+        special = [options[name] for name in options.keys() - _HARMLESS]
+        if not drops and all(option is None for option in special) and self.is_flaxs():
             return cache.attend(one_batch(query), position).reshape(query.shape)
         # The decoded rows, later ones masked.
         batch, tokens = query.shape[:-3], query.shape[-3]

@@ -58,7 +58,7 @@ class KnownLayer:
     facts: dict[str, Any]
 
 
-def known_layer(layer: Any) -> KnownLayer | None:
+def known_layer(layer: object) -> KnownLayer | None:
     """What is known of a layer of flax.nnx; None if its call alone shows its products."""
     kernel: Any = getattr(layer, "kernel", None)
     named_only, obstacle = False, None

@@ -95,7 +95,7 @@ def function(
 
 @dataclasses.dataclass(frozen=True)
 class ConvertedFunction(Generic[P, R]):
-    """What `convert.function` gives, with its arguments; equal ones are equal to jit."""
+    """The result of `convert.function`, with its arguments; equal ones are equal to jit."""
 
     function: Callable[P, R]
     rules: tuple[Rule, ...]
@@ -190,7 +190,8 @@ def call_of_model(
     with jaxpr.tracing_for(rules):
         plan, decisions, by_plan = _traced(function, rules, static, arrays, modules)
     # Those of a module that is called again are the same.
-    callback(tuple({(own.layer.path, own.layer.kernel): own for own in decisions}.values()))
+    layers = {(decision.layer.path, decision.layer.kernel): decision for decision in decisions}
+    callback(tuple(layers.values()))
     if not runs:
         return None
     _check_key(key, plan, "apply")
@@ -204,9 +205,8 @@ def _traced(
     arrays: Sequence[Any],
     modules: Mapping[str, jaxpr.Module] | None = None,
 ) -> tuple[Plan, tuple[Decision, ...], Callable[..., Any]]:
-    """What becomes of a call's products, what the rules say of each, and the call by that plan.
-
-    The last takes other arrays and a key. What it gives back may be no array too.
+    """The plan for a call's products, the decision about each, and the call by that plan: a
+    function of other arrays and a key.
     """
     program, result = read.traced(function, static.call, arrays)
     weights = list[jaxpr.Weight]()
@@ -248,7 +248,7 @@ def _split(
     within: str = "",
 ) -> tuple[_Static, list[Any]]:
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [own.name for own in _parameters(function).values() if own.kind in by_position]
+    names = [name for name, entry in _parameters(function).items() if entry.kind in by_position]
     # Position and name of each argument, by what it was called with.
     called: dict[int | str, set[int | str]] = {
         i: {i, *names[i : i + 1]} for i in range(len(args))
@@ -263,8 +263,8 @@ def _split(
     data = []
     for (_, argument, *path), leaf in jax.tree.leaves_with_path((tuple(args), kwargs)):
         if read.is_array(leaf):
-            given = argument.key if isinstance(argument, jax.tree_util.DictKey) else argument.idx
-            is_named = not called[given].isdisjoint(weights)
+            position = argument.key if isinstance(argument, jax.tree_util.DictKey) else argument.idx
+            is_named = not called[position].isdisjoint(weights)
             data.append(not is_named or not jax.tree_util.keystr(tuple(path)).startswith(within))
     call, arrays = read.split(args, kwargs)
     return _Static(call, tuple(data)), arrays

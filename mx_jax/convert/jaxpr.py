@@ -70,7 +70,7 @@ def tracing_for(rules: tuple[Rule, ...]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_module(path: str) -> Iterator[None]:
-    """A scope whose products are a module's, by its path, in a call that is traced for rules."""
+    """The scope of a module's call, by its path, in a call of a model that is traced for rules."""
     calls, here = _calls.get()
     if here == path:
         # A method that another of the same module calls.
@@ -107,7 +107,7 @@ class Entry:
     operands change places; and the layer, for errors."""
 
     recipe: Recipe | None = None
-    turned: bool = False
+    swapped: bool = False
     layer: str = dataclasses.field(default="", compare=False)
 
 
@@ -119,7 +119,7 @@ class _Product:
     type: type
     facts: dict[str, Any]
     # Whether the left operand is the kernel, and whether the kernel is stored as codes.
-    turned: bool
+    swapped: bool
     stored: bool
     # What the kernel is computed from.
     marks: int
@@ -187,7 +187,7 @@ def planned(
     # in it; without modules, which a model has, by all scopes, and by what holds the kernel.
     marks = [_DATA if flag else 2 << i if weights else 0 for i, flag in enumerate(data)]
     plan, products = _read(walk(program, marks))
-    found: list[tuple[_Product, tuple[str, str, str], Module, list[str]]] = []
+    entries: list[tuple[_Product, tuple[str, str, str], Module, list[str]]] = []
     for product in products:
         at = product.placed(modules)
         known, paths = (modules or {}).get(at[0]), list[str]()
@@ -196,12 +196,12 @@ def planned(
             known = Module(layer)
         # Nobody looks rows up in what rules know, but embeddings.
         if product.type is not Lookup or issubclass(known.type, EMBEDDINGS):
-            found.append((product, at, known, paths))
-    counts = collections.Counter(at for _, at, *_ in found)
-    of_call = collections.Counter(at[:2] for _, at, *_ in found)
+            entries.append((product, at, known, paths))
+    counts = collections.Counter(at for _, at, *_ in entries)
+    of_call = collections.Counter(at[:2] for _, at, *_ in entries)
     seen: collections.Counter[tuple[str, str, str]] = collections.Counter()
     decisions: list[Decision] = []
-    for product, at, known, paths in found:
+    for product, at, known, paths in entries:
         module, _, scope = at
         alone = modules is not None and of_call[at[:2]] == 1
         names = _names(product, scope, alone, counts[at], seen[at], modules is None)
@@ -221,9 +221,9 @@ def planned(
         if not is_flaxs:
             facts["axes"] = None
         path, *aliases = (
-            "/".join(part for part in (base, own.lstrip("/")) if part)
+            "/".join(part for part in (base, name_in_module.lstrip("/")) if part)
             for base in (module, *known.aliases)
-            for own in names
+            for name_in_module in names
         )
         facts |= known.facts
         decision = decide(rules, Layer(path=path, aliases=tuple(aliases), **facts))
@@ -235,14 +235,14 @@ def planned(
         if recipe is not None:
             layer = f"{path!r} ({known.type.__name__}), converted by rule {decision.rule}"
             recipe = recipe_of(recipe, known.spec) if is_flaxs else recipe
-            plan[product.where] = Entry(recipe, product.turned, layer)
+            plan[product.where] = Entry(recipe, product.swapped, layer)
     return tuple(plan.items()), tuple(decisions)
 
 
 def _names(
     product: _Product, scope: str, alone: bool, count: int, index: int, is_function: bool
 ) -> list[str]:
-    """What a product is called within its module, the first of it in reports."""
+    """The names of a product within its module; the first is that of reports."""
     # As lax calls it: DotGeneral is dot_general.
     name = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", product.type.__name__).lower()
     names = [scope, f"{scope}/{name}_{index}"]
@@ -290,9 +290,9 @@ def _product(site: Site, obstacle: str | None, stored: tuple[bool, ...]) -> _Pro
     operands: list[Any] = [atom.aval for atom in site.eqn.invars]
     data = [mark & _DATA for mark in site.marks[:2]]
     left = stored == (True, False) or (stored == (False, False) and data == [0, _DATA])
-    turns = left and row.turned is not None
-    if row.turned is not None and turns:
-        left, right, params, _ = row.turned(*operands, params)
+    swaps = left and row.swapped is not None
+    if row.swapped is not None and swaps:
+        left, right, params, _ = row.swapped(*operands, params)
         operands = [left, right]
     facts = row.facts(*operands, params) | {"input": tuple(operands[0].shape)}
     facts |= {"obstacle": obstacle or facts["obstacle"], "of_activations": all(data)}
@@ -300,9 +300,9 @@ def _product(site: Site, obstacle: str | None, stored: tuple[bool, ...]) -> _Pro
         scope=scope,
         type=row.type,
         facts=facts,
-        turned=turns,
+        swapped=swaps,
         stored=any(stored) and obstacle is None,
-        marks=site.marks[0 if turns else 1],
+        marks=site.marks[0 if swaps else 1],
         where=site.where,
     )
 
@@ -365,21 +365,21 @@ class ByRecipe(rewrite.Rule):
             return [_codes(eqn, operands)]
         row, back = row_of(eqn), None
         assert row is not None
-        if entry.turned:
-            assert row.turned is not None
-            *operands, params, back = row.turned(*operands, params)
-        own = state if recipe.is_stochastic else None
+        if entry.swapped:
+            assert row.swapped is not None
+            *operands, params, back = row.swapped(*operands, params)
+        key = state if recipe.is_stochastic else None
         # Below shard_map, shards that hold different operands draw different bits.
-        axes = frozenset[str]().union(*map(varying, operands)) if own is not None else ()
+        axes = frozenset[str]().union(*map(varying, operands)) if key is not None else ()
         for axis in sorted(axes):
-            own = folded(own, lax.axis_index(axis))
+            key = folded(key, lax.axis_index(axis))
         with named_in_errors(entry.layer) if entry.layer else contextlib.nullcontext():
-            product = row.multiply(recipe, recipe.dot_general, operands, params, own)
+            product = row.multiply(recipe, recipe.dot_general, operands, params, key)
             return [product if back is None else back(product)]
 
 
 def _codes(eqn: JaxprEqn, operands: Values) -> Any:
-    """What holds the codes in the place of the values that an equation makes of them."""
+    """The stored codes, in place of the values that an equation makes of them."""
     if eqn.primitive is values_p:
         return jax.tree.unflatten(eqn.params["tree"], operands)
     if eqn.primitive is transpose_p:

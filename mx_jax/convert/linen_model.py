@@ -1,7 +1,7 @@
 """flax.linen: an unmodified module as one whose products follow rules.
 
 Its call is traced, and what it multiplies is made anew in the jaxpr, as `convert.function` does it.
-What rules know of modules, which a trace does not show, an interceptor of Flax's sees.
+An interceptor of Flax's sees what a trace does not show: modules, their classes and paths.
 """
 
 import contextlib
@@ -32,7 +32,6 @@ from mx_jax.convert.rules import (
     as_rules,
     decide,
 )
-from mx_jax.nn import layers
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.linen import RNG_STREAM
 
@@ -61,9 +60,9 @@ def linen(
       strict: whether a rule that matched nothing is an error instead of an `UnusedRuleWarning`.
 
     Returns:
-      What has the module's attributes, `init`, `apply` and `clone`. It cannot be a part of another
-      module: convert the whole, with rules for the part. `bind` is not offered: layers called past
-      the module's own methods would silently stay in high precision.
+      A wrapper with the module's attributes, `init`, `apply` and `clone`. It cannot be a part of
+      another module: convert the whole, with rules for the part. `bind` is not offered: layers
+      called past the module's own methods would silently stay in high precision.
 
     Raises:
       TypeError: not a flax.linen module, or not rules.
@@ -113,14 +112,14 @@ def refuse_wrapper(model: object, operation: str) -> None:
     )
 
 
-def original(module: Any) -> Any:
+def original(module: object) -> Any:
     """The module that was converted; one that was not, as it is."""
     return module.module if isinstance(module, ConvertedModule) else module
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvertedModule:
-    """What `convert.linen` gives, with its arguments. Other attributes are the module's."""
+    """The result of `convert.linen`, with its arguments. Other attributes are the module's."""
 
     module: nn.Module
     rules: tuple[Rule, ...]
@@ -167,10 +166,10 @@ class ConvertedModule:
         """As `flax.linen.Module.init_with_output`."""
         seen, run = _Seen(self.module, self.rules), self.module.init_with_output
         with nn.intercept_methods(seen):
-            # What it computes is thrown away; what rules say of it is asked where it matters.
+            # What it computes is thrown away, so its products stay as they are.
             result = run(*args, **kwargs)
-            found = Report(rules=self.rules, decisions=seen.decisions)
-            if len(found.used | self._used) < len(self.rules):
+            report = Report(rules=self.rules, decisions=seen.decisions)
+            if len(report.used | self._used) < len(self.rules):
                 seen.traced(run, args, kwargs, runs=False)
         # It makes the parameters of all layers, whichever method it runs.
         self._check(seen, whole=True)
@@ -235,9 +234,9 @@ _numbers = itertools.count()
 
 
 class _Seen:
-    """What an interceptor of Flax's sees in one call of a converted module: the modules in it, by
-    path, whose products stand in scopes of their names. It changes a call only for what is stored:
-    parameters that are codes, and caches."""
+    """An interceptor of Flax's for one call of a converted module. It describes the modules in it,
+    by path, and puts their products in scopes of their names. It changes a call only for parameters
+    that are codes, and for caches."""
 
     def __init__(self, module: nn.Module, rules: tuple[Rule, ...]):
         self.rules, self.name = rules, module.name
@@ -262,8 +261,8 @@ class _Seen:
 
     def learn(self, decisions: Sequence[Decision]) -> None:
         """Keep what the rules say of layers."""
-        for own in decisions:
-            self.decided.setdefault((own.layer.path, own.layer.kernel), own)
+        for decision in decisions:
+            self.decided.setdefault((decision.layer.path, decision.layer.kernel), decision)
 
     def __call__(self, call: Call, args: Args, kwargs: Kwargs, context: InterceptorContext) -> Any:
         layer, scope = context.module, context.module.scope
@@ -277,8 +276,8 @@ class _Seen:
         overrides = {}
         if not isinstance(layer, mx_linen.StoredParams):
             # A `param` that takes quantized weights, for whatever module is not ours.
-            own = functools.partial(type(layer).param, layer)
-            overrides = {"param": functools.partial(layers.stored_param, layer, own)}
+            param = functools.partial(type(layer).param, layer)
+            overrides = {"param": functools.partial(mx_linen.stored_param, layer, param)}
         with contextlib.ExitStack() as stack:
             if context.method_name != "setup":
                 if path not in self.modules:
@@ -290,23 +289,20 @@ class _Seen:
             return call(*args, **kwargs)
 
     def _described(self, layer: nn.Module, path: str) -> Module:
-        cls = type(layer)
         if isinstance(layer, nn.Embed):
-            kernel = (layer.num_embeddings, layer.features)
-            facts = {"kernel": kernel, "shape": kernel[::-1], "named_only": True}
-            facts["axes"] = Axes.ordered()
-            return Module(cls, facts=facts, spec=self._spec(layer, "embedding"))
-        obstacle = users_choice(layer)
-        if isinstance(layer, mx_linen.Operation):
-            obstacle = "has its own recipe"
+            kernel, axes = (layer.num_embeddings, layer.features), Axes.ordered()
+            facts = {"kernel": kernel, "shape": kernel[::-1], "axes": axes, "named_only": True}
+            return Module(type(layer), facts=facts, spec=self._spec(layer, "embedding"))
+        is_operation = isinstance(layer, mx_linen.Operation)
+        obstacle = "has its own recipe" if is_operation else users_choice(layer)
         if obstacle is None:
-            return Module(cls, spec=self._spec(layer, "kernel"))
-        if not isinstance(layer, mx_linen.Operation):
-            self.bare[path] = Layer(path=path, type=cls, obstacle=obstacle)
-        return Module(cls, facts={"obstacle": obstacle})
+            return Module(type(layer), spec=self._spec(layer, "kernel"))
+        if not is_operation:
+            self.bare[path] = Layer(path=path, type=type(layer), obstacle=obstacle)
+        return Module(type(layer), facts={"obstacle": obstacle})
 
     def _spec(self, layer: nn.Module, name: str) -> PartitionSpec | None:
-        return layers.linen_spec(layer, name) if self.gathers else None
+        return mx_linen.linen_spec(layer, name) if self.gathers else None
 
     def _cache(self, layer: Any, path: str, method: object) -> dict[str, Any]:
         """What to set on an attention while it decodes, by a rule with a cache."""
@@ -317,11 +313,10 @@ class _Seen:
             obstacle = "decode=False"
         elif "mask" not in inspect.signature(layer.attention_fn).parameters:
             obstacle = "its attention_fn takes no mask"
-        cls = type(layer)
 
         def decide_on(name: str, **facts: Any) -> Decision:
-            own = "/".join(filter(None, (path, name)))
-            return decide(self.rules, Layer(path=own, type=cls, **facts))
+            place = "/".join(filter(None, (path, name)))
+            return decide(self.rules, Layer(path=place, type=type(layer), **facts))
 
         decision = decide_on("cache", is_cache=True, obstacle=obstacle)
         self.learn([decision])
@@ -346,11 +341,12 @@ class _Seen:
             products = [decide_on(name, of_activations=True) for name in ("qk", "av")]
             self.learn(products)
             plain = layer.qk_attn_weights_einsum_cls is layer.attn_weights_value_einsum_cls is None
-            return plain and own is nn.dot_product_attention and not any(d.recipe for d in products)
+            plain = plain and attention_fn is nn.dot_product_attention
+            return plain and not any(decision.recipe for decision in products)
 
-        own = layer.attention_fn
+        attention_fn = layer.attention_fn
         cached = CachedAttention(
-            format=format, attention_fn=own, get=get, set=put, is_flaxs=is_flaxs
+            format=format, attention_fn=attention_fn, get=get, set=put, is_flaxs=is_flaxs
         )
         return {"decode": False, "attention_fn": cached}
 
@@ -361,8 +357,8 @@ _ANEW = _Anew()
 @contextlib.contextmanager
 def overriding(layer: object, overrides: dict[str, Any]) -> Iterator[None]:
     """Override a layer's attributes for one call, past Flax's checks: no other thread has it."""
-    own = vars(layer)
-    before = {name: own[name] for name in overrides if name in own}
+    attributes = vars(layer)
+    before = {name: attributes[name] for name in overrides if name in attributes}
     for name, value in overrides.items():
         object.__setattr__(layer, name, value)
     try:

@@ -28,7 +28,7 @@ def report(
 
     Args:
       model: of flax.linen or flax.nnx, or a function, converted or not.
-      rules: what `convert.linen`, `nnx` or `function` would be given.
+      rules: as `convert.linen`, `nnx` or `function` takes them.
       *args: example arguments, arrays or `jax.ShapeDtypeStruct`.
       strict: whether a rule that matched nothing is an error instead of an `UnusedRuleWarning`.
       **options: flax.linen: keyword arguments of the module, `method`, and `rngs` for its init.
@@ -62,10 +62,10 @@ def report(
       5 of 7 layers converted
     """
     rules = as_rules(rules, "convert.report")
-    found = Report(rules=rules, decisions=_decisions(model, rules, args, options))
-    if all(decision.reason != nnx_model.UNSEEN for decision in found.decisions):
-        found.check("convert.report", strict)
-    return found
+    result = Report(rules=rules, decisions=_decisions(model, rules, args, options))
+    if all(decision.reason != nnx_model.UNSEEN for decision in result.decisions):
+        result.check("convert.report", strict)
+    return result
 
 
 def _decisions(
@@ -81,7 +81,7 @@ def _decisions(
     return nnx_model.decisions(model, rules, *args, **options)
 
 
-def original(model: Any) -> Any:
+def original(model: object) -> Any:
     """The model before conversion: the way back from `convert.linen`, `nnx` and `function`.
 
     Args:
@@ -107,4 +107,4 @@ def original(model: Any) -> Any:
         return model.function
     if inspect.isroutine(model):
         return model
-    return nnx_model.original(model)
+    return nnx_model.original(model)  # pyright: ignore[reportArgumentType]

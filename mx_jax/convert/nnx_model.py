@@ -89,11 +89,7 @@ def nnx(
       ((4, 64), True)
     """
     rules = as_rules(rules, "convert.nnx")
-    traced = any(rule.quantizes for rule in rules)
-    copy, result = converted(model, rules, rngs, strict, traced)
-    if not traced and result.unused:
-        # They may match products that a call alone shows.
-        copy, result = converted(model, rules, rngs, strict)
+    copy, result = converted(model, rules, rngs, strict, always=False)
     if not hasattr(copy, "mx_call"):
         result.check("convert.nnx", strict)
     return copy
@@ -104,9 +100,11 @@ def converted(
     rules: tuple[Rule, ...],
     rngs: flax_nnx.Rngs | None,
     strict: bool | None = None,
-    traced: bool = True,
+    *,
+    always: bool = True,
 ) -> tuple[M, Report]:
-    """The copy that `nnx` gives, and what the rules said of its layers."""
+    """The result of `nnx`, and the decisions about its layers. Unless always, calls are traced only
+    where rules quantize."""
     # One whose call is traced is checked there, as strict says: the trace shows other products.
     copy = original(model)
     plans = list(_plans(copy, rules))
@@ -120,12 +118,15 @@ def converted(
                 decide(rules, as_layer(plan.paths, layer, {"of_activations": True}, name))
                 for name in ("qk", "av")
             )
-            layer.mx_cache = flax_nnx.static((format, not any(own.recipe for own in products)))
-            _become(layer, _caching)
-    found = tuple(decision for plan in plans for decision in plan.judged)
-    if traced:
-        _trace_calls(plans, _Conversion(rules, strict, {}, found), rngs)
-    return copy, Report(rules=rules, decisions=found)
+            are_plain = not any(decision.recipe for decision in products)
+            layer.mx_cache = flax_nnx.static((format, are_plain))
+            _become_converted(layer)
+    judged = tuple(decision for plan in plans for decision in plan.judged)
+    report = Report(rules=rules, decisions=judged)
+    # Rules that matched nothing may match products that a call alone shows.
+    if always or report.unused or any(rule.quantizes for rule in rules):
+        _trace_calls(plans, _Conversion(rules, strict, {}, judged), rngs)
+    return copy, report
 
 
 def original(model: M) -> M:
@@ -145,7 +146,7 @@ def decisions(
     model: Any, rules: tuple[Rule, ...], *args: object, **kwargs: object
 ) -> tuple[Decision, ...]:
     """What rules say of a model's layers, and of products that an abstract call shows."""
-    copy, found = converted(model, rules, flax_nnx.Rngs(0))
+    copy, report = converted(model, rules, flax_nnx.Rngs(0))
     if args or kwargs:
         graph, state = flax_nnx.split(copy)
 
@@ -153,7 +154,7 @@ def decisions(
             flax_nnx.merge(graph, state)(*args, **kwargs)
 
         jax.eval_shape(*of_arrays(call, (state, *args), kwargs))
-        return copy.mx_call.model.shown if hasattr(copy, "mx_call") else found.decisions
+        return copy.mx_call.model.shown if hasattr(copy, "mx_call") else report.decisions
     judged: list[Decision] = []
     for plan in _plans(original(model), rules):
         judged += plan.judged
@@ -169,7 +170,7 @@ def decisions(
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """What rules say of a module's cache, and of its product where its kind is known."""
+    """The decisions about a module's cache, and about its product where it is known."""
 
     layer: Any
     paths: tuple[str, ...]
@@ -183,7 +184,7 @@ class _Plan:
 
     @property
     def judged(self) -> tuple[Decision, ...]:
-        return tuple(own for own in (self.product, self.cache) if own is not None)
+        return tuple(decision for decision in (self.product, self.cache) if decision is not None)
 
     @property
     def shows_in_a_call(self) -> bool:
@@ -194,7 +195,7 @@ class _Plan:
 
     @property
     def module(self) -> Module:
-        """What rules know of it while it is traced."""
+        """The module as rules see it in a trace."""
         facts, spec = dict[str, Any](), None
         if isinstance(self.layer, _ADAPTERS):
             facts = {"named_only": True, "product": None}
@@ -239,23 +240,20 @@ def layers_of(model: flax_nnx.Module) -> Iterator[tuple[tuple[str, ...], Any]]:
             for other in group
             if other != place
         )
-        yield tuple("/".join(map(str, own)) for own in (path, *others)), layer
+        yield tuple("/".join(map(str, parts)) for parts in (path, *others)), layer
 
 
 def class_of(layer: object) -> type:
     """The class that a module had before conversion."""
-    cls: Any = type(layer)
-    while hasattr(cls, "_mx_base"):
-        cls = cls._mx_base
-    return cls
+    return getattr(type(layer), "_mx_base", type(layer))
 
 
 def matrix_of(layer: object) -> flax_nnx.Param | None:
     """The first parameter of two axes or more that a module has beside known layers."""
     if known_layer(layer) is not None or isinstance(layer, _WITHOUT_PRODUCT):
         return None
-    own = (value for value in vars(layer).values() if isinstance(value, flax_nnx.Param))
-    return next((value for value in own if len(getattr(value, "shape", ())) >= 2), None)
+    params = (value for value in vars(layer).values() if isinstance(value, flax_nnx.Param))
+    return next((value for value in params if len(getattr(value, "shape", ())) >= 2), None)
 
 
 def _has_stream(rngs: flax_nnx.Rngs | None) -> TypeGuard[flax_nnx.Rngs]:
@@ -263,24 +261,23 @@ def _has_stream(rngs: flax_nnx.Rngs | None) -> TypeGuard[flax_nnx.Rngs]:
 
 
 def _take_back(layer: Any) -> None:
-    while hasattr(type(layer), "_mx_base"):
-        if "mx_cache" in vars(layer) and layer.cached_key is not None:
-            kept: list[Any] = [layer.cached_key, layer.cached_value]
-            keys, values = (variable.get_value() for variable in kept)
-            if keys.codes.ndim == 4:
-                _set_cache(layer, as_array(keys), as_array(values))
-            else:
-                # Decoding is for one axis of sequences.
-                layer.cached_key = layer.cached_value = flax_nnx.data(None)
-                warnings.warn(
-                    "convert: the cache of a stack is dropped when its layers are converted anew; "
-                    "call init_cache again",
-                    stacklevel=2,
-                )
-        for name in ("mx_cache", "mx_call", "mx_stream"):
-            if name in vars(layer):
-                delattr(layer, name)
-        object.__setattr__(layer, "__class__", type(layer)._mx_base)
+    if "mx_cache" in vars(layer) and layer.cached_key is not None:
+        kept: list[Any] = [layer.cached_key, layer.cached_value]
+        keys, values = (variable.get_value() for variable in kept)
+        if keys.codes.ndim == 4:
+            _set_cache(layer, as_array(keys), as_array(values))
+        else:
+            # Decoding is for one axis of sequences.
+            layer.cached_key = layer.cached_value = flax_nnx.data(None)
+            warnings.warn(
+                "convert: the cache of a stack is dropped when its layers are converted anew; "
+                "call init_cache again",
+                stacklevel=2,
+            )
+    for name in ("mx_cache", "mx_call", "mx_stream"):
+        if name in vars(layer):
+            delattr(layer, name)
+    object.__setattr__(layer, "__class__", class_of(layer))
 
 
 # Calls -------------------------------------------------------------------------------------------
@@ -302,7 +299,7 @@ _WITHOUT_PRODUCT = (
 
 @dataclasses.dataclass(frozen=True)
 class _Conversion:
-    """What a converted model knows of itself; static, and equal for equal models."""
+    """The rules of a converted model, and their decisions; static, equal for equal models."""
 
     rules: tuple[Rule, ...]
     # Whether a rule that matches nothing is an error; None: there is no warning either.
@@ -319,7 +316,10 @@ class _Conversion:
     def shown(self) -> tuple[Decision, ...]:
         """What calls showed, and what was known before of layers that they did not show."""
         paths = {decision.layer.path for decision in self.traced}
-        return (*self.traced, *(own for own in self.decisions if own.layer.path not in paths))
+        return (
+            *self.traced,
+            *(decision for decision in self.decisions if decision.layer.path not in paths),
+        )
 
     def check(self, path: str, decisions: tuple[Decision, ...]) -> None:
         """Warn of rules without any decision, if these are those of the whole model."""
@@ -332,7 +332,7 @@ class _Conversion:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """What a module of a converted model knows when it is called."""
+    """The place of a module in a converted model."""
 
     model: _Conversion
     path: str
@@ -364,21 +364,41 @@ def _trace_calls(plans: Sequence[_Plan], model: _Conversion, rngs: flax_nnx.Rngs
         elif recipe is not None and recipe.output.is_stochastic:
             # Where gradients alone draw, they raise an error of their own.
             raise missing_stream(f"convert.nnx: {plan.paths[0]!r}", recipe, rngs)
-        _become(layer, _traced_methods)
+        _become_converted(layer)
 
 
-def _traced_methods(base: type) -> dict[str, Any]:
-    """The methods that a class does not have of flax.nnx, private ones apart, with their trace."""
+def _become_converted(layer: object) -> None:
+    object.__setattr__(layer, "__class__", _converted_class(class_of(layer)))
+
+
+@functools.lru_cache(maxsize=1024)
+def _converted_class(base: type) -> type:
+    """A subclass that looks like its base, one for each, so that equal models have equal graphs:
+    the methods that it does not have of flax.nnx, private ones apart, are those of a call."""
+    looks = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
     inherited = {*dir(flax_nnx.Module)} - {"__call__"}
-    found = {name: inspect.getattr_static(base, name) for name in {*dir(base)} - inherited}
-    return {
+    members = {name: inspect.getattr_static(base, name) for name in {*dir(base)} - inherited}
+    methods = {
         name: _in_call(name, member)
-        for name, member in found.items()
+        for name, member in members.items()
         # nnx.jit makes objects of them.
         if callable(member) and hasattr(member, "__get__") and not isinstance(member, type)
         if not isinstance(member, staticmethod | classmethod)
         if name == "__call__" or name[0] != "_"
     }
+    made = {"_mx_base": base, "__reduce_ex__": _reduced}
+    return type(base)(base.__name__, (base,), looks | methods | made)
+
+
+def _reduced(layer: object, protocol: int) -> tuple[Any, ...]:
+    """No module has the class by name: it is pickled by its base."""
+    _, _, *state = object.__reduce_ex__(layer, 2)
+    return _remade, (class_of(layer),), *state
+
+
+def _remade(base: type) -> Any:
+    cls: Any = _converted_class(base)
+    return cls.__new__(cls)
 
 
 def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -386,12 +406,15 @@ def _in_call(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def run(self: Any, *args: object, **kwargs: object) -> Any:
-        here: _Call = self.mx_call
-        if tracing.value == here.model.rules:
+        call, attributes = method, vars(self)
+        if "mx_cache" in attributes and name in _WITH_CACHE:
+            call = functools.partial(_WITH_CACHE[name], method)
+        here: _Call | None = attributes.get("mx_call")
+        if here is not None and tracing.value == here.model.rules:
             with in_module(here.path):
-                return method(self, *args, **kwargs)
-        if name not in _CALLS:
-            return method(self, *args, **kwargs)
+                return call(self, *args, **kwargs)
+        if here is None or name not in _CALLS:
+            return call(self, *args, **kwargs)
         return _traced(self, name, here, args, kwargs)
 
     return run
@@ -431,43 +454,16 @@ def _traced(
             with flax_nnx.merge_context(_TAG, False) as context:
                 context.merge(after, state)
             return result
-    given = dict(flax_nnx.to_flat_state(flax_nnx.merge_state(params, rest)))
+    old = dict(flax_nnx.to_flat_state(flax_nnx.merge_state(params, rest)))
     # Whether what a Variable holds is what it held.
     changed = [
         (at, new)
         for at, new in flax_nnx.to_flat_state(state)
-        if any(x is not y for x, y in zip(*map(jax.tree.leaves, (new, given[at])), strict=True))
+        if any(x is not y for x, y in zip(*map(jax.tree.leaves, (new, old[at])), strict=True))
     ]
     if changed:
         flax_nnx.update(nodes, flax_nnx.from_flat_state(changed))
     return result
-
-
-def _become(layer: object, own: Callable[[type], dict[str, Any]]) -> None:
-    object.__setattr__(layer, "__class__", _subclass(type(layer), own))
-
-
-@functools.lru_cache(maxsize=1024)
-def _subclass(base: type, own: Callable[[type], dict[str, Any]]) -> type:
-    """One for each class, so that equal models have equal graphs; it looks like its base."""
-    looks = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    made = {"_mx_base": base, "_mx_own": staticmethod(own), "__reduce_ex__": _reduced}
-    return type(base)(base.__name__, (base,), looks | own(base) | made)
-
-
-def _reduced(self: object, protocol: int) -> tuple[Any, ...]:
-    """No module has the class by name: it is pickled by what it is made of."""
-    cls: Any = type(self)
-    made: list[Any] = []
-    while hasattr(cls, "_mx_base"):
-        cls, made = cls._mx_base, [cls._mx_own, *made]
-    _, _, *state = object.__reduce_ex__(self, 2)
-    return _remade, (cls, *made), *state
-
-
-def _remade(cls: Any, *made: Callable[[type], dict[str, Any]]) -> Any:
-    cls = functools.reduce(_subclass, made, cls)
-    return cls.__new__(cls)
 
 
 # Caches -------------------------------------------------------------------------------------------
@@ -478,9 +474,9 @@ def _cache_obstacle(layer: flax_nnx.MultiHeadAttention) -> str | None:
         return "has a call of its own"
     if layer.query.kernel.ndim > 3 and layer.cached_key is not None:
         return "is a stack with a cache already: convert it before init_cache"
-    taken = inspect.signature(layer.attention_fn).parameters
-    takes_any = any(own.kind is inspect.Parameter.VAR_KEYWORD for own in taken.values())
-    if "mask" not in taken and not takes_any:
+    parameters = inspect.signature(layer.attention_fn).parameters
+    takes_any = any(entry.kind is entry.VAR_KEYWORD for entry in parameters.values())
+    if "mask" not in parameters and not takes_any:
         return "its attention_fn takes no mask"
     return None
 
@@ -491,43 +487,49 @@ def _set_cache(layer: Any, keys: object, values: object) -> None:
     layer.cache_index = flax_nnx.Cache(layer.cache_index[...])
 
 
-def _caching(base: type) -> dict[str, Any]:
-    """What an attention does otherwise, whose cache is in a format."""
-    flaxs: Any = base
+def _init_cache(method: Callable[..., Any], layer: Any, *args: object, **options: object) -> None:
+    """As the class does it: the arrays that it makes are gone when their rows are there."""
+    method(layer, *args, **options)
+    arrays = layer.cached_key[...]
+    cache = layer.mx_cache[0].empty(arrays.shape, arrays.dtype)
+    _set_cache(layer, cache.keys, cache.values)
 
-    def init_cache(self: Any, *args: object, **options: object) -> None:
-        """As the class does it: the arrays that it makes are gone when their rows are there."""
-        flaxs.init_cache(self, *args, **options)
-        arrays = self.cached_key[...]
-        cache = self.mx_cache[0].empty(arrays.shape, arrays.dtype)
-        _set_cache(self, cache.keys, cache.values)
 
-    def call(self: Any, *args: object, decode: bool | None = None, **options: object) -> Any:
-        own, decodes = self.attention_fn, self.decode if decode is None else decode
-        if not decodes or self.cached_key is None:
-            return flaxs.__call__(self, *args, decode=decode, **options)
+def _decode(
+    method: Callable[..., Any],
+    layer: Any,
+    *args: object,
+    decode: bool | None = None,
+    **options: object,
+) -> Any:
+    """The call of an attention whose cache is in a format."""
+    attention_fn, decodes = layer.attention_fn, layer.decode if decode is None else decode
+    if not decodes or layer.cached_key is None:
+        return method(layer, *args, decode=decode, **options)
 
-        def put(keys: CacheRows, values: CacheRows, index: jax.Array) -> None:
-            self.cached_key.set_value(keys)
-            self.cached_value.set_value(values)
-            self.cache_index[...] = index
+    def put(keys: CacheRows, values: CacheRows, index: jax.Array) -> None:
+        layer.cached_key.set_value(keys)
+        layer.cached_value.set_value(values)
+        layer.cache_index[...] = index
 
-        def attention_fn(*args: object, module: object = None, **options: object) -> jax.Array:
-            # Weights are sown into the layer, not into its copy.
-            sown = {} if module is None else {"module": self}
-            # The rows up to a token's own are what causal attention sees.
-            return own(*args, **options | sown | {"is_causal": False})
+    def attend(*args: object, module: object = None, **options: object) -> jax.Array:
+        # Weights are sown into the layer, not into its copy.
+        sown = {} if module is None else {"module": layer}
+        # The rows up to a token's own are what causal attention sees.
+        return attention_fn(*args, **options | sown | {"is_causal": False})
 
-        kept = (self.cached_key, self.cached_value, self.cache_index)
-        # Of the call alone: threads may share the layer. Its Variables are the layer's.
-        inner = copy.copy(self)
-        vars(inner)["attention_fn"] = CachedAttention(
-            format=self.mx_cache[0],
-            attention_fn=attention_fn,
-            get=lambda keys: [variable.get_value() for variable in kept],
-            set=put,
-            is_flaxs=lambda: self.mx_cache[1] and own is flax_nnx.dot_product_attention,
-        )
-        return flaxs.__call__(inner, *args, decode=False, **options)
+    kept = (layer.cached_key, layer.cached_value, layer.cache_index)
+    format, is_flaxs = layer.mx_cache
+    # Of the call alone: threads may share the layer. Its Variables are the layer's.
+    inner = copy.copy(layer)
+    vars(inner)["attention_fn"] = CachedAttention(
+        format=format,
+        attention_fn=attend,
+        get=lambda keys: [variable.get_value() for variable in kept],
+        set=put,
+        is_flaxs=lambda: is_flaxs and attention_fn is flax_nnx.dot_product_attention,
+    )
+    return method(inner, *args, decode=False, **options)
 
-    return {"__call__": call, "init_cache": init_cache}
+
+_WITH_CACHE: dict[str, Callable[..., Any]] = {"__call__": _decode, "init_cache": _init_cache}

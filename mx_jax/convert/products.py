@@ -110,7 +110,7 @@ class TracedProduct:
     multiply: Callable[..., jax.Array]
     # From operands and parameters to those of the same product with its operands in the other
     # order, and what brings its result back; None where the right operand is the kernel.
-    turned: Callable[..., Any] | None = None
+    swapped: Callable[..., Any] | None = None
 
 
 def _unfit(dtypes: tuple[Any, ...], params: dict[str, Any]) -> str | None:
@@ -147,7 +147,7 @@ def _dot_facts(lhs: ShapedArray, rhs: ShapedArray, params: dict[str, Any]) -> di
     return {"kernel": tuple(rhs.shape), "shape": shape, "obstacle": obstacle, "axes": axes}
 
 
-def turned(
+def _swapped(
     lhs: jax.Array | ShapedArray, rhs: jax.Array | ShapedArray, params: dict[str, Any]
 ) -> tuple[Any, Any, dict[str, Any], Any]:
     """A dot_general with its operands in the other order, and what brings its result back."""
@@ -294,7 +294,7 @@ def _cast_table(table: jax.Array | Quantized, recipe: Recipe, key: Key) -> Any:
 
 
 def _look_up(recipe: Recipe, _: object, values: Values, params: Params, key: Key) -> Any:
-    """Rows of the quantized table; of codes, only those that are asked for are decoded."""
+    """Rows of the quantized table; of codes, only these rows are decoded."""
     table, indices = values
     if isinstance(table, Quantized):
         return rows_of(table, indices).dequantize(table.dtype)
@@ -334,7 +334,7 @@ def traced_products() -> dict[Any, TracedProduct]:
 
     return {
         dot_general_p: TracedProduct(
-            type=DotGeneral, facts=_dot_facts, multiply=dot, turned=turned
+            type=DotGeneral, facts=_dot_facts, multiply=dot, swapped=_swapped
         ),
         conv_general_dilated_p: TracedProduct(type=Conv, facts=_conv_facts, multiply=_conv),
         plain.primitive: TracedProduct(type=RaggedDot, facts=ragged_facts, multiply=ragged),

@@ -127,8 +127,8 @@ class Layer:
       >>> import flax.linen as nn, jax.numpy as jnp
       >>> from mx_jax import convert
       >>> heads = nn.DenseGeneral((4, 8))
-      >>> found = convert.report(heads, convert.Rule(".*", "mxfp8"), jnp.ones((2, 64)))
-      >>> layer = found.decisions[0].layer
+      >>> report = convert.report(heads, convert.Rule(".*", "mxfp8"), jnp.ones((2, 64)))
+      >>> layer = report.decisions[0].layer
       >>> layer.type.__name__, layer.kernel, layer.shape
       ('DenseGeneral', (64, 4, 8), (64, 32))
     """
@@ -166,8 +166,8 @@ class Decision:
       >>> import flax.linen as nn, jax.numpy as jnp
       >>> from mx_jax import convert
       >>> model = nn.Sequential([nn.Embed(100, 64), nn.Dense(8)])
-      >>> found = convert.report(model, convert.Rule(".*", "mxfp8"), jnp.array([1, 2]))
-      >>> for decision in found.decisions:
+      >>> report = convert.report(model, convert.Rule(".*", "mxfp8"), jnp.array([1, 2]))
+      >>> for decision in report.decisions:
       ...     print(decision.layer.path, "|", decision.reason or decision.recipe.name)
       layers_0 | rule 0: only a rule with types=Embed converts it
       layers_1 | mxfp8
@@ -231,7 +231,7 @@ def _handed_on(rule: Rule, layer: Layer) -> str | None:
     if types is not None and layer.type is Unknown:
         return "parameters alone do not tell types: give the model"
     if types is not None and not any(
-        issubclass(own, types) for own in (layer.type, layer.product) if own is not None
+        issubclass(known, types) for known in (layer.type, layer.product) if known is not None
     ):
         return ""
     recipe: Any = rule.recipe
@@ -279,10 +279,10 @@ class Report:
       >>> from mx_jax import convert
       >>> rules = [convert.Rule("layers_0", "mxfp8"), convert.Rule(".*", None)]
       >>> model = nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(10)])
-      >>> found = convert.report(model, rules, jnp.ones((4, 64)))
-      >>> print(found.summary)
+      >>> report = convert.report(model, rules, jnp.ones((4, 64)))
+      >>> print(report.summary)
       1 of 2 layers converted
-      >>> [decision.rule for decision in found.decisions]
+      >>> [decision.rule for decision in report.decisions]
       [0, 1]
     """
 
@@ -292,7 +292,7 @@ class Report:
     @property
     def used(self) -> set[int]:
         """Indices of the rules that decided about some layer."""
-        return {own.rule for own in self.decisions if own.rule is not None}
+        return {decision.rule for decision in self.decisions if decision.rule is not None}
 
     @property
     def unused(self) -> tuple[int, ...]:
@@ -341,7 +341,7 @@ class Report:
         if self.num_converted == 0 and not used:
             complaint += "; no layer is converted"
         # Of layers that a pattern matches, and that only another rule would convert.
-        left = {own.reason: None for own in self.decisions if own.layer.named_only}
+        left = {decision.reason: None for decision in self.decisions if decision.layer.named_only}
         kept = "".join(f"; {reason}" for reason in left if "types=" in reason)
         hint = "patterns match whole paths, and the first rule that matches decides"
         if obstacles := self._obstacles(unused):
@@ -356,12 +356,13 @@ class Report:
 
     def _obstacles(self, indices: Iterable[int]) -> dict[str, list[str]]:
         """Why what rules match is not converted, whatever they say, and the paths of it."""
-        found: dict[str, list[str]] = {}
-        for own in self.decisions:
-            matches = (re.fullmatch(self.rules[index].pattern, own.layer.path) for index in indices)
-            if own.layer.obstacle is not None and any(matches):
-                found.setdefault(own.layer.obstacle, []).append(own.layer.path)
-        return found
+        obstacles: dict[str, list[str]] = {}
+        for decision in self.decisions:
+            layer = decision.layer
+            matches = (re.fullmatch(self.rules[index].pattern, layer.path) for index in indices)
+            if layer.obstacle is not None and any(matches):
+                obstacles.setdefault(layer.obstacle, []).append(layer.path)
+        return obstacles
 
     def _listed(self, indices: Iterable[int]) -> str:
         return ", ".join(f"{index} ({self.rules[index]})" for index in indices)

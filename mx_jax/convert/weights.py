@@ -26,7 +26,7 @@ from mx_jax.convert.rules import (
     decide,
     warn_or_raise,
 )
-from mx_jax.nn.layers import StoredParams
+from mx_jax.nn.linen import StoredParams
 from mx_jax.ops.quantize import store_weights, why_not_stored
 from mx_jax.packed import Quantized, gives_rows, unpacked
 from mx_jax.recipes import Recipe
@@ -180,21 +180,21 @@ def weights(
                 value = leaf.replace(value)
             leaves[i] = leaf.replace_boxed(value) if isinstance(leaf, meta.AxisMetadata) else value
         result, kernels = jax.tree.unflatten(structure, leaves), kernels.values()
-    found = Report(rules=rules, decisions=tuple(kernel.decision for kernel in kernels))
-    found.check("convert.weights", strict, caches=False)
-    _warn_of_unstored(found, strict)
+    report = Report(rules=rules, decisions=tuple(kernel.decision for kernel in kernels))
+    report.check("convert.weights", strict, caches=False)
+    _warn_of_unstored(report, strict)
     return result
 
 
-def _warn_of_unstored(found: Report, strict: bool) -> None:
+def _warn_of_unstored(report: Report, strict: bool) -> None:
     """Warn of rules by which weights were to be quantized, and all stay as they were."""
-    for index in sorted(found.used):
-        recipe = found.rules[index].quantizes
+    for index in sorted(report.used):
+        recipe = report.rules[index].quantizes
         # One that leaves weights in high precision has nothing to store.
         if recipe is None or recipe.output.rhs is None or not (reason := why_not_stored(recipe)):
             continue
         text = (
-            f"convert.weights: rule {index} ({found.rules[index]}) stores nothing: {reason}, got "
+            f"convert.weights: rule {index} ({report.rules[index]}) stores nothing: {reason}, got "
             f"recipe={recipe.name!r}; its layers stay in high precision; a recipe that can read "
             "stored weights is weight_only('mxfp4')"
         )
@@ -234,9 +234,9 @@ def weights_report(
         kernels = [kernel for *_, kernel in _kernels_of_model(params, rules)]
     else:
         kernels = _kernels_of_tree(params, rules, model, args)[0].values()
-    found = Report(rules=rules, decisions=tuple(kernel.decision for kernel in kernels))
-    found.check("convert.weights_report", strict, caches=False)
-    return found
+    report = Report(rules=rules, decisions=tuple(kernel.decision for kernel in kernels))
+    report.check("convert.weights_report", strict, caches=False)
+    return report
 
 
 def _check_arguments(params: object, model: object, args: object) -> None:
@@ -259,7 +259,7 @@ def _kernels_of_tree(
     layers: dict[str, Layer] = {}
     if model is not None:
         decided = linen_model.decisions(linen_model.original(model), (), *args)
-        layers = {own.layer.path: own.layer for own in decided}
+        layers = {decision.layer.path: decision.layer for decision in decided}
     leaves, structure = jax.tree.flatten_with_path(
         params, is_leaf=lambda node: isinstance(node, Quantized | meta.AxisMetadata | nnx.Variable)
     )
@@ -286,16 +286,16 @@ def _layer(
     names: tuple[str, ...], value: jax.Array | np.ndarray | Quantized, known: Layer | None
 ) -> Layer:
     """What rules judge a parameter by: its layer as the model has it, or what its name implies."""
-    own, path, shape = "/".join(names), "/".join(names[:-1]), tuple(value.shape)
+    name, path, shape = "/".join(names), "/".join(names[:-1]), tuple(value.shape)
     if names[-1] not in _KERNELS and not (known and known.kernel):
-        return Layer(path=own, type=Unknown, kernel=shape)
+        return Layer(path=name, type=Unknown, kernel=shape)
     if known is not None and not issubclass(known.type, StoredParams):
         length = len(known.kernel or ())
         if known.kernel is None or known.kernel == shape[len(shape) - length :]:
-            return dataclasses.replace(known, aliases=(*known.aliases, own))
-        return Layer(path=own, type=known.type, kernel=shape)
+            return dataclasses.replace(known, aliases=(*known.aliases, name))
+        return Layer(path=name, type=known.type, kernel=shape)
     type_ = Unknown if known is None else known.type
-    layer = Layer(path=path, aliases=(own,), type=type_, kernel=shape)
+    layer = Layer(path=path, aliases=(name,), type=type_, kernel=shape)
     if len(shape) > 2:
         return layer
     if names[-1] == "embedding":

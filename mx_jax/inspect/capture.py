@@ -180,13 +180,17 @@ class Captured(Generic[P, R]):
                 f"capture: every={self.every} needs the step where calls are traced; pass "
                 "step=lambda *args: ..., which takes it from the arguments"
             )
-        function, own, named, update = _functional(self.function, args, kwargs)
-        static, arrays = read.split(own, named)
+        function, positional, keywords, update = _functional(self.function, args, kwargs)
+        static, arrays = read.split(positional, keywords)
         run = self._run if traced else self._compiled
         return update(run(function, static, arrays, step))
 
     def _run(
-        self, function: Callable[..., R], static: read.Static, arrays: list[Any], step: Any
+        self,
+        function: Callable[..., R],
+        static: read.Static,
+        arrays: list[Any],
+        step: IntScalar | None,
     ) -> R:
         """The function's results, its program rewritten."""
         with parted(True):
@@ -194,7 +198,7 @@ class Captured(Generic[P, R]):
         program = live(program)
         arrays = [refuse_derivative(x, _refuse) for x in arrays]
         plan = self._plan(entries_of(program))
-        state = State(jnp.int32(_UNKNOWN) if step is None else step)
+        state = State(jnp.int32(_UNKNOWN if step is None else step))
 
         def observed(arrays: list[Any]) -> list[Any]:
             return Rewritten(program, plan, self._rule)(arrays, state)
@@ -225,16 +229,18 @@ class Captured(Generic[P, R]):
             )
         return tuple(plan)
 
-    def _send(self, found: Sequence[Observed], state: State) -> None:
+    def _send(self, observed: Sequence[Observed], state: State) -> None:
         """Call the host: once, below shard_map too, or once a device if arrays go."""
         # Statistics are of all shards; arrays are of one, and each device has its own.
         shard = _device() if ARRAYS in self.stats else {}
-        arrays = [{k: x for k, x in own.raw.items() if k in statistics.ARRAYS} for own in found]
-        rest = [{k: x for k, x in own.raw.items() if k not in statistics.ARRAYS} for own in found]
+        arrays = [{k: x for k, x in one.raw.items() if k in statistics.ARRAYS} for one in observed]
+        rest = [
+            {k: x for k, x in one.raw.items() if k not in statistics.ARRAYS} for one in observed
+        ]
 
         def send() -> jax.Array:
             words, layout = pack((rest, state, shard))
-            receive = functools.partial(self._receive, [own[:2] for own in found], layout)
+            receive = functools.partial(self._receive, [one[:2] for one in observed], layout)
             jax.debug.callback(receive, words, arrays)
             return jnp.zeros(())
 
@@ -247,18 +253,18 @@ class Captured(Generic[P, R]):
         words: object,
         arrays: Sequence[dict[str, np.ndarray]],
     ) -> None:
-        found, state, shard = unpack(words, layout)
+        raws, state, shard = unpack(words, layout)
         step, index = int(state.step), tuple(map(int, state.indices))
         shard = {axis: int(number) for axis, number in shard.items()}
         with self._lock:
-            for (entry, tag), raw, whole in zip(names, found, arrays, strict=True):
-                own, counted = step, (tag, index, *shard.values())
+            for (entry, tag), raw, whole in zip(names, raws, arrays, strict=True):
+                number, counted = step, (tag, index, *shard.values())
                 if step == _UNKNOWN:
-                    own = self._counts[counted]
+                    number = self._counts[counted]
                     self._counts[counted] += 1
                 record = Record(
                     tag=tag,
-                    step=own,
+                    step=number,
                     index=index,
                     shard=shard,
                     order=entry.order(index),
@@ -268,7 +274,7 @@ class Captured(Generic[P, R]):
                 self._keep(record)
 
     def _keep(self, record: Record) -> None:
-        """Take a record; called from the thread that runs callbacks, one at a time."""
+        """Add a record; called from the thread that runs callbacks, one at a time."""
         self._records.setdefault(record.tag, []).append(record)
 
 
@@ -354,12 +360,12 @@ def pack(content: object) -> tuple[jax.Array, PackedLayout]:
 def unpack(words: object, layout: PackedLayout) -> Any:
     """What was packed, as NumPy arrays."""
     tree, leaves = layout
-    words, start, found = np.asarray(words), 0, []
+    words, start, arrays = np.asarray(words), 0, []
     for shape, dtype in leaves:
         end = start + math.prod(shape)
-        found.append(words[start:end].view(dtype).reshape(shape))
+        arrays.append(words[start:end].view(dtype).reshape(shape))
         start = end
-    return jax.tree.unflatten(tree, found)
+    return jax.tree.unflatten(tree, arrays)
 
 
 class NonFiniteError(FloatingPointError):

@@ -45,35 +45,35 @@ def no_device() -> str | None:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # of a platform that it knows, and has not
         said = str(error) or "this machine, or this installation of JAX, has none of its devices"
-        asked = os.environ.get("JAX_PLATFORMS")
-        return f"JAX finds no device for JAX_PLATFORMS={asked}: {' '.join(said.split())}"
+        platforms = os.environ.get("JAX_PLATFORMS")
+        return f"JAX finds no device for JAX_PLATFORMS={platforms}: {' '.join(said.split())}"
     return None
 
 
 def describe() -> dict[str, Any]:
     """Versions, devices, the C++ library, backends in order, and variables, as JSON takes them."""
     # The checkout that runs, which need not be what is installed.
-    own = sys.modules[__name__.partition(".")[0]].__version__
-    versions = {"mx_jax": own, "Python": platform.python_version()}
+    version = sys.modules[__name__.partition(".")[0]].__version__
+    versions = {"mx_jax": version, "Python": platform.python_version()}
     loaded = library.load()
     native: Any = (None, None, None, loaded)
     if not isinstance(loaded, str):
         native = (str(loaded.path), loaded.isa, loaded.detected_isa, None)
-    facts = ("path", "instruction_set", "best_instruction_set", "missing")
-    found: dict[str, Any] = {
+    names = ("path", "instruction_set", "best_instruction_set", "missing")
+    facts: dict[str, Any] = {
         "versions": versions | {name: importlib.metadata.version(name) for name in _PACKAGES},
         "system": platform.platform(),
-        "cpu_library": dict(zip(facts, native, strict=True)),
+        "cpu_library": dict(zip(names, native, strict=True)),
         "variables": {name: os.environ.get(name) for name in _VARIABLES},
     }
     if (error := no_device()) is not None:
-        return found | {"error": error}
+        return facts | {"error": error}
     devices = jax.devices()
     numbers = Counter((device.platform, device.device_kind) for device in devices)
     x = jax.ShapeDtypeStruct((1024, 1024), "bfloat16")
     explained = {name: explain(function, x) for name, function in _CALLS.items()}
-    rows = {name: own.rows[-1] for name, own in explained.items()}
-    return found | {
+    rows = {name: version.rows[-1] for name, version in explained.items()}
+    return facts | {
         "devices": [{"platform": p, "kind": k, "number": n} for (p, k), n in numbers.items()],
         "machine": next(iter(explained.values())).machine,
         "calls": {

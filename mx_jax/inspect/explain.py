@@ -25,7 +25,6 @@ from mx_jax.backends import calls
 from mx_jax.backends.primitive import Work
 from mx_jax.backends.select import Choice, on_request
 from mx_jax.backends.target import Target, current_target, use_target
-from mx_jax.formats import BlockFormat
 from mx_jax.inspect.records import Place, place_of
 from mx_jax.jaxpr.read import Site, live, of_arrays, parted, walk
 from mx_jax.ops.arguments import NAMED, as_recipe
@@ -71,11 +70,11 @@ def explain(
       >>> target = Target(platform="rocm")
       >>> print(mx_jax.inspect.explain(recipe, 8, 64, 64, dtype="bfloat16", target=target))
       1 x cast bfloat16 [64, 64] to mxfp4 (even, nearest) in blocks of 32 along axis -2 -> reference
-        10.37 kB; in output/rhs.mxfp4.even.axis-2
+        in output/rhs.mxfp4.even.axis-2
       ...
       1 x product bfloat16 [8, 64] x mxfp4 [64, 64] over axes [1] and [0], to bfloat16 ->
           xla_bfloat16 (XLA bfloat16 dot, float32 sums)
-        0.06554 Mflop, 4.224 kB; in output
+        0.06554 Mflop; in output
         not xla: needs two operands in 8 bits, got lhs in high precision
         not cpu_ffi: runs on platform=cpu, got platform=rocm
         not xla_scaled: XLA has this product on platform=cuda, got platform=rocm
@@ -133,9 +132,9 @@ def _is_size(x: Any) -> bool:
 _STREAMS = ("params", "dropout", "quantize")
 _PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"}
 _PACKAGE = str(Path(__file__).parents[1])
-# The caller of the explained function: beyond it no frame asks for a product.
+# The caller of the explained function: frames around it multiply nothing.
 _EXPLAINER = str(Path(__file__).parent)
-# Not the user's own code.
+# Frames of libraries, not of the user.
 _LIBRARIES = re.compile(r"[/\\](jax|jaxlib|flax)[/\\]")
 _STDLIB = sysconfig.get_paths()["stdlib"]
 # Who decided on a product that mx_jax itself leaves to JAX, by the folder that asks for it.
@@ -152,7 +151,7 @@ class Row:
 
     Attributes:
       kind: "product", "ragged product", "cast", "dequantize", "transform", "attention",
-        or "high precision" of a product that no backend is asked for.
+        or "high precision" of a product of `jax.lax`.
       work: what is computed, in words, with the shapes and axes of the arrays; below `jax.vmap`
         those of one lane.
       backend: who computes it; "jax.lax" in high precision.
@@ -160,8 +159,7 @@ class Row:
         XLA may drop some; of `flax.linen.scan`, which traces its body once more, gradients show one
         too many.
       places: where: scopes joined by `/`, such as Flax's layers, and whether for a gradient.
-      flops: of one; 0 of casts, and, like bytes, where a size is open.
-      bytes: read and written by one: codes and scales as stored in bits, values by their dtype.
+      flops: of one; 0 of casts, and where a size is open.
       how: how the backend computes it, where its name does not say.
       reasons: the measurement it rests on, why other backends do not take it, and which would if
         they were named; or why it is in high precision.
@@ -173,7 +171,6 @@ class Row:
     times: int
     places: tuple[Place, ...]
     flops: float
-    bytes: float
     how: str = ""
     reasons: tuple[str, ...] = ()
 
@@ -189,7 +186,7 @@ class Explanation:
 
     Attributes:
       rows: in the order of the trace; products in high precision last.
-      machine: what selection was asked for.
+      machine: the platform and number of devices, as selection sees them.
 
     Examples:
       >>> import jax, mx_jax
@@ -223,9 +220,9 @@ class Explanation:
         lines = []
         for row in self.rows:
             how = f" ({row.how})" if row.how else ""
-            flops = f"{row.flops / 1e6:.4g} Mflop, " if row.flops else ""
+            flops = f"{row.flops / 1e6:.4g} Mflop; " if row.flops else ""
             lines.append(f"{row.times} x {row.work} -> {row.backend}{how}")
-            lines.append(f"  {flops}{row.bytes / 1e3:.4g} kB; in {row.where}")
+            lines.append(f"  {flops}in {row.where}")
             lines += [f"  {reason}" for reason in row.reasons]
         return "\n".join([*lines, self.summary])
 
@@ -236,7 +233,7 @@ def _reasons(call: calls.Call, target: Target, choice: Choice) -> tuple[str, ...
     names: dict[str, list[str]] = {}
     for name, reason in choice.rejections:
         names.setdefault(reason, []).append(name)
-    rejected = (f"not {', '.join(own)}: {reason}" for reason, own in names.items())
+    rejected = (f"not {', '.join(backends)}: {reason}" for reason, backends in names.items())
     named = (
         f"{name} takes it if named, by prefer_backends({name!r}): {why}"
         for name, why in on_request(call, target)
@@ -254,64 +251,54 @@ def _machine(target: Target) -> str:
     return f"on platform={target.platform}{shown}{split}"
 
 
-def _described(call: calls.Call) -> tuple[str, str, float, float]:
-    """Its kind, its work in words, its flops, and the bytes that it reads and writes."""
+def _described(call: calls.Call) -> tuple[str, str, float]:
+    """Its kind, its work in words, and its flops."""
     match call:
         case calls.MatmulCall(lhs=lhs, rhs=rhs):
-            left, right = (list(own.axes.contracting) for own in (lhs, rhs))
-            batch = [lhs.shape[axis] for axis in lhs.axes.batch]
-            return _product("product", call, f" over axes {left} and {right}", rhs.rows, batch)
+            left, right = (list(operand.axes.contracting) for operand in (lhs, rhs))
+            how = f" over axes {left} and {right}, to {call.out_dtype}"
+            if call.reduce_dtype is not None:
+                how += f", added up in {reduced_in(call.out_dtype, call.reduce_dtype)}"
+            return _product("product", call, how, rhs.rows)
         case calls.RaggedCall(rhs=rhs, num_groups=groups):
             # Sums over rows have columns of rhs as they are, in as many groups.
             columns = rhs.shape[-1] if call.contracts_rows else rhs.rows
-            times = [groups] if call.contracts_rows else []
-            return _product("ragged product", call, f", {groups} groups", columns, times)
+            how = f", {groups} groups, to {call.out_dtype}"
+            return _product("ragged product", call, how, columns)
         case calls.QuantizeCall():
             how = f"{call.format.name} ({call.scale_rule.name}, {call.rounding.name})"
             blocks = " and ".join(f"{size} along axis {axis}" for axis, size in call.blocks)
-            work = f"cast {call.dtype} {list(call.shape)} to {how} in blocks of {blocks}"
-            return ("cast", work, 0.0, _values_and_codes(call))
+            return (
+                "cast",
+                f"cast {_array(call.dtype, call.shape)} to {how} in blocks of {blocks}",
+                0.0,
+            )
         case calls.QuantizeBothCall():
-            first, second = _described(call.first), _described(call.second)
-            # The values are read once.
-            moved = first[-1] + _bytes(call.second.shape, call.second.format)
-            return ("cast", f"{first[1]}; with it {second[1]}", 0.0, moved)
+            first, second = (_described(cast)[1] for cast in (call.first, call.second))
+            return "cast", f"{first}; with it {second}", 0.0
         case calls.DequantizeCall():
             work = f"dequantize {call.format.name} {list(call.shape)} to {call.dtype}"
-            return ("dequantize", work, 0.0, _values_and_codes(call))
+            return "dequantize", work, 0.0
         case calls.TransformCall():
-            work = f"Hadamard transform of {call.dtype} {list(call.shape)}"
-            moved = _count(call.shape) * (call.dtype.itemsize + 4.0)
-            return ("transform", work, 0.0, moved)
+            return "transform", f"Hadamard transform of {_array(call.dtype, call.shape)}", 0.0
         case calls.AttendCall():
             matrices, length, features = call.keys
-            dtype = call.dtypes[1]
-            queries = matrices * call.queries[1] * features
-            work = f"attention of {list(call.queries)} over {list(call.keys)}, "
-            work += str(dtype) if call.format is None else call.format.name
-            moved = _bytes((queries,), dtype=dtype) + _bytes(call.keys, call.format, dtype)
-            return ("attention", work, 4.0 * queries * length, 2 * moved)
+            kind = call.dtypes[1] if call.format is None else call.format.name
+            work = f"attention of {list(call.queries)} over {list(call.keys)}, {kind}"
+            return "attention", work, 4.0 * matrices * call.queries[1] * features * length
     raise AssertionError(f"no equation is read for {call}")
 
 
-def _operand(own: calls.OperandType) -> str:
-    return f"{own.text} {list(own.shape)}"
+def _array(dtype: np.dtype, shape: Sequence[int]) -> str:
+    return f"{dtype} {list(shape)}"
 
 
 def _product(
-    kind: str, call: calls.MatmulCall | calls.RaggedCall, how: str, columns: int, times: list[int]
-) -> tuple[str, str, float, float]:
-    """A product of lhs and so many columns; bytes are of both operands and of so many results."""
-    size = _bytes((*times, call.lhs.rows, columns), dtype=call.out_dtype)
-    size += sum(_bytes(own.shape, own.format, own.dtype) for own in (call.lhs, call.rhs))
-    work = f"{kind} {_operand(call.lhs)} x {_operand(call.rhs)}{how}, to {call.out_dtype}"
-    if isinstance(call, calls.MatmulCall) and call.reduce_dtype is not None:
-        work += f", added up in {reduced_in(call.out_dtype, call.reduce_dtype)}"
-    return (kind, work, 2.0 * _count((*call.lhs.shape, columns)), size)
-
-
-def _values_and_codes(call: calls.QuantizeCall | calls.DequantizeCall) -> float:
-    return _bytes(call.shape, dtype=call.dtype) + _bytes(call.shape, call.format)
+    kind: str, call: calls.MatmulCall | calls.RaggedCall, how: str, columns: int
+) -> tuple[str, str, float]:
+    """A product of lhs and so many columns."""
+    lhs, rhs = (f"{operand.text} {list(operand.shape)}" for operand in (call.lhs, call.rhs))
+    return kind, f"{kind} {lhs} x {rhs}{how}", 2.0 * _count((*call.lhs.shape, columns))
 
 
 def _count(shape: Sequence[int]) -> float:
@@ -320,19 +307,13 @@ def _count(shape: Sequence[int]) -> float:
     return float(math.prod(shape)) if is_known else 0.0
 
 
-def _bytes(
-    shape: Sequence[int], format: BlockFormat | None = None, dtype: np.dtype | None = None
-) -> float:
-    """Of codes and their scales, or of values."""
-    if format is not None:
-        return _count(shape) * format.bits_per_element / 8
-    return 0.0 if dtype is None else _count(shape) * dtype.itemsize
-
-
 def _num_devices(arrays: Sequence[Any]) -> int:
     """Of the program, as far as its arguments say."""
     shardings = (getattr(x, "sharding", None) for x in arrays)
-    return max((own.mesh.size for own in shardings if isinstance(own, NamedSharding)), default=1)
+    return max(
+        (sharding.mesh.size for sharding in shardings if isinstance(sharding, NamedSharding)),
+        default=1,
+    )
 
 
 def _of_function(
@@ -349,21 +330,21 @@ def _of_function(
         """The call and its gradients by every float, of cotangents of ones."""
         results, pullback = jax.vjp(call, arrays)
         (gradients,) = pullback(jax.tree.map(cotangent, results))
-        return results, [own for own in gradients if own.dtype != jax.dtypes.float0]
+        return results, [gradient for gradient in gradients if gradient.dtype != jax.dtypes.float0]
 
     with parted(True):
         program = jax.make_jaxpr(with_gradients if backward else call)(arrays)
     # XLA computes nothing that is not used. Flax, for one, traces the body of a scan twice.
     sites = walk(live(program))
     rows: dict[Row, Row] = {}
-    own = [pair for site in sites for pair in _selected(site, _num_devices(arrays))]
-    for row in (*(row for row, _ in own), *filter(None, map(_high, sites))):
+    selected = [pair for site in sites for pair in _selected(site, _num_devices(arrays))]
+    for row in (*(row for row, _ in selected), *filter(None, map(_high, sites))):
         # Rows of the same work are one.
         key = dataclasses.replace(row, times=0, places=())
         known = rows.get(key, key)
         places = tuple(dict.fromkeys((*known.places, *row.places)))
         rows[key] = dataclasses.replace(known, times=known.times + row.times, places=places)
-    target = own[0][1] if own else current_target()
+    target = selected[0][1] if selected else current_target()
     return Explanation(rows=tuple(rows.values()), machine=_machine(target))
 
 
@@ -381,13 +362,16 @@ def _with_parameters(
         init = functools.partial(function.init, rngs)
         variables = jax.eval_shape(*of_arrays(init, args, kwargs))
 
-        def apply(variables: Mapping[str, Any], *own: object, **named: object) -> Any:
-            return function.apply(variables, *own, rngs=rngs, mutable=True, **named)[0]
+        def apply(variables: Mapping[str, Any], *arguments: object, **keywords: object) -> Any:
+            return function.apply(variables, *arguments, rngs=rngs, mutable=True, **keywords)[0]
 
         return apply, (variables, *args)
     if jax.tree.leaves(function) != [function]:
         # A model that is a pytree, as those of flax.nnx are.
-        return lambda model, *own, **named: model(*own, **named), (function, *args)
+        return lambda model, *arguments, **keywords: model(*arguments, **keywords), (
+            function,
+            *args,
+        )
     return function, args
 
 
@@ -402,12 +386,11 @@ def _selected(site: Site, num_devices: int) -> Iterator[tuple[Row, Target]]:
     for call, target, choice in work.answers(num_devices):
         with dataclasses.replace(work.context, target=target).restore():
             reasons = _reasons(call, target, choice)
-        kind, text, flops, moved = _described(call)
+        kind, text, flops = _described(call)
         row = Row(
             kind=kind,
             work=text,
             flops=flops,
-            bytes=moved,
             backend=choice.backend.name,
             times=site.times * lanes,
             places=(place_of(site.scope),),
@@ -418,7 +401,7 @@ def _selected(site: Site, num_devices: int) -> Iterator[tuple[Row, Target]]:
 
 
 def _high(site: Site) -> Row | None:
-    """A product that no backend is asked for: by a recipe, a rule, or code that has none."""
+    """A product of `jax.lax`, or None: a recipe, a rule or code without one leaves it there."""
     eqn, operation = site.eqn, site.eqn.primitive.name
     # Kernels of Pallas multiply for themselves.
     if operation not in _PRODUCTS or any(x.primitive.name == "pallas_call" for x in site.around):
@@ -428,6 +411,7 @@ def _high(site: Site) -> Row | None:
         return None
     dimensions: Any = eqn.params.get("dimension_numbers")
     lhs, rhs, out = avals
+    left, right = (_array(x.dtype, x.shape) for x in (lhs, rhs))
     # How many products each element of the result sums.
     if operation == "dot_general":
         contracted = math.prod(lhs.shape[axis] for axis in dimensions[0][0])
@@ -435,7 +419,6 @@ def _high(site: Site) -> Row | None:
         contracted = math.prod(rhs.shape) // rhs.shape[dimensions.rhs_spec[0]]
     else:
         contracted = lhs.shape[-1]
-    left, right = (f"{x.dtype} {list(x.shape)}" for x in (lhs, rhs))
     return Row(
         kind="high precision",
         work=f"{operation} {left} x {right}, to {out.dtype}",
@@ -443,7 +426,6 @@ def _high(site: Site) -> Row | None:
         times=site.times,
         places=(place_of(site.scope),),
         flops=2.0 * _count((*out.shape, contracted)),
-        bytes=sum(_bytes(x.shape, dtype=x.dtype) for x in avals),
         reasons=(_why_high(eqn, contracted == 1),),
     )
 

@@ -27,8 +27,7 @@ from mx_jax.jaxpr.read import Site, Where, name_of, used, walk
 from mx_jax.jaxpr.regions import Values
 from mx_jax.jaxpr.rewrite import Read, Rule
 from mx_jax.mxarray import MXArray
-from mx_jax.ops.dense import cast_by_hand
-from mx_jax.ops.product import values
+from mx_jax.ops.product import cast_by_hand, values
 
 ARRAYS = "arrays"
 _LOOPS = {"scan", "while"}
@@ -198,7 +197,7 @@ class Observation(Rule):
 
     Attributes:
       stats: names of statistics.
-      send: is given what was observed in one body, and the body's state.
+      send: takes the statistics of one body to the host, with the body's state.
     """
 
     stats: frozenset[str]

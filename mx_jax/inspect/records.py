@@ -141,7 +141,9 @@ class Records(dict[Tag, list[Record]]):
         for record in sorted(self.all(), key=_badness):
             worst.setdefault((record.tag, record.index), record)
         numbers = [row.shown for row in statistics.TABLE if row.shown]
-        numbers = [name for name in numbers if any(name in own.stats for own in worst.values())]
+        numbers = [
+            name for name in numbers if any(name in record.stats for record in worst.values())
+        ]
         rows = [["operand", "format", "step", *numbers]]
         for record in worst.values():
             tag = record.tag
@@ -215,13 +217,13 @@ def casts_of(scope: str) -> Iterator[Part]:
     names = names_of(scope)
     # Of a pair of casts that are made one by one.
     number = _PAIR.index(names.pop()) if names and names[-1] in _PAIR else None
-    *outer, product, own = ["", "", *names]
-    if product in _PRODUCTS and (found := _CAST.fullmatch(own)):
-        yield _part(outer, cast(Pass, product), cast(Side, found[1]), int(found[2]))
-    elif product == "grad_both" and (found := _BOTH.fullmatch(own)):
+    *outer, product, operand = ["", "", *names]
+    if product in _PRODUCTS and (match := _CAST.fullmatch(operand)):
+        yield _part(outer, cast(Pass, product), cast(Side, match[1]), int(match[2]))
+    elif product == "grad_both" and (match := _BOTH.fullmatch(operand)):
         for i, name in enumerate(GRADIENT.values()):
             if number in (None, i):
-                yield _part(outer, name, "lhs", int(found[i + 1]))
+                yield _part(outer, name, "lhs", int(match[i + 1]))
 
 
 def _part(outer: list[str], product: Pass, side: Side, axis: int) -> Part:

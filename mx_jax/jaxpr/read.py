@@ -123,7 +123,7 @@ def _walk_bodies(site: Site) -> tuple[list[int], list[Site]]:
 def used(program: ClosedJaxpr, sites: Sequence[Site]) -> set[Any]:
     """The variables that equations read, or programs return."""
     programs = [program, *(body for site in sites for body in bodies(site.eqn))]
-    atoms = [atom for own in programs for atom in own.jaxpr.outvars]
+    atoms = [atom for body in programs for atom in body.jaxpr.outvars]
     atoms += [atom for site in sites for atom in site.eqn.invars]
     return {atom for atom in atoms if not isinstance(atom, Literal)}
 
@@ -174,7 +174,7 @@ class Static:
     def arguments(self, arrays: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the call, with other arrays."""
         left = iter(arrays)
-        leaves = [next(left) if own is None else own[0] for own in self.constants]
+        leaves = [next(left) if constant is None else constant[0] for constant in self.constants]
         return jax.tree.unflatten(self.structure, leaves)
 
 
@@ -210,18 +210,18 @@ def of_arrays(
 def traced(
     function: Callable[..., Any], static: Static, arrays: Sequence[Any]
 ) -> tuple[ClosedJaxpr, Callable[[Sequence[Any]], Any]]:
-    """The program of a call, and what makes the call's result of the program's: a tree that may
-    hold what is no array."""
-    found: list[tuple[Any, list[Any]]] = []
+    """The program of a call, and a function from the program's results to the call's, a tree whose
+    leaves may be other things than arrays."""
+    structures: list[tuple[Any, list[Any]]] = []
 
     def call(arrays: Sequence[Any]) -> list[Any]:
         args, kwargs = static.arguments(arrays)
         results, structure = jax.tree.flatten(function(*args, **kwargs))
-        found[:] = [(structure, [None if is_array(leaf) else leaf for leaf in results])]
+        structures[:] = [(structure, [None if is_array(leaf) else leaf for leaf in results])]
         return [leaf for leaf in results if is_array(leaf)]
 
     program = jax.make_jaxpr(call)(arrays)
-    ((structure, leaves),) = found
+    ((structure, leaves),) = structures
 
     def result(values: Sequence[Any]) -> Any:
         left = iter(values)

@@ -52,12 +52,12 @@ class Region:
       flow: from parameters, the marks of operands, and the flow through a body, to those of the
         results.
       bodies: from the parameters to the jaxprs.
-      derivative: what gives it a derivative of its own, that of its body or not; None: nothing.
+      derivative: the rule that defines its derivative, if not its body's; None: it has none.
     """
 
     run: Callable[[Params, Values, Bodies, Any], Values]
     flow: Callable[[Params, list[int], Flow], list[int]] = lambda _, marks, flow: flow(0, marks)
-    bodies: Callable[[Params], Sequence[Any]] = lambda own: (own["jaxpr"],)
+    bodies: Callable[[Params], Sequence[Any]] = lambda params: (params["jaxpr"],)
     derivative: str | None = None
 
 
@@ -70,7 +70,7 @@ def bodies(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """The programs that an equation runs, or holds."""
     region = regions().get(eqn.primitive)
     inner = jaxprs_in_params(eqn.params) if region is None else region.bodies(eqn.params)
-    return [closed(own) for own in inner]
+    return [closed(jaxpr) for jaxpr in inner]
 
 
 @functools.cache
@@ -82,13 +82,15 @@ def regions() -> dict[Any, Region]:
     # Whatever mesh the caller has set.
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         (call,) = jax.make_jaxpr(identity)(jax.ShapeDtypeStruct((), jnp.float32)).eqns
-    called = Region(_inlined, bodies=lambda own: (own["call_jaxpr"],))
+    called = Region(_inlined, bodies=lambda params: (params["call_jaxpr"],))
     return {
         jit_p: Region(_jit),
         remat_p: Region(_remat),
         scan_p: Region(_scan, _scan_flow),
-        while_p: Region(_while, _while_flow, lambda own: (own["cond_jaxpr"], own["body_jaxpr"])),
-        cond_p: Region(_cond, _cond_flow, lambda own: own["branches"]),
+        while_p: Region(
+            _while, _while_flow, lambda params: (params["cond_jaxpr"], params["body_jaxpr"])
+        ),
+        cond_p: Region(_cond, _cond_flow, lambda params: params["branches"]),
         call.primitive: Region(_shard_map),
         closed_call_p: called,
         custom_jvp_call_p: dataclasses.replace(called, derivative="custom_jvp"),
@@ -133,9 +135,9 @@ def _scan(params: Params, values: Values, bodies: Bodies, state: Any) -> Values:
     (body,) = bodies
     index = jnp.arange(params["length"]) if body.counts(state) else None
 
-    def step(carry: Values, given: tuple[Values, Any]) -> tuple[Values, Values]:
-        own, i = given
-        results = body.iterate([*consts, *carry, *own], state, i)
+    def step(carry: Values, inputs: tuple[Values, Any]) -> tuple[Values, Values]:
+        slices, i = inputs
+        results = body.iterate([*consts, *carry, *slices], state, i)
         return results[:num_carry], results[num_carry:]
 
     carry, stacked = lax.scan(
@@ -165,12 +167,12 @@ def _while_flow(params: Params, marks: list[int], flow: Flow) -> list[int]:
 
 
 def _while(params: Params, values: Values, bodies: Bodies, state: Any) -> Values:
-    asked, consts, start = _while_split(params, values)
+    of_condition, consts, start = _while_split(params, values)
     condition, body = bodies
 
     def goes_on(carried: tuple[Any, Values]) -> Any:
         i, carry = carried
-        return condition.iterate([*asked, *carry], state, i, 0)[0]
+        return condition.iterate([*of_condition, *carry], state, i, 0)[0]
 
     def step(carried: tuple[Any, Values]) -> tuple[Any, Values]:
         i, carry = carried
@@ -187,7 +189,7 @@ def _cond_flow(params: Params, marks: list[int], flow: Flow) -> list[int]:
 
 def _cond(params: Params, values: Values, bodies: Bodies, state: Any) -> Values:
     index, *operands = values
-    branches = [lambda *given, body=body: body(given, state) for body in bodies]
+    branches = [lambda *inputs, body=body: body(inputs, state) for body in bodies]
     platforms = params.get("branches_platforms")
     if platforms is None:
         return lax.switch(index, branches, *operands)

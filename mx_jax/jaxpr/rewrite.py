@@ -92,14 +92,15 @@ class Rewritten:
                     unchanged.append(eqn)
                     continue
                 _run_unchanged(jaxpr, unchanged, known)
-                plan, unchanged, own = below(self.plan, index), [], self.rule.below(state, index)
+                plan, unchanged = below(self.plan, index), []
+                inner = self.rule.below(state, index)
                 with eqn.ctx.manager, self.rule.context(eqn):
                     if plan[0][0]:
                         operands = [as_array(read(atom)) for atom in eqn.invars]
-                        results = self._region(eqn, operands, plan, own)
+                        results = self._region(eqn, operands, plan, inner)
                     else:
                         ((_, entry),) = plan
-                        results = self.rule.compute(eqn, read, entry, own)
+                        results = self.rule.compute(eqn, read, entry, inner)
                 known |= zip(eqn.outvars, results, strict=True)
             _run_unchanged(jaxpr, unchanged, known)
         return [as_array(read(atom)) for atom in jaxpr.outvars]
@@ -119,8 +120,8 @@ class Rewritten:
         return self.rule.counts(state)
 
     def iterate(self, values: Values, state: Any, index: Any, number: int | None = None) -> Values:
-        own = self.rule.iteration(state, index)
-        return self(values, own if number is None else self.rule.below(own, number))
+        inner = self.rule.iteration(state, index)
+        return self(values, inner if number is None else self.rule.below(inner, number))
 
     def traced(self, values: Values, state: Any) -> ClosedJaxpr:
         called = id(self.program), self.plan, jax.tree.structure(state)
@@ -142,7 +143,9 @@ def _run_unchanged(jaxpr: Jaxpr, eqns: list[Any], known: dict[Any, Any]) -> None
     read = dict.fromkeys(
         atom for eqn in eqns for atom in eqn.invars if not isinstance(atom, Literal)
     )
-    given, results = [atom for atom in read if atom not in made], list(made)
-    part = jaxpr.replace(constvars=[], invars=given, outvars=results, eqns=eqns)
-    values = jaxpr_as_fun(ClosedJaxpr(part, []))(*(as_array(known[variable]) for variable in given))
+    inputs, results = [atom for atom in read if atom not in made], list(made)
+    part = jaxpr.replace(constvars=[], invars=inputs, outvars=results, eqns=eqns)
+    values = jaxpr_as_fun(ClosedJaxpr(part, []))(
+        *(as_array(known[variable]) for variable in inputs)
+    )
     known |= zip(results, values, strict=True)

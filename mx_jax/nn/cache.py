@@ -5,18 +5,20 @@ Heads of keys and values may be shared by several of queries.
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import serialization
 from jax import lax
 from jax.core import Tracer
 
 from mx_jax.codecs import explicit_axes, packing
 from mx_jax.formats import BlockFormat, Whole, block_format
 from mx_jax.formats.block import FormatLike
-from mx_jax.ops.dense import quantize_operand
+from mx_jax.ops.product import cast_array
 from mx_jax.ops.quantize import attend_matrices, dequantize
 from mx_jax.packed import PackedRows, Rows
 from mx_jax.recipes.base import measured_operand
@@ -60,13 +62,14 @@ class CacheRows:
         """The same with `rows`, `[batch, tokens, heads, features]`, from a position on: one for
         all, or `[batch]`."""
         batch, heads, length, _ = self.codes.shape
-        given, tokens, own, features = rows.shape
+        sequences, tokens, row_heads, features = rows.shape
         # What is smaller would be written into a part, and the rest be read as it was.
-        if (given, own, features) != (batch, heads, self.features) or tokens > length:
+        if (sequences, row_heads, features) != (batch, heads, self.features) or tokens > length:
             raise ValueError(
                 "KVCache: keys and values must have the cache's batch, heads and features, and no "
-                f"more tokens than it holds, got batch={given}, tokens={tokens}, heads={own}, "
-                f"features={features}; the cache has {batch}, {length}, {heads} and {self.features}"
+                f"more tokens than it holds, got batch={sequences}, tokens={tokens}, "
+                f"heads={row_heads}, features={features}; the cache has {batch}, {length}, "
+                f"{heads} and {self.features}"
             )
         rows = rows.swapaxes(1, 2)
         if (sharding := explicit_axes.explicit_sharding(self.codes)) is not None:
@@ -80,10 +83,10 @@ class CacheRows:
         rows, scale = _no_gradient(rows), self.tensor_scale
         spec, blocks = measured_operand(self.format), ((-1, self.format.block[1]),)
         if scale is None or self.scale_is_fixed:
-            new = quantize_operand(rows, spec, blocks, None, scale)
+            new = cast_array(rows, spec, blocks, None, scale)
         else:
             # Every row is a tensor of its own.
-            of_row = lambda row: quantize_operand(row, spec, blocks)  # noqa: E731
+            of_row = lambda row: cast_array(row, spec, blocks)  # noqa: E731
             new = jax.vmap(jax.vmap(jax.vmap(of_row)))(rows)
             assert new.tensor_scale is not None
             scale = _put(scale, new.tensor_scale, position)
@@ -149,22 +152,22 @@ def _empty_rows(
     """Rows `[batch, heads, length, features]` with nothing in them."""
     *rows, features = shape
     if form is None:
-        codes, scales, own = jnp.zeros(shape, dtype), None, None
+        codes, scales, scale = jnp.zeros(shape, dtype), None, None
     else:
         size = form.block[1]
         assert isinstance(size, int)
         width = packing.packed_length(features, form.element.bits)
         codes = jnp.zeros((*rows, width), jnp.uint8)
         scales = jnp.zeros((*rows, -(-features // size)), form.scale.storage_dtype)
-        own = None
+        scale = None
         if tensor_scale is not None:
-            own = jnp.full((1, 1, 1, 1), tensor_scale, jnp.float32)
+            scale = jnp.full((1, 1, 1, 1), tensor_scale, jnp.float32)
         elif form.tensor_scale:
-            own = jnp.ones((*rows, 1), jnp.float32)
+            scale = jnp.ones((*rows, 1), jnp.float32)
     return CacheRows(
         codes=codes,
         scales=scales,
-        tensor_scale=own,
+        tensor_scale=scale,
         format=form,
         features=features,
         dtype=dtype,
@@ -319,28 +322,28 @@ def row_format(format: FormatLike) -> BlockFormat:
     return form
 
 
-def check_tensor_scales(given: tuple[float, float] | None, form: BlockFormat | None) -> None:
+def check_tensor_scales(scales: tuple[float, float] | None, form: BlockFormat | None) -> None:
     """Raise ValueError for fixed tensor scales that a cache in a format cannot have."""
-    if given is None:
+    if scales is None:
         return
     if form is None or not form.tensor_scale:
         raise ValueError(
             "KVCache: tensor_scales are for formats with a tensor scale, got "
-            f"tensor_scales={given}, format={form and form.name}; leave them out"
+            f"tensor_scales={scales}, format={form and form.name}; leave them out"
         )
-    if len(given) != 2 or not all(0 < scale < float("inf") for scale in given):
+    if len(scales) != 2 or not all(0 < scale < float("inf") for scale in scales):
         raise ValueError(
             "KVCache: needs a finite and positive tensor scale of the keys and one of the values, "
-            f"got tensor_scales={given}"
+            f"got tensor_scales={scales}"
         )
 
 
 # Attention ----------------------------------------------------------------------------------------
 
 
-def needs_four_axes(operation: str, **given: jax.Array) -> None:
+def needs_four_axes(operation: str, **arrays: jax.Array) -> None:
     """Raise ValueError for arrays that are not `[batch, tokens, heads, features]`."""
-    for name, x in given.items():
+    for name, x in arrays.items():
         if x.ndim != 4:
             raise ValueError(
                 f"{operation}: needs {name} as [batch, tokens, heads, features], got "
@@ -402,7 +405,7 @@ def attend(query: jax.Array, keys: Rows, values: Rows, position: jax.typing.Arra
     shared = explicit_axes.reshape_along(jnp.asarray(shared), shape, place, axes=2)
     rows, axes = zip(*map(_by_sequence, (keys, values)), strict=True)
     axes = 0, *axes, 0 if jnp.ndim(position) else None
-    run = jax.vmap(functools.partial(attend_matrices, tokens), axes)
+    run: Any = jax.vmap(functools.partial(attend_matrices, tokens), axes)
     attended = run(shared, *jax.tree.map(jnp.asarray, rows), along_sequences(position, place))
     if tokens > 1:
         shape = (batch, num_queries, tokens, features)
@@ -435,3 +438,33 @@ def _by_sequence(rows: Rows) -> tuple[Rows, Any]:
         axes["tensor_scale"] = None
         rows = dataclasses.replace(rows, tensor_scale=scale[0])
     return rows, dataclasses.replace(rows, **axes)
+
+
+# flax.serialization: state dicts hold the arrays of a cache, and restoring needs a target ---------
+
+
+def _arrays(x: object) -> dict[str, Any]:
+    """The state dict of a cache, or of its rows: what of it is arrays."""
+    children, _ = jax.tree_util.default_registry.flatten_one_level_with_keys(x)
+    return {
+        key.name: serialization.to_state_dict(child) for key, child in children if child is not None
+    }
+
+
+def _with_arrays(target: KVCache | CacheRows, state: Mapping[str, Any]) -> KVCache | CacheRows:
+    """What was saved; the target's own fields say what it is."""
+    arrays = _arrays(target)
+    if arrays.keys() != state.keys():
+        raise ValueError(
+            f"flax.serialization: needs the state of a {type(target).__name__} with the fields "
+            f"{sorted(arrays)}, got {sorted(state)}; take a target of the same format"
+        )
+    restored = {
+        name: serialization.from_state_dict(getattr(target, name), part, name)
+        for name, part in state.items()
+    }
+    return dataclasses.replace(target, **restored)
+
+
+for _kind in (CacheRows, KVCache):
+    serialization.register_serialization_state(_kind, _arrays, _with_arrays, override=True)

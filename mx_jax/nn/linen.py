@@ -5,29 +5,61 @@ blocked along its contracting axis, or what `pack_weights` makes of it, and is u
 """
 
 import dataclasses
+import functools
 import types
+from collections.abc import Callable
 from typing import Any, NoReturn, Unpack
 
 import flax.linen as flax_nn
 import jax
 import jax.numpy as jnp
+from flax import config
+from flax.core import meta
+from flax.core.scope import LazyRng
+from flax.errors import ScopeParamShapeError
 from flax.linen import module as flax_module
 from flax.linen.dtypes import promote_dtype
+from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
 from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.formats.removed import missing_attribute
 from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
-from mx_jax.nn.layers import StoredParams as StoredParams
-from mx_jax.nn.layers import layer_key, layer_recipe, linen_recipe, named_in_errors, promoted
+from mx_jax.nn.layers import layer_recipe, on_mesh, recipe_of
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral, dot_general, einsum
-from mx_jax.packed import OperandLike
+from mx_jax.packed import Quantized, with_dtype
 from mx_jax.recipes import Recipe
+from mx_jax.specs import MatmulRecipe
 
 
-def promote_operands(*args: object, dtype: object = None, inexact: bool = True) -> list[Any]:
+def promote_operands(
+    *args: jax.Array | Quantized | None, dtype: object = None, inexact: bool = True
+) -> list[Any]:
     """Flax's `promote_dtype`, which leaves MXArrays codes, to be read in the dtype."""
-    return promoted(lambda plain: promote_dtype(*plain, dtype=dtype, inexact=inexact), args)
+    plain = (jnp.zeros((), x.dtype) if isinstance(x, Quantized) else x for x in args)
+    return [
+        with_dtype(x, value.dtype) if isinstance(x, Quantized) else value
+        for x, value in zip(args, promote_dtype(*plain, dtype=dtype, inexact=inexact), strict=True)
+    ]
+
+
+def multiplied(
+    layer: flax_nn.Module,
+    recipe: Recipe,
+    operation: Callable[..., jax.Array],
+    *args: object,
+    **options: object,
+) -> jax.Array:
+    """A product of a bound layer, by its recipe and with a key from its stream; its errors name the
+    layer."""
+    try:
+        if recipe.gather is not None:
+            recipe = linen_recipe(layer, recipe)
+        return operation(*args, **options, recipe=recipe, key=layer_key(layer, recipe))
+    except (TypeError, ValueError) as error:
+        error.add_note(f"in layer {'/'.join(layer.path)!r} ({type(layer).__name__})")
+        raise
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,23 +69,171 @@ class _LayerDotGeneral:
     recipe: Recipe
     layer: Any = dataclasses.field(compare=False, repr=False)
 
-    def __call__(
-        self,
-        lhs: OperandLike,
-        rhs: OperandLike,
-        dimension_numbers: jax.lax.DotDimensionNumbers,
-        **options: Unpack[ProductOptions],
-    ) -> jax.Array:
-        with named_in_errors(_name(self.layer)):
-            key = layer_key(self.layer, self.recipe)
-            recipe = self.recipe
-            if recipe.gather is not None:
-                recipe = linen_recipe(self.layer, recipe)
-            return dot_general(lhs, rhs, dimension_numbers, **options, recipe=recipe, key=key)
+    def __call__(self, *args: object, **options: Unpack[ProductOptions]) -> jax.Array:
+        """See `mx_jax.dot_general`."""
+        return multiplied(self.layer, self.recipe, dot_general, *args, **options)
 
 
-def _name(layer: flax_nn.Module) -> str:
-    return f"{'/'.join(layer.path)!r} ({type(layer).__name__})"
+def linen_recipe(layer: flax_nn.Module, recipe: Recipe) -> Recipe:
+    """The recipe of a bound flax.linen layer, which knows how its kernel, a parameter, lies."""
+    if recipe.gather is None or recipe.gather.rhs is not None:
+        return recipe
+    return recipe_of(recipe, linen_spec(layer, "kernel"))
+
+
+def linen_spec(layer: flax_nn.Module, name: str) -> PartitionSpec | None:
+    """Sharding of a bound flax.linen layer's parameter, by its box, else by its initializer's.
+
+    Training states often hold unboxed parameters; what `nn.with_partitioning` made of the
+    initializer still knows.
+    """
+    box: Any = layer.get_variable("params", name) if layer.scope is not None else None
+    if not isinstance(box, meta.AxisMetadata):
+        init = getattr(layer, f"{name}_init", None)
+        # Only what Flax wraps initializers in makes boxes.
+        if init is None or not hasattr(init, "__wrapped__"):
+            return None
+        shape = tuple(getattr(box, "shape", None) or (1, 1))
+        box = jax.eval_shape(lambda: init(jax.random.key(0), shape, "float32"))
+    spec: Any = getattr(box, "get_partition_spec", None)
+    return None if spec is None else on_mesh(spec(), getattr(box, "rules", None))
+
+
+def layer_key(
+    layer: flax_nn.Module,
+    recipe: MatmulRecipe,
+    stream: str = RNG_STREAM,
+) -> DerivedKey | None:
+    """A key from a bound flax.linen module's stream, if the recipe draws random bits.
+
+    As everywhere in Flax, `"params"` stands in for a stream that is not there: nn.scan and nn.vmap
+    pass on only the streams that they list, and every model lists that one. Without either it is
+    None, where only the gradients draw: they raise an error when they are taken.
+    """
+    if not recipe.is_stochastic:
+        return None
+    if layer.has_rng(stream):
+        return _next_key(layer, stream)
+    if layer.is_initializing():
+        # The values that init computes are thrown away. Drawing from "params" here would change
+        # what the next parameter is drawn from.
+        return DerivedKey.of(jax.random.key(0))
+    if layer.has_rng("params"):
+        return _next_key(layer, "params")
+    if not recipe.output.is_stochastic:
+        return None
+    raise ValueError(
+        f"{type(layer).__name__}: recipe {recipe.name!r} draws random bits and needs the "
+        f"{stream!r} stream; call apply(..., rngs={{{stream!r}: key}}). Below nn.scan or nn.vmap, "
+        f"list {stream!r} in split_rngs, or pass the key as 'params', a stream that they list "
+        "already"
+    )
+
+
+def _next_key(layer: flax_nn.Module, stream: str) -> DerivedKey:
+    """`layer.make_rng(stream)`, but derived where it is drawn from."""
+    scope = layer.scope
+    assert scope is not None
+    lazy = LazyRng.create(scope.rngs[stream], scope.rng_counters[stream] + 1)
+    key = DerivedKey.of(lazy.rng)
+    if not isinstance(key.data, Tracer):
+        # Equal layers share a program, of which a layer's name would be a part.
+        return DerivedKey.of(layer.make_rng(stream))
+    scope._check_valid()
+    scope.rng_counters[stream] += 1
+    return key.fold_in(_folded_in(lazy.suffix, config.flax_fix_rng_separator))
+
+
+@functools.lru_cache(maxsize=4096)
+def _folded_in(suffix: tuple[str | int, ...], separates: bool) -> int:
+    """The number that Flax folds into a stream's root for names and counts."""
+    from mx_jax.jaxpr.read import equations  # late: few recipes draw
+
+    del separates  # read by Flax
+    root = jax.eval_shape(jax.random.key, 0)
+    (equation,) = equations(jax.make_jaxpr(lambda key: LazyRng(key, suffix).as_jax_rng())(root))
+    number: Any = equation.invars[1]
+    return int(number.val)
+
+
+# Quantized weights as parameters -----------------------------------------------------------------
+
+
+# The module of JAX's own initializers.
+_OF_JAX = jax.nn.initializers.lecun_normal().__module__
+
+
+def quantized_in(value: object) -> Quantized | None:
+    """The quantized weights that a parameter is, within Flax's boxes or without; else None."""
+    leaves = jax.tree.leaves(value, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    return leaves[0] if len(leaves) == 1 and isinstance(leaves[0], Quantized) else None
+
+
+def stored_param(
+    layer: flax_nn.Module,
+    param: Callable[..., Any],
+    name: str,
+    init_fn: Callable[..., Any],
+    *init_args: object,
+    **options: object,
+) -> Any:
+    """`Module.param`, as Flax has it, whose value may be an MXArray or PackedMXArray.
+
+    Flax compares the arrays that a value consists of with those of its initializer. Quantized
+    weights consist of others, so it is their own shape that has to agree.
+
+    Raises:
+      flax.errors.ScopeParamShapeError: weights of another shape.
+    """
+    scope = layer.scope
+    value = None
+    if scope is not None and scope.has_variable("params", name):
+        value = scope.get_variable("params", name)
+    weights = quantized_in(value)
+    if scope is None or weights is None:
+        return param(name, init_fn, *init_args, **options)
+    unbox = options.pop("unbox", True)
+    if init_args and getattr(init_fn, "__module__", None) == _OF_JAX:
+        # Those take it as it is; their random numbers take longer to trace than the layer.
+        shape = init_args[0]
+    else:
+        declared = jax.eval_shape(lambda: init_fn(jax.random.key(0), *init_args, **options))
+        (shape,) = (leaf.shape for leaf in jax.tree.leaves(declared))
+    if weights.shape != shape:
+        raise ScopeParamShapeError(name, scope.path_text, weights.shape, shape)
+    return param(name, lambda key: value, unbox=unbox)
+
+
+class StoredParams:
+    """A mixin for linen modules that use quantized weights, packed or not, as they are.
+
+    Put it before `flax.linen.Module` in the bases of a layer of your own whose parameters go to
+    `mx_jax.matmul`, `dot_general` or `einsum`. Modules that `convert.linen` has converted, and all
+    modules in them, need it not.
+
+    Examples:
+      >>> import flax.linen as nn, jax.numpy as jnp, mx_jax
+      >>> recipe = mx_jax.recipes.weight_only("mxfp4")
+      >>> class Up(mx_jax.nn.linen.StoredParams, nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, x):
+      ...         kernel = self.param("kernel", nn.initializers.ones, (64, 8))
+      ...         return mx_jax.matmul(x, kernel, recipe=recipe)
+      >>> kernel = mx_jax.pack_weights(mx_jax.quantize(jnp.ones((64, 8)), "mxfp4", axis=0))
+      >>> Up().apply({"params": {"kernel": kernel}}, jnp.ones((2, 64))).shape
+      (2, 8)
+    """
+
+    @flax_nn.nowrap
+    def param(
+        self, name: str, init_fn: Callable[..., Any], *init_args: object, **options: object
+    ) -> Any:
+        """See `flax.linen.Module.param`."""
+        layer: Any = self
+        return stored_param(layer, super().param, name, init_fn, *init_args, **options)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# Layers -------------------------------------------------------------------------------------------
 
 
 class _WithRecipe(StoredParams, flax_nn.Module):
@@ -65,7 +245,8 @@ class _WithRecipe(StoredParams, flax_nn.Module):
 
     def __post_init__(self):
         # A name gives way to its recipe, so that equal layers have equal fields.
-        self.recipe = layer_recipe(self.recipe, self.gather, type(self).__name__)
+        if self.gather is not None or not isinstance(self.recipe, Recipe):
+            self.recipe = layer_recipe(self.recipe, self.gather, type(self).__name__)
         chosen = getattr(self, "dot_general", self), getattr(self, "dot_general_cls", None)
         # Not past a user's own. Flax clones a layer, attributes and all, when it binds it: a
         # clone's callable must draw from the clone.
@@ -147,16 +328,16 @@ class Einsum(_WithRecipe, flax_nn.Einsum):
             shape, broadcast_shape = self._get_bias_shape(subscripts, inputs, kernel)
             bias = self.param("bias", self.bias_init, shape, self.param_dtype)
         inputs, kernel, bias = self.promote_dtype(inputs, kernel, bias, dtype=self.dtype)
-        with named_in_errors(_name(self)):
-            product = einsum(
-                subscripts,
-                inputs,
-                kernel,
-                recipe=linen_recipe(self, self.recipe),
-                precision=self.precision,
-                preferred_element_type=self.preferred_element_type,
-                key=layer_key(self, self.recipe),
-            )
+        product = multiplied(
+            self,
+            self.recipe,
+            einsum,
+            subscripts,
+            inputs,
+            kernel,
+            precision=self.precision,
+            preferred_element_type=self.preferred_element_type,
+        )
         return product if bias is None else product + jnp.reshape(bias, broadcast_shape)
 
 

@@ -13,11 +13,11 @@ from typing import Any, TypeVar, Unpack
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from flax.nnx.nn.dtypes import promote_dtype
 
 from mx_jax.jaxpr.read import LayerName
+from mx_jax.nn import linen
 from mx_jax.nn.layers import RNG_STREAM as RNG_STREAM
-from mx_jax.nn.layers import layer_recipe, named_in_errors, nnx_spec, promoted, recipe_of
+from mx_jax.nn.layers import layer_recipe, named_in_errors, nnx_spec, recipe_of
 from mx_jax.nn.layers import trainable as trainable
 from mx_jax.ops.arguments import as_recipe
 from mx_jax.ops.dot_general import ProductOptions, RecipeDotGeneral, einsum
@@ -27,7 +27,7 @@ from mx_jax.recipes import Recipe
 
 def promote_operands(args: Sequence[Any], /, *, dtype: object = None, inexact: bool = True) -> Any:
     """Flax's `promote_dtype`, which leaves MXArrays codes, to be read in the dtype."""
-    return tuple(promoted(lambda plain: promote_dtype(plain, dtype=dtype, inexact=inexact), args))
+    return tuple(linen.promote_operands(*args, dtype=dtype, inexact=inexact))
 
 
 def missing_stream(layer: str, recipe: Recipe, rngs: nnx.Rngs | None) -> ValueError:
@@ -123,10 +123,10 @@ class _Keyed:
     layer_name: LayerName | None = None
 
     def _keep_stream(self, rngs: nnx.Rngs) -> None:
-        own = None
+        stream = None
         if self.recipe.is_stochastic:
-            own = stream_of_layer(rngs, type(self).__name__, self.recipe)
-        self.rngs = nnx.data(own)
+            stream = stream_of_layer(rngs, type(self).__name__, self.recipe)
+        self.rngs = nnx.data(stream)
 
     def __call__(self, *args: object, **options: object) -> jax.Array:
         """See Flax's layer of the same name."""

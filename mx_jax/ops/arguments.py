@@ -2,14 +2,14 @@
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import AbstractMesh, AxisType
 
-from mx_jax.axes import Side
 from mx_jax.backends.calls import AnyOperand, RandomBitsCall
 from mx_jax.backends.primitive import bind
 from mx_jax.codecs import float32
@@ -84,6 +84,17 @@ def dtype_of_product(
     """The dtype of a quantized product: what is wanted, checked, or the operands' common dtype."""
     check_out_dtype(wanted, operation)
     return np.dtype(jnp.result_type(lhs.dtype, rhs.dtype) if wanted is None else wanted)
+
+
+def explicit_mesh(*operands: object) -> AbstractMesh | None:
+    """The mesh in use, else that of an operand, if it has axes of `AxisType.Explicit`; or None."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        # Codes that have a source stay with it.
+        leaves = jax.tree.leaves(operands, is_leaf=lambda x: getattr(x, "primal", None) is not None)
+        meshes = (jax.typeof(getattr(x, "codes", x)).sharding.mesh for x in leaves)
+        mesh = next((x_mesh for x_mesh in meshes if not x_mesh.empty), mesh)
+    return mesh if AxisType.Explicit in mesh.axis_types else None
 
 
 R = TypeVar("R", bound=MatmulRecipe)
@@ -286,15 +297,6 @@ def draw_bits(key: jax.Array | DerivedKey, shape: tuple[int, ...], width: int) -
     return bind(RandomBitsCall.of(of, shape, width), of)
 
 
-Product = Literal["output", "grad_input", "grad_weight"]
-
-# Which product gives which operand's cotangent.
-GRADIENTS: dict[Side, Product] = {"lhs": "grad_input", "rhs": "grad_weight"}
-
-# Each product draws from the stream of its number.
-_STREAMS: tuple[Product, ...] = ("output", "grad_input", "grad_weight")
-
-
 def check_matmul_key(key: Key, recipe: MatmulRecipe) -> Key:
     """The key that a product takes: None if its recipe draws nothing, whatever was given."""
     # The gradients' own need is only known when they are taken: see `product_key`.
@@ -306,16 +308,3 @@ def check_matmul_key(key: Key, recipe: MatmulRecipe) -> Key:
             "key=None; pass key=jax.random.key(seed)"
         )
     return key if recipe.is_stochastic else None
-
-
-def product_key(recipe: MatmulRecipe, product: Product, key: Key) -> Key:
-    """What one of the three products draws from; None if it draws nothing."""
-    if not getattr(recipe, product).is_stochastic:
-        return None
-    if key is None:
-        raise ValueError(
-            f"dot_general: recipe {recipe.name!r} rounds stochastically in {product} and needs a "
-            "key, got key=None; pass key=jax.random.key(seed) to the product that is "
-            "differentiated, or the stream 'quantize' to a Flax model"
-        )
-    return DerivedKey.of(key).fold_in(_STREAMS.index(product))

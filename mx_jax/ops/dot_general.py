@@ -8,7 +8,7 @@ an all-gather. Quantizing a transposed copy costs XLA several times what the oth
 
 import dataclasses
 import operator
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +16,15 @@ from jax import lax
 
 from mx_jax.axes import SIDES, Axes, ProductAxes
 from mx_jax.backends.calls import AnyOperand
-from mx_jax.backends.target import follow
 from mx_jax.codecs.explicit_axes import (
     Spec,
-    explicit_mesh,
     has_explicit_axes,
     partitions,
     with_partitions,
 )
 from mx_jax.ops import arguments
-from mx_jax.ops.dense import DenseProduct
 from mx_jax.ops.packing import packed_for
-from mx_jax.ops.product import Primal, run_product
+from mx_jax.ops.product import QuantizedMatmul, multiply, on_automatic_axes, quantize_operands
 from mx_jax.ops.sharded_operands import gathering, moves_of, product_spec
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized
 from mx_jax.sharding.movement import STAY, Movement, Moves, as_gathered
@@ -102,44 +99,46 @@ def dot_general(
     if isinstance(rhs, PackedMXArray):
         rhs = packed_for(rhs, dimension_numbers)
     dtype = arguments.dtype_of_product(preferred_element_type, lhs, rhs, "dot_general")
-    if (mesh := explicit_mesh(lhs, rhs)) is not None:
+    if (mesh := arguments.explicit_mesh(lhs, rhs)) is not None:
         # Types say where operands, cotangents and the product lie, and the compiler what moves.
         dimension_numbers = check_dimension_numbers(lhs, rhs, dimension_numbers)
         with jax.sharding.use_abstract_mesh(mesh):
             out = product_spec(lhs, rhs, dimension_numbers, out_sharding, recipe)
-            own = gathering(recipe, lhs, rhs, dimension_numbers, out)
-            run: Any = jax.sharding.auto_axes(
-                lambda lhs, rhs, key: dot_general(
-                    lhs.whole,
-                    rhs.whole,
+            recipe = gathering(recipe, lhs, rhs, dimension_numbers, out)
+
+            def run(lhs: AnyOperand, rhs: AnyOperand, key: arguments.Key) -> jax.Array:
+                return dot_general(
+                    lhs,
+                    rhs,
                     dimension_numbers,
-                    recipe=own,
+                    recipe=recipe,
                     precision=precision,
                     preferred_element_type=dtype,
                     key=key,
-                ),
-                axes=mesh.explicit_axes,
-                out_sharding=out,
-            )
-            return run(Primal.of(lhs), Primal.of(rhs), key)
-    moves = moves_of(recipe, lhs, rhs)
+                )
+
+            return on_automatic_axes(run, mesh, out, lhs, rhs, key)
+    moves = STAY if recipe.gather is None else moves_of(recipe, lhs, rhs)
     lhs, rhs, axes, empty, moves = canonicalize(lhs, rhs, dimension_numbers, moves)
-    product = DenseProduct(
-        recipe=recipe, axes=axes, out_dtype=dtype, precision=precision, moves=moves
-    )
-    with follow(lhs, rhs):
-        value = run_product(product, Primal.of(lhs), Primal.of(rhs), key)
-    return _constrain(lax.squeeze(value, empty) if empty else value, out_sharding)
+    product = QuantizedMatmul(
+        recipe=recipe,
+        axes=axes,
+        out_dtype=dtype,
+        precision=precision,
+        moves=moves,
+        quantizer=quantize_operands,
+        multiplier=multiply,
+    ).run(lhs, rhs, key)
+    product = lax.squeeze(product, empty) if empty else product
+    return product if out_sharding is None else _constrain(product, out_sharding)
 
 
 def _values(operand: AnyOperand) -> jax.Array:
     return operand.dequantize() if isinstance(operand, Quantized) else operand
 
 
-def _constrain(product: jax.Array, out_sharding: Spec | None) -> jax.Array:
+def _constrain(product: jax.Array, out_sharding: Spec) -> jax.Array:
     """The product where the caller wants it; meshes with explicit axes move it, others hint."""
-    if out_sharding is None:
-        return product
     if jax.sharding.get_abstract_mesh().are_all_axes_explicit:
         return jax.sharding.reshard(product, out_sharding)
     return lax.with_sharding_constraint(product, out_sharding)
@@ -320,12 +319,12 @@ def einsum(
         key=key,
     )
     product = jnp.transpose(product, [order.index(letter) for letter in out])
-    return _constrain(product, out_sharding)
+    return product if out_sharding is None else _constrain(product, out_sharding)
 
 
 def _parse(subscripts: str, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
     """A letter an axis of both operands and of the product; letters of an ellipsis are upper-case
-    Greek, which nobody types."""
+    Greek, which subscripts cannot hold."""
     if not isinstance(subscripts, str):
         raise TypeError(
             "einsum: subscripts must be a string such as 'mk,kn->mn', got "
@@ -375,9 +374,9 @@ def _num_dots(term: str, ndim: int, text: str) -> int:
 
 def _expand(term: str, ndim: int | None, num_dots: int) -> str:
     """Replace the ellipsis by its letters; shorter ellipses align at the right, as in NumPy."""
-    own = num_dots if ndim is None else ndim - len(term.replace("...", "", 1))
+    count = num_dots if ndim is None else ndim - len(term.replace("...", "", 1))
     letters = "".join(chr(0x0391 + index) for index in range(num_dots))
-    return term.replace("...", letters[num_dots - own :], 1)
+    return term.replace("...", letters[num_dots - count :], 1)
 
 
 def _sum_alone(
@@ -502,7 +501,7 @@ def check_dimension_numbers(
     dimension_numbers: lax.DotDimensionNumbers,
 ) -> tuple[Pair, Pair]:
     """Dimension numbers with non-negative axes, checked against both shapes."""
-    found: list[Pair] = []
+    pairs: list[Pair] = []
     for what, pair in zip(("contracting", "batch"), dimension_numbers, strict=True):
         checked = []
         for side, x, axes in zip(SIDES, (lhs, rhs), pair, strict=True):
@@ -520,8 +519,8 @@ def check_dimension_numbers(
                 f"{left} of sizes {sizes[0]} and rhs.shape={rhs.shape} with {what} axes {right} of "
                 f"sizes {sizes[1]}"
             )
-        found.append((left, right))
-    contracting, batch = found
+        pairs.append((left, right))
+    contracting, batch = pairs
     return contracting, batch
 
 
@@ -543,11 +542,10 @@ def _arrange(
     if isinstance(operand, Quantized):
         check_blocks(operand, contracting[-1], side)
     kept = tuple(axis for axis in range(operand.ndim) if axis not in used)
-    axes = Axes(batch, kept, contracting)
-    if axes.is_canonical and kept:
-        return operand, axes, move, False
     order = (*batch, *kept, *contracting)
-    if order != tuple(range(axes.ndim)):
+    if kept and tuple(range(operand.ndim)) in (order, (*batch, *contracting, *kept)):
+        return operand, Axes(batch, kept, contracting), move, False
+    if order != tuple(range(operand.ndim)):
         operand = operand.transpose(order)
     if not kept:
         operand = operand[(slice(None),) * len(batch) + (None,)]

@@ -10,10 +10,10 @@ from jax import lax
 from jax.core import Tracer
 from jax.sharding import NamedSharding
 
-from mx_jax.axes import Axes, Side
-from mx_jax.backends.calls import MatmulCall, OperandType, PackCall, RaggedCall
+from mx_jax.axes import Axes
+from mx_jax.backends.calls import OperandType, PackCall
 from mx_jax.backends.primitive import choose
-from mx_jax.backends.select import Choice, current_target
+from mx_jax.backends.select import current_target
 from mx_jax.backends.target import follow, use_target
 from mx_jax.codecs.blocks import check_parts
 from mx_jax.codecs.straight_through import parted_codes
@@ -123,13 +123,13 @@ def _axes(weights: MXArray, contracting: int | Sequence[int] | None, num_batch: 
         axes = blocked
     else:
         several = contracting if isinstance(contracting, Sequence) else (contracting,)
-        given = as_axes(several, "pack_weights", "contracting")
-        if not all(-weights.ndim <= axis < weights.ndim for axis in given):
+        checked = as_axes(several, "pack_weights", "contracting")
+        if not all(-weights.ndim <= axis < weights.ndim for axis in checked):
             raise ValueError(
                 f"pack_weights: axis out of range, got contracting={contracting}, "
                 f"shape={weights.shape}"
             )
-        axes = tuple(sorted(axis % weights.ndim for axis in given))
+        axes = tuple(sorted(axis % weights.ndim for axis in checked))
     if not 0 <= num_batch < weights.ndim or any(axis < num_batch for axis in axes):
         raise ValueError(
             "pack_weights: the contracted axes must come after the batch axes, got "
@@ -164,41 +164,3 @@ def packed_for(
             stacklevel=3,
         )
     return rhs.unpack()
-
-
-def unpacked_for(rhs: PackedMXArray, choice: Choice, operation: str = "matmul") -> MXArray:
-    """Packed weights for a backend that does not read them; warns, since unpacking is slow."""
-    alike = rhs.backend == choice.backend.name
-    why = "devices cannot share its layout" if alike else "it is not asked here"
-    reason = dict(choice.rejections).get(rhs.backend, why)
-    warnings.warn(
-        f"{operation}: packed weights are unpacked at every call: {rhs!r} belongs to backend "
-        f"{rhs.backend}, and {choice.backend.name} takes this product ({rhs.backend}: {reason}); "
-        "pass the MXArray, or pack it where the product runs",
-        stacklevel=3,
-    )
-    return rhs.unpack()
-
-
-def tell_of_packing(
-    weights: MXArray,
-    call: MatmulCall | RaggedCall,
-    choice: Choice,
-    operation: str = "matmul",
-    side: Side = "rhs",
-) -> None:
-    """Warn who passes stored weights to a backend that lays them out for itself at every call."""
-    if choice.offer.lays_out(call) != side:
-        return
-    what, remedy = "weights are", "lay them out once with mx_jax.pack_weights"
-    if side == "lhs":
-        what = "the left operand is"
-        remedy = "put the weights on the right and pack them once with mx_jax.pack_weights"
-    elif isinstance(call, RaggedCall):
-        remedy += "(..., contracting=1, num_batch=1)"
-    warnings.warn(
-        f"{operation}: {what} laid out for backend {choice.backend.name} at every call, which "
-        f"takes longer than a product of few rows: shape={weights.shape}, "
-        f"format={weights.format.name}; {remedy}",
-        stacklevel=3,
-    )

@@ -53,7 +53,7 @@ def save_products(primitive: Primitive, *types: AbstractValue, **params: object)
 def export_targets() -> tuple[str, ...]:
     """Names of the custom calls that a program exported for CPUs or GPUs may have.
 
-    `jax.export` refuses custom calls that nobody has promised to keep as they are. These are kept
+    `jax.export` refuses custom calls without a promise of stability. These are kept
     within a release: load a program with the version of `mx_jax` that saved it, and with the C++
     library. On GPUs products of float8 have one of XLA's own, which says how codes lie in memory.
 
@@ -74,8 +74,8 @@ def export_targets() -> tuple[str, ...]:
       (3, 8)
     """
     loaded = library.load()
-    own = () if isinstance(loaded, str) else loaded.targets
-    return tuple(sorted((*own, "LayoutConstraint")))
+    names = () if isinstance(loaded, str) else loaded.targets
+    return tuple(sorted((*names, "LayoutConstraint")))
 
 
 library.load()

@@ -30,9 +30,15 @@ from mx_jax.ops.arguments import (
     check_key,
     check_tensor_scale,
 )
-from mx_jax.ops.dense import cast_call, dequantize_operand, quantize_operand, quantize_operand_both
 from mx_jax.ops.packing import packed_where_they_lie
-from mx_jax.ops.product import one_program, zero_cotangents
+from mx_jax.ops.product import (
+    cast_array,
+    cast_both,
+    cast_call,
+    dequantize_operand,
+    one_program,
+    zero_cotangents,
+)
 from mx_jax.packed import PackedMXArray, PackedRows, Rows, unpacked
 from mx_jax.reference.scale_rules import ScaleRule
 from mx_jax.specs import MatmulRecipe, OperandSpec, operand
@@ -95,8 +101,7 @@ def quantize(
     blocks = blocks_along(array.shape, axis, spec.format)
     check_key(key, spec, "quantize")
     scale = check_tensor_scale(tensor_scale, spec.format, array.shape, blocks)
-    with follow(array):
-        result = quantize_operand(array, spec, blocks, key, scale)
+    result = cast_array(array, spec, blocks, key, scale)
     # Only a traced x can have a gradient; holding on to any other would keep it alive for nothing.
     traced = array if isinstance(array, Tracer) else None
     return dataclasses.replace(result, primal=traced)
@@ -140,8 +145,7 @@ def dequantize(x: MXArray | PackedMXArray, dtype: jax.typing.DTypeLike | None = 
     wanted = np.dtype(x.dtype if dtype is None else jnp.dtype(dtype))
     if not jnp.issubdtype(wanted, jnp.floating):
         raise TypeError(f"dequantize: needs a float dtype, got dtype={wanted.name}")
-    with follow(x):
-        values = _dequantize(unlinked(x), dtype=wanted)
+    values = _dequantize(unlinked(x), dtype=wanted)
     return values if x.primal is None else straight_through(values, x.primal)
 
 
@@ -280,8 +284,7 @@ def quantize_both(
     keys = (None, None) if key is None else DerivedKey.of(key).split()
     scale = check_tensor_scale(tensor_scale, spec.format, array.shape, pair[0] + pair[1])
     casts = tuple(cast_call(array, spec, blocks, scale) for blocks in pair)
-    with follow(array):
-        results = quantize_operand_both(array, keys, scale, casts=casts)
+    results = cast_both(array, keys, scale, casts=casts)
     traced = array if isinstance(array, Tracer) else None
     first, second = (dataclasses.replace(codes, primal=traced) for codes in results)
     return first, second
@@ -349,7 +352,7 @@ def store_weights(
         if by is not None:
             stored = _each(by, x, num_stacked)
         else:
-            cast = functools.partial(quantize_operand, spec=spec, blocks=axes.blocks(spec.format))
+            cast = functools.partial(cast_array, spec=spec, blocks=axes.blocks(spec.format))
             for _ in range(num_stacked):
                 cast = jax.vmap(cast)
             stored = cast(x)
@@ -359,10 +362,10 @@ def store_weights(
     contracting = tuple(axis + num_stacked for axis in axes.contracting)
     if contracting != tuple(sorted(contracting)):
         return stored
-    found, reason = packed_where_they_lie(stored, contracting, num_batch, recipe)
+    weights, reason = packed_where_they_lie(stored, contracting, num_batch, recipe)
     if reason is not None:
         warnings.warn(f"convert.weights: stored as MXArray: {reason}", stacklevel=2)
-    return found
+    return weights
 
 
 def _each(by: Callable[[jax.Array], MXArray], x: jax.Array, num_stacked: int) -> MXArray:

@@ -7,8 +7,8 @@ group (grad_weight). Nothing is transposed: blocks lie along whichever axis is c
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,22 +19,39 @@ from jax.sharding import PartitionSpec
 
 from mx_jax.axes import Axes, ProductAxes, Side
 from mx_jax.backends.calls import AnyOperand, OperandType, RaggedCall
-from mx_jax.backends.primitive import bind, choose
-from mx_jax.backends.target import follow
-from mx_jax.codecs.explicit_axes import AxisNames, explicit_mesh
+from mx_jax.backends.primitive import bind
+from mx_jax.codecs.blocks import Blocks
+from mx_jax.codecs.explicit_axes import AxisNames
 from mx_jax.codecs.rounding import NEAREST, DerivedKey
 from mx_jax.formats import Whole
 from mx_jax.mxarray import MXArray
-from mx_jax.ops import arguments, dense
+from mx_jax.ops import arguments
 from mx_jax.ops.arguments import Key, as_operand
 from mx_jax.ops.dot_general import check_blocks
-from mx_jax.ops.packing import packed_for, tell_of_packing, unpacked_for
-from mx_jax.ops.product import Primal, run_product
+from mx_jax.ops.packing import packed_for
+from mx_jax.ops.product import (
+    MatmulPass,
+    Operands,
+    QuantizedMatmul,
+    as_cast,
+    cast_array,
+    cast_operand,
+    on_automatic_axes,
+    operand_keys,
+    product_key,
+    quantize_operands,
+)
 from mx_jax.ops.programs import QUANTIZED
 from mx_jax.ops.sharded_operands import agreed_scale, moves_of, stored
 from mx_jax.packed import OperandLike, PackedMXArray, Quantized
-from mx_jax.reference import matmul
-from mx_jax.reference.matmul import RaggedRows, ragged_rows
+from mx_jax.reference.matmul import (
+    RaggedRows,
+    encode_by_group,
+    group_peaks,
+    grouped_dot,
+    ragged_rows,
+    scaled_ragged_dot,
+)
 from mx_jax.sharding.exchange import as_int32, dispatch
 from mx_jax.sharding.movement import Movement, as_gathered, spec_of
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
@@ -44,7 +61,6 @@ _EXPERTS = (((1,), (1,)), ((), (0,)))
 # The axis of experts is no batch axis here: a format that is WHOLE takes one matrix at a time.
 LAST = Axes.ordered()
 AXES = ProductAxes(LAST, Axes.ordered(k_first=True))
-_GRAD_WEIGHT = AXES.cotangent("rhs")[0]
 
 
 def ragged_dot(
@@ -116,38 +132,42 @@ def ragged_dot(
             how: Any = {"preferred_element_type": preferred_element_type}
             return lax.ragged_dot(lhs, rhs, sizes, precision=precision, **how)
         dtype = preferred_element_type or jnp.result_type(lhs, rhs)
-        return matmul.grouped_dot(lhs, rhs, sizes, (-1, -2), precision, dtype)
+        return grouped_dot(lhs, rhs, sizes, (-1, -2), precision, dtype)
     _check_rows(recipe)
     out_dtype = arguments.dtype_of_product(preferred_element_type, lhs, rhs, "ragged_dot")
     for operand, side in ((lhs, "lhs"), (rhs, "rhs")):
         if isinstance(operand, MXArray):
             check_blocks(operand, 1, side, "ragged_dot")
-    groups = Groups(ragged_rows(sizes, lhs.shape[0], unit=1).sizes, key)
+    sizes = ragged_rows(sizes, lhs.shape[0], unit=1).sizes
 
-    def multiply(own: MatmulRecipe, lhs: Primal, rhs: Primal, groups: Groups) -> jax.Array:
-        moves = None, experts_move(own, lhs.operand, rhs.operand)
-        product = RaggedProduct(recipe=own, out_dtype=out_dtype, precision=precision, moves=moves)
-        return run_product(product, lhs, rhs, groups)
+    def run(
+        recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand, key: Key, sizes: jax.Array
+    ) -> jax.Array:
+        return QuantizedMatmul(
+            recipe=recipe,
+            axes=AXES,
+            out_dtype=out_dtype,
+            precision=precision,
+            moves=(None, experts_move(recipe, lhs, rhs)),
+            quantizer=_quantize,
+            multiplier=_multiply,
+        ).run(lhs, rhs, key, sizes)
 
-    with follow(lhs, rhs):
-        mesh, given = explicit_mesh(lhs, rhs), (Primal.of(lhs), Primal.of(rhs), groups)
-        if mesh is None:
-            return multiply(recipe, *given)
-        # JAX infers no types of ragged products: rows are sharded as lhs's, columns as rhs's.
-        with jax.sharding.use_abstract_mesh(mesh):
-            rows, lies, own = stored(lhs)[0], stored(rhs), recipe
-            gathered = frozenset[str]()
-            if recipe.gather is not None:
-                gathered = recipe.gather.on_mesh()
-                where = dataclasses.replace(recipe.gather, rhs=spec_of(lies))
-                own = dataclasses.replace(recipe, gather=where)
-            columns = tuple(name for name in lies[2] if name not in {*gathered, *rows})
-            run: Any = jax.sharding.auto_axes(
-                functools.partial(multiply, own),
-                axes=mesh.explicit_axes,
-                out_sharding=PartitionSpec(rows or None, columns or None),
-            )
-            return run(*given)
+    mesh = arguments.explicit_mesh(lhs, rhs)
+    if mesh is None:
+        return run(recipe, lhs, rhs, key, sizes)
+    # JAX infers no types of ragged products: rows are sharded as lhs's, columns as rhs's.
+    with jax.sharding.use_abstract_mesh(mesh):
+        rows, lies = stored(lhs)[0], stored(rhs)
+        gathered = frozenset[str]()
+        if recipe.gather is not None:
+            gathered = recipe.gather.on_mesh()
+            where = dataclasses.replace(recipe.gather, rhs=spec_of(lies))
+            recipe = dataclasses.replace(recipe, gather=where)
+        columns = tuple(name for name in lies[2] if name not in {*gathered, *rows})
+        out = PartitionSpec(rows or None, columns or None)
+        by_recipe = functools.partial(run, recipe)
+        return on_automatic_axes(by_recipe, mesh, out, lhs, rhs, key, sizes)
 
 
 # What it refuses ----------------------------------------------------------------------------------
@@ -230,120 +250,111 @@ def experts_move(recipe: MatmulRecipe, lhs: AnyOperand, rhs: AnyOperand) -> Move
 # The product --------------------------------------------------------------------------------------
 
 
-class Groups(NamedTuple):
-    """What a ragged product depends on besides its operands."""
-
-    sizes: jax.Array
-    key: Key
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RaggedProduct(dense.RecipeProduct[Groups]):
-    """`[m, k]` by `[g, k, n]` to `[m, n]`, by a recipe."""
-
-    axes: ProductAxes = AXES
-
-    def key_of(self, extra: Groups) -> Key:
-        return extra.key
-
-    def prepared(self, task: dense.Task, extra: Groups) -> dense.Task:
-        lhs, own, sizes = task.lhs, task.spec.lhs, extra.sizes
-        if task.axes == _GRAD_WEIGHT:
-            # The rows of each group are padded to whole blocks.
-            assert not isinstance(task.rhs, Quantized), "g comes as values"
-            # So that blocks and transforms along the rows end with their group.
-            given = (task.spec.lhs, task.spec.rhs)
-            units = [x.format.block[1] for x in given if x is not None]
-            if task.spec.transform is not None:
-                units.append(task.spec.transform.size)
-            unit = math.lcm(*(size for size in units if isinstance(size, int)))
-            rows = ragged_rows(sizes, task.rhs.shape[0], unit)
-            if isinstance(lhs, MXArray):
-                # Its square blocks end within groups.
-                lhs = dense.dequantize_operand(lhs, np.dtype(np.float32), saturates=True)
-            assert not isinstance(lhs, PackedMXArray)
-            lhs, rhs = rows.place(lhs), rows.place(task.rhs)
-            along_rows = functools.partial(_prepare_contracted, rows)
-            prepares = along_rows, along_rows
-            return task._replace(lhs=lhs, rhs=rhs, prepares=prepares, sizes=rows.sizes)
-        # Products leave out the rows of no group; scales of more than a row would count them.
-        shared = own and (own.format.tensor_scale or isinstance(own.format.block[0], Whole))
-        if shared and not isinstance(lhs, Quantized):
-            lhs = ragged_rows(sizes, lhs.shape[0], unit=1).place(lhs)
-        by_row = functools.partial(_prepare_rows, sizes)
-        return task._replace(lhs=lhs, prepares=(by_row, dense.prepare), sizes=sizes)
-
-    def multiply(
-        self, taken: dense.Taken, out_dtype: np.dtype, stored: Collection[Side] = ()
-    ) -> jax.Array:
-        (lhs, rhs), axes, sizes = taken.operands, taken.task.axes, taken.task.sizes
-        assert sizes is not None
-        if axes != _GRAD_WEIGHT:
-            axes = dataclasses.replace(axes, rhs=axes.rhs.in_batch())
-        if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
-            contracting = axes.lhs.block_axis, axes.rhs.block_axis
-            return matmul.scaled_ragged_dot(lhs, rhs, sizes, contracting, out_dtype, self.precision)
-        call = RaggedCall(
-            lhs=OperandType.of(lhs, axes.lhs),
-            rhs=OperandType.of(rhs, axes.rhs),
-            num_groups=sizes.shape[0],
-            out_dtype=out_dtype,
-            precision=self.precision,
-        )
-        choice = choose(call)
-        if "rhs" in stored and isinstance(rhs, MXArray):
-            tell_of_packing(rhs, call, choice, "ragged_dot")
-        if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
-            rhs = unpacked_for(rhs, choice, "ragged_dot")
-            call = dataclasses.replace(call, rhs=OperandType.of(rhs, axes.rhs))
-        return bind(call, lhs, rhs, sizes)
+def _quantize(
+    this: MatmulPass, operands: Operands, key: Key, sizes: jax.Array
+) -> tuple[Operands, jax.Array | None]:
+    """`product.quantize_operands`, in blocks that end with their group."""
+    lhs, rhs = operands
+    if this.name == "grad_weight":
+        # The rows of each group are padded to whole blocks, so that blocks and transforms along
+        # the rows end with their group.
+        units = [spec.format.block[1] for spec in this.specs if spec is not None]
+        if this.spec.transform is not None:
+            units.append(this.spec.transform.size)
+        unit = math.lcm(*(size for size in units if isinstance(size, int)))
+        rows = ragged_rows(sizes, rhs.shape[0], unit)
+        along_rows = functools.partial(_quantize_along_rows, rows)
+        pair = rows.place(lhs), rows.place(rhs)
+        return quantize_operands(this, pair, key, rows.sizes, (along_rows, along_rows))
+    # Products leave out the rows of no group; scales of more than a row would count them.
+    spec = this.spec.lhs
+    shared = spec and (spec.format.tensor_scale or isinstance(spec.format.block[0], Whole))
+    if shared and not isinstance(lhs, Quantized):
+        lhs = ragged_rows(sizes, lhs.shape[0], unit=1).place(lhs)
+    by_row = functools.partial(_quantize_by_row, sizes)
+    return quantize_operands(this, (lhs, rhs), key, sizes, (by_row, cast_operand))
 
 
-def _prepare_rows(
-    sizes: jax.Array, x: AnyOperand, spec: OperandSpec | None, axes: Axes, key: Key, *others: object
-) -> AnyOperand:
-    """`[m, k]` quantized along k, in blocks that end with their group if they hold several rows."""
-    if spec is None or isinstance(x, Quantized) or spec.format.block[0] == 1:
-        return dense.prepare(x, spec, axes, key)
-    height = spec.format.block[0]
-    if isinstance(height, Whole):
-        return _quantize_groups(ragged_rows(sizes, x.shape[0], unit=1), x, spec, axes, key, "lhs")
-    rows = ragged_rows(sizes, x.shape[0], unit=height)
-    padded = dense.prescaled(rows.place(x), spec)
-    drawn = key if spec.random_bits else None
-    codes = rows.restore(dense.cast_operand(padded, spec, axes.blocks(spec.format), drawn))
-    # Not that of the padded rows.
-    with dense.named_cast("lhs", spec, axes):
-        return dense.as_cast(dense.prescaled(x, spec), codes, spec)
+def _multiply(
+    matmul: QuantizedMatmul,
+    this: MatmulPass,
+    operands: Operands,
+    sizes: jax.Array,
+    stored: Sequence[Side],
+    sources: object,
+) -> jax.Array:
+    (lhs, rhs), axes = operands, this.axes
+    if this.name != "grad_weight":
+        axes = dataclasses.replace(axes, rhs=axes.rhs.in_batch())
+    if not isinstance(lhs, Quantized) and not isinstance(rhs, Quantized):
+        contracting = axes.lhs.block_axis, axes.rhs.block_axis
+        return scaled_ragged_dot(lhs, rhs, sizes, contracting, this.dtype, matmul.precision)
+    call = RaggedCall(
+        lhs=OperandType.of(lhs, axes.lhs),
+        rhs=OperandType.of(rhs, axes.rhs),
+        num_groups=sizes.shape[0],
+        out_dtype=this.dtype,
+        precision=matmul.precision,
+        stored=tuple(stored),
+    )
+    return bind(call, lhs, rhs, sizes)
 
 
-def _prepare_contracted(
-    rows: RaggedRows,
+def _quantize_by_row(
+    sizes: jax.Array,
     x: jax.Array,
-    spec: OperandSpec | None,
-    axes: Axes,
+    spec: OperandSpec,
+    blocks: Blocks,
     key: Key,
     tensor_scale: None,
-    side: Side,
-) -> AnyOperand:
+    scope: str,
+) -> MXArray:
+    """`[m, k]` quantized along k, in blocks that end with their group if they hold several rows."""
+    height = spec.format.block[0]
+    if height == 1:
+        return cast_operand(x, spec, blocks, key, tensor_scale, scope)
+    if isinstance(height, Whole):
+        rows = ragged_rows(sizes, x.shape[0], unit=1)
+        return _quantize_groups(rows, x, spec, blocks, key, tensor_scale, scope)
+    rows = ragged_rows(sizes, x.shape[0], unit=height)
+    codes = rows.restore(cast_operand(rows.place(x), spec, blocks, key))
+    # Not that of the padded rows.
+    with jax.named_scope(scope):
+        return as_cast(x, codes, spec)
+
+
+def _quantize_along_rows(
+    rows: RaggedRows,
+    x: jax.Array,
+    spec: OperandSpec,
+    blocks: Blocks,
+    key: Key,
+    tensor_scale: None,
+    scope: str,
+) -> MXArray:
     """`[p, c]` quantized along p, where groups start with blocks."""
-    if spec is None or not isinstance(spec.format.block[1], Whole):
-        return dense.prepare(x, spec, axes, key, tensor_scale, side)
-    return _quantize_groups(rows, x, spec, axes, key, side)
+    if not isinstance(spec.format.block[1], Whole):
+        return cast_operand(x, spec, blocks, key, tensor_scale, scope)
+    return _quantize_groups(rows, x, spec, blocks, key, tensor_scale, scope)
 
 
 def _quantize_groups(
-    rows: RaggedRows, x: jax.Array, spec: OperandSpec, axes: Axes, key: Key, side: Side
+    rows: RaggedRows,
+    x: jax.Array,
+    spec: OperandSpec,
+    blocks: Blocks,
+    key: Key,
+    tensor_scale: None,
+    scope: str,
 ) -> MXArray:
     """`[p, c]` in blocks that hold all rows of a group: scales come from the groups' peaks."""
-    x = dense.prescaled(x, spec)
     nearest = dataclasses.replace(spec, rounding=NEAREST)
-    peaks = dense.quantize_operand(matmul.group_peaks(x, rows), nearest, axes.blocks(spec.format))
+    peaks = cast_array(group_peaks(x, rows), nearest, blocks)
     width = spec.rounding.random_bits
     bits = arguments.draw_bits(key, x.shape, width) if key is not None and width else None
-    codes = matmul.encode_by_group(x, rows, peaks, spec.rounding, bits)
-    with dense.named_cast(side, spec, axes):
-        return checkpoint_name(dense.as_cast(x, codes, spec), QUANTIZED)
+    codes = encode_by_group(x, rows, peaks, spec.rounding, bits)
+    with jax.named_scope(scope):
+        return checkpoint_name(as_cast(x, codes, spec), QUANTIZED)
 
 
 # Experts on several devices -----------------------------------------------------------------------
@@ -417,9 +428,9 @@ def expert_ragged_dot(
         axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
         drawn = None
         if spec.random_bits:
-            drawn = dense.operand_keys(arguments.product_key(recipe, "output", key))[0]
+            drawn = operand_keys(product_key(recipe, "output", key))[0]
         tensor_scale = agreed_scale(lhs, spec, blocks, axes)
-        codes = dense.quantize_operand(lhs, spec, blocks, drawn, tensor_scale)
+        codes = cast_array(lhs, spec, blocks, drawn, tensor_scale)
         rows = dataclasses.replace(codes, primal=lhs)
     same_scale = not isinstance(lhs, MXArray)
     sent = dispatch(rows, sizes, axis_name, capacity=capacity, same_scale=same_scale)
@@ -437,7 +448,7 @@ def expert_ragged_dot(
 
 def _goes_by_row(spec: MatmulSpec) -> bool:
     """Whether a product takes its rows as they are quantized one by one, wherever they lie."""
-    own = spec.lhs
-    if own is None or own.prescale != 1.0 or spec.transform is not None:
+    rows = spec.lhs
+    if rows is None or rows.prescale != 1.0 or spec.transform is not None:
         return False
-    return own.format.block[0] == 1
+    return rows.format.block[0] == 1

@@ -15,7 +15,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from mx_jax.axes import SIDES, Axes
 from mx_jax.backends.calls import AnyOperand
-from mx_jax.backends.partition import agreed_scale as agreed
 from mx_jax.backends.target import is_unsplit
 from mx_jax.codecs.blocks import Blocks
 from mx_jax.codecs.explicit_axes import Spec, explicit_sharding
@@ -102,14 +101,14 @@ def gathering(
     shared = {name for a, b in pairs for name in lies[0][a] if name in lies[1][b]}
     moved, places = set[str](), []
     # An operand moves where the product has a mesh axis from the other one.
-    for x, own, batch, wanted in zip((lhs, rhs), lies, batches, others, strict=True):
-        along = {name for axis, part in enumerate(own) if axis not in batch for name in part}
-        along &= {name for part in wanted for name in part} - shared
+    for x, parts, batch, other in zip((lhs, rhs), lies, batches, others, strict=True):
+        along = {name for axis, part in enumerate(parts) if axis not in batch for name in part}
+        along &= {name for part in other for name in part} - shared
         along = along & names if names else along
         if isinstance(x, PackedMXArray):
             along = set()
         moved |= along
-        places.append(spec_of(own) if along else None)
+        places.append(spec_of(parts) if along else None)
     left, right = places
     gather = Gather(tuple(sorted(moved)), lhs=left, rhs=right or PartitionSpec())
     return dataclasses.replace(recipe, gather=gather if moved else None)
@@ -223,4 +222,6 @@ def agreed_scale(
     """Inside shard_map the tensor scale is that of all parts; elsewhere a cast sees them all."""
     if not axes or not spec.format.tensor_scale:
         return None
+    from mx_jax.backends.partition import agreed_scale as agreed  # late: one device needs none
+
     return agreed(x, blocks, spec.scale_rule.largest_value(spec.format), axes)

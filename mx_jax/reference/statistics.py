@@ -5,7 +5,6 @@ power of two of the largest one: gradients of 1e-25 have an SQNR too.
 """
 
 import dataclasses
-from collections.abc import Callable, Collection
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,6 @@ from mx_jax.codecs.explicit_axes import explicit_sharding
 from mx_jax.mxarray import MXArray
 
 Raw = dict[str, jax.Array]
-Dequantize = Callable[[MXArray, jax.typing.DTypeLike], jax.Array]
 
 # float32's exponent field of 1.
 _ONE = 127
@@ -28,25 +26,13 @@ EXPONENTS = 256
 """How many values that field has."""
 
 
-OF_CASTS = ("scales", "underflow", "saturation", "nonfinite", "sqnr", "channels")
-"""Names of statistics of casts, besides the largest magnitude."""
-
-
-def of_cast(
-    before: jax.Array,
-    after: MXArray,
-    axis: int,
-    wanted: Collection[str] = OF_CASTS,
-    dequantize: Dequantize = MXArray.dequantize,
-) -> Raw:
-    """What the wanted statistics of a cast need.
+def of_cast(before: jax.Array, after: MXArray, axis: int) -> Raw:
+    """What the statistics of a cast need.
 
     Args:
       before: values.
       after: what they became.
       axis: along which channels are counted.
-      wanted: some of `OF_CASTS`.
-      dequantize: gives the values of an MXArray without a primal in a dtype.
 
     Returns:
       By name: `amax` and `channel_amax`, of finite values; `exponents`, how many scales have which,
@@ -55,46 +41,43 @@ def of_cast(
       of squares over that of the power of two of amax. Subnormal values are counted as what they
       are; where XLA flushes them, as it does on CPU, they are zeros in these sums.
     """
-    x, values = before.astype(jnp.float32), finite_values(after, dequantize)
+    x, values = before.astype(jnp.float32), finite_values(after)
     # Of patterns: comparisons of floats take subnormals for zeros.
     size, left = _magnitude(x), _magnitude(values)
     others = tuple(other for other in range(x.ndim) if other != axis % x.ndim)
     largest = jnp.max(jnp.where(size < float32.INF, size, 0), axis=others)
     channels = float32.from_bits(largest)
     amax = float32.from_bits(jnp.max(largest))
-    raw = {"amax": amax, "size": jnp.full((), x.size, jnp.uint32)}
-    if "scales" in wanted:
-        raw["exponents"] = _exponents(after)
-    if "underflow" in wanted:
-        raw["underflow"] = count((size != 0) & (left == 0))
-    if "saturation" in wanted:
-        # Where codes are the largest, of either sign; NaN and Inf count too.
-        element = after.format.element
-        half = after.codes & (element.sign_code - 1)
-        if element.kind == "int":
-            half = jnp.where((after.codes & element.sign_code) != 0, element.sign_code - half, half)
-        at_limit = half >= element.max_code
-        raw["saturated"] = count(at_limit & (size <= float32.INF) & (size > left))
-    if "nonfinite" in wanted:
-        bad, inside = block_shapes.split(size >= float32.INF, after.blocks)
-        bad = jnp.any(bad, axis=inside)
-        raw |= {"bad_blocks": count(bad), "blocks": jnp.full((), bad.size, jnp.uint32)}
-    if "sqnr" in wanted:
-        signal = relative(x, amax)
-        noise = signal - relative(values, amax)
-        # Finite only where both are.
-        both = jnp.isfinite(noise)
-        raw["signal"] = total(jnp.where(both, signal * signal, 0))
-        raw["noise"] = total(jnp.where(both, noise * noise, 0))
-    if "channels" in wanted:
-        raw["channel_amax"] = in_one_piece(channels)
-    return raw
+    # Where codes are the largest, of either sign; NaN and Inf count too.
+    element = after.format.element
+    half = after.codes & (element.sign_code - 1)
+    if element.kind == "int":
+        half = jnp.where((after.codes & element.sign_code) != 0, element.sign_code - half, half)
+    at_limit = half >= element.max_code
+    bad, inside = block_shapes.split(size >= float32.INF, after.blocks)
+    bad = jnp.any(bad, axis=inside)
+    signal = relative(x, amax)
+    noise = signal - relative(values, amax)
+    # Finite only where both are.
+    both = jnp.isfinite(noise)
+    return {
+        "amax": amax,
+        "size": jnp.full((), x.size, jnp.uint32),
+        "exponents": _exponents(after),
+        "underflow": count((size != 0) & (left == 0)),
+        "saturated": count(at_limit & (size <= float32.INF) & (size > left)),
+        "bad_blocks": count(bad),
+        "blocks": jnp.full((), bad.size, jnp.uint32),
+        "signal": total(jnp.where(both, signal * signal, 0)),
+        "noise": total(jnp.where(both, noise * noise, 0)),
+        "channel_amax": in_one_piece(channels),
+    }
 
 
-def finite_values(after: MXArray, dequantize: Dequantize = MXArray.dequantize) -> jax.Array:
+def finite_values(after: MXArray) -> jax.Array:
     """What an operand stands for, in float32: finite codes stay finite."""
     element = after.format.element
-    values = dequantize(dataclasses.replace(after, primal=None), jnp.float32)
+    values = dataclasses.replace(after, primal=None).dequantize(jnp.float32)
     # One less than the pattern of Inf is the largest number; arithmetic would flush subnormals.
     bits = float32.to_bits(values)
     infinite = (bits & float32.ABS) == float32.INF

@@ -74,7 +74,7 @@ def all_to_all(x: MXArray, axis_name: AxisNames, split_axis: int, concat_axis: i
         tiled=True,
     )
     back = functools.partial(move, split_axis=concat_axis, concat_axis=split_axis)
-    return _sent(x, move, back, taken=(split_axis, concat_axis))
+    return _sent(x, move, back, changed=(split_axis, concat_axis))
 
 
 def ppermute(x: MXArray, axis_name: AxisNames, perm: Iterable[tuple[int, int]]) -> MXArray:
@@ -124,11 +124,11 @@ def _sent(
     x: MXArray,
     move: Callable[..., jax.Array],
     back: Callable[..., jax.Array],
-    taken: tuple[int, ...] = (),
+    changed: tuple[int, ...] = (),
 ) -> MXArray:
-    """Codes and all scales moved, along axes that are taken; gradients go back as values."""
+    """Codes and all scales moved, which changes some axes; gradients go back as values."""
     # Whole bytes lie along an axis that stays.
-    sizes = [1 if axis in taken else length for axis, length in enumerate(x.shape)]
+    sizes = [1 if axis in changed else length for axis, length in enumerate(x.shape)]
     moved = dataclasses.replace(
         x,
         codes=moved_packed(x.codes, x.format.element.bits, move, sizes),
@@ -193,10 +193,10 @@ def route(group_sizes: jax.Array, num_rows: int, axis_name: AxisNames, capacity:
     devices, me = lax.axis_size(axis_name), lax.axis_index(axis_name)
     every = lax.all_gather(_at_most(group_sizes, num_rows), axis_name)
     # [sender, receiver, its experts]
-    wanted = every.reshape(devices, devices, -1)
-    totals = wanted.sum(2)
+    counts = every.reshape(devices, devices, -1)
+    totals = counts.sum(2)
     starts = jnp.cumsum(totals, axis=1) - totals
-    kept = jax.vmap(jax.vmap(functools.partial(_at_most, most=capacity)))(wanted)
+    kept = jax.vmap(jax.vmap(functools.partial(_at_most, most=capacity)))(counts)
     arriving = kept[:, me]
     slot = _slots(arriving, capacity)
     empty = jnp.full_like(slot, slot.size)
@@ -447,20 +447,20 @@ def _go_coded(axis_name: AxisNames, rows: MXArray, to: Route, same_scale: bool) 
         parts.append(jnp.broadcast_to(rows.tensor_scale, (num_rows, 1)))
     as_bytes = [lax.bitcast_convert_type(part, jnp.uint8).reshape(num_rows, -1) for part in parts]
     moved: Any = exchange(axis_name, num_rows, False, jnp.concatenate(as_bytes, axis=1), to)
-    found, start = [], 0
+    arrays, start = [], 0
     for part in parts:
         width, itemsize = part.shape[1], part.dtype.itemsize
-        own = moved[:, start : start + width * itemsize]
+        piece = moved[:, start : start + width * itemsize]
         start += width * itemsize
         if itemsize > 1:
-            own = own.reshape(-1, width, itemsize)
-        found.append(lax.bitcast_convert_type(own, part.dtype))
-    codes, scales, *own = found
+            piece = piece.reshape(-1, width, itemsize)
+        arrays.append(lax.bitcast_convert_type(piece, part.dtype))
+    codes, scales, *piece = arrays
     arrived = dataclasses.replace(
         rows,
         codes=packing.unpack(codes, bits, rows.shape[1]),
         scales=scales,
-        tensor_scale=own[0] if own else rows.tensor_scale,
+        tensor_scale=piece[0] if piece else rows.tensor_scale,
         primal=None,
     )
     if rows.primal is None:

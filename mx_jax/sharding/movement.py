@@ -38,8 +38,8 @@ Q = TypeVar("Q", bound=Quantized)
 
 def parts_of(sharding: Spec, ndim: int) -> tuple[Part, ...]:
     """The mesh axes of each of an array's axes: `()` where it is not sharded."""
-    found = partitions(sharding, ndim)
-    return tuple(part if isinstance(part, tuple) else (part,) if part else () for part in found)
+    entries = partitions(sharding, ndim)
+    return tuple(part if isinstance(part, tuple) else (part,) if part else () for part in entries)
 
 
 def spec_of(parts: Sequence[Part]) -> PartitionSpec:
@@ -106,7 +106,7 @@ class Movement:
         mesh = jax.sharding.get_abstract_mesh()
         pairs = list(zip(x.shape, stored, used, strict=True))
         counts = (math.prod(mesh.shape[name] for name in part) for part in stored)
-        if all(part[: len(own)] == own for _, part, own in pairs) and not any(
+        if all(part[: len(kept)] == kept for _, part, kept in pairs) and not any(
             length % count for (length, *_), count in zip(pairs, counts, strict=True)
         ):
             # XLA makes one of two equal ones, in both passes, and does not of constraints.
@@ -167,7 +167,7 @@ def _gathering(
 ) -> Callable[..., jax.Array]:
     """A function that gathers an array of automatic axes along those that are not in `used`."""
     names = {name for part in stored for name in part}
-    moved = [part[len(own) :] for part, own in zip(stored, used, strict=True)]
+    moved = [part[len(kept) :] for part, kept in zip(stored, used, strict=True)]
     specs: Any = dict(in_specs=spec_of(stored), out_specs=spec_of(used), axis_names=names)
     run = functools.partial(all_gather, parts=moved)
     return jax.jit(jax.shard_map(run, mesh=mesh, check_vma=False, **specs))
@@ -194,9 +194,9 @@ def as_gathered(operand: X, movement: Movement | None) -> X | jax.ShapeDtypeStru
     return jax.ShapeDtypeStruct(shape, operand.dtype)
 
 
-def reduced_in(dtype: np.dtype, asked: np.dtype | None) -> np.dtype:
+def reduced_in(dtype: np.dtype, wider: np.dtype | None) -> np.dtype:
     """In which dtype devices add up their parts of a product: its own, or a wider one if asked."""
-    return dtype if asked is None else np.dtype(jnp.promote_types(dtype, asked))
+    return dtype if wider is None else np.dtype(jnp.promote_types(dtype, wider))
 
 
 def manual_axes() -> frozenset[str]:
@@ -273,13 +273,13 @@ class Gather:
                 object.__setattr__(self, side, PartitionSpec(*spec))
 
     @classmethod
-    def of(cls, given: GatherLike) -> "Gather | None":
+    def of(cls, gather: GatherLike) -> "Gather | None":
         """A `Gather`, where a name or names of mesh axes stand for one.
 
         Raises:
           TypeError: what is neither.
         """
-        return given if given is None or isinstance(given, Gather) else cls(given)
+        return gather if gather is None or isinstance(gather, Gather) else cls(gather)
 
     def with_leading(self, lhs: int, rhs: int) -> "Gather":
         """The same for operands with more axes in front, which are whole."""
@@ -457,11 +457,11 @@ def device_put(x: Q, sharding: NamedSharding) -> Q:
         )
 
     def put(array: jax.Array) -> jax.Array:
-        own = tuple(
+        lies = tuple(
             part if length == whole or length > 1 else ()
             for part, length, whole in zip(parts, array.shape, x.shape, strict=True)
         )
-        return jax.device_put(array, NamedSharding(sharding.mesh, spec_of(own)))
+        return jax.device_put(array, NamedSharding(sharding.mesh, spec_of(lies)))
 
     moved: Any = dataclasses.replace(
         x,

@@ -24,14 +24,14 @@ Shape = tuple[int, ...]
 
 
 class Axis(NamedTuple):
-    """What an axis of an array counts: `count` entries for each `unit` positions of a factor.
+    """What an axis of an array counts: `entries` for each `unit` positions of a factor.
 
     Factors are axes of the operation, such as "m0"; those that begin with "k" are summed over.
     """
 
     factor: str
     unit: int = 1
-    count: int = 1
+    entries: int = 1
 
 
 # What devices may split of an array; None: that axis stays whole.
@@ -84,7 +84,7 @@ class Factors(NamedTuple):
                 units[axis.factor] = math.lcm(units.get(axis.factor, 1), axis.unit)
         for axis, length in zip(itertools.chain(*operands), itertools.chain(*shapes), strict=True):
             if axis is not None:
-                sizes[axis.factor] = length * axis.unit // axis.count
+                sizes[axis.factor] = length * axis.unit // axis.entries
         return cls(sizes, units)
 
 
@@ -137,7 +137,9 @@ class Split:
     def mapped(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function of leaves without batches, of those with them."""
         for batched in self.batches:
-            function = jax.vmap(function, tuple(0 if own else None for own in batched))
+            function = jax.vmap(
+                function, tuple(0 if is_batched else None for is_batched in batched)
+            )
         return function
 
     def all_axes(self, shapes: Sequence[Shape]) -> tuple[list[ArrayAxes], list[ArrayAxes]]:
@@ -147,9 +149,9 @@ class Split:
             [axis for axis, batched in zip(every, self.batches[::-1], strict=True) if batched[leaf]]
             for leaf in range(len(shapes))
         ]
-        inner = [shape[len(own) :] for shape, own in zip(shapes, batches, strict=True)]
+        inner = [shape[len(batch) :] for shape, batch in zip(shapes, batches, strict=True)]
         operands, results = self.axes(inner)
-        operands = [(*own, *axes) for own, axes in zip(batches, operands, strict=True)]
+        operands = [(*batch, *axes) for batch, axes in zip(batches, operands, strict=True)]
         return operands, [(*every, *axes) for axes in results]
 
 
@@ -162,10 +164,10 @@ def _operation(split: Split, shapes: tuple[Shape, ...]) -> Any:
     def divide(mesh: Mesh, arrays: Sequence[Any], wanted: Sequence[Any]) -> tuple[Mesh, Division]:
         mesh = fine_mesh(mesh, arrays[1])  # behind the name
 
-        def placed(x: Any, axes: ArrayAxes) -> Placed:
-            known = x is not None
-            lies = stored_parts(x.sharding, x.shape, mesh) if known else ((),) * len(axes)
-            return Placed(axes, lies)
+        def placed(x: jax.ShapeDtypeStruct | None, axes: ArrayAxes) -> Placed:
+            if x is None:
+                return Placed(axes, ((),) * len(axes))
+            return Placed(axes, stored_parts(x.sharding, x.shape, mesh))
 
         devices = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))
         lies = list(map(placed, arrays[1:], operands)), list(map(placed, wanted, results))
@@ -174,7 +176,7 @@ def _operation(split: Split, shapes: tuple[Shape, ...]) -> Any:
     def place(mesh: Mesh, arrays: Sequence[tuple[Part, ...]]) -> list[NamedSharding]:
         return [NamedSharding(mesh, spec_of(parts)) for parts in arrays]
 
-    def infer(mesh: Mesh, arrays: Sequence[Any], wanted: Any) -> Any:
+    def infer(mesh: Mesh, arrays: Sequence[Any], wanted: object) -> list[NamedSharding]:
         # The older partitioner's question; the newer has the rule.
         mesh, division = divide(mesh, arrays, [None] * len(results))
         return place(mesh, division.results)
@@ -226,11 +228,11 @@ def sharding_rule(
 
     def word(axis: Axis | None) -> str:
         if axis is None or (axis.factor not in shared and axis.unit > 1):
-            return f"own{next(alone)}"
+            return f"alone{next(alone)}"
         names = [axis.factor]
         entries = 1
         if axis.factor in shared:
-            entries = factors.units[axis.factor] // axis.unit * axis.count
+            entries = factors.units[axis.factor] // axis.unit * axis.entries
         if entries > 1:
             names.append(f"{axis.factor}_{entries}")
             sizes[names[-1]] = entries

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.ops.dense import transformed
+from mx_jax.ops.product import transformed
 from mx_jax.recipes import Hadamard
 from mx_jax.reference import hadamard
 from mx_jax.testing.compare import assert_bitwise_equal
@@ -117,7 +117,7 @@ def test_who_transforms():
 def test_groups_that_are_too_large():
     x, transform = drawn((4096,), "float32", 2048)
     text = str(mx_jax.inspect.explain(lambda x: transformed(x, transform, None, 0), x))
-    assert "cpu_ffi: turns groups of at most 1024, got size=2048" in text
+    assert "cpu_ffi: transforms groups of at most 1024, got size=2048" in text
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])

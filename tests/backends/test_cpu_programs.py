@@ -16,7 +16,7 @@ from mx_jax import recipes
 from mx_jax.backends.select import only_backend
 from mx_jax.codecs import lowering
 from mx_jax.ops.arguments import draw_bits
-from mx_jax.ops.dense import transformed
+from mx_jax.ops.product import transformed
 from mx_jax.recipes import Hadamard
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library

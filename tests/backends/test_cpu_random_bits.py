@@ -13,7 +13,7 @@ import mx_jax
 from mx_jax.codecs import rounding
 from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.ops.arguments import draw_bits
-from mx_jax.ops.dense import transformed
+from mx_jax.ops.product import transformed
 from mx_jax.recipes import Hadamard
 from tests.needs import needs_library
 from tests.quick import quick

@@ -52,15 +52,15 @@ def test_parts_are_those_of_one_device(
     run = jax.jit(lambda x: mx_jax.quantize(x, name, axis=axis))
     expected, placed = run(x), jax.device_put(x, NamedSharding(mesh, spec))
     program = run.lower(placed).compile()
-    for actual, own in zip(
+    for actual, whole in zip(
         jax.tree.leaves(program(placed)), jax.tree.leaves(expected), strict=True
     ):
-        assert_bitwise_equal(actual, own)
+        assert_bitwise_equal(actual, whole)
     text = program.as_text() or ""
     assert '"mx_jax_cpu_quantize"' in text
     # Scales of blocks that devices share may be gathered to be handed out.
-    moved = [found for found in collectives(text) if found.kind != "all-reduce"]
-    assert all(found.dtype != "bf16" and found.nbytes <= x.size // 8 for found in moved)
+    moved = [exchange for exchange in collectives(text) if exchange.kind != "all-reduce"]
+    assert all(exchange.dtype != "bf16" and exchange.nbytes <= x.size // 8 for exchange in moved)
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
@@ -78,9 +78,10 @@ def test_shared_blocks_by_other_rules(name: str, rng: np.random.Generator):
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize(("name", "number"), [("mxfp8", 9), ("nvfp4", 7)])
+@pytest.mark.parametrize(("name", "number"), [("mxfp8", 5), ("nvfp4", 5)])
 def test_casts_and_products_of_accelerators_too(name: str, number: int, platform: str):
     """In plain JAX: left to XLA, shards that cut blocks would pass their values to each other.
+    Equal casts are one function.
 
     TPUs have no custom partitioning (`tests/tpu` compiles).
     """
@@ -106,9 +107,9 @@ def test_handlers_are_of_cpus():
 
 def test_only_numbers_of_the_library_are_split():
     """Names tell programs apart in a compilation cache; a rule of others may look at all blocks."""
-    own = QuantizeCase(format=MXFP4, shape=(64, 64)).call
-    assert isinstance(own, QuantizeCall) and can_split(own, CPU)
-    assert not can_split(own, Target(platform="tpu"))
+    call = QuantizeCase(format=MXFP4, shape=(64, 64)).call
+    assert isinstance(call, QuantizeCall) and can_split(call, CPU)
+    assert not can_split(call, Target(platform="tpu"))
     rule = power_of_two("mine", lambda element: 1 << 22)
     rounding = dataclasses.replace(NEAREST, name="mine")
     element = dataclasses.replace(MXFP4.element, bias=2)
@@ -118,4 +119,4 @@ def test_only_numbers_of_the_library_are_split():
         "format": dataclasses.replace(MXFP4, element=element),
     }
     for name, other in others.items():
-        assert not can_split(dataclasses.replace(own, **{name: other}), CPU)
+        assert not can_split(dataclasses.replace(call, **{name: other}), CPU)

@@ -205,10 +205,10 @@ def run(
 def limit_memory(more: int) -> None:
     """Refuse this process more memory than it has and `more`, so that a bomb is an exception."""
     status = Path("/proc/self/status").read_text()
-    found = re.search(r"VmData:\s+(\d+)", status)
-    if found is None:
+    result = re.search(r"VmData:\s+(\d+)", status)
+    if result is None:
         raise RuntimeError("/proc/self/status has no VmData; run this on Linux")
-    most = int(found[1]) * 1024 + more
+    most = int(result[1]) * 1024 + more
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.getrlimit(resource.RLIMIT_DATA)[1]))
 
 

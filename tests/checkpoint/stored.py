@@ -39,13 +39,13 @@ def draw(
     )
 
 
-def assert_same(found: Any, expected: MXArray) -> None:
+def assert_same(result: Any, expected: MXArray) -> None:
     """Equal to the last bit and the last fact."""
-    assert isinstance(found, MXArray)
+    assert isinstance(result, MXArray)
     facts = ("format", "blocks", "dtype", "shape")
-    assert [getattr(found, f) for f in facts] == [getattr(expected, f) for f in facts]
+    assert [getattr(result, f) for f in facts] == [getattr(expected, f) for f in facts]
     for part in ("codes", "scales", "tensor_scale"):
-        one, other = getattr(found, part), getattr(expected, part)
+        one, other = getattr(result, part), getattr(expected, part)
         assert (one is None) == (other is None)
         if one is not None:
             assert one.dtype == other.dtype

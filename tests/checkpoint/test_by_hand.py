@@ -118,12 +118,12 @@ def deepseek(layout: str, name: str, scales: str, stored: Tensor) -> Fixture:
     """Codes under two by two scales, float32 or 2^(byte - 127), each of a tile."""
     said = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
     codes = tensor("F8_E4M3", (ROWS, COLUMNS), CODES.tobytes())
-    found = {f"{name}.weight": codes, f"{name}.{scales}": stored}
+    result = {f"{name}.weight": codes, f"{name}.{scales}": stored}
     factors = [2.0 ** (byte - 127) for byte in stored[2]]
     if stored[0] == "F32":
         factors = struct.unpack("<4f", stored[2])
     spread = np.array(factors, np.float32).reshape(2, 2).repeat(128, 0).repeat(128, 1)
-    return Fixture(layout, f"{name}.weight", found, said, VALUES * spread[:ROWS, :COLUMNS])
+    return Fixture(layout, f"{name}.weight", result, said, VALUES * spread[:ROWS, :COLUMNS])
 
 
 def fp4(
@@ -134,9 +134,9 @@ def fp4(
     values: np.ndarray,
     dtype: str = "U8",
 ) -> Fixture:
-    found = {f"{name}.weight": tensor(dtype, (2, 32), FP4)}
-    found |= {f"{name}.{suffix}": stored for suffix, stored in scales.items()}
-    return Fixture(layout, f"{name}.weight", found, said, values)
+    result = {f"{name}.weight": tensor(dtype, (2, 32), FP4)}
+    result |= {f"{name}.{suffix}": stored for suffix, stored in scales.items()}
+    return Fixture(layout, f"{name}.weight", result, said, values)
 
 
 # As `quantization_config` of an export by Quark 0.13 says it.
@@ -227,9 +227,9 @@ def test_read(fixture: Fixture, stated: bool, tmp_path: Path):
     config = {"quantization_config": fixture.said, "torch_dtype": "float32"} if stated else None
     weights = checkpoint.read(put(tmp_path, fixture.tensors, config))
     assert weights.quantized == {fixture.weight: fixture.layout}
-    found = values(weights[fixture.weight])
+    result = values(weights[fixture.weight])
     # Zeros of either sign too.
-    np.testing.assert_array_equal(found.view(np.uint32), fixture.values.view(np.uint32))
+    np.testing.assert_array_equal(result.view(np.uint32), fixture.values.view(np.uint32))
 
 
 @pytest.mark.parametrize("fixture", FIXTURES, ids=IDS)
@@ -315,11 +315,11 @@ def test_scales_of_another_shape(fixture: Fixture, tmp_path: Path):
     """Of the other orientation, in tiles of tensor cores, flat as those lie, or of other blocks."""
     _, name, *_ = fixture.tensors
     dtype, shape, stored = fixture.tensors[name]
-    turned = (shape[1], shape[0])
+    transposed = (shape[1], shape[0])
     size = len(stored) // (shape[0] * shape[1])
     cases = [((128, 4), "swizzled for tensor cores"), ((512,), "swizzled for tensor cores")]
     cases += [((shape[0], shape[1] + 1), "of another block size")]
-    cases += [(turned, "they lie the other way around")] * (turned != shape)
+    cases += [(transposed, "they lie the other way around")] * (transposed != shape)
     for number, (other, hint) in enumerate(cases):
         filled = stored[:size] * int(np.prod(other))
         said = refused(tmp_path / f"{number}", fixture.tensors | {name: (dtype, other, filled)})
@@ -419,8 +419,8 @@ def test_scales_in_bfloat16(index: int, shape: tuple[int, ...], tmp_path: Path):
     spread = np.resize(np.array([1, 2, 0.5, 0.25], np.float32), shape).reshape(shape[0], -1)
     if len(shape) == 2:
         spread = spread.repeat(128, 0).repeat(128, 1)
-    found = values(checkpoint.read(tmp_path)[fixture.weight])
-    np.testing.assert_array_equal(found, VALUES * spread[:ROWS, :COLUMNS])
+    result = values(checkpoint.read(tmp_path)[fixture.weight])
+    np.testing.assert_array_equal(result, VALUES * spread[:ROWS, :COLUMNS])
 
 
 def test_scales_of_inputs(tmp_path: Path):
@@ -428,9 +428,9 @@ def test_scales_of_inputs(tmp_path: Path):
     fixture = FIXTURES[6]
     weights = {"up.input_scale": floats((), [0.5])} | fixture.tensors
     assert float(checkpoint.read(put(tmp_path, weights))["up.input_scale"]) == 0.5
-    for asked in ("up.pre_quant_scale", "up.forward_hadamard_matrix"):
-        said = refused(tmp_path, weights | {asked: floats((64,), [1.0] * 64)})
-        assert f": 1 tensors such as {asked} belong to weights of AWQ, SVDQuant or FP-Qu" in said
+    for names in ("up.pre_quant_scale", "up.forward_hadamard_matrix"):
+        said = refused(tmp_path, weights | {names: floats((64,), [1.0] * 64)})
+        assert f": 1 tensors such as {names} belong to weights of AWQ, SVDQuant or FP-Qu" in said
 
 
 def test_one_scale_for_a_tensor(tmp_path: Path):
@@ -487,9 +487,9 @@ def test_codes_whose_dtype_says_what_they_are(dtype: str, format: str, scale: st
         assert taken_apart(tmp_path / "ours.safetensors") == tensors
     # Without their scales they are what they say.
     alone = {name: stored for name, stored in tensors.items() if "scale" not in name}
-    found: Any = checkpoint.read(put(tmp_path / "alone", alone))
+    result: Any = checkpoint.read(put(tmp_path / "alone", alone))
     np.testing.assert_array_equal(
-        found.stored["up.weight"].look().astype(np.float32), np.resize([*table.values()], (2, 64))
+        result.stored["up.weight"].look().astype(np.float32), np.resize([*table.values()], (2, 64))
     )
 
 

@@ -41,8 +41,8 @@ def test_there_and_back(tree: dict[Any, Any], tmp_path: Path):
     back = checkpoint.load(path)
     is_leaf = lambda x: isinstance(x, mx_jax.MXArray)  # noqa: E731
     assert jax.tree.structure(back, is_leaf=is_leaf) == jax.tree.structure(tree, is_leaf=is_leaf)
-    found, expected = (jax.tree.leaves(t, is_leaf=is_leaf) for t in (back, tree))
-    for one, other in zip(found, expected, strict=True):
+    result, expected = (jax.tree.leaves(t, is_leaf=is_leaf) for t in (back, tree))
+    for one, other in zip(result, expected, strict=True):
         if isinstance(other, mx_jax.MXArray):
             assert_same(one, other)
         else:
@@ -232,14 +232,14 @@ def test_a_file_may_change_afterwards(tmp_path: Path):
     """What was read is a copy: neither the file nor the caller's array is looked at again."""
     path = tmp_path / "a.safetensors"
     safetensors.numpy.save_file({"x": np.arange(64, dtype=np.float32)}, path)
-    found = checkpoint.read(path)["x"]
+    result = checkpoint.read(path)["x"]
     with path.open("r+b") as file:
         file.seek(-256, 2)
         file.write(bytes(256))
-    np.testing.assert_array_equal(found, np.arange(64, dtype=np.float32))
-    given = np.ones(64, np.float32)
-    held = on_device(given)
-    given[:] = 2
+    np.testing.assert_array_equal(result, np.arange(64, dtype=np.float32))
+    source = np.ones(64, np.float32)
+    held = on_device(source)
+    source[:] = 2
     assert bool((held == 1).all())
 
 
@@ -251,5 +251,5 @@ def test_it_is_copied_once(monkeypatch: pytest.MonkeyPatch):
     put = jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda x: handed.append(x) or put(x))
     for _ in range(8):
-        found = on_device(np.ones((65, 63), np.float32)[1:])
-        assert found.unsafe_buffer_pointer() == handed[-1].ctypes.data
+        result = on_device(np.ones((65, 63), np.float32)[1:])
+        assert result.unsafe_buffer_pointer() == handed[-1].ctypes.data

@@ -49,10 +49,10 @@ def test_metadata(tmp_path: Path):
         "types": array(I32, [struct.pack("<i", value) for value in (1, -2)]),
         "flags": array(BOOL, [b"\x01", b"\x00"]),
     }
-    found = dict(read(tmp_path, gguf({}, pairs)).metadata)
-    types, flags = found.pop("types"), found.pop("flags")
-    assert found.pop("tokens") == ("a", "é", "\\xff")
-    assert found == {"general.architecture": "llama", "count": 7, "base": 0.5, "on": True}
+    result = dict(read(tmp_path, gguf({}, pairs)).metadata)
+    types, flags = result.pop("types"), result.pop("flags")
+    assert result.pop("tokens") == ("a", "é", "\\xff")
+    assert result == {"general.architecture": "llama", "count": 7, "base": 0.5, "on": True}
     assert types.dtype == np.int32 and types.tolist() == [1, -2]
     assert flags.dtype == np.bool_ and flags.tolist() == [True, False]
 
@@ -202,8 +202,8 @@ def test_an_alignment_of_its_own(alignment: int, tmp_path: Path):
         name: Tensor(0, (1,), struct.pack("<f", i + 1), offset=i * max(alignment, 4))
         for i, name in enumerate("xyz")
     }
-    found = read(tmp_path, gguf(tensors, pairs, alignment=alignment))
-    assert [np.asarray(found[name]).tolist() for name in "xyz"] == [[1.0], [2.0], [3.0]]
+    result = read(tmp_path, gguf(tensors, pairs, alignment=alignment))
+    assert [np.asarray(result[name]).tolist() for name in "xyz"] == [[1.0], [2.0], [3.0]]
 
 
 @pytest.mark.parametrize(
@@ -238,8 +238,8 @@ MADE = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "
 
 def test_sizes_are_those_of_ggufs_own_package():
     sizes = pytest.importorskip("gguf").GGML_QUANT_SIZES
-    found = {number: (row.block, row.nbytes) for number, row in GGUF_TYPES.items()}
-    assert found == {int(kind): size for kind, size in sizes.items() if int(kind) in found}
+    result = {number: (row.block, row.nbytes) for number, row in GGUF_TYPES.items()}
+    assert result == {int(kind): size for kind, size in sizes.items() if int(kind) in result}
     assert not {"Q4_K", "Q6_K", "IQ4_XS", "TQ2_0"} - {row.name for row in LEFT.values()}
 
 
@@ -293,9 +293,9 @@ def test_against_ggufs_own_package(tmp_path: Path, rng: np.random.Generator):
     weights = checkpoint.read(path)
     assert list(weights) == [*MADE, "NVFP4"]
     for kind, expected in written.items():
-        found: Any = weights[kind]
-        found = found.dequantize() if kind in ("MXFP4", "NVFP4") else found
-        np.testing.assert_array_equal(np.asarray(found, np.float32), expected, strict=True)
+        result: Any = weights[kind]
+        result = result.dequantize() if kind in ("MXFP4", "NVFP4") else result
+        np.testing.assert_array_equal(np.asarray(result, np.float32), expected, strict=True)
     theirs = {key: field.contents() for key, field in peer.GGUFReader(path).fields.items()}
     for key, value in weights.metadata.items():
         assert (value if isinstance(value, str) else np.asarray(value).tolist()) == theirs[key]

@@ -123,8 +123,8 @@ def test_tensor_scales_that_readers_take_for_the_inverse_are_not_written(
 ):
     path, w = tmp_path / "model.safetensors", np.full((8, 64), 2688, np.float32)
     checkpoint.write(path, {"up.weight": mx_jax.quantize(w, "nvfp4")}, layout=layout)
-    found: Any = checkpoint.read(path)["up.weight"]
-    assert (found.dequantize() == w).all()
+    result: Any = checkpoint.read(path)["up.weight"]
+    assert (result.dequantize() == w).all()
     with pytest.raises(
         ValueError, match=r"up.weight has tensor_scale=1.25, for values beyond 2688"
     ):
@@ -140,8 +140,8 @@ def test_a_tensor_scale_without_a_reciprocal_is_not_written(amax: float, tmp_pat
         checkpoint.write(path, tiny, layout="nvfp4-pack-quantized")
     assert not path.exists()
     checkpoint.write(path, tiny, layout="modelopt-nvfp4")
-    found: Any = checkpoint.read(path)["up.weight"]
-    np.testing.assert_array_equal(found.tensor_scale, tiny["up.weight"].tensor_scale)
+    result: Any = checkpoint.read(path)["up.weight"]
+    np.testing.assert_array_equal(result.tensor_scale, tiny["up.weight"].tensor_scale)
 
 
 @pytest.mark.parametrize(

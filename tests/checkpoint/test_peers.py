@@ -143,10 +143,10 @@ def test_quark(tmp_path: Path):
     torch.manual_seed(0)
     model = llama.LlamaForCausalLM(llama.LlamaConfig(**sizes)).to(torch.bfloat16)
     spec = configs.OCP_MXFP4Spec(ch_axis=-1, is_dynamic=False).to_quantization_spec()
-    asked = configs.QConfig(
+    names = configs.QConfig(
         global_quant_config=configs.QLayerConfig(weight=spec), exclude=["lm_head"]
     )
-    model = quark.ModelQuantizer(asked).quantize_model(model, None)
+    model = quark.ModelQuantizer(names).quantize_model(model, None)
     model = quark.ModelQuantizer.freeze(model)
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     quark.export_safetensors(model, str(theirs))
@@ -190,29 +190,29 @@ def test_compressed_tensors(name: str, tmp_path: Path, rng: np.random.Generator)
     amax = weight.reshape(8, -1, size).abs().amax(-1)
     if name == "nvfp4":
         peak = 2688 / weight.abs().max()
-        given = {
+        source = {
             "weight": weight,
             "weight_scale": (amax / largest * peak).to(torch.float8_e4m3fn).float(),
             "weight_global_scale": peak.reshape(1),
         }
     else:
-        given = {
+        source = {
             "weight": weight,
             "weight_scale": 2 ** torch.floor(torch.log2(amax / largest) + 0.5),
         }
-    packed = compressor.compress(given, scheme)
+    packed = compressor.compress(source, scheme)
     path = tmp_path / "theirs.safetensors"
     safetensors.torch.save_file({f"up.{k}": v.contiguous() for k, v in packed.items()}, path)
-    found = checkpoint.read(path)["up.weight"]
+    result = checkpoint.read(path)["up.weight"]
     theirs = compressor.decompress(packed, scheme)["weight"].float().numpy()
-    ours = values(found)
+    ours = values(result)
     if name == "nvfp4":
         # It divides by the stored number; a factor is its rounded reciprocal.
         np.testing.assert_allclose(ours, theirs, rtol=2.0**-7)
     else:
         np.testing.assert_array_equal(ours, theirs)
 
-    checkpoint.write(tmp_path / "ours.safetensors", {"up.weight": found}, layout=layout)
+    checkpoint.write(tmp_path / "ours.safetensors", {"up.weight": result}, layout=layout)
     again = safetensors.torch.load_file(tmp_path / "ours.safetensors")
     assert again.keys() == {f"up.{k}" for k in packed}
     for key, value in packed.items():

@@ -22,9 +22,9 @@ def ordinary(rng: np.random.Generator) -> mx_jax.MXArray:
 
 def test_numbers(rng: np.random.Generator):
     x = ordinary(rng)
-    found = checkpoint.plausibility(x)
+    result = checkpoint.plausibility(x)
     values = np.asarray(x.dequantize(jnp.float32), np.float64)
-    assert found == checkpoint.Plausibility(
+    assert result == checkpoint.Plausibility(
         amax=np.abs(values).max(),
         zeros=(values == 0).mean(),
         saturated=float((np.asarray(x.codes) % 8 == 7).mean()),
@@ -44,9 +44,9 @@ def test_numbers(rng: np.random.Generator):
 
 
 def test_plain_arrays():
-    found = checkpoint.plausibility(jnp.array([0, -2, np.nan, np.inf], jnp.bfloat16))
-    assert (found.amax, found.zeros, found.not_finite) == (2, 0.25, 2)
-    assert found.warnings == ("2 of 4 values are NaN or infinite",)
+    result = checkpoint.plausibility(jnp.array([0, -2, np.nan, np.inf], jnp.bfloat16))
+    assert (result.amax, result.zeros, result.not_finite) == (2, 0.25, 2)
+    assert result.warnings == ("2 of 4 values are NaN or infinite",)
     assert checkpoint.plausibility(np.zeros((0, 3))).warnings == ()
     assert checkpoint.plausibility(np.arange(5)).amax == 4
 
@@ -68,11 +68,11 @@ def test_plain_arrays():
 )
 def test_out_of_the_ordinary(changed: Any, warnings: list[str], rng: np.random.Generator):
     x = ordinary(rng)
-    found = checkpoint.plausibility(
+    result = checkpoint.plausibility(
         dataclasses.replace(x, **{part: change(x) for part, change in changed.items()})
     ).warnings
-    assert len(found) == len(warnings)
-    for one, expected in zip(found, warnings, strict=True):
+    assert len(result) == len(warnings)
+    for one, expected in zip(result, warnings, strict=True):
         assert re.search(expected, one), one
 
 
@@ -97,5 +97,5 @@ def test_scales_of_blocks_of_zeros_say_nothing():
     """FLOOR gives them its smallest one, 2^-127."""
     w = np.ones((4, 64), np.float32)
     w[2, 32:] = 0
-    found = checkpoint.plausibility(mx_jax.quantize(w, "mxfp4"))
-    assert found.octaves == 0 and found.warnings == ()
+    result = checkpoint.plausibility(mx_jax.quantize(w, "mxfp4"))
+    assert result.octaves == 0 and result.warnings == ()

@@ -40,8 +40,8 @@ def names(folder: Path) -> list[str]:
 
 def inodes(folder: Path) -> list[int]:
     """Of the numbered files in their order, whatever comes before the numbers."""
-    found = [(NUMBERED.fullmatch(path.name), path.stat().st_ino) for path in folder.iterdir()]
-    return [inode for _, inode in sorted((match[1], inode) for match, inode in found if match)]
+    result = [(NUMBERED.fullmatch(path.name), path.stat().st_ino) for path in folder.iterdir()]
+    return [inode for _, inode in sorted((match[1], inode) for match, inode in result if match)]
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, "torchao"])
@@ -96,9 +96,9 @@ def test_taken_up_again(weights: dict[str, Any], tmp_path: Path):
     again = Failing(weights, None)
     checkpoint.write(tmp_path, again, layout=LAYOUT, max_shard_size=300, resume=True)
     assert inodes(tmp_path)[:2] == before
-    found = checkpoint.read(tmp_path, layout=LAYOUT)
-    for name in found.quantized:
-        np.testing.assert_array_equal(codes(found, name), codes(weights, name))
+    result = checkpoint.read(tmp_path, layout=LAYOUT)
+    for name in result.quantized:
+        np.testing.assert_array_equal(codes(result, name), codes(weights, name))
 
     # Other values, another layout's header, damage: written anew, and without `resume` always.
     before, files = inodes(tmp_path), names(tmp_path)
@@ -110,8 +110,8 @@ def test_taken_up_again(weights: dict[str, Any], tmp_path: Path):
     same = [a == b for a, b in zip(before, inodes(tmp_path), strict=True)]
     assert same == [True, False, False, True]
     assert len({*files} & {*names(tmp_path)}) == 3  # with the index
-    found = checkpoint.read(tmp_path)
-    np.testing.assert_array_equal(codes(found, "1.weight"), codes(weights, "2.weight"))
+    result = checkpoint.read(tmp_path)
+    np.testing.assert_array_equal(codes(result, "1.weight"), codes(weights, "2.weight"))
     files = names(tmp_path)
     checkpoint.write(tmp_path, changed, layout=LAYOUT, max_shard_size=300)
     assert {*files} & {*names(tmp_path)} == {INDEX} and len(names(tmp_path)) == 5
@@ -125,9 +125,9 @@ def test_every_value_is_compared(weights: dict[str, Any], tmp_path: Path, resume
     changed = weights | {"1.weight": weights["2.weight"]}
     checkpoint.write(tmp_path, changed, layout=LAYOUT, max_shard_size=600, resume=resume)
     assert [a == b for a, b in zip(before, inodes(tmp_path), strict=True)] == kept
-    found = codes(checkpoint.read(tmp_path), "1.weight")
+    result = codes(checkpoint.read(tmp_path), "1.weight")
     same = "2.weight" if resume is True else "1.weight"
-    np.testing.assert_array_equal(found, codes(weights, same))
+    np.testing.assert_array_equal(result, codes(weights, same))
 
 
 OLD, NEW = ({"a": np.full(4, i), "b": np.full(4, i), "c": np.full(4, i)} for i in (1.0, 2.0))
@@ -168,17 +168,17 @@ def test_a_full_disk_names_the_file(
 
 
 def test_what_is_not_written(weights: dict[str, Any], tmp_path: Path):
-    twice = weights | {"0.weight_packed": jnp.ones(3)}
+    doubled = weights | {"0.weight_packed": jnp.ones(3)}
 
-    def refused(given: dict[str, Any], complaint: str, **changed: Any) -> None:
+    def refused(source: dict[str, Any], complaint: str, **changed: Any) -> None:
         with pytest.raises(ValueError, match=complaint):
-            checkpoint.write(tmp_path / "a", given, layout=LAYOUT, **changed)
+            checkpoint.write(tmp_path / "a", source, layout=LAYOUT, **changed)
 
     for size in (0, float("nan"), "5GB"):
         refused(weights, f"max_shard_size={size!r} must be positive", max_shard_size=size)
     refused(weights, "resume needs several files; give max_shard_size", resume=True)
     refused(weights, "resume='yes' must be True, False or 'vouched'", resume="yes")
-    refused(twice, "two tensors would be named '0.weight_packed'")
+    refused(doubled, "two tensors would be named '0.weight_packed'")
     assert not names(tmp_path)
 
 
@@ -202,9 +202,9 @@ def test_our_own_files(weights: dict[str, Any], tmp_path: Path):
     back = checkpoint.load(tmp_path)
     assert jax.tree.structure(back) == jax.tree.structure(tree)
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), back, tree))
-    found = checkpoint.read(tmp_path)
-    assert found.metadata["paths"]["layers/2/kernel"] == ("layers", 2, "kernel")
-    assert {*found.quantized.values()} == {"mx_jax"} and len(found) == 5
+    result = checkpoint.read(tmp_path)
+    assert result.metadata["paths"]["layers/2/kernel"] == ("layers", 2, "kernel")
+    assert {*result.quantized.values()} == {"mx_jax"} and len(result) == 5
     # A file of somebody else's among them is not passed over.
     weight = {"a": jnp.ones(2)}
     checkpoint.write(tmp_path / names(tmp_path)[0], weight, layout=LAYOUT)

@@ -35,8 +35,8 @@ def test_our_reader_finds_what_is_stated(tmp_path: Path, rng: np.random.Generato
         if stated is None:
             continue
         put_model(tmp_path / row.name, weights, {"quantization_config": stated}, row.name)
-        found = checkpoint.read(tmp_path / row.name).quantized
-        assert [*found.values()] == [row.name] and row.used_by(stated)
+        result = checkpoint.read(tmp_path / row.name).quantized
+        assert [*result.values()] == [row.name] and row.used_by(stated)
         # Norms are no matrices; a head without a tensor is tied, and no matrix of its own.
         ignored = stated.get("ignore", stated.get("modules_to_not_convert"))
         assert ignored == ["model.embed_tokens", "model.layers.0.gate", "lm_head"], row.name
@@ -48,8 +48,8 @@ def test_what_is_said_of_inputs_and_embeddings(rng: np.random.Generator):
     stated: Any = checkpoint.quantization_config(weights, layout=layout)
     (group,) = stated["config_groups"].values()
     assert stated["quant_algo"] == "W4A16_NVFP4" and "input_activations" not in group
-    given = weights | {"model.layers.0.up.input_scale": jnp.ones(())}
-    stated = checkpoint.quantization_config(given, layout=layout)
+    source = weights | {"model.layers.0.up.input_scale": jnp.ones(())}
+    stated = checkpoint.quantization_config(source, layout=layout)
     assert stated["quant_algo"] == "NVFP4"
     assert stated["config_groups"]["group_0"]["input_activations"]["group_size"] == 16
     embedded = {"model.embed_tokens.weight": weights["model.layers.0.up.weight"]}
@@ -75,7 +75,7 @@ def test_commands_state_it(tmp_path: Path):
         assert main([str(word) for word in words]) == 0
         return json.loads((Path(words[2]) / "config.json").read_text())
 
-    theirs, own = tmp_path / "theirs", tmp_path / "own"
+    theirs, ours = tmp_path / "theirs", tmp_path / "own"
     config = run("quantize", model, theirs, "--format", "mxfp8_e4m3", "--to", "modelopt")
     assert config["model_type"] == "llama"
     assert config["quantization_config"]["quant_algo"] == "MXFP8"
@@ -87,7 +87,7 @@ def test_commands_state_it(tmp_path: Path):
         "exclude_modules": ["lm_head"],
     }
     assert checkpoint.read(theirs).quantized == {"up.weight": "mxfp8-quantized"}
-    assert "quantization_config" not in run("convert", theirs, own, "--to", "mx_jax")
+    assert "quantization_config" not in run("convert", theirs, ours, "--to", "mx_jax")
     # Without config.json's word, ModelOpt's own file is heard.
     (theirs / "config.json").write_text(json.dumps({"model_type": "llama"}))
     said["quantization"]["quant_algo"] = "NVFP4"
@@ -95,7 +95,7 @@ def test_commands_state_it(tmp_path: Path):
     with pytest.raises(ValueError, match="no weight of the layouts modelopt-nvfp4"):
         checkpoint.read(theirs)
     # Another layout in the same folder: ModelOpt's file would be wrong.
-    words = ("convert", own, theirs, "--to", "compressed-tensors", "--force")
+    words = ("convert", ours, theirs, "--to", "compressed-tensors", "--force")
     assert run(*words)["quantization_config"]["quant_method"] == "compressed-tensors"
     assert not (theirs / "hf_quant_config.json").exists()
 
@@ -110,12 +110,12 @@ def test_compressed_tensors_own_classes(name: str, rng: np.random.Generator):
     others = {"mxfp8": "mxfp8-quantized", "fp8": "float-quantized"}
     layout = others.get(name, f"{name}-pack-quantized")
     stated = checkpoint.quantization_config(weights_of(named(layout), rng), layout=layout)
-    found = QuantizationConfig.model_validate(json.loads(json.dumps(stated)))
-    (scheme,) = found.config_groups.values()
+    result = QuantizationConfig.model_validate(json.loads(json.dumps(stated)))
+    (scheme,) = result.config_groups.values()
     assert isinstance(scheme, quant_scheme.QuantizationScheme)
     preset = "FP8_DYNAMIC" if name == "fp8" else f"{name.upper()}A16"
     assert scheme.weights == quant_scheme.preset_name_to_scheme(preset, ["Linear"]).weights
-    assert found.format == layout and found.quantization_status == "compressed"
+    assert result.format == layout and result.quantization_status == "compressed"
 
 
 @pytest.mark.slow
@@ -132,10 +132,10 @@ def test_transformers_own_classes(rng: np.random.Generator):
     }
     for layout, fields in expected.items():
         stated = checkpoint.quantization_config(weights_of(named(layout), rng), layout=layout)
-        found = AutoQuantizationConfig.from_dict(json.loads(json.dumps(stated)))
+        result = AutoQuantizationConfig.from_dict(json.loads(json.dumps(stated)))
         for name, value in fields.items():
-            assert getattr(found, name) == value, (layout, name)
-        assert "lm_head" in found.modules_to_not_convert
+            assert getattr(result, name) == value, (layout, name)
+        assert "lm_head" in result.modules_to_not_convert
 
 
 @pytest.mark.slow
@@ -160,6 +160,6 @@ def test_transformers_loads_what_is_written(format: str, tmp_path: Path):
         with torch.no_grad():
             return loaded(tokens).logits
 
-    found, expected = logits(small), logits(values)
-    assert torch.equal(found, expected)
-    assert not torch.equal(found, logits(tmp_path / "model"))
+    result, expected = logits(small), logits(values)
+    assert torch.equal(result, expected)
+    assert not torch.equal(result, logits(tmp_path / "model"))

@@ -21,10 +21,10 @@ FP4_F32 = dataclasses.replace(MXFP4, name="fp4_f32", scale=F32)
 def mxfp4(exponents: Any, rng: np.random.Generator, codes: int | None = None) -> mx_jax.MXArray:
     """Rows of one block each; without zeros, unless all codes are to be one."""
     scales = np.asarray(exponents, np.uint8).reshape(-1, 1)
-    given = rng.integers(1, 8, (len(scales), 32)) if codes is None else np.full((1, 32), codes)
+    source = rng.integers(1, 8, (len(scales), 32)) if codes is None else np.full((1, 32), codes)
     return dataclasses.replace(
         draw(MXFP4, (len(scales), 32), rng),
-        codes=jnp.asarray(np.broadcast_to(given, (len(scales), 32)).astype(np.uint8)),
+        codes=jnp.asarray(np.broadcast_to(source, (len(scales), 32)).astype(np.uint8)),
         scales=jnp.asarray(scales),
     )
 

@@ -109,9 +109,9 @@ ELEMENT, SCALE = ("format", "element"), ("format", "scale")
 def changed(*place: str, **facts: Any) -> Any:
     """A way to damage a description: by these facts, at a place in it."""
 
-    def change(found: Any) -> Any:
-        functools.reduce(dict.__getitem__, place, found).update(facts)
-        return found
+    def change(result: Any) -> Any:
+        functools.reduce(dict.__getitem__, place, result).update(facts)
+        return result
 
     return change
 
@@ -129,8 +129,8 @@ def changed(*place: str, **facts: Any) -> Any:
         # A table of so many codes would never be done.
         (changed(*SCALE, bits=10**9), "a scale of kind='exponent' with bits=1000000000"),
         (changed(version=2), "is of version=2, this mx_jax reads 1"),
-        (lambda found: {}, "'version' is missing"),
-        (lambda found: 3, "its description is no MXArray's"),
+        (lambda result: {}, "'version' is missing"),
+        (lambda result: 3, "its description is no MXArray's"),
         (changed(shape=[2, -64]), "needs integers from 0, got -64"),
         (changed(shape=[2, 65]), r"codes must be uint8 of shape=\(2, 33\)"),
         (changed(blocks=[[-1, 16]]), "blocks must be the format's"),

@@ -60,11 +60,11 @@ def words_of(command: str, out: Path, other: Path) -> list[Any]:
 def test_quantize_keeps_the_head_and_the_bits(model: Path, out: Path, cli: Cli):
     _, said = cli("quantize", model, out, "--format", "mxfp4")
     assert "1 of 4 tensors quantized, " in said
-    found = checkpoint.read(out)
-    assert found.quantized == {UP: "mx_jax"}
-    assert_same(found[UP], mx_jax.quantize(matrix(), "mxfp4", scale_rule="even"))
+    result = checkpoint.read(out)
+    assert result.quantized == {UP: "mx_jax"}
+    assert_same(result[UP], mx_jax.quantize(matrix(), "mxfp4", scale_rule="even"))
     # Of 8 rows of 64: half a byte a code, and a scale for 32.
-    assert found.stored[UP].nbytes == 8 * (32 + 2)
+    assert result.stored[UP].nbytes == 8 * (32 + 2)
     stayed = values(out)
     assert stayed["ids"].tolist() == [[1 << 40, 2]]
     np.testing.assert_array_equal(stayed[HEAD], matrix(1))
@@ -76,9 +76,9 @@ def test_rules_decide_in_order(model: Path, out: Path, rules: Any, cli: Cli):
     rest = {"pattern": ".*", "skip": True}
     decided = rules("", {"pattern": "model/layers/.*"} | layers, head, rest)
     cli("quantize", model, out, "--rules", decided)
-    found: Any = checkpoint.read(out)
-    assert found[HEAD].format.name == "nvfp4"
-    assert_same(found[UP], mx_jax.quantize(matrix(), "mxfp8_e4m3", axis=0))
+    result: Any = checkpoint.read(out)
+    assert result[HEAD].format.name == "nvfp4"
+    assert_same(result[UP], mx_jax.quantize(matrix(), "mxfp8_e4m3", axis=0))
 
 
 def test_scales_by_squared_error(model: Path, out: Path, rules: Any, cli: Cli):
@@ -176,11 +176,11 @@ def test_experts_need_an_axis_and_have_a_tensor_scale_each(
     assert "give its rule an axis" in text
     last = rules("", {"pattern": ".*", "format": "nvfp4", "axis": -1})
     cli("quantize", path, out, "--rules", last)
-    found = checkpoint.load(out)["experts.up.weight"]
+    result = checkpoint.load(out)["experts.up.weight"]
     for index in range(2):
         expected = mx_jax.quantize(experts[index], "nvfp4")
-        np.testing.assert_array_equal(found.codes[index], expected.codes)
-        assert float(found.tensor_scale[index, 0, 0]) == float(expected.tensor_scale[0, 0])
+        np.testing.assert_array_equal(result.codes[index], expected.codes)
+        assert float(result.tensor_scale[index, 0, 0]) == float(expected.tensor_scale[0, 0])
     squares = rules("", {"pattern": ".*", "format": "mxfp4_2d", "axis": -1})
     cli("quantize", path, out, "--rules", squares, "--force")
     assert checkpoint.load(out)["experts.up.weight"].blocks == ((-2, 32), (-1, 32))
@@ -217,8 +217,8 @@ def test_a_pattern_is_of_a_layer():
     rule = (rules.format_rule("up", "mxfp4", axis=-1),)
     tensor = jax.ShapeDtypeStruct((8, 64), jnp.float32)
     names = ("up", "up.weight", "up/kernel", "up.lora_a", "up/weight.lora_a")
-    found = [name for name in names if rules.judge(rule, name, tensor).quantizes]
-    assert found == ["up", "up.weight", "up/kernel"]
+    result = [name for name in names if rules.judge(rule, name, tensor).quantizes]
+    assert result == ["up", "up.weight", "up/kernel"]
 
 
 def test_a_rule_that_matches_nothing(model: Path, out: Path, rules: Any, cli: Cli):
@@ -326,9 +326,9 @@ def test_numbers_of_gguf_stay_what_they_are(tmp_path: Path, out: Path, cli: Cli)
     path.write_bytes(gguf(tensors))
     for command in (["convert", "--to", "mx_jax"], ["dequantize"]):
         cli(command[0], path, out, *command[1:], "--force")
-        found = values(out)
-        assert found["f"].tolist() == floats.tolist() and found["f"].dtype == np.float64
-        assert found["i"].tolist() == integers.tolist() and found["i"].dtype == np.int64
+        result = values(out)
+        assert result["f"].tolist() == floats.tolist() and result["f"].dtype == np.float64
+        assert result["i"].tolist() == integers.tolist() and result["i"].dtype == np.int64
         assert {row["result"] for row in cli.json("diff", path, out)["tensors"]} == {"same"}
     assert cli.json("inspect", path)["tensors"][0]["amax"] == 1e300
     with pytest.raises(
@@ -421,9 +421,9 @@ def test_diff_says_how_far(tmp_path: Path, cli: Cli):
     checkpoint.save(
         b, {"up": other, "nan": nan, "ids": jnp.arange(3).at[1].set(9), "new": nan, "odd": nan[:1]}
     )
-    found = cli.json("diff", a, b, status=1)
-    rows = {row["name"]: row for row in found["tensors"]}
-    assert not found["equal"]
+    result = cli.json("diff", a, b, status=1)
+    rows = {row["name"]: row for row in result["tensors"]}
+    assert not result["equal"]
     assert {name: row["result"] for name, row in rows.items()} == {
         "up": "differs",
         "nan": "same",
@@ -465,13 +465,13 @@ def numbers(*each: Any, dtype: str = "float32") -> np.ndarray:
     ],
 )
 def test_the_same_to_the_bit(a: np.ndarray, b: np.ndarray, result: str):
-    found = difference("x", a, b)
-    assert (found.result, found.values) == (result, int(result == "differs"))
+    actual = difference("x", a, b)
+    assert (actual.result, actual.values) == (result, int(result == "differs"))
 
 
 def test_an_error_beyond_53_bits():
-    found = difference("x", numbers(2**53 + 1, dtype="int64"), numbers(2**53, dtype="int64"))
-    assert (found.result, found.max_error) == ("differs", 1)
+    result = difference("x", numbers(2**53 + 1, dtype="int64"), numbers(2**53, dtype="int64"))
+    assert (result.result, result.max_error) == ("differs", 1)
 
 
 def test_the_same_codes_in_other_blocks(rng: np.random.Generator):

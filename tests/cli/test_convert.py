@@ -90,10 +90,10 @@ def test_what_does_not_fit_is_counted_and_refused(
     assert not out.exists()
     _, said = cli(*words, "--inexact")
     assert "1 requantized" in said
-    found: Any = checkpoint.read(out)[UP]
+    result: Any = checkpoint.read(out)[UP]
     expected = mx_jax.quantize(x.dequantize(), "nvfp4", scale_rule="amax")
-    np.testing.assert_array_equal(found.codes, expected.codes)
-    np.testing.assert_array_equal(found.scales, expected.scales)
+    np.testing.assert_array_equal(result.codes, expected.codes)
+    np.testing.assert_array_equal(result.scales, expected.scales)
 
 
 def test_a_tensor_scale_without_a_reciprocal(tmp_path: Path, cli: Cli, rng: np.random.Generator):
@@ -117,9 +117,9 @@ def test_a_tensor_scale_without_a_reciprocal(tmp_path: Path, cli: Cli, rng: np.r
         assert "the reciprocal of its tensor scale" in said and "is no float32 number" in said
         _, said = cli(*words, "--inexact")
         assert "1 tensor scale rounded" in said
-        found: Any = checkpoint.read(out)[UP]
-        np.testing.assert_array_equal(found.codes, x.codes)
-        np.testing.assert_allclose(found.tensor_scale, factor, rtol=2.0**-22)
+        result: Any = checkpoint.read(out)[UP]
+        np.testing.assert_array_equal(result.codes, x.codes)
+        np.testing.assert_allclose(result.tensor_scale, factor, rtol=2.0**-22)
 
 
 def test_other_elements(tmp_path: Path, cli: Cli, rng: np.random.Generator):
@@ -156,16 +156,19 @@ def test_experts_of_gpt_oss_become_a_matrix_each(
     words = ("convert", model, out, "--to", "compressed-tensors")
     _, said = cli(*words)
     assert "the experts of gpt-oss, one by one: 5 tensors become 19" in said and "19 copied" in said
-    found: Any = checkpoint.read(out)
-    assert len(found) == 19 and set(found.quantized.values()) == {"mxfp4-pack-quantized"}
+    result: Any = checkpoint.read(out)
+    assert len(result) == 19 and set(result.quantized.values()) == {"mxfp4-pack-quantized"}
     rows_of = {"gate_proj": ("gate_up_proj", 0, 2), "up_proj": ("gate_up_proj", 1, 2)}
     for part, (name, first, step) in (rows_of | {"down_proj": ("down_proj", 0, 1)}).items():
         for expert in range(3):
-            one, own = found[f"{base}.{expert}.{part}.weight"], (expert, slice(first, None, step))
-            np.testing.assert_array_equal(one.codes.T, fused[name].codes[expert][:, own[1]])
-            np.testing.assert_array_equal(one.scales.T, fused[name].scales[expert][:, own[1]])
-            bias = np.asarray(biases[name][own], np.float32)
-            np.testing.assert_array_equal(found[f"{base}.{expert}.{part}.bias"], bias)
+            one, place = (
+                result[f"{base}.{expert}.{part}.weight"],
+                (expert, slice(first, None, step)),
+            )
+            np.testing.assert_array_equal(one.codes.T, fused[name].codes[expert][:, place[1]])
+            np.testing.assert_array_equal(one.scales.T, fused[name].scales[expert][:, place[1]])
+            bias = np.asarray(biases[name][place], np.float32)
+            np.testing.assert_array_equal(result[f"{base}.{expert}.{part}.bias"], bias)
     stated = json.loads((out / "config.json").read_text())["quantization_config"]
     assert stated["ignore"] == ["model.layers.0.mlp.router", "lm_head"]
     # Elsewhere experts stay together; another model's gate and up may not take turns.
@@ -201,22 +204,22 @@ def test_gpt_oss_as_its_unquantized_model(
     theirs = {f"{name}_blocks": codes, f"{name}_scales": scales}
     theirs[f"{name}_bias"] = np.ones((2, 32), np.float32)
     released, again, exact = tmp_path / "released", tmp_path / "again", tmp_path / "exact"
-    own = tmp_path / "own"
+    ours = tmp_path / "own"
     put_model(released, theirs, {"model_type": "gpt_oss"})
     nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(2, 32, 32)
     e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     rows = np.concatenate([e2m1, -e2m1])[nibbles] * 2.0 ** (scales.astype(int) - 127)
     cli("dequantize", released, exact, "--dtype", "float32")
-    found = safetensors.numpy.load_file(exact / "model.safetensors")
-    np.testing.assert_array_equal(found[name], rows.swapaxes(1, 2))
+    result = safetensors.numpy.load_file(exact / "model.safetensors")
+    np.testing.assert_array_equal(result[name], rows.swapaxes(1, 2))
     cli("diff", released, exact)
     # The way back, from values and by way of our own file: the same bytes.
     inputs = {"pattern": ".*_proj", "format": "mxfp4", "scale_rule": "even"}
     decided = rules("", inputs | {"axis": -2})
     cli("quantize", exact, again, "--rules", decided, "--to", "gpt-oss")
     assert cli.json("diff", released, again)["equal"]
-    cli("convert", released, own, "--to", "mx_jax")
-    cli("convert", own, again, "--to", "gpt-oss", "--force")
+    cli("convert", released, ours, "--to", "mx_jax")
+    cli("convert", ours, again, "--to", "gpt-oss", "--force")
     assert all(
         np.array_equal(array, theirs[key])
         for key, array in safetensors.numpy.load_file(again / "model.safetensors").items()
@@ -240,16 +243,16 @@ def test_gpt_oss_as_nvfp4(
     apart = "2 groups of tensors, such as model.layers.0.mlp.experts.0.gate_proj.weight, "
     assert "6 transcoded exactly" in said and (apart in said) != merges
     assert ("fit under no one tensor scale and keep their own" in said) != merges
-    found: Any = checkpoint.read(tmp_path / "out")
-    assert set(found.quantized.values()) == {layout}
+    result: Any = checkpoint.read(tmp_path / "out")
+    assert set(result.quantized.values()) == {layout}
     rows = {"gate": ("gate_up", slice(0, None, 2)), "up": ("gate_up", slice(1, None, 2))}
     for expert in range(2):
         base = f"model.layers.0.mlp.experts.{expert}"
-        for part, (name, own) in (rows | {"down": ("down", slice(None))}).items():
-            x, y = fused[f"{name}_proj"], found[f"{base}.{part}_proj.weight"]
-            np.testing.assert_array_equal(values(y).T, values(x)[expert][:, own])
+        for part, (name, each) in (rows | {"down": ("down", slice(None))}).items():
+            x, y = fused[f"{name}_proj"], result[f"{base}.{part}_proj.weight"]
+            np.testing.assert_array_equal(values(y).T, values(x)[expert][:, each])
             scales = np.asarray(x.scales)[expert]
-            largest = int((scales if merges else scales[:, own]).max())
+            largest = int((scales if merges else scales[:, each]).max())
             assert float(np.asarray(y.tensor_scale).item()) == 2.0 ** (largest - 127 - 8)
 
 
@@ -269,10 +272,10 @@ def test_copied_queries_keys_and_values_under_unlike_tensor_scales(
     }
     checkpoint.save(source, model)
     _, said = cli("convert", source, out, "--to", "modelopt-nvfp4")
-    found: Any = checkpoint.read(out, layout="modelopt-nvfp4")
-    for name, given in model.items():
-        np.testing.assert_array_equal(values(found[name]), values(given))
-    kept = {float(np.asarray(found[name].tensor_scale).item()) for name in names}
+    result: Any = checkpoint.read(out, layout="modelopt-nvfp4")
+    for name, operand in model.items():
+        np.testing.assert_array_equal(values(result[name]), values(operand))
+    kept = {float(np.asarray(result[name].tensor_scale).item()) for name in names}
     assert len(kept) == (1 if merges else 2)
     assert ("1 groups of tensors, such as layers.0.self_attn.q_proj" in said) != merges
     assert ("`quantize --to modelopt-nvfp4` of the unquantized model" in said) != merges
@@ -304,8 +307,8 @@ def test_what_becomes_one():
         "w1.weight",
         "model.layers.0.mlp.gate_proj.bias",
     ]
-    found = fused([*names, *alone])
-    assert found == [tuple(names[0:3]), tuple(names[3:5]), tuple(names[5:8]), tuple(names[8:10])]
+    result = fused([*names, *alone])
+    assert result == [tuple(names[0:3]), tuple(names[3:5]), tuple(names[5:8]), tuple(names[8:10])]
     assert fused(["a/q_proj/kernel", "a/k_proj/kernel"]) == [("a/q_proj/kernel", "a/k_proj/kernel")]
 
 
@@ -317,27 +320,27 @@ def test_one_tensor_scale(
     layout: str, scales: str | None, tmp_path: Path, rng: np.random.Generator
 ):
     """That of the largest matrix, and every block as a cast under it; our own file needs none."""
-    given = {
+    tensors = {
         f"l.0.{name}.weight": (rng.standard_normal((32, 64)) * 2**i).astype(np.float32)
         for i, name in enumerate(NAMES)
     }
     source, out = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    safetensors.numpy.save_file(given, source)
+    safetensors.numpy.save_file(tensors, source)
     words = ["quantize", str(source), str(out), "--format", "nvfp4", "--to", layout]
     assert main([*words, *([] if scales is None else ["--scales", scales])]) == 0
-    found: Any = checkpoint.read(out)
-    held = {name: float(np.asarray(x.tensor_scale).item()) for name, x in found.items()}
-    q, k, v, gate, up = (held[name] for name in given)
+    result: Any = checkpoint.read(out)
+    held = {name: float(np.asarray(x.tensor_scale).item()) for name, x in result.items()}
+    q, k, v, gate, up = (held[name] for name in tensors)
     if layout == "mx_jax":
         assert len({q, k, v}) == 3 and gate != up
         return
     assert q == k == v and gate == up and q < gate
     name = f"l.0.{NAMES[0]}.weight"
     if scales is None:
-        largest = np.abs(given[f"l.0.{NAMES[2]}.weight"]).max() / np.float32(2688)
+        largest = np.abs(tensors[f"l.0.{NAMES[2]}.weight"]).max() / np.float32(2688)
         np.testing.assert_allclose(q, largest, rtol=2.0**-22)
-        expected = mx_jax.quantize(given[name], "nvfp4", tensor_scale=largest)
-        np.testing.assert_array_equal(found[name].codes, expected.codes)
-        np.testing.assert_array_equal(found[name].scales, expected.scales)
-    error = values(found[name]) - given[name]
-    assert np.square(error).mean() < 0.02 * np.square(given[name]).mean()
+        expected = mx_jax.quantize(tensors[name], "nvfp4", tensor_scale=largest)
+        np.testing.assert_array_equal(result[name].codes, expected.codes)
+        np.testing.assert_array_equal(result[name].scales, expected.scales)
+    error = values(result[name]) - tensors[name]
+    assert np.square(error).mean() < 0.02 * np.square(tensors[name]).mean()

@@ -18,18 +18,18 @@ PLAIN = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "MX_JAX_CPU_ISA": ""}
 def test_versions_devices_and_variables(cli: Cli, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MX_JAX_CPU_ISA", "")
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    found = cli.json("env")
-    versions = found["versions"]
+    result = cli.json("env")
+    versions = result["versions"]
     assert versions.pop("mx_jax") == mx_jax.__version__
     assert versions.pop("Python") == sys.version.split()[0]
     assert set(versions) == {"jax", "jaxlib", "flax", "ml_dtypes", "numpy"}
     assert versions == {name: importlib.metadata.version(name) for name in versions}
     kind = jax.devices()[0].device_kind
-    assert found["devices"] == [{"platform": "cpu", "kind": kind, "number": 8}]
-    assert found["machine"] == "on platform=cpu, num_devices=1"
-    assert found["variables"]["MX_JAX_CPU_ISA"] == ""
-    assert found["variables"]["JAX_PLATFORMS"] is None
-    assert "xla_force_host_platform_device_count=8" in found["variables"]["XLA_FLAGS"]
+    assert result["devices"] == [{"platform": "cpu", "kind": kind, "number": 8}]
+    assert result["machine"] == "on platform=cpu, num_devices=1"
+    assert result["variables"]["MX_JAX_CPU_ISA"] == ""
+    assert result["variables"]["JAX_PLATFORMS"] is None
+    assert "xla_force_host_platform_device_count=8" in result["variables"]["XLA_FLAGS"]
 
 
 @needs_library
@@ -37,16 +37,16 @@ def test_the_library_and_what_it_takes(cli: Cli):
     loaded = library.load()
     assert not isinstance(loaded, str)
     with mx_jax.testing.target("cpu"):
-        found = cli.json("env")
-    assert found["cpu_library"] == {
+        result = cli.json("env")
+    assert result["cpu_library"] == {
         "path": str(loaded.path),
         "instruction_set": loaded.isa,
         "best_instruction_set": loaded.detected_isa,
         "missing": None,
     }
-    own = found["calls"]
-    assert {call["backend"] for call in own.values()} == {"cpu_ffi"}
-    assert own["MXFP8 x MXFP8"]["reasons"] == [
+    calls = result["calls"]
+    assert {call["backend"] for call in calls.values()} == {"cpu_ffi"}
+    assert calls["MXFP8 x MXFP8"]["reasons"] == [
         "not xla: XLA's dot has no native units for 8 bits on platform=cpu"
     ]
 

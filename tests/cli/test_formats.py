@@ -13,18 +13,18 @@ from tests.processes import run_python
 
 def tables(cli: Cli, *arguments: str) -> dict[str, list[dict[str, str]]]:
     """Rows of every table that a command prints, by title."""
-    found: dict[str, list[dict[str, str]]] = {}
+    result: dict[str, list[dict[str, str]]] = {}
     title, columns = "", []
     for line in cli("formats", *arguments)[0].splitlines():
         cells = [cell.strip() for cell in line.strip("┃│").replace("┃", "│").split("│")]
         if line.startswith("┃"):
             columns = cells
-            found[title] = []
+            result[title] = []
         elif line.startswith("│"):
-            found[title].append(dict(zip(columns, cells, strict=True)))
+            result[title].append(dict(zip(columns, cells, strict=True)))
         elif line.strip() and line[0] not in "┏┡└":
             title = line.strip()
-    return found
+    return result
 
 
 # Some rows in full: floats with and without special values, integers; scales; blocks.
@@ -45,10 +45,10 @@ float8_tensorwise_e4m3 e4m3 f32_divisor wholexwhole - 8
 
 def test_tables(cli: Cli):
     elements, scales, blocks = tables(cli).values()
-    for found, formats in zip(
+    for result, formats in zip(
         (elements, scales, blocks), (ELEMENT_FORMATS, SCALE_FORMATS, BLOCK_FORMATS), strict=True
     ):
-        assert [row["name"] for row in found] == [format.name for format in formats]
+        assert [row["name"] for row in result] == [format.name for format in formats]
     printed = [
         [cell.replace(" ", "") for cell in row.values()] for row in elements + scales + blocks
     ]

@@ -38,12 +38,12 @@ def test_tensors_with_a_moment_and_without(
     _, said = cli("quantize", model, out, "--format", "mxfp4", "--moments", moments)
     assert f"1 of 2 tensors by GPTQ, by {moments}" in said
     assert "1 have no moment there, such as down.weight: scales by mse" in said
-    found: Any = checkpoint.read(out)
+    result: Any = checkpoint.read(out)
     moment = checkpoint.read(moments)["up.weight"]
     want = calibrate.gptq(tensors["up.weight"], "mxfp4", moment, axis=1)
     searched = {name: calibrate.search_scales(w, "mxfp4", axis=1) for name, w in tensors.items()}
-    np.testing.assert_array_equal(found["up.weight"].codes, want.codes)
-    np.testing.assert_array_equal(found["down.weight"].codes, searched["down.weight"].codes)
+    np.testing.assert_array_equal(result["up.weight"].codes, want.codes)
+    np.testing.assert_array_equal(result["down.weight"].codes, searched["down.weight"].codes)
     assert (want.codes != searched["up.weight"].codes).any()
 
 

@@ -134,8 +134,8 @@ def test_a_file_is_whole_or_not_there(before: bool, model: Path, tmp_path: Path)
             checkpoint.save(out, {"before": np.ones(3, np.float32)})
 
     def check(last: str) -> None:
-        found = checkpoint.read(out) if before or not last or out.exists() else None
-        assert found is None or found.quantized or (before and last), last
+        result = checkpoint.read(out) if before or not last or out.exists() else None
+        assert result is None or result.quantized or (before and last), last
         if last.startswith("after"):
             assert main([*words, "--force"]) == 0
             assert checkpoint.read(out).quantized and not [*tmp_path.glob(".*")]

@@ -82,8 +82,8 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path):
     for line in text.splitlines():
         name, command, mib = line.split()
         peaks[name][command] = max(float(mib), peaks[name].get(command, 0))
-    found = {command: mib - peaks["few"][command] for command, mib in peaks["many"].items()}
-    assert len(found) == 4 and max(found.values()) < 8, found
+    result = {command: mib - peaks["few"][command] for command, mib in peaks["many"].items()}
+    assert len(result) == 4 and max(result.values()) < 8, result
 
 
 def test_values_are_compared_in_pieces(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch):
@@ -96,6 +96,6 @@ def test_values_are_compared_in_pieces(rng: np.random.Generator, monkeypatch: py
     assert diff.difference("a", x, y) == whole
     assert whole.values == int(((x != y) & ~np.isnan(x)).sum()) and whole.sqnr_db is None
     x[2, 2] = y[2, 2] = 1
-    found = diff.difference("a", x, y)
-    assert found.sqnr_db == pytest.approx(sqnr_db(x, y))
-    assert found.max_error == np.abs(x.astype(np.float64) - y.astype(np.float64)).max()
+    result = diff.difference("a", x, y)
+    assert result.sqnr_db == pytest.approx(sqnr_db(x, y))
+    assert result.max_error == np.abs(x.astype(np.float64) - y.astype(np.float64)).max()

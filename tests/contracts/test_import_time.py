@@ -36,5 +36,18 @@ def test_import_takes_little_beside_jax_and_flax():
     times = [
         tuple(map(float, printed(*run, PYTHONDONTWRITEBYTECODE=None).split())) for _ in range(2)
     ]
-    others, own = map(min, zip(*times, strict=True))
-    assert own < 0.2 * others, f"{own:.2f} s, and jax and flax {others:.2f} s"
+    others, each = map(min, zip(*times, strict=True))
+    assert each < 0.2 * others, f"{each:.2f} s, and jax and flax {others:.2f} s"
+
+
+# Lines of the modules of mx_jax that a program of flax.linen imports.
+MOST_LINES = 13_600
+LINES = """
+import sys, mx_jax.nn.linen
+files = [m.__file__ for n, m in sys.modules.items() if n.split(".")[0] == "mx_jax"]
+print(sum(len(open(file).readlines()) for file in files))
+"""
+
+
+def test_layers_import_few_lines():
+    assert int(printed("-c", LINES)) <= MOST_LINES

@@ -81,8 +81,8 @@ def test_planted_violations_are_found(tmp_path: Path):
         assert result.returncode == 1, result.stdout + result.stderr
         for module in VIOLATIONS[contract["id"]]:
             name = module.removesuffix(".py").replace("/", ".")
-            found = re.search(rf"^- +mx_jax\.{name}( ->.*)?$", result.stdout, re.MULTILINE)
-            assert found, f"{contract['id']}, {name}: {result.stdout}"
+            actual = re.search(rf"^- +mx_jax\.{name}( ->.*)?$", result.stdout, re.MULTILINE)
+            assert actual, f"{contract['id']}, {name}: {result.stdout}"
 
 
 def circle(graph: grimp.ImportGraph) -> list[str]:

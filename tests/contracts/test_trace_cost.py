@@ -82,8 +82,10 @@ def ratios(measured: Callable[[str | None], Any], recipes: Iterable[str]) -> dic
 @needs_library
 def test_tracing_and_compiling_cost_little_more_than_float32s():
     with compilation_cache_off():
-        found = ratios(seconds, RECIPES)
-    assert all((own <= [MOST_TIMES, MOST_TIMES_COMPILED]).all() for own in found.values()), found
+        result = ratios(seconds, RECIPES)
+    assert all((each <= [MOST_TIMES, MOST_TIMES_COMPILED]).all() for each in result.values()), (
+        result
+    )
 
 
 DEPTH = 24
@@ -124,8 +126,8 @@ def compile_seconds(how: str, recipe: str | None) -> float:
 @pytest.mark.parametrize("how", MOST_TIMES_OF_MANY)
 def test_many_layers_compile_like_float32s(how: str):
     with compilation_cache_off():
-        found = ratios(functools.partial(compile_seconds, how), MANY)
-    assert all(ratio <= MOST_TIMES_OF_MANY[how] for ratio in found.values()), found
+        result = ratios(functools.partial(compile_seconds, how), MANY)
+    assert all(ratio <= MOST_TIMES_OF_MANY[how] for ratio in result.values()), result
 
 
 @pytest.mark.parametrize("recipe", MOST_LINES)
@@ -168,5 +170,5 @@ def seconds_for_a_gpu(recipe: str | None) -> float:
 
 @pytest.mark.slow
 def test_lowering_for_a_gpu_costs_a_few_times_float32s():
-    found = ratios(seconds_for_a_gpu, MOST_GPU_LINES)
-    assert max(found.values()) <= MOST_TIMES_FOR_A_GPU, found
+    result = ratios(seconds_for_a_gpu, MOST_GPU_LINES)
+    assert max(result.values()) <= MOST_TIMES_FOR_A_GPU, result

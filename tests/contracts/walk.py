@@ -1,5 +1,8 @@
 """How far it is from what a user calls to the kernel: `python -m tests.contracts.walk`.
 
+`--draw` prints each walk as a tree of files with the functions entered there, down to the calls
+that are bound; `--write` puts that of a Dense layer with its gradients into docs/architecture.md.
+
 A frame is a call of a Python function that is written in a file of mx_jax. Comprehensions are not
 counted (Python 3.12 has none), nor is what dataclasses generate, nor what JAX calls to take an
 MXArray apart as a tree, and to put it together: no step that a reader follows. For each walk:
@@ -22,9 +25,11 @@ import inspect
 import itertools
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
@@ -33,8 +38,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 import mx_jax
+from mx_jax.backends.calls import Call
 from mx_jax.backends.primitive import bind
 
+PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
+DRAWING = re.compile(r"(?<=<!-- walk -->\n\n```text\n).*?(?=\n```)", re.DOTALL)
 PACKAGE = os.path.dirname(mx_jax.__file__) + os.sep
 _INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 _OF_TREES = ("_flatten", "_flatten_with_keys", "_unflatten")
@@ -45,19 +53,20 @@ class Walk:
     """What was entered between a call and the end of its trace.
 
     Attributes:
-      way: (file, function) of the frames on the stack when a kernel was called, outermost first;
-        of several such ways the longest, and the first of these.
+      ways: for each kernel that was called, what it computes, and (file, function) of the frames
+        on the stack, outermost first.
       entered: the file of each frame, in the order in which they were entered.
     """
 
-    way: tuple[tuple[str, str], ...]
+    ways: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
     entered: tuple[str, ...]
 
     def counts(self) -> dict[str, int]:
         """The numbers that the module describes."""
+        longest = max((way for _, way in self.ways), key=len)
         return {
-            "depth": len(self.way),
-            "way files": len({file for file, _ in self.way}),
+            "depth": len(longest),
+            "way files": len({file for file, _ in longest}),
             "frames": len(self.entered),
             "files": len(set(self.entered)),
             "changes": sum(before != after for before, after in itertools.pairwise(self.entered)),
@@ -69,28 +78,26 @@ def record(run: Callable[[], Any]) -> Walk:
     run()  # imports what it needs
     clear_caches()
     kernels = _kernels()
-    way: list[tuple[str, str]] = []
+    ways: list[tuple[str, tuple[tuple[str, str], ...]]] = []
     entered: list[str] = []
 
-    def follow(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal way
+    def profile(frame: FrameType, event: str, _: Any) -> None:
         if event != "call":
             return
         file = _file(frame.f_code)
         if file is not None:
             entered.append(file)
         if frame.f_code in kernels:
-            found = _stack(frame)
-            way = found if len(found) > len(way) else way
+            ways.append((_computed(frame), _stack(frame)))
 
-    sys.setprofile(follow)
+    sys.setprofile(profile)
     try:
         run()
     finally:
         sys.setprofile(None)
-    if not way:
+    if not ways:
         raise RuntimeError("walk: no call was bound; is the C++ library here?")
-    return Walk(way=tuple(way), entered=tuple(entered))
+    return Walk(ways=tuple(ways), entered=tuple(entered))
 
 
 def clear_caches() -> None:
@@ -120,15 +127,25 @@ def _file(code: CodeType) -> str | None:
     return code.co_filename[len(PACKAGE) :]
 
 
-def _stack(innermost: FrameType) -> list[tuple[str, str]]:
-    found = []
+def _computed(frame: FrameType) -> str:
+    """The kind of call that is bound, or the name of what is called instead."""
+    arguments = jax.tree.leaves(
+        [value for value in frame.f_locals.values() if isinstance(value, tuple | Call)],
+        is_leaf=lambda value: isinstance(value, Call),
+    )
+    kinds = [type(value).__name__ for value in arguments if isinstance(value, Call)]
+    return kinds[-1] if kinds else frame.f_code.co_name
+
+
+def _stack(innermost: FrameType) -> tuple[tuple[str, str], ...]:
+    frames = []
     frame: FrameType | None = innermost
     while frame is not None:
         file = _file(frame.f_code)
         if file is not None:
-            found.append((file, frame.f_code.co_qualname))
+            frames.append((file, frame.f_code.co_qualname))
         frame = frame.f_back
-    return found[::-1]
+    return tuple(frames[::-1])
 
 
 # The walks ----------------------------------------------------------------------------------------
@@ -206,12 +223,26 @@ def _has_pallas() -> bool:
 
 
 def draw(walk: Walk) -> str:
-    """The way in files, as deep as its frames."""
-    lines, before = [], None
-    for depth, (file, function) in enumerate(walk.way):
-        place = f"{file}: " if file != before else " " * (len(file) + 2)
-        lines.append(f"{depth + 1:2} {'  ' * depth}{place}{function}")
-        before = file
+    """A line for each file that the calls pass on their way, and the functions entered there.
+
+    What two calls in a row share is drawn once; wrappers, defined in functions, are left out.
+    """
+    lines: list[str] = []
+    before: list[tuple[str, str]] = []
+    for computed, way in walk.ways:
+        named = [(file, function) for file, function in way if "<locals>" not in function]
+        steps = [
+            (file, ", ".join(function for _, function in frames))
+            for file, frames in itertools.groupby(named, key=lambda frame: frame[0])
+        ]
+        if steps == before:
+            lines[-1] += f", {computed}"
+            continue
+        alike = [a == b for a, b in zip(steps[:-1], before, strict=False)]
+        shared = [*alike, False].index(False)
+        lines += [f"{'  ' * at}{': '.join(steps[at])}" for at in range(shared, len(steps))]
+        lines[-1] += f" -> {computed}"
+        before = steps
     return "\n".join(lines)
 
 
@@ -223,15 +254,19 @@ def main() -> None:
     )
     known = [walk.__name__ for walk in WALKS]
     parser.add_argument("walks", nargs="*", metavar="WALK", help=f"default: {', '.join(known)}")
-    parser.add_argument("--draw", action="store_true", help="print each way, frame by frame")
+    parser.add_argument("--draw", action="store_true", help="print each walk as a tree of files")
+    parser.add_argument("--write", action="store_true", help="draw the walk of the page anew")
     options = parser.parse_args()
     for walk in WALKS:
         if walk.__name__ in (options.walks or names()):
             with walk() as run:
-                found = record(run)
-            print(json.dumps({walk.__name__: found.counts()}))
+                measured = record(run)
+            print(json.dumps({walk.__name__: measured.counts()}))
             if options.draw:
-                print(draw(found))
+                print(draw(measured))
+            if options.write and walk is dense_backward:
+                before, after = DRAWING.split(PAGE.read_text(encoding="utf-8"))
+                PAGE.write_text(before + draw(measured) + after, encoding="utf-8")
 
 
 if __name__ == "__main__":

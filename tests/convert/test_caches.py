@@ -32,7 +32,7 @@ def rule(format: Any) -> convert.Rule:
 def kernels(num_heads: int) -> dict[str, jax.Array]:
     """Of one attention, whose query may have more heads than keys and values."""
     rng, heads = np.random.default_rng(1), (num_heads, HEADS, HEADS)
-    shapes = {name: (WIDTH, own, FEATURES) for name, own in zip(PROJECTIONS, heads, strict=True)}
+    shapes = {name: (WIDTH, size, FEATURES) for name, size in zip(PROJECTIONS, heads, strict=True)}
     shapes |= {"out": (num_heads, FEATURES, WIDTH)}
     return {
         name: jnp.asarray(rng.standard_normal(shape, np.float32) / 6)
@@ -98,8 +98,8 @@ class Nnx:
 
     def __init__(self, rules: Any = None, kind: Any = nnx.MultiHeadAttention, **options: Any):
         heads = {"num_kv_heads": HEADS, "qkv_features": self.num_heads * FEATURES}
-        own = {"decode": True, "use_bias": False, "rngs": nnx.Rngs(0)} | heads | options
-        layer = kind(self.num_heads, WIDTH, **own)
+        arguments = {"decode": True, "use_bias": False, "rngs": nnx.Rngs(0)} | heads | options
+        layer = kind(self.num_heads, WIDTH, **arguments)
         for name, kernel in kernels(self.num_heads).items():
             getattr(layer, name).kernel.set_value(kernel)
         self.model: Any = layer if rules is None else convert.nnx(layer, rules)
@@ -124,8 +124,8 @@ class Nnx:
         return nnx.jit(run)(self.model, x.swapaxes(0, 1))[1].swapaxes(0, 1)
 
     def kept(self) -> tuple[Any, ...]:
-        own = (self.model.cached_key, self.model.cached_value, self.model.cache_index)
-        return tuple(variable.get_value() for variable in own)
+        variables = (self.model.cached_key, self.model.cached_value, self.model.cache_index)
+        return tuple(variable.get_value() for variable in variables)
 
     def weights(self) -> Any:
         return self.model.attention_weights.get_value()[0]
@@ -136,14 +136,14 @@ each = pytest.mark.parametrize("way", [Linen, Nnx])
 
 def by_hand(num_heads: int, format: Any, x: Any) -> Any:
     """Attention with the library's cache written into it."""
-    own = kernels(num_heads)
+    params = kernels(num_heads)
     form = format if isinstance(format, convert.CacheFormat) else convert.CacheFormat(format)
 
     def step(state: Any, token: jax.Array) -> Any:
         cache, at = state
-        query, *new = (jnp.einsum("btd,dhf->bthf", token[:, None], own[n]) for n in PROJECTIONS)
+        query, *new = (jnp.einsum("btd,dhf->bthf", token[:, None], params[n]) for n in PROJECTIONS)
         cache = cache.append(*new, at)
-        y = jnp.einsum("bthf,hfd->btd", cache.attend(query, at), own["out"])
+        y = jnp.einsum("bthf,hfd->btd", cache.attend(query, at), params["out"])
         return (cache, at + 1), y[:, 0]
 
     sizes, scales = (BATCH, LENGTH, HEADS, FEATURES), form.tensor_scales
@@ -181,9 +181,9 @@ def test_a_mask_and_sown_weights_are_flaxs_over_the_decoded_rows(way: Any):
     query = jnp.einsum("btd,dhf->bthf", X[:, 3:], kernels(way.num_heads)["query"])
     keys = model.kept()[0].read().swapaxes(1, 2).repeat(way.num_heads // HEADS, axis=2)
     expected = nn.attention.dot_product_attention_weights(query, keys, mask=mask)
-    found = np.asarray(model.weights())
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert (found[..., 1] == 0).all() and (found[..., 2:] > 0).all()
+    results = np.asarray(model.weights())
+    np.testing.assert_allclose(results, expected, atol=1e-5)
+    assert (results[..., 1] == 0).all() and (results[..., 2:] > 0).all()
 
 
 @each
@@ -231,7 +231,9 @@ class OwnCall(nnx.MultiHeadAttention):
 )
 def test_what_stays_is_told(model: Any, reason: str):
     report = model().report(rule("mxfp4"))
-    assert {own.layer.path: own.reason for own in report.decisions}["cache"] == reason
+    assert {decision.layer.path: decision.reason for decision in report.decisions}[
+        "cache"
+    ] == reason
     assert report.num_converted == 0
 
 
@@ -322,11 +324,11 @@ def test_without_decoding_it_is_flaxs_own():
 def test_a_function_of_ones_own_gets_the_decoded_rows():
     calls = []
 
-    def own(query: Any, keys: Any, values: Any, **options: Any) -> jax.Array:
+    def attend(query: Any, keys: Any, values: Any, **options: Any) -> jax.Array:
         calls.append((keys.shape, np.asarray(options["mask"])[0, 0, 0]))
         return nnx.dot_product_attention(query, keys, values, mask=options["mask"])
 
-    layer = in_nnx(attention_fn=own)
+    layer = in_nnx(attention_fn=attend)
     layer(X[:, :1])
     mask = jnp.array([False, True, True, True])[None, None, None]
     layer(X[:, 1:2], mask=jnp.broadcast_to(mask, (BATCH, 1, 1, LENGTH)))
@@ -355,8 +357,8 @@ def test_threads_share_a_layer():
             whole = [threads.submit(layer, X, decode=False) for _ in range(8)]
     finally:
         sys.setswitchinterval(before)
-    for own in whole:
-        np.testing.assert_array_equal(own.result(), expected)
+    for output in whole:
+        np.testing.assert_array_equal(output.result(), expected)
     assert layer.attention_fn is nnx.dot_product_attention
     assert layer.cache_index[...] <= 8, "calls that do not decode count nothing"
 

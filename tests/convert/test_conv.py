@@ -91,14 +91,14 @@ def judged(model: Any, **options: Any) -> convert.Decision:
 def of_kernel(model: Any, rule: Rule | None = None) -> Any:
     """A layer, converted or not, as a function of its kernel and of what it convolves."""
     if isinstance(model, nn.Module):
-        own = model if rule is None else convert.linen(model, rule)
-        return lambda kernel, x: own.apply({"params": {"kernel": kernel}}, x)
+        converted = model if rule is None else convert.linen(model, rule)
+        return lambda kernel, x: converted.apply({"params": {"kernel": kernel}}, x)
     graph, state = nnx.split(model if rule is None else convert.nnx(model, rule))
 
     def run(kernel: Any, x: jax.Array) -> jax.Array:
-        own = nnx.merge(graph, state)
-        own.kernel = nnx.Param(kernel)
-        return own(x)
+        converted = nnx.merge(graph, state)
+        converted.kernel = nnx.Param(kernel)
+        return converted(x)
 
     return run
 

@@ -39,10 +39,10 @@ def everywhere(dot: Dot) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """A product in each kind of region, in a scope named after it."""
 
     def fn(w: jax.Array, x: jax.Array) -> jax.Array:
-        def named(scope: str, own: jax.Array = w[0]) -> Callable[[jax.Array], jax.Array]:
-            return jax.named_scope(scope)(lambda x: jnp.tanh(dot(x, own)))
+        def named(scope: str, kernel: jax.Array = w[0]) -> Callable[[jax.Array], jax.Array]:
+            return jax.named_scope(scope)(lambda x: jnp.tanh(dot(x, kernel)))
 
-        x, _ = lax.scan(lambda x, own: (named("scan", own)(x), None), x, w, reverse=True)
+        x, _ = lax.scan(lambda x, kernel: (named("scan", kernel)(x), None), x, w, reverse=True)
         x = jax.jit(named("jit"))(x)
         x = jax.checkpoint(named("remat"))(x)
         x = lax.cond(x.sum() > 99, lambda x: x, named("cond"), x)
@@ -56,21 +56,21 @@ def everywhere(dot: Dot) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 
 def decisions(fn: Any, *args: Any, **options: Any) -> dict[str, convert.Decision]:
-    found = convert.report(fn, options.pop("rules", ALL), *args, **options).decisions
-    return {decision.layer.path: decision for decision in found}
+    entries = convert.report(fn, options.pop("rules", ALL), *args, **options).decisions
+    return {decision.layer.path: decision for decision in entries}
 
 
 @pytest.mark.parametrize(
-    "taken",
+    "transform",
     [
         pytest.param(lambda fn: fn, id="forward"),
         pytest.param(functools.partial(jax.grad, argnums=(0, 1)), id="gradient", marks=SLOW),
     ],
 )
-def test_every_region(taken: Any):
+def test_every_region(transform: Any):
     """Bit for bit what products written with the recipe give."""
     converted = convert.function(everywhere(jnp.matmul), ALL, weights=0)
-    ours, theirs = quick(taken(converted))(W, X), quick(taken(everywhere(BY_HAND)))(W, X)
+    ours, theirs = quick(transform(converted))(W, X), quick(transform(everywhere(BY_HAND)))(W, X)
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
 
 
@@ -98,8 +98,8 @@ def test_paths():
         Rule("up", RECIPE),
         Rule("", RECIPE),
     ]
-    found = decisions(fn, X, rules=rules)
-    assert {path: own.rule for path, own in found.items()} == {
+    layers = decisions(fn, X, rules=rules)
+    assert {path: decision.rule for path, decision in layers.items()} == {
         "block/pair/dot_general_0": 1,
         "block/pair/dot_general_1": 0,
         "up/bk,kn->bn": 2,
@@ -139,8 +139,8 @@ def test_what_stays_and_why():
 
     rules = [ALL, Rule(".*vjp", RECIPE, types=convert.DotGeneral)]
     with pytest.warns(convert.UnusedRuleWarning, match="no layer is converted"):
-        found = decisions(fn, X, rules=rules)
-    assert {path: own.reason for path, own in found.items()} == {
+        reasons = decisions(fn, X, rules=rules)
+    assert {path: decision.reason for path, decision in reasons.items()} == {
         "inner/dot_general_0": "of a gradient taken inside: convert what is differentiated, then "
         "differentiate",
         "inner/dot_general_1": "of a gradient taken inside: convert what is differentiated, then "
@@ -157,16 +157,16 @@ def test_which_operand_is_the_kernel():
     """What comes from weights alone, in loops too; else the right one. Its axes come back."""
 
     def fn(params: jax.Array, x: jax.Array) -> jax.Array:
-        def body(carry: Any, own: jax.Array) -> Any:
+        def body(carry: Any, kernel: jax.Array) -> Any:
             h, zeros = carry
-            h = ((own + zeros).T @ h.T).T
+            h = ((kernel + zeros).T @ h.T).T
             return (h, zeros), h
 
         return lax.scan(body, (x, jnp.zeros((32, 1))), params)[1]
 
     def by_hand(params: jax.Array, x: jax.Array) -> jax.Array:
-        def body(h: jax.Array, own: jax.Array) -> Any:
-            h = mx_jax.matmul(h, own, recipe=WEIGHT_ONLY)
+        def body(h: jax.Array, kernel: jax.Array) -> Any:
+            h = mx_jax.matmul(h, kernel, recipe=WEIGHT_ONLY)
             return h, h
 
         return lax.scan(body, x, params)[1]
@@ -179,11 +179,18 @@ def test_which_operand_is_the_kernel():
     assert decision.layer.type is convert.DotGeneral
 
     def carried(params: jax.Array, x: jax.Array) -> jax.Array:
-        return lax.scan(lambda h, own: (h @ own, None), x, params)[0]
+        return lax.scan(lambda h, kernel: (h @ kernel, None), x, params)[0]
 
     # What is carried is data from the second round on.
     (decision,) = decisions(carried, W, X, weights="x").values()
     assert (decision.layer.kernel, decision.layer.input) == ((32, 32), (4, 32))
+
+    def exchanged(params: jax.Array, x: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, _: (c[::-1], c[0] @ c[1]), (params, x), length=2)[1]
+
+    # Either operand is data in some round.
+    (decision,) = decisions(exchanged, W[0], W[1], weights=0).values()
+    assert decision.layer.of_activations
     with pytest.raises(ValueError, match=r"names arguments that fn was not called with: 'y'"):
         convert.function(fn, ALL, weights=["y", 0])(W, X)
 
@@ -204,8 +211,8 @@ def test_random_bits():
     again = converted(W[0], X, rngs={"quantize": KEY})
     jax.tree.map(np.testing.assert_array_equal, products, again)
     # The report of the very same call.
-    found = decisions(converted, W[0], X, rules=converted.rules, rngs={"quantize": KEY})
-    assert {own.recipe for own in found.values()} == {STOCHASTIC}
+    results = decisions(converted, W[0], X, rules=converted.rules, rngs={"quantize": KEY})
+    assert {result.recipe for result in results.values()} == {STOCHASTIC}
     other = converted(W[0], X, rngs={"quantize": jax.random.key(4)})
     assert np.any(other[1] != products[1])
     with pytest.raises(ValueError, match=r"needs the 'quantize' stream; call fn\(..., rngs="):
@@ -250,7 +257,7 @@ def test_calls_are_traced_once():
     for _ in range(2):
         step(X)
     assert len(traced) == 6
-    sets = convert.function(lambda x, own: x @ W[0] * len(own), kept)
+    sets = convert.function(lambda x, names: x @ W[0] * len(names), kept)
     assert np.all(sets(X, {1, 2}) == 2 * sets(X, {1})), "they have no hash"
     assert convert.function(converted, [], weights=0).function is fn
     assert pickle.loads(pickle.dumps(convert.function(own_gradient_of, ALL))).rules == (ALL,)
@@ -332,15 +339,15 @@ def test_a_recipe_of_weights_alone():
             return scores @ (x @ w)
 
     rules = [Rule(".*", WEIGHT_ONLY), Rule("scores", RECIPE)]
-    found = decisions(fn, W[0], X, rules=rules, weights=0)
-    assert {path: own.rule for path, own in found.items()} == {
+    layers = decisions(fn, W[0], X, rules=rules, weights=0)
+    assert {path: decision.rule for path, decision in layers.items()} == {
         "scores": 1,
         "mix/dot_general_0": 0,
         "mix/dot_general_1": None,
     }
     reason = "rule 0: its recipe quantizes weights alone, and neither operand is one"
-    assert found["mix/dot_general_1"].reason == reason
-    assert {own.rule for own in decisions(fn, W[0], X, rules=rules[:1]).values()} == {0}
+    assert layers["mix/dot_general_1"].reason == reason
+    assert {decision.rule for decision in decisions(fn, W[0], X, rules=rules[:1]).values()} == {0}
 
 
 @pytest.mark.slow
@@ -397,12 +404,12 @@ def test_explicit_axes_and_other_platforms():
     """Where the kernel is on the left the product's sharding turns too."""
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Explicit,))
 
-    def turned(w: jax.Array, x: jax.Array) -> jax.Array:
+    def transposed(w: jax.Array, x: jax.Array) -> jax.Array:
         return jnp.einsum("kn,bk->nb", w, x, out_sharding=PartitionSpec(None, "rows"))
 
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, PartitionSpec("rows", None)))
-        product = quick(convert.function(turned, Rule(".*", WEIGHT_ONLY), weights=0))(W[0], x)
+        product = quick(convert.function(transposed, Rule(".*", WEIGHT_ONLY), weights=0))(W[0], x)
         assert jax.typeof(product).sharding.spec == PartitionSpec(None, "rows")
     by_hand = quick(functools.partial(mx_jax.matmul, recipe=WEIGHT_ONLY))(X, W[0]).T
     np.testing.assert_allclose(product, by_hand, rtol=1e-5, atol=1e-6)
@@ -432,8 +439,8 @@ def test_x64():
     with jax.enable_x64(True):
         converted = convert.function(lambda x: (x @ x.T, x.astype(float) @ x.T), ALL)
         with pytest.warns(convert.UnusedRuleWarning):
-            found = decisions(lambda x: x.astype(float) @ x.T, X)
-        assert "dtype=float64" in found[""].reason
+            result = decisions(lambda x: x.astype(float) @ x.T, X)
+        assert "dtype=float64" in result[""].reason
         low, high = converted(X)
     assert (low.dtype, high.dtype) == (jnp.float32, jnp.float64)
 
@@ -506,7 +513,7 @@ def test_rules_go_by_the_paths_of_weights(pattern: str, types: Any, names: list[
     """Of one weight by its own path too; of several by that of the node that holds them all."""
     rule = Rule(pattern, RECIPE, types=types)
     report = convert.report(loss_of_tree, rule, X, model=tree_model(), weights="model")
-    assert [own.layer.path for own in report.decisions if own.recipe] == names
+    assert [decision.layer.path for decision in report.decisions if decision.recipe] == names
 
 
 def test_products_of_the_batch():

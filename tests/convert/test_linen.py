@@ -100,7 +100,7 @@ def test_below_nn_jit():
     model, x = Twice(), example_input()
     variables = quick(model.init)(jax.random.key(0), x)
     by_path = [convert.linen(model, Rule(f"{name}/.*", MXFP8)) for name in ("first", "second")]
-    first, second, original = (quick(own.apply)(variables, x) for own in (*by_path, model))
+    first, second, original = (quick(module.apply)(variables, x) for module in (*by_path, model))
     assert np.any(first != original) and np.any(second != original) and np.any(first != second)
     rule = Rule(".*", MXFP8)
     both = quick(functools.partial(run, convert.linen(model, rule)))(variables, x)
@@ -197,10 +197,10 @@ class TestLayers:
         model = nn.Sequential([scaled])
         assert recipe_names(model, Rule(".*", MXFP8), x) == {"layers_0": "mxfp8"}
         variables = quick(model.init)(jax.random.key(0), x)
-        twice = convert.linen(model, Rule(".*", WEIGHT_ONLY)).apply(variables, x)
+        doubled = convert.linen(model, Rule(".*", WEIGHT_ONLY)).apply(variables, x)
         plain = mx_jax.nn.linen.Einsum((WIDTH, 6), "btk,kn->btn", recipe=WEIGHT_ONLY)
         once = plain.apply({"params": variables["params"]["layers_0"]}, x)
-        np.testing.assert_array_equal(twice, 2 * once)
+        np.testing.assert_array_equal(doubled, 2 * once)
 
     def test_applied_with_parameters_of_its_own_making(self):
         class Tied(nn.Module):
@@ -296,7 +296,7 @@ def test_every_layer_use_and_step_draws_anew(name: str):
     first, again, other = (run({stream: key}) for key in (*KEYS[:1] * 2, KEYS[1]))
     np.testing.assert_array_equal(first, again)
     assert np.any(first != other)
-    assert len({np.asarray(own).tobytes() for own in first}) == len(first)
+    assert len({np.asarray(values).tobytes() for values in first}) == len(first)
 
 
 def test_init_needs_no_stream_and_draws_nothing_from_the_others():

@@ -169,21 +169,21 @@ class Nnx:
 
 @pytest.mark.parametrize("case", [Linen, Nnx])
 def test_every_product_is_converted(case: Any):
-    own = case()
+    framework = case()
     made = {"dot_general": 1, "mx_matmul": 10} if case is Linen else {"mx_matmul": 15}
-    assert products(own.run(), own.params, TOKENS) == {"dot_general": case.num_products}
-    assert products(own.run(ALL), own.params, TOKENS) == made
-    report = convert.report(own.model, ALL, TOKENS)
+    assert products(framework.run(), framework.params, TOKENS) == {"dot_general": case.num_products}
+    assert products(framework.run(ALL), framework.params, TOKENS) == made
+    report = convert.report(framework.model, ALL, TOKENS)
     assert report.num_converted == made["mx_matmul"]
-    assert sorted(found.layer.path for found in report.decisions) == sorted(case.paths)
+    assert sorted(decision.layer.path for decision in report.decisions) == sorted(case.paths)
 
 
 class TestGpt2:
     def test_rules_by_path_type_and_product(self):
-        own = Linen()
+        framework = Linen()
 
         def made(*rules: Rule) -> dict[str, int]:
-            return products(own.run(*rules), own.params, TOKENS)
+            return products(framework.run(*rules), framework.params, TOKENS)
 
         assert made(ALL, Rule(".*", MXFP8, types=nn.Embed)) == {"mx_matmul": 11}
         assert made(Rule("h_1", MXFP8, types=Block)) == {"dot_general": 9, "mx_matmul": 2}
@@ -222,7 +222,7 @@ class TestGpt2:
         assert products(run(plain), variables, x) == {"dot_general": 3}
         assert products(run(ours), variables, x) == {"dot_general": 1, "mx_matmul": 2}
         (before, kept), (after, ours_kept) = (
-            quick(run(own))(variables, x) for own in (plain, ours)
+            quick(run(module))(variables, x) for module in (plain, ours)
         )
         assert ours_kept["calls"]["part"]["count"] == kept["calls"]["part"]["count"] == 4
         assert jax.tree.structure(ours_kept) == jax.tree.structure(kept)
@@ -233,14 +233,14 @@ class TestGpt2:
     @pytest.mark.parametrize("way", ["function", "linen"])
     def test_streams_of_the_model_reach_it(self, way: str):
         """flax.linen's apply takes rngs itself; conversion reads its own stream there."""
-        own, rule = Linen(), Rule(".*/c_fc", STOCHASTIC)
-        converted: Any = own.run(rule)
+        framework, rule = Linen(), Rule(".*/c_fc", STOCHASTIC)
+        converted: Any = framework.run(rule)
         if way == "function":
-            converted = convert.function(own.model.apply, rule, weights=0)
+            converted = convert.function(framework.model.apply, rule, weights=0)
 
         @quick
         def apply(rngs: Any) -> Any:
-            return converted(own.params, TOKENS, deterministic=False, rngs=rngs)
+            return converted(framework.params, TOKENS, deterministic=False, rngs=rngs)
 
         def run(quantize: int, dropout: int) -> np.ndarray:
             keys = {"quantize": jax.random.key(quantize), "dropout": jax.random.key(dropout)}
@@ -271,27 +271,28 @@ def call_once(model: Any) -> jax.Array:
 
 class TestLlama:
     def test_rules_by_path_type_and_product(self):
-        own = Nnx()
+        framework = Nnx()
         rules = [
             Rule("embedder", None),
             Rule(".*/attn/.*->.*", OTHER, types=Attention),
             Rule("layers/0/.*", MXFP8, types=Einsum),
             Rule("layers/1/.*", MXFP8, types=convert.DotGeneral),
         ]
-        report = convert.report(own.model, rules, TOKENS)
-        assert [found.rule for found in report.decisions] == [
+        report = convert.report(framework.model, rules, TOKENS)
+        assert [decision.rule for decision in report.decisions] == [
             *[2, 2, 1, 1, 2, None, None],
             *[3, 3, 1, 1, 3, 3, 3],
             0,
         ]
-        made = products(own.run(*rules), own.params, TOKENS)
+        made = products(framework.run(*rules), framework.params, TOKENS)
         assert made == {"dot_general": 3, "mx_matmul": 12}
 
     def test_what_is_told_when(self):
         """Without a call the products are not known; with one, rules that matched none are."""
         model = Llama(nnx.Rngs(0))
         report = convert.report(model, ALL)
-        reasons = {own.layer.path: own.reason for own in report.decisions if own.recipe is None}
+        kept = [decision for decision in report.decisions if decision.recipe is None]
+        reasons = {decision.layer.path: decision.reason for decision in kept}
         assert len(reasons) == 7 and reasons["embedder"] == reasons["layers/0/attn/q_proj"] == (
             "its products show in a call: give the report example arguments"
         )

@@ -119,8 +119,8 @@ class TestRandomness:
 
 def test_errors():
     linear = nnx.Linear(4, 3, rngs=nnx.Rngs(0))
-    for rngs, found in ((None, "no rngs"), (nnx.Rngs(params=0), "rngs with 'params'")):
-        message = rf"convert.nnx: '': recipe 'stochastic weight' .* got {found}; pass rngs=nnx.Rngs"
+    for rngs, streams in ((None, "no rngs"), (nnx.Rngs(params=0), "rngs with 'params'")):
+        message = rf"convert.nnx: '': recipe 'stochastic weight' .* got {streams}; pass rngs=nnx"
         with pytest.raises(ValueError, match=message):
             convert.nnx(linear, Rule(".*", STOCHASTIC), rngs=rngs)
     with pytest.raises(TypeError, match=r"needs a flax.nnx module, got str"):

@@ -166,7 +166,9 @@ def test_gpt2():
     rules = Rule(".*", recipes.mxfp8())
     report = convert.report(module, rules, *arguments)
     kernels = [
-        own.layer.kernel for own in report.decisions if own.layer.type.__name__[4:8] == "Conv"
+        layer.kernel
+        for layer in (decision.layer for decision in report.decisions)
+        if layer.type.__name__[4:8] == "Conv"
     ]
     # Each block's c_attn, c_proj, c_fc, c_proj; the head is tied to the embedding.
     assert kernels == [(64, 192), (64, 64), (64, 128), (128, 64)] * 2
@@ -203,7 +205,8 @@ def test_equinox():
 
     rules = [Rule("mlp/.*", recipes.mxfp8()), Rule(".*", None, types=eqx.nn.LSTMCell)]
     report = convert.report(run, rules, model, x, weights=0)
-    assert [(own.layer.path, own.layer.shape, own.rule) for own in report.decisions] == [
+    decisions = report.decisions
+    assert [(by.layer.path, by.layer.shape, by.rule) for by in decisions] == [
         ("lstm", (64, 128), 1),
         ("lstm", (32, 128), 1),
         ("mlp/layers/0", (64, 128), 0),

@@ -147,10 +147,10 @@ def test_parameters_alone_tell_less():
 def test_rules_that_store_nothing_are_told(model: bool):
     """Whoever serves by a recipe that transforms weights would serve float32 without a word."""
     transform = Hadamard(size=16, signs=(1,) * 16)
-    turned = mxfp4().with_(
+    boxed = mxfp4().with_(
         output=dataclasses.replace(mxfp4().output, transform=transform), name="turned"
     )
-    rules = [Rule("up", weight_only("mxfp4")), Rule(".*", turned)]
+    rules = [Rule("up", weight_only("mxfp4")), Rule(".*", boxed)]
     layers = {name: nnx.Linear(32, 8, rngs=nnx.Rngs(0)) for name in ("up", "down")}
     ones = jnp.ones((32, 8))
     params: Any = nnx.Dict(layers) if model else {name: {"kernel": ones} for name in layers}

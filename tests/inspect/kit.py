@@ -38,18 +38,18 @@ def of(records: inspect.Records, tensor: str, product: str = "output") -> list[i
 
 def by_layer(records: inspect.Records) -> dict[str, list[tuple[str, str]]]:
     """What was recorded of each layer, with its index and call: products and tensors."""
-    found: dict[str, list[tuple[str, str]]] = {}
+    result: dict[str, list[tuple[str, str]]] = {}
     for record in records.all():
         name = f"{record.path}#{record.tag.call}" if record.tag.call else record.path
-        found.setdefault(name, []).append((record.tag.product, record.tag.tensor))
-    return found
+        result.setdefault(name, []).append((record.tag.product, record.tag.tensor))
+    return result
 
 
-def same_numbers(own: inspect.Record, other: inspect.Record) -> None:
+def same_numbers(each: inspect.Record, other: inspect.Record) -> None:
     """Counts are equal, and sums up to their order."""
-    assert set(own.stats) == set(other.stats)
-    for name, value in own.stats.items():
+    assert set(each.stats) == set(other.stats)
+    for name, value in each.stats.items():
         exact = name in ("scales", "channels", "blocks", "nonfinite_blocks")
         expected = other.stats[name]
         same = value == expected if exact else np.isclose(value, expected, rtol=1e-4, atol=0)
-        assert same, (own.tag, name)
+        assert same, (each.tag, name)

@@ -39,8 +39,10 @@ DATA = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
 
 
 def each_once(records: inspect.Records, *names: str) -> bool:
-    found = by_layer(records)
-    return set(found) == set(names) and all(sorted(own) == sorted(LAYER) for own in found.values())
+    result = by_layer(records)
+    return set(result) == set(names) and all(
+        sorted(each) == sorted(LAYER) for each in result.values()
+    )
 
 
 def two_layers(x, w):
@@ -59,17 +61,17 @@ def counted_down(x, w):
 
 @pytest.mark.parametrize("recipe", ["nvfp4_pretraining", "mxfp4_stochastic", "float8_rowwise"])
 @pytest.mark.parametrize("residuals", ["primal", "quantized"])
-def test_operands_that_are_kept_turned_and_drawn(recipe, residuals):
+def test_operands_that_are_kept_transformed_and_drawn(recipe, residuals):
     """Each once: of what gradients multiply as it is there is no cast."""
-    own = dataclasses.replace(recipes.from_name(recipe), residuals=residuals)
+    kept = dataclasses.replace(recipes.from_name(recipe), residuals=residuals)
 
     def loss(x, w):
-        key = jax.random.key(0) if own.is_stochastic else None
-        return jnp.tanh(mx_jax.matmul(x, w, recipe=own, key=key)).sum()
+        key = jax.random.key(0) if kept.is_stochastic else None
+        return jnp.tanh(mx_jax.matmul(x, w, recipe=kept, key=key)).sum()
 
-    found = by_layer(captured(both(loss), X, W, stats="amax"))["unnamed"]
-    assert len(found) == len(set(found)) and set(found) <= set(LAYER)
-    assert {x for x in LAYER if x[0] == "output" or x[1] == "gradient"} <= set(found)
+    result = by_layer(captured(both(loss), X, W, stats="amax"))["unnamed"]
+    assert len(result) == len(set(result)) and set(result) <= set(LAYER)
+    assert {x for x in LAYER if x[0] == "output" or x[1] == "gradient"} <= set(result)
 
 
 def test_every_operand_forward_and_backward():
@@ -115,8 +117,8 @@ def test_results_are_the_bits_of_the_function(name):
 
 
 def test_loops_count_and_branches_do_not():
-    found = by_layer(captured(counted_down, X, W, stats="amax"))
-    assert set(found) == {"loop[0]", "loop[1]", "branch"}
+    result = by_layer(captured(counted_down, X, W, stats="amax"))
+    assert set(result) == {"loop[0]", "loop[1]", "branch"}
     records = captured(both(scanned), X, STACK, stats="amax")
     outputs, back = of(records, "weight"), of(records, "weight", "grad_input")
     assert [record.path for record in outputs] == ["block[0]", "block[1]", "block[2]"]
@@ -126,13 +128,13 @@ def test_loops_count_and_branches_do_not():
 
 def test_a_gradient_that_nobody_asks_for_is_not_computed():
     step = jax.value_and_grad(lambda w: layer(jnp.asarray(X), w).sum())
-    wanted = sorted(own for own in LAYER if own[0] != "grad_input")
+    wanted = sorted(each for each in LAYER if each[0] != "grad_input")
     assert sorted(by_layer(captured(step, W, stats="amax"))["layer"]) == wanted
 
 
 def test_what_is_used_several_times_counts_its_calls():
-    found = by_layer(captured(both(lambda x, w: layer(layer(x, w), w).sum()), X, W, stats="amax"))
-    assert {name: len(own) for name, own in found.items()} == {"layer": 6, "layer#1": 6}
+    result = by_layer(captured(both(lambda x, w: layer(layer(x, w), w).sum()), X, W, stats="amax"))
+    assert {name: len(each) for name, each in result.items()} == {"layer": 6, "layer#1": 6}
     # Gradients have the numbers of what they are of.
     step = jax.value_and_grad(lambda w: layer(layer(jnp.asarray(X), w), 2 * w).sum())
     records = captured(step, W, stats="amax")
@@ -158,7 +160,9 @@ def test_names_of_the_program_say_what_is_recorded():
     program = jax.make_jaxpr(both(two_layers))(X, W)
     assert "callback" not in str(program)
     scopes = [site.scope for site in walk(program)]
-    assert any(re.search(r"first\)*/output/lhs\.mxfp8_e4m3\.rceil\.axis-1$", own) for own in scopes)
+    assert any(
+        re.search(r"first\)*/output/lhs\.mxfp8_e4m3\.rceil\.axis-1$", each) for each in scopes
+    )
     compiled = str(jax.jit(both(two_layers)).lower(X, W).compile().as_text())
     # Equal layers share their functions, whose names XLA puts below their callers'.
     assert "first" in compiled and "grad_input/rhs.mxfp8_e4m3.rceil.axis-1" in compiled
@@ -173,8 +177,8 @@ def test_remat_records_nothing_twice(policy):
 def test_what_checkpoint_alone_computes_is_recorded():
     """The value is not used: the forward product is computed for its gradient, and only there."""
     loss = jax.checkpoint(lambda w: layer(jnp.asarray(X), w).sum())
-    found = by_layer(captured(jax.grad(loss), W, stats="amax"))["layer"]
-    assert ("output", "weight") in found and len(found) == 4
+    result = by_layer(captured(jax.grad(loss), W, stats="amax"))["layer"]
+    assert ("output", "weight") in result and len(result) == 4
 
 
 def test_captures_of_captures_record_each_its_own():
@@ -212,8 +216,8 @@ def test_casts_whose_codes_are_gathered():
     run = jax.shard_map(
         lambda x, w: mx_jax.matmul(x, w, recipe=recipe), mesh=mesh, check_vma=False, **specs
     )
-    found = by_layer(captured(run, X, W, stats="amax"))
-    assert sorted(found["unnamed"]) == sorted(own for own in LAYER if own[0] == "output")
+    result = by_layer(captured(run, X, W, stats="amax"))
+    assert sorted(result["unnamed"]) == sorted(each for each in LAYER if each[0] == "output")
 
 
 def test_a_filter_that_matches_nothing_warns():

@@ -44,22 +44,22 @@ def test_linen_names_its_layers_and_shared_modules_count_their_calls():
         with jax.named_scope("student"):
             return jnp.sum(jnp.tanh(model.apply(v, X)))
 
-    found = by_layer(captured(jax.grad(loss), variables, stats="amax"))
+    result = by_layer(captured(jax.grad(loss), variables, stats="amax"))
     # A gradient of the first input is not wanted.
     paths = {f"student/Shared/block/{name}" for name in ("up", "down")}
-    assert set(found) == paths | {f"{path}#1" for path in paths}
-    assert len(found["student/Shared/block/up#1"]) == 6
-    assert len(found["student/Shared/block/up"]) == 4
+    assert set(result) == paths | {f"{path}#1" for path in paths}
+    assert len(result["student/Shared/block/up#1"]) == 6
+    assert len(result["student/Shared/block/up"]) == 4
 
 
 def test_nnx_names_its_layers():
     rngs = nnx.Rngs(0)
-    own = mx_jax.nn.nnx.Linear(64, 64, recipe="mxfp8", rngs=rngs)
+    linear = mx_jax.nn.nnx.Linear(64, 64, recipe="mxfp8", rngs=rngs)
     attention = nnx.MultiHeadAttention(2, 64, decode=False, rngs=rngs)
-    model = nnx.Sequential(own, nnx.Linear(64, 64, rngs=rngs), attention)
+    model = nnx.Sequential(linear, nnx.Linear(64, 64, rngs=rngs), attention)
     rules = convert.Rule(".*", recipes.mxfp8(), types=(nnx.Linear, nnx.MultiHeadAttention))
     graph, state = nnx.split(convert.nnx(mx_jax.nn.nnx.name_layers(model), rules))
-    records = captured(lambda own, x: nnx.merge(graph, own)(x), state, X[None], stats="amax")
+    records = captured(lambda each, x: nnx.merge(graph, each)(x), state, X[None], stats="amax")
     assert {"layers/0", "layers/1", "layers/2/qk", "layers/2/av"} <= {tag.path for tag in records}
 
 
@@ -103,9 +103,9 @@ class Model(nn.Module):
 
 
 def weights_by_index(records: inspect.Records, product: str) -> dict[str, float]:
-    found = of(records, "weight", product)
-    amaxes = {f"{record.path}#{record.tag.call}": record.stats["amax"] for record in found}
-    assert len(amaxes) == len(found), "recorded once"
+    result = of(records, "weight", product)
+    amaxes = {f"{record.path}#{record.tag.call}": record.stats["amax"] for record in result}
+    assert len(amaxes) == len(result), "recorded once"
     return amaxes
 
 
@@ -143,7 +143,7 @@ def test_nnx_scan():
     def run(layer, x):
         return layer(x)
 
-    records = captured(lambda own: run(nnx.merge(graph, own), X), stacked, stats="amax")
+    records = captured(lambda each: run(nnx.merge(graph, each), X), stacked, stats="amax")
     assert weights_by_index(records, "output") == by_index("up")
 
 
@@ -189,20 +189,20 @@ def test_a_step_that_changes_a_model_and_its_optimizer(way):
             nnx.Sequential(layer, nnx.Linear(64, 8, rngs=nnx.Rngs(1)))
         )
         optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
-        own = change(step)
-        values = [own(model, optimizer, X) for _ in range(3)]
-        return own, (values, nnx.state(model), nnx.state(optimizer))
+        changed = change(step)
+        values = [changed(model, optimizer, X) for _ in range(3)]
+        return changed, (values, nnx.state(model), nnx.state(optimizer))
 
     def change(step):
         if way == "in its jit":
             return nnx.jit(inspect.capture(step, stats="amax"))
         return inspect.capture(nnx.jit(step) if way == "of its jit" else step, every=2)
 
-    own: Any
-    own, results = run(change)
+    changed: Any
+    changed, results = run(change)
     _, expected = run(nnx.jit)
     for got, wanted in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
     if way != "in its jit":
-        assert {record.path for record in own.records.all()} == {"layers/0"}
-        assert {record.step for record in own.records.all()} == {0, 2}
+        assert {record.path for record in changed.records.all()} == {"layers/0"}
+        assert {record.step for record in changed.records.all()} == {0, 2}

@@ -29,13 +29,13 @@ E4M3 = "mxfp8_e4m3 (rceil, nearest) in blocks of 32 along axis"
 explain = mx_jax.inspect.explain
 
 
-def kinds(found: Explanation) -> list[tuple[str, int]]:
-    return [(row.kind, row.times) for row in found.rows]
+def kinds(result: Explanation) -> list[tuple[str, int]]:
+    return [(row.kind, row.times) for row in result.rows]
 
 
-def takers(found: Explanation) -> list[str]:
+def takers(result: Explanation) -> list[str]:
     """Who computes the products."""
-    return [row.backend for row in found.rows for _ in range(row.times) if "product" in row.kind]
+    return [row.backend for row in result.rows for _ in range(row.times) if "product" in row.kind]
 
 
 def loss(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -45,9 +45,9 @@ def loss(x: jax.Array, w: jax.Array) -> jax.Array:
 def test_the_target_decides():
     """A pure function: what a GPU would do is known on a machine without one."""
     recipe = recipes.float8_rowwise()
-    found = explain(recipe, 8, 64, 32, target=H200)
-    assert takers(found) == 3 * ["xla"] and takers(explain(recipe, 8, 64, 32)) != 3 * ["xla"]
-    assert found.machine == "on platform=cuda, compute_capability=(9, 0), num_devices=1"
+    result = explain(recipe, 8, 64, 32, target=H200)
+    assert takers(result) == 3 * ["xla"] and takers(explain(recipe, 8, 64, 32)) != 3 * ["xla"]
+    assert result.machine == "on platform=cuda, compute_capability=(9, 0), num_devices=1"
     assert explain(recipe, 8, 64, 32) == explain(recipe, 8, 64, 32, target=current_target())
 
 
@@ -56,12 +56,12 @@ def test_what_waits_for_its_name(monkeypatch: pytest.MonkeyPatch):
     with_any_jax(monkeypatch)
     b200 = Target(platform="cuda", compute_capability=(10, 0))
     with mx_jax.testing.target("cuda", (10, 0)):
-        found = explain(recipes.mxfp8(), 8, 64, 32, dtype="bfloat16")
-        assert found == explain(recipes.mxfp8(), 8, 64, 32, dtype="bfloat16", target=b200)
+        result = explain(recipes.mxfp8(), 8, 64, 32, dtype="bfloat16")
+        assert result == explain(recipes.mxfp8(), 8, 64, 32, dtype="bfloat16", target=b200)
     # The third contracts eight rows, which are no whole block.
-    assert takers(found) == ["xla_scaled", "xla_scaled", "xla_bfloat16"]
+    assert takers(result) == ["xla_scaled", "xla_scaled", "xla_bfloat16"]
     line = "  pallas_gpu takes it if named, by prefer_backends('pallas_gpu'): nothing was measured"
-    assert str(found).count(line) == 3
+    assert str(result).count(line) == 3
     with mx_jax.prefer_backends("pallas_gpu"):
         named = explain(recipes.mxfp8(), 8, 64, 32, dtype="bfloat16", target=b200)
     assert takers(named) == 3 * ["pallas_gpu"] and "takes it if named" not in str(named)
@@ -69,9 +69,9 @@ def test_what_waits_for_its_name(monkeypatch: pytest.MonkeyPatch):
 
 def test_only_backend_is_seen():
     with only_backend("reference"):
-        found = explain(recipes.float8_rowwise(), 8, 64, 32, target=H200)
-    assert takers(found) == 3 * ["reference"]
-    assert str(found).count("xla_bfloat16, xla_rounded: not asked: only_backend('reference')") == 9
+        result = explain(recipes.float8_rowwise(), 8, 64, 32, target=H200)
+    assert takers(result) == 3 * ["reference"]
+    assert str(result).count("xla_bfloat16, xla_rounded: not asked: only_backend('reference')") == 9
     with only_backend("xla"), pytest.raises(ValueError, match="no backend takes Quantize"):
         explain(recipes.mxfp4(), 8, 64, 32, target=H200)
 
@@ -79,8 +79,8 @@ def test_only_backend_is_seen():
 def test_every_cast_and_product_of_a_call():
     """What training does, in its order: the operands as they lie, the cotangent cast twice."""
     with mx_jax.testing.target("tpu"):
-        found = explain(jax.value_and_grad(loss, (0, 1)), X, W)
-    assert [line for line in str(found).splitlines()[:-1] if line[0] != " "] == [
+        result = explain(jax.value_and_grad(loss, (0, 1)), X, W)
+    assert [line for line in str(result).splitlines()[:-1] if line[0] != " "] == [
         f"1 x cast float32 [8, 64] to {E4M3} -1 -> reference",
         f"1 x cast float32 [64, 32] to {E4M3} -2 -> reference",
         "1 x product mxfp8_e4m3 [8, 64] x mxfp8_e4m3 [64, 32] over axes [1] and [0], to float32 "
@@ -98,29 +98,28 @@ def test_every_cast_and_product_of_a_call():
 
 @needs_library
 def test_weights_that_are_packed_for_nothing():
-    """A warning, also where it is explained."""
-
     def serve(x: jax.Array, w: Any) -> jax.Array:
         packed = mx_jax.pack_weights(mx_jax.quantize(w, "mxfp4", axis=0))
         with only_backend("reference"):
             return mx_jax.matmul(x, packed, recipe=recipes.weight_only("mxfp4"))
 
-    text = "at every call: .* belongs to backend cpu_ffi, and reference takes"
-    with mx_jax.testing.target("cpu"), pytest.warns(UserWarning, match=text):
-        assert takers(explain(serve, X, W)) == ["reference"]
+    with mx_jax.testing.target("cpu"):
+        (row,) = explain(serve, X, W).rows[-1:]
+    assert row.backend == "reference"
+    assert row.how.endswith("weights packed for cpu_ffi are unpacked at every call")
 
 
 def test_several_devices():
     """As the arguments, or a mesh in context, say; TPUs' compiler is told nothing of codes."""
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
     with mx_jax.testing.target("tpu", num_devices=8), jax.set_mesh(mesh):
-        found = explain(jax.grad(loss, (0, 1)), X, W)
-    assert found.machine.endswith("whose parts are XLA's: TPUs have no custom partitioning")
-    assert not any("codes move" in row.how for row in found.rows)
+        result = explain(jax.grad(loss, (0, 1)), X, W)
+    assert result.machine.endswith("whose parts are XLA's: TPUs have no custom partitioning")
+    assert not any("codes move" in row.how for row in result.rows)
     cut = jax.ShapeDtypeStruct(X.shape, X.dtype, sharding=NamedSharding(mesh, P("fsdp")))
-    found = explain(loss, cut, W)
-    assert found.machine == "on platform=cpu, num_devices=8"
-    assert all(row.how.endswith("codes move between devices") for row in found.rows)
+    result = explain(loss, cut, W)
+    assert result.machine == "on platform=cpu, num_devices=8"
+    assert all(row.how.endswith("codes move between devices") for row in result.rows)
     assert explain(loss, X, W).machine == "on platform=cpu, num_devices=1"
 
 
@@ -163,29 +162,24 @@ def test_casts_products_and_what_stays():
         return y @ w, mx_jax.matmul(x, w, recipe=recipes.high_precision())
 
     with mx_jax.testing.target("tpu"):
-        found = explain(function, ROWS, SQUARE)
-    assert kinds(found) == [("cast", 1), ("cast", 1), ("product", 1)] + 2 * [("high precision", 1)]
-    cast, _, product, own, kept = found.rows
-    assert product.flops == own.flops == 2 * 16 * 64 * 64
-    assert found.quantized_share == pytest.approx(1 / 3)
-    # Four bits and a byte for 32 of them; results are float32.
-    assert product.bytes == (16 * 64 + 64 * 64) * 4.25 / 8 + 16 * 64 * 4
-    assert cast.bytes == 16 * 64 * (4 + 4.25 / 8)
-    assert own.bytes == (16 * 64 + 64 * 64 + 16 * 64) * 4
-    (why,) = own.reasons
+        result = explain(function, ROWS, SQUARE)
+    assert kinds(result) == [("cast", 1), ("cast", 1), ("product", 1)] + 2 * [("high precision", 1)]
+    cast, _, product, plain, kept = result.rows
+    assert product.flops == plain.flops == 2 * 16 * 64 * 64
+    assert result.quantized_share == pytest.approx(1 / 3)
+    (why,) = plain.reasons
     assert why.startswith("no recipe reaches it: test_explain.py:")
     assert why.endswith("(test_casts_products_and_what_stays.<locals>.function)")
     assert kept.reasons == ("its recipe keeps both operands in high precision",)
     assert any(reason.startswith("not cpu_ffi: runs on platform=cpu") for reason in cast.reasons)
-    assert found.machine.startswith("on platform=tpu")
+    assert result.machine.startswith("on platform=tpu")
 
 
 @needs_library
-def test_a_cast_along_both_axes_reads_its_values_once():
+def test_a_cast_along_both_axes_is_one():
     with mx_jax.testing.target("cpu"):
         (row,) = explain(lambda x: quantize_both(x, "mxfp8_e4m3"), ROWS).rows
     assert row.backend == "cpu_ffi" and " along axis -1; with it cast " in row.work
-    assert row.bytes == 16 * 64 * (4 + 2 * 8.25 / 8)
 
 
 def test_equal_calls_are_counted():
@@ -199,9 +193,9 @@ def test_equal_calls_are_counted():
         x = layer(layer(x, w), w)
         return jax.lax.scan(lambda x, _: (layer(x, w) + x @ w, None), x, None, length=3)[0]
 
-    found = explain(deep, ROWS, SQUARE)
-    assert kinds(found) == [("cast", 5), ("cast", 5), ("product", 5), ("high precision", 3)]
-    assert found.quantized_share == pytest.approx(5 / 8)
+    result = explain(deep, ROWS, SQUARE)
+    assert kinds(result) == [("cast", 5), ("cast", 5), ("product", 5), ("high precision", 3)]
+    assert result.quantized_share == pytest.approx(5 / 8)
     assert kinds(explain(lambda x, w: x @ w @ w, ROWS, SQUARE)) == [("high precision", 2)]
     lanes = explain(
         jax.vmap(layer, (0, None)), jax.ShapeDtypeStruct((3, 16, 64), "float32"), SQUARE
@@ -224,11 +218,11 @@ class Net(nn.Module):
 
 
 def test_a_linen_module_and_its_layers():
-    found = explain(Net(), ROWS)
-    places = {row.kind: row.places[0].path for row in found.rows}
+    result = explain(Net(), ROWS)
+    places = {row.kind: row.places[0].path for row in result.rows}
     assert "up" in places["product"] and "up" in places["cast"]
     assert places["high precision"].endswith("head")
-    assert "no recipe reaches it: test_explain.py:" in found.high[0].reasons[0]
+    assert "no recipe reaches it: test_explain.py:" in result.high[0].reasons[0]
     # Flags stay Python values, and a model has its streams of random numbers.
     gradients = explain(Net(), ROWS, train=True, backward=True)
     # Of the head's weights and of its input, which the layer below needs.
@@ -238,11 +232,11 @@ def test_a_linen_module_and_its_layers():
 def test_an_nnx_model_with_a_layer_that_no_rule_converts():
     layers = (nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 8, rngs=nnx.Rngs(1)))
     model = convert.nnx(nnx.Sequential(*layers), convert.Rule("layers/0", "mxfp8"))
-    found = explain(model, ROWS, backward=True)
-    assert [row.times for row in found.rows if row.kind == "product"] == [1, 1, 1]
-    assert {row.reasons for row in found.high} == {("no rule converts its layer",)}
-    assert {place.path for row in found.high for place in row.places} == {"layers/1"}
-    assert sum(row.times for row in found.high) == 3
+    result = explain(model, ROWS, backward=True)
+    assert [row.times for row in result.rows if row.kind == "product"] == [1, 1, 1]
+    assert {row.reasons for row in result.high} == {("no rule converts its layer",)}
+    assert {place.path for row in result.high for place in row.places} == {"layers/1"}
+    assert sum(row.times for row in result.high) == 3
 
 
 def test_reasons_of_what_stays_high():
@@ -252,17 +246,17 @@ def test_reasons_of_what_stays_high():
         integers = jnp.ones((4, 4), jnp.int32) @ jnp.ones((4, 4), jnp.int32)
         return convolved, nothing, integers
 
-    found = explain(function, ROWS, jax.ShapeDtypeStruct((1, 3, 8, 8), "float32"))
-    convolution = next(row for row in found.high if row.work.startswith("conv"))
+    result = explain(function, ROWS, jax.ShapeDtypeStruct((1, 3, 8, 8), "float32"))
+    convolution = next(row for row in result.high if row.work.startswith("conv"))
     assert convolution.flops == 2 * (4 * 8 * 8) * (3 * 3 * 3)
-    assert not any("int32" in row.work for row in found.rows)
+    assert not any("int32" in row.work for row in result.rows)
     key = jax.random.key(0)
     recipe = recipes.nvfp4_pretraining()
-    turned = explain(
+    transposed = explain(
         lambda x, w: mx_jax.matmul(x, w, recipe=recipe, key=key), ROWS, SQUARE, backward=True
     )
-    assert not turned.high
-    transforms = [row for row in turned.rows if row.kind == "transform"]
+    assert not transposed.high
+    transforms = [row for row in transposed.rows if row.kind == "transform"]
     assert [(row.work, row.times) for row in transforms] == [
         (f"Hadamard transform of float32 {list(ROWS.shape)}", 2)
     ]
@@ -272,7 +266,7 @@ def test_printed():
     """And who does not explain has the same program, from the same caches."""
     layer = jax.jit(lambda x: mx_jax.matmul(x, x.T, recipe="mxfp8"))
     before = layer.lower(jnp.ones((16, 64))).as_text(debug_info=True)
-    text, found = str(explain(layer, ROWS)), explain(Net(), ROWS)
+    text, result = str(explain(layer, ROWS)), explain(Net(), ROWS)
     assert "1 x product mxfp8_e4m3 [16, 64] x mxfp8_e4m3 [64, 16]" in text
     assert layer.lower(jnp.ones((16, 64))).as_text(debug_info=True) == before
-    assert str(found).endswith(found.summary) and "% of the flops are quantized" in found.summary
+    assert str(result).endswith(result.summary) and "% of the flops are quantized" in result.summary

@@ -65,8 +65,8 @@ def test_numbers_are_numpys_over_what_was_captured(recipe):
         assert record.before is not None and record.after is not None
         before, after = record.before.astype(np.float64), record.after.astype(np.float64)
         for name, value in cast_of(before, after, record.tag.axis).items():
-            found = record.stats[name][0] if name == "channels" else record.stats[name]
-            assert found == pytest.approx(value, rel=2e-4, abs=1e-12), (name, record)
+            result = record.stats[name][0] if name == "channels" else record.stats[name]
+            assert result == pytest.approx(value, rel=2e-4, abs=1e-12), (name, record)
 
 
 def cast_of(before: np.ndarray, after: np.ndarray, axis: int) -> dict[str, Any]:
@@ -112,14 +112,14 @@ def test_tiny_gradients_have_an_sqnr_too():
 def test_what_keeps_codes_records_its_casts_once():
     recipe = dataclasses.replace(recipes.mxfp8(), residuals=recipes.Residuals.QUANTIZED)
     records = step_of(recipe, "amax")
-    assert all(len(own) == 1 for own in records.values()) and len(records) == 6
+    assert all(len(each) == 1 for each in records.values()) and len(records) == 6
 
 
 def test_counts_are_exact_where_float32_counts_no_further(monkeypatch):
     array = mx_jax.quantize(drawn((4, 64), 0), "mxfp4", axis=-1)
 
     def counts():
-        return lambda x: statistics.of_cast(x, array, -1, {"scales", "underflow"})
+        return lambda x: statistics.of_cast(x, array, -1)
 
     x = jnp.ones((4, 64))
     whole = quick(counts())(x)
@@ -136,26 +136,26 @@ def test_the_largest_channels_are_those_that_numpy_finds(size):
     amaxes = np.abs(np.random.default_rng(size).normal(size=size)).astype(np.float32)
     amaxes[-1] = amaxes[2]
     raw = {"channel_amax": amaxes, "size": np.uint32(size), "amax": amaxes.max()}
-    found = numbers(raw, ("channels",))
+    result = numbers(raw, ("channels",))
     order = np.argsort(-amaxes, kind="stable")[:8]
-    assert found["channels"] == [[int(i), float(amaxes[i])] for i in order]
-    assert found["outlier_ratio"] == pytest.approx(amaxes.max() / np.median(amaxes))
+    assert result["channels"] == [[int(i), float(amaxes[i])] for i in order]
+    assert result["outlier_ratio"] == pytest.approx(amaxes.max() / np.median(amaxes))
 
 
 def by_tensor(run: Any, *operands: Any) -> dict[str, list[Any]]:
     """Records of the forward product, of one device after the other."""
-    found = captured(run, *operands, stats=EVERYTHING)
+    result = captured(run, *operands, stats=EVERYTHING)
     return {
-        name: sorted(of(found, name), key=lambda record: [*record.shard.values()])
+        name: sorted(of(result, name), key=lambda record: [*record.shard.values()])
         for name in ("input", "weight")
     }
 
 
 @pytest.fixture(scope="module")
 def whole():
-    found = by_tensor(matmul, X, W)
-    assert all(len(own) == 1 and own[0].shard == {} for own in found.values())
-    return {name: own[0] for name, own in found.items()}
+    result = by_tensor(matmul, X, W)
+    assert all(len(each) == 1 and each[0].shard == {} for each in result.values())
+    return {name: each[0] for name, each in result.items()}
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,11 @@ def test_sharded_operands_are_recorded_as_whole_ones_are(kind, whole):
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("data", None)))
         w = jax.device_put(W, NamedSharding(mesh, P(None, None)))
-        found = by_tensor(matmul, x, w)
-    for name, (own,) in found.items():
-        same_numbers(own, whole[name])
-        np.testing.assert_allclose(own.before, whole[name].before, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(own.after, whole[name].after, rtol=1e-5, atol=1e-5)
+        result = by_tensor(matmul, x, w)
+    for name, (each,) in result.items():
+        same_numbers(each, whole[name])
+        np.testing.assert_allclose(each.before, whole[name].before, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(each.after, whole[name].after, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -183,8 +183,8 @@ def test_below_shard_map_each_device_gives_its_part(whole, check):
         "out_specs": P("data", "model"),
     }
     run = jax.shard_map(matmul, mesh=mesh, check_vma=check, **specs)
-    found = by_tensor(run, X, W)
-    for name, parts in found.items():
+    result = by_tensor(run, X, W)
+    for name, parts in result.items():
         assert [part.shard for part in parts] == [
             {"data": i, "model": j} for i in range(2) for j in range(2)
         ]
@@ -192,9 +192,9 @@ def test_below_shard_map_each_device_gives_its_part(whole, check):
         rows, columns = {"input": (2, 1), "weight": (1, 2)}[name]
         for part in parts:
             i, j = (part.shard[axis] for axis in ("data", "model"))
-            for own, other in ((part.before, whole[name].before), (part.after, whole[name].after)):
+            for each, other in ((part.before, whole[name].before), (part.after, whole[name].after)):
                 part_of = np.split(np.split(other, rows)[i % rows], columns, axis=1)[j % columns]
-                np.testing.assert_allclose(own, part_of, rtol=1e-5, atol=1e-5)
+                np.testing.assert_allclose(each, part_of, rtol=1e-5, atol=1e-5)
             # Statistics are of all devices; without types nothing says what is a replica.
             if check:
                 same_numbers(part, whole[name])
@@ -204,11 +204,11 @@ def test_lanes_of_vmap_are_one_operand_along_an_axis_in_front(whole):
     xs = np.stack([X, 2 * X, np.zeros_like(X)])
     records = captured(jax.vmap(matmul, (0, None)), xs, W, stats=EVERYTHING)
     assert len(records) == len(records.all()) == 2
-    ((weight,), (given,)) = (of(records, x) for x in ("weight", "input"))
-    same_numbers(given, *of(captured(matmul, xs.reshape(-1, 64), W), "input"))
-    np.testing.assert_array_equal(given.before, xs)
+    ((weight,), (source,)) = (of(records, x) for x in ("weight", "input"))
+    same_numbers(source, *of(captured(matmul, xs.reshape(-1, 64), W), "input"))
+    np.testing.assert_array_equal(source.before, xs)
     np.testing.assert_array_equal(weight.after, whole["weight"].after)
-    np.testing.assert_array_equal(given.after[0], whole["input"].after)
+    np.testing.assert_array_equal(source.after[0], whole["input"].after)
 
 
 TAG = inspect.Tag(path="up", product="output", side="lhs", axis=-1, format="mxfp4", rule="even")
@@ -218,7 +218,7 @@ def test_records_print_the_worst_of_each_operand_and_are_lines_of_json():
     records = inspect.Records()
     assert repr(records) == "<Records: 0 of 0 tags>"
     numbers = [(0, {"amax": 1.5, "sqnr_db": 20.0}), (1, {"amax": 3.0, "sqnr_db": 12.0})]
-    records[TAG] = [inspect.Record(tag=TAG, step=step, stats=own) for step, own in numbers]
+    records[TAG] = [inspect.Record(tag=TAG, step=step, stats=each) for step, each in numbers]
     down = dataclasses.replace(TAG, path="down", side="rhs", call=1)
     bad = {"nonfinite_blocks": 2, "sqnr_db": math.inf, "scales": {-3: 7}}
     records[down] = [inspect.Record(tag=down, step=1, index=(4,), stats=bad)]

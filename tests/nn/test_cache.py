@@ -55,10 +55,10 @@ def test_rows_are_those_of_quantize(format):
     keys, values = drawn(3), drawn(3, seed=1) * 1e-3
     scales = {"tensor_scales": (0.002, 0.0005)} if format == "nvfp4" else {}
     cache = quick(KVCache.append)(empty(format=format, **scales), keys, values, 2)
-    for rows, given, index in ((cache.keys, keys, 0), (cache.values, values, 1)):
+    for rows, arguments, index in ((cache.keys, keys, 0), (cache.values, values, 1)):
         scale = {"tensor_scale": scales["tensor_scales"][index]} if scales else {}
         rule = mx_jax.recipes.weight_only(format).output.rhs.scale_rule
-        expected = mx_jax.cast(given, format, scale_rule=rule, **scale).swapaxes(1, 2)
+        expected = mx_jax.cast(arguments, format, scale_rule=rule, **scale).swapaxes(1, 2)
         np.testing.assert_array_equal(rows.read()[:, :, 2:5], expected)
         np.testing.assert_array_equal(rows.read(4)[:, :, 2:], expected[:, :, :2])
 
@@ -69,10 +69,10 @@ def test_a_tensor_scale_for_each_token_and_head():
     keys = drawn(3) * size * np.array([1, 1e-3], np.float32)[:, None]
     keys[0, 1, 0] = 0
     cache = quick(KVCache.append)(empty(format="nvfp4"), keys, keys, 0)
-    found = np.asarray(cache.keys.read(3)).reshape(-1, FEATURES)
+    result = np.asarray(cache.keys.read(3)).reshape(-1, FEATURES)
     alone = quick(jax.lax.map, static_argnums=0)(CAST, keys.swapaxes(1, 2).reshape(-1, FEATURES))
-    np.testing.assert_array_equal(found, alone)
-    assert np.abs(found).max(-1).min() == 0 and (found != 0).any(-1).sum() == len(found) - 1
+    np.testing.assert_array_equal(result, alone)
+    assert np.abs(result).max(-1).min() == 0 and (result != 0).any(-1).sum() == len(result) - 1
 
 
 @pytest.mark.parametrize("format", [None, "mxfp4"])
@@ -81,13 +81,13 @@ def test_donated_it_is_written_in_place(format):
         cache = cache.append(keys, values, 3)
         return cache.attend(query, 3), cache
 
-    cache, given = empty(format=format), [drawn(1)] * 3
+    cache, arguments = empty(format=format), [drawn(1)] * 3
     step = jax.jit(step, donate_argnums=0)
-    program = step.lower(cache, *given).compile().as_text() or ""
+    program = step.lower(cache, *arguments).compile().as_text() or ""
     shape = re.escape(",".join(map(str, cache.keys.codes.shape)))
     assert re.search(rf"\[{shape}\]", program) and not re.search(rf"\[{shape}\].* copy\(", program)
     pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(cache)]
-    _, later = step(cache, *given)
+    _, later = step(cache, *arguments)
     assert [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(later)] == pointers
 
 
@@ -108,9 +108,9 @@ def test_attention_over_what_it_holds(format):
     keys, values, query = drawn(5), drawn(5, seed=1), drawn(2, heads=3 * HEADS, seed=2)
     cache = quick(KVCache.append)(empty(format=format), keys, values, 0)
     with jax.numpy_rank_promotion("raise"):
-        found = quick(KVCache.attend)(cache, query, 3)
+        result = quick(KVCache.attend)(cache, query, 3)
     held = [np.asarray(rows.read().swapaxes(1, 2)) for rows in (cache.keys, cache.values)]
-    np.testing.assert_allclose(found, plain_attention(query, *held, 3), atol=1e-5)
+    np.testing.assert_allclose(result, plain_attention(query, *held, 3), atol=1e-5)
 
 
 def test_what_cannot_be_cached():
@@ -142,8 +142,8 @@ def test_one_row_has_a_scale_of_its_own(batch, size):
     keys = size * drawn(1, heads=1)[:batch]
     cache = quick(KVCache.append)(cache, keys, keys, 0)
     np.testing.assert_allclose(cache.keys.read()[:, 0], keys[:, 0], atol=0.4 * size)
-    found = quick(KVCache.attend)(cache, drawn(1, heads=1)[:batch], 0)
-    np.testing.assert_array_equal(found[:, 0, 0], cache.values.read()[:, 0, 0])
+    result = quick(KVCache.attend)(cache, drawn(1, heads=1)[:batch], 0)
+    np.testing.assert_array_equal(result[:, 0, 0], cache.values.read()[:, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -157,11 +157,11 @@ def test_a_position_for_each_sequence(options, tokens):
     before, new = (drawn(5), drawn(5, seed=1)), (drawn(tokens, seed=2), drawn(tokens, seed=3))
     query, positions = drawn(tokens, heads=3 * HEADS, seed=4), jnp.array([1, 4])
     run = quick(lambda cache, at: (c := cache.append(*new, at), c.attend(query, at)))
-    cache, found = run(empty(**options).append(*before, 0), positions)
+    cache, result = run(empty(**options).append(*before, 0), positions)
     for sequence, position in enumerate((1, 4)):
-        own, expected = run(empty(**options).append(*before, 0), position)
-        np.testing.assert_allclose(found[sequence], expected[sequence], atol=1e-6)
-        np.testing.assert_array_equal(cache.keys.read()[sequence], own.keys.read()[sequence])
+        each, expected = run(empty(**options).append(*before, 0), position)
+        np.testing.assert_allclose(result[sequence], expected[sequence], atol=1e-6)
+        np.testing.assert_array_equal(cache.keys.read()[sequence], each.keys.read()[sequence])
 
 
 @pytest.mark.parametrize(
@@ -224,14 +224,14 @@ def test_keys_of_another_shape_are_refused():
 
 def test_queries_that_cannot_be_answered():
     cache, query = KVCache.zeros(2, 4, 2, 64, format="mxfp4"), jnp.ones((2, 1, 4, 64))
-    for given, options, text in (
+    for arguments, options, text in (
         (query[..., :32], {}, r"query.shape=\(2, 1, 4, 32\).*keys.shape=\(2, 2, 4, 64\)"),
         (query.astype(jnp.int32), {}, "query.dtype=int32"),
         (query[0], {}, r"as \[batch, tokens, heads, features\], got query.shape=\(1, 4, 64\)"),
         (query, {"length": 2}, "got length=2, position=2, tokens=1; leave length out"),
     ):
         with pytest.raises(ValueError, match=text):
-            cache.attend(given, 2, **options)
+            cache.attend(arguments, 2, **options)
     with pytest.raises(ValueError, match=r"got keys.shape=\(2, 64\)"):
         cache.append(query[:, 0, 0], query, 0)
     assert cache.attend(query, 2, length=3).shape == query.shape
@@ -252,19 +252,19 @@ def two_steps(cache, keys, values, query):
 def test_explicit_axes(format: str | None, held_along: P, heads_along: str | None):
     """The cache stays where it is, queries where they are; its bits are those of one device."""
     rng, heads = np.random.default_rng(0), (2, 2, 4)
-    given = [rng.standard_normal((4, 4, each, 64)).astype(np.float32) for each in heads]
+    arguments = [rng.standard_normal((4, 4, each, 64)).astype(np.float32) for each in heads]
     cache = KVCache.zeros(4, 8, 2, 64, format=format)
-    alone, expected = jax.jit(two_steps)(cache, *given)
+    alone, expected = jax.jit(two_steps)(cache, *arguments)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
         along = NamedSharding(mesh, P("data", None, heads_along, None))
         rows = NamedSharding(mesh, P(*held_along, *[None] * (4 - len(held_along))))
-        placed = [jax.device_put(x, along) for x in given]
-        held, found = jax.jit(two_steps)(jax.device_put(cache, rows), *placed)
-        assert jax.typeof(found).sharding.spec == along.spec
+        placed = [jax.device_put(x, along) for x in arguments]
+        held, result = jax.jit(two_steps)(jax.device_put(cache, rows), *placed)
+        assert jax.typeof(result).sharding.spec == along.spec
         assert jax.typeof(held.keys.codes).sharding.spec == rows.spec
     jax.tree.map(np.testing.assert_array_equal, held, alone)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("format", [None, "mxfp4", "nvfp4"])
@@ -272,15 +272,16 @@ def test_explicit_axes(format: str | None, held_along: P, heads_along: str | Non
 def test_devices_that_share_sequences_and_heads_exchange_nothing(format: str | None, each: bool):
     """On automatic axes, with a position for all sequences or for each."""
     rng, specs = np.random.default_rng(0), (P("data", None, "model"),) * 3
-    given = [rng.standard_normal((4, 1, heads, 64)).astype(np.float32) for heads in (2, 2, 4)]
+    arguments = [rng.standard_normal((4, 1, heads, 64)).astype(np.float32) for heads in (2, 2, 4)]
     position = np.array([3, 0, 5, 7]) if each else 3
     step = jax.jit(lambda cache, k, v, q, at: (c := cache.append(k, v, at), c.attend(q, at)))
     cache = KVCache.zeros(4, 8, 2, 64, format=format)
-    expected = step(cache, *given, position)
+    expected = step(cache, *arguments, position)
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     held = jax.device_put(cache, NamedSharding(mesh, P("data", "model")))
     placed = [
-        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)
+        jax.device_put(x, NamedSharding(mesh, spec))
+        for x, spec in zip(arguments, specs, strict=True)
     ]
     program = step.lower(held, *placed, position).compile()
     assert not collectives(program.as_text())

@@ -14,7 +14,7 @@ from flax import nnx
 from mx_jax import convert, recipes
 from mx_jax.nn import linen
 from mx_jax.nn import nnx as ours
-from mx_jax.nn.layers import layer_key
+from mx_jax.nn.linen import layer_key
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
 
@@ -87,9 +87,9 @@ class Draws(flax_nn.Module):
         def key() -> jax.Array:
             if not self.is_ours:
                 return self.make_rng(stream)
-            own = layer_key(self, RECIPE, stream)
-            assert own is not None
-            return own.get()
+            ours = layer_key(self, RECIPE, stream)
+            assert ours is not None
+            return ours.get()
 
         return [jax.random.bits(key()) for _ in range(2)]
 
@@ -107,8 +107,8 @@ class Nested(flax_nn.Module):
 def test_a_layers_keys_are_those_of_make_rng(make: Any, streams: tuple[str, ...]):
     rngs = {name: make(number) for number, name in enumerate(streams)}
     for run in (lambda apply: apply, jax.jit):
-        found, expected = (
-            run(lambda own=own: Nested(own).apply({}, "quantize", rngs=rngs))()
-            for own in (True, False)
+        result, expected = (
+            run(lambda ours=ours: Nested(ours).apply({}, "quantize", rngs=rngs))()
+            for ours in (True, False)
         )
-        assert found == expected and len(set(map(int, jax.tree.leaves(found)))) == 4
+        assert result == expected and len(set(map(int, jax.tree.leaves(result)))) == 4

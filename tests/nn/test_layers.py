@@ -233,8 +233,8 @@ def test_einsum_subscripts():
 def test_nnx_draws_anew_at_every_call(case: Case):
     first, second = (Nnx().build(case, stochastic()) for _ in range(2))
     call, x = flax_nnx.jit(lambda layer, x: layer(x)), case.drawn()
-    once, twice = call(first, x), call(first, x)
-    assert not np.array_equal(once, twice)
+    once, calls = call(first, x), call(first, x)
+    assert not np.array_equal(once, calls)
     assert_bitwise_equal(call(second, x), once)
 
 

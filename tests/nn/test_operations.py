@@ -33,8 +33,8 @@ def test_errors(name: str):
     missing = f"^{name}: recipe 'stochastic' draws random bits and needs the 'quantize' stream"
     with pytest.raises(ValueError, match=missing):
         in_linen(stochastic()).apply({}, X, X)
-    for rngs, found in ((None, "no rngs"), (flax_nnx.Rngs(0), "rngs with 'default'")):
-        with pytest.raises(ValueError, match=f"{missing}, got {re.escape(found)}"):
+    for rngs, result in ((None, "no rngs"), (flax_nnx.Rngs(0), "rngs with 'default'")):
+        with pytest.raises(ValueError, match=f"{missing}, got {re.escape(result)}"):
             in_nnx(stochastic(), rngs=rngs)
     assert in_nnx("mxfp8").stream is None
 

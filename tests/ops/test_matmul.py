@@ -60,8 +60,8 @@ def test_mxfp4_is_the_product_of_casts(rng: np.random.Generator):
         quantize = functools.partial(mx_jax.quantize, format=spec.format, scale_rule="even")
         axes = [(-1, max(rhs.ndim - 2, 0)) for _, rhs in pairs]
         return [
-            tuple(quantize(x, axis=axis) for x, axis in zip(pair, own, strict=True))
-            for pair, own in zip(pairs, axes, strict=True)
+            tuple(quantize(x, axis=axis) for x, axis in zip(pair, each, strict=True))
+            for pair, each in zip(pairs, axes, strict=True)
         ]
 
     for index, actual, operands in zip(picked, run(pairs), cast(pairs), strict=True):
@@ -124,7 +124,7 @@ def test_concrete_operands_are_one_program(monkeypatch: pytest.MonkeyPatch):
     def refuse(*_: object) -> None:
         raise AssertionError("differentiated")
 
-    monkeypatch.setattr(product, "differentiable", refuse)
+    monkeypatch.setattr(product, "_differentiable", refuse)
     x, w = jnp.ones((4, 64)), jnp.ones((64, 8))
     assert (mx_jax.matmul(x, w, recipe="mxfp8") == 64).all()
     with pytest.raises(AssertionError, match="differentiated"):

@@ -44,12 +44,12 @@ def test_codes_are_used_as_they_are(x: np.ndarray, w: np.ndarray, sides: str):
     """MXINT8 codes go into an MXFP4 product unchanged; the other operand becomes MXFP4."""
     left, right = mx_jax.quantize(x, "mxint8"), mx_jax.quantize(w, "mxint8", axis=0)
     if sides == "lhs":
-        given, used = (left, w), (left, as_mxfp4(w, 0))
+        arguments, used = (left, w), (left, as_mxfp4(w, 0))
     elif sides == "rhs":
-        given, used = (x, right), (as_mxfp4(x, 1), right)
+        arguments, used = (x, right), (as_mxfp4(x, 1), right)
     else:
-        given = used = (left, right)
-    assert_bitwise_equal(mx_jax.matmul(*given, recipe=MXFP4), product(*used))
+        arguments = used = (left, right)
+    assert_bitwise_equal(mx_jax.matmul(*arguments, recipe=MXFP4), product(*used))
 
 
 @pytest.mark.parametrize("name", ["high_precision", "weight_only"])

@@ -149,17 +149,17 @@ def test_packed_panels_of_any_kind(format: BlockFormat, lhs: str):
 def test_a_transposed_weight_is_packed_as_it_was(format: str):
     """`[out, in]`, as others store it, becomes the kernel `[in, out]` without moving a byte."""
     stored = mx_jax.quantize(draw(48, 64), format, axis=1)
-    kernel, turned = pack(stored.T), pack(stored).T
-    assert isinstance(turned, PackedMXArray) and turned.shape == kernel.shape == (64, 48)
-    assert turned.blocks == kernel.blocks and turned.mT.shape == (48, 64)
-    for one, other in zip(jax.tree.leaves(turned), jax.tree.leaves(pack(stored)), strict=True):
+    kernel, transposed = pack(stored.T), pack(stored).T
+    assert isinstance(transposed, PackedMXArray) and transposed.shape == kernel.shape == (64, 48)
+    assert transposed.blocks == kernel.blocks and transposed.mT.shape == (48, 64)
+    for one, other in zip(jax.tree.leaves(transposed), jax.tree.leaves(pack(stored)), strict=True):
         assert one is not None and one.shape == other.shape
-    assert_bitwise_equal(turned.unpack().codes, stored.T.codes, what="codes")
-    assert_bitwise_equal(turned.T.unpack().codes, stored.codes, what="codes")
+    assert_bitwise_equal(transposed.unpack().codes, stored.T.codes, what="codes")
+    assert_bitwise_equal(transposed.T.unpack().codes, stored.codes, what="codes")
     recipe, x = recipes.weight_only(format), draw(3, 64, seed=1)
     product = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=recipe))
-    assert num_calls(product, x, turned) == num_calls(product, x, kernel) == 1
-    assert_bitwise_equal(product(x, turned), product(x, kernel), what="product")
+    assert num_calls(product, x, transposed) == num_calls(product, x, kernel) == 1
+    assert_bitwise_equal(product(x, transposed), product(x, kernel), what="product")
 
 
 @needs_library
@@ -167,9 +167,11 @@ def test_axes_that_are_no_whole_group_are_unpacked_to_be_permuted():
     stored = mx_jax.quantize(draw(2, 5, 32, 64), "mxfp4", axis=-1)
     packed = mx_jax.pack_weights(stored, num_batch=1)
     assert isinstance(packed, PackedMXArray)
-    turned = packed.transpose(0, 3, 1, 2)
-    assert isinstance(turned, PackedMXArray) and turned.shape == (2, 64, 5, 32)
-    assert_bitwise_equal(turned.unpack().codes, stored.transpose(0, 3, 1, 2).codes, what="codes")
+    transposed = packed.transpose(0, 3, 1, 2)
+    assert isinstance(transposed, PackedMXArray) and transposed.shape == (2, 64, 5, 32)
+    assert_bitwise_equal(
+        transposed.unpack().codes, stored.transpose(0, 3, 1, 2).codes, what="codes"
+    )
     for permuted, expected in ((packed.mT, stored.mT), (packed.T, stored.T)):
         assert isinstance(permuted, mx_jax.MXArray)
         assert_bitwise_equal(permuted.codes, expected.codes, what="codes")
@@ -324,10 +326,10 @@ def test_rows_are_taken_from_packed_weights(format: str):
     x = mx_jax.quantize(draw(70, 40), format)
     packed, indices = pack(x, contracting=1), jnp.asarray([[0, 69, 31], [32, 32, 80]])
     assert packed.takes
-    taken = quick(PackedMXArray.take)(packed, indices)
-    assert taken.shape == (2, 3, 40) and taken.format == x.format
+    looked_up = quick(PackedMXArray.take)(packed, indices)
+    assert looked_up.shape == (2, 3, 40) and looked_up.format == x.format
     values = np.asarray(x.dequantize())
-    np.testing.assert_array_equal(taken.dequantize(), values[np.minimum(indices, 69)])
+    np.testing.assert_array_equal(looked_up.dequantize(), values[np.minimum(indices, 69)])
     # Only the panels of these rows are unpacked.
     shapes = jax.make_jaxpr(lambda packed: packed.take(indices).codes)(packed)
     assert "u8[70,40]" not in str(shapes) and "u8[96,64]" not in str(shapes)
@@ -375,20 +377,20 @@ def test_any_product_of_weights(format: str):
         return mx_jax.einsum(subscripts, x, w, recipe=recipe)
 
     for subscripts, x, w, axes, num_batch in PRODUCTS:
-        own, left = recipes.weight_only(format), draw(*x, seed=1)
-        kernel = stored(draw(*w), own, axes, num_batch)
+        each, left = recipes.weight_only(format), draw(*x, seed=1)
+        kernel = stored(draw(*w), each, axes, num_batch)
         contracting = tuple(axis + num_batch for axis in axes)
         packed = pack(kernel, contracting=contracting, num_batch=num_batch)
         assert_bitwise_equal(packed.unpack().codes, kernel.codes, what=subscripts)
         assert_bitwise_equal(packed.unpack().scales, kernel.scales, what=subscripts)
-        for recipe in (own, recipes.float8_rowwise()) if whole else (own,):
+        for recipe in (each, recipes.float8_rowwise()) if whole else (each,):
             compiled = jax.jit(product, static_argnums=(0, 3))
             text = compiled.lower(subscripts, left, packed, recipe).as_text()
             assert text.count(f"@{products.PACKED_MATMUL}(") == 1, subscripts
-            found = compiled(subscripts, left, packed, recipe)
+            result = compiled(subscripts, left, packed, recipe)
             if not whole:
                 expected = compiled(subscripts, left, kernel, recipe)
-                assert_bitwise_equal(found, expected, what=subscripts)
+                assert_bitwise_equal(result, expected, what=subscripts)
                 continue
             lhs = left
             if recipe.output.lhs is not None:  # as it quantizes weights
@@ -396,7 +398,7 @@ def test_any_product_of_weights(format: str):
                 lhs = stored(left, recipe, k, 0).dequantize()
             both = np.asarray(lhs, np.float64), np.asarray(kernel.dequantize(), np.float64)
             size = np.einsum(subscripts, *map(np.abs, both))
-            error = np.abs(np.asarray(found, np.float64) - np.einsum(subscripts, *both))
+            error = np.abs(np.asarray(result, np.float64) - np.einsum(subscripts, *both))
             assert (error <= 2.0**-21 * size).all(), (subscripts, recipe.name, (error / size).max())
 
 
@@ -409,9 +411,9 @@ def test_special_values():
     kernel = dataclasses.replace(kernel, codes=kernel.codes.at[1, 5].set(0x7F))
     recipe = recipes.weight_only(ROWS)
     x = jnp.full((1, 64), 1e6)
-    found = np.asarray(mx_jax.matmul(x, pack(kernel.T), recipe=recipe))[0]
-    np.testing.assert_allclose(found[[0, 2]], [64e-4, 64e36], rtol=1e-6)
-    assert np.isnan(found[1])
+    result = np.asarray(mx_jax.matmul(x, pack(kernel.T), recipe=recipe))[0]
+    np.testing.assert_allclose(result[[0, 2]], [64e-4, 64e36], rtol=1e-6)
+    assert np.isnan(result[1])
 
 
 @needs_library

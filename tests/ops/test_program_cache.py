@@ -52,7 +52,7 @@ def test_programs_of_equal_shapes_and_other_formats_are_kept_apart(programs: Pat
         for format in formats:
             jax.tree.map(np.testing.assert_array_equal, run(format), expected[format])
         kept = len([*programs.glob("*-cache")])
-        found = sum("cache_hits" in name for name in hits)
+        result = sum("cache_hits" in name for name in hits)
         # Small programs, such as a transpose, may be the same for several formats.
-        assert found >= 4 if again else kept >= 4, (found, kept)
+        assert result >= 4 if again else kept >= 4, (result, kept)
         hits.clear()

@@ -45,10 +45,10 @@ def losses(multiply):
     return run(W)
 
 
-def distance(found, wanted):
+def distance(result, wanted):
     return [
         float(jnp.linalg.norm(a - b) / jnp.linalg.norm(b))
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(result, wanted, strict=True)
     ]
 
 
@@ -82,8 +82,8 @@ MULTIPLY = {
 )
 def test_derivatives_of_gradients_are_near_those_of_float32(way, recipe):
     multiply = MULTIPLY[way]
-    found, wanted = losses(multiply(recipe)), losses(jnp.matmul)
-    assert all(0 < each < 0.1 for each in distance(found, wanted))
+    result, wanted = losses(multiply(recipe)), losses(jnp.matmul)
+    assert all(0 < each < 0.1 for each in distance(result, wanted))
 
 
 def test_ragged_gradients_are_differentiated():
@@ -101,19 +101,19 @@ def test_ragged_gradients_are_differentiated():
             return (jnp.tanh(multiply(x, w)) ** 2).sum()
 
         def run(x, w):
-            found = []
+            result = []
             for first in (0, 1):
                 slope = jax.grad(loss, first)
-                found += jax.grad(lambda x, w, slope=slope: (slope(x, w) ** 2).sum(), (0, 1))(x, w)
-                found.append(jax.jvp(slope, (x, w), (x, V))[1])
-            return [*found, jax.jacrev(jax.grad(loss, 1))(x, w)[0, :2]]
+                result += jax.grad(lambda x, w, slope=slope: (slope(x, w) ** 2).sum(), (0, 1))(x, w)
+                result.append(jax.jvp(slope, (x, w), (x, V))[1])
+            return [*result, jax.jacrev(jax.grad(loss, 1))(x, w)[0, :2]]
 
         return quick(run)(X, W)
 
     wanted = slopes(dense)
     for recipe in ("mxfp8", "float8_rowwise"):
-        found = slopes(functools.partial(few, recipe=recipe))
-        assert all(0 < each < 0.2 for each in distance(found, wanted)), recipe
+        result = slopes(functools.partial(few, recipe=recipe))
+        assert all(0 < each < 0.2 for each in distance(result, wanted)), recipe
 
 
 def test_the_derivative_of_a_weight_only_gradient():
@@ -123,9 +123,9 @@ def test_the_derivative_of_a_weight_only_gradient():
         loss = jax.grad(lambda x: (jnp.tanh(multiply(x)) ** 2).sum())
         return quick(lambda x: jax.jvp(loss, (x,), (jnp.ones_like(x),))[1])(X)
 
-    found = hvp(lambda x: mx_jax.matmul(x, w, recipe="mxfp4"))
+    result = hvp(lambda x: mx_jax.matmul(x, w, recipe="mxfp4"))
     values = hvp(lambda x: x @ w.dequantize())
-    assert 0 < float(jnp.linalg.norm(found - values) / jnp.linalg.norm(values)) < 0.5
+    assert 0 < float(jnp.linalg.norm(result - values) / jnp.linalg.norm(values)) < 0.5
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "float8_rowwise", "mxfp4_hadamard"])
@@ -143,12 +143,12 @@ def test_what_formats_hold_is_differentiated_exactly(recipe):
         return quick(lambda w, x: (jax.grad(slope)(w), jax.grad(other)(x)))(w, x)
 
     kwargs = {"key": KEYS[3]} if recipe == "mxfp4_hadamard" else {}
-    for found, wanted in zip(
+    for result, wanted in zip(
         mixed(lambda x, w: mx_jax.matmul(x, w, recipe=recipe, **kwargs)),
         mixed(lambda x, w: jnp.matmul(x, w, precision="highest")),
         strict=True,
     ):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(result, wanted, rtol=1e-5, atol=1e-5)
 
 
 QUANTIZED = dataclasses.replace(recipes.mxfp8(), residuals="quantized")
@@ -171,7 +171,7 @@ def test_gradients_mapped_twice_are_differentiated():
         return (jax.vmap(jax.vmap(jax.grad(loss), (0, None)), (None, 0))(x, w) ** 2).sum()
 
     def one_by_one(x):
-        return sum((jax.grad(loss)(rows, own) ** 2).sum() for rows in x for own in w)
+        return sum((jax.grad(loss)(rows, part) ** 2).sum() for rows in x for part in w)
 
-    found, expected = (quick(jax.grad(each))(x) for each in (mapped, one_by_one))
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    result, expected = (quick(jax.grad(each))(x) for each in (mapped, one_by_one))
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)

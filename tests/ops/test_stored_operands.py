@@ -149,9 +149,9 @@ def test_saved_codes_of_a_product_in_high_precision_have_the_operand_s_dtype():
     def gradients(x, w, g):
         return jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=recipe), x, w)[1](g)
 
-    found = factors(jax.make_jaxpr(gradients)(x, x, x).jaxpr)
+    result = factors(jax.make_jaxpr(gradients)(x, x, x).jaxpr)
     # The forward product's own are float32: what plain JAX makes of quantized operands.
-    assert sorted(found - {("float32", "float32")}) == [("bfloat16", "bfloat16")]
+    assert sorted(result - {("float32", "float32")}) == [("bfloat16", "bfloat16")]
 
 
 def factors(jaxpr: Any) -> set[tuple[str, ...]]:

@@ -76,7 +76,7 @@ def products_of_groups(spec, lefts, rights):
         lefts, rights = ([transform(x, spec.transform) for x in s] for s in (lefts, rights))
     pairs = zip(cast_groups(lefts, spec.lhs), cast_groups(rights, spec.rhs), strict=True)
     for a, b in pairs:
-        prescales = math.prod(own.prescale for own in (spec.lhs, spec.rhs) if own is not None)
+        prescales = math.prod(each.prescale for each in (spec.lhs, spec.rhs) if each is not None)
         yield a @ b.T / prescales, np.abs(a) @ np.abs(b).T / prescales
 
 
@@ -135,13 +135,13 @@ def draw(rng, group_sizes, m=SIZE, k=SIZE, n=SIZE, integers=False):
 def uniform(spec, gradient=None, hadamard=None, **fields) -> Recipe:
     output = MatmulSpec(lhs=spec, rhs=spec, transform=hadamard)
     backward = MatmulSpec(lhs=gradient or spec, rhs=spec, transform=hadamard)
-    given = {
+    arguments = {
         "output": output,
         "grad_input": backward,
         "grad_weight": backward,
         "residuals": Residuals.PRIMAL,
     }
-    return Recipe(name="uniform", **(given | fields))
+    return Recipe(name="uniform", **(arguments | fields))
 
 
 def block(format, kept, contracting):

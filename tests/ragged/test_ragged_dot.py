@@ -263,8 +263,8 @@ def test_sizes_beyond_the_rows_are_cut_off(sizes, rng: np.random.Generator):
     """Whatever their dtype, traced or not: no sum and no narrowing wraps around."""
     lhs, rhs, _, g = draw(rng)
     expected = compiled(lhs, rhs, np.array([5, 7, 0], np.int32), g)
-    given = jnp.asarray(sizes)
-    for actual in (compiled(lhs, rhs, given, g), products(lhs, rhs, given, g)):
+    arguments = jnp.asarray(sizes)
+    for actual in (compiled(lhs, rhs, arguments, g), products(lhs, rhs, arguments, g)):
         assert_all_close(actual, expected)
 
 

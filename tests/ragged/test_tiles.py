@@ -69,8 +69,8 @@ def test_as_the_reference(recipe, sizes, rng: np.random.Generator):
     actual = products(recipe)(*operands)
     expected = products(recipe, "reference")(*operands)
     # Sums of at most 80 products of magnitude 10 or so, in another order.
-    for found, wanted in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
+    for result, wanted in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(result, wanted, rtol=0, atol=1e-4)
     rows = sum(sizes)
     assert not actual[0][rows:].any() and not actual[1][rows:].any()
 
@@ -99,13 +99,13 @@ def test_what_runs_is_the_handler_as_often_as_there_are_tiles(rng: np.random.Gen
     text = jax.jit(product).lower(lhs, rhs, np.array(SIZES["nothing"], np.int32)).as_text()
     assert "mx_jax_cpu_matmul" in text and "stablehlo.while" in text
     assert not re.search(r"ragged_dot|dot_general", text)
-    told = mx_jax.inspect.explain(product, lhs, rhs, np.array(SIZES["nothing"], np.int32))
+    reported = mx_jax.inspect.explain(product, lhs, rhs, np.array(SIZES["nothing"], np.int32))
     assert (
         "ragged product mxfp4 [80, 64] x mxfp4 [4, 64, 48], 4 groups, to float32 -> cpu_ffi"
-    ) in str(told)
+    ) in str(reported)
     run = functools.partial(ragged_dot, recipe=SQUARE)
-    told = mx_jax.inspect.explain(run, lhs, rhs, np.array(SIZES["nothing"], np.int32))
-    assert "multiplies groups whose blocks have one row, got lhs=mxfp4_2d" in str(told)
+    reported = mx_jax.inspect.explain(run, lhs, rhs, np.array(SIZES["nothing"], np.int32))
+    assert "multiplies groups whose blocks have one row, got lhs=mxfp4_2d" in str(reported)
 
 
 def test_nothing_of_a_group_reaches_another(rng: np.random.Generator):
@@ -115,10 +115,10 @@ def test_nothing_of_a_group_reaches_another(rng: np.random.Generator):
     spoilt = rhs.copy(), g.copy()
     spoilt[0][2], spoilt[1][5:45] = np.nan, np.nan
     actual = products("mxfp8")(lhs, *spoilt, sizes)
-    for found, wanted, axis in zip(actual, expected, (M, M, GROUPS), strict=True):
+    for result, wanted, axis in zip(actual, expected, (M, M, GROUPS), strict=True):
         others = np.r_[0:5, 45:M] if axis == M else np.r_[0, 1, 3]
-        assert_bitwise_equal(found[others], wanted[others], what="other groups")
-        assert np.isnan(np.delete(np.asarray(found), others, 0)).all()
+        assert_bitwise_equal(result[others], wanted[others], what="other groups")
+        assert np.isnan(np.delete(np.asarray(result), others, 0)).all()
 
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
@@ -134,8 +134,8 @@ def test_packed_experts_give_the_same_bits(format, rng: np.random.Generator):
         return y, *vjp(g)
 
     assert "mx_jax_cpu_matmul_packed" in jax.jit(two).lower(lhs, packed).as_text()
-    for found, wanted in zip(quick(two)(lhs, packed), quick(two)(lhs, stored), strict=True):
-        assert_bitwise_equal(found, wanted, what="of packed experts")
+    for result, wanted in zip(quick(two)(lhs, packed), quick(two)(lhs, stored), strict=True):
+        assert_bitwise_equal(result, wanted, what="of packed experts")
 
 
 def test_packed_experts_that_do_not_serve_say_so(rng: np.random.Generator):
@@ -144,7 +144,7 @@ def test_packed_experts_that_do_not_serve_say_so(rng: np.random.Generator):
     sizes, recipe = np.array(SIZES["within tiles"], np.int32), recipes.weight_only("mxfp4")
 
     def product(w):
-        return jax.eval_shape(lambda w: ragged_dot(lhs, w, sizes, recipe=recipe), w)
+        return jax.jit(lambda w: ragged_dot(lhs, w, sizes, recipe=recipe)).lower(w)
 
     packed = mx_jax.pack_weights(stored, contracting=1, num_batch=1)
     with (

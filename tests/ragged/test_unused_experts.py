@@ -78,14 +78,14 @@ def test_mapped_and_differentiated():
         return jnp.sum(jax.grad(loss)(x, w, sizes) ** 2)
 
     with mx_jax.only_backend("reference"):
-        found = jax.jit(jax.vmap(jax.grad(loss), (None, 0, 0)))(X, w, sizes)
+        result = jax.jit(jax.vmap(jax.grad(loss), (None, 0, 0)))(X, w, sizes)
         recipe = dataclasses.replace(recipes.mxfp8(), residuals="primal")
         loss = lambda x, w, sizes: jnp.sum(  # noqa: E731
             jnp.tanh(ragged_dot(x, w, sizes, recipe=recipe)) ** 2
         )
         again = jax.jit(jax.grad(penalty))(X, w[0], SIZES)
-    assert jnp.isfinite(found).all() and jnp.isfinite(again).all()
-    assert jnp.abs(found[:, :10]).max(-1).all() and jnp.abs(again[:10]).max(-1).all()
+    assert jnp.isfinite(result).all() and jnp.isfinite(again).all()
+    assert jnp.abs(result[:, :10]).max(-1).all() and jnp.abs(again[:10]).max(-1).all()
 
 
 def test_experts_on_several_devices():
@@ -107,6 +107,6 @@ def test_experts_on_several_devices():
         return y, *gradients
 
     with mx_jax.only_backend("reference"):
-        found = products(x.at[7::8].set(np.nan), w.at[3].set(np.nan))
-        for actual, wanted in zip(found, products(x, w), strict=True):
+        result = products(x.at[7::8].set(np.nan), w.at[3].set(np.nan))
+        for actual, wanted in zip(result, products(x, w), strict=True):
             np.testing.assert_array_equal(actual, wanted)

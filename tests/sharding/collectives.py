@@ -99,9 +99,9 @@ def collectives(program: str) -> list[Exchange]:
 def gathered(program: str, dtype: str | None = None) -> int:
     """Bytes that each device gets from all-gathers, of one dtype or of all."""
     return sum(
-        found.nbytes
-        for found in collectives(program)
-        if found.kind == "all-gather" and dtype in (None, found.dtype)
+        exchange.nbytes
+        for exchange in collectives(program)
+        if exchange.kind == "all-gather" and dtype in (None, exchange.dtype)
     )
 
 
@@ -113,8 +113,8 @@ def partitioned(lowered: Any) -> str:
         # What a cache of programs answers is not compiled, and leaves no file.
         with compilation_cache_off():
             lowered.compile(compiler_options=dump | {"xla_backend_optimization_level": 0})
-        (found,) = Path(folder).glob("*.after_spmd-partitioning.*.txt")
-        return found.read_text()
+        (path,) = Path(folder).glob("*.after_spmd-partitioning.*.txt")
+        return path.read_text()
 
 
 def received(program: str, devices: int) -> Counter[tuple[str, str]]:
@@ -128,7 +128,7 @@ def received(program: str, devices: int) -> Counter[tuple[str, str]]:
       program: a module, after partitioning.
       devices: of groups that are not told.
     """
-    found = Counter[tuple[str, str]]()
+    nbytes = Counter[tuple[str, str]]()
     for name, result, kind, started, rest in _LINE.findall(program):
         n = _group_size(rest) or devices
         arrays = _ARRAY.findall(result)
@@ -140,19 +140,19 @@ def received(program: str, devices: int) -> Counter[tuple[str, str]]:
         for dtype, shape in arrays:
             bits = _BITS.get(dtype) or int(re.sub(r"\D", "", dtype))
             whole = math.prod(int(size) for size in shape.split(",") if size) * bits // 8
-            found[kind, dtype] += round(_lacking(kind, n) * whole / part)
-    return found
+            nbytes[kind, dtype] += round(_lacking(kind, n) * whole / part)
+    return nbytes
 
 
 def _group_size(attributes: str) -> int | None:
     """How many devices exchange with each other; None: all."""
-    if found := _LISTED.search(attributes):
-        return found[1].count(",") + 1
-    if found := _IOTA.search(attributes):
-        return int(found[1])
-    if found := _MESH.search(attributes):
-        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", found[1])}
-        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", found[2])
+    if match := _LISTED.search(attributes):
+        return match[1].count(",") + 1
+    if match := _IOTA.search(attributes):
+        return int(match[1])
+    if match := _MESH.search(attributes):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
+        parts = re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", match[2])
         return math.prod(int(part) if part else sizes[name] for name, part in parts)
     return None
 

@@ -39,7 +39,7 @@ def step(axes: tuple[int | None, int | None]) -> Any:
     return with_gradients(jax.vmap(product, axes))
 
 
-def turned(x: jax.Array, w: jax.Array) -> jax.Array:
+def k_first_in_batch(x: jax.Array, w: jax.Array) -> jax.Array:
     """Batched in a product that has a batch, and contracts first axes."""
     numbers = (((1,), (1,)), ((0,), (0,)))
     return mx_jax.dot_general(x, w, numbers, recipe=MXFP4)
@@ -73,8 +73,8 @@ def test_codes_move(
     assert gathered(text, "u8") == gathered(text) == moved
     with mx_jax.only_backend("reference"):
         expected = jax.jit(run, compiler_options=OPTIONS)(*map(np.asarray, operands))
-    for own, whole in zip(compiled(*operands), expected, strict=True):
-        np.testing.assert_allclose(own, whole, rtol=1e-5, atol=1e-4)
+    for actual, whole in zip(compiled(*operands), expected, strict=True):
+        np.testing.assert_allclose(actual, whole, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0), (2, 3)], ids=str)
@@ -85,7 +85,7 @@ def test_batches_of_batches(axes: tuple[int | None, int | None], mesh: Mesh):
         array if axis is None else jnp.stack([array, -array, 2 * array], axis)
         for array, axis in zip((x, w), axes, strict=True)
     )
-    run = jax.vmap(turned, axes)
+    run = jax.vmap(k_first_in_batch, axes)
     expected = run(x, w)
     with jax.set_mesh(mesh):
         assert_bitwise_equal(jax.jit(run, compiler_options=OPTIONS)(x, w), expected)

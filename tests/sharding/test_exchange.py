@@ -47,7 +47,7 @@ def test_what_arrives(format: str, mesh: Mesh, tokens: Any):
     wanted = jnp.swapaxes(wanted[0], 0, 1).reshape(DEVICES**2, 1, CAPACITY, FEATURES)
     assert_bitwise_equal(moved.dequantize(), wanted)
     # Codes at their real width, and their scales.
-    nbytes = {found.dtype: found.nbytes for found in collectives(text)}
+    nbytes = {exchange.dtype: exchange.nbytes for exchange in collectives(text)}
     assert nbytes == {"u8": x.size // DEVICES * x.format.bits_per_element / 8}
 
 

@@ -93,9 +93,9 @@ def test_one_device_gives_the_same(recipe: Any, check_vma: bool, mesh: Mesh, arr
         return mx_jax.ragged_dot(rows, w, sizes, recipe=recipe)
 
     order = by_expert(SIZES)
-    given = x, w, g, SIZES.reshape(-1)
-    program = on_devices(mesh, step(ours), check_vma).lower(*given).compile()
-    y, dx, dw = map(np.asarray, program(*given))
+    operands = x, w, g, SIZES.reshape(-1)
+    program = on_devices(mesh, step(ours), check_vma).lower(*operands).compile()
+    y, dx, dw = map(np.asarray, program(*operands))
     wanted = map(np.asarray, quick(step(alone))(x[order], w, g[order], SIZES.sum(0)))
     for one, other in zip((y[order], dx[order], dw), wanted, strict=True):
         assert_bitwise_equal(one + 0.0, other + 0.0)
@@ -103,9 +103,9 @@ def test_one_device_gives_the_same(recipe: Any, check_vma: bool, mesh: Mesh, arr
     assert len(unused) and not y[unused].any() and not dx[unused].any()
     # A row's codes and scales are bytes side by side. y, its cotangent and dx move as values.
     bits = recipe.output.lhs.format.bits_per_element
-    found = [c for c in collectives(program.as_text()) if c.kind == "all-to-all"]
+    exchanges = [c for c in collectives(program.as_text()) if c.kind == "all-to-all"]
     # Of one turn, in which a device sends no more rows than it has.
-    assert {c.dtype: c.nbytes for c in found} == {
+    assert {c.dtype: c.nbytes for c in exchanges} == {
         "u8": ROWS * FEATURES * bits / 8,
         "f32": 4 * ROWS * (2 * UNITS + FEATURES),
     }
@@ -168,11 +168,11 @@ def test_there_and_back(
             [x[d * ROWS + starts[d, e] :][: kept[d, e]] for d in range(DEVICES)]
             for e in range(EXPERTS)
         ]
-        own = EXPERTS // DEVICES
-        for d, found in enumerate(np.split(rows, DEVICES)):
-            wanted = np.concatenate([*itertools.chain(*pieces[d * own : (d + 1) * own])])
-            np.testing.assert_array_equal(found[: len(wanted)], wanted)
-            assert not found[len(wanted) :].any()
+        each = EXPERTS // DEVICES
+        for d, arrived_rows in enumerate(np.split(rows, DEVICES)):
+            wanted = np.concatenate([*itertools.chain(*pieces[d * each : (d + 1) * each])])
+            np.testing.assert_array_equal(arrived_rows[: len(wanted)], wanted)
+            assert not arrived_rows[len(wanted) :].any()
         sent = np.concatenate([*itertools.chain(*pieces)])
         np.testing.assert_array_equal(back, np.where(np.isin(x, sent), x, 0))
 
@@ -239,8 +239,8 @@ def test_turns_are_as_many_as_rows_need(capacity: int | None, loops: bool, mesh:
     x = np.arange(1.0, DEVICES * ROWS + 1, dtype=np.float32)[:, None]
     even = np.full_like(SIZES, ROWS // EXPERTS)
     for sizes, most in ((even, ROWS // DEVICES), (SIZES, ROWS), (0 * even, 0)):
-        _, found = program(x, sizes.reshape(-1))
-        np.testing.assert_array_equal(found, min(most, capacity or ROWS))
+        _, moved = program(x, sizes.reshape(-1))
+        np.testing.assert_array_equal(moved, min(most, capacity or ROWS))
     traced = program.trace(x, even.reshape(-1))
     assert ("while[" in str(traced.jaxpr)) is loops
     text = traced.lower().compile().as_text()

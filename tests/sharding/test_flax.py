@@ -82,14 +82,14 @@ def test_linen(ours: bool, boxed: bool, mesh, x):
     variables = quick(model.init)(jax.random.key(0), x)
     plain = nn.unbox(variables)
     expected = model.apply(plain, x)
-    given = variables if boxed else plain
+    params = variables if boxed else plain
 
     def loss(variables, x):
         return (model.apply(variables, x) ** 2).sum()
 
-    assert exchanged(loss, mesh, given, x) == NBYTES
+    assert exchanged(loss, mesh, params, x) == NBYTES
     with jax.set_mesh(mesh):
-        actual = jax.jit(model.apply)(given, x)
+        actual = jax.jit(model.apply)(params, x)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 import mx_jax
 from mx_jax import recipes
@@ -16,7 +16,6 @@ from mx_jax.sharding import Gather
 from tests.quick import quick, with_gradients
 from tests.sharding.collectives import (
     check,
-    collectives,
     compiled,
     draw_all,
     gathered,
@@ -150,12 +149,12 @@ def test_blocks_between_devices(arrays):
 def test_stored_codes_are_gathered_as_codes(kind: AxisType, arrays):
     x, w, _ = arrays
     kernel = mx_jax.quantize(w, "mxfp4", axis=0)
-    told = kind is AxisType.Explicit
+    is_explicit = kind is AxisType.Explicit
     recipe = recipes.weight_only("mxfp4")
-    if not told:
+    if not is_explicit:
         recipe = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=P("fsdp", None)))
     y_spec = P("fsdp", None)
-    options: dict[str, Any] = {"out_sharding": y_spec} if told else {}
+    options: dict[str, Any] = {"out_sharding": y_spec} if is_explicit else {}
     run = lambda x, w: mx_jax.dot_general(x, w, DIMENSIONS, recipe=recipe, **options)  # noqa: E731
     text, actual = compiled(run, mesh_of(kind), (x, kernel), (y_spec, y_spec))
     assert gathered(text) == gathered(text, "u8") == w.size // 2 + w.size // 32
@@ -166,56 +165,20 @@ FSDP = P("fsdp", None), P("fsdp", None), P("fsdp", None)
 HIGH = recipes.high_precision()
 
 
-def gathered_by(recipe: Any, kind: AxisType, arrays: Any, dtype: Any) -> dict[str, int]:
-    """Bytes of each dtype that a product and its gradients gather under FSDP."""
-    mesh = mesh_of(kind)
-    options = {"out_sharding": FSDP[0]} if kind is AxisType.Explicit else {}
-    with jax.set_mesh(mesh):
-        operands = [
-            jax.ShapeDtypeStruct(a.shape, dtype, sharding=NamedSharding(mesh, s))
-            for a, s in zip(arrays, FSDP, strict=True)
-        ]
-        text = jax.jit(step(recipe, **options)).lower(*operands).compile().as_text()
-    assert text is not None
-    return {c.dtype: c.nbytes for c in collectives(text) if c.kind == "all-gather"}
-
-
-CODES = 2 * (W[0] * W[1] // 2 + W[0] * W[1] // 32)
-EIGHT_BITS = 2 * (W[0] * W[1] + W[0] * W[1] // 32)
-# XLA on CPU gathers bfloat16 as float32.
-VALUES = {"f32": 4 * W[0] * W[1]}
-
-
-@pytest.mark.slow(but="codes of four bits")
-@pytest.mark.parametrize(
-    ("recipe", "dtype", "wanted"),
-    [
-        pytest.param(MXFP4, np.float32, {"u8": CODES}, id="codes of four bits"),
-        pytest.param(
-            recipes.mxfp8(), jax.numpy.bfloat16, {"u8": EIGHT_BITS}, id="two of eight bits"
-        ),
-        pytest.param(HIGH, np.float32, VALUES, id="lax"),
-    ],
-)
-def test_explicit_axes_without_an_argument(recipe: Any, dtype: Any, wanted: Any, arrays: Any):
-    """As on automatic axes: codes; MXFP8 has 16.5 bits in two orientations, values 16."""
-    assert gathered_by(recipe, AxisType.Explicit, arrays, dtype) == wanted
-
-
 @pytest.mark.slow(but="Explicit-True-mxfp4|Auto-False-mxfp8")
 @pytest.mark.parametrize("weights", ["mxfp8_e4m3_2d", "mxfp4_2d"])
-@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_square_blocks_are_gathered_once(kind: AxisType, told: bool, weights: str, arrays: Any):
+def test_square_blocks_are_gathered_once(kind: AxisType, named: bool, weights: str, arrays: Any):
     """Kept, they serve both orientations: their bits, and a scale for each 1024 elements."""
     recipe = recipes.from_name(weights.partition("_")[0]).with_(weights=weights)
-    gather = Gather("fsdp", rhs=P("fsdp", None)) if told else None
+    gather = Gather("fsdp", rhs=P("fsdp", None)) if named else None
     explicit = {"out_sharding": FSDP[0]} if kind is AxisType.Explicit else {}
     run = step(dataclasses.replace(recipe, gather=gather), **explicit)
     text, actual = compiled(run, mesh_of(kind), arrays, FSDP)
     check(actual, quick(step(recipe))(*arrays))
     # Unless it is told, the compiler gathers codes of four bits for each product.
-    assert gathered(text, "u8") == W[0] * W[1] // (2 if told and weights == "mxfp4_2d" else 1) + 16
+    assert gathered(text, "u8") == W[0] * W[1] // (2 if named and weights == "mxfp4_2d" else 1) + 16
     assert gathered(text) == gathered(text, "u8")
 
 

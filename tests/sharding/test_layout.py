@@ -79,10 +79,10 @@ def test_tensors_quantized_one_by_one(format: Any, mesh):
     spec = P("fsdp", None, "model")
     put: Any = device_put(x, NamedSharding(mesh, spec))
     specs = spec_for(spec, format, axis=1, num_batch=1)
-    for part, own in zip(("codes", "scales", "tensor_scale"), specs, strict=True):
+    for part, spec in zip(("codes", "scales", "tensor_scale"), specs, strict=True):
         array = getattr(put, part)
-        if own is not None:
-            assert array.sharding.is_equivalent_to(NamedSharding(mesh, own), 3), part
+        if spec is not None:
+            assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3), part
             assert array.sharding.shard_shape(array.shape)[0] == 1
 
 

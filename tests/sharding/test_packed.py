@@ -137,7 +137,7 @@ def test_weights_are_packed_where_they_lie(mesh: Mesh):
     x = jnp.asarray(draw_few_octaves(np.random.default_rng(3), (4, 64)))
     whole = mx_jax.pack_weights(stacked, contracting=1, num_batch=1)
     result, text = program(layers, x, packed)
-    assert {found.kind for found in collectives(text)} == {"all-reduce"}
+    assert {exchange.kind for exchange in collectives(text)} == {"all-reduce"}
     np.testing.assert_allclose(result, quick(layers)(x, whole), rtol=1e-4)
 
 
@@ -170,8 +170,8 @@ def test_a_converted_model_in_tensor_parallel(mesh: Mesh):
     served = convert.weights(params, rules)
     kernels = {"layers_0": P(None, "model"), "layers_2": P("model", None)}
     for layer, spec in kernels.items():
-        own = params["params"][layer]
-        own["kernel"] = jax.device_put(own["kernel"], NamedSharding(mesh, spec))
+        kernel = params["params"][layer]
+        kernel["kernel"] = jax.device_put(kernel["kernel"], NamedSharding(mesh, spec))
     shared = convert.weights(params, rules)
     assert isinstance(shared["params"]["layers_2"]["kernel"], PackedMXArray)
     converted = convert.linen(model, rules)
@@ -262,14 +262,14 @@ def test_what_shard_map_refuses(format: str, columns: int, message: str, mesh: M
 
 
 @pytest.mark.parametrize("case", ["columns", "rows"])
-@pytest.mark.parametrize("told", [True, False])
-def test_on_explicit_axes(case: str, told: bool, x: jax.Array):
+@pytest.mark.parametrize("named", [True, False])
+def test_on_explicit_axes(case: str, named: bool, x: jax.Array):
     """Types of packed arrays say where weights lie; a kernel's product lies as both say."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Explicit,) * 2)
     format, axis, spec, lies, out = MANUAL[case]
     run = product(axis, RECIPES[format])
     packed = mx_jax.pack_weights(weights(format, axis))
-    options = {"out_sharding": out} if told else {}
+    options = {"out_sharding": out} if named else {}
 
     def typed(x: jax.Array, w: Any) -> jax.Array:
         recipe = MXFP4 if format == "mxfp4" else NVFP4
@@ -306,7 +306,7 @@ def test_gradients_on_explicit_axes(x: jax.Array):
 
 
 def test_a_layout_that_devices_cannot_share_is_unpacked():
-    """With a warning where a mesh in context says so; right in any case."""
+    """With a warning, with a mesh in context and without; right in any case."""
     name = "float8_rowwise_e4m3"
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
@@ -318,6 +318,8 @@ def test_a_layout_that_devices_cannot_share_is_unpacked():
     run = jax.jit(lambda x, w: mx_jax.matmul(x, w, recipe=mx_jax.recipes.weight_only(name)))
     sharded = jax.device_put(x, NamedSharding(mesh, P("data")))
     expected = run(x, w)
-    np.testing.assert_allclose(run(sharded, packed), expected, rtol=1e-5, atol=1e-5)
-    with jax.set_mesh(mesh), pytest.warns(UserWarning, match="devices cannot share its layout"):
+    text = "devices cannot share its layout"
+    with pytest.warns(UserWarning, match=text):
+        np.testing.assert_allclose(run(sharded, packed), expected, rtol=1e-5, atol=1e-5)
+    with jax.set_mesh(mesh), pytest.warns(UserWarning, match=text):
         np.testing.assert_allclose(run(sharded, packed), expected, rtol=1e-5, atol=1e-5)

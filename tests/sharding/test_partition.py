@@ -63,20 +63,22 @@ def step(recipe: Any) -> Any:
 RATIOS = {"mxfp8": 0.516, "mxfp6": 0.391, "mxfp4": 0.266, "nvfp4": 0.282}
 
 
-@pytest.mark.slow(but="mxfp4|mxfp8-asked")
-@pytest.mark.parametrize("asked", [False, True], ids=["", "asked"])
+@pytest.mark.slow(but="mxfp4|mxfp8-gather")
+@pytest.mark.parametrize("gathers", [False, True], ids=["", "gather"])
 @pytest.mark.parametrize("name", RATIOS)
-def test_weights_move_as_codes(name: str, asked: bool, mesh: Mesh, arrays: Any):
+def test_weights_move_as_codes(name: str, gathers: bool, mesh: Mesh, arrays: Any):
     """By themselves, and as a recipe's `gather` asks."""
     recipe, (x, w, g) = recipes.from_name(name), FSDP
-    given = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=w)) if asked else recipe
-    text, actual = compiled(step(given), mesh, arrays, FSDP, (g, x, w))
+    chosen = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=w)) if gathers else recipe
+    text, actual = compiled(step(chosen), mesh, arrays, FSDP, (g, x, w))
     theirs, _ = compiled(step(None), mesh, arrays, FSDP, (g, x, w))
     assert gathered(text) == gathered(text, "u8") < gathered(theirs)
     assert gathered(text) / (2 * 2 * WEIGHTS) == pytest.approx(RATIOS[name], abs=0.002)
-    if not asked:
-        sums = [found for found in collectives(text) if found.kind == "reduce-scatter"]
-        assert [(found.dtype, found.nbytes) for found in sums] == [("f32", 4 * WEIGHTS // 4)]
+    if not gathers:
+        sums = [exchange for exchange in collectives(text) if exchange.kind == "reduce-scatter"]
+        assert [(exchange.dtype, exchange.nbytes) for exchange in sums] == [
+            ("f32", 4 * WEIGHTS // 4)
+        ]
     expected = quick(step(recipe))(*arrays)
     if name == "nvfp4":
         for one, other in zip(actual, expected, strict=True):
@@ -144,13 +146,13 @@ def test_no_mesh_need_be_in_context(layout: str, mesh: Mesh, arrays: Any):
     """Sharded arguments say what a mesh in context says: codes move, and each part runs in C++."""
     specs = FSDP if layout == "FSDP on k" else LAYOUTS[layout]
     wanted = tuple(NamedSharding(mesh, specs[number]) for number in (2, 0, 1))
-    found = []
+    programs = []
     for recipe in (MXFP4, None):
         operands = place(mesh, arrays, specs)
         jitted = jax.jit(step(recipe), out_shardings=wanted, compiler_options=OPTIONS)
         program = jitted.lower(*operands).compile()
-        found.append((program.as_text(), program(*operands)))
-    (text, actual), (theirs, _) = found
+        programs.append((program.as_text(), program(*operands)))
+    (text, actual), (theirs, _) = programs
     assert gathered(text) == gathered(text, "u8") > 0
     assert total(text) < 0.35 * total(theirs)
     check(actual, quick(step(MXFP4))(*arrays))
@@ -163,7 +165,7 @@ def test_no_mesh_need_be_in_context(layout: str, mesh: Mesh, arrays: Any):
 
 
 def total(program: str) -> int:
-    return sum(found.nbytes for found in collectives(program))
+    return sum(exchange.nbytes for exchange in collectives(program))
 
 
 def test_nothing_says_where_the_product_lies(mesh: Mesh, arrays: Any):
@@ -189,7 +191,7 @@ def test_one_maximum_for_the_tensor_scales_of_all_weights(mesh: Mesh, arrays: An
     operands, specs = (arrays[0], square, 2 * square, 3 * square), (P("fsdp"),) * 4
     text, _ = compiled(layers, mesh, operands, specs)
     maxima = re.findall(r"= (\(.*?\)|\S+) all-reduce\(", text)
-    assert [len(re.findall(r"\w\[", found)) for found in maxima] == [3], maxima
+    assert [len(re.findall(r"\w\[", kind)) for kind in maxima] == [3], maxima
 
 
 def test_axes_cut_in_two(arrays: Any):
@@ -227,15 +229,15 @@ def test_under_transformations(mapped: Any, mesh: Mesh, arrays: Any):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5 * np.abs(other).max())
 
 
-def test_twice_differentiable(mesh: Mesh, arrays: Any):
+def test_second_derivatives(mesh: Mesh, arrays: Any):
     """A kernel in high precision has a gradient that depends on it."""
     recipe = recipes.weight_only("mxfp4")
     x, w, _ = arrays
     stored = mx_jax.quantize(w, "mxfp4", axis=0)
     run = jax.grad(lambda x: jnp.sum(jnp.tanh(mx_jax.matmul(x, stored, recipe=recipe))))
-    twice = jax.grad(lambda x: jnp.vdot(run(x), x))
-    _, actual = compiled(twice, mesh, (x / 64,), (P("fsdp"),))
-    expected = quick(twice)(x / 64)
+    second = jax.grad(lambda x: jnp.vdot(run(x), x))
+    _, actual = compiled(second, mesh, (x / 64,), (P("fsdp"),))
+    expected = quick(second)(x / 64)
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
 
 
@@ -270,7 +272,9 @@ def test_an_explicit_mesh_that_is_not_in_context(layout: str, arrays: Any):
         compiled = jax.jit(step, compiler_options=OPTIONS).lower(*operands).compile()
         return compiled.as_text(), compiled(*operands)
 
-    text, actual = run(lambda *given, **named: mx_jax.dot_general(*given, recipe=MXFP4, **named))
+    text, actual = run(
+        lambda *operands, **named: mx_jax.dot_general(*operands, recipe=MXFP4, **named)
+    )
     theirs, expected = run(lax.dot_general)
     assert [x.sharding.spec for x in actual] == [x.sharding.spec for x in expected]
     assert total(text) <= total(theirs)
@@ -286,13 +290,13 @@ def test_shard_map_over_a_part_of_the_axes(kind: AxisType, arrays: Any):
     mesh = mesh_of(kind)
     specs = P("fsdp"), P(None, "model"), P("fsdp", "model")
     outer = P("fsdp"), P(), P("fsdp")
-    found = []
+    programs = []
     for recipe in (MXFP4, None):
         run = jax.shard_map(
             step(recipe), in_specs=outer, out_specs=(outer[2], *outer[:2]), axis_names={"fsdp"}
         )
-        found.append(compiled(run, mesh, arrays, specs, (specs[2], *specs[:2])))
-    (text, actual), (theirs, _) = found
+        programs.append(compiled(run, mesh, arrays, specs, (specs[2], *specs[:2])))
+    (text, actual), (theirs, _) = programs
     # On explicit axes JAX 0.10 moves an array of the input's size once more.
     is_older = jax.__version_info__ < (0, 11) and kind is AxisType.Explicit
     assert total(text) <= total(theirs) + is_older * 4 * FEATURES * TOKENS // 4

@@ -49,12 +49,14 @@ def slow(*values: Any) -> Any:
 @pytest.mark.slow
 def test_under_jit(name: str, kind: AxisType, spec: PartitionSpec, arrays: Any):
     """Rows and experts lie along the same axis; "model" stays where it is."""
-    recipe, told = recipes.from_name(name), kind is EXPLICIT
-    gathering = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=None if told else spec))
+    recipe, is_explicit = recipes.from_name(name), kind is EXPLICIT
+    gathering = dataclasses.replace(
+        recipe, gather=Gather("fsdp", rhs=None if is_explicit else spec)
+    )
     x_spec = P("fsdp", "model" if spec[1] == "model" else None)
     y_spec = P("fsdp", spec[2])
     operands, specs = (*arrays, SIZES), (x_spec, spec, y_spec, P())
-    results = None if told else (y_spec, x_spec, spec)
+    results = None if is_explicit else (y_spec, x_spec, spec)
     text, actual = compiled(step(gathering), mesh_of(kind), operands, specs, results)
     check(actual, quick(step(recipe))(*operands))
     assert [a.sharding.spec for a in actual] == [y_spec, x_spec, spec]
@@ -78,7 +80,7 @@ def test_inside_shard_map(arrays: Any):
     program = quick(sharded).lower(x, w, g, sizes.reshape(-1)).compile()
 
     def alone(x, g, sizes):
-        return jax.lax.map(lambda own: step(MXFP4)(own[0], w, *own[1:]), (x, g, sizes))
+        return jax.lax.map(lambda group: step(MXFP4)(group[0], w, *group[1:]), (x, g, sizes))
 
     parts = x.reshape(4, -1, FEATURES), g.reshape(4, -1, UNITS), sizes
     y, dx, dw = quick(alone)(*parts)
@@ -86,8 +88,8 @@ def test_inside_shard_map(arrays: Any):
     check(program(x, w, g, sizes.reshape(-1)), expected)
     text = str(program.as_text())
     assert gathered(text) == gathered(text, "u8") == 2 * (WEIGHTS // 2 + WEIGHTS // 32)
-    sums = [found for found in collectives(text) if found.kind == "reduce-scatter"]
-    assert [(found.dtype, found.nbytes) for found in sums] == [("f32", WEIGHTS)]
+    sums = [exchange for exchange in collectives(text) if exchange.kind == "reduce-scatter"]
+    assert [(exchange.dtype, exchange.nbytes) for exchange in sums] == [("f32", WEIGHTS)]
 
 
 @pytest.mark.parametrize(
@@ -97,12 +99,12 @@ def test_inside_shard_map(arrays: Any):
 def test_stored_experts(how: str, spec: PartitionSpec, arrays: Any):
     """MXArrays move as the codes that they are."""
     x, w, _ = arrays
-    told = how == "explicit"
+    is_explicit = how == "explicit"
     stored = mx_jax.quantize(w, "mxfp4", axis=1)
     recipe = dataclasses.replace(
-        recipes.weight_only("mxfp4"), gather=Gather("fsdp", rhs=None if told else spec)
+        recipes.weight_only("mxfp4"), gather=Gather("fsdp", rhs=None if is_explicit else spec)
     )
-    mesh = mesh_of(EXPLICIT if told else AUTO)
+    mesh = mesh_of(EXPLICIT if is_explicit else AUTO)
     run: Any = lambda x, w, sizes: mx_jax.ragged_dot(x, w, sizes, recipe=recipe)  # noqa: E731
     if how == "shard_map":
         run = jax.shard_map(

@@ -75,10 +75,10 @@ def committed(device: str = "cpu") -> dict[Case, Counter[tuple[str, str]]]:
 
 
 def test_the_committed_table_has_no_more_bytes_than_plain_jax():
-    found = committed()
+    counts = committed()
     for recipe in RECIPES:
         for case in cases(recipe):
-            ratio = found[case].total() / found[case._replace(recipe=PLAIN)].total()
+            ratio = counts[case].total() / counts[case._replace(recipe=PLAIN)].total()
             assert ratio <= SCALES[recipe][case.dtype == "bfloat16"], case
             assert case.layout not in OTHERS or ratio <= 0.91, case
 
@@ -87,26 +87,26 @@ def test_the_committed_table_has_no_more_bytes_than_plain_jax():
 def test_fsdp_in_bfloat16_moves_what_the_docs_count(name: str):
     """Two gathers of codes, or one of square blocks, and a gradient; of values one gather, or one
     in each pass."""
-    found, own = committed(), named(name).output.rhs
-    assert own is not None
+    counts, weights = committed(), named(name).output.rhs
+    assert weights is not None
     for layout in ("FSDP by k", "FSDP by n", "FSDP, scanned"):
         for way in WAYS:
             case = Case(layout, way, name, "bfloat16")
-            ratio = found[case].total() / found[case._replace(recipe=PLAIN)].total()
-            twice = layout == "FSDP, scanned" and way != "shard_map"
+            ratio = counts[case].total() / counts[case._replace(recipe=PLAIN)].total()
+            both_passes = layout == "FSDP, scanned" and way != "shard_map"
             once = name in SQUARES and layout != "FSDP, scanned"
-            once &= own.format.element.bits == 8 or way == "shard_map"
-            bits = (1 if once else 2) * own.format.bits_per_element + 16
+            once &= weights.format.element.bits == 8 or way == "shard_map"
+            bits = (1 if once else 2) * weights.format.bits_per_element + 16
             # Rows agree on their maxima besides.
-            assert ratio == pytest.approx(bits / (48 if twice else 32), abs=0.016), case
+            assert ratio == pytest.approx(bits / (48 if both_passes else 32), abs=0.016), case
 
 
 @pytest.mark.parametrize("device", TPUS)
-def test_tpus_move_codes_where_they_are_told(device: str):
+def test_tpus_move_codes_where_gathers_are_named(device: str):
     """As other devices do; without a mesh values of each orientation, plain JAX's once or twice."""
-    found = committed(device)
+    counts = committed(device)
     for case in (case for recipe in RECIPES for case in cases_of_tpus(recipe)):
-        ratio = found[case].total() / found[case._replace(recipe=PLAIN)].total()
+        ratio = counts[case].total() / counts[case._replace(recipe=PLAIN)].total()
         once = case.recipe in SQUARES or case.layout == "FSDP, scanned"
         most = 1.018 if case.way != "no mesh" else 1.0 if once else 1.5
         # Maxima of whole rows are much beside so small weights.
@@ -141,11 +141,11 @@ def test_plain_jax_moves_what_is_committed():
         ("shard_map", "FSDP by k"),
     ],
 )
-def test_float32_by_asking(way: str, layout: str):
+def test_sums_in_float32_by_a_recipe(way: str, layout: str):
     """Twice the bytes of bfloat16's sums; shard_map's caller adds up products himself."""
-    own = committed()[Case(layout, way, "mxfp8", "bfloat16")]
+    narrow = committed()[Case(layout, way, "mxfp8", "bfloat16")]
     wide = counted(Case(layout, way, "mxfp8", "bfloat16", widened=True))
-    sums = {key: size for key, size in own.items() if key[1] == "bf16"}
+    sums = {key: size for key, size in narrow.items() if key[1] == "bf16"}
     assert sums and {key: wide[key[0], "f32"] for key in sums} == {
         key: 2 * size for key, size in sums.items()
     }
@@ -197,8 +197,8 @@ def test_recipes_say_how_devices_add_up():
     with pytest.raises(ValueError, match="preferred_element_type='float32' where you multiply"):
         dataclasses.replace(recipes.high_precision(), reduce_dtype="float32")
     for recipe, added in ((recipes.mxfp8(), False), (wide, True)):
-        found = str(explain(recipe, 64, 64, 64, dtype="bfloat16"))
-        assert ("to bfloat16, added up in float32 -> " in found) == added
+        text = str(explain(recipe, 64, 64, 64, dtype="bfloat16"))
+        assert ("to bfloat16, added up in float32 -> " in text) == added
 
 
 @pytest.mark.parametrize("name", ["mxfp4_stochastic", "nvfp4_pretraining", "mxfp4"])
@@ -213,11 +213,11 @@ def test_square_blocks_keep_the_sharding_of_types(name: str):
         y, dx, dw = jax.eval_shape(run, *operands)
         program = partitioned(jax.jit(run).lower(*operands))
     assert y.sharding.spec == dw.sharding.spec == P(None, "d") and dx.sharding.spec == P(None, None)
-    found = received(program, 8)
-    assert 0 < found["all-reduce", "bf16"] <= 2 * 64 * 64 * 2 * 7 // 8
+    nbytes = received(program, 8)
+    assert 0 < nbytes["all-reduce", "bf16"] <= 2 * 64 * 64 * 2 * 7 // 8
     # Of what moves, values are those sums alone: devices that share a block share its codes.
-    assert not [key for key in found if key[1] in ("bf16", "f32") and key[0] != "all-reduce"]
-    assert found["all-gather", "u8"] < 3 * 64 * 128
+    assert not [key for key in nbytes if key[1] in ("bf16", "f32") and key[0] != "all-reduce"]
+    assert nbytes["all-gather", "u8"] < 3 * 64 * 128
 
 
 def test_shards_that_cut_blocks_agree_on_maxima(rng: np.random.Generator):
@@ -227,14 +227,14 @@ def test_shards_that_cut_blocks_agree_on_maxima(rng: np.random.Generator):
     with jax.set_mesh(mesh := mesh_of(AxisType.Auto)):
         operands = place(mesh, (x, w), (P("d"), P("d")))
         jitted = jax.jit(run, out_shardings=NamedSharding(mesh, P("d")))
-        found, actual = received(partitioned(jitted.lower(*operands)), 8), jitted(*operands)
-    assert {key for key, size in found.items() if size} == {
+        nbytes, actual = received(partitioned(jitted.lower(*operands)), 8), jitted(*operands)
+    assert {key for key, size in nbytes.items() if size} == {
         ("all-reduce", "s32"),
         ("all-gather", "u8"),
     }
     # Two of four devices have the same scale.
-    assert found["all-gather", "u8"] == 64 * 128 // 2 * 7 // 8 + 2 * 128 // 2
-    assert found["all-reduce", "s32"] == 2 * 3 * 128 * 4 // 4
+    assert nbytes["all-gather", "u8"] == 64 * 128 // 2 * 7 // 8 + 2 * 128 // 2
+    assert nbytes["all-reduce", "s32"] == 2 * 3 * 128 * 4 // 4
     assert_bitwise_equal(np.asarray(actual) + 0.0, np.asarray(quick(run)(x, w)) + 0.0)
 
 
@@ -247,8 +247,8 @@ def test_parts_inside_shard_map_agree_on_scales(name: str, w_spec: Any, rng: np.
     recipe = recipes.from_name(name)
 
     def run(x: Any, w: Any, gather: Any = None) -> Any:
-        own = dataclasses.replace(recipe, gather=gather)
-        y, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=own), x, w)
+        gathering = dataclasses.replace(recipe, gather=gather)
+        y, pullback = jax.vjp(lambda x, w: mx_jax.matmul(x, w, recipe=gathering), x, w)
         return y, *pullback(y)
 
     gather = mx_jax.sharding.Gather("d", rhs=w_spec)
@@ -260,11 +260,11 @@ def test_parts_inside_shard_map_agree_on_scales(name: str, w_spec: Any, rng: np.
         check_vma=False,
     )
     y, dx, _ = jax.jit(sharded)(x, w)
-    found = received(partitioned(jax.jit(sharded).lower(x, w)), 8)
+    nbytes = received(partitioned(jax.jit(sharded).lower(x, w)), 8)
     assert not [
         key
-        for key in found
-        if key[0] == "all-gather" and key[1] == "f32" and found[key] > 64 * 4 * 2
+        for key in nbytes
+        if key[0] == "all-gather" and key[1] == "f32" and nbytes[key] > 64 * 4 * 2
     ]
     expected = quick(run)(x, w)
     np.testing.assert_allclose(y, expected[0], rtol=1e-5, atol=1e-5 * abs(expected[0]).max())
@@ -316,7 +316,7 @@ def test_mixed_axis_types_move_what_two_explicit_axes_do(axis: str):
     """Forward and gradients; of the product's sharding types know what is along one axis."""
     case = Case("FSDP, tensor column", "explicit", "mxfp4", "bfloat16")
     layout, axes = LAYOUTS[case.layout], ("data", "model")
-    kinds = tuple(AxisType.Explicit if own == axis else AxisType.Auto for own in axes)
+    kinds = tuple(AxisType.Explicit if name == axis else AxisType.Auto for name in axes)
     mesh = jax.make_mesh((4, 2), axes, axis_types=kinds)
     typed = layout._replace(y=P(*(part if part == axis else None for part in layout.y)))
     places = [NamedSharding(mesh, spec) for spec in (layout.x, layout.w, layout.y)]

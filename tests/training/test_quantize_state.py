@@ -45,7 +45,7 @@ def decoded(stored: mx_jax.MXArray, root: bool) -> jax.Array:
 
 def nbytes(state: Any, name: str) -> int:
     """Of a moment: codes and scales."""
-    return sum(own[0].mu[name].size for own in (state.state, state.scales))
+    return sum(each[0].mu[name].size for each in (state.state, state.scales))
 
 
 def params_of(seed: int = 0) -> dict[str, jax.Array]:
@@ -117,13 +117,13 @@ def test_both_are_right_on_average(root, rng):
     x = spread(rng, (4, 32))
     x = np.square(np.where(abs(x) < 2e-4, 2e-4, x)) if root else x
     words = jax.random.bits(jax.random.key(3), (8192, 2), jnp.uint32)
-    draw = jax.jit(jax.vmap(lambda own: decoded(encoded(x, root, own), root)))
-    found = np.asarray(draw(words), np.float64)
-    error = np.abs(found.mean(axis=0) - x) / (found.std(axis=0) / 8192**0.5 + 1e-5 * np.abs(x))
+    draw = jax.jit(jax.vmap(lambda each: decoded(encoded(x, root, each), root)))
+    result = np.asarray(draw(words), np.float64)
+    error = np.abs(result.mean(axis=0) - x) / (result.std(axis=0) / 8192**0.5 + 1e-5 * np.abs(x))
     assert error.max() < 5
     # Every one lies between neighbouring codes, and not all are the same.
-    assert all(len(np.unique(column)) <= 2 for column in found.reshape(8192, -1).T)
-    assert found.std(axis=0).max() > 0
+    assert all(len(np.unique(column)) <= 2 for column in result.reshape(8192, -1).T)
+    assert result.std(axis=0).max() > 0
 
 
 def test_random_bits_are_uniform_and_independent():
@@ -175,10 +175,10 @@ def test_specs_of_parameters_reach_codes_and_scales():
     optimizer = mx_jax.quantize_state(optax.adamw(1e-3))
     state = quick(optimizer.init)(params_of())
     specs = {"kernel": "of kernel", "bias": "of bias"}
-    found: Any = optax.tree_map_params(
+    result: Any = optax.tree_map_params(
         optimizer, lambda leaf, spec: spec, state, specs, transform_non_params=lambda leaf: None
     )
-    assert found.state[0].nu == found.scales[0].nu == specs
+    assert result.state[0].nu == result.scales[0].nu == specs
 
 
 @pytest.mark.parametrize("root", [False, True], ids=["values", "squares"])
@@ -187,30 +187,30 @@ def test_what_is_no_number_makes_its_block_nan(root, bad):
     x = np.ones((2, 64), np.float32)
     x[0, 3] = -1.0 if bad == "negative" else bad
     stored = encoded(x, root)
-    found = np.asarray(decoded(stored, root))
+    result = np.asarray(decoded(stored, root))
     if bad == "negative" and not root:
-        np.testing.assert_array_equal(found, x)
+        np.testing.assert_array_equal(result, x)
     else:
-        assert np.isnan(found[0, :32]).all()
-        np.testing.assert_array_equal(found[:, 32:], 1)
-        np.testing.assert_array_equal(np.isnan(stored.dequantize()), np.isnan(found))
+        assert np.isnan(result[0, :32]).all()
+        np.testing.assert_array_equal(result[:, 32:], 1)
+        np.testing.assert_array_equal(np.isnan(stored.dequantize()), np.isnan(result))
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-4, 448.0, 1e30])
 def test_sizes_far_from_one(size):
     x = jnp.full((1, 32), size, jnp.float32)
     for root, step in ((False, 1 + 1 / 8), (True, (1 + 1 / 8) ** 2)):
-        found = decoded(encoded(x, root), root)
-        assert (found < step * x).all() and (found > x / step).all()
+        result = decoded(encoded(x, root), root)
+        assert (result < step * x).all() and (result > x / step).all()
 
 
-def test_follows_float32():
+def test_loss_falls_as_in_float32():
     adam = optax.adamw(1e-2)
     (exact, _), (ours, _) = run(adam, 60), run(mx_jax.quantize_state(adam), 60)
     x = jax.random.normal(jax.random.key(9), (256, 64))
-    before, after, own = (float(loss(p, x)) for p in (params_of(), exact, ours))
+    before, after, quantized = (float(loss(p, x)) for p in (params_of(), exact, ours))
     assert after < 0.7 * before
-    assert own == pytest.approx(after, rel=0.03)
+    assert quantized == pytest.approx(after, rel=0.03)
 
 
 def test_scan_and_donated_steps_give_the_same_bits():
@@ -268,7 +268,7 @@ def test_composes(wrapped):
     assert (params["kernel"] != params_of()["kernel"]).any()
 
 
-def test_arguments_beyond_parameters_reach_the_optimizer():
+def test_further_arguments_reach_the_optimizer():
     optimizer = mx_jax.quantize_state(
         optax.chain(optax.adamw(1e-2), optax.contrib.reduce_on_plateau(patience=1))
     )
@@ -276,8 +276,8 @@ def test_arguments_beyond_parameters_reach_the_optimizer():
     state = jax.eval_shape(optimizer.init, params)
     with pytest.raises(TypeError, match="value"):
         jax.eval_shape(optimizer.update, params, state, params)
-    found = jax.eval_shape(functools.partial(optimizer.update, value=3.0), params, state, params)
-    assert jax.tree.structure(found[1]) == jax.tree.structure(state)
+    result = jax.eval_shape(functools.partial(optimizer.update, value=3.0), params, state, params)
+    assert jax.tree.structure(result[1]) == jax.tree.structure(state)
 
 
 def test_nnx_optimizer():
@@ -303,17 +303,17 @@ def test_sharded_as_its_parameters_without_a_collective(types):
     single = mx_jax.quantize_state(optax.adamw(1e-2))
     expected: Any = jax.jit(single.update)(gradients, quick(single.init)(params_of()), params_of())
     with jax.set_mesh(mesh):
-        params, own = (jax.device_put(tree, place) for tree in (params_of(), gradients))
+        params, placed = (jax.device_put(tree, place) for tree in (params_of(), gradients))
         state: Any = single.init(params)
-        program = jax.jit(single.update).lower(own, state, params).compile()
-        found: Any = program(own, state, params)
+        program = jax.jit(single.update).lower(placed, state, params).compile()
+        result: Any = program(placed, state, params)
     assert not collectives(program.as_text() or "")
-    for after in (state, found[1]):
+    for after in (state, result[1]):
         for tree in (after.state[0], after.scales[0]):
             for moments in (tree.mu, tree.nu):
                 assert moments["kernel"].sharding.is_equivalent_to(place["kernel"], 2)
-    assert_same(found[1], expected[1])
-    np.testing.assert_allclose(found[0]["kernel"], expected[0]["kernel"], rtol=1e-6)
+    assert_same(result[1], expected[1])
+    np.testing.assert_allclose(result[0]["kernel"], expected[0]["kernel"], rtol=1e-6)
 
 
 def test_orbax_saves_and_resumes_bit_for_bit(tmp_path: Path):
@@ -380,6 +380,6 @@ def test_an_update_of_other_parameters(others: dict[str, int]):
     state = optimizer.init({name: jnp.ones((64, 128)) for name in "ab"})
     params = {name: jnp.ones((64, 128)) for name in others}
     names = "missing=.*'b'.* new=\\[\\]" if len(others) == 1 else "missing=\\[\\], new=.*'c'"
-    for given in (params, None):
+    for source in (params, None):
         with pytest.raises(ValueError, match=f"quantize_state: update needs the tree .*{names}"):
-            optimizer.update(params, state, given)
+            optimizer.update(params, state, source)

@@ -1,8 +1,5 @@
 """Handlers in C++ for the CPU, through XLA's FFI; without the library all calls are rejected."""
 
-from collections.abc import Callable
-from typing import Any
-
 from mx_jax.backends.calls import (
     AttendCall,
     Call,
@@ -16,19 +13,19 @@ from mx_jax.backends.calls import (
     RandomBitsCall,
     TransformCall,
 )
-from mx_jax.backends.cpu_ffi import casts, library, products, weights
-from mx_jax.backends.target import Backend, Offer, Target
+from mx_jax.backends.cpu_ffi import library
+from mx_jax.backends.target import Backend, Late, Offer, Target
 from mx_jax.codecs.explicit_axes import has_explicit_axes
+
+_casts, _products, _weights = (
+    Late(f"{__name__}.{name}") for name in ("casts", "products", "weights")
+)
 
 
 def _offer(
-    call: type[Call],
-    handler: str,
-    rejects: Callable[[Any], str | None],
-    run: Callable[..., Any],
-    label: str | Callable[[Any], str] = "",
+    call: type[Call], module: Late, handler: str, rejects: str, run: str, label: str = ""
 ) -> Offer:
-    """A kind of call, taken where the library has its handler, unless that does not compute it."""
+    """A kind of call, by the library's handler of it, which may reject calls."""
 
     def rejects_on(call: Call, target: Target) -> str | None:
         if target.platform != "cpu":
@@ -46,18 +43,18 @@ def _offer(
         if isinstance(loaded, str):
             library.say_once(loaded)
             return loaded
-        if handler not in loaded.targets:
-            return f"was built without {handler}; build it again"
-        return rejects(call)
+        name: str = getattr(module, handler)
+        if name not in loaded.targets:
+            return f"was built without {name}; build it again"
+        return getattr(module, rejects)(call)
 
-    return Offer(call=call, rejects=rejects_on, run=run, label=label, takes_keys=True)
-
-
-def _product(
-    call: type[Call], rejects: Callable[[Any], str | None], run: Callable[..., Any]
-) -> Offer:
-    """A product, which says where it is XLA's dot that multiplies."""
-    return _offer(call, products.MATMUL, rejects, run, products.describe)
+    return Offer(
+        call=call,
+        rejects=rejects_on,
+        run=lambda *operands: getattr(module, run)(*operands),
+        label=label and (lambda call: getattr(module, label)(call)),
+        takes_keys=True,
+    )
 
 
 # Quantize and multiply in `custom_calls/`, by the widest vectors that the machine has.
@@ -65,17 +62,16 @@ CPU_FFI = Backend(
     name="cpu_ffi",
     epsilon_bound=2.0,
     table=(
-        _product(MatmulCall, products.rejects, products.multiply),
-        _product(RaggedCall, products.rejects_groups, products.multiply_groups),
-        _offer(QuantizeCall, casts.QUANTIZE, casts.rejects_quantize, casts.quantize),
-        _offer(QuantizeBothCall, casts.QUANTIZE_BOTH, casts.rejects_both, casts.quantize_both),
-        _offer(DequantizeCall, casts.DEQUANTIZE, casts.rejects_dequantize, casts.dequantize),
-        _offer(PackCall, weights.TARGET, weights.rejects_pack, weights.pack),
-        _offer(AttendCall, products.ATTEND, products.rejects_attention, products.attend),
-        _offer(RandomBitsCall, casts.RANDOM_BITS, casts.rejects_random_bits, casts.draw_bits),
-        _offer(TransformCall, casts.TRANSFORM, casts.rejects_transform, casts.transform),
-        _offer(
-            CastStatisticsCall, casts.STATISTICS, casts.rejects_statistics, casts.cast_statistics
-        ),
+        # Products say where it is XLA's dot that multiplies.
+        _offer(MatmulCall, _products, "MATMUL", "rejects", "multiply", "describe"),
+        _offer(RaggedCall, _products, "MATMUL", "rejects_groups", "multiply_groups", "describe"),
+        _offer(QuantizeCall, _casts, "QUANTIZE", "rejects_quantize", "quantize"),
+        _offer(QuantizeBothCall, _casts, "QUANTIZE_BOTH", "rejects_both", "quantize_both"),
+        _offer(DequantizeCall, _casts, "DEQUANTIZE", "rejects_dequantize", "dequantize"),
+        _offer(PackCall, _weights, "TARGET", "rejects_pack", "pack"),
+        _offer(AttendCall, _products, "ATTEND", "rejects_attention", "attend"),
+        _offer(RandomBitsCall, _casts, "RANDOM_BITS", "rejects_random_bits", "draw_bits"),
+        _offer(TransformCall, _casts, "TRANSFORM", "rejects_transform", "transform"),
+        _offer(CastStatisticsCall, _casts, "STATISTICS", "rejects_statistics", "cast_statistics"),
     ),
 )

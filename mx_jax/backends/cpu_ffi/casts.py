@@ -37,7 +37,7 @@ class CastAxes(NamedTuple):
 
     elements: str  # what has one entry for each element
     tensor_scale: str  # one entry for all, or for each position of some of the tensor's first axes
-    found: str  # a tensor scale for each of a batch, where all of the tensor's axes have names
+    tensor_scales: str  # one for each of a batch, where all of the tensor's axes have names
     scales: tuple[str, ...]  # one entry for each block, for each kind of blocks
 
 
@@ -108,7 +108,7 @@ QUANTIZE_BOTH = "mx_jax_cpu_quantize_both"
 _LARGEST_BLOCK = 1024
 
 # Rules of float32 and element scales that the handler computes, by what they compute: its name for
-# them, and the kind of scale that it fills. Rules of powers of two are told by their threshold.
+# them, and the kind of scale that it fills. Rules of powers of two have a threshold.
 _RULES = {
     scale_rules.AMAX.scales: ("amax", "element"),
     scale_rules.AMAX_SUBNORMAL.scales: ("amax_becomes", "element"),
@@ -132,19 +132,19 @@ class _Rule(NamedTuple):
 
 
 def _rule(call: QuantizeCall) -> _Rule | None:
-    """What the handler is told of a call's rule; None if it does not know it."""
+    """The rule of a call as the handler has it; None if it has none."""
     rule, element = call.scale_rule, call.format.element
     function = rule.scales.function if isinstance(rule.scales, scale_rules.FromAmax) else None
     if (threshold := rule.kernel_threshold(element)) is not None:
-        kind, found = "exponent", _Rule("exponent", threshold, 0.0)
+        kind, result = "exponent", _Rule("exponent", threshold, 0.0)
     elif isinstance(function, scale_rules.AmaxBecomes):
-        kind, found = "element", _Rule("amax_becomes", 0, function.largest)
+        kind, result = "element", _Rule("amax_becomes", 0, function.largest)
     elif rule.scales in _RULES:
         name, kind = _RULES[rule.scales]
-        found = _Rule(name, 0, element.max)
+        result = _Rule(name, 0, element.max)
     else:
         return None
-    return found if kind == call.format.scale.kind else None
+    return result if kind == call.format.scale.kind else None
 
 
 def _rounding(rounding: Rounding) -> str | None:
@@ -176,7 +176,7 @@ def rejects_quantize(call: QuantizeCall) -> str | None:
 def quantize(
     x: jax.Array, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeCall
 ) -> MXArray:
-    """x quantized by the handler; twice by a rule that takes the better of two."""
+    """x quantized by the handler; of a rule with two casts, the better of both in each block."""
     if not isinstance(call.scale_rule.scales, scale_rules.LeastLoss):
         return _quantize(x, random_bits, tensor_scale, call)
     if isinstance(random_bits, DerivedKey):
@@ -202,18 +202,18 @@ def _of_least_loss(
     second = _quantize(x, None, tensor_scale, in_turn[1])
     float32 = np.dtype(np.float32)
     back = DequantizeCall(shape=x.shape, dtype=float32, format=call.format, blocks=call.blocks)
-    values = [dequantize(own, back) for own in (first, second)]
+    values = [dequantize(array, back) for array in (first, second)]
     if call.rounding != NEAREST:
-        first, second = (_quantize(x, random_bits, tensor_scale, own) for own in casts)
+        first, second = (_quantize(x, random_bits, tensor_scale, cast) for cast in casts)
     axes = cast_axes(call.blocks)
-    given = [axes.elements] * 5 + [axes.scales[0]] * 2
+    of_scales = axes.scales[0]
     codes, scales = handler.call(
         LEAST_LOSS,
-        f"{', '.join(given)} -> {axes.elements}, {axes.scales[0]}",
-        x,
-        *values,
-        *(first.codes, second.codes, first.scales, second.scales),
-        dtypes=("uint8", "uint8"),
+        [
+            *((array, axes.elements) for array in (x, *values, first.codes, second.codes)),
+            *((array, of_scales) for array in (first.scales, second.scales)),
+        ],
+        [(axes.elements, "uint8"), (of_scales, "uint8")],
         attributes={"blocks": flat_blocks(call.blocks)},
     )
     return dataclasses.replace(first, codes=codes, scales=scales)
@@ -222,8 +222,8 @@ def _of_least_loss(
 def _quantize(
     x: jax.Array, random_bits: Bits, tensor_scale: jax.Array | None, call: QuantizeCall
 ) -> MXArray:
-    (found,) = _by_handler(QUANTIZE, {"": call}, x, (random_bits,), tensor_scale)
-    return found
+    (array,) = _by_handler(QUANTIZE, {"": call}, x, (random_bits,), tensor_scale)
+    return array
 
 
 def _by_handler(
@@ -235,7 +235,7 @@ def _by_handler(
 ) -> list[MXArray]:
     """One cast or two of x, by what the handler's attributes of each begin with.
 
-    It draws by keys, and finds tensor scales that are not given where no devices share x.
+    It draws by keys, and computes missing tensor scales where no devices share x.
     """
     casts = list(calls.values())
     finds = casts[0].format.tensor_scale and tensor_scale is None
@@ -244,40 +244,29 @@ def _by_handler(
         finds = False
         # One each: blocks with NaN or Inf count for neither, and they are other blocks.
         tensor_scales = [
-            reference.find_tensor_scale(x, own.blocks, own.scale_rule.largest_value(own.format))
-            for own in casts
+            reference.find_tensor_scale(x, cast.blocks, cast.scale_rule.largest_value(cast.format))
+            for cast in casts
         ]
     axes = cast_axes(*(call.blocks for call in casts), depth=x.ndim if finds else 0)
-    operands, given, wanted = [x], [axes.elements], []
-    dtypes: list[str | np.dtype] = []
+    operands: list[tuple[jax.Array | None, str]] = [(x, axes.elements)]
+    kinds: list[tuple[str, str | np.dtype]] = []
     attributes: dict[str, object] = {}
     each = zip(calls.items(), bits, tensor_scales, axes.scales, strict=True)
     for (prefix, call), drawn, tensor_scale, scales in each:
-        if tensor_scale is not None:
-            operands.append(tensor_scale)
-            given.append(axes.tensor_scale)
-        if drawn is not None:
-            is_key = isinstance(drawn, DerivedKey)
-            operands.append(drawn.data if is_key else drawn)
-            given.append("*k 2" if is_key else axes.elements)
-        wanted += [axes.elements, scales]
-        dtypes += ["uint8", call.format.scale.storage_dtype]
-        own = quantize_attributes(call, drawn, tensor_scale)
-        attributes |= {f"{prefix}{name}": value for name, value in own.items()}
-    num_found = len(casts) * finds
-    results = handler.call(
-        target,
-        f"{', '.join(given)} -> {', '.join([*wanted, *[axes.found] * num_found])}",
-        *operands,
-        dtypes=[*dtypes, *["float32"] * num_found],
-        attributes=attributes,
-    )
-    found = results[2 * len(casts) :] or tensor_scales
+        operands.append((tensor_scale, axes.tensor_scale))
+        is_key = isinstance(drawn, DerivedKey)
+        operands.append((drawn.data, "*k 2") if is_key else (drawn, axes.elements))
+        kinds += [(axes.elements, "uint8"), (scales, call.format.scale.storage_dtype)]
+        of_call = quantize_attributes(call, drawn, tensor_scale)
+        attributes |= {f"{prefix}{name}": value for name, value in of_call.items()}
+    kinds += [(axes.tensor_scales, "float32")] * (len(casts) * finds)
+    results = handler.call(target, operands, kinds, attributes=attributes)
+    tensor_scales = results[2 * len(casts) :] or tensor_scales
     return [
         MXArray(
             codes=results[2 * place],
             scales=results[2 * place + 1],
-            tensor_scale=found[place],
+            tensor_scale=tensor_scales[place],
             format=call.format,
             blocks=call.blocks,
             dtype=np.dtype(call.dtype),
@@ -289,7 +278,7 @@ def _by_handler(
 def quantize_attributes(
     call: QuantizeCall, random_bits: Bits, tensor_scale: jax.Array | None
 ) -> dict[str, object]:
-    """What the handler is told about a call, besides shapes and dtypes."""
+    """The handler's attributes of a call."""
     has_tensor_scale = tensor_scale is not None
     finds = call.format.tensor_scale and not has_tensor_scale
     largest_value = call.scale_rule.largest_value(call.format) if finds else 0
@@ -343,12 +332,12 @@ def quantize_both(
     tensor_scale: jax.Array | None,
     call: QuantizeBothCall,
 ) -> tuple[MXArray, MXArray]:
-    """x quantized twice by the handler."""
+    """Both casts of x, by the handler."""
     last, other = _last_first(call)
     order = 1 if last is call.first else -1
     calls = {"last_": last, "other_": other}
-    found = _by_handler(QUANTIZE_BOTH, calls, x, random_bits[::order], tensor_scale)
-    first, second = found[::order]
+    arrays = _by_handler(QUANTIZE_BOTH, calls, x, random_bits[::order], tensor_scale)
+    first, second = arrays[::order]
     return first, second
 
 
@@ -365,12 +354,21 @@ DEQUANTIZE = "mx_jax_cpu_dequantize"
 
 
 def format_attributes(format: BlockFormat) -> dict[str, object]:
-    """What a handler that decodes is told of a format."""
+    """The attributes by which handlers decode a format."""
     return {
         "element": facts(format.element),
         "kind": format.scale.kind,
         "scale_element": facts(format.scale.element),
     }
+
+
+def _operands(x: MXArray, axes: CastAxes) -> list[tuple[jax.Array | None, str]]:
+    """Codes, scales and the tensor scale, with their axes."""
+    return [
+        (x.codes, axes.elements),
+        (x.scales, axes.scales[0]),
+        (x.tensor_scale, axes.tensor_scale),
+    ]
 
 
 def rejects_dequantize(call: DequantizeCall) -> str | None:
@@ -389,20 +387,18 @@ def dequantize(x: MXArray, call: DequantizeCall, exponent: int = 0) -> jax.Array
     attributes: dict[str, Any] = {**format_attributes(x.format)}
     # A format whose bias is larger is one of smaller values.
     attributes["element"] -= np.array([0, 0, exponent, 0, 0, 0, 0, 0], np.int32)
-    operands = [operand for operand in (x.codes, x.scales, x.tensor_scale) if operand is not None]
-    axes = cast_axes(x.blocks)
-    given = (axes.elements, *axes.scales, axes.tensor_scale)[: len(operands)]
-    has_tensor_scale = x.tensor_scale is not None
+    attributes |= {
+        "blocks": flat_blocks(x.blocks),
+        "has_tensor_scale": x.tensor_scale is not None,
+    }
     (values,) = handler.call(
         DEQUANTIZE,
-        f"{', '.join(given)} -> {axes.elements}",
-        *operands,
-        dtypes=(call.dtype,),
-        attributes=attributes
-        | {"blocks": flat_blocks(x.blocks), "has_tensor_scale": has_tensor_scale},
+        _operands(x, cast_axes(x.blocks)),
+        [(cast_axes(x.blocks).elements, call.dtype)],
+        attributes=attributes,
     )
     if call.saturates and call.format.scale.kind == "exponent":
-        # No element is Inf: what is, was beyond the dtype.
+        # No element is Inf: an Inf is a value above the dtype's largest.
         largest = jnp.finfo(call.dtype).max
         values = jnp.minimum(jnp.maximum(values, -largest), largest)
     return values
@@ -444,29 +440,22 @@ def cast_statistics(
 
     Values, codes and scales are read once for all.
     """
-    scale = () if array.tensor_scale is None else (array.tensor_scale,)
     axes = cast_axes(call.blocks, depth=len(call.shape))
-    given = (axes.elements, axes.elements, *axes.scales, *[axes.tensor_scale] * len(scale))
     # No result has an axis of the operands', so that devices which share a tensor gather it.
     lengths = {"channel_amax": call.shape[call.axis], "exponents": reference_statistics.EXPONENTS}
-    results = (f"*b {lengths[name]}" if name in lengths else "*b" for name in _STATISTICS)
-    found = handler.call(
+    statistics = handler.call(
         STATISTICS,
-        f"{', '.join(given)} -> {', '.join(results)}",
-        lax.stop_gradient(x),
-        array.codes,
-        array.scales,
-        *scale,
-        dtypes=_STATISTICS.values(),
+        [(lax.stop_gradient(x), axes.elements), *_operands(array, axes)],
+        [(f"*b {lengths.get(name, '')}", dtype) for name, dtype in _STATISTICS.items()],
         attributes=format_attributes(call.format)
         | {
             "blocks": flat_blocks(call.blocks),
             "axis": np.int64(call.axis),
-            "has_tensor_scale": bool(scale),
+            "has_tensor_scale": array.tensor_scale is not None,
         },
     )
     num_blocks = math.prod(block_shapes.scales_shape(call.shape, call.blocks))
-    return dict(zip(_STATISTICS, found, strict=True)) | {
+    return dict(zip(_STATISTICS, statistics, strict=True)) | {
         "size": jnp.full((), math.prod(call.shape), jnp.uint32),
         "blocks": jnp.full((), num_blocks, jnp.uint32),
     }
@@ -481,7 +470,7 @@ _LARGEST_TRANSFORM = 1024
 def rejects_transform(call: TransformCall) -> str | None:
     """Why the handler does not take a call, or None."""
     if call.size > _LARGEST_TRANSFORM:
-        return f"turns groups of at most {_LARGEST_TRANSFORM}, got size={call.size}"
+        return f"transforms groups of at most {_LARGEST_TRANSFORM}, got size={call.size}"
     return rejects_symbolic(call)
 
 
@@ -489,20 +478,21 @@ def transform(x: jax.Array, signs: jax.Array | DerivedKey, call: TransformCall) 
     """`reference.hadamard.apply`, by the handler."""
     names = [f"e{axis}" for axis in range(len(call.shape))]
     before, after = " ".join(names[: call.axis]), " ".join(names[call.axis + 1 :])
-    (turned,) = handler.call(
+    (values,) = handler.call(
         TRANSFORM,
-        f"*b {before} k {after}, *b signs -> *b {before} turned {after}",
-        x,
-        signs.data if isinstance(signs, DerivedKey) else signs,
-        dtypes=("float32",),
+        [
+            (x, f"*b {before} k {after}"),
+            (signs.data if isinstance(signs, DerivedKey) else signs, "*b signs"),
+        ],
+        [(f"*b {before} n {after}", "float32")],
         attributes={
             "derivations": _numbers(signs),
             "num_inner": np.int32(len(call.shape) - 1 - call.axis),
             "size": np.int32(call.size),
         },
-        sizes={"turned": call.result_length},
+        sizes={"n": call.result_length},
     )
-    return turned
+    return values
 
 
 RANDOM_BITS = "mx_jax_cpu_random_bits"
@@ -521,7 +511,7 @@ def rejects_random_bits(call: RandomBitsCall) -> str | None:
 
 
 def _numbers(key: Bits) -> np.ndarray:
-    """What makes a key of the one that a handler is given."""
+    """The derivations of a key, which a handler repeats."""
     # A key of `split` and what `fold_in` makes are the same function of their numbers.
     derivations = key.derivations if isinstance(key, DerivedKey) else ()
     return np.array([index for index, _ in derivations], np.int64)
@@ -532,9 +522,8 @@ def draw_bits(key: DerivedKey, call: RandomBitsCall) -> jax.Array:
     names = [f"e{axis}" for axis in range(len(call.shape))]
     (bits,) = handler.call(
         RANDOM_BITS,
-        f"*b 2 -> *b {' '.join(names)}",
-        key.data,
-        dtypes=("int32",),
+        [(key.data, "*b 2")],
+        [(f"*b {' '.join(names)}", "int32")],
         attributes={"width": np.int32(call.width), "derivations": _numbers(key)},
         sizes=dict(zip(names, call.shape, strict=True)),
     )

@@ -39,7 +39,7 @@ class Handler:
     axes: str  # of the operands and results
     dtypes: tuple[np.dtype, ...]  # of the results
     # The dtype's name is the first entry of an array: so they are hashable.
-    attributes: tuple[tuple[str, Any], ...]
+    attributes: tuple[tuple[str, object], ...]
     sizes: tuple[tuple[str, int], ...]  # of the axes that no operand has in full
 
     @property
@@ -52,26 +52,31 @@ class Handler:
 
 def call(
     target: str,
-    axes: str,
-    *operands: jax.Array,
-    dtypes: Iterable[str | np.dtype],
-    attributes: Mapping[str, Any],
+    operands: Iterable[tuple[jax.Array | None, str]],
+    results: Iterable[tuple[str, str | np.dtype]],
+    *,
+    attributes: Mapping[str, object],
     sizes: Mapping[str, int] | None = None,
 ) -> Arrays:
-    """The results of a handler; `sizes` are those of the axes that no operand has in full."""
+    """The results of a handler, by operands with their axes, of which None is left out.
+
+    Results are named by axes and dtype; `sizes` are those of the axes that no operand has in full.
+    """
+    arrays, of_operands = zip(*((x, axes) for x, axes in operands if x is not None), strict=True)
+    of_results, dtypes = zip(*results, strict=True)
     if jax.sharding.get_abstract_mesh().manual_axes:
-        operands = vary_alike(operands)
+        arrays = vary_alike(arrays)
     handler = Handler(
         target=target,
-        axes=axes,
-        dtypes=tuple(np.dtype(dtype) for dtype in dtypes),
+        axes=f"{', '.join(of_operands)} -> {', '.join(of_results)}",
+        dtypes=tuple(map(np.dtype, dtypes)),
         attributes=tuple(
             (name, (value.dtype.name, *value.tolist()) if isinstance(value, np.ndarray) else value)
             for name, value in sorted(attributes.items())
         ),
         sizes=tuple((sizes or {}).items()),
     )
-    return tuple(_HANDLER.bind(*operands, handler=handler))
+    return tuple(_HANDLER.bind(*arrays, handler=handler))
 
 
 # Axes ---------------------------------------------------------------------------------------------
@@ -105,9 +110,9 @@ def parse(axes: str) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
         return Axis(name, None if not size else WHOLE if size == name else int(size))
 
     def array(text: str) -> Array:
-        found = re.findall(r"\*(\w+)|\(([^)]*)\)|([\w/]+)", text)
-        groups = ([one] if one else group.split() for letters, group, one in found if not letters)
-        batch = "".join(letters for letters, _, _ in found)
+        parts = re.findall(r"\*(\w+)|\(([^)]*)\)|([\w/]+)", text)
+        groups = ([one] if one else group.split() for letters, group, one in parts if not letters)
+        batch = "".join(letters for letters, _, _ in parts)
         return Array(batch, tuple(tuple(map(axis, group)) for group in groups))
 
     operands, results = (tuple(map(array, side.split(","))) for side in axes.split("->"))
@@ -193,8 +198,9 @@ def _types(*types: ShapedArray, handler: Handler) -> tuple[Any, ...]:
     return tuple(result_type(types[0], shape, dtype) for (_, shape), dtype in every)
 
 
-def _lower(ctx: Any, *values: mlir.ir.Value, handler: Handler) -> Any:
-    geometry = Geometry(handler, tuple(x.shape for x in ctx.avals_in))
+def _lower(ctx: mlir.LoweringRuleContext, *values: mlir.ir.Value, handler: Handler) -> Any:
+    avals: tuple[Any, ...] = tuple(ctx.avals_in)
+    geometry = Geometry(handler, tuple(x.shape for x in avals))
     # Arrays that are as the handler takes them, of sizes that are known, need no more.
     lengths = (*geometry.sizes.values(), *chain(*geometry.batches.values()))
     groups = chain(*(array.groups for array in (*geometry.operands, *geometry.results)))
@@ -214,10 +220,12 @@ def _compute(handler: Handler, *operands: jax.Array) -> Arrays:
     shapes = geometry.result_shapes()
     like, every = jax.typeof(operands[0]), zip(shapes, handler.dtypes, strict=True)
     types = tuple(result_type(like, merged, dtype) for (merged, _), dtype in every)
-    found = jax.ffi.ffi_call(handler.target, types)(*geometry.merge(operands), **handler.arguments)
+    results = jax.ffi.ffi_call(handler.target, types)(
+        *geometry.merge(operands), **handler.arguments
+    )
     return tuple(
         result if shape == merged else result.reshape(shape)
-        for (merged, shape), result in zip(shapes, found, strict=True)
+        for (merged, shape), result in zip(shapes, results, strict=True)
     )
 
 

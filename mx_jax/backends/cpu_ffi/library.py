@@ -1,7 +1,7 @@
 """Finding, checking and registering the compiled handlers of the CPU backend.
 
 `pip install` builds the library from `custom_calls/`. Nothing is registered before it is known to
-fit: JAX refuses to start with a handler that was built against newer headers than its own.
+fit: JAX refuses to start with a handler that was built against newer headers than those of JAX.
 """
 
 import ctypes
@@ -113,7 +113,7 @@ def register(path: Path) -> Library | str:
 
 @functools.cache
 def say_once(reason: str) -> None:
-    """Log that plain JAX stands in for the library, unless that was asked for."""
+    """Log that plain JAX stands in for the library, unless a user wants that."""
     # pip hides what a build prints, so the first call is where a failed one is noticed.
     if reason != _LEFT_OUT:
         _logger.warning(
@@ -131,7 +131,7 @@ def find() -> Path | None:
     named = os.environ.get(LIBRARY_VARIABLE)
     if named:
         return None if named == "none" else Path(named)
-    # Only its place is asked for: it is no Python module.
+    # Its place alone is of use: it is no Python module.
     spec = importlib.util.find_spec(f"{__package__}.native")
     if spec is not None and spec.origin is not None:
         return Path(spec.origin)
@@ -159,6 +159,6 @@ def runtime_api_version() -> tuple[int, int] | None:
         text = header.read_text()
     except OSError:
         return None
-    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
-    major, minor = (match and int(match[1]) for match in found)
+    matches = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = (match and int(match[1]) for match in matches)
     return None if major is None or minor is None else (major, minor)

@@ -3,7 +3,7 @@
 Float8 under float32 scales is decoded by a handler, and multiplied by XLA's float32 dot; integers
 under whole-axis scales are multiplied as MXINT8's where an instruction set has them. Many rows
 that an instruction set would multiply in float32 are decoded too: which backend takes a product,
-and whether packed weights are read, depends on no instruction set. XLA's own ragged product
+and whether packed weights are read, depends on no instruction set. XLA's ragged product
 multiplies masked rows by every group's matrix on CPUs, g times the work: here a loop multiplies
 each tile of a group's rows by the one matrix that is its group's.
 """
@@ -56,7 +56,7 @@ PACKED_MATMUL = "mx_jax_cpu_matmul_packed"
 
 # By how many times the smallest subnormal an element's largest is, as FitsInt8 and FitsInt16 of
 # custom_calls/products/elements.h ask.
-_INTEGERS = {own.name: own.max / own.smallest_subnormal for own in weights.ELEMENTS}
+_INTEGERS = {e.name: e.max / e.smallest_subnormal for e in weights.ELEMENTS}
 _INT8 = {name for name, largest in _INTEGERS.items() if largest <= 127}
 _INT16 = {name for name, largest in _INTEGERS.items() if largest <= 4095}
 # Elements that an instruction set multiplies faster than float32, both operands alike.
@@ -66,8 +66,8 @@ _FAST: dict[str, tuple[set[str], ...]] = {
     "avx512_bf16": (_INT8, {*_INTEGERS, "bfloat16"}),
 } | dict.fromkeys(("avx2", "avx2_vnni", "avx512_vnni"), (_INT8, _INT16))
 # Rows of the smaller operand up to which float32 panels win over XLA's dot of decoded operands:
-# beyond them its dot, which needs no panels of codes, is faster. Measured.
-FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 60, "avx2_vnni": 60}
+# above them its dot, which needs no panels of codes, is faster. Measured.
+FLOAT32_ROWS = {"portable": 8, "dotprod": 8, "i8mm": 8, "avx2": 192, "avx2_vnni": 192}
 FLOAT32_ROWS |= dict.fromkeys(("avx512", "avx512_vnni", "avx512_bf16"), 512)
 
 
@@ -99,7 +99,7 @@ def _rejects_kernels(call: MatmulCall) -> str | None:
 
 
 def describe(call: MatmulCall | RaggedCall) -> str:
-    """How a product that is taken is computed, where it is not by the handlers of products."""
+    """How a product is computed, where it is not by the handlers of products."""
     tile = _tile_call(call) if isinstance(call, RaggedCall) else call
     return "" if _is_decoded(tile) else _why_decoded(tile)
 
@@ -116,12 +116,12 @@ def _why_decoded(call: MatmulCall) -> str:
     if call.rhs.packed_by == "cpu_ffi" and plain_format(call.rhs.format) is not None:
         call = _of_codes_alone(call)
     elements = [
-        str(own.dtype) if own.format is None else weights.names(own.format)[0]
-        for _, own in call.sides
+        str(operand.dtype) if operand.format is None else weights.names(operand.format)[0]
+        for _, operand in call.sides
     ]
     if any(fast.issuperset(elements) for fast in _FAST.get(isa, ())):
         return ""
-    return f"by XLA's dot: {isa} would multiply in float32, which is slower beyond {limit} rows"
+    return f"by XLA's dot: {isa} would multiply in float32, which is slower above {limit} rows"
 
 
 def _of_codes_alone(call: MatmulCall) -> MatmulCall:
@@ -135,28 +135,35 @@ def _of_codes_alone(call: MatmulCall) -> MatmulCall:
 def _is_decoded(call: MatmulCall) -> bool:
     """Whether all that is quantized is float8 under float32 scales, and not packed."""
     return all(
-        own.format is None
+        operand.format is None
         or (
-            own.format.scale.is_float32
-            and own.packed_by is None
-            and casts.rejects_dequantize(_dequantize_call(own, own.format)) is None
+            operand.format.scale.is_float32
+            and operand.packed_by is None
+            and casts.rejects_dequantize(_dequantize_call(operand, operand.format)) is None
         )
-        for _, own in call.sides
+        for _, operand in call.sides
     )
 
 
-def _dequantize_call(own: OperandType, format: BlockFormat, blocks: Blocks = ()) -> DequantizeCall:
-    where = {"blocks": blocks or own.axes.blocks(format), "scale_axes": own.scale_axes}
-    return DequantizeCall(shape=own.shape, dtype=np.dtype(np.float32), format=format, **where)
+def _dequantize_call(
+    operand: OperandType, format: BlockFormat, blocks: Blocks = ()
+) -> DequantizeCall:
+    where = {"blocks": blocks or operand.axes.blocks(format), "scale_axes": operand.scale_axes}
+    return DequantizeCall(shape=operand.shape, dtype=np.dtype(np.float32), format=format, **where)
 
 
 def multiply(lhs: Operand, rhs: Operand | PackedMXArray, call: MatmulCall) -> jax.Array:
     """The product `[*batch, *m, *n]`. Packed weights give the bits that they give unpacked."""
     if isinstance(rhs, PackedMXArray) or not _is_decoded(call):
         return _multiply_codes(call, lhs, rhs)
-    own = _in_blocks(call)
-    if isinstance(lhs, MXArray) and isinstance(rhs, MXArray) and own and not _why_decoded(own):
-        sums = _by_codes(own, _under_ones(lhs, own.lhs), _under_ones(rhs, own.rhs))
+    integers = _in_blocks(call)
+    if (
+        isinstance(lhs, MXArray)
+        and isinstance(rhs, MXArray)
+        and integers
+        and not _why_decoded(integers)
+    ):
+        sums = _by_codes(integers, _under_ones(lhs, integers.lhs), _under_ones(rhs, integers.rhs))
         scales = row_scales("lhs", lhs, call), row_scales("rhs", rhs, call)
         return scaled(sums, *scales).astype(call.out_dtype)
     return _by_dot(call, lhs, rhs)
@@ -178,19 +185,19 @@ def _decoded(x: MXArray, dtype: np.dtype, *, exponent: int, lifted: bool) -> jax
 
 def _in_blocks(call: MatmulCall) -> MatmulCall | None:
     """The product of the same codes as MXINT8, of integers under scales that leave the sums."""
-    for _, own in call.sides:
-        format = own.format
+    for _, operand in call.sides:
+        format = operand.format
         if format is None or format.block != (1, WHOLE):
             return None
         if known_element(format.element) != INTEGER8:
             return None
-    lhs, rhs = (dataclasses.replace(own, format=MXINT8) for _, own in call.sides)
+    lhs, rhs = (dataclasses.replace(operand, format=MXINT8) for _, operand in call.sides)
     return dataclasses.replace(call, lhs=lhs, rhs=rhs, out_dtype=np.dtype(np.float32))
 
 
-def _under_ones(x: MXArray, own: OperandType) -> MXArray:
+def _under_ones(x: MXArray, operand: OperandType) -> MXArray:
     """Integers as MXINT8, whose unit is 2^-6, under scales of 2^6."""
-    blocks = own.axes.blocks(MXINT8)
+    blocks = operand.axes.blocks(MXINT8)
     shape = block_shapes.scales_shape(x.shape, blocks)
     scales = jnp.full(shape, E8M0_BIAS + MXINT8.element.mantissa_bits, jnp.uint8)
     return dataclasses.replace(x, scales=scales, format=MXINT8, blocks=blocks, primal=None)
@@ -207,29 +214,28 @@ def _multiply_codes(call: MatmulCall, lhs: Operand, rhs: Operand | PackedMXArray
 
 def _by_codes(call: MatmulCall, lhs: Operand, rhs: Operand) -> jax.Array:
     """The product of codes as they are, by the handler."""
-    (_, block), *_ = (block_of(own.format) for _, own in call.sides if own.format is not None)
-    left, right = _taken(lhs, call.lhs.axes, "lhs"), _taken(rhs, call.rhs.axes, "rhs")
+    (_, block), *_ = (
+        block_of(operand.format) for _, operand in call.sides if operand.format is not None
+    )
+    left, right = _matrices(lhs, call.lhs.axes, "lhs"), _matrices(rhs, call.rhs.axes, "rhs")
     (product,) = handler.call(
         MATMUL,
-        f"{left.axes}, {right.axes} -> *lr {left.kept} {right.kept}",
-        *left.arrays,
-        *right.arrays,
-        dtypes=(call.out_dtype,),
+        [*left.operands, *right.operands],
+        [(f"*lr {left.kept} {right.kept}", call.out_dtype)],
         attributes=left.attributes | right.attributes | {"block": np.int32(block)},
     )
     return product
 
 
-class _Taken(NamedTuple):
+class _Matrices(NamedTuple):
     """One operand as the handler takes it."""
 
-    arrays: tuple[jax.Array, ...]  # elements, scales and tensor scales
-    axes: str
+    operands: tuple[tuple[jax.Array, str], ...]  # elements, scales and tensor scales, with axes
     kept: str  # axes that the handler takes as one
     attributes: dict[str, object]
 
 
-def _taken(operand: Operand, axes: Axes, side: Side) -> _Taken:
+def _matrices(operand: Operand, axes: Axes, side: Side) -> _Matrices:
     format = operand.format if isinstance(operand, MXArray) else None
     together, block = block_of(format)
     batch, letter = ("*l", "m") if side == "lhs" else ("*r", "n")
@@ -246,14 +252,15 @@ def _taken(operand: Operand, axes: Axes, side: Side) -> _Taken:
     else:
         elements = operand if operand.dtype in casts.DTYPES else operand.astype(jnp.float32)
         scales, tensor_scale, scale_axes = jnp.zeros((0,), jnp.uint8), None, "0"
-    # A batch of its own: one matrix's scale may stand for all.
-    own_axes = ("*s" if side == "lhs" else "*t") + " 1" * (operand.ndim - len(axes.batch))
-    if tensor_scale is None:
-        tensor_scale, own_axes = jnp.zeros((0,), jnp.float32), "0"
+    # Another batch than the elements': one matrix's scale may stand for all.
+    batch_of_scales = "*s" if side == "lhs" else "*t"
     element, scale = weights.names(format)
-    return _Taken(
-        arrays=(elements, scales, tensor_scale),
-        axes=f"{in_order(k, kept)}, {scale_axes}, {own_axes}",
+    return _Matrices(
+        operands=(
+            (elements, in_order(k, kept)),
+            (scales, scale_axes),
+            _tensor_scale(tensor_scale, batch_of_scales + " 1" * (operand.ndim - len(axes.batch))),
+        ),
         kept=f"({kept})",
         attributes={
             f"{side}_element": element,
@@ -264,23 +271,23 @@ def _taken(operand: Operand, axes: Axes, side: Side) -> _Taken:
     )
 
 
+def _tensor_scale(scale: jax.Array | None, axes: str) -> tuple[jax.Array, str]:
+    """An operand, which is empty where there is none."""
+    return (jnp.zeros((0,), jnp.float32), "0") if scale is None else (scale, axes)
+
+
 def _by_packed(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
     """The product by packed weights, by the handler."""
     if rhs.layout == weights.ROWS:
         return _by_rows(call, lhs, rhs)
     if rhs.layout.parts is not None:
         return _by_parts(call, lhs, rhs)
-    left, (element, scale) = _taken(lhs, call.lhs.axes, "lhs"), weights.names(rhs.format)
-    tensor_scale, axes = rhs.arrays.tensor_scale, "*t"
-    if tensor_scale is None:
-        tensor_scale, axes = jnp.zeros((0,), jnp.float32), "0"
+    left, (element, scale) = _matrices(lhs, call.lhs.axes, "lhs"), weights.names(rhs.format)
+    panels = (rhs.arrays.bytes, f"*r n/{weights.PANEL_ROWS} bytes")
     (product,) = handler.call(
         PACKED_MATMUL,
-        f"{left.axes}, *r n/{weights.PANEL_ROWS} bytes, {axes} -> *lr {left.kept} n",
-        *left.arrays,
-        rhs.arrays.bytes,
-        tensor_scale,
-        dtypes=(call.out_dtype,),
+        [*left.operands, panels, _tensor_scale(rhs.arrays.tensor_scale, "*t")],
+        [(f"*lr {left.kept} n", call.out_dtype)],
         attributes=left.attributes
         | {"rhs_element": element, "rhs_scale": scale, "block": np.int32(block_of(rhs.format)[1])},
         sizes={"n": math.prod(rhs.kept)},
@@ -308,13 +315,13 @@ def _by_parts(call: MatmulCall, lhs: Operand, rhs: PackedMXArray) -> jax.Array:
             k=(rhs.k[0] // parts, *rhs.k[1:]),
             arrays=dataclasses.replace(rhs.arrays, bytes=rhs.arrays.bytes[..., part, :, :]),
         )
-        own = dataclasses.replace(
+        of_part = dataclasses.replace(
             call,
             lhs=OperandType.of(left, call.lhs.axes),
             rhs=OperandType.of(right, call.rhs.axes),
             out_dtype=np.dtype(np.float32),
         )
-        return _by_packed(own, left, right)
+        return _by_packed(of_part, left, right)
 
     return functools.reduce(jnp.add, map(product, range(parts))).astype(call.out_dtype)
 
@@ -359,7 +366,7 @@ def _tile_call(call: RaggedCall) -> MatmulCall:
 
 
 def rejects_groups(call: RaggedCall) -> str | None:
-    """Why the product of a tile is not taken, or None."""
+    """Why no handler takes the product of a tile, or None."""
     format, reason = call.lhs.format, rejects_symbolic(call) or _rejects_kernels(_tile_call(call))
     if reason is None and not call.contracts_rows and block_of(format)[0] > 1:
         return f"multiplies groups whose blocks have one row, got lhs={call.lhs.text}"
@@ -455,27 +462,31 @@ def rejects_attention(call: AttendCall) -> str | None:
 def attend(
     shared: jax.Array, keys: Rows, values: Rows, position: jax.typing.ArrayLike, call: AttendCall
 ) -> jax.Array:
-    """What the reference gives, within rounding; rows beyond position are not read."""
+    """What the reference gives, within rounding; rows after position are not read."""
     at = jnp.asarray(position).astype(jnp.int32).reshape(1)
     scale = {"scale": np.float32(call.queries[-1] ** -0.5)}
     if not isinstance(keys, PackedRows) or not isinstance(values, PackedRows):
         assert not isinstance(keys, PackedRows) and not isinstance(values, PackedRows), call
-        axes = "*b m q d, *b m n d, *b m n e, *b 1 -> *b m q e"
-        operands = (shared, keys, values, at)
-        return handler.call(ATTEND, axes, *operands, dtypes=("float32",), attributes=scale)[0]
+        operands = (shared, "*b m q d"), (keys, "*b m n d"), (values, "*b m n e"), (at, "*b 1")
+        return handler.call(ATTEND, operands, [("*b m q e", "float32")], attributes=scale)[0]
     # Codes of four bits are read two a byte, others one.
     is_packed, block = keys.format.element.bits == 4, keys.format.block[1]
     codes = [x.codes if is_packed else x.unpacked().codes for x in (keys, values)]
     tensor_scales = [x.tensor_scale for x in (keys, values) if x.tensor_scale is not None]
-    of_scales = ["*b 1 1 1" if x.size == 1 else "*b m n 1" for x in tensor_scales]
-    given = ("*b m q d", "*b m n bk", "*b m n sk", "*b m n bv", "*b m n sv", "*b 1", *of_scales)
     size = keys.features if isinstance(block, Whole) else block
     return handler.call(
         ATTEND_CODES,
-        # Features of an axis of their own: those of queries are contracted.
-        f"{', '.join(given)} -> *b m q e",
-        *(shared, codes[0], keys.scales, codes[1], values.scales, at, *tensor_scales),
-        dtypes=("float32",),
+        [
+            (shared, "*b m q d"),
+            (codes[0], "*b m n bk"),
+            (keys.scales, "*b m n sk"),
+            (codes[1], "*b m n bv"),
+            (values.scales, "*b m n sv"),
+            (at, "*b 1"),
+            *((x, "*b 1 1 1" if x.size == 1 else "*b m n 1") for x in tensor_scales),
+        ],
+        # The features of values; those of queries are contracted.
+        [("*b m q e", "float32")],
         attributes=format_attributes(keys.format)
         | scale
         | {"block": np.int64(size), "is_packed": is_packed},

@@ -33,7 +33,7 @@ _BLOCKS = (16, 32)
 
 
 def rejects_format(format: BlockFormat) -> str | None:
-    """Why operands of a format are not taken, or None."""
+    """Why the kernels do not multiply operands of a format, or None."""
     if known_element(format.element) not in ELEMENTS:
         names = ", ".join(element.name for element in ELEMENTS)
         return f"multiplies elements in {names}, got {format.element.name}"
@@ -47,7 +47,7 @@ def rejects_format(format: BlockFormat) -> str | None:
 
 
 def block_of(format: BlockFormat | None) -> tuple[int, int]:
-    """Kept positions of one block, and those along k, of a format that is taken."""
+    """Kept positions of one block, and those along k, of a format that kernels multiply."""
     rows, size = (1, 0) if format is None else format.block
     assert isinstance(rows, int) and isinstance(size, int), format
     return rows, size
@@ -68,8 +68,8 @@ def plain_format(format: BlockFormat | None) -> BlockFormat | None:
         return None
     if not format.is_known or not format.scale.is_float32:
         return None
-    alike = (MXFP8_E4M3, MXFP8_E5M2)
-    return next((own for own in alike if own.element == known_element(format.element)), None)
+    element = known_element(format.element)
+    return next((plain for plain in (MXFP8_E4M3, MXFP8_E5M2) if plain.element == element), None)
 
 
 # Panels -------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def take(packed: PackedMXArray, indices: jax.Array) -> MXArray:
     # Not `//` and `%`, whose signs take longer to trace than all else here.
     panel, lane = (of(row, np.asarray(PANEL_ROWS, row.dtype)) for of in (lax.div, lax.rem))
     scale = packed.arrays.tensor_scale
-    # A batch of panels, each a matrix of its own.
+    # A batch of panels, one a matrix.
     panels = Panels(
         bytes=packed.arrays.bytes[panel, None],
         tensor_scale=None if scale is None else jnp.broadcast_to(scale, row.shape),
@@ -165,9 +165,9 @@ def local(packed: PackedMXArray) -> PackedMXArray:
                 f"{rows} rows; cut them as sharding.device_put does, or pack each part"
             )
         kept = (kept[0] // shares, *kept[1:])
-    if layout.parts is not None and (own := packed.arrays.bytes.shape[-3]) != layout.parts:
-        k = (k[0] * own // layout.parts, *k[1:])
-        layout = dataclasses.replace(layout, parts=own)
+    if layout.parts is not None and (parts := packed.arrays.bytes.shape[-3]) != layout.parts:
+        k = (k[0] * parts // layout.parts, *k[1:])
+        layout = dataclasses.replace(layout, parts=parts)
     return dataclasses.replace(packed, kept=kept, k=k, layout=layout)
 
 
@@ -371,13 +371,11 @@ def pack(x: MXArray, call: PackCall) -> PackedMXArray:
         scales = jnp.full(sizes, _ONE, jnp.uint8)
 
     (element, scale), (records, *parts) = names(format), _records(format, math.prod(k))
-    given = f"*b k n, *b k/{block} n" if axes.k_first else f"*b n k, *b n k/{block}"
+    operand_axes = ("*b k n", f"*b k/{block} n") if axes.k_first else ("*b n k", f"*b n k/{block}")
     (packed,) = handler.call(
         TARGET,
-        f"{given} -> *b n/{PANEL_ROWS} bytes",
-        codes,
-        scales,
-        dtypes=("uint8",),
+        zip((codes, scales), operand_axes, strict=True),
+        [(f"*b n/{PANEL_ROWS} bytes", "uint8")],
         attributes={
             "element": element,
             "scale": scale,

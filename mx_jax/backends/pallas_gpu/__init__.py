@@ -6,19 +6,22 @@ here imports Mosaic GPU before a call is taken.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mx_jax.axes import Side
 from mx_jax.backends import calls
 from mx_jax.backends.calls import Call, rejects_symbolic
-from mx_jax.backends.pallas_gpu import products, rejections
-from mx_jax.backends.pallas_gpu.architecture import Architecture
-from mx_jax.backends.target import Backend, Offer, Target
+from mx_jax.backends.target import Backend, Late, Offer, Target
+
+if TYPE_CHECKING:
+    from mx_jax.backends.pallas_gpu.architecture import Architecture
+
+_products, _rejections = (Late(f"{__name__}.{name}") for name in ("products", "rejections"))
 
 
 def _offer(
     call: type[Call],
-    rejects: Callable[[Any, Target], str | None],
+    rejects: str,
     run: Callable[..., Any],
     *,
     trace_in_place: bool = False,
@@ -28,7 +31,9 @@ def _offer(
     """A kind of call, taken if its sizes are constant, and by one device unless partitioned."""
 
     def reason(call: Call, target: Target) -> str | None:
-        found = rejects_symbolic(call) or rejects(call, target)
+        if target.platform != "cuda":
+            return f"runs on platform=cuda, got platform={target.platform}"
+        found = rejects_symbolic(call) or getattr(_rejections, rejects)(call, target)
         if found or partitioned or target.num_devices == 1:
             return found
         # XLA would gather a kernel's operands, and each device do all of the work.
@@ -47,7 +52,7 @@ def _offer(
     )
 
 
-def backend_for(architecture: Architecture | None = None, interpret: object = None) -> Backend:
+def backend_for(architecture: "Architecture | None" = None, interpret: object = None) -> Backend:
     """Weights decoded on their way to the tensor cores; on Blackwell, two operands as they are.
 
     Args:
@@ -59,23 +64,29 @@ def backend_for(architecture: Architecture | None = None, interpret: object = No
         return None if call.contracts_rows or call.rhs.packed_by is not None else "rhs"
 
     offer = functools.partial(_offer, trace_in_place=interpret is not None)
-    lays_out = functools.partial(products.lays_out, architecture=architecture)
-    how = functools.partial(functools.partial, architecture=architecture, interpret=interpret)
-    multiply, multiply_groups = how(products.scaled_matmul), how(products.ragged_dot)
+    how = {"architecture": architecture, "interpret": interpret}
     return Backend(
         name="pallas_gpu",
         epsilon_bound=4.0,
         table=(
-            offer(calls.MatmulCall, rejections.rejects, multiply, lays_out=lays_out),
+            offer(
+                calls.MatmulCall,
+                "rejects",
+                lambda *operands: _products.scaled_matmul(*operands, **how),
+                lays_out=lambda call: _products.lays_out(call, architecture=architecture),
+            ),
             offer(
                 calls.RaggedCall,
-                rejections.rejects_groups,
-                multiply_groups,
+                "rejects_groups",
+                lambda *operands: _products.ragged_dot(*operands, **how),
                 lays_out=lays_out_groups,
             ),
             # Plain JAX, for products below a shard_map too.
             offer(
-                calls.PackCall, rejections.rejects_packing, products.pack_weights, partitioned=True
+                calls.PackCall,
+                "rejects_packing",
+                lambda *operands: _products.pack_weights(*operands),
+                partitioned=True,
             ),
         ),
     )

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 
 from mx_jax.backends import calls
 from mx_jax.backends.calls import QuantizeBothCall, QuantizeCall, ValuesCall
-from mx_jax.backends.pallas_tpu import weights
-from mx_jax.backends.target import Backend, Offer, Target
+from mx_jax.backends.target import Backend, Late, Offer, Target
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.codecs.rounding import NEAREST
 from mx_jax.mxarray import MXArray
+
+_weights = Late(f"{__name__}.weights")
 
 # JAX's names of TPUs without bfloat16 arithmetic, where plain JAX is faster.
 _WIDENING = ("TPU v2", "TPU v3", "TPU v4", "TPU v5")
@@ -161,8 +162,12 @@ def backend_for(*, interpret: bool = False) -> Backend:
         offer(QuantizeCall, _rejects_casts, _quantize),
         offer(QuantizeBothCall, _rejects_casts, _quantize),
         offer(ValuesCall, _rejects_casts, _values),
-        offer(calls.MatmulCall, weights.rejects, _multiply),
-        offer(calls.PackCall, weights.rejects_pack, weights.pack),
+        offer(calls.MatmulCall, lambda *x: _weights.rejects(*x), _multiply),
+        offer(
+            calls.PackCall,
+            lambda *x: _weights.rejects_pack(*x),
+            lambda *x: _weights.pack(*x),
+        ),
     )
     return Backend(name="pallas_tpu", epsilon_bound=2.0, table=table)
 
