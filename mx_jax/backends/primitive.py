@@ -128,6 +128,7 @@ class Work:
     batches: tuple[tuple[Any, tuple[int | None, ...]], ...] = ()
 
     def __repr__(self) -> str:
+        assert not isinstance(self.call, calls.PackCall | calls.ValuesCall), "no equation"
         return self.call.text
 
     def compute(self, how: Callable[..., Any], *leaves: jax.Array) -> list[jax.Array]:

@@ -73,7 +73,9 @@ def _first_taker(call: Call, target: Target) -> tuple[Choice | None, tuple[tuple
     row = row_about(call, target) if context.only is None else None
     unasked = _unasked(row, target, context, list(table))
     # Those that are preferred by name, the one that was measured to be the fastest, the others.
-    names = dict.fromkeys([*context.preferred, *([row.backend] if row else []), *table])
+    names: dict[str, None] = dict.fromkeys(
+        [*context.preferred, *([row.backend] if row else []), *table]
+    )
     rejections: list[tuple[str, str]] = []
     for name in names:
         backend = table.get(name)
