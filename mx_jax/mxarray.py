@@ -511,7 +511,7 @@ def decode(
         by_products = functools.partial(scale_codec.decode_normal, dtype=dtype, exponent=exponent)
         return lax.cond(scale_codec.are_normal(x, exponent), by_products, in_integers, x)
 
-    if (saturates and dtype == jnp.float16) or not scale_codec.decodes_normal(x, exponent):
+    if (saturates and dtype == jnp.float16) or not scale_codec.may_decode_normal(x, exponent):
         return in_integers(x)
     return platform_dependent(x, tpu=on_tpus, default=in_integers)
 

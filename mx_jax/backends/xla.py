@@ -314,7 +314,7 @@ def _under_exponent_on_tpus(
     codes: jax.Array, scales: jax.Array, element: ElementFormat
 ) -> jax.Array:
     """The same, in blocks along the last axis by one product more an element, and no copies."""
-    if not blocks.is_minor(scales, codes):
+    if not blocks.underfills_lanes(scales, codes):
         return _under_exponent(codes, scales, element)
     # Of 255 scales float32 has 254 as normal numbers. What is below 2^-124 may count as zero: so
     # may all under 2^-127 but for large elements. Theirs are scaled up, and 2^127, which is one too

@@ -64,7 +64,7 @@ def moments(
                 "calibrate.moments: a flax.linen module needs variables=, got "
                 f"variables={type(variables).__name__}"
             )
-        observe, given = jax.jit(functools.partial(_linen, model)), variables
+        observe, given = jax.jit(functools.partial(_moments_linen, model)), variables
     else:
         # Late: programs of flax.linen alone need not wait for it.
         from flax import nnx
@@ -77,7 +77,7 @@ def moments(
         if variables is not None:
             raise TypeError("calibrate.moments: a flax.nnx model has its own; drop variables=")
         graph, given = nnx.split(model)
-        observe = jax.jit(functools.partial(_nnx, graph))
+        observe = jax.jit(functools.partial(_moments_nnx, graph))
     total: Moments | None = None
     for batch in batches:
         found = observe(given, *(batch if isinstance(batch, tuple) else (batch,)))
@@ -128,7 +128,7 @@ def _add(into: Moments, path: str, x: jax.Array, axes: Sequence[int] = (-1,)) ->
     into[path] = into[path] + moment if path in into else moment
 
 
-def _linen(model: nn.Module, variables: Mapping[str, Any], *args: object) -> Moments:
+def _moments_linen(model: nn.Module, variables: Mapping[str, Any], *args: object) -> Moments:
     found: Moments = {}
 
     def intercept(
@@ -155,7 +155,7 @@ def _linen(model: nn.Module, variables: Mapping[str, Any], *args: object) -> Mom
     return found
 
 
-def _nnx(graph: "nnx.GraphDef", state: "nnx.State", *args: object) -> Moments:
+def _moments_nnx(graph: "nnx.GraphDef", state: "nnx.State", *args: object) -> Moments:
     from flax import nnx
 
     found: Moments = {}

@@ -264,7 +264,7 @@ def write_files(
     total = sum(entry.nbytes for entry in entries.values())
     with progress_bar("write", total, progress) as step:
         if max_shard_size is None:
-            with only_file(path):
+            with writing_whole_file(path):
                 write(path, entries, metadata(entries), step)
             return
         path.mkdir(parents=True, exist_ok=True)
@@ -274,7 +274,7 @@ def write_files(
 
 
 @contextlib.contextmanager
-def only_file(path: Path) -> Iterator[None]:
+def writing_whole_file(path: Path) -> Iterator[None]:
     """Lock the folder of a file that is all of its folder's checkpoint, as its name says."""
     if path.name != WHOLE or not path.parent.is_dir():
         yield
@@ -309,7 +309,7 @@ def _write_shards(
     # Each file appears when it is whole, the index when all are. Until then an earlier checkpoint
     # in the folder is read as it was; then its files go. What was never finished goes first, or a
     # full disk would stay full.
-    earlier, count = _earlier(folder), f"{len(shards):05}"
+    earlier, count = _adopt_earlier(folder), f"{len(shards):05}"
     for file, (_, of) in _numbered(folder).items():
         if file.name not in earlier and not (resume and of == count):
             file.unlink()
@@ -343,7 +343,7 @@ def _write_shards(
             file.unlink(missing_ok=True)
 
 
-def _earlier(folder: Path) -> set[str]:
+def _adopt_earlier(folder: Path) -> set[str]:
     """Files that the folder's checkpoint may consist of; it gets an index if it can be read."""
     files = sorted(folder.glob("*.safetensors"))
     names = {file.name for file in files}

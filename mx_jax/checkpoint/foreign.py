@@ -144,7 +144,7 @@ def _read_layouts(
             )
         row = fitting[0]
         parts = {part: tensors[each] for part, each in row.parts(base).items()}
-        fetch = functools.partial(_quantized, row, parts, dtype, f"{where}: {name}")
+        fetch = functools.partial(_read_quantized, row, parts, dtype, f"{where}: {name}")
         shape = row.shape(parts["codes"])
         if row.transposes(name, len(shape)):
             shape = (shape[0], shape[2], shape[1])
@@ -218,7 +218,7 @@ def _check_left(
             )
 
 
-def _quantized(
+def _read_quantized(
     layout: Layout, parts: Mapping[str, files.Entry], dtype: np.dtype, where: str
 ) -> MXArray:
     arrays = {part: np.asarray(entry) for part, entry in parts.items()}
@@ -289,7 +289,11 @@ def entries_of(
         x = unpacked(weights[name])
         if row is None:
             return torchao_parts(name, x)
-        return (_stored(name, x, row) if isinstance(x, MXArray) else {name: files.Entry.of(x)}), {}
+        return (
+            _entries_of_weight(name, x, row)
+            if isinstance(x, MXArray)
+            else {name: files.Entry.of(x)}
+        ), {}
 
     entries: dict[str, files.Entry] = {}
     metadata = {"format": "pt"}
@@ -304,7 +308,7 @@ def entries_of(
     return entries, metadata | ({NAMES: json.dumps(list(weights))} if row is None else {})
 
 
-def _stored(name: str, x: MXArray, row: Layout) -> dict[str, files.Entry]:
+def _entries_of_weight(name: str, x: MXArray, row: Layout) -> dict[str, files.Entry]:
     base, blocks = name.removesuffix(row.weight), row.blocks_of(name, x.ndim)
     facts = f"{name}: format={x.format.name}, shape={x.shape}, blocks={x.blocks}"
     if dataclasses.replace(x.format, name=row.format.name) != row.format or x.blocks != blocks:

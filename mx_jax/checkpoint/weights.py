@@ -143,7 +143,7 @@ def plain(array: np.ndarray, where: str) -> jax.Array:
         )
     with np.errstate(all="ignore"):
         placed = on_device(array)
-        lost = placed.dtype != array.dtype and _is_lost(array, np.asarray(placed))
+        lost = placed.dtype != array.dtype and _loses_values(array, np.asarray(placed))
     if lost:
         raise ValueError(
             f"{where}: has {array.dtype} values from {array.min()} up to {array.max()}, which jax "
@@ -152,7 +152,7 @@ def plain(array: np.ndarray, where: str) -> jax.Array:
     return placed
 
 
-def _is_lost(array: np.ndarray, held: np.ndarray) -> bool:
+def _loses_values(array: np.ndarray, held: np.ndarray) -> bool:
     """Whether integers are other numbers, or numbers infinite."""
     if array.dtype.kind in "iu":
         return bool((held != array).any())

@@ -103,7 +103,7 @@ def spread(scales: jax.Array, inside: tuple[int, ...]) -> jax.Array:
     return jnp.expand_dims(scales, inside)
 
 
-def is_minor(scales: jax.Array, like: jax.Array) -> bool:
+def underfills_lanes(scales: jax.Array, like: jax.Array) -> bool:
     """Whether split blocks lie along the last axis, whose registers on TPUs they do not fill."""
     shape = like.shape[-2:]
     known = all(isinstance(n, int) for n in shape) and like.ndim > 2
@@ -171,7 +171,7 @@ def violation(x: Blocked) -> str | None:
         return f"the format has no tensor scale, got tensor_scale.shape={tensor_scale.shape}"
     if tensor_scale.dtype != np.dtype("float32"):
         return f"tensor_scale must be float32, got tensor_scale.dtype={tensor_scale.dtype}"
-    return tensor_scale_shape(tensor_scale.shape, shape, blocks)
+    return tensor_scale_violation(tensor_scale.shape, shape, blocks)
 
 
 def check_parts(x: Blocked, operation: str) -> None:
@@ -186,7 +186,7 @@ def check_parts(x: Blocked, operation: str) -> None:
         )
 
 
-def tensor_scale_shape(scale_shape: Shape, shape: Shape, blocks: Blocks) -> str | None:
+def tensor_scale_violation(scale_shape: Shape, shape: Shape, blocks: Blocks) -> str | None:
     """Why a tensor scale is not one for all, or one a position of axes without blocks; or None."""
     blocked = {axis % len(shape) for axis, _ in blocks}
     wanted = [1 if axis in blocked else length for axis, length in enumerate(shape)]

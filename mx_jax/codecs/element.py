@@ -118,7 +118,7 @@ def encode_products(
       element: one of `sums_digits`.
       has_nan: as `encode`.
     """
-    bits = float32.unpacked_bits(x)
+    bits = float32.widened_bits(x)
     magnitude = float32.bitwise_and(bits, float32.ABS)
     product = float32.from_bits(magnitude)
     # A pattern, as an integer and times 2^-149, is its number up to twice the smallest normal one,

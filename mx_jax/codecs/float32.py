@@ -26,7 +26,7 @@ MANTISSA = 0x007FFFFF
 HIDDEN = 0x00800000
 
 
-def _typed(operation: Callable[..., jax.Array]) -> Callable[[Any, Any], jax.Array]:
+def _with_operands_alike(operation: Callable[..., jax.Array]) -> Callable[[Any, Any], jax.Array]:
     @functools.wraps(operation)
     def apply(left: Any, right: Any) -> jax.Array:
         if isinstance(right, int | float):
@@ -44,21 +44,21 @@ def _typed(operation: Callable[..., jax.Array]) -> Callable[[Any, Any], jax.Arra
     return apply
 
 
-add = _typed(lax.add)
-sub = _typed(lax.sub)
-mul = _typed(lax.mul)
-div = _typed(lax.div)
-min = _typed(lax.min)
-max = _typed(lax.max)
-bitwise_and = _typed(lax.bitwise_and)
-bitwise_or = _typed(lax.bitwise_or)
-bitwise_xor = _typed(lax.bitwise_xor)
-shift_left = _typed(lax.shift_left)
-shift_right = _typed(lax.shift_right_arithmetic)
-eq = _typed(lax.eq)
-lt = _typed(lax.lt)
-gt = _typed(lax.gt)
-ge = _typed(lax.ge)
+add = _with_operands_alike(lax.add)
+sub = _with_operands_alike(lax.sub)
+mul = _with_operands_alike(lax.mul)
+div = _with_operands_alike(lax.div)
+min = _with_operands_alike(lax.min)
+max = _with_operands_alike(lax.max)
+bitwise_and = _with_operands_alike(lax.bitwise_and)
+bitwise_or = _with_operands_alike(lax.bitwise_or)
+bitwise_xor = _with_operands_alike(lax.bitwise_xor)
+shift_left = _with_operands_alike(lax.shift_left)
+shift_right = _with_operands_alike(lax.shift_right_arithmetic)
+eq = _with_operands_alike(lax.eq)
+lt = _with_operands_alike(lax.lt)
+gt = _with_operands_alike(lax.gt)
+ge = _with_operands_alike(lax.ge)
 
 
 def select(which: jax.Array, on_true: jax.Array | float, on_false: jax.Array | float) -> jax.Array:
@@ -86,7 +86,7 @@ def to_bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.int32)
 
 
-def unpacked_bits(x: jax.Array) -> jax.Array:
+def widened_bits(x: jax.Array) -> jax.Array:
     """The same where a conversion of bfloat16 moves bits and does no more, as on TPUs."""
     return lax.bitcast_convert_type(lax.convert_element_type(x, jnp.float32), jnp.int32)
 

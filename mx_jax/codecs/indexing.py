@@ -221,7 +221,7 @@ def reshape_blocks(
         scale_shape = tensor_scale or (1,) * len(shape)
         return Reshaped(new, scales_shape(new, blocks), scale_shape, scale_shape, blocks)
     if 0 in shape:
-        raise _cut(new, shape, blocks)
+        raise _cut_error(new, shape, blocks)
     sizes = {axis % len(shape): size for axis, size in blocks}
     scale_shape = (1,) * len(shape) if tensor_scale is None else tensor_scale
     spread, lengths, new_sizes = list(scale_shape), [1] * len(new), {}
@@ -230,11 +230,11 @@ def reshape_blocks(
         if blocked:
             group_blocks = _blocks_of_group(old_axes, new_axes, shape, new, sizes)
             if group_blocks is None:
-                raise _cut(new, shape, blocks)
+                raise _cut_error(new, shape, blocks)
             new_sizes |= group_blocks
         if any(scale_shape[axis] != 1 for axis in old_axes):
             if len(old_axes) > 1 and blocked:
-                raise _cut(new, shape, blocks)
+                raise _cut_error(new, shape, blocks)
             for axis in old_axes:
                 spread[axis] = shape[axis]
             for axis in new_axes:
@@ -282,7 +282,7 @@ def _blocks_of_group(
     return {new_axes[-1]: size}
 
 
-def _cut(new: Shape, shape: Shape, blocks: Blocks) -> ValueError:
+def _cut_error(new: Shape, shape: Shape, blocks: Blocks) -> ValueError:
     return ValueError(
         f"MXArray.reshape: shape={new} would cut blocks, got shape={shape}, blocks={blocks}: axes "
         f"may be joined or divided where blocks lie along the last of them, in whole blocks; "

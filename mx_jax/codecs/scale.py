@@ -227,7 +227,7 @@ def _powers_of_two(exponent: jax.Array, count: int, scales: jax.Array) -> list[j
 
 def _as_on_tpus(x: jax.Array, powers: Sequence[jax.Array]) -> tuple[jax.Array, list[jax.Array]]:
     """Values in split blocks, and powers of two for each block, as TPUs have no need to copy."""
-    if not block_shapes.is_minor(powers[0], x):
+    if not block_shapes.underfills_lanes(powers[0], x):
         return x, list(powers)
     size = x.shape[-1]
     # Else XLA would widen x once for its largest magnitudes too, and transpose it in float32.
@@ -321,7 +321,7 @@ def decode_scaled(
     return float32.to_bits(product)
 
 
-def decodes_normal(x: block_shapes.Blocked, exponent: int) -> bool:
+def may_decode_normal(x: block_shapes.Blocked, exponent: int) -> bool:
     """Whether `decode_normal` is for an array. On one device: all scales together decide."""
     constant = lowering.value.on_one_device and all(isinstance(n, int) for n in x.codes.shape)
     low, high = _normal_scales(x.format.element, exponent)
@@ -339,26 +339,26 @@ def are_normal(x: block_shapes.Blocked, exponent: int) -> jax.Array:
     element = x.format.element
     low, high = _normal_scales(element, exponent)
     is_low = float32.lt(x.scales, low)
-    any_is_low = _anywhere(is_low)
+    any_is_low = _any_over_vmap(is_low)
 
     def are_zeros() -> jax.Array:
         magnitude = element.sign_code * (1 if element.kind == "float" else 2) - 1
         codes, inside = block_shapes.split(float32.bitwise_and(x.codes, magnitude), x.blocks)
-        return ~_anywhere(jnp.any(float32.gt(codes, 0), inside) & is_low)
+        return ~_any_over_vmap(jnp.any(float32.gt(codes, 0), inside) & is_low)
 
     zeros_or_none = lax.cond(any_is_low, are_zeros, lambda: ~any_is_low)
-    return zeros_or_none & ~_anywhere(float32.gt(x.scales, high))
+    return zeros_or_none & ~_any_over_vmap(float32.gt(x.scales, high))
 
 
 @jax.custom_batching.custom_vmap
-def _anywhere(where: jax.Array) -> jax.Array:
+def _any_over_vmap(where: jax.Array) -> jax.Array:
     return jnp.any(where)
 
 
-@_anywhere.def_vmap
+@_any_over_vmap.def_vmap
 def _(size: int, batched: object, where: jax.Array) -> tuple[jax.Array, bool]:
     # Of a batch as a whole: `lax.cond` would compute both of what differs between its members.
-    return _anywhere(where), False
+    return _any_over_vmap(where), False
 
 
 def decode_normal(x: block_shapes.Blocked, dtype: np.dtype, exponent: int) -> jax.Array:

@@ -302,7 +302,7 @@ def write_out(
             path = made / (out.name if is_file else files.WHOLE) if largest is None else made
             _write_tensors(options, path, weights, tensors, layout)
             if is_file:
-                with files.only_file(out):
+                with files.writing_whole_file(out):
                     writers.move(path, out, replace=options.force)
                 made.rmdir()
             else:

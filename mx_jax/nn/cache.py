@@ -443,7 +443,7 @@ def _by_sequence(rows: Rows) -> tuple[Rows, Any]:
 # flax.serialization: state dicts hold the arrays of a cache, and restoring needs a target ---------
 
 
-def _arrays(x: object) -> dict[str, Any]:
+def _cache_state(x: object) -> dict[str, Any]:
     """The state dict of a cache, or of its rows: what of it is arrays."""
     children, _ = jax.tree_util.default_registry.flatten_one_level_with_keys(x)
     return {
@@ -451,9 +451,9 @@ def _arrays(x: object) -> dict[str, Any]:
     }
 
 
-def _with_arrays(target: KVCache | CacheRows, state: Mapping[str, Any]) -> KVCache | CacheRows:
+def _restored_cache(target: KVCache | CacheRows, state: Mapping[str, Any]) -> KVCache | CacheRows:
     """What was saved; the target's own fields say what it is."""
-    arrays = _arrays(target)
+    arrays = _cache_state(target)
     if arrays.keys() != state.keys():
         raise ValueError(
             f"flax.serialization: needs the state of a {type(target).__name__} with the fields "
@@ -467,4 +467,4 @@ def _with_arrays(target: KVCache | CacheRows, state: Mapping[str, Any]) -> KVCac
 
 
 for _kind in (CacheRows, KVCache):
-    serialization.register_serialization_state(_kind, _arrays, _with_arrays, override=True)
+    serialization.register_serialization_state(_kind, _cache_state, _restored_cache, override=True)

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType
 from mx_jax.backends.calls import AnyOperand, RandomBitsCall
 from mx_jax.backends.primitive import bind
 from mx_jax.codecs import float32
-from mx_jax.codecs.blocks import Blocks, check_parts, tensor_scale_shape
+from mx_jax.codecs.blocks import Blocks, check_parts, tensor_scale_violation
 from mx_jax.codecs.rounding import DerivedKey
 from mx_jax.formats import ELEMENT_FORMATS, BlockFormat, BlockSize, Whole, block_format
 from mx_jax.formats.element import unknown_name
@@ -268,7 +268,7 @@ def check_tensor_scale(
     scale = jnp.asarray(tensor_scale, jnp.float32)
     if scale.size == 1 and scale.ndim < len(shape):
         scale = scale.reshape((1,) * len(shape))
-    reason = tensor_scale_shape(scale.shape, shape, blocks)
+    reason = tensor_scale_violation(scale.shape, shape, blocks)
     last = max((axis for axis, length in enumerate(scale.shape) if length != 1), default=0)
     if any(scale.shape[axis] == 1 != shape[axis] for axis in range(last)):
         reason = (

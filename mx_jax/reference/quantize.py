@@ -110,7 +110,7 @@ def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
 
     def on_tpus(pieces: jax.Array) -> jax.Array:
         last = pieces.ndim - 1
-        if last not in inside or not block_shapes.is_minor(pieces[..., :1], pieces):
+        if last not in inside or not block_shapes.underfills_lanes(pieces[..., :1], pieces):
             return _largest_by_registers(pieces, inside)
         # Transposed while it is narrow.
         rows = block_shapes.merge_minor(pieces)
@@ -135,7 +135,7 @@ def block_amax(pieces: jax.Array, inside: tuple[int, ...]) -> jax.Array:
 
 def _largest_by_registers(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     # Of 32 bits each; unsigned integers are compared in one instruction.
-    magnitudes = float32.bitwise_and(float32.unpacked_bits(x), float32.ABS)
+    magnitudes = float32.bitwise_and(float32.widened_bits(x), float32.ABS)
     largest = lax.reduce_max(lax.bitcast_convert_type(magnitudes, jnp.uint32), axes)
     return lax.expand_dims(lax.bitcast_convert_type(largest, jnp.int32), axes)
 
