@@ -21,7 +21,7 @@ from mx_jax.nn.linen import RNG_STREAM
 from tests.quick import quick
 
 from .helpers import MXFP8, STOCHASTIC, WEIGHT_ONLY, recipe_names
-from .linen_models import MODELS, WIDTH, Block, Scanned, Twice, example_input
+from .linen_models import MODELS, WIDTH, Block, Twice, example_input
 
 KEPT = (Rule(".*", None),)
 
@@ -306,20 +306,8 @@ def test_init_needs_no_stream_and_draws_nothing_from_the_others():
     jax.tree.map(np.testing.assert_array_equal, plain, ours)
 
 
-def test_a_missing_stream_is_named():
-    message = (
-        "recipe 'stochastic weight' draws random bits and needs the 'quantize' stream; "
-        r"call apply\(..., rngs=\{'quantize': key\}\)"
-    )
-    with pytest.raises(ValueError, match=message):
-        setup_model(nn.Sequential([nn.Dense(3)]))[2]()
-    # No scan has to list it.
-    setup_model(Scanned())[2]({RNG_STREAM: KEYS[0]})
-
-
 # Rules that match nothing: a module learns of them when its layers first appear.
 KEY, X = jax.random.key(0), np.ones((2, 32), np.float32)
-TYPO = Rule("encoder_0", MXFP8)
 
 
 class Model(nn.Module):

@@ -72,13 +72,6 @@ class Twins(flax_nn.Module):
         return first(x), second(x), first(x)
 
 
-@forms
-def test_linen_parameters_are_those_of_the_layer_without_it(form: Any):
-    layer = flax_nn.DenseGeneral((2, 4), dot_general_cls=form(stochastic()))
-    expected = jax.eval_shape(flax_nn.DenseGeneral((2, 4)).init, KEY, X)
-    assert jax.eval_shape(layer.init, KEY, X) == expected
-
-
 @pytest.mark.slow(but="class")
 @forms
 def test_each_product_draws_its_own_bits(form: Any):

@@ -5,6 +5,7 @@ same numbers, slowly.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -105,10 +106,9 @@ NUM_LAYERS = 3
 
 
 class Stack(flax_nn.Module):
-    """Layers in nn.scan, ours or Flax's."""
+    """Layers in nn.scan."""
 
-    ours: bool
-    remat: bool = False
+    remat: bool
 
     @flax_nn.compact
     def __call__(self, x):
@@ -116,30 +116,27 @@ class Stack(flax_nn.Module):
         scan = flax_nn.scan(
             block, variable_axes={"params": 0}, split_rngs={"params": True}, length=NUM_LAYERS
         )
-        return scan(self.ours, name="stack")(x, None)[0]
+        return scan(name="stack")(x, None)[0]
 
 
 class Block(flax_nn.Module):
-    ours: bool
-
     @flax_nn.compact
     def __call__(self, x, _):
-        dense = linen.Dense(64, recipe=RECIPE) if self.ours else flax_nn.Dense(64)
-        return flax_nn.relu(dense(x)), None
+        return flax_nn.relu(linen.Dense(64, recipe=RECIPE, name="layer")(x)), None
 
 
-def linen_stack(model: Any, kernel: Any, bias: jax.Array) -> tuple[Any, Runs]:
-    layer = type(flax_nn.Dense(1)).__name__ + "_0"
-    return run_linen(model, {"stack": {layer: {"kernel": kernel, "bias": bias}}})
+def linen_stack(remat: bool, params: Any) -> tuple[Any, Runs]:
+    return run_linen(Stack(remat), {"stack": {"layer": params}})
 
 
-def nnx_stack(make: Callable[..., Any], kernel: Any, bias: jax.Array) -> tuple[Any, Runs]:
+def nnx_stack(converts: bool, params: Any) -> tuple[Any, Runs]:
     """nnx.vmap makes the layers, nnx.scan runs them."""
-    model = flax_nnx.vmap(make)(flax_nnx.Rngs(0).split(NUM_LAYERS))
-    if not isinstance(model, nnx.Linear):
+    make = flax_nnx.Linear if converts else functools.partial(nnx.Linear, recipe=RECIPE)
+    model = flax_nnx.vmap(lambda rngs: make(64, 64, rngs=rngs))(flax_nnx.Rngs(0).split(NUM_LAYERS))
+    if converts:
         model = convert.nnx(model, RULE)
     graph, _ = flax_nnx.split(model)
-    state, _ = run_nnx(model, {"kernel": kernel, "bias": bias})
+    state, _ = run_nnx(model, params)
 
     @flax_nnx.scan(in_axes=(0, flax_nnx.Carry), out_axes=flax_nnx.Carry)
     def run(layer, x):
@@ -148,28 +145,18 @@ def nnx_stack(make: Callable[..., Any], kernel: Any, bias: jax.Array) -> tuple[A
     return state, lambda state, x: run(flax_nnx.merge(graph, state), x)
 
 
-STACKS: dict[str, Callable[[Any, jax.Array], tuple[Any, Runs]]] = {
-    "linen": lambda *params: linen_stack(Stack(True), *params),
-    "remat": lambda *params: linen_stack(Stack(True, remat=True), *params),
-    "convert.linen": lambda *params: linen_stack(convert.linen(Stack(False), RULE), *params),
-    "nnx": lambda *params: nnx_stack(
-        lambda rngs: nnx.Linear(64, 64, recipe=RECIPE, rngs=rngs), *params
-    ),
-    "convert.nnx": lambda *params: nnx_stack(
-        lambda rngs: flax_nnx.Linear(64, 64, rngs=rngs), *params
-    ),
-}
-
-
-@pytest.mark.slow(but="mxfp8")
 @needs_library
-@pytest.mark.parametrize("stack", STACKS.values(), ids=STACKS)
-@pytest.mark.parametrize("format", [STORED, "nvfp4"])
-def test_a_scanned_stack(format: str, stack: Any):
+@pytest.mark.parametrize(
+    ("stack", "option"),
+    [(linen_stack, False), (linen_stack, True), (nnx_stack, False), (nnx_stack, True)],
+    ids=["linen", "remat", "nnx", "convert.nnx"],
+)
+def test_a_scanned_stack(stack: Any, option: bool):
     """Packed as one array, of which scan slices every leaf: each slice is a packed matrix."""
-    kernels = mx_jax.quantize(draw(NUM_LAYERS, 64, 64), format, axis=1)
+    kernels = mx_jax.quantize(draw(NUM_LAYERS, 64, 64), STORED, axis=1)
     bias, x = draw(NUM_LAYERS, 64, seed=1), draw(2, 64, seed=2)
-    stored, run = stack(mx_jax.pack_weights(kernels, num_batch=1), bias)
+    packed = mx_jax.pack_weights(kernels, num_batch=1)
+    stored, run = stack(option, {"kernel": packed, "bias": bias})
     assert num_calls(run, stored, x) == 1
     expected = x
     for layer in range(NUM_LAYERS):
