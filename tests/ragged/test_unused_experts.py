@@ -95,7 +95,7 @@ def test_experts_on_several_devices():
     w = jax.random.normal(KEYS[1], (8, 64, 32))
     sizes = jnp.tile(jnp.array([1, 1, 1, 0, 1, 1, 1, 1]), 8)
 
-    @jax.jit
+    @quick
     def products(x, w):
         def loss(x, w):
             run = functools.partial(mx_jax.expert_ragged_dot, axis_name="e", recipe="mxfp8")
