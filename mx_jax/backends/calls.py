@@ -225,10 +225,6 @@ class ValuesCall:
     cast: QuantizeCall
     beside: QuantizeCall | None = None
 
-    @property
-    def text(self) -> str:
-        return f"{self.cast.text} -> bfloat16"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DequantizeCall:
@@ -266,7 +262,7 @@ class DequantizeCall:
     @property
     def text(self) -> str:
         """The call in a jaxpr."""
-        return f"{self.format.name} -> {self.dtype}"
+        return f"dequantize {self.format.name} to {self.dtype}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -278,10 +274,6 @@ class PackCall:
     # Of the activations; None for high precision, or if it is not known.
     lhs_format: BlockFormat | None = None
     dtype: np.dtype | None = None  # that the weights had; None if it is not known
-
-    @property
-    def text(self) -> str:
-        return self.format.name
 
     @property
     def format(self) -> BlockFormat:
@@ -325,9 +317,8 @@ class AttendCall:
     @property
     def text(self) -> str:
         """The call in a jaxpr."""
-        return (
-            f"{self.dtypes[0]} over {self.dtypes[1] if self.format is None else self.format.name}"
-        )
+        rows = self.dtypes[1] if self.format is None else self.format.name
+        return f"attention of {self.dtypes[0]} over {rows}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -343,7 +334,7 @@ class CastStatisticsCall:
 
     @property
     def text(self) -> str:
-        return self.format.name
+        return f"statistics of {self.format.name}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -376,7 +367,7 @@ class RandomBitsCall:
     @property
     def text(self) -> str:
         """The call in a jaxpr."""
-        return f"{self.width} of {self.implementation}"
+        return f"{self.width} random bits of {self.implementation}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -431,8 +422,8 @@ def result_of(call: Call, *operands: Any) -> Any:
     match call:
         case MatmulCall():
             (left, m), (right, n) = (
-                ([own.shape[a] for a in own.axes.batch], [own.shape[a] for a in own.axes.kept])
-                for own in (call.lhs, call.rhs)
+                ([side.shape[a] for a in side.axes.batch], [side.shape[a] for a in side.axes.kept])
+                for side in (call.lhs, call.rhs)
             )
             batch = [b if a == 1 else a for a, b in zip(left, right, strict=True)]
             return jax.ShapeDtypeStruct((*batch, *m, *n), call.out_dtype)
@@ -459,7 +450,7 @@ def result_of(call: Call, *operands: Any) -> Any:
         case QuantizeBothCall():
             x, bits, tensor_scale = operands
             pair = zip((call.first, call.second), bits, strict=True)
-            return tuple(result_of(single, x, own, tensor_scale) for single, own in pair)
+            return tuple(result_of(single, x, side, tensor_scale) for single, side in pair)
         case DequantizeCall():
             return jax.ShapeDtypeStruct(operands[0].shape, call.dtype)
         case RandomBitsCall():

@@ -71,7 +71,9 @@ def bind(call: Call, *operands: Any, sources: Callable[[], Sequence[Any]] | None
     shapes = tuple((x.shape, x.dtype) for x in map(jax.typeof, leaves))
     types, result = _result(call, tree, shapes)
     work = Work(call=call, context=context, tree=tree, types=types)
-    return jax.tree.unflatten(result, _primitive(type(call)).bind(*leaves, work=work))
+    return jax.tree.unflatten(
+        result, _primitive(_NAMES.get(type(call), "mx_call")).bind(*leaves, work=work)
+    )
 
 
 def choose(call: Call) -> Choice:
@@ -126,6 +128,7 @@ class Work:
     batches: tuple[tuple[Any, tuple[int | None, ...]], ...] = ()
 
     def __repr__(self) -> str:
+        assert not isinstance(self.call, calls.PackCall | calls.ValuesCall), "no equation"
         return self.call.text
 
     def compute(self, how: Callable[..., Any], *leaves: jax.Array) -> list[jax.Array]:
@@ -329,11 +332,16 @@ def _result(call: Call, tree: Any, shapes: Any) -> Any:
     return tuple((x.shape, jnp.dtype(x.dtype)) for x in types), result_tree
 
 
+_NAMES: dict[type[Call], str] = {
+    **dict.fromkeys((MatmulCall, calls.RaggedCall), "mx_matmul"),
+    **dict.fromkeys((QuantizeCall, QuantizeBothCall), "mx_quantize"),
+}
+
+
 @functools.cache
-def _primitive(kind: type[Call]) -> Any:
-    """The primitive of a kind of call, with its rules."""
-    name = kind.__name__.removesuffix("Call")
-    p: Any = Primitive("mx_" + "".join(f"_{c.lower()}" if c.isupper() else c for c in name)[1:])
+def _primitive(name: str) -> Any:
+    """A primitive with its rules, which are the same for all calls."""
+    p: Any = Primitive(name)
     p.multiple_results = True
     # Newest JAX asks this of every primitive whose implementations may have custom rules.
     p.is_high = lambda *types, **params: False

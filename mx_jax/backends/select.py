@@ -73,7 +73,9 @@ def _first_taker(call: Call, target: Target) -> tuple[Choice | None, tuple[tuple
     row = row_about(call, target) if context.only is None else None
     unasked = _unasked(row, target, context, list(table))
     # Those that are preferred by name, the one that was measured to be the fastest, the others.
-    names = dict.fromkeys([*context.preferred, *([row.backend] if row else []), *table])
+    names: dict[str, None] = dict.fromkeys(
+        [*context.preferred, *([row.backend] if row else []), *table]
+    )
     rejections: list[tuple[str, str]] = []
     for name in names:
         backend = table.get(name)
@@ -117,8 +119,8 @@ def _unasked(
     if target.num_devices > 1:
         why = f"not measured on several devices, got num_devices={target.num_devices}"
     behind = names[names.index(REFERENCE.name) + 1 :]
-    asked = {context.only, *context.preferred, row and row.backend}
-    return {name: why for name in behind if name not in asked}
+    named = {context.only, *context.preferred, row and row.backend}
+    return {name: why for name in behind if name not in named}
 
 
 def _counted(target: Target) -> Target:
@@ -209,9 +211,11 @@ def with_backends(*backends: Backend) -> contextlib.AbstractContextManager[None]
       Array(0., dtype=float32)
     """
     names = [backend.name for backend in (*backends, *BACKENDS)]
-    taken = sorted({name for name in names if names.count(name) > 1})
-    if taken:
-        raise ValueError(f"with_backends: each backend needs a name of its own, got names={taken}")
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(
+            f"with_backends: each backend needs a name of its own, got names={repeated}"
+        )
     return selecting(added=backends)
 
 

@@ -72,8 +72,8 @@ def _in_product(side: Side, values: jax.Array, call: MatmulCall) -> jax.Array:
     """A scalar, or one number for each row in the place of the operand's rows."""
     if all(length == 1 for length in values.shape):
         return values.reshape(())
-    own, other = (call.lhs, call.rhs) if side == "lhs" else (call.rhs, call.lhs)
-    values = lax.squeeze(values, own.axes.contracting)
+    operand, other = (call.lhs, call.rhs) if side == "lhs" else (call.rhs, call.lhs)
+    values = lax.squeeze(values, operand.axes.contracting)
     first = values.ndim if side == "lhs" else call.num_batch
     return jnp.expand_dims(values, tuple(range(first, first + len(other.axes.kept))))
 
@@ -151,17 +151,17 @@ def rejects_parts_of_blocks(
     call: MatmulCall, group: Literal["kept", "contracting"] = "contracting"
 ) -> str | None:
     """Why axes of a group cannot be merged: blocks that end within them. None if they can."""
-    for side, own in call.sides:
-        axes: tuple[int, ...] = getattr(own.axes, group)
-        block = None if own.format is None else own.format.block[group == "contracting"]
-        length = own.shape[axes[-1]] if len(axes) > 1 else 0
+    for side, operand in call.sides:
+        axes: tuple[int, ...] = getattr(operand.axes, group)
+        block = None if operand.format is None else operand.format.block[group == "contracting"]
+        length = operand.shape[axes[-1]] if len(axes) > 1 else 0
         if not isinstance(block, int) or block == 1:
             continue
         # How many whole blocks a symbolic length has is not known.
         if not isinstance(length, int) or length % block:
             return (
                 f"needs the last of several {group} axes in whole blocks of {block}, got "
-                f"{side}_shape={own.shape}, {group}={axes}"
+                f"{side}_shape={operand.shape}, {group}={axes}"
             )
     return None
 
@@ -169,10 +169,9 @@ def rejects_parts_of_blocks(
 def rejects_scale_axes(call: MatmulCall | PackCall, *, batch: bool) -> str | None:
     """Why tensor scales cannot leave the sums, or None."""
     operands = (call.weights,) if isinstance(call, PackCall) else (call.lhs, call.rhs)
-    for own in operands:
-        if any(axis >= len(own.axes.batch) * batch for axis in own.scale_axes):
+    for operand in operands:
+        if any(axis >= len(operand.axes.batch) * batch for axis in operand.scale_axes):
             each = "a matrix" if batch else "an operand"
-            return (
-                f"needs one tensor scale {each}, got one for each position of axes={own.scale_axes}"
-            )
+            axes = operand.scale_axes
+            return f"needs one tensor scale {each}, got one for each position of axes={axes}"
     return None

@@ -130,7 +130,7 @@ def use_target(target: Target) -> AbstractContextManager[None]:
     return selecting(target=target)
 
 
-def follow(*operands: Any) -> AbstractContextManager[None]:
+def on_devices_of(*operands: Any) -> AbstractContextManager[None]:
     """A context for the devices of committed arrays, if all operands are such: outside `jit`."""
     # Codes that have a source are traced, and stay with it.
     leaves = jax.tree.leaves(operands, is_leaf=lambda x: getattr(x, "primal", None) is not None)
@@ -138,9 +138,9 @@ def follow(*operands: Any) -> AbstractContextManager[None]:
         return contextlib.nullcontext()
     devices = [min(x.devices(), key=lambda device: device.id) for x in leaves if x.committed]
     if devices:
-        own, usual = devices[0], _device()
-        if (own.platform, own.device_kind) != (usual.platform, usual.device_kind):
-            return selecting(device=own)
+        device, usual = devices[0], _device()
+        if (device.platform, device.device_kind) != (usual.platform, usual.device_kind):
+            return selecting(device=device)
     return contextlib.nullcontext()
 
 
@@ -148,7 +148,7 @@ def current_target(num_devices: int | None = None) -> Target:
     """The machine that a call is for.
 
     In this order: what `use_target` names; the devices of committed arrays outside `jit`
-    (`follow`); those of the mesh in context (`jax.set_mesh`, `jax.shard_map`); the device of
+    (`on_devices_of`); those of the mesh in context (`jax.set_mesh`, `jax.shard_map`); the device of
     `jax.default_device`; JAX's first. All of it is in jit's cache key, and known while tracing.
 
     Args:
@@ -345,10 +345,10 @@ def show_devices(ctx: Any, platform: str) -> Any:
     if number is None or exported or module.axis_context.device_assignment:
         return None
     try:
-        found = tuple(jax.devices(platform)[:number])
+        devices = tuple(jax.devices(platform)[:number])
     except RuntimeError:  # lowered for a machine that is not there
-        found = ()
-    if len(found) != number:
-        found = tuple(_Absent(id, platform) for id in range(number))
-    context = dataclasses.replace(module.axis_context, device_assignment=found)
+        devices = ()
+    if len(devices) != number:
+        devices = tuple(_Absent(id, platform) for id in range(number))
+    context = dataclasses.replace(module.axis_context, device_assignment=devices)
     return ctx.replace(module_context=module.replace(axis_context=context))

@@ -42,8 +42,8 @@ def _rejects_codes(call: MatmulCall, target: Target) -> str | None:
     if not target.multiplies:
         return f"XLA's dot has no native units for 8 bits on {_described(target)}"
     formats = []
-    for side, own in call.sides:
-        format = own.format
+    for side, operand in call.sides:
+        format = operand.format
         if format is None:
             return f"needs two operands in 8 bits, got {side} in high precision"
         if format.element.bits != 8:
@@ -152,30 +152,30 @@ def _rejects(call: AnyProduct, target: Target) -> str | None:
     """Why not: a CPU, an operand that bfloat16 does not hold, scales inside the sums."""
     if target.platform == "cpu":
         return _NO_CPU
-    for side, own in (("lhs", call.lhs), ("rhs", call.rhs)):
-        if own.format is None and own.dtype != jnp.bfloat16:
+    for side, operand in (("lhs", call.lhs), ("rhs", call.rhs)):
+        if operand.format is None and operand.dtype != jnp.bfloat16:
             return (
-                f"needs operands that bfloat16 holds, got {side}_dtype={own.dtype}, whose product "
-                "keeps the caller's precision"
+                f"needs operands that bfloat16 holds, got {side}_dtype={operand.dtype}, whose "
+                "product keeps the caller's precision"
             )
-        if own.format is None:
+        if operand.format is None:
             continue
-        if not bfloat16_holds(own.format):
+        if not bfloat16_holds(operand.format):
             return (
                 f"needs element times block scale in {_DIGITS} binary digits, got {side}="
-                f"{own.format.name}, significand_bits={own.format.significand_bits}"
+                f"{operand.format.name}, significand_bits={operand.format.significand_bits}"
             )
-        if set(own.scale_axes) & set(own.axes.contracting):
+        if set(operand.scale_axes) & set(operand.axes.contracting):
             return (
                 f"needs one tensor scale along the contracted axes, got {side} with one for each "
-                f"position of axes={own.scale_axes}"
+                f"position of axes={operand.scale_axes}"
             )
     return None
 
 
-def _block_size(own: calls.OperandType | MXArray) -> int | None:
+def _block_size(operand: calls.OperandType | MXArray) -> int | None:
     """The size of blocks whose float32 scales change along the contracted axis, if they do."""
-    format = own.format
+    format = operand.format
     if format is None or not format.scale.is_float32 or format.block[1] is WHOLE:
         return None
     return int(format.block[1])
@@ -183,13 +183,16 @@ def _block_size(own: calls.OperandType | MXArray) -> int | None:
 
 def _is_highest(call: AnyProduct) -> bool:
     """Whether what the caller asks for is float32's precision, in one of JAX's ways."""
-    asked = call.precision if isinstance(call.precision, tuple) else (call.precision,)
-    return any(own is not None and lax.Precision(own) == lax.Precision.HIGHEST for own in asked)
+    precisions = call.precision if isinstance(call.precision, tuple) else (call.precision,)
+    return any(
+        precision is not None and lax.Precision(precision) == lax.Precision.HIGHEST
+        for precision in precisions
+    )
 
 
 def _rejects_product(call: MatmulCall, target: Target) -> str | None:
     """As `_rejects`; blocks under float32 scales by `precision="highest"`, on one device."""
-    sizes = {size for _, own in call.sides if (size := _block_size(own)) is not None}
+    sizes = {size for _, operand in call.sides if (size := _block_size(operand)) is not None}
     reason = _rejects(call, target)
     if not sizes or reason is not None:
         return reason
@@ -214,11 +217,11 @@ def _rejects_product(call: MatmulCall, target: Target) -> str | None:
 
 def _rejects_groups(call: RaggedCall, target: Target, *, rounded: bool = False) -> str | None:
     """As `_rejects`; and scales must leave the sums of a whole group, or be in rounded values."""
-    for side, own in (("lhs", call.lhs), ("rhs", call.rhs)):
-        if own.scale_axes or (not rounded and _block_size(own) is not None):
+    for side, operand in (("lhs", call.lhs), ("rhs", call.rhs)):
+        if operand.scale_axes or (not rounded and _block_size(operand) is not None):
             return (
-                f"needs scales that leave the sums of a whole group, got {side}={own.text}, "
-                f"a tensor scale for each position of axes={own.scale_axes}"
+                f"needs scales that leave the sums of a whole group, got {side}={operand.text}, "
+                f"a tensor scale for each position of axes={operand.scale_axes}"
             )
     return _rejects(call, target)
 
@@ -333,10 +336,10 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall, *, rounded: bool = F
     left, right, factor = _values(_rounded_values if rounded else block_values, lhs, rhs, call)
     of_sums: list[SumScale] = []
     of_blocks: list[SumScale] = []
-    for operand, (side, own) in zip((lhs, rhs), call.sides, strict=True):
+    for operand, (side, operand_type) in zip((lhs, rhs), call.sides, strict=True):
         if not isinstance(operand, MXArray):
             continue
-        if _block_size(own) is not None:
+        if _block_size(operand_type) is not None:
             of_blocks += [] if rounded else [_block_scales(side, operand, call)]
         elif operand.format.scale.is_float32:
             of_sums.append(sums.row_scales(side, operand, call))
@@ -375,8 +378,8 @@ def _dot(
 
 def _block_scales(side: Side, operand: MXArray, call: MatmulCall) -> SumScale:
     """Scales of an operand's blocks, `[blocks, *batch, *m, *n]`, ones for the other's axes."""
-    own, other = (call.lhs, call.rhs) if side == "lhs" else (call.rhs, call.lhs)
-    (contracted,) = own.axes.contracting
+    operand_type, other = (call.lhs, call.rhs) if side == "lhs" else (call.rhs, call.lhs)
+    (contracted,) = operand_type.axes.contracting
     values = jnp.moveaxis(sums.each_row(operand, operand.scales, contracted), contracted, 0)
     first = values.ndim if side == "lhs" else 1 + call.num_batch
     values = jnp.expand_dims(values, tuple(range(first, first + len(other.axes.kept))))
@@ -388,9 +391,9 @@ def _blockwise_dot(
 ) -> jax.Array:
     """Float32 `[*batch, *m, *n]` of bfloat16 operands, one contracted axis each."""
     operands = []
-    for x, (_, own) in zip((lhs, rhs), call.sides, strict=True):
+    for x, (_, operand_type) in zip((lhs, rhs), call.sides, strict=True):
         # `[blocks, ...]`, each a piece of the axis; the last is filled up with zeros.
-        (axis,) = own.axes.contracting
+        (axis,) = operand_type.axes.contracting
         pieces, _ = blocks.split(x, ((axis - x.ndim, size),), fill=True)
         operands.append(jnp.moveaxis(pieces, axis, 0))
     # As many blocks at a time as leave their sums smaller than the operands; then the next ones.
@@ -424,8 +427,8 @@ def _multiply_groups(
         left, right, group_sizes, call.contracting, lax.Precision.DEFAULT, jnp.float32
     )
     sides: tuple[tuple[Side, Operand], ...] = ("lhs", lhs), ("rhs", rhs)
-    found = (_scale_of_groups(side, x, group_sizes, call) for side, x in sides)
-    product = sums.scaled(product, *(scale for scale in found if scale is not None))
+    scales = (_scale_of_groups(side, x, group_sizes, call) for side, x in sides)
+    product = sums.scaled(product, *(scale for scale in scales if scale is not None))
     return (product * factor).astype(call.out_dtype)
 
 

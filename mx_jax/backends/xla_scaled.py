@@ -41,7 +41,7 @@ _MXFP8 = (MXFP8_E4M3, MXFP8_E5M2)
 # one kernel, for each of these capabilities: tests/gpu/test_compile.py compiles them again.
 NATIVE: dict[tuple[Kind, Kind], tuple[int, ...]] = {
     **{(lhs, rhs): (0, 10, 2) for lhs in _MXFP8 for rhs in _MXFP8},
-    **{pair: (0, 12, 0) for own in _MXFP8 for pair in ((own, MXFP4), (MXFP4, own))},
+    **{pair: (0, 12, 0) for mxfp8 in _MXFP8 for pair in ((mxfp8, MXFP4), (MXFP4, mxfp8))},
     (MXFP4, MXFP4): (0, 12, 0),
     (NVFP4, NVFP4): (0, 12, 0),
 }
@@ -94,10 +94,13 @@ def _rejects_formats(call: MatmulCall) -> str | None:
 
 
 def _rejects_shapes(call: MatmulCall) -> str | None:
-    for side, own in call.sides:
-        if 0 in own.shape:
-            return f"multiplies operands that have elements, got {side}_shape={own.shape}"
-        k, block = own.shape[own.axes.contracting[-1]], own.format and own.format.block[1]
+    for side, operand in call.sides:
+        if 0 in operand.shape:
+            return f"multiplies operands that have elements, got {side}_shape={operand.shape}"
+        k, block = (
+            operand.shape[operand.axes.contracting[-1]],
+            operand.format and operand.format.block[1],
+        )
         if isinstance(block, int) and k % block:
             return f"needs whole blocks of {block} along k, got k={k}"
     return None
@@ -255,7 +258,7 @@ def _multiply(lhs: Operand, rhs: Operand, call: MatmulCall) -> jax.Array:
         product = float32.mul(product, power_of_two(total))
     factors = (SumScale(x.tensor_scale) for x in both if x.tensor_scale is not None)
     product = sums.scaled(product, *factors)
-    kept = (own.axes.sizes(own.shape)[1] for _, own in call.sides)
+    kept = (operand.axes.sizes(operand.shape)[1] for _, operand in call.sides)
     shape = *call.lhs.shape[: call.num_batch], *(n for sizes in kept for n in sizes)
     return product.astype(call.out_dtype).reshape(shape)
 

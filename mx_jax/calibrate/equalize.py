@@ -18,7 +18,7 @@ from mx_jax.calibrate.moments import Moments
 from mx_jax.calibrate.scales import check_moment
 from mx_jax.formats import BlockFormat, block_format
 from mx_jax.ops.quantize import quantize
-from mx_jax.recipes import weight_only
+from mx_jax.recipes.base import measured_operand
 
 # Powers of inputs' and of weights' sizes that are tried; of equal errors the first one wins.
 POWERS = (
@@ -76,7 +76,7 @@ def equalize(
       True
     """
     result, form = Parameters(params, channels.copies), block_format(format)
-    inputs = dict(moments)
+    inputs: dict[str, Any] = dict(moments)
     for pair in channels.values + channels.hidden + channels.norms:
         names = [_moment_name(each.path, inputs, channels.copies) for each in pair.read]
         known = next((name for name in names if name is not None), None)
@@ -143,7 +143,7 @@ def _scales(
 @functools.partial(jax.jit, static_argnums=3)
 def _errors(w: jax.Array, moment: jax.Array, scales: jax.Array, format: BlockFormat) -> jax.Array:
     """Squares of what products with `w [out, features]` lose, for each row of scales."""
-    rule = weight_only(format).output.rhs.scale_rule  # the one that loses least
+    rule = measured_operand(format).scale_rule
 
     def error(s: jax.Array) -> jax.Array:
         lost = quantize(w * s, format, axis=-1, scale_rule=rule).dequantize(jnp.float32) / s - w

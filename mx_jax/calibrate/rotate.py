@@ -62,7 +62,7 @@ def rotate(
     readers: list[Features] = []
     added = {}
     for pair in channels.norms:
-        if len(pair.written) > 1:
+        if len(pair.written) != 1:
             raise ValueError(
                 "calibrate.rotate: a norm must have a gain alone, for only RMS norms commute with "
                 f"rotations, got norm={[each.path for each in pair.written]}"

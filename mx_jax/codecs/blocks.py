@@ -130,9 +130,9 @@ def spread_minor(powers: jax.Array, size: int) -> jax.Array:
         places = lax.convert_element_type(lax.eq(of_block, place), jnp.bfloat16)
         return jnp.dot(powers, places, preferred_element_type=jnp.float32)
     # As a second-minor axis, positions are rows of a register.
-    turned = jnp.expand_dims(jnp.moveaxis(powers, -1, 0), 1)
-    shape = (count, size, *turned.shape[2:])
-    spread = join_axes(jnp.broadcast_to(turned, shape), (count * size, *shape[2:]), (1,))
+    rows = jnp.expand_dims(jnp.moveaxis(powers, -1, 0), 1)
+    shape = (count, size, *rows.shape[2:])
+    spread = join_axes(jnp.broadcast_to(rows, shape), (count * size, *shape[2:]), (1,))
     return jnp.moveaxis(spread, 0, -1).astype(jnp.float32)
 
 
@@ -143,9 +143,9 @@ def violation(x: Blocked) -> str | None:
         ("codes", x.codes, np.dtype("uint8")),
         ("scales", x.scales, format.scale.storage_dtype),
     ):
-        found = getattr(array, "dtype", type(array).__name__)
-        if found != dtype:
-            return f"{name} must be {dtype.name}, got {name}.dtype={found}"
+        actual = getattr(array, "dtype", type(array).__name__)
+        if actual != dtype:
+            return f"{name} must be {dtype.name}, got {name}.dtype={actual}"
     shape = x.codes.shape
     if len(dict(blocks)) != len(blocks):
         return f"each axis may have blocks once, got blocks={blocks}"
@@ -186,16 +186,17 @@ def check_parts(x: Blocked, operation: str) -> None:
         )
 
 
-def tensor_scale_shape(given: Shape, shape: Shape, blocks: Blocks) -> str | None:
+def tensor_scale_shape(scale_shape: Shape, shape: Shape, blocks: Blocks) -> str | None:
     """Why a tensor scale is not one for all, or one a position of axes without blocks; or None."""
     blocked = {axis % len(shape) for axis, _ in blocks}
     wanted = [1 if axis in blocked else length for axis, length in enumerate(shape)]
-    pairs = zip(given, wanted, strict=False)
-    if len(given) == len(shape) and all(n == 1 or not _differ((n,), (w,)) for n, w in pairs):
+    pairs = zip(scale_shape, wanted, strict=False)
+    if len(scale_shape) == len(shape) and all(n == 1 or not _differ((n,), (w,)) for n, w in pairs):
         return None
     return (
         "tensor_scale must have an axis for each of codes, of length 1, or of the same length "
-        f"where no blocks lie, got tensor_scale.shape={given}, codes.shape={shape}, blocks={blocks}"
+        f"where no blocks lie, got tensor_scale.shape={scale_shape}, codes.shape={shape}, "
+        f"blocks={blocks}"
     )
 
 

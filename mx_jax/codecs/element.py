@@ -343,8 +343,8 @@ def decode_bits(codes: jax.Array, element: ElementFormat) -> jax.Array:
         sign = float32.bitwise_and(wide, float32.SIGN)
         fields = float32.shift_right(float32.bitwise_xor(wide, sign), 8 - element.exponent_bits)
         read = float32.from_bits(float32.add(fields, (126 + element.emin) << 23))
-        twice = float32.sub(float32.add(read, read), 2.0**element.emin)
-        pattern = float32.to_bits(float32.min(read, twice))
+        doubled = float32.sub(float32.add(read, read), 2.0**element.emin)
+        pattern = float32.to_bits(float32.min(read, doubled))
         return float32.bitwise_or(pattern, sign)
 
     def of_integers(codes: jax.Array) -> jax.Array:

@@ -181,8 +181,8 @@ def reshape(x: B, shape: Sequence[int | Sequence[int]], options: dict[str, Any])
             f"MXArray.reshape: takes order='C' alone, got {options}; dequantize() first"
         )
     tensor_scale = x.tensor_scale
-    given = None if tensor_scale is None else tensor_scale.shape
-    to = reshape_blocks(shape, x.codes.shape, x.blocks, given)
+    scale_shape = None if tensor_scale is None else tensor_scale.shape
+    to = reshape_blocks(shape, x.codes.shape, x.blocks, scale_shape)
     if tensor_scale is not None:
         tensor_scale = jnp.broadcast_to(tensor_scale, to.spread).reshape(to.tensor_scale)
     return dataclasses.replace(
@@ -201,38 +201,38 @@ def reshape_blocks(
     """What `x.reshape(wanted)` does to a blocked tensor, in row-major order."""
     # Axes that are joined or divided together form a group; in a group, blocks may only lie along
     # the last axis, in whole blocks, before and after.
-    asked: Any = wanted
+    target: Any = wanted
     if len(wanted) == 1 and isinstance(wanted[0], Sequence):
-        asked = wanted[0]
+        target = wanted[0]
     try:
-        lengths = [operator.index(length) for length in asked]
+        lengths = [operator.index(length) for length in target]
     except TypeError:
-        raise TypeError(f"MXArray.reshape: lengths must be ints, got shape={asked!r}") from None
+        raise TypeError(f"MXArray.reshape: lengths must be ints, got shape={target!r}") from None
     size, known = math.prod(shape), math.prod(length for length in lengths if length != -1)
     if lengths.count(-1) == 1 and known and size % known == 0:
         lengths[lengths.index(-1)] = size // known
     if any(length < 0 for length in lengths) or math.prod(lengths) != size:
         raise ValueError(
-            f"MXArray.reshape: needs a shape of size={size}, got shape={tuple(asked)} for an "
+            f"MXArray.reshape: needs a shape of size={size}, got shape={tuple(target)} for an "
             f"array of shape={shape}"
         )
     new = tuple(lengths)
     if new == shape:
-        given = tensor_scale or (1,) * len(shape)
-        return Reshaped(new, scales_shape(new, blocks), given, given, blocks)
+        scale_shape = tensor_scale or (1,) * len(shape)
+        return Reshaped(new, scales_shape(new, blocks), scale_shape, scale_shape, blocks)
     if 0 in shape:
         raise _cut(new, shape, blocks)
     sizes = {axis % len(shape): size for axis, size in blocks}
-    given = (1,) * len(shape) if tensor_scale is None else tensor_scale
-    spread, lengths, new_sizes = list(given), [1] * len(new), {}
+    scale_shape = (1,) * len(shape) if tensor_scale is None else tensor_scale
+    spread, lengths, new_sizes = list(scale_shape), [1] * len(new), {}
     for old_axes, new_axes in _groups(shape, new, sizes):
         blocked = [axis for axis in old_axes if axis in sizes]
         if blocked:
-            found = _blocks_of_group(old_axes, new_axes, shape, new, sizes)
-            if found is None:
+            group_blocks = _blocks_of_group(old_axes, new_axes, shape, new, sizes)
+            if group_blocks is None:
                 raise _cut(new, shape, blocks)
-            new_sizes |= found
-        if any(given[axis] != 1 for axis in old_axes):
+            new_sizes |= group_blocks
+        if any(scale_shape[axis] != 1 for axis in old_axes):
             if len(old_axes) > 1 and blocked:
                 raise _cut(new, shape, blocks)
             for axis in old_axes:
@@ -241,8 +241,10 @@ def reshape_blocks(
                 lengths[axis] = new[axis]
     if sizes and all(sizes.get(axis) is WHOLE for axis in range(len(shape))):
         new_sizes = dict.fromkeys(range(len(new)), WHOLE)
-    found = tuple((axis - len(new), size) for axis, size in sorted(new_sizes.items()))
-    return Reshaped(new, scales_shape(new, found), tuple(spread), tuple(lengths), found)
+    group_blocks = tuple((axis - len(new), size) for axis, size in sorted(new_sizes.items()))
+    return Reshaped(
+        new, scales_shape(new, group_blocks), tuple(spread), tuple(lengths), group_blocks
+    )
 
 
 def _groups(
@@ -339,9 +341,9 @@ def dynamic_update_slice(x: B, update: B, start_indices: Sequence[Any]) -> B:
     code_starts, scale_starts = list(starts), list(starts)
     inside: dict[int, jax.Array] = {}  # of axes in blocks, whether the start is inside one
     for axis, size in x.blocks:
-        length, taken = x.codes.shape[axis], update.codes.shape[axis]
-        whole = taken == length
-        if not whole and (isinstance(size, Whole) or taken % size or length % size):
+        length, written_length = x.codes.shape[axis], update.codes.shape[axis]
+        whole = written_length == length
+        if not whole and (isinstance(size, Whole) or written_length % size or length % size):
             raise ValueError(
                 f"{operation}: axis={axis} has blocks of {size!r}, which are written whole, got "
                 f"shape={x.codes.shape}, update.shape={update.codes.shape}; write whole blocks"
@@ -376,10 +378,10 @@ def _mark_cut(
 ) -> jax.Array:
     """Scales with NaN for all blocks that a start inside of one touches: one more on its axis."""
     ndim, first, corner, sizes = scales.ndim, [], [], []
-    for axis, (start, length, taken) in enumerate(zip(starts, scales.shape, written, strict=True)):
+    for axis, (start, length, count) in enumerate(zip(starts, scales.shape, written, strict=True)):
         start = jnp.where(start < 0, start + length, start)
-        first.append(jnp.clip(start, 0, length - taken))
-        sizes.append(min(taken + (axis - ndim in inside), length))
+        first.append(jnp.clip(start, 0, length - count))
+        sizes.append(min(count + (axis - ndim in inside), length))
         corner.append(jnp.minimum(first[axis], length - sizes[axis]))
     cut = jnp.stack(list(inside.values())).any()
     for axis in range(ndim):
@@ -397,8 +399,8 @@ def _check_values(values: object, x: Blocked, shape: Shape, blocks: Blocks, oper
             f"them first, format={x.format.name}, with blocks={blocks}"
         )
     check_parts(values, operation)
-    found = (values.codes.shape, values.format, sorted(values.blocks))
-    if found != (shape, x.format, sorted(blocks)):
+    facts = (values.codes.shape, values.format, sorted(values.blocks))
+    if facts != (shape, x.format, sorted(blocks)):
         raise ValueError(
             f"{operation}: values must have the format, the shape and the blocks of what they "
             f"replace, format={x.format.name}, shape={shape}, blocks={blocks}, got "

@@ -78,18 +78,18 @@ def _numpy_of(x: jax.Array | np.ndarray) -> ModuleType:
     return np if isinstance(x, np.ndarray) else jnp
 
 
-def _regroup(fields: A, given: int, wanted: int) -> A:
+def _regroup(fields: A, bits: int, wanted: int) -> A:
     """Fields of `given` bits along the last axis, little-endian, cut into `wanted` bits each."""
     xp, count = _numpy_of(fields), fields.shape[-1]
     # Fields and their shifts take 15 bits; compiled programs widen as they go, the host does not.
     word = np.uint16 if isinstance(fields, np.ndarray) else np.uint32
     wide = fields.astype(word)
     cut = []
-    for start in range(0, count * given, wanted):
+    for start in range(0, count * bits, wanted):
         # No word has to hold the whole group: eight codes of five bits take 40.
         field = word(0)
-        for index in range(start // given, min(count, -(-(start + wanted) // given))):
-            shift = index * given - start
+        for index in range(start // bits, min(count, -(-(start + wanted) // bits))):
+            shift = index * bits - start
             part = wide[..., index]
             field = field | (part << shift if shift >= 0 else part >> -shift)
         cut.append((field & word((1 << wanted) - 1)).astype(np.uint8))

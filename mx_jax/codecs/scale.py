@@ -103,19 +103,19 @@ def nearest_quotient(near: jax.Array, numerator: jax.Array, denominator: jax.Arr
     top, bottom, result = (float32.to_bits(x) for x in (numerator, denominator, near))
     (top_exponent, top_digits), (bottom_exponent, bottom_digits) = map(_parts, (top, bottom))
     apart = top_exponent - bottom_exponent + (127 + 23)
-    given = (top_exponent > 0) & (top_exponent < 255) & (bottom_exponent > 0)
-    given &= bottom_exponent < 255
+    is_normal = (top_exponent > 0) & (top_exponent < 255) & (bottom_exponent > 0)
+    is_normal &= bottom_exponent < 255
     thrice, minus, minus_thrice = 3 * bottom_digits, -bottom_digits, -3 * bottom_digits
     # A step may cross a power of two, where units change: the next step goes by the new ones.
     for _ in range(3):
         exponent, digits = _parts(result)
         shift = apart - exponent
-        twice = 2 * ((top_digits << clip(shift, 0, 31)) - bottom_digits * digits)
+        doubled = 2 * ((top_digits << clip(shift, 0, 31)) - bottom_digits * digits)
         # Below a power of two, units are half as large.
-        below = twice << (digits == float32.HIDDEN).astype(jnp.int32)
-        steps = (twice > bottom_digits).astype(jnp.int32) + (twice > thrice).astype(jnp.int32)
+        below = doubled << (digits == float32.HIDDEN).astype(jnp.int32)
+        steps = (doubled > bottom_digits).astype(jnp.int32) + (doubled > thrice).astype(jnp.int32)
         steps -= (below < minus).astype(jnp.int32) + (below < minus_thrice).astype(jnp.int32)
-        normal = given & (shift > 20) & (shift < 27) & (exponent > 1) & (exponent < 254)
+        normal = is_normal & (shift > 20) & (shift < 27) & (exponent > 1) & (exponent < 254)
         result = select(normal, result + steps, result)
     return float32.from_bits(result)
 

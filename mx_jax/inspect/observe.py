@@ -122,7 +122,7 @@ def entries_of(program: ClosedJaxpr) -> list[Entry]:
 
 def _casts_in(eqn: JaxprEqn) -> list[Cast]:
     """The casts that an equation makes."""
-    if eqn.primitive.name in ("mx_quantize", "mx_quantize_both"):
+    if eqn.primitive.name == "mx_quantize":
         work, before = eqn.params["work"], eqn.invars[0]
         is_pair = isinstance(work.call, QuantizeBothCall)
         calls = [work.call.first, work.call.second] if is_pair else [work.call]

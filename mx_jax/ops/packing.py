@@ -14,7 +14,7 @@ from mx_jax.axes import Axes
 from mx_jax.backends.calls import OperandType, PackCall
 from mx_jax.backends.primitive import choose
 from mx_jax.backends.select import current_target
-from mx_jax.backends.target import follow, use_target
+from mx_jax.backends.target import on_devices_of, use_target
 from mx_jax.codecs.blocks import check_parts
 from mx_jax.codecs.straight_through import parted_codes
 from mx_jax.mxarray import MXArray
@@ -104,7 +104,7 @@ def packed_where_they_lie(
         weights = dataclasses.replace(weights, codes=codes, primal=None)
     sharding = None if isinstance(codes, Tracer) else getattr(codes, "sharding", None)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(follow(weights))
+        stack.enter_context(on_devices_of(weights))
         if sharding is not None and (devices := len(sharding.device_set)) > 1:
             # Programs with these weights have as many.
             machine = dataclasses.replace(current_target(), program_devices=devices)

@@ -33,7 +33,7 @@ from mx_jax.backends.calls import (
 )
 from mx_jax.backends.primitive import bind
 from mx_jax.backends.sums import scaled, without_row_scales
-from mx_jax.backends.target import follow
+from mx_jax.backends.target import on_devices_of
 from mx_jax.codecs.blocks import Blocks, varying_axes
 from mx_jax.codecs.explicit_axes import varying
 from mx_jax.codecs.rounding import DerivedKey
@@ -166,7 +166,7 @@ def one_program(*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             leaves = jax.tree.leaves((args, named))
             if any(isinstance(leaf, Tracer) for leaf in leaves):
                 return compute(*args, **named)
-            with follow(*(leaf for leaf in leaves if isinstance(leaf, jax.Array))):
+            with on_devices_of(*(leaf for leaf in leaves if isinstance(leaf, jax.Array))):
                 return jitted(*args, **named)
 
         return run

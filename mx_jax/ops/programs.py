@@ -13,7 +13,7 @@ from mx_jax.backends.cpu_ffi import library
 # operation: programs without `jax.checkpoint` are what they were.
 QUANTIZED = "mx_jax.quantized"
 
-_PRODUCTS = frozenset({"mx_matmul", "mx_ragged"})
+_PRODUCTS = frozenset({"mx_matmul"})
 
 save_quantized = jax.checkpoint_policies.save_only_these_names(QUANTIZED)
 """A policy for `jax.checkpoint`, `flax.linen.remat` and `flax.nnx.remat`: keep codes and scales.

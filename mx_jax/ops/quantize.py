@@ -15,7 +15,7 @@ from jax.core import Tracer
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import AttendCall
 from mx_jax.backends.primitive import bind
-from mx_jax.backends.target import follow
+from mx_jax.backends.target import on_devices_of
 from mx_jax.codecs.blocks import check_parts
 from mx_jax.codecs.rounding import DerivedKey, Rounding
 from mx_jax.codecs.straight_through import straight_through
@@ -350,7 +350,7 @@ def store_weights(
     spec = recipe.output.rhs
     assert spec is not None
 
-    with follow(x):
+    with on_devices_of(x):
         if by is not None:
             stored = _each(by, x, num_stacked)
         else:

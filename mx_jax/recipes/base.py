@@ -271,9 +271,9 @@ class Recipe(MatmulRecipe):
             if product in changes:
                 specs[product] = spec or HIGH
         base = self
-        if (word := changes.pop("backward", None)) is not None:
+        if changes.pop("backward", None) is not None:
             try:
-                base = _with_backward(self, specs.get("output", self.output), word)
+                base = _with_backward(self, specs.get("output", self.output), str(backward))
             except ValueError as error:
                 raise ValueError(f"{operation}: {error}") from None
         reached = [p for p in TENSORS if p not in specs and not getattr(base, p).is_high_precision]

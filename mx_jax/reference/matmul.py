@@ -373,8 +373,8 @@ def _transpose(
         factors, axes = (g, rhs), (-1, -3 - contracting[1])
     else:
         factors, axes = (lhs, g) if contracting[1] == -2 else (g, lhs), (-2, -2)
-    own = _grouped.bind(*vary_alike((*factors, sizes)), contracting=axes, **how)
-    return (own, None, None) if is_lhs else (None, own, None)
+    cotangent = _grouped.bind(*vary_alike((*factors, sizes)), contracting=axes, **how)
+    return (cotangent, None, None) if is_lhs else (None, cotangent, None)
 
 
 _grouped: Any = Primitive("mx_grouped_dot")

@@ -44,16 +44,14 @@ def target(
       >>> "tensor<4x64xf8E4M3FN>, tensor<8x64xf8E4M3FN>" in text
       True
     """
-    given = f"platform={platform!r}, compute_capability={compute_capability}"
+    got = f"platform={platform!r}, compute_capability={compute_capability}"
     if platform not in PLATFORMS:
-        raise ValueError(f"target: needs one of the platforms {', '.join(PLATFORMS)}, got {given}")
+        raise ValueError(f"target: needs one of the platforms {', '.join(PLATFORMS)}, got {got}")
     if platform == "cuda" and compute_capability is None:
-        raise ValueError(
-            f'target: needs the compute capability, as in ("cuda", (9, 0)), got {given}'
-        )
+        raise ValueError(f'target: needs the compute capability, as in ("cuda", (9, 0)), got {got}')
     if platform != "cuda" and compute_capability is not None:
         raise ValueError(
-            f"target: only CUDA GPUs have a compute capability, got {given}; leave it out"
+            f"target: only CUDA GPUs have a compute capability, got {got}; leave it out"
         )
     if num_devices < 1:
         raise ValueError(f"target: needs a device, got num_devices={num_devices}")
@@ -61,7 +59,7 @@ def target(
     if compute_capability is not None and not (
         is_pair and all(type(number) is int for number in compute_capability)
     ):
-        raise ValueError(f"target: a compute capability is two numbers, (9, 0), got {given}")
+        raise ValueError(f"target: a compute capability is two numbers, (9, 0), got {got}")
     return use_target(
         Target(
             platform=platform,

@@ -40,8 +40,8 @@ def check_quantize(backend: Backend, case: cases.QuantizeCase) -> None:
     compare_casts(backend, call, x, rng)
     if call.format.tensor_scale and case.scale_rule is None:
         tame = jnp.asarray(draw_few_octaves(rng, case.shape).astype(call.dtype))
-        given = jnp.full((1,) * x.ndim, 0.01, jnp.float32)
-        compare_casts(backend, call, tame, rng, given)
+        tensor_scale = jnp.full((1,) * x.ndim, 0.01, jnp.float32)
+        compare_casts(backend, call, tame, rng, tensor_scale)
 
 
 def compare_casts(
@@ -54,8 +54,8 @@ def compare_casts(
     """Compare codes and scales of given values with the reference's."""
     num_bits = call.random_bits
     drawn = rng.integers(0, 1 << num_bits, call.random_shape, dtype=np.int32) if num_bits else None
-    given = x, drawn, tensor_scale
-    assert_same(_compiled(backend, call)(*given), _compiled(REFERENCE, call)(*given))
+    operands = x, drawn, tensor_scale
+    assert_same(_compiled(backend, call)(*operands), _compiled(REFERENCE, call)(*operands))
 
 
 def _compiled(backend: Backend, call: calls.Call) -> Callable[..., Any]:
@@ -77,8 +77,8 @@ def check_quantize_both(backend: Backend, case: cases.QuantizeBothCase) -> None:
     sizes = [(1 << single.random_bits, single.random_shape) for single in both]
     bits = [rng.integers(0, n, shape, dtype=np.int32) if n > 1 else None for n, shape in sizes]
 
-    found = _compiled(backend, call)(x, tuple(bits), None)
-    for actual, single, drawn in zip(found, both, bits, strict=True):
+    arrays = _compiled(backend, call)(x, tuple(bits), None)
+    for actual, single, drawn in zip(arrays, both, bits, strict=True):
         assert_same(actual, _compiled(REFERENCE, single)(x, drawn, None))
 
 
@@ -97,7 +97,7 @@ def check_dequantize(backend: Backend, case: cases.QuantizeCase) -> None:
     """Compare values with the reference's: every code, under every kind of scale."""
     call = cases.dequantize_call(case)
     x = draw_any_codes(np.random.default_rng(0), call)
-    actual, expected = (_compiled(own, call)(x) for own in (backend, REFERENCE))
+    actual, expected = (_compiled(each, call)(x) for each in (backend, REFERENCE))
     assert_bitwise_equal(actual, expected, what="values")
 
 
@@ -201,10 +201,10 @@ def assert_near(product: jax.Array, exact: np.ndarray, allowed: np.ndarray) -> N
         info = jnp.finfo(product.dtype)
         allowed = allowed + float(info.eps) / 2 * (np.abs(exact) + allowed)
         allowed = allowed + float(info.smallest_normal)
-    found = np.asarray(product).astype(np.float64)
-    error = np.abs(found - exact)
+    actual = np.asarray(product).astype(np.float64)
+    error = np.abs(actual - exact)
     # A NaN is not larger than what is allowed, either.
-    excess = (error > allowed) | (np.isnan(found) & ~np.isnan(exact))
+    excess = (error > allowed) | (np.isnan(actual) & ~np.isnan(exact))
     with np.errstate(divide="ignore"):
         # Where a zero is due nothing is allowed.
         worst = np.max(error[excess] / allowed[excess], initial=0)
@@ -311,7 +311,7 @@ def check_attend(backend: Backend, case: cases.AttendCase) -> None:
     call, rng = case.call, np.random.default_rng(0)
     queries = jnp.asarray(rng.standard_normal(call.queries), case.dtype)
     (keys, exact_keys), (values, exact_values_) = case.rows(rng), case.rows(rng)
-    run = jax.jit(lambda *given: backend.run(call, *given))
+    run = jax.jit(lambda *operands: backend.run(call, *operands))
     actual = run(queries, keys, values, np.int32(case.position))
     assert actual.shape == call.queries, f"{actual.shape} is not {call.queries}"
     last = case.position + np.tile(np.arange(case.tokens), case.heads)
@@ -345,7 +345,7 @@ def _whole_axis_codes(call: calls.Call, target: Target) -> bool:
     }
     if not isinstance(call, calls.MatmulCall) or None in (call.lhs.format, call.rhs.format):
         return False
-    formats = [own.format for _, own in call.sides if own.format in BLOCK_FORMATS]
+    formats = [operand.format for _, operand in call.sides if operand.format in BLOCK_FORMATS]
     kinds = {f.element.kind for f in formats if f.block[1] is WHOLE and f.element.bits == 8}
     whole = all(f.block[1] is WHOLE for f in formats) and len(formats) == 2
     return whole and len(kinds) == 1 and has[kinds.pop()]
@@ -354,7 +354,10 @@ def _whole_axis_codes(call: calls.Call, target: Target) -> bool:
 def _what_bfloat16_holds_on_accelerators(call: calls.Call, target: Target) -> bool:
     if target.platform == "cpu" or not isinstance(call, calls.MatmulCall):
         return False
-    return all(own.format in BLOCK_FORMATS or own.dtype == jnp.bfloat16 for _, own in call.sides)
+    return all(
+        operand.format in BLOCK_FORMATS or operand.dtype == jnp.bfloat16
+        for _, operand in call.sides
+    )
 
 
 def _mxfp8_on_one_blackwell(call: calls.Call, target: Target) -> bool:
@@ -363,11 +366,11 @@ def _mxfp8_on_one_blackwell(call: calls.Call, target: Target) -> bool:
         return False
     if not isinstance(call, calls.MatmulCall) or len(call.lhs.axes.contracting) != 1:
         return False
-    whole = all(0 not in own.shape for _, own in call.sides)
+    whole = all(0 not in operand.shape for _, operand in call.sides)
     (axis,) = call.lhs.axes.contracting
     k = call.lhs.shape[axis]
-    given = (call.lhs.format, call.rhs.format)
-    return whole and k % 32 == 0 and all(f in (MXFP8_E4M3, MXFP8_E5M2) for f in given)
+    operand_formats = (call.lhs.format, call.rhs.format)
+    return whole and k % 32 == 0 and all(f in (MXFP8_E4M3, MXFP8_E5M2) for f in operand_formats)
 
 
 def _what_the_handlers_compute(call: calls.Call, target: Target) -> bool:
@@ -375,8 +378,8 @@ def _what_the_handlers_compute(call: calls.Call, target: Target) -> bool:
     if target.platform != "cpu" or isinstance(library.load(), str):
         return False
     if isinstance(call, calls.MatmulCall):
-        given = (call.lhs.format, call.rhs.format)
-        return all(f is None or not f.scale.is_float32 for f in given)
+        operand_formats = (call.lhs.format, call.rhs.format)
+        return all(f is None or not f.scale.is_float32 for f in operand_formats)
     always = (calls.QuantizeBothCall, calls.RaggedCall, calls.RandomBitsCall, calls.TransformCall)
     if isinstance(call, always):
         return True

@@ -70,11 +70,13 @@ def _type(
     return calls.OperandType(shape=shape, axes=axes, format=format, dtype=known)
 
 
-def _drawn(rng: np.random.Generator, own: calls.OperandType, octaves: int) -> calls.Operand:
-    if own.format is None:
-        values = draw.with_signs(rng, 2.0 ** rng.uniform(-octaves, octaves, own.shape))
-        return jnp.asarray(values.astype(own.dtype))
-    return draw.draw_mxarray(rng, own.shape, own.format, own.axes.blocks(own.format), octaves)
+def _drawn(rng: np.random.Generator, operand: calls.OperandType, octaves: int) -> calls.Operand:
+    if operand.format is None:
+        values = draw.with_signs(rng, 2.0 ** rng.uniform(-octaves, octaves, operand.shape))
+        return jnp.asarray(values.astype(operand.dtype))
+    return draw.draw_mxarray(
+        rng, operand.shape, operand.format, operand.axes.blocks(operand.format), octaves
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,7 @@ class MatmulCase:
     def cancelling_operands(self, rng: np.random.Generator) -> tuple[calls.Operand, calls.Operand]:
         """Operands whose products cancel in pairs, except the first two and a last odd one."""
         lhs, rhs = self.operands(rng)
-        left, right = (own.axes.contracting[-1] for _, own in self.call.sides)
+        left, right = (operand.axes.contracting[-1] for _, operand in self.call.sides)
         return draw.in_pairs(lhs, left, negated=False), draw.in_pairs(rhs, right, negated=True)
 
     def _type(
@@ -348,7 +350,7 @@ class RaggedCase:
     def operands(self, rng: np.random.Generator) -> tuple[calls.Operand, calls.Operand, jax.Array]:
         """Both operands and the sizes; rows of no group are as large as any."""
         call = self.call
-        lhs, rhs = (_drawn(rng, own, 4) for own in (call.lhs, call.rhs))
+        lhs, rhs = (_drawn(rng, operand, 4) for operand in (call.lhs, call.rhs))
         return lhs, rhs, jnp.asarray(self.sizes, jnp.int32)
 
     def exact(self, lhs: np.ndarray, rhs: np.ndarray) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,28 +18,42 @@ from tests.examples.tiny_llama import CONFIG, tensors
 
 
 @pytest.mark.slow
-def test_calibration_of_a_tiny_model(rng: np.random.Generator):
+def test_calibration_of_a_tiny_model(rng: np.random.Generator, tmp_path: Path, monkeypatch):
     params = params_of(tensors(), CONFIG, GGUF)
     known, held = rng.integers(0, CONFIG.vocabulary, (2, 3, 1, 9), np.int32)
-    steps: list[str] = []
-    rows = list(calibration.rows(CONFIG, params, (known, held), ["mxfp4"], steps.append))
-    ways = ["plain", "searched", "searched, weighed", "gptq of kernels", "gptq", "gptq, two tables"]
-    assert [row["way"] for row in rows] == ["", *ways]
-    assert len(steps) == 2 + 6
-    # Each treats a table in another way.
-    assert len({row["kl"] for row in rows}) == 7
-    own, four = rows[:2]
-    assert own["kl"] == 0 < 0.01 < four["kl"]
+    rows = [row for row in calibration.ROWS if row.format == "mxfp4"]
+    monkeypatch.setattr(calibration, "ROWS", rows)
+    options = SimpleNamespace(out=tmp_path / "result.json", rows=None, peers=())
+
+    def measured() -> dict[str, Any]:
+        calibration.measure(options, CONFIG, params, known, held)
+        return json.loads(options.out.read_text())["rows"]
+
+    result = measured()
+    assert list(result) == ["float32", *(row.name for row in rows)]
     # The loss is that of the next token, by NumPy.
     model = calibration.Llama(CONFIG, mx_jax.recipes.high_precision())
-    losses = []
-    for tokens in held:
+    for tokens, loss in zip(held, result["float32"]["losses"], strict=True):
         logits = np.asarray(model.apply({"params": params}, tokens)[0], np.float64)[:, :-1]
         chosen = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
-        losses.append((np.log(np.exp(logits).sum(-1)) - chosen).mean())
-    assert own["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
-    gaps = {row["way"]: row["loss"] - own["loss"] for row in rows[1:]}
-    assert rows[-2]["closed"] == pytest.approx(1 - gaps["gptq"] / gaps["plain"])
+        want = (np.log(np.exp(logits).sum(-1)) - chosen).mean()
+        assert loss == pytest.approx(want, rel=1e-4)
+    # No two are the same, and each counts what it stores.
+    assert len({tuple(row["losses"]) for row in result.values()}) == len(result)
+    size = sum(w.size for w in tensors().values() if w.ndim == 2)
+    table, mixer = params["embedding"].size, CONFIG.width**2
+    assert (result["mxfp4, GPTQ"]["bits"], result["mxfp4, GPTQ"]["size"]) == (4.25 * size, size)
+    two = result["mxfp4, rotated, GPTQ, two tables"]
+    assert two["bits"] == 4.25 * (size + table) + 16 * mixer
+    assert result["mxfp4, GPTQ, head mxint8"]["bits"] == 4.25 * size + 4 * table
+    # A second run measures what is not there.
+    before = result.pop("mxfp4, GPTQ")
+    held_back = {**json.loads(options.out.read_text()), "rows": result}
+    held_back["rows"]["float32"]["losses"] = [1.0, 2.0, 3.0]
+    options.out.write_text(json.dumps(held_back))
+    again = measured()
+    assert again["float32"]["losses"] == [1.0, 2.0, 3.0]
+    assert again["mxfp4, GPTQ"]["losses"] == before["losses"]
 
 
 TINY = (

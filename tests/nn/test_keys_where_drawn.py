@@ -25,7 +25,7 @@ RULE = convert.Rule(".*", RECIPE)
 VARIABLES = quick(flax_nn.Dense(32).init)(jax.random.key(0), X)
 EINSUM = {"params": {"kernel": VARIABLES["params"]["kernel"]}}
 
-LINEN: dict[str, tuple[flax_nn.Module, Any]] = {
+LINEN: dict[str, tuple[Any, Any]] = {
     "Dense": (linen.Dense(32, recipe=RECIPE), VARIABLES),
     "Einsum": (linen.Einsum((32, 32), "bk,kn->bn", use_bias=False, recipe=RECIPE), EINSUM),
     "DotGeneral": (flax_nn.Dense(32, dot_general_cls=linen.DotGeneral(RECIPE)), VARIABLES),

@@ -283,10 +283,9 @@ def test_square_blocks_are_transformed_anew(rng: np.random.Generator):
     """Codes that lie along both axes can be reused, but not where a product transforms them."""
     x, w, g = (rng.standard_normal((32, 32), np.float32) for _ in range(3))
     square = recipes.mxfp4().with_(weights={"format": "mxfp4_2d", "scale_rule": "even"})
-    grad_input = dataclasses.replace(
-        square.grad_input, transform=recipes.mxfp4_hadamard().grad_weight.transform
-    )
-    recipe = dataclasses.replace(square, grad_input=grad_input, residuals="quantized")
+    transform = recipes.mxfp4_hadamard().grad_weight.transform
+    transformed = dataclasses.replace(square.grad_input, transform=transform)
+    recipe = dataclasses.replace(square, grad_input=transformed, residuals="quantized")
 
     @functools.partial(quick, static_argnums=0)
     def grad_input(recipe: Recipe, w: jax.Array) -> jax.Array:

@@ -33,9 +33,9 @@ def _offer(
     def reason(call: Call, target: Target) -> str | None:
         if target.platform != "cuda":
             return f"runs on platform=cuda, got platform={target.platform}"
-        found = rejects_symbolic(call) or getattr(_rejections, rejects)(call, target)
-        if found or partitioned or target.num_devices == 1:
-            return found
+        rejection = rejects_symbolic(call) or getattr(_rejections, rejects)(call, target)
+        if rejection or partitioned or target.num_devices == 1:
+            return rejection
         # XLA would gather a kernel's operands, and each device do all of the work.
         return (
             "runs on one device or below jax.shard_map: jit does not split a kernel, got "

@@ -316,8 +316,8 @@ def choose(
     def read(tiles: Tiles) -> float:
         return -(-programs(tiles) * tiles.splits // at_once) * tiles.n * k / tiles.splits
 
-    found = (next(filter(fits, _smaller(entry)), None) for entry in entries)
-    best = min((shared(tiles) for tiles in found if tiles is not None), key=read, default=None)
+    fitting = (next(filter(fits, _smaller(entry)), None) for entry in entries)
+    best = min((shared(tiles) for tiles in fitting if tiles is not None), key=read, default=None)
     if best is None:
         raise ValueError(
             f"pallas_gpu: no tiles of {kernel} for {code_bits} bits fit {architecture}: n={n}, "

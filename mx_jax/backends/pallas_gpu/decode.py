@@ -193,7 +193,9 @@ def _scale(half: jax.Array) -> jax.Array:
 def _spread(factors: list[Any], layout: Any) -> Any:
     """Scales of rows over the columns `[64, 64]` of an operand."""
     shape = ROWS, CHUNK // len(factors)
-    spread = [plgpu.layout_cast(lax.broadcast_in_dim(own, shape, (0,)), layout) for own in factors]
+    spread = [
+        plgpu.layout_cast(lax.broadcast_in_dim(factor, shape, (0,)), layout) for factor in factors
+    ]
     return spread[0] if len(spread) == 1 else lax.concatenate(spread, 1)
 
 

@@ -112,7 +112,7 @@ class Program:
         """What a step copies of the operands in memory."""
         raise NotImplementedError
 
-    def multiply(self, *given: Any, **scratch: Any) -> None:
+    def multiply(self, *operands: Any, **scratch: Any) -> None:
         """Given a place, the sources of a step and `keep(sums, piece of shared memory, columns)`,
         copy and multiply along k, and keep the sums."""
         raise NotImplementedError
@@ -137,7 +137,7 @@ class Program:
         visits = lists[0].shape[0] // FIELDS if self.in_groups else self.batch * num_m
 
         def body(*gmem: Any, **scratch: Any) -> None:
-            given, out_gmem = gmem[: len(operands)], gmem[-1]
+            sources_gmem, out_gmem = gmem[: len(operands)], gmem[-1]
             place = self._place(num_m, *gmem[len(operands) : -1])
 
             def keep(sums: jax.Array, piece: Any, columns: Any) -> None:
@@ -157,7 +157,7 @@ class Program:
                     plgpu.commit_smem()
                     copy_rows(piece, out_gmem, (place.out, place.row, columns), *place.own)
 
-            sources = functools.partial(self.sources, given, place)
+            sources = functools.partial(self.sources, sources_gmem, place)
             self.multiply(place, lambda step: sources(place.begin + step), keep, **scratch)
 
         semantics = plgpu.LoweringSemantics.Warpgroup
@@ -187,10 +187,18 @@ class Program:
         first, matrix = pl.multiple_of(first, CHUNK_ROWS), jnp.minimum(group, self.batch - 1)
         # Rows of no group take no step, and get zeros.
         of_k["steps"] = jnp.where((group < self.batch) & (begin < end), steps, 0)
-        given = () if factors is None else (factors[matrix + i * self.batch] for i in range(2))
-        own = begin - first, end - first
+        group_factors = (
+            () if factors is None else (factors[matrix + i * self.batch] for i in range(2))
+        )
+        own_rows = begin - first, end - first
         return Place(
-            matrix=matrix, lead=0, out=split, row=first, own=own, factors=tuple(given), **of_k
+            matrix=matrix,
+            lead=0,
+            out=split,
+            row=first,
+            own=own_rows,
+            factors=tuple(group_factors),
+            **of_k,
         )
 
 

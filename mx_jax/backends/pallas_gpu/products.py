@@ -163,9 +163,9 @@ def multiply_scaled(
         # Tiles of the scales of each visit's rows, whosever they are.
         first = table.reshape(-1, FIELDS)[:, 1:2]
         rows = (first + jnp.arange(tiles.m, dtype=jnp.int32)).reshape(-1)
-        taken = jnp.take(lhs.scales, rows, axis=0, mode="clip")
-        taken = jnp.pad(taken, ((0, 0), (0, k // block - taken.shape[1])))
-        scales = lax.bitcast_convert_type(scale_tiles(taken), lhs.format.scale.dtype)
+        row_scales = jnp.take(lhs.scales, rows, axis=0, mode="clip")
+        row_scales = jnp.pad(row_scales, ((0, 0), (0, k // block - row_scales.shape[1])))
+        scales = lax.bitcast_convert_type(scale_tiles(row_scales), lhs.format.scale.dtype)
         lists = table, factors_of((lhs.tensor_scale, rhs.tensor_scale), batch)
         once, factors = dtype != jnp.float16, []
     sums = kernel.load()(

@@ -45,7 +45,12 @@ def _capabilities(able: Callable[[Architecture], bool]) -> str:
     return ", ".join(
         map(
             _dotted,
-            sorted(own for row in gpus.ARCHITECTURES if able(row) for own in row.capabilities),
+            sorted(
+                capability
+                for row in gpus.ARCHITECTURES
+                if able(row)
+                for capability in row.capabilities
+            ),
         )
     )
 
@@ -58,7 +63,7 @@ def rejects(call: MatmulCall, target: Target) -> str | None:
     reason = rejects_machine(target) or _rejects_result(call)
     if reason := reason or rejects_scale_axes(call, batch=False):
         return reason
-    reasons = [rejects_weights(own.format) for _, own in call.sides]
+    reasons = [rejects_weights(operand.format) for _, operand in call.sides]
     if all(reasons):
         return f"needs weights in a block format on one side: lhs {reasons[0]}; rhs {reasons[1]}"
     side, activations = call.sides[1 if reasons[1] else 0]
@@ -66,11 +71,11 @@ def rejects(call: MatmulCall, target: Target) -> str | None:
         return f"needs activations in bfloat16 or float16, got {side} in {activations.dtype}"
     if reason := _rejects_values(side, activations):
         return reason
-    for side, own in call.sides:
-        if reason := _rejects_elements(side, own):
+    for side, operand in call.sides:
+        if reason := _rejects_elements(side, operand):
             return reason
-        if own.rows > _MAX_ROWS:
-            return f"needs at most {_MAX_ROWS} rows, got {side}_shape={own.shape}"
+        if operand.rows > _MAX_ROWS:
+            return f"needs at most {_MAX_ROWS} rows, got {side}_shape={operand.shape}"
     return rejects_parts_of_blocks(call)
 
 
@@ -80,15 +85,15 @@ def _rejects_result(call: MatmulCall | RaggedCall) -> str | None:
     return None
 
 
-def _rejects_values(side: str, own: OperandType) -> str | None:
-    if own.format is not None and not fits_bfloat16(own.format):
-        return f"needs values that bfloat16 holds on both sides, got {side}={own.format.name}"
+def _rejects_values(side: str, operand: OperandType) -> str | None:
+    if operand.format is not None and not fits_bfloat16(operand.format):
+        return f"needs values that bfloat16 holds on both sides, got {side}={operand.format.name}"
     return None
 
 
-def _rejects_elements(side: str, own: OperandType) -> str | None:
-    if math.prod(own.shape) > _MAX_ELEMENTS:
-        return f"needs at most {_MAX_ELEMENTS} elements, got {side}_shape={own.shape}"
+def _rejects_elements(side: str, operand: OperandType) -> str | None:
+    if math.prod(operand.shape) > _MAX_ELEMENTS:
+        return f"needs at most {_MAX_ELEMENTS} elements, got {side}_shape={operand.shape}"
     return None
 
 
@@ -142,7 +147,7 @@ def rejects_groups(call: RaggedCall, target: Target) -> str | None:
         known = _capabilities(lambda row: row.decoding.sums_groups)
         return f"sums over rows of groups on CUDA compute capability {known}, got {_dotted(got)}"
     if not call.contracts_rows and not row.kernel(call.lhs.format, call.rhs.format).groups:
-        lhs, rhs = (own.format and own.format.name for own in (call.lhs, call.rhs))
+        lhs, rhs = (operand.format and operand.format.name for operand in (call.lhs, call.rhs))
         return (
             f"multiplies rows in groups on CUDA compute capability {_dotted(got)} where formats "
             f"meet, got lhs={lhs}, rhs={rhs}"
@@ -158,22 +163,22 @@ def _takes_groups(row: Architecture) -> bool:
 def _rejects_sums(call: RaggedCall) -> str | None:
     """Why the rows of groups are not summed over: groups must begin where steps of a product do."""
     sides = ("lhs", call.lhs), ("rhs", call.rhs)
-    for side, own in sides:
-        if reason := _rejects_rows(side, own) or _rejects_elements(side, own):
+    for side, operand in sides:
+        if reason := _rejects_rows(side, operand) or _rejects_elements(side, operand):
             return reason
-        if own.scale_axes:
-            return f"needs one tensor scale at most, got {side} with axes={own.scale_axes}"
-    blocks = [own.format.block[1] for _, own in sides if own.format is not None]
+        if operand.scale_axes:
+            return f"needs one tensor scale at most, got {side} with axes={operand.scale_axes}"
+    blocks = [operand.format.block[1] for _, operand in sides if operand.format is not None]
     if math.lcm(*(size for size in blocks if isinstance(size, int))) % MIN_BLOCK:
         return f"needs groups in blocks of a multiple of {MIN_BLOCK} rows, got blocks={blocks}"
     return None
 
 
-def _rejects_rows(side: str, own: OperandType) -> str | None:
+def _rejects_rows(side: str, operand: OperandType) -> str | None:
     """Why an operand does not come in bfloat16, which loses nothing."""
-    if own.format is None and own.dtype != jnp.bfloat16:
-        return f"needs rows in bfloat16, got {side} in {own.dtype}"
-    return _rejects_values(side, own)
+    if operand.format is None and operand.dtype != jnp.bfloat16:
+        return f"needs rows in bfloat16, got {side} in {operand.dtype}"
+    return _rejects_values(side, operand)
 
 
 def _rejects_operands(call: RaggedCall) -> str | None:

@@ -139,11 +139,11 @@ class WgmmaProgram(Program):
         rows, along_k = pl.ds(place.row, self.tiles.m), pl.ds(step * self.tiles.k, self.tiles.k)
         n = lax.axis_index("n")
         first = place.matrix * self.weight_tiles + n * self.row_tiles
-        found = [x.at[place.lead, rows, along_k]]
+        parts = [x.at[place.lead, rows, along_k]]
         for ref, (shape, _, _) in zip(weights, self.decoder.blocks(self.tiles)[1:], strict=True):
             count, pieces = shape[:2]
-            found.append(ref.at[pl.ds(first, count), pl.ds(step * pieces, pieces)])
-        return tuple(found)
+            parts.append(ref.at[pl.ds(first, count), pl.ds(step * pieces, pieces)])
+        return tuple(parts)
 
     def staged(self, values: jax.Array, piece: Any) -> tuple[Any, Any]:
         """Transposed once more, as shared memory takes them."""
@@ -165,16 +165,16 @@ class WgmmaProgram(Program):
         warpgroup, stages = lax.axis_index("warpgroup"), self.tiles.stages
 
         def step(acc: Any, stage: jax.Array) -> None:
-            own = lax.axis_index("warpgroup")
+            index = lax.axis_index("warpgroup")
             plgpu.barrier_wait(full.at[stage])
             x, codes, scales = smem
-            weights = codes.at[stage], scales.at[stage], own
+            weights = codes.at[stage], scales.at[stage], index
             for left, columns in self.decoder.step(*weights, self.tiles.k, plgpu.Layout.WGMMA):
                 if operand is not None:
                     # For the interpreter, which lacks wgmma with a left operand in registers.
-                    operand[own] = left
+                    operand[index] = left
                     plgpu.commit_smem()
-                    left = operand.at[own]
+                    left = operand.at[index]
                 plgpu.wgmma(acc, left, x.at[stage, :, columns].T)
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(empty.at[stage])

@@ -121,12 +121,12 @@ def _cast(
 
     @run.def_vmap
     def _(size: int, in_batched: object, matrix: jax.Array) -> Any:
-        found = run(matrix.reshape(-1, matrix.shape[-1]))
-        return [y.reshape(size, -1, y.shape[-1]) for y in found], [True] * len(found)
+        results = run(matrix.reshape(-1, matrix.shape[-1]))
+        return [y.reshape(size, -1, y.shape[-1]) for y in results], [True] * len(results)
 
-    found = run(matrix)
+    results = run(matrix)
     count = 1 if values else 2
-    parts = {axis: [found.pop(0) for _ in range(count)] for axis in (-2, -1) if axis in codings}
+    parts = {axis: [results.pop(0) for _ in range(count)] for axis in (-2, -1) if axis in codings}
     return [parts[call.blocks[0][0]] for call in calls]
 
 

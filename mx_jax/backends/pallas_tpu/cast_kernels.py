@@ -85,7 +85,7 @@ def cast(
             results += [((m, n), jnp.uint8), (counts, jnp.uint8)]
             specs += [pl.BlockSpec(size, lambda i, j: (i, j)) for size in ((high, wide), block)]
     scratch = [pltpu.VMEM((high // BLOCK, wide), jnp.uint32)]
-    found = call_kernel(
+    arrays = call_kernel(
         functools.partial(_kernel, columns=columns, rows=rows, interpret=interpret),
         x.reshape(m // 8, 8, n // 256, 2, 128).transpose(0, 2, 3, 1, 4).reshape(pairs),
         results=results,
@@ -101,7 +101,7 @@ def cast(
         y.reshape(m // 8, n // 256, 2, 8, 128).transpose(0, 3, 1, 2, 4).reshape(m, n)
         if y.ndim == 4
         else y
-        for y in found
+        for y in arrays
     ]
 
 
@@ -113,20 +113,20 @@ def _read(ref: Ref, rows: Any, pairs: Any, interpret: bool) -> jax.Array:
 
 
 def _put(
-    result: Ref, strip: Index, pair: Index, found: jax.Array, values: bool, interpret: bool
+    result: Ref, strip: Index, pair: Index, cast_words: jax.Array, values: bool, interpret: bool
 ) -> None:
     """Store what 32 rows of a pair of tiles become, `[4, 8, 128]` words."""
     if values:
         rows = pl.ds(strip * _STRIP, _STRIP)
         if interpret:
-            result[rows, pair] = numbers(found)
+            result[rows, pair] = numbers(cast_words)
         else:
-            result.bitcast(jnp.uint32)[rows, pair] = found
+            result.bitcast(jnp.uint32)[rows, pair] = cast_words
         return
     rows = pl.ds(pl.multiple_of(strip * BLOCK, BLOCK), BLOCK)
     for tile in range(2):
         start = pl.multiple_of(pair * TILE_COLUMNS + tile * _LANES, _LANES)
-        half = lax.slice_in_dim(found, 4 * tile, 4 * tile + 4, axis=1)
+        half = lax.slice_in_dim(cast_words, 4 * tile, 4 * tile + 4, axis=1)
         codes = lax.concatenate([_part(half, row) for row in range(_STRIP)], 0)
         result[rows, pl.ds(start, _LANES)] = as_bytes(codes)
 
@@ -183,21 +183,21 @@ def _cast_columns(
         # Of the first strips and of the last: in a sublane of either tile one strip's.
         largest = [jnp.zeros((_SUBLANES, _LANES), jnp.uint32)] * 2
 
-        def cast_strip(own: Index) -> jax.Array:
-            strip = above * _SUBLANES + own
+        def cast_strip(index: Index) -> jax.Array:
+            strip = above * _SUBLANES + index
             w = _read(x, pl.ds(strip * _STRIP, _STRIP), pl.ds(pair, 1), interpret)
             w = lax.squeeze(w, (1,))
             top = _largest_of_rows(w, sublane)
             fact = lax.broadcast(top if exact else coding.reciprocals(top), (_STRIP,))
-            found = (coding.exact_results if exact else coding.results)(w, fact)
-            _put(results[0], strip, pair, found, coding.values, interpret)
+            cast_words = (coding.exact_results if exact else coding.results)(w, fact)
+            _put(results[0], strip, pair, cast_words, coding.values, interpret)
             return top
 
         if exact:
             return _in_a_loop(_SUBLANES, cast_strip)
-        for own in range(_SUBLANES):
-            top = cast_strip(own)
-            half, place = divmod(own, 4)
+        for index in range(_SUBLANES):
+            top = cast_strip(index)
+            half, place = divmod(index, 4)
             here = eq(bitwise_and(sublane, 3), place)
             largest[half] = select(here, top, largest[half])
         (first, last), odd = zip(*map(coding.scales, largest), strict=True)
@@ -252,12 +252,12 @@ def _cast_rows(x: Ref, results: Sequence[Ref], coding: Coding, interpret: bool) 
         facts = largest if exact else [*map(coding.reciprocals, largest)]
         tile, how = shift_right(lane, 5), coding.exact_results if exact else coding.results
 
-        def cast_pair(pair: Index, own: jax.Array) -> None:
+        def cast_pair(pair: Index, tiles: jax.Array) -> None:
             spread = [
                 lax.expand_dims(gathered(facts, row, pair, tile), (0,)) for row in range(_STRIP)
             ]
-            found = how(own, lax.concatenate(spread, 0))
-            _put(results[0], strip, pair, found, coding.values, interpret)
+            parts = how(tiles, lax.concatenate(spread, 0))
+            _put(results[0], strip, pair, parts, coding.values, interpret)
 
         if exact:
             where = pl.ds(strip * _STRIP, _STRIP)
@@ -272,13 +272,13 @@ def _cast_rows(x: Ref, results: Sequence[Ref], coding: Coding, interpret: bool) 
         stored, odd = zip(*map(coding.scales, largest), strict=True)
         if not coding.values:
             # Lane 4 t + j of a row: block j of tile t, which lies in one half of the sublanes.
-            found = []
+            parts = []
             for row in range(_STRIP):
                 first = gathered(stored, row, shift_right(lane, 3), bitwise_and(lane, 3))
                 second = pltpu.roll(first, 4, 0)
-                found.append(select(gt(bitwise_and(lane, 4), 0), second, first)[:4])
+                parts.append(select(gt(bitwise_and(lane, 4), 0), second, first)[:4])
             rows = pl.ds(pl.multiple_of(strip * BLOCK, BLOCK), BLOCK)
-            scales = as_bytes(lax.concatenate(found, 0))
+            scales = as_bytes(lax.concatenate(parts, 0))
             results[1][rows, :] = scales[:, : results[1].shape[1]]
         return functools.reduce(bitwise_or, odd)
 

@@ -51,7 +51,7 @@ def multiply(
     within = dtype if scale is None else np.dtype("float32")
     out = _dot(x, arrays, format, within, interpret)[..., : math.prod(n)]
     out = out if scale is None else (out * scale.reshape(-1, 1, 1)).astype(dtype)
-    batch = map(max, *(own.axes.sizes(own.shape)[0] for own in (call.lhs, call.rhs)))
+    batch = map(max, *(operand.axes.sizes(operand.shape)[0] for operand in (call.lhs, call.rhs)))
     return out.reshape(*batch, *m, *n)
 
 
@@ -59,7 +59,7 @@ def _dot(
     x: jax.Array, weights: Columns, format: BlockFormat, dtype: np.dtype, interpret: bool
 ) -> jax.Array:
     """Bfloat16 `x[batch, m, k]` by weights of one batch or as many: `[batch, m, n]`."""
-    codes, scales = (own.reshape(-1, *own.shape[-2:]) for own in (weights.codes, weights.scales))
+    codes, scales = (part.reshape(-1, *part.shape[-2:]) for part in (weights.codes, weights.scales))
     m, k, n, batch = *x.shape[1:], codes.shape[2], max(len(x), len(codes))
     steps = codes.shape[1] * 8 // format.element.bits // STEP
     rows, blocks = 1 if m == 1 else m + -m % 8, scales.shape[1] // steps * DEPTH // STEP
@@ -103,13 +103,13 @@ def _kernel(
         sums, scales = sums_ref[:, lanes], decoder.scales(scales_ref[:, lanes])
         for i in range(count):
             values = decoder.values(codes_ref[i * length : (i + 1) * length, lanes])
-            own = jnp.dot(lhs[i], values, preferred_element_type=_float32)
+            product = jnp.dot(lhs[i], values, preferred_element_type=_float32)
             factors = scales[i * blocks : (i + 1) * blocks]
             if rows == 1:
-                sums += own * factors
+                sums += product * factors
                 continue
             for b in range(blocks):
-                sums += own[b * rows : (b + 1) * rows] * factors[b : b + 1]
+                sums += product[b * rows : (b + 1) * rows] * factors[b : b + 1]
         sums_ref[:, lanes] = sums
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)

@@ -115,15 +115,17 @@ def unpack(packed: PackedMXArray) -> MXArray:
     )
 
 
-COLUMNS = Layout(backend="pallas_tpu", batch=lambda own: own.codes.shape[:-2], unpack=unpack)
+COLUMNS = Layout(
+    backend="pallas_tpu", batch=lambda columns: columns.codes.shape[:-2], unpack=unpack
+)
 
 # Which calls --------------------------------------------------------------------------------------
 
 
 def generation(kind: str | None) -> int | None:
     """Of a TPU by its kind, where that tells."""
-    found = re.match(r"TPU ?v?(\d+)", kind or "")
-    return None if found is None else int(found[1])
+    match = re.match(r"TPU ?v?(\d+)", kind or "")
+    return None if match is None else int(match[1])
 
 
 def rejects_format(format: BlockFormat | None, target: Target) -> str | None:

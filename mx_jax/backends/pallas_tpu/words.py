@@ -169,11 +169,11 @@ class Coding:
                 _times_power(half, sub(scale, _BIAS + self.lift + HEADROOM))
                 for half, scale in zip(parts(words(sub(total, beside))), stored, strict=True)
             )
-            found = bitwise_or(joined(*rounded), bitwise_and(w, both(_SIGN)))
+            result = bitwise_or(joined(*rounded), bitwise_and(w, both(_SIGN)))
         else:
-            found = self._codes(total, beside, powers, w)
+            result = self._codes(total, beside, powers, w)
         of_nan = _NAN if self.values else self.element.nan_code or 0
-        kept = bitwise_and(found, bitwise_xor(nan, 0xFFFFFFFF))
+        kept = bitwise_and(result, bitwise_xor(nan, 0xFFFFFFFF))
         return bitwise_or(kept, bitwise_and(nan, both(of_nan)))
 
     def scales(self, largest: jax.Array) -> tuple[jax.Array, jax.Array]:
