@@ -9,17 +9,24 @@ import enum
 import functools
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from mx_jax.axes import SIDES, Side
 from mx_jax.codecs.rounding import NEAREST, Rounding, rounding_mode
-from mx_jax.formats import BlockFormat, block_format
+from mx_jax.formats import WHOLE, BlockFormat, block_format
 from mx_jax.formats.block import FormatLike
 from mx_jax.reference.hadamard import Hadamard
 from mx_jax.reference.scale_rules import ScaleRule, scale_rule_for
 from mx_jax.sharding.movement import Gather
+
+TensorScale = Literal["tensor", "row"]
+
+
+def takes_row_scales(format: BlockFormat) -> bool:
+    """Whether each row of a tensor may have a tensor scale: its blocks lie within the row."""
+    return format.tensor_scale and format.block[0] == 1 and format.block[1] is not WHOLE
 
 
 def arguments_of(x: Any) -> str:
@@ -48,11 +55,14 @@ class OperandSpec:
       rounding: how dropped bits decide.
       prescale: factor before quantizing, taken out of the product again. The scale is that of
         the multiplied values, so a rule that clips still clips.
+      tensor_scale: what has one tensor scale (NVFP4): "tensor", all of the operand; or "row", each
+        vector along the contracting axes, such as a token's activations in the output, whose
+        numbers then depend on no other token. Products are multiplied by those of rows afterwards.
 
     Raises:
       ValueError: if the rule fills another kind of scale than the format has; if both scales and
-        elements round stochastically; or prescale is not positive, not finite or so extreme that
-        float32 does not hold it or its reciprocal.
+        elements round stochastically; prescale is not positive, not finite or so extreme that
+        float32 does not hold it or its reciprocal; or rows of the format have no tensor scales.
 
     Examples:
       >>> from mx_jax.recipes import operand
@@ -64,6 +74,7 @@ class OperandSpec:
     scale_rule: ScaleRule
     rounding: Rounding
     prescale: float = 1.0
+    tensor_scale: TensorScale = "tensor"
 
     def __post_init__(self):
         scale_rule_for(self.scale_rule, self.format)
@@ -83,6 +94,17 @@ class OperandSpec:
                 "OperandSpec: prescale and its reciprocal must be normal float32 numbers, 2^-126 "
                 f"to 2^126, got prescale={self.prescale}"
             )
+        if self.tensor_scale not in (words := get_args(TensorScale)):
+            raise ValueError(
+                f"OperandSpec: tensor_scale must be one of {', '.join(words)}, got tensor_scale="
+                f"{self.tensor_scale!r}"
+            )
+        if self.tensor_scale == "row" and not takes_row_scales(self.format):
+            raise ValueError(
+                "OperandSpec: rows have tensor scales in formats with a tensor scale and blocks "
+                f"within a row, got tensor_scale='row' with format={self.format.name}, "
+                f"block={self.format.block}; use 'nvfp4', or tensor_scale='tensor'"
+            )
 
     @functools.cached_property
     def random_bits(self) -> int:
@@ -94,11 +116,14 @@ class OperandSpec:
         text = f"operand({name_of(self.format, block_format)!r}, scale_rule={rule!r}"
         if self.rounding != NEAREST:
             text += f", rounding={name_of(self.rounding, rounding_mode)!r}"
-        return f"{text}, prescale={self.prescale!r})" if self.prescale != 1 else f"{text})"
+        if self.prescale != 1:
+            text += f", prescale={self.prescale!r}"
+        return f"{text}, tensor_scale='row')" if self.tensor_scale == "row" else f"{text})"
 
     def __str__(self) -> str:
         prescale = "" if self.prescale == 1 else f", times {self.prescale:g}"
-        return f"{self.format.name} ({self.scale_rule.name}, {self.rounding.name}{prescale})"
+        row = ", tensor scale by row" if self.tensor_scale == "row" else ""
+        return f"{self.format.name} ({self.scale_rule.name}, {self.rounding.name}{prescale}{row})"
 
 
 def operand(
@@ -107,6 +132,7 @@ def operand(
     scale_rule: ScaleRule | str | None = None,
     rounding: Rounding | str = "nearest",
     prescale: float = 1.0,
+    tensor_scale: TensorScale = "tensor",
 ) -> OperandSpec:
     """An `OperandSpec` from names or objects.
 
@@ -115,6 +141,7 @@ def operand(
       scale_rule: rule or name; None: the first rule of the format's scale (FLOOR for MX).
       rounding: mode or name.
       prescale: factor before quantizing, taken out of the product again.
+      tensor_scale: "tensor", or "row": each vector along the contracting axes has its own (NVFP4).
 
     Raises:
       ValueError: unknown names, or a rule that does not fit; the message lists what does.
@@ -130,6 +157,7 @@ def operand(
         scale_rule=scale_rule_for(scale_rule, format),
         rounding=rounding_mode(rounding),
         prescale=prescale,
+        tensor_scale=tensor_scale,
     )
 
 

@@ -3,15 +3,17 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mx_jax.axes import Axes, Side
-from mx_jax.backends.calls import MatmulCall, Operand, PackCall
+from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.backends.calls import AnyOperand, MatmulCall, Operand, PackCall
 from mx_jax.codecs import float32
+from mx_jax.codecs.blocks import varying_axes
 from mx_jax.codecs.float32 import select
 from mx_jax.codecs.scale import scale_to_float32, true_divide
 from mx_jax.mxarray import MXArray
@@ -44,6 +46,26 @@ def tensor_scale(side: Side, operand: MXArray, call: MatmulCall) -> tuple[SumSca
     """The tensor scale of an operand, if it has one: the same along the contracted axes."""
     values = operand.tensor_scale
     return () if values is None else (SumScale(_in_product(side, values, call)),)
+
+
+def without_row_scales(
+    lhs: AnyOperand, rhs: AnyOperand, axes: ProductAxes, by_row: Sequence[bool]
+) -> tuple[AnyOperand, AnyOperand, list[SumScale]]:
+    """Both operands, those by row under a tensor scale of 1, and the scales of their rows."""
+    operands, scales, groups = [lhs, rhs], [], (axes.lhs, axes.rhs)
+    for at, (x, x_axes) in enumerate(zip((lhs, rhs), groups, strict=True)):
+        values = x.tensor_scale if by_row[at] and isinstance(x, MXArray) else None
+        # Where experts are in front, which of them a row of the sums has is data.
+        if values is None or x.ndim != x_axes.ndim:
+            continue
+        if not set(varying_axes(values)) & set(x_axes.contracting):
+            # One row as well: its numbers are those that it has among others.
+            rows = lax.squeeze(values, x_axes.contracting)
+            first, count = len(x_axes.batch) if at else rows.ndim, len(groups[1 - at].kept)
+            scales.append(SumScale(jnp.expand_dims(rows, tuple(range(first, first + count)))))
+            ones = jnp.ones((1,) * x.ndim, jnp.float32)
+            operands[at] = dataclasses.replace(x, tensor_scale=ones)
+    return operands[0], operands[1], scales
 
 
 def _in_product(side: Side, values: jax.Array, call: MatmulCall) -> jax.Array:

@@ -28,6 +28,7 @@ from mx_jax.ops.quantize import cast
 from mx_jax.ops.ragged_dot import ragged_dot
 from mx_jax.packed import Quantized, rows_of
 from mx_jax.recipes import OperandSpec, Recipe
+from mx_jax.reference.quantize import find_row_scales
 
 
 class DotGeneral:
@@ -282,13 +283,19 @@ def _cast_table(table: jax.Array | Quantized, recipe: Recipe, key: Key) -> Any:
     spec: OperandSpec | None = recipe.output.rhs
     if spec is None or isinstance(table, Quantized):
         return table
+    table = table if spec.prescale == 1.0 else table * spec.prescale
+    tensor_scale = None
+    if spec.tensor_scale == "row":
+        axes, largest = Axes.ordered(), spec.scale_rule.largest_value(spec.format)
+        tensor_scale = find_row_scales(table, axes, axes.blocks(spec.format), largest)
     values = cast(
-        table if spec.prescale == 1.0 else table * spec.prescale,
+        table,
         spec.format,
         axis=-1,
         scale_rule=spec.scale_rule,
         rounding=spec.rounding,
         key=key if spec.random_bits else None,
+        tensor_scale=tensor_scale,
     )
     return values if spec.prescale == 1.0 else values / spec.prescale
 

@@ -32,6 +32,7 @@ from mx_jax.backends.calls import (
     ValuesCall,
 )
 from mx_jax.backends.primitive import bind
+from mx_jax.backends.sums import scaled, without_row_scales
 from mx_jax.backends.target import on_devices_of
 from mx_jax.codecs.blocks import Blocks, varying_axes
 from mx_jax.codecs.explicit_axes import varying
@@ -44,6 +45,7 @@ from mx_jax.ops.programs import QUANTIZED
 from mx_jax.ops.sharded_operands import place
 from mx_jax.packed import PackedMXArray, Quantized, unpacked
 from mx_jax.reference.hadamard import Hadamard
+from mx_jax.reference.quantize import find_row_scales
 from mx_jax.sharding.movement import STAY, Moves, reduced_in
 from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec
 
@@ -189,7 +191,10 @@ def forward(
     with jax.named_scope(this.name):
         codes, sizes = matmul.quantizer(this, operands, drawn, sizes)
         sources = functools.partial(_sources, this, operands, source)
-        product = matmul.multiplier(matmul, this, codes, sizes, stored, sources)
+        specs = this.spec.lhs, this.spec.rhs
+        by_row = any(spec is not None and spec.tensor_scale == "row" for spec in specs)
+        multiply = multiply_rows if by_row else matmul.multiplier
+        product = multiply(matmul, this, codes, sizes, stored, sources)
         return unscaled(product, this, operands)
 
 
@@ -361,7 +366,7 @@ def cast_for_both(
     """The cotangent quantized for both gradients in one call, which may read it once; None if one
     of them takes it as it is, or changes it first."""
     if any(
-        spec is None or spec.prescale != 1.0 or transform is not None
+        spec is None or spec.prescale != 1.0 or spec.tensor_scale == "row" or transform is not None
         for spec, transform in ((this.spec.lhs, this.spec.transform) for this in passes)
     ):
         return None
@@ -517,7 +522,11 @@ def quantize_operands(
         if spec is not None and not isinstance(x, Quantized):
             # Captures know a cast by its scope.
             names = this.sides[at], spec.format.name, spec.scale_rule.name, f"axis{axis}"
-            x = cast(prescaled(x, spec), spec, of, drawn, tensor_scale, ".".join(names))
+            x = prescaled(x, spec)
+            if spec.tensor_scale == "row":
+                largest = spec.scale_rule.largest_value(spec.format)
+                tensor_scale = find_row_scales(x, (this.axes.lhs, this.axes.rhs)[at], of, largest)
+            x = cast(x, spec, of, drawn, tensor_scale, ".".join(names))
             x = x if move is None else move.move_codes(x)
         results.append(x)
     return (results[0], results[1]), sizes
@@ -553,6 +562,17 @@ def multiply(
     return bind(call, lhs, rhs, sources=None if stored else sources)
 
 
+def multiply_rows(
+    matmul: QuantizedMatmul, this: MatmulPass, operands: Operands, *others: Any
+) -> jax.Array:
+    """The product of operands whose rows have tensor scales: these leave the sums."""
+    by_row = [spec is not None and spec.tensor_scale == "row" for spec in this.specs]
+    lhs, rhs, scales = without_row_scales(*operands, this.axes, by_row)
+    float32 = this._replace(dtype=np.dtype(np.float32))
+    sums = matmul.multiplier(matmul, float32, (lhs, rhs), *others)
+    return scaled(sums, *scales).astype(this.dtype)
+
+
 def _sources(
     this: MatmulPass, operands: Operands, source: Source | None
 ) -> list[tuple[jax.Array, ValuesCall] | None]:
@@ -568,7 +588,7 @@ def _sources(
             results[-1] = lax.stop_gradient(source[0]), source[1]
         elif spec is None or isinstance(x, Quantized) or move is not None:
             continue
-        elif spec.prescale == 1.0 and not spec.random_bits:
+        elif spec.prescale == 1.0 and not spec.random_bits and spec.tensor_scale == "tensor":
             cast = cast_call(x, spec, x_axes.blocks(spec.format))
             results[-1] = lax.stop_gradient(x), ValuesCall(cast=cast)
     return [None, None] if this.spec.transform is not None else results

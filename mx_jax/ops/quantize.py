@@ -323,6 +323,8 @@ def why_not_stored(recipe: MatmulRecipe) -> str | None:
         return "its recipe transforms weights in every product"
     if spec.random_bits:
         return "its recipe rounds weights anew in every product"
+    if spec.tensor_scale == "row":
+        return "its recipe gives each row of weights a tensor scale, which no layout holds"
     return None if spec.prescale == 1.0 else "its recipe scales weights before it casts them"
 
 

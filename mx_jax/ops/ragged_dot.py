@@ -306,7 +306,7 @@ def _quantize_by_row(
     spec: OperandSpec,
     blocks: Blocks,
     key: Key,
-    tensor_scale: None,
+    tensor_scale: jax.Array | None,
     scope: str,
 ) -> MXArray:
     """`[m, k]` quantized along k, in blocks that end with their group if they hold several rows."""
@@ -329,7 +329,7 @@ def _quantize_along_rows(
     spec: OperandSpec,
     blocks: Blocks,
     key: Key,
-    tensor_scale: None,
+    tensor_scale: jax.Array | None,
     scope: str,
 ) -> MXArray:
     """`[p, c]` quantized along p, where groups start with blocks."""
@@ -344,7 +344,7 @@ def _quantize_groups(
     spec: OperandSpec,
     blocks: Blocks,
     key: Key,
-    tensor_scale: None,
+    tensor_scale: jax.Array | None,
     scope: str,
 ) -> MXArray:
     """`[p, c]` in blocks that hold all rows of a group: scales come from the groups' peaks."""
@@ -450,5 +450,7 @@ def _goes_by_row(spec: MatmulSpec) -> bool:
     """Whether a product takes its rows as they are quantized one by one, wherever they lie."""
     rows = spec.lhs
     if rows is None or rows.prescale != 1.0 or spec.transform is not None:
+        return False
+    if rows.tensor_scale == "row":  # not that of all devices' rows
         return False
     return rows.format.block[0] == 1

@@ -179,6 +179,9 @@ def place(
         return Placed(operand, None, key)
     if spec is None:
         return Placed(move.move(operand), None, key)
+    if spec.tensor_scale == "row" and move.manual:
+        # Gathered codes cannot say of a device's one row that its scale is not that of all.
+        return Placed(move.move(operand), None, key)
     blocks = axes.blocks(spec.format)
     k = axes.block_axis
     cut = [a for a, size in blocks if size is WHOLE and set(move.stored[a]) & set(move.manual)]

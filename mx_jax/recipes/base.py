@@ -15,7 +15,14 @@ from mx_jax.mxarray import html_table
 from mx_jax.ops.arguments import RECIPES_OF_A_FORMAT, named_recipe
 from mx_jax.ops.dot_general import RecipeDotGeneral
 from mx_jax.reference import scale_rules
-from mx_jax.specs import MatmulRecipe, MatmulSpec, OperandSpec, Residuals, operand
+from mx_jax.specs import (
+    MatmulRecipe,
+    MatmulSpec,
+    OperandSpec,
+    Residuals,
+    operand,
+    takes_row_scales,
+)
 
 # The rule that loses least, by measurement: FLOOR, the specification's, clips 2.4 % of normally
 # distributed values in E2M1. Others take their scale kind's default.
@@ -70,7 +77,7 @@ TENSORS = {
     "grad_weight": {"lhs": "gradients", "rhs": "activations"},
 }
 _OF_ALL = ("scale_rule", "rounding")
-_PARTS = ("format", "scale_rule", "rounding", "prescale")
+_PARTS = ("format", "scale_rule", "rounding", "prescale", "tensor_scale")
 _WORDS = ("weights", "activations", "gradients", *_OF_ALL, *TENSORS, "backward")
 HIGH = MatmulSpec(lhs=None, rhs=None)
 Backward = Literal["high_precision", "dequantized", "quantized"]
@@ -117,7 +124,11 @@ def _operand(
     starts = rounding.is_stochastic and not before.rounding.is_stochastic and prescale == 1.0
     if rule is None or (starts and "scale_rule" not in parts and clips(rule, format)):
         rule = measured_operand(format, rounding).scale_rule
-    return operand(format, scale_rule=rule, rounding=rounding, prescale=prescale)
+    tensor_scale = before.tensor_scale if takes_row_scales(format) else "tensor"
+    tensor_scale = parts.get("tensor_scale", tensor_scale)
+    return operand(
+        format, scale_rule=rule, rounding=rounding, prescale=prescale, tensor_scale=tensor_scale
+    )
 
 
 def _texts(changes: Mapping[str, Any], specs: Mapping[str, MatmulSpec]) -> Iterator[str]:
@@ -202,10 +213,10 @@ class Recipe(MatmulRecipe):
         The three tensors, each in its two products where that product quantizes anything, are
         weights (`output.rhs`, `grad_input.rhs`), activations (`output.lhs`, `grad_weight.rhs`) and
         gradients (`grad_input.lhs`, `grad_weight.lhs`). None is high precision, an `OperandSpec` is
-        taken as it is, and a dict names parts: `format`, `scale_rule`, `rounding`, `prescale`. A
-        format brings the scale rule that loses least; an operand that comes to round stochastically
-        brings one that never clips. Other fields change by `dataclasses.replace(recipe,
-        residuals=...)`.
+        taken as it is, and a dict names parts: `format`, `scale_rule`, `rounding`, `prescale`,
+        `tensor_scale`. A format brings the scale rule that loses least; an operand that comes to
+        round stochastically brings one that never clips. Other fields change by
+        `dataclasses.replace(recipe, residuals=...)`.
 
         Args:
           name: what tables call the result; None: this name, with the changes after it.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mx_jax.axes import Axes
 from mx_jax.codecs import blocks as block_shapes
 from mx_jax.codecs import float32
 from mx_jax.codecs.blocks import Blocks
@@ -165,6 +166,17 @@ def find_tensor_scale(x: jax.Array, blocks: Blocks, largest_value: float) -> jax
     return tensor_scale_of(block_amax(pieces, inside), largest_value, x.ndim)
 
 
+def find_row_scales(x: jax.Array, axes: Axes, blocks: Blocks, largest_value: float) -> jax.Array:
+    """`tensor_scale_of` each vector along the contracting axes, of length 1 there."""
+    # From the end: experts lie in front of the axes of a product of rows in groups.
+    contracting = tuple(axis - axes.ndim for axis in axes.contracting)
+    pieces, inside = block_shapes.split(lax.stop_gradient(x), blocks)
+    amax = lax.squeeze(block_amax(pieces, inside), inside)
+    return _tensor_scale(
+        jnp.max(_finite(amax), contracting, initial=0, keepdims=True), largest_value
+    )
+
+
 def tensor_scale_of(
     amax: jax.Array, largest_value: float, ndim: int, axis_names: tuple[str, ...] = ()
 ) -> jax.Array:
@@ -174,9 +186,13 @@ def tensor_scale_of(
     since they become NaN by themselves; a tensor of zeros has scale 1, and no other a smaller one
     than the smallest float32.
     """
-    largest = jnp.max(select(float32.lt(amax, float32.INF), amax, 0), initial=0)
+    largest = jnp.max(_finite(amax), initial=0)
     largest = lax.pmax(largest, axis_names) if axis_names else largest
     return _tensor_scale(largest.reshape((1,) * ndim), largest_value)
+
+
+def _finite(amax: jax.Array) -> jax.Array:
+    return select(float32.lt(amax, float32.INF), amax, 0)
 
 
 def _tensor_scale(largest: jax.Array, largest_value: float) -> jax.Array:

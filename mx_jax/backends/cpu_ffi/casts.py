@@ -170,6 +170,8 @@ def rejects_quantize(call: QuantizeCall) -> str | None:
         return f"computes no scales by the rule {call.scale_rule.name!r} for {call.format.name}"
     if _rounding(call.rounding) is None:
         return f"knows no rounding={call.rounding.name!r}"
+    if (reason := _rejects_scale_axes(call)) is not None:
+        return reason
     return rejects_parts(call.format) or rejects_blocks(call.blocks)
 
 
@@ -371,10 +373,19 @@ def _operands(x: MXArray, axes: CastAxes) -> list[tuple[jax.Array | None, str]]:
     ]
 
 
+def _rejects_scale_axes(call: QuantizeCall | DequantizeCall) -> str | None:
+    """Why not: the handlers know tensor scales of the first axes, those of one position too."""
+    last = max(call.scale_axes, default=-1)
+    # A symbolic length may be one.
+    if all(axis in call.scale_axes or call.shape[axis] == 1 for axis in range(last)):
+        return None
+    return f"needs tensor scales of the first axes, got them along axes={call.scale_axes}"
+
+
 def rejects_dequantize(call: DequantizeCall) -> str | None:
     """Why the handler does not take a call, or None."""
-    if call.scale_axes != tuple(range(len(call.scale_axes))):
-        return f"needs tensor scales of the first axes, got them along axes={call.scale_axes}"
+    if (reason := _rejects_scale_axes(call)) is not None:
+        return reason
     if call.dtype not in DTYPES:
         return f"gives float32, bfloat16 or float16, got dtype={call.dtype}"
     if call.saturates and call.format.element.has_inf:
