@@ -73,6 +73,8 @@ def _in_product(side: Side, values: jax.Array, call: MatmulCall) -> jax.Array:
     if all(length == 1 for length in values.shape):
         return values.reshape(())
     operand, other = (call.lhs, call.rhs) if side == "lhs" else (call.rhs, call.lhs)
+    if any(values.shape[axis] == 0 for axis in operand.axes.contracting):
+        return jnp.ones((), values.dtype)  # nothing is summed: no blocks, and zero under any scale
     values = lax.squeeze(values, operand.axes.contracting)
     first = values.ndim if side == "lhs" else call.num_batch
     return jnp.expand_dims(values, tuple(range(first, first + len(other.axes.kept))))

@@ -226,6 +226,7 @@ def test_subscripts_are_text(subscripts):
     ("name", "lhs", "rhs"),
     [
         ("mxfp4", (0, 40), (40, 3)),
+        ("int8_rowwise", (0, 40), (40, 3)),
         ("mxfp4", (2, 40), (40, 0)),
         ("nvfp4", (2, 0), (0, 3)),
         ("nvfp4", (0, 0), (0, 0)),
