@@ -451,6 +451,4 @@ def _goes_by_row(spec: MatmulSpec) -> bool:
     rows = spec.lhs
     if rows is None or rows.prescale != 1.0 or spec.transform is not None:
         return False
-    if rows.tensor_scale == "row":  # not that of all devices' rows
-        return False
-    return rows.format.block[0] == 1
+    return rows.format.block[0] == 1 and rows.tensor_scale == "tensor"

@@ -172,9 +172,8 @@ def find_row_scales(x: jax.Array, axes: Axes, blocks: Blocks, largest_value: flo
     contracting = tuple(axis - axes.ndim for axis in axes.contracting)
     pieces, inside = block_shapes.split(lax.stop_gradient(x), blocks)
     amax = lax.squeeze(block_amax(pieces, inside), inside)
-    return _tensor_scale(
-        jnp.max(_finite(amax), contracting, initial=0, keepdims=True), largest_value
-    )
+    largest = jnp.max(_finite(amax), contracting, initial=0, keepdims=True)
+    return _tensor_scale(largest, largest_value)
 
 
 def tensor_scale_of(

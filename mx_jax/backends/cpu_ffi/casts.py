@@ -376,7 +376,6 @@ def _operands(x: MXArray, axes: CastAxes) -> list[tuple[jax.Array | None, str]]:
 def _rejects_scale_axes(call: QuantizeCall | DequantizeCall) -> str | None:
     """Why not: the handlers know tensor scales of the first axes, those of one position too."""
     last = max(call.scale_axes, default=-1)
-    # A symbolic length may be one.
     if all(axis in call.scale_axes or call.shape[axis] == 1 for axis in range(last)):
         return None
     return f"needs tensor scales of the first axes, got them along axes={call.scale_axes}"
