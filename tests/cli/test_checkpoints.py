@@ -22,7 +22,6 @@ from mx_jax.checkpoint import files, writers
 from mx_jax.commands import main, rules, stream
 from mx_jax.commands.diff import difference
 from mx_jax.commands.stream import partial_folder
-from mx_jax.mxarray import MXArray
 from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.checkpoint.killed import at_each_change
 from tests.checkpoint.stored import assert_same
@@ -228,37 +227,6 @@ def test_a_rule_that_matches_nothing(model: Path, out: Path, rules: Any, cli: Cl
     assert not out.exists()
     _, said = cli(*words)
     assert "rule 0 ('nowhere') decides about no tensor" in said and "0 of 4" in said
-
-
-@pytest.mark.parametrize("layout", ["mx_jax", "modelopt-nvfp4", "torchao"])
-def test_one_tensor_at_a_time(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A tensor is read when it is written, once for codes, scales and tensor scale together."""
-    events: list[str] = []
-    quantized = rules.Judged.quantize
-
-    def quantize(self: Any, value: Any, *others: Any) -> MXArray:
-        if isinstance(value, np.ndarray):
-            events.append("quantize")
-        return quantized(self, value, *others)
-
-    monkeypatch.setattr(rules.Judged, "quantize", quantize)
-    big = tmp_path / "big.safetensors"
-    names = [f"layers.{i}.up.weight" for i in range(3)]
-    tensors = {name: np.ones((8, 64), np.float32) for name in names}
-    safetensors.numpy.save_file(tensors, big)
-    opened = files.Reader.open
-
-    def watched(path: Path) -> files.Reader:
-        reader, tensors = opened(path), {}
-        for name, entry in reader.tensors.items():
-            fetch = lambda name=name, entry=entry: events.append(name) or entry.fetch()  # noqa: E731
-            tensors[name] = dataclasses.replace(entry, fetch=fetch)
-        return dataclasses.replace(reader, tensors=tensors)
-
-    monkeypatch.setattr(files.Reader, "open", watched)
-    words = ["quantize", str(big), str(tmp_path / "o.safetensors"), "--format", "nvfp4"]
-    assert main([*words, "--to", layout]) == 0
-    assert events == [event for name in names for event in (name, "quantize")]
 
 
 # dequantize and convert ---------------------------------------------------------------------------
@@ -498,20 +466,6 @@ def test_files_that_are_damaged(command: str, model: Path, tmp_path: Path, out: 
     said = cli.error(command, bad, *more)
     assert str(bad) in said and "up.weight" in said and "8 of 16 scales are NaN" in said
     assert not out.exists() and [*tmp_path.glob(".*")] == []
-
-
-def test_our_own_file_with_a_tensor_missing(tmp_path: Path, cli: Cli):
-    path = tmp_path / "a.safetensors"
-    checkpoint.save(path, {"up": mx_jax.quantize(matrix(), "mxfp4"), "norm": jnp.ones(3)})
-    arrays = values(path)
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        metadata = json.loads(file.read(length))["__metadata__"]
-    for gone in ("up/scales", "norm"):
-        rest = {name: array for name, array in arrays.items() if name != gone}
-        safetensors.numpy.save_file(rest, path, metadata)
-        said = cli.error("inspect", path)
-        assert str(path) in said and f"no tensor '{gone}'" in said
 
 
 def test_an_output_that_is_there(model: Path, tmp_path: Path, cli: Cli):
