@@ -98,14 +98,13 @@ def test_subnormals_are_counted_as_what_they_are(name, dtype):
     assert float(found["signal"]) > float(expected["signal"]) > 0
 
 
-@pytest.mark.parametrize("value", [1e-39, -1e-39])
-def test_the_reference_tells_subnormals_from_zeros(value):
+def test_the_reference_tells_subnormals_from_zeros():
     half = np.zeros((8, 64), np.float32)
-    half[::2] = value
+    half[::4], half[2::4] = 1e-39, -1e-39
     array = mx_jax.quantize(half, "mxfp4", axis=-1)
     told = quick(lambda x, array: reference.of_cast(x, array, -1))(jnp.asarray(half), array)
     assert int(told["underflow"]) == 256
-    assert np.asarray(told["amax"]).view(np.int32) == np.float32(abs(value)).view(np.int32)
+    assert np.asarray(told["amax"]).view(np.int32) == np.float32(1e-39).view(np.int32)
     kept = mx_jax.quantize(8 * half, "mxfp4", axis=-1)
     assert int(reference.of_cast(jnp.asarray(8 * half), kept, -1)["underflow"]) == 0
     left = np.asarray(quick(reference.finite_values)(kept)).view(np.int32)

@@ -21,7 +21,7 @@ pytestmark = needs_library
 
 
 # Squares of errors of the smallest are subnormal, which XLA takes for 0.
-@pytest.mark.parametrize(("dtype", "size"), [("float32", 1), ("bfloat16", 1), ("float32", 1e-20)])
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 1), ("float32", 1e-20)])
 @pytest.mark.parametrize(("format", "axis"), [("nvfp4", -1), ("nvfp4", 0), ("nvfp4_2d", -1)])
 def test_the_better_of_two_casts(format: str, axis: int, dtype: str, size: float):
     """Blocks of many sizes, some cut by the ends of axes; the same choice as the reference's."""
@@ -69,15 +69,10 @@ def is_near(found: jax.Array, exact: np.ndarray, size: int) -> bool:
     ],
 )
 def test_the_values_of_the_reference(size: int, dtype: str):
-    for shape, axis in [
-        ((3, 2 * size), 1),
-        ((5, size + 3), 1),
-        ((size, 7), 0),
-        ((2 * size + 1, 33), 0),
-        ((2, 3 * size - 1, 2, 3), 1),
-        ((size + 1,), 0),
-        ((0, size), 1),
-    ]:
+    shapes = [((5, size + 3), 1), ((2 * size + 1, 33), 0)]
+    if size == 16:
+        shapes += [((2, 3 * size - 1, 2, 3), 1), ((size + 1,), 0), ((0, size), 1)]
+    for shape, axis in shapes:
         x, transform = drawn(shape, dtype, size)
         turned = transformed(x, transform, None, axis)
         as_float64 = np.moveaxis(np.asarray(x, np.float64), axis, -1)

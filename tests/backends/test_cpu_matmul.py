@@ -10,49 +10,17 @@ import pytest
 from mx_jax import formats
 from mx_jax.backends.cpu_ffi import CPU_FFI
 from mx_jax.mxarray import MXArray
-from mx_jax.testing.backend_suite import check_matmul, exact_product, exact_values
+from mx_jax.testing.backend_suite import exact_product, exact_values
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.needs import needs_library
 
 FORMATS = (*formats.MX_FORMATS, formats.NVFP4)
-NUM_RANDOM = 60
-DTYPES = ("float32", "bfloat16", "float16")
-
 pytestmark = [needs_library, pytest.mark.usefixtures("kernels_alone"), pytest.mark.slow(but=5)]
 
 
 def product(case: MatmulCase, lhs: Any, rhs: Any) -> jax.Array:
     return jax.jit(lambda lhs, rhs: CPU_FFI.run(case.call, lhs, rhs))(lhs, rhs)
-
-
-def random_case(rng: np.random.Generator) -> MatmulCase:
-    """Any pair that may meet, in any order, of sizes around tiles, panels and chunks."""
-    block = rng.choice([16, 32])
-    choice = [None, *(format for format in FORMATS if format.block[1] == block)]
-    lhs, rhs = None, None
-    while lhs is None and rhs is None:
-        lhs, rhs = (choice[i] for i in rng.integers(0, len(choice), 2))
-    sizes = [1, 2, 3, 6, 7, 30, 31, 32, 33, 61, 70, 130]
-    m, n = (int(i) for i in rng.choice(sizes, 2))
-    batch = tuple(int(i) for i in rng.integers(1, 4, rng.integers(0, 3)))
-    return MatmulCase(
-        lhs=lhs,
-        rhs=rhs,
-        batch=batch,
-        m=(m,),
-        n=(n,),
-        k=(int(rng.choice([1, 15, 16, 31, 32, 33, 64, 100, 555])),),
-        lhs_k_first=bool(rng.integers(2)),
-        rhs_k_first=bool(rng.integers(2)),
-        dtype=str(rng.choice(DTYPES)),
-        out_dtype=str(rng.choice(DTYPES)),
-    )
-
-
-@pytest.mark.parametrize("seed", range(NUM_RANDOM))
-def test_random_products(seed: int):
-    check_matmul(CPU_FFI, random_case(np.random.default_rng(seed)))
 
 
 # Those whose values are small integers times a power of two.

@@ -112,11 +112,9 @@ def test_casts_draw_their_own():
     assert sorted(handlers(rounded, x[0, 0], KEY)) == casts
     keys = jax.random.split(KEY, (2, 3))
     ways: dict[str, tuple[Any, tuple[jax.Array, jax.Array]]] = {
-        "one": (rounded, (x[0, 0], KEY)),
         "values": (jax.vmap(rounded, (0, None)), (x[0], KEY)),
         "keys": (jax.vmap(rounded, (None, 0)), (x[0, 0], keys[0])),
         "both": (jax.vmap(jax.vmap(rounded)), (x, keys)),
-        "first keys": (jax.vmap(jax.vmap(rounded, (0, None))), (x, keys[:, 0])),
         "last keys": (jax.vmap(jax.vmap(rounded), (0, None)), (x, keys[0])),
     }
     for way, (run, operands) in ways.items():

@@ -21,7 +21,7 @@ from mx_jax.backends.calls import DequantizeCall, MatmulCall, OperandType, PackC
 from mx_jax.backends.select import BACKENDS, select
 from mx_jax.backends.target import Target
 from mx_jax.codecs.rounding import NEAREST, ROUNDINGS, TOWARD_ZERO, Rounding, stochastic
-from mx_jax.formats import E2M1, E4M3, MXFP4, MXFP8_E4M3, MXINT8, NVFP4, WHOLE
+from mx_jax.formats import E2M1, E4M3, MXFP4, MXFP8_E4M3, MXINT8, NVFP4
 from mx_jax.recipes import operand
 from mx_jax.reference.scale_rules import (
     AMAX,
@@ -33,9 +33,7 @@ from mx_jax.reference.scale_rules import (
     power_of_two,
 )
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.extending.least_error import LEAST_ERROR
 from tests.needs import needs_library
-from tests.recipes.uniform import uniform
 
 X = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
 BIASED = dataclasses.replace(E2M1, bias=2)
@@ -285,11 +283,3 @@ def test_a_function_of_amax_sees_no_values():
         X, "mxfp4", scale_rule=ScaleRule(name="w", kinds=("exponent",), scales=FromAmax(watch))
     )
     assert seen == [None]
-
-
-@pytest.mark.parametrize("rule", [LEAST_ERROR, RULES["floor"][1]])
-def test_ragged_dot_asks_what_a_rule_reads(rule: ScaleRule):
-    spec = operand(dataclasses.replace(MXFP4, block=(1, WHOLE)), scale_rule=rule)
-    recipe = uniform(spec)
-    with pytest.raises(ValueError, match=rf"scale_rule={rule.name!r} cannot fill.*FromAmax"):
-        mx_jax.ragged_dot(X, np.ones((1, 64, 8), np.float32), [4], recipe=recipe)

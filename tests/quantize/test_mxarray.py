@@ -17,7 +17,6 @@ import pytest
 import safetensors.flax
 
 import mx_jax
-from mx_jax.codecs.packing import pack
 from mx_jax.formats import (
     FLOAT8_ROWWISE_E4M3,
     MXFP4,
@@ -105,13 +104,6 @@ def test_bytes(x: np.ndarray):
         "nvfp4": (120 + 9 + 4, 60 + 9 + 4),
         "float8_rowwise_e4m3": (120 + 12, 120 + 12),
     }
-
-
-def test_packed_codes(x: np.ndarray):
-    for q in quantize_all(x[:, :39], MXFP4, MXFP6_E2M3, MXFP8_E4M3):
-        packed = q.packed_codes
-        assert_bitwise_equal(packed, pack(q.codes, q.format.element.bits))
-        assert q.packed_nbytes == packed.size + q.scales.size
 
 
 def test_no_tensor_without_axes():
