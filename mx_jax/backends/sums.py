@@ -54,9 +54,10 @@ def without_row_scales(
     """Both operands, those by row under a tensor scale of 1, and the scales of their rows."""
     operands, scales, groups = [lhs, rhs], [], (axes.lhs, axes.rhs)
     for at, (x, x_axes) in enumerate(zip((lhs, rhs), groups, strict=True)):
-        values = x.tensor_scale if by_row[at] and isinstance(x, MXArray) else None
         # Where experts are in front, which of them a row of the sums has is data.
-        if values is None or x.ndim != x_axes.ndim:
+        if not by_row[at] or not isinstance(x, MXArray) or x.ndim != x_axes.ndim:
+            continue
+        if (values := x.tensor_scale) is None:
             continue
         if not set(varying_axes(values)) & set(x_axes.contracting):
             # One row as well: its numbers are those that it has among others.

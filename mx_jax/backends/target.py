@@ -342,8 +342,10 @@ def show_devices(ctx: Any, platform: str) -> Any:
     module = ctx.module_context
     number = getattr(module.axis_context, "num_devices", None)
     exported = module.lowering_parameters.for_export
-    if number is None or exported or module.axis_context.device_assignment:
+    if number is None or exported:
         return None
+    if module.axis_context.device_assignment:
+        return ctx  # of an equation within another's lowering
     try:
         devices = tuple(jax.devices(platform)[:number])
     except RuntimeError:  # lowered for a machine that is not there
