@@ -290,7 +290,7 @@ class MatmulRecipe:
       grad_weight: gradient of the right operand; its lhs is the incoming cotangent.
       residuals: what is saved for the backward products, or its name.
       gather: mesh axes along which operands are gathered as codes, or names of such axes. None: on
-        automatic axes those that the compiler has to gather along, on others none. `()`: none.
+        automatic axes those that the compiler has to gather along, on others none.
       reduce_dtype: in which devices add up their parts of a product or a gradient: float32, or
         None for the product's own dtype, as `jax.lax.dot_general` does.
 
