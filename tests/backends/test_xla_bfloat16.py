@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -259,6 +260,13 @@ def test_accelerators_that_are_no_nvidia_gpu(platform: str, kind: str):
         product = functools.partial(mx_jax.matmul, recipe=recipe)
         found = dots(product, array(8, 64), array(64, 32), target=target)
         assert [[x.rsplit("x", 1)[1] for x in types] for types in found] == [[dtype, dtype, "f32"]]
+
+
+def test_the_pages_have_every_kind():
+    docs = Path(__file__).parents[2] / "docs"
+    pages = "".join((docs / name).read_text().lower() for name in ("gpu.md", "tpu.md"))
+    for _, kind in KINDS:
+        assert kind.lower().removeprefix("tpu ").removesuffix(" lite") in pages
 
 
 def training_step(recipe: Any) -> Any:
