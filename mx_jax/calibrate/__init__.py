@@ -5,10 +5,6 @@ from mx_jax.calibrate.channels import Features as Features
 from mx_jax.calibrate.channels import Pair as Pair
 from mx_jax.calibrate.channels import llama as llama
 from mx_jax.calibrate.equalize import equalize as equalize
-from mx_jax.calibrate.gptq import Gptq as Gptq
-from mx_jax.calibrate.gptq import SearchedScales as SearchedScales
-from mx_jax.calibrate.gptq import UncalibratedWarning as UncalibratedWarning
-from mx_jax.calibrate.gptq import Way as Way
 from mx_jax.calibrate.gptq import gptq as gptq
 from mx_jax.calibrate.moments import Moments as Moments
 from mx_jax.calibrate.moments import moments as moments
@@ -16,3 +12,7 @@ from mx_jax.calibrate.moments import tell_input as tell_input
 from mx_jax.calibrate.rotate import rotate as rotate
 from mx_jax.calibrate.scales import output_error as output_error
 from mx_jax.calibrate.scales import search_scales as search_scales
+from mx_jax.calibrate.ways import Gptq as Gptq
+from mx_jax.calibrate.ways import SearchedScales as SearchedScales
+from mx_jax.calibrate.ways import UncalibratedWarning as UncalibratedWarning
+from mx_jax.calibrate.ways import Way as Way

@@ -1,15 +1,13 @@
-"""GPTQ, in which later features make up for earlier ones; and what `convert.weights` takes as `by`.
+"""GPTQ, in which later features make up for earlier ones.
 
-Source: Frantar et al., arXiv 2210.17323; scales fixed beforehand, so that features may be taken in
-any order although blocks share one (the "static groups" of its authors' code).
+Source: Frantar et al., arXiv 2210.17323; blocks one after the other, so that the scale of each is
+chosen for what those before have made of it.
 """
 
 import dataclasses
 import functools
 import math
-import warnings
-from collections.abc import Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +15,16 @@ import numpy as np
 from jax import lax
 from scipy.linalg import solve_triangular
 
-from mx_jax.calibrate.scales import by_feature, check_moment, contracted, search_scales
+from mx_jax.calibrate.scales import Search, by_feature, check_moment, contracted, search_for
 from mx_jax.codecs import float32
 from mx_jax.codecs.rounding import NEAREST
-from mx_jax.codecs.scale import decode_scaled, encode_scaled
+from mx_jax.codecs.scale import decode_scaled, encode_scaled, is_nan_scale
 from mx_jax.formats import BlockFormat, block_format
 from mx_jax.mxarray import MXArray
+from mx_jax.ops.quantize import quantize
 
-# Features whose errors reach the rest in one product.
-BATCH = 64
+# Outputs that are rounded at a time: with all scales that are tried, they fit a cache.
+COLUMNS = 4096
 
 
 def gptq(
@@ -34,16 +33,17 @@ def gptq(
     moment: jax.typing.ArrayLike,
     *,
     axis: int | Sequence[int] = 0,
-    damping: float = 0.01,
-    by_activity: bool = True,
+    damping: float = 0.05,
     tensor_scale: jax.typing.ArrayLike | None = None,
 ) -> MXArray:
     """Quantize weights so that the product with typical inputs loses least, feature by feature.
 
     Feature i becomes `q_i`, the nearest codes to what it is by then; the features after it take
     `-(w_i - q_i) U_ij / U_ii`, where `U^T U` is the Cholesky factorization of the inverse of
-    `H = E[x x^T] + damping * mean(diag E[x x^T]) * 1`. Scales are those of `search_scales` with the
-    diagonal of H as importance.
+    `H = E[x x^T] + damping * mean(diag E[x x^T]) * 1`. Blocks come in the order of their part of
+    H's diagonal, largest first, and the features of each likewise (the "act-order" of the authors'
+    code). A block's scale is chosen when its turn comes: of those that `search_scales` tries around
+    what the block is by then, the first with the smallest `sum (w_i - q_i)^2 / U_ii^2`.
 
     Args:
       w: weights, float32, bfloat16 or float16, of any shape.
@@ -51,9 +51,8 @@ def gptq(
       moment: `[k, k]`, symmetric, the sum or the mean of `x x^T` over inputs x: see `moments`.
       axis: the axis of length k, which a product contracts, or the axes whose lengths multiply to
         k; blocks lie along the last.
-      damping: above 0; how far H is moved towards one that knows nothing.
-      by_activity: take the features in the order of the diagonal of H, largest first (the
-        "act-order" of the authors' code), instead of as they lie.
+      damping: above 0; how far H is moved towards one that knows nothing. About k over the number
+        of inputs x is best for other inputs than those.
       tensor_scale: of NVFP4, as `quantize` takes it; default: by w's largest value.
 
     Returns:
@@ -94,197 +93,104 @@ def gptq(
     mean = np.diag(hessian).mean()
     hessian = (hessian + hessian.T) / (2 * mean) if mean > 0 else np.zeros_like(hessian)
     hessian += damping * np.eye(len(hessian))
-    diagonal = np.diag(hessian)
-    importance = diagonal.astype(np.float32)
-    start = search_scales(w, format, axis=axes, importance=importance, tensor_scale=tensor_scale)
-    order = np.argsort(-diagonal, kind="stable") if by_activity else np.arange(len(diagonal))
-    ordered = hessian[np.ix_(order, order)]
+    search = search_for(format.scale, "gptq")
+    first = quantize(w, format, axis=axes[-1], scale_rule=search.first, tensor_scale=tensor_scale)
+    ((_, size),) = first.blocks
+    block = size if isinstance(size, int) else sizes[-1]
+    # Blocks are whole: features that lack at the end of the last axis are zero, and alone.
+    missing = -sizes[-1] % block
+    whole = [*sizes[:-1], sizes[-1] + missing]
+    there = np.arange(math.prod(whole)).reshape(whole)[..., : sizes[-1]].ravel()
+    filled = np.eye(math.prod(whole))
+    filled[np.ix_(there, there)] = hessian
+    activity = np.zeros(len(filled))
+    activity[there] = np.diag(hessian)
+    blocks = np.argsort(-activity.reshape(-1, block).sum(1), kind="stable")
+    inside = np.argsort(-activity.reshape(-1, block), axis=1, kind="stable")
+    order = (np.arange(0, len(filled), block)[:, None] + inside)[blocks].ravel()
     try:
         # H = R R^T with R upper triangular, so the factor of its inverse is that of R.
-        backwards = np.linalg.cholesky(ordered[::-1, ::-1])[::-1, ::-1]
-        upper = solve_triangular(backwards, np.eye(len(ordered)))
+        backwards = np.linalg.cholesky(filled[np.ix_(order, order)][::-1, ::-1])[::-1, ::-1]
+        upper = solve_triangular(backwards, np.eye(len(filled)))
     except np.linalg.LinAlgError:
         raise ValueError(
             "gptq: moment must be positive semidefinite, as a sum of x x^T is; raise damping if it "
             "is one but for rounding"
         ) from None
+    diagonal = np.diag(upper)
     # U with rows over their diagonal: what the features after i take of i's error.
-    factor = (upper / np.diag(upper)[:, None]).astype(np.float32)
+    factor = jnp.asarray(upper / diagonal[:, None], jnp.float32)
+    importance = jnp.asarray(diagonal**-2, jnp.float32)
+    padding = [(0, missing if axis == axes[-1] else 0) for axis in range(w.ndim)]
+    rows = by_feature(jnp.pad(w, padding), axes).astype(jnp.float32)[order]
+    over = None if first.tensor_scale is None else first.tensor_scale.reshape(())
+    parts = [
+        _round(rows[:, n : n + COLUMNS], factor, importance, over, first.format, block, search)
+        for n in range(0, rows.shape[1], COLUMNS)
+    ]
+    codes, scales = (jnp.concatenate(each, 1) for each in zip(*parts, strict=True))
 
-    ((_, size),) = start.blocks
-    extent = sizes[-1] if not isinstance(size, int) else size
-    scales = jnp.repeat(start.scales, extent, axis=axes[-1])
-    scales = by_feature(lax.slice_in_dim(scales, 0, sizes[-1], axis=axes[-1]), axes)
-    whole = None if start.tensor_scale is None else start.tensor_scale.reshape(1, 1)
-    rows = by_feature(w, axes).astype(jnp.float32)
-    codes = _round(rows[order], scales[order], factor, whole, start.format)
-    kept = (n for each, n in enumerate(w.shape) if each not in axes)
-    codes = codes[np.argsort(order)].reshape(*sizes, *kept)
-    return dataclasses.replace(start, codes=jnp.moveaxis(codes, range(len(axes)), axes))
+    def as_weights(x: jax.Array, places: np.ndarray, extent: int) -> jax.Array:
+        kept = (n for axis, n in enumerate(w.shape) if axis not in axes)
+        x = x[np.argsort(places)].reshape(*sizes[:-1], -1, *kept)
+        x = lax.slice_in_dim(x, 0, extent, axis=len(axes) - 1)
+        return jnp.moveaxis(x, range(len(axes)), axes)
+
+    return dataclasses.replace(
+        first,
+        codes=as_weights(codes, order, sizes[-1]),
+        scales=as_weights(scales, blocks, whole[-1] // block),
+    )
 
 
-@functools.partial(jax.jit, static_argnums=4)
+@functools.partial(jax.jit, static_argnums=(4, 5, 6))
 def _round(
     w: jax.Array,
-    scales: jax.Array,
     factor: jax.Array,
+    importance: jax.Array,
     tensor_scale: jax.Array | None,
     format: BlockFormat,
-) -> jax.Array:
-    """Codes `[k, n]` of the rows of w, one after the other."""
-    # Rows come in batches: errors reach a batch's own rows at once, and all later ones in one
-    # product at its end.
-    length = w.shape[0]
-    missing = -length % BATCH
-    w, scales = (jnp.pad(of, ((0, missing), (0, 0)), mode="edge") for of in (w, scales))
-    factor = jnp.pad(factor, ((0, missing), (0, missing)))
+    size: int,
+    search: Search,
+) -> tuple[jax.Array, jax.Array]:
+    """Codes `[k, n]` and scales `[k / size, n]` of the rows of w, block by block."""
+    steps = jnp.asarray(search.steps, jnp.int32)[:, None]
 
-    def row(index: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array], batch: jax.Array):
-        now, lost, codes = state
-        scale = lax.dynamic_slice_in_dim(scales, batch * BATCH + index, 1)
-        here = lax.dynamic_slice_in_dim(now, index, 1)
-        code = encode_scaled(
-            here, scale, format, tensor_scale=tensor_scale, rounding=NEAREST, random_bits=None
+    def block(w: jax.Array, begin: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        before = lax.dynamic_slice_in_dim(w, begin, size)
+        start = quantize(
+            before, format, axis=0, scale_rule=search.first, tensor_scale=tensor_scale
+        ).scales
+        scales = jnp.clip(start.astype(jnp.int32) + steps, search.smallest, search.largest)
+        scales = jnp.where(is_nan_scale(start, format.scale), start, scales.astype(jnp.uint8))
+        reach = lax.dynamic_slice_in_dim(factor, begin, size)
+        weights = lax.dynamic_slice_in_dim(importance, begin, size)
+        inside = lax.dynamic_slice_in_dim(reach, begin, size, axis=1)
+
+        def row(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            now, lost, codes, loss = state
+            here = now[i]
+            code = encode_scaled(
+                here, scales, format, tensor_scale=tensor_scale, rounding=NEAREST, random_bits=None
+            )
+            error = here - float32.from_bits(decode_scaled(code, scales, format, tensor_scale))
+            # A block that holds NaN or Inf is lost, and harms no other.
+            error = jnp.where(jnp.isfinite(error), error, 0)
+            now = now - inside[i][:, None, None] * error
+            loss = loss + weights[i] * error**2
+            return now, lost.at[i].set(error), codes.at[i].set(code), loss
+
+        # One of each for each scale that is tried.
+        now = jnp.broadcast_to(before[:, None], (size, *scales.shape))
+        state = now, now, jnp.zeros(now.shape, jnp.uint8), jnp.zeros(scales.shape)
+        _, lost, codes, loss = lax.fori_loop(0, size, row, state)
+        best = jnp.argmin(loss, 0)[None]
+        lost, codes = (
+            jnp.take_along_axis(each, best[None], 1).squeeze(1) for each in (lost, codes)
         )
-        error = here - float32.from_bits(decode_scaled(code, scale, format, tensor_scale))
-        # A block that holds NaN or Inf is lost, and harms no other.
-        error = jnp.where(jnp.isfinite(error), error, 0)
-        own = lax.dynamic_slice(factor, (batch * BATCH + index, batch * BATCH), (1, BATCH))
-        return (
-            now - own.T * error,
-            lax.dynamic_update_slice_in_dim(lost, error, index, 0),
-            lax.dynamic_update_slice_in_dim(codes, code, index, 0),
-        )
+        # Rows of this block and before change too, but are not read any more.
+        w = w - jnp.matmul(reach.T, lost, precision="highest")
+        return w, (codes, jnp.take_along_axis(scales, best, 0).squeeze(0))
 
-    def batch_of(w: jax.Array, batch: jax.Array) -> tuple[jax.Array, jax.Array]:
-        now = lax.dynamic_slice_in_dim(w, batch * BATCH, BATCH)
-        state = now, jnp.zeros_like(now), jnp.zeros(now.shape, jnp.uint8)
-        _, lost, codes = lax.fori_loop(0, BATCH, functools.partial(row, batch=batch), state)
-        # Rows of this batch and before change too, but are not read any more.
-        reach = lax.dynamic_slice_in_dim(factor, batch * BATCH, BATCH)
-        return w - jnp.matmul(reach.T, lost, precision="highest"), codes
-
-    _, codes = lax.scan(batch_of, w, jnp.arange((length + missing) // BATCH))
-    return codes.reshape(-1, w.shape[1])[:length]
-
-
-# Ways to store weights --------------------------------------------------------------------------
-
-Axis = int | tuple[int, ...]
-# What command lines call the ways here.
-SEARCHED, GPTQ = "mse", "gptq"
-
-
-class Way(Protocol):
-    """From a weight to its codes.
-
-    Examples:
-      >>> import jax.numpy as jnp, mx_jax
-      >>> from mx_jax import convert
-      >>> def rounded_up(names, w, format, axis, looked_up):
-      ...     return mx_jax.quantize(w, format, axis=axis, scale_rule="ceil")
-      >>> params = {"up": {"kernel": jnp.full((64, 8), 5.0)}}
-      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))
-      >>> up = convert.weights(params, rules, by=rounded_up, pack=False)["up"]
-      >>> up["kernel"].scale_values[0, :2]
-      Array([2, 2], dtype=float8_e8m0fnu)
-    """
-
-    def __call__(
-        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: Axis, looked_up: bool
-    ) -> MXArray:
-        """Quantize one weight.
-
-        Args:
-          names: paths that rules know its layer by.
-          w: of one layer, without the axes of a stack.
-          format: to quantize to.
-          axis: that the product contracts, or several; blocks lie along the last.
-          looked_up: whether it is a table that rows are looked up in.
-        """
-        ...
-
-
-class UncalibratedWarning(UserWarning):
-    """A weight for which there is no moment.
-
-    Examples:
-      >>> import warnings, jax.numpy as jnp, mx_jax
-      >>> from mx_jax import calibrate, convert
-      >>> params = {"up": {"kernel": jnp.ones((64, 8))}}
-      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))
-      >>> with warnings.catch_warnings():
-      ...     warnings.simplefilter("error", calibrate.UncalibratedWarning)
-      ...     convert.weights(params, rules, by=calibrate.Gptq({}))
-      Traceback (most recent call last):
-      mx_jax.calibrate.gptq.UncalibratedWarning: calibrate.Gptq: no moment for 'up'; its ...
-    """
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchedScales:
-    """By `search_scales`, which needs no data.
-
-    Examples:
-      >>> import jax, mx_jax
-      >>> from mx_jax import calibrate, convert
-      >>> params = {"up": {"kernel": jax.random.normal(jax.random.key(0), (64, 8))}}
-      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("nvfp4"))
-      >>> up = convert.weights(params, rules, by=calibrate.SearchedScales(), pack=False)["up"]
-      >>> up["kernel"].format.name
-      'nvfp4'
-    """
-
-    def __call__(
-        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: Axis, looked_up: bool
-    ) -> MXArray:
-        """See `Way`."""
-        return search_scales(w, format, axis=axis)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Gptq:
-    """By `gptq`, with each layer's own moment.
-
-    A weight without a moment gets its scales by squared error, with an `UncalibratedWarning` unless
-    it is a table that rows are looked up in. A table with a moment, that of its `attend`, is
-    rounded for the product: its rows are a little further from what they were.
-
-    Attributes:
-      moments: by path of the layer: see `calibrate.moments`.
-      damping: as `gptq` takes it.
-      by_activity: as `gptq` takes it.
-
-    Examples:
-      >>> import jax, mx_jax
-      >>> from mx_jax import calibrate, convert
-      >>> w, x = jax.random.normal(jax.random.key(0), (2, 64, 64))
-      >>> rules = convert.Rule(".*", mx_jax.recipes.weight_only("mxfp4"))
-      >>> way = calibrate.Gptq({"up": x.T @ x})
-      >>> up = convert.weights({"up": {"kernel": w}}, rules, by=way, pack=False)["up"]
-      >>> alone = calibrate.gptq(w, "mxfp4", x.T @ x)
-      >>> bool((up["kernel"].codes == alone.codes).all())
-      True
-    """
-
-    moments: Mapping[str, jax.typing.ArrayLike]
-    damping: float = 0.01
-    by_activity: bool = True
-
-    def __call__(
-        self, names: Sequence[str], w: jax.Array, format: BlockFormat, axis: Axis, looked_up: bool
-    ) -> MXArray:
-        """See `Way`."""
-        known = (self.moments[name] for name in names if name in self.moments)
-        moment = next(known, None)
-        if moment is None:
-            if not looked_up:
-                warnings.warn(
-                    f"calibrate.Gptq: no moment for {names[0]!r}; its scales are chosen by squared "
-                    "error",
-                    UncalibratedWarning,
-                    stacklevel=2,
-                )
-            return search_scales(w, format, axis=axis)
-        options = {"damping": self.damping, "by_activity": self.by_activity}
-        return gptq(w, format, moment, axis=axis, **options)
+    _, (codes, scales) = lax.scan(block, w, jnp.arange(0, w.shape[0], size))
+    return codes.reshape(w.shape), scales
