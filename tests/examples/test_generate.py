@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -267,3 +268,27 @@ def test_moments_of_a_llama(folder: Path, capsys: pytest.CaptureFixture[str]):
     eye = {**params, "head": jnp.eye(source.config.vocabulary, source.config.width)}
     rows = np.asarray(quick(untied.apply)({"params": eye}, tokens)[0])[0, :, : source.config.width]
     np.testing.assert_allclose(found[table], rows.T @ rows, rtol=1e-4, atol=1e-3)
+
+
+def test_moments_of_a_rotated_llama(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """The same function, with a head of its own, and moments by the names of its tensors."""
+    moments, out = folder.parent / "moments", folder.parent / "rotated"
+    texts = folder.parent / "text.txt"
+    texts.write_text("The quick brown fox jumps over the lazy dog, and the dog does not mind. " * 9)
+    words = [str(folder), str(moments), "--texts", str(texts), "--rotate", str(out)]
+    assert llama_moments.main(words) == 0, capsys.readouterr().err
+    held = checkpoint.read(out)
+    assert set(checkpoint.read(moments)) == {
+        name for name, x in held.items() if x.ndim == 2 and "embed_tokens" not in name
+    }
+    assert not json.loads((out / "config.json").read_text())["tie_word_embeddings"]
+    logits = []
+    for path in (folder, out):
+        source = open_model(path)
+        params = params_of(source.weights, source.config, source.names)
+        model = Llama(source.config, recipes.high_precision())
+        logits.append(np.asarray(quick(model.apply)({"params": params}, tiny.TOKENS)[0]))
+    assert source.config == dataclasses.replace(tiny.CONFIG, tied=False)
+    np.testing.assert_allclose(*logits, rtol=1e-3, atol=1e-3)
+    table = "model.embed_tokens.weight"
+    assert np.abs(held[table] - checkpoint.read(folder)[table]).max() > 0.01
