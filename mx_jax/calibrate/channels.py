@@ -214,8 +214,8 @@ class Parameters:
     def turn(self, features: Features, matrix: np.ndarray) -> None:
         """Multiply features, as many as the matrix has rows at a time, from the right."""
         w = self.look(features)
-        turned = w.reshape(*w.shape[:-1], -1, len(matrix)) @ matrix
-        self.put(features, turned.reshape(w.shape))
+        product = w.reshape(*w.shape[:-1], -1, len(matrix)) @ matrix
+        self.put(features, product.reshape(w.shape))
 
     def put(self, features: Features, values: np.ndarray) -> None:
         """Replace what `look` gives."""

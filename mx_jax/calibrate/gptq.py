@@ -67,9 +67,9 @@ def gptq(
       >>> from mx_jax import calibrate
       >>> mix, w = jax.random.normal(jax.random.key(0), (2, 64, 64))
       >>> x = jax.random.normal(jax.random.key(1), (256, 64)) @ mix
-      >>> found = calibrate.gptq(w, "mxfp4", x.T @ x)
+      >>> fitted = calibrate.gptq(w, "mxfp4", x.T @ x)
       >>> plain = mx_jax.quantize(w, "mxfp4", axis=0)
-      >>> before, after = (calibrate.output_error(w, q, x.T @ x) for q in (plain, found))
+      >>> before, after = (calibrate.output_error(w, q, x.T @ x) for q in (plain, fitted))
       >>> after < 0.6 * before
       True
     """

@@ -54,8 +54,8 @@ def moments(
       >>> import flax.linen as nn, jax, jax.numpy as jnp
       >>> from mx_jax import calibrate
       >>> model, x = nn.Sequential([nn.Dense(3), nn.relu, nn.Dense(2)]), jnp.ones((5, 4))
-      >>> found = calibrate.moments(model, [x, x], variables=model.init(jax.random.key(0), x))
-      >>> {path: moment.shape for path, moment in found.items()}, float(found["layers_0"].max())
+      >>> result = calibrate.moments(model, [x, x], variables=model.init(jax.random.key(0), x))
+      >>> {path: moment.shape for path, moment in result.items()}, float(result["layers_0"].max())
       ({'layers_0': (4, 4), 'layers_2': (3, 3)}, 10.0)
     """
     if isinstance(model, nn.Module):
@@ -64,7 +64,7 @@ def moments(
                 "calibrate.moments: a flax.linen module needs variables=, got "
                 f"variables={type(variables).__name__}"
             )
-        observe, given = jax.jit(functools.partial(_moments_linen, model)), variables
+        observe, state = jax.jit(functools.partial(_moments_linen, model)), variables
     else:
         # Late: programs of flax.linen alone need not wait for it.
         from flax import nnx
@@ -76,12 +76,12 @@ def moments(
             )
         if variables is not None:
             raise TypeError("calibrate.moments: a flax.nnx model has its own; drop variables=")
-        graph, given = nnx.split(model)
+        graph, state = nnx.split(model)
         observe = jax.jit(functools.partial(_moments_nnx, graph))
     total: Moments | None = None
     for batch in batches:
-        found = observe(given, *(batch if isinstance(batch, tuple) else (batch,)))
-        total = found if total is None else jax.tree.map(jnp.add, total, found)
+        batch_moments = observe(state, *(batch if isinstance(batch, tuple) else (batch,)))
+        total = batch_moments if total is None else jax.tree.map(jnp.add, total, batch_moments)
     if not total:
         raise ValueError(
             "calibrate.moments: needs at least one batch and one dense layer, got "
@@ -110,8 +110,8 @@ def tell_input(layer: nn.Module, name: str, x: jax.Array) -> None:
       ...         calibrate.tell_input(self, "table", x)
       ...         return x @ table.T
       >>> variables = Head().init(jax.random.key(0), jnp.ones((2, 3)))
-      >>> found = calibrate.moments(Head(), [jnp.ones((2, 3))], variables=variables)
-      >>> {name: moment.shape for name, moment in found.items()}
+      >>> result = calibrate.moments(Head(), [jnp.ones((2, 3))], variables=variables)
+      >>> {name: moment.shape for name, moment in result.items()}
       {'table': (3, 3)}
     """
     # Initializing makes a variable of every collection.
@@ -129,7 +129,7 @@ def _add(into: Moments, path: str, x: jax.Array, axes: Sequence[int] = (-1,)) ->
 
 
 def _moments_linen(model: nn.Module, variables: Mapping[str, Any], *args: object) -> Moments:
-    found: Moments = {}
+    result: Moments = {}
 
     def intercept(
         call: Callable[..., Any],
@@ -143,7 +143,7 @@ def _moments_linen(model: nn.Module, variables: Mapping[str, Any], *args: object
             x = (*args, *options.values())[0]
             # Flax contracts axes in the order in which they lie, however they are named.
             axes = sorted(contracted(getattr(layer, "axis", -1), x.ndim))
-            _add(found, "/".join(layer.path), x, axes)
+            _add(result, "/".join(layer.path), x, axes)
         return call(*args, **options)
 
     with nn.intercept_methods(intercept):
@@ -151,33 +151,33 @@ def _moments_linen(model: nn.Module, variables: Mapping[str, Any], *args: object
     sown: Any = flatten_dict(applied[1].get(_SOWN, {}), sep="/")
     for path, inputs in sown.items():
         for x in inputs:
-            _add(found, path, x)
-    return found
+            _add(result, path, x)
+    return result
 
 
 def _moments_nnx(graph: "nnx.GraphDef", state: "nnx.State", *args: object) -> Moments:
     from flax import nnx
 
-    found: Moments = {}
+    result: Moments = {}
     model = nnx.merge(graph, state)
     for path, layer in nnx.iter_graph(model):
         if isinstance(layer, nnx.Embed):
-            layer.attend = _observed(layer.attend, found, path)
+            layer.attend = _observed(layer.attend, result, path)
         if isinstance(layer, nnx.Linear | nnx.LinearGeneral):
-            layer.dot_general = _observed(layer.dot_general or lax.dot_general, found, path)
+            layer.dot_general = _observed(layer.dot_general or lax.dot_general, result, path)
     model(*args)
-    return found
+    return result
 
 
 def _observed(
-    product: Callable[..., jax.Array], found: Moments, path: Sequence[Any]
+    product: Callable[..., jax.Array], into: Moments, path: Sequence[Any]
 ) -> Callable[..., jax.Array]:
     """A `dot_general`, or an embedding's `attend`, whose first operand is added to the moments."""
 
     def observed(lhs: jax.Array, *args: Any, **options: object) -> jax.Array:
         # A dot_general's dimension numbers come after both operands.
         axes = args[1][0][0] if len(args) > 1 else (-1,)
-        _add(found, "/".join(map(str, path)), lhs, axes)
+        _add(into, "/".join(map(str, path)), lhs, axes)
         return product(lhs, *args, **options)
 
     return observed

@@ -51,9 +51,9 @@ def rotate(
       ...     norms=(calibrate.Pair((calibrate.Features("norm"),), (calibrate.Features("up"),)),),
       ...     stream=(calibrate.Features("table", 1),),
       ... )
-      >>> turned = calibrate.rotate(params, channels)
-      >>> exact, same = (p["table"] * p["norm"] @ p["up"] for p in (params, turned))
-      >>> bool(jnp.allclose(exact, same, atol=1e-5)), float(turned["norm"].min())
+      >>> rotated = calibrate.rotate(params, channels)
+      >>> exact, same = (p["table"] * p["norm"] @ p["up"] for p in (params, rotated))
+      >>> bool(jnp.allclose(exact, same, atol=1e-5)), float(rotated["norm"].min())
       (True, 1.0)
     """
     copies = {} if tied is not None else channels.copies

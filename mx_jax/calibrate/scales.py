@@ -78,7 +78,7 @@ def search_scales(
     """Quantize with the scale of each block that leaves the smallest squared error.
 
     Tries the stored scales up to an octave around the one that the block's largest value asks for,
-    and takes the first with the smallest `sum h (q - w)^2`; under a tensor scale of its own choice
+    and takes the first with the smallest `sum h (q - w)^2`; under a tensor scale that it chooses
     also around those of a plain cast, so that it never loses more than that. Larger ones clip
     nothing and are coarse; smaller ones clip the largest values and are finer for all others.
 
@@ -103,8 +103,8 @@ def search_scales(
       >>> from mx_jax import calibrate
       >>> w = jax.random.normal(jax.random.key(0), (256, 64))
       >>> plain = mx_jax.quantize(w, "nvfp4", axis=0).dequantize()
-      >>> found = calibrate.search_scales(w, "nvfp4").dequantize()
-      >>> bool(((found - w) ** 2).sum() < 0.8 * ((plain - w) ** 2).sum())
+      >>> searched = calibrate.search_scales(w, "nvfp4").dequantize()
+      >>> bool(((searched - w) ** 2).sum() < 0.8 * ((plain - w) ** 2).sum())
       True
     """
     w, format = jnp.asarray(w), block_format(format)
@@ -129,13 +129,13 @@ def search_scales(
     spread = jnp.broadcast_to(jnp.moveaxis(features, range(len(axes)), axes), w.shape)
     where: dict[str, Any] = dict(axis=axes[-1], tensor_scale=tensor_scale)
     first = quantize(w, format, scale_rule=search.first, **where)
-    found = _search(w, first, spread, search)
+    best = _search(w, first, spread, search)
     if not format.tensor_scale or tensor_scale is not None:
-        return found
+        return best
     # A tensor scale with room for larger block scales may leave small blocks coarser ones.
     plain = _search(w, quantize(w, format, **where), spread, search)
-    better = _squared_error(plain, w, spread) < _squared_error(found, w, spread)
-    return jax.tree.map(functools.partial(jnp.where, better), plain, found)
+    better = _squared_error(plain, w, spread) < _squared_error(best, w, spread)
+    return jax.tree.map(functools.partial(jnp.where, better), plain, best)
 
 
 def _squared_error(q: MXArray, w: jax.Array, importance: jax.Array) -> jax.Array:
@@ -214,7 +214,7 @@ def output_error(
       True
     """
     # In float64: squares of float32's small and large values leave its range.
-    exact, found = (
+    exact, rounded = (
         np.asarray(jnp.asarray(x, jnp.float32), np.float64)
         for x in (w, quantized.dequantize(jnp.float32))
     )
@@ -232,21 +232,21 @@ def output_error(
             )
         return max(total, 0.0)
 
-    lost, whole = power(found - exact), power(exact)
+    lost, whole = power(rounded - exact), power(exact)
     return lost / whole if whole else math.inf if lost else 0.0
 
 
 def check_moment(moment: jax.typing.ArrayLike, asked_by: str) -> np.ndarray:
     """A sum or mean of `x x^T` as float64; ValueError for what cannot be one."""
-    found = np.array(moment, np.float64)
-    if found.ndim != 2 or found.shape[0] != found.shape[1] or not np.isfinite(found).all():
+    array = np.array(moment, np.float64)
+    if array.ndim != 2 or array.shape[0] != array.shape[1] or not np.isfinite(array).all():
         raise ValueError(
             f"{asked_by}: moment must be finite and have one row and one column for each feature, "
-            f"got moment.shape={found.shape}, finite={bool(np.isfinite(found).all())}"
+            f"got moment.shape={array.shape}, finite={bool(np.isfinite(array).all())}"
         )
-    if (smallest := np.diag(found).min(initial=0)) < 0:
+    if (smallest := np.diag(array).min(initial=0)) < 0:
         raise ValueError(
             f"{asked_by}: moment must be positive semidefinite, as a sum of x x^T is, got "
             f"{smallest} on its diagonal"
         )
-    return found
+    return array

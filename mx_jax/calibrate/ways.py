@@ -86,7 +86,7 @@ class SearchedScales:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Gptq:
-    """By `gptq`, with each layer's own moment.
+    """By `gptq`, with the moment of each layer.
 
     A weight without a moment gets its scales by squared error, with an `UncalibratedWarning` unless
     it is a table that rows are looked up in. A table with a moment, that of its `attend`, is
