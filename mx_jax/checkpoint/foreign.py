@@ -240,7 +240,6 @@ def write(
     *,
     layout: str,
     max_shard_size: int | None = None,
-    resume: files.Resume = False,
     progress: bool = False,
 ) -> None:
     """Write weights as others store them, in one safetensors file or several.
@@ -255,7 +254,6 @@ def write(
       weights: from names to MXArrays as `read` gives them, blocks along `in`, and plain arrays.
       layout: the name of one of `mx_jax.checkpoint.LAYOUTS`, or `"torchao"`.
       max_shard_size: bytes of tensors in a file, for files `model-00001-of-...` with an index.
-      resume: whether to keep whole files of an earlier call, as with `save`.
       progress: whether to show a bar on stderr.
 
     Raises:
@@ -272,9 +270,9 @@ def write(
       >>> checkpoint.read(path)["up.weight"].shape
       (8, 32)
     """
-    files.check_sizes(max_shard_size, resume, "checkpoint.write")
+    files.check_size(max_shard_size, "checkpoint.write")
     entries, metadata = entries_of(weights, layout)
-    sizes: Any = {"max_shard_size": max_shard_size, "resume": resume, "progress": progress}
+    sizes: Any = {"max_shard_size": max_shard_size, "progress": progress}
     files.write_files(Path(path), entries, lambda _: metadata, **sizes)
 
 

@@ -289,7 +289,6 @@ def save(
     tree: Mapping[Any, Any],
     *,
     max_shard_size: int | None = None,
-    resume: files.Resume = False,
     progress: bool = False,
 ) -> None:
     """Write nested dicts of arrays and MXArrays to a safetensors file, or to several.
@@ -299,13 +298,12 @@ def save(
     safetensors find plain arrays, `<path>/codes` and `<path>/scales`. One tensor at a time is
     fetched from its device.
 
-    What is there stays as it is until all is written; killed at any moment, `load` gives all of the
-    old or all of the new. A file takes its place when it is whole; where that is a link, what it
-    names is replaced. Several files change with their index: the first are called
+    What is there stays until all is written. A file takes its place when it is whole; where that is
+    a link, what it names is replaced. Several files change with their index: the first are called
     `model-00001-of-00004.safetensors`, those that replace them
     `model-3f9c01d2-00001-of-00004.safetensors`, with digits that no other save has, and what they
     replace is removed at last. Readers that go by the index, as transformers and vLLM do, see one
-    checkpoint. Threads and processes that save to one folder wait for each other.
+    checkpoint. Of several processes let one save.
 
     Args:
       path: of the file, `.safetensors` by custom; of a folder, where there are to be several.
@@ -313,9 +311,6 @@ def save(
         that were packed for this machine are written as the MXArrays that they hold.
       max_shard_size: bytes of tensors in a file, for files `model-00001-of-...` with an index, each
         of which describes its own tensors.
-      resume: whether to keep whole files that an earlier call left behind, if they hold the same
-        values. Each is fetched and compared; with `"vouched"` only the first of a file, which is
-        for a caller who knows that the earlier call was for the same, and whose values take long.
       progress: whether to show a bar on stderr.
 
     Raises:
@@ -332,7 +327,7 @@ def save(
       >>> checkpoint.load(path)["kernel"].format.name
       'mxfp4'
     """
-    files.check_sizes(max_shard_size, resume, "checkpoint.save")
+    files.check_size(max_shard_size, "checkpoint.save")
     entries: dict[str, files.Entry] = {}
     # The tensor of each entry, and the description of each tensor.
     owner: dict[str, str] = {}
@@ -363,8 +358,14 @@ def save(
             said["empty"] = empty
         return {"format": DESCRIPTION, DESCRIPTION: json.dumps(said)}
 
-    sizes: Any = {"max_shard_size": max_shard_size, "resume": resume, "progress": progress}
-    files.write_files(Path(path), entries, metadata, group=owner.__getitem__, **sizes)
+    files.write_files(
+        Path(path),
+        entries,
+        metadata,
+        max_shard_size=max_shard_size,
+        progress=progress,
+        group=owner.__getitem__,
+    )
 
 
 def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, Any]:

@@ -24,7 +24,7 @@ examples:
   layer by layer:
     python -m mx_jax quantize model/ small.safetensors --rules rules.toml
 
-  in files of 5 GB; after an interruption the same again with --resume:
+  in files of 5 GB:
     python -m mx_jax quantize model/ out/ --format mxfp4 --to compressed-tensors \\
         --max-shard-size 5GB
 

@@ -10,6 +10,8 @@ REMOVED: dict[str, str] = {
     "Sink": "step.records of a captured step has all; take them out and clear() them",
     "Scalar": "a loss is logged by whatever logs it; record.step says of what step a record is",
     "TensorBoard": "log record.stats of each record of step.records.all() by record.path",
+    "html": "`python -m mx_jax inspect FILE` prints a table, with --json JSON",
+    "resume": "save again: an earlier checkpoint stays until the new one is whole",
     "report": "print(step.records) of a captured step; `python -m mx_jax inspect` of a checkpoint",
     "cudnn": "xla_scaled multiplies by jax.lax.scaled_dot on Blackwell",
     "gpu": "a table has what was measured; `python -m benchmarks.gpu` measures",
@@ -52,7 +54,7 @@ REMOVED: dict[str, str] = {
     "fwd": "output",
     "plan": "docs/sharding.md shows how to compile your own step for devices that are not there",
 }
-"""By the name of a command, recipe, rule, layout or function: what takes its place, in a line."""
+"""By the name of a command, option, recipe, rule, layout or function: what takes its place."""
 
 
 def whereabouts(name: object) -> str:

@@ -21,7 +21,6 @@ from mx_jax import calibrate, checkpoint
 from mx_jax.checkpoint import files, writers
 from mx_jax.commands import main, rules, stream
 from mx_jax.commands.diff import difference
-from mx_jax.commands.stream import partial_folder
 from tests.checkpoint.gguf_bytes import Tensor, gguf
 from tests.checkpoint.killed import at_each_change
 from tests.checkpoint.stored import assert_same
@@ -101,61 +100,10 @@ def test_several_files(model: Path, tmp_path: Path, cli: Cli):
         assert len([*out.glob("*.safetensors")]) > 1 and "1 of 4 tensors quantized" in said
         assert checkpoint.read(out).quantized == {UP: layout}
     assert "is there already" in cli.error(*words, *theirs[:2])
-    assert "is whole already" in cli.error(*words, *theirs[:2], "--resume")
-    said = cli.error("dequantize", model, tmp_path / "other", "--resume")
-    assert "--resume is for several files; give --max-shard-size as well" in said
     # One file takes the place of them all; what else the folder holds stays.
     (out / "notes.md").write_text("mine")
     cli(*words[:-2], "--force")
     assert sorted(path.name for path in out.iterdir()) == ["model.safetensors", "notes.md"]
-
-
-def test_an_interrupted_run_is_taken_up_by_its_like_alone(
-    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-):
-    """Files of another format of scales would be mixed with them, all under one header."""
-    out, whole = tmp_path / "folder", tmp_path / "whole"
-    words = ("--format", "mxfp4", "--shard-size", "1kB")
-    cli("quantize", model, whole, *words)
-    assert not (whole / stream.RECORD).exists()
-    write = files.write
-
-    def interrupted(path: Path, *rest: Any) -> None:
-        if path.name.startswith("model-00002"):
-            raise KeyboardInterrupt
-        write(path, *rest)
-
-    monkeypatch.setattr(files, "write", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        main(["quantize", str(model), str(out), *words])
-    monkeypatch.setattr(files, "write", write)
-    made = partial_folder(out)
-    left = next(made.glob("*.safetensors"))
-    assert not out.exists() and str(model) not in (made / stream.RECORD).read_text()
-    assert "go on with --resume, or begin anew" in cli.error("quantize", model, out, *words)
-    said = cli.error("quantize", model, out, *words, "--resume", "--scales", "mse")
-    assert "was begun by another command: scales differ" in said and left.is_file()
-    before = left.stat().st_mtime_ns
-    cli("quantize", model, out, *words, "--resume")
-    assert (out / left.name).stat().st_mtime_ns == before and not made.exists()
-    assert not (out / stream.RECORD).exists()
-    assert {x.name: x.read_bytes() for x in out.glob("*.safetensors")} == {
-        x.name: x.read_bytes() for x in whole.glob("*.safetensors")
-    }
-    # Until another is whole, the one before stays; its files are not taken for those of a new run.
-    monkeypatch.setattr(files, "write", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        main(["quantize", str(model), str(out), *words, "--force", "--scales", "mse"])
-    assert len([*made.glob("*.safetensors")]) == 1 and checkpoint.read(out).quantized
-    # What stands is replaced by --force alone; what was half written when a run was killed goes.
-    again = ("quantize", model, out, *words, "--scales", "mse", "--resume")
-    monkeypatch.setattr(files, "write", write)
-    assert f"{out} is there already" in cli.error(*again)
-    (made / ".model-00002-of-00003.safetensors.x").write_text("half")
-    cli(*again, "--force")
-    assert not [path for path in (*out.glob(".*"), made) if path.exists()]
-    made.mkdir()
-    assert "no .mx_jax_resume.json" in cli.error("quantize", model, out, *words, "--resume")
 
 
 def test_a_dry_run_says_why_and_writes_nothing(model: Path, out: Path, cli: Cli):
@@ -520,7 +468,8 @@ def test_a_folder_is_replaced_whole_or_not(
 
     def prepare() -> None:
         shutil.rmtree(out, ignore_errors=True)
-        shutil.rmtree(partial_folder(out), ignore_errors=True)
+        for left in tmp_path.glob(".*"):
+            shutil.rmtree(left)
         shutil.copytree(before, out)
 
     def check(last: str) -> None:

@@ -198,7 +198,6 @@ def test_a_dry_run_refuses_what_the_run_refuses(file: Path, cli: Cli):
     force = ["--force"]
     options = (
         [],
-        [*force, "--resume"],
         [*force, "--max-shard-size", "0"],
         [*force, "--moments", file],
         [*force, "--scales", "gptq"],
