@@ -44,7 +44,10 @@ def main(
         # In Python 3.11 and 3.12 argparse takes the value away and fails.
         if word.startswith("-") and word.endswith("=--"):
             parser.error(f"argument {word.removesuffix('=--')}: expected a value, got --")
-    options = parser.parse_args(words)
+    options, unknown = parser.parse_known_args(words)
+    if unknown:
+        places = (whereabouts(word.lstrip("-").partition("=")[0]) for word in unknown)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(places)}")
     if options.command is None:
         parser.print_help()
         return 0
