@@ -106,13 +106,12 @@ def samples() -> list[Sample]:
         "own shards": written({"a": {0: one, "b": fused}} | norm, None, GPT_OSS, **parts),
         "stated": stated({"a.weight": one} | norm, packed),
         "gpt-oss original": stated({"mlp.mlp1_weight": fused} | norm, "gpt-oss-original"),
-        "gpt-oss apart": stated(experts | norm, "gpt-oss"),
+        "gpt-oss experts": stated(experts | norm, "gpt-oss"),
         "transcoded": stated({"a.weight": one} | norm, "modelopt-mxfp4", **parts),
     }
     readers = {
         "own": load,
         "own shards": load_shards,
-        "gpt-oss apart": convert_to("--to", "compressed-tensors"),
         "transcoded": convert_to("--to", "modelopt-nvfp4"),
     }
     return [
