@@ -27,6 +27,7 @@ from mx_jax.codecs.blocks import Blocks, check_parts, violation
 from mx_jax.codecs.lowering import platform_dependent
 from mx_jax.codecs.straight_through import is_differentiated, parted_codes, straight_through
 from mx_jax.formats import BlockFormat
+from mx_jax.formats.removed import whereabouts
 
 X = TypeVar("X")
 
@@ -90,7 +91,7 @@ class ArrayOfCodes:
 
     def __getattr__(self, name: str) -> Any:
         name_of = type(self).__name__
-        remedy = ""
+        remedy = whereabouts(name)
         if not name.startswith("__") and hasattr(jax.Array, name):
             remedy = f": the values have it, x.dequantize().{name}"
         raise AttributeError(f"{name_of} has no attribute {name!r}{remedy}", name=name, obj=self)
@@ -302,28 +303,6 @@ class MXArray(ArrayOfCodes):
         """
         check_parts(self, "MXArray.reshape")
         return indexing.reshape(self, shape, {"order": order, **options})
-
-    @property
-    def at(self) -> indexing.At:
-        """`x.at[index].set(values)`: x with an MXArray in place of whole blocks."""
-        check_parts(self, "MXArray.at")
-        return indexing.At(self)
-
-    def dynamic_update_slice(
-        self, update: "MXArray", start_indices: Sequence[jax.typing.ArrayLike]
-    ) -> "MXArray":
-        """`lax.dynamic_update_slice` of whole blocks: a cache takes new rows, and nothing moves.
-
-        Starts may be traced. Along blocked axes they lie between blocks: any other is refused, or,
-        traced, makes all blocks that it touches NaN; so is another tensor scale. No gradient
-        passes: one by what either was made of is an error.
-
-        Args:
-          update: of the same format and blocks, whole blocks of it.
-          start_indices: one integer an axis, in elements.
-        """
-        check_parts(self, "MXArray.dynamic_update_slice")
-        return indexing.dynamic_update_slice(self, update, start_indices)
 
     def _repr_html_(self) -> str | None:
         """What notebooks show: the first blocks, each its scale and its first codes."""

@@ -25,6 +25,7 @@ REMOVED: dict[str, str] = {
     "Slot": "a call shows what layers of your own multiply: give convert.report arguments",
     "numbered": "a rule's pattern has the numbers, r'.*block_(0|31)/.*', or its filter reads them",
     "every": "a rule's filter reads the number in the path, docs/convert.md",
+    "dynamic_update_slice": "nn.KVCache takes new rows; elsewhere write values, and quantize them",
     "explain_call": "inspect.explain says it of a function: print(explain(function, *args))",
     "evidence_of": "inspect.explain says what was measured; versions of mx_jax and JAX decide it",
     "DelayedDotGeneral": "float8 with scales of earlier steps is Flax's: flax.linen.fp8_ops",
