@@ -2,6 +2,7 @@
 
 REMOVED: dict[str, str] = {
     "generate": "run `python examples/generate MODEL --prompt TEXT` in a clone, docs/generate.md",
+    "CacheFormat": "nn.KVCache in an attention of your own, docs/generate.md",
     "Certificate": "checkpoint.transcode proves what it says, or raises; it gives the MXArray",
     "Console": "print(step.records) of a captured step is a table",
     "Csv": "json.dumps(record.as_json()) for each record of step.records.all()",

@@ -5,13 +5,11 @@ Heads of keys and values may be shared by several of queries.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import serialization
 from jax import lax
 from jax.core import Tracer
 
@@ -438,33 +436,3 @@ def _by_sequence(rows: Rows) -> tuple[Rows, Any]:
         axes["tensor_scale"] = None
         rows = dataclasses.replace(rows, tensor_scale=scale[0])
     return rows, dataclasses.replace(rows, **axes)
-
-
-# flax.serialization: state dicts hold the arrays of a cache, and restoring needs a target ---------
-
-
-def _cache_state(x: object) -> dict[str, Any]:
-    """The state dict of a cache, or of its rows: what of it is arrays."""
-    children, _ = jax.tree_util.default_registry.flatten_one_level_with_keys(x)
-    return {
-        key.name: serialization.to_state_dict(child) for key, child in children if child is not None
-    }
-
-
-def _restored_cache(target: KVCache | CacheRows, state: Mapping[str, Any]) -> KVCache | CacheRows:
-    """What was saved; the target's own fields say what it is."""
-    arrays = _cache_state(target)
-    if arrays.keys() != state.keys():
-        raise ValueError(
-            f"flax.serialization: needs the state of a {type(target).__name__} with the fields "
-            f"{sorted(arrays)}, got {sorted(state)}; take a target of the same format"
-        )
-    restored = {
-        name: serialization.from_state_dict(getattr(target, name), part, name)
-        for name, part in state.items()
-    }
-    return dataclasses.replace(target, **restored)
-
-
-for _kind in (CacheRows, KVCache):
-    serialization.register_serialization_state(_kind, _cache_state, _restored_cache, override=True)

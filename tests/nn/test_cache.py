@@ -290,3 +290,10 @@ def test_devices_that_share_sequences_and_heads_exchange_nothing(format: str | N
         program(held, *placed, position),
         expected,
     )
+
+
+def test_codes_pass_no_gradient():
+    cache, rows = empty(format="mxfp4"), jnp.asarray(drawn(1))
+    with pytest.raises(ValueError, match=r"kept as codes pass no gradient.*stop_gradient"):
+        jax.eval_shape(jax.grad(lambda k: cache.append(k, k, 0).attend(rows, 0).sum()), rows)
+    assert jax.eval_shape(jax.grad(lambda q: cache.attend(q, 0).sum()), rows).shape == rows.shape
