@@ -19,7 +19,6 @@ COMMANDS = {
     "dequantize": "mx_jax.commands.quantize",
     "convert": "mx_jax.commands.convert",
     "inspect": "mx_jax.commands.inspect",
-    "diff": "mx_jax.commands.diff",
 }
 
 
