@@ -5,7 +5,7 @@ import importlib
 import itertools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from mx_jax.formats.removed import whereabouts
@@ -22,14 +22,11 @@ COMMANDS = {
 }
 
 
-def main(
-    arguments: Sequence[str] | None = None, started: Callable[[], object] | None = None
-) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status.
 
     Args:
       arguments: words after the program's name; default: those of the process.
-      started: called once the command's modules are loaded and its words are understood.
     """
     # Closed when Python started, as a daemon's are; a file that is opened would take their number.
     sys.stdout = sys.stdout or Path(os.devnull).open("w")  # noqa: SIM115
@@ -50,11 +47,11 @@ def main(
     if options.command is None:
         parser.print_help()
         return 0
-    if started is not None:
-        started()
     try:
         status = options.run(options)
         sys.stdout.flush()
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         return _refused(str(error))
     except Exception:

@@ -54,7 +54,7 @@ def assert_same(result: Any, expected: MXArray) -> None:
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
-    """Of two checkpoints: the same names, and each tensor to the bit, whatever codes are read as."""
+    """Of two checkpoints: the same names, and each tensor to the bit."""
     a, b = (checkpoint.read(path).stored for path in (one, other))
     assert {*a} == {*b}
     for name, stored in a.items():
