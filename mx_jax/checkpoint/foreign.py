@@ -18,7 +18,7 @@ from mx_jax.checkpoint.gguf import gguf_in, read_gguf
 from mx_jax.checkpoint.layouts import ABSENT, LAYOUTS, Layout, config_of, named, stated_by
 from mx_jax.checkpoint.scales import stored_parts
 from mx_jax.checkpoint.torchao import NAMES, TORCHAO, read_torchao, torchao_parts
-from mx_jax.checkpoint.weights import Stored, Weights, assembled, stored_plain
+from mx_jax.checkpoint.weights import Described, Stored, Weights, stored_plain
 from mx_jax.checkpoint.wire import DESCRIPTION, own_weights
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import unpacked
@@ -221,14 +221,16 @@ def _check_left(
 def _read_quantized(
     layout: Layout, parts: Mapping[str, files.Entry], dtype: np.dtype, where: str
 ) -> MXArray:
+    described = Described(
+        format=layout.format,
+        blocks=layout.blocks,
+        shape=layout.shape(parts["codes"]),
+        dtype=dtype.name,
+        # Codes whose dtype says what they are come one in a byte.
+        packed=parts["codes"].dtype not in files.PACKED_BITS,
+    )
     arrays = {part: np.asarray(entry) for part, entry in parts.items()}
-    shape, scales = layout.shape(parts["codes"]), arrays["scales"]
-    whole, stated = arrays.get("tensor_scale"), {"divides": layout.divides, "layout": layout.name}
-    facts: Any = {"format": layout.format, "blocks": layout.blocks, "dtype": dtype} | stated
-    # Codes whose dtype says what they are come one in a byte.
-    typed = parts["codes"].dtype in files.PACKED_BITS
-    bits = 8 if typed else layout.format.element.bits
-    return assembled(arrays["codes"], scales, whole, bits=bits, shape=shape, **facts, where=where)
+    return described.assembled(arrays, where, layout=layout.name, divides=layout.divides)
 
 
 # Writing ---------------------------------------------------------------------------------------

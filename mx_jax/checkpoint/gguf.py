@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from mx_jax.checkpoint.files import Entry, check_name
-from mx_jax.checkpoint.weights import Stored, Weights, assembled, plain, stored_plain
+from mx_jax.checkpoint.weights import Described, Stored, Weights, plain, stored_plain
 from mx_jax.formats import MXFP4, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 
@@ -384,8 +384,9 @@ def _fetch(
         whole = tensors[scale].read()
     # Beside NVFP4 is one number, or one an expert, or none, which means one.
     codes, scales = tensor.read()
-    size = tensor.type.block // scales.shape[-1]
-    facts: Any = {"shape": tensor.shape, "format": format, "blocks": ((-1, size),)}
-    return assembled(
-        codes, scales, whole, bits=8, **facts, dtype="float32", layout="GGUF", where=where
+    blocks = ((-1, tensor.type.block // scales.shape[-1]),)
+    described = Described(
+        format=format, blocks=blocks, shape=tensor.shape, dtype="float32", packed=False
     )
+    arrays = {"codes": codes, "scales": scales, "tensor_scale": whole}
+    return described.assembled(arrays, where, layout="GGUF")
