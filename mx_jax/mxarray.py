@@ -6,9 +6,7 @@ import html
 import itertools
 import math
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from types import FrameType
 from typing import Any, TypeVar
 
 import jax
@@ -97,18 +95,6 @@ class ArrayOfCodes:
         raise AttributeError(f"{name_of} has no attribute {name!r}{remedy}", name=name, obj=self)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        name, frame, level = type(self).__name__, sys._getframe(1), 2
-        if _writes(frame):
-            # Once for a line of the user's.
-            while frame.f_back is not None and _writes(frame):
-                frame, level = frame.f_back, level + 1
-            warnings.warn(
-                f"{name}: its values are written, several times as large as its codes, and are no "
-                f"{name} when they are read; mx_jax.checkpoint.save keeps the codes, to_wire gives "
-                "plain arrays of them for other writers; for the values on purpose write "
-                "x.dequantize()",
-                stacklevel=level,
-            )
         return np.asarray(self.dequantize(), dtype=dtype)
 
 
@@ -142,15 +128,6 @@ def _values(other: object) -> Any:
 def _has_values(x: ArrayOfCodes) -> bool:
     """Not where leaves are shapes or shardings: these are compared by identity."""
     return all(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(unlinked(x)))
-
-
-# Modules that ask for an array to write it; packages stand for all that is in them.
-_WRITERS = ("numpy.lib.npyio", "numpy.lib._npyio_impl", "safetensors", "h5py")
-
-
-def _writes(frame: FrameType) -> bool:
-    module = frame.f_globals.get("__name__", "")
-    return any(module == writer or module.startswith(f"{writer}.") for writer in _WRITERS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
