@@ -58,7 +58,7 @@ from mx_jax.checkpoint.foreign import read
 from mx_jax.checkpoint.scales import decoded, effective_scales
 from mx_jax.checkpoint.weights import Stored
 from mx_jax.commands import stream
-from mx_jax.commands.output import Commands, console, say
+from mx_jax.commands.output import Commands, say
 from mx_jax.commands.rules import (
     SCALES,
     FileRule,
@@ -182,7 +182,7 @@ def run(options: argparse.Namespace) -> int:
             like = quantized_like(each, tensors[name])
             tensors[name] = deferred(functools.partial(quantized, name), like)
     if options.dry_run:
-        console().print(report)
+        print(report)
     layout = stream.layout_for(options.to, tensors, weights.path)
     try:
         stream.check_layout(tensors, layout)

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx as flax_nnx
@@ -225,10 +225,6 @@ def matrix_of(layer: object) -> flax_nnx.Param | None:
     return next((value for value in params if len(getattr(value, "shape", ())) >= 2), None)
 
 
-def _has_stream(rngs: flax_nnx.Rngs | None) -> TypeGuard[flax_nnx.Rngs]:
-    return rngs is not None and bool({RNG_STREAM, "default"} & {*rngs})
-
-
 def _take_back(layer: Any) -> None:
     for name in ("mx_call", "mx_stream"):
         if name in vars(layer):
@@ -310,7 +306,7 @@ def _trace_calls(plans: Sequence[_Plan], model: _Conversion, rngs: flax_nnx.Rngs
         layer, recipe, is_root = plan.layer, plan.recipe, not plan.paths[0]
         layer.mx_call = flax_nnx.static(_Call(model, plan.paths[0]))
         # That of the outermost call is all products'.
-        if _has_stream(rngs):
+        if rngs is not None and {RNG_STREAM, "default"} & {*rngs}:
             if (is_root and draws) or (recipe is not None and recipe.is_stochastic):
                 # For one layer, or for each of a stack.
                 key = rngs[RNG_STREAM]()

@@ -199,7 +199,9 @@ def _conv(_: Recipe, dot_general: DotGeneralFn, values: Values, params: Params, 
     lhs, rhs = values
     # Features go last, and back: `[batch, *space, in]` by `[*taps, in, out]`.
     (batch, features, *space), (out, into, *taps), to = params["dimension_numbers"]
-    kernel = _transposed(rhs, (*taps, into, out))
+    order = (*taps, into, out)
+    # What is packed stays as it lies.
+    kernel = rhs if order == tuple(range(rhs.ndim)) else rhs.transpose(order)
     patches = _patches(
         lax.transpose(lhs, (batch, *space, features)),
         kernel.shape[:-2],
@@ -266,11 +268,6 @@ def _patches(
         ]
         taps.append(x[:, *cuts])
     return jnp.stack(taps, axis=-2)
-
-
-def _transposed(x: Any, order: tuple[int, ...]) -> Any:
-    # What is packed stays as it lies.
-    return x if order == tuple(range(x.ndim)) else x.transpose(order)
 
 
 def _lookup_facts(table: ShapedArray, *_: object) -> dict[str, Any]:

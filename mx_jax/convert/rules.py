@@ -7,9 +7,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
-from rich.table import Table
-from rich.text import Text
-
 from mx_jax.axes import Axes
 from mx_jax.formats import BlockFormat, Whole
 from mx_jax.ops.arguments import as_recipe
@@ -250,7 +247,7 @@ class UnusedRuleWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report:
-    """What rules do to a model. Print it, or hand it to rich.
+    """What rules do to a model. Print it.
 
     Attributes:
       rules: the rules, in order.
@@ -339,13 +336,6 @@ class Report:
 
     def __str__(self) -> str:
         return f"{aligned([COLUMNS, *map(_row, self.decisions)])}\n{self.summary}"
-
-    def __rich__(self) -> Table:
-        table = Table(*COLUMNS, caption=self.summary)
-        for decision in self.decisions:
-            # A bracket in a layer's path is no markup.
-            table.add_row(*map(Text, _row(decision)), style=None if decision.recipe else "dim")
-        return table
 
 
 def warn_or_raise(text: str, strict: bool) -> None:
