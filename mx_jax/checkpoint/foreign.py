@@ -19,7 +19,7 @@ from mx_jax.checkpoint.layouts import ABSENT, LAYOUTS, Layout, config_of, named,
 from mx_jax.checkpoint.scales import stored_parts
 from mx_jax.checkpoint.torchao import NAMES, TORCHAO, read_torchao, torchao_parts
 from mx_jax.checkpoint.weights import Described, Stored, Weights, stored_plain
-from mx_jax.checkpoint.wire import DESCRIPTION, own_weights
+from mx_jax.checkpoint.wire import DESCRIPTION, saved_weights
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import unpacked
 
@@ -72,7 +72,7 @@ def read(path: str | os.PathLike[str], *, layout: str | None = None) -> Weights:
             raise ValueError(
                 f"{where}: mx_jax wrote it, and it says what it is; leave out layout={layout!r}"
             )
-        return own_weights(path, opened, where)
+        return saved_weights(path, opened, where)
     metadata = {key: value for reader in opened for key, value in reader.metadata.items()}
     if layout in (None, TORCHAO) and NAMES in metadata:
         return Weights(path, read_torchao(opened, tensors, where), metadata)

@@ -388,7 +388,7 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
       ((64, 8), ((-2, 32),), True)
     """
     where = f"checkpoint.load: {os.fspath(path)}"
-    weights = own_weights(Path(path), files.readers_of(Path(path), where)[0], where)
+    weights = saved_weights(Path(path), files.readers_of(Path(path), where)[0], where)
     tree: dict[Any, Any] = {}
     total = sum(one.nbytes for one in weights.stored.values())
     with files.progress_bar("read", total, progress) as step:
@@ -400,7 +400,7 @@ def load(path: str | os.PathLike[str], *, progress: bool = False) -> dict[Any, A
     return tree
 
 
-def own_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weights:
+def saved_weights(path: Path, readers: Sequence[files.Reader], where: str) -> Weights:
     """What `save` wrote, each tensor read at its look-up.
 
     `metadata["paths"]` has the keys of each, `metadata["empty"]` those of dicts without any.

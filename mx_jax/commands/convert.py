@@ -61,7 +61,7 @@ class Conversion:
 
 def add_to(commands: Commands) -> None:
     """Add the command to a parser's subparsers."""
-    written = [stream.OWN, *(row.name for row in LAYOUTS), TORCHAO]
+    written = [stream.MX_JAX, *(row.name for row in LAYOUTS), TORCHAO]
     help = "store quantized weights as another program does"
     text = (
         f"{__doc__ or ''}\nlayouts: {', '.join(written)}\nprograms: {', '.join(stream.programs())}"
@@ -85,7 +85,7 @@ def run(options: argparse.Namespace) -> int:
     layout = stream.layout_for(
         options.to, {name: stream.as_it_is(one) for name, one in read_all}, weights.path
     )
-    row = None if layout in (stream.OWN, TORCHAO) else named(layout)
+    row = None if layout in (stream.MX_JAX, TORCHAO) else named(layout)
     planned = []
     with progress_bar("look", stream.stored_bytes(weights), watched()) as step:
         for name, one in weights.stored.items():

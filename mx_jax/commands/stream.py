@@ -27,7 +27,7 @@ from mx_jax.commands.output import Commands, add_parser, say, size, watched
 from mx_jax.mxarray import MXArray
 
 # The name of mx_jax's files among layouts.
-OWN = "mx_jax"
+MX_JAX = "mx_jax"
 # What a model's folder holds beside its tensors.
 _BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 # What describes tensors as they were: indices of files, and how weights were quantized.
@@ -117,10 +117,10 @@ def check_output(options: argparse.Namespace) -> None:
 
 def check_free(out: Path, force: bool) -> None:
     """ValueError for an output that is there, unless it is an empty folder."""
-    is_taken = os.path.lexists(os.path.realpath(out)) and not (
+    is_occupied = os.path.lexists(os.path.realpath(out)) and not (
         out.is_dir() and not any(out.iterdir())
     )
-    if is_taken and not force:
+    if is_occupied and not force:
         raise ValueError(_is_there(out))
 
 
@@ -199,7 +199,7 @@ def is_file_name(out: Path) -> bool:
 def check_layout(tensors: Mapping[str, Any], layout: str, *, values: bool = False) -> None:
     """ValueError for tensors that `write_out` would refuse; `values`: each one is made."""
     written: Any = tensors
-    if layout != OWN:
+    if layout != MX_JAX:
         written, _ = entries_of(tensors, layout)
     for part in jax.tree.leaves(written) if values else ():
         np.asarray(part)
@@ -249,7 +249,7 @@ def _write_tensors(
         "max_shard_size": None if largest is None else _nbytes(largest),
         "progress": watched(),
     }
-    if layout == OWN or (layout is None and paths is not None):
+    if layout == MX_JAX or (layout is None and paths is not None):
         tree: dict[Any, Any] = {}
         for name, tensor in tensors.items():
             put(tree, paths[name] if paths else (name,), tensor, f"{path}")
@@ -327,7 +327,7 @@ def layout_for(to: str, tensors: Mapping[str, Any], where: Path) -> str:
     """The layout of that name, or the one of a program's that holds the tensors' formats."""
     known = programs()
     if to not in known:
-        return to if to in (OWN, TORCHAO) else named(to).name
+        return to if to in (MX_JAX, TORCHAO) else named(to).name
     held = {name: x.format for name, x in tensors.items() if isinstance(x, MXArray)}
     fitting = [
         row.name

@@ -131,7 +131,7 @@ class ConvertedFunction(Generic[P, R]):
         return type(self), (self.function, self.rules, self.weights, self.strict)
 
     def __call__(self, *args: object, **kwargs: object) -> R:
-        key = _own_key(self.function, kwargs)
+        key = _stream_key(self.function, kwargs)
         static, arrays = _split(self.function, self.weights, args, kwargs)
         try:
             hash(static)
@@ -150,12 +150,12 @@ def decisions(
 ) -> tuple[Decision, ...]:
     """What rules say of a function's products, from an abstract trace of a call."""
     converted = function(fn, rules, weights=weights)
-    _own_key(converted.function, kwargs)
+    _stream_key(converted.function, kwargs)
     static, arrays = _split(converted.function, converted.weights, args, kwargs)
     return _traced(converted.function, rules, static, arrays)[1]
 
 
-def _own_key(function: Callable[..., Any], kwargs: dict[str, Any]) -> Key:
+def _stream_key(function: Callable[..., Any], kwargs: dict[str, Any]) -> Key:
     """The key that a call's `rngs` hold, which stay an argument if the function has one."""
     rngs = kwargs.get("rngs")
     if "rngs" not in _parameters(function):

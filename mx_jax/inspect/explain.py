@@ -85,11 +85,11 @@ def explain(
       >>> x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 64), (64, 64)))
       >>> def layer(x, w):
       ...     return mx_jax.matmul(x, w, recipe="mxfp8") @ w
-      >>> found = mx_jax.inspect.explain(layer, x, w, target=target)
-      >>> [(row.kind, row.times, row.backend) for row in found.rows]
+      >>> result = mx_jax.inspect.explain(layer, x, w, target=target)
+      >>> [(row.kind, row.times, row.backend) for row in result.rows]
       [('cast', 1, 'reference'), ('cast', 1, 'reference'), ('product', 1, 'xla_bfloat16'),
        ('high precision', 1, 'jax.lax')]
-      >>> found.quantized_share
+      >>> result.quantized_share
       0.5
     """
     with contextlib.nullcontext() if target is None else use_target(target):
@@ -191,8 +191,8 @@ class Explanation:
     Examples:
       >>> import jax, mx_jax
       >>> x, w = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((8, 64), (64, 64)))
-      >>> found = mx_jax.inspect.explain(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8") @ w, x, w)
-      >>> [row.kind for row in found.rows], len(found.high), found.quantized_share
+      >>> shown = mx_jax.inspect.explain(lambda x, w: mx_jax.matmul(x, w, recipe="mxfp8") @ w, x, w)
+      >>> [row.kind for row in shown.rows], len(shown.high), shown.quantized_share
       (['cast', 'cast', 'product', 'high precision'], 1, 0.5)
     """
 
