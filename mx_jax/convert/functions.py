@@ -171,31 +171,29 @@ def _stream_key(function: Callable[..., Any], kwargs: dict[str, Any]) -> Key:
 # Calls -------------------------------------------------------------------------------------------
 
 
-def call_of_model(
+def traced_call(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    *,
     rules: tuple[Rule, ...],
     modules: Mapping[str, jaxpr.Module],
-    key: Key = None,
-    runs: bool = True,
     within: str = "",
-    callback: Callable[[tuple[Decision, ...]], None],
-) -> Any:
-    """The result of a pure call of a model, with its products made anew."""
+) -> tuple[tuple[Decision, ...], Callable[[Key], Any]]:
+    """A pure call of a model: the decisions about its products, and its result by a key, with them
+    made anew."""
     # Its first argument is the state that holds the weights, there all of it or what is below a
     # path.
     static, arrays = _split(function, (0,), args, kwargs, within)
     with jaxpr.tracing_for(rules):
         plan, decisions, by_plan = _traced(function, rules, static, arrays, modules)
+
+    def run(key: Key) -> Any:
+        _check_key(key, plan, "apply")
+        return by_plan(arrays, key)
+
     # Those of a module that is called again are the same.
     layers = {(decision.layer.path, decision.layer.kernel): decision for decision in decisions}
-    callback(tuple(layers.values()))
-    if not runs:
-        return None
-    _check_key(key, plan, "apply")
-    return by_plan(arrays, key)
+    return tuple(layers.values()), run
 
 
 def _traced(

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from mx_jax.axes import Axes
 from mx_jax.convert.flax_layers import users_choice
-from mx_jax.convert.functions import call_of_model
+from mx_jax.convert.functions import traced_call
 from mx_jax.convert.jaxpr import Module, in_module, tracing
 from mx_jax.convert.rules import (
     Decision,
@@ -31,6 +31,7 @@ from mx_jax.convert.rules import (
 )
 from mx_jax.nn import linen as mx_linen
 from mx_jax.nn.linen import RNG_STREAM
+from mx_jax.ops.arguments import Key
 
 Call = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -167,7 +168,7 @@ class ConvertedModule:
             result = run(*args, **kwargs)
             report = Report(rules=self.rules, decisions=seen.decisions)
             if len(report.used | self._used) < len(self.rules):
-                seen.traced(run, args, kwargs, runs=False)
+                seen.traced(run, args, kwargs)
         # It makes the parameters of all layers, whichever method it runs.
         self._check(seen, whole=True)
         return result
@@ -179,7 +180,7 @@ class ConvertedModule:
         key = streams.get(RNG_STREAM, streams.get("params"))
         seen = _Seen(self.module, self.rules)
         with nn.intercept_methods(seen):
-            result = seen.traced(self.module.apply, args, kwargs, key=key, within="['params']")
+            result = seen.traced(self.module.apply, args, kwargs, within="['params']")(key)
         # The method may be a function that calls submodules directly.
         called = kwargs.get("method") or "__call__"
         self._check(seen, whole=getattr(called, "__name__", called) == "__call__")
@@ -207,7 +208,7 @@ def decisions(
     seen = _Seen(module, rules)
     with nn.intercept_methods(seen):
         # The parameters that init makes come of its keys alone.
-        seen.traced(module.init_with_output, (rngs, *args), kwargs, runs=False)
+        seen.traced(module.init_with_output, (rngs, *args), kwargs)
     return seen.decisions
 
 
@@ -248,10 +249,13 @@ class _Seen:
         bare = [layer for path, layer in self.bare.items() if path not in known]
         return (*self.decided.values(), *(decide((), layer) for layer in bare))
 
-    def traced(self, run: Call, args: Args, kwargs: Kwargs, **options: Any) -> Any:
-        """A call of the module whose products are made anew."""
-        options |= {"rules": self.rules, "modules": self.modules, "callback": self.learn}
-        return call_of_model(run, args, kwargs, **options)
+    def traced(
+        self, run: Call, args: Args, kwargs: Kwargs, within: str = ""
+    ) -> Callable[[Key], Any]:
+        """The result by a key of a call of the module, whose products are made anew."""
+        decisions, by_key = traced_call(run, args, kwargs, self.rules, self.modules, within)
+        self.learn(decisions)
+        return by_key
 
     def learn(self, decisions: Sequence[Decision]) -> None:
         """Keep what the rules say of layers."""

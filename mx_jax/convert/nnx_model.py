@@ -15,7 +15,7 @@ from flax import nnx as flax_nnx
 from jax.sharding import PartitionSpec
 
 from mx_jax.convert.flax_layers import KnownLayer, known_layer
-from mx_jax.convert.functions import call_of_model
+from mx_jax.convert.functions import traced_call
 from mx_jax.convert.jaxpr import Module, in_module, tracing
 from mx_jax.convert.rules import (
     Decision,
@@ -386,15 +386,9 @@ def _traced(
                 after, state = context.split(inner)
             return result, state, None if same else after
 
-        result, state, after = call_of_model(
-            call,
-            (params, rest),
-            {},
-            rules=model.rules,
-            modules=model.modules,
-            key=key,
-            callback=functools.partial(model.check, here.path),
-        )
+        decisions, run = traced_call(call, (params, rest), {}, model.rules, model.modules)
+        model.check(here.path, decisions)
+        result, state, after = run(key)
         if after is not None:
             with flax_nnx.merge_context(_TAG, False) as context:
                 context.merge(after, state)
