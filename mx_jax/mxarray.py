@@ -2,8 +2,6 @@
 
 import dataclasses
 import functools
-import html
-import itertools
 import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -281,22 +279,6 @@ class MXArray(ArrayOfCodes):
         check_parts(self, "MXArray.reshape")
         return indexing.reshape(self, shape, {"order": order, **options})
 
-    def _repr_html_(self) -> str | None:
-        """What notebooks show: the first blocks, each its scale and its first codes."""
-        if not self._is_concrete():
-            return None
-        codes, inside = block_shapes.split(self.codes, self.blocks)
-        codes = np.moveaxis(np.asarray(codes), inside, range(-len(inside), 0))
-        scales = np.asarray(self.scale_values).astype(np.float32)
-        rows = [
-            (index, f"{scales[index]:g}", bytes(codes[index].ravel()[:16]).hex(" "))
-            for index in itertools.islice(np.ndindex(scales.shape), 8)
-        ]
-        caption = f"{self.format.name}, shape={self.shape}, dtype={self.dtype}, {self.nbytes} bytes"
-        if self.tensor_scale is not None and self.tensor_scale.size == 1:
-            caption += f", tensor scale {self.tensor_scale.item():g}"
-        return html_table(caption, ("block", "scale", "codes"), rows)
-
     def _is_concrete(self) -> bool:
         arrays = isinstance(self.codes, jax.Array) and not isinstance(self.codes, Tracer)
         return arrays and not violation(self)
@@ -413,17 +395,6 @@ def _unflatten(static: tuple[Any, ...], leaves: Iterable[Any]) -> MXArray:
 jax.tree_util.register_pytree_with_keys(MXArray, _flatten_with_keys, _unflatten, _flatten)
 
 
-def html_table(caption: str, header: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
-    """A table as notebooks show it; None is an empty cell."""
-
-    def row(tag: str, cells: Iterable[Any]) -> str:
-        texts = (html.escape("" if cell is None else str(cell)) for cell in cells)
-        return "<tr>" + "".join(f"<{tag}>{text}</{tag}>" for text in texts) + "</tr>"
-
-    lines = [row("th", header), *(row("td", cells) for cells in rows)]
-    return f"<table><caption>{html.escape(caption)}</caption>{''.join(lines)}</table>"
-
-
 # One program, also where nothing is traced: operation by operation it would be dozens of them for
 # every new shape.
 @functools.partial(
@@ -452,16 +423,25 @@ def decode(
     """
     dtype = jnp.dtype(dtype)
     saturates = saturates and x.format.scale.kind == "exponent"
-    how = {"exponent": exponent, "saturates": saturates, "lifted": lifted}
 
     def in_integers(x: MXArray) -> jax.Array:
         codes, inside = block_shapes.split(x.codes, x.blocks)
-        scales = block_shapes.spread(x.scales, inside)
-        tensor_scale = x.tensor_scale
+        scales, tensor_scale = block_shapes.spread(x.scales, inside), x.tensor_scale
         if tensor_scale is not None:
             tensor_scale = block_shapes.spread(tensor_scale, inside)
-        operands = codes, scales, tensor_scale, x.format, dtype
-        return block_shapes.merge(_decoded(*operands, **how), x.shape, inside)
+
+        def bits_of(exponent: int) -> jax.Array:
+            facts = x.format, tensor_scale, exponent, lifted
+            return scale_codec.decode_scaled(codes, scales, *facts)
+
+        bits = bits_of(exponent)
+        if saturates:
+            largest = float32.to_bits(jnp.asarray(jnp.finfo(dtype).max, jnp.float32))
+            sign = bits & jnp.int32(float32.SIGN)
+            # Far from the end of float32, only Inf itself is Inf, and NaN is larger.
+            finite = bits_of(exponent - _FAR) & float32.ABS < float32.INF
+            bits = jnp.where(finite, sign | jnp.minimum(bits & float32.ABS, largest), bits)
+        return block_shapes.merge(float32.from_bits(bits, dtype), x.shape, inside)
 
     def on_tpus(x: MXArray) -> jax.Array:
         by_products = functools.partial(scale_codec.decode_normal, dtype=dtype, exponent=exponent)
@@ -470,29 +450,6 @@ def decode(
     if (saturates and dtype == jnp.float16) or not scale_codec.may_decode_normal(x, exponent):
         return in_integers(x)
     return platform_dependent(x, tpu=on_tpus, default=in_integers)
-
-
-def _decoded(
-    codes: jax.Array,
-    scales: jax.Array,
-    tensor_scale: jax.Array | None,
-    format: BlockFormat,
-    dtype: np.dtype,
-    exponent: int,
-    saturates: bool,
-    lifted: bool,
-) -> jax.Array:
-    def bits_of(exponent: int) -> jax.Array:
-        return scale_codec.decode_scaled(codes, scales, format, tensor_scale, exponent, lifted)
-
-    bits = bits_of(exponent)
-    if saturates:
-        largest = float32.to_bits(jnp.asarray(jnp.finfo(dtype).max, jnp.float32))
-        sign = bits & jnp.int32(float32.SIGN)
-        # Far from the end of float32, only Inf itself is Inf, and NaN is larger.
-        finite = bits_of(exponent - _FAR) & float32.ABS < float32.INF
-        bits = jnp.where(finite, sign | jnp.minimum(bits & float32.ABS, largest), bits)
-    return float32.from_bits(bits, dtype)
 
 
 # No element times the largest scale reaches 2^(128 + 16).
