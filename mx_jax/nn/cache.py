@@ -96,27 +96,23 @@ class CacheRows:
             tensor_scale=scale,
         )
 
-    def held(self, length: int | None = None) -> Rows:
-        """The first rows as they are held, all of them without a length."""
-        codes = self.codes[:, :, :length]
+    def held(self) -> Rows:
+        """The rows as they are held."""
         if self.format is None:
-            return codes
+            return self.codes
         assert self.scales is not None
-        tensor_scale = self.tensor_scale
-        if tensor_scale is not None and not self.scale_is_fixed:
-            tensor_scale = tensor_scale[:, :, :length]
         return PackedRows(
-            codes=codes,
-            scales=self.scales[:, :, :length],
-            tensor_scale=tensor_scale,
+            codes=self.codes,
+            scales=self.scales,
+            tensor_scale=self.tensor_scale,
             format=self.format,
             features=self.features,
             dtype=self.dtype,
         )
 
-    def read(self, length: int | None = None) -> jax.Array:
-        """The values of the first rows, `[batch, heads, length, features]`."""
-        rows = self.held(length)
+    def read(self) -> jax.Array:
+        """The values, `[batch, heads, length, features]`."""
+        rows = self.held()
         return dequantize(rows.unpacked()) if isinstance(rows, PackedRows) else rows
 
 
@@ -273,9 +269,7 @@ class KVCache:
             keys=self.keys.write(keys, position), values=self.values.write(values, position)
         )
 
-    def attend(
-        self, query: jax.Array, position: jax.typing.ArrayLike, *, length: int | None = None
-    ) -> jax.Array:
+    def attend(self, query: jax.Array, position: jax.typing.ArrayLike) -> jax.Array:
         """Causal attention of queries over what the cache holds.
 
         A backend that reads codes reads no more of them than the tokens so far; for any other they
@@ -287,26 +281,17 @@ class KVCache:
           query: `[batch, tokens, query heads, features]`; a head of the cache serves as many
             query heads as there are for each.
           position: of the first query, one for all sequences or int `[batch]`.
-          length: how many rows of the cache to read, at least `position + tokens`; None: all.
 
         Returns:
           `[batch, tokens, query heads, features]`, of the query's dtype.
 
         Raises:
           ValueError: a query of another shape, or of whole numbers; a position that is negative, no
-            integer, or of another shape; a length that hides a query's
-            own token, if the position is known.
+            integer, or of another shape.
         """
         needs_four_axes("KVCache", query=query)
-        positions = checked_position(position, len(query))
-        tokens, known = query.shape[1], not isinstance(position, Tracer)
-        if length is not None and known and length < np.asarray(position).max() + tokens:
-            raise ValueError(
-                "KVCache: every query must see its own token, got "
-                f"length={length}, position={position}, tokens={tokens}; leave length out, or give "
-                "at least position + tokens"
-            )
-        return attend(query, self.keys.held(length), self.values.held(length), positions)
+        position = checked_position(position, len(query))
+        return attend(query, self.keys.held(), self.values.held(), position)
 
 
 def row_format(format: FormatLike) -> BlockFormat:
