@@ -279,16 +279,13 @@ class MXArray(ArrayOfCodes):
         check_parts(self, "MXArray.reshape")
         return indexing.reshape(self, shape, {"order": order, **options})
 
-    def _is_concrete(self) -> bool:
-        arrays = isinstance(self.codes, jax.Array) and not isinstance(self.codes, Tracer)
-        return arrays and not violation(self)
-
     def __repr__(self) -> str:
         # Leaves may be anything while a transformation rebuilds the tree; say what is there.
         shape = tuple(getattr(self.codes, "shape", ()))
         blocks = ", ".join(f"{axis}: {size!r}" for axis, size in self.blocks)
         text = f"MXArray({self.format.name}, shape={shape}, dtype={self.dtype}, blocks={{{blocks}}}"
-        if self._is_concrete():
+        is_array = isinstance(self.codes, jax.Array) and not isinstance(self.codes, Tracer)
+        if is_array and not violation(self):
             values = np.asarray(self.dequantize(jnp.float32))
             shown = np.array2string(values, threshold=20, edgeitems=2, precision=4, separator=", ")
             text += f", nbytes={self.nbytes},\n" + shown.replace("\n ", "\n")

@@ -280,7 +280,8 @@ def _write_shards(
     """Write files and their index: until that takes its place, an earlier checkpoint is read."""
     # What was never finished goes first, or a full disk would stay full. An index that is damaged
     # may be mended, and name any of the files.
-    numbered = [file.name for file in _numbered(folder)]
+    names = [file.name for file in folder.glob("*.safetensors")]
+    numbered = [name for name in names if NUMBERED.fullmatch(name)]
     earlier = _named(folder)
     if not earlier:
         stopped = {} if (folder / INDEX).is_file() else _incomplete(numbered)
@@ -304,11 +305,6 @@ def _write_shards(
     write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
     for name in {*numbered, WHOLE} - new:
         (folder / name).unlink(missing_ok=True)
-
-
-def _numbered(folder: Path) -> list[Path]:
-    """Numbered files of a folder."""
-    return [file for file in folder.glob("*.safetensors") if NUMBERED.fullmatch(file.name)]
 
 
 def _incomplete(names: Iterable[str]) -> dict[int, list[str]]:

@@ -112,15 +112,8 @@ def check_output(options: argparse.Namespace) -> None:
     if not out.parent.is_dir() or (out.exists() and out.is_dir() != is_folder):
         raise ValueError(f"{out} must be a file or a folder in a folder that is there")
     files.check_alone(out)
-    check_free(out, options.force)
-
-
-def check_free(out: Path, force: bool) -> None:
-    """ValueError for an output that is there, unless it is an empty folder."""
-    is_occupied = os.path.lexists(os.path.realpath(out)) and not (
-        out.is_dir() and not any(out.iterdir())
-    )
-    if is_occupied and not force:
+    is_empty = out.is_dir() and not any(out.iterdir())
+    if os.path.lexists(os.path.realpath(out)) and not is_empty and not options.force:
         raise ValueError(_is_there(out))
 
 

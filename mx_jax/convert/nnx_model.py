@@ -119,7 +119,9 @@ def original(model: M) -> M:
         )
     copy = flax_nnx.clone(model, variables=False)
     for _, layer in list(flax_nnx.iter_modules(copy)):
-        _take_back(layer)
+        for name in {"mx_call", "mx_stream"} & vars(layer).keys():
+            delattr(layer, name)
+        object.__setattr__(layer, "__class__", class_of(layer))
     return copy
 
 
@@ -223,13 +225,6 @@ def matrix_of(layer: object) -> flax_nnx.Param | None:
         return None
     params = (value for value in vars(layer).values() if isinstance(value, flax_nnx.Param))
     return next((value for value in params if len(getattr(value, "shape", ())) >= 2), None)
-
-
-def _take_back(layer: Any) -> None:
-    for name in ("mx_call", "mx_stream"):
-        if name in vars(layer):
-            delattr(layer, name)
-    object.__setattr__(layer, "__class__", class_of(layer))
 
 
 # Calls -------------------------------------------------------------------------------------------

@@ -307,15 +307,6 @@ def _count(shape: Sequence[int]) -> float:
     return float(math.prod(shape)) if is_known else 0.0
 
 
-def _num_devices(arrays: Sequence[Any]) -> int:
-    """Of the program, as far as its arguments say."""
-    shardings = (getattr(x, "sharding", None) for x in arrays)
-    return max(
-        (sharding.mesh.size for sharding in shardings if isinstance(sharding, NamedSharding)),
-        default=1,
-    )
-
-
 def _of_function(
     function: object, *args: object, backward: bool = False, **kwargs: object
 ) -> Explanation:
@@ -337,7 +328,10 @@ def _of_function(
     # XLA computes nothing that is not used. Flax, for one, traces the body of a scan twice.
     sites = walk(live(program))
     rows: dict[Row, Row] = {}
-    selected = [pair for site in sites for pair in _selected(site, _num_devices(arrays))]
+    shardings = (getattr(x, "sharding", None) for x in arrays)
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    num_devices = max((mesh.size for mesh in meshes), default=1)  # as far as arguments say
+    selected = [pair for site in sites for pair in _selected(site, num_devices)]
     for row in (*(row for row, _ in selected), *filter(None, map(_high, sites))):
         # Rows of the same work are one.
         key = dataclasses.replace(row, times=0, places=())

@@ -14,7 +14,7 @@ from jax import lax
 from jax.core import Tracer
 
 from mx_jax.codecs import explicit_axes, packing
-from mx_jax.formats import BlockFormat, Whole, block_format
+from mx_jax.formats import WHOLE, BlockFormat, block_format
 from mx_jax.formats.block import FormatLike
 from mx_jax.ops.product import cast_array
 from mx_jax.ops.quantize import attend_matrices, dequantize
@@ -228,7 +228,13 @@ class KVCache:
                 "KVCache: needs at least one sequence, token, head and feature, got "
                 f"batch={batch}, length={length}, heads={heads}, features={features}"
             )
-        form = None if format is None else row_format(format)
+        form = None if format is None else block_format(format)
+        # Blocks may not span tokens.
+        if form and (form.block[0] != 1 or (form.block[1] is WHOLE and form.scale.is_float32)):
+            raise ValueError(
+                "KVCache: blocks must lie along the features of one token, got "
+                f"format={form.name} with block={form.block}; use e.g. 'mxfp8_e4m3'"
+            )
         check_tensor_scales(tensor_scales, form)
         shape = (batch, heads, length, features)
         keys, values = (
@@ -292,17 +298,6 @@ class KVCache:
         needs_four_axes("KVCache", query=query)
         position = checked_position(position, len(query))
         return attend(query, self.keys.held(), self.values.held(), position)
-
-
-def row_format(format: FormatLike) -> BlockFormat:
-    """A block format, or its name, for rows of a cache; ValueError for blocks that span tokens."""
-    form = block_format(format)
-    if form.block[0] != 1 or (isinstance(form.block[1], Whole) and form.scale.is_float32):
-        raise ValueError(
-            "KVCache: blocks must lie along the features of one token, got "
-            f"format={form.name} with block={form.block}; use e.g. 'mxfp8_e4m3'"
-        )
-    return form
 
 
 def check_tensor_scales(scales: tuple[float, float] | None, form: BlockFormat | None) -> None:
