@@ -52,10 +52,6 @@ class GgufType:
     format: BlockFormat | None = None  # of the MXArrays that hold it; None if none does
     dtype: np.dtype | None = None  # of plain numbers
 
-    @property
-    def quantized(self) -> bool:
-        return self.block > 1
-
 
 def _plain(name: str, dtype: type) -> GgufType:
     made = np.dtype(dtype)
@@ -171,7 +167,7 @@ class GgufTensor:
         # NaN and Inf in scales are reported where values are checked, not as warnings here.
         with np.errstate(all="ignore"):
             if row.decode is not None:
-                by_xla = row.quantized and row.format is None
+                by_xla = row.block > 1 and row.format is None
                 return _values(stored, row.decode) if by_xla else row.decode(stored)
             quants: Any = importlib.import_module("gguf.quants")
             kind = quants.GGMLQuantizationType[row.name]
@@ -377,7 +373,7 @@ def _fetch(
         return plain(tensor.read().reshape(tensor.shape), where)
     if scale is not None:
         kind = tensors[scale].type
-        if kind.quantized:
+        if kind.block > 1:
             raise ValueError(
                 f"{where}: its tensor scale {scale} must be plain numbers, got {kind.name}"
             )
