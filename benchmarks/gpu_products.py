@@ -16,7 +16,7 @@ from benchmarks.gpu_compare import PLAIN, copies_beyond_cache
 from mx_jax.backends.pallas_gpu import PALLAS_GPU
 from mx_jax.backends.pallas_gpu import products as kernels
 from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
-from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand
+from mx_jax.backends.pallas_gpu.layouts import PackedWeights
 from mx_jax.backends.target import Backend, Target
 from mx_jax.backends.xla import XLA_BFLOAT16
 from mx_jax.backends.xla_scaled import XLA_SCALED
@@ -112,18 +112,9 @@ def kernel_product(
     """How the GPU's kernel wants quantized weights, and its product by them.
 
     Args:
-      pair: the formats; both sides have one where the kernel takes both as they are.
+      pair: the formats.
       architecture: the GPU.
     """
-    kernel = architecture.kernel(pair.lhs, pair.rhs)
-    if kernel is architecture.direct:
-
-        def scaled_product(x: jax.Array, w: ScaledOperand) -> jax.Array:
-            assert pair.lhs is not None
-            left = ScaledOperand.of(_batch(mx_jax.quantize(x, pair.lhs)))
-            return kernels.multiply_scaled(left, w, jnp.bfloat16, architecture)[0]
-
-        return lambda w: ScaledOperand.of(_batch(w)), scaled_product
 
     def product(x: jax.Array, w: Any) -> jax.Array:
         x = _cast(x, pair.lhs)

@@ -78,7 +78,6 @@ class MatmulCall:
       fast_accumulation: whether a native kernel may add in lower precision.
       reduce_dtype: in which devices add up what each has of the sums, if that is wider than the
         product's; None: in the product's.
-      stored: the operands that came quantized: weights, which could have come packed.
     """
 
     lhs: OperandType
@@ -87,7 +86,6 @@ class MatmulCall:
     precision: Any = None
     fast_accumulation: bool = False
     reduce_dtype: np.dtype | None = None
-    stored: tuple[Side, ...] = ()
 
     @property
     def text(self) -> str:
@@ -118,7 +116,7 @@ class RaggedCall:
       lhs: `[p, k]`, or `[k, m]` if the rows are contracted.
       rhs: a matrix for each group, its only batch axis; or `[k, n]`.
       num_groups: g; the product is `[p, n]`, or `[g, m, n]`.
-      out_dtype: as in `MatmulCall`, and precision and stored.
+      out_dtype: as in `MatmulCall`, and precision.
     """
 
     lhs: OperandType
@@ -126,7 +124,6 @@ class RaggedCall:
     num_groups: int
     out_dtype: np.dtype
     precision: Any = None
-    stored: tuple[Side, ...] = ()
 
     @property
     def text(self) -> str:

@@ -23,7 +23,7 @@ from mx_jax.backends.select import BACKENDS, current_target
 from mx_jax.backends.target import Backend, Target
 from mx_jax.codecs.blocks import scales_shape
 from mx_jax.codecs.rounding import NEAREST
-from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP4, MXFP8_E4M3, MXFP8_E5M2, WHOLE
+from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP8_E4M3, MXFP8_E5M2, WHOLE
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.quantize import quantize
 from mx_jax.reference.scale_rules import scale_rule_for
@@ -394,16 +394,6 @@ def _what_the_handlers_compute(call: calls.Call, target: Target) -> bool:
     return len(call.blocks) == 1 or [axis for axis, _ in call.blocks] == [-2, -1]
 
 
-def _few_bit_weights_from_ampere_on(call: calls.Call, target: Target) -> bool:
-    capability = target.compute_capability
-    if capability is None or capability < (8, 0) or jax.__version_info__ < (0, 12, 0):
-        return False
-    if not isinstance(call, calls.MatmulCall) or len(call.lhs.axes.contracting) > 1:
-        return False
-    values = call.lhs.format in MX_FORMATS or call.lhs.dtype == jnp.bfloat16
-    return values and call.rhs.format in (MXFP4, MXFP8_E4M3, MXFP8_E5M2)
-
-
 def _whole_tiles_of_bfloat16_on_one_tpu(call: calls.Call, target: Target) -> bool:
     if target.platform != "tpu" or not isinstance(call, calls.QuantizeCall):
         return False
@@ -421,7 +411,8 @@ PROMISES: Mapping[str, Promise] = {
     # Cases ask for the highest precision, which it does not have.
     "xla_rounded": lambda call, target: False,
     "reference": lambda call, target: not isinstance(call, calls.QuantizeBothCall),
-    "pallas_gpu": _few_bit_weights_from_ampere_on,
+    # No case has packed weights.
+    "pallas_gpu": lambda call, target: False,
 }
 
 TARGETS: tuple[Target, ...] = (

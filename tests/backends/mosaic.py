@@ -11,8 +11,12 @@ import numpy as np
 import pytest
 
 import mx_jax
-from mx_jax.backends.pallas_gpu import architecture
+from mx_jax.backends.calls import MatmulCall, PackCall, RaggedCall
+from mx_jax.backends.pallas_gpu import architecture, backend_for, products
+from mx_jax.backends.pallas_gpu.architecture import Architecture
+from mx_jax.backends.target import Backend, Offer
 from mx_jax.mxarray import MXArray
+from mx_jax.packed import PackedMXArray
 from mx_jax.testing.cases import MatmulCase
 
 needs_mosaic = pytest.mark.skipif(
@@ -32,6 +36,28 @@ def interpreter() -> Any:
 
     plgpu: Any = mosaic_gpu
     return plgpu.InterpretGPUParams(detect_races=True)
+
+
+def interpreted(gpu: Architecture) -> Architecture:
+    """A GPU whose kernels are interpreted."""
+    return dataclasses.replace(gpu, interpret=interpreter())
+
+
+def packed(call: MatmulCall | RaggedCall, rhs: MXArray) -> PackedMXArray:
+    """The weights of a product, packed."""
+    return products.pack_weights(rhs, PackCall(weights=call.rhs, blocks=rhs.blocks))
+
+
+def packing_backend(gpu: Architecture) -> Backend:
+    """The kernels, which pack a product's weights first: those of cases are not."""
+    kernels = backend_for(interpreted(gpu))
+
+    def run(lhs: Any, rhs: MXArray, *rest: Any) -> jax.Array:
+        return kernels.run(rest[-1], lhs, packed(rest[-1], rhs), *rest[:-1])
+
+    calls = MatmulCall, RaggedCall
+    table = tuple(Offer(call=call, rejects=lambda *_: None, run=run) for call in calls)
+    return dataclasses.replace(kernels, table=table)
 
 
 def has_race(run: Callable[[], jax.Array]) -> bool:

@@ -7,35 +7,25 @@ import pytest
 
 from mx_jax.backends.pallas_gpu.architecture import (
     ARCHITECTURES,
-    MMA,
     SM80,
     SM89,
     SM90,
-    SM100,
-    TCGEN05,
     WGMMA,
     Architecture,
-    Kernel,
     Tiles,
     choose,
 )
 from tests.backends.mosaic import needs_mosaic
 
-# An architecture, one of its kernels, bits of a code.
-Key = tuple[Architecture, Kernel, int]
-KEYS = [
-    (architecture, kernel, bits)
-    for architecture in ARCHITECTURES
-    for kernel in (architecture.decoding, architecture.direct)
-    if kernel is not None
-    for bits in kernel.tiles
-]
+# An architecture, bits of a code.
+Key = tuple[Architecture, int]
+KEYS = [(gpu, bits) for gpu in ARCHITECTURES for bits in gpu.kernel.tiles]
 
 
 @pytest.mark.parametrize("key", KEYS, ids=str)
 def test_tiles_are_possible(key: Key):
-    _, kernel, bits = key
-    buckets = kernel.tiles[bits]
+    gpu, bits = key
+    buckets = gpu.kernel.tiles[bits]
     limits = [limit for limit, _ in buckets]
     assert limits == sorted(limits) and limits[-1] == np.inf
     for limit, tiles in buckets:
@@ -44,21 +34,19 @@ def test_tiles_are_possible(key: Key):
 
 
 @pytest.mark.parametrize(
-    ("architecture", "kernel", "tiles"),
+    ("gpu", "tiles"),
     [
-        (SM80, MMA, Tiles(m=8, n=64, k=128)),
-        (SM89, MMA, Tiles(m=64, n=64, k=256, stages=4)),
-        (SM90, WGMMA, Tiles(m=12)),
-        (SM90, WGMMA, Tiles(m=8, n=256, k=512, stages=4)),
-        (SM90, WGMMA, Tiles(m=128, n=256, k=128, stages=2)),
-        (SM90, WGMMA, Tiles(m=8, n=64, k=128, stages=36)),
-        (SM90, WGMMA, Tiles(m=128, k=256)),
-        (SM100, TCGEN05, Tiles(m=64, k=256)),
-        (SM100, TCGEN05, Tiles(m=128, n=256, k=256, stages=5)),
+        (SM80, Tiles(m=8, n=64, k=128)),
+        (SM89, Tiles(m=64, n=64, k=256, stages=4)),
+        (SM90, Tiles(m=12)),
+        (SM90, Tiles(m=8, n=256, k=512, stages=4)),
+        (SM90, Tiles(m=128, n=256, k=128, stages=2)),
+        (SM90, Tiles(m=8, n=64, k=128, stages=36)),
+        (SM90, Tiles(m=128, k=256)),
     ],
 )
-def test_impossible_tiles(architecture: Architecture, kernel: Kernel, tiles: Tiles):
-    assert not architecture.possible(kernel, 4, tiles)
+def test_impossible_tiles(gpu: Architecture, tiles: Tiles):
+    assert not gpu.possible(4, tiles)
 
 
 @needs_mosaic
@@ -98,20 +86,19 @@ def test_no_tile_asks_for_more_registers_than_it_starts_with():
     ],
 )
 def test_choice(m: int, n: int, k: int, expected: dict[str, int]):
-    tiles = choose(SM90, WGMMA, 8, batch=1, m=m, n=n, k=k)
+    tiles = choose(SM90, 8, batch=1, m=m, n=n, k=k)
     expected = {"m": 8, "n": 128, "k": 128, "splits": 1} | expected
     assert {name: getattr(tiles, name) for name in expected} == expected
-    assert SM90.possible(WGMMA, 8, tiles)
+    assert SM90.possible(8, tiles)
 
 
 @pytest.mark.parametrize(("m", "n"), [(3, 256), (300, 128), (300, 384)])
 def test_every_choice_is_possible(m: int, n: int):
     for k in range(256, 256 * 20, 128):
         for key in KEYS:
-            k -= k % 256 if key[1] is TCGEN05 else 0
             tiles = choose(*key, batch=1, m=m, n=n, k=k)
             steps, rest = divmod(k, tiles.k)
-            assert key[1].clips or n % tiles.n == rest == 0
+            assert key[0].kernel.clips or n % tiles.n == rest == 0
             assert 1 <= tiles.splits <= max(1, steps)
             assert Architecture.possible(*key, tiles)
 
@@ -123,4 +110,4 @@ SMALL_HOPPER = dataclasses.replace(SM90, name="sm99", num_sms=24, shared_memory=
 def test_memory_that_no_tiles_fit():
     tiny = dataclasses.replace(SMALL_HOPPER, shared_memory=1024)
     with pytest.raises(ValueError, match="no tiles of wgmma for 4 bits fit sm99: n=128, k=25"):
-        choose(tiny, WGMMA, 4, batch=1, m=8, n=128, k=256)
+        choose(tiny, 4, batch=1, m=8, n=128, k=256)

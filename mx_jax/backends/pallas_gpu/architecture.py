@@ -9,12 +9,12 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import jax
 
-from mx_jax.backends.pallas_gpu.layouts import PAD_K, PAD_N, meet
+from mx_jax.backends.pallas_gpu.layouts import PAD_K, PAD_N
 from mx_jax.backends.target import current_target
-from mx_jax.formats import BlockFormat
 
 Capability = tuple[int, int]
 # The first version of JAX for which the kernels have been compiled.
@@ -28,8 +28,8 @@ class Tiles:
     """What one program of a kernel computes.
 
     Attributes:
-      m: rows of activations, or of the left operand.
-      n: rows of weights, or of the right operand.
+      m: rows of activations.
+      n: rows of weights.
       k: length of one step along k.
       stages: steps in flight.
       splits: programs that share a tile's k, and whose sums are added.
@@ -50,7 +50,7 @@ Table = tuple[tuple[float, Tiles], ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False, eq=False)
 class Kernel:
-    """One way to multiply.
+    """One way to decode weights to bfloat16 and multiply.
 
     Attributes:
       name: the instruction that multiplies; its device code is `<name>.py`.
@@ -62,7 +62,6 @@ class Kernel:
         kernel decodes the same weights again for every tile of rows.
       clips: whether tiles may reach beyond the operands.
       groups: whether it takes rows in groups.
-      sums_groups: whether its device code has sums over the rows of each group.
     """
 
     name: str
@@ -73,14 +72,13 @@ class Kernel:
     crossover: float = math.inf
     clips: bool = False
     groups: bool = False
-    sums_groups: bool = False
 
     def __repr__(self) -> str:
         return self.name
 
-    def load(self, function: str = "multiply") -> Callable[..., jax.Array]:
-        """A function of its device code: imports Mosaic GPU, which older versions of JAX lack."""
-        return getattr(importlib.import_module(f"{__package__}.{self.name}"), function)
+    def load(self) -> Callable[..., jax.Array]:
+        """Its device code: imports Mosaic GPU, which older versions of JAX lack."""
+        return importlib.import_module(f"{__package__}.{self.name}").multiply
 
 
 def _stages(tiles: Tiles, lhs_bits: int, rhs_bits: int) -> int:
@@ -158,30 +156,8 @@ WGMMA = Kernel(
     crossover=1024,
     clips=True,
     groups=True,
-    sums_groups=True,
 )
 
-
-# Blackwell's: 128 by 128 or 256, with steps of 128 bytes.
-TCGEN05 = Kernel(
-    name="tcgen05",
-    tiles={
-        4: (
-            (256, Tiles(m=128, k=256, stages=4, splits=8)),
-            (_ANY, Tiles(m=128, n=256, k=256, stages=3, splits=2)),
-        ),
-        8: (
-            (256, Tiles(m=128, k=256, stages=2, splits=8)),
-            (_ANY, Tiles(m=128, n=256, k=128, stages=3, splits=2)),
-        ),
-    },
-    possible=lambda bits, tiles: (
-        tiles.m == 128 and tiles.n in (128, 256) and tiles.k * bits % 1024 == 0
-    ),
-    shared_memory=lambda bits, tiles: _stages(tiles, bits + 1, bits) + 2 * tiles.m * 128,
-    resident=1,
-    groups=True,
-)
 
 # GPUs -------------------------------------------------------------------------------------------
 
@@ -195,29 +171,24 @@ class Architecture:
       capabilities: CUDA's compute capabilities that it stands for.
       num_sms: of the GPU whose processors tiles are to fill.
       shared_memory: bytes that a program may ask for, a KiB of it left for barriers.
-      decoding: the kernel that decodes weights to bfloat16, which takes every product that is
-        taken at all.
-      direct: the kernel that multiplies two block-scaled operands as they are, where they `meet`.
+      kernel: what multiplies.
+      interpret: parameters of Mosaic's interpreter, for tests on a CPU; None compiles.
     """
 
     name: str
     capabilities: tuple[Capability, ...]
     num_sms: int
     shared_memory: int
-    decoding: Kernel
-    direct: Kernel | None = None
+    kernel: Kernel
+    interpret: Any = None
 
     def __repr__(self) -> str:
         return self.name
 
-    def kernel(self, lhs: BlockFormat | None, rhs: BlockFormat | None) -> Kernel:
-        """That multiplies operands of two formats, None for high precision."""
-        return self.direct if self.direct is not None and meet(lhs, rhs) else self.decoding
-
-    def possible(self, kernel: Kernel, code_bits: int, tiles: Tiles) -> bool:
-        """Whether a kernel can be compiled with these tiles, and started here."""
-        fits = kernel.shared_memory(code_bits, tiles) <= self.shared_memory
-        return tiles.k % 128 == 0 and fits and kernel.possible(code_bits, tiles)
+    def possible(self, code_bits: int, tiles: Tiles) -> bool:
+        """Whether the kernel can be compiled with these tiles, and started here."""
+        fits = self.kernel.shared_memory(code_bits, tiles) <= self.shared_memory
+        return tiles.k % 128 == 0 and fits and self.kernel.possible(code_bits, tiles)
 
 
 SM80 = Architecture(
@@ -225,9 +196,9 @@ SM80 = Architecture(
     capabilities=((8, 0), (8, 7)),
     num_sms=108,  # A100
     shared_memory=162 * _KIB,
-    decoding=MMA,
+    kernel=MMA,
 )
-# 12.x has other instructions for block-scaled operands than 10.x, and the memory of 8.9.
+# 12.x has the memory of 8.9.
 SM89 = dataclasses.replace(
     SM80,
     name="sm89",
@@ -240,15 +211,14 @@ SM90 = Architecture(
     capabilities=((9, 0),),
     num_sms=132,  # H100, H200
     shared_memory=226 * _KIB,
-    decoding=WGMMA,
+    kernel=WGMMA,
 )
 SM100 = dataclasses.replace(
     SM90,
     name="sm100",
     capabilities=((10, 0), (10, 3), (11, 0)),
     num_sms=148,  # B200
-    decoding=MMA,
-    direct=TCGEN05,
+    kernel=MMA,
 )
 
 ARCHITECTURES = (SM80, SM89, SM90, SM100)
@@ -278,14 +248,7 @@ _MIN_STEPS = 4
 
 
 def choose(
-    architecture: Architecture,
-    kernel: Kernel,
-    code_bits: int,
-    *,
-    batch: int,
-    m: int,
-    n: int,
-    k: int,
+    architecture: Architecture, code_bits: int, *, batch: int, m: int, n: int, k: int
 ) -> Tiles:
     """The table's tiles, shared by as many programs as still help.
 
@@ -296,6 +259,7 @@ def choose(
     Raises:
       ValueError: if none fit: the row's memory is smaller than its kernel can do with.
     """
+    kernel = architecture.kernel
     table = kernel.tiles[code_bits]
     most_rows = next(limit for limit, _ in table if m <= limit)
     entries = [tiles for limit, tiles in table if limit == most_rows]
@@ -304,7 +268,7 @@ def choose(
 
     def fits(tiles: Tiles) -> bool:
         whole = tiles.n <= n if kernel.clips else n % tiles.n == k % tiles.k == 0
-        return whole and architecture.possible(kernel, code_bits, tiles)
+        return whole and architecture.possible(code_bits, tiles)
 
     def shared(tiles: Tiles) -> Tiles:
         idle, most = at_once // programs(tiles), -(-k // tiles.k) // _MIN_STEPS

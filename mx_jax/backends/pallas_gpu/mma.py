@@ -8,32 +8,30 @@ transposed, `weights[n, k] x activations[m, k]`: few activations then need no pa
 Imports Mosaic GPU, so the adapter imports this file only when it takes a call.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from mx_jax.backends.pallas_gpu.architecture import Tiles
 from mx_jax.backends.pallas_gpu.decode import Decoder
 from mx_jax.backends.pallas_gpu.device import plgpu, share
-from mx_jax.backends.pallas_gpu.layouts import ROWS
-from mx_jax.formats import BlockFormat
+from mx_jax.backends.pallas_gpu.layouts import ROWS, PackedWeights
 
 
 def multiply(
     x: jax.Array,
-    codes: jax.Array,
-    scales: jax.Array,
-    *,
-    n: int,
-    format: BlockFormat,
+    weights: PackedWeights,
     tiles: Tiles,
-    out_dtype: jnp.dtype,
-    interpret: object = None,
+    out_dtype: np.dtype,
+    interpret: Any = None,
 ) -> jax.Array:
     """The product `[batch, m, n]`: arguments as of `wgmma.multiply`; `tiles.k` divides k'."""
-    interpreted = interpret is not None
-    decoder = Decoder(format=format, interpreted=interpreted)
+    interpreted, format, n = interpret is not None, weights.format, weights.shape[1]
+    decoder, codes = Decoder(format=format, interpreted=interpreted), weights.codes
     batch, m, k = x.shape
     padded_k = codes.shape[2] * decoder.group
     x = jnp.pad(x, ((0, 0), (0, -m % tiles.m), (0, padded_k - k)))
@@ -92,7 +90,7 @@ def multiply(
         interpret=interpret,
     )(
         x.reshape(rows, padded_k),
-        *(array.reshape(-1, *array.shape[2:]) for array in (codes, scales)),
+        *(array.reshape(-1, *array.shape[2:]) for array in (codes, weights.scales)),
     )
     # Few rows: XLA transposes on the way to the sum over splits.
     out = out.reshape(tiles.splits, columns, batch, -1).transpose(0, 2, 3, 1)[:, :, :m, :n]
