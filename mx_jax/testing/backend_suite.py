@@ -354,10 +354,15 @@ def _whole_axis_codes(call: calls.Call, target: Target) -> bool:
 def _what_bfloat16_holds_on_accelerators(call: calls.Call, target: Target) -> bool:
     if target.platform == "cpu" or not isinstance(call, calls.MatmulCall):
         return False
-    return all(
-        operand.format in BLOCK_FORMATS or operand.dtype == jnp.bfloat16
-        for _, operand in call.sides
-    )
+
+    def is_held(operand: calls.OperandType) -> bool:
+        format = operand.format
+        if format is None:
+            return operand.dtype == jnp.bfloat16
+        leaves_sums = not format.scale.is_float32 or format.block[1] is WHOLE
+        return format in BLOCK_FORMATS and leaves_sums
+
+    return all(is_held(operand) for _, operand in call.sides)
 
 
 def _mxfp8_on_one_blackwell(call: calls.Call, target: Target) -> bool:

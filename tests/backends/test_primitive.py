@@ -209,26 +209,6 @@ def test_unsharded_programs_run_the_kernel():
     assert [found.rows[-1].backend for found in explained] == ["pallas_gpu", "xla_bfloat16"]
 
 
-def test_blocks_under_float32_scales():
-    """On one device as on a host with one: bfloat16 products of blocks; else in float32."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    run, x, w = functools.partial(mx_jax.matmul, recipe="deepseek_v3"), ROWS, WEIGHTS
-    sharded = lying(x, mesh, "data")
-    with mx_jax.testing.target("cuda", (9, 0)):
-        expected = lowered(run, x, w)
-    with HOST():
-        alone, split = lowered(run, x, w), lowered(run, sharded, w)
-    with mx_jax.testing.target("cuda", (9, 0), num_devices=8):
-        plain = lowered(run, sharded, w)
-    assert dots(alone) == dots(expected) != dots(plain) == dots(split)
-
-
-def dots(program: str) -> list[str]:
-    """Dtypes of what is multiplied."""
-    lines = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
-    return [line[line.rindex(" : ") :] for line in lines]
-
-
 def test_parts_of_a_product_are_computed_by_what_takes_one_device():
     """In jit and outside, under gradients, with a backend of one's own, which gives ones."""
 
