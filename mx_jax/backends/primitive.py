@@ -59,8 +59,7 @@ def bind(call: Call, *operands: Any, sources: Callable[[], Sequence[Any]] | None
         one = call
         if isinstance(call, QuantizeBothCall) and find(call, target) is None:
             one = call.first
-        if select(one, target).offer.trace_in_place and target.counted:
-            return _compute(call, target, *operands)
+        select(one, target)
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in mesh.axis_types:
         # Types would have to say where results lie: plain JAX's do.

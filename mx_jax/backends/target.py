@@ -262,8 +262,6 @@ class Offer:
       takes_keys: whether it takes a `DerivedKey` in place of random bits or signs, if the backend
         draws them itself; else they are drawn before.
       takes_parts: whether it may compute a device's part of a call that the compiler splits.
-      trace_in_place: whether `run` is traced with its caller and not when it is lowered:
-        interpreters of kernels have effects, which JAX wants to see.
     """
 
     call: type[Call]
@@ -272,7 +270,6 @@ class Offer:
     label: str | Callable[[Any], str] = ""
     takes_keys: bool = False
     takes_parts: bool = True
-    trace_in_place: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -41,8 +41,7 @@ def backend_for(architecture: "Architecture | None" = None) -> Backend:
                 f"num_devices={target.num_devices}; only_backend('pallas_gpu') insists"
             )
 
-        in_place = architecture is not None and architecture.interpret is not None
-        return Offer(call=call, rejects=reason, run=run, trace_in_place=in_place, takes_parts=False)
+        return Offer(call=call, rejects=reason, run=run, takes_parts=False)
 
     return Backend(
         name="pallas_gpu",

@@ -102,6 +102,16 @@ class Place(NamedTuple):
     factors: tuple[Any, ...] = ()  # what sums are multiplied by, one after the other
 
 
+class Scratch(NamedTuple):
+    """What the threads of a program share."""
+
+    smem: tuple[Any, ...]  # stages of activations, codes and scales
+    full: Any  # barriers of stages that were copied
+    empty: Any  # and of those that were read
+    out_smem: Any  # the result of each warpgroup
+    operand: Any = None  # a stand-in, for the interpreter
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
     """A tile of a product, for a grid `(split, n, row)`; or `(split, n, visit)` for rows in groups.
@@ -150,7 +160,7 @@ class Program:
         def body(*gmem: Any, **scratch: Any) -> None:
             place = self._place(num_m, *gmem[len(operands) : -1])
             sources = functools.partial(self._sources, gmem[: len(operands)], place)
-            self._multiply(place, sources, gmem[-1], **scratch)
+            self._multiply(place, sources, gmem[-1], Scratch(**scratch))
 
         grouped = "grouped_" if self.in_groups else ""
         out = plgpu.kernel(
@@ -221,15 +231,11 @@ class Program:
         place: Place,
         sources: Any,
         out_gmem: Any,
-        *,
-        smem: tuple[Any, ...],
-        full: Any,
-        empty: Any,
-        out_smem: Any,
-        operand: Any = None,
+        scratch: "Scratch",
     ) -> None:
         """A warp of the last warpgroup copies, each of the others sums up its rows of weights."""
         warpgroup, stages = lax.axis_index("warpgroup"), self.tiles.stages
+        smem, full, empty, operand = scratch.smem, scratch.full, scratch.empty, scratch.operand
 
         def step(acc: Any, stage: jax.Array) -> None:
             index = lax.axis_index("warpgroup")
@@ -266,7 +272,7 @@ class Program:
 
             sums = pl.run_scoped(sum_up, plgpu.ACC((ROWS, self.tiles.m), jnp.float32))
             columns = lax.axis_index("n") * self.tiles.n + warpgroup * ROWS
-            self._store(place, sums, out_smem.at[warpgroup], out_gmem, pl.ds(columns, ROWS))
+            self._store(place, sums, scratch.out_smem.at[warpgroup], out_gmem, pl.ds(columns, ROWS))
             plgpu.wait_smem_to_gmem(0)
 
     def _store(self, place: Place, sums: jax.Array, piece: Any, to: Any, columns: Any) -> None:
