@@ -13,7 +13,6 @@ import pytest
 import mx_jax
 from mx_jax.backends.calls import OperandType
 from mx_jax.backends.pallas_gpu import products
-from mx_jax.backends.pallas_gpu.architecture import SM90
 from mx_jax.backends.pallas_gpu.layouts import FIELDS, visits
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
@@ -23,7 +22,7 @@ from mx_jax.testing.cases import RAGGED_CASES, RaggedCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.backends.mosaic import (
     few_octaves,
-    interpreted,
+    interpreter,
     lowered,
     mostly_slow,
     needs_mosaic,
@@ -95,8 +94,8 @@ SLOW_PRODUCTS = [
 def test_is_the_reference_after_rounding(case: RaggedCase):
     lhs, rhs, sizes = operands(case)
     weights = packed(case.call, rhs)
-    gpu = interpreted(SM90)
-    run = jax.jit(lambda lhs, rhs: products.ragged_dot(lhs, rhs, sizes, case.call, gpu))
+    interpret = interpreter()
+    run = jax.jit(lambda lhs, rhs: products.ragged_dot(lhs, rhs, sizes, case.call, interpret))
     assert "grouped_wgmma" in str(run.trace(lhs, weights).jaxpr)
     expected = scaled_ragged_dot(lhs, rhs, sizes, case.call.contracting, case.out_dtype)
     assert_bitwise_equal(run(lhs, weights), expected, what="product")
@@ -107,7 +106,7 @@ def test_is_the_reference_after_rounding(case: RaggedCase):
 @pytest.mark.parametrize("case", [x for x in RAGGED_CASES if not x.contracts_rows], ids=str)
 def test_is_near_float64(case: RaggedCase):
     """The shared suite's cases, tiles by the table."""
-    check_ragged(packing_backend(SM90), case)
+    check_ragged(packing_backend(), case)
 
 
 @needs_mosaic
@@ -122,7 +121,7 @@ def test_a_tensor_scale_of_each_matrix(rng: np.random.Generator):
     call = dataclasses.replace(case.call, lhs=types[0], rhs=types[1])
     assert call.rhs.scale_axes == (0,)
     expected = scaled_ragged_dot(x, w, sizes, call.contracting, "float32")
-    run = jax.jit(functools.partial(packing_backend(SM90).run, call))
+    run = jax.jit(functools.partial(packing_backend().run, call))
     np.testing.assert_allclose(run(x, w, sizes), expected, rtol=1e-6, atol=1e-3)
 
 

@@ -12,8 +12,8 @@ import pytest
 import mx_jax
 from mx_jax import formats
 from mx_jax.backends.pallas_gpu import products
-from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, Architecture, Kernel, Tiles
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights, slots_of, words_of
+from mx_jax.backends.pallas_gpu.tiles import Tiles
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, MXINT8, NVFP4, BlockFormat
 from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
@@ -22,7 +22,7 @@ from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.backends.mosaic import (
     has_race,
-    interpreted,
+    interpreter,
     mostly_slow,
     needs_mosaic,
     packed,
@@ -46,56 +46,36 @@ def two(lhs: BlockFormat, rhs: BlockFormat, **facts: Any) -> MatmulCase:
 # Edges: one row, a partial block, several tiles, batches, several axes, a k that the table splits,
 # each order, each dtype.
 PRODUCTS = [
-    (SM90, case_of(MXFP4, m=(1,), n=(1,), k=(33,))),
-    (SM90, case_of(MXFP4, m=(9,), n=(130,), k=(160,), out_dtype="bfloat16")),
-    (
-        SM90,
-        case_of(MXFP8_E4M3, batch=(2,), m=(3,), k=(64,), lhs_k_first=True, out_dtype="float16"),
-    ),
-    (SM90, case_of(MXFP8_E5M2, m=(2, 3), n=(4, 2), k=(2, 512), rhs_k_first=True)),
-    (SM90, case_of(formats.MXFP6_E2M3, n=(70,), k=(150,))),
-    (SM90, case_of(MXINT8, k=(64,))),
-    (SM90, case_of(NVFP4, n=(130,), k=(40,))),
-    (SM90, two(MXFP4, MXFP8_E4M3, batch=(2,), m=(3,), n=(70,), k=(100,), rhs_k_first=True)),
-    (SM80, case_of(MXFP4, batch=(2,), m=(9,), n=(70,), k=(1100,), out_dtype="bfloat16")),
+    case_of(MXFP4, m=(1,), n=(1,), k=(33,)),
+    case_of(MXFP4, m=(9,), n=(130,), k=(160,), out_dtype="bfloat16"),
+    case_of(MXFP8_E4M3, batch=(2,), m=(3,), k=(64,), lhs_k_first=True, out_dtype="float16"),
+    case_of(MXFP8_E5M2, m=(2, 3), n=(4, 2), k=(2, 512), rhs_k_first=True),
+    case_of(formats.MXFP6_E2M3, n=(70,), k=(150,)),
+    case_of(MXINT8, k=(64,)),
+    case_of(NVFP4, n=(130,), k=(40,)),
+    two(MXFP4, MXFP8_E4M3, batch=(2,), m=(3,), n=(70,), k=(100,), rhs_k_first=True),
 ]
 SLOW_PRODUCTS = [
-    (SM90, case_of(MXFP4.with_block(64), k=(200,))),
-    (SM80, case_of(MXFP8_E4M3, m=(1,), n=(130,), k=(70,))),
-    (SM80, case_of(NVFP4, m=(20,), k=(200,))),
+    case_of(MXFP4.with_block(64), k=(200,)),
     # A tensor scale for each matrix of the batch.
-    (SM90, case_of(NVFP4, batch=(2,), m=(3,), n=(70,), k=(96,))),
+    case_of(NVFP4, batch=(2,), m=(3,), n=(70,), k=(96,)),
 ]
 
 
-@pytest.mark.parametrize("what", mostly_slow([*PRODUCTS, *SLOW_PRODUCTS], *PRODUCTS), ids=str)
-def test_is_the_reference_after_rounding(
-    what: tuple[Architecture, MatmulCase], rng: np.random.Generator
-):
-    gpu, case = what
+@pytest.mark.parametrize("case", mostly_slow([*PRODUCTS, *SLOW_PRODUCTS], *PRODUCTS), ids=str)
+def test_is_the_reference_after_rounding(case: MatmulCase, rng: np.random.Generator):
     lhs, rhs = whole_numbers(rng, case)
-    gpu = interpreted(gpu)
+    interpret = interpreter()
 
     def run(lhs: Any, rhs: Any) -> jax.Array:
-        return products.scaled_matmul(lhs, packed(case.call, rhs), case.call, gpu)
+        return products.scaled_matmul(lhs, packed(case.call, rhs), case.call, interpret)
 
     expected = scaled_matmul(lhs, rhs, case.call.dimension_numbers, case.call.out_dtype)
     assert_bitwise_equal(jax.jit(run)(lhs, rhs), expected, what="product")
 
 
-@pytest.mark.parametrize(
-    "what",
-    mostly_slow(
-        NEAR := [
-            (SM90, two(MXFP8_E5M2, MXINT8, k=(40,), out_dtype="bfloat16")),
-            (SM80, two(NVFP4, NVFP4, k=(90,))),
-        ],
-        NEAR[0],
-    ),
-    ids=str,
-)
-def test_is_near_float64(what: tuple[Architecture, MatmulCase]):
-    check_matmul(packing_backend(what[0]), what[1])
+def test_is_near_float64():
+    check_matmul(packing_backend(), two(MXFP8_E5M2, MXINT8, k=(40,), out_dtype="bfloat16"))
 
 
 def test_packed_weights_of_many_rows_are_unpacked_and_dequantized_apart():
@@ -103,22 +83,23 @@ def test_packed_weights_of_many_rows_are_unpacked_and_dequantized_apart():
     weights = jax.eval_shape(PackedWeights.of, mx_jax.quantize(jnp.ones((1, 128, 128)), "mxfp4"))
     x = jax.ShapeDtypeStruct((1, 1024, 128), jnp.bfloat16)
     out = jnp.dtype(jnp.bfloat16)
-    made = jax.make_jaxpr(lambda x, w: products.by_weights(x, w, out, SM90))(x, weights)
+    made = jax.make_jaxpr(lambda x, w: products.by_weights(x, w, out))(x, weights)
     names = [eqn.primitive.name for eqn in made.eqns]
     assert names.count("optimization_barrier") == 2
 
 
 def test_many_rows_are_left_to_xla(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch):
-    def load(*_: Any) -> Any:
-        raise AssertionError("asked for a kernel")
+    class Kernel:
+        def multiply(self, *_: Any) -> Any:
+            raise AssertionError("asked for a kernel")
 
-    monkeypatch.setattr(Kernel, "load", load)
+    monkeypatch.setattr(products, "_wgmma", Kernel())
     case = case_of(NVFP4, m=(1024,), n=(5,), k=(64,), out_dtype="bfloat16")
     x, w = whole_numbers(rng, case)
     expected = scaled_matmul(x, w, case.call.dimension_numbers, "bfloat16")
 
     def product(x: jax.Array, w: MXArray) -> jax.Array:
-        return products.scaled_matmul(x, packed(case.call, w), case.call, SM90)
+        return products.scaled_matmul(x, packed(case.call, w), case.call)
 
     assert_bitwise_equal(jax.jit(product)(x, w), expected, what="product")
     with pytest.raises(AssertionError, match="asked for a kernel"):
@@ -128,10 +109,10 @@ def test_many_rows_are_left_to_xla(rng: np.random.Generator, monkeypatch: pytest
 def test_under_vmap(rng: np.random.Generator):
     case = case_of(MXFP4, m=(3,), n=(5,), k=(64,))
     x, w = whole_numbers(rng, case)
-    xs, gpu = jnp.stack([x, 2 * x]), interpreted(SM90)
+    xs, interpret = jnp.stack([x, 2 * x]), interpreter()
 
     def product(x: jax.Array) -> jax.Array:
-        return products.scaled_matmul(x, packed(case.call, w), case.call, gpu)
+        return products.scaled_matmul(x, packed(case.call, w), case.call, interpret)
 
     expected = jnp.stack([scaled_matmul(x, w, case.call.dimension_numbers, "float32") for x in xs])
     assert_bitwise_equal(jax.jit(jax.vmap(product))(xs), expected, what="product")
@@ -139,15 +120,16 @@ def test_under_vmap(rng: np.random.Generator):
 
 # The interpreter multiplies with NumPy, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-@pytest.mark.parametrize("gpu", [SM90, SM80], ids=str)
-def test_what_is_not_finite_reaches_its_row_alone(gpu: Architecture):
+def test_what_is_not_finite_reaches_its_row_alone():
     case = case_of(MXFP8_E5M2, m=(2,), n=(5,), k=(64,))
     rhs: Any = case.operands(np.random.default_rng(0))[1]
     codes, scales = np.full((5, 64), 0x3C, np.uint8), np.full((5, 2), 127, np.uint8)
     codes[1, 5], scales[2, 1], codes[4, 5] = 0x7F, 255, 0x7C
     rhs = dataclasses.replace(rhs, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
-    lhs, gpu = jnp.ones((2, 64), jnp.bfloat16).at[1, 3].set(jnp.inf), interpreted(gpu)
-    run = jax.jit(lambda x, w: products.scaled_matmul(x, packed(case.call, w), case.call, gpu))
+    lhs, interpret = jnp.ones((2, 64), jnp.bfloat16).at[1, 3].set(jnp.inf), interpreter()
+    run = jax.jit(
+        lambda x, w: products.scaled_matmul(x, packed(case.call, w), case.call, interpret)
+    )
     nan, inf = np.nan, np.inf
     np.testing.assert_array_equal(
         run(lhs, rhs), [[64, nan, nan, 64, inf], [inf, nan, nan, inf, inf]]
@@ -200,9 +182,9 @@ def hopper_product(format: BlockFormat, tiles: Tiles, out_dtype: str) -> tuple[A
     """The kernel's, as a function to be called, and the reference's."""
     case = case_of(format, m=(3,), n=(200,), k=(1000,), out_dtype=out_dtype)
     x, w = whole_numbers(np.random.default_rng(0), case)
-    weights, gpu = jax.jit(PackedWeights.of)(jax.tree.map(lambda a: a[None], w)), interpreted(SM90)
+    weights = jax.jit(PackedWeights.of)(jax.tree.map(lambda a: a[None], w))
     expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
-    return lambda: products.multiply(x[None], weights, out_dtype, gpu, tiles)[0], expected
+    return lambda: products.multiply(x[None], weights, out_dtype, interpreter(), tiles)[0], expected
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.calls import DequantizeCall, MatmulCall, OperandType
-from mx_jax.backends.pallas_gpu.architecture import MIN_JAX
+from mx_jax.backends.pallas_gpu.tiles import MIN_JAX
 from mx_jax.backends.primitive import bind
 from mx_jax.backends.select import select, with_backends
 from mx_jax.backends.target import Backend, Offer, Target

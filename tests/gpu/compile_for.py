@@ -24,8 +24,8 @@ from jax.experimental import topologies
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.pallas_gpu.architecture import Architecture, architecture_of
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights, stored_bits, visits
+from mx_jax.backends.pallas_gpu.tiles import TILES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,13 +47,6 @@ class Gpu:
     shared: int
     level_2: int
     bandwidth: float
-
-    @property
-    def architecture(self) -> Architecture:
-        """What the kernels know of it."""
-        found = architecture_of(self.capability)
-        assert found is not None
-        return found
 
     @property
     def target(self) -> str:
@@ -90,7 +83,7 @@ device_description_str: "NVIDIA {self.name}"
 """
 
 
-# One of each compute capability that has kernels, by what ptxas calls it.
+# One of each compute capability that is compiled for, by what ptxas calls it.
 GPUS = {
     gpu.target: gpu
     for gpu in (
@@ -144,22 +137,28 @@ def shapes(make: Callable[..., Any], shape: tuple[int, ...], format: formats.Blo
 
 def weights(gpu: Gpu, name: str) -> None:
     """bfloat16 by weights of a format."""
-    kernel, format = gpu.architecture.kernel, FORMATS[name]
+    from mx_jax.backends.pallas_gpu import wgmma
+
+    format = FORMATS[name]
     w = shapes(PackedWeights.of, (1, N, K), format)
-    for _, tiles in kernel.tiles[stored_bits(format.element)]:
+    for _, tiles in TILES[stored_bits(format.element)]:
         for out_dtype in DTYPES:
-            product = functools.partial(kernel.load(), tiles=tiles, out_dtype=jnp.dtype(out_dtype))
+            product = functools.partial(wgmma.multiply, tiles=tiles, out_dtype=jnp.dtype(out_dtype))
             compile_on(gpu, product, (array(1, 2 * tiles.m, K), w))
 
 
 def groups(gpu: Gpu, name: str) -> None:
     """Rows in groups by packed weights of a format."""
-    kernel, format = gpu.architecture.kernel, FORMATS[name]
+    from mx_jax.backends.pallas_gpu import wgmma
+
+    format = FORMATS[name]
     w = shapes(PackedWeights.of, (GROUPS, N, K), format)
     factors, sizes = array(2 * GROUPS, dtype="float32"), array(GROUPS, dtype="int32")
-    for _, tiles in kernel.tiles[stored_bits(format.element)]:
+    for _, tiles in TILES[stored_bits(format.element)]:
         for out_dtype in DTYPES:
-            multiply = functools.partial(kernel.load(), tiles=tiles, out_dtype=jnp.dtype(out_dtype))
+            multiply = functools.partial(
+                wgmma.multiply, tiles=tiles, out_dtype=jnp.dtype(out_dtype)
+            )
 
             def product(x, w, factors, sizes, multiply=multiply, tiles=tiles):
                 return multiply(x[None], w, groups=(visits(sizes, ROWS, tiles.m), factors))

@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.collectives import FEATURES, TOKENS, UNITS
 from mx_jax.backends import xla_scaled
-from mx_jax.backends.pallas_gpu.architecture import WGMMA
 from mx_jax.backends.pallas_gpu.layouts import stored_bits
+from mx_jax.backends.pallas_gpu.tiles import TILES
 from mx_jax.formats import BLOCK_FORMATS
 from tests.gpu import sass
 from tests.gpu.compile_for import GPUS
@@ -46,7 +46,7 @@ def bits_of(name: str) -> int:
     ],
 )
 def test_hopper(name: str, limit: float, tmp_path: Path):
-    table = WGMMA.tiles[bits_of(name)]
+    table = TILES[bits_of(name)]
     found = compiled(tmp_path, "sm_90a", "weights", name)
     assert len(found) == 2 * len(table)
     for path in found:
@@ -73,7 +73,7 @@ def check_registers(ptx: Path) -> None:
     ("name", "limit"), [("mxfp4", 3.55), slow("nvfp4", 3.75), slow("mxfp8_e4m3", 4.15)]
 )
 def test_groups_on_hopper(name: str, limit: float, tmp_path: Path):
-    table = WGMMA.tiles[bits_of(name)]
+    table = TILES[bits_of(name)]
     found = compiled(tmp_path, "sm_90a", "groups", name)
     assert len(found) == 2 * len(table)
     for path, (_, tiles) in zip(found, [each for each in table for _ in range(2)], strict=True):
@@ -82,30 +82,6 @@ def test_groups_on_hopper(name: str, limit: float, tmp_path: Path):
         assert "UTMALDG" in text and text.count("UTMASTG") >= 3, path
         check_registers(path)
         assert sum(sass.issued(text, tiles)) <= limit + 0.35 * (tiles.m > 16), path
-
-
-@pytest.mark.parametrize(
-    ("target", "name", "limit"),
-    [
-        ("sm_80", "mxfp4", 3.9),
-        slow("sm_80", "mxfp6_e2m3", 4.2),
-        slow("sm_80", "mxfp8_e4m3", 4.4),
-        slow("sm_100a", "mxfp8_e5m2", 6.8),
-        slow("sm_100a", "mxfp6_e3m2", 4.5),
-        *(slow(target, "mxfp4", 3.9) for target in GPUS if target not in ("sm_80", "sm_90a")),
-    ],
-)
-def test_ampere_and_what_decodes_like_it(target: str, name: str, limit: float, tmp_path: Path):
-    table = GPUS[target].architecture.kernel.tiles[bits_of(name)]
-    found = compiled(tmp_path, target, "weights", name)
-    assert len(found) == 2 * len(table)
-    for path in found:
-        text = path.read_text()
-        assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in text, path
-        copy = "cp.async.bulk.tensor" if target.endswith("a") else "cp.async.cg.shared.global"
-        assert copy in text and re.search(r"(fma\.rn|mul)\.bf16x2", text), path
-    loop = sass.main_loop(disassembly(found[0], target), "HMMA")
-    assert len(loop) / (64 * table[0][1].k / 128) <= limit
 
 
 # What XLA compiles -------------------------------------------------------------------------------

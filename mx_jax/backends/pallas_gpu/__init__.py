@@ -1,28 +1,24 @@
-"""Products by packed weights on GPUs by Pallas kernels (Mosaic GPU).
+"""Products by packed weights on Hopper GPUs by a Pallas kernel (Mosaic GPU).
 
 Optional: where JAX is too old or the GPU another, every call is rejected with that reason. Nothing
 here imports Mosaic GPU before a call is taken.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mx_jax.backends import calls
 from mx_jax.backends.calls import Call, rejects_symbolic
 from mx_jax.backends.target import Backend, Late, Offer, Target
 
-if TYPE_CHECKING:
-    from mx_jax.backends.pallas_gpu.architecture import Architecture
-
 _products, _rejections = (Late(f"{__name__}.{name}") for name in ("products", "rejections"))
 
 
-def backend_for(architecture: "Architecture | None" = None) -> Backend:
+def backend_for(interpret: object = None) -> Backend:
     """Packed weights decoded on their way to the tensor cores.
 
     Args:
-      architecture: the GPU, for tests, or one that is interpreted; None: that of the machine it is
-        for.
+      interpret: parameters of Mosaic's interpreter, for tests on a CPU; None compiles.
     """
 
     def offer(call: type[Call], rejects: str, run: Callable[..., Any]) -> Offer:
@@ -50,12 +46,12 @@ def backend_for(architecture: "Architecture | None" = None) -> Backend:
             offer(
                 calls.MatmulCall,
                 "rejects",
-                lambda *operands: _products.scaled_matmul(*operands, architecture),
+                lambda *operands: _products.scaled_matmul(*operands, interpret),
             ),
             offer(
                 calls.RaggedCall,
                 "rejects_groups",
-                lambda *operands: _products.ragged_dot(*operands, architecture),
+                lambda *operands: _products.ragged_dot(*operands, interpret),
             ),
             offer(
                 calls.PackCall,

@@ -6,6 +6,7 @@ group are written as zeros by the kernel itself.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,6 @@ import numpy as np
 from jax import lax
 
 from mx_jax.backends.calls import MatmulCall, Operand, PackCall, RaggedCall
-from mx_jax.backends.pallas_gpu.architecture import (
-    Architecture,
-    Tiles,
-    choose,
-    current_architecture,
-)
 from mx_jax.backends.pallas_gpu.layouts import (
     CHUNK_ROWS,
     MATRICES,
@@ -27,10 +22,14 @@ from mx_jax.backends.pallas_gpu.layouts import (
     stored_bits,
     visits,
 )
+from mx_jax.backends.pallas_gpu.tiles import CROSSOVER, Tiles, choose
 from mx_jax.backends.sums import as_matrices, without_tensor_scale
+from mx_jax.backends.target import Late
 from mx_jax.mxarray import MXArray
 from mx_jax.packed import PackedMXArray
 
+# Imports Mosaic GPU, which older versions of JAX lack.
+_wgmma = Late("mx_jax.backends.pallas_gpu.wgmma")
 _FLOAT32 = np.dtype("float32")
 
 
@@ -68,25 +67,24 @@ def pack_weights(x: MXArray, call: PackCall) -> PackedMXArray:
 
 
 def scaled_matmul(
-    lhs: Operand, rhs: PackedMXArray, call: MatmulCall, architecture: Architecture | None = None
+    lhs: Operand, rhs: PackedMXArray, call: MatmulCall, interpret: Any = None
 ) -> jax.Array:
-    """The product `[*batch, *m, *n]` in `call.out_dtype`."""
+    """The product `[*batch, *m, *n]` in `call.out_dtype`; `interpret` as of `wgmma.multiply`."""
     (left, m), weights = as_matrices(lhs, call.lhs.axes), rhs.arrays.merged()
     shape = (*call.lhs.shape[: call.num_batch], *m, *rhs.kept)
     if not left.size:
         return jnp.zeros(shape, call.out_dtype)
-    architecture = architecture or current_architecture()
-    return by_weights(left, weights, call.out_dtype, architecture).reshape(shape)
+    return by_weights(left, weights, call.out_dtype, interpret).reshape(shape)
 
 
 def by_weights(
-    activations: Operand, weights: PackedWeights, out_dtype: np.dtype, architecture: Architecture
+    activations: Operand, weights: PackedWeights, out_dtype: np.dtype, interpret: Any = None
 ) -> jax.Array:
     """Few rows by a kernel that decodes the weights; many by XLA, dequantized once."""
     activations, factor = _in_bfloat16(activations)
     between = np.dtype(out_dtype) if factor is None else _FLOAT32
-    if activations.shape[1] < architecture.kernel.crossover:
-        out = multiply(activations, weights, between, architecture)
+    if activations.shape[1] < CROSSOVER:
+        out = multiply(activations, weights, between, interpret)
     else:
         # Each step on its own: fused, XLA's copies out of a packed layout take ten times as long,
         # and are done again in each tile of its product.
@@ -112,7 +110,7 @@ def multiply(
     x: jax.Array,
     weights: PackedWeights,
     out_dtype: np.dtype,
-    architecture: Architecture,
+    interpret: Any = None,
     tiles: Tiles | None = None,
 ) -> jax.Array:
     """`x[batch, m, k]` by packed `weights[batch, n, k]`: `[batch, m, n]`, rounded once.
@@ -121,15 +119,14 @@ def multiply(
       x: bfloat16; no axis is empty.
       weights: packed.
       out_dtype: float32, bfloat16 or float16.
-      architecture: the GPU.
+      interpret: as of `wgmma.multiply`.
       tiles: instead of the table's.
     """
     (batch, m, k), n = x.shape, weights.shape[1]
     bits, factor, dtype = stored_bits(weights.format.element), weights.tensor_scale, out_dtype
-    tiles = tiles or choose(architecture, bits, batch=batch, m=m, n=n, k=k)
+    tiles = tiles or choose(bits, batch=batch, m=m, n=n, k=k)
     once = tiles.splits == 1 and dtype != jnp.float16 and factor is None
-    kernel = architecture.kernel.load()
-    sums = kernel(x, weights, tiles, dtype if once else _FLOAT32, architecture.interpret)
+    sums = _wgmma.multiply(x, weights, tiles, dtype if once else _FLOAT32, interpret)
     return (sums if factor is None else sums * factor).astype(dtype)
 
 
@@ -138,10 +135,10 @@ def ragged_dot(
     rhs: PackedMXArray,
     group_sizes: jax.Array,
     call: RaggedCall,
-    architecture: Architecture | None = None,
+    interpret: Any = None,
 ) -> jax.Array:
     """The product `[p, n]` in `call.out_dtype` of rows `[p, k]`, zeros in rows of no group."""
-    architecture, weights = architecture or current_architecture(), rhs.arrays.merged()
+    weights = rhs.arrays.merged()
     if not lhs.shape[0]:
         return jnp.zeros((lhs.shape[0], call.rhs.rows), call.out_dtype)
     x, factor = _in_bfloat16(lhs)
@@ -149,11 +146,11 @@ def ragged_dot(
     # The table's tiles for as many rows as a group has, wherever in its chunk it begins.
     groups, padded_rows = min(call.num_groups, rows), rows + -rows % CHUNK_ROWS
     m = min(-(-rows // groups) + CHUNK_ROWS - 1, padded_rows)
-    tiles = choose(architecture, bits, batch=groups, m=m, n=n, k=weights.padded_k)
+    tiles = choose(bits, batch=groups, m=m, n=n, k=weights.padded_k)
     tiles = dataclasses.replace(tiles, m=min(tiles.m, padded_rows))
     once = tiles.splits == 1 and call.out_dtype != jnp.float16
     lists = visits(group_sizes, padded_rows, tiles.m)
     factors = factors_of((weights.tensor_scale, factor), call.num_groups)
-    kernel, dtype = architecture.kernel.load(), call.out_dtype if once else _FLOAT32
-    sums = kernel(x[None], weights, tiles, dtype, architecture.interpret, (lists, factors))
+    dtype = call.out_dtype if once else _FLOAT32
+    sums = _wgmma.multiply(x[None], weights, tiles, dtype, interpret, (lists, factors))
     return sums[0].astype(call.out_dtype)

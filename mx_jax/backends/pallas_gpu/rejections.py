@@ -1,14 +1,13 @@
-"""Which products and packings GPU kernels take, by descriptions of a call and a machine alone."""
+"""Which products and packings the GPU kernel takes, by a call and a machine alone."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 
 from mx_jax.backends.calls import MatmulCall, PackCall, RaggedCall
-from mx_jax.backends.pallas_gpu import architecture as gpus
-from mx_jax.backends.pallas_gpu.architecture import Architecture
+from mx_jax.backends.pallas_gpu import tiles
 from mx_jax.backends.pallas_gpu.layouts import MIN_BLOCK, ROWS, stored_bits
 from mx_jax.backends.sums import rejects_parts_of_blocks, rejects_scale_axes
 from mx_jax.backends.target import Target
@@ -26,32 +25,16 @@ def rejects_machine(target: Target) -> str | None:
     """Why there is no kernel for a machine, or None."""
     if target.platform != "cuda":
         return f"runs on platform=cuda, got platform={target.platform}"
-    got = target.compute_capability
-    if gpus.architecture_of(got) is None:
-        known, shown = _capabilities(lambda row: True), None if got is None else _dotted(got)
-        return f"has kernels for CUDA compute capability {known}, got {shown}"
-    if jax.__version_info__ < gpus.MIN_JAX:
-        return f"needs jax>={_dotted(gpus.MIN_JAX)}, got jax=={_dotted(jax.__version_info__)}"
+    if (got := target.compute_capability) != tiles.CAPABILITY:
+        shown = None if got is None else _dotted(got)
+        return f"has a kernel for CUDA compute capability {_dotted(tiles.CAPABILITY)}, got {shown}"
+    if jax.__version_info__ < tiles.MIN_JAX:
+        return f"needs jax>={_dotted(tiles.MIN_JAX)}, got jax=={_dotted(jax.__version_info__)}"
     return None
 
 
 def _dotted(numbers: Iterable[int]) -> str:
     return ".".join(map(str, numbers))
-
-
-def _capabilities(able: Callable[[Architecture], bool]) -> str:
-    """Compute capabilities of the rows that are able to do something."""
-    return ", ".join(
-        map(
-            _dotted,
-            sorted(
-                capability
-                for row in gpus.ARCHITECTURES
-                if able(row)
-                for capability in row.capabilities
-            ),
-        )
-    )
 
 
 # Products -----------------------------------------------------------------------------------------
@@ -72,14 +55,7 @@ def rejects(call: MatmulCall, target: Target) -> str | None:
 
 def rejects_groups(call: RaggedCall, target: Target) -> str | None:
     """Why no kernel takes a product of rows in groups on a machine, or None."""
-    if reason := rejects_machine(target):
-        return reason
-    row, got = gpus.architecture_of(target.compute_capability), target.compute_capability or ()
-    assert row is not None
-    if not row.kernel.groups:
-        known = _capabilities(lambda row: row.kernel.groups)
-        return f"multiplies rows in groups on CUDA compute capability {known}, got {_dotted(got)}"
-    if reason := _rejects_product(call):
+    if reason := rejects_machine(target) or _rejects_product(call):
         return reason
     lhs, rhs = call.lhs, call.rhs
     if lhs.scale_axes:

@@ -17,7 +17,6 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mx_jax.backends.pallas_gpu.architecture import Tiles
 from mx_jax.backends.pallas_gpu.decode import Decoder
 from mx_jax.backends.pallas_gpu.device import (
     LINE,
@@ -31,6 +30,7 @@ from mx_jax.backends.pallas_gpu.device import (
     transforms,
 )
 from mx_jax.backends.pallas_gpu.layouts import CHUNK, CHUNK_ROWS, FIELDS, ROWS, PackedWeights
+from mx_jax.backends.pallas_gpu.tiles import Tiles
 
 # Activations, codes and scales.
 _COPIES = 3
@@ -242,7 +242,7 @@ class Program:
             plgpu.barrier_wait(full.at[stage])
             x, codes, scales = smem
             weights = codes.at[stage], scales.at[stage], index
-            for left, columns in self.decoder.step(*weights, self.tiles.k, plgpu.Layout.WGMMA):
+            for left, columns in self.decoder.step(*weights, self.tiles.k):
                 if operand is not None:
                     # For the interpreter, which lacks wgmma with a left operand in registers.
                     operand[index] = left
