@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any
+import warnings
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -477,3 +478,21 @@ def rejects_symbolic(call: Call) -> str | None:
         if not all(isinstance(size, int) for size in shape):
             return f"needs constant sizes, got shape={shape}"
     return None
+
+
+C = TypeVar("C", bound=MatmulCall | RaggedCall)
+
+
+def unpacked_for(
+    call: C, rhs: PackedMXArray, reason: str = "devices cannot share its layout"
+) -> tuple[C, MXArray]:
+    """A product's call and right operand where nothing reads its packed weights; warns, since
+    unpacking is slow."""
+    operation = "ragged_dot" if isinstance(call, RaggedCall) else "matmul"
+    warnings.warn(
+        f"{operation}: packed weights are unpacked at every call: {rhs!r} belongs to "
+        f"backend {rhs.backend}, and {reason}; pass the MXArray, or pack it where the product runs",
+        stacklevel=2,
+    )
+    weights = rhs.unpack()
+    return dataclasses.replace(call, rhs=OperandType.of(weights, call.rhs.axes)), weights

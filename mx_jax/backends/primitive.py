@@ -21,7 +21,6 @@ from mx_jax.backends import target as machine
 from mx_jax.backends.calls import Call, MatmulCall, QuantizeBothCall, QuantizeCall
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import Choice, find, select
-from mx_jax.backends.stored import unpacked_for
 from mx_jax.backends.target import SelectionContext, Target
 from mx_jax.codecs.explicit_axes import vary_alike
 from mx_jax.codecs.lowering import eager
@@ -266,7 +265,7 @@ def _compute(call: Call, target: Target, *operands: Any) -> Any:
         if isinstance(rhs, PackedMXArray) and rhs.backend != choice.backend.name:
             why = dict(choice.rejections).get(rhs.backend, "it is not asked here")
             reason = f"{choice.backend.name} takes this product ({rhs.backend}: {why})"
-            call, rhs = unpacked_for(call, rhs, reason)
+            call, rhs = calls.unpacked_for(call, rhs, reason)
             operands = (lhs, rhs, *rest)
     return choice.offer.run(*operands, call)
 

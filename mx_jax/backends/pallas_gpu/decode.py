@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu
 
-from mx_jax.backends.pallas_gpu.device import plgpu, transforms
 from mx_jax.backends.pallas_gpu.layouts import (
     CHUNK,
     ROWS,
@@ -34,6 +34,11 @@ from mx_jax.backends.pallas_gpu.layouts import (
 from mx_jax.backends.pallas_gpu.tiles import Tiles
 from mx_jax.formats import BlockFormat, ElementFormat
 
+# Its declared types differ between versions of JAX, and none fits its own use.
+plgpu: Any = mosaic_gpu
+
+# Bytes of a row of a tile in shared memory: 64 bfloat16, as wide as an operand in registers.
+SWIZZLE = 128
 # An operand's in registers.
 _LAYOUT = plgpu.Layout.WGMMA
 # bfloat16: sign, 8 bits of exponent, 7 of mantissa.
@@ -44,6 +49,11 @@ _BIAS = 127
 _TWO = 0x4000
 # A NumPy scalar: with NumPy arrays it stays NumPy's arithmetic, which keeps subnormals.
 _bfloat16 = np.dtype(jnp.bfloat16).type
+
+
+def transforms(columns: int) -> tuple[Any, ...]:
+    """Tiles of 8 rows, `SWIZZLE` bytes wide, without bank conflicts."""
+    return plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(SWIZZLE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ Device code; imports Mosaic GPU, so the adapter imports this file only when it t
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,21 +18,15 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mx_jax.backends.pallas_gpu.decode import Decoder
-from mx_jax.backends.pallas_gpu.device import (
-    LINE,
-    SWIZZLE,
-    copy_rows,
-    copy_steps,
-    copyable,
-    plgpu,
-    share,
-    staged_loop,
-    transforms,
-)
+from mx_jax.backends.pallas_gpu.decode import SWIZZLE, Decoder, plgpu, transforms
 from mx_jax.backends.pallas_gpu.layouts import CHUNK, CHUNK_ROWS, FIELDS, ROWS, PackedWeights
 from mx_jax.backends.pallas_gpu.tiles import Tiles
 
+# How often a loop runs: a number, or one that the kernel computes.
+Count = int | jax.Array
+
+# Bytes that a row in memory is a multiple of, for TMA.
+_LINE = 16
 # Activations, codes and scales.
 _COPIES = 3
 # The copying warpgroup only issues copies: it gives the others its registers.
@@ -153,7 +148,7 @@ class Program:
         tiles, dtype, (lead, rows) = self.tiles, self.out_dtype, operands[0].shape[:2]
         # Swizzled tiles are copied, or of rows in groups any row by itself.
         width = ROWS if self.in_groups else SWIZZLE // dtype.itemsize
-        columns = copyable(n, width, LINE // dtype.itemsize)
+        columns = copyable(n, width, _LINE // dtype.itemsize)
         num_m = -(-rows // tiles.m)
         visits = lists[0].shape[0] // FIELDS if self.in_groups else self.batch * num_m
 
@@ -292,3 +287,79 @@ class Program:
             plgpu.store(piece.T, values, optimized=False)
             plgpu.commit_smem()
             copy_rows(piece, to, (place.out, place.row, columns), *place.kept)
+
+
+# Loops and copies --------------------------------------------------------------------------------
+
+
+def loop(count: Count, body: Callable[[jax.Array], None]) -> None:
+    """`body(i)` for i from 0, counted in 32 bits whatever JAX's default is."""
+    lax.fori_loop(jnp.int32(0), jnp.int32(count), lambda i, _: body(i), None)
+
+
+def staged_loop(count: Count, stages: int, body: Callable[[jax.Array, jax.Array], None]) -> None:
+    """`body(i, stage)` for i from 0, by turns of the stages: found without a division."""
+
+    def step(i: jax.Array, stage: jax.Array) -> jax.Array:
+        body(i, stage)
+        return jnp.where(stage == stages - 1, 0, stage + 1)
+
+    lax.fori_loop(jnp.int32(0), jnp.int32(count), step, jnp.int32(0))
+
+
+def share(split: jax.Array, splits: int, steps: int) -> tuple[Any, Any]:
+    """The first of a program's steps, and how many it has; static if all have as many."""
+    count, rest = divmod(steps, splits)
+    if not rest:
+        return split * count, count
+    begin, end = (lax.div(i * jnp.int32(steps), jnp.int32(splits)) for i in (split, split + 1))
+    return begin, end - begin
+
+
+def copyable(size: int, tile: int, unit: int) -> int:
+    """What an axis is padded to for TMA, which fills and clips what a tile has beyond it."""
+    to = tile if size > tile else unit
+    return size + -size % to
+
+
+def copy_steps(
+    steps: Count,
+    stages: int,
+    sources: Callable[[jax.Array], Iterable[Any]],
+    targets: Iterable[Any],
+    full: Any,
+    empty: Any,
+) -> None:
+    """One warp's work: what `sources` gives of each step, to a stage of the targets.
+
+    Once those who read it are done: they arrive at `empty`, for which the first `stages` steps do
+    not wait. Copies arrive at `full`.
+    """
+
+    def copy(i: jax.Array, stage: jax.Array) -> None:
+        pl.when(i >= stages)(lambda: plgpu.barrier_wait(empty.at[stage]))
+        for gmem, smem in zip(sources(i), targets, strict=True):
+            plgpu.copy_gmem_to_smem(gmem, smem.at[stage], full.at[stage])
+
+    staged_loop(steps, stages, copy)
+
+
+def copy_rows(
+    tile: Any, out_gmem: Any, to: tuple[Any, Any, Any], begin: jax.Array, end: jax.Array
+) -> None:
+    """Begin to copy rows of a tile, from `begin` up to `end`, eight at a time where they can be.
+
+    `to` is index, row of the tile's first, a multiple of eight, and columns in the result.
+    """
+    lead, first, columns = to
+    whole = jnp.minimum(-(-begin // CHUNK_ROWS) * CHUNK_ROWS, end)
+    rest = jnp.maximum(end // CHUNK_ROWS * CHUNK_ROWS, whole)
+    chunks = lax.div(rest - whole, jnp.int32(CHUNK_ROWS))
+
+    def copy(row: jax.Array, rows: int) -> None:
+        at = out_gmem.at[lead, pl.ds(first + row, rows), columns]
+        plgpu.copy_smem_to_gmem(tile.at[pl.ds(row, rows)], at)
+
+    loop(whole - begin, lambda i: copy(begin + i, 1))
+    loop(chunks, lambda i: copy(whole + i * CHUNK_ROWS, CHUNK_ROWS))
+    loop(end - rest, lambda i: copy(rest + i, 1))
