@@ -41,7 +41,7 @@ VIOLATIONS = {
         "formats/layers.py": "import flax",
     },
     "flax-only-in-nn": {"ops/layers.py": "import flax.linen as nn"},
-    "pytest-only-in-testing": {"ops/tested.py": "import pytest"},
+    "no-pytest": {"ops/tested.py": "import pytest"},
     "nobody-imports-the-front-door": {"codecs/planted.py": "import mx_jax"},
 }
 
