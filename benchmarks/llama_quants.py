@@ -1,7 +1,7 @@
 """Writes what llama.cpp makes of a GGUF file's float32 values: one file for each of its quants.
 
-    python benchmarks/llama_cpp_quants.py smollm2.gguf folder/
-    python benchmarks/llama_cpp_quants.py smollm2.gguf folder/ --moments moments.safetensors
+    python benchmarks/llama_quants.py smollm2.gguf folder/
+    python benchmarks/llama_quants.py smollm2.gguf folder/ --moments moments.safetensors
 
 A program alone, for an environment that has llama.cpp (`pip install llama-cpp-python gguf
 safetensors`); `benchmarks.calibration --peers folder/*.gguf` measures what it writes. The
@@ -90,7 +90,7 @@ def main() -> int:
         words = [name, *["pure"] * options.pure, *["imatrix"] * (options.moments is not None)]
         out = options.out / f"{' '.join(words)}.gguf"
         if status := llama_cpp.llama_model_quantize(str(exact).encode(), str(out).encode(), params):
-            raise SystemExit(f"llama_cpp_quants: {out}: status {status}")
+            raise SystemExit(f"llama_quants: {out}: status {status}")
         print(f"{out.stem}: {out.stat().st_size / 1e6:.1f} MB")
     return 0
 
