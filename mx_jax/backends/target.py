@@ -12,8 +12,24 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from mx_jax.backends import calls
 from mx_jax.backends.calls import Call
 from mx_jax.codecs.lowering import Lowering, lowering
+
+# What a call asks for, in words for users.
+ASKS: Mapping[type[Call], str] = {
+    calls.MatmulCall: "multiply",
+    calls.RaggedCall: "multiply rows in groups",
+    calls.QuantizeCall: "cast",
+    calls.QuantizeBothCall: "cast along both axes at once",
+    calls.ValuesCall: "give the values of codes that are not there yet",
+    calls.DequantizeCall: "dequantize",
+    calls.PackCall: "lay out weights",
+    calls.AttendCall: "attend over a cache",
+    calls.CastStatisticsCall: "count what casts lose",
+    calls.RandomBitsCall: "draw random bits",
+    calls.TransformCall: "transform",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -298,7 +314,7 @@ class Backend:
         """Why a call is not taken on a machine, or None."""
         offer = self.offers.get(type(call))
         if offer is None:
-            return f"does not implement {type(call).__name__}"
+            return f"does not {ASKS[type(call)]}"
         return offer.rejects(call, target)
 
     def run(self, call: Call, *operands: Any) -> Any:

@@ -445,6 +445,16 @@ def cast_call(
     )
 
 
+class CastArguments(NamedTuple):
+    """What `cast_operand` takes beside the array."""
+
+    spec: OperandSpec
+    blocks: Blocks
+    key: Key
+    tensor_scale: jax.Array | None
+    scope: str
+
+
 def cast_operand(
     x: jax.Array,
     spec: OperandSpec,
@@ -460,6 +470,7 @@ def cast_operand(
         return checkpoint_name(result, QUANTIZED)
 
 
+Cast = Callable[[jax.Array, CastArguments], MXArray]
 # Outside of a product, which is one program already.
 cast_array = one_program("spec", "blocks", "scope")(cast_operand)
 
@@ -504,9 +515,10 @@ def quantize_operands(
     operands: Operands,
     key: Key,
     sizes: jax.Array | None = None,
-    casts: tuple[Callable[..., MXArray], Callable[..., MXArray]] = (cast_operand, cast_operand),
+    casts: tuple[Cast | None, Cast | None] = (None, None),
 ) -> tuple[Operands, jax.Array | None]:
-    """Both operands where their product is, transformed, and quantized: each by its cast."""
+    """Both operands where their product is, transformed, and quantized: by `cast_operand`, or by
+    casts of their own."""
     transform, keys, results = this.spec.transform, operand_keys(key), []
     blocks = this.axes.blocks(*(spec and spec.format for spec in this.specs))
     for at, (x, spec, cast) in enumerate(zip(operands, this.specs, casts, strict=True)):
@@ -523,7 +535,8 @@ def quantize_operands(
             if spec.tensor_scale == "row":
                 largest = spec.scale_rule.largest_value(spec.format)
                 tensor_scale = find_row_scales(x, (this.axes.lhs, this.axes.rhs)[at], of, largest)
-            x = cast(x, spec, of, drawn, tensor_scale, ".".join(names))
+            how = CastArguments(spec, of, drawn, tensor_scale, ".".join(names))
+            x = cast_operand(x, *how) if cast is None else cast(x, how)
             x = x if move is None else move.move_codes(x)
         results.append(x)
     return (results[0], results[1]), sizes

@@ -48,7 +48,7 @@ def test_it_is_explained():
     assert "blocks of 32 along axis -1 -> four_rows\n" in taken
     assert "  not four_rows: needs 4 rows, got shape=(8, 64)" in left
     # What is not in its table is not offered, and one place says so.
-    assert "  not four_rows, xla, xla_scaled" in taken and ": does not implement Deq" in taken
+    assert "  not four_rows, xla, xla_scaled" in taken and ": does not dequantize" in taken
 
 
 def test_it_has_a_name_like_any_other():
