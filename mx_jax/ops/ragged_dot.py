@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from mx_jax.axes import Axes, ProductAxes, Side
+from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.calls import AnyOperand, OperandType, RaggedCall
 from mx_jax.backends.primitive import bind
 from mx_jax.codecs.explicit_axes import AxisNames
@@ -280,7 +280,7 @@ def _multiply(
     this: MatmulPass,
     operands: Operands,
     sizes: jax.Array,
-    stored: Sequence[Side],
+    stored: bool,
     sources: object,
 ) -> jax.Array:
     (lhs, rhs), axes = operands, this.axes
@@ -295,7 +295,6 @@ def _multiply(
         num_groups=sizes.shape[0],
         out_dtype=this.dtype,
         precision=matmul.precision,
-        stored=tuple(stored),
     )
     return bind(call, lhs, rhs, sizes)
 
