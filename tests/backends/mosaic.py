@@ -14,6 +14,7 @@ import mx_jax
 from mx_jax.backends.pallas_gpu import architecture
 from mx_jax.mxarray import MXArray
 from mx_jax.testing.cases import MatmulCase
+from tests.quick import lowered
 
 needs_mosaic = pytest.mark.skipif(
     jax.__version_info__ < architecture.MIN_JAX or sys.version_info < (3, 12),
@@ -51,10 +52,10 @@ def has_race(run: Callable[[], jax.Array]) -> bool:
     return False
 
 
-def lowered(run: Callable[..., Any], *given: Any, capability: tuple[int, int] = (9, 0)) -> str:
+def for_gpu(run: Callable[..., Any], *operands: Any, capability: tuple[int, int] = (9, 0)) -> str:
     """A program for a GPU whose kernels are preferred."""
     with mx_jax.testing.target("cuda", capability), mx_jax.prefer_backends("pallas_gpu"):
-        return jax.jit(run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        return lowered(run, *operands, platform="cuda")
 
 
 def mostly_slow(cases: Sequence[Any], *quick: Any) -> list[Any]:

@@ -7,15 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-import mx_jax
 from mx_jax import formats
 from mx_jax.axes import Axes
 from mx_jax.backends.calls import Call, MatmulCall, OperandType, PackCall, RaggedCall
 from mx_jax.backends.pallas_gpu import PALLAS_GPU, architecture
-from mx_jax.backends.select import only_backend, prefer_backends, select
 from mx_jax.backends.target import Target
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, MXINT8, NVFP4, WHOLE, BlockFormat
-from mx_jax.ops import quantize as ops_quantize
 from mx_jax.testing.cases import MatmulCase, RaggedCase
 from tests.backends.mosaic import with_any_jax
 
@@ -45,8 +42,8 @@ def dense(**facts: Any) -> MatmulCall:
 
 
 def groups(rhs: BlockFormat | None = MXFP4, **facts: Any) -> RaggedCall:
-    given: dict[str, Any] = {"lhs": None, "sizes": (0, 1, 7, 0, 13), "rows": 24, "n": 64}
-    return RaggedCase(rhs=rhs, **given | facts).call
+    default: dict[str, Any] = {"lhs": None, "sizes": (0, 1, 7, 0, 13), "rows": 24, "n": 64}
+    return RaggedCase(rhs=rhs, **default | facts).call
 
 
 def sums(lhs: BlockFormat | None, rhs: BlockFormat | None, **facts: Any) -> RaggedCall:
@@ -91,9 +88,9 @@ ON_HOPPER: list[Call] = [
 TAKEN: list[tuple[Call, Target]] = [
     *((call, H200) for call in ON_HOPPER),
     *(
-        (dense(), Target(platform="cuda", compute_capability=own))
+        (dense(), Target(platform="cuda", compute_capability=capability))
         for row in architecture.ARCHITECTURES
-        for own in row.capabilities
+        for capability in row.capabilities
     ),
     (pack(lhs_format=MXFP4), B200),
     (pack(MXINT8), B200),
@@ -155,8 +152,7 @@ REJECTED: list[tuple[Call, Target, str]] = [
 
 @pytest.mark.parametrize(("call", "target", "reason"), REJECTED)
 def test_rejects(call: Call, target: Target, reason: str):
-    found = PALLAS_GPU.rejects(call, target)
-    assert found is not None and reason in found
+    assert reason in str(PALLAS_GPU.rejects(call, target))
 
 
 def test_needs_a_jax_that_compiles_them(monkeypatch: pytest.MonkeyPatch):
@@ -169,26 +165,7 @@ def test_needs_a_jax_that_compiles_them(monkeypatch: pytest.MonkeyPatch):
 def test_jit_does_not_split_a_kernel():
     """Below a shard_map the number of devices is one; packing is plain JAX."""
     eight = dataclasses.replace(H200, num_devices=8)
-    found = PALLAS_GPU.rejects(dense(), eight)
-    assert found is not None and found.startswith(
+    assert str(PALLAS_GPU.rejects(dense(), eight)).startswith(
         "runs on one device or below jax.shard_map: jit does not split a kernel, got num_devices=8"
     )
-    for target in (H200, eight):
-        with prefer_backends("pallas_gpu"):
-            taken = select(dense(), target).backend == PALLAS_GPU
-        assert taken == (target == H200)
     assert PALLAS_GPU.rejects(pack(), eight) is None
-
-
-def test_as_ops_ask_it():
-    """Casts are left to others; the dtype of activations is told."""
-    x = mx_jax.quantize(jnp.ones(32), "mxfp4")
-    w = mx_jax.quantize(jnp.ones((32, 4)), "mxfp4", axis=0)
-    recipe = mx_jax.recipes.weight_only("mxfp4")
-    with only_backend("pallas_gpu"):
-        with pytest.raises(ValueError, match="pallas_gpu: does not implement Quant"):
-            mx_jax.quantize(jnp.ones(32), "mxfp4")
-        with pytest.raises(ValueError, match="pallas_gpu: does not implement Deq"):
-            ops_quantize.dequantize(x, jnp.float32)
-        with pytest.raises(ValueError, match=r"dtype=dtype.'float32'"):
-            mx_jax.matmul(jnp.ones((1, 32)), w, recipe=recipe)

@@ -24,7 +24,7 @@ from mx_jax.reference.matmul import scaled_ragged_dot
 from mx_jax.testing.backend_suite import check_ragged
 from mx_jax.testing.cases import RAGGED_CASES, RaggedCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.backends.mosaic import few_octaves, interpreter, lowered, mostly_slow, needs_mosaic
+from tests.backends.mosaic import few_octaves, for_gpu, interpreter, mostly_slow, needs_mosaic
 
 H200 = Target(platform="cuda", compute_capability=(9, 0))
 # Groups of none, of one, of several and of more than a tile, and rows of none.
@@ -94,15 +94,15 @@ SLOW_PRODUCTS = [
 def test_is_the_reference_after_rounding(what: tuple[Architecture, RaggedCase, bool]):
     architecture, case, packed = what
     lhs, rhs, sizes = operands(case)
-    given: Any = rhs
+    weights: Any = rhs
     if packed:
-        given = pack_weights(rhs, PackCall(weights=case.call.rhs, blocks=rhs.blocks))
+        weights = pack_weights(rhs, PackCall(weights=case.call.rhs, blocks=rhs.blocks))
     how = {"architecture": architecture, "interpret": interpreter()}
     run = jax.jit(lambda lhs, rhs: products.ragged_dot(lhs, rhs, sizes, case.call, **how))
     kernel = architecture.kernel(case.lhs, case.rhs)
-    assert f"grouped_{kernel}" in str(run.trace(lhs, given).jaxpr)
+    assert f"grouped_{kernel}" in str(run.trace(lhs, weights).jaxpr)
     expected = scaled_ragged_dot(lhs, rhs, sizes, case.call.contracting, case.out_dtype)
-    assert_bitwise_equal(run(lhs, given), expected, what="product")
+    assert_bitwise_equal(run(lhs, weights), expected, what="product")
 
 
 @needs_mosaic
@@ -168,11 +168,12 @@ def test_sums_are_exact(
 @needs_mosaic
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)], ids=str)
 @pytest.mark.parametrize("n", [40, 1000])
-def test_any_number_of_columns_is_lowered(n: int, capability: tuple[int, int]):
+def test_any_number_of_columns_is_for_gpu(n: int, capability: tuple[int, int]):
     """Mosaic wants whole tiles of what is copied, where there are several."""
     x, w = jnp.ones((64, 512), jnp.bfloat16), jnp.ones((4, 512, n), jnp.bfloat16)
     multiply = functools.partial(mx_jax.ragged_dot, recipe="mxfp8")
-    text = lowered(multiply, x, w, jnp.zeros(4, jnp.int32), capability=capability)
+    with jax.enable_x64(True):
+        text = for_gpu(multiply, x, w, jnp.zeros(4, jnp.int64), capability=capability)
     assert "mx_jax_grouped_" in text and f"-> (tensor<64x{n}xbf16>" in text
 
 
@@ -184,20 +185,7 @@ def test_rows_are_masked_only_for_a_scale_that_counts_them(recipe: str):
     def run(x: jax.Array, w: Any, sizes: jax.Array) -> jax.Array:
         return mx_jax.ragged_dot(x, w, sizes, recipe=recipe)
 
-    text = lowered(run, x, w, jnp.zeros(8, jnp.int32))
+    text = for_gpu(run, x, w, jnp.zeros(8, jnp.int32))
     assert "mx_jax_grouped_wgmma" in text
     masks = re.findall(r"stablehlo.select .*tensor<64x512x(?:bf16|f32)>", text)
     assert bool(masks) == (recipe == "nvfp4")
-
-
-@needs_mosaic
-def test_lowers_where_integers_have_64_bits():
-    def step(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, ...]:
-        y, pullback = jax.vjp(lambda x, w: mx_jax.ragged_dot(x, w, sizes, recipe="mxfp8"), x, w)
-        return y, *pullback(y)
-
-    rows, experts = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((32, 64), (3, 64, 64)))
-    with jax.enable_x64(True):
-        text = lowered(step, rows, experts, jax.ShapeDtypeStruct((3,), jnp.int64))
-    assert len(re.findall("mx_jax_grouped_wgmma_mxfp8_e4m3|mx_jax_group_sums", text)) >= 3
-    assert "chlo.ragged_dot" not in text

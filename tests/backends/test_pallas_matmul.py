@@ -1,6 +1,7 @@
 """Numbers of products by GPU kernels, in Mosaic's interpreter on the CPU, its race detector on."""
 
 import dataclasses
+import functools
 import importlib
 from typing import Any
 
@@ -11,26 +12,34 @@ import pytest
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.calls import PackCall
+from mx_jax.backends.calls import MatmulCall, PackCall
 from mx_jax.backends.pallas_gpu import backend_for, products
 from mx_jax.backends.pallas_gpu.architecture import SM80, SM90, SM100, Architecture, Kernel, Tiles
 from mx_jax.backends.pallas_gpu.layouts import PackedWeights, ScaledOperand, slots_of, words_of
+from mx_jax.backends.select import with_backends
 from mx_jax.formats import MXFP4, MXFP8_E4M3, MXFP8_E5M2, MXINT8, NVFP4, BlockFormat
-from mx_jax.mxarray import MXArray
 from mx_jax.reference.matmul import scaled_matmul
 from mx_jax.testing.backend_suite import check_matmul
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
-from tests.backends.mosaic import has_race, interpreter, mostly_slow, needs_mosaic, whole_numbers
+from tests.backends.altered import altered
+from tests.backends.mosaic import (
+    for_gpu,
+    has_race,
+    interpreter,
+    mostly_slow,
+    needs_mosaic,
+    whole_numbers,
+)
+from tests.quick import with_gradients
 
 WEIGHTS = (*formats.MX_FORMATS, NVFP4)
 
 pytestmark = needs_mosaic
 
 
-@pytest.fixture
-def how() -> dict[str, Any]:
-    return {"architecture": SM90, "interpret": interpreter()}
+def how(architecture: Architecture = SM90, **more: Any) -> dict[str, Any]:
+    return {"architecture": architecture, "interpret": interpreter(), **more}
 
 
 def case_of(rhs: BlockFormat, dtype: str = "bfloat16", **facts: Any) -> MatmulCase:
@@ -86,8 +95,7 @@ def test_is_the_reference_after_rounding(
         if packed:
             packing = PackCall(weights=case.call.rhs, blocks=rhs.blocks, lhs_format=case.lhs)
             rhs = products.pack_weights(rhs, packing)
-        how = {"architecture": architecture, "interpret": interpreter()}
-        return products.scaled_matmul(lhs, rhs, case.call, **how)
+        return products.scaled_matmul(lhs, rhs, case.call, **how(architecture))
 
     expected = scaled_matmul(lhs, rhs, case.call.dimension_numbers, case.call.out_dtype)
     assert_bitwise_equal(jax.jit(run)(lhs, rhs), expected, what="product")
@@ -134,35 +142,33 @@ def test_many_rows_are_left_to_xla(
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    def asked(*_: Any, **__: Any) -> Any:
+    def refuse(*_: Any, **__: Any) -> Any:
         raise AssertionError("asked for a kernel")
 
-    monkeypatch.setattr(Kernel, "load", asked)
+    monkeypatch.setattr(Kernel, "load", refuse)
     case = case_of(format, dtype, m=(1024,), n=(5,), k=(64,), out_dtype=out_dtype)
     x, w = whole_numbers(rng, case)
     expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
 
-    def packed(x: jax.Array, w: MXArray) -> jax.Array:
-        packing = PackCall(weights=case.call.rhs, blocks=w.blocks)
-        stored = products.pack_weights(w, packing)
-        return products.scaled_matmul(x, stored, case.call, architecture=SM90)
-
-    def whole(x: jax.Array, w: MXArray) -> jax.Array:
+    def product(x: jax.Array, w: Any, packs: bool) -> jax.Array:
+        if packs:
+            w = products.pack_weights(w, PackCall(weights=case.call.rhs, blocks=w.blocks))
         return products.scaled_matmul(x, w, case.call, architecture=SM90)
 
-    for product in (packed, whole):
-        assert_bitwise_equal(jax.jit(product)(x, w), expected, what="product")
+    for packs in (False, True):
+        run = functools.partial(product, packs=packs)
+        assert_bitwise_equal(jax.jit(run)(x, w), expected, what="product")
         with pytest.raises(AssertionError, match="asked for a kernel"):
-            jax.eval_shape(product, x[1:], w)
+            jax.eval_shape(run, x[1:], w)
 
 
-def test_under_vmap(rng: np.random.Generator, how: dict[str, Any]):
+def test_under_vmap(rng: np.random.Generator):
     case = case_of(MXFP4, m=(3,), n=(5,), k=(64,))
     x, w = whole_numbers(rng, case)
     xs = jnp.stack([x, 2 * x])
 
     def product(x):
-        return products.scaled_matmul(x, w, case.call, **how)
+        return products.scaled_matmul(x, w, case.call, **how())
 
     expected = jnp.stack([scaled_matmul(x, w, case.call.dimension_numbers, "float32") for x in xs])
     assert_bitwise_equal(jax.jit(jax.vmap(product))(xs), expected, what="product")
@@ -170,14 +176,14 @@ def test_under_vmap(rng: np.random.Generator, how: dict[str, Any]):
 
 # The interpreter multiplies with NumPy, which warns.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
-def test_what_is_not_finite_reaches_its_row_alone(how: dict[str, Any]):
+def test_what_is_not_finite_reaches_its_row_alone():
     case = case_of(MXFP8_E4M3, "float16", m=(2,), n=(4,), k=(64,))
     rhs: Any = case.operands(np.random.default_rng(0))[1]
     codes, scales = np.full((4, 64), 0x38, np.uint8), np.full((4, 2), 127, np.uint8)
     codes[1, 5], scales[2, 1] = 0x7F, 255
     rhs = dataclasses.replace(rhs, codes=jnp.asarray(codes), scales=jnp.asarray(scales))
     lhs = jnp.ones((2, 64), jnp.float16).at[1, 3].set(jnp.inf)
-    run = jax.jit(lambda lhs, rhs: products.scaled_matmul(lhs, rhs, case.call, **how))
+    run = jax.jit(lambda lhs, rhs: products.scaled_matmul(lhs, rhs, case.call, **how()))
     out = run(lhs, rhs)
     nan, inf = np.nan, np.inf
     np.testing.assert_array_equal(out, [[64, nan, nan, 64], [inf, nan, nan, inf]])
@@ -186,7 +192,7 @@ def test_what_is_not_finite_reaches_its_row_alone(how: dict[str, Any]):
 # NumPy, as above.
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("architecture", [SM90, SM80], ids=str)
-def test_float16_by_infinite_weights(architecture: Architecture, how: dict[str, Any]):
+def test_float16_by_infinite_weights(architecture: Architecture):
     """Neither of a float16's two parts makes NaN of an infinite product, whatever it rounds to."""
     case = case_of(MXFP8_E5M2, "float16", m=(7,), n=(3,), k=(64,))
     rhs: Any = case.operands(np.random.default_rng(0))[1]
@@ -197,8 +203,8 @@ def test_float16_by_infinite_weights(architecture: Architecture, how: dict[str, 
     # Of one bit, rounded up and down to bfloat16, the smallest, and what is not finite either.
     met = np.array([1, 1 + 3 * 2.0**-9, -1 - 2.0**-9, 2.0**-24, 0, np.inf, -np.inf], np.float16)
     lhs = jnp.zeros((7, 64), jnp.float16).at[:, 5].set(met)
-    here = how | {"architecture": architecture}
-    run = jax.jit(lambda lhs, rhs: products.scaled_matmul(lhs, rhs, case.call, **here))
+    options = how(architecture)
+    run = jax.jit(lambda lhs, rhs: products.scaled_matmul(lhs, rhs, case.call, **options))
     weights = np.array([1, np.inf, -np.inf])
     with np.errstate(invalid="ignore"):
         expected = np.outer(met, weights).astype(np.float32)
@@ -227,8 +233,8 @@ def test_every_code_under_every_scale(format: BlockFormat):
     sides = np.stack([codes, np.roll(codes, 1)], axis=-1)
     slots = slots_of(element)
     # All slots of a word at once, each with codes of its own, so that none disturbs another.
-    turned = [np.roll(sides, 5 * i, axis=0) for i in range(len(slots))]
-    words = words_of([jnp.asarray(of_slot) for of_slot in turned], element)
+    rolled = [np.roll(sides, 5 * i, axis=0) for i in range(len(slots))]
+    words = words_of([jnp.asarray(of_slot) for of_slot in rolled], element)
     for i, slot in enumerate(slots):
         bits, head = (
             None if x is None else np.roll(np.asarray(x), -5 * i).view(jnp.bfloat16)
@@ -255,9 +261,8 @@ def hopper_product(format: BlockFormat, tiles: Tiles, out_dtype: str) -> tuple[A
     case = case_of(format, m=(3,), n=(200,), k=(1000,), out_dtype=out_dtype)
     x, w = whole_numbers(np.random.default_rng(0), case)
     packed = jax.jit(PackedWeights.of)(jax.tree.map(lambda a: a[None], w))
-    how = {"architecture": SM90, "tiles": tiles, "interpret": interpreter()}
     expected = scaled_matmul(x, w, case.call.dimension_numbers, out_dtype)
-    return lambda: products.multiply(x[None], packed, out_dtype, **how)[0], expected
+    return lambda: products.multiply(x[None], packed, out_dtype, **how(tiles=tiles))[0], expected
 
 
 @pytest.mark.parametrize(
@@ -314,6 +319,56 @@ def test_blackwells_missing_wait_is_a_race(
 
     monkeypatch.setattr(mosaic_gpu, "barrier_wait", some)
     left, right = ScaledOperand.of(lhs), ScaledOperand.of(rhs)
-    how = {"architecture": SM100, "tiles": tiles, "interpret": interpreter()}
-    assert has_race(lambda: products.multiply_scaled(left, right, "float32", **how))
+    options = how(SM100, tiles=tiles)
+    assert has_race(lambda: products.multiply_scaled(left, right, "float32", **options))
     assert len(traced) == 3
+
+
+# Training ---------------------------------------------------------------------------------------
+
+
+def test_gradients_are_the_references():
+    """Powers of two and small integers: their sums are exact in any order."""
+    rng = np.random.default_rng(0)
+    x, w, g = (rng.integers(-2, 3, s).astype(jnp.bfloat16) for s in ((3, 64), (64, 40), (3, 40)))
+    step = with_gradients(functools.partial(mx_jax.matmul, recipe="mxfp8"))
+    with mx_jax.only_backend("reference"):
+        expected = jax.jit(step)(x, w / 4, g)
+    kernels = dataclasses.replace(backend_for(interpret=interpreter()), name="interpreted")
+    products = set()
+
+    def run(lhs: Any, rhs: Any, call: MatmulCall) -> jax.Array:
+        products.add(call)
+        return kernels.run(call, lhs, rhs)
+
+    watched = altered(kernels, MatmulCall, run)
+    with mx_jax.testing.target("cuda", (9, 0)), with_backends(watched):
+        actual = jax.jit(step)(x, w / 4, g)
+    assert len(products) == 3
+    jax.tree.map(assert_bitwise_equal, actual, expected)
+
+
+WEIGHT_ONLY = mx_jax.recipes.weight_only("mxfp4")
+
+
+@pytest.mark.parametrize(
+    ("capability", "recipe", "kernel"),
+    [
+        ((8, 0), WEIGHT_ONLY, "mx_jax_mma_mxfp4"),
+        ((9, 0), WEIGHT_ONLY, "mx_jax_wgmma_mxfp4"),
+        ((10, 0), WEIGHT_ONLY, "mx_jax_mma_mxfp4"),
+        ((10, 0), mx_jax.recipes.mxfp8(), "mx_jax_tcgen05_float8_e4m3fn"),
+    ],
+)
+def test_lowers_where_integers_have_64_bits(
+    capability: tuple[int, int], recipe: mx_jax.recipes.Recipe, kernel: str
+):
+    """Several tiles along every axis, and several steps."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((200, 1024), (1024, 260)))
+
+    def run(x: jax.Array, w: jax.Array) -> Any:
+        return mx_jax.matmul(x, w, recipe=recipe)
+
+    with jax.enable_x64(True):
+        text = for_gpu(run, x, w, capability=capability)
+    assert kernel in text

@@ -18,6 +18,7 @@ from mx_jax.testing import backend_suite
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import exact_values
 from tests.backends.altered import altered
+from tests.quick import lowered
 
 TPU, V4, V7 = (Target(platform="tpu", device_kind=kind) for kind in (None, "TPU v4", "TPU7x"))
 INTERPRETED = backend_for(interpret=True)
@@ -105,6 +106,6 @@ def test_a_user_on_a_tpu():
     with mx_jax.testing.target("tpu"), jax.enable_x64(True):
         w = mx_jax.pack_weights(mx_jax.quantize(jnp.ones((96, 8), x.dtype), "mxfp4", axis=0))
         report = str(mx_jax.inspect.explain(mx_jax.matmul, x[0], w, recipe=recipe))
-        lowered = jax.jit(multiply).trace(x, w).lower(lowering_platforms=("tpu",)).as_text()
+        text = lowered(multiply, x, w, platform="tpu")
     assert "-> pallas_tpu (faster by libtpu's schedule, not run)" in report
-    assert lowered.count("@tpu_custom_call") == 1
+    assert text.count("@tpu_custom_call") == 1

@@ -17,17 +17,7 @@ from mx_jax.formats import FLOAT8_ROWWISE_E4M3, MXFP4, MXFP4_2D, MXFP8_E4M3, NVF
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
 
-
-class Brackets:
-    """`at[1, ::2]` is the index itself."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return index
-
-
-at = Brackets()
-
-
+at = np.s_
 ROWS = np.array([2, 0, 0, -1], np.int32)
 TABLE = np.array([[0, 1, 2], [2, 1, 0]], np.int32)
 
@@ -137,11 +127,9 @@ def test_rows_by_a_traced_index(rng: np.random.Generator):
     """What a layer's weights under `scan`, or the rows of an embedding, are indexed with."""
     x = rng.normal(size=(5, 64)).astype(np.float32)
     quantized = mx_jax.quantize(x, MXFP8_E4M3)
-    row = jax.jit(lambda q, i: q[i].dequantize())
-    rows = jax.jit(lambda q, i: q[i].dequantize())
-    values = np.asarray(jax.jit(lambda q: q.dequantize())(quantized))
-    assert_bitwise_equal(row(quantized, 3), values[3])
-    assert_bitwise_equal(rows(quantized, ROWS), values[ROWS])
+    rows, values = jax.jit(lambda q, i: q[i].dequantize()), np.asarray(quantized)
+    for index in (3, ROWS):
+        assert_bitwise_equal(rows(quantized, index), values[index])
 
 
 def test_iterating_and_unpacking(rng: np.random.Generator):
@@ -166,11 +154,11 @@ ORDERS = [
 def test_transposing(format, rng: np.random.Generator):
     x = random(rng, (3, 40, 4, 5))
     whole = jax.jit(lambda x: mx_jax.quantize(x, format, axis=1, block_size=16))(x)
-    turned = jax.jit(lambda w: [*(w.transpose(*order) for order in ORDERS), w.T, w.mT])(whole)
+    arrays = jax.jit(lambda w: [*(w.transpose(*order) for order in ORDERS), w.T, w.mT])(whole)
     codes, scales = np.asarray(whole.codes), element_scales(whole)
     expected = [[part.transpose(*order) for part in (codes, scales)] for order in ORDERS]
     expected += [[codes.T, scales.T], [np.swapaxes(part, -1, -2) for part in (codes, scales)]]
-    for array, (wanted_codes, wanted_scales) in zip(turned, expected, strict=True):
+    for array, (wanted_codes, wanted_scales) in zip(arrays, expected, strict=True):
         assert_bitwise_equal(array.codes, wanted_codes)
         assert_bitwise_equal(element_scales(array), wanted_scales)
         ((axis, size),) = array.blocks
@@ -180,8 +168,6 @@ def test_transposing(format, rng: np.random.Generator):
     for wrong in ((0, 1, 2, 4), (-5, 1, 2, 3), (0, 0, 1, 2), (0, 1)):
         with pytest.raises(ValueError, match="do not permute ndim=4"):
             whole.transpose(wrong)
-    values = jax.jit(lambda w: (w.dequantize(), w.mT.dequantize()))(whole)
-    assert_bitwise_equal(values[1], np.swapaxes(values[0], -1, -2))
 
 
 # Reshaping ----------------------------------------------------------------------------------------
@@ -228,22 +214,17 @@ def test_reshape(make: Callable[[], MXArray], shape: tuple[int, ...], blocks: An
     y = x.reshape(shape)
     assert (y.shape, y.blocks) == (shape, blocks)
     np.testing.assert_array_equal(y.dequantize(), x.dequantize().reshape(shape))
-    np.testing.assert_array_equal(y.reshape(-1).codes if len(shape) == 1 else y.codes, y.codes)
-
-
-def test_bad_shapes():
-    x = array((3, 64))
-    with pytest.raises(ValueError, match=r"order='C' alone, got \{'order': 'F'\}"):
-        x.reshape((3, 64), order="F")
-    assert x.reshape(-1, 32).shape == (6, 32)
 
 
 def test_jnp_reshape_keeps_codes():
     """JAX hands an MXArray's reshape to the MXArray: nothing is dequantized without a word."""
-    y = jnp.reshape(array((2, 3, 64)), (6, 64))
-    assert isinstance(y, MXArray)
+    x = array((2, 3, 64))
+    y = jnp.reshape(x, (6, 64))
+    assert isinstance(y, MXArray) and x.reshape(-1, 32).shape == (12, 32)
     with pytest.raises(ValueError, match="would cut blocks"):
-        jnp.reshape(array((3, 64)), (12, 16))
+        jnp.reshape(y, (24, 16))
+    with pytest.raises(ValueError, match=r"order='C' alone, got \{'order': 'F'\}"):
+        x.reshape((6, 64), order="F")
 
 
 @pytest.mark.slow
@@ -260,10 +241,7 @@ def test_reshape_passes_gradients_and_a_tensor_scale_for_each_matrix():
     np.testing.assert_array_equal(q.reshape(4, 32).dequantize(), q.dequantize().reshape(4, 32))
 
 
-FORMATS = ["mxfp8_e4m3", "mxfp4", "nvfp4_one_level", "float8_rowwise_e4m3"]
-
-
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "float8_rowwise_e4m3"])
 def test_a_cache_takes_rows(format: str):
     """As a scanned decoder fills it: one row at a traced place, codes and scales as they came."""
     rows = np.random.default_rng(1).normal(size=(3, 2, 64)).astype(np.float32)
@@ -278,13 +256,9 @@ def test_a_cache_takes_rows(format: str):
         return jax.lax.scan(step, cache, jnp.arange(3))[0]
 
     filled = fill(empty, rows)
-    for t in range(3):
-        want = mx_jax.quantize(rows[t], format)
-        np.testing.assert_array_equal(filled.codes[:, t + 1], want.codes)
-        np.testing.assert_array_equal(filled.scales[:, t + 1], want.scales)
-    for untouched in (0, 4):
-        np.testing.assert_array_equal(filled.codes[:, untouched], empty.codes[:, untouched])
-        np.testing.assert_array_equal(filled.scales[:, untouched], empty.scales[:, untouched])
+    zeros = np.zeros((2, 1, 64), np.float32)
+    expected = mx_jax.quantize(np.concatenate([zeros, rows.swapaxes(0, 1), zeros], 1), format)
+    jax.tree.map(np.testing.assert_array_equal, filled, expected)
 
 
 def test_whole_blocks_along_a_blocked_axis():
@@ -371,14 +345,6 @@ def test_a_tensor_scale_is_never_left_behind():
     assert bool(jnp.isnan(traced[1]).all()) and bool(jnp.isfinite(traced[2:]).all())
 
 
-def test_tensor_scales_of_some_matrices_are_not_enough():
-    """One for each matrix: all of them have to be the array's."""
-    nvfp4 = mx_jax.quantize(jnp.ones((2, 4, 32)), "nvfp4", tensor_scale=jnp.ones((2, 1, 1)))
-    row = mx_jax.quantize(jnp.ones((2, 1, 32)), "nvfp4", tensor_scale=jnp.float32([[[1]], [[2]]]))
-    with pytest.raises(ValueError, match="must be under the array's tensor scale"):
-        nvfp4.at[:, :1].set(row)
-
-
 def test_rows_under_tensor_scales_of_their_own():
     """A row is written under the scale of its place, and under no other row's."""
     rows = jnp.linspace(-1.0, 1.0, 96).reshape(3, 32) * jnp.array([[1e-4], [1.0], [1e4]])
@@ -390,3 +356,6 @@ def test_rows_under_tensor_scales_of_their_own():
     np.testing.assert_array_equal(y.dequantize()[::2], x.dequantize()[::2])
     with pytest.raises(ValueError, match=r"under the array's tensor scale"):
         x.at[2].set(new)
+    # Of several rows each has to be under the scale of its place.
+    with pytest.raises(ValueError, match="must be under the array's tensor scale"):
+        x.at[:].set(x[::-1])
