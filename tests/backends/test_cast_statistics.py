@@ -46,9 +46,9 @@ def drawn(shape: tuple[int, ...], dtype: Any, nonfinite: bool) -> jax.Array:
 def compare(x: jax.Array, array: MXArray, axis: int, without: tuple[str, ...] = ()) -> Any:
     """Statistics of a cast, which are those of the definition; both."""
     of_cast = inspect_statistics.of_cast
-    told = lambda x, array: of_cast(x, array, axis, inspect_statistics.STATISTICS)  # noqa: E731
+    computed = lambda x, array: of_cast(x, array, axis, inspect_statistics.STATISTICS)  # noqa: E731
     defined = functools.partial(reference.of_cast, axis=axis)
-    actual, expected = quick(told)(x, array), quick(defined)(x, array)
+    actual, expected = quick(computed)(x, array), quick(defined)(x, array)
     assert set(actual) == set(expected)
     for name in {*expected} - {*without}:
         left, right = actual[name], expected[name]

@@ -38,11 +38,11 @@ def test_nan_and_largest_scores_spread_as_in_the_reference():
     query, keys, values = drawn(3, 20, 32)
     keys[0, 0, 7, 3] = np.nan
     keys[0, 1] *= 1e4
-    found = attend(query, keys, values, 19)
+    result = attend(query, keys, values, 19)
     with only_backend("reference"):
         expected = attend(query, keys, values, 19)
-    assert np.isnan(found[0, 0, :3]).all() and not np.isnan(found[0, 0, 3:]).any()
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    assert np.isnan(result[0, 0, :3]).all() and not np.isnan(result[0, 0, 3:]).any()
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
     assert np.isnan(attend(query, keys, values, -1)).all()
 
 

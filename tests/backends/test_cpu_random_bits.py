@@ -39,9 +39,9 @@ def handlers(run: Any, *operands: Any) -> list[str]:
 def test_the_bits_of_jax(shape: tuple[int, ...], width: int):
     draw = lambda key: draw_bits(key, shape, width)  # noqa: E731
     assert handlers(draw, KEY) == ["mx_jax_cpu_random_bits"]
-    found, expected = quick(draw)(KEY), rounding.draw_bits(KEY, shape, width)
-    assert found.dtype == expected.dtype == jnp.int32
-    np.testing.assert_array_equal(found, expected)
+    bits, expected = quick(draw)(KEY), rounding.draw_bits(KEY, shape, width)
+    assert bits.dtype == expected.dtype == jnp.int32
+    np.testing.assert_array_equal(bits, expected)
     np.testing.assert_array_equal(draw(KEY), expected)
 
 
@@ -71,11 +71,10 @@ def test_the_keys_of_jax(key: jax.Array):
     np.testing.assert_array_equal(draw(key), expected)
     ours, other = derived(key)
     np.testing.assert_array_equal(data(ours.get()), data(other))
-    found = quick(lambda key, place: derived(key)[0].fold_in(place))(key, 4)
-    np.testing.assert_array_equal(found.data, data(jax.random.fold_in(other, 4)))
+    folded = quick(lambda key, place: derived(key)[0].fold_in(place))(key, 4)
+    np.testing.assert_array_equal(folded.data, data(jax.random.fold_in(other, 4)))
     keys = jax.random.split(key, 4)
-    found = quick(jax.vmap(draw))(keys)
-    for one, bits in zip(keys, found, strict=True):
+    for one, bits in zip(keys, quick(jax.vmap(draw))(keys), strict=True):
         np.testing.assert_array_equal(bits, rounding.draw_bits(derived(one)[1], (33,), 16))
 
 
@@ -90,10 +89,10 @@ def test_signs_are_those_of_bernoulli():
     turn = lambda x, key: transformed(x, random, key, 1)  # noqa: E731
     assert handlers(turn, x, KEY) == ["mx_jax_cpu_transform"]
     keys = jax.random.split(KEY, 8)
-    for key, found in zip(keys, quick(jax.vmap(turn, (None, 0)))(x, keys), strict=True):
+    for key, values in zip(keys, quick(jax.vmap(turn, (None, 0)))(x, keys), strict=True):
         drawn = np.where(jax.random.bernoulli(key, jnp.float32(0.5), (64,)), 1, -1)
         fixed = Hadamard(size=64, signs=tuple(drawn.tolist()))
-        np.testing.assert_array_equal(found, transformed(x, fixed, None, 1))
+        np.testing.assert_array_equal(values, transformed(x, fixed, None, 1))
 
 
 def rounded(x: jax.Array, key: jax.Array) -> Any:
@@ -102,7 +101,7 @@ def rounded(x: jax.Array, key: jax.Array) -> Any:
     return along, mx_jax.quantize_both(x, "mxfp8_e5m2", rounding="stochastic", key=key)
 
 
-def test_casts_draw_their_own():
+def test_each_cast_draws_its_bits():
     x = jax.random.normal(jax.random.key(1), (2, 3, 64, 96))
     casts = ["mx_jax_cpu_quantize"] * 2 + ["mx_jax_cpu_quantize_both"]
     assert sorted(handlers(rounded, x[0, 0], KEY)) == casts

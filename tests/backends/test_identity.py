@@ -81,14 +81,14 @@ def as_the_reference(x: np.ndarray, format: Any, **how: Any) -> mx_jax.MXArray:
 
 
 @pytest.mark.parametrize(("format", "rule"), RULES.values(), ids=RULES)
-def test_a_rule_of_ones_own_under_a_known_name(format: str, rule: ScaleRule):
+def test_a_custom_rule_under_a_known_name(format: str, rule: ScaleRule):
     known = mx_jax.quantize(X, format, scale_rule=rule.name)
     ours = as_the_reference(X, format, scale_rule=rule)
     assert not np.array_equal(ours.dequantize(), known.dequantize())
 
 
 @needs_library
-def test_a_threshold_of_ones_own_reaches_the_kernels():
+def test_custom_thresholds_reach_the_kernels():
 
     def backend(format: formats.BlockFormat, rule: ScaleRule) -> str:
         call = QuantizeCase(format=format, shape=(4, 64), scale_rule=rule).call
@@ -100,7 +100,7 @@ def test_a_threshold_of_ones_own_reaches_the_kernels():
     assert backend(MXFP4, dataclasses.replace(FLOOR, scales=ones)) == "reference"
 
 
-OWN = {
+CUSTOM = {
     "element": dataclasses.replace(MXFP4, element=BIASED),
     "bias of 5": dataclasses.replace(MXFP4, element=dataclasses.replace(E2M1, bias=5)),
     "scale": dataclasses.replace(
@@ -110,8 +110,8 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("format", OWN.values(), ids=OWN)
-def test_elements_and_scales_of_ones_own_under_known_names(format: formats.BlockFormat):
+@pytest.mark.parametrize("format", CUSTOM.values(), ids=CUSTOM)
+def test_custom_elements_and_scales_under_known_names(format: formats.BlockFormat):
     """Casts are the reference's, and products those of the values, packed or not."""
     recipe = recipes.weight_only(format)
     q = as_the_reference(X.T, format, axis=0)
@@ -146,7 +146,7 @@ def calls_with(format: formats.BlockFormat) -> list:
 
 
 STRANGERS = {
-    "element": OWN["element"],
+    "element": CUSTOM["element"],
     "element_of_8_bits": dataclasses.replace(
         MXFP8_E4M3, element=dataclasses.replace(E4M3, num_reserved_codes=2)
     ),
@@ -156,7 +156,7 @@ STRANGERS = {
     "whole": dataclasses.replace(
         formats.FLOAT8_ROWWISE_E4M3, element=dataclasses.replace(E4M3, bias=8)
     ),
-    "scale": OWN["scale"],
+    "scale": CUSTOM["scale"],
 }
 
 
@@ -181,8 +181,8 @@ def test_another_name_is_no_other_value(format: formats.BlockFormat):
     for target in (Target(platform="cpu"), Target(platform="cuda", compute_capability=(10, 0))):
         for ours, theirs in zip(calls_with(renamed), calls_with(format), strict=True):
             for backend in BACKENDS:
-                taken = [backend.rejects(call, target) is None for call in (ours, theirs)]
-                assert taken[0] == taken[1], (backend.name, ours)
+                accepts = [backend.rejects(call, target) is None for call in (ours, theirs)]
+                assert accepts[0] == accepts[1], (backend.name, ours)
     product, same = (
         mx_jax.matmul(X, mx_jax.quantize(X.T, each, axis=0), recipe=recipes.weight_only(each))
         for each in (renamed, dataclasses.replace(renamed, name=format.name))
@@ -197,7 +197,7 @@ ROUNDING_STRANGERS = (
 
 
 @pytest.mark.parametrize("rounding", ROUNDING_STRANGERS, ids=lambda rounding: rounding.name)
-def test_a_rounding_of_ones_own_under_a_known_name(rounding: Rounding):
+def test_a_custom_rounding_under_a_known_name(rounding: Rounding):
     key = jax.random.key(0) if rounding.random_bits else None
     ours = mx_jax.quantize(X, "mxfp4", rounding=rounding, key=key)
     expected = mx_jax.quantize(X, "mxfp4", rounding="toward_zero")
@@ -217,7 +217,7 @@ def test_a_copy_is_equal():
             assert type(other) is type(value) and other.name == value.name
 
 
-def test_the_library_s_own_are_pickled_by_name():
+def test_known_values_are_pickled_by_name():
     """So that what lies on a disk outlives a change of the functions inside."""
     for value in (*SCALE_RULES, *ROUNDINGS):
         assert b"apply" not in pickle.dumps(value) and b"threshold" not in pickle.dumps(value)

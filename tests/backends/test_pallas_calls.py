@@ -85,7 +85,7 @@ ON_HOPPER: list[Call] = [
     sums(None, NVFP4),
     sums(MXFP4.with_block(WHOLE), MXFP4),
 ]
-TAKEN: list[tuple[Call, Target]] = [
+ACCEPTED: list[tuple[Call, Target]] = [
     *((call, H200) for call in ON_HOPPER),
     *(
         (dense(), Target(platform="cuda", compute_capability=capability))
@@ -99,7 +99,7 @@ TAKEN: list[tuple[Call, Target]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "target"), TAKEN)
+@pytest.mark.parametrize(("call", "target"), ACCEPTED)
 def test_takes(call: Call, target: Target):
     assert PALLAS_GPU.rejects(call, target) is None
 

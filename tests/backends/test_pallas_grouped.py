@@ -54,17 +54,17 @@ def operands(case: RaggedCase) -> tuple[Any, MXArray, jax.Array]:
 
 
 @pytest.mark.parametrize("tile_rows", [8, 16, 64])
-def test_every_row_is_one_visits_own(tile_rows: int, rng: np.random.Generator):
+def test_each_row_belongs_to_one_visit(tile_rows: int, rng: np.random.Generator):
     m, g = 100, 5
     find = jax.jit(lambda sizes: visits(sizes, m, tile_rows))
     for _ in range(30):
         total = rng.integers(0, m + 1)
         sizes = rng.multinomial(total, rng.dirichlet([0.4] * g)).astype(np.int32)
-        found = np.asarray(find(sizes)).reshape(-1, FIELDS)
-        assert len(found) <= -(-m // tile_rows) + g
+        table = np.asarray(find(sizes)).reshape(-1, FIELDS)
+        assert len(table) <= -(-m // tile_rows) + g
         group_of = np.append(np.repeat(np.arange(g), sizes), [g] * (m - total))
         owners = np.zeros(m, int)
-        for group, first, begin, end in found:
+        for group, first, begin, end in table:
             assert first % 8 == 0 and (begin >= end or first <= begin < end <= first + tile_rows)
             assert (group_of[begin:end] == group).all()
             owners[begin:end] += 1
@@ -150,7 +150,7 @@ def test_sums_are_exact(
     ends = np.cumsum(sizes)
     begins = ends - np.asarray(sizes)
     exact = np.stack([left[i:j].T @ right[i:j] for i, j in zip(begins, ends, strict=True)])
-    found = wgmma.group_sums(
+    sums = wgmma.group_sums(
         jnp.asarray(left, jnp.bfloat16),
         jnp.asarray(right, jnp.bfloat16),
         jnp.asarray(np.concatenate([begins, sizes]), jnp.int32),
@@ -159,7 +159,7 @@ def test_sums_are_exact(
         out_dtype=jnp.dtype(out_dtype),
         interpret=interpreter(),
     )
-    assert_bitwise_equal(found, jnp.asarray(exact / 2, out_dtype), what="sums")
+    assert_bitwise_equal(sums, jnp.asarray(exact / 2, out_dtype), what="sums")
 
 
 # What is lowered ------------------------------------------------------------------------------

@@ -121,8 +121,8 @@ def test_layout_of_scales_is_what_the_docstring_says(rng: np.random.Generator):
     bytes_ = np.asarray(laid_out.scales)
     for row, column in ((0, 0), (37, 5), (129, 19), (96, 3), (64, 4)):
         tile, (i, j) = row // 128, divmod(row % 128, 32)
-        found = bytes_[tile, column // 4, j, 4 * i + column % 4]
-        assert found == scales[0, row, column]
+        byte = bytes_[tile, column // 4, j, 4 * i + column % 4]
+        assert byte == scales[0, row, column]
     assert bytes_[1, 0, 5, 0] == 0, "padding"
 
 

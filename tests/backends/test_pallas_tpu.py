@@ -45,11 +45,11 @@ def test_casts(format: formats.BlockFormat, rule: str, shape: tuple[int, ...], w
     x = draw.draw_any_bits(rng, shape, BFLOAT16) if wild else drawn.astype(BFLOAT16)
     call = cases._both(format, shape, dtype="bfloat16", scale_rule=rule).call
     both = quick(functools.partial(INTERPRETED.run, call))(x, (None, None), None)
-    for cast, beside, found in zip(
+    for cast, beside, result in zip(
         (call.first, call.second), (None, call.first), both, strict=True
     ):
         expected = quick(functools.partial(REFERENCE.run, cast))(x, None, None)
-        backend_suite.assert_same(found, expected)
+        backend_suite.assert_same(result, expected)
         run = functools.partial(INTERPRETED.run, ValuesCall(cast=cast, beside=beside))
         values = np.asarray(decode(expected, jnp.float32, exponent=-HEADROOM))
         values = np.where(np.abs(values) < 2.0**-126, values * 0, values)  # as TPUs have it

@@ -28,8 +28,8 @@ def case(rhs: BlockFormat = MXFP4, **facts: Any) -> MatmulCase:
     return MatmulCase(**{"lhs": None, "rhs": rhs, "dtype": "bfloat16", "rhs_k_first": True} | facts)
 
 
-def packing(own: OperandType, **facts: Any) -> PackCall:
-    return PackCall(weights=own, blocks=own.axes.blocks(own.format or MXFP4), **facts)
+def packing(weights: OperandType, **facts: Any) -> PackCall:
+    return PackCall(weights=weights, blocks=weights.axes.blocks(weights.format or MXFP4), **facts)
 
 
 def by_packed(lhs: jax.Array, rhs: Any, call: MatmulCall) -> jax.Array:
@@ -77,10 +77,12 @@ def test_every_code_under_scales_of_every_kind(format: BlockFormat, rows: int, t
     with use_target(target):
         # Elements of a byte where they are stored.
         run = by_packed if format.element.bits == 4 else INTERPRETED.offers[MatmulCall].run
-        found = run(jnp.eye(rows, shape[0], dtype=jnp.bfloat16), w, call)
+        product = run(jnp.eye(rows, shape[0], dtype=jnp.bfloat16), w, call)
     # Of 2^127 half a unit in the last place is missing; what is below 2^-124 may be zero.
-    found, expected = (np.clip(own, -3.4e38, 3.4e38) for own in (found, exact_values(w)[:rows]))
-    np.testing.assert_allclose(found, expected, 2.0**-23, backend_suite.FLUSHED)
+    product, expected = (
+        np.clip(values, -3.4e38, 3.4e38) for values in (product, exact_values(w)[:rows])
+    )
+    np.testing.assert_allclose(product, expected, 2.0**-23, backend_suite.FLUSHED)
 
 
 REFUSED: list[tuple[Call, Target, str]] = [
@@ -95,7 +97,7 @@ REFUSED: list[tuple[Call, Target, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("call", "target", "reason"), REFUSED, ids=[own[2] for own in REFUSED])
+@pytest.mark.parametrize(("call", "target", "reason"), REFUSED, ids=[row[2] for row in REFUSED])
 def test_reasons(call: Call, target: Target, reason: str):
     assert re.search(reason, PALLAS_TPU.rejects(call, target) or "nothing")
 

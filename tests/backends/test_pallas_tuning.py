@@ -75,12 +75,12 @@ def test_no_tile_asks_for_more_registers_than_it_starts_with():
 
     assert [launch_registers(count) for count in (2, 3, 4, 5)] == [256, 168, 128, 96]
     assert [multiplying_registers(count) for count in (1, 2, 3, 4)] == [256, 232, 152, 104]
-    found = {tiles.n // 64 for table in WGMMA.tiles.values() for _, tiles in table}
-    for warpgroups in found:
-        asked = multiplying_registers(warpgroups)
-        assert 24 <= asked <= 256 and asked % 8 == 0
+    counts = {tiles.n // 64 for table in WGMMA.tiles.values() for _, tiles in table}
+    for warpgroups in counts:
+        registers = multiplying_registers(warpgroups)
+        assert 24 <= registers <= 256 and registers % 8 == 0
         started = launch_registers(warpgroups + 1) * (warpgroups + 1)
-        assert COPYING_REGISTERS + warpgroups * asked <= started <= 65536 // 128
+        assert COPYING_REGISTERS + warpgroups * registers <= started <= 65536 // 128
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,10 @@ def test_unsharded_programs_run_the_kernel():
     assert "mosaic_gpu" in alone and "dot_general" not in alone
     assert "mosaic_gpu" not in split and "CustomSPMDPartitioning" in split
     assert "mosaic_gpu" in batch and "mosaic_gpu" in stored
-    assert [found.rows[-1].backend for found in explained] == ["pallas_gpu", "xla_bfloat16"]
+    assert [explanation.rows[-1].backend for explanation in explained] == [
+        "pallas_gpu",
+        "xla_bfloat16",
+    ]
 
 
 def test_blocks_under_float32_scales():
@@ -216,7 +219,7 @@ def test_parts_of_a_product_are_computed_by_what_takes_one_device():
         assert (quick(step)(x, w) == 1).all() and (quick(step)(sharded, w) == 1).all()
 
 
-def test_one_that_serves_any_number_is_taken_as_it_is():
+def test_a_backend_for_any_number_of_devices_is_chosen_once():
     call = MatmulCase(lhs=MXFP4, rhs=MXFP4, m=(64,), n=(64,), k=(64,)).call
     host = Target(platform="cuda", compute_capability=(9, 0), num_devices=8, counted=False)
     one = Target(platform="cuda", compute_capability=(9, 0))

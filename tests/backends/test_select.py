@@ -113,7 +113,7 @@ def test_unknown_names(choose):
         choose("hoper")
 
 
-def test_preferred_backends_are_asked_first(table):
+def test_preferred_backends_come_first(table):
     table(REFERENCE, NOT_BUILT, HOPPER)
     with prefer_backends("hopper", "ffi"):
         assert select(call_of(128), H200).backend is HOPPER
@@ -145,7 +145,7 @@ def test_a_choice_enters_the_cache_key(choose):
     assert len(traces) == 2
 
 
-def test_every_backend_has_its_own_name():
+def test_names_of_backends_differ():
     names = [backend.name for backend in BACKENDS]
     assert len(set(names)) == len(names)
     # The one that takes everything; behind it, only what has not been measured yet.
@@ -158,7 +158,7 @@ BOTH = QUANTIZE_BOTH_CASES[0].call
 
 
 @pytest.mark.parametrize("num_devices", [1, 8])
-def test_nothing_behind_the_reference_is_asked_unless_named(num_devices: int, table):
+def test_backends_behind_the_reference_wait_for_their_name(num_devices: int, table):
     """Not even for a call that the reference refuses, which two casts stand in for."""
     target = dataclasses.replace(H200, num_devices=num_devices)
     table(NOT_BUILT, REFERENCE, TAKES_ALL)

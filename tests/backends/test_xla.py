@@ -100,7 +100,7 @@ def test_float8_is_brought_into_the_order_that_units_read():
         ("float8_rowwise", "TPU v6 lite", "bf16"),
     ],
 )
-def test_what_the_units_of_a_tpu_are_given(recipe: str, kind: str, operands: str):
+def test_what_a_tpu_multiplies(recipe: str, kind: str, operands: str):
     with mx_jax.testing.target("tpu", device_kind=kind):
         text = gradients(recipe, "tpu")
     dots = re.findall(r"stablehlo.dot_general.* : \(tensor<\w+x(\w+)>, tensor<\w+x(\w+)>\)", text)

@@ -31,7 +31,7 @@ TPU = Target(platform="tpu")
 # Of GPUs one for which XLA has no block-scaled product.
 TURING = Target(platform="cuda", compute_capability=(7, 5))
 ACCELERATORS = (TPU, Target(platform="rocm"), TURING)
-TAKEN = tuple(case for case in MATMUL_CASES if XLA_BFLOAT16.rejects(case.call, TPU) is None)
+ACCEPTED = tuple(case for case in MATMUL_CASES if XLA_BFLOAT16.rejects(case.call, TPU) is None)
 EXTREMES = tuple(case for case in EXTREME_CASES if case.quantized_lhs)
 BLOCKWISE, BLOCKWISE_2D = formats.FLOAT8_BLOCKWISE_E4M3, formats.FLOAT8_BLOCKWISE_2D_E4M3
 BLOCKWISE_CASES = (
@@ -96,8 +96,8 @@ def test_rejects(call: MatmulCall, target: Target, reason: str):
 def test_takes():
     """Every format; high precision only in bfloat16; any number of devices."""
     assert all(map(bfloat16_holds, BLOCK_FORMATS))
-    assert set(BLOCK_FORMATS) <= {case.lhs for case in TAKEN} | {case.rhs for case in TAKEN}
-    assert {case.dtype for case in TAKEN if None in (case.lhs, case.rhs)} == {"bfloat16"}
+    assert set(BLOCK_FORMATS) <= {case.lhs for case in ACCEPTED} | {case.rhs for case in ACCEPTED}
+    assert {case.dtype for case in ACCEPTED if None in (case.lhs, case.rhs)} == {"bfloat16"}
     for call in (square(), square(lhs=None, dtype="bfloat16"), scaled_along(0)):
         for target in (*ACCELERATORS, TPUS):
             assert XLA_BFLOAT16.rejects(call, target) is None
@@ -118,7 +118,7 @@ def test_every_code_is_a_bfloat16(format: formats.BlockFormat):
 @pytest.mark.slow(
     but="mxfp8_e4m3-mxfp8|mxfp4-mxfp4-|nvfp4-nvfp4-|mxint8-mxint8|bfloat16|k_first|rowwise_e5m2-float8_t|blockwise"
 )
-@pytest.mark.parametrize("case", TAKEN, ids=str)
+@pytest.mark.parametrize("case", ACCEPTED, ids=str)
 def test_products(case: MatmulCase):
     check_matmul(XLA_BFLOAT16, case)
 
@@ -183,8 +183,8 @@ def test_blocks_under_float32_scales(case: MatmulCase):
 def test_deepseek_v3_is_one_dot(dtype: str):
     """Also of float32 operands, since both are quantized; near the largest and smallest numbers."""
     step = training_step("deepseek_v3")
-    found = dots(step, array(1024, 2048, dtype=dtype), array(512, 1024, dtype=dtype), target=TPU)
-    assert len(found) == 3 and {x.rsplit("x", 1)[1] for x in found[0][:2]} == {"bf16"}
+    types = dots(step, array(1024, 2048, dtype=dtype), array(512, 1024, dtype=dtype), target=TPU)
+    assert len(types) == 3 and {x.rsplit("x", 1)[1] for x in types[0][:2]} == {"bf16"}
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((4, 256), (256, 8)))
     for scale in (3e38 / 4, 1.0, 2.0**-110):
@@ -234,8 +234,10 @@ def test_accelerators_that_are_no_nvidia_gpu(platform: str, kind: str):
     target = Target(platform=platform, device_kind=kind)
     for recipe, dtype in (("mxfp8", "bf16"), ("float8_rowwise", FLOAT8.get(kind, "bf16"))):
         product = functools.partial(mx_jax.matmul, recipe=recipe)
-        found = dots(product, array(8, 64), array(64, 32), target=target)
-        assert [[x.rsplit("x", 1)[1] for x in types] for types in found] == [[dtype, dtype, "f32"]]
+        products = dots(product, array(8, 64), array(64, 32), target=target)
+        assert [[x.rsplit("x", 1)[1] for x in types] for types in products] == [
+            [dtype, dtype, "f32"]
+        ]
 
 
 def test_the_pages_have_every_kind():
@@ -266,8 +268,8 @@ def training_step(recipe: Any) -> Any:
 def test_a_training_step_multiplies_bfloat16(name: str, target: Target):
     """Three products, as a bfloat16 model has them; on TPUs kernels make MX formats' values."""
     shapes, step = (array(2048, 4096), array(2048, 2048)), training_step(name)
-    found = dots(step, *shapes, target=target, has_kernels=(name, target) == ("mxfp8", TPU))
-    assert sorted(found) == [
+    types = dots(step, *shapes, target=target, has_kernels=(name, target) == ("mxfp8", TPU))
+    assert sorted(types) == [
         ("2048x2048xbf16", "2048x4096xbf16", "2048x4096xf32"),
         ("2048x2048xbf16", "2048x4096xbf16", "2048x4096xf32"),
         ("2048x4096xbf16", "2048x4096xbf16", "2048x2048xf32"),
@@ -300,9 +302,9 @@ def test_the_transform_of_bfloat16_is_a_bfloat16_dot(dtype: str):
     step = training_step(recipes.nvfp4_pretraining())
     key = jax.eval_shape(lambda: jax.random.key(0))
     shapes = (array(128, 64, dtype=dtype), array(32, 128, dtype=dtype), key)
-    found = dots(step, *shapes, target=TPU)
+    products = dots(step, *shapes, target=TPU)
     shown = {"bf16"} if dtype == "bfloat16" else {"bf16", "f32"}
-    assert {side.rsplit("x", 1)[1] for types in found for side in types[:2]} == shown
+    assert {side.rsplit("x", 1)[1] for types in products for side in types[:2]} == shown
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "float8_rowwise", "float8_tensorwise"])

@@ -106,8 +106,8 @@ def test_bfloat16_has_every_element_under_centred_scales(element: Any):
 def test_scales_of_nan_stay():
     """They say nothing of where the others lie, and their codes make NaN of what XLA reads."""
     for scales, exponent in (([255, 3, 0], 10), ([255, 255], 10), ([255, 254, 20], -8)):
-        moved, found = centred(jnp.array(scales, jnp.uint8), formats.E4M3)
-        assert found == exponent
+        moved, shift = centred(jnp.array(scales, jnp.uint8), formats.E4M3)
+        assert shift == exponent
         others = [scale + exponent for scale in scales if scale != 255]
         assert [int(s) for s in moved if s != 255] == others
         assert (np.asarray(moved) == 255).sum() == scales.count(255)

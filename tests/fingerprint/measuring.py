@@ -70,8 +70,8 @@ def _lower(program: Program) -> Record:
     return {"backends": _counted(backends), "lowered": _counted(_CALL.findall(text) + products)}
 
 
-def _counted(found: list[str]) -> dict[str, int]:
-    return dict(sorted(Counter(found).items()))
+def _counted(names: list[str]) -> dict[str, int]:
+    return dict(sorted(Counter(names).items()))
 
 
 def _bits(array: Any) -> str:

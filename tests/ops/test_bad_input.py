@@ -181,7 +181,7 @@ def test_what_is_no_array(operation: str, x, message: str):
         mx_jax.matmul(x.astype(x.dtype.newbyteorder("=")), W, recipe=MXFP8)
 
 
-def test_a_tracer_s_own_error_is_jax_s():
+def test_errors_of_tracers_are_jax_s():
     with pytest.raises(jax.errors.TracerArrayConversionError):
         jax.jit(lambda x: mx_jax.matmul(ToNumpy(x), W, recipe=MXFP8))(X)
 

@@ -68,7 +68,7 @@ def test_a_product_that_draws_says_so(call, recipe: Recipe, where: str):
         jax.eval_shape(gradients, X, W)
 
 
-def test_only_a_gradient_that_is_taken_draws():
+def test_only_gradients_that_are_computed_draw():
     """A stored weight has no cotangent, so its stochastic gradient product never runs."""
     recipe = drawing(grad_weight=BOTH)
     stored = mx_jax.quantize(W, "mxfp4", axis=0, scale_rule="even")
@@ -109,7 +109,7 @@ def test_what_is_no_key_is_refused(call, key, got: str):
             call(X, W, recipe=recipe, key=key)
 
 
-def test_each_product_has_a_stream_of_its_own():
+def test_each_product_has_a_stream():
     """Numbered for good: another number gives other bits to everybody's seeds."""
     recipe = drawing(output=BOTH, grad_input=BOTH, grad_weight=BOTH)
     for number, product in enumerate(("output", "grad_input", "grad_weight")):

@@ -300,7 +300,7 @@ def test_what_it_does_not_pack(shape, format: str, options, complaint: str):
 @needs_library
 @pytest.mark.usefixtures("insist")
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4", "mxfp6_e2m3", "mxfp8_e4m3", ROWS, TENSOR])
-def test_rows_are_taken_from_packed_weights(format: str):
+def test_rows_of_packed_weights(format: str):
     x = mx_jax.quantize(draw(70, 40), format)
     packed, indices = pack(x, contracting=1), jnp.asarray([[0, 69, 31], [32, 32, 80]])
     assert packed.takes

@@ -157,7 +157,7 @@ def test_codes_kept_for_gradients_are_refused(multiply):
         losses(multiply(QUANTIZED))
 
 
-def test_gradients_mapped_twice_are_differentiated():
+def test_gradients_under_nested_vmaps_are_differentiated():
     """The outer vmap is over weights, the inner one over rows."""
     x, w = jnp.stack([X, 2 * X]), jnp.stack([W, 2 * W, -W])
 

@@ -49,7 +49,7 @@ def test_same_key_same_bits(square: np.ndarray):
         assert not np.array_equal(left, right), name
 
 
-def test_every_operand_of_every_product_draws_its_own_bits():
+def test_every_operand_of_every_product_draws_other_bits():
     """Multiplied with the identity, a cast shows; no two of the six are the same."""
     a = np.random.default_rng(0).uniform(1.05, 1.45, (32, 32)).astype(np.float32)
     one = np.eye(32, dtype=np.float32)

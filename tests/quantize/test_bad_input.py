@@ -29,7 +29,7 @@ def needs_floats(dtype: str, shape: tuple) -> str:
 
 STOCHASTIC, FLOAT8 = {"rounding": "stochastic"}, ml_dtypes.float8_e8m0fnu
 KEY, KEYS = jax.random.key(0), jax.random.split(jax.random.key(0))
-# What is given in place of MXFP4's cast of X, the error and its message.
+# Arguments in place of MXFP4's cast of X, the error and its message.
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(
         ({"x": x}, TypeError, needs_floats(x.dtype.name, x.shape))
@@ -132,25 +132,25 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     *(
         (
-            {"format": NVFP4, "tensor_scale": given},
+            {"format": NVFP4, "tensor_scale": scale},
             ValueError,
             "quantize: tensor_scale must have an axis for each of codes, of length 1, or of the "
-            f"same length where no blocks lie, got tensor_scale.shape={np.shape(given)}, "
+            f"same length where no blocks lie, got tensor_scale.shape={np.shape(scale)}, "
             "codes.shape=(2, 32), blocks=((-1, 16),); pass one number, or one for each matrix of a "
             "batch",
         )
-        for given in (np.ones(2, np.float32), np.ones((2, 32)), [1.0, 2.0])
+        for scale in (np.ones(2, np.float32), np.ones((2, 32)), [1.0, 2.0])
     ),
 ]
 
 
 @pytest.mark.parametrize(
-    ("given", "error", "message"),
+    ("arguments", "error", "message"),
     [pytest.param(*row, id=f"{i}-{'-'.join(row[0])}") for i, row in enumerate(REFUSED)],
 )
-def test_refused(given: dict[str, Any], error: type[Exception], message: str):
+def test_refused(arguments: dict[str, Any], error: type[Exception], message: str):
     with pytest.raises(error, match=f"^{re.escape(message)}"):
-        mx_jax.quantize(**{"x": X, "format": MXFP4} | given)
+        mx_jax.quantize(**{"x": X, "format": MXFP4} | arguments)
 
 
 NARROW = [element for element in ELEMENT_FORMATS if element.kind == "float"]
@@ -203,19 +203,19 @@ def test_rule_of_the_wrong_type(rule):
         mx_jax.quantize(X, MXFP4, scale_rule=rule)
 
 
-@pytest.mark.parametrize("given", [0.0, -1.0, np.inf, np.nan, -np.inf, -1e-45], ids=repr)
+@pytest.mark.parametrize("scale", [0.0, -1.0, np.inf, np.nan, -np.inf, -1e-45], ids=repr)
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_tensor_scale_that_scales_nothing(backend: str, given: float):
+def test_tensor_scale_that_scales_nothing(backend: str, scale: float):
     """Known, it is refused; traced, every value is NaN."""
     message = (
-        f"quantize: tensor_scale must be finite and positive, got tensor_scale={given}; leave it "
+        f"quantize: tensor_scale must be finite and positive, got tensor_scale={scale}; leave it "
         "out, and it is computed"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        mx_jax.quantize(X, NVFP4, tensor_scale=given)
+        mx_jax.quantize(X, NVFP4, tensor_scale=scale)
     with mx_jax.only_backend(backend):
         cast = jax.jit(lambda x, p: mx_jax.cast(x, NVFP4, tensor_scale=p))
-        assert np.isnan(cast(X, jnp.float32(given))).all()
+        assert np.isnan(cast(X, jnp.float32(scale))).all()
 
 
 def test_errors_come_at_trace_time():

@@ -345,7 +345,7 @@ def test_a_tensor_scale_is_never_left_behind():
     assert bool(jnp.isnan(traced[1]).all()) and bool(jnp.isfinite(traced[2:]).all())
 
 
-def test_rows_under_tensor_scales_of_their_own():
+def test_rows_under_a_tensor_scale_each():
     """A row is written under the scale of its place, and under no other row's."""
     rows = jnp.linspace(-1.0, 1.0, 96).reshape(3, 32) * jnp.array([[1e-4], [1.0], [1e4]])
     x = jax.vmap(lambda row: mx_jax.quantize(row, "nvfp4"))(rows)

@@ -78,14 +78,14 @@ def test_saved_on_one_mesh_restored_on_another(tmp_path: Path, x: jax.Array, for
     saved = {"kernel": mx_jax.quantize(x, format, axis=0), "bias": x[0]}
     before, after = ((2, 4), P("a", "b")), ((4, 2), P(None, "a"))
     place_of = NamedSharding(mesh_of(before[0]), before[1])
-    given = {
+    placed = {
         "kernel": mx_jax.sharding.device_put(saved["kernel"], place_of),
         "bias": place(saved["bias"], before[0], P()),
     }
 
     def wanted_at(leaf: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
-        own = NamedSharding(mesh_of(after[0]), spec)
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=own)
+        sharding = NamedSharding(mesh_of(after[0]), spec)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     specs = mx_jax.sharding.spec_for(after[1], format, axis=0)
     parts = [spec for spec in specs if spec is not None]
@@ -93,7 +93,7 @@ def test_saved_on_one_mesh_restored_on_another(tmp_path: Path, x: jax.Array, for
     kernel = tree.unflatten([*map(wanted_at, leaves, parts)])
     like = {"kernel": kernel, "bias": wanted_at(saved["bias"], P())}
     with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "step", given)
+        checkpointer.save(tmp_path / "step", placed)
         checkpointer.wait_until_finished()
         restored = checkpointer.restore(tmp_path / "step", like)
     assert restored["kernel"].format == saved["kernel"].format

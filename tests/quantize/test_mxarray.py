@@ -319,7 +319,7 @@ def test_whoever_reads_values_is_not_warned():
         read("h5py._hl.dataset")
 
 
-def test_what_codes_are_not_asked():
+def test_arithmetic_with_codes_names_the_remedy():
     """Arithmetic and methods of arrays name the remedy; truth is that of the values."""
     q: Any = mx_jax.quantize(jnp.ones((4, 64)), "mxfp8")
     binary = (lambda: q + 1, lambda: 2 * q, lambda: q / q, lambda: q @ q, lambda: 2**q)

@@ -136,7 +136,7 @@ def test_the_gradient_passes(case: str):
 
 
 @pytest.mark.parametrize("case", ENTERS)
-def test_the_value_goes_along_where_a_derivative_is_taken(case: str):
+def test_the_value_goes_along_under_a_derivative(case: str):
     loss, same = ENTERS[case]
     wanted = quick(jax.grad(same))(EXPERTS)
     assert jnp.abs(wanted).max() > 0

@@ -30,7 +30,7 @@ same = functools.partial(jax.tree.map, np.testing.assert_array_equal)
 
 @pytest.mark.slow(but="cpu_ffi")
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
-def test_each_matrix_is_quantized_under_its_own(backend: str):
+def test_each_matrix_has_a_tensor_scale(backend: str):
     with mx_jax.only_backend(backend):
         together = experts()
         assert together.tensor_scale is not None and together.tensor_scale.shape == (2, 1, 1)
