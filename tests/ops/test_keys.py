@@ -10,8 +10,6 @@ import pytest
 
 import mx_jax
 from mx_jax import recipes
-from mx_jax.codecs.rounding import DerivedKey
-from mx_jax.ops.product import product_key
 from mx_jax.recipes import MatmulSpec, Recipe, operand
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import quick
@@ -107,15 +105,3 @@ def test_what_is_no_key_is_refused(call, key, got: str):
     for recipe in (NEAREST, drawing(output=BOTH)):
         with pytest.raises(TypeError, match=re.escape(message)):
             call(X, W, recipe=recipe, key=key)
-
-
-def test_each_product_has_a_stream():
-    """Numbered for good: another number gives other bits to everybody's seeds."""
-    recipe = drawing(output=BOTH, grad_input=BOTH, grad_weight=BOTH)
-    for number, product in enumerate(("output", "grad_input", "grad_weight")):
-        result = product_key(recipe, product, KEY)
-        assert isinstance(result, DerivedKey)
-        assert_bitwise_equal(
-            jax.random.key_data(result.get()), jax.random.key_data(jax.random.fold_in(KEY, number))
-        )
-        assert product_key(NEAREST, product, KEY) is None

@@ -1,6 +1,5 @@
 """matmul against jnp.matmul: vectors, matrices, batches that broadcast."""
 
-import functools
 import re
 
 import jax
@@ -42,22 +41,6 @@ def test_high_precision_is_jnp(rng: np.random.Generator):
 
     for shapes, actual, expected in zip(SHAPES, *run(pairs), strict=True):
         assert_bitwise_equal(actual, expected, what=str(shapes))
-
-
-def test_preferred_element_type_and_precision_are_handed_on():
-    x, w = np.ones((2, 40), np.float32), np.ones((40, 3), np.float32)
-    run = jax.jit(
-        functools.partial(
-            mx_jax.matmul,
-            recipe=recipes.weight_only("mxfp4"),
-            precision="highest",
-            preferred_element_type=jnp.bfloat16,
-        )
-    )
-    with mx_jax.only_backend("reference"):
-        text = run.lower(x, w)
-    assert text.out_info.dtype == jnp.bfloat16
-    assert "HIGHEST" in text.as_text()
 
 
 @pytest.mark.parametrize(

@@ -37,12 +37,6 @@ def expected(arrays) -> list[np.ndarray]:
     return [np.stack(results) for results in zip(*one_by_one, strict=True)]
 
 
-def in_turn(x, w, g):
-    """One product after the other in one program."""
-    results = [plain(x[i], w[i], g[i]) for i in range(NUM)]
-    return [jnp.stack(parts) for parts in zip(*results, strict=True)]
-
-
 def along_other_axes(x, w, g):
     run = jax.vmap(plain, in_axes=(1, 2, 1), out_axes=0)
     return run(x.swapaxes(0, 1), jnp.moveaxis(w, 0, 2), g.swapaxes(0, 1))
@@ -53,16 +47,12 @@ def scanned(x, w, g):
 
 
 TRANSFORMED = {
-    "in_turn": in_turn,
-    "batch_axis": plain,
-    "vmap": jax.vmap(plain),
+    "batch axes": plain,
     "vmap_along_other_axes": along_other_axes,
     "scan": scanned,
-    "remat": with_gradients(jax.checkpoint(matmul)),
 }
 
 
-@pytest.mark.slow(but="vmap$|scan|remat")
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_bits_are_those_of_the_plain_call(arrays, expected, name: str):
     check(quick(TRANSFORMED[name])(*arrays), expected)
