@@ -60,8 +60,7 @@ def lying(
     """The reference, but for one kind of call, whose operands or results are changed."""
 
     def run(*operands: Any) -> Any:
-        *operands, facts = operands
-        return result(REFERENCE.run(facts, *inputs(*operands)))
+        return result(REFERENCE.run(operands[-1], *inputs(*operands[:-1])))
 
     return altered(REFERENCE, call, run)
 

@@ -357,7 +357,7 @@ def test_any_product_of_weights(format: str):
         assert_bitwise_equal(packed.unpack().codes, kernel.codes, what=subscripts)
         assert_bitwise_equal(packed.unpack().scales, kernel.scales, what=subscripts)
         for recipe in (each, recipes.float8_rowwise()) if whole else (each,):
-            compiled = jax.jit(product, static_argnums=(0, 3))
+            compiled = quick(product, static_argnums=(0, 3))
             text = compiled.lower(subscripts, left, packed, recipe).as_text()
             assert text.count(f"@{products.PACKED_MATMUL}(") == 1, subscripts
             result = compiled(subscripts, left, packed, recipe)

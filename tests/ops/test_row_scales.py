@@ -44,7 +44,7 @@ def cast(x: np.ndarray, whole: np.ndarray | None = None) -> np.ndarray:
     """Rows in blocks of 16, each under amax / 2688, or under that of a whole row; in NumPy."""
     of_row = np.abs(x if whole is None else whole).max(-1).astype(np.float32) / np.float32(2688)
     x = np.pad(x, ((0, 0), (0, -x.shape[1] % 16)))
-    blocks = x.reshape(len(x), -1, 16) / np.float64(of_row)[:, None, None]
+    blocks = x.reshape(len(x), -1, 16) / of_row.astype(np.float64)[:, None, None]
     # At least the smallest normal scale.
     scales = np.maximum(np.abs(blocks).max(-1, keepdims=True) / 6, 2.0**-6)
     scales = scales.astype(ml_dtypes.float8_e4m3fn)

@@ -20,7 +20,7 @@ from tests.recipes.uniform import uniform
 # Prescales ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow(but="both|rhs")
+@pytest.mark.slow(but="both")
 @pytest.mark.parametrize("stored", ["neither", "lhs", "rhs", "both"])
 def test_a_stored_operand_never_had_a_prescale(stored: str):
     """matmul and ragged_dot alike: 32 products of 1 by 1."""
