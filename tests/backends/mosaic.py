@@ -47,7 +47,7 @@ def has_race(run: Callable[[], jax.Array]) -> bool:
     except jax.errors.JaxRuntimeError as error:
         return any(what in str(error) for what in ("RACE DETECTED", "no threads observed"))
     finally:
-        # What the interpreter asks for after a kernel that failed.
+        # The interpreter asks for it after a kernel that failed.
         gpu_callbacks.reset_gpu_interpret_mode_state()
     return False
 

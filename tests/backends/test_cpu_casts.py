@@ -93,7 +93,7 @@ def test_groups_that_are_too_large():
 
 @pytest.mark.parametrize("batch", [(), (3,)])
 def test_a_program_has_calls_alone(batch: tuple[int, ...]):
-    """What XLA compiled around each of them took ten times as long as all else."""
+    """Other operations around each of them took ten times as long to compile."""
 
     def product(x, w):
         return mx_jax.matmul(x, w, recipe="nvfp4")

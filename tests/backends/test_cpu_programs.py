@@ -1,4 +1,4 @@
-"""What JAX makes of handlers' calls: a batch is one call, and other platforms get plain JAX."""
+"""Programs with handlers: a batch is one call, and other platforms get plain JAX."""
 
 import collections
 import contextlib
@@ -139,7 +139,7 @@ def mesh_of_all() -> Mesh:
 
 
 def test_devices_that_share_a_call_each_compute_it():
-    """Who insists on the handlers gets their bits, of operands that are gathered."""
+    """`only_backend` gives the handlers' bits, of operands that are gathered."""
 
     def run(x: Any, w: Any) -> Any:
         return mx_jax.matmul(x, w, recipe="mxfp4"), cast("nvfp4")(x), mx_jax.pack_weights(w)

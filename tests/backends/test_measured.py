@@ -1,4 +1,4 @@
-"""What was measured of kernels: a row switches on exactly the calls that it stands for."""
+"""Measurements of kernels: a row switches on exactly the calls that it stands for."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Which calls the GPU kernels take, and why not others: from descriptions, without a GPU."""
+"""Calls that the GPU kernels take, and reasons of rejections: without a GPU."""
 
 import dataclasses
 from typing import Any

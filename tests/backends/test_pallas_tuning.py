@@ -1,4 +1,4 @@
-"""Which tiles a GPU product gets."""
+"""Tiles of GPU products."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Who passes stored weights to GPU kernels is warned once, and nobody else."""
+"""Stored weights in products by GPU kernels warn once, and nothing else warns."""
 
 import dataclasses
 import warnings

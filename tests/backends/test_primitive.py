@@ -84,7 +84,7 @@ SEVERAL = answering("several", DequantizeCall, lambda x, call: -jnp.ones_like(x)
 
 
 def way(x: jax.Array) -> jax.Array:
-    """Which of both computes a call."""
+    """1 or -1, by the backend that computes a call."""
     call = DequantizeCall(
         shape=x.shape, dtype=np.dtype(np.float32), format=mx_jax.formats.MXFP4, blocks=((-1, 32),)
     )
@@ -133,7 +133,7 @@ def test_derivatives_are_those_of_plain_jax(x: jax.Array, w: jax.Array):
 
 @needs_library
 def test_debug_nans_names_the_call(x: jax.Array):
-    """What it finds it runs once more, equation by equation: not without end."""
+    """JAX runs a program with a NaN once more, equation by equation: not without end."""
     nan = jnp.full_like(x, jnp.inf)
     with jax.debug_nans(True):
         assert bool(jnp.isfinite(mx_jax.cast(x, "mxfp4")).all())

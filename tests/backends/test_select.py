@@ -56,7 +56,7 @@ HOPPER_REASON = ("hopper", "needs k % 128 == 0, got k=96")
 
 @pytest.fixture(autouse=True, name="table")
 def _table(monkeypatch: pytest.MonkeyPatch):
-    """What selection knows, three backends at first."""
+    """Sets the table of backends, which has three at first."""
 
     def know(*backends: Backend) -> None:
         monkeypatch.setattr("mx_jax.backends.select.BACKENDS", backends)

@@ -22,7 +22,7 @@ H200 = Target(platform="cuda", compute_capability=(9, 0), device_kind="NVIDIA H2
 
 
 class Gpu:
-    """What the library reads of a GPU's device."""
+    """The attributes of a GPU's device that the library reads."""
 
     platform, device_kind, id = "gpu", "NVIDIA H200", 0
     compute_capability = "9.0"

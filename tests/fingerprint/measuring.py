@@ -1,4 +1,4 @@
-"""What is recorded of a program: the bits of its results, what devices exchange, what it calls."""
+"""Records of programs: bits of results, bytes between devices, kernels."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What products refuse: each message says what was given and what to do. Empty arrays work."""
+"""Errors of products: values and the remedy in each message. Empty arrays work."""
 
 import functools
 import re

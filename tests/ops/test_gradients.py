@@ -196,7 +196,7 @@ def test_quantized_residuals_in_odd_positions(rng: np.random.Generator):
 
 
 def test_residuals_quantized_keep_no_primal():
-    """What is kept between the passes is uint8 codes and scales, not the float operands."""
+    """Residuals between the passes are uint8 codes and scales, not the float operands."""
     x, w = np.ones((64, 96), np.float32), np.ones((96, 32), np.float32)
 
     def kept(recipe: Recipe) -> list[str]:

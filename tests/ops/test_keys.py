@@ -1,4 +1,4 @@
-"""Which calls need a key, which only take one, and what the product then is."""
+"""Calls that need a key, calls that only accept one, and their products."""
 
 import dataclasses
 import re

@@ -86,7 +86,7 @@ def test_an_mxarray_itself_has_no_gradient(x: np.ndarray, w: np.ndarray):
 @pytest.mark.slow(but="PRIMAL")
 @pytest.mark.parametrize("residuals", Residuals)
 def test_straight_through_within_one_trace(x: np.ndarray, w: np.ndarray, residuals: Residuals):
-    """What was quantized gets the cotangent that it would get as a plain operand."""
+    """The array behind an MXArray gets the cotangent of a plain operand."""
     recipe = dataclasses.replace(MXFP4, residuals=residuals)
     g = np.round(x[:, :5] * 4)
 

@@ -245,7 +245,7 @@ def test_without_a_backend_that_packs():
 
 @needs_library
 def test_packed_elsewhere():
-    """Where the backend is not asked, weights are unpacked, and the reference multiplies."""
+    """Under another backend weights are unpacked, and the reference multiplies."""
     kernel, x = mx_jax.quantize(draw(64, 40), "mxfp4", axis=0), draw(3, 64)
     with only_backend("cpu_ffi"):
         packed = pack(kernel)

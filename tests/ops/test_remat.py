@@ -85,7 +85,7 @@ def step(recipe: Recipe, policy: str | None) -> Callable[..., Any]:
         (recipes.mxfp8(), "products", 6),
         (recipes.mxfp8(), "quantized", 6),
         (recipes.mxfp8(), "both", 6),
-        # What is saved is what was quantized, and dots are not that.
+        # Policies save the operands that were quantized, and dots are none.
         (KEPT, None, 6),
         (KEPT, "nothing", 8),
         (KEPT, "dots", 8),

@@ -1,4 +1,4 @@
-"""What `quantize` refuses, and MXArrays whose parts do not fit: operation, rule, values, remedy."""
+"""Errors of `quantize`, and of MXArrays whose parts do not fit: rule, values, remedy."""
 
 import dataclasses
 import functools

@@ -103,7 +103,7 @@ def test_nvfp4_of_zeros_and_of_what_is_not_finite(rng: np.random.Generator):
         np.testing.assert_array_equal(np.isnan(values), nan.repeat(16, axis=1), err_msg=name)
         np.testing.assert_array_equal(np.asarray(scales) == 0x7F, nan, err_msg=name)
         assert not np.asarray(codes)[nan.repeat(16, axis=1)].any()
-    # What is not finite is left out of the tensor scale: the rest is as if it were zero.
+    # Infinity and NaN are left out of the tensor scale, as zeros are.
     finite = np.where(nan.repeat(16, axis=1), F(0), broken)
     kept = ~nan.repeat(16, axis=1)
     for left, right in zip(both(broken)["nvfp4"], both(finite)["nvfp4"], strict=True):
@@ -167,7 +167,7 @@ def test_int8_rows(axis: int, dtype: str, rng: np.random.Generator):
     call = QuantizeCase(shape=x.shape, dtype=dtype, **rule).call
     results = [mx_jax.quantize(jnp.asarray(broken, dtype), **rule)]
     for platform in ("cpu", "tpu"):
-        # What TPUs compute, op by op: a CPU has an instruction that multiplies and adds.
+        # As TPUs compute it, op by op: a CPU has an instruction that multiplies and adds.
         with lowering(Lowering(platform)), jax.disable_jit(platform == "tpu"):
             run = jax.jit(lambda x: REFERENCE.run(call, x, None, None))
             results.append(run(jnp.asarray(broken, dtype)))
@@ -192,7 +192,7 @@ def test_multipliers(format: BlockFormat, rng: np.random.Generator):
 
 
 def test_square_blocks_are_the_same_from_both_sides(rng: np.random.Generator):
-    """What two-dimensional blocks are for: the transposed tensor has the transposed codes."""
+    """The purpose of two-dimensional blocks: a transposed tensor has the transposed codes."""
     x = wide_normal(rng, (40, 70))
     for format in (MXFP4_2D, NVFP4_2D, FLOAT8_BLOCKWISE_2D_E4M3, "mxfp8_2d"):
         cast = jax.jit(functools.partial(mx_jax.quantize, format=format), static_argnames="axis")

@@ -124,7 +124,7 @@ def element_scales(x: mx_jax.MXArray) -> np.ndarray:
 
 
 def test_rows_by_a_traced_index(rng: np.random.Generator):
-    """What a layer's weights under `scan`, or the rows of an embedding, are indexed with."""
+    """As `scan` indexes the weights of a layer, and an embedding its rows."""
     x = rng.normal(size=(5, 64)).astype(np.float32)
     quantized = mx_jax.quantize(x, MXFP8_E4M3)
     rows, values = jax.jit(lambda q, i: q[i].dequantize()), np.asarray(quantized)

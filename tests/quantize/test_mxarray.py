@@ -62,7 +62,7 @@ def test_native_dtypes(format, element, scale, x: np.ndarray):
     assert_bitwise_equal(np.asarray(scale_values).view(quantized.scales.dtype), quantized.scales)
     assert_bitwise_equal(np.asarray(quantized.elements).view(np.uint8), quantized.codes)
     assert_bitwise_equal(quantized.scale_values, scale_values, any_nan=True)
-    # What the native arrays say is what dequantizing gives.
+    # Native arrays stand for the values that dequantizing gives.
     block = 40 if scale is np.float32 else format.block[1]
     spread = np.asarray(scale_values).astype(np.float64).repeat(block, 1)[:, :40]
     value = np.asarray(elements).astype(np.float64) / (64 if format is MXINT8 else 1)

@@ -41,7 +41,7 @@ def by_rows(multiply: Callable[..., jax.Array], w: Any) -> Any:
 
 
 Loss = Callable[[jax.Array], Any]
-# What it does, and the same with codes that do not part.
+# A loss, and the same one with codes that do not part.
 PASSES: dict[str, tuple[Loss, Loss]] = {
     "vmap": (lambda w: ragged(jax.vmap(encode)(w)), lambda w: ragged(encode(w))),
     "vmap of vmap": (
@@ -56,7 +56,7 @@ PASSES: dict[str, tuple[Loss, Loss]] = {
         lambda w: jax.vmap(multiply)(encode(w)).sum(),
         lambda w: sum(map(multiply, encode(w))),
     ),
-    # What docs/recipes.md shows: layers that are computed again, each expert under its scales.
+    # As in docs/recipes.md: layers that are computed again, each expert under its scales.
     "vmap inside checkpoint inside scan": (
         lambda w: by_rows(
             jax.checkpoint(lambda w: ragged(jax.vmap(encode)(w))), jnp.stack([w, 2 * w])

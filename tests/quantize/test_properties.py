@@ -1,4 +1,4 @@
-"""What holds of `quantize` for any input: equality with an exact oracle, and laws.
+"""`quantize` equals an exact oracle for any input.
 
 The configurations are few and fixed, since each compiles one program; hypothesis draws values.
 """

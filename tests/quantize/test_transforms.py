@@ -21,7 +21,7 @@ def x(rng: np.random.Generator) -> np.ndarray:
 
 @pytest.fixture
 def weights(rng: np.random.Generator) -> np.ndarray:
-    """What multiplies the values, and so is their cotangent."""
+    """Factors of the values, which are their cotangent."""
     return rng.normal(size=(3, 40)).astype(np.float32)
 
 
