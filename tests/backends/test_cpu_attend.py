@@ -66,11 +66,11 @@ def test_codes_give_the_bits_of_their_values(name: str):
     """Sizes that are no whole blocks, bytes or vectors, and more rows than are decoded at once."""
     for length, features in ((150, 64), (33, 41), (20, 7)):
         query, cache = held(4, length, features, name, batch=2)
-        run = jax.jit(KVCache.attend)
+        run, plain = jax.jit(KVCache.attend), jax.jit(attend)
         assert "mx_jax_cpu_attend_codes" in run.lower(cache, query, 0).as_text()
         keys, values = cache.keys.read(), cache.values.read()
         for position in (-1, 0, 17, length - 1):
-            expected = attend(query, keys, values, position)
+            expected = plain(query, keys, values, position)
             np.testing.assert_array_equal(run(cache, query, position), expected)
 
 
