@@ -26,8 +26,9 @@ PRODUCT = cases.MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP8_E4M3)
 CPU, BFLOAT16 = backend_suite.TARGETS[0], jnp.dtype("bfloat16")
 
 
-# A library that is the same on every Python.
+# A library that is the same on every Python, and a reference under every instruction set.
 @pytest.mark.slow(but=5, where=lambda params: params["backend"] is CPU_FFI and "case" in params)
+@pytest.mark.slow(but=3, where=lambda params: params["backend"] is REFERENCE and "case" in params)
 class TestBackends(BackendSuite):
     """Every backend of the table."""
 
