@@ -1,8 +1,8 @@
 """Selection is a pure function of call and target; overrides are part of jit's cache key."""
 
 import dataclasses
-import itertools
 import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,8 @@ import pytest
 
 import mx_jax
 from mx_jax import formats
-from mx_jax.backends.calls import MatmulCall
+from mx_jax.backends.calls import Call, MatmulCall
 from mx_jax.backends.cpu_ffi import CPU_FFI
-from mx_jax.backends.pallas_gpu.architecture import ARCHITECTURES
 from mx_jax.backends.pallas_gpu.rejections import rejects_machine
 from mx_jax.backends.reference import REFERENCE
 from mx_jax.backends.select import (
@@ -22,7 +21,7 @@ from mx_jax.backends.select import (
     prefer_backends,
     select,
 )
-from mx_jax.backends.target import Backend, Target
+from mx_jax.backends.target import ASKS, Backend, Target
 from mx_jax.testing.cases import QUANTIZE_BOTH_CASES, MatmulCase
 from tests.backends.altered import answering
 from tests.backends.mosaic import with_any_jax
@@ -171,7 +170,7 @@ def test_backends_behind_the_reference_wait_for_their_name(num_devices: int, tab
     if num_devices > 1:
         why = "not measured on several devices, got num_devices=8"
     message = (
-        f"reference: does not implement QuantizeBothCall; pallas_gpu: not asked: {why}; "
+        f"reference: does not cast along both axes at once; pallas_gpu: not asked: {why}; "
         "prefer_backends('pallas_gpu') asks it"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -182,10 +181,14 @@ def test_no_gpu_kernel_is_reached_by_default(table, monkeypatch: pytest.MonkeyPa
     """Whichever version of JAX is there."""
     table(*BACKENDS)
     with_any_jax(monkeypatch)
+    target = Target(platform="cuda", compute_capability=(9, 0))
     call = MatmulCase(lhs=None, rhs=formats.MXFP4, dtype="bfloat16", out_dtype="bfloat16").call
-    for capability in itertools.chain(*(row.capabilities for row in ARCHITECTURES)):
-        target = Target(platform="cuda", compute_capability=capability)
-        assert rejects_machine(target) is None
-        assert select(call, target).backend.name != "pallas_gpu"
-        with prefer_backends("pallas_gpu"):
-            assert select(call, target).backend.name == "pallas_gpu"
+    call = dataclasses.replace(call, rhs=dataclasses.replace(call.rhs, packed_by="pallas_gpu"))
+    assert rejects_machine(target) is None
+    assert select(call, target).backend.name != "pallas_gpu"
+    with prefer_backends("pallas_gpu"):
+        assert select(call, target).backend.name == "pallas_gpu"
+
+
+def test_every_kind_of_call_has_words_for_users():
+    assert set(ASKS) == set(typing.get_args(Call))

@@ -56,6 +56,16 @@ def test_a_command(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err == f"mx_jax: no command {WHERE}\n"
 
 
+@pytest.mark.parametrize("option", ["--former", "--former=3"])
+def test_an_option_of_a_command(option: str, capsys: pytest.CaptureFixture[str]):
+    for words in ([option, "--never", "formats"], ["inspect", "model.safetensors", option]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        said = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert "unrecognized arguments: " in said and f"{WHERE.removeprefix('former')}\n" in said
+
+
 ATTRIBUTES = {
     recipes: "quartet quartet_ii Schedule heal",
     mx_jax.nn.linen: "DelayedDotGeneral",
@@ -68,7 +78,7 @@ NAMES = {
 }
 
 
-def test_what_left_says_where_it_went():
+def test_what_left_says_where_it_went(capsys: pytest.CaptureFixture[str]):
     for module, names in ATTRIBUTES.items():
         for name in names.split():
             with pytest.raises(AttributeError, match=", which left mx_jax in"):
@@ -77,6 +87,10 @@ def test_what_left_says_where_it_went():
         for name in names.split():
             with pytest.raises(ValueError, match=", which left mx_jax in"):
                 TAKE[kind](name)
+    for option in ("--html", "--resume"):
+        with pytest.raises(SystemExit):
+            main(["inspect", "model.safetensors", option, "page.html"])
+        assert f"{option}" in (said := capsys.readouterr().err) and "left mx_jax in 0.2" in said
     with pytest.raises(TypeError, match="'mask_clipped', which left mx_jax in"):
         recipes.mxfp4().with_(mask_clipped=True)  # pyright: ignore[reportCallIssue]
 
