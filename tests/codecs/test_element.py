@@ -79,9 +79,8 @@ def test_every_code_decodes_to_its_value():
 
 
 def test_bits_above_the_format_are_ignored():
-    for codes, element in ((jnp.uint8([0x07, 0x1F]), E2M1), (jnp.uint8([0xF7, 0x8F]), E2M1)):
-        low = codes & ((1 << element.bits) - 1)
-        assert_bitwise_equal(decode(codes, element), decode(low, element))
+    codes = jnp.uint8([0x07, 0x1F, 0xF7, 0x8F])
+    assert_bitwise_equal(decode(codes, E2M1), decode(codes & 15, E2M1))
 
 
 @pytest.mark.parametrize("saturate", [True, False])

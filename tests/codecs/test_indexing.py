@@ -27,10 +27,8 @@ S = slice(None)
         ((np.array([True, False, True]),), "on axis=-3"),
         (([0, 1],), r"got \[0, 1\] on axis=-3"),
         ((0, np.array([0])), "got an array at position 1"),
-        ((np.array([0]), np.array([0])), "got an array at position 1"),
         ((None, np.array([0])), "got an array at position 1"),
-        ((0, S, np.array([0])), "takes ints, slices, None|takes slices only"),
-        ((np.int32(0), np.array([0])), "got an array at position 1"),
+        ((0, S, np.array([0])), "takes slices only"),
     ],
 )
 def test_refused(index: Any, message: str):
@@ -97,12 +95,9 @@ def test_a_tensor_scale_that_changes_within_blocks_is_cut():
     ("shape", "wanted", "error"),
     [
         ((4, 64), (5, -1), ValueError),
-        ((4, 64), (-1, -1), ValueError),
         ((1, 1), (-1, -1), ValueError),
         ((4, 64), (0, -1), ValueError),
         ((4, 64), (-4, -64), ValueError),
-        ((4, 64), (-2, -1), ValueError),
-        ((4, 64), (-4, -64, 1), ValueError),
         ((4, 64), (4, 63), ValueError),
         ((4, 64), (4.0, 64), TypeError),
     ],
