@@ -3,7 +3,6 @@
 The contracts themselves are in pyproject.toml, under `tool.importlinter`.
 """
 
-import ast
 import graphlib
 import re
 import shutil
@@ -104,16 +103,3 @@ def test_no_imports_go_in_a_circle():
         imported="mx_jax.backends.pallas_gpu.architecture",
     )
     assert "mx_jax.backends.pallas_gpu.layouts" in circle(graph)
-
-
-def equations_read(text: str) -> list[str]:
-    """Where code looks into a jaxpr."""
-    inner = ("eqns", "jaxprs_in_params", "constvars")
-    names = (getattr(node, "attr", getattr(node, "id", "")) for node in ast.walk(ast.parse(text)))
-    return [name for name in names if name in inner]
-
-
-def test_only_one_package_looks_into_programs():
-    files = [path for path in (ROOT / "mx_jax").rglob("*.py") if path.parent.name != "jaxpr"]
-    assert len(files) > 100 and equations_read("def f(x):\n    return x.jaxpr.eqns") == ["eqns"]
-    assert not {path for path in files if equations_read(path.read_text())}

@@ -2,9 +2,7 @@
 
 import contextlib
 import functools
-import html
 import http.server
-import json
 import re
 import shutil
 import subprocess
@@ -100,27 +98,3 @@ def test_pages_are_drawn_light_and_dark(page: str, site: Path, tmp_path: Path):
     assert shots["light"].mean() > 0.85 and shots["dark"].mean() < 0.25
     # Nothing is left white, or a reader is dazzled.
     assert (shots["dark"].min(axis=-1) > 0.9).mean() < 0.001
-
-
-# What the theme's button does before it reads the text of a block.
-COPY = """<script>
-const code = document.querySelector(".highlight code");
-code.setAttribute("data-md-copying", "");
-document.title = JSON.stringify(code.innerText);
-</script></body>"""
-
-
-@pytest.mark.slow
-@in_a_browser
-def test_copies_leave_out_prompts_and_output(site: Path):
-    page = site / "index.html"
-    shown = re.findall(r"<code>(.*?)</code>", page.read_text(), re.DOTALL)[0]
-    assert "&gt;&gt;&gt;" in shown and "((64,), (2,))" in re.sub("<[^>]*>", "", shown)
-    (site / "copied.html").write_text(page.read_text().replace("</body>", COPY))
-    with served(site) as address:
-        (title,) = re.findall(
-            r"<title>(.*?)</title>", browser(f"{address}/copied.html", "--dump-dom")
-        )
-    copied = json.loads(html.unescape(title))
-    assert "quantize(x" in copied and ">>>" not in copied and "((64,), (2,))" not in copied
-    compile(copied, "copied", "exec")

@@ -44,15 +44,13 @@ def draw(rng: np.random.Generator):
 def products(recipe, backend=None):
     """The product and both gradients."""
 
-    def three(lhs, rhs, g, sizes):
-        run = with_gradients(lambda x, w: ragged_dot(x, w, sizes, recipe=recipe))
-        return run(lhs, rhs, g)
-
-    def on_backend(*operands):
+    @quick
+    def run(lhs, rhs, g, sizes):
         with mx_jax.only_backend(backend):
-            return quick(three)(*operands)
+            product = functools.partial(ragged_dot, group_sizes=sizes, recipe=recipe)
+            return with_gradients(product)(lhs, rhs, g)
 
-    return on_backend
+    return run
 
 
 # Of blocks of several rows each row has the scales: the reference's.

@@ -97,13 +97,6 @@ def test_weight_only_takes_a_rule_and_a_dtype():
         recipes.weight_only("mxfp7")
 
 
-def test_weight_only_of_a_changed_block_size():
-    """The rule belongs to the element; another block size is another format, with the default."""
-    format = formats.MXFP4.with_block(64)
-    spec = operands(recipes.weight_only(format))["w"]
-    assert spec is not None and spec.format.block == (1, 64)
-
-
 def test_from_name():
     for name in recipes.names():
         assert isinstance(recipes.from_name(name), Recipe)
@@ -166,13 +159,7 @@ def test_an_injected_recipe_may_stand_in_a_jitted_pytree():
     assert len(traces) == 1
 
 
-# Plain casts, ahead of what was published under a name of its own.
-PLAIN = recipes.names()[: recipes.names().index("mxfp4_backward")]
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_names_are_those_of_functions(name: str):
-    recipe = getattr(recipes, name)()
-    assert recipe.name == name and name in recipes.names()
-    assert not recipe.is_stochastic
-    assert recipe.is_high_precision == (name == "high_precision")
+def test_fast_accumulation_is_a_choice_of_each_product():
+    recipe = recipes.float8_rowwise()
+    products = recipe.output, recipe.grad_input, recipe.grad_weight
+    assert [product.fast_accumulation for product in products] == [True, False, False]

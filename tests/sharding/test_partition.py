@@ -1,6 +1,5 @@
 """Products on automatic axes: what the compiler moves by itself are codes, and no more than lax."""
 
-import dataclasses
 import re
 from typing import Any
 
@@ -16,7 +15,6 @@ from mx_jax import recipes
 from mx_jax.backends.cpu_ffi import library, products
 from mx_jax.backends.xla import XLA
 from mx_jax.formats import INT8_ROWWISE
-from mx_jax.sharding import Gather
 from mx_jax.testing.cases import MatmulCase
 from mx_jax.testing.compare import assert_bitwise_equal
 from tests.quick import OPTIONS, quick, with_gradients
@@ -63,22 +61,16 @@ def step(recipe: Any) -> Any:
 RATIOS = {"mxfp8": 0.516, "mxfp6": 0.391, "mxfp4": 0.266, "nvfp4": 0.282}
 
 
-@pytest.mark.slow(but="mxfp4|mxfp8-gather")
-@pytest.mark.parametrize("gathers", [False, True], ids=["", "gather"])
+@pytest.mark.slow(but="mxfp4")
 @pytest.mark.parametrize("name", RATIOS)
-def test_weights_move_as_codes(name: str, gathers: bool, mesh: Mesh, arrays: Any):
-    """By themselves, and as a recipe's `gather` asks."""
+def test_weights_move_as_codes(name: str, mesh: Mesh, arrays: Any):
     recipe, (x, w, g) = recipes.from_name(name), FSDP
-    chosen = dataclasses.replace(recipe, gather=Gather("fsdp", rhs=w)) if gathers else recipe
-    text, actual = compiled(step(chosen), mesh, arrays, FSDP, (g, x, w))
+    text, actual = compiled(step(recipe), mesh, arrays, FSDP, (g, x, w))
     theirs, _ = compiled(step(None), mesh, arrays, FSDP, (g, x, w))
     assert gathered(text) == gathered(text, "u8") < gathered(theirs)
     assert gathered(text) / (2 * 2 * WEIGHTS) == pytest.approx(RATIOS[name], abs=0.002)
-    if not gathers:
-        sums = [exchange for exchange in collectives(text) if exchange.kind == "reduce-scatter"]
-        assert [(exchange.dtype, exchange.nbytes) for exchange in sums] == [
-            ("f32", 4 * WEIGHTS // 4)
-        ]
+    sums = [exchange for exchange in collectives(text) if exchange.kind == "reduce-scatter"]
+    assert [(exchange.dtype, exchange.nbytes) for exchange in sums] == [("f32", 4 * WEIGHTS // 4)]
     expected = quick(step(recipe))(*arrays)
     if name == "nvfp4":
         for one, other in zip(actual, expected, strict=True):
@@ -208,19 +200,13 @@ def test_axes_cut_in_two(arrays: Any):
     check([actual], [quick(run)(x, w)])
 
 
-@pytest.mark.slow(but="vmap")
-@pytest.mark.parametrize("mapped", [jax.vmap, jax.checkpoint, lax.map], ids=lambda f: f.__name__)
-def test_under_transformations(mapped: Any, mesh: Mesh, arrays: Any):
+def test_under_a_loop_of_remat(mesh: Mesh, arrays: Any):
+    """Under vmap: test_batches.py."""
     x, w, _ = arrays
-    inner = lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4)  # noqa: E731
+    inner = jax.checkpoint(lambda x, w: mx_jax.matmul(x, w, recipe=MXFP4))
 
     def loss(x: jax.Array, w: jax.Array) -> jax.Array:
-        if mapped is jax.vmap:
-            y = jax.vmap(inner, (0, None))(x.reshape(2, -1, FEATURES), w)
-        elif mapped is lax.map:
-            y = lax.map(lambda x: inner(x, w), x.reshape(2, -1, FEATURES))
-        else:
-            y = mapped(inner)(x, w)
+        y = lax.map(lambda x: inner(x, w), x.reshape(2, -1, FEATURES))
         return jnp.sum(y * y) / TOKENS
 
     run = jax.grad(loss, (0, 1))
