@@ -105,8 +105,8 @@ def test_quantize(run: Runner):
 @can_pin
 def test_commands_on_one_core(tmp_path: Path):
     out = {name: tmp_path / f"{name}.json" for name in ON_ONE_CORE}
-    given = {name: [*ON_ONE_CORE[name].split(), "--out", str(out[name])] for name in out}
-    printed("-c", PROGRAM, json.dumps(given), XLA_FLAGS=None)
+    options = {name: [*ON_ONE_CORE[name].split(), "--out", str(out[name])] for name in out}
+    printed("-c", PROGRAM, json.dumps(options), XLA_FLAGS=None)
     ragged, loading, packed, compiling = (
         json.loads(path.read_text())["rows"] for path in out.values()
     )
@@ -142,8 +142,8 @@ def test_commands_on_one_core(tmp_path: Path):
 @pytest.mark.slow
 @can_pin
 def test_every_case_of_a_goal_runs(tmp_path: Path):
-    given = os.environ.get(limits.VARIABLE) or ROOT / "build" / "limits.so"
-    if not Path(given).exists():
+    library = os.environ.get(limits.VARIABLE) or ROOT / "build" / "limits.so"
+    if not Path(library).exists():
         pytest.skip(f"needs {limits.BUILD}")
     options = "--size 256 --square 96 --many 2 --seconds 0 --min-rounds 2".split()
     rows, shown = run_alone(tmp_path / "out.json", "cpu_goals", *options)

@@ -16,11 +16,11 @@ def mesh(*types: AxisType) -> jax.sharding.Mesh:
 def lies(function, *arrays: tuple[tuple[int, ...], PartitionSpec]) -> tuple:
     """Shape and partitions of what a function gives of arrays that lie so on explicit axes."""
     with jax.set_mesh(mesh(AxisType.Explicit, AxisType.Explicit)) as _:
-        given = [
+        operands = [
             jax.ShapeDtypeStruct(shape, jnp.float32, sharding=jax.NamedSharding(_abstract(), spec))
             for shape, spec in arrays
         ]
-        out = jax.eval_shape(function, *given)
+        out = jax.eval_shape(function, *operands)
     return out.shape, tuple(partitions(out.sharding, len(out.shape)))
 
 

@@ -102,11 +102,11 @@ def test_sums_in_order(shape: tuple[int, int], rng: np.random.Generator):
     while expected.shape[1] > 1:
         first, second = np.split(expected, 2, axis=1)
         expected = first + second
-    found = jax.jit(lambda root: float32.sum_in_order(jnp.square(root), (1,)))(np.sqrt(x))
+    result = jax.jit(lambda root: float32.sum_in_order(jnp.square(root), (1,)))(np.sqrt(x))
     again = jax.jit(lambda x: float32.sum_in_order(x, (1,)))(x)
     assert_bitwise_equal(again, expected)
     # A square is rounded before it is added: no FMA.
     squares = jax.jit(jnp.square)(np.sqrt(x))
-    assert_bitwise_equal(found, jax.jit(lambda x: float32.sum_in_order(x, (1,)))(squares))
+    assert_bitwise_equal(result, jax.jit(lambda x: float32.sum_in_order(x, (1,)))(squares))
     both = jax.jit(lambda x: float32.sum_in_order(x, (0, 1)))(x)
     assert both.shape == (1, 1) and np.allclose(both, x.sum())

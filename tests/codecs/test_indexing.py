@@ -69,7 +69,7 @@ def test_what_would_cut_blocks(shape, blocks, wanted):
 
 
 @pytest.mark.parametrize(
-    ("shape", "wanted", "given", "spread", "after"),
+    ("shape", "wanted", "before", "spread", "after"),
     [
         # One for each matrix: its axis may move, be joined and be divided; others may too.
         ((2, 4, 32), (2, 1, 4, 32), (2, 1, 1), (2, 1, 1), (2, 1, 1, 1)),
@@ -81,9 +81,9 @@ def test_what_would_cut_blocks(shape, blocks, wanted):
         ((2, 4, 32), (2, 4, 32), (2, 1, 1), (2, 1, 1), (2, 1, 1)),
     ],
 )
-def test_tensor_scales_of_a_reshape(shape, wanted, given, spread, after):
-    found = reshape_blocks(wanted, shape, B, given)
-    assert (found.spread, found.tensor_scale) == (spread, after)
+def test_tensor_scales_of_a_reshape(shape, wanted, before, spread, after):
+    result = reshape_blocks(wanted, shape, B, before)
+    assert (result.spread, result.tensor_scale) == (spread, after)
 
 
 def test_a_tensor_scale_that_changes_within_blocks_is_cut():

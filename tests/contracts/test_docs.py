@@ -50,7 +50,7 @@ OUTSIDE = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "custo
 
 def broken_links(page: Path, text: str | None = None) -> list[str]:
     """Links to files that are not there, and to headings that these do not have."""
-    found = []
+    broken = []
     for path, anchor in LINK.findall(page.read_text() if text is None else text):
         target = (page.parent / path).resolve() if path else page
         if target.is_file() and target.suffix == ".md":
@@ -59,8 +59,8 @@ def broken_links(page: Path, text: str | None = None) -> list[str]:
         else:
             anchors = set()
         if not target.exists() or (anchor and anchor not in anchors):
-            found.append(f"{path}#{anchor}")
-    return found
+            broken.append(f"{path}#{anchor}")
+    return broken
 
 
 @pytest.mark.parametrize("page", OUTSIDE)

@@ -65,7 +65,7 @@ def test_contracts_hold():
     assert f"Contracts: {len(CONTRACTS)} kept, 0 broken." in result.stdout
 
 
-def test_planted_violations_are_found(tmp_path: Path):
+def test_planted_violations_are_reported(tmp_path: Path):
     """Each by its contract, in a copy of the package that passes without them."""
     shutil.copytree(
         ROOT / "mx_jax", tmp_path / "mx_jax", ignore=shutil.ignore_patterns("__pycache__")

@@ -38,7 +38,7 @@ def words_on_the_left(anchor: str) -> set[str]:
     return set(re.findall(r"\w+", " ".join(left for left, _ in SECTIONS[anchor])))
 
 
-def test_tables_are_found():
+def test_tables_are_there():
     assert set(SECTIONS) == {
         "torchao-mx",
         "torchao-training",

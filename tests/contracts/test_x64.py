@@ -115,10 +115,10 @@ def test_no_array_of_a_cast_is_64_bits_wide(format: str):
     """But for one number a block, where GPUs divide."""
     for backend in ("cpu_ffi", "reference"):
         with mx_jax.only_backend(backend):
-            found = wide_arrays(lambda x: mx_jax.quantize(x, format).dequantize(jnp.bfloat16), X)
+            wide = wide_arrays(lambda x: mx_jax.quantize(x, format).dequantize(jnp.bfloat16), X)
             has_divisions = mx_jax.formats.block_format(format).scale.kind != "exponent"
-            divided = [x for x in found if has_divisions and re.fullmatch(r"f64\[.*1\]", x)]
-            assert found == divided
+            divided = [x for x in wide if has_divisions and re.fullmatch(r"f64\[.*1\]", x)]
+            assert wide == divided
 
 
 def test_float64_is_refused():

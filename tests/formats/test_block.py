@@ -216,11 +216,11 @@ def test_one_slip_suggests_a_name_one_slip_away():
     """All names with neighbours exchanged, a letter dropped or another in its place."""
     for known in (list(recipes.names()), [*ALL_BLOCK_NAMES.split(", "), "mxfp8", "mxfp6"]):
         slips = {name: set() for name in known}
-        for name, found in slips.items():
+        for name, neighbours in slips.items():
             for i, letter in enumerate(name):
                 before, after = name[:i], name[i + 1 :]
-                found |= {before + after, f"{before}0{after}", f"{before}x{after}"}
-                found.add(before + after[:1] + letter + after[1:])
+                neighbours |= {before + after, f"{before}0{after}", f"{before}x{after}"}
+                neighbours.add(before + after[:1] + letter + after[1:])
         for slip in set().union(*slips.values()) - set(known):
             assert slip in slips[re.findall("'(.*)'", nearest(slip, known))[0]], slip
 

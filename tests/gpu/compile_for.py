@@ -57,9 +57,9 @@ class Gpu:
     @property
     def architecture(self) -> Architecture:
         """What the kernels know of it."""
-        found = architecture_of(self.capability)
-        assert found is not None
-        return found
+        architecture = architecture_of(self.capability)
+        assert architecture is not None
+        return architecture
 
     @property
     def target(self) -> str:
@@ -212,8 +212,8 @@ def scaled(gpu: Gpu, lhs: str, rhs: str) -> None:
                 )
 
             sizes = compile_on(gpu, product, (x, w)).memory_analysis()
-            given = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((x, w)))
-            assert sizes.argument_size_in_bytes == given, f"{sizes} for {given} bytes"
+            nbytes = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves((x, w)))
+            assert sizes.argument_size_in_bytes == nbytes, f"{sizes} for {nbytes} bytes"
             # Nothing but sums of programs that share tiles, which XLA adds.
             shared = tiles.splits * rows * N * jnp.dtype(out_dtype).itemsize
             allowed = shared if tiles.splits > 1 else 0
@@ -225,7 +225,7 @@ def scaled_groups(gpu: Gpu, name: str) -> None:
     kernel, format = gpu.architecture.direct, FORMATS[name]
     assert kernel is not None
     quantize = functools.partial(mx_jax.quantize, format=format)
-    x, w = (jax.eval_shape(quantize, array(*own)) for own in ((ROWS, K), (GROUPS, N, K)))
+    x, w = (jax.eval_shape(quantize, array(*shape)) for shape in ((ROWS, K), (GROUPS, N, K)))
     table = kernel.tiles[format.element.bits]
     for (_, tiles), out_dtype in zip(table, DTYPES, strict=True):
 

@@ -115,17 +115,17 @@ def on_four(gpu: Gpu, *, by_shard_map: bool) -> str:
 
 
 if __name__ == "__main__":
-    gpu, found = GPUS[sys.argv[1]], {}
+    gpu, products = GPUS[sys.argv[1]], {}
     known = pairs()
     for pair in known:
         case = MatmulCase(lhs=pair[0], rhs=pair[1], **SIZES)
-        found[str(case)] = seen(compiled(gpu, case))
+        products[str(case)] = seen(compiled(gpu, case))
     if "forms" in sys.argv[2:]:
         for pair in (known[0], known[-1]):
             for case in forms_of(pair):
-                found[str(case)] = seen(compiled(gpu, case))
+                products[str(case)] = seen(compiled(gpu, case))
             case = MatmulCase(lhs=pair[0], rhs=pair[1], **SIZES)
             for batched in ((0, None), (None, 0), (0, 0)):
-                found[f"{case} under vmap {batched}"] = seen(compiled(gpu, case, batched))
+                products[f"{case} under vmap {batched}"] = seen(compiled(gpu, case, batched))
     several = [seen(on_four(gpu, by_shard_map=way)) for way in (False, True)]
-    print(json.dumps({"products": found, "four devices": several}))
+    print(json.dumps({"products": products, "four devices": several}))

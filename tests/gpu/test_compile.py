@@ -47,15 +47,15 @@ def bits_of(name: str) -> int:
 )
 def test_hopper(name: str, limit: float, tmp_path: Path):
     table = WGMMA.tiles[bits_of(name)]
-    found = compiled(tmp_path, "sm_90a", "weights", name)
-    assert len(found) == 2 * len(table)
-    for path in found:
+    files = compiled(tmp_path, "sm_90a", "weights", name)
+    assert len(files) == 2 * len(table)
+    for path in files:
         assert re.search(r"wgmma\.mma_async\S*k16\.f32\.bf16\.bf16", path.read_text()), path
         check_registers(path)
         assert "HGMMA.64x" in disassembly(path, "sm_90a"), path
     # Of the tile of four warpgroups, the loops of whose copies `issued` finds.
-    place, tiles = next((i, own) for i, (_, own) in enumerate(table) if own.n == 256)
-    assert sum(sass.issued(disassembly(found[2 * place], "sm_90a"), tiles)) <= limit
+    place, tiles = next((i, each) for i, (_, each) in enumerate(table) if each.n == 256)
+    assert sum(sass.issued(disassembly(files[2 * place], "sm_90a"), tiles)) <= limit
 
 
 def check_registers(ptx: Path) -> None:
@@ -64,8 +64,8 @@ def check_registers(ptx: Path) -> None:
     (copying,) = set(re.findall(r"setmaxnreg\.dec\S* (\d+);", ptx.read_text()))
     (multiplying,) = set(re.findall(r"setmaxnreg\.inc\S* (\d+);", ptx.read_text()))
     warpgroups = int(threads) // 128
-    asked = int(copying) + (warpgroups - 1) * int(multiplying)
-    assert asked <= warpgroups * registers(ptx), ptx
+    registers_wanted = int(copying) + (warpgroups - 1) * int(multiplying)
+    assert registers_wanted <= warpgroups * registers(ptx), ptx
 
 
 # As without groups. The entries for many rows keep less in flight between their steps.
@@ -74,9 +74,9 @@ def check_registers(ptx: Path) -> None:
 )
 def test_groups_on_hopper(name: str, limit: float, tmp_path: Path):
     table = WGMMA.tiles[bits_of(name)]
-    found = compiled(tmp_path, "sm_90a", "groups", name)
-    assert len(found) == 2 * len(table)
-    for path, (_, tiles) in zip(found, [each for each in table for _ in range(2)], strict=True):
+    files = compiled(tmp_path, "sm_90a", "groups", name)
+    assert len(files) == 2 * len(table)
+    for path, (_, tiles) in zip(files, [each for each in table for _ in range(2)], strict=True):
         text = disassembly(path, "sm_90a")
         # Copies of activations, codes and scales; one of eight rows of the result, two of one.
         assert "UTMALDG" in text and text.count("UTMASTG") >= 3, path
@@ -109,14 +109,14 @@ def test_sums(tmp_path: Path):
 )
 def test_ampere_and_what_decodes_like_it(target: str, name: str, limit: float, tmp_path: Path):
     table = GPUS[target].architecture.decoding.tiles[bits_of(name)]
-    found = compiled(tmp_path, target, "weights", name)
-    assert len(found) == 2 * len(table)
-    for path in found:
+    files = compiled(tmp_path, target, "weights", name)
+    assert len(files) == 2 * len(table)
+    for path in files:
         text = path.read_text()
         assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in text, path
         copy = "cp.async.bulk.tensor" if target.endswith("a") else "cp.async.cg.shared.global"
         assert copy in text and re.search(r"(fma\.rn|mul)\.bf16x2", text), path
-    loop = sass.main_loop(disassembly(found[0], target), "HMMA")
+    loop = sass.main_loop(disassembly(files[0], target), "HMMA")
     assert len(loop) / (64 * table[0][1].k / 128) <= limit
 
 
@@ -132,9 +132,9 @@ def test_ampere_and_what_decodes_like_it(target: str, name: str, limit: float, t
     ],
 )
 def test_blackwell(target: str, lhs: str, rhs: str, kind: str, tmp_path: Path):
-    found = compiled(tmp_path, target, "scaled", lhs, rhs)
-    assert len(found) == 2 * len(TCGEN05.tiles[4 if lhs.endswith("fp4") else 8])
-    for path in found:
+    files = compiled(tmp_path, target, "scaled", lhs, rhs)
+    assert len(files) == 2 * len(TCGEN05.tiles[4 if lhs.endswith("fp4") else 8])
+    for path in files:
         assert f"tcgen05.mma.cta_group::1.kind::{kind}" in path.read_text(), path
         expected = "UTCQMMA" if lhs.startswith("mxfp8") else "UTCOMMA"
         assert expected in disassembly(path, target), path
@@ -143,10 +143,10 @@ def test_blackwell(target: str, lhs: str, rhs: str, kind: str, tmp_path: Path):
 @pytest.mark.parametrize("name", ["nvfp4", slow("mxfp8_e4m3"), slow("mxfp4")])
 def test_groups_on_blackwell(name: str, tmp_path: Path):
     """The dense kernel's products and copies; rows are stored eight at a time and one by one."""
-    found = compiled(tmp_path, "sm_100a", "scaled_groups", name)
+    files = compiled(tmp_path, "sm_100a", "scaled_groups", name)
     eight = name.startswith("mxfp8")
-    assert len(found) == len(TCGEN05.tiles[8 if eight else 4])
-    for path in found:
+    assert len(files) == len(TCGEN05.tiles[8 if eight else 4])
+    for path in files:
         assert re.search(r"tcgen05\.mma\.cta_group::1\.\S*block_scale", path.read_text())
         text = disassembly(path, "sm_100a")
         assert text.count("UTMASTG") >= 3, path
@@ -176,11 +176,11 @@ def test_every_capability_of_the_table_is_compiled_for():
 )
 def test_products(target: str, forms: str, tmp_path: Path):
     """One scaled dot each; where devices share a product, or its program, a bfloat16 dot."""
-    found = json.loads(run("compile_scaled.py", tmp_path, target, *forms.split()))
-    wrong = {case: seen for case, seen in found["products"].items() if seen != SCALED}
+    report = json.loads(run("compile_scaled.py", tmp_path, target, *forms.split()))
+    wrong = {case: seen for case, seen in report["products"].items() if seen != SCALED}
     assert not wrong
-    assert len(found["products"]) >= 8
-    assert all(seen == PLAIN for seen in found["four devices"])
+    assert len(report["products"]) >= 8
+    assert all(seen == PLAIN for seen in report["four devices"])
 
 
 def test_the_step_of_the_docs(tmp_path: Path):
@@ -198,8 +198,8 @@ def test_the_step_of_the_docs(tmp_path: Path):
 @pytest.mark.slow
 def test_rows_go_to_their_experts_as_codes(tmp_path: Path):
     """As many rows as there are: what is padded is room on the receiver's side, not on the wire."""
-    found = json.loads(run("compile_devices.py", tmp_path, "experts"))
-    moved = {(kind, dtype): nbytes for kind, dtype, _, nbytes in found if "all-to-all" in kind}
+    exchanges = json.loads(run("compile_devices.py", tmp_path, "experts"))
+    moved = {(kind, dtype): nbytes for kind, dtype, _, nbytes in exchanges if "all-to-all" in kind}
     rows = TOKENS // 4
     assert moved == {
         ("ragged-all-to-all", "u8"): rows * FEATURES * 17 // 32,

@@ -155,7 +155,7 @@ def test_names_of_the_program_say_what_is_recorded():
 
 
 @pytest.mark.parametrize("policy", [None, mx_jax.save_quantized, mx_jax.save_products])
-def test_remat_records_nothing_twice(policy):
+def test_remat_records_everything_once(policy):
     loss = jax.checkpoint(lambda x, w: layer(x, w).sum(), policy=policy)
     assert each_once(captured(both(loss), X, W, stats="amax"), "layer")
 
@@ -167,7 +167,7 @@ def test_what_checkpoint_alone_computes_is_recorded():
     assert ("output", "weight") in result and len(result) == 4
 
 
-def test_captures_of_captures_record_each_its_own():
+def test_captures_of_captures_record_independently():
     inner = inspect.capture(layer, stats="sqnr", filter=lambda tag: tag.side == "rhs")
     outer = inspect.capture(inner, stats="amax")
     outer(X, W)

@@ -138,7 +138,7 @@ def test_what_cannot_be_cached():
 
 @pytest.mark.parametrize("size", [1e4, 1e-5])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_one_row_has_a_scale_of_its_own(batch, size):
+def test_one_row_has_one_scale(batch, size):
     """The shape of its tensor scale is that of a fixed one."""
     cache = KVCache.zeros(batch, 1, 1, FEATURES, format="nvfp4")
     keys = size * drawn(1, heads=1)[:batch]

@@ -74,7 +74,7 @@ class Twins(flax_nn.Module):
 
 @pytest.mark.slow(but="class")
 @forms
-def test_each_product_draws_its_own_bits(form: Any):
+def test_each_product_draws_other_bits(form: Any):
     model = Twins(form(stochastic()))
     draw = functools.partial(apply, model, init(model), X)
     first, second, again = draw(KEY)
@@ -197,7 +197,7 @@ def stack(rngs: flax_nnx.Rngs) -> flax_nnx.Linear:
 
 
 @pytest.mark.slow
-def test_layers_of_a_stack_draw_their_own_bits():
+def test_layers_of_a_stack_draw_different_bits():
     layers = stack(flax_nnx.Rngs(0, quantize=1))
     layers.kernel[...] = layers.kernel[...].at[1].set(layers.kernel[0])
 

@@ -256,7 +256,7 @@ def test_signs_are_drawn_from_the_key_and_cancel(rng: np.random.Generator):
     ],
     ids=["uint32", "sum_beyond_int32", "int64", "uint8"],
 )
-def test_sizes_beyond_the_rows_are_cut_off(sizes, rng: np.random.Generator):
+def test_sizes_above_the_rows_are_cut_off(sizes, rng: np.random.Generator):
     """Whatever their dtype, traced or not: no sum and no narrowing wraps around."""
     lhs, rhs, _, g = draw(rng)
     expected = compiled(lhs, rhs, np.array([5, 7, 0], np.int32), g)

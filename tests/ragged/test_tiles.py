@@ -73,7 +73,7 @@ def test_as_the_reference(recipe, sizes, rng: np.random.Generator):
     assert not actual[0][rows:].any() and not actual[1][rows:].any()
 
 
-def test_each_group_has_the_bits_of_its_own_product(rng: np.random.Generator):
+def test_each_group_has_the_bits_of_its_product(rng: np.random.Generator):
     lhs, rhs, _ = draw(rng)
     sizes = SIZES["within tiles"]
     rhs = mx_jax.quantize(rhs, "mxfp8_e4m3", axis=1)

@@ -19,11 +19,11 @@ OF_THE_LIBRARY = [
     for rule in SCALE_RULES
     if block_format(name).scale.kind in rule.kinds and rule.correction is None
 ]
-OWN = [
+CUSTOM = [
     (power_of_two(f"from {mantissa:#x}", lambda _, mantissa=mantissa: mantissa), MXFP4)
     for mantissa in (0x400000, 0x480000)  # E2M1's largest code is 4 * 1.5
 ]
-PAIRS = OF_THE_LIBRARY + OWN
+PAIRS = OF_THE_LIBRARY + CUSTOM
 
 
 def leaves_values_above(rule: ScaleRule, format: BlockFormat) -> bool:

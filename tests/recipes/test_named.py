@@ -31,7 +31,7 @@ def operands(recipe: Recipe) -> dict[str, OperandSpec | None]:
     }
 
 
-def test_a_measured_rule_is_found_by_the_format_s_facts():
+def test_a_measured_rule_goes_by_the_facts_of_a_format():
     element = dataclasses.replace(formats.E2M1, name="e")
     for renamed in (
         dataclasses.replace(formats.MXFP4, name="mine"),
@@ -53,8 +53,8 @@ def test_float8_elements_are_those_of_the_machine(monkeypatch: pytest.MonkeyPatc
     ocp, fnuz = {"e4m3", "e5m2"}, {"e4m3fnuz", "e5m2fnuz"}
 
     def elements() -> set[str]:
-        found = operands(recipes.float8_tensorwise()).values()
-        return {spec.format.element.name for spec in found if spec is not None}
+        specs = operands(recipes.float8_tensorwise()).values()
+        return {spec.format.element.name for spec in specs if spec is not None}
 
     assert elements() == ocp
     for machine, expected in ((("rocm",), fnuz), (("cuda", (9, 0)), ocp), (("cpu",), ocp)):
@@ -119,7 +119,7 @@ def program(operation: Callable[..., Any], *operands: Any, **options: Any) -> st
     return str(jax.make_jaxpr(functools.partial(operation, **options))(*operands))
 
 
-def test_a_name_is_taken_wherever_a_recipe_is():
+def test_a_name_serves_wherever_a_recipe_does():
     """The same program, and layers and rules that are equal: a name is gone once it is passed."""
     recipe, x, w = recipes.mxfp4(), jnp.ones((4, 64)), jnp.ones((64, 8))
     experts, sizes, plain = jnp.ones((2, 64, 8)), jnp.array([1, 3]), (((1,), (0,)), ((), ()))

@@ -156,8 +156,8 @@ def test_text():
         "precision x high precision; grad_weight high precision x high precision; keeps quantized"
     )
     assert repr(spec) == "operand('mxfp4', scale_rule='even')"
-    own = dataclasses.replace(MXFP4.with_block(64), name="mine")
-    assert repr(operand(own)).startswith("operand(BlockFormat(mine, block=(1, 64)), scale_rule=")
+    mine = dataclasses.replace(MXFP4.with_block(64), name="mine")
+    assert repr(operand(mine)).startswith("operand(BlockFormat(mine, block=(1, 64)), scale_rule=")
     assert repr(recipes.mxfp8_hybrid()) == "mxfp8_hybrid()"
     lines = recipes.mxfp4_stochastic()._repr_html_().split("<tr>")
     assert lines[0] == "<table><caption>mxfp4_stochastic</caption>" and len(lines) == 5

@@ -85,8 +85,8 @@ def test_element_scales(tensor_scale: float | None):
     amax = np.concatenate([finite, NOT_FINITE])
     format = NVFP4_ONE_LEVEL if tensor_scale is None else NVFP4
     for function, smallest in ((functions.amax, 2.0**-6), (functions.amax_subnormal, 2.0**-9)):
-        given = None if tensor_scale is None else np.full((1, 1), p)
-        codes = ask(function, amax, format, given)
+        scales = None if tensor_scale is None else np.full((1, 1), p)
+        codes = ask(function, amax, format, scales)
         expected = np.clip(wanted, F(smallest), F(448)).astype(float8_e4m3fn).view(np.uint8)
         assert_bitwise_equal(codes[:-2], expected, what=function.__name__)
         assert (codes[-2:] == 0x7F).all()
@@ -109,12 +109,12 @@ def test_squared_error():
 
 def test_what_is_important_counts_more():
     """Two values whose errors under a scale of one are 1/2 and 1/4."""
-    given = np.array([[2.5, 0.75]], F)
-    data = BlockData(jnp.asarray(given), (1,), given[:, :1].view(np.int32), MXFP4, None)
+    x = np.array([[2.5, 0.75]], F)
+    data = BlockData(jnp.asarray(x), (1,), x[:, :1].view(np.int32), MXFP4, None)
     scales = np.array([[127]], np.uint8)
     assert functions.squared_error(data, scales) == 0.5**2 + 0.25**2
-    found = functions.squared_error(data, scales, jnp.asarray(np.array([[4, 16]], F)))
-    assert found == 4 * 0.5**2 + 16 * 0.25**2
+    result = functions.squared_error(data, scales, jnp.asarray(np.array([[4, 16]], F)))
+    assert result == 4 * 0.5**2 + 16 * 0.25**2
 
 
 def seven(element) -> int:
@@ -125,17 +125,17 @@ def seven(element) -> int:
     ("value", "known"),
     [(0, None), (1, 1), (1 << 23, 1 << 23), ((1 << 23) + 1, None), (np.int64(5), 5), (5.0, None)],
 )
-def test_what_kernels_are_told(value, known: int | None):
-    found = power_of_two("mine", lambda element: value).kernel_threshold(E2M1)
-    assert found == known and type(found) is type(known)
+def test_thresholds_for_kernels(value, known: int | None):
+    result = power_of_two("mine", lambda element: value).kernel_threshold(E2M1)
+    assert result == known and type(result) is type(known)
 
 
-def test_thresholds_of_the_librarys_own():
-    told = {rule.name: rule.kernel_threshold(E4M3) for rule in SCALE_RULES}
-    assert told.pop("floor") == 1 << 23 and told.pop("ceil") == 1
-    assert told.pop("even") == (1 << 23) - (1 << 19)
-    assert told.pop("rceil") == (6 << 20) + 1
-    assert set(told.values()) == {None}
+def test_thresholds_of_the_library():
+    thresholds = {rule.name: rule.kernel_threshold(E4M3) for rule in SCALE_RULES}
+    assert thresholds.pop("floor") == 1 << 23 and thresholds.pop("ceil") == 1
+    assert thresholds.pop("even") == (1 << 23) - (1 << 19)
+    assert thresholds.pop("rceil") == (6 << 20) + 1
+    assert set(thresholds.values()) == {None}
     assert EVEN.threshold is functions.rounds_up and AMAX.threshold is None
 
 
@@ -211,10 +211,10 @@ def test_rules_by_name_and_object():
         assert scale_rule_for(rule, fitting[0]) is rule
     for format, first in ((MXFP4, FLOOR), (NVFP4, AMAX), (FLOAT8_ROWWISE_E4M3, FLOAT8)):
         assert scale_rule_for(None, format) is first
-    own = power_of_two("mine", seven)
-    assert scale_rule_for(own, MXFP4) is own
+    mine = power_of_two("mine", seven)
+    assert scale_rule_for(mine, MXFP4) is mine
     with pytest.raises(ValueError, match="fills scales of kind exponent"):
-        scale_rule_for(own, NVFP4)
+        scale_rule_for(mine, NVFP4)
     with pytest.raises(TypeError, match="got scale_rule=3"):
         scale_rule_for(3, MXFP4)  # pyright: ignore
     assert repr(FLOOR) == "ScaleRule(floor)"
@@ -252,10 +252,10 @@ def test_headroom_never_clips():
     x = rng.standard_normal((4096, 16), F) * np.exp2(rng.uniform(-11, 0, (4096, 1))).astype(F)
     over = {}
     for rule in (AMAX_HEADROOM, AMAX):
-        found = quick(
+        result = quick(
             functools.partial(quantize, format=NVFP4, blocks=((-1, 16),), scale_rule=rule)
         )
-        cast = found(x)
+        cast = result(x)
         scale = np.asarray(cast.scale_values, np.float64) * np.float64(cast.tensor_scale)
         over[rule.name] = np.abs(x).max(1) / scale[:, 0]
     assert 5.3 < over["amax_headroom"].min() < over["amax_headroom"].max() <= 6 * (1 + 2**-20)

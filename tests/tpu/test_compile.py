@@ -86,8 +86,8 @@ def test_layouts(layout: str, way: str, devices: list[Any]):
     for (kind, dtype), size in exchanged(layout, way, "mxfp4", devices).items():
         if size:
             (moved if kind == "all-gather" else summed).add(dtype)
-    told = way in ("gather", "explicit", "shard_map")
-    assert moved == ({"u8" if told else "bf16"} if layout.startswith("FSDP") else set())
+    is_said = way in ("gather", "explicit", "shard_map")
+    assert moved == ({"u8" if is_said else "bf16"} if layout.startswith("FSDP") else set())
     assert summed <= {"bf16"}
 
 
@@ -104,7 +104,8 @@ def test_square_blocks_are_gathered_once(name: str, ratio: float, devices: list[
     """8 or 4 bits, and a gradient of 16, where plain JAX gathers 16; rows are gathered twice."""
     for way in ("gather", "explicit", "shard_map", "no mesh"):
         ours, plain = (
-            exchanged("FSDP by n", way, own, devices).total() for own in (name, collectives.PLAIN)
+            exchanged("FSDP by n", way, recipe, devices).total()
+            for recipe in (name, collectives.PLAIN)
         )
         # Values of both orientations are equal.
         wanted = ratio if way != "no mesh" else 1.0 if name in collectives.SQUARES else 1.5
