@@ -35,13 +35,6 @@ def run(tmp_path: Path) -> Runner:
     return runner
 
 
-def run_alone(out: Path, name: str, *options: str) -> tuple[list[dict[str, Any]], str]:
-    """The rows of a command, and what it printed, in a process as a user starts it: of one device,
-    where weights are packed."""
-    shown = printed("-m", f"benchmarks.{name}", *options, "--out", out, XLA_FLAGS=None)
-    return json.loads(out.read_text())["rows"], shown
-
-
 # Commands on one core, which share a process that is pinned at once.
 ON_ONE_CORE = {
     "ragged": "--formats mxfp4 --tokens 8 --experts 2 --size 64 --seconds 0 --min-rounds 3",
@@ -146,7 +139,10 @@ def test_every_case_of_a_goal_runs(tmp_path: Path):
     if not Path(library).exists():
         pytest.skip(f"needs {limits.BUILD}")
     options = "--size 256 --square 96 --many 2 --seconds 0 --min-rounds 2".split()
-    rows, shown = run_alone(tmp_path / "out.json", "cpu_goals", *options)
+    out = tmp_path / "out.json"
+    # A process as a user starts it: of one device, where weights are packed.
+    shown = printed("-m", "benchmarks.cpu_goals", *options, "--out", out, XLA_FLAGS=None)
+    rows = json.loads(out.read_text())["rows"]
     assert len(rows) == len(GOALS)
     unmeasured = {row["why"] for row in rows if row["ratio"] is None}
     assert unmeasured <= {

@@ -95,10 +95,6 @@ def test_a_checkpoint_measured_and_not_again(tmp_path: Path, capsys: pytest.Capt
         gradient_bias.main([*arguments, "--batches", "4"])
 
 
-def letters(texts: list[str]) -> list[list[int]]:
-    return [[ord(letter) for letter in text] for text in texts]
-
-
 @pytest.mark.slow
 def test_sentences_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = tmp_path / "tiny"
@@ -107,6 +103,7 @@ def test_sentences_of_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     save_file(bert.tensors({**bert.TINY, "vocab_size": 2100}), folder / "model.safetensors")
     texts = [f"{'abcdefgh'[i % 8]}{chr(110 + i // 8)}{'xyz' * (i % 3)}" for i in range(40)]
     monkeypatch.setattr(sentences.encoder, "standard_library", lambda: texts)
+    letters = lambda texts: [[*map(ord, text)] for text in texts]  # noqa: E731
     monkeypatch.setattr(sentences.encoder, "tokenizer", lambda folder: letters)
     monkeypatch.setattr(sentences, "BATCHES", ((2, 16),))
     # One of each kind.

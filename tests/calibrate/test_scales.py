@@ -55,22 +55,18 @@ def test_every_scale_in_reach_is_worse(format: BlockFormat, rng):
     h = rng.uniform(0.0, 4.0, 64).astype(np.float32)
     result = calibrate.search_scales(w, format, importance=h)
     best = errors(w, result, size, h[:, None])
+    search = search_for(format.scale, "")
+    first = mx_jax.quantize(w, format, axis=0, scale_rule=search.first)
     for step in (-1, 1) if format == MXFP4 else range(-8, 9):
         moved = np.clip(np.asarray(result.scales, np.int32) + step, 0, 254).astype(np.uint8)
         other = dataclasses.replace(result, scales=jnp.asarray(moved))
         distance = np.abs(values_under(other) - w).min(0)
         error = (np.square(distance) * h[:, None]).reshape(-1, size, 8).sum(1)
-        # Beyond the octave around the first scale lies what was not tried.
-        tried = _in_reach(w, format, moved)
+        # Farther than an octave from the first scale nothing was tried.
+        away = moved.astype(np.int32) - np.asarray(first.scales, np.int32)
+        inside = (moved >= search.smallest) & (moved <= search.largest)
+        tried = (np.abs(away) <= max(search.steps)) & inside
         assert (best <= error * (1 + 1e-6))[tried].all()
-
-
-def _in_reach(w: np.ndarray, format: BlockFormat, scales: np.ndarray) -> np.ndarray:
-    search = search_for(format.scale, "")
-    first = mx_jax.quantize(w, format, axis=0, scale_rule=search.first)
-    away = scales.astype(np.int32) - np.asarray(first.scales, np.int32)
-    inside = (scales >= search.smallest) & (scales <= search.largest)
-    return (np.abs(away) <= max(search.steps)) & inside
 
 
 def test_importance_decides_who_is_clipped(rng):

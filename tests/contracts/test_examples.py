@@ -46,15 +46,6 @@ def described(names: dict[str, Any]) -> dict[str, Any]:
     return {name: x for name, x in kept.items() if x.__module__.startswith(("mx_jax", "tests"))}
 
 
-def without_example(names: dict[str, Any]) -> list[str]:
-    """Those that have none."""
-    return sorted(
-        name
-        for name, x in described(names).items()
-        if f"{x.__module__}.{x.__qualname__}" not in names_with_examples(x.__module__)
-    )
-
-
 def below_assignments() -> dict[str, str]:
     """What is said of values below them, which doctest does not look at, if it has an example."""
     texts = {}
@@ -73,7 +64,11 @@ def below_assignments() -> dict[str, str]:
 def test_every_public_name_has_an_example():
     names = public()
     assert len(names) > 180, "not much is public"
-    assert without_example(names) == []
+    assert [
+        name
+        for name, x in described(names).items()
+        if f"{x.__module__}.{x.__qualname__}" not in names_with_examples(x.__module__)
+    ] == []
 
 
 def test_the_reference_shows_them():

@@ -17,16 +17,6 @@ LIMITS = {
 }
 
 
-def longer(measured: dict[str, dict[str, int]]) -> list[str]:
-    """What exceeds its limit."""
-    return [
-        f"{name}: {what}={counts[what]}, limit {limit}"
-        for name, counts in measured.items()
-        for what, limit in LIMITS[name].items()
-        if counts[what] > limit
-    ]
-
-
 def test_no_walk_exceeds_its_limits_and_the_page_draws_one():
     # A process of its own: what other tests import and patch leaves no trace there.
     text = printed("-W", "error", "-m", "tests.contracts.walk", "--draw", JAX_PLATFORMS="cpu")
@@ -37,6 +27,12 @@ def test_no_walk_exceeds_its_limits_and_the_page_draws_one():
         measured |= json.loads(counts)
         drawings |= dict.fromkeys(json.loads(counts), drawing)
     assert set(measured) == set(walk.names())
-    assert longer(measured) == []
+    longer = [
+        f"{name}: {what}={measured[name][what]}, limit {limit}"
+        for name in measured
+        for what, limit in LIMITS[name].items()
+        if measured[name][what] > limit
+    ]
+    assert not longer
     (on_the_page,) = walk.DRAWING.findall(walk.PAGE.read_text())
     assert on_the_page == drawings["dense_backward"], "run python -m tests.contracts.walk --write"

@@ -33,16 +33,6 @@ FORMATS = {
 SIZES: dict[str, Any] = dict(m=(256,), n=(512,), k=(1024,), dtype="bfloat16", out_dtype="bfloat16")
 
 
-def pairs() -> list[tuple[Any, Any]]:
-    """Formats of lhs and rhs that the table has for this version of JAX."""
-    known = xla_scaled.NATIVE.items()
-    return [
-        (FORMATS[lhs], FORMATS[rhs])
-        for (lhs, rhs), version in known
-        if jax.__version_info__ >= version
-    ]
-
-
 def compiled(gpu: Gpu, case: MatmulCase) -> str:
     """The text of a product."""
     target = Target(platform="cuda", compute_capability=gpu.capability)
@@ -60,5 +50,9 @@ def seen(text: str) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    cases = [MatmulCase(lhs=lhs, rhs=rhs, **SIZES) for lhs, rhs in pairs()]
+    cases = [
+        MatmulCase(lhs=FORMATS[lhs], rhs=FORMATS[rhs], **SIZES)
+        for (lhs, rhs), version in xla_scaled.NATIVE.items()
+        if jax.__version_info__ >= version
+    ]
     print(json.dumps({str(case): seen(compiled(GPUS[sys.argv[1]], case)) for case in cases}))

@@ -117,10 +117,6 @@ def test_what_is_important_counts_more():
     assert result == 4 * 0.5**2 + 16 * 0.25**2
 
 
-def seven(element) -> int:
-    return 7
-
-
 @pytest.mark.parametrize(
     ("value", "known"),
     [(0, None), (1, 1), (1 << 23, 1 << 23), ((1 << 23) + 1, None), (np.int64(5), 5), (5.0, None)],
@@ -211,7 +207,7 @@ def test_rules_by_name_and_object():
         assert scale_rule_for(rule, fitting[0]) is rule
     for format, first in ((MXFP4, FLOOR), (NVFP4, AMAX), (FLOAT8_ROWWISE_E4M3, FLOAT8)):
         assert scale_rule_for(None, format) is first
-    mine = power_of_two("mine", seven)
+    mine = power_of_two("mine", lambda element: 7)
     assert scale_rule_for(mine, MXFP4) is mine
     with pytest.raises(ValueError, match="fills scales of kind exponent"):
         scale_rule_for(mine, NVFP4)
