@@ -99,10 +99,6 @@ def test_a_format_stands_for_its_operand():
             "MatmulSpec: transform must be a Hadamard or None, got transform=16; e.g. Hadamard(",
         ),
         (
-            lambda: Hadamard(size="16", signs=None),  # pyright: ignore
-            "Hadamard: size must be an int, got size='16'; e.g. Hadamard(size=16, signs=None)",
-        ),
-        (
             lambda: Hadamard(size=2, signs=[1, -1]),  # pyright: ignore
             "Hadamard: signs must be a tuple or None, got signs=[1, -1]; e.g. (1, -1)",
         ),
