@@ -92,6 +92,8 @@ def compiled(run: Callable[..., Any], *operands: Any, out: Any = None) -> str:
 PRODUCTS = ("data", "FSDP by k", "FSDP, scanned", "tensor, column", "tensor, row")
 
 
+# What moves nothing is compiled by types and without a mesh.
+@pytest.mark.slow(but="FSDP|explicit|no mesh")
 @pytest.mark.parametrize("way", ("gather", "set_mesh", "no mesh", "explicit", "shard_map"))
 @pytest.mark.parametrize("layout", [*PRODUCTS, "FSDP, tensor column"])
 def test_layouts(layout: str, way: str, exchanged: Exchanged):
@@ -126,6 +128,10 @@ def test_rows_go_to_experts(devices: list[Any]):
     assert "ragged-all-to-all" in collectives.lowered(case, devices).compile().as_text()
 
 
+# One of each kind of casts; mxfp8 and mxfp4 are in other programs too.
+@pytest.mark.slow(
+    but="v3$|wise$|hadamard|stochastic|mxfp6$|mxfp8$|mxint8|four_over_six|pretraining"
+)
 @pytest.mark.parametrize("name", sorted({recipes.from_name(name).name for name in recipes.names()}))
 def test_recipes(name: str, mesh: Mesh):
     """Forward and gradients, FSDP and tensor parallel at once."""
