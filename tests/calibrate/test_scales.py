@@ -21,6 +21,10 @@ SEARCHED = [
 ]
 
 
+# One for most tests: each other one is compiled anew.
+SHAPE = 64, 8
+
+
 def heavy(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_t(3.0, shape).astype(np.float32)
 
@@ -51,7 +55,7 @@ def test_no_block_loses_more_than_under_the_first_scale(format: BlockFormat, rng
 @pytest.mark.parametrize("format", [MXFP4, NVFP4], ids=lambda format: format.name)
 def test_every_scale_in_reach_is_worse(format: BlockFormat, rng):
     """Tried by hand, one block of each: the neighbours of the stored scale, an octave each way."""
-    w, size = heavy(rng, 64, 8), format.block[1]
+    w, size = heavy(rng, *SHAPE), format.block[1]
     h = rng.uniform(0.0, 4.0, 64).astype(np.float32)
     result = calibrate.search_scales(w, format, importance=h)
     best = errors(w, result, size, h[:, None])
@@ -71,7 +75,7 @@ def test_every_scale_in_reach_is_worse(format: BlockFormat, rng):
 
 def test_importance_decides_who_is_clipped(rng):
     """A feature that counts for nothing does not widen the scale of its block."""
-    w = rng.standard_normal((64, 8)).astype(np.float32)
+    w = rng.standard_normal(SHAPE).astype(np.float32)
     w[5] = 40.0
     h = np.ones(64, np.float32)
     h[5] = 0.0
@@ -89,7 +93,7 @@ def test_partial_blocks_and_blocks_that_are_no_number(rng):
     assert result.scales.shape == plain.scales.shape and result.blocks == plain.blocks
     nans = [np.isnan(np.asarray(q.dequantize())) for q in (result, plain)]
     np.testing.assert_array_equal(*nans)
-    zeros = calibrate.search_scales(np.zeros((32, 2), np.float32), "nvfp4")
+    zeros = calibrate.search_scales(np.zeros(SHAPE, np.float32), "nvfp4")
     assert not np.asarray(zeros.dequantize()).any()
 
 
@@ -112,7 +116,7 @@ def test_no_tensor_loses_more_than_by_a_plain_cast(format: str, rng):
     """Heavy tails too: there a tensor scale with room for larger ones costs small blocks."""
     for degrees in (1.2, 2, 3, 100):
         for _ in range(8):
-            w = rng.standard_t(degrees, (64, 8)).astype(np.float32)
+            w = rng.standard_t(degrees, SHAPE).astype(np.float32)
             before, after = (
                 np.sum((np.asarray(q.dequantize(), np.float64) - w) ** 2)
                 for q in (mx_jax.quantize(w, format, axis=0), calibrate.search_scales(w, format))
@@ -124,7 +128,7 @@ def test_no_tensor_loses_more_than_by_a_plain_cast(format: str, rng):
 @pytest.mark.parametrize("exponent", [-100, 100])
 def test_squares_outside_float32_are_compared_all_the_same(format: str, exponent: int, rng):
     """The same scales, moved: nothing is tried in vain."""
-    w = heavy(rng, 64, 8)
+    w = heavy(rng, *SHAPE)
     near = calibrate.search_scales(w, format)
     far = calibrate.search_scales(np.ldexp(w, exponent), format)
     result = np.ldexp(np.asarray(far.dequantize()), -exponent)
@@ -133,7 +137,7 @@ def test_squares_outside_float32_are_compared_all_the_same(format: str, exponent
 
 def test_of_equal_errors_the_first_wins():
     """Ones under MXFP4: scales of 1, 1/2 and 1/4 all hold them; FLOOR's comes first."""
-    w = jnp.ones((32, 4))
+    w = jnp.ones(SHAPE)
     floor = mx_jax.quantize(w, "mxfp4", axis=0, scale_rule="floor")
     result = calibrate.search_scales(w, "mxfp4")
     np.testing.assert_array_equal(result.dequantize(), w)

@@ -112,9 +112,10 @@ def test_what_is_important_counts_more():
     x = np.array([[2.5, 0.75]], F)
     data = BlockData(jnp.asarray(x), (1,), x[:, :1].view(np.int32), MXFP4, None)
     scales = np.array([[127]], np.uint8)
-    assert functions.squared_error(data, scales) == 0.5**2 + 0.25**2
-    result = functions.squared_error(data, scales, jnp.asarray(np.array([[4, 16]], F)))
-    assert result == 4 * 0.5**2 + 16 * 0.25**2
+    lose = jax.jit(lambda importance: functions.squared_error(data, scales, importance))
+    for first, second in ((1, 1), (4, 16)):
+        lost = lose(np.array([[first, second]], F))
+        assert lost == first * 0.5**2 + second * 0.25**2
 
 
 @pytest.mark.parametrize(
