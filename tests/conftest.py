@@ -154,7 +154,7 @@ EVERY_SET = {
         cli/test_env contracts/test_docs convert/test_weights inspect/test_explain
         nn/test_stored_kernels sharding/test_batches sharding/test_packed
         sharding/test_partition""",
-    "bits of whole programs, and of recipes": "fingerprint recipes/test_named",
+    "bits of whole programs": "fingerprint",
 }
 
 
