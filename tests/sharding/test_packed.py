@@ -78,18 +78,16 @@ CASES = {
 
 
 @pytest.mark.parametrize(("format", "axis", "spec", "lies", "exchanged"), CASES.values(), ids=CASES)
-@pytest.mark.parametrize("in_context", [True, False], ids=["set_mesh", "no mesh"])
 def test_each_device_multiplies_its_tiles(
     format: str,
     axis: int,
     spec: tuple[str | None, ...],
     lies: PartitionSpec,
     exchanged: list[Exchange],
-    in_context: bool,
     mesh: Mesh,
     x: jax.Array,
 ):
-    """Column and row parallel."""
+    """Column and row parallel, with a mesh in context and without."""
     run = product(axis, RECIPES[format])
     packed = mx_jax.pack_weights(weights(format, axis))
     place = NamedSharding(mesh, P(*spec if axis == 0 else spec[::-1]))
@@ -98,7 +96,8 @@ def test_each_device_multiplies_its_tiles(
     assert max(each.nbytes for each in shards(placed)) <= packed.nbytes * 0.27
     operands = jax.device_put(x, NamedSharding(mesh, lies)), placed
     expected = quick(run)(x, packed)
-    with jax.set_mesh(mesh) if in_context else jax.default_device(None):
+    check(run, operands, exchanged, expected)
+    with jax.set_mesh(mesh):
         check(run, operands, exchanged, expected)
 
 
