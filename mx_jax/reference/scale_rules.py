@@ -91,17 +91,8 @@ class FromAmax:
     function: Callable[[BlockData], jax.Array]
 
     def __call__(self, data: BlockData) -> jax.Array:
-        return _from_amax(data.amax, data.tensor_scale, self.function, data.format)
-
-
-def _from_amax(
-    amax: jax.Array,
-    tensor_scale: jax.Array | None,
-    function: Callable[[BlockData], jax.Array],
-    format: BlockFormat,
-) -> jax.Array:
-    unseen: Any = None
-    return function(BlockData(unseen, (), amax, format, tensor_scale))
+        unseen: Any = None
+        return self.function(data._replace(values=unseen, inside=()))
 
 
 def never(element: ElementFormat) -> int:

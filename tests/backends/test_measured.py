@@ -103,11 +103,13 @@ OTHERS = {
 
 @pytest.mark.parametrize("call", OTHERS.values(), ids=OTHERS)
 def test_other_calls_were_not_measured(call: Any):
-    assert PALLAS_GPU.rejects(call, H200) is None
     choice = chosen(call)
     assert choice.backend != PALLAS_GPU and choice.measured is None
     why = "nothing was measured of this on NVIDIA H200"
-    assert ("pallas_gpu", why) in on_request(call, H200)
+    is_taken = PALLAS_GPU.rejects(call, H200) is None
+    assert (("pallas_gpu", why) in on_request(call, H200)) == is_taken
+    refused = "another dtype", "not packed", "packed for another"
+    assert is_taken == (call not in [OTHERS[name] for name in refused])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import mx_jax
 from mx_jax.axes import Axes, ProductAxes
 from mx_jax.backends.calls import DequantizeCall, MatmulCall, OperandType
-from mx_jax.backends.pallas_gpu.architecture import MIN_JAX
+from mx_jax.backends.pallas_gpu.tiles import MIN_JAX
 from mx_jax.backends.primitive import bind
 from mx_jax.backends.select import select, with_backends
 from mx_jax.backends.target import Backend, Offer, Target
@@ -195,38 +195,18 @@ def test_unsharded_programs_run_the_kernel():
     """And sharded ones what no kernel computes: `jit` would gather for it."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     with HOST(), mx_jax.prefer_backends("pallas_gpu"):
-        alone = lowered(weight_only, ROWS, WEIGHTS)
-        cut = lying(ROWS, mesh, "data")
-        split = lowered(weight_only, cut, lying(WEIGHTS, mesh))
-        batch = lowered(jax.vmap(weight_only, (0, None)), jnp.stack([ROWS] * 2), WEIGHTS)
         packed = mx_jax.pack_weights(mx_jax.quantize(WEIGHTS, "mxfp4", axis=0))
         assert isinstance(packed, mx_jax.PackedMXArray)
-        stored = lowered(weight_only, ROWS, packed)
-        explained = explain(weight_only, ROWS, WEIGHTS), explain(weight_only, cut, WEIGHTS)
+        alone = lowered(weight_only, ROWS, packed)
+        cut = lying(ROWS, mesh, "data")
+        with pytest.warns(UserWarning, match="unpacked at every call"):
+            split = lowered(weight_only, cut, packed)
+        batch = lowered(jax.vmap(weight_only, (0, None)), jnp.stack([ROWS] * 2), packed)
+        explained = explain(weight_only, ROWS, packed), explain(weight_only, cut, packed)
     assert "mosaic_gpu" in alone and "dot_general" not in alone
     assert "mosaic_gpu" not in split and "CustomSPMDPartitioning" in split
-    assert "mosaic_gpu" in batch and "mosaic_gpu" in stored
+    assert "mosaic_gpu" in batch
     assert [found.rows[-1].backend for found in explained] == ["pallas_gpu", "xla_bfloat16"]
-
-
-def test_blocks_under_float32_scales():
-    """On one device as on a host with one: bfloat16 products of blocks; else in float32."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    run, x, w = functools.partial(mx_jax.matmul, recipe="deepseek_v3"), ROWS, WEIGHTS
-    sharded = lying(x, mesh, "data")
-    with mx_jax.testing.target("cuda", (9, 0)):
-        expected = lowered(run, x, w)
-    with HOST():
-        alone, split = lowered(run, x, w), lowered(run, sharded, w)
-    with mx_jax.testing.target("cuda", (9, 0), num_devices=8):
-        plain = lowered(run, sharded, w)
-    assert dots(alone) == dots(expected) != dots(plain) == dots(split)
-
-
-def dots(program: str) -> list[str]:
-    """Dtypes of what is multiplied."""
-    lines = [line for line in program.splitlines() if "stablehlo.dot_general" in line]
-    return [line[line.rindex(" : ") :] for line in lines]
 
 
 def test_parts_of_a_product_are_computed_by_what_takes_one_device():

@@ -1,6 +1,11 @@
-"""The shared suite, asked of every backend; and each of its checks fails on a backend that lies."""
+"""The shared suite, asked of every backend; and each of its checks fails on a backend that lies.
+
+A new backend joins with one line in `PROMISES`: the calls that it must take. Whatever it does not
+promise it may refuse, with a reason. So support can grow quietly, but never shrink.
+"""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -8,13 +13,16 @@ import pytest
 from jax import lax
 
 from mx_jax import formats
+from mx_jax.backends import calls
 from mx_jax.backends.calls import AttendCall, MatmulCall, QuantizeCall, RaggedCall
-from mx_jax.backends.cpu_ffi import CPU_FFI
+from mx_jax.backends.cpu_ffi import CPU_FFI, library
 from mx_jax.backends.reference import REFERENCE
-from mx_jax.backends.target import Backend
+from mx_jax.backends.select import BACKENDS
+from mx_jax.backends.target import Backend, Target, current_target
 from mx_jax.codecs.rounding import NEAREST
+from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS, MXFP8_E4M3, MXFP8_E5M2, WHOLE
 from mx_jax.testing import backend_suite, cases
-from mx_jax.testing.backend_suite import BackendSuite
+from mx_jax.testing.backend_suite import Promise
 from mx_jax.testing.cases import AttendCase, RaggedCase
 from tests.backends.altered import altered, answering
 
@@ -22,13 +30,159 @@ PLAIN = cases.QuantizeCase(format=formats.MXFP4, shape=(5, 64))
 STOCHASTIC = dataclasses.replace(PLAIN, rounding="stochastic")
 NVFP4 = cases.QuantizeCase(format=formats.NVFP4, shape=(5, 64))
 PRODUCT = cases.MatmulCase(lhs=formats.MXFP8_E4M3, rhs=formats.MXFP8_E4M3)
-CPU = backend_suite.TARGETS[0]
+CPU = Target(platform="cpu")
+
+
+# What is promised -------------------------------------------------------------------------------
+
+
+def _whole_axis_codes(call: calls.Call, target: Target) -> bool:
+    capability = target.compute_capability or (0, 0)
+    has = {
+        "float": target.platform == "rocm" or capability >= (8, 9),
+        "int": target.device_kind == "TPU v6 lite" or (8, 0) <= capability < (10, 0),
+    }
+    if not isinstance(call, calls.MatmulCall) or None in (call.lhs.format, call.rhs.format):
+        return False
+    formats = [operand.format for _, operand in call.sides if operand.format in BLOCK_FORMATS]
+    kinds = {f.element.kind for f in formats if f.block[1] is WHOLE and f.element.bits == 8}
+    whole = all(f.block[1] is WHOLE for f in formats) and len(formats) == 2
+    return whole and len(kinds) == 1 and has[kinds.pop()]
+
+
+def _what_bfloat16_holds_on_accelerators(call: calls.Call, target: Target) -> bool:
+    if target.platform == "cpu" or not isinstance(call, calls.MatmulCall):
+        return False
+
+    def is_held(operand: calls.OperandType) -> bool:
+        format = operand.format
+        if format is None:
+            return operand.dtype == jnp.bfloat16
+        leaves_sums = not format.scale.is_float32 or format.block[1] is WHOLE
+        return format in BLOCK_FORMATS and leaves_sums
+
+    return all(is_held(operand) for _, operand in call.sides)
+
+
+def _mxfp8_on_one_blackwell(call: calls.Call, target: Target) -> bool:
+    capability = target.compute_capability
+    if target.num_devices > 1 or capability is None or capability < (10, 0):
+        return False
+    if not isinstance(call, calls.MatmulCall) or len(call.lhs.axes.contracting) != 1:
+        return False
+    whole = all(0 not in operand.shape for _, operand in call.sides)
+    (axis,) = call.lhs.axes.contracting
+    k = call.lhs.shape[axis]
+    operand_formats = (call.lhs.format, call.rhs.format)
+    return whole and k % 32 == 0 and all(f in (MXFP8_E4M3, MXFP8_E5M2) for f in operand_formats)
+
+
+def _what_the_handlers_compute(call: calls.Call, target: Target) -> bool:
+    # Where nothing was built, nothing is promised.
+    if target.platform != "cpu" or isinstance(library.load(), str):
+        return False
+    if isinstance(call, calls.MatmulCall):
+        operand_formats = (call.lhs.format, call.rhs.format)
+        return all(f is None or not f.scale.is_float32 for f in operand_formats)
+    always = (calls.QuantizeBothCall, calls.RaggedCall, calls.RandomBitsCall, calls.TransformCall)
+    if isinstance(call, always):
+        return True
+    if isinstance(call, calls.AttendCall):
+        return call.tokens == 1 and set(call.dtypes) == {jnp.dtype(jnp.float32)}
+    if isinstance(call, calls.QuantizeCall):
+        rule = call.scale_rule
+        if rule.reads_values:
+            return False
+    if isinstance(call, calls.ValuesCall):
+        return False
+    return len(call.blocks) == 1 or [axis for axis, _ in call.blocks] == [-2, -1]
+
+
+def _whole_tiles_of_bfloat16_on_one_tpu(call: calls.Call, target: Target) -> bool:
+    if target.platform != "tpu" or not isinstance(call, calls.QuantizeCall):
+        return False
+    plain = call.dtype == jnp.bfloat16 and call.rounding == NEAREST
+    return plain and call.format in MX_FORMATS and call.shape == (4096, 4096)
+
+
+# What each backend of the table must take: the one line that a new backend adds.
+PROMISES: Mapping[str, Promise] = {
+    "xla": _whole_axis_codes,
+    "cpu_ffi": _what_the_handlers_compute,
+    "xla_scaled": _mxfp8_on_one_blackwell,
+    "pallas_tpu": _whole_tiles_of_bfloat16_on_one_tpu,
+    "xla_bfloat16": _what_bfloat16_holds_on_accelerators,
+    # Cases ask for the highest precision, which it does not have.
+    "xla_rounded": lambda call, target: False,
+    "reference": lambda call, target: not isinstance(call, calls.QuantizeBothCall),
+    # No case has packed weights.
+    "pallas_gpu": lambda call, target: False,
+}
+
+TARGETS: tuple[Target, ...] = (
+    Target(platform="cpu"),
+    Target(platform="cuda", compute_capability=(8, 0)),
+    Target(platform="cuda", compute_capability=(9, 0)),
+    Target(platform="cuda", compute_capability=(10, 0)),
+    Target(platform="cuda", compute_capability=(12, 0)),
+    Target(platform="rocm"),
+    Target(platform="tpu"),
+    Target(platform="tpu", device_kind="TPU v6 lite"),
+)
+
+_ASKED_CASES = (
+    *cases.QUANTIZE_CASES,
+    *cases.QUANTIZE_BOTH_CASES,
+    *cases.MATMUL_CASES,
+    *cases.RAGGED_CASES,
+    *cases.LARGE_QUANTIZE_CASES,
+    *cases.LARGE_MATMUL_CASES,
+    *cases.ATTEND_CASES,
+)
+
+
+_CHECKS = tuple(
+    pytest.param(check, case, id=f"{check.__name__.removeprefix('check_')}-{case}")
+    for check, drawn in (
+        (backend_suite.check_quantize, cases.QUANTIZE_CASES),
+        (backend_suite.check_quantize_both, cases.QUANTIZE_BOTH_CASES),
+        (backend_suite.check_dequantize, cases.DEQUANTIZE_CASES),
+        (backend_suite.check_matmul, cases.MATMUL_CASES),
+        (backend_suite.check_ragged, cases.RAGGED_CASES),
+        (backend_suite.check_stagnating_sum, (cases.STAGNATING_CASE,)),
+        (backend_suite.check_extremes, backend_suite.EXTREME_CASES),
+        (backend_suite.check_attend, cases.ATTEND_CASES),
+    )
+    for case in drawn
+)
 
 
 # A library that is the same on every Python.
 @pytest.mark.slow(but=5, where=lambda params: params["backend"] is CPU_FFI and "case" in params)
-class TestBackends(BackendSuite):
+@pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
+class TestBackends:
     """Every backend of the table."""
+
+    def test_promise_is_stated(self, backend: Backend):
+        assert backend.name in PROMISES, f"PROMISES lacks what {backend.name} must take"
+
+    @pytest.mark.parametrize("target", TARGETS, ids=str)
+    def test_answers(self, backend: Backend, target: Target):
+        for case in _ASKED_CASES:
+            backend_suite.check_answer(backend, PROMISES[backend.name], case.call, target)
+
+    @pytest.mark.parametrize(("check", "case"), _CHECKS)
+    def test_results(self, backend: Backend, check: Callable[[Backend, Any], None], case: Any):
+        call = cases.dequantize_call(case) if check is backend_suite.check_dequantize else case.call
+        is_taken = backend_suite.check_answer(
+            backend, PROMISES[backend.name], call, current_target(1)
+        )
+        # The reference defines the bits that others are compared with.
+        if is_taken and not (backend is REFERENCE and isinstance(case, cases.QuantizeCase)):
+            check(backend, case)
+
+
+# Backends that lie --------------------------------------------------------------------------------
 
 
 def refusing(reason: Any = "not today") -> Backend:

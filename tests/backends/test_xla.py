@@ -62,7 +62,7 @@ def test_products(case: MatmulCase):
         (
             QuantizeCase(format=ROWWISE, shape=(4, 4)),
             H200,
-            "does not implement QuantizeCall",
+            "does not cast",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

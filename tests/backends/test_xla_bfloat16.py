@@ -13,6 +13,8 @@ import pytest
 
 import mx_jax
 from mx_jax import formats, recipes
+from mx_jax.backends.reference import REFERENCE
+from mx_jax.backends.select import select
 from mx_jax.backends.target import Target
 from mx_jax.backends.xla import XLA_BFLOAT16, XLA_ROUNDED, bfloat16_holds
 from mx_jax.formats import BLOCK_FORMATS, MX_FORMATS
@@ -47,10 +49,10 @@ run = jax.jit(XLA_BFLOAT16.run, static_argnums=0)
 
 
 def test_what_is_taken():
-    """Every format; high precision only in bfloat16."""
+    """Every format but those of blocks under float32 scales; high precision only in bfloat16."""
     assert all(map(bfloat16_holds, BLOCK_FORMATS))
-    given = {case.lhs for case in TAKEN} | {case.rhs for case in TAKEN}
-    assert set(BLOCK_FORMATS) <= given
+    formats = {case.lhs for case in TAKEN} | {case.rhs for case in TAKEN}
+    assert set(BLOCK_FORMATS) - formats == {BLOCKWISE, BLOCKWISE_2D}
     assert {case.dtype for case in TAKEN if None in (case.lhs, case.rhs)} == {"bfloat16"}
 
 
@@ -150,7 +152,7 @@ def test_other_machines():
 
 BLOCKWISE, BLOCKWISE_2D = formats.FLOAT8_BLOCKWISE_E4M3, formats.FLOAT8_BLOCKWISE_2D_E4M3
 BLOCKWISE_CASES = (
-    # As DeepSeek's models multiply: many blocks at once, and one after another.
+    # As DeepSeek's models multiply.
     MatmulCase(lhs=BLOCKWISE, rhs=BLOCKWISE_2D, m=(3,), n=(130,), k=(1000,)),
     MatmulCase(lhs=BLOCKWISE, rhs=BLOCKWISE_2D, m=(150,), n=(130,), k=(500,), rhs_k_first=True),
     MatmulCase(lhs=None, rhs=BLOCKWISE_2D, dtype="bfloat16", n=(130,), k=(300,)),
@@ -165,32 +167,22 @@ def default(case: MatmulCase) -> Any:
 
 @pytest.mark.parametrize("case", BLOCKWISE_CASES, ids=str)
 def test_blocks_under_float32_scales(case: MatmulCase):
-    """Rounded to bfloat16, on several devices too; all digits by precision="highest"."""
+    """Rounded to bfloat16, on several devices too; not by precision="highest"."""
     reason = "rounds values to bfloat16, got precision='highest'"
     assert XLA_ROUNDED.rejects(case.call, TPU) == reason
     assert XLA_ROUNDED.rejects(default(case), dataclasses.replace(TPU, num_devices=8)) is None
-    assert XLA_BFLOAT16.rejects(case.call, TPU) is None
-    for backend in (XLA_ROUNDED, XLA_BFLOAT16):
-        check_matmul(backend, case)
+    check_matmul(XLA_ROUNDED, case)
     with pytest.raises(AssertionError):  # the bound is of the rounding, and no wider
         check_matmul(dataclasses.replace(XLA_ROUNDED, value_error=2.0**-16), case)
 
 
-def test_blocks_that_are_not_multiplied_one_after_another():
+def test_who_takes_blocks_under_float32_scales():
+    """By precision="highest" the reference: in float32."""
     call = BLOCKWISE_CASES[0].call
-    several = XLA_BFLOAT16.rejects(call, dataclasses.replace(TPU, num_devices=8))
-    assert several == (
-        "multiplies blocks under float32 scales one after another, on one device, got num_devices=8"
-    )
-    call = dataclasses.replace(SQUARE, rhs=BLOCKWISE_2D, k=(2, 64)).call
-    assert XLA_BFLOAT16.rejects(call, TPU) == (
-        "needs blocks of one size along one contracted axis under float32 scales, got "
-        "blocks=[128], k=[2, 64]"
-    )
-    assert XLA_BFLOAT16.rejects(default(BLOCKWISE_CASES[0]), TPU) == (
-        "multiplies blocks under float32 scales one after another, exactly: for "
-        "precision='highest', got precision=None"
-    )
+    reason = "needs blocks' scales of few digits, not of float32, got lhs=float8_blockwise_e4m3"
+    assert XLA_BFLOAT16.rejects(call, TPU) == reason
+    assert select(call, TPU).backend == REFERENCE
+    assert select(default(BLOCKWISE_CASES[0]), TPU).backend == XLA_ROUNDED
     assert XLA_ROUNDED.rejects(SQUARE.call, TPU) == (
         "rounds values of blocks under float32 scales, got lhs=mxfp8_e4m3, rhs=mxfp8_e4m3"
     )

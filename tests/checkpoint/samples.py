@@ -17,7 +17,6 @@ import numpy as np
 from mx_jax import checkpoint
 from mx_jax.checkpoint.layouts import LAYOUTS, Layout
 from mx_jax.commands import command_parser
-from mx_jax.commands.stream import RECORD, partial_folder, record_options
 from mx_jax.formats import MXFP4, MXFP8_E4M3, NVFP4
 from tests.checkpoint.gguf_bytes import F32, I32, STRING, U32, Tensor, array, gguf, text
 from tests.checkpoint.stored import draw
@@ -107,20 +106,19 @@ def samples() -> list[Sample]:
         "own shards": written({"a": {0: one, "b": fused}} | norm, None, GPT_OSS, **parts),
         "stated": stated({"a.weight": one} | norm, packed),
         "gpt-oss original": stated({"mlp.mlp1_weight": fused} | norm, "gpt-oss-original"),
-        "gpt-oss apart": stated(experts | norm, "gpt-oss"),
+        "gpt-oss experts": stated(experts | norm, "gpt-oss"),
         "transcoded": stated({"a.weight": one} | norm, "modelopt-mxfp4", **parts),
     }
     readers = {
         "own": load,
         "own shards": load_shards,
-        "gpt-oss apart": convert_to("--to", "compressed-tensors"),
         "transcoded": convert_to("--to", "modelopt-nvfp4"),
     }
     return [
         Sample("gguf", {"model.gguf": _gguf()}, read_all),
         *(Sample(name, files, readers.get(name, read_all)) for name, files in made.items()),
         *(_sample(row, rng) for row in LAYOUTS),
-        *word_samples(),
+        Sample("rules", {"rules.toml": _RULES.encode()}, judge_by_rules),
     ]
 
 
@@ -181,8 +179,6 @@ def _sample(row: Layout, rng: np.random.Generator) -> Sample:
     return Sample(name, written(weights, row.name, config), read_all)
 
 
-# The digest of a file that is resumed from has its path, which is another each time.
-_SOURCE = "@source@"
 _RULES = """
 [[rule]]
 pattern = "skipped.*"
@@ -202,14 +198,6 @@ scales = "mse"
 """
 
 
-def word_samples() -> list[Sample]:
-    """One of each."""
-    return [
-        Sample("rules", {"rules.toml": _RULES.encode()}, judge_by_rules),
-        Sample("resume", _stopped(), resume),
-    ]
-
-
 def judge_by_rules(path: Path) -> None:
     """What rules say of tensors that are always the same."""
     arrays = {"mlp.weight": jnp.ones((4, 64)), "wide.kernel": jnp.ones((64, 4))}
@@ -217,38 +205,3 @@ def judge_by_rules(path: Path) -> None:
     model, rules = path / "model.safetensors", path / "rules.toml"
     checkpoint.save(model, arrays)
     quietly("quantize", str(model), str(path / "out"), "--rules", str(rules), "--dry-run")
-
-
-def _convert(path: Path) -> list[str]:
-    names = str(path / "model.safetensors"), str(path / "out")
-    return ["convert", *names, "--to", "modelopt-mxfp4", "--max-shard-size", "200B"]
-
-
-def resume(path: Path) -> None:
-    """A command taken up again, from files that may not be its own."""
-    words = [*_convert(path), "--resume"]
-    fresh = command_parser().parse_args([*words[:2], str(path / "fresh"), *words[3:]])
-    (path / "fresh").mkdir()
-    record_options(fresh, path / "fresh")
-    source = json.loads((path / "fresh" / RECORD).read_text())["in"]
-    record = partial_folder(path / "out") / RECORD
-    record.write_bytes(record.read_bytes().replace(_SOURCE.encode(), source.encode()))
-    quietly(*words)
-    dict(checkpoint.read(path / "out"))
-
-
-def _stopped() -> dict[str, bytes]:
-    rng = np.random.default_rng(3)
-    weights = {f"{name}.weight": draw(MXFP4, (4, 64), rng) for name in "abc"}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        checkpoint.write(path / "model.safetensors", weights, layout="mxfp4-pack-quantized")
-        quietly(*_convert(path))
-        options = command_parser().parse_args(_convert(path))
-        made = (path / "out").rename(partial_folder(path / "out"))
-        record_options(options, made)
-        record = made / RECORD
-        said = json.loads(record.read_text()) | {"in": _SOURCE}
-        record.write_text(json.dumps(said))
-        kept = [path / "model.safetensors", record, *sorted(made.glob("*-00001-*"))]
-        return {str(file.relative_to(path)): file.read_bytes() for file in kept}

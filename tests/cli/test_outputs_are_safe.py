@@ -1,11 +1,6 @@
 """What other processes, signals and links may do to an output while a command writes it."""
 
-import errno
-import fcntl
 import os
-import shutil
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +8,6 @@ import numpy as np
 import pytest
 
 from mx_jax import checkpoint
-from mx_jax.checkpoint import files
 from mx_jax.commands import main, stream
 from tests.checkpoint.killed import at_each_change
 from tests.cli.conftest import Cli
@@ -28,99 +22,6 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def locked(tmp_path: Path) -> Iterator[Path]:
-    """The folder `out` is made in, as another process has it while it writes there."""
-    made = stream.partial_folder(tmp_path / "out")
-    made.mkdir()
-    (made / "model.safetensors").write_text("theirs")
-    handle = os.open(made, os.O_RDONLY)
-    fcntl.flock(handle, fcntl.LOCK_EX)
-    yield made
-    os.close(handle)
-
-
-@pytest.mark.parametrize("more", [(), ("--force",), ("--max-shard-size", "1kB", "--force")])
-@pytest.mark.parametrize("missing", ["read", "check_output"])
-def test_a_folder_that_another_process_writes(
-    missing: str,
-    more: tuple[str, ...],
-    model: Path,
-    locked: Path,
-    tmp_path: Path,
-    cli: Cli,
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """Refused before anything is read; if it began after that, before anything is written."""
-    monkeypatch.setattr(stream, missing, lambda options: None)
-    said = cli.error("quantize", model, tmp_path / "out", "--format", "mxfp4", *more)
-    assert f"another process is writing to {tmp_path / 'out'}; try again" in said
-    assert (locked / "model.safetensors").read_text() == "theirs"
-
-
-@pytest.mark.parametrize("name", ["out.safetensors", "out"])
-@pytest.mark.parametrize("links", [True, False])
-@pytest.mark.parametrize("when", ["read", "write"])
-def test_an_output_that_appears_meanwhile_stays(
-    when: str, links: bool, name: str, model: Path, tmp_path: Path, cli: Cli, monkeypatch: Any
-):
-    """After it was looked for, and after all is written; on disks without hard links too."""
-    out = tmp_path / name
-    module, during = (stream, "read") if when == "read" else (files, "write")
-    act = getattr(module, during)
-
-    def meanwhile(*rest: Any) -> Any:
-        done = act(*rest)
-        if not out.exists():
-            checkpoint.save(out, {"theirs": np.ones(3, np.float32)}, max_shard_size=SIZE[name])
-        return done
-
-    def no_links(*_: Any) -> None:
-        raise OSError(errno.EPERM, "Operation not permitted")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module, during, meanwhile)
-        if not links:
-            patch.setattr(os, "link", no_links)
-        words = ("quantize", model, out, "--format", "mxfp4")
-        assert f"{out} is there already; replace it with --force" in cli.error(*words)
-    assert checkpoint.load(out).keys() == {"theirs"}
-    cli(*words, "--force")
-    assert checkpoint.read(out).quantized and not [*tmp_path.glob(".*")]
-
-
-# Of files in a folder; a file has none.
-SIZE = {"out.safetensors": None, "out": 100}
-
-
-@pytest.mark.parametrize("name", ["out.safetensors", "out"])
-@pytest.mark.parametrize("force", [(), ("--force",)])
-def test_of_two_runs_the_second_is_refused(
-    force: tuple[str, ...], name: str, model: Path, tmp_path: Path, monkeypatch: Any, capfd: Any
-):
-    """Before it reads; or, without --force, when the first has ended meanwhile."""
-    out, begun, go_on, status = tmp_path / name, threading.Event(), threading.Event(), [-1]
-    words = ["quantize", str(model), str(out), "--format", "mxfp4", *force]
-    write = files.write
-
-    def waiting(*rest: Any) -> None:
-        monkeypatch.setattr(files, "write", write)
-        begun.set()
-        assert go_on.wait(60)
-        write(*rest)
-
-    monkeypatch.setattr(files, "write", waiting)
-    first = threading.Thread(target=lambda: status.append(main(words)))
-    first.start()
-    assert begun.wait(60)
-    second, said = main(words), capfd.readouterr().err
-    go_on.set()
-    first.join()
-    assert second == 2 and f"another process is writing to {out}; try again" in said
-    assert status == [-1, 0] and main(words) == (0 if force else 2)
-    assert checkpoint.read(out).quantized and not [*tmp_path.glob(".*")]
-
-
 @pytest.mark.parametrize("before", [False, True])
 def test_a_file_is_whole_or_not_there(before: bool, model: Path, tmp_path: Path):
     """Stopped before and after every file operation; the next run leaves nothing of it."""
@@ -128,7 +29,8 @@ def test_a_file_is_whole_or_not_there(before: bool, model: Path, tmp_path: Path)
     words = ["quantize", str(model), str(out), "--format", "mxfp4"]
 
     def prepare() -> None:
-        shutil.rmtree(stream.partial_folder(out), ignore_errors=True)
+        for left in tmp_path.glob(".*"):
+            left.unlink()
         out.unlink(missing_ok=True)
         if before:
             checkpoint.save(out, {"before": np.ones(3, np.float32)})
@@ -152,28 +54,6 @@ def test_one_file_beside_the_index_of_others(model: Path, tmp_path: Path, cli: C
     assert "json of other files" in said and not [*folder.glob(".*")]
 
 
-def test_nobody_begins_in_the_old_folder_while_it_is_removed(
-    model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
-):
-    """Once it is replaced, it has the name under which another process would make its own."""
-    out, remove, tried = tmp_path / "out", shutil.rmtree, list[Path]()
-    out.mkdir()
-    (out / "notes.txt").write_text("mine")
-
-    def removing(path: Path) -> None:
-        handle = os.open(path, os.O_RDONLY)
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.close(handle)
-        tried.append(path)
-        remove(path)
-
-    monkeypatch.setattr(shutil, "rmtree", removing)
-    cli("quantize", model, out, "--format", "mxfp4", "--force")
-    assert tried == [stream.partial_folder(out)] and not tried[0].exists()
-    assert sorted(os.listdir(out)) == ["model.safetensors", "notes.txt"]
-
-
 def test_a_folder_that_another_process_filled_meanwhile(
     model: Path, tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch
 ):
@@ -187,7 +67,7 @@ def test_a_folder_that_another_process_filled_meanwhile(
     monkeypatch.setattr(stream, "_write_beside", filled)
     said = cli.error("quantize", model, out, "--format", "mxfp4")
     assert f"{out} is there already; replace it with --force" in said
-    assert os.listdir(out) == ["theirs.txt"] and not stream.partial_folder(out).exists()
+    assert os.listdir(out) == ["theirs.txt"] and not [*tmp_path.glob(".*")]
 
 
 @pytest.mark.parametrize("name", ["out", "out.safetensors"])

@@ -532,11 +532,20 @@ def _cuda(name: str) -> Program:
 
 
 @contextlib.contextmanager
-def _kernels(gpu: str) -> Iterator[None]:
-    with mx_jax.testing.target("cuda", _GPUS[gpu]), mx_jax.prefer_backends("pallas_gpu"):
+def _kernels_preferred() -> Iterator[None]:
+    with mx_jax.testing.target("cuda", _GPUS["Hopper"]), mx_jax.prefer_backends("pallas_gpu"):
         yield
 
 
-@rows([f"{gpu}, {case}" for gpu in _GPUS for case in _FOR_GPUS], "kernels preferred for")
-def _cuda_kernels(name: str) -> Program:
-    return _cuda(name)._replace(context=functools.partial(_kernels, name.split(", ")[0]))
+@rows(["matmul", "ragged_dot"], "kernels preferred for Hopper")
+def _kernels(name: str) -> Program:
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        w = mx_jax.quantize(jnp.stack([w, w]) if name == "ragged_dot" else w, "mxfp4", axis=-2)
+        if name == "matmul":
+            return mx_jax.matmul(x, mx_jax.pack_weights(w), recipe=recipes.weight_only("mxfp4"))
+        packed = mx_jax.pack_weights(w, contracting=1, num_batch=1)
+        sizes = np.array([100, 156], np.int32)
+        return mx_jax.ragged_dot(x, packed, sizes, recipe=recipes.weight_only("mxfp4"))
+
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 256), (256, 256))]
+    return Program(run, tuple(types), _kernels_preferred, runs=False)

@@ -56,6 +56,16 @@ def test_a_command(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().err == f"mx_jax: no command {WHERE}\n"
 
 
+@pytest.mark.parametrize("option", ["--former", "--former=3"])
+def test_an_option_of_a_command(option: str, capsys: pytest.CaptureFixture[str]):
+    for words in ([option, "--never", "formats"], ["inspect", "model.safetensors", option]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        said = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert "unrecognized arguments: " in said and f"{WHERE.removeprefix('former')}\n" in said
+
+
 def test_none_is_there_still():
     known = {*recipes.names(), *(rule.name for rule in SCALE_RULES), *COMMANDS}
     known |= {row.name.replace("-", "_") for row in LAYOUTS}

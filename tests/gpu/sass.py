@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from mx_jax.backends.pallas_gpu.architecture import Tiles
+from mx_jax.backends.pallas_gpu.tiles import Tiles
 
 
 def instructions(disassembly: str) -> list[str]:

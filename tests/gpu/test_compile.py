@@ -15,8 +15,8 @@ import pytest
 
 from benchmarks.collectives import FEATURES, TOKENS, UNITS
 from mx_jax.backends import xla_scaled
-from mx_jax.backends.pallas_gpu.architecture import TCGEN05, WGMMA
 from mx_jax.backends.pallas_gpu.layouts import stored_bits
+from mx_jax.backends.pallas_gpu.tiles import TILES
 from mx_jax.formats import BLOCK_FORMATS
 from tests.gpu import sass
 from tests.gpu.compile_for import GPUS
@@ -46,7 +46,7 @@ def bits_of(name: str) -> int:
     ],
 )
 def test_hopper(name: str, limit: float, tmp_path: Path):
-    table = WGMMA.tiles[bits_of(name)]
+    table = TILES[bits_of(name)]
     files = compiled(tmp_path, "sm_90a", "weights", name)
     assert len(files) == 2 * len(table)
     for path in files:
@@ -73,7 +73,7 @@ def check_registers(ptx: Path) -> None:
     ("name", "limit"), [("mxfp4", 3.55), slow("nvfp4", 3.75), slow("mxfp8_e4m3", 4.15)]
 )
 def test_groups_on_hopper(name: str, limit: float, tmp_path: Path):
-    table = WGMMA.tiles[bits_of(name)]
+    table = TILES[bits_of(name)]
     files = compiled(tmp_path, "sm_90a", "groups", name)
     assert len(files) == 2 * len(table)
     for path, (_, tiles) in zip(files, [each for each in table for _ in range(2)], strict=True):
@@ -82,75 +82,6 @@ def test_groups_on_hopper(name: str, limit: float, tmp_path: Path):
         assert "UTMALDG" in text and text.count("UTMASTG") >= 3, path
         check_registers(path)
         assert sum(sass.issued(text, tiles)) <= limit + 0.35 * (tiles.m > 16), path
-
-
-def test_sums(tmp_path: Path):
-    def products(loop: list[str]) -> int:
-        return sum("HGMMA" in instruction for instruction in loop)
-
-    for path in compiled(tmp_path, "sm_90a", "sums"):
-        loops = sass.loops(disassembly(path, "sm_90a"), "HGMMA")
-        # 64 rows at a time in eight products of 64 x 128 x 16, each of 64 cycles; then 16.
-        whole = min((loop for loop in loops if products(loop) == 8), key=len)
-        assert len(whole) <= 120, "four warps issue as many in as many cycles"
-        assert min(map(products, loops)) == 2
-
-
-@pytest.mark.parametrize(
-    ("target", "name", "limit"),
-    [
-        ("sm_80", "mxfp4", 3.9),
-        slow("sm_80", "mxfp6_e2m3", 4.2),
-        slow("sm_80", "mxfp8_e4m3", 4.4),
-        slow("sm_100a", "mxfp8_e5m2", 6.8),
-        slow("sm_100a", "mxfp6_e3m2", 4.5),
-        *(slow(target, "mxfp4", 3.9) for target in GPUS if target not in ("sm_80", "sm_90a")),
-    ],
-)
-def test_ampere_and_what_decodes_like_it(target: str, name: str, limit: float, tmp_path: Path):
-    table = GPUS[target].architecture.decoding.tiles[bits_of(name)]
-    files = compiled(tmp_path, target, "weights", name)
-    assert len(files) == 2 * len(table)
-    for path in files:
-        text = path.read_text()
-        assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in text, path
-        copy = "cp.async.bulk.tensor" if target.endswith("a") else "cp.async.cg.shared.global"
-        assert copy in text and re.search(r"(fma\.rn|mul)\.bf16x2", text), path
-    loop = sass.main_loop(disassembly(files[0], target), "HMMA")
-    assert len(loop) / (64 * table[0][1].k / 128) <= limit
-
-
-@pytest.mark.parametrize(
-    ("target", "lhs", "rhs", "kind"),
-    [
-        ("sm_100a", "mxfp8_e4m3", "mxfp8_e5m2", "mxf8f6f4.block_scale.scale_vec::1X"),
-        slow("sm_100a", "mxfp4", "mxfp4", "mxf4nvf4.block_scale.scale_vec::2X"),
-        ("sm_100a", "nvfp4", "nvfp4", "mxf4nvf4.block_scale.scale_vec::4X"),
-        slow("sm_103a", "mxfp8_e5m2", "mxfp8_e4m3", "mxf8f6f4.block_scale.scale_vec::1X"),
-        slow("sm_103a", "nvfp4", "nvfp4", "mxf4nvf4.block_scale.scale_vec::4X"),
-        slow("sm_110a", "mxfp4", "mxfp4", "mxf4nvf4.block_scale.scale_vec::2X"),
-    ],
-)
-def test_blackwell(target: str, lhs: str, rhs: str, kind: str, tmp_path: Path):
-    files = compiled(tmp_path, target, "scaled", lhs, rhs)
-    assert len(files) == 2 * len(TCGEN05.tiles[4 if lhs.endswith("fp4") else 8])
-    for path in files:
-        assert f"tcgen05.mma.cta_group::1.kind::{kind}" in path.read_text(), path
-        expected = "UTCQMMA" if lhs.startswith("mxfp8") else "UTCOMMA"
-        assert expected in disassembly(path, target), path
-
-
-@pytest.mark.parametrize("name", ["nvfp4", slow("mxfp8_e4m3"), slow("mxfp4")])
-def test_groups_on_blackwell(name: str, tmp_path: Path):
-    """The dense kernel's products and copies; rows are stored eight at a time and one by one."""
-    files = compiled(tmp_path, "sm_100a", "scaled_groups", name)
-    eight = name.startswith("mxfp8")
-    assert len(files) == len(TCGEN05.tiles[8 if eight else 4])
-    for path in files:
-        assert re.search(r"tcgen05\.mma\.cta_group::1\.\S*block_scale", path.read_text())
-        text = disassembly(path, "sm_100a")
-        assert text.count("UTMASTG") >= 3, path
-        assert len(sass.main_loop(text, "UTCQMMA" if eight else "UTCOMMA")) <= 150
 
 
 # What XLA compiles -------------------------------------------------------------------------------

@@ -138,11 +138,11 @@ ERRORS = {
     "ij->i": "needs exactly two operands, got subscripts='ij->i'",
     "ij,jk,kl->il": "needs exactly two operands",
     "ii,ij->j": "a letter may occur once in each term, got subscripts='ii,ij",
-    "ij,jk->ii": "a letter may occur once in each term",
-    "ij,jk->iz": "result letters ['z'] are in no operand",
+    "ij,jk->ii": "Output character 'i' appeared more than once in the output",
+    "ij,jk->iz": "Output character 'z' did not appear in the input (got subscripts='ij,jk->iz'",
     "ij,jk->ik": "sizes of 'j' in subscripts='ij,jk->ik' must agree, got lhs.shape=(3, 40) with 40 "
     "and rhs.shape=(41, 4) with 41",
-    "ijk,kl->il": "term 'ijk' of subscripts='ijk,kl->il' names 3 axes, the operand has ndim=2",
+    "ijk,kl->il": "a term names 3 axes, the operand has ndim=2, got subscripts='ijk,kl->il'",
     "j,jk->k": "names 1 axes, the operand has ndim=2",
     "i1,1k->ik": "subscripts are letters and '...', got subscripts='i1,1k->",
 }

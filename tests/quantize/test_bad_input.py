@@ -321,7 +321,6 @@ ENTRIES: dict[str, Callable[[MXArray], Any]] = {
     "pack_weights": mx_jax.pack_weights,
     "index": lambda w: w[:, :1],
     "reshape": lambda w: w.reshape(64, 2, 2),
-    "at": lambda w: w.at[:, :1].set(w),
 }
 
 

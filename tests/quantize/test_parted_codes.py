@@ -120,7 +120,6 @@ LEAVES: dict[str, Loss] = {
     "checkpoint": lambda w: multiply(jax.checkpoint(encode)(w[0])),
     "jit in vmap": lambda w: ragged(jax.vmap(jax.jit(encode))(w)),
     "dequantized": lambda w: jax.jit(encode)(w[0]).dequantize().sum(),
-    "written": lambda w: multiply(encode(w[0]).at[:, 2:4].set(encode(w[1])[:, 2:4])),
     "packed": lambda w: multiply(mx_jax.pack_weights(encode(w[0]))),
 }
 WAYS: dict[str, Callable[[Loss], Loss]] = {

@@ -75,7 +75,6 @@ def _dot(
         *(x, codes, scales),
         results=[((batch, rows, n), dtype)],
         interpret=interpret,
-        parallel=2,
         grid=(batch, pl.cdiv(n, columns), steps),
         in_specs=[of_x, spec(codes), spec(scales)],
         out_specs=[pl.BlockSpec((None, rows, columns), lambda b, j, i: (b, 0, j))],
