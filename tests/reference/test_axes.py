@@ -82,5 +82,5 @@ def test_cotangents(side: Side):
         moved = dot_general(step, rhs, axes) if side == "lhs" else dot_general(lhs, step, axes)
         assert (g * moved).sum() == (bar * step).sum()
         # Every group in canonical order: backends take nothing else.
-        assert of.lhs.is_canonical and of.rhs.is_canonical
+        assert of.lhs.has_canonical_order and of.rhs.has_canonical_order
         assert g_is_left is not (k_firsts[0] if side == "lhs" else k_firsts[1])
